@@ -1,0 +1,83 @@
+//! With the `cuda` feature: compiles `cuda/` with nvcc into one static library for every architecture it is to run on.
+//!
+//! `CANDLE_GDN_CUDA_ARCHS` (default `80,90a`) lists compute capabilities; what is not listed and newer than the lowest
+//! runs through that one's PTX. `100` and `120` may be listed where nvcc knows them.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    #[cfg(feature = "cuda")]
+    cuda::build();
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use std::path::{Path, PathBuf};
+
+    const ARCHS: &str = "CANDLE_GDN_CUDA_ARCHS";
+
+    pub fn build() {
+        println!("cargo:rerun-if-env-changed={ARCHS}");
+        let archs = std::env::var(ARCHS).unwrap_or_else(|_| "80,90a".into());
+        let mut archs: Vec<String> = archs.split(',').map(|arch| arch.trim().to_owned()).collect();
+        archs.sort_by_key(|arch| number(arch));
+        let lowest = number(&archs[0]);
+
+        let (mut kernels, mut all) = (vec![], vec![]);
+        collect(Path::new("cuda"), &mut kernels, &mut all);
+        // The library is rebuilt when a file is newer than it; other architectures are another library.
+        let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(archs.join("-"));
+        std::fs::create_dir_all(&out).expect("OUT_DIR is writable");
+
+        // bindgen_cuda asks nvidia-smi and panics where there is none, unless this is set.
+        if std::env::var_os("CUDA_COMPUTE_CAP").is_none() {
+            std::env::set_var("CUDA_COMPUTE_CAP", lowest.to_string());
+        }
+        let mut builder = bindgen_cuda::Builder::default()
+            .kernel_paths(kernels)
+            .watch(all)
+            .out_dir(out.clone())
+            .compute_cap(lowest as usize)
+            .arg("-std=c++17")
+            .arg("-O3")
+            .arg("--expt-relaxed-constexpr");
+        if !cfg!(target_os = "windows") {
+            builder = builder.arg("-Xcompiler=-fPIC");
+        }
+        for arch in &archs[usize::from(!archs[0].ends_with('a'))..] {
+            let flag = format!("-gencode=arch=compute_{arch},code=sm_{arch}");
+            builder = builder.arg(Box::leak(flag.into_boxed_str()));
+        }
+        builder.build_lib(out.join("libcandle_gdn_cuda.a"));
+        println!("cargo:rustc-link-search=native={}", out.display());
+        println!("cargo:rustc-link-lib=static=candle_gdn_cuda");
+        println!("cargo:rustc-link-lib=dylib=cudart");
+        if !cfg!(target_os = "windows") {
+            println!("cargo:rustc-link-lib=dylib=stdc++");
+        }
+    }
+
+    /// The capability without its suffix.
+    fn number(arch: &str) -> u32 {
+        let digits = arch.trim_end_matches(|c: char| c.is_ascii_lowercase());
+        digits.parse().unwrap_or_else(|_| panic!("{ARCHS}: expected capabilities such as 80,90a,120, got {arch:?}"))
+    }
+
+    fn collect(dir: &Path, kernels: &mut Vec<PathBuf>, all: &mut Vec<PathBuf>) {
+        let mut entries: Vec<_> = std::fs::read_dir(dir)
+            .unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
+            .map(|entry| entry.expect("a readable folder").path())
+            .collect();
+        entries.sort();
+        for path in entries {
+            match path.extension().and_then(|e| e.to_str()) {
+                _ if path.is_dir() => collect(&path, kernels, all),
+                Some("cu") => {
+                    kernels.push(path.clone());
+                    all.push(path);
+                }
+                Some("cuh" | "h") => all.push(path),
+                _ => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! CPU kernels over plain slices: `f32` accumulation, inputs in f32, bf16 or f16, work spread over candle's own
+//! thread pool. No `Tensor` in here; the ops check shapes before they call in.
+
+mod chunked;
+pub(crate) mod conv;
+mod gates;
+pub(crate) mod norm;
+mod recurrent;
+pub(crate) mod rule;
+mod simd;
+mod view;
+
+pub(crate) use gates::log_decay_and_beta;
+pub(crate) use view::{Element, Heads, Sequences, Slots};

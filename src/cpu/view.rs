@@ -1,0 +1,147 @@
+//! How the kernels see their arguments: strided heads, sequences, slots, and output shared between tasks.
+
+use candle_core::CpuStorage;
+use half::{bf16, f16};
+
+/// An input element: read as `f32`, written rounded to nearest.
+pub(crate) trait Element: Copy + Send + Sync + 'static {
+    /// The zero value.
+    const ZERO: Self;
+    fn to_f32(self) -> f32;
+    fn from_f32(x: f32) -> Self;
+    /// The storage as a slice of this type, when it is of this type.
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+macro_rules! element {
+    ($ty:ty, $variant:ident, $zero:expr, $to:expr, $from:expr) => {
+        impl Element for $ty {
+            const ZERO: Self = $zero;
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                $to(self)
+            }
+            #[inline(always)]
+            fn from_f32(x: f32) -> Self {
+                $from(x)
+            }
+            fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(data) => Some(data),
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+element!(f32, F32, 0.0, |x| x, |x| x);
+element!(bf16, BF16, bf16::ZERO, bf16::to_f32, bf16::from_f32);
+element!(f16, F16, f16::ZERO, f16::to_f32, f16::from_f32);
+
+/// A tensor `[sequence, token, head, dim]` whose last dimension is contiguous; strides count elements.
+/// Packed tensors have a sequence stride of zero.
+#[derive(Clone, Copy)]
+pub(crate) struct Heads<'a, T> {
+    pub data: &'a [T],
+    pub seq_stride: usize,
+    pub token_stride: usize,
+    pub head_stride: usize,
+}
+
+impl<'a, T> Heads<'a, T> {
+    #[inline(always)]
+    pub fn row(&self, seq: usize, token: usize, head: usize, len: usize) -> &'a [T] {
+        let start = seq * self.seq_stride + token * self.token_stride + head * self.head_stride;
+        &self.data[start..start + len]
+    }
+}
+
+/// How tokens are grouped into sequences.
+#[derive(Clone, Copy)]
+pub(crate) struct Sequences<'a> {
+    /// Packed tokens: sequence `n` owns `cu_seqlens[n]..cu_seqlens[n + 1]`.
+    pub cu_seqlens: Option<&'a [u32]>,
+    pub count: usize,
+    /// Tokens of each sequence where they are not packed.
+    pub tokens: usize,
+}
+
+impl Sequences<'_> {
+    /// First token (in the packed order, or zero) and length of sequence `n`.
+    #[inline(always)]
+    pub fn range(&self, n: usize) -> (usize, usize) {
+        match self.cu_seqlens {
+            Some(cu) => (cu[n] as usize, (cu[n + 1] - cu[n]) as usize),
+            None => (0, self.tokens),
+        }
+    }
+
+    /// Index of the first token of sequence `n` in a contiguous output.
+    #[inline(always)]
+    pub fn out_token(&self, n: usize) -> usize {
+        match self.cu_seqlens {
+            Some(cu) => cu[n] as usize,
+            None => n * self.tokens,
+        }
+    }
+
+    pub fn total_tokens(&self) -> usize {
+        self.out_token(self.count)
+    }
+}
+
+/// Which slot of the state a sequence owns.
+#[derive(Clone, Copy)]
+pub(crate) struct Slots<'a> {
+    /// `None` is the identity.
+    pub map: Option<&'a [u32]>,
+    /// Elements from one slot to the next.
+    pub stride: usize,
+}
+
+impl Slots<'_> {
+    /// Offset of the state of sequence `n`, or `None` where the sequence is padding.
+    #[inline(always)]
+    pub fn offset(&self, n: usize) -> Option<usize> {
+        match self.map {
+            Some(map) if map[n] == u32::MAX => None,
+            Some(map) => Some(map[n] as usize * self.stride),
+            None => Some(n * self.stride),
+        }
+    }
+}
+
+/// A mutable slice that tasks of one parallel loop write disjoint parts of.
+pub(crate) struct Shared<'a, T> {
+    ptr: *mut T,
+    len: usize,
+    _life: std::marker::PhantomData<&'a mut [T]>,
+}
+
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
+
+impl<'a, T> Shared<'a, T> {
+    pub fn new(data: &'a mut [T]) -> Self {
+        Self { ptr: data.as_mut_ptr(), len: data.len(), _life: std::marker::PhantomData }
+    }
+
+    /// # Safety
+    /// No two live parts may overlap.
+    #[allow(clippy::mut_from_ref)]
+    #[inline(always)]
+    pub unsafe fn part(&self, start: usize, len: usize) -> &mut [T] {
+        assert!(start <= self.len && len <= self.len - start, "part out of range");
+        std::slice::from_raw_parts_mut(self.ptr.add(start), len)
+    }
+}
+
+/// Runs `task(0..tasks)` on candle's thread pool, or on this thread when the whole work (in elementary steps) is too
+/// small to wake anyone for.
+pub(crate) fn parallel(tasks: usize, work_per_task: usize, task: impl Fn(usize) + Sync) {
+    const INLINE_WORK: usize = 1 << 15;
+    if tasks <= 1 || tasks.saturating_mul(work_per_task) <= INLINE_WORK {
+        (0..tasks).for_each(task);
+    } else {
+        candle_core::utils::barrier_pool().execute_chunked(tasks, |range| range.for_each(&task));
+    }
+}

@@ -1,0 +1,102 @@
+//! `cuda/gdn.h`, field for field.
+
+use std::ffi::{c_char, c_int, c_void};
+
+/// `gdn_heads`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Heads {
+    pub ptr: *const c_void,
+    pub seq_stride: i64,
+    pub token_stride: i64,
+    pub head_stride: i64,
+}
+
+/// `gdn_sequences`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Sequences {
+    pub cu_seqlens: *const u32,
+    pub num_seqs: i32,
+    pub tokens_per_seq: i32,
+    pub max_tokens_per_seq: i32,
+}
+
+/// `gdn_slots`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Slots {
+    pub slots: *const u32,
+    pub num_slots: i64,
+    pub slot_stride: i64,
+}
+
+/// `gdn_rule_params`
+#[repr(C)]
+pub struct RuleParams {
+    pub q: Heads,
+    pub k: Heads,
+    pub v: Heads,
+    pub a: Heads,
+    pub b: Heads,
+    pub a_log: *const f32,
+    pub dt_bias: *const f32,
+    pub o: Heads,
+    pub state_in: *const f32,
+    pub state_out: *mut f32,
+    pub in_slots: Slots,
+    pub out_slots: Slots,
+    pub seqs: Sequences,
+    pub num_k_heads: i32,
+    pub num_v_heads: i32,
+    pub head_k: i32,
+    pub head_v: i32,
+    pub io_dtype: i32,
+    pub gate_dtype: i32,
+    pub l2norm: i32,
+    pub algo: i32,
+    pub l2_eps: f32,
+    pub scale: f32,
+    pub beta_scale: f32,
+}
+
+/// `gdn_conv_params`
+#[repr(C)]
+pub struct ConvParams {
+    pub x: Heads,
+    pub y: Heads,
+    pub weight: *const c_void,
+    pub state_in: *const c_void,
+    pub state_out: *mut c_void,
+    pub in_slots: Slots,
+    pub out_slots: Slots,
+    pub seqs: Sequences,
+    pub channels: i32,
+    pub width: i32,
+    pub io_dtype: i32,
+    pub weight_dtype: i32,
+    pub silu: i32,
+}
+
+/// `gdn_norm_params`
+#[repr(C)]
+pub struct NormParams {
+    pub x: Heads,
+    pub z: Heads,
+    pub out: Heads,
+    pub weight: *const c_void,
+    pub tokens: i64,
+    pub heads: i32,
+    pub head_v: i32,
+    pub io_dtype: i32,
+    pub weight_dtype: i32,
+    pub sigmoid: i32,
+    pub eps: f32,
+}
+
+extern "C" {
+    pub fn gdn_rule(params: *const RuleParams, stream: *mut c_void) -> c_int;
+    pub fn gdn_conv(params: *const ConvParams, stream: *mut c_void) -> c_int;
+    pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> c_int;
+    pub fn gdn_status_string(status: c_int) -> *const c_char;
+}

@@ -1,0 +1,346 @@
+//! The Rust side of `cuda/gdn.h`: candle storages in, parameter structs out, statuses into errors.
+//!
+//! Pointers are taken through cudarc's guards, so that its stream events hold; they are released after the launch.
+//! No launch allocates anything but its output.
+
+mod ffi;
+
+use crate::ops::{Algo, ConvPlan, Gates, HeadsLayout, NormPlan, RulePlan};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+use candle_core::{bail, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
+use half::{bf16, f16};
+use std::cell::RefCell;
+use std::ffi::{c_int, c_void, CStr};
+use std::sync::Arc;
+
+/// A device address and the guard that orders its use on the stream.
+struct Pointer<'a> {
+    address: u64,
+    _order: SyncOnDrop<'a>,
+}
+
+impl Pointer<'_> {
+    /// The address of element `offset`, of `size` bytes each.
+    fn at<T>(&self, offset: usize, size: usize) -> *mut T {
+        (self.address + (offset * size) as u64) as *mut T
+    }
+}
+
+/// `$body` with `$slice` bound to the storage's typed slice.
+macro_rules! with_slice {
+    ($storage:expr, $method:ident, $slice:ident => $body:expr) => {
+        match $storage.dtype() {
+            DType::F32 => {
+                let $slice = $storage.$method::<f32>()?;
+                $body
+            }
+            DType::BF16 => {
+                let $slice = $storage.$method::<bf16>()?;
+                $body
+            }
+            DType::F16 => {
+                let $slice = $storage.$method::<f16>()?;
+                $body
+            }
+            DType::U32 => {
+                let $slice = $storage.$method::<u32>()?;
+                $body
+            }
+            dtype => bail!("candle-gdn: no CUDA kernel takes dtype {dtype:?}"),
+        }
+    };
+}
+
+fn read<'a>(storage: &'a CudaStorage, stream: &'a CudaStream) -> Result<Pointer<'a>> {
+    with_slice!(storage, as_cuda_slice, slice => {
+        let (address, order) = slice.device_ptr(stream);
+        Ok(Pointer { address, _order: order })
+    })
+}
+
+fn write<'a>(storage: &'a mut CudaStorage, stream: &'a CudaStream) -> Result<Pointer<'a>> {
+    with_slice!(storage, as_cuda_slice_mut, slice => {
+        let (address, order) = slice.device_ptr_mut(stream);
+        Ok(Pointer { address, _order: order })
+    })
+}
+
+/// An output of which every element will be written. At least one element, since CUDA allocates no empty block.
+fn alloc(like: &CudaStorage, shape: &[usize]) -> Result<CudaStorage> {
+    let (device, n) = (like.device(), shape.iter().product::<usize>().max(1));
+    // SAFETY: the kernels write every element of the shape.
+    Ok(unsafe {
+        match like.dtype() {
+            DType::F32 => CudaStorage::wrap_cuda_slice(device.alloc::<f32>(n)?, device.clone()),
+            DType::BF16 => CudaStorage::wrap_cuda_slice(device.alloc::<bf16>(n)?, device.clone()),
+            DType::F16 => CudaStorage::wrap_cuda_slice(device.alloc::<f16>(n)?, device.clone()),
+            dtype => bail!("candle-gdn: no CUDA kernel writes dtype {dtype:?}"),
+        }
+    })
+}
+
+fn dtype_code(dtype: DType) -> i32 {
+    match dtype {
+        DType::BF16 => 1,
+        DType::F16 => 2,
+        _ => 0,
+    }
+}
+
+fn heads(pointer: &Pointer<'_>, layout: HeadsLayout, dtype: DType) -> ffi::Heads {
+    ffi::Heads {
+        ptr: pointer.at(layout.offset, dtype.size_in_bytes()),
+        seq_stride: layout.seq_stride as i64,
+        token_stride: layout.token_stride as i64,
+        head_stride: layout.head_stride as i64,
+    }
+}
+
+/// A contiguous output `[tokens, heads, dim]`; `tokens` per sequence is zero where they are packed.
+fn dense(pointer: &Pointer<'_>, tokens: usize, heads: usize, dim: usize) -> ffi::Heads {
+    let row = (heads * dim) as i64;
+    ffi::Heads { ptr: pointer.at(0, 0), seq_stride: tokens as i64 * row, token_stride: row, head_stride: dim as i64 }
+}
+
+fn int(op: &str, arg: &str, value: usize) -> Result<i32> {
+    i32::try_from(value).or_else(|_| bail!("{op}: {arg}: expected at most {} on CUDA, got {value}", i32::MAX))
+}
+
+fn check(op: &str, status: c_int) -> Result<()> {
+    if status == 0 {
+        return Ok(());
+    }
+    // SAFETY: the function returns a static string for every status.
+    let why = unsafe { CStr::from_ptr(ffi::gdn_status_string(status)) };
+    bail!("{op}: CUDA kernel refused with status {status}: {}", why.to_string_lossy())
+}
+
+/// The stream of a storage, with its context current on this thread for the launcher's runtime calls.
+fn stream_of(storage: &CudaStorage) -> Result<Arc<CudaStream>> {
+    let stream = storage.device().cuda_stream();
+    stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
+    Ok(stream)
+}
+
+/// Gives `$body` a pointer to a tensor that the op holds, named `$name`.
+macro_rules! held {
+    ($name:ident, $tensor:expr, $stream:expr) => {
+        let (guard, _) = $tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*guard else { bail!("{}: expected a CUDA tensor", stringify!($name)) };
+        let $name = read(storage, $stream)?;
+    };
+}
+
+/// `$name`: a pointer to an optional u32 tensor, null where there is none.
+macro_rules! held_u32 {
+    ($name:ident, $tensor:expr, $stream:expr) => {
+        let guard = $tensor.map(|t| (t.storage_and_layout().0, t.layout().start_offset()));
+        let $name = match &guard {
+            Some((guard, offset)) => match &**guard {
+                Storage::Cuda(storage) => Some((read(storage, $stream)?, *offset)),
+                _ => bail!("{}: expected a CUDA tensor", stringify!($name)),
+            },
+            None => None,
+        };
+        let $name = $name.as_ref().map_or(std::ptr::null(), |(p, offset)| p.at::<u32>(*offset, 4).cast_const());
+    };
+}
+
+/// What the rule needs besides its plan.
+pub(crate) struct RuleArgs<'a> {
+    pub name: &'static str,
+    pub plan: &'a RulePlan,
+    pub q: &'a CudaStorage,
+    pub k: &'a CudaStorage,
+    pub v: &'a CudaStorage,
+    pub gates: &'a Gates,
+    pub slots: Option<&'a Tensor>,
+    pub cu_seqlens: Option<&'a Tensor>,
+}
+
+/// Runs the rule with `state` updated in place and returns o.
+pub(crate) fn rule(args: &RuleArgs<'_>, state: &Tensor) -> Result<CudaStorage> {
+    let run = InPlace { name: args.name, out: RefCell::new(None), launch: &|state, layout| launch_rule(args, state, layout) };
+    state.inplace_op1(&run)?;
+    run.finish()
+}
+
+fn launch_rule(args: &RuleArgs<'_>, state: &mut CudaStorage, layout: &Layout) -> Result<CudaStorage> {
+    let RuleArgs { name, plan, q, k, v, gates, slots, cu_seqlens } = *args;
+    let (dims, dtype, gate_dtype) = (plan.dims, q.dtype(), gates.a.dtype());
+    let stream = &*stream_of(q)?;
+    let mut out = alloc(q, &plan.out_shape)?;
+
+    let (q, k, v) = (read(q, stream)?, read(k, stream)?, read(v, stream)?);
+    held!(a, gates.a, stream);
+    held!(b, gates.b, stream);
+    held!(a_log, gates.a_log, stream);
+    held!(dt_bias, gates.dt_bias, stream);
+    held_u32!(slots, slots, stream);
+    held_u32!(cu_seqlens, cu_seqlens, stream);
+    let o = write(&mut out, stream)?;
+    let state = write(state, stream)?;
+    let state_ptr: *mut f32 = state.at(layout.start_offset(), 4);
+    let slots = ffi::Slots { slots, num_slots: plan.num_slots as i64, slot_stride: layout.stride()[0] as i64 };
+
+    let params = ffi::RuleParams {
+        q: heads(&q, plan.q, dtype),
+        k: heads(&k, plan.k, dtype),
+        v: heads(&v, plan.v, dtype),
+        a: heads(&a, plan.a, gate_dtype),
+        b: heads(&b, plan.b, gate_dtype),
+        a_log: a_log.at(gates.a_log.layout().start_offset(), 4),
+        dt_bias: dt_bias.at(gates.dt_bias.layout().start_offset(), 4),
+        o: dense(&o, plan.tokens, dims.value_heads, dims.value_dim),
+        state_in: state_ptr,
+        state_out: state_ptr,
+        in_slots: slots,
+        out_slots: slots,
+        seqs: ffi::Sequences {
+            cu_seqlens,
+            num_seqs: int(name, "sequences", plan.sequences)?,
+            tokens_per_seq: int(name, "tokens", plan.tokens)?,
+            max_tokens_per_seq: int(name, "tokens", plan.max_tokens)?,
+        },
+        num_k_heads: int(name, "key heads", dims.key_heads)?,
+        num_v_heads: int(name, "value heads", dims.value_heads)?,
+        head_k: dims.key_dim as i32,
+        head_v: dims.value_dim as i32,
+        io_dtype: dtype_code(dtype),
+        gate_dtype: dtype_code(gate_dtype),
+        l2norm: plan.options.l2norm.into(),
+        algo: match plan.options.algo {
+            Algo::Auto => 0,
+            Algo::Recurrent => 1,
+            Algo::Recurrent128 => 2,
+            Algo::Chunked => 3,
+        },
+        l2_eps: plan.options.l2_eps as f32,
+        scale: plan.scale as f32,
+        beta_scale: plan.options.beta_scale as f32,
+    };
+    // SAFETY: every pointer reaches what the plan checked, and the guards above outlive the launch.
+    check(name, unsafe { ffi::gdn_rule(&params, stream.cu_stream().cast::<c_void>()) })?;
+    drop((o, state));
+    Ok(out)
+}
+
+/// Runs the causal convolution with `state` updated in place and returns y.
+pub(crate) fn conv(
+    plan: &ConvPlan,
+    x: &CudaStorage,
+    weight: &CudaStorage,
+    state: &Tensor,
+    slots: Option<&Tensor>,
+    cu_seqlens: Option<&Tensor>,
+    silu: bool,
+) -> Result<CudaStorage> {
+    let name = "causal_conv1d";
+    let launch = |state: &mut CudaStorage, layout: &Layout| {
+        let (dtype, weight_dtype) = (x.dtype(), weight.dtype());
+        let stream = &*stream_of(x)?;
+        let mut out = alloc(x, &plan.out_shape)?;
+
+        let (x, weight) = (read(x, stream)?, read(weight, stream)?);
+        held_u32!(slots, slots, stream);
+        held_u32!(cu_seqlens, cu_seqlens, stream);
+        let y = write(&mut out, stream)?;
+        let state = write(state, stream)?;
+        let state_ptr: *mut c_void = state.at(layout.start_offset(), dtype.size_in_bytes());
+        let slots = ffi::Slots { slots, num_slots: plan.num_slots as i64, slot_stride: layout.stride()[0] as i64 };
+        let params = ffi::ConvParams {
+            x: heads(&x, plan.x, dtype),
+            y: dense(&y, plan.tokens, 1, plan.channels),
+            weight: weight.at(plan.weight_offset, weight_dtype.size_in_bytes()),
+            state_in: state_ptr,
+            state_out: state_ptr,
+            in_slots: slots,
+            out_slots: slots,
+            seqs: ffi::Sequences {
+                cu_seqlens,
+                num_seqs: int(name, "sequences", plan.sequences)?,
+                tokens_per_seq: int(name, "tokens", plan.tokens)?,
+                max_tokens_per_seq: int(name, "tokens", plan.max_tokens)?,
+            },
+            channels: int(name, "channels", plan.channels)?,
+            width: plan.width as i32,
+            io_dtype: dtype_code(dtype),
+            weight_dtype: dtype_code(weight_dtype),
+            silu: silu.into(),
+        };
+        // SAFETY: as in `launch_rule`.
+        check(name, unsafe { ffi::gdn_conv(&params, stream.cu_stream().cast::<c_void>()) })?;
+        drop((y, state));
+        Ok(out)
+    };
+    let run = InPlace { name, out: RefCell::new(None), launch: &launch };
+    state.inplace_op1(&run)?;
+    run.finish()
+}
+
+/// Runs the gated norm.
+pub(crate) fn norm(
+    plan: &NormPlan,
+    x: &CudaStorage,
+    z: &CudaStorage,
+    weight: &CudaStorage,
+    eps: f64,
+    sigmoid: bool,
+) -> Result<CudaStorage> {
+    let (name, dtype, weight_dtype) = ("gated_rms_norm", x.dtype(), weight.dtype());
+    let stream = &*stream_of(x)?;
+    let mut out = alloc(x, &plan.out_shape)?;
+    let (x, z, weight) = (read(x, stream)?, read(z, stream)?, read(weight, stream)?);
+    let to = write(&mut out, stream)?;
+    let params = ffi::NormParams {
+        x: heads(&x, plan.x, dtype),
+        z: heads(&z, plan.z, dtype),
+        out: dense(&to, 0, plan.heads, plan.dim),
+        weight: weight.at(plan.weight_offset, weight_dtype.size_in_bytes()),
+        tokens: plan.tokens as i64,
+        heads: int(name, "heads", plan.heads)?,
+        head_v: plan.dim as i32,
+        io_dtype: dtype_code(dtype),
+        weight_dtype: dtype_code(weight_dtype),
+        sigmoid: sigmoid.into(),
+        eps: eps as f32,
+    };
+    // SAFETY: as in `launch_rule`.
+    check(name, unsafe { ffi::gdn_norm(&params, stream.cu_stream().cast::<c_void>()) })?;
+    drop(to);
+    Ok(out)
+}
+
+type Launch<'a> = dyn Fn(&mut CudaStorage, &Layout) -> Result<CudaStorage> + 'a;
+
+/// A launch that updates a state in place through candle's own machinery, with the state's lock held for writing.
+struct InPlace<'a> {
+    name: &'static str,
+    launch: &'a Launch<'a>,
+    out: RefCell<Option<CudaStorage>>,
+}
+
+impl InPlace<'_> {
+    fn finish(self) -> Result<CudaStorage> {
+        match self.out.into_inner() {
+            Some(out) => Ok(out),
+            None => bail!("{}: no output", self.name),
+        }
+    }
+}
+
+impl InplaceOp1 for InPlace<'_> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(&self, _: &mut candle_core::CpuStorage, _: &Layout) -> Result<()> {
+        bail!("{}: state: expected a CUDA tensor", self.name)
+    }
+
+    fn cuda_fwd(&self, state: &mut CudaStorage, layout: &Layout) -> Result<()> {
+        *self.out.borrow_mut() = Some((self.launch)(state, layout)?);
+        Ok(())
+    }
+}

@@ -1,0 +1,261 @@
+//! The Gated DeltaNet layer: projection, convolution, rule, gated norm, output projection.
+
+use crate::ops::{
+    causal_conv1d, gated_rms_norm, gdn_decode_in_place, gdn_prefill_in_place, GateActivation, Gates, RuleOptions,
+};
+use crate::state::GdnState;
+use candle_core::{bail, DType, Result, Tensor};
+use candle_nn::{linear_no_bias, Linear, Module, VarBuilder};
+
+/// Sizes and constants of a [`GatedDeltaNet`] layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GdnConfig {
+    /// Width of the model.
+    pub hidden_size: usize,
+    /// Key (and query) heads, HK.
+    pub num_key_heads: usize,
+    /// Value heads, HV: a multiple of HK.
+    pub num_value_heads: usize,
+    /// Size of a key head, K: 1 to 256.
+    pub key_head_dim: usize,
+    /// Size of a value head, V: 1 to 256.
+    pub value_head_dim: usize,
+    /// Width of the causal convolution: 2 to 8 (4 in all known models).
+    pub conv_kernel: usize,
+    /// Added to the mean square in the gated norm.
+    pub rms_norm_eps: f64,
+    /// Activation of the output gate z.
+    pub output_gate: GateActivation,
+    /// Multiplies `sigmoid(b)`: 1, or 2 for models whose state transition may have negative eigenvalues.
+    pub beta_scale: f32,
+}
+
+impl GdnConfig {
+    /// HK * K
+    fn key_size(&self) -> usize {
+        self.num_key_heads * self.key_head_dim
+    }
+
+    /// HV * V
+    fn value_size(&self) -> usize {
+        self.num_value_heads * self.value_head_dim
+    }
+
+    /// Channels of the convolution: q, k and v.
+    fn conv_channels(&self) -> usize {
+        2 * self.key_size() + self.value_size()
+    }
+
+    fn check(&self) -> Result<()> {
+        let Self { hidden_size, num_key_heads, num_value_heads, key_head_dim, value_head_dim, conv_kernel, .. } = *self;
+        if hidden_size == 0 {
+            bail!("GdnConfig: hidden_size: expected at least 1, got 0");
+        }
+        if num_key_heads == 0 || num_value_heads == 0 || num_value_heads % num_key_heads != 0 {
+            bail!(
+                "GdnConfig: num_value_heads: expected a multiple of num_key_heads ({num_key_heads}), got {num_value_heads}"
+            );
+        }
+        for (name, dim) in [("key_head_dim", key_head_dim), ("value_head_dim", value_head_dim)] {
+            if !(1..=256).contains(&dim) {
+                bail!("GdnConfig: {name}: expected 1 to 256, got {dim}");
+            }
+        }
+        if !(2..=8).contains(&conv_kernel) {
+            bail!("GdnConfig: conv_kernel: expected 2 to 8, got {conv_kernel}");
+        }
+        if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
+            bail!("GdnConfig: rms_norm_eps: expected a finite value of at least 0, got {}", self.rms_norm_eps);
+        }
+        if !(self.beta_scale > 0.0 && self.beta_scale <= 2.0) {
+            bail!("GdnConfig: beta_scale: expected a value above 0 and up to 2, got {}", self.beta_scale);
+        }
+        Ok(())
+    }
+}
+
+/// A Gated DeltaNet layer, as Qwen3-Next and its successors have it under `linear_attn`:
+///
+/// ```text
+/// [q k v | z | b | a] = in_proj(x)
+/// q, k, v = silu(causal_conv1d([q k v]))
+/// o = gated_delta_rule(q, k, v, a, b)          // crate::gdn_prefill_in_place
+/// y = out_proj(rms_norm(o) * act(z))
+/// ```
+///
+/// The weights' dtype (f32, bf16 or f16) is the dtype of x and y; gates, norms and the recurrent state are f32.
+#[derive(Debug, Clone)]
+pub struct GatedDeltaNet {
+    config: GdnConfig,
+    /// Rows q, k, v, z, b, a.
+    in_proj: Linear,
+    /// `[channels, width]`
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    out_proj: Linear,
+    options: RuleOptions,
+}
+
+impl GatedDeltaNet {
+    /// Loads the layer from the weights under `vb`, which stands at `..linear_attn`.
+    ///
+    /// Either checkpoint layout is recognised by its names: Qwen3-Next's `in_proj_qkvz` and `in_proj_ba` (interleaved
+    /// by key head) or the split `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` of Qwen3.5 and later. Both
+    /// become one projection.
+    ///
+    /// # Errors
+    /// When the config does not fit together, or a weight is missing or misshapen (the message names it).
+    pub fn load(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
+        config.check()?;
+        let c = config;
+        let in_proj = if vb.contains_tensor("in_proj_qkvz.weight") {
+            interleaved_projection(c, &vb)?
+        } else if vb.contains_tensor("in_proj_qkv.weight") {
+            split_projection(c, &vb)?
+        } else {
+            bail!(
+                "no Gated DeltaNet under `{0}`: expected the weight `{0}.in_proj_qkvz.weight` (Qwen3-Next) or \
+                 `{0}.in_proj_qkv.weight` (Qwen3.5 and later), found neither",
+                vb.prefix()
+            );
+        };
+        let conv = vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?;
+        let f32_vector = |n: usize, name: &str| vb.get(n, name)?.to_dtype(DType::F32)?.contiguous();
+        Ok(Self {
+            in_proj: Linear::new(in_proj, None),
+            conv_weight: conv.squeeze(1)?.contiguous()?,
+            a_log: f32_vector(c.num_value_heads, "A_log")?,
+            dt_bias: f32_vector(c.num_value_heads, "dt_bias")?,
+            norm_weight: f32_vector(c.value_head_dim, "norm.weight")?,
+            out_proj: linear_no_bias(c.value_size(), c.hidden_size, vb.pp("out_proj"))?,
+            options: RuleOptions { beta_scale: f64::from(c.beta_scale), ..RuleOptions::default() },
+            config: config.clone(),
+        })
+    }
+
+    /// The config it was loaded with.
+    pub fn config(&self) -> &GdnConfig {
+        &self.config
+    }
+
+    /// A zero state for `batch` sequences, on the weights' device.
+    ///
+    /// # Errors
+    /// When the device is out of memory.
+    pub fn new_state(&self, batch: usize) -> Result<GdnState> {
+        let c = &self.config;
+        GdnState::zeros(
+            (batch, c.conv_kernel - 1, c.conv_channels()),
+            (batch, c.num_value_heads, c.value_head_dim, c.key_head_dim),
+            self.conv_weight.dtype(),
+            self.conv_weight.device(),
+        )
+    }
+
+    /// Feeds the next tokens of every sequence: x and y are `[batch, tokens, hidden_size]` in the weights' dtype.
+    ///
+    /// Any number of tokens continues the state: a prompt whole, in pieces, or token by token gives the same.
+    ///
+    /// # Errors
+    /// When x or the state does not fit; the message says what was expected. The state is then unchanged, unless the
+    /// device itself failed.
+    pub fn forward(&self, x: &Tensor, state: &mut GdnState) -> Result<Tensor> {
+        let c = &self.config;
+        let (batch, tokens) = self.check_input(x, state)?;
+        if batch * tokens == 0 {
+            return x.zeros_like();
+        }
+        let (channels, value_size, heads) = (c.conv_channels(), c.value_size(), c.num_value_heads);
+
+        let projected = self.in_proj.forward(&x.contiguous()?)?;
+        let mut start = 0;
+        let mut columns = |n: usize| {
+            start += n;
+            projected.narrow(2, start - n, n)
+        };
+        let (qkv, z, b, a) = (columns(channels)?, columns(value_size)?, columns(heads)?, columns(heads)?);
+
+        let qkv = causal_conv1d(&qkv, &self.conv_weight, &state.conv, None, true)?;
+        let q = qkv.narrow(2, 0, c.key_size())?;
+        let k = qkv.narrow(2, c.key_size(), c.key_size())?;
+        let v = qkv.narrow(2, 2 * c.key_size(), value_size)?;
+        let gates = Gates { a, b, a_log: self.a_log.clone(), dt_bias: self.dt_bias.clone() };
+        let o = if tokens == 1 {
+            let gates = Gates { a: gates.a.squeeze(1)?, b: gates.b.squeeze(1)?, ..gates };
+            let (q, k, v) = (q.squeeze(1)?, k.squeeze(1)?, v.squeeze(1)?);
+            gdn_decode_in_place(&q, &k, &v, &gates, &state.recurrent, self.options)?.unsqueeze(1)?
+        } else {
+            gdn_prefill_in_place(&q, &k, &v, &gates, &state.recurrent, None, self.options)?
+        };
+        let o = gated_rms_norm(&o, &z, &self.norm_weight, c.rms_norm_eps, c.output_gate)?;
+        self.out_proj.forward(&o.reshape((batch, tokens, value_size))?)
+    }
+
+    fn check_input(&self, x: &Tensor, state: &GdnState) -> Result<(usize, usize)> {
+        let (c, weight) = (&self.config, &self.conv_weight);
+        let [batch, tokens, hidden] = *x.dims() else {
+            bail!("GatedDeltaNet: x: expected shape [batch, tokens, {}], got {:?}", c.hidden_size, x.dims());
+        };
+        if hidden != c.hidden_size {
+            bail!("GatedDeltaNet: x: expected shape [batch, tokens, {}], got {:?}", c.hidden_size, x.dims());
+        }
+        if x.dtype() != weight.dtype() {
+            bail!("GatedDeltaNet: x: expected dtype {:?} (the weights'), got {:?}", weight.dtype(), x.dtype());
+        }
+        for (arg, tensor) in [("x", x), ("state", &state.recurrent)] {
+            if !tensor.device().same_device(weight.device()) {
+                bail!(
+                    "GatedDeltaNet: {arg}: expected a tensor on {:?} (the weights' device), got one on {:?}",
+                    weight.device().location(),
+                    tensor.device().location()
+                );
+            }
+        }
+        let conv = [batch, c.conv_kernel - 1, c.conv_channels()];
+        let recurrent = [batch, c.num_value_heads, c.value_head_dim, c.key_head_dim];
+        if state.conv.dims() != conv || state.recurrent.dims() != recurrent {
+            bail!(
+                "GatedDeltaNet: state: expected conv {conv:?} and recurrent {recurrent:?} (x has batch {batch}), got \
+                 {:?} and {:?}",
+                state.conv.dims(),
+                state.recurrent.dims()
+            );
+        }
+        if state.conv.dtype() != weight.dtype() {
+            bail!(
+                "GatedDeltaNet: state: expected dtype {:?} (the weights'), got {:?}",
+                weight.dtype(),
+                state.conv.dtype()
+            );
+        }
+        Ok((batch, tokens))
+    }
+}
+
+/// Qwen3-Next: the rows of `in_proj_qkvz` come by key head, each `[q K | k K | v rV | z rV]`, and those of `in_proj_ba`
+/// as `[b r | a r]`, where r is the number of value heads a key head serves.
+fn interleaved_projection(c: &GdnConfig, vb: &VarBuilder) -> Result<Tensor> {
+    let (heads, r, hidden) = (c.num_key_heads, c.num_value_heads / c.num_key_heads, c.hidden_size);
+    let (key, value) = (c.key_head_dim, r * c.value_head_dim);
+    let qkvz = vb.get((2 * (c.key_size() + c.value_size()), hidden), "in_proj_qkvz.weight")?;
+    let qkvz = qkvz.reshape((heads, 2 * (key + value), hidden))?;
+    let ba = vb.get((2 * c.num_value_heads, hidden), "in_proj_ba.weight")?;
+    let ba = ba.reshape((heads, 2 * r, hidden))?;
+    let rows = |from: &Tensor, start: usize, n: usize| from.narrow(1, start, n)?.reshape((heads * n, hidden));
+    let (q, k) = (rows(&qkvz, 0, key)?, rows(&qkvz, key, key)?);
+    let (v, z) = (rows(&qkvz, 2 * key, value)?, rows(&qkvz, 2 * key + value, value)?);
+    let (b, a) = (rows(&ba, 0, r)?, rows(&ba, r, r)?);
+    Tensor::cat(&[q, k, v, z, b, a], 0)
+}
+
+/// Qwen3.5 and later: already split, rows by head.
+fn split_projection(c: &GdnConfig, vb: &VarBuilder) -> Result<Tensor> {
+    let get = |rows: usize, name: &str| vb.get((rows, c.hidden_size), name);
+    let qkv = get(c.conv_channels(), "in_proj_qkv.weight")?;
+    let z = get(c.value_size(), "in_proj_z.weight")?;
+    let b = get(c.num_value_heads, "in_proj_b.weight")?;
+    let a = get(c.num_value_heads, "in_proj_a.weight")?;
+    Tensor::cat(&[qkv, z, b, a], 0)
+}

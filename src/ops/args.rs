@@ -1,0 +1,183 @@
+//! Checks of arguments, shared by the ops. Every refusal names the op, the argument, what was expected and what came.
+
+use candle_core::{bail, DType, Device, Layout, Result, Storage, Tensor};
+
+/// Where the rows of a tensor `[sequence, token, head, dim]` lie, in elements of its storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HeadsLayout {
+    pub offset: usize,
+    pub seq_stride: usize,
+    pub token_stride: usize,
+    pub head_stride: usize,
+}
+
+/// The dimensions in front of the heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lead {
+    /// `[batch]`: one token each.
+    Decode,
+    /// `[batch, tokens]`
+    Batched,
+    /// `[tokens]` of all sequences, one after the other.
+    Packed,
+}
+
+impl Lead {
+    pub fn rank(self) -> usize {
+        match self {
+            Lead::Decode | Lead::Packed => 1,
+            Lead::Batched => 2,
+        }
+    }
+
+    pub fn names(self) -> &'static str {
+        match self {
+            Lead::Decode => "batch",
+            Lead::Batched => "batch, tokens",
+            Lead::Packed => "tokens",
+        }
+    }
+
+    /// (sequence stride, token stride)
+    fn strides(self, stride: &[usize]) -> (usize, usize) {
+        match self {
+            Lead::Decode => (stride[0], 0),
+            Lead::Batched => (stride[0], stride[1]),
+            Lead::Packed => (0, stride[0]),
+        }
+    }
+}
+
+/// Layout of `[lead.., heads, dim]`, or of the same with the last two dimensions merged.
+pub(crate) fn heads_layout(
+    op: &str,
+    arg: &str,
+    layout: &Layout,
+    lead: Lead,
+    lead_dims: &[usize],
+    (heads, dim): (usize, usize),
+) -> Result<HeadsLayout> {
+    let (dims, stride, r) = (layout.dims(), layout.stride(), lead.rank());
+    let fits = dims.len() > r
+        && dims[..r] == *lead_dims
+        && (dims[r..] == [heads, dim] || dims[r..] == [heads * dim]);
+    if !fits {
+        let split: Vec<_> = lead_dims.iter().copied().chain([heads, dim]).collect();
+        let merged: Vec<_> = lead_dims.iter().copied().chain([heads * dim]).collect();
+        bail!("{op}: {arg}: expected shape {split:?} or {merged:?}, got {dims:?}");
+    }
+    let merged = dims.len() == r + 1;
+    let last = stride[dims.len() - 1];
+    if last != 1 && dims[dims.len() - 1] > 1 {
+        bail!("{op}: {arg}: expected a contiguous last dimension, got strides {stride:?}; call contiguous() first");
+    }
+    let (seq_stride, token_stride) = lead.strides(stride);
+    let head_stride = if merged { dim } else { stride[r] };
+    Ok(HeadsLayout { offset: layout.start_offset(), seq_stride, token_stride, head_stride })
+}
+
+/// Layout of `[lead.., heads]`, one value a head, any strides.
+pub(crate) fn gate_layout(
+    op: &str,
+    arg: &str,
+    layout: &Layout,
+    lead: Lead,
+    lead_dims: &[usize],
+    heads: usize,
+) -> Result<HeadsLayout> {
+    let want: Vec<_> = lead_dims.iter().copied().chain([heads]).collect();
+    if layout.dims() != want {
+        bail!("{op}: {arg}: expected shape {want:?}, got {:?}", layout.dims());
+    }
+    let (seq_stride, token_stride) = lead.strides(layout.stride());
+    let head_stride = layout.stride()[lead.rank()];
+    Ok(HeadsLayout { offset: layout.start_offset(), seq_stride, token_stride, head_stride })
+}
+
+/// One of the dtypes the kernels read.
+pub(crate) fn check_float(op: &str, arg: &str, dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::BF16 | DType::F16 => Ok(()),
+        _ => bail!("{op}: {arg}: expected dtype f32, bf16 or f16, got {dtype:?}"),
+    }
+}
+
+pub(crate) fn check_dtype(op: &str, arg: &str, dtype: DType, want: DType) -> Result<()> {
+    if dtype != want {
+        bail!("{op}: {arg}: expected dtype {want:?}, got {dtype:?}");
+    }
+    Ok(())
+}
+
+/// The op's dtype, or f32: what weights may be kept in.
+pub(crate) fn check_weight_dtype(op: &str, arg: &str, dtype: DType, io: DType) -> Result<()> {
+    if dtype != io && dtype != DType::F32 {
+        bail!("{op}: {arg}: expected dtype {io:?} or f32, got {dtype:?}");
+    }
+    Ok(())
+}
+
+pub(crate) fn check_device(op: &str, arg: &str, tensor: &Tensor, want: &Device) -> Result<()> {
+    if !tensor.device().same_device(want) {
+        bail!("{op}: {arg}: expected a tensor on {:?}, got one on {:?}", want.location(), tensor.device().location());
+    }
+    Ok(())
+}
+
+pub(crate) fn check_shape(op: &str, arg: &str, tensor: &Tensor, want: &[usize]) -> Result<()> {
+    if tensor.dims() != want {
+        bail!("{op}: {arg}: expected shape {want:?}, got {:?}", tensor.dims());
+    }
+    Ok(())
+}
+
+pub(crate) fn check_contiguous(op: &str, arg: &str, tensor: &Tensor) -> Result<()> {
+    if !tensor.is_contiguous() {
+        bail!("{op}: {arg}: expected a contiguous tensor, got strides {:?}", tensor.stride());
+    }
+    Ok(())
+}
+
+/// A state must be addressable as slot, then one dense block.
+pub(crate) fn check_state_strides(op: &str, layout: &Layout) -> Result<()> {
+    let (dims, stride) = (layout.dims(), layout.stride());
+    let mut dense = 1;
+    for i in (1..dims.len()).rev() {
+        if stride[i] != dense && dims[i] > 1 {
+            bail!("{op}: state: expected every slot to be contiguous, got strides {stride:?}");
+        }
+        dense *= dims[i];
+    }
+    // A single slot may carry any stride.
+    if dims[0] > 1 && stride[0] < dense {
+        bail!("{op}: state: expected slots that do not overlap, got strides {stride:?}");
+    }
+    Ok(())
+}
+
+/// Where the storage of a tensor lies in memory: equal for tensors that share one. No lock is held after.
+pub(crate) fn storage_key(tensor: &Tensor) -> usize {
+    let (storage, _) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(s) => std::ptr::from_ref(s).addr(),
+        Storage::Cuda(s) => std::ptr::from_ref(s).addr(),
+        Storage::Metal(s) => std::ptr::from_ref(s).addr(),
+    }
+}
+
+/// The state is written while the inputs are read, so none of them may share its storage.
+pub(crate) fn check_not_state(op: &str, arg: &str, key: usize, state: &Tensor) -> Result<()> {
+    if key == storage_key(state) {
+        bail!("{op}: {arg}: shares its storage with the state, which is written in place; pass a copy");
+    }
+    Ok(())
+}
+
+/// A view whose last dimension is contiguous: the tensor itself wherever possible.
+pub(crate) fn dense_rows(tensor: &Tensor) -> Result<Tensor> {
+    match tensor.stride().last() {
+        Some(1) | None => Ok(tensor.clone()),
+        Some(_) if tensor.dims().last() == Some(&1) => Ok(tensor.clone()),
+        Some(_) => tensor.contiguous(),
+    }
+}

@@ -1,0 +1,238 @@
+//! The short causal convolution in front of the rule.
+
+use super::args::*;
+use super::rule::{heads, storage_dtype};
+use super::sequences::{check_slots, cpu_slots, CuSeqlens};
+use crate::cpu;
+use candle_core::{bail, CpuStorage, CustomOp2, InplaceOp1, Layout, Result, Shape, Tensor};
+use half::{bf16, f16};
+use std::cell::RefCell;
+
+const OP: &str = "causal_conv1d";
+
+/// Depthwise causal convolution over time with an optional SiLU, as a [`CustomOp2`] over (x, weight); see
+/// [`causal_conv1d`] for shapes. The op holds the state and updates it when it is applied.
+#[derive(Debug, Clone)]
+pub struct CausalConv1d {
+    state: Tensor,
+    slots: Option<Tensor>,
+    cu_seqlens: Option<CuSeqlens>,
+    silu: bool,
+}
+
+/// A checked call.
+#[derive(Debug, Clone)]
+pub(crate) struct ConvPlan {
+    pub x: HeadsLayout,
+    pub channels: usize,
+    pub width: usize,
+    pub sequences: usize,
+    pub tokens: usize,
+    pub max_tokens: usize,
+    pub num_slots: usize,
+    pub weight_offset: usize,
+    pub out_shape: Vec<usize>,
+}
+
+impl CausalConv1d {
+    /// With `cu_seqlens` the tokens of all sequences are packed along one dimension.
+    ///
+    /// # Errors
+    /// When the dtype or shape of the state does not fit; the message names the argument.
+    pub fn new(state: &Tensor, cu_seqlens: Option<&CuSeqlens>, silu: bool) -> Result<Self> {
+        check_float(OP, "state", state.dtype())?;
+        if state.rank() != 3 {
+            bail!("{OP}: state: expected shape [slots, width - 1, channels], got {:?}", state.dims());
+        }
+        check_state_strides(OP, state.layout())?;
+        if let Some(cu) = cu_seqlens {
+            check_device(OP, "cu_seqlens", cu.tensor(), state.device())?;
+        }
+        Ok(Self { state: state.clone(), slots: None, cu_seqlens: cu_seqlens.cloned(), silu })
+    }
+
+    /// Sequence `n` uses slot `slots[n]` of the state; see [`crate::GdnDecode::with_slots`].
+    pub fn with_slots(mut self, slots: &Tensor) -> Self {
+        self.slots = Some(slots.clone());
+        self
+    }
+
+    /// Applies the op: y in x's shape and dtype, contiguous.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
+    pub fn forward(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        let (x, weight) = (dense_rows(x)?, weight.contiguous()?);
+        check_dtype(OP, "x", x.dtype(), self.state.dtype())?;
+        check_weight_dtype(OP, "weight", weight.dtype(), x.dtype())?;
+        for (arg, tensor) in [("x", &x), ("weight", &weight)] {
+            check_device(OP, arg, tensor, self.state.device())?;
+            check_not_state(OP, arg, storage_key(tensor), &self.state)?;
+        }
+        x.apply_op2_no_bwd(&weight, self)
+    }
+
+    fn plan(&self, x: &Layout, weight: &Layout) -> Result<ConvPlan> {
+        let (num_slots, history, channels) = self.state.dims3()?;
+        let width = history + 1;
+        if !(2..=8).contains(&width) || channels == 0 {
+            bail!("{OP}: state: expected [slots, width - 1, channels] with a width of 2 to 8, got {:?}", self.state.dims());
+        }
+        if weight.dims() != [channels, width] || !weight.is_contiguous() {
+            bail!("{OP}: weight: expected a contiguous tensor of shape {:?}, got {:?}", [channels, width], weight.dims());
+        }
+        let lead = if self.cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched };
+        if x.dims().len() != lead.rank() + 1 {
+            bail!("{OP}: x: expected shape [{}, {channels}], got {:?}", lead.names(), x.dims());
+        }
+        let lead_dims = &x.dims()[..lead.rank()];
+        let (sequences, tokens, max_tokens) = match &self.cu_seqlens {
+            Some(cu) if cu.total_tokens() != lead_dims[0] => {
+                bail!("{OP}: cu_seqlens: expected {} tokens in all (x has them), got {}", lead_dims[0], cu.total_tokens())
+            }
+            Some(cu) => (cu.num_sequences(), 0, cu.max_len()),
+            None => (lead_dims[0], lead_dims[1], lead_dims[1]),
+        };
+        match &self.slots {
+            Some(slots) => check_slots(OP, slots, sequences, self.state.device())?,
+            None if num_slots != sequences => {
+                bail!("{OP}: state: expected {sequences} slots (one for each sequence), got {num_slots}")
+            }
+            None => {}
+        }
+        Ok(ConvPlan {
+            x: heads_layout(OP, "x", x, lead, lead_dims, (1, channels))?,
+            channels,
+            width,
+            sequences,
+            tokens,
+            max_tokens,
+            num_slots,
+            weight_offset: weight.start_offset(),
+            out_shape: x.dims().to_vec(),
+        })
+    }
+}
+
+impl CustomOp2 for CausalConv1d {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, weight: &CpuStorage, wl: &Layout) -> Result<(CpuStorage, Shape)> {
+        let plan = self.plan(xl, wl)?;
+        for (arg, storage) in [("x", x), ("weight", weight)] {
+            check_not_state(OP, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
+        }
+        let slots = cpu_slots(OP, self.slots.as_ref(), plan.num_slots)?;
+        let run = CpuRun { op: self, plan: &plan, x, weight, slots, out: RefCell::new(None) };
+        self.state.inplace_op1(&run)?;
+        let Some(out) = run.out.into_inner() else { bail!("{OP}: no output") };
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        xl: &Layout,
+        weight: &candle_core::CudaStorage,
+        wl: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let plan = self.plan(xl, wl)?;
+        for (arg, storage) in [("x", x), ("weight", weight)] {
+            check_not_state(OP, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
+        }
+        check_dtype(OP, "x", candle_core::backend::BackendStorage::dtype(x), self.state.dtype())?;
+        let (slots, cu) = (self.slots.as_ref(), self.cu_seqlens.as_ref().map(CuSeqlens::tensor));
+        let out = crate::cuda::conv(&plan, x, weight, &self.state, slots, cu, self.silu)?;
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+}
+
+/// The run itself, with the state's lock held for writing.
+struct CpuRun<'a> {
+    op: &'a CausalConv1d,
+    plan: &'a ConvPlan,
+    x: &'a CpuStorage,
+    weight: &'a CpuStorage,
+    slots: Option<Vec<u32>>,
+    out: RefCell<Option<CpuStorage>>,
+}
+
+impl CpuRun<'_> {
+    fn run<T: cpu::Element, W: cpu::Element>(&self, x: &[T], weight: &[W], state: &mut CpuStorage, layout: &Layout) -> Result<Vec<T>> {
+        let plan = self.plan;
+        let Some(state) = T::slice_mut(state) else { bail!("{OP}: state: expected x's dtype") };
+        let mut out = vec![T::ZERO; plan.out_shape.iter().product()];
+        let cu_seqlens = self.op.cu_seqlens.as_ref().map(CuSeqlens::as_slice);
+        let conv = cpu::conv::Conv {
+            x: heads(x, plan.x),
+            weight: &weight[plan.weight_offset..],
+            channels: plan.channels,
+            width: plan.width,
+            seqs: cpu::Sequences { cu_seqlens, count: plan.sequences, tokens: plan.tokens },
+            slots: cpu::Slots { map: self.slots.as_deref(), stride: layout.stride()[0] },
+            max_tokens: plan.max_tokens,
+            silu: self.op.silu,
+        };
+        let start = layout.start_offset().min(state.len());
+        conv.run(&mut out, &mut state[start..]);
+        Ok(out)
+    }
+}
+
+impl InplaceOp1 for CpuRun<'_> {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, state: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        use CpuStorage::{BF16, F16, F32};
+        let out = match (self.x, self.weight) {
+            (F32(x), F32(w)) => F32(self.run::<f32, f32>(x, w, state, layout)?),
+            (BF16(x), BF16(w)) => BF16(self.run::<bf16, bf16>(x, w, state, layout)?),
+            (BF16(x), F32(w)) => BF16(self.run::<bf16, f32>(x, w, state, layout)?),
+            (F16(x), F16(w)) => F16(self.run::<f16, f16>(x, w, state, layout)?),
+            (F16(x), F32(w)) => F16(self.run::<f16, f32>(x, w, state, layout)?),
+            (x, w) => bail!(
+                "{OP}: weight: expected x's dtype or f32, got {:?} with x in {:?}",
+                storage_dtype(w),
+                storage_dtype(x)
+            ),
+        };
+        *self.out.borrow_mut() = Some(out);
+        Ok(())
+    }
+}
+
+/// Depthwise causal convolution over time, then SiLU where `silu` is set, updating `state` in place:
+///
+/// ```text
+/// y[t, c] = silu(sum_j weight[c, j] * x[t - width + 1 + j, c])
+/// ```
+///
+/// where inputs before the sequence come from the state. This is the `conv1d` of Qwen3-Next's Gated DeltaNet layers;
+/// its weight `[channels, 1, width]` goes in with the middle dimension squeezed.
+///
+/// | tensor | without `cu_seqlens` | with `cu_seqlens` (packed) | dtype |
+/// |---|---|---|---|
+/// | `x` | `[batch, tokens, channels]`, may be a strided view | `[tokens, channels]` | f32, bf16 or f16 |
+/// | `weight` | `[channels, width]`, width 2 to 8 | same | as x, or f32 |
+/// | `state` | `[batch, width - 1, channels]`, the last inputs, oldest first | `[sequences, ..]` | as x |
+/// | result y | as x, contiguous | as x | as x |
+///
+/// Sums are f32. One token (`tokens` = 1) is the decode update.
+///
+/// # Errors
+/// When a rank, shape, dtype or device does not fit, or an input shares its storage with the state; the message names
+/// the argument, what was expected and what came.
+pub fn causal_conv1d(
+    x: &Tensor,
+    weight: &Tensor,
+    state: &Tensor,
+    cu_seqlens: Option<&CuSeqlens>,
+    silu: bool,
+) -> Result<Tensor> {
+    CausalConv1d::new(state, cu_seqlens, silu)?.forward(x, weight)
+}

@@ -1,0 +1,107 @@
+//! One token of each sequence.
+
+use super::args::Lead;
+use super::options::{Gates, RuleOptions};
+use super::rule::{custom_op3, Rule};
+use candle_core::{Result, Tensor};
+
+/// The gated delta rule for one new token of each sequence, as a
+/// [`CustomOp3`](candle_core::CustomOp3) over (q, k, v); see
+/// [`gdn_decode_in_place`] for shapes. The op holds the state and updates it when it is applied.
+///
+/// It has no backward pass: `backward()` through it gives candle's "backward is not supported" error.
+#[derive(Debug, Clone)]
+pub struct GdnDecode(pub(super) Rule);
+
+impl GdnDecode {
+    /// Checks the gates and the state.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit; the message names the argument.
+    pub fn new(gates: Gates, state: &Tensor, options: RuleOptions) -> Result<Self> {
+        let rule = Rule {
+            name: "gdn_decode",
+            lead: Lead::Decode,
+            gates,
+            state: state.clone(),
+            slots: None,
+            cu_seqlens: None,
+            options,
+        };
+        Ok(Self(rule.check()?))
+    }
+
+    /// Row `n` of the batch uses slot `slots[n]` of the state, which may then hold any number of slots.
+    ///
+    /// `slots` is u32, `[batch]`, on the state's device. `u32::MAX` marks a padding row: it reads and writes no state
+    /// and its output is zero. On the CPU a slot out of range or used twice is an error; on CUDA the host does not see
+    /// the values: one out of range is treated as padding, and one used twice leaves that slot undefined.
+    pub fn with_slots(mut self, slots: &Tensor) -> Self {
+        self.0.slots = Some(slots.clone());
+        self
+    }
+
+    /// Applies the op: o, `[batch, HV, V]` in q's dtype.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
+    pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        self.0.forward(self, q, k, v)
+    }
+}
+
+custom_op3!(GdnDecode);
+
+/// One token of each sequence through the gated delta rule (Yang et al., *Gated Delta Networks*, arXiv 2412.06464),
+/// updating `state` in place.
+///
+/// With `g = -exp(a_log) * softplus(a + dt_bias)`, `beta = sigmoid(b)`, q and k divided by their L2 norm and q times
+/// `K^-0.5` (see [`RuleOptions`]):
+///
+/// ```text
+/// S <- exp(g) S;   d = beta (v - S k);   S <- S + d k^T;   o = S q
+/// ```
+///
+/// | tensor | shape | dtype |
+/// |---|---|---|
+/// | `q`, `k` | `[batch, HK, K]` or `[batch, HK * K]` | f32, bf16 or f16 |
+/// | `v` | `[batch, HV, V]` or `[batch, HV * V]` | as q |
+/// | `gates.a`, `gates.b` | `[batch, HV]` | f32, bf16 or f16 |
+/// | `gates.a_log`, `gates.dt_bias` | `[HV]` | f32 |
+/// | `state` | `[batch, HV, V, K]` | f32 |
+/// | result o | `[batch, HV, V]` | as q |
+///
+/// HK divides HV; value head `h` reads key head `h / (HV / HK)`. K and V are 1 to 256. q, k, v and the gates may be
+/// strided views of one projection: they are read where they lie. `state` may be a view of a larger pool. Arithmetic
+/// and state are f32.
+///
+/// # Errors
+/// When a rank, shape, dtype or device does not fit, or an input shares its storage with the state; the message names
+/// the argument, what was expected and what came.
+pub fn gdn_decode_in_place(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    gates: &Gates,
+    state: &Tensor,
+    options: RuleOptions,
+) -> Result<Tensor> {
+    GdnDecode::new(gates.clone(), state, options)?.forward(q, k, v)
+}
+
+/// [`gdn_decode_in_place`] on a copy of the state: returns o and the new state.
+///
+/// # Errors
+/// As [`gdn_decode_in_place`].
+pub fn gdn_decode(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    gates: &Gates,
+    state: &Tensor,
+    options: RuleOptions,
+) -> Result<(Tensor, Tensor)> {
+    let state = state.force_contiguous()?;
+    let out = gdn_decode_in_place(q, k, v, gates, &state, options)?;
+    Ok((out, state))
+}

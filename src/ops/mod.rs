@@ -1,0 +1,20 @@
+//! The operations: one file each, with the `CustomOp` struct, its checks and its dispatch to the CPU or CUDA kernel.
+
+mod args;
+mod conv;
+mod decode;
+mod norm;
+mod options;
+mod prefill;
+mod rule;
+mod sequences;
+
+pub use conv::{causal_conv1d, CausalConv1d};
+pub use decode::{gdn_decode, gdn_decode_in_place, GdnDecode};
+pub use norm::{gated_rms_norm, GatedRmsNorm};
+pub use options::{Algo, GateActivation, Gates, RuleOptions};
+pub use prefill::{gdn_prefill, gdn_prefill_in_place, GdnPrefill};
+pub use sequences::CuSeqlens;
+
+#[cfg(feature = "cuda")]
+pub(crate) use {args::HeadsLayout, conv::ConvPlan, norm::NormPlan, rule::RulePlan};

@@ -1,0 +1,224 @@
+//! The gated norm behind the rule.
+
+use super::args::*;
+use super::options::GateActivation;
+use super::rule::{heads, storage_dtype};
+use crate::cpu;
+use candle_core::{bail, CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
+use half::{bf16, f16};
+
+const OP: &str = "gated_rms_norm";
+
+/// RMS norm of each head times an activated gate, as a [`CustomOp3`] over (x, z, weight); see [`gated_rms_norm`].
+#[derive(Debug, Clone, Copy)]
+pub struct GatedRmsNorm {
+    eps: f64,
+    gate: GateActivation,
+}
+
+/// A checked call.
+#[derive(Debug, Clone)]
+pub(crate) struct NormPlan {
+    pub x: HeadsLayout,
+    pub z: HeadsLayout,
+    pub tokens: usize,
+    pub heads: usize,
+    pub dim: usize,
+    pub weight_offset: usize,
+    pub out_shape: Vec<usize>,
+}
+
+impl GatedRmsNorm {
+    /// # Errors
+    /// When `eps` is negative or not finite.
+    pub fn new(eps: f64, gate: GateActivation) -> Result<Self> {
+        if !eps.is_finite() || eps < 0.0 {
+            bail!("{OP}: eps: expected a finite value of at least 0, got {eps}");
+        }
+        Ok(Self { eps, gate })
+    }
+
+    /// Applies the op: the result has x's shape and dtype, contiguous.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit; the message names the argument.
+    pub fn forward(&self, x: &Tensor, z: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        check_float(OP, "x", x.dtype())?;
+        check_dtype(OP, "z", z.dtype(), x.dtype())?;
+        check_weight_dtype(OP, "weight", weight.dtype(), x.dtype())?;
+        check_device(OP, "z", z, x.device())?;
+        check_device(OP, "weight", weight, x.device())?;
+        if x.rank() < 2 {
+            bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
+        }
+        let lead = x.rank() - 2;
+        let (x, z, weight) = (uniform_tokens(x, lead)?, uniform_tokens(z, lead)?, weight.contiguous()?);
+        x.apply_op3_no_bwd(&z, &weight, self)
+    }
+
+    fn plan(&self, x: &Layout, z: &Layout, weight: &Layout) -> Result<NormPlan> {
+        let rank = x.dims().len();
+        if rank < 2 {
+            bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
+        }
+        let (lead, heads, dim) = (&x.dims()[..rank - 2], x.dims()[rank - 2], x.dims()[rank - 1]);
+        if !(1..=256).contains(&dim) {
+            bail!("{OP}: x: expected heads of size 1 to 256, got shape {:?}", x.dims());
+        }
+        if weight.dims() != [dim] || !weight.is_contiguous() {
+            bail!("{OP}: weight: expected a contiguous tensor of shape {:?}, got {:?}", [dim], weight.dims());
+        }
+        Ok(NormPlan {
+            x: flat_layout("x", x, lead, (heads, dim))?,
+            z: flat_layout("z", z, lead, (heads, dim))?,
+            tokens: lead.iter().product(),
+            heads,
+            dim,
+            weight_offset: weight.start_offset(),
+            out_shape: x.dims().to_vec(),
+        })
+    }
+}
+
+/// The stride with which the leading dimensions count through as one, if there is such a stride.
+fn token_stride(dims: &[usize], stride: &[usize]) -> Option<usize> {
+    let mut counted: Option<(usize, usize)> = None; // (innermost stride, tokens so far)
+    for (&dim, &stride) in dims.iter().zip(stride).rev() {
+        match counted {
+            _ if dim == 1 => {}
+            None => counted = Some((stride, dim)),
+            Some((inner, tokens)) if stride == inner * tokens => counted = Some((inner, tokens * dim)),
+            Some(_) => return None,
+        }
+    }
+    Some(counted.map_or(0, |(inner, _)| inner))
+}
+
+/// The tensor itself where its rows are dense and its `lead` first dimensions count through, otherwise a copy.
+fn uniform_tokens(tensor: &Tensor, lead: usize) -> Result<Tensor> {
+    let tensor = dense_rows(tensor)?;
+    let lead = lead.min(tensor.rank());
+    if token_stride(&tensor.dims()[..lead], &tensor.stride()[..lead]).is_some() {
+        Ok(tensor)
+    } else {
+        tensor.contiguous()
+    }
+}
+
+fn flat_layout(arg: &str, layout: &Layout, lead: &[usize], (heads, dim): (usize, usize)) -> Result<HeadsLayout> {
+    let (dims, stride, r) = (layout.dims(), layout.stride(), lead.len());
+    let fits =
+        dims.len() > r && dims[..r] == *lead && (dims[r..] == [heads, dim] || dims[r..] == [heads * dim]);
+    if !fits {
+        let want: Vec<_> = lead.iter().copied().chain([heads, dim]).collect();
+        bail!("{OP}: {arg}: expected shape {want:?} (the last two may be merged), got {dims:?}");
+    }
+    let Some(token_stride) = token_stride(&dims[..r], &stride[..r]) else {
+        bail!("{OP}: {arg}: expected leading dimensions with one common stride, got {stride:?}");
+    };
+    if stride[dims.len() - 1] != 1 && dims[dims.len() - 1] > 1 {
+        bail!("{OP}: {arg}: expected a contiguous last dimension, got strides {stride:?}");
+    }
+    let head_stride = if dims.len() == r + 1 { dim } else { stride[r] };
+    Ok(HeadsLayout { offset: layout.start_offset(), seq_stride: 0, token_stride, head_stride })
+}
+
+impl CustomOp3 for GatedRmsNorm {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        z: &CpuStorage,
+        zl: &Layout,
+        weight: &CpuStorage,
+        wl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        use CpuStorage::{BF16, F16, F32};
+        let plan = self.plan(xl, zl, wl)?;
+        let out = match (x, z, weight) {
+            (F32(x), F32(z), F32(w)) => F32(self.run(&plan, x, z, w)),
+            (BF16(x), BF16(z), BF16(w)) => BF16(self.run::<bf16, bf16>(&plan, x, z, w)),
+            (BF16(x), BF16(z), F32(w)) => BF16(self.run::<bf16, f32>(&plan, x, z, w)),
+            (F16(x), F16(z), F16(w)) => F16(self.run::<f16, f16>(&plan, x, z, w)),
+            (F16(x), F16(z), F32(w)) => F16(self.run::<f16, f32>(&plan, x, z, w)),
+            (x, z, w) => bail!(
+                "{OP}: x, z, weight: expected one float dtype (weight may be f32), got {:?}, {:?} and {:?}",
+                storage_dtype(x),
+                storage_dtype(z),
+                storage_dtype(w)
+            ),
+        };
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        xl: &Layout,
+        z: &candle_core::CudaStorage,
+        zl: &Layout,
+        weight: &candle_core::CudaStorage,
+        wl: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let plan = self.plan(xl, zl, wl)?;
+        let out = crate::cuda::norm(&plan, x, z, weight, self.eps, self.gate == GateActivation::Sigmoid)?;
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+}
+
+impl GatedRmsNorm {
+    fn run<T: cpu::Element, W: cpu::Element>(&self, plan: &NormPlan, x: &[T], z: &[T], weight: &[W]) -> Vec<T> {
+        let mut out = vec![T::ZERO; plan.out_shape.iter().product()];
+        let norm = cpu::norm::Norm {
+            x: heads(x, plan.x),
+            z: heads(z, plan.z),
+            weight: &weight[plan.weight_offset..plan.weight_offset + plan.dim],
+            tokens: plan.tokens,
+            heads: plan.heads,
+            eps: self.eps as f32,
+            sigmoid: self.gate == GateActivation::Sigmoid,
+        };
+        norm.run(&mut out);
+        out
+    }
+}
+
+/// RMS norm of each head, times its weight, times an activated gate (Qwen3-Next's `linear_attn.norm`):
+///
+/// ```text
+/// out = x * rsqrt(mean(x^2) + eps) * weight * act(z)
+/// ```
+///
+/// | tensor | shape | dtype |
+/// |---|---|---|
+/// | `x` | `[.., heads, dim]`, dim 1 to 256 | f32, bf16 or f16 |
+/// | `z` | as x, or with the last two dimensions merged; may be a strided view | as x |
+/// | `weight` | `[dim]`, plain (not zero-centred) | as x, or f32 |
+/// | result | as x, contiguous | as x |
+///
+/// Everything between reading and the last rounding is f32.
+///
+/// # Errors
+/// When a rank, shape, dtype or device does not fit; the message names the argument, what was expected and what came.
+pub fn gated_rms_norm(x: &Tensor, z: &Tensor, weight: &Tensor, eps: f64, gate: GateActivation) -> Result<Tensor> {
+    GatedRmsNorm::new(eps, gate)?.forward(x, z, weight)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::token_stride;
+
+    #[test]
+    fn leading_dimensions_that_count_through() {
+        assert_eq!(token_stride(&[2, 5], &[50, 10]), Some(10));
+        assert_eq!(token_stride(&[2, 5], &[60, 10]), None);
+        assert_eq!(token_stride(&[1, 5], &[7, 10]), Some(10));
+        assert_eq!(token_stride(&[3, 1], &[20, 9]), Some(20));
+        assert_eq!(token_stride(&[], &[]), Some(0));
+    }
+}

@@ -1,0 +1,103 @@
+//! Any number of tokens of each sequence.
+
+use super::args::Lead;
+use super::options::{Gates, RuleOptions};
+use super::rule::{custom_op3, Rule};
+use super::sequences::CuSeqlens;
+use candle_core::{Result, Tensor};
+
+/// The gated delta rule over any number of tokens of each sequence, as a
+/// [`CustomOp3`](candle_core::CustomOp3) over (q, k, v); see
+/// [`gdn_prefill_in_place`] for shapes. The op holds the state and updates it when it is applied.
+///
+/// It has no backward pass: `backward()` through it gives candle's "backward is not supported" error.
+#[derive(Debug, Clone)]
+pub struct GdnPrefill(pub(super) Rule);
+
+impl GdnPrefill {
+    /// Checks the gates and the state. With `cu_seqlens` the tokens of all sequences are packed along one dimension.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit; the message names the argument.
+    pub fn new(
+        gates: Gates,
+        state: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        options: RuleOptions,
+    ) -> Result<Self> {
+        let rule = Rule {
+            name: "gdn_prefill",
+            lead: if cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched },
+            gates,
+            state: state.clone(),
+            slots: None,
+            cu_seqlens: cu_seqlens.cloned(),
+            options,
+        };
+        Ok(Self(rule.check()?))
+    }
+
+    /// Sequence `n` uses slot `slots[n]` of the state; see [`crate::GdnDecode::with_slots`].
+    pub fn with_slots(mut self, slots: &Tensor) -> Self {
+        self.0.slots = Some(slots.clone());
+        self
+    }
+
+    /// Applies the op: o, `[batch, tokens, HV, V]` or packed `[tokens, HV, V]`, in q's dtype.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
+    pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        self.0.forward(self, q, k, v)
+    }
+}
+
+custom_op3!(GdnPrefill);
+
+/// Any number of tokens of each sequence through the gated delta rule (formula: [`crate::gdn_decode_in_place`]),
+/// starting from `state` and leaving the new one in it.
+///
+/// | tensor | without `cu_seqlens` | with `cu_seqlens` (packed) | dtype |
+/// |---|---|---|---|
+/// | `q`, `k` | `[batch, tokens, HK, K]` | `[tokens, HK, K]` | f32, bf16 or f16 |
+/// | `v` | `[batch, tokens, HV, V]` | `[tokens, HV, V]` | as q |
+/// | `gates.a`, `gates.b` | `[batch, tokens, HV]` | `[tokens, HV]` | f32, bf16 or f16 |
+/// | `gates.a_log`, `gates.dt_bias` | `[HV]` | `[HV]` | f32 |
+/// | `state` | `[batch, HV, V, K]` | `[sequences, HV, V, K]` | f32 |
+/// | result o | `[batch, tokens, HV, V]` | `[tokens, HV, V]` | as q |
+///
+/// The last two dimensions of q, k and v may be merged into one. Lengths may be zero, which leaves a state as it is.
+/// A sequence cut in two and fed with the same state gives what it gives whole, up to rounding.
+///
+/// # Errors
+/// When a rank, shape, dtype or device does not fit, `cu_seqlens` does not end at the number of tokens, or an input
+/// shares its storage with the state; the message names the argument, what was expected and what came.
+pub fn gdn_prefill_in_place(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    gates: &Gates,
+    state: &Tensor,
+    cu_seqlens: Option<&CuSeqlens>,
+    options: RuleOptions,
+) -> Result<Tensor> {
+    GdnPrefill::new(gates.clone(), state, cu_seqlens, options)?.forward(q, k, v)
+}
+
+/// [`gdn_prefill_in_place`] on a copy of the state: returns o and the new state.
+///
+/// # Errors
+/// As [`gdn_prefill_in_place`].
+pub fn gdn_prefill(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    gates: &Gates,
+    state: &Tensor,
+    cu_seqlens: Option<&CuSeqlens>,
+    options: RuleOptions,
+) -> Result<(Tensor, Tensor)> {
+    let state = state.force_contiguous()?;
+    let out = gdn_prefill_in_place(q, k, v, gates, &state, cu_seqlens, options)?;
+    Ok((out, state))
+}

@@ -1,0 +1,341 @@
+//! What decode and prefill share: the checks of their arguments and the run over a state that is updated in place.
+
+use super::args::*;
+use super::options::{Algo, Gates, RuleOptions};
+use super::sequences::{check_slots, cpu_slots, CuSeqlens};
+use crate::cpu;
+use crate::reference::Dims;
+use candle_core::{bail, CpuStorage, DType, InplaceOp1, Layout, Result, Shape, Storage, Tensor};
+use half::{bf16, f16};
+use std::cell::RefCell;
+
+/// The gated delta rule with everything but q, k and v.
+#[derive(Debug, Clone)]
+pub(super) struct Rule {
+    pub name: &'static str,
+    pub lead: Lead,
+    pub gates: Gates,
+    pub state: Tensor,
+    pub slots: Option<Tensor>,
+    pub cu_seqlens: Option<CuSeqlens>,
+    pub options: RuleOptions,
+}
+
+/// A checked call: sizes and addresses, nothing left to refuse.
+#[derive(Debug, Clone)]
+pub(crate) struct RulePlan {
+    pub dims: Dims,
+    pub sequences: usize,
+    /// Tokens of each sequence where they are not packed.
+    pub tokens: usize,
+    pub max_tokens: usize,
+    pub q: HeadsLayout,
+    pub k: HeadsLayout,
+    pub v: HeadsLayout,
+    pub a: HeadsLayout,
+    pub b: HeadsLayout,
+    pub out_shape: Vec<usize>,
+    pub num_slots: usize,
+    pub scale: f64,
+    pub options: RuleOptions,
+}
+
+impl Rule {
+    /// Checks that need only what the op holds.
+    pub fn check(self) -> Result<Self> {
+        let (op, device) = (self.name, self.state.device());
+        let Gates { a, b, a_log, dt_bias } = &self.gates;
+        check_dtype(op, "state", self.state.dtype(), DType::F32)?;
+        let (_, heads, ..) = match self.state.dims4() {
+            Ok(dims) => dims,
+            Err(_) => bail!(
+                "{op}: state: expected shape [slots, value_heads, value_dim, key_dim], got {:?}",
+                self.state.dims()
+            ),
+        };
+        check_state_strides(op, self.state.layout())?;
+        check_float(op, "a", a.dtype())?;
+        check_dtype(op, "b", b.dtype(), a.dtype())?;
+        for (arg, tensor) in [("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)] {
+            check_device(op, arg, tensor, device)?;
+            check_not_state(op, arg, storage_key(tensor), &self.state)?;
+        }
+        for (arg, tensor) in [("a_log", a_log), ("dt_bias", dt_bias)] {
+            check_dtype(op, arg, tensor.dtype(), DType::F32)?;
+            check_shape(op, arg, tensor, &[heads])?;
+            check_contiguous(op, arg, tensor)?;
+        }
+        let RuleOptions { l2_eps, scale, beta_scale, .. } = self.options;
+        if !l2_eps.is_finite() || l2_eps < 0.0 {
+            bail!("{op}: l2_eps: expected a finite value of at least 0, got {l2_eps}");
+        }
+        if !scale.unwrap_or(1.0).is_finite() {
+            bail!("{op}: scale: expected a finite value, got {scale:?}");
+        }
+        if !(beta_scale > 0.0 && beta_scale <= 2.0) {
+            bail!("{op}: beta_scale: expected a value above 0 and up to 2, got {beta_scale}");
+        }
+        if let Some(cu) = &self.cu_seqlens {
+            check_device(op, "cu_seqlens", cu.tensor(), device)?;
+        }
+        Ok(self)
+    }
+
+    /// Runs the op on q, k and v, copying only those whose rows are not contiguous.
+    pub fn forward<C: candle_core::CustomOp3>(&self, op: &C, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        let (q, k, v) = (dense_rows(q)?, dense_rows(k)?, dense_rows(v)?);
+        for (arg, tensor) in [("q", &q), ("k", &k), ("v", &v)] {
+            check_float(self.name, arg, tensor.dtype())?;
+            check_dtype(self.name, arg, tensor.dtype(), q.dtype())?;
+            check_device(self.name, arg, tensor, self.state.device())?;
+            check_not_state(self.name, arg, storage_key(tensor), &self.state)?;
+        }
+        q.apply_op3_no_bwd(&k, &v, op)
+    }
+
+    /// Checks the three layouts against the state.
+    pub fn plan(&self, q: &Layout, k: &Layout, v: &Layout) -> Result<RulePlan> {
+        let (op, lead) = (self.name, self.lead);
+        let (num_slots, value_heads, value_dim, key_dim) = self.state.dims4()?;
+        if !(1..=256).contains(&key_dim) || !(1..=256).contains(&value_dim) || value_heads == 0 {
+            bail!(
+                "{op}: state: expected at least one head and head sizes of 1 to 256, got shape {:?}",
+                self.state.dims()
+            );
+        }
+        let r = lead.rank();
+        let key_heads = match q.dims().get(r..) {
+            Some([heads, dim]) if *dim == key_dim => *heads,
+            Some([merged]) if merged % key_dim == 0 => merged / key_dim,
+            _ => bail!(
+                "{op}: q: expected shape [{lead}, key_heads, {key_dim}] or [{lead}, key_heads * {key_dim}], got {:?}",
+                q.dims(),
+                lead = lead.names()
+            ),
+        };
+        if key_heads == 0 || value_heads % key_heads != 0 {
+            bail!("{op}: q: expected a number of key heads that divides the {value_heads} value heads, got {key_heads}");
+        }
+        let lead_dims = &q.dims()[..r];
+        let heads = |arg, layout, sizes| heads_layout(op, arg, layout, lead, lead_dims, sizes);
+        let gate = |arg, tensor: &Tensor| gate_layout(op, arg, tensor.layout(), lead, lead_dims, value_heads);
+
+        let (sequences, tokens, max_tokens) = match (&self.cu_seqlens, lead) {
+            (Some(cu), _) => {
+                if cu.total_tokens() != lead_dims[0] {
+                    bail!("{op}: cu_seqlens: expected {} tokens in all (q has them), got {}", lead_dims[0], cu.total_tokens());
+                }
+                (cu.num_sequences(), 0, cu.max_len())
+            }
+            (None, Lead::Decode) => (lead_dims[0], 1, 1),
+            (None, _) => (lead_dims[0], lead_dims[1], lead_dims[1]),
+        };
+        match &self.slots {
+            Some(slots) => check_slots(op, slots, sequences, self.state.device())?,
+            None if num_slots != sequences => {
+                bail!("{op}: state: expected {sequences} slots (one for each sequence), got {num_slots}")
+            }
+            None => {}
+        }
+        if self.options.algo == Algo::Recurrent128 && (key_dim, value_dim) != (128, 128) {
+            bail!("{op}: algo: Recurrent128 takes heads of size 128, got {key_dim} (K) and {value_dim} (V)");
+        }
+        Ok(RulePlan {
+            dims: Dims { key_heads, value_heads, key_dim, value_dim },
+            sequences,
+            tokens,
+            max_tokens,
+            q: heads("q", q, (key_heads, key_dim))?,
+            k: heads("k", k, (key_heads, key_dim))?,
+            v: heads("v", v, (value_heads, value_dim))?,
+            a: gate("a", &self.gates.a)?,
+            b: gate("b", &self.gates.b)?,
+            out_shape: lead_dims.iter().copied().chain([value_heads, value_dim]).collect(),
+            num_slots,
+            scale: self.options.scale.unwrap_or((key_dim as f64).powf(-0.5)),
+            options: self.options,
+        })
+    }
+
+    pub fn cpu_fwd(&self, args: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+        let [(q, ql), (k, kl), (v, vl)] = args;
+        let plan = self.plan(ql, kl, vl)?;
+        for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
+            check_not_state(self.name, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
+            check_dtype(self.name, arg, storage_dtype(storage), storage_dtype(q))?;
+        }
+        let gates = self.cpu_gates(&plan)?;
+        let slots = cpu_slots(self.name, self.slots.as_ref(), plan.num_slots)?;
+        let run = CpuRun { rule: self, plan: &plan, q, k, v, gates, slots, out: RefCell::new(None) };
+        self.state.inplace_op1(&run)?;
+        let Some(out) = run.out.into_inner() else { bail!("{}: no output", self.name) };
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn cuda_fwd(&self, args: [(&candle_core::CudaStorage, &Layout); 3]) -> Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        let [(q, ql), (k, kl), (v, vl)] = args;
+        let plan = self.plan(ql, kl, vl)?;
+        for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
+            check_not_state(self.name, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
+            check_dtype(self.name, arg, storage.dtype(), q.dtype())?;
+        }
+        let args = crate::cuda::RuleArgs {
+            name: self.name,
+            plan: &plan,
+            q,
+            k,
+            v,
+            gates: &self.gates,
+            slots: self.slots.as_ref(),
+            cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
+        };
+        let out = crate::cuda::rule(&args, &self.state)?;
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+
+    fn cpu_gates(&self, plan: &RulePlan) -> Result<Vec<(f32, f32)>> {
+        let Gates { a, b, a_log, dt_bias } = &self.gates;
+        let (a_log, dt_bias) = (a_log.to_vec1::<f32>()?, dt_bias.to_vec1::<f32>()?);
+        let (a, _) = a.storage_and_layout();
+        let (b, _) = b.storage_and_layout();
+        let (Storage::Cpu(a), Storage::Cpu(b)) = (&*a, &*b) else {
+            bail!("{}: a, b: expected tensors on the CPU", self.name)
+        };
+        let seqs = self.cpu_sequences(plan);
+        let beta_scale = plan.options.beta_scale as f32;
+        macro_rules! gates {
+            ($a:expr, $b:expr) => {
+                cpu::log_decay_and_beta(heads($a, plan.a), heads($b, plan.b), &a_log, &dt_bias, seqs, beta_scale)
+            };
+        }
+        Ok(match (a, b) {
+            (CpuStorage::F32(a), CpuStorage::F32(b)) => gates!(a, b),
+            (CpuStorage::BF16(a), CpuStorage::BF16(b)) => gates!(a, b),
+            (CpuStorage::F16(a), CpuStorage::F16(b)) => gates!(a, b),
+            _ => bail!("{}: a, b: expected dtype f32, bf16 or f16", self.name),
+        })
+    }
+
+    fn cpu_sequences(&self, plan: &RulePlan) -> cpu::Sequences<'_> {
+        let cu_seqlens = self.cu_seqlens.as_ref().map(CuSeqlens::as_slice);
+        cpu::Sequences { cu_seqlens, count: plan.sequences, tokens: plan.tokens }
+    }
+}
+
+/// `CustomOp3` over (q, k, v) for a struct around a [`Rule`].
+macro_rules! custom_op3 {
+    ($op:ty) => {
+        impl candle_core::CustomOp3 for $op {
+            fn name(&self) -> &'static str {
+                self.0.name
+            }
+
+            fn cpu_fwd(
+                &self,
+                q: &candle_core::CpuStorage,
+                ql: &candle_core::Layout,
+                k: &candle_core::CpuStorage,
+                kl: &candle_core::Layout,
+                v: &candle_core::CpuStorage,
+                vl: &candle_core::Layout,
+            ) -> Result<(candle_core::CpuStorage, candle_core::Shape)> {
+                self.0.cpu_fwd([(q, ql), (k, kl), (v, vl)])
+            }
+
+            #[cfg(feature = "cuda")]
+            fn cuda_fwd(
+                &self,
+                q: &candle_core::CudaStorage,
+                ql: &candle_core::Layout,
+                k: &candle_core::CudaStorage,
+                kl: &candle_core::Layout,
+                v: &candle_core::CudaStorage,
+                vl: &candle_core::Layout,
+            ) -> Result<(candle_core::CudaStorage, candle_core::Shape)> {
+                self.0.cuda_fwd([(q, ql), (k, kl), (v, vl)])
+            }
+        }
+    };
+}
+pub(super) use custom_op3;
+
+pub(super) fn heads<T>(data: &[T], layout: HeadsLayout) -> cpu::Heads<'_, T> {
+    cpu::Heads {
+        data: &data[layout.offset.min(data.len())..],
+        seq_stride: layout.seq_stride,
+        token_stride: layout.token_stride,
+        head_stride: layout.head_stride,
+    }
+}
+
+pub(super) fn storage_dtype(storage: &CpuStorage) -> DType {
+    candle_core::backend::BackendStorage::dtype(storage)
+}
+
+/// The run itself, with the state's lock held for writing.
+struct CpuRun<'a> {
+    rule: &'a Rule,
+    plan: &'a RulePlan,
+    q: &'a CpuStorage,
+    k: &'a CpuStorage,
+    v: &'a CpuStorage,
+    gates: Vec<(f32, f32)>,
+    slots: Option<Vec<u32>>,
+    out: RefCell<Option<CpuStorage>>,
+}
+
+/// Sequences shorter than this run token by token: a chunk's products do not pay for themselves yet.
+const CPU_CHUNKED_FROM: usize = 12;
+
+impl CpuRun<'_> {
+    fn run<T: cpu::Element>(&self, q: &[T], k: &[T], v: &[T], state: &mut [f32], layout: &Layout) -> Vec<T> {
+        let plan = self.plan;
+        let mut out = vec![T::ZERO; plan.out_shape.iter().product()];
+        let rule = cpu::rule::Rule {
+            dims: plan.dims,
+            q: heads(q, plan.q),
+            k: heads(k, plan.k),
+            v: heads(v, plan.v),
+            gates: &self.gates,
+            seqs: self.rule.cpu_sequences(plan),
+            slots: cpu::Slots { map: self.slots.as_deref(), stride: layout.stride()[0] },
+            l2norm: plan.options.l2norm,
+            l2_eps: plan.options.l2_eps,
+            scale: plan.scale,
+            chunked: match plan.options.algo {
+                Algo::Auto => plan.max_tokens >= CPU_CHUNKED_FROM,
+                Algo::Chunked => true,
+                Algo::Recurrent | Algo::Recurrent128 => false,
+            },
+        };
+        let start = layout.start_offset().min(state.len());
+        rule.run(&mut out, &mut state[start..]);
+        out
+    }
+}
+
+impl InplaceOp1 for CpuRun<'_> {
+    fn name(&self) -> &'static str {
+        self.rule.name
+    }
+
+    fn cpu_fwd(&self, state: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let CpuStorage::F32(state) = state else { bail!("{}: state: expected dtype f32", self.rule.name) };
+        let out = match (self.q, self.k, self.v) {
+            (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => {
+                CpuStorage::F32(self.run::<f32>(q, k, v, state, layout))
+            }
+            (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => {
+                CpuStorage::BF16(self.run::<bf16>(q, k, v, state, layout))
+            }
+            (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
+                CpuStorage::F16(self.run::<f16>(q, k, v, state, layout))
+            }
+            _ => bail!("{}: q: expected dtype f32, bf16 or f16, got {:?}", self.rule.name, storage_dtype(self.q)),
+        };
+        *self.out.borrow_mut() = Some(out);
+        Ok(())
+    }
+}

@@ -1,0 +1,206 @@
+//! The causal convolution and the gated norm against their definitions in f64.
+
+use crate::support::{devices, poison, rel_rms, rounded, values, Rng};
+use candle_core::{DType, Device, Tensor};
+use candle_gdn::{causal_conv1d, gated_rms_norm, CausalConv1d, CuSeqlens, GateActivation};
+use proptest::prelude::*;
+
+fn bound(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 4e-3,
+        DType::F16 => 5e-4,
+        _ => 1e-6,
+    }
+}
+
+fn silu(x: f64) -> f64 {
+    x / (1.0 + (-x).exp())
+}
+
+#[derive(Debug, Clone)]
+struct ConvCase {
+    lengths: Vec<usize>,
+    channels: usize,
+    width: usize,
+    dtype: DType,
+    f32_weight: bool,
+    silu: bool,
+    packed: bool,
+    slots: bool,
+    strided: bool,
+    seed: u64,
+}
+
+impl ConvCase {
+    fn check(&self, device: &Device) {
+        let Self { channels, width, dtype, .. } = *self;
+        let (tokens, sequences, history) = (self.lengths.iter().sum::<usize>(), self.lengths.len(), width - 1);
+        let rng = &mut Rng::new(self.seed);
+        let (_, x) = rounded(&rng.normals(tokens * channels), &[tokens * channels], dtype).unwrap();
+        let weight_dtype = if self.f32_weight { DType::F32 } else { dtype };
+        let (weight, w) = rounded(&rng.normals(channels * width), &[channels, width], weight_dtype).unwrap();
+        let (_, old) = rounded(&rng.normals(sequences * history * channels), &[sequences * history * channels], dtype).unwrap();
+
+        // The definition, over old inputs and new ones joined.
+        let (mut want_y, mut want_state, mut start) = (vec![], vec![], 0);
+        for (n, &len) in self.lengths.iter().enumerate() {
+            let mut inputs = old[n * history * channels..][..history * channels].to_vec();
+            inputs.extend_from_slice(&x[start * channels..][..len * channels]);
+            for t in 0..len {
+                for c in 0..channels {
+                    let y: f64 = (0..width).map(|j| w[c * width + j] * inputs[(t + j) * channels + c]).sum();
+                    want_y.push(if self.silu { silu(y) } else { y });
+                }
+            }
+            want_state.extend_from_slice(&inputs[len * channels..]);
+            start += len;
+        }
+
+        let lead = if self.packed { vec![tokens] } else { vec![sequences, self.lengths[0]] };
+        let (x, _) = rounded(&x, &[&lead[..], &[channels]].concat(), dtype).unwrap();
+        let mut x = x.to_device(device).unwrap();
+        if self.strided {
+            let pad = Tensor::full(f32::NAN, [&lead[..], &[5]].concat(), device).unwrap().to_dtype(dtype).unwrap();
+            x = Tensor::cat(&[&pad, &x, &pad], lead.len()).unwrap().narrow(lead.len(), 5, channels).unwrap();
+        }
+        let pool_slots = sequences + 2;
+        let map: Vec<u32> = (0..sequences as u32).map(|n| if self.slots { sequences as u32 - n } else { n + 1 }).collect();
+        let size = history * channels;
+        let mut pool = vec![3.0; pool_slots * size];
+        for (n, &slot) in map.iter().enumerate() {
+            pool[slot as usize * size..][..size].copy_from_slice(&old[n * size..][..size]);
+        }
+        let pool = rounded(&pool, &[pool_slots, history, channels], dtype).unwrap().0.to_device(device).unwrap();
+        let state = if self.slots { pool.clone() } else { pool.narrow(0, 1, sequences).unwrap() };
+        let cu = self.packed.then(|| CuSeqlens::from_lengths(&self.lengths, device).unwrap());
+        let mut op = CausalConv1d::new(&state, cu.as_ref(), self.silu).unwrap();
+        if self.slots {
+            op = op.with_slots(&Tensor::new(&map[..], device).unwrap());
+        }
+        if device.is_cuda() {
+            poison(tokens * channels, dtype, device).unwrap();
+        }
+        let y = op.forward(&x, &weight.to_device(device).unwrap()).unwrap();
+        assert_eq!((y.dims(), y.dtype()), (x.dims(), dtype));
+        let error = rel_rms(&values(&y), &want_y);
+        assert!(error <= bound(dtype), "y off by {error:e} on {:?}: {self:?}", device.location());
+        let pool = values(&pool);
+        for (n, &slot) in map.iter().enumerate() {
+            let got = &pool[slot as usize * size..][..size];
+            assert_eq!(got, &want_state[n * size..][..size], "state {n} on {:?}: {self:?}", device.location());
+        }
+        for slot in (0..pool_slots).filter(|&s| !map.contains(&(s as u32))) {
+            assert!(pool[slot * size..][..size].iter().all(|&x| x == 3.0), "slot {slot} was touched");
+        }
+    }
+}
+
+fn any_conv() -> impl Strategy<Value = ConvCase> {
+    let len = prop::sample::select(vec![0usize, 1, 2, 3, 4, 5, 31, 32, 33, 64, 200]);
+    let lengths = prop_oneof![
+        prop::collection::vec(len.clone(), 1..5).prop_map(|l| (l, true)),
+        (len, 1usize..4).prop_map(|(t, n)| (vec![t; n], false)),
+    ];
+    let channels = prop::sample::select(vec![1usize, 3, 64, 96, 257, 512, 1024, 1030]);
+    let dtype = prop::sample::select(vec![DType::F32, DType::BF16, DType::F16]);
+    (lengths, channels, 2usize..=8, dtype, any::<(bool, bool, bool, bool)>(), any::<u64>()).prop_map(
+        |((lengths, packed), channels, width, dtype, (f32_weight, silu, slots, strided), seed)| ConvCase {
+            lengths,
+            channels,
+            width,
+            dtype,
+            f32_weight,
+            silu,
+            packed,
+            slots,
+            strided,
+            seed,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 120, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn conv_matches_its_definition(case in any_conv()) {
+        for device in devices() {
+            case.check(&device);
+        }
+    }
+}
+
+/// Feeding a sequence in two parts gives bit for bit what it gives whole.
+#[test]
+fn conv_split_anywhere() {
+    for device in devices() {
+        let (batch, tokens, channels, width) = (2, 40, 70, 4);
+        let x = Tensor::randn(0f32, 1., (batch, tokens, channels), &device).unwrap();
+        let weight = Tensor::randn(0f32, 1., (channels, width), &device).unwrap();
+        let zeros = || Tensor::zeros((batch, width - 1, channels), DType::F32, &device).unwrap();
+        let whole_state = zeros();
+        let whole = values(&causal_conv1d(&x, &weight, &whole_state, None, true).unwrap());
+        for split in 0..=tokens {
+            let state = zeros();
+            let part = |start, len| {
+                causal_conv1d(&x.narrow(1, start, len).unwrap(), &weight, &state, None, true).unwrap()
+            };
+            let (a, b) = (part(0, split), part(split, tokens - split));
+            assert_eq!(values(&Tensor::cat(&[a, b], 1).unwrap()), whole, "split at {split}");
+            assert_eq!(values(&state), values(&whole_state), "split at {split}");
+        }
+    }
+}
+
+#[test]
+fn gated_norm_matches_its_definition() {
+    let rng = &mut Rng::new(3);
+    for device in devices() {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for weight_dtype in [dtype, DType::F32] {
+                for (tokens, heads, dim) in [(1, 1, 1), (3, 4, 128), (70, 2, 64), (5, 3, 192), (2, 8, 256), (9, 1, 72)] {
+                    for gate in [GateActivation::Silu, GateActivation::Sigmoid] {
+                        let (eps, n) = (1e-6, tokens * heads * dim);
+                        // Rows from tiny (eps matters) to large.
+                        let drawn: Vec<f64> = (0..n).map(|i| rng.normal() * [1e-3, 1.0, 50.0][i / dim % 3]).collect();
+                        let (x, xs) = rounded(&drawn, &[1, tokens, heads, dim], dtype).unwrap();
+                        let (z, zs) = rounded(&rng.normals(n), &[1, tokens, heads * dim], dtype).unwrap();
+                        let (w, ws) = rounded(&rng.normals(dim), &[dim], weight_dtype).unwrap();
+                        let mut want = vec![];
+                        for (x, z) in xs.chunks(dim).zip(zs.chunks(dim)) {
+                            let mean = x.iter().map(|x| x * x).sum::<f64>() / dim as f64;
+                            for i in 0..dim {
+                                let sigmoid = 1.0 / (1.0 + (-z[i]).exp());
+                                let act = if gate == GateActivation::Silu { z[i] * sigmoid } else { sigmoid };
+                                want.push(x[i] / (mean + eps).sqrt() * ws[i] * act);
+                            }
+                        }
+                        let (x, z, w) = (x.to_device(&device).unwrap(), z.to_device(&device).unwrap(), w.to_device(&device).unwrap());
+                        // z as it lies in a projection.
+                        let z = Tensor::cat(&[&z, &z, &z], 2).unwrap().narrow(2, heads * dim, heads * dim).unwrap();
+                        if device.is_cuda() {
+                            poison(n, dtype, &device).unwrap();
+                        }
+                        let got = gated_rms_norm(&x, &z, &w, eps, gate).unwrap();
+                        assert_eq!(got.dims(), x.dims());
+                        let error = rel_rms(&values(&got), &want);
+                        assert!(error <= bound(dtype), "{dtype:?} {tokens}x{heads}x{dim} {gate:?}: {error:e}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A batch of a strided z whose batch and token strides do not count through is copied, not misread.
+#[test]
+fn gated_norm_of_a_narrowed_batch() {
+    for device in devices() {
+        let x = Tensor::randn(0f32, 1., (2, 5, 3, 16), &device).unwrap();
+        let z = Tensor::randn(0f32, 1., (2, 9, 48), &device).unwrap().narrow(1, 2, 5).unwrap();
+        let w = Tensor::randn(0f32, 1., 16, &device).unwrap();
+        let got = gated_rms_norm(&x, &z, &w, 1e-6, GateActivation::Silu).unwrap();
+        let want = gated_rms_norm(&x, &z.contiguous().unwrap(), &w, 1e-6, GateActivation::Silu).unwrap();
+        assert_eq!(values(&got), values(&want));
+    }
+}

@@ -1,0 +1,136 @@
+//! The golden files: ops from a float64 recurrence, layers from transformers in float32.
+
+use crate::support::{devices, golden, rel_rms, values};
+use candle_core::{DType, Device, Tensor};
+use candle_gdn::{
+    gdn_decode, gdn_prefill, CuSeqlens, GatedDeltaNet, GateActivation, Gates, GdnConfig, RuleOptions,
+};
+use candle_nn::VarBuilder;
+use safetensors::SafeTensors;
+use serde::Deserialize;
+use std::collections::HashMap;
+
+#[derive(Deserialize)]
+struct OpCase {
+    l2norm: bool,
+    seqs: Vec<usize>,
+}
+
+fn metadata(bytes: &[u8]) -> HashMap<String, String> {
+    let (_, metadata) = SafeTensors::read_metadata(bytes).unwrap();
+    metadata.metadata().clone().unwrap()
+}
+
+#[test]
+fn ops() {
+    let bytes = std::fs::read(golden("ops.safetensors")).unwrap();
+    let cases: Vec<OpCase> = serde_json::from_str(&metadata(&bytes)["cases"]).unwrap();
+    assert_eq!(cases.len(), 10);
+    for device in devices() {
+        let tensors = candle_core::safetensors::load_buffer(&bytes, &device).unwrap();
+        for (i, case) in cases.iter().enumerate() {
+            for dtype in [DType::F32, DType::BF16] {
+                let get = |name: &str| tensors[&format!("{i}.{name}")].clone();
+                let io = |name: &str| get(name).to_dtype(dtype).unwrap();
+                let gates = Gates { a: get("a"), b: get("b"), a_log: get("A_log"), dt_bias: get("dt_bias") };
+                let options = RuleOptions { l2norm: case.l2norm, ..RuleOptions::default() };
+                let (q, k, v, state) = (io("q"), io("k"), io("v"), get("state"));
+                let cu = CuSeqlens::from_lengths(&case.seqs, &device).unwrap();
+                let (o, new_state) = gdn_prefill(&q, &k, &v, &gates, &state, Some(&cu), options).unwrap();
+                let bound = if dtype == DType::F32 { 1e-5 } else { 4e-3 };
+                let check = |what: &str, o: &Tensor, new_state: &Tensor| {
+                    let o = rel_rms(&values(o), &values(&get("out")));
+                    let s = rel_rms(&values(new_state), &values(&get("new_state")));
+                    assert!(o <= bound, "case {i} {what} {dtype:?} on {:?}: o off by {o:e}", device.location());
+                    assert!(s <= 1e-5, "case {i} {what} {dtype:?} on {:?}: state off by {s:e}", device.location());
+                };
+                check("prefill", &o, &new_state);
+                if case.seqs.iter().all(|&n| n == 1) {
+                    let (o, new_state) = gdn_decode(&q, &k, &v, &gates, &state, options).unwrap();
+                    check("decode", &o, &new_state);
+                }
+            }
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct LayerConfig {
+    hidden_size: usize,
+    linear_num_key_heads: usize,
+    linear_num_value_heads: usize,
+    linear_key_head_dim: usize,
+    linear_value_head_dim: usize,
+    linear_conv_kernel_dim: usize,
+    rms_norm_eps: f64,
+}
+
+pub struct LayerGolden {
+    pub layer: GatedDeltaNet,
+    pub tensors: HashMap<String, Tensor>,
+    /// For every run the lengths of its steps; runs that were thinned out are empty.
+    pub plan: Vec<Vec<usize>>,
+}
+
+pub fn layer_golden(name: &str, dtype: DType, device: &Device) -> LayerGolden {
+    let bytes = std::fs::read(golden(&format!("{name}.safetensors"))).unwrap();
+    let metadata = metadata(&bytes);
+    let c: LayerConfig = serde_json::from_str(&metadata["config"]).unwrap();
+    let config = GdnConfig {
+        hidden_size: c.hidden_size,
+        num_key_heads: c.linear_num_key_heads,
+        num_value_heads: c.linear_num_value_heads,
+        key_head_dim: c.linear_key_head_dim,
+        value_head_dim: c.linear_value_head_dim,
+        conv_kernel: c.linear_conv_kernel_dim,
+        rms_norm_eps: c.rms_norm_eps,
+        output_gate: GateActivation::Silu,
+        beta_scale: 1.0,
+    };
+    let tensors = candle_core::safetensors::load_buffer(&bytes, device).unwrap();
+    let vb = VarBuilder::from_tensors(tensors.clone(), dtype, device);
+    let layer = GatedDeltaNet::load(&config, vb.pp("w")).unwrap();
+    LayerGolden { layer, tensors, plan: serde_json::from_str(&metadata["plan"]).unwrap() }
+}
+
+#[test]
+fn layers() {
+    for device in devices() {
+        for name in ["layer_qwen3_next", "layer_qwen3_5"] {
+            let LayerGolden { layer, tensors, plan } = layer_golden(name, DType::F32, &device);
+            let mut runs = 0;
+            for (run, steps) in plan.iter().enumerate().filter(|(_, steps)| !steps.is_empty()) {
+                runs += 1;
+                let mut state = layer.new_state(2).unwrap();
+                for (step, &tokens) in steps.iter().enumerate() {
+                    let x = &tensors[&format!("{run}.{step}.x")];
+                    assert_eq!(x.dims()[1], tokens);
+                    let y = layer.forward(x, &mut state).unwrap();
+                    let error = rel_rms(&values(&y), &values(&tensors[&format!("{run}.{step}.y")]));
+                    // Their float32 chunks and sums, ours, and two GEMMs.
+                    assert!(error <= 1e-5, "{name} run {run} step {step} on {:?}: {error:e}", device.location());
+                }
+                check_state(&format!("{name} run {run}"), &state, run, &tensors);
+            }
+            assert!(runs >= 3);
+        }
+    }
+}
+
+/// transformers keeps `[B, channels, width]` inputs (one more than is needed) and a `[B, HV, K, V]` state, of which the
+/// thinned files hold every 8th column.
+fn check_state(what: &str, state: &candle_gdn::GdnState, run: usize, tensors: &HashMap<String, Tensor>) {
+    let conv = &tensors[&format!("{run}.conv_state")];
+    let width = conv.dims()[2];
+    let want = conv.narrow(2, 1, width - 1).unwrap().transpose(1, 2).unwrap();
+    let error = rel_rms(&values(state.conv()), &values(&want));
+    assert!(error <= 1e-5, "{what}: conv state off by {error:e}");
+
+    let want = &tensors[&format!("{run}.recurrent_state")];
+    let (kept, all) = (want.dims()[3], state.recurrent().dims()[2]);
+    let rows: Vec<u32> = (0..kept).map(|i| (i * (all / kept)) as u32).collect();
+    let rows = Tensor::new(rows, want.device()).unwrap();
+    let got = state.recurrent().index_select(&rows, 2).unwrap().transpose(2, 3).unwrap().contiguous().unwrap();
+    let error = rel_rms(&values(&got), &values(want));
+    assert!(error <= 1e-5, "{what}: recurrent state off by {error:e}");
+}

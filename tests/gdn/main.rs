@@ -1,0 +1,14 @@
+//! Ops and layer against the f64 reference and the golden files, on the CPU and, built with `--features cuda` on a
+//! machine with a GPU, on CUDA: one binary, the same cases.
+//!
+//! `CANDLE_GDN_TEST_DEVICE=cpu|cuda` picks one device; `cuda` fails where there is none.
+//! `CANDLE_GDN_GOLDENS` names the folder of the full golden files (default: the thinned ones of this repository).
+
+mod conv_norm;
+mod errors;
+mod goldens;
+mod layer;
+mod properties;
+mod rule_case;
+mod semantics;
+mod support;

@@ -1,0 +1,111 @@
+//! The rule over random shapes, lengths, layouts and hard inputs, each kernel against the reference.
+
+use crate::rule_case::{Case, Decay, Form};
+use crate::support::devices;
+use candle_core::DType;
+use candle_gdn::reference::Dims;
+use candle_gdn::Algo;
+use proptest::prelude::*;
+
+fn dims(key_heads: usize, ratio: usize, key_dim: usize, value_dim: usize) -> Dims {
+    Dims { key_heads, value_heads: key_heads * ratio, key_dim, value_dim }
+}
+
+const LENGTHS: [usize; 14] = [0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 130];
+
+fn any_case() -> impl Strategy<Value = Case> {
+    let head_dims = prop_oneof![
+        4 => Just((128, 128)),
+        1 => prop::sample::select(vec![(64, 64), (96, 192), (32, 256), (256, 32), (40, 72), (1, 1), (129, 3), (256, 256)]),
+    ];
+    let shape = (1usize..=3, prop::sample::select(vec![1usize, 2, 3, 4, 8]), head_dims)
+        .prop_map(|(hk, r, (k, v))| dims(hk, r, k, v));
+    let lengths = prop_oneof![
+        1 => prop::collection::vec(prop::sample::select(LENGTHS.to_vec()), 1..5).prop_map(|l| (l, true)),
+        1 => (prop::sample::select(LENGTHS.to_vec()), 1usize..4).prop_map(|(t, n)| (vec![t; n], false)),
+        1 => (1usize..6).prop_map(|n| (vec![1; n], false)),
+    ];
+    let dtype = prop::sample::select(vec![DType::F32, DType::F32, DType::BF16, DType::F16]);
+    let decay = prop::sample::select(vec![Decay::None, Decay::Usual, Decay::Strong, Decay::Bursts]);
+    let algo = prop::sample::select(vec![Algo::Auto, Algo::Recurrent, Algo::Chunked, Algo::Recurrent128]);
+    let input = (any::<bool>(), decay, any::<bool>(), prop::sample::select(vec![1e-2, 1.0, 1e2]));
+    let gates = (prop::sample::select(vec![1.0, 2.0]), prop::sample::select(vec![0.0, 4.0]), any::<bool>());
+    (shape, lengths, dtype, input, gates, algo, any::<(bool, bool, u64)>()).prop_map(
+        |(dims, (lengths, packed), dtype, (l2norm, decay, repeat_keys, norm), gates, algo, (strided, slots, seed))| {
+            let (beta_scale, b_mean, same_gate_dtype) = gates;
+            Case {
+                dims,
+                lengths,
+                packed,
+                dtype,
+                gate_dtype: if same_gate_dtype || strided { dtype } else { DType::F32 },
+                form: if strided { Form::Projection } else { Form::Dense },
+                slots,
+                l2norm,
+                beta_scale,
+                b_mean,
+                decay,
+                repeat_keys,
+                norm,
+                algo: match algo {
+                    Algo::Recurrent128 if (dims.key_dim, dims.value_dim) != (128, 128) => Algo::Recurrent,
+                    algo => algo,
+                },
+                seed,
+            }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 160, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_kernel_matches_the_reference(case in any_case()) {
+        for device in devices() {
+            case.check(&device);
+        }
+    }
+}
+
+/// Every length around the chunk sizes and every head ratio, for every kernel: no luck of the draw.
+#[test]
+fn lengths_and_ratios_exhaustively() {
+    for device in devices() {
+        for algo in Algo::ALL {
+            for length in LENGTHS {
+                Case { algo, ..Case::new(dims(1, 2, 128, 128), &[length]) }.check(&device);
+            }
+            for ratio in [1, 2, 3, 4, 8] {
+                Case { algo, ..Case::new(dims(2, ratio, 128, 128), &[5, 0, 70]) }.check(&device);
+            }
+        }
+    }
+}
+
+/// Inputs on which a careless chunk kernel overflows or loses digits.
+#[test]
+fn hard_inputs() {
+    for device in devices() {
+        for algo in Algo::ALL {
+            for beta_scale in [1.0, 2.0] {
+                for decay in [Decay::None, Decay::Usual, Decay::Strong, Decay::Bursts] {
+                    for repeat_keys in [false, true] {
+                        let case = Case::new(dims(1, 2, 128, 128), &[130, 64]);
+                        Case { algo, beta_scale, b_mean: 8.0, decay, repeat_keys, ..case }.check(&device);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// More sequences than a CUDA grid has rows in y or z.
+#[test]
+fn many_sequences() {
+    for device in devices() {
+        for algo in [Algo::Recurrent, Algo::Chunked] {
+            Case { algo, ..Case::new(dims(1, 1, 4, 4), &vec![2; 70_000]) }.check(&device);
+        }
+    }
+}
