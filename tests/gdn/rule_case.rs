@@ -15,6 +15,8 @@ pub enum Decay {
     Strong,
     /// One token in eight forgets everything, the others hardly anything.
     Bursts,
+    /// Inputs that overflow `exp`: the decay is total.
+    Huge,
 }
 
 /// How q, k and v lie in memory.
@@ -139,6 +141,7 @@ impl Drawn {
                 Decay::Strong => 6.0 + 4.0 * rng.uniform(),
                 Decay::Bursts if i / value_heads % 8 == 5 => 60.0,
                 Decay::Bursts => -6.0 + rng.normal(),
+                Decay::Huge => 1e4 * (1.0 + rng.uniform()),
             })
             .collect();
         let b = (0..tokens * value_heads).map(|_| case.b_mean + rng.normal()).collect();

@@ -215,6 +215,15 @@ fn odd_strides() {
         let (want, _) =
             gdn_prefill(&q.contiguous().unwrap(), &x.k, &x.v, &x.gates, &x.state, None, o).unwrap();
         assert_eq!(values(&got), values(&want));
+
+        // Heads further apart than their size.
+        let spread = |t: &Tensor| {
+            let pad = t.narrow(3, 0, 16).unwrap();
+            Tensor::cat(&[&pad, t, &pad], 3).unwrap().narrow(3, 16, 128).unwrap()
+        };
+        let (want, _) = gdn_prefill(&x.q, &x.k, &x.v, &x.gates, &x.state, None, o).unwrap();
+        let (got, _) = gdn_prefill(&spread(&x.q), &spread(&x.k), &spread(&x.v), &x.gates, &x.state, None, o).unwrap();
+        assert_eq!(values(&got), values(&want));
     }
 }
 

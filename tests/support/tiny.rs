@@ -122,14 +122,14 @@ impl Tiny {
     fn is_full_attention(&self, i: usize) -> bool {
         match self.config["layer_types"].as_array() {
             Some(list) => list[i] == "full_attention",
-            None => (i + 1) as u64 % self.config["full_attention_interval"].as_u64().unwrap_or(4) == 0,
+            None => (i as u64 + 1).is_multiple_of(self.config["full_attention_interval"].as_u64().unwrap_or(4)),
         }
     }
 
     fn is_sparse(&self, i: usize) -> bool {
         let only = self.config["mlp_only_layers"].as_array().is_some_and(|l| l.contains(&json!(i)));
         let step = self.config["decoder_sparse_step"].as_u64().unwrap_or(1) as usize;
-        self.config["num_experts"].is_u64() && !only && (i + 1) % step == 0
+        self.config["num_experts"].is_u64() && !only && (i + 1).is_multiple_of(step)
     }
 
     pub fn remove(&mut self, name: &str) {
