@@ -1,0 +1,90 @@
+// Host side: argument checks, questions to the current device, and the end of a launch.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <initializer_list>
+
+#include "../gdn.h"
+
+namespace gdn {
+
+inline int cuda_status(cudaError_t e) { return e == cudaSuccess ? GDN_OK : GDN_CUDA_ERROR + static_cast<int>(e); }
+
+// Ends a launcher: what the launch itself said.
+inline int launched() { return cuda_status(cudaGetLastError()); }
+
+inline bool valid_dtype(int dtype) { return dtype >= GDN_F32 && dtype <= GDN_F16; }
+
+inline int64_t dtype_size(int dtype) { return dtype == GDN_F32 ? 4 : 2; }
+
+inline bool valid_strides(const gdn_heads &x) {
+  return x.seq_stride >= 0 && x.token_stride >= 0 && x.head_stride >= 0;
+}
+
+inline bool aligned(const void *p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+// Every row of the tensor can be read `n` elements at a time.
+inline bool aligned_rows(const gdn_heads &x, int64_t n, int dtype) {
+  return aligned(x.ptr, n * dtype_size(dtype)) && x.seq_stride % n == 0 && x.token_stride % n == 0 &&
+         x.head_stride % n == 0;
+}
+
+// The same for a tensor without heads.
+inline bool aligned_tokens(const gdn_heads &x, int64_t n, int dtype) {
+  return aligned(x.ptr, n * dtype_size(dtype)) && x.seq_stride % n == 0 && x.token_stride % n == 0;
+}
+
+// Rows of both states can be read and written `n` floats at a time, when K is a multiple of n.
+inline bool aligned_state(const gdn_rule_params &p, int64_t n) {
+  return aligned(p.state_in, 4 * n) && aligned(p.state_out, 4 * n) && p.in_slots.slot_stride % n == 0 &&
+         p.out_slots.slot_stride % n == 0;
+}
+
+inline int check_sequences(const gdn_sequences &s) {
+  if (s.num_seqs < 0) return GDN_BAD_LENGTH;
+  if (s.cu_seqlens ? s.max_tokens_per_seq < 0 : s.tokens_per_seq < 0) return GDN_BAD_LENGTH;
+  return GDN_OK;
+}
+
+// No sequence is longer than this.
+inline int32_t max_tokens(const gdn_sequences &s) { return s.cu_seqlens ? s.max_tokens_per_seq : s.tokens_per_seq; }
+
+inline int check_slots(const gdn_slots &s) {
+  if (s.num_slots < 0) return GDN_BAD_LENGTH;
+  if (s.slot_stride < 0) return GDN_BAD_STRIDE;
+  return GDN_OK;
+}
+
+// A sequence without tokens leaves its state where it is, so that nothing is to be copied.
+inline bool state_in_place(const void *in, const void *out, const gdn_slots &a, const gdn_slots &b) {
+  return in == out && a.slots == b.slots && a.slot_stride == b.slot_stride;
+}
+
+// All grids are one-dimensional, because only x goes past 65535.
+constexpr int64_t kMaxBlocks = 0x7fffffff;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What the launchers ask of the device. Asked of the current device at every launch, which costs little: a cached
+// answer would be another device's in a process that uses several.
+inline int device_attribute(cudaDeviceAttr attr, int *value) {
+  int device = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(value, attr, device);
+  return cuda_status(e);
+}
+
+inline int sm_count(int *value) { return device_attribute(cudaDevAttrMultiProcessorCount, value); }
+
+// Lets `kernel` use more than 48 KB of dynamic shared memory on the current device. The limit set is always the
+// device's own: were it the size of this launch, a thread that launches a smaller shape could lower it between
+// another thread's call of this and its launch.
+template <typename Kernel> int allow_shared_memory(Kernel *kernel, int64_t bytes, int optin) {
+  if (bytes <= 48 * 1024) return GDN_OK;
+  return cuda_status(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, optin));
+}
+
+}  // namespace gdn

@@ -1,0 +1,21 @@
+// gdn_status_string.
+#include "host.cuh"
+
+extern "C" const char *gdn_status_string(int status) {
+  switch (status) {
+    case GDN_OK: return "success";
+    case GDN_BAD_DTYPE: return "a dtype is none of f32, bf16, f16";
+    case GDN_NULL_POINTER: return "a required pointer is null";
+    case GDN_BAD_HEADS: return "the number of key heads does not divide the number of value heads, or one is not positive";
+    case GDN_BAD_HEAD_DIM: return "a head size is outside 1..256";
+    case GDN_BAD_LENGTH: return "a count is negative, or past what the grid can hold";
+    case GDN_BAD_CONV_WIDTH: return "the convolution width is outside 2..8";
+    case GDN_BAD_ALGO: return "the kernel asked for does not take this shape, alignment or device";
+    case GDN_BAD_STRIDE: return "a stride is negative";
+  }
+  if (status > GDN_CUDA_ERROR) {
+    const char *s = cudaGetErrorString(static_cast<cudaError_t>(status - GDN_CUDA_ERROR));
+    return s ? s : "unknown CUDA error";
+  }
+  return "unknown status";
+}

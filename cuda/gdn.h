@@ -1,0 +1,135 @@
+// candle-gdn: the C ABI of the CUDA kernels.
+//
+// Every launcher takes one parameter struct and a stream, checks what can be checked on the host, launches, and
+// returns a `gdn_status`. None of them allocates, synchronises or reads device memory from the host, so all of them
+// may be captured into a CUDA graph. Strides count elements and are 64-bit; the innermost dimension of every tensor
+// is contiguous. The build needs nothing but nvcc:
+//
+//   nvcc -shared -Xcompiler -fPIC -o libcandle_gdn.so cuda/*/*.cu
+//
+// The rule (Yang et al., "Gated Delta Networks", arXiv 2412.06464), per value head h with key head h / (HV / HK):
+//   q, k <- x * rsqrt(sum(x^2) + eps) when l2norm;   q <- q * scale
+//   g = -exp(A_log) * softplus(a + dt_bias);         beta = beta_scale * sigmoid(b)
+//   S <- exp(g) S;  d = beta (v - S k);  S <- S + d k^T;  o = S q
+#ifndef CANDLE_GDN_H
+#define CANDLE_GDN_H
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum gdn_dtype { GDN_F32 = 0, GDN_BF16 = 1, GDN_F16 = 2 } gdn_dtype;
+
+// Zero is success. A CUDA error `e` at launch comes back as GDN_CUDA_ERROR + e.
+typedef enum gdn_status {
+  GDN_OK = 0,
+  GDN_BAD_DTYPE = 1,        // a dtype field is not a gdn_dtype
+  GDN_NULL_POINTER = 2,     // a required pointer is null
+  GDN_BAD_HEADS = 3,        // num_k_heads does not divide num_v_heads, or one of them is not positive
+  GDN_BAD_HEAD_DIM = 4,     // a head size outside 1..256
+  GDN_BAD_LENGTH = 5,       // a negative count, or one past what the grid can hold
+  GDN_BAD_CONV_WIDTH = 6,   // a convolution width outside 2..8
+  GDN_BAD_ALGO = 7,         // the kernel asked for does not take this shape or device
+  GDN_BAD_STRIDE = 8,       // a negative stride
+  GDN_CUDA_ERROR = 1000
+} gdn_status;
+
+// Says in English what a status means. Never null.
+const char *gdn_status_string(int status);
+
+// A tensor [sequence, token, head, dim] with a contiguous last dimension. Packed (varlen) tensors have seq_stride 0.
+typedef struct gdn_heads {
+  const void *ptr;
+  int64_t seq_stride;
+  int64_t token_stride;
+  int64_t head_stride;
+} gdn_heads;
+
+// How tokens are grouped into sequences. With `cu_seqlens` (device, num_seqs + 1 values, the first 0, non-decreasing)
+// sequence n owns the packed tokens cu_seqlens[n] .. cu_seqlens[n + 1]; without it every sequence has
+// `tokens_per_seq` tokens. Sequences may be empty. `max_tokens_per_seq` is a host-known bound on the length of any one.
+typedef struct gdn_sequences {
+  const uint32_t *cu_seqlens;
+  int32_t num_seqs;
+  int32_t tokens_per_seq;
+  int32_t max_tokens_per_seq;
+} gdn_sequences;
+
+// State rows per sequence. `slots` (device, num_seqs values) maps sequence n to a slot; null is the identity.
+// A slot number >= num_slots (GDN_NO_SLOT by convention), in or out, is padding: that sequence reads and writes no
+// state, and its output rows are zero. Two sequences of one launch must not share a slot: where state_in and state_out
+// overlap, no sequence may write a slot that another one reads.
+#define GDN_NO_SLOT 0xffffffffu
+typedef struct gdn_slots {
+  const uint32_t *slots;
+  int64_t num_slots;
+  int64_t slot_stride;  // elements from one slot to the next
+} gdn_slots;
+
+typedef enum gdn_algo {
+  GDN_AUTO = 0,
+  GDN_RECURRENT = 1,       // token by token, any head size
+  GDN_RECURRENT_128 = 2,   // token by token, K = V = 128; rows of q and k aligned to 4 elements, of the state to 16 bytes
+  GDN_CHUNKED = 3          // chunk form in f32, any head size
+} gdn_algo;
+
+// The gated delta rule over any number of tokens per sequence. Decode is tokens_per_seq = 1.
+typedef struct gdn_rule_params {
+  gdn_heads q, k;          // [.., num_k_heads, head_k], io_dtype
+  gdn_heads v;             // [.., num_v_heads, head_v], io_dtype
+  gdn_heads a, b;          // [.., num_v_heads], gate_dtype; head_stride counts from head to head
+  const float *a_log;      // [num_v_heads]
+  const float *dt_bias;    // [num_v_heads]
+  gdn_heads o;             // written: [.., num_v_heads, head_v], io_dtype
+  const float *state_in;   // [slot, num_v_heads, head_v, head_k]; may equal state_out
+  float *state_out;        // same shape
+  gdn_slots in_slots;      // how state_in is addressed
+  gdn_slots out_slots;     // how state_out is addressed
+  gdn_sequences seqs;
+  int32_t num_k_heads, num_v_heads, head_k, head_v;
+  int32_t io_dtype;        // gdn_dtype of q, k, v, o
+  int32_t gate_dtype;      // gdn_dtype of a, b
+  int32_t l2norm;          // normalise q and k here
+  int32_t algo;            // gdn_algo
+  float l2_eps;            // inside the root, added to the sum of squares
+  float scale;             // multiplies q after the norm
+  float beta_scale;        // 1, or 2 for models with negative eigenvalues
+} gdn_rule_params;
+int gdn_rule(const gdn_rule_params *params, cudaStream_t stream);
+
+// Depthwise causal convolution over time, then SiLU: y[t, c] = silu(sum_j w[c, j] x[t - width + 1 + j, c]), where
+// inputs before the sequence come from the state (the last width - 1 inputs, oldest first) and are replaced by the
+// last width - 1 inputs of this call.
+typedef struct gdn_conv_params {
+  gdn_heads x;             // [sequence, token, channels]; head_stride is not read
+  gdn_heads y;             // written, same shape; must not overlap x
+  const void *weight;      // [channels, width]
+  const void *state_in;    // [slot, width - 1, channels], io_dtype; may equal state_out
+  void *state_out;
+  gdn_slots in_slots, out_slots;
+  gdn_sequences seqs;
+  int32_t channels, width;
+  int32_t io_dtype, weight_dtype;
+  int32_t silu;            // apply SiLU
+} gdn_conv_params;
+int gdn_conv(const gdn_conv_params *params, cudaStream_t stream);
+
+// out = x * rsqrt(mean(x^2) + eps) * weight * act(z) per head of size head_v, act = silu or sigmoid.
+typedef struct gdn_norm_params {
+  gdn_heads x, z, out;     // [1, token, head, head_v], io_dtype; seq_stride is not read; out may be x or z itself
+  const void *weight;      // [head_v]
+  int64_t tokens;
+  int32_t heads, head_v;
+  int32_t io_dtype, weight_dtype;
+  int32_t sigmoid;         // act is sigmoid instead of silu
+  float eps;
+} gdn_norm_params;
+int gdn_norm(const gdn_norm_params *params, cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,326 @@
+// The gated delta rule token by token, the state in registers from the first token to the last.
+//
+// A block owns a tile of value rows of one (sequence, value head). Eight lanes share a row of the state, E of its
+// elements each, and a thread holds ROWS rows, so one shuffle reduction serves four row groups of a warp. Tokens come
+// in stages: a stage's q and k (normalised), v and gates are prepared once per block in shared memory: the first by all
+// warps, later ones one stage ahead by extra warps.
+//
+// One pass over the state serves a token: with s = S k and r = S q of the old state and kq = k.q,
+//   d = beta (v - e^g s),   o = e^g r + d kq,   S <- e^g S + d k^T.
+// The state is kept as scale * S', so that the decay of a token is one product of scalars and not one per element:
+// three multiply-adds an element and token remain. A scale below 2^-20 is folded into S' before it can underflow.
+#pragma once
+
+#include "../common/convert.cuh"
+#include "../common/host.cuh"
+#include "../common/math.cuh"
+#include "../common/sequences.cuh"
+
+namespace gdn {
+namespace recurrent {
+
+constexpr int kLanes = 8;        // lanes that share a row
+constexpr int kConsumers = 4;    // warps that hold the state
+constexpr int kProducers = 4;    // warps that prepare the next stage, when there is one
+constexpr int kDecodeTokens = 4; // up to here no warps are spent on preparing stages ahead
+constexpr float kMinScale = 1.f / (1 << 20);
+
+// What the host decides.
+struct Plan {
+  int32_t v_tiles;
+  int32_t stage;      // tokens a stage; with AHEAD always the most
+  bool vec_qk;        // q and k rows can be read four elements at a time
+  bool vec_state;     // state rows can be read and written 16 bytes at a time
+  bool keep_state;    // a sequence without tokens need not copy its state
+};
+
+template <int E, int ROWS, bool AHEAD> struct Shape {
+  static constexpr int kK = kLanes * E;                                 // key elements, padded
+  static constexpr int kTile = kConsumers * (32 / kLanes) * ROWS;       // value rows a block
+  static constexpr int kRecord = 2 * kK + kTile + 4;                    // floats a staged token: k, q, v, scalars
+  static constexpr int kParts = (kK + 127) / 128;                       // four elements a lane and part
+  // Tokens a warp prepares at once, as far as registers allow; decode has one.
+  static constexpr int kAtOnce = !AHEAD ? 1 : kParts == 1 && ROWS < 4 ? 4 : 2;
+  // Two stages of this many tokens stay under 48 KB, which every device gives without asking.
+  static constexpr int kMaxStage = kRecord <= 360 ? 16 : 8;
+  static constexpr int kThreads = 32 * (kConsumers + (AHEAD ? kProducers : 0));
+  static_assert(2 * kMaxStage * kRecord * 4 <= 48 * 1024, "stages do not fit");
+};
+
+// Prepares tokens first .. first + count of the sequence. This warp takes kAtOnce of every `warps` * kAtOnce, so that
+// their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token.
+template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
+__device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Plan &plan, int n, int64_t first,
+                                             int count, int head, int row0, int warp, int warps, float *stage) {
+  using S = Shape<E, ROWS, AHEAD>;
+  constexpr int kN = S::kAtOnce, kParts = S::kParts, kVs = (S::kTile + 31) / 32;
+  constexpr int kV = 2 * S::kK, kScalars = kV + S::kTile;    // where v and decay, beta, k.q stand in a record
+  const int lane = threadIdx.x % 32;
+  const int key_head = head / (p.num_v_heads / p.num_k_heads);
+  const int head_k = EXACT ? S::kK : p.head_k, head_v = EXACT ? S::kK : p.head_v;
+
+  const bool gates = warp == warps - 1 && lane < count;
+  uint32_t raw_a = 0, raw_b = 0;
+  float a_log = 0.f, dt_bias = 0.f;
+  if (gates) {
+    raw_a = raw_load_any(p.a.ptr, heads_offset(p.a, n, first + lane, head), p.gate_dtype);
+    raw_b = raw_load_any(p.b.ptr, heads_offset(p.b, n, first + lane, head), p.gate_dtype);
+    a_log = p.a_log[head];
+    dt_bias = p.dt_bias[head];
+  }
+
+  for (int t0 = warp * kN; t0 < count; t0 += warps * kN) {
+    Raw4<T> raw_k[kN][kParts], raw_q[kN][kParts];
+    T v[kN][kVs];
+    const T *kp = heads_at<T>(p.k, n, first + t0, key_head), *qp = heads_at<T>(p.q, n, first + t0, key_head);
+    const T *vp = heads_at<T>(p.v, n, first + t0, head) + row0;
+#pragma unroll
+    for (int u = 0; u < kN; ++u) {
+#pragma unroll
+      for (int m = 0; m < kParts; ++m) {
+        raw_k[u][m] = raw_load4(kp, 4 * lane + 128 * m, head_k, EXACT || plan.vec_qk);
+        raw_q[u][m] = raw_load4(qp, 4 * lane + 128 * m, head_k, EXACT || plan.vec_qk);
+      }
+#pragma unroll
+      for (int m = 0; m < kVs; ++m) {
+        const int row = lane + 32 * m;
+        v[u][m] = row < S::kTile && row0 + row < head_v ? vp[row] : T(0.f);
+      }
+      if (t0 + u + 1 < count) {    // past the end the last token is read again and not stored
+        kp += p.k.token_stride;
+        qp += p.q.token_stride;
+        vp += p.v.token_stride;
+      }
+    }
+    float k[kN][kParts][4], q[kN][kParts][4], kk[kN], qq[kN], kq[kN];
+#pragma unroll
+    for (int u = 0; u < kN; ++u) {
+      kk[u] = qq[u] = kq[u] = 0.f;
+#pragma unroll
+      for (int m = 0; m < kParts; ++m)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          k[u][m][c] = raw_to_float(raw_k[u][m], c);
+          q[u][m][c] = raw_to_float(raw_q[u][m], c);
+          kk[u] = fmaf(k[u][m][c], k[u][m][c], kk[u]);
+          qq[u] = fmaf(q[u][m][c], q[u][m][c], qq[u]);
+          kq[u] = fmaf(k[u][m][c], q[u][m][c], kq[u]);
+        }
+    }
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2)
+#pragma unroll
+      for (int u = 0; u < kN; ++u) {
+        kk[u] += __shfl_xor_sync(0xffffffffu, kk[u], d);
+        qq[u] += __shfl_xor_sync(0xffffffffu, qq[u], d);
+        kq[u] += __shfl_xor_sync(0xffffffffu, kq[u], d);
+      }
+#pragma unroll
+    for (int u = 0; u < kN; ++u) {
+      const float k_scale = p.l2norm ? rsqrtf(kk[u] + p.l2_eps) : 1.f;
+      const float q_scale = p.l2norm ? rsqrtf(qq[u] + p.l2_eps) * p.scale : p.scale;
+      if (t0 + u < count) {
+        float *record = stage + (t0 + u) * S::kRecord;
+#pragma unroll
+        for (int m = 0; m < kParts; ++m) {
+          const int i = 4 * lane + 128 * m;
+          if (S::kK % 128 == 0 || i < S::kK) {
+            *reinterpret_cast<float4 *>(record + i) = make_float4(
+                k[u][m][0] * k_scale, k[u][m][1] * k_scale, k[u][m][2] * k_scale, k[u][m][3] * k_scale);
+            *reinterpret_cast<float4 *>(record + S::kK + i) = make_float4(
+                q[u][m][0] * q_scale, q[u][m][1] * q_scale, q[u][m][2] * q_scale, q[u][m][3] * q_scale);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kVs; ++m)
+          if (lane + 32 * m < S::kTile) record[kV + lane + 32 * m] = to_float(v[u][m]);
+        if (lane == 0) record[kScalars + 2] = kq[u] * k_scale * q_scale;
+      }
+    }
+  }
+  if (gates) {
+    float *record = stage + lane * S::kRecord;
+    record[kScalars] = expf(log_decay(raw_to_float(raw_a, p.gate_dtype), dt_bias, -expf(a_log)));
+    record[kScalars + 1] = p.beta_scale * sigmoid(raw_to_float(raw_b, p.gate_dtype));
+  }
+}
+
+// EXACT: K = V = 128 (E = 16) with aligned q, k and state, so that nothing is guarded. AHEAD: producer warps prepare the
+// next stage; without them it is the decode kernel, whose registers go to loads of the state.
+template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
+__global__ void __launch_bounds__(Shape<E, ROWS, AHEAD>::kThreads, !EXACT ? 1 : AHEAD ? 2 : 4)
+recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
+  using S = Shape<E, ROWS, AHEAD>;
+  constexpr int kVecs = E / 4;
+  extern __shared__ __align__(16) float smem[];
+  const int head_k = EXACT ? S::kK : p.head_k, head_v = EXACT ? S::kK : p.head_v;
+
+  int block = blockIdx.x;
+  const int row0 = block % plan.v_tiles * S::kTile;
+  block /= plan.v_tiles;
+  const int head = block % p.num_v_heads, n = block / p.num_v_heads;
+
+  const Tokens seq = tokens_of(p.seqs, n);
+  const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+
+  if (in_slot < 0 || out_slot < 0) {    // padding
+    const int rows = min(S::kTile, head_v - row0);
+    for (int64_t i = threadIdx.x; i < static_cast<int64_t>(seq.count) * rows; i += blockDim.x)
+      out_heads_at<T>(p.o, n, seq.first + i / rows, head)[row0 + i % rows] = from_float<T>(0.f);
+    return;
+  }
+  if (seq.count <= 0 && plan.keep_state) return;
+
+  const int stage_size = AHEAD ? S::kMaxStage : plan.stage;
+  const bool consumer = !AHEAD || warp < kConsumers;
+  const int part = lane % kLanes;                                        // which eighth of a row
+  const int tile_row = (warp * (32 / kLanes) + lane / kLanes) * ROWS;    // first of this thread's rows in the tile
+
+  // The longest wait of a decode step: issued before anything else is asked for.
+  float state[ROWS][E];
+  if (consumer) {
+    const float *in = p.state_in + in_slot * p.in_slots.slot_stride + static_cast<int64_t>(head) * head_v * head_k;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = row0 + tile_row + r;
+      const float *sp = in + row * head_k;
+#pragma unroll
+      for (int j = 0; j < kVecs; ++j) {
+        const int i = 4 * (part + kLanes * j);
+        if (EXACT) {
+          *reinterpret_cast<float4 *>(&state[r][4 * j]) = *reinterpret_cast<const float4 *>(sp + i);
+        } else {
+          float x[4] = {0.f, 0.f, 0.f, 0.f};
+          if (row < head_v) load4(sp, i, head_k, plan.vec_state, x);
+#pragma unroll
+          for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
+        }
+      }
+    }
+  }
+
+  const int stage_floats = stage_size * S::kRecord;
+  auto stage = [&](int t0, int worker, int workers, float *to) {
+    stage_tokens<T, E, ROWS, EXACT, AHEAD>(p, plan, n, seq.first + t0, min(stage_size, seq.count - t0), head, row0,
+                                           worker, workers, to);
+  };
+  float scale = 1.f;
+  T *o = out_heads_at<T>(p.o, n, seq.first, head) + row0 + tile_row + part;    // written by lanes part < ROWS
+  const bool writes = consumer && part < ROWS && row0 + tile_row + part < head_v;
+
+  for (int t0 = 0, parity = 0; t0 < seq.count; t0 += stage_size, parity ^= 1) {
+    // Without producers there is one buffer, and all warps fill it before each stage.
+    float *now = smem + (AHEAD ? parity : 0) * stage_floats;
+    if (t0 == 0 || !AHEAD) {
+      stage(t0, warp, warps, now);
+      __syncthreads();
+    }
+    if (AHEAD && !consumer && t0 + stage_size < seq.count)
+      stage(t0 + stage_size, warp - kConsumers, warps - kConsumers, smem + (parity ^ 1) * stage_floats);
+    if (consumer) {
+      const int count = min(stage_size, seq.count - t0);
+      for (int t = 0; t < count; ++t) {
+        const float *record = now + t * S::kRecord;
+        const float4 gates = *reinterpret_cast<const float4 *>(record + 2 * S::kK + S::kTile);
+        float k[E], q[E], v[ROWS];
+#pragma unroll
+        for (int j = 0; j < kVecs; ++j) {
+          *reinterpret_cast<float4 *>(&k[4 * j]) =
+              *reinterpret_cast<const float4 *>(record + 4 * (part + kLanes * j));
+          *reinterpret_cast<float4 *>(&q[4 * j]) =
+              *reinterpret_cast<const float4 *>(record + S::kK + 4 * (part + kLanes * j));
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) v[r] = record[2 * S::kK + tile_row + r];
+
+        scale *= gates.x;
+        if (scale < kMinScale) {
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int i = 0; i < E; ++i) state[r][i] *= scale;
+          scale = 1.f;
+        }
+        const float inverse = __fdividef(1.f, scale);    // one ulp; the scale is far from subnormal
+
+        float sk[ROWS], sq[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          float x[2] = {0.f, 0.f}, y[2] = {0.f, 0.f};    // two chains each, to halve their latency
+#pragma unroll
+          for (int i = 0; i < E; ++i) {
+            x[i & 1] = fmaf(state[r][i], k[i], x[i & 1]);
+            y[i & 1] = fmaf(state[r][i], q[i], y[i & 1]);
+          }
+          sk[r] = x[0] + x[1];
+          sq[r] = y[0] + y[1];
+        }
+#pragma unroll
+        for (int d = kLanes / 2; d > 0; d /= 2)
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r) {
+            sk[r] += __shfl_xor_sync(0xffffffffu, sk[r], d);
+            sq[r] += __shfl_xor_sync(0xffffffffu, sq[r], d);
+          }
+        float out = 0.f;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          const float d = gates.y * (v[r] - scale * sk[r]);
+          const float e = d * inverse;
+#pragma unroll
+          for (int i = 0; i < E; ++i) state[r][i] = fmaf(e, k[i], state[r][i]);
+          const float y = fmaf(d, gates.z, scale * sq[r]);
+          if (part == r) out = y;
+        }
+        if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out);
+      }
+    }
+    __syncthreads();
+  }
+
+  if (consumer) {
+    float *to = p.state_out + out_slot * p.out_slots.slot_stride + static_cast<int64_t>(head) * head_v * head_k;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = row0 + tile_row + r;
+      float *sp = to + row * head_k;
+#pragma unroll
+      for (int j = 0; j < kVecs; ++j) {
+        const int i = 4 * (part + kLanes * j);
+        const float x[4] = {scale * state[r][4 * j], scale * state[r][4 * j + 1], scale * state[r][4 * j + 2],
+                            scale * state[r][4 * j + 3]};
+        if (EXACT) {
+          store_pack<float, 4>(sp + i, x);
+        } else if (row < head_v) {
+          store4(sp, i, head_k, plan.vec_state, x);
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
+int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
+  using S = Shape<E, ROWS, AHEAD>;
+  Plan plan;
+  plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, S::kTile));
+  plan.vec_qk = p.head_k % 4 == 0 && aligned_rows(p.q, 4, p.io_dtype) && aligned_rows(p.k, 4, p.io_dtype);
+  plan.vec_state = p.head_k % 4 == 0 && aligned_state(p, 4);
+  plan.keep_state = state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots);
+  const int32_t tokens = max_tokens(p.seqs);
+  plan.stage = AHEAD || tokens > S::kMaxStage ? S::kMaxStage : tokens < 1 ? 1 : tokens;
+  const int64_t blocks = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads * plan.v_tiles;
+  if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
+  const size_t bytes = (AHEAD ? 2 : 1) * plan.stage * S::kRecord * sizeof(float);
+  recurrent_kernel<T, E, ROWS, EXACT, AHEAD><<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
+  return launched();
+}
+
+template <typename T, int E, int ROWS, bool EXACT> int launch(const gdn_rule_params &p, cudaStream_t stream) {
+  return max_tokens(p.seqs) > kDecodeTokens ? launch_as<T, E, ROWS, EXACT, true>(p, stream)
+                                            : launch_as<T, E, ROWS, EXACT, false>(p, stream);
+}
+
+}  // namespace recurrent
+}  // namespace gdn

@@ -1,0 +1,17 @@
+// The recurrent kernels' launchers, for the chooser in ../rule.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../gdn.h"
+
+namespace gdn {
+
+// K = V = 128, q and k aligned to four elements, the state to 16 bytes.
+bool recurrent_128_takes(const gdn_rule_params &p);
+
+// Both take checked parameters.
+int launch_recurrent_128(const gdn_rule_params &p, cudaStream_t stream);
+int launch_recurrent(const gdn_rule_params &p, cudaStream_t stream);
+
+}  // namespace gdn
