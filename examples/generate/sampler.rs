@@ -1,0 +1,102 @@
+//! From logits to the next token.
+
+use anyhow::{bail, Result};
+use std::cmp::Ordering;
+use std::collections::HashSet;
+
+/// How to choose.
+#[derive(Clone, Debug)]
+pub struct Sampling {
+    /// 0: the most likely token.
+    pub temperature: f64,
+    /// 0: no bound.
+    pub top_k: usize,
+    /// 1: no bound.
+    pub top_p: f64,
+    /// 1: none.
+    pub repeat_penalty: f32,
+    pub repeat_last_n: usize,
+}
+
+pub struct Sampler {
+    sampling: Sampling,
+    rng: SplitMix64,
+}
+
+impl Sampler {
+    pub fn new(sampling: Sampling, seed: u64) -> Self {
+        Self { sampling, rng: SplitMix64(seed) }
+    }
+
+    /// Chooses by the logits of the next token; `tokens` are all so far.
+    pub fn next(&mut self, mut logits: Vec<f32>, tokens: &[u32]) -> Result<u32> {
+        if let Some(i) = logits.iter().position(|x| !x.is_finite()) {
+            bail!("the model gave the logit {} for token {i} after {} tokens", logits[i], tokens.len())
+        }
+        let s = &self.sampling;
+        if s.repeat_penalty != 1. {
+            let recent = &tokens[tokens.len().saturating_sub(s.repeat_last_n)..];
+            for &id in recent.iter().collect::<HashSet<_>>() {
+                if let Some(x) = logits.get_mut(id as usize) {
+                    *x = if *x > 0. { *x / s.repeat_penalty } else { *x * s.repeat_penalty };
+                }
+            }
+        }
+        let mut candidates: Vec<(u32, f32)> = logits.into_iter().enumerate().map(|(i, x)| (i as u32, x)).collect();
+        // Equal logits go by id, so that a choice never depends on the order of a sort.
+        let likelier = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        let Some(&best) = candidates.iter().min_by(|a, b| likelier(a, b)) else { bail!("the model has no tokens") };
+        if s.temperature == 0. {
+            return Ok(best.0);
+        }
+        if s.top_k > 0 && s.top_k < candidates.len() {
+            candidates.select_nth_unstable_by(s.top_k - 1, likelier);
+            candidates.truncate(s.top_k);
+        }
+        if s.top_p < 1. {
+            candidates.sort_unstable_by(likelier);
+        } else {
+            candidates.sort_unstable_by_key(|c| c.0);
+        }
+        let weights: Vec<f64> =
+            candidates.iter().map(|c| ((c.1 as f64 - best.1 as f64) / s.temperature).exp()).collect();
+        let kept = if s.top_p < 1. { nucleus(&weights, s.top_p) } else { weights.len() };
+        let mut x = self.rng.uniform() * weights[..kept].iter().sum::<f64>();
+        for (c, w) in candidates[..kept].iter().zip(&weights) {
+            x -= w;
+            if x.partial_cmp(&0.) == Some(Ordering::Less) {
+                return Ok(c.0);
+            }
+        }
+        // Rounding can leave a sliver after the last weight.
+        Ok(candidates[kept - 1].0)
+    }
+}
+
+/// How many of the sorted weights reach the share `p`; at least one.
+fn nucleus(weights: &[f64], p: f64) -> usize {
+    let enough = p * weights.iter().sum::<f64>();
+    let mut sum = 0.;
+    for (i, w) in weights.iter().enumerate() {
+        sum += w;
+        if sum >= enough {
+            return i + 1;
+        }
+    }
+    weights.len()
+}
+
+/// Written out here so that a seed gives the same text with every version of every dependency.
+struct SplitMix64(u64);
+
+impl SplitMix64 {
+    /// In [0, 1).
+    fn uniform(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 31;
+        (z >> 11) as f64 / (1u64 << 53) as f64
+    }
+}

@@ -1,0 +1,84 @@
+//! How well a model of the Qwen3-Next family predicts a text: one JSON line a token on stdout,
+//! from the second token on, then one with the sum of it.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod score;
+
+use anyhow::{anyhow, bail, Context, Result};
+use clap::Parser;
+use common::{fix_thread_count, load_model, Checkpoint, ModelArgs};
+use std::io::{BufWriter, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Scores a text: on stdout one line {"id":7,"logprob":-1.234567} for each token from the second
+/// on (natural logarithm), then a line with count, mean nll and perplexity.
+#[derive(Parser, Debug)]
+#[command(version)]
+struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+
+    /// File with the text to score
+    #[arg(long, required_unless_present = "token_ids", conflicts_with = "token_ids")]
+    file: Option<PathBuf>,
+
+    /// The tokens to score, as in 5,7,9
+    #[arg(long, value_name = "IDS")]
+    token_ids: Option<String>,
+}
+
+fn main() -> ExitCode {
+    fix_thread_count();
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) if is_closed_output(&e) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let checkpoint = Checkpoint::find(args.model.model.as_deref(), &args.model.revision)?;
+    let config = checkpoint.config()?;
+    let (ids, source) = tokens(args, &checkpoint)?;
+    let limit = config.max_position_embeddings;
+    if ids.len() < 2 {
+        bail!("{source}: expected at least 2 tokens, got {}", ids.len())
+    }
+    if ids.len() > limit {
+        bail!("{source}: expected at most max_position_embeddings ({limit}) tokens, got {}", ids.len())
+    }
+    if let Some(id) = ids.iter().find(|&&id| id as usize >= config.vocab_size) {
+        bail!("{source}: expected token ids below vocab_size ({}), got {id}", config.vocab_size)
+    }
+    let model = load_model(&args.model, &checkpoint, &config)?;
+    let mut out = BufWriter::new(std::io::stdout().lock());
+    let total = score::score(&model, &ids, args.model.prefill_chunk.get(), |id, logprob| {
+        writeln!(out, "{{\"id\":{id},\"logprob\":{logprob:.6}}}").map_err(Into::into)
+    })?;
+    let count = ids.len() - 1;
+    let nll = -total / count as f64;
+    writeln!(out, "{{\"count\":{count},\"mean_nll\":{nll:.6},\"perplexity\":{:.6}}}", nll.exp())?;
+    Ok(out.flush()?)
+}
+
+/// The tokens, and the argument they come from.
+fn tokens(args: &Args, checkpoint: &Checkpoint) -> Result<(Vec<u32>, &'static str)> {
+    if let Some(list) = &args.token_ids {
+        let parse =
+            |s: &str| s.trim().parse::<u32>().map_err(|_| anyhow!("--token-ids: expected a token id, got {s:?}"));
+        return Ok((list.split(',').map(parse).collect::<Result<_>>()?, "--token-ids"));
+    }
+    let Some(path) = &args.file else { bail!("expected --file or --token-ids") };
+    let text = std::fs::read_to_string(path).with_context(|| format!("--file: cannot read {}", path.display()))?;
+    let encoding = checkpoint.tokenizer()?.encode(text, true).map_err(|e| anyhow!("--file: cannot tokenise: {e}"))?;
+    Ok((encoding.get_ids().to_vec(), "--file"))
+}
+
+fn is_closed_output(e: &anyhow::Error) -> bool {
+    e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}

@@ -1,0 +1,200 @@
+//! Softmax attention with an output gate, norms on queries and keys, and partial rotary positions.
+
+use super::config::{AttentionConfig, ModelConfig};
+use super::kv_cache::KvCache;
+use super::linear::Linear;
+use super::norm::RmsNorm;
+use super::rotary::Angles;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarBuilder;
+
+/// One layer's attention; the state is a [`KvCache`].
+#[derive(Debug, Clone)]
+pub(crate) struct GatedAttention {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    q_norm: RmsNorm,
+    k_norm: RmsNorm,
+    cfg: AttentionConfig,
+}
+
+/// Added to the scores of later tokens. Finite, since `-inf` times a mask of 0 is NaN; `exp` gives
+/// exactly 0 for it next to any score a model can have.
+const MASKED: f64 = -1e30;
+
+/// Bytes of f32 scores held at a time; longer prompts are taken in blocks of queries.
+const SCORE_BYTES_CPU: usize = 32 << 20;
+const SCORE_BYTES_GPU: usize = 512 << 20;
+
+impl GatedAttention {
+    /// `vb` is at `..self_attn`.
+    pub(crate) fn load(cfg: &ModelConfig, vb: VarBuilder) -> Result<Self> {
+        let (h, eps, a) = (cfg.hidden_size, cfg.rms_norm_eps, &cfg.attention);
+        let d = a.head_dim;
+        Ok(Self {
+            q_proj: Linear::load(h, a.num_heads * 2 * d, vb.pp("q_proj"))?,
+            k_proj: Linear::load(h, a.num_kv_heads * d, vb.pp("k_proj"))?,
+            v_proj: Linear::load(h, a.num_kv_heads * d, vb.pp("v_proj"))?,
+            o_proj: Linear::load(a.num_heads * d, h, vb.pp("o_proj"))?,
+            q_norm: RmsNorm::load(d, eps, vb.pp("q_norm"))?,
+            k_norm: RmsNorm::load(d, eps, vb.pp("k_norm"))?,
+            cfg: a.clone(),
+        })
+    }
+
+    /// `x [batch, tokens, hidden]` to the same; the tokens follow those in `cache`.
+    pub(crate) fn forward(&self, x: &Tensor, angles: &Angles, cache: &mut KvCache) -> Result<Tensor> {
+        let (b, t, _) = x.dims3()?;
+        let (nq, nkv, d) = (self.cfg.num_heads, self.cfg.num_kv_heads, self.cfg.head_dim);
+        // A row of q_proj's output is [q | gate] per head.
+        let q_gate = self.q_proj.forward(x)?.reshape((b, t, nq, 2 * d))?;
+        let gate = q_gate.narrow(3, d, d)?;
+        let q = self.positioned(&self.q_norm, &q_gate.narrow(3, 0, d)?, angles)?;
+        let k = self.k_proj.forward(x)?.reshape((b, t, nkv, d))?;
+        let k = self.positioned(&self.k_norm, &k, angles)?;
+        let v = self.v_proj.forward(x)?.reshape((b, t, nkv, d))?;
+        let v = v.transpose(1, 2)?.contiguous()?;
+
+        // Scaling q in f32, before it is rounded, keeps f16 scores far from overflow.
+        let q = (q * (d as f64).powf(-0.5))?.to_dtype(x.dtype())?;
+        let (k, v) = cache.append(&k.to_dtype(x.dtype())?.contiguous()?, &v)?;
+        let o = causal_attention(&q, &k, &v)?;
+
+        let o = o.transpose(1, 2)?.reshape((b, t, nq * d))?;
+        let gate = gate.to_dtype(DType::F32)?.reshape((b, t, nq * d))?;
+        let gated = (o.to_dtype(DType::F32)? * candle_nn::ops::sigmoid(&gate)?)?;
+        self.o_proj.forward(&gated.to_dtype(x.dtype())?)
+    }
+
+    /// Norm and rotation: `[b, t, heads, d]` to f32 `[b, heads, t, d]`.
+    fn positioned(&self, norm: &RmsNorm, x: &Tensor, angles: &Angles) -> Result<Tensor> {
+        angles.apply(&norm.forward_f32(x)?.transpose(1, 2)?)
+    }
+}
+
+/// Softmax attention of the last `tq` of `tk` tokens, each over itself and all before it.
+///
+/// `q [b, nq, tq, d]`, already scaled; `k`, `v` `[b, nkv, tk, d]`, query head `h` reads key head
+/// `h / (nq / nkv)`. Returns `[b, nq, tq, d]` in `q`'s dtype; scores and softmax are f32.
+fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    let (b, nq, tq, _) = q.dims4()?;
+    let tk = k.dim(2)?;
+    let out_dtype = q.dtype();
+    // candle has no half-precision arithmetic of its own on the CPU: widen once for all blocks.
+    let wide = |x: &Tensor| match x.device() {
+        Device::Cpu => x.to_dtype(DType::F32),
+        _ => Ok(x.clone()),
+    };
+    let (q, k, v) = (wide(q)?, wide(k)?, wide(v)?);
+    let budget = match q.device() {
+        Device::Cpu => SCORE_BYTES_CPU,
+        _ => SCORE_BYTES_GPU,
+    };
+    let block = (budget / (4 * b * nq * tk)).clamp(1, tq);
+    let mut blocks = Vec::with_capacity(tq.div_ceil(block));
+    let mut start = 0;
+    while start < tq {
+        let len = block.min(tq - start);
+        // Keys after the block's last query are masked for all of it: leave them out.
+        let seen = tk - tq + start + len;
+        let o = attention_block(&q.narrow(2, start, len)?, &k.narrow(2, 0, seen)?, &v.narrow(2, 0, seen)?)?;
+        blocks.push(o.to_dtype(out_dtype)?);
+        start += len;
+    }
+    match blocks.as_slice() {
+        [one] => Ok(one.clone()),
+        many => Tensor::cat(many, 2),
+    }
+}
+
+/// One block: its last query is the last token of `k`.
+fn attention_block(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    let (b, nq, tq, d) = q.dims4()?;
+    let (_, nkv, tk, _) = k.dims4()?;
+    let r = nq / nkv;
+    // The query heads of a key head stand together, so they are rows of one matrix.
+    let q = q.contiguous()?.reshape((b, nkv, r * tq, d))?;
+    let mut scores = q.matmul(&k.transpose(2, 3)?)?.to_dtype(DType::F32)?;
+    if tq > 1 {
+        let shape = (b, nkv * r, tq, tk);
+        scores =
+            scores.reshape(shape)?.broadcast_add(&causal_mask(tq, tk, q.device())?)?.reshape((b, nkv, r * tq, tk))?;
+    }
+    let p = candle_nn::ops::softmax_last_dim(&scores)?;
+    p.to_dtype(v.dtype())?.matmul(v)?.reshape((b, nq, tq, d))
+}
+
+/// `[tq, tk]` in f32: [`MASKED`] where key `j` comes after query `tk - tq + i`, else 0.
+fn causal_mask(tq: usize, tk: usize, device: &Device) -> Result<Tensor> {
+    let first = (tk - tq) as u32;
+    let rows = Tensor::arange(first, first + tq as u32, device)?.reshape((tq, 1))?;
+    let cols = Tensor::arange(0, tk as u32, device)?.reshape((1, tk))?;
+    cols.broadcast_gt(&rows)?.to_dtype(DType::F32)? * MASKED
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::D;
+
+    /// The definition, one query at a time.
+    fn naive(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        let (b, nq, tq, d) = q.dims4()?;
+        let (nkv, tk) = (k.dim(1)?, k.dim(2)?);
+        let mut out = vec![0f32; b * nq * tq * d];
+        for i in 0..b {
+            let k: Vec<Vec<Vec<f32>>> = k.get(i)?.to_vec3()?;
+            let v: Vec<Vec<Vec<f32>>> = v.get(i)?.to_vec3()?;
+            let q: Vec<Vec<Vec<f32>>> = q.get(i)?.to_vec3()?;
+            for h in 0..nq {
+                let g = h / (nq / nkv);
+                for t in 0..tq {
+                    let seen = tk - tq + t + 1;
+                    let s: Vec<f64> = (0..seen)
+                        .map(|j| {
+                            let dot = q[h][t].iter().zip(&k[g][j]);
+                            dot.map(|(a, b)| (a * b) as f64).sum::<f64>().exp()
+                        })
+                        .collect();
+                    let total: f64 = s.iter().sum();
+                    for c in 0..d {
+                        let o: f64 = (0..seen).map(|j| s[j] / total * v[g][j][c] as f64).sum();
+                        out[((i * nq + h) * tq + t) * d + c] = o as f32;
+                    }
+                }
+            }
+        }
+        Tensor::from_vec(out, (b, nq, tq, d), &Device::Cpu)
+    }
+
+    #[test]
+    fn blocks_agree_with_the_definition() -> Result<()> {
+        for (b, nq, nkv, tq, tk) in [(1, 4, 2, 5, 9), (2, 6, 2, 7, 7), (2, 4, 4, 1, 6)] {
+            let rand = |h, t| Tensor::randn(0f32, 1., (b, h, t, 8), &Device::Cpu);
+            let (q, k, v) = (rand(nq, tq)?, rand(nkv, tk)?, rand(nkv, tk)?);
+            let want = naive(&q, &k, &v)?;
+            let whole = causal_attention(&q, &k, &v)?;
+            let mut parts = Vec::new();
+            for t in 0..tq {
+                let seen = tk - tq + t + 1;
+                parts.push(attention_block(&q.narrow(2, t, 1)?, &k.narrow(2, 0, seen)?, &v.narrow(2, 0, seen)?)?);
+            }
+            for got in [whole, Tensor::cat(&parts, 2)?] {
+                let err = (got - &want)?.abs()?.flatten_all()?.max(D::Minus1)?;
+                assert!(err.to_scalar::<f32>()? < 1e-5);
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn mask_hides_only_later_tokens() -> Result<()> {
+        let mask = causal_mask(2, 3, &Device::Cpu)?.to_vec2::<f32>()?;
+        assert_eq!(mask[0][..2], [0., 0.]);
+        assert_eq!(mask[0][2], MASKED as f32);
+        assert_eq!(mask[1], [0., 0., 0.]);
+        Ok(())
+    }
+}

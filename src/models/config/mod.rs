@@ -1,0 +1,106 @@
+//! `config.json` of the Qwen3-Next family, checked and in the terms of this crate.
+
+mod fields;
+mod parse;
+#[cfg(test)]
+mod tests;
+
+use crate::GdnConfig;
+
+/// Which published family a configuration belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    /// Qwen3-Next: flat configuration, fused and interleaved `in_proj_qkvz` and `in_proj_ba`.
+    Qwen3Next,
+    /// Qwen3.5 and 3.6, dense: text configuration inside a multimodal wrapper.
+    Qwen3_5,
+    /// Qwen3.5 and 3.6 with a mixture of experts.
+    Qwen3_5Moe,
+}
+
+/// What mixes the tokens of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MixerKind {
+    /// Gated DeltaNet (`linear_attention`).
+    LinearAttention,
+    /// Gated softmax attention (`full_attention`).
+    FullAttention,
+}
+
+/// The feed-forward part of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FfnKind {
+    /// One SwiGLU MLP of the given inner width.
+    Dense {
+        /// Inner width.
+        intermediate_size: usize,
+    },
+    /// A sparse mixture of experts, as [`ModelConfig::moe`] describes it.
+    Moe,
+}
+
+/// One decoder layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerConfig {
+    /// Token mixer.
+    pub mixer: MixerKind,
+    /// Feed-forward part.
+    pub ffn: FfnKind,
+}
+
+/// Sizes of the gated softmax attention.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttentionConfig {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Radians per position of each rotated pair of a head, most rapid first: the leading
+    /// `2 * rope_inv_freq.len()` values of a head are rotated, value `i` with value
+    /// `i + rope_inv_freq.len()`.
+    pub rope_inv_freq: Vec<f64>,
+}
+
+/// Sizes of the mixture of experts.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MoeConfig {
+    /// Routed experts.
+    pub num_experts: usize,
+    /// Experts that a token takes.
+    pub experts_per_token: usize,
+    /// Inner width of a routed expert.
+    pub intermediate_size: usize,
+    /// Inner width of the shared expert; 0 when there is none.
+    pub shared_intermediate_size: usize,
+    /// Whether the weights of the chosen experts are scaled to sum to one.
+    pub norm_topk_prob: bool,
+}
+
+/// A whole model. Made by [`ModelConfig::from_json`], which checks that the parts agree.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    /// Published family.
+    pub family: Family,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Model width.
+    pub hidden_size: usize,
+    /// Positions the model is made for; a longer sequence is an error.
+    pub max_position_embeddings: usize,
+    /// Epsilon of every RMS norm.
+    pub rms_norm_eps: f64,
+    /// Whether the head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Softmax attention.
+    pub attention: AttentionConfig,
+    /// Gated DeltaNet.
+    pub gdn: GdnConfig,
+    /// Mixture of experts; present if a layer uses it.
+    pub moe: Option<MoeConfig>,
+    /// The layers, first to last.
+    pub layers: Vec<LayerConfig>,
+    /// Tokens that end a text; may be empty.
+    pub eos_token_ids: Vec<u32>,
+}

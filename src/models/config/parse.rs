@@ -1,0 +1,299 @@
+//! From the JSON of transformers to [`ModelConfig`]: nothing unknown is passed over in silence
+//! where it would change the numbers.
+
+use super::fields::Fields;
+use super::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+use crate::{GateActivation, GdnConfig};
+use candle_core::{bail, Result};
+use serde_json::Value;
+
+/// `model_type`, its family, and whether the text model is nested in `text_config`.
+const MODEL_TYPES: &[(&str, Family, bool)] = &[
+    ("qwen3_next", Family::Qwen3Next, false),
+    ("qwen3_5", Family::Qwen3_5, true),
+    ("qwen3_5_text", Family::Qwen3_5, false),
+    ("qwen3_5_moe", Family::Qwen3_5Moe, true),
+    ("qwen3_5_moe_text", Family::Qwen3_5Moe, false),
+];
+
+/// Architectures with a language-model head.
+const ARCHITECTURES: &[&str] = &[
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+];
+
+/// Stand-in for `full_attention_interval` where neither it nor `layer_types` is given.
+const FULL_ATTENTION_INTERVAL: usize = 4;
+const PARTIAL_ROTARY_FACTOR: f64 = 0.25;
+const RMS_NORM_EPS: f64 = 1e-6;
+/// A bound on what a broken file can make us allocate.
+const MAX_LAYERS: usize = 4096;
+
+impl ModelConfig {
+    /// Reads the text of a `config.json` as transformers writes it.
+    ///
+    /// # Errors
+    /// Anything that is not JSON, an unknown `model_type` or architecture, a missing or
+    /// contradictory field, and features that this crate does not compute (biased attention,
+    /// quantised weights, rope scaling, activations other than SiLU). The message names the field,
+    /// what was expected and what came.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let value: Value = match serde_json::from_str(text) {
+            Ok(value) => value,
+            Err(e) => bail!("config: not valid JSON: {e}"),
+        };
+        let root = Fields::root(&value)?;
+        let model_type = root.str("model_type")?;
+        let Some(&(_, family, nested)) = MODEL_TYPES.iter().find(|t| t.0 == model_type) else {
+            let known: Vec<_> = MODEL_TYPES.iter().map(|t| t.0).collect();
+            bail!("config: `model_type`: expected one of {}, got {model_type:?}", known.join(", "))
+        };
+        check_architecture(&root)?;
+        let text = if nested {
+            match root.object("text_config")? {
+                Some(text) => text,
+                None => {
+                    bail!("config: `text_config` is missing: expected an object with the text model of {model_type}")
+                }
+            }
+        } else {
+            Fields::root(&value)?
+        };
+        check_unsupported(&root)?;
+        if nested {
+            check_unsupported(&text)?;
+        }
+
+        let hidden_size = text.count("hidden_size")?;
+        let max_position_embeddings = text.count("max_position_embeddings")?;
+        let rms_norm_eps = match text.opt_f64("rms_norm_eps")? {
+            None => RMS_NORM_EPS,
+            Some(eps) if eps > 0. && eps < 1. => eps,
+            Some(eps) => return text.wrong("rms_norm_eps", "a number in (0, 1)", &eps.into()),
+        };
+        let moe = moe(&text, family)?;
+        let layers = layers(&text, moe.is_some())?;
+        let uses_moe = layers.iter().any(|l| l.ffn == FfnKind::Moe);
+        // The wrapper's own value wins where both are given: transformers ties at the top.
+        let tie_word_embeddings = root.bool_or("tie_word_embeddings", text.bool_or("tie_word_embeddings", false)?)?;
+        let mut eos_token_ids = token_ids(&text, "eos_token_id")?;
+        if eos_token_ids.is_empty() && nested {
+            eos_token_ids = token_ids(&root, "eos_token_id")?;
+        }
+        Ok(Self {
+            family,
+            vocab_size: text.count("vocab_size")?,
+            hidden_size,
+            max_position_embeddings,
+            rms_norm_eps,
+            tie_word_embeddings,
+            attention: attention(&text)?,
+            gdn: gdn(&text, hidden_size, rms_norm_eps)?,
+            moe: moe.filter(|_| uses_moe),
+            layers,
+            eos_token_ids,
+        })
+    }
+}
+
+fn check_architecture(root: &Fields) -> Result<()> {
+    let Some(list) = root.opt_list("architectures")? else {
+        return Ok(());
+    };
+    let known = |v: &Value| v.as_str().is_some_and(|s| ARCHITECTURES.contains(&s));
+    if !list.is_empty() && !list.iter().any(known) {
+        bail!(
+            "config: `architectures`: expected one of {}, got {}",
+            ARCHITECTURES.join(", "),
+            Value::from(list.to_vec())
+        )
+    }
+    Ok(())
+}
+
+/// Fields that would change the result if they were ignored.
+fn check_unsupported(f: &Fields) -> Result<()> {
+    if let Some(q) = f.get("quantization_config") {
+        return f.wrong("quantization_config", "none (bf16, f16 or f32 weights)", q);
+    }
+    if f.bool_or("attention_bias", false)? {
+        return f.wrong("attention_bias", "false", &Value::from(true));
+    }
+    if !f.bool_or("attn_output_gate", true)? {
+        return f.wrong("attn_output_gate", "true", &Value::from(false));
+    }
+    match f.opt_str("hidden_act")? {
+        None | Some("silu" | "swish") => Ok(()),
+        Some(other) => f.wrong("hidden_act", "\"silu\"", &Value::from(other)),
+    }
+}
+
+fn attention(f: &Fields) -> Result<AttentionConfig> {
+    let num_heads = f.count("num_attention_heads")?;
+    let num_kv_heads = f.count("num_key_value_heads")?;
+    if !num_heads.is_multiple_of(num_kv_heads) {
+        bail!(
+            "config: `num_key_value_heads`: expected a divisor of `num_attention_heads` ({num_heads}), got {num_kv_heads}"
+        )
+    }
+    let head_dim = f.count("head_dim")?;
+    let (rope_theta, factor) = rope(f)?;
+    let rotary_dim = (head_dim as f64 * factor) as usize;
+    if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
+        bail!(
+            "config: `partial_rotary_factor`: expected an even, positive number of rotated values in a head of {head_dim}, got {factor} which gives {rotary_dim}"
+        )
+    }
+    Ok(AttentionConfig {
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        rope_inv_freq: (0..rotary_dim / 2).map(|i| rope_theta.powf(-2. * i as f64 / rotary_dim as f64)).collect(),
+    })
+}
+
+/// Theta and the rotated share of a head, from `rope_parameters` or the older flat fields.
+fn rope(f: &Fields) -> Result<(f64, f64)> {
+    let parameters = f.object("rope_parameters")?;
+    let scaling = f.object("rope_scaling")?;
+    for part in parameters.iter().chain(scaling.iter()) {
+        // "mrope" concerns images: with text positions alone its axes agree and it is the default.
+        for key in ["rope_type", "type"] {
+            match part.opt_str(key)? {
+                None | Some("default" | "mrope") => {}
+                Some(other) => return part.wrong(key, "\"default\" (no scaling)", &Value::from(other)),
+            }
+        }
+    }
+    let from = |key: &str| -> Result<Option<f64>> {
+        for part in parameters.iter().chain([f]) {
+            if let Some(x) = part.opt_f64(key)? {
+                return Ok(Some(x));
+            }
+        }
+        Ok(None)
+    };
+    let theta = match from("rope_theta")? {
+        Some(theta) if theta.is_finite() && theta > 1. => theta,
+        Some(theta) => bail!("config: `rope_theta`: expected a number above 1, got {theta}"),
+        None => bail!("config: `rope_theta` is missing: expected a number, there or in `rope_parameters`"),
+    };
+    let factor = from("partial_rotary_factor")?.unwrap_or(PARTIAL_ROTARY_FACTOR);
+    if !(factor > 0. && factor <= 1.) {
+        bail!("config: `partial_rotary_factor`: expected a number in (0, 1], got {factor}")
+    }
+    Ok((theta, factor))
+}
+
+fn gdn(f: &Fields, hidden_size: usize, rms_norm_eps: f64) -> Result<GdnConfig> {
+    let num_key_heads = f.count("linear_num_key_heads")?;
+    let num_value_heads = f.count("linear_num_value_heads")?;
+    if !num_value_heads.is_multiple_of(num_key_heads) {
+        bail!(
+            "config: `linear_num_key_heads`: expected a divisor of `linear_num_value_heads` ({num_value_heads}), got {num_key_heads}"
+        )
+    }
+    let output_gate = match f.opt_str("output_gate_type")? {
+        None | Some("silu" | "swish") => GateActivation::Silu,
+        Some("sigmoid") => GateActivation::Sigmoid,
+        Some(other) => return f.wrong("output_gate_type", "\"silu\" or \"sigmoid\"", &Value::from(other)),
+    };
+    Ok(GdnConfig {
+        hidden_size,
+        num_key_heads,
+        num_value_heads,
+        key_head_dim: f.count("linear_key_head_dim")?,
+        value_head_dim: f.count("linear_value_head_dim")?,
+        conv_kernel: f.count("linear_conv_kernel_dim")?,
+        rms_norm_eps,
+        output_gate,
+        beta_scale: 1.0,
+    })
+}
+
+fn moe(f: &Fields, family: Family) -> Result<Option<MoeConfig>> {
+    let num_experts = f.opt_uint("num_experts")?.unwrap_or(0);
+    if num_experts == 0 {
+        // A dense Qwen3-Next is a configuration that transformers accepts; a "moe" one is not.
+        return match family {
+            Family::Qwen3_5Moe => f.count("num_experts").map(|_| None),
+            _ => Ok(None),
+        };
+    }
+    let experts_per_token = f.count("num_experts_per_tok")?;
+    if experts_per_token > num_experts {
+        bail!("config: `num_experts_per_tok`: expected at most `num_experts` ({num_experts}), got {experts_per_token}")
+    }
+    Ok(Some(MoeConfig {
+        num_experts,
+        experts_per_token,
+        intermediate_size: f.count("moe_intermediate_size")?,
+        shared_intermediate_size: f.opt_uint("shared_expert_intermediate_size")?.unwrap_or(0),
+        norm_topk_prob: f.bool_or("norm_topk_prob", true)?,
+    }))
+}
+
+fn layers(f: &Fields, has_experts: bool) -> Result<Vec<LayerConfig>> {
+    let n = f.count("num_hidden_layers")?;
+    if n > MAX_LAYERS {
+        let expected = format!("at most {MAX_LAYERS} layers");
+        return f.wrong("num_hidden_layers", &expected, &n.into());
+    }
+    let mixers = mixers(f, n)?;
+    let mlp_only = f.indices("mlp_only_layers")?;
+    if let Some(i) = mlp_only.iter().find(|&&i| i >= n) {
+        bail!("config: `mlp_only_layers`: expected layer numbers below `num_hidden_layers` ({n}), got {i}")
+    }
+    let step = match f.opt_uint("decoder_sparse_step")? {
+        None => 1,
+        Some(_) => f.count("decoder_sparse_step")?,
+    };
+    let mut layers = Vec::with_capacity(n);
+    for (i, mixer) in mixers.into_iter().enumerate() {
+        let sparse = has_experts && !mlp_only.contains(&i) && (i + 1).is_multiple_of(step);
+        let ffn =
+            if sparse { FfnKind::Moe } else { FfnKind::Dense { intermediate_size: f.count("intermediate_size")? } };
+        layers.push(LayerConfig { mixer, ffn });
+    }
+    Ok(layers)
+}
+
+fn mixers(f: &Fields, n: usize) -> Result<Vec<MixerKind>> {
+    let Some(list) = f.opt_list("layer_types")? else {
+        let interval = match f.opt_uint("full_attention_interval")? {
+            None => FULL_ATTENTION_INTERVAL,
+            Some(_) => f.count("full_attention_interval")?,
+        };
+        return Ok((1..=n)
+            .map(|i| match i % interval {
+                0 => MixerKind::FullAttention,
+                _ => MixerKind::LinearAttention,
+            })
+            .collect());
+    };
+    if list.len() != n {
+        bail!("config: `layer_types`: expected `num_hidden_layers` ({n}) entries, got {}", list.len())
+    }
+    let kind = |v: &Value| match v.as_str() {
+        Some("linear_attention") => Ok(MixerKind::LinearAttention),
+        Some("full_attention") => Ok(MixerKind::FullAttention),
+        _ => f.wrong("layer_types", "\"linear_attention\" or \"full_attention\"", v),
+    };
+    list.iter().map(kind).collect()
+}
+
+/// A field that holds one id, a list of them, or nothing.
+fn token_ids(f: &Fields, key: &str) -> Result<Vec<u32>> {
+    let one = |v: &Value| match v.as_u64().map(u32::try_from) {
+        Some(Ok(id)) => Ok(id),
+        _ => f.wrong(key, "a token id or a list of them", v),
+    };
+    match f.get(key) {
+        None => Ok(Vec::new()),
+        Some(Value::Array(list)) => list.iter().map(one).collect(),
+        Some(v) => Ok(vec![one(v)?]),
+    }
+}

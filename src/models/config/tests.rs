@@ -1,0 +1,202 @@
+use super::{Family, FfnKind, MixerKind, ModelConfig};
+use crate::GateActivation;
+use serde_json::{json, Value};
+
+fn qwen3_next() -> Value {
+    json!({
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "vocab_size": 1024,
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"},
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 40,
+        "eos_token_id": 5
+    })
+}
+
+fn with(field: &str, value: Value) -> Value {
+    let mut config = qwen3_next();
+    config[field] = value;
+    config
+}
+
+fn without(field: &str) -> Value {
+    let mut config = qwen3_next();
+    config.as_object_mut().unwrap().remove(field);
+    config
+}
+
+fn parse(config: &Value) -> ModelConfig {
+    ModelConfig::from_json(&config.to_string()).unwrap()
+}
+
+#[track_caller]
+fn fails(config: &Value, parts: &[&str]) {
+    let message = ModelConfig::from_json(&config.to_string()).unwrap_err().to_string();
+    for part in parts {
+        assert!(message.contains(part), "expected {part:?} in {message:?}");
+    }
+}
+
+#[test]
+fn reads_every_field() {
+    let c = parse(&qwen3_next());
+    assert_eq!(c.family, Family::Qwen3Next);
+    assert_eq!((c.vocab_size, c.hidden_size, c.max_position_embeddings), (1024, 192, 4096));
+    assert_eq!((c.rms_norm_eps, c.tie_word_embeddings), (1e-5, false));
+    assert_eq!((c.attention.num_heads, c.attention.num_kv_heads, c.attention.head_dim), (4, 2, 64));
+    assert_eq!(c.attention.rope_inv_freq.len(), 8);
+    assert_eq!(c.attention.rope_inv_freq[0], 1.);
+    assert!((c.attention.rope_inv_freq[4] - 1e7f64.powf(-0.5)).abs() < 1e-12);
+    assert_eq!((c.gdn.num_key_heads, c.gdn.num_value_heads, c.gdn.conv_kernel), (2, 4, 4));
+    assert_eq!((c.gdn.key_head_dim, c.gdn.value_head_dim), (128, 64));
+    assert_eq!((c.gdn.output_gate, c.gdn.beta_scale, c.gdn.rms_norm_eps), (GateActivation::Silu, 1., 1e-5));
+    let moe = c.moe.unwrap();
+    assert_eq!((moe.num_experts, moe.experts_per_token, moe.norm_topk_prob), (8, 2, true));
+    assert_eq!((moe.intermediate_size, moe.shared_intermediate_size), (48, 40));
+    assert_eq!(c.eos_token_ids, [5]);
+    let full: Vec<_> = c.layers.iter().map(|l| l.mixer == MixerKind::FullAttention).collect();
+    assert_eq!(full, [false, false, false, true, false, false, false, true]);
+    assert!(c.layers.iter().all(|l| l.ffn == FfnKind::Moe));
+}
+
+#[test]
+fn older_rope_fields() {
+    let mut old = without("rope_parameters");
+    old["rope_theta"] = 1e4.into();
+    old["partial_rotary_factor"] = 0.5.into();
+    old["rope_scaling"] = Value::Null;
+    let c = parse(&old);
+    assert_eq!(c.attention.rope_inv_freq.len(), 16);
+    assert!((c.attention.rope_inv_freq[8] - 1e-2).abs() < 1e-12);
+    old["rope_scaling"] = json!({"type": "mrope", "mrope_section": [1, 1, 2]});
+    assert_eq!(parse(&old), c);
+}
+
+#[test]
+fn dense_and_sparse_layers() {
+    let mut c = with("mlp_only_layers", json!([3]));
+    c["decoder_sparse_step"] = 2.into();
+    let sparse: Vec<_> = parse(&c).layers.iter().map(|l| l.ffn == FfnKind::Moe).collect();
+    assert_eq!(sparse, [false, true, false, false, false, true, false, true]);
+    let all = with("mlp_only_layers", json!([0, 1, 2, 3, 4, 5, 6, 7]));
+    assert_eq!(parse(&all).moe, None);
+}
+
+#[test]
+fn token_ids_and_gates() {
+    assert_eq!(parse(&with("eos_token_id", json!([3, 4]))).eos_token_ids, [3, 4]);
+    assert!(parse(&with("eos_token_id", Value::Null)).eos_token_ids.is_empty());
+    assert_eq!(parse(&with("output_gate_type", "sigmoid".into())).gdn.output_gate, GateActivation::Sigmoid);
+}
+
+#[test]
+fn nested_text_models() {
+    let mut text = qwen3_next();
+    for field in ["model_type", "architectures"] {
+        text.as_object_mut().unwrap().remove(field);
+    }
+    let wrapped = json!({
+        "model_type": "qwen3_5_moe",
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "text_config": text,
+        "tie_word_embeddings": true,
+        "vision_config": {"hidden_act": "gelu"}
+    });
+    let c = parse(&wrapped);
+    assert_eq!((c.family, c.hidden_size, c.tie_word_embeddings), (Family::Qwen3_5Moe, 192, true));
+    fails(&json!({"model_type": "qwen3_5"}), &["`text_config` is missing"]);
+    let mut bad = wrapped.clone();
+    bad["text_config"]["hidden_size"] = "wide".into();
+    fails(&bad, &["`text_config.hidden_size`", "\"wide\""]);
+    let mut none = wrapped;
+    none["text_config"].as_object_mut().unwrap().remove("num_experts");
+    fails(&none, &["`text_config.num_experts` is missing"]);
+}
+
+#[test]
+fn what_is_no_configuration() {
+    let error = |text: &str| ModelConfig::from_json(text).unwrap_err().to_string();
+    assert!(error("{").contains("not valid JSON"));
+    assert!(error("[]").contains("expected a JSON object"));
+    fails(&without("model_type"), &["`model_type` is missing"]);
+    fails(&with("model_type", "llama".into()), &["`model_type`", "qwen3_next", "\"llama\""]);
+    fails(&with("architectures", json!(["LlamaForCausalLM"])), &["`architectures`", "LlamaForCausalLM"]);
+}
+
+#[test]
+fn missing_fields_are_named() {
+    for field in [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "linear_conv_kernel_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+    ] {
+        let mut config = without(field);
+        config["mlp_only_layers"] = json!([0]);
+        fails(&config, &[&format!("`{field}` is missing"), "a positive integer"]);
+        config[field] = 0.into();
+        fails(&config, &[&format!("`{field}`"), "a positive integer", "got 0"]);
+        config[field] = (-1).into();
+        fails(&config, &[&format!("`{field}`"), "got -1"]);
+        config[field] = "12".into();
+        fails(&config, &[&format!("`{field}`"), "got \"12\""]);
+    }
+    fails(&without("rope_parameters"), &["`rope_theta` is missing"]);
+}
+
+#[test]
+fn contradictions_are_named() {
+    fails(&with("num_key_value_heads", 3.into()), &["`num_key_value_heads`", "(4)", "got 3"]);
+    fails(&with("linear_num_key_heads", 3.into()), &["`linear_num_key_heads`", "(4)", "got 3"]);
+    fails(&with("num_experts_per_tok", 9.into()), &["`num_experts_per_tok`", "(8)", "got 9"]);
+    fails(&with("mlp_only_layers", json!([8])), &["`mlp_only_layers`", "(8)", "got 8"]);
+    fails(&with("layer_types", json!(["full_attention"])), &["`layer_types`", "(8)", "got 1"]);
+    fails(&with("num_hidden_layers", 100000.into()), &["`num_hidden_layers`", "4096", "100000"]);
+    fails(&with("head_dim", 4.into()), &["`partial_rotary_factor`", "head of 4", "gives 1"]);
+    fails(&with("rms_norm_eps", (-1.).into()), &["`rms_norm_eps`", "-1"]);
+}
+
+#[test]
+fn what_is_not_computed_is_refused() {
+    let kinds = vec!["sliding_attention"; 8];
+    fails(&with("layer_types", json!(kinds)), &["`layer_types`", "full_attention", "sliding_attention"]);
+    fails(&with("hidden_act", "gelu".into()), &["`hidden_act`", "silu", "gelu"]);
+    fails(&with("attention_bias", true.into()), &["`attention_bias`", "expected false", "true"]);
+    fails(&with("attn_output_gate", false.into()), &["`attn_output_gate`", "expected true"]);
+    fails(&with("output_gate_type", "tanh".into()), &["`output_gate_type`", "sigmoid", "tanh"]);
+    fails(&with("quantization_config", json!({"quant_method": "fp8"})), &["`quantization_config`", "fp8"]);
+    fails(&with("decoder_sparse_step", 0.into()), &["`decoder_sparse_step`", "positive", "got 0"]);
+    fails(&with("full_attention_interval", 0.into()), &["`full_attention_interval`", "got 0"]);
+    fails(&with("tie_word_embeddings", "yes".into()), &["`tie_word_embeddings`", "yes"]);
+    fails(&with("eos_token_id", "end".into()), &["`eos_token_id`", "end"]);
+    let yarn = json!({"rope_theta": 1e7, "rope_type": "yarn", "factor": 4.0});
+    fails(&with("rope_parameters", yarn), &["`rope_parameters.rope_type`", "default", "yarn"]);
+    fails(&with("rope_scaling", json!({"type": "linear"})), &["`rope_scaling.type`", "default", "linear"]);
+}

@@ -1,0 +1,135 @@
+//! Sparse mixture of experts with a shared expert.
+
+use super::config::MoeConfig;
+use super::linear::{matmul_t, Linear};
+use super::mlp::Mlp;
+use super::routing::Routing;
+use candle_core::{DType, Result, Tensor};
+use candle_nn::VarBuilder;
+
+/// Router, routed experts, and the shared expert where there is one.
+#[derive(Debug, Clone)]
+pub(crate) struct SparseMoe {
+    /// In f32: which experts a token takes should not depend on the dtype of the model.
+    router: Linear,
+    experts: Experts,
+    shared: Option<SharedExpert>,
+    cfg: MoeConfig,
+}
+
+/// An MLP for every token, scaled by a sigmoid.
+#[derive(Debug, Clone)]
+struct SharedExpert {
+    mlp: Mlp,
+    gate: Linear,
+}
+
+/// All experts of a layer, stacked.
+#[derive(Debug, Clone)]
+struct Experts {
+    /// `[experts * 2 * intermediate, hidden]`, per expert the gate's rows, then up's.
+    gate_up: Tensor,
+    /// `[experts * hidden, intermediate]`
+    down: Tensor,
+    hidden: usize,
+    intermediate: usize,
+}
+
+impl SparseMoe {
+    /// `vb` is at `..mlp`.
+    pub(crate) fn load(cfg: &MoeConfig, hidden: usize, vb: VarBuilder) -> Result<Self> {
+        let gate = |name: &str, rows: usize| -> Result<Linear> {
+            let vb = vb.pp(name);
+            let hints = Default::default();
+            let w = vb.get_with_hints_dtype((rows, hidden), "weight", hints, DType::F32)?;
+            Ok(Linear::from_weight(w))
+        };
+        let shared = match cfg.shared_intermediate_size {
+            0 => None,
+            size => Some(SharedExpert {
+                mlp: Mlp::load(hidden, size, vb.pp("shared_expert"))?,
+                gate: gate("shared_expert_gate", 1)?,
+            }),
+        };
+        Ok(Self {
+            router: gate("gate", cfg.num_experts)?,
+            experts: Experts::load(cfg, hidden, vb.pp("experts"))?,
+            shared,
+            cfg: cfg.clone(),
+        })
+    }
+
+    /// `x [batch, tokens, hidden]` to the same. The router's choice is read back to the host, so
+    /// that each expert runs once over its tokens.
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (b, t, h) = x.dims3()?;
+        let flat = x.reshape((b * t, h))?;
+        let x32 = flat.to_dtype(DType::F32)?;
+        let p = candle_nn::ops::softmax_last_dim(&self.router.forward(&x32)?)?;
+        let p = p.flatten_all()?.to_vec1::<f32>()?;
+        let routing = Routing::top_k(&p, &self.cfg);
+        let mut y = self.experts.forward(&flat, &routing)?;
+        if let Some(shared) = &self.shared {
+            let gate = candle_nn::ops::sigmoid(&shared.gate.forward(&x32)?)?;
+            let s = shared.mlp.forward(&flat)?.to_dtype(DType::F32)?;
+            y = (y + s.broadcast_mul(&gate)?)?;
+        }
+        y.to_dtype(x.dtype())?.reshape((b, t, h))
+    }
+}
+
+impl Experts {
+    /// `vb` is at `..experts`, which holds either one tensor for all experts or one per expert.
+    fn load(cfg: &MoeConfig, hidden: usize, vb: VarBuilder) -> Result<Self> {
+        let (n, inner) = (cfg.num_experts, cfg.intermediate_size);
+        let (gate_up, down) = if vb.contains_tensor("gate_up_proj") {
+            (vb.get((n, 2 * inner, hidden), "gate_up_proj")?, vb.get((n, hidden, inner), "down_proj")?)
+        } else {
+            // Filled in place: a list of all experts and then one `cat` would hold them twice.
+            let zeros = |shape: (usize, usize)| Tensor::zeros(shape, vb.dtype(), vb.device());
+            let gate_up = zeros((n * 2 * inner, hidden))?;
+            let down = zeros((n * hidden, inner))?;
+            for j in 0..n {
+                let vb = vb.pp(j);
+                let get = |name, out, in_| vb.pp(name).get((out, in_), "weight");
+                gate_up.slice_set(&get("gate_proj", inner, hidden)?, 0, 2 * j * inner)?;
+                gate_up.slice_set(&get("up_proj", inner, hidden)?, 0, (2 * j + 1) * inner)?;
+                down.slice_set(&get("down_proj", hidden, inner)?, 0, j * hidden)?;
+            }
+            (gate_up, down)
+        };
+        Ok(Self {
+            gate_up: gate_up.reshape((n * 2 * inner, hidden))?,
+            down: down.reshape((n * hidden, inner))?,
+            hidden,
+            intermediate: inner,
+        })
+    }
+
+    /// `x [tokens, hidden]` to the weighted sum of each token's experts, same shape, f32.
+    fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
+        let device = x.device();
+        let (tokens, k) = (x.dim(0)?, routing.experts_per_token());
+        let index = |v: &[u32]| Tensor::new(v, device);
+        // Rows sorted by expert: each expert reads and writes one contiguous range.
+        let rows = x.index_select(&index(routing.token_of_row())?, 0)?;
+        let mut outs = Vec::new();
+        for (expert, range) in routing.ranges() {
+            outs.push(self.one(expert, &rows.narrow(0, range.start, range.len())?)?);
+        }
+        let out = Tensor::cat(&outs, 0)?.to_dtype(DType::F32)?;
+        let weights = Tensor::new(routing.weight_of_row(), device)?.reshape((tokens * k, 1))?;
+        out.broadcast_mul(&weights)?
+            .index_select(&index(routing.row_of_choice())?, 0)?
+            .reshape((tokens, k, self.hidden))?
+            .sum(1)
+    }
+
+    fn one(&self, expert: usize, x: &Tensor) -> Result<Tensor> {
+        let (h, i) = (self.hidden, self.intermediate);
+        let gate_up = matmul_t(x, &self.gate_up.narrow(0, expert * 2 * i, 2 * i)?)?;
+        let gate = gate_up.narrow(1, 0, i)?.contiguous()?.silu()?;
+        let inner = (gate * gate_up.narrow(1, i, i)?)?;
+        matmul_t(&inner, &self.down.narrow(0, expert * h, h)?)
+    }
+}

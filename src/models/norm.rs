@@ -1,0 +1,31 @@
+//! RMS norm with a zero-centred weight, as every norm of these models but the gated one.
+
+use candle_core::{DType, Result, Tensor};
+use candle_nn::VarBuilder;
+
+/// `x / sqrt(mean(x²) + eps) * (1 + w)` over the last dimension, computed in f32.
+#[derive(Debug, Clone)]
+pub(crate) struct RmsNorm {
+    /// `1 + w` in f32: the sum has more digits than a bf16 weight can hold.
+    scale: Tensor,
+    eps: f32,
+}
+
+impl RmsNorm {
+    /// Reads `weight [dim]` at `vb`.
+    pub(crate) fn load(dim: usize, eps: f64, vb: VarBuilder) -> Result<Self> {
+        let weight = vb.get_with_hints_dtype(dim, "weight", Default::default(), DType::F32)?;
+        Ok(Self { scale: (weight + 1.0)?, eps: eps as f32 })
+    }
+
+    /// `x [.., dim]` in any float dtype to the same shape in f32.
+    pub(crate) fn forward_f32(&self, x: &Tensor) -> Result<Tensor> {
+        let x = x.to_dtype(DType::F32)?.contiguous()?;
+        candle_nn::ops::rms_norm(&x, &self.scale, self.eps)
+    }
+
+    /// `x [.., dim]` to the same shape and dtype.
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_f32(x)?.to_dtype(x.dtype())
+    }
+}

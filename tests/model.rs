@@ -1,0 +1,386 @@
+//! Whole models on the CPU, against transformers and against themselves.
+
+#[path = "support/golden.rs"]
+mod golden;
+#[path = "support/tiny.rs"]
+mod tiny;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::models::{CausalLm, ModelState};
+use golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use tiny::Tiny;
+
+const CPU: Device = Device::Cpu;
+/// Bound on the logits, which are up to about 20 large.
+const LOGITS: f32 = 2e-3;
+/// Below this difference of the two best logits, rounding may choose.
+const MARGIN: f32 = 1e-3;
+
+fn ids(ids: &[u32]) -> Result<Tensor> {
+    Tensor::from_slice(ids, (1, ids.len()), &CPU)
+}
+
+fn last(model: &CausalLm, state: &mut ModelState, tokens: &[u32]) -> Result<Vec<f32>> {
+    model.forward_last(&ids(tokens)?, state)?.squeeze(0)?.to_vec1()
+}
+
+fn max_diff(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    // A NaN must not pass: f32::max would drop it.
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0., |m, d| if d <= m { m } else { d })
+}
+
+fn flat(t: &Tensor) -> Result<Vec<f32>> {
+    t.flatten_all()?.to_vec1()
+}
+
+fn argmax(x: &[f32]) -> u32 {
+    (0..x.len()).max_by(|&i, &j| x[i].total_cmp(&x[j]).then(j.cmp(&i))).unwrap_or(0) as u32
+}
+
+fn random_ids(n: usize, vocab: u32, seed: u32) -> Vec<u32> {
+    (0..n as u32).map(|i| (i.wrapping_mul(2654435761).wrapping_add(seed * 97) >> 7) % vocab).collect()
+}
+
+#[track_caller]
+fn fails_with<T>(result: Result<T>, parts: &[&str]) {
+    let Err(e) = result else { panic!("expected an error with {parts:?}") };
+    let message = e.to_string();
+    for part in parts {
+        assert!(message.contains(part), "expected {part:?} in {message:?}");
+    }
+}
+
+/// Last logits, log-probabilities and greedy tokens of every golden prompt, by [`Goldens::reference_model`].
+fn check_goldens(goldens: &Goldens) -> Result<()> {
+    let model = goldens.reference_model()?;
+    let (mut worst_logit, mut worst_logprob, mut low_margins) = (0f32, 0f32, 0);
+    for i in 0..goldens.prompts() {
+        let g = goldens.prompt(i)?;
+        let mut state = model.new_state(1)?;
+        let logits = model.forward(&ids(&g.ids)?, &mut state)?.squeeze(0)?.to_vec2::<f32>()?;
+        let mut now = logits[g.ids.len() - 1].clone();
+        worst_logit = worst_logit.max(max_diff(&now, &g.logits_last));
+        let logprobs: Vec<f32> = (1..g.ids.len()).map(|t| log_softmax(&logits[t - 1], g.ids[t])).collect();
+        worst_logprob = worst_logprob.max(max_diff(&logprobs, &g.logprobs));
+        for (step, (&token, &margin)) in g.greedy.iter().zip(&g.greedy_margin).enumerate() {
+            // The golden token goes in either way, so a tie does not end the comparison.
+            if margin > MARGIN {
+                assert_eq!(argmax(&now), token, "prompt {i}, step {step}, margin {margin}");
+            } else {
+                low_margins += 1;
+                assert!(now[argmax(&now) as usize] - now[token as usize] <= margin + 2. * LOGITS);
+            }
+            now = last(&model, &mut state, &[token])?;
+        }
+    }
+    println!("max logit error {worst_logit:e}, logprob {worst_logprob:e}, {low_margins} steps with a low margin");
+    assert!(worst_logit <= LOGITS, "logits are off by {worst_logit}");
+    assert!(worst_logprob <= LOGITS, "logprobs are off by {worst_logprob}");
+    Ok(())
+}
+
+fn log_softmax(logits: &[f32], id: u32) -> f32 {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
+    let sum: f64 = logits.iter().map(|&x| (x as f64 - max).exp()).sum();
+    (logits[id as usize] as f64 - max - sum.ln()) as f32
+}
+
+#[test]
+fn demo_matches_transformers() -> Result<()> {
+    check_goldens(&DEMO)
+}
+
+#[test]
+fn qwen3_5_matches_transformers() -> Result<()> {
+    check_goldens(&QWEN3_5)
+}
+
+#[test]
+fn qwen3_5_moe_matches_transformers() -> Result<()> {
+    check_goldens(&QWEN3_5_MOE)
+}
+
+/// Greedy continuation of `parts`, fed one after the other.
+fn continuation(model: &CausalLm, parts: &[&[u32]], n: usize) -> Result<(Vec<u32>, Vec<f32>)> {
+    let mut state = model.new_state(1)?;
+    let mut logits = Vec::new();
+    for part in parts.iter().filter(|p| !p.is_empty()) {
+        logits = last(model, &mut state, part)?;
+    }
+    let first = logits.clone();
+    let mut out = Vec::new();
+    for _ in 0..n {
+        out.push(argmax(&logits));
+        logits = last(model, &mut state, &out[out.len() - 1..])?;
+    }
+    Ok((out, first))
+}
+
+#[test]
+fn prompts_split_anywhere_continue_alike() -> Result<()> {
+    let model = DEMO.model(DType::F32)?;
+    // 65 tokens: across the end of a chunk of the kernels.
+    let prompt = DEMO.prompt(5)?.ids;
+    let (want, logits) = continuation(&model, &[&prompt], 4)?;
+    for at in 1..prompt.len() {
+        let (got, split) = continuation(&model, &[&prompt[..at], &prompt[at..]], 4)?;
+        assert_eq!(got, want, "split at {at}");
+        assert!(max_diff(&split, &logits) < 1e-3, "split at {at}: {}", max_diff(&split, &logits));
+    }
+    let tokens: Vec<&[u32]> = prompt.chunks(1).collect();
+    assert_eq!(continuation(&model, &tokens, 4)?.0, want, "token by token");
+    let threes: Vec<&[u32]> = prompt.chunks(3).collect();
+    assert_eq!(continuation(&model, &threes, 4)?.0, want, "three at a time");
+    Ok(())
+}
+
+#[test]
+fn a_long_prompt_in_chunks_continues_alike() -> Result<()> {
+    let model = DEMO.model(DType::F32)?;
+    let prompt = DEMO.prompt(6)?.ids;
+    let (want, logits) = continuation(&model, &[&prompt], 8)?;
+    for chunk in [1, 7, 64, 100, 256] {
+        let parts: Vec<&[u32]> = prompt.chunks(chunk).collect();
+        let (got, split) = continuation(&model, &parts, 8)?;
+        assert_eq!(got, want, "chunks of {chunk}");
+        assert!(max_diff(&split, &logits) < 1e-3, "chunks of {chunk}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_batch_is_its_sequences() -> Result<()> {
+    let model = DEMO.model(DType::F32)?;
+    let (a, b) = (random_ids(70, 1024, 1), random_ids(70, 1024, 2));
+    let pair = |r: std::ops::Range<usize>| Tensor::cat(&[ids(&a[r.clone()])?, ids(&b[r])?], 0);
+    let mut both = model.new_state(2)?;
+    let (mut one, mut two) = (model.new_state(1)?, model.new_state(1)?);
+    for range in [0..40, 40..69, 69..70] {
+        let logits = model.forward(&pair(range.clone())?, &mut both)?;
+        let first = model.forward(&ids(&a[range.clone()])?, &mut one)?;
+        let second = model.forward(&ids(&b[range])?, &mut two)?;
+        assert!(max_diff(&flat(&logits.get(0)?)?, &flat(&first)?) < 1e-3);
+        assert!(max_diff(&flat(&logits.get(1)?)?, &flat(&second)?) < 1e-3);
+    }
+    Ok(())
+}
+
+#[test]
+fn forward_last_is_the_end_of_forward() -> Result<()> {
+    let model = DEMO.model(DType::F32)?;
+    let prompt = random_ids(20, 1024, 3);
+    let all = model.forward(&ids(&prompt)?, &mut model.new_state(1)?)?;
+    assert_eq!(all.dims(), [1, 20, 1024]);
+    let end = model.forward_last(&ids(&prompt)?, &mut model.new_state(1)?)?;
+    assert_eq!(end.dims(), [1, 1024]);
+    assert!(max_diff(&flat(&all.narrow(1, 19, 1)?)?, &flat(&end)?) < 1e-4);
+    Ok(())
+}
+
+#[test]
+fn reset_forgets() -> Result<()> {
+    let model = DEMO.model(DType::F32)?;
+    let prompt = random_ids(30, 1024, 4);
+    let mut state = model.new_state(1)?;
+    let fresh = last(&model, &mut state, &prompt)?;
+    last(&model, &mut state, &random_ids(50, 1024, 5))?;
+    assert_eq!((state.position(), state.batch()), (80, 1));
+    state.reset()?;
+    assert_eq!(state.position(), 0);
+    assert_eq!(last(&model, &mut state, &prompt)?, fresh);
+    Ok(())
+}
+
+#[test]
+fn no_tokens_change_nothing() -> Result<()> {
+    let model = DEMO.model(DType::F32)?;
+    let none = Tensor::zeros((1, 0), DType::U32, &CPU)?;
+    let mut state = model.new_state(1)?;
+    assert_eq!(model.forward(&none, &mut state)?.dims(), [1, 0, 1024]);
+    let want = last(&model, &mut model.new_state(1)?, &[5, 6])?;
+    last(&model, &mut state, &[5])?;
+    assert_eq!(model.forward(&none, &mut state)?.dims(), [1, 0, 1024]);
+    assert!(max_diff(&last(&model, &mut state, &[6])?, &want) < 1e-3);
+    fails_with(model.forward_last(&none, &mut state), &["ids", "at least 1 token"]);
+    Ok(())
+}
+
+/// Half precision is rounded at every layer: near, not equal.
+#[test]
+fn half_precision_agrees_loosely() -> Result<()> {
+    for goldens in [&DEMO, &QWEN3_5, &QWEN3_5_MOE] {
+        for (dtype, bound) in [(DType::BF16, 0.1), (DType::F16, 0.02)] {
+            let model = goldens.model(dtype)?;
+            assert_eq!(model.dtype(), dtype);
+            let g = goldens.prompt(2)?;
+            let logits = last(&model, &mut model.new_state(1)?, &g.ids)?;
+            let norm = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>().sqrt();
+            let diff: Vec<f32> = logits.iter().zip(&g.logits_last).map(|(a, b)| a - b).collect();
+            let error = norm(&diff) / norm(&g.logits_last);
+            println!("{dtype:?}: relative error {error:e}");
+            assert!(error < bound, "{dtype:?}: relative error {error}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn ids_of_every_integer_dtype() -> Result<()> {
+    let model = Tiny::qwen3_next().model()?;
+    let want = flat(&model.forward(&ids(&[1, 2, 3])?, &mut model.new_state(1)?)?)?;
+    for dtype in [DType::U8, DType::I64] {
+        let got = model.forward(&ids(&[1, 2, 3])?.to_dtype(dtype)?, &mut model.new_state(1)?)?;
+        assert_eq!(flat(&got)?, want);
+    }
+    Ok(())
+}
+
+#[test]
+fn tied_and_untied_heads() -> Result<()> {
+    let untied = Tiny::qwen3_next();
+    let mut tied = untied.clone().set("tie_word_embeddings", true);
+    tied.remove("lm_head.weight");
+    let mut same = untied.clone();
+    same.weights.insert("lm_head.weight".into(), tied.weights["model.embed_tokens.weight"].clone());
+    assert_eq!(tied.logits(&[3, 1, 2])?, same.logits(&[3, 1, 2])?);
+    assert_ne!(tied.logits(&[3, 1, 2])?, untied.logits(&[3, 1, 2])?);
+    Ok(())
+}
+
+#[test]
+fn next_token_heads_and_vision_towers_are_skipped() -> Result<()> {
+    let plain = Tiny::qwen3_next();
+    let mut more = plain.clone();
+    for name in ["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "model.visual.patch_embed.proj.weight"] {
+        more.weights.insert(name.into(), Tensor::zeros(3, DType::F32, &CPU)?);
+    }
+    assert_eq!(plain.logits(&[1, 2])?, more.logits(&[1, 2])?);
+    Ok(())
+}
+
+#[test]
+fn layers_without_experts() -> Result<()> {
+    // Layer 1 by its number, layers 0 and 2 by the step.
+    let some = Tiny::qwen3_next().set("mlp_only_layers", vec![1]).set("decoder_sparse_step", 2).fill();
+    let kinds: Vec<bool> =
+        (0..4).map(|i| some.weights.contains_key(&format!("model.layers.{i}.mlp.gate.weight"))).collect();
+    assert_eq!(kinds, [false, false, false, true]);
+    assert_eq!(some.logits(&[1, 2])?.len(), 2 * tiny::VOCAB);
+    // Dense everywhere: no field of the experts is asked for.
+    let mut dense = Tiny::qwen3_next();
+    for field in ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"] {
+        dense = dense.unset(field);
+    }
+    assert_eq!(dense.fill().logits(&[1, 2])?.len(), 2 * tiny::VOCAB);
+    Ok(())
+}
+
+#[test]
+fn layer_types_default_to_every_fourth() -> Result<()> {
+    let listed = Tiny::qwen3_next();
+    let default = listed.clone().unset("layer_types");
+    assert_eq!(listed.logits(&[1, 2])?, default.logits(&[1, 2])?);
+    let second = listed.clone().unset("layer_types").set("full_attention_interval", 2).fill();
+    assert!(second.weights.contains_key("model.layers.1.self_attn.q_proj.weight"));
+    assert_eq!(second.logits(&[1, 2])?.len(), 2 * tiny::VOCAB);
+    Ok(())
+}
+
+#[test]
+fn fused_experts_are_the_single_ones() -> Result<()> {
+    let single = Tiny::qwen3_next();
+    let mut fused = single.clone();
+    fused.fuse_experts()?;
+    assert_eq!(single.logits(&[1, 2, 3])?, fused.logits(&[1, 2, 3])?);
+    Ok(())
+}
+
+#[test]
+fn no_shared_expert() -> Result<()> {
+    let without = Tiny::qwen3_next().set("shared_expert_intermediate_size", 0).fill();
+    assert!(!without.weights.contains_key("model.layers.0.mlp.shared_expert_gate.weight"));
+    assert_eq!(without.logits(&[1])?.len(), tiny::VOCAB);
+    Ok(())
+}
+
+/// An expert that no token takes may hold anything.
+#[test]
+fn only_chosen_experts_run() -> Result<()> {
+    let mut tiny = Tiny::qwen3_next().set("num_experts_per_tok", 1);
+    for layer in 0..4 {
+        // Its score lies between those of experts 1 and 2, so it is never the best.
+        let name = format!("model.layers.{layer}.mlp.gate.weight");
+        let mut rows = tiny.weights[&name].to_vec2::<f32>()?;
+        rows[0] = rows[1].iter().zip(&rows[2]).map(|(a, b)| (a + b) / 2.).collect();
+        tiny.weights.insert(name, Tensor::new(rows, &CPU)?);
+    }
+    let want = tiny.logits(&[1, 2, 3])?;
+    for layer in 0..4 {
+        let name = format!("model.layers.{layer}.mlp.experts.0.down_proj.weight");
+        let nan = (tiny.weights[&name].clone() * f64::NAN)?;
+        tiny.weights.insert(name, nan);
+    }
+    assert_eq!(tiny.logits(&[1, 2, 3])?, want);
+    Ok(())
+}
+
+#[test]
+fn the_position_limit_is_an_error() -> Result<()> {
+    let model = Tiny::qwen3_next().set("max_position_embeddings", 8).model()?;
+    let mut state = model.new_state(1)?;
+    fails_with(model.forward(&ids(&[1; 9])?, &mut state), &["max_position_embeddings (8)", "9 after 0"]);
+    last(&model, &mut state, &[1; 6])?;
+    fails_with(model.forward(&ids(&[1; 3])?, &mut state), &["max_position_embeddings (8)", "3 after 6"]);
+    // The refusals left the state as it was.
+    let end = last(&model, &mut state, &[1; 2])?;
+    assert!(max_diff(&end, &last(&model, &mut model.new_state(1)?, &[1; 8])?) < 1e-4);
+    fails_with(model.forward(&ids(&[1])?, &mut state), &["max_position_embeddings (8)", "1 after 8"]);
+    Ok(())
+}
+
+#[test]
+fn bad_ids_and_states_are_errors() -> Result<()> {
+    let model = Tiny::qwen3_next().model()?;
+    let mut state = model.new_state(1)?;
+    let v = tiny::VOCAB as u32;
+    fails_with(model.forward(&ids(&[0, v])?, &mut state), &["ids", "vocab_size (32)", "got 32"]);
+    let negative = Tensor::new(&[[-1i64]], &CPU)?;
+    fails_with(model.forward(&negative, &mut state), &["ids", "vocab_size (32)", "got -1"]);
+    fails_with(model.forward(&Tensor::new(&[1u32], &CPU)?, &mut state), &["ids", "[batch, tokens]", "[1]"]);
+    fails_with(model.forward_last(&Tensor::new(&[1u32], &CPU)?, &mut state), &["ids", "[batch, tokens]", "[1]"]);
+    fails_with(model.forward(&Tensor::new(&[[1f32]], &CPU)?, &mut state), &["ids", "U32", "F32"]);
+    fails_with(model.forward(&Tensor::new(&[[1u32], [1]], &CPU)?, &mut state), &["batch", "(1)", "got 2"]);
+    fails_with(model.new_state(0), &["batch", "at least 1", "got 0"]);
+    let mut other = Tiny::qwen3_next().model()?.new_state(1)?;
+    fails_with(model.forward(&ids(&[1])?, &mut other), &["state", "another model"]);
+    // None of it moved the state.
+    assert_eq!(state.position(), 0);
+    assert_eq!(last(&model, &mut state, &[1])?, last(&model, &mut model.new_state(1)?, &[1])?);
+    Ok(())
+}
+
+#[test]
+fn every_missing_or_misshapen_weight_is_named() -> Result<()> {
+    let tiny = Tiny::qwen3_next();
+    // The layers repeat themselves: one of each kind.
+    let names = tiny.weights.keys().filter(|n| !n.contains("layers.1.") && !n.contains("layers.2."));
+    for name in names {
+        let mut missing = tiny.clone();
+        missing.remove(name);
+        fails_with(missing.model(), &[name]);
+        let mut misshapen = tiny.clone();
+        let mut dims = tiny.weights[name].dims().to_vec();
+        dims[0] += 1;
+        misshapen.weights.insert(name.clone(), Tensor::zeros(dims.clone(), DType::F32, &CPU)?);
+        fails_with(misshapen.model(), &[name, &format!("{dims:?}")]);
+    }
+    Ok(())
+}
+
+#[test]
+fn other_dtypes_are_refused() {
+    let tiny = Tiny::qwen3_next();
+    fails_with(tiny.load(DType::F64), &["dtype", "F64"]);
+    fails_with(tiny.load(DType::U8), &["dtype", "U8"]);
+}

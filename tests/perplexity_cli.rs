@@ -1,0 +1,142 @@
+//! The perplexity example as a program.
+
+#[path = "support/cli.rs"]
+mod cli;
+#[path = "support/golden.rs"]
+mod golden;
+
+use candle_core::{DType, Device, Result, Tensor};
+use cli::{fails, run, Copy, DEMO};
+use golden::Goldens;
+use serde_json::{json, Value};
+
+/// What a run printed: (id, logprob) a line, then the last line.
+fn score(args: &[&str]) -> (Vec<(u32, f64)>, Value) {
+    let run = run("perplexity", args);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let lines: Vec<Value> = run.stdout.lines().map(|l| serde_json::from_str(l).expect(l)).collect();
+    let (last, tokens) = lines.split_last().expect("a last line");
+    let token = |v: &Value| (v["id"].as_u64().unwrap() as u32, v["logprob"].as_f64().unwrap());
+    (tokens.iter().map(token).collect(), last.clone())
+}
+
+fn list(ids: &[u32]) -> String {
+    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}
+
+#[test]
+fn the_format_is_exact() {
+    let run = run("perplexity", &["--token-ids", "49,68,7"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    let lines: Vec<&str> = run.stdout.lines().collect();
+    assert_eq!(lines.len(), 3);
+    for (line, id) in lines.iter().zip([68, 7]) {
+        let logprob = line.strip_prefix(&format!("{{\"id\":{id},\"logprob\":")).expect(line);
+        let (whole, digits) = logprob.strip_suffix('}').expect(line).split_once('.').expect(line);
+        assert!(whole.starts_with('-') && digits.len() == 6, "{line}");
+    }
+    assert!(lines[2].starts_with("{\"count\":2,\"mean_nll\":"), "{}", lines[2]);
+    assert!(lines[2].contains(",\"perplexity\":") && lines[2].ends_with('}'));
+    assert!(run.stdout.ends_with("}\n"));
+    assert!(!run.stderr.contains('\r'));
+}
+
+/// The models of known numbers, whatever the tokens: the library answers to transformers elsewhere.
+#[test]
+fn agrees_with_the_library_and_transformers() -> Result<()> {
+    for (goldens, dir) in [
+        (golden::DEMO, "examples/generate/demo"),
+        (golden::QWEN3_5, "tests/goldens/qwen3_5_tiny"),
+        (golden::QWEN3_5_MOE, "tests/goldens/qwen3_5_moe_tiny"),
+    ] {
+        let dir = format!("{}/{dir}", env!("CARGO_MANIFEST_DIR"));
+        for i in 0..goldens.prompts() {
+            let g = goldens.prompt(i)?;
+            if g.ids.len() < 2 {
+                continue;
+            }
+            let (tokens, last) = score(&["--model", &dir, "--token-ids", &list(&g.ids)]);
+            let want = logprobs(&goldens, &g.ids)?;
+            assert_eq!(tokens.iter().map(|t| t.0).collect::<Vec<_>>(), g.ids[1..]);
+            for (t, (token, want)) in tokens.iter().zip(&want).enumerate() {
+                assert!((token.1 - want).abs() < 2e-3, "prompt {i}, token {t}: {} for {want}", token.1);
+            }
+            // Rotary frequencies of another precision, see `Goldens::reference_model`: close while short.
+            if g.ids.len() <= 17 {
+                for (token, want) in tokens.iter().zip(&g.logprobs) {
+                    assert!((token.1 - *want as f64).abs() < 3e-2, "prompt {i}");
+                }
+            }
+            let mean = -tokens.iter().map(|t| t.1).sum::<f64>() / tokens.len() as f64;
+            assert_eq!(last["count"], json!(tokens.len()));
+            assert!((last["mean_nll"].as_f64().unwrap() - mean).abs() < 2e-6);
+            assert!((last["perplexity"].as_f64().unwrap() / mean.exp() - 1.).abs() < 1e-4);
+        }
+    }
+    Ok(())
+}
+
+fn logprobs(goldens: &Goldens, ids: &[u32]) -> Result<Vec<f64>> {
+    let model = goldens.model(DType::F32)?;
+    let input = Tensor::from_slice(ids, (1, ids.len()), &Device::Cpu)?;
+    let logits = model.forward(&input, &mut model.new_state(1)?)?.squeeze(0)?.to_vec2::<f32>()?;
+    let logprob = |(row, &id): (&Vec<f32>, &u32)| {
+        let sum: f64 = row.iter().map(|&x| (x as f64).exp()).sum();
+        row[id as usize] as f64 - sum.ln()
+    };
+    Ok(logits.iter().zip(&ids[1..]).map(logprob).collect())
+}
+
+#[test]
+fn chunks_change_nothing() -> Result<()> {
+    let ids = list(&golden::DEMO.prompt(6)?.ids);
+    let (whole, _) = score(&["--token-ids", &ids]);
+    for chunk in ["1", "63", "64", "100"] {
+        let (parts, _) = score(&["--token-ids", &ids, "--prefill-chunk", chunk]);
+        assert_eq!(parts.len(), whole.len());
+        for (a, b) in parts.iter().zip(&whole) {
+            assert!(a.0 == b.0 && (a.1 - b.1).abs() < 1e-3, "chunks of {chunk}: {a:?} for {b:?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn files_and_dtypes() {
+    let copy = Copy::new();
+    copy.write("text", "In the beginning God created the heaven and the earth.");
+    let path = copy.file("text").display().to_string();
+    let (tokens, last) = score(&["--model", DEMO, "--file", &path]);
+    assert_eq!(last["count"], json!(tokens.len()));
+    for dtype in ["bf16", "f16"] {
+        let (half, _) = score(&["--file", &path, "--dtype", dtype]);
+        assert_eq!(half.len(), tokens.len());
+        let mean = |t: &[(u32, f64)]| t.iter().map(|t| t.1).sum::<f64>() / t.len() as f64;
+        assert!((mean(&half) - mean(&tokens)).abs() < 0.1);
+    }
+}
+
+#[test]
+fn bad_input_is_named() {
+    fails("perplexity", &[] as &[&str], 2, &["--file"]);
+    fails("perplexity", &["--file", "a", "--token-ids", "1,2"], 2, &["--token-ids"]);
+    fails("perplexity", &["--token-ids", "1,2", "--prefill-chunk", "0"], 2, &["--prefill-chunk"]);
+    fails("perplexity", &["--token-ids", "5"], 1, &["--token-ids", "at least 2 tokens", "got 1"]);
+    fails("perplexity", &["--token-ids", "5,x"], 1, &["--token-ids", "token id", "\"x\""]);
+    fails("perplexity", &["--token-ids", "5,-1"], 1, &["--token-ids", "\"-1\""]);
+    fails("perplexity", &["--token-ids", ""], 1, &["--token-ids", "\"\""]);
+    fails("perplexity", &["--token-ids", "5,1024"], 1, &["--token-ids", "vocab_size (1024)", "got 1024"]);
+    fails("perplexity", &["--file", "/nowhere/at/all"], 1, &["--file", "/nowhere/at/all"]);
+    fails("perplexity", &["--token-ids", "1,2", "--model", "/nowhere/at/all"], 1, &["--model", "/nowhere/at/all"]);
+    let copy = Copy::new();
+    copy.write("text", "");
+    let empty = copy.file("text").display().to_string();
+    fails("perplexity", &["--file", &empty], 1, &["--file", "at least 2 tokens", "got 0"]);
+    copy.set("config.json", "max_position_embeddings", json!(4));
+    let args = ["--model", &copy.arg(), "--token-ids", "1,2,3,4,5"];
+    fails("perplexity", &args, 1, &["--token-ids", "max_position_embeddings (4)", "got 5"]);
+    let whole = std::fs::read(copy.file("model.safetensors")).unwrap();
+    copy.write("model.safetensors", &whole[..whole.len() / 2]);
+    let args = ["--model", &copy.arg(), "--token-ids", "1,2,3"];
+    fails("perplexity", &args, 1, &["model.safetensors", "truncated"]);
+}

@@ -1,0 +1,107 @@
+//! Runs an example as a user does.
+
+// Each test program uses its part of this.
+#![allow(dead_code)]
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::SystemTime;
+
+pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/demo");
+
+/// What a run left behind.
+#[derive(Debug)]
+pub struct Run {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// `cargo test` builds the examples first and puts them beside the test's own directory; with
+/// `--test` it leaves them as they are.
+pub fn command(example: &str) -> Command {
+    let test = std::env::current_exe().expect("the path of this test");
+    let profile = test.parent().and_then(Path::parent).expect("target/<profile>/deps");
+    let program = profile.join("examples").join(format!("{example}{}", std::env::consts::EXE_SUFFIX));
+    assert!(program.is_file(), "{} is not built: cargo build --examples", program.display());
+    let built = modified(&program);
+    let sources = newest(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/examples")));
+    assert!(built >= sources, "{} is older than its sources: cargo build --examples", program.display());
+    let mut command = Command::new(program);
+    command.stdin(Stdio::null()).env_remove("RUST_BACKTRACE").env_remove("RUST_LIB_BACKTRACE").arg("--cpu");
+    command
+}
+
+fn modified(path: &Path) -> SystemTime {
+    path.metadata().and_then(|m| m.modified()).expect("a time of modification")
+}
+
+fn newest(dir: &Path) -> SystemTime {
+    let paths = std::fs::read_dir(dir).expect("a directory").map(|entry| entry.expect("an entry").path());
+    let times = paths.filter_map(|path| match path.extension() {
+        _ if path.is_dir() => Some(newest(&path)),
+        Some(ext) if ext == "rs" => Some(modified(&path)),
+        _ => None,
+    });
+    times.max().unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
+pub fn run(example: &str, args: &[impl AsRef<OsStr>]) -> Run {
+    let out = command(example).args(args).output().expect("the example starts");
+    Run {
+        code: out.status.code(),
+        stdout: String::from_utf8(out.stdout).expect("UTF-8 on stdout"),
+        stderr: String::from_utf8(out.stderr).expect("UTF-8 on stderr"),
+    }
+}
+
+/// Fails with exit status `code`, says `parts`, prints nothing on stdout and does not panic.
+#[track_caller]
+pub fn fails(example: &str, args: &[impl AsRef<OsStr>], code: i32, parts: &[&str]) {
+    let run = run(example, args);
+    assert_eq!(run.code, Some(code), "{run:?}");
+    assert_eq!(run.stdout, "");
+    assert!(!run.stderr.contains("panicked"), "{run:?}");
+    for part in parts {
+        assert!(run.stderr.contains(part), "expected {part:?} in {:?}", run.stderr);
+    }
+}
+
+/// A copy of the demo checkpoint that a test may break.
+pub struct Copy(tempfile::TempDir);
+
+impl Copy {
+    pub fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a temporary directory");
+        for entry in std::fs::read_dir(DEMO).expect("the demo") {
+            let entry = entry.expect("an entry");
+            std::fs::copy(entry.path(), dir.path().join(entry.file_name())).expect("a copy");
+        }
+        Self(dir)
+    }
+
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    pub fn arg(&self) -> String {
+        self.path().display().to_string()
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, content: impl AsRef<[u8]>) {
+        std::fs::write(self.file(name), content).expect("a file");
+    }
+
+    /// Sets one field of a JSON file.
+    pub fn set(&self, name: &str, field: &str, value: serde_json::Value) {
+        let text = std::fs::read_to_string(self.file(name)).expect("a file");
+        let mut json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        json[field] = value;
+        self.write(name, json.to_string());
+    }
+}
