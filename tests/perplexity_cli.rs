@@ -77,7 +77,7 @@ fn agrees_with_the_library_and_transformers() -> Result<()> {
 }
 
 fn logprobs(goldens: &Goldens, ids: &[u32]) -> Result<Vec<f64>> {
-    let model = goldens.model(DType::F32)?;
+    let model = goldens.model(DType::F32, &candle_core::Device::Cpu)?;
     let input = Tensor::from_slice(ids, (1, ids.len()), &Device::Cpu)?;
     let logits = model.forward(&input, &mut model.new_state(1)?)?.squeeze(0)?.to_vec2::<f32>()?;
     let logprob = |(row, &id): (&Vec<f32>, &u32)| {

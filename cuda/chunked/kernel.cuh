@@ -22,6 +22,7 @@ namespace gdn {
 namespace chunked {
 
 constexpr int kInFlight = 4;    // q and k rows a warp asks for at once
+constexpr int kPiece = 16;      // elements of a dot product that are added in one chain
 
 struct Plan {
   int32_t v_tiles;
@@ -43,13 +44,6 @@ template <int C, int VT> struct Shape {
     return sizeof(float) * (static_cast<int64_t>(kRows) * pitch + 3 * C * kVPitch + 2 * C * kCPitch + 5 * C);
   }
 };
-
-// hi + lo = a + b without loss (Knuth).
-__device__ __forceinline__ void two_sum(float a, float b, float &hi, float &lo) {
-  hi = __fadd_rn(a, b);
-  const float t = __fsub_rn(hi, a);
-  lo = __fadd_rn(__fsub_rn(a, __fsub_rn(hi, t)), __fsub_rn(b, t));
-}
 
 template <typename T, int C, int VT>
 __global__ void __launch_bounds__(Shape<C, VT>::kThreads, 1)
@@ -117,23 +111,29 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
-        float v[2][4], sum = 0.f, norm = 1.f;
+        float v[2][4];
+        SquareSum sum;
+        Factor norm = {1.f, 0.f};
 #pragma unroll
         for (int m = 0; m < 2; ++m)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             v[m][i] = raw_to_float(raw[u][m], i);
-            sum = fmaf(v[m][i], v[m][i], sum);
+            sum.add_square(v[m][i]);
           }
-        if (p.l2norm) norm = rsqrtf(group_sum(sum) + p.l2_eps);
-        if (r0 + u < C) norm *= p.scale;
-        if ((r0 + u) % C >= count) norm = 0.f;    // with l2_eps 0 it is infinite there
+        if (p.l2norm) {
+#pragma unroll
+          for (int d = 16; d > 0; d /= 2) sum.add_lane(d);
+          norm = inverse_root(sum, p.l2_eps);
+        }
+        if (r0 + u < C) norm = {norm.hi * p.scale, norm.lo * p.scale};
+        if ((r0 + u) % C >= count) norm = {0.f, 0.f};    // with l2_eps 0 it is infinite there
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           const int col = 4 * lane + 128 * m;
           if (col < plan.k_pad)
             *reinterpret_cast<float4 *>(q_rows + (r0 + u) * plan.pitch + col) =
-                make_float4(v[m][0] * norm, v[m][1] * norm, v[m][2] * norm, v[m][3] * norm);
+                make_float4(norm.times(v[m][0]), norm.times(v[m][1]), norm.times(v[m][2]), norm.times(v[m][3]));
         }
       }
     }
@@ -150,6 +150,7 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
         const uint32_t raw_a = raw_load_any(p.a.ptr, heads_offset(p.a, n, first + lane, head), p.gate_dtype);
         const uint32_t raw_b = raw_load_any(p.b.ptr, heads_offset(p.b, n, first + lane, head), p.gate_dtype);
         hi = log_decay(raw_to_float(raw_a, p.gate_dtype), dt_bias, neg_exp_a);
+        if (hi < -1e30f) hi = -1e30f;    // the exponential is zero long before; -inf - -inf would be NaN
         b = p.beta_scale * sigmoid(raw_to_float(raw_b, p.gate_dtype));
       }
 #pragma unroll
@@ -175,25 +176,35 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     __syncthreads();
 
     {    // Product 1, then X, L and A from it.
+      // Summed in pieces of kPiece: the rounding of k.k is the same for every pair of repeated keys and adds up over
+      // the chunk, so the sum must be better than one chain of K additions makes it.
       float acc[4][4] = {};
       const float *left = q_rows + ti * plan.pitch, *right = k_rows + tj * plan.pitch;
+      for (int k0 = 0; k0 < plan.k_pad; k0 += kPiece) {
+        float piece[4][4] = {};
+        const int end = min(k0 + kPiece, plan.k_pad);
 #pragma unroll 2
-      for (int k = 0; k < plan.k_pad; k += 4) {
-        float4 f[4], g[4];
+        for (int k = k0; k < end; k += 4) {
+          float4 f[4], g[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          f[i] = *reinterpret_cast<const float4 *>(left + i * S::kRowThreads * plan.pitch + k);
-          g[i] = *reinterpret_cast<const float4 *>(right + i * S::kColThreads * plan.pitch + k);
+          for (int i = 0; i < 4; ++i) {
+            f[i] = *reinterpret_cast<const float4 *>(left + i * S::kRowThreads * plan.pitch + k);
+            g[i] = *reinterpret_cast<const float4 *>(right + i * S::kColThreads * plan.pitch + k);
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              piece[i][j] = fmaf(f[i].x, g[j].x, piece[i][j]);
+              piece[i][j] = fmaf(f[i].y, g[j].y, piece[i][j]);
+              piece[i][j] = fmaf(f[i].z, g[j].z, piece[i][j]);
+              piece[i][j] = fmaf(f[i].w, g[j].w, piece[i][j]);
+            }
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            acc[i][j] = fmaf(f[i].x, g[j].x, acc[i][j]);
-            acc[i][j] = fmaf(f[i].y, g[j].y, acc[i][j]);
-            acc[i][j] = fmaf(f[i].z, g[j].z, acc[i][j]);
-            acc[i][j] = fmaf(f[i].w, g[j].w, acc[i][j]);
-          }
+          for (int j = 0; j < 4; ++j) acc[i][j] += piece[i][j];
       }
 #pragma unroll
       for (int m = 0; m < 4; ++m)

@@ -12,6 +12,56 @@ template <int LANES = 32> __device__ __forceinline__ float group_sum(float x) {
   return x;
 }
 
+// hi + lo = a + b without loss (Knuth).
+__device__ __forceinline__ void two_sum(float a, float b, float &hi, float &lo) {
+  hi = __fadd_rn(a, b);
+  const float t = __fsub_rn(hi, a);
+  lo = __fadd_rn(__fsub_rn(a, __fsub_rn(hi, t)), __fsub_rn(b, t));
+}
+
+// A sum of squares, and the reciprocal of its root, to more than f32: hi + lo each.
+//
+// NOTES: a key's norm must not be off by even half an ulp in all its elements alike. With repeated keys, beta near 2 and
+// no decay a token maps the state's component along the key to (1 - beta |k|^2) of itself, so a common factor in the key
+// adds up token by token; independent rounding of the elements does not.
+struct SquareSum {
+  float hi = 0.f, lo = 0.f;
+
+  __device__ __forceinline__ void add_square(float x) {
+    const float p = __fmul_rn(x, x), e = __fmaf_rn(x, x, -p);
+    float t;
+    two_sum(hi, p, hi, t);
+    lo += t + e;
+  }
+
+  // One step of a butterfly over lanes; both partners get the same bits.
+  __device__ __forceinline__ void add_lane(int distance) {
+    const float other = __shfl_xor_sync(0xffffffffu, hi, distance);
+    const float other_lo = __shfl_xor_sync(0xffffffffu, lo, distance);
+    float t;
+    two_sum(hi, other, hi, t);
+    lo = (lo + other_lo) + t;
+  }
+};
+
+struct Factor {
+  float hi, lo;
+
+  // x times the factor, rounded once.
+  __device__ __forceinline__ float times(float x) const { return fmaf(x, hi, x * lo); }
+};
+
+// (s + eps)^-1/2, one Newton step from the hardware's.
+__device__ __forceinline__ Factor inverse_root(const SquareSum &s, float eps) {
+  float hi, lo;
+  two_sum(s.hi, eps, hi, lo);
+  lo += s.lo;
+  const float r = rsqrtf(hi), rr = __fmul_rn(r, r), rr_lo = __fmaf_rn(r, r, -rr);
+  const float rest = __fmaf_rn(-hi, rr, 1.f) - hi * rr_lo - lo * rr;    // 1 - (hi + lo) r^2
+  // A zero row with eps 0 has no direction: it stays infinite, as 1 / 0.
+  return {r, isinf(r) ? 0.f : 0.5f * r * rest};
+}
+
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
 // For whole tensors, where the exact division and exponential would cost more than the memory: off by |x| ulp at most.

@@ -92,17 +92,18 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
         vp += p.v.token_stride;
       }
     }
-    float k[kN][kParts][4], q[kN][kParts][4], kk[kN], qq[kN], kq[kN];
+    float k[kN][kParts][4], q[kN][kParts][4], qq[kN], kq[kN];
+    SquareSum kk[kN];
 #pragma unroll
     for (int u = 0; u < kN; ++u) {
-      kk[u] = qq[u] = kq[u] = 0.f;
+      qq[u] = kq[u] = 0.f;
 #pragma unroll
       for (int m = 0; m < kParts; ++m)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           k[u][m][c] = raw_to_float(raw_k[u][m], c);
           q[u][m][c] = raw_to_float(raw_q[u][m], c);
-          kk[u] = fmaf(k[u][m][c], k[u][m][c], kk[u]);
+          kk[u].add_square(k[u][m][c]);
           qq[u] = fmaf(q[u][m][c], q[u][m][c], qq[u]);
           kq[u] = fmaf(k[u][m][c], q[u][m][c], kq[u]);
         }
@@ -111,13 +112,13 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
     for (int d = 16; d > 0; d /= 2)
 #pragma unroll
       for (int u = 0; u < kN; ++u) {
-        kk[u] += __shfl_xor_sync(0xffffffffu, kk[u], d);
+        kk[u].add_lane(d);
         qq[u] += __shfl_xor_sync(0xffffffffu, qq[u], d);
         kq[u] += __shfl_xor_sync(0xffffffffu, kq[u], d);
       }
 #pragma unroll
     for (int u = 0; u < kN; ++u) {
-      const float k_scale = p.l2norm ? rsqrtf(kk[u] + p.l2_eps) : 1.f;
+      const Factor k_scale = p.l2norm ? inverse_root(kk[u], p.l2_eps) : Factor{1.f, 0.f};
       const float q_scale = p.l2norm ? rsqrtf(qq[u] + p.l2_eps) * p.scale : p.scale;
       if (t0 + u < count) {
         float *record = stage + (t0 + u) * S::kRecord;
@@ -125,8 +126,8 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
         for (int m = 0; m < kParts; ++m) {
           const int i = 4 * lane + 128 * m;
           if (S::kK % 128 == 0 || i < S::kK) {
-            *reinterpret_cast<float4 *>(record + i) = make_float4(
-                k[u][m][0] * k_scale, k[u][m][1] * k_scale, k[u][m][2] * k_scale, k[u][m][3] * k_scale);
+            *reinterpret_cast<float4 *>(record + i) = make_float4(k_scale.times(k[u][m][0]), k_scale.times(k[u][m][1]),
+                                                                  k_scale.times(k[u][m][2]), k_scale.times(k[u][m][3]));
             *reinterpret_cast<float4 *>(record + S::kK + i) = make_float4(
                 q[u][m][0] * q_scale, q[u][m][1] * q_scale, q[u][m][2] * q_scale, q[u][m][3] * q_scale);
           }
@@ -134,7 +135,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
 #pragma unroll
         for (int m = 0; m < kVs; ++m)
           if (lane + 32 * m < S::kTile) record[kV + lane + 32 * m] = to_float(v[u][m]);
-        if (lane == 0) record[kScalars + 2] = kq[u] * k_scale * q_scale;
+        if (lane == 0) record[kScalars + 2] = kq[u] * k_scale.hi * q_scale;
       }
     }
   }

@@ -39,7 +39,8 @@ impl ConvCase {
         let (_, x) = rounded(&rng.normals(tokens * channels), &[tokens * channels], dtype).unwrap();
         let weight_dtype = if self.f32_weight { DType::F32 } else { dtype };
         let (weight, w) = rounded(&rng.normals(channels * width), &[channels, width], weight_dtype).unwrap();
-        let (_, old) = rounded(&rng.normals(sequences * history * channels), &[sequences * history * channels], dtype).unwrap();
+        let (_, old) =
+            rounded(&rng.normals(sequences * history * channels), &[sequences * history * channels], dtype).unwrap();
 
         // The definition, over old inputs and new ones joined.
         let (mut want_y, mut size_y, mut want_state, mut start) = (vec![], vec![], vec![], 0);
@@ -66,7 +67,8 @@ impl ConvCase {
             x = Tensor::cat(&[&pad, &x, &pad], lead.len()).unwrap().narrow(lead.len(), 5, channels).unwrap();
         }
         let pool_slots = sequences + 2;
-        let map: Vec<u32> = (0..sequences as u32).map(|n| if self.slots { sequences as u32 - n } else { n + 1 }).collect();
+        let map: Vec<u32> =
+            (0..sequences as u32).map(|n| if self.slots { sequences as u32 - n } else { n + 1 }).collect();
         let size = history * channels;
         let mut pool = vec![3.0; pool_slots * size];
         for (n, &slot) in map.iter().enumerate() {
@@ -150,9 +152,8 @@ fn conv_split_anywhere() {
         let whole = values(&causal_conv1d(&x, &weight, &whole_state, None, true).unwrap());
         for split in 0..=tokens {
             let state = zeros();
-            let part = |start, len| {
-                causal_conv1d(&x.narrow(1, start, len).unwrap(), &weight, &state, None, true).unwrap()
-            };
+            let part =
+                |start, len| causal_conv1d(&x.narrow(1, start, len).unwrap(), &weight, &state, None, true).unwrap();
             let (a, b) = (part(0, split), part(split, tokens - split));
             assert_eq!(values(&Tensor::cat(&[a, b], 1).unwrap()), whole, "split at {split}");
             assert_eq!(values(&state), values(&whole_state), "split at {split}");
@@ -166,7 +167,8 @@ fn gated_norm_matches_its_definition() {
     for device in devices() {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             for weight_dtype in [dtype, DType::F32] {
-                for (tokens, heads, dim) in [(1, 1, 1), (3, 4, 128), (70, 2, 64), (5, 3, 192), (2, 8, 256), (9, 1, 72)] {
+                for (tokens, heads, dim) in [(1, 1, 1), (3, 4, 128), (70, 2, 64), (5, 3, 192), (2, 8, 256), (9, 1, 72)]
+                {
                     for gate in [GateActivation::Silu, GateActivation::Sigmoid] {
                         let (eps, n) = (1e-6, tokens * heads * dim);
                         // Rows from tiny (eps matters) to large.
@@ -183,7 +185,11 @@ fn gated_norm_matches_its_definition() {
                                 want.push(x[i] / (mean + eps).sqrt() * ws[i] * act);
                             }
                         }
-                        let (x, z, w) = (x.to_device(&device).unwrap(), z.to_device(&device).unwrap(), w.to_device(&device).unwrap());
+                        let (x, z, w) = (
+                            x.to_device(&device).unwrap(),
+                            z.to_device(&device).unwrap(),
+                            w.to_device(&device).unwrap(),
+                        );
                         // z as it lies in a projection.
                         let z = Tensor::cat(&[&z, &z, &z], 2).unwrap().narrow(2, heads * dim, heads * dim).unwrap();
                         if device.is_cuda() {

@@ -35,12 +35,16 @@ fn rule_shapes() {
         let (k, v, state) = (z(&[3, 2, 16]), z(&[3, 4, 32]), z(&[3, 4, 32, 16]));
         let good = gates(&[3, 4], 4);
         let o = RuleOptions::default();
-        let decode = |q: &Tensor, k: &Tensor, v: &Tensor, g: &Gates, s: &Tensor| gdn_decode(q, k, v, g, s, o).map(|_| ());
+        let decode =
+            |q: &Tensor, k: &Tensor, v: &Tensor, g: &Gates, s: &Tensor| gdn_decode(q, k, v, g, s, o).map(|_| ());
         decode(&k, &k, &v, &good, &state).unwrap();
 
         refused(decode(&z(&[3, 2, 2, 16]), &k, &v, &good, &state), &["gdn_decode: q:", "[3, 2, 2, 16]"]);
         refused(decode(&z(&[3, 2, 17]), &k, &v, &good, &state), &["gdn_decode: q:", "key_heads, 16", "[3, 2, 17]"]);
-        refused(decode(&z(&[3, 3, 16]), &z(&[3, 3, 16]), &v, &good, &state), &["q:", "divides the 4 value heads", "got 3"]);
+        refused(
+            decode(&z(&[3, 3, 16]), &z(&[3, 3, 16]), &v, &good, &state),
+            &["q:", "divides the 4 value heads", "got 3"],
+        );
         refused(decode(&z(&[3, 0, 16]), &z(&[3, 0, 16]), &v, &good, &state), &["q:", "divides", "got 0"]);
         refused(decode(&k, &z(&[2, 2, 16]), &v, &good, &state), &["k:", "[3, 2, 16]", "[2, 2, 16]"]);
         refused(decode(&k, &z(&[3, 4, 16]), &v, &good, &state), &["k:", "[3, 2, 16]", "[3, 4, 16]"]);
@@ -111,7 +115,10 @@ fn rule_sequences_and_slots() {
         refused(run(&cu(&[0, 3, 6]).unwrap()), &["cu_seqlens", "expected 7 tokens", "got 6"]);
         refused(run(&cu(&[0, 3, 5, 7]).unwrap()), &["state", "expected 3 slots", "got 2"]);
         // Without cu_seqlens the same tensor is a batch of 7 with 2 tokens of one merged head.
-        refused(gdn_prefill(&k, &k, &v, &gates, &state, None, o), &["gdn_prefill: state:", "expected 7 slots", "got 2"]);
+        refused(
+            gdn_prefill(&k, &k, &v, &gates, &state, None, o),
+            &["gdn_prefill: state:", "expected 7 slots", "got 2"],
+        );
 
         let good = cu(&[0, 3, 7]).unwrap();
         let with = |slots: &Tensor| {

@@ -2,9 +2,7 @@
 
 use crate::support::{devices, golden, rel_rms, values};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{
-    gdn_decode, gdn_prefill, CuSeqlens, GatedDeltaNet, GateActivation, Gates, GdnConfig, RuleOptions,
-};
+use candle_gdn::{gdn_decode, gdn_prefill, CuSeqlens, GateActivation, GatedDeltaNet, Gates, GdnConfig, RuleOptions};
 use candle_nn::VarBuilder;
 use safetensors::SafeTensors;
 use serde::Deserialize;

@@ -3,7 +3,7 @@
 use crate::goldens::layer_golden;
 use crate::support::{devices, rel_rms, values};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{GatedDeltaNet, GateActivation, GdnConfig};
+use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
 
@@ -27,12 +27,8 @@ fn weights(device: &Device) -> (HashMap<String, Tensor>, HashMap<String, Tensor>
     let (heads, r, h) = (c.num_key_heads, c.num_value_heads / c.num_key_heads, c.hidden_size);
     let (key, value) = (c.key_head_dim, r * c.value_head_dim);
     let randn = |shape: &[usize]| Tensor::randn(0f32, 0.3, shape, device).unwrap();
-    let (q, k, v, z) = (
-        randn(&[heads, key, h]),
-        randn(&[heads, key, h]),
-        randn(&[heads, value, h]),
-        randn(&[heads, value, h]),
-    );
+    let (q, k, v, z) =
+        (randn(&[heads, key, h]), randn(&[heads, key, h]), randn(&[heads, value, h]), randn(&[heads, value, h]));
     let (b, a) = (randn(&[heads, r, h]), randn(&[heads, r, h]));
     let channels = heads * (2 * key + value);
     let common = HashMap::from([

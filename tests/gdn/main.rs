@@ -1,4 +1,4 @@
-//! Ops and layer against the f64 reference and the golden files, on the CPU and, built with `--features cuda` on a
+//! Ops, layer and models against the f64 reference and the golden files, on the CPU and, built with `--features cuda` on a
 //! machine with a GPU, on CUDA: one binary, the same cases.
 //!
 //! `CANDLE_GDN_TEST_DEVICE=cpu|cuda` picks one device; `cuda` fails where there is none.
@@ -6,9 +6,14 @@
 
 mod conv_norm;
 mod errors;
+#[path = "../support/golden.rs"]
+mod golden;
 mod goldens;
 mod layer;
+mod model;
 mod properties;
 mod rule_case;
 mod semantics;
 mod support;
+#[path = "../support/tiny.rs"]
+mod tiny;

@@ -200,10 +200,8 @@ impl Drawn {
         let tensor = |x: &[f64], tail: &[usize], dtype| -> Result<Tensor> {
             rounded(x, &[&lead, tail].concat(), dtype)?.0.to_device(device)
         };
-        let (a, b) = (
-            tensor(&self.a, &[value_heads], case.gate_dtype)?,
-            tensor(&self.b, &[value_heads], case.gate_dtype)?,
-        );
+        let (a, b) =
+            (tensor(&self.a, &[value_heads], case.gate_dtype)?, tensor(&self.b, &[value_heads], case.gate_dtype)?);
         let [q, k, v, a, b] = match case.form {
             Form::Dense => [
                 tensor(&self.q, &[key_heads, key_dim], case.dtype)?,

@@ -212,8 +212,7 @@ fn odd_strides() {
         // The last dimension strided: copied before the kernel.
         let v = x.v.transpose(2, 3).unwrap().contiguous().unwrap().transpose(2, 3).unwrap();
         let (got, _) = gdn_prefill(&q, &x.k, &v, &gates, &x.state, None, o).unwrap();
-        let (want, _) =
-            gdn_prefill(&q.contiguous().unwrap(), &x.k, &x.v, &x.gates, &x.state, None, o).unwrap();
+        let (want, _) = gdn_prefill(&q.contiguous().unwrap(), &x.k, &x.v, &x.gates, &x.state, None, o).unwrap();
         assert_eq!(values(&got), values(&want));
 
         // Heads further apart than their size.
@@ -242,8 +241,7 @@ fn nothing_to_do() {
         let cu = CuSeqlens::from_lengths(&[0, 0], &device).unwrap();
         let flat = |t: &Tensor| t.narrow(1, 0, 0).unwrap().narrow(0, 0, 1).unwrap().squeeze(0).unwrap();
         let gates = Gates { a: flat(&x.gates.a), b: flat(&x.gates.b), ..x.gates.clone() };
-        let out =
-            gdn_prefill_in_place(&flat(&x.q), &flat(&x.k), &flat(&x.v), &gates, &x.state, Some(&cu), o).unwrap();
+        let out = gdn_prefill_in_place(&flat(&x.q), &flat(&x.k), &flat(&x.v), &gates, &x.state, Some(&cu), o).unwrap();
         assert_eq!(out.dims(), [0, 4, 128]);
         assert_eq!(values(&x.state), before);
     }

@@ -1,20 +1,20 @@
-//! Whole models on the CPU, against transformers and against themselves.
+//! Whole models against transformers and against themselves. What loading refuses is tested on the CPU only.
 
-#[path = "support/golden.rs"]
-mod golden;
-#[path = "support/tiny.rs"]
-mod tiny;
-
+use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::support::devices;
+use crate::tiny::{self, Tiny};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::models::{CausalLm, ModelState};
-use golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
-use tiny::Tiny;
 
 const CPU: Device = Device::Cpu;
 /// Bound on the logits, which are up to about 20 large.
 const LOGITS: f32 = 2e-3;
 /// Below this difference of the two best logits, rounding may choose.
 const MARGIN: f32 = 1e-3;
+
+fn on_every_device(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
+    devices().iter().try_for_each(test)
+}
 
 fn ids(ids: &[u32]) -> Result<Tensor> {
     Tensor::from_slice(ids, (1, ids.len()), &CPU)
@@ -52,8 +52,8 @@ fn fails_with<T>(result: Result<T>, parts: &[&str]) {
 }
 
 /// Last logits, log-probabilities and greedy tokens of every golden prompt, by [`Goldens::reference_model`].
-fn check_goldens(goldens: &Goldens) -> Result<()> {
-    let model = goldens.reference_model()?;
+fn check_goldens(goldens: &Goldens, device: &Device) -> Result<()> {
+    let model = goldens.reference_model(device)?;
     let (mut worst_logit, mut worst_logprob, mut low_margins) = (0f32, 0f32, 0);
     for i in 0..goldens.prompts() {
         let g = goldens.prompt(i)?;
@@ -88,17 +88,17 @@ fn log_softmax(logits: &[f32], id: u32) -> f32 {
 
 #[test]
 fn demo_matches_transformers() -> Result<()> {
-    check_goldens(&DEMO)
+    on_every_device(|device| check_goldens(&DEMO, device))
 }
 
 #[test]
 fn qwen3_5_matches_transformers() -> Result<()> {
-    check_goldens(&QWEN3_5)
+    on_every_device(|device| check_goldens(&QWEN3_5, device))
 }
 
 #[test]
 fn qwen3_5_moe_matches_transformers() -> Result<()> {
-    check_goldens(&QWEN3_5_MOE)
+    on_every_device(|device| check_goldens(&QWEN3_5_MOE, device))
 }
 
 /// Greedy continuation of `parts`, fed one after the other.
@@ -119,110 +119,124 @@ fn continuation(model: &CausalLm, parts: &[&[u32]], n: usize) -> Result<(Vec<u32
 
 #[test]
 fn prompts_split_anywhere_continue_alike() -> Result<()> {
-    let model = DEMO.model(DType::F32)?;
-    // 65 tokens: across the end of a chunk of the kernels.
-    let prompt = DEMO.prompt(5)?.ids;
-    let (want, logits) = continuation(&model, &[&prompt], 4)?;
-    for at in 1..prompt.len() {
-        let (got, split) = continuation(&model, &[&prompt[..at], &prompt[at..]], 4)?;
-        assert_eq!(got, want, "split at {at}");
-        assert!(max_diff(&split, &logits) < 1e-3, "split at {at}: {}", max_diff(&split, &logits));
-    }
-    let tokens: Vec<&[u32]> = prompt.chunks(1).collect();
-    assert_eq!(continuation(&model, &tokens, 4)?.0, want, "token by token");
-    let threes: Vec<&[u32]> = prompt.chunks(3).collect();
-    assert_eq!(continuation(&model, &threes, 4)?.0, want, "three at a time");
-    Ok(())
+    on_every_device(|device| {
+        let model = DEMO.model(DType::F32, device)?;
+        // 65 tokens: across the end of a chunk of the kernels.
+        let prompt = DEMO.prompt(5)?.ids;
+        let (want, logits) = continuation(&model, &[&prompt], 4)?;
+        for at in 1..prompt.len() {
+            let (got, split) = continuation(&model, &[&prompt[..at], &prompt[at..]], 4)?;
+            assert_eq!(got, want, "split at {at}");
+            assert!(max_diff(&split, &logits) < 1e-3, "split at {at}: {}", max_diff(&split, &logits));
+        }
+        let tokens: Vec<&[u32]> = prompt.chunks(1).collect();
+        assert_eq!(continuation(&model, &tokens, 4)?.0, want, "token by token");
+        let threes: Vec<&[u32]> = prompt.chunks(3).collect();
+        assert_eq!(continuation(&model, &threes, 4)?.0, want, "three at a time");
+        Ok(())
+    })
 }
 
 #[test]
 fn a_long_prompt_in_chunks_continues_alike() -> Result<()> {
-    let model = DEMO.model(DType::F32)?;
-    let prompt = DEMO.prompt(6)?.ids;
-    let (want, logits) = continuation(&model, &[&prompt], 8)?;
-    for chunk in [1, 7, 64, 100, 256] {
-        let parts: Vec<&[u32]> = prompt.chunks(chunk).collect();
-        let (got, split) = continuation(&model, &parts, 8)?;
-        assert_eq!(got, want, "chunks of {chunk}");
-        assert!(max_diff(&split, &logits) < 1e-3, "chunks of {chunk}");
-    }
-    Ok(())
+    on_every_device(|device| {
+        let model = DEMO.model(DType::F32, device)?;
+        let prompt = DEMO.prompt(6)?.ids;
+        let (want, logits) = continuation(&model, &[&prompt], 8)?;
+        for chunk in [1, 7, 64, 100, 256] {
+            let parts: Vec<&[u32]> = prompt.chunks(chunk).collect();
+            let (got, split) = continuation(&model, &parts, 8)?;
+            assert_eq!(got, want, "chunks of {chunk}");
+            assert!(max_diff(&split, &logits) < 1e-3, "chunks of {chunk}");
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn a_batch_is_its_sequences() -> Result<()> {
-    let model = DEMO.model(DType::F32)?;
-    let (a, b) = (random_ids(70, 1024, 1), random_ids(70, 1024, 2));
-    let pair = |r: std::ops::Range<usize>| Tensor::cat(&[ids(&a[r.clone()])?, ids(&b[r])?], 0);
-    let mut both = model.new_state(2)?;
-    let (mut one, mut two) = (model.new_state(1)?, model.new_state(1)?);
-    for range in [0..40, 40..69, 69..70] {
-        let logits = model.forward(&pair(range.clone())?, &mut both)?;
-        let first = model.forward(&ids(&a[range.clone()])?, &mut one)?;
-        let second = model.forward(&ids(&b[range])?, &mut two)?;
-        assert!(max_diff(&flat(&logits.get(0)?)?, &flat(&first)?) < 1e-3);
-        assert!(max_diff(&flat(&logits.get(1)?)?, &flat(&second)?) < 1e-3);
-    }
-    Ok(())
+    on_every_device(|device| {
+        let model = DEMO.model(DType::F32, device)?;
+        let (a, b) = (random_ids(70, 1024, 1), random_ids(70, 1024, 2));
+        let pair = |r: std::ops::Range<usize>| Tensor::cat(&[ids(&a[r.clone()])?, ids(&b[r])?], 0);
+        let mut both = model.new_state(2)?;
+        let (mut one, mut two) = (model.new_state(1)?, model.new_state(1)?);
+        for range in [0..40, 40..69, 69..70] {
+            let logits = model.forward(&pair(range.clone())?, &mut both)?;
+            let first = model.forward(&ids(&a[range.clone()])?, &mut one)?;
+            let second = model.forward(&ids(&b[range])?, &mut two)?;
+            assert!(max_diff(&flat(&logits.get(0)?)?, &flat(&first)?) < 1e-3);
+            assert!(max_diff(&flat(&logits.get(1)?)?, &flat(&second)?) < 1e-3);
+        }
+        Ok(())
+    })
 }
 
 #[test]
 fn forward_last_is_the_end_of_forward() -> Result<()> {
-    let model = DEMO.model(DType::F32)?;
-    let prompt = random_ids(20, 1024, 3);
-    let all = model.forward(&ids(&prompt)?, &mut model.new_state(1)?)?;
-    assert_eq!(all.dims(), [1, 20, 1024]);
-    let end = model.forward_last(&ids(&prompt)?, &mut model.new_state(1)?)?;
-    assert_eq!(end.dims(), [1, 1024]);
-    assert!(max_diff(&flat(&all.narrow(1, 19, 1)?)?, &flat(&end)?) < 1e-4);
-    Ok(())
+    on_every_device(|device| {
+        let model = DEMO.model(DType::F32, device)?;
+        let prompt = random_ids(20, 1024, 3);
+        let all = model.forward(&ids(&prompt)?, &mut model.new_state(1)?)?;
+        assert_eq!(all.dims(), [1, 20, 1024]);
+        let end = model.forward_last(&ids(&prompt)?, &mut model.new_state(1)?)?;
+        assert_eq!(end.dims(), [1, 1024]);
+        assert!(max_diff(&flat(&all.narrow(1, 19, 1)?)?, &flat(&end)?) < 1e-4);
+        Ok(())
+    })
 }
 
 #[test]
 fn reset_forgets() -> Result<()> {
-    let model = DEMO.model(DType::F32)?;
-    let prompt = random_ids(30, 1024, 4);
-    let mut state = model.new_state(1)?;
-    let fresh = last(&model, &mut state, &prompt)?;
-    last(&model, &mut state, &random_ids(50, 1024, 5))?;
-    assert_eq!((state.position(), state.batch()), (80, 1));
-    state.reset()?;
-    assert_eq!(state.position(), 0);
-    assert_eq!(last(&model, &mut state, &prompt)?, fresh);
-    Ok(())
+    on_every_device(|device| {
+        let model = DEMO.model(DType::F32, device)?;
+        let prompt = random_ids(30, 1024, 4);
+        let mut state = model.new_state(1)?;
+        let fresh = last(&model, &mut state, &prompt)?;
+        last(&model, &mut state, &random_ids(50, 1024, 5))?;
+        assert_eq!((state.position(), state.batch()), (80, 1));
+        state.reset()?;
+        assert_eq!(state.position(), 0);
+        assert_eq!(last(&model, &mut state, &prompt)?, fresh);
+        Ok(())
+    })
 }
 
 #[test]
 fn no_tokens_change_nothing() -> Result<()> {
-    let model = DEMO.model(DType::F32)?;
-    let none = Tensor::zeros((1, 0), DType::U32, &CPU)?;
-    let mut state = model.new_state(1)?;
-    assert_eq!(model.forward(&none, &mut state)?.dims(), [1, 0, 1024]);
-    let want = last(&model, &mut model.new_state(1)?, &[5, 6])?;
-    last(&model, &mut state, &[5])?;
-    assert_eq!(model.forward(&none, &mut state)?.dims(), [1, 0, 1024]);
-    assert!(max_diff(&last(&model, &mut state, &[6])?, &want) < 1e-3);
-    fails_with(model.forward_last(&none, &mut state), &["ids", "at least 1 token"]);
-    Ok(())
+    on_every_device(|device| {
+        let model = DEMO.model(DType::F32, device)?;
+        let none = Tensor::zeros((1, 0), DType::U32, &CPU)?;
+        let mut state = model.new_state(1)?;
+        assert_eq!(model.forward(&none, &mut state)?.dims(), [1, 0, 1024]);
+        let want = last(&model, &mut model.new_state(1)?, &[5, 6])?;
+        last(&model, &mut state, &[5])?;
+        assert_eq!(model.forward(&none, &mut state)?.dims(), [1, 0, 1024]);
+        assert!(max_diff(&last(&model, &mut state, &[6])?, &want) < 1e-3);
+        fails_with(model.forward_last(&none, &mut state), &["ids", "at least 1 token"]);
+        Ok(())
+    })
 }
 
 /// Half precision is rounded at every layer: near, not equal.
 #[test]
 fn half_precision_agrees_loosely() -> Result<()> {
-    for goldens in [&DEMO, &QWEN3_5, &QWEN3_5_MOE] {
-        for (dtype, bound) in [(DType::BF16, 0.1), (DType::F16, 0.02)] {
-            let model = goldens.model(dtype)?;
-            assert_eq!(model.dtype(), dtype);
-            let g = goldens.prompt(2)?;
-            let logits = last(&model, &mut model.new_state(1)?, &g.ids)?;
-            let norm = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>().sqrt();
-            let diff: Vec<f32> = logits.iter().zip(&g.logits_last).map(|(a, b)| a - b).collect();
-            let error = norm(&diff) / norm(&g.logits_last);
-            println!("{dtype:?}: relative error {error:e}");
-            assert!(error < bound, "{dtype:?}: relative error {error}");
+    on_every_device(|device| {
+        for goldens in [&DEMO, &QWEN3_5, &QWEN3_5_MOE] {
+            for (dtype, bound) in [(DType::BF16, 0.1), (DType::F16, 0.02)] {
+                let model = goldens.model(dtype, device)?;
+                assert_eq!(model.dtype(), dtype);
+                let g = goldens.prompt(2)?;
+                let logits = last(&model, &mut model.new_state(1)?, &g.ids)?;
+                let norm = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>().sqrt();
+                let diff: Vec<f32> = logits.iter().zip(&g.logits_last).map(|(a, b)| a - b).collect();
+                let error = norm(&diff) / norm(&g.logits_last);
+                println!("{dtype:?}: relative error {error:e}");
+                assert!(error < bound, "{dtype:?}: relative error {error}");
+            }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
