@@ -5,7 +5,7 @@
 //! * The ops are for authors of their own layer: [`gdn_decode_in_place`] and [`gdn_prefill_in_place`] are the rule,
 //!   [`causal_conv1d`] and [`gated_rms_norm`] stand before and behind it. All run on the CPU and, with the `cuda`
 //!   feature, on CUDA.
-//! * [`models`] holds whole language models, [`reference`] the rule in `f64` that every kernel is tested against.
+//! * [`models`] holds whole language models, [`mod@reference`] the rule in `f64` that every kernel is tested against.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
