@@ -343,8 +343,6 @@ def check_rule(lib, quick):
         # Each token negates the read-out of the one key: a key whose norm is off adds up token by token.
         case("repeated keys, beta 2, no decay", [130, 64], io=io, keys="repeated", beta="one", decay="none",
              beta_scale=2.0)
-        case("repeated keys, beta 2, no decay, long", [1000], io=io, keys="repeated", beta="one", decay="none",
-             beta_scale=2.0)
         case("beta 2", [130, 64], io=io, beta_scale=2.0)
         case("strong decay", [130, 64], io=io, decay="strong")
         case("mixed decay", [130, 300], io=io, decay="mixed")

@@ -83,8 +83,7 @@ pub fn gated_delta_rule(
                 let q = unit(&inputs.q[key_row..][..key_dim], constants);
                 let k = unit(&inputs.k[key_row..][..key_dim], constants);
                 let gate = t * value_heads + h;
-                let decay =
-                    (-inputs.a_log[h].exp() * softplus(inputs.a[gate] + inputs.dt_bias[h])).exp();
+                let decay = (-inputs.a_log[h].exp() * softplus(inputs.a[gate] + inputs.dt_bias[h])).exp();
                 let beta = constants.beta_scale / (1.0 + (-inputs.b[gate]).exp());
 
                 for i in 0..value_dim {

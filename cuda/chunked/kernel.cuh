@@ -22,7 +22,6 @@ namespace gdn {
 namespace chunked {
 
 constexpr int kInFlight = 4;    // q and k rows a warp asks for at once
-constexpr int kPiece = 16;      // elements of a dot product that are added in one chain
 
 struct Plan {
   int32_t v_tiles;
@@ -176,35 +175,25 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     __syncthreads();
 
     {    // Product 1, then X, L and A from it.
-      // Summed in pieces of kPiece: the rounding of k.k is the same for every pair of repeated keys and adds up over
-      // the chunk, so the sum must be better than one chain of K additions makes it.
+      // Four products at a time, then one addition: the rounding of k.k is the same for every pair of repeated keys and
+      // adds up over the chunk, so its sum must be better than one chain of K additions makes it.
       float acc[4][4] = {};
       const float *left = q_rows + ti * plan.pitch, *right = k_rows + tj * plan.pitch;
-      for (int k0 = 0; k0 < plan.k_pad; k0 += kPiece) {
-        float piece[4][4] = {};
-        const int end = min(k0 + kPiece, plan.k_pad);
 #pragma unroll 2
-        for (int k = k0; k < end; k += 4) {
-          float4 f[4], g[4];
+      for (int k = 0; k < plan.k_pad; k += 4) {
+        float4 f[4], g[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            f[i] = *reinterpret_cast<const float4 *>(left + i * S::kRowThreads * plan.pitch + k);
-            g[i] = *reinterpret_cast<const float4 *>(right + i * S::kColThreads * plan.pitch + k);
-          }
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              piece[i][j] = fmaf(f[i].x, g[j].x, piece[i][j]);
-              piece[i][j] = fmaf(f[i].y, g[j].y, piece[i][j]);
-              piece[i][j] = fmaf(f[i].z, g[j].z, piece[i][j]);
-              piece[i][j] = fmaf(f[i].w, g[j].w, piece[i][j]);
-            }
+        for (int i = 0; i < 4; ++i) {
+          f[i] = *reinterpret_cast<const float4 *>(left + i * S::kRowThreads * plan.pitch + k);
+          g[i] = *reinterpret_cast<const float4 *>(right + i * S::kColThreads * plan.pitch + k);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) acc[i][j] += piece[i][j];
+          for (int j = 0; j < 4; ++j) {
+            const float xy = fmaf(f[i].x, g[j].x, f[i].y * g[j].y);
+            acc[i][j] += fmaf(f[i].z, g[j].z, fmaf(f[i].w, g[j].w, xy));
+          }
       }
 #pragma unroll
       for (int m = 0; m < 4; ++m)

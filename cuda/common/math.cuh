@@ -19,20 +19,17 @@ __device__ __forceinline__ void two_sum(float a, float b, float &hi, float &lo) 
   lo = __fadd_rn(__fsub_rn(a, __fsub_rn(hi, t)), __fsub_rn(b, t));
 }
 
-// A sum of squares, and the reciprocal of its root, to more than f32: hi + lo each.
+// The sum of squares of a row whose elements are spread over lanes, and the reciprocal of its root, to more than f32:
+// hi + lo each. A lane's own few squares are added plainly, since the rounding of 32 lanes averages out; the sum over
+// lanes keeps its rounding errors.
 //
 // NOTES: a key's norm must not be off by even half an ulp in all its elements alike. With repeated keys, beta near 2 and
 // no decay a token maps the state's component along the key to (1 - beta |k|^2) of itself, so a common factor in the key
-// adds up token by token; independent rounding of the elements does not.
+// adds up token by token; independent rounding of the elements does so far less.
 struct SquareSum {
   float hi = 0.f, lo = 0.f;
 
-  __device__ __forceinline__ void add_square(float x) {
-    const float p = __fmul_rn(x, x), e = __fmaf_rn(x, x, -p);
-    float t;
-    two_sum(hi, p, hi, t);
-    lo += t + e;
-  }
+  __device__ __forceinline__ void add_square(float x) { hi = fmaf(x, x, hi); }
 
   // One step of a butterfly over lanes; both partners get the same bits.
   __device__ __forceinline__ void add_lane(int distance) {
@@ -62,7 +59,11 @@ __device__ __forceinline__ Factor inverse_root(const SquareSum &s, float eps) {
   return {r, isinf(r) ? 0.f : 0.5f * r * rest};
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+// Through the smaller of sigmoid(x) and sigmoid(-x), so that a value near one is rounded once and not three times.
+__device__ __forceinline__ float sigmoid(float x) {
+  const float e = expf(-fabsf(x)), small = e / (1.f + e);
+  return x >= 0.f ? 1.f - small : small;
+}
 
 // For whole tensors, where the exact division and exponential would cost more than the memory: off by |x| ulp at most.
 __device__ __forceinline__ float fast_sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }

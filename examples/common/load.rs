@@ -31,6 +31,11 @@ pub struct ModelArgs {
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
 
+    /// Number format the rotary frequencies are rounded to. Models are trained and run with f32; bf16 repeats the
+    /// figures of a model that was cast as a whole
+    #[arg(long, value_enum, default_value = "f32")]
+    rope_dtype: DtypeArg,
+
     /// Run on the CPU even if there is a GPU
     #[arg(long)]
     pub cpu: bool,
@@ -58,6 +63,19 @@ impl ModelArgs {
     }
 }
 
+/// The config with its rotary frequencies rounded to `dtype`.
+fn round_rope(config: &ModelConfig, dtype: DtypeArg) -> ModelConfig {
+    let mut config = config.clone();
+    for f in &mut config.attention.rope_inv_freq {
+        *f = match dtype {
+            DtypeArg::F32 => *f,
+            DtypeArg::Bf16 => half::bf16::from_f64(*f).to_f64(),
+            DtypeArg::F16 => half::f16::from_f64(*f).to_f64(),
+        };
+    }
+    config
+}
+
 /// To be called first, while there is one thread: candle asks for the number of threads at every
 /// matrix product, and looks it up in /proc/cpuinfo unless this variable tells it.
 pub fn fix_thread_count() {
@@ -76,7 +94,8 @@ pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfi
     // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
     let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, dtype, &device)? };
     let bar = bar("loading", config.layers.len(), "layers");
-    let model = CausalLm::load_with_progress(config, vb, |done, _| bar.set_position(done as u64))
+    let config = round_rope(config, args.rope_dtype);
+    let model = CausalLm::load_with_progress(&config, vb, |done, _| bar.set_position(done as u64))
         .with_context(|| format!("cannot load {}", checkpoint.dir().display()))?;
     bar.finish_and_clear();
     let place = if device.is_cpu() { "the CPU" } else { "the GPU" };

@@ -161,7 +161,8 @@ pub(crate) struct RuleArgs<'a> {
 
 /// Runs the rule with `state` updated in place and returns o.
 pub(crate) fn rule(args: &RuleArgs<'_>, state: &Tensor) -> Result<CudaStorage> {
-    let run = InPlace { name: args.name, out: RefCell::new(None), launch: &|state, layout| launch_rule(args, state, layout) };
+    let run =
+        InPlace { name: args.name, out: RefCell::new(None), launch: &|state, layout| launch_rule(args, state, layout) };
     state.inplace_op1(&run)?;
     run.finish()
 }

@@ -58,9 +58,7 @@ pub(crate) fn heads_layout(
     (heads, dim): (usize, usize),
 ) -> Result<HeadsLayout> {
     let (dims, stride, r) = (layout.dims(), layout.stride(), lead.rank());
-    let fits = dims.len() > r
-        && dims[..r] == *lead_dims
-        && (dims[r..] == [heads, dim] || dims[r..] == [heads * dim]);
+    let fits = dims.len() > r && dims[..r] == *lead_dims && (dims[r..] == [heads, dim] || dims[r..] == [heads * dim]);
     if !fits {
         let split: Vec<_> = lead_dims.iter().copied().chain([heads, dim]).collect();
         let merged: Vec<_> = lead_dims.iter().copied().chain([heads * dim]).collect();

@@ -76,10 +76,17 @@ impl CausalConv1d {
         let (num_slots, history, channels) = self.state.dims3()?;
         let width = history + 1;
         if !(2..=8).contains(&width) || channels == 0 {
-            bail!("{OP}: state: expected [slots, width - 1, channels] with a width of 2 to 8, got {:?}", self.state.dims());
+            bail!(
+                "{OP}: state: expected [slots, width - 1, channels] with a width of 2 to 8, got {:?}",
+                self.state.dims()
+            );
         }
         if weight.dims() != [channels, width] || !weight.is_contiguous() {
-            bail!("{OP}: weight: expected a contiguous tensor of shape {:?}, got {:?}", [channels, width], weight.dims());
+            bail!(
+                "{OP}: weight: expected a contiguous tensor of shape {:?}, got {:?}",
+                [channels, width],
+                weight.dims()
+            );
         }
         let lead = if self.cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched };
         if x.dims().len() != lead.rank() + 1 {
@@ -88,7 +95,11 @@ impl CausalConv1d {
         let lead_dims = &x.dims()[..lead.rank()];
         let (sequences, tokens, max_tokens) = match &self.cu_seqlens {
             Some(cu) if cu.total_tokens() != lead_dims[0] => {
-                bail!("{OP}: cu_seqlens: expected {} tokens in all (x has them), got {}", lead_dims[0], cu.total_tokens())
+                bail!(
+                    "{OP}: cu_seqlens: expected {} tokens in all (x has them), got {}",
+                    lead_dims[0],
+                    cu.total_tokens()
+                )
             }
             Some(cu) => (cu.num_sequences(), 0, cu.max_len()),
             None => (lead_dims[0], lead_dims[1], lead_dims[1]),
@@ -161,7 +172,13 @@ struct CpuRun<'a> {
 }
 
 impl CpuRun<'_> {
-    fn run<T: cpu::Element, W: cpu::Element>(&self, x: &[T], weight: &[W], state: &mut CpuStorage, layout: &Layout) -> Result<Vec<T>> {
+    fn run<T: cpu::Element, W: cpu::Element>(
+        &self,
+        x: &[T],
+        weight: &[W],
+        state: &mut CpuStorage,
+        layout: &Layout,
+    ) -> Result<Vec<T>> {
         let plan = self.plan;
         let Some(state) = T::slice_mut(state) else { bail!("{OP}: state: expected x's dtype") };
         let mut out = vec![T::ZERO; plan.out_shape.iter().product()];

@@ -107,8 +107,7 @@ fn uniform_tokens(tensor: &Tensor, lead: usize) -> Result<Tensor> {
 
 fn flat_layout(arg: &str, layout: &Layout, lead: &[usize], (heads, dim): (usize, usize)) -> Result<HeadsLayout> {
     let (dims, stride, r) = (layout.dims(), layout.stride(), lead.len());
-    let fits =
-        dims.len() > r && dims[..r] == *lead && (dims[r..] == [heads, dim] || dims[r..] == [heads * dim]);
+    let fits = dims.len() > r && dims[..r] == *lead && (dims[r..] == [heads, dim] || dims[r..] == [heads * dim]);
     if !fits {
         let want: Vec<_> = lead.iter().copied().chain([heads, dim]).collect();
         bail!("{OP}: {arg}: expected shape {want:?} (the last two may be merged), got {dims:?}");

@@ -19,12 +19,7 @@ impl GdnPrefill {
     ///
     /// # Errors
     /// When a dtype, shape or device does not fit; the message names the argument.
-    pub fn new(
-        gates: Gates,
-        state: &Tensor,
-        cu_seqlens: Option<&CuSeqlens>,
-        options: RuleOptions,
-    ) -> Result<Self> {
+    pub fn new(gates: Gates, state: &Tensor, cu_seqlens: Option<&CuSeqlens>, options: RuleOptions) -> Result<Self> {
         let rule = Rule {
             name: "gdn_prefill",
             lead: if cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched },

@@ -114,7 +114,9 @@ impl Rule {
             ),
         };
         if key_heads == 0 || value_heads % key_heads != 0 {
-            bail!("{op}: q: expected a number of key heads that divides the {value_heads} value heads, got {key_heads}");
+            bail!(
+                "{op}: q: expected a number of key heads that divides the {value_heads} value heads, got {key_heads}"
+            );
         }
         let lead_dims = &q.dims()[..r];
         let heads = |arg, layout, sizes| heads_layout(op, arg, layout, lead, lead_dims, sizes);
@@ -123,7 +125,11 @@ impl Rule {
         let (sequences, tokens, max_tokens) = match (&self.cu_seqlens, lead) {
             (Some(cu), _) => {
                 if cu.total_tokens() != lead_dims[0] {
-                    bail!("{op}: cu_seqlens: expected {} tokens in all (q has them), got {}", lead_dims[0], cu.total_tokens());
+                    bail!(
+                        "{op}: cu_seqlens: expected {} tokens in all (q has them), got {}",
+                        lead_dims[0],
+                        cu.total_tokens()
+                    );
                 }
                 (cu.num_sequences(), 0, cu.max_len())
             }
@@ -173,7 +179,10 @@ impl Rule {
     }
 
     #[cfg(feature = "cuda")]
-    pub fn cuda_fwd(&self, args: [(&candle_core::CudaStorage, &Layout); 3]) -> Result<(candle_core::CudaStorage, Shape)> {
+    pub fn cuda_fwd(
+        &self,
+        args: [(&candle_core::CudaStorage, &Layout); 3],
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         let [(q, ql), (k, kl), (v, vl)] = args;
         let plan = self.plan(ql, kl, vl)?;

@@ -1,6 +1,6 @@
 //! Whole models against transformers and against themselves. What loading refuses is tested on the CPU only.
 
-use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::golden::{Goldens, DEMO, DEMO_AS_LOADED, QWEN3_5, QWEN3_5_MOE};
 use crate::support::devices;
 use crate::tiny::{self, Tiny};
 use candle_core::{DType, Device, Result, Tensor};
@@ -89,6 +89,11 @@ fn log_softmax(logits: &[f32], id: u32) -> f32 {
 #[test]
 fn demo_matches_transformers() -> Result<()> {
     on_every_device(|device| check_goldens(&DEMO, device))
+}
+
+#[test]
+fn demo_matches_transformers_as_users_load_it() -> Result<()> {
+    on_every_device(|device| check_goldens(&DEMO_AS_LOADED, device))
 }
 
 #[test]
