@@ -175,9 +175,10 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     __syncthreads();
 
     {    // Product 1, then X, L and A from it.
-      // Four products at a time, then one addition: the rounding of k.k is the same for every pair of repeated keys and
-      // adds up over the chunk, so its sum must be better than one chain of K additions makes it.
-      float acc[4][4] = {};
+      // The sums of K K^T keep their rounding (Kahan, four products at a time): it would be the same for every pair of
+      // repeated keys and add up over the chunk. They stand where the row is past Q and the column may be before S.
+      constexpr int kKeyRows = C / S::kRowThreads, kKeyCols = (C - 1) / S::kColThreads + 1;
+      float acc[4][4] = {}, lost[4 - kKeyRows][kKeyCols] = {};
       const float *left = q_rows + ti * plan.pitch, *right = k_rows + tj * plan.pitch;
 #pragma unroll 2
       for (int k = 0; k < plan.k_pad; k += 4) {
@@ -191,8 +192,16 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
         for (int i = 0; i < 4; ++i)
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const float xy = fmaf(f[i].x, g[j].x, f[i].y * g[j].y);
-            acc[i][j] += fmaf(f[i].z, g[j].z, fmaf(f[i].w, g[j].w, xy));
+            if (i >= kKeyRows && j < kKeyCols) {
+              const float xy = fmaf(f[i].x, g[j].x, f[i].y * g[j].y);
+              const float y = fmaf(f[i].z, g[j].z, fmaf(f[i].w, g[j].w, xy));
+              add_kahan(acc[i][j], lost[i - kKeyRows][j], y);
+            } else {
+              acc[i][j] = fmaf(f[i].x, g[j].x, acc[i][j]);
+              acc[i][j] = fmaf(f[i].y, g[j].y, acc[i][j]);
+              acc[i][j] = fmaf(f[i].z, g[j].z, acc[i][j]);
+              acc[i][j] = fmaf(f[i].w, g[j].w, acc[i][j]);
+            }
           }
       }
 #pragma unroll

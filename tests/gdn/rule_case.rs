@@ -1,6 +1,6 @@
 //! One random case of the rule: its inputs in a chosen layout on a device, its result, and the reference's.
 
-use crate::support::{poison, rel_rms, rounded, values, Rng};
+use crate::support::{poison, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
 use candle_gdn::{Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill, RuleOptions};
@@ -198,11 +198,12 @@ impl Drawn {
             (false, false) => vec![sequences, case.lengths.first().copied().unwrap_or(0)],
         };
         let tensor = |x: &[f64], tail: &[usize], dtype| -> Result<Tensor> {
-            rounded(x, &[&lead, tail].concat(), dtype)?.0.to_device(device)
+            to_device(&rounded(x, &[&lead, tail].concat(), dtype)?.0, device)
         };
         let (a, b) =
             (tensor(&self.a, &[value_heads], case.gate_dtype)?, tensor(&self.b, &[value_heads], case.gate_dtype)?);
-        let [q, k, v, a, b] = match case.form {
+        let form = if tokens == 0 { Form::Dense } else { case.form };
+        let [q, k, v, a, b] = match form {
             Form::Dense => [
                 tensor(&self.q, &[key_heads, key_dim], case.dtype)?,
                 tensor(&self.k, &[key_heads, key_dim], case.dtype)?,
@@ -218,8 +219,19 @@ impl Drawn {
                     a.to_dtype(case.dtype)?,
                     b.to_dtype(case.dtype)?,
                 ];
-                let pad = Tensor::full(f32::NAN, [&lead[..], &[3]].concat(), device)?.to_dtype(case.dtype)?;
-                let columns: Vec<_> = parts.iter().flat_map(|part| [&pad, part]).collect();
+                // Rows that start anywhere, or rows that vector loads can take.
+                let aligned = case.algo == Algo::Recurrent128 || case.seed % 2 == 0;
+                let pad = |width: usize| -> Result<Tensor> {
+                    Tensor::full(f32::NAN, [&lead[..], &[width]].concat(), device)?.to_dtype(case.dtype)
+                };
+                let before = if aligned { 8 } else { 3 };
+                let mut columns = vec![];
+                for part in &parts {
+                    columns.extend([pad(before)?, part.clone()]);
+                    if aligned {
+                        columns.push(pad(8 - part.dims()[lead.len()] % 8)?);
+                    }
+                }
                 let projection = Tensor::cat(&columns, lead.len())?;
                 // A first row that belongs to nobody makes the offset non-zero.
                 let spare = projection.narrow(0, 0, 1.min(lead[0]))?;
@@ -229,8 +241,9 @@ impl Drawn {
                     .iter()
                     .map(|part| {
                         let width = part.dims()[lead.len()];
-                        start += 3 + width;
-                        projection.narrow(lead.len(), start - width, width)
+                        let view = projection.narrow(lead.len(), start + before, width);
+                        start += before + width + if aligned { 8 - width % 8 } else { 0 };
+                        view
                     })
                     .collect::<Result<_>>()?;
                 views.try_into().expect("five views")

@@ -43,6 +43,9 @@ pub fn rel_rms(x: &[f64], want: &[f64]) -> f64 {
 
 /// The values of a tensor of any float dtype, in f64.
 pub fn values(tensor: &Tensor) -> Vec<f64> {
+    if tensor.elem_count() == 0 {
+        return vec![];
+    }
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
@@ -51,6 +54,16 @@ pub fn rounded(values: &[f64], shape: &[usize], dtype: DType) -> Result<(Tensor,
     let tensor = Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(DType::F32)?.to_dtype(dtype)?;
     let back = self::values(&tensor);
     Ok((tensor, back))
+}
+
+/// `tensor` on `device`. candle cannot move an empty one to a GPU: that becomes an empty view there.
+pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor> {
+    if tensor.elem_count() > 0 || device.is_cpu() {
+        return tensor.to_device(device);
+    }
+    let padded: Vec<usize> = tensor.dims().iter().map(|&n| n.max(1)).collect();
+    let view = Tensor::zeros(padded, tensor.dtype(), device)?;
+    tensor.dims().iter().enumerate().try_fold(view, |view, (dim, &n)| view.narrow(dim, 0, n))
 }
 
 /// A small generator (xorshift64*), so that a failing case is its seed.
