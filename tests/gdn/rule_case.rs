@@ -220,7 +220,7 @@ impl Drawn {
                     b.to_dtype(case.dtype)?,
                 ];
                 // Rows that start anywhere, or rows that vector loads can take.
-                let aligned = case.algo == Algo::Recurrent128 || case.seed % 2 == 0;
+                let aligned = case.algo == Algo::Recurrent128 || case.seed.is_multiple_of(2);
                 let pad = |width: usize| -> Result<Tensor> {
                     Tensor::full(f32::NAN, [&lead[..], &[width]].concat(), device)?.to_dtype(case.dtype)
                 };
