@@ -5,7 +5,7 @@
 
 mod ffi;
 
-use crate::ops::{Algo, ConvPlan, Gates, HeadsLayout, NormPlan, RulePlan};
+use crate::ops::{Algo, ConvPlan, Gates, HeadsLayout, NormPlan, RulePlan, SequencePlan};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use candle_core::{bail, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
@@ -103,6 +103,24 @@ fn dense(pointer: &Pointer<'_>, tokens: usize, heads: usize, dim: usize) -> ffi:
     ffi::Heads { ptr: pointer.at(0, 0), seq_stride: tokens as i64 * row, token_stride: row, head_stride: dim as i64 }
 }
 
+/// The sequences of a launch and, since states are updated in place, the one slot map it reads and writes through.
+fn addressing(
+    op: &str,
+    seqs: &SequencePlan,
+    cu_seqlens: *const u32,
+    slots: *const u32,
+    state: &Layout,
+) -> Result<(ffi::Sequences, ffi::Slots)> {
+    let sequences = ffi::Sequences {
+        cu_seqlens,
+        num_seqs: int(op, "sequences", seqs.count)?,
+        tokens_per_seq: int(op, "tokens", seqs.tokens)?,
+        max_tokens_per_seq: int(op, "tokens", seqs.max_tokens)?,
+    };
+    let slots = ffi::Slots { slots, num_slots: seqs.num_slots as i64, slot_stride: state.stride()[0] as i64 };
+    Ok((sequences, slots))
+}
+
 fn int(op: &str, arg: &str, value: usize) -> Result<i32> {
     i32::try_from(value).or_else(|_| bail!("{op}: {arg}: expected at most {} on CUDA, got {value}", i32::MAX))
 }
@@ -183,7 +201,7 @@ fn launch_rule(args: &RuleArgs<'_>, state: &mut CudaStorage, layout: &Layout) ->
     let o = write(&mut out, stream)?;
     let state = write(state, stream)?;
     let state_ptr: *mut f32 = state.at(layout.start_offset(), 4);
-    let slots = ffi::Slots { slots, num_slots: plan.num_slots as i64, slot_stride: layout.stride()[0] as i64 };
+    let (seqs, slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
 
     let params = ffi::RuleParams {
         q: heads(&q, plan.q, dtype),
@@ -193,17 +211,12 @@ fn launch_rule(args: &RuleArgs<'_>, state: &mut CudaStorage, layout: &Layout) ->
         b: heads(&b, plan.b, gate_dtype),
         a_log: a_log.at(gates.a_log.layout().start_offset(), 4),
         dt_bias: dt_bias.at(gates.dt_bias.layout().start_offset(), 4),
-        o: dense(&o, plan.tokens, dims.value_heads, dims.value_dim),
+        o: dense(&o, plan.seqs.tokens, dims.value_heads, dims.value_dim),
         state_in: state_ptr,
         state_out: state_ptr,
         in_slots: slots,
         out_slots: slots,
-        seqs: ffi::Sequences {
-            cu_seqlens,
-            num_seqs: int(name, "sequences", plan.sequences)?,
-            tokens_per_seq: int(name, "tokens", plan.tokens)?,
-            max_tokens_per_seq: int(name, "tokens", plan.max_tokens)?,
-        },
+        seqs,
         num_k_heads: int(name, "key heads", dims.key_heads)?,
         num_v_heads: int(name, "value heads", dims.value_heads)?,
         head_k: dims.key_dim as i32,
@@ -249,21 +262,16 @@ pub(crate) fn conv(
         let y = write(&mut out, stream)?;
         let state = write(state, stream)?;
         let state_ptr: *mut c_void = state.at(layout.start_offset(), dtype.size_in_bytes());
-        let slots = ffi::Slots { slots, num_slots: plan.num_slots as i64, slot_stride: layout.stride()[0] as i64 };
+        let (seqs, slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
         let params = ffi::ConvParams {
             x: heads(&x, plan.x, dtype),
-            y: dense(&y, plan.tokens, 1, plan.channels),
+            y: dense(&y, plan.seqs.tokens, 1, plan.channels),
             weight: weight.at(plan.weight_offset, weight_dtype.size_in_bytes()),
             state_in: state_ptr,
             state_out: state_ptr,
             in_slots: slots,
             out_slots: slots,
-            seqs: ffi::Sequences {
-                cu_seqlens,
-                num_seqs: int(name, "sequences", plan.sequences)?,
-                tokens_per_seq: int(name, "tokens", plan.tokens)?,
-                max_tokens_per_seq: int(name, "tokens", plan.max_tokens)?,
-            },
+            seqs,
             channels: int(name, "channels", plan.channels)?,
             width: plan.width as i32,
             io_dtype: dtype_code(dtype),

@@ -2,7 +2,7 @@
 
 use super::args::*;
 use super::rule::{heads, storage_dtype};
-use super::sequences::{check_slots, cpu_slots, CuSeqlens};
+use super::sequences::{cpu_slots, CuSeqlens, SequencePlan};
 use crate::cpu;
 use candle_core::{bail, CpuStorage, CustomOp2, InplaceOp1, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
@@ -26,10 +26,7 @@ pub(crate) struct ConvPlan {
     pub x: HeadsLayout,
     pub channels: usize,
     pub width: usize,
-    pub sequences: usize,
-    pub tokens: usize,
-    pub max_tokens: usize,
-    pub num_slots: usize,
+    pub seqs: SequencePlan,
     pub weight_offset: usize,
     pub out_shape: Vec<usize>,
 }
@@ -73,7 +70,7 @@ impl CausalConv1d {
     }
 
     fn plan(&self, x: &Layout, weight: &Layout) -> Result<ConvPlan> {
-        let (num_slots, history, channels) = self.state.dims3()?;
+        let (_, history, channels) = self.state.dims3()?;
         let width = history + 1;
         if !(2..=8).contains(&width) || channels == 0 {
             bail!(
@@ -93,32 +90,13 @@ impl CausalConv1d {
             bail!("{OP}: x: expected shape [{}, {channels}], got {:?}", lead.names(), x.dims());
         }
         let lead_dims = &x.dims()[..lead.rank()];
-        let (sequences, tokens, max_tokens) = match &self.cu_seqlens {
-            Some(cu) if cu.total_tokens() != lead_dims[0] => {
-                bail!(
-                    "{OP}: cu_seqlens: expected {} tokens in all (x has them), got {}",
-                    lead_dims[0],
-                    cu.total_tokens()
-                )
-            }
-            Some(cu) => (cu.num_sequences(), 0, cu.max_len()),
-            None => (lead_dims[0], lead_dims[1], lead_dims[1]),
-        };
-        match &self.slots {
-            Some(slots) => check_slots(OP, slots, sequences, self.state.device())?,
-            None if num_slots != sequences => {
-                bail!("{OP}: state: expected {sequences} slots (one for each sequence), got {num_slots}")
-            }
-            None => {}
-        }
+        let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
+        let seqs = SequencePlan::new((OP, "x"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
         Ok(ConvPlan {
             x: heads_layout(OP, "x", x, lead, lead_dims, (1, channels))?,
             channels,
             width,
-            sequences,
-            tokens,
-            max_tokens,
-            num_slots,
+            seqs,
             weight_offset: weight.start_offset(),
             out_shape: x.dims().to_vec(),
         })
@@ -135,7 +113,7 @@ impl CustomOp2 for CausalConv1d {
         for (arg, storage) in [("x", x), ("weight", weight)] {
             check_not_state(OP, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
         }
-        let slots = cpu_slots(OP, self.slots.as_ref(), plan.num_slots)?;
+        let slots = cpu_slots(OP, self.slots.as_ref(), plan.seqs.num_slots)?;
         let run = CpuRun { op: self, plan: &plan, x, weight, slots, out: RefCell::new(None) };
         self.state.inplace_op1(&run)?;
         let Some(out) = run.out.into_inner() else { bail!("{OP}: no output") };
@@ -182,15 +160,14 @@ impl CpuRun<'_> {
         let plan = self.plan;
         let Some(state) = T::slice_mut(state) else { bail!("{OP}: state: expected x's dtype") };
         let mut out = vec![T::ZERO; plan.out_shape.iter().product()];
-        let cu_seqlens = self.op.cu_seqlens.as_ref().map(CuSeqlens::as_slice);
         let conv = cpu::conv::Conv {
             x: heads(x, plan.x),
             weight: &weight[plan.weight_offset..],
             channels: plan.channels,
             width: plan.width,
-            seqs: cpu::Sequences { cu_seqlens, count: plan.sequences, tokens: plan.tokens },
+            seqs: plan.seqs.cpu(self.op.cu_seqlens.as_ref()),
             slots: cpu::Slots { map: self.slots.as_deref(), stride: layout.stride()[0] },
-            max_tokens: plan.max_tokens,
+            max_tokens: plan.seqs.max_tokens,
             silu: self.op.silu,
         };
         let start = layout.start_offset().min(state.len());

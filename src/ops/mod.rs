@@ -17,4 +17,4 @@ pub use prefill::{gdn_prefill, gdn_prefill_in_place, GdnPrefill};
 pub use sequences::CuSeqlens;
 
 #[cfg(feature = "cuda")]
-pub(crate) use {args::HeadsLayout, conv::ConvPlan, norm::NormPlan, rule::RulePlan};
+pub(crate) use {args::HeadsLayout, conv::ConvPlan, norm::NormPlan, rule::RulePlan, sequences::SequencePlan};

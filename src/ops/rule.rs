@@ -2,7 +2,7 @@
 
 use super::args::*;
 use super::options::{Algo, Gates, RuleOptions};
-use super::sequences::{check_slots, cpu_slots, CuSeqlens};
+use super::sequences::{cpu_slots, CuSeqlens, SequencePlan};
 use crate::cpu;
 use crate::reference::Dims;
 use candle_core::{bail, CpuStorage, DType, InplaceOp1, Layout, Result, Shape, Storage, Tensor};
@@ -25,17 +25,13 @@ pub(super) struct Rule {
 #[derive(Debug, Clone)]
 pub(crate) struct RulePlan {
     pub dims: Dims,
-    pub sequences: usize,
-    /// Tokens of each sequence where they are not packed.
-    pub tokens: usize,
-    pub max_tokens: usize,
+    pub seqs: SequencePlan,
     pub q: HeadsLayout,
     pub k: HeadsLayout,
     pub v: HeadsLayout,
     pub a: HeadsLayout,
     pub b: HeadsLayout,
     pub out_shape: Vec<usize>,
-    pub num_slots: usize,
     pub scale: f64,
     pub options: RuleOptions,
 }
@@ -96,7 +92,7 @@ impl Rule {
     /// Checks the three layouts against the state.
     pub fn plan(&self, q: &Layout, k: &Layout, v: &Layout) -> Result<RulePlan> {
         let (op, lead) = (self.name, self.lead);
-        let (num_slots, value_heads, value_dim, key_dim) = self.state.dims4()?;
+        let (_, value_heads, value_dim, key_dim) = self.state.dims4()?;
         if !(1..=256).contains(&key_dim) || !(1..=256).contains(&value_dim) || value_heads == 0 {
             bail!(
                 "{op}: state: expected at least one head and head sizes of 1 to 256, got shape {:?}",
@@ -122,42 +118,20 @@ impl Rule {
         let heads = |arg, layout, sizes| heads_layout(op, arg, layout, lead, lead_dims, sizes);
         let gate = |arg, tensor: &Tensor| gate_layout(op, arg, tensor.layout(), lead, lead_dims, value_heads);
 
-        let (sequences, tokens, max_tokens) = match (&self.cu_seqlens, lead) {
-            (Some(cu), _) => {
-                if cu.total_tokens() != lead_dims[0] {
-                    bail!(
-                        "{op}: cu_seqlens: expected {} tokens in all (q has them), got {}",
-                        lead_dims[0],
-                        cu.total_tokens()
-                    );
-                }
-                (cu.num_sequences(), 0, cu.max_len())
-            }
-            (None, Lead::Decode) => (lead_dims[0], 1, 1),
-            (None, _) => (lead_dims[0], lead_dims[1], lead_dims[1]),
-        };
-        match &self.slots {
-            Some(slots) => check_slots(op, slots, sequences, self.state.device())?,
-            None if num_slots != sequences => {
-                bail!("{op}: state: expected {sequences} slots (one for each sequence), got {num_slots}")
-            }
-            None => {}
-        }
+        let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
+        let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
         if self.options.algo == Algo::Recurrent128 && (key_dim, value_dim) != (128, 128) {
             bail!("{op}: algo: Recurrent128 takes heads of size 128, got {key_dim} (K) and {value_dim} (V)");
         }
         Ok(RulePlan {
             dims: Dims { key_heads, value_heads, key_dim, value_dim },
-            sequences,
-            tokens,
-            max_tokens,
+            seqs,
             q: heads("q", q, (key_heads, key_dim))?,
             k: heads("k", k, (key_heads, key_dim))?,
             v: heads("v", v, (value_heads, value_dim))?,
             a: gate("a", &self.gates.a)?,
             b: gate("b", &self.gates.b)?,
             out_shape: lead_dims.iter().copied().chain([value_heads, value_dim]).collect(),
-            num_slots,
             scale: self.options.scale.unwrap_or((key_dim as f64).powf(-0.5)),
             options: self.options,
         })
@@ -171,7 +145,7 @@ impl Rule {
             check_dtype(self.name, arg, storage_dtype(storage), storage_dtype(q))?;
         }
         let gates = self.cpu_gates(&plan)?;
-        let slots = cpu_slots(self.name, self.slots.as_ref(), plan.num_slots)?;
+        let slots = cpu_slots(self.name, self.slots.as_ref(), plan.seqs.num_slots)?;
         let run = CpuRun { rule: self, plan: &plan, q, k, v, gates, slots, out: RefCell::new(None) };
         self.state.inplace_op1(&run)?;
         let Some(out) = run.out.into_inner() else { bail!("{}: no output", self.name) };
@@ -212,7 +186,7 @@ impl Rule {
         let (Storage::Cpu(a), Storage::Cpu(b)) = (&*a, &*b) else {
             bail!("{}: a, b: expected tensors on the CPU", self.name)
         };
-        let seqs = self.cpu_sequences(plan);
+        let seqs = plan.seqs.cpu(self.cu_seqlens.as_ref());
         let beta_scale = plan.options.beta_scale as f32;
         macro_rules! gates {
             ($a:expr, $b:expr) => {
@@ -225,11 +199,6 @@ impl Rule {
             (CpuStorage::F16(a), CpuStorage::F16(b)) => gates!(a, b),
             _ => bail!("{}: a, b: expected dtype f32, bf16 or f16", self.name),
         })
-    }
-
-    fn cpu_sequences(&self, plan: &RulePlan) -> cpu::Sequences<'_> {
-        let cu_seqlens = self.cu_seqlens.as_ref().map(CuSeqlens::as_slice);
-        cpu::Sequences { cu_seqlens, count: plan.sequences, tokens: plan.tokens }
     }
 }
 
@@ -309,13 +278,13 @@ impl CpuRun<'_> {
             k: heads(k, plan.k),
             v: heads(v, plan.v),
             gates: &self.gates,
-            seqs: self.rule.cpu_sequences(plan),
+            seqs: plan.seqs.cpu(self.rule.cu_seqlens.as_ref()),
             slots: cpu::Slots { map: self.slots.as_deref(), stride: layout.stride()[0] },
             l2norm: plan.options.l2norm,
             l2_eps: plan.options.l2_eps,
             scale: plan.scale,
             chunked: match plan.options.algo {
-                Algo::Auto => plan.max_tokens >= CPU_CHUNKED_FROM,
+                Algo::Auto => plan.seqs.max_tokens >= CPU_CHUNKED_FROM,
                 Algo::Chunked => true,
                 Algo::Recurrent | Algo::Recurrent128 => false,
             },

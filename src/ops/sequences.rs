@@ -1,6 +1,7 @@
 //! Sequence boundaries of packed tokens, and slots of a state pool.
 
-use super::args::{check_device, check_dtype};
+use super::args::{check_device, check_dtype, Lead};
+use crate::cpu;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Storage, Tensor};
 use std::sync::Arc;
 
@@ -79,8 +80,57 @@ impl CuSeqlens {
     }
 }
 
+/// How many sequences a call has and how long they are, from sizes that the host knows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SequencePlan {
+    pub count: usize,
+    /// Tokens of each sequence where they are not packed, else zero.
+    pub tokens: usize,
+    /// Length of the longest.
+    pub max_tokens: usize,
+    /// Slots of the state.
+    pub num_slots: usize,
+}
+
+impl SequencePlan {
+    /// From the leading dimensions of the argument `arg`, checked against the boundaries, the slots and the state.
+    pub fn new(
+        (op, arg): (&str, &str),
+        (lead, lead_dims): (Lead, &[usize]),
+        cu_seqlens: Option<&CuSeqlens>,
+        slots: Option<&Tensor>,
+        state: &Tensor,
+    ) -> Result<Self> {
+        let (count, tokens, max_tokens) = match (cu_seqlens, lead) {
+            (Some(cu), _) if cu.total_tokens() != lead_dims[0] => bail!(
+                "{op}: cu_seqlens: expected {} tokens in all ({arg} has them), got {}",
+                lead_dims[0],
+                cu.total_tokens()
+            ),
+            (Some(cu), _) => (cu.num_sequences(), 0, cu.max_len()),
+            (None, Lead::Decode) => (lead_dims[0], 1, 1),
+            (None, _) => (lead_dims[0], lead_dims[1], lead_dims[1]),
+        };
+        let num_slots = state.dims()[0];
+        match slots {
+            Some(slots) => check_slots(op, slots, count, state.device())?,
+            None if num_slots != count => {
+                bail!("{op}: state: expected {count} slots (one for each sequence), got {num_slots}")
+            }
+            None => {}
+        }
+        Ok(Self { count, tokens, max_tokens, num_slots })
+    }
+
+    /// The same for the CPU kernels.
+    pub fn cpu<'a>(&self, cu_seqlens: Option<&'a CuSeqlens>) -> cpu::Sequences<'a> {
+        let cu_seqlens = cu_seqlens.map(CuSeqlens::as_slice);
+        cpu::Sequences { cu_seqlens, count: self.count, tokens: self.tokens }
+    }
+}
+
 /// Shape, dtype and device of a slot map; its values are checked by [`check_slot_values`] where the host can see them.
-pub(super) fn check_slots(op: &str, slots: &Tensor, sequences: usize, device: &Device) -> Result<()> {
+fn check_slots(op: &str, slots: &Tensor, sequences: usize, device: &Device) -> Result<()> {
     check_dtype(op, "slots", slots.dtype(), DType::U32)?;
     check_device(op, "slots", slots, device)?;
     if slots.dims() != [sequences] || !slots.is_contiguous() {
