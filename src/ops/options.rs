@@ -11,7 +11,8 @@ pub enum Algo {
     Auto,
     /// Token by token, any head size.
     Recurrent,
-    /// Token by token, specialised for K = V = 128. On the CPU the same as `Recurrent`.
+    /// Token by token, specialised for K = V = 128. On CUDA the rows of q and k must begin at multiples of four elements
+    /// and the state at 16 bytes, which `Auto` checks and this refuses. On the CPU the same as `Recurrent`.
     Recurrent128,
     /// Chunk by chunk, any head size, f32 arithmetic.
     Chunked,
