@@ -34,6 +34,13 @@ fn no_arguments_complete_the_demo_prompt() {
 }
 
 #[test]
+fn a_model_without_a_prompt_gets_the_default_one() {
+    let run = generate(&["--model", DEMO, "-n", "4"]);
+    assert_eq!(run.stdout, generate(&["-n", "4"]).stdout);
+    assert!(run.stderr.contains(PROMPT), "{run:?}");
+}
+
+#[test]
 fn a_familiar_opening_continues_as_verse() {
     let run = generate(&["--prompt", PROMPT, "-n", "24"]);
     assert!(run.stdout.starts_with(" from Caesar Augustus, that all the world should be taxed."), "{:?}", run.stdout);
@@ -227,7 +234,7 @@ fn bad_arguments() {
     fails("generate", &["--prompt", "a", "--prompt-file", "b"], 2, &["--prompt-file"]);
     fails("generate", &["--prompt", ""], 1, &["prompt", "at least 1 token"]);
     fails("generate", &["--prompt-file", "/nowhere/at/all"], 1, &["--prompt-file", "/nowhere/at/all"]);
-    fails("generate", &["--model", DEMO], 1, &["--prompt or --prompt-file"]);
+    fails("generate", &["--chat"], 1, &["--chat", "--prompt or --prompt-file"]);
 }
 
 #[test]

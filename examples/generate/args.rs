@@ -17,7 +17,7 @@ pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// Text to complete, or the message with --chat
+    /// Text to complete, or the message with --chat [default: an opening that the demo knows]
     #[arg(long, conflicts_with = "prompt_file")]
     pub prompt: Option<String>,
 

@@ -7,8 +7,8 @@ use anyhow::{anyhow, bail, Context, Result};
 use candle_gdn::models::ModelConfig;
 use tokenizers::Tokenizer;
 
-/// Words that the demo checkpoint has read.
-const DEMO_PROMPT: &str = "And it came to pass in those days, that there went out a decree";
+/// What is completed when nothing is asked for; the demo checkpoint knows how it goes on.
+const DEFAULT_PROMPT: &str = "And it came to pass in those days, that there went out a decree";
 
 /// Never empty, and within the positions of the model.
 pub fn tokens(args: &Args, checkpoint: &Checkpoint, tokenizer: &Tokenizer, config: &ModelConfig) -> Result<Vec<u32>> {
@@ -31,15 +31,15 @@ pub fn tokens(args: &Args, checkpoint: &Checkpoint, tokenizer: &Tokenizer, confi
 }
 
 fn text(args: &Args) -> Result<String> {
-    match (&args.prompt, &args.prompt_file, &args.model.model) {
-        (Some(text), _, _) => Ok(text.clone()),
-        (None, Some(path), _) => {
+    match (&args.prompt, &args.prompt_file) {
+        (Some(text), _) => Ok(text.clone()),
+        (None, Some(path)) => {
             std::fs::read_to_string(path).with_context(|| format!("--prompt-file: cannot read {}", path.display()))
         }
-        (None, None, None) => {
-            eprintln!("prompt: {DEMO_PROMPT}");
-            Ok(DEMO_PROMPT.to_string())
+        (None, None) if args.chat => bail!("--chat: expected a message in --prompt or --prompt-file"),
+        (None, None) => {
+            eprintln!("prompt: {DEFAULT_PROMPT}");
+            Ok(DEFAULT_PROMPT.to_string())
         }
-        (None, None, Some(_)) => bail!("expected --prompt or --prompt-file"),
     }
 }

@@ -2,7 +2,9 @@
 
 use crate::support::{devices, golden, rel_rms, values};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{gdn_decode, gdn_prefill, CuSeqlens, GateActivation, GatedDeltaNet, Gates, GdnConfig, RuleOptions};
+use candle_gdn::{
+    gdn_decode, gdn_prefill, Algo, CuSeqlens, GateActivation, GatedDeltaNet, Gates, GdnConfig, RuleOptions,
+};
 use candle_nn::VarBuilder;
 use safetensors::SafeTensors;
 use serde::Deserialize;
@@ -31,10 +33,9 @@ fn ops() {
                 let get = |name: &str| tensors[&format!("{i}.{name}")].clone();
                 let io = |name: &str| get(name).to_dtype(dtype).unwrap();
                 let gates = Gates { a: get("a"), b: get("b"), a_log: get("A_log"), dt_bias: get("dt_bias") };
-                let options = RuleOptions { l2norm: case.l2norm, ..RuleOptions::default() };
+                let options = |algo| RuleOptions { l2norm: case.l2norm, algo, ..RuleOptions::default() };
                 let (q, k, v, state) = (io("q"), io("k"), io("v"), get("state"));
                 let cu = CuSeqlens::from_lengths(&case.seqs, &device).unwrap();
-                let (o, new_state) = gdn_prefill(&q, &k, &v, &gates, &state, Some(&cu), options).unwrap();
                 let bound = if dtype == DType::F32 { 1e-5 } else { 4e-3 };
                 let check = |what: &str, o: &Tensor, new_state: &Tensor| {
                     let o = rel_rms(&values(o), &values(&get("out")));
@@ -42,9 +43,12 @@ fn ops() {
                     assert!(o <= bound, "case {i} {what} {dtype:?} on {:?}: o off by {o:e}", device.location());
                     assert!(s <= 1e-5, "case {i} {what} {dtype:?} on {:?}: state off by {s:e}", device.location());
                 };
-                check("prefill", &o, &new_state);
+                for algo in [Algo::Auto, Algo::Recurrent, Algo::Chunked] {
+                    let (o, new_state) = gdn_prefill(&q, &k, &v, &gates, &state, Some(&cu), options(algo)).unwrap();
+                    check(&format!("prefill {algo:?}"), &o, &new_state);
+                }
                 if case.seqs.iter().all(|&n| n == 1) {
-                    let (o, new_state) = gdn_decode(&q, &k, &v, &gates, &state, options).unwrap();
+                    let (o, new_state) = gdn_decode(&q, &k, &v, &gates, &state, options(Algo::Auto)).unwrap();
                     check("decode", &o, &new_state);
                 }
             }
