@@ -8,6 +8,7 @@ pub(crate) mod norm;
 mod recurrent;
 pub(crate) mod rule;
 mod simd;
+mod transposed;
 mod view;
 
 pub(crate) use gates::log_decay_and_beta;

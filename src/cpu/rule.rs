@@ -1,12 +1,16 @@
 //! The gated delta rule over sequences and heads: one task per (sequence, value head), which walks its tokens one by
-//! one or chunk by chunk.
+//! one, a few at a time, or chunk by chunk.
 
 use super::chunked::{Workspace, CHUNK};
 use super::recurrent::Step;
 use super::simd::dispatch;
+use super::transposed::{padded, TransposedState, AT_ONCE};
 use super::view::{parallel, Element, Heads, Sequences, Shared, Slots};
 use crate::reference::Dims;
 use pulp::{Simd, WithSimd};
+
+/// From this many tokens on it pays to transpose a head's state and back.
+const TRANSPOSE_FROM: usize = 8;
 
 /// Everything but the output and the state.
 pub(crate) struct Rule<'a, T> {
@@ -44,47 +48,15 @@ impl<T: Element> Rule<'_, T> {
     }
 
     fn head(&self, n: usize, h: usize, out: &Shared<'_, T>, state: &mut [f32]) {
-        let Dims { key_heads, value_heads, key_dim, value_dim } = self.dims;
         let (first, tokens) = self.seqs.range(n);
-        let out_token = self.seqs.out_token(n);
-        let key_head = h / (value_heads / key_heads);
-        let load = |t: usize, q: &mut [f32], k: &mut [f32], v: &mut [f32]| {
-            dispatch(LoadKey { row: self.q.row(n, t, key_head, key_dim), to: q, rule: self, scale: self.scale });
-            dispatch(LoadKey { row: self.k.row(n, t, key_head, key_dim), to: k, rule: self, scale: 1.0 });
-            v.iter_mut().zip(self.v.row(n, t, h, value_dim)).for_each(|(v, x)| *v = x.to_f32());
-        };
-        let store = |i: usize, o: &[f32]| {
-            // SAFETY: a token's head belongs to one task.
-            let to = unsafe { out.part(((out_token + i) * value_heads + h) * value_dim, value_dim) };
-            to.iter_mut().zip(o).for_each(|(to, &o)| *to = T::from_f32(o));
-        };
-
+        let key_head = h / (self.dims.value_heads / self.dims.key_heads);
+        let head = Head { rule: self, n, h, key_head, first, tokens, out_token: self.seqs.out_token(n), out };
         if self.chunked {
-            let mut ws = Workspace::new(key_dim, value_dim);
-            for start in (0..tokens).step_by(CHUNK) {
-                let count = CHUNK.min(tokens - start);
-                ws.gates.clear();
-                for i in 0..count {
-                    let keys = i * key_dim..(i + 1) * key_dim;
-                    let values = i * value_dim..(i + 1) * value_dim;
-                    load(first + start + i, &mut ws.q[keys.clone()], &mut ws.k[keys], &mut ws.v[values]);
-                    ws.gates.push(self.gates[(out_token + start + i) * value_heads + h]);
-                }
-                ws.advance(key_dim, value_dim, state);
-                for i in 0..count {
-                    store(start + i, &ws.o[i * value_dim..][..value_dim]);
-                }
-            }
+            head.chunks(state);
+        } else if tokens >= TRANSPOSE_FROM {
+            head.passes(state);
         } else {
-            let mut row = vec![0.0; 2 * key_dim + value_dim];
-            let (q, rest) = row.split_at_mut(key_dim);
-            let (k, v) = rest.split_at_mut(key_dim);
-            for i in 0..tokens {
-                load(first + i, q, k, v);
-                let (log_decay, beta) = self.gates[(out_token + i) * value_heads + h];
-                dispatch(Step { q, k, v_to_o: v, log_decay, beta, state });
-                store(i, v);
-            }
+            head.steps(state);
         }
     }
 
@@ -94,6 +66,106 @@ impl<T: Element> Rule<'_, T> {
         for t in first..first + self.seqs.range(n).1 {
             // SAFETY: a token's head belongs to one task.
             unsafe { out.part((t * value_heads + h) * value_dim, value_dim) }.fill(T::ZERO);
+        }
+    }
+}
+
+/// One value head of one sequence.
+struct Head<'a, 'b, T> {
+    rule: &'a Rule<'b, T>,
+    n: usize,
+    h: usize,
+    key_head: usize,
+    /// Where the sequence begins, in the inputs and in the output.
+    first: usize,
+    out_token: usize,
+    tokens: usize,
+    out: &'a Shared<'a, T>,
+}
+
+impl<T: Element> Head<'_, '_, T> {
+    /// Token `i` of the sequence: q and k as the rule wants them, and v.
+    fn load(&self, i: usize, q: &mut [f32], k: &mut [f32], v: &mut [f32]) {
+        let (rule, t) = (self.rule, self.first + i);
+        let key = |heads: &Heads<'_, T>, to, scale| {
+            let row = heads.row(self.n, t, self.key_head, rule.dims.key_dim);
+            dispatch(LoadKey { row, to, rule, scale });
+        };
+        key(&rule.q, q, rule.scale);
+        key(&rule.k, k, 1.0);
+        v.iter_mut().zip(rule.v.row(self.n, t, self.h, rule.dims.value_dim)).for_each(|(v, x)| *v = x.to_f32());
+    }
+
+    /// Log decay and beta of token `i`.
+    fn gate(&self, i: usize) -> (f32, f32) {
+        self.rule.gates[(self.out_token + i) * self.rule.dims.value_heads + self.h]
+    }
+
+    fn store(&self, i: usize, o: &[f32]) {
+        let Dims { value_heads, value_dim, .. } = self.rule.dims;
+        // SAFETY: a token's head belongs to one task.
+        let to = unsafe { self.out.part(((self.out_token + i) * value_heads + self.h) * value_dim, value_dim) };
+        to.iter_mut().zip(o).for_each(|(to, &o)| *to = T::from_f32(o));
+    }
+
+    /// Token by token over the state as it lies.
+    fn steps(&self, state: &mut [f32]) {
+        let Dims { key_dim, value_dim, .. } = self.rule.dims;
+        let mut rows = vec![0.0; 2 * key_dim + value_dim];
+        let (q, rest) = rows.split_at_mut(key_dim);
+        let (k, v) = rest.split_at_mut(key_dim);
+        for i in 0..self.tokens {
+            self.load(i, q, k, v);
+            let (log_decay, beta) = self.gate(i);
+            dispatch(Step { q, k, v_to_o: v, log_decay, beta, state });
+            self.store(i, v);
+        }
+    }
+
+    /// A few tokens at a time over a transposed state.
+    fn passes(&self, state: &mut [f32]) {
+        let Dims { key_dim, value_dim, .. } = self.rule.dims;
+        let row = padded(value_dim);
+        let mut transposed = TransposedState::new(state, key_dim, value_dim);
+        let (mut q, mut k) = (vec![0.0; AT_ONCE * key_dim], vec![0.0; AT_ONCE * key_dim]);
+        let mut v = vec![0.0; AT_ONCE * row];
+        let mut i = 0;
+        while i < self.tokens {
+            let count = if self.tokens - i >= AT_ONCE { AT_ONCE } else { 1 };
+            for j in 0..count {
+                let keys = j * key_dim..(j + 1) * key_dim;
+                self.load(i + j, &mut q[keys.clone()], &mut k[keys], &mut v[j * row..][..value_dim]);
+            }
+            if count == AT_ONCE {
+                transposed.advance::<AT_ONCE>(&q, &k, &mut v, std::array::from_fn(|j| self.gate(i + j)));
+            } else {
+                transposed.advance::<1>(&q, &k, &mut v, [self.gate(i)]);
+            }
+            for j in 0..count {
+                self.store(i + j, &v[j * row..][..value_dim]);
+            }
+            i += count;
+        }
+        transposed.store(state);
+    }
+
+    /// Chunk by chunk.
+    fn chunks(&self, state: &mut [f32]) {
+        let Dims { key_dim, value_dim, .. } = self.rule.dims;
+        let mut ws = Workspace::new(key_dim, value_dim);
+        for start in (0..self.tokens).step_by(CHUNK) {
+            let count = CHUNK.min(self.tokens - start);
+            ws.gates.clear();
+            for i in 0..count {
+                let keys = i * key_dim..(i + 1) * key_dim;
+                let values = i * value_dim..(i + 1) * value_dim;
+                self.load(start + i, &mut ws.q[keys.clone()], &mut ws.k[keys], &mut ws.v[values]);
+                ws.gates.push(self.gate(start + i));
+            }
+            ws.advance(key_dim, value_dim, state);
+            for i in 0..count {
+                self.store(start + i, &ws.o[i * value_dim..][..value_dim]);
+            }
         }
     }
 }

@@ -9,12 +9,12 @@ pub enum Algo {
     /// Picked from the amount of work and the device.
     #[default]
     Auto,
-    /// Token by token, any head size.
+    /// Token by token, any head size. On the CPU four tokens a pass over the state once there are eight.
     Recurrent,
     /// Token by token, specialised for K = V = 128. On CUDA the rows of q and k must begin at multiples of four elements
     /// and the state at 16 bytes, which `Auto` checks and this refuses. On the CPU the same as `Recurrent`.
     Recurrent128,
-    /// Chunk by chunk, any head size, f32 arithmetic.
+    /// Chunk by chunk (64 tokens on the CPU, 16 or 32 on CUDA), any head size, f32 arithmetic.
     Chunked,
 }
 

@@ -264,15 +264,6 @@ struct CpuRun<'a> {
     out: RefCell<Option<CpuStorage>>,
 }
 
-/// Whether the chunk form is the faster one on the CPU. In f32 it does more arithmetic than the recurrence; it gains where
-/// a head's state no longer stays close to the core, or where there are so many tokens that their rows do not. Measured
-/// on two AVX-512 cores (benches/cpu.rs and other head sizes): within 20 % of each other everywhere, the recurrence ahead
-/// at 512 tokens of 128 x 128 and the chunks ahead at 2048 of them and at 512 of 256 x 256.
-fn chunks_pay(plan: &RulePlan) -> bool {
-    let from = if plan.dims.key_dim * plan.dims.value_dim > 32 * 1024 { 256 } else { 1536 };
-    plan.seqs.max_tokens >= from
-}
-
 impl CpuRun<'_> {
     fn run<T: cpu::Element>(&self, q: &[T], k: &[T], v: &[T], state: &mut [f32], layout: &Layout) -> Vec<T> {
         let plan = self.plan;
@@ -288,11 +279,9 @@ impl CpuRun<'_> {
             l2norm: plan.options.l2norm,
             l2_eps: plan.options.l2_eps,
             scale: plan.scale,
-            chunked: match plan.options.algo {
-                Algo::Auto => chunks_pay(plan),
-                Algo::Chunked => true,
-                Algo::Recurrent | Algo::Recurrent128 => false,
-            },
+            // Measured 1.3 to 3 times slower than the recurrence at every head size and length (benches/cpu.rs): in f32
+            // the chunk form has more arithmetic, and the CPU needs no large matrices to be busy.
+            chunked: plan.options.algo == Algo::Chunked,
         };
         let start = layout.start_offset().min(state.len());
         rule.run(&mut out, &mut state[start..]);
