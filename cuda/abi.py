@@ -1,0 +1,89 @@
+"""The C ABI of gdn.h for Python: its structs, and the shared library built and loaded. Needs nvcc and torch."""
+import ctypes as C
+import glob
+import os
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+DTYPES = {"f32": (0, torch.float32), "bf16": (1, torch.bfloat16), "f16": (2, torch.float16)}
+AUTO, RECURRENT, RECURRENT_128, CHUNKED = range(4)
+UNALIGNED = [RECURRENT, CHUNKED, AUTO]
+ALGO_NAMES = ["auto", "recurrent", "recurrent_128", "chunked"]
+OK, BAD_DTYPE, NULL_POINTER, BAD_HEADS, BAD_HEAD_DIM, BAD_LENGTH, BAD_CONV_WIDTH, BAD_ALGO, BAD_STRIDE = range(9)
+NO_SLOT = 0xFFFFFFFF
+
+
+class Heads(C.Structure):
+    _fields_ = [("ptr", C.c_void_p), ("seq_stride", C.c_int64), ("token_stride", C.c_int64), ("head_stride", C.c_int64)]
+
+
+class Sequences(C.Structure):
+    _fields_ = [("cu_seqlens", C.c_void_p), ("num_seqs", C.c_int32), ("tokens_per_seq", C.c_int32),
+                ("max_tokens_per_seq", C.c_int32)]
+
+
+class Slots(C.Structure):
+    _fields_ = [("slots", C.c_void_p), ("num_slots", C.c_int64), ("slot_stride", C.c_int64)]
+
+
+class RuleParams(C.Structure):
+    _fields_ = [("q", Heads), ("k", Heads), ("v", Heads), ("a", Heads), ("b", Heads), ("a_log", C.c_void_p),
+                ("dt_bias", C.c_void_p), ("o", Heads), ("state_in", C.c_void_p), ("state_out", C.c_void_p),
+                ("in_slots", Slots), ("out_slots", Slots), ("seqs", Sequences), ("num_k_heads", C.c_int32),
+                ("num_v_heads", C.c_int32), ("head_k", C.c_int32), ("head_v", C.c_int32), ("io_dtype", C.c_int32),
+                ("gate_dtype", C.c_int32), ("l2norm", C.c_int32), ("algo", C.c_int32), ("l2_eps", C.c_float),
+                ("scale", C.c_float), ("beta_scale", C.c_float)]
+
+
+class ConvParams(C.Structure):
+    _fields_ = [("x", Heads), ("y", Heads), ("weight", C.c_void_p), ("state_in", C.c_void_p), ("state_out", C.c_void_p),
+                ("in_slots", Slots), ("out_slots", Slots), ("seqs", Sequences), ("channels", C.c_int32),
+                ("width", C.c_int32), ("io_dtype", C.c_int32), ("weight_dtype", C.c_int32), ("silu", C.c_int32)]
+
+
+class NormParams(C.Structure):
+    _fields_ = [("x", Heads), ("z", Heads), ("out", Heads), ("weight", C.c_void_p), ("tokens", C.c_int64),
+                ("heads", C.c_int32), ("head_v", C.c_int32), ("io_dtype", C.c_int32), ("weight_dtype", C.c_int32),
+                ("sigmoid", C.c_int32), ("eps", C.c_float)]
+
+
+def build(path, extra):
+    """Compiles every .cu by itself, side by side, and links a shared library."""
+    major, minor = torch.cuda.get_device_capability()
+    targets = {"80": "80", "90a": "90a"} if (major, minor) == (9, 0) else {"80": "80", f"{major}{minor}": f"{major}{minor}"}
+    gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in targets]
+    base = ["nvcc", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "--default-stream", "per-thread",
+            "-Xcompiler", "-fPIC,-Wall", *gencode, *extra]
+    with tempfile.TemporaryDirectory() as tmp:
+        sources = sorted(glob.glob(os.path.join(HERE, "*", "*.cu")))
+        objects = [os.path.join(tmp, os.path.basename(s) + ".o") for s in sources]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda so: subprocess.run([*base, "-c", so[0], "-o", so[1]], check=True), zip(sources, objects)))
+        subprocess.run([*base, "-shared", *objects, "-o", path], check=True)
+
+
+def load(path):
+    lib = C.CDLL(path)
+    for name, params in (("gdn_rule", RuleParams), ("gdn_conv", ConvParams), ("gdn_norm", NormParams)):
+        f = getattr(lib, name)
+        f.argtypes, f.restype = [C.POINTER(params), C.c_void_p], C.c_int
+    lib.gdn_status_string.argtypes, lib.gdn_status_string.restype = [C.c_int], C.c_char_p
+    return lib
+
+
+def stream():
+    return torch.cuda.current_stream().cuda_stream
+
+
+def heads(x, packed):
+    """A tensor [tokens, head, dim] (packed), [sequence, token, head, dim], or the same without dim (the gates)."""
+    s = list(x.stride())
+    return Heads(x.data_ptr(), 0, s[0], s[1]) if packed else Heads(x.data_ptr(), s[0], s[1], s[2])
+
+
+def u32(values):
+    return torch.tensor([v - (1 << 32) if v >= 1 << 31 else v for v in values], dtype=torch.int32, device="cuda")
