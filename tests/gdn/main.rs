@@ -2,7 +2,8 @@
 //! machine with a GPU, on CUDA: one binary, the same cases.
 //!
 //! `CANDLE_GDN_TEST_DEVICE=cpu|cuda` picks one device; `cuda` fails where there is none.
-//! `CANDLE_GDN_GOLDENS` names the folder of the full golden files (default: the thinned ones of this repository).
+//! `CANDLE_GDN_GOLDENS` names the folder of the full golden files (default: the thinned ones of this repository, which
+//! are without the Qwen3.5 checkpoints).
 
 mod conv_norm;
 mod errors;

@@ -53,6 +53,9 @@ fn fails_with<T>(result: Result<T>, parts: &[&str]) {
 
 /// Last logits, log-probabilities and greedy tokens of every golden prompt, by [`Goldens::reference_model`].
 fn check_goldens(goldens: &Goldens, device: &Device) -> Result<()> {
+    if !goldens.is_here() {
+        return Ok(());
+    }
     let model = goldens.reference_model(device)?;
     let (mut worst_logit, mut worst_logprob, mut low_margins) = (0f32, 0f32, 0);
     for i in 0..goldens.prompts() {
@@ -227,7 +230,7 @@ fn no_tokens_change_nothing() -> Result<()> {
 #[test]
 fn half_precision_agrees_loosely() -> Result<()> {
     on_every_device(|device| {
-        for goldens in [&DEMO, &QWEN3_5, &QWEN3_5_MOE] {
+        for goldens in [&DEMO, &QWEN3_5, &QWEN3_5_MOE].into_iter().filter(|g| g.is_here()) {
             for (dtype, bound) in [(DType::BF16, 0.1), (DType::F16, 0.02)] {
                 let model = goldens.model(dtype, device)?;
                 assert_eq!(model.dtype(), dtype);

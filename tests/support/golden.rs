@@ -7,7 +7,7 @@ use candle_core::{safetensors::MmapedSafetensors, DType, Device, Result};
 use candle_gdn::models::{CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
 
-/// A checkpoint and its goldens; paths below the repository.
+/// A checkpoint and its goldens; paths below the repository, or below the folder of the full golden files.
 pub struct Goldens {
     checkpoint: &'static str,
     goldens: &'static str,
@@ -27,15 +27,12 @@ pub const DEMO: Goldens = Goldens {
 /// The same prompts by transformers as users load it (tests/goldens/transformers_goldens.py).
 pub const DEMO_AS_LOADED: Goldens =
     Goldens { goldens: "tests/goldens/demo_transformers.safetensors", whole_cast: false, ..DEMO };
-pub const QWEN3_5: Goldens = Goldens {
-    checkpoint: "tests/goldens/qwen3_5_tiny",
-    goldens: "tests/goldens/qwen3_5_tiny_goldens.safetensors",
-    prompts: 5,
-    whole_cast: true,
-};
+/// Checkpoints too large for the repository: only where `CANDLE_GDN_GOLDENS` names the folder that has them.
+pub const QWEN3_5: Goldens =
+    Goldens { checkpoint: "qwen3_5_tiny", goldens: "qwen3_5_tiny_goldens.safetensors", prompts: 5, whole_cast: true };
 pub const QWEN3_5_MOE: Goldens = Goldens {
-    checkpoint: "tests/goldens/qwen3_5_moe_tiny",
-    goldens: "tests/goldens/qwen3_5_moe_tiny_goldens.safetensors",
+    checkpoint: "qwen3_5_moe_tiny",
+    goldens: "qwen3_5_moe_tiny_goldens.safetensors",
     prompts: 5,
     whole_cast: true,
 };
@@ -51,17 +48,30 @@ pub struct Prompt {
     pub greedy_margin: Vec<f32>,
 }
 
-/// Below the repository; a program that was carried to another machine runs in the checkout there.
+/// Below the repository, else below the folder of the full golden files. A program that was carried to another machine
+/// runs in the checkout there.
 fn path(name: &str) -> String {
-    let built = format!("{}/{name}", env!("CARGO_MANIFEST_DIR"));
-    if std::path::Path::new(&built).exists() {
-        built
-    } else {
-        name.to_owned()
-    }
+    let full = std::env::var("CANDLE_GDN_GOLDENS").map(|dir| format!("{dir}/{name}")).ok();
+    let places = [Some(format!("{}/{name}", env!("CARGO_MANIFEST_DIR"))), full, Some(name.to_owned())];
+    let exists = |place: &String| std::path::Path::new(place).exists();
+    places.into_iter().flatten().find(exists).unwrap_or_else(|| name.to_owned())
 }
 
 impl Goldens {
+    /// Whether its files are here; says so where they are not.
+    pub fn is_here(&self) -> bool {
+        let here = std::path::Path::new(&path(self.goldens)).exists();
+        if !here {
+            eprintln!("skipped: {} is only among the full golden files (CANDLE_GDN_GOLDENS)", self.goldens);
+        }
+        here
+    }
+
+    /// The checkpoint's directory.
+    pub fn dir(&self) -> String {
+        path(self.checkpoint)
+    }
+
     pub fn prompts(&self) -> usize {
         self.prompts
     }
