@@ -418,14 +418,19 @@ fn chain(cycle: &[u32], vocab: usize, hidden: usize) -> (Tensor, Tensor) {
     (tensor(embed), tensor(head))
 }
 
-#[test]
-fn a_closed_output_is_no_panic() {
-    let mut child = command("generate")
+/// A generation that goes on until something ends it.
+fn long_run() -> std::process::Child {
+    command("generate")
         .args(["--prompt", PROMPT, "-n", "100000", "--temperature", "1"])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .unwrap();
+        .unwrap()
+}
+
+#[test]
+fn a_closed_output_is_no_panic() {
+    let mut child = long_run();
     let mut first = [0u8; 1];
     child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
     drop(child.stdout.take());
@@ -438,12 +443,7 @@ fn a_closed_output_is_no_panic() {
 #[cfg(unix)]
 #[test]
 fn ctrl_c_ends_cleanly() {
-    let mut child = command("generate")
-        .args(["--prompt", PROMPT, "-n", "100000", "--temperature", "1"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child = long_run();
     let mut stdout = child.stdout.take().unwrap();
     let mut first = [0u8; 1];
     stdout.read_exact(&mut first).unwrap();

@@ -59,8 +59,9 @@ impl Workspace {
         let mut sum = 0f64;
         self.sums.clear();
         self.sums.extend(self.gates.iter().map(|&(g, _)| {
-            // e^-1000 is zero in f32; the bound keeps an infinite decay from making inf - inf.
-            sum += f64::from(g).max(-1000.0);
+            // e^-1000 is zero in f32; the bound keeps an infinite decay from making inf - inf. Not `max`: it would take a
+            // NaN for the bound and hide it.
+            sum += if g < -1000.0 { -1000.0 } else { f64::from(g) };
             sum
         }));
 

@@ -141,7 +141,7 @@ fn stream_of(storage: &CudaStorage) -> Result<Arc<CudaStream>> {
     Ok(stream)
 }
 
-/// Gives `$body` a pointer to a tensor that the op holds, named `$name`.
+/// `$name`: a pointer to a tensor that the op holds. Its guards live to the end of the enclosing block.
 macro_rules! held {
     ($name:ident, $tensor:expr, $stream:expr) => {
         let (guard, _) = $tensor.storage_and_layout();

@@ -279,8 +279,8 @@ impl CpuRun<'_> {
             l2norm: plan.options.l2norm,
             l2_eps: plan.options.l2_eps,
             scale: plan.scale,
-            // Measured 1.3 to 3 times slower than the recurrence at every head size and length (benches/cpu.rs): in f32
-            // the chunk form has more arithmetic, and the CPU needs no large matrices to be busy.
+            // Measured slower than the recurrence at every length, by 1.2 times or more (benches/cpu.rs; other head sizes
+            // alike): in f32 the chunk form has more arithmetic, and the CPU needs no large matrices to be busy.
             chunked: plan.options.algo == Algo::Chunked,
         };
         let start = layout.start_offset().min(state.len());

@@ -226,6 +226,34 @@ fn odd_strides() {
     }
 }
 
+/// A NaN in a gate shows in its head from that token on, in every kernel, and nowhere else.
+#[test]
+fn nan_is_not_hidden() {
+    for device in devices() {
+        for algo in [Algo::Auto, Algo::Recurrent, Algo::Chunked] {
+            for tokens in [6, 40] {
+                let x = args(1, tokens, &device);
+                let head = |t: usize| {
+                    let row = (0..4).map(|h| if h == 1 && t == 5 { f32::NAN } else { 0.0 });
+                    row.collect::<Vec<_>>()
+                };
+                let spot: Vec<f32> = (0..tokens).flat_map(head).collect();
+                let spot = Tensor::from_vec(spot, (1, tokens, 4), &device).unwrap();
+                let gates = Gates { a: (&x.gates.a + &spot).unwrap(), ..x.gates.clone() };
+                let (o, state) = gdn_prefill(&x.q, &x.k, &x.v, &gates, &x.state, None, options(algo)).unwrap();
+                for h in 0..4 {
+                    let o = values(&o.narrow(2, h, 1).unwrap().narrow(1, 5, tokens - 5).unwrap());
+                    let state = values(&state.narrow(1, h, 1).unwrap());
+                    let all = o.iter().chain(&state);
+                    let right =
+                        if h == 1 { all.clone().all(|x| x.is_nan()) } else { all.clone().all(|x| x.is_finite()) };
+                    assert!(right, "{algo:?}, {tokens} tokens, head {h}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn nothing_to_do() {
     for device in devices() {
