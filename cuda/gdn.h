@@ -99,6 +99,8 @@ typedef struct gdn_rule_params {
   float beta_scale;        // 1, or 2 for models with negative eigenvalues
 } gdn_rule_params;
 int gdn_rule(const gdn_rule_params *params, cudaStream_t stream);
+// Which kernel gdn_rule would launch for these parameters on the current device: a gdn_algo other than GDN_AUTO.
+int gdn_rule_choice(const gdn_rule_params *params, int32_t *algo);
 
 // Depthwise causal convolution over time, then SiLU: y[t, c] = silu(sum_j w[c, j] x[t - width + 1 + j, c]), where
 // inputs before the sequence come from the state (the last width - 1 inputs, oldest first) and are replaced by the

@@ -24,8 +24,25 @@ bool any_null(const gdn_rule_params &p) {
   return max_tokens(p.seqs) > 0 && (!p.q.ptr || !p.k.ptr || !p.v.ptr || !p.a.ptr || !p.b.ptr || !p.o.ptr);
 }
 
+// The kernel that runs for checked parameters: the one asked for, or the best that takes them. 0 when that one does not.
+int choose(const gdn_rule_params &p) {
+  if (p.algo == GDN_RECURRENT_128) return recurrent_128_takes(p) ? GDN_RECURRENT_128 : 0;
+  if (p.algo != GDN_AUTO) return p.algo;
+  // In f32 the chunk form does no less arithmetic than the recurrence, and it is slower at every size measured: see the
+  // ladders in ../recurrent and ../chunked. It waits here for a shape or a rung where it wins.
+  return recurrent_128_takes(p) ? GDN_RECURRENT_128 : GDN_RECURRENT;
+}
+
 }  // namespace
 }  // namespace gdn
+
+extern "C" int gdn_rule_choice(const gdn_rule_params *params, int32_t *algo) {
+  using namespace gdn;
+  if (!params || !algo) return GDN_NULL_POINTER;
+  if (const int status = check(*params)) return status;
+  *algo = choose(*params);
+  return *algo ? GDN_OK : GDN_BAD_ALGO;
+}
 
 extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
   using namespace gdn;
@@ -37,13 +54,10 @@ extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
   if (tokens == 0 && state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots)) return GDN_OK;
   if (any_null(p)) return GDN_NULL_POINTER;
 
-  switch (p.algo) {
+  switch (choose(p)) {
     case GDN_RECURRENT: return launch_recurrent(p, stream);
-    case GDN_RECURRENT_128: return recurrent_128_takes(p) ? launch_recurrent_128(p, stream) : GDN_BAD_ALGO;
+    case GDN_RECURRENT_128: return launch_recurrent_128(p, stream);
     case GDN_CHUNKED: return launch_chunked(p, stream);
   }
-  // In f32 the chunk form does no less arithmetic than the recurrence, and it is slower at every size measured: see the
-  // ladders in ../recurrent and ../chunked. It waits here for a shape or a rung where it wins.
-  if (recurrent_128_takes(p)) return launch_recurrent_128(p, stream);
-  return launch_recurrent(p, stream);
+  return GDN_BAD_ALGO;
 }

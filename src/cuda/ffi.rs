@@ -96,6 +96,7 @@ pub struct NormParams {
 
 extern "C" {
     pub fn gdn_rule(params: *const RuleParams, stream: *mut c_void) -> c_int;
+    pub fn gdn_rule_choice(params: *const RuleParams, algo: *mut i32) -> c_int;
     pub fn gdn_conv(params: *const ConvParams, stream: *mut c_void) -> c_int;
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> c_int;
     pub fn gdn_status_string(status: c_int) -> *const c_char;

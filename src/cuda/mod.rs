@@ -186,11 +186,50 @@ pub(crate) fn rule(args: &RuleArgs<'_>, state: &Tensor) -> Result<CudaStorage> {
 }
 
 fn launch_rule(args: &RuleArgs<'_>, state: &mut CudaStorage, layout: &Layout) -> Result<CudaStorage> {
+    let stream = &*stream_of(args.q)?;
+    let mut out = alloc(args.q, &args.plan.out_shape)?;
+    let o = write(&mut out, stream)?;
+    let state = write(state, stream)?;
+    with_rule_params(args, stream, &o, (&state, layout), |params| {
+        // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
+        check(args.name, unsafe { ffi::gdn_rule(params, stream.cu_stream().cast::<c_void>()) })
+    })?;
+    drop((o, state));
+    Ok(out)
+}
+
+/// The kernel that [`rule`] would run.
+pub(crate) fn rule_choice(args: &RuleArgs<'_>, state: &Tensor) -> Result<Algo> {
+    let stream = &*stream_of(args.q)?;
+    held!(pointer, state, stream);
+    let (mut algo, nowhere) = (0, read(args.q, stream)?); // no kernel is chosen by where o lies
+    with_rule_params(args, stream, &nowhere, (&pointer, state.layout()), |params| {
+        // SAFETY: the launcher reads the parameters and writes the one number.
+        check(args.name, unsafe { ffi::gdn_rule_choice(params, &mut algo) })
+    })?;
+    match ALGOS.iter().find(|(_, code)| *code == algo) {
+        Some((algo, _)) => Ok(*algo),
+        None => bail!("{}: the kernels chose an unknown algorithm, {algo}", args.name),
+    }
+}
+
+/// `gdn_algo`
+const ALGOS: [(Algo, i32); 4] = [(Algo::Auto, 0), (Algo::Recurrent, 1), (Algo::Recurrent128, 2), (Algo::Chunked, 3)];
+
+fn algo_code(algo: Algo) -> i32 {
+    ALGOS.iter().find(|(a, _)| *a == algo).map_or(-1, |(_, code)| *code) // -1 is refused by the launcher
+}
+
+/// `f` with the parameter struct, whose pointers live as long as `f` runs.
+fn with_rule_params<R>(
+    args: &RuleArgs<'_>,
+    stream: &CudaStream,
+    o: &Pointer<'_>,
+    (state, layout): (&Pointer<'_>, &Layout),
+    f: impl FnOnce(&ffi::RuleParams) -> Result<R>,
+) -> Result<R> {
     let RuleArgs { name, plan, q, k, v, gates, slots, cu_seqlens } = *args;
     let (dims, dtype, gate_dtype) = (plan.dims, q.dtype(), gates.a.dtype());
-    let stream = &*stream_of(q)?;
-    let mut out = alloc(q, &plan.out_shape)?;
-
     let (q, k, v) = (read(q, stream)?, read(k, stream)?, read(v, stream)?);
     held!(a, gates.a, stream);
     held!(b, gates.b, stream);
@@ -198,12 +237,9 @@ fn launch_rule(args: &RuleArgs<'_>, state: &mut CudaStorage, layout: &Layout) ->
     held!(dt_bias, gates.dt_bias, stream);
     held_u32!(slots, slots, stream);
     held_u32!(cu_seqlens, cu_seqlens, stream);
-    let o = write(&mut out, stream)?;
-    let state = write(state, stream)?;
     let state_ptr: *mut f32 = state.at(layout.start_offset(), 4);
     let (seqs, slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
-
-    let params = ffi::RuleParams {
+    f(&ffi::RuleParams {
         q: heads(&q, plan.q, dtype),
         k: heads(&k, plan.k, dtype),
         v: heads(&v, plan.v, dtype),
@@ -211,7 +247,7 @@ fn launch_rule(args: &RuleArgs<'_>, state: &mut CudaStorage, layout: &Layout) ->
         b: heads(&b, plan.b, gate_dtype),
         a_log: a_log.at(gates.a_log.layout().start_offset(), 4),
         dt_bias: dt_bias.at(gates.dt_bias.layout().start_offset(), 4),
-        o: dense(&o, plan.seqs.tokens, dims.value_heads, dims.value_dim),
+        o: dense(o, plan.seqs.tokens, dims.value_heads, dims.value_dim),
         state_in: state_ptr,
         state_out: state_ptr,
         in_slots: slots,
@@ -224,20 +260,11 @@ fn launch_rule(args: &RuleArgs<'_>, state: &mut CudaStorage, layout: &Layout) ->
         io_dtype: dtype_code(dtype),
         gate_dtype: dtype_code(gate_dtype),
         l2norm: plan.options.l2norm.into(),
-        algo: match plan.options.algo {
-            Algo::Auto => 0,
-            Algo::Recurrent => 1,
-            Algo::Recurrent128 => 2,
-            Algo::Chunked => 3,
-        },
+        algo: algo_code(plan.options.algo),
         l2_eps: plan.options.l2_eps as f32,
         scale: plan.scale as f32,
         beta_scale: plan.options.beta_scale as f32,
-    };
-    // SAFETY: every pointer reaches what the plan checked, and the guards above outlive the launch.
-    check(name, unsafe { ffi::gdn_rule(&params, stream.cu_stream().cast::<c_void>()) })?;
-    drop((o, state));
-    Ok(out)
+    })
 }
 
 /// Runs the causal convolution with `state` updated in place and returns y.

@@ -1,7 +1,7 @@
 //! Any number of tokens of each sequence.
 
 use super::args::Lead;
-use super::options::{Gates, RuleOptions};
+use super::options::{Algo, Gates, RuleOptions};
 use super::rule::{custom_op3, Rule};
 use super::sequences::CuSeqlens;
 use candle_core::{Result, Tensor};
@@ -44,6 +44,14 @@ impl GdnPrefill {
     /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         self.0.forward(self, q, k, v)
+    }
+
+    /// Which kernel [`Self::forward`] runs for these tensors: never [`Algo::Auto`].
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn algo(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Algo> {
+        self.0.algo(q, k, v)
     }
 }
 

@@ -164,18 +164,34 @@ impl Rule {
             check_not_state(self.name, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
             check_dtype(self.name, arg, storage.dtype(), q.dtype())?;
         }
-        let args = crate::cuda::RuleArgs {
-            name: self.name,
-            plan: &plan,
-            q,
-            k,
-            v,
-            gates: &self.gates,
-            slots: self.slots.as_ref(),
-            cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-        };
-        let out = crate::cuda::rule(&args, &self.state)?;
+        let out = crate::cuda::rule(&self.cuda_args(&plan, [q, k, v]), &self.state)?;
         Ok((out, Shape::from(plan.out_shape)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_args<'a>(
+        &'a self,
+        plan: &'a RulePlan,
+        [q, k, v]: [&'a candle_core::CudaStorage; 3],
+    ) -> crate::cuda::RuleArgs<'a> {
+        let (gates, slots) = (&self.gates, self.slots.as_ref());
+        let cu_seqlens = self.cu_seqlens.as_ref().map(CuSeqlens::tensor);
+        crate::cuda::RuleArgs { name: self.name, plan, q, k, v, gates, slots, cu_seqlens }
+    }
+
+    /// The variant that [`Self::forward`] runs for these tensors.
+    pub fn algo(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Algo> {
+        let (q, k, v) = (dense_rows(q)?, dense_rows(k)?, dense_rows(v)?);
+        let plan = self.plan(q.layout(), k.layout(), v.layout())?;
+        #[cfg(feature = "cuda")]
+        {
+            let guards = [q.storage_and_layout().0, k.storage_and_layout().0, v.storage_and_layout().0];
+            if let [Storage::Cuda(q), Storage::Cuda(k), Storage::Cuda(v)] = [&*guards[0], &*guards[1], &*guards[2]] {
+                return crate::cuda::rule_choice(&self.cuda_args(&plan, [q, k, v]), &self.state);
+            }
+        }
+        // On the CPU the variants are these two.
+        Ok(if plan.options.algo == Algo::Chunked { Algo::Chunked } else { Algo::Recurrent })
     }
 
     fn cpu_gates(&self, plan: &RulePlan) -> Result<Vec<(f32, f32)>> {
