@@ -1,1 +1,300 @@
-fn main() {}
+//! Times on a GPU, through candle: how fast, and how close to what the card can do. See benches/README.md.
+//!
+//! `cargo bench --features cupti --bench gpu -- --help`
+
+mod ceilings;
+mod check;
+mod clock;
+mod cupti;
+mod layer;
+mod ops;
+#[path = "../report/record.rs"]
+mod record;
+mod rule;
+mod workloads;
+
+use anyhow::{bail, Context, Result};
+use candle_core::{DType, Device};
+use candle_gdn::Algo;
+use clap::{Parser, ValueEnum};
+use clock::{Clock, Sample, Tier};
+use record::{Machine, Row, Run, Time};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use workloads::{Choice, Heads};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Suite {
+    /// One token of each sequence
+    Decode,
+    /// FlashQLA's grid of lengths
+    Prefill,
+    /// The 54 decode workloads of the FlashInfer contest
+    ContestDecode,
+    /// Its 100 prefill workloads
+    ContestPrefill,
+    Conv,
+    Norm,
+    /// The whole layer at hidden 2048
+    Layer,
+    /// The input projections alone: one product, two, six
+    Projections,
+}
+
+#[derive(Parser)]
+#[command(
+    about = "Times of candle-gdn on a GPU, next to what the card can do",
+    bin_name = "cargo bench --bench gpu --"
+)]
+struct Args {
+    /// What to measure [default: everything]
+    suites: Vec<Suite>,
+    /// Kernel variants of the rule: auto, all, or names (recurrent, recurrent_128, chunked)
+    #[arg(long, default_value = "auto", value_delimiter = ',')]
+    algo: Vec<String>,
+    /// Key and value heads instead of the grid's, as 16/32
+    #[arg(long, value_delimiter = ',')]
+    heads: Vec<Heads>,
+    /// Size of the key and value heads
+    #[arg(long, default_value_t = 128)]
+    dim: usize,
+    /// Numbers of sequences instead of the grid's
+    #[arg(long, value_delimiter = ',')]
+    batch: Vec<usize>,
+    /// Tokens a sequence instead of the grid's
+    #[arg(long, value_delimiter = ',')]
+    tokens: Vec<usize>,
+    /// bf16, f16 or f32
+    #[arg(long, default_value = "bf16")]
+    dtype: String,
+    /// Clocks to read [default: all; gpu needs a build with --features cupti]
+    #[arg(long, value_delimiter = ',')]
+    tiers: Vec<Tier>,
+    /// A few shapes of each suite
+    #[arg(long)]
+    quick: bool,
+    /// Print the time of each kernel of a call
+    #[arg(long)]
+    kernels: bool,
+    /// Folder for gpu.json [default: benches/results/<device>]
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Name of the file in that folder
+    #[arg(long, default_value = "gpu.json")]
+    file: String,
+    /// Which GPU
+    #[arg(long, default_value_t = 0)]
+    device: usize,
+    /// What cargo passes to every benchmark
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What the suites share.
+pub struct Bench {
+    pub device: Device,
+    pub dtype: DType,
+    pub algos: Vec<Algo>,
+    pub all_algos: bool,
+    pub choice: Choice,
+    pub clock: Clock,
+    /// Shapes whose result was over its bound.
+    pub failures: usize,
+    kernels: bool,
+    run: Run,
+    path: PathBuf,
+}
+
+impl Bench {
+    /// Keeps a row, prints it and writes the file, so that a run cut short leaves what it has.
+    pub fn push(&mut self, row: Row) -> Result<()> {
+        self.run.push(row);
+        let row = &self.run.rows[self.run.rows.len() - 1];
+        let us = |t: Option<Time>| t.map_or("-".into(), |t| format!("{:.2}", t.median));
+        let best = row.gpu.or(row.event);
+        let rate = match (best, row.bytes, row.flop, row.floor_us) {
+            (Some(t), Some(bytes), Some(flop), Some(floor)) => {
+                let ceilings = self.run.ceilings;
+                let memory = ceilings.copy_gb_s.map_or(0., |rate| bytes as f64 / rate / 1e3);
+                if memory >= 0.999 * floor {
+                    let rate = bytes as f64 / t.median / 1e3;
+                    format!("{rate:7.0} GB/s    {:3.0} % of copy", 100. * memory / t.median)
+                } else {
+                    let rate = flop as f64 / t.median / 1e6;
+                    format!("{rate:7.1} TFLOP/s {:3.0} % of matmul", 100. * floor / t.median)
+                }
+            }
+            _ => String::new(),
+        };
+        println!(
+            "{:15} {:22} {:14}{} {:4} {:>2} {:>10} {:>10} {:>10} {:>9} {:>9}  {rate}{}{}",
+            row.suite,
+            row.workload,
+            row.variant.as_deref().unwrap_or("-"),
+            if row.auto { '*' } else { ' ' },
+            row.l2.as_deref().unwrap_or(""),
+            row.launches.map_or("-".into(), |n| n.to_string()),
+            us(row.gpu),
+            us(row.event),
+            us(row.wall),
+            us(row.host),
+            row.floor_us.map_or("-".into(), |us| format!("{us:.2}")),
+            if row.note.is_empty() { "" } else { "  " },
+            row.note,
+        );
+        self.run.write(&self.path)
+    }
+
+    pub fn push_sample(&mut self, row: Row, sample: Sample) -> Result<()> {
+        let kernels = sample.kernels.clone();
+        self.push(sample.into_row(row))?;
+        if self.kernels {
+            for (name, us, count) in kernels {
+                println!("      {us:9.2} us  x{count:<4.1} {}", name.chars().take(110).collect::<String>());
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the row's errors are within `bound`; otherwise it is kept as it is, without times.
+    pub fn holds(&mut self, row: &Row, bound: f64) -> Result<bool> {
+        let holds = row.error.values().all(|e| e.is_some_and(|e| e <= bound));
+        if !holds {
+            self.failures += 1;
+            self.push(row.clone().note("over its bound, not timed"))?;
+        }
+        Ok(holds)
+    }
+}
+
+fn algos(names: &[String]) -> Result<Vec<Algo>> {
+    if names.iter().any(|name| name == "all") {
+        return Ok(Algo::ALL.to_vec());
+    }
+    let by_name = |name: &String| match Algo::ALL.into_iter().find(|algo| rule::name_of(*algo) == name) {
+        Some(algo) => Ok(algo),
+        None => {
+            let known = Algo::ALL.map(rule::name_of).join(", ");
+            bail!("--algo: expected all or some of {known}, got {name:?}")
+        }
+    };
+    names.iter().map(by_name).collect()
+}
+
+/// `NVIDIA H200` is `nvidia-h200`.
+fn slug(device: &str) -> String {
+    let dashed: String =
+        device.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' }).collect();
+    dashed.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
+}
+
+/// The device's name, the driver's version and the CUDA version that it speaks.
+fn machine(device: &Device) -> Result<Machine> {
+    use candle_core::cuda_backend::cudarc::driver::sys;
+    let stream = device.as_cuda_device()?.cuda_stream();
+    let mut cuda = 0;
+    // SAFETY: the call writes one number.
+    unsafe { sys::cuDriverGetVersion(&mut cuda) }.result()?;
+    let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    let driver =
+        version.split_whitespace().find(|word| word.split('.').count() >= 2 && word.starts_with(char::is_numeric));
+    Ok(Machine {
+        device: stream.context().name()?,
+        host: record::host_cpu(),
+        threads: None,
+        driver: driver.map(str::to_owned),
+        cuda: Some(format!("{}.{}", cuda / 1000, cuda % 1000 / 10)),
+    })
+}
+
+fn bench(args: Args) -> Result<usize> {
+    let algos = algos(&args.algo)?;
+    let Some(dtype) = rule::dtype(&args.dtype) else {
+        bail!("--dtype: expected bf16, f16 or f32, got {:?}", args.dtype)
+    };
+    for (name, list) in [("--batch", &args.batch), ("--tokens", &args.tokens)] {
+        if list.contains(&0) {
+            bail!("{name}: expected numbers of at least 1, got 0");
+        }
+    }
+    let tiers = match (&args.tiers[..], cfg!(feature = "cupti")) {
+        ([], true) => vec![Tier::Gpu, Tier::Event, Tier::Wall],
+        ([], false) => {
+            eprintln!("built without CUPTI, so there are no pure kernel times: --features cupti has them");
+            vec![Tier::Event, Tier::Wall]
+        }
+        (tiers, _) => tiers.to_vec(),
+    };
+    let device = Device::new_cuda(args.device).with_context(|| format!("no CUDA device {}", args.device))?;
+    let machine = machine(&device)?;
+    let folder = args
+        .out
+        .unwrap_or_else(|| [env!("CARGO_MANIFEST_DIR"), "benches", "results", &slug(&machine.device)].iter().collect());
+    let clock = Clock::new(&device, &tiers)?;
+    let mut run = Run::new("benches/gpu", machine);
+    run.contender("candle-gdn", env!("CARGO_PKG_VERSION"));
+    run.ceilings = ceilings::measure(&clock, &device)?;
+    println!(
+        "{}, copy {:.0} GB/s, bf16 matmul {:.0} TFLOP/s, L2 {} MiB, commit {}",
+        run.machine.device,
+        run.ceilings.copy_gb_s.unwrap_or_default(),
+        run.ceilings.matmul_tflop_s.unwrap_or_default(),
+        clock.l2_bytes()? >> 20,
+        run.commit,
+    );
+    println!("times in us a call, medians; gpu: CUPTI, event: graph replay, wall: synchronised call, host: until it returned");
+    println!(
+        "{:15} {:22} {:15} {:4} {:>2} {:>10} {:>10} {:>10} {:>9} {:>9}",
+        "suite", "workload", "variant", "L2", "n", "gpu", "event", "wall", "host", "floor"
+    );
+    let choice =
+        Choice { heads: args.heads, dim: args.dim, batches: args.batch, tokens: args.tokens, quick: args.quick };
+    let all_algos = args.algo.iter().any(|name| name == "all");
+    let kernels = args.kernels;
+    let path = folder.join(&args.file);
+    let mut bench = Bench { device, dtype, algos, all_algos, choice, clock, failures: 0, kernels, run, path };
+    let suites = if args.suites.is_empty() { Suite::value_variants().to_vec() } else { args.suites };
+    for suite in suites {
+        let works = match suite {
+            Suite::Decode => bench.choice.decode(),
+            Suite::Prefill => bench.choice.prefill(),
+            Suite::ContestDecode => workloads::contest(bench.choice.quick)?.0,
+            Suite::ContestPrefill => workloads::contest(bench.choice.quick)?.1,
+            Suite::Conv => {
+                ops::conv(&mut bench)?;
+                continue;
+            }
+            Suite::Norm => {
+                ops::norm(&mut bench)?;
+                continue;
+            }
+            Suite::Layer => {
+                layer::layer(&mut bench)?;
+                continue;
+            }
+            Suite::Projections => {
+                layer::projections(&mut bench)?;
+                continue;
+            }
+        };
+        for work in &works {
+            rule::run(&mut bench, work)?;
+        }
+    }
+    println!("* what Algo::Auto takes; written to {}", bench.path.display());
+    Ok(bench.failures)
+}
+
+fn main() -> ExitCode {
+    match bench(Args::parse()) {
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(n) => {
+            eprintln!("error: {n} results were over their bounds");
+            ExitCode::FAILURE
+        }
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! The three clocks of benches/README.md: `gpu` (CUPTI), `event` (CUDA events around a graph replay), `wall` (the host).
+
+use crate::cupti;
+use crate::record::{Row, Time};
+use anyhow::{bail, Context, Result};
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUdevice_attribute, CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode,
+};
+use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream};
+use candle_core::{CudaDevice, Device};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// One call of what is timed. The calls of a measurement do the same work on different memory.
+pub type Call<'a> = Box<dyn Fn() -> candle_core::Result<()> + 'a>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Tier {
+    /// Kernel time by CUPTI
+    Gpu,
+    /// CUDA events around the replay of a CUDA graph
+    Event,
+    /// The host's clock around a call and a synchronisation
+    Wall,
+}
+
+/// How long a tier samples, in µs of estimated work.
+const BUDGET: f64 = 40_000.;
+const REPLAYS: usize = 9;
+
+pub struct Clock {
+    device: CudaDevice,
+    stream: Arc<CudaStream>,
+    tiers: Vec<Tier>,
+}
+
+/// What the clocks said of one contender. A tier that was not asked for or failed is `None`; `note` says which failed.
+#[derive(Debug, Default)]
+pub struct Sample {
+    pub launches: Option<u32>,
+    pub gpu: Option<Time>,
+    pub event: Option<Time>,
+    pub wall: Option<Time>,
+    pub host: Option<Time>,
+    /// Mean µs a call by kernel name, and how often it ran a call.
+    pub kernels: Vec<(String, f64, f64)>,
+    pub note: String,
+}
+
+impl Sample {
+    pub fn into_row(self, row: Row) -> Row {
+        let row = Row { launches: self.launches, ..row };
+        row.gpu(self.gpu).event(self.event).wall(self.wall).host(self.host).note(&self.note)
+    }
+}
+
+impl Clock {
+    pub fn new(device: &Device, tiers: &[Tier]) -> Result<Self> {
+        if tiers.contains(&Tier::Gpu) {
+            cupti::check()?;
+        }
+        let device = device.as_cuda_device()?.clone();
+        Ok(Self { stream: device.cuda_stream(), device, tiers: tiers.to_vec() })
+    }
+
+    /// Bytes of the L2 cache.
+    pub fn l2_bytes(&self) -> Result<usize> {
+        Ok(self.stream.context().attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize)
+    }
+
+    /// As many sets of `bytes` as it takes for a call to find nothing of its own in the L2 cache.
+    pub fn cold_sets(&self, bytes: u64) -> Result<usize> {
+        let enough = 3 * self.l2_bytes()? as u64;
+        Ok((enough.div_ceil(bytes.max(1)) as usize + 1).clamp(2, 256))
+    }
+
+    pub fn synchronize(&self) -> Result<()> {
+        Ok(self.stream.synchronize()?)
+    }
+
+    /// Times the calls, one after another and around again.
+    pub fn time(&self, calls: &[Call<'_>]) -> Result<Sample> {
+        for call in calls.iter().cycle().take(calls.len().max(3)) {
+            call()?;
+        }
+        self.synchronize()?;
+        let estimate = {
+            let start = Instant::now();
+            for call in calls.iter().cycle().take(3) {
+                call()?;
+            }
+            self.synchronize()?;
+            start.elapsed().as_secs_f64() * 1e6 / 3.
+        };
+        let reps = ((BUDGET / estimate) as usize).clamp(5, 200);
+        let mut sample = Sample::default();
+        for tier in [Tier::Gpu, Tier::Event, Tier::Wall] {
+            if !self.tiers.contains(&tier) {
+                continue;
+            }
+            let done = match tier {
+                Tier::Gpu => self.gpu(calls, reps, &mut sample),
+                Tier::Event => self.event(calls, reps, &mut sample),
+                Tier::Wall => self.wall(calls, reps, &mut sample),
+            };
+            if let Err(e) = done {
+                // The other tiers are still worth having.
+                self.synchronize().with_context(|| format!("{tier:?}: {e:#}"))?;
+                sample.note = format!("{}{tier:?}: {e:#}", if sample.note.is_empty() { "" } else { "; " });
+            }
+        }
+        Ok(sample)
+    }
+
+    fn gpu(&self, calls: &[Call<'_>], reps: usize, sample: &mut Sample) -> Result<()> {
+        let activities = cupti::record(|| {
+            for call in calls.iter().cycle().take(reps) {
+                call()?;
+            }
+            self.synchronize()
+        })?;
+        if activities.is_empty() || activities.len() % reps != 0 {
+            bail!("CUPTI saw {} activities in {reps} calls", activities.len());
+        }
+        let launches = activities.len() / reps;
+        let mut sums: Vec<f64> = activities.chunks(launches).map(|call| call.iter().map(|a| a.us()).sum()).collect();
+        let mut kernels = BTreeMap::<&str, (f64, f64)>::new();
+        for a in &activities {
+            let (us, count) = kernels.entry(&a.name).or_default();
+            *us += a.us() / reps as f64;
+            *count += 1. / reps as f64;
+        }
+        sample.kernels = kernels.into_iter().map(|(name, (us, count))| (name.to_owned(), us, count)).collect();
+        sample.kernels.sort_by(|a, b| b.1.total_cmp(&a.1));
+        sample.launches = Some(launches as u32);
+        sample.gpu = Some(Time::of(&mut sums));
+        Ok(())
+    }
+
+    fn event(&self, calls: &[Call<'_>], reps: usize, sample: &mut Sample) -> Result<()> {
+        // Whole rounds, so that the replays' seams are as cold as the rest.
+        let n = calls.len() * reps.min(40).div_ceil(calls.len());
+        let graph = self.capture(|| {
+            for call in calls.iter().cycle().take(n) {
+                call()?;
+            }
+            Ok(())
+        })?;
+        graph.upload()?;
+        graph.launch()?;
+        let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
+        let mut times = vec![];
+        for _ in 0..REPLAYS {
+            self.synchronize()?;
+            let start = self.stream.record_event(flags)?;
+            graph.launch()?;
+            let end = self.stream.record_event(flags)?;
+            end.synchronize()?;
+            times.push(f64::from(start.elapsed_ms(&end)?) * 1e3 / n as f64);
+        }
+        sample.event = Some(Time::of(&mut times));
+        Ok(())
+    }
+
+    fn capture(&self, work: impl Fn() -> Result<()>) -> Result<CudaGraph> {
+        // candle uploads some kernels' shapes; under this guard from a cache, which the first round fills.
+        let _cached = self.device.enable_cuda_graph_htod_cache();
+        work()?;
+        self.synchronize()?;
+        self.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+        let done = work();
+        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let graph = self.stream.end_capture(flags);
+        done.context("capture")?;
+        graph?.context("the capture was empty")
+    }
+
+    fn wall(&self, calls: &[Call<'_>], reps: usize, sample: &mut Sample) -> Result<()> {
+        let (mut walls, mut hosts) = (vec![], vec![]);
+        for call in calls.iter().cycle().take(reps) {
+            let start = Instant::now();
+            call()?;
+            hosts.push(start.elapsed().as_secs_f64() * 1e6);
+            self.synchronize()?;
+            walls.push(start.elapsed().as_secs_f64() * 1e6);
+        }
+        sample.wall = Some(Time::of(&mut walls));
+        sample.host = Some(Time::of(&mut hosts));
+        Ok(())
+    }
+
+    /// µs of `n` calls together, by events on the stream: for long calls such as the ceilings'.
+    pub fn stream_us(&self, n: usize, mut call: impl FnMut() -> candle_core::Result<()>) -> Result<f64> {
+        let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
+        let start = self.stream.record_event(flags)?;
+        for _ in 0..n {
+            call()?;
+        }
+        let end = self.stream.record_event(flags)?;
+        end.synchronize()?;
+        Ok(f64::from(start.elapsed_ms(&end)?) * 1e3)
+    }
+}

@@ -1,0 +1,170 @@
+//! The whole layer at Qwen3-Next's sizes, and its projections alone. Weights are cold: the calls go round several layers.
+
+use crate::check::{self, f64s, relative};
+use crate::clock::Call;
+use crate::record::{Row, Shape};
+use crate::Bench;
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig, GdnState};
+use candle_nn::VarBuilder;
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+const HIDDEN: usize = 2048;
+const KEYS: usize = 16 * 128;
+const VALUES: usize = 32 * 128;
+const HEADS: usize = 32;
+/// Rows of the one wide projection: q, k, v, z, b, a.
+const WIDE: usize = 2 * KEYS + 2 * VALUES + 2 * HEADS;
+const DECODE: [usize; 4] = [1, 8, 32, 128];
+const PREFILL: [usize; 4] = [128, 512, 2048, 8192];
+const PROJECTIONS: [usize; 14] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192];
+/// A layer in bf16 rounds its input four times on the way (projection, convolution, rule, norm) and sums over 4096.
+const LAYER_BOUND: f64 = 2e-2;
+
+fn config() -> GdnConfig {
+    GdnConfig {
+        hidden_size: HIDDEN,
+        num_key_heads: 16,
+        num_value_heads: HEADS,
+        key_head_dim: 128,
+        value_head_dim: 128,
+        conv_kernel: 4,
+        rms_norm_eps: 1e-6,
+        output_gate: GateActivation::Silu,
+        beta_scale: 1.,
+    }
+}
+
+fn weights(device: &Device, dtype: DType) -> Result<HashMap<String, Tensor>> {
+    let randn = |shape: &[usize], std: f32| Tensor::randn(0f32, std, shape, device)?.to_dtype(dtype);
+    let projection = (HIDDEN as f32).powf(-0.5);
+    Ok(HashMap::from([
+        ("in_proj_qkv.weight".into(), randn(&[2 * KEYS + VALUES, HIDDEN], projection)?),
+        ("in_proj_z.weight".into(), randn(&[VALUES, HIDDEN], projection)?),
+        ("in_proj_b.weight".into(), randn(&[HEADS, HIDDEN], projection)?),
+        ("in_proj_a.weight".into(), randn(&[HEADS, HIDDEN], projection)?),
+        ("conv1d.weight".into(), randn(&[2 * KEYS + VALUES, 1, 4], 0.5)?),
+        ("A_log".into(), Tensor::rand(1f32, 16., HEADS, device)?.log()?),
+        ("dt_bias".into(), (Tensor::randn(0f32, 1., HEADS, device)? - 4.)?),
+        ("norm.weight".into(), Tensor::ones(128, DType::F32, device)?),
+        ("out_proj.weight".into(), randn(&[HIDDEN, VALUES], (VALUES as f32).powf(-0.5))?),
+    ]))
+}
+
+fn load(weights: HashMap<String, Tensor>, dtype: DType, device: &Device) -> Result<GatedDeltaNet> {
+    Ok(GatedDeltaNet::load(&config(), VarBuilder::from_tensors(weights, dtype, device))?)
+}
+
+struct Set {
+    layer: GatedDeltaNet,
+    state: RefCell<GdnState>,
+    x: Tensor,
+}
+
+pub fn layer(bench: &mut Bench) -> Result<()> {
+    let (device, dtype) = (bench.device.clone(), bench.dtype);
+    let decode = bench.choice.batches(&DECODE).into_iter().map(|batch| (batch, 1));
+    let prefill = bench.choice.tokens(&PREFILL).into_iter().map(|tokens| (1, tokens));
+    let weight_bytes = ((WIDE + VALUES) * HIDDEN * dtype.size_in_bytes()) as u64;
+    // The layers are made once: what the L2 cache must forget is their weights.
+    let layers = bench.clock.cold_sets(weight_bytes)?;
+    let first = weights(&device, dtype)?;
+    let on_cpu: HashMap<_, _> = first
+        .iter()
+        .map(|(name, w)| Ok((name.clone(), w.to_device(&Device::Cpu)?.to_dtype(DType::F32)?)))
+        .collect::<Result<_>>()?;
+    let reference = load(on_cpu, DType::F32, &Device::Cpu)?;
+    let mut made = vec![load(first, dtype, &device)?];
+    while made.len() < layers {
+        made.push(load(weights(&device, dtype)?, dtype, &device)?);
+    }
+    for (batch, tokens) in decode.chain(prefill) {
+        let rows = batch * tokens;
+        let name = if tokens == 1 { format!("B={batch}") } else { format!("T={tokens}") };
+        let sets = made
+            .iter()
+            .map(|layer| {
+                let x = Tensor::randn(0f32, 1., (batch, tokens, HIDDEN), &device)?.to_dtype(dtype)?;
+                Ok(Set { layer: layer.clone(), state: RefCell::new(layer.new_state(batch)?), x })
+            })
+            .collect::<Result<Vec<_>>>()?;
+
+        // The first sequence's beginning, in f32 on the CPU: what comes later does not change it.
+        let seen = tokens.min(128);
+        let x = sets[0].x.narrow(0, 0, 1)?.narrow(1, 0, seen)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        let want = f64s(&reference.forward(&x, &mut reference.new_state(1)?)?)?;
+        check::poison(&[batch, tokens, HIDDEN], dtype, &device)?;
+        let y = sets[0].layer.forward(&sets[0].x, &mut sets[0].state.borrow_mut())?;
+        let error = relative(&f64s(&y.narrow(0, 0, 1)?.narrow(1, 0, seen)?.contiguous()?)?, &want);
+
+        let state = &sets[0].state.borrow().size_in_bytes() * 2;
+        let bytes = weight_bytes + (state + 2 * rows * HIDDEN * dtype.size_in_bytes()) as u64;
+        let chunk = if tokens == 1 { 0 } else { 2 * 64 * 4 * 128 };
+        let flop = rows as u64 * (2 * (WIDE + VALUES) * HIDDEN + HEADS * (6 * 128 * 128 + chunk)) as u64;
+        let shape = Shape::heads(16, HEADS, 128, 128).hidden(HIDDEN).batch(batch).tokens(tokens);
+        let row = Row::new("layer", &name, "candle-gdn").shape(shape).l2("cold").work(bytes, flop);
+        let row = row.error("y", if check::finite(&y)? { error } else { f64::NAN });
+        drop(y);
+        if !bench.holds(&row, LAYER_BOUND)? {
+            continue;
+        }
+        let calls: Vec<Call> = sets
+            .iter()
+            .map(|set| -> Call { Box::new(|| set.layer.forward(&set.x, &mut set.state.borrow_mut()).map(|_| ())) })
+            .collect();
+        let sample = bench.clock.time(&calls)?;
+        bench.push_sample(row, sample)?;
+    }
+    Ok(())
+}
+
+/// The input projections as one product, as two (qkvz, ba) and as six.
+pub fn projections(bench: &mut Bench) -> Result<()> {
+    let (device, dtype) = (bench.device.clone(), bench.dtype);
+    let variants: [(&str, &[usize]); 3] = [
+        ("one", &[WIDE]),
+        ("two", &[2 * KEYS + 2 * VALUES, 2 * HEADS]),
+        ("six", &[KEYS, KEYS, VALUES, VALUES, HEADS, HEADS]),
+    ];
+    let weight_bytes = (WIDE * HIDDEN * dtype.size_in_bytes()) as u64;
+    let layers = bench.clock.cold_sets(weight_bytes)?;
+    let scale = (HIDDEN as f32).powf(-0.5);
+    let wide = (0..layers)
+        .map(|_| Tensor::randn(0f32, scale, (WIDE, HIDDEN), &device)?.to_dtype(dtype))
+        .collect::<candle_core::Result<Vec<_>>>()?;
+    for tokens in bench.choice.tokens(&PROJECTIONS) {
+        let x = Tensor::randn(0f32, 1., (tokens, HIDDEN), &device)?.to_dtype(dtype)?;
+        let (x64, w64) = (f64s(&x.narrow(0, tokens - 1, 1)?)?, f64s(&wide[0])?);
+        let want: Vec<f64> =
+            w64.chunks(HIDDEN).map(|row| row.iter().zip(&x64).map(|(w, x)| w * x).sum::<f64>()).collect();
+        for (variant, parts) in variants {
+            let pieces = |wide: &Tensor| -> Result<Vec<Tensor>> {
+                let mut start = 0;
+                let piece = |rows: &usize| {
+                    start += rows;
+                    Ok(wide.narrow(0, start - rows, *rows)?.t()?)
+                };
+                parts.iter().map(piece).collect()
+            };
+            let sets = wide.iter().map(pieces).collect::<Result<Vec<_>>>()?;
+            let run = |set: &[Tensor]| set.iter().map(|w| x.matmul(w)).collect::<candle_core::Result<Vec<_>>>();
+            check::poison(&[tokens, WIDE], dtype, &device)?;
+            let y = Tensor::cat(&run(&sets[0])?, 1)?;
+            let error = relative(&f64s(&y.narrow(0, tokens - 1, 1)?)?, &want);
+            let bytes = weight_bytes + (tokens * (HIDDEN + WIDE) * dtype.size_in_bytes()) as u64;
+            let row = Row::new("projections", &format!("T={tokens}"), "candle").variant(variant).l2("cold");
+            let row = row.shape(Shape::default().hidden(HIDDEN).batch(1).tokens(tokens));
+            let row = row.work(bytes, (2 * tokens * WIDE * HIDDEN) as u64);
+            let row = row.error("y", if check::finite(&y)? { error } else { f64::NAN });
+            if !bench.holds(&row, 4e-3)? {
+                continue;
+            }
+            let calls: Vec<Call> = sets.iter().map(|set| -> Call { Box::new(|| run(set).map(|_| ())) }).collect();
+            let sample = bench.clock.time(&calls)?;
+            bench.push_sample(row, sample)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,157 @@
+//! What is measured: the grids of each suite.
+
+use crate::rule::Work;
+use anyhow::{Context, Result};
+use serde::Deserialize;
+use std::str::FromStr;
+
+/// Key heads, value heads, and the size of both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    pub hk: usize,
+    pub hv: usize,
+    pub dim: usize,
+}
+
+impl FromStr for Heads {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let (hk, hv) = s.split_once('/').ok_or_else(|| format!("expected HK/HV, as 16/32, got {s:?}"))?;
+        let number = |x: &str| x.parse().map_err(|_| format!("expected HK/HV, as 16/32, got {s:?}"));
+        Ok(Self { hk: number(hk)?, hv: number(hv)?, dim: 128 })
+    }
+}
+
+impl std::fmt::Display for Heads {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.hk, self.hv)
+    }
+}
+
+/// What the command line left of the grids.
+pub struct Choice {
+    pub heads: Vec<Heads>,
+    pub dim: usize,
+    pub batches: Vec<usize>,
+    pub tokens: Vec<usize>,
+    pub quick: bool,
+}
+
+const HEADS: [(usize, usize); 6] = [(16, 32), (16, 16), (16, 48), (16, 64), (4, 8), (2, 8)];
+const BATCHES: [usize; 9] = [1, 4, 8, 16, 32, 48, 64, 128, 256];
+/// Sequences and tokens of each: FlashQLA's grid.
+const PREFILL: [(usize, usize); 9] =
+    [(1, 64), (1, 128), (1, 512), (1, 2048), (1, 8192), (1, 32768), (4, 2048), (4, 8192), (8, 1024)];
+
+impl Choice {
+    fn heads(&self) -> Vec<Heads> {
+        let all = HEADS.iter().map(|&(hk, hv)| Heads { hk, hv, dim: self.dim });
+        match (&self.heads[..], self.quick) {
+            ([], true) => all.take(1).collect(),
+            ([], false) => all.collect(),
+            (chosen, _) => chosen.iter().map(|heads| Heads { dim: self.dim, ..*heads }).collect(),
+        }
+    }
+
+    pub fn batches(&self, grid: &[usize]) -> Vec<usize> {
+        match (&self.batches[..], self.quick) {
+            ([], true) => grid.iter().copied().step_by(4).collect(),
+            ([], false) => grid.to_vec(),
+            (chosen, _) => chosen.to_vec(),
+        }
+    }
+
+    pub fn tokens(&self, grid: &[usize]) -> Vec<usize> {
+        match (&self.tokens[..], self.quick) {
+            ([], true) => grid.iter().copied().step_by(3).collect(),
+            ([], false) => grid.to_vec(),
+            (chosen, _) => chosen.to_vec(),
+        }
+    }
+
+    pub fn decode(&self) -> Vec<Work> {
+        let mut works = vec![];
+        for heads in self.heads() {
+            for batch in self.batches(&BATCHES) {
+                works.push(Work {
+                    suite: "decode",
+                    name: self.name(heads, format!("B={batch}")),
+                    heads,
+                    lengths: vec![1; batch],
+                    decode: true,
+                    contest: false,
+                    warm: true,
+                });
+            }
+        }
+        works
+    }
+
+    pub fn prefill(&self) -> Vec<Work> {
+        let grid = match (&self.batches[..], &self.tokens[..]) {
+            ([], []) if self.quick => PREFILL[..3].to_vec(),
+            ([], []) => PREFILL.to_vec(),
+            (batches, tokens) => {
+                let or =
+                    |chosen: &[usize], default: usize| if chosen.is_empty() { vec![default] } else { chosen.to_vec() };
+                let tokens = or(tokens, 2048);
+                or(batches, 1).into_iter().flat_map(|b| tokens.iter().map(move |t| (b, *t))).collect()
+            }
+        };
+        let mut works = vec![];
+        for heads in self.heads() {
+            for &(batch, tokens) in &grid {
+                works.push(Work {
+                    suite: "prefill",
+                    name: self.name(heads, format!("{batch}x{tokens}")),
+                    heads,
+                    lengths: vec![tokens; batch],
+                    decode: false,
+                    contest: false,
+                    warm: false,
+                });
+            }
+        }
+        works
+    }
+
+    fn name(&self, heads: Heads, rest: String) -> String {
+        match self.dim {
+            128 => format!("{heads} {rest}"),
+            dim => format!("{heads} of {dim} {rest}"),
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Contest {
+    decode: Vec<usize>,
+    prefill: Vec<Vec<usize>>,
+}
+
+/// The contest's decode and prefill sets.
+pub fn contest(quick: bool) -> Result<(Vec<Work>, Vec<Work>)> {
+    let sets: Contest = serde_json::from_str(include_str!("../contest.json")).context("benches/contest.json")?;
+    let heads = Heads { hk: 4, hv: 8, dim: 128 };
+    let step = if quick { 10 } else { 1 };
+    let work = |suite, decode, i: usize, lengths: Vec<usize>| Work {
+        suite,
+        // As in benches/peers: the place in the set, then the size.
+        name: match decode {
+            true => format!("#{i} B={}", lengths.len()),
+            false => format!("#{i} {}:{}", lengths.len(), lengths.iter().sum::<usize>()),
+        },
+        heads,
+        lengths,
+        decode,
+        contest: true,
+        warm: false,
+    };
+    let decode = sets.decode.iter().enumerate().step_by(step);
+    let prefill = sets.prefill.into_iter().enumerate().step_by(step);
+    Ok((
+        decode.map(|(i, batch)| work("contest-decode", true, i, vec![1; *batch])).collect(),
+        prefill.map(|(i, lengths)| work("contest-prefill", false, i, lengths)).collect(),
+    ))
+}

@@ -1,0 +1,422 @@
+//! The record format of `benches/README.md`: what every benchmark writes and `report` reads.
+//!
+//! ```ignore
+//! let mut run = Run::new("benches/gpu", Machine { device, host: host_cpu(), ..Machine::default() });
+//! run.ceilings = Ceilings { copy_gb_s: Some(copy), matmul_tflop_s: Some(matmul) };
+//! run.contender("candle-gdn", env!("CARGO_PKG_VERSION"));
+//! let row = Row::new("decode", "16/32 B=1", "candle-gdn").variant("recurrent_128").auto(true).l2("cold");
+//! let row = row.shape(Shape::heads(16, 32, 128, 128).batch(1).tokens(1)).gpu(Time::of(&mut samples));
+//! run.push(row.work(bytes, flop).error("o", 0.0012));
+//! run.write("benches/results/h200/gpu.json".as_ref())?;
+//! ```
+
+// Each benchmark uses its part of this.
+#![allow(dead_code)]
+
+use anyhow::{ensure, Context, Result};
+use serde::{Deserialize, Deserializer, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The version of the format; a reader refuses any other.
+pub const SCHEMA: u32 = 1;
+
+/// One run of one tool on one machine: a file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    pub schema: u32,
+    /// What measured, as `benches/gpu`. Rows of different tools are different measurements.
+    pub tool: String,
+    /// Short hash, with `+` when the tree was dirty.
+    pub commit: String,
+    /// UTC, `YYYY-MM-DD`.
+    pub date: String,
+    /// What a reader types to get this file.
+    pub command: String,
+    pub machine: Machine,
+    #[serde(default)]
+    pub ceilings: Ceilings,
+    /// Names and versions.
+    #[serde(default)]
+    pub contenders: BTreeMap<String, String>,
+    pub rows: Vec<Row>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Machine {
+    /// What ran the kernels: the GPU, or the CPU again.
+    pub device: String,
+    /// The CPU model.
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub host: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub driver: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cuda: Option<String>,
+}
+
+/// What the machine was measured to do at best, in the same run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Ceilings {
+    /// A large copy: bytes read plus bytes written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy_gb_s: Option<f64>,
+    /// A large bf16 matrix product.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub matmul_tflop_s: Option<f64>,
+}
+
+/// One workload of one contender. Times are microseconds a call. A field that is not known here is an error: a tier of
+/// a misspelt name would be a gap that nobody sees.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Row {
+    pub suite: String,
+    /// Rows of one suite with the same workload and `l2` are the same work.
+    pub workload: String,
+    pub contender: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub variant: Option<String>,
+    /// Whether this is the variant that `Algo::Auto` takes.
+    #[serde(default, skip_serializing_if = "is_false", deserialize_with = "null_is_default")]
+    pub auto: bool,
+    /// `cold` or `warm`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub l2: Option<String>,
+    #[serde(default, deserialize_with = "null_is_default")]
+    pub shape: Shape,
+    /// What a call does besides the rule itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub includes: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub launches: Option<u32>,
+    /// Kernel time by CUPTI.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<Time>,
+    /// CUDA events around a replayed graph of many calls.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub event: Option<Time>,
+    /// Host clock around a call and a synchronisation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wall: Option<Time>,
+    /// The part of `wall` until the call returned.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<Time>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub flop: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub floor_us: Option<f64>,
+    /// Relative RMS errors against the rule in f64, by output. NaN is written as null.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "null_is_default")]
+    pub error: BTreeMap<String, Option<f64>>,
+    #[serde(default, skip_serializing_if = "String::is_empty", deserialize_with = "null_is_default")]
+    pub note: String,
+}
+
+/// Microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Time {
+    pub median: f64,
+    pub min: f64,
+    pub max: f64,
+}
+
+/// The sizes that a workload has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shape {
+    /// Key heads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hk: Option<usize>,
+    /// Value heads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hv: Option<usize>,
+    /// Size of a key head.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub k: Option<usize>,
+    /// Size of a value head.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub v: Option<usize>,
+    /// Sequences.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch: Option<usize>,
+    /// Tokens a sequence; absent where the sequences differ.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<usize>,
+    /// Tokens of all sequences.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_tokens: Option<usize>,
+    /// Width of the model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hidden: Option<usize>,
+    /// Channels of the convolution.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub channels: Option<usize>,
+}
+
+impl Run {
+    /// An empty run of this commit, today, by this command line.
+    pub fn new(tool: &str, machine: Machine) -> Run {
+        Run {
+            schema: SCHEMA,
+            tool: tool.into(),
+            commit: git_commit(),
+            date: today(),
+            command: command_line(),
+            machine,
+            ceilings: Ceilings::default(),
+            contenders: BTreeMap::new(),
+            rows: vec![],
+        }
+    }
+
+    pub fn contender(&mut self, name: &str, version: &str) {
+        self.contenders.insert(name.into(), version.into());
+    }
+
+    /// Takes the row, with the floor that its work has under this run's ceilings unless it brings one.
+    pub fn push(&mut self, mut row: Row) {
+        row.floor_us = row.floor_us.or_else(|| self.ceilings.floor_us(row.bytes, row.flop));
+        self.rows.push(row);
+    }
+
+    pub fn read(path: &Path) -> Result<Run> {
+        #[derive(Deserialize)]
+        struct Head {
+            schema: u32,
+        }
+        let name = path.display();
+        let text = std::fs::read_to_string(path).with_context(|| format!("{name}: cannot be read"))?;
+        // Before the rest, which another schema may name differently.
+        let head: Head = serde_json::from_str(&text).with_context(|| format!("{name}: no benchmark record"))?;
+        ensure!(head.schema == SCHEMA, "{name}: schema {}, expected {SCHEMA}", head.schema);
+        serde_json::from_str(&text).with_context(|| format!("{name}: not as benches/README.md says"))
+    }
+
+    /// JSON with a row a line, so that a diff shows which rows changed.
+    pub fn to_json(&self) -> Result<String> {
+        let mut json = serde_json::to_string_pretty(&Run { rows: vec![], ..self.clone() })?;
+        if !self.rows.is_empty() {
+            let rows = self.rows.iter().map(serde_json::to_string).collect::<serde_json::Result<Vec<_>>>()?;
+            json.truncate(json.rfind("[]").context("rows come last")?);
+            json += &format!("[\n    {}\n  ]\n}}", rows.join(",\n    "));
+        }
+        Ok(json + "\n")
+    }
+
+    /// Writes the file, and the folders above it where they are missing.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).with_context(|| format!("{}: cannot be made", folder.display()))?;
+        }
+        std::fs::write(path, self.to_json()?).with_context(|| format!("{}: cannot be written", path.display()))
+    }
+}
+
+impl Ceilings {
+    /// The larger of the bytes at the copy rate and the operations at the matmul rate.
+    pub fn floor_us(&self, bytes: Option<u64>, flop: Option<u64>) -> Option<f64> {
+        let memory = bytes.zip(self.copy_gb_s).map(|(bytes, rate)| bytes as f64 / rate / 1e3);
+        let arithmetic = flop.zip(self.matmul_tflop_s).map(|(flop, rate)| flop as f64 / rate / 1e6);
+        let floor = memory.into_iter().chain(arithmetic).reduce(f64::max)?;
+        (floor > 0.).then(|| rounded(floor))
+    }
+}
+
+/// Setters, each of one field, to be chained.
+impl Row {
+    pub fn new(suite: &str, workload: &str, contender: &str) -> Row {
+        Row { suite: suite.into(), workload: workload.into(), contender: contender.into(), ..Row::default() }
+    }
+
+    pub fn variant(self, variant: &str) -> Row {
+        Row { variant: Some(variant.into()), ..self }
+    }
+
+    pub fn auto(self, auto: bool) -> Row {
+        Row { auto, ..self }
+    }
+
+    /// `cold` or `warm`.
+    pub fn l2(self, l2: &str) -> Row {
+        Row { l2: Some(l2.into()), ..self }
+    }
+
+    pub fn shape(self, shape: Shape) -> Row {
+        Row { shape, ..self }
+    }
+
+    pub fn includes(self, includes: &str) -> Row {
+        Row { includes: Some(includes.into()), ..self }
+    }
+
+    pub fn launches(self, launches: u32) -> Row {
+        Row { launches: Some(launches), ..self }
+    }
+
+    pub fn gpu(self, time: impl Into<Option<Time>>) -> Row {
+        Row { gpu: time.into(), ..self }
+    }
+
+    pub fn event(self, time: impl Into<Option<Time>>) -> Row {
+        Row { event: time.into(), ..self }
+    }
+
+    pub fn wall(self, time: impl Into<Option<Time>>) -> Row {
+        Row { wall: time.into(), ..self }
+    }
+
+    pub fn host(self, time: impl Into<Option<Time>>) -> Row {
+        Row { host: time.into(), ..self }
+    }
+
+    /// Bytes that have to be read and written, and floating-point operations; `Run::push` makes the floor of it.
+    pub fn work(self, bytes: u64, flop: u64) -> Row {
+        Row { bytes: Some(bytes), flop: Some(flop), ..self }
+    }
+
+    /// The relative RMS error of one output.
+    pub fn error(mut self, output: &str, error: f64) -> Row {
+        self.error.insert(output.into(), Some(error).filter(|e| e.is_finite()));
+        self
+    }
+
+    /// Adds to the note.
+    pub fn note(mut self, note: &str) -> Row {
+        if !self.note.is_empty() && !note.is_empty() {
+            self.note += "; ";
+        }
+        self.note += note;
+        self
+    }
+}
+
+impl Shape {
+    pub fn heads(hk: usize, hv: usize, k: usize, v: usize) -> Shape {
+        Shape { hk: Some(hk), hv: Some(hv), k: Some(k), v: Some(v), ..Shape::default() }
+    }
+
+    pub fn hidden(self, hidden: usize) -> Shape {
+        Shape { hidden: Some(hidden), ..self }
+    }
+
+    pub fn channels(self, channels: usize) -> Shape {
+        Shape { channels: Some(channels), ..self }
+    }
+
+    pub fn batch(self, batch: usize) -> Shape {
+        Shape { batch: Some(batch), ..self }
+    }
+
+    /// Tokens a sequence, and of all of them: set the batch first.
+    pub fn tokens(self, tokens: usize) -> Shape {
+        Shape { tokens: Some(tokens), total_tokens: Some(tokens * self.batch.unwrap_or(1)), ..self }
+    }
+
+    /// Sequences of different lengths.
+    pub fn packed(self, lengths: &[usize]) -> Shape {
+        Shape { batch: Some(lengths.len()), tokens: None, total_tokens: Some(lengths.iter().sum()), ..self }
+    }
+}
+
+impl Time {
+    /// Median, minimum and maximum of at least one sample; the samples come back sorted.
+    pub fn of(samples: &mut [f64]) -> Time {
+        assert!(!samples.is_empty(), "a time needs a sample");
+        samples.sort_by(f64::total_cmp);
+        let n = samples.len();
+        let median = (samples[(n - 1) / 2] + samples[n / 2]) / 2.;
+        Time { median: rounded(median), min: rounded(samples[0]), max: rounded(samples[n - 1]) }
+    }
+}
+
+/// Microseconds to a tenth of a nanosecond, below what any of the clocks tells.
+fn rounded(us: f64) -> f64 {
+    (us * 1e4).round() / 1e4
+}
+
+fn is_false(x: &bool) -> bool {
+    !x
+}
+
+fn null_is_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(from: D) -> Result<T, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
+}
+
+/// The short hash, with `+` when the tree is dirty apart from `benches/results`; `CANDLE_GDN_COMMIT` where the program
+/// runs without its repository.
+pub fn git_commit() -> String {
+    if let Ok(commit) = std::env::var("CANDLE_GDN_COMMIT") {
+        return commit;
+    }
+    let git = |args: &[&str]| {
+        let out = Command::new("git").args(["-C", env!("CARGO_MANIFEST_DIR")]).args(args).output().ok()?;
+        out.status.success().then(|| String::from_utf8_lossy(&out.stdout).trim().to_string())
+    };
+    let hash = git(&["rev-parse", "--short", "HEAD"]);
+    let changes = git(&["status", "--porcelain", "--", ".", ":(exclude)benches/results"]);
+    hash.zip(changes).map_or("unknown".into(), |(hash, changes)| hash + if changes.is_empty() { "" } else { "+" })
+}
+
+/// UTC, `YYYY-MM-DD`.
+pub fn today() -> String {
+    date_of(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |past| past.as_secs()))
+}
+
+/// The UTC date of a Unix time.
+pub fn date_of(seconds: u64) -> String {
+    // Years begin in March, so that the leap day is a year's last; an era is 400 of them, 146097 days.
+    let days = seconds / 86_400 + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (year, month) = if month < 10 { (year, month + 3) } else { (year + 1, month - 9) };
+    format!("{:04}-{month:02}-{day:02}", year + 400 * era)
+}
+
+/// The CPU model, or `unknown`.
+pub fn host_cpu() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    model.map_or("unknown".into(), |(_, name)| name.split_whitespace().collect::<Vec<_>>().join(" "))
+}
+
+/// The `cargo bench` that runs this program: its features, its arguments and the variables that set its threads.
+pub fn command_line() -> String {
+    let features = match (cfg!(feature = "cupti"), cfg!(feature = "cuda")) {
+        (true, _) => " --features cupti",
+        (_, true) => " --features cuda",
+        _ => "",
+    };
+    let threads = ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"];
+    let threads = threads.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
+    threads.collect::<String>() + &cargo_command(features, std::env::args())
+}
+
+/// `cargo bench`, of the arguments that cargo gives the program it built.
+pub fn cargo_command(features: &str, mut args: impl Iterator<Item = String>) -> String {
+    let program = args.next().unwrap_or_default();
+    let program = Path::new(&program).file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    // cargo appends `-` and a hash of 16 digits.
+    let name = match program.rsplit_once('-') {
+        Some((name, hash)) if hash.len() == 16 && hash.chars().all(|c| c.is_ascii_hexdigit()) => name,
+        _ => &program,
+    };
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_=./,:+".contains(c);
+    let quoted = |arg: String| match !arg.is_empty() && arg.chars().all(plain) {
+        true => arg,
+        false => format!("'{}'", arg.replace('\'', r"'\''")),
+    };
+    let rest: Vec<_> = args.filter(|arg| arg != "--bench").map(quoted).collect();
+    let dashes = if rest.is_empty() { "" } else { " -- " };
+    format!("cargo bench{features} --bench {name}{dashes}{}", rest.join(" "))
+}
