@@ -1,1 +1,62 @@
-fn main() {}
+//! Tables and plots of the benchmark records: `cargo bench --bench report`, `cargo bench --bench report -- DIR...`.
+
+mod compare;
+mod folder;
+mod markdown;
+mod output;
+mod plots;
+mod rates;
+mod record;
+mod stats;
+mod summary;
+mod tables;
+
+use anyhow::{ensure, Context, Result};
+use clap::Parser;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Where cargo runs benchmarks: the root of the package.
+const RESULTS: &str = "benches/results";
+
+/// Writes table.md, contest.md, summary.md and the plots of each machine's records beside them.
+#[derive(Parser)]
+struct Args {
+    /// Folders with the records of one machine [default: all of benches/results]
+    #[arg(value_name = "DIR")]
+    folders: Vec<PathBuf>,
+
+    /// What cargo gives every benchmark
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let folders = match args.folders.is_empty() {
+        true => machines(Path::new(RESULTS)),
+        false => Ok(args.folders),
+    };
+    let mut code = ExitCode::SUCCESS;
+    let mut failed = |e: anyhow::Error| {
+        eprintln!("error: {e:#}");
+        code = ExitCode::FAILURE;
+    };
+    match folders {
+        // One broken folder does not keep the others from their tables.
+        Ok(folders) => folders.iter().for_each(|folder| output::report(folder).unwrap_or_else(&mut failed)),
+        Err(e) => failed(e),
+    }
+    code
+}
+
+/// The folders in the folder of results.
+fn machines(results: &Path) -> Result<Vec<PathBuf>> {
+    let shown = results.display();
+    let entries = results.read_dir().with_context(|| format!("{shown}: cannot be listed; benchmarks write there"))?;
+    let mut folders: Vec<_> =
+        entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_dir()).collect();
+    ensure!(!folders.is_empty(), "{shown}: no machine's folder");
+    folders.sort();
+    Ok(folders)
+}

@@ -1,0 +1,95 @@
+//! The convolution and the gated norm at Qwen3-Next's sizes, and how fast the memory is.
+
+use crate::record::{Row, Shape};
+use crate::results::Work;
+use crate::{assert_close, randn};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::{causal_conv1d, gated_rms_norm, GateActivation};
+use candle_nn::ops::silu;
+use criterion::{BenchmarkId, Criterion, Throughput};
+
+const HEADS: usize = 32;
+const DIM: usize = 128;
+const CHANNELS: usize = 8192;
+const WIDTH: usize = 4;
+
+/// The convolution as a sum of shifted inputs: candle's grouped `conv1d` loops over the channels.
+fn tensor_conv(x: &Tensor, weight: &Tensor, state: &Tensor) -> Result<Tensor> {
+    let tokens = x.dim(1)?;
+    let inputs = Tensor::cat(&[state, x], 1)?;
+    let mut sum = inputs.narrow(1, 0, tokens)?.broadcast_mul(&weight.narrow(1, 0, 1)?.t()?)?;
+    for j in 1..weight.dim(1)? {
+        sum = (sum + inputs.narrow(1, j, tokens)?.broadcast_mul(&weight.narrow(1, j, 1)?.t()?)?)?;
+    }
+    silu(&sum)
+}
+
+fn tensor_norm(x: &Tensor, z: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    candle_nn::ops::rms_norm(x, weight, 1e-6)? * silu(z)?
+}
+
+pub fn bench(c: &mut Criterion) -> Vec<Work> {
+    let mut works = vec![];
+    let mut group = c.benchmark_group("conv");
+    for tokens in [1, 512] {
+        let (x, weight) = (randn(&[1, tokens, CHANNELS]), randn(&[CHANNELS, WIDTH]));
+        let state = Tensor::zeros((1, WIDTH - 1, CHANNELS), DType::F32, &Device::Cpu).unwrap();
+        let want = tensor_conv(&x, &weight, &state).unwrap();
+        let check = state.force_contiguous().unwrap();
+        assert_close("y", &causal_conv1d(&x, &weight, &check, None, true).unwrap(), &want);
+        let bytes = 4 * CHANNELS * (2 * tokens + 2 * (WIDTH - 1) + WIDTH);
+        let shape = Shape::default().batch(1).tokens(tokens).channels(CHANNELS);
+        let row = |who: &str| Row::new("conv", &format!("T={tokens}"), who).shape(shape).work(bytes as u64, 0);
+        group.throughput(Throughput::Elements(tokens as u64));
+        group.bench_function(BenchmarkId::new("kernel", tokens), |b| {
+            b.iter(|| causal_conv1d(&x, &weight, &check, None, true).unwrap());
+        });
+        works.push(Work::new("conv", "kernel", tokens, row("candle-gdn").includes("SiLU, state")));
+        group.bench_function(BenchmarkId::new("tensor ops", tokens), |b| {
+            b.iter(|| tensor_conv(&x, &weight, &state).unwrap());
+        });
+        works.push(Work::new("conv", "tensor ops", tokens, row("tensor ops").includes("SiLU")));
+    }
+    group.finish();
+
+    let mut group = c.benchmark_group("norm");
+    for tokens in [1, 512] {
+        let shape = [1, tokens, HEADS, DIM];
+        let (x, z, weight) = (randn(&shape), randn(&shape), randn(&[DIM]));
+        let run = || gated_rms_norm(&x, &z, &weight, 1e-6, GateActivation::Silu).unwrap();
+        assert_close("norm", &run(), &tensor_norm(&x, &z, &weight).unwrap());
+        let bytes = 4 * 3 * tokens * HEADS * DIM;
+        let shape = Shape { hv: Some(HEADS), v: Some(DIM), ..Shape::default() }.batch(1).tokens(tokens);
+        let row = |who: &str| Row::new("norm", &format!("T={tokens}"), who).shape(shape).work(bytes as u64, 0);
+        group.throughput(Throughput::Elements(tokens as u64));
+        group.bench_function(BenchmarkId::new("kernel", tokens), |b| b.iter(run));
+        works.push(Work::new("norm", "kernel", tokens, row("candle-gdn").includes("gate")));
+        group.bench_function(BenchmarkId::new("tensor ops", tokens), |b| {
+            b.iter(|| tensor_norm(&x, &z, &weight).unwrap());
+        });
+        works.push(Work::new("norm", "tensor ops", tokens, row("tensor ops").includes("gate")));
+    }
+    works
+}
+
+/// A copy of 128 MiB to another place by all threads: what the memory gives, and what cached work is compared with in vain.
+pub fn copy(c: &mut Criterion) -> Vec<Work> {
+    const FLOATS: usize = 32 << 20;
+    let from = vec![1f32; FLOATS];
+    let mut to = vec![0f32; FLOATS];
+    let threads = candle_core::utils::get_num_threads();
+    let piece = FLOATS.div_ceil(threads);
+    let mut group = c.benchmark_group("copy");
+    group.throughput(Throughput::Bytes(8 * FLOATS as u64));
+    group.bench_function(BenchmarkId::new("128 MiB", threads), |b| {
+        b.iter(|| {
+            std::thread::scope(|scope| {
+                for (from, to) in from.chunks(piece).zip(to.chunks_mut(piece)) {
+                    scope.spawn(move || to.copy_from_slice(from));
+                }
+            });
+        });
+    });
+    let row = Row::new("copy", "128 MiB", "memory").work(8 * FLOATS as u64, 0);
+    vec![Work::new("copy", "128 MiB", threads, row)]
+}

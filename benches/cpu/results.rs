@@ -1,0 +1,81 @@
+//! What criterion measured, as a record of benches/README.md.
+
+use crate::record::{host_cpu, Ceilings, Machine, Row, Run, Time};
+use anyhow::{Context, Result};
+use serde::Deserialize;
+use std::path::PathBuf;
+use std::time::SystemTime;
+
+/// One benchmark: where criterion keeps it and the row that it becomes.
+pub struct Work {
+    /// `group/function/parameter`, as criterion names its folders.
+    pub id: String,
+    /// What the row counts, calls or tokens, in one iteration.
+    pub per: f64,
+    pub row: Row,
+}
+
+impl Work {
+    pub fn new(group: &str, function: &str, parameter: impl std::fmt::Display, row: Row) -> Self {
+        Self { id: format!("{group}/{function}/{parameter}"), per: 1., row }
+    }
+}
+
+/// A sample of criterion's: total nanoseconds of as many iterations.
+#[derive(Deserialize)]
+struct Sample {
+    iters: Vec<f64>,
+    times: Vec<f64>,
+}
+
+/// Writes `cpu.json` from the benchmarks that ran since then; others would be of another hour or program.
+pub fn write(works: &[Work], since: SystemTime, threads: usize) -> Result<()> {
+    let folder = criterion_folder()?;
+    let device = host_cpu();
+    let mut run =
+        Run::new("benches/cpu", Machine { host: device.clone(), device, threads: Some(threads), ..Machine::default() });
+    run.contender("candle-gdn", env!("CARGO_PKG_VERSION"));
+    run.contender("tensor ops", "candle 0.11");
+    let mut rows = vec![];
+    for work in works {
+        let path = folder.join(&work.id).join("new/sample.json");
+        let fresh = path.metadata().and_then(|m| m.modified()).is_ok_and(|time| time >= since);
+        if !fresh {
+            continue; // filtered out on the command line
+        }
+        let text = std::fs::read_to_string(&path)?;
+        let sample: Sample = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
+        let mut us: Vec<f64> = sample.times.iter().zip(&sample.iters).map(|(ns, n)| ns / n / 1e3 / work.per).collect();
+        let time = Time::of(&mut us);
+        if let ("copy", Some(bytes)) = (work.row.suite.as_str(), work.row.bytes) {
+            let rate = (bytes as f64 / time.median / 1e3 * 10.).round() / 10.;
+            run.ceilings = Ceilings { copy_gb_s: Some(rate), matmul_tflop_s: None };
+        }
+        rows.push(work.row.clone().wall(time));
+    }
+    if rows.is_empty() {
+        return Ok(()); // `--list`, or a filter that nothing passed
+    }
+    rows.into_iter().for_each(|row| run.push(row));
+    let path: PathBuf =
+        [env!("CARGO_MANIFEST_DIR"), "benches", "results", &slug(&run.machine.device), "cpu.json"].iter().collect();
+    println!("written to {}", path.display());
+    run.write(&path)
+}
+
+/// `AMD EPYC 9V74 80-Core Processor` is `amd-epyc-9v74-80-core-processor`.
+fn slug(device: &str) -> String {
+    let dashed = device.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "-");
+    dashed.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
+}
+
+/// Where criterion puts its samples: beside the folder that this program was built into.
+fn criterion_folder() -> Result<PathBuf> {
+    if let Some(home) = std::env::var_os("CRITERION_HOME") {
+        return Ok(home.into());
+    }
+    let program = std::env::current_exe()?;
+    let target = program.ancestors().nth(3).context("a program in target/release/deps")?;
+    let from_env = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    Ok(from_env.as_deref().unwrap_or(target).join("criterion"))
+}

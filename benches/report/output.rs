@@ -1,0 +1,27 @@
+//! A machine's files: the records in, tables and plots out.
+
+use crate::folder::Folder;
+use crate::{plots, summary, tables};
+use anyhow::{Context, Result};
+use std::path::Path;
+
+/// Writes everything there is to say about a folder into it.
+pub fn report(path: &Path) -> Result<()> {
+    let folder = Folder::read(path)?;
+    for (name, text) in files(&folder)? {
+        let file = path.join(&name);
+        std::fs::write(&file, text).with_context(|| format!("{}: cannot be written", file.display()))?;
+        println!("{}", file.display());
+    }
+    Ok(())
+}
+
+/// Names and texts; the same for the same records.
+pub fn files(folder: &Folder) -> Result<Vec<(String, String)>> {
+    let suites = tables::suites(folder);
+    let mut files = vec![("table.md".to_string(), tables::table(folder))];
+    files.extend(tables::contest(folder).map(|text| ("contest.md".to_string(), text)));
+    files.push(("summary.md".into(), summary::summary(folder, &suites)));
+    files.extend(plots::plots(&suites)?);
+    Ok(files)
+}
