@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""Times our kernels next to FlashInfer, FlashQLA and flash-linear-attention: one run, one timer, one format.
+
+    python3 benches/peers/bench.py                                  # every suite
+    python3 benches/peers/bench.py decode --shapes 16/32 --batches 1,64
+    python3 benches/peers/bench.py prefill --warm-up-compile --limit 540
+    python3 benches/peers/bench.py decode --no-peers --algo all
+
+Suites: decode, prefill, contest-decode, contest-prefill, layer, projections. Needs a GPU, nvcc and torch; a peer that
+is not installed, does not compile or dies leaves gaps. Each contender runs in processes of its own, one at a time.
+Writes peers-<suite>.json under --out and prints a table. Protocol and format: benches/README.md.
+
+Our times include the gates and the L2 norm. The peers' prefills take normalised q and k and ready gates; what a row
+includes is said in it.
+"""
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TOP = os.path.dirname(os.path.dirname(HERE))
+sys.path.insert(0, HERE)
+
+import children
+import contenders
+import records
+import workloads
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """One sentence and exit code 2, no usage."""
+        print(f"bench.py: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def listed(text):
+    return [x.strip() for x in text.split(",") if x.strip()]
+
+
+def names(known, what):
+    def parse(text):
+        for x in listed(text):
+            if x not in known:
+                raise argparse.ArgumentTypeError(f"unknown {what} '{x}'; there are {', '.join(known)}")
+        return listed(text)
+    return parse
+
+
+def head_pairs(text):
+    for pair in listed(text):
+        hk, _, hv = pair.partition("/")
+        if not (hk.isdecimal() and hv.isdecimal() and int(hk) and int(hv)):
+            raise argparse.ArgumentTypeError(f"'{pair}' is not a pair of head counts HK/HV such as 16/32")
+        if int(hv) % int(hk):
+            raise argparse.ArgumentTypeError(f"no kernel takes {pair}: HV must be a multiple of HK")
+    return listed(text)
+
+
+def counts(text):
+    for x in listed(text):
+        if not x.isdecimal() or not int(x):
+            raise argparse.ArgumentTypeError(f"'{x}' is not a positive number")
+    return [int(x) for x in listed(text)]
+
+
+def lengths(text):
+    for x in listed(text):
+        n, _, tokens = x.partition("x")
+        if not (n.isdecimal() and tokens.isdecimal() and int(n) and int(tokens)):
+            raise argparse.ArgumentTypeError(f"'{x}' is not SEQUENCESxTOKENS such as 4x2048")
+    return listed(text)
+
+
+def seconds(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number of seconds")
+    return value
+
+
+def arguments(argv):
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("suites", nargs="*", metavar="suite", help="any of the suites above; default: all")
+    p.add_argument("--shapes", type=head_pairs, metavar="HK/HV,…", help="head counts, of the suites' or others")
+    p.add_argument("--batches", type=counts, metavar="N,…", help="batch sizes of the decode suites and the layer")
+    p.add_argument("--lengths", type=lengths, metavar="NxT,…", help="sequences x tokens of the prefill suite")
+    p.add_argument("--contenders", type=names(list(contenders.CONTENDERS), "contender"), metavar="NAME,…",
+                   default=list(contenders.CONTENDERS), help="default: all of " + ", ".join(contenders.CONTENDERS))
+    p.add_argument("--no-peers", action="store_true", help="only candle-gdn and torch")
+    p.add_argument("--algo", type=names(["all", *contenders.ALGOS], "algo"), default=["auto"], metavar="NAME,…",
+                   help="our kernels: auto (the default), recurrent_128, recurrent, chunked, or all")
+    p.add_argument("--quick", action="store_true", help="a few shapes of each suite")
+    p.add_argument("--out", metavar="DIR", help="default: benches/results/<device>")
+    p.add_argument("--tag", default="", metavar="NAME", help="writes peers-<suite>-NAME.json: for parts of a suite")
+    p.add_argument("--lib", metavar="PATH", help="our shared library: loaded when it is there, else built there")
+    p.add_argument("--limit", type=seconds, metavar="SECONDS", default=float("inf"),
+                   help="for the whole run; what is not done by then is a gap")
+    p.add_argument("--contender-limit", type=seconds, metavar="SECONDS", default=300,
+                   help="for one contender in one suite, compiling included; default 300")
+    p.add_argument("--shape-limit", type=seconds, metavar="SECONDS", default=180,
+                   help="for one contender on one shape, compiling included; default 180")
+    p.add_argument("--warm-up-compile", action="store_true",
+                   help="first let the peers that keep their compiled kernels on disk compile, side by side: fla, "
+                        "FlashQLA, FlashInfer's decode (its prefill kernels are kept in memory only)")
+    p.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
+                   help="processes of --warm-up-compile; default: half the cores")
+    args = p.parse_args(argv)
+    for suite in args.suites:
+        if suite not in workloads.SUITES:
+            p.error(f"unknown suite '{suite}'; there are {', '.join(workloads.SUITES)}")
+    args.suites = list(dict.fromkeys(args.suites)) or list(workloads.SUITES)
+    if args.no_peers:
+        args.contenders = [c for c in args.contenders if c not in contenders.PEERS]
+    if "all" in args.algo:
+        args.algo = contenders.ALGOS
+    if not all(c.isalnum() or c in "-_." for c in args.tag):
+        p.error(f"'{args.tag}' is not a tag: letters, digits, '-', '_' and '.'")
+    return args, p
+
+
+def plan(args):
+    """[(suite, [(contender, [(Workload, variant)])])] of all that was asked for, and nothing empty."""
+    todo = []
+    for suite in args.suites:
+        works = workloads.select(suite, args.shapes, args.batches, args.lengths, args.quick)
+        parts = []
+        for name in args.contenders:
+            items = [(w, v) for w in works for v in contenders.variants(name, suite, args.algo)]
+            if items:
+                parts.append((name, items))
+        if parts:
+            todo.append((suite, parts))
+    return todo
+
+
+def compile_ahead(todo, deadline, args, say):
+    """Fills the peers' caches on disk: a process for each peer, suite and pair of heads, several at a time."""
+    jobs = {}
+    for suite, parts in todo:
+        for name, items in parts:
+            if suite in contenders.ON_DISK.get(name, []):
+                for work, variant in items:
+                    if work.l2 == "cold" and not work.draw:
+                        jobs.setdefault((name, suite, work.hk, work.hv), []).append((work, variant))
+
+    start = time.monotonic()
+    deadline = min(deadline, start + args.contender_limit)
+
+    def one(job):
+        (name, *_), items = job
+        env = {**os.environ, **contenders.COMPILE_AHEAD_ENV.get(name, {})}
+        # A shape may take as long as all: many compile at once.
+        return children.run_items("compile", name, items, None, args.contender_limit, deadline, env)[0]
+
+    with ThreadPoolExecutor(max(1, args.jobs)) as pool:
+        results = [r for part in pool.map(one, jobs.items()) for r in part]
+    failed = sum("note" in r for r in results)
+    say(f"compiled ahead: {len(results) - failed} of {len(results)} calls in {time.monotonic() - start:.0f} s, "
+        f"{len(jobs)} processes")
+
+
+def main(argv=None):
+    started = time.monotonic()
+    args, parser = arguments(sys.argv[1:] if argv is None else argv)
+    todo = plan(args)
+    if not todo:
+        parser.error("nothing to time: no contender that was asked for has such a shape in these suites")
+    # An end from outside still writes what there is.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory() as folder:
+        lib = None
+        if args.lib and not os.path.isdir(os.path.dirname(os.path.abspath(args.lib))):
+            parser.error(f"there is no folder for {args.lib}")
+        if any(name == "candle-gdn" for _, parts in todo for name, _ in parts):
+            lib = os.path.abspath(args.lib) if args.lib else os.path.join(folder, "libcandle_gdn.so")
+            if not os.path.exists(lib) and not shutil.which("nvcc"):
+                parser.error("no nvcc on the PATH: our kernels cannot be built")
+        try:
+            return bench(args, parser, todo, lib, started + args.limit)
+        except KeyboardInterrupt:
+            return 130
+
+
+def bench(args, parser, todo, lib, deadline):
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    machine, why = children.probe(lib)
+    if why:
+        parser.error(why)
+    out = args.out or os.path.join(TOP, "benches", "results", records.slug(machine["device"]))
+    ceilings = machine.pop("ceilings")
+    machine = {"device": machine["device"], "host": records.cpu_model(), "threads": records.threads(),
+               "driver": records.driver(), "cuda": machine["cuda"]}
+    say(f"{machine['device']}: copy {ceilings['copy_gb_s']:.0f} GB/s, matmul {ceilings['matmul_tflop_s']:.0f} TFLOP/s")
+    if args.warm_up_compile:
+        compile_ahead(todo, deadline, args, say)
+    command = shlex.join(["python3", "benches/peers/bench.py", *without_folders(sys.argv[1:])])
+    for suite, parts in todo:
+        rows, versions = [], {}
+
+        def write():
+            path = os.path.join(out, "-".join(x for x in ("peers", suite, args.tag) if x) + ".json")
+            head = records.header("benches/peers", command, TOP, machine, ceilings, versions)
+            records.save(path, head, in_order(rows, parts))
+
+        for name, items in parts:
+            start, results = time.monotonic(), [None] * len(items)
+            try:
+                _, versions[name] = children.run_items(
+                    "time", name, items, lib, args.shape_limit, min(deadline, start + args.contender_limit),
+                    complain=say, results=results)
+            finally:        # an interrupted run keeps what it has
+                mine = [records.row(w, name, v, r or {"note": "not run: interrupted"}, ceilings)
+                        for (w, v), r in zip(items, results)]
+                records.share_times(mine, [w for w, _ in items])
+                rows += mine
+                write()
+            timed = sum(r["gpu"] is not None for r in mine)
+            say(f"{suite}: {name}, {timed} of {len(mine)} rows in {time.monotonic() - start:.0f} s")
+        print(records.summary(suite, in_order(rows, parts)), flush=True)
+    say(f"written to {os.path.relpath(out)}")
+    return 0
+
+
+def without_folders(argv):
+    """The arguments less --lib and --out: a record does not tell how somebody's disk is laid out."""
+    kept, skip = [], False
+    for arg in argv:
+        if not skip and arg.split("=")[0] not in ("--lib", "--out"):
+            kept.append(arg)
+        skip = not skip and arg in ("--lib", "--out")
+    return kept
+
+
+def in_order(rows, parts):
+    """Rows of one work side by side, works in the order they were planned in."""
+    order = {}
+    for _, items in parts:
+        for work, _ in items:
+            order.setdefault((work.name, work.l2), len(order))
+    return sorted(rows, key=lambda r: order[r["workload"], r["l2"]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

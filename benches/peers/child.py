@@ -1,0 +1,147 @@
+"""The timing process of one contender: runs the items of a spec in order and reports each as a line of JSON.
+
+A spec is a JSON file: task ("probe", "time" or "compile"), contender, lib, items ([{workload, variant}]) and out, the
+file the lines go to. Lines: {"info": ...} once, {"start": i} before an item, {"row": i, ...} after it, {"fatal": text}
+where nothing can be run at all. The exit status 3 says that the GPU is lost to this process: go on in a new one.
+"""
+import json
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.join(os.path.dirname(os.path.dirname(HERE)), "cuda")]
+GPU_LOST = 3
+
+
+def main(path):
+    with open(path, encoding="utf-8") as f:
+        spec = json.load(f)
+    with open(spec["out"], "a", encoding="utf-8") as f:
+        def say(**line):
+            f.write(json.dumps(line) + "\n")
+            f.flush()
+        return probe(spec, say) if spec["task"] == "probe" else run(spec, say)
+
+
+def probe(spec, say):
+    """Looks at the machine, builds the kernels where they are wanted, and measures the ceilings."""
+    try:
+        import torch
+    except ImportError:
+        say(fatal="torch is not installed")
+        return 1
+    if not torch.cuda.is_available():
+        say(fatal="torch sees no CUDA GPU")
+        return 1
+    import timers
+    x = torch.randn(1 << 20, device="cuda")
+    if not timers.device_activities(lambda: x.mul_(2)):
+        say(fatal="CUPTI is missing or may not be used: torch.profiler sees nothing that the GPU does")
+        return 1
+    import subprocess
+
+    import abi
+    import timing
+    if spec["lib"]:
+        try:
+            if not os.path.exists(spec["lib"]):
+                abi.build(spec["lib"], [])
+            abi.load(spec["lib"])
+        except subprocess.CalledProcessError as e:
+            say(fatal=f"nvcc could not compile the kernels (exit status {e.returncode}); its messages are above")
+            return 1
+        except (OSError, AttributeError) as e:
+            say(fatal=f"{spec['lib']} is not the kernels' library: {timers.one_line(e)}")
+            return 1
+    say(info={"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda,
+              "ceilings": timers.ceilings(timing.copy_rate)})
+    return 0
+
+
+def run(spec, say):
+    import torch
+
+    import contenders
+    import timers
+    from workloads import Workload
+    torch.set_grad_enabled(False)
+    try:
+        contender = contenders.load(spec["contender"])(spec["lib"])
+    except Exception as e:      # whatever a package raises when it does not fit this machine
+        say(fatal=f"{spec['contender']} is not usable here: {timers.one_line(e)}")
+        return 1
+    say(info={"version": contender.version})
+    for i, item in enumerate(spec["items"]):
+        say(start=i)
+        work = Workload.from_json(item["workload"])
+        try:
+            row = compile_only(contender, work, item["variant"]) if spec["task"] == "compile" else \
+                time_one(contender, work, item["variant"])
+        except Exception as e:
+            row = {"note": f"failed: {timers.one_line(e)}"}
+        say(row=i, **row)
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except Exception:
+            return GPU_LOST
+    return 0
+
+
+def case_of(contender, work, variant, sets):
+    kind = work.suite if work.suite in ("layer", "projections") else "rule"
+    return getattr(contender, f"{kind}_case")(work, variant, sets)
+
+
+def compile_only(contender, work, variant):
+    import torch
+    case_of(contender, work, variant, 1).calls[0]()
+    torch.cuda.synchronize()
+    return {}
+
+
+def time_one(contender, work, variant):
+    """Checks set 0, then times all sets. Further draws of a shape are checked alone."""
+    import timers
+    import torch
+    from workloads import touched
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    sets = 1 if work.draw else timers.sets_for(touched(work), work.l2, l2_bytes)
+    case = case_of(contender, work, variant, sets)
+    case.calls[0]()
+    torch.cuda.synchronize()
+    row = {"includes": contender.includes(work)}
+    row["error"], note = errors(contender, work, case)
+    bounds = contender.bounds(work)
+    over = [f"{name} {row['error'][name]:.1e} > {bound:.0e}" for name, bound in zip(("o", "state"), bounds)
+            if name in row["error"] and not row["error"][name] <= bound]      # NaN is over too
+    if over:
+        note = "not timed, over its bound: " + ", ".join(over)
+    elif not note.startswith("not timed") and not work.draw:
+        case.math = None
+        torch.cuda.empty_cache()
+        times = timers.measure(case.calls)
+        note = "; ".join(n for n in (note, times.pop("note")) if n)
+        row.update(times)
+    row["note"] = note
+    return row
+
+
+def errors(contender, work, case):
+    """Relative RMS of set 0's outputs, and a note: the contest's own test where that applies."""
+    import contest
+    import reference
+    from workloads import DIM
+    if work.suite == "projections":
+        return {"o": contender.projections_error(case)}, ""
+    o, state = case.result()
+    want = case.math if work.suite == "layer" else reference.rule(*case.math, work.lens, DIM ** -0.5)
+    found = {"o": reference.relative(o, want[0]), "state": reference.relative(state, want[1])}
+    if not work.suite.startswith("contest"):
+        return found, ""
+    passed = contest.passes(o, want[0]) and contest.passes(state, want[1])
+    return found, "passes the contest's tolerance" if passed else "not timed, over the contest's tolerance of 1e-2"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

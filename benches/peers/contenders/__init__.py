@@ -1,0 +1,40 @@
+"""Who is timed. Each contender has a module here, imported in its own process alone."""
+import importlib
+
+RULE = ["decode", "prefill", "contest-decode", "contest-prefill"]
+PREFILLS = ["prefill", "contest-prefill"]
+ALGOS = ["auto", "recurrent_128", "recurrent", "chunked"]
+
+# name: module, class, {suite: variants}. Where `--algo` has a say the variants are those it may name.
+CONTENDERS = {
+    "candle-gdn": ("candle_gdn", "CandleGdn", {**{s: ALGOS for s in RULE}, "layer": ["auto"]}),
+    "flashinfer": ("peer_flashinfer", "FlashInfer", {"decode": [""], "contest-decode": [""],
+                                                     **{s: ["cp", "nocp"] for s in PREFILLS}}),
+    "flashqla": ("peer_flashqla", "FlashQLA", {s: [""] for s in PREFILLS}),
+    "fla": ("peer_fla", "Fla", {s: [""] for s in [*RULE, "layer"]}),
+    "torch": ("projections", "Torch", {"projections": ["one", "two", "six"]}),
+}
+PEERS = ["flashinfer", "flashqla", "fla"]
+
+# Suites whose kernels a peer compiles at first use and keeps on disk, so that compiling ahead in other processes
+# helps. flashinfer's prefill kernels are not among them: it keeps what cute.compile returns in memory only, and the
+# CuTe DSL itself stores nothing that was compiled explicitly. They do not depend on the heads: a process compiles once.
+ON_DISK = {
+    "flashinfer": ["decode", "contest-decode"],     # exported objects under ~/.cache/flashinfer
+    "flashqla": PREFILLS,                           # tilelang's ~/.tilelang/cache
+    "fla": [*RULE, "layer"],                        # Triton's ~/.triton/cache
+}
+# Tuning results are measured, so they must not be those of a compile-ahead run with others on the GPU.
+COMPILE_AHEAD_ENV = {"fla": {"FLA_CACHE_RESULTS": "0"}}
+
+
+def variants(name, suite, algos=("auto",)):
+    """The variants of a contender in a suite; none where it has no part in it."""
+    mine = CONTENDERS[name][2].get(suite, [])
+    return [v for v in mine if v in algos] if name == "candle-gdn" else mine
+
+
+def load(name):
+    """The contender's class. Raises ImportError and what else the package raises."""
+    module, cls, _ = CONTENDERS[name]
+    return getattr(importlib.import_module(f"contenders.{module}"), cls)

@@ -1,0 +1,123 @@
+"""Our kernels, through the C ABI."""
+import ctypes as C
+import os
+import re
+
+import abi
+import layer
+import torch
+from data import BF16, Case, cumulative, draw, poison, raw_math
+from workloads import DIM
+
+ALGOS = {"auto": abi.AUTO, "recurrent": abi.RECURRENT, "recurrent_128": abi.RECURRENT_128, "chunked": abi.CHUNKED}
+F32, IO = abi.DTYPES["f32"][0], abi.DTYPES["bf16"][0]
+
+
+def version():
+    """The crate's."""
+    manifest = os.path.join(os.path.dirname(abi.HERE), "Cargo.toml")
+    with open(manifest, encoding="utf-8") as f:
+        found = re.search(r'^version = "(.*)"', f.read(), re.M)
+    return found.group(1) if found else "unknown"
+
+
+def view(x, offset, per_token, per_head, tokens_per_seq):
+    """Heads that start `offset` elements into x [token, ...]. `tokens_per_seq` 0: packed."""
+    return abi.Heads(ptr=x.data_ptr() + offset * x.element_size(), seq_stride=tokens_per_seq * per_token,
+                     token_stride=per_token, head_stride=per_head)
+
+
+def sequences(work, cu):
+    n = len(work.lens)
+    if cu is None:
+        return abi.Sequences(num_seqs=n, tokens_per_seq=work.lens[0], max_tokens_per_seq=work.lens[0])
+    return abi.Sequences(cu_seqlens=cu.data_ptr(), num_seqs=n, tokens_per_seq=0, max_tokens_per_seq=max(work.lens))
+
+
+def rule_params(work, algo, mixed, ba, o, state_in, state_out, a_log, dt_bias, cu):
+    """The parameters of one launch. mixed: rows that begin with q | k | v; ba: rows b | a; both may be views of one
+    wider projection."""
+    hk, hv = work.hk, work.hv
+    per_seq = 0 if cu is not None else work.lens[0]
+    heads = lambda x, first: view(x, first, x.stride(0), DIM, per_seq)
+    gates = lambda first: view(ba, first, ba.stride(0), 1, per_seq)
+    slots = abi.Slots(num_slots=len(work.lens), slot_stride=hv * DIM * DIM)
+    return abi.RuleParams(
+        q=heads(mixed, 0), k=heads(mixed, hk * DIM), v=heads(mixed, 2 * hk * DIM), a=gates(hv), b=gates(0),
+        a_log=a_log.data_ptr(), dt_bias=dt_bias.data_ptr(), o=heads(o, 0), state_in=state_in.data_ptr(),
+        state_out=state_out.data_ptr(), in_slots=slots, out_slots=slots, seqs=sequences(work, cu), num_k_heads=hk,
+        num_v_heads=hv, head_k=DIM, head_v=DIM, io_dtype=IO, gate_dtype=IO, l2norm=int(work.l2norm), algo=algo,
+        l2_eps=1e-6, scale=DIM ** -0.5, beta_scale=1.0)
+
+
+class CandleGdn:
+    def __init__(self, lib_path, device="cuda"):
+        self.lib, self.device = abi.load(lib_path), device
+        self.version = version()
+
+    def includes(self, work):
+        if work.suite == "layer":
+            return "convolution, gates, L2 norm, gated norm, the same two products"
+        return "gates, L2 norm" if work.l2norm else "gates"
+
+    def bounds(self, work):
+        """Of o and the state: o is rounded to bf16; a chunked prefill may round inside."""
+        if work.suite == "layer":
+            return layer.BOUNDS
+        return (4e-3, 1e-5) if work.decode else (5e-3, 5e-3)
+
+    def launch(self, name, params):
+        status = getattr(self.lib, name)(C.byref(params), abi.stream())
+        if status != abi.OK:
+            raise RuntimeError(f"{name}: {self.lib.gdn_status_string(status).decode()}")
+
+    def rule_case(self, work, variant, sets):
+        d = draw(work, sets, self.device)
+        math = raw_math(d, work)
+        # As a layer has them: views of one projection.
+        mixed = torch.cat([d.q.flatten(2), d.k.flatten(2), d.v.flatten(2)], 2)
+        ba = torch.cat([d.b, d.a], 2)
+        o = torch.empty(sets, work.tokens, work.hv * DIM, device=self.device, dtype=BF16)
+        out = d.state if work.decode else torch.empty_like(d.state)
+        cu = None if work.decode else cumulative(work, torch.int32, self.device)
+        params = [rule_params(work, ALGOS[variant], mixed[i], ba[i], o[i], d.state[i], out[i], d.a_log, d.dt_bias, cu)
+                  for i in range(sets)]
+        poison(o, *([] if work.decode else [out]))
+        # The closures hold the tensors that the parameters point into.
+        calls = [lambda p=p, keep=(mixed, ba, cu, d): self.launch("gdn_rule", p) for p in params]
+        return Case(calls, math, lambda: (o[0].unflatten(1, (work.hv, DIM)), out[0]))
+
+    def layer_case(self, work, variant, sets):
+        """Two products and three launches of ours, all in place of pre-made buffers."""
+        d = layer.draw(work, sets, self.device)
+        t, n = work.tokens, len(work.lens)
+        new = lambda *shape: torch.empty(sets, *shape, device=self.device, dtype=BF16)
+        mixed, y, o, normed, out = new(t, d.rows), new(t, d.channels), new(t, d.values), new(t, d.values), \
+            new(t, layer.HIDDEN)
+        state_in = d.state[:1].clone()
+        per_seq = work.lens[0]
+        flat = lambda x, first=0: view(x, first, x.stride(0), DIM, per_seq)
+        slots = abi.Slots(num_slots=n, slot_stride=3 * d.channels)
+
+        def call(i):
+            conv = abi.ConvParams(
+                x=flat(mixed[i]), y=flat(y[i]), weight=d.conv[i].data_ptr(), state_in=d.conv_state[i].data_ptr(),
+                state_out=d.conv_state[i].data_ptr(), in_slots=slots, out_slots=slots, seqs=sequences(work, None),
+                channels=d.channels, width=4, io_dtype=IO, weight_dtype=IO, silu=1)
+            rule = rule_params(work, ALGOS[variant], y[i], mixed[i][:, d.channels + d.values:], o[i], d.state[i],
+                               d.state[i], d.a_log, d.dt_bias, None)
+            norm = abi.NormParams(x=flat(o[i]), z=flat(mixed[i], d.channels), out=flat(normed[i]),
+                                  weight=d.norm[i].data_ptr(), tokens=t, heads=work.hv, head_v=DIM, io_dtype=IO,
+                                  weight_dtype=IO, sigmoid=0, eps=1e-6)
+
+            def run(keep=(y, o)):       # `conv`, `rule` and `norm` hold their addresses alone
+                torch.mm(d.x[i], d.w_in[i].T, out=mixed[i])
+                self.launch("gdn_conv", conv)
+                self.launch("gdn_rule", rule)
+                self.launch("gdn_norm", norm)
+                torch.mm(normed[i], d.w_out[i].T, out=out[i])
+            return run
+
+        poison(mixed, y, o, normed, out)
+        math = layer.reference(work, d, state_in)
+        return layer.LayerCase([call(i) for i in range(sets)], math, lambda: (out[0], d.state[0]))

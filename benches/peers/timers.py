@@ -1,0 +1,175 @@
+"""The three clocks, used alike for every contender, and the ceilings. All times in microseconds a call.
+
+A contender is timed as a list of calls, one a set of buffers. They are called in turn and go on where the last tier
+stopped, so with enough sets no call finds its buffers in L2.
+"""
+import itertools
+import math
+import statistics
+import time
+
+import torch
+
+COLD = 3                    # a buffer is used again only after this many times L2 has been touched
+MAX_SETS = 512
+GPU_BUDGET, EVENT_BUDGET, WALL_BUDGET = 0.08, 0.12, 0.08     # seconds of calls for each tier
+WARM_UP = 0.01              # seconds of calls before a tier
+GRAPH_US, GRAPH_CALLS = 1000, 8     # a graph is at least this long: its own start is part of what is timed
+
+
+def sets_for(touched, l2, l2_bytes):
+    """How many sets of buffers a workload rotates over, from the bytes that one call touches."""
+    return 1 if l2 == "warm" else max(2, min(MAX_SETS, -(-COLD * l2_bytes // touched)))
+
+
+def spread(values):
+    """The record's form of many timings."""
+    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
+
+
+def per_call(events, calls):
+    """(launches a call, kernel time of each call) from the device's activities, [(start, duration)].
+
+    Where every call launched as much as the others its activities are the next so many; else only the mean time is
+    known, and no number of launches.
+    """
+    durations = [duration for _, duration in sorted(events)]
+    launches, rest = divmod(len(durations), calls)
+    if rest or not launches:
+        return None, [sum(durations) / calls]
+    return launches, [sum(durations[i:i + launches]) for i in range(0, len(durations), launches)]
+
+
+def device_activities(run):
+    """(start, duration) of everything the GPU did during run(): kernels, and copies and fills too, as CUPTI tells."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        run()
+        torch.cuda.synchronize()
+    # With the CUDA activity alone the host's side of a launch is listed too, as an event of the CPU.
+    return [(e.time_range.start, e.time_range.elapsed_us()) for e in prof.events() if e.device_type == DeviceType.CUDA]
+
+
+def capture(calls):
+    """A CUDA graph of the calls."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def event_us(graph):
+    """Between two events around a replay. Another one runs ahead of it and hides the time that the host needs."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def wall_and_host_us(call):
+    """(until the GPU is done, until the call returned) of one call with the GPU idle before."""
+    start = time.perf_counter_ns()
+    call()
+    returned = time.perf_counter_ns()
+    torch.cuda.synchronize()
+    return (time.perf_counter_ns() - start) / 1e3, (returned - start) / 1e3
+
+
+def clamp(x, low, high):
+    return max(low, min(high, int(x)))
+
+
+def measure(calls):
+    """The tiers of a contender: a dict of gpu, event, wall, host, launches and note."""
+    turn = itertools.cycle(calls)
+    row = {"gpu": None, "event": None, "wall": None, "host": None, "launches": None, "note": ""}
+    notes = []
+
+    def go(n):
+        for _ in range(n):
+            next(turn)()
+
+    def warm_up():
+        end = time.perf_counter() + WARM_UP
+        while time.perf_counter() < end:
+            go(3)
+            torch.cuda.synchronize()
+
+    # Whatever compiles, tunes itself or allocates at first use has run; host or GPU, the slower one sets the pace.
+    go(min(3, len(calls)))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    go(3)
+    torch.cuda.synchronize()
+    pace = (time.perf_counter() - start) / 3
+
+    warm_up()
+    n = clamp(GPU_BUDGET / pace, 5, 60)
+    events = device_activities(lambda: go(n))
+    if events:
+        launches, times = per_call(events, n)
+        row["launches"], row["gpu"] = launches, spread(times)
+        if launches is None:
+            notes.append(f"gpu is a mean: launches differ from call to call, {len(events) / n:.1f} on average")
+    else:
+        notes.append("CUPTI saw nothing on the GPU")
+
+    warm_up()
+    n = clamp(WALL_BUDGET / pace, 5, 100)
+    both = [wall_and_host_us(next(turn)) for _ in range(n)]
+    row["wall"], row["host"] = spread([wall for wall, _ in both]), spread([host for _, host in both])
+
+    kernel_us = max(row["gpu"]["median"] if events else pace * 1e6, 0.5)
+    # At least 8 calls, but no more than let five replays, and as many ahead of them, fit the budget.
+    least = clamp(EVENT_BUDGET * 1e6 / (10 * kernel_us), 1, GRAPH_CALLS)
+    wanted = min(max(GRAPH_US / kernel_us, least), MAX_SETS)
+    rounds = max(1, math.ceil(wanted / len(calls)))
+    try:
+        graph = capture(calls * rounds)
+        n = len(calls) * rounds
+        graph.replay()
+        torch.cuda.synchronize()
+        replays = clamp(EVENT_BUDGET * 1e6 / (2 * n * kernel_us), 5, 20)
+        row["event"] = spread([event_us(graph) / n for _ in range(replays)])
+        del graph
+    except Exception as e:
+        torch.cuda.synchronize()    # a broken GPU is not a missing tier
+        notes.append(f"event: no CUDA graph ({one_line(e)})")
+    row["note"] = "; ".join(notes)
+    return row
+
+
+def one_line(e, width=160):
+    text = " ".join(f"{type(e).__name__}: {e}".split())
+    return text if len(text) <= width else text[:width - 1] + "…"
+
+
+def matmul_rate(n=8192, replays=12):
+    """FLOP/s of a large bf16 matrix product of random numbers, the best of several runs of four."""
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    best = 0.0
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(4):
+            torch.mm(a, b, out=out)
+        end.record()
+        torch.cuda.synchronize()
+        best = max(best, 4 * 2 * n ** 3 / (start.elapsed_time(end) * 1e-3))
+    return best
+
+
+def ceilings(copy_rate):
+    """The record's ceilings: GB/s read plus written by `copy_rate()`, and TFLOP/s of the matrix product."""
+    rates = {"copy_gb_s": round(copy_rate() / 1e9, 1)}
+    torch.cuda.empty_cache()
+    rates["matmul_tflop_s"] = round(matmul_rate() / 1e12, 1)
+    torch.cuda.empty_cache()
+    return rates

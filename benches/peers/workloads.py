@@ -1,0 +1,177 @@
+"""What is timed: the shapes of every suite, and the work that a shape stands for. No torch in here."""
+import zlib
+from dataclasses import asdict, dataclass
+
+import contest
+
+DIM = 128                   # K = V
+CHUNK = 64
+HIDDEN = 2048               # of the layer and of the projections, with HK/HV 16/32
+HEADS = ["16/32", "16/16", "16/48", "16/64", "4/8", "2/8"]
+BATCHES = [1, 4, 8, 16, 32, 48, 64, 128, 256]
+LENGTHS = ["1x64", "1x128", "1x512", "1x2048", "1x8192", "1x32768", "4x2048", "4x8192", "8x1024"]
+LAYER_BATCHES, LAYER_TOKENS = [1, 8, 32, 128], [128, 512, 2048, 8192]
+PROJECTION_TOKENS = [1 << i for i in range(14)]
+SUITES = ["decode", "prefill", "contest-decode", "contest-prefill", "layer", "projections"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One shape. `lens` are the tokens of each sequence; `decode` is one token a sequence, state in place."""
+    suite: str
+    name: str
+    hk: int
+    hv: int
+    lens: tuple
+    decode: bool
+    l2: str = "cold"
+    l2norm: bool = True     # raw q and k come in; else they come in normalised, and nobody normalises
+    draw: int = 0           # further draws of random inputs for one shape: only the first is timed
+
+    @property
+    def tokens(self):
+        return sum(self.lens)
+
+    @property
+    def key(self):
+        """Names the work among all suites."""
+        return self.suite, self.name, self.l2
+
+    @property
+    def seed(self):
+        """The same in every process, so that all contenders get the same numbers."""
+        return zlib.crc32(f"{self.suite} {self.hk}/{self.hv} {self.lens} {self.draw}".encode())
+
+    def shape(self):
+        """The record's. `tokens` is of each sequence, absent where they differ."""
+        shape = {"hk": self.hk, "hv": self.hv, "k": DIM, "v": DIM, "batch": len(self.lens)}
+        if len(set(self.lens)) == 1:
+            shape["tokens"] = self.lens[0]
+        shape["total_tokens"] = self.tokens
+        if self.suite in ("layer", "projections"):
+            shape["hidden"] = HIDDEN
+        return shape
+
+    def state_bytes(self):
+        return len(self.lens) * self.hv * DIM * DIM * 4
+
+    def to_json(self):
+        return {**asdict(self), "lens": list(self.lens)}
+
+    @staticmethod
+    def from_json(fields):
+        return Workload(**{**fields, "lens": tuple(fields["lens"])})
+
+
+def rule_flop(tokens, hv):
+    """Operations of the chunk form, C = 64, for K = V = 128: 163,840 a token and value head.
+
+    A token costs, in multiply-adds: its rows of K Kᵀ and Q Kᵀ, C·K each; its read of the state by k and by q, K·V
+    each; its rows of A (...) and of the masked Q Kᵀ times V', C·V each; its share of V'ᵀ K, K·V. That is
+    2 (2 C K + 2 C V + 3 K V). The inverse of the C x C block and everything per element is left out.
+    """
+    return tokens * hv * 2 * (4 * CHUNK * DIM + 3 * DIM * DIM)
+
+
+def projection_widths(hk, hv):
+    """Output features of q, k, v, z, b, a."""
+    return [hk * DIM, hk * DIM, hv * DIM, hv * DIM, hv, hv]
+
+
+def cost(work):
+    """(bytes, flop) that no implementation of the work can avoid."""
+    states = 2 * work.state_bytes()
+    if work.suite == "projections":
+        rows = sum(projection_widths(work.hk, work.hv))
+        return 2 * (rows * HIDDEN + work.tokens * (HIDDEN + rows)), 2 * work.tokens * HIDDEN * rows
+    if work.suite == "layer":
+        weights = HIDDEN * (sum(projection_widths(work.hk, work.hv)) + work.hv * DIM)
+        flop = 2 * work.tokens * weights + (0 if work.decode else rule_flop(work.tokens, work.hv))
+        return 2 * weights + states + 2 * 2 * work.tokens * HIDDEN, flop
+    if work.decode:
+        return states, 0
+    # q and k, v and o, and the gates, in bf16.
+    io = 2 * work.tokens * (2 * work.hk * DIM + 2 * work.hv * DIM + 2 * work.hv)
+    return states + io, rule_flop(work.tokens, work.hv)
+
+
+def touched(work):
+    """Bytes of buffers that a call reads or writes: what has to pass through L2 before a buffer is used again."""
+    n = cost(work)[0]
+    # In place, the state is read and written at one address.
+    return n - work.state_bytes() if work.decode or work.suite == "layer" else n
+
+
+def heads_of(text):
+    hk, hv = text.split("/")
+    return int(hk), int(hv)
+
+
+def lens_of(text):
+    n, tokens = text.split("x")
+    return (int(tokens),) * int(n)
+
+
+def rule_suite(suite, heads, batches, lengths):
+    for pair in heads:
+        hk, hv = heads_of(pair)
+        if suite == "decode":
+            for batch in batches:
+                for l2 in ("cold", "warm"):
+                    yield Workload(suite, f"{pair} B={batch}", hk, hv, (1,) * batch, True, l2)
+        else:
+            for length in lengths:
+                yield Workload(suite, f"{pair} {length}", hk, hv, lens_of(length), False)
+
+
+def contest_suite(suite):
+    """Every workload of the contest. Repeated shapes are drawn and checked each time and timed once."""
+    seen = {}
+    decode = suite == "contest-decode"
+    all_lens = [(1,) * b for b in contest.DECODE] if decode else contest.PREFILL
+    for i, lens in enumerate(all_lens):
+        draw = seen[lens] = seen.get(lens, -1) + 1
+        name = f"#{i} " + (f"B={len(lens)}" if decode else f"{len(lens)}:{sum(lens)}")
+        yield Workload(suite, name, contest.HK, contest.HV, lens, decode, l2norm=False, draw=draw)
+
+
+def layer_suite(batches):
+    for batch in batches:
+        yield Workload("layer", f"B={batch}", 16, 32, (1,) * batch, True)
+    for tokens in LAYER_TOKENS:
+        yield Workload("layer", f"T={tokens}", 16, 32, (tokens,), False)
+
+
+def projections_suite():
+    for tokens in PROJECTION_TOKENS:
+        yield Workload("projections", f"T={tokens}", 16, 32, (tokens,), False)
+
+
+QUICK = {
+    "decode": {"16/32 B=1", "16/32 B=8", "16/32 B=64"},
+    "prefill": {"16/32 1x64", "16/32 1x2048", "16/32 8x1024"},
+    "contest-decode": {"#00 B=1", "#01 B=1", "#46 B=64"},
+    "contest-prefill": {"#00 N=1 T=6", "#01 N=1 T=134", "#02 N=1 T=134", "#03 N=32 T=8192"},
+    "layer": {"B=1", "B=32", "T=512"},
+    "projections": {"T=1", "T=512"},
+}
+
+
+def select(suite, heads=None, batches=None, lengths=None, quick=False):
+    """The workloads of a suite. `heads` and `batches` and `lengths`, where given, replace the suite's own or, in the
+    suites whose heads are fixed, keep or drop all of it."""
+    if suite in ("decode", "prefill"):
+        works = list(rule_suite(suite, heads or HEADS, batches or BATCHES, lengths or LENGTHS))
+    elif suite.startswith("contest"):
+        works = list(contest_suite(suite))
+        if batches and suite == "contest-decode":
+            works = [w for w in works if len(w.lens) in batches]
+    elif suite == "layer":
+        works = list(layer_suite(batches or LAYER_BATCHES))
+    else:
+        works = list(projections_suite())
+    if heads:
+        works = [w for w in works if (w.hk, w.hv) in [heads_of(h) for h in heads]]
+    if quick:
+        works = [w for w in works if w.name in QUICK[suite]]
+    return works
