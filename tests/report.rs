@@ -202,6 +202,11 @@ fn dates_of_unix_times() {
 #[test]
 fn the_command_is_what_a_user_types() {
     let of = |args: &[&str]| cargo_command(" --features cuda", args.iter().map(|arg| arg.to_string()));
+    assert_eq!(
+        of(&["gpu", "decode", "--out", "/somewhere", "--quick"]),
+        "cargo bench --features cuda --bench gpu -- decode --quick"
+    );
+    assert_eq!(of(&["gpu", "--out=/somewhere"]), "cargo bench --features cuda --bench gpu");
     let program = "/somewhere/deps/gpu-0123456789abcdef";
     assert_eq!(of(&[program, "--bench"]), "cargo bench --features cuda --bench gpu");
     let command = of(&["gpu", "decode", "--heads", "16/32", "a b", "--bench"]);

@@ -150,8 +150,8 @@ def projections_suite():
 QUICK = {
     "decode": {"16/32 B=1", "16/32 B=8", "16/32 B=64"},
     "prefill": {"16/32 1x64", "16/32 1x2048", "16/32 8x1024"},
-    "contest-decode": {"#00 B=1", "#01 B=1", "#46 B=64"},
-    "contest-prefill": {"#00 N=1 T=6", "#01 N=1 T=134", "#02 N=1 T=134", "#03 N=32 T=8192"},
+    "contest-decode": {"#0 B=1", "#1 B=1", "#46 B=64"},
+    "contest-prefill": {"#0 1:6", "#1 1:134", "#2 1:134", "#3 32:8192"},
     "layer": {"B=1", "B=32", "T=512"},
     "projections": {"T=1", "T=512"},
 }

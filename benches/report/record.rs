@@ -416,7 +416,16 @@ pub fn cargo_command(features: &str, mut args: impl Iterator<Item = String>) -> 
         true => arg,
         false => format!("'{}'", arg.replace('\'', r"'\''")),
     };
-    let rest: Vec<_> = args.filter(|arg| arg != "--bench").map(quoted).collect();
+    // Where the file went says how somebody's disk is laid out, and nothing about the measurement.
+    let mut rest = vec![];
+    while let Some(arg) = args.next() {
+        match arg.as_str() {
+            "--bench" => {}
+            "--out" => drop(args.next()),
+            _ if arg.starts_with("--out=") => {}
+            _ => rest.push(quoted(arg)),
+        }
+    }
     let dashes = if rest.is_empty() { "" } else { " -- " };
     format!("cargo bench{features} --bench {name}{dashes}{}", rest.join(" "))
 }
