@@ -1,11 +1,12 @@
 //! The Gated DeltaNet layer: projection, convolution, rule, gated norm, output projection.
 
+use crate::linear::Linear;
 use crate::ops::{
     causal_conv1d, gated_rms_norm, gdn_decode_in_place, gdn_prefill_in_place, GateActivation, Gates, RuleOptions,
 };
 use crate::state::GdnState;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_nn::{linear_no_bias, Linear, Module, VarBuilder};
+use candle_nn::VarBuilder;
 
 /// Sizes and constants of a [`GatedDeltaNet`] layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -124,12 +125,12 @@ impl GatedDeltaNet {
         let conv = vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?;
         let f32_vector = |n: usize, name: &str| vb.get(n, name)?.to_dtype(DType::F32)?.contiguous();
         Ok(Self {
-            in_proj: Linear::new(in_proj, None),
+            in_proj: Linear::from_weight(in_proj)?,
             conv_weight: conv.squeeze(1)?.contiguous()?,
             a_log: f32_vector(c.num_value_heads, "A_log")?,
             dt_bias: f32_vector(c.num_value_heads, "dt_bias")?,
             norm_weight: f32_vector(c.value_head_dim, "norm.weight")?,
-            out_proj: linear_no_bias(c.value_size(), c.hidden_size, vb.pp("out_proj"))?,
+            out_proj: Linear::load(c.value_size(), c.hidden_size, vb.pp("out_proj"))?,
             options: RuleOptions { beta_scale: f64::from(c.beta_scale), ..RuleOptions::default() },
             config: config.clone(),
         })

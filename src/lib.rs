@@ -34,7 +34,9 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod host;
 mod layer;
+mod linear;
 pub mod models;
 mod ops;
 pub mod reference;

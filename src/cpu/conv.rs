@@ -39,7 +39,16 @@ impl<T: Element, W: Element> Conv<'_, T, W> {
             let tokens = self.seqs.range(n).1.saturating_sub(first).min(TOKEN_TILE);
             let channels = CHANNEL_TILE.min(self.channels - channel);
             let tile = Tile { conv: self, n, first, tokens, channel, channels, state, out: &out };
-            dispatch(tile);
+            match self.width {
+                2 => dispatch(Of::<2, _>(tile)),
+                3 => dispatch(Of::<3, _>(tile)),
+                4 => dispatch(Of::<4, _>(tile)),
+                5 => dispatch(Of::<5, _>(tile)),
+                6 => dispatch(Of::<6, _>(tile)),
+                7 => dispatch(Of::<7, _>(tile)),
+                8 => dispatch(Of::<8, _>(tile)),
+                width => unreachable!("a width of {width} was let in"),
+            }
         });
         // Only after every task has read the old inputs.
         for n in 0..self.seqs.count {
@@ -73,23 +82,24 @@ struct Tile<'a, 'b, T, W> {
     out: &'a Shared<'a, T>,
 }
 
-impl<T: Element, W: Element> WithSimd for Tile<'_, '_, T, W> {
+/// A tile of a convolution whose width the compiler knows, so that the loop over the weights vectorises.
+struct Of<const WIDTH: usize, X>(X);
+
+impl<const WIDTH: usize, T: Element, W: Element> WithSimd for Of<WIDTH, Tile<'_, '_, T, W>> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
-        let Tile { conv, n, first, tokens, channel, channels, state, out } = self;
-        let width = conv.width;
+        let Tile { conv, n, first, tokens, channel, channels, state, out } = self.0;
         let (seq_first, _) = conv.seqs.range(n);
         let out_first = conv.seqs.out_token(n);
         let slot = conv.slots.offset(n);
 
         // Weights by tap, so that the inner loop runs over channels.
-        let mut taps = [0f32; 8 * CHANNEL_TILE];
-        for c in 0..channels {
-            for j in 0..width {
-                taps[j * CHANNEL_TILE + c] = conv.weight[(channel + c) * width + j].to_f32();
-            }
+        let mut taps = [[0f32; CHANNEL_TILE]; WIDTH];
+        let (weights, _) = conv.weight[channel * WIDTH..][..channels * WIDTH].as_chunks::<WIDTH>();
+        for (j, taps) in taps.iter_mut().enumerate() {
+            taps.iter_mut().zip(weights).for_each(|(tap, w)| *tap = w[j].to_f32());
         }
         let mut sums = [0f32; CHANNEL_TILE];
         for t in first..first + tokens {
@@ -101,13 +111,13 @@ impl<T: Element, W: Element> WithSimd for Tile<'_, '_, T, W> {
             };
             let sums = &mut sums[..channels];
             sums.fill(0.0);
-            for j in 0..width {
-                // Input t - (width - 1) + j; before the sequence it lies in the state.
-                let x = match (t + j).checked_sub(width - 1) {
+            for (j, taps) in taps.iter().enumerate() {
+                // Input t - (WIDTH - 1) + j; before the sequence it lies in the state.
+                let x = match (t + j).checked_sub(WIDTH - 1) {
                     Some(token) => &conv.x.row(n, seq_first + token, 0, conv.channels)[channel..][..channels],
                     None => &state[slot + (t + j) * conv.channels + channel..][..channels],
                 };
-                let taps = &taps[j * CHANNEL_TILE..][..channels];
+                let taps = &taps[..channels];
                 sums.iter_mut().zip(x).zip(taps).for_each(|((s, x), w)| *s += x.to_f32() * w);
             }
             if conv.silu {

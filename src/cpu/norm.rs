@@ -1,6 +1,6 @@
 //! Gated RMSNorm per head: `out = x * rsqrt(mean(x^2) + eps) * weight * act(z)`.
 
-use super::simd::{dispatch, sigmoid, silu};
+use super::simd::{dispatch, sigmoid, silu, sum_of_squares};
 use super::view::{parallel, Element, Heads, Shared};
 use pulp::{Simd, WithSimd};
 
@@ -62,16 +62,7 @@ impl<T: Element> WithSimd for Row<'_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
         let Row { x, z, weight, to, eps, sigmoid: use_sigmoid } = self;
-        // Sixteen partial sums, so that the loop vectorises without reassociation.
-        let mut sums = [0f32; 16];
-        let (blocks, tail) = x.as_chunks::<16>();
-        for block in blocks {
-            for (s, x) in sums.iter_mut().zip(block) {
-                *s += x.to_f32() * x.to_f32();
-            }
-        }
-        let tail: f32 = tail.iter().map(|x| x.to_f32() * x.to_f32()).sum();
-        let mean = (sums.iter().sum::<f32>() + tail) / x.len() as f32;
+        let mean = sum_of_squares(x) / x.len() as f32;
         let factor = 1.0 / (mean + eps).sqrt();
         for (((to, x), z), w) in to.iter_mut().zip(x).zip(z).zip(weight) {
             let z = z.to_f32();

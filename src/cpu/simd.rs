@@ -1,5 +1,6 @@
 //! The vector loops, written once and compiled for each instruction set by pulp.
 
+use super::view::Element;
 use pulp::{Arch, Simd, WithSimd};
 
 /// The best instruction set of this machine, looked up once.
@@ -88,6 +89,18 @@ pub(crate) fn axpy<S: Simd>(simd: S, row: &mut [f32], factor: f32, x: &[f32]) {
     for (r, x) in rt.iter_mut().zip(xt) {
         *r += factor * x;
     }
+}
+
+/// `x . x`: sixteen partial sums, so that the loop vectorises without reassociation.
+#[inline(always)]
+pub(crate) fn sum_of_squares<T: Element>(x: &[T]) -> f32 {
+    let square = |x: &T| x.to_f32() * x.to_f32();
+    let mut sums = [0f32; 16];
+    let (blocks, tail) = x.as_chunks::<16>();
+    for block in blocks {
+        sums.iter_mut().zip(block).for_each(|(s, x)| *s += square(x));
+    }
+    sums.iter().sum::<f32>() + tail.iter().map(square).sum::<f32>()
 }
 
 /// `e^x` to about one ulp, without branches so that loops over it vectorise. Below -87.3 the result is zero.

@@ -2,6 +2,7 @@
 
 use candle_core::CpuStorage;
 use half::{bf16, f16};
+use pulp::{bytemuck, Simd};
 
 /// An input element: read as `f32`, written rounded to nearest.
 pub(crate) trait Element: Copy + Send + Sync + 'static {
@@ -11,6 +12,29 @@ pub(crate) trait Element: Copy + Send + Sync + 'static {
     fn from_f32(x: f32) -> Self;
     /// The storage as a slice of this type, when it is of this type.
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+
+    /// The first elements of `from`, as many as a vector has lanes.
+    #[inline(always)]
+    fn load<S: Simd>(_simd: S, from: &[Self]) -> S::f32s {
+        // A loop of constant length over an array becomes one widening load; over a slice it does not.
+        macro_rules! lanes {
+            ($n:literal) => {{
+                let from = &from[..$n];
+                let mut to = [0f32; $n];
+                for i in 0..$n {
+                    to[i] = from[i].to_f32();
+                }
+                bytemuck::cast(to)
+            }};
+        }
+        match S::F32_LANES {
+            16 => lanes!(16),
+            8 => lanes!(8),
+            4 => lanes!(4),
+            1 => lanes!(1),
+            n => unreachable!("vectors of {n} lanes"),
+        }
+    }
 }
 
 macro_rules! element {
@@ -35,8 +59,28 @@ macro_rules! element {
     };
 }
 element!(f32, F32, 0.0, |x| x, |x| x);
-element!(bf16, BF16, bf16::ZERO, bf16::to_f32, bf16::from_f32);
-element!(f16, F16, f16::ZERO, f16::to_f32, f16::from_f32);
+element!(bf16, BF16, bf16::ZERO, widen_bf16, bf16::from_f32);
+element!(f16, F16, f16::ZERO, widen_f16, f16::from_f32);
+
+// Written out, since those of `half` branch or ask for the processor's features at every element, and loops over them do
+// not vectorise.
+
+#[inline(always)]
+fn widen_bf16(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+#[inline(always)]
+fn widen_f16(x: f16) -> f32 {
+    const REBIAS: f32 = f32::from_bits((127 + 127 - 15) << 23);
+    let half = x.to_bits();
+    // Sign, exponent and mantissa where f32 has them; the copies of the sign between the first two go.
+    let bits = (i32::from(half as i16) << 13) as u32 & 0x8fff_e000;
+    // The exponent is too small by the difference of the biases; the product mends that for subnormal numbers as well.
+    let finite = (f32::from_bits(bits) * REBIAS).to_bits();
+    let infinite_or_nan = if half & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(finite | infinite_or_nan)
+}
 
 /// A tensor `[sequence, token, head, dim]` whose last dimension is contiguous; strides count elements.
 /// Packed tensors have a sequence stride of zero.
@@ -144,5 +188,20 @@ pub(crate) fn parallel(tasks: usize, work_per_task: usize, task: impl Fn(usize) 
         (0..tasks).for_each(task);
     } else {
         candle_core::utils::barrier_pool().execute_chunked(tasks, |range| range.for_each(&task));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_half_widens_exactly() {
+        for bits in 0..=u16::MAX {
+            let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
+            for (got, want) in [(Element::to_f32(b), b.to_f32()), (Element::to_f32(h), h.to_f32())] {
+                assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{bits:#x}: {got} {want}");
+            }
+        }
     }
 }

@@ -1,11 +1,14 @@
 //! Softmax attention with an output gate, norms on queries and keys, and partial rotary positions.
 
 use super::config::{AttentionConfig, ModelConfig};
-use super::kv_cache::KvCache;
-use super::linear::Linear;
+use super::kv_cache::{DeviceCache, KvCache};
 use super::norm::RmsNorm;
 use super::rotary::Angles;
-use candle_core::{DType, Device, Result, Tensor};
+use crate::cpu::attention::{Attention, Cache, Positions};
+use crate::cpu::Element;
+use crate::host;
+use crate::linear::{products, Linear};
+use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
 /// One layer's attention; the state is a [`KvCache`].
@@ -18,6 +21,7 @@ pub(crate) struct GatedAttention {
     q_norm: RmsNorm,
     k_norm: RmsNorm,
     cfg: AttentionConfig,
+    max_positions: usize,
 }
 
 /// Added to the scores of later tokens. Finite, since `-inf` times a mask of 0 is NaN; `exp` gives
@@ -41,11 +45,41 @@ impl GatedAttention {
             q_norm: RmsNorm::load(d, eps, vb.pp("q_norm"))?,
             k_norm: RmsNorm::load(d, eps, vb.pp("k_norm"))?,
             cfg: a.clone(),
+            max_positions: cfg.max_position_embeddings,
         })
     }
 
     /// `x [batch, tokens, hidden]` to the same; the tokens follow those in `cache`.
     pub(crate) fn forward(&self, x: &Tensor, angles: &Angles, cache: &mut KvCache) -> Result<Tensor> {
+        match cache {
+            KvCache::Device(cache) => self.forward_device(x, angles, cache),
+            KvCache::F32(cache) => self.forward_cpu(x, angles, cache),
+            KvCache::BF16(cache) => self.forward_cpu(x, angles, cache),
+            KvCache::F16(cache) => self.forward_cpu(x, angles, cache),
+        }
+    }
+
+    /// Everything between the projections is one kernel.
+    fn forward_cpu<T: Element>(&self, x: &Tensor, angles: &Angles, cache: &mut Cache<T>) -> Result<Tensor> {
+        let (b, t, _) = x.dims3()?;
+        let AttentionConfig { num_heads, head_dim, .. } = self.cfg;
+        let (Linear::Cpu(q), Linear::Cpu(k), Linear::Cpu(v)) = (&self.q_proj, &self.k_proj, &self.v_proj) else {
+            bail!("attention: expected weights on the CPU")
+        };
+        let [q_gate, k, v] = host::with_f32(x, |x| products(x, [q, k, v]))?;
+        let mut o = vec![0f32; b * t * num_heads * head_dim];
+        let (cos, sin) = angles.tables();
+        let tables = [self.q_norm.scale(), self.k_norm.scale(), cos, sin];
+        host::with_f32s(tables, |[q_scale, k_scale, cos, sin]| {
+            let pairs = cos.len() / t.max(1);
+            let positions = Positions { q_scale, k_scale, eps: self.q_norm.eps(), cos, sin, pairs };
+            let max_tokens = self.max_positions;
+            Attention { q_gate: &q_gate, k: &k, v: &v, positions, tokens: t, max_tokens }.run(cache, &mut o);
+        })?;
+        self.o_proj.forward(&host::tensor(o, (b, t, num_heads * head_dim), x.dtype())?)
+    }
+
+    fn forward_device(&self, x: &Tensor, angles: &Angles, cache: &mut DeviceCache) -> Result<Tensor> {
         let (b, t, _) = x.dims3()?;
         let (nq, nkv, d) = (self.cfg.num_heads, self.cfg.num_kv_heads, self.cfg.head_dim);
         // A row of q_proj's output is [q | gate] per head.
@@ -136,8 +170,11 @@ fn causal_mask(tq: usize, tk: usize, device: &Device) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::kv_cache::CacheShape;
+    use super::super::rotary::Rotary;
     use super::*;
     use candle_core::D;
+    use std::collections::HashMap;
 
     /// The definition, one query at a time.
     fn naive(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
@@ -185,6 +222,57 @@ mod tests {
                 let err = (got - &want)?.abs()?.flatten_all()?.max(D::Minus1)?;
                 assert!(err.to_scalar::<f32>()? < 1e-5);
             }
+        }
+        Ok(())
+    }
+
+    /// The tensor ops run on the CPU as well, where nothing but these tests calls them.
+    #[test]
+    fn tensor_ops_and_cpu_kernel_agree() -> Result<()> {
+        let json = serde_json::json!({
+            "model_type": "qwen3_next", "vocab_size": 8, "hidden_size": 20, "intermediate_size": 8,
+            "num_hidden_layers": 1, "layer_types": ["full_attention"], "num_attention_heads": 6,
+            "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+            "tie_word_embeddings": true, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 1,
+            "linear_num_value_heads": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        });
+        let cfg = ModelConfig::from_json(&json.to_string())?;
+        let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = cfg.attention;
+        let mut weights = HashMap::new();
+        for (name, rows, columns) in [
+            ("q_proj.weight", 2 * num_heads * head_dim, 20),
+            ("k_proj.weight", num_kv_heads * head_dim, 20),
+            ("v_proj.weight", num_kv_heads * head_dim, 20),
+            ("o_proj.weight", 20, num_heads * head_dim),
+        ] {
+            weights.insert(name.to_string(), Tensor::randn(0f32, 0.5, (rows, columns), &Device::Cpu)?);
+        }
+        for name in ["q_norm.weight", "k_norm.weight"] {
+            weights.insert(name.to_string(), Tensor::randn(0f32, 0.2, head_dim, &Device::Cpu)?);
+        }
+        let attention = GatedAttention::load(&cfg, VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu))?;
+        let rotary = Rotary::new(&cfg.attention.rope_inv_freq, 64, &Device::Cpu)?;
+        let shape = CacheShape {
+            batch: 2,
+            heads: num_heads,
+            kv_heads: num_kv_heads,
+            head_dim,
+            max_len: 64,
+            dtype: DType::F32,
+            device: Device::Cpu,
+        };
+        let (mut cpu, mut device) = (KvCache::new(&shape), KvCache::Device(DeviceCache::new(shape)));
+        let mut position = 0;
+        for tokens in [9, 1, 1, 30] {
+            let x = Tensor::randn(0f32, 1., (2, tokens, 20), &Device::Cpu)?;
+            let angles = rotary.angles(position, tokens)?;
+            let got = attention.forward(&x, &angles, &mut cpu)?;
+            let want = attention.forward(&x, &angles, &mut device)?;
+            assert_eq!(got.dims(), want.dims());
+            let error = (got - want)?.abs()?.flatten_all()?.max(D::Minus1)?.to_scalar::<f32>()?;
+            assert!(error < 2e-5, "{error:e} at {position}");
+            position += tokens;
         }
         Ok(())
     }

@@ -3,13 +3,16 @@
 use super::config::ModelConfig;
 use super::decoder::DecoderLayer;
 use super::kv_cache::CacheShape;
-use super::linear::Linear;
 use super::norm::RmsNorm;
 use super::rotary::Rotary;
 use super::state::ModelState;
+use crate::cpu::matmul::Weights;
+use crate::host;
+use crate::linear::Linear;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
 
 /// Where the text model stands in a checkpoint: alone, or inside a multimodal wrapper.
 const PREFIXES: &[&str] = &["model", "model.language_model"];
@@ -36,7 +39,7 @@ const PREFIXES: &[&str] = &["model", "model.language_model"];
 /// ```
 #[derive(Debug)]
 pub struct CausalLm {
-    embeddings: Tensor,
+    embeddings: Embeddings,
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
     head: Linear,
@@ -48,10 +51,20 @@ pub struct CausalLm {
     id: usize,
 }
 
+/// The rows that tokens begin as.
+#[derive(Debug)]
+enum Embeddings {
+    /// `[vocab_size, hidden_size]`
+    Table(Tensor),
+    /// Those of the head, which packs them for its products: another copy would be large.
+    Head(Arc<Weights>),
+}
+
 impl CausalLm {
     /// Loads the model at the root of a checkpoint, in the dtype (f32, bf16 or f16) and on the
     /// device of `vb`. Weights that the text model does not need (`mtp.*`, a vision tower) are
-    /// never read.
+    /// never read. On the CPU, matrices in f32 that bf16 or f16 holds exactly are kept in it, which halves
+    /// memory and changes no result.
     ///
     /// # Errors
     /// A missing or misshapen weight, by its full name.
@@ -81,10 +94,13 @@ impl CausalLm {
             layers.push(DecoderLayer::load(config, layer, text.pp("layers").pp(i))?);
             progress(i + 1, config.layers.len());
         }
-        let head = if config.tie_word_embeddings {
-            Linear::from_weight(embeddings.clone())
-        } else {
-            Linear::load(config.hidden_size, config.vocab_size, vb.pp("lm_head"))?
+        let head = match config.tie_word_embeddings {
+            true => Linear::from_weight(embeddings.clone())?,
+            false => Linear::load(config.hidden_size, config.vocab_size, vb.pp("lm_head"))?,
+        };
+        let embeddings = match &head {
+            Linear::Cpu(weights) if config.tie_word_embeddings => Embeddings::Head(weights.clone()),
+            _ => Embeddings::Table(embeddings),
         };
         Ok(Self {
             embeddings,
@@ -121,6 +137,7 @@ impl CausalLm {
         }
         let cache = CacheShape {
             batch,
+            heads: self.config.attention.num_heads,
             kv_heads: self.config.attention.num_kv_heads,
             head_dim: self.config.attention.head_dim,
             max_len: self.config.max_position_embeddings,
@@ -172,8 +189,7 @@ impl CausalLm {
         if tokens == 0 {
             return Tensor::zeros((batch, 0, hidden), self.dtype, &self.device);
         }
-        let ids = self.checked_ids(ids)?;
-        let mut x = self.embeddings.index_select(&ids, 0)?.reshape((batch, tokens, hidden))?;
+        let mut x = self.embed(&self.checked_ids(ids)?)?.reshape((batch, tokens, hidden))?;
         let angles = self.rotary.angles(state.position(), tokens)?;
         state.advance(tokens, |states| {
             for (layer, state) in self.layers.iter().zip(states) {
@@ -192,6 +208,22 @@ impl CausalLm {
             return Tensor::zeros(dims, DType::F32, &self.device);
         }
         self.head.forward(&hidden.contiguous()?)?.to_dtype(DType::F32)
+    }
+
+    /// `ids [tokens]` to `[tokens, hidden_size]`.
+    fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+        match &self.embeddings {
+            Embeddings::Table(table) => table.index_select(ids, 0),
+            Embeddings::Head(weights) => {
+                let hidden = self.config.hidden_size;
+                let ids = ids.to_dtype(DType::U32)?.to_vec1::<u32>()?;
+                let mut rows = vec![0f32; ids.len() * hidden];
+                for (id, row) in ids.iter().zip(rows.chunks_exact_mut(hidden)) {
+                    weights.read_row(*id as usize, row);
+                }
+                host::tensor(rows, (ids.len(), hidden), self.dtype)
+            }
+        }
     }
 
     /// The ids in one row on the model's device. An id outside the table would be undefined

@@ -60,7 +60,7 @@ impl DecoderLayer {
     pub(crate) fn new_state(&self, batch: usize, cache: &CacheShape) -> Result<LayerState> {
         Ok(match &self.mixer {
             Mixer::Linear(gdn) => LayerState::Linear(gdn.new_state(batch)?),
-            Mixer::Full(_) => LayerState::Full(KvCache::new(cache.clone())),
+            Mixer::Full(_) => LayerState::Full(KvCache::new(cache)),
         })
     }
 

@@ -1,11 +1,44 @@
 //! Keys and values of one attention layer.
 
+use crate::cpu::attention::{Cache, Shape};
 use candle_core::{DType, Device, Result, Tensor};
+use half::{bf16, f16};
+
+/// On the CPU in the layout of its kernel, elsewhere as tensors.
+#[derive(Debug)]
+pub(crate) enum KvCache {
+    F32(Cache<f32>),
+    BF16(Cache<bf16>),
+    F16(Cache<f16>),
+    Device(DeviceCache),
+}
+
+impl KvCache {
+    pub(crate) fn new(s: &CacheShape) -> Self {
+        let shape = Shape { batch: s.batch, heads: s.heads, kv_heads: s.kv_heads, dim: s.head_dim };
+        match (s.device.is_cpu(), s.dtype) {
+            (true, DType::BF16) => Self::BF16(Cache::new(shape)),
+            (true, DType::F16) => Self::F16(Cache::new(shape)),
+            (true, _) => Self::F32(Cache::new(shape)),
+            (false, _) => Self::Device(DeviceCache::new(s.clone())),
+        }
+    }
+
+    /// Forgets the tokens and keeps the memory.
+    pub(crate) fn reset(&mut self) {
+        match self {
+            Self::F32(cache) => cache.reset(),
+            Self::BF16(cache) => cache.reset(),
+            Self::F16(cache) => cache.reset(),
+            Self::Device(cache) => cache.len = 0,
+        }
+    }
+}
 
 /// Two buffers `[batch, kv_heads, capacity, head_dim]` that grow by doubling, so that a token is
 /// written in place and copied a constant number of times on average.
 #[derive(Debug)]
-pub(crate) struct KvCache {
+pub(crate) struct DeviceCache {
     buffers: Option<(Tensor, Tensor)>,
     shape: CacheShape,
     len: usize,
@@ -14,6 +47,7 @@ pub(crate) struct KvCache {
 #[derive(Debug, Clone)]
 pub(crate) struct CacheShape {
     pub(crate) batch: usize,
+    pub(crate) heads: usize,
     pub(crate) kv_heads: usize,
     pub(crate) head_dim: usize,
     pub(crate) max_len: usize,
@@ -23,14 +57,9 @@ pub(crate) struct CacheShape {
 
 const FIRST_CAPACITY: usize = 256;
 
-impl KvCache {
-    pub(crate) fn new(shape: CacheShape) -> Self {
+impl DeviceCache {
+    pub(super) fn new(shape: CacheShape) -> Self {
         Self { buffers: None, shape, len: 0 }
-    }
-
-    /// Forgets the tokens and keeps the memory.
-    pub(crate) fn reset(&mut self) {
-        self.len = 0;
     }
 
     /// Appends `k` and `v` `[batch, kv_heads, tokens, head_dim]`, contiguous, and returns all keys

@@ -11,7 +11,6 @@ mod causal_lm;
 mod config;
 mod decoder;
 mod kv_cache;
-mod linear;
 mod mlp;
 mod moe;
 mod norm;

@@ -1,5 +1,7 @@
 //! RMS norm with a zero-centred weight, as every norm of these models but the gated one.
 
+use crate::cpu::rms_norm::rms_norm;
+use crate::host;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
@@ -18,8 +20,23 @@ impl RmsNorm {
         Ok(Self { scale: (weight + 1.0)?, eps: eps as f32 })
     }
 
+    /// `1 + w`, `[dim]` in f32.
+    pub(crate) fn scale(&self) -> &Tensor {
+        &self.scale
+    }
+
+    pub(crate) fn eps(&self) -> f32 {
+        self.eps
+    }
+
     /// `x [.., dim]` in any float dtype to the same shape in f32.
     pub(crate) fn forward_f32(&self, x: &Tensor) -> Result<Tensor> {
+        if x.device().is_cpu() {
+            // candle's wakes a thread pool for a single row.
+            let mut out = vec![0f32; x.elem_count()];
+            host::with_f32s([x, &self.scale], |[x, scale]| rms_norm(x, scale, self.eps, &mut out))?;
+            return host::tensor(out, x.dims(), DType::F32);
+        }
         let x = x.to_dtype(DType::F32)?.contiguous()?;
         candle_nn::ops::rms_norm(&x, &self.scale, self.eps)
     }

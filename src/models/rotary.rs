@@ -72,6 +72,11 @@ fn tables(inv_freq: &[f64], positions: usize, device: &Device) -> Result<Tables>
 }
 
 impl Angles {
+    /// cos and sin, `[tokens, rotary_dim / 2]` in f32.
+    pub(crate) fn tables(&self) -> (&Tensor, &Tensor) {
+        (&self.cos, &self.sin)
+    }
+
     /// Rotates the first values of each head of `x [batch, heads, tokens, head_dim]`, f32; value `i`
     /// is paired with value `i + rotary_dim / 2`.
     pub(crate) fn apply(&self, x: &Tensor) -> Result<Tensor> {

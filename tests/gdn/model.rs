@@ -267,6 +267,14 @@ fn tied_and_untied_heads() -> Result<()> {
     same.weights.insert("lm_head.weight".into(), tied.weights["model.embed_tokens.weight"].clone());
     assert_eq!(tied.logits(&[3, 1, 2])?, same.logits(&[3, 1, 2])?);
     assert_ne!(tied.logits(&[3, 1, 2])?, untied.logits(&[3, 1, 2])?);
+    // Where the embeddings are read from the head's packed weights.
+    for dtype in [DType::BF16, DType::F16] {
+        let logits = |tiny: &Tiny| {
+            let model = tiny.load(dtype)?;
+            flat(&model.forward(&ids(&[3, 1, 2])?, &mut model.new_state(1)?)?)
+        };
+        assert_eq!(logits(&tied)?, logits(&same)?, "{dtype:?}");
+    }
     Ok(())
 }
 
@@ -323,6 +331,27 @@ fn no_shared_expert() -> Result<()> {
     let without = Tiny::qwen3_next().set("shared_expert_intermediate_size", 0).fill();
     assert!(!without.weights.contains_key("model.layers.0.mlp.shared_expert_gate.weight"));
     assert_eq!(without.logits(&[1])?.len(), tiny::VOCAB);
+    Ok(())
+}
+
+/// Weights that bf16 or f16 holds exactly are kept so on the CPU, in a model that runs in f32.
+#[test]
+fn narrow_weights_are_a_matter_of_memory_only() -> Result<()> {
+    for dtype in [DType::BF16, DType::F16] {
+        let mut narrow = Tiny::qwen3_next();
+        for weight in narrow.weights.values_mut() {
+            *weight = weight.to_dtype(dtype)?.to_dtype(DType::F32)?;
+        }
+        // One value that neither of them holds, in each matrix: far below what the logits show.
+        let mut wide = narrow.clone();
+        for weight in wide.weights.values_mut().filter(|w| w.rank() > 1) {
+            let mut values = flat(weight)?;
+            values[0] = f32::from_bits(values[0].to_bits() | 1);
+            *weight = Tensor::from_vec(values, weight.dims(), &CPU)?;
+        }
+        let tokens = random_ids(40, tiny::VOCAB as u32, 6);
+        assert!(max_diff(&narrow.logits(&tokens)?, &wide.logits(&tokens)?) < 1e-4, "{dtype:?}");
+    }
     Ok(())
 }
 

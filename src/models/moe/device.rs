@@ -1,16 +1,15 @@
-//! Sparse mixture of experts with a shared expert.
+//! The mixture of experts out of tensor ops.
 
-use super::config::MoeConfig;
-use super::linear::{matmul_t, Linear};
-use super::mlp::Mlp;
-use super::routing::Routing;
+use super::super::config::MoeConfig;
+use super::super::mlp::Mlp;
+use super::super::routing::Routing;
+use super::{gate_weight, stacked_experts};
+use crate::linear::{matmul_t, Linear};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
-/// Router, routed experts, and the shared expert where there is one.
 #[derive(Debug, Clone)]
-pub(crate) struct SparseMoe {
-    /// In f32: which experts a token takes should not depend on the dtype of the model.
+pub(crate) struct DeviceMoe {
     router: Linear,
     experts: Experts,
     shared: Option<SharedExpert>,
@@ -35,15 +34,10 @@ struct Experts {
     intermediate: usize,
 }
 
-impl SparseMoe {
+impl DeviceMoe {
     /// `vb` is at `..mlp`.
     pub(crate) fn load(cfg: &MoeConfig, hidden: usize, vb: VarBuilder) -> Result<Self> {
-        let gate = |name: &str, rows: usize| -> Result<Linear> {
-            let vb = vb.pp(name);
-            let hints = Default::default();
-            let w = vb.get_with_hints_dtype((rows, hidden), "weight", hints, DType::F32)?;
-            Ok(Linear::from_weight(w))
-        };
+        let gate = |name: &str, rows: usize| Linear::from_weight(gate_weight(rows, hidden, vb.pp(name))?);
         let shared = match cfg.shared_intermediate_size {
             0 => None,
             size => Some(SharedExpert {
@@ -79,31 +73,10 @@ impl SparseMoe {
 }
 
 impl Experts {
-    /// `vb` is at `..experts`, which holds either one tensor for all experts or one per expert.
+    /// `vb` is at `..experts`.
     fn load(cfg: &MoeConfig, hidden: usize, vb: VarBuilder) -> Result<Self> {
-        let (n, inner) = (cfg.num_experts, cfg.intermediate_size);
-        let (gate_up, down) = if vb.contains_tensor("gate_up_proj") {
-            (vb.get((n, 2 * inner, hidden), "gate_up_proj")?, vb.get((n, hidden, inner), "down_proj")?)
-        } else {
-            // Filled in place: a list of all experts and then one `cat` would hold them twice.
-            let zeros = |shape: (usize, usize)| Tensor::zeros(shape, vb.dtype(), vb.device());
-            let gate_up = zeros((n * 2 * inner, hidden))?;
-            let down = zeros((n * hidden, inner))?;
-            for j in 0..n {
-                let vb = vb.pp(j);
-                let get = |name, out, in_| vb.pp(name).get((out, in_), "weight");
-                gate_up.slice_set(&get("gate_proj", inner, hidden)?, 0, 2 * j * inner)?;
-                gate_up.slice_set(&get("up_proj", inner, hidden)?, 0, (2 * j + 1) * inner)?;
-                down.slice_set(&get("down_proj", hidden, inner)?, 0, j * hidden)?;
-            }
-            (gate_up, down)
-        };
-        Ok(Self {
-            gate_up: gate_up.reshape((n * 2 * inner, hidden))?,
-            down: down.reshape((n * hidden, inner))?,
-            hidden,
-            intermediate: inner,
-        })
+        let (gate_up, down) = stacked_experts(cfg, hidden, vb)?;
+        Ok(Self { gate_up, down, hidden, intermediate: cfg.intermediate_size })
     }
 
     /// `x [tokens, hidden]` to the weighted sum of each token's experts, same shape, f32.

@@ -1,0 +1,161 @@
+//! What a mixture of experts needs besides its MLPs: the router's probabilities before them and the weighted sum behind.
+
+use super::simd::{axpy, dispatch, exp, sigmoid};
+use super::view::{parallel, Shared};
+use pulp::{Simd, WithSimd};
+
+/// Tokens of one task.
+const TOKENS: usize = 16;
+
+/// Softmax over the first `n` of each row's `stride` scores, to `[rows, n]`.
+pub(crate) fn softmax(scores: &[f32], stride: usize, n: usize) -> Vec<f32> {
+    let rows = scores.len() / stride;
+    let mut out = vec![0f32; rows * n];
+    let shared = Shared::new(&mut out);
+    parallel(rows.div_ceil(TOKENS), 4 * TOKENS * n, |task| {
+        let range = task * TOKENS..rows.min((task + 1) * TOKENS);
+        // SAFETY: each task owns its rows.
+        let to = unsafe { shared.part(range.start * n, range.len() * n) };
+        dispatch(Softmax { scores: &scores[range.start * stride..range.end * stride], stride, n, to });
+    });
+    out
+}
+
+struct Softmax<'a> {
+    scores: &'a [f32],
+    stride: usize,
+    n: usize,
+    to: &'a mut [f32],
+}
+
+impl WithSimd for Softmax<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        for (row, to) in self.scores.chunks_exact(self.stride).zip(self.to.chunks_exact_mut(self.n)) {
+            let row = &row[..self.n];
+            let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            to.iter_mut().zip(row).for_each(|(to, x)| *to = exp(x - max));
+            let factor = 1.0 / to.iter().sum::<f32>();
+            to.iter_mut().for_each(|to| *to *= factor);
+        }
+    }
+}
+
+/// `out[t] = sum_j weights[row] * experts[row]` over the rows `choices[t, j]`, plus `sigmoid(gate) * shared[t]` where there
+/// is a shared expert.
+pub(crate) struct Combine<'a> {
+    /// `[rows, hidden]`
+    pub experts: &'a [f32],
+    /// `[rows]`
+    pub weights: &'a [f32],
+    /// `[tokens, choices of a token]`
+    pub choices: &'a [u32],
+    pub per_token: usize,
+    pub shared: Option<Shares<'a>>,
+    pub hidden: usize,
+}
+
+/// The shared expert's part.
+#[derive(Clone, Copy)]
+pub(crate) struct Shares<'a> {
+    /// `[tokens, hidden]`
+    pub out: &'a [f32],
+    /// The gates before the sigmoid: one every `stride`, from the first on.
+    pub gates: &'a [f32],
+    pub stride: usize,
+}
+
+impl Combine<'_> {
+    /// Writes `[tokens, hidden]`.
+    pub fn run(&self, out: &mut [f32]) {
+        let tokens = self.choices.len() / self.per_token;
+        assert_eq!(out.len(), tokens * self.hidden);
+        let out = Shared::new(out);
+        parallel(tokens.div_ceil(TOKENS), TOKENS * self.per_token * self.hidden / 4, |task| {
+            let first = task * TOKENS;
+            let tokens = first..tokens.min(first + TOKENS);
+            // SAFETY: each task owns its tokens.
+            let to = unsafe { out.part(first * self.hidden, tokens.len() * self.hidden) };
+            dispatch(CombineTokens { combine: self, tokens, to });
+        });
+    }
+}
+
+struct CombineTokens<'a, 'b> {
+    combine: &'a Combine<'b>,
+    tokens: std::ops::Range<usize>,
+    to: &'a mut [f32],
+}
+
+impl WithSimd for CombineTokens<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Combine { experts, weights, choices, per_token, shared, hidden } = *self.combine;
+        for (t, to) in self.tokens.zip(self.to.chunks_exact_mut(hidden)) {
+            to.fill(0.0);
+            for &row in &choices[t * per_token..][..per_token] {
+                let row = row as usize;
+                axpy(simd, to, weights[row], &experts[row * hidden..][..hidden]);
+            }
+            if let Some(Shares { out, gates, stride }) = shared {
+                axpy(simd, to, sigmoid(gates[t * stride]), &out[t * hidden..][..hidden]);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wave(n: usize, a: f32) -> Vec<f32> {
+        (0..n).map(|i| (i as f32 * a + a).sin() * 3.0).collect()
+    }
+
+    #[test]
+    fn softmax_of_a_part_of_each_row() {
+        for (rows, stride, n) in [(0, 3, 3), (1, 1, 1), (5, 9, 8), (40, 33, 33)] {
+            let scores = wave(rows * stride, 0.7);
+            let got = softmax(&scores, stride, n);
+            assert_eq!(got.len(), rows * n);
+            for (got, row) in got.chunks_exact(n).zip(scores.chunks_exact(stride)) {
+                let total: f64 = row[..n].iter().map(|&x| f64::from(x).exp()).sum();
+                for (&got, &x) in got.iter().zip(row) {
+                    assert!((f64::from(got) - f64::from(x).exp() / total).abs() < 1e-6);
+                }
+            }
+        }
+        assert!(softmax(&[1.0, f32::NAN], 2, 2).iter().all(|p| p.is_nan()));
+        assert_eq!(softmax(&[-1e30, 3e38], 2, 2), [0.0, 1.0]);
+    }
+
+    #[test]
+    fn combines_as_it_says() {
+        for (tokens, per_token, hidden) in [(1, 1, 1), (3, 2, 40), (50, 3, 17)] {
+            let rows = tokens * per_token;
+            let (experts, weights) = (wave(rows * hidden, 0.3), wave(rows, 0.9));
+            let choices: Vec<u32> = (0..rows as u32).rev().collect();
+            let (out, gates) = (wave(tokens * hidden, 0.2), wave(tokens * 4, 0.4));
+            for shared in [None, Some(Shares { out: &out, gates: &gates[3..], stride: 4 })] {
+                let mut got = vec![f32::NAN; tokens * hidden];
+                Combine { experts: &experts, weights: &weights, choices: &choices, per_token, shared, hidden }
+                    .run(&mut got);
+                for (i, got) in got.iter().enumerate() {
+                    let (t, c) = (i / hidden, i % hidden);
+                    let mut want: f32 = (0..per_token)
+                        .map(|j| choices[t * per_token + j] as usize)
+                        .map(|row| weights[row] * experts[row * hidden + c])
+                        .sum();
+                    if let Some(s) = shared {
+                        want += s.out[i] / (1.0 + (-s.gates[t * 4]).exp());
+                    }
+                    assert!((got - want).abs() < 1e-5 * (1.0 + want.abs()), "{got} {want}");
+                }
+            }
+        }
+    }
+}

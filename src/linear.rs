@@ -1,0 +1,65 @@
+//! A projection without bias.
+
+use crate::cpu::matmul::{multiply, Product, Weights};
+use crate::host;
+use candle_core::{Result, Tensor};
+use candle_nn::VarBuilder;
+use std::sync::Arc;
+
+/// `y = x wᵀ`, the weight `[out, in]` in the model's dtype.
+#[derive(Debug, Clone)]
+pub(crate) enum Linear {
+    /// Packed for the kernels of [`crate::cpu`].
+    Cpu(Arc<Weights>),
+    /// As it was loaded.
+    Device(Tensor),
+}
+
+impl Linear {
+    /// Reads `weight` at `vb`; another shape than `[out, in]` is an error that names the tensor.
+    pub(crate) fn load(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Self> {
+        Self::from_weight(vb.get((out_dim, in_dim), "weight")?)
+    }
+
+    pub(crate) fn from_weight(weight: Tensor) -> Result<Self> {
+        Ok(match weight.device().is_cpu() {
+            true => Self::Cpu(Arc::new(host::pack(&weight)?)),
+            false => Self::Device(weight),
+        })
+    }
+
+    /// `x [.., in]` of the weight's dtype to `[.., out]`.
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let mut dims = x.dims().to_vec();
+        let in_dim = dims.pop().unwrap_or(0);
+        match self {
+            Self::Cpu(weights) => {
+                dims.push(weights.outputs());
+                let [y] = host::with_f32(x, |x| products(x, [weights]))?;
+                host::tensor(y, dims, x.dtype())
+            }
+            Self::Device(weight) => {
+                dims.push(weight.dim(0)?);
+                // One GEMM over all rows: a batched one would read the weight once per sequence.
+                let rows = x.elem_count() / in_dim.max(1);
+                matmul_t(&x.reshape((rows, in_dim))?, weight)?.reshape(dims)
+            }
+        }
+    }
+}
+
+/// `a [n, k]` times the transpose of `b [m, k]`.
+pub(crate) fn matmul_t(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    a.matmul(&b.t()?)
+}
+
+/// The products of `x [rows, in]` with each of the weights, `[rows, out]`.
+pub(crate) fn products<const N: usize>(x: &[f32], weights: [&Weights; N]) -> [Vec<f32>; N] {
+    let mut outs = weights.map(|w| vec![0f32; x.len() / w.inputs() * w.outputs()]);
+    let mut jobs = Vec::with_capacity(N);
+    for (weights, out) in weights.into_iter().zip(&mut outs) {
+        jobs.push(Product { x, rows: None, weights, matrix: 0, out });
+    }
+    multiply(&mut jobs);
+    outs
+}
