@@ -1,7 +1,8 @@
 //! With the `cuda` feature: compiles `cuda/` with nvcc into one static library for every architecture it is to run on.
 //!
 //! `CANDLE_GDN_CUDA_ARCHS` (default `80,90a`) lists compute capabilities; what is not listed and newer than the lowest
-//! runs through that one's PTX. `100` and `120` may be listed where nvcc knows them.
+//! runs through that one's PTX. `100` and `120` may be listed where nvcc knows them. The `profile` feature builds the
+//! kernels with their clock stamps.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -24,8 +25,10 @@ mod cuda {
 
         let (mut kernels, mut all) = (vec![], vec![]);
         collect(Path::new("cuda"), &mut kernels, &mut all);
-        // The library is rebuilt when a file is newer than it; other architectures are another library.
-        let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(archs.join("-"));
+        // The library is rebuilt when a file is newer than it; other architectures or flags are another library.
+        let profile = cfg!(feature = "profile");
+        let name = archs.join("-") + if profile { "-profile" } else { "" };
+        let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(name);
         std::fs::create_dir_all(&out).expect("OUT_DIR is writable");
 
         // bindgen_cuda asks nvidia-smi and panics where there is none, unless this is set.
@@ -42,6 +45,9 @@ mod cuda {
             .arg("--expt-relaxed-constexpr");
         if !cfg!(target_os = "windows") {
             builder = builder.arg("-Xcompiler=-fPIC");
+        }
+        if profile {
+            builder = builder.arg("-DGDN_PROFILE");
         }
         for arch in &archs[usize::from(!archs[0].ends_with('a'))..] {
             let flag = format!("-gencode=arch=compute_{arch},code=sm_{arch}");

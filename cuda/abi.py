@@ -71,7 +71,10 @@ def load(path):
     for name, params in (("gdn_rule", RuleParams), ("gdn_conv", ConvParams), ("gdn_norm", NormParams)):
         f = getattr(lib, name)
         f.argtypes, f.restype = [C.POINTER(params), C.c_void_p], C.c_int
-    lib.gdn_status_string.argtypes, lib.gdn_status_string.restype = [C.c_int], C.c_char_p
+    lib.gdn_profile_set.argtypes, lib.gdn_profile_set.restype = [C.c_void_p, C.c_uint64, C.c_uint32], C.c_int
+    for name in ("gdn_status_string", "gdn_profile_scope", "gdn_profile_role"):
+        f = getattr(lib, name)
+        f.argtypes, f.restype = [C.c_int], C.c_char_p
     return lib
 
 

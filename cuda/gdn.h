@@ -34,6 +34,8 @@ typedef enum gdn_status {
   GDN_BAD_CONV_WIDTH = 6,   // a convolution width outside 2..8
   GDN_BAD_ALGO = 7,         // the kernel asked for does not take this shape or device
   GDN_BAD_STRIDE = 8,       // a negative stride
+  GDN_NO_PROFILE = 9,       // built without GDN_PROFILE
+  GDN_PROFILE_BUFFER = 10,  // the profile buffer is misaligned, or has no room for the warps of the launch
   GDN_CUDA_ERROR = 1000
 } gdn_status;
 
@@ -130,6 +132,39 @@ typedef struct gdn_norm_params {
   float eps;
 } gdn_norm_params;
 int gdn_norm(const gdn_norm_params *params, cudaStream_t stream);
+
+// Profiling inside gdn_rule's kernels, in a build with -DGDN_PROFILE. A warp of a launch owns a gdn_profile_warp and,
+// right after it, `events_per_warp` gdn_profile_events, of which the first `count` are written. Warps follow each other
+// in the buffer, and launches in their order. Cycles are of the warp's multiprocessor, which has its own count;
+// nanoseconds are of the device's global timer, whose steps may be as coarse as a microsecond.
+typedef struct gdn_profile_warp {
+  uint32_t launch;         // 1, 2, ... since gdn_profile_set; 0 where no warp has written
+  uint32_t role;           // see gdn_profile_role
+  uint32_t sm;             // the multiprocessor it ran on
+  uint32_t block, warp;    // in the grid, in the block
+  uint32_t count;          // events written
+  uint32_t dropped;        // events that found no room
+  uint32_t reserved;
+  uint64_t begin_ns, begin_cycles;
+  uint64_t end_cycles, end_ns;    // 0 until the warp ends; count and dropped too
+} gdn_profile_warp;
+
+typedef struct gdn_profile_event {
+  uint32_t scope;          // see gdn_profile_scope
+  uint32_t token;          // first token of the stage or chunk it belongs to, in its sequence
+  uint32_t begin;          // low half of the cycle count
+  uint32_t cycles;
+} gdn_profile_event;
+
+// From now on launches of the calling thread on the current device write into `buffer` (device memory, zeroed, aligned
+// to 16 bytes, `bytes` long) until it is set anew; null ends it. The caller keeps the buffer alive and reads it when
+// the launches are done. A launch with more warps than the buffer has room left for is refused with GDN_PROFILE_BUFFER.
+// Not for graphs: a replay would write where its capture did. GDN_NO_PROFILE in any other build.
+int gdn_profile_set(void *buffer, uint64_t bytes, uint32_t events_per_warp);
+
+// The names of scopes and roles, numbered from 0; null past the last one. In every build.
+const char *gdn_profile_scope(uint32_t scope);
+const char *gdn_profile_role(uint32_t role);
 
 #ifdef __cplusplus
 }

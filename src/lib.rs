@@ -39,6 +39,7 @@ mod layer;
 mod linear;
 pub mod models;
 mod ops;
+pub mod profile;
 pub mod reference;
 mod state;
 

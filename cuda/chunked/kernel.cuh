@@ -15,6 +15,7 @@
 #include "../common/convert.cuh"
 #include "../common/host.cuh"
 #include "../common/math.cuh"
+#include "../common/profile.cuh"
 #include "../common/sequences.cuh"
 #include "chunked.h"
 
@@ -30,6 +31,7 @@ struct Plan {
                      // consecutive rows read at the same column hit eight different bank groups
   bool vec_qk, vec_v, vec_o, vec_state;
   bool keep_state;
+  GDN_PROFILED(profile::Target profile;)
 };
 
 template <int C, int VT> struct Shape {
@@ -49,6 +51,7 @@ __global__ void __launch_bounds__(Shape<C, VT>::kThreads, 1)
 chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
   using S = Shape<C, VT>;
   extern __shared__ __align__(16) float smem[];
+  GDN_PROFILED(profile::Stamps stamps(plan.profile, profile::kChunked);)
   float *const q_rows = smem, *const k_rows = q_rows + C * plan.pitch, *const s_rows = k_rows + C * plan.pitch;
   float *const x = s_rows + VT * plan.pitch;          // V, then X, then V'          [C][VT]
   float *const w = x + C * S::kVPitch;                // V' e^(c_last - c)           [C][VT]
@@ -68,9 +71,11 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 
   const Tokens seq = tokens_of(p.seqs, n);
   const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
+  GDN_PROFILED(stamps.lap(profile::kSetup);)
   if (in_slot < 0 || out_slot < 0) {    // padding
     for (int64_t i = tid; i < static_cast<int64_t>(seq.count) * rows; i += S::kThreads)
       out_heads_at<T>(p.o, n, seq.first + i / rows, head)[row0 + i % rows] = from_float<T>(0.f);
+    GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
   }
   if (seq.count <= 0 && plan.keep_state) return;
@@ -85,6 +90,7 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
       if (row < rows) load4(in + row * p.head_k, col, p.head_k, plan.vec_state, v);
       *reinterpret_cast<float4 *>(s_rows + row * plan.pitch + col) = make_float4(v[0], v[1], v[2], v[3]);
     }
+    GDN_PROFILED(stamps.lap(profile::kLoadState);)
   }
   const float neg_exp_a = -expf(p.a_log[head]), dt_bias = p.dt_bias[head];
 
@@ -95,6 +101,7 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   for (int t0 = 0; t0 < seq.count; t0 += C) {
     const int count = min(C, seq.count - t0);
     const int64_t first = seq.first + t0;
+    GDN_PROFILED(stamps.at(t0);)
 
     // Load: q and k rows normalised, a warp a row; zero past the end, which makes those tokens
     // leave everything as it is.
@@ -108,6 +115,8 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
         for (int m = 0; m < 2; ++m)
           raw[u][m] = raw_load4(row, 4 * lane + 128 * m, t < count ? p.head_k : 0, plan.vec_qk);
       }
+      GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
+      GDN_PROFILED(stamps.wait(profile::kWaitQkv, raw);)
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         float v[2][4];
@@ -135,6 +144,7 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
                 make_float4(norm.times(v[m][0]), norm.times(v[m][1]), norm.times(v[m][2]), norm.times(v[m][3]));
         }
       }
+      GDN_PROFILED(stamps.lap(profile::kNormalise);)
     }
     for (int i = tid; i < C * (VT / 4); i += S::kThreads) {
       const int t = i / (VT / 4), col = i % (VT / 4) * 4;
@@ -143,11 +153,13 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
       *reinterpret_cast<float4 *>(x + t * S::kVPitch + col) =
           make_float4(raw_to_float(raw, 0), raw_to_float(raw, 1), raw_to_float(raw, 2), raw_to_float(raw, 3));
     }
+    GDN_PROFILED(stamps.lap(profile::kLoadV);)
     if (warp == S::kThreads / 32 - 1) {    // gates, a lane a token
       float hi = 0.f, lo = 0.f, b = 0.f;
       if (lane < count) {
         const uint32_t raw_a = raw_load_any(p.a.ptr, heads_offset(p.a, n, first + lane, head), p.gate_dtype);
         const uint32_t raw_b = raw_load_any(p.b.ptr, heads_offset(p.b, n, first + lane, head), p.gate_dtype);
+        GDN_PROFILED(stamps.wait(profile::kWaitGates, raw_a, raw_b);)
         hi = log_decay(raw_to_float(raw_a, p.gate_dtype), dt_bias, neg_exp_a);
         if (hi < -1e30f) hi = -1e30f;    // the exponential is zero long before; -inf - -inf would be NaN
         b = p.beta_scale * sigmoid(raw_to_float(raw_b, p.gate_dtype));
@@ -171,8 +183,10 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
         decay[lane] = expf(hi);
         rest[lane] = expf(fminf((last_hi - hi) + (last_lo - lo), 0.f));
       }
+      GDN_PROFILED(stamps.lap(profile::kGates);)
     }
     __syncthreads();
+    GDN_PROFILED(stamps.lap(profile::kBarrier);)
 
     {    // Product 1, then X, L and A from it.
       // The sums of K K^T keep their rounding (Kahan, four products at a time): it would be the same for every pair of
@@ -230,7 +244,9 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
           }
         }
     }
+    GDN_PROFILED(stamps.lap(profile::kProduct);)
     __syncthreads();
+    GDN_PROFILED(stamps.lap(profile::kBarrier);)
 
     if (tid < VT) {    // Forward substitution, a thread a value row, eight tokens at a time.
       float *const xs = x + tid, *const ws = w + tid;
@@ -256,8 +272,10 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
           for (int i = j + 1; i < 8; ++i) y[i] = fmaf(-l[(i0 + j) * S::kCPitch + i0 + i], y[j], y[i]);
         }
       }
+      GDN_PROFILED(stamps.lap(profile::kSubstitution);)
     }
     __syncthreads();
+    GDN_PROFILED(stamps.lap(profile::kBarrier);)
 
     // State tiles of 4 x 4 first, then output tiles of 1 x 4; both read V' and neither writes what the other reads.
     const int state_tiles = VT / 4 * k_vecs;
@@ -288,6 +306,7 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
         *reinterpret_cast<float4 *>(s_rows + (row + r) * plan.pitch + col) =
             make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
     }
+    GDN_PROFILED(stamps.lap(profile::kUpdateState);)
     for (int i = tid; i < C * (VT / 4); i += S::kThreads) {
       const int t = i / (VT / 4), col = i % (VT / 4) * 4;
       if (t >= count) continue;
@@ -303,10 +322,13 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
       }
       store4(out_heads_at<T>(p.o, n, first + t, head) + row0, col, rows, plan.vec_o, acc);
     }
+    GDN_PROFILED(stamps.lap(profile::kOutput);)
     __syncthreads();
+    GDN_PROFILED(stamps.lap(profile::kBarrier);)
   }
 
   __syncthreads();    // for a sequence without chunks: the state is stored by other threads than loaded it
+  GDN_PROFILED(stamps.lap(profile::kBarrier);)
   float *out = p.state_out + out_slot * p.out_slots.slot_stride +
                (static_cast<int64_t>(head) * p.head_v + row0) * p.head_k;
   for (int i = tid; i < rows * k_vecs; i += S::kThreads) {
@@ -315,6 +337,7 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     const float v[4] = {s.x, s.y, s.z, s.w};
     store4(out + row * p.head_k, col, p.head_k, plan.vec_state, v);
   }
+  GDN_PROFILED(stamps.lap(profile::kStoreState);)
 }
 
 template <typename T, int C, int VT>
@@ -324,6 +347,7 @@ int launch(const gdn_rule_params &p, int optin, Plan plan, cudaStream_t stream) 
   const int64_t blocks = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads * plan.v_tiles;
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   const int64_t bytes = S::bytes(plan.pitch);
+  GDN_PROFILED(if (const int status = profile::attach(plan.profile, blocks, S::kThreads)) return status;)
   if (const int status = allow_shared_memory(&chunked_kernel<T, C, VT>, bytes, optin)) return status;
   chunked_kernel<T, C, VT><<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
   return launched();

@@ -12,6 +12,9 @@ extern "C" const char *gdn_status_string(int status) {
     case GDN_BAD_CONV_WIDTH: return "the convolution width is outside 2..8";
     case GDN_BAD_ALGO: return "the kernel asked for does not take this shape, alignment or device";
     case GDN_BAD_STRIDE: return "a stride is negative";
+    case GDN_NO_PROFILE: return "built without GDN_PROFILE";
+    case GDN_PROFILE_BUFFER:
+      return "the profile buffer is not aligned to 16 bytes, or has no room for the warps of this launch";
   }
   if (status > GDN_CUDA_ERROR) {
     const char *s = cudaGetErrorString(static_cast<cudaError_t>(status - GDN_CUDA_ERROR));

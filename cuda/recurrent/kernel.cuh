@@ -14,6 +14,7 @@
 #include "../common/convert.cuh"
 #include "../common/host.cuh"
 #include "../common/math.cuh"
+#include "../common/profile.cuh"
 #include "../common/sequences.cuh"
 
 namespace gdn {
@@ -32,6 +33,7 @@ struct Plan {
   bool vec_qk;        // q and k rows can be read four elements at a time
   bool vec_state;     // state rows can be read and written 16 bytes at a time
   bool keep_state;    // a sequence without tokens need not copy its state
+  GDN_PROFILED(profile::Target profile;)
 };
 
 template <int E, int ROWS, bool AHEAD> struct Shape {
@@ -51,7 +53,8 @@ template <int E, int ROWS, bool AHEAD> struct Shape {
 // their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token.
 template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
 __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Plan &plan, int n, int64_t first,
-                                             int count, int head, int row0, int warp, int warps, float *stage) {
+                                             int count, int head, int row0, int warp, int warps, float *stage
+                                             GDN_PROFILED(, profile::Stamps &stamps)) {
   using S = Shape<E, ROWS, AHEAD>;
   constexpr int kN = S::kAtOnce, kParts = S::kParts, kVs = (S::kTile + 31) / 32;
   constexpr int kV = 2 * S::kK, kScalars = kV + S::kTile;    // where v and decay, beta, k.q stand in a record
@@ -92,6 +95,8 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
         vp += p.v.token_stride;
       }
     }
+    GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
+    GDN_PROFILED(stamps.wait(profile::kWaitQkv, raw_k, raw_q, v);)
     float k[kN][kParts][4], q[kN][kParts][4], qq[kN], kq[kN];
     SquareSum kk[kN];
 #pragma unroll
@@ -138,12 +143,15 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
         if (lane == 0) record[kScalars + 2] = kq[u] * k_scale.hi * q_scale;
       }
     }
+    GDN_PROFILED(stamps.lap(profile::kNormalise);)
   }
+  GDN_PROFILED(if (warp == warps - 1) stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
   if (gates) {
     float *record = stage + lane * S::kRecord;
     record[kScalars] = expf(log_decay(raw_to_float(raw_a, p.gate_dtype), dt_bias, -expf(a_log)));
     record[kScalars + 1] = p.beta_scale * sigmoid(raw_to_float(raw_b, p.gate_dtype));
   }
+  GDN_PROFILED(if (warp == warps - 1) stamps.lap(profile::kGates);)
 }
 
 // EXACT: K = V = 128 (E = 16) with aligned q, k and state, so that nothing is guarded. AHEAD: producer warps prepare the
@@ -155,6 +163,8 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   constexpr int kVecs = E / 4;
   extern __shared__ __align__(16) float smem[];
   const int head_k = EXACT ? S::kK : p.head_k, head_v = EXACT ? S::kK : p.head_v;
+  GDN_PROFILED(const profile::Role role = threadIdx.x / 32 < kConsumers ? profile::kConsumer : profile::kProducer;
+               profile::Stamps stamps(plan.profile, AHEAD ? role : profile::kRecurrent);)
 
   int block = blockIdx.x;
   const int row0 = block % plan.v_tiles * S::kTile;
@@ -164,11 +174,13 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   const Tokens seq = tokens_of(p.seqs, n);
   const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  GDN_PROFILED(stamps.lap(profile::kSetup);)
 
   if (in_slot < 0 || out_slot < 0) {    // padding
     const int rows = min(S::kTile, head_v - row0);
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(seq.count) * rows; i += blockDim.x)
       out_heads_at<T>(p.o, n, seq.first + i / rows, head)[row0 + i % rows] = from_float<T>(0.f);
+    GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
   }
   if (seq.count <= 0 && plan.keep_state) return;
@@ -199,12 +211,14 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
         }
       }
     }
+    GDN_PROFILED(stamps.lap(profile::kLoadState);)
   }
 
   const int stage_floats = stage_size * S::kRecord;
   auto stage = [&](int t0, int worker, int workers, float *to) {
+    GDN_PROFILED(stamps.at(t0);)
     stage_tokens<T, E, ROWS, EXACT, AHEAD>(p, plan, n, seq.first + t0, min(stage_size, seq.count - t0), head, row0,
-                                           worker, workers, to);
+                                           worker, workers, to GDN_PROFILED(, stamps));
   };
   float scale = 1.f;
   T *o = out_heads_at<T>(p.o, n, seq.first, head) + row0 + tile_row + part;    // written by lanes part < ROWS
@@ -216,10 +230,13 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
     if (t0 == 0 || !AHEAD) {
       stage(t0, warp, warps, now);
       __syncthreads();
+      GDN_PROFILED(stamps.lap(profile::kBarrier);)
     }
     if (AHEAD && !consumer && t0 + stage_size < seq.count)
       stage(t0 + stage_size, warp - kConsumers, warps - kConsumers, smem + (parity ^ 1) * stage_floats);
     if (consumer) {
+      GDN_PROFILED(stamps.at(t0);)
+      GDN_PROFILED(if (t0 == 0) stamps.wait(profile::kWaitState, state);)
       const int count = min(stage_size, seq.count - t0);
       for (int t = 0; t < count; ++t) {
         const float *record = now + t * S::kRecord;
@@ -276,8 +293,10 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
         }
         if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out);
       }
+      GDN_PROFILED(stamps.lap(profile::kUpdate);)
     }
     __syncthreads();
+    GDN_PROFILED(stamps.lap(profile::kBarrier);)
   }
 
   if (consumer) {
@@ -298,6 +317,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
         }
       }
     }
+    GDN_PROFILED(stamps.lap(profile::kStoreState);)
   }
 }
 
@@ -313,6 +333,7 @@ int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   plan.stage = AHEAD || tokens > S::kMaxStage ? S::kMaxStage : tokens < 1 ? 1 : tokens;
   const int64_t blocks = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads * plan.v_tiles;
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
+  GDN_PROFILED(if (const int status = profile::attach(plan.profile, blocks, S::kThreads)) return status;)
   const size_t bytes = (AHEAD ? 2 : 1) * plan.stage * S::kRecord * sizeof(float);
   recurrent_kernel<T, E, ROWS, EXACT, AHEAD><<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
   return launched();

@@ -100,4 +100,10 @@ extern "C" {
     pub fn gdn_conv(params: *const ConvParams, stream: *mut c_void) -> c_int;
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> c_int;
     pub fn gdn_status_string(status: c_int) -> *const c_char;
+    #[cfg(feature = "profile")]
+    pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> c_int;
+    #[cfg(feature = "profile")]
+    pub fn gdn_profile_scope(scope: u32) -> *const c_char;
+    #[cfg(feature = "profile")]
+    pub fn gdn_profile_role(role: u32) -> *const c_char;
 }

@@ -4,6 +4,8 @@
 //! No launch allocates anything but its output.
 
 mod ffi;
+#[cfg(feature = "profile")]
+pub(crate) mod profile;
 
 use crate::ops::{Algo, ConvPlan, Gates, HeadsLayout, NormPlan, RulePlan, SequencePlan};
 use candle_core::backend::BackendStorage;

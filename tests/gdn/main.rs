@@ -12,6 +12,8 @@ mod golden;
 mod goldens;
 mod layer;
 mod model;
+#[cfg(feature = "profile")]
+mod profile;
 mod properties;
 mod rule_case;
 mod semantics;

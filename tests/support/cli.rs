@@ -18,9 +18,9 @@ pub struct Run {
     pub stderr: String,
 }
 
-/// `cargo test` builds the examples first and puts them beside the test's own directory; with
+/// The example itself. `cargo test` builds the examples first and puts them beside the test's own directory; with
 /// `--test` it leaves them as they are.
-pub fn command(example: &str) -> Command {
+pub fn program(example: &str) -> Command {
     let test = std::env::current_exe().expect("the path of this test");
     let profile = test.parent().and_then(Path::parent).expect("target/<profile>/deps");
     let program = profile.join("examples").join(format!("{example}{}", std::env::consts::EXE_SUFFIX));
@@ -29,7 +29,14 @@ pub fn command(example: &str) -> Command {
     let sources = newest(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/examples")));
     assert!(built >= sources, "{} is older than its sources: cargo build --examples", program.display());
     let mut command = Command::new(program);
-    command.stdin(Stdio::null()).env_remove("RUST_BACKTRACE").env_remove("RUST_LIB_BACKTRACE").arg("--cpu");
+    command.stdin(Stdio::null()).env_remove("RUST_BACKTRACE").env_remove("RUST_LIB_BACKTRACE");
+    command
+}
+
+/// An example that runs models, on the CPU.
+pub fn command(example: &str) -> Command {
+    let mut command = program(example);
+    command.arg("--cpu");
     command
 }
 

@@ -1,0 +1,148 @@
+//! Where the cycles of a decode or prefill kernel go: a table of its scopes, and a trace for Perfetto.
+
+mod args;
+mod print;
+
+use anyhow::{bail, Context, Result};
+use args::{Args, Op};
+use candle_core::{DType, Device, Tensor};
+use candle_gdn::profile::{record, Launch, Profile};
+use candle_gdn::{Algo, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use clap::Parser;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::process::ExitCode;
+
+/// Written between the inputs and the launch, so that nothing of them is left in any card's L2 cache.
+const FLUSH_BYTES: usize = 512 << 20;
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(dropped) => {
+            eprintln!(
+                "warning: {dropped} events found no room: the end of some warps is missing, and counted as unstamped; \
+                 raise --events"
+            );
+            ExitCode::FAILURE
+        }
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Events dropped.
+fn run(args: &Args) -> Result<u64> {
+    if !cfg!(feature = "profile") {
+        bail!("built without the `profile` feature: cargo run --release --features profile --example profile -- --help")
+    }
+    let tokens = args.tokens()?;
+    let device = Device::new_cuda(0).context("no CUDA device")?;
+    let rule = Rule::new(args, tokens, &device)?;
+    let algo = rule.algo()?;
+    // A first launch includes loading the kernel.
+    rule.launch()?;
+    device.synchronize()?;
+    let limits = args.limits(tokens);
+    let ((), profile) = record(&device, limits, || {
+        Tensor::zeros(FLUSH_BYTES / 4, DType::F32, &device)?;
+        rule.launch()
+    })?;
+    let [launch] = &profile.launches[..] else { bail!("expected one launch, got {}", profile.launches.len()) };
+
+    let name = match args.op {
+        Op::Decode => "gdn_decode",
+        Op::Prefill => "gdn_prefill",
+    };
+    let (batch, (key_heads, value_heads)) = (args.batch, args.heads);
+    println!(
+        "{name}: {batch} x {tokens} tokens, {key_heads} key and {value_heads} value heads of {}, {}, kernel {algo:?}",
+        args.dim,
+        args.dtype().as_str()
+    );
+    let table = launch.table();
+    print::table(&table, &mut std::io::stdout().lock())?;
+    if let Some(path) = &args.json {
+        std::fs::write(path, table.json()).with_context(|| format!("--json: cannot write {}", path.display()))?;
+    }
+    write_trace(args, &profile, launch)?;
+    Ok(table.dropped)
+}
+
+fn write_trace(args: &Args, profile: &Profile, launch: &Launch) -> Result<()> {
+    let path = &args.trace;
+    let mut sms: Vec<u32> = launch.warps.iter().map(|w| w.sm).collect();
+    sms.sort_unstable();
+    sms.dedup();
+    sms.truncate(args.trace_sms.unwrap_or(usize::MAX));
+    let write = || -> std::io::Result<u64> {
+        let mut out = BufWriter::new(File::create(path)?);
+        profile.write_trace(&mut out, |warp| sms.binary_search(&warp.sm).is_ok())?;
+        out.flush()?;
+        Ok(path.metadata()?.len())
+    };
+    let bytes = write().with_context(|| format!("--trace: cannot write {}", path.display()))?;
+    println!("\n{}: {:.1} MB, open it at https://ui.perfetto.dev", path.display(), bytes as f64 / 1e6);
+    if bytes > 200_000_000 {
+        println!("that is much for a browser: --trace-sms 4 writes four multiprocessors only");
+    }
+    Ok(())
+}
+
+/// The inputs of a launch.
+struct Rule {
+    op: Op,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    state: Tensor,
+    options: RuleOptions,
+}
+
+impl Rule {
+    fn new(args: &Args, tokens: usize, device: &Device) -> Result<Self> {
+        let ((key_heads, value_heads), dim) = (args.heads, args.dim);
+        let lead = match args.op {
+            Op::Decode => vec![args.batch],
+            Op::Prefill => vec![args.batch, tokens],
+        };
+        let randn = |tail: &[usize]| -> candle_core::Result<Tensor> {
+            Tensor::randn(0f32, 1., [&lead[..], tail].concat(), device)?.to_dtype(args.dtype())
+        };
+        let gates = Gates {
+            a: randn(&[value_heads])?,
+            b: randn(&[value_heads])?,
+            a_log: Tensor::rand(0f32, 1.2, value_heads, device)?,
+            dt_bias: Tensor::rand(-1f32, 0., value_heads, device)?,
+        };
+        Ok(Self {
+            op: args.op,
+            q: randn(&[key_heads, dim])?,
+            k: randn(&[key_heads, dim])?,
+            v: randn(&[value_heads, dim])?,
+            gates,
+            state: Tensor::zeros((args.batch, value_heads, dim, dim), DType::F32, device)?,
+            options: RuleOptions { algo: args.algo(), ..RuleOptions::default() },
+        })
+    }
+
+    fn algo(&self) -> candle_core::Result<Algo> {
+        let Self { q, k, v, gates, state, options, .. } = self;
+        match self.op {
+            Op::Decode => GdnDecode::new(gates.clone(), state, *options)?.algo(q, k, v),
+            Op::Prefill => GdnPrefill::new(gates.clone(), state, None, *options)?.algo(q, k, v),
+        }
+    }
+
+    fn launch(&self) -> candle_core::Result<()> {
+        let Self { q, k, v, gates, state, options, .. } = self;
+        match self.op {
+            Op::Decode => GdnDecode::new(gates.clone(), state, *options)?.forward(q, k, v)?,
+            Op::Prefill => GdnPrefill::new(gates.clone(), state, None, *options)?.forward(q, k, v)?,
+        };
+        Ok(())
+    }
+}

@@ -1,0 +1,51 @@
+//! The profile example as a program.
+
+#[path = "support/cli.rs"]
+mod cli;
+
+use cli::program;
+
+/// Exit status and stderr; nothing may be on stdout.
+fn refused(args: &[&str]) -> (Option<i32>, String) {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let out = program("profile").current_dir(dir.path()).args(args).output().expect("the example starts");
+    assert!(out.stdout.is_empty(), "{out:?}");
+    assert_eq!(std::fs::read_dir(dir.path()).expect("the directory").count(), 0, "a file was written");
+    let stderr = String::from_utf8(out.stderr).expect("UTF-8 on stderr");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    (out.status.code(), stderr)
+}
+
+#[test]
+#[cfg(not(feature = "profile"))]
+fn without_the_feature_it_says_how_to_build() {
+    let (code, stderr) = refused(&[]);
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("built without the `profile` feature"), "{stderr}");
+    assert!(stderr.contains("cargo run --release --features profile --example profile"), "{stderr}");
+}
+
+#[test]
+#[cfg(feature = "profile")]
+fn decode_takes_one_token() {
+    let (code, stderr) = refused(&["--op", "decode", "--tokens", "2"]);
+    assert_eq!(code, Some(1));
+    assert!(stderr.contains("--tokens: decode takes one token"), "{stderr}");
+}
+
+#[test]
+fn bad_arguments_are_named() {
+    for (args, part) in [
+        (["--algo", "fast"], "recurrent128"),
+        (["--op", "encode"], "prefill"),
+        (["--dtype", "f64"], "bf16"),
+        (["--heads", "16"], "16/32"),
+        (["--heads", "0/4"], "16/32"),
+        (["--batch", "0"], "at least 1"),
+        (["--dim", "0"], "at least 1"),
+    ] {
+        let (code, stderr) = refused(&args);
+        assert_eq!(code, Some(2), "{args:?}: {stderr}");
+        assert!(stderr.contains(args[0]) && stderr.contains(part), "{args:?}: {stderr}");
+    }
+}
