@@ -5,7 +5,7 @@ use super::chunked::{Workspace, CHUNK};
 use super::recurrent::Step;
 use super::simd::dispatch;
 use super::transposed::{padded, TransposedState, AT_ONCE};
-use super::view::{parallel, Element, Heads, Sequences, Shared, Slots};
+use super::view::{parallel, prefetch, Element, Heads, Sequences, Shared, Slots};
 use crate::reference::Dims;
 use pulp::{Simd, WithSimd};
 
@@ -96,6 +96,18 @@ impl<T: Element> Head<'_, '_, T> {
         v.iter_mut().zip(rule.v.row(self.n, t, self.h, rule.dims.value_dim)).for_each(|(v, x)| *v = x.to_f32());
     }
 
+    /// Asks for the rows of tokens to come. Those of one head lie a whole token apart, each on pages of its own, where no
+    /// hardware looks ahead.
+    fn prefetch(&self, tokens: std::ops::Range<usize>) {
+        let Dims { key_dim, value_dim, .. } = self.rule.dims;
+        for i in tokens.start..tokens.end.min(self.tokens) {
+            let t = self.first + i;
+            prefetch(self.rule.q.row(self.n, t, self.key_head, key_dim));
+            prefetch(self.rule.k.row(self.n, t, self.key_head, key_dim));
+            prefetch(self.rule.v.row(self.n, t, self.h, value_dim));
+        }
+    }
+
     /// Log decay and beta of token `i`.
     fn gate(&self, i: usize) -> (f32, f32) {
         self.rule.gates[(self.out_token + i) * self.rule.dims.value_heads + self.h]
@@ -136,6 +148,7 @@ impl<T: Element> Head<'_, '_, T> {
                 let keys = j * key_dim..(j + 1) * key_dim;
                 self.load(i + j, &mut q[keys.clone()], &mut k[keys], &mut v[j * row..][..value_dim]);
             }
+            self.prefetch(i + count..i + count + AT_ONCE);
             if count == AT_ONCE {
                 transposed.advance::<AT_ONCE>(&q, &k, &mut v, std::array::from_fn(|j| self.gate(i + j)));
             } else {

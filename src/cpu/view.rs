@@ -100,6 +100,19 @@ impl<'a, T> Heads<'a, T> {
     }
 }
 
+/// Asks for the cache lines of `row`, where the instruction set has a way that the compiler knows.
+#[inline(always)]
+pub(crate) fn prefetch<T>(row: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in row.chunks((64 / size_of::<T>()).max(1)) {
+        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
+        // SAFETY: a hint, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = row;
+}
+
 /// How tokens are grouped into sequences.
 #[derive(Clone, Copy)]
 pub(crate) struct Sequences<'a> {
