@@ -3,6 +3,7 @@
 use candle_core::CpuStorage;
 use half::{bf16, f16};
 use pulp::{bytemuck, Simd};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// An input element: read as `f32`, written rounded to nearest.
 pub(crate) trait Element: Copy + Send + Sync + 'static {
@@ -195,18 +196,61 @@ impl<'a, T> Shared<'a, T> {
 /// Runs `task(0..tasks)` on candle's thread pool, or on this thread when the whole work (in elementary steps) is too
 /// small to wake anyone for: about 10 us of one core. The pool waits by spinning, so on a busy machine a short loop that
 /// goes through it costs far more than it saves.
+///
+/// Each thread begins with the same part of the tasks every time, so that a state of which a call leaves a part in a
+/// core's cache is found there by the next; who has finished his own helps the others.
 pub(crate) fn parallel(tasks: usize, work_per_task: usize, task: impl Fn(usize) + Sync) {
     const INLINE_WORK: usize = 1 << 16;
     if tasks <= 1 || tasks.saturating_mul(work_per_task) <= INLINE_WORK {
-        (0..tasks).for_each(task);
-    } else {
-        candle_core::utils::barrier_pool().execute_chunked(tasks, |range| range.for_each(&task));
+        return (0..tasks).for_each(task);
     }
+    let pool = candle_core::utils::barrier_pool();
+    let parts = tasks.min(pool.n_workers() + 1);
+    let first = |part: usize| part * tasks / parts;
+    let next: Vec<Line> = (0..parts).map(|part| Line(AtomicUsize::new(first(part)))).collect();
+    let at_once = (tasks / (8 * parts)).max(1);
+    // One item a thread; which one it gets does not matter.
+    pool.execute_chunked(parts, |_| {
+        let seat = SEAT.with(|seat| *seat);
+        for part in (0..parts).map(|i| (seat + i) % parts) {
+            let end = first(part + 1);
+            loop {
+                let start = next[part].0.fetch_add(at_once, Ordering::Relaxed);
+                if start >= end {
+                    break;
+                }
+                (start..end.min(start + at_once)).for_each(&task);
+            }
+        }
+    });
+}
+
+/// A counter with a cache line of its own.
+#[repr(align(64))]
+struct Line(AtomicUsize);
+
+thread_local! {
+    /// Numbers the threads in the order in which they first came here.
+    static SEAT: usize = {
+        static TAKEN: AtomicUsize = AtomicUsize::new(0);
+        TAKEN.fetch_add(1, Ordering::Relaxed)
+    };
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_task_runs_once() {
+        for tasks in [0, 1, 2, 3, 7, 31, 32, 33, 1000] {
+            let runs: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+            parallel(tasks, 1 << 20, |task| {
+                runs[task].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(runs.iter().all(|n| n.load(Ordering::Relaxed) == 1), "{tasks}: {runs:?}");
+        }
+    }
 
     #[test]
     fn every_half_widens_exactly() {
