@@ -50,9 +50,7 @@ pub fn bench(c: &mut Criterion) -> Vec<Work> {
     let mut works = vec![];
     let mut group = c.benchmark_group("model");
     let row = |name: String, tokens| {
-        Row::new("model", &name, "candle-gdn")
-            .shape(Shape::default().batch(1).tokens(tokens))
-            .includes("f32; per token")
+        Row::new("model", &name, "candle-gdn").shape(Shape::default().batch(1).tokens(tokens)).includes("f32")
     };
     group.throughput(Throughput::Elements(PROMPT as u64));
     group.bench_function(BenchmarkId::new("prompt", PROMPT), |b| b.iter(|| prompt(&model, &prompt_ids).unwrap()));
@@ -60,8 +58,5 @@ pub fn bench(c: &mut Criterion) -> Vec<Work> {
     group.throughput(Throughput::Elements(DECODE as u64));
     group.bench_function(BenchmarkId::new("decode", DECODE), |b| b.iter(|| decode(&model, DECODE).unwrap()));
     works.push(Work::new("model", "decode", DECODE, row(format!("demo decode {DECODE}"), DECODE)));
-    for (work, tokens) in works.iter_mut().zip([PROMPT, DECODE]) {
-        work.per = tokens as f64;
-    }
     works
 }

@@ -10,14 +10,12 @@ use std::time::SystemTime;
 pub struct Work {
     /// `group/function/parameter`, as criterion names its folders.
     pub id: String,
-    /// What the row counts, calls or tokens, in one iteration.
-    pub per: f64,
     pub row: Row,
 }
 
 impl Work {
     pub fn new(group: &str, function: &str, parameter: impl std::fmt::Display, row: Row) -> Self {
-        Self { id: format!("{group}/{function}/{parameter}"), per: 1., row }
+        Self { id: format!("{group}/{function}/{parameter}"), row }
     }
 }
 
@@ -45,7 +43,7 @@ pub fn write(works: &[Work], since: SystemTime, threads: usize) -> Result<()> {
         }
         let text = std::fs::read_to_string(&path)?;
         let sample: Sample = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
-        let mut us: Vec<f64> = sample.times.iter().zip(&sample.iters).map(|(ns, n)| ns / n / 1e3 / work.per).collect();
+        let mut us: Vec<f64> = sample.times.iter().zip(&sample.iters).map(|(ns, n)| ns / n / 1e3).collect();
         let time = Time::of(&mut us);
         if let ("copy", Some(bytes)) = (work.row.suite.as_str(), work.row.bytes) {
             let rate = (bytes as f64 / time.median / 1e3 * 10.).round() / 10.;

@@ -450,7 +450,7 @@ class LlamaCpp(unittest.TestCase):
     def test_model_output(self):
         text = json.dumps([{"n_prompt": 512, "n_gen": 0, "samples_ns": [512e6, 1024e6]},
                            {"n_prompt": 0, "n_gen": 128, "samples_ns": [128e3]}])
-        self.assertEqual(llama_cpp.parse_model(text), {(512, 0): [1000.0, 2000.0], (0, 128): [1.0]})
+        self.assertEqual(llama_cpp.parse_model(text), {(512, 0): [512000.0, 1024000.0], (0, 128): [128.0]})
 
     def test_shared_cpus_are_noted(self):
         said = []
