@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# How fast, how close to the limit, how far ahead of FlashInfer, FlashQLA and fla: everything on this GPU machine, about
+# a quarter of an hour. Needs Rust, the CUDA toolkit, and python3 with torch; a peer that is not installed is a gap.
+# Results: benches/results/<device>/table.md and the plots beside it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+cargo bench --features cupti --bench gpu
+cargo bench --features cupti --bench gpu -- decode prefill --algo all --heads 16/32 --file gpu-algos.json
+python3 benches/peers/bench.py --warm-up-compile
+cargo bench --bench report
