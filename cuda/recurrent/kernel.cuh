@@ -50,11 +50,12 @@ template <int E, int ROWS, bool AHEAD> struct Shape {
 };
 
 // Prepares tokens first .. first + count of the sequence. This warp takes kAtOnce of every `warps` * kAtOnce, so that
-// their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token.
-template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
+// their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token. `meanwhile`
+// runs once, when this warp has asked for its first tokens and not yet used them.
+template <typename T, int E, int ROWS, bool EXACT, bool AHEAD, typename Meanwhile>
 __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Plan &plan, int n, int64_t first,
-                                             int count, int head, int row0, int warp, int warps, float *stage
-                                             GDN_PROFILED(, profile::Stamps &stamps)) {
+                                             int count, int head, int row0, int warp, int warps, float *stage,
+                                             Meanwhile &&meanwhile GDN_PROFILED(, profile::Stamps &stamps)) {
   using S = Shape<E, ROWS, AHEAD>;
   constexpr int kN = S::kAtOnce, kParts = S::kParts, kVs = (S::kTile + 31) / 32;
   constexpr int kV = 2 * S::kK, kScalars = kV + S::kTile;    // where v and decay, beta, k.q stand in a record
@@ -72,7 +73,8 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
     dt_bias = p.dt_bias[head];
   }
 
-  for (int t0 = warp * kN; t0 < count; t0 += warps * kN) {
+  // Asks for tokens t0 .. t0 + kN, calls `between`, and prepares them.
+  auto prepare = [&](int t0, auto &&between) {
     Raw4<T> raw_k[kN][kParts], raw_q[kN][kParts];
     T v[kN][kVs];
     const T *kp = heads_at<T>(p.k, n, first + t0, key_head), *qp = heads_at<T>(p.q, n, first + t0, key_head);
@@ -96,6 +98,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
       }
     }
     GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
+    between();
     GDN_PROFILED(stamps.wait(profile::kWaitQkv, raw_k, raw_q, v);)
     float k[kN][kParts][4], q[kN][kParts][4], qq[kN], kq[kN];
     SquareSum kk[kN];
@@ -144,7 +147,13 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
       }
     }
     GDN_PROFILED(stamps.lap(profile::kNormalise);)
+  };
+  if (warp * kN < count) {
+    prepare(warp * kN, meanwhile);
+  } else {
+    meanwhile();
   }
+  for (int t0 = (warp + warps) * kN; t0 < count; t0 += warps * kN) prepare(t0, [] {});
   GDN_PROFILED(if (warp == warps - 1) stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
   if (gates) {
     float *record = stage + lane * S::kRecord;
@@ -154,10 +163,21 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
   GDN_PROFILED(if (warp == warps - 1) stamps.lap(profile::kGates);)
 }
 
+// What a block asks memory for first. Where the card is full the few bytes of the first tokens, asked for behind the state,
+// arrive when all of it has, and only then could they be prepared; on an empty card it is the state that takes longest.
+enum class First { kState, kTokens };
+
+// Blocks a multiprocessor must hold, by registers: measured (README.md).
+template <int ROWS, bool EXACT, bool AHEAD, First FIRST> constexpr int min_blocks() {
+  if (!EXACT) return 1;
+  if (AHEAD) return 2;
+  return FIRST == First::kState || ROWS == 4 ? 4 : ROWS == 2 ? 5 : 8;
+}
+
 // EXACT: K = V = 128 (E = 16) with aligned q, k and state, so that nothing is guarded. AHEAD: producer warps prepare the
 // next stage; without them it is the decode kernel, whose registers go to loads of the state.
-template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
-__global__ void __launch_bounds__(Shape<E, ROWS, AHEAD>::kThreads, !EXACT ? 1 : AHEAD ? 2 : 4)
+template <typename T, int E, int ROWS, bool EXACT, bool AHEAD, First FIRST>
+__global__ void __launch_bounds__(Shape<E, ROWS, AHEAD>::kThreads, min_blocks<ROWS, EXACT, AHEAD, FIRST>())
 recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
   using S = Shape<E, ROWS, AHEAD>;
   constexpr int kVecs = E / 4;
@@ -190,9 +210,9 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   const int part = lane % kLanes;                                        // which eighth of a row
   const int tile_row = (warp * (32 / kLanes) + lane / kLanes) * ROWS;    // first of this thread's rows in the tile
 
-  // The longest wait of a decode step: issued before anything else is asked for.
   float state[ROWS][E];
-  if (consumer) {
+  auto load_state = [&] {
+    if (!consumer) return;
     const float *in = p.state_in + in_slot * p.in_slots.slot_stride + static_cast<int64_t>(head) * head_v * head_k;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -212,28 +232,37 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
       }
     }
     GDN_PROFILED(stamps.lap(profile::kLoadState);)
-  }
+  };
 
   const int stage_floats = stage_size * S::kRecord;
-  auto stage = [&](int t0, int worker, int workers, float *to) {
+  auto stage = [&](int t0, int worker, int workers, float *to, auto &&meanwhile) {
     GDN_PROFILED(stamps.at(t0);)
     stage_tokens<T, E, ROWS, EXACT, AHEAD>(p, plan, n, seq.first + t0, min(stage_size, seq.count - t0), head, row0,
-                                           worker, workers, to GDN_PROFILED(, stamps));
+                                           worker, workers, to, meanwhile GDN_PROFILED(, stamps));
   };
+  const auto nothing = [] {};
   float scale = 1.f;
   T *o = out_heads_at<T>(p.o, n, seq.first, head) + row0 + tile_row + part;    // written by lanes part < ROWS
   const bool writes = consumer && part < ROWS && row0 + tile_row + part < head_v;
 
+  if constexpr (FIRST == First::kState) {
+    load_state();
+    stage(0, warp, warps, smem, nothing);
+  } else {
+    stage(0, warp, warps, smem, load_state);
+  }
+  __syncthreads();
+  GDN_PROFILED(stamps.lap(profile::kBarrier);)
   for (int t0 = 0, parity = 0; t0 < seq.count; t0 += stage_size, parity ^= 1) {
     // Without producers there is one buffer, and all warps fill it before each stage.
     float *now = smem + (AHEAD ? parity : 0) * stage_floats;
-    if (t0 == 0 || !AHEAD) {
-      stage(t0, warp, warps, now);
+    if (t0 > 0 && !AHEAD) {
+      stage(t0, warp, warps, now, nothing);
       __syncthreads();
       GDN_PROFILED(stamps.lap(profile::kBarrier);)
     }
     if (AHEAD && !consumer && t0 + stage_size < seq.count)
-      stage(t0 + stage_size, warp - kConsumers, warps - kConsumers, smem + (parity ^ 1) * stage_floats);
+      stage(t0 + stage_size, warp - kConsumers, warps - kConsumers, smem + (parity ^ 1) * stage_floats, nothing);
     if (consumer) {
       GDN_PROFILED(stamps.at(t0);)
       GDN_PROFILED(if (t0 == 0) stamps.wait(profile::kWaitState, state);)
@@ -321,7 +350,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   }
 }
 
-template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
+template <typename T, int E, int ROWS, bool EXACT, bool AHEAD, First FIRST>
 int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   using S = Shape<E, ROWS, AHEAD>;
   Plan plan;
@@ -335,13 +364,13 @@ int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   GDN_PROFILED(if (const int status = profile::attach(plan.profile, blocks, S::kThreads)) return status;)
   const size_t bytes = (AHEAD ? 2 : 1) * plan.stage * S::kRecord * sizeof(float);
-  recurrent_kernel<T, E, ROWS, EXACT, AHEAD><<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
+  recurrent_kernel<T, E, ROWS, EXACT, AHEAD, FIRST><<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
   return launched();
 }
 
-template <typename T, int E, int ROWS, bool EXACT> int launch(const gdn_rule_params &p, cudaStream_t stream) {
-  return max_tokens(p.seqs) > kDecodeTokens ? launch_as<T, E, ROWS, EXACT, true>(p, stream)
-                                            : launch_as<T, E, ROWS, EXACT, false>(p, stream);
+template <typename T, int E, int ROWS> int launch(const gdn_rule_params &p, cudaStream_t stream) {
+  return max_tokens(p.seqs) > kDecodeTokens ? launch_as<T, E, ROWS, false, true, First::kState>(p, stream)
+                                            : launch_as<T, E, ROWS, false, false, First::kState>(p, stream);
 }
 
 }  // namespace recurrent

@@ -15,13 +15,20 @@ int launch_recurrent_128(const gdn_rule_params &p, cudaStream_t stream) {
   const int64_t heads = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads;
   return with_dtype(p.io_dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    // Blocks of 16, 32 or 64 rows: 8, 4 or 2 a head. Small ones while they leave no multiprocessor idle; many tokens a
-    // sequence keep all blocks resident from start to end, so that a second wave would double the time.
-    const bool long_run = max_tokens(p.seqs) > recurrent::kDecodeTokens;
-    const int64_t rows1 = long_run ? sms / 8 : sms / 2, rows2 = long_run ? sms / 2 : sms * 3 / 2;
-    if (heads <= rows1) return recurrent::launch<T, 16, 1, true>(p, stream);
-    if (heads <= rows2) return recurrent::launch<T, 16, 2, true>(p, stream);
-    return recurrent::launch<T, 16, 4, true>(p, stream);
+    // Blocks of 16, 32 or 64 rows: 8, 4 or 2 a head; the bounds were measured (README.md).
+    using recurrent::First;
+    if (max_tokens(p.seqs) > recurrent::kDecodeTokens) {
+      // All blocks stay resident from start to end, so that a second wave would double the time: small ones while they
+      // leave no multiprocessor idle.
+      if (heads <= sms / 8) return recurrent::launch_as<T, 16, 1, true, true, First::kState>(p, stream);
+      if (heads <= sms / 2) return recurrent::launch_as<T, 16, 2, true, true, First::kState>(p, stream);
+      return recurrent::launch_as<T, 16, 4, true, true, First::kState>(p, stream);
+    }
+    if (heads <= sms / 3) return recurrent::launch_as<T, 16, 1, true, false, First::kState>(p, stream);
+    // The largest tiles where they fill the card just once.
+    if (heads > sms * 3 / 2 && heads <= sms * 2) return recurrent::launch_as<T, 16, 4, true, false, First::kTokens>(p, stream);
+    if (heads <= sms * 6) return recurrent::launch_as<T, 16, 2, true, false, First::kTokens>(p, stream);
+    return recurrent::launch_as<T, 16, 1, true, false, First::kTokens>(p, stream);
   });
 }
 
