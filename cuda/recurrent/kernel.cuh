@@ -49,10 +49,16 @@ template <int E, int ROWS, bool AHEAD> struct Shape {
   static_assert(2 * kMaxStage * kRecord * 4 <= 48 * 1024, "stages do not fit");
 };
 
+// What a block asks memory for first. Where the card is full the few bytes of the first tokens, asked for behind the state,
+// arrive when all of it has, and only then could they be prepared; on an empty card it is the state that takes longest,
+// and less code comes before it.
+enum class First { kState, kTokens };
+
 // Prepares tokens first .. first + count of the sequence. This warp takes kAtOnce of every `warps` * kAtOnce, so that
-// their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token. `meanwhile`
-// runs once, when this warp has asked for its first tokens and not yet used them.
-template <typename T, int E, int ROWS, bool EXACT, bool AHEAD, typename Meanwhile>
+// their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token. With
+// First::kTokens there are no more tokens than warps, and `meanwhile` runs when this warp has asked for its token and not
+// yet used it.
+template <typename T, int E, int ROWS, bool EXACT, bool AHEAD, First FIRST, typename Meanwhile>
 __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Plan &plan, int n, int64_t first,
                                              int count, int head, int row0, int warp, int warps, float *stage,
                                              Meanwhile &&meanwhile GDN_PROFILED(, profile::Stamps &stamps)) {
@@ -148,12 +154,13 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
     }
     GDN_PROFILED(stamps.lap(profile::kNormalise);)
   };
-  if (warp * kN < count) {
-    prepare(warp * kN, meanwhile);
+  if constexpr (FIRST == First::kState) {
+    for (int t0 = warp * kN; t0 < count; t0 += warps * kN) prepare(t0, [] {});
+  } else if (warp < count) {
+    prepare(warp, meanwhile);
   } else {
     meanwhile();
   }
-  for (int t0 = (warp + warps) * kN; t0 < count; t0 += warps * kN) prepare(t0, [] {});
   GDN_PROFILED(if (warp == warps - 1) stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
   if (gates) {
     float *record = stage + lane * S::kRecord;
@@ -163,15 +170,11 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
   GDN_PROFILED(if (warp == warps - 1) stamps.lap(profile::kGates);)
 }
 
-// What a block asks memory for first. Where the card is full the few bytes of the first tokens, asked for behind the state,
-// arrive when all of it has, and only then could they be prepared; on an empty card it is the state that takes longest.
-enum class First { kState, kTokens };
-
 // Blocks a multiprocessor must hold, by registers: measured (README.md).
 template <int ROWS, bool EXACT, bool AHEAD, First FIRST> constexpr int min_blocks() {
   if (!EXACT) return 1;
   if (AHEAD) return 2;
-  return FIRST == First::kState || ROWS == 4 ? 4 : ROWS == 2 ? 5 : 8;
+  return FIRST == First::kState ? 4 : ROWS == 2 ? 5 : 8;
 }
 
 // EXACT: K = V = 128 (E = 16) with aligned q, k and state, so that nothing is guarded. AHEAD: producer warps prepare the
@@ -237,7 +240,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   const int stage_floats = stage_size * S::kRecord;
   auto stage = [&](int t0, int worker, int workers, float *to, auto &&meanwhile) {
     GDN_PROFILED(stamps.at(t0);)
-    stage_tokens<T, E, ROWS, EXACT, AHEAD>(p, plan, n, seq.first + t0, min(stage_size, seq.count - t0), head, row0,
+    stage_tokens<T, E, ROWS, EXACT, AHEAD, FIRST>(p, plan, n, seq.first + t0, min(stage_size, seq.count - t0), head, row0,
                                            worker, workers, to, meanwhile GDN_PROFILED(, stamps));
   };
   const auto nothing = [] {};
@@ -247,16 +250,15 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
 
   if constexpr (FIRST == First::kState) {
     load_state();
-    stage(0, warp, warps, smem, nothing);
   } else {
     stage(0, warp, warps, smem, load_state);
+    __syncthreads();
+    GDN_PROFILED(stamps.lap(profile::kBarrier);)
   }
-  __syncthreads();
-  GDN_PROFILED(stamps.lap(profile::kBarrier);)
   for (int t0 = 0, parity = 0; t0 < seq.count; t0 += stage_size, parity ^= 1) {
     // Without producers there is one buffer, and all warps fill it before each stage.
     float *now = smem + (AHEAD ? parity : 0) * stage_floats;
-    if (t0 > 0 && !AHEAD) {
+    if (t0 == 0 ? FIRST == First::kState : !AHEAD) {
       stage(t0, warp, warps, now, nothing);
       __syncthreads();
       GDN_PROFILED(stamps.lap(profile::kBarrier);)

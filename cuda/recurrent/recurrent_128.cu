@@ -24,9 +24,11 @@ int launch_recurrent_128(const gdn_rule_params &p, cudaStream_t stream) {
       if (heads <= sms / 2) return recurrent::launch_as<T, 16, 2, true, true, First::kState>(p, stream);
       return recurrent::launch_as<T, 16, 4, true, true, First::kState>(p, stream);
     }
-    if (heads <= sms / 3) return recurrent::launch_as<T, 16, 1, true, false, First::kState>(p, stream);
+    if (heads <= sms / 2) return recurrent::launch_as<T, 16, 1, true, false, First::kState>(p, stream);
+    if (heads <= sms) return recurrent::launch_as<T, 16, 2, true, false, First::kState>(p, stream);
     // The largest tiles where they fill the card just once.
-    if (heads > sms * 3 / 2 && heads <= sms * 2) return recurrent::launch_as<T, 16, 4, true, false, First::kTokens>(p, stream);
+    const bool one_wave = heads > sms * 3 / 2 && heads <= sms * 2;
+    if (one_wave) return recurrent::launch_as<T, 16, 4, true, false, First::kState>(p, stream);
     if (heads <= sms * 6) return recurrent::launch_as<T, 16, 2, true, false, First::kTokens>(p, stream);
     return recurrent::launch_as<T, 16, 1, true, false, First::kTokens>(p, stream);
   });
