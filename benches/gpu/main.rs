@@ -212,6 +212,9 @@ fn bench(args: Args) -> Result<usize> {
     let Some(dtype) = rule::dtype(&args.dtype) else {
         bail!("--dtype: expected bf16, f16 or f32, got {:?}", args.dtype)
     };
+    if !(1..=256).contains(&args.dim) {
+        bail!("--dim: expected 1 to 256, got {}", args.dim);
+    }
     for (name, list) in [("--batch", &args.batch), ("--tokens", &args.tokens)] {
         if list.contains(&0) {
             bail!("{name}: expected numbers of at least 1, got 0");

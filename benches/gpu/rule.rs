@@ -153,7 +153,6 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
     // `auto` runs the kernel it takes, which is timed under that kernel's name.
     let mut algos = bench.algos.clone();
     algos.iter_mut().filter(|algo| **algo == Algo::Auto).for_each(|algo| *algo = auto);
-    algos.dedup_by(|a, b| a == b);
     let mut seen = vec![];
     for algo in algos {
         if seen.contains(&algo) {

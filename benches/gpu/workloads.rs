@@ -19,7 +19,11 @@ impl FromStr for Heads {
     fn from_str(s: &str) -> Result<Self, String> {
         let (hk, hv) = s.split_once('/').ok_or_else(|| format!("expected HK/HV, as 16/32, got {s:?}"))?;
         let number = |x: &str| x.parse().map_err(|_| format!("expected HK/HV, as 16/32, got {s:?}"));
-        Ok(Self { hk: number(hk)?, hv: number(hv)?, dim: 128 })
+        let (hk, hv) = (number(hk)?, number(hv)?);
+        if hk == 0 || hv == 0 || hv % hk != 0 {
+            return Err(format!("no kernel takes {s}: the value heads must be a multiple of the key heads"));
+        }
+        Ok(Self { hk, hv, dim: 128 })
     }
 }
 

@@ -1,0 +1,234 @@
+//! Attention against plain f64, however the tokens come.
+
+use super::*;
+use half::{bf16, f16};
+
+fn wave(n: usize, a: f32) -> Vec<f32> {
+    (0..n).map(|i| (i as f32 * a + a).sin() * 1.5).collect()
+}
+
+struct Case {
+    shape: Shape,
+    pairs: usize,
+    q_gate: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    q_scale: Vec<f32>,
+    k_scale: Vec<f32>,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+    tokens: usize,
+}
+
+impl Case {
+    fn new(shape: Shape, pairs: usize, tokens: usize) -> Self {
+        let Shape { batch, heads, kv_heads, dim } = shape;
+        let rows = batch * tokens;
+        Self {
+            shape,
+            pairs,
+            q_gate: wave(rows * heads * 2 * dim, 0.371),
+            k: wave(rows * kv_heads * dim, 0.773),
+            v: wave(rows * kv_heads * dim, 0.559),
+            q_scale: wave(dim, 0.3).iter().map(|x| 1.0 + 0.2 * x).collect(),
+            k_scale: wave(dim, 0.8).iter().map(|x| 1.0 + 0.2 * x).collect(),
+            cos: (0..tokens * pairs).map(|i| (i as f32 * 0.01).cos()).collect(),
+            sin: (0..tokens * pairs).map(|i| (i as f32 * 0.01).sin()).collect(),
+            tokens,
+        }
+    }
+
+    /// The calls of tokens `parts`, one after the other: `[batch, tokens, heads, dim]`.
+    fn run<T: Element>(&self, parts: &[usize]) -> Vec<f32> {
+        let Shape { batch, heads, kv_heads, dim } = self.shape;
+        let mut cache = Cache::<T>::new(self.shape);
+        let mut out = vec![f32::NAN; batch * self.tokens * heads * dim];
+        let mut start = 0;
+        for &tokens in parts {
+            let pick = |x: &[f32], row: usize| -> Vec<f32> {
+                (0..batch).flat_map(|b| x[(b * self.tokens + start) * row..][..tokens * row].to_vec()).collect()
+            };
+            let angles = start * self.pairs..(start + tokens) * self.pairs;
+            let mut part = vec![f32::NAN; batch * tokens * heads * dim];
+            let attention = Attention {
+                q_gate: &pick(&self.q_gate, heads * 2 * dim),
+                k: &pick(&self.k, kv_heads * dim),
+                v: &pick(&self.v, kv_heads * dim),
+                positions: Positions {
+                    q_scale: &self.q_scale,
+                    k_scale: &self.k_scale,
+                    eps: 1e-6,
+                    cos: &self.cos[angles.clone()],
+                    sin: &self.sin[angles],
+                    pairs: self.pairs,
+                },
+                tokens,
+                max_tokens: self.tokens + 5,
+            };
+            attention.run(&mut cache, &mut part);
+            for b in 0..batch {
+                let row = heads * dim;
+                out[(b * self.tokens + start) * row..][..tokens * row]
+                    .copy_from_slice(&part[b * tokens * row..][..tokens * row]);
+            }
+            start += tokens;
+            assert_eq!(cache.len, start);
+        }
+        out
+    }
+
+    fn placed(&self, x: &[f32], scale: &[f32], t: usize) -> Vec<f64> {
+        let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / x.len() as f64;
+        let mut x: Vec<f64> =
+            x.iter().zip(scale).map(|(&x, &s)| f64::from(x) * f64::from(s) / (mean + 1e-6).sqrt()).collect();
+        for i in 0..self.pairs {
+            let (c, s) = (f64::from(self.cos[t * self.pairs + i]), f64::from(self.sin[t * self.pairs + i]));
+            let (a, b) = (x[i], x[i + self.pairs]);
+            (x[i], x[i + self.pairs]) = (a * c - b * s, a * s + b * c);
+        }
+        x
+    }
+
+    /// The definition.
+    fn naive(&self) -> Vec<f32> {
+        let Shape { batch, heads, kv_heads, dim } = self.shape;
+        let mut out = Vec::new();
+        for b in 0..batch {
+            let row = |t: usize| b * self.tokens + t;
+            let keys: Vec<Vec<f64>> = (0..self.tokens * kv_heads)
+                .map(|i| self.placed(&self.k[(row(0) * kv_heads + i) * dim..][..dim], &self.k_scale, i / kv_heads))
+                .collect();
+            for t in 0..self.tokens {
+                for h in 0..heads {
+                    let q_gate = &self.q_gate[(row(t) * heads + h) * 2 * dim..][..2 * dim];
+                    let q = self.placed(&q_gate[..dim], &self.q_scale, t);
+                    let g = h / (heads / kv_heads);
+                    let score = |j: usize| {
+                        let dot: f64 = q.iter().zip(&keys[j * kv_heads + g]).map(|(q, k)| q * k).sum();
+                        (dot / (dim as f64).sqrt()).exp()
+                    };
+                    let weights: Vec<f64> = (0..=t).map(score).collect();
+                    let total: f64 = weights.iter().sum();
+                    for c in 0..dim {
+                        let v = |j: usize| f64::from(self.v[(row(j) * kv_heads + g) * dim + c]);
+                        let o: f64 = weights.iter().enumerate().map(|(j, w)| w / total * v(j)).sum();
+                        out.push((o / (1.0 + f64::from(-q_gate[dim + c]).exp())) as f32);
+                    }
+                }
+            }
+        }
+        out
+    }
+}
+
+fn assert_close(got: &[f32], want: &[f32], bound: f32) {
+    assert_eq!(got.len(), want.len());
+    // A NaN must not pass.
+    let worst = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, |m, d| if d <= m { m } else { d });
+    assert!(worst <= bound, "{worst:e}");
+}
+
+#[test]
+fn is_the_definition_however_the_tokens_come() {
+    for (batch, heads, kv_heads, dim, pairs, tokens) in
+        [(1, 4, 2, 8, 2, 70), (2, 3, 1, 33, 16, 40), (1, 2, 2, 64, 32, 200), (3, 6, 2, 5, 0, 9), (1, 64, 1, 4, 1, 33)]
+    {
+        let case = Case::new(Shape { batch, heads, kv_heads, dim }, pairs, tokens);
+        let want = case.naive();
+        let ones = vec![1; tokens];
+        let uneven = [1, tokens - 8, 0, 5, 2];
+        for parts in [&[tokens][..], &ones, &uneven] {
+            assert_close(&case.run::<f32>(parts), &want, 2e-6);
+            assert_close(&case.run::<f16>(parts), &want, 2e-3);
+            assert_close(&case.run::<bf16>(parts), &want, 2e-2);
+        }
+    }
+}
+
+#[test]
+fn a_long_context_in_parts() {
+    let tokens = 2 * SPLIT + 200;
+    let case = Case::new(Shape { batch: 2, heads: 2, kv_heads: 1, dim: 6 }, 3, tokens);
+    let want = case.naive();
+    for parts in [&[tokens][..], &[tokens - 3, 1, 2], &[SPLIT, 20, tokens - SPLIT - 20]] {
+        assert_close(&case.run::<f32>(parts), &want, 2e-6);
+    }
+}
+
+#[test]
+fn a_reset_cache_is_a_new_one() {
+    let case = Case::new(Shape { batch: 1, heads: 2, kv_heads: 1, dim: 8 }, 2, 40);
+    let mut cache = Cache::<f32>::new(case.shape);
+    // What an earlier sequence left behind must not matter, whatever it is.
+    cache.reserve(100, 100);
+    cache.keys.fill(f32::NAN);
+    let (zeros, len) = (cache.values.len(), 40);
+    cache.values[..zeros].fill(f32::NAN);
+    cache.reset();
+    let attention = Attention {
+        q_gate: &case.q_gate,
+        k: &case.k,
+        v: &case.v,
+        positions: Positions {
+            q_scale: &case.q_scale,
+            k_scale: &case.k_scale,
+            eps: 1e-6,
+            cos: &case.cos,
+            sin: &case.sin,
+            pairs: case.pairs,
+        },
+        tokens: len,
+        max_tokens: 100,
+    };
+    let mut out = vec![f32::NAN; case.run::<f32>(&[40]).len()];
+    attention.run(&mut cache, &mut out);
+    assert_close(&out, &case.naive(), 2e-6);
+}
+
+/// The tiles differ between instruction sets, and a machine picks only one of them.
+#[test]
+fn every_instruction_set_gives_the_same() {
+    let case = Case::new(Shape { batch: 1, heads: 4, kv_heads: 2, dim: 40 }, 8, 50);
+    let want = case.naive();
+    let run = |vectorize: &dyn Fn(QueriesTask<'_, '_, '_, f32>)| {
+        let mut cache = Cache::<f32>::new(case.shape);
+        let mut out = vec![f32::NAN; want.len()];
+        let attention = Attention {
+            q_gate: &case.q_gate,
+            k: &case.k,
+            v: &case.v,
+            positions: Positions {
+                q_scale: &case.q_scale,
+                k_scale: &case.k_scale,
+                eps: 1e-6,
+                cos: &case.cos,
+                sin: &case.sin,
+                pairs: case.pairs,
+            },
+            tokens: case.tokens,
+            max_tokens: case.tokens,
+        };
+        attention.append(&mut cache);
+        let shared = Shared::new(&mut out);
+        for head in 0..2 {
+            let queries =
+                Queries { attention: &attention, cache: &cache, head, tokens: 0..case.tokens, keys: 0..cache.len };
+            vectorize(QueriesTask { queries, to: To::Out(&shared) });
+        }
+        assert_close(&out, &want, 2e-6);
+    };
+    run(&|task| Simd::vectorize(pulp::Scalar::new(), task));
+    #[cfg(target_arch = "x86_64")]
+    {
+        if let Some(simd) = pulp::x86::V3::try_new() {
+            run(&|task| Simd::vectorize(simd, task));
+        }
+        if let Some(simd) = pulp::x86::V4::try_new() {
+            run(&|task| Simd::vectorize(simd, task));
+        }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if let Some(simd) = pulp::aarch64::Neon::try_new() {
+        run(&|task| Simd::vectorize(simd, task));
+    }
+}
