@@ -10,9 +10,9 @@ import torch
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 DTYPES = {"f32": (0, torch.float32), "bf16": (1, torch.bfloat16), "f16": (2, torch.float16)}
-AUTO, RECURRENT, RECURRENT_128, CHUNKED = range(4)
+AUTO, RECURRENT, RECURRENT_128, CHUNKED, DECODE_128 = range(5)
 UNALIGNED = [RECURRENT, CHUNKED, AUTO]
-ALGO_NAMES = ["auto", "recurrent", "recurrent_128", "chunked"]
+ALGO_NAMES = ["auto", "recurrent", "recurrent_128", "chunked", "decode_128"]
 OK, BAD_DTYPE, NULL_POINTER, BAD_HEADS, BAD_HEAD_DIM, BAD_LENGTH, BAD_CONV_WIDTH, BAD_ALGO, BAD_STRIDE = range(9)
 NO_SLOT = 0xFFFFFFFF
 
@@ -33,10 +33,10 @@ class Slots(C.Structure):
 class RuleParams(C.Structure):
     _fields_ = [("q", Heads), ("k", Heads), ("v", Heads), ("a", Heads), ("b", Heads), ("a_log", C.c_void_p),
                 ("dt_bias", C.c_void_p), ("o", Heads), ("state_in", C.c_void_p), ("state_out", C.c_void_p),
-                ("in_slots", Slots), ("out_slots", Slots), ("seqs", Sequences), ("num_k_heads", C.c_int32),
-                ("num_v_heads", C.c_int32), ("head_k", C.c_int32), ("head_v", C.c_int32), ("io_dtype", C.c_int32),
-                ("gate_dtype", C.c_int32), ("l2norm", C.c_int32), ("algo", C.c_int32), ("l2_eps", C.c_float),
-                ("scale", C.c_float), ("beta_scale", C.c_float)]
+                ("token_states", C.c_void_p), ("in_slots", Slots), ("out_slots", Slots), ("seqs", Sequences),
+                ("num_k_heads", C.c_int32), ("num_v_heads", C.c_int32), ("head_k", C.c_int32), ("head_v", C.c_int32),
+                ("io_dtype", C.c_int32), ("gate_dtype", C.c_int32), ("state_dtype", C.c_int32), ("l2norm", C.c_int32),
+                ("algo", C.c_int32), ("l2_eps", C.c_float), ("scale", C.c_float), ("beta_scale", C.c_float)]
 
 
 class ConvParams(C.Structure):
@@ -49,6 +49,24 @@ class NormParams(C.Structure):
     _fields_ = [("x", Heads), ("z", Heads), ("out", Heads), ("weight", C.c_void_p), ("tokens", C.c_int64),
                 ("heads", C.c_int32), ("head_v", C.c_int32), ("io_dtype", C.c_int32), ("weight_dtype", C.c_int32),
                 ("sigmoid", C.c_int32), ("eps", C.c_float)]
+
+
+class StepParams(C.Structure):
+    _fields_ = ([(n, Heads) for n in ("x", "z", "a", "b", "out")]
+                + [(n, C.c_void_p) for n in ("conv_weight", "norm_weight", "a_log", "dt_bias", "conv_in", "conv_out",
+                                             "state_in", "state_out", "token_states")]
+                + [("in_slots", Slots), ("out_slots", Slots), ("conv_in_stride", C.c_int64),
+                   ("conv_out_stride", C.c_int64), ("seqs", Sequences)]
+                + [(n, C.c_int32) for n in ("num_k_heads", "num_v_heads", "head_k", "head_v", "conv_width", "io_dtype",
+                                            "gate_dtype", "state_dtype", "conv_dtype", "norm_dtype", "l2norm", "sigmoid",
+                                            "algo", "overlap")]
+                + [(n, C.c_float) for n in ("l2_eps", "scale", "beta_scale", "norm_eps")])
+
+
+class LinearParams(C.Structure):
+    _fields_ = ([(n, C.c_void_p) for n in ("x", "w", "y")]
+                + [(n, C.c_int64) for n in ("x_stride", "w_stride", "y_stride")]
+                + [(n, C.c_int32) for n in ("rows", "inputs", "outputs", "dtype", "overlap")])
 
 
 def build(path, extra):
@@ -68,9 +86,11 @@ def build(path, extra):
 
 def load(path):
     lib = C.CDLL(path)
-    for name, params in (("gdn_rule", RuleParams), ("gdn_conv", ConvParams), ("gdn_norm", NormParams)):
+    for name, params in (("gdn_rule", RuleParams), ("gdn_conv", ConvParams), ("gdn_norm", NormParams), ("gdn_step", StepParams),
+                         ("gdn_linear", LinearParams)):
         f = getattr(lib, name)
         f.argtypes, f.restype = [C.POINTER(params), C.c_void_p], C.c_int
+    lib.gdn_step_choice.argtypes, lib.gdn_step_choice.restype = [C.POINTER(StepParams), C.POINTER(C.c_int32)], C.c_int
     lib.gdn_profile_set.argtypes, lib.gdn_profile_set.restype = [C.c_void_p, C.c_uint64, C.c_uint32], C.c_int
     for name in ("gdn_status_string", "gdn_profile_scope", "gdn_profile_role"):
         f = getattr(lib, name)

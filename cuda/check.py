@@ -172,9 +172,9 @@ class RuleCase:
         return RuleParams(
             view(self.q), view(self.k), view(self.v), view(self.a), view(self.b), self.a_log.data_ptr(),
             self.dt_bias.data_ptr(), view(self.o), state_in.data_ptr(), state_out.data_ptr(),
-            slot(self.slot_tensors[0]), slot(self.slot_tensors[1]),
+            None, slot(self.slot_tensors[0]), slot(self.slot_tensors[1]),
             Sequences(self.cu.data_ptr() if self.varlen else None, len(self.lens), 0 if self.varlen else t, t),
-            hk, hv, k_dim, v_dim, DTYPES[self.io][0], DTYPES[self.gate][0], int(self.l2norm), algo, self.eps,
+            hk, hv, k_dim, v_dim, DTYPES[self.io][0], DTYPES[self.gate][0], 0, int(self.l2norm), algo, self.eps,
             self.scale, self.beta_scale)
 
     def run(self, lib, algo, graph=False):
@@ -322,7 +322,7 @@ def check_status(lib):
     rule(BAD_LENGTH, in_slots__num_slots=-1)
     rule(BAD_STRIDE, out_slots__slot_stride=-1)
     rule(BAD_STRIDE, q__token_stride=-1)
-    rule(BAD_ALGO, algo=4)
+    rule(BAD_ALGO, algo=5)
     rule(BAD_ALGO, algo=RECURRENT_128, head_k=64)
     rule(BAD_ALGO, algo=RECURRENT_128, state_in=pool.data_ptr() + 4)
     rule(NULL_POINTER, q__ptr=None)

@@ -75,7 +75,8 @@ typedef enum gdn_algo {
   GDN_AUTO = 0,
   GDN_RECURRENT = 1,       // token by token, any head size
   GDN_RECURRENT_128 = 2,   // token by token, K = V = 128; rows of q and k aligned to 4 elements, of the state to 16 bytes
-  GDN_CHUNKED = 3          // chunk form in f32, any head size
+  GDN_CHUNKED = 3,         // chunk form in f32, any head size
+  GDN_DECODE_128 = 4       // up to 16 tokens, K = V = 128, the state streamed through shared memory; aligned likewise
 } gdn_algo;
 
 // The gated delta rule over any number of tokens per sequence. Decode is tokens_per_seq = 1.
@@ -86,14 +87,18 @@ typedef struct gdn_rule_params {
   const float *a_log;      // [num_v_heads]
   const float *dt_bias;    // [num_v_heads]
   gdn_heads o;             // written: [.., num_v_heads, head_v], io_dtype
-  const float *state_in;   // [slot, num_v_heads, head_v, head_k]; may equal state_out
-  float *state_out;        // same shape
+  const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype; may equal state_out
+  void *state_out;         // same shape
+  void *token_states;      // null, or written: the state after every token, [token, num_v_heads, head_v, head_k] in
+                           // state_dtype and contiguous; token t of sequence n is row n * tokens_per_seq + t, or with
+                           // cu_seqlens row cu_seqlens[n] + t. Rows of padding are left as they are. Not by GDN_CHUNKED.
   gdn_slots in_slots;      // how state_in is addressed
   gdn_slots out_slots;     // how state_out is addressed
   gdn_sequences seqs;
   int32_t num_k_heads, num_v_heads, head_k, head_v;
   int32_t io_dtype;        // gdn_dtype of q, k, v, o
   int32_t gate_dtype;      // gdn_dtype of a, b
+  int32_t state_dtype;     // GDN_F32 or GDN_BF16: how states are stored; all arithmetic is in f32
   int32_t l2norm;          // normalise q and k here
   int32_t algo;            // gdn_algo
   float l2_eps;            // inside the root, added to the sum of squares
@@ -132,6 +137,67 @@ typedef struct gdn_norm_params {
   float eps;
 } gdn_norm_params;
 int gdn_norm(const gdn_norm_params *params, cudaStream_t stream);
+
+// One decode step of a layer between its two projections, in one launch: the convolution and its state, SiLU, the L2
+// norms, the gates, the rule and its state, and the gated norm. What gdn_conv, gdn_rule and gdn_norm do one after the
+// other, without rounding what passes between them. Takes 1 to 16 tokens a sequence, K = V = 128, a convolution of width
+// 4 and rows aligned to 16 bytes (GDN_BAD_ALGO otherwise: gdn_step_choice tells beforehand).
+typedef enum gdn_step_algo {
+  GDN_STEP_AUTO = 0,
+  GDN_STEP_WHOLE = 1,      // a block a (sequence, key head)
+  GDN_STEP_SPLIT = 2,      // a cluster of blocks a (sequence, key head), several a value head: one token a sequence
+  GDN_STEP_HEADS = 3       // the same, a block a value head. Both need code for sm_90 or later, and at most 8 blocks
+} gdn_step_algo;
+
+typedef struct gdn_step_params {
+  gdn_heads x;             // [sequence, token, channels], io_dtype: q | k | v by head; head_stride is not read
+  gdn_heads z;             // [.., num_v_heads, head_v], io_dtype
+  gdn_heads a, b;          // [.., num_v_heads], gate_dtype
+  gdn_heads out;           // written: [.., num_v_heads, head_v], io_dtype
+  const void *conv_weight; // [channels, conv_width], conv_dtype
+  const void *norm_weight; // [head_v], norm_dtype
+  const float *a_log;      // [num_v_heads]
+  const float *dt_bias;    // [num_v_heads]
+  const void *conv_in;     // [slot, conv_width - 1, channels], io_dtype; may equal conv_out
+  void *conv_out;
+  const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype; may equal state_out
+  void *state_out;
+  void *token_states;      // as in gdn_rule_params
+  gdn_slots in_slots;      // how state_in is addressed; conv_in by the same slots
+  gdn_slots out_slots;     // how state_out is addressed; conv_out by the same slots
+  int64_t conv_in_stride, conv_out_stride;    // elements from one slot of a convolution state to the next
+  gdn_sequences seqs;
+  int32_t num_k_heads, num_v_heads, head_k, head_v, conv_width;
+  int32_t io_dtype, gate_dtype, state_dtype, conv_dtype, norm_dtype;
+  int32_t l2norm;          // normalise q and k
+  int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
+  int32_t algo;            // gdn_step_algo
+  int32_t overlap;         // GDN_OVERLAP
+  float l2_eps, scale, beta_scale, norm_eps;
+} gdn_step_params;
+int gdn_step(const gdn_step_params *params, cudaStream_t stream);
+// Which variant gdn_step would launch on the current device: a gdn_step_algo, or GDN_STEP_AUTO where none takes it.
+int gdn_step_choice(const gdn_step_params *params, int32_t *algo);
+
+// y = x w^T for few rows of x, as in decode, where reading w is all the work.
+typedef struct gdn_linear_params {
+  const void *x;           // [rows, inputs], dtype
+  const void *w;           // [outputs, inputs], dtype, rows contiguous; inputs a multiple of 64, 16-byte aligned
+  void *y;                 // written: [rows, outputs], dtype
+  int64_t x_stride, w_stride, y_stride;    // elements from row to row
+  int32_t rows;            // 1 to GDN_LINEAR_ROWS
+  int32_t inputs, outputs;
+  int32_t dtype;           // GDN_BF16 or GDN_F16; sums are f32
+  int32_t overlap;         // GDN_OVERLAP
+} gdn_linear_params;
+#define GDN_LINEAR_ROWS 32
+int gdn_linear(const gdn_linear_params *params, cudaStream_t stream);
+
+// On sm_90 and later a launch may begin while the kernel before it on the stream is still running (programmatic
+// dependent launch). With `overlap` non-zero the launch does so, and reads what no kernel writes (the weights), and for
+// gdn_step the old states too, before it waits for the kernel before it: that kernel must therefore not write them. In a
+// layer it is the projection. All else happens after the wait, so that the result is the same.
+#define GDN_OVERLAP 1
 
 // Profiling inside gdn_rule's kernels, in a build with -DGDN_PROFILE. A warp of a launch owns a gdn_profile_warp and,
 // right after it, `events_per_warp` gdn_profile_events, of which the first `count` are written. Warps follow each other

@@ -17,7 +17,8 @@ def kernel_us(calls):
         for call in calls:
             call()
         torch.cuda.synchronize()
-    times = sorted(e.time_range.elapsed_us() for e in prof.events() if "kernel" in e.name.lower())
+    times = sorted(e.time_range.elapsed_us() for e in prof.events()
+                   if e.device_type == torch.autograd.DeviceType.CUDA and "kernel" in e.name.lower())
     return times[len(times) // 2] if times else math.nan
 
 
@@ -72,7 +73,7 @@ def rule_calls(lib, batch, tokens, hk, hv, dim, algo, sets):
         slots = Slots(None, batch, hv * dim * dim)
         p = RuleParams(view(qkv, 0, dim), view(qkv, hk * dim, dim), view(qkv, 2 * hk * dim, dim), view(ba, hv, 1),
                        view(ba, 0, 1), shared[0].data_ptr(), shared[1].data_ptr(), view(o, 0, dim), state.data_ptr(),
-                       state.data_ptr(), slots, slots, Sequences(None, batch, tokens, tokens), hk, hv, dim, dim, 1, 1, 1,
+                       state.data_ptr(), None, slots, slots, Sequences(None, batch, tokens, tokens), hk, hv, dim, dim, 1, 1, 0, 1,
                        algo, 1e-6, dim ** -0.5, 1.0)
         keep.append((qkv, ba, o, state, p, shared))
         def call(p=p):

@@ -3,8 +3,8 @@
 //! * [`GatedDeltaNet`] is the layer: load it from a checkpoint, give it a [`GdnState`], call `forward` with any number
 //!   of tokens.
 //! * The ops are for authors of their own layer: [`gdn_decode_in_place`] and [`gdn_prefill_in_place`] are the rule,
-//!   [`causal_conv1d`] and [`gated_rms_norm`] stand before and behind it. All run on the CPU and, with the `cuda`
-//!   feature, on CUDA.
+//!   [`causal_conv1d`] and [`gated_rms_norm`] stand before and behind it, and [`gdn_step_in_place`] is all three for up
+//!   to 16 tokens, on CUDA in one kernel. All run on the CPU and, with the `cuda` feature, on CUDA.
 //! * [`models`] holds whole language models, [`mod@reference`] the rule in `f64` that every kernel is tested against.
 //!
 //! ```
@@ -39,13 +39,16 @@ mod layer;
 mod linear;
 pub mod models;
 mod ops;
+mod pool;
 pub mod profile;
 pub mod reference;
 mod state;
 
 pub use layer::{GatedDeltaNet, GdnConfig};
 pub use ops::{
-    causal_conv1d, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place, Algo,
-    CausalConv1d, CuSeqlens, GateActivation, GatedRmsNorm, Gates, GdnDecode, GdnPrefill, RuleOptions,
+    causal_conv1d, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place,
+    gdn_step_in_place, Algo, CausalConv1d, CuSeqlens, GateActivation, GatedRmsNorm, Gates, GdnDecode, GdnPrefill,
+    GdnStep, RuleOptions, StepAlgo, StepOptions,
 };
+pub use pool::keep_freed_memory;
 pub use state::GdnState;

@@ -30,6 +30,12 @@ impl Linear {
 
     /// `x [.., in]` of the weight's dtype to `[.., out]`.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_with(x, false)
+    }
+
+    /// The same; with `overlap` a CUDA kernel may read the weight while the kernel before it on the stream still runs,
+    /// which must therefore not write it.
+    pub(crate) fn forward_with(&self, x: &Tensor, overlap: bool) -> Result<Tensor> {
         let mut dims = x.dims().to_vec();
         let in_dim = dims.pop().unwrap_or(0);
         match self {
@@ -42,10 +48,20 @@ impl Linear {
                 dims.push(weight.dim(0)?);
                 // One GEMM over all rows: a batched one would read the weight once per sequence.
                 let rows = x.elem_count() / in_dim.max(1);
-                matmul_t(&x.reshape((rows, in_dim))?, weight)?.reshape(dims)
+                rows_by_weight(&x.reshape((rows, in_dim))?, weight, overlap)?.reshape(dims)
             }
         }
     }
+}
+
+/// `x [rows, in]` times the transpose of `weight [out, in]`, by the kernel for few rows where it takes them.
+fn rows_by_weight(x: &Tensor, weight: &Tensor, overlap: bool) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(y) = crate::cuda::linear::few_rows_if_faster(x, weight, overlap)? {
+        return Ok(y);
+    }
+    let _ = overlap; // a GEMM waits for all before it
+    matmul_t(x, weight)
 }
 
 /// `a [n, k]` times the transpose of `b [m, k]`.

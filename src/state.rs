@@ -11,7 +11,7 @@ use candle_core::{bail, DType, Device, Result, Tensor};
 pub struct GdnState {
     /// `[batch, width - 1, channels]`, the layer's dtype: the last inputs, oldest first.
     pub(crate) conv: Tensor,
-    /// `[batch, HV, V, K]`, f32.
+    /// `[batch, HV, V, K]`, f32 or bf16.
     pub(crate) recurrent: Tensor,
 }
 
@@ -19,12 +19,12 @@ impl GdnState {
     pub(crate) fn zeros(
         conv_shape: (usize, usize, usize),
         recurrent_shape: (usize, usize, usize, usize),
-        dtype: DType,
+        (conv_dtype, recurrent_dtype): (DType, DType),
         device: &Device,
     ) -> Result<Self> {
         Ok(Self {
-            conv: Tensor::zeros(conv_shape, dtype, device)?,
-            recurrent: Tensor::zeros(recurrent_shape, DType::F32, device)?,
+            conv: Tensor::zeros(conv_shape, conv_dtype, device)?,
+            recurrent: Tensor::zeros(recurrent_shape, recurrent_dtype, device)?,
         })
     }
 
@@ -33,7 +33,7 @@ impl GdnState {
         &self.conv
     }
 
-    /// The recurrent part: `[batch, HV, V, K]`, f32.
+    /// The recurrent part: `[batch, HV, V, K]`, f32 unless it was asked for in bf16.
     pub fn recurrent(&self) -> &Tensor {
         &self.recurrent
     }

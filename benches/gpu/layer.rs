@@ -57,6 +57,11 @@ fn load(weights: HashMap<String, Tensor>, dtype: DType, device: &Device) -> Resu
     Ok(GatedDeltaNet::load(&config(), VarBuilder::from_tensors(weights, dtype, device))?)
 }
 
+/// A layer of Qwen3-Next's size with random weights.
+pub fn random(device: &Device, dtype: DType) -> Result<GatedDeltaNet> {
+    load(weights(device, dtype)?, dtype, device)
+}
+
 struct Set {
     layer: GatedDeltaNet,
     state: RefCell<GdnState>,

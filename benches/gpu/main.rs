@@ -6,6 +6,7 @@ mod ceilings;
 mod check;
 mod clock;
 mod cupti;
+mod host;
 mod layer;
 mod ops;
 #[path = "../report/record.rs"]
@@ -39,6 +40,8 @@ enum Suite {
     Layer,
     /// The input projections alone: one product, two, six
     Projections,
+    /// What an eager call costs the host; only when asked for, and not kept
+    Host,
 }
 
 #[derive(Parser)]
@@ -49,7 +52,7 @@ enum Suite {
 struct Args {
     /// What to measure [default: everything]
     suites: Vec<Suite>,
-    /// Kernel variants of the rule: auto, all, or names (recurrent, recurrent_128, chunked)
+    /// Kernel variants of the rule: auto, all, or names (recurrent, recurrent_128, chunked, decode_128)
     #[arg(long, default_value = "auto", value_delimiter = ',')]
     algo: Vec<String>,
     /// Key and value heads instead of the grid's, as 16/32
@@ -229,6 +232,7 @@ fn bench(args: Args) -> Result<usize> {
         (tiers, _) => tiers.to_vec(),
     };
     let device = Device::new_cuda(args.device).with_context(|| format!("no CUDA device {}", args.device))?;
+    candle_gdn::keep_freed_memory(&device)?;
     let machine = machine(&device)?;
     let folder = args
         .out
@@ -256,7 +260,10 @@ fn bench(args: Args) -> Result<usize> {
     let kernels = args.kernels;
     let path = folder.join(&args.file);
     let mut bench = Bench { device, dtype, algos, all_algos, choice, clock, failures: 0, kernels, run, path };
-    let suites = if args.suites.is_empty() { Suite::value_variants().to_vec() } else { args.suites };
+    let suites = match args.suites.is_empty() {
+        true => Suite::value_variants().iter().copied().filter(|suite| *suite != Suite::Host).collect(),
+        false => args.suites,
+    };
     for suite in suites {
         let works = match suite {
             Suite::Decode => bench.choice.decode(),
@@ -277,6 +284,10 @@ fn bench(args: Args) -> Result<usize> {
             }
             Suite::Projections => {
                 layer::projections(&mut bench)?;
+                continue;
+            }
+            Suite::Host => {
+                host::host(args.device)?;
                 continue;
             }
         };

@@ -135,6 +135,7 @@ pub fn name_of(algo: Algo) -> &'static str {
         Algo::Recurrent => "recurrent",
         Algo::Recurrent128 => "recurrent_128",
         Algo::Chunked => "chunked",
+        Algo::Decode128 => "decode_128",
     }
 }
 

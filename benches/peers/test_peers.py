@@ -507,15 +507,15 @@ extern "C" const char *gdn_status_string(int s) { return s == GDN_BAD_ALGO ? "no
 
 extern "C" int gdn_rule(const gdn_rule_params *p, cudaStream_t) {
   if (p->algo == GDN_RECURRENT) return GDN_BAD_ALGO;
-  if (p->io_dtype != GDN_BF16 || p->gate_dtype != GDN_BF16) return GDN_BAD_DTYPE;
+  if (p->io_dtype != GDN_BF16 || p->gate_dtype != GDN_BF16 || p->state_dtype != GDN_F32) return GDN_BAD_DTYPE;
   if (p->in_slots.slots || p->out_slots.slots || p->in_slots.num_slots != p->seqs.num_seqs) return GDN_NULL_POINTER;
   const int K = p->head_k, V = p->head_v, ratio = p->num_v_heads / p->num_k_heads;
   for (int n = 0; n < p->seqs.num_seqs; n++) {
     Range r = range(p->seqs, n);
     if (r.end - r.first > p->seqs.max_tokens_per_seq) return GDN_BAD_LENGTH;
     for (int hv = 0; hv < p->num_v_heads; hv++) {
-      const float *in = p->state_in + n * p->in_slots.slot_stride + (int64_t)hv * V * K;
-      float *out = p->state_out + n * p->out_slots.slot_stride + (int64_t)hv * V * K;
+      const float *in = (const float *)p->state_in + n * p->in_slots.slot_stride + (int64_t)hv * V * K;
+      float *out = (float *)p->state_out + n * p->out_slots.slot_stride + (int64_t)hv * V * K;
       std::vector<double> S(in, in + V * K), q(K), k(K);
       for (int64_t t = r.first; t < r.end; t++) {
         double qq = p->l2_eps, kk = p->l2_eps;
@@ -579,6 +579,46 @@ extern "C" int gdn_norm(const gdn_norm_params *p, cudaStream_t) {
     }
   }
   return GDN_OK;
+}
+
+extern "C" int gdn_linear(const gdn_linear_params *p, cudaStream_t) {
+  if (p->dtype != GDN_BF16) return GDN_BAD_DTYPE;
+  for (int r = 0; r < p->rows; r++)
+    for (int o = 0; o < p->outputs; o++) {
+      float sum = 0;
+      for (int i = 0; i < p->inputs; i++)
+        sum += f(((const uint16_t *)p->x)[r * p->x_stride + i]) * f(((const uint16_t *)p->w)[o * p->w_stride + i]);
+      ((uint16_t *)p->y)[r * p->y_stride + o] = h(sum);
+    }
+  return GDN_OK;
+}
+
+// What it stands for, one after the other. One token.
+extern "C" int gdn_step(const gdn_step_params *p, cudaStream_t stream) {
+  const int keys = p->num_k_heads * p->head_k, values = p->num_v_heads * p->head_v, n = p->seqs.num_seqs;
+  std::vector<uint16_t> y(n * (2 * keys + values)), o(n * values);
+  gdn_slots slots = p->in_slots;
+  slots.slot_stride = p->conv_in_stride;
+  auto rows = [&](uint16_t *x, int64_t row, int64_t head) { return gdn_heads{x, row, row, head}; };
+  gdn_conv_params conv = {p->x, rows(y.data(), 2 * keys + values, 0), p->conv_weight, p->conv_in, p->conv_out, slots, slots,
+                          p->seqs, 2 * keys + values, p->conv_width, p->io_dtype, p->conv_dtype, 1};
+  if (int status = gdn_conv(&conv, stream)) return status;
+  gdn_rule_params rule = {};
+  rule.q = rows(y.data(), 2 * keys + values, p->head_k);
+  rule.k = rows(y.data() + keys, 2 * keys + values, p->head_k);
+  rule.v = rows(y.data() + 2 * keys, 2 * keys + values, p->head_v);
+  rule.a = p->a, rule.b = p->b, rule.a_log = p->a_log, rule.dt_bias = p->dt_bias;
+  rule.o = rows(o.data(), values, p->head_v);
+  rule.state_in = p->state_in, rule.state_out = p->state_out;
+  rule.in_slots = p->in_slots, rule.out_slots = p->out_slots, rule.seqs = p->seqs;
+  rule.num_k_heads = p->num_k_heads, rule.num_v_heads = p->num_v_heads, rule.head_k = p->head_k, rule.head_v = p->head_v;
+  rule.io_dtype = p->io_dtype, rule.gate_dtype = p->gate_dtype, rule.state_dtype = p->state_dtype, rule.l2norm = p->l2norm;
+  rule.l2_eps = p->l2_eps, rule.scale = p->scale, rule.beta_scale = p->beta_scale;
+  if (int status = gdn_rule(&rule, stream)) return status;
+  gdn_norm_params norm = {rows(o.data(), values, p->head_v), p->z, p->out, p->norm_weight, n, p->num_v_heads, p->head_v,
+                          p->io_dtype, p->norm_dtype, p->sigmoid, p->norm_eps};
+  norm.z.token_stride = p->z.seq_stride, norm.out.token_stride = p->out.seq_stride;
+  return gdn_norm(&norm, stream);
 }
 """
 

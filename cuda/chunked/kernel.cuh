@@ -46,7 +46,7 @@ template <int C, int VT> struct Shape {
   }
 };
 
-template <typename T, int C, int VT>
+template <typename T, typename ST, int C, int VT>
 __global__ void __launch_bounds__(Shape<C, VT>::kThreads, 1)
 chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
   using S = Shape<C, VT>;
@@ -82,7 +82,7 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 
   const int k_vecs = plan.k_pad / 4;
   {
-    const float *in = p.state_in + in_slot * p.in_slots.slot_stride +
+    const ST *in = static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride +
                       (static_cast<int64_t>(head) * p.head_v + row0) * p.head_k;
     for (int i = tid; i < VT * k_vecs; i += S::kThreads) {
       const int row = i / k_vecs, col = i % k_vecs * 4;
@@ -329,7 +329,7 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 
   __syncthreads();    // for a sequence without chunks: the state is stored by other threads than loaded it
   GDN_PROFILED(stamps.lap(profile::kBarrier);)
-  float *out = p.state_out + out_slot * p.out_slots.slot_stride +
+  ST *out = static_cast<ST *>(p.state_out) + out_slot * p.out_slots.slot_stride +
                (static_cast<int64_t>(head) * p.head_v + row0) * p.head_k;
   for (int i = tid; i < rows * k_vecs; i += S::kThreads) {
     const int row = i / k_vecs, col = i % k_vecs * 4;
@@ -340,7 +340,7 @@ chunked_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   GDN_PROFILED(stamps.lap(profile::kStoreState);)
 }
 
-template <typename T, int C, int VT>
+template <typename T, typename ST, int C, int VT>
 int launch(const gdn_rule_params &p, int optin, Plan plan, cudaStream_t stream) {
   using S = Shape<C, VT>;
   plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, VT));
@@ -348,15 +348,15 @@ int launch(const gdn_rule_params &p, int optin, Plan plan, cudaStream_t stream) 
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   const int64_t bytes = S::bytes(plan.pitch);
   GDN_PROFILED(if (const int status = profile::attach(plan.profile, blocks, S::kThreads)) return status;)
-  if (const int status = allow_shared_memory(&chunked_kernel<T, C, VT>, bytes, optin)) return status;
-  chunked_kernel<T, C, VT><<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
+  if (const int status = allow_shared_memory(&chunked_kernel<T, ST, C, VT>, bytes, optin)) return status;
+  chunked_kernel<T, ST, C, VT><<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
   return launched();
 }
 
-template <typename T> int choose(const gdn_rule_params &p, cudaStream_t stream) {
+template <typename T, typename ST> int choose_as(const gdn_rule_params &p, cudaStream_t stream) {
   int sms = 0, optin = 0;
   if (const int status = sm_count(&sms)) return status;
-  if (const int status = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, &optin)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   Plan plan;
   plan.k_pad = (p.head_k + 3) / 4 * 4;
   plan.pitch = (plan.k_pad / 4 | 1) * 4;
@@ -368,9 +368,13 @@ template <typename T> int choose(const gdn_rule_params &p, cudaStream_t stream) 
   // Wide tiles repeat less of K K^T and Q K^T: they win as soon as they alone fill the card (measured, see README.md).
   const int64_t wide = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads * ceil_div(p.head_v, 64);
   if (p.head_v > 32 && wide * 4 >= sms * 3LL && Shape<16, 64>::bytes(plan.pitch) <= optin)
-    return launch<T, 16, 64>(p, optin, plan, stream);
-  if (Shape<32, 32>::bytes(plan.pitch) <= optin) return launch<T, 32, 32>(p, optin, plan, stream);
-  return launch<T, 16, 32>(p, optin, plan, stream);
+    return launch<T, ST, 16, 64>(p, optin, plan, stream);
+  if (Shape<32, 32>::bytes(plan.pitch) <= optin) return launch<T, ST, 32, 32>(p, optin, plan, stream);
+  return launch<T, ST, 16, 32>(p, optin, plan, stream);
+}
+
+template <typename T> int choose(const gdn_rule_params &p, cudaStream_t stream) {
+  return with_state_dtype(p.state_dtype, [&](auto state) { return choose_as<T, typename decltype(state)::type>(p, stream); });
 }
 
 }  // namespace chunked

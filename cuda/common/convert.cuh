@@ -130,4 +130,16 @@ template <typename F> int with_dtype(int dtype, F &&fn) {
   return GDN_BAD_DTYPE;
 }
 
+// The same for the dtype of a state.
+template <typename F> int with_state_dtype(int dtype, F &&fn) {
+  return dtype == GDN_F32 ? fn(Type<float>{}) : dtype == GDN_BF16 ? fn(Type<__nv_bfloat16>{}) : GDN_BAD_DTYPE;
+}
+
+// Both of them: fn(Type<T>, Type<ST>).
+template <typename F> int with_dtypes(const gdn_rule_params &p, F &&fn) {
+  return with_dtype(p.io_dtype, [&](auto io) {
+    return with_state_dtype(p.state_dtype, [&](auto state) { return fn(io, state); });
+  });
+}
+
 }  // namespace gdn

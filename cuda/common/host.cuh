@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <atomic>
 #include <initializer_list>
 
 #include "../gdn.h"
@@ -36,10 +37,11 @@ inline bool aligned_tokens(const gdn_heads &x, int64_t n, int dtype) {
   return aligned(x.ptr, n * dtype_size(dtype)) && x.seq_stride % n == 0 && x.token_stride % n == 0;
 }
 
-// Rows of both states can be read and written `n` floats at a time, when K is a multiple of n.
+// Rows of states can be read and written `n` elements at a time, when K is a multiple of n.
 inline bool aligned_state(const gdn_rule_params &p, int64_t n) {
-  return aligned(p.state_in, 4 * n) && aligned(p.state_out, 4 * n) && p.in_slots.slot_stride % n == 0 &&
-         p.out_slots.slot_stride % n == 0;
+  const int64_t bytes = n * dtype_size(p.state_dtype);
+  return aligned(p.state_in, bytes) && aligned(p.state_out, bytes) && aligned(p.token_states, bytes) &&
+         p.in_slots.slot_stride % n == 0 && p.out_slots.slot_stride % n == 0;
 }
 
 inline int check_sequences(const gdn_sequences &s) {
@@ -62,27 +64,45 @@ inline bool state_in_place(const void *in, const void *out, const gdn_slots &a, 
   return in == out && a.slots == b.slots && a.slot_stride == b.slot_stride;
 }
 
-// All grids are one-dimensional, because only x goes past 65535.
+// A dimension of a grid that may go past 65535 is its x.
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What the launchers ask of the device. Asked of the current device at every launch, which costs little: a cached
-// answer would be another device's in a process that uses several.
-inline int device_attribute(cudaDeviceAttr attr, int *value) {
-  int device = 0;
-  cudaError_t e = cudaGetDevice(&device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(value, attr, device);
-  return cuda_status(e);
+// A fact that never changes for a device, by its ordinal: asked once, whoever asks. Races write the same value.
+struct PerDevice {
+  static constexpr int kDevices = 64;
+  std::atomic<int> known[kDevices];    // value + 1; 0 until it was asked
+
+  // ask(device, &value) is a cudaError_t.
+  template <typename Ask> int get(int *value, Ask &&ask) {
+    int device = 0;
+    if (const cudaError_t e = cudaGetDevice(&device)) return cuda_status(e);
+    const bool fits = device >= 0 && device < kDevices;
+    if (const int k = fits ? known[device].load(std::memory_order_relaxed) : 0) {
+      *value = k - 1;
+      return GDN_OK;
+    }
+    const cudaError_t e = ask(device, value);
+    if (e == cudaSuccess && fits) known[device].store(*value + 1, std::memory_order_relaxed);
+    return cuda_status(e);
+  }
+};
+
+// What the launchers ask of the current device.
+template <cudaDeviceAttr ATTR> int device_attribute(int *value) {
+  static PerDevice known;
+  return known.get(value, [](int device, int *v) { return cudaDeviceGetAttribute(v, ATTR, device); });
 }
 
-inline int sm_count(int *value) { return device_attribute(cudaDevAttrMultiProcessorCount, value); }
+inline int sm_count(int *value) { return device_attribute<cudaDevAttrMultiProcessorCount>(value); }
 
 // Lets `kernel` use more than 48 KB of dynamic shared memory on the current device. The limit set is always the
 // device's own: were it the size of this launch, a thread that launches a smaller shape could lower it between
 // another thread's call of this and its launch.
+constexpr int64_t kAlwaysAllowed = 48 * 1024;
 template <typename Kernel> int allow_shared_memory(Kernel *kernel, int64_t bytes, int optin) {
-  if (bytes <= 48 * 1024) return GDN_OK;
+  if (bytes <= kAlwaysAllowed) return GDN_OK;
   return cuda_status(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize, optin));
 }

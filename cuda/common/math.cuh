@@ -66,9 +66,16 @@ __device__ __forceinline__ Factor inverse_root(const SquareSum &s, float eps) {
   return {r, isinf(r) ? 0.f : 0.5f * r * rest};
 }
 
+// a / b, correctly rounded but for rare ties; b is neither tiny nor huge. Unlike the operator it has no branch, across
+// which nothing could be scheduled.
+__device__ __forceinline__ float divide(float a, float b) {
+  const float r = __fdividef(1.f, b), y = a * r;
+  return fmaf(fmaf(-y, b, a), r, y);
+}
+
 // Through the smaller of sigmoid(x) and sigmoid(-x), so that a value near one is rounded once and not three times.
 __device__ __forceinline__ float sigmoid(float x) {
-  const float e = expf(-fabsf(x)), small = e / (1.f + e);
+  const float e = expf(-fabsf(x)), small = divide(e, 1.f + e);
   return x >= 0.f ? 1.f - small : small;
 }
 
@@ -76,8 +83,12 @@ __device__ __forceinline__ float sigmoid(float x) {
 __device__ __forceinline__ float fast_sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 __device__ __forceinline__ float fast_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-// log(1 + e^x). Above 20 it is x to f32 precision and e^x would overflow; log1p keeps the tail below zero.
-__device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
+// log(1 + e^x). Above 20 it is x to f32 precision and e^x would overflow. What 1 + e^x rounds away is added back through
+// the derivative of the logarithm, so that the tail below zero keeps its precision.
+__device__ __forceinline__ float softplus(float x) {
+  const float e = expf(x > 20.f ? 20.f : x), u = 1.f + e;    // fminf would hide a NaN
+  return x > 20.f ? x : logf(u) + divide(e - (u - 1.f), u);
+}
 
 // The log decay of one token, <= 0. `neg_exp_a` is -exp(A_log), the same for all tokens of a head.
 __device__ __forceinline__ float log_decay(float a, float dt_bias, float neg_exp_a) {

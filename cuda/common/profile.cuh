@@ -34,12 +34,13 @@
   X(kProduct, "product")                 /* chunked: [Q; K] [K; S]^T and what is made of it */      \
   X(kSubstitution, "substitution")       /* chunked: the triangular system */                       \
   X(kUpdateState, "update state")        /* chunked */                                              \
-  X(kOutput, "output")                   /* chunked */                                              \
+  X(kOutput, "output")                   /* chunked; decode: the gated norm */                                              \
   X(kStoreState, "store state")          /* issued */
 
 // What a warp is in its block.
 #define GDN_PROFILE_ROLES(X)                                                                        \
-  X(kRecurrent, "recurrent")             /* decode: every warp prepares tokens and holds state */   \
+  X(kDecode, "decode")                   /* every warp prepares tokens and holds state */           \
+  X(kRecurrent, "recurrent")             /* up to four tokens: the same, any head size */           \
   X(kConsumer, "recurrent consumer")     /* prefill: holds the state */                             \
   X(kProducer, "recurrent producer")     /* prefill: prepares the next stage */                     \
   X(kChunked, "chunked")
@@ -66,6 +67,7 @@ int attach(Target &target, int64_t blocks, int threads);
 
 // A word that depends on every value given, so that it is there when they are.
 __device__ __forceinline__ uint32_t bits_of(uint32_t x) { return x; }
+__device__ __forceinline__ uint32_t bits_of(const uint4 &x) { return x.x ^ x.y ^ x.z ^ x.w; }
 __device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ uint32_t bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
 __device__ __forceinline__ uint32_t bits_of(__half x) { return __half_as_ushort(x); }
@@ -92,7 +94,7 @@ class Stamps {
       warp->launch = target.launch;
       warp->role = role;
       warp->sm = sm;
-      warp->block = blockIdx.x;
+      warp->block = block();
       warp->warp = threadIdx.x / 32;
       warp->begin_ns = globaltimer();
       warp->begin_cycles = clock64();
@@ -136,8 +138,12 @@ class Stamps {
   }
 
  private:
+  static __device__ __forceinline__ uint32_t block() {
+    return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  }
+
   __device__ __forceinline__ gdn_profile_warp *header() const {
-    const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+    const int64_t warp = static_cast<int64_t>(block()) * (blockDim.x / 32) + threadIdx.x / 32;
     const int64_t size = sizeof(gdn_profile_warp) + target_.events * static_cast<int64_t>(sizeof(gdn_profile_event));
     return reinterpret_cast<gdn_profile_warp *>(target_.warps + warp * size);
   }

@@ -49,19 +49,12 @@ template <int E, int ROWS, bool AHEAD> struct Shape {
   static_assert(2 * kMaxStage * kRecord * 4 <= 48 * 1024, "stages do not fit");
 };
 
-// What a block asks memory for first. Where the card is full the few bytes of the first tokens, asked for behind the state,
-// arrive when all of it has, and only then could they be prepared; on an empty card it is the state that takes longest,
-// and less code comes before it.
-enum class First { kState, kTokens };
-
 // Prepares tokens first .. first + count of the sequence. This warp takes kAtOnce of every `warps` * kAtOnce, so that
-// their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token. With
-// First::kTokens there are no more tokens than warps, and `meanwhile` runs when this warp has asked for its token and not
-// yet used it.
-template <typename T, int E, int ROWS, bool EXACT, bool AHEAD, First FIRST, typename Meanwhile>
+// their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token.
+template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
 __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Plan &plan, int n, int64_t first,
-                                             int count, int head, int row0, int warp, int warps, float *stage,
-                                             Meanwhile &&meanwhile GDN_PROFILED(, profile::Stamps &stamps)) {
+                                             int count, int head, int row0, int warp, int warps, float *stage
+                                             GDN_PROFILED(, profile::Stamps &stamps)) {
   using S = Shape<E, ROWS, AHEAD>;
   constexpr int kN = S::kAtOnce, kParts = S::kParts, kVs = (S::kTile + 31) / 32;
   constexpr int kV = 2 * S::kK, kScalars = kV + S::kTile;    // where v and decay, beta, k.q stand in a record
@@ -79,8 +72,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
     dt_bias = p.dt_bias[head];
   }
 
-  // Asks for tokens t0 .. t0 + kN, calls `between`, and prepares them.
-  auto prepare = [&](int t0, auto &&between) {
+  for (int t0 = warp * kN; t0 < count; t0 += warps * kN) {
     Raw4<T> raw_k[kN][kParts], raw_q[kN][kParts];
     T v[kN][kVs];
     const T *kp = heads_at<T>(p.k, n, first + t0, key_head), *qp = heads_at<T>(p.q, n, first + t0, key_head);
@@ -104,7 +96,6 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
       }
     }
     GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
-    between();
     GDN_PROFILED(stamps.wait(profile::kWaitQkv, raw_k, raw_q, v);)
     float k[kN][kParts][4], q[kN][kParts][4], qq[kN], kq[kN];
     SquareSum kk[kN];
@@ -153,13 +144,6 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
       }
     }
     GDN_PROFILED(stamps.lap(profile::kNormalise);)
-  };
-  if constexpr (FIRST == First::kState) {
-    for (int t0 = warp * kN; t0 < count; t0 += warps * kN) prepare(t0, [] {});
-  } else if (warp < count) {
-    prepare(warp, meanwhile);
-  } else {
-    meanwhile();
   }
   GDN_PROFILED(if (warp == warps - 1) stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
   if (gates) {
@@ -170,17 +154,10 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
   GDN_PROFILED(if (warp == warps - 1) stamps.lap(profile::kGates);)
 }
 
-// Blocks a multiprocessor must hold, by registers: measured (README.md).
-template <int ROWS, bool EXACT, bool AHEAD, First FIRST> constexpr int min_blocks() {
-  if (!EXACT) return 1;
-  if (AHEAD) return 2;
-  return FIRST == First::kState ? 4 : ROWS == 2 ? 5 : 8;
-}
-
 // EXACT: K = V = 128 (E = 16) with aligned q, k and state, so that nothing is guarded. AHEAD: producer warps prepare the
 // next stage; without them it is the decode kernel, whose registers go to loads of the state.
-template <typename T, int E, int ROWS, bool EXACT, bool AHEAD, First FIRST>
-__global__ void __launch_bounds__(Shape<E, ROWS, AHEAD>::kThreads, min_blocks<ROWS, EXACT, AHEAD, FIRST>())
+template <typename T, typename ST, int E, int ROWS, bool EXACT, bool AHEAD>
+__global__ void __launch_bounds__(Shape<E, ROWS, AHEAD>::kThreads, EXACT && AHEAD ? 2 : 1)
 recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
   using S = Shape<E, ROWS, AHEAD>;
   constexpr int kVecs = E / 4;
@@ -216,16 +193,20 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   float state[ROWS][E];
   auto load_state = [&] {
     if (!consumer) return;
-    const float *in = p.state_in + in_slot * p.in_slots.slot_stride + static_cast<int64_t>(head) * head_v * head_k;
+    const ST *in = static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride +
+                   static_cast<int64_t>(head) * head_v * head_k;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const int row = row0 + tile_row + r;
-      const float *sp = in + row * head_k;
+      const ST *sp = in + row * head_k;
 #pragma unroll
       for (int j = 0; j < kVecs; ++j) {
         const int i = 4 * (part + kLanes * j);
         if (EXACT) {
-          *reinterpret_cast<float4 *>(&state[r][4 * j]) = *reinterpret_cast<const float4 *>(sp + i);
+          float x[4];
+          load_pack<ST, 4>(sp + i, x);
+#pragma unroll
+          for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
         } else {
           float x[4] = {0.f, 0.f, 0.f, 0.f};
           if (row < head_v) load4(sp, i, head_k, plan.vec_state, x);
@@ -238,33 +219,44 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   };
 
   const int stage_floats = stage_size * S::kRecord;
-  auto stage = [&](int t0, int worker, int workers, float *to, auto &&meanwhile) {
+  auto stage = [&](int t0, int worker, int workers, float *to) {
     GDN_PROFILED(stamps.at(t0);)
-    stage_tokens<T, E, ROWS, EXACT, AHEAD, FIRST>(p, plan, n, seq.first + t0, min(stage_size, seq.count - t0), head, row0,
-                                           worker, workers, to, meanwhile GDN_PROFILED(, stamps));
+    stage_tokens<T, E, ROWS, EXACT, AHEAD>(p, plan, n, seq.first + t0, min(stage_size, seq.count - t0), head, row0,
+                                           worker, workers, to GDN_PROFILED(, stamps));
   };
-  const auto nothing = [] {};
   float scale = 1.f;
+  auto store_state = [&](ST *to) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = row0 + tile_row + r;
+      ST *sp = to + row * head_k;
+#pragma unroll
+      for (int j = 0; j < kVecs; ++j) {
+        const int i = 4 * (part + kLanes * j);
+        const float x[4] = {scale * state[r][4 * j], scale * state[r][4 * j + 1], scale * state[r][4 * j + 2],
+                            scale * state[r][4 * j + 3]};
+        if (EXACT) {
+          store_pack<ST, 4>(sp + i, x);
+        } else if (row < head_v) {
+          store4(sp, i, head_k, plan.vec_state, x);
+        }
+      }
+    }
+  };
   T *o = out_heads_at<T>(p.o, n, seq.first, head) + row0 + tile_row + part;    // written by lanes part < ROWS
   const bool writes = consumer && part < ROWS && row0 + tile_row + part < head_v;
 
-  if constexpr (FIRST == First::kState) {
-    load_state();
-  } else {
-    stage(0, warp, warps, smem, load_state);
-    __syncthreads();
-    GDN_PROFILED(stamps.lap(profile::kBarrier);)
-  }
+  load_state();
   for (int t0 = 0, parity = 0; t0 < seq.count; t0 += stage_size, parity ^= 1) {
     // Without producers there is one buffer, and all warps fill it before each stage.
     float *now = smem + (AHEAD ? parity : 0) * stage_floats;
-    if (t0 == 0 ? FIRST == First::kState : !AHEAD) {
-      stage(t0, warp, warps, now, nothing);
+    if (t0 == 0 || !AHEAD) {
+      stage(t0, warp, warps, now);
       __syncthreads();
       GDN_PROFILED(stamps.lap(profile::kBarrier);)
     }
     if (AHEAD && !consumer && t0 + stage_size < seq.count)
-      stage(t0 + stage_size, warp - kConsumers, warps - kConsumers, smem + (parity ^ 1) * stage_floats, nothing);
+      stage(t0 + stage_size, warp - kConsumers, warps - kConsumers, smem + (parity ^ 1) * stage_floats);
     if (consumer) {
       GDN_PROFILED(stamps.at(t0);)
       GDN_PROFILED(if (t0 == 0) stamps.wait(profile::kWaitState, state);)
@@ -323,6 +315,11 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
           if (part == r) out = y;
         }
         if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out);
+        if (p.token_states) {
+          const int64_t token = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
+          store_state(static_cast<ST *>(p.token_states) +
+                      ((token + t0 + t) * p.num_v_heads + head) * head_v * head_k);
+        }
       }
       GDN_PROFILED(stamps.lap(profile::kUpdate);)
     }
@@ -331,28 +328,13 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   }
 
   if (consumer) {
-    float *to = p.state_out + out_slot * p.out_slots.slot_stride + static_cast<int64_t>(head) * head_v * head_k;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = row0 + tile_row + r;
-      float *sp = to + row * head_k;
-#pragma unroll
-      for (int j = 0; j < kVecs; ++j) {
-        const int i = 4 * (part + kLanes * j);
-        const float x[4] = {scale * state[r][4 * j], scale * state[r][4 * j + 1], scale * state[r][4 * j + 2],
-                            scale * state[r][4 * j + 3]};
-        if (EXACT) {
-          store_pack<float, 4>(sp + i, x);
-        } else if (row < head_v) {
-          store4(sp, i, head_k, plan.vec_state, x);
-        }
-      }
-    }
+    store_state(static_cast<ST *>(p.state_out) + out_slot * p.out_slots.slot_stride +
+                static_cast<int64_t>(head) * head_v * head_k);
     GDN_PROFILED(stamps.lap(profile::kStoreState);)
   }
 }
 
-template <typename T, int E, int ROWS, bool EXACT, bool AHEAD, First FIRST>
+template <typename T, typename ST, int E, int ROWS, bool EXACT, bool AHEAD>
 int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   using S = Shape<E, ROWS, AHEAD>;
   Plan plan;
@@ -366,13 +348,17 @@ int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   GDN_PROFILED(if (const int status = profile::attach(plan.profile, blocks, S::kThreads)) return status;)
   const size_t bytes = (AHEAD ? 2 : 1) * plan.stage * S::kRecord * sizeof(float);
-  recurrent_kernel<T, E, ROWS, EXACT, AHEAD, FIRST><<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
+  recurrent_kernel<T, ST, E, ROWS, EXACT, AHEAD>
+      <<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
   return launched();
 }
 
 template <typename T, int E, int ROWS> int launch(const gdn_rule_params &p, cudaStream_t stream) {
-  return max_tokens(p.seqs) > kDecodeTokens ? launch_as<T, E, ROWS, false, true, First::kState>(p, stream)
-                                            : launch_as<T, E, ROWS, false, false, First::kState>(p, stream);
+  return with_state_dtype(p.state_dtype, [&](auto state) {
+    using ST = typename decltype(state)::type;
+    return max_tokens(p.seqs) > kDecodeTokens ? launch_as<T, ST, E, ROWS, false, true>(p, stream)
+                                              : launch_as<T, ST, E, ROWS, false, false>(p, stream);
+  });
 }
 
 }  // namespace recurrent

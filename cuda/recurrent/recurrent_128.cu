@@ -13,24 +13,14 @@ int launch_recurrent_128(const gdn_rule_params &p, cudaStream_t stream) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
   const int64_t heads = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads;
-  return with_dtype(p.io_dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    // Blocks of 16, 32 or 64 rows: 8, 4 or 2 a head; the bounds were measured (README.md).
-    using recurrent::First;
-    if (max_tokens(p.seqs) > recurrent::kDecodeTokens) {
-      // All blocks stay resident from start to end, so that a second wave would double the time: small ones while they
-      // leave no multiprocessor idle.
-      if (heads <= sms / 8) return recurrent::launch_as<T, 16, 1, true, true, First::kState>(p, stream);
-      if (heads <= sms / 2) return recurrent::launch_as<T, 16, 2, true, true, First::kState>(p, stream);
-      return recurrent::launch_as<T, 16, 4, true, true, First::kState>(p, stream);
-    }
-    if (heads <= sms / 2) return recurrent::launch_as<T, 16, 1, true, false, First::kState>(p, stream);
-    if (heads <= sms) return recurrent::launch_as<T, 16, 2, true, false, First::kState>(p, stream);
-    // The largest tiles where they fill the card just once.
-    const bool one_wave = heads > sms * 3 / 2 && heads <= sms * 2;
-    if (one_wave) return recurrent::launch_as<T, 16, 4, true, false, First::kState>(p, stream);
-    if (heads <= sms * 6) return recurrent::launch_as<T, 16, 2, true, false, First::kTokens>(p, stream);
-    return recurrent::launch_as<T, 16, 1, true, false, First::kTokens>(p, stream);
+  return with_dtypes(p, [&](auto io, auto state) {
+    using T = typename decltype(io)::type;
+    using ST = typename decltype(state)::type;
+    // Blocks of 16, 32 or 64 rows: 8, 4 or 2 a head. All stay resident from start to end, so that a second wave would
+    // double the time: small ones while they leave no multiprocessor idle. The bounds were measured (README.md).
+    if (heads <= sms / 8) return recurrent::launch_as<T, ST, 16, 1, true, true>(p, stream);
+    if (heads <= sms / 2) return recurrent::launch_as<T, ST, 16, 2, true, true>(p, stream);
+    return recurrent::launch_as<T, ST, 16, 4, true, true>(p, stream);
   });
 }
 

@@ -1,6 +1,7 @@
 // gdn_rule: checks the parameters and chooses the kernel, from sizes the host knows.
 #include "../chunked/chunked.h"
 #include "../common/host.cuh"
+#include "../decode/decode.h"
 #include "../recurrent/recurrent.h"
 
 namespace gdn {
@@ -8,9 +9,10 @@ namespace {
 
 int check(const gdn_rule_params &p) {
   if (!valid_dtype(p.io_dtype) || !valid_dtype(p.gate_dtype)) return GDN_BAD_DTYPE;
+  if (p.state_dtype != GDN_F32 && p.state_dtype != GDN_BF16) return GDN_BAD_DTYPE;
   if (p.num_k_heads < 1 || p.num_v_heads < 1 || p.num_v_heads % p.num_k_heads != 0) return GDN_BAD_HEADS;
   if (p.head_k < 1 || p.head_k > 256 || p.head_v < 1 || p.head_v > 256) return GDN_BAD_HEAD_DIM;
-  if (p.algo < GDN_AUTO || p.algo > GDN_CHUNKED) return GDN_BAD_ALGO;
+  if (p.algo < GDN_AUTO || p.algo > GDN_DECODE_128) return GDN_BAD_ALGO;
   if (const int status = check_sequences(p.seqs)) return status;
   if (const int status = check_slots(p.in_slots)) return status;
   if (const int status = check_slots(p.out_slots)) return status;
@@ -24,13 +26,22 @@ bool any_null(const gdn_rule_params &p) {
   return max_tokens(p.seqs) > 0 && (!p.q.ptr || !p.k.ptr || !p.v.ptr || !p.a.ptr || !p.b.ptr || !p.o.ptr);
 }
 
-// The kernel that runs for checked parameters: the one asked for, or the best that takes them. 0 when that one does not.
-int choose(const gdn_rule_params &p) {
-  if (p.algo == GDN_RECURRENT_128) return recurrent_128_takes(p) ? GDN_RECURRENT_128 : 0;
-  if (p.algo != GDN_AUTO) return p.algo;
-  // In f32 the chunk form does no less arithmetic than the recurrence, and it is slower at every size measured: see the
-  // ladders in ../recurrent and ../chunked. It waits here for a shape or a rung where it wins.
-  return recurrent_128_takes(p) ? GDN_RECURRENT_128 : GDN_RECURRENT;
+// The kernel that runs for checked parameters: the one asked for, or the best that takes them, by measured bounds
+// (README.md). GDN_AUTO when the one asked for does not take them.
+int choose(const gdn_rule_params &p, int32_t *algo) {
+  const bool takes[] = {true, true, recurrent_128_takes(p), !p.token_states, decode_128_takes(p)};
+  *algo = takes[p.algo] ? p.algo : GDN_AUTO;
+  if (p.algo != GDN_AUTO) return GDN_OK;
+  int sms = 0;
+  if (const int status = sm_count(&sms)) return status;
+  // Several tokens of few heads leave the decode kernel's few blocks with a long chain of them; the recurrent one divides a
+  // head over more. In f32 the chunk form does no less arithmetic than the recurrence and is slower at every size measured.
+  const int32_t tokens = max_tokens(p.seqs);
+  const bool several = tokens <= 8 && static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads > sms;
+  *algo = takes[GDN_DECODE_128] && (tokens <= 1 || several) ? GDN_DECODE_128
+          : takes[GDN_RECURRENT_128]                        ? GDN_RECURRENT_128
+                                                            : GDN_RECURRENT;
+  return GDN_OK;
 }
 
 }  // namespace
@@ -40,8 +51,8 @@ extern "C" int gdn_rule_choice(const gdn_rule_params *params, int32_t *algo) {
   using namespace gdn;
   if (!params || !algo) return GDN_NULL_POINTER;
   if (const int status = check(*params)) return status;
-  *algo = choose(*params);
-  return *algo ? GDN_OK : GDN_BAD_ALGO;
+  if (const int status = choose(*params, algo)) return status;
+  return *algo == GDN_AUTO ? GDN_BAD_ALGO : GDN_OK;
 }
 
 extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
@@ -54,10 +65,13 @@ extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
   if (tokens == 0 && state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots)) return GDN_OK;
   if (any_null(p)) return GDN_NULL_POINTER;
 
-  switch (choose(p)) {
+  int32_t algo = GDN_AUTO;
+  if (const int status = choose(p, &algo)) return status;
+  switch (algo) {
     case GDN_RECURRENT: return launch_recurrent(p, stream);
     case GDN_RECURRENT_128: return launch_recurrent_128(p, stream);
     case GDN_CHUNKED: return launch_chunked(p, stream);
+    case GDN_DECODE_128: return launch_decode_128(p, stream);
   }
   return GDN_BAD_ALGO;
 }

@@ -17,4 +17,4 @@ mod transposed;
 mod view;
 
 pub(crate) use gates::log_decay_and_beta;
-pub(crate) use view::{Element, Heads, Sequences, Slots};
+pub(crate) use view::{Element, Heads, Sequences, Slots, Stored};

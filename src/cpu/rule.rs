@@ -5,7 +5,7 @@ use super::chunked::{Workspace, CHUNK};
 use super::recurrent::Step;
 use super::simd::dispatch;
 use super::transposed::{padded, TransposedState, AT_ONCE};
-use super::view::{parallel, prefetch, Element, Heads, Sequences, Shared, Slots};
+use super::view::{parallel, prefetch, Element, Heads, Sequences, Shared, Slots, Stored};
 use crate::reference::Dims;
 use pulp::{Simd, WithSimd};
 
@@ -30,34 +30,61 @@ pub(crate) struct Rule<'a, T> {
 }
 
 impl<T: Element> Rule<'_, T> {
-    /// Writes o, contiguous `[tokens, HV, V]`, and advances `state`, `[slot, HV, V, K]` with contiguous slots.
-    pub fn run(&self, out: &mut [T], state: &mut [f32]) {
+    /// Writes o, contiguous `[tokens, HV, V]`, and advances `state`, `[slot, HV, V, K]` with contiguous slots. Where
+    /// there are `token_states`, contiguous `[tokens, HV, V, K]`, they take the state after every token; not when
+    /// chunked.
+    pub fn run<S: Stored>(&self, out: &mut [T], state: &mut [S], token_states: Option<&mut [S]>) {
         let Dims { value_heads, key_dim, value_dim, .. } = self.dims;
         let head_size = value_dim * key_dim;
         let tasks = self.seqs.count * value_heads;
         let work = head_size * (self.seqs.total_tokens().div_ceil(self.seqs.count.max(1)));
-        let (out, state) = (Shared::new(out), Shared::new(state));
+        let (out, state, token_states) = (Shared::new(out), Shared::new(state), token_states.map(Shared::new));
         parallel(tasks, work, |task| {
             let (n, h) = (task / value_heads, task % value_heads);
             match self.slots.offset(n) {
                 // SAFETY: slots are distinct, so each task owns its head of its slot.
-                Some(slot) => self.head(n, h, &out, unsafe { state.part(slot + h * head_size, head_size) }),
+                Some(slot) => {
+                    let state = unsafe { state.part(slot + h * head_size, head_size) };
+                    self.head(n, h, &out, state, token_states.as_ref());
+                }
                 None => self.zero(n, h, &out),
             }
         });
     }
 
-    fn head(&self, n: usize, h: usize, out: &Shared<'_, T>, state: &mut [f32]) {
+    fn head<S: Stored>(
+        &self,
+        n: usize,
+        h: usize,
+        out: &Shared<'_, T>,
+        state: &mut [S],
+        token_states: Option<&Shared<'_, S>>,
+    ) {
         let (first, tokens) = self.seqs.range(n);
+        if tokens == 0 {
+            return;
+        }
         let key_head = h / (self.dims.value_heads / self.dims.key_heads);
         let head = Head { rule: self, n, h, key_head, first, tokens, out_token: self.seqs.out_token(n), out };
-        if self.chunked {
-            head.chunks(state);
-        } else if tokens >= TRANSPOSE_FROM {
-            head.passes(state);
-        } else {
-            head.steps(state);
-        }
+        S::in_f32(state, |state| {
+            if self.chunked {
+                head.chunks(state);
+            } else if let Some(to) = token_states {
+                // A pass over several tokens never has the states between them.
+                head.steps(
+                    state,
+                    Some(&|i, state| {
+                        let row = (head.out_token + i) * self.dims.value_heads + h;
+                        // SAFETY: a token's head belongs to one task.
+                        S::store(state, unsafe { to.part(row * state.len(), state.len()) });
+                    }),
+                );
+            } else if tokens >= TRANSPOSE_FROM {
+                head.passes(state);
+            } else {
+                head.steps(state, None);
+            }
+        });
     }
 
     fn zero(&self, n: usize, h: usize, out: &Shared<'_, T>) {
@@ -69,6 +96,9 @@ impl<T: Element> Rule<'_, T> {
         }
     }
 }
+
+/// Sees the state after a token.
+type After<'a> = dyn Fn(usize, &[f32]) + 'a;
 
 /// One value head of one sequence.
 struct Head<'a, 'b, T> {
@@ -120,8 +150,8 @@ impl<T: Element> Head<'_, '_, T> {
         to.iter_mut().zip(o).for_each(|(to, &o)| *to = T::from_f32(o));
     }
 
-    /// Token by token over the state as it lies.
-    fn steps(&self, state: &mut [f32]) {
+    /// Token by token over the state as it lies, which `after` sees after each.
+    fn steps(&self, state: &mut [f32], after: Option<&After<'_>>) {
         let Dims { key_dim, value_dim, .. } = self.rule.dims;
         let mut rows = vec![0.0; 2 * key_dim + value_dim];
         let (q, rest) = rows.split_at_mut(key_dim);
@@ -131,6 +161,9 @@ impl<T: Element> Head<'_, '_, T> {
             let (log_decay, beta) = self.gate(i);
             dispatch(Step { q, k, v_to_o: v, log_decay, beta, state });
             self.store(i, v);
+            if let Some(after) = after {
+                after(i, state);
+            }
         }
     }
 

@@ -1,8 +1,9 @@
-//! How the kernels see their arguments: strided heads, sequences, slots, and output shared between tasks.
+//! How the kernels see their arguments: strided heads, sequences, slots, stored states, output shared between tasks.
 
+use super::simd::dispatch;
 use candle_core::CpuStorage;
 use half::{bf16, f16};
-use pulp::{bytemuck, Simd};
+use pulp::{bytemuck, Simd, WithSimd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// An input element: read as `f32`, written rounded to nearest.
@@ -60,7 +61,7 @@ macro_rules! element {
     };
 }
 element!(f32, F32, 0.0, |x| x, |x| x);
-element!(bf16, BF16, bf16::ZERO, widen_bf16, bf16::from_f32);
+element!(bf16, BF16, bf16::ZERO, widen_bf16, round_bf16);
 element!(f16, F16, f16::ZERO, widen_f16, f16::from_f32);
 
 // Written out, since those of `half` branch or ask for the processor's features at every element, and loops over them do
@@ -69,6 +70,15 @@ element!(f16, F16, f16::ZERO, widen_f16, f16::from_f32);
 #[inline(always)]
 fn widen_bf16(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+#[inline(always)]
+fn round_bf16(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    // To even: a half and nothing more carries only into an odd number. A NaN would carry into infinity or zero.
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    let nan = bits >> 16 | 0x40;
+    bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded } as u16)
 }
 
 #[inline(always)]
@@ -81,6 +91,54 @@ fn widen_f16(x: f16) -> f32 {
     let finite = (f32::from_bits(bits) * REBIAS).to_bits();
     let infinite_or_nan = if half & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
     f32::from_bits(finite | infinite_or_nan)
+}
+
+/// An element of a stored state.
+pub(crate) trait Stored: Element {
+    /// `f` on the state in f32: on itself where it is, else on a copy that is rounded back.
+    fn in_f32(state: &mut [Self], f: impl FnOnce(&mut [f32]));
+    /// `to <- from`, rounded to nearest even.
+    fn store(from: &[f32], to: &mut [Self]);
+}
+
+impl Stored for f32 {
+    #[inline(always)]
+    fn in_f32(state: &mut [f32], f: impl FnOnce(&mut [f32])) {
+        f(state);
+    }
+
+    fn store(from: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+}
+
+impl Stored for bf16 {
+    fn in_f32(state: &mut [bf16], f: impl FnOnce(&mut [f32])) {
+        let mut copy = vec![0.0; state.len()];
+        dispatch(Convert { from: state, to: &mut copy, one: widen_bf16 });
+        f(&mut copy);
+        Self::store(&copy, state);
+    }
+
+    fn store(from: &[f32], to: &mut [bf16]) {
+        dispatch(Convert { from, to, one: round_bf16 });
+    }
+}
+
+struct Convert<'a, A, B, F> {
+    from: &'a [A],
+    to: &'a mut [B],
+    one: F,
+}
+
+impl<A: Copy, B, F: Fn(A) -> B> WithSimd for Convert<'_, A, B, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        assert_eq!(self.from.len(), self.to.len());
+        self.to.iter_mut().zip(self.from).for_each(|(to, &from)| *to = (self.one)(from));
+    }
 }
 
 /// A tensor `[sequence, token, head, dim]` whose last dimension is contiguous; strides count elements.
@@ -249,6 +307,16 @@ mod tests {
                 runs[task].fetch_add(1, Ordering::Relaxed);
             });
             assert!(runs.iter().all(|n| n.load(Ordering::Relaxed) == 1), "{tasks}: {runs:?}");
+        }
+    }
+
+    #[test]
+    fn bf16_is_rounded_as_half_does() {
+        for high in 0..=u16::MAX {
+            for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(high) << 16 | low);
+                assert_eq!(round_bf16(x).to_bits(), bf16::from_f32(x).to_bits(), "{:#x}", x.to_bits());
+            }
         }
     }
 

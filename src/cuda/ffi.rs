@@ -42,8 +42,9 @@ pub struct RuleParams {
     pub a_log: *const f32,
     pub dt_bias: *const f32,
     pub o: Heads,
-    pub state_in: *const f32,
-    pub state_out: *mut f32,
+    pub state_in: *const c_void,
+    pub state_out: *mut c_void,
+    pub token_states: *mut c_void,
     pub in_slots: Slots,
     pub out_slots: Slots,
     pub seqs: Sequences,
@@ -53,6 +54,7 @@ pub struct RuleParams {
     pub head_v: i32,
     pub io_dtype: i32,
     pub gate_dtype: i32,
+    pub state_dtype: i32,
     pub l2norm: i32,
     pub algo: i32,
     pub l2_eps: f32,
@@ -94,11 +96,72 @@ pub struct NormParams {
     pub eps: f32,
 }
 
+/// `gdn_step_params`
+#[repr(C)]
+pub struct StepParams {
+    pub x: Heads,
+    pub z: Heads,
+    pub a: Heads,
+    pub b: Heads,
+    pub out: Heads,
+    pub conv_weight: *const c_void,
+    pub norm_weight: *const c_void,
+    pub a_log: *const f32,
+    pub dt_bias: *const f32,
+    pub conv_in: *const c_void,
+    pub conv_out: *mut c_void,
+    pub state_in: *const c_void,
+    pub state_out: *mut c_void,
+    pub token_states: *mut c_void,
+    pub in_slots: Slots,
+    pub out_slots: Slots,
+    pub conv_in_stride: i64,
+    pub conv_out_stride: i64,
+    pub seqs: Sequences,
+    pub num_k_heads: i32,
+    pub num_v_heads: i32,
+    pub head_k: i32,
+    pub head_v: i32,
+    pub conv_width: i32,
+    pub io_dtype: i32,
+    pub gate_dtype: i32,
+    pub state_dtype: i32,
+    pub conv_dtype: i32,
+    pub norm_dtype: i32,
+    pub l2norm: i32,
+    pub sigmoid: i32,
+    pub algo: i32,
+    pub overlap: i32,
+    pub l2_eps: f32,
+    pub scale: f32,
+    pub beta_scale: f32,
+    pub norm_eps: f32,
+}
+
+/// `gdn_linear_params`
+#[repr(C)]
+pub struct LinearParams {
+    pub x: *const c_void,
+    pub w: *const c_void,
+    pub y: *mut c_void,
+    pub x_stride: i64,
+    pub w_stride: i64,
+    pub y_stride: i64,
+    pub rows: i32,
+    pub inputs: i32,
+    pub outputs: i32,
+    pub dtype: i32,
+    pub overlap: i32,
+}
+
 extern "C" {
     pub fn gdn_rule(params: *const RuleParams, stream: *mut c_void) -> c_int;
     pub fn gdn_rule_choice(params: *const RuleParams, algo: *mut i32) -> c_int;
     pub fn gdn_conv(params: *const ConvParams, stream: *mut c_void) -> c_int;
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> c_int;
+    pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> c_int;
+    pub fn gdn_step_choice(params: *const StepParams, algo: *mut i32) -> c_int;
+    pub fn gdn_linear(params: *const LinearParams, stream: *mut c_void) -> c_int;
     pub fn gdn_status_string(status: c_int) -> *const c_char;
     #[cfg(feature = "profile")]
     pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> c_int;

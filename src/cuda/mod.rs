@@ -4,8 +4,10 @@
 //! No launch allocates anything but its output.
 
 mod ffi;
+pub(crate) mod linear;
 #[cfg(feature = "profile")]
 pub(crate) mod profile;
+pub(crate) mod step;
 
 use crate::ops::{Algo, ConvPlan, Gates, HeadsLayout, NormPlan, RulePlan, SequencePlan};
 use candle_core::backend::BackendStorage;
@@ -152,20 +154,28 @@ macro_rules! held {
     };
 }
 
+/// `$name`: a pointer to an optional tensor.
+macro_rules! held_or_none {
+    ($name:ident, $tensor:expr, $stream:expr) => {
+        let guard = $tensor.map(|t| t.storage_and_layout().0);
+        let $name = match guard.as_deref() {
+            Some(Storage::Cuda(storage)) => Some(read(storage, $stream)?),
+            Some(_) => bail!("{}: expected a CUDA tensor", stringify!($name)),
+            None => None,
+        };
+    };
+}
+
 /// `$name`: a pointer to an optional u32 tensor, null where there is none.
 macro_rules! held_u32 {
     ($name:ident, $tensor:expr, $stream:expr) => {
-        let guard = $tensor.map(|t| (t.storage_and_layout().0, t.layout().start_offset()));
-        let $name = match &guard {
-            Some((guard, offset)) => match &**guard {
-                Storage::Cuda(storage) => Some((read(storage, $stream)?, *offset)),
-                _ => bail!("{}: expected a CUDA tensor", stringify!($name)),
-            },
-            None => None,
-        };
-        let $name = $name.as_ref().map_or(std::ptr::null(), |(p, offset)| p.at::<u32>(*offset, 4).cast_const());
+        let offset = $tensor.map_or(0, |t| t.layout().start_offset());
+        held_or_none!($name, $tensor, $stream);
+        let $name = $name.as_ref().map_or(std::ptr::null(), |p| p.at::<u32>(offset, 4).cast_const());
     };
 }
+
+use {held, held_or_none, held_u32};
 
 /// What the rule needs besides its plan.
 pub(crate) struct RuleArgs<'a> {
@@ -177,26 +187,39 @@ pub(crate) struct RuleArgs<'a> {
     pub gates: &'a Gates,
     pub slots: Option<&'a Tensor>,
     pub cu_seqlens: Option<&'a Tensor>,
+    pub token_states: Option<&'a Tensor>,
 }
 
 /// Runs the rule with `state` updated in place and returns o.
 pub(crate) fn rule(args: &RuleArgs<'_>, state: &Tensor) -> Result<CudaStorage> {
-    let run =
-        InPlace { name: args.name, out: RefCell::new(None), launch: &|state, layout| launch_rule(args, state, layout) };
-    state.inplace_op1(&run)?;
-    run.finish()
+    in_place(args.name, state, |state, layout| match args.token_states {
+        None => launch_rule(args, (state, layout), None),
+        Some(tensor) => {
+            in_place(args.name, tensor, |token_states, to| launch_rule(args, (state, layout), Some((token_states, to))))
+        }
+    })
 }
 
-fn launch_rule(args: &RuleArgs<'_>, state: &mut CudaStorage, layout: &Layout) -> Result<CudaStorage> {
+fn launch_rule(
+    args: &RuleArgs<'_>,
+    (state, layout): (&mut CudaStorage, &Layout),
+    token_states: Option<(&mut CudaStorage, &Layout)>,
+) -> Result<CudaStorage> {
     let stream = &*stream_of(args.q)?;
     let mut out = alloc(args.q, &args.plan.out_shape)?;
     let o = write(&mut out, stream)?;
+    let state_dtype = state.dtype();
     let state = write(state, stream)?;
-    with_rule_params(args, stream, &o, (&state, layout), |params| {
+    let token_states = match token_states {
+        Some((storage, layout)) => Some((write(storage, stream)?, layout)),
+        None => None,
+    };
+    let token_ptr = token_states.as_ref().map(|(p, layout)| (p, *layout));
+    with_rule_params(args, stream, &o, (&state, layout, state_dtype), token_ptr, |params| {
         // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
         check(args.name, unsafe { ffi::gdn_rule(params, stream.cu_stream().cast::<c_void>()) })
     })?;
-    drop((o, state));
+    drop((o, state, token_states));
     Ok(out)
 }
 
@@ -205,7 +228,10 @@ pub(crate) fn rule_choice(args: &RuleArgs<'_>, state: &Tensor) -> Result<Algo> {
     let stream = &*stream_of(args.q)?;
     held!(pointer, state, stream);
     let (mut algo, nowhere) = (0, read(args.q, stream)?); // no kernel is chosen by where o lies
-    with_rule_params(args, stream, &nowhere, (&pointer, state.layout()), |params| {
+    let state = (&pointer, state.layout(), state.dtype());
+    held_or_none!(token_states, args.token_states, stream);
+    let token_states = token_states.as_ref().zip(args.token_states).map(|(p, t)| (p, t.layout()));
+    with_rule_params(args, stream, &nowhere, state, token_states, |params| {
         // SAFETY: the launcher reads the parameters and writes the one number.
         check(args.name, unsafe { ffi::gdn_rule_choice(params, &mut algo) })
     })?;
@@ -216,7 +242,8 @@ pub(crate) fn rule_choice(args: &RuleArgs<'_>, state: &Tensor) -> Result<Algo> {
 }
 
 /// `gdn_algo`
-const ALGOS: [(Algo, i32); 4] = [(Algo::Auto, 0), (Algo::Recurrent, 1), (Algo::Recurrent128, 2), (Algo::Chunked, 3)];
+const ALGOS: [(Algo, i32); 5] =
+    [(Algo::Auto, 0), (Algo::Recurrent, 1), (Algo::Recurrent128, 2), (Algo::Chunked, 3), (Algo::Decode128, 4)];
 
 fn algo_code(algo: Algo) -> i32 {
     ALGOS.iter().find(|(a, _)| *a == algo).map_or(-1, |(_, code)| *code) // -1 is refused by the launcher
@@ -227,10 +254,11 @@ fn with_rule_params<R>(
     args: &RuleArgs<'_>,
     stream: &CudaStream,
     o: &Pointer<'_>,
-    (state, layout): (&Pointer<'_>, &Layout),
+    (state, layout, state_dtype): (&Pointer<'_>, &Layout, DType),
+    token_states: Option<(&Pointer<'_>, &Layout)>,
     f: impl FnOnce(&ffi::RuleParams) -> Result<R>,
 ) -> Result<R> {
-    let RuleArgs { name, plan, q, k, v, gates, slots, cu_seqlens } = *args;
+    let RuleArgs { name, plan, q, k, v, gates, slots, cu_seqlens, token_states: _ } = *args;
     let (dims, dtype, gate_dtype) = (plan.dims, q.dtype(), gates.a.dtype());
     let (q, k, v) = (read(q, stream)?, read(k, stream)?, read(v, stream)?);
     held!(a, gates.a, stream);
@@ -239,7 +267,9 @@ fn with_rule_params<R>(
     held!(dt_bias, gates.dt_bias, stream);
     held_u32!(slots, slots, stream);
     held_u32!(cu_seqlens, cu_seqlens, stream);
-    let state_ptr: *mut f32 = state.at(layout.start_offset(), 4);
+    let state_size = state_dtype.size_in_bytes();
+    let state_ptr: *mut c_void = state.at(layout.start_offset(), state_size);
+    let token_states = token_states.map_or(std::ptr::null_mut(), |(p, layout)| p.at(layout.start_offset(), state_size));
     let (seqs, slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
     f(&ffi::RuleParams {
         q: heads(&q, plan.q, dtype),
@@ -252,6 +282,7 @@ fn with_rule_params<R>(
         o: dense(o, plan.seqs.tokens, dims.value_heads, dims.value_dim),
         state_in: state_ptr,
         state_out: state_ptr,
+        token_states,
         in_slots: slots,
         out_slots: slots,
         seqs,
@@ -261,6 +292,7 @@ fn with_rule_params<R>(
         head_v: dims.value_dim as i32,
         io_dtype: dtype_code(dtype),
         gate_dtype: dtype_code(gate_dtype),
+        state_dtype: dtype_code(state_dtype),
         l2norm: plan.options.l2norm.into(),
         algo: algo_code(plan.options.algo),
         l2_eps: plan.options.l2_eps as f32,
@@ -280,7 +312,7 @@ pub(crate) fn conv(
     silu: bool,
 ) -> Result<CudaStorage> {
     let name = "causal_conv1d";
-    let launch = |state: &mut CudaStorage, layout: &Layout| {
+    in_place(name, state, |state, layout| {
         let (dtype, weight_dtype) = (x.dtype(), weight.dtype());
         let stream = &*stream_of(x)?;
         let mut out = alloc(x, &plan.out_shape)?;
@@ -311,10 +343,7 @@ pub(crate) fn conv(
         check(name, unsafe { ffi::gdn_conv(&params, stream.cu_stream().cast::<c_void>()) })?;
         drop((y, state));
         Ok(out)
-    };
-    let run = InPlace { name, out: RefCell::new(None), launch: &launch };
-    state.inplace_op1(&run)?;
-    run.finish()
+    })
 }
 
 /// Runs the gated norm.
@@ -350,25 +379,27 @@ pub(crate) fn norm(
     Ok(out)
 }
 
-type Launch<'a> = dyn Fn(&mut CudaStorage, &Layout) -> Result<CudaStorage> + 'a;
-
-/// A launch that updates a state in place through candle's own machinery, with the state's lock held for writing.
-struct InPlace<'a> {
+/// `run` on a tensor that it writes, through candle's own machinery: with the tensor's lock held for writing.
+fn in_place<R>(
     name: &'static str,
-    launch: &'a Launch<'a>,
-    out: RefCell<Option<CudaStorage>>,
-}
-
-impl InPlace<'_> {
-    fn finish(self) -> Result<CudaStorage> {
-        match self.out.into_inner() {
-            Some(out) => Ok(out),
-            None => bail!("{}: no output", self.name),
-        }
+    tensor: &Tensor,
+    run: impl FnOnce(&mut CudaStorage, &Layout) -> Result<R>,
+) -> Result<R> {
+    let op = InPlace { name, run: RefCell::new(Some(run)), out: RefCell::new(None) };
+    tensor.inplace_op1(&op)?;
+    match op.out.into_inner() {
+        Some(out) => Ok(out),
+        None => bail!("{name}: no output"),
     }
 }
 
-impl InplaceOp1 for InPlace<'_> {
+struct InPlace<F, R> {
+    name: &'static str,
+    run: RefCell<Option<F>>,
+    out: RefCell<Option<R>>,
+}
+
+impl<R, F: FnOnce(&mut CudaStorage, &Layout) -> Result<R>> InplaceOp1 for InPlace<F, R> {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -377,8 +408,9 @@ impl InplaceOp1 for InPlace<'_> {
         bail!("{}: state: expected a CUDA tensor", self.name)
     }
 
-    fn cuda_fwd(&self, state: &mut CudaStorage, layout: &Layout) -> Result<()> {
-        *self.out.borrow_mut() = Some((self.launch)(state, layout)?);
+    fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
+        let Some(run) = self.run.take() else { bail!("{}: applied twice", self.name) };
+        *self.out.borrow_mut() = Some(run(storage, layout)?);
         Ok(())
     }
 }

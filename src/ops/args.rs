@@ -1,6 +1,6 @@
 //! Checks of arguments, shared by the ops. Every refusal names the op, the argument, what was expected and what came.
 
-use candle_core::{bail, DType, Device, Layout, Result, Storage, Tensor};
+use candle_core::{bail, CustomOp3, DType, Device, Layout, Result, Storage, Tensor};
 
 /// Where the rows of a tensor `[sequence, token, head, dim]` lie, in elements of its storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +46,27 @@ impl Lead {
             Lead::Packed => (0, stride[0]),
         }
     }
+}
+
+/// `op` on three tensors that the caller has found to be on one device.
+pub(crate) fn apply3<C: CustomOp3>(op: &C, x: &Tensor, y: &Tensor, z: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        use candle_core::op::BackpropOp;
+        // candle's own way compares the three devices once more, by cloning them, which takes as long as all our checks.
+        // A storage that two of them share is locked once.
+        let keys = [x, y, z].map(storage_key);
+        let x_guard = x.storage_and_layout().0;
+        let y_guard = (keys[1] != keys[0]).then(|| y.storage_and_layout().0);
+        let z_guard = (keys[2] != keys[0] && keys[2] != keys[1]).then(|| z.storage_and_layout().0);
+        let y_storage = y_guard.as_deref().unwrap_or(&*x_guard);
+        let z_storage = z_guard.as_deref().unwrap_or(if keys[2] == keys[0] { &*x_guard } else { y_storage });
+        if let [Storage::Cuda(a), Storage::Cuda(b), Storage::Cuda(c)] = [&*x_guard, y_storage, z_storage] {
+            let (out, shape) = op.cuda_fwd(a, x.layout(), b, y.layout(), c, z.layout())?;
+            return Ok(Tensor::from_storage(Storage::Cuda(out), shape, BackpropOp::none(), false));
+        }
+    }
+    x.apply_op3_no_bwd(y, z, op)
 }
 
 /// Layout of `[lead.., heads, dim]`, or of the same with the last two dimensions merged.
@@ -107,6 +128,14 @@ pub(crate) fn check_dtype(op: &str, arg: &str, dtype: DType, want: DType) -> Res
     Ok(())
 }
 
+/// One of the dtypes a recurrent state may be stored in.
+pub(crate) fn check_state_dtype(op: &str, arg: &str, dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::BF16 => Ok(()),
+        _ => bail!("{op}: {arg}: expected dtype f32 or bf16, got {dtype:?}"),
+    }
+}
+
 /// The op's dtype, or f32: what weights may be kept in.
 pub(crate) fn check_weight_dtype(op: &str, arg: &str, dtype: DType, io: DType) -> Result<()> {
     if dtype != io && dtype != DType::F32 {
@@ -137,18 +166,18 @@ pub(crate) fn check_contiguous(op: &str, arg: &str, tensor: &Tensor) -> Result<(
 }
 
 /// A state must be addressable as slot, then one dense block.
-pub(crate) fn check_state_strides(op: &str, layout: &Layout) -> Result<()> {
+pub(crate) fn check_state_strides(op: &str, arg: &str, layout: &Layout) -> Result<()> {
     let (dims, stride) = (layout.dims(), layout.stride());
     let mut dense = 1;
     for i in (1..dims.len()).rev() {
         if stride[i] != dense && dims[i] > 1 {
-            bail!("{op}: state: expected every slot to be contiguous, got strides {stride:?}");
+            bail!("{op}: {arg}: expected every slot to be contiguous, got strides {stride:?}");
         }
         dense *= dims[i];
     }
     // A single slot may carry any stride.
     if dims[0] > 1 && stride[0] < dense {
-        bail!("{op}: state: expected slots that do not overlap, got strides {stride:?}");
+        bail!("{op}: {arg}: expected slots that do not overlap, got strides {stride:?}");
     }
     Ok(())
 }
@@ -167,6 +196,14 @@ pub(crate) fn storage_key(tensor: &Tensor) -> usize {
 pub(crate) fn check_not_state(op: &str, arg: &str, key: usize, state: &Tensor) -> Result<()> {
     if key == storage_key(state) {
         bail!("{op}: {arg}: shares its storage with the state, which is written in place; pass a copy");
+    }
+    Ok(())
+}
+
+/// The same for the token states, whose storage is `token_states`.
+pub(crate) fn check_not_token_states(op: &str, arg: &str, key: usize, token_states: usize) -> Result<()> {
+    if key == token_states {
+        bail!("{op}: token_states: shares its storage with {arg}; it is written in place: pass a tensor of its own");
     }
     Ok(())
 }

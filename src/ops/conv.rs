@@ -41,7 +41,7 @@ impl CausalConv1d {
         if state.rank() != 3 {
             bail!("{OP}: state: expected shape [slots, width - 1, channels], got {:?}", state.dims());
         }
-        check_state_strides(OP, state.layout())?;
+        check_state_strides(OP, "state", state.layout())?;
         if let Some(cu) = cu_seqlens {
             check_device(OP, "cu_seqlens", cu.tensor(), state.device())?;
         }

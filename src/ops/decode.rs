@@ -26,6 +26,7 @@ impl GdnDecode {
             state: state.clone(),
             slots: None,
             cu_seqlens: None,
+            token_states: None,
             options,
         };
         Ok(Self(rule.check()?))
@@ -41,10 +42,21 @@ impl GdnDecode {
         self
     }
 
+    /// Every call also writes the new states into `token_states`: `[batch, HV, V, K]`, contiguous, in the state's dtype
+    /// and on its device. It is written in place, as the state is, and may share its storage with no other argument;
+    /// rows of padding are left as they are. [`Algo::Chunked`] does not write it. All this is checked when the op is
+    /// applied.
+    ///
+    /// What [`crate::GdnPrefill::with_token_states`] is to several tokens: for callers that take tokens back.
+    pub fn with_token_states(mut self, token_states: &Tensor) -> Self {
+        self.0.token_states = Some(token_states.clone());
+        self
+    }
+
     /// Applies the op: o, `[batch, HV, V]` in q's dtype.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
+    /// When a dtype, shape or device does not fit, or tensors share a storage that one of them is written in.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         self.0.forward(self, q, k, v)
     }
@@ -76,12 +88,13 @@ custom_op3!(GdnDecode);
 /// | `v` | `[batch, HV, V]` or `[batch, HV * V]` | as q |
 /// | `gates.a`, `gates.b` | `[batch, HV]` | f32, bf16 or f16 |
 /// | `gates.a_log`, `gates.dt_bias` | `[HV]` | f32 |
-/// | `state` | `[batch, HV, V, K]` | f32 |
+/// | `state` | `[batch, HV, V, K]` | f32 or bf16 |
 /// | result o | `[batch, HV, V]` | as q |
 ///
 /// HK divides HV; value head `h` reads key head `h / (HV / HK)`. K and V are 1 to 256. q, k, v and the gates may be
 /// strided views of one projection: they are read where they lie. `state` may be a view of a larger pool. Arithmetic
-/// and state are f32.
+/// is f32 whatever the state is stored in: a bf16 state is rounded to nearest even once a call, see
+/// [`crate::GatedDeltaNet::new_state_as`] for what that saves and costs.
 ///
 /// # Errors
 /// When a rank, shape, dtype or device does not fit, or an input shares its storage with the state; the message names

@@ -8,13 +8,19 @@ mod options;
 mod prefill;
 mod rule;
 mod sequences;
+mod step;
 
 pub use conv::{causal_conv1d, CausalConv1d};
 pub use decode::{gdn_decode, gdn_decode_in_place, GdnDecode};
 pub use norm::{gated_rms_norm, GatedRmsNorm};
-pub use options::{Algo, GateActivation, Gates, RuleOptions};
+pub use options::{Algo, GateActivation, Gates, RuleOptions, StepAlgo, StepOptions};
 pub use prefill::{gdn_prefill, gdn_prefill_in_place, GdnPrefill};
 pub use sequences::CuSeqlens;
+pub use step::{gdn_step_in_place, GdnStep};
 
+pub(crate) use args::check_state_dtype;
+pub(crate) use step::STEP_TOKENS;
 #[cfg(feature = "cuda")]
-pub(crate) use {args::HeadsLayout, conv::ConvPlan, norm::NormPlan, rule::RulePlan, sequences::SequencePlan};
+pub(crate) use {
+    args::HeadsLayout, conv::ConvPlan, norm::NormPlan, rule::RulePlan, sequences::SequencePlan, step::StepPlan,
+};

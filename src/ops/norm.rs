@@ -53,7 +53,7 @@ impl GatedRmsNorm {
         }
         let lead = x.rank() - 2;
         let (x, z, weight) = (uniform_tokens(x, lead)?, uniform_tokens(z, lead)?, weight.contiguous()?);
-        x.apply_op3_no_bwd(&z, &weight, self)
+        apply3(self, &x, &z, &weight)
     }
 
     fn plan(&self, x: &Layout, z: &Layout, weight: &Layout) -> Result<NormPlan> {
@@ -95,7 +95,7 @@ fn token_stride(dims: &[usize], stride: &[usize]) -> Option<usize> {
 }
 
 /// The tensor itself where its rows are dense and its `lead` first dimensions count through, otherwise a copy.
-fn uniform_tokens(tensor: &Tensor, lead: usize) -> Result<Tensor> {
+pub(super) fn uniform_tokens(tensor: &Tensor, lead: usize) -> Result<Tensor> {
     let tensor = dense_rows(tensor)?;
     let lead = lead.min(tensor.rank());
     if token_stride(&tensor.dims()[..lead], &tensor.stride()[..lead]).is_some() {

@@ -1,4 +1,4 @@
-//! What a caller may choose about the rule.
+//! What a caller may choose about the rule and the step around it.
 
 use candle_core::Tensor;
 
@@ -16,11 +16,14 @@ pub enum Algo {
     Recurrent128,
     /// Chunk by chunk (64 tokens on the CPU, 16 or 32 on CUDA), any head size, f32 arithmetic.
     Chunked,
+    /// Token by token for up to 16 tokens a sequence, K = V = 128: the state streamed through shared memory, aligned as
+    /// for `Recurrent128`. On the CPU the same as `Recurrent`.
+    Decode128,
 }
 
 impl Algo {
     /// All variants, for sweeps.
-    pub const ALL: [Algo; 4] = [Algo::Auto, Algo::Recurrent, Algo::Recurrent128, Algo::Chunked];
+    pub const ALL: [Algo; 5] = [Algo::Auto, Algo::Recurrent, Algo::Recurrent128, Algo::Chunked, Algo::Decode128];
 }
 
 /// Activation of an output gate.
@@ -67,4 +70,66 @@ pub struct Gates {
     pub a_log: Tensor,
     /// `[HV]`, f32.
     pub dt_bias: Tensor,
+}
+
+/// How a [`crate::GdnStep`] runs. Every variant computes the same function; `Auto` is what callers want, the others are
+/// for tests and benchmarks. On the CPU all are `Composed`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum StepAlgo {
+    /// Picked from the shape, the amount of work and the device.
+    #[default]
+    Auto,
+    /// One CUDA kernel, a block for each key head of a sequence. K = V = 128 and a convolution of width 4; rows of qkv,
+    /// z and the convolution's state at multiples of four elements, the state and the convolution's weight at multiples
+    /// of 16 bytes, which `Auto` checks and this refuses.
+    Whole,
+    /// One CUDA kernel, several blocks for each value head: one token a sequence, at most four value heads a key head,
+    /// compute capability 9.0, the rest as for `Whole`.
+    Split,
+    /// One CUDA kernel, a block for each value head: two to eight value heads a key head, compute capability 9.0, the
+    /// rest as for `Whole`.
+    Heads,
+    /// The three ops one after the other, with what passes between them rounded to the dtype of qkv.
+    Composed,
+}
+
+impl StepAlgo {
+    /// All variants, for sweeps.
+    pub const ALL: [StepAlgo; 5] =
+        [StepAlgo::Auto, StepAlgo::Whole, StepAlgo::Split, StepAlgo::Heads, StepAlgo::Composed];
+}
+
+/// Constants of a [`crate::GdnStep`]: those of the rule, as in [`RuleOptions`], and of the gated norm. The default is
+/// Qwen3-Next's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepOptions {
+    /// Divide q and k by their L2 norm. Default true.
+    pub l2norm: bool,
+    /// Added to the sum of squares of q and k, inside the root. Default 1e-6.
+    pub l2_eps: f64,
+    /// Multiplies q after its norm. Default `None`: `K^-0.5`.
+    pub scale: Option<f64>,
+    /// Multiplies `sigmoid(b)`: 1 (default), or 2 for models whose state transition may have negative eigenvalues.
+    pub beta_scale: f64,
+    /// Added to the mean square in the gated norm. Default 1e-6.
+    pub norm_eps: f64,
+    /// Activation of the output gate z. Default SiLU.
+    pub gate: GateActivation,
+    /// How it runs.
+    pub algo: StepAlgo,
+}
+
+impl Default for StepOptions {
+    fn default() -> Self {
+        let RuleOptions { l2norm, l2_eps, scale, beta_scale, .. } = RuleOptions::default();
+        Self { l2norm, l2_eps, scale, beta_scale, norm_eps: 1e-6, gate: GateActivation::Silu, algo: StepAlgo::Auto }
+    }
+}
+
+impl StepOptions {
+    /// Those of the rule.
+    pub(crate) fn rule(&self) -> RuleOptions {
+        let Self { l2norm, l2_eps, scale, beta_scale, .. } = *self;
+        RuleOptions { l2norm, l2_eps, scale, beta_scale, algo: Algo::Auto }
+    }
 }

@@ -27,6 +27,7 @@ impl GdnPrefill {
             state: state.clone(),
             slots: None,
             cu_seqlens: cu_seqlens.cloned(),
+            token_states: None,
             options,
         };
         Ok(Self(rule.check()?))
@@ -38,10 +39,23 @@ impl GdnPrefill {
         self
     }
 
+    /// Every call also writes the state after each token into `token_states`, from where a caller takes it back when a
+    /// speculated token is refused: `[batch, tokens, HV, V, K]`, or packed `[tokens, HV, V, K]`, contiguous, in the
+    /// state's dtype and on its device. It is written in place, as the state is, and may share its storage with no
+    /// other argument; rows of padding are left as they are. [`Algo::Chunked`] has no state between the tokens of a
+    /// chunk and is refused. All this is checked when the op is applied.
+    ///
+    /// The row of a sequence's last token is its new state, bit for bit. With a bf16 state the rows are rounded copies
+    /// of one that is f32 until the call ends.
+    pub fn with_token_states(mut self, token_states: &Tensor) -> Self {
+        self.0.token_states = Some(token_states.clone());
+        self
+    }
+
     /// Applies the op: o, `[batch, tokens, HV, V]` or packed `[tokens, HV, V]`, in q's dtype.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
+    /// When a dtype, shape or device does not fit, or tensors share a storage that one of them is written in.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         self.0.forward(self, q, k, v)
     }
@@ -66,11 +80,12 @@ custom_op3!(GdnPrefill);
 /// | `v` | `[batch, tokens, HV, V]` | `[tokens, HV, V]` | as q |
 /// | `gates.a`, `gates.b` | `[batch, tokens, HV]` | `[tokens, HV]` | f32, bf16 or f16 |
 /// | `gates.a_log`, `gates.dt_bias` | `[HV]` | `[HV]` | f32 |
-/// | `state` | `[batch, HV, V, K]` | `[sequences, HV, V, K]` | f32 |
+/// | `state` | `[batch, HV, V, K]` | `[sequences, HV, V, K]` | f32 or bf16 |
 /// | result o | `[batch, tokens, HV, V]` | `[tokens, HV, V]` | as q |
 ///
 /// The last two dimensions of q, k and v may be merged into one. Lengths may be zero, which leaves a state as it is.
-/// A sequence cut in two and fed with the same state gives what it gives whole, up to rounding.
+/// A sequence cut in two and fed with the same state gives what it gives whole, up to rounding: arithmetic is f32, and
+/// a bf16 state is rounded to nearest even at the end of each call.
 ///
 /// # Errors
 /// When a rank, shape, dtype or device does not fit, `cu_seqlens` does not end at the number of tokens, or an input

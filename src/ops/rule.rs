@@ -9,6 +9,9 @@ use candle_core::{bail, CpuStorage, DType, InplaceOp1, Layout, Result, Shape, St
 use half::{bf16, f16};
 use std::cell::RefCell;
 
+/// Most tokens of a sequence that [`Algo::Decode128`] takes.
+const DECODE_128_TOKENS: usize = 16;
+
 /// The gated delta rule with everything but q, k and v.
 #[derive(Debug, Clone)]
 pub(super) struct Rule {
@@ -18,6 +21,7 @@ pub(super) struct Rule {
     pub state: Tensor,
     pub slots: Option<Tensor>,
     pub cu_seqlens: Option<CuSeqlens>,
+    pub token_states: Option<Tensor>,
     pub options: RuleOptions,
 }
 
@@ -41,7 +45,7 @@ impl Rule {
     pub fn check(self) -> Result<Self> {
         let (op, device) = (self.name, self.state.device());
         let Gates { a, b, a_log, dt_bias } = &self.gates;
-        check_dtype(op, "state", self.state.dtype(), DType::F32)?;
+        check_state_dtype(op, "state", self.state.dtype())?;
         let (_, heads, ..) = match self.state.dims4() {
             Ok(dims) => dims,
             Err(_) => bail!(
@@ -49,7 +53,7 @@ impl Rule {
                 self.state.dims()
             ),
         };
-        check_state_strides(op, self.state.layout())?;
+        check_state_strides(op, "state", self.state.layout())?;
         check_float(op, "a", a.dtype())?;
         check_dtype(op, "b", b.dtype(), a.dtype())?;
         for (arg, tensor) in [("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)] {
@@ -84,9 +88,9 @@ impl Rule {
             check_float(self.name, arg, tensor.dtype())?;
             check_dtype(self.name, arg, tensor.dtype(), q.dtype())?;
             check_device(self.name, arg, tensor, self.state.device())?;
-            check_not_state(self.name, arg, storage_key(tensor), &self.state)?;
+            self.check_not_written(arg, storage_key(tensor))?;
         }
-        q.apply_op3_no_bwd(&k, &v, op)
+        apply3(op, &q, &k, &v)
     }
 
     /// Checks the three layouts against the state.
@@ -120,9 +124,14 @@ impl Rule {
 
         let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
         let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
-        if self.options.algo == Algo::Recurrent128 && (key_dim, value_dim) != (128, 128) {
-            bail!("{op}: algo: Recurrent128 takes heads of size 128, got {key_dim} (K) and {value_dim} (V)");
+        let algo = self.options.algo;
+        if matches!(algo, Algo::Recurrent128 | Algo::Decode128) && (key_dim, value_dim) != (128, 128) {
+            bail!("{op}: algo: {algo:?} takes heads of size 128, got {key_dim} (K) and {value_dim} (V)");
         }
+        if algo == Algo::Decode128 && seqs.max_tokens > DECODE_128_TOKENS {
+            bail!("{op}: algo: Decode128 takes up to {DECODE_128_TOKENS} tokens a sequence, got {}", seqs.max_tokens);
+        }
+        self.check_token_states(lead_dims)?;
         Ok(RulePlan {
             dims: Dims { key_heads, value_heads, key_dim, value_dim },
             seqs,
@@ -137,11 +146,43 @@ impl Rule {
         })
     }
 
+    /// The token states against the call that writes them.
+    fn check_token_states(&self, lead_dims: &[usize]) -> Result<()> {
+        let (op, arg) = (self.name, "token_states");
+        let Some(tensor) = &self.token_states else { return Ok(()) };
+        if self.options.algo == Algo::Chunked {
+            bail!("{op}: {arg}: expected an algo that goes token by token, got Chunked");
+        }
+        check_dtype(op, arg, tensor.dtype(), self.state.dtype())?;
+        check_device(op, arg, tensor, self.state.device())?;
+        check_shape(op, arg, tensor, &[lead_dims, &self.state.dims()[1..]].concat())?;
+        check_contiguous(op, arg, tensor)?;
+        let (Gates { a, b, a_log, dt_bias }, key) = (&self.gates, storage_key(tensor));
+        for (held, tensor) in [("state", &self.state), ("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)] {
+            check_not_token_states(op, held, storage_key(tensor), key)?;
+        }
+        Ok(())
+    }
+
+    /// The token states where there are any: candle refuses to write an empty tensor in place for its zero strides.
+    pub fn token_states_to_write(&self) -> Option<&Tensor> {
+        self.token_states.as_ref().filter(|tensor| tensor.elem_count() > 0)
+    }
+
+    /// No input may lie in what the op writes while it reads.
+    pub fn check_not_written(&self, arg: &str, key: usize) -> Result<()> {
+        check_not_state(self.name, arg, key, &self.state)?;
+        match &self.token_states {
+            Some(tensor) => check_not_token_states(self.name, arg, key, storage_key(tensor)),
+            None => Ok(()),
+        }
+    }
+
     pub fn cpu_fwd(&self, args: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
         let [(q, ql), (k, kl), (v, vl)] = args;
         let plan = self.plan(ql, kl, vl)?;
         for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
-            check_not_state(self.name, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
+            self.check_not_written(arg, std::ptr::from_ref(storage).addr())?;
             check_dtype(self.name, arg, storage_dtype(storage), storage_dtype(q))?;
         }
         let gates = self.cpu_gates(&plan)?;
@@ -161,7 +202,7 @@ impl Rule {
         let [(q, ql), (k, kl), (v, vl)] = args;
         let plan = self.plan(ql, kl, vl)?;
         for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
-            check_not_state(self.name, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
+            self.check_not_written(arg, std::ptr::from_ref(storage).addr())?;
             check_dtype(self.name, arg, storage.dtype(), q.dtype())?;
         }
         let out = crate::cuda::rule(&self.cuda_args(&plan, [q, k, v]), &self.state)?;
@@ -174,9 +215,9 @@ impl Rule {
         plan: &'a RulePlan,
         [q, k, v]: [&'a candle_core::CudaStorage; 3],
     ) -> crate::cuda::RuleArgs<'a> {
-        let (gates, slots) = (&self.gates, self.slots.as_ref());
+        let (gates, slots, token_states) = (&self.gates, self.slots.as_ref(), self.token_states_to_write());
         let cu_seqlens = self.cu_seqlens.as_ref().map(CuSeqlens::tensor);
-        crate::cuda::RuleArgs { name: self.name, plan, q, k, v, gates, slots, cu_seqlens }
+        crate::cuda::RuleArgs { name: self.name, plan, q, k, v, gates, slots, cu_seqlens, token_states }
     }
 
     /// The variant that [`Self::forward`] runs for these tensors.
@@ -280,8 +321,43 @@ struct CpuRun<'a> {
     out: RefCell<Option<CpuStorage>>,
 }
 
+/// A tensor under its write lock.
+type Written<'a> = (&'a mut CpuStorage, &'a Layout);
+
 impl CpuRun<'_> {
-    fn run<T: cpu::Element>(&self, q: &[T], k: &[T], v: &[T], state: &mut [f32], layout: &Layout) -> Vec<T> {
+    fn run(&self, state: Written<'_>, token_states: Option<Written<'_>>) -> Result<()> {
+        let out = match storage_dtype(state.0) {
+            DType::BF16 => self.stored::<bf16>(state, token_states),
+            _ => self.stored::<f32>(state, token_states),
+        }?;
+        *self.out.borrow_mut() = Some(out);
+        Ok(())
+    }
+
+    fn stored<S: cpu::Stored>(&self, state: Written<'_>, token_states: Option<Written<'_>>) -> Result<CpuStorage> {
+        let (op, stride) = (self.rule.name, state.1.stride()[0]);
+        let state = elements::<S>((op, "state"), state)?;
+        let token_states = token_states.map(|t| elements::<S>((op, "token_states"), t)).transpose()?;
+        Ok(match (self.q, self.k, self.v) {
+            (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => {
+                CpuStorage::F32(self.kernel::<f32, S>([q, k, v], (state, stride), token_states))
+            }
+            (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => {
+                CpuStorage::BF16(self.kernel::<bf16, S>([q, k, v], (state, stride), token_states))
+            }
+            (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
+                CpuStorage::F16(self.kernel::<f16, S>([q, k, v], (state, stride), token_states))
+            }
+            _ => bail!("{op}: q: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(self.q)),
+        })
+    }
+
+    fn kernel<T: cpu::Element, S: cpu::Stored>(
+        &self,
+        [q, k, v]: [&[T]; 3],
+        (state, stride): (&mut [S], usize),
+        token_states: Option<&mut [S]>,
+    ) -> Vec<T> {
         let plan = self.plan;
         let mut out = vec![T::ZERO; plan.out_shape.iter().product()];
         let rule = cpu::rule::Rule {
@@ -291,7 +367,7 @@ impl CpuRun<'_> {
             v: heads(v, plan.v),
             gates: &self.gates,
             seqs: plan.seqs.cpu(self.rule.cu_seqlens.as_ref()),
-            slots: cpu::Slots { map: self.slots.as_deref(), stride: layout.stride()[0] },
+            slots: cpu::Slots { map: self.slots.as_deref(), stride },
             l2norm: plan.options.l2norm,
             l2_eps: plan.options.l2_eps,
             scale: plan.scale,
@@ -299,10 +375,17 @@ impl CpuRun<'_> {
             // alike): in f32 the chunk form has more arithmetic, and the CPU needs no large matrices to be busy.
             chunked: plan.options.algo == Algo::Chunked,
         };
-        let start = layout.start_offset().min(state.len());
-        rule.run(&mut out, &mut state[start..]);
+        rule.run(&mut out, state, token_states);
         out
     }
+}
+
+/// The elements of a tensor from its first on.
+fn elements<'a, S: cpu::Stored>((op, arg): (&str, &str), (storage, layout): Written<'a>) -> Result<&'a mut [S]> {
+    let dtype = storage_dtype(storage);
+    let Some(data) = S::slice_mut(storage) else { bail!("{op}: {arg}: expected another dtype than {dtype:?}") };
+    let start = layout.start_offset().min(data.len());
+    Ok(&mut data[start..])
 }
 
 impl InplaceOp1 for CpuRun<'_> {
@@ -311,20 +394,26 @@ impl InplaceOp1 for CpuRun<'_> {
     }
 
     fn cpu_fwd(&self, state: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let CpuStorage::F32(state) = state else { bail!("{}: state: expected dtype f32", self.rule.name) };
-        let out = match (self.q, self.k, self.v) {
-            (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => {
-                CpuStorage::F32(self.run::<f32>(q, k, v, state, layout))
-            }
-            (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => {
-                CpuStorage::BF16(self.run::<bf16>(q, k, v, state, layout))
-            }
-            (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
-                CpuStorage::F16(self.run::<f16>(q, k, v, state, layout))
-            }
-            _ => bail!("{}: q: expected dtype f32, bf16 or f16, got {:?}", self.rule.name, storage_dtype(self.q)),
-        };
-        *self.out.borrow_mut() = Some(out);
-        Ok(())
+        match self.rule.token_states_to_write() {
+            None => self.run((state, layout), None),
+            Some(tensor) => tensor.inplace_op1(&WithTokenStates { run: self, state: RefCell::new((state, layout)) }),
+        }
+    }
+}
+
+/// The same with the lock of the token states held as well.
+struct WithTokenStates<'a> {
+    run: &'a CpuRun<'a>,
+    state: RefCell<Written<'a>>,
+}
+
+impl InplaceOp1 for WithTokenStates<'_> {
+    fn name(&self) -> &'static str {
+        self.run.rule.name
+    }
+
+    fn cpu_fwd(&self, token_states: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let (state, state_layout) = &mut *self.state.borrow_mut();
+        self.run.run((&mut **state, *state_layout), Some((token_states, layout)))
     }
 }

@@ -17,6 +17,9 @@ mod profile;
 mod properties;
 mod rule_case;
 mod semantics;
+mod step;
+mod stored_state;
 mod support;
 #[path = "../support/tiny.rs"]
 mod tiny;
+mod token_states;

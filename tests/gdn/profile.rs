@@ -71,6 +71,7 @@ fn cases(device: &Device) -> Vec<(Case, usize, Algo)> {
     let algos = [Algo::Recurrent, Algo::Recurrent128, Algo::Chunked];
     let lengths = [1, 4, 70];
     let all = lengths.into_iter().flat_map(|tokens| algos.map(|algo| (tokens, algo)));
+    let all = all.chain([(1, Algo::Decode128), (4, Algo::Decode128)]);
     all.map(|(tokens, algo)| (Case::new(3, tokens, algo, device), tokens, algo)).collect()
 }
 
@@ -133,7 +134,10 @@ fn scopes_are_those_of_the_kernel() {
             let half = launch.warps.len() / 2;
             match (algo, tokens) {
                 (Algo::Chunked, _) => assert_eq!(roles, [("chunked", 2 * half)]),
-                (_, 70) => assert_eq!(roles, [("recurrent consumer", half), ("recurrent producer", half)]),
+                (Algo::Decode128, _) => assert_eq!(roles, [("decode", launch.warps.len())]),
+                (Algo::Recurrent128, _) | (_, 70) => {
+                    assert_eq!(roles, [("recurrent consumer", half), ("recurrent producer", half)]);
+                }
                 _ => assert_eq!(roles, [("recurrent", launch.warps.len())]),
             }
             for warp in &launch.warps {
@@ -151,6 +155,16 @@ fn scopes_are_those_of_the_kernel() {
                         let at = |scope: &str| scopes.iter().position(|s| s.0 == scope).unwrap();
                         assert!(at("load state") < at("barrier") && at("barrier") < at("wait: state"), "{scopes:?}");
                         assert!(at("wait: state") < at("update"), "{scopes:?}");
+                    }
+                    "decode" => {
+                        // One piece of the state for a warp by itself, four where it streams them.
+                        let pieces = count(warp, "update");
+                        assert_eq!(pieces, if tokens == 1 { 1 } else { 4 }, "{scopes:?}");
+                        assert_eq!((count(warp, "load state"), count(warp, "wait: state")), (1, pieces), "{scopes:?}");
+                        assert_eq!(count(warp, "store state"), pieces, "{scopes:?}");
+                        let at = |scope: &str| scopes.iter().position(|s| s.0 == scope).unwrap();
+                        assert!(at("load state") < at("wait: state") && at("wait: state") < at("update"), "{scopes:?}");
+                        assert_eq!(scopes.last().unwrap().0, "store state");
                     }
                     "recurrent producer" => {
                         assert_eq!(count(warp, "barrier"), stages.len() + 1, "{scopes:?}");
@@ -171,7 +185,8 @@ fn scopes_are_those_of_the_kernel() {
                 }
             }
             // One warp of a block does the gates of a stage; the others the tokens between them.
-            for scope in ["wait: gates", "gates", "load q/k/v", "wait: q/k/v", "normalise"] {
+            let scopes = ["load q/k/v", "wait: gates", "gates", "wait: q/k/v", "normalise"];
+            for scope in if algo == Algo::Decode128 { &scopes[..1] } else { &scopes[..] } {
                 assert!(launch.warps.iter().any(|w| count(w, scope) > 0), "{scope}: {tokens} tokens, {algo:?}");
             }
         }

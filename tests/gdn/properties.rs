@@ -27,18 +27,29 @@ fn any_case() -> impl Strategy<Value = Case> {
     ];
     let dtype = prop::sample::select(vec![DType::F32, DType::F32, DType::BF16, DType::F16]);
     let decay = prop::sample::select(vec![Decay::None, Decay::Usual, Decay::Strong, Decay::Bursts, Decay::Huge]);
-    let algo = prop::sample::select(vec![Algo::Auto, Algo::Recurrent, Algo::Chunked, Algo::Recurrent128]);
+    let algo = prop::sample::select(Algo::ALL.to_vec());
+    let state = (prop::sample::select(vec![DType::F32, DType::BF16]), any::<bool>());
     let input = (any::<bool>(), decay, any::<bool>(), prop::sample::select(vec![1e-2, 1.0, 1e2]));
     let gates = (prop::sample::select(vec![1.0, 2.0]), prop::sample::select(vec![0.0, 4.0]), any::<bool>());
-    (shape, lengths, dtype, input, gates, algo, any::<(bool, bool, u64)>()).prop_map(
-        |(dims, (lengths, packed), dtype, (l2norm, decay, repeat_keys, norm), gates, algo, (strided, slots, seed))| {
+    (shape, lengths, dtype, input, gates, (algo, state), any::<(bool, bool, u64)>()).prop_map(
+        |(dims, (lengths, packed), dtype, input, gates, (algo, state), (strided, slots, seed))| {
+            let (l2norm, decay, repeat_keys, norm) = input;
             let (beta_scale, b_mean, same_gate_dtype) = gates;
+            let (state_dtype, token_states) = state;
+            let algo = match algo {
+                Algo::Decode128 if lengths.iter().any(|&n| n > 16) => Algo::Recurrent128,
+                algo => algo,
+            };
+            // Enough for a few heads; more would be most of the test's time.
+            let few = lengths.iter().sum::<usize>() * dims.value_heads * dims.key_dim * dims.value_dim <= 1 << 20;
             Case {
                 dims,
                 lengths,
                 packed,
                 dtype,
                 gate_dtype: if same_gate_dtype || strided { dtype } else { DType::F32 },
+                state_dtype,
+                token_states: token_states && few && algo != Algo::Chunked,
                 form: if strided { Form::Projection } else { Form::Dense },
                 slots,
                 l2norm,
@@ -48,7 +59,9 @@ fn any_case() -> impl Strategy<Value = Case> {
                 repeat_keys,
                 norm,
                 algo: match algo {
-                    Algo::Recurrent128 if (dims.key_dim, dims.value_dim) != (128, 128) => Algo::Recurrent,
+                    Algo::Recurrent128 | Algo::Decode128 if (dims.key_dim, dims.value_dim) != (128, 128) => {
+                        Algo::Recurrent
+                    }
                     algo => algo,
                 },
                 seed,
@@ -73,11 +86,15 @@ proptest! {
 fn lengths_and_ratios_exhaustively() {
     for device in devices() {
         for algo in Algo::ALL {
-            for length in LENGTHS {
-                Case { algo, ..Case::new(dims(1, 2, 128, 128), &[length]) }.check(&device);
+            let short = algo == Algo::Decode128;
+            for length in LENGTHS.into_iter().filter(|&n| !short || n <= 16) {
+                for state_dtype in [DType::F32, DType::BF16] {
+                    Case { algo, state_dtype, ..Case::new(dims(1, 2, 128, 128), &[length]) }.check(&device);
+                }
             }
             for ratio in [1, 2, 3, 4, 8] {
-                Case { algo, ..Case::new(dims(2, ratio, 128, 128), &[5, 0, 70]) }.check(&device);
+                let lengths = [5, 0, if short { 16 } else { 70 }];
+                Case { algo, ..Case::new(dims(2, ratio, 128, 128), &lengths) }.check(&device);
             }
         }
     }
@@ -91,7 +108,8 @@ fn hard_inputs() {
             for beta_scale in [1.0, 2.0] {
                 for decay in [Decay::None, Decay::Usual, Decay::Strong, Decay::Bursts, Decay::Huge] {
                     for repeat_keys in [false, true] {
-                        let case = Case::new(dims(1, 2, 128, 128), &[130, 64]);
+                        let lengths = if algo == Algo::Decode128 { [16, 9] } else { [130, 64] };
+                        let case = Case::new(dims(1, 2, 128, 128), &lengths);
                         Case { algo, beta_scale, b_mean: 8.0, decay, repeat_keys, ..case }.check(&device);
                     }
                 }

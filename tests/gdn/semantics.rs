@@ -1,22 +1,22 @@
 //! What an op promises besides its numbers: who is written, who is not, what is refused, what repeats.
 
 use crate::support::{devices, values};
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{Device, Tensor, Var};
 use candle_gdn::{
     gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place, Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill,
     RuleOptions,
 };
 
-struct Args {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    state: Tensor,
+pub struct Args {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub gates: Gates,
+    pub state: Tensor,
 }
 
 /// HK 2, HV 4, K = V = 128; `tokens` of `batch` sequences.
-fn args(batch: usize, tokens: usize, device: &Device) -> Args {
+pub fn args(batch: usize, tokens: usize, device: &Device) -> Args {
     let randn = |shape: &[usize]| Tensor::randn(0f32, 1., shape, device).unwrap();
     Args {
         q: randn(&[batch, tokens, 2, 128]),
@@ -32,7 +32,7 @@ fn args(batch: usize, tokens: usize, device: &Device) -> Args {
     }
 }
 
-fn one_token(args: &Args, t: usize) -> Args {
+pub fn one_token(args: &Args, t: usize) -> Args {
     let at = |x: &Tensor| x.narrow(1, t, 1).unwrap().squeeze(1).unwrap();
     Args {
         q: at(&args.q),
@@ -43,7 +43,7 @@ fn one_token(args: &Args, t: usize) -> Args {
     }
 }
 
-fn options(algo: Algo) -> RuleOptions {
+pub fn options(algo: Algo) -> RuleOptions {
     RuleOptions { algo, ..RuleOptions::default() }
 }
 
@@ -189,8 +189,8 @@ fn backward_is_a_clear_error() {
 #[test]
 fn runs_repeat_bit_for_bit() {
     for device in devices() {
-        let x = args(2, 300, &device);
         for algo in Algo::ALL {
+            let x = args(2, if algo == Algo::Decode128 { 16 } else { 300 }, &device);
             let run = || {
                 let (o, s) = gdn_prefill(&x.q, &x.k, &x.v, &x.gates, &x.state, None, options(algo)).unwrap();
                 (values(&o), values(&s))
@@ -294,16 +294,5 @@ fn threads() {
                 });
             }
         });
-    }
-}
-
-/// A state in bf16 is not silently accepted as f32.
-#[test]
-fn state_dtype_is_checked() {
-    for device in devices() {
-        let x = one_token(&args(1, 1, &device), 0);
-        let state = x.state.to_dtype(DType::BF16).unwrap();
-        let error = gdn_decode(&x.q, &x.k, &x.v, &x.gates, &state, RuleOptions::default()).unwrap_err().to_string();
-        assert!(error.contains("gdn_decode: state: expected dtype F32, got BF16"), "{error}");
     }
 }

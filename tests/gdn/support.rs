@@ -100,3 +100,12 @@ pub fn poison(elements: usize, dtype: DType, device: &Device) -> Result<()> {
     }
     Ok(())
 }
+
+/// `got` is `exact` in bf16, rounded to nearest: half a unit in the last of 8 bits, and what f32 sums may differ by.
+pub fn assert_rounded(what: &str, got: &[f64], exact: &[f64]) {
+    let rms = (exact.iter().map(|x| x * x).sum::<f64>() / exact.len() as f64).sqrt();
+    for (got, exact) in got.iter().zip(exact) {
+        let half = (-8.0f64).exp2() * (got.abs().max(exact.abs()));
+        assert!((got - exact).abs() <= half + 1e-5 * rms, "{what}: {got} for {exact}");
+    }
+}

@@ -1,0 +1,75 @@
+// Launches that plain <<<>>> cannot express: clusters, and launches that overlap the kernel before them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <utility>
+
+#include "host.cuh"
+
+namespace gdn {
+
+struct LaunchConfig {
+  dim3 grid, block;
+  int64_t shared_bytes = 0;  // dynamic
+  cudaStream_t stream = nullptr;
+  bool overlap = false;      // begin while the kernel before it runs, where the device can
+  int cluster = 1;           // blocks a cluster, along x; more than one: sm_90 and later
+};
+
+// Whether the machine code that the current device runs was compiled for sm_90 or later: with the wait of
+// ptx::grid_dependency_wait(), and with clusters.
+//
+// NOTES: not a question of the device alone. Where a newer one runs code translated from the PTX of an older
+// architecture none of that is in it, and an overlapping launch would read its inputs before they are written.
+int has_sm90_code(bool *yes);
+
+// Launches `kernel`; returns a gdn_status. Can be captured in a graph: programmatic edges become edges of the graph.
+template <typename... P, typename... A>
+int launch(void (*kernel)(P...), const LaunchConfig &config, A &&...args) {
+  cudaLaunchConfig_t c = {};
+  c.gridDim = config.grid;
+  c.blockDim = config.block;
+  c.dynamicSmemBytes = static_cast<size_t>(config.shared_bytes);
+  c.stream = config.stream;
+  cudaLaunchAttribute attributes[2];
+  c.attrs = attributes;
+  if (config.overlap) {
+    bool yes = false;
+    if (const int status = has_sm90_code(&yes)) return status;
+    if (yes) {
+      attributes[c.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[c.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+  }
+  if (config.cluster > 1) {
+    attributes[c.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[c.numAttrs].val.clusterDim.x = static_cast<unsigned>(config.cluster);
+    attributes[c.numAttrs].val.clusterDim.y = 1;
+    attributes[c.numAttrs++].val.clusterDim.z = 1;
+  }
+  const cudaError_t e = cudaLaunchKernelEx(&c, kernel, std::forward<A>(args)...);
+  if (e != cudaSuccess) cudaGetLastError();  // reported here, and not again by the next launch
+  return cuda_status(e);
+}
+
+// The same for a kernel that may need more than 48 KB of dynamic shared memory, which it must be allowed first: once a
+// device and not at every launch. A context that was destroyed and made anew has forgotten it; then the launch says so.
+template <auto *KERNEL, typename... A> int launch_allowed(const LaunchConfig &config, int optin, A &&...args) {
+  static PerDevice allowed;
+  const auto allow = [&] { return allow_shared_memory(KERNEL, config.shared_bytes, optin); };
+  if (config.shared_bytes > kAlwaysAllowed) {
+    int known = 0;
+    if (const int status = allowed.get(&known, [&](int, int *v) {
+          *v = 1;
+          return static_cast<cudaError_t>(allow() ? cudaErrorInvalidValue : cudaSuccess);
+        }))
+      return status;
+  }
+  const int status = launch(KERNEL, config, args...);
+  if (status != GDN_CUDA_ERROR + cudaErrorInvalidValue || config.shared_bytes <= kAlwaysAllowed) return status;
+  if (const int again = allow()) return again;
+  return launch(KERNEL, config, args...);
+}
+
+}  // namespace gdn

@@ -1,0 +1,214 @@
+// Instructions that CUDA C++ has no name for. All are `volatile`, so that they stay in the order written.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+namespace gdn {
+namespace ptx {
+
+// Programmatic dependent launch. After the wait all that the kernels before this one wrote is there; in a plain launch
+// it returns at once. The launch lets the next kernel's blocks begin as soon as every block has called it and there is
+// room. Call it after the wait, never before: the next kernel may then rely on all before this one being complete.
+// On older devices, where nothing overlaps, both are empty (see launch.cuh).
+__device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void grid_dependency_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// ---- loads of 16 bytes ----
+
+// How streamed bytes pass the caches.
+enum Hint {
+  kNoAllocate = 0,  // past L1
+  kL2_128 = 1,      // and L2 fetches the whole line
+  kL2_256 = 2,      // or two
+  kEvictFirst = 3   // past L1, and first to leave L2
+};
+
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Of what no kernel writes while this one runs, not even the one before it under overlap. No "memory" clobber: it may
+// pass other accesses, but not another volatile instruction.
+//
+// NOTES: not ld.global.nc. ptxas (13.0) moves griddepcontrol.wait up above such loads, as they depend on no store, and
+// nothing would be under way during the wait; it does not above these.
+template <int HINT> __device__ __forceinline__ uint4 load_stream(const void *p, uint64_t policy = 0) {
+  uint4 v;
+  if constexpr (HINT == kL2_128)
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  else if constexpr (HINT == kL2_256)
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  else if constexpr (HINT == kEvictFirst)
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
+  else
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// Of what the kernel before this one wrote: the coherent path, and not before a wait that stands above it.
+__device__ __forceinline__ uint4 load_after_wait(const void *p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
+// Global to shared memory without registers, sm_80 and later. Groups complete in order.
+template <int HINT> __device__ __forceinline__ void copy_async(uint32_t to, const void *from, uint64_t policy = 0) {
+  if constexpr (HINT == kL2_128)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else if constexpr (HINT == kL2_256)
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else if constexpr (HINT == kEvictFirst)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+                 : "memory");
+  else
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most N of this thread's groups are under way.
+template <int N> __device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// ---- matrix products: acc[16, 8] += a[16, 16] b[16, 8] ----
+// Lane l holds of a the pairs k = 2 (l % 4), + 1 and 8 further, in rows l / 4 and l / 4 + 8: a = {row, row + 8, row
+// with k + 8, row + 8 with k + 8}; of b the same pairs of column l / 4; of acc those rows, columns 2 (l % 4), + 1.
+template <typename T>
+__device__ __forceinline__ void mma16816(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                         uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---- bulk copies and their barriers, clusters: sm_90 and later ----
+// Elsewhere empty, for kernels whose other half is for every device; none with clusters is launched there.
+#if __CUDA_ARCH__ >= 900
+#define GDN_SM90(...) asm volatile(__VA_ARGS__)
+#else
+#define GDN_SM90(...) ((void)0)
+#endif
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  GDN_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+  // Seen by the copy engine too; other threads still need a barrier of the block.
+  GDN_SM90("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, with `bytes` to come from copies or store_async() before the phase is over. They may be there already.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  GDN_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Until the phase of this parity is over: the first has parity 0.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  GDN_SM90(
+      "{\n.reg .pred done;\n"
+      "again_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again_%=;\n}" ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+
+// `bytes` from global to shared memory: a multiple of 16, as are both addresses. Completes on `barrier`.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+  GDN_SM90("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// The same for what other blocks of the cluster sent.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  GDN_SM90(
+      "{\n.reg .pred done;\n"
+      "again_%=:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again_%=;\n}" ::"r"(barrier), "r"(parity)
+      : "memory");
+}
+
+// One word into any block's shared memory, its arrival counted by the barrier there: an exchange within the cluster
+// without a barrier of the cluster, whose release and acquire would flush all of memory (MEMBAR.ALL.GPU, CCTL.IVALL).
+__device__ __forceinline__ void store_async(uint32_t there, float value, uint32_t barrier_there) {
+  GDN_SM90("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
+               "r"(__float_as_uint(value)), "r"(barrier_there)
+               : "memory");
+}
+
+// All threads of the cluster, in two halves. Orders nothing but barrier_init() before it: for the begin of a kernel.
+__device__ __forceinline__ void cluster_begin_arrive() { GDN_SM90("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_begin_wait() { GDN_SM90("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_begin() {
+  cluster_begin_arrive();
+  cluster_begin_wait();
+}
+
+// All threads of the cluster. What they wrote to any block's shared memory before it is seen after it.
+__device__ __forceinline__ void cluster_sync() {
+  GDN_SM90("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address, in block `rank` of the cluster, of what lies at `address` in this one's shared memory.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
+  uint32_t there = 0;
+  GDN_SM90("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ float load_cluster(uint32_t address) {
+  float v = 0.f;
+  GDN_SM90("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// A word to the variable that stands at this address in the shared memory of the cluster's block `rank`, and its arrival
+// to the barrier there.
+__device__ __forceinline__ void send(float *variable, float x, uint32_t barrier, uint32_t rank) {
+  store_async(cluster_address(shared_address(variable), rank), x, cluster_address(barrier, rank));
+}
+
+#undef GDN_SM90
+
+}  // namespace ptx
+}  // namespace gdn

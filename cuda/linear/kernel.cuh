@@ -1,0 +1,296 @@
+// y[rows, outputs] = x[rows, inputs] w[outputs, inputs]^T for few rows: the weights stream once through registers into
+// the matrix units. See README.md.
+#pragma once
+
+#include "../common/convert.cuh"
+#include "../common/ptx.cuh"
+
+// For .gpu/linear_sweep.py. Chunks of a round; loads through registers (0) or through a ring in shared memory (1) of so
+// many rounds; how the loads pass the caches; the bounds that set the registers a thread may have.
+#ifndef GDN_LINEAR_CHUNKS
+#define GDN_LINEAR_CHUNKS 4
+#endif
+#ifndef GDN_LINEAR_RING
+#define GDN_LINEAR_RING 0
+#endif
+#ifndef GDN_LINEAR_HINT
+#define GDN_LINEAR_HINT kL2_128
+#endif
+#ifndef GDN_LINEAR_THREADS
+#define GDN_LINEAR_THREADS 512
+#endif
+
+namespace gdn {
+namespace linear {
+
+constexpr int kChunk = 64;                      // inputs: 128 bytes of a row
+constexpr int kChunkBytes = 2 * kChunk;
+constexpr int kTile = 16;                       // outputs of a warp
+constexpr int kChunks = GDN_LINEAR_CHUNKS;      // chunks of a round: loaded and used by unrolled code
+constexpr int kRing = GDN_LINEAR_RING;          // rounds under way in shared memory; 0: one, in registers
+constexpr int kSlot = kTile * kChunkBytes;      // a chunk in the ring
+constexpr int kMaxThreads = GDN_LINEAR_THREADS;
+constexpr int kMaxWarps = kMaxThreads / 32;
+constexpr int kColumn = 20;                     // floats from column to column of partial sums: 16, without conflicts
+constexpr int kBarriers = 32;                   // bytes: of x, and two of what blocks of a cluster send each other
+constexpr int kPadding = 64;                    // bytes after a row of x in shared memory, so that rows 2i and 2i + 1
+                                                // lie in different halves of the banks
+
+// Where a warp finds its part of x.
+enum class From {
+  kRegisters,   // its part is one round: loaded once, kept over all tiles
+  kShared,
+  kGlobal       // for when it does not fit
+};
+
+// A block is (32 lanes, warps along the inputs, groups of outputs), the grid (cluster, tiles). All warps along the
+// inputs, of all blocks of the cluster, take `slice` chunks each.
+struct Args {
+  const void *w, *x;
+  void *y;
+  int64_t w_row, x_row;        // bytes from row to row
+  int64_t y_stride;            // elements
+  int32_t rows, outputs;
+  int32_t chunks;              // of a row
+  int32_t slice, rounds;       // chunks of a warp, in so many rounds
+  int32_t tiles;               // of 16 << group_shift outputs
+  int32_t group_shift;
+  int32_t partial_at, x_at, x_shared_row, meet_at;    // shared memory: bytes
+};
+
+// NT: tiles of 8 rows.
+template <typename T, int NT, From FROM>
+__global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  constexpr ptx::Hint kHint = ptx::GDN_LINEAR_HINT;
+  constexpr int kAhead = kRing > 0 ? kRing : 1;
+  [[maybe_unused]] constexpr bool kClusters = FROM != From::kGlobal;    // a larger cluster is what lets x fit
+
+  // A lane holds, as the matrix units want it, rows g and g + 8 of a tile and a quarter of the inputs. Which quarter is
+  // free as long as x has the same: 8 in a row, so that they come by one load. Of 32 inputs a lane's 16 bytes are
+  // k = 8t .. 8t + 7; the units take words 0 and 1 for k = 2t, 2t + 1 and 2t + 8, 2t + 9 of a first product, and words
+  // 2 and 3 of a second.
+  const int lane = threadIdx.x, g = lane >> 2, t = lane & 3;
+  const int rank = blockIdx.x, part = rank * blockDim.y + threadIdx.y;
+  const int first = part * a.slice, live = min(a.slice, a.chunks - first);    // < 1: nothing to do here
+  const uint64_t policy = kHint == ptx::kEvictFirst ? ptx::evict_first_policy() : 0;
+
+  // The stream of weights runs kAhead rounds in front of their use, over the ends of tiles.
+  const char *row0 = nullptr, *row8 = nullptr;
+  int fetch_tile = blockIdx.y, fetch_round = 0, fetch_live = 0;
+  const auto seek = [&] {
+    // Outputs past the end read the last row, and are not stored.
+    const int row = (((fetch_tile << a.group_shift) + threadIdx.z) << 4) + g;
+    const char *w = static_cast<const char *>(a.w) + (first * kChunkBytes + t * 16);
+    row0 = w + min(row, a.outputs - 1) * a.w_row;
+    row8 = w + min(row + 8, a.outputs - 1) * a.w_row;
+    fetch_live = fetch_tile < a.tiles ? live : 0;
+  };
+  const auto advance = [&] {
+    if (FROM != From::kRegisters && ++fetch_round < a.rounds) {
+      row0 += kChunks * kChunkBytes;
+      row8 += kChunks * kChunkBytes;
+      fetch_live -= kChunks;
+    } else {
+      fetch_round = 0;
+      fetch_tile += gridDim.y;
+      seek();
+    }
+  };
+
+  uint4 w[kRing > 0 ? 1 : kChunks][4];    // of row g, k 0..31 and 32..63; of row g + 8
+  const uint32_t shared = ptx::shared_address(shared_bytes);
+  const int warp = threadIdx.z * blockDim.y + threadIdx.y;
+  const uint32_t ring = shared + kBarriers + warp * (kRing * kChunks * kSlot) + lane * 16;
+  uint32_t fetch_at = ring, use_at = ring;
+  const auto fetch = [&](int d) {
+    const char *from0 = row0 + d * kChunkBytes, *from8 = row8 + d * kChunkBytes;
+    if constexpr (kRing > 0) {
+      // A lane reads back what it copied itself, so that waiting for its own copies is all there is to order.
+      if (d < fetch_live) {
+        ptx::copy_async<kHint>(fetch_at + d * kSlot, from0, policy);
+        ptx::copy_async<kHint>(fetch_at + d * kSlot + 512, from0 + 64, policy);
+        ptx::copy_async<kHint>(fetch_at + d * kSlot + 1024, from8, policy);
+        ptx::copy_async<kHint>(fetch_at + d * kSlot + 1536, from8 + 64, policy);
+      }
+      ptx::copy_async_commit();
+    } else if (d < fetch_live) {
+      w[d][0] = ptx::load_stream<kHint>(from0, policy);
+      w[d][1] = ptx::load_stream<kHint>(from0 + 64, policy);
+      w[d][2] = ptx::load_stream<kHint>(from8, policy);
+      w[d][3] = ptx::load_stream<kHint>(from8 + 64, policy);
+    }
+  };
+  const auto turn = [](uint32_t &at, uint32_t begin) {
+    at += kChunks * kSlot;
+    if (at == begin + kRing * kChunks * kSlot) at = begin;
+  };
+
+  seek();
+#pragma unroll
+  for (int r = 0; r < kAhead; ++r) {
+#pragma unroll
+    for (int d = 0; d < kChunks; ++d) fetch(d);
+    if constexpr (kRing > 1) turn(fetch_at, ring);
+    if (r + 1 < kAhead) advance();
+  }
+
+  const int tid = warp * 32 + lane;
+  const int block_first = rank * blockDim.y * a.slice;
+  const int block_bytes = min(static_cast<int>(blockDim.y) * a.slice, a.chunks - block_first) * kChunkBytes;
+#if __CUDA_ARCH__ >= 900
+  if (FROM == From::kShared || (kClusters && gridDim.x > 1)) {
+    if (tid == 0)
+      for (int i = 0; i < 3; ++i) ptx::barrier_init(shared + 8 * i, 1);
+    if (kClusters && gridDim.x > 1)
+      ptx::cluster_begin();
+    else
+      __syncthreads();
+  }
+#endif
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+
+  // x. Rows past the end are the last one again: their sums are not stored, and they cost no traffic.
+  uint4 x[FROM == From::kRegisters ? kChunks : 1][2];
+  const char *x_global[NT];
+  uint32_t x_shared[NT];
+  if constexpr (FROM == From::kShared) {
+    const char *from = static_cast<const char *>(a.x) + block_first * kChunkBytes;
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.y == 0 && threadIdx.z == 0 && block_bytes > 0) {
+      if (lane == 0) ptx::barrier_expect(shared, a.rows * block_bytes);
+      __syncwarp();
+      if (lane < a.rows)
+        ptx::copy_bulk(shared + a.x_at + lane * a.x_shared_row, from + lane * a.x_row, block_bytes, shared);
+    }
+    if (block_bytes > 0) ptx::barrier_wait(shared, 0);
+#else
+    const int threads = blockDim.z * blockDim.y * 32;
+    for (int r = 0; r < a.rows; ++r)
+      for (int i = tid * 16; i < block_bytes; i += threads * 16)
+        ptx::copy_async<ptx::kNoAllocate>(shared + a.x_at + r * a.x_shared_row + i, from + r * a.x_row + i);
+    ptx::copy_async_commit();
+    ptx::copy_async_wait<0>();
+    __syncthreads();
+#endif
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+      x_shared[n] = shared + a.x_at + min(8 * n + g, a.rows - 1) * a.x_shared_row +
+                    threadIdx.y * a.slice * kChunkBytes + t * 16;
+  } else {
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+      x_global[n] =
+          static_cast<const char *>(a.x) + (first * kChunkBytes + t * 16) + min(8 * n + g, a.rows - 1) * a.x_row;
+    if constexpr (FROM == From::kRegisters) {
+#pragma unroll
+      for (int d = 0; d < kChunks; ++d)
+        if (d < live) {
+          x[d][0] = ptx::load_after_wait(x_global[0] + d * kChunkBytes);
+          x[d][1] = ptx::load_after_wait(x_global[0] + d * kChunkBytes + 64);
+        }
+    }
+  }
+  advance();
+
+  constexpr int kSums = NT == 1 ? 2 : 1;    // chains of products: one alone would be bound by their latency
+  float *partial = reinterpret_cast<float *>(shared_bytes + a.partial_at);
+  constexpr int kPart = NT * 8 * kColumn;
+  int turns = 0;    // tiles done
+
+  for (int tile = blockIdx.y; tile < a.tiles; tile += gridDim.y) {
+    float sum[kSums][NT][4] = {};
+    for (int round = 0; round < (FROM == From::kRegisters ? 1 : a.rounds); ++round) {
+      const int chunk = round * kChunks;
+#pragma unroll
+      for (int d = 0; d < kChunks; ++d) {
+        if constexpr (kRing > 0) ptx::copy_async_wait<kAhead * kChunks - 1>();
+        if (chunk + d < live) {
+          const int slot = kRing > 0 ? 0 : d;
+          if constexpr (kRing > 0) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) w[0][i] = ptx::load_shared(use_at + d * kSlot + i * 512);
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint4 w0 = w[slot][half], w8 = w[slot][2 + half];
+            uint4 b[NT];
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+              const int at = d * kChunkBytes + half * 64;
+              if constexpr (FROM == From::kRegisters)
+                b[n] = x[d][half];
+              else if constexpr (FROM == From::kShared)
+                b[n] = ptx::load_shared(x_shared[n] + chunk * kChunkBytes + at);
+              else
+                b[n] = ptx::load_after_wait(x_global[n] + chunk * kChunkBytes + at);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+              ptx::mma16816<T>(sum[0][n], w0.x, w8.x, w0.y, w8.y, b[n].x, b[n].y);
+              ptx::mma16816<T>(sum[kSums - 1][n], w0.z, w8.z, w0.w, w8.w, b[n].z, b[n].w);
+            }
+          }
+        }
+        fetch(d);
+      }
+      if constexpr (kRing > 1) {
+        turn(fetch_at, ring);
+        turn(use_at, ring);
+      }
+      advance();
+    }
+
+    // The sums of all parts meet, in the order of the inputs.
+    if (turns > 0) __syncthreads();    // those of the last tile have been read
+    float *mine = partial + warp * kPart;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        mine[(8 * n + 2 * t + i % 2) * kColumn + g + i / 2 * 8] =
+            kSums == 2 ? sum[0][n][i] + sum[1][n][i] : sum[0][n][i];
+    __syncthreads();
+    const int threads = blockDim.z * blockDim.y * 32, shift = 4 + a.group_shift, values = a.rows << shift;
+    const auto sum_parts = [&](int i) {
+      const int output = i & ((1 << shift) - 1), row = i >> shift;
+      const float *at = partial + ((output >> 4) * blockDim.y * NT * 8 + row) * kColumn + (output & 15);
+      float y = 0.f;
+#pragma unroll 8
+      for (int p = 0; p < static_cast<int>(blockDim.y); ++p) y += at[p * kPart];
+      return y;
+    };
+    const auto store = [&](int i, float y) {
+      const int output = (tile << shift) + (i & ((1 << shift) - 1)), row = i >> shift;
+      if (output < a.outputs) static_cast<T *>(a.y)[row * a.y_stride + output] = from_float<T>(y);
+    };
+#if __CUDA_ARCH__ >= 900
+    if (kClusters && gridDim.x > 1) {
+      // Every block sends the sums of its inputs to the block that stores the output: each stores as many. Two turns'
+      // worth of room is enough: who sends those of the next turn but one has had this block's of the next, which it
+      // sends after it has read these.
+      const int own = values / gridDim.x, half = turns & 1;
+      const uint32_t barrier = shared + 8 + 8 * half, meet = shared + a.meet_at + half * values * 4;
+      if (tid == 0) ptx::barrier_expect(barrier, values * 4);
+      for (int i = tid; i < values; i += threads) {
+        const int to = i / own;
+        ptx::store_async(ptx::cluster_address(meet + (rank * own + i - to * own) * 4, to), sum_parts(i),
+                         ptx::cluster_address(barrier, to));
+      }
+      ptx::barrier_wait_cluster(barrier, turns >> 1 & 1);
+      const float *sums = reinterpret_cast<const float *>(shared_bytes + a.meet_at) + half * values;
+      for (int i = tid; i < own; i += threads) {
+        float y = 0.f;
+        for (unsigned r = 0; r < gridDim.x; ++r) y += sums[r * own + i];
+        store(rank * own + i, y);
+      }
+    } else
+#endif
+      for (int i = tid; i < values; i += threads) store(i, sum_parts(i));
+    ++turns;
+  }
+}
+
+}  // namespace linear
+}  // namespace gdn

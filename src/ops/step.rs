@@ -1,0 +1,445 @@
+//! What a layer does between its two projections, for a few tokens: convolution, rule and gated norm as one op.
+
+use super::args::*;
+use super::conv::CausalConv1d;
+use super::norm::{uniform_tokens, GatedRmsNorm};
+use super::options::{Gates, StepAlgo, StepOptions};
+use super::rule::{storage_dtype, Rule, RulePlan};
+use super::sequences::cpu_slots;
+use candle_core::{bail, CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
+
+const OP: &str = "gdn_step";
+
+/// Most tokens of a sequence that a step takes.
+pub(crate) const STEP_TOKENS: usize = 16;
+
+/// The sizes that the fused kernels are made for: of a head, and of the convolution.
+const FUSED_DIM: usize = 128;
+const FUSED_WIDTH: usize = 4;
+
+/// A decode step of a layer between its two projections, as a [`CustomOp3`] over (qkv, z, conv_weight); see
+/// [`gdn_step_in_place`] for shapes. The op holds both states and updates them when it is applied.
+///
+/// It has no backward pass: `backward()` through it gives candle's "backward is not supported" error.
+#[derive(Debug, Clone)]
+pub struct GdnStep {
+    /// Its lead is qkv's, call by call.
+    rule: Rule,
+    conv: CausalConv1d,
+    norm: GatedRmsNorm,
+    conv_state: Tensor,
+    norm_weight: Tensor,
+    options: StepOptions,
+    /// `GDN_OVERLAP`
+    overlap: bool,
+}
+
+/// A checked call, as the CUDA side reads it.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct StepPlan {
+    /// q, k and v in it are columns of the convolution's output.
+    pub rule: RulePlan,
+    pub x: HeadsLayout,
+    pub z: HeadsLayout,
+    pub conv_weight_offset: usize,
+    pub conv_width: usize,
+    pub options: StepOptions,
+    pub overlap: bool,
+}
+
+/// A call and what its parts need when they run one after the other.
+struct Call {
+    plan: StepPlan,
+    rule: Rule,
+    /// qkv as `[batch, tokens, channels]`.
+    conv_x: Layout,
+    /// q, k and v in the convolution's output.
+    columns: [Layout; 3],
+    out_shape: Shape,
+}
+
+impl GdnStep {
+    /// Checks the gates, the norm's weight `[V]` and the states: `conv_state` `[batch, width - 1, channels]`, `state`
+    /// `[batch, HV, V, K]`.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit; the message names the argument.
+    pub fn new(
+        gates: Gates,
+        norm_weight: &Tensor,
+        conv_state: &Tensor,
+        state: &Tensor,
+        options: StepOptions,
+    ) -> Result<Self> {
+        let rule = Rule {
+            name: OP,
+            lead: Lead::Batched,
+            gates,
+            state: state.clone(),
+            slots: None,
+            cu_seqlens: None,
+            token_states: None,
+            options: options.rule(),
+        };
+        let rule = rule.check()?;
+        check_float(OP, "conv_state", conv_state.dtype())?;
+        if conv_state.rank() != 3 {
+            bail!("{OP}: conv_state: expected shape [slots, width - 1, channels], got {:?}", conv_state.dims());
+        }
+        check_state_strides(OP, "conv_state", conv_state.layout())?;
+        check_weight_dtype(OP, "norm_weight", norm_weight.dtype(), conv_state.dtype())?;
+        check_shape(OP, "norm_weight", norm_weight, &[state.dims()[2]])?;
+        for (arg, tensor) in [("conv_state", conv_state), ("norm_weight", norm_weight)] {
+            check_device(OP, arg, tensor, state.device())?;
+            check_not_state(OP, arg, storage_key(tensor), state)?;
+        }
+        let Gates { a, b, a_log, dt_bias } = &rule.gates;
+        let read = [("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias), ("norm_weight", norm_weight)];
+        for (arg, tensor) in read {
+            check_not_conv_state(arg, storage_key(tensor), conv_state)?;
+        }
+        if !options.norm_eps.is_finite() || options.norm_eps < 0.0 {
+            bail!("{OP}: norm_eps: expected a finite value of at least 0, got {}", options.norm_eps);
+        }
+        Ok(Self {
+            conv: CausalConv1d::new(conv_state, None, true)?,
+            norm: GatedRmsNorm::new(options.norm_eps, options.gate)?,
+            conv_state: conv_state.clone(),
+            norm_weight: norm_weight.contiguous()?,
+            rule,
+            options,
+            overlap: false,
+        })
+    }
+
+    /// Sequence `n` uses slot `slots[n]` of both states; see [`crate::GdnDecode::with_slots`].
+    pub fn with_slots(mut self, slots: &Tensor) -> Self {
+        self.rule.slots = Some(slots.clone());
+        self.conv = self.conv.with_slots(slots);
+        self
+    }
+
+    /// Every call also writes the state after each token into `token_states`: `[batch, HV, V, K]`, or with several
+    /// tokens `[batch, tokens, HV, V, K]`; see [`crate::GdnPrefill::with_token_states`]. The convolution's state after
+    /// a token is the last of its old inputs and of qkv up to there, which the caller has.
+    pub fn with_token_states(mut self, token_states: &Tensor) -> Self {
+        self.rule.token_states = Some(token_states.clone());
+        self
+    }
+
+    /// A CUDA kernel may read the weights and the old states while the kernel before it on the stream still runs, which
+    /// must therefore not write them, nor the slots.
+    pub(crate) fn overlapping(mut self) -> Self {
+        self.overlap = true;
+        self
+    }
+
+    /// Applies the op: `[batch, HV * V]`, or with several tokens `[batch, tokens, HV * V]`, in qkv's dtype.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit, or tensors share a storage that one of them is written in.
+    pub fn forward(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<Tensor> {
+        let [qkv, z, conv_weight] = self.prepare(qkv, z, conv_weight)?;
+        apply3(self, &qkv, &z, &conv_weight)
+    }
+
+    /// How [`Self::forward`] runs for these tensors: never [`StepAlgo::Auto`].
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn algo(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<StepAlgo> {
+        let [qkv, z, conv_weight] = self.prepare(qkv, z, conv_weight)?;
+        let call = self.call(qkv.layout(), z.layout(), conv_weight.layout())?;
+        #[cfg(feature = "cuda")]
+        if self.may_fuse(&call.plan) {
+            let guards = [qkv.storage_and_layout().0, z.storage_and_layout().0, conv_weight.storage_and_layout().0];
+            if let [Storage::Cuda(x), Storage::Cuda(z), Storage::Cuda(w)] = [&*guards[0], &*guards[1], &*guards[2]] {
+                let args = self.cuda_args(&call.plan, [x, z, w]);
+                return match crate::cuda::step::choice(&args, &self.conv_state, &self.rule.state)? {
+                    Some(algo) => Ok(algo),
+                    None => self.not_fused(),
+                };
+            }
+        }
+        drop(call);
+        Ok(StepAlgo::Composed)
+    }
+
+    /// The tensors as the op takes them, copied only where their rows are not contiguous, or where the sequences and
+    /// tokens of z do not count through.
+    fn prepare(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<[Tensor; 3]> {
+        let z = uniform_tokens(z, qkv.rank().saturating_sub(1))?;
+        let (qkv, conv_weight) = (dense_rows(qkv)?, conv_weight.contiguous()?);
+        for (arg, tensor) in [("qkv", &qkv), ("z", &z), ("conv_weight", &conv_weight)] {
+            self.check_input(arg, tensor.dtype(), storage_key(tensor))?;
+            check_device(OP, arg, tensor, self.rule.state.device())?;
+        }
+        Ok([qkv, z, conv_weight])
+    }
+
+    /// Dtype of one of the three inputs, and that nothing is written where it lies.
+    fn check_input(&self, arg: &str, dtype: DType, key: usize) -> Result<()> {
+        let io = self.conv_state.dtype();
+        match arg {
+            "conv_weight" => check_weight_dtype(OP, arg, dtype, io)?,
+            _ => check_dtype(OP, arg, dtype, io)?,
+        }
+        self.rule.check_not_written(arg, key)?;
+        check_not_conv_state(arg, key, &self.conv_state)
+    }
+
+    fn call(&self, x: &Layout, z: &Layout, conv_weight: &Layout) -> Result<Call> {
+        let (conv_slots, history, channels) = self.conv_state.dims3()?;
+        let (slots, value_heads, value_dim, key_dim) = self.rule.state.dims4()?;
+        let (width, value_size) = (history + 1, value_heads * value_dim);
+        if !(2..=8).contains(&width) || channels == 0 {
+            bail!(
+                "{OP}: conv_state: expected [slots, width - 1, channels] with a width of 2 to 8, got {:?}",
+                self.conv_state.dims()
+            );
+        }
+        if conv_slots != slots {
+            bail!("{OP}: conv_state: expected {slots} slots (the state's), got {conv_slots}");
+        }
+        let key_heads = match channels.checked_sub(value_size) {
+            Some(keys) if keys > 0 && key_dim > 0 && keys % (2 * key_dim) == 0 => keys / (2 * key_dim),
+            _ => bail!(
+                "{OP}: conv_state: expected 2 * key_heads * {key_dim} + {value_size} channels (q, k and v of the \
+                 state's heads), got {channels}"
+            ),
+        };
+        if value_heads % key_heads != 0 {
+            bail!(
+                "{OP}: conv_state: expected channels for a number of key heads that divides the {value_heads} value \
+                 heads, got {channels}, which is {key_heads} key heads"
+            );
+        }
+        let lead = match x.dims() {
+            [_, n] if *n == channels => Lead::Decode,
+            [_, _, n] if *n == channels => Lead::Batched,
+            dims => {
+                bail!("{OP}: qkv: expected shape [batch, {channels}] or [batch, tokens, {channels}], got {dims:?}")
+            }
+        };
+        let lead_dims = &x.dims()[..lead.rank()];
+        let (batch, tokens) = (lead_dims[0], lead_dims.get(1).copied().unwrap_or(1));
+        if tokens > STEP_TOKENS {
+            bail!(
+                "{OP}: qkv: expected at most {STEP_TOKENS} tokens a sequence, got {tokens}; gdn_prefill_in_place takes \
+                 any number"
+            );
+        }
+        if conv_weight.dims() != [channels, width] || !conv_weight.is_contiguous() {
+            bail!(
+                "{OP}: conv_weight: expected a contiguous tensor of shape {:?}, got {:?}",
+                [channels, width],
+                conv_weight.dims()
+            );
+        }
+        let algo = self.options.algo;
+        if !matches!(algo, StepAlgo::Auto | StepAlgo::Composed) && !fused_sizes(key_dim, value_dim, width) {
+            bail!(
+                "{OP}: algo: {algo:?} takes heads of size {FUSED_DIM} and a convolution of width {FUSED_WIDTH}, got \
+                 {key_dim} (K), {value_dim} (V) and {width}"
+            );
+        }
+        if algo == StepAlgo::Split && tokens > 1 {
+            bail!("{OP}: algo: Split takes one token a sequence, got {tokens}");
+        }
+
+        if let Some(to) = &self.rule.token_states {
+            for (arg, tensor) in [("conv_state", &self.conv_state), ("norm_weight", &self.norm_weight)] {
+                check_not_token_states(OP, arg, storage_key(tensor), storage_key(to))?;
+            }
+        }
+
+        let x_heads = heads_layout(OP, "qkv", x, lead, lead_dims, (1, channels))?;
+        let convolved = Layout::contiguous(x.dims());
+        let keys = key_heads * key_dim;
+        let column = |start, n| convolved.narrow(lead.rank(), start, n);
+        let columns = [column(0, keys)?, column(keys, keys)?, column(2 * keys, value_size)?];
+        let rule = Rule { lead, ..self.rule.clone() };
+        let plan = StepPlan {
+            rule: rule.plan(&columns[0], &columns[1], &columns[2])?,
+            z: heads_layout(OP, "z", z, lead, lead_dims, (value_heads, value_dim))?,
+            conv_weight_offset: conv_weight.start_offset(),
+            conv_width: width,
+            options: self.options,
+            overlap: self.overlap,
+            x: x_heads,
+        };
+        let stride = vec![x_heads.seq_stride, x_heads.token_stride, 1];
+        Ok(Call {
+            plan,
+            rule,
+            conv_x: Layout::new(Shape::from((batch, tokens, channels)), stride, x.start_offset()),
+            columns,
+            out_shape: lead_dims.iter().copied().chain([value_size]).collect::<Vec<_>>().into(),
+        })
+    }
+
+    /// Whether a fused kernel is worth asking for.
+    #[cfg(feature = "cuda")]
+    fn may_fuse(&self, plan: &StepPlan) -> bool {
+        let RulePlan { dims, seqs, .. } = &plan.rule;
+        self.options.algo != StepAlgo::Composed
+            && fused_sizes(dims.key_dim, dims.value_dim, plan.conv_width)
+            && seqs.count * seqs.tokens > 0
+    }
+
+    /// What runs where no fused kernel takes the call.
+    #[cfg(feature = "cuda")]
+    fn not_fused(&self) -> Result<StepAlgo> {
+        let besides = match self.options.algo {
+            StepAlgo::Auto | StepAlgo::Composed => return Ok(StepAlgo::Composed),
+            StepAlgo::Whole => "",
+            StepAlgo::Split => ", compute capability 9.0, 1 to 4 value heads a key head, gates in f32 or as qkv",
+            StepAlgo::Heads => ", compute capability 9.0, 2 to 8 value heads a key head",
+        };
+        bail!(
+            "{OP}: algo: {:?} does not take these tensors on this device: expected rows of qkv, z and conv_state at \
+             multiples of 4 elements, state and conv_weight at multiples of 16 bytes{besides}; Auto takes any",
+            self.options.algo
+        )
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_args<'a>(
+        &'a self,
+        plan: &'a StepPlan,
+        [x, z, conv_weight]: [&'a candle_core::CudaStorage; 3],
+    ) -> crate::cuda::step::StepArgs<'a> {
+        crate::cuda::step::StepArgs {
+            name: OP,
+            plan,
+            x,
+            z,
+            conv_weight,
+            norm_weight: &self.norm_weight,
+            gates: &self.rule.gates,
+            slots: self.rule.slots.as_ref(),
+            token_states: self.rule.token_states_to_write(),
+        }
+    }
+}
+
+fn fused_sizes(key_dim: usize, value_dim: usize, width: usize) -> bool {
+    (key_dim, value_dim, width) == (FUSED_DIM, FUSED_DIM, FUSED_WIDTH)
+}
+
+/// As `check_not_state` for the convolution's state.
+fn check_not_conv_state(arg: &str, key: usize, conv_state: &Tensor) -> Result<()> {
+    if key == storage_key(conv_state) {
+        bail!("{OP}: {arg}: shares its storage with conv_state, which is written in place; pass a copy");
+    }
+    Ok(())
+}
+
+impl CustomOp3 for GdnStep {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        z: &CpuStorage,
+        zl: &Layout,
+        w: &CpuStorage,
+        wl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        for (arg, storage) in [("qkv", x), ("z", z), ("conv_weight", w)] {
+            self.check_input(arg, storage_dtype(storage), std::ptr::from_ref(storage).addr())?;
+        }
+        let call = self.call(xl, zl, wl)?;
+        // Before anything is written.
+        cpu_slots(OP, self.rule.slots.as_ref(), call.plan.rule.seqs.num_slots)?;
+        let (y, _) = self.conv.cpu_fwd(x, &call.conv_x, w, wl)?;
+        let [q, k, v] = &call.columns;
+        let (o, o_shape) = call.rule.cpu_fwd([(&y, q), (&y, k), (&y, v)])?;
+        let (norm_weight, layout) = self.norm_weight.storage_and_layout();
+        let Storage::Cpu(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CPU tensor") };
+        let (out, _) = self.norm.cpu_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
+        Ok((out, call.out_shape))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        xl: &Layout,
+        z: &candle_core::CudaStorage,
+        zl: &Layout,
+        w: &candle_core::CudaStorage,
+        wl: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        use candle_core::backend::BackendStorage;
+        for (arg, storage) in [("qkv", x), ("z", z), ("conv_weight", w)] {
+            self.check_input(arg, storage.dtype(), std::ptr::from_ref(storage).addr())?;
+        }
+        let call = self.call(xl, zl, wl)?;
+        if self.may_fuse(&call.plan) {
+            let args = self.cuda_args(&call.plan, [x, z, w]);
+            if let Some(out) = crate::cuda::step::run(&args, &self.conv_state, &self.rule.state)? {
+                return Ok((out, call.out_shape));
+            }
+            self.not_fused()?;
+        }
+        let (y, _) = self.conv.cuda_fwd(x, &call.conv_x, w, wl)?;
+        let [q, k, v] = &call.columns;
+        let (o, o_shape) = call.rule.cuda_fwd([(&y, q), (&y, k), (&y, v)])?;
+        let (norm_weight, layout) = self.norm_weight.storage_and_layout();
+        let Storage::Cuda(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CUDA tensor") };
+        let (out, _) = self.norm.cuda_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
+        Ok((out, call.out_shape))
+    }
+}
+
+/// A decode step of a layer between its two projections: [`causal_conv1d`](crate::causal_conv1d) with SiLU, the gated
+/// delta rule ([`gdn_decode_in_place`](crate::gdn_decode_in_place) has its formula) and
+/// [`gated_rms_norm`](crate::gated_rms_norm), updating both states in place:
+///
+/// ```text
+/// q, k, v = silu(causal_conv1d(qkv))
+/// o = gated_delta_rule(q, k, v, a, b)
+/// out = rms_norm(o) * act(z)
+/// ```
+///
+/// On CUDA this is one kernel where K = V = 128 and the convolution's width is 4 ([`StepAlgo`] tells the rest), and
+/// nothing is rounded between its parts; otherwise and on the CPU the three run one after the other.
+///
+/// | tensor | one token a sequence | up to 16 tokens a sequence | dtype |
+/// |---|---|---|---|
+/// | `qkv` | `[batch, channels]` | `[batch, tokens, channels]` | f32, bf16 or f16 |
+/// | `z` | `[batch, HV * V]` | `[batch, tokens, HV * V]` | as qkv |
+/// | `conv_weight` | `[channels, width]`, width 2 to 8 | same | as qkv, or f32 |
+/// | `gates.a`, `gates.b` | `[batch, HV]` | `[batch, tokens, HV]` | f32, bf16 or f16 |
+/// | `gates.a_log`, `gates.dt_bias` | `[HV]` | same | f32 |
+/// | `norm_weight` | `[V]` | same | as qkv, or f32 |
+/// | `conv_state` | `[batch, width - 1, channels]`, the last inputs, oldest first | same | as qkv |
+/// | `state` | `[batch, HV, V, K]` | same | f32 or bf16 |
+/// | result | `[batch, HV * V]` | `[batch, tokens, HV * V]` | as qkv |
+///
+/// `channels` is `2 * HK * K + HV * V`: q, k and v, each by head. The last dimension of z may be split into `[HV, V]`.
+/// qkv, z and the gates may be strided views of one projection, and the states views of larger pools. K and V are 1 to
+/// 256, HK divides HV. A padding row's output is zero where its z is finite.
+///
+/// # Errors
+/// When a rank, shape, dtype or device does not fit, there are more than 16 tokens a sequence, or an input shares its
+/// storage with a state, or the states with each other; the message names the argument, what was expected and what
+/// came.
+#[allow(clippy::too_many_arguments)]
+pub fn gdn_step_in_place(
+    qkv: &Tensor,
+    z: &Tensor,
+    conv_weight: &Tensor,
+    gates: &Gates,
+    norm_weight: &Tensor,
+    conv_state: &Tensor,
+    state: &Tensor,
+    options: StepOptions,
+) -> Result<Tensor> {
+    GdnStep::new(gates.clone(), norm_weight, conv_state, state, options)?.forward(qkv, z, conv_weight)
+}

@@ -1,0 +1,624 @@
+//! The step: convolution, rule and gated norm as one op, against the definition in f64 and against the three ops.
+
+use crate::support::{devices, poison, rel_rms, rounded, values, Rng};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
+use candle_gdn::{
+    causal_conv1d, gated_rms_norm, CausalConv1d, GateActivation, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions,
+    StepAlgo, StepOptions,
+};
+
+// Large enough to be missed, and no two constants alike.
+const L2_EPS: f64 = 0.02;
+const NORM_EPS: f64 = 0.05;
+
+/// One random step: its inputs are columns of one projection, its states slots of pools.
+#[derive(Debug, Clone)]
+struct Case {
+    dims: Dims,
+    width: usize,
+    batch: usize,
+    /// Of each sequence; `None` leaves the dimension out.
+    tokens: Option<usize>,
+    dtype: DType,
+    gate_dtype: DType,
+    /// Of the weights of the convolution and of the norm: f32 instead of `dtype`.
+    f32_weights: bool,
+    state_dtype: DType,
+    token_states: bool,
+    /// Slots in a shuffled order with padding for every third sequence but the first, instead of views of the pools.
+    slots: bool,
+    gate: GateActivation,
+    beta_scale: f64,
+    l2norm: bool,
+    scale: Option<f64>,
+    /// Columns in front of qkv: 3 or 8. The kernels read four at once.
+    before: usize,
+    algo: StepAlgo,
+    seed: u64,
+}
+
+impl Case {
+    fn new(ratio: usize, batch: usize, tokens: usize, seed: u64) -> Self {
+        Self {
+            dims: Dims { key_heads: 2, value_heads: 2 * ratio, key_dim: 128, value_dim: 128 },
+            width: 4,
+            batch,
+            tokens: Some(tokens),
+            dtype: DType::F32,
+            gate_dtype: DType::F32,
+            f32_weights: false,
+            state_dtype: DType::F32,
+            token_states: false,
+            slots: false,
+            gate: GateActivation::Silu,
+            beta_scale: 1.0,
+            l2norm: true,
+            scale: None,
+            before: 8,
+            algo: StepAlgo::Auto,
+            seed,
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.tokens.unwrap_or(1)
+    }
+
+    /// batch and tokens, or batch
+    fn lead(&self) -> Vec<usize> {
+        [self.batch].into_iter().chain(self.tokens).collect()
+    }
+
+    fn keys(&self) -> usize {
+        self.dims.key_heads * self.dims.key_dim
+    }
+
+    fn values(&self) -> usize {
+        self.dims.value_heads * self.dims.value_dim
+    }
+
+    fn channels(&self) -> usize {
+        2 * self.keys() + self.values()
+    }
+
+    fn state_size(&self) -> usize {
+        self.values() * self.dims.key_dim
+    }
+
+    fn conv_size(&self) -> usize {
+        (self.width - 1) * self.channels()
+    }
+
+    fn options(&self) -> StepOptions {
+        let Self { l2norm, scale, beta_scale, gate, algo, .. } = *self;
+        StepOptions { l2norm, l2_eps: L2_EPS, scale, beta_scale, norm_eps: NORM_EPS, gate, algo }
+    }
+
+    /// The slot of each sequence; `None` is padding.
+    fn map(&self) -> Vec<Option<usize>> {
+        let slot = |n: usize| match self.slots {
+            true if n % 3 == 2 => None,
+            true => Some(self.batch - n),
+            false => Some(n + 1),
+        };
+        (0..self.batch).map(slot).collect()
+    }
+
+    /// Relative RMS a result may be off. What the fused kernels round is the output alone. One after the other, the
+    /// convolution's output (q, k and v; k is in the state twice) and o are rounded besides, each with an error of a
+    /// quarter of `unit` on average: six such errors, and room for those that add up.
+    fn bounds(&self, composed: bool) -> (f64, f64) {
+        let (unit, output) = match self.dtype {
+            DType::BF16 => (2f64.powi(-8), 4e-3),
+            DType::F16 => (2f64.powi(-11), 5e-4),
+            _ => (0.0, 1e-5),
+        };
+        let between = if composed { 2.5 * unit } else { 0.0 };
+        let stored = if self.state_dtype == DType::BF16 { 2f64.powi(-8) } else { 0.0 };
+        (output + between, 1e-5 + between + stored)
+    }
+
+    /// Runs it and compares with the definition. Returns how it ran.
+    fn check(&self, device: &Device) -> StepAlgo {
+        let drawn = Drawn::new(self);
+        let (algo, got) = drawn.run(self, device, Way::Step).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
+        let want = drawn.reference(self);
+        let (out_bound, state_bound) = self.bounds(algo == StepAlgo::Composed);
+        let case = format!("{algo:?} on {:?}: {self:?}", device.location());
+        let (out, state) = (rel_rms(&got.out, &want.out), rel_rms(&got.state, &want.state));
+        let token_states = rel_rms(&got.token_states, &want.token_states);
+        assert!(out <= out_bound, "out is off by {out:e}, {case}");
+        assert!(state <= state_bound, "state is off by {state:e}, {case}");
+        assert!(token_states <= state_bound, "token states are off by {token_states:e}, {case}");
+        // Inputs are kept as they came.
+        assert!(got.conv == want.conv, "the convolution's state is off, {case}");
+
+        let (_, ops) = drawn.run(self, device, Way::Ops).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
+        if algo == StepAlgo::Composed {
+            assert!(got == ops, "not bit for bit what the three ops give, {case}");
+        } else {
+            let (out_ops, state_ops) = self.bounds(true);
+            let (out, state) = (rel_rms(&got.out, &ops.out), rel_rms(&got.state, &ops.state));
+            assert!(out <= out_bound + out_ops, "out is {out:e} from the three ops', {case}");
+            assert!(state <= state_bound + state_ops, "state is {state:e} from the three ops', {case}");
+            assert!(got.conv == ops.conv, "the convolution's state is not the op's, {case}");
+        }
+        algo
+    }
+}
+
+/// Outputs of all tokens, states by sequence (of those that have one), and the states after every token of them.
+#[derive(Debug, Default, PartialEq)]
+struct Results {
+    out: Vec<f64>,
+    conv: Vec<f64>,
+    state: Vec<f64>,
+    token_states: Vec<f64>,
+}
+
+#[derive(Clone, Copy)]
+enum Way {
+    Step,
+    Ops,
+}
+
+/// The drawn inputs, by sequence and token, already rounded to the dtypes they travel in.
+struct Drawn {
+    qkv: Vec<f64>,
+    z: Vec<f64>,
+    a: Vec<f64>,
+    b: Vec<f64>,
+    a_log: Vec<f64>,
+    dt_bias: Vec<f64>,
+    conv_weight: Vec<f64>,
+    norm_weight: Vec<f64>,
+    conv: Vec<f64>,
+    state: Vec<f64>,
+}
+
+impl Drawn {
+    fn new(case: &Case) -> Self {
+        let (rng, rows, heads) = (&mut Rng::new(case.seed), case.batch * case.len(), case.dims.value_heads);
+        let mut draw = |n: usize, of: fn(&mut Rng) -> f64, dtype| {
+            let values: Vec<f64> = (0..n).map(|_| of(rng)).collect();
+            rounded(&values, &[n], dtype).unwrap().1
+        };
+        let weight = if case.f32_weights { DType::F32 } else { case.dtype };
+        // Without their norm, long keys would make the state grow from token to token.
+        let qkv = if case.l2norm { Rng::normal } else { |rng: &mut Rng| 0.1 * rng.normal() };
+        Self {
+            qkv: draw(rows * case.channels(), qkv, case.dtype),
+            z: draw(rows * case.values(), Rng::normal, case.dtype),
+            a: draw(rows * heads, Rng::normal, case.gate_dtype),
+            b: draw(rows * heads, Rng::normal, case.gate_dtype),
+            a_log: draw(heads, |rng| rng.uniform() * 1.2, DType::F32),
+            dt_bias: draw(heads, |rng| rng.uniform() - 1.0, DType::F32),
+            conv_weight: draw(case.channels() * case.width, Rng::normal, weight),
+            norm_weight: draw(case.dims.value_dim, |rng| 1.0 + 0.2 * rng.normal(), weight),
+            conv: draw(case.batch * case.conv_size(), qkv, case.dtype),
+            state: draw(case.batch * case.state_size(), Rng::normal, case.state_dtype),
+        }
+    }
+
+    fn reference(&self, case: &Case) -> Results {
+        let Case { dims, width, .. } = *case;
+        let (channels, keys, tokens, size) = (case.channels(), case.keys(), case.len(), case.values());
+        let scale = case.scale.unwrap_or((dims.key_dim as f64).powf(-0.5));
+        let constants = Constants { l2norm: case.l2norm, l2_eps: L2_EPS, scale, beta_scale: case.beta_scale };
+        let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let mut results = Results::default();
+        for (n, slot) in case.map().into_iter().enumerate() {
+            if slot.is_none() {
+                results.out.extend(vec![0.0; tokens * size]);
+                continue;
+            }
+            let mut inputs = self.conv[n * case.conv_size()..][..case.conv_size()].to_vec();
+            inputs.extend_from_slice(&self.qkv[n * tokens * channels..][..tokens * channels]);
+            let mut state = self.state[n * case.state_size()..][..case.state_size()].to_vec();
+            for t in 0..tokens {
+                let convolved = |c: usize| {
+                    let sum = (0..width).map(|j| self.conv_weight[c * width + j] * inputs[(t + j) * channels + c]);
+                    let sum: f64 = sum.sum();
+                    sum * sigmoid(sum)
+                };
+                let qkv: Vec<f64> = (0..channels).map(convolved).collect();
+                let row = n * tokens + t;
+                let one = Inputs {
+                    q: &qkv[..keys],
+                    k: &qkv[keys..2 * keys],
+                    v: &qkv[2 * keys..],
+                    a: &self.a[row * dims.value_heads..][..dims.value_heads],
+                    b: &self.b[row * dims.value_heads..][..dims.value_heads],
+                    a_log: &self.a_log,
+                    dt_bias: &self.dt_bias,
+                };
+                let o = gated_delta_rule(dims, constants, &[0, 1], one, &mut state);
+                let z = &self.z[row * size..][..size];
+                for (o, z) in o.chunks(dims.value_dim).zip(z.chunks(dims.value_dim)) {
+                    let mean = o.iter().map(|o| o * o).sum::<f64>() / dims.value_dim as f64;
+                    for ((o, z), w) in o.iter().zip(z).zip(&self.norm_weight) {
+                        let act = if case.gate == GateActivation::Silu { z * sigmoid(*z) } else { sigmoid(*z) };
+                        results.out.push(o / (mean + NORM_EPS).sqrt() * w * act);
+                    }
+                }
+                if case.token_states {
+                    results.token_states.extend_from_slice(&state);
+                }
+            }
+            results.conv.extend_from_slice(&inputs[tokens * channels..]);
+            results.state.extend(state);
+        }
+        results
+    }
+
+    fn run(&self, case: &Case, device: &Device, way: Way) -> Result<(StepAlgo, Results)> {
+        let Dims { value_heads, value_dim, key_dim, .. } = case.dims;
+        let (lead, dtype) = (case.lead(), case.dtype);
+        let tensor = |x: &[f64], shape: &[usize], dtype| rounded(x, shape, dtype)?.0.to_device(device);
+        let rows = |x: &[f64], columns: usize, dtype| tensor(x, &[&lead[..], &[columns]].concat(), dtype);
+        let pad = |n: usize| Tensor::full(f32::NAN, [&lead[..], &[n]].concat(), device)?.to_dtype(dtype);
+
+        // [before | qkv | z | b | a | after], its rows a multiple of 8 long where they begin at one.
+        let (a, b) = (rows(&self.a, value_heads, case.gate_dtype)?, rows(&self.b, value_heads, case.gate_dtype)?);
+        let (qkv, z) = (rows(&self.qkv, case.channels(), dtype)?, rows(&self.z, case.values(), dtype)?);
+        let after = if case.before.is_multiple_of(8) { 16 - 2 * value_heads % 8 } else { 2 };
+        let parts = [pad(case.before)?, qkv, z, b.to_dtype(dtype)?, a.to_dtype(dtype)?, pad(after)?];
+        let projection = Tensor::cat(&parts, lead.len())?;
+        let mut start = case.before;
+        let mut columns = |n: usize| {
+            start += n;
+            projection.narrow(lead.len(), start - n, n)
+        };
+        let (qkv, z) = (columns(case.channels())?, columns(case.values())?);
+        let (b, a) = match case.gate_dtype == dtype {
+            true => (columns(value_heads)?, columns(value_heads)?),
+            false => (b, a),
+        };
+        let head = |x: &[f64]| tensor(x, &[value_heads], DType::F32);
+        let gates = Gates { a, b, a_log: head(&self.a_log)?, dt_bias: head(&self.dt_bias)? };
+        let weight = if case.f32_weights { DType::F32 } else { dtype };
+        let conv_weight = tensor(&self.conv_weight, &[case.channels(), case.width], weight)?;
+        let norm_weight = tensor(&self.norm_weight, &[value_dim], weight)?;
+
+        let (map, pool_slots) = (case.map(), case.batch + 2);
+        let pool = |x: &[f64], size: usize, shape: &[usize], dtype| {
+            let mut pool = vec![7.0; pool_slots * size];
+            for (n, slot) in map.iter().enumerate() {
+                if let Some(slot) = slot {
+                    pool[slot * size..][..size].copy_from_slice(&x[n * size..][..size]);
+                }
+            }
+            tensor(&pool, &[&[pool_slots], shape].concat(), dtype)
+        };
+        let conv_pool = pool(&self.conv, case.conv_size(), &[case.width - 1, case.channels()], dtype)?;
+        let shape = [value_heads, value_dim, key_dim];
+        let state_pool = pool(&self.state, case.state_size(), &shape, case.state_dtype)?;
+        let view = |pool: &Tensor| if case.slots { Ok(pool.clone()) } else { pool.narrow(0, 1, case.batch) };
+        let (conv, state) = (view(&conv_pool)?, view(&state_pool)?);
+        let numbers: Vec<u32> = map.iter().map(|slot| slot.map_or(u32::MAX, |slot| slot as u32)).collect();
+        let slots = if case.slots { Some(Tensor::new(&numbers[..], device)?) } else { None };
+        let token_states = match case.token_states {
+            true => Some(Tensor::full(9f32, [&lead[..], &shape].concat(), device)?.to_dtype(case.state_dtype)?),
+            false => None,
+        };
+
+        if device.is_cuda() {
+            poison(case.batch * case.len() * case.values(), dtype, device)?;
+        }
+        let (algo, out) = match way {
+            Way::Step => {
+                let mut op = GdnStep::new(gates, &norm_weight, &conv, &state, case.options())?;
+                op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
+                op = token_states.as_ref().map_or(op.clone(), |to| op.with_token_states(to));
+                (op.algo(&qkv, &z, &conv_weight)?, op.forward(&qkv, &z, &conv_weight)?)
+            }
+            Way::Ops => {
+                let qkv = if case.tokens.is_none() { qkv.unsqueeze(1)? } else { qkv };
+                let mut op = CausalConv1d::new(&conv, None, true)?;
+                op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
+                let y = op.forward(&qkv, &conv_weight)?.reshape([&lead[..], &[case.channels()]].concat())?;
+                let column = |start, n| y.narrow(lead.len(), start, n);
+                let (q, k) = (column(0, case.keys())?, column(case.keys(), case.keys())?);
+                let v = column(2 * case.keys(), case.values())?;
+                let StepOptions { l2norm, l2_eps, scale, beta_scale, .. } = case.options();
+                let options = RuleOptions { l2norm, l2_eps, scale, beta_scale, ..RuleOptions::default() };
+                let o = if case.tokens.is_none() {
+                    let mut op = GdnDecode::new(gates, &state, options)?;
+                    op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
+                    op = token_states.as_ref().map_or(op.clone(), |to| op.with_token_states(to));
+                    op.forward(&q, &k, &v)?
+                } else {
+                    let mut op = GdnPrefill::new(gates, &state, None, options)?;
+                    op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
+                    op = token_states.as_ref().map_or(op.clone(), |to| op.with_token_states(to));
+                    op.forward(&q, &k, &v)?
+                };
+                let out = gated_rms_norm(&o, &z, &norm_weight, NORM_EPS, case.gate)?;
+                (StepAlgo::Composed, out.reshape([&lead[..], &[case.values()]].concat())?)
+            }
+        };
+        assert_eq!((out.dims(), out.dtype()), (&[&lead[..], &[case.values()]].concat()[..], dtype));
+
+        // What sequences own, and nothing else, is written.
+        let owned = |pool: &Tensor, size: usize| {
+            let pool = values(pool);
+            for slot in (0..pool_slots).filter(|slot| !map.contains(&Some(*slot))) {
+                assert!(pool[slot * size..][..size].iter().all(|&x| x == 7.0), "slot {slot} was touched: {case:?}");
+            }
+            map.iter().flatten().flat_map(|slot| pool[slot * size..][..size].to_vec()).collect::<Vec<f64>>()
+        };
+        let mut results = Results {
+            out: values(&out),
+            conv: owned(&conv_pool, case.conv_size()),
+            state: owned(&state_pool, case.state_size()),
+            token_states: vec![],
+        };
+        if let Some(token_states) = token_states {
+            let (token_states, size) = (values(&token_states), case.len() * case.state_size());
+            for (n, slot) in map.iter().enumerate() {
+                let rows = &token_states[n * size..][..size];
+                match slot {
+                    Some(_) => results.token_states.extend_from_slice(rows),
+                    None => assert!(rows.iter().all(|&x| x == 9.0), "padding's token states were touched: {case:?}"),
+                }
+            }
+        }
+        for (n, slot) in map.iter().enumerate() {
+            let row = &results.out[n * case.len() * case.values()..][..case.len() * case.values()];
+            assert!(slot.is_some() || row.iter().all(|&x| x == 0.0), "padding's output is not zero: {case:?}");
+        }
+        Ok((algo, results))
+    }
+}
+
+/// Whether the device has the clusters that [`StepAlgo::Split`] and [`StepAlgo::Heads`] need.
+fn has_clusters(device: &Device) -> bool {
+    let case = Case { algo: StepAlgo::Split, ..Case::new(1, 1, 1, 1) };
+    device.is_cuda() && Drawn::new(&case).run(&case, device, Way::Step).is_ok()
+}
+
+/// Heads, batches and lengths, each in every dtype; what else there is to choose changes from case to case.
+#[test]
+fn equals_its_definition_and_the_three_ops() {
+    for device in devices() {
+        let mut seed = 0;
+        for ratio in [1, 2, 3, 4, 8] {
+            for (batch, tokens) in [1, 2, 5, 33].into_iter().flat_map(|n| [1, 2, 5, 16].map(|t| (n, t))) {
+                // The reference takes its time.
+                if batch * tokens > 80 && ratio != 3 {
+                    continue;
+                }
+                for dtype in [DType::F32, DType::BF16, DType::F16] {
+                    seed += 1;
+                    let bit = |n: u64| ((seed * 0x9e37_79b9) >> (8 + n)) % 2 == 1;
+                    let case = Case {
+                        tokens: if tokens == 1 && bit(0) { None } else { Some(tokens) },
+                        dtype,
+                        gate_dtype: if bit(1) { dtype } else { DType::F32 },
+                        f32_weights: bit(2),
+                        state_dtype: if bit(3) { DType::BF16 } else { DType::F32 },
+                        token_states: bit(4) && batch * tokens <= 80,
+                        slots: bit(5),
+                        gate: if bit(6) { GateActivation::Sigmoid } else { GateActivation::Silu },
+                        beta_scale: if bit(7) { 2.0 } else { 1.0 },
+                        scale: if bit(8) { Some(0.3) } else { None },
+                        ..Case::new(ratio, batch, tokens, seed)
+                    };
+                    let algo = case.check(&device);
+                    assert_eq!(algo == StepAlgo::Composed, device.is_cpu(), "{case:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Each variant where it is asked for, with everything there is to choose.
+#[test]
+fn every_variant_and_option() {
+    for device in devices() {
+        let clusters = has_clusters(&device);
+        for (algo, ratio, tokens) in [
+            (StepAlgo::Whole, 2, 1),
+            (StepAlgo::Whole, 3, 6),
+            (StepAlgo::Split, 1, 1),
+            (StepAlgo::Split, 4, 1),
+            (StepAlgo::Heads, 2, 1),
+            (StepAlgo::Heads, 8, 1),
+            (StepAlgo::Heads, 3, 6),
+            (StepAlgo::Composed, 2, 1),
+            (StepAlgo::Composed, 2, 6),
+        ] {
+            if matches!(algo, StepAlgo::Split | StepAlgo::Heads) && device.is_cuda() && !clusters {
+                continue;
+            }
+            let plain = Case { algo, ..Case::new(ratio, 4, tokens, 77) };
+            let half = Case { dtype: DType::BF16, gate_dtype: DType::BF16, ..plain.clone() };
+            let cases = [
+                half.clone(),
+                Case { dtype: DType::F16, ..plain.clone() },
+                Case { gate: GateActivation::Sigmoid, ..plain.clone() },
+                Case { beta_scale: 2.0, ..plain.clone() },
+                Case { l2norm: false, ..plain.clone() },
+                Case { scale: Some(0.3), ..plain.clone() },
+                Case { slots: true, ..half.clone() },
+                Case { token_states: true, ..plain.clone() },
+                Case { token_states: true, state_dtype: DType::BF16, slots: true, ..half.clone() },
+                Case { f32_weights: true, ..half },
+                plain,
+            ];
+            for case in cases {
+                let got = case.check(&device);
+                assert_eq!(got, if device.is_cpu() { StepAlgo::Composed } else { algo }, "{case:?}");
+            }
+        }
+    }
+}
+
+/// Other head sizes, widths and offsets are taken as well.
+#[test]
+fn what_no_fused_kernel_takes_is_composed() {
+    for device in devices() {
+        let of = |key_dim, value_dim| Dims { key_heads: 2, value_heads: 4, key_dim, value_dim };
+        for (tokens, dtype) in [(None, DType::F32), (Some(1), DType::BF16), (Some(5), DType::F16)] {
+            let case = Case { tokens, dtype, ..Case::new(2, 3, 1, 5) };
+            for case in [
+                Case { dims: of(64, 64), ..case.clone() },
+                Case { dims: of(96, 96), slots: true, ..case.clone() },
+                Case { dims: of(64, 128), token_states: true, ..case.clone() },
+                Case { width: 3, ..case.clone() },
+                Case { width: 2, gate: GateActivation::Sigmoid, ..case.clone() },
+                Case { before: 3, state_dtype: DType::BF16, ..case.clone() },
+            ] {
+                assert_eq!(case.check(&device), StepAlgo::Composed, "{case:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn runs_repeat_bit_for_bit() {
+    for device in devices() {
+        for algo in StepAlgo::ALL {
+            for (batch, tokens) in [(1, 1), (33, 1), (2, 16)] {
+                let clustered = matches!(algo, StepAlgo::Split | StepAlgo::Heads);
+                if clustered && !device.is_cpu() && !has_clusters(&device) || algo == StepAlgo::Split && tokens > 1 {
+                    continue;
+                }
+                let case = Case { algo, dtype: DType::BF16, ..Case::new(2, batch, tokens, 8) };
+                let drawn = Drawn::new(&case);
+                let run = || drawn.run(&case, &device, Way::Step).unwrap().1;
+                let first = run();
+                for _ in 0..3 {
+                    assert!(run() == first, "{case:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Sixteen tokens whole, in pieces and one by one.
+#[test]
+fn any_split_gives_the_same() {
+    const TOKENS: usize = 16;
+    for device in devices() {
+        for (dtype, out_bound) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 5e-4)] {
+            let case = Case { dtype, ..Case::new(2, 3, TOKENS, 21) };
+            let drawn = Drawn::new(&case);
+            let tensor =
+                |x: &[f64], shape: &[usize], dtype| rounded(x, shape, dtype).unwrap().0.to_device(&device).unwrap();
+            let rows = |x: &[f64], columns: usize| tensor(x, &[3, TOKENS, columns], dtype);
+            let (qkv, z) = (rows(&drawn.qkv, case.channels()), rows(&drawn.z, case.values()));
+            let (a, b) = (rows(&drawn.a, 4), rows(&drawn.b, 4));
+            let (a_log, dt_bias) = (tensor(&drawn.a_log, &[4], DType::F32), tensor(&drawn.dt_bias, &[4], DType::F32));
+            let conv_weight = tensor(&drawn.conv_weight, &[case.channels(), 4], dtype);
+            let norm_weight = tensor(&drawn.norm_weight, &[128], dtype);
+            let run = |cuts: &[usize]| {
+                let conv = tensor(&drawn.conv, &[3, 3, case.channels()], dtype);
+                let state = tensor(&drawn.state, &[3, 4, 128, 128], DType::F32);
+                let step = |cut: &[usize]| {
+                    let part = |t: &Tensor| t.narrow(1, cut[0], cut[1] - cut[0]).unwrap();
+                    let gates = Gates { a: part(&a), b: part(&b), a_log: a_log.clone(), dt_bias: dt_bias.clone() };
+                    let op = GdnStep::new(gates, &norm_weight, &conv, &state, case.options()).unwrap();
+                    op.forward(&part(&qkv), &part(&z), &conv_weight).unwrap()
+                };
+                let outs: Vec<Tensor> = cuts.windows(2).map(step).collect();
+                (values(&Tensor::cat(&outs, 1).unwrap()), values(&conv), values(&state))
+            };
+            let whole = run(&[0, 16]);
+            for cuts in
+                [vec![0, 4, 8, 12, 16], vec![0, 1, 16], vec![0, 2, 2, 9, 16], vec![0, 15, 16], (0..=16).collect()]
+            {
+                let got = run(&cuts);
+                let (out, state) = (rel_rms(&got.0, &whole.0), rel_rms(&got.2, &whole.2));
+                assert!(out < out_bound && state < 1e-5, "{dtype:?} {cuts:?}: out {out:e}, state {state:e}");
+                assert!(got.1 == whole.1, "{dtype:?} {cuts:?}: the convolution's state");
+            }
+        }
+    }
+}
+
+/// The state after a sequence's last token is its new state, bit for bit, and asking for them changes nothing else.
+#[test]
+fn token_states_change_nothing_else() {
+    for device in devices() {
+        for (tokens, state_dtype) in [(1, DType::F32), (6, DType::F32), (16, DType::BF16)] {
+            let case = Case { state_dtype, dtype: DType::BF16, token_states: true, ..Case::new(2, 3, tokens, 4) };
+            let drawn = Drawn::new(&case);
+            let (_, with) = drawn.run(&case, &device, Way::Step).unwrap();
+            let size = case.state_size();
+            for n in 0..3 {
+                let last = &with.token_states[((n + 1) * tokens - 1) * size..][..size];
+                assert!(last == &with.state[n * size..][..size], "{case:?}");
+            }
+            let (_, without) = drawn.run(&Case { token_states: false, ..case.clone() }, &device, Way::Step).unwrap();
+            // On the CPU the kernel for many tokens goes another way without them.
+            let near = |a: &[f64], b: &[f64], bound| rel_rms(a, b) <= bound;
+            assert!(near(&with.out, &without.out, 4e-3) && with.conv == without.conv, "{case:?}");
+            assert!(near(&with.state, &without.state, 1e-5 + f64::from(tokens as u32 / 16) / 256.0), "{case:?}");
+        }
+    }
+}
+
+/// A z split into heads, one whose batch and token strides do not count through, and gates with any strides.
+#[test]
+fn odd_strides() {
+    for device in devices() {
+        let randn = |shape: &[usize]| Tensor::randn(0f32, 1., shape, &device).unwrap();
+        let (qkv, z) = (randn(&[2, 9, 1024]), randn(&[2, 9, 512]));
+        let (conv_weight, norm_weight) = (randn(&[1024, 4]), randn(&[128]));
+        let gates = Gates { a: randn(&[2, 4, 9]), b: randn(&[2, 9, 4]), a_log: randn(&[4]), dt_bias: randn(&[4]) };
+        let gates = Gates { a: gates.a.transpose(1, 2).unwrap(), ..gates };
+        let part = |t: &Tensor| t.narrow(1, 3, 5).unwrap();
+        let dense = |t: &Tensor| part(t).contiguous().unwrap();
+        let run = |qkv: &Tensor, z: &Tensor, gates: Gates| {
+            let (conv, state) = (randn(&[2, 3, 1024]).zeros_like().unwrap(), randn(&[2, 4, 128, 128]));
+            let state = (state.zeros_like().unwrap() + 0.5).unwrap();
+            let op = GdnStep::new(gates, &norm_weight, &conv, &state, StepOptions::default()).unwrap();
+            (values(&op.forward(qkv, z, &conv_weight).unwrap()), values(&conv), values(&state))
+        };
+        let want = run(&dense(&qkv), &dense(&z), Gates { a: dense(&gates.a), b: dense(&gates.b), ..gates.clone() });
+        let views = Gates { a: part(&gates.a), b: part(&gates.b), ..gates.clone() };
+        assert!(run(&part(&qkv), &part(&z), views.clone()) == want);
+        assert!(run(&part(&qkv), &part(&z).reshape((2, 5, 4, 128)).unwrap(), views) == want);
+    }
+}
+
+/// Nothing comes of no tokens.
+#[test]
+fn nothing_to_do() {
+    for device in devices() {
+        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &device).unwrap();
+        let none = |columns: usize| zeros(&[2, 3, columns]).narrow(1, 0, 0).unwrap();
+        let (conv, state) = (zeros(&[2, 3, 1024]), zeros(&[2, 4, 128, 128]));
+        let (conv, state) = ((conv + 0.5).unwrap(), (state + 0.5).unwrap());
+        let before = (values(&conv), values(&state));
+        let gates = Gates { a: none(4), b: none(4), a_log: zeros(&[4]), dt_bias: zeros(&[4]) };
+        let op = GdnStep::new(gates, &zeros(&[128]), &conv, &state, StepOptions::default()).unwrap();
+        let out = op.forward(&none(1024), &none(512), &zeros(&[1024, 4])).unwrap();
+        assert_eq!(out.dims(), [2, 0, 512]);
+        assert!((values(&conv), values(&state)) == before);
+    }
+}
+
+/// The state that a call was refused with is as it was.
+#[test]
+fn a_refused_call_writes_nothing() {
+    let device = Device::Cpu;
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &device).unwrap();
+    let (conv, state) = ((zeros(&[2, 3, 1024]) + 0.5).unwrap(), (zeros(&[2, 4, 128, 128]) + 0.5).unwrap());
+    let before = (values(&conv), values(&state));
+    let gates = Gates { a: zeros(&[2, 4]), b: zeros(&[2, 4]), a_log: zeros(&[4]), dt_bias: zeros(&[4]) };
+    let op = GdnStep::new(gates, &zeros(&[128]), &conv, &state, StepOptions::default()).unwrap();
+    let slots = Tensor::new(&[1u32, 1], &device).unwrap();
+    let (qkv, z, weight) = ((zeros(&[2, 1024]) + 1.0).unwrap(), zeros(&[2, 512]), zeros(&[1024, 4]));
+    op.clone().with_slots(&slots).forward(&qkv, &z, &weight).unwrap_err();
+    op.forward(&qkv, &zeros(&[2, 511]), &weight).unwrap_err();
+    assert!((values(&conv), values(&state)) == before);
+    op.forward(&qkv, &z, &weight).unwrap();
+    assert!(values(&conv) != before.0 && values(&state) != before.1);
+    // The functions of the three ops see the same convolution's state.
+    let other = (zeros(&[2, 3, 1024]) + 0.5).unwrap();
+    causal_conv1d(&qkv.unsqueeze(1).unwrap(), &weight, &other, None, true).unwrap();
+    assert!(values(&other) == values(&conv));
+}
