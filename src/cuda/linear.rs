@@ -14,7 +14,7 @@ const MAX_ROWS: usize = 32;
 /// gains most where its launch may overlap.
 fn wins(rows: usize, inputs: usize, overlap: bool) -> bool {
     match (inputs.is_multiple_of(2048), overlap) {
-        (true, true) => rows <= MAX_ROWS,
+        (true, true) => rows <= 16,
         (true, false) => rows <= 8,
         (false, true) => rows <= 4,
         (false, false) => false,
