@@ -1,7 +1,7 @@
-// The parameters of the kernels for little work, as few and as short as they can be.
+// The parameters of the kernels for one token, as few and as short as they can be.
 //
-// NOTES: there a kernel lives for some 3 us, of which address arithmetic in 64 bits took a tenth before the first load.
-// Offsets of 32 bits are enough wherever these kernels are wanted; the launcher sees to it.
+// NOTES: with little work such a kernel lives for some 3 us, of which address arithmetic in 64 bits took a tenth before the
+// first load. Offsets of 32 bits are enough; where they are not the launcher takes another kernel.
 #pragma once
 
 #include <stdint.h>

@@ -1,7 +1,7 @@
-// One token, for work that leaves the card half empty: every warp by itself, nothing shared and no barrier.
+// The rule, one token: every warp by itself, nothing shared and no barrier.
 //
-// What counts there is how many instructions and round trips stand between the launch and the last store. A lane asks for
-// its pieces of the state first, then for q, k, v and the gates, all before it uses any.
+// With little work it counts how many instructions and round trips stand between the launch and the last store. A lane asks for
+// its pieces of the state first, then for q, k, v and the gates, all before it uses any. With much work a block is one warp: it goes as soon as it is done, and the next one's loads begin.
 #pragma once
 
 #include "../common/profile.cuh"
