@@ -374,7 +374,8 @@ template <typename T, typename ST> int choose_as(const gdn_rule_params &p, cudaS
 }
 
 template <typename T> int choose(const gdn_rule_params &p, cudaStream_t stream) {
-  return with_state_dtype(p.state_dtype, [&](auto state) { return choose_as<T, typename decltype(state)::type>(p, stream); });
+  return with_state_dtype(p.state_dtype,
+                          [&](auto state) { return choose_as<T, typename decltype(state)::type>(p, stream); });
 }
 
 }  // namespace chunked

@@ -184,22 +184,11 @@ __device__ __forceinline__ void cluster_begin() {
   cluster_begin_wait();
 }
 
-// All threads of the cluster. What they wrote to any block's shared memory before it is seen after it.
-__device__ __forceinline__ void cluster_sync() {
-  GDN_SM90("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // The address, in block `rank` of the cluster, of what lies at `address` in this one's shared memory.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
   uint32_t there = 0;
   GDN_SM90("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
-}
-
-__device__ __forceinline__ float load_cluster(uint32_t address) {
-  float v = 0.f;
-  GDN_SM90("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
 }
 
 // A word to the variable that stands at this address in the shared memory of the cluster's block `rank`, and its arrival

@@ -7,8 +7,8 @@ namespace gdn {
 
 bool decode_128_takes(const gdn_rule_params &p) {
   return p.head_k == 128 && p.head_v == 128 && max_tokens(p.seqs) <= kDecode128Tokens && p.seqs.num_seqs <= 65535 &&
-         aligned_state(p, p.state_dtype == GDN_F32 ? 4 : 8) && aligned_rows(p.q, 8, p.io_dtype) && aligned_rows(p.k, 8, p.io_dtype) &&
-         aligned_rows(p.v, 4, p.io_dtype);
+         aligned_state(p, p.state_dtype == GDN_F32 ? 4 : 8) && aligned_rows(p.q, 8, p.io_dtype) &&
+         aligned_rows(p.k, 8, p.io_dtype) && aligned_rows(p.v, 4, p.io_dtype);
 }
 
 int launch_decode_128(const gdn_rule_params &p, cudaStream_t stream) {

@@ -30,7 +30,8 @@ int launch_whole(const ParamsOf<UNIT != Unit::kRule> &p, cudaStream_t stream, bo
   int optin = 0;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   if (bytes > optin) return GDN_BAD_ALGO;
-  if (blocks && optin / blocks - 1024 > bytes) bytes = optin / blocks / 1024 * 1024 - 1024;    // 1 KB a block is the system's
+  // 1 KB a block is the system's.
+  if (blocks && optin / blocks - 1024 > bytes) bytes = optin / blocks / 1024 * 1024 - 1024;
   const dim3 grid(static_cast<unsigned>(UNIT == Unit::kKeyHead ? p.num_k_heads : p.num_v_heads),
                   static_cast<unsigned>(p.seqs.num_seqs));
   const int cluster = UNIT == Unit::kValueHead ? p.num_v_heads / p.num_k_heads : 1;
@@ -39,7 +40,7 @@ int launch_whole(const ParamsOf<UNIT != Unit::kRule> &p, cudaStream_t stream, bo
                                                                   optin, p GDN_PROFILED(, target));
 }
 
-// ---- one token, little work ----
+// ---- one token, offsets of 32 bits ----
 
 // Whether all offsets fit in 32 bits; then `small` holds p.
 inline bool make_small(const gdn_rule_params &p, SmallParams *small) {
@@ -52,7 +53,8 @@ inline bool make_small(const gdn_rule_params &p, SmallParams *small) {
   };
   auto pool = [&](const gdn_slots &s) {
     fits = fits && s.slot_stride <= most;
-    return Pool{s.slots, static_cast<uint32_t>(s.num_slots < most ? s.num_slots : most), static_cast<uint32_t>(s.slot_stride)};
+    return Pool{s.slots, static_cast<uint32_t>(s.num_slots < most ? s.num_slots : most),
+                static_cast<uint32_t>(s.slot_stride)};
   };
   const uint32_t ratio = static_cast<uint32_t>(p.num_v_heads / p.num_k_heads);
   *small = {p.state_in, p.state_out, pool(p.in_slots), pool(p.out_slots),
@@ -61,13 +63,15 @@ inline bool make_small(const gdn_rule_params &p, SmallParams *small) {
             p.a_log, p.dt_bias, p.token_states,
             {ratio, static_cast<uint32_t>(((1ull << 32) + ratio - 1) / ratio)}, static_cast<uint32_t>(p.num_v_heads),
             p.l2norm, p.l2_eps, p.scale, p.beta_scale};
-  return fits && p.seqs.num_seqs <= 65535 && p.num_v_heads <= 65535 && (p.gate_dtype == p.io_dtype || p.gate_dtype == GDN_F32);
+  return fits && p.seqs.num_seqs <= 65535 && p.num_v_heads <= 65535 &&
+         (p.gate_dtype == p.io_dtype || p.gate_dtype == GDN_F32);
 }
 
 inline bool make_small(const FusedParams &p, SmallFused *small) {
   const int64_t most = 0xffffffffLL;
   bool fits = make_small(p, static_cast<SmallParams *>(small));
-  fits = fits && p.conv_in_stride <= most && p.conv_out_stride <= most && p.z.seq_stride <= most && p.z.head_stride <= most &&
+  fits = fits && p.conv_in_stride <= most && p.conv_out_stride <= most && p.z.seq_stride <= most &&
+         p.z.head_stride <= most &&
          p.z.seq_stride * p.seqs.num_seqs + p.z.head_stride * p.num_v_heads <= most;
   small->z = {p.z.ptr, static_cast<uint32_t>(p.z.seq_stride), static_cast<uint32_t>(p.z.head_stride)};
   small->conv_weight = p.conv_weight, small->norm_weight = p.norm_weight;
@@ -97,9 +101,11 @@ int launch_warp(const gdn_rule_params &p, const SmallParams &small, cudaStream_t
   });
 }
 
-template <typename T, typename ST, int ROWS> int launch_split(const FusedParams &p, const SmallFused &small, cudaStream_t stream) {
+template <typename T, typename ST, int ROWS>
+int launch_split(const FusedParams &p, const SmallFused &small, cudaStream_t stream) {
   const int blocks = p.num_v_heads / p.num_k_heads * (kDim / (kSplitWarps * kGroups * ROWS));
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(p.num_k_heads), static_cast<unsigned>(p.seqs.num_seqs));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(p.num_k_heads),
+                  static_cast<unsigned>(p.seqs.num_seqs));
   return with_gate<T>(p.gate_dtype, [&](auto gate) {
     using G = typename decltype(gate)::type;
     GDN_PROFILED(profile::Target target; if (const int status = attach(target, grid, 32 * kSplitWarps)) return status;)

@@ -37,10 +37,12 @@ struct RawTaps {
   __device__ __forceinline__ void load(const void *weight, int channel, int dtype) {
     if (dtype == GDN_F32) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) word[i] = reinterpret_cast<const uint4 *>(static_cast<const float *>(weight) + channel * kWidth)[i];
+      for (int i = 0; i < 4; ++i)
+        word[i] = reinterpret_cast<const uint4 *>(static_cast<const float *>(weight) + channel * kWidth)[i];
     } else {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) word[i] = reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(weight) + channel * kWidth)[i];
+      for (int i = 0; i < 2; ++i)
+        word[i] = reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(weight) + channel * kWidth)[i];
     }
   }
 
@@ -94,7 +96,10 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
 
   __device__ __forceinline__ int channel(int group) const {
     const int kk = p.num_k_heads * kDim;
-    return (group == 0 ? key_head * kDim : group == 1 ? kk + key_head * kDim : 2 * kk + (head0 + group - 2) * kDim) + 4 * lane;
+    return (group == 0   ? key_head * kDim
+            : group == 1 ? kk + key_head * kDim
+                         : 2 * kk + (head0 + group - 2) * kDim) +
+           4 * lane;
   }
 
   static __device__ __forceinline__ Raw4<T> raw(const T *p) { return raw_load4(p, 0, 4, true); }

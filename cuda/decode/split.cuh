@@ -18,8 +18,8 @@ constexpr int kSplitWarps = 4;
 
 // ROWS a lane group, so 16 ROWS value rows a block and 8 / ROWS blocks a head.
 template <typename T, typename G, typename ST, int ROWS>
-__global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(const __grid_constant__ SmallFused p
-                                                                 GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
+__global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
+    const __grid_constant__ SmallFused p GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
   GDN_PROFILED(profile::Stamps stamps(target, profile::kDecode);)
   using L = Lanes<ST>;
   constexpr int kTile = kSplitWarps * kGroups * ROWS, kSplits = kDim / kTile;

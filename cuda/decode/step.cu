@@ -59,7 +59,8 @@ FusedParams fused(const gdn_step_params &p) {
 // What both variants need: sizes, and four neighbouring elements at a time of everything but the states' 16 bytes.
 bool takes(const gdn_step_params &p, const FusedParams &f) {
   const int64_t size = dtype_size(p.io_dtype);
-  return p.head_k == kDim && p.head_v == kDim && p.conv_width == kWidth && p.seqs.num_seqs <= 65535 && aligned_state(f, f.state_dtype == GDN_F32 ? 4 : 8) &&
+  return p.head_k == kDim && p.head_v == kDim && p.conv_width == kWidth && p.seqs.num_seqs <= 65535 &&
+         aligned_state(f, f.state_dtype == GDN_F32 ? 4 : 8) &&
          aligned_tokens(p.x, 4, p.io_dtype) && aligned_rows(p.z, 4, p.io_dtype) && aligned_rows(p.out, 4, p.io_dtype) &&
          aligned(p.conv_weight, 16) && aligned(p.conv_in, 4 * size) && aligned(p.conv_out, 4 * size) &&
          p.conv_in_stride % 4 == 0 && p.conv_out_stride % 4 == 0 && max_tokens(p.seqs) <= kMaxTokens;
@@ -94,16 +95,16 @@ int choose(const gdn_step_params &p, Choice *choice) {
   choice->depth = heads <= sms * 3 / 2 ? 4 : 2;
   // Both forms of the kernel need this much shared memory at most.
   const bool whole = whole_bytes<Unit::kKeyHead, Ring<float, 2, 4>>(f) <= optin;
-  const bool in_clusters = clusters && ratio > 1 && ratio <= 8 && whole_bytes<Unit::kValueHead, Ring<float, 2, 4>>(f) <= optin;
+  const bool in_clusters =
+      clusters && ratio > 1 && ratio <= 8 && whole_bytes<Unit::kValueHead, Ring<float, 2, 4>>(f) <= optin;
 
   const bool taken[] = {true, whole, split, in_clusters};
   if (p.algo != GDN_STEP_AUTO) choice->algo = taken[p.algo] ? p.algo : GDN_STEP_AUTO;
   else if (split && heads <= (ratio == 1 ? sms * 3 / 4 : sms / 2)) choice->algo = GDN_STEP_SPLIT;
   else if (in_clusters && (heads <= (ratio == 2 ? sms * 5 / 4 : sms * 3) || !whole)) choice->algo = GDN_STEP_HEADS;
   else if (whole) choice->algo = GDN_STEP_WHOLE;
-  // Two blocks have enough under way. And where one each is all there is, an overlapping launch must not put several on the
-  // multiprocessors that the kernel before it leaves first.
-  // Larger clusters cannot all be placed then.
+  // Two blocks have enough under way. Where one each is all there is, an overlapping launch must not put several on the
+  // multiprocessors that the kernel before it leaves first; but clusters of more than two could not all be placed so.
   const int64_t blocks = choice->algo == GDN_STEP_WHOLE ? heads / ratio : heads;
   const bool in_cluster = choice->algo == GDN_STEP_HEADS;
   choice->blocks = blocks <= sms && !(in_cluster && ratio > 2) ? 1 : in_cluster && blocks > 2 * sms ? 3 : 2;

@@ -1,7 +1,8 @@
 // The rule, one token: every warp by itself, nothing shared and no barrier.
 //
-// With little work it counts how many instructions and round trips stand between the launch and the last store. A lane asks for
-// its pieces of the state first, then for q, k, v and the gates, all before it uses any. With much work a block is one warp: it goes as soon as it is done, and the next one's loads begin.
+// With little work it counts how many instructions and round trips stand between the launch and the last store. A lane
+// asks for its pieces of the state first, then for q, k, v and the gates, all before it uses any. With much work a block is
+// one warp: it goes as soon as it is done, and the next one's loads begin.
 #pragma once
 
 #include "../common/profile.cuh"
@@ -34,7 +35,9 @@ template <typename T, int N> struct RawRun {
 };
 
 #ifdef GDN_PROFILE
-template <typename T, int N> __device__ __forceinline__ uint32_t bits_of(const RawRun<T, N> &x) { return profile::bits_of(x.word); }
+template <typename T, int N> __device__ __forceinline__ uint32_t bits_of(const RawRun<T, N> &x) {
+  return profile::bits_of(x.word);
+}
 #endif
 
 // G: the type of the gates.

@@ -131,9 +131,9 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
         if (has) out_heads_at<T>(p.o, n, seq.first + t, head0)[row + mine] = from_float<T>(o);
       }
       if (p.token_states) {
+        const int64_t first = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
         ST *copy = static_cast<ST *>(p.token_states) + within + i * R::kStep + lane / kLanes * ROWS * kDim +
-                   (static_cast<int64_t>(p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq) + t) *
-                       p.num_v_heads * kDim * kDim;
+                   (first + t) * p.num_v_heads * kDim * kDim;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) L::store(copy + r * kDim, part, state[r]);
       }

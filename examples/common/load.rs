@@ -51,7 +51,9 @@ impl ModelArgs {
         if self.cpu {
             return Ok(Device::Cpu);
         }
-        Device::cuda_if_available(0).context("cannot open the GPU (--cpu runs without it)")
+        let device = Device::cuda_if_available(0).context("cannot open the GPU (--cpu runs without it)")?;
+        candle_gdn::keep_freed_memory(&device)?;
+        Ok(device)
     }
 
     fn dtype(&self, device: &Device) -> DType {
