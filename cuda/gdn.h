@@ -76,7 +76,8 @@ typedef enum gdn_algo {
   GDN_RECURRENT = 1,       // token by token, any head size
   GDN_RECURRENT_128 = 2,   // token by token, K = V = 128; rows of q and k aligned to 4 elements, of the state to 16 bytes
   GDN_CHUNKED = 3,         // chunk form in f32, any head size
-  GDN_DECODE_128 = 4       // up to 16 tokens, K = V = 128, the state streamed through shared memory; aligned likewise
+  GDN_DECODE_128 = 4       // made for decode: up to 16 tokens, K = V = 128; rows of q and k aligned to 8 elements, of v to
+                           // 4, of the state to 16 bytes
 } gdn_algo;
 
 // The gated delta rule over any number of tokens per sequence. Decode is tokens_per_seq = 1.
@@ -141,7 +142,8 @@ int gdn_norm(const gdn_norm_params *params, cudaStream_t stream);
 // One decode step of a layer between its two projections, in one launch: the convolution and its state, SiLU, the L2
 // norms, the gates, the rule and its state, and the gated norm. What gdn_conv, gdn_rule and gdn_norm do one after the
 // other, without rounding what passes between them. Takes 1 to 16 tokens a sequence, K = V = 128, a convolution of width
-// 4 and rows aligned to 16 bytes (GDN_BAD_ALGO otherwise: gdn_step_choice tells beforehand).
+// 4, rows aligned to 4 elements, states and conv_weight to 16 bytes (GDN_BAD_ALGO otherwise: gdn_step_choice tells
+// beforehand).
 typedef enum gdn_step_algo {
   GDN_STEP_AUTO = 0,
   GDN_STEP_WHOLE = 1,      // a block a (sequence, key head)
@@ -195,8 +197,9 @@ int gdn_linear(const gdn_linear_params *params, cudaStream_t stream);
 
 // On sm_90 and later a launch may begin while the kernel before it on the stream is still running (programmatic
 // dependent launch). With `overlap` non-zero the launch does so, and reads what no kernel writes (the weights), and for
-// gdn_step the old states too, before it waits for the kernel before it: that kernel must therefore not write them. In a
-// layer it is the projection. All else happens after the wait, so that the result is the same.
+// gdn_step the old states, slot numbers and cu_seqlens too, before it waits for the kernel before it: that kernel must
+// therefore not write them. In a layer it is the projection. All else happens after the wait, so that the result is the
+// same.
 #define GDN_OVERLAP 1
 
 // Profiling inside gdn_rule's kernels, in a build with -DGDN_PROFILE. A warp of a launch owns a gdn_profile_warp and,

@@ -16,8 +16,8 @@ pub enum Algo {
     Recurrent128,
     /// Chunk by chunk (64 tokens on the CPU, 16 or 32 on CUDA), any head size, f32 arithmetic.
     Chunked,
-    /// Token by token for up to 16 tokens a sequence, K = V = 128: the state streamed through shared memory, aligned as
-    /// for `Recurrent128`. On the CPU the same as `Recurrent`.
+    /// Made for decode: up to 16 tokens a sequence, K = V = 128. On CUDA the rows of q and k must begin at multiples of
+    /// eight elements, those of v at four, and the state at 16 bytes. On the CPU the same as `Recurrent`.
     Decode128,
 }
 
