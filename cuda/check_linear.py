@@ -171,25 +171,6 @@ def check_arguments(lib):
     torch.cuda.synchronize()
 
 
-def device_us(calls):
-    """Median over calls of the GPU time of all the kernels of a call (CUPTI)."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-    for call in calls[:3]:
-        call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-    events = sorted((e for e in prof.events() if e.device_type == DeviceType.CUDA), key=lambda e: e.time_range.start)
-    each = len(events) // len(calls)
-    if each == 0 or len(events) != each * len(calls):
-        return math.nan
-    times = sorted(sum(e.time_range.elapsed_us() for e in events[i:i + each]) for i in range(0, len(events), each))
-    return times[len(times) // 2]
-
-
 SHAPES = ((2048, 12352), (4096, 2048), (2048, 2048), (2560, 2560), (2048, 6144), (6144, 2048), (5120, 5120))
 
 
@@ -215,9 +196,9 @@ def times(lib):
                 return calls * max(1, 64 // sets)
 
             theirs = [lambda w=w: torch.nn.functional.linear(x, w) for w in weights] * max(1, 64 // sets)
-            k = device_us(ours(0))
+            k = timing.kernel_us(ours(0))
             print(f"  rows {rows:2d}  {k:6.2f} / {timing.graph_us(ours(0)):6.2f} / {timing.graph_us(ours(1)):6.2f}"
-                  f"  {nbytes / k / 1e3:5.0f} GB/s    torch {device_us(theirs):6.2f} / {timing.graph_us(theirs):6.2f}",
+                  f"  {nbytes / k / 1e3:5.0f} GB/s    torch {timing.kernel_us(theirs):6.2f} / {timing.graph_us(theirs):6.2f}",
                   flush=True)
 
 

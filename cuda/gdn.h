@@ -202,7 +202,7 @@ int gdn_linear(const gdn_linear_params *params, cudaStream_t stream);
 // same.
 #define GDN_OVERLAP 1
 
-// Profiling inside gdn_rule's kernels, in a build with -DGDN_PROFILE. A warp of a launch owns a gdn_profile_warp and,
+// Profiling inside the kernels of gdn_rule and gdn_step, in a build with -DGDN_PROFILE. A warp of a launch owns a gdn_profile_warp and,
 // right after it, `events_per_warp` gdn_profile_events, of which the first `count` are written. Warps follow each other
 // in the buffer, and launches in their order. Cycles are of the warp's multiprocessor, which has its own count;
 // nanoseconds are of the device's global timer, whose steps may be as coarse as a microsecond.

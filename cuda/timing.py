@@ -8,7 +8,8 @@ from abi import (ALGO_NAMES, AUTO, CHUNKED, OK, RECURRENT, RECURRENT_128, ConvPa
 
 
 def kernel_us(calls):
-    """Median GPU time of one kernel (CUPTI), over the given calls."""
+    """Median over calls of the GPU time of all the kernels of a call (CUPTI)."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
     for call in calls[:3]:
         call()
@@ -17,9 +18,12 @@ def kernel_us(calls):
         for call in calls:
             call()
         torch.cuda.synchronize()
-    times = sorted(e.time_range.elapsed_us() for e in prof.events()
-                   if e.device_type == torch.autograd.DeviceType.CUDA and "kernel" in e.name.lower())
-    return times[len(times) // 2] if times else math.nan
+    events = sorted((e for e in prof.events() if e.device_type == DeviceType.CUDA), key=lambda e: e.time_range.start)
+    each = len(events) // len(calls)
+    if each == 0 or len(events) != each * len(calls):
+        return math.nan
+    times = sorted(sum(e.time_range.elapsed_us() for e in events[i:i + each]) for i in range(0, len(events), each))
+    return times[len(times) // 2]
 
 
 def graph_us(calls, replays=7):

@@ -32,39 +32,15 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
 
 // ---- loads of 16 bytes ----
 
-// How streamed bytes pass the caches.
-enum Hint {
-  kNoAllocate = 0,  // past L1
-  kL2_128 = 1,      // and L2 fetches the whole line
-  kL2_256 = 2,      // or two
-  kEvictFirst = 3   // past L1, and first to leave L2
-};
-
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// Of what no kernel writes while this one runs, not even the one before it under overlap. No "memory" clobber: it may
+// Past L1, and L2 fetches whole lines. Of what no kernel writes while this one runs, not even the one before it under overlap. No "memory" clobber: it may
 // pass other accesses, but not another volatile instruction.
 //
 // NOTES: not ld.global.nc. ptxas (13.0) moves griddepcontrol.wait up above such loads, as they depend on no store, and
 // nothing would be under way during the wait; it does not above these.
-template <int HINT> __device__ __forceinline__ uint4 load_stream(const void *p, uint64_t policy = 0) {
+__device__ __forceinline__ uint4 load_stream(const void *p) {
   uint4 v;
-  if constexpr (HINT == kL2_128)
-    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  else if constexpr (HINT == kL2_256)
-    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  else if constexpr (HINT == kEvictFirst)
-    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
-  else
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 
@@ -83,17 +59,9 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
-// Global to shared memory without registers, sm_80 and later. Groups complete in order.
-template <int HINT> __device__ __forceinline__ void copy_async(uint32_t to, const void *from, uint64_t policy = 0) {
-  if constexpr (HINT == kL2_128)
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  else if constexpr (HINT == kL2_256)
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  else if constexpr (HINT == kEvictFirst)
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
-                 : "memory");
-  else
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// 16 bytes from global to shared memory, past L1 and without registers. Groups complete in order.
+__device__ __forceinline__ void copy_async(uint32_t to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

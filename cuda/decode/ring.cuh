@@ -33,7 +33,7 @@ template <typename ST, int ROWS, int DEPTH> struct Ring {
       const uint32_t to = ptx::shared_address(at + i % DEPTH * kChunks * 32);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c)
-        ptx::copy_async<ptx::kNoAllocate>(to + c * 512, from + c / L::kChunks * kDim + L::column(part, c % L::kChunks));
+        ptx::copy_async(to + c * 512, from + c / L::kChunks * kDim + L::column(part, c % L::kChunks));
     }
     ptx::copy_async_commit();    // empty past the end, so that one count fits all
   }

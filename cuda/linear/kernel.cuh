@@ -5,31 +5,14 @@
 #include "../common/convert.cuh"
 #include "../common/ptx.cuh"
 
-// For .gpu/linear_sweep.py. Chunks of a round; loads through registers (0) or through a ring in shared memory (1) of so
-// many rounds; how the loads pass the caches; the bounds that set the registers a thread may have.
-#ifndef GDN_LINEAR_CHUNKS
-#define GDN_LINEAR_CHUNKS 4
-#endif
-#ifndef GDN_LINEAR_RING
-#define GDN_LINEAR_RING 0
-#endif
-#ifndef GDN_LINEAR_HINT
-#define GDN_LINEAR_HINT kL2_128
-#endif
-#ifndef GDN_LINEAR_THREADS
-#define GDN_LINEAR_THREADS 512
-#endif
-
 namespace gdn {
 namespace linear {
 
 constexpr int kChunk = 64;                      // inputs: 128 bytes of a row
 constexpr int kChunkBytes = 2 * kChunk;
 constexpr int kTile = 16;                       // outputs of a warp
-constexpr int kChunks = GDN_LINEAR_CHUNKS;      // chunks of a round: loaded and used by unrolled code
-constexpr int kRing = GDN_LINEAR_RING;          // rounds under way in shared memory; 0: one, in registers
-constexpr int kSlot = kTile * kChunkBytes;      // a chunk in the ring
-constexpr int kMaxThreads = GDN_LINEAR_THREADS;
+constexpr int kChunks = 4;                      // chunks of a round, which is under way in registers
+constexpr int kMaxThreads = 512;                // leaves 128 registers a thread
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kColumn = 20;                     // floats from column to column of partial sums: 16, without conflicts
 constexpr int kBarriers = 32;                   // bytes: of x, and two of what blocks of a cluster send each other
@@ -62,8 +45,6 @@ struct Args {
 template <typename T, int NT, From FROM>
 __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  constexpr ptx::Hint kHint = ptx::GDN_LINEAR_HINT;
-  constexpr int kAhead = kRing > 0 ? kRing : 1;
   [[maybe_unused]] constexpr bool kClusters = FROM != From::kGlobal;    // a larger cluster is what lets x fit
 
   // A lane holds, as the matrix units want it, rows g and g + 8 of a tile and a quarter of the inputs. Which quarter is
@@ -73,9 +54,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   const int lane = threadIdx.x, g = lane >> 2, t = lane & 3;
   const int rank = blockIdx.x, part = rank * blockDim.y + threadIdx.y;
   const int first = part * a.slice, live = min(a.slice, a.chunks - first);    // < 1: nothing to do here
-  const uint64_t policy = kHint == ptx::kEvictFirst ? ptx::evict_first_policy() : 0;
 
-  // The stream of weights runs kAhead rounds in front of their use, over the ends of tiles.
+  // The stream of weights runs a round in front of their use, over the ends of tiles.
   const char *row0 = nullptr, *row8 = nullptr;
   int fetch_tile = blockIdx.y, fetch_round = 0, fetch_live = 0;
   const auto seek = [&] {
@@ -98,42 +78,22 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
     }
   };
 
-  uint4 w[kRing > 0 ? 1 : kChunks][4];    // of row g, k 0..31 and 32..63; of row g + 8
+  uint4 w[kChunks][4];    // of row g, k 0..31 and 32..63; of row g + 8
   const uint32_t shared = ptx::shared_address(shared_bytes);
   const int warp = threadIdx.z * blockDim.y + threadIdx.y;
-  const uint32_t ring = shared + kBarriers + warp * (kRing * kChunks * kSlot) + lane * 16;
-  uint32_t fetch_at = ring, use_at = ring;
   const auto fetch = [&](int d) {
     const char *from0 = row0 + d * kChunkBytes, *from8 = row8 + d * kChunkBytes;
-    if constexpr (kRing > 0) {
-      // A lane reads back what it copied itself, so that waiting for its own copies is all there is to order.
-      if (d < fetch_live) {
-        ptx::copy_async<kHint>(fetch_at + d * kSlot, from0, policy);
-        ptx::copy_async<kHint>(fetch_at + d * kSlot + 512, from0 + 64, policy);
-        ptx::copy_async<kHint>(fetch_at + d * kSlot + 1024, from8, policy);
-        ptx::copy_async<kHint>(fetch_at + d * kSlot + 1536, from8 + 64, policy);
-      }
-      ptx::copy_async_commit();
-    } else if (d < fetch_live) {
-      w[d][0] = ptx::load_stream<kHint>(from0, policy);
-      w[d][1] = ptx::load_stream<kHint>(from0 + 64, policy);
-      w[d][2] = ptx::load_stream<kHint>(from8, policy);
-      w[d][3] = ptx::load_stream<kHint>(from8 + 64, policy);
+    if (d < fetch_live) {
+      w[d][0] = ptx::load_stream(from0);
+      w[d][1] = ptx::load_stream(from0 + 64);
+      w[d][2] = ptx::load_stream(from8);
+      w[d][3] = ptx::load_stream(from8 + 64);
     }
-  };
-  const auto turn = [](uint32_t &at, uint32_t begin) {
-    at += kChunks * kSlot;
-    if (at == begin + kRing * kChunks * kSlot) at = begin;
   };
 
   seek();
 #pragma unroll
-  for (int r = 0; r < kAhead; ++r) {
-#pragma unroll
-    for (int d = 0; d < kChunks; ++d) fetch(d);
-    if constexpr (kRing > 1) turn(fetch_at, ring);
-    if (r + 1 < kAhead) advance();
-  }
+  for (int d = 0; d < kChunks; ++d) fetch(d);
 
   const int tid = warp * 32 + lane;
   const int block_first = rank * blockDim.y * a.slice;
@@ -169,7 +129,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
     const int threads = blockDim.z * blockDim.y * 32;
     for (int r = 0; r < a.rows; ++r)
       for (int i = tid * 16; i < block_bytes; i += threads * 16)
-        ptx::copy_async<ptx::kNoAllocate>(shared + a.x_at + r * a.x_shared_row + i, from + r * a.x_row + i);
+        ptx::copy_async(shared + a.x_at + r * a.x_shared_row + i, from + r * a.x_row + i);
     ptx::copy_async_commit();
     ptx::copy_async_wait<0>();
     __syncthreads();
@@ -205,16 +165,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
       const int chunk = round * kChunks;
 #pragma unroll
       for (int d = 0; d < kChunks; ++d) {
-        if constexpr (kRing > 0) ptx::copy_async_wait<kAhead * kChunks - 1>();
         if (chunk + d < live) {
-          const int slot = kRing > 0 ? 0 : d;
-          if constexpr (kRing > 0) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) w[0][i] = ptx::load_shared(use_at + d * kSlot + i * 512);
-          }
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint4 w0 = w[slot][half], w8 = w[slot][2 + half];
+            const uint4 w0 = w[d][half], w8 = w[d][2 + half];
             uint4 b[NT];
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
@@ -234,10 +188,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
           }
         }
         fetch(d);
-      }
-      if constexpr (kRing > 1) {
-        turn(fetch_at, ring);
-        turn(use_at, ring);
       }
       advance();
     }

@@ -72,9 +72,9 @@ Plan make_plan(const gdn_linear_params &p, const Cut &cut, int nt, int optin, in
   args.group_shift = cut.groups == 4 ? 2 : cut.groups - 1;
   args.tiles = static_cast<int>(ceil_div(p.outputs, kTile * cut.groups));
 
-  // Barriers, the ring, partial sums, what blocks of a cluster send each other, x.
+  // Barriers, partial sums, what blocks of a cluster send each other, x.
   const int warps = cut.warps * cut.groups;
-  int64_t bytes = kBarriers + static_cast<int64_t>(warps) * kRing * kChunks * kSlot;
+  int64_t bytes = kBarriers;
   args.partial_at = static_cast<int>(bytes);
   bytes += static_cast<int64_t>(warps) * nt * 8 * kColumn * sizeof(float);
   args.meet_at = static_cast<int>(bytes);
@@ -106,8 +106,7 @@ template <typename T, int NT> int launch_rows(const Plan &plan, const LaunchConf
   return launch_kernel<T, NT, From::kGlobal>(plan, config, optin);
 }
 
-// `wanted` null: by the table.
-int run(const gdn_linear_params *params, const Cut *wanted, cudaStream_t stream) {
+int run(const gdn_linear_params *params, cudaStream_t stream) {
   if (!params) return GDN_NULL_POINTER;
   const gdn_linear_params &p = *params;
   if (p.dtype != GDN_BF16 && p.dtype != GDN_F16) return GDN_BAD_DTYPE;
@@ -130,33 +129,26 @@ int run(const gdn_linear_params *params, const Cut *wanted, cudaStream_t stream)
   const int nt = p.rows <= 8 ? 1 : p.rows <= 16 ? 2 : 4;
   Cut cut;
   Plan plan;
-  if (wanted) {
-    cut = *wanted;
-    if (cut.warps < 1 || cut.warps * cut.groups > kMaxWarps) return GDN_BAD_ALGO;
+  const int64_t all_tiles = ceil_div(p.outputs, kTile);
+  const Line *line = kTable;
+  while (p.rows > line->rows || all_tiles <= line->tiles_per_sm * static_cast<int64_t>(sms)) ++line;
+  // NOTES: clusters are not a question of the device alone, since the kernels of sm_80 may be what a newer one runs.
+  bool clusters = major >= 9 && (nt > 1 || line->cut.cluster > 1);
+  if (clusters)
+    if (const int status = has_sm90_code(&clusters)) return status;
+  const auto fit = [&](int cluster, int blocks_per_sm) {
+    cut = line->cut;
+    cut.cluster = cluster;
+    cut.blocks_per_sm = blocks_per_sm;
+    cut.warps = fit_warps(p.inputs / kChunk, cut.warps, cluster, kMaxWarps / cut.groups);
     plan = make_plan(p, cut, nt, optin, per_sm);
-    if (plan.bytes > optin || (plan.from == From::kGlobal && cut.cluster > 1)) return GDN_BAD_ALGO;
-  } else {
-    const int64_t tiles = ceil_div(p.outputs, kTile);
-    const Line *line = kTable;
-    while (p.rows > line->rows || tiles <= line->tiles_per_sm * static_cast<int64_t>(sms)) ++line;
-    // NOTES: clusters are not a question of the device alone, since the kernels of sm_80 may be what a newer one runs.
-    bool clusters = major >= 9 && (nt > 1 || line->cut.cluster > 1);
-    if (clusters)
-      if (const int status = has_sm90_code(&clusters)) return status;
-    const auto fit = [&](int cluster, int blocks_per_sm) {
-      cut = line->cut;
-      cut.cluster = cluster;
-      cut.blocks_per_sm = blocks_per_sm;
-      cut.warps = fit_warps(p.inputs / kChunk, cut.warps, cluster, kMaxWarps / cut.groups);
-      plan = make_plan(p, cut, nt, optin, per_sm);
-      return plan.from != From::kGlobal;
-    };
-    // Where x does not fit: one block a multiprocessor, then fewer inputs a block.
-    const int begin = clusters ? line->cut.cluster : 1, most = clusters ? 8 : 1;
-    bool fits = fit(begin, line->cut.blocks_per_sm);
-    for (int cluster = begin; !fits && nt > 1 && cluster <= most; cluster *= 2) fits = fit(cluster, 1);
-    if (!fits) fit(1, line->cut.blocks_per_sm);
-  }
+    return plan.from != From::kGlobal;
+  };
+  // Where x does not fit: one block a multiprocessor, then fewer inputs a block.
+  const int begin = clusters ? line->cut.cluster : 1, most = clusters ? 8 : 1;
+  bool fits = fit(begin, line->cut.blocks_per_sm);
+  for (int cluster = begin; !fits && nt > 1 && cluster <= most; cluster *= 2) fits = fit(cluster, 1);
+  if (!fits) fit(1, line->cut.blocks_per_sm);
 
   LaunchConfig config;
   const int64_t tiles = plan.args.tiles, wave = ceil_div(static_cast<int64_t>(sms) * cut.blocks_per_sm, cut.cluster);
@@ -183,14 +175,5 @@ int run(const gdn_linear_params *params, const Cut *wanted, cudaStream_t stream)
 }  // namespace gdn
 
 extern "C" int gdn_linear(const gdn_linear_params *params, cudaStream_t stream) {
-  return gdn::linear::run(params, nullptr, stream);
+  return gdn::linear::run(params, stream);
 }
-
-#ifdef GDN_LINEAR_TUNE
-// Any cut, for .gpu/linear_sweep.py.
-extern "C" int gdn_linear_tune(const gdn_linear_params *params, int warps, int groups, int cluster, int blocks_per_sm,
-                               cudaStream_t stream) {
-  const gdn::linear::Cut cut = {warps, groups, cluster, blocks_per_sm};
-  return gdn::linear::run(params, &cut, stream);
-}
-#endif
