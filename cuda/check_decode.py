@@ -225,7 +225,8 @@ def check_rule(lib, quick):
                 case(f"3x{tokens}", [tokens] * 3, 2, 4, io=io, state=state, token_states=True, slots="moved", seed=tokens)
             case("varlen", [0, 1, 16, 7, 0], 2, 6, io=io, state=state, varlen=True, token_states=True, slots="moved")
             case("one token states", [1] * 3, 2, 4, io=io, state=state, token_states=True, slots="shared")
-    case("f32 gates", [1] * 4, 2, 4, gate="f32")
+    for io, gate in (("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("f32", "bf16")):
+        case(f"{gate} gates", [1] * 4, 2, 4, io=io, gate=gate)
 
 
 def step_algos(lib, case):
@@ -262,7 +263,8 @@ def check_step(lib, quick):
                 case(f"3x{tokens}", [tokens] * 3, 2, 4, io=io, state=state, token_states=True, slots="moved", seed=tokens)
                 case(f"3x{tokens} 1/8", [tokens] * 3, 1, 8, io=io, state=state, slots="shared", seed=tokens)
             case("varlen", [0, 1, 16, 7, 0], 2, 6, io=io, state=state, varlen=True, token_states=True, slots="moved")
-    case("f32 gates", [1] * 4, 2, 4, gate="f32")
+    for io, gate in (("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("f32", "bf16")):
+        case(f"{gate} gates", [1] * 4, 2, 4, io=io, gate=gate)
     check_repeats(lib)
     check_status(lib)
 

@@ -30,11 +30,12 @@ fn any_case() -> impl Strategy<Value = Case> {
     let algo = prop::sample::select(Algo::ALL.to_vec());
     let state = (prop::sample::select(vec![DType::F32, DType::BF16]), any::<bool>());
     let input = (any::<bool>(), decay, any::<bool>(), prop::sample::select(vec![1e-2, 1.0, 1e2]));
-    let gates = (prop::sample::select(vec![1.0, 2.0]), prop::sample::select(vec![0.0, 4.0]), any::<bool>());
+    let gate_dtype = prop::sample::select(vec![None, Some(DType::F32), Some(DType::BF16), Some(DType::F16)]);
+    let gates = (prop::sample::select(vec![1.0, 2.0]), prop::sample::select(vec![0.0, 4.0]), gate_dtype);
     (shape, lengths, dtype, input, gates, (algo, state), any::<(bool, bool, u64)>()).prop_map(
         |(dims, (lengths, packed), dtype, input, gates, (algo, state), (strided, slots, seed))| {
             let (l2norm, decay, repeat_keys, norm) = input;
-            let (beta_scale, b_mean, same_gate_dtype) = gates;
+            let (beta_scale, b_mean, gate_dtype) = gates;
             let (state_dtype, token_states) = state;
             let algo = match algo {
                 Algo::Decode128 if lengths.iter().any(|&n| n > 16) => Algo::Recurrent128,
@@ -47,7 +48,8 @@ fn any_case() -> impl Strategy<Value = Case> {
                 lengths,
                 packed,
                 dtype,
-                gate_dtype: if same_gate_dtype || strided { dtype } else { DType::F32 },
+                // Views of one projection have one dtype.
+                gate_dtype: gate_dtype.filter(|_| !strided).unwrap_or(dtype),
                 state_dtype,
                 token_states: token_states && few && algo != Algo::Chunked,
                 form: if strided { Form::Projection } else { Form::Dense },
