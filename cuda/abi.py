@@ -10,11 +10,14 @@ import torch
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 DTYPES = {"f32": (0, torch.float32), "bf16": (1, torch.bfloat16), "f16": (2, torch.float16)}
-AUTO, RECURRENT, RECURRENT_128, CHUNKED, DECODE_128 = range(5)
+AUTO, RECURRENT, RECURRENT_128, CHUNKED, DECODE_128, CHUNKED_SM80, CHUNKED_SM90 = range(7)
 UNALIGNED = [RECURRENT, CHUNKED, AUTO]
-ALGO_NAMES = ["auto", "recurrent", "recurrent_128", "chunked", "decode_128"]
-OK, BAD_DTYPE, NULL_POINTER, BAD_HEADS, BAD_HEAD_DIM, BAD_LENGTH, BAD_CONV_WIDTH, BAD_ALGO, BAD_STRIDE = range(9)
+ALGO_NAMES = ["auto", "recurrent", "recurrent_128", "chunked", "decode_128", "chunked_sm80", "chunked_sm90"]
+(OK, BAD_DTYPE, NULL_POINTER, BAD_HEADS, BAD_HEAD_DIM, BAD_LENGTH, BAD_CONV_WIDTH, BAD_ALGO, BAD_STRIDE, NO_PROFILE,
+ PROFILE_BUFFER, BAD_WORKSPACE, BAD_CHECKPOINTS) = range(13)
 NO_SLOT = 0xFFFFFFFF
+CHUNK = 64
+GUARD = 1024
 
 
 class Heads(C.Structure):
@@ -23,7 +26,7 @@ class Heads(C.Structure):
 
 class Sequences(C.Structure):
     _fields_ = [("cu_seqlens", C.c_void_p), ("num_seqs", C.c_int32), ("tokens_per_seq", C.c_int32),
-                ("max_tokens_per_seq", C.c_int32)]
+                ("max_tokens_per_seq", C.c_int32), ("total_tokens", C.c_int32)]
 
 
 class Slots(C.Structure):
@@ -33,10 +36,12 @@ class Slots(C.Structure):
 class RuleParams(C.Structure):
     _fields_ = [("q", Heads), ("k", Heads), ("v", Heads), ("a", Heads), ("b", Heads), ("a_log", C.c_void_p),
                 ("dt_bias", C.c_void_p), ("o", Heads), ("state_in", C.c_void_p), ("state_out", C.c_void_p),
-                ("token_states", C.c_void_p), ("in_slots", Slots), ("out_slots", Slots), ("seqs", Sequences),
+                ("token_states", C.c_void_p), ("checkpoints", C.c_void_p), ("workspace", C.c_void_p),
+                ("workspace_bytes", C.c_int64), ("in_slots", Slots), ("out_slots", Slots), ("seqs", Sequences),
                 ("num_k_heads", C.c_int32), ("num_v_heads", C.c_int32), ("head_k", C.c_int32), ("head_v", C.c_int32),
                 ("io_dtype", C.c_int32), ("gate_dtype", C.c_int32), ("state_dtype", C.c_int32), ("l2norm", C.c_int32),
-                ("algo", C.c_int32), ("l2_eps", C.c_float), ("scale", C.c_float), ("beta_scale", C.c_float)]
+                ("algo", C.c_int32), ("checkpoint_tokens", C.c_int32), ("segments", C.c_int32), ("l2_eps", C.c_float),
+                ("scale", C.c_float), ("beta_scale", C.c_float)]
 
 
 class ConvParams(C.Structure):
@@ -86,10 +91,13 @@ def build(path, extra):
 
 def load(path):
     lib = C.CDLL(path)
-    for name, params in (("gdn_rule", RuleParams), ("gdn_conv", ConvParams), ("gdn_norm", NormParams), ("gdn_step", StepParams),
-                         ("gdn_linear", LinearParams)):
+    for name, params in (("gdn_rule", RuleParams), ("gdn_conv", ConvParams), ("gdn_norm", NormParams),
+                         ("gdn_step", StepParams), ("gdn_linear", LinearParams)):
         f = getattr(lib, name)
         f.argtypes, f.restype = [C.POINTER(params), C.c_void_p], C.c_int
+    lib.gdn_rule_choice.argtypes, lib.gdn_rule_choice.restype = [C.POINTER(RuleParams), C.POINTER(C.c_int32)], C.c_int
+    lib.gdn_rule_workspace.argtypes = [C.POINTER(RuleParams), C.POINTER(C.c_int64)]
+    lib.gdn_rule_workspace.restype = C.c_int
     lib.gdn_step_choice.argtypes, lib.gdn_step_choice.restype = [C.POINTER(StepParams), C.POINTER(C.c_int32)], C.c_int
     lib.gdn_profile_set.argtypes, lib.gdn_profile_set.restype = [C.c_void_p, C.c_uint64, C.c_uint32], C.c_int
     for name in ("gdn_status_string", "gdn_profile_scope", "gdn_profile_role"):
@@ -106,6 +114,41 @@ def heads(x, packed):
     """A tensor [tokens, head, dim] (packed), [sequence, token, head, dim], or the same without dim (the gates)."""
     s = list(x.stride())
     return Heads(x.data_ptr(), 0, s[0], s[1]) if packed else Heads(x.data_ptr(), s[0], s[1], s[2])
+
+
+def ptr(x):
+    return None if x is None else x.data_ptr()
+
+
+def sequences(lens, cu=None):
+    """Sequences of these lengths: packed where there is a tensor cu of their bounds, else all of one length."""
+    longest = max(lens, default=0)
+    return Sequences(cu_seqlens=ptr(cu), num_seqs=len(lens), tokens_per_seq=longest if cu is None else 0,
+                     max_tokens_per_seq=longest, total_tokens=sum(lens))
+
+
+def rule_params(**fields):
+    """RuleParams by the names of gdn.h. Tensors stand for their addresses; what is left out is null or 0, but for these
+    constants of the models."""
+    fields = {"l2_eps": 1e-6, "scale": fields["head_k"] ** -0.5, "beta_scale": 1.0, **fields}
+    return RuleParams(**{name: ptr(x) if isinstance(x, torch.Tensor) else x for name, x in fields.items()})
+
+
+def workspace(lib, *params, device="cuda"):
+    """Gives launches that run one after the other a workspace, large enough for any of them. They keep it alive.
+
+    All its bytes are 0xff, so that what is read before it is written is NaN; the last GUARD are past what a launch is
+    told of. Parameters that are refused get none: the launch says why."""
+    sizes = []
+    for p in params:
+        size = C.c_int64(0)
+        sizes.append(size.value if lib.gdn_rule_workspace(C.byref(p), C.byref(size)) == OK else 0)
+    room = torch.full((max(sizes) + GUARD + 255,), 0xFF, dtype=torch.uint8, device=device)
+    first = -room.data_ptr() % 256
+    room = room[first:first + max(sizes) + GUARD]
+    for p, size in zip(params, sizes):
+        p.workspace, p.workspace_bytes, p.room = (ptr(room) if size else None), size, room
+    return room
 
 
 def u32(values):

@@ -15,8 +15,8 @@ import tempfile
 
 import torch
 from abi import (AUTO, BAD_ALGO, BAD_CONV_WIDTH, BAD_DTYPE, BAD_HEADS, BAD_LENGTH, BAD_STRIDE, DECODE_128, DTYPES, NO_SLOT,
-                 NULL_POINTER, OK, RECURRENT, RECURRENT_128, Heads, RuleParams, Sequences, Slots, StepParams, build, load,
-                 stream, u32)
+                 NULL_POINTER, OK, RECURRENT, RECURRENT_128, Heads, Slots, StepParams, build, load, ptr, rule_params,
+                 sequences, stream, u32, workspace)
 from check import O_BOUND, failures, rel, report, rule_reference
 
 STEP_AUTO, STEP_WHOLE, STEP_SPLIT, STEP_HEADS = range(4)
@@ -117,20 +117,20 @@ class Case:
 
     def common(self):
         t = 0 if self.varlen else self.t
-        seqs = Sequences(self.cu.data_ptr() if self.varlen else None, len(self.lens), t, self.t)
-        slot = lambda s: Slots(s.data_ptr() if s is not None else None, self.num_slots, self.size + self.gap)
+        seqs = sequences(self.lens, self.cu)
+        slot = lambda s: Slots(ptr(s), self.num_slots, self.size + self.gap)
         view = lambda x, first, head: Heads(x.data_ptr() + first * x.element_size(), t * x.stride(0), x.stride(0), head)
         return seqs, slot(self.slot_tensors[0]), slot(self.slot_tensors[1]), view
 
     def rule_params(self, algo, state_in, state_out, o, states):
         seqs, in_slots, out_slots, view = self.common()
         kk, code = self.hk * DIM, lambda d: DTYPES[d][0]
-        return RuleParams(
-            view(self.x, 0, DIM), view(self.x, kk, DIM), view(self.x, 2 * kk, DIM), view(self.ba, self.hv, 1),
-            view(self.ba, 0, 1), self.a_log.data_ptr(), self.dt_bias.data_ptr(), view(o, 0, DIM), state_in.data_ptr(),
-            state_out.data_ptr(), states.data_ptr() if states is not None else None, in_slots, out_slots, seqs, self.hk, self.hv,
-            DIM, DIM, code(self.io), code(self.gate), code(self.state), int(self.l2norm), algo, 1e-6, DIM ** -0.5,
-            self.beta_scale)
+        return rule_params(
+            q=view(self.x, 0, DIM), k=view(self.x, kk, DIM), v=view(self.x, 2 * kk, DIM), a=view(self.ba, self.hv, 1),
+            b=view(self.ba, 0, 1), a_log=self.a_log, dt_bias=self.dt_bias, o=view(o, 0, DIM), state_in=state_in,
+            state_out=state_out, token_states=states, in_slots=in_slots, out_slots=out_slots, seqs=seqs, num_k_heads=self.hk,
+            num_v_heads=self.hv, head_k=DIM, head_v=DIM, io_dtype=code(self.io), gate_dtype=code(self.gate),
+            state_dtype=code(self.state), l2norm=int(self.l2norm), algo=algo, beta_scale=self.beta_scale)
 
     def step_params(self, algo, state_in, state_out, conv_in, conv_out, o, states, overlap=0):
         seqs, in_slots, out_slots, view = self.common()
@@ -139,7 +139,7 @@ class Case:
             view(self.x, 0, 0), view(self.x, self.channels, DIM), view(self.ba, self.hv, 1), view(self.ba, 0, 1),
             view(o, 0, DIM), self.conv_weight.data_ptr(), self.norm_weight.data_ptr(), self.a_log.data_ptr(),
             self.dt_bias.data_ptr(), conv_in.data_ptr(), conv_out.data_ptr(), state_in.data_ptr(), state_out.data_ptr(),
-            states.data_ptr() if states is not None else None, in_slots, out_slots, self.conv_size + self.gap,
+            ptr(states), in_slots, out_slots, self.conv_size + self.gap,
             self.conv_size + self.gap, seqs, self.hk, self.hv, DIM, DIM, 4, code(self.io), code(self.gate), code(self.state),
             code(self.conv), code(self.norm), int(self.l2norm), int(self.sigmoid), algo, overlap, 1e-6, DIM ** -0.5,
             self.beta_scale, 1e-6)
@@ -150,6 +150,7 @@ class Case:
             p, f = self.step_params(algo, state_in, state_out, conv_in, conv_out, o, states, overlap), lib.gdn_step
         else:
             p, f = self.rule_params(algo, state_in, state_out, o, states), lib.gdn_rule
+            workspace(lib, p)
         if graph:
             g = torch.cuda.CUDAGraph()
             with torch.cuda.graph(g):

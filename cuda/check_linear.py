@@ -196,9 +196,9 @@ def times(lib):
                 return calls * max(1, 64 // sets)
 
             theirs = [lambda w=w: torch.nn.functional.linear(x, w) for w in weights] * max(1, 64 // sets)
-            k = timing.kernel_us(ours(0))
+            k = timing.span_us(ours(0))
             print(f"  rows {rows:2d}  {k:6.2f} / {timing.graph_us(ours(0)):6.2f} / {timing.graph_us(ours(1)):6.2f}"
-                  f"  {nbytes / k / 1e3:5.0f} GB/s    torch {timing.kernel_us(theirs):6.2f} / {timing.graph_us(theirs):6.2f}",
+                  f"  {nbytes / k / 1e3:5.0f} GB/s    torch {timing.span_us(theirs):6.2f} / {timing.graph_us(theirs):6.2f}",
                   flush=True)
 
 

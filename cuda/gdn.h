@@ -36,6 +36,8 @@ typedef enum gdn_status {
   GDN_BAD_STRIDE = 8,       // a negative stride
   GDN_NO_PROFILE = 9,       // built without GDN_PROFILE
   GDN_PROFILE_BUFFER = 10,  // the profile buffer is misaligned, or has no room for the warps of the launch
+  GDN_BAD_WORKSPACE = 11,   // the workspace is null, misaligned or smaller than gdn_rule_workspace says
+  GDN_BAD_CHECKPOINTS = 12, // checkpoint_tokens is not a positive multiple of GDN_CHUNK
   GDN_CUDA_ERROR = 1000
 } gdn_status;
 
@@ -52,12 +54,15 @@ typedef struct gdn_heads {
 
 // How tokens are grouped into sequences. With `cu_seqlens` (device, num_seqs + 1 values, the first 0, non-decreasing)
 // sequence n owns the packed tokens cu_seqlens[n] .. cu_seqlens[n + 1]; without it every sequence has
-// `tokens_per_seq` tokens. Sequences may be empty. `max_tokens_per_seq` is a host-known bound on the length of any one.
+// `tokens_per_seq` tokens. Sequences may be empty. `max_tokens_per_seq` is a host-known bound on the length of any one,
+// `total_tokens` one on cu_seqlens[num_seqs]; both are read only with cu_seqlens, the second only by the kernels that
+// take a workspace.
 typedef struct gdn_sequences {
   const uint32_t *cu_seqlens;
   int32_t num_seqs;
   int32_t tokens_per_seq;
   int32_t max_tokens_per_seq;
+  int32_t total_tokens;
 } gdn_sequences;
 
 // State rows per sequence. `slots` (device, num_seqs values) maps sequence n to a slot; null is the identity.
@@ -76,9 +81,15 @@ typedef enum gdn_algo {
   GDN_RECURRENT = 1,       // token by token, any head size
   GDN_RECURRENT_128 = 2,   // token by token, K = V = 128; rows of q and k aligned to 4 elements, of the state to 16 bytes
   GDN_CHUNKED = 3,         // chunk form in f32, any head size
-  GDN_DECODE_128 = 4       // made for decode: up to 16 tokens, K = V = 128; rows of q and k aligned to 8 elements, of v to
+  GDN_DECODE_128 = 4,      // made for decode: up to 16 tokens, K = V = 128; rows of q and k aligned to 8 elements, of v to
                            // 4, of the state to 16 bytes
+  GDN_CHUNKED_SM80 = 5,    // chunk form on tensor cores (mma.sync): bf16 or f16, K up to 128 and both head sizes multiples
+                           // of 8; rows of q, k, v, o aligned to 16 bytes, of the state to two elements
+  GDN_CHUNKED_SM90 = 6     // the same with the instructions of sm_90a (wgmma), which no other architecture has
 } gdn_algo;
+
+// Tokens a chunk of GDN_CHUNKED_SM80 and _SM90.
+#define GDN_CHUNK 64
 
 // The gated delta rule over any number of tokens per sequence. Decode is tokens_per_seq = 1.
 typedef struct gdn_rule_params {
@@ -92,7 +103,16 @@ typedef struct gdn_rule_params {
   void *state_out;         // same shape
   void *token_states;      // null, or written: the state after every token, [token, num_v_heads, head_v, head_k] in
                            // state_dtype and contiguous; token t of sequence n is row n * tokens_per_seq + t, or with
-                           // cu_seqlens row cu_seqlens[n] + t. Rows of padding are left as they are. Not by GDN_CHUNKED.
+                           // cu_seqlens row cu_seqlens[n] + t. Rows of padding are left as they are. Not by the chunk
+                           // forms.
+  void *checkpoints;       // null, or written: the state after every `checkpoint_tokens` tokens of a sequence,
+                           // [row, num_v_heads, head_v, head_k] in state_dtype and contiguous. With f the first token of
+                           // sequence n (cu_seqlens[n], or n * tokens_per_seq), the state after its token
+                           // (j + 1) * checkpoint_tokens - 1 is row f / checkpoint_tokens + j, so that there are at most
+                           // total / checkpoint_tokens rows. Other rows are left as they are. By every kernel but
+                           // GDN_CHUNKED.
+  void *workspace;         // gdn_rule_workspace() bytes of device memory, aligned to 256; may be null where that is 0.
+  int64_t workspace_bytes; // Its contents mean nothing before and after
   gdn_slots in_slots;      // how state_in is addressed
   gdn_slots out_slots;     // how state_out is addressed
   gdn_sequences seqs;
@@ -102,6 +122,9 @@ typedef struct gdn_rule_params {
   int32_t state_dtype;     // GDN_F32 or GDN_BF16: how states are stored; all arithmetic is in f32
   int32_t l2norm;          // normalise q and k here
   int32_t algo;            // gdn_algo
+  int32_t checkpoint_tokens;  // a multiple of GDN_CHUNK; read only with checkpoints
+  int32_t segments;        // context parallelism of the chunk forms on tensor cores: 0 chooses, 1 is none, n cuts a sequence
+                           // of max_tokens into n parts that run side by side
   float l2_eps;            // inside the root, added to the sum of squares
   float scale;             // multiplies q after the norm
   float beta_scale;        // 1, or 2 for models with negative eigenvalues
@@ -109,6 +132,8 @@ typedef struct gdn_rule_params {
 int gdn_rule(const gdn_rule_params *params, cudaStream_t stream);
 // Which kernel gdn_rule would launch for these parameters on the current device: a gdn_algo other than GDN_AUTO.
 int gdn_rule_choice(const gdn_rule_params *params, int32_t *algo);
+// How many bytes of workspace gdn_rule needs for these parameters on the current device; follows from sizes alone.
+int gdn_rule_workspace(const gdn_rule_params *params, int64_t *bytes);
 
 // Depthwise causal convolution over time, then SiLU: y[t, c] = silu(sum_j w[c, j] x[t - width + 1 + j, c]), where
 // inputs before the sequence come from the state (the last width - 1 inputs, oldest first) and are replaced by the

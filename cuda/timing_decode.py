@@ -2,8 +2,9 @@
 import ctypes as C
 
 import torch
-from abi import DECODE_128, OK, RECURRENT_128, ConvParams, Heads, LinearParams, NormParams, Sequences, Slots, stream
-from timing import copy_rate, graph_us, kernel_us
+from abi import (DECODE_128, OK, RECURRENT_128, ConvParams, Heads, LinearParams, NormParams, Slots, sequences, stream,
+                 workspace)
+from timing import copy_rate, graph_us, span_us
 
 DIM = 128
 
@@ -38,7 +39,7 @@ def times(lib):
                 rule.append(c.rule_params(0, b[0], b[1], b[4], None))
                 step.append(c.step_params(0, *b))
                 slots = Slots(None, batch, c.conv_size)
-                seqs = Sequences(None, batch, 1, 1)
+                seqs = sequences([1] * batch)
                 y = torch.empty(batch, c.channels, device="cuda", dtype=torch.bfloat16)
                 conv.append(ConvParams(Heads(c.x.data_ptr(), c.x.stride(0), 0, 0), Heads(y.data_ptr(), c.channels, 0, 0),
                                        c.conv_weight.data_ptr(), b[2].data_ptr(), b[2].data_ptr(), slots, slots, seqs,
@@ -50,11 +51,13 @@ def times(lib):
                 hb = h.buffers()
                 narrow.append(h.rule_params(0, hb[0], hb[1], hb[4], None))
                 keep.append((c, b, y, h, hb))
+            workspace(lib, *rule)
+            workspace(lib, *narrow)
             t = {}
             for name, f, params in (("rule", lib.gdn_rule, rule), ("step", lib.gdn_step, step), ("conv", lib.gdn_conv, conv),
                                     ("norm", lib.gdn_norm, norm), ("bf16", lib.gdn_rule, narrow)):
                 calls = calls_of(lib, f, params)
-                t[name] = kernel_us(calls * max(1, 60 // len(calls)))
+                t[name] = span_us(calls * max(1, 60 // len(calls)))
             print(f"| {hk}/{hv} | {batch} | {nbytes / rate * 1e6:.2f} | {t['rule']:.2f} | {t['step']:.2f} | "
                   f"{t['step'] / t['rule']:.2f} | {t['conv'] + t['rule'] + t['norm']:.2f} | {t['bf16']:.2f} | "
                   f"{t['bf16'] / t['rule']:.2f} |", flush=True)
@@ -77,7 +80,8 @@ def times_tokens(lib):
                 params["r"].append(c.rule_params(RECURRENT_128, b[0], b[1], b[4], None))
                 params["s"].append(c.step_params(0, *b))
                 keep.append((c, b))
-            t = {k: kernel_us(calls_of(lib, lib.gdn_step if k == "s" else lib.gdn_rule, p) * 2) for k, p in params.items()}
+            workspace(lib, *params["d"], *params["r"])
+            t = {k: span_us(calls_of(lib, lib.gdn_step if k == "s" else lib.gdn_rule, p) * 2) for k, p in params.items()}
             row.append(f"T={tokens} {t['d']:.2f} / {t['r']:.2f}; {t['s']:.2f}")
         print(f"  B={batch:3d}  " + "   ".join(row), flush=True)
 

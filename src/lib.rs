@@ -46,9 +46,9 @@ mod state;
 
 pub use layer::{GatedDeltaNet, GdnConfig};
 pub use ops::{
-    causal_conv1d, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place,
+    causal_conv1d, checkpoint_rows, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place,
     gdn_step_in_place, Algo, CausalConv1d, CuSeqlens, GateActivation, GatedRmsNorm, Gates, GdnDecode, GdnPrefill,
-    GdnStep, RuleOptions, StepAlgo, StepOptions,
+    GdnStep, RuleOptions, StepAlgo, StepOptions, CHECKPOINT_MULTIPLE,
 };
 pub use pool::keep_freed_memory;
 pub use state::GdnState;

@@ -136,6 +136,8 @@ pub fn name_of(algo: Algo) -> &'static str {
         Algo::Recurrent128 => "recurrent_128",
         Algo::Chunked => "chunked",
         Algo::Decode128 => "decode_128",
+        Algo::ChunkedSm80 => "chunked_sm80",
+        Algo::ChunkedSm90 => "chunked_sm90",
     }
 }
 

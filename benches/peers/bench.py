@@ -98,7 +98,7 @@ def arguments(argv):
                    default=list(contenders.CONTENDERS), help="default: all of " + ", ".join(contenders.CONTENDERS))
     p.add_argument("--no-peers", action="store_true", help="only candle-gdn and torch")
     p.add_argument("--algo", type=names(["all", *contenders.ALGOS], "algo"), default=["auto"], metavar="NAME,…",
-                   help="our kernels: auto (the default), recurrent_128, recurrent, chunked, or all")
+                   help=f"our kernels: {', '.join(contenders.ALGOS)}, or all; default auto")
     p.add_argument("--quick", action="store_true", help="a few shapes of each suite")
     p.add_argument("--out", metavar="DIR", help="default: benches/results/<device>")
     p.add_argument("--tag", default="", metavar="NAME", help="writes peers-<suite>-NAME.json: for parts of a suite")

@@ -89,7 +89,7 @@ class Arguments(unittest.TestCase):
         self.assertEqual({n: len(items) for n, items in todo["projections"].items()}, {"torch": 42})
         todo = self.plan("decode", "layer", "--no-peers", "--algo", "all", "--shapes", "16/32", "--batches", "1,8")
         self.assertEqual([v for w, v in todo["decode"]["candle-gdn"] if w.name == "16/32 B=8" and w.l2 == "cold"],
-                         contenders.ALGOS)
+                         contenders.DECODE_ALGOS)
         self.assertEqual(list(todo["layer"]), ["candle-gdn"])
         for suite, parts in self.plan("--quick").items():
             self.assertLessEqual({w.name for items in parts.values() for w, _ in items}, workloads.QUICK[suite])
@@ -182,11 +182,16 @@ class Reference(unittest.TestCase):
 
 
 class Timers(unittest.TestCase):
-    def test_per_call(self):
+    def test_spans(self):
         events = [(i * 10.0, 1.0 + i % 2) for i in range(8)]
         random.Random(0).shuffle(events)
-        self.assertEqual(timers.per_call(events, 4), (2, [3.0] * 4))
-        self.assertEqual(timers.per_call(events, 3), (None, [4.0]))
+        self.assertEqual(timers.spans(events, 4), (2, [12.0] * 4))
+        self.assertEqual(timers.spans(events, 3), (None, [4.0]))
+        # Kernels that overlap, also those of two calls, and one within another.
+        events = [(0.0, 5.0), (4.0, 4.0), (7.0, 5.0), (8.0, 2.0)]
+        self.assertEqual(timers.spans(events, 2), (2, [8.0, 4.0]))
+        self.assertEqual(timers.spans(events, 3), (None, [4.0]))
+        self.assertEqual(timers.spans(events[:1], 2), (None, [2.5]))
 
     def test_sets(self):
         self.assertEqual(timers.sets_for(1000, "warm", 60e6), 1)
@@ -199,22 +204,22 @@ class Timers(unittest.TestCase):
         order = []
         calls = [lambda i=i: order.append(i) for i in range(7)]
 
-        def activities(run):
+        def activities(run, ahead):
             n = len(order)
             run()
-            return [(i, 5.0) for i in range(2 * (len(order) - n))]
+            return [(10.0 * i, 5.0) for i in range(2 * (len(order) - n))]
 
         with mock.patch.multiple(timers, device_activities=activities, capture=lambda calls: mock.Mock(),
                                  event_us=lambda graph: 12.0, WARM_UP=0.0), mock.patch("torch.cuda.synchronize"):
             row = timers.measure(calls)
         self.assertEqual([b - a for a, b in zip(order, order[1:]) if (b - a) % 7 != 1], [])
-        self.assertEqual((row["launches"], row["gpu"]["median"]), (2, 10.0))
+        self.assertEqual((row["launches"], row["gpu"]["median"]), (2, 15.0))
         self.assertEqual(row["note"], "")
         self.assertGreaterEqual(row["wall"]["median"], row["host"]["median"])
 
         def broken(calls):
             raise RuntimeError("operation not permitted when stream is capturing")
-        with mock.patch.multiple(timers, device_activities=lambda run: [(0, 1.0)] * 3, capture=broken, WARM_UP=0.0), \
+        with mock.patch.multiple(timers, device_activities=lambda *_: [(0, 1.0)] * 3, capture=broken, WARM_UP=0.0), \
                 mock.patch("torch.cuda.synchronize"):
             row = timers.measure(calls)
         self.assertIsNone(row["event"])
@@ -505,8 +510,18 @@ static Range range(const gdn_sequences &s, int n) {
 
 extern "C" const char *gdn_status_string(int s) { return s == GDN_BAD_ALGO ? "no such kernel" : "bad"; }
 
-extern "C" int gdn_rule(const gdn_rule_params *p, cudaStream_t) {
+extern "C" int gdn_rule_workspace(const gdn_rule_params *p, int64_t *bytes) {
   if (p->algo == GDN_RECURRENT) return GDN_BAD_ALGO;
+  const int64_t tokens = p->seqs.cu_seqlens ? p->seqs.total_tokens : p->seqs.num_seqs * p->seqs.tokens_per_seq;
+  *bytes = tokens > p->seqs.num_seqs ? 8 * tokens : 0;
+  return GDN_OK;
+}
+
+extern "C" int gdn_rule(const gdn_rule_params *p, cudaStream_t) {
+  int64_t bytes;
+  if (int status = gdn_rule_workspace(p, &bytes)) return status;
+  if (bytes && (!p->workspace || (uintptr_t)p->workspace % 256 || p->workspace_bytes < bytes)) return GDN_BAD_WORKSPACE;
+  if (bytes) memset(p->workspace, 0, bytes);
   if (p->io_dtype != GDN_BF16 || p->gate_dtype != GDN_BF16 || p->state_dtype != GDN_F32) return GDN_BAD_DTYPE;
   if (p->in_slots.slots || p->out_slots.slots || p->in_slots.num_slots != p->seqs.num_seqs) return GDN_NULL_POINTER;
   const int K = p->head_k, V = p->head_v, ratio = p->num_v_heads / p->num_k_heads;

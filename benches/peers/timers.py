@@ -9,6 +9,7 @@ import statistics
 import time
 
 import torch
+from timing import ahead_of, device_activities, spans
 
 COLD = 3                    # a buffer is used again only after this many times L2 has been touched
 MAX_SETS = 512
@@ -25,31 +26,6 @@ def sets_for(touched, l2, l2_bytes):
 def spread(values):
     """The record's form of many timings."""
     return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
-
-
-def per_call(events, calls):
-    """(launches a call, kernel time of each call) from the device's activities, [(start, duration)].
-
-    Where every call launched as much as the others its activities are the next so many; else only the mean time is
-    known, and no number of launches.
-    """
-    durations = [duration for _, duration in sorted(events)]
-    launches, rest = divmod(len(durations), calls)
-    if rest or not launches:
-        return None, [sum(durations) / calls]
-    return launches, [sum(durations[i:i + launches]) for i in range(0, len(durations), launches)]
-
-
-def device_activities(run):
-    """(start, duration) of everything the GPU did during run(): kernels, and copies and fills too, as CUPTI tells."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        run()
-        torch.cuda.synchronize()
-    # With the CUDA activity alone the host's side of a launch is listed too, as an event of the CPU.
-    return [(e.time_range.start, e.time_range.elapsed_us()) for e in prof.events() if e.device_type == DeviceType.CUDA]
 
 
 def capture(calls):
@@ -106,14 +82,15 @@ def measure(calls):
     torch.cuda.synchronize()
     start = time.perf_counter()
     go(3)
+    host = (time.perf_counter() - start) / 3
     torch.cuda.synchronize()
     pace = (time.perf_counter() - start) / 3
 
     warm_up()
     n = clamp(GPU_BUDGET / pace, 5, 60)
-    events = device_activities(lambda: go(n))
+    events = device_activities(lambda: go(n), ahead_of(host, n))
     if events:
-        launches, times = per_call(events, n)
+        launches, times = spans(events, n)
         row["launches"], row["gpu"] = launches, spread(times)
         if launches is None:
             notes.append(f"gpu is a mean: launches differ from call to call, {len(events) / n:.1f} on average")

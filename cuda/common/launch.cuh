@@ -24,6 +24,9 @@ struct LaunchConfig {
 // architecture none of that is in it, and an overlapping launch would read its inputs before they are written.
 int has_sm90_code(bool *yes);
 
+// Whether it has the instructions that only sm_90a has: wgmma and setmaxnreg.
+int has_sm90a_code(bool *yes);
+
 // Launches `kernel`; returns a gdn_status. Can be captured in a graph: programmatic edges become edges of the graph.
 template <typename... P, typename... A>
 int launch(void (*kernel)(P...), const LaunchConfig &config, A &&...args) {

@@ -71,6 +71,40 @@ template <int N> __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// The same for `bytes` of the 16, the rest zero; with 0 nothing is read.
+__device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void *from, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+// THREADS threads of the block, one of its barriers 1 to 15.
+template <int THREADS> __device__ __forceinline__ void group_barrier(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+// ---- 8 x 8 matrices of 16-bit elements between shared memory and registers ----
+// Lane l gives the address of row l % 8 of matrix l / 8, 16 bytes, and holds of each matrix the elements 2 (l % 4), + 1 of
+// row l / 4; with `trans` of the transposed matrix.
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(row) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_trans(uint32_t (&m)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(row) : "memory");
+}
+
+// One such matrix transposed within registers.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t m) {
+  uint32_t t;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(m));
+  return t;
+}
+
 // ---- matrix products: acc[16, 8] += a[16, 16] b[16, 8] ----
 // Lane l holds of a the pairs k = 2 (l % 4), + 1 and 8 further, in rows l / 4 and l / 4 + 8: a = {row, row + 8, row
 // with k + 8, row + 8 with k + 8}; of b the same pairs of column l / 4; of acc those rows, columns 2 (l % 4), + 1.
@@ -87,6 +121,17 @@ __device__ __forceinline__ void mma16816(float (&acc)[4], uint32_t a0, uint32_t 
                  "{%0, %1, %2, %3};"
                  : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// acc[16, 8] += a[16, 8] b[8, 8] in TF32: the upper 19 bits of f32 words. Lane l holds of a columns l % 4 and 4 further in
+// rows l / 4 and l / 4 + 8: a = {row, row + 8, row with column + 4, row + 8 with column + 4}; of b rows l % 4 and 4 further
+// of column l / 4; acc as above.
+__device__ __forceinline__ void mma1688_tf32(float (&acc)[4], const float (&a)[4], const float (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+               : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+                 "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
 }
 
 // ---- bulk copies and their barriers, clusters: sm_90 and later ----
@@ -108,6 +153,18 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
   GDN_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  GDN_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives when this thread's copies so far (copy_async) are there.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+  GDN_SM90("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// What this thread wrote to shared memory before this is seen by wgmma and bulk copies after it.
+__device__ __forceinline__ void fence_async() { GDN_SM90("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Until the phase of this parity is over: the first has parity 0.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   GDN_SM90(
@@ -123,6 +180,13 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
   GDN_SM90("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+// The reverse of load_matrices_trans().
+__device__ __forceinline__ void store_matrices_trans(uint32_t row, const uint32_t (&m)[4]) {
+  GDN_SM90("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
+           "r"(m[2]), "r"(m[3])
+           : "memory");
 }
 
 // The same for what other blocks of the cluster sent.

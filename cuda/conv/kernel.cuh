@@ -1,69 +1,141 @@
 // Depthwise causal convolution over time with its rolling state, then SiLU.
 //
-// A thread owns N neighbouring channels (16 bytes of them where alignment allows) and a run of tokens; its window of
-// the last W inputs lives in registers, so that an input is read once per run, plus W - 1 inputs before the run.
-// Only the block that owns a sequence's first run reads the old state, and that same block writes the new one, after
-// all it had to read: with state_in == state_out no other block can see either.
+// A thread owns N neighbouring channels (one where alignment or little work asks for it) and a run of tokens; its window of
+// the last W - 1 inputs lives in registers, so that an input is read once per run, plus W - 1 inputs before the run.
+// Inputs come a group of rows at a time, one group ahead of the one at work.
+// Only the thread that owns a sequence's first run reads the old state, and that same thread writes the new one, after
+// all it had to read: with state_in == state_out no other thread can see either.
 #pragma once
 
 #include "../common/convert.cuh"
 #include "../common/host.cuh"
-#include "../common/math.cuh"
 #include "../common/sequences.cuh"
+#include "../norm/rows.cuh"
 #include "conv.h"
+
+// Open to a sweep by -D (README.md).
+#ifndef GDN_CONV_CHANNELS
+#define GDN_CONV_CHANNELS 4   // a thread, where rows are aligned for it and it is at most 16 bytes
+#endif
+#ifndef GDN_CONV_GROUP
+#define GDN_CONV_GROUP 4      // rows a load group
+#endif
+#ifndef GDN_CONV_ACROSS
+#define GDN_CONV_ACROSS 128   // threads of a block side by side over channels; the rest of its 128 are further runs
+#endif
+#ifndef GDN_CONV_WAVES
+#define GDN_CONV_WAVES 1      // fillings of the card, at least, that inputs are cut into
+#endif
+#ifndef GDN_CONV_MAX_RUN
+#define GDN_CONV_MAX_RUN 256
+#endif
+#ifndef GDN_CONV_REGISTERS
+#define GDN_CONV_REGISTERS 32 // a thread's, besides weights, window, rows and two a tap
+#endif
 
 namespace gdn {
 namespace conv {
 
 constexpr int kThreads = 128;
-constexpr int kAhead = 8;    // inputs a thread loads before it uses the first
-constexpr int kMinRun = 8;   // tokens a run, at least: more than W - 1, so that only a first run reaches the old state
+constexpr int kAcross = GDN_CONV_ACROSS, kRunsPerBlock = kThreads / kAcross;
+constexpr int64_t kMaxGridYZ = 65535;
 
 struct Plan {
-  int32_t channel_blocks;
-  int32_t runs;      // runs of tokens a sequence
-  int32_t run;       // tokens a run
+  int32_t first_seq;    // of this launch
+  int32_t runs;         // runs of tokens a sequence
+  int32_t run;          // tokens a run
 };
 
-// `count` consecutive weights, 16 bytes at a time where the type's size and the address allow.
-template <typename T, int count> __device__ __forceinline__ void load_weights(const T *w, float (&x)[count]) {
-  constexpr int kVec = 16 / sizeof(T);
-  if (count % kVec == 0 && reinterpret_cast<uintptr_t>(w) % 16 == 0) {
+// What a kernel is made of.
+template <typename T, int W, int N> struct Shape {
+  static constexpr int kGroup = N * sizeof(T) >= 8 ? GDN_CONV_GROUP : 8;
+  // A run is no shorter than this, nor than W - 1: only a first run may reach the old state.
+  static constexpr int kMinRun = kGroup >= 8 || W - 1 > 4 ? 8 : 4;
+  static constexpr int kRowWords = N * sizeof(T) >= 4 ? N * sizeof(T) / 4 : 1;
+  static constexpr int kRegisters = N * (2 * W - 1) + 2 * kGroup * kRowWords + 2 * W + GDN_CONV_REGISTERS;
+  static constexpr int kFit = 65536 / (kThreads * kRegisters);
+  static constexpr int kBlocks = kFit < 1 ? 1 : kFit > 8 ? 8 : kFit;    // a multiprocessor
+};
+
+// One token: `window` holds the last W - 1 inputs, oldest first, and moves on.
+template <bool SILU, typename T, int W, int N>
+__device__ __forceinline__ void token(const Row<T, N> &row, const float (&weight)[N * W], float (&window)[W - 1][N], T *y) {
+  float out[N];
 #pragma unroll
-    for (int m = 0; m < count / kVec; ++m) {
-      float y[kVec];
-      load_pack<T, kVec>(w + m * kVec, y);
+  for (int i = 0; i < N; ++i) {
+    const float now = row[i];
+    float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) x[m * kVec + i] = y[i];
+    for (int j = 0; j < W - 1; ++j) sum = fmaf(weight[i * W + j], window[j][i], sum);
+    sum = fmaf(weight[i * W + W - 1], now, sum);
+    out[i] = SILU ? sum * row_sigmoid(sum) : sum;
+#pragma unroll
+    for (int j = 0; j < W - 2; ++j) window[j][i] = window[j + 1][i];
+    window[W - 2][i] = now;
+  }
+  store_row(y, out);
+}
+
+// `left` tokens, the first group of which has been loaded; `x` is where the second begins.
+template <bool SILU, typename T, int W, int N, int G>
+__device__ __forceinline__ void walk(Row<T, N> (&next)[G], const T *x, int64_t x_stride, T *y, int64_t y_stride, int left,
+                                     const float (&weight)[N * W], float (&window)[W - 1][N]) {
+#pragma unroll 1
+  for (; left > 0; left -= G) {
+    Row<T, N> rows[G];
+#pragma unroll
+    for (int u = 0; u < G; ++u) rows[u] = next[u];
+    load_group(next, x, x_stride, left - G);
+    if (left >= G) {
+#pragma unroll
+      for (int u = 0; u < G; ++u, y += y_stride) token<SILU, T, W, N>(rows[u], weight, window, y);
+    } else {
+#pragma unroll
+      for (int u = 0; u < G; ++u, y += y_stride) {
+        if (u >= left) break;
+        token<SILU, T, W, N>(rows[u], weight, window, y);
+      }
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < count; ++i) x[i] = to_float(w[i]);
   }
 }
 
 template <typename T, int W, int N>
-__global__ void __launch_bounds__(kThreads, 1) conv_kernel(const __grid_constant__ gdn_conv_params p,
-                                                        const __grid_constant__ Plan plan) {
-  int block = blockIdx.x;
-  const int channel = (block % plan.channel_blocks * kThreads + static_cast<int>(threadIdx.x)) * N;
-  block /= plan.channel_blocks;
-  const int first_run = block % plan.runs, n = block / plan.runs;
+__global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
+    conv_kernel(const __grid_constant__ gdn_conv_params p, const __grid_constant__ Plan plan) {
+  constexpr int G = Shape<T, W, N>::kGroup;
+  const int channel = (blockIdx.x * kAcross + threadIdx.x % kAcross) * N;
+  const int first_run = blockIdx.y * kRunsPerBlock + threadIdx.x / kAcross;
+  const int n = plan.first_seq + blockIdx.z;
   if (channel >= p.channels) return;
 
   const Tokens seq = tokens_of(p.seqs, n);
-  const T *x = static_cast<const T *>(p.x.ptr) + n * p.x.seq_stride + seq.first * p.x.token_stride + channel;
-  T *y = static_cast<T *>(const_cast<void *>(p.y.ptr)) + n * p.y.seq_stride + seq.first * p.y.token_stride + channel;
-  const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
+  const int64_t x_stride = p.x.token_stride, y_stride = p.y.token_stride;
+  const T *x = static_cast<const T *>(p.x.ptr) + n * p.x.seq_stride + seq.first * x_stride + channel;
+  T *y = static_cast<T *>(const_cast<void *>(p.y.ptr)) + n * p.y.seq_stride + seq.first * y_stride + channel;
 
+  // The first inputs are on their way before anything else is asked for.
+  Row<T, N> next[G];
+  int t0 = first_run * plan.run;
+  const T *from = x + t0 * x_stride;
+  load_group(next, from, x_stride, min(plan.run, seq.count - t0));
+
+  const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
   if (in_slot < 0 || out_slot < 0) {    // padding
     const float zero[N] = {};
-    for (int t0 = first_run * plan.run; t0 < seq.count; t0 += plan.runs * plan.run)
-      for (int t = t0; t < min(t0 + plan.run, seq.count); ++t) store_pack<T, N>(y + t * p.y.token_stride, zero);
+    for (; t0 < seq.count; t0 += plan.runs * plan.run)
+      for (int t = t0; t < min(t0 + plan.run, seq.count); ++t) store_row(y + t * y_stride, zero);
     return;
   }
   const T *old_state = static_cast<const T *>(p.state_in) + in_slot * p.in_slots.slot_stride + channel;
   T *new_state = static_cast<T *>(p.state_out) + out_slot * p.out_slots.slot_stride + channel;
+
+  Row<T, N> before[W - 1];    // the inputs before the run
+  if (t0 < seq.count) {
+    const T *at = t0 == 0 ? old_state : x + (t0 - (W - 1)) * x_stride;
+    const int64_t stride = t0 == 0 ? static_cast<int64_t>(p.channels) : x_stride;
+#pragma unroll
+    for (int j = 0; j < W - 1; ++j, at += stride) before[j] = load_row<T, N>(at);
+  }
 
   float weight[N * W];    // [channel][tap]
   {
@@ -73,39 +145,22 @@ __global__ void __launch_bounds__(kThreads, 1) conv_kernel(const __grid_constant
     else load_weights(static_cast<const __half *>(p.weight) + at, weight);
   }
 
-  float window[W][N];    // the last W - 1 inputs, oldest first, then the current one
-
-  // More runs than the host foresaw are taken in turn.
-  for (int t0 = first_run * plan.run; t0 < seq.count; t0 += plan.runs * plan.run) {
-    const int end = min(t0 + plan.run, seq.count);
+  float window[W - 1][N];
+  while (t0 < seq.count) {
 #pragma unroll
-    for (int j = 0; j < W - 1; ++j) {
-      const int t = t0 - (W - 1) + j;
-      load_pack<T, N>(t < 0 ? old_state + static_cast<int64_t>(t + W - 1) * p.channels : x + t * p.x.token_stride,
-                      window[j]);
-    }
-    for (int t = t0; t < end; t += kAhead) {
-      Pack<T, N> ahead[kAhead];    // as they come, in half the registers
+    for (int j = 0; j < W - 1; ++j)
 #pragma unroll
-      for (int u = 0; u < kAhead; ++u)
-        ahead[u] = *reinterpret_cast<const Pack<T, N> *>(x + min(t + u, end - 1) * p.x.token_stride);
+      for (int i = 0; i < N; ++i) window[j][i] = before[j][i];
+    const int tokens = min(plan.run, seq.count - t0);
+    if (p.silu) walk<true, T, W, N>(next, from, x_stride, y + t0 * y_stride, y_stride, tokens, weight, window);
+    else walk<false, T, W, N>(next, from, x_stride, y + t0 * y_stride, y_stride, tokens, weight, window);
+    // More runs than the host foresaw are taken in turn.
+    t0 += plan.runs * plan.run;
+    if (t0 >= seq.count) break;
+    from = x + (t0 - (W - 1)) * x_stride;
 #pragma unroll
-      for (int u = 0; u < kAhead; ++u) {
-        if (t + u >= end) break;
-        float out[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          window[W - 1][i] = to_float(ahead[u].x[i]);
-          float sum = 0.f;
-#pragma unroll
-          for (int j = 0; j < W; ++j) sum = fmaf(weight[i * W + j], window[j][i], sum);
-          out[i] = p.silu ? fast_silu(sum) : sum;
-#pragma unroll
-          for (int j = 0; j < W - 1; ++j) window[j][i] = window[j + 1][i];
-        }
-        store_pack<T, N>(y + (t + u) * p.y.token_stride, out);
-      }
-    }
+    for (int j = 0; j < W - 1; ++j, from += x_stride) before[j] = load_row<T, N>(from);
+    load_group(next, from, x_stride, min(plan.run, seq.count - t0));
   }
 
   if (first_run == 0) {
@@ -115,42 +170,47 @@ __global__ void __launch_bounds__(kThreads, 1) conv_kernel(const __grid_constant
 #pragma unroll
       for (int j = 0; j < W - 1; ++j) {
         const int t = seq.count - (W - 1) + j;
-        load_pack<T, N>(t < 0 ? old_state + static_cast<int64_t>(t + W - 1) * p.channels : x + t * p.x.token_stride,
-                        window[j]);
+        load_pack<T, N>(t < 0 ? old_state + static_cast<int64_t>(t + W - 1) * p.channels : x + t * x_stride, window[j]);
       }
     }
 #pragma unroll
-    for (int j = 0; j < W - 1; ++j) store_pack<T, N>(new_state + static_cast<int64_t>(j) * p.channels, window[j]);
+    for (int j = 0; j < W - 1; ++j) store_row(new_state + static_cast<int64_t>(j) * p.channels, window[j]);
   }
 }
 
 template <typename T, int W, int N> int launch(const gdn_conv_params &p, int sms, cudaStream_t stream) {
-  Plan plan;
-  plan.channel_blocks = static_cast<int32_t>(ceil_div(p.channels, kThreads * N));
-  // Long runs read fewer inputs twice; short ones fill the card. 8 tokens at least, 64 at most.
+  using S = Shape<T, W, N>;
+  static_assert(S::kMinRun >= W - 1, "a later run would need the old state");
+  // One run a thread the card has room for, so that inputs are read twice as rarely as can be; of very long inputs
+  // several, all full.
   const int64_t tokens = max_tokens(p.seqs) > 0 ? max_tokens(p.seqs) : 1;
-  const int64_t columns = static_cast<int64_t>(p.seqs.num_seqs) * plan.channel_blocks;
-  static_assert(kMinRun > W - 1, "a later run would need the old state");
-  int64_t run = 64;
-  while (run > kMinRun && columns * ceil_div(tokens, run) < 8LL * sms) run /= 2;
-  plan.run = static_cast<int32_t>(run);
-  plan.runs = static_cast<int32_t>(ceil_div(tokens, run));
-  const int64_t blocks = columns * plan.runs;
-  if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
-  conv_kernel<T, W, N><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p, plan);
+  const int64_t channel_blocks = ceil_div(p.channels, kAcross * N), columns = channel_blocks * p.seqs.num_seqs;
+  const int64_t full = static_cast<int64_t>(sms) * S::kBlocks * kRunsPerBlock;
+  const int64_t least = ceil_div(columns * tokens, GDN_CONV_MAX_RUN * full);
+  const int64_t room = (least > GDN_CONV_WAVES ? least : GDN_CONV_WAVES) * full / columns;
+  int64_t run = ceil_div(ceil_div(tokens, room > 1 ? room : 1), S::kGroup) * S::kGroup;
+  if (run < S::kMinRun) run = S::kMinRun;
+  int64_t run_blocks = ceil_div(ceil_div(tokens, run), kRunsPerBlock);
+  if (run_blocks > kMaxGridYZ) run_blocks = kMaxGridYZ;
+  Plan plan = {0, static_cast<int32_t>(run_blocks * kRunsPerBlock), static_cast<int32_t>(run)};
+  while (plan.first_seq < p.seqs.num_seqs) {
+    const int32_t rest = p.seqs.num_seqs - plan.first_seq, seqs = rest < kMaxGridYZ ? rest : kMaxGridYZ;
+    const dim3 grid(static_cast<unsigned>(channel_blocks), static_cast<unsigned>(run_blocks), static_cast<unsigned>(seqs));
+    conv_kernel<T, W, N><<<grid, kThreads, 0, stream>>>(p, plan);
+    plan.first_seq += seqs;
+  }
   return launched();
 }
 
 template <typename T, int W> int with_width(const gdn_conv_params &p, int sms, cudaStream_t stream) {
-  constexpr int kVec = 16 / sizeof(T);
+  constexpr int kMost = 16 / sizeof(T), kVec = GDN_CONV_CHANNELS < kMost ? GDN_CONV_CHANNELS : kMost;
+  constexpr int kBytes = kVec * sizeof(T);
   const bool vec = p.channels % kVec == 0 && aligned_tokens(p.x, kVec, p.io_dtype) &&
-                   aligned_tokens(p.y, kVec, p.io_dtype) && aligned(p.state_in, 16) && aligned(p.state_out, 16) &&
+                   aligned_tokens(p.y, kVec, p.io_dtype) && aligned(p.state_in, kBytes) && aligned(p.state_out, kBytes) &&
                    p.in_slots.slot_stride % kVec == 0 && p.out_slots.slot_stride % kVec == 0;
-  // Measured: wide threads win for one token a sequence, but for the smallest batches, and for the longest inputs; between
-  // them a thread a channel has more warps to hide the latency behind.
+  // Wide threads, but for so little work that they would leave most of the card idle.
   const int64_t work = static_cast<int64_t>(p.seqs.num_seqs) * max_tokens(p.seqs) * p.channels;
-  const int64_t enough = max_tokens(p.seqs) < kMinRun ? 512LL * sms : 256LL * 1024 * sms;
-  if (vec && work >= enough) return launch<T, W, kVec>(p, sms, stream);
+  if (vec && work >= 512LL * sms) return launch<T, W, kVec>(p, sms, stream);
   return launch<T, W, 1>(p, sms, stream);
 }
 

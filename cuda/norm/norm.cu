@@ -1,95 +1,128 @@
 // gdn_norm: gated RMSNorm, out = x * rsqrt(mean(x^2) + eps) * weight * act(z).
 //
-// A row is shared by the fewest lanes (a power of two) that can read it in one pass of 16 bytes a lane; a warp takes
-// 32 / lanes rows at a time. The weight of a thread's columns stays in its registers while it goes from row to row.
-#include "../common/convert.cuh"
+// A row is shared by the fewest lanes (a power of two) that can read it in one pass of 16 bytes a lane. They take the
+// rows of one head at up to kTokens tokens, all of which are on their way before the first is used.
 #include "../common/host.cuh"
 #include "../common/math.cuh"
+#include "rows.cuh"
+
+// Open to a sweep by -D (README.md).
+#ifndef GDN_NORM_THREADS
+#define GDN_NORM_THREADS 128
+#endif
+#ifndef GDN_NORM_TOKENS
+#define GDN_NORM_TOKENS 4
+#endif
+#ifndef GDN_NORM_BLOCKS
+#define GDN_NORM_BLOCKS (896 / GDN_NORM_THREADS)
+#endif
 
 namespace gdn {
 namespace norm {
 
-constexpr int kThreads = 128;
-constexpr int kUnroll = 2;    // rows a thread works on at once, to have more loads in flight
+constexpr int kThreads = GDN_NORM_THREADS;
+// Tokens a group of lanes, at most; a lane of several loads a row takes fewer.
+template <int ITEMS> constexpr int kTokens = GDN_NORM_TOKENS / ITEMS < 1 ? 1 : GDN_NORM_TOKENS / ITEMS;
+constexpr int kBlocks = GDN_NORM_BLOCKS;    // a multiprocessor
 
-// N elements a load, up to ITEMS loads a lane.
-template <typename T, int N, int ITEMS>
-__global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ gdn_norm_params p, int lanes) {
-  const int sub = threadIdx.x % lanes;
-  const int64_t rows = p.tokens * p.heads, groups = static_cast<int64_t>(gridDim.x) * (kThreads / lanes);
-  const int64_t group = static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
+struct Plan {
+  const void *x, *z;    // of the first token of this launch
+  void *out;
+  uint32_t tokens, heads;
+  uint32_t groups;      // of lanes: heads times pieces of `each` tokens
+  uint32_t divide;      // the high half of a group's number times this is its quotient by heads; 0: divide
+  int32_t each;
+  float mean;           // 1 / head_v
+};
 
-  float weight[ITEMS][N];
+// N elements a load, ITEMS loads a lane, LANES lanes a row.
+template <typename T, int N, int ITEMS, int LANES>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    norm_kernel(const __grid_constant__ gdn_norm_params p, const __grid_constant__ Plan plan) {
+  const uint32_t group = blockIdx.x * (kThreads / LANES) + threadIdx.x / LANES;
+  const uint32_t piece = plan.divide ? __umulhi(group, plan.divide) : group / plan.heads;
+  const uint32_t head = group - piece * plan.heads, first = piece * plan.each;
+  const int col = threadIdx.x % LANES * N;
+  // A group past the last one has no tokens, but takes part in shuffles.
+  const int count = group < plan.groups ? min(static_cast<uint32_t>(plan.each), plan.tokens - first) : 0;
+
+  const T *x = static_cast<const T *>(plan.x) + first * p.x.token_stride + head * p.x.head_stride + col;
+  const T *z = static_cast<const T *>(plan.z) + first * p.z.token_stride + head * p.z.head_stride + col;
+  Row<T, N> xs[ITEMS][kTokens<ITEMS>], zs[ITEMS][kTokens<ITEMS>];
 #pragma unroll
-  for (int m = 0; m < ITEMS; ++m)
+  for (int m = 0; m < ITEMS; ++m) {
+    const int left = col + m * LANES * N < p.head_v ? count : 0;
+    const T *from_x = x + m * LANES * N, *from_z = z + m * LANES * N;
+    load_group(xs[m], from_x, p.x.token_stride, left);
+    load_group(zs[m], from_z, p.z.token_stride, left);
+  }
+
+  float weight[ITEMS][N] = {};
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const int col = (sub + m * lanes) * N + i;
-      weight[m][i] = col < p.head_v ? load_any(p.weight, col, p.weight_dtype) : 0.f;
+  for (int m = 0; m < ITEMS; ++m) {
+    const int at = col + m * LANES * N;
+    if (at < p.head_v) {
+      if (p.weight_dtype == GDN_F32) load_weights(static_cast<const float *>(p.weight) + at, weight[m]);
+      else if (p.weight_dtype == GDN_BF16) load_weights(static_cast<const __nv_bfloat16 *>(p.weight) + at, weight[m]);
+      else load_weights(static_cast<const __half *>(p.weight) + at, weight[m]);
     }
+  }
 
-  const float mean = 1.f / p.head_v;
-  // 64-bit division costs as much as the rest of a row.
-  const bool small = rows <= 0xffffffffLL;
-
-  // The bound is the same for all lanes of a warp, because shuffles follow.
-  const int64_t warp_group = group - threadIdx.x % 32 / lanes;
-  for (int64_t shift = 0; warp_group + shift < rows; shift += groups * kUnroll) {
-    float x[kUnroll][ITEMS][N], z[kUnroll][ITEMS][N];
-    int64_t out_at[kUnroll];
+  T *out = static_cast<T *>(plan.out) + first * p.out.token_stride + head * p.out.head_stride + col;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t row = group + shift + u * groups;
-      const int64_t token = small ? static_cast<uint32_t>(row) / static_cast<uint32_t>(p.heads) : row / p.heads;
-      const int64_t head = row - token * p.heads;
-      out_at[u] = row < rows ? token * p.out.token_stride + head * p.out.head_stride : -1;
-      const T *xp = static_cast<const T *>(p.x.ptr) + token * p.x.token_stride + head * p.x.head_stride;
-      const T *zp = static_cast<const T *>(p.z.ptr) + token * p.z.token_stride + head * p.z.head_stride;
+  for (int u = 0; u < kTokens<ITEMS>; ++u, out += p.out.token_stride) {
+    if (u >= plan.each) break;    // all lanes alike
+    float sum = 0.f;
 #pragma unroll
-      for (int m = 0; m < ITEMS; ++m) {
-        const int col = (sub + m * lanes) * N;
-        if (row < rows && col < p.head_v) {
-          load_pack<T, N>(xp + col, x[u][m]);
-          load_pack<T, N>(zp + col, z[u][m]);
-        } else {
+    for (int m = 0; m < ITEMS; ++m) {
+      float more = sum;
 #pragma unroll
-          for (int i = 0; i < N; ++i) x[u][m][i] = z[u][m][i] = 0.f;
-        }
-      }
+      for (int i = 0; i < N; ++i) more = fmaf(xs[m][u][i], xs[m][u][i], more);
+      sum = col + m * LANES * N < p.head_v ? more : sum;
     }
+    const float scale = rsqrtf(group_sum<LANES>(sum) * plan.mean + p.eps);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      float sum = 0.f;
+    for (int m = 0; m < ITEMS; ++m) {
+      if (u >= count || col + m * LANES * N >= p.head_v) continue;
+      float y[N];
 #pragma unroll
-      for (int m = 0; m < ITEMS; ++m)
-#pragma unroll
-        for (int i = 0; i < N; ++i) sum = fmaf(x[u][m][i], x[u][m][i], sum);
-      for (int d = lanes / 2; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-      const float scale = rsqrtf(sum * mean + p.eps);
-      if (out_at[u] < 0) continue;
-      T *out = static_cast<T *>(const_cast<void *>(p.out.ptr)) + out_at[u];
-#pragma unroll
-      for (int m = 0; m < ITEMS; ++m) {
-        const int col = (sub + m * lanes) * N;
-        float y[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-          y[i] = x[u][m][i] * scale * weight[m][i] * (p.sigmoid ? fast_sigmoid(z[u][m][i]) : fast_silu(z[u][m][i]));
-        if (col < p.head_v) store_pack<T, N>(out + col, y);
+      for (int i = 0; i < N; ++i) {
+        const float gate = zs[m][u][i], s = row_sigmoid(gate);
+        y[i] = xs[m][u][i] * scale * weight[m][i] * (p.sigmoid ? s : gate * s);
       }
+      store_row(out + m * LANES * N, y);
     }
   }
 }
 
-template <typename T, int N, int ITEMS> int launch(const gdn_norm_params &p, int sms, cudaStream_t stream) {
-  int lanes = 1;
-  while (lanes < 32 && lanes * N < p.head_v) lanes *= 2;
-  const int64_t rows = p.tokens * p.heads, rows_per_block = kThreads / lanes;
-  // One row a thread until the card is full, then kUnroll rows, then more.
-  const int64_t blocks = ceil_div(rows, rows_per_block), full = 16LL * sms;
-  const int64_t grid = blocks < full ? blocks : full;
-  norm_kernel<T, N, ITEMS><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(p, lanes);
+template <typename T, int N, int ITEMS, int LANES> int launch(const gdn_norm_params &p, int sms, cudaStream_t stream) {
+  constexpr int64_t kGroups = kThreads / LANES, kMost = 1LL << 29;    // groups a block, a launch
+  const auto at = [](const gdn_heads &x, int64_t token) { return static_cast<const T *>(x.ptr) + token * x.token_stride; };
+  // One token a group until the card is full.
+  const int64_t full = sms * kBlocks * kGroups, wanted = ceil_div(p.tokens * p.heads, full);
+  const int64_t each = wanted < kTokens<ITEMS> ? wanted : kTokens<ITEMS>;
+  const int64_t most = (p.heads < kMost ? kMost / p.heads : 1) * each;
+  for (int64_t token = 0; token < p.tokens; token += most) {
+    const int64_t tokens = p.tokens - token < most ? p.tokens - token : most, groups = ceil_div(tokens, each) * p.heads;
+    // ceil(2^32 / heads) divides exactly as long as its error, less than heads a group, stays below 2^32 in all.
+    const bool multiply = p.heads > 1 && groups + kGroups < (1LL << 32) / p.heads;
+    const Plan plan = {at(p.x, token), at(p.z, token), const_cast<T *>(at(p.out, token)), static_cast<uint32_t>(tokens),
+                       static_cast<uint32_t>(p.heads), static_cast<uint32_t>(groups),
+                       multiply ? static_cast<uint32_t>(ceil_div(1LL << 32, p.heads)) : 0, static_cast<int32_t>(each),
+                       1.f / p.head_v};
+    norm_kernel<T, N, ITEMS, LANES><<<static_cast<unsigned>(ceil_div(groups, kGroups)), kThreads, 0, stream>>>(p, plan);
+  }
   return launched();
+}
+
+template <typename T, int N> int with_lanes(const gdn_norm_params &p, int sms, cudaStream_t stream) {
+  if (p.head_v <= N) return launch<T, N, 1, 1>(p, sms, stream);
+  if (p.head_v <= 2 * N) return launch<T, N, 1, 2>(p, sms, stream);
+  if (p.head_v <= 4 * N) return launch<T, N, 1, 4>(p, sms, stream);
+  if (p.head_v <= 8 * N) return launch<T, N, 1, 8>(p, sms, stream);
+  if (p.head_v <= 16 * N) return launch<T, N, 1, 16>(p, sms, stream);
+  if (p.head_v <= 32 * N) return launch<T, N, 1, 32>(p, sms, stream);
+  return launch<T, N, (256 + 32 * N - 1) / (32 * N), 32>(p, sms, stream);
 }
 
 }  // namespace norm
@@ -115,7 +148,7 @@ extern "C" int gdn_norm(const gdn_norm_params *params, cudaStream_t stream) {
     bool vec = p.head_v % kVec == 0;
     for (const gdn_heads *x : {&p.x, &p.z, &p.out})
       vec = vec && aligned(x->ptr, 16) && x->token_stride % kVec == 0 && x->head_stride % kVec == 0;
-    if (vec) return norm::launch<T, kVec, 256 / (32 * kVec)>(p, sms, stream);
-    return norm::launch<T, 1, 8>(p, sms, stream);
+    if (vec) return norm::with_lanes<T, kVec>(p, sms, stream);
+    return norm::with_lanes<T, 1>(p, sms, stream);
   });
 }

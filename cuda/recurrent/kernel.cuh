@@ -321,6 +321,16 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
                       ((token + t0 + t) * p.num_v_heads + head) * head_v * head_k);
         }
       }
+      // Checkpoints lie at multiples of GDN_CHUNK, which are ends of stages; decode never gets there.
+      if constexpr (AHEAD) {
+        static_assert(GDN_CHUNK % S::kMaxStage == 0, "a checkpoint inside a stage");
+        const int done = t0 + count;
+        if (p.checkpoints && done % p.checkpoint_tokens == 0) {
+          const int64_t token = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
+          const int64_t row = token / p.checkpoint_tokens + done / p.checkpoint_tokens - 1;
+          store_state(static_cast<ST *>(p.checkpoints) + (row * p.num_v_heads + head) * head_v * head_k);
+        }
+      }
       GDN_PROFILED(stamps.lap(profile::kUpdate);)
     }
     __syncthreads();
@@ -334,13 +344,18 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   }
 }
 
+// Rows of states and of all their copies can be read and written four elements at a time, when K is a multiple of 4.
+inline bool aligned_states(const gdn_rule_params &p) {
+  return aligned_state(p, 4) && aligned(p.checkpoints, 4 * dtype_size(p.state_dtype));
+}
+
 template <typename T, typename ST, int E, int ROWS, bool EXACT, bool AHEAD>
 int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   using S = Shape<E, ROWS, AHEAD>;
   Plan plan;
   plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, S::kTile));
   plan.vec_qk = p.head_k % 4 == 0 && aligned_rows(p.q, 4, p.io_dtype) && aligned_rows(p.k, 4, p.io_dtype);
-  plan.vec_state = p.head_k % 4 == 0 && aligned_state(p, 4);
+  plan.vec_state = p.head_k % 4 == 0 && aligned_states(p);
   plan.keep_state = state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots);
   const int32_t tokens = max_tokens(p.seqs);
   plan.stage = AHEAD || tokens > S::kMaxStage ? S::kMaxStage : tokens < 1 ? 1 : tokens;

@@ -5,7 +5,7 @@
 namespace gdn {
 
 bool recurrent_128_takes(const gdn_rule_params &p) {
-  return p.head_k == 128 && p.head_v == 128 && aligned_state(p, 4) && aligned_rows(p.q, 4, p.io_dtype) &&
+  return p.head_k == 128 && p.head_v == 128 && recurrent::aligned_states(p) && aligned_rows(p.q, 4, p.io_dtype) &&
          aligned_rows(p.k, 4, p.io_dtype);
 }
 

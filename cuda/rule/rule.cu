@@ -2,6 +2,7 @@
 #include "../chunked/chunked.h"
 #include "../common/host.cuh"
 #include "../decode/decode.h"
+#include "../prefill/prefill.h"
 #include "../recurrent/recurrent.h"
 
 namespace gdn {
@@ -12,7 +13,9 @@ int check(const gdn_rule_params &p) {
   if (p.state_dtype != GDN_F32 && p.state_dtype != GDN_BF16) return GDN_BAD_DTYPE;
   if (p.num_k_heads < 1 || p.num_v_heads < 1 || p.num_v_heads % p.num_k_heads != 0) return GDN_BAD_HEADS;
   if (p.head_k < 1 || p.head_k > 256 || p.head_v < 1 || p.head_v > 256) return GDN_BAD_HEAD_DIM;
-  if (p.algo < GDN_AUTO || p.algo > GDN_DECODE_128) return GDN_BAD_ALGO;
+  if (p.algo < GDN_AUTO || p.algo > GDN_CHUNKED_SM90) return GDN_BAD_ALGO;
+  if (p.checkpoints && (p.checkpoint_tokens <= 0 || p.checkpoint_tokens % GDN_CHUNK != 0)) return GDN_BAD_CHECKPOINTS;
+  if (p.segments < 0 || (p.seqs.cu_seqlens && p.seqs.total_tokens < 0)) return GDN_BAD_LENGTH;
   if (const int status = check_sequences(p.seqs)) return status;
   if (const int status = check_slots(p.in_slots)) return status;
   if (const int status = check_slots(p.out_slots)) return status;
@@ -26,10 +29,19 @@ bool any_null(const gdn_rule_params &p) {
   return max_tokens(p.seqs) > 0 && (!p.q.ptr || !p.k.ptr || !p.v.ptr || !p.a.ptr || !p.b.ptr || !p.o.ptr);
 }
 
+// From here on the chunk form is faster than the recurrence (README.md).
+constexpr int32_t kChunkedTokens = 32;
+
 // The kernel that runs for checked parameters: the one asked for, or the best that takes them, by measured bounds
 // (README.md). GDN_AUTO when the one asked for does not take them.
 int choose(const gdn_rule_params &p, int32_t *algo) {
-  const bool takes[] = {true, true, recurrent_128_takes(p), !p.token_states, decode_128_takes(p)};
+  const bool takes[] = {true,
+                        true,
+                        recurrent_128_takes(p),
+                        !p.token_states && !p.checkpoints,
+                        decode_128_takes(p),
+                        chunked_sm80_takes(p),
+                        chunked_sm90_takes(p)};
   *algo = takes[p.algo] ? p.algo : GDN_AUTO;
   if (p.algo != GDN_AUTO) return GDN_OK;
   int sms = 0;
@@ -39,6 +51,8 @@ int choose(const gdn_rule_params &p, int32_t *algo) {
   const int32_t tokens = max_tokens(p.seqs);
   const bool several = tokens <= 8 && static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads > sms;
   *algo = takes[GDN_DECODE_128] && (tokens <= 1 || several) ? GDN_DECODE_128
+          : tokens >= kChunkedTokens && takes[GDN_CHUNKED_SM90] ? GDN_CHUNKED_SM90
+          : tokens >= kChunkedTokens && takes[GDN_CHUNKED_SM80] ? GDN_CHUNKED_SM80
           : takes[GDN_RECURRENT_128]                        ? GDN_RECURRENT_128
                                                             : GDN_RECURRENT;
   return GDN_OK;
@@ -53,6 +67,15 @@ extern "C" int gdn_rule_choice(const gdn_rule_params *params, int32_t *algo) {
   if (const int status = check(*params)) return status;
   if (const int status = choose(*params, algo)) return status;
   return *algo == GDN_AUTO ? GDN_BAD_ALGO : GDN_OK;
+}
+
+extern "C" int gdn_rule_workspace(const gdn_rule_params *params, int64_t *bytes) {
+  using namespace gdn;
+  if (!bytes) return GDN_NULL_POINTER;
+  int32_t algo = GDN_AUTO;
+  if (const int status = gdn_rule_choice(params, &algo)) return status;
+  *bytes = 0;
+  return algo == GDN_CHUNKED_SM80 || algo == GDN_CHUNKED_SM90 ? chunked_workspace(*params, algo, bytes) : GDN_OK;
 }
 
 extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
@@ -72,6 +95,8 @@ extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
     case GDN_RECURRENT_128: return launch_recurrent_128(p, stream);
     case GDN_CHUNKED: return launch_chunked(p, stream);
     case GDN_DECODE_128: return launch_decode_128(p, stream);
+    case GDN_CHUNKED_SM80:
+    case GDN_CHUNKED_SM90: return launch_chunked_tensor(p, algo, stream);
   }
   return GDN_BAD_ALGO;
 }

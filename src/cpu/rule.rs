@@ -30,36 +30,33 @@ pub(crate) struct Rule<'a, T> {
 }
 
 impl<T: Element> Rule<'_, T> {
-    /// Writes o, contiguous `[tokens, HV, V]`, and advances `state`, `[slot, HV, V, K]` with contiguous slots. Where
-    /// there are `token_states`, contiguous `[tokens, HV, V, K]`, they take the state after every token; not when
-    /// chunked.
-    pub fn run<S: Stored>(&self, out: &mut [T], state: &mut [S], token_states: Option<&mut [S]>) {
+    /// Writes o, contiguous `[tokens, HV, V]`, and advances `state`, `[slot, HV, V, K]` with contiguous slots; copies of
+    /// the state go where `copies` says.
+    pub fn run<S: Stored>(&self, out: &mut [T], state: &mut [S], copies: Copies<'_, S>) {
         let Dims { value_heads, key_dim, value_dim, .. } = self.dims;
         let head_size = value_dim * key_dim;
         let tasks = self.seqs.count * value_heads;
         let work = head_size * (self.seqs.total_tokens().div_ceil(self.seqs.count.max(1)));
-        let (out, state, token_states) = (Shared::new(out), Shared::new(state), token_states.map(Shared::new));
+        let (out, state) = (Shared::new(out), Shared::new(state));
+        let copies = SharedCopies {
+            every_token: copies.every_token.map(Shared::new),
+            checkpoints: copies.checkpoints.map(Shared::new),
+            every: copies.every,
+        };
         parallel(tasks, work, |task| {
             let (n, h) = (task / value_heads, task % value_heads);
             match self.slots.offset(n) {
                 // SAFETY: slots are distinct, so each task owns its head of its slot.
                 Some(slot) => {
                     let state = unsafe { state.part(slot + h * head_size, head_size) };
-                    self.head(n, h, &out, state, token_states.as_ref());
+                    self.head(n, h, &out, state, &copies);
                 }
                 None => self.zero(n, h, &out),
             }
         });
     }
 
-    fn head<S: Stored>(
-        &self,
-        n: usize,
-        h: usize,
-        out: &Shared<'_, T>,
-        state: &mut [S],
-        token_states: Option<&Shared<'_, S>>,
-    ) {
+    fn head<S: Stored>(&self, n: usize, h: usize, out: &Shared<'_, T>, state: &mut [S], copies: &SharedCopies<'_, S>) {
         let (first, tokens) = self.seqs.range(n);
         if tokens == 0 {
             return;
@@ -67,22 +64,30 @@ impl<T: Element> Rule<'_, T> {
         let key_head = h / (self.dims.value_heads / self.dims.key_heads);
         let head = Head { rule: self, n, h, key_head, first, tokens, out_token: self.seqs.out_token(n), out };
         S::in_f32(state, |state| {
+            let store = |to: &Shared<'_, S>, row: usize, state: &[f32]| {
+                let start = (row * self.dims.value_heads + h) * state.len();
+                // SAFETY: a head of a token, and so of a checkpoint, belongs to one task.
+                S::store(state, unsafe { to.part(start, state.len()) });
+            };
+            let keep = |done: usize, state: &[f32]| {
+                if let Some(to) = &copies.checkpoints {
+                    store(to, head.out_token / copies.every + done / copies.every - 1, state);
+                }
+            };
+            let every = copies.checkpoints.as_ref().map_or(usize::MAX, |_| copies.every);
+            let marks = Marks { every, keep: &keep };
             if self.chunked {
-                head.chunks(state);
-            } else if let Some(to) = token_states {
+                head.chunks(state, marks);
+            } else if let Some(to) = &copies.every_token {
                 // A pass over several tokens never has the states between them.
-                head.steps(
-                    state,
-                    Some(&|i, state| {
-                        let row = (head.out_token + i) * self.dims.value_heads + h;
-                        // SAFETY: a token's head belongs to one task.
-                        S::store(state, unsafe { to.part(row * state.len(), state.len()) });
-                    }),
-                );
+                head.steps(state, |done, state| {
+                    store(to, head.out_token + done - 1, state);
+                    marks.after(done, state);
+                });
             } else if tokens >= TRANSPOSE_FROM {
-                head.passes(state);
+                head.passes(state, marks);
             } else {
-                head.steps(state, None);
+                head.steps(state, |_, _| {});
             }
         });
     }
@@ -97,8 +102,43 @@ impl<T: Element> Rule<'_, T> {
     }
 }
 
-/// Sees the state after a token.
-type After<'a> = dyn Fn(usize, &[f32]) + 'a;
+/// Where copies of the state go.
+pub(crate) struct Copies<'a, S> {
+    /// Contiguous `[tokens, HV, V, K]`: the state after every token; not when chunked.
+    pub every_token: Option<&'a mut [S]>,
+    /// Contiguous `[rows, HV, V, K]`: the state after every `every` tokens of a sequence. With `f` its first token of all,
+    /// row `f / every + j` is that after `(j + 1) * every`.
+    pub checkpoints: Option<&'a mut [S]>,
+    /// A multiple of [`CHUNK`]; read only with `checkpoints`.
+    pub every: usize,
+}
+
+/// The same for all tasks.
+struct SharedCopies<'a, S> {
+    every_token: Option<Shared<'a, S>>,
+    checkpoints: Option<Shared<'a, S>>,
+    every: usize,
+}
+
+/// Token counts at which the state is kept: multiples of `every`, itself one of [`CHUNK`] or more than there are tokens.
+#[derive(Clone, Copy)]
+struct Marks<'a> {
+    every: usize,
+    keep: &'a dyn Fn(usize, &[f32]),
+}
+
+impl Marks<'_> {
+    /// Keeps the state after `done` tokens if it is to be kept.
+    fn after(self, done: usize, state: &[f32]) {
+        if self.reached(done) {
+            (self.keep)(done, state);
+        }
+    }
+
+    fn reached(self, done: usize) -> bool {
+        done.is_multiple_of(self.every)
+    }
+}
 
 /// One value head of one sequence.
 struct Head<'a, 'b, T> {
@@ -150,8 +190,8 @@ impl<T: Element> Head<'_, '_, T> {
         to.iter_mut().zip(o).for_each(|(to, &o)| *to = T::from_f32(o));
     }
 
-    /// Token by token over the state as it lies, which `after` sees after each.
-    fn steps(&self, state: &mut [f32], after: Option<&After<'_>>) {
+    /// Token by token over the state as it lies, which `after` sees after each with the number of tokens done.
+    fn steps(&self, state: &mut [f32], after: impl Fn(usize, &[f32])) {
         let Dims { key_dim, value_dim, .. } = self.rule.dims;
         let mut rows = vec![0.0; 2 * key_dim + value_dim];
         let (q, rest) = rows.split_at_mut(key_dim);
@@ -161,14 +201,13 @@ impl<T: Element> Head<'_, '_, T> {
             let (log_decay, beta) = self.gate(i);
             dispatch(Step { q, k, v_to_o: v, log_decay, beta, state });
             self.store(i, v);
-            if let Some(after) = after {
-                after(i, state);
-            }
+            after(i + 1, state);
         }
     }
 
-    /// A few tokens at a time over a transposed state.
-    fn passes(&self, state: &mut [f32]) {
+    /// A few tokens at a time over a transposed state. No pass goes over a mark, as [`CHUNK`] is a multiple of
+    /// [`AT_ONCE`].
+    fn passes(&self, state: &mut [f32], marks: Marks<'_>) {
         let Dims { key_dim, value_dim, .. } = self.rule.dims;
         let row = padded(value_dim);
         let mut transposed = TransposedState::new(state, key_dim, value_dim);
@@ -191,12 +230,16 @@ impl<T: Element> Head<'_, '_, T> {
                 self.store(i + j, &v[j * row..][..value_dim]);
             }
             i += count;
+            if marks.reached(i) {
+                transposed.store(state);
+                marks.after(i, state);
+            }
         }
         transposed.store(state);
     }
 
     /// Chunk by chunk.
-    fn chunks(&self, state: &mut [f32]) {
+    fn chunks(&self, state: &mut [f32], marks: Marks<'_>) {
         let Dims { key_dim, value_dim, .. } = self.rule.dims;
         let mut ws = Workspace::new(key_dim, value_dim);
         for start in (0..self.tokens).step_by(CHUNK) {
@@ -212,6 +255,7 @@ impl<T: Element> Head<'_, '_, T> {
             for i in 0..count {
                 self.store(start + i, &ws.o[i * value_dim..][..value_dim]);
             }
+            marks.after(start + count, state);
         }
     }
 }

@@ -20,6 +20,7 @@ pub struct Sequences {
     pub num_seqs: i32,
     pub tokens_per_seq: i32,
     pub max_tokens_per_seq: i32,
+    pub total_tokens: i32,
 }
 
 /// `gdn_slots`
@@ -45,6 +46,9 @@ pub struct RuleParams {
     pub state_in: *const c_void,
     pub state_out: *mut c_void,
     pub token_states: *mut c_void,
+    pub checkpoints: *mut c_void,
+    pub workspace: *mut c_void,
+    pub workspace_bytes: i64,
     pub in_slots: Slots,
     pub out_slots: Slots,
     pub seqs: Sequences,
@@ -57,6 +61,8 @@ pub struct RuleParams {
     pub state_dtype: i32,
     pub l2norm: i32,
     pub algo: i32,
+    pub checkpoint_tokens: i32,
+    pub segments: i32,
     pub l2_eps: f32,
     pub scale: f32,
     pub beta_scale: f32,
@@ -157,6 +163,7 @@ pub struct LinearParams {
 extern "C" {
     pub fn gdn_rule(params: *const RuleParams, stream: *mut c_void) -> c_int;
     pub fn gdn_rule_choice(params: *const RuleParams, algo: *mut i32) -> c_int;
+    pub fn gdn_rule_workspace(params: *const RuleParams, bytes: *mut i64) -> c_int;
     pub fn gdn_conv(params: *const ConvParams, stream: *mut c_void) -> c_int;
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> c_int;
     pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> c_int;

@@ -1,7 +1,7 @@
 //! The Rust side of `cuda/gdn.h`: candle storages in, parameter structs out, statuses into errors.
 //!
 //! Pointers are taken through cudarc's guards, so that its stream events hold; they are released after the launch.
-//! No launch allocates anything but its output.
+//! No launch allocates anything but its output and, for the rule, the workspace that its kernel asks for.
 
 mod ffi;
 pub(crate) mod linear;
@@ -70,6 +70,11 @@ fn write<'a>(storage: &'a mut CudaStorage, stream: &'a CudaStream) -> Result<Poi
     })
 }
 
+/// The same for a tensor that there may be, with where it lies.
+fn write_if_any<'a>(to: Option<Written<'a>>, stream: &'a CudaStream) -> Result<Option<(Pointer<'a>, &'a Layout)>> {
+    to.map(|(storage, layout)| Ok((write(storage, stream)?, layout))).transpose()
+}
+
 /// An output of which every element will be written. At least one element, since CUDA allocates no empty block.
 fn alloc(like: &CudaStorage, shape: &[usize]) -> Result<CudaStorage> {
     let (device, n) = (like.device(), shape.iter().product::<usize>().max(1));
@@ -120,6 +125,7 @@ fn addressing(
         num_seqs: int(op, "sequences", seqs.count)?,
         tokens_per_seq: int(op, "tokens", seqs.tokens)?,
         max_tokens_per_seq: int(op, "tokens", seqs.max_tokens)?,
+        total_tokens: int(op, "tokens of all sequences", seqs.total_tokens)?,
     };
     let slots = ffi::Slots { slots, num_slots: seqs.num_slots as i64, slot_stride: state.stride()[0] as i64 };
     Ok((sequences, slots))
@@ -188,38 +194,62 @@ pub(crate) struct RuleArgs<'a> {
     pub slots: Option<&'a Tensor>,
     pub cu_seqlens: Option<&'a Tensor>,
     pub token_states: Option<&'a Tensor>,
+    pub checkpoints: Option<&'a Tensor>,
+    /// Tokens from one checkpoint to the next.
+    pub checkpoint_tokens: usize,
+}
+
+/// A tensor under its write lock.
+type Written<'a> = (&'a mut CudaStorage, &'a Layout);
+
+/// Where copies of the state go.
+struct Copies<'a> {
+    token_states: Option<(&'a Pointer<'a>, &'a Layout)>,
+    checkpoints: Option<(&'a Pointer<'a>, &'a Layout)>,
 }
 
 /// Runs the rule with `state` updated in place and returns o.
 pub(crate) fn rule(args: &RuleArgs<'_>, state: &Tensor) -> Result<CudaStorage> {
-    in_place(args.name, state, |state, layout| match args.token_states {
-        None => launch_rule(args, (state, layout), None),
-        Some(tensor) => {
-            in_place(args.name, tensor, |token_states, to| launch_rule(args, (state, layout), Some((token_states, to))))
-        }
+    let name = args.name;
+    in_place(name, state, |state, layout| {
+        in_place_if_any(name, args.token_states, |token_states| {
+            in_place_if_any(name, args.checkpoints, |to| launch_rule(args, (state, layout), token_states, to))
+        })
     })
 }
 
 fn launch_rule(
     args: &RuleArgs<'_>,
-    (state, layout): (&mut CudaStorage, &Layout),
-    token_states: Option<(&mut CudaStorage, &Layout)>,
+    (state, layout): Written<'_>,
+    token_states: Option<Written<'_>>,
+    checkpoints: Option<Written<'_>>,
 ) -> Result<CudaStorage> {
     let stream = &*stream_of(args.q)?;
     let mut out = alloc(args.q, &args.plan.out_shape)?;
     let o = write(&mut out, stream)?;
     let state_dtype = state.dtype();
     let state = write(state, stream)?;
-    let token_states = match token_states {
-        Some((storage, layout)) => Some((write(storage, stream)?, layout)),
-        None => None,
+    let token_states = write_if_any(token_states, stream)?;
+    let checkpoints = write_if_any(checkpoints, stream)?;
+    let copies = Copies {
+        token_states: token_states.as_ref().map(|(p, layout)| (p, *layout)),
+        checkpoints: checkpoints.as_ref().map(|(p, layout)| (p, *layout)),
     };
-    let token_ptr = token_states.as_ref().map(|(p, layout)| (p, *layout));
-    with_rule_params(args, stream, &o, (&state, layout, state_dtype), token_ptr, |params| {
-        // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
+    with_rule_params(args, stream, &o, (&state, layout, state_dtype), copies, |params| {
+        // SAFETY: the launcher reads the parameters and writes the one number.
+        check(args.name, unsafe { ffi::gdn_rule_workspace(params, &mut params.workspace_bytes) })?;
+        let mut workspace = match usize::try_from(params.workspace_bytes) {
+            // SAFETY: the kernels read nothing there that they have not written.
+            Ok(bytes) if bytes > 0 => Some(unsafe { args.q.device().alloc::<u8>(bytes)? }),
+            _ => None,
+        };
+        let pointer = workspace.as_mut().map(|slice| slice.device_ptr_mut(stream));
+        params.workspace = pointer.as_ref().map_or(std::ptr::null_mut(), |(address, _)| *address as *mut c_void);
+        // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch. The workspace is freed
+        // on this stream, behind the launch.
         check(args.name, unsafe { ffi::gdn_rule(params, stream.cu_stream().cast::<c_void>()) })
     })?;
-    drop((o, state, token_states));
+    drop((o, state, token_states, checkpoints));
     Ok(out)
 }
 
@@ -230,8 +260,12 @@ pub(crate) fn rule_choice(args: &RuleArgs<'_>, state: &Tensor) -> Result<Algo> {
     let (mut algo, nowhere) = (0, read(args.q, stream)?); // no kernel is chosen by where o lies
     let state = (&pointer, state.layout(), state.dtype());
     held_or_none!(token_states, args.token_states, stream);
-    let token_states = token_states.as_ref().zip(args.token_states).map(|(p, t)| (p, t.layout()));
-    with_rule_params(args, stream, &nowhere, state, token_states, |params| {
+    held_or_none!(checkpoints, args.checkpoints, stream);
+    let copies = Copies {
+        token_states: token_states.as_ref().zip(args.token_states).map(|(p, t)| (p, t.layout())),
+        checkpoints: checkpoints.as_ref().zip(args.checkpoints).map(|(p, t)| (p, t.layout())),
+    };
+    with_rule_params(args, stream, &nowhere, state, copies, |params| {
         // SAFETY: the launcher reads the parameters and writes the one number.
         check(args.name, unsafe { ffi::gdn_rule_choice(params, &mut algo) })
     })?;
@@ -242,8 +276,15 @@ pub(crate) fn rule_choice(args: &RuleArgs<'_>, state: &Tensor) -> Result<Algo> {
 }
 
 /// `gdn_algo`
-const ALGOS: [(Algo, i32); 5] =
-    [(Algo::Auto, 0), (Algo::Recurrent, 1), (Algo::Recurrent128, 2), (Algo::Chunked, 3), (Algo::Decode128, 4)];
+const ALGOS: [(Algo, i32); 7] = [
+    (Algo::Auto, 0),
+    (Algo::Recurrent, 1),
+    (Algo::Recurrent128, 2),
+    (Algo::Chunked, 3),
+    (Algo::Decode128, 4),
+    (Algo::ChunkedSm80, 5),
+    (Algo::ChunkedSm90, 6),
+];
 
 fn algo_code(algo: Algo) -> i32 {
     ALGOS.iter().find(|(a, _)| *a == algo).map_or(-1, |(_, code)| *code) // -1 is refused by the launcher
@@ -255,10 +296,10 @@ fn with_rule_params<R>(
     stream: &CudaStream,
     o: &Pointer<'_>,
     (state, layout, state_dtype): (&Pointer<'_>, &Layout, DType),
-    token_states: Option<(&Pointer<'_>, &Layout)>,
-    f: impl FnOnce(&ffi::RuleParams) -> Result<R>,
+    copies: Copies<'_>,
+    f: impl FnOnce(&mut ffi::RuleParams) -> Result<R>,
 ) -> Result<R> {
-    let RuleArgs { name, plan, q, k, v, gates, slots, cu_seqlens, token_states: _ } = *args;
+    let RuleArgs { name, plan, q, k, v, gates, slots, cu_seqlens, .. } = *args;
     let (dims, dtype, gate_dtype) = (plan.dims, q.dtype(), gates.a.dtype());
     let (q, k, v) = (read(q, stream)?, read(k, stream)?, read(v, stream)?);
     held!(a, gates.a, stream);
@@ -269,9 +310,11 @@ fn with_rule_params<R>(
     held_u32!(cu_seqlens, cu_seqlens, stream);
     let state_size = state_dtype.size_in_bytes();
     let state_ptr: *mut c_void = state.at(layout.start_offset(), state_size);
-    let token_states = token_states.map_or(std::ptr::null_mut(), |(p, layout)| p.at(layout.start_offset(), state_size));
+    let copy = |to: Option<(&Pointer<'_>, &Layout)>| -> *mut c_void {
+        to.map_or(std::ptr::null_mut(), |(p, layout)| p.at(layout.start_offset(), state_size))
+    };
     let (seqs, slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
-    f(&ffi::RuleParams {
+    f(&mut ffi::RuleParams {
         q: heads(&q, plan.q, dtype),
         k: heads(&k, plan.k, dtype),
         v: heads(&v, plan.v, dtype),
@@ -282,7 +325,10 @@ fn with_rule_params<R>(
         o: dense(o, plan.seqs.tokens, dims.value_heads, dims.value_dim),
         state_in: state_ptr,
         state_out: state_ptr,
-        token_states,
+        token_states: copy(copies.token_states),
+        checkpoints: copy(copies.checkpoints),
+        workspace: std::ptr::null_mut(),
+        workspace_bytes: 0,
         in_slots: slots,
         out_slots: slots,
         seqs,
@@ -295,6 +341,8 @@ fn with_rule_params<R>(
         state_dtype: dtype_code(state_dtype),
         l2norm: plan.options.l2norm.into(),
         algo: algo_code(plan.options.algo),
+        checkpoint_tokens: int(name, "every", args.checkpoint_tokens)?,
+        segments: int(name, "segments", plan.options.segments)?,
         l2_eps: plan.options.l2_eps as f32,
         scale: plan.scale as f32,
         beta_scale: plan.options.beta_scale as f32,
@@ -390,6 +438,18 @@ fn in_place<R>(
     match op.out.into_inner() {
         Some(out) => Ok(out),
         None => bail!("{name}: no output"),
+    }
+}
+
+/// The same for a tensor that there may be.
+fn in_place_if_any<R>(
+    name: &'static str,
+    tensor: Option<&Tensor>,
+    run: impl FnOnce(Option<Written<'_>>) -> Result<R>,
+) -> Result<R> {
+    match tensor {
+        Some(tensor) => in_place(name, tensor, |storage, layout| run(Some((storage, layout)))),
+        None => run(None),
     }
 }
 

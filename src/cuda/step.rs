@@ -1,7 +1,7 @@
 //! `gdn_step`: convolution, rule and gated norm of a few tokens in one launch.
 
-use super::{addressing, alloc, check, dense, dtype_code, ffi, heads, in_place, int, read, stream_of, write, Pointer};
-use super::{held, held_or_none, held_u32};
+use super::{addressing, alloc, check, dense, dtype_code, ffi, heads, in_place, in_place_if_any, int, read, stream_of};
+use super::{held, held_or_none, held_u32, write, write_if_any, Pointer, Written};
 use crate::ops::{GateActivation, Gates, StepAlgo, StepPlan};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
@@ -24,18 +24,12 @@ pub(crate) struct StepArgs<'a> {
     pub token_states: Option<&'a Tensor>,
 }
 
-/// A tensor under its write lock.
-type Written<'a> = (&'a mut CudaStorage, &'a Layout);
-
 /// Runs the step with both states updated in place; `None` where no fused kernel takes it.
 pub(crate) fn run(args: &StepArgs<'_>, conv_state: &Tensor, state: &Tensor) -> Result<Option<CudaStorage>> {
     let name = args.name;
     in_place(name, conv_state, |conv, conv_layout| {
-        in_place(name, state, |state, layout| match args.token_states {
-            None => launch(args, (conv, conv_layout), (state, layout), None),
-            Some(tensor) => in_place(name, tensor, |token_states, to| {
-                launch(args, (conv, conv_layout), (state, layout), Some((token_states, to)))
-            }),
+        in_place(name, state, |state, layout| {
+            in_place_if_any(name, args.token_states, |to| launch(args, (conv, conv_layout), (state, layout), to))
         })
     })
 }
@@ -52,10 +46,7 @@ fn launch(
     let to = write(&mut out, stream)?;
     let state_dtype = state.dtype();
     let (conv, state) = (write(conv, stream)?, write(state, stream)?);
-    let token_states = match token_states {
-        Some((storage, layout)) => Some((write(storage, stream)?, layout)),
-        None => None,
-    };
+    let token_states = write_if_any(token_states, stream)?;
     let states = States {
         conv: (&conv, conv_layout),
         state: (&state, layout, state_dtype),

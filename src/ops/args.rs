@@ -200,10 +200,10 @@ pub(crate) fn check_not_state(op: &str, arg: &str, key: usize, state: &Tensor) -
     Ok(())
 }
 
-/// The same for the token states, whose storage is `token_states`.
-pub(crate) fn check_not_token_states(op: &str, arg: &str, key: usize, token_states: usize) -> Result<()> {
-    if key == token_states {
-        bail!("{op}: token_states: shares its storage with {arg}; it is written in place: pass a tensor of its own");
+/// The same for what a call writes besides the state: the argument `written`, whose storage is `storage`.
+pub(crate) fn check_not_written(op: &str, (arg, key): (&str, usize), (written, storage): (&str, usize)) -> Result<()> {
+    if key == storage {
+        bail!("{op}: {written}: shares its storage with {arg}; it is written in place: pass a tensor of its own");
     }
     Ok(())
 }

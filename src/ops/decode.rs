@@ -27,6 +27,7 @@ impl GdnDecode {
             slots: None,
             cu_seqlens: None,
             token_states: None,
+            checkpoints: None,
             options,
         };
         Ok(Self(rule.check()?))
@@ -44,8 +45,7 @@ impl GdnDecode {
 
     /// Every call also writes the new states into `token_states`: `[batch, HV, V, K]`, contiguous, in the state's dtype
     /// and on its device. It is written in place, as the state is, and may share its storage with no other argument;
-    /// rows of padding are left as they are. [`Algo::Chunked`] does not write it. All this is checked when the op is
-    /// applied.
+    /// rows of padding are left as they are. The chunk forms do not write it. All this is checked when the op is applied.
     ///
     /// What [`crate::GdnPrefill::with_token_states`] is to several tokens: for callers that take tokens back.
     pub fn with_token_states(mut self, token_states: &Tensor) -> Self {

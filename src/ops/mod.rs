@@ -2,6 +2,7 @@
 
 mod args;
 mod conv;
+mod copies;
 mod decode;
 mod norm;
 mod options;
@@ -11,6 +12,7 @@ mod sequences;
 mod step;
 
 pub use conv::{causal_conv1d, CausalConv1d};
+pub use copies::{checkpoint_rows, CHECKPOINT_MULTIPLE};
 pub use decode::{gdn_decode, gdn_decode_in_place, GdnDecode};
 pub use norm::{gated_rms_norm, GatedRmsNorm};
 pub use options::{Algo, GateActivation, Gates, RuleOptions, StepAlgo, StepOptions};

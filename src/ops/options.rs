@@ -19,11 +19,31 @@ pub enum Algo {
     /// Made for decode: up to 16 tokens a sequence, K = V = 128. On CUDA the rows of q and k must begin at multiples of
     /// eight elements, those of v at four, and the state at 16 bytes. On the CPU the same as `Recurrent`.
     Decode128,
+    /// Chunk by chunk (64 tokens) on tensor cores, f32 sums: q, k and v in bf16 or f16, K up to 128, both head sizes
+    /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes, which `Auto` checks and this refuses;
+    /// `Auto` takes it where it wins. On the CPU the same as `Chunked`.
+    ChunkedSm80,
+    /// `ChunkedSm80` with the instructions of compute capability 9.0, which no other device has: refused there. On the
+    /// CPU the same as `Chunked`.
+    ChunkedSm90,
 }
 
 impl Algo {
     /// All variants, for sweeps.
-    pub const ALL: [Algo; 5] = [Algo::Auto, Algo::Recurrent, Algo::Recurrent128, Algo::Chunked, Algo::Decode128];
+    pub const ALL: [Algo; 7] = [
+        Algo::Auto,
+        Algo::Recurrent,
+        Algo::Recurrent128,
+        Algo::Chunked,
+        Algo::Decode128,
+        Algo::ChunkedSm80,
+        Algo::ChunkedSm90,
+    ];
+
+    /// Whether it rounds what it multiplies to q's dtype, since tensor cores do: these take bf16 and f16 only.
+    pub(crate) fn on_tensor_cores(self) -> bool {
+        matches!(self, Algo::ChunkedSm80 | Algo::ChunkedSm90)
+    }
 }
 
 /// Activation of an output gate.
@@ -49,11 +69,14 @@ pub struct RuleOptions {
     pub beta_scale: f64,
     /// Which kernel runs.
     pub algo: Algo,
+    /// Context parallelism of [`Algo::ChunkedSm80`] and [`Algo::ChunkedSm90`] on CUDA: how many parts a sequence is cut
+    /// into that run side by side, which pays for few long sequences. 0 (default) chooses, 1 is none. Ignored elsewhere.
+    pub segments: usize,
 }
 
 impl Default for RuleOptions {
     fn default() -> Self {
-        Self { l2norm: true, l2_eps: 1e-6, scale: None, beta_scale: 1.0, algo: Algo::Auto }
+        Self { l2norm: true, l2_eps: 1e-6, scale: None, beta_scale: 1.0, algo: Algo::Auto, segments: 0 }
     }
 }
 
@@ -130,6 +153,6 @@ impl StepOptions {
     /// Those of the rule.
     pub(crate) fn rule(&self) -> RuleOptions {
         let Self { l2norm, l2_eps, scale, beta_scale, .. } = *self;
-        RuleOptions { l2norm, l2_eps, scale, beta_scale, algo: Algo::Auto }
+        RuleOptions { l2norm, l2_eps, scale, beta_scale, ..RuleOptions::default() }
     }
 }

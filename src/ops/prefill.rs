@@ -1,6 +1,9 @@
 //! Any number of tokens of each sequence.
 
 use super::args::Lead;
+use super::copies::Checkpoints;
+#[cfg(doc)]
+use super::copies::CHECKPOINT_MULTIPLE;
 use super::options::{Algo, Gates, RuleOptions};
 use super::rule::{custom_op3, Rule};
 use super::sequences::CuSeqlens;
@@ -28,6 +31,7 @@ impl GdnPrefill {
             slots: None,
             cu_seqlens: cu_seqlens.cloned(),
             token_states: None,
+            checkpoints: None,
             options,
         };
         Ok(Self(rule.check()?))
@@ -42,13 +46,56 @@ impl GdnPrefill {
     /// Every call also writes the state after each token into `token_states`, from where a caller takes it back when a
     /// speculated token is refused: `[batch, tokens, HV, V, K]`, or packed `[tokens, HV, V, K]`, contiguous, in the
     /// state's dtype and on its device. It is written in place, as the state is, and may share its storage with no
-    /// other argument; rows of padding are left as they are. [`Algo::Chunked`] has no state between the tokens of a
-    /// chunk and is refused. All this is checked when the op is applied.
+    /// other argument; rows of padding are left as they are. The chunk forms have no state between the tokens of a chunk
+    /// and are refused. All this is checked when the op is applied.
     ///
     /// The row of a sequence's last token is its new state, bit for bit. With a bf16 state the rows are rounded copies
     /// of one that is f32 until the call ends.
     pub fn with_token_states(mut self, token_states: &Tensor) -> Self {
         self.0.token_states = Some(token_states.clone());
+        self
+    }
+
+    /// Every call also writes the state after every `every` tokens of a sequence into `checkpoints`, for prefix caching: a
+    /// later call goes on from any of them as it would from the state of a call that ended there.
+    ///
+    /// `checkpoints` is `[rows, HV, V, K]`, contiguous, in the state's dtype and on its device, with at least
+    /// `total / every` rows for the `total` tokens of all sequences of a call; [`checkpoint_rows`](crate::checkpoint_rows)
+    /// says which are whose. It is written in place, as the state is, and may share its storage with no other argument;
+    /// rows of padding and of nobody are left as they are. `every` is a multiple of [`CHECKPOINT_MULTIPLE`].
+    /// [`Algo::Chunked`], whose chunks are others on CUDA, is refused. All this is checked when the op is applied.
+    ///
+    /// With a bf16 state the rows are rounded copies of one that is f32 until the call ends.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_gdn::{checkpoint_rows, GdnPrefill, Gates, RuleOptions};
+    ///
+    /// # fn main() -> candle_core::Result<()> {
+    /// # let device = &Device::Cpu;
+    /// let (batch, tokens, heads, dim, every) = (2, 200, 1, 32, 64);
+    /// # let randn = |shape: &[usize]| Tensor::randn(0f32, 1., shape, device);
+    /// # let q = randn(&[batch, tokens, heads, dim])?;
+    /// # let gates = Gates {
+    /// #     a: randn(&[batch, tokens, heads])?,
+    /// #     b: randn(&[batch, tokens, heads])?,
+    /// #     a_log: randn(&[heads])?,
+    /// #     dt_bias: randn(&[heads])?,
+    /// # };
+    /// # let state = Tensor::zeros((batch, heads, dim, dim), DType::F32, device)?;
+    /// let checkpoints = Tensor::zeros((batch * tokens / every, heads, dim, dim), DType::F32, device)?;
+    /// let op = GdnPrefill::new(gates, &state, None, RuleOptions::default())?.with_checkpoints(&checkpoints, every);
+    /// op.forward(&q, &q, &q)?;
+    /// // The states of the second sequence after 64, 128 and 192 tokens.
+    /// let rows = checkpoint_rows(tokens, tokens, every);
+    /// assert_eq!(rows, 3..6);
+    /// let after_128 = checkpoints.get(rows.start + 1)?;
+    /// # assert_eq!(after_128.dims(), [heads, dim, dim]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_checkpoints(mut self, checkpoints: &Tensor, every: usize) -> Self {
+        self.0.checkpoints = Some(Checkpoints { tensor: checkpoints.clone(), every });
         self
     }
 
@@ -84,8 +131,9 @@ custom_op3!(GdnPrefill);
 /// | result o | `[batch, tokens, HV, V]` | `[tokens, HV, V]` | as q |
 ///
 /// The last two dimensions of q, k and v may be merged into one. Lengths may be zero, which leaves a state as it is.
-/// A sequence cut in two and fed with the same state gives what it gives whole, up to rounding: arithmetic is f32, and
-/// a bf16 state is rounded to nearest even at the end of each call.
+/// A sequence cut in two and fed with the same state gives what it gives whole, up to rounding: sums are f32, products
+/// too but for [`Algo::ChunkedSm80`] and [`Algo::ChunkedSm90`], and a bf16 state is rounded to nearest even at the end
+/// of each call.
 ///
 /// # Errors
 /// When a rank, shape, dtype or device does not fit, `cu_seqlens` does not end at the number of tokens, or an input

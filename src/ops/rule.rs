@@ -1,13 +1,13 @@
 //! What decode and prefill share: the checks of their arguments and the run over a state that is updated in place.
 
 use super::args::*;
+use super::copies::{written, written_if_any, Checkpoints, Written};
 use super::options::{Algo, Gates, RuleOptions};
 use super::sequences::{cpu_slots, CuSeqlens, SequencePlan};
 use crate::cpu;
 use crate::reference::Dims;
-use candle_core::{bail, CpuStorage, DType, InplaceOp1, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{bail, CpuStorage, DType, Layout, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use std::cell::RefCell;
 
 /// Most tokens of a sequence that [`Algo::Decode128`] takes.
 const DECODE_128_TOKENS: usize = 16;
@@ -22,6 +22,7 @@ pub(super) struct Rule {
     pub slots: Option<Tensor>,
     pub cu_seqlens: Option<CuSeqlens>,
     pub token_states: Option<Tensor>,
+    pub checkpoints: Option<Checkpoints>,
     pub options: RuleOptions,
 }
 
@@ -93,8 +94,8 @@ impl Rule {
         apply3(op, &q, &k, &v)
     }
 
-    /// Checks the three layouts against the state.
-    pub fn plan(&self, q: &Layout, k: &Layout, v: &Layout) -> Result<RulePlan> {
+    /// Checks the three layouts, of tensors of one dtype, against the state.
+    pub fn plan(&self, dtype: DType, [q, k, v]: [&Layout; 3]) -> Result<RulePlan> {
         let (op, lead) = (self.name, self.lead);
         let (_, value_heads, value_dim, key_dim) = self.state.dims4()?;
         if !(1..=256).contains(&key_dim) || !(1..=256).contains(&value_dim) || value_heads == 0 {
@@ -124,14 +125,9 @@ impl Rule {
 
         let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
         let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
-        let algo = self.options.algo;
-        if matches!(algo, Algo::Recurrent128 | Algo::Decode128) && (key_dim, value_dim) != (128, 128) {
-            bail!("{op}: algo: {algo:?} takes heads of size 128, got {key_dim} (K) and {value_dim} (V)");
-        }
-        if algo == Algo::Decode128 && seqs.max_tokens > DECODE_128_TOKENS {
-            bail!("{op}: algo: Decode128 takes up to {DECODE_128_TOKENS} tokens a sequence, got {}", seqs.max_tokens);
-        }
+        self.check_algo(dtype, (key_dim, value_dim), seqs.max_tokens)?;
         self.check_token_states(lead_dims)?;
+        self.check_checkpoints(seqs.total_tokens)?;
         Ok(RulePlan {
             dims: Dims { key_heads, value_heads, key_dim, value_dim },
             seqs,
@@ -146,50 +142,44 @@ impl Rule {
         })
     }
 
-    /// The token states against the call that writes them.
-    fn check_token_states(&self, lead_dims: &[usize]) -> Result<()> {
-        let (op, arg) = (self.name, "token_states");
-        let Some(tensor) = &self.token_states else { return Ok(()) };
-        if self.options.algo == Algo::Chunked {
-            bail!("{op}: {arg}: expected an algo that goes token by token, got Chunked");
+    /// The kernel asked for against the sizes and the dtype of q.
+    fn check_algo(&self, dtype: DType, (key_dim, value_dim): (usize, usize), max_tokens: usize) -> Result<()> {
+        let (op, algo) = (self.name, self.options.algo);
+        if matches!(algo, Algo::Recurrent128 | Algo::Decode128) && (key_dim, value_dim) != (128, 128) {
+            bail!("{op}: algo: {algo:?} takes heads of size 128, got {key_dim} (K) and {value_dim} (V)");
         }
-        check_dtype(op, arg, tensor.dtype(), self.state.dtype())?;
-        check_device(op, arg, tensor, self.state.device())?;
-        check_shape(op, arg, tensor, &[lead_dims, &self.state.dims()[1..]].concat())?;
-        check_contiguous(op, arg, tensor)?;
-        let (Gates { a, b, a_log, dt_bias }, key) = (&self.gates, storage_key(tensor));
-        for (held, tensor) in [("state", &self.state), ("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)] {
-            check_not_token_states(op, held, storage_key(tensor), key)?;
+        if algo == Algo::Decode128 && max_tokens > DECODE_128_TOKENS {
+            bail!("{op}: algo: Decode128 takes up to {DECODE_128_TOKENS} tokens a sequence, got {max_tokens}");
+        }
+        if algo.on_tensor_cores() {
+            if !matches!(dtype, DType::BF16 | DType::F16) {
+                bail!("{op}: algo: {algo:?} takes q, k and v in bf16 or f16, got {dtype:?}");
+            }
+            if key_dim > 128 || key_dim % 8 != 0 || value_dim % 8 != 0 {
+                bail!(
+                    "{op}: algo: {algo:?} takes head sizes that are multiples of 8 and K up to 128, got {key_dim} (K) \
+                     and {value_dim} (V)"
+                );
+            }
         }
         Ok(())
     }
 
-    /// The token states where there are any: candle refuses to write an empty tensor in place for its zero strides.
-    pub fn token_states_to_write(&self) -> Option<&Tensor> {
-        self.token_states.as_ref().filter(|tensor| tensor.elem_count() > 0)
-    }
-
-    /// No input may lie in what the op writes while it reads.
-    pub fn check_not_written(&self, arg: &str, key: usize) -> Result<()> {
-        check_not_state(self.name, arg, key, &self.state)?;
-        match &self.token_states {
-            Some(tensor) => check_not_token_states(self.name, arg, key, storage_key(tensor)),
-            None => Ok(()),
-        }
-    }
-
     pub fn cpu_fwd(&self, args: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
         let [(q, ql), (k, kl), (v, vl)] = args;
-        let plan = self.plan(ql, kl, vl)?;
+        let plan = self.plan(storage_dtype(q), [ql, kl, vl])?;
         for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
             self.check_not_written(arg, std::ptr::from_ref(storage).addr())?;
             check_dtype(self.name, arg, storage_dtype(storage), storage_dtype(q))?;
         }
         let gates = self.cpu_gates(&plan)?;
         let slots = cpu_slots(self.name, self.slots.as_ref(), plan.seqs.num_slots)?;
-        let run = CpuRun { rule: self, plan: &plan, q, k, v, gates, slots, out: RefCell::new(None) };
-        self.state.inplace_op1(&run)?;
-        let Some(out) = run.out.into_inner() else { bail!("{}: no output", self.name) };
+        let run = CpuRun { rule: self, plan: &plan, q, k, v, gates, slots };
+        let out = written(self.name, &self.state, |state| {
+            written_if_any(self.name, self.token_states_to_write(), |token_states| {
+                written_if_any(self.name, self.checkpoints_to_write(), |to| run.run(state, token_states, to))
+            })
+        })?;
         Ok((out, Shape::from(plan.out_shape)))
     }
 
@@ -200,7 +190,7 @@ impl Rule {
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         use candle_core::backend::BackendStorage;
         let [(q, ql), (k, kl), (v, vl)] = args;
-        let plan = self.plan(ql, kl, vl)?;
+        let plan = self.plan(q.dtype(), [ql, kl, vl])?;
         for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
             self.check_not_written(arg, std::ptr::from_ref(storage).addr())?;
             check_dtype(self.name, arg, storage.dtype(), q.dtype())?;
@@ -215,15 +205,25 @@ impl Rule {
         plan: &'a RulePlan,
         [q, k, v]: [&'a candle_core::CudaStorage; 3],
     ) -> crate::cuda::RuleArgs<'a> {
-        let (gates, slots, token_states) = (&self.gates, self.slots.as_ref(), self.token_states_to_write());
-        let cu_seqlens = self.cu_seqlens.as_ref().map(CuSeqlens::tensor);
-        crate::cuda::RuleArgs { name: self.name, plan, q, k, v, gates, slots, cu_seqlens, token_states }
+        crate::cuda::RuleArgs {
+            name: self.name,
+            plan,
+            q,
+            k,
+            v,
+            gates: &self.gates,
+            slots: self.slots.as_ref(),
+            cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
+            token_states: self.token_states_to_write(),
+            checkpoints: self.checkpoints_to_write(),
+            checkpoint_tokens: self.checkpoints.as_ref().map_or(0, |to| to.every),
+        }
     }
 
     /// The variant that [`Self::forward`] runs for these tensors.
     pub fn algo(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Algo> {
         let (q, k, v) = (dense_rows(q)?, dense_rows(k)?, dense_rows(v)?);
-        let plan = self.plan(q.layout(), k.layout(), v.layout())?;
+        let plan = self.plan(q.dtype(), [q.layout(), k.layout(), v.layout()])?;
         #[cfg(feature = "cuda")]
         {
             let guards = [q.storage_and_layout().0, k.storage_and_layout().0, v.storage_and_layout().0];
@@ -232,7 +232,7 @@ impl Rule {
             }
         }
         // On the CPU the variants are these two.
-        Ok(if plan.options.algo == Algo::Chunked { Algo::Chunked } else { Algo::Recurrent })
+        Ok(if cpu_chunked(&plan) { Algo::Chunked } else { Algo::Recurrent })
     }
 
     fn cpu_gates(&self, plan: &RulePlan) -> Result<Vec<(f32, f32)>> {
@@ -309,7 +309,14 @@ pub(super) fn storage_dtype(storage: &CpuStorage) -> DType {
     candle_core::backend::BackendStorage::dtype(storage)
 }
 
-/// The run itself, with the state's lock held for writing.
+/// Whether the CPU goes chunk by chunk: only where asked to. Measured slower than the recurrence at every length, by 1.2
+/// times or more (benches/cpu.rs; other head sizes alike): in f32 the chunk form has more arithmetic, and the CPU needs
+/// no large matrices to be busy.
+fn cpu_chunked(plan: &RulePlan) -> bool {
+    plan.options.algo == Algo::Chunked || plan.options.algo.on_tensor_cores()
+}
+
+/// The run itself, under the locks of what it writes.
 struct CpuRun<'a> {
     rule: &'a Rule,
     plan: &'a RulePlan,
@@ -318,35 +325,43 @@ struct CpuRun<'a> {
     v: &'a CpuStorage,
     gates: Vec<(f32, f32)>,
     slots: Option<Vec<u32>>,
-    out: RefCell<Option<CpuStorage>>,
 }
 
-/// A tensor under its write lock.
-type Written<'a> = (&'a mut CpuStorage, &'a Layout);
-
 impl CpuRun<'_> {
-    fn run(&self, state: Written<'_>, token_states: Option<Written<'_>>) -> Result<()> {
-        let out = match storage_dtype(state.0) {
-            DType::BF16 => self.stored::<bf16>(state, token_states),
-            _ => self.stored::<f32>(state, token_states),
-        }?;
-        *self.out.borrow_mut() = Some(out);
-        Ok(())
+    fn run(
+        &self,
+        state: Written<'_>,
+        token_states: Option<Written<'_>>,
+        checkpoints: Option<Written<'_>>,
+    ) -> Result<CpuStorage> {
+        match storage_dtype(state.0) {
+            DType::BF16 => self.stored::<bf16>(state, token_states, checkpoints),
+            _ => self.stored::<f32>(state, token_states, checkpoints),
+        }
     }
 
-    fn stored<S: cpu::Stored>(&self, state: Written<'_>, token_states: Option<Written<'_>>) -> Result<CpuStorage> {
+    fn stored<S: cpu::Stored>(
+        &self,
+        state: Written<'_>,
+        token_states: Option<Written<'_>>,
+        checkpoints: Option<Written<'_>>,
+    ) -> Result<CpuStorage> {
         let (op, stride) = (self.rule.name, state.1.stride()[0]);
-        let state = elements::<S>((op, "state"), state)?;
-        let token_states = token_states.map(|t| elements::<S>((op, "token_states"), t)).transpose()?;
+        let state = (elements::<S>((op, "state"), state)?, stride);
+        let copies = cpu::rule::Copies {
+            every_token: token_states.map(|t| elements::<S>((op, "token_states"), t)).transpose()?,
+            checkpoints: checkpoints.map(|t| elements::<S>((op, "checkpoints"), t)).transpose()?,
+            every: self.rule.checkpoints.as_ref().map_or(0, |to| to.every),
+        };
         Ok(match (self.q, self.k, self.v) {
             (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => {
-                CpuStorage::F32(self.kernel::<f32, S>([q, k, v], (state, stride), token_states))
+                CpuStorage::F32(self.kernel::<f32, S>([q, k, v], state, copies))
             }
             (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => {
-                CpuStorage::BF16(self.kernel::<bf16, S>([q, k, v], (state, stride), token_states))
+                CpuStorage::BF16(self.kernel::<bf16, S>([q, k, v], state, copies))
             }
             (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
-                CpuStorage::F16(self.kernel::<f16, S>([q, k, v], (state, stride), token_states))
+                CpuStorage::F16(self.kernel::<f16, S>([q, k, v], state, copies))
             }
             _ => bail!("{op}: q: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(self.q)),
         })
@@ -356,7 +371,7 @@ impl CpuRun<'_> {
         &self,
         [q, k, v]: [&[T]; 3],
         (state, stride): (&mut [S], usize),
-        token_states: Option<&mut [S]>,
+        copies: cpu::rule::Copies<'_, S>,
     ) -> Vec<T> {
         let plan = self.plan;
         let mut out = vec![T::ZERO; plan.out_shape.iter().product()];
@@ -371,11 +386,9 @@ impl CpuRun<'_> {
             l2norm: plan.options.l2norm,
             l2_eps: plan.options.l2_eps,
             scale: plan.scale,
-            // Measured slower than the recurrence at every length, by 1.2 times or more (benches/cpu.rs; other head sizes
-            // alike): in f32 the chunk form has more arithmetic, and the CPU needs no large matrices to be busy.
-            chunked: plan.options.algo == Algo::Chunked,
+            chunked: cpu_chunked(plan),
         };
-        rule.run(&mut out, state, token_states);
+        rule.run(&mut out, state, copies);
         out
     }
 }
@@ -386,34 +399,4 @@ fn elements<'a, S: cpu::Stored>((op, arg): (&str, &str), (storage, layout): Writ
     let Some(data) = S::slice_mut(storage) else { bail!("{op}: {arg}: expected another dtype than {dtype:?}") };
     let start = layout.start_offset().min(data.len());
     Ok(&mut data[start..])
-}
-
-impl InplaceOp1 for CpuRun<'_> {
-    fn name(&self) -> &'static str {
-        self.rule.name
-    }
-
-    fn cpu_fwd(&self, state: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        match self.rule.token_states_to_write() {
-            None => self.run((state, layout), None),
-            Some(tensor) => tensor.inplace_op1(&WithTokenStates { run: self, state: RefCell::new((state, layout)) }),
-        }
-    }
-}
-
-/// The same with the lock of the token states held as well.
-struct WithTokenStates<'a> {
-    run: &'a CpuRun<'a>,
-    state: RefCell<Written<'a>>,
-}
-
-impl InplaceOp1 for WithTokenStates<'_> {
-    fn name(&self) -> &'static str {
-        self.run.rule.name
-    }
-
-    fn cpu_fwd(&self, token_states: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let (state, state_layout) = &mut *self.state.borrow_mut();
-        self.run.run((&mut **state, *state_layout), Some((token_states, layout)))
-    }
 }

@@ -88,6 +88,8 @@ pub(crate) struct SequencePlan {
     pub tokens: usize,
     /// Length of the longest.
     pub max_tokens: usize,
+    /// Tokens of all sequences together.
+    pub total_tokens: usize,
     /// Slots of the state.
     pub num_slots: usize,
 }
@@ -119,7 +121,8 @@ impl SequencePlan {
             }
             None => {}
         }
-        Ok(Self { count, tokens, max_tokens, num_slots })
+        let total_tokens = cu_seqlens.map_or(count * tokens, CuSeqlens::total_tokens);
+        Ok(Self { count, tokens, max_tokens, total_tokens, num_slots })
     }
 
     /// The same for the CPU kernels.

@@ -80,6 +80,7 @@ impl GdnStep {
             slots: None,
             cu_seqlens: None,
             token_states: None,
+            checkpoints: None,
             options: options.rule(),
         };
         let rule = rule.check()?;
@@ -250,7 +251,7 @@ impl GdnStep {
 
         if let Some(to) = &self.rule.token_states {
             for (arg, tensor) in [("conv_state", &self.conv_state), ("norm_weight", &self.norm_weight)] {
-                check_not_token_states(OP, arg, storage_key(tensor), storage_key(to))?;
+                check_not_written(OP, (arg, storage_key(tensor)), ("token_states", storage_key(to)))?;
             }
         }
 
@@ -261,7 +262,7 @@ impl GdnStep {
         let columns = [column(0, keys)?, column(keys, keys)?, column(2 * keys, value_size)?];
         let rule = Rule { lead, ..self.rule.clone() };
         let plan = StepPlan {
-            rule: rule.plan(&columns[0], &columns[1], &columns[2])?,
+            rule: rule.plan(self.conv_state.dtype(), [&columns[0], &columns[1], &columns[2]])?,
             z: heads_layout(OP, "z", z, lead, lead_dims, (value_heads, value_dim))?,
             conv_weight_offset: conv_weight.start_offset(),
             conv_width: width,

@@ -12,7 +12,7 @@ fn zeros(shape: &[usize], device: &Device) -> Tensor {
 }
 
 #[track_caller]
-fn refused<T>(result: Result<T>, parts: &[&str]) {
+pub fn refused<T>(result: Result<T>, parts: &[&str]) {
     let message = match result {
         Ok(_) => panic!("accepted, expected an error with {parts:?}"),
         Err(error) => error.to_string(),

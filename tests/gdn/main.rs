@@ -5,6 +5,7 @@
 //! `CANDLE_GDN_GOLDENS` names the folder of the full golden files (default: the thinned ones of this repository, which
 //! are without the Qwen3.5 checkpoints).
 
+mod checkpoints;
 mod conv_norm;
 mod errors;
 #[path = "../support/golden.rs"]
@@ -20,6 +21,7 @@ mod semantics;
 mod step;
 mod stored_state;
 mod support;
+mod tensor_cores;
 #[path = "../support/tiny.rs"]
 mod tiny;
 mod token_states;

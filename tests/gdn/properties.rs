@@ -1,7 +1,7 @@
 //! The rule over random shapes, lengths, layouts and hard inputs, each kernel against the reference.
 
 use crate::rule_case::{Case, Decay, Form};
-use crate::support::devices;
+use crate::support::{devices, dtype_for, on_tensor_cores};
 use candle_core::DType;
 use candle_gdn::reference::Dims;
 use candle_gdn::Algo;
@@ -27,20 +27,26 @@ fn any_case() -> impl Strategy<Value = Case> {
     ];
     let dtype = prop::sample::select(vec![DType::F32, DType::F32, DType::BF16, DType::F16]);
     let decay = prop::sample::select(vec![Decay::None, Decay::Usual, Decay::Strong, Decay::Bursts, Decay::Huge]);
-    let algo = prop::sample::select(Algo::ALL.to_vec());
-    let state = (prop::sample::select(vec![DType::F32, DType::BF16]), any::<bool>());
+    let algo = (prop::sample::select(Algo::ALL.to_vec()), 0usize..4);
+    let checkpoints = prop::sample::select(vec![None, Some(64), Some(128)]);
+    let state = (prop::sample::select(vec![DType::F32, DType::BF16]), any::<bool>(), checkpoints);
     let input = (any::<bool>(), decay, any::<bool>(), prop::sample::select(vec![1e-2, 1.0, 1e2]));
     let gate_dtype = prop::sample::select(vec![None, Some(DType::F32), Some(DType::BF16), Some(DType::F16)]);
     let gates = (prop::sample::select(vec![1.0, 2.0]), prop::sample::select(vec![0.0, 4.0]), gate_dtype);
-    (shape, lengths, dtype, input, gates, (algo, state), any::<(bool, bool, u64)>()).prop_map(
-        |(dims, (lengths, packed), dtype, input, gates, (algo, state), (strided, slots, seed))| {
+    (shape, lengths, dtype, input, gates, (algo, state), any::<(bool, bool, bool, u64)>()).prop_map(
+        |(dims, (lengths, packed), dtype, input, gates, ((algo, segments), state), (strided, slots, padding, seed))| {
             let (l2norm, decay, repeat_keys, norm) = input;
             let (beta_scale, b_mean, gate_dtype) = gates;
-            let (state_dtype, token_states) = state;
+            let (state_dtype, token_states, checkpoints) = state;
+            let of_128 = (dims.key_dim, dims.value_dim) == (128, 128);
+            let of_8 = dims.key_dim <= 128 && dims.key_dim % 8 == 0 && dims.value_dim % 8 == 0;
             let algo = match algo {
+                Algo::Recurrent128 | Algo::Decode128 if !of_128 => Algo::Recurrent,
                 Algo::Decode128 if lengths.iter().any(|&n| n > 16) => Algo::Recurrent128,
+                algo if on_tensor_cores(algo) && !of_8 => Algo::Chunked,
                 algo => algo,
             };
+            let dtype = if on_tensor_cores(algo) && dtype == DType::F32 { DType::BF16 } else { dtype };
             // Enough for a few heads; more would be most of the test's time.
             let few = lengths.iter().sum::<usize>() * dims.value_heads * dims.key_dim * dims.value_dim <= 1 << 20;
             Case {
@@ -51,21 +57,19 @@ fn any_case() -> impl Strategy<Value = Case> {
                 // Views of one projection have one dtype.
                 gate_dtype: gate_dtype.filter(|_| !strided).unwrap_or(dtype),
                 state_dtype,
-                token_states: token_states && few && algo != Algo::Chunked,
+                token_states: token_states && few && algo != Algo::Chunked && !on_tensor_cores(algo),
+                checkpoints: checkpoints.filter(|_| algo != Algo::Chunked),
                 form: if strided { Form::Projection } else { Form::Dense },
                 slots,
+                padding,
                 l2norm,
                 beta_scale,
                 b_mean,
                 decay,
                 repeat_keys,
                 norm,
-                algo: match algo {
-                    Algo::Recurrent128 | Algo::Decode128 if (dims.key_dim, dims.value_dim) != (128, 128) => {
-                        Algo::Recurrent
-                    }
-                    algo => algo,
-                },
+                algo,
+                segments,
                 seed,
             }
         },
@@ -88,15 +92,15 @@ proptest! {
 fn lengths_and_ratios_exhaustively() {
     for device in devices() {
         for algo in Algo::ALL {
-            let short = algo == Algo::Decode128;
+            let (short, dtype) = (algo == Algo::Decode128, dtype_for(algo));
             for length in LENGTHS.into_iter().filter(|&n| !short || n <= 16) {
                 for state_dtype in [DType::F32, DType::BF16] {
-                    Case { algo, state_dtype, ..Case::new(dims(1, 2, 128, 128), &[length]) }.check(&device);
+                    Case { algo, dtype, state_dtype, ..Case::new(dims(1, 2, 128, 128), &[length]) }.check(&device);
                 }
             }
             for ratio in [1, 2, 3, 4, 8] {
                 let lengths = [5, 0, if short { 16 } else { 70 }];
-                Case { algo, ..Case::new(dims(2, ratio, 128, 128), &lengths) }.check(&device);
+                Case { algo, dtype, ..Case::new(dims(2, ratio, 128, 128), &lengths) }.check(&device);
             }
         }
     }
@@ -112,7 +116,8 @@ fn hard_inputs() {
                     for repeat_keys in [false, true] {
                         let lengths = if algo == Algo::Decode128 { [16, 9] } else { [130, 64] };
                         let case = Case::new(dims(1, 2, 128, 128), &lengths);
-                        Case { algo, beta_scale, b_mean: 8.0, decay, repeat_keys, ..case }.check(&device);
+                        let dtype = dtype_for(algo);
+                        Case { algo, dtype, beta_scale, b_mean: 8.0, decay, repeat_keys, ..case }.check(&device);
                     }
                 }
             }

@@ -1,9 +1,9 @@
 //! One random case of the rule: its inputs in a chosen layout on a device, its result, and the reference's.
 
-use crate::support::{poison, rel_rms, rounded, to_device, values, Rng};
+use crate::support::{has, on_tensor_cores, poison, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
-use candle_gdn::{Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{checkpoint_rows, Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill, RuleOptions};
 
 /// How the decay input is drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,7 +24,8 @@ pub enum Decay {
 pub enum Form {
     /// Tensors of their own.
     Dense,
-    /// Views of one projection `[.., q | k | v | a | b]` with padding before and between, heads merged.
+    /// Views of one projection `[.., q | k | v | a | b]` with padding before and between, heads merged, and rows that
+    /// belong to nobody around the tokens. What lies around is NaN.
     Projection,
 }
 
@@ -40,9 +41,13 @@ pub struct Case {
     pub state_dtype: DType,
     /// Whether the state after every token is asked for.
     pub token_states: bool,
+    /// The state after every so many tokens is asked for; not of decode.
+    pub checkpoints: Option<usize>,
     pub form: Form,
     /// The states are slots of a larger pool, in a shuffled order; a pool view where false.
     pub slots: bool,
+    /// With `slots`, every third sequence is padding, its inputs NaN.
+    pub padding: bool,
     pub l2norm: bool,
     pub beta_scale: f64,
     /// Mean of b: large values make beta near its maximum.
@@ -51,6 +56,7 @@ pub struct Case {
     pub repeat_keys: bool,
     pub norm: f64,
     pub algo: Algo,
+    pub segments: usize,
     pub seed: u64,
 }
 
@@ -64,8 +70,10 @@ impl Case {
             gate_dtype: DType::F32,
             state_dtype: DType::F32,
             token_states: false,
+            checkpoints: None,
             form: Form::Dense,
             slots: false,
+            padding: false,
             l2norm: true,
             beta_scale: 1.0,
             b_mean: 0.0,
@@ -73,34 +81,50 @@ impl Case {
             repeat_keys: false,
             norm: 1.0,
             algo: Algo::Auto,
+            segments: 0,
             seed: 1,
         }
     }
 
-    /// Relative RMS errors of o, of the state and of the token states after a run on `device`.
-    pub fn errors(&self, device: &Device) -> Result<[f64; 3]> {
+    /// The kernel that ran on `device`, and the relative RMS errors of o, of the state, of the token states and of the
+    /// checkpoints.
+    pub fn errors(&self, device: &Device) -> Result<(Algo, [f64; 4])> {
         let drawn = Drawn::new(self)?;
         let want = drawn.reference(self);
-        let got = drawn.run(self, device)?;
+        let (algo, got) = drawn.run(self, device)?;
         self.check_last_token_states(&got);
         let error = |of: fn(&Results) -> &Vec<f64>| rel_rms(of(&got), of(&want));
-        Ok([error(|r| &r.o), error(|r| &r.state), error(|r| &r.token_states)])
+        Ok((algo, [error(|r| &r.o), error(|r| &r.state), error(|r| &r.token_states), error(|r| &r.checkpoints)]))
     }
 
-    /// Fails unless the errors are within the bounds: f32 1e-5 on all; with bf16 or f16 inputs the output's rounding
-    /// (4e-3, 5e-4) and 1e-5 on the states. A bf16 state starts exact and is rounded at the end, which takes o nothing
-    /// and adds to an element of the state at most half a unit of its last place, 2^-8 of it.
-    pub fn check(&self, device: &Device) {
-        let [o, state, token_states] = self.errors(device).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
-        let bound = match self.dtype {
-            DType::BF16 => 4e-3,
-            DType::F16 => 5e-4,
-            _ => 1e-5,
+    /// Most that o and the states may be off where `algo` ran: f32 1e-5 on all; with bf16 or f16 inputs the output's
+    /// rounding (4e-3, 5e-4) and 1e-5 on the states; 5e-3 on all where tensor cores multiply in bf16 or f16. A bf16 state
+    /// starts exact and is rounded at the end, which takes o nothing and adds to an element of the state at most half a
+    /// unit of its last place, 2^-8 of it.
+    pub fn bounds(&self, algo: Algo) -> (f64, f64) {
+        let (o, state) = match self.dtype {
+            _ if on_tensor_cores(algo) => (5e-3, 5e-3),
+            DType::BF16 => (4e-3, 1e-5),
+            DType::F16 => (5e-4, 1e-5),
+            _ => (1e-5, 1e-5),
         };
-        let state_bound = 1e-5 + if self.state_dtype == DType::BF16 { 2f64.powi(-8) } else { 0.0 };
-        assert!(o <= bound, "o is off by {o:e} on {:?}: {self:?}", device.location());
-        assert!(state <= state_bound, "state is off by {state:e} on {:?}: {self:?}", device.location());
-        assert!(token_states <= state_bound, "token states are off by {token_states:e}: {self:?}");
+        (o, state + if self.state_dtype == DType::BF16 { 2f64.powi(-8) } else { 0.0 })
+    }
+
+    /// Fails unless the errors are within the bounds. Passes with a message where the device lacks the kernel's
+    /// instructions.
+    pub fn check(&self, device: &Device) {
+        if !has(device, self.algo) {
+            return;
+        }
+        let (algo, [o, state, token_states, checkpoints]) =
+            self.errors(device).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
+        let (bound, state_bound) = self.bounds(algo);
+        let case = || format!("{algo:?} on {:?}: {self:?}", device.location());
+        assert!(o <= bound, "o is off by {o:e}, {}", case());
+        assert!(state <= state_bound, "state is off by {state:e}, {}", case());
+        assert!(token_states <= state_bound, "token states are off by {token_states:e}, {}", case());
+        assert!(checkpoints <= state_bound, "checkpoints are off by {checkpoints:e}, {}", case());
     }
 
     /// The state after a sequence's last token is its new state, bit for bit.
@@ -109,7 +133,7 @@ impl Case {
         let (size, mut end) = (value_heads * value_dim * key_dim, 0);
         for (n, &length) in self.lengths.iter().enumerate() {
             end += length;
-            if self.token_states && length > 0 {
+            if self.token_states && length > 0 && !self.is_padding(n) {
                 let (last, state) = (&got.token_states[(end - 1) * size..][..size], &got.state[n * size..][..size]);
                 let same = last.iter().zip(state).all(|(x, y)| x.to_bits() == y.to_bits());
                 assert!(same, "the last token state of sequence {n} is not its state: {self:?}");
@@ -122,18 +146,44 @@ impl Case {
     }
 
     fn options(&self) -> RuleOptions {
-        RuleOptions { l2norm: self.l2norm, beta_scale: self.beta_scale, algo: self.algo, ..RuleOptions::default() }
+        let Self { l2norm, beta_scale, algo, segments, .. } = *self;
+        RuleOptions { l2norm, beta_scale, algo, segments, ..RuleOptions::default() }
+    }
+
+    /// Whether sequence `n` has no state.
+    fn is_padding(&self, n: usize) -> bool {
+        self.slots && self.padding && n % 3 == 1
+    }
+
+    /// First token and length of each sequence.
+    fn ranges(&self) -> Vec<(usize, usize)> {
+        let mut first = 0;
+        let range = |&length: &usize| {
+            first += length;
+            (first - length, length)
+        };
+        self.lengths.iter().map(range).collect()
     }
 }
 
-/// o, the new states by sequence, and (empty where not asked for) the state after every token.
+/// What no kernel writes, where the states along the way go.
+const UNTOUCHED: f64 = 9.0;
+
+/// o, the new states by sequence (of padding as they were), and, empty where not asked for, the states after every token
+/// and the checkpoints of all sequences, one after the other.
 struct Results {
     o: Vec<f64>,
     state: Vec<f64>,
     token_states: Vec<f64>,
+    checkpoints: Vec<f64>,
+}
+
+fn part(x: &[f64], start: usize, len: usize) -> &[f64] {
+    &x[start..start + len]
 }
 
 /// The drawn inputs, packed, already rounded to the dtypes they travel in.
+#[derive(Clone)]
 struct Drawn {
     q: Vec<f64>,
     k: Vec<f64>,
@@ -194,52 +244,73 @@ impl Drawn {
     }
 
     fn reference(&self, case: &Case) -> Results {
-        let cu: Vec<usize> = std::iter::once(0)
-            .chain(case.lengths.iter().scan(0, |sum, n| {
-                *sum += n;
-                Some(*sum)
-            }))
-            .collect();
+        let Dims { key_heads, value_heads, key_dim, value_dim } = case.dims;
         let constants = Constants {
             l2norm: case.l2norm,
             l2_eps: 1e-6,
-            scale: (case.dims.key_dim as f64).powf(-0.5),
+            scale: (key_dim as f64).powf(-0.5),
             beta_scale: case.beta_scale,
         };
-        let inputs = Inputs {
-            q: &self.q,
-            k: &self.k,
-            v: &self.v,
-            a: &self.a,
-            b: &self.b,
-            a_log: &self.a_log,
-            dt_bias: &self.dt_bias,
-        };
-        let mut state = self.state.clone();
-        let o = gated_delta_rule(case.dims, constants, &cu, inputs, &mut state);
-        let mut token_states = vec![];
-        if case.token_states {
-            let Dims { key_heads, value_heads, key_dim, value_dim } = case.dims;
-            let mut states = self.state.clone();
-            for (state, range) in states.chunks_exact_mut(value_heads * value_dim * key_dim).zip(cu.windows(2)) {
-                for t in range[0]..range[1] {
-                    let one = Inputs {
-                        q: &self.q[t * key_heads * key_dim..][..key_heads * key_dim],
-                        k: &self.k[t * key_heads * key_dim..][..key_heads * key_dim],
-                        v: &self.v[t * value_heads * value_dim..][..value_heads * value_dim],
-                        a: &self.a[t * value_heads..][..value_heads],
-                        b: &self.b[t * value_heads..][..value_heads],
-                        ..inputs
-                    };
-                    gated_delta_rule(case.dims, constants, &[0, 1], one, state);
-                    token_states.extend_from_slice(state);
+        let head = value_heads * value_dim * key_dim;
+        let mut results = Results { o: vec![], state: self.state.clone(), token_states: vec![], checkpoints: vec![] };
+        for (n, (first, tokens)) in case.ranges().into_iter().enumerate() {
+            if case.is_padding(n) {
+                results.o.resize(results.o.len() + tokens * value_heads * value_dim, 0.0);
+                let kept = if case.token_states { tokens * head } else { 0 };
+                results.token_states.resize(results.token_states.len() + kept, UNTOUCHED);
+                let kept = case.checkpoints.map_or(0, |every| tokens / every * head);
+                results.checkpoints.resize(results.checkpoints.len() + kept, UNTOUCHED);
+                continue;
+            }
+            let state = &mut results.state[n * head..][..head];
+            // The state is seen at the ends of pieces only.
+            let piece = if case.token_states { 1 } else { case.checkpoints.unwrap_or(tokens).max(1) };
+            for start in (0..tokens).step_by(piece) {
+                let (t, count) = (first + start, piece.min(tokens - start));
+                let part = |x, size| part(x, t * size, count * size);
+                let inputs = Inputs {
+                    q: part(&self.q, key_heads * key_dim),
+                    k: part(&self.k, key_heads * key_dim),
+                    v: part(&self.v, value_heads * value_dim),
+                    a: part(&self.a, value_heads),
+                    b: part(&self.b, value_heads),
+                    a_log: &self.a_log,
+                    dt_bias: &self.dt_bias,
+                };
+                results.o.extend(gated_delta_rule(case.dims, constants, &[0, count], inputs, state));
+                if case.token_states {
+                    results.token_states.extend_from_slice(state);
+                }
+                if case.checkpoints.is_some_and(|every| (start + count) % every == 0) {
+                    results.checkpoints.extend_from_slice(state);
                 }
             }
         }
-        Results { o, state, token_states }
+        results
     }
 
-    fn run(&self, case: &Case, device: &Device) -> Result<Results> {
+    /// The same with the inputs of padding NaN.
+    fn poisoned(&self, case: &Case) -> Self {
+        let Dims { key_heads, value_heads, key_dim, value_dim } = case.dims;
+        let over = |x: &[f64], size: usize| {
+            let mut x = x.to_vec();
+            for (_, (first, tokens)) in case.ranges().into_iter().enumerate().filter(|(n, _)| case.is_padding(*n)) {
+                x[first * size..][..tokens * size].fill(f64::NAN);
+            }
+            x
+        };
+        Self {
+            q: over(&self.q, key_heads * key_dim),
+            k: over(&self.k, key_heads * key_dim),
+            v: over(&self.v, value_heads * value_dim),
+            a: over(&self.a, value_heads),
+            b: over(&self.b, value_heads),
+            ..self.clone()
+        }
+    }
+
+    fn run(&self, case: &Case, device: &Device) -> Result<(Algo, Results)> {
+        let drawn = self.poisoned(case);
         let Dims { key_heads, value_heads, key_dim, value_dim } = case.dims;
         let (sequences, tokens) = (case.lengths.len(), case.tokens());
         let decode = !case.packed && case.lengths.iter().all(|&n| n == 1);
@@ -252,29 +323,30 @@ impl Drawn {
             to_device(&rounded(x, &[&lead, tail].concat(), dtype)?.0, device)
         };
         let (a, b) =
-            (tensor(&self.a, &[value_heads], case.gate_dtype)?, tensor(&self.b, &[value_heads], case.gate_dtype)?);
+            (tensor(&drawn.a, &[value_heads], case.gate_dtype)?, tensor(&drawn.b, &[value_heads], case.gate_dtype)?);
         let form = if tokens == 0 { Form::Dense } else { case.form };
         let [q, k, v, a, b] = match form {
             Form::Dense => [
-                tensor(&self.q, &[key_heads, key_dim], case.dtype)?,
-                tensor(&self.k, &[key_heads, key_dim], case.dtype)?,
-                tensor(&self.v, &[value_heads, value_dim], case.dtype)?,
+                tensor(&drawn.q, &[key_heads, key_dim], case.dtype)?,
+                tensor(&drawn.k, &[key_heads, key_dim], case.dtype)?,
+                tensor(&drawn.v, &[value_heads, value_dim], case.dtype)?,
                 a,
                 b,
             ],
             Form::Projection => {
                 let parts = [
-                    tensor(&self.q, &[key_heads * key_dim], case.dtype)?,
-                    tensor(&self.k, &[key_heads * key_dim], case.dtype)?,
-                    tensor(&self.v, &[value_heads * value_dim], case.dtype)?,
+                    tensor(&drawn.q, &[key_heads * key_dim], case.dtype)?,
+                    tensor(&drawn.k, &[key_heads * key_dim], case.dtype)?,
+                    tensor(&drawn.v, &[value_heads * value_dim], case.dtype)?,
                     a.to_dtype(case.dtype)?,
                     b.to_dtype(case.dtype)?,
                 ];
                 // Rows that start anywhere, or rows that vector loads can take.
-                let aligned = matches!(case.algo, Algo::Recurrent128 | Algo::Decode128) || case.seed.is_multiple_of(2);
-                let pad = |width: usize| -> Result<Tensor> {
-                    Tensor::full(f32::NAN, [&lead[..], &[width]].concat(), device)?.to_dtype(case.dtype)
-                };
+                let aligned = matches!(case.algo, Algo::Recurrent128 | Algo::Decode128)
+                    || on_tensor_cores(case.algo)
+                    || case.seed.is_multiple_of(2);
+                let nan = |shape: Vec<usize>| Tensor::full(f32::NAN, shape, device)?.to_dtype(case.dtype);
+                let pad = |width: usize| nan([&lead[..], &[width]].concat());
                 let before = if aligned { 8 } else { 3 };
                 let mut columns = vec![];
                 for part in &parts {
@@ -283,10 +355,14 @@ impl Drawn {
                         columns.push(pad(8 - part.dims()[lead.len()] % 8)?);
                     }
                 }
-                let projection = Tensor::cat(&columns, lead.len())?;
-                // A first row that belongs to nobody makes the offset non-zero.
-                let spare = projection.narrow(0, 0, 1.min(lead[0]))?;
-                let projection = Tensor::cat(&[&spare, &projection], 0)?.narrow(0, spare.dims()[0], lead[0])?;
+                let mut projection = Tensor::cat(&columns, lead.len())?;
+                // Rows of nobody before and behind: the offset is not zero, and sequences of a batch do not touch.
+                for dim in 0..lead.len() {
+                    let mut shape = projection.dims().to_vec();
+                    shape[dim] = 1;
+                    let row = nan(shape)?;
+                    projection = Tensor::cat(&[&row, &projection, &row], dim)?.narrow(dim, 1, lead[dim])?;
+                }
                 let mut start = 0;
                 let views: Vec<Tensor> = parts
                     .iter()
@@ -317,51 +393,99 @@ impl Drawn {
             (2..2 + sequences as u32).collect()
         };
         let mut pool = vec![7.0; pool_slots * head];
-        for (n, &slot) in map.iter().enumerate() {
+        for (n, &slot) in map.iter().enumerate().filter(|(n, _)| !case.is_padding(*n)) {
             pool[slot as usize * head..][..head].copy_from_slice(&self.state[n * head..][..head]);
         }
         let (pool, _) = rounded(&pool, &[pool_slots, value_heads, value_dim, key_dim], case.state_dtype)?;
         let pool = pool.to_device(device)?;
         let state = if case.slots { pool.clone() } else { pool.narrow(0, 2, sequences)? };
-        let slots = case.slots.then(|| Tensor::new(&map[..], device)).transpose()?;
+        let used = |n: usize| if case.is_padding(n) { u32::MAX } else { map[n] };
+        let slots =
+            case.slots.then(|| Tensor::new((0..sequences).map(used).collect::<Vec<_>>(), device)).transpose()?;
 
-        // A view between rows that nobody owns.
+        let token_rows = if case.token_states { tokens } else { 0 };
+        let token_states = Around::new(token_rows * head, key_dim, case.state_dtype, device)?;
         let token_shape = [&lead[..], &[value_heads, value_dim, key_dim]].concat();
-        let (spare, kept) = (3 * key_dim, if case.token_states { tokens * head } else { 0 });
-        let around = Tensor::full(9f32, kept + 2 * spare, device)?.to_dtype(case.state_dtype)?;
-        let token_states =
-            case.token_states.then(|| around.narrow(0, spare, kept)?.reshape(token_shape)).transpose()?;
+        let token_view = case.token_states.then(|| token_states.view()?.reshape(token_shape)).transpose()?;
+        let checkpoint_count = case.checkpoints.map_or(0, |every| tokens / every);
+        let checkpoints = Around::new(checkpoint_count * head, key_dim, case.state_dtype, device)?;
+        let checkpoint_view = checkpoints.view()?.reshape((checkpoint_count, value_heads, value_dim, key_dim))?;
 
         if device.is_cuda() {
             poison(tokens * value_heads * value_dim, case.dtype, device)?;
         }
-        let o = if decode {
+        let (o, algo) = if decode {
             let mut op = GdnDecode::new(gates, &state, case.options())?;
             op = slots.map_or(op.clone(), |slots| op.with_slots(&slots));
-            op = token_states.map_or(op.clone(), |to| op.with_token_states(&to));
-            op.forward(&q, &k, &v)?
+            op = token_view.map_or(op.clone(), |to| op.with_token_states(&to));
+            (op.forward(&q, &k, &v)?, op.algo(&q, &k, &v)?)
         } else {
             let cu = case.packed.then(|| CuSeqlens::from_lengths(&case.lengths, device)).transpose()?;
             let mut op = GdnPrefill::new(gates, &state, cu.as_ref(), case.options())?;
             op = slots.map_or(op.clone(), |slots| op.with_slots(&slots));
-            op = token_states.map_or(op.clone(), |to| op.with_token_states(&to));
-            op.forward(&q, &k, &v)?
+            op = token_view.map_or(op.clone(), |to| op.with_token_states(&to));
+            op = case.checkpoints.map_or(op.clone(), |every| op.with_checkpoints(&checkpoint_view, every));
+            (op.forward(&q, &k, &v)?, op.algo(&q, &k, &v)?)
         };
         assert_eq!(o.dims(), [&lead[..], &[value_heads, value_dim]].concat());
         assert_eq!(o.dtype(), case.dtype);
 
-        let pool = values(&pool);
-        let mut new_state = Vec::with_capacity(sequences * head);
-        for &slot in &map {
-            new_state.extend_from_slice(&pool[slot as usize * head..][..head]);
+        let (pool, o) = (values(&pool), values(&o));
+        let mut new_state = self.state.clone();
+        let mut owned = vec![false; pool_slots];
+        for (n, &slot) in map.iter().enumerate().filter(|(n, _)| !case.is_padding(*n)) {
+            new_state[n * head..][..head].copy_from_slice(&pool[slot as usize * head..][..head]);
+            owned[slot as usize] = true;
         }
-        for slot in (0..pool_slots).filter(|&s| !map.contains(&(s as u32))) {
+        for slot in (0..pool_slots).filter(|&slot| !owned[slot]) {
             assert!(pool[slot * head..][..head].iter().all(|&x| x == 7.0), "slot {slot} was touched");
         }
-        let around = values(&around);
-        let (before, rest) = around.split_at(spare);
-        let (token_states, after) = rest.split_at(kept);
-        assert!(before.iter().chain(after).all(|&x| x == 9.0), "what lies around the token states was touched");
-        Ok(Results { o: values(&o), state: new_state, token_states: token_states.to_vec() })
+        for (n, (first, tokens)) in case.ranges().into_iter().enumerate() {
+            let size = value_heads * value_dim;
+            let zero = o[first * size..][..tokens * size].iter().all(|&x| x == 0.0);
+            assert!(zero || !case.is_padding(n), "o of padding is not zero");
+        }
+        let token_states = token_states.check("token states");
+        let rows = checkpoints.check("checkpoints");
+        let (mut checkpoints, mut next) = (vec![], 0);
+        let untouched = |rows: &[f64]| assert!(rows.iter().all(|&x| x == UNTOUCHED), "a checkpoint of nobody");
+        for (first, tokens) in case.ranges() {
+            let Some(every) = case.checkpoints else { break };
+            let range = checkpoint_rows(first, tokens, every);
+            untouched(&rows[next * head..range.start * head]);
+            checkpoints.extend_from_slice(&rows[range.start * head..range.end * head]);
+            next = range.end;
+        }
+        untouched(&rows[next * head..]);
+        Ok((algo, Results { o, state: new_state, token_states, checkpoints }))
+    }
+}
+
+/// Elements that a kernel writes, between some that belong to nobody.
+struct Around {
+    all: Tensor,
+    spare: usize,
+    len: usize,
+}
+
+impl Around {
+    fn new(len: usize, key_dim: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let spare = 3 * key_dim;
+        let all = Tensor::full(UNTOUCHED as f32, len + 2 * spare, device)?.to_dtype(dtype)?;
+        Ok(Self { all, spare, len })
+    }
+
+    fn view(&self) -> Result<Tensor> {
+        self.all.narrow(0, self.spare, self.len)
+    }
+
+    /// The elements, once it is seen that nothing else was written.
+    fn check(&self, what: &str) -> Vec<f64> {
+        let all = values(&self.all);
+        let (before, rest) = all.split_at(self.spare);
+        let (view, after) = rest.split_at(self.len);
+        let untouched = before.iter().chain(after).all(|&x| x == UNTOUCHED);
+        assert!(untouched, "what lies around the {what} was touched");
+        view.to_vec()
     }
 }

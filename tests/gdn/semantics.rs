@@ -1,7 +1,7 @@
 //! What an op promises besides its numbers: who is written, who is not, what is refused, what repeats.
 
-use crate::support::{devices, values};
-use candle_core::{Device, Tensor, Var};
+use crate::support::{devices, f32_algos, values};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_gdn::{
     gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place, Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill,
     RuleOptions,
@@ -40,6 +40,49 @@ pub fn one_token(args: &Args, t: usize) -> Args {
         v: at(&args.v),
         gates: Gates { a: at(&args.gates.a), b: at(&args.gates.b), ..args.gates.clone() },
         state: args.state.clone(),
+    }
+}
+
+impl Args {
+    /// q, k and v in `dtype`.
+    pub fn in_dtype(mut self, dtype: DType) -> Self {
+        for tensor in [&mut self.q, &mut self.k, &mut self.v] {
+            *tensor = tensor.to_dtype(dtype).unwrap();
+        }
+        self
+    }
+
+    /// Tokens `start..start + len` of every sequence.
+    pub fn tokens(&self, start: usize, len: usize) -> Args {
+        self.narrow(1, start, len)
+    }
+
+    /// Sequences `start..start + len`, with their states.
+    pub fn sequences(&self, start: usize, len: usize) -> Args {
+        Args { state: self.state.narrow(0, start, len).unwrap(), ..self.narrow(0, start, len) }
+    }
+
+    fn narrow(&self, dim: usize, start: usize, len: usize) -> Args {
+        let part = |x: &Tensor| x.narrow(dim, start, len).unwrap();
+        Args {
+            q: part(&self.q),
+            k: part(&self.k),
+            v: part(&self.v),
+            gates: Gates { a: part(&self.gates.a), b: part(&self.gates.b), ..self.gates.clone() },
+            state: self.state.clone(),
+        }
+    }
+
+    /// All tokens along one dimension.
+    pub fn packed(&self) -> Args {
+        let flat = |x: &Tensor| x.flatten(0, 1).unwrap();
+        Args {
+            q: flat(&self.q),
+            k: flat(&self.k),
+            v: flat(&self.v),
+            gates: Gates { a: flat(&self.gates.a), b: flat(&self.gates.b), ..self.gates.clone() },
+            state: self.state.clone(),
+        }
     }
 }
 
@@ -189,7 +232,7 @@ fn backward_is_a_clear_error() {
 #[test]
 fn runs_repeat_bit_for_bit() {
     for device in devices() {
-        for algo in Algo::ALL {
+        for algo in f32_algos() {
             let x = args(2, if algo == Algo::Decode128 { 16 } else { 300 }, &device);
             let run = || {
                 let (o, s) = gdn_prefill(&x.q, &x.k, &x.v, &x.gates, &x.state, None, options(algo)).unwrap();

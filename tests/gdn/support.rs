@@ -1,6 +1,7 @@
 //! Devices, random numbers and the error measure.
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::{Algo, Gates, GdnPrefill, RuleOptions};
 use std::path::PathBuf;
 
 /// The devices to test on.
@@ -12,6 +13,48 @@ pub fn devices() -> Vec<Device> {
         "cuda" => vec![cuda().expect("CANDLE_GDN_TEST_DEVICE=cuda, but there is no CUDA device")],
         "" => std::iter::once(Device::Cpu).chain(cuda()).collect(),
         other => panic!("CANDLE_GDN_TEST_DEVICE: expected cpu or cuda, got {other}"),
+    }
+}
+
+/// The kernels that multiply in bf16 or f16 and take nothing else.
+pub const TENSOR_CORES: [Algo; 2] = [Algo::ChunkedSm80, Algo::ChunkedSm90];
+
+pub fn on_tensor_cores(algo: Algo) -> bool {
+    TENSOR_CORES.contains(&algo)
+}
+
+/// The kernels that take f32.
+pub fn f32_algos() -> impl Iterator<Item = Algo> {
+    Algo::ALL.into_iter().filter(|algo| !on_tensor_cores(*algo))
+}
+
+/// What `algo` is tested with where one dtype must do.
+pub fn dtype_for(algo: Algo) -> DType {
+    if on_tensor_cores(algo) {
+        DType::BF16
+    } else {
+        DType::F32
+    }
+}
+
+/// Whether `device` has the instructions of `algo`, which only [`Algo::ChunkedSm90`] may find missing. Says so where not.
+pub fn has(device: &Device, algo: Algo) -> bool {
+    if algo != Algo::ChunkedSm90 || device.is_cpu() {
+        return true;
+    }
+    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, device).unwrap();
+    let x = zeros(&[1, 64, 1, 128], DType::BF16);
+    let (ab, heads) = (zeros(&[1, 64, 1], DType::F32), zeros(&[1], DType::F32));
+    let gates = Gates { a: ab.clone(), b: ab, a_log: heads.clone(), dt_bias: heads };
+    let options = RuleOptions { algo, ..RuleOptions::default() };
+    let op = GdnPrefill::new(gates, &zeros(&[1, 1, 128, 128], DType::F32), None, options).unwrap();
+    match op.algo(&x, &x, &x) {
+        Ok(_) => true,
+        Err(e) if e.to_string().contains("refused with status 7") => {
+            println!("{algo:?} left out: {e}");
+            false
+        }
+        Err(e) => panic!("{algo:?}: {e}"),
     }
 }
 

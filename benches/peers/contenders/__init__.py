@@ -3,11 +3,13 @@ import importlib
 
 RULE = ["decode", "prefill", "contest-decode", "contest-prefill"]
 PREFILLS = ["prefill", "contest-prefill"]
-ALGOS = ["auto", "recurrent_128", "recurrent", "chunked"]
+DECODE_ALGOS = ["auto", "recurrent_128", "recurrent", "chunked"]
+ALGOS = [*DECODE_ALGOS, "chunked_sm80", "chunked_sm90"]
 
 # name: module, class, {suite: variants}. Where `--algo` has a say the variants are those it may name.
 CONTENDERS = {
-    "candle-gdn": ("candle_gdn", "CandleGdn", {**{s: ALGOS for s in RULE}, "layer": ["auto"]}),
+    "candle-gdn": ("candle_gdn", "CandleGdn", {**{s: ALGOS if s in PREFILLS else DECODE_ALGOS for s in RULE},
+                                                "layer": ["auto"]}),
     "flashinfer": ("peer_flashinfer", "FlashInfer", {"decode": [""], "contest-decode": [""],
                                                      **{s: ["cp", "nocp"] for s in PREFILLS}}),
     "flashqla": ("peer_flashqla", "FlashQLA", {s: [""] for s in PREFILLS}),

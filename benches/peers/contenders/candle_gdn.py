@@ -9,8 +9,7 @@ import torch
 from data import BF16, Case, cumulative, draw, poison, raw_math
 from workloads import DIM
 
-ALGOS = {"auto": abi.AUTO, "recurrent": abi.RECURRENT, "recurrent_128": abi.RECURRENT_128, "chunked": abi.CHUNKED,
-         "decode_128": abi.DECODE_128}
+ALGOS = {name: code for code, name in enumerate(abi.ALGO_NAMES)}
 F32, IO = abi.DTYPES["f32"][0], abi.DTYPES["bf16"][0]
 
 
@@ -28,13 +27,6 @@ def view(x, offset, per_token, per_head, tokens_per_seq):
                      token_stride=per_token, head_stride=per_head)
 
 
-def sequences(work, cu):
-    n = len(work.lens)
-    if cu is None:
-        return abi.Sequences(num_seqs=n, tokens_per_seq=work.lens[0], max_tokens_per_seq=work.lens[0])
-    return abi.Sequences(cu_seqlens=cu.data_ptr(), num_seqs=n, tokens_per_seq=0, max_tokens_per_seq=max(work.lens))
-
-
 def rule_params(work, algo, mixed, ba, o, state_in, state_out, a_log, dt_bias, cu):
     """The parameters of one launch. mixed: rows that begin with q | k | v; ba: rows b | a; both may be views of one
     wider projection."""
@@ -43,12 +35,11 @@ def rule_params(work, algo, mixed, ba, o, state_in, state_out, a_log, dt_bias, c
     heads = lambda x, first: view(x, first, x.stride(0), DIM, per_seq)
     gates = lambda first: view(ba, first, ba.stride(0), 1, per_seq)
     slots = abi.Slots(num_slots=len(work.lens), slot_stride=hv * DIM * DIM)
-    return abi.RuleParams(
-        q=heads(mixed, 0), k=heads(mixed, hk * DIM), v=heads(mixed, 2 * hk * DIM), a=gates(hv), b=gates(0),
-        a_log=a_log.data_ptr(), dt_bias=dt_bias.data_ptr(), o=heads(o, 0), state_in=state_in.data_ptr(),
-        state_out=state_out.data_ptr(), in_slots=slots, out_slots=slots, seqs=sequences(work, cu), num_k_heads=hk,
-        num_v_heads=hv, head_k=DIM, head_v=DIM, io_dtype=IO, gate_dtype=IO, l2norm=int(work.l2norm), algo=algo,
-        l2_eps=1e-6, scale=DIM ** -0.5, beta_scale=1.0)
+    return abi.rule_params(
+        q=heads(mixed, 0), k=heads(mixed, hk * DIM), v=heads(mixed, 2 * hk * DIM), a=gates(hv), b=gates(0), a_log=a_log,
+        dt_bias=dt_bias, o=heads(o, 0), state_in=state_in, state_out=state_out, in_slots=slots, out_slots=slots,
+        seqs=abi.sequences(work.lens, cu), num_k_heads=hk, num_v_heads=hv, head_k=DIM, head_v=DIM, io_dtype=IO,
+        gate_dtype=IO, l2norm=int(work.l2norm), algo=algo)
 
 
 class CandleGdn:
@@ -85,6 +76,8 @@ class CandleGdn:
         cu = None if work.decode else cumulative(work, torch.int32, self.device)
         params = [rule_params(work, ALGOS[variant], mixed[i], ba[i], o[i], d.state[i], out[i], d.a_log, d.dt_bias, cu)
                   for i in range(sets)]
+        # One for all calls, as an allocator would hand it out.
+        abi.workspace(self.lib, *params, device=self.device)
         poison(o, *([] if work.decode else [out]))
         # The closures hold the tensors that the parameters point into.
         calls = [lambda p=p, keep=(mixed, ba, cu, d): self.launch("gdn_rule", p) for p in params]
@@ -92,7 +85,7 @@ class CandleGdn:
 
     def layer_case(self, work, variant, sets):
         """Two products and three launches of ours, all in place of pre-made buffers; one for decode, where the launches
-        overlap, so that the GPU time of all is not the sum of theirs."""
+        overlap."""
         d = layer.draw(work, sets, self.device)
         if work.decode:
             return self.step_case(work, d, sets)
@@ -104,22 +97,24 @@ class CandleGdn:
         per_seq = work.lens[0]
         flat = lambda x, first=0: view(x, first, x.stride(0), DIM, per_seq)
         slots = abi.Slots(num_slots=n, slot_stride=3 * d.channels)
+        seqs = abi.sequences(work.lens)
+        rules = [rule_params(work, ALGOS[variant], y[i], mixed[i][:, d.channels + d.values:], o[i], d.state[i], d.state[i],
+                             d.a_log, d.dt_bias, None) for i in range(sets)]
+        abi.workspace(self.lib, *rules, device=self.device)
 
         def call(i):
             conv = abi.ConvParams(
                 x=flat(mixed[i]), y=flat(y[i]), weight=d.conv[i].data_ptr(), state_in=d.conv_state[i].data_ptr(),
-                state_out=d.conv_state[i].data_ptr(), in_slots=slots, out_slots=slots, seqs=sequences(work, None),
+                state_out=d.conv_state[i].data_ptr(), in_slots=slots, out_slots=slots, seqs=seqs,
                 channels=d.channels, width=4, io_dtype=IO, weight_dtype=IO, silu=1)
-            rule = rule_params(work, ALGOS[variant], y[i], mixed[i][:, d.channels + d.values:], o[i], d.state[i],
-                               d.state[i], d.a_log, d.dt_bias, None)
             norm = abi.NormParams(x=flat(o[i]), z=flat(mixed[i], d.channels), out=flat(normed[i]),
                                   weight=d.norm[i].data_ptr(), tokens=t, heads=work.hv, head_v=DIM, io_dtype=IO,
                                   weight_dtype=IO, sigmoid=0, eps=1e-6)
 
-            def run(keep=(y, o)):       # `conv`, `rule` and `norm` hold their addresses alone
+            def run(keep=(y, o)):       # `conv`, `rules` and `norm` hold their addresses alone
                 torch.mm(d.x[i], d.w_in[i].T, out=mixed[i])
                 self.launch("gdn_conv", conv)
-                self.launch("gdn_rule", rule)
+                self.launch("gdn_rule", rules[i])
                 self.launch("gdn_norm", norm)
                 torch.mm(normed[i], d.w_out[i].T, out=out[i])
             return run
@@ -153,7 +148,7 @@ class CandleGdn:
                 conv_weight=d.conv[i].data_ptr(), norm_weight=d.norm[i].data_ptr(), a_log=d.a_log.data_ptr(),
                 dt_bias=d.dt_bias.data_ptr(), conv_in=conv, conv_out=conv, state_in=state, state_out=state,
                 in_slots=slots, out_slots=slots, conv_in_stride=3 * d.channels, conv_out_stride=3 * d.channels,
-                seqs=sequences(work, None), num_k_heads=work.hk, num_v_heads=work.hv, head_k=DIM, head_v=DIM,
+                seqs=abi.sequences(work.lens), num_k_heads=work.hk, num_v_heads=work.hv, head_k=DIM, head_v=DIM,
                 conv_width=4, io_dtype=IO, gate_dtype=IO, state_dtype=F32, conv_dtype=IO, norm_dtype=IO, l2norm=1,
                 overlap=1, l2_eps=1e-6, scale=DIM ** -0.5, beta_scale=1.0, norm_eps=1e-6)
 

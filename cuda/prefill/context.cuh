@@ -1,0 +1,104 @@
+// Exact context parallelism: a sequence is cut into segments that run side by side.
+//
+// A segment maps the state before it to the one after it: S -> S M + N, with N what it makes of no state at all and M what it
+// makes of the identity when there are no values. The transfer pass of the scan finds both, for all segments but the last at
+// once; this kernel goes through the segments of a head and puts the state before each in the place of the N before it.
+#pragma once
+
+#include "inverse.cuh"
+#include "scan.cuh"
+
+namespace gdn {
+namespace prefill {
+
+constexpr int kCombineRows = 16, kCombineThreads = 128;
+
+template <int KK> struct CombineShared {
+  static constexpr int kRow = KK + 4;    // floats: rows 2c and columns n of a B operand fall on 32 banks
+  float m[2][KK * kRow];
+  float state[kCombineRows * kRow];
+};
+
+template <typename ST, int KK>
+__global__ void __launch_bounds__(kCombineThreads)
+combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
+  using Shared = CombineShared<KK>;
+  constexpr int kRow = Shared::kRow, kTiles = KK / 8 / 4;    // column tiles of a warp
+  extern __shared__ __align__(1024) uint8_t raw_shared[];
+  Shared &shared = *reinterpret_cast<Shared *>(raw_shared);
+  ptx::grid_dependency_launch();
+
+  const int tiles = (p.head_v + kCombineRows - 1) / kCombineRows;
+  const int row0 = static_cast<int>(blockIdx.x % tiles) * kCombineRows;
+  const int head = static_cast<int>(blockIdx.x / tiles % p.num_v_heads), n = static_cast<int>(blockIdx.x / tiles / p.num_v_heads);
+  const int64_t in_slot = slot_of(p.in_slots, n);
+  const int chunks = (tokens_of(p.seqs, n).count + kChunk - 1) / kChunk;
+  const int segments = (chunks + plan.segment_chunks - 1) / plan.segment_chunks;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  if (in_slot < 0 || slot_of(p.out_slots, n) < 0 || segments < 2) {
+    ptx::grid_dependency_wait();
+    return;
+  }
+
+  const ST *in = static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride +
+                 static_cast<int64_t>(head) * p.head_v * p.head_k;
+  for (int i = thread; i < kCombineRows * KK; i += kCombineThreads) {
+    const int row = row0 + i / KK, column = i % KK;
+    shared.state[i / KK * kRow + column] =
+        row < p.head_v && column < p.head_k ? to_float<ST>(in[row * p.head_k + column]) : 0.f;
+  }
+  ptx::grid_dependency_wait();
+  auto load = [&](int segment) {
+    if (segment < segments - 1) {
+      const float *m = transfer_at(p, plan, n, segment, head) + p.head_v * p.head_k;
+      const uint32_t to = ptx::shared_address(shared.m[segment % 2]);
+      for (int i = thread; i < KK * KK / 4; i += kCombineThreads) {
+        const int row = i / (KK / 4), column = i % (KK / 4) * 4;
+        const bool there = row < p.head_k && column < p.head_k;
+        ptx::copy_async_or_zero(to + 4 * (row * kRow + column), there ? m + row * p.head_k + column : m, there ? 16 : 0);
+      }
+    }
+    ptx::copy_async_commit();
+  };
+  load(0);
+  for (int segment = 0; segment < segments - 1; ++segment) {
+    load(segment + 1);
+    float *place = transfer_at(p, plan, n, segment, head);
+    float acc[kTiles][4];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = row0 + lane / 4 + i / 2 * 8, column = 8 * (kTiles * warp + t) + 2 * (lane % 4) + i % 2;
+        acc[t][i] = row < p.head_v && column < p.head_k ? place[row * p.head_k + column] : 0.f;
+      }
+    ptx::copy_async_wait<1>();
+    __syncthreads();
+    const float *m = shared.m[segment % 2];
+#pragma unroll 4
+    for (int k = 0; k < KK / 8; ++k) {
+      const float *at = shared.state + lane / 4 * kRow + 8 * k + 2 * (lane % 4);
+      const float2 top = *reinterpret_cast<const float2 *>(at), low = *reinterpret_cast<const float2 *>(at + 8 * kRow);
+      const float a[4] = {top.x, low.x, top.y, low.y};
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const float *from = m + (8 * k + 2 * (lane % 4)) * kRow + 8 * (kTiles * warp + t) + lane / 4;
+        const float b[2] = {from[0], from[kRow]};
+        detail::mma_f32(acc[t], a, b);
+      }
+    }
+    __syncthreads();    // the state has been read
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = lane / 4 + i / 2 * 8, column = 8 * (kTiles * warp + t) + 2 * (lane % 4) + i % 2;
+        shared.state[r * kRow + column] = acc[t][i];
+        if (row0 + r < p.head_v && column < p.head_k) place[(row0 + r) * p.head_k + column] = acc[t][i];
+      }
+    // The barrier before the next product orders these writes and the next reads.
+  }
+}
+
+}  // namespace prefill
+}  // namespace gdn

@@ -1,0 +1,26 @@
+// The host's decisions for a call of the chunk form on tensor cores, and its kernels' launchers.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../gdn.h"
+
+namespace gdn {
+namespace prefill {
+
+struct Schedule {
+  int32_t segments, segment_chunks;
+  int32_t tile_rows;            // value rows of a block of the scan
+  int32_t transfer_rows;        // and of the transfer pass
+  int64_t chunks;               // records of a value head
+  int64_t record_bytes, transfer_bytes;
+};
+
+int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s);
+
+// The kernels in order. One translation unit an input type, so that they compile side by side.
+int launch_bf16(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStream_t stream);
+int launch_f16(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStream_t stream);
+
+}  // namespace prefill
+}  // namespace gdn

@@ -1,0 +1,86 @@
+// GDN_CHUNKED_SM80 and GDN_CHUNKED_SM90: what they take, how a call is cut up, and how much workspace it needs.
+#include "prefill.h"
+
+#include "../common/launch.cuh"
+#include "layout.cuh"
+#include "plan.h"
+
+namespace gdn {
+namespace prefill {
+namespace {
+
+bool takes(const gdn_rule_params &p) {
+  const bool io = p.io_dtype == GDN_BF16 || p.io_dtype == GDN_F16;
+  return io && !p.token_states && p.head_k <= 128 && p.head_k % 8 == 0 && p.head_v % 8 == 0 && aligned_state(p, 2) &&
+         aligned(p.checkpoints, 2 * dtype_size(p.state_dtype)) && aligned_rows(p.q, 8, p.io_dtype) &&
+         aligned_rows(p.k, 8, p.io_dtype) && aligned_rows(p.v, 8, p.io_dtype) && aligned_rows(p.o, 8, p.io_dtype);
+}
+
+}  // namespace
+
+int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
+  int sms = 0;
+  if (const int status = sm_count(&sms)) return status;
+  const int64_t longest = ceil_div(max_tokens(p.seqs), kChunk), heads = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads;
+  s->chunks = p.seqs.cu_seqlens ? p.seqs.total_tokens / kChunk + p.seqs.num_seqs : longest * p.seqs.num_seqs;
+  if (longest == 0) s->chunks = 0;
+  s->record_bytes = ceil_div(s->chunks * p.num_v_heads * static_cast<int64_t>(sizeof(Record)), 256) * 256;
+
+  // Blocks of 64 value rows while they find room side by side; of 128, which read the keys half as often, when they do not.
+  const int64_t tiles = ceil_div(p.head_v, 64);
+  int64_t segments = p.segments > 0 ? p.segments : 1;
+  if (p.segments == 0) {
+    // Microseconds, measured on an H200 (README.md): a chunk of the scan and of the transfer pass, a step of the combination,
+    // and what two more launches cost.
+    const double scan = 0.75, transfer = 0.55, combine = 1.2, launches = 6;
+    const auto rounds = [&](int64_t blocks) { return static_cast<double>(ceil_div(blocks, sms)); };
+    double best = rounds(heads * tiles) * static_cast<double>(longest) * scan;
+    for (int64_t n = 2; n <= 32 && n * 8 <= longest; ++n) {
+      const double length = static_cast<double>(ceil_div(longest, n));
+      const double cost = rounds((n - 1) * heads * (tiles + ceil_div(p.head_k, 64))) * length * transfer +
+                          rounds(n * heads * tiles) * length * scan + static_cast<double>(n) * combine + launches;
+      if (cost < best) best = cost, segments = n;
+    }
+  }
+  s->segment_chunks = static_cast<int32_t>(ceil_div(longest, segments));
+  if (s->segment_chunks < 1) s->segment_chunks = 1;
+  s->segments = static_cast<int32_t>(ceil_div(longest, s->segment_chunks));
+  if (s->segments < 1) s->segments = 1;
+  s->transfer_bytes = (s->segments - 1) * heads * (p.head_v + p.head_k) * p.head_k * static_cast<int64_t>(sizeof(float));
+
+  int64_t room = sms;    // blocks of 64 rows that run at once
+  int optin = 0;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (!sm90) room = 2 * sms;
+  const bool wide = p.head_k > 64 && p.head_v > 64 && s->segments * heads * tiles > room && (sm90 || optin >= 120 * 1024);
+  s->tile_rows = wide ? 128 : 64;
+  s->transfer_rows = 64;
+  return GDN_OK;
+}
+
+}  // namespace prefill
+
+bool chunked_sm80_takes(const gdn_rule_params &p) { return prefill::takes(p); }
+
+bool chunked_sm90_takes(const gdn_rule_params &p) {
+  bool yes = false;
+  return prefill::takes(p) && has_sm90a_code(&yes) == GDN_OK && yes;
+}
+
+int chunked_workspace(const gdn_rule_params &p, int32_t algo, int64_t *bytes) {
+  prefill::Schedule s;
+  if (const int status = prefill::make_schedule(p, algo == GDN_CHUNKED_SM90, &s)) return status;
+  *bytes = s.record_bytes + s.transfer_bytes;
+  return GDN_OK;
+}
+
+int launch_chunked_tensor(const gdn_rule_params &p, int32_t algo, cudaStream_t stream) {
+  const bool sm90 = algo == GDN_CHUNKED_SM90;
+  prefill::Schedule s;
+  if (const int status = prefill::make_schedule(p, sm90, &s)) return status;
+  const int64_t bytes = s.record_bytes + s.transfer_bytes;
+  if (bytes > 0 && (!p.workspace || !aligned(p.workspace, 256) || p.workspace_bytes < bytes)) return GDN_BAD_WORKSPACE;
+  return p.io_dtype == GDN_F16 ? prefill::launch_f16(p, s, sm90, stream) : prefill::launch_bf16(p, s, sm90, stream);
+}
+
+}  // namespace gdn

@@ -1,0 +1,343 @@
+//! The chunk forms on tensor cores over the shapes and inputs that they could get wrong: no luck of the draw. On the CPU
+//! the same calls run in f32 and keep its bounds.
+
+use crate::errors::refused;
+use crate::rule_case::{Case, Decay, Form};
+use crate::semantics::{args, options};
+use crate::support::{devices, has, rel_rms, values, TENSOR_CORES};
+use candle_core::{DType, Device, Tensor};
+use candle_gdn::reference::Dims;
+use candle_gdn::{gdn_decode, gdn_prefill, Algo, CuSeqlens, Gates, GdnPrefill, RuleOptions};
+
+const LENGTHS: [usize; 7] = [0, 1, 63, 64, 65, 130, 200];
+const HEAD_SIZES: [(usize, usize); 8] =
+    [(64, 64), (96, 192), (128, 64), (128, 128), (64, 128), (8, 8), (40, 72), (120, 256)];
+const HALVES: [DType; 2] = [DType::BF16, DType::F16];
+/// What two results that are each 5e-3 off may differ by.
+const APART: f64 = 1e-2;
+
+fn dims(key_heads: usize, ratio: usize, (key_dim, value_dim): (usize, usize)) -> Dims {
+    Dims { key_heads, value_heads: key_heads * ratio, key_dim, value_dim }
+}
+
+fn case(algo: Algo, dims: Dims, lengths: &[usize]) -> Case {
+    Case { algo, dtype: DType::BF16, gate_dtype: DType::BF16, ..Case::new(dims, lengths) }
+}
+
+/// The kernels that the device has.
+fn algos(device: &Device) -> impl Iterator<Item = Algo> + '_ {
+    TENSOR_CORES.into_iter().filter(|algo| has(device, *algo))
+}
+
+#[test]
+fn head_sizes_and_lengths() {
+    for device in devices() {
+        for algo in algos(&device) {
+            for sizes in HEAD_SIZES {
+                for dtype in HALVES {
+                    let one = |lengths: &[usize]| Case { dtype, ..case(algo, dims(1, 2, sizes), lengths) };
+                    one(&LENGTHS).check(&device);
+                    for length in LENGTHS {
+                        Case { packed: false, ..one(&[length; 2]) }.check(&device);
+                        one(&[length]).check(&device);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn head_ratios_and_layouts() {
+    for device in devices() {
+        for algo in algos(&device) {
+            for ratio in [1, 2, 3, 4, 8] {
+                for (packed, lengths) in [(true, vec![65, 0, 130, 1, 200]), (false, vec![130; 3])] {
+                    for (form, state_dtype) in [(Form::Dense, DType::BF16), (Form::Projection, DType::F32)] {
+                        for gate_dtype in [DType::F32, DType::BF16] {
+                            // Views of one projection have one dtype.
+                            let gate_dtype = if form == Form::Dense { gate_dtype } else { DType::BF16 };
+                            let case = case(algo, dims(2, ratio, (128, 128)), &lengths);
+                            let case = Case { packed, form, state_dtype, gate_dtype, ..case };
+                            case.check(&device);
+                            Case { slots: true, checkpoints: Some(64), ..case }.check(&device);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Inputs on which a careless chunk kernel overflows, divides by what underflowed, or adds up the rounding of one key.
+#[test]
+fn hard_inputs() {
+    for device in devices() {
+        for algo in algos(&device) {
+            for decay in [Decay::None, Decay::Usual, Decay::Strong, Decay::Bursts, Decay::Huge] {
+                for repeat_keys in [false, true] {
+                    for (beta_scale, l2norm) in [(1.0, true), (2.0, true), (1.0, false), (2.0, false)] {
+                        for dtype in HALVES {
+                            for norm in [1.0, 1e2] {
+                                let case = case(algo, dims(1, 2, (128, 128)), &[200, 64]);
+                                let case = Case { b_mean: 8.0, beta_scale, l2norm, ..case };
+                                Case { dtype, decay, repeat_keys, norm, ..case }.check(&device);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// However a sequence is cut into parts that run side by side.
+#[test]
+fn segments() {
+    for device in devices() {
+        for algo in algos(&device) {
+            for segments in [0, 1, 2, 3, 7, 1000] {
+                for decay in [Decay::None, Decay::Usual, Decay::Bursts] {
+                    for (packed, lengths) in [(true, vec![700, 0, 65, 1, 320]), (false, vec![450; 2])] {
+                        let case = Case { packed, segments, decay, ..case(algo, dims(1, 2, (128, 128)), &lengths) };
+                        case.check(&device);
+                        let slots = Case { slots: true, padding: true, form: Form::Projection, ..case };
+                        Case { checkpoints: Some(128), state_dtype: DType::BF16, ..slots }.check(&device);
+                    }
+                }
+                for sizes in [(64, 64), (96, 192)] {
+                    Case { segments, ..case(algo, dims(2, 1, sizes), &[1000]) }.check(&device);
+                }
+            }
+        }
+    }
+}
+
+/// Padding among packed sequences and in a batch, and rows of nobody around all of them, are NaN: what is read of them
+/// shows, though it be multiplied by zero.
+#[test]
+fn what_lies_around_plays_no_part() {
+    for device in devices() {
+        for algo in algos(&device) {
+            for sizes in [(128, 128), (64, 64), (96, 192)] {
+                for (packed, lengths) in [(true, vec![1, 63, 65, 0, 200, 130, 7]), (false, vec![70; 5])] {
+                    for form in [Form::Dense, Form::Projection] {
+                        for segments in [0, 2] {
+                            let case = case(algo, dims(2, 2, sizes), &lengths);
+                            let case = Case { packed, form, segments, slots: true, padding: true, ..case };
+                            Case { checkpoints: Some(64), ..case }.check(&device);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Whole, and cut in two at places in and between chunks.
+#[test]
+fn any_split_gives_the_same() {
+    for device in devices() {
+        for algo in algos(&device) {
+            for dtype in HALVES {
+                let x = args(2, 200, &device).in_dtype(dtype);
+                let run = |cuts: &[usize]| {
+                    let state = x.state.force_contiguous().unwrap();
+                    let mut outs = vec![];
+                    for pair in cuts.windows(2) {
+                        let part = x.tokens(pair[0], pair[1] - pair[0]);
+                        let op = GdnPrefill::new(part.gates, &state, None, options(algo)).unwrap();
+                        outs.push(op.forward(&part.q, &part.k, &part.v).unwrap());
+                    }
+                    (values(&Tensor::cat(&outs, 1).unwrap()), values(&state))
+                };
+                let whole = run(&[0, 200]);
+                for cuts in [vec![0, 0, 200], vec![0, 1, 200], vec![0, 63, 64, 200], vec![0, 65, 128, 199, 200]] {
+                    let got = run(&cuts);
+                    let (o, state) = (rel_rms(&got.0, &whole.0), rel_rms(&got.1, &whole.1));
+                    assert!(o <= APART && state <= APART, "{algo:?} {dtype:?} {cuts:?}: o {o:e}, state {state:e}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn runs_repeat_bit_for_bit() {
+    for device in devices() {
+        for algo in algos(&device) {
+            for (segments, dtype) in (0..4).flat_map(|segments| HALVES.map(|dtype| (segments, dtype))) {
+                let x = args(2, 500, &device).in_dtype(dtype);
+                let options = RuleOptions { segments, ..options(algo) };
+                let run = || {
+                    let (o, s) = gdn_prefill(&x.q, &x.k, &x.v, &x.gates, &x.state, None, options).unwrap();
+                    (values(&o), values(&s))
+                };
+                let first = run();
+                assert!((0..3).all(|_| run() == first), "{algo:?} {dtype:?}, {segments} segments");
+            }
+        }
+    }
+}
+
+/// From a start that bf16 holds: arithmetic does not depend on how the state is stored, and it is rounded once, to
+/// nearest even, at the end.
+#[test]
+fn a_bf16_state_is_the_f32_state_rounded() {
+    for device in devices() {
+        for (algo, segments) in algos(&device).flat_map(|algo| [(algo, 1), (algo, 3)]) {
+            for tokens in [1, 64, 300] {
+                let x = args(2, tokens, &device).in_dtype(DType::BF16);
+                let start = x.state.to_dtype(DType::BF16).unwrap();
+                let run = |state: &Tensor| {
+                    let options = RuleOptions { segments, ..options(algo) };
+                    gdn_prefill(&x.q, &x.k, &x.v, &x.gates, state, None, options).unwrap()
+                };
+                let (o, state) = run(&start.to_dtype(DType::F32).unwrap());
+                let (o_bf16, state_bf16) = run(&start);
+                let case = format!("{algo:?}, {tokens} tokens, {segments} segments");
+                assert!(values(&o) == values(&o_bf16), "{case}: o");
+                let rounded = state.to_device(&Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
+                assert!(values(&rounded) == values(&state_bf16), "{case}: state");
+                assert!(values(&state) != values(&rounded), "{case}: a state that bf16 holds shows nothing");
+            }
+        }
+    }
+}
+
+/// A NaN in a gate shows in its head from that token on, and in no other.
+#[test]
+fn nan_is_not_hidden() {
+    for device in devices() {
+        for (algo, segments) in algos(&device).flat_map(|algo| [(algo, 1), (algo, 2)]) {
+            for at in [5, 100] {
+                let x = args(1, 200, &device).in_dtype(DType::BF16);
+                let spot = (0..200 * 4).map(|i| if i == at * 4 + 1 { f32::NAN } else { 0.0 });
+                let spot = Tensor::from_vec(spot.collect::<Vec<_>>(), (1, 200, 4), &device).unwrap();
+                let gates = Gates { a: (&x.gates.a + &spot).unwrap(), ..x.gates.clone() };
+                let options = RuleOptions { segments, ..options(algo) };
+                let (o, state) = gdn_prefill(&x.q, &x.k, &x.v, &gates, &x.state, None, options).unwrap();
+                for h in 0..4 {
+                    let o = values(&o.narrow(2, h, 1).unwrap().narrow(1, at, 200 - at).unwrap());
+                    let state = values(&state.narrow(1, h, 1).unwrap());
+                    let all = o.iter().chain(&state);
+                    let right =
+                        if h == 1 { all.clone().all(|x| x.is_nan()) } else { all.clone().all(|x| x.is_finite()) };
+                    assert!(right, "{algo:?}, {segments} segments, NaN at {at}, head {h}");
+                }
+            }
+        }
+    }
+}
+
+/// No tokens, no sequences, and one token through the decode op.
+#[test]
+fn next_to_nothing() {
+    for device in devices() {
+        for algo in algos(&device) {
+            let x = args(2, 5, &device).in_dtype(DType::BF16);
+            let before = values(&x.state);
+            let none = x.tokens(0, 0);
+            let (o, state) =
+                gdn_prefill(&none.q, &none.k, &none.v, &none.gates, &x.state, None, options(algo)).unwrap();
+            assert_eq!(o.dims(), [2, 0, 4, 128]);
+            assert_eq!(values(&state), before);
+            let cu = CuSeqlens::from_lengths(&[0, 0], &device).unwrap();
+            let none = x.sequences(0, 1).packed();
+            let cut = |t: &Tensor| t.narrow(0, 0, 0).unwrap();
+            let gates = Gates { a: cut(&none.gates.a), b: cut(&none.gates.b), ..none.gates.clone() };
+            let (q, k, v) = (cut(&none.q), cut(&none.k), cut(&none.v));
+            let (o, state) = gdn_prefill(&q, &k, &v, &gates, &x.state, Some(&cu), options(algo)).unwrap();
+            assert_eq!(o.dims(), [0, 4, 128]);
+            assert_eq!(values(&state), before);
+
+            let one = crate::semantics::one_token(&x, 2);
+            let run = |algo| gdn_decode(&one.q, &one.k, &one.v, &one.gates, &x.state, options(algo)).unwrap();
+            let ((o, state), (o_want, want)) = (run(algo), run(Algo::Recurrent));
+            let errors = [rel_rms(&values(&o), &values(&o_want)), rel_rms(&values(&state), &values(&want))];
+            assert!(errors.iter().all(|e| *e <= APART), "{algo:?}: {errors:?}");
+        }
+    }
+}
+
+/// `Auto` has no kernel for f32 there, and none that has the states between tokens.
+#[test]
+fn auto_knows_what_they_do_not_take() {
+    for device in devices() {
+        for tokens in [1, 16, 64, 512] {
+            let x = args(1, tokens, &device);
+            let auto = |x: &crate::semantics::Args| {
+                GdnPrefill::new(x.gates.clone(), &x.state, None, options(Algo::Auto)).unwrap()
+            };
+            let algo = auto(&x).algo(&x.q, &x.k, &x.v).unwrap();
+            assert!(!TENSOR_CORES.contains(&algo), "f32, {tokens} tokens: {algo:?}");
+            let to = Tensor::zeros((1, tokens, 4, 128, 128), DType::F32, &device).unwrap();
+            let half = args(1, tokens, &device).in_dtype(DType::BF16);
+            let algo = auto(&half).with_token_states(&to).algo(&half.q, &half.k, &half.v).unwrap();
+            assert!(!TENSOR_CORES.contains(&algo), "token states, {tokens} tokens: {algo:?}");
+            // Rows that begin anywhere.
+            let odd = |t: &Tensor| {
+                let wide =
+                    Tensor::cat(&[&t.flatten_from(2).unwrap(), &t.narrow(2, 0, 1).unwrap().squeeze(2).unwrap()], 2);
+                wide.unwrap().narrow(2, 1, t.dims()[2] * 128).unwrap()
+            };
+            let (q, k, v) = (odd(&half.q), odd(&half.k), odd(&half.v));
+            let algo = auto(&half).algo(&q, &k, &v).unwrap();
+            assert!(!TENSOR_CORES.contains(&algo), "odd rows, {tokens} tokens: {algo:?}");
+            auto(&half).forward(&q, &k, &v).unwrap();
+            for algo in algos(&device) {
+                let op = GdnPrefill::new(half.gates.clone(), &half.state, None, options(algo)).unwrap();
+                match op.forward(&q, &k, &v) {
+                    Ok(_) => assert!(device.is_cpu(), "{algo:?} takes rows that begin anywhere"),
+                    e => refused(e, &["gdn_prefill: CUDA kernel refused with status 7"]),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_they_do_not_take_is_refused_with_a_sentence() {
+    for device in &devices() {
+        let run = |algo, dtype, (key_dim, value_dim): (usize, usize)| {
+            let z = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, device).unwrap();
+            let (k, v) = (z(&[1, 70, 1, key_dim], dtype), z(&[1, 70, 2, value_dim], dtype));
+            let (ab, heads) = (z(&[1, 70, 2], DType::F32), z(&[2], DType::F32));
+            let gates = Gates { a: ab.clone(), b: ab, a_log: heads.clone(), dt_bias: heads };
+            let state = z(&[1, 2, value_dim, key_dim], DType::F32);
+            let op = GdnPrefill::new(gates, &state, None, options(algo))?;
+            op.algo(&k, &k, &v).and_then(|_| op.forward(&k, &k, &v))
+        };
+        for algo in TENSOR_CORES {
+            let dtypes = format!("gdn_prefill: algo: {algo:?} takes q, k and v in bf16 or f16, got F32");
+            refused(run(algo, DType::F32, (128, 128)), &[&dtypes]);
+            let sizes = format!("gdn_prefill: algo: {algo:?} takes head sizes that are multiples of 8 and K up to 128");
+            for (key_dim, value_dim) in [(136, 128), (124, 128), (128, 124), (256, 256), (1, 17)] {
+                let got = format!("got {key_dim} (K) and {value_dim} (V)");
+                refused(run(algo, DType::BF16, (key_dim, value_dim)), &[&sizes, &got]);
+            }
+
+            let x = args(1, 70, device).in_dtype(DType::F16);
+            let to = Tensor::zeros((1, 70, 4, 128, 128), DType::F32, device).unwrap();
+            let op = GdnPrefill::new(x.gates.clone(), &x.state, None, options(algo)).unwrap();
+            let sentence = "gdn_prefill: token_states: expected an algo that goes token by token, got";
+            refused(op.with_token_states(&to).forward(&x.q, &x.k, &x.v), &[sentence, &format!("{algo:?}")]);
+        }
+    }
+}
+
+/// The kernel made for compute capability 9.0 is refused on every other, and on none of that.
+#[cfg(feature = "cuda")]
+#[test]
+fn the_device_decides() {
+    use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
+    for device in devices() {
+        let Device::Cuda(cuda) = &device else { continue };
+        let stream = cuda.cuda_stream();
+        let ask = |attribute| stream.context().attribute(attribute).unwrap();
+        let major = ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+        let minor = ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+        assert_eq!(has(&device, Algo::ChunkedSm90), (major, minor) == (9, 0), "{major}.{minor}");
+        assert!(has(&device, Algo::ChunkedSm80));
+    }
+}
