@@ -161,7 +161,7 @@ class Case:
     def buffers(self, checkpoint=0):
         """What launches write, and a copy of it from before."""
         nan = lambda *shape, dtype: torch.full(shape, math.nan, device="cuda", dtype=DTYPES[dtype][1])
-        shift, gap = (1, 3) if self.odd_o else (0, 8)
+        shift, gap = (8, 24) if self.odd_o else (0, 8)
         width = self.hv * self.v
         b = SimpleNamespace(o_buf=nan(shift + self.rows * (width + gap), dtype=self.io), checkpoints=None)
         b.o = b.o_buf[shift:].view(self.rows, width + gap)[:, :width]

@@ -157,11 +157,6 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   GDN_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives when this thread's copies so far (copy_async) are there.
-__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
-  GDN_SM90("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // What this thread wrote to shared memory before this is seen by wgmma and bulk copies after it.
 __device__ __forceinline__ void fence_async() { GDN_SM90("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -182,7 +177,20 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
                : "memory");
 }
 
-// The reverse of load_matrices_trans().
+// A box of a tensor map, as large as the map says. Completes on `barrier`, for the whole box whatever lies outside.
+__device__ __forceinline__ void copy_box(uint32_t to, const void *map, int c0, int c1, int c2, int c3, uint32_t barrier) {
+  GDN_SM90("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
+               "r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
+           : "memory");
+}
+
+// The reverses of load_matrices() and load_matrices_trans().
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)[4]) {
+  GDN_SM90("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
+           "r"(m[2]), "r"(m[3])
+           : "memory");
+}
+
 __device__ __forceinline__ void store_matrices_trans(uint32_t row, const uint32_t (&m)[4]) {
   GDN_SM90("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
            "r"(m[2]), "r"(m[3])

@@ -67,7 +67,23 @@ __device__ __forceinline__ void product(float (&d)[8][4], const uint32_t (&a)[4]
 #undef GDN_WGMMA_64
 }
 
-// The same for acc[64, 128].
+// acc[64, 64] (+)= a[64, 16] b[16, 64] of two tiles of columns: the rows of a are those of its tile.
+template <typename T>
+__device__ __forceinline__ void product_of_tiles(float (&d)[8][4], uint64_t a, uint64_t b, bool add) {
+#define GDN_WGMMA_TILES(TYPE)                                                                                         \
+  GDN_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                              \
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " GDN_D32 ", %32, %33, p, 1, 1, 0, 0;\n}"   \
+            : GDN_ACC4(d[0]), GDN_ACC4(d[1]), GDN_ACC4(d[2]), GDN_ACC4(d[3]), GDN_ACC4(d[4]), GDN_ACC4(d[5]),         \
+              GDN_ACC4(d[6]), GDN_ACC4(d[7])                                                                          \
+            : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+  if constexpr (std::is_same_v<T, __half>)
+    GDN_WGMMA_TILES("f16");
+  else
+    GDN_WGMMA_TILES("bf16");
+#undef GDN_WGMMA_TILES
+}
+
+// The same as product() for acc[64, 128].
 template <typename T, bool ROWS>
 __device__ __forceinline__ void product(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool add) {
 #define GDN_WGMMA_128(TYPE)                                                                                           \

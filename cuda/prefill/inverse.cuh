@@ -1,8 +1,9 @@
 // (I + L)^-1 for a strictly lower triangular 64 x 64 matrix, by a warpgroup, in f32.
 //
-// Blocks of 16 by substitution, a warp each; then [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']] for blocks of 16 and of 32
-// on tensor cores, each factor in two TF32 parts so that products keep f32's precision. Nothing but entries of inverses and
-// of L is ever formed: powers of L, which a series would need, reach 2^63 for repeated keys where the inverse is at most 2.
+// Blocks of 16 by substitution in f32, a warp each; then [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']] for blocks of 16 and
+// of 32 on tensor cores in TF32. Nothing but entries of inverses and of L is ever formed: powers of L, which a series would
+// need, reach 2^63 for repeated keys where the inverse is at most 2. What a product reads from shared memory was rounded to
+// TF32 when it was written, since the hardware only cuts off.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -22,6 +23,10 @@ __device__ __forceinline__ Split split(float x) {
   const float hi = __uint_as_float(__float_as_uint(x) & 0xffffe000u);
   return {hi, x - hi};
 }
+
+// To TF32, half away from zero; the lower bits of the first are for the hardware to cut off.
+__device__ __forceinline__ float near_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000u); }
+__device__ __forceinline__ float to_tf32(float x) { return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u); }
 
 // acc += a b to about f32's precision. The order of k is any that a and b agree on; here lane % 4 holds k = 2 (lane % 4)
 // and the one after it, as an accumulator holds its columns.
@@ -71,12 +76,12 @@ __device__ __forceinline__ void invert16(float *d, int lane) {
   __syncwarp();
   if (lane < 16)
 #pragma unroll
-    for (int i = 0; i < 16; ++i) d[i * kLd + column] = x[i];
+    for (int i = 0; i < 16; ++i) d[i * kLd + column] = to_tf32(x[i]);
 }
 
 }  // namespace detail
 
-// In place; what stands above the diagonal outside the 16 x 16 blocks on it is neither read nor written. `warp` 0..3 of
+// In place, L's blocks below those on the diagonal being near_tf32; what stands above the diagonal outside the 16 x 16 blocks on it is neither read nor written. `warp` 0..3 of
 // the group, `barrier` one of the block's that nobody else uses meanwhile. Ends with a barrier.
 __device__ __forceinline__ void invert64(float *l, int warp, int lane, int barrier) {
   using namespace detail;
@@ -96,20 +101,20 @@ __device__ __forceinline__ void invert64(float *l, int warp, int lane, int barri
       for (int t = 0; t < 2; ++t) {
         float b[2];
         load_b(b, low + 8 * k * kLd + 8 * t, lane);
-        mma_f32(w[t], a, b);
+        ptx::mma1688_tf32(w[t], a, b);
       }
     }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const float a[4] = {w[k][0], w[k][2], w[k][1], w[k][3]};
+      const float a[4] = {near_tf32(w[k][0]), near_tf32(w[k][2]), near_tf32(w[k][1]), near_tf32(w[k][3])};
       float b[2];
       load_b(b, base + 8 * k * kLd + n, lane);
-      mma_f32(z, a, b);
+      ptx::mma1688_tf32(z, a, b);
     }
     ptx::group_barrier<128>(barrier);
     float *to = base + (16 + lane / 4) * kLd + n + 2 * (lane % 4);
-    *reinterpret_cast<float2 *>(to) = make_float2(-z[0], -z[1]);
-    *reinterpret_cast<float2 *>(to + 8 * kLd) = make_float2(-z[2], -z[3]);
+    *reinterpret_cast<float2 *>(to) = make_float2(to_tf32(-z[0]), to_tf32(-z[1]));
+    *reinterpret_cast<float2 *>(to + 8 * kLd) = make_float2(to_tf32(-z[2]), to_tf32(-z[3]));
   }
   ptx::group_barrier<128>(barrier);
 
@@ -126,26 +131,26 @@ __device__ __forceinline__ void invert64(float *l, int warp, int lane, int barri
       for (int t = 0; t < 4; ++t) {
         float b[2];
         load_b(b, low + 8 * k * kLd + 8 * t, lane);
-        mma_f32(w[t], a, b);
+        ptx::mma1688_tf32(w[t], a, b);
       }
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       if (k < 2 * n) continue;
-      const float a[4] = {w[k][0], w[k][2], w[k][1], w[k][3]};
+      const float a[4] = {near_tf32(w[k][0]), near_tf32(w[k][2]), near_tf32(w[k][1]), near_tf32(w[k][3])};
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         float b[2];
         load_b(b, l + 8 * k * kLd + 16 * n + 8 * t, lane);
-        mma_f32(z[t], a, b);
+        ptx::mma1688_tf32(z[t], a, b);
       }
     }
     ptx::group_barrier<128>(barrier);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       float *to = l + (32 + 16 * m + lane / 4) * kLd + 16 * n + 8 * t + 2 * (lane % 4);
-      *reinterpret_cast<float2 *>(to) = make_float2(-z[t][0], -z[t][1]);
-      *reinterpret_cast<float2 *>(to + 8 * kLd) = make_float2(-z[t][2], -z[t][3]);
+      *reinterpret_cast<float2 *>(to) = make_float2(to_tf32(-z[t][0]), to_tf32(-z[t][1]));
+      *reinterpret_cast<float2 *>(to + 8 * kLd) = make_float2(to_tf32(-z[t][2]), to_tf32(-z[t][3]));
     }
   }
   ptx::group_barrier<128>(barrier);

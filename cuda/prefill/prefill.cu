@@ -24,7 +24,7 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   const int64_t longest = ceil_div(max_tokens(p.seqs), kChunk), heads = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads;
   s->chunks = p.seqs.cu_seqlens ? p.seqs.total_tokens / kChunk + p.seqs.num_seqs : longest * p.seqs.num_seqs;
   if (longest == 0) s->chunks = 0;
-  s->record_bytes = ceil_div(s->chunks * p.num_v_heads * static_cast<int64_t>(sizeof(Record)), 256) * 256;
+  s->record_bytes = sm90 ? 0 : ceil_div(s->chunks * p.num_v_heads * static_cast<int64_t>(sizeof(Record)), 256) * 256;
 
   // Blocks of 64 value rows while they find room side by side; of 128, which read the keys half as often, when they do not.
   const int64_t tiles = ceil_div(p.head_v, 64);

@@ -58,7 +58,7 @@ template <int BYTES, int THREADS> __device__ __forceinline__ void copy_bytes(uin
 
 template <typename T, typename ST, int KK, int WARPS, Pass PASS>
 __global__ void __launch_bounds__(32 * WARPS, 1)
-scan_sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
+sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
   using Shared = Shared80<KK, WARPS>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   Shared &shared = *reinterpret_cast<Shared *>(raw_shared);

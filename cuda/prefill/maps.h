@@ -1,0 +1,20 @@
+// Tensor maps of q, k and v.
+#pragma once
+
+#include <cuda.h>
+
+#include "../gdn.h"
+
+namespace gdn {
+namespace prefill {
+
+// How the copy engine sees q, k and v: boxes of 64 elements of a head by 64 tokens, zero outside of the tensor. Coordinates:
+// element, head, token, sequence; packed tokens are one sequence.
+struct Maps {
+  CUtensorMap q, k, v;
+};
+
+int make_maps(const gdn_rule_params &p, Maps *maps);
+
+}  // namespace prefill
+}  // namespace gdn
