@@ -40,6 +40,9 @@ __device__ __forceinline__ uint64_t tile_of_rows(uint32_t address, uint32_t next
   return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{next >> 4} << 16) | ((address & 0x3ffff) >> 4);
 }
 
+// Added to either, what lies so many bytes further; within the tile as it would without the swizzle.
+__device__ __forceinline__ constexpr uint64_t bytes(uint32_t distance) { return distance >> 4; }
+
 #define GDN_ACC4(a) "+f"(a[0]), "+f"(a[1]), "+f"(a[2]), "+f"(a[3])
 #define GDN_D32                                                                                                     \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \

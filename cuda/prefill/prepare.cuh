@@ -12,7 +12,7 @@ namespace prefill {
 template <int KK, int GROUPS> struct PrepareShared {
   alignas(1024) uint8_t k[KK / 64 * kTileBytes];
   uint8_t q[KK / 64 * kTileBytes];
-  alignas(16) float l[GROUPS][kSquareFloats];    // later the images
+  Matrices matrices[GROUPS];
   TokenGates gates[GROUPS];
 };
 
@@ -63,7 +63,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
   copy_tile<T, KK / 8, 128 * GROUPS>(q_tile, heads_at<T>(p.q, n, first, key_head), p.q.token_stride, count, p.head_k, threadIdx.x);
   ptx::copy_async_commit();
   TokenGates &gates = s.gates[group];
-  float *l = s.l[group];
+  Matrices &m = s.matrices[group];
   auto make_gates = [&](int head) {
     if (warp != 0) return;
     const RawGates raw = load_gates(p, n, first, count, head, lane);
@@ -81,34 +81,18 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
     }
     float kk[8][4] = {}, qk[8][4] = {};
     triangular_products<T, KK>(kk, qk, k_tile, q_tile, warp, lane);
-    norms16<T, KK>(k_tile + 2048 * warp, count - 16 * warp, p.l2norm, p.l2_eps, 1.f, gates.k_norm + 16 * warp, lane);
     norms16<T, KK>(q_tile + 2048 * warp, count - 16 * warp, p.l2norm, p.l2_eps, p.scale, gates.q_norm + 16 * warp, lane);
+    norms_of_diagonal(kk, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
     ptx::group_barrier<128>(1 + group);
-    uint32_t attention[8][2];
-    decay_matrices<T>(kk, qk, gates, l, attention, warp, lane);
-    Record &record = records[static_cast<int64_t>(chunk) * p.num_v_heads + head];
-    token_factors(gates, record.factors, thread);
-    __syncwarp();
-    invert64(l, warp, lane, 1 + group);
-    uint4 image[4];
-    inverse_pieces<T>(image, l, gates.beta, thread);
-    uint4 *to = reinterpret_cast<uint4 *>(record.inverse);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[thread + 128 * i] = image[i];
-
-    // The attention leaves by way of where L was, a warp's 16 rows by themselves, in whole lines.
+    token_factors(gates, m.factors, thread);
+    make_images<T, true>(kk, qk, gates, m, warp, lane, 1 + group);
     ptx::group_barrier<128>(1 + group);
-    const uint32_t rows = ptx::shared_address(l) + 2048 * warp;
+    const uint4 *from = reinterpret_cast<const uint4 *>(&m);
+    uint4 *to = reinterpret_cast<uint4 *>(records + static_cast<int64_t>(chunk) * p.num_v_heads + head);
 #pragma unroll
-    for (int t = 0; t < 8; ++t) {
-      const uint32_t at = rows + tile_offset(lane / 4, t) + 4 * (lane % 4);
-      ptx::store_shared(at, attention[t][0]);
-      ptx::store_shared(at + 1024, attention[t][1]);
-    }
-    __syncwarp();
-    to = reinterpret_cast<uint4 *>(record.attention) + 128 * warp;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[lane + 32 * i] = ptx::load_shared(rows + 16 * (lane + 32 * i));
+    for (int i = 0; i < 2 * kImageBytes / 16 / 128; ++i) to[thread + 128 * i] = from[thread + 128 * i];
+    if (thread < static_cast<int>(sizeof(Factors) / 16))
+      to[2 * kImageBytes / 16 + thread] = reinterpret_cast<const uint4 *>(&m.factors)[thread];
   }
 }
 

@@ -73,10 +73,11 @@ __device__ __forceinline__ void subtract_from_values(float (&sk)[8][4], uint32_t
   }
 }
 
-// Writes O^T to the rows of o, by way of this warp's part of the V tile, which nobody else reads.
-template <typename T>
-__device__ __forceinline__ void store_out(const float (&o)[8][4], uint32_t v_tile, int warp, int lane, T *to,
-                                          int64_t stride, int count, int values) {
+// Writes O^T to the rows of o, by way of this warp's part of the V tile, which nobody else reads; `left` runs when it has been
+// read again, before the stores to global memory, which a fence would wait for.
+template <typename T, typename F>
+__device__ __forceinline__ void store_out(const float (&o)[8][4], uint32_t v_tile, int warp, int lane, T *to, int64_t stride,
+                                          int count, int values, F &&left) {
   const uint32_t rows = value_rows(v_tile, warp, lane);
   __syncwarp();    // all lanes have read their values
 #pragma unroll
@@ -94,14 +95,16 @@ __device__ __forceinline__ void store_out(const float (&o)[8][4], uint32_t v_til
   }
   __syncwarp();
   const int piece = lane % 2, token = lane / 2;
+  const uint32_t from = v_tile + tile_offset(token, 2 * (warp % 4) + piece);
+  uint4 x[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = ptx::load_shared(from + 2048 * i);
+  left();
   if (piece * kPiece >= values) return;
   T *row = to + token * stride + piece * kPiece;
-  const uint32_t from = v_tile + tile_offset(token, 2 * (warp % 4) + piece);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int t = token + 16 * i;
-    const uint4 x = ptx::load_shared(from + 2048 * i);
-    if (t < count) *reinterpret_cast<uint4 *>(row) = x;
+    if (token + 16 * i < count) *reinterpret_cast<uint4 *>(row) = x[i];
     row += 16 * stride;
   }
 }

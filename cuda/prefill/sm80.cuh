@@ -171,7 +171,7 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
 #pragma unroll
       for (int j = 0; j < 4; ++j) product_columns<T>(out, half[j], attention, j, by_piece);
       store_out<T>(out, stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
-                   tokens - i * kChunk, p.head_v - row0);
+                   tokens - i * kChunk, p.head_v - row0, [] {});
       if (p.checkpoints) {
         const int done = (s.begin + i + 1) * kChunk;
         if (done % p.checkpoint_tokens == 0 && done <= s.seq.count) {

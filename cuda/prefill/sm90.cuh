@@ -2,7 +2,7 @@
 //
 // A block owns 64 value rows of a head for each of its NM warpgroups of arithmetic, and walks through the chunks of its
 // stretch with the state in their registers. Beside them
-//   - a warpgroup of four single warps: one copies q, k and v (bulk tensor copies), one makes the gates, two the norms,
+//   - a warpgroup of four single warps: one copies q, k and v (bulk tensor copies), one makes the gates, two the norms of q,
 //   - one or two warpgroups that make the matrices of a chunk, those of different chunks at once.
 // They pass on, by barriers in shared memory: stages (copied tiles and what belongs to their tokens) and matrices.
 //
@@ -33,14 +33,6 @@ template <int KK, int NM> struct Stage90 {
   uint8_t v[NM * kTileBytes];    // and o on its way out
 };
 
-struct Matrices90 {
-  union alignas(1024) {
-    float l[kSquareFloats];
-    uint8_t images[2 * kImageBytes];    // the inverse, the attention
-  };
-  Factors factors;
-};
-
 // Registers of a thread in each kind of warpgroup: of 65536 for all.
 template <int KK, int NM> struct Shape90 {
   static constexpr int kMakers = NM == 1 ? 2 : 1;      // warpgroups that make matrices
@@ -52,7 +44,7 @@ template <int KK, int NM> struct Shape90 {
   static_assert(128 * (kCopyRegisters + kMakers * kMakerRegisters + NM * kMathRegisters) <= 65536, "registers");
   struct Shared {
     Stage90<KK, NM> stage[kStages];
-    Matrices90 matrices[kBuffers];
+    Matrices matrices[kBuffers];
     TokenGates gates[kStages];
     uint64_t full[kStages], normed[kStages], empty[kStages], ready[kBuffers], free[kBuffers];
   };
@@ -141,15 +133,14 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
       }
     } else {
       for (int i = 0; i < chunks; ++i, at.next()) {
-        const uint32_t tile = stages + at.index * static_cast<uint32_t>(sizeof(Stage)) + (warp == 2 ? 0 : kQ);
-        TokenGates &gates = shared.gates[at.index];
-        float *to = warp == 2 ? gates.k_norm : gates.q_norm;
+        const int first = (warp - 2) * 32;
+        const uint32_t rows = stages + at.index * static_cast<uint32_t>(sizeof(Stage)) + kQ + 128 * first;
         ptx::barrier_wait(full + 8 * at.index, at.parity);
-        if (PASS == kWhole || warp == 2)
+        if (PASS == kWhole)
 #pragma unroll 1
-          for (int block = 0; block < 4; ++block)
-            norms16<T, KK>(tile + 2048 * block, tokens - i * kChunk - 16 * block, p.l2norm, p.l2_eps, warp == 2 ? 1.f : p.scale,
-                           to + 16 * block, lane);
+          for (int block = 0; block < 32; block += 16)
+            norms16<T, KK>(rows + 128 * block, tokens - i * kChunk - first - block, p.l2norm, p.l2_eps, p.scale,
+                           shared.gates[at.index].q_norm + first + block, lane);
         __syncwarp();
         if (lane == 0) ptx::barrier_arrive(normed + 8 * at.index);
       }
@@ -165,8 +156,8 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
     for (int i = 0; i < chunks; ++i, at.next(), of.next()) {
       if (i % S::kMakers != maker) continue;
       const uint32_t stage = stages + at.index * static_cast<uint32_t>(sizeof(Stage));
-      const TokenGates &gates = shared.gates[at.index];
-      Matrices90 &m = shared.matrices[of.index];
+      TokenGates &gates = shared.gates[at.index];
+      Matrices &m = shared.matrices[of.index];
       ptx::barrier_wait(full + 8 * at.index, at.parity);
       const int count = tokens - i * kChunk;
       if (count < kChunk) {    // what follows the sequence is not its own, and may be anything
@@ -177,39 +168,25 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
         ptx::group_barrier<128>(group);
       }
       float kk[8][4], qk[8][4] = {};
+      const uint64_t k_rows = wgmma::tile_of_columns(stage), q_rows = wgmma::tile_of_columns(stage + kQ);
       if (PASS == kWhole) wgmma::hold(qk);
       wgmma::fence();
 #pragma unroll
       for (int k = 0; k < KK / 16; ++k) {
-        const uint32_t step = k / 4 * kTileBytes + k % 4 * 32;
-        const uint64_t b = wgmma::tile_of_columns(stage + step);
-        wgmma::product_of_tiles<T>(kk, b, b, k > 0);
-        if (PASS == kWhole) wgmma::product_of_tiles<T>(qk, wgmma::tile_of_columns(stage + kQ + step), b, k > 0);
+        const uint64_t step = wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32);
+        wgmma::product_of_tiles<T>(kk, k_rows + step, k_rows + step, k > 0);
+        if (PASS == kWhole) wgmma::product_of_tiles<T>(qk, q_rows + step, k_rows + step, k > 0);
       }
       wgmma::commit();
-      ptx::barrier_wait(normed + 8 * at.index, at.parity);
       ptx::barrier_wait(free + 8 * of.index, of.parity ^ 1);
-      token_factors(gates, m.factors, thread);
       wgmma::wait<0>();
       wgmma::hold(kk);
       if (PASS == kWhole) wgmma::hold(qk);
-      uint32_t attention[8][2];
-      decay_matrices<T>(kk, qk, gates, m.l, attention, warp, lane);
-      __syncwarp();
-      invert64(m.l, warp, lane, group);
-      uint4 image[4];
-      inverse_pieces<T>(image, m.l, gates.beta, thread);
-      ptx::group_barrier<128>(group);    // the images take the place of what they were made from
-#pragma unroll
-      for (int j = 0; j < 4; ++j) reinterpret_cast<uint4 *>(m.images)[thread + 128 * j] = image[j];
-      if (PASS == kWhole) {
-        const uint32_t rows = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices90)) + kImageBytes + 2048 * warp;
-        const uint32_t lanes = lanes_by_row(lane);
-#pragma unroll
-        for (int t = 0; t < 4; ++t)
-          ptx::store_matrices(tile_at(rows, lanes, 0, t),
-                              {attention[2 * t][0], attention[2 * t][1], attention[2 * t + 1][0], attention[2 * t + 1][1]});
-      }
+      norms_of_diagonal(kk, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
+      ptx::barrier_wait(normed + 8 * at.index, at.parity);
+      ptx::group_barrier<128>(group);
+      token_factors(gates, m.factors, thread);
+      make_images<T, PASS == kWhole>(kk, qk, gates, m, warp, lane, group);
       ptx::fence_async();
       __syncwarp();
       if (lane == 0) ptx::barrier_arrive(ready + 8 * of.index);
@@ -249,28 +226,35 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   // S K^T and S Q^T, of which the first is waited for.
   auto begin_chunk = [&] {
     stage = stages + at.index * static_cast<uint32_t>(sizeof(Stage));
-    matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices90));
+    matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices));
     factors = &shared.matrices[of.index].factors;
     ptx::barrier_wait(full + 8 * at.index, at.parity);
     ptx::barrier_wait(ready + 8 * of.index, of.parity);
     to_operand<T>(operand, state);
+    const uint64_t keys = wgmma::tile_of_columns(stage);
     wgmma::fence();
 #pragma unroll
     for (int k = 0; k < KK / 16; ++k)
-      wgmma::product<T, false>(values, operand[k], wgmma::tile_of_columns(stage + k / 4 * kTileBytes + k % 4 * 32), k > 0);
+      wgmma::product<T, false>(values, operand[k], keys + wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32), k > 0);
     wgmma::commit();
   };
   auto multiply_queries = [&] {
+    const uint64_t queries = wgmma::tile_of_columns(stage + kQ);
     wgmma::hold(out);
     wgmma::fence();
 #pragma unroll
     for (int k = 0; k < KK / 16; ++k)
-      wgmma::product<T, false>(out, operand[k], wgmma::tile_of_columns(stage + kQ + k / 4 * kTileBytes + k % 4 * 32), k > 0);
+      wgmma::product<T, false>(out, operand[k], queries + wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32), k > 0);
     wgmma::commit();
   };
   // S Q^T, and from S K^T to V'.
   auto middle_of_chunk = [&] {
-    if (PASS == kWhole && NM == 1) {
+    if (PASS == kWhole && NM > 1) {
+      multiply_queries();
+      wgmma::wait<0>();
+      wgmma::hold(out);
+      scale_columns(out, factors->out, lane);
+    } else if (PASS == kWhole) {
       multiply_queries();
       wgmma::wait<1>();
     } else {
@@ -280,11 +264,11 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
     subtract_from_values<T>(values, stage + v_offset, factors->read, warp, lane);
     uint32_t u[4][4];
     to_operand<T>(u, values);
+    const uint64_t inverse = wgmma::tile_of_columns(matrices);
     wgmma::hold(values);
     wgmma::fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      wgmma::product<T, false>(values, u[k], wgmma::tile_of_columns(matrices + k * 32), k > 0);
+    for (int k = 0; k < 4; ++k) wgmma::product<T, false>(values, u[k], inverse + wgmma::bytes(k * 32), k > 0);
     wgmma::commit();
     if (PASS == kWhole && NM == 1) {
       wgmma::wait<1>();
@@ -305,24 +289,18 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
     if (PASS == kWhole) to_operand<T>(plain, values);
     scale_columns(values, factors->write, lane);
     to_operand<T>(written, values);
+    const uint64_t keys = wgmma::tile_of_rows(stage, kTileBytes);
     wgmma::hold(state);
     wgmma::fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      wgmma::product<T, true>(state, written[k], wgmma::tile_of_rows(stage + k * 2048, kTileBytes), true);
+    for (int k = 0; k < 4; ++k) wgmma::product<T, true>(state, written[k], keys + wgmma::bytes(k * 2048), true);
     wgmma::commit();
-    if (PASS == kWhole && NM > 1) {
-      multiply_queries();
-      wgmma::wait<0>();
-      wgmma::hold(out);
-      scale_columns(out, factors->out, lane);
-    }
     if (PASS == kWhole) {
+      const uint64_t attention = wgmma::tile_of_columns(matrices + kImageBytes);
       wgmma::hold(out);
       wgmma::fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        wgmma::product<T, false>(out, plain[k], wgmma::tile_of_columns(matrices + kImageBytes + k * 32), true);
+      for (int k = 0; k < 4; ++k) wgmma::product<T, false>(out, plain[k], attention + wgmma::bytes(k * 32), true);
       wgmma::commit();
       wgmma::wait<1>();
     } else {
@@ -341,17 +319,18 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   };
   // The output leaves, and the stage is free.
   auto leave_chunk = [&](int i, uint32_t stage, int at, int of) {
-    if (PASS == kWhole) {
-      wgmma::hold(out);
-      store_out<T>(out, stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
-                   tokens - i * kChunk, p.head_v - row0);
-    }
-    ptx::fence_async();    // the output lay where the next values will be copied to
-    __syncwarp();
-    if (lane == 0) {
-      ptx::barrier_arrive(empty + 8 * at);
-      ptx::barrier_arrive(free + 8 * of);
-    }
+    const auto release = [&] {
+      ptx::fence_async();    // the output lay where the next values will be copied to
+      __syncwarp();
+      if (lane == 0) {
+        ptx::barrier_arrive(empty + 8 * at);
+        ptx::barrier_arrive(free + 8 * of);
+      }
+    };
+    if (PASS == kTransfer) return release();
+    wgmma::hold(out);
+    store_out<T>(out, stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
+                 tokens - i * kChunk, p.head_v - row0, release);
   };
 
   if (chunks > 0) {
