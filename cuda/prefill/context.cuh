@@ -5,11 +5,42 @@
 // once; this kernel goes through the segments of a head and puts the state before each in the place of the N before it.
 #pragma once
 
-#include "inverse.cuh"
 #include "scan.cuh"
 
 namespace gdn {
 namespace prefill {
+
+// TF32 in two parts: products keep f32's precision, as a sum over segments must.
+namespace detail {
+
+struct Split {
+  float hi, lo;
+};
+__device__ __forceinline__ Split split(float x) {
+  const float hi = __uint_as_float(__float_as_uint(x) & 0xffffe000u);
+  return {hi, x - hi};
+}
+
+// acc += a b to about f32's precision. The order of k is any that a and b agree on; here lane % 4 holds k = 2 (lane % 4)
+// and the one after it, as an accumulator holds its columns.
+__device__ __forceinline__ void mma_f32(float (&acc)[4], const float (&a)[4], const float (&b)[2]) {
+  float ah[4], al[4], bh[2], bl[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Split s = split(a[i]);
+    ah[i] = s.hi, al[i] = s.lo;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const Split s = split(b[i]);
+    bh[i] = s.hi, bl[i] = s.lo;
+  }
+  ptx::mma1688_tf32(acc, ah, bl);
+  ptx::mma1688_tf32(acc, al, bh);
+  ptx::mma1688_tf32(acc, ah, bh);
+}
+
+}  // namespace detail
 
 constexpr int kCombineRows = 16, kCombineThreads = 128;
 

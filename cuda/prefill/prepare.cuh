@@ -81,7 +81,8 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
     }
     float kk[8][4] = {}, qk[8][4] = {};
     triangular_products<T, KK>(kk, qk, k_tile, q_tile, warp, lane);
-    norms16<T, KK>(q_tile + 2048 * warp, count - 16 * warp, p.l2norm, p.l2_eps, p.scale, gates.q_norm + 16 * warp, lane);
+    if (thread < kChunk)
+      gates.q_norm[thread] = thread < count ? row_norm<T, KK>(q_tile, thread, p.l2norm, p.l2_eps, p.scale) : 0.f;
     norms_of_diagonal(kk, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
     ptx::group_barrier<128>(1 + group);
     token_factors(gates, m.factors, thread);

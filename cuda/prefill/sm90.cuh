@@ -30,7 +30,7 @@ template <int N> struct Turn {
 template <int KK, int NM> struct Stage90 {
   alignas(1024) uint8_t k[KK / 64 * kTileBytes];
   uint8_t q[KK / 64 * kTileBytes];
-  uint8_t v[NM * kTileBytes];    // and o on its way out
+  uint8_t v[NM * kTileBytes];
 };
 
 // Registers of a thread in each kind of warpgroup: of 65536 for all.
@@ -39,15 +39,17 @@ template <int KK, int NM> struct Shape90 {
   static constexpr int kBuffers = kMakers + 1;
   static constexpr int kStages = NM == 1 ? 4 : 3;
   static constexpr int kThreads = 128 * (1 + kMakers + NM);
-  static constexpr int kCopyRegisters = NM == 1 ? 40 : 32, kMakerRegisters = NM == 1 ? 104 : 96;
+  static constexpr int kCopyRegisters = NM == 1 ? 40 : 32, kMakerRegisters = NM == 1 ? 112 : 96;
   static constexpr int kMathRegisters = NM == 1 ? 240 : 192;
   static_assert(128 * (kCopyRegisters + kMakers * kMakerRegisters + NM * kMathRegisters) <= 65536, "registers");
   struct Shared {
     Stage90<KK, NM> stage[kStages];
     Matrices matrices[kBuffers];
     TokenGates gates[kStages];
+    alignas(1024) uint8_t out[NM == 1 ? 16 : NM * kTileBytes];    // on its way, see leave_chunk
     uint64_t full[kStages], normed[kStages], empty[kStages], ready[kBuffers], free[kBuffers];
   };
+  static_assert(sizeof(Shared) <= 227 * 1024, "shared memory");
 };
 
 template <typename T, typename ST, int KK, int NM, Pass PASS>
@@ -133,14 +135,13 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
       }
     } else {
       for (int i = 0; i < chunks; ++i, at.next()) {
-        const int first = (warp - 2) * 32;
-        const uint32_t rows = stages + at.index * static_cast<uint32_t>(sizeof(Stage)) + kQ + 128 * first;
+        const int row = (warp - 2) * 32 + lane;
+        const uint32_t tile = stages + at.index * static_cast<uint32_t>(sizeof(Stage)) + kQ;
         ptx::barrier_wait(full + 8 * at.index, at.parity);
+        // Past the end zero, where with eps 0 the root would be infinite.
         if (PASS == kWhole)
-#pragma unroll 1
-          for (int block = 0; block < 32; block += 16)
-            norms16<T, KK>(rows + 128 * block, tokens - i * kChunk - first - block, p.l2norm, p.l2_eps, p.scale,
-                           shared.gates[at.index].q_norm + first + block, lane);
+          shared.gates[at.index].q_norm[row] =
+              row < tokens - i * kChunk ? row_norm<T, KK>(tile, row, p.l2norm, p.l2_eps, p.scale) : 0.f;
         __syncwarp();
         if (lane == 0) ptx::barrier_arrive(normed + 8 * at.index);
       }
@@ -214,7 +215,6 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
                lane);
   }
 
-  T *o = PASS == kWhole ? out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0 : nullptr;
   uint32_t stage = 0;                   // of the chunk at hand
   const Factors *factors = nullptr;     // its
   uint32_t matrices = 0;                // its
@@ -318,19 +318,20 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
                 p.head_k, lane);
   };
   // The output leaves, and the stage is free.
-  auto leave_chunk = [&](int i, uint32_t stage, int at, int of) {
+  T *row = PASS == kWhole ? out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0 : nullptr;
+  auto leave_chunk = [&](int i, uint32_t matrices, int at, int of) {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(empty + 8 * at);
     const auto release = [&] {
-      ptx::fence_async();    // the output lay where the next values will be copied to
       __syncwarp();
-      if (lane == 0) {
-        ptx::barrier_arrive(empty + 8 * at);
-        ptx::barrier_arrive(free + 8 * of);
-      }
+      if (lane == 0) ptx::barrier_arrive(free + 8 * of);
     };
     if (PASS == kTransfer) return release();
     wgmma::hold(out);
-    store_out<T>(out, stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
-                 tokens - i * kChunk, p.head_v - row0, release);
+    // With one warpgroup of arithmetic by way of where the inverse was, of which nobody has need any more.
+    const uint32_t tile = NM == 1 ? matrices : ptx::shared_address(shared.out) + (group - 1 - S::kMakers) * kTileBytes;
+    store_out<T>(out, tile, warp, lane, row, p.o.token_stride, tokens - i * kChunk, p.head_v - row0, release);
+    row += kChunk * p.o.token_stride;
   };
 
   if (chunks > 0) {
@@ -340,7 +341,7 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
     // from one turn to the next, and would wait for each of them.
     for (int i = 0; i < chunks - 1; ++i) {
       end_chunk();
-      const uint32_t before = stage;
+      const uint32_t before = matrices;
       const int before_at = at.index, before_of = of.index;
       at.next();
       of.next();
@@ -358,7 +359,7 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
     }
     end_chunk();
     wgmma::wait<0>();
-    leave_chunk(chunks - 1, stage, at.index, of.index);
+    leave_chunk(chunks - 1, matrices, at.index, of.index);
     checkpoint(chunks - 1);
   }
   if (PASS == kTransfer) {
