@@ -30,6 +30,13 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// The lane, by an exchange and not from the thread's number alone: the assembler would read that anew (S2R, some 30 cycles)
+// wherever registers are short.
+__device__ __forceinline__ int kept_lane() {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return __shfl_sync(0xffffffffu, lane, lane);
+}
+
 // ---- loads of 16 bytes ----
 
 // Past L1, and L2 fetches whole lines. Of what no kernel writes while this one runs, not even the one before it under overlap. No "memory" clobber: it may

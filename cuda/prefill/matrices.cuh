@@ -29,6 +29,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// Zero for infinity and infinite for what is subnormal, which sums of squares with an eps are not.
+__device__ __forceinline__ float rsqrt_fast(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // NOTES: 2^-160 is zero in f32, as all that is less. The bound keeps the sum small, whose rounding is an error of the decays
 // that are differences of it, and finite.
 constexpr float kLeastDecay = -160.f;
@@ -110,7 +117,7 @@ __device__ __forceinline__ float row_norm(uint32_t tile, int row, bool l2norm, f
       squares[i] = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, squares[i]));
     }
   }
-  return l2norm ? rsqrtf((squares[0] + squares[1]) + (squares[2] + squares[3]) + eps) * scale : scale;
+  return l2norm ? rsqrt_fast((squares[0] + squares[1]) + (squares[2] + squares[3]) + eps) * scale : scale;
 }
 
 // Those of the keys of this warp's rows, from the diagonal of K K^T.
@@ -124,11 +131,11 @@ __device__ __forceinline__ void norms_of_diagonal(const float (&kk)[8][4], int c
       square[0] = row % 2 ? kk[2 * w][1] : kk[2 * w][0];
       square[1] = row % 2 ? kk[2 * w + 1][3] : kk[2 * w + 1][2];
     }
-  if (lane % 4 != row / 2) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int r = 16 * warp + row + 8 * i;
-    to[r] = r >= count ? 0.f : l2norm ? rsqrtf(square[i] + eps) : 1.f;
+    const float norm = l2norm ? rsqrt_fast(square[i] + eps) : 1.f;
+    if (lane % 4 == row / 2) to[r] = r >= count ? 0.f : norm;
   }
 }
 
@@ -142,107 +149,120 @@ struct Matrices {
   Factors factors;
 };
 
-// The diagonal block of a warp, from its left and right tiles of kk and qk: L's entries to `block`, the attention to the
-// packed words of the two tiles.
-template <typename T>
-__device__ __forceinline__ void decay_diagonal(const float (&kl)[4], const float (&kr)[4], const float (&ql)[4],
-                                               const float (&qr)[4], const TokenGates &g, const float (&p)[2],
-                                               const float (&b)[2], float *block, uint32_t (&left)[2], uint32_t (&right)[2],
-                                               int first, int lane) {
-  const int row = lane / 4, pair = 2 * (lane % 4), above = pair - row;    // the diagonal, by so many columns
-  const float c[2] = {g.c[first + row], g.c[first + row + 8]};
-  const float2 cl = *reinterpret_cast<const float2 *>(g.c + first + pair);
-  const float2 cr = *reinterpret_cast<const float2 *>(g.c + first + pair + 8);
-  const float2 nl = *reinterpret_cast<const float2 *>(g.k_norm + first + pair);
-  const float2 nr = *reinterpret_cast<const float2 *>(g.k_norm + first + pair + 8);
-  const float top[2] = {exp2_fast(c[0] - cl.x) * nl.x, exp2_fast(c[0] - cl.y) * nl.y};
-  const float low[2] = {exp2_fast(c[1] - cl.x) * nl.x, exp2_fast(c[1] - cl.y) * nl.y};
-  const float end[2] = {exp2_fast(c[1] - cr.x) * nr.x, exp2_fast(c[1] - cr.y) * nr.y};
-  // Masked where the exponential may have overflowed.
-  float x[3][2], y[3][2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    x[0][i] = above + i <= 0 ? ql[i] * (p[0] * top[i]) : 0.f;
-    y[0][i] = above + i < 0 ? kl[i] * (b[0] * top[i]) : 0.f;
-    x[1][i] = ql[2 + i] * (p[1] * low[i]);
-    y[1][i] = kl[2 + i] * (b[1] * low[i]);
-    x[2][i] = above + i <= 0 ? qr[2 + i] * (p[1] * end[i]) : 0.f;
-    y[2][i] = above + i < 0 ? kr[2 + i] * (b[1] * end[i]) : 0.f;
-  }
-  left[0] = pack2<T>(x[0][0], x[0][1]), left[1] = pack2<T>(x[1][0], x[1][1]);
-  right[0] = 0, right[1] = pack2<T>(x[2][0], x[2][1]);
-  float *to = block + row * kBlockLd + pair;
-  *reinterpret_cast<float2 *>(to) = make_float2(y[0][0], y[0][1]);
-  *reinterpret_cast<float2 *>(to + 8 * kBlockLd) = make_float2(y[1][0], y[1][1]);
-  *reinterpret_cast<float2 *>(to + 8 * kBlockLd + 8) = make_float2(y[2][0], y[2][1]);
+// Decays cannot overflow: left of a warp's diagonal block they are split at its begin into two factors of at most one, and in
+// it they are masked where the exponential may have.
+
+// 2^(c_i - c_j) / |k_j| in the diagonal block of a warp: of its left tile rows 0 .. 7 and 8 .. 15, of its right tile the latter.
+struct DiagonalDecays {
+  float top[2], low[2], end[2];
+};
+__device__ __forceinline__ DiagonalDecays diagonal_decays(const TokenGates &g, int warp, int lane) {
+  const int row = 16 * warp + lane / 4, column = 16 * warp + 2 * (lane % 4);
+  const float c[2] = {g.c[row], g.c[row + 8]};
+  const float2 cl = *reinterpret_cast<const float2 *>(g.c + column), cr = *reinterpret_cast<const float2 *>(g.c + column + 8);
+  const float2 nl = *reinterpret_cast<const float2 *>(g.k_norm + column);
+  const float2 nr = *reinterpret_cast<const float2 *>(g.k_norm + column + 8);
+  return {{exp2_fast(c[0] - cl.x) * nl.x, exp2_fast(c[0] - cl.y) * nl.y},
+          {exp2_fast(c[1] - cl.x) * nl.x, exp2_fast(c[1] - cl.y) * nl.y},
+          {exp2_fast(c[1] - cr.x) * nr.x, exp2_fast(c[1] - cr.y) * nr.y}};
 }
 
-// From the raw products of this warp's 16 rows: L left of the diagonal block to the f16 tile `l`, that of the block to `block`,
-// and the attention, ready to be stored, zero right of the diagonal. Decays cannot overflow: left of the diagonal block they
-// are split at its begin into two factors of at most one.
+// The products of this warp's 16 rows, times a factor of each row and the decays, packed; `far` is the factor for columns left
+// of the diagonal block, with what the row has decayed since its begin, and 0 where there are none. Tiles right of the
+// diagonal are zero. All warps go through what only the last one has: no branch, so that the tiles overlap.
 template <typename T>
-__device__ __forceinline__ void decay_matrices(const float (&kk)[8][4], const float (&qk)[8][4], const TokenGates &g, uint32_t l,
-                                               float *block, uint32_t (&attention)[8][2], int warp, int lane) {
-  const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
-  const float *until = g.until[warp > 0 ? warp - 1 : 0];
-  float p[2], b[2], far_p[2], far_b[2];    // of this thread's two rows
+__device__ __forceinline__ void decay_left(const float (&x)[8][4], const TokenGates &g, const float (&far)[2],
+                                           uint32_t (&packed)[6][2], int warp, int lane) {
+  const float *until = g.until[warp > 0 ? warp - 1 : 0] + 2 * (lane % 4), *norms = g.k_norm + 2 * (lane % 4);
+#pragma unroll
+  for (int t = 0; t < 6; ++t) {
+    const float2 u = *reinterpret_cast<const float2 *>(until + 8 * t), n = *reinterpret_cast<const float2 *>(norms + 8 * t);
+    const float f[2] = {u.x * n.x, u.y * n.y};
+    packed[t][0] = pack2<T>(x[t][0] * (far[0] * f[0]), x[t][1] * (far[0] * f[1]));
+    packed[t][1] = pack2<T>(x[t][2] * (far[1] * f[0]), x[t][3] * (far[1] * f[1]));
+  }
+}
+
+// L: left of the diagonal block to the f16 tile `l`, that of the block to `block`.
+__device__ __forceinline__ void decay_keys(const float (&kk)[8][4], const TokenGates &g, const DiagonalDecays &d, uint32_t l,
+                                           float *block, int warp, int lane) {
+  const int row = 16 * warp + lane / 4;
+  float b[2], far[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    b[i] = g.beta[row + 8 * i] * g.k_norm[row + 8 * i];
+    far[i] = warp > 0 ? b[i] * g.since[row + 8 * i] : 0.f;
+  }
+  uint32_t packed[6][2];
+  decay_left<__half>(kk, g, far, packed, warp, lane);
+  const uint32_t by_row = lanes_by_row(lane);
+#pragma unroll
+  for (int t = 0; t < 3; ++t)
+    if (t < warp)
+      store_block(tile_at(l, by_row, 0, t) + 2048 * warp,
+                  {packed[2 * t][0], packed[2 * t][1], packed[2 * t + 1][0], packed[2 * t + 1][1]}, lane);
+  const int pair = 2 * (lane % 4), above = pair - lane / 4;    // the diagonal, by so many columns
+  float *to = block + lane / 4 * kBlockLd + pair;
+#pragma unroll
+  for (int w = 0; w < 4; ++w)
+    if (warp == w) {
+      const float(&left)[4] = kk[2 * w], (&right)[4] = kk[2 * w + 1];
+      float y[3][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        y[0][i] = above + i < 0 ? left[i] * (b[0] * d.top[i]) : 0.f;
+        y[1][i] = left[2 + i] * (b[1] * d.low[i]);
+        y[2][i] = above + i < 0 ? right[2 + i] * (b[1] * d.end[i]) : 0.f;
+      }
+      *reinterpret_cast<float2 *>(to) = make_float2(y[0][0], y[0][1]);
+      *reinterpret_cast<float2 *>(to + 8 * kBlockLd) = make_float2(y[1][0], y[1][1]);
+      *reinterpret_cast<float2 *>(to + 8 * kBlockLd + 8) = make_float2(y[2][0], y[2][1]);
+    }
+}
+
+// The image of the attention, by each warp its 16 rows.
+template <typename T>
+__device__ __forceinline__ void decay_queries(const float (&qk)[8][4], const TokenGates &g, const DiagonalDecays &d,
+                                              uint32_t image, int warp, int lane) {
+  const int row = 16 * warp + lane / 4;
+  float p[2], far[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     p[i] = g.q_norm[row + 8 * i];
-    b[i] = g.beta[row + 8 * i] * g.k_norm[row + 8 * i];
-    const float since = warp > 0 ? g.since[row + 8 * i] : 0.f;
-    far_p[i] = p[i] * since, far_b[i] = b[i] * since;
+    far[i] = warp > 0 ? p[i] * g.since[row + 8 * i] : 0.f;
   }
-  // All warps go through what only the last one has: no branch, so that the tiles overlap.
-  const uint32_t by_row = lanes_by_row(lane);
+  uint32_t packed[6][2];
+  decay_left<T>(qk, g, far, packed, warp, lane);
+  const uint32_t rows = image + 2048 * warp, by_row = lanes_by_row(lane);
 #pragma unroll
-  for (int t = 0; t < 6; t += 2) {
-    uint32_t y[4];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float2 u = *reinterpret_cast<const float2 *>(until + 8 * (t + h) + column);
-      const float2 n = *reinterpret_cast<const float2 *>(g.k_norm + 8 * (t + h) + column);
-      const float f[2] = {u.x * n.x, u.y * n.y};
-      const float(&k)[4] = kk[t + h], (&q)[4] = qk[t + h];
-      attention[t + h][0] = pack2<T>(q[0] * (far_p[0] * f[0]), q[1] * (far_p[0] * f[1]));
-      attention[t + h][1] = pack2<T>(q[2] * (far_p[1] * f[0]), q[3] * (far_p[1] * f[1]));
-      y[2 * h] = pack2<__half>(k[0] * (far_b[0] * f[0]), k[1] * (far_b[0] * f[1]));
-      y[2 * h + 1] = pack2<__half>(k[2] * (far_b[1] * f[0]), k[3] * (far_b[1] * f[1]));
-    }
-    if (t < 2 * warp) store_block(tile_at(l, by_row, 0, t / 2) + 2048 * warp, y, lane);
-  }
-  attention[6][0] = attention[6][1] = attention[7][0] = attention[7][1] = 0;
+  for (int t = 0; t < 3; ++t)
+    store_block(tile_at(rows, by_row, 0, t),
+                {packed[2 * t][0], packed[2 * t][1], packed[2 * t + 1][0], packed[2 * t + 1][1]}, lane);
+  if (warp < 3) store_block(tile_at(rows, by_row, 0, 3), {0, 0, 0, 0}, lane);
+  __syncwarp();    // the diagonal block takes the place of zeros
+  const int above = 2 * (lane % 4) - lane / 4;
 #pragma unroll
   for (int w = 0; w < 4; ++w)
-    if (warp == w)
-      decay_diagonal<T>(kk[2 * w], kk[2 * w + 1], qk[2 * w], qk[2 * w + 1], g, p, b, block, attention[2 * w],
-                        attention[2 * w + 1], 16 * w, lane);
-}
-
-// From the raw products of each warp's 16 rows to the images, by a warpgroup; `barrier` is one of the block's that nobody else
-// uses meanwhile. Another warp may read the images after a barrier that follows.
-template <typename T, bool ATTENTION>
-__device__ __forceinline__ void make_images(const float (&kk)[8][4], const float (&qk)[8][4], const TokenGates &g, Matrices &m,
-                                            int warp, int lane, int barrier) {
-  const uint32_t inverse = ptx::shared_address(m.inverse), attention_image = ptx::shared_address(m.attention);
-  uint32_t attention[8][2];
-  decay_matrices<T>(kk, qk, g, attention_image, m.blocks[warp], attention, warp, lane);
-  __syncwarp();
-  invert64<T>(attention_image, m.blocks[warp], g.beta, inverse, warp, lane, barrier);
-  if (!ATTENTION) return;
-  ptx::group_barrier<128>(barrier);    // the attention takes the place of L
-  const uint32_t by_row = lanes_by_row(lane);
+    if (warp == w) {
+      const float(&left)[4] = qk[2 * w], (&right)[4] = qk[2 * w + 1];
+      float x[3][2];
 #pragma unroll
-  for (int t = 0; t < 4; ++t)
-    store_block(tile_at(attention_image, by_row, 0, t) + 2048 * warp,
-                {attention[2 * t][0], attention[2 * t][1], attention[2 * t + 1][0], attention[2 * t + 1][1]}, lane);
+      for (int i = 0; i < 2; ++i) {
+        x[0][i] = above + i <= 0 ? left[i] * (p[0] * d.top[i]) : 0.f;
+        x[1][i] = left[2 + i] * (p[1] * d.low[i]);
+        x[2][i] = above + i <= 0 ? right[2 + i] * (p[1] * d.end[i]) : 0.f;
+      }
+      store_block(tile_at(rows, by_row, 0, w),
+                  {pack2<T>(x[0][0], x[0][1]), pack2<T>(x[1][0], x[1][1]), 0, pack2<T>(x[2][0], x[2][1])}, lane);
+    }
 }
 
 __device__ __forceinline__ void token_factors(const TokenGates &g, Factors &to, int thread) {
   if (thread < kChunk) {
-    to.read[thread] = g.before[thread] * g.k_norm[thread];
-    to.out[thread] = g.before[thread] * g.q_norm[thread];
-    to.write[thread] = g.after[thread] * g.k_norm[thread];
+    const float before = g.before[thread], after = g.after[thread], k = g.k_norm[thread], q = g.q_norm[thread];
+    to.read[thread] = before * k;
+    to.out[thread] = before * q;
+    to.write[thread] = after * k;
   }
   if (thread == kChunk) to.decay = g.decay;
 }

@@ -86,7 +86,13 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
     norms_of_diagonal(kk, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
     ptx::group_barrier<128>(1 + group);
     token_factors(gates, m.factors, thread);
-    make_images<T, true>(kk, qk, gates, m, warp, lane, 1 + group);
+    const DiagonalDecays d = diagonal_decays(gates, warp, lane);
+    const uint32_t l = ptx::shared_address(m.attention);
+    decay_keys(kk, gates, d, l, m.blocks[warp], warp, lane);
+    __syncwarp();
+    invert64<T>(l, m.blocks[warp], gates.beta, ptx::shared_address(m.inverse), warp, lane, 1 + group);
+    ptx::group_barrier<128>(1 + group);    // the attention takes the place of L
+    decay_queries<T>(qk, gates, d, l, warp, lane);
     ptx::group_barrier<128>(1 + group);
     const uint4 *from = reinterpret_cast<const uint4 *>(&m);
     uint4 *to = reinterpret_cast<uint4 *>(records + static_cast<int64_t>(chunk) * p.num_v_heads + head);

@@ -69,7 +69,7 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   const Stretch s = stretch_of<PASS>(p, plan, kTileRows);
   // The same for a warp, which the compiler must see: products in a branch it takes for divergent are waited for one by one.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
-  const int thread = threadIdx.x % 128, warp = __shfl_sync(0xffffffffu, thread / 32, 0), lane = thread % 32;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 % 4, 0), lane = ptx::kept_lane(), thread = 32 * warp + lane;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full + 8 * i, 2);
@@ -162,32 +162,43 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
       ptx::barrier_wait(full + 8 * at.index, at.parity);
       const int count = tokens - i * kChunk;
       if (count < kChunk) {    // what follows the sequence is not its own, and may be anything
-        for (int tile = 0; tile < static_cast<int>(sizeof(Stage)) / kTileBytes; ++tile)
-          for (int j = count * 8 + thread; j < kChunk * 8; j += 128)
-            reinterpret_cast<uint4 *>(&shared.stage[at.index])[tile * (kTileBytes / 16) + j] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+        for (int piece = thread; piece < static_cast<int>(sizeof(Stage)) / 16; piece += 128)
+          if (piece / 8 % kChunk >= count) reinterpret_cast<uint4 *>(&shared.stage[at.index])[piece] = make_uint4(0, 0, 0, 0);
         ptx::fence_async();
         ptx::group_barrier<128>(group);
       }
-      float kk[8][4], qk[8][4] = {};
-      const uint64_t k_rows = wgmma::tile_of_columns(stage), q_rows = wgmma::tile_of_columns(stage + kQ);
-      if (PASS == kWhole) wgmma::hold(qk);
-      wgmma::fence();
+      float x[8][4];    // K K^T, then Q K^T
+      const uint64_t k_rows = wgmma::tile_of_columns(stage);
+      const auto multiply = [&](uint64_t rows) {
+        wgmma::hold(x);
+        wgmma::fence();
 #pragma unroll
-      for (int k = 0; k < KK / 16; ++k) {
-        const uint64_t step = wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32);
-        wgmma::product_of_tiles<T>(kk, k_rows + step, k_rows + step, k > 0);
-        if (PASS == kWhole) wgmma::product_of_tiles<T>(qk, q_rows + step, k_rows + step, k > 0);
-      }
-      wgmma::commit();
+        for (int k = 0; k < KK / 16; ++k) {
+          const uint64_t step = wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32);
+          wgmma::product_of_tiles<T>(x, rows + step, k_rows + step, k > 0);
+        }
+        wgmma::commit();
+      };
+      multiply(k_rows);
       ptx::barrier_wait(free + 8 * of.index, of.parity ^ 1);
       wgmma::wait<0>();
-      wgmma::hold(kk);
-      if (PASS == kWhole) wgmma::hold(qk);
-      norms_of_diagonal(kk, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
-      ptx::barrier_wait(normed + 8 * at.index, at.parity);
+      wgmma::hold(x);
+      norms_of_diagonal(x, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
       ptx::group_barrier<128>(group);
+      const uint32_t l = ptx::shared_address(m.attention);
+      decay_keys(x, gates, diagonal_decays(gates, warp, lane), l, m.blocks[warp], warp, lane);
+      if (PASS == kWhole) multiply(k_rows + wgmma::bytes(kQ));    // while L is inverted
+      __syncwarp();
+      invert64<T>(l, m.blocks[warp], gates.beta, ptx::shared_address(m.inverse), warp, lane, group);
+      ptx::barrier_wait(normed + 8 * at.index, at.parity);
       token_factors(gates, m.factors, thread);
-      make_images<T, PASS == kWhole>(kk, qk, gates, m, warp, lane, group);
+      if (PASS == kWhole) {
+        wgmma::wait<0>();
+        wgmma::hold(x);
+        ptx::group_barrier<128>(group);    // the attention takes the place of L
+        decay_queries<T>(x, gates, diagonal_decays(gates, warp, lane), l, warp, lane);
+      }
       ptx::fence_async();
       __syncwarp();
       if (lane == 0) ptx::barrier_arrive(ready + 8 * of.index);
