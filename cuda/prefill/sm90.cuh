@@ -71,14 +71,15 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 % 4, 0), lane = ptx::kept_lane(), thread = 32 * warp + lane;
   if (threadIdx.x == 0) {
+    // Every thread arrives for itself, which costs no more than one for its warp would.
     for (int i = 0; i < S::kStages; ++i) {
-      ptx::barrier_init(full + 8 * i, 2);
-      ptx::barrier_init(normed + 8 * i, 2);
-      ptx::barrier_init(empty + 8 * i, 4 * NM);
+      ptx::barrier_init(full + 8 * i, 1 + 32);
+      ptx::barrier_init(normed + 8 * i, 2 * 32);
+      ptx::barrier_init(empty + 8 * i, 128 * NM);
     }
     for (int i = 0; i < S::kBuffers; ++i) {
-      ptx::barrier_init(ready + 8 * i, 4);
-      ptx::barrier_init(free + 8 * i, 4 * NM);
+      ptx::barrier_init(ready + 8 * i, 128);
+      ptx::barrier_init(free + 8 * i, 128 * NM);
     }
   }
   const int64_t in_slot = slot_of(p.in_slots, s.n), out_slot = slot_of(p.out_slots, s.n);
@@ -130,8 +131,7 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
         if (i + 1 < chunks) raw = load_gates(p, s.n, s.seq.first + token0 + (i + 1) * kChunk, count - kChunk, s.head, lane);
         ptx::barrier_wait(empty + 8 * at.index, at.parity ^ 1);
         finish_gates(p, now, rate, dt_bias, count, lane, shared.gates[at.index]);
-        __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(full + 8 * at.index);
+        ptx::barrier_arrive(full + 8 * at.index);
       }
     } else {
       for (int i = 0; i < chunks; ++i, at.next()) {
@@ -142,8 +142,7 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
         if (PASS == kWhole)
           shared.gates[at.index].q_norm[row] =
               row < tokens - i * kChunk ? row_norm<T, KK>(tile, row, p.l2norm, p.l2_eps, p.scale) : 0.f;
-        __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(normed + 8 * at.index);
+        ptx::barrier_arrive(normed + 8 * at.index);
       }
     }
     return;
@@ -200,8 +199,7 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
         decay_queries<T>(x, gates, diagonal_decays(gates, warp, lane), l, warp, lane);
       }
       ptx::fence_async();
-      __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(ready + 8 * of.index);
+      ptx::barrier_arrive(ready + 8 * of.index);
     }
     return;
   }
@@ -331,11 +329,9 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   // The output leaves, and the stage is free.
   T *row = PASS == kWhole ? out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0 : nullptr;
   auto leave_chunk = [&](int i, uint32_t matrices, int at, int of) {
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(empty + 8 * at);
+    ptx::barrier_arrive(empty + 8 * at);
     const auto release = [&] {
-      __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(free + 8 * of);
+      ptx::barrier_arrive(free + 8 * of);
     };
     if (PASS == kTransfer) return release();
     wgmma::hold(out);

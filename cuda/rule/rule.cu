@@ -29,8 +29,8 @@ bool any_null(const gdn_rule_params &p) {
   return max_tokens(p.seqs) > 0 && (!p.q.ptr || !p.k.ptr || !p.v.ptr || !p.a.ptr || !p.b.ptr || !p.o.ptr);
 }
 
-// From here on the chunk form is faster than the recurrence (README.md).
-constexpr int32_t kChunkedTokens = 32;
+// From so many tokens on the chunk form is faster than the recurrence (README.md).
+constexpr int32_t kChunked90Tokens = 12, kChunked80Tokens = 24;
 
 // The kernel that runs for checked parameters: the one asked for, or the best that takes them, by measured bounds
 // (README.md). GDN_AUTO when the one asked for does not take them.
@@ -51,8 +51,8 @@ int choose(const gdn_rule_params &p, int32_t *algo) {
   const int32_t tokens = max_tokens(p.seqs);
   const bool several = tokens <= 8 && static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads > sms;
   *algo = takes[GDN_DECODE_128] && (tokens <= 1 || several) ? GDN_DECODE_128
-          : tokens >= kChunkedTokens && takes[GDN_CHUNKED_SM90] ? GDN_CHUNKED_SM90
-          : tokens >= kChunkedTokens && takes[GDN_CHUNKED_SM80] ? GDN_CHUNKED_SM80
+          : tokens >= kChunked90Tokens && takes[GDN_CHUNKED_SM90] ? GDN_CHUNKED_SM90
+          : tokens >= kChunked80Tokens && takes[GDN_CHUNKED_SM80] ? GDN_CHUNKED_SM80
           : takes[GDN_RECURRENT_128]                        ? GDN_RECURRENT_128
                                                             : GDN_RECURRENT;
   return GDN_OK;

@@ -42,6 +42,9 @@ fn run(args: &Args) -> Result<u64> {
     let device = Device::new_cuda(0).context("no CUDA device")?;
     let rule = Rule::new(args, tokens, &device)?;
     let algo = rule.algo()?;
+    if matches!(algo, Algo::ChunkedSm80 | Algo::ChunkedSm90) {
+        bail!("--algo: {algo:?}, chosen for this shape, has no clock stamps: ask for recurrent128, recurrent or chunked")
+    }
     // A first launch includes loading the kernel.
     rule.launch()?;
     device.synchronize()?;

@@ -18,6 +18,7 @@ mod profile;
 mod properties;
 mod rule_case;
 mod semantics;
+mod sixteen_bits;
 mod step;
 mod stored_state;
 mod support;
