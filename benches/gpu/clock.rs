@@ -124,7 +124,7 @@ impl Clock {
             bail!("CUPTI saw {} activities in {reps} calls", activities.len());
         }
         let launches = activities.len() / reps;
-        let mut sums: Vec<f64> = activities.chunks(launches).map(|call| call.iter().map(|a| a.us()).sum()).collect();
+        let mut busy: Vec<f64> = activities.chunks(launches).map(cupti::busy_us).collect();
         let mut kernels = BTreeMap::<&str, (f64, f64)>::new();
         for a in &activities {
             let (us, count) = kernels.entry(&a.name).or_default();
@@ -134,7 +134,7 @@ impl Clock {
         sample.kernels = kernels.into_iter().map(|(name, (us, count))| (name.to_owned(), us, count)).collect();
         sample.kernels.sort_by(|a, b| b.1.total_cmp(&a.1));
         sample.launches = Some(launches as u32);
-        sample.gpu = Some(Time::of(&mut sums));
+        sample.gpu = Some(Time::of(&mut busy));
         Ok(())
     }
 

@@ -14,6 +14,18 @@ impl Activity {
     }
 }
 
+/// How long at least one of them ran: kernels that overlap count once, gaps between launches do not count.
+pub fn busy_us(call: &[Activity]) -> f64 {
+    let mut spans: Vec<(u64, u64)> = call.iter().map(|a| (a.start, a.end)).collect();
+    spans.sort_unstable();
+    let (mut busy, mut until) = (0, 0);
+    for (start, end) in spans {
+        busy += end.max(until) - start.max(until);
+        until = end.max(until);
+    }
+    busy as f64 / 1e3
+}
+
 #[cfg(not(feature = "cupti"))]
 mod collect {
     use super::Activity;

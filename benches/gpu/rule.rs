@@ -188,7 +188,7 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
                 _ => format!("contest: FAIL, {elements} of {of} elements off by more than 1e-2"),
             });
         }
-        if !errors.within(bench.dtype) || (work.contest && errors.contest.elements > 0) {
+        if !errors.within(bench.dtype, algo) || (work.contest && errors.contest.elements > 0) {
             bench.failures += 1;
             bench.push(row.note("over its bound, not timed"))?;
             continue;

@@ -43,7 +43,9 @@ fn run(args: &Args) -> Result<u64> {
     let rule = Rule::new(args, tokens, &device)?;
     let algo = rule.algo()?;
     if matches!(algo, Algo::ChunkedSm80 | Algo::ChunkedSm90) {
-        bail!("--algo: {algo:?}, chosen for this shape, has no clock stamps: ask for recurrent128, recurrent or chunked")
+        bail!(
+            "--algo: {algo:?}, chosen for this shape, has no clock stamps: ask for recurrent128, recurrent or chunked"
+        )
     }
     // A first launch includes loading the kernel.
     rule.launch()?;
