@@ -42,7 +42,8 @@ __device__ __forceinline__ void mma_f32(float (&acc)[4], const float (&a)[4], co
 
 }  // namespace detail
 
-constexpr int kCombineRows = 16, kCombineThreads = 128;
+constexpr int kCombineRows = 16;
+template <int KK> constexpr int kCombineThreads = 32 * (KK / 8);    // a warp eight columns
 
 template <int KK> struct CombineShared {
   static constexpr int kRow = KK + 4;    // floats: rows 2c and columns n of a B operand fall on 32 banks
@@ -51,10 +52,10 @@ template <int KK> struct CombineShared {
 };
 
 template <typename ST, int KK>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads<KK>)
 combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
   using Shared = CombineShared<KK>;
-  constexpr int kRow = Shared::kRow, kTiles = KK / 8 / 4;    // column tiles of a warp
+  constexpr int kRow = Shared::kRow, kThreads = kCombineThreads<KK>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   Shared &shared = *reinterpret_cast<Shared *>(raw_shared);
   ptx::grid_dependency_launch();
@@ -73,7 +74,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 
   const ST *in = static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride +
                  static_cast<int64_t>(head) * p.head_v * p.head_k;
-  for (int i = thread; i < kCombineRows * KK; i += kCombineThreads) {
+  for (int i = thread; i < kCombineRows * KK; i += kThreads) {
     const int row = row0 + i / KK, column = i % KK;
     shared.state[i / KK * kRow + column] =
         row < p.head_v && column < p.head_k ? to_float<ST>(in[row * p.head_k + column]) : 0.f;
@@ -83,7 +84,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     if (segment < segments - 1) {
       const float *m = transfer_at(p, plan, n, segment, head) + p.head_v * p.head_k;
       const uint32_t to = ptx::shared_address(shared.m[segment % 2]);
-      for (int i = thread; i < KK * KK / 4; i += kCombineThreads) {
+      for (int i = thread; i < KK * KK / 4; i += kThreads) {
         const int row = i / (KK / 4), column = i % (KK / 4) * 4;
         const bool there = row < p.head_k && column < p.head_k;
         ptx::copy_async_or_zero(to + 4 * (row * kRow + column), there ? m + row * p.head_k + column : m, there ? 16 : 0);
@@ -91,42 +92,50 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     }
     ptx::copy_async_commit();
   };
+  // N of a segment: this thread's four elements.
+  const int column = 8 * warp + 2 * (lane % 4);
+  const auto place = [&](int segment, int i) {
+    return transfer_at(p, plan, n, segment, head) + (row0 + lane / 4 + 8 * i) * p.head_k + column;
+  };
+  const bool inside = column < p.head_k;    // and the one after it, as sizes are multiples of 8
+  float next[4] = {};
+  const auto load_place = [&](int segment) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (segment < segments - 1 && inside && row0 + lane / 4 + 8 * i < p.head_v) {
+        const float2 x = *reinterpret_cast<const float2 *>(place(segment, i));
+        next[2 * i] = x.x, next[2 * i + 1] = x.y;
+      }
+  };
   load(0);
+  load_place(0);
   for (int segment = 0; segment < segments - 1; ++segment) {
     load(segment + 1);
-    float *place = transfer_at(p, plan, n, segment, head);
-    float acc[kTiles][4];
+    float acc[4];
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = row0 + lane / 4 + i / 2 * 8, column = 8 * (kTiles * warp + t) + 2 * (lane % 4) + i % 2;
-        acc[t][i] = row < p.head_v && column < p.head_k ? place[row * p.head_k + column] : 0.f;
-      }
+    for (int i = 0; i < 4; ++i) acc[i] = next[i];
+    load_place(segment + 1);
     ptx::copy_async_wait<1>();
     __syncthreads();
-    const float *m = shared.m[segment % 2];
-#pragma unroll 4
-    for (int k = 0; k < KK / 8; ++k) {
-      const float *at = shared.state + lane / 4 * kRow + 8 * k + 2 * (lane % 4);
-      const float2 top = *reinterpret_cast<const float2 *>(at), low = *reinterpret_cast<const float2 *>(at + 8 * kRow);
-      const float a[4] = {top.x, low.x, top.y, low.y};
+    const float *m = shared.m[segment % 2] + 2 * (lane % 4) * kRow + 8 * warp + lane / 4;
+    const float *state = shared.state + lane / 4 * kRow + 2 * (lane % 4);
+    float part[2][4] = {};    // two chains, to halve their latency
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const float *from = m + (8 * k + 2 * (lane % 4)) * kRow + 8 * (kTiles * warp + t) + lane / 4;
-        const float b[2] = {from[0], from[kRow]};
-        detail::mma_f32(acc[t], a, b);
-      }
+    for (int k = 0; k < KK / 8; ++k) {
+      const float2 top = *reinterpret_cast<const float2 *>(state + 8 * k);
+      const float2 low = *reinterpret_cast<const float2 *>(state + 8 * k + 8 * kRow);
+      const float a[4] = {top.x, low.x, top.y, low.y}, b[2] = {m[8 * k * kRow], m[(8 * k + 1) * kRow]};
+      detail::mma_f32(part[k % 2], a, b);
     }
     __syncthreads();    // the state has been read
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+    for (int i = 0; i < 4; ++i) acc[i] += part[0][i] + part[1][i];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = lane / 4 + i / 2 * 8, column = 8 * (kTiles * warp + t) + 2 * (lane % 4) + i % 2;
-        shared.state[r * kRow + column] = acc[t][i];
-        if (row0 + r < p.head_v && column < p.head_k) place[(row0 + r) * p.head_k + column] = acc[t][i];
-      }
+    for (int i = 0; i < 2; ++i) {
+      const float2 x = make_float2(acc[2 * i], acc[2 * i + 1]);
+      *reinterpret_cast<float2 *>(shared.state + (lane / 4 + 8 * i) * kRow + column) = x;
+      if (inside && row0 + lane / 4 + 8 * i < p.head_v) *reinterpret_cast<float2 *>(place(segment, i)) = x;
+    }
     // The barrier before the next product orders these writes and the next reads.
   }
 }

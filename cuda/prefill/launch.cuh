@@ -70,7 +70,7 @@ int launch_combine(const gdn_rule_params &p, const Plan &plan, int optin, cudaSt
   const int64_t blocks = ceil_div(p.head_v, kCombineRows) * p.num_v_heads * p.seqs.num_seqs;
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   c.grid = dim3(static_cast<unsigned>(blocks));
-  c.block = dim3(kCombineThreads);
+  c.block = dim3(kCombineThreads<KK>);
   c.shared_bytes = sizeof(CombineShared<KK>);
   return launch_allowed<combine_kernel<ST, KK>>(c, optin, p, plan);
 }

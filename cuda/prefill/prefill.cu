@@ -32,8 +32,8 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   if (p.segments == 0) {
     // Microseconds on an H200 (README.md): a chunk of the scan and of the transfer pass, a step of the combination, and what
     // two more launches cost.
-    const double scan = sm90 ? 2.1 : 4.3, transfer = sm90 ? 1.3 : 2.2, combine = 2, launches = 12;
-    const auto rounds = [&](int64_t blocks) { return static_cast<double>(ceil_div(blocks, sms)); };
+    const double scan = sm90 ? 2.1 : 4.3, transfer = sm90 ? 1.25 : 2.2, combine = 1.5, launches = 8;
+    const auto rounds = [&](int64_t blocks) { return static_cast<double>(ceil_div(blocks, sm90 ? sms : 2 * sms)); };
     double best = rounds(heads * tiles) * static_cast<double>(longest) * scan;
     for (int64_t n = 2; n <= 32 && n * 8 <= longest; ++n) {
       const double length = static_cast<double>(ceil_div(longest, n));
