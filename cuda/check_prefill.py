@@ -10,7 +10,9 @@
 
 An error is relative RMS, ||x - ref|| / ||ref||, of a whole case and of its worst (sequence, head); for o, ||ref|| is at
 least what a query of no particular direction would have read, since one that is orthogonal to the state reads rounding
-alone. Whatever a launch must not read holds NaN, whatever it writes held NaN before, and all else is compared bit by bit.
+alone. A case over the fixed bound may be hard for any kernel with operands of 16 bits: what they cost it is worked out then
+(sixteen_bits.py), bounds it, and stands in its line, after "hard". Whatever a launch must not read holds NaN, whatever it
+writes held NaN before, and all else is compared bit by bit.
 """
 import argparse
 import ctypes as C
@@ -65,12 +67,12 @@ class Case:
 
         gap = 0 if self.varlen else BETWEEN
         self.first = [MARGIN + sum(lens[:i]) + gap * i for i in range(len(lens))]
-        self.rows = sum(lens) + gap * len(lens) + 2 * MARGIN
+        self.rows = sum(lens) + gap * len(lens) + 2 * MARGIN + slack    # total_tokens counts rows that are there
         self.live = [i for i in range(len(lens)) if i not in self.padding]
         self.tokens = torch.tensor([t for i in self.live for t in range(self.first[i], self.first[i] + lens[i])],
                                    dtype=torch.long, device="cuda")
         self.draw_inputs(keys, decay, beta, qk_size, v_size)
-        self.referenced, self.emulated = None, {}
+        self.referenced = self.emulated = None
 
     def place_states(self, slots, gap):
         """identity: in place, no slots; apart: no slots, out of place; permuted: in place; shared: the same with a sequence
@@ -165,7 +167,7 @@ class Case:
     def ends(self, states, checkpoint):
         """Those of the states after every CHUNK tokens that are checkpoints."""
         return [states[(j + 1) * checkpoint // CHUNK - 1][at] for at, i in enumerate(self.live)
-                for j in range(self.lens[i] // checkpoint)]
+                for j in range(self.lens[i] // checkpoint if checkpoint else 0)]
 
     def errors(self, o, state, checkpoints, checkpoint):
         """{"o", "state", "checkpoints": (error, that of the worst head)}."""
@@ -180,15 +182,11 @@ class Case:
         return errors
 
     def costs(self, checkpoint):
-        """What operands of 16 bits cost each output. Where errors grow from token to token, noise that no kernel can help
-        moves that several times over: the largest of a few emulations."""
-        if checkpoint not in self.emulated:
-            found = []
-            for noise in range(sixteen_bits.NOISES):
-                w = self.walk(partial(sixteen_bits.rule, DTYPES[self.io][1], noise))
-                found.append(self.errors(w.o, w.final, self.ends(w.states, checkpoint) if checkpoint else [], checkpoint))
-            self.emulated[checkpoint] = {name: max(errors[name][0] for errors in found) for name in found[0]}
-        return self.emulated[checkpoint]
+        """errors() of what has operands of 16 bits and is exact otherwise."""
+        if not self.emulated:
+            self.emulated = self.walk(partial(sixteen_bits.rule, DTYPES[self.io][1]))
+        w = self.emulated
+        return self.errors(w.o, w.final, self.ends(w.states, checkpoint), checkpoint)
 
     def buffers(self, checkpoint=0):
         """What launches write, and a copy of it from before."""
@@ -298,7 +296,7 @@ def fine(algo, case, errors, wrong, checkpoint=0):
         within = lambda bound: whole <= bound and worst <= WORST * bound        # false for NaN
         kind, passes = name, within(bounds_of(algo, case)[name])
         if not passes and algo in ALGOS and not wrong:
-            cost = case.costs(checkpoint)[name]
+            cost, _ = case.costs(checkpoint)[name]
             passes, kind = within(sixteen_bits.bound(CHUNKED_BOUND, cost)), f"{name} of hard inputs"
             hard.append(f"hard: {name} error {whole:.1e}, emulated {cost:.1e}")
         ok = ok and passes
@@ -373,6 +371,9 @@ def hard(run, io):
     lens = [512, 130, 64]
     for keys in ("repeated", "alternating", "parallel"):
         for beta_scale in (1.0, 2.0):
+            # In bf16 the roundings alone leave nothing of o there (prefill/README.md): nothing to check.
+            if io == "bf16" and keys == "alternating" and beta_scale == 2.0:
+                continue
             run(f"{keys} keys, beta {beta_scale:.0f}, no decay", lens, io=io, keys=keys, beta="one", beta_scale=beta_scale,
                 decay="none")
             run(f"{keys} keys, beta {beta_scale:.0f}, no decay, segments", [1000], io=io, keys=keys, beta="one",

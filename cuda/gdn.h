@@ -55,8 +55,9 @@ typedef struct gdn_heads {
 // How tokens are grouped into sequences. With `cu_seqlens` (device, num_seqs + 1 values, the first 0, non-decreasing)
 // sequence n owns the packed tokens cu_seqlens[n] .. cu_seqlens[n + 1]; without it every sequence has
 // `tokens_per_seq` tokens. Sequences may be empty. `max_tokens_per_seq` is a host-known bound on the length of any one,
-// `total_tokens` one on cu_seqlens[num_seqs]; both are read only with cu_seqlens, the second only by the kernels that
-// take a workspace.
+// `total_tokens` the rows that the packed tensors have, at least cu_seqlens[num_seqs]; both are read only with cu_seqlens,
+// the second only by the chunk forms on tensor cores, which size their workspace by it and may load (and drop) any of those
+// rows.
 typedef struct gdn_sequences {
   const uint32_t *cu_seqlens;
   int32_t num_seqs;

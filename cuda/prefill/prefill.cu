@@ -30,9 +30,9 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   const int64_t tiles = ceil_div(p.head_v, 64);
   int64_t segments = p.segments > 0 ? p.segments : 1;
   if (p.segments == 0) {
-    // Microseconds on an H200 (README.md): a chunk of the scan and of the transfer pass, a step of the combination, and what
-    // two more launches cost.
-    const double scan = sm90 ? 2.1 : 4.3, transfer = sm90 ? 1.25 : 2.2, combine = 1.5, launches = 8;
+    // Microseconds on an H200 (README.md): a chunk of the scan and of the transfer pass, a step of the combination, and
+    // what filling and emptying the card twice more costs.
+    const double scan = sm90 ? 2.1 : 4.3, transfer = sm90 ? 1.25 : 2.2, combine = 1.5, launches = 20;
     const auto rounds = [&](int64_t blocks) { return static_cast<double>(ceil_div(blocks, sm90 ? sms : 2 * sms)); };
     double best = rounds(heads * tiles) * static_cast<double>(longest) * scan;
     for (int64_t n = 2; n <= 32 && n * 8 <= longest; ++n) {

@@ -71,10 +71,14 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   const Stretch s = stretch_of<PASS>(p, plan, kTileRows);
   const int64_t in_slot = slot_of(p.in_slots, s.n), out_slot = slot_of(p.out_slots, s.n);
   if (in_slot < 0 || out_slot < 0) {
+    ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
     if (PASS == kWhole && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows);
     return;
   }
-  if (s.begin >= s.end && (PASS == kTransfer || s.segment > 0 || s.seq.count > 0 || plan.keep_state)) return;
+  if (s.begin >= s.end && (PASS == kTransfer || s.segment > 0 || s.seq.count > 0 || plan.keep_state)) {
+    ptx::grid_dependency_wait();
+    return;
+  }
   const int64_t token0 = s.seq.first + static_cast<int64_t>(s.begin) * kChunk;
   const int chunks = s.end - s.begin, tokens = s.seq.count - s.begin * kChunk;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;

@@ -84,10 +84,14 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   }
   const int64_t in_slot = slot_of(p.in_slots, s.n), out_slot = slot_of(p.out_slots, s.n);
   if (in_slot < 0 || out_slot < 0) {
+    ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
     if (PASS == kWhole && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows);
     return;
   }
-  if (s.begin >= s.end && (PASS == kTransfer || s.segment > 0 || s.seq.count > 0 || plan.keep_state)) return;
+  if (s.begin >= s.end && (PASS == kTransfer || s.segment > 0 || s.seq.count > 0 || plan.keep_state)) {
+    ptx::grid_dependency_wait();
+    return;
+  }
   if (PASS == kTransfer && s.identity) {    // no values: nothing is copied there
     for (int i = 0; i < S::kStages; ++i)
       for (int at = threadIdx.x; at < NM * kTileBytes / 16; at += S::kThreads)
@@ -369,6 +373,7 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
     leave_chunk(chunks - 1, matrices, at.index, of.index);
     checkpoint(chunks - 1);
   }
+  ptx::grid_dependency_wait();
   if (PASS == kTransfer) {
     float *to = transfer_at(p, plan, s.n, s.segment, s.head) + (s.identity ? p.head_v * p.head_k : 0);
     store_state(state, to, row0, s.identity ? p.head_k : p.head_v, p.head_k, lane);
