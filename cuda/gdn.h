@@ -86,7 +86,8 @@ typedef enum gdn_algo {
                            // 4, of the state to 16 bytes
   GDN_CHUNKED_SM80 = 5,    // chunk form on tensor cores (mma.sync): bf16 or f16, K up to 128 and both head sizes multiples
                            // of 8; rows of q, k, v, o aligned to 16 bytes, of the state to two elements
-  GDN_CHUNKED_SM90 = 6     // the same with the instructions of sm_90a (wgmma), which no other architecture has
+  GDN_CHUNKED_SM90 = 6     // the same with the instructions of sm_90a (wgmma), which no other architecture has; no strides
+                           // of zero over more than one element of q, k, v
 } gdn_algo;
 
 // Tokens a chunk of GDN_CHUNKED_SM80 and _SM90.

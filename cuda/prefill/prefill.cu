@@ -16,6 +16,14 @@ bool takes(const gdn_rule_params &p) {
          aligned_rows(p.k, 8, p.io_dtype) && aligned_rows(p.v, 8, p.io_dtype) && aligned_rows(p.o, 8, p.io_dtype);
 }
 
+// Whether a tensor map can describe it: no dimension of more than one element is repeated by a stride of zero.
+bool has_map(const gdn_heads &x, int32_t heads, const gdn_sequences &s) {
+  const bool packed = s.cu_seqlens != nullptr;
+  const int32_t tokens = packed ? s.total_tokens : s.tokens_per_seq;
+  return (heads == 1 || x.head_stride > 0) && (tokens <= 1 || x.token_stride > 0) &&
+         (packed || s.num_seqs <= 1 || x.seq_stride > 0);
+}
+
 }  // namespace
 
 int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
@@ -64,7 +72,9 @@ bool chunked_sm80_takes(const gdn_rule_params &p) { return prefill::takes(p); }
 
 bool chunked_sm90_takes(const gdn_rule_params &p) {
   bool yes = false;
-  return prefill::takes(p) && has_sm90a_code(&yes) == GDN_OK && yes;
+  using prefill::has_map;
+  const bool maps = has_map(p.q, p.num_k_heads, p.seqs) && has_map(p.k, p.num_k_heads, p.seqs) && has_map(p.v, p.num_v_heads, p.seqs);
+  return maps && prefill::takes(p) && has_sm90a_code(&yes) == GDN_OK && yes;
 }
 
 int chunked_workspace(const gdn_rule_params &p, int32_t algo, int64_t *bytes) {
