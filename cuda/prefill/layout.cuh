@@ -82,7 +82,7 @@ struct Record {
   uint8_t attention[kImageBytes];    // scale (q_i k_j) e^(c_i - c_j)
   Factors factors;
 };
-static_assert(sizeof(Record) % 16 == 0, "copied in bulk");
+static_assert(sizeof(Record) % 16 == 0, "copied in pieces of 16 bytes");
 
 // Records of sequence n begin at that of its chunk `first_chunk(n)`. Where sequences are packed each may leave one record
 // unused, so that no sum over the sequences before is needed: ceil(len / 64) <= floor(end / 64) - floor(begin / 64) + 1.

@@ -21,7 +21,9 @@ pub enum Algo {
     Decode128,
     /// Chunk by chunk (64 tokens) on tensor cores, f32 sums: q, k and v in bf16 or f16, K up to 128, both head sizes
     /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes, which `Auto` checks and this refuses;
-    /// `Auto` takes it where it wins. On the CPU the same as `Chunked`.
+    /// `Auto` takes it where it wins. o and the state are within 5e-3 (relative RMS) of exact arithmetic; where a few keys
+    /// repeat over hundreds of tokens without decay at beta near 2 they are not, as 16-bit operands do not suffice there,
+    /// and [`Algo::Recurrent`] should be asked for. On the CPU the same as `Chunked`.
     ChunkedSm80,
     /// `ChunkedSm80` with the instructions of compute capability 9.0, which no other device has: refused there. On the
     /// CPU the same as `Chunked`.
