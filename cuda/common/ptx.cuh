@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
 // wherever registers are short.
 __device__ __forceinline__ int kept_lane() {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  return __shfl_sync(0xffffffffu, lane, lane);
+  return __shfl_sync(0xffffffffu, lane, lane) & 31;    // so that divisions of it are shifts
 }
 
 // ---- loads of 16 bytes ----
@@ -151,9 +151,10 @@ __device__ __forceinline__ void mma1688_tf32(float (&acc)[4], const float (&a)[4
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   GDN_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-  // Seen by the copy engine too; other threads still need a barrier of the block.
-  GDN_SM90("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// What this thread initialised is seen by the copy engine too; other threads still need a barrier of the block. It takes long:
+// once for all.
+__device__ __forceinline__ void barriers_initialised() { GDN_SM90("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Arrives, with `bytes` to come from copies or store_async() before the phase is over. They may be there already.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
@@ -163,6 +164,24 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   GDN_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+
+// blockIdx.x, read where it stands: what follows from it is worked out anew and not kept in registers.
+__device__ __forceinline__ unsigned block_anew() {
+  unsigned x;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+  return x;
+}
+
+// The lane, in a register from here on and not from the kernel's begin.
+__device__ __forceinline__ int lane_here() {
+  int x;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(x));
+  return x & 31;    // so that divisions of it are shifts
+}
+
+// `lane`, by way of a shared address that changes from turn to turn of a loop: what follows from it is worked out in each turn,
+// in a few instructions, where ptxas would keep it in registers that it has not.
+__device__ __forceinline__ int anew(int lane, uint32_t address) { return (lane | static_cast<int>(address >> 31)) & 31; }
 
 // What this thread wrote to shared memory before this is seen by wgmma and bulk copies after it.
 __device__ __forceinline__ void fence_async() { GDN_SM90("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -190,6 +209,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const void *map, int c0, i
                "r"(to), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
            : "memory");
 }
+
+// The reverse: writes what lies inside of the tensor.
+__device__ __forceinline__ void store_box(uint32_t from, const void *map, int c0, int c1, int c2, int c3) {
+  GDN_SM90("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];\ncp.async.bulk.commit_group;" ::
+               "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(from)
+           : "memory");
+}
+
+// Until this thread's boxes have been read, so that what they were stored from may be written.
+__device__ __forceinline__ void stores_read() { GDN_SM90("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // The reverses of load_matrices() and load_matrices_trans().
 __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)[4]) {

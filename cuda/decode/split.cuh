@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   if (threadIdx.x == 0) {
     ptx::barrier_init(all_squares, 1);
     ptx::barrier_init(all_read, 1);
+    ptx::barriers_initialised();
     ptx::barrier_expect(all_squares, sizeof(squares));
     ptx::barrier_expect(all_read, sizeof(read_at) * gridDim.x);    // waited for by block 0 alone
   }

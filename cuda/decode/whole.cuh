@@ -47,9 +47,12 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
   float *const word = reinterpret_cast<float *>(smem + R::kBytes);
   const uint32_t all_read = ptx::shared_address(word) + 8;
   if constexpr (CLUSTER) {
-    if (threadIdx.x == 0) ptx::barrier_init(all_read, 1);
+    if (threadIdx.x == 0) {
+      ptx::barrier_init(all_read, 1);
+      ptx::barriers_initialised();
+      ptx::barrier_expect(all_read, sizeof(*word) * shared_by);
+    }
     __syncwarp();
-    if (threadIdx.x == 0) ptx::barrier_expect(all_read, sizeof(*word) * shared_by);
     ptx::cluster_begin_arrive();    // that all blocks run, before one writes into another
   }
 

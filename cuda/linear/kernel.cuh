@@ -100,8 +100,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   const int block_bytes = min(static_cast<int>(blockDim.y) * a.slice, a.chunks - block_first) * kChunkBytes;
 #if __CUDA_ARCH__ >= 900
   if (FROM == From::kShared || (kClusters && gridDim.x > 1)) {
-    if (tid == 0)
+    if (tid == 0) {
       for (int i = 0; i < 3; ++i) ptx::barrier_init(shared + 8 * i, 1);
+      ptx::barriers_initialised();
+    }
     if (kClusters && gridDim.x > 1)
       ptx::cluster_begin();
     else

@@ -2,7 +2,8 @@
 //
 // A segment maps the state before it to the one after it: S -> S M + N, with N what it makes of no state at all and M what it
 // makes of the identity when there are no values. The transfer pass of the scan finds both, for all segments but the last at
-// once; this kernel goes through the segments of a head and puts the state before each in the place of the N before it.
+// once; this kernel goes through the segments of a head and puts the state before each in the place of the N before it, and
+// keeps that before the first one.
 #pragma once
 
 #include "scan.cuh"
@@ -76,8 +77,10 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
                  static_cast<int64_t>(head) * p.head_v * p.head_k;
   for (int i = thread; i < kCombineRows * KK; i += kThreads) {
     const int row = row0 + i / KK, column = i % KK;
-    shared.state[i / KK * kRow + column] =
-        row < p.head_v && column < p.head_k ? to_float<ST>(in[row * p.head_k + column]) : 0.f;
+    const bool there = row < p.head_v && column < p.head_k;
+    const float x = there ? to_float<ST>(in[row * p.head_k + column]) : 0.f;
+    shared.state[i / KK * kRow + column] = x;
+    if (there) first_at(p, plan, n, head)[row * p.head_k + column] = x;
   }
   ptx::grid_dependency_wait();
   auto load = [&](int segment) {

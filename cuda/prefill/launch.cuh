@@ -19,8 +19,8 @@ inline int64_t scan_blocks(const gdn_rule_params &p, const Schedule &s, Pass pas
 }
 
 template <typename T, typename ST, int KK, Pass PASS>
-int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const Maps *maps, bool overlap, int optin, cudaStream_t stream) {
-  constexpr int kWide = KK == 128 && PASS == kWhole ? 2 : 1;    // warpgroups of the wide form, where there is one
+int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const MapsOut *maps, bool overlap, int optin, cudaStream_t stream) {
+  constexpr int kWide = KK == 128 ? 2 : 1;    // warpgroups of the wide form, where there is one
   const int32_t rows = PASS == kWhole ? s.tile_rows : s.transfer_rows;
   plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, rows));
   LaunchConfig c;
@@ -39,12 +39,13 @@ int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const Ma
     using S = Shape90<KK, 1>;
     c.block = dim3(S::kThreads);
     c.shared_bytes = sizeof(typename S::Shared);
-    return launch_allowed<sm90_kernel<T, ST, KK, 1, PASS>>(c, optin, p, plan, *maps);
+    return launch_allowed<sm90_kernel<T, ST, KK, 1, PASS>>(c, optin, p, plan, static_cast<const Maps &>(*maps));
   }
   c.block = dim3(2 * rows);
   if (rows == 128) {
-    c.shared_bytes = sizeof(Shared80<KK, 4 * kWide>);
-    return launch_allowed<sm80_kernel<T, ST, KK, 4 * kWide, PASS>>(c, optin, p, plan);
+    constexpr int kWarps = PASS == kWhole ? 4 * kWide : 4;
+    c.shared_bytes = sizeof(Shared80<KK, kWarps>);
+    return launch_allowed<sm80_kernel<T, ST, KK, kWarps, PASS>>(c, optin, p, plan);
   }
   c.shared_bytes = sizeof(Shared80<KK, 4>);
   return launch_allowed<sm80_kernel<T, ST, KK, 4, PASS>>(c, optin, p, plan);
@@ -87,8 +88,8 @@ int launch_all(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStrea
   plan.records = records;
   plan.transfers = reinterpret_cast<float *>(static_cast<uint8_t *>(p.workspace) + s.record_bytes);
 
-  Maps made;
-  const Maps *maps = nullptr;
+  MapsOut made;
+  const MapsOut *maps = nullptr;
   if (sm90) {
     if (const int status = make_maps(p, &made)) return status;
     maps = &made;

@@ -67,12 +67,18 @@ template <typename T> __device__ __forceinline__ float2 unpack2(uint32_t v) {
 
 // ---- the workspace: a record for every (chunk, value head) ----
 
-// Factors of the tokens of a chunk, c being the running sum of the log decay.
+// Factors of the tokens of a chunk, c being the running sum of the log decay. A lane of a scan has columns 2 (lane % 4) and the
+// next of every eight tokens: they lie side by side, so that it reads those of two tiles at once.
+// Where a lane's column / 2 = c falls on the banks of c - 2, two groups of four change places.
+__device__ __forceinline__ int factor_at(int token) {
+  const int c = token % 8 / 2;
+  return c * 16 + (token / 16 ^ c / 2) * 4 + token / 8 % 2 * 2 + token % 2;
+}
 struct Factors {
   float read[kChunk];     // e^c / |k|: of what the state before the chunk gives for raw k
   float out[kChunk];      // e^c scale / |q|: of what it gives for raw q
   float write[kChunk];    // e^(c of the last - c) / |k|: of the raw k that is added to the state
-  float decay;            // e^(c of the last)
+  float decay;              // e^(c of the last)
   float unused[3];
 };
 

@@ -1,4 +1,4 @@
-// Tensor maps of q, k and v.
+// Tensor maps of q, k, v and o.
 #pragma once
 
 #include <cuda.h>
@@ -8,13 +8,16 @@
 namespace gdn {
 namespace prefill {
 
-// How the copy engine sees q, k and v: boxes of 64 elements of a head by 64 tokens, zero outside of the tensor. Coordinates:
+// How the copy engine sees q, k, v and o: boxes of 64 elements of a head by 64 tokens, zero outside of the tensor. Coordinates:
 // element, head, token, sequence; packed tokens are one sequence.
 struct Maps {
   CUtensorMap q, k, v;
 };
+struct MapsOut : Maps {    // for the wide form, whose output leaves by copies
+  CUtensorMap o;
+};
 
-int make_maps(const gdn_rule_params &p, Maps *maps);
+int make_maps(const gdn_rule_params &p, MapsOut *maps);
 
 }  // namespace prefill
 }  // namespace gdn

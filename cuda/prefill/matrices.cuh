@@ -120,6 +120,30 @@ __device__ __forceinline__ float row_norm(uint32_t tile, int row, bool l2norm, f
   return l2norm ? rsqrt_fast((squares[0] + squares[1]) + (squares[2] + squares[3]) + eps) * scale : scale;
 }
 
+// Those of this warp's 16 rows of a tile, times `scale`: on tensor cores, from the diagonal of the rows' products.
+template <typename T, int KK>
+__device__ __forceinline__ void norms_of_rows(uint32_t tile, int count, bool l2norm, float eps, float scale, float *to, int warp,
+                                              int lane) {
+  const uint32_t by_row = lanes_by_row(lane);
+  float top[4] = {}, low[4] = {};
+#pragma unroll
+  for (int k = 0; k < KK / 16; ++k) {
+    uint32_t a[4];
+    ptx::load_matrices(a, tile_at(tile, by_row, 0, k) + 2048 * warp);
+    ptx::mma16816<T>(top, a[0], a[1], a[2], a[3], a[0], a[2]);
+    ptx::mma16816<T>(low, a[0], a[1], a[2], a[3], a[1], a[3]);
+  }
+  const int row = lane / 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float square = i == 0 ? (row % 2 ? top[1] : top[0]) : (row % 2 ? low[3] : low[2]);
+    const int r = 16 * warp + row + 8 * i;
+    const float norm = l2norm ? rsqrt_fast(square + eps) * scale : scale;
+    if (lane % 4 == row / 2) to[r] = r >= count ? 0.f : norm;
+  }
+  __syncwarp();
+}
+
 // Those of the keys of this warp's rows, from the diagonal of K K^T.
 __device__ __forceinline__ void norms_of_diagonal(const float (&kk)[8][4], int count, bool l2norm, float eps, float *to, int warp,
                                                   int lane) {
@@ -257,14 +281,18 @@ __device__ __forceinline__ void decay_queries(const float (&qk)[8][4], const Tok
     }
 }
 
-__device__ __forceinline__ void token_factors(const TokenGates &g, Factors &to, int thread) {
+// Those that need the keys alone, by 65 threads of a warpgroup, and those of the queries, by 64.
+__device__ __forceinline__ void key_factors(const TokenGates &g, Factors &to, int thread) {
   if (thread < kChunk) {
-    const float before = g.before[thread], after = g.after[thread], k = g.k_norm[thread], q = g.q_norm[thread];
-    to.read[thread] = before * k;
-    to.out[thread] = before * q;
-    to.write[thread] = after * k;
+    const float k = g.k_norm[thread];
+    to.read[factor_at(thread)] = g.before[thread] * k;
+    to.write[factor_at(thread)] = g.after[thread] * k;
   }
   if (thread == kChunk) to.decay = g.decay;
+}
+
+__device__ __forceinline__ void query_factors(const TokenGates &g, Factors &to, int thread) {
+  if (thread < kChunk) to.out[factor_at(thread)] = g.before[thread] * g.q_norm[thread];
 }
 
 }  // namespace prefill

@@ -85,7 +85,8 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
       gates.q_norm[thread] = thread < count ? row_norm<T, KK>(q_tile, thread, p.l2norm, p.l2_eps, p.scale) : 0.f;
     norms_of_diagonal(kk, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
     ptx::group_barrier<128>(1 + group);
-    token_factors(gates, m.factors, thread);
+    key_factors(gates, m.factors, thread);
+    query_factors(gates, m.factors, thread);
     const DiagonalDecays d = diagonal_decays(gates, warp, lane);
     const uint32_t l = ptx::shared_address(m.attention);
     decay_keys(kk, gates, d, l, m.blocks[warp], warp, lane);

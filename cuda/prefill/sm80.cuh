@@ -68,7 +68,7 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   using Stage = typename Shared::Stage;
   constexpr uint32_t kV = offsetof(Stage, v), kInverse = offsetof(Stage, inverse), kFactors = offsetof(Stage, factors);
 
-  const Stretch s = stretch_of<PASS>(p, plan, kTileRows);
+  const Stretch s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x);
   const int64_t in_slot = slot_of(p.in_slots, s.n), out_slot = slot_of(p.out_slots, s.n);
   if (in_slot < 0 || out_slot < 0) {
     ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
@@ -124,13 +124,15 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         state[t][i] = s.identity && row0 + lane / 4 + i / 2 * 8 == 8 * t + 2 * (lane % 4) + i % 2 ? 1.f : 0.f;
-  } else if (s.segment == 0) {
+  } else if (!joined(s)) {
     load_state(state, static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride + within, row0, p.head_v, p.head_k,
                lane);
   }
   ptx::grid_dependency_wait();
-  if (PASS == kWhole && s.segment > 0)
-    load_state(state, static_cast<const float *>(transfer_at(p, plan, s.n, s.segment - 1, s.head)), row0, p.head_v, p.head_k, lane);
+  if (PASS == kWhole && joined(s)) {
+    const float *from = s.segment > 0 ? transfer_at(p, plan, s.n, s.segment - 1, s.head) : first_at(p, plan, s.n, s.head);
+    load_state(state, from, row0, p.head_v, p.head_k, lane);
+  }
 
   T *o = PASS == kWhole ? out_heads_at<T>(p.o, s.n, token0, s.head) + row0 : nullptr;
   load_chain(0);
@@ -174,7 +176,8 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
       scale_columns(out, factors.out, lane);
 #pragma unroll
       for (int j = 0; j < 4; ++j) product_columns<T>(out, half[j], attention, j, by_piece);
-      store_out<T>(out, stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
+      put_out<T>(out, stage + v_offset, warp, lane);
+      take_out<T>(stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
                    tokens - i * kChunk, p.head_v - row0, [] {});
       if (p.checkpoints) {
         const int done = (s.begin + i + 1) * kChunk;

@@ -1,0 +1,143 @@
+// The arithmetic of a block with one warpgroup for it: 64 value rows. The order of products hides what can be hidden behind the
+// one chain that cannot: state -> S K^T -> U -> V' -> state. The output of a chunk is finished and stored while the next chunk's
+// S K^T runs.
+#pragma once
+
+#include "../common/wgmma.cuh"
+#include "shape90.cuh"
+
+namespace gdn {
+namespace prefill {
+
+template <typename T, typename ST, int KK, Pass PASS>
+__device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 1>::Shared &shared,
+                                            const Stretch &s, int warp, int lane) {
+  using S = Shape90<KK, 1>;
+  const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
+  const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
+  const uint32_t ready = ptx::shared_address(shared.ready), free = ptx::shared_address(shared.free);
+  const int chunks = s.end - s.begin, token0 = s.begin * kChunk, tokens = s.seq.count - token0;
+  const int row0 = s.row0 + 16 * warp;
+
+  float state[KK / 8][4];
+  begin_state<ST, PASS>(state, p, plan, s, row0, lane);
+
+  uint32_t stage = 0;                   // of the chunk at hand
+  const Factors *factors = nullptr;     // its
+  uint32_t matrices = 0;                // its
+  Turn<S::kStages> at;
+  Turn<S::kBuffers> of;
+  float out[8][4], values[8][4];        // O^T and V' of the chunk
+  uint32_t operand[KK / 16][4];         // the state before it
+
+  const auto multiply_state = [&](float(&x)[8][4], uint32_t tile) {
+    const uint64_t b = wgmma::tile_of_columns(tile);
+    wgmma::hold(x);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < KK / 16; ++k)
+      wgmma::product<T, false>(x, operand[k], b + wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32), k > 0);
+    wgmma::commit();
+  };
+  // S K^T.
+  const auto begin_chunk = [&] {
+    stage = stages + at.index * S::kStage;
+    matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices));
+    factors = &shared.matrices[of.index].factors;
+    ptx::barrier_wait(full + 8 * at.index, at.parity);
+    ptx::barrier_wait(ready + 8 * of.index, of.parity);
+    to_operand<T>(operand, state);
+    multiply_state(values, stage);
+  };
+  // S Q^T, and from S K^T to V'.
+  const auto middle_of_chunk = [&] {
+    if (PASS == kWhole) {
+      multiply_state(out, stage + S::kQ);
+      wgmma::wait<1>();
+    } else {
+      wgmma::wait<0>();
+    }
+    wgmma::hold(values);
+    subtract_from_values<T>(values, stage + 2 * S::kQ, factors->read, warp, lane);
+    uint32_t u[4][4];
+    to_operand<T>(u, values);
+    const uint64_t inverse = wgmma::tile_of_columns(matrices);
+    wgmma::hold(values);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma::product<T, false>(values, u[k], inverse + wgmma::bytes(k * 32), k > 0);
+    wgmma::commit();
+    if (PASS == kWhole) {
+      wgmma::wait<1>();
+      wgmma::hold(out);
+      scale_columns(out, factors->out, lane);
+    }
+    scale(state, factors->decay);
+    wgmma::wait<0>();
+    wgmma::hold(values);
+  };
+  // The new state, and the rest of O, of which the first is waited for.
+  const auto end_chunk = [&] {
+    uint32_t plain[4][4], written[4][4];
+    if (PASS == kWhole) to_operand<T>(plain, values);
+    scale_columns(values, factors->write, lane);
+    to_operand<T>(written, values);
+    const uint64_t keys = wgmma::tile_of_rows(stage, kTileBytes);
+    wgmma::hold(state);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma::product<T, true>(state, written[k], keys + wgmma::bytes(k * 2048), true);
+    wgmma::commit();
+    if (PASS == kWhole) {
+      const uint64_t attention = wgmma::tile_of_columns(matrices + kImageBytes);
+      wgmma::hold(out);
+      wgmma::fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) wgmma::product<T, false>(out, plain[k], attention + wgmma::bytes(k * 32), true);
+      wgmma::commit();
+      wgmma::wait<1>();
+    } else {
+      wgmma::wait<0>();
+    }
+    wgmma::hold(state);
+  };
+  // The output leaves, by way of where the inverse was, of which nobody has need any more; stage and matrices are free.
+  T *row = PASS == kWhole ? out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0 : nullptr;
+  const auto leave_chunk = [&](int i, uint32_t tile, int at, int of) {
+    ptx::barrier_arrive(empty + 8 * at);
+    const auto release = [&] { ptx::barrier_arrive(free + 8 * of); };
+    if (PASS == kTransfer) return release();
+    wgmma::hold(out);
+    put_out<T>(out, tile, warp, lane);
+    take_out<T>(tile, warp, lane, row, p.o.token_stride, tokens - i * kChunk, p.head_v - row0, release);
+    row += kChunk * p.o.token_stride;
+  };
+
+  if (chunks > 0) {
+    begin_chunk();
+    middle_of_chunk();
+    // NOTES: a turn of the loop begins and ends with no product under way, and not with a chunk: ptxas does not follow products
+    // from one turn to the next, and would wait for each of them.
+    for (int i = 0; i < chunks - 1; ++i) {
+      end_chunk();
+      const uint32_t before = matrices;
+      const int before_at = at.index, before_of = of.index;
+      at.next();
+      of.next();
+      begin_chunk();
+      if (PASS == kWhole) wgmma::wait<1>();
+      leave_chunk(i, before, before_at, before_of);
+      checkpoint<ST, PASS>(state, p, s, i, row0, lane);
+      middle_of_chunk();
+    }
+    end_chunk();
+    wgmma::wait<0>();
+    leave_chunk(chunks - 1, matrices, at.index, of.index);
+    checkpoint<ST, PASS>(state, p, s, chunks - 1, row0, lane);
+  }
+  ptx::grid_dependency_wait();
+  end_state<ST, PASS>(state, p, plan, s, row0, lane);
+}
+
+}  // namespace prefill
+}  // namespace gdn

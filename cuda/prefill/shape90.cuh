@@ -1,0 +1,79 @@
+// How a block of the kernel for sm_90a is made up: its warpgroups, their registers, what lies in shared memory.
+#pragma once
+
+#include "maps.h"
+#include "matrices.cuh"
+#include "scan.cuh"
+
+namespace gdn {
+namespace prefill {
+
+// An index that goes round, and the parity of its barrier's phase.
+template <int N> struct Turn {
+  int index = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++index == N) index = 0, parity ^= 1;
+  }
+};
+
+// Two turns, of as few registers as there are different ones.
+template <int A, int B> struct Turns {
+  Turn<A> first;
+  Turn<B> other;
+  __device__ __forceinline__ const Turn<B> &second() const {
+    if constexpr (A == B) return first;
+    else return other;
+  }
+  __device__ __forceinline__ void next() {
+    first.next();
+    if constexpr (A != B) other.next();
+  }
+};
+
+template <int KK, int NM> struct Stage90 {
+  alignas(1024) uint8_t k[KK / 64 * kTileBytes];
+  uint8_t q[KK / 64 * kTileBytes];
+  uint8_t v[kTileBytes];
+};
+template <int KK> struct Stage90<KK, 2> {
+  alignas(1024) uint8_t k[KK / 64 * kTileBytes];
+  uint8_t q[KK / 64 * kTileBytes];
+};
+
+// NM warpgroups of arithmetic: one is the narrow form, two are the wide one. Two more make the matrices, each of every second
+// chunk.
+template <int KK, int NM> struct Shape90 {
+  using Stage = Stage90<KK, NM>;
+  static constexpr bool kWide = NM == 2;
+  using Maps = std::conditional_t<kWide, MapsOut, prefill::Maps>;
+  static constexpr int kMakers = 2, kMath = 1 + kMakers;    // the latter is the first warpgroup of arithmetic
+  static constexpr int kThreads = 128 * (kMath + NM);
+  static constexpr int kBuffers = 3;
+  static constexpr int kStages = kWide ? 3 : 4;
+  static constexpr int kValues = kWide ? 2 : 1;             // wide: v has stages of its own, which are also o's way out
+  static constexpr uint32_t kQ = offsetof(Stage, q), kStage = sizeof(Stage);
+
+  // Of a thread in each kind of warpgroup; all together no more than the block is launched with, a multiple of 8 for each.
+  static constexpr int kSingleRegisters = kWide ? 32 : 40, kMakerRegisters = kWide ? 64 : 112;
+  static constexpr int kMathRegisters = kWide ? 160 : 240;
+  static_assert(kSingleRegisters + kMakers * kMakerRegisters + NM * kMathRegisters <=
+                    kThreads / 128 * (65536 / kThreads / 8 * 8),
+                "registers");
+
+  struct Shared {
+    Stage stage[kStages];
+    alignas(1024) uint8_t values[kWide ? kValues : 1][kWide ? NM * kTileBytes : 1024];
+    Matrices matrices[kBuffers];
+    alignas(kWide ? 1024 : 16) uint8_t state[kWide ? NM * KK / 64 * kTileBytes : 16];    // wide: as an operand
+    TokenGates gates[kStages];
+    // Of a stage: tiles are there; gates; norms of q; gates are not read any more, nor tiles. Of v's: the tile is there; o has
+    // left. Of a buffer: inverse and factors are there; wide: the attention too; nobody reads it any more.
+    uint64_t full[kStages], gated[kStages], normed[kStages], used[kStages], empty[kStages];
+    uint64_t valued[kValues], left[kValues];
+    uint64_t ready[kBuffers], attended[kBuffers], free[kBuffers];
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024, "shared memory");
+};
+
+}  // namespace prefill
+}  // namespace gdn

@@ -1,0 +1,162 @@
+// The arithmetic of a block with two warpgroups for it: 128 value rows, 64 each. They fill each other's gaps, and registers are
+// short, so that makers have enough of them: the state is an operand in registers for S K^T, which the next state waits for, and
+// one in shared memory for S Q^T, which can come last; the output leaves by a bulk copy from where v was.
+#pragma once
+
+#include "../common/wgmma.cuh"
+#include "shape90.cuh"
+
+namespace gdn {
+namespace prefill {
+
+template <typename T, typename ST, int KK, Pass PASS>
+__device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &plan, const MapsOut &maps,
+                                          typename Shape90<KK, 2>::Shared &shared, const Stretch &s, int part, int warp,
+                                          int lane) {
+  using S = Shape90<KK, 2>;
+  const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
+  const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
+  const uint32_t ready = ptx::shared_address(shared.ready), attended = ptx::shared_address(shared.attended);
+  const uint32_t free = ptx::shared_address(shared.free);
+  const uint32_t image = ptx::shared_address(shared.state) + part * (KK / 64 * kTileBytes);
+  const uint32_t valued = ptx::shared_address(shared.valued), left = ptx::shared_address(shared.left);
+  const uint32_t values_at = ptx::shared_address(shared.values) + part * kTileBytes;
+  const int barrier = 1 + S::kMath + part;
+  const int chunks = s.end - s.begin;
+
+  float state[KK / 8][4];
+  begin_state<ST, PASS>(state, p, plan, s, s.row0 + 64 * part + 16 * warp, lane);
+
+  Turns<S::kStages, S::kBuffers> turns;
+  Turn<S::kValues> value;
+  // Where v of a chunk is and its output will be.
+  const auto value_tile = [&](int index) { return values_at + index * (2 * kTileBytes); };
+  // Not kept, for want of registers.
+  const auto leader = [&] { return (warp | ptx::anew(lane, stages + turns.first.index * S::kStage)) == 0; };
+  const auto products_of_image = [&](float(&x)[8][4], uint32_t rows) {
+    const uint64_t b = wgmma::tile_of_columns(rows), a = wgmma::tile_of_columns(image);
+    wgmma::hold(x);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < KK / 16; ++k) {
+      const uint64_t step = wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32);
+      wgmma::product_of_tiles<T>(x, a + step, b + step, k > 0);
+    }
+    wgmma::commit();
+  };
+  const auto one_chunk = [&](int i) {
+    const Turn<S::kStages> &at = turns.first;
+    const Turn<S::kBuffers> &of = turns.second();
+    const uint32_t stage = stages + at.index * S::kStage, matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices));
+    const Factors &factors = shared.matrices[of.index].factors;
+    float values[8][4];
+    ptx::barrier_wait(full + 8 * at.index, at.parity);
+    ptx::barrier_wait(ready + 8 * of.index, of.parity);
+    {
+      uint32_t operand[KK / 16][4];
+      to_operand<T>(operand, state);
+      const uint64_t keys = wgmma::tile_of_columns(stage);
+      wgmma::hold(values);
+      wgmma::fence();
+#pragma unroll
+      for (int k = 0; k < KK / 16; ++k)
+        wgmma::product<T, false>(values, operand[k], keys + wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32), k > 0);
+      wgmma::commit();
+      if (PASS == kWhole)
+#pragma unroll
+        for (int k = 0; k < KK / 16; ++k)
+          store_block(tile_at(image + 2048 * warp, lanes_by_row(lane), 0, k), operand[k], lane);
+    }
+    if (PASS == kWhole) {
+      ptx::fence_async();    // of the output of the chunk before too
+      ptx::group_barrier<128>(barrier);
+    }
+    if (PASS == kWhole && i > 0 && leader()) {
+      const int token = static_cast<int>(s.seq.first) + (s.begin + i - 1) * kChunk;
+      ptx::store_box(value_tile(value.index ^ 1), &maps.o, s.row0 + 64 * part, s.head, token, p.seqs.cu_seqlens ? 0 : s.n);
+    }
+    wgmma::wait<0>();
+    wgmma::hold(values);
+    const bool copied = PASS == kWhole || !s.identity;
+    if (copied) ptx::barrier_wait(valued + 8 * value.index, value.parity);
+    subtract_from_values<T>(values, value_tile(value.index), factors.read, warp, lane);
+    if (PASS == kTransfer && copied) ptx::barrier_arrive(left + 8 * value.index);
+    {
+      uint32_t u[4][4];
+      to_operand<T>(u, values);
+      const uint64_t inverse = wgmma::tile_of_columns(matrices);
+      wgmma::hold(values);
+      wgmma::fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) wgmma::product<T, false>(values, u[k], inverse + wgmma::bytes(k * 32), k > 0);
+      wgmma::commit();
+    }
+    scale(state, factors.decay);
+    if (PASS == kWhole && i > 0 && leader()) {
+      ptx::stores_read();
+      ptx::barrier_arrive(left + 8 * (value.index ^ 1));
+    }
+    wgmma::wait<0>();
+    wgmma::hold(values);
+    uint32_t plain[4][4], written[4][4];
+    float out[8][4];
+    if constexpr (PASS == kWhole) {
+      to_operands<T>(plain, written, values, factors.write, lane);
+      // NOTES: the wait keeps ptxas from asking for S Q^T before V' is rounded, for which there are no registers.
+      ptx::barrier_wait(attended + 8 * of.index, of.parity);
+      products_of_image(out, stage + S::kQ);
+    } else {
+      scale_columns(values, factors.write, lane);
+      to_operand<T>(written, values);
+    }
+    const uint64_t keys = wgmma::tile_of_rows(stage, kTileBytes);
+    wgmma::hold(state);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma::product<T, true>(state, written[k], keys + wgmma::bytes(k * 2048), true);
+    wgmma::commit();
+    if constexpr (PASS == kWhole) {
+    wgmma::wait<1>();
+    wgmma::hold(out);
+    scale_columns(out, factors.out, lane);
+    const uint64_t attention = wgmma::tile_of_columns(matrices + kImageBytes);
+    wgmma::hold(out);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma::product<T, false>(out, plain[k], attention + wgmma::bytes(k * 32), true);
+    wgmma::commit();
+    }
+    wgmma::wait<0>();
+    wgmma::hold(state);
+    ptx::barrier_arrive(empty + 8 * at.index);
+    ptx::barrier_arrive(free + 8 * of.index);
+    if constexpr (PASS == kWhole) {
+      wgmma::hold(out);
+      put_out<T>(out, value_tile(value.index), warp, lane);
+    }
+    turns.next();
+    value.next();
+  };
+
+  // NOTES: an inner loop up to the next checkpoint: with a branch that reads the state in it ptxas finds too few registers, and
+  // waits for each product. What only checkpoints and the end need is worked out anew, so that the loop holds no register for it.
+#pragma unroll 1
+  for (int i = 0; i < chunks;) {
+    const int stop = PASS == kWhole && p.checkpoints ? i + 1 : chunks;
+#pragma unroll 1
+    for (; i < stop; ++i) one_chunk(i);
+    if (PASS == kTransfer) continue;
+    const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew());
+    checkpoint<ST, PASS>(state, p, again, i - 1, again.row0 + 64 * part + 16 * warp, lane);
+  }
+  const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew());
+  const int row0 = again.row0 + 64 * part + 16 * warp, token0 = (again.end - 1) * kChunk;
+  if (PASS == kWhole && chunks > 0)    // the last chunk may be cut off by the sequence's end
+    take_out<T>(value_tile(value.index ^ 1), warp, lane, out_heads_at<T>(p.o, again.n, again.seq.first + token0, again.head) + row0, p.o.token_stride,
+                again.seq.count - token0, p.head_v - row0, [] {});
+  ptx::grid_dependency_wait();
+  end_state<ST, PASS>(state, p, plan, again, row0, lane);
+}
+
+}  // namespace prefill
+}  // namespace gdn
