@@ -68,8 +68,8 @@ typedef struct gdn_sequences {
 
 // State rows per sequence. `slots` (device, num_seqs values) maps sequence n to a slot; null is the identity.
 // A slot number >= num_slots (GDN_NO_SLOT by convention), in or out, is padding: that sequence reads and writes no
-// state, and its output rows are zero. Two sequences of one launch must not share a slot: where state_in and state_out
-// overlap, no sequence may write a slot that another one reads.
+// state, and its output rows are zero. No two sequences of one launch may write one slot, and where state_in and
+// state_out overlap none may write a slot that another one reads; several may read one.
 #define GDN_NO_SLOT 0xffffffffu
 typedef struct gdn_slots {
   const uint32_t *slots;

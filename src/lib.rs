@@ -2,6 +2,10 @@
 //!
 //! * [`GatedDeltaNet`] is the layer: load it from a checkpoint, give it a [`GdnState`], call `forward` with any number
 //!   of tokens.
+//! * A server keeps the states of its sequences in the slots of a [`StatePool`], one a layer, which a [`SlotAllocator`]
+//!   hands out: [`GatedDeltaNet::forward_slots`] takes packed sequences of any lengths, prompts and decode steps in one
+//!   call; [`PrefixCache`] keeps the states along a prompt for the next one that begins alike; and
+//!   [`GatedDeltaNet::verify`] feeds drafted tokens that may be taken back.
 //! * The ops are for authors of their own layer: [`gdn_decode_in_place`] and [`gdn_prefill_in_place`] are the rule,
 //!   [`causal_conv1d`] and [`gated_rms_norm`] stand before and behind it, and [`gdn_step_in_place`] is all three for up
 //!   to 16 tokens, on CUDA in one kernel. All run on the CPU and, with the `cuda` feature, on CUDA.
@@ -29,6 +33,19 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! # Threads
+//! Layers, states and pools are `Send` and `Sync`. A layer is only read: any number of host threads may share one. What
+//! writes a state or a pool takes it by `&mut`, so that one thread at a time does: several that serve one pool put it
+//! behind a `Mutex`, or each have a pool of their own. The tensors of a state or pool (`conv()`, `recurrent()`) are views:
+//! who keeps one sees later writes, whichever thread makes them. A state on another device than the layer's weights is
+//! refused.
+//!
+//! A CUDA device that `Device::new_cuda` makes has a stream for each host thread, and nothing orders what two threads
+//! launch. There a thread that takes over a state or pool from another one waits for the device once; other tensors that
+//! it was handed, the inputs and [`Slots`] among them, are for the caller to wait for (`Device::synchronize`). Threads that
+//! use a device at the same time should make it with `Device::new_cuda_with_stream`: then all share one stream, which also
+//! keeps candle's matrix products apart, whose handle they share.
 #![warn(missing_docs)]
 
 mod cpu;
@@ -44,11 +61,15 @@ pub mod profile;
 pub mod reference;
 mod state;
 
-pub use layer::{GatedDeltaNet, GdnConfig};
+pub use layer::{Accepted, CheckpointPlan, Checkpoints, Drafted, GatedDeltaNet, GdnConfig};
+pub use ops::{
+    attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare,
+    PrepareOptions,
+};
 pub use ops::{
     causal_conv1d, checkpoint_rows, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place,
     gdn_step_in_place, Algo, CausalConv1d, CuSeqlens, GateActivation, GatedRmsNorm, Gates, GdnDecode, GdnPrefill,
-    GdnStep, RuleOptions, StepAlgo, StepOptions, CHECKPOINT_MULTIPLE,
+    GdnStep, RuleOptions, Slots, StepAlgo, StepOptions, CHECKPOINT_MULTIPLE, NO_SLOT,
 };
 pub use pool::keep_freed_memory;
-pub use state::GdnState;
+pub use state::{GdnState, PrefixCache, SlotAllocator, StatePool};

@@ -52,21 +52,21 @@ impl<T: Element, W: Element> Conv<'_, T, W> {
         });
         // Only after every task has read the old inputs.
         for n in 0..self.seqs.count {
-            if let Some(slot) = self.slots.offset(n) {
-                self.shift(n, &mut state[slot..][..(self.width - 1) * self.channels]);
+            if let Some(offsets) = self.slots.offsets(n) {
+                self.shift(n, offsets, state);
             }
         }
     }
 
-    /// The last `width - 1` inputs of old state and new tokens together.
-    fn shift(&self, n: usize, state: &mut [T]) {
+    /// The last `width - 1` inputs of the state at `from` and the new tokens together, to the state at `to`.
+    fn shift(&self, n: usize, (from, to): (usize, usize), state: &mut [T]) {
         let (first, tokens) = self.seqs.range(n);
         let (history, channels) = (self.width - 1, self.channels);
         let kept = history.saturating_sub(tokens);
-        state.copy_within((history - kept) * channels.., 0);
+        state.copy_within(from + (history - kept) * channels..from + history * channels, to);
         for i in kept..history {
             let row = self.x.row(n, first + tokens + i - history, 0, channels);
-            state[i * channels..][..channels].copy_from_slice(row);
+            state[to + i * channels..][..channels].copy_from_slice(row);
         }
     }
 }
@@ -93,7 +93,7 @@ impl<const WIDTH: usize, T: Element, W: Element> WithSimd for Of<WIDTH, Tile<'_,
         let Tile { conv, n, first, tokens, channel, channels, state, out } = self.0;
         let (seq_first, _) = conv.seqs.range(n);
         let out_first = conv.seqs.out_token(n);
-        let slot = conv.slots.offset(n);
+        let slot = conv.slots.offsets(n).map(|(read, _)| read);
 
         // Weights by tap, so that the inner loop runs over channels.
         let mut taps = [[0f32; CHANNEL_TILE]; WIDTH];

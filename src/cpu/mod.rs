@@ -2,6 +2,7 @@
 //! thread pool. No `Tensor` in here; the ops check shapes before they call in.
 
 pub(crate) mod attention;
+pub(crate) mod cached_attention;
 mod chunked;
 pub(crate) mod conv;
 mod gates;

@@ -45,10 +45,12 @@ impl<T: Element> Rule<'_, T> {
         };
         parallel(tasks, work, |task| {
             let (n, h) = (task / value_heads, task % value_heads);
-            match self.slots.offset(n) {
-                // SAFETY: slots are distinct, so each task owns its head of its slot.
-                Some(slot) => {
-                    let state = unsafe { state.part(slot + h * head_size, head_size) };
+            match self.slots.offsets(n) {
+                // SAFETY: the slots written are distinct and no other sequence reads them, so that each task owns its head
+                // of the one it writes.
+                Some((from, to)) => {
+                    let head = h * head_size;
+                    let state = unsafe { state.part_from(from + head, to + head, head_size) };
                     self.head(n, h, &out, state, &copies);
                 }
                 None => self.zero(n, h, &out),

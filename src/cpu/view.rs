@@ -206,24 +206,26 @@ impl Sequences<'_> {
     }
 }
 
-/// Which slot of the state a sequence owns.
+/// Which slots of the state the sequences read and write.
 #[derive(Clone, Copy)]
 pub(crate) struct Slots<'a> {
-    /// `None` is the identity.
-    pub map: Option<&'a [u32]>,
+    /// `None` is the identity, in both.
+    pub read: Option<&'a [u32]>,
+    pub write: Option<&'a [u32]>,
     /// Elements from one slot to the next.
     pub stride: usize,
 }
 
 impl Slots<'_> {
-    /// Offset of the state of sequence `n`, or `None` where the sequence is padding.
+    /// Where sequence `n` finds its state and where it leaves it, or `None` where it is padding.
     #[inline(always)]
-    pub fn offset(&self, n: usize) -> Option<usize> {
-        match self.map {
+    pub fn offsets(&self, n: usize) -> Option<(usize, usize)> {
+        let slot = |map: Option<&[u32]>| match map {
             Some(map) if map[n] == u32::MAX => None,
             Some(map) => Some(map[n] as usize * self.stride),
             None => Some(n * self.stride),
-        }
+        };
+        slot(self.read).zip(slot(self.write))
     }
 }
 
@@ -248,6 +250,25 @@ impl<'a, T> Shared<'a, T> {
     pub unsafe fn part(&self, start: usize, len: usize) -> &mut [T] {
         assert!(start <= self.len && len <= self.len - start, "part out of range");
         std::slice::from_raw_parts_mut(self.ptr.add(start), len)
+    }
+
+    /// The part at `to` with a copy of the `len` elements at `from`, where they are not the same.
+    ///
+    /// # Safety
+    /// No live part may overlap that at `to`, nor be written where it overlaps that at `from`.
+    #[allow(clippy::mut_from_ref)]
+    #[inline(always)]
+    pub unsafe fn part_from(&self, from: usize, to: usize, len: usize) -> &mut [T]
+    where
+        T: Copy,
+    {
+        let part = self.part(to, len);
+        if from != to {
+            assert!(from <= self.len && len <= self.len - from, "part out of range");
+            assert!(from.abs_diff(to) >= len, "parts overlap");
+            std::ptr::copy_nonoverlapping(self.ptr.add(from), part.as_mut_ptr(), len);
+        }
+        part
     }
 }
 

@@ -3,15 +3,16 @@
 //! Pointers are taken through cudarc's guards, so that its stream events hold; they are released after the launch.
 //! No launch allocates anything but its output and, for the rule, the workspace that its kernel asks for.
 
+pub(crate) mod attention;
 mod ffi;
 pub(crate) mod linear;
 #[cfg(feature = "profile")]
 pub(crate) mod profile;
 pub(crate) mod step;
 
-use crate::ops::{Algo, ConvPlan, Gates, HeadsLayout, NormPlan, RulePlan, SequencePlan};
+use crate::ops::{Algo, ConvPlan, Gates, HeadsLayout, NormPlan, RulePlan, SequencePlan, Slots};
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+use candle_core::cuda_backend::cudarc::driver::{self, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use candle_core::{bail, CudaStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
 use half::{bf16, f16};
 use std::cell::RefCell;
@@ -112,14 +113,15 @@ fn dense(pointer: &Pointer<'_>, tokens: usize, heads: usize, dim: usize) -> ffi:
     ffi::Heads { ptr: pointer.at(0, 0), seq_stride: tokens as i64 * row, token_stride: row, head_stride: dim as i64 }
 }
 
-/// The sequences of a launch and, since states are updated in place, the one slot map it reads and writes through.
+/// The sequences of a launch, and the slots that it reads and those that it writes: of one state, whose layout is
+/// `state`.
 fn addressing(
     op: &str,
     seqs: &SequencePlan,
     cu_seqlens: *const u32,
-    slots: *const u32,
+    (read, write): (*const u32, *const u32),
     state: &Layout,
-) -> Result<(ffi::Sequences, ffi::Slots)> {
+) -> Result<(ffi::Sequences, ffi::Slots, ffi::Slots)> {
     let sequences = ffi::Sequences {
         cu_seqlens,
         num_seqs: int(op, "sequences", seqs.count)?,
@@ -127,8 +129,9 @@ fn addressing(
         max_tokens_per_seq: int(op, "tokens", seqs.max_tokens)?,
         total_tokens: int(op, "tokens of all sequences", seqs.total_tokens)?,
     };
-    let slots = ffi::Slots { slots, num_slots: seqs.num_slots as i64, slot_stride: state.stride()[0] as i64 };
-    Ok((sequences, slots))
+    let (num_slots, slot_stride) = (seqs.num_slots as i64, state.stride()[0] as i64);
+    let of = |slots| ffi::Slots { slots, num_slots, slot_stride };
+    Ok((sequences, of(read), of(write)))
 }
 
 fn int(op: &str, arg: &str, value: usize) -> Result<i32> {
@@ -181,7 +184,19 @@ macro_rules! held_u32 {
     };
 }
 
-use {held, held_or_none, held_u32};
+/// `$name`: pointers to the slots read and written, which are u32; null where there are none.
+macro_rules! held_slots {
+    ($name:ident, $slots:expr, $stream:expr) => {
+        let slots: Option<&Slots> = $slots;
+        // One tensor that is both is locked once.
+        let separate = slots.filter(|slots| !slots.in_place());
+        held_u32!(slots_read, slots.map(Slots::read), $stream);
+        held_u32!(slots_write, separate.map(Slots::write), $stream);
+        let $name = (slots_read, if separate.is_some() { slots_write } else { slots_read });
+    };
+}
+
+use {held, held_or_none, held_slots, held_u32};
 
 /// What the rule needs besides its plan.
 pub(crate) struct RuleArgs<'a> {
@@ -191,7 +206,7 @@ pub(crate) struct RuleArgs<'a> {
     pub k: &'a CudaStorage,
     pub v: &'a CudaStorage,
     pub gates: &'a Gates,
-    pub slots: Option<&'a Tensor>,
+    pub slots: Option<&'a Slots>,
     pub cu_seqlens: Option<&'a Tensor>,
     pub token_states: Option<&'a Tensor>,
     pub checkpoints: Option<&'a Tensor>,
@@ -306,14 +321,14 @@ fn with_rule_params<R>(
     held!(b, gates.b, stream);
     held!(a_log, gates.a_log, stream);
     held!(dt_bias, gates.dt_bias, stream);
-    held_u32!(slots, slots, stream);
+    held_slots!(slots, slots, stream);
     held_u32!(cu_seqlens, cu_seqlens, stream);
     let state_size = state_dtype.size_in_bytes();
     let state_ptr: *mut c_void = state.at(layout.start_offset(), state_size);
     let copy = |to: Option<(&Pointer<'_>, &Layout)>| -> *mut c_void {
         to.map_or(std::ptr::null_mut(), |(p, layout)| p.at(layout.start_offset(), state_size))
     };
-    let (seqs, slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
+    let (seqs, in_slots, out_slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
     f(&mut ffi::RuleParams {
         q: heads(&q, plan.q, dtype),
         k: heads(&k, plan.k, dtype),
@@ -329,8 +344,8 @@ fn with_rule_params<R>(
         checkpoints: copy(copies.checkpoints),
         workspace: std::ptr::null_mut(),
         workspace_bytes: 0,
-        in_slots: slots,
-        out_slots: slots,
+        in_slots,
+        out_slots,
         seqs,
         num_k_heads: int(name, "key heads", dims.key_heads)?,
         num_v_heads: int(name, "value heads", dims.value_heads)?,
@@ -355,7 +370,7 @@ pub(crate) fn conv(
     x: &CudaStorage,
     weight: &CudaStorage,
     state: &Tensor,
-    slots: Option<&Tensor>,
+    slots: Option<&Slots>,
     cu_seqlens: Option<&Tensor>,
     silu: bool,
 ) -> Result<CudaStorage> {
@@ -366,20 +381,20 @@ pub(crate) fn conv(
         let mut out = alloc(x, &plan.out_shape)?;
 
         let (x, weight) = (read(x, stream)?, read(weight, stream)?);
-        held_u32!(slots, slots, stream);
+        held_slots!(slots, slots, stream);
         held_u32!(cu_seqlens, cu_seqlens, stream);
         let y = write(&mut out, stream)?;
         let state = write(state, stream)?;
         let state_ptr: *mut c_void = state.at(layout.start_offset(), dtype.size_in_bytes());
-        let (seqs, slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
+        let (seqs, in_slots, out_slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
         let params = ffi::ConvParams {
             x: heads(&x, plan.x, dtype),
             y: dense(&y, plan.seqs.tokens, 1, plan.channels),
             weight: weight.at(plan.weight_offset, weight_dtype.size_in_bytes()),
             state_in: state_ptr,
             state_out: state_ptr,
-            in_slots: slots,
-            out_slots: slots,
+            in_slots,
+            out_slots,
             seqs,
             channels: int(name, "channels", plan.channels)?,
             width: plan.width as i32,
@@ -425,6 +440,18 @@ pub(crate) fn norm(
     check(name, unsafe { ffi::gdn_norm(&params, stream.cu_stream().cast::<c_void>()) })?;
     drop(to);
     Ok(out)
+}
+
+/// Copies slot `from` of a state over slot `to`, another one of the same storage.
+pub(crate) fn copy_slot(storage: &mut CudaStorage, layout: &Layout, from: usize, to: usize) -> Result<()> {
+    let (stride, size) = (layout.stride()[0], storage.dtype().size_in_bytes());
+    let bytes = layout.dims()[1..].iter().product::<usize>() * size;
+    let stream = &*stream_of(storage)?;
+    let pointer = write(storage, stream)?;
+    let at = |slot: usize| pointer.at::<c_void>(layout.start_offset() + slot * stride, size) as u64;
+    // SAFETY: both slots lie in the storage and do not overlap.
+    unsafe { driver::result::memcpy_dtod_async(at(to), at(from), bytes, stream.cu_stream()) }
+        .map_err(candle_core::Error::wrap)
 }
 
 /// `run` on a tensor that it writes, through candle's own machinery: with the tensor's lock held for writing.

@@ -1,8 +1,8 @@
 //! `gdn_step`: convolution, rule and gated norm of a few tokens in one launch.
 
 use super::{addressing, alloc, check, dense, dtype_code, ffi, heads, in_place, in_place_if_any, int, read, stream_of};
-use super::{held, held_or_none, held_u32, write, write_if_any, Pointer, Written};
-use crate::ops::{GateActivation, Gates, StepAlgo, StepPlan};
+use super::{held, held_or_none, held_slots, held_u32, write, write_if_any, Pointer, Written};
+use crate::ops::{GateActivation, Gates, Slots, StepAlgo, StepPlan};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, DType, Layout, Result, Storage, Tensor};
@@ -20,7 +20,8 @@ pub(crate) struct StepArgs<'a> {
     pub conv_weight: &'a CudaStorage,
     pub norm_weight: &'a Tensor,
     pub gates: &'a Gates,
-    pub slots: Option<&'a Tensor>,
+    pub slots: Option<&'a Slots>,
+    pub cu_seqlens: Option<&'a Tensor>,
     pub token_states: Option<&'a Tensor>,
 }
 
@@ -42,7 +43,7 @@ fn launch(
 ) -> Result<Option<CudaStorage>> {
     let stream = &*stream_of(args.x)?;
     let (dims, seqs) = (args.plan.rule.dims, args.plan.rule.seqs);
-    let mut out = alloc(args.x, &[seqs.count, seqs.tokens, dims.value_heads, dims.value_dim])?;
+    let mut out = alloc(args.x, &[seqs.total_tokens, dims.value_heads, dims.value_dim])?;
     let to = write(&mut out, stream)?;
     let state_dtype = state.dtype();
     let (conv, state) = (write(conv, stream)?, write(state, stream)?);
@@ -107,7 +108,7 @@ fn with_params<R>(
     states: States<'_>,
     f: impl FnOnce(&ffi::StepParams) -> R,
 ) -> Result<R> {
-    let StepArgs { name, plan, x, z, conv_weight, norm_weight, gates, slots, token_states: _ } = *args;
+    let StepArgs { name, plan, x, z, conv_weight, norm_weight, gates, slots, cu_seqlens, token_states: _ } = *args;
     let (dims, rule, options) = (plan.rule.dims, &plan.rule, &plan.options);
     let (dtype, conv_dtype, norm_dtype) = (x.dtype(), conv_weight.dtype(), norm_weight.dtype());
     let gate_dtype = gates.a.dtype();
@@ -117,13 +118,14 @@ fn with_params<R>(
     held!(b, gates.b, stream);
     held!(a_log, gates.a_log, stream);
     held!(dt_bias, gates.dt_bias, stream);
-    held_u32!(slots, slots, stream);
+    held_slots!(slots, slots, stream);
+    held_u32!(cu_seqlens, cu_seqlens, stream);
     let ((conv, conv_layout), (state, layout, state_dtype)) = (states.conv, states.state);
     let state_size = state_dtype.size_in_bytes();
     let conv_ptr: *mut c_void = conv.at(conv_layout.start_offset(), dtype.size_in_bytes());
     let state_ptr: *mut c_void = state.at(layout.start_offset(), state_size);
     let token_states = states.token_states.map_or(std::ptr::null_mut(), |(p, l)| p.at(l.start_offset(), state_size));
-    let (seqs, slots) = addressing(name, &rule.seqs, std::ptr::null(), slots, layout)?;
+    let (seqs, in_slots, out_slots) = addressing(name, &rule.seqs, cu_seqlens, slots, layout)?;
     let conv_stride = conv_layout.stride()[0] as i64;
     Ok(f(&ffi::StepParams {
         x: heads(&x, plan.x, dtype),
@@ -140,8 +142,8 @@ fn with_params<R>(
         state_in: state_ptr,
         state_out: state_ptr,
         token_states,
-        in_slots: slots,
-        out_slots: slots,
+        in_slots,
+        out_slots,
         conv_in_stride: conv_stride,
         conv_out_stride: conv_stride,
         seqs,

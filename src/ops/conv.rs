@@ -2,7 +2,8 @@
 
 use super::args::*;
 use super::rule::{heads, storage_dtype};
-use super::sequences::{cpu_slots, CuSeqlens, SequencePlan};
+use super::sequences::{CuSeqlens, SequencePlan};
+use super::slots::{cpu_slots, CpuSlots, Slots};
 use crate::cpu;
 use candle_core::{bail, CpuStorage, CustomOp2, InplaceOp1, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
@@ -15,7 +16,7 @@ const OP: &str = "causal_conv1d";
 #[derive(Debug, Clone)]
 pub struct CausalConv1d {
     state: Tensor,
-    slots: Option<Tensor>,
+    slots: Option<Slots>,
     cu_seqlens: Option<CuSeqlens>,
     silu: bool,
 }
@@ -48,9 +49,16 @@ impl CausalConv1d {
         Ok(Self { state: state.clone(), slots: None, cu_seqlens: cu_seqlens.cloned(), silu })
     }
 
-    /// Sequence `n` uses slot `slots[n]` of the state; see [`crate::GdnDecode::with_slots`].
-    pub fn with_slots(mut self, slots: &Tensor) -> Self {
-        self.slots = Some(slots.clone());
+    /// Sequence `n` uses slot `slots[n]` of the state, or reads one slot and writes another; see
+    /// [`crate::GdnDecode::with_slots`].
+    pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
+        self.slots = Some(slots.into());
+        self
+    }
+
+    /// As if made with `cu_seqlens`, which is on the state's device.
+    pub(super) fn packed(mut self, cu_seqlens: &CuSeqlens) -> Self {
+        self.cu_seqlens = Some(cu_seqlens.clone());
         self
     }
 
@@ -133,8 +141,9 @@ impl CustomOp2 for CausalConv1d {
             check_not_state(OP, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
         }
         check_dtype(OP, "x", candle_core::backend::BackendStorage::dtype(x), self.state.dtype())?;
-        let (slots, cu) = (self.slots.as_ref(), self.cu_seqlens.as_ref().map(CuSeqlens::tensor));
-        let out = crate::cuda::conv(&plan, x, weight, &self.state, slots, cu, self.silu)?;
+        let slots = self.slots.as_ref().map(Slots::in_u32).transpose()?;
+        let cu = self.cu_seqlens.as_ref().map(CuSeqlens::tensor);
+        let out = crate::cuda::conv(&plan, x, weight, &self.state, slots.as_ref(), cu, self.silu)?;
         Ok((out, Shape::from(plan.out_shape)))
     }
 }
@@ -145,7 +154,7 @@ struct CpuRun<'a> {
     plan: &'a ConvPlan,
     x: &'a CpuStorage,
     weight: &'a CpuStorage,
-    slots: Option<Vec<u32>>,
+    slots: CpuSlots,
     out: RefCell<Option<CpuStorage>>,
 }
 
@@ -166,7 +175,7 @@ impl CpuRun<'_> {
             channels: plan.channels,
             width: plan.width,
             seqs: plan.seqs.cpu(self.op.cu_seqlens.as_ref()),
-            slots: cpu::Slots { map: self.slots.as_deref(), stride: layout.stride()[0] },
+            slots: self.slots.of_stride(layout.stride()[0]),
             max_tokens: plan.seqs.max_tokens,
             silu: self.op.silu,
         };

@@ -3,6 +3,7 @@
 use super::args::Lead;
 use super::options::{Algo, Gates, RuleOptions};
 use super::rule::{custom_op3, Rule};
+use super::slots::Slots;
 use candle_core::{Result, Tensor};
 
 /// The gated delta rule for one new token of each sequence, as a
@@ -33,13 +34,15 @@ impl GdnDecode {
         Ok(Self(rule.check()?))
     }
 
-    /// Row `n` of the batch uses slot `slots[n]` of the state, which may then hold any number of slots.
+    /// Row `n` of the batch uses slot `slots[n]` of the state, which may then hold any number of slots. With [`Slots`]
+    /// it may read one slot and write another.
     ///
-    /// `slots` is u32, `[batch]`, on the state's device. `u32::MAX` marks a padding row: it reads and writes no state
-    /// and its output is zero. On the CPU a slot out of range or used twice is an error; on CUDA the host does not see
-    /// the values: one out of range is treated as padding, and one used twice leaves that slot undefined.
-    pub fn with_slots(mut self, slots: &Tensor) -> Self {
-        self.0.slots = Some(slots.clone());
+    /// A tensor of slots is u32 or i64, `[batch]`, on the state's device. [`NO_SLOT`](crate::NO_SLOT) (-1 in i64) marks
+    /// a padding row: it reads and writes no state and its output is zero. On the CPU a slot out of range or used twice
+    /// is an error; on CUDA the host does not see the values of a tensor: one out of range is treated as padding, and
+    /// one used twice leaves that slot undefined.
+    pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
+        self.0.slots = Some(slots.into());
         self
     }
 

@@ -7,6 +7,7 @@ use super::copies::CHECKPOINT_MULTIPLE;
 use super::options::{Algo, Gates, RuleOptions};
 use super::rule::{custom_op3, Rule};
 use super::sequences::CuSeqlens;
+use super::slots::Slots;
 use candle_core::{Result, Tensor};
 
 /// The gated delta rule over any number of tokens of each sequence, as a
@@ -37,9 +38,10 @@ impl GdnPrefill {
         Ok(Self(rule.check()?))
     }
 
-    /// Sequence `n` uses slot `slots[n]` of the state; see [`crate::GdnDecode::with_slots`].
-    pub fn with_slots(mut self, slots: &Tensor) -> Self {
-        self.0.slots = Some(slots.clone());
+    /// Sequence `n` uses slot `slots[n]` of the state, or reads one slot and writes another; see
+    /// [`crate::GdnDecode::with_slots`].
+    pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
+        self.0.slots = Some(slots.into());
         self
     }
 

@@ -3,7 +3,8 @@
 use super::args::*;
 use super::copies::{written, written_if_any, Checkpoints, Written};
 use super::options::{Algo, Gates, RuleOptions};
-use super::sequences::{cpu_slots, CuSeqlens, SequencePlan};
+use super::sequences::{CuSeqlens, SequencePlan};
+use super::slots::{cpu_slots, CpuSlots, Slots};
 use crate::cpu;
 use crate::reference::Dims;
 use candle_core::{bail, CpuStorage, DType, Layout, Result, Shape, Storage, Tensor};
@@ -19,7 +20,7 @@ pub(super) struct Rule {
     pub lead: Lead,
     pub gates: Gates,
     pub state: Tensor,
-    pub slots: Option<Tensor>,
+    pub slots: Option<Slots>,
     pub cu_seqlens: Option<CuSeqlens>,
     pub token_states: Option<Tensor>,
     pub checkpoints: Option<Checkpoints>,
@@ -195,7 +196,8 @@ impl Rule {
             self.check_not_written(arg, std::ptr::from_ref(storage).addr())?;
             check_dtype(self.name, arg, storage.dtype(), q.dtype())?;
         }
-        let out = crate::cuda::rule(&self.cuda_args(&plan, [q, k, v]), &self.state)?;
+        let slots = self.slots.as_ref().map(Slots::in_u32).transpose()?;
+        let out = crate::cuda::rule(&self.cuda_args(&plan, slots.as_ref(), [q, k, v]), &self.state)?;
         Ok((out, Shape::from(plan.out_shape)))
     }
 
@@ -203,6 +205,7 @@ impl Rule {
     fn cuda_args<'a>(
         &'a self,
         plan: &'a RulePlan,
+        slots: Option<&'a Slots>,
         [q, k, v]: [&'a candle_core::CudaStorage; 3],
     ) -> crate::cuda::RuleArgs<'a> {
         crate::cuda::RuleArgs {
@@ -212,7 +215,7 @@ impl Rule {
             k,
             v,
             gates: &self.gates,
-            slots: self.slots.as_ref(),
+            slots,
             cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
             token_states: self.token_states_to_write(),
             checkpoints: self.checkpoints_to_write(),
@@ -228,7 +231,8 @@ impl Rule {
         {
             let guards = [q.storage_and_layout().0, k.storage_and_layout().0, v.storage_and_layout().0];
             if let [Storage::Cuda(q), Storage::Cuda(k), Storage::Cuda(v)] = [&*guards[0], &*guards[1], &*guards[2]] {
-                return crate::cuda::rule_choice(&self.cuda_args(&plan, [q, k, v]), &self.state);
+                let slots = self.slots.as_ref().map(Slots::in_u32).transpose()?;
+                return crate::cuda::rule_choice(&self.cuda_args(&plan, slots.as_ref(), [q, k, v]), &self.state);
             }
         }
         // On the CPU the variants are these two.
@@ -324,7 +328,7 @@ struct CpuRun<'a> {
     k: &'a CpuStorage,
     v: &'a CpuStorage,
     gates: Vec<(f32, f32)>,
-    slots: Option<Vec<u32>>,
+    slots: CpuSlots,
 }
 
 impl CpuRun<'_> {
@@ -382,7 +386,7 @@ impl CpuRun<'_> {
             v: heads(v, plan.v),
             gates: &self.gates,
             seqs: plan.seqs.cpu(self.rule.cu_seqlens.as_ref()),
-            slots: cpu::Slots { map: self.slots.as_deref(), stride },
+            slots: self.slots.of_stride(stride),
             l2norm: plan.options.l2norm,
             l2_eps: plan.options.l2_eps,
             scale: plan.scale,

@@ -1,8 +1,9 @@
-//! Sequence boundaries of packed tokens, and slots of a state pool.
+//! Sequence boundaries of packed tokens.
 
-use super::args::{check_device, check_dtype, Lead};
+use super::args::Lead;
+use super::slots::Slots;
 use crate::cpu;
-use candle_core::{bail, CpuStorage, DType, Device, Result, Storage, Tensor};
+use candle_core::{bail, Device, Result, Tensor};
 use std::sync::Arc;
 
 /// Where each sequence begins among packed tokens: sequence `n` owns the tokens `cu_seqlens[n]..cu_seqlens[n + 1]`.
@@ -69,6 +70,17 @@ impl CuSeqlens {
         self.max_len
     }
 
+    /// Tokens of each sequence.
+    pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> + '_ {
+        self.host.windows(2).map(|pair| (pair[1] - pair[0]) as usize)
+    }
+
+    /// Whether every sequence has this one length; `None` where they differ or there are none.
+    pub(crate) fn uniform_len(&self) -> Option<usize> {
+        let count = self.num_sequences();
+        (count > 0 && self.max_len.checked_mul(count) == Some(self.total_tokens())).then_some(self.max_len)
+    }
+
     /// The running totals.
     pub fn as_slice(&self) -> &[u32] {
         &self.host
@@ -100,7 +112,7 @@ impl SequencePlan {
         (op, arg): (&str, &str),
         (lead, lead_dims): (Lead, &[usize]),
         cu_seqlens: Option<&CuSeqlens>,
-        slots: Option<&Tensor>,
+        slots: Option<&Slots>,
         state: &Tensor,
     ) -> Result<Self> {
         let (count, tokens, max_tokens) = match (cu_seqlens, lead) {
@@ -115,7 +127,7 @@ impl SequencePlan {
         };
         let num_slots = state.dims()[0];
         match slots {
-            Some(slots) => check_slots(op, slots, count, state.device())?,
+            Some(slots) => slots.check(op, count, num_slots, state.device())?,
             None if num_slots != count => {
                 bail!("{op}: state: expected {count} slots (one for each sequence), got {num_slots}")
             }
@@ -130,45 +142,6 @@ impl SequencePlan {
         let cu_seqlens = cu_seqlens.map(CuSeqlens::as_slice);
         cpu::Sequences { cu_seqlens, count: self.count, tokens: self.tokens }
     }
-}
-
-/// Shape, dtype and device of a slot map; its values are checked by [`check_slot_values`] where the host can see them.
-fn check_slots(op: &str, slots: &Tensor, sequences: usize, device: &Device) -> Result<()> {
-    check_dtype(op, "slots", slots.dtype(), DType::U32)?;
-    check_device(op, "slots", slots, device)?;
-    if slots.dims() != [sequences] || !slots.is_contiguous() {
-        bail!("{op}: slots: expected a contiguous tensor of shape [{sequences}], got shape {:?}", slots.dims());
-    }
-    Ok(())
-}
-
-/// Every slot in range or padding (`u32::MAX`), and none twice.
-fn check_slot_values(op: &str, slots: &[u32], num_slots: usize) -> Result<()> {
-    let mut used = vec![false; num_slots];
-    for (n, &slot) in slots.iter().enumerate() {
-        if slot == u32::MAX {
-            continue;
-        }
-        match used.get_mut(slot as usize) {
-            None => bail!("{op}: slots: expected values below {num_slots} (the state's slots), got {slot} at {n}"),
-            Some(true) => bail!("{op}: slots: expected distinct values, got {slot} a second time at {n}"),
-            Some(seen) => *seen = true,
-        }
-    }
-    Ok(())
-}
-
-/// The slot map of a CPU tensor, its values checked.
-pub(super) fn cpu_slots(op: &str, slots: Option<&Tensor>, num_slots: usize) -> Result<Option<Vec<u32>>> {
-    let Some(slots) = slots else { return Ok(None) };
-    let (storage, layout) = slots.storage_and_layout();
-    let Storage::Cpu(CpuStorage::U32(data)) = &*storage else {
-        bail!("{op}: slots: expected a u32 tensor on the CPU");
-    };
-    let start = layout.start_offset();
-    let map = data[start..start + layout.shape().elem_count()].to_vec();
-    check_slot_values(op, &map, num_slots)?;
-    Ok(Some(map))
 }
 
 #[cfg(test)]
@@ -189,12 +162,5 @@ mod tests {
         assert_eq!(lengths.as_slice(), cu.as_slice());
         let too_many = CuSeqlens::from_lengths(&[usize::MAX, 1], &Device::Cpu).unwrap_err();
         assert!(too_many.to_string().contains("cu_seqlens"));
-    }
-
-    #[test]
-    fn slots_are_checked() {
-        assert!(check_slot_values("op", &[2, u32::MAX, 0, u32::MAX], 3).is_ok());
-        assert!(check_slot_values("op", &[3], 3).unwrap_err().to_string().contains("got 3 at 0"));
-        assert!(check_slot_values("op", &[1, 1], 3).unwrap_err().to_string().contains("second time at 1"));
     }
 }

@@ -5,7 +5,8 @@ use super::conv::CausalConv1d;
 use super::norm::{uniform_tokens, GatedRmsNorm};
 use super::options::{Gates, StepAlgo, StepOptions};
 use super::rule::{storage_dtype, Rule, RulePlan};
-use super::sequences::cpu_slots;
+use super::sequences::CuSeqlens;
+use super::slots::{cpu_slots, Slots};
 use candle_core::{bail, CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
 
 const OP: &str = "gdn_step";
@@ -52,7 +53,7 @@ pub(crate) struct StepPlan {
 struct Call {
     plan: StepPlan,
     rule: Rule,
-    /// qkv as `[batch, tokens, channels]`.
+    /// qkv as `[batch, tokens, channels]`, or packed `[tokens, channels]`.
     conv_x: Layout,
     /// q, k and v in the convolution's output.
     columns: [Layout; 3],
@@ -114,11 +115,25 @@ impl GdnStep {
         })
     }
 
-    /// Sequence `n` uses slot `slots[n]` of both states; see [`crate::GdnDecode::with_slots`].
-    pub fn with_slots(mut self, slots: &Tensor) -> Self {
-        self.rule.slots = Some(slots.clone());
-        self.conv = self.conv.with_slots(slots);
+    /// Sequence `n` uses slot `slots[n]` of both states, or reads one slot and writes another; see
+    /// [`crate::GdnDecode::with_slots`].
+    pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
+        let slots = slots.into();
+        self.conv = self.conv.with_slots(&slots);
+        self.rule.slots = Some(slots);
         self
+    }
+
+    /// The tokens of all sequences are packed along one dimension: qkv is `[tokens, channels]`, z and the result
+    /// `[tokens, HV * V]`, the gates `[tokens, HV]`. Sequences have up to 16 tokens each and may be empty.
+    ///
+    /// # Errors
+    /// When `cu_seqlens` is not on the state's device.
+    pub fn with_cu_seqlens(mut self, cu_seqlens: &CuSeqlens) -> Result<Self> {
+        check_device(OP, "cu_seqlens", cu_seqlens.tensor(), self.rule.state.device())?;
+        self.conv = self.conv.packed(cu_seqlens);
+        self.rule.cu_seqlens = Some(cu_seqlens.clone());
+        Ok(self)
     }
 
     /// Every call also writes the state after each token into `token_states`: `[batch, HV, V, K]`, or with several
@@ -130,7 +145,7 @@ impl GdnStep {
     }
 
     /// A CUDA kernel may read the weights and the old states while the kernel before it on the stream still runs, which
-    /// must therefore not write them, nor the slots.
+    /// must therefore not write them, nor the slots, which are u32.
     pub(crate) fn overlapping(mut self) -> Self {
         self.overlap = true;
         self
@@ -156,7 +171,8 @@ impl GdnStep {
         if self.may_fuse(&call.plan) {
             let guards = [qkv.storage_and_layout().0, z.storage_and_layout().0, conv_weight.storage_and_layout().0];
             if let [Storage::Cuda(x), Storage::Cuda(z), Storage::Cuda(w)] = [&*guards[0], &*guards[1], &*guards[2]] {
-                let args = self.cuda_args(&call.plan, [x, z, w]);
+                let slots = self.rule.slots.as_ref().map(Slots::in_u32).transpose()?;
+                let args = self.cuda_args(&call.plan, slots.as_ref(), [x, z, w]);
                 return match crate::cuda::step::choice(&args, &self.conv_state, &self.rule.state)? {
                     Some(algo) => Ok(algo),
                     None => self.not_fused(),
@@ -216,15 +232,20 @@ impl GdnStep {
                  heads, got {channels}, which is {key_heads} key heads"
             );
         }
-        let lead = match x.dims() {
-            [_, n] if *n == channels => Lead::Decode,
-            [_, _, n] if *n == channels => Lead::Batched,
-            dims => {
+        let lead = match (x.dims(), &self.rule.cu_seqlens) {
+            ([_, n], Some(_)) if *n == channels => Lead::Packed,
+            (dims, Some(_)) => bail!("{OP}: qkv: expected shape [tokens, {channels}], got {dims:?}"),
+            ([_, n], None) if *n == channels => Lead::Decode,
+            ([_, _, n], None) if *n == channels => Lead::Batched,
+            (dims, None) => {
                 bail!("{OP}: qkv: expected shape [batch, {channels}] or [batch, tokens, {channels}], got {dims:?}")
             }
         };
         let lead_dims = &x.dims()[..lead.rank()];
-        let (batch, tokens) = (lead_dims[0], lead_dims.get(1).copied().unwrap_or(1));
+        let tokens = match &self.rule.cu_seqlens {
+            Some(cu_seqlens) => cu_seqlens.max_len(),
+            None => lead_dims.get(1).copied().unwrap_or(1),
+        };
         if tokens > STEP_TOKENS {
             bail!(
                 "{OP}: qkv: expected at most {STEP_TOKENS} tokens a sequence, got {tokens}; gdn_prefill_in_place takes \
@@ -245,8 +266,9 @@ impl GdnStep {
                  {key_dim} (K), {value_dim} (V) and {width}"
             );
         }
-        if algo == StepAlgo::Split && tokens > 1 {
-            bail!("{OP}: algo: Split takes one token a sequence, got {tokens}");
+        if algo == StepAlgo::Split && (tokens > 1 || lead == Lead::Packed) {
+            let packed = if lead == Lead::Packed { " packed" } else { "" };
+            bail!("{OP}: algo: Split takes one token a sequence, got {tokens}{packed}");
         }
 
         if let Some(to) = &self.rule.token_states {
@@ -270,11 +292,15 @@ impl GdnStep {
             overlap: self.overlap,
             x: x_heads,
         };
-        let stride = vec![x_heads.seq_stride, x_heads.token_stride, 1];
+        let (seq_stride, token_stride) = (x_heads.seq_stride, x_heads.token_stride);
+        let conv_x = match lead {
+            Lead::Packed => (Shape::from((lead_dims[0], channels)), vec![token_stride, 1]),
+            _ => (Shape::from((lead_dims[0], tokens, channels)), vec![seq_stride, token_stride, 1]),
+        };
         Ok(Call {
             plan,
             rule,
-            conv_x: Layout::new(Shape::from((batch, tokens, channels)), stride, x.start_offset()),
+            conv_x: Layout::new(conv_x.0, conv_x.1, x.start_offset()),
             columns,
             out_shape: lead_dims.iter().copied().chain([value_size]).collect::<Vec<_>>().into(),
         })
@@ -286,7 +312,7 @@ impl GdnStep {
         let RulePlan { dims, seqs, .. } = &plan.rule;
         self.options.algo != StepAlgo::Composed
             && fused_sizes(dims.key_dim, dims.value_dim, plan.conv_width)
-            && seqs.count * seqs.tokens > 0
+            && seqs.total_tokens > 0
     }
 
     /// What runs where no fused kernel takes the call.
@@ -309,6 +335,7 @@ impl GdnStep {
     fn cuda_args<'a>(
         &'a self,
         plan: &'a StepPlan,
+        slots: Option<&'a Slots>,
         [x, z, conv_weight]: [&'a candle_core::CudaStorage; 3],
     ) -> crate::cuda::step::StepArgs<'a> {
         crate::cuda::step::StepArgs {
@@ -319,7 +346,8 @@ impl GdnStep {
             conv_weight,
             norm_weight: &self.norm_weight,
             gates: &self.rule.gates,
-            slots: self.rule.slots.as_ref(),
+            slots,
+            cu_seqlens: self.rule.cu_seqlens.as_ref().map(CuSeqlens::tensor),
             token_states: self.rule.token_states_to_write(),
         }
     }
@@ -382,7 +410,8 @@ impl CustomOp3 for GdnStep {
         }
         let call = self.call(xl, zl, wl)?;
         if self.may_fuse(&call.plan) {
-            let args = self.cuda_args(&call.plan, [x, z, w]);
+            let slots = self.rule.slots.as_ref().map(Slots::in_u32).transpose()?;
+            let args = self.cuda_args(&call.plan, slots.as_ref(), [x, z, w]);
             if let Some(out) = crate::cuda::step::run(&args, &self.conv_state, &self.rule.state)? {
                 return Ok((out, call.out_shape));
             }

@@ -3,8 +3,9 @@
 //!
 //! `CANDLE_GDN_TEST_DEVICE=cpu|cuda` picks one device; `cuda` fails where there is none.
 //! `CANDLE_GDN_GOLDENS` names the folder of the full golden files (default: the thinned ones of this repository, which
-//! are without the Qwen3.5 checkpoints).
+//! are without the Qwen3.5 checkpoints). `CANDLE_GDN_SOAK` sets the number of calls of the soak test.
 
+mod attention;
 mod checkpoints;
 mod conv_norm;
 mod errors;
@@ -13,16 +14,22 @@ mod golden;
 mod goldens;
 mod layer;
 mod model;
+mod pool;
 #[cfg(feature = "profile")]
 mod profile;
 mod properties;
+mod random_layer;
 mod rule_case;
 mod semantics;
 mod sixteen_bits;
+mod slots;
+mod soak;
 mod step;
 mod stored_state;
 mod support;
 mod tensor_cores;
+mod threads;
 #[path = "../support/tiny.rs"]
 mod tiny;
 mod token_states;
+mod verify;

@@ -1,18 +1,32 @@
 //! What a layer remembers of each sequence.
 
+mod allocator;
+mod pool;
+mod prefix;
+mod threads;
+
+pub use allocator::SlotAllocator;
+pub use pool::StatePool;
+pub use prefix::PrefixCache;
+
 use candle_core::{bail, DType, Device, Result, Tensor};
+use threads::LastThread;
 
 /// The state of one Gated DeltaNet layer for a batch of sequences: the last inputs of the convolution and the
 /// recurrent matrix of every value head. Its size does not depend on how many tokens were fed.
 ///
 /// A new state is zero, which is the state of a sequence that has not begun. Every `forward` of the layer advances it
 /// in place. It is not `Clone`, because a clone of a tensor shares its memory: [`GdnState::snapshot`] copies.
+///
+/// [`StatePool`] holds those of many sequences that come and go. For several host threads see the
+/// [crate's notes](crate#threads).
 #[derive(Debug)]
 pub struct GdnState {
     /// `[batch, width - 1, channels]`, the layer's dtype: the last inputs, oldest first.
     pub(crate) conv: Tensor,
     /// `[batch, HV, V, K]`, f32 or bf16.
     pub(crate) recurrent: Tensor,
+    thread: LastThread,
 }
 
 impl GdnState {
@@ -22,10 +36,13 @@ impl GdnState {
         (conv_dtype, recurrent_dtype): (DType, DType),
         device: &Device,
     ) -> Result<Self> {
-        Ok(Self {
-            conv: Tensor::zeros(conv_shape, conv_dtype, device)?,
-            recurrent: Tensor::zeros(recurrent_shape, recurrent_dtype, device)?,
-        })
+        let conv = Tensor::zeros(conv_shape, conv_dtype, device)?;
+        Ok(Self::from_tensors(conv, Tensor::zeros(recurrent_shape, recurrent_dtype, device)?))
+    }
+
+    /// From tensors that share no memory with others, written by this thread.
+    pub(crate) fn from_tensors(conv: Tensor, recurrent: Tensor) -> Self {
+        Self { conv, recurrent, thread: LastThread::new() }
     }
 
     /// The convolution's part: `[batch, width - 1, channels]`, the last inputs, oldest first; channels are q, k, v.
@@ -53,6 +70,7 @@ impl GdnState {
     /// # Errors
     /// When the device refuses.
     pub fn reset(&mut self) -> Result<()> {
+        self.take()?;
         for tensor in [&self.conv, &self.recurrent] {
             tensor.zero_set()?;
         }
@@ -64,7 +82,7 @@ impl GdnState {
     /// # Errors
     /// When the device is out of memory.
     pub fn snapshot(&self) -> Result<Self> {
-        Ok(Self { conv: self.conv.force_contiguous()?, recurrent: self.recurrent.force_contiguous()? })
+        self.rows(0, self.batch())
     }
 
     /// Goes back to a snapshot, which stays as it is.
@@ -72,22 +90,42 @@ impl GdnState {
     /// # Errors
     /// When the snapshot is of another shape, dtype or device.
     pub fn restore(&mut self, snapshot: &GdnState) -> Result<()> {
-        for (arg, to, from) in
-            [("conv", &self.conv, &snapshot.conv), ("recurrent", &self.recurrent, &snapshot.recurrent)]
-        {
-            if to.dims() != from.dims() || to.dtype() != from.dtype() || !to.device().same_device(from.device()) {
+        self.put("GdnState", 0, snapshot, self.batch())
+    }
+
+    /// Before this thread writes the state.
+    pub(crate) fn take(&mut self) -> Result<()> {
+        self.thread.take(self.recurrent.device())
+    }
+
+    /// A copy of the states of `count` sequences from number `first` on.
+    pub(crate) fn rows(&self, first: usize, count: usize) -> Result<Self> {
+        self.thread.wait(self.recurrent.device())?;
+        let rows = |tensor: &Tensor| tensor.narrow(0, first, count)?.force_contiguous();
+        Ok(Self::from_tensors(rows(&self.conv)?, rows(&self.recurrent)?))
+    }
+
+    /// Copies all states of `from`, which must be `count`, over those from number `first` on.
+    pub(crate) fn put(&mut self, op: &str, first: usize, from: &GdnState, count: usize) -> Result<()> {
+        let parts = [("conv", &self.conv, &from.conv), ("recurrent", &self.recurrent, &from.recurrent)];
+        for (arg, to, from) in parts {
+            let want = [&[count], &to.dims()[1..]].concat();
+            if want != from.dims() || to.dtype() != from.dtype() || !to.device().same_device(from.device()) {
                 bail!(
-                    "restore: {arg}: expected {:?} {:?} on {:?}, got {:?} {:?} on {:?}",
+                    "{op}: restore: {arg}: expected {:?} {want:?} on {:?}, got {:?} {:?} on {:?}",
                     to.dtype(),
-                    to.dims(),
                     to.device().location(),
                     from.dtype(),
                     from.dims(),
                     from.device().location()
                 );
             }
-            if to.elem_count() > 0 {
-                to.slice_set(from, 0, 0)?;
+        }
+        from.thread.wait(from.recurrent.device())?;
+        self.take()?;
+        for (to, from) in [(&self.conv, &from.conv), (&self.recurrent, &from.recurrent)] {
+            if from.elem_count() > 0 {
+                to.slice_set(from, 0, first)?;
             }
         }
         Ok(())

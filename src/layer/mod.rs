@@ -1,11 +1,15 @@
 //! The Gated DeltaNet layer: projection, convolution, rule, gated norm, output projection.
 
+mod checkpoints;
+mod forward;
+mod verify;
+
+pub use checkpoints::{CheckpointPlan, Checkpoints};
+pub use verify::{Accepted, Drafted};
+
 use crate::linear::Linear;
-use crate::ops::{
-    causal_conv1d, check_state_dtype, gated_rms_norm, gdn_prefill_in_place, GateActivation, Gates, GdnStep,
-    StepOptions, STEP_TOKENS,
-};
-use crate::state::GdnState;
+use crate::ops::{check_state_dtype, GateActivation, StepOptions};
+use crate::state::{GdnState, StatePool};
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
@@ -180,84 +184,24 @@ impl GatedDeltaNet {
         )
     }
 
-    /// Feeds the next tokens of every sequence: x and y are `[batch, tokens, hidden_size]` in the weights' dtype.
-    ///
-    /// Any number of tokens continues the state: a prompt whole, in pieces, or token by token gives the same.
+    /// States for `capacity` sequences that come and go, on the weights' device, their recurrent part in f32. All slots
+    /// are zero.
     ///
     /// # Errors
-    /// When x or the state does not fit; the message says what was expected. The state is then unchanged, unless the
-    /// device itself failed.
-    pub fn forward(&self, x: &Tensor, state: &mut GdnState) -> Result<Tensor> {
-        let c = &self.config;
-        let (batch, tokens) = self.check_input(x, state)?;
-        if batch * tokens == 0 {
-            return Ok(x.clone()); // y is as empty as x
-        }
-        let (channels, value_size, heads) = (c.conv_channels(), c.value_size(), c.num_value_heads);
-
-        // Launches of a decode step may each overlap the one before it on the stream: none writes a weight (since `load`
-        // waited for those that did), and the projection writes no state.
-        let projected = self.in_proj.forward_with(&x.contiguous()?, tokens <= STEP_TOKENS)?;
-        let mut start = 0;
-        let mut columns = |n: usize| {
-            start += n;
-            projected.narrow(2, start - n, n)
-        };
-        let (qkv, z, b, a) = (columns(channels)?, columns(value_size)?, columns(heads)?, columns(heads)?);
-        let gates = Gates { a, b, a_log: self.a_log.clone(), dt_bias: self.dt_bias.clone() };
-
-        if tokens <= STEP_TOKENS {
-            let step = GdnStep::new(gates, &self.norm_weight, &state.conv, &state.recurrent, self.options)?;
-            let y = step.overlapping().forward(&qkv, &z, &self.conv_weight)?;
-            return self.out_proj.forward_with(&y, true);
-        }
-        let qkv = causal_conv1d(&qkv, &self.conv_weight, &state.conv, None, true)?;
-        let q = qkv.narrow(2, 0, c.key_size())?;
-        let k = qkv.narrow(2, c.key_size(), c.key_size())?;
-        let v = qkv.narrow(2, 2 * c.key_size(), value_size)?;
-        let o = gdn_prefill_in_place(&q, &k, &v, &gates, &state.recurrent, None, self.options.rule())?;
-        let o = gated_rms_norm(&o, &z, &self.norm_weight, c.rms_norm_eps, c.output_gate)?;
-        self.out_proj.forward(&o.reshape((batch, tokens, value_size))?)
+    /// When `capacity` is zero, or the device is out of memory.
+    pub fn new_pool(&self, capacity: usize) -> Result<StatePool> {
+        self.new_pool_as(capacity, DType::F32)
     }
 
-    fn check_input(&self, x: &Tensor, state: &GdnState) -> Result<(usize, usize)> {
-        let (c, weight) = (&self.config, &self.conv_weight);
-        let [batch, tokens, hidden] = *x.dims() else {
-            bail!("GatedDeltaNet: x: expected shape [batch, tokens, {}], got {:?}", c.hidden_size, x.dims());
-        };
-        if hidden != c.hidden_size {
-            bail!("GatedDeltaNet: x: expected shape [batch, tokens, {}], got {:?}", c.hidden_size, x.dims());
+    /// The same with the recurrent part in `recurrent`, f32 or bf16; see [`GatedDeltaNet::new_state_as`].
+    ///
+    /// # Errors
+    /// When `capacity` is zero, the device is out of memory, or on another dtype.
+    pub fn new_pool_as(&self, capacity: usize, recurrent: DType) -> Result<StatePool> {
+        if capacity == 0 {
+            bail!("GatedDeltaNet: capacity: expected at least 1 slot, got 0");
         }
-        if x.dtype() != weight.dtype() {
-            bail!("GatedDeltaNet: x: expected dtype {:?} (the weights'), got {:?}", weight.dtype(), x.dtype());
-        }
-        for (arg, tensor) in [("x", x), ("state", &state.recurrent)] {
-            if !tensor.device().same_device(weight.device()) {
-                bail!(
-                    "GatedDeltaNet: {arg}: expected a tensor on {:?} (the weights' device), got one on {:?}",
-                    weight.device().location(),
-                    tensor.device().location()
-                );
-            }
-        }
-        let conv = [batch, c.conv_kernel - 1, c.conv_channels()];
-        let recurrent = [batch, c.num_value_heads, c.value_head_dim, c.key_head_dim];
-        if state.conv.dims() != conv || state.recurrent.dims() != recurrent {
-            bail!(
-                "GatedDeltaNet: state: expected conv {conv:?} and recurrent {recurrent:?} (x has batch {batch}), got \
-                 {:?} and {:?}",
-                state.conv.dims(),
-                state.recurrent.dims()
-            );
-        }
-        if state.conv.dtype() != weight.dtype() {
-            bail!(
-                "GatedDeltaNet: state: expected dtype {:?} (the weights'), got {:?}",
-                weight.dtype(),
-                state.conv.dtype()
-            );
-        }
-        Ok((batch, tokens))
+        Ok(StatePool::new(self.new_state_as(capacity, recurrent)?))
     }
 }
 

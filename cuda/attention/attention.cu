@@ -1,0 +1,135 @@
+// gdn_attention: checks, and how the work is divided.
+#include "attention.h"
+
+#include "split.cuh"
+
+namespace gdn {
+namespace attention {
+namespace {
+
+constexpr int kBlocks = 2;    // a multiprocessor, by __launch_bounds__
+
+int check(const gdn_attention_params &p) {
+  if (!valid_dtype(p.io_dtype)) return GDN_BAD_DTYPE;
+  if (const int status = check_heads(p.num_heads, p.num_kv_heads, p.head_dim)) return status;
+  if (const int status = check_sequences(p.seqs)) return status;
+  if (p.seqs.num_seqs > 65535 || p.num_kv_heads > 65535 || p.cache.capacity > 1 << 30) return GDN_BAD_LENGTH;
+  if (p.max_len < 0 || p.splits < 0 || p.splits > kMaxSplits) return GDN_BAD_LENGTH;
+  if (int64_t{max_tokens(p.seqs)} * (p.num_heads / p.num_kv_heads) > kMaxBlocks - 64) return GDN_BAD_LENGTH;
+  for (const gdn_heads *x : {&p.q, &p.gate, &p.o})
+    if (!valid_strides(*x)) return GDN_BAD_STRIDE;
+  if (const int status = check_cache(p.cache, p.io_dtype)) return status;
+  const bool rows = aligned_rows(p.q, 16 / dtype_size(p.io_dtype), p.io_dtype) && aligned_rows(p.o, 2, p.io_dtype) &&
+                    (!p.gate.ptr || aligned_rows(p.gate, 2, p.io_dtype));
+  return rows ? GDN_OK : GDN_BAD_ALGO;
+}
+
+struct Choice {
+  Kernel kernel;
+  Plan plan;
+  int64_t bytes;    // of workspace
+  int optin;
+};
+
+// The least time, in tiles of keys: the blocks of a multiprocessor read side by side as fast as one, a block costs about a
+// tile more than its own (its beginning, its partial sums), and the combination one.
+int choose_splits(int64_t groups, int64_t tiles, int64_t resident) {
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int64_t s = 1; s <= kMaxSplits && s <= (tiles > 1 ? tiles : 1); ++s) {
+    const int64_t cost = ceil_div(groups * s, resident) * (ceil_div(tiles, s) + 1) + (s > 1);
+    if (cost < least) least = cost, best = static_cast<int>(s);
+  }
+  return best;
+}
+
+int choose(const gdn_attention_params &p, Choice *c) {
+  int sms = 0, shared = 0;
+  if (const int status = sm_count(&sms)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&c->optin)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(&shared)) return status;
+
+  const int group = p.num_heads / p.num_kv_heads, tokens = max_tokens(p.seqs);
+  const int64_t rows = int64_t{tokens} * group;
+  const int dim = p.head_dim <= 64 ? 64 : p.head_dim <= 128 ? 128 : 256;
+  Kernel &k = c->kernel;
+  if (p.io_dtype == GDN_F32) {
+    k = {dim, 16, 4, 4};
+  } else {
+    k = {dim, rows <= 16 ? 16 : rows <= 32 ? 32 : 64, 4, 2};
+    if (k.bytes() > c->optin) k.rows = 32;
+    // More on their way where two such blocks still fit.
+    const Kernel more = {dim, 16, 6, 2};
+    if (k.rows == 16 && kBlocks * (more.bytes() + 1024) <= shared && more.bytes() <= c->optin) k = more;
+  }
+  if (k.bytes() > c->optin) return GDN_BAD_ALGO;
+
+  // 1 KB a block is the system's.
+  const int64_t fit = shared / (k.bytes() + 1024), resident = sms * (fit < 1 ? 1 : fit < kBlocks ? fit : kBlocks);
+  const int64_t row_tiles = ceil_div(rows, k.rows);
+  const int64_t groups = int64_t{p.seqs.num_seqs} * p.num_kv_heads * row_tiles;
+  const int max_len = p.max_len > 0 && p.max_len < p.cache.capacity ? p.max_len : p.cache.capacity;
+  Plan &plan = c->plan;
+  plan = {};
+  plan.splits = p.splits ? p.splits : choose_splits(groups, ceil_div(max_len, k.keys()), resident);
+  plan.by_splits = Divisor::of(plan.splits);
+  plan.row_tiles = static_cast<int>(row_tiles);
+  plan.rows_a_tile = k.rows;
+  plan.keys_a_tile = k.keys();
+  while (1 << plan.keys_bits < k.keys()) ++plan.keys_bits;
+  plan.group = Divisor::of(group);
+  const int64_t most_tiles = ceil_div(p.cache.capacity, k.keys()) + plan.splits;
+  if (!plan.group.divides(rows + k.rows) || !plan.group.divides(p.num_heads) || !plan.by_splits.divides(most_tiles) ||
+      !plan.by_splits.divides(row_tiles * plan.splits))
+    return GDN_BAD_LENGTH;
+  plan.max_tokens = tokens;
+  plan.scale = p.scale * 1.4426950408889634f;
+  const int64_t parts = int64_t{p.seqs.num_seqs} * tokens * p.num_heads * plan.splits;
+  const int64_t sums = parts * p.head_dim * 4;
+  c->bytes = plan.splits > 1 ? sums + parts * 8 : 0;
+  if (c->bytes > 0 && p.workspace) {
+    plan.partial = static_cast<float *>(p.workspace);
+    plan.sums = reinterpret_cast<float2 *>(static_cast<char *>(p.workspace) + sums);
+  }
+  return GDN_OK;
+}
+
+bool nothing_to_do(const gdn_attention_params &p) { return p.seqs.num_seqs == 0 || max_tokens(p.seqs) == 0; }
+
+}  // namespace
+}  // namespace attention
+}  // namespace gdn
+
+extern "C" int gdn_attention_workspace(const gdn_attention_params *params, int64_t *bytes) {
+  using namespace gdn;
+  using namespace gdn::attention;
+  if (!params || !bytes) return GDN_NULL_POINTER;
+  *bytes = 0;
+  if (const int status = check(*params)) return status;
+  if (nothing_to_do(*params)) return GDN_OK;
+  Choice c;
+  if (const int status = choose(*params, &c)) return status;
+  *bytes = c.bytes;
+  return GDN_OK;
+}
+
+extern "C" int gdn_attention(const gdn_attention_params *params, cudaStream_t stream) {
+  using namespace gdn;
+  using namespace gdn::attention;
+  if (!params) return GDN_NULL_POINTER;
+  const gdn_attention_params &p = *params;
+  if (const int status = check(p)) return status;
+  if (nothing_to_do(p)) return GDN_OK;
+  for (const void *x : {p.q.ptr, p.o.ptr, static_cast<const void *>(p.cache.k), static_cast<const void *>(p.cache.v),
+                        static_cast<const void *>(p.positions)})
+    if (!x) return GDN_NULL_POINTER;
+  Choice c;
+  if (const int status = choose(p, &c)) return status;
+  if (c.bytes > 0 && (!p.workspace || !aligned(p.workspace, 256) || p.workspace_bytes < c.bytes))
+    return GDN_BAD_WORKSPACE;
+  switch (p.io_dtype) {
+    case GDN_BF16: return launch_bf16(p, c.plan, c.kernel, c.optin, stream);
+    case GDN_F16: return launch_f16(p, c.plan, c.kernel, c.optin, stream);
+    default: return launch_f32(p, c.plan, c.kernel, c.optin, stream);
+  }
+}

@@ -1,0 +1,38 @@
+// What both kernels of this folder share: checks of their arguments, where rows of the cache lie, how long a sequence is.
+#pragma once
+
+#include "../common/host.cuh"
+#include "../common/sequences.cuh"
+#include "../gdn_attention.h"
+
+namespace gdn {
+namespace attention {
+
+// Position 0 of a head of k; that of v lies as far from its beginning.
+__device__ __forceinline__ int64_t cache_offset(const gdn_kv_cache &c, int64_t slot, int head) {
+  return slot * c.slots.slot_stride + head * c.head_stride;
+}
+
+// Tokens in the cache before the new ones, which find room up to the capacity.
+__device__ __forceinline__ int position_of(const gdn_kv_cache &c, const uint32_t *positions, int n) {
+  return static_cast<int>(min(positions[n], static_cast<uint32_t>(c.capacity)));
+}
+
+inline int check_heads(int heads, int kv_heads, int head_dim) {
+  if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0) return GDN_BAD_HEADS;
+  return head_dim < 8 || head_dim > 256 || head_dim % 8 != 0 ? GDN_BAD_HEAD_DIM : GDN_OK;
+}
+
+inline int check_cache(const gdn_kv_cache &c, int dtype) {
+  if (const int status = check_slots(c.slots)) return status;
+  if (c.capacity < 0) return GDN_BAD_LENGTH;
+  if (c.head_stride < 0 || c.token_stride < 0) return GDN_BAD_STRIDE;
+  const int64_t n = 16 / dtype_size(dtype);
+  return aligned(c.k, 16) && aligned(c.v, 16) && c.slots.slot_stride % n == 0 && c.head_stride % n == 0 &&
+                 c.token_stride % n == 0
+             ? GDN_OK
+             : GDN_BAD_ALGO;
+}
+
+}  // namespace attention
+}  // namespace gdn

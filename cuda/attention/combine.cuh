@@ -1,0 +1,106 @@
+// The shares of a row's keys put together: o = sum(w o') / sum(w l'), w = 2^(m' - max m'), in the order of the shares.
+#pragma once
+
+#include "../common/launch.cuh"
+#include "../common/ptx.cuh"
+#include "output.cuh"
+
+namespace gdn {
+namespace attention {
+
+constexpr int kCombineThreads = 256, kCombineColumns = 64;    // of a row, a block
+static_assert(kCombineThreads >= kMaxSplits, "a thread a share");
+
+// A block a row and 64 columns: four columns a thread, sixteen shares side by side.
+template <typename T>
+__global__ void __launch_bounds__(kCombineThreads)
+    combine_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan) {
+  constexpr int kLanes = kCombineColumns / 4, kSide = kCombineThreads / kLanes, kAhead = 4;
+  __shared__ float weights[kMaxSplits], of_warp[2][kCombineThreads / 32];
+  __shared__ __align__(16) float parts[kSide][kCombineColumns];
+  const int chunks = (p.head_dim + kCombineColumns - 1) / kCombineColumns;
+  const int64_t row = blockIdx.x / chunks;
+  const int first = static_cast<int>(blockIdx.x % chunks) * kCombineColumns;
+  const int head = static_cast<int>(row % p.num_heads), t = static_cast<int>(row / p.num_heads % plan.max_tokens);
+  const int n = static_cast<int>(row / p.num_heads / plan.max_tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  // What no kernel writes that may still be running, see gdn_attention_params.overlap.
+  const Tokens tokens = tokens_of(p.seqs, n);
+  const bool mine = t < tokens.count;
+  const int64_t slot = slot_of(p.cache.slots, n);
+  int count = 0;
+  if (mine && slot >= 0) {
+    const int group = static_cast<int>(plan.group.value), row_tile = (t * group + plan.group.rest(head)) / plan.rows_a_tile;
+    const int position = position_of(p.cache, p.positions, n);
+    count = Shares(plan, keys_of(plan, p.cache.capacity, position, tokens.count * group, row_tile)).count();
+  }
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+  if (!mine) return;
+
+  const int side = threadIdx.x / kLanes, column = first + threadIdx.x % kLanes * 4;
+  const float *from = plan.partial + row * plan.splits * p.head_dim + column;
+  const auto load = [&](int split) {
+    return split < count && column < p.head_dim
+               ? *reinterpret_cast<const float4 *>(from + static_cast<int64_t>(split) * p.head_dim)
+               : make_float4(0.f, 0.f, 0.f, 0.f);
+  };
+  float4 x[kAhead];
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) x[a] = load(side + a * kSide);
+
+  const int split = threadIdx.x;
+  const float2 sums = split < count ? plan.sums[row * plan.splits + split] : make_float2(-INFINITY, 0.f);
+  float most = sums.x;
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+  if (lane == 0) of_warp[0][warp] = most;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kCombineThreads / 32; ++w) most = fmaxf(most, of_warp[0][w]);
+  const float weight = power_of_two(sums.x - finite_or_zero(most));
+  if (split < kMaxSplits) weights[split] = weight;
+  const float added = group_sum(weight * sums.y);
+  if (lane == 0) of_warp[1][warp] = added;
+  __syncthreads();
+  float total = 0.f;
+#pragma unroll
+  for (int w = 0; w < kCombineThreads / 32; ++w) total += of_warp[1][w];
+
+  float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int begin = side; begin < count; begin += kAhead * kSide) {
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int at = begin + a * kSide;
+      if (at < count) {
+        const float w = weights[at];
+        acc.x = fmaf(w, x[a].x, acc.x), acc.y = fmaf(w, x[a].y, acc.y);
+        acc.z = fmaf(w, x[a].z, acc.z), acc.w = fmaf(w, x[a].w, acc.w);
+      }
+      x[a] = load(at + kAhead * kSide);
+    }
+  }
+  *reinterpret_cast<float4 *>(&parts[side][threadIdx.x % kLanes * 4]) = acc;
+  __syncthreads();
+
+  const int at = first + threadIdx.x;
+  if (threadIdx.x >= kCombineColumns || at >= p.head_dim) return;
+  float y = 0.f;
+#pragma unroll
+  for (int s = 0; s < kSide; ++s) y += parts[s][threadIdx.x];
+  y = total > 0.f ? __fdividef(y, total) : 0.f;
+  if (p.gate.ptr && total > 0.f) y *= fast_sigmoid(to_float(heads_at<T>(p.gate, n, tokens.first + t, head)[at]));
+  out_heads_at<T>(p.o, n, tokens.first + t, head)[at] = from_float<T>(y);
+}
+
+template <typename T> int launch_combine(const gdn_attention_params &p, const Plan &plan, cudaStream_t stream) {
+  const int64_t rows = int64_t{p.seqs.num_seqs} * plan.max_tokens * p.num_heads;
+  const int64_t blocks = rows * ceil_div(p.head_dim, kCombineColumns);
+  if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
+  // Its blocks may take their places while the last shares are still summed.
+  const dim3 grid(static_cast<unsigned>(blocks));
+  return launch(combine_kernel<T>, {grid, dim3(kCombineThreads), 0, stream, true}, p, plan);
+}
+
+}  // namespace attention
+}  // namespace gdn

@@ -1,0 +1,126 @@
+// How the work of gdn_attention is divided: which rows and keys a block has, and where it leaves its part of a sum.
+//
+// The rows of a sequence and kv head are its new tokens times the query heads of the kv head, token by token. A block has
+// `rows_a_tile` of them and one share of their keys. Shares follow from the length on the device, not from the plan's:
+// all blocks of a grid have work from the first tile of keys a block on, whatever length a captured launch is replayed at.
+#pragma once
+
+#include "cache.cuh"
+
+namespace gdn {
+namespace attention {
+
+constexpr int kThreads = 128, kWarps = 4;
+constexpr int kMaxSplits = 256;
+
+// Quotients of what the host knows, by a multiplication. NOTES: a division is some 40 instructions one after the other, and
+// five of them stood before the first load of a block that lives for a few us.
+struct Divisor {
+  uint32_t value, inverse;    // ceil(2^32 / value): exact for x * value < 2^32
+
+  static Divisor of(int64_t value) {
+    return {static_cast<uint32_t>(value), static_cast<uint32_t>(((int64_t{1} << 32) + value - 1) / value)};
+  }
+  // Whether it divides all x up to this.
+  bool divides(int64_t x) const { return value == 1 || x * value < int64_t{1} << 32; }
+
+  __device__ __forceinline__ int quotient(int x) const {
+    return value == 1 ? x : static_cast<int>(__umulhi(static_cast<uint32_t>(x), inverse));
+  }
+  __device__ __forceinline__ int rest(int x) const { return x - quotient(x) * static_cast<int>(value); }
+};
+
+// What a launch needs beside its parameters.
+struct Plan {
+  int32_t splits;          // shares of the keys at most
+  Divisor by_splits;
+  int32_t row_tiles;       // of a sequence and kv head
+  int32_t rows_a_tile, keys_a_tile;    // powers of two; of the second the logarithm too
+  int32_t keys_bits;
+  Divisor group;           // query heads a kv head
+  int32_t max_tokens;
+  float scale;             // of a score, for powers of two
+  float *partial;          // [row, split, head_dim]: unnormalised sums; a row is (sequence * max_tokens + token) * heads + head
+  float2 *sums;            // [row, split]: the largest score and the sum of the weights relative to it
+};
+
+// Keys that a tile of rows sees: as many as the last of its tokens.
+__device__ __forceinline__ int keys_of(const Plan &plan, int capacity, int position, int rows, int row_tile) {
+  const int last = min((row_tile + 1) * plan.rows_a_tile, rows) - 1;
+  return static_cast<int>(min(static_cast<uint32_t>(position) + static_cast<uint32_t>(plan.group.quotient(last)) + 1u,
+                              static_cast<uint32_t>(capacity)));
+}
+
+// The keys in shares of `each` tiles.
+struct Shares {
+  int tiles, each;
+
+  __device__ __forceinline__ Shares(const Plan &plan, int keys)
+      : tiles((keys + plan.keys_a_tile - 1) >> plan.keys_bits),
+        each(max(plan.by_splits.quotient(tiles + plan.splits - 1), 1)) {}
+
+  // Shares that have any.
+  __device__ __forceinline__ int count() const { return (tiles + each - 1) / each; }
+};
+
+// What one block does.
+struct Block {
+  int n, kv_head, split, first_row;
+  Tokens tokens;
+  int64_t slot;
+  int rows;        // of the sequence and kv head; 0: nothing to do
+  int position, keys, first_tile, end_tile;
+
+  // The grid is (splits * row tiles, kv heads, sequences). Late rows see most keys: they come first.
+  __device__ __forceinline__ Block(const gdn_attention_params &p, const Plan &plan) {
+    n = blockIdx.z, kv_head = blockIdx.y;
+    // All that is read of the sequence at once.
+    position = position_of(p.cache, p.positions, n);
+    slot = slot_of(p.cache.slots, n);
+    tokens = tokens_of(p.seqs, n);
+    const int late = plan.by_splits.quotient(blockIdx.x);
+    split = static_cast<int>(blockIdx.x) - late * plan.splits;
+    const int row_tile = plan.row_tiles - 1 - late;
+    first_row = row_tile * plan.rows_a_tile;
+    rows = tokens.count * static_cast<int>(plan.group.value);
+    if (first_row >= rows) {
+      rows = 0;
+      return;
+    }
+    keys = slot < 0 ? 0 : keys_of(plan, p.cache.capacity, position, rows, row_tile);
+    const Shares shares(plan, keys);
+    first_tile = split * shares.each, end_tile = min(first_tile + shares.each, shares.tiles);
+    // Without any key the first share still says that its rows are zero.
+    if (split > 0 && first_tile >= shares.tiles) rows = 0;
+  }
+
+  // Keys that a row of this block sees.
+  __device__ __forceinline__ int seen(const Plan &plan, int row) const {
+    const int at = first_row + row;
+    return at < rows ? min(position + plan.group.quotient(at) + 1, keys) : 0;
+  }
+  __device__ __forceinline__ int token(const Plan &plan, int row) const {
+    return plan.group.quotient(first_row + row);
+  }
+  __device__ __forceinline__ int head(const Plan &plan, int row) const {
+    return kv_head * static_cast<int>(plan.group.value) + plan.group.rest(first_row + row);
+  }
+};
+
+// The place of a row among the partial sums.
+__device__ __forceinline__ int64_t partial_row(const Plan &plan, int heads, int n, int token, int head) {
+  return (static_cast<int64_t>(n) * plan.max_tokens + token) * heads + head;
+}
+
+// 2^x; of -infinity 0.
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A running maximum that nothing has entered stays -infinity; what is subtracted from scores must be finite.
+__device__ __forceinline__ float finite_or_zero(float x) { return x == -INFINITY ? 0.f : x; }
+
+}  // namespace attention
+}  // namespace gdn

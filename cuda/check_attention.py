@@ -1,0 +1,516 @@
+#!/usr/bin/env python3
+"""Checks gdn_attention_prepare and gdn_attention, through the C ABI, against softmax attention in float64.
+
+    python3 cuda/check_attention.py              # builds all kernels; the exit code is 1 when a case fails
+    python3 cuda/check_attention.py --lib PATH   # of a library that is there
+    python3 cuda/check_attention.py --quick      # a small set, for compute-sanitizer
+    python3 cuda/check_attention.py --time       # the checks, then times (timing_attention.py)
+    python3 cuda/check_attention.py --only-time
+    python3 cuda/check_attention.py --self-test  # of the reference alone, on the CPU
+
+An error is ||x - ref|| / ||ref||. Caches hold NaN wherever no token is, slots that no sequence has are NaN throughout, and
+so are outputs before a launch and the gaps of strided tensors; all that must not be written is compared bit by bit.
+"""
+import argparse
+import ctypes as C
+import math
+import os
+import sys
+import tempfile
+
+import torch
+from abi import (BAD_ALGO, BAD_DTYPE, BAD_HEAD_DIM, BAD_HEADS, BAD_LENGTH, BAD_STRIDE, BAD_WORKSPACE, DTYPES, GUARD, NO_SLOT,
+                 NULL_POINTER, OK, Heads, Sequences, Slots, build, ptr, stream)
+from abi_attention import AdvanceParams, AttentionParams, KvCache, PrepareParams, load
+
+# Rounding of o, 2^-9 / sqrt(3) in bf16 at most; that of the weights before they multiply the values, which is as large
+# for a single key and averages out over many; and what q and the cache were rounded to is the reference's input too.
+O_BOUND = {"f32": 1e-5, "bf16": 4e-3, "f16": 6e-4}
+PREPARE_BOUND = {"f32": 2e-6, "bf16": 2.5e-3, "f16": 3.2e-4}
+DEVICE = "cuda"
+
+
+failures = []
+lines = 0
+
+
+def report(name, ok, text, quiet=False):
+    global lines
+    lines += 1
+    if not ok:
+        failures.append(name)
+    if not ok or not quiet:
+        print(f"{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
+
+
+def rel(x, ref):
+    x, ref = x.double(), ref.double()
+    norm, error = ref.norm(), (x - ref).norm()
+    error = (error / norm if norm > 0 else error).item()
+    return error if error == error else math.inf
+
+
+def bits(x):
+    return x.view({4: torch.int32, 2: torch.int16}[x.element_size()])
+
+
+def same(x, y):
+    return torch.equal(bits(x), bits(y))
+
+
+def u32(values):
+    signed = [v - (1 << 32) if v >= 1 << 31 else v for v in values]
+    return torch.tensor(signed, dtype=torch.int32, device=DEVICE)
+
+
+# ---- the definition, in float64 ----
+
+def prepare_reference(x, weight, inv_freq, positions, eps, zero_centred):
+    """x [tokens, heads, dim], positions [tokens]: RMS norm, then rotation of values i and i + pairs."""
+    x = x.double()
+    w = weight.double() + (1.0 if zero_centred else 0.0)
+    x = x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * w
+    pairs = inv_freq.numel()
+    angle = positions.double()[:, None, None] * inv_freq.double()
+    a, b = x[..., :pairs], x[..., pairs:2 * pairs]
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos(), x[..., 2 * pairs:]], -1)
+
+
+def attention_reference(q, k, v, first, scale, gate=None):
+    """q [tokens, heads, dim] at positions first + t, k and v [keys, kv_heads, dim]: every query sees keys up to its own
+    position, or all there are."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("thd,jhd->htj", q, k) * scale
+    seen = torch.arange(k.shape[0], device=q.device)[None] <= first + torch.arange(q.shape[0], device=q.device)[:, None]
+    p = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+    o = torch.einsum("htj,jhd->thd", p, v)
+    return o if gate is None else o * torch.sigmoid(gate.double())
+
+
+# ---- one case ----
+
+class Case:
+    """Sequences with `before[n]` tokens in the cache and `lens[n]` new ones, columns of one projection
+    [tokens, heads x (q | gate) | k | v]."""
+
+    def __init__(self, before, lens, heads=8, kv_heads=2, dim=128, rotary=None, io="bf16", capacity=None, slots=False,
+                 varlen=False, gap=0, gated=True, zero_centred=True, low=True, max_len=0, splits=0, overlap=0,
+                 transposed=False, sharpness=1.0, seed=0):
+        gen = torch.Generator(device=DEVICE).manual_seed(seed)
+        randn = lambda *s: torch.randn(*s, generator=gen, device=DEVICE, dtype=torch.float32)
+        self.before, self.lens, self.heads, self.kv_heads, self.dim, self.io = before, lens, heads, kv_heads, dim, io
+        self.rotary = dim // 4 // 2 * 2 if rotary is None else rotary
+        self.varlen, self.gated, self.zero_centred, self.max_len, self.splits = varlen, gated, zero_centred, max_len, splits
+        self.overlap = overlap
+        dt, n = DTYPES[io][1], len(lens)
+        assert varlen or len(set(lens)) == 1
+        self.total = sum(lens)
+        self.capacity = capacity or max(b + t for b, t in zip(before, lens)) + 5
+        self.cu = u32([0] + torch.tensor(lens).cumsum(0).tolist()) if varlen else None
+
+        rows, width = max(self.total, 1), (2 * heads + 2 * kv_heads) * dim
+        self.x = torch.full((rows, width + gap), math.nan, device=DEVICE, dtype=dt)
+        self.x[:, :width] = randn(rows, width)
+        qg = self.x[:, :2 * heads * dim].unflatten(1, (heads, 2 * dim))
+        self.q, self.gate = qg[..., :dim], qg[..., dim:]
+        self.k = self.x[:, 2 * heads * dim:][:, :kv_heads * dim].unflatten(1, (kv_heads, dim))
+        self.v = self.x[:, (2 * heads + kv_heads) * dim:][:, :kv_heads * dim].unflatten(1, (kv_heads, dim))
+        centre = 0.0 if zero_centred else 1.0
+        self.q_weight, self.k_weight = centre + 0.2 * randn(dim), centre + 0.2 * randn(dim)
+        if sharpness != 1.0:
+            self.q_weight = (1 + self.q_weight) * sharpness - 1 if zero_centred else self.q_weight * sharpness
+        exact = 1e7 ** (-torch.arange(0, self.rotary, 2, dtype=torch.float64) / max(self.rotary, 1))
+        self.high = exact.float().to(DEVICE)
+        self.low = (exact - exact.float().double()).float().to(DEVICE) if low else None
+        self.frequencies = (self.high.double() + self.low.double()) if low else self.high.double()
+
+        self.slots, self.num_slots = list(range(n)), n
+        if slots:
+            self.num_slots = 2 * n + 1
+            self.slots = torch.randperm(self.num_slots, generator=torch.Generator().manual_seed(seed)).tolist()[:n]
+            if n > 2:
+                self.slots[n // 2] = NO_SLOT
+                self.slots[-1] = self.num_slots + 3
+        self.slot_map = u32(self.slots) if slots else None
+        self.live = [i for i in range(n) if self.slots[i] < self.num_slots]
+        shape = (self.num_slots, self.capacity, kv_heads, dim) if transposed else (self.num_slots, kv_heads, self.capacity, dim)
+        view = (lambda c: c.transpose(1, 2)) if transposed else (lambda c: c)
+        self.pools = [torch.full(shape, math.nan, device=DEVICE, dtype=dt) for _ in range(2)]
+        self.caches = [view(c) for c in self.pools]
+        for i in self.live:
+            for cache in self.caches:
+                cache[self.slots[i], :, :before[i]] = randn(kv_heads, before[i], dim).to(dt)
+        # 8 is where a padding row may point to.
+        self.positions = u32([b if i in self.live else 8 for i, b in enumerate(before)])
+
+    def rows(self):
+        """(sequence, slice of its rows)"""
+        start, out = 0, []
+        for i, length in enumerate(self.lens):
+            out.append((i, slice(start, start + length)))
+            start += length
+        return out
+
+    def view(self, x, first=0):
+        """Of a tensor [rows, head, dim]."""
+        length = 0 if self.varlen else self.lens[0]
+        return Heads(x.data_ptr() + first * x.element_size(), 0 if self.varlen else length * x.stride(0), x.stride(0),
+                     x.stride(1))
+
+    def sequences(self):
+        longest = max(self.lens, default=0)
+        return Sequences(ptr(self.cu), len(self.lens), 0 if self.varlen else longest, longest, self.total)
+
+    def cache(self, caches=None):
+        k, v = caches or self.caches
+        return KvCache(k.data_ptr(), v.data_ptr(), Slots(ptr(self.slot_map), self.num_slots, k.stride(0)), k.stride(1),
+                       k.stride(2), self.capacity)
+
+    def prepare_params(self, q_out, caches=None):
+        return PrepareParams(
+            self.view(self.q), self.view(self.k), self.view(self.v), self.view(q_out), ptr(self.q_weight),
+            ptr(self.k_weight), ptr(self.high) if self.rotary else None, ptr(self.low) if self.rotary else None,
+            ptr(self.positions), self.cache(caches), self.sequences(), self.heads, self.kv_heads, self.dim, self.rotary,
+            DTYPES[self.io][0], int(self.zero_centred), self.overlap, 1e-6)
+
+    def attention_params(self, lib, q, o, caches=None):
+        """With a workspace of NaN, of which the last GUARD bytes are past what the launch is told of."""
+        p = AttentionParams(
+            self.view(q), self.view(self.gate) if self.gated else Heads(None, 0, 0, 0), self.view(o), ptr(self.positions),
+            self.cache(caches), None, 0, self.sequences(), self.heads, self.kv_heads, self.dim, DTYPES[self.io][0],
+            self.max_len, self.splits, self.overlap, self.dim ** -0.5)
+        size = C.c_int64(0)
+        status = lib.gdn_attention_workspace(C.byref(p), C.byref(size))
+        room = torch.full((size.value + GUARD + 255,), 0xFF, dtype=torch.uint8, device=DEVICE)
+        first = -room.data_ptr() % 256
+        p.room = room[first:first + size.value + GUARD]
+        p.workspace, p.workspace_bytes = (ptr(p.room) if size.value else None), size.value
+        return status, p
+
+    def advance_params(self):
+        return AdvanceParams(ptr(self.positions), Slots(ptr(self.slot_map), self.num_slots, 0), self.sequences(), self.overlap)
+
+    def empty(self):
+        return torch.full((max(self.total, 1), self.heads, self.dim), math.nan, device=DEVICE, dtype=DTYPES[self.io][1])
+
+
+def run(lib, case, graph=False):
+    """Both launches on copies of the caches: (status, q, caches, o, guard untouched)."""
+    pools = [c.clone() for c in case.pools]
+    caches = [p.as_strided(c.shape, c.stride()) for p, c in zip(pools, case.caches)]
+    q, o = case.empty(), case.empty()
+    first = case.prepare_params(q, caches)
+    status, second = case.attention_params(lib, q, o, caches)
+    if status != OK:
+        return status, q, caches, o, True
+
+    def launch():
+        status = lib.gdn_attention_prepare(C.byref(first), stream())
+        return status or lib.gdn_attention(C.byref(second), stream())
+    torch.cuda.synchronize()
+    if graph:
+        g = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(g):
+            status = launch()
+        g.replay()
+    else:
+        status = launch()
+    torch.cuda.synchronize()
+    return status, q, caches, o, bool((second.room[second.workspace_bytes:] == 0xFF).all())
+
+
+def check_case(lib, name, case, quiet=True):
+    name = f"{case.io} {case.heads}/{case.kv_heads}x{case.dim} {name}"
+    status, q, caches, o, guard = run(lib, case)
+    if status != OK:
+        return report(name, False, lib.gdn_status_string(status).decode())
+    wrong = [] if guard else ["wrote past its workspace"]
+    want = [c.clone() for c in case.caches]
+    e_q = e_k = e_o = 0.0
+    squares = [0.0, 0.0]
+    for i, rows in case.rows():
+        before, length = case.before[i], case.lens[i]
+        if i not in case.live:
+            if not (bool((q[rows] == 0).all()) and bool((o[rows] == 0).all())):
+                wrong.append(f"padding {i} is not zero")
+            continue
+        if length == 0:
+            continue
+        at = torch.arange(before, before + length, device=DEVICE)
+        place = lambda x, w: prepare_reference(x[rows], w, case.frequencies, at, 1e-6, case.zero_centred)
+        e_q = max(e_q, rel(q[rows], place(case.q, case.q_weight)))
+        slot, kept = case.slots[i], min(length, max(case.capacity - before, 0))
+        new_k = caches[0][slot, :, before:before + kept].transpose(0, 1)
+        if kept:
+            e_k = max(e_k, rel(new_k, place(case.k, case.k_weight)[:kept]))
+            want[0][slot, :, before:before + kept] = new_k.transpose(0, 1)
+            want[1][slot, :, before:before + kept] = case.v[rows][:kept].transpose(0, 1)
+        keys = min(before + length, case.capacity)
+        # From what was rounded and written, so that this error is the attention's alone.
+        ref = attention_reference(q[rows], caches[0][slot, :, :keys].transpose(0, 1), caches[1][slot, :, :keys].transpose(0, 1),
+                                  before, case.dim ** -0.5, case.gate[rows] if case.gated else None)
+        squares[0] += (o[rows].double() - ref).pow(2).sum().item()
+        squares[1] += ref.pow(2).sum().item()
+    e_o = math.sqrt(squares[0] / squares[1]) if squares[1] else math.sqrt(squares[0])
+    for what, got, ref in zip("kv", caches, want):
+        if not same(got.contiguous(), ref.contiguous()):
+            wrong.append(f"cache {what}")
+    ok = e_q <= PREPARE_BOUND[case.io] and e_k <= PREPARE_BOUND[case.io] and e_o <= O_BOUND[case.io] and not wrong
+    report(name, ok, f"q {e_q:.1e} k {e_k:.1e} o {e_o:.1e} {', '.join(wrong)}", quiet)
+
+
+def check_repeats(lib, case, name):
+    """The same bits again, from a graph, and overlapped."""
+    _, q, caches, o, _ = run(lib, case)
+    for graph, overlap in ((False, 0), (True, 0), (False, 1), (True, 1)):
+        case.overlap = overlap
+        status, *again, _ = run(lib, case, graph)
+        ok = status == OK and same(again[0], q) and same(again[2], o) and all(same(x.contiguous(), y.contiguous())
+                                                                              for x, y in zip(again[1], caches))
+        report(f"{name} again, graph {graph}, overlap {overlap}", ok, "same bits" if ok else f"differs, status {status}")
+    case.overlap = 0
+
+
+def check_growth(lib, io="bf16", steps=150, tokens=1, overlap=0):
+    """One captured graph, replayed for sequences that grow: gdn_advance is in the graph."""
+    before = [0, 40, 129]
+    case = Case(before, [tokens] * 3, 16, 2, 256, io=io, capacity=130 + steps * tokens, slots=True, seed=steps, overlap=overlap)
+    case.positions = u32([b if i in case.live else 0 for i, b in enumerate(before)])
+    eager = [c.clone() for c in case.pools], case.positions.clone()
+    q, o = case.empty(), case.empty()
+    first = case.prepare_params(q)
+    _, second = case.attention_params(lib, q, o)
+    third = case.advance_params()
+    torch.cuda.synchronize()
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g):
+        status = (lib.gdn_attention_prepare(C.byref(first), stream()) or lib.gdn_attention(C.byref(second), stream())
+                  or lib.gdn_advance(C.byref(third), stream()))
+    differ, worst = 0, 0.0
+    pools, positions = eager
+    graph_pools, graph_positions = case.pools, case.positions
+    for step in range(steps):
+        case.x.copy_(torch.randn(case.x.shape, generator=torch.Generator(device=DEVICE).manual_seed(step), device=DEVICE))
+        g.replay()
+        torch.cuda.synchronize()
+        got = o.clone()
+        case.pools, case.positions = pools, positions
+        case.caches = pools
+        again = case.empty()
+        fresh = case.empty()
+        p = case.prepare_params(again)
+        _, a = case.attention_params(lib, again, fresh)
+        status = status or lib.gdn_attention_prepare(C.byref(p), stream()) or lib.gdn_attention(C.byref(a), stream())
+        torch.cuda.synchronize()
+        differ += not same(fresh, got)
+        if step % 29 == 0 or step == steps - 1:
+            for i, rows in case.rows():
+                if i in case.live:
+                    keys = before[i] + (step + 1) * tokens
+                    k, v = (c[case.slots[i], :, :keys].transpose(0, 1) for c in pools)
+                    ref = attention_reference(again[rows], k, v, keys - tokens, case.dim ** -0.5, case.gate[rows])
+                    worst = max(worst, rel(got[rows], ref))
+        for i in case.live:
+            positions[i] += tokens
+        case.pools, case.positions, case.caches = graph_pools, graph_positions, graph_pools
+    ok = status == OK and differ == 0 and worst <= O_BOUND[io] and torch.equal(graph_positions, positions)
+    report(f"{io} growth by {tokens} over {steps} replays, overlap {overlap}", ok,
+           f"{differ} replays differ, o {worst:.1e}, status {status}")
+
+
+def check_advance(lib):
+    lens = [3, 0, 16, 1, 1]
+    for varlen, slots in ((True, False), (True, True), (False, True)):
+        case = Case([5, 6, 7, 8, 9], lens if varlen else [2] * 5, 4, 2, 64, varlen=varlen, slots=slots)
+        want = [p + t if i in case.live else p for i, (p, t) in enumerate(zip(case.positions.tolist(), case.lens))]
+        status = lib.gdn_advance(C.byref(case.advance_params()), stream())
+        torch.cuda.synchronize()
+        report(f"advance, packed {varlen}, slots {slots}", status == OK and case.positions.tolist() == want,
+               f"{case.positions.tolist()}, expected {want}, status {status}")
+    p = case.advance_params()
+    p.positions = None
+    report("advance refuses null", lib.gdn_advance(C.byref(p), stream()) == NULL_POINTER, "", quiet=True)
+
+
+def check_arguments(lib):
+    case = Case([5, 9], [2, 2], 4, 2, 64)
+    caches, q, o = case.caches, case.empty(), case.empty()
+
+    def expect(which, want, **changes):
+        p = case.prepare_params(q) if which == "prepare" else case.attention_params(lib, q, o)[1]
+        f = lib.gdn_attention_prepare if which == "prepare" else lib.gdn_attention
+        for name, value in changes.items():
+            *path, last = name.split("__")
+            inner = p
+            for part in path:
+                inner = getattr(inner, part)
+            setattr(inner, last, value)
+        got = f(C.byref(p), stream())
+        report(f"{which} refuses {changes}", got == want, f"status {got}, expected {want}", quiet=True)
+
+    odd = caches[0].data_ptr() + 2
+    for which in ("prepare", "attention"):
+        expect(which, BAD_DTYPE, io_dtype=9)
+        expect(which, BAD_HEADS, num_kv_heads=3)
+        expect(which, BAD_HEADS, num_heads=0)
+        expect(which, BAD_HEAD_DIM, head_dim=60)
+        expect(which, BAD_HEAD_DIM, head_dim=264)
+        expect(which, BAD_LENGTH, seqs__num_seqs=-1)
+        expect(which, BAD_LENGTH, cache__capacity=-1)
+        expect(which, BAD_STRIDE, q__token_stride=-1)
+        expect(which, BAD_STRIDE, cache__head_stride=-8)
+        expect(which, BAD_ALGO, cache__k=odd)
+        expect(which, BAD_ALGO, cache__token_stride=66)
+        expect(which, NULL_POINTER, positions=None)
+        expect(which, NULL_POINTER, cache__v=None)
+        expect(which, NULL_POINTER, q__ptr=None)
+        expect(which, OK, seqs__num_seqs=0, q__ptr=None)
+    expect("prepare", BAD_HEAD_DIM, rotary_dim=66)
+    expect("prepare", BAD_HEAD_DIM, rotary_dim=15)
+    expect("prepare", NULL_POINTER, inv_freq=None)
+    expect("prepare", NULL_POINTER, k_weight=None)
+    expect("attention", BAD_ALGO, q__ptr=q.data_ptr() + 2)
+    expect("attention", BAD_LENGTH, splits=-1)
+    expect("attention", BAD_LENGTH, splits=100000)
+    expect("attention", BAD_LENGTH, max_len=-1)
+    case.splits = 3
+    expect("attention", BAD_WORKSPACE, workspace=None)
+    expect("attention", BAD_WORKSPACE, workspace_bytes=8)
+    size = C.c_int64(-1)
+    report("workspace of nothing", lib.gdn_attention_workspace(None, C.byref(size)) == NULL_POINTER, "", quiet=True)
+    torch.cuda.synchronize()
+
+
+def check_quick(lib):
+    check = lambda name, case: check_case(lib, name, case, quiet=False)
+    for io in ("bf16", "f16", "f32"):
+        check("one token", Case([70], [1], 8, 1, 256, io=io))
+        check("first token", Case([0], [1], 16, 2, 256, io=io))
+        check("splits", Case([300, 7, 129], [1] * 3, 16, 2, 256, io=io, splits=5, slots=True))
+        check("several", Case([33, 0, 64], [3, 5, 1], 4, 2, 128, io=io, varlen=True, slots=True, splits=3, seed=1))
+        check("sixteen", Case([50], [16], 8, 2, 64, io=io, splits=2))
+
+
+def check_cases(lib, every=1):
+    """All of them, or of the products of head counts, tokens and splits one in `every`."""
+    check = lambda name, case: check_case(lib, name, case)
+    seed = 0
+    for io in ("bf16", "f16", "f32"):
+        for dim in (64, 128, 256):
+            for heads, kv_heads in ((2, 2), (4, 2), (16, 2), (16, 4), (16, 1), (12, 4), (6, 1), (3, 3)):
+                for tokens in (1, 2, 3, 4, 8, 16):
+                    for splits in (0, 1, 4):
+                        seed += 1
+                        if seed % every:
+                            continue
+                        before = [[0, 31, 200, 513], [15, 16, 17, 64], [127, 128, 1, 90]][seed % 3]
+                        check(f"T={tokens} before {before} splits {splits}",
+                              Case(before, [tokens] * 4, heads, kv_heads, dim, io=io, slots=seed % 2 == 0, splits=splits,
+                                   gated=seed % 5 != 0, gap=8 * (seed % 3), seed=seed))
+        for dim in (8, 16, 24, 40, 72, 80, 96, 120, 136, 160, 192, 200, 248):
+            check("dim", Case([61, 0, 130], [3] * 3, 6, 2, dim, io=io, splits=2, seed=dim))
+            check("dim, no rotation", Case([61, 0, 130], [1] * 3, 6, 2, dim, rotary=0, io=io, seed=dim))
+            check("dim, all rotated", Case([61, 0, 130], [2] * 3, 6, 2, dim, rotary=dim, io=io, low=False, seed=dim))
+        for length in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096):
+            for splits in (0, 3, 64):
+                check(f"length {length} splits {splits}",
+                      Case([length - 1], [1], 16, 2, 256, io=io, capacity=length, splits=splits, seed=length))
+                check(f"length {length} with room, splits {splits}",
+                      Case([length - 1, 3], [1, 1], 8, 2, 128, io=io, capacity=5000, splits=splits, seed=length))
+        check("varlen", Case([0, 5, 700, 1, 31, 99], [0, 1, 16, 7, 0, 3], 16, 2, 256, io=io, varlen=True, slots=True))
+        check("varlen, empty", Case([0, 5], [0, 0], 16, 2, 256, io=io, varlen=True))
+        check("odd gap", Case([40, 3], [2, 2], 4, 2, 64, io=io, gap=2))
+        check("transposed cache", Case([40, 333], [2, 2], 16, 4, 256, io=io, transposed=True, splits=3))
+        check("plain weight", Case([40, 333], [2, 2], 16, 4, 256, io=io, zero_centred=False))
+        check("far", Case([200000], [2], 4, 2, 64, rotary=64, io=io))
+        check("far, f32 frequencies", Case([200000], [2], 4, 2, 64, rotary=64, io=io, low=False))
+        check("sharp", Case([500, 20], [1, 1], 16, 2, 256, io=io, sharpness=3.0 if io == "f32" else 30.0, splits=6))
+        check("many sequences", Case([(37 * i) % 400 for i in range(150)], [1] * 150, 16, 2, 256, io=io, slots=True))
+        check("long new part", Case([17, 100], [150, 150], 8, 2, 128, io=io))
+        check("prompt", Case([0], [700], 16, 2, 256, io=io))
+        check("past the capacity", Case([60, 3], [8, 8], 8, 2, 64, io=io, capacity=64))
+        check("short bound", Case([2000], [1], 16, 2, 256, io=io, max_len=64))
+    check("large", Case([32767] * 2, [1] * 2, 16, 2, 256, seed=3))
+    check("odd elements", Case([40, 3], [2, 2], 4, 2, 64, io="f32", gap=2))
+
+
+def check_graphs(lib):
+    for lens, splits in (([1], 0), ([1] * 9, 0), ([4] * 8, 0), ([16], 7), ([1] * 40, 1)):
+        check_repeats(lib, Case([100 + 31 * i for i in range(len(lens))], lens, 16, 2, 256, splits=splits),
+                      f"{len(lens)}x{lens[0]} splits {splits}")
+    check_repeats(lib, Case([9, 700], [3, 3], 16, 4, 256, io="f32"), "f32")
+    for io in ("bf16", "f16", "f32"):
+        check_growth(lib, io)
+        check_growth(lib, io, steps=40, tokens=4)
+        check_growth(lib, io, steps=60, overlap=1)
+
+
+def self_test():
+    """The reference against attention written out, and torch's own; runs anywhere."""
+    global DEVICE
+    DEVICE = "cpu"
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 8).double(), torch.randn(10, 2, 8).double(), torch.randn(10, 2, 8).double()
+    o = attention_reference(q, k, v, 7, 0.3)
+    for t in range(3):
+        for h in range(4):
+            s = torch.tensor([0.3 * (q[t, h] * k[j, h // 2]).sum() for j in range(8 + t)]).exp()
+            want = sum(s[j] / s.sum() * v[j, h // 2] for j in range(8 + t))
+            assert (o[t, h] - want).abs().max() < 1e-12
+    full = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k.repeat_interleave(2, 1).transpose(0, 1), v.repeat_interleave(2, 1).transpose(0, 1), scale=0.3)
+    assert (attention_reference(q, k, v, 100, 0.3).transpose(0, 1) - full).abs().max() < 1e-12
+    x = torch.randn(5, 2, 16)
+    at, freq = torch.arange(5) + 3, torch.tensor([1.0, 0.01])
+    y = prepare_reference(x, torch.zeros(16), freq, at, 0.0, True)
+    n = x.double() / x.double().pow(2).mean(-1, keepdim=True).sqrt()
+    assert (y[..., 4:] - n[..., 4:]).abs().max() < 1e-12
+    turned = torch.complex(n[..., :2], n[..., 2:4]) * torch.exp(1j * at[:, None, None].double() * freq.double())
+    assert (torch.complex(y[..., :2], y[..., 2:4]) - turned).abs().max() < 1e-12
+    # What a launch would get: rows, strides, slots and caches of a case.
+    for kw in ({}, {"slots": True}, {"slots": True, "varlen": True}, {"gap": 8, "transposed": True}):
+        c = Case([5, 0, 9], [2, 2, 2], 4, 2, 32, **kw)
+        assert c.total == 6 and torch.equal(c.x[:, :c.dim], c.q[:, 0]) and torch.equal(c.x[:, c.dim:2 * c.dim], c.gate[:, 0])
+        assert c.k.stride(0) == c.x.stride(0) and c.caches[0].shape == (c.num_slots, 2, c.capacity, 32)
+        p, i = c.cache(), c.live[0]
+        assert p.head_stride == c.caches[0].stride(1) and c.caches[0][c.slots[i], :, :5].isfinite().all()
+        assert c.caches[0][c.slots[i], :, 5:].isnan().all()
+        params = c.prepare_params(c.empty())
+        assert params.seqs.num_seqs == 3 and params.rotary_dim == 8
+    print("the reference holds")
+
+
+def main():
+    global DEVICE
+    parser = argparse.ArgumentParser()
+    for flag in ("--quick", "--time", "--only-time", "--self-test"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--lib")
+    args = parser.parse_args()
+    if args.self_test:
+        return self_test()
+    with tempfile.TemporaryDirectory() as tmp:
+        path = args.lib or os.path.join(tmp, "libcandle_gdn.so")
+        if not args.lib:
+            build(path, [])
+        lib = load(path)
+        if not args.only_time:
+            check_quick(lib)
+            if not args.quick:
+                check_cases(lib)
+                check_graphs(lib)
+                check_advance(lib)
+                check_arguments(lib)
+            print(f"{lines - len(failures)} of {lines} checks passed")
+            for name in failures:
+                print(f"  failed: {name}")
+        if args.time or args.only_time:
+            from timing_attention import times
+            times(lib)
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

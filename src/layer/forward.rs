@@ -1,0 +1,292 @@
+//! Tokens through the layer: on a state of their own, or on the slots of a pool.
+
+use super::GatedDeltaNet;
+use crate::ops::{CausalConv1d, CuSeqlens, GatedRmsNorm, Gates, GdnPrefill, GdnStep, Slots, STEP_TOKENS};
+use crate::state::{GdnState, StatePool};
+use candle_core::{bail, Result, Tensor};
+
+const OP: &str = "GatedDeltaNet";
+
+/// The columns of the input projection: views of one tensor, `[lead.., columns]`.
+#[derive(Debug, Clone)]
+pub(super) struct Projected {
+    pub all: Tensor,
+    pub qkv: Tensor,
+    pub z: Tensor,
+    pub gates: Gates,
+}
+
+/// What a call runs on.
+#[derive(Clone, Copy)]
+pub(super) struct On<'a> {
+    pub states: &'a GdnState,
+    /// In u32. Without them sequence `n` has state `n`.
+    pub slots: Option<&'a Slots>,
+    /// Where tokens are packed.
+    pub cu_seqlens: Option<&'a CuSeqlens>,
+    /// Where the recurrent states after every so many tokens go.
+    pub checkpoints: Option<(&'a Tensor, usize)>,
+}
+
+impl GatedDeltaNet {
+    /// Feeds the next tokens of every sequence: x and y are `[batch, tokens, hidden_size]` in the weights' dtype.
+    ///
+    /// Any number of tokens continues the state: a prompt whole, in pieces, or token by token gives the same.
+    ///
+    /// # Errors
+    /// When x or the state does not fit; the message says what was expected. The state is then unchanged, unless the
+    /// device itself failed.
+    pub fn forward(&self, x: &Tensor, state: &mut GdnState) -> Result<Tensor> {
+        let (batch, tokens) = self.check_batched(x)?;
+        self.check_states("state", state)?;
+        if state.batch() != batch || state.conv.dims()[0] != batch {
+            bail!("{OP}: state: expected one of batch {batch} (x has it), got {}", state.batch());
+        }
+        if batch * tokens == 0 {
+            return Ok(x.clone()); // y is as empty as x
+        }
+        state.take()?;
+        let on = On { states: state, slots: None, cu_seqlens: None, checkpoints: None };
+        self.feed(&self.project(x, tokens <= STEP_TOKENS)?, tokens, on)
+    }
+
+    /// Feeds the next tokens of sequences whose states lie in a pool: sequence `n` goes on from slot `slots.read()[n]`
+    /// and leaves its new state in slot `slots.write()[n]`; see [`Slots`].
+    ///
+    /// x is `[batch, tokens, hidden_size]`; or with `cu_seqlens` packed, `[tokens of all, hidden_size]`, sequences of any
+    /// lengths, some of which begin, go on with many tokens, or have one. y has x's shape. Where no sequence has more than
+    /// 16 tokens the call takes the decode step ([`GdnStep`]). A sequence of no tokens has its state copied where the slots
+    /// differ. Rows of padding are zero in y, whatever finite numbers they hold in x.
+    ///
+    /// A sequence that begins needs a slot that is zero, as [`SlotAllocator::allocate`](crate::SlotAllocator::allocate)
+    /// hands it out.
+    ///
+    /// # Errors
+    /// When x, the slots or the pool do not fit; the message says what was expected. The pool is then unchanged, unless
+    /// the device itself failed.
+    pub fn forward_slots(
+        &self,
+        x: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        slots: &Slots,
+        pool: &mut StatePool,
+    ) -> Result<Tensor> {
+        match self.begin_slots(x, cu_seqlens, slots, pool)? {
+            Some(slots) => {
+                let on = On { states: pool.states_mut(), slots: Some(&slots), cu_seqlens, checkpoints: None };
+                let (y, _) = self.run_slots(x, on)?;
+                Ok(y)
+            }
+            None => Ok(x.clone()),
+        }
+    }
+
+    /// Checks a call on a pool and makes it this thread's. Returns the slots in u32, or nothing where there are no tokens:
+    /// all is done then.
+    pub(super) fn begin_slots(
+        &self,
+        x: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        slots: &Slots,
+        pool: &mut StatePool,
+    ) -> Result<Option<Slots>> {
+        let (sequences, total) = match cu_seqlens {
+            Some(cu) => (cu.num_sequences(), self.check_packed(x, cu)?),
+            None => {
+                let (batch, tokens) = self.check_batched(x)?;
+                (batch, batch * tokens)
+            }
+        };
+        self.check_states("pool", pool.states_mut())?;
+        slots.check(OP, sequences, pool.capacity(), self.conv_weight.device())?;
+        if total == 0 {
+            copy_states(slots, pool)?;
+            return Ok(None);
+        }
+        pool.states_mut().take()?;
+        // Before the projection, which must be the kernel right before the step.
+        slots.in_u32().map(Some)
+    }
+
+    /// Checked tokens on slots: y, and what the projection gave.
+    pub(super) fn run_slots(&self, x: &Tensor, on: On<'_>) -> Result<(Tensor, Projected)> {
+        // Equal lengths as a batch, for which the step has kernels of its own.
+        if let Some(len) = on.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| *len <= STEP_TOKENS) {
+            let batch = x.dims()[0] / len;
+            let p = self.project(&x.reshape((batch, len, x.dims()[1]))?, true)?;
+            let y = self.feed(&p, len, On { cu_seqlens: None, ..on })?;
+            return Ok((y.flatten(0, 1)?, p.packed()?));
+        }
+        let longest = on.cu_seqlens.map_or_else(|| x.dims()[1], CuSeqlens::max_len);
+        let p = self.project(x, longest <= STEP_TOKENS)?;
+        Ok((self.feed(&p, longest, on)?, p))
+    }
+
+    /// The input projection of x `[lead.., hidden_size]`, with `overlap` in a launch that may overlap the one before it:
+    /// no launch of a layer writes a weight (since `load` waited for those that did), and this one writes no state.
+    pub(super) fn project(&self, x: &Tensor, overlap: bool) -> Result<Projected> {
+        let c = &self.config;
+        let all = self.in_proj.forward_with(&x.contiguous()?, overlap)?;
+        let (last, mut start) = (all.rank() - 1, 0);
+        let mut columns = |n: usize| {
+            start += n;
+            all.narrow(last, start - n, n)
+        };
+        let (qkv, z) = (columns(c.conv_channels())?, columns(c.value_size())?);
+        let (b, a) = (columns(c.num_value_heads)?, columns(c.num_value_heads)?);
+        let gates = Gates { a, b, a_log: self.a_log.clone(), dt_bias: self.dt_bias.clone() };
+        Ok(Projected { qkv, z, gates, all })
+    }
+
+    /// What follows the projection, with y; `longest` is the most tokens of a sequence.
+    fn feed(&self, p: &Projected, longest: usize, on: On<'_>) -> Result<Tensor> {
+        if longest <= STEP_TOKENS {
+            let y = self.step(p, on)?.overlapping().forward(&p.qkv, &p.z, &self.conv_weight)?;
+            return self.out_proj.forward_with(&y, true);
+        }
+        let c = &self.config;
+        let o = self.rule(p, on)?;
+        let o = GatedRmsNorm::new(c.rms_norm_eps, c.output_gate)?.forward(&o, &p.z, &self.norm_weight)?;
+        self.out_proj.forward(&o.flatten_from(o.rank() - 2)?)
+    }
+
+    /// Convolution, rule and norm for up to 16 tokens a sequence.
+    pub(super) fn step(&self, p: &Projected, on: On<'_>) -> Result<GdnStep> {
+        let (conv, recurrent) = (&on.states.conv, &on.states.recurrent);
+        let mut step = GdnStep::new(p.gates.clone(), &self.norm_weight, conv, recurrent, self.options)?;
+        if let Some(slots) = on.slots {
+            step = step.with_slots(slots);
+        }
+        match on.cu_seqlens {
+            Some(cu_seqlens) => step.with_cu_seqlens(cu_seqlens),
+            None => Ok(step),
+        }
+    }
+
+    /// Convolution and rule for any number of tokens: o.
+    pub(super) fn rule(&self, p: &Projected, on: On<'_>) -> Result<Tensor> {
+        let c = &self.config;
+        let mut conv = CausalConv1d::new(&on.states.conv, on.cu_seqlens, true)?;
+        let options = self.options.rule();
+        let mut rule = GdnPrefill::new(p.gates.clone(), &on.states.recurrent, on.cu_seqlens, options)?;
+        if let Some(slots) = on.slots {
+            conv = conv.with_slots(slots);
+            rule = rule.with_slots(slots);
+        }
+        if let Some((to, every)) = on.checkpoints {
+            rule = rule.with_checkpoints(to, every);
+        }
+        let qkv = conv.forward(&p.qkv, &self.conv_weight)?;
+        let (last, keys) = (qkv.rank() - 1, c.key_size());
+        let q = qkv.narrow(last, 0, keys)?;
+        let k = qkv.narrow(last, keys, keys)?;
+        let v = qkv.narrow(last, 2 * keys, c.value_size())?;
+        rule.forward(&q, &k, &v)
+    }
+
+    /// Batch and tokens of x.
+    fn check_batched(&self, x: &Tensor) -> Result<(usize, usize)> {
+        let hidden = self.config.hidden_size;
+        match *x.dims() {
+            [batch, tokens, n] if n == hidden => {
+                self.check_x(x)?;
+                Ok((batch, tokens))
+            }
+            ref dims => bail!("{OP}: x: expected shape [batch, tokens, {hidden}], got {dims:?}"),
+        }
+    }
+
+    /// Tokens of x, which are those of the sequences.
+    pub(super) fn check_packed(&self, x: &Tensor, cu_seqlens: &CuSeqlens) -> Result<usize> {
+        let (hidden, total) = (self.config.hidden_size, cu_seqlens.total_tokens());
+        if x.dims() != [total, hidden] {
+            bail!("{OP}: x: expected shape [{total}, {hidden}] (cu_seqlens has the tokens), got {:?}", x.dims());
+        }
+        self.check_x(x)?;
+        if !cu_seqlens.tensor().device().same_device(self.conv_weight.device()) {
+            bail!(
+                "{OP}: cu_seqlens: expected a tensor on {:?} (the weights' device), got one on {:?}",
+                self.conv_weight.device().location(),
+                cu_seqlens.tensor().device().location()
+            );
+        }
+        Ok(total)
+    }
+
+    fn check_x(&self, x: &Tensor) -> Result<()> {
+        let weight = &self.conv_weight;
+        if x.dtype() != weight.dtype() {
+            bail!("{OP}: x: expected dtype {:?} (the weights'), got {:?}", weight.dtype(), x.dtype());
+        }
+        self.check_on_device("x", x)
+    }
+
+    /// Everything about states but how many there are.
+    pub(super) fn check_states(&self, arg: &str, states: &GdnState) -> Result<()> {
+        let (c, weight) = (&self.config, &self.conv_weight);
+        self.check_on_device(arg, &states.recurrent)?;
+        let conv = [c.conv_kernel - 1, c.conv_channels()];
+        let recurrent = [c.num_value_heads, c.value_head_dim, c.key_head_dim];
+        if states.conv.dims()[1..] != conv || states.recurrent.dims()[1..] != recurrent {
+            bail!(
+                "{OP}: {arg}: expected states of conv {conv:?} and recurrent {recurrent:?}, got {:?} and {:?}",
+                &states.conv.dims()[1..],
+                &states.recurrent.dims()[1..]
+            );
+        }
+        if states.conv.dtype() != weight.dtype() {
+            bail!("{OP}: {arg}: expected dtype {:?} (the weights'), got {:?}", weight.dtype(), states.conv.dtype());
+        }
+        Ok(())
+    }
+
+    fn check_on_device(&self, arg: &str, tensor: &Tensor) -> Result<()> {
+        let weight = &self.conv_weight;
+        if !tensor.device().same_device(weight.device()) {
+            bail!(
+                "{OP}: {arg}: expected a tensor on {:?} (the weights' device), got one on {:?}",
+                weight.device().location(),
+                tensor.device().location()
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Projected {
+    /// With the batch and its tokens, `[batch, tokens, columns]`, as one dimension.
+    fn packed(self) -> Result<Self> {
+        let flat = |x: &Tensor, columns: &Tensor| {
+            // A view: the columns of one matrix.
+            let start = columns.layout().start_offset() - x.layout().start_offset();
+            x.flatten(0, 1)?.narrow(1, start, columns.dims()[2])
+        };
+        let (all, gates) = (&self.all, &self.gates);
+        Ok(Self {
+            qkv: flat(all, &self.qkv)?,
+            z: flat(all, &self.z)?,
+            gates: Gates { a: flat(all, &gates.a)?, b: flat(all, &gates.b)?, ..gates.clone() },
+            all: all.flatten(0, 1)?,
+        })
+    }
+}
+
+/// What sequences of no tokens leave: their states, where they are not written to where they were read.
+fn copy_states(slots: &Slots, pool: &mut StatePool) -> Result<()> {
+    if slots.in_place() {
+        return Ok(());
+    }
+    let (read, write) = match slots.on_host() {
+        Some((read, write)) => (read.to_vec(), write.to_vec()),
+        None if slots.read().device().is_cpu() => {
+            let slots = slots.in_u32()?;
+            (slots.read().to_vec1()?, slots.write().to_vec1()?)
+        }
+        None => bail!("{OP}: slots: expected them made from host values for a call without tokens"),
+    };
+    // In any order: none is read after it was written.
+    for (from, to) in read.into_iter().zip(write).filter(|(r, w)| *r != crate::NO_SLOT && *w != crate::NO_SLOT) {
+        pool.copy(from, to)?;
+    }
+    Ok(())
+}

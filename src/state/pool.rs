@@ -1,0 +1,139 @@
+//! The states of many sequences in one layer, by slot.
+
+use super::GdnState;
+use candle_core::{bail, Result, Tensor};
+
+const OP: &str = "StatePool";
+
+/// The states of one Gated DeltaNet layer for up to [`capacity`](StatePool::capacity) sequences, each in a slot: the
+/// convolution's and the recurrent one. Made by [`GatedDeltaNet::new_pool`](crate::GatedDeltaNet::new_pool), advanced by
+/// [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots). Its memory never grows.
+///
+/// Which slot is whose is for a [`SlotAllocator`](crate::SlotAllocator), which zeroes a slot when it hands it out. One
+/// sequence's state goes out and in as a [`GdnState`] of batch 1, which [`GatedDeltaNet`](crate::GatedDeltaNet) also
+/// takes by itself. For several host threads see the [crate's notes](crate#threads).
+///
+/// ```
+/// # use candle_core::{DType, Device, Result, Tensor};
+/// # use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GateActivation, GdnConfig, SlotAllocator, Slots};
+/// # use candle_nn::VarBuilder;
+/// # fn main() -> Result<()> {
+/// # let device = &Device::Cpu;
+/// # let config = GdnConfig { hidden_size: 32, num_key_heads: 2, num_value_heads: 4, key_head_dim: 16,
+/// #     value_head_dim: 16, conv_kernel: 4, rms_norm_eps: 1e-6, output_gate: GateActivation::Silu, beta_scale: 1.0 };
+/// # let layer = GatedDeltaNet::load(&config, VarBuilder::zeros(DType::F32, device))?;
+/// # let x = |tokens: usize| Tensor::zeros((tokens, 32), DType::F32, device);
+/// // One allocator for the model, one pool a layer.
+/// let mut allocator = SlotAllocator::new(8)?;
+/// let mut pool = layer.new_pool(8)?;
+/// let (a, b) = (allocator.allocate([&mut pool])?, allocator.allocate([&mut pool])?);
+///
+/// // Two prompts, of 100 and 7 tokens; then a token of the one beside a prompt that goes on.
+/// let cu = CuSeqlens::from_lengths(&[100, 7], device)?;
+/// layer.forward_slots(&x(107)?, Some(&cu), &Slots::new(&[a, b], device)?, &mut pool)?;
+/// let cu = CuSeqlens::from_lengths(&[1, 30], device)?;
+/// layer.forward_slots(&x(31)?, Some(&cu), &Slots::new(&[a, b], device)?, &mut pool)?;
+///
+/// // A decode step of both: [batch, 1, hidden_size].
+/// layer.forward_slots(&x(2)?.unsqueeze(1)?, None, &Slots::new(&[a, b], device)?, &mut pool)?;
+///
+/// // Four drafted tokens of `a`, of which two are accepted. From then on its state is in the other slot.
+/// let spare = allocator.allocate_unset()?;
+/// let (cu, slots) = (CuSeqlens::from_lengths(&[4], device)?, Slots::from_to(&[a], &[spare], device)?);
+/// let (_y, drafted) = layer.verify(&x(4)?, &cu, &slots, &mut pool)?;
+/// layer.commit(&drafted, &Accepted::new(&cu, &slots, &[2])?, &mut pool)?;
+/// allocator.free(a)?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct StatePool {
+    /// Its batch is the slots.
+    states: GdnState,
+}
+
+impl StatePool {
+    pub(crate) fn new(states: GdnState) -> Self {
+        Self { states }
+    }
+
+    /// Number of slots.
+    pub fn capacity(&self) -> usize {
+        self.states.batch()
+    }
+
+    /// Bytes of device memory held.
+    pub fn size_in_bytes(&self) -> usize {
+        self.states.size_in_bytes()
+    }
+
+    /// The convolution's part: `[capacity, width - 1, channels]`, the last inputs, oldest first; channels are q, k, v.
+    pub fn conv(&self) -> &Tensor {
+        self.states.conv()
+    }
+
+    /// The recurrent part: `[capacity, HV, V, K]`, f32 or bf16.
+    pub fn recurrent(&self) -> &Tensor {
+        self.states.recurrent()
+    }
+
+    /// The states as one batch, which this thread is about to write.
+    pub(crate) fn states_mut(&mut self) -> &mut GdnState {
+        &mut self.states
+    }
+
+    /// Makes the slot that of a sequence that has not begun. No other slot is touched.
+    ///
+    /// # Errors
+    /// When there is no such slot, or the device refuses.
+    pub fn zero(&mut self, slot: u32) -> Result<()> {
+        let slot = self.check("zero", slot)?;
+        self.states.take()?;
+        for tensor in [&self.states.conv, &self.states.recurrent] {
+            tensor.narrow(0, slot, 1)?.zero_set()?;
+        }
+        Ok(())
+    }
+
+    /// Copies the state of slot `from` to slot `to`, on the device: a fork.
+    ///
+    /// # Errors
+    /// When there is no such slot, or the device refuses.
+    pub fn copy(&mut self, from: u32, to: u32) -> Result<()> {
+        let (from, to) = (self.check("copy", from)?, self.check("copy", to)?);
+        self.states.take()?;
+        if from == to {
+            return Ok(());
+        }
+        for tensor in [&self.states.conv, &self.states.recurrent] {
+            crate::ops::copy_slot("StatePool: copy", tensor, from, to)?;
+        }
+        Ok(())
+    }
+
+    /// A copy of the state in a slot that later calls do not touch, on the same device, of batch 1.
+    ///
+    /// # Errors
+    /// When there is no such slot, or the device is out of memory.
+    pub fn snapshot(&self, slot: u32) -> Result<GdnState> {
+        let slot = self.check("snapshot", slot)?;
+        self.states.rows(slot, 1)
+    }
+
+    /// Puts a state into a slot: a snapshot of any slot of any pool of such a layer, or a [`GdnState`] of batch 1 that
+    /// the layer advanced by itself. The snapshot stays as it is.
+    ///
+    /// # Errors
+    /// When there is no such slot, the snapshot is of another shape, dtype or device, or the device refuses.
+    pub fn restore(&mut self, slot: u32, snapshot: &GdnState) -> Result<()> {
+        let slot = self.check("restore", slot)?;
+        self.states.put(OP, slot, snapshot, 1)
+    }
+
+    fn check(&self, what: &str, slot: u32) -> Result<usize> {
+        if slot as usize >= self.capacity() {
+            bail!("{OP}: {what}: expected a slot below {}, got {slot}", self.capacity());
+        }
+        Ok(slot as usize)
+    }
+}

@@ -1,0 +1,366 @@
+//! A layer on the slots of a pool: against sequences on states of their own.
+
+use crate::errors::refused;
+use crate::random_layer::{from_scratch, layer, of_128, packed, parts, rows, small};
+use crate::support::{devices, rel_rms, values, Rng};
+use candle_core::{DType, Device, Tensor};
+use candle_gdn::{CuSeqlens, GatedDeltaNet, SlotAllocator, Slots, StatePool, NO_SLOT};
+
+/// NaN in every slot: whoever reads one that is not his shows it.
+pub fn poison_pool(pool: &StatePool) {
+    for slot in 0..pool.capacity() as u32 {
+        poison_slot(pool, slot);
+    }
+}
+
+pub fn poison_slot(pool: &StatePool, slot: u32) {
+    for tensor in [pool.conv(), pool.recurrent()] {
+        let shape = [&[1], &tensor.dims()[1..]].concat();
+        let nan = Tensor::full(f32::NAN, shape, tensor.device()).unwrap().to_dtype(tensor.dtype()).unwrap();
+        tensor.slice_set(&nan, 0, slot as usize).unwrap();
+    }
+}
+
+fn bits(pool: &StatePool, slot: u32) -> Vec<u64> {
+    let of = |t: &Tensor| values(&t.get(slot as usize).unwrap());
+    of(pool.conv()).into_iter().chain(of(pool.recurrent())).map(f64::to_bits).collect()
+}
+
+fn near(what: &str, got: &[f64], want: &[f64], bound: f64) {
+    let error = rel_rms(got, want);
+    assert!(error <= bound, "{what} is off by {error:e}");
+}
+
+/// Calls of many kinds on one pool: all begin, go on with different lengths (none, one, as many as a step takes, more),
+/// come in any order with padding between, and end where one call each would have.
+#[test]
+fn sequences_in_a_pool_are_those_on_their_own() {
+    let calls: [&[(usize, usize)]; 6] = [
+        // (sequence, tokens); 9 is padding
+        &[(0, 70), (1, 0), (9, 5), (2, 3), (3, 65)],
+        &[(2, 1), (0, 1), (3, 1), (9, 1), (1, 1)],
+        &[(1, 130), (3, 1), (0, 1), (2, 1)],
+        &[(9, 16), (0, 2), (1, 16), (2, 7)],
+        &[(3, 4), (2, 4), (9, 4), (1, 4)],
+        &[(0, 20), (1, 20), (2, 20), (3, 20)],
+    ];
+    let cases = [
+        (small(), DType::F32, DType::F32, 1e-5),
+        (of_128(), DType::F32, DType::F32, 1e-5),
+        (of_128(), DType::BF16, DType::F32, 1e-2),
+        (of_128(), DType::F32, DType::BF16, 2e-2),
+    ];
+    for device in devices() {
+        for (config, dtype, state_dtype, bound) in &cases {
+            let layer = layer(config, *dtype, &device, 1);
+            let rng = &mut Rng::new(7);
+            let mut pool = layer.new_pool_as(7, *state_dtype).unwrap();
+            poison_pool(&pool);
+            let mut allocator = SlotAllocator::new(7).unwrap();
+            let slots: Vec<u32> = (0..4).map(|_| allocator.allocate([&mut pool]).unwrap()).collect();
+            let (mut fed, mut y) = (vec![vec![]; 4], vec![vec![]; 4]);
+            for call in calls {
+                let x: Vec<_> = call.iter().map(|(_, n)| rows(rng, *n, config.hidden_size)).collect();
+                let lengths: Vec<usize> = call.iter().map(|(_, n)| *n).collect();
+                let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
+                let map: Vec<u32> = call.iter().map(|(n, _)| slots.get(*n).copied().unwrap_or(NO_SLOT)).collect();
+                let map = Slots::new(&map, &device).unwrap();
+                let idle: Vec<u32> = (4..7).collect();
+                let before: Vec<_> = idle.iter().map(|s| bits(&pool, *s)).collect();
+                let out = layer
+                    .forward_slots(&packed(x.iter().flatten(), *dtype, &device), Some(&cu), &map, &mut pool)
+                    .unwrap();
+                assert_eq!(out.dims(), [cu.total_tokens(), config.hidden_size]);
+                let mut first = 0;
+                for ((n, tokens), x) in call.iter().zip(x) {
+                    let out = values(&out.narrow(0, first, *tokens).unwrap());
+                    first += tokens;
+                    match fed.get_mut(*n) {
+                        Some(fed) => {
+                            fed.extend(x);
+                            y[*n].extend(out);
+                        }
+                        None => assert!(out.iter().all(|y| *y == 0.0), "padding"),
+                    }
+                }
+                for (slot, before) in idle.iter().zip(before) {
+                    assert_eq!(bits(&pool, *slot), before, "slot {slot} was touched");
+                }
+            }
+            for n in 0..4 {
+                let (want_y, want) = from_scratch(&layer, &fed[n], *state_dtype, &device);
+                let what = format!("{dtype:?}, state in {state_dtype:?}, sequence {n}");
+                near(&format!("{what}: y"), &y[n], &want_y, *bound);
+                for (got, want) in parts(&pool.snapshot(slots[n]).unwrap()).iter().zip(parts(&want)) {
+                    near(&what, got, &want, *bound);
+                }
+            }
+        }
+    }
+}
+
+/// A batch of equal lengths, with boundaries or without: the same call.
+#[test]
+fn equal_lengths_are_a_batch() {
+    for device in devices() {
+        for (config, tokens) in [(small(), 1), (of_128(), 1), (of_128(), 5), (small(), 40)] {
+            let layer = layer(&config, DType::F32, &device, 2);
+            let x = packed(&rows(&mut Rng::new(1), 3 * tokens, config.hidden_size), DType::F32, &device);
+            let slots = Slots::from_to(&[0, 0, NO_SLOT], &[2, 1, 3], &device).unwrap();
+            let run = |batched: bool| {
+                let mut pool = layer.new_pool(4).unwrap();
+                let y = if batched {
+                    let x = x.reshape((3, tokens, config.hidden_size)).unwrap();
+                    let y = layer.forward_slots(&x, None, &slots, &mut pool).unwrap();
+                    assert_eq!(y.dims(), x.dims());
+                    y
+                } else {
+                    let cu = CuSeqlens::from_lengths(&[tokens; 3], &device).unwrap();
+                    layer.forward_slots(&x, Some(&cu), &slots, &mut pool).unwrap()
+                };
+                [values(&y), values(pool.conv()), values(pool.recurrent())]
+            };
+            let (batched, packed) = (run(true), run(false));
+            for (batched, packed) in batched.iter().zip(&packed) {
+                near("packed", packed, batched, if tokens <= 16 { 0.0 } else { 1e-6 });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_slot_handed_out_is_zero() {
+    for device in devices() {
+        let layer = layer(&small(), DType::F32, &device, 3);
+        for dtype in [DType::F32, DType::BF16] {
+            let mut pools = [layer.new_pool_as(3, dtype).unwrap(), layer.new_pool_as(3, dtype).unwrap()];
+            pools.iter().for_each(poison_pool);
+            let mut allocator = SlotAllocator::new(3).unwrap();
+            let slot = allocator.allocate(&mut pools).unwrap();
+            for pool in &pools {
+                assert!(parts(&pool.snapshot(slot).unwrap()).concat().iter().all(|x| x.to_bits() == 0));
+                let others = (0..3).filter(|s| *s != slot);
+                others.for_each(|s| assert!(parts(&pool.snapshot(s).unwrap()).concat().iter().all(|x| x.is_nan())));
+            }
+        }
+    }
+}
+
+#[test]
+fn the_allocator_keeps_count() {
+    let device = Device::Cpu;
+    let layer = layer(&small(), DType::F32, &device, 3);
+    let mut pool = layer.new_pool(2).unwrap();
+    let mut allocator = SlotAllocator::new(3).unwrap();
+    assert_eq!((allocator.len(), allocator.available(), allocator.capacity()), (0, 3, 3));
+    let slots: Vec<u32> = (0..2).map(|_| allocator.allocate([&mut pool]).unwrap()).collect();
+    assert_eq!(slots, [0, 1]);
+    // The third slot is none of the pool's: it stays free.
+    refused(allocator.allocate([&mut pool]), &["StatePool: zero: expected a slot below 2, got 2"]);
+    assert_eq!((allocator.len(), allocator.is_used(2), allocator.is_used(9)), (2, false, false));
+    assert_eq!(allocator.allocate_unset().unwrap(), 2);
+    refused(allocator.allocate_unset(), &["SlotAllocator: allocate: expected a free slot, all 3 are in use"]);
+    refused(allocator.allocate([&mut pool]), &["SlotAllocator: allocate: expected a free slot"]);
+    allocator.free(1).unwrap();
+    refused(allocator.free(1), &["SlotAllocator: free: expected a slot in use, got 1, which is free"]);
+    refused(allocator.free(3), &["SlotAllocator: free: expected a slot below 3, got 3"]);
+    refused(allocator.free(NO_SLOT), &["SlotAllocator: free: expected a slot below 3"]);
+    assert_eq!(allocator.allocate([&mut pool]).unwrap(), 1);
+    assert!(!allocator.is_empty());
+    (0..3).for_each(|slot| allocator.free(slot).unwrap());
+    assert!(allocator.is_empty());
+    refused(SlotAllocator::new(1 << 31), &["SlotAllocator: capacity: expected at most 2147483647"]);
+}
+
+/// Copies within a pool and in and out of it: bit for bit, and nothing else moves.
+#[test]
+fn fork_snapshot_and_restore() {
+    for device in devices() {
+        for (config, dtype) in [(small(), DType::F32), (of_128(), DType::BF16)] {
+            let layer = layer(&config, DType::F32, &device, 4);
+            let mut pool = layer.new_pool_as(4, dtype).unwrap();
+            poison_pool(&pool);
+            pool.zero(1).unwrap();
+            let x = packed(&rows(&mut Rng::new(2), 20, config.hidden_size), DType::F32, &device);
+            let x = x.unsqueeze(0).unwrap();
+            let slots = |slot| Slots::new(&[slot], &device).unwrap();
+            layer.forward_slots(&x, None, &slots(1), &mut pool).unwrap();
+            pool.copy(1, 3).unwrap();
+            pool.copy(1, 1).unwrap();
+            let before: Vec<_> = (0..4).map(|slot| bits(&pool, slot)).collect();
+            assert_eq!(before[1], before[3]);
+            let mut snapshot = pool.snapshot(1).unwrap();
+            assert_eq!(snapshot.size_in_bytes() * 4, pool.size_in_bytes());
+            let y = values(&layer.forward_slots(&x, None, &slots(1), &mut pool).unwrap());
+            for slot in [0, 2, 3] {
+                assert_eq!(bits(&pool, slot), before[slot as usize], "slot {slot}");
+            }
+            // The fork, the snapshot put elsewhere, and the snapshot by itself go on alike.
+            assert_eq!(values(&layer.forward_slots(&x, None, &slots(3), &mut pool).unwrap()), y);
+            pool.restore(0, &snapshot).unwrap();
+            assert_eq!(bits(&pool, 0), before[1]);
+            assert_eq!(bits(&pool, 2), before[2]);
+            assert_eq!(values(&layer.forward_slots(&x, None, &slots(0), &mut pool).unwrap()), y);
+            let mut alone = pool.snapshot(2).unwrap();
+            alone.restore(&snapshot).unwrap();
+            assert_eq!(values(&layer.forward(&x, &mut alone).unwrap()), y);
+            assert_eq!(values(&layer.forward(&x, &mut snapshot).unwrap()), y);
+
+            refused(pool.zero(4), &["StatePool: zero: expected a slot below 4, got 4"]);
+            refused(pool.copy(4, 0), &["StatePool: copy: expected a slot below 4, got 4"]);
+            refused(pool.copy(0, NO_SLOT), &["StatePool: copy: expected a slot below 4"]);
+            refused(pool.snapshot(9), &["StatePool: snapshot: expected a slot below 4, got 9"]);
+            refused(pool.restore(4, &snapshot), &["StatePool: restore: expected a slot below 4, got 4"]);
+            let two = layer.new_state_as(2, dtype).unwrap();
+            refused(pool.restore(0, &two), &["StatePool: restore: conv: expected F32 [1, 3,", "got F32 [2, 3,"]);
+            let other = if dtype == DType::F32 { DType::BF16 } else { DType::F32 };
+            let other = layer.new_state_as(1, other).unwrap();
+            refused(pool.restore(0, &other), &["StatePool: restore: recurrent: expected", "got"]);
+        }
+    }
+}
+
+/// The states along the way are those of calls that end there, in every sequence of a mixed batch, and cost nothing.
+#[test]
+fn checkpoints_are_states_of_prefixes() {
+    let lengths = [130, 1, 64, 0, 63, 200, 16];
+    for device in devices() {
+        for (config, dtype, every) in
+            [(small(), DType::F32, 64), (of_128(), DType::F32, 128), (of_128(), DType::BF16, 64)]
+        {
+            let layer = layer(&config, DType::F32, &device, 5);
+            let rng = &mut Rng::new(3);
+            let x: Vec<_> = lengths.iter().map(|n| rows(rng, *n, config.hidden_size)).collect();
+            let before = rows(rng, 10, config.hidden_size);
+            let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
+            let all = packed(x.iter().flatten(), DType::F32, &device);
+            let read = [2, 3, NO_SLOT, 5, 6, 2, 8];
+            let slots = Slots::from_to(&read, &[0, 3, 4, 5, 6, 1, 8], &device).unwrap();
+            let plan = layer.checkpoint_plan(&cu, every).unwrap();
+            let run = |plan: Option<&candle_gdn::CheckpointPlan>| {
+                let mut pool = layer.new_pool_as(9, dtype).unwrap();
+                // Sequences 0 and 5 go on from one that has begun; the others begin.
+                let begun = packed(&before, DType::F32, &device).unsqueeze(0).unwrap();
+                layer.forward_slots(&begun, None, &Slots::new(&[2], &device).unwrap(), &mut pool).unwrap();
+                let (y, checkpoints) = match plan {
+                    Some(plan) => {
+                        let (y, checkpoints) = layer.forward_with_checkpoints(&all, plan, &slots, &mut pool).unwrap();
+                        (y, Some(checkpoints))
+                    }
+                    None => (layer.forward_slots(&all, Some(&cu), &slots, &mut pool).unwrap(), None),
+                };
+                ([values(&y), values(pool.conv()), values(pool.recurrent())], checkpoints)
+            };
+            let (with, checkpoints) = run(Some(&plan));
+            assert!(with == run(None).0, "asking changes the results");
+            let checkpoints = checkpoints.unwrap();
+            let row = pool_row(&layer, dtype);
+            assert_eq!(checkpoints.size_in_bytes(), cu.total_tokens() / every * row);
+            for (n, x) in x.iter().enumerate() {
+                assert_eq!(checkpoints.plan().count(n), lengths[n] / every);
+                for index in 0..lengths[n] / every {
+                    if read[n] == NO_SLOT {
+                        continue;
+                    }
+                    let fed: Vec<_> = match n {
+                        0 | 5 => before.iter().chain(&x[..(index + 1) * every]).cloned().collect(),
+                        _ => x[..(index + 1) * every].to_vec(),
+                    };
+                    let mut state = checkpoints.snapshot(n, index).unwrap();
+                    assert_eq!(state.size_in_bytes(), row);
+                    let (_, want) = from_scratch(&layer, &fed, dtype, &device);
+                    let bound = if dtype == DType::BF16 { 2e-2 } else { 1e-5 };
+                    for (got, want) in parts(&state).iter().zip(parts(&want)) {
+                        near(&format!("sequence {n}, checkpoint {index}"), got, &want, bound);
+                    }
+                    // And a sequence goes on from there.
+                    if (index + 1) * every < lengths[n] {
+                        let rest = packed(&x[(index + 1) * every..], DType::F32, &device).unsqueeze(0).unwrap();
+                        let y = values(&layer.forward(&rest, &mut state).unwrap());
+                        let end = cu.as_slice()[n + 1] as usize * config.hidden_size;
+                        near("y", &y, &with[0][end - y.len()..end], bound);
+                    }
+                }
+                refused(checkpoints.snapshot(n, lengths[n] / every), &["Checkpoints: snapshot: expected one of the"]);
+            }
+            refused(checkpoints.snapshot(7, 0), &["Checkpoints: snapshot: expected one of the 0 of sequence 7"]);
+            refused(layer.checkpoint_plan(&cu, 32), &["every: expected a positive multiple of 64 tokens, got 32"]);
+            refused(layer.checkpoint_plan(&cu, 0), &["every: expected a positive multiple of 64 tokens, got 0"]);
+
+            // None is reached: nothing is held.
+            let short = CuSeqlens::from_lengths(&[16; 8], &device).unwrap();
+            let plan = layer.checkpoint_plan(&short, 64).unwrap();
+            let x = packed(&rows(rng, 128, config.hidden_size), DType::F32, &device);
+            let mut pool = layer.new_pool(8).unwrap();
+            let slots = Slots::new(&[0, 1, 2, 3, 4, 5, 6, 7], &device).unwrap();
+            let (_, none) = layer.forward_with_checkpoints(&x, &plan, &slots, &mut pool).unwrap();
+            assert_eq!((none.size_in_bytes(), none.plan().count(3), none.plan().every()), (0, 0, 64));
+            refused(none.snapshot(0, 0), &["Checkpoints: snapshot: expected one of the 0 of sequence 0, got 0"]);
+        }
+    }
+}
+
+fn pool_row(layer: &GatedDeltaNet, dtype: DType) -> usize {
+    layer.new_pool_as(1, dtype).unwrap().size_in_bytes()
+}
+
+/// Nothing to feed: states stay, or are copied to where they are to be.
+#[test]
+fn calls_without_tokens_copy_states() {
+    for device in devices() {
+        let config = small();
+        let layer = layer(&config, DType::F32, &device, 6);
+        let mut pool = layer.new_pool(4).unwrap();
+        let x = packed(&rows(&mut Rng::new(4), 5, 32), DType::F32, &device).unsqueeze(0).unwrap();
+        layer.forward_slots(&x, None, &Slots::new(&[1], &device).unwrap(), &mut pool).unwrap();
+        let want = bits(&pool, 1);
+        let none = x.squeeze(0).unwrap().narrow(0, 0, 0).unwrap();
+        let cu = CuSeqlens::from_lengths(&[0, 0, 0], &device).unwrap();
+        let slots = Slots::from_to(&[1, NO_SLOT, 1], &[3, 2, 0], &device).unwrap();
+        let y = layer.forward_slots(&none, Some(&cu), &slots, &mut pool).unwrap();
+        assert_eq!(y.dims(), [0, 32]);
+        for slot in [0, 1, 3] {
+            assert_eq!(bits(&pool, slot), want, "slot {slot}");
+        }
+        assert!(bits(&pool, 2).iter().all(|x| *x == 0));
+        let slots = Slots::new(&[], &device).unwrap();
+        let cu = CuSeqlens::from_lengths(&[], &device).unwrap();
+        layer.forward_slots(&none, Some(&cu), &slots, &mut pool).unwrap();
+    }
+}
+
+#[test]
+fn what_is_refused_leaves_the_pool_as_it_was() {
+    for device in &devices() {
+        let layer = layer(&small(), DType::F32, device, 7);
+        let mut pool = layer.new_pool(3).unwrap();
+        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device).unwrap();
+        let cu = CuSeqlens::from_lengths(&[2, 3], device).unwrap();
+        let slots = Slots::new(&[0, 1], device).unwrap();
+        poison_pool(&pool);
+        let before: Vec<_> = (0..3).map(|s| bits(&pool, s)).collect();
+        let mut refuse = |x: &Tensor, cu: Option<&CuSeqlens>, slots: &Slots, parts: &[&str]| {
+            refused(layer.forward_slots(x, cu, slots, &mut pool), parts);
+            (0..3).for_each(|s| assert_eq!(bits(&pool, s), before[s as usize]));
+        };
+        let x = zeros(&[5, 32]);
+        refuse(&zeros(&[6, 32]), Some(&cu), &slots, &["GatedDeltaNet: x: expected shape [5, 32]", "got [6, 32]"]);
+        refuse(&zeros(&[5, 31]), Some(&cu), &slots, &["GatedDeltaNet: x: expected shape [5, 32]", "got [5, 31]"]);
+        refuse(&x, None, &slots, &["GatedDeltaNet: x: expected shape [batch, tokens, 32], got [5, 32]"]);
+        refuse(&zeros(&[3, 1, 32]), None, &slots, &["GatedDeltaNet: slots:", "[3]", "[2]"]);
+        let half = x.to_dtype(DType::F16).unwrap();
+        refuse(&half, Some(&cu), &slots, &["GatedDeltaNet: x: expected dtype F32 (the weights'), got F16"]);
+        let far = Slots::new(&[0, 3], device).unwrap();
+        refuse(&x, Some(&cu), &far, &["slots: expected values below 3 (the state's slots), got 3 at 1"]);
+        if device.is_cpu() {
+            let twice = Slots::from(&Tensor::new(&[1u32, 1], device).unwrap());
+            refuse(&x, Some(&cu), &twice, &["slots: expected distinct values, got 1 a second time at 1"]);
+        }
+        let other = crate::random_layer::layer(&of_128(), DType::F32, device, 7);
+        let mut wrong = other.new_pool(3).unwrap();
+        let run = layer.forward_slots(&x, Some(&cu), &slots, &mut wrong);
+        refused(run, &["GatedDeltaNet: pool: expected states of conv [3, 128]"]);
+        refused(layer.new_pool(0), &["GatedDeltaNet: capacity: expected at least 1 slot, got 0"]);
+        refused(layer.new_pool_as(1, DType::F16), &["expected dtype f32 or bf16, got F16"]);
+    }
+}

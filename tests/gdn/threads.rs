@@ -1,0 +1,152 @@
+//! States under several host threads.
+
+use crate::errors::refused;
+use crate::random_layer::{layer, of_128, packed, rows, small};
+use crate::support::{devices, values, Rng};
+use candle_core::{DType, Device};
+use candle_gdn::{GatedDeltaNet, GdnState, PrefixCache, SlotAllocator, Slots, StatePool};
+use std::sync::Mutex;
+use std::thread::scope;
+
+const THREADS: usize = 4;
+const CALLS: [usize; 5] = [1, 70, 1, 16, 1];
+
+#[test]
+fn states_may_move_and_be_shared() {
+    fn both<T: Send + Sync>() {}
+    both::<GdnState>();
+    both::<StatePool>();
+    both::<GatedDeltaNet>();
+    both::<SlotAllocator>();
+    both::<Slots>();
+    both::<PrefixCache<GdnState>>();
+}
+
+fn inputs(hidden: usize) -> Vec<Vec<Vec<f32>>> {
+    (0..THREADS as u64).map(|n| rows(&mut Rng::new(n), CALLS.iter().sum(), hidden)).collect()
+}
+
+/// y of every call, fed by `feed`.
+fn run(
+    x: &[Vec<f32>],
+    device: &Device,
+    mut feed: impl FnMut(candle_core::Tensor) -> candle_core::Tensor,
+) -> Vec<Vec<f64>> {
+    let mut first = 0;
+    let call = |n: &usize| {
+        first += n;
+        let x = packed(&x[first - n..first], DType::F32, device).unsqueeze(0).unwrap();
+        values(&feed(x))
+    };
+    CALLS.iter().map(call).collect()
+}
+
+/// On CUDA with one stream for all threads: candle's matrix products of all of them go through one cuBLAS handle, which
+/// several streams must not use at the same time.
+fn with_one_stream(device: Device) -> Device {
+    match device.is_cuda() {
+        true => Device::new_cuda_with_stream(0).unwrap(),
+        false => device,
+    }
+}
+
+/// One layer, a state for each thread, all at once.
+#[test]
+fn a_layer_serves_several_threads() {
+    for device in devices().into_iter().map(with_one_stream) {
+        let layer = layer(&of_128(), DType::F32, &device, 31);
+        let x = inputs(64);
+        let alone = |x: &Vec<Vec<f32>>| {
+            let mut state = layer.new_state(1).unwrap();
+            run(x, &device, |x| layer.forward(&x, &mut state).unwrap())
+        };
+        let want: Vec<_> = x.iter().map(alone).collect();
+        for _ in 0..5 {
+            let got: Vec<_> = scope(|s| {
+                let threads: Vec<_> = x.iter().map(|x| s.spawn(|| alone(x))).collect();
+                threads.into_iter().map(|t| t.join().unwrap()).collect()
+            });
+            assert!(got == want);
+        }
+    }
+}
+
+/// One pool, its slots shared out among threads that take turns as they come.
+#[test]
+fn a_pool_behind_a_lock_serves_several_threads() {
+    for device in devices() {
+        let layer = layer(&of_128(), DType::F32, &device, 32);
+        let x = inputs(64);
+        let serve = |x: &Vec<Vec<f32>>, slot: u32, pool: &Mutex<StatePool>| {
+            let slots = Slots::new(&[slot], &device).unwrap();
+            run(x, &device, |x| layer.forward_slots(&x, None, &slots, &mut pool.lock().unwrap()).unwrap())
+        };
+        let want: Vec<_> = x.iter().map(|x| serve(x, 0, &Mutex::new(layer.new_pool(1).unwrap()))).collect();
+        for _ in 0..5 {
+            let pool = Mutex::new(layer.new_pool(THREADS).unwrap());
+            let got: Vec<_> = scope(|s| {
+                let spawn = |(n, x)| {
+                    let (serve, pool) = (&serve, &pool);
+                    s.spawn(move || serve(x, n, pool))
+                };
+                let threads: Vec<_> = (0..).zip(&x).map(spawn).collect();
+                threads.into_iter().map(|t| t.join().unwrap()).collect()
+            });
+            assert!(got == want);
+        }
+    }
+}
+
+/// A state, a pool and a snapshot that go from thread to thread, a call each.
+#[test]
+fn a_state_goes_from_thread_to_thread() {
+    for device in devices() {
+        let layer = layer(&of_128(), DType::F32, &device, 33);
+        let x = &inputs(64)[0];
+        let want = {
+            let mut state = layer.new_state(1).unwrap();
+            run(x, &device, |x| layer.forward(&x, &mut state).unwrap())
+        };
+        let (mut state, mut pool) = (layer.new_state(1).unwrap(), layer.new_pool(2).unwrap());
+        let slots = Slots::new(&[1], &device).unwrap();
+        device.synchronize().unwrap(); // the slots, which are the caller's
+        let mut first = 0;
+        for (n, want) in CALLS.iter().zip(&want) {
+            let rows = &x[first..first + n];
+            first += n;
+            let (layer, device, slots) = (&layer, &device, &slots);
+            let (one, two) = (&mut state, &mut pool);
+            scope(|s| {
+                s.spawn(move || {
+                    let x = packed(rows, DType::F32, device).unsqueeze(0).unwrap();
+                    assert!(values(&layer.forward(&x, one).unwrap()) == *want, "the state");
+                    assert!(values(&layer.forward_slots(&x, None, slots, two).unwrap()) == *want, "the pool");
+                });
+            });
+            let snapshot = pool.snapshot(1).unwrap();
+            let two = &mut pool;
+            scope(|s| {
+                s.spawn(move || {
+                    two.zero(1).unwrap();
+                    two.restore(0, &snapshot).unwrap();
+                    two.copy(0, 1).unwrap();
+                });
+            });
+        }
+    }
+}
+
+#[test]
+fn a_pool_of_another_device_is_refused() {
+    let Some(gpu) = devices().into_iter().find(Device::is_cuda) else { return };
+    let (here, there) = (layer(&small(), DType::F32, &Device::Cpu, 34), layer(&small(), DType::F32, &gpu, 34));
+    let x = packed(&rows(&mut Rng::new(0), 1, 32), DType::F32, &gpu).unsqueeze(0).unwrap();
+    let slots = Slots::new(&[0], &gpu).unwrap();
+    let mut pool = here.new_pool(1).unwrap();
+    let sentence = "GatedDeltaNet: pool: expected a tensor on Cuda";
+    refused(there.forward_slots(&x, None, &slots, &mut pool), &[sentence, "got one on Cpu"]);
+    let slots = Slots::new(&[0], &Device::Cpu).unwrap();
+    let mut pool = there.new_pool(1).unwrap();
+    refused(there.forward_slots(&x, None, &slots, &mut pool), &["GatedDeltaNet: slots: expected a tensor on Cuda"]);
+    refused(pool.restore(0, &here.new_state(1).unwrap()), &["StatePool: restore: conv: expected", "on Cpu"]);
+}
