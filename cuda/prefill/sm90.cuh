@@ -1,14 +1,10 @@
 // The chunk form in one kernel with the instructions of sm_90a.
 //
-// A block owns 64 value rows of a head for each of its NM warpgroups of arithmetic, and walks through the chunks of its
-// stretch with the state in their registers. Beside them
+// A block owns 64 value rows of a head for each of its NM warpgroups of arithmetic (narrow.cuh, wide.cuh), and walks through the
+// chunks of its stretch with the state in their registers. Beside them
 //   - a warpgroup of four single warps: one copies q, k and v (bulk tensor copies), one makes the gates, two the norms of q,
-//   - one or two warpgroups that make the matrices of a chunk, those of different chunks at once.
-// They pass on, by barriers in shared memory: stages (copied tiles and what belongs to their tokens) and matrices.
-//
-// NOTES: with one warpgroup of arithmetic the order of products hides what can be hidden behind the one chain that cannot:
-// state -> S K^T -> U -> V' -> state. The output of a chunk is finished and stored while the next chunk's S K^T runs. With two
-// they fill each other's gaps, and the order is one that needs fewer registers.
+//   - two warpgroups, the makers, that make the matrices of a chunk, each of every second one.
+// They pass on, by barriers in shared memory (shape90.cuh): stages (copied tiles and what belongs to their tokens) and matrices.
 #pragma once
 
 #include "narrow.cuh"

@@ -116,15 +116,15 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     for (int k = 0; k < 4; ++k) wgmma::product<T, true>(state, written[k], keys + wgmma::bytes(k * 2048), true);
     wgmma::commit();
     if constexpr (PASS == kWhole) {
-    wgmma::wait<1>();
-    wgmma::hold(out);
-    scale_columns(out, factors.out, lane);
-    const uint64_t attention = wgmma::tile_of_columns(matrices + kImageBytes);
-    wgmma::hold(out);
-    wgmma::fence();
+      wgmma::wait<1>();
+      wgmma::hold(out);
+      scale_columns(out, factors.out, lane);
+      const uint64_t attention = wgmma::tile_of_columns(matrices + kImageBytes);
+      wgmma::hold(out);
+      wgmma::fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma::product<T, false>(out, plain[k], attention + wgmma::bytes(k * 32), true);
-    wgmma::commit();
+      for (int k = 0; k < 4; ++k) wgmma::product<T, false>(out, plain[k], attention + wgmma::bytes(k * 32), true);
+      wgmma::commit();
     }
     wgmma::wait<0>();
     wgmma::hold(state);
