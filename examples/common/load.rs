@@ -40,7 +40,7 @@ pub struct ModelArgs {
     #[arg(long)]
     pub cpu: bool,
 
-    /// Tokens of a prompt that run at a time: bounds the memory, not the result
+    /// Tokens of prompts that run in one pass: bounds the memory, not the result
     #[arg(long, value_name = "N", default_value = "1024")]
     pub prefill_chunk: NonZeroUsize,
 }

@@ -4,35 +4,68 @@ use super::common::ModelArgs;
 use clap::Parser;
 use std::path::PathBuf;
 
-/// Completes a text with a Qwen3-Next model. The completion goes to stdout, everything else to
-/// stderr. Without arguments: the demo checkpoint and an opening that it knows. Ctrl-C ends after
-/// the current token with exit status 130.
+/// More tokens at once cost more than the few that are right are worth.
+const MOST_DRAFTED: usize = 64;
+
+/// The states of prompts are kept at multiples of this: where the chunks of a prefill begin, whatever was fed before.
+const CHUNK: usize = 64;
+
+/// Completes texts with a Qwen3-Next model. The completions go to stdout, everything else to
+/// stderr. Without arguments: the demo checkpoint and an opening that it knows. One prompt's
+/// completion is printed as it comes; those of several are printed whole, in the order of the
+/// prompts, each under a line "==> prompt 2 <==". Ctrl-C ends after the current step with exit
+/// status 130.
 #[derive(Parser, Debug)]
 #[command(
     version,
     after_help = "Sampling options that are not given come from the checkpoint's \
-generation_config.json; without one, the most likely token is taken (--temperature 0)."
+generation_config.json; without one, the most likely token is taken (--temperature 0).
+
+--batch, --draft, --prefix-cache, --prefill-chunk and --cuda-graph change the rounding of sums and nothing else: in \
+bf16 and f16 a close choice can fall another way."
 )]
 pub struct Args {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// Text to complete, or the message with --chat [default: an opening that the demo knows]
-    #[arg(long, conflicts_with = "prompt_file")]
-    pub prompt: Option<String>,
+    #[command(flatten)]
+    pub prompts: PromptArgs,
 
-    /// File with the text to complete
-    #[arg(long, value_name = "FILE")]
-    pub prompt_file: Option<PathBuf>,
-
-    /// Put the prompt through the tokenizer's chat template, as a user's message
-    #[arg(long)]
-    pub chat: bool,
-
-    /// Tokens to generate at most
+    /// Tokens to generate at most, for each prompt
     #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
     pub sample_len: usize,
 
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// What is completed.
+#[derive(clap::Args, Debug)]
+pub struct PromptArgs {
+    /// Text to complete, or the message with --chat; may be given several times
+    /// [default: an opening that the demo knows]
+    #[arg(long, conflicts_with_all = ["prompt_file", "prompts_file"])]
+    pub prompt: Vec<String>,
+
+    /// File with the text to complete
+    #[arg(long, value_name = "FILE", conflicts_with = "prompts_file")]
+    pub prompt_file: Option<PathBuf>,
+
+    /// File with a text to complete on every line; empty lines are left out
+    #[arg(long, value_name = "FILE")]
+    pub prompts_file: Option<PathBuf>,
+
+    /// Put each prompt through the tokenizer's chat template, as a user's message
+    #[arg(long)]
+    pub chat: bool,
+}
+
+/// How tokens are chosen.
+#[derive(clap::Args, Debug)]
+pub struct SamplingArgs {
     /// Flatness of the distribution; 0 takes the most likely token
     #[arg(long, allow_negative_numbers = true, value_parser = temperature)]
     pub temperature: Option<f64>,
@@ -45,7 +78,7 @@ pub struct Args {
     #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = probability)]
     pub top_p: Option<f64>,
 
-    /// Seed of the random choices
+    /// Seed of the random choices; each of several prompts draws from a generator of its own
     #[arg(long, default_value_t = 299792458)]
     pub seed: u64,
 
@@ -56,6 +89,49 @@ pub struct Args {
     /// How many of the last tokens --repeat-penalty looks at
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub repeat_last_n: usize,
+}
+
+/// How the model is run: none of it changes what the model says, but for the rounding of sums.
+#[derive(clap::Args, Debug)]
+pub struct RunArgs {
+    /// Prompts that run at once at most; the others follow as these end [default: all]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub batch: Option<usize>,
+
+    /// Tokens of prompt and completion together that there is room for
+    /// [default: the longest prompt and -n, within the positions of the model]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub max_seq_len: Option<usize>,
+
+    /// Tokens to guess at each step, from what followed the last tokens earlier in the text, and to check in one pass;
+    /// 0 guesses none
+    #[arg(long, value_name = "N", default_value = "0", value_parser = drafted)]
+    pub draft: usize,
+
+    /// Memory for the states of beginnings that prompts share, which are then fed once; 0 keeps none
+    /// [default: 256 with several prompts, else 0]
+    #[arg(long, value_name = "MIB")]
+    pub prefix_cache: Option<usize>,
+
+    /// Shared beginnings are cut to a multiple of this, itself a multiple of 64
+    #[arg(long, value_name = "TOKENS", default_value = "64", value_parser = block)]
+    pub prefix_block: usize,
+
+    /// Tell how many tokens came from --prefix-cache
+    #[arg(long)]
+    pub show_cache: bool,
+
+    /// Record a decode step once and replay it: auto goes on without where that cannot be, on fails. Not the default until it has run
+    /// on a GPU
+    #[arg(long, value_enum, default_value = "off")]
+    pub cuda_graph: CudaGraph,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum CudaGraph {
+    Auto,
+    On,
+    Off,
 }
 
 fn temperature(s: &str) -> Result<f64, String> {
@@ -75,4 +151,20 @@ fn number(s: &str, expected: &str, valid: impl Fn(f64) -> bool) -> Result<f64, S
         Ok(x) if x.is_finite() && valid(x) => Ok(x),
         _ => Err(format!("expected {expected}")),
     }
+}
+
+fn positive(s: &str) -> Result<usize, String> {
+    whole(s, "a whole number of at least 1", |n| n > 0)
+}
+
+fn drafted(s: &str) -> Result<usize, String> {
+    whole(s, &format!("a whole number of 0 to {MOST_DRAFTED}"), |n| n <= MOST_DRAFTED)
+}
+
+fn block(s: &str) -> Result<usize, String> {
+    whole(s, &format!("a positive multiple of {CHUNK}"), |n| n > 0 && n % CHUNK == 0)
+}
+
+fn whole(s: &str, expected: &str, valid: impl Fn(usize) -> bool) -> Result<usize, String> {
+    s.parse().ok().filter(|n| valid(*n)).ok_or(format!("expected {expected}"))
 }

@@ -1,157 +1,151 @@
-//! Prefill and decode, with the text going to stdout and the figures to stderr.
+//! From prompts to completions: whose turn it is, and what is told at the end.
 
+use super::args::RunArgs;
 use super::common::bar;
-use super::sampler::Sampler;
+use super::engine::Engine;
+use super::figures::Figures;
+use super::fill::Filling;
+use super::output::Output;
+use super::prefixes::Prefixes;
+use super::row::{Limits, Row, Stop};
 use super::settings::Settings;
-use super::stream::TextStream;
-use anyhow::{Context, Result};
-use candle_core::Tensor;
-use candle_gdn::models::{CausalLm, ModelState};
-use std::io::{ErrorKind, IsTerminal, Write};
+use anyhow::Result;
+use candle_gdn::models::{CausalLm, SequenceSnapshot};
+use indicatif::ProgressBar;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 use tokenizers::Tokenizer;
 
-/// Why a generation came to its end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stop {
-    /// A token that ends a text.
-    EndOfText,
-    /// As many tokens as were asked for.
-    SampleLen,
-    /// The model has no further position.
-    PositionLimit,
-    /// Ctrl-C.
-    Interrupted,
-    /// Nobody reads stdout any more.
-    ClosedOutput,
-}
+/// MiB for the states of common beginnings, where several prompts may have some.
+const PREFIX_CACHE: usize = 256;
 
-pub struct Generation<'a> {
+/// What to do.
+pub struct Job<'a> {
     pub model: &'a CausalLm,
     pub tokenizer: &'a Tokenizer,
     pub settings: &'a Settings,
+    pub run: &'a RunArgs,
+    pub prompts: &'a [Vec<u32>],
     pub prefill_chunk: usize,
     pub sample_len: usize,
     pub seed: u64,
     pub interrupt: &'a AtomicBool,
 }
 
-impl Generation<'_> {
-    pub fn run(&self, prompt: &[u32]) -> Result<Stop> {
-        let mut state = self.model.new_state(1)?;
-        let start = Instant::now();
-        let Some(logits) = self.prefill(prompt, &mut state)? else {
-            eprintln!("prompt: {} of {} tokens, interrupted", state.position(), prompt.len());
-            return Ok(Stop::Interrupted);
-        };
-        report("prompt", prompt.len(), start.elapsed());
+/// How far it is. A prompt waits, then is fed (`fill.rs`), then completed (`decode.rs`). Prompts go first, so that as
+/// many rows as there is room for share the decode steps.
+pub struct Generation<'a> {
+    pub(super) job: &'a Job<'a>,
+    pub(super) engine: Engine<'a>,
+    pub(super) limits: Limits<'a>,
+    /// Sequences at once.
+    pub(super) batch: usize,
+    pub(super) prefixes: Prefixes<SequenceSnapshot>,
+    /// Numbers of the prompts that have not begun.
+    pub(super) waiting: Vec<usize>,
+    pub(super) filling: Vec<Filling<'a>>,
+    pub(super) rows: Vec<Row<'a>>,
+    pub(super) output: Output,
+    pub(super) figures: Figures,
+    pub(super) bar: ProgressBar,
+    last_stop: Stop,
+}
 
-        let start = Instant::now();
-        let (stop, sampled, steps) = self.decode(prompt, logits, &mut state)?;
-        let time = start.elapsed();
-        if sampled > 0 && std::io::stdout().is_terminal() {
-            eprintln!();
-        }
-        // The first token comes from the prompt's logits: only the others took a step.
-        report("decode", steps, time);
-        let limit = self.model.config().max_position_embeddings;
-        match stop {
-            Stop::EndOfText => eprintln!("stopped: end of text after {sampled} tokens"),
-            Stop::SampleLen => eprintln!("stopped: {sampled} tokens (-n)"),
-            Stop::PositionLimit => eprintln!("stopped: {sampled} tokens, the model has {limit} positions"),
-            Stop::Interrupted => eprintln!("stopped: interrupted after {sampled} tokens"),
-            Stop::ClosedOutput => eprintln!("stopped: output closed after {sampled} tokens"),
+impl<'a> Generation<'a> {
+    pub fn new(job: &'a Job<'a>) -> Result<Self> {
+        let (run, prompts) = (job.run, job.prompts.len());
+        let batch = run.batch.unwrap_or(prompts).min(prompts);
+        let model_len = job.model.config().max_position_embeddings;
+        let (positions, positions_of) = match run.max_seq_len {
+            Some(len) if len < model_len => (len, "--max-seq-len gives"),
+            _ => (model_len, "the model has"),
+        };
+        let longest = job.prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let max_len = longest.saturating_add(job.sample_len).min(positions);
+        let cache = run.prefix_cache.unwrap_or(if prompts > 1 { PREFIX_CACHE } else { 0 });
+        let engine = Engine::new(job.model, batch, max_len, run.cuda_graph)?;
+        let bar = bar("prompt", job.prompts.iter().map(Vec::len).sum(), "tokens");
+        Ok(Self {
+            job,
+            engine,
+            limits: Limits { eos: &job.settings.eos, sample_len: job.sample_len, positions, positions_of },
+            batch,
+            prefixes: Prefixes::new(run.prefix_block, cache.saturating_mul(1 << 20))?,
+            waiting: (0..prompts).collect(),
+            filling: Vec::new(),
+            rows: Vec::new(),
+            output: Output::new(prompts, bar.clone()),
+            figures: Figures::default(),
+            bar,
+            last_stop: Stop::SampleLen,
+        })
+    }
+
+    /// Completes all prompts, or as far as it comes.
+    pub fn run(mut self) -> Result<Stop> {
+        let stop = self.advance();
+        self.bar.finish_and_clear();
+        // What is ready is not lost by an error.
+        let flushed = self.output.flush();
+        let stop = stop?;
+        flushed?;
+        self.report(stop);
+        Ok(stop)
+    }
+
+    /// Ctrl-C and a closed output end it between two passes of the model.
+    fn advance(&mut self) -> Result<Stop> {
+        let stop = loop {
+            if self.job.interrupt.load(Ordering::SeqCst) {
+                break Stop::Interrupted;
+            }
+            if self.output.closed() {
+                break Stop::ClosedOutput;
+            }
+            self.admit()?;
+            if !self.filling.is_empty() {
+                self.fill()?;
+            } else if !self.rows.is_empty() {
+                self.decode()?;
+            } else {
+                break self.last_stop;
+            }
+        };
+        for row in std::mem::take(&mut self.rows) {
+            row.finish(stop, &self.limits, &mut self.output)?;
         }
         Ok(stop)
     }
 
-    /// The logits after the prompt; none if Ctrl-C came before.
-    fn prefill(&self, prompt: &[u32], state: &mut ModelState) -> Result<Option<Vec<f32>>> {
-        let bar = bar("prompt", prompt.len(), "tokens");
-        let mut chunks = prompt.chunks(self.prefill_chunk).peekable();
-        let mut logits = None;
-        while let Some(chunk) = chunks.next() {
-            if self.interrupted() {
-                bar.finish_and_clear();
-                return Ok(None);
-            }
-            match chunks.peek() {
-                Some(_) => drop(self.model.forward_hidden(&self.ids(chunk)?, state)?),
-                None => logits = Some(self.last_logits(chunk, state)?),
-            }
-            bar.inc(chunk.len() as u64);
+    /// Rows that have ended make room.
+    pub(super) fn retire(&mut self) -> Result<()> {
+        for row in std::mem::take(&mut self.rows) {
+            let Some(stop) = row.stop() else {
+                self.rows.push(row);
+                continue;
+            };
+            self.last_stop = stop;
+            self.engine.end(row.sequence)?;
+            row.finish(stop, &self.limits, &mut self.output)?;
         }
-        bar.finish_and_clear();
-        logits.context("prompt: expected at least 1 token, got none").map(Some)
+        Ok(())
     }
 
-    /// Why it stopped, how many tokens it took, and for how many it ran the model.
-    fn decode(&self, prompt: &[u32], mut logits: Vec<f32>, state: &mut ModelState) -> Result<(Stop, usize, usize)> {
-        let limit = self.model.config().max_position_embeddings;
-        let mut sampler = Sampler::new(self.settings.sampling.clone(), self.seed);
-        let mut text = TextStream::new(self.tokenizer);
-        let mut tokens = prompt.to_vec();
-        let mut steps = 0;
-        let stop = loop {
-            let sampled = tokens.len() - prompt.len();
-            if self.interrupted() {
-                break Stop::Interrupted;
-            }
-            if sampled == self.sample_len {
-                break Stop::SampleLen;
-            }
-            if sampled > 0 {
-                if state.position() == limit {
-                    break Stop::PositionLimit;
-                }
-                logits = self.last_logits(&tokens[tokens.len() - 1..], state)?;
-                steps += 1;
-            }
-            let id = sampler.next(std::mem::take(&mut logits), &tokens)?;
-            if self.settings.eos.contains(&id) {
-                break Stop::EndOfText;
-            }
-            tokens.push(id);
-            if !print(&text.push(id)?)? {
-                break Stop::ClosedOutput;
-            }
-        };
-        let rest = text.finish()?;
-        if stop != Stop::ClosedOutput {
-            print(&rest)?;
+    fn report(&self, stop: Stop) {
+        let (several, unfed) = (self.output.several(), self.waiting.len() + self.filling.len());
+        if several {
+            eprintln!("prompt: {}", self.figures.prompt);
+        } else if stop == Stop::Interrupted && unfed > 0 {
+            eprintln!("prompt: {} of {} tokens, interrupted", self.bar.position(), self.job.prompts[0].len());
+            return;
         }
-        Ok((stop, tokens.len() - prompt.len(), steps))
+        self.output.end_line();
+        eprintln!("decode: {}", self.figures.decode);
+        if self.job.run.draft > 0 {
+            eprintln!("{}", self.figures.drafts);
+        }
+        if self.job.run.show_cache {
+            eprintln!("{}", self.prefixes);
+        }
+        self.output.last_line();
     }
-
-    fn last_logits(&self, ids: &[u32], state: &mut ModelState) -> Result<Vec<f32>> {
-        Ok(self.model.forward_last(&self.ids(ids)?, state)?.squeeze(0)?.to_vec1()?)
-    }
-
-    fn ids(&self, ids: &[u32]) -> Result<Tensor> {
-        Ok(Tensor::from_slice(ids, (1, ids.len()), &candle_core::Device::Cpu)?)
-    }
-
-    fn interrupted(&self) -> bool {
-        self.interrupt.load(Ordering::SeqCst)
-    }
-}
-
-/// Whether somebody still reads it.
-fn print(text: &str) -> Result<bool> {
-    if text.is_empty() {
-        return Ok(true);
-    }
-    let mut stdout = std::io::stdout().lock();
-    match stdout.write_all(text.as_bytes()).and_then(|_| stdout.flush()) {
-        Ok(()) => Ok(true),
-        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(false),
-        Err(e) => Err(e).context("cannot write to stdout"),
-    }
-}
-
-fn report(what: &str, tokens: usize, time: Duration) {
-    let seconds = time.as_secs_f64();
-    let rate = if seconds > 0. { tokens as f64 / seconds } else { 0. };
-    eprintln!("{what}: {tokens} tokens in {seconds:.3} s, {rate:.1} tokens/s");
 }

@@ -1,11 +1,20 @@
-//! Completes a text with a model of the Qwen3-Next family: `cargo run --release --example generate`.
+//! Completes texts with a model of the Qwen3-Next family: `cargo run --release --example generate`.
 
 mod args;
 mod chat;
 #[path = "../common/mod.rs"]
 mod common;
+mod decode;
+mod draft;
+mod engine;
+mod figures;
+mod fill;
 mod generation;
+mod graphs;
+mod output;
+mod prefixes;
 mod prompt;
+mod row;
 mod sampler;
 mod settings;
 mod stream;
@@ -13,7 +22,8 @@ mod stream;
 use args::Args;
 use clap::Parser;
 use common::{fix_thread_count, load_model, Checkpoint};
-use generation::{Generation, Stop};
+use generation::{Generation, Job};
+use row::Stop;
 use settings::Settings;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,9 +50,9 @@ fn run(args: &Args) -> anyhow::Result<Stop> {
     // Everything that can be wrong with the arguments comes before the weights, which take long.
     let checkpoint = Checkpoint::find(args.model.model.as_deref(), &args.model.revision)?;
     let config = checkpoint.config()?;
-    let settings = Settings::new(args, &checkpoint, &config)?;
+    let settings = Settings::new(&args.sampling, &checkpoint, &config)?;
     let tokenizer = checkpoint.tokenizer()?;
-    let prompt = prompt::tokens(args, &checkpoint, &tokenizer, &config)?;
+    let prompts = prompt::tokens(&args.prompts, &checkpoint, &tokenizer, &config, args.run.max_seq_len)?;
     let model = load_model(&args.model, &checkpoint, &config)?;
 
     // From here on Ctrl-C waits for the current step; a second one does not.
@@ -51,14 +61,16 @@ fn run(args: &Args) -> anyhow::Result<Stop> {
             std::process::exit(INTERRUPTED.into());
         }
     })?;
-    let generation = Generation {
+    let job = Job {
         model: &model,
         tokenizer: &tokenizer,
         settings: &settings,
+        run: &args.run,
+        prompts: &prompts,
         prefill_chunk: args.model.prefill_chunk.get(),
         sample_len: args.sample_len,
-        seed: args.seed,
+        seed: args.sampling.seed,
         interrupt: &INTERRUPT,
     };
-    generation.run(&prompt)
+    Generation::new(&job)?.run()
 }

@@ -1,45 +1,79 @@
-//! The prompt's tokens.
+//! The tokens of the prompts.
 
-use super::args::Args;
+use super::args::PromptArgs;
 use super::chat;
 use super::common::Checkpoint;
 use anyhow::{anyhow, bail, Context, Result};
 use candle_gdn::models::ModelConfig;
+use std::path::Path;
 use tokenizers::Tokenizer;
 
 /// What is completed when nothing is asked for; the demo checkpoint knows how it goes on.
 const DEFAULT_PROMPT: &str = "And it came to pass in those days, that there went out a decree";
 
-/// Never empty, and within the positions of the model.
-pub fn tokens(args: &Args, checkpoint: &Checkpoint, tokenizer: &Tokenizer, config: &ModelConfig) -> Result<Vec<u32>> {
-    let text = text(args)?;
-    let text = if args.chat { chat::render(checkpoint.dir(), &text)? } else { text };
-    // A template writes the special tokens itself.
-    let encoding = tokenizer.encode(text, !args.chat).map_err(|e| anyhow!("prompt: cannot tokenise: {e}"))?;
-    let ids = encoding.get_ids().to_vec();
+/// At least one prompt, none empty, each within `room` tokens if there is such a bound and the positions of the model.
+pub fn tokens(
+    args: &PromptArgs,
+    checkpoint: &Checkpoint,
+    tokenizer: &Tokenizer,
+    config: &ModelConfig,
+    room: Option<usize>,
+) -> Result<Vec<Vec<u32>>> {
+    let texts = texts(args)?;
+    let several = texts.len() > 1;
+    let mut prompts = Vec::with_capacity(texts.len());
+    for (i, text) in texts.into_iter().enumerate() {
+        let text = if args.chat { chat::render(checkpoint.dir(), &text)? } else { text };
+        // A template writes the special tokens itself.
+        let ids = tokenizer.encode(text, !args.chat).map_err(|e| anyhow!("cannot tokenise: {e}"));
+        let ids = ids.and_then(|encoding| checked(encoding.get_ids().to_vec(), config, room));
+        prompts.push(ids.map_err(|e| match several {
+            true => anyhow!("prompt {}: {e:#}", i + 1),
+            false => anyhow!("prompt: {e:#}"),
+        })?);
+    }
+    Ok(prompts)
+}
+
+fn checked(ids: Vec<u32>, config: &ModelConfig, room: Option<usize>) -> Result<Vec<u32>> {
     let limit = config.max_position_embeddings;
     if ids.is_empty() {
-        bail!("prompt: expected at least 1 token, got none")
+        bail!("expected at least 1 token, got none")
     }
     if ids.len() > limit {
-        bail!("prompt: expected at most max_position_embeddings ({limit}) tokens, got {}", ids.len())
+        bail!("expected at most max_position_embeddings ({limit}) tokens, got {}", ids.len())
+    }
+    if let Some(room) = room.filter(|room| ids.len() > *room) {
+        bail!("expected at most --max-seq-len ({room}) tokens, got {}", ids.len())
     }
     if let Some(id) = ids.iter().find(|&&id| id as usize >= config.vocab_size) {
-        bail!("prompt: the tokenizer gives id {id}, the model has {} tokens", config.vocab_size)
+        bail!("the tokenizer gives id {id}, the model has {} tokens", config.vocab_size)
     }
     Ok(ids)
 }
 
-fn text(args: &Args) -> Result<String> {
-    match (&args.prompt, &args.prompt_file) {
-        (Some(text), _) => Ok(text.clone()),
-        (None, Some(path)) => {
-            std::fs::read_to_string(path).with_context(|| format!("--prompt-file: cannot read {}", path.display()))
-        }
-        (None, None) if args.chat => bail!("--chat: expected a message in --prompt or --prompt-file"),
-        (None, None) => {
-            eprintln!("prompt: {DEFAULT_PROMPT}");
-            Ok(DEFAULT_PROMPT.to_string())
-        }
+fn texts(args: &PromptArgs) -> Result<Vec<String>> {
+    if let Some(path) = &args.prompt_file {
+        return Ok(vec![read("--prompt-file", path)?]);
     }
+    if let Some(path) = &args.prompts_file {
+        let text = read("--prompts-file", path)?;
+        let lines: Vec<_> = text.lines().filter(|line| !line.trim().is_empty()).map(str::to_string).collect();
+        if lines.is_empty() {
+            bail!("--prompts-file: expected a prompt on a line, {} has none", path.display())
+        }
+        return Ok(lines);
+    }
+    if !args.prompt.is_empty() {
+        return Ok(args.prompt.clone());
+    }
+    if args.chat {
+        bail!("--chat: expected a message in --prompt or --prompt-file")
+    }
+    eprintln!("prompt: {DEFAULT_PROMPT}");
+    Ok(vec![DEFAULT_PROMPT.to_string()])
+}
+
+fn read(option: &str, path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).with_context(|| format!("{option}: cannot read {}", path.display()))
 }

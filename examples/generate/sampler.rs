@@ -24,13 +24,19 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    pub fn new(sampling: Sampling, seed: u64) -> Self {
+    /// For prompt number `prompt` (from 0) of a run: each has a generator of its own, so that what it draws does not
+    /// depend on the others.
+    pub fn new(sampling: Sampling, seed: u64, prompt: usize) -> Self {
+        // Not `seed + prompt`: such generators give the same numbers, one shifted against the other.
+        let seed = if prompt == 0 { seed } else { SplitMix64(seed ^ SplitMix64(prompt as u64).next()).next() };
         Self { sampling, rng: SplitMix64(seed) }
     }
 
     /// Chooses by the logits of the next token; `tokens` are all so far.
     pub fn next(&mut self, mut logits: Vec<f32>, tokens: &[u32]) -> Result<u32> {
-        if let Some(i) = logits.iter().position(|x| !x.is_finite()) {
+        // Looked for without stopping: that is many logits an instruction.
+        if logits.iter().fold(false, |found, x| found | !x.is_finite()) {
+            let i = logits.iter().position(|x| !x.is_finite()).unwrap_or(0);
             bail!("the model gave the logit {} for token {i} after {} tokens", logits[i], tokens.len())
         }
         let s = &self.sampling;
@@ -42,13 +48,17 @@ impl Sampler {
                 }
             }
         }
-        let mut candidates: Vec<(u32, f32)> = logits.into_iter().enumerate().map(|(i, x)| (i as u32, x)).collect();
         // Equal logits go by id, so that a choice never depends on the order of a sort.
         let likelier = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
-        let Some(&best) = candidates.iter().min_by(|a, b| likelier(a, b)) else { bail!("the model has no tokens") };
+        let best = logits.iter().map(|x| ordered(*x)).max();
+        let Some(best) = logits.iter().position(|x| Some(ordered(*x)) == best) else {
+            bail!("the model has no tokens")
+        };
         if s.temperature == 0. {
-            return Ok(best.0);
+            return Ok(best as u32);
         }
+        let best = logits[best];
+        let mut candidates: Vec<(u32, f32)> = logits.into_iter().enumerate().map(|(i, x)| (i as u32, x)).collect();
         if s.top_k > 0 && s.top_k < candidates.len() {
             candidates.select_nth_unstable_by(s.top_k - 1, likelier);
             candidates.truncate(s.top_k);
@@ -58,8 +68,7 @@ impl Sampler {
         } else {
             candidates.sort_unstable_by_key(|c| c.0);
         }
-        let weights: Vec<f64> =
-            candidates.iter().map(|c| ((c.1 as f64 - best.1 as f64) / s.temperature).exp()).collect();
+        let weights: Vec<f64> = candidates.iter().map(|c| ((c.1 as f64 - best as f64) / s.temperature).exp()).collect();
         let kept = if s.top_p < 1. { nucleus(&weights, s.top_p) } else { weights.len() };
         let mut x = self.rng.uniform() * weights[..kept].iter().sum::<f64>();
         for (c, w) in candidates[..kept].iter().zip(&weights) {
@@ -71,6 +80,12 @@ impl Sampler {
         // Rounding can leave a sliver after the last weight.
         Ok(candidates[kept - 1].0)
     }
+}
+
+/// Integers in the order of `f32::total_cmp`, of which the greatest is found faster.
+fn ordered(x: f32) -> i32 {
+    let bits = x.to_bits() as i32;
+    bits ^ ((bits >> 31) as u32 >> 1) as i32
 }
 
 /// How many of the sorted weights reach the share `p`; at least one.
@@ -92,11 +107,14 @@ struct SplitMix64(u64);
 impl SplitMix64 {
     /// In [0, 1).
     fn uniform(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^= z >> 31;
-        (z >> 11) as f64 / (1u64 << 53) as f64
+        z ^ (z >> 31)
     }
 }

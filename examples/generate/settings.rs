@@ -1,6 +1,6 @@
 //! `generation_config.json`: what ends a text, and how the authors of a model sample from it.
 
-use super::args::Args;
+use super::args::SamplingArgs;
 use super::common::Checkpoint;
 use super::sampler::Sampling;
 use anyhow::{bail, Context, Result};
@@ -16,7 +16,7 @@ pub struct Settings {
 
 impl Settings {
     /// The command line first, then the checkpoint, then the most likely token.
-    pub fn new(args: &Args, checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
+    pub fn new(args: &SamplingArgs, checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
         let path = checkpoint.dir().join("generation_config.json");
         let file = match std::fs::read_to_string(&path) {
             Ok(text) => serde_json::from_str(&text).with_context(|| path.display().to_string())?,

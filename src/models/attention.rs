@@ -4,24 +4,40 @@ use super::config::{AttentionConfig, ModelConfig};
 use super::kv_cache::{DeviceCache, KvCache};
 use super::norm::RmsNorm;
 use super::rotary::Angles;
-use crate::cpu::attention::{Attention, Cache, Positions};
+use crate::cpu::attention::{run_all, Attention, Cache, Call, Positions};
 use crate::cpu::Element;
 use crate::host;
 use crate::linear::{products, Linear};
-use candle_core::{bail, DType, Device, Result, Tensor};
+use crate::rotary_frequencies;
+use candle_core::{bail, DType, Device, Error, Result, Tensor};
 use candle_nn::VarBuilder;
 
 /// One layer's attention; the state is a [`KvCache`].
 #[derive(Debug, Clone)]
 pub(crate) struct GatedAttention {
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
-    o_proj: Linear,
-    q_norm: RmsNorm,
-    k_norm: RmsNorm,
-    cfg: AttentionConfig,
+    pub(super) q_proj: Linear,
+    pub(super) k_proj: Linear,
+    pub(super) v_proj: Linear,
+    pub(super) o_proj: Linear,
+    /// The rows of q_proj, k_proj and v_proj, which are views of it; not on the CPU, whose products are packed.
+    pub(super) qkv_proj: Option<Linear>,
+    pub(super) q_norm: RmsNorm,
+    pub(super) k_norm: RmsNorm,
+    /// As [`crate::AttentionPrepare`] takes them.
+    pub(super) frequencies: Tensor,
+    pub(super) cfg: AttentionConfig,
     max_positions: usize,
+}
+
+/// What the CPU's kernel reads of a call: f32 projections of one sequence, or of several of one length.
+pub(super) struct Projections<'a> {
+    pub q_gate: &'a [f32],
+    pub k: &'a [f32],
+    pub v: &'a [f32],
+    /// cos and sin of the positions, `[tokens, pairs]`.
+    pub angles: [&'a [f32]; 2],
+    /// Tokens of a sequence.
+    pub tokens: usize,
 }
 
 /// Added to the scores of later tokens. Finite, since `-inf` times a mask of 0 is NaN; `exp` gives
@@ -37,10 +53,24 @@ impl GatedAttention {
     pub(crate) fn load(cfg: &ModelConfig, vb: VarBuilder) -> Result<Self> {
         let (h, eps, a) = (cfg.hidden_size, cfg.rms_norm_eps, &cfg.attention);
         let d = a.head_dim;
+        let sizes = [a.num_heads * 2 * d, a.num_kv_heads * d, a.num_kv_heads * d];
+        let [q, k, v] = ["q_proj", "k_proj", "v_proj"].map(|name| vb.pp(name));
+        let get = |vb: VarBuilder, rows: usize| vb.get((rows, h), "weight");
+        let (q, k, v) = (get(q, sizes[0])?, get(k, sizes[1])?, get(v, sizes[2])?);
+        let (qkv_proj, [q_proj, k_proj, v_proj]) = if vb.device().is_cpu() {
+            (None, [Linear::from_weight(q)?, Linear::from_weight(k)?, Linear::from_weight(v)?])
+        } else {
+            let all = Tensor::cat(&[q, k, v], 0)?;
+            let rows = |start: usize, n: usize| Ok::<_, Error>(Linear::Device(all.narrow(0, start, n)?));
+            let views = [rows(0, sizes[0])?, rows(sizes[0], sizes[1])?, rows(sizes[0] + sizes[1], sizes[2])?];
+            (Some(Linear::Device(all)), views)
+        };
         Ok(Self {
-            q_proj: Linear::load(h, a.num_heads * 2 * d, vb.pp("q_proj"))?,
-            k_proj: Linear::load(h, a.num_kv_heads * d, vb.pp("k_proj"))?,
-            v_proj: Linear::load(h, a.num_kv_heads * d, vb.pp("v_proj"))?,
+            q_proj,
+            k_proj,
+            v_proj,
+            qkv_proj,
+            frequencies: rotary_frequencies(&a.rope_inv_freq, vb.device())?,
             o_proj: Linear::load(a.num_heads * d, h, vb.pp("o_proj"))?,
             q_norm: RmsNorm::load(d, eps, vb.pp("q_norm"))?,
             k_norm: RmsNorm::load(d, eps, vb.pp("k_norm"))?,
@@ -62,21 +92,41 @@ impl GatedAttention {
     /// Everything between the projections is one kernel.
     fn forward_cpu<T: Element>(&self, x: &Tensor, angles: &Angles, cache: &mut Cache<T>) -> Result<Tensor> {
         let (b, t, _) = x.dims3()?;
-        let AttentionConfig { num_heads, head_dim, .. } = self.cfg;
+        let width = self.cfg.num_heads * self.cfg.head_dim;
+        let [q_gate, k, v] = self.project_cpu(x)?;
+        let mut o = vec![0f32; b * t * width];
+        let (cos, sin) = angles.tables();
+        host::with_f32s([cos, sin], |angles| {
+            let call = Projections { q_gate: &q_gate, k: &k, v: &v, angles, tokens: t };
+            self.attend_cpu(vec![(call, cache, &mut o[..])], self.max_positions)
+        })??;
+        self.o_proj.forward(&host::tensor(o, (b, t, width), x.dtype())?)
+    }
+
+    /// `x [.., hidden]` to `[rows, heads, q and gate]`, and keys and values `[rows, kv_heads, head_dim]`.
+    pub(super) fn project_cpu(&self, x: &Tensor) -> Result<[Vec<f32>; 3]> {
         let (Linear::Cpu(q), Linear::Cpu(k), Linear::Cpu(v)) = (&self.q_proj, &self.k_proj, &self.v_proj) else {
             bail!("attention: expected weights on the CPU")
         };
-        let [q_gate, k, v] = host::with_f32(x, |x| products(x, [q, k, v]))?;
-        let mut o = vec![0f32; b * t * num_heads * head_dim];
-        let (cos, sin) = angles.tables();
-        let tables = [self.q_norm.scale(), self.k_norm.scale(), cos, sin];
-        host::with_f32s(tables, |[q_scale, k_scale, cos, sin]| {
-            let pairs = cos.len() / t.max(1);
-            let positions = Positions { q_scale, k_scale, eps: self.q_norm.eps(), cos, sin, pairs };
-            let max_tokens = self.max_positions;
-            Attention { q_gate: &q_gate, k: &k, v: &v, positions, tokens: t, max_tokens }.run(cache, &mut o);
-        })?;
-        self.o_proj.forward(&host::tensor(o, (b, t, num_heads * head_dim), x.dtype())?)
+        host::with_f32(x, |x| products(x, [q, k, v]))
+    }
+
+    /// Appends each call's tokens to its cache, which has room for no more than `max_tokens` in mind, and writes the gated
+    /// attention, `[rows, heads, head_dim]`.
+    pub(super) fn attend_cpu<T: Element>(
+        &self,
+        calls: Vec<(Projections<'_>, &mut Cache<T>, &mut [f32])>,
+        max_tokens: usize,
+    ) -> Result<()> {
+        host::with_f32s([self.q_norm.scale(), self.k_norm.scale()], |[q_scale, k_scale]| {
+            let calls = calls.into_iter().map(|(call, cache, out)| {
+                let Projections { q_gate, k, v, angles: [cos, sin], tokens } = call;
+                let pairs = cos.len() / tokens.max(1);
+                let positions = Positions { q_scale, k_scale, eps: self.q_norm.eps(), cos, sin, pairs };
+                Call { attention: Attention { q_gate, k, v, positions, tokens, max_tokens }, cache, out }
+            });
+            run_all(calls.collect());
+        })
     }
 
     fn forward_device(&self, x: &Tensor, angles: &Angles, cache: &mut DeviceCache) -> Result<Tensor> {

@@ -40,15 +40,15 @@ const PREFIXES: &[&str] = &["model", "model.language_model"];
 #[derive(Debug)]
 pub struct CausalLm {
     embeddings: Embeddings,
-    layers: Vec<DecoderLayer>,
-    norm: RmsNorm,
+    pub(super) layers: Vec<DecoderLayer>,
+    pub(super) norm: RmsNorm,
     head: Linear,
-    rotary: Rotary,
-    config: ModelConfig,
-    dtype: DType,
-    device: Device,
+    pub(super) rotary: Rotary,
+    pub(super) config: ModelConfig,
+    pub(super) dtype: DType,
+    pub(super) device: Device,
     /// Tells the states of two models apart.
-    id: usize,
+    pub(super) id: usize,
 }
 
 /// The rows that tokens begin as.
@@ -135,18 +135,23 @@ impl CausalLm {
         if batch == 0 {
             bail!("batch: expected at least 1, got 0")
         }
-        let cache = CacheShape {
+        let cache = self.cache_shape(batch, self.config.max_position_embeddings);
+        let layers = self.layers.iter().map(|l| l.new_state(batch, &cache));
+        let layers = layers.collect::<Result<Vec<_>>>()?;
+        Ok(ModelState::new(layers, batch, self.id))
+    }
+
+    /// Of the keys and values of one softmax layer.
+    pub(super) fn cache_shape(&self, batch: usize, max_len: usize) -> CacheShape {
+        CacheShape {
             batch,
             heads: self.config.attention.num_heads,
             kv_heads: self.config.attention.num_kv_heads,
             head_dim: self.config.attention.head_dim,
-            max_len: self.config.max_position_embeddings,
+            max_len,
             dtype: self.dtype,
             device: self.device.clone(),
-        };
-        let layers = self.layers.iter().map(|l| l.new_state(batch, &cache));
-        let layers = layers.collect::<Result<Vec<_>>>()?;
-        Ok(ModelState::new(layers, batch, self.id))
+        }
     }
 
     /// Runs `ids [batch, tokens]` (u32, u8 or i64) behind the tokens that `state` has seen and
@@ -211,7 +216,7 @@ impl CausalLm {
     }
 
     /// `ids [tokens]` to `[tokens, hidden_size]`.
-    fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+    pub(super) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
         match &self.embeddings {
             Embeddings::Table(table) => table.index_select(ids, 0),
             Embeddings::Head(weights) => {

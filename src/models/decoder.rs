@@ -14,13 +14,14 @@ use candle_nn::VarBuilder;
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
     input_norm: RmsNorm,
-    mixer: Mixer,
+    pub(super) mixer: Mixer,
     post_norm: RmsNorm,
     ffn: Ffn,
 }
 
+/// What a token takes from those before it.
 #[derive(Debug)]
-enum Mixer {
+pub(super) enum Mixer {
     Linear(GatedDeltaNet),
     Full(GatedAttention),
 }
@@ -66,12 +67,16 @@ impl DecoderLayer {
 
     /// `x [batch, tokens, hidden]` to the same.
     pub(crate) fn forward(&self, x: &Tensor, angles: &Angles, state: &mut LayerState) -> Result<Tensor> {
-        let h = self.input_norm.forward(x)?;
-        let h = match (&self.mixer, state) {
-            (Mixer::Linear(gdn), LayerState::Linear(s)) => gdn.forward(&h, s)?,
-            (Mixer::Full(attn), LayerState::Full(s)) => attn.forward(&h, angles, s)?,
+        self.around(x, |mixer, h| match (mixer, state) {
+            (Mixer::Linear(gdn), LayerState::Linear(s)) => gdn.forward(h, s),
+            (Mixer::Full(attn), LayerState::Full(s)) => attn.forward(h, angles, s),
             _ => bail!("state: its layers are of other kinds than the model's"),
-        };
+        })
+    }
+
+    /// The layer with `mix` for the token mixer: `x [.., hidden]` to the same.
+    pub(super) fn around(&self, x: &Tensor, mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        let h = mix(&self.mixer, &self.input_norm.forward(x)?)?;
         let x = (x + h)?;
         let h = self.post_norm.forward(&x)?;
         let h = match &self.ffn {

@@ -1,8 +1,10 @@
 //! Keys and values of one attention layer.
 
 use crate::cpu::attention::{Cache, Shape};
-use candle_core::{DType, Device, Result, Tensor};
+use crate::cpu::Element;
+use candle_core::{bail, DType, Device, Result, Tensor, WithDType};
 use half::{bf16, f16};
+use std::ops::Range;
 
 /// On the CPU in the layout of its kernel, elsewhere as tensors.
 #[derive(Debug)]
@@ -15,7 +17,7 @@ pub(crate) enum KvCache {
 
 impl KvCache {
     pub(crate) fn new(s: &CacheShape) -> Self {
-        let shape = Shape { batch: s.batch, heads: s.heads, kv_heads: s.kv_heads, dim: s.head_dim };
+        let shape = s.shape();
         match (s.device.is_cpu(), s.dtype) {
             (true, DType::BF16) => Self::BF16(Cache::new(shape)),
             (true, DType::F16) => Self::F16(Cache::new(shape)),
@@ -33,6 +35,68 @@ impl KvCache {
             Self::Device(cache) => cache.len = 0,
         }
     }
+
+    /// Forgets all but the first `tokens`.
+    pub(crate) fn truncate(&mut self, tokens: usize) {
+        match self {
+            Self::F32(cache) => cache.truncate(tokens),
+            Self::BF16(cache) => cache.truncate(tokens),
+            Self::F16(cache) => cache.truncate(tokens),
+            Self::Device(cache) => cache.len = cache.len.min(tokens),
+        }
+    }
+
+    /// Bytes held on the CPU.
+    pub(crate) fn size_in_bytes(&self) -> usize {
+        match self {
+            Self::F32(cache) => cache.size_in_bytes(),
+            Self::BF16(cache) => cache.size_in_bytes(),
+            Self::F16(cache) => cache.size_in_bytes(),
+            Self::Device(_) => 0,
+        }
+    }
+
+    /// Bytes on the CPU for `tokens` tokens.
+    pub(crate) fn bytes_of(s: &CacheShape, tokens: usize) -> usize {
+        match s.dtype {
+            DType::BF16 => Cache::<bf16>::bytes_of(s.shape(), tokens),
+            DType::F16 => Cache::<f16>::bytes_of(s.shape(), tokens),
+            _ => Cache::<f32>::bytes_of(s.shape(), tokens),
+        }
+    }
+
+    /// Copies of keys and values of a range of tokens, `[batch, kv_heads, tokens, head_dim]`; of the CPU's caches only.
+    pub(crate) fn read_rows(&self, s: &CacheShape, tokens: Range<usize>) -> Result<[Tensor; 2]> {
+        match self {
+            Self::F32(cache) => rows_of(cache, s, tokens),
+            Self::BF16(cache) => rows_of(cache, s, tokens),
+            Self::F16(cache) => rows_of(cache, s, tokens),
+            Self::Device(_) => bail!("attention: expected a cache on the CPU"),
+        }
+    }
+
+    /// Appends what [`KvCache::read_rows`] gave.
+    pub(crate) fn append_rows(&mut self, rows: [&Tensor; 2], max_len: usize) -> Result<()> {
+        match self {
+            Self::F32(cache) => append(cache, rows, max_len),
+            Self::BF16(cache) => append(cache, rows, max_len),
+            Self::F16(cache) => append(cache, rows, max_len),
+            Self::Device(_) => bail!("attention: expected a cache on the CPU"),
+        }
+    }
+}
+
+fn rows_of<T: Element + WithDType>(cache: &Cache<T>, s: &CacheShape, tokens: Range<usize>) -> Result<[Tensor; 2]> {
+    let shape = (s.batch, s.kv_heads, tokens.len(), s.head_dim);
+    let [k, v] = cache.read_rows(tokens);
+    Ok([Tensor::from_vec(k, shape, &Device::Cpu)?, Tensor::from_vec(v, shape, &Device::Cpu)?])
+}
+
+fn append<T: Element + WithDType>(cache: &mut Cache<T>, [k, v]: [&Tensor; 2], max_len: usize) -> Result<()> {
+    let tokens = k.dim(2)?;
+    let (k, v) = (k.flatten_all()?.to_vec1::<T>()?, v.flatten_all()?.to_vec1::<T>()?);
+    cache.append_rows([&k, &v], tokens, max_len);
+    Ok(())
 }
 
 /// Two buffers `[batch, kv_heads, capacity, head_dim]` that grow by doubling, so that a token is
@@ -53,6 +117,12 @@ pub(crate) struct CacheShape {
     pub(crate) max_len: usize,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
+}
+
+impl CacheShape {
+    fn shape(&self) -> Shape {
+        Shape { batch: self.batch, heads: self.heads, kv_heads: self.kv_heads, dim: self.head_dim }
+    }
 }
 
 const FIRST_CAPACITY: usize = 256;

@@ -5,6 +5,45 @@
 //! key-value cache, zero-centred RMS norms in f32, SwiGLU and sparse mixture of experts. They
 //! differ in `config.json` and in where and how the weights are stored, which
 //! [`ModelConfig::from_json`] and [`CausalLm::load`] recognise.
+//!
+//! A batch of sequences of one length goes through [`CausalLm::forward`] with a [`ModelState`]. Sequences that come
+//! and go, of any lengths, forked, restored, or with drafts, go through [`CausalLm::feed`] with a [`SequencePool`];
+//! and on CUDA a decode step of those is one launch as a [`DecodeGraph`].
+//!
+//! # Authors of other models
+//! What [`SequencePool`] and [`DecodeGraph`] are made of is public, and holds for any model with Gated DeltaNet and
+//! softmax layers.
+//!
+//! A pass: tokens packed, `[tokens, hidden]`; one [`CuSeqlens`](crate::CuSeqlens) and one [`Slots`](crate::Slots) for
+//! all layers.
+//! * A Gated DeltaNet layer: [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots) on a
+//!   [`StatePool`](crate::StatePool) of its own. A batch of single tokens is best given as `[batch, 1, hidden]`,
+//!   without boundaries.
+//! * A softmax layer: [`AttentionCache`](crate::AttentionCache) over keys and values `[slots, kv_heads, capacity,
+//!   head_dim]` of its own and positions that all layers share;
+//!   [`AttentionPrepare`](crate::AttentionPrepare) on views of one projection, then
+//!   [`AttentionDecode`](crate::AttentionDecode).
+//! * After the last layer [`AttentionCache::advance`](crate::AttentionCache::advance) once: not before, since all
+//!   layers read the same positions.
+//! * Drafts: [`GatedDeltaNet::verify`](crate::GatedDeltaNet::verify) and
+//!   [`GatedDeltaNet::commit`](crate::GatedDeltaNet::commit) on spare slots. Keys and values need nothing: behind a
+//!   sequence's position anything may lie, and the next pass writes over it.
+//!
+//! A captured step (cudarc's `begin_capture` and `end_capture` on the device's stream):
+//! * Ids, slots and positions are tensors that stay where they are. New values go in with
+//!   [`Slots::set`](crate::Slots::set) and `slice_set`, before the launch; positions advance in the graph. Everything
+//!   else a sequence has, its length above all, is read on the device, so that one graph serves growing sequences.
+//! * Rows of nobody have [`NO_SLOT`](crate::NO_SLOT): no state is read or written for them, and what they hold has
+//!   only to be finite. All rows so is what to warm up with: nothing changes.
+//! * The output is copied inside to a tensor made before. A tensor that is made inside and kept would be the graph's to
+//!   overwrite; one that is older must not be dropped inside, since its release cannot be captured.
+//! * No copy to or from the host inside: no `to_vec1`, `Tensor::new`, [`CuSeqlens`](crate::CuSeqlens) or
+//!   [`Slots`](crate::Slots). candle uploads shapes for some kernels: hold the guard of
+//!   `CudaDevice::enable_cuda_graph_htod_cache` from before the first warm-up round to the end of the capture.
+//! * cudarc's event tracking off meanwhile (`CudaContext::disable_event_tracking`), the device waited for before, and
+//!   each kernel run at least once, so that modules are loaded and cuBLAS has chosen.
+//! * A mixture of experts that asks the host which experts to run cannot be captured. The one here chooses and gathers
+//!   on the device for up to 32 tokens.
 
 mod attention;
 mod causal_lm;
@@ -17,8 +56,10 @@ mod norm;
 pub mod qwen3_next;
 mod rotary;
 mod routing;
+mod sequences;
 mod state;
 
 pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+pub use sequences::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot};
 pub use state::ModelState;

@@ -3,11 +3,12 @@
 //!
 //! `CANDLE_GDN_TEST_DEVICE=cpu|cuda` picks one device; `cuda` fails where there is none.
 //! `CANDLE_GDN_GOLDENS` names the folder of the full golden files (default: the thinned ones of this repository, which
-//! are without the Qwen3.5 checkpoints). `CANDLE_GDN_SOAK` sets the number of calls of the soak test.
+//! are without the Qwen3.5 checkpoints). `CANDLE_GDN_SOAK` sets the number of calls of the soak tests.
 
 mod attention;
 mod checkpoints;
 mod conv_norm;
+mod decode_graph;
 mod errors;
 #[path = "../support/golden.rs"]
 mod golden;
@@ -21,6 +22,8 @@ mod properties;
 mod random_layer;
 mod rule_case;
 mod semantics;
+mod sequences;
+mod sequences_soak;
 mod sixteen_bits;
 mod slots;
 mod soak;

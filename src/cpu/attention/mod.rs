@@ -11,6 +11,8 @@ use crate::cpu::view::{parallel, Element, Shared};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 
+mod rows;
+
 /// Keys of a block: a multiple of [`PANEL`].
 const BLOCK: usize = 128;
 /// Queries (tokens times the heads of a key head) of one task, if there are that many.
@@ -124,58 +126,127 @@ pub(crate) struct Attention<'a> {
     pub max_tokens: usize,
 }
 
+/// Next tokens, the cache that they follow, and where their outputs go.
+pub(crate) struct Call<'a, T> {
+    pub attention: Attention<'a>,
+    pub cache: &'a mut Cache<T>,
+    pub out: &'a mut [f32],
+}
+
+/// How a call's work is shared out.
+struct Plan<'a, T> {
+    attention: &'a Attention<'a>,
+    cache: &'a Cache<T>,
+    out: Shared<'a, f32>,
+    /// Tokens of a block of queries, and how many blocks there are.
+    block: usize,
+    blocks: usize,
+    /// Keys of a part, and how many parts there are.
+    split: usize,
+    splits: usize,
+    /// Tasks of the plans before.
+    first: usize,
+}
+
+impl<'a, T: Element> Plan<'a, T> {
+    fn new(attention: &'a Attention<'a>, cache: &'a Cache<T>, out: &'a mut [f32], first: usize) -> Self {
+        let block = QUERIES.div_ceil(cache.shape.heads / cache.shape.kv_heads).min(attention.tokens).max(1);
+        let blocks = attention.tokens.div_ceil(block);
+        // A single block of queries would leave a long context to as many threads as there are key heads.
+        let splits = if blocks == 1 { cache.len.div_ceil(SPLIT) } else { 1 };
+        let split = if splits == 1 { cache.len } else { SPLIT };
+        Self { attention, cache, out: Shared::new(out), block, blocks, split, splits, first }
+    }
+
+    fn tasks(&self) -> usize {
+        self.cache.shape.batch * self.cache.shape.kv_heads * self.blocks * self.splits
+    }
+
+    /// Elementary steps of a task.
+    fn work(&self) -> usize {
+        let Shape { heads, kv_heads, dim, .. } = self.cache.shape;
+        2 * self.block * (heads / kv_heads) * dim * self.split.min(self.cache.len - self.attention.tokens / 2)
+    }
+
+    /// Values of a partial output.
+    fn partial(&self) -> usize {
+        let Shape { heads, kv_heads, dim, .. } = self.cache.shape;
+        self.block * (heads / kv_heads) * (dim + 2)
+    }
+
+    fn partials(&self) -> Vec<f32> {
+        vec![0f32; if self.splits == 1 { 0 } else { self.tasks() * self.partial() }]
+    }
+
+    fn run(&self, task: usize, partials: &Shared<'_, f32>) {
+        let (task, part) = (task / self.splits, task % self.splits);
+        // The last queries see the most: they come first.
+        let first = (self.blocks - 1 - task % self.blocks) * self.block;
+        let head = task / self.blocks;
+        let queries = Queries {
+            attention: self.attention,
+            cache: self.cache,
+            head,
+            tokens: first..self.attention.tokens.min(first + self.block),
+            keys: part * self.split..self.cache.len.min((part + 1) * self.split),
+        };
+        let to = match self.splits {
+            1 => To::Out(&self.out),
+            // SAFETY: each task owns its part.
+            _ => To::Partial(unsafe { partials.part((head * self.splits + part) * self.partial(), self.partial()) }),
+        };
+        dispatch(QueriesTask { queries, to });
+    }
+
+    fn merge(&self, partials: &[f32]) {
+        if self.splits == 1 {
+            return;
+        }
+        for (head, parts) in partials.chunks_exact(self.splits * self.partial()).enumerate() {
+            let (tokens, keys) = (0..self.attention.tokens, 0..self.cache.len);
+            let queries = Queries { attention: self.attention, cache: self.cache, head, tokens, keys };
+            dispatch(Merge { queries, parts, splits: self.splits, out: &self.out });
+        }
+    }
+}
+
+/// Runs calls on caches of their own, their tasks shared out together: a batch of short ones wakes the threads once.
+pub(crate) fn run_all<T: Element>(mut calls: Vec<Call<'_, T>>) {
+    calls.retain(|call| call.attention.tokens * call.cache.shape.batch > 0);
+    for Call { attention, cache, out } in &mut calls {
+        attention.check(cache.shape, out);
+        attention.append(cache);
+    }
+    let mut plans: Vec<Plan<'_, T>> = Vec::with_capacity(calls.len());
+    for Call { attention, cache, out } in &mut calls {
+        let first = plans.last().map_or(0, |plan| plan.first + plan.tasks());
+        plans.push(Plan::new(attention, cache, out, first));
+    }
+    let Some(tasks) = plans.last().map(|plan| plan.first + plan.tasks()) else { return };
+    let mut partials: Vec<Vec<f32>> = plans.iter().map(Plan::partials).collect();
+    let shared: Vec<Shared<'_, f32>> = partials.iter_mut().map(|partials| Shared::new(partials)).collect();
+    let work: usize = plans.iter().map(|plan| plan.tasks().saturating_mul(plan.work())).fold(0, usize::saturating_add);
+    parallel(tasks, work / tasks, |task| {
+        let n = plans.partition_point(|plan| plan.first <= task) - 1;
+        plans[n].run(task - plans[n].first, &shared[n]);
+    });
+    drop(shared);
+    plans.iter().zip(&partials).for_each(|(plan, partials)| plan.merge(partials));
+}
+
 impl Attention<'_> {
     /// Appends to the cache and writes `sigmoid(gate) * attention`, `[batch * tokens, heads, dim]`.
-    pub fn run<T: Element>(&self, cache: &mut Cache<T>, out: &mut [f32]) {
-        let Shape { batch, heads, kv_heads, dim } = cache.shape;
+    #[cfg(test)]
+    pub fn run<T: Element>(self, cache: &mut Cache<T>, out: &mut [f32]) {
+        run_all(vec![Call { attention: self, cache, out }]);
+    }
+
+    fn check(&self, shape: Shape, out: &[f32]) {
+        let Shape { batch, heads, kv_heads, dim } = shape;
         let rows = batch * self.tokens;
         assert_eq!(self.q_gate.len(), rows * heads * 2 * dim);
         assert_eq!((self.k.len(), self.v.len()), (rows * kv_heads * dim, rows * kv_heads * dim));
         assert_eq!(out.len(), rows * heads * dim);
-        if rows == 0 {
-            return;
-        }
-        self.append(cache);
-
-        let group = heads / kv_heads;
-        let block = QUERIES.div_ceil(group).min(self.tokens);
-        let blocks = self.tokens.div_ceil(block);
-        // A single block of queries would leave a long context to as many threads as there are key heads.
-        let splits = if blocks == 1 { cache.len.div_ceil(SPLIT) } else { 1 };
-        let split = if splits == 1 { cache.len } else { SPLIT };
-        let width = dim + 2;
-        let mut partial = vec![0f32; if splits == 1 { 0 } else { batch * kv_heads * splits * block * group * width }];
-        let (shared, shared_partial) = (Shared::new(out), Shared::new(&mut partial));
-        let work = 2 * block * group * dim * split.min(cache.len - self.tokens / 2);
-        parallel(batch * kv_heads * blocks * splits, work, |task| {
-            let (task, part) = (task / splits, task % splits);
-            // The last queries see the most: they come first.
-            let first = (blocks - 1 - task % blocks) * block;
-            let head = task / blocks;
-            let queries = Queries {
-                attention: self,
-                cache,
-                head,
-                tokens: first..self.tokens.min(first + block),
-                keys: part * split..cache.len.min((part + 1) * split),
-            };
-            let to = match splits {
-                1 => To::Out(&shared),
-                _ => {
-                    let size = block * group * width;
-                    // SAFETY: each task owns its part.
-                    To::Partial(unsafe { shared_partial.part((head * splits + part) * size, size) })
-                }
-            };
-            dispatch(QueriesTask { queries, to });
-        });
-        if splits > 1 {
-            let parts = partial.chunks_exact(splits * block * group * width);
-            for (head, parts) in parts.enumerate() {
-                let queries = Queries { attention: self, cache, head, tokens: 0..self.tokens, keys: 0..cache.len };
-                dispatch(Merge { queries, parts, splits, out: &shared });
-            }
-        }
     }
 
     fn append<T: Element>(&self, cache: &mut Cache<T>) {

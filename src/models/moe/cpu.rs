@@ -38,7 +38,7 @@ impl CpuMoe {
         Ok(Self { router: host::pack(&Tensor::cat(&gates, 0)?)?, experts, shared, cfg: cfg.clone() })
     }
 
-    /// `x [batch, tokens, hidden]` to the same.
+    /// `x [.., hidden]` to the same.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         host::tensor(host::with_f32(x, |x| self.run(x))?, x.dims(), x.dtype())
     }

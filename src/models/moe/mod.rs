@@ -8,6 +8,8 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use cpu::CpuMoe;
 use device::DeviceMoe;
+#[cfg(feature = "cuda")]
+pub(super) use device::FEW;
 
 /// Router, routed experts, and the shared expert where there is one.
 #[derive(Debug)]
@@ -25,7 +27,7 @@ impl SparseMoe {
         })
     }
 
-    /// `x [batch, tokens, hidden]` to the same.
+    /// `x [.., hidden]` to the same.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Cpu(moe) => moe.forward(x),
@@ -97,7 +99,7 @@ mod tests {
             }
             let vb = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
             let (cpu, device) = (CpuMoe::load(&cfg, hidden, vb.clone())?, DeviceMoe::load(&cfg, hidden, vb)?);
-            for (batch, tokens) in [(1, 1), (2, 1), (2, 17)] {
+            for (batch, tokens) in [(1, 1), (2, 1), (1, 7), (2, 17)] {
                 let x = Tensor::randn(0f32, 1., (batch, tokens, hidden), &Device::Cpu)?;
                 let (got, want) = (cpu.forward(&x)?, device.forward(&x)?);
                 assert_eq!(got.dims(), want.dims());

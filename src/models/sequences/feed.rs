@@ -1,0 +1,146 @@
+//! Tokens of some sequences through the model.
+
+use super::super::causal_lm::CausalLm;
+use super::pass::{Mode, Pass};
+use super::pool::{LayerSlots, Sequence, SequencePool};
+use super::snapshot::SequenceSnapshot;
+use crate::{Checkpoints, CuSeqlens, CHECKPOINT_MULTIPLE};
+use candle_core::{bail, Result, Tensor};
+
+const FEED: &str = "feed";
+const CHECKPOINTS: &str = "feed_with_checkpoints";
+
+impl CausalLm {
+    /// Feeds each sequence its next tokens, at least one, behind what it has seen, and returns the logits of the last
+    /// token of each: `[batch, vocab_size]` in f32. All go through the model in one pass, prompts and single tokens
+    /// mixed; a batch of single tokens is a decode step.
+    ///
+    /// A prompt fed in pieces gives what it gives whole, and a sequence what it gives alone, up to rounding.
+    ///
+    /// # Errors
+    /// When the batch is empty, a handle is none of a sequence of this pool or comes twice, a sequence gets no tokens
+    /// or more than it has room for, an id is outside the vocabulary, or the pool is another model's: the message says
+    /// which, and the pool is unchanged. When a device fails half-way, the batch's sequences are broken; see
+    /// [`SequencePool`].
+    pub fn feed(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
+        let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
+        let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
+        let logits = self.head_of(&pass.last_rows(&x)?)?;
+        self.advanced(pool, &slots, pass);
+        Ok(logits)
+    }
+
+    /// [`feed`](Self::feed) without logits, for all pieces of a prompt but the last.
+    ///
+    /// # Errors
+    /// As [`feed`](Self::feed).
+    pub fn feed_only(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<()> {
+        let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
+        let (_, pass) = self.advance(FEED, pool, batch, &slots)?;
+        self.advanced(pool, &slots, pass);
+        Ok(())
+    }
+
+    /// The layers of checked slots; [`Self::advanced`] is to follow.
+    fn advance(
+        &self,
+        what: &str,
+        pool: &mut SequencePool,
+        batch: &[(Sequence, &[u32])],
+        slots: &[usize],
+    ) -> Result<(Tensor, Pass)> {
+        let ids = self.packed_ids(what, batch.iter().map(|(_, tokens)| *tokens))?;
+        pool.take()?;
+        let lengths = batch.iter().map(|(_, tokens)| tokens.len()).collect();
+        let pass = Pass::new(self, pool, slots, lengths, None)?;
+        pool.about_to_write(slots);
+        let x = self.through_layers(&ids, &pass, pool, Mode::Feed)?;
+        Ok((x, pass))
+    }
+
+    fn advanced(&self, pool: &mut SequencePool, slots: &[usize], pass: Pass) {
+        pool.written(slots, &pass.lengths);
+        pass.keep_for_next(pool, slots);
+    }
+
+    /// [`feed`](Self::feed) of one sequence, and besides snapshots of it at every position that is a multiple of
+    /// `block` tokens, in order, for a [`PrefixCache`](crate::PrefixCache). `block` is a multiple of
+    /// [`CHECKPOINT_MULTIPLE`].
+    /// The logits are `[1, vocab_size]`.
+    ///
+    /// The states along the way come out of the same pass; only where the sequence stands between two multiples, the
+    /// tokens up to the next one are a pass of their own.
+    ///
+    /// # Errors
+    /// As [`feed`](Self::feed), or when `block` is no such multiple.
+    pub fn feed_with_checkpoints(
+        &self,
+        pool: &mut SequencePool,
+        sequence: Sequence,
+        tokens: &[u32],
+        block: usize,
+    ) -> Result<(Tensor, Vec<(usize, SequenceSnapshot)>)> {
+        if block == 0 || !block.is_multiple_of(CHECKPOINT_MULTIPLE) {
+            bail!("{CHECKPOINTS}: block: expected a positive multiple of {CHECKPOINT_MULTIPLE} tokens, got {block}")
+        }
+        let slots = pool.batch_slots(CHECKPOINTS, self.id, [(sequence, tokens.len())].into_iter())?;
+        self.check_ids(CHECKPOINTS, [tokens].into_iter())?;
+        let at = pool.entries[slots[0]].len;
+        let (first, rest) = tokens.split_at((at.next_multiple_of(block) - at).min(tokens.len()));
+        let mut snapshots = vec![];
+        if !first.is_empty() {
+            let logits = match rest {
+                [] => Some(self.feed(pool, &[(sequence, first)])?),
+                _ => {
+                    self.feed_only(pool, &[(sequence, first)])?;
+                    None
+                }
+            };
+            if (at + first.len()).is_multiple_of(block) {
+                snapshots.push((at + first.len(), pool.snapshot(sequence)?));
+            }
+            if let Some(logits) = logits {
+                return Ok((logits, snapshots));
+            }
+        }
+        let at = at + first.len();
+        let ids = self.packed_ids(CHECKPOINTS, [rest].into_iter())?;
+        pool.take()?;
+        let mut pass = Pass::new(self, pool, &slots, vec![rest.len()], None)?;
+        let cu_seqlens = match pass.cu_seqlens.take() {
+            Some(cu_seqlens) => cu_seqlens,
+            None => CuSeqlens::from_lengths(&pass.lengths, &self.device)?,
+        };
+        let plan = self.gated_delta_nets().next().map(|gdn| gdn.checkpoint_plan(&cu_seqlens, block)).transpose()?;
+        pass.cu_seqlens = Some(cu_seqlens);
+        let mut kept: Vec<Checkpoints> = vec![];
+        pool.about_to_write(&slots);
+        let mode = plan.as_ref().map_or(Mode::Feed, |plan| Mode::Checkpoints(plan, &mut kept));
+        let x = self.through_layers(&ids, &pass, pool, mode)?;
+        let logits = self.head_of(&pass.last_rows(&x)?)?;
+        self.advanced(pool, &slots, pass);
+        for index in 0..rest.len() / block {
+            let states = kept.iter().map(|checkpoints| checkpoints.snapshot(0, index));
+            let position = at + (index + 1) * block;
+            snapshots.push((position, pool.snapshot_of(slots[0], position, states.collect::<Result<_>>()?)?));
+        }
+        Ok((logits, snapshots))
+    }
+
+    pub(super) fn gated_delta_nets(&self) -> impl Iterator<Item = &crate::GatedDeltaNet> {
+        self.layers.iter().filter_map(|layer| match &layer.mixer {
+            super::super::decoder::Mixer::Linear(gdn) => Some(gdn),
+            super::super::decoder::Mixer::Full(_) => None,
+        })
+    }
+}
+
+impl SequencePool {
+    /// The states of the Gated DeltaNet layers.
+    pub(super) fn state_pools(&mut self) -> impl Iterator<Item = &mut crate::StatePool> {
+        self.layers.iter_mut().filter_map(|layer| match layer {
+            LayerSlots::Linear(states) => Some(states),
+            LayerSlots::Full(_) => None,
+        })
+    }
+}

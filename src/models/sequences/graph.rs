@@ -1,0 +1,137 @@
+//! A decode step of the whole model as one CUDA graph.
+
+use super::super::causal_lm::CausalLm;
+#[cfg(feature = "cuda")]
+use super::capture::capture;
+use super::pool::{Sequence, SequencePool};
+#[cfg(feature = "cuda")]
+use super::step::StepBuffers;
+use candle_core::{bail, Result, Tensor};
+use std::marker::PhantomData;
+
+const OP: &str = "DecodeGraph";
+
+/// One decode step of the whole model, of up to a number of sequences, captured once as a CUDA graph and replayed: one
+/// launch instead of some hundreds. It serves all sequences of a pool as they come, go and grow; ids, slots and
+/// positions lie in buffers of its own, and for the same sequences step after step only the ids are uploaded.
+///
+/// It belongs to the host thread that made it, as streams do. Where the pool's memory has moved, or with another pool
+/// of the model, the next step captures anew by itself.
+///
+/// ```no_run
+/// # fn demo(model: &candle_gdn::models::CausalLm) -> candle_core::Result<()> {
+/// use candle_gdn::models::DecodeGraph;
+/// let mut pool = model.new_sequences(4, 1024)?;
+/// let s = pool.begin()?;
+/// model.feed(&mut pool, &[(s, &[11, 22])])?;
+/// let mut graph = DecodeGraph::capture(model, &mut pool, 4).ok(); // `None`: not on CUDA
+/// let logits = match &mut graph {
+///     Some(graph) => graph.step(model, &mut pool, &[(s, 33)])?,
+///     None => model.feed(&mut pool, &[(s, &[33])])?,
+/// };
+/// # let _ = logits;
+/// # Ok(())
+/// # }
+/// ```
+pub struct DecodeGraph {
+    batch: usize,
+    #[cfg(feature = "cuda")]
+    buffers: StepBuffers,
+    #[cfg(feature = "cuda")]
+    graph: candle_core::cuda_backend::cudarc::driver::CudaGraph,
+    /// Whose addresses it holds: the model and the pool's memory.
+    #[cfg(feature = "cuda")]
+    of: (usize, u64),
+    #[cfg(not(feature = "cuda"))]
+    never: std::convert::Infallible,
+    /// Not `Send`, with or without the feature.
+    thread: PhantomData<*mut ()>,
+}
+
+impl std::fmt::Debug for DecodeGraph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct(OP).field("batch", &self.batch).finish_non_exhaustive()
+    }
+}
+
+impl DecodeGraph {
+    /// Captures a step of up to `batch` sequences of the pool. The step runs twice before, on padding only: no sequence
+    /// changes. cudarc's event tracking is off meanwhile, for all threads that use the device.
+    ///
+    /// # Errors
+    /// On the CPU; where the device cannot allocate in stream order; for more sequences than the mixture of experts
+    /// takes without asking the host (32); when the pool is another model's or the device is out of memory. Callers go
+    /// on with [`CausalLm::feed`].
+    pub fn capture(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
+        if batch == 0 {
+            bail!("{OP}: batch: expected at least 1 sequence, got 0")
+        }
+        if model.id != pool.model {
+            bail!("{OP}: pool: expected one that this model made, got one of another model")
+        }
+        if !pool.device.is_cuda() {
+            bail!("{OP}: model: expected one on CUDA, got one on {:?}", pool.device.location())
+        }
+        Self::captured(model, pool, batch)
+    }
+
+    /// The most sequences of a step.
+    pub fn batch(&self) -> usize {
+        self.batch
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn captured(_: &CausalLm, _: &mut SequencePool, _: usize) -> Result<Self> {
+        bail!("{OP}: expected a build with the feature `cuda`")
+    }
+
+    /// [`CausalLm::feed`] of one token of each sequence: `[sequences, vocab_size]` in f32. Fewer sequences than the
+    /// graph was captured for are padded; they cost what the full number does.
+    ///
+    /// # Errors
+    /// As [`CausalLm::feed`], or when there are more sequences than the graph was captured for.
+    #[cfg(not(feature = "cuda"))]
+    pub fn step(&mut self, _: &CausalLm, _: &mut SequencePool, _: &[(Sequence, u32)]) -> Result<Tensor> {
+        match self.never {}
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl DecodeGraph {
+    fn captured(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
+        use super::super::moe::FEW;
+        if model.config.moe.is_some() && batch > FEW {
+            bail!("{OP}: batch: expected at most {FEW} sequences of a model with experts, got {batch}")
+        }
+        pool.take()?;
+        let buffers = StepBuffers::new(model, pool, batch)?;
+        let device = pool.device.clone();
+        let graph = capture(OP, &device, || buffers.run(model, pool))?;
+        Ok(Self { batch, buffers, graph, of: (model.id, pool.memory), thread: PhantomData })
+    }
+
+    /// [`CausalLm::feed`] of one token of each sequence: `[sequences, vocab_size]` in f32. Fewer sequences than the
+    /// graph was captured for are padded; they cost what the full number does.
+    ///
+    /// # Errors
+    /// As [`CausalLm::feed`], or when there are more sequences than the graph was captured for.
+    pub fn step(&mut self, model: &CausalLm, pool: &mut SequencePool, batch: &[(Sequence, u32)]) -> Result<Tensor> {
+        let slots = pool.batch_slots(OP, model.id, batch.iter().map(|(sequence, _)| (*sequence, 1)))?;
+        if slots.len() > self.batch {
+            bail!("{OP}: batch: expected at most {} sequences, got {}", self.batch, slots.len())
+        }
+        let ids: Vec<u32> = batch.iter().map(|(_, id)| *id).collect();
+        model.check_ids(OP, [&ids[..]].into_iter())?;
+        if self.of != (model.id, pool.memory) {
+            *self = Self::capture(model, pool, self.batch)?;
+        }
+        pool.take()?;
+        self.buffers.load(pool, &slots, &ids)?;
+        pool.about_to_write(&slots);
+        let held = self.buffers.running();
+        self.graph.launch().map_err(candle_core::Error::wrap)?;
+        let logits = self.buffers.ran(held, slots.len())?;
+        pool.written(&slots, &vec![1; slots.len()]);
+        Ok(logits)
+    }
+}

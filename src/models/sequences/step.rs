@@ -1,0 +1,101 @@
+//! A decode step on buffers that stay where they are, as a captured graph reads and writes them.
+
+use super::super::causal_lm::CausalLm;
+use super::kv::KvRows;
+use super::pass::{Mode, Pass};
+use super::pool::SequencePool;
+use crate::{Slots, NO_SLOT};
+use candle_core::{bail, DType, Result, Tensor};
+
+/// Inputs and output of a step of up to so many sequences. Rows of nobody are padding.
+#[derive(Debug)]
+pub(super) struct StepBuffers {
+    ids: Tensor,
+    pass: Pass,
+    /// `[batch, vocab_size]` in f32.
+    logits: Tensor,
+    /// What slots of the states, slots of keys and values, and positions hold; empty where that is not known.
+    held: [Vec<u32>; 3],
+}
+
+impl StepBuffers {
+    /// All rows are padding.
+    pub fn new(model: &CausalLm, pool: &SequencePool, batch: usize) -> Result<Self> {
+        let device = &pool.device;
+        let (nobody, zeros) = (vec![NO_SLOT; batch], vec![0u32; batch]);
+        let pass = Pass {
+            lengths: vec![1; batch],
+            cu_seqlens: None,
+            states: Slots::new(&nobody, device)?,
+            kv: KvRows::Device {
+                slots: Slots::new(&nobody, device)?,
+                positions: Tensor::new(&zeros[..], device)?,
+                // The kernels read how long each sequence is; their number of blocks follows from this.
+                max_len: pool.max_len,
+            },
+        };
+        Ok(Self {
+            ids: Tensor::new(&zeros[..], device)?,
+            pass,
+            logits: Tensor::zeros((batch, model.config.vocab_size), DType::F32, device)?,
+            held: [nobody.clone(), nobody, zeros],
+        })
+    }
+
+    /// The launches of a step: what is captured.
+    pub fn run(&self, model: &CausalLm, pool: &mut SequencePool) -> Result<()> {
+        let x = model.through_layers(&self.ids, &self.pass, pool, Mode::Feed)?;
+        self.logits.slice_set(&model.head_of(&x)?, 0, 0)
+    }
+
+    /// Uploads the ids of the sequences in `slots`, and the rest where it is not there already: after a step of the
+    /// same sequences it is.
+    pub fn load(&mut self, pool: &SequencePool, slots: &[usize], ids: &[u32]) -> Result<()> {
+        let batch = self.pass.lengths.len();
+        let padded = |padding: u32, of: &dyn Fn(usize) -> u32| -> Vec<u32> {
+            let mut row: Vec<u32> = slots.iter().map(|&slot| of(slot)).collect();
+            row.resize(batch, padding);
+            row
+        };
+        let mut ids = ids.to_vec();
+        ids.resize(batch, 0);
+        upload(&self.ids, &ids)?;
+        let want = [
+            padded(NO_SLOT, &|slot| pool.entries[slot].state),
+            padded(NO_SLOT, &|slot| slot as u32),
+            padded(0, &|slot| pool.entries[slot].len as u32),
+        ];
+        let held = std::mem::take(&mut self.held);
+        let KvRows::Device { slots, positions, .. } = &mut self.pass.kv else {
+            bail!("DecodeGraph: expected rows of a device")
+        };
+        if held[0] != want[0] {
+            self.pass.states.set(&want[0], &want[0])?;
+        }
+        if held[1] != want[1] {
+            slots.set(&want[1], &want[1])?;
+        }
+        if held[2] != want[2] {
+            upload(positions, &want[2])?;
+        }
+        self.held = want;
+        Ok(())
+    }
+
+    /// Before the step: if it fails, nothing is known of the buffers.
+    pub fn running(&mut self) -> [Vec<u32>; 3] {
+        std::mem::take(&mut self.held)
+    }
+
+    /// After it: the positions advanced on the device. Returns the logits of the first `sequences` rows, a copy that
+    /// the next step does not touch.
+    pub fn ran(&mut self, mut held: [Vec<u32>; 3], sequences: usize) -> Result<Tensor> {
+        held[2].iter_mut().take(sequences).for_each(|position| *position += 1);
+        self.held = held;
+        self.logits.narrow(0, 0, sequences)?.force_contiguous()
+    }
+}
+
+fn upload(to: &Tensor, values: &[u32]) -> Result<()> {
+    to.slice_set(&Tensor::new(values, to.device())?, 0, 0)
+}

@@ -1,0 +1,270 @@
+//! The way of CUDA on the CPU: keys and values as tensors, positions on the device, a step on fixed buffers.
+
+use super::super::causal_lm::CausalLm;
+use super::super::config::ModelConfig;
+use super::pool::{Sequence, SequencePool};
+use super::step::StepBuffers;
+use candle_core::{DType, Device, Result, Tensor, D};
+use candle_nn::VarBuilder;
+use std::collections::HashMap;
+
+const VOCAB: usize = 24;
+const HIDDEN: usize = 16;
+
+/// A softmax layer between two of Gated DeltaNet, and one behind.
+fn model() -> Result<CausalLm> {
+    let json = serde_json::json!({
+        "model_type": "qwen3_next", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu",
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25, "tie_word_embeddings": false, "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    });
+    let mut weights = HashMap::new();
+    let mut add = |name: String, dims: &[usize]| -> Result<()> {
+        weights.insert(name, Tensor::randn(0f32, 0.4, dims, &Device::Cpu)?);
+        Ok(())
+    };
+    add("model.embed_tokens.weight".into(), &[VOCAB, HIDDEN])?;
+    add("model.norm.weight".into(), &[HIDDEN])?;
+    add("lm_head.weight".into(), &[VOCAB, HIDDEN])?;
+    for i in 0..4 {
+        let mut add = |name: &str, dims: &[usize]| add(format!("model.layers.{i}.{name}"), dims);
+        add("input_layernorm.weight", &[HIDDEN])?;
+        add("post_attention_layernorm.weight", &[HIDDEN])?;
+        for (name, rows, columns) in [("gate", 24, HIDDEN), ("up", 24, HIDDEN), ("down", HIDDEN, 24)] {
+            add(&format!("mlp.{name}_proj.weight"), &[rows, columns])?;
+        }
+        if i % 2 == 1 {
+            for (name, rows) in [("q", 2 * 4 * 16), ("k", 2 * 16), ("v", 2 * 16)] {
+                add(&format!("self_attn.{name}_proj.weight"), &[rows, HIDDEN])?;
+            }
+            add("self_attn.o_proj.weight", &[HIDDEN, 4 * 16])?;
+            add("self_attn.q_norm.weight", &[16])?;
+            add("self_attn.k_norm.weight", &[16])?;
+        } else {
+            add("linear_attn.in_proj_qkvz.weight", &[2 * 16 + 2 * 32, HIDDEN])?;
+            add("linear_attn.in_proj_ba.weight", &[8, HIDDEN])?;
+            add("linear_attn.conv1d.weight", &[2 * 16 + 32, 1, 4])?;
+            add("linear_attn.A_log", &[4])?;
+            add("linear_attn.dt_bias", &[4])?;
+            add("linear_attn.norm.weight", &[8])?;
+            add("linear_attn.out_proj.weight", &[HIDDEN, 32])?;
+        }
+    }
+    let config = ModelConfig::from_json(&json.to_string())?;
+    CausalLm::load(&config, VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu))
+}
+
+#[track_caller]
+fn assert_near(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
+    assert_eq!(got.dims(), want.dims(), "{what}");
+    let error = (got - want)?.abs()?.flatten_all()?.max(D::Minus1)?.to_scalar::<f32>()?;
+    assert!(error < 1e-3, "{what}: {error:e}");
+    Ok(())
+}
+
+/// Two pools of one model that see the same, in the two layouts.
+struct Both {
+    model: CausalLm,
+    pools: [SequencePool; 2],
+}
+
+impl Both {
+    fn new() -> Result<Self> {
+        let model = model()?;
+        let pools = [model.new_sequences_as(4, 200, false)?, model.new_sequences_as(4, 200, true)?];
+        assert!(pools[0].uses_panels() && !pools[1].uses_panels());
+        Ok(Self { model, pools })
+    }
+
+    fn begin(&mut self) -> Result<[Sequence; 2]> {
+        Ok([self.pools[0].begin()?, self.pools[1].begin()?])
+    }
+
+    fn feed(&mut self, batch: &[([Sequence; 2], &[u32])]) -> Result<()> {
+        let mut logits = vec![];
+        for (i, pool) in self.pools.iter_mut().enumerate() {
+            let batch: Vec<_> = batch.iter().map(|(s, tokens)| (s[i], *tokens)).collect();
+            logits.push(self.model.feed(pool, &batch)?);
+        }
+        assert_near(&logits[1], &logits[0], "feed")
+    }
+
+    fn verify(&mut self, batch: &[([Sequence; 2], &[u32])], accepted: &[usize]) -> Result<()> {
+        let mut logits = vec![];
+        for (i, pool) in self.pools.iter_mut().enumerate() {
+            let batch: Vec<_> = batch.iter().map(|(s, tokens)| (s[i], *tokens)).collect();
+            let (all, drafts) = self.model.verify(pool, &batch)?;
+            logits.push(all);
+            self.model.accept(pool, drafts, accepted)?;
+        }
+        assert_near(&logits[1], &logits[0], "verify")
+    }
+}
+
+#[test]
+fn tensors_are_as_panels() -> Result<()> {
+    let mut both = Both::new()?;
+    let (a, b, c) = (both.begin()?, both.begin()?, both.begin()?);
+    let prompt: Vec<u32> = (0..70).map(|i| i * 7 % VOCAB as u32).collect();
+    both.feed(&[(a, &prompt), (b, &[1]), (c, &prompt[..20])])?;
+    for t in 0..3 {
+        both.feed(&[(c, &[t]), (a, &[t + 1]), (b, &[t + 2])])?; // the second finds its inputs on the device
+    }
+    both.feed(&[(a, &[1]), (c, &[2])])?;
+    both.feed(&[(a, &[1, 2, 3]), (c, &[2, 1, 4])])?;
+    for accepted in [[0, 3], [1, 2], [4, 0], [4, 3]] {
+        both.verify(&[(a, &[4, 5, 6, 7]), (b, &[1, 2, 3])], &accepted)?;
+        both.feed(&[(a, &[9]), (b, &[8])])?;
+    }
+    let fork = [both.pools[0].fork(a[0])?, both.pools[1].fork(a[1])?];
+    let snapshots = [both.pools[0].snapshot(a[0])?, both.pools[1].snapshot(a[1])?];
+    both.feed(&[(a, &[1; 30]), (fork, &[2; 30])])?;
+    for (i, pool) in both.pools.iter_mut().enumerate() {
+        pool.restore(b[i], &snapshots[i])?;
+        pool.end(c[i])?;
+    }
+    both.feed(&[(fork, &[3]), (b, &[3])])?;
+    // A snapshot is the same in either layout.
+    for (i, pool) in both.pools.iter_mut().enumerate() {
+        pool.restore(b[i], &snapshots[1 - i])?;
+    }
+    both.feed(&[(fork, &[3]), (b, &[3])])?;
+    let c = both.begin()?;
+    let mut kept = vec![];
+    for (i, pool) in both.pools.iter_mut().enumerate() {
+        kept.push(both.model.feed_with_checkpoints(pool, c[i], &[&prompt[..], &prompt].concat(), 64)?);
+    }
+    assert_near(&kept[1].0, &kept[0].0, "feed_with_checkpoints")?;
+    for index in 0..2 {
+        for (i, pool) in both.pools.iter_mut().enumerate() {
+            pool.restore(a[i], &kept[i].1[index].1)?;
+        }
+        both.feed(&[(a, &[5])])?;
+    }
+    Ok(())
+}
+
+/// In any order: what the next step finds on the device must be right for it.
+#[test]
+fn tensors_are_as_panels_whatever_comes() -> Result<()> {
+    let mut seed = 12345u64;
+    let mut below = move |n: usize| {
+        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (seed >> 33) as usize % n
+    };
+    let mut both = Both::new()?;
+    let mut live = vec![both.begin()?];
+    let mut snapshots = vec![];
+    for _ in 0..250 {
+        // Up to three sequences, seldom in another order than before.
+        let (first, count) = (below(8) / 7 % live.len(), 1 + below(3).min(live.len() - 1));
+        let most = [1, 1, 1, 5, 20][below(5)];
+        let chosen: Vec<[Sequence; 2]> = (0..count).map(|i| live[(first + i) % live.len()]).collect();
+        let tokens: Vec<Vec<u32>> =
+            chosen.iter().map(|_| (0..1 + below(most)).map(|_| below(VOCAB) as u32).collect()).collect();
+        let batch: Vec<_> = chosen.iter().copied().zip(tokens.iter().map(Vec::as_slice)).collect();
+        let s = live[below(live.len())];
+        match below(12) {
+            0 if live.len() < 4 => live.push(both.begin()?),
+            1 if live.len() < 4 => live.push([both.pools[0].fork(s[0])?, both.pools[1].fork(s[1])?]),
+            2 => snapshots.push([both.pools[0].snapshot(s[0])?, both.pools[1].snapshot(s[1])?]),
+            3 if !snapshots.is_empty() => {
+                let from = &snapshots[below(snapshots.len())];
+                both.pools[0].restore(s[0], &from[0])?;
+                both.pools[1].restore(s[1], &from[1])?;
+            }
+            4 | 5 => {
+                let accepted: Vec<usize> = tokens.iter().map(|draft| below(draft.len() + 1)).collect();
+                both.verify(&batch, &accepted)?;
+            }
+            _ => both.feed(&batch)?,
+        }
+        // Room for what comes next.
+        if let Some(long) = live.iter().position(|s| both.pools[0].len(s[0]).is_ok_and(|len| len > 150)) {
+            let s = live.swap_remove(long);
+            both.pools[0].end(s[0])?;
+            both.pools[1].end(s[1])?;
+            if live.is_empty() {
+                live.push(both.begin()?);
+            }
+        }
+        for s in &live {
+            assert_eq!(both.pools[0].len(s[0])?, both.pools[1].len(s[1])?);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn steps_on_fixed_buffers_are_feeds() -> Result<()> {
+    let model = model()?;
+    let mut pools = [model.new_sequences_as(4, 64, false)?, model.new_sequences_as(4, 64, true)?];
+    let mut buffers = StepBuffers::new(&model, &pools[1], 3)?;
+    buffers.run(&model, &mut pools[1])?; // padding only, as before a capture
+    let mut sequences = vec![];
+    for n in 0..4 {
+        let both = [pools[0].begin()?, pools[1].begin()?];
+        for i in 0..2 {
+            model.feed_only(&mut pools[i], &[(both[i], &[n, 3, n + 1])])?;
+        }
+        sequences.push(both);
+    }
+    let rounds: [&[usize]; 9] =
+        [&[0, 1, 2], &[0, 1, 2], &[0, 1], &[0, 1], &[2, 0, 3], &[3], &[3], &[3, 1, 0], &[3, 1, 0]];
+    for (id, round) in rounds.into_iter().enumerate() {
+        if id == 6 {
+            // Other slots of the states for one of them, and a length that jumps.
+            for i in 0..2 {
+                let (_, drafts) = model.verify(&mut pools[i], &[(sequences[3][i], &[4, 5, 6])])?;
+                model.accept(&mut pools[i], drafts, &[2])?;
+            }
+        }
+        if id == 7 {
+            for i in 0..2 {
+                let snapshot = pools[i].snapshot(sequences[2][i])?;
+                pools[i].restore(sequences[0][i], &snapshot)?;
+            }
+        }
+        let ids: Vec<u32> = (0..round.len()).map(|n| (n + id) as u32).collect();
+        let batch: Vec<_> =
+            round.iter().zip(&ids).map(|(&n, id)| (sequences[n][0], std::slice::from_ref(id))).collect();
+        let want = model.feed(&mut pools[0], &batch)?;
+        let pool = &mut pools[1];
+        let slots = round.iter().map(|&n| pool.slot("test", sequences[n][1])).collect::<Result<Vec<_>>>()?;
+        buffers.load(pool, &slots, &ids)?;
+        pool.about_to_write(&slots);
+        let held = buffers.running();
+        buffers.run(&model, pool)?;
+        let got = buffers.ran(held, slots.len())?;
+        pool.written(&slots, &vec![1; slots.len()]);
+        assert_near(&got, &want, &format!("step {id}"))?;
+        assert_eq!(pool.len(sequences[round[0]][1])?, pools[0].len(sequences[round[0]][0])?);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_pass_that_fails_breaks_its_sequences_only() -> Result<()> {
+    let model = model()?;
+    let mut pool = model.new_sequences(2, 64)?;
+    let (a, b) = (pool.begin()?, pool.begin()?);
+    model.feed_only(&mut pool, &[(a, &[1, 2]), (b, &[3])])?;
+    let snapshot = pool.snapshot(a)?;
+    pool.about_to_write(&[a.slot as usize]); // and nothing after
+    let broken = |result: Result<()>| assert!(result.unwrap_err().to_string().contains("failed half-way"));
+    broken(model.feed_only(&mut pool, &[(b, &[1]), (a, &[1])]));
+    broken(pool.fork(a).map(drop));
+    broken(pool.snapshot(a).map(drop));
+    broken(model.verify(&mut pool, &[(a, &[1])]).map(drop));
+    model.feed_only(&mut pool, &[(b, &[1])])?;
+    pool.restore(a, &snapshot)?;
+    model.feed_only(&mut pool, &[(b, &[1]), (a, &[1])])?;
+    pool.about_to_write(&[a.slot as usize]);
+    pool.end(a)?;
+    let a = pool.begin()?;
+    model.feed_only(&mut pool, &[(a, &[1])])
+}

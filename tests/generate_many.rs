@@ -1,0 +1,352 @@
+//! The generate example with several prompts at once, with drafts, and with a cache of common beginnings: none of it
+//! changes what is said.
+
+#[path = "support/cli.rs"]
+mod cli;
+#[path = "../examples/generate/draft.rs"]
+mod draft;
+#[path = "../examples/generate/prefixes.rs"]
+mod prefixes;
+
+use cli::{command, fails, Copy, Run, DEMO};
+use serde_json::json;
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, ChildStdout, Stdio};
+
+/// Of different lengths.
+const PROMPTS: [&str; 4] = [
+    "And it came to pass in those days, that there went out a decree",
+    "In the beginning",
+    "The LORD is my shepherd; I shall not want. He maketh me to lie down in green pastures: he leadeth me beside",
+    "Blessed are the poor in spirit:",
+];
+
+/// Some 100 tokens, in which three of the prompts below agree.
+const COMMON: &str =
+    "In the beginning God created the heaven and the earth. And the earth was without form, and void; \
+    and darkness was upon the face of the deep. And the Spirit of God moved upon the face of the waters. And God said, \
+    Let there be light: and there was light. And God saw the light, that it was good: and God divided the light from \
+    the darkness. And God called the light Day, and the darkness he called Night.";
+
+/// On one thread, since the tests share the cores.
+fn generate(args: &[&str]) -> Run {
+    on_threads(args, Some(1))
+}
+
+fn on_threads(args: &[&str], threads: Option<usize>) -> Run {
+    let mut command = command("generate");
+    if let Some(threads) = threads {
+        command.env("RAYON_NUM_THREADS", threads.to_string());
+    }
+    let out = command.args(args).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    let run = Run { code: out.status.code(), stdout: text(out.stdout), stderr: text(out.stderr) };
+    assert_eq!(run.code, Some(0), "{run:?}");
+    run
+}
+
+fn many(prompts: &[&str], args: &[&str]) -> Run {
+    generate(&with_prompts(prompts, args))
+}
+
+fn with_prompts<'a>(prompts: &[&'a str], args: &[&'a str]) -> Vec<&'a str> {
+    let prompts: Vec<_> = prompts.iter().flat_map(|prompt| ["--prompt", prompt]).collect();
+    [&prompts[..], args].concat()
+}
+
+/// As several completions are printed.
+fn under_headers<T: AsRef<str>>(texts: &[T]) -> String {
+    let text = |(i, text): (usize, &T)| format!("==> prompt {} <==\n{}\n", i + 1, text.as_ref());
+    texts.iter().enumerate().map(text).collect()
+}
+
+/// What each prompt says with nobody beside it.
+fn alone(prompts: &[&str], args: &[&str]) -> String {
+    let texts: Vec<_> = prompts.iter().map(|prompt| many(&[prompt], args).stdout).collect();
+    under_headers(&texts)
+}
+
+/// The numbers of the line of stderr that begins with `start`.
+fn numbers(run: &Run, start: &str) -> Vec<f64> {
+    let line = run.stderr.lines().find(|line| line.starts_with(start));
+    let line = line.unwrap_or_else(|| panic!("expected a line {start:?} in {:?}", run.stderr));
+    let words = line.split(|c: char| !c.is_ascii_digit() && c != '.');
+    words.filter_map(|word| word.parse().ok()).collect()
+}
+
+#[test]
+fn several_prompts_say_what_each_says_alone() {
+    let want = alone(&PROMPTS, &["-n", "24"]);
+    let runs: [&[&str]; 6] = [
+        &[],
+        &["--batch", "1"],
+        &["--batch", "3"],
+        &["--batch", "100", "--prefill-chunk", "7"],
+        &["--batch", "2", "--prefill-chunk", "1"],
+        &["--cuda-graph", "off", "--prefix-cache", "0"],
+    ];
+    for args in runs {
+        let run = on_threads(&with_prompts(&PROMPTS, &[&["-n", "24"], args].concat()), None);
+        assert_eq!(run.stdout, want, "{args:?}");
+        for part in ["prompt 4: stopped: 24 tokens (-n)", "\nprompt: ", "\ndecode: 92 tokens in "] {
+            assert!(run.stderr.contains(part), "expected {part:?} in {:?}", run.stderr);
+        }
+    }
+}
+
+#[test]
+fn rows_that_end_make_room() {
+    // A frequent token that ends texts: of the prompts, and of what each says, at different places.
+    let tokenizer = tokenizers::Tokenizer::from_file(format!("{DEMO}/tokenizer.json")).unwrap();
+    let copy = Copy::new();
+    copy.set("generation_config.json", "eos_token_id", json!(tokenizer.encode(",", false).unwrap().get_ids()));
+    let arg = copy.arg();
+    let want = alone(&PROMPTS, &["--model", &arg, "-n", "40"]);
+    for args in [&["--batch", "2"][..], &["--batch", "4"], &["--batch", "3", "--draft", "4"]] {
+        let run = many(&PROMPTS, &[&["--model", &arg, "-n", "40"], args].concat());
+        assert_eq!(run.stdout, want, "{args:?}");
+        let lengths: Vec<_> = (1..=4).map(|i| numbers(&run, &format!("prompt {i}: stopped"))[1]).collect();
+        assert!(lengths.iter().any(|n| *n != lengths[0]), "{lengths:?}");
+        assert!(run.stderr.contains("end of text after"), "{run:?}");
+    }
+}
+
+#[test]
+fn each_prompt_draws_its_own_numbers() {
+    let prompts = [PROMPTS[1], PROMPTS[1], PROMPTS[3]];
+    let args = ["-n", "16", "--temperature", "1.1", "--top-k", "40", "--seed", "5"];
+    let with = |more: &[&str]| many(&prompts, &[&args, more].concat()).stdout;
+    let all = with(&[]);
+    for more in [&["--batch", "1"][..], &["--batch", "2"], &["--draft", "3"]] {
+        assert_eq!(with(more), all, "{more:?}");
+    }
+    let texts: Vec<_> = all.split("==> ").map(|text| text.split_once('\n').unwrap_or_default().1).collect();
+    assert_ne!(texts[1], texts[2], "one prompt twice");
+    // The first one's are those of the seed itself.
+    assert_eq!(texts[1].strip_suffix('\n'), Some(many(&prompts[..1], &args).stdout.as_str()));
+}
+
+#[test]
+fn prompts_come_from_the_lines_of_a_file() {
+    let dir = Copy::new();
+    dir.write("prompts.txt", format!("{}\r\n\n  \n{}\n{}", PROMPTS[0], PROMPTS[1], PROMPTS[3]));
+    let path = dir.file("prompts.txt").display().to_string();
+    let want = many(&[PROMPTS[0], PROMPTS[1], PROMPTS[3]], &["-n", "6"]).stdout;
+    assert_eq!(generate(&["--prompts-file", &path, "-n", "6"]).stdout, want);
+    // One line is one prompt, and streams.
+    dir.write("prompts.txt", PROMPTS[0]);
+    assert_eq!(generate(&["--prompts-file", &path, "-n", "6"]).stdout, many(&PROMPTS[..1], &["-n", "6"]).stdout);
+    let chat = generate(&["--chat", "--prompt", "a", "--prompt", "b", "-n", "4"]).stdout;
+    let one = |text| generate(&["--chat", "--prompt", text, "-n", "4"]).stdout;
+    assert_eq!(chat, under_headers(&[one("a"), one("b")]));
+}
+
+#[test]
+fn drafts_change_nothing() {
+    // Repeats itself, and so does what follows.
+    let again = "And God saw that it was good. And God saw that it was good. And God saw that it was good. And God";
+    for sampling in
+        [&["--temperature", "0"][..], &["--repeat-penalty", "1.2"], &["--temperature", "0.4", "--seed", "3"]]
+    {
+        let args = [&["-n", "32"], sampling].concat();
+        let want = many(&[again], &args);
+        assert!(!want.stderr.contains("draft"), "{want:?}");
+        for count in ["1", "4", "20"] {
+            let run = many(&[again], &[&args[..], &["--draft", count]].concat());
+            assert_eq!(run.stdout, want.stdout, "{count} drafted, {sampling:?}");
+            let [right, guessed, percent, a_step] = numbers(&run, "draft: ")[..] else { panic!("{run:?}") };
+            assert!(right <= guessed && percent <= 100. && (1. ..=21.).contains(&a_step), "{run:?}");
+            assert!(run.stderr.contains("decode: 31 tokens"), "{run:?}");
+        }
+    }
+    let prompts = [PROMPTS[0], again, PROMPTS[2]];
+    let run = many(&prompts, &["-n", "32", "--draft", "4"]);
+    assert_eq!(run.stdout, alone(&prompts, &["-n", "32"]));
+    assert!(run.stderr.contains("decode: 93 tokens"), "{run:?}");
+    assert!(numbers(&run, "draft: ")[0] > 0., "{run:?}");
+}
+
+/// A head that says one token for ever: every guess after the first is right.
+#[test]
+fn right_guesses_save_steps() {
+    let copy = Copy::new();
+    let device = candle_core::Device::Cpu;
+    let mut all = candle_core::safetensors::load(copy.file("model.safetensors"), &device).unwrap();
+    // All logits are equal, so that the first token wins; it must not end the text.
+    all.insert("lm_head.weight".into(), all["lm_head.weight"].zeros_like().unwrap());
+    candle_core::safetensors::save(&all, copy.file("model.safetensors")).unwrap();
+    copy.set("config.json", "eos_token_id", json!(9));
+    copy.set("generation_config.json", "eos_token_id", json!(9));
+    let run = many(&PROMPTS[..1], &["--model", &copy.arg(), "-n", "21", "--draft", "4"]);
+    // The first token is the prompt's. The second step guesses nothing, or wrong; the others give 5 each.
+    let [right, _, _, a_step] = numbers(&run, "draft: ")[..] else { panic!("{run:?}") };
+    assert!(right >= 15. && a_step >= 3.9, "{run:?}");
+}
+
+#[test]
+fn common_beginnings_are_fed_once() {
+    let [a, b, c] = [" And the evening", " And the earth was", " Behold"].map(|end| format!("{COMMON}{end}"));
+    let prompts = [a.as_str(), PROMPTS[1], &b, &c, &a];
+    let args = ["-n", "12", "--show-cache"];
+    let without = many(&prompts, &[&args[..], &["--prefix-cache", "0"]].concat());
+    assert!(without.stderr.contains("cache: 0 of "), "{without:?}");
+    let all = numbers(&without, "cache: ")[1];
+    let runs: [&[&str]; 6] = [
+        &[],
+        &["--batch", "1"],
+        &["--batch", "2"],
+        &["--prefill-chunk", "50"],
+        &["--draft", "3"],
+        &["--prefix-cache", "10000000000000000"],
+    ];
+    for more in runs {
+        let run = many(&prompts, &[&args[..], more].concat());
+        assert_eq!(run.stdout, without.stdout, "{more:?}");
+        let [reused, of, hits, asked, ..] = numbers(&run, "cache: ")[..] else { panic!("{run:?}") };
+        assert_eq!((of, hits, asked), (all, 3., 5.), "{more:?}: {run:?}");
+        assert!(reused >= 3. * 64. && reused % 64. == 0., "{more:?}: {run:?}");
+        assert_eq!(numbers(&run, "prompt: ")[0], all - reused, "{more:?}: {run:?}");
+    }
+    // Room for one state: some are gone when they are needed.
+    let small = many(&prompts, &[&args[..], &["--batch", "1", "--prefix-cache", "1"]].concat());
+    assert_eq!(small.stdout, without.stdout);
+    assert!((64. ..3. * 128.).contains(&numbers(&small, "cache: ")[0]), "{small:?}");
+    let whole = many(&prompts, &[&args[..], &["--prefix-block", "1024"]].concat());
+    assert_eq!(numbers(&whole, "cache: ")[0], 0., "no whole block");
+    assert_eq!(whole.stdout, without.stdout);
+    let one = many(&prompts[..1], &args);
+    assert!(one.stderr.contains("--prefix-cache is 0"), "{one:?}");
+}
+
+#[test]
+fn lengths_are_bounded() {
+    let run = many(&PROMPTS[..2], &["--max-seq-len", "20"]);
+    assert!(run.stderr.contains("tokens, --max-seq-len gives 20 positions"), "{run:?}");
+    assert_eq!(many(&PROMPTS[..2], &["--max-seq-len", "20", "--draft", "8"]).stdout, run.stdout);
+    assert_eq!(many(&PROMPTS[..2], &["-n", "0"]).stdout, under_headers(&["", ""]));
+    let copy = Copy::new();
+    copy.set("config.json", "max_position_embeddings", json!(40));
+    let args = ["--model", &copy.arg(), "--max-seq-len", "1000"];
+    let run = many(&PROMPTS[..2], &args);
+    assert!(run.stderr.contains("prompt 2: stopped: ") && run.stderr.contains("the model has 40 positions"), "{run:?}");
+    let bad = ["--prompt", "a", "--prompt", PROMPTS[0], "--max-seq-len", "4"];
+    fails("generate", &bad, 1, &["prompt 2", "--max-seq-len (4)"]);
+}
+
+#[test]
+fn bad_arguments() {
+    fails("generate", &["--batch", "0"], 2, &["--batch", "at least 1"]);
+    fails("generate", &["--max-seq-len", "0"], 2, &["--max-seq-len", "at least 1"]);
+    fails("generate", &["--draft", "99999"], 2, &["--draft", "0 to 64"]);
+    fails("generate", &["--draft", "-1"], 2, &["-1"]);
+    fails("generate", &["--prefix-block", "100"], 2, &["--prefix-block", "multiple of 64"]);
+    fails("generate", &["--prefix-block", "0"], 2, &["--prefix-block", "multiple of 64"]);
+    fails("generate", &["--prefix-cache", "much"], 2, &["--prefix-cache"]);
+    fails("generate", &["--cuda-graph", "maybe"], 2, &["--cuda-graph", "auto"]);
+    fails("generate", &["--cuda-graph", "on"], 1, &["--cuda-graph on", "expected one on CUDA"]);
+    fails("generate", &["--prompt", "a", "--prompts-file", "b"], 2, &["--prompts-file"]);
+    fails("generate", &["--prompt-file", "a", "--prompts-file", "b"], 2, &["--prompts-file"]);
+    fails("generate", &["--prompts-file", "/nowhere/at/all"], 1, &["--prompts-file", "/nowhere/at/all"]);
+    fails("generate", &["--prompt", "a", "--prompt", ""], 1, &["prompt 2", "at least 1 token"]);
+    let dir = Copy::new();
+    dir.write("empty.txt", "\n \n");
+    let path = dir.file("empty.txt").display().to_string();
+    fails("generate", &["--prompts-file", &path], 1, &["--prompts-file", "has none"]);
+    dir.write("bytes.txt", [0xff, 0xfe]);
+    let path = dir.file("bytes.txt").display().to_string();
+    fails("generate", &["--prompts-file", &path], 1, &["--prompts-file", "UTF-8"]);
+}
+
+/// Prompts of which the first ends soon, for want of positions, and the others go on: its completion is there, theirs
+/// is on the way.
+fn long_run() -> (Child, BufReader<ChildStdout>, Copy) {
+    let copy = Copy::new();
+    for file in ["config.json", "generation_config.json"] {
+        copy.set(file, "eos_token_id", json!(null));
+    }
+    copy.set("config.json", "max_position_embeddings", json!(30000));
+    let tokenizer = tokenizers::Tokenizer::from_file(format!("{DEMO}/tokenizer.json")).unwrap();
+    let long = "Let there be light. ".repeat(500);
+    let room = tokenizer.encode(long.as_str(), true).unwrap().get_ids().len() + 2;
+    copy.write("prompts.txt", [&long, PROMPTS[0], PROMPTS[1], PROMPTS[2]].join("\n"));
+    let mut child = command("generate")
+        .args(["--model", &copy.arg(), "-n", "100000", "--batch", "2", "--max-seq-len", &room.to_string()])
+        .env("RAYON_NUM_THREADS", "1")
+        .arg("--prompts-file")
+        .arg(copy.file("prompts.txt"))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdout = BufReader::new(child.stdout.take().unwrap());
+    let mut header = String::new();
+    stdout.read_line(&mut header).unwrap();
+    assert_eq!(header, "==> prompt 1 <==\n");
+    (child, stdout, copy)
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_prints_what_there_is() {
+    let (child, mut stdout, _copy) = long_run();
+    let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let mut rest = String::new();
+    stdout.read_to_string(&mut rest).unwrap();
+    let out = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(130), "{stderr}");
+    assert!(rest.contains("==> prompt 3 <==") && !rest.contains("==> prompt 4 <=="), "{rest}");
+    for part in ["prompt 2: stopped: interrupted after", "decode: ", "stopped: 1 of 4 prompts have no completion"] {
+        assert!(stderr.contains(part), "expected {part:?} in {stderr}");
+    }
+}
+
+/// Seen when the next completion is written.
+#[test]
+fn a_closed_output_is_no_panic() {
+    let (child, stdout, _copy) = long_run();
+    drop(stdout);
+    let out = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(0), "{stderr}");
+    assert!(stderr.contains("\nstopped: output closed"), "{stderr}");
+}
+
+#[test]
+fn guesses_follow_the_latest_match() {
+    let guess = draft::guess;
+    assert_eq!(guess(&[1, 2, 3, 9, 8, 5, 1, 2, 3], 2), [9, 8]);
+    assert_eq!(guess(&[1, 2, 3, 9, 4, 2, 3, 7, 7, 2, 3], 1), [7], "two tokens, the later place");
+    assert_eq!(guess(&[1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1), [7], "three tokens go before a later two");
+    assert_eq!(guess(&[5, 6, 5], 4), [6, 5, 6, 5], "in a circle");
+    assert_eq!(guess(&[5, 5], 3), [5, 5, 5]);
+    assert!(guess(&[1, 2, 3], 3).is_empty(), "nothing like it before");
+    assert!(guess(&[1, 1], 0).is_empty());
+    assert_eq!((guess(&[], 3), guess(&[1], 3)), (vec![], vec![]));
+    let tally = draft::Tally { guessed: 60, right: 34, tokens: 57, steps: 30 };
+    assert_eq!(tally.to_string(), "draft: 34 of 60 tokens accepted (57 %), 1.9 tokens a step");
+    assert_eq!(draft::Tally::default().to_string(), "draft: 0 of 0 tokens accepted (0 %), 0.0 tokens a step");
+}
+
+#[test]
+fn prompts_wait_for_what_they_share() {
+    let mut prefixes = prefixes::Prefixes::new(2, 100).unwrap();
+    let (a, b) = ([1, 2, 3, 4, 5], [1, 2, 3, 4]);
+    // Four tokens agree, but one of `b` must be fed.
+    assert_eq!(prefixes.cuts(&a, 0, [&b[..], &a[..], &[7, 8]].into_iter()), [2, 4]);
+    assert_eq!(prefixes.cuts(&a, 2, [&b[..]].into_iter()), [] as [usize; 0]);
+    assert!(prefixes.coming(&b, [(&a[..], 1)].into_iter()));
+    assert!(!prefixes.coming(&b, [(&a[..], 2)].into_iter()), "not kept");
+    assert_eq!(prefixes.find(&a), None);
+    assert_eq!(prefixes.keep(&a[..2], "two", 60).unwrap(), None);
+    assert!(!prefixes.coming(&b, [(&a[..], 1)].into_iter()), "it is there");
+    assert_eq!(prefixes.find(&b), Some((2, &"two")));
+    let line = prefixes.keep(&a[..4], "four", 1 << 20).unwrap().unwrap();
+    assert!(line.contains("1.0 MiB, more than --prefix-cache"), "{line}");
+    assert_eq!(prefixes.keep(&a[..4], "four", 1 << 20).unwrap(), None, "told once");
+    assert!(prefixes.to_string().starts_with("cache: 2 of 9 prompt tokens reused, 1 of 2 prompts hit, 0.0 MiB held"));
+    let mut none = prefixes::Prefixes::new(2, 0).unwrap();
+    assert_eq!((none.keep(&a[..2], 0, 1).unwrap(), none.find(&a)), (None, None));
+    assert!(!none.coming(&b, [(&a[..], 0)].into_iter()));
+}
