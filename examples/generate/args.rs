@@ -103,8 +103,8 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_seq_len: Option<usize>,
 
-    /// Tokens to guess at each step, from what followed the last tokens earlier in the text, and to check in one pass;
-    /// 0 guesses none
+    /// Tokens to guess at most at each step, from what followed the last tokens earlier in the text, and to check in one
+    /// pass; fewer where guesses were wrong. 0 guesses none
     #[arg(long, value_name = "N", default_value = "0", value_parser = drafted)]
     pub draft: usize,
 
@@ -121,8 +121,8 @@ pub struct RunArgs {
     #[arg(long)]
     pub show_cache: bool,
 
-    /// Record a decode step once and replay it: auto goes on without where that cannot be, on fails. Not the default until it has run
-    /// on a GPU
+    /// Record a decode step once and replay it: auto goes on without where that cannot be, on fails. Not
+    /// the default until it has run on a GPU
     #[arg(long, value_enum, default_value = "off")]
     pub cuda_graph: CudaGraph,
 }

@@ -12,13 +12,16 @@ impl Generation<'_> {
         let start = Instant::now();
         let most = self.job.run.draft;
         let guesses: Vec<Vec<u32>> =
-            self.rows.iter().map(|row| guess(&row.tokens, most.min(row.room(&self.limits)))).collect();
+            self.rows.iter().map(|row| guess(&row.tokens, most.min(row.worth).min(row.room(&self.limits)))).collect();
         let drawn = if guesses.iter().all(Vec::is_empty) { self.step()? } else { self.verify(&guesses)? };
         self.figures.decode.add(drawn.iter().sum(), start.elapsed());
 
         let drafts = &mut self.figures.drafts;
         drafts.steps += drawn.len();
-        for (drawn, guess) in drawn.iter().zip(&guesses) {
+        for ((drawn, guess), row) in drawn.iter().zip(&guesses).zip(&mut self.rows) {
+            if !guess.is_empty() {
+                row.worth = 2 * drawn - 1;
+            }
             drafts.guessed += guess.len();
             // The last one drawn was not among the guesses.
             drafts.right += drawn - 1;

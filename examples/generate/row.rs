@@ -38,6 +38,8 @@ pub struct Row<'a> {
     pub sequence: Sequence,
     /// Prompt and completion. All but the last have been fed once the completion has begun.
     pub tokens: Vec<u32>,
+    /// How many guesses the next pass is worth: as many as were right, one more, and as many again.
+    pub worth: usize,
     prompt_len: usize,
     sampler: Sampler,
     text: TextStream<'a>,
@@ -46,7 +48,8 @@ pub struct Row<'a> {
 
 impl<'a> Row<'a> {
     pub fn new(prompt: usize, tokens: &[u32], sequence: Sequence, sampler: Sampler, text: TextStream<'a>) -> Self {
-        Self { prompt, sequence, tokens: tokens.to_vec(), prompt_len: tokens.len(), sampler, text, stop: None }
+        let (tokens, prompt_len) = (tokens.to_vec(), tokens.len());
+        Self { prompt, sequence, tokens, worth: usize::MAX, prompt_len, sampler, text, stop: None }
     }
 
     /// Why it has ended, if it has.
