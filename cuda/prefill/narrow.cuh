@@ -3,7 +3,7 @@
 // S K^T runs.
 #pragma once
 
-#include "../common/wgmma.cuh"
+#include "products.cuh"
 #include "shape90.cuh"
 
 namespace gdn {
@@ -30,15 +30,6 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   float out[8][4], values[8][4];        // O^T and V' of the chunk
   uint32_t operand[KK / 16][4];         // the state before it
 
-  const auto multiply_state = [&](float(&x)[8][4], uint32_t tile) {
-    const uint64_t b = wgmma::tile_of_columns(tile);
-    wgmma::hold(x);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < KK / 16; ++k)
-      wgmma::product<T, false>(x, operand[k], b + wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32), k > 0);
-    wgmma::commit();
-  };
   // S K^T.
   const auto begin_chunk = [&] {
     stage = stages + at.index * S::kStage;
@@ -47,12 +38,12 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     ptx::barrier_wait(full + 8 * at.index, at.parity);
     ptx::barrier_wait(ready + 8 * of.index, of.parity);
     to_operand<T>(operand, state);
-    multiply_state(values, stage);
+    multiply_rows<T>(values, operand, stage, false);
   };
   // S Q^T, and from S K^T to V'.
   const auto middle_of_chunk = [&] {
     if (PASS == kWhole) {
-      multiply_state(out, stage + S::kQ);
+      multiply_rows<T>(out, operand, stage + S::kQ, false);
       wgmma::wait<1>();
     } else {
       wgmma::wait<0>();
@@ -61,12 +52,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     subtract_from_values<T>(values, stage + 2 * S::kQ, factors->read, warp, lane);
     uint32_t u[4][4];
     to_operand<T>(u, values);
-    const uint64_t inverse = wgmma::tile_of_columns(matrices);
-    wgmma::hold(values);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma::product<T, false>(values, u[k], inverse + wgmma::bytes(k * 32), k > 0);
-    wgmma::commit();
+    multiply_rows<T>(values, u, matrices, false);
     if (PASS == kWhole) {
       wgmma::wait<1>();
       wgmma::hold(out);
@@ -82,19 +68,9 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     if (PASS == kWhole) to_operand<T>(plain, values);
     scale_columns(values, factors->write, lane);
     to_operand<T>(written, values);
-    const uint64_t keys = wgmma::tile_of_rows(stage, kTileBytes);
-    wgmma::hold(state);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma::product<T, true>(state, written[k], keys + wgmma::bytes(k * 2048), true);
-    wgmma::commit();
+    add_keys<T>(state, written, stage);
     if (PASS == kWhole) {
-      const uint64_t attention = wgmma::tile_of_columns(matrices + kImageBytes);
-      wgmma::hold(out);
-      wgmma::fence();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma::product<T, false>(out, plain[k], attention + wgmma::bytes(k * 32), true);
-      wgmma::commit();
+      multiply_rows<T>(out, plain, matrices + kImageBytes, true);
       wgmma::wait<1>();
     } else {
       wgmma::wait<0>();

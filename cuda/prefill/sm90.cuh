@@ -107,18 +107,6 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
     for (uint32_t piece = threadIdx.x % 128; piece < bytes / 16; piece += 128)
       if (static_cast<int>(piece / 8 % kChunk) >= count) reinterpret_cast<uint4 *>(tiles)[piece] = make_uint4(0, 0, 0, 0);
   };
-  // x[64, 64] = rows of a tile times the keys, under way.
-  const auto multiply_tiles = [&](float(&x)[8][4], uint32_t stage, uint32_t rows) {
-    const uint64_t a = wgmma::tile_of_columns(stage + rows), b = wgmma::tile_of_columns(stage);
-    wgmma::hold(x);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < KK / 16; ++k) {
-      const uint64_t step = wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32);
-      wgmma::product_of_tiles<T>(x, a + step, b + step, k > 0);
-    }
-    wgmma::commit();
-  };
   const auto raw_gates = [&](int i) {
     return load_gates(p, s.n, s.seq.first + token0 + i * kChunk, tokens - i * kChunk, s.head, lane);
   };
@@ -194,7 +182,7 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
         ptx::group_barrier<128>(group);
       }
       float x[8][4];    // K K^T, then Q K^T
-      multiply_tiles(x, stage, 0);
+      multiply_tiles<T, KK>(x, stage, stage);
       ptx::barrier_wait(gated + 8 * at.index, at.parity);
       ptx::barrier_wait(free + 8 * of.index, of.parity ^ 1);
       wgmma::wait<0>();
@@ -203,11 +191,11 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
       ptx::group_barrier<128>(group);
       const uint32_t inverse = ptx::shared_address(m.inverse), l = inverse + kImageBytes;
       decay_keys(x, gates, diagonal_decays(gates, warp, lane), l, m.blocks[warp], warp, lane);
-      if (PASS == kWhole && !S::kWide) multiply_tiles(x, stage, S::kQ);    // while L is inverted
+      if (PASS == kWhole && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
       __syncwarp();
       invert64<T>(l, m.blocks[warp], gates.beta, inverse, warp, anew(kept, inverse), group);
       if (S::kWide && PASS == kWhole) {    // has no registers for two things at once, but the inverse is wanted first
-        multiply_tiles(x, stage, S::kQ);
+        multiply_tiles<T, KK>(x, stage + S::kQ, stage);
         key_factors(gates, m.factors, 32 * warp + lane);
         ptx::fence_async();
         ptx::barrier_arrive(ready + 8 * of.index);

@@ -3,7 +3,7 @@
 // one in shared memory for S Q^T, which can come last; the output leaves by a bulk copy from where v was.
 #pragma once
 
-#include "../common/wgmma.cuh"
+#include "products.cuh"
 #include "shape90.cuh"
 
 namespace gdn {
@@ -33,17 +33,6 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   const auto value_tile = [&](int index) { return values_at + index * (2 * kTileBytes); };
   // Not kept, for want of registers.
   const auto leader = [&] { return (warp | ptx::anew(lane, stages + turns.first.index * S::kStage)) == 0; };
-  const auto products_of_image = [&](float(&x)[8][4], uint32_t rows) {
-    const uint64_t b = wgmma::tile_of_columns(rows), a = wgmma::tile_of_columns(image);
-    wgmma::hold(x);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < KK / 16; ++k) {
-      const uint64_t step = wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32);
-      wgmma::product_of_tiles<T>(x, a + step, b + step, k > 0);
-    }
-    wgmma::commit();
-  };
   const auto one_chunk = [&](int i) {
     const Turn<S::kStages> &at = turns.first;
     const Turn<S::kBuffers> &of = turns.second();
@@ -55,13 +44,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     {
       uint32_t operand[KK / 16][4];
       to_operand<T>(operand, state);
-      const uint64_t keys = wgmma::tile_of_columns(stage);
-      wgmma::hold(values);
-      wgmma::fence();
-#pragma unroll
-      for (int k = 0; k < KK / 16; ++k)
-        wgmma::product<T, false>(values, operand[k], keys + wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32), k > 0);
-      wgmma::commit();
+      multiply_rows<T>(values, operand, stage, false);
       if (PASS == kWhole)
 #pragma unroll
         for (int k = 0; k < KK / 16; ++k)
@@ -84,12 +67,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     {
       uint32_t u[4][4];
       to_operand<T>(u, values);
-      const uint64_t inverse = wgmma::tile_of_columns(matrices);
-      wgmma::hold(values);
-      wgmma::fence();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma::product<T, false>(values, u[k], inverse + wgmma::bytes(k * 32), k > 0);
-      wgmma::commit();
+      multiply_rows<T>(values, u, matrices, false);
     }
     scale(state, factors.decay);
     if (PASS == kWhole && i > 0 && leader()) {
@@ -104,27 +82,17 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       to_operands<T>(plain, written, values, factors.write, lane);
       // NOTES: the wait keeps ptxas from asking for S Q^T before V' is rounded, for which there are no registers.
       ptx::barrier_wait(attended + 8 * of.index, of.parity);
-      products_of_image(out, stage + S::kQ);
+      multiply_tiles<T, KK>(out, image, stage + S::kQ);
     } else {
       scale_columns(values, factors.write, lane);
       to_operand<T>(written, values);
     }
-    const uint64_t keys = wgmma::tile_of_rows(stage, kTileBytes);
-    wgmma::hold(state);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma::product<T, true>(state, written[k], keys + wgmma::bytes(k * 2048), true);
-    wgmma::commit();
+    add_keys<T>(state, written, stage);
     if constexpr (PASS == kWhole) {
       wgmma::wait<1>();
       wgmma::hold(out);
       scale_columns(out, factors.out, lane);
-      const uint64_t attention = wgmma::tile_of_columns(matrices + kImageBytes);
-      wgmma::hold(out);
-      wgmma::fence();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) wgmma::product<T, false>(out, plain[k], attention + wgmma::bytes(k * 32), true);
-      wgmma::commit();
+      multiply_rows<T>(out, plain, matrices + kImageBytes, true);
     }
     wgmma::wait<0>();
     wgmma::hold(state);
