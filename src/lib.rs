@@ -44,23 +44,24 @@
 //! A CUDA device that `Device::new_cuda` makes has a stream for each host thread, and nothing orders what two threads
 //! launch. There a thread that takes over a state or pool from another one waits for the device once; other tensors that
 //! it was handed, the inputs and [`Slots`] among them, are for the caller to wait for (`Device::synchronize`). Threads that
-//! use a device at the same time should make it with `Device::new_cuda_with_stream`: then all share one stream, which also
-//! keeps candle's matrix products apart, whose handle they share.
+//! use a device at the same time should make it with [`single_stream_device`]: then all share one stream, which also
+//! keeps candle's matrix products apart, whose handle they share. CUDA graphs need such a device.
 #![warn(missing_docs)]
 
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod device;
 mod host;
 mod layer;
 mod linear;
 pub mod models;
 mod ops;
-mod pool;
 pub mod profile;
 pub mod reference;
 mod state;
 
+pub use device::{keep_freed_memory, single_stream_device};
 pub use layer::{Accepted, CheckpointPlan, Checkpoints, Drafted, GatedDeltaNet, GdnConfig};
 pub use ops::{
     attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare,
@@ -71,5 +72,4 @@ pub use ops::{
     gdn_step_in_place, Algo, CausalConv1d, CuSeqlens, GateActivation, GatedRmsNorm, Gates, GdnDecode, GdnPrefill,
     GdnStep, RuleOptions, Slots, StepAlgo, StepOptions, CHECKPOINT_MULTIPLE, NO_SLOT,
 };
-pub use pool::keep_freed_memory;
 pub use state::{GdnState, PrefixCache, SlotAllocator, StatePool};

@@ -30,6 +30,8 @@
 //!   sequence's position anything may lie, and the next pass writes over it.
 //!
 //! A captured step (cudarc's `begin_capture` and `end_capture` on the device's stream):
+//! * The device is one of [`single_stream_device`](crate::single_stream_device): a stream that belongs to a host thread,
+//!   which `Device::new_cuda` gives, brings the driver down when it was captured and the thread ends.
 //! * Ids, slots and positions are tensors that stay where they are. New values go in with
 //!   [`Slots::set`](crate::Slots::set) and `slice_set`, before the launch; positions advance in the graph. Everything
 //!   else a sequence has, its length above all, is read on the device, so that one graph serves growing sequences.
@@ -50,6 +52,7 @@ mod causal_lm;
 mod config;
 mod decoder;
 mod kv_cache;
+mod memory;
 mod mlp;
 mod moe;
 mod norm;
@@ -61,5 +64,6 @@ mod state;
 
 pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+pub use memory::SequenceBytes;
 pub use sequences::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot};
 pub use state::ModelState;

@@ -1,8 +1,8 @@
 //! A decode step as a CUDA graph against the same step without; on the CPU that it says it cannot be.
 
 use crate::golden::DEMO;
-use crate::sequences::{assert_near, model, on_every_device, tokens, want};
-use crate::support::Rng;
+use crate::sequences::{assert_near, model, on_each, tokens, want};
+use crate::support::{devices, single_stream_devices, Rng};
 use candle_core::{DType, Device, Result};
 use candle_gdn::models::{CausalLm, DecodeGraph, Sequence, SequencePool};
 
@@ -19,6 +19,20 @@ fn refused_on_the_cpu() -> Result<()> {
     assert!(message(DecodeGraph::capture(&model, &mut pool, 0)).contains("batch: expected at least 1"));
     let mut other = self::model(&Device::Cpu)?.new_sequences(2, 16)?;
     assert!(message(DecodeGraph::capture(&model, &mut other, 2)).contains("another model"));
+    Ok(())
+}
+
+/// A captured stream that belongs to a host thread brings the driver down when the thread ends.
+#[test]
+fn refused_where_threads_have_streams() -> Result<()> {
+    for device in devices().iter().filter(|device| device.is_cuda()) {
+        let model = model(device)?;
+        let refused = DecodeGraph::capture(&model, &mut model.new_sequences(2, 16)?, 2).expect_err("an error");
+        assert!(
+            refused.to_string().contains("DecodeGraph: device: expected one of `single_stream_device`"),
+            "{refused}"
+        );
+    }
     Ok(())
 }
 
@@ -64,7 +78,7 @@ impl Pair<'_> {
 
 #[test]
 fn steps_are_those_without_a_graph() -> Result<()> {
-    on_every_device(|model| {
+    on_each(single_stream_devices(), |model| {
         if !model.device().is_cuda() {
             return Ok(());
         }
@@ -127,7 +141,7 @@ fn steps_are_those_without_a_graph() -> Result<()> {
 /// In bf16, where projections and attention take other kernels.
 #[test]
 fn in_bf16_too() -> Result<()> {
-    for device in crate::support::devices().iter().filter(|device| device.is_cuda()) {
+    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
         let model = DEMO.model(DType::BF16, device)?;
         let mut pool = model.new_sequences(4, 128)?;
         let mut graph = DecodeGraph::capture(&model, &mut pool, 2)?;

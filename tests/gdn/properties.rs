@@ -134,3 +134,16 @@ fn many_sequences() {
         }
     }
 }
+
+/// All of o is one product of q and k, 5,000 times smaller than they are: found by the random cases.
+#[test]
+fn a_product_that_nearly_cancels() {
+    for device in devices() {
+        for algo in [Algo::Auto, Algo::Recurrent, Algo::Chunked] {
+            let mut case = Case::new(dims(1, 1, 256, 32), &[1]);
+            (case.packed, case.l2norm, case.decay) = (false, false, Decay::Huge);
+            (case.gate_dtype, case.algo, case.seed) = (DType::F16, algo, 8634493675742236192);
+            case.check(&device);
+        }
+    }
+}

@@ -17,8 +17,12 @@ pub fn model(device: &Device) -> Result<CausalLm> {
     }
 }
 
-pub fn on_every_device(test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
-    devices().iter().try_for_each(|device| test(&model(device)?))
+fn on_every_device(test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
+    on_each(devices(), test)
+}
+
+pub fn on_each(devices: Vec<Device>, test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
+    devices.iter().try_for_each(|device| test(&model(device)?))
 }
 
 pub fn tokens(rng: &mut Rng, n: usize, model: &CausalLm) -> Vec<u32> {

@@ -1,8 +1,8 @@
 //! Random calls on one pool of sequences, as a server makes them, each checked against the tokens that should have been
 //! seen, fed from the beginning to a state of their own. `CANDLE_GDN_SOAK` sets the number of calls (default 400).
 
-use crate::sequences::{assert_near, on_every_device, tokens, want};
-use crate::support::Rng;
+use crate::sequences::{assert_near, on_each, tokens, want};
+use crate::support::{single_stream_devices, Rng};
 use candle_core::{Result, Tensor};
 use candle_gdn::models::{CausalLm, DecodeGraph, Sequence, SequencePool, SequenceSnapshot};
 
@@ -173,7 +173,7 @@ fn handles<'b>(sequences: &[(Sequence, Vec<u32>)], batch: &'b [(usize, Vec<u32>)
 #[test]
 fn random_calls() -> Result<()> {
     let calls = std::env::var("CANDLE_GDN_SOAK").ok().map_or(400, |n| n.parse().expect("CANDLE_GDN_SOAK: a number"));
-    on_every_device(|model| {
+    on_each(single_stream_devices(), |model| {
         let mut pool = model.new_sequences(CAPACITY, MAX_LEN)?;
         let graph = DecodeGraph::capture(model, &mut pool, BATCH);
         assert_eq!(graph.is_ok(), model.device().is_cuda(), "{:?}", graph.err().map(|e| e.to_string()));

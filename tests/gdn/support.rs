@@ -6,8 +6,17 @@ use std::path::PathBuf;
 
 /// The devices to test on.
 pub fn devices() -> Vec<Device> {
+    devices_with(Device::new_cuda)
+}
+
+/// The same, the GPU with one stream for all host threads: what graphs need.
+pub fn single_stream_devices() -> Vec<Device> {
+    devices_with(candle_gdn::single_stream_device)
+}
+
+fn devices_with(cuda: fn(usize) -> Result<Device>) -> Vec<Device> {
     let wanted = std::env::var("CANDLE_GDN_TEST_DEVICE").unwrap_or_default();
-    let cuda = || if cfg!(feature = "cuda") { Device::new_cuda(0).ok() } else { None };
+    let cuda = || if cfg!(feature = "cuda") { cuda(0).ok() } else { None };
     match wanted.as_str() {
         "cpu" => vec![Device::Cpu],
         "cuda" => vec![cuda().expect("CANDLE_GDN_TEST_DEVICE=cuda, but there is no CUDA device")],

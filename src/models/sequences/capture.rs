@@ -1,9 +1,12 @@
 //! Launches as a CUDA graph.
 
-use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode, CUstream_st};
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaGraph};
 use candle_core::{bail, Device, Error, Result};
 use std::sync::Arc;
+
+/// `CU_STREAM_PER_THREAD`, a macro in C.
+const PER_THREAD: *mut CUstream_st = 2 as _;
 
 /// The launches of `work`, which runs three times: twice as it is, then captured. All that it allocates it must free.
 ///
@@ -17,6 +20,10 @@ use std::sync::Arc;
 pub(super) fn capture(op: &str, device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<CudaGraph> {
     let Device::Cuda(device) = device else { bail!("{op}: expected a CUDA device, got {:?}", device.location()) };
     let stream = device.cuda_stream();
+    // Driver 580 hangs or crashes when a host thread ends whose own stream was captured.
+    if stream.cu_stream() == PER_THREAD {
+        bail!("{op}: device: expected one of `single_stream_device`, got one with a stream for each host thread")
+    }
     if !stream.context().has_async_alloc() {
         bail!("{op}: expected a device that allocates in stream order, got one that does not")
     }

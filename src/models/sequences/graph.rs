@@ -59,7 +59,8 @@ impl DecodeGraph {
     /// changes. cudarc's event tracking is off meanwhile, for all threads that use the device.
     ///
     /// # Errors
-    /// On the CPU; where the device cannot allocate in stream order; for more sequences than the mixture of experts
+    /// On the CPU; on a device with a stream for each host thread, as `Device::new_cuda` makes them (see
+    /// [`single_stream_device`](crate::single_stream_device)), or one that cannot allocate in stream order; for more sequences than the mixture of experts
     /// takes without asking the host (32); when the pool is another model's or the device is out of memory. Callers go
     /// on with [`CausalLm::feed`].
     pub fn capture(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {

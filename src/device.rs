@@ -1,6 +1,29 @@
-//! Memory that candle's CUDA allocations come from.
+//! CUDA devices as programs that serve a model want them: one stream, and memory that is kept.
 
 use candle_core::{Device, Result};
+
+/// CUDA device `ordinal`, all of whose work goes to one stream, whichever host thread it comes from.
+///
+/// A device that `Device::new_cuda` makes has a stream for each host thread. Those cannot be captured as CUDA graphs
+/// (the driver hangs or crashes when such a thread ends), and what two threads launch is not ordered.
+/// `Device::new_cuda_with_stream` has one stream, but cudarc then guards every tensor with events, which cost the host
+/// time and keep kernels from overlapping; on this device they are off, as one stream needs none.
+///
+/// Tensors of it and of another candle device on the same GPU meet only after `Device::synchronize`, and nobody may add
+/// streams to its context.
+///
+/// # Errors
+/// Without the feature `cuda`, or where there is no such GPU.
+pub fn single_stream_device(ordinal: usize) -> Result<Device> {
+    let device = Device::new_cuda_with_stream(ordinal)?;
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = &device {
+        // SAFETY: the context is this device's own and new: every allocation to come is made, used and freed on its one
+        // stream.
+        unsafe { device.cuda_stream().context().disable_event_tracking() };
+    }
+    Ok(device)
+}
 
 /// Lets a CUDA device keep the memory that is freed instead of returning it to the system at every synchronisation.
 ///
