@@ -4,7 +4,8 @@
     python3 cuda/check_linear.py               # builds all kernels; the exit code is 1 when a case fails
     python3 cuda/check_linear.py --lib PATH    # of a library that is there
     python3 cuda/check_linear.py --time        # the checks, then times beside torch.nn.functional.linear
-    python3 cuda/check_linear.py --only-time
+    python3 cuda/check_linear.py --only-time --shapes 4b,27b --rows 1,8
+    python3 cuda/check_linear.py --sweep --shapes 4b    # how long every way to cut the product takes
 
 An error is ||y - ref|| / ||ref||. The output's rounding alone makes it at most ulp / sqrt(12), with ulp at most 2^-7 of
 the value in bf16 and 2^-10 in f16; of few values it may be any value's own at worst, sqrt(3) times that. The f32 sums
@@ -19,8 +20,8 @@ import tempfile
 
 import timing
 import torch
-from abi import (BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, DTYPES, NULL_POINTER, OK, LinearParams, build, load,
-                 stream)
+from abi import (BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, DTYPES, NULL_POINTER, OK, LinearParams, build, stream)
+from abi_model import LinearOptions, load
 
 ULP = {"bf16": 2.0 ** -7, "f16": 2.0 ** -10}
 failures = []
@@ -44,21 +45,30 @@ def framed(rows, columns, gap, dtype):
 
 
 class Case:
-    def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0):
+    """With swiglu the weight has the gate's rows, then up's. `cut` is how the product is cut: warps, groups, cluster,
+    blocks; without it the library chooses."""
+
+    def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0, swiglu=False, cut=(0, 0, 0, 0)):
         gen = torch.Generator(device="cuda").manual_seed(seed)
         randn = lambda *s: torch.randn(*s, generator=gen, device="cuda")
-        self.dtype = dtype
+        self.dtype, self.options = dtype, LinearOptions(int(swiglu), *cut)
+        weights = 2 * outputs if swiglu else outputs
         self.x_buf, self.x = framed(rows, inputs, gaps[0], dtype)
-        self.w_buf, self.w = framed(outputs, inputs, gaps[1], dtype)
+        self.w_buf, self.w = framed(weights, inputs, gaps[1], dtype)
         self.y_buf, self.y = framed(rows, outputs, gaps[2], dtype)
         self.x.copy_(randn(rows, inputs))
-        self.w.copy_(randn(outputs, inputs) * inputs ** -0.5)
+        self.w.copy_(randn(weights, inputs) * inputs ** -0.5)
         self.ref = self.x.double() @ self.w.double().T
+        if swiglu:
+            self.ref = torch.nn.functional.silu(self.ref[:, :outputs]) * self.ref[:, outputs:]
 
     def params(self, overlap=0):
         x, w, y = self.x, self.w, self.y
         return LinearParams(x.data_ptr(), w.data_ptr(), y.data_ptr(), x.stride(0), w.stride(0), y.stride(0), x.shape[0],
-                            x.shape[1], w.shape[0], DTYPES[self.dtype][0], overlap)
+                            x.shape[1], y.shape[1], DTYPES[self.dtype][0], overlap)
+
+    def launch(self, lib, p):
+        return lib.gdn_linear_with(C.byref(p), C.byref(self.options), stream())
 
     def run(self, lib, overlap=0, graph=False):
         self.y_buf.fill_(math.nan)
@@ -67,11 +77,11 @@ class Case:
         if graph:
             g = torch.cuda.CUDAGraph()
             with torch.cuda.graph(g):
-                status = lib.gdn_linear(C.byref(p), stream())
+                status = self.launch(lib, p)
             g.replay()
             g.replay()
         else:
-            status = lib.gdn_linear(C.byref(p), stream())
+            status = self.launch(lib, p)
         torch.cuda.synchronize()
         return status, self.y_buf.clone()
 
@@ -98,7 +108,8 @@ def check_cases(lib):
     for dtype in ("bf16", "f16"):
         for r in rows:
             for inputs, outputs in ((2048, 12352), (4096, 2048), (2048, 2048), (2560, 1100), (5120, 100), (64, 33),
-                                    (128, 1), (320, 17), (6144, 2560), (1024, 4097), (9728, 64), (17408, 48)):
+                                    (128, 1), (320, 17), (6144, 2560), (1024, 4097), (9728, 64), (17408, 48),
+                                    (2560, 4097), (9216, 2560), (3584, 1024), (5120, 2563), (17408, 2130)):
                 check_case(lib, f"{dtype} rows {r} inputs {inputs} outputs {outputs}",
                            Case(r, inputs, outputs, dtype, seed=count))
                 count += 1
@@ -107,7 +118,28 @@ def check_cases(lib):
                     check_case(lib, f"{dtype} rows {r} inputs {inputs} outputs {outputs} gaps {gaps}",
                                Case(r, inputs, outputs, dtype, gaps, seed=count))
                     count += 1
+    for dtype in ("bf16", "f16"):
+        for r in (1, 2, 5, 8):
+            for inputs, outputs in ((2560, 9216), (2048, 6144), (1024, 3584), (5120, 272), (64, 1), (320, 33),
+                                    (704, 2131), (17408, 48)):
+                for gaps in ((0, 0, 0), (72, 8, 37)):
+                    check_case(lib, f"swiglu {dtype} rows {r} inputs {inputs} outputs {outputs} gaps {gaps}",
+                               Case(r, inputs, outputs, dtype, gaps, seed=count, swiglu=True))
+                    count += 1
     print(f"{count} shapes, {len(failures)} failed", flush=True)
+
+
+def check_cuts(lib):
+    """Every way that the sweep measures."""
+    count = 0
+    for inputs, outputs, swiglu in ((2560, 4104, False), (9216, 200, False), (320, 77, False), (2560, 1030, True)):
+        for rows in (1, 7):
+            for cut in cuts(swiglu):
+                case = Case(rows, inputs, outputs, "bf16", seed=count, swiglu=swiglu, cut=cut)
+                if case.launch(lib, case.params()) != BAD_ALGO:
+                    check_case(lib, f"cut {cut} rows {rows} inputs {inputs} outputs {outputs} swiglu {swiglu}", case)
+                count += 1
+    print(f"{count} cuts", flush=True)
 
 
 def check_chain(lib):
@@ -168,38 +200,120 @@ def check_arguments(lib):
         got = status(**changes)
         report(f"arguments {changes}", got == want, f"status {got}, expected {want}", quiet=True)
     report("arguments null", lib.gdn_linear(None, stream()) == NULL_POINTER, "", quiet=True)
+    for options, rows, want in (((1,), 9, BAD_LENGTH), ((1,), 8, OK), ((0, 17), 1, BAD_ALGO), ((0, 8, 3), 1, BAD_ALGO),
+                                ((0, 8, 4), 1, BAD_ALGO), ((0, 8, 1, 3), 1, BAD_ALGO), ((0, 8, 1, 1, -1), 1, BAD_ALGO),
+                                ((1, 9), 1, BAD_ALGO), ((1, 4, 1), 1, BAD_ALGO), ((1, 4, 2, 2), 1, BAD_ALGO)):
+        case = Case(rows, 128, 32, "bf16", swiglu=bool(options[0]))
+        got = lib.gdn_linear_with(C.byref(case.params()), C.byref(LinearOptions(*options)), stream())
+        report(f"options {options} rows {rows}", got == want, f"status {got}, expected {want}", quiet=True)
     torch.cuda.synchronize()
 
 
-SHAPES = ((2048, 12352), (4096, 2048), (2048, 2048), (2560, 2560), (2048, 6144), (6144, 2048), (5120, 5120))
+# inputs, outputs, swiglu; of the models' layers: projections of both mixers in and out, feed-forward, head.
+SHAPES = {
+    "first": ((2048, 12352, 0), (4096, 2048, 0), (2048, 2048, 0), (2560, 2560, 0), (2048, 6144, 0), (6144, 2048, 0),
+              (5120, 5120, 0)),
+    "4b": ((2560, 9216, 1), (2560, 18432, 0), (9216, 2560, 0), (2560, 12352, 0), (4096, 2560, 0), (2560, 10240, 0),
+           (2560, 248320, 0)),
+    "2b": ((2048, 6144, 1), (6144, 2048, 0), (2048, 248320, 0)),
+    "0.8b": ((1024, 3584, 1), (1024, 7168, 0), (3584, 1024, 0), (1024, 8224, 0), (1024, 5120, 0), (2048, 1024, 0),
+             (1024, 248320, 0)),
+    "27b": ((5120, 17408, 1), (5120, 34816, 0), (17408, 5120, 0), (5120, 16480, 0), (6144, 5120, 0), (5120, 14336, 0)),
+}
 
 
-def times(lib):
+class Timing:
+    """One shape and number of rows, its weights in turn so that L2 is cold."""
+
+    def __init__(self, lib, inputs, outputs, swiglu):
+        self.lib, self.inputs, self.outputs, self.swiglu = lib, inputs, outputs, swiglu
+        weights = 2 * outputs if swiglu else outputs
+        self.nbytes = 2 * inputs * weights
+        sets = int(2.4e8 / self.nbytes) + 2
+        scale = inputs ** -0.5
+        self.weights = [torch.empty(weights, inputs, device="cuda", dtype=torch.bfloat16).normal_(0, scale)
+                        for _ in range(sets)]
+        self.repeat = max(1, min(64, int(4e9 / self.nbytes)) // sets)
+
+    def rows(self, rows):
+        self.x = torch.randn(rows, self.inputs, device="cuda").bfloat16()
+        self.y = torch.empty(rows, self.outputs, device="cuda", dtype=torch.bfloat16)
+
+    def ours(self, overlap, cut=(0, 0, 0, 0)):
+        x, y, calls = self.x, self.y, []
+        options = LinearOptions(self.swiglu, *cut)
+        for w in self.weights:
+            p = LinearParams(x.data_ptr(), w.data_ptr(), y.data_ptr(), self.inputs, self.inputs, self.outputs,
+                             x.shape[0], self.inputs, self.outputs, 1, overlap)
+            calls.append(lambda p=p: self.lib.gdn_linear_with(C.byref(p), C.byref(options), stream()))
+        return calls * self.repeat
+
+    def theirs(self):
+        def call(w):
+            y = torch.nn.functional.linear(self.x, w)
+            return torch.nn.functional.silu(y[:, :self.outputs]) * y[:, self.outputs:] if self.swiglu else y
+
+        return [lambda w=w: call(w) for w in self.weights] * self.repeat
+
+
+def each_shape(lib, names, rate):
+    for name in names:
+        for inputs, outputs, swiglu in SHAPES[name]:
+            case = Timing(lib, inputs, outputs, swiglu)
+            print(f"{name}: {inputs} -> {outputs}{' swiglu' if swiglu else ''}: {case.nbytes / 1e6:.1f} MB, floor "
+                  f"{case.nbytes / rate * 1e6:.2f}", flush=True)
+            yield case
+            del case
+
+
+def times(lib, names, rows):
     rate = timing.copy_rate()
     print(f"\n{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s; bf16, cold L2; us: kernels (CUPTI) / graph "
-          "/ graph with overlap, beside torch: kernels / graph")
-    for inputs, outputs in SHAPES:
-        nbytes = 2 * inputs * outputs
-        sets = int(2.4e8 / nbytes) + 2
-        weights = [torch.randn(outputs, inputs, device="cuda").mul_(inputs ** -0.5).bfloat16() for _ in range(sets)]
-        print(f"{inputs} -> {outputs}: {nbytes / 1e6:.1f} MB, floor {nbytes / rate * 1e6:.2f}")
-        for rows in (1, 2, 4, 8, 16, 32):
-            x = torch.randn(rows, inputs, device="cuda").bfloat16()
-            y = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
+          "/ graph with overlap, beside torch: kernels / graph; and the share of the copy rate that the kernels have")
+    for case in each_shape(lib, names, rate):
+        for r in rows:
+            if case.swiglu and r > 8:
+                continue
+            case.rows(r)
+            k = timing.span_us(case.ours(0))
+            theirs = case.theirs()
+            plain, overlapped = timing.graph_us(case.ours(0)), timing.graph_us(case.ours(1))
+            share = 100 * case.nbytes / k / rate * 1e6
+            print(f"  rows {r:2d}  {k:7.2f} / {plain:7.2f} / {overlapped:7.2f}  {share:4.0f} %    torch "
+                  f"{timing.span_us(theirs):7.2f} / {timing.graph_us(theirs):7.2f}", flush=True)
 
-            def ours(overlap):
-                calls = []
-                for w in weights:
-                    p = LinearParams(x.data_ptr(), w.data_ptr(), y.data_ptr(), inputs, inputs, outputs, rows, inputs,
-                                     outputs, 1, overlap)
-                    calls.append(lambda p=p: lib.gdn_linear(C.byref(p), stream()))
-                return calls * max(1, 64 // sets)
 
-            theirs = [lambda w=w: torch.nn.functional.linear(x, w) for w in weights] * max(1, 64 // sets)
-            k = timing.span_us(ours(0))
-            print(f"  rows {rows:2d}  {k:6.2f} / {timing.graph_us(ours(0)):6.2f} / {timing.graph_us(ours(1)):6.2f}"
-                  f"  {nbytes / k / 1e3:5.0f} GB/s    torch {timing.span_us(theirs):6.2f} / {timing.graph_us(theirs):6.2f}",
-                  flush=True)
+def cuts(swiglu):
+    """Warps, groups, cluster, blocks: what fills a multiprocessor's registers, and every split over two blocks."""
+    for warps in (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
+        for groups in (2,) if swiglu else (1, 2):
+            for cluster in (1,) if swiglu else (1, 2, 4):
+                if warps * groups <= 16:
+                    yield warps, groups, cluster, 16 // (warps * groups)
+
+
+def sweep(lib, names, rows, best=5):
+    """The best cuts of each shape beside the one that the library chooses: graph / graph with overlap."""
+    rate = timing.copy_rate()
+    print(f"\n{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s; bf16, cold L2; us in a graph / with "
+          "overlap, by (warps, groups, cluster, blocks)")
+    for case in each_shape(lib, names, rate):
+        chunks = case.inputs // 64
+        for r in rows:
+            if case.swiglu and r > 8:
+                continue
+            case.rows(r)
+            found = []
+            for cut in cuts(case.swiglu):
+                parts = cut[0] * cut[2]
+                places = -(-(-(-chunks // parts)) // 4) * 4 * parts
+                if chunks / places < 0.7 or case.ours(0, cut)[0]() != OK:
+                    continue
+                found.append((timing.graph_us(case.ours(1, cut), 5), timing.graph_us(case.ours(0, cut), 5), cut))
+            found.sort()
+            chosen = f"{timing.graph_us(case.ours(0)):.2f} / {timing.graph_us(case.ours(1)):.2f}"
+            others = "  ".join(f"{cut} {plain:.2f} / {overlapped:.2f}" for overlapped, plain, cut in found[:best])
+            print(f"  rows {r:2d}  chosen {chosen}   best {others}", flush=True)
 
 
 def main():
@@ -207,18 +321,25 @@ def main():
     parser.add_argument("--lib")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--only-time", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="instead of the checks and the times")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
+    parser.add_argument("--rows", default="1,2,4,8,16,32")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as tmp:
         path = args.lib or os.path.join(tmp, "libcandle_gdn.so")
         if not args.lib:
             build(path, [])
         lib = load(path)
-        if not args.only_time:
+        if not args.only_time and not args.sweep:
             check_arguments(lib)
             check_cases(lib)
+            check_cuts(lib)
             check_chain(lib)
+        names, rows = args.shapes.split(","), [int(r) for r in args.rows.split(",")]
         if args.time or args.only_time:
-            times(lib)
+            times(lib, names, rows)
+        if args.sweep:
+            sweep(lib, names, rows)
     print(f"{len(failures)} failures" if failures else "all ok")
     sys.exit(1 if failures else 0)
 

@@ -60,9 +60,11 @@ mod ops;
 pub mod profile;
 pub mod reference;
 mod state;
+mod weights;
 
 pub use device::{keep_freed_memory, single_stream_device};
 pub use layer::{Accepted, CheckpointPlan, Checkpoints, Drafted, GatedDeltaNet, GdnConfig};
+pub use ops::{add_rms_norm, rms_norm, swiglu, AddRmsNorm, Swiglu};
 pub use ops::{
     attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare,
     PrepareOptions,

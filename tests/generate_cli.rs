@@ -5,8 +5,8 @@ mod cli;
 #[path = "support/hub.rs"]
 mod hub;
 
-use candle_core::{safetensors, Device, Tensor};
-use cli::{command, fails, run, Copy, DEMO};
+use candle_core::{safetensors, Device};
+use cli::{command, euro, fails, run, Copy, DEMO};
 use serde_json::json;
 use std::collections::HashMap;
 use std::io::Read;
@@ -384,38 +384,11 @@ fn stdout_is_text_at_every_moment() {
     let run = generate(&["--prompt", PROMPT, "-n", "200", "--temperature", "20"]);
     assert!(run.stdout.chars().count() > 100, "{run:?}");
 
-    // A head that says the three bytes of a euro sign in turn, over and over.
-    let copy = Copy::new();
-    let tokenizer = tokenizers::Tokenizer::from_file(copy.file("tokenizer.json")).unwrap();
-    let euro = tokenizer.encode("€", false).unwrap().get_ids().to_vec();
-    assert_eq!(euro.len(), 3, "the demo's vocabulary has a token a byte");
-    let mut all = safetensors::load(copy.file("model.safetensors"), &Device::Cpu).unwrap();
-    let (embed, head) = chain(&euro, 1024, 192);
-    all.insert("model.embed_tokens.weight".into(), embed);
-    all.insert("lm_head.weight".into(), head);
-    // Without mixers and feed-forward the head sees the token alone.
-    for (name, t) in all.iter_mut() {
-        if name.ends_with("out_proj.weight") || name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") {
-            *t = t.zeros_like().unwrap();
-        }
-    }
-    safetensors::save(&all, copy.file("model.safetensors")).unwrap();
+    let copy = euro();
     let arg = copy.arg();
     let says = |n: &str| generate(&["--model", &arg, "--prompt", "€", "-n", n]).stdout;
     assert_eq!(says("6"), "€€");
     assert_eq!(says("5"), "€", "the half of a character at the end is left out");
-}
-
-/// Embedding and head `[vocab, hidden]` under which each of `cycle` is followed by the next.
-fn chain(cycle: &[u32], vocab: usize, hidden: usize) -> (Tensor, Tensor) {
-    let (mut embed, mut head) = (vec![0f32; vocab * hidden], vec![0f32; vocab * hidden]);
-    for (i, &id) in cycle.iter().enumerate() {
-        let next = cycle[(i + 1) % cycle.len()];
-        embed[id as usize * hidden + i] = 1.;
-        head[next as usize * hidden + i] = 1.;
-    }
-    let tensor = |v| Tensor::from_vec(v, (vocab, hidden), &Device::Cpu).unwrap();
-    (tensor(embed), tensor(head))
 }
 
 /// A generation that goes on until something ends it.

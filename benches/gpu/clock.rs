@@ -64,6 +64,11 @@ impl Clock {
         Ok(Self { stream: device.cuda_stream(), device, tiers: tiers.to_vec() })
     }
 
+    /// What it reads.
+    pub fn tiers(&self) -> &[Tier] {
+        &self.tiers
+    }
+
     /// Bytes of the L2 cache.
     pub fn l2_bytes(&self) -> Result<usize> {
         Ok(self.stream.context().attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize)

@@ -6,8 +6,11 @@ mod ceilings;
 mod check;
 mod clock;
 mod cupti;
+#[path = "../../examples/common/dummy.rs"]
+mod dummy;
 mod host;
 mod layer;
+mod model;
 mod ops;
 #[path = "../report/record.rs"]
 mod record;
@@ -40,6 +43,8 @@ enum Suite {
     Layer,
     /// The input projections alone: one product, two, six
     Projections,
+    /// Decode steps, snapshots, drafts and prompts of whole models with random weights
+    Model,
     /// What an eager call costs the host; only when asked for, and not kept
     Host,
 }
@@ -70,6 +75,9 @@ struct Args {
     /// bf16, f16 or f32
     #[arg(long, default_value = "bf16")]
     dtype: String,
+    /// Models of the suite `model`: demo, or names of examples/generate/configs
+    #[arg(long, value_delimiter = ',', default_value = "demo,qwen3.5-4b")]
+    models: Vec<String>,
     /// Clocks to read [default: all; gpu needs a build with --features cupti]
     #[arg(long, value_delimiter = ',')]
     tiers: Vec<Tier>,
@@ -284,6 +292,10 @@ fn bench(args: Args) -> Result<usize> {
             }
             Suite::Projections => {
                 layer::projections(&mut bench)?;
+                continue;
+            }
+            Suite::Model => {
+                model::model(&mut bench, &args.models, args.device)?;
                 continue;
             }
             Suite::Host => {

@@ -1,6 +1,8 @@
 // gdn_attention: checks, and how the work is divided.
 #include "attention.h"
 
+#include <cmath>
+
 #include "split.cuh"
 
 namespace gdn {
@@ -8,6 +10,7 @@ namespace attention {
 namespace {
 
 constexpr int kBlocks = 2;    // a multiprocessor, by __launch_bounds__
+constexpr int kBriefTiles = 12;
 
 int check(const gdn_attention_params &p) {
   if (!valid_dtype(p.io_dtype)) return GDN_BAD_DTYPE;
@@ -31,14 +34,29 @@ struct Choice {
   int optin;
 };
 
-// The least time, in tiles of keys: the blocks of a multiprocessor read side by side as fast as one, a block costs about a
-// tile more than its own (its beginning, its partial sums), and the combination one.
-int choose_splits(int64_t groups, int64_t tiles, int64_t resident) {
+// What a tile of keys takes, in the time that a multiprocessor's part of the memory's rate needs for it: a block that waits
+// for its bytes; one that is alone on its multiprocessor; the multiprocessor. With many rows it is arithmetic.
+struct TileTimes {
+  double waiting, alone, busy;
+};
+
+// Constants from times on an H200 (README).
+constexpr TileTimes tile_times(int rows) {
+  return rows <= 16 ? TileTimes{0.5, 0.7, 1.} : rows <= 32 ? TileTimes{0.7, 1.2, 1.35} : TileTimes{1.3, 2.5, 2.65};
+}
+
+// Shares of the keys with which all is done first. A block costs about a tile more than its own (its beginning, its partial
+// sums); the combination is a launch and its blocks.
+int choose_splits(int64_t groups, int64_t tiles, const TileTimes &t, int64_t rows, int dim, int sms, int64_t resident) {
   int best = 1;
-  int64_t least = INT64_MAX;
+  double least = 0.;
   for (int64_t s = 1; s <= kMaxSplits && s <= (tiles > 1 ? tiles : 1); ++s) {
-    const int64_t cost = ceil_div(groups * s, resident) * (ceil_div(tiles, s) + 1) + (s > 1);
-    if (cost < least) least = cost, best = static_cast<int>(s);
+    const int64_t each = ceil_div(tiles, s), blocks = groups * s;
+    const double waiting = t.waiting * static_cast<double>(ceil_div(blocks, resident) * (each + 1));
+    const double reading = fmax(t.busy / sms, t.alone / static_cast<double>(blocks)) * static_cast<double>(groups * tiles);
+    const int64_t combined = rows * ceil_div(dim, combine_columns(combine_sides(static_cast<int>(s))));
+    const double cost = fmax(waiting, reading) + (s > 1 ? 1. + static_cast<double>(combined) / 200. : 0.);
+    if (s == 1 || cost < least) least = cost, best = static_cast<int>(s);
   }
   return best;
 }
@@ -69,10 +87,14 @@ int choose(const gdn_attention_params &p, Choice *c) {
   const int64_t row_tiles = ceil_div(rows, k.rows);
   const int64_t groups = int64_t{p.seqs.num_seqs} * p.num_kv_heads * row_tiles;
   const int max_len = p.max_len > 0 && p.max_len < p.cache.capacity ? p.max_len : p.cache.capacity;
+  const int64_t tiles = ceil_div(max_len, k.keys()), all_rows = int64_t{p.seqs.num_seqs} * tokens * p.num_heads;
   Plan &plan = c->plan;
   plan = {};
-  plan.splits = p.splits ? p.splits : choose_splits(groups, ceil_div(max_len, k.keys()), resident);
+  plan.splits = p.splits ? p.splits : choose_splits(groups, tiles, tile_times(k.rows), all_rows, p.head_dim, sms, resident);
   plan.by_splits = Divisor::of(plan.splits);
+  // Blocks that take their places early take them unevenly, two on one multiprocessor and none on another: where they
+  // live long that costs more than a launch.
+  plan.overlap = p.overlap && ceil_div(tiles, plan.splits) <= kBriefTiles;
   plan.row_tiles = static_cast<int>(row_tiles);
   plan.rows_a_tile = k.rows;
   plan.keys_a_tile = k.keys();
@@ -84,7 +106,7 @@ int choose(const gdn_attention_params &p, Choice *c) {
     return GDN_BAD_LENGTH;
   plan.max_tokens = tokens;
   plan.scale = p.scale * 1.4426950408889634f;
-  const int64_t parts = int64_t{p.seqs.num_seqs} * tokens * p.num_heads * plan.splits;
+  const int64_t parts = all_rows * plan.splits;
   const int64_t sums = parts * p.head_dim * 4;
   c->bytes = plan.splits > 1 ? sums + parts * 8 : 0;
   if (c->bytes > 0 && p.workspace) {

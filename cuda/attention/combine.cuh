@@ -8,19 +8,17 @@
 namespace gdn {
 namespace attention {
 
-constexpr int kCombineThreads = 256, kCombineColumns = 64;    // of a row, a block
 static_assert(kCombineThreads >= kMaxSplits, "a thread a share");
 
-// A block a row and 64 columns: four columns a thread, sixteen shares side by side.
-template <typename T>
+template <typename T, int SIDES>
 __global__ void __launch_bounds__(kCombineThreads)
     combine_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan) {
-  constexpr int kLanes = kCombineColumns / 4, kSide = kCombineThreads / kLanes, kAhead = 4;
+  constexpr int kColumns = combine_columns(SIDES), kLanes = kColumns / 4, kAhead = 4;
   __shared__ float weights[kMaxSplits], of_warp[2][kCombineThreads / 32];
-  __shared__ __align__(16) float parts[kSide][kCombineColumns];
-  const int chunks = (p.head_dim + kCombineColumns - 1) / kCombineColumns;
+  __shared__ __align__(16) float parts[SIDES][kColumns];
+  const int chunks = (p.head_dim + kColumns - 1) / kColumns;
   const int64_t row = blockIdx.x / chunks;
-  const int first = static_cast<int>(blockIdx.x % chunks) * kCombineColumns;
+  const int first = static_cast<int>(blockIdx.x % chunks) * kColumns;
   const int head = static_cast<int>(row % p.num_heads), t = static_cast<int>(row / p.num_heads % plan.max_tokens);
   const int n = static_cast<int>(row / p.num_heads / plan.max_tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
@@ -47,7 +45,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   };
   float4 x[kAhead];
 #pragma unroll
-  for (int a = 0; a < kAhead; ++a) x[a] = load(side + a * kSide);
+  for (int a = 0; a < kAhead; ++a) x[a] = load(side + a * SIDES);
 
   const int split = threadIdx.x;
   const float2 sums = split < count ? plan.sums[row * plan.splits + split] : make_float2(-INFINITY, 0.f);
@@ -68,26 +66,26 @@ __global__ void __launch_bounds__(kCombineThreads)
   for (int w = 0; w < kCombineThreads / 32; ++w) total += of_warp[1][w];
 
   float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int begin = side; begin < count; begin += kAhead * kSide) {
+  for (int begin = side; begin < count; begin += kAhead * SIDES) {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      const int at = begin + a * kSide;
+      const int at = begin + a * SIDES;
       if (at < count) {
         const float w = weights[at];
         acc.x = fmaf(w, x[a].x, acc.x), acc.y = fmaf(w, x[a].y, acc.y);
         acc.z = fmaf(w, x[a].z, acc.z), acc.w = fmaf(w, x[a].w, acc.w);
       }
-      x[a] = load(at + kAhead * kSide);
+      x[a] = load(at + kAhead * SIDES);
     }
   }
   *reinterpret_cast<float4 *>(&parts[side][threadIdx.x % kLanes * 4]) = acc;
   __syncthreads();
 
   const int at = first + threadIdx.x;
-  if (threadIdx.x >= kCombineColumns || at >= p.head_dim) return;
+  if (threadIdx.x >= kColumns || at >= p.head_dim) return;
   float y = 0.f;
 #pragma unroll
-  for (int s = 0; s < kSide; ++s) y += parts[s][threadIdx.x];
+  for (int s = 0; s < SIDES; ++s) y += parts[s][threadIdx.x];
   y = total > 0.f ? __fdividef(y, total) : 0.f;
   if (p.gate.ptr && total > 0.f) y *= fast_sigmoid(to_float(heads_at<T>(p.gate, n, tokens.first + t, head)[at]));
   out_heads_at<T>(p.o, n, tokens.first + t, head)[at] = from_float<T>(y);
@@ -95,11 +93,13 @@ __global__ void __launch_bounds__(kCombineThreads)
 
 template <typename T> int launch_combine(const gdn_attention_params &p, const Plan &plan, cudaStream_t stream) {
   const int64_t rows = int64_t{p.seqs.num_seqs} * plan.max_tokens * p.num_heads;
-  const int64_t blocks = rows * ceil_div(p.head_dim, kCombineColumns);
+  const bool few = combine_sides(plan.splits) == kFewSides;
+  const int64_t blocks = rows * ceil_div(p.head_dim, combine_columns(few ? kFewSides : kManySides));
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   // Its blocks may take their places while the last shares are still summed.
   const dim3 grid(static_cast<unsigned>(blocks));
-  return launch(combine_kernel<T>, {grid, dim3(kCombineThreads), 0, stream, true}, p, plan);
+  const LaunchConfig how = {grid, dim3(kCombineThreads), 0, stream, true};
+  return few ? launch(combine_kernel<T, kFewSides>, how, p, plan) : launch(combine_kernel<T, kManySides>, how, p, plan);
 }
 
 }  // namespace attention

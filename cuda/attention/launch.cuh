@@ -15,7 +15,7 @@ int launch_both(const gdn_attention_params &p, const Plan &plan, int64_t bytes, 
   if (x > kMaxBlocks) return GDN_BAD_LENGTH;
   const dim3 grid(static_cast<unsigned>(x), static_cast<unsigned>(p.num_kv_heads),
                   static_cast<unsigned>(p.seqs.num_seqs));
-  if (const int status = launch_allowed<KERNEL>({grid, dim3(kThreads), bytes, stream, p.overlap != 0}, optin, p, plan))
+  if (const int status = launch_allowed<KERNEL>({grid, dim3(kThreads), bytes, stream, plan.overlap}, optin, p, plan))
     return status;
   return plan.splits > 1 ? launch_combine<T>(p, plan, stream) : GDN_OK;
 }

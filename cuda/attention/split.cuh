@@ -30,6 +30,16 @@ struct Divisor {
   __device__ __forceinline__ int rest(int x) const { return x - quotient(x) * static_cast<int>(value); }
 };
 
+constexpr int kCombineThreads = 256;
+// Shares that a block reads side by side. Few of them leave room for more columns, and more blocks than a wave cost more
+// than the sums.
+constexpr int kManySides = 16, kFewSides = 4;
+
+// Columns of a row that a block has, four a thread.
+constexpr int combine_columns(int sides) { return kCombineThreads / sides * 4; }
+// By the shares there may be.
+constexpr int combine_sides(int splits) { return splits <= 2 * kFewSides ? kFewSides : kManySides; }
+
 // What a launch needs beside its parameters.
 struct Plan {
   int32_t splits;          // shares of the keys at most
@@ -40,6 +50,7 @@ struct Plan {
   Divisor group;           // query heads a kv head
   int32_t max_tokens;
   float scale;             // of a score, for powers of two
+  bool overlap;            // of the blocks that read keys
   float *partial;          // [row, split, head_dim]: unnormalised sums; a row is (sequence * max_tokens + token) * heads + head
   float2 *sums;            // [row, split]: the largest score and the sum of the weights relative to it
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/convert.cuh"
+#include "../common/math.cuh"
 #include "../common/ptx.cuh"
 
 namespace gdn {
@@ -34,9 +35,11 @@ struct Args {
   int64_t w_row, x_row;        // bytes from row to row
   int64_t y_stride;            // elements
   int32_t rows, outputs;
+  int32_t tile_rows, group_rows, last_row;    // of w: from tile to tile, from group to group, the last there is
+  int32_t swiglu;              // group 0 has the gate's rows, group 1 up's: y = silu(gate) * up
   int32_t chunks;              // of a row
   int32_t slice, rounds;       // chunks of a warp, in so many rounds
-  int32_t tiles;               // of 16 << group_shift outputs
+  int32_t tiles;               // of 16 << group_shift outputs, with swiglu of 16
   int32_t group_shift;
   int32_t partial_at, x_at, x_shared_row, meet_at;    // shared memory: bytes
 };
@@ -60,10 +63,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   int fetch_tile = blockIdx.y, fetch_round = 0, fetch_live = 0;
   const auto seek = [&] {
     // Outputs past the end read the last row, and are not stored.
-    const int row = (((fetch_tile << a.group_shift) + threadIdx.z) << 4) + g;
+    const int row = fetch_tile * a.tile_rows + threadIdx.z * a.group_rows + g;
     const char *w = static_cast<const char *>(a.w) + (first * kChunkBytes + t * 16);
-    row0 = w + min(row, a.outputs - 1) * a.w_row;
-    row8 = w + min(row + 8, a.outputs - 1) * a.w_row;
+    row0 = w + min(row, a.last_row) * a.w_row;
+    row8 = w + min(row + 8, a.last_row) * a.w_row;
     fetch_live = fetch_tile < a.tiles ? live : 0;
   };
   const auto advance = [&] {
@@ -239,7 +242,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
       }
     } else
 #endif
+    if (a.swiglu) {
+      for (int i = tid; i < a.rows * kTile; i += threads) {
+        const int output = tile * kTile + i % kTile, row = i / kTile, at = row * 2 * kTile + i % kTile;
+        const float y = fast_silu(sum_parts(at)) * sum_parts(at + kTile);
+        if (output < a.outputs) static_cast<T *>(a.y)[row * a.y_stride + output] = from_float<T>(y);
+      }
+    } else {
       for (int i = tid; i < values; i += threads) store(i, sum_parts(i));
+    }
     ++turns;
   }
 }

@@ -1,77 +1,185 @@
-//! A checkpoint on disk: a directory with config.json, tokenizer and safetensors.
+//! A checkpoint on disk: a directory with config.json, tokenizer and safetensors, or a GGUF file.
 
-use super::{hub, safetensors};
+use super::load::{LoadFormat, ModelArgs};
+use super::{gguf_tokenizer, hub, safetensors};
 use anyhow::{bail, Context, Result};
-use candle_gdn::models::ModelConfig;
+use candle_gdn::models::{GgufFile, ModelConfig};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 /// The checkpoint that comes with the repository.
 const DEMO_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/demo");
+/// `{name}.json` is the config.json of a published model, for `--load-format dummy`.
+const CONFIGS_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/configs");
 
 pub struct Checkpoint {
-    dir: PathBuf,
+    /// The config.json, beside which the other files lie, or a GGUF file, which has all in it.
+    path: PathBuf,
+    gguf: Option<GgufFile>,
+    format: LoadFormat,
 }
 
 impl Checkpoint {
-    /// `model` is a directory, or `owner/name` on the hub at `revision`; the demo when absent.
-    pub fn find(model: Option<&str>, revision: &str) -> Result<Self> {
-        let Some(model) = model else { return Self::open(Path::new(DEMO_DIR)) };
-        if Path::new(model).is_dir() {
-            return Self::open(Path::new(model));
+    /// What `--model` names; the demo when it is not given.
+    pub fn find(args: &ModelArgs) -> Result<Self> {
+        let format = args.load_format;
+        let Some(model) = args.model.as_deref() else { return Self::in_dir(Path::new(DEMO_DIR), format) };
+        let path = Path::new(model);
+        if path.is_dir() {
+            return Self::in_dir(path, format);
         }
-        if !hub::is_id(model) {
-            bail!("--model: no directory {model}, and not a hub id of the form owner/name")
+        let dummy = format == LoadFormat::Dummy;
+        if path.is_file() && path.extension().is_some_and(|ext| ext == "gguf") {
+            let gguf = Some(GgufFile::open(path).context("--model")?);
+            return Ok(Self { path: path.to_path_buf(), gguf, format });
         }
-        let dir = hub::fetch(model, revision)
-            .with_context(|| format!("--model: no directory {model}, so taken as a hub id"))?;
-        Self::open(&dir)
+        if path.is_file() {
+            return match dummy {
+                true => Ok(Self { path: path.to_path_buf(), gguf: None, format }),
+                false => bail!("--model: expected a directory, a hub id, or a file with the ending gguf, got {model}"),
+            };
+        }
+        if hub::is_id(model) {
+            let dir = hub::fetch(model, &args.revision, !dummy)
+                .with_context(|| format!("--model: no directory {model}, so taken as a hub id"))?;
+            return Self::in_dir(&dir, format);
+        }
+        let known = known_models();
+        if let Some(name) = known.iter().find(|name| name.eq_ignore_ascii_case(model)) {
+            let path = Path::new(CONFIGS_DIR).join(format!("{name}.json"));
+            return match dummy {
+                true => Ok(Self { path, gguf: None, format }),
+                false => bail!("--model: {model} is known without weights only: --load-format dummy makes some up"),
+            };
+        }
+        if dummy {
+            bail!(
+                "--model: no directory and no file {model}, not a hub id of the form owner/name, and not one of {}",
+                known.join(", ")
+            )
+        }
+        bail!("--model: no directory {model}, and not a hub id of the form owner/name")
     }
 
-    fn open(dir: &Path) -> Result<Self> {
-        if !dir.join("config.json").is_file() {
+    fn in_dir(dir: &Path, format: LoadFormat) -> Result<Self> {
+        let path = dir.join("config.json");
+        if !path.is_file() {
             bail!("--model: {} has no config.json", dir.display())
         }
-        Ok(Self { dir: dir.to_path_buf() })
+        Ok(Self { path, gguf: None, format })
     }
 
-    pub fn dir(&self) -> &Path {
-        &self.dir
+    /// For messages.
+    pub fn name(&self) -> std::path::Display<'_> {
+        match self.gguf {
+            Some(_) => self.path.display(),
+            None => self.dir().display(),
+        }
+    }
+
+    /// The file that has all in it.
+    pub fn gguf(&self) -> Option<&GgufFile> {
+        self.gguf.as_ref()
+    }
+
+    /// A text file of a directory, and where it is; None where it is not there.
+    pub fn text(&self, name: &str) -> Result<Option<(String, PathBuf)>> {
+        if self.gguf.is_some() {
+            return Ok(None);
+        }
+        let path = self.dir().join(name);
+        match std::fs::read_to_string(&path) {
+            Ok(text) => Ok(Some((text, path))),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e).with_context(|| format!("cannot read {}", path.display())),
+        }
+    }
+
+    fn dir(&self) -> &Path {
+        self.path.parent().unwrap_or(&self.path)
     }
 
     pub fn config(&self) -> Result<ModelConfig> {
-        let path = self.dir.join("config.json");
-        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        ModelConfig::from_json(&text).with_context(|| path.display().to_string())
+        if let Some(file) = &self.gguf {
+            return Ok(ModelConfig::from_gguf(file)?);
+        }
+        let text =
+            std::fs::read_to_string(&self.path).with_context(|| format!("cannot read {}", self.path.display()))?;
+        ModelConfig::from_json(&text).with_context(|| self.path.display().to_string())
     }
 
-    pub fn tokenizer(&self) -> Result<Tokenizer> {
-        let path = self.dir.join("tokenizer.json");
-        if !path.is_file() {
-            bail!("{} is missing", path.display())
+    /// None where weights are made up and there is no tokenizer; where a checkpoint is expected that is an error.
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
+        if let Some(file) = &self.gguf {
+            return gguf_tokenizer::tokenizer(file).map(Some);
         }
-        Tokenizer::from_file(&path).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
+        let path = self.dir().join("tokenizer.json");
+        if !path.is_file() {
+            return match self.format {
+                LoadFormat::Dummy => Ok(None),
+                LoadFormat::Auto => bail!("{} is missing", path.display()),
+            };
+        }
+        let tokenizer = Tokenizer::from_file(&path).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))?;
+        Ok(Some(tokenizer))
+    }
+
+    /// Whether the weights come with 16 bits each, up to small ones.
+    pub fn is_sixteen_bits(&self) -> Result<bool> {
+        if self.format == LoadFormat::Dummy {
+            return Ok(true);
+        }
+        let mut narrow = true;
+        for file in self.weights()? {
+            narrow &= safetensors::is_sixteen_bits(&file)?;
+        }
+        Ok(narrow)
+    }
+
+    /// Bytes of the GGUF file, of all its parts where it was split.
+    pub fn gguf_bytes(&self) -> Result<u64> {
+        let name = self.path.to_string_lossy();
+        // ..-00001-of-00003.gguf
+        let parts = name.strip_suffix(".gguf").and_then(|stem| stem.rsplit_once("-of-"));
+        let paths: Vec<PathBuf> = match parts.and_then(|(first, of)| Some((first.rsplit_once('-')?.0, of))) {
+            Some((stem, of)) => {
+                let count = of.parse::<usize>().unwrap_or(0);
+                (1..=count).map(|i| format!("{stem}-{i:05}-of-{of}.gguf").into()).collect()
+            }
+            None => vec![self.path.clone()],
+        };
+        let bytes = |path: &PathBuf| Ok(path.metadata().with_context(|| path.display().to_string())?.len());
+        paths.iter().map(bytes).sum()
     }
 
     /// The weight files, each checked to be there and whole.
     pub fn weights(&self) -> Result<Vec<PathBuf>> {
-        let index = self.dir.join("model.safetensors.index.json");
-        let single = self.dir.join("model.safetensors");
+        let index = self.dir().join("model.safetensors.index.json");
+        let single = self.dir().join("model.safetensors");
         let files: Vec<PathBuf> = if index.is_file() {
             let text = std::fs::read_to_string(&index).with_context(|| format!("cannot read {}", index.display()))?;
             let names = shard_names(&text).with_context(|| index.display().to_string())?;
-            names.iter().map(|name| self.dir.join(name)).collect()
+            names.iter().map(|name| self.dir().join(name)).collect()
         } else if single.is_file() {
             vec![single]
         } else {
-            bail!("{} has neither model.safetensors nor model.safetensors.index.json", self.dir.display())
+            bail!("{} has neither model.safetensors nor model.safetensors.index.json", self.dir().display())
         };
         for file in &files {
             safetensors::check(file)?;
         }
         Ok(files)
     }
+}
+
+/// The short names of the configurations that come with the repository.
+fn known_models() -> Vec<String> {
+    let entries = std::fs::read_dir(CONFIGS_DIR).into_iter().flatten().flatten();
+    let name = |path: PathBuf| Some(path.file_name()?.to_str()?.strip_suffix(".json")?.to_string());
+    let mut names: Vec<String> = entries.filter_map(|entry| name(entry.path())).collect();
+    names.sort();
+    names
 }
 
 /// The distinct files of a `model.safetensors.index.json`.

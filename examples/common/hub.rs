@@ -23,8 +23,8 @@ pub fn is_id(model: &str) -> bool {
     }
 }
 
-/// Downloads what a text model needs and returns the directory it lies in.
-pub fn fetch(id: &str, revision: &str) -> Result<PathBuf> {
+/// Downloads what a text model needs, its weights if asked, and returns the directory it lies in.
+pub fn fetch(id: &str, revision: &str, weights: bool) -> Result<PathBuf> {
     let repo = Repo::with_revision(id.to_string(), RepoType::Model, revision.to_string());
     let api = ApiBuilder::from_env()
         .with_progress(std::io::stderr().is_terminal())
@@ -50,6 +50,9 @@ pub fn fetch(id: &str, revision: &str) -> Result<PathBuf> {
     api.download("config.json").with_context(|| format!("hub: cannot download config.json of {id}"))?;
     for name in TEXT_FILES.iter().filter(|n| has(n)) {
         get(&api, name)?;
+    }
+    if !weights {
+        return parent(&get(&api, "config.json")?);
     }
     if has(INDEX) {
         let index = get(&api, INDEX)?;

@@ -1,9 +1,11 @@
 //! Device, dtype, and the model.
 
+use super::dummy::Dummy;
 use super::{bar, Checkpoint};
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
-use candle_gdn::models::{CausalLm, ModelConfig};
+use candle_gdn::models::{CausalLm, LoadOptions, ModelConfig};
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
 use std::time::Instant;
@@ -15,17 +17,77 @@ enum DtypeArg {
     F16,
 }
 
+/// Where weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum LoadFormat {
+    /// The checkpoint's files
+    Auto,
+    /// Random ones, to time a model by its config.json alone
+    Dummy,
+}
+
+/// Types of quantised matrices, by the names that llama.cpp gives them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum QuantizeArg {
+    #[value(name = "q4_0")]
+    Q4_0,
+    #[value(name = "q4_1")]
+    Q4_1,
+    #[value(name = "q5_0")]
+    Q5_0,
+    #[value(name = "q5_1")]
+    Q5_1,
+    #[value(name = "q8_0")]
+    Q8_0,
+    #[value(name = "q2k", alias = "q2_k")]
+    Q2k,
+    #[value(name = "q3k", alias = "q3_k")]
+    Q3k,
+    #[value(name = "q4k", alias = "q4_k")]
+    Q4k,
+    #[value(name = "q5k", alias = "q5_k")]
+    Q5k,
+    #[value(name = "q6k", alias = "q6_k")]
+    Q6k,
+}
+
+impl QuantizeArg {
+    fn dtype(self) -> GgmlDType {
+        match self {
+            Self::Q4_0 => GgmlDType::Q4_0,
+            Self::Q4_1 => GgmlDType::Q4_1,
+            Self::Q5_0 => GgmlDType::Q5_0,
+            Self::Q5_1 => GgmlDType::Q5_1,
+            Self::Q8_0 => GgmlDType::Q8_0,
+            Self::Q2k => GgmlDType::Q2K,
+            Self::Q3k => GgmlDType::Q3K,
+            Self::Q4k => GgmlDType::Q4K,
+            Self::Q5k => GgmlDType::Q5K,
+            Self::Q6k => GgmlDType::Q6K,
+        }
+    }
+}
+
 /// The arguments that say what runs where.
 #[derive(clap::Args, Debug)]
 pub struct ModelArgs {
-    /// Directory of a checkpoint, or its id on the Hugging Face hub (owner/name)
+    /// Directory of a checkpoint, its id on the Hugging Face hub (owner/name), or a GGUF file; with --load-format dummy
+    /// also a config.json, or the short name of a published model, as in qwen3.5-4b
     /// [default: the demo that comes with the repository]
-    #[arg(long, value_name = "DIR|ID")]
+    #[arg(long, value_name = "DIR|ID|FILE")]
     pub model: Option<String>,
+
+    /// Where the weights come from
+    #[arg(long, value_enum, default_value = "auto")]
+    pub load_format: LoadFormat,
 
     /// Revision on the hub: a branch, a tag or a commit
     #[arg(long, default_value = "main")]
     pub revision: String,
+
+    /// Quantise the matrices as they are loaded, those that are not so already; embeddings stay as they are
+    #[arg(long, value_enum)]
+    quantize: Option<QuantizeArg>,
 
     /// Number format of weights and activations [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
@@ -47,16 +109,22 @@ pub struct ModelArgs {
 
 impl ModelArgs {
     /// The first GPU if the build and the machine have one, else the CPU.
-    fn device(&self) -> Result<Device> {
-        if self.cpu {
+    pub fn device(&self) -> Result<Device> {
+        if self.cpu || !candle_core::utils::cuda_is_available() {
             return Ok(Device::Cpu);
         }
-        let device = Device::cuda_if_available(0).context("cannot open the GPU (--cpu runs without it)")?;
+        let device = candle_gdn::single_stream_device(0).context("cannot open the GPU (--cpu runs without it)")?;
         candle_gdn::keep_freed_memory(&device)?;
         Ok(device)
     }
 
-    fn dtype(&self, device: &Device) -> DType {
+    /// What matrices are quantised to.
+    pub fn quantize(&self) -> Option<GgmlDType> {
+        self.quantize.map(QuantizeArg::dtype)
+    }
+
+    /// Of weights and activations.
+    pub fn dtype(&self, device: &Device) -> DType {
         match (self.dtype, device.is_cpu()) {
             (Some(DtypeArg::F32), _) | (None, true) => DType::F32,
             (Some(DtypeArg::Bf16), _) | (None, false) => DType::BF16,
@@ -87,20 +155,44 @@ pub fn fix_thread_count() {
     }
 }
 
-/// Loads the weights, memory-mapped, with a progress bar.
-pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfig) -> Result<CausalLm> {
+/// Loads the weights, memory-mapped, or makes them up, with a progress bar.
+pub fn load_model(
+    args: &ModelArgs,
+    checkpoint: &Checkpoint,
+    config: &ModelConfig,
+    device: &Device,
+) -> Result<CausalLm> {
     let start = Instant::now();
-    let device = args.device()?;
-    let dtype = args.dtype(&device);
-    let files = checkpoint.weights()?;
-    // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
-    let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, dtype, &device)? };
-    let bar = bar("loading", config.layers.len(), "layers");
+    let dtype = args.dtype(device);
     let config = round_rope(config, args.rope_dtype);
-    let model = CausalLm::load_with_progress(&config, vb, |done, _| bar.set_position(done as u64))
-        .with_context(|| format!("cannot load {}", checkpoint.dir().display()))?;
+    let options = LoadOptions { quantize: args.quantize() };
+    let bar = bar("loading", config.layers.len(), "layers");
+    let progress = |done: usize, _| bar.set_position(done as u64);
+    let load = || match (args.load_format, checkpoint.gguf()) {
+        (LoadFormat::Auto, Some(file)) => {
+            Ok::<_, Error>(CausalLm::load_gguf_with(&config, file, dtype, device, &options, progress)?)
+        }
+        (LoadFormat::Auto, None) => {
+            // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
+            let vb = unsafe { VarBuilder::from_mmaped_safetensors(&checkpoint.weights()?, dtype, device)? };
+            Ok(CausalLm::load_with(&config, vb, &options, progress)?)
+        }
+        (LoadFormat::Dummy, _) => {
+            let dummy = Box::new(Dummy::new(&config, device)?);
+            let vb = VarBuilder::from_backend(dummy, dtype, device.clone());
+            Ok(CausalLm::load_with(&config, vb, &options, progress)?)
+        }
+    };
+    let model = load().with_context(|| format!("cannot load {}", checkpoint.name()))?;
     bar.finish_and_clear();
+    if let [other, ..] = model.other_types() {
+        let what = other.dtype.map_or("dense".to_string(), |dtype| format!("{dtype:?}"));
+        let count = model.other_types().len();
+        eprintln!("{count} matrices are of another type, for want of whole blocks: {} is {what}", other.name);
+    }
     let place = if device.is_cpu() { "the CPU" } else { "the GPU" };
-    eprintln!("loaded {:?} weights on {place} in {:.2} s", dtype, start.elapsed().as_secs_f64());
+    let random = if args.load_format == LoadFormat::Dummy { "random " } else { "" };
+    let matrices = options.quantize.map_or(String::new(), |to| format!(", matrices {to:?},"));
+    eprintln!("loaded {random}{dtype:?} weights{matrices} on {place} in {:.2} s", start.elapsed().as_secs_f64());
     Ok(model)
 }

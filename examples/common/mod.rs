@@ -1,11 +1,18 @@
 //! What the examples share: finding a checkpoint, checking its files, loading the model.
 
+// Each example uses its part of this.
+#![allow(dead_code, unused_imports)]
+
 mod checkpoint;
+mod dummy;
+pub mod gguf_tokenizer;
 mod hub;
 mod load;
+mod memory;
 mod progress;
 mod safetensors;
 
 pub use checkpoint::Checkpoint;
 pub use load::{fix_thread_count, load_model, ModelArgs};
+pub use memory::{Need, Room};
 pub use progress::bar;

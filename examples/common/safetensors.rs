@@ -5,8 +5,24 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+type Header = serde_json::Map<String, serde_json::Value>;
+
 /// Compares the length of `path` with what its header describes.
 pub fn check(path: &Path) -> Result<()> {
+    header(path).map(|_| ())
+}
+
+/// Whether no matrix of the file has numbers of 32 bits or more.
+pub fn is_sixteen_bits(path: &Path) -> Result<bool> {
+    let wide = |info: &serde_json::Value| {
+        let rank = info["shape"].as_array().map_or(0, Vec::len);
+        rank > 1 && matches!(info["dtype"].as_str(), Some("F32" | "F64"))
+    };
+    Ok(!header(path)?.values().any(wide))
+}
+
+/// What the file says of its tensors, if it is whole.
+fn header(path: &Path) -> Result<Header> {
     let name = path.display();
     let mut file = File::open(path).with_context(|| format!("cannot open {name}"))?;
     let len = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
@@ -21,7 +37,7 @@ pub fn check(path: &Path) -> Result<()> {
     }
     let mut header = vec![0u8; header_len as usize];
     file.read_exact(&mut header).with_context(|| format!("cannot read {name}"))?;
-    let header: serde_json::Map<String, serde_json::Value> =
+    let header: Header =
         serde_json::from_slice(&header).with_context(|| format!("{name} is no safetensors file: its header"))?;
     let mut end = 0;
     for (tensor, info) in header.iter().filter(|(k, _)| *k != "__metadata__") {
@@ -37,5 +53,5 @@ pub fn check(path: &Path) -> Result<()> {
     if len > expected {
         bail!("{name} is damaged: its header describes {expected} bytes, the file has {len}")
     }
-    Ok(())
+    Ok(header)
 }

@@ -7,6 +7,9 @@ use std::path::PathBuf;
 /// More tokens at once cost more than the few that are right are worth.
 const MOST_DRAFTED: usize = 64;
 
+/// Tokens of a completion, unless told.
+const SAMPLE_LEN: usize = 128;
+
 /// The states of prompts are kept at multiples of this: where the chunks of a prefill begin, whatever was fed before.
 const CHUNK: usize = 64;
 
@@ -31,15 +34,22 @@ pub struct Args {
     #[command(flatten)]
     pub prompts: PromptArgs,
 
-    /// Tokens to generate at most, for each prompt
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 128)]
-    pub sample_len: usize,
+    /// Tokens to generate at most, for each prompt [default: 128, with --interactive as many as there is room for]
+    #[arg(short = 'n', long, value_name = "N")]
+    sample_len: Option<usize>,
 
     #[command(flatten)]
     pub sampling: SamplingArgs,
 
     #[command(flatten)]
     pub run: RunArgs,
+}
+
+impl Args {
+    /// Tokens to generate at most.
+    pub fn sample_len(&self) -> usize {
+        self.sample_len.unwrap_or(if self.prompts.interactive { usize::MAX } else { SAMPLE_LEN })
+    }
 }
 
 /// What is completed.
@@ -61,6 +71,18 @@ pub struct PromptArgs {
     /// Put each prompt through the tokenizer's chat template, as a user's message
     #[arg(long)]
     pub chat: bool,
+
+    /// Talk: each line of the input is a message, and the model remembers what was said. /reset begins anew, /quit or
+    /// the end of the input ends; Ctrl-C stops an answer, and twice the program. Without a chat template the lines and
+    /// their completions are one text
+    #[arg(long, conflicts_with_all = ["prompt", "prompt_file", "prompts_file"])]
+    pub interactive: bool,
+
+    /// N made-up tokens for a prompt, --batch times (or once), to see how long it takes: no text is printed, and no
+    /// token ends a completion
+    #[arg(long, value_name = "N", value_parser = positive,
+          conflicts_with_all = ["prompt", "prompt_file", "prompts_file", "chat", "interactive"])]
+    pub prompt_tokens: Option<usize>,
 }
 
 /// How tokens are chosen.
@@ -98,13 +120,13 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub batch: Option<usize>,
 
-    /// Tokens of prompt and completion together that there is room for
-    /// [default: the longest prompt and -n, within the positions of the model]
+    /// Tokens of prompt and completion together that there is room for, or of all that is said with --interactive
+    /// [default: the longest prompt and -n, or 32768, within the positions of the model]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_seq_len: Option<usize>,
 
-    /// Tokens to guess at most at each step, from what followed the last tokens earlier in the text, and to check in one
-    /// pass; fewer where guesses were wrong. 0 guesses none
+    /// Tokens to guess at most at each step, from what followed the last tokens earlier in the text, and to check in
+    /// one pass; fewer where guesses were wrong. 0 guesses none
     #[arg(long, value_name = "N", default_value = "0", value_parser = drafted)]
     pub draft: usize,
 
@@ -121,9 +143,8 @@ pub struct RunArgs {
     #[arg(long)]
     pub show_cache: bool,
 
-    /// Record a decode step once and replay it: auto goes on without where that cannot be, on fails. Not
-    /// the default until it has run on a GPU
-    #[arg(long, value_enum, default_value = "off")]
+    /// Record a decode step once and replay it, on a GPU: auto goes on without where that cannot be, on fails
+    #[arg(long, value_enum, default_value = "auto")]
     pub cuda_graph: CudaGraph,
 }
 

@@ -1,47 +1,86 @@
 //! The chat template of a tokenizer.
 
+use super::common::{gguf_tokenizer, Checkpoint};
 use anyhow::{bail, Context, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value as JinjaValue};
 use minijinja::{context, Environment, Error, ErrorKind};
 use serde_json::Value;
-use std::path::Path;
 
-/// Renders `message` as the first one of a user, followed by the opening of the answer.
-pub fn render(dir: &Path, message: &str) -> Result<String> {
-    let path = dir.join("tokenizer_config.json");
-    let config: Value = match read(&path)? {
-        Some(text) => serde_json::from_str(&text).with_context(|| path.display().to_string())?,
-        None => Value::Null,
-    };
-    let template = match read(&dir.join("chat_template.jinja"))? {
-        Some(text) => text,
-        None => match template(&config["chat_template"]) {
-            Some(text) => text,
-            None => bail!(
-                "--chat: {} has no chat template, neither `chat_template` in tokenizer_config.json nor chat_template.jinja",
-                dir.display()
-            ),
-        },
-    };
-    let mut env = environment()?;
-    env.add_template("chat", &template).context("--chat: the chat template")?;
-    let messages = [context! { role => "user", content => message }];
-    env.get_template("chat")?
-        .render(context! {
-            messages => messages,
-            add_generation_prompt => true,
-            bos_token => token(&config["bos_token"]),
-            eos_token => token(&config["eos_token"]),
-        })
-        .context("--chat: the chat template")
+const NAME: &str = "chat";
+
+/// Who says what.
+#[derive(Clone, Debug)]
+pub struct Message {
+    pub role: &'static str,
+    pub content: String,
 }
 
-fn read(path: &Path) -> Result<Option<String>> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(e).with_context(|| format!("cannot read {}", path.display())),
+impl Message {
+    pub fn user(content: impl Into<String>) -> Self {
+        Self { role: "user", content: content.into() }
+    }
+
+    pub fn assistant(content: impl Into<String>) -> Self {
+        Self { role: "assistant", content: content.into() }
+    }
+}
+
+pub struct Template {
+    env: Environment<'static>,
+    /// Special tokens that templates ask for.
+    bos: String,
+    eos: String,
+}
+
+impl Template {
+    /// That of the checkpoint; None where it has none.
+    pub fn find(checkpoint: &Checkpoint) -> Result<Option<Self>> {
+        let (text, [bos, eos]) = match checkpoint.gguf() {
+            Some(file) => {
+                let special = |name| gguf_tokenizer::special_token(file, name).unwrap_or_default().to_string();
+                (gguf_tokenizer::chat_template(file).map(str::to_string), ["bos", "eos"].map(special))
+            }
+            None => {
+                let config: Value = match checkpoint.text("tokenizer_config.json")? {
+                    Some((text, path)) => serde_json::from_str(&text).with_context(|| path.display().to_string())?,
+                    None => Value::Null,
+                };
+                let file = checkpoint.text("chat_template.jinja")?.map(|(text, _)| text);
+                let special = |name| token(&config[name]).to_string();
+                (file.or_else(|| template(&config["chat_template"])), ["bos_token", "eos_token"].map(special))
+            }
+        };
+        let Some(text) = text else { return Ok(None) };
+        let mut env = environment()?;
+        env.add_template_owned(NAME, text).context("the chat template")?;
+        Ok(Some(Self { env, bos, eos }))
+    }
+
+    /// As [`Template::find`], where there must be one.
+    pub fn load(checkpoint: &Checkpoint) -> Result<Self> {
+        let Some(template) = Self::find(checkpoint).context("--chat")? else {
+            bail!(
+                "--chat: {} has no chat template, neither `chat_template` in tokenizer_config.json nor \
+                 chat_template.jinja, nor in a GGUF file",
+                checkpoint.name()
+            )
+        };
+        Ok(template)
+    }
+
+    /// The text of `messages`, and of the opening of an answer if that is to follow.
+    pub fn render(&self, messages: &[Message], answer: bool) -> Result<String> {
+        let message = |m: &Message| context! { role => m.role, content => m.content.as_str() };
+        let messages: Vec<JinjaValue> = messages.iter().map(message).collect();
+        let context = context! {
+            messages => messages,
+            add_generation_prompt => answer,
+            bos_token => self.bos.as_str(),
+            eos_token => self.eos.as_str(),
+        };
+        let template = self.env.get_template(NAME)?;
+        template.render(context).context("--chat: the chat template")
     }
 }
 

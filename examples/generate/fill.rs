@@ -2,6 +2,7 @@
 
 use super::engine::Feed;
 use super::generation::Generation;
+use super::greedy::Logits;
 use super::row::Row;
 use super::sampler::Sampler;
 use super::stream::TextStream;
@@ -55,7 +56,8 @@ impl Generation<'_> {
         Ok(())
     }
 
-    /// One pass: up to `prefill_chunk` tokens in all, of as many prompts as that takes in.
+    /// One pass: up to `prefill_chunk` tokens of as many prompts as that takes in, and one of each completion under
+    /// way, so that none waits for long prompts.
     pub(super) fn fill(&mut self) -> Result<()> {
         let start = Instant::now();
         let mut room = self.job.prefill_chunk;
@@ -73,9 +75,31 @@ impl Generation<'_> {
             }
             batch.push((filling.sequence, piece));
         }
-        let fed = self.job.prefill_chunk - room;
-        let logits = self.engine.prefill(&batch, &wanted)?;
-        let pieces = batch.len();
+        let (pieces, fed) = (batch.len(), self.job.prefill_chunk - room);
+        let last: Vec<u32> = self.rows.iter().map(Row::last).collect();
+        wanted.extend(pieces..pieces + last.len());
+        batch.extend(self.rows.iter().zip(last.chunks(1)).map(|(row, last)| (row.sequence, last)));
+        let mut logits = self.engine.feed(&batch, &wanted)?;
+        let steps = logits.split_off(logits.len() - last.len());
+        self.keep(pieces)?;
+        // A token takes what a token takes, whosever it is.
+        let share = fed as f64 / (fed + last.len()) as f64;
+        self.figures.prompt.add(fed, start.elapsed().mul_f64(share));
+        self.figures.decode.add(last.len(), start.elapsed().mul_f64(1. - share));
+        self.bar.inc(fed as u64);
+
+        let start = Instant::now();
+        for (row, logits) in self.rows.iter_mut().zip(steps) {
+            row.draw(vec![logits], &[], &self.limits, &mut self.output)?;
+        }
+        self.begin(logits)?;
+        // No step of its own, but part of the time that a completion takes.
+        self.figures.decode.add(0, start.elapsed());
+        self.retire()
+    }
+
+    /// Keeps the states that other prompts begin with, of the first `pieces` prompts.
+    fn keep(&mut self, pieces: usize) -> Result<()> {
         for filling in self.filling[..pieces].iter().filter(|f| f.cuts.contains(&f.done)) {
             let snapshot = self.engine.snapshot(filling.sequence)?;
             let bytes = snapshot.size_in_bytes();
@@ -83,10 +107,11 @@ impl Generation<'_> {
                 self.output.say(&line);
             }
         }
-        self.figures.prompt.add(fed, start.elapsed());
-        self.bar.inc(fed as u64);
+        Ok(())
+    }
 
-        let start = Instant::now();
+    /// The completions of prompts that are fed, from the logits after each.
+    fn begin(&mut self, logits: Vec<Logits>) -> Result<()> {
         let all = std::mem::take(&mut self.filling);
         let (done, filling): (Vec<_>, Vec<_>) = all.into_iter().partition(Filling::is_done);
         self.filling = filling;
@@ -103,8 +128,6 @@ impl Generation<'_> {
             row.draw(vec![logits], &[], &self.limits, &mut self.output)?;
             self.rows.push(row);
         }
-        // No step of its own, but part of the time that a completion takes.
-        self.figures.decode.add(0, start.elapsed());
-        self.retire()
+        Ok(())
     }
 }

@@ -2,10 +2,12 @@
 
 use super::args::RunArgs;
 use super::common::bar;
+use super::decode::decode;
 use super::engine::Engine;
 use super::figures::Figures;
 use super::fill::Filling;
 use super::output::Output;
+use super::plan::Plan;
 use super::prefixes::Prefixes;
 use super::row::{Limits, Row, Stop};
 use super::settings::Settings;
@@ -15,15 +17,14 @@ use indicatif::ProgressBar;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokenizers::Tokenizer;
 
-/// MiB for the states of common beginnings, where several prompts may have some.
-const PREFIX_CACHE: usize = 256;
-
 /// What to do.
 pub struct Job<'a> {
     pub model: &'a CausalLm,
-    pub tokenizer: &'a Tokenizer,
+    /// Without one nothing is printed but figures.
+    pub tokenizer: Option<&'a Tokenizer>,
     pub settings: &'a Settings,
     pub run: &'a RunArgs,
+    pub plan: &'a Plan,
     pub prompts: &'a [Vec<u32>],
     pub prefill_chunk: usize,
     pub sample_len: usize,
@@ -31,8 +32,16 @@ pub struct Job<'a> {
     pub interrupt: &'a AtomicBool,
 }
 
-/// How far it is. A prompt waits, then is fed (`fill.rs`), then completed (`decode.rs`). Prompts go first, so that as
-/// many rows as there is room for share the decode steps.
+impl Job<'_> {
+    /// What ends every completion.
+    pub fn limits(&self) -> Limits<'_> {
+        let &Plan { positions, positions_of, .. } = self.plan;
+        Limits { eos: &self.settings.eos, sample_len: self.sample_len, positions, positions_of }
+    }
+}
+
+/// How far it is. A prompt waits, then is fed (`fill.rs`), then completed (`decode.rs`). While there are prompts to be
+/// fed, those passes take the running completions along, a token each.
 pub struct Generation<'a> {
     pub(super) job: &'a Job<'a>,
     pub(super) engine: Engine<'a>,
@@ -53,27 +62,19 @@ pub struct Generation<'a> {
 impl<'a> Generation<'a> {
     pub fn new(job: &'a Job<'a>) -> Result<Self> {
         let (run, prompts) = (job.run, job.prompts.len());
-        let batch = run.batch.unwrap_or(prompts).min(prompts);
-        let model_len = job.model.config().max_position_embeddings;
-        let (positions, positions_of) = match run.max_seq_len {
-            Some(len) if len < model_len => (len, "--max-seq-len gives"),
-            _ => (model_len, "the model has"),
-        };
-        let longest = job.prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let max_len = longest.saturating_add(job.sample_len).min(positions);
-        let cache = run.prefix_cache.unwrap_or(if prompts > 1 { PREFIX_CACHE } else { 0 });
-        let engine = Engine::new(job.model, batch, max_len, run.cuda_graph)?;
+        let &Plan { batch, cache, .. } = job.plan;
+        let engine = Engine::new(job)?;
         let bar = bar("prompt", job.prompts.iter().map(Vec::len).sum(), "tokens");
         Ok(Self {
             job,
             engine,
-            limits: Limits { eos: &job.settings.eos, sample_len: job.sample_len, positions, positions_of },
+            limits: job.limits(),
             batch,
-            prefixes: Prefixes::new(run.prefix_block, cache.saturating_mul(1 << 20))?,
+            prefixes: Prefixes::new(run.prefix_block, cache)?,
             waiting: (0..prompts).collect(),
             filling: Vec::new(),
             rows: Vec::new(),
-            output: Output::new(prompts, bar.clone()),
+            output: Output::new(prompts, job.tokenizer.is_some(), bar.clone()),
             figures: Figures::default(),
             bar,
             last_stop: Stop::SampleLen,
@@ -105,7 +106,9 @@ impl<'a> Generation<'a> {
             if !self.filling.is_empty() {
                 self.fill()?;
             } else if !self.rows.is_empty() {
-                self.decode()?;
+                let draft = self.job.run.draft;
+                decode(&mut self.engine, &mut self.rows, draft, &self.limits, &mut self.output, &mut self.figures)?;
+                self.retire()?;
             } else {
                 break self.last_stop;
             }

@@ -7,6 +7,8 @@ use std::io::{ErrorKind, IsTerminal, Write};
 /// The completions: a single one as it comes; several whole, in the order of their prompts, under a header each.
 pub struct Output {
     texts: Vec<Text>,
+    /// Whether there is text at all.
+    shown: bool,
     /// The first one that is not printed yet.
     next: usize,
     /// Those that will never be.
@@ -26,8 +28,8 @@ struct Text {
 }
 
 impl Output {
-    pub fn new(prompts: usize, bar: ProgressBar) -> Self {
-        Self { texts: vec![Text::default(); prompts], next: 0, missing: 0, bar, any: false, closed: false }
+    pub fn new(prompts: usize, shown: bool, bar: ProgressBar) -> Self {
+        Self { texts: vec![Text::default(); prompts], shown, next: 0, missing: 0, bar, any: false, closed: false }
     }
 
     /// Whether there are several completions.
@@ -91,8 +93,10 @@ impl Output {
             self.missing += 1;
             return Ok(());
         };
-        self.print(&format!("==> prompt {number} <==\n{}\n", text.text))?;
-        self.say(&format!("prompt {number}: {stop}"));
+        if self.shown {
+            self.print(&format!("==> prompt {number} <==\n{}\n", text.text))?;
+            self.say(&format!("prompt {number}: {stop}"));
+        }
         Ok(())
     }
 

@@ -1,8 +1,9 @@
 //! The tokens of the prompts.
 
-use super::args::PromptArgs;
-use super::chat;
+use super::args::{PromptArgs, RunArgs};
+use super::chat::{Message, Template};
 use super::common::Checkpoint;
+use super::sampler::SplitMix64;
 use anyhow::{anyhow, bail, Context, Result};
 use candle_gdn::models::ModelConfig;
 use std::path::Path;
@@ -15,15 +16,27 @@ const DEFAULT_PROMPT: &str = "And it came to pass in those days, that there went
 pub fn tokens(
     args: &PromptArgs,
     checkpoint: &Checkpoint,
-    tokenizer: &Tokenizer,
+    tokenizer: Option<&Tokenizer>,
     config: &ModelConfig,
-    room: Option<usize>,
+    run: &RunArgs,
 ) -> Result<Vec<Vec<u32>>> {
+    let room = run.max_seq_len;
+    if let Some(count) = args.prompt_tokens {
+        let prompts = (0..run.batch.unwrap_or(1)).map(|n| checked(made_up(n, count, config.vocab_size), config, room));
+        return prompts.collect::<Result<_>>().context("--prompt-tokens");
+    }
+    let Some(tokenizer) = tokenizer else {
+        bail!("{} has no tokenizer.json, so no text can go in: expected --prompt-tokens N", checkpoint.name())
+    };
+    let template = if args.chat { Some(Template::load(checkpoint)?) } else { None };
     let texts = texts(args)?;
     let several = texts.len() > 1;
     let mut prompts = Vec::with_capacity(texts.len());
     for (i, text) in texts.into_iter().enumerate() {
-        let text = if args.chat { chat::render(checkpoint.dir(), &text)? } else { text };
+        let text = match &template {
+            Some(template) => template.render(&[Message::user(text)], true)?,
+            None => text,
+        };
         // A template writes the special tokens itself.
         let ids = tokenizer.encode(text, !args.chat).map_err(|e| anyhow!("cannot tokenise: {e}"));
         let ids = ids.and_then(|encoding| checked(encoding.get_ids().to_vec(), config, room));
@@ -35,7 +48,19 @@ pub fn tokens(
     Ok(prompts)
 }
 
+/// Prompt number `n` of made-up ones, which differ from their first tokens on.
+fn made_up(n: usize, count: usize, vocab: usize) -> Vec<u32> {
+    let mut rng = SplitMix64::new(n as u64);
+    (0..count).map(|_| (rng.next() % vocab as u64) as u32).collect()
+}
+
 fn checked(ids: Vec<u32>, config: &ModelConfig, room: Option<usize>) -> Result<Vec<u32>> {
+    check(&ids, config, room)?;
+    Ok(ids)
+}
+
+/// Whether the model can be fed these.
+pub fn check(ids: &[u32], config: &ModelConfig, room: Option<usize>) -> Result<()> {
     let limit = config.max_position_embeddings;
     if ids.is_empty() {
         bail!("expected at least 1 token, got none")
@@ -49,7 +74,7 @@ fn checked(ids: Vec<u32>, config: &ModelConfig, room: Option<usize>) -> Result<V
     if let Some(id) = ids.iter().find(|&&id| id as usize >= config.vocab_size) {
         bail!("the tokenizer gives id {id}, the model has {} tokens", config.vocab_size)
     }
-    Ok(ids)
+    Ok(())
 }
 
 fn texts(args: &PromptArgs) -> Result<Vec<String>> {

@@ -1,5 +1,6 @@
 //! One prompt under way.
 
+use super::greedy::Logits;
 use super::output::Output;
 use super::sampler::Sampler;
 use super::stream::TextStream;
@@ -76,7 +77,7 @@ impl<'a> Row<'a> {
     /// how many tokens it drew, the last of which no pass has been fed, or that is an end of text.
     pub fn draw(
         &mut self,
-        logits: Vec<Vec<f32>>,
+        logits: Vec<Logits>,
         guessed: &[u32],
         limits: &Limits,
         output: &mut Output,

@@ -1,5 +1,6 @@
 //! From logits to the next token.
 
+use super::greedy::Logits;
 use anyhow::{bail, Result};
 use std::cmp::Ordering;
 use std::collections::HashSet;
@@ -18,6 +19,13 @@ pub struct Sampling {
     pub repeat_last_n: usize,
 }
 
+impl Sampling {
+    /// Whether the most likely token is taken, whatever came before.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature == 0. && self.repeat_penalty == 1.
+    }
+}
+
 pub struct Sampler {
     sampling: Sampling,
     rng: SplitMix64,
@@ -33,7 +41,12 @@ impl Sampler {
     }
 
     /// Chooses by the logits of the next token; `tokens` are all so far.
-    pub fn next(&mut self, mut logits: Vec<f32>, tokens: &[u32]) -> Result<u32> {
+    pub fn next(&mut self, logits: Logits, tokens: &[u32]) -> Result<u32> {
+        let mut logits = match logits {
+            Logits::All(logits) => logits,
+            Logits::Best { id, sound: true } => return Ok(id),
+            Logits::Best { .. } => bail!("the model gave a logit that is no number after {} tokens", tokens.len()),
+        };
         // Looked for without stopping: that is many logits an instruction.
         if logits.iter().fold(false, |found, x| found | !x.is_finite()) {
             let i = logits.iter().position(|x| !x.is_finite()).unwrap_or(0);
@@ -102,15 +115,19 @@ fn nucleus(weights: &[f64], p: f64) -> usize {
 }
 
 /// Written out here so that a seed gives the same text with every version of every dependency.
-struct SplitMix64(u64);
+pub struct SplitMix64(u64);
 
 impl SplitMix64 {
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
     /// In [0, 1).
     fn uniform(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    fn next(&mut self) -> u64 {
+    pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

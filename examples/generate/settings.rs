@@ -17,14 +17,15 @@ pub struct Settings {
 impl Settings {
     /// The command line first, then the checkpoint, then the most likely token.
     pub fn new(args: &SamplingArgs, checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
-        let path = checkpoint.dir().join("generation_config.json");
-        let file = match std::fs::read_to_string(&path) {
-            Ok(text) => serde_json::from_str(&text).with_context(|| path.display().to_string())?,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Value::Null,
-            Err(e) => return Err(e).with_context(|| format!("cannot read {}", path.display())),
+        let (file, path) = match checkpoint.text("generation_config.json")? {
+            Some((text, path)) => {
+                let path = path.display().to_string();
+                (serde_json::from_str(&text).with_context(|| path.clone())?, path)
+            }
+            None => (Value::Null, String::new()),
         };
         let mut eos: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
-        eos.extend(ids(&file["eos_token_id"]).with_context(|| path.display().to_string())?);
+        eos.extend(ids(&file["eos_token_id"]).with_context(|| path)?);
         // A bound on the candidates asks for a random choice among them.
         let bounded = args.top_k.is_some() || args.top_p.is_some();
         let samples = file["do_sample"].as_bool().unwrap_or(false);

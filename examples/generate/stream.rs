@@ -10,19 +10,23 @@ const LONGEST_WAIT: usize = 4;
 /// Gives out whole characters only. A token's text can depend on the one before (a leading space,
 /// the first bytes of a character), so each is decoded together with some before it.
 pub struct TextStream<'a> {
-    tokenizer: &'a Tokenizer,
+    /// Without one there is no text.
+    tokenizer: Option<&'a Tokenizer>,
     /// The ids whose text went out last, then those whose text has not.
     ids: Vec<u32>,
     out: usize,
 }
 
 impl<'a> TextStream<'a> {
-    pub fn new(tokenizer: &'a Tokenizer) -> Self {
+    pub fn new(tokenizer: Option<&'a Tokenizer>) -> Self {
         Self { tokenizer, ids: Vec::new(), out: 0 }
     }
 
     /// The text that `id` completes; often one word, sometimes nothing yet.
     pub fn push(&mut self, id: u32) -> Result<String> {
+        if self.tokenizer.is_none() {
+            return Ok(String::new());
+        }
         self.ids.push(id);
         let text = self.pending()?;
         let waiting = self.ids.len() - self.out;
@@ -46,6 +50,7 @@ impl<'a> TextStream<'a> {
     }
 
     fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.tokenizer.decode(ids, true).map_err(|e| anyhow!("cannot decode tokens: {e}"))
+        let Some(tokenizer) = self.tokenizer else { return Ok(String::new()) };
+        tokenizer.decode(ids, true).map_err(|e| anyhow!("cannot decode tokens: {e}"))
     }
 }

@@ -7,7 +7,7 @@ mod score;
 
 use anyhow::{anyhow, bail, Context, Result};
 use clap::Parser;
-use common::{fix_thread_count, load_model, Checkpoint, ModelArgs};
+use common::{fix_thread_count, load_model, Checkpoint, ModelArgs, Need, Room};
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
-    let checkpoint = Checkpoint::find(args.model.model.as_deref(), &args.model.revision)?;
+    let checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let (ids, source) = tokens(args, &checkpoint)?;
     let limit = config.max_position_embeddings;
@@ -55,7 +55,12 @@ fn run(args: &Args) -> Result<()> {
     if let Some(id) = ids.iter().find(|&&id| id as usize >= config.vocab_size) {
         bail!("{source}: expected token ids below vocab_size ({}), got {id}", config.vocab_size)
     }
-    let model = load_model(&args.model, &checkpoint, &config)?;
+    let device = args.model.device()?;
+    // Keys and values grow by doubling.
+    let max_len = ids.len().next_power_of_two().min(limit);
+    let room = Room { sequences: 1, max_len, spare_states: 0, snapshots: 0, cache: 0, beginnings: 0 };
+    Need::new(&args.model, &checkpoint, &config, &room, &device)?.check(&device)?;
+    let model = load_model(&args.model, &checkpoint, &config, &device)?;
     let mut out = BufWriter::new(std::io::stdout().lock());
     let total = score::score(&model, &ids, args.model.prefill_chunk.get(), |id, logprob| {
         writeln!(out, "{{\"id\":{id},\"logprob\":{logprob:.6}}}").map_err(Into::into)
@@ -75,7 +80,8 @@ fn tokens(args: &Args, checkpoint: &Checkpoint) -> Result<(Vec<u32>, &'static st
     }
     let Some(path) = &args.file else { bail!("expected --file or --token-ids") };
     let text = std::fs::read_to_string(path).with_context(|| format!("--file: cannot read {}", path.display()))?;
-    let encoding = checkpoint.tokenizer()?.encode(text, true).map_err(|e| anyhow!("--file: cannot tokenise: {e}"))?;
+    let Some(tokenizer) = checkpoint.tokenizer()? else { bail!("--file: expected a checkpoint with tokenizer.json") };
+    let encoding = tokenizer.encode(text, true).map_err(|e| anyhow!("--file: cannot tokenise: {e}"))?;
     Ok((encoding.get_ids().to_vec(), "--file"))
 }
 

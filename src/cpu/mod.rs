@@ -18,4 +18,4 @@ mod transposed;
 mod view;
 
 pub(crate) use gates::log_decay_and_beta;
-pub(crate) use view::{Element, Heads, Sequences, Slots, Stored};
+pub(crate) use view::{parallel, Element, Heads, Sequences, Shared, Slots, Stored};

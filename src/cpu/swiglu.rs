@@ -74,7 +74,7 @@ pub(crate) fn swiglu(x: &[f32], calls: &mut [Call<'_>]) {
 }
 
 /// `[rows, gate and up]` to `silu(gate) * up`.
-fn activate(gate_up: &[f32], inner: usize, out: &mut [f32]) {
+pub(crate) fn activate(gate_up: &[f32], inner: usize, out: &mut [f32]) {
     const ROWS: usize = 8;
     let out = Shared::new(out);
     parallel((gate_up.len() / (2 * inner)).div_ceil(ROWS), 4 * ROWS * inner, |task| {

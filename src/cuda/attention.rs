@@ -1,10 +1,10 @@
 //! `cuda/gdn_attention.h`: the append to a cache of keys and values, and attention over it.
 
-use super::{addressing, alloc, check, dense, dtype_code, ffi, heads, held, held_or_none, held_slots, held_u32};
+use super::outputs::{alloc, with_workspace};
+use super::{addressing, check, dense, dtype_code, ffi, heads, held, held_or_none, held_slots, held_u32};
 use super::{in_place, int, read, stream_of, write, Pointer};
 use crate::ops::{AttentionCache, AttentionPlan, SequencePlan, Slots};
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
 use candle_core::{bail, CudaStorage, DType, Layout, Result, Storage, Tensor};
 use std::ffi::{c_int, c_void};
 
@@ -237,13 +237,12 @@ pub(crate) fn decode(args: &DecodeArgs<'_>, q: &CudaStorage, gate: Option<&CudaS
     };
     // SAFETY: the launcher reads the parameters and writes the one number.
     check(name, unsafe { gdn_attention_workspace(&params, &mut params.workspace_bytes) })?;
-    let mut workspace = workspace(device, &params)?;
-    let pointer = workspace.as_mut().map(|slice| slice.device_ptr_mut(stream));
-    params.workspace = pointer.as_ref().map_or(std::ptr::null_mut(), |(address, _)| *address as *mut c_void);
-    // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch. The workspace is freed on
-    // this stream, behind the launch.
-    check(name, unsafe { gdn_attention(&params, stream.cu_stream().cast::<c_void>()) })?;
-    drop((o, pointer));
+    with_workspace(device, stream, usize::try_from(params.workspace_bytes).unwrap_or(0), |workspace| {
+        params.workspace = workspace;
+        // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
+        check(name, unsafe { gdn_attention(&params, stream.cu_stream().cast::<c_void>()) })
+    })?;
+    drop(o);
     Ok(out)
 }
 
@@ -266,14 +265,4 @@ pub(crate) fn advance(
         // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
         check(name, unsafe { gdn_advance(&params, stream.cu_stream().cast::<c_void>()) })
     })
-}
-
-type Bytes = candle_core::cuda_backend::cudarc::driver::CudaSlice<u8>;
-
-fn workspace(device: &candle_core::CudaDevice, params: &AttentionParams) -> Result<Option<Bytes>> {
-    match usize::try_from(params.workspace_bytes) {
-        // SAFETY: the kernels read nothing there that they have not written.
-        Ok(bytes) if bytes > 0 => Ok(Some(unsafe { device.alloc::<u8>(bytes)? })),
-        _ => Ok(None),
-    }
 }

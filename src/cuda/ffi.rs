@@ -168,7 +168,6 @@ extern "C" {
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> c_int;
     pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> c_int;
     pub fn gdn_step_choice(params: *const StepParams, algo: *mut i32) -> c_int;
-    pub fn gdn_linear(params: *const LinearParams, stream: *mut c_void) -> c_int;
     pub fn gdn_status_string(status: c_int) -> *const c_char;
     #[cfg(feature = "profile")]
     pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> c_int;

@@ -1,6 +1,9 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
-use super::{alloc, check, dtype_code, ffi, int, read, stream_of, write};
+use super::model::{gdn_linear_with, LinearOptions};
+use super::outputs::alloc;
+use super::{check, dtype_code, ffi, int, read, stream_of, write};
+use crate::ops::apply2;
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
 use std::ffi::c_void;
@@ -10,15 +13,24 @@ const OP: &str = "linear";
 /// `GDN_LINEAR_ROWS`
 const MAX_ROWS: usize = 32;
 
-/// Where the kernel beats cuBLAS on an H200 (`cuda/linear/README.md`): it was made for inputs that divide into 2048, and
-/// gains most where its launch may overlap.
+/// `GDN_LINEAR_SWIGLU_ROWS`
+const MAX_SWIGLU_ROWS: usize = 8;
+
+/// Where the kernel beats cuBLAS on an H200 (`cuda/linear/README.md`): it gains most where its launch may overlap.
 fn wins(rows: usize, inputs: usize, overlap: bool) -> bool {
     match (inputs.is_multiple_of(2048), overlap) {
         (true, true) => rows <= 16,
-        (true, false) => rows <= 8,
-        (false, true) => rows <= 4,
-        (false, false) => false,
+        (true, false) | (false, true) => rows <= 8,
+        (false, false) => rows <= 4,
     }
+}
+
+/// What becomes of the outputs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Outputs {
+    Plain,
+    /// The first half of the weight's rows is the gate of the other.
+    Swiglu,
 }
 
 /// `x [rows, in]` times the transpose of `weight [out, in]`; `None` where the kernel does not take them or cuBLAS is
@@ -30,8 +42,21 @@ pub(crate) fn few_rows_if_faster(x: &Tensor, weight: &Tensor, overlap: bool) -> 
     }
 }
 
+/// `silu(x gate^T) * (x up^T)` with the weight's rows those of the gate, then up's, in a launch that overlaps as with
+/// [`few_rows_if_faster`]; `None` where the kernel does not take them or a product and a kernel behind it are faster.
+pub(crate) fn few_rows_swiglu_if_faster(x: &Tensor, weight: &Tensor) -> Result<Option<Tensor>> {
+    match wins(x.dim(0)?, x.dim(1)?, true) {
+        true => few_rows_with(x, weight, true, Outputs::Swiglu),
+        false => Ok(None),
+    }
+}
+
 /// `x [rows, in]` times the transpose of `weight [out, in]`; `None` where the kernel does not take them.
 pub(crate) fn few_rows(x: &Tensor, weight: &Tensor, overlap: bool) -> Result<Option<Tensor>> {
+    few_rows_with(x, weight, overlap, Outputs::Plain)
+}
+
+fn few_rows_with(x: &Tensor, weight: &Tensor, overlap: bool, what: Outputs) -> Result<Option<Tensor>> {
     let (rows, inputs) = x.dims2()?;
     let (outputs, weight_inputs) = weight.dims2()?;
     // Rows of 16-byte pieces; the kernel has no gradient.
@@ -43,7 +68,10 @@ pub(crate) fn few_rows(x: &Tensor, weight: &Tensor, overlap: bool) -> Result<Opt
         && weight.device().same_device(x.device())
         && matches!(x.dtype(), DType::BF16 | DType::F16)
         && weight.dtype() == x.dtype()
-        && (1..=MAX_ROWS).contains(&rows)
+        && match what {
+            Outputs::Plain => (1..=MAX_ROWS).contains(&rows),
+            Outputs::Swiglu => (1..=MAX_SWIGLU_ROWS).contains(&rows) && outputs.is_multiple_of(2),
+        }
         && inputs == weight_inputs
         && inputs > 0
         && inputs % 64 == 0
@@ -53,13 +81,14 @@ pub(crate) fn few_rows(x: &Tensor, weight: &Tensor, overlap: bool) -> Result<Opt
         && !x.track_op()
         && !weight.track_op();
     match takes {
-        true => x.apply_op2_no_bwd(weight, &FewRows { overlap }).map(Some),
+        true => apply2(&FewRows { overlap, what }, x, weight).map(Some),
         false => Ok(None),
     }
 }
 
 struct FewRows {
     overlap: bool,
+    what: Outputs,
 }
 
 impl CustomOp2 for FewRows {
@@ -78,7 +107,9 @@ impl CustomOp2 for FewRows {
         weight: &CudaStorage,
         weight_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let ((rows, inputs), (outputs, _)) = (x_layout.shape().dims2()?, weight_layout.shape().dims2()?);
+        let ((rows, inputs), (weights, _)) = (x_layout.shape().dims2()?, weight_layout.shape().dims2()?);
+        let swiglu = self.what == Outputs::Swiglu;
+        let outputs = if swiglu { weights / 2 } else { weights };
         let (dtype, size) = (x.dtype(), x.dtype().size_in_bytes());
         let stream = &*stream_of(x)?;
         let mut out = alloc(x, &[rows, outputs])?;
@@ -97,9 +128,10 @@ impl CustomOp2 for FewRows {
             dtype: dtype_code(dtype),
             overlap: self.overlap.into(),
         };
-        // SAFETY: the launcher reads the parameters; the kernel reads `rows` rows of x and `outputs` of the weight, both
-        // of `inputs` elements as their layouts say, and writes the rows of y; the guards outlive the launch.
-        check(OP, unsafe { ffi::gdn_linear(&params, stream.cu_stream().cast::<c_void>()) })?;
+        let options = LinearOptions { swiglu: swiglu.into(), ..LinearOptions::default() };
+        // SAFETY: the launcher reads the parameters; the kernel reads `rows` rows of x and all of the weight, both of
+        // `inputs` elements as their layouts say, and writes the rows of y; the guards outlive the launch.
+        check(OP, unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) })?;
         drop(y);
         Ok((out, Shape::from((rows, outputs))))
     }
@@ -150,6 +182,33 @@ mod tests {
                         let error = norm(&(&y - &want).unwrap()) / norm(&want);
                         assert!(error < bound, "{dtype:?} {rows}x{inputs} -> {outputs}: {error}");
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn swiglu_equals_its_definition_in_f64() {
+        let Some(device) = device() else { return };
+        for (dtype, bound) in [(DType::BF16, 4e-3), (DType::F16, 5e-4)] {
+            for (inputs, outputs) in [(64, 1), (192, 33), (1024, 100), (2560, 257)] {
+                for rows in [1, 2, 7, 8] {
+                    let on = |x: Tensor| {
+                        let x = x.to_dtype(dtype).unwrap();
+                        (x.to_dtype(DType::F64).unwrap(), x.to_device(&device).unwrap())
+                    };
+                    let scale = (inputs as f64).powf(-0.5);
+                    let (x_here, x) = on(numbers(rows, inputs, 0.3));
+                    let (w_here, w) = on((numbers(2 * outputs, inputs, 0.7) * scale).unwrap());
+                    let both = x_here.matmul(&w_here.t().unwrap()).unwrap();
+                    let (gate, up) = (both.narrow(1, 0, outputs).unwrap(), both.narrow(1, outputs, outputs).unwrap());
+                    let want = (gate.silu().unwrap() * up).unwrap();
+                    let y =
+                        few_rows_with(&x, &w, true, Outputs::Swiglu).unwrap().expect("a shape that the kernel takes");
+                    assert_eq!(y.dims(), [rows, outputs]);
+                    let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+                    let error = norm(&(&y - &want).unwrap()) / norm(&want);
+                    assert!(error < bound, "{dtype:?} {rows}x{inputs} -> {outputs}: {error}");
                 }
             }
         }

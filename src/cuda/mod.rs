@@ -6,6 +6,11 @@
 pub(crate) mod attention;
 mod ffi;
 pub(crate) mod linear;
+pub(crate) mod model;
+pub(crate) mod moe;
+#[cfg(feature = "nccl")]
+pub(crate) mod nccl;
+pub(crate) mod outputs;
 #[cfg(feature = "profile")]
 pub(crate) mod profile;
 pub(crate) mod step;

@@ -1,6 +1,7 @@
 //! `gdn_step`: convolution, rule and gated norm of a few tokens in one launch.
 
-use super::{addressing, alloc, check, dense, dtype_code, ffi, heads, in_place, in_place_if_any, int, read, stream_of};
+use super::outputs::{alloc, undo};
+use super::{addressing, check, dense, dtype_code, ffi, heads, in_place, in_place_if_any, int, read, stream_of};
 use super::{held, held_or_none, held_slots, held_u32, write, write_if_any, Pointer, Written};
 use crate::ops::{GateActivation, Gates, Slots, StepAlgo, StepPlan};
 use candle_core::backend::BackendStorage;
@@ -60,6 +61,7 @@ fn launch(
     drop((to, conv, state, token_states));
     // Asking beforehand would choose twice.
     if status == BAD_ALGO {
+        undo(out)?;
         return Ok(None);
     }
     check(args.name, status)?;

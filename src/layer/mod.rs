@@ -10,6 +10,7 @@ pub use verify::{Accepted, Drafted};
 use crate::linear::Linear;
 use crate::ops::{check_state_dtype, GateActivation, StepOptions};
 use crate::state::{GdnState, StatePool};
+use crate::weights::{Matrix, Source};
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
@@ -38,12 +39,12 @@ pub struct GdnConfig {
 
 impl GdnConfig {
     /// HK * K
-    fn key_size(&self) -> usize {
+    pub(crate) fn key_size(&self) -> usize {
         self.num_key_heads * self.key_head_dim
     }
 
     /// HV * V
-    fn value_size(&self) -> usize {
+    pub(crate) fn value_size(&self) -> usize {
         self.num_value_heads * self.value_head_dim
     }
 
@@ -115,28 +116,33 @@ impl GatedDeltaNet {
     /// # Errors
     /// When the config does not fit together, or a weight is missing or misshapen (the message names it).
     pub fn load(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
+        Self::load_from(config, &Source::new(vb))
+    }
+
+    /// `source` is at `..linear_attn`.
+    pub(crate) fn load_from(config: &GdnConfig, source: &Source) -> Result<Self> {
         config.check()?;
         let c = config;
-        let in_proj = if vb.contains_tensor("in_proj_qkvz.weight") {
-            interleaved_projection(c, &vb)?
-        } else if vb.contains_tensor("in_proj_qkv.weight") {
-            split_projection(c, &vb)?
+        let in_proj = if source.contains("in_proj_qkvz.weight") {
+            interleaved_projection(c, source)?
+        } else if source.contains("in_proj_qkv.weight") || source.is_gguf() {
+            split_projection(c, source)?
         } else {
             bail!(
                 "no Gated DeltaNet under `{0}`: expected the weight `{0}.in_proj_qkvz.weight` (Qwen3-Next) or \
                  `{0}.in_proj_qkv.weight` (Qwen3.5 and later), found neither",
-                vb.prefix()
+                source.prefix()
             );
         };
-        let conv = vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?;
-        let f32_vector = |n: usize, name: &str| vb.get(n, name)?.to_dtype(DType::F32)?.contiguous();
+        let conv = source.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?;
+        let f32_vector = |n: usize, name: &str| source.get(n, name)?.to_dtype(DType::F32)?.contiguous();
         let layer = Self {
-            in_proj: Linear::from_weight(in_proj)?,
+            in_proj: Linear::stack(in_proj, source.device())?,
             conv_weight: conv.squeeze(1)?.contiguous()?,
             a_log: f32_vector(c.num_value_heads, "A_log")?,
             dt_bias: f32_vector(c.num_value_heads, "dt_bias")?,
             norm_weight: f32_vector(c.value_head_dim, "norm.weight")?,
-            out_proj: Linear::load(c.value_size(), c.hidden_size, vb.pp("out_proj"))?,
+            out_proj: source.pp("out_proj").linear(c.value_size(), c.hidden_size)?,
             options: StepOptions {
                 beta_scale: f64::from(c.beta_scale),
                 norm_eps: c.rms_norm_eps,
@@ -207,26 +213,35 @@ impl GatedDeltaNet {
 
 /// Qwen3-Next: the rows of `in_proj_qkvz` come by key head, each `[q K | k K | v rV | z rV]`, and those of `in_proj_ba`
 /// as `[b r | a r]`, where r is the number of value heads a key head serves.
-fn interleaved_projection(c: &GdnConfig, vb: &VarBuilder) -> Result<Tensor> {
+fn interleaved_projection(c: &GdnConfig, source: &Source) -> Result<Vec<Matrix>> {
     let (heads, r, hidden) = (c.num_key_heads, c.num_value_heads / c.num_key_heads, c.hidden_size);
     let (key, value) = (c.key_head_dim, r * c.value_head_dim);
-    let qkvz = vb.get((2 * (c.key_size() + c.value_size()), hidden), "in_proj_qkvz.weight")?;
-    let qkvz = qkvz.reshape((heads, 2 * (key + value), hidden))?;
-    let ba = vb.get((2 * c.num_value_heads, hidden), "in_proj_ba.weight")?;
-    let ba = ba.reshape((heads, 2 * r, hidden))?;
     let rows = |from: &Tensor, start: usize, n: usize| from.narrow(1, start, n)?.reshape((heads * n, hidden));
-    let (q, k) = (rows(&qkvz, 0, key)?, rows(&qkvz, key, key)?);
-    let (v, z) = (rows(&qkvz, 2 * key, value)?, rows(&qkvz, 2 * key + value, value)?);
-    let (b, a) = (rows(&ba, 0, r)?, rows(&ba, r, r)?);
-    Tensor::cat(&[q, k, v, z, b, a], 0)
+    let qkvz = || {
+        let qkvz = source.staged((2 * (c.key_size() + c.value_size()), hidden), "in_proj_qkvz.weight")?;
+        let qkvz = qkvz.reshape((heads, 2 * (key + value), hidden))?;
+        let (q, k) = (rows(&qkvz, 0, key)?, rows(&qkvz, key, key)?);
+        let (v, z) = (rows(&qkvz, 2 * key, value)?, rows(&qkvz, 2 * key + value, value)?);
+        Tensor::cat(&[q, k, v, z], 0)
+    };
+    let ba = || {
+        let ba = source.staged((2 * c.num_value_heads, hidden), "in_proj_ba.weight")?;
+        let ba = ba.reshape((heads, 2 * r, hidden))?;
+        Tensor::cat(&[rows(&ba, 0, r)?, rows(&ba, r, r)?], 0)
+    };
+    Ok(vec![
+        source.matrix_of(&source.path("in_proj_qkvz.weight"), qkvz)?,
+        source.matrix_of(&source.path("in_proj_ba.weight"), ba)?,
+    ])
 }
 
 /// Qwen3.5 and later: already split, rows by head.
-fn split_projection(c: &GdnConfig, vb: &VarBuilder) -> Result<Tensor> {
-    let get = |rows: usize, name: &str| vb.get((rows, c.hidden_size), name);
-    let qkv = get(c.conv_channels(), "in_proj_qkv.weight")?;
-    let z = get(c.value_size(), "in_proj_z.weight")?;
-    let b = get(c.num_value_heads, "in_proj_b.weight")?;
-    let a = get(c.num_value_heads, "in_proj_a.weight")?;
-    Tensor::cat(&[qkv, z, b, a], 0)
+fn split_projection(c: &GdnConfig, source: &Source) -> Result<Vec<Matrix>> {
+    let get = |rows: usize, name: &str| source.matrix(rows, c.hidden_size, name);
+    Ok(vec![
+        get(c.conv_channels(), "in_proj_qkv.weight")?,
+        get(c.value_size(), "in_proj_z.weight")?,
+        get(c.num_value_heads, "in_proj_b.weight")?,
+        get(c.num_value_heads, "in_proj_a.weight")?,
+    ])
 }

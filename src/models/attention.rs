@@ -9,8 +9,8 @@ use crate::cpu::Element;
 use crate::host;
 use crate::linear::{products, Linear};
 use crate::rotary_frequencies;
-use candle_core::{bail, DType, Device, Error, Result, Tensor};
-use candle_nn::VarBuilder;
+use crate::weights::{Matrix, Source};
+use candle_core::{DType, Device, Error, Result, Tensor};
 
 /// One layer's attention; the state is a [`KvCache`].
 #[derive(Debug, Clone)]
@@ -19,7 +19,8 @@ pub(crate) struct GatedAttention {
     pub(super) k_proj: Linear,
     pub(super) v_proj: Linear,
     pub(super) o_proj: Linear,
-    /// The rows of q_proj, k_proj and v_proj, which are views of it; not on the CPU, whose products are packed.
+    /// The rows of q_proj, k_proj and v_proj, which are views of it; not on the CPU, whose products are packed, and not
+    /// quantised.
     pub(super) qkv_proj: Option<Linear>,
     pub(super) q_norm: RmsNorm,
     pub(super) k_norm: RmsNorm,
@@ -49,31 +50,35 @@ const SCORE_BYTES_CPU: usize = 32 << 20;
 const SCORE_BYTES_GPU: usize = 512 << 20;
 
 impl GatedAttention {
-    /// `vb` is at `..self_attn`.
-    pub(crate) fn load(cfg: &ModelConfig, vb: VarBuilder) -> Result<Self> {
+    /// `source` is at `..self_attn`.
+    pub(crate) fn load(cfg: &ModelConfig, source: &Source) -> Result<Self> {
         let (h, eps, a) = (cfg.hidden_size, cfg.rms_norm_eps, &cfg.attention);
         let d = a.head_dim;
         let sizes = [a.num_heads * 2 * d, a.num_kv_heads * d, a.num_kv_heads * d];
-        let [q, k, v] = ["q_proj", "k_proj", "v_proj"].map(|name| vb.pp(name));
-        let get = |vb: VarBuilder, rows: usize| vb.get((rows, h), "weight");
-        let (q, k, v) = (get(q, sizes[0])?, get(k, sizes[1])?, get(v, sizes[2])?);
-        let (qkv_proj, [q_proj, k_proj, v_proj]) = if vb.device().is_cpu() {
-            (None, [Linear::from_weight(q)?, Linear::from_weight(k)?, Linear::from_weight(v)?])
-        } else {
-            let all = Tensor::cat(&[q, k, v], 0)?;
-            let rows = |start: usize, n: usize| Ok::<_, Error>(Linear::Device(all.narrow(0, start, n)?));
-            let views = [rows(0, sizes[0])?, rows(sizes[0], sizes[1])?, rows(sizes[0] + sizes[1], sizes[2])?];
-            (Some(Linear::Device(all)), views)
+        let device = source.device();
+        let get = |name: &str, rows: usize| source.pp(name).matrix(rows, h, "weight");
+        let parts = (get("q_proj", sizes[0])?, get("k_proj", sizes[1])?, get("v_proj", sizes[2])?);
+        let (qkv_proj, [q_proj, k_proj, v_proj]) = match parts {
+            (Matrix::Dense(q), Matrix::Dense(k), Matrix::Dense(v)) if !device.is_cpu() => {
+                let all = Tensor::cat(&[q, k, v], 0)?;
+                let rows = |start: usize, n: usize| Ok::<_, Error>(Linear::Device(all.narrow(0, start, n)?));
+                let views = [rows(0, sizes[0])?, rows(sizes[0], sizes[1])?, rows(sizes[0] + sizes[1], sizes[2])?];
+                (Some(Linear::Device(all)), views)
+            }
+            (q, k, v) => {
+                let linear = |part: Matrix| Linear::stack(vec![part], device);
+                (None, [linear(q)?, linear(k)?, linear(v)?])
+            }
         };
         Ok(Self {
             q_proj,
             k_proj,
             v_proj,
             qkv_proj,
-            frequencies: rotary_frequencies(&a.rope_inv_freq, vb.device())?,
-            o_proj: Linear::load(a.num_heads * d, h, vb.pp("o_proj"))?,
-            q_norm: RmsNorm::load(d, eps, vb.pp("q_norm"))?,
-            k_norm: RmsNorm::load(d, eps, vb.pp("k_norm"))?,
+            frequencies: rotary_frequencies(&a.rope_inv_freq, device)?,
+            o_proj: source.pp("o_proj").linear(a.num_heads * d, h)?,
+            q_norm: RmsNorm::load(d, eps, source.pp("q_norm").dense())?,
+            k_norm: RmsNorm::load(d, eps, source.pp("k_norm").dense())?,
             cfg: a.clone(),
             max_positions: cfg.max_position_embeddings,
         })
@@ -106,7 +111,8 @@ impl GatedAttention {
     /// `x [.., hidden]` to `[rows, heads, q and gate]`, and keys and values `[rows, kv_heads, head_dim]`.
     pub(super) fn project_cpu(&self, x: &Tensor) -> Result<[Vec<f32>; 3]> {
         let (Linear::Cpu(q), Linear::Cpu(k), Linear::Cpu(v)) = (&self.q_proj, &self.k_proj, &self.v_proj) else {
-            bail!("attention: expected weights on the CPU")
+            let out = |proj: &Linear| host::with_f32(&proj.forward(x)?, <[f32]>::to_vec);
+            return Ok([out(&self.q_proj)?, out(&self.k_proj)?, out(&self.v_proj)?]);
         };
         host::with_f32(x, |x| products(x, [q, k, v]))
     }
@@ -224,6 +230,7 @@ mod tests {
     use super::super::rotary::Rotary;
     use super::*;
     use candle_core::D;
+    use candle_nn::VarBuilder;
     use std::collections::HashMap;
 
     /// The definition, one query at a time.
@@ -301,7 +308,8 @@ mod tests {
         for name in ["q_norm.weight", "k_norm.weight"] {
             weights.insert(name.to_string(), Tensor::randn(0f32, 0.2, head_dim, &Device::Cpu)?);
         }
-        let attention = GatedAttention::load(&cfg, VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu))?;
+        let attention =
+            GatedAttention::load(&cfg, &Source::new(VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu)))?;
         let rotary = Rotary::new(&cfg.attention.rope_inv_freq, 64, &Device::Cpu)?;
         let shape = CacheShape {
             batch: 2,

@@ -1,14 +1,17 @@
 //! The causal language model of the Qwen3-Next family.
 
-use super::config::ModelConfig;
-use super::decoder::DecoderLayer;
+use super::config::{Family, ModelConfig};
+use super::decoder::{DecoderLayer, Residual};
 use super::kv_cache::CacheShape;
 use super::norm::RmsNorm;
+use super::parallel::{Collective, Vocabulary};
 use super::rotary::Rotary;
 use super::state::ModelState;
 use crate::cpu::matmul::Weights;
 use crate::host;
 use crate::linear::Linear;
+use crate::weights::{dequantized, GgufFile, GgufWeights, LoadOptions, OtherType, Quantizer, Source};
+use candle_core::quantized::QTensor;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -49,6 +52,12 @@ pub struct CausalLm {
     pub(super) device: Device,
     /// Tells the states of two models apart.
     pub(super) id: usize,
+    /// Of which this model has a part, where others have the rest.
+    vocabulary: Option<Vocabulary>,
+    kv_heads: usize,
+    heads: usize,
+    other_types: Vec<OtherType>,
+    quantized: bool,
 }
 
 /// The rows that tokens begin as.
@@ -58,13 +67,50 @@ enum Embeddings {
     Table(Tensor),
     /// Those of the head, which packs them for its products: another copy would be large.
     Head(Arc<Weights>),
+    /// As a file had them; the head shares them where they are tied.
+    Quantized(Arc<QTensor>),
+}
+
+impl Embeddings {
+    /// Those of the model at `text`, and its head where it is the same matrix.
+    fn load(config: &ModelConfig, text: &Source) -> Result<(Self, Option<Linear>)> {
+        let (rows, columns, name) = (config.vocab_size, config.hidden_size, "embed_tokens.weight");
+        let tied = config.tie_word_embeddings;
+        if let Some(table) = text.stored_blocks(rows, columns, name)? {
+            let table = Arc::new(table.qtensor((rows, columns), text.device())?);
+            return Ok((Self::Quantized(table.clone()), tied.then(|| Linear::of(table)).transpose()?));
+        }
+        let table = text.get((rows, columns), name)?;
+        if !tied {
+            return Ok((Self::Table(table), None));
+        }
+        let head = match text.quantizes() {
+            true => Linear::stack(vec![text.matrix(rows, columns, name)?], text.device())?,
+            false => Linear::from_weight(table.clone())?,
+        };
+        Ok(match &head {
+            Linear::Cpu(weights) => (Self::Head(weights.clone()), Some(head)),
+            _ => (Self::Table(table), Some(head)),
+        })
+    }
+}
+
+impl Embeddings {
+    /// With a row of zeros behind the last, for tokens of other ranks.
+    fn with_zeros(self) -> Result<Self> {
+        Ok(match self {
+            Self::Table(table) => Self::Table(table.pad_with_zeros(0, 0, 1)?),
+            Self::Head(weights) => Self::Head(weights),
+            Self::Quantized(_) => bail!("tensor parallelism: expected weights that are not quantised"),
+        })
+    }
 }
 
 impl CausalLm {
     /// Loads the model at the root of a checkpoint, in the dtype (f32, bf16 or f16) and on the
     /// device of `vb`. Weights that the text model does not need (`mtp.*`, a vision tower) are
     /// never read. On the CPU, matrices in f32 that bf16 or f16 holds exactly are kept in it, which halves
-    /// memory and changes no result.
+    /// memory and changes no result. Weights in fp8 ([`ModelConfig::fp8`]) are dequantised.
     ///
     /// # Errors
     /// A missing or misshapen weight, by its full name.
@@ -76,43 +122,138 @@ impl CausalLm {
     pub fn load_with_progress(
         config: &ModelConfig,
         vb: VarBuilder,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self> {
+        Self::load_with(config, vb, &LoadOptions::default(), progress)
+    }
+
+    /// The same with options.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), or a type that matrices cannot be quantised to.
+    pub fn load_with(
+        config: &ModelConfig,
+        vb: VarBuilder,
+        options: &LoadOptions,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self> {
+        let vb = match &config.fp8 {
+            Some(fp8) => dequantized(vb, fp8),
+            None => vb,
+        };
+        Self::load_from(config, Source::new(vb), options, None, progress)
+    }
+
+    /// Loads a rank's part of a model, whose others the other ranks of `group` load at the same time: tensor
+    /// parallelism. `config` is that of the whole model, `part` what [`part_of`](super::part_of) or
+    /// [`part_of_safetensors`](super::part_of_safetensors) give. From then on all ranks make the same calls in the same
+    /// order, each on a state or pool of its own, which holds its heads; logits are those of the whole, the same on all
+    /// ranks.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), or where the model cannot be divided so ([`ModelConfig::split`]).
+    pub fn load_part(
+        config: &ModelConfig,
+        part: VarBuilder,
+        group: Arc<dyn Collective>,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self> {
+        Self::load_from(config, Source::new(part), &LoadOptions::default(), Some(group), progress)
+    }
+
+    /// Loads the model in a GGUF file that llama.cpp's converter made, with activations in `dtype` (f32, bf16 or f16).
+    /// `config` is [`ModelConfig::from_gguf`]'s. Quantised matrices stay as they are, to the bit, and candle's kernels
+    /// multiply with them; candle rounds what they are multiplied with to 8 bits. All else is loaded in `dtype`.
+    ///
+    /// # Errors
+    /// A missing or misshapen tensor: the message names the file, the tensor, and the weight it stands for.
+    pub fn load_gguf(config: &ModelConfig, file: &GgufFile, dtype: DType, device: &Device) -> Result<Self> {
+        Self::load_gguf_with(config, file, dtype, device, &LoadOptions::default(), |_, _| ())
+    }
+
+    /// [`load_gguf`](Self::load_gguf) with options, which concern what is not quantised in the file, calling
+    /// `progress(loaded, of)` after every layer.
+    ///
+    /// # Errors
+    /// As [`load_gguf`](Self::load_gguf), or a type that matrices cannot be quantised to.
+    pub fn load_gguf_with(
+        config: &ModelConfig,
+        file: &GgufFile,
+        dtype: DType,
+        device: &Device,
+        options: &LoadOptions,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self> {
+        let weights = GgufWeights::new(file, &config.gdn, config.family != Family::Qwen3Next);
+        Self::load_from(config, Source::gguf(weights, dtype, device), options, None, progress)
+    }
+
+    fn load_from(
+        config: &ModelConfig,
+        source: Source,
+        options: &LoadOptions,
+        group: Option<Arc<dyn Collective>>,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Self> {
         static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
-        let dtype = vb.dtype();
+        let (dtype, device) = (source.dtype(), source.device().clone());
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             bail!("dtype: expected F32, BF16 or F16, got {dtype:?}")
         }
-        let is_here = |p: &&&str| vb.pp(p).contains_tensor("embed_tokens.weight");
+        let quantizer = options.quantize.map(Quantizer::new).transpose()?.map(Arc::new);
+        let quantized = source.is_quantized() || quantizer.is_some();
+        let source = match &quantizer {
+            Some(quantizer) => source.quantized(quantizer.clone()),
+            None => source,
+        };
+        let is_here = |p: &&&str| source.pp(p).contains("embed_tokens.weight");
         // If it is nowhere, the error names the tensor at the usual place.
         let prefix = PREFIXES.iter().find(is_here).unwrap_or(&PREFIXES[0]);
-        let text = vb.pp(prefix);
-        let shape = (config.vocab_size, config.hidden_size);
-        let embeddings = text.get(shape, "embed_tokens.weight")?;
+        let text = source.pp(prefix);
+        let whole = config;
+        let part = group.as_ref().map(|group| whole.split(group.size())).transpose()?;
+        let config = part.as_ref().unwrap_or(whole);
+        let (mut embeddings, tied) = Embeddings::load(config, &text)?;
+        if group.is_some() {
+            embeddings = embeddings.with_zeros()?;
+        }
         let mut layers = Vec::with_capacity(config.layers.len());
         for (i, layer) in config.layers.iter().enumerate() {
-            layers.push(DecoderLayer::load(config, layer, text.pp("layers").pp(i))?);
+            let layer = DecoderLayer::load(config, layer, &text.pp("layers").pp(i))?;
+            layers.push(layer.in_group(group.clone()));
             progress(i + 1, config.layers.len());
         }
-        let head = match config.tie_word_embeddings {
-            true => Linear::from_weight(embeddings.clone())?,
-            false => Linear::load(config.hidden_size, config.vocab_size, vb.pp("lm_head"))?,
-        };
-        let embeddings = match &head {
-            Linear::Cpu(weights) if config.tie_word_embeddings => Embeddings::Head(weights.clone()),
-            _ => Embeddings::Table(embeddings),
+        let vocabulary = group.map(|group| Vocabulary::new(group, whole.vocab_size, &device)).transpose()?;
+        let head = match tied {
+            Some(tied) => tied,
+            None => source.pp("lm_head").linear(config.hidden_size, config.vocab_size)?,
         };
         Ok(Self {
             embeddings,
             layers,
-            norm: RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm"))?,
+            norm: RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm").dense())?,
             head,
-            rotary: Rotary::new(&config.attention.rope_inv_freq, config.max_position_embeddings, vb.device())?,
-            config: config.clone(),
+            rotary: Rotary::new(&config.attention.rope_inv_freq, config.max_position_embeddings, &device)?,
+            config: whole.clone(),
+            vocabulary,
+            heads: config.attention.num_heads,
+            kv_heads: config.attention.num_kv_heads,
             dtype,
-            device: vb.device().clone(),
+            device,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            quantized,
+            other_types: quantizer.map(|quantizer| quantizer.others()).unwrap_or_default(),
         })
+    }
+
+    /// Whether matrices are quantised, or were to be: candle's kernels multiply with those.
+    pub fn is_quantized(&self) -> bool {
+        self.quantized
+    }
+
+    /// The matrices that [`LoadOptions::quantize`] could not bring into the type that was asked for.
+    pub fn other_types(&self) -> &[OtherType] {
+        &self.other_types
     }
 
     /// The configuration it was loaded with.
@@ -145,8 +286,8 @@ impl CausalLm {
     pub(super) fn cache_shape(&self, batch: usize, max_len: usize) -> CacheShape {
         CacheShape {
             batch,
-            heads: self.config.attention.num_heads,
-            kv_heads: self.config.attention.num_kv_heads,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
             head_dim: self.config.attention.head_dim,
             max_len,
             dtype: self.dtype,
@@ -194,13 +335,13 @@ impl CausalLm {
         if tokens == 0 {
             return Tensor::zeros((batch, 0, hidden), self.dtype, &self.device);
         }
-        let mut x = self.embed(&self.checked_ids(ids)?)?.reshape((batch, tokens, hidden))?;
+        let mut x = Residual::new(self.embed(&self.checked_ids(ids)?)?.reshape((batch, tokens, hidden))?);
         let angles = self.rotary.angles(state.position(), tokens)?;
         state.advance(tokens, |states| {
             for (layer, state) in self.layers.iter().zip(states) {
-                x = layer.forward(&x, &angles, state)?;
+                x = layer.forward(x, &angles, state)?;
             }
-            self.norm.forward(&x)
+            Ok(x.norm(&self.norm)?.1)
         })
     }
 
@@ -212,22 +353,36 @@ impl CausalLm {
             dims.push(self.config.vocab_size);
             return Tensor::zeros(dims, DType::F32, &self.device);
         }
-        self.head.forward(&hidden.contiguous()?)?.to_dtype(DType::F32)
+        // No kernel of a pass writes a weight.
+        let logits = self.head.forward_with(&hidden.contiguous()?, true)?;
+        match &self.vocabulary {
+            Some(vocabulary) => vocabulary.gather(&logits)?.to_dtype(DType::F32),
+            None => logits.to_dtype(DType::F32),
+        }
     }
 
     /// `ids [tokens]` to `[tokens, hidden_size]`.
     pub(super) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+        match &self.vocabulary {
+            Some(vocabulary) => vocabulary.embed(ids, |rows| self.embedding_rows(rows)),
+            None => self.embedding_rows(ids),
+        }
+    }
+
+    fn embedding_rows(&self, ids: &Tensor) -> Result<Tensor> {
         match &self.embeddings {
             Embeddings::Table(table) => table.index_select(ids, 0),
             Embeddings::Head(weights) => {
                 let hidden = self.config.hidden_size;
                 let ids = ids.to_dtype(DType::U32)?.to_vec1::<u32>()?;
                 let mut rows = vec![0f32; ids.len() * hidden];
-                for (id, row) in ids.iter().zip(rows.chunks_exact_mut(hidden)) {
-                    weights.read_row(*id as usize, row);
-                }
+                // Behind the last row are zeros.
+                let known =
+                    ids.iter().zip(rows.chunks_exact_mut(hidden)).filter(|(id, _)| (**id as usize) < weights.outputs());
+                known.for_each(|(id, row)| weights.read_row(*id as usize, row));
                 host::tensor(rows, (ids.len(), hidden), self.dtype)
             }
+            Embeddings::Quantized(table) => table.embedding(ids)?.to_dtype(self.dtype),
         }
     }
 

@@ -6,10 +6,12 @@ use super::kv_cache::{CacheShape, KvCache};
 use super::mlp::Mlp;
 use super::moe::SparseMoe;
 use super::norm::RmsNorm;
+use super::parallel::Collective;
 use super::rotary::Angles;
+use crate::weights::Source;
 use crate::{GatedDeltaNet, GdnState};
 use candle_core::{bail, Result, Tensor};
-use candle_nn::VarBuilder;
+use std::sync::Arc;
 
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
@@ -17,6 +19,8 @@ pub(crate) struct DecoderLayer {
     pub(super) mixer: Mixer,
     post_norm: RmsNorm,
     ffn: Ffn,
+    /// The other ranks, where this one has a part of the layer.
+    group: Option<Arc<dyn Collective>>,
 }
 
 /// What a token takes from those before it.
@@ -29,7 +33,15 @@ pub(super) enum Mixer {
 #[derive(Debug)]
 enum Ffn {
     Dense(Mlp),
-    Moe(SparseMoe),
+    Moe(Box<SparseMoe>),
+}
+
+/// What runs from layer to layer: the sum so far, and what the last feed-forward adds to it, which the next norm does
+/// in passing.
+#[derive(Debug)]
+pub(crate) struct Residual {
+    sum: Tensor,
+    add: Option<Tensor>,
 }
 
 /// What a layer remembers of the tokens so far.
@@ -40,21 +52,34 @@ pub(crate) enum LayerState {
 }
 
 impl DecoderLayer {
-    /// `vb` is at `..layers.{i}`.
-    pub(crate) fn load(cfg: &ModelConfig, layer: &LayerConfig, vb: VarBuilder) -> Result<Self> {
-        let norm = |name: &str| RmsNorm::load(cfg.hidden_size, cfg.rms_norm_eps, vb.pp(name));
+    /// `source` is at `..layers.{i}`.
+    pub(crate) fn load(cfg: &ModelConfig, layer: &LayerConfig, source: &Source) -> Result<Self> {
+        let norm = |name: &str| RmsNorm::load(cfg.hidden_size, cfg.rms_norm_eps, source.pp(name).dense());
         let mixer = match layer.mixer {
-            MixerKind::LinearAttention => Mixer::Linear(GatedDeltaNet::load(&cfg.gdn, vb.pp("linear_attn"))?),
-            MixerKind::FullAttention => Mixer::Full(GatedAttention::load(cfg, vb.pp("self_attn"))?),
+            MixerKind::LinearAttention => Mixer::Linear(GatedDeltaNet::load_from(&cfg.gdn, &source.pp("linear_attn"))?),
+            MixerKind::FullAttention => Mixer::Full(GatedAttention::load(cfg, &source.pp("self_attn"))?),
         };
         let ffn = match (layer.ffn, &cfg.moe) {
             (FfnKind::Dense { intermediate_size }, _) => {
-                Ffn::Dense(Mlp::load(cfg.hidden_size, intermediate_size, vb.pp("mlp"))?)
+                Ffn::Dense(Mlp::load_from(cfg.hidden_size, intermediate_size, &source.pp("mlp"))?)
             }
-            (FfnKind::Moe, Some(moe)) => Ffn::Moe(SparseMoe::load(moe, cfg.hidden_size, vb.pp("mlp"))?),
+            (FfnKind::Moe, Some(moe)) => {
+                Ffn::Moe(Box::new(SparseMoe::load_from(moe, cfg.hidden_size, &source.pp("mlp"))?))
+            }
             (FfnKind::Moe, None) => bail!("config: a layer uses experts but `moe` is absent"),
         };
-        Ok(Self { input_norm: norm("input_layernorm")?, mixer, post_norm: norm("post_attention_layernorm")?, ffn })
+        Ok(Self {
+            input_norm: norm("input_layernorm")?,
+            mixer,
+            post_norm: norm("post_attention_layernorm")?,
+            ffn,
+            group: None,
+        })
+    }
+
+    /// The layer as a part of one, whose others `group` has.
+    pub(super) fn in_group(self, group: Option<Arc<dyn Collective>>) -> Self {
+        Self { group, ..self }
     }
 
     /// The state before the first token; `cache` describes a key-value cache of this model.
@@ -66,7 +91,7 @@ impl DecoderLayer {
     }
 
     /// `x [batch, tokens, hidden]` to the same.
-    pub(crate) fn forward(&self, x: &Tensor, angles: &Angles, state: &mut LayerState) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x: Residual, angles: &Angles, state: &mut LayerState) -> Result<Residual> {
         self.around(x, |mixer, h| match (mixer, state) {
             (Mixer::Linear(gdn), LayerState::Linear(s)) => gdn.forward(h, s),
             (Mixer::Full(attn), LayerState::Full(s)) => attn.forward(h, angles, s),
@@ -75,15 +100,46 @@ impl DecoderLayer {
     }
 
     /// The layer with `mix` for the token mixer: `x [.., hidden]` to the same.
-    pub(super) fn around(&self, x: &Tensor, mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
-        let h = mix(&self.mixer, &self.input_norm.forward(x)?)?;
-        let x = (x + h)?;
-        let h = self.post_norm.forward(&x)?;
+    pub(super) fn around(&self, x: Residual, mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>) -> Result<Residual> {
+        let (x, y) = x.norm(&self.input_norm)?;
+        let h = self.sum(mix(&self.mixer, &y)?)?;
+        let (sum, y) = self.post_norm.forward_sum(&x, &h)?;
         let h = match &self.ffn {
-            Ffn::Dense(mlp) => mlp.forward(&h)?,
-            Ffn::Moe(moe) => moe.forward(&h)?,
+            Ffn::Dense(mlp) => mlp.forward(&y)?,
+            Ffn::Moe(moe) => moe.forward(&y)?,
         };
-        x + h
+        Ok(Residual { sum, add: Some(self.sum(h)?) })
+    }
+
+    /// Over the ranks.
+    fn sum(&self, part: Tensor) -> Result<Tensor> {
+        match &self.group {
+            Some(group) => group.all_reduce(&part),
+            None => Ok(part),
+        }
+    }
+}
+
+impl Residual {
+    /// Before the first layer.
+    pub(super) fn new(embedded: Tensor) -> Self {
+        Self { sum: embedded, add: None }
+    }
+
+    /// The sum, and its norm.
+    pub(super) fn norm(self, norm: &RmsNorm) -> Result<(Tensor, Tensor)> {
+        match self.add {
+            Some(h) => norm.forward_sum(&self.sum, &h),
+            None => {
+                let y = norm.forward(&self.sum)?;
+                Ok((self.sum, y))
+            }
+        }
+    }
+
+    /// Some of its rows.
+    pub(super) fn rows(&self, rows: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self { sum: rows(&self.sum)?, add: self.add.as_ref().map(rows).transpose()? })
     }
 }
 

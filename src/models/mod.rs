@@ -4,7 +4,8 @@
 //! The families share every block: gated softmax attention with partial rotary positions and a
 //! key-value cache, zero-centred RMS norms in f32, SwiGLU and sparse mixture of experts. They
 //! differ in `config.json` and in where and how the weights are stored, which
-//! [`ModelConfig::from_json`] and [`CausalLm::load`] recognise.
+//! [`ModelConfig::from_json`] and [`CausalLm::load`] recognise. Weights may be quantised: in a GGUF file
+//! ([`CausalLm::load_gguf`]), in fp8, or as they are loaded ([`LoadOptions`]).
 //!
 //! A batch of sequences of one length goes through [`CausalLm::forward`] with a [`ModelState`]. Sequences that come
 //! and go, of any lengths, forked, restored, or with drafts, go through [`CausalLm::feed`] with a [`SequencePool`];
@@ -56,14 +57,19 @@ mod memory;
 mod mlp;
 mod moe;
 mod norm;
+mod parallel;
 pub mod qwen3_next;
 mod rotary;
 mod routing;
 mod sequences;
 mod state;
 
+#[cfg(feature = "nccl")]
+pub use crate::cuda::nccl::{NcclId, NcclRank};
+pub use crate::weights::{GgufFile, LoadOptions, OtherType};
 pub use causal_lm::CausalLm;
-pub use config::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 pub use memory::SequenceBytes;
+pub use parallel::{part_of, part_of_safetensors, Collective, LocalRank};
 pub use sequences::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot};
 pub use state::ModelState;

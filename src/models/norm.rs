@@ -2,6 +2,7 @@
 
 use crate::cpu::rms_norm::rms_norm;
 use crate::host;
+use crate::ops::AddRmsNorm;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
@@ -43,6 +44,16 @@ impl RmsNorm {
 
     /// `x [.., dim]` to the same shape and dtype.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_f32(x)?.to_dtype(x.dtype())
+        self.op()?.norm(x, &self.scale)
+    }
+
+    /// `x + h`, and its norm.
+    pub(crate) fn forward_sum(&self, x: &Tensor, h: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.op()?.forward(x, h, &self.scale)
+    }
+
+    /// No kernel of a pass writes a scale.
+    fn op(&self) -> Result<AddRmsNorm> {
+        Ok(AddRmsNorm::new(self.eps.into())?.overlapping())
     }
 }

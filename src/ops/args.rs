@@ -1,6 +1,6 @@
 //! Checks of arguments, shared by the ops. Every refusal names the op, the argument, what was expected and what came.
 
-use candle_core::{bail, CustomOp3, DType, Device, Layout, Result, Storage, Tensor};
+use candle_core::{bail, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, Result, Storage, Tensor};
 
 /// Where the rows of a tensor `[sequence, token, head, dim]` lie, in elements of its storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +52,6 @@ impl Lead {
 pub(crate) fn apply3<C: CustomOp3>(op: &C, x: &Tensor, y: &Tensor, z: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        use candle_core::op::BackpropOp;
         // candle's own way compares the three devices once more, by cloning them, which takes as long as all our checks.
         // A storage that two of them share is locked once.
         let keys = [x, y, z].map(storage_key);
@@ -63,10 +62,38 @@ pub(crate) fn apply3<C: CustomOp3>(op: &C, x: &Tensor, y: &Tensor, z: &Tensor) -
         let z_storage = z_guard.as_deref().unwrap_or(if keys[2] == keys[0] { &*x_guard } else { y_storage });
         if let [Storage::Cuda(a), Storage::Cuda(b), Storage::Cuda(c)] = [&*x_guard, y_storage, z_storage] {
             let (out, shape) = op.cuda_fwd(a, x.layout(), b, y.layout(), c, z.layout())?;
-            return Ok(Tensor::from_storage(Storage::Cuda(out), shape, BackpropOp::none(), false));
+            return crate::cuda::outputs::finish(out, shape);
         }
     }
     x.apply_op3_no_bwd(y, z, op)
+}
+
+/// The same on two.
+pub(crate) fn apply2<C: CustomOp2>(op: &C, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        let shared = storage_key(x) == storage_key(y);
+        let x_guard = x.storage_and_layout().0;
+        let y_guard = (!shared).then(|| y.storage_and_layout().0);
+        if let [Storage::Cuda(a), Storage::Cuda(b)] = [&*x_guard, y_guard.as_deref().unwrap_or(&*x_guard)] {
+            let (out, shape) = op.cuda_fwd(a, x.layout(), b, y.layout())?;
+            return crate::cuda::outputs::finish(out, shape);
+        }
+    }
+    x.apply_op2_no_bwd(y, op)
+}
+
+/// The same on one.
+pub(crate) fn apply1<C: CustomOp1>(op: &C, x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        let guard = x.storage_and_layout().0;
+        if let Storage::Cuda(storage) = &*guard {
+            let (out, shape) = op.cuda_fwd(storage, x.layout())?;
+            return crate::cuda::outputs::finish(out, shape);
+        }
+    }
+    x.apply_op1_no_bwd(op)
 }
 
 /// Layout of `[lead.., heads, dim]`, or of the same with the last two dimensions merged.

@@ -9,10 +9,12 @@ mod decode;
 mod norm;
 mod options;
 mod prefill;
+mod residual;
 mod rule;
 mod sequences;
 mod slots;
 mod step;
+mod swiglu;
 
 pub use attention::{
     attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare,
@@ -24,9 +26,11 @@ pub use decode::{gdn_decode, gdn_decode_in_place, GdnDecode};
 pub use norm::{gated_rms_norm, GatedRmsNorm};
 pub use options::{Algo, GateActivation, Gates, RuleOptions, StepAlgo, StepOptions};
 pub use prefill::{gdn_prefill, gdn_prefill_in_place, GdnPrefill};
+pub use residual::{add_rms_norm, rms_norm, AddRmsNorm};
 pub use sequences::CuSeqlens;
 pub use slots::{Slots, NO_SLOT};
 pub use step::{gdn_step_in_place, GdnStep};
+pub use swiglu::{swiglu, Swiglu};
 
 pub(crate) use args::check_state_dtype;
 #[cfg(feature = "cuda")]
@@ -35,5 +39,12 @@ pub(crate) use copy_slot::copy_slot;
 pub(crate) use step::STEP_TOKENS;
 #[cfg(feature = "cuda")]
 pub(crate) use {
-    args::HeadsLayout, conv::ConvPlan, norm::NormPlan, rule::RulePlan, sequences::SequencePlan, step::StepPlan,
+    args::{apply2, HeadsLayout},
+    conv::ConvPlan,
+    norm::NormPlan,
+    residual::ResidualPlan,
+    rule::RulePlan,
+    sequences::SequencePlan,
+    step::StepPlan,
+    swiglu::SwigluPlan,
 };

@@ -81,7 +81,7 @@ impl GatedRmsNorm {
 }
 
 /// The stride with which the leading dimensions count through as one, if there is such a stride.
-fn token_stride(dims: &[usize], stride: &[usize]) -> Option<usize> {
+pub(super) fn token_stride(dims: &[usize], stride: &[usize]) -> Option<usize> {
     let mut counted: Option<(usize, usize)> = None; // (innermost stride, tokens so far)
     for (&dim, &stride) in dims.iter().zip(stride).rev() {
         match counted {

@@ -10,11 +10,19 @@ mod checkpoints;
 mod conv_norm;
 mod decode_graph;
 mod errors;
+mod fused;
+mod gguf;
+#[path = "../../examples/common/gguf_tokenizer.rs"]
+mod gguf_tokenizer;
+#[path = "../support/gguf_writer.rs"]
+mod gguf_writer;
 #[path = "../support/golden.rs"]
 mod golden;
 mod goldens;
 mod layer;
 mod model;
+mod moe;
+mod parallel;
 mod pool;
 #[cfg(feature = "profile")]
 mod profile;

@@ -3,6 +3,7 @@
 // Each test program uses its part of this.
 #![allow(dead_code)]
 
+use candle_core::{safetensors, Device, Tensor};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -113,4 +114,36 @@ impl Copy {
         json[field] = value;
         self.write(name, json.to_string());
     }
+}
+
+/// A checkpoint that says the three bytes of a euro sign in turn, each a token, over and over.
+pub fn euro() -> Copy {
+    let copy = Copy::new();
+    let tokenizer = tokenizers::Tokenizer::from_file(copy.file("tokenizer.json")).expect("a tokenizer");
+    let euro = tokenizer.encode("€", false).expect("tokens").get_ids().to_vec();
+    assert_eq!(euro.len(), 3, "the demo's vocabulary has a token a byte");
+    let mut all = safetensors::load(copy.file("model.safetensors"), &Device::Cpu).expect("weights");
+    let (embed, head) = chain(&euro, 1024, 192);
+    all.insert("model.embed_tokens.weight".into(), embed);
+    all.insert("lm_head.weight".into(), head);
+    // Without mixers and feed-forward the head sees the token alone.
+    for (name, t) in all.iter_mut() {
+        if name.ends_with("out_proj.weight") || name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") {
+            *t = t.zeros_like().expect("zeros");
+        }
+    }
+    safetensors::save(&all, copy.file("model.safetensors")).expect("a file");
+    copy
+}
+
+/// Embedding and head `[vocab, hidden]` under which each of `cycle` is followed by the next.
+fn chain(cycle: &[u32], vocab: usize, hidden: usize) -> (Tensor, Tensor) {
+    let (mut embed, mut head) = (vec![0f32; vocab * hidden], vec![0f32; vocab * hidden]);
+    for (i, &id) in cycle.iter().enumerate() {
+        let next = cycle[(i + 1) % cycle.len()];
+        embed[id as usize * hidden + i] = 1.;
+        head[next as usize * hidden + i] = 1.;
+    }
+    let tensor = |v| Tensor::from_vec(v, (vocab, hidden), &Device::Cpu).expect("a tensor");
+    (tensor(embed), tensor(head))
 }

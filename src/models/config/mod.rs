@@ -1,6 +1,7 @@
-//! `config.json` of the Qwen3-Next family, checked and in the terms of this crate.
+//! `config.json` of the Qwen3-Next family, or the metadata of a GGUF file, checked and in the terms of this crate.
 
 mod fields;
+mod gguf;
 mod parse;
 #[cfg(test)]
 mod tests;
@@ -78,7 +79,16 @@ pub struct MoeConfig {
     pub norm_topk_prob: bool,
 }
 
-/// A whole model. Made by [`ModelConfig::from_json`], which checks that the parts agree.
+/// How the matrices of a checkpoint in fp8 (e4m3) are stored.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fp8Config {
+    /// Rows and columns of the blocks that have one scale each, `{weight}_scale_inv`.
+    pub weight_block_size: [usize; 2],
+    /// Modules whose weights are not in fp8.
+    pub modules_to_not_convert: Vec<String>,
+}
+
+/// A whole model. Made by [`ModelConfig::from_json`] or [`ModelConfig::from_gguf`], which check that the parts agree.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// Published family.
@@ -103,4 +113,6 @@ pub struct ModelConfig {
     pub layers: Vec<LayerConfig>,
     /// Tokens that end a text; may be empty.
     pub eos_token_ids: Vec<u32>,
+    /// Set where the checkpoint is in fp8; its weights are dequantised as they are loaded.
+    pub fp8: Option<Fp8Config>,
 }

@@ -2,7 +2,7 @@
 //! where it would change the numbers.
 
 use super::fields::Fields;
-use super::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+use super::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 use crate::{GateActivation, GdnConfig};
 use candle_core::{bail, Result};
 use serde_json::Value;
@@ -26,11 +26,11 @@ const ARCHITECTURES: &[&str] = &[
 ];
 
 /// Stand-in for `full_attention_interval` where neither it nor `layer_types` is given.
-const FULL_ATTENTION_INTERVAL: usize = 4;
+pub(super) const FULL_ATTENTION_INTERVAL: usize = 4;
 const PARTIAL_ROTARY_FACTOR: f64 = 0.25;
 const RMS_NORM_EPS: f64 = 1e-6;
 /// A bound on what a broken file can make us allocate.
-const MAX_LAYERS: usize = 4096;
+pub(super) const MAX_LAYERS: usize = 4096;
 
 impl ModelConfig {
     /// Reads the text of a `config.json` as transformers writes it.
@@ -38,7 +38,7 @@ impl ModelConfig {
     /// # Errors
     /// Anything that is not JSON, an unknown `model_type` or architecture, a missing or
     /// contradictory field, and features that this crate does not compute (biased attention,
-    /// quantised weights, rope scaling, activations other than SiLU). The message names the field,
+    /// weights quantised by other means than fp8 in blocks, rope scaling, activations other than SiLU). The message names the field,
     /// what was expected and what came.
     pub fn from_json(text: &str) -> Result<Self> {
         let value: Value = match serde_json::from_str(text) {
@@ -95,6 +95,7 @@ impl ModelConfig {
             moe: moe.filter(|_| uses_moe),
             layers,
             eos_token_ids,
+            fp8: fp8(&root)?.or(if nested { fp8(&text)? } else { None }),
         })
     }
 }
@@ -116,9 +117,6 @@ fn check_architecture(root: &Fields) -> Result<()> {
 
 /// Fields that would change the result if they were ignored.
 fn check_unsupported(f: &Fields) -> Result<()> {
-    if let Some(q) = f.get("quantization_config") {
-        return f.wrong("quantization_config", "none (bf16, f16 or f32 weights)", q);
-    }
     if f.bool_or("attention_bias", false)? {
         return f.wrong("attention_bias", "false", &Value::from(true));
     }
@@ -129,6 +127,35 @@ fn check_unsupported(f: &Fields) -> Result<()> {
         None | Some("silu" | "swish") => Ok(()),
         Some(other) => f.wrong("hidden_act", "\"silu\"", &Value::from(other)),
     }
+}
+
+/// `quantization_config`: of its methods, fp8 with a scale for each block.
+fn fp8(f: &Fields) -> Result<Option<Fp8Config>> {
+    let Some(q) = f.object("quantization_config")? else { return Ok(None) };
+    match q.str("quant_method")? {
+        "fp8" => {}
+        other => return q.wrong("quant_method", "\"fp8\" (or no quantization_config)", &Value::from(other)),
+    }
+    match q.opt_str("fmt")? {
+        None | Some("e4m3" | "float8_e4m3fn") => {}
+        Some(other) => return q.wrong("fmt", "\"e4m3\"", &Value::from(other)),
+    }
+    let size = |v: &Value| v.as_u64().filter(|n| (1..1 << 31).contains(n)).map(|n| n as usize);
+    let weight_block_size = match q.opt_list("weight_block_size")?.map(|l| l.iter().map(size).collect::<Vec<_>>()) {
+        Some(sizes) if matches!(*sizes, [Some(_), Some(_)]) => [sizes[0].unwrap_or(1), sizes[1].unwrap_or(1)],
+        _ => {
+            let got = q.get("weight_block_size").unwrap_or(&Value::Null);
+            return q.wrong("weight_block_size", "two positive integers", got);
+        }
+    };
+    let mut modules_to_not_convert = Vec::new();
+    for module in q.opt_list("modules_to_not_convert")?.unwrap_or_default() {
+        match module.as_str() {
+            Some(module) => modules_to_not_convert.push(module.to_string()),
+            None => return q.wrong("modules_to_not_convert", "a list of strings", module),
+        }
+    }
+    Ok(Some(Fp8Config { weight_block_size, modules_to_not_convert }))
 }
 
 fn attention(f: &Fields) -> Result<AttentionConfig> {
@@ -147,12 +174,12 @@ fn attention(f: &Fields) -> Result<AttentionConfig> {
             "config: `partial_rotary_factor`: expected an even, positive number of rotated values in a head of {head_dim}, got {factor} which gives {rotary_dim}"
         )
     }
-    Ok(AttentionConfig {
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        rope_inv_freq: (0..rotary_dim / 2).map(|i| rope_theta.powf(-2. * i as f64 / rotary_dim as f64)).collect(),
-    })
+    Ok(AttentionConfig { num_heads, num_kv_heads, head_dim, rope_inv_freq: inv_freq(rope_theta, rotary_dim) })
+}
+
+/// Radians per position of the pairs of `rotary_dim` rotated values.
+pub(super) fn inv_freq(theta: f64, rotary_dim: usize) -> Vec<f64> {
+    (0..rotary_dim / 2).map(|i| theta.powf(-2. * i as f64 / rotary_dim as f64)).collect()
 }
 
 /// Theta and the rotated share of a head, from `rope_parameters` or the older flat fields.

@@ -191,7 +191,9 @@ fn what_is_not_computed_is_refused() {
     fails(&with("attention_bias", true.into()), &["`attention_bias`", "expected false", "true"]);
     fails(&with("attn_output_gate", false.into()), &["`attn_output_gate`", "expected true"]);
     fails(&with("output_gate_type", "tanh".into()), &["`output_gate_type`", "sigmoid", "tanh"]);
-    fails(&with("quantization_config", json!({"quant_method": "fp8"})), &["`quantization_config`", "fp8"]);
+    let awq = json!({"quant_method": "awq", "bits": 4});
+    fails(&with("quantization_config", awq), &["`quantization_config.quant_method`", "fp8", "awq"]);
+    fails(&with("quantization_config", json!({})), &["`quantization_config.quant_method`", "missing"]);
     fails(&with("decoder_sparse_step", 0.into()), &["`decoder_sparse_step`", "positive", "got 0"]);
     fails(&with("full_attention_interval", 0.into()), &["`full_attention_interval`", "got 0"]);
     fails(&with("tie_word_embeddings", "yes".into()), &["`tie_word_embeddings`", "yes"]);

@@ -1,26 +1,23 @@
-//! The mixture of experts out of tensor ops.
+//! The mixture of experts on a device: by kernels of our own where they take it, else out of tensor ops.
 
 use super::super::config::MoeConfig;
 use super::super::mlp::Mlp;
 use super::super::routing::Routing;
 use super::{gate_weight, stacked_experts};
-use crate::linear::{matmul_t, Linear};
+use crate::linear::matmul_t;
+#[cfg(feature = "cuda")]
+use crate::{cuda::moe, linear::Linear};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceMoe {
-    router: Linear,
+    /// `[experts, hidden]` in f32; where there is a shared expert a row more, its gate.
+    router: Tensor,
     experts: Experts,
-    shared: Option<SharedExpert>,
+    /// An MLP for every token, scaled by a sigmoid.
+    shared: Option<Mlp>,
     cfg: MoeConfig,
-}
-
-/// An MLP for every token, scaled by a sigmoid.
-#[derive(Debug, Clone)]
-struct SharedExpert {
-    mlp: Mlp,
-    gate: Linear,
 }
 
 /// All experts of a layer, stacked.
@@ -37,49 +34,89 @@ struct Experts {
 impl DeviceMoe {
     /// `vb` is at `..mlp`.
     pub(crate) fn load(cfg: &MoeConfig, hidden: usize, vb: VarBuilder) -> Result<Self> {
-        let gate = |name: &str, rows: usize| Linear::from_weight(gate_weight(rows, hidden, vb.pp(name))?);
-        let shared = match cfg.shared_intermediate_size {
-            0 => None,
-            size => Some(SharedExpert {
-                mlp: Mlp::load(hidden, size, vb.pp("shared_expert"))?,
-                gate: gate("shared_expert_gate", 1)?,
-            }),
-        };
-        Ok(Self {
-            router: gate("gate", cfg.num_experts)?,
-            experts: Experts::load(cfg, hidden, vb.pp("experts"))?,
-            shared,
-            cfg: cfg.clone(),
-        })
+        let mut router = gate_weight(cfg.num_experts, hidden, vb.pp("gate"))?;
+        let mut shared = None;
+        if cfg.shared_intermediate_size > 0 {
+            router = Tensor::cat(&[router, gate_weight(1, hidden, vb.pp("shared_expert_gate"))?], 0)?;
+            shared = Some(Mlp::load(hidden, cfg.shared_intermediate_size, vb.pp("shared_expert"))?);
+        }
+        let experts = Experts::load(cfg, hidden, vb.pp("experts"))?;
+        Ok(Self { router, experts, shared, cfg: cfg.clone() })
     }
 
-    /// `x [.., hidden]` to the same. Up to [`FEW`] tokens stay on the device, as a captured graph must: each has its
-    /// experts gathered. For more the router's choice is read back to the host, so that each expert runs once over its
-    /// tokens.
+    /// `x [.., hidden]` to the same.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let h = self.experts.hidden;
-        let tokens = x.elem_count() / h;
-        let flat = x.reshape((tokens, h))?;
-        let x32 = flat.to_dtype(DType::F32)?;
-        let p = candle_nn::ops::softmax_last_dim(&self.router.forward(&x32)?)?;
-        let mut y = if tokens <= FEW {
-            self.experts.gathered(&flat, &p, &self.cfg)?
+        let flat = x.reshape(((), self.experts.hidden))?;
+        #[cfg(feature = "cuda")]
+        if let Some(y) = self.by_kernels(&flat)? {
+            return y.reshape(x.dims());
+        }
+        self.by_tensor_ops(&flat)?.to_dtype(x.dtype())?.reshape(x.dims())
+    }
+
+    /// `x [tokens, hidden]` to the same, f32. Up to [`FEW`] tokens stay on the device, as a captured graph must: each
+    /// has its experts gathered. For more the router's choice is read back to the host, so that each expert runs once
+    /// over its tokens.
+    fn by_tensor_ops(&self, x: &Tensor) -> Result<Tensor> {
+        let n = self.cfg.num_experts;
+        let scores = matmul_t(&x.to_dtype(DType::F32)?, &self.router)?;
+        let p = candle_nn::ops::softmax_last_dim(&scores.narrow(1, 0, n)?.contiguous()?)?;
+        let y = if x.dim(0)? <= FEW {
+            self.experts.gathered(x, &p, &self.cfg)?
         } else {
             let p = p.flatten_all()?.to_vec1::<f32>()?;
-            self.experts.forward(&flat, &Routing::top_k(&p, &self.cfg))?
+            self.experts.forward(x, &Routing::top_k(&p, &self.cfg))?
         };
-        if let Some(shared) = &self.shared {
-            let gate = candle_nn::ops::sigmoid(&shared.gate.forward(&x32)?)?;
-            let s = shared.mlp.forward(&flat)?.to_dtype(DType::F32)?;
-            y = (y + s.broadcast_mul(&gate)?)?;
-        }
-        y.to_dtype(x.dtype())?.reshape(x.dims())
+        let Some(shared) = &self.shared else { return Ok(y) };
+        let gate = candle_nn::ops::sigmoid(&scores.narrow(1, n, 1)?.contiguous()?)?;
+        y + shared.forward(x)?.to_dtype(DType::F32)?.broadcast_mul(&gate)?
     }
+
+    /// The same in the dtype of x, any number of tokens, and nothing is asked of the host; `None` where the kernels do
+    /// not take it.
+    #[cfg(feature = "cuda")]
+    fn by_kernels(&self, x: &Tensor) -> Result<Option<Tensor>> {
+        let Experts { gate_up, down, hidden, .. } = &self.experts;
+        let shared = match &self.shared {
+            Some(Mlp::Device { gate_up: Linear::Device(gate_up), down: Linear::Device(down) }) => Some([gate_up, down]),
+            Some(_) => return Ok(None),
+            None => None,
+        };
+        let same_dtype =
+            [gate_up, down].into_iter().chain(shared.into_iter().flatten()).all(|w| w.dtype() == x.dtype());
+        if !x.device().is_cuda() || !same_dtype || asks_the_host(&self.cfg, *hidden, x.dtype(), usize::MAX) {
+            return Ok(None);
+        }
+        let MoeConfig { num_experts: experts, experts_per_token: top_k, norm_topk_prob: normalise, .. } = self.cfg;
+        let layer = moe::Moe { router: &self.router, gate_up, down, shared, experts, top_k, normalise };
+        let one = |x: &Tensor| {
+            let few = x.dim(0)? <= moe::FEW;
+            let logits = (!few).then(|| matmul_t(&x.to_dtype(DType::F32)?, &self.router)).transpose()?;
+            moe::forward(x, &layer, logits.as_ref())
+        };
+        let tokens = x.dim(0)?;
+        if tokens <= AT_ONCE {
+            return one(x).map(Some);
+        }
+        let parts = (0..tokens).step_by(AT_ONCE).map(|first| one(&x.narrow(0, first, AT_ONCE.min(tokens - first))?));
+        Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0).map(Some)
+    }
+}
+
+/// Tokens at a time: the kernels keep a row of each token and expert.
+#[cfg(feature = "cuda")]
+const AT_ONCE: usize = 8192;
+
+/// Whether so many tokens of a layer on CUDA read the router's choice back to the host, which no captured graph may.
+#[cfg(feature = "cuda")]
+pub(in crate::models) fn asks_the_host(cfg: &MoeConfig, hidden: usize, dtype: DType, tokens: usize) -> bool {
+    let widths = [cfg.intermediate_size, cfg.shared_intermediate_size];
+    tokens > FEW && !moe::takes(dtype, hidden, cfg.num_experts, cfg.experts_per_token, widths)
 }
 
 /// Tokens whose experts are chosen and gathered on the device. A gathered weight is read twice and written once, where
 /// the host's way costs one wait and several launches an expert.
-pub(in crate::models) const FEW: usize = 32;
+const FEW: usize = 32;
 
 /// Bytes of gathered weights at a time; few in tests, so that there are several times.
 const GATHER_BYTES: usize = if cfg!(test) { 16 << 10 } else { 256 << 20 };

@@ -2,20 +2,24 @@
 
 mod cpu;
 mod device;
+mod quantized;
 
 use super::config::MoeConfig;
+use crate::weights::Source;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use cpu::CpuMoe;
-use device::DeviceMoe;
 #[cfg(feature = "cuda")]
-pub(super) use device::FEW;
+pub(super) use device::asks_the_host;
+use device::DeviceMoe;
+use quantized::QuantizedMoe;
 
 /// Router, routed experts, and the shared expert where there is one.
 #[derive(Debug)]
 pub(crate) enum SparseMoe {
     Cpu(CpuMoe),
     Device(DeviceMoe),
+    Quantized(Box<QuantizedMoe>),
 }
 
 impl SparseMoe {
@@ -27,11 +31,20 @@ impl SparseMoe {
         })
     }
 
+    /// The same of a source, whose experts may be quantised.
+    pub(crate) fn load_from(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<Self> {
+        match QuantizedMoe::load(cfg, hidden, source)? {
+            Some(quantized) => Ok(Self::Quantized(Box::new(quantized))),
+            None => Self::load(cfg, hidden, source.dense()),
+        }
+    }
+
     /// `x [.., hidden]` to the same.
     pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Cpu(moe) => moe.forward(x),
             Self::Device(moe) => moe.forward(x),
+            Self::Quantized(moe) => moe.forward(x),
         }
     }
 }
@@ -72,6 +85,24 @@ mod tests {
     use candle_core::{Device, D};
     use std::collections::HashMap;
 
+    /// Of every name that a layer has, random; `hidden` wide.
+    fn weights(cfg: &MoeConfig, hidden: usize) -> Result<HashMap<String, Tensor>> {
+        let mut weights = HashMap::new();
+        let mut add = |name: &str, rows: usize, columns: usize| -> Result<()> {
+            weights.insert(name.to_string(), Tensor::randn(0f32, 0.3, (rows, columns), &Device::Cpu)?);
+            Ok(())
+        };
+        add("gate.weight", cfg.num_experts, hidden)?;
+        add("shared_expert_gate.weight", 1, hidden)?;
+        let experts = (0..cfg.num_experts).map(|j| (format!("experts.{j}"), cfg.intermediate_size));
+        for (at, inner) in experts.chain([("shared_expert".into(), cfg.shared_intermediate_size)]) {
+            add(&format!("{at}.gate_proj.weight"), inner, hidden)?;
+            add(&format!("{at}.up_proj.weight"), inner, hidden)?;
+            add(&format!("{at}.down_proj.weight"), hidden, inner)?;
+        }
+        Ok(weights)
+    }
+
     /// The tensor ops run on the CPU as well, where nothing but this test calls them.
     #[test]
     fn tensor_ops_and_cpu_kernels_agree() -> Result<()> {
@@ -84,20 +115,7 @@ mod tests {
                 shared_intermediate_size: shared,
                 norm_topk_prob: shared == 0,
             };
-            let mut weights = HashMap::new();
-            let mut add = |name: &str, rows: usize, columns: usize| -> Result<()> {
-                weights.insert(name.to_string(), Tensor::randn(0f32, 0.3, (rows, columns), &Device::Cpu)?);
-                Ok(())
-            };
-            add("gate.weight", 5, hidden)?;
-            add("shared_expert_gate.weight", 1, hidden)?;
-            let experts = (0..5).map(|j| (format!("experts.{j}"), 12));
-            for (at, inner) in experts.chain([("shared_expert".into(), 20)]) {
-                add(&format!("{at}.gate_proj.weight"), inner, hidden)?;
-                add(&format!("{at}.up_proj.weight"), inner, hidden)?;
-                add(&format!("{at}.down_proj.weight"), hidden, inner)?;
-            }
-            let vb = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
+            let vb = VarBuilder::from_tensors(weights(&cfg, hidden)?, DType::F32, &Device::Cpu);
             let (cpu, device) = (CpuMoe::load(&cfg, hidden, vb.clone())?, DeviceMoe::load(&cfg, hidden, vb)?);
             for (batch, tokens) in [(1, 1), (2, 1), (1, 7), (2, 17)] {
                 let x = Tensor::randn(0f32, 1., (batch, tokens, hidden), &Device::Cpu)?;
@@ -105,6 +123,48 @@ mod tests {
                 assert_eq!(got.dims(), want.dims());
                 let error = (got - want)?.abs()?.flatten_all()?.max(D::Minus1)?.to_scalar::<f32>()?;
                 assert!(error < 1e-5, "{error:e}");
+            }
+        }
+        Ok(())
+    }
+
+    /// 16 bits on CUDA against f32 on the CPU, of the same x and weights: both choose the same experts.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn cuda_kernels_and_cpu_kernels_agree() -> Result<()> {
+        let cuda = match std::env::var("CANDLE_GDN_TEST_DEVICE").as_deref() {
+            Ok("cpu") => return Ok(()),
+            Ok("cuda") => Device::new_cuda(0)?,
+            _ => match Device::new_cuda(0) {
+                Ok(device) => device,
+                Err(_) => return Ok(()),
+            },
+        };
+        let norm = |x: &Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
+        for (dtype, bound) in [(DType::BF16, 6e-3), (DType::F16, 8e-4)] {
+            for (hidden, shared) in [(128, 64), (320, 0), (2112, 128)] {
+                let cfg = MoeConfig {
+                    num_experts: 12,
+                    experts_per_token: 3,
+                    intermediate_size: 192,
+                    shared_intermediate_size: shared,
+                    norm_topk_prob: shared > 0,
+                };
+                let round = |x: &Tensor| x.to_dtype(dtype)?.to_dtype(DType::F32);
+                let weights = weights(&cfg, hidden)?.into_iter().filter(|(_, w)| w.elem_count() > 0);
+                let weights = weights.map(|(name, w)| Ok((name, round(&w)?))).collect::<Result<HashMap<_, _>>>()?;
+                let of = |dtype, device| VarBuilder::from_tensors(weights.clone(), dtype, device);
+                let cpu = CpuMoe::load(&cfg, hidden, of(DType::F32, &Device::Cpu))?;
+                let device = DeviceMoe::load(&cfg, hidden, of(dtype, &cuda))?;
+                for (batch, tokens) in [(1, 1), (2, 1), (1, 9), (4, 8), (1, 33), (2, 100)] {
+                    let x = round(&Tensor::randn(0f32, 1., (batch, tokens, hidden), &Device::Cpu)?)?;
+                    let got = device.forward(&x.to_device(&cuda)?.to_dtype(dtype)?)?;
+                    let got = got.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                    let want = cpu.forward(&x)?;
+                    assert_eq!(got.dims(), want.dims());
+                    let error = (norm(&(got - &want)?)? / norm(&want)?).sqrt();
+                    assert!(error < bound, "{dtype:?} {hidden} {shared} {batch}x{tokens}: {error:e}");
+                }
             }
         }
         Ok(())

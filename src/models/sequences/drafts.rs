@@ -63,7 +63,7 @@ impl CausalLm {
         }
         let mut layers = vec![];
         let x = self.through_layers(&ids, &pass, pool, Mode::Verify(&mut layers))?;
-        let logits = self.head_of(&x)?;
+        let logits = self.head_of(x)?;
         let versions = slots.iter().map(|&slot| pool.entries[slot].version).collect();
         let Pass { cu_seqlens: Some(cu_seqlens), states, .. } = pass else {
             bail!("{VERIFY}: expected boundaries of packed tokens")

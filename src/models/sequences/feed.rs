@@ -1,6 +1,7 @@
 //! Tokens of some sequences through the model.
 
 use super::super::causal_lm::CausalLm;
+use super::super::decoder::Residual;
 use super::pass::{Mode, Pass};
 use super::pool::{LayerSlots, Sequence, SequencePool};
 use super::snapshot::SequenceSnapshot;
@@ -25,7 +26,7 @@ impl CausalLm {
     pub fn feed(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
         let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
-        let logits = self.head_of(&pass.last_rows(&x)?)?;
+        let logits = self.head_of(pass.last_rows(x)?)?;
         self.advanced(pool, &slots, pass);
         Ok(logits)
     }
@@ -48,7 +49,7 @@ impl CausalLm {
         pool: &mut SequencePool,
         batch: &[(Sequence, &[u32])],
         slots: &[usize],
-    ) -> Result<(Tensor, Pass)> {
+    ) -> Result<(Residual, Pass)> {
         let ids = self.packed_ids(what, batch.iter().map(|(_, tokens)| *tokens))?;
         pool.take()?;
         let lengths = batch.iter().map(|(_, tokens)| tokens.len()).collect();
@@ -117,7 +118,7 @@ impl CausalLm {
         pool.about_to_write(&slots);
         let mode = plan.as_ref().map_or(Mode::Feed, |plan| Mode::Checkpoints(plan, &mut kept));
         let x = self.through_layers(&ids, &pass, pool, mode)?;
-        let logits = self.head_of(&pass.last_rows(&x)?)?;
+        let logits = self.head_of(pass.last_rows(x)?)?;
         self.advanced(pool, &slots, pass);
         for index in 0..rest.len() / block {
             let states = kept.iter().map(|checkpoints| checkpoints.snapshot(0, index));

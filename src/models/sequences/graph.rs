@@ -2,6 +2,8 @@
 
 use super::super::causal_lm::CausalLm;
 #[cfg(feature = "cuda")]
+use super::super::moe::asks_the_host;
+#[cfg(feature = "cuda")]
 use super::capture::capture;
 use super::pool::{Sequence, SequencePool};
 #[cfg(feature = "cuda")]
@@ -10,6 +12,10 @@ use candle_core::{bail, Result, Tensor};
 use std::marker::PhantomData;
 
 const OP: &str = "DecodeGraph";
+
+/// Rows that candle multiplies with a quantised matrix without a buffer that may move.
+#[cfg(feature = "cuda")]
+const QUANTIZED_ROWS: usize = 8;
 
 /// One decode step of the whole model, of up to a number of sequences, captured once as a CUDA graph and replayed: one
 /// launch instead of some hundreds. It serves all sequences of a pool as they come, go and grow; ids, slots and
@@ -60,8 +66,8 @@ impl DecodeGraph {
     ///
     /// # Errors
     /// On the CPU; on a device with a stream for each host thread, as `Device::new_cuda` makes them (see
-    /// [`single_stream_device`](crate::single_stream_device)), or one that cannot allocate in stream order; for more sequences than the mixture of experts
-    /// takes without asking the host (32); when the pool is another model's or the device is out of memory. Callers go
+    /// [`single_stream_device`](crate::single_stream_device)), or one that cannot allocate in stream order; for more than 32 sequences where experts
+    /// are in f32, or of widths that are no multiples of 64, and so ask the host; when the pool is another model's or the device is out of memory. Callers go
     /// on with [`CausalLm::feed`].
     pub fn capture(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
         if batch == 0 {
@@ -100,9 +106,13 @@ impl DecodeGraph {
 #[cfg(feature = "cuda")]
 impl DecodeGraph {
     fn captured(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
-        use super::super::moe::FEW;
-        if model.config.moe.is_some() && batch > FEW {
-            bail!("{OP}: batch: expected at most {FEW} sequences of a model with experts, got {batch}")
+        let asks = |moe| asks_the_host(moe, model.config.hidden_size, model.dtype, batch);
+        if model.config.moe.as_ref().is_some_and(asks) {
+            bail!("{OP}: batch: expected at most 32 sequences of a model with experts in f32, got {batch}")
+        }
+        // candle's buffer for quantised products of more rows moves when it grows, and a graph holds its address.
+        if model.is_quantized() && batch > QUANTIZED_ROWS {
+            bail!("{OP}: batch: expected at most {QUANTIZED_ROWS} sequences of a quantised model, got {batch}")
         }
         pool.take()?;
         let buffers = StepBuffers::new(model, pool, batch)?;

@@ -200,7 +200,8 @@ impl GatedAttention {
         let (tokens, _) = x.dims2()?;
         let (heads, kv_heads, d) = (self.cfg.num_heads, self.cfg.num_kv_heads, self.cfg.head_dim);
         let all = match &self.qkv_proj {
-            Some(proj) => proj.forward(x)?,
+            // No kernel of a pass writes a weight, and none but `advance`, behind the last layer, a position.
+            Some(proj) => proj.forward_with(x, true)?,
             None => {
                 let parts = [&self.q_proj, &self.k_proj, &self.v_proj].map(|proj| proj.forward(x));
                 let [q, k, v] = parts;
@@ -215,13 +216,13 @@ impl GatedAttention {
         // The norms' scales are 1 + w already.
         let options = PrepareOptions { eps: f64::from(self.q_norm.eps()), zero_centred: false };
         let (q_scale, k_scale) = (self.q_norm.scale(), self.k_norm.scale());
-        let mut prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?;
-        let mut decode = AttentionDecode::new(cache, None)?.with_max_len(max_len);
+        let mut prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?.overlapping();
+        let mut decode = AttentionDecode::new(cache, None)?.with_max_len(max_len).overlapping();
         if let Some(cu_seqlens) = cu_seqlens {
             (prepare, decode) = (prepare.with_cu_seqlens(cu_seqlens), decode.with_cu_seqlens(cu_seqlens));
         }
         let q = prepare.forward(&q, &k, &v)?;
         let o = decode.forward(&q, Some(&gate))?;
-        self.o_proj.forward(&o.reshape((tokens, heads * d))?)
+        self.o_proj.forward_with(&o.reshape((tokens, heads * d))?, true)
     }
 }

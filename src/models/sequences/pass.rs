@@ -1,7 +1,7 @@
 //! One pass of the model over packed tokens of some sequences.
 
 use super::super::causal_lm::CausalLm;
-use super::super::decoder::Mixer;
+use super::super::decoder::{Mixer, Residual};
 use super::kv::{KvRows, KvSlots};
 use super::pool::{LayerSlots, SequencePool};
 use crate::{CheckpointPlan, Checkpoints, CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
@@ -97,13 +97,14 @@ impl Pass {
     }
 
     /// The rows of the last token of each sequence.
-    pub fn last_rows(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn last_rows(&self, x: Residual) -> Result<Residual> {
         match (&self.cu_seqlens, self.lengths.as_slice()) {
-            (None, _) => Ok(x.clone()),
-            (Some(_), [one]) => x.narrow(0, one - 1, 1),
+            (None, _) => Ok(x),
+            (Some(_), [one]) => x.rows(|x| x.narrow(0, one - 1, 1)),
             (Some(cu), _) => {
                 let last: Vec<u32> = cu.as_slice()[1..].iter().map(|end| end - 1).collect();
-                x.index_select(&Tensor::new(last, x.device())?, 0)
+                let last = Tensor::new(last, cu.tensor().device())?;
+                x.rows(|x| x.index_select(&last, 0))
             }
         }
     }
@@ -148,10 +149,12 @@ impl CausalLm {
         pass: &Pass,
         pool: &mut SequencePool,
         mut mode: Mode<'_>,
-    ) -> Result<Tensor> {
-        let mut x = self.embed(ids)?;
+    ) -> Result<Residual> {
+        let mut x = Residual::new(self.embed(ids)?);
         for (layer, slots) in self.layers.iter().zip(&mut pool.layers) {
-            x = layer.around(&x, |mixer, h| match (mixer, slots) {
+            #[cfg(feature = "cuda")]
+            crate::cuda::outputs::next_layer();
+            x = layer.around(x, |mixer, h| match (mixer, slots) {
                 (Mixer::Linear(gdn), LayerSlots::Linear(states)) => pass.layer(gdn, h, states, &mut mode),
                 (Mixer::Full(attention), LayerSlots::Full(kv)) => {
                     attention.forward_slots(h, pass.cu_seqlens.as_ref(), &pass.kv, kv)
@@ -159,6 +162,8 @@ impl CausalLm {
                 _ => bail!("sequences: the pool's layers are of other kinds than the model's"),
             })?;
         }
+        #[cfg(feature = "cuda")]
+        crate::cuda::outputs::next_layer();
         if !matches!(mode, Mode::Verify(_)) {
             let cache = pool.layers.iter().find_map(|layer| match layer {
                 LayerSlots::Full(kv) => kv.attention_cache(&pass.kv).transpose(),
@@ -174,8 +179,9 @@ impl CausalLm {
     }
 
     /// Last norm and head of some rows: `[rows, vocab_size]` in f32.
-    pub(super) fn head_of(&self, x: &Tensor) -> Result<Tensor> {
-        self.logits(&self.norm.forward(x)?)
+    pub(super) fn head_of(&self, x: Residual) -> Result<Tensor> {
+        let (_, y) = x.norm(&self.norm)?;
+        self.logits(&y)
     }
 
     /// Whether all are in the vocabulary: an id outside the table would be undefined behaviour in a GPU gather.

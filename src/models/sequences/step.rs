@@ -16,6 +16,9 @@ pub(super) struct StepBuffers {
     logits: Tensor,
     /// What slots of the states, slots of keys and values, and positions hold; empty where that is not known.
     held: [Vec<u32>; 3],
+    /// Of the kernels in between.
+    #[cfg(feature = "cuda")]
+    outputs: std::cell::RefCell<crate::cuda::outputs::Outputs>,
 }
 
 impl StepBuffers {
@@ -39,13 +42,28 @@ impl StepBuffers {
             pass,
             logits: Tensor::zeros((batch, model.config.vocab_size), DType::F32, device)?,
             held: [nobody.clone(), nobody, zeros],
+            #[cfg(feature = "cuda")]
+            outputs: crate::cuda::outputs::Outputs::new(device)?.into(),
         })
     }
 
     /// The launches of a step: what is captured.
     pub fn run(&self, model: &CausalLm, pool: &mut SequencePool) -> Result<()> {
-        let x = model.through_layers(&self.ids, &self.pass, pool, Mode::Feed)?;
-        self.logits.slice_set(&model.head_of(&x)?, 0, 0)
+        self.placed(|| {
+            let x = model.through_layers(&self.ids, &self.pass, pool, Mode::Feed)?;
+            self.logits.slice_set(&model.head_of(x)?, 0, 0)
+        })
+    }
+
+    /// A pass whose kernels write where they wrote the last time.
+    #[cfg(feature = "cuda")]
+    fn placed<R>(&self, pass: impl FnOnce() -> R) -> R {
+        crate::cuda::outputs::Outputs::during(&self.outputs, pass)
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn placed<R>(&self, pass: impl FnOnce() -> R) -> R {
+        pass()
     }
 
     /// Uploads the ids of the sequences in `slots`, and the rest where it is not there already: after a step of the

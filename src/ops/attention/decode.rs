@@ -54,7 +54,6 @@ impl AttentionDecode {
 
     /// The kernel may begin while the one before it on the stream still runs, and read the slots, the positions and the
     /// old keys and values, which that one must not write. [`crate::AttentionPrepare`] does not.
-    #[allow(dead_code)]
     pub(crate) fn overlapping(mut self) -> Self {
         self.overlap = true;
         self
@@ -71,7 +70,7 @@ impl AttentionDecode {
             check_dtype(DECODE, arg, tensor.dtype(), self.cache.k.dtype())?;
             check_device(DECODE, arg, tensor, self.cache.device())?;
         }
-        q.apply_op2_no_bwd(&second, &Self { gated: gate.is_some(), ..self.clone() })
+        apply2(&Self { gated: gate.is_some(), ..self.clone() }, &q, &second)
     }
 
     fn plan(&self, q: &Layout, gate: &Layout) -> Result<AttentionPlan> {

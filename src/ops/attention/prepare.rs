@@ -99,7 +99,6 @@ impl AttentionPrepare {
     }
 
     /// The kernel may begin while the one before it on the stream still runs; it waits for it before it reads anything.
-    #[allow(dead_code)]
     pub(crate) fn overlapping(mut self) -> Self {
         self.overlap = true;
         self

@@ -1,31 +1,52 @@
 //! A projection without bias.
 
+mod quantized;
+
 use crate::cpu::matmul::{multiply, Product, Weights};
 use crate::host;
-use candle_core::{Result, Tensor};
-use candle_nn::VarBuilder;
+use crate::weights::Matrix;
+use candle_core::quantized::QTensor;
+use candle_core::{Device, Result, Tensor};
+use quantized::Quantized;
 use std::sync::Arc;
 
-/// `y = x wᵀ`, the weight `[out, in]` in the model's dtype.
+/// `y = x wᵀ`, the weight `[out, in]` in the model's dtype or quantised.
 #[derive(Debug, Clone)]
 pub(crate) enum Linear {
     /// Packed for the kernels of [`crate::cpu`].
     Cpu(Arc<Weights>),
     /// As it was loaded.
     Device(Tensor),
+    /// In ggml's types, all or some of its rows.
+    Quantized(Quantized),
 }
 
 impl Linear {
-    /// Reads `weight` at `vb`; another shape than `[out, in]` is an error that names the tensor.
-    pub(crate) fn load(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Self> {
-        Self::from_weight(vb.get((out_dim, in_dim), "weight")?)
-    }
-
     pub(crate) fn from_weight(weight: Tensor) -> Result<Self> {
         Ok(match weight.device().is_cpu() {
             true => Self::Cpu(Arc::new(host::pack(&weight)?)),
             false => Self::Device(weight),
         })
+    }
+
+    /// One projection of the rows of all parts, one below the other.
+    pub(crate) fn stack(parts: Vec<Matrix>, device: &Device) -> Result<Self> {
+        let dense = parts.iter().map(|part| match part {
+            Matrix::Dense(weight) => Some(weight),
+            _ => None,
+        });
+        match dense.collect::<Option<Vec<_>>>() {
+            Some(weights) => match *weights {
+                [weight] => Self::from_weight(weight.clone()),
+                ref weights => Self::from_weight(Tensor::cat(weights, 0)?),
+            },
+            None => Quantized::new(parts, device).map(Self::Quantized),
+        }
+    }
+
+    /// Of a quantised weight `[out, in]` that is in use elsewhere, too.
+    pub(crate) fn of(weight: Arc<QTensor>) -> Result<Self> {
+        Quantized::of(weight).map(Self::Quantized)
     }
 
     /// `x [.., in]` of the weight's dtype to `[.., out]`.
@@ -49,6 +70,11 @@ impl Linear {
                 // One GEMM over all rows: a batched one would read the weight once per sequence.
                 let rows = x.elem_count() / in_dim.max(1);
                 rows_by_weight(&x.reshape((rows, in_dim))?, weight, overlap)?.reshape(dims)
+            }
+            Self::Quantized(weight) => {
+                let y = weight.forward(&x.reshape((x.elem_count() / in_dim.max(1), in_dim))?)?;
+                dims.push(y.dim(1)?);
+                y.reshape(dims)
             }
         }
     }

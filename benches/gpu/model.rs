@@ -1,0 +1,204 @@
+//! Whole models with random weights: a decode step with and without a CUDA graph, and next to it what an engine does
+//! between steps: snapshots, forks, drafts, prompts. The device has one stream, as graphs need it.
+
+use crate::check::{self, f64s, relative};
+use crate::clock::{Call, Clock, Tier};
+use crate::dummy::Dummy;
+use crate::record::{Row, Shape};
+use crate::Bench;
+use anyhow::{ensure, Context, Result};
+use candle_core::DType;
+use candle_gdn::models::{CausalLm, DecodeGraph, FfnKind, ModelConfig, Sequence, SequencePool};
+use candle_nn::VarBuilder;
+use std::cell::RefCell;
+use std::path::Path;
+
+/// Tokens that a sequence has seen when it is timed.
+const SEEN: usize = 512;
+const DECODE: [usize; 3] = [1, 8, 32];
+const PREFILL: [usize; 2] = [512, 8192];
+/// Tokens of a prompt that run in one pass, as `generate` has it.
+const PASS: usize = 1024;
+const DRAFTED: [usize; 3] = [1, 4, 8];
+/// Room for the steps that are timed.
+const STEPS: usize = 1024;
+/// The graph plans its attention for the longest sequence it may serve, so sums come in another order than without.
+const BOUND: f64 = 2e-2;
+
+/// A name of examples/generate/configs, or `demo`.
+fn config(name: &str) -> Result<ModelConfig> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/generate");
+    let path = match name {
+        "demo" => folder.join("demo/config.json"),
+        _ => folder.join("configs").join(format!("{name}.json")),
+    };
+    let text = std::fs::read_to_string(&path).with_context(|| format!("--models: {name}: {}", path.display()))?;
+    Ok(ModelConfig::from_json(&text)?)
+}
+
+/// Bytes of the weights that a step of one token reads.
+fn step_bytes(config: &ModelConfig, dtype: DType) -> u64 {
+    let size = dtype.size_in_bytes();
+    // Of a table of its own one row is read.
+    let table = if config.tie_word_embeddings { 0 } else { config.vocab_size * config.hidden_size * size };
+    let idle = config.moe.as_ref().map_or(0, |moe| {
+        let layers = config.layers.iter().filter(|layer| layer.ffn == FfnKind::Moe).count();
+        let expert = 3 * config.hidden_size * moe.intermediate_size * size;
+        layers * (moe.num_experts - moe.experts_per_token) * expert
+    });
+    config.weight_bytes(dtype) - (table + idle) as u64
+}
+
+struct Case<'a> {
+    name: &'a str,
+    model: &'a CausalLm,
+    clock: &'a Clock,
+}
+
+pub fn model(bench: &mut Bench, names: &[String], ordinal: usize) -> Result<()> {
+    let device = candle_gdn::single_stream_device(ordinal)?;
+    let tiers: Vec<Tier> = bench.clock.tiers().iter().copied().filter(|tier| *tier != Tier::Event).collect();
+    let clock = Clock::new(&device, &tiers)?;
+    for name in names {
+        let config = config(name)?;
+        ensure!(bench.dtype == DType::BF16 || bench.dtype == DType::F32, "--dtype: expected bf16 or f32 for models");
+        let weights = Box::new(Dummy::new(&config, &device)?);
+        let vb = VarBuilder::from_backend(weights, bench.dtype, device.clone());
+        let loaded = CausalLm::load(&config, vb)?;
+        let case = Case { name, model: &loaded, clock: &clock };
+        for batch in bench.choice.batches(&DECODE) {
+            case.decode(bench, batch)?;
+        }
+        case.between(bench)?;
+        for tokens in bench.choice.tokens(&PREFILL) {
+            case.prefill(bench, tokens)?;
+        }
+    }
+    Ok(())
+}
+
+impl Case<'_> {
+    fn row(&self, what: &str, variant: &str, batch: usize, tokens: usize) -> Row {
+        let config = self.model.config();
+        let shape = Shape::default().hidden(config.hidden_size).batch(batch).tokens(tokens);
+        Row::new("model", &format!("{} {what}", self.name), "candle-gdn").variant(variant).l2("cold").shape(shape)
+    }
+
+    /// Sequences that have seen [`SEEN`] tokens.
+    fn pool(&self, sequences: usize, spare: usize) -> Result<(SequencePool, Vec<Sequence>)> {
+        let mut pool = self.model.new_sequences(sequences + spare, SEEN + STEPS)?;
+        let all = (0..sequences).map(|_| pool.begin()).collect::<candle_core::Result<Vec<_>>>()?;
+        for (n, s) in all.iter().enumerate() {
+            self.model.feed_only(&mut pool, &[(*s, &ids(self.model, n, SEEN)[..])])?;
+        }
+        Ok((pool, all))
+    }
+
+    fn decode(&self, bench: &mut Bench, batch: usize) -> Result<()> {
+        let what = format!("step B={batch}");
+        let (mut pool, all) = self.pool(batch, 0)?;
+        let mut graph = DecodeGraph::capture(self.model, &mut pool, batch)?;
+        let next: Vec<(Sequence, u32)> = all.iter().map(|s| (*s, 1)).collect();
+        let fed: Vec<(Sequence, &[u32])> = all.iter().map(|s| (*s, &[1u32][..])).collect();
+
+        let before = all.iter().map(|s| pool.snapshot(*s)).collect::<candle_core::Result<Vec<_>>>()?;
+        let restore = |pool: &mut SequencePool| all.iter().zip(&before).try_for_each(|(s, b)| pool.restore(*s, b));
+        let want = self.model.feed(&mut pool, &fed)?;
+        restore(&mut pool)?;
+        let got = graph.step(self.model, &mut pool, &next)?;
+        let error = relative(&f64s(&got)?, &f64s(&want)?);
+        let error = if check::finite(&got)? { error } else { f64::NAN };
+
+        let per_sequence = self.model.config().sequence_bytes(self.model.dtype());
+        let states = 2 * (per_sequence.recurrent + per_sequence.conv) + SEEN as u64 * per_sequence.kv_per_token;
+        let bytes = step_bytes(self.model.config(), self.model.dtype()) + batch as u64 * states;
+        let row = |variant: &str| self.row(&what, variant, batch, 1).work(bytes, 0).error("logits", error);
+        if !bench.holds(&row("graph"), BOUND)? {
+            return Ok(());
+        }
+        let pool = RefCell::new(pool);
+        let graph = RefCell::new(graph);
+        let step: Call = Box::new(|| {
+            let mut pool = pool.borrow_mut();
+            // What is timed must not run out of room.
+            if pool.len(all[0])? >= SEEN + STEPS - 1 {
+                restore(&mut pool)?;
+            }
+            graph.borrow_mut().step(self.model, &mut pool, &next).map(|_| ())
+        });
+        let sample = self.clock.time(&[step])?;
+        bench.push_sample(row("graph"), sample)?;
+        let step: Call = Box::new(|| {
+            let mut pool = pool.borrow_mut();
+            if pool.len(all[0])? >= SEEN + STEPS - 1 {
+                restore(&mut pool)?;
+            }
+            self.model.feed(&mut pool, &fed).map(|_| ())
+        });
+        let sample = self.clock.time(&[step])?;
+        bench.push_sample(row("eager"), sample)
+    }
+
+    /// One sequence: what is done besides its steps. Times by the host's clock.
+    fn between(&self, bench: &mut Bench) -> Result<()> {
+        let (pool, all) = self.pool(1, 1)?;
+        let (pool, s) = (RefCell::new(pool), all[0]);
+        let bytes = pool.borrow().snapshot(s)?.bytes_added() as u64;
+        let snapshot: Call = Box::new(|| pool.borrow().snapshot(s).map(|_| ()));
+        let sample = self.clock.time(&[snapshot])?;
+        bench.push_sample(self.row("snapshot", "-", 1, 0).work(2 * bytes, 0), sample)?;
+        let kept = pool.borrow().snapshot(s)?;
+        let restore: Call = Box::new(|| pool.borrow_mut().restore(s, &kept));
+        let sample = self.clock.time(&[restore])?;
+        bench.push_sample(self.row("restore", "-", 1, 0).work(2 * bytes, 0), sample)?;
+        let fork: Call = Box::new(|| {
+            let fork = pool.borrow_mut().fork(s)?;
+            pool.borrow_mut().end(fork)
+        });
+        let sample = self.clock.time(&[fork])?;
+        bench.push_sample(self.row("fork", "-", 1, 0).work(2 * bytes, 0), sample)?;
+        for drafted in DRAFTED {
+            let draft = ids(self.model, 7, drafted);
+            for accepted in [0, drafted] {
+                // Back to where it was: a draft that is taken makes the sequence longer.
+                let verify: Call = Box::new(|| {
+                    let mut pool = pool.borrow_mut();
+                    if pool.len(s)? + drafted + 1 >= SEEN + STEPS {
+                        pool.restore(s, &kept)?;
+                    }
+                    let (_, drafts) = self.model.verify(&mut pool, &[(s, &draft[..])])?;
+                    self.model.accept(&mut pool, drafts, &[accepted])
+                });
+                let sample = self.clock.time(&[verify])?;
+                let row = self.row(&format!("verify {drafted}"), &format!("{accepted} accepted"), 1, drafted);
+                bench.push_sample(row, sample)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn prefill(&self, bench: &mut Bench, tokens: usize) -> Result<()> {
+        let prompt = ids(self.model, 3, tokens);
+        let pool = RefCell::new(self.model.new_sequences(1, tokens + 1)?);
+        let feed: Call = Box::new(|| {
+            let mut pool = pool.borrow_mut();
+            let s = pool.begin()?;
+            let passes: Vec<&[u32]> = prompt.chunks(PASS).collect();
+            let Some((last, first)) = passes.split_last() else { return Ok(()) };
+            for pass in first {
+                self.model.feed_only(&mut pool, &[(s, pass)])?;
+            }
+            self.model.feed(&mut pool, &[(s, last)])?;
+            pool.end(s)
+        });
+        let row = self.row(&format!("prompt T={tokens}"), "-", 1, tokens);
+        let sample = self.clock.time(&[feed])?;
+        bench.push_sample(row, sample)
+    }
+}
+
+/// Tokens that look like none in particular, the same in every run.
+fn ids(model: &CausalLm, seed: usize, n: usize) -> Vec<u32> {
+    let vocab = model.config().vocab_size;
+    (0..n).map(|i| ((i + seed * 7919).wrapping_mul(2654435761) % vocab) as u32).collect()
+}

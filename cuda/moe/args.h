@@ -1,0 +1,61 @@
+// What the kernels of the mixture of experts are told.
+#pragma once
+
+#include <stdint.h>
+
+#include "../gdn_moe.h"
+
+namespace gdn {
+namespace moe {
+
+constexpr int kGroup = 8;    // rows of one expert that share a reading of its weights
+constexpr int kTableRows = GDN_MOE_FEW * (GDN_MOE_TOP_K + 1);
+
+// Few tokens' choices. A row is one token at one expert: those of the routed experts, sorted by expert, then one of each
+// token for the shared expert. A group is up to kGroup rows of one expert.
+struct Table {
+  int32_t routed, groups;          // groups of the routed experts; all
+  uint32_t group[kTableRows];      // expert << 16 | first row << 4 | rows; the shared expert is number `experts`
+  float weight[kTableRows];        // of a row
+  int32_t token[kTableRows];
+};
+
+// Many tokens: rows of one expert that a block multiplies at once.
+struct Tile {
+  int32_t expert, first, rows, unused;
+};
+
+// Pointers of gdn_moe_params, and into the workspace.
+struct Args {
+  const void *x, *router, *gate_up, *down, *shared_gate_up, *shared_down, *residual;
+  const float *logits;
+  void *y;
+  float *scores;             // what `logits` points to, where it is to be written
+  void *h;                   // [rows, h_stride]: silu(gate) * up
+  Table *table;
+  int32_t *chosen;           // [tokens, k]
+  float *weights;            // [tokens, k + 1]: of the chosen and of the shared expert
+  int32_t *row_of_choice;    // [tokens, k]
+  int32_t *token_of_row;     // [tokens k]
+  Tile *tiles;
+  int32_t *tile_count;
+  void *rows;                // [rows, hidden]: mlp(x)
+  int64_t x_stride, logits_stride, residual_stride, y_stride;
+  int32_t tokens, hidden, experts, top_k, inner, shared_inner, h_stride;
+  int32_t scored;            // rows of the router: experts, and the shared expert's gate
+  int32_t normalise;
+};
+
+// The launchers of a dtype, in few.cu and many.cu.
+template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
+template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
+template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
+
+// Rows of a tile for so many rows of all experts.
+inline int tile_rows(int64_t rows, int32_t experts) {
+  const int64_t each = rows / experts;
+  return each <= 20 ? 32 : each <= 80 ? 64 : 128;
+}
+
+}  // namespace moe
+}  // namespace gdn

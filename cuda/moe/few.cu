@@ -1,0 +1,60 @@
+// Few tokens: launches.
+#include "../common/launch.cuh"
+#include "few.cuh"
+#include "scores.cuh"
+
+namespace gdn {
+namespace moe {
+
+template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
+  LaunchConfig config;
+  config.grid = dim3(static_cast<unsigned>(ceil_div(args.scored, kScoreRows)));
+  config.block = dim3(kScoreThreads);
+  config.stream = stream;
+  config.overlap = p.overlap > 0;
+  if (p.router_dtype == GDN_F32) return launch(scores_kernel<T, float>, config, args);
+  return launch(scores_kernel<T, __nv_bfloat16>, config, args);
+}
+
+// Kernels of ours wait for one another, so that all but the first overlap whatever the caller says.
+template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
+  int sms = 0, optin = 0;
+  if (const int status = sm_count(&sms)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  LaunchConfig config;
+  config.stream = stream;
+  config.overlap = p.overlap > 0;
+  if (!p.logits) {
+    if (const int status = run_scores<T>(p, args, stream)) return status;
+    config.overlap = p.overlap >= 0;
+  }
+  if (p.tokens > 1) {
+    config.grid = dim3(1);
+    config.block = dim3(kTableThreads);
+    if (const int status = launch(table_kernel, config, args)) return status;
+    config.overlap = p.overlap >= 0;
+  }
+
+  // As many groups as there may be.
+  const int64_t tiles = static_cast<int64_t>(p.tokens) * p.top_k * (p.inner / kOutputs) +
+                        ceil_div(p.tokens, kGroup) * (p.shared_inner / kOutputs);
+  config.grid = dim3(static_cast<unsigned>(tiles < 2 * sms ? tiles : 2 * sms));
+  config.block = dim3(kGateUpThreads);
+  const bool one_round = p.hidden <= kGateUpWarps * kChunks * kChunk;
+  const auto gate_up = one_round ? gate_up_kernel<T, true> : gate_up_kernel<T, false>;
+  if (const int status = launch(gate_up, config, args)) return status;
+
+  config.overlap = p.overlap >= 0;
+  config.grid = dim3(static_cast<unsigned>(p.hidden / kDownOutputs));
+  config.block = dim3(kDownThreads);
+  config.shared_bytes = static_cast<int64_t>(kDownWarps) * p.tokens * kColumn * sizeof(float);
+  return launch_allowed<down_kernel<T>>(config, optin, args);
+}
+
+template int run_scores<__nv_bfloat16>(const gdn_moe_params &, const Args &, cudaStream_t);
+template int run_scores<__half>(const gdn_moe_params &, const Args &, cudaStream_t);
+template int run_few<__nv_bfloat16>(const gdn_moe_params &, const Args &, cudaStream_t);
+template int run_few<__half>(const gdn_moe_params &, const Args &, cudaStream_t);
+
+}  // namespace moe
+}  // namespace gdn

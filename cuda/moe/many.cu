@@ -1,0 +1,63 @@
+// Many tokens: launches.
+#include "../common/launch.cuh"
+#include "grouped.cuh"
+#include "sort.cuh"
+
+namespace gdn {
+namespace moe {
+namespace {
+
+template <typename T, int ROWS>
+int run_tiles(const gdn_moe_params &p, const Args &args, LaunchConfig config, int optin) {
+  const int64_t pairs = static_cast<int64_t>(p.tokens) * p.top_k;
+  const int64_t tiles = pairs / ROWS + (pairs < p.num_experts ? pairs : p.num_experts) +
+                        (p.shared_inner > 0 ? ceil_div(p.tokens, ROWS) : 0);
+  const int64_t widest = p.inner > p.shared_inner ? p.inner : p.shared_inner;
+  const int64_t gate_up = ceil_div(widest, kTileOutputs / 2), down = ceil_div(p.hidden, kTileOutputs);
+  if (tiles * (gate_up > down ? gate_up : down) > kMaxBlocks) return GDN_BAD_LENGTH;
+  config.block = dim3(kGroupedThreads);
+  config.shared_bytes = static_cast<int64_t>(stages_of(ROWS)) * stage_bytes_of(ROWS);
+  config.grid = dim3(static_cast<unsigned>(tiles * gate_up));
+  if (const int status = launch_allowed<grouped_kernel<T, ROWS, true>>(config, optin, args, static_cast<int>(gate_up)))
+    return status;
+  config.grid = dim3(static_cast<unsigned>(tiles * down));
+  return launch_allowed<grouped_kernel<T, ROWS, false>>(config, optin, args, static_cast<int>(down));
+}
+
+}  // namespace
+
+template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
+  int optin = 0;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  LaunchConfig config;
+  config.stream = stream;
+  config.overlap = p.overlap > 0;
+  if (!p.logits) {
+    if (const int status = run_scores<T>(p, args, stream)) return status;
+    config.overlap = p.overlap >= 0;
+  }
+  config.grid = dim3(static_cast<unsigned>(ceil_div(p.tokens, kChooseThreads / 32)));
+  config.block = dim3(kChooseThreads);
+  if (const int status = launch(choose_kernel, config, args)) return status;
+
+  const int rows = tile_rows(static_cast<int64_t>(p.tokens) * p.top_k, p.num_experts);
+  config.overlap = p.overlap >= 0;
+  config.grid = dim3(1);
+  config.block = dim3(kSortThreads);
+  if (const int status = launch(sort_kernel, config, args, rows)) return status;
+
+  const int status = rows == 32   ? run_tiles<T, 32>(p, args, config, optin)
+                     : rows == 64 ? run_tiles<T, 64>(p, args, config, optin)
+                                  : run_tiles<T, 128>(p, args, config, optin);
+  if (status) return status;
+  config.grid = dim3(static_cast<unsigned>(p.tokens));
+  config.block = dim3(kSumThreads);
+  config.shared_bytes = 0;
+  return launch(sum_kernel<T>, config, args);
+}
+
+template int run_many<__nv_bfloat16>(const gdn_moe_params &, const Args &, cudaStream_t);
+template int run_many<__half>(const gdn_moe_params &, const Args &, cudaStream_t);
+
+}  // namespace moe
+}  // namespace gdn

@@ -1,0 +1,112 @@
+// gdn_moe: checks, and where things lie in the workspace.
+#include "../common/convert.cuh"
+#include "../common/host.cuh"
+#include "args.h"
+
+namespace gdn {
+namespace moe {
+namespace {
+
+constexpr int64_t kAlign = 256;
+
+bool few(const gdn_moe_params &p) {
+  return p.algo == GDN_MOE_STREAM || (p.algo == GDN_MOE_AUTO && p.tokens <= GDN_MOE_FEW);
+}
+
+int check_sizes(const gdn_moe_params &p) {
+  if (p.io_dtype != GDN_BF16 && p.io_dtype != GDN_F16) return GDN_BAD_DTYPE;
+  if (p.router_dtype != GDN_F32 && p.router_dtype != GDN_BF16) return GDN_BAD_DTYPE;
+  if (p.tokens < 0 || p.hidden < 1 || p.num_experts < 1 || p.num_experts > GDN_MOE_EXPERTS || p.top_k < 1 ||
+      p.top_k > GDN_MOE_TOP_K || p.top_k > p.num_experts || p.inner < 1 || p.shared_inner < 0)
+    return GDN_BAD_LENGTH;
+  // Rows, and the bytes of half an expert, are counted in 32 bits.
+  const int64_t widest = p.inner > p.shared_inner ? p.inner : p.shared_inner;
+  const int64_t rows = static_cast<int64_t>(p.tokens) * (p.top_k + 1);
+  if (rows > (1 << 30) || widest * p.hidden > (1 << 29)) return GDN_BAD_LENGTH;
+  if (p.hidden % 64 || p.inner % 64 || p.shared_inner % 64) return GDN_BAD_ALGO;
+  if (p.algo < GDN_MOE_AUTO || p.algo > GDN_MOE_GROUPED || (p.algo == GDN_MOE_STREAM && p.tokens > GDN_MOE_FEW))
+    return GDN_BAD_ALGO;
+  return GDN_OK;
+}
+
+// The bytes of workspace, and where its parts begin: at `base`, or for the size alone at null.
+int64_t lay_out(const gdn_moe_params &p, char *base, Args *args) {
+  int64_t bytes = 0;
+  const auto part = [&](auto &to, int64_t size) {
+    to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(base + bytes);
+    bytes += ceil_div(size, kAlign) * kAlign;
+  };
+  const int64_t tokens = p.tokens, pairs = tokens * p.top_k, rows = pairs + (p.shared_inner > 0 ? tokens : 0);
+  args->scored = p.num_experts + (p.shared_inner > 0);
+  args->h_stride = p.inner > p.shared_inner ? p.inner : p.shared_inner;
+  if (!p.logits) part(args->scores, tokens * args->scored * 4);
+  part(args->h, rows * args->h_stride * dtype_size(p.io_dtype));
+  if (few(p)) {
+    part(args->table, sizeof(Table));
+  } else {
+    const int each = tile_rows(pairs, p.num_experts);
+    part(args->chosen, pairs * 4);
+    part(args->weights, tokens * (p.top_k + 1) * 4);
+    part(args->row_of_choice, pairs * 4);
+    part(args->token_of_row, pairs * 4);
+    part(args->tiles, (pairs / each + p.num_experts + ceil_div(tokens, each)) * static_cast<int64_t>(sizeof(Tile)));
+    part(args->tile_count, 4);
+    part(args->rows, rows * p.hidden * dtype_size(p.io_dtype));
+  }
+  return bytes;
+}
+
+int run(const gdn_moe_params *params, cudaStream_t stream) {
+  if (!params) return GDN_NULL_POINTER;
+  const gdn_moe_params &p = *params;
+  if (const int status = check_sizes(p)) return status;
+  if (p.x_stride < 0 || p.logits_stride < 0 || p.residual_stride < 0 || p.y_stride < 0) return GDN_BAD_STRIDE;
+  if (p.tokens == 0) return GDN_OK;
+  if (!p.x || !p.y || !p.gate_up || !p.down || (!p.logits && !p.router) ||
+      (p.shared_inner > 0 && (!p.shared_gate_up || !p.shared_down)))
+    return GDN_NULL_POINTER;
+  for (const void *pointer : {p.x, p.gate_up, p.down, p.shared_gate_up, p.shared_down, p.router})
+    if (!aligned(pointer, 16)) return GDN_BAD_ALGO;
+  if (p.x_stride % 8) return GDN_BAD_ALGO;
+
+  Args args = {};
+  const int64_t bytes = lay_out(p, static_cast<char *>(p.workspace), &args);
+  if (!p.workspace || !aligned(p.workspace, kAlign) || p.workspace_bytes < bytes) return GDN_BAD_WORKSPACE;
+  args.x = p.x;
+  args.router = p.router;
+  args.gate_up = p.gate_up;
+  args.down = p.down;
+  args.shared_gate_up = p.shared_gate_up;
+  args.shared_down = p.shared_down;
+  args.residual = p.residual;
+  args.y = p.y;
+  args.logits = p.logits ? p.logits : args.scores;
+  args.logits_stride = p.logits ? p.logits_stride : args.scored;
+  args.x_stride = p.x_stride;
+  args.residual_stride = p.residual_stride;
+  args.y_stride = p.y_stride;
+  args.tokens = p.tokens;
+  args.hidden = p.hidden;
+  args.experts = p.num_experts;
+  args.top_k = p.top_k;
+  args.inner = p.inner;
+  args.shared_inner = p.shared_inner;
+  args.normalise = p.normalise != 0;
+  const bool bf16 = p.io_dtype == GDN_BF16;
+  if (few(p)) return bf16 ? run_few<__nv_bfloat16>(p, args, stream) : run_few<__half>(p, args, stream);
+  return bf16 ? run_many<__nv_bfloat16>(p, args, stream) : run_many<__half>(p, args, stream);
+}
+
+}  // namespace
+}  // namespace moe
+}  // namespace gdn
+
+extern "C" int gdn_moe(const gdn_moe_params *params, cudaStream_t stream) { return gdn::moe::run(params, stream); }
+
+extern "C" int gdn_moe_workspace(const gdn_moe_params *params, int64_t *bytes) {
+  if (!params || !bytes) return GDN_NULL_POINTER;
+  if (const int status = gdn::moe::check_sizes(*params)) return status;
+  gdn::moe::Args args = {};
+  *bytes = gdn::moe::lay_out(*params, nullptr, &args);
+  return GDN_OK;
+}

@@ -1,0 +1,178 @@
+//! Is there room? Asked before anything is loaded.
+
+use super::load::{LoadFormat, ModelArgs};
+use super::Checkpoint;
+use anyhow::{bail, Result};
+use candle_core::{DType, Device};
+use candle_gdn::models::{FfnKind, ModelConfig};
+
+/// Kernels and workspaces of libraries, on a GPU.
+const LIBRARIES: u64 = 512 << 20;
+
+/// What a run takes, in bytes.
+pub struct Need {
+    weights: u64,
+    states: u64,
+    kv: u64,
+    working: u64,
+}
+
+/// What there is room for at once.
+pub struct Room {
+    pub sequences: usize,
+    /// Tokens of a sequence.
+    pub max_len: usize,
+    /// States of the Gated DeltaNet layers besides those of the sequences.
+    pub spare_states: usize,
+    /// Sequences copied.
+    pub snapshots: usize,
+    /// Bytes of a cache of beginnings, and how many there can be.
+    pub cache: usize,
+    pub beginnings: usize,
+}
+
+impl Need {
+    pub fn new(
+        args: &ModelArgs,
+        checkpoint: &Checkpoint,
+        config: &ModelConfig,
+        room: &Room,
+        device: &Device,
+    ) -> Result<Self> {
+        let dtype = args.dtype(device);
+        let weights = weights(args, checkpoint, config, dtype, device)?;
+        let sequence = config.sequence_bytes(dtype);
+        let states = sequence.recurrent.saturating_add(sequence.conv);
+        let all = room.sequences.saturating_add(room.spare_states).saturating_add(room.snapshots) as u64;
+        let cache = sequence.total(room.max_len).saturating_mul(room.beginnings as u64).min(room.cache as u64);
+        // Snapshots of one sequence share their keys and values.
+        let kept = room.sequences.saturating_add(room.snapshots.min(1));
+        let pass = pass(config, args.prefill_chunk.get(), room);
+        Ok(Self {
+            weights,
+            states: states.saturating_mul(all).saturating_add(cache),
+            kv: sequence.kv_per_token.saturating_mul(product(&[kept, room.max_len])),
+            working: match device.is_cpu() {
+                true => pass.max(unpacked(config, dtype)),
+                false => pass.saturating_add(LIBRARIES),
+            },
+        })
+    }
+
+    fn total(&self) -> u64 {
+        [self.weights, self.states, self.kv, self.working].into_iter().fold(0, u64::saturating_add)
+    }
+
+    /// Says what it takes and what there is. An error where it cannot fit.
+    pub fn check(&self, device: &Device) -> Result<()> {
+        let Self { weights, states, kv, working } = *self;
+        let parts = format!(
+            "{} weights, {} states, {} keys and values, about {} to work with",
+            Size(weights),
+            Size(states),
+            Size(kv),
+            Size(working)
+        );
+        let (total, place) = (self.total(), if device.is_cpu() { "the machine" } else { "the GPU" });
+        let Some(free) = free(device) else {
+            eprintln!("memory: {} on {place}: {parts}", Size(total));
+            return Ok(());
+        };
+        if total > free {
+            bail!(
+                "the run needs {} of memory ({parts}) and {place} has {} free; \
+                 smaller: --max-seq-len, --batch, --quantize",
+                Size(total),
+                Size(free)
+            )
+        }
+        eprintln!("memory: {} of the {} free on {place}: {parts}", Size(total), Size(free));
+        Ok(())
+    }
+}
+
+fn weights(
+    args: &ModelArgs,
+    checkpoint: &Checkpoint,
+    config: &ModelConfig,
+    dtype: DType,
+    device: &Device,
+) -> Result<u64> {
+    if let Some(to) = args.quantize() {
+        return Ok(config.quantized_weight_bytes(dtype, to));
+    }
+    if args.load_format == LoadFormat::Auto && checkpoint.gguf().is_some() {
+        // Quantised matrices stay as they are in the file, and what is not is little, or of 16 bits as here.
+        return checkpoint.gguf_bytes();
+    }
+    if device.is_cpu() && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
+        // Only a table that is no head is not packed.
+        let table = product(&[config.vocab_size, config.hidden_size, 2]);
+        let unpacked = if config.tie_word_embeddings { 0 } else { table };
+        return Ok(config.weight_bytes(DType::BF16).saturating_add(unpacked));
+    }
+    Ok(config.weight_bytes(dtype))
+}
+
+/// An estimate of what the widest pass holds beside its layers' weights and states: rows in f32 between two steps.
+fn pass(config: &ModelConfig, prefill_chunk: usize, room: &Room) -> u64 {
+    let (gdn, attention, hidden) = (&config.gdn, &config.attention, config.hidden_size);
+    let keys = product(&[4, gdn.num_key_heads, gdn.key_head_dim]);
+    let linear = keys.saturating_add(product(&[4, gdn.num_value_heads, gdn.value_head_dim]));
+    let full = product(&[6, attention.num_heads, attention.head_dim]);
+    let ffn = config.layers.iter().map(|layer| match (layer.ffn, &config.moe) {
+        (FfnKind::Dense { intermediate_size }, _) => product(&[4, intermediate_size]),
+        (FfnKind::Moe, Some(moe)) => {
+            let routed = product(&[moe.experts_per_token, 4 * moe.intermediate_size + 3 * hidden]);
+            routed.saturating_add(product(&[4, moe.shared_intermediate_size]))
+        }
+        (FfnKind::Moe, None) => 0,
+    });
+    let widest = ffn.max().unwrap_or(0).max(linear).max(full).saturating_add(product(&[6, hidden]));
+    let tokens = product(&[room.sequences, room.max_len]).min(prefill_chunk as u64);
+    let rows = tokens.saturating_mul(widest).saturating_mul(4);
+    // Logits in the model's dtype, in f32, and as the sampler has them.
+    rows.saturating_add(product(&[room.sequences, config.vocab_size, 12]))
+}
+
+/// The largest weights that the CPU holds twice at a time, as they come and packed.
+fn unpacked(config: &ModelConfig, dtype: DType) -> u64 {
+    let head = product(&[config.vocab_size, config.hidden_size]);
+    let experts = match &config.moe {
+        Some(moe) => product(&[moe.num_experts, 3, moe.intermediate_size, config.hidden_size]),
+        None => 0,
+    };
+    head.max(experts).saturating_mul(dtype.size_in_bytes() as u64)
+}
+
+fn product(factors: &[usize]) -> u64 {
+    factors.iter().fold(1, |product, &factor| product.saturating_mul(factor as u64))
+}
+
+/// Bytes that a program could still have, where the system tells.
+fn free(device: &Device) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        let (free, _) = device.cuda_stream().context().mem_get_info().ok()?;
+        return Some(free as u64);
+    }
+    if !device.is_cpu() {
+        return None;
+    }
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024))
+}
+
+/// Bytes in words.
+struct Size(u64);
+
+impl std::fmt::Display for Size {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let (bytes, gib) = (self.0 as f64, (1u64 << 30) as f64);
+        match bytes >= gib {
+            true => write!(f, "{:.1} GiB", bytes / gib),
+            false => write!(f, "{:.1} MiB", bytes / (1 << 20) as f64),
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! How much runs at once, and how long it may get.
+
+use super::args::Args;
+use super::common::Room;
+use candle_gdn::models::ModelConfig;
+
+/// MiB for the states of common beginnings, where several prompts may have some.
+const PREFIX_CACHE: usize = 256;
+
+/// Tokens of a talk that there is room for, unless told.
+const TALK_LEN: usize = 32768;
+
+/// States of a talk that are kept at once.
+pub const SNAPSHOTS: usize = 2;
+
+pub struct Plan {
+    /// Sequences at once.
+    pub batch: usize,
+    /// Tokens of a sequence that there is room for.
+    pub max_len: usize,
+    /// Tokens that a sequence can be fed, and, to be read before that number, who says so.
+    pub positions: usize,
+    pub positions_of: &'static str,
+    /// Bytes for the states of common beginnings.
+    pub cache: usize,
+    /// How many of these there can be.
+    beginnings: usize,
+    /// Whether drafts are verified, for which states are held twice.
+    drafts: bool,
+    snapshots: usize,
+}
+
+impl Plan {
+    pub fn new(args: &Args, config: &ModelConfig, prompts: &[Vec<u32>]) -> Self {
+        let (run, model_len) = (&args.run, config.max_position_embeddings);
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let talk = args.prompts.interactive;
+        let (positions, positions_of) = match run.max_seq_len {
+            Some(len) if len < model_len => (len, "--max-seq-len gives"),
+            None if talk && TALK_LEN < model_len => (TALK_LEN, "without --max-seq-len there are"),
+            _ => (model_len, "the model has"),
+        };
+        let may_share = prompts.len() > 1 && args.prompts.prompt_tokens.is_none();
+        let cache = run.prefix_cache.unwrap_or(if may_share { PREFIX_CACHE } else { 0 });
+        Self {
+            batch: if talk { 1 } else { run.batch.unwrap_or(prompts.len()).min(prompts.len()) },
+            max_len: if talk { positions } else { longest.saturating_add(args.sample_len()).min(positions) },
+            positions,
+            positions_of,
+            cache: cache.saturating_mul(1 << 20),
+            beginnings: prompts.len().saturating_sub(1),
+            drafts: run.draft > 0,
+            snapshots: if talk { SNAPSHOTS } else { 0 },
+        }
+    }
+
+    pub fn room(&self) -> Room {
+        let Self { batch, max_len, cache, beginnings, drafts, snapshots, .. } = *self;
+        // While the pool grows for drafts, the old one is still there.
+        let spare_states = if drafts { batch.saturating_mul(2) } else { 0 };
+        Room { sequences: batch, max_len, spare_states, snapshots, cache, beginnings }
+    }
+}

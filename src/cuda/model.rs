@@ -1,0 +1,123 @@
+//! `cuda/gdn_model.h`: what stands between the mixers of a model.
+
+use super::outputs::alloc;
+use super::{check, dtype_code, ffi, int, read, stream_of, write};
+use crate::ops::{ResidualPlan, SwigluPlan};
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, Result};
+use std::ffi::{c_int, c_void};
+
+/// `gdn_residual_params`
+#[repr(C)]
+struct ResidualParams {
+    x: *const c_void,
+    h: *const c_void,
+    sum: *mut c_void,
+    y: *mut c_void,
+    weight: *const f32,
+    x_stride: i64,
+    h_stride: i64,
+    sum_stride: i64,
+    y_stride: i64,
+    rows: i64,
+    dim: i32,
+    dtype: i32,
+    overlap: i32,
+    eps: f32,
+}
+
+/// `gdn_swiglu_params`
+#[repr(C)]
+struct SwigluParams {
+    gate: *const c_void,
+    up: *const c_void,
+    out: *mut c_void,
+    gate_stride: i64,
+    up_stride: i64,
+    out_stride: i64,
+    rows: i64,
+    columns: i32,
+    dtype: i32,
+    overlap: i32,
+}
+
+/// `gdn_linear_options`
+#[repr(C)]
+#[derive(Default)]
+pub(super) struct LinearOptions {
+    pub swiglu: i32,
+    pub warps: i32,
+    pub groups: i32,
+    pub cluster: i32,
+    pub blocks: i32,
+}
+
+extern "C" {
+    fn gdn_residual(params: *const ResidualParams, stream: *mut c_void) -> c_int;
+    fn gdn_swiglu(params: *const SwigluParams, stream: *mut c_void) -> c_int;
+    pub(super) fn gdn_linear_with(
+        params: *const ffi::LinearParams,
+        options: *const LinearOptions,
+        stream: *mut c_void,
+    ) -> c_int;
+}
+
+/// The norm; with h the sum before it, one behind the other.
+pub(crate) fn residual(
+    plan: &ResidualPlan,
+    x: &CudaStorage,
+    h: &CudaStorage,
+    weight: &CudaStorage,
+) -> Result<CudaStorage> {
+    let (name, dtype, size) = ("add_rms_norm", x.dtype(), x.dtype().size_in_bytes());
+    let stream = &*stream_of(x)?;
+    let mut out = alloc(x, &plan.out_shape)?;
+    let (x, h, weight) = (read(x, stream)?, read(h, stream)?, read(weight, stream)?);
+    let to = write(&mut out, stream)?;
+    let params = ResidualParams {
+        x: x.at::<c_void>(plan.x.offset, size),
+        h: plan.h.map_or(std::ptr::null(), |at| h.at::<c_void>(at.offset, size).cast_const()),
+        sum: if plan.h.is_some() { to.at(0, size) } else { std::ptr::null_mut() },
+        y: to.at(if plan.h.is_some() { plan.rows * plan.dim } else { 0 }, size),
+        weight: weight.at(plan.weight_offset, 4),
+        x_stride: plan.x.stride as i64,
+        h_stride: plan.h.map_or(0, |at| at.stride) as i64,
+        sum_stride: plan.dim as i64,
+        y_stride: plan.dim as i64,
+        rows: plan.rows as i64,
+        dim: int(name, "x", plan.dim)?,
+        dtype: dtype_code(dtype),
+        overlap: plan.overlap.into(),
+        eps: plan.eps as f32,
+    };
+    // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
+    check(name, unsafe { gdn_residual(&params, stream.cu_stream().cast::<c_void>()) })?;
+    drop(to);
+    Ok(out)
+}
+
+/// `silu(gate) * up` of the halves of each row.
+pub(crate) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaStorage> {
+    let (name, dtype, size) = ("swiglu", gate_up.dtype(), gate_up.dtype().size_in_bytes());
+    let stream = &*stream_of(gate_up)?;
+    let mut out = alloc(gate_up, &plan.out_shape)?;
+    let gate_up = read(gate_up, stream)?;
+    let to = write(&mut out, stream)?;
+    let stride = plan.gate_up.stride as i64;
+    let params = SwigluParams {
+        gate: gate_up.at::<c_void>(plan.gate_up.offset, size),
+        up: gate_up.at::<c_void>(plan.gate_up.offset + plan.columns, size),
+        out: to.at(0, size),
+        gate_stride: stride,
+        up_stride: stride,
+        out_stride: plan.columns as i64,
+        rows: plan.rows as i64,
+        columns: int(name, "gate_up", plan.columns)?,
+        dtype: dtype_code(dtype),
+        overlap: plan.overlap.into(),
+    };
+    // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
+    check(name, unsafe { gdn_swiglu(&params, stream.cu_stream().cast::<c_void>()) })?;
+    drop(to);
+    Ok(out)
+}

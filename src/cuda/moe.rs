@@ -1,0 +1,192 @@
+//! `cuda/gdn_moe.h`: the mixture of experts, routing and all.
+
+use super::{alloc, check, dtype_code, held, held_or_none, int, read, stream_of, write, Pointer};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
+use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor};
+use std::ffi::{c_int, c_void};
+
+const OP: &str = "sparse_moe";
+
+/// `GDN_MOE_FEW`: tokens that take their experts' weights through registers, and the router's product with them. For
+/// more a GEMM makes the logits.
+pub(crate) const FEW: usize = 32;
+
+/// `GDN_MOE_EXPERTS`
+const MAX_EXPERTS: usize = 1024;
+
+/// `GDN_MOE_TOP_K`
+const MAX_TOP_K: usize = 16;
+
+/// Whether the kernels take experts of these sizes.
+pub(crate) fn takes(dtype: DType, hidden: usize, experts: usize, top_k: usize, widths: [usize; 2]) -> bool {
+    matches!(dtype, DType::BF16 | DType::F16)
+        && hidden.is_multiple_of(64)
+        && widths[0] > 0
+        && widths.iter().all(|width| width.is_multiple_of(64) && width.saturating_mul(hidden) <= 1 << 29)
+        && (1..=MAX_EXPERTS).contains(&experts)
+        && (1..=MAX_TOP_K.min(experts)).contains(&top_k)
+}
+
+/// The weights of a layer, contiguous, all but the router in the dtype of x.
+pub(crate) struct Moe<'a> {
+    /// `[experts, hidden]` in f32; with a shared expert one row more, its gate.
+    pub router: &'a Tensor,
+    /// `[experts * 2 * inner, hidden]`, per expert the gate's rows, then up's.
+    pub gate_up: &'a Tensor,
+    /// `[experts * hidden, inner]`
+    pub down: &'a Tensor,
+    /// The same two of the shared expert.
+    pub shared: Option<[&'a Tensor; 2]>,
+    pub experts: usize,
+    pub top_k: usize,
+    pub normalise: bool,
+}
+
+/// `gdn_moe_params`
+#[repr(C)]
+struct MoeParams {
+    x: *const c_void,
+    router: *const c_void,
+    logits: *const f32,
+    gate_up: *const c_void,
+    down: *const c_void,
+    shared_gate_up: *const c_void,
+    shared_down: *const c_void,
+    residual: *const c_void,
+    y: *mut c_void,
+    workspace: *mut c_void,
+    workspace_bytes: i64,
+    x_stride: i64,
+    logits_stride: i64,
+    residual_stride: i64,
+    y_stride: i64,
+    tokens: i32,
+    hidden: i32,
+    num_experts: i32,
+    top_k: i32,
+    inner: i32,
+    shared_inner: i32,
+    io_dtype: i32,
+    router_dtype: i32,
+    normalise: i32,
+    algo: i32,
+    overlap: i32,
+}
+
+extern "C" {
+    fn gdn_moe(params: *const MoeParams, stream: *mut c_void) -> c_int;
+    fn gdn_moe_workspace(params: *const MoeParams, bytes: *mut i64) -> c_int;
+}
+
+/// `x [tokens, hidden]` to the same. `logits [tokens, rows of the router]` in f32, where they are there already.
+///
+/// Weights are read while the kernel before it on the stream may still run, which must therefore not write them.
+pub(crate) fn forward(x: &Tensor, moe: &Moe<'_>, logits: Option<&Tensor>) -> Result<Tensor> {
+    let whole = |layout: &Layout| layout.stride()[1] == 1 && (layout.stride()[0] | layout.start_offset()) & 7 == 0;
+    let x = if whole(x.layout()) { x.clone() } else { x.contiguous()? };
+    moe.check(&x, logits)?;
+    x.apply_op1_no_bwd(&Call { moe, logits })
+}
+
+impl Moe<'_> {
+    /// That the kernels read nothing but what is there.
+    fn check(&self, x: &Tensor, logits: Option<&Tensor>) -> Result<()> {
+        let (tokens, hidden) = x.dims2()?;
+        let expect = |name: &str, tensor: &Tensor, dtype: DType, dims: [usize; 2]| {
+            if tensor.dims() != dims || tensor.dtype() != dtype || !tensor.is_contiguous() {
+                bail!("{OP}: {name}: expected {dims:?} in {dtype:?}, got {:?}", tensor.layout())
+            }
+            if !tensor.device().same_device(x.device()) || !tensor.layout().start_offset().is_multiple_of(8) {
+                bail!("{OP}: {name}: expected a tensor on the device of x, aligned to 16 bytes")
+            }
+            Ok(())
+        };
+        let scored = self.experts + usize::from(self.shared.is_some());
+        expect("router", self.router, DType::F32, [scored, hidden])?;
+        let pair = |[gate_up, down]: [&Tensor; 2], count: usize| {
+            let inner = down.dim(1)?;
+            expect("gate_up", gate_up, x.dtype(), [count * 2 * inner, hidden])?;
+            expect("down", down, x.dtype(), [count * hidden, inner])
+        };
+        pair([self.gate_up, self.down], self.experts)?;
+        self.shared.map_or(Ok(()), |shared| pair(shared, 1))?;
+        logits.map_or(Ok(()), |logits| expect("logits", logits, DType::F32, [tokens, scored]))
+    }
+}
+
+struct Call<'a> {
+    moe: &'a Moe<'a>,
+    logits: Option<&'a Tensor>,
+}
+
+impl CustomOp1 for Call<'_> {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("{OP}: x: expected a CUDA tensor")
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let Self { moe, logits } = self;
+        let ((tokens, hidden), dtype) = (layout.shape().dims2()?, x.dtype());
+        let (device, size, stream) = (x.device(), dtype.size_in_bytes(), &*stream_of(x)?);
+        let mut out = alloc(x, &[tokens, hidden])?;
+        let y = write(&mut out, stream)?;
+        let x = read(x, stream)?;
+        held!(router, moe.router, stream);
+        held!(gate_up, moe.gate_up, stream);
+        held!(down, moe.down, stream);
+        held_or_none!(shared_gate_up, moe.shared.map(|[gate_up, _]| gate_up), stream);
+        held_or_none!(shared_down, moe.shared.map(|[_, down]| down), stream);
+        held_or_none!(scores, *logits, stream);
+        let start = |p: &Pointer<'_>, tensor: &Tensor| -> *const c_void {
+            p.at(tensor.layout().start_offset(), tensor.dtype().size_in_bytes())
+        };
+        let start_if = |p: &Option<Pointer<'_>>, tensor: Option<&Tensor>| {
+            p.as_ref().zip(tensor).map_or(std::ptr::null(), |(p, tensor)| start(p, tensor))
+        };
+        let shared_inner = moe.shared.map_or(Ok(0), |[_, down]| down.dim(1))?;
+        let mut params = MoeParams {
+            x: x.at(layout.start_offset(), size),
+            router: start(&router, moe.router),
+            logits: start_if(&scores, *logits).cast(),
+            gate_up: start(&gate_up, moe.gate_up),
+            down: start(&down, moe.down),
+            shared_gate_up: start_if(&shared_gate_up, moe.shared.map(|[gate_up, _]| gate_up)),
+            shared_down: start_if(&shared_down, moe.shared.map(|[_, down]| down)),
+            residual: std::ptr::null(),
+            y: y.at(0, size),
+            workspace: std::ptr::null_mut(),
+            workspace_bytes: 0,
+            x_stride: layout.stride()[0] as i64,
+            logits_stride: logits.map_or(Ok(0), |logits| logits.dim(1))? as i64,
+            residual_stride: 0,
+            y_stride: hidden as i64,
+            tokens: int(OP, "tokens", tokens)?,
+            hidden: int(OP, "hidden", hidden)?,
+            num_experts: int(OP, "experts", moe.experts)?,
+            top_k: int(OP, "experts of a token", moe.top_k)?,
+            inner: int(OP, "inner", moe.down.dim(1)?)?,
+            shared_inner: int(OP, "inner", shared_inner)?,
+            io_dtype: dtype_code(dtype),
+            router_dtype: dtype_code(DType::F32),
+            normalise: moe.normalise.into(),
+            algo: 0,
+            overlap: 1,
+        };
+        // SAFETY: the launcher reads the parameters and writes the one number.
+        check(OP, unsafe { gdn_moe_workspace(&params, &mut params.workspace_bytes) })?;
+        // SAFETY: the kernels read nothing there that they have not written.
+        let mut workspace = unsafe { device.alloc::<u8>(params.workspace_bytes.max(1) as usize)? };
+        let (address, _order) = workspace.device_ptr_mut(stream);
+        params.workspace = address as *mut c_void;
+        // SAFETY: every pointer reaches what `Moe::check` and the layout of x say, and the guards outlive the launch.
+        // The workspace is freed on this stream, behind the launch.
+        check(OP, unsafe { gdn_moe(&params, stream.cu_stream().cast::<c_void>()) })?;
+        drop((y, _order));
+        Ok((out, Shape::from((tokens, hidden))))
+    }
+}

@@ -1,0 +1,217 @@
+//! All-reduce and all-gather of GPUs by NCCL.
+//!
+//! The library is looked for when a group is made, not when the program is linked or started: builds do not need it, and
+//! where it is missing only those who ask for several GPUs hear of it.
+
+use super::{alloc, read, stream_of, write};
+use crate::models::Collective;
+use candle_core::backend::BackendStorage;
+use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor};
+use libloading::Library;
+use std::ffi::{c_char, c_int, c_void, CStr};
+use std::sync::{Arc, OnceLock};
+
+const OP: &str = "NCCL";
+/// Names another file.
+const VARIABLE: &str = "CANDLE_GDN_NCCL";
+const FILE: &str = "libnccl.so.2";
+
+/// What the ranks of a group know each other by: made by one of them, handed to all.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct NcclId([c_char; 128]);
+
+type Comm = *mut c_void;
+
+/// The functions used, as `nccl.h` (2.9 and later) declares them.
+struct Api {
+    get_unique_id: unsafe extern "C" fn(*mut NcclId) -> c_int,
+    comm_init_rank: unsafe extern "C" fn(*mut Comm, c_int, NcclId, c_int) -> c_int,
+    comm_destroy: unsafe extern "C" fn(Comm) -> c_int,
+    all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> c_int,
+    all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> c_int,
+    get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+    /// What the pointers lie in.
+    _library: Library,
+}
+
+impl Api {
+    fn get() -> Result<&'static Self> {
+        static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
+        let api = API.get_or_init(|| {
+            let file = std::env::var(VARIABLE).unwrap_or_else(|_| FILE.into());
+            Self::load(&file).map_err(|e| {
+                format!("{OP}: cannot load {file}, which several GPUs need ({VARIABLE} names another file): {e}")
+            })
+        });
+        api.as_ref().map_err(Error::msg)
+    }
+
+    fn load(file: &str) -> std::result::Result<Self, libloading::Error> {
+        // SAFETY: NCCL's initialisers have no requirements, and the types are those of its header.
+        unsafe {
+            let library = Library::new(file)?;
+            Ok(Self {
+                get_unique_id: *library.get(b"ncclGetUniqueId\0")?,
+                comm_init_rank: *library.get(b"ncclCommInitRank\0")?,
+                comm_destroy: *library.get(b"ncclCommDestroy\0")?,
+                all_reduce: *library.get(b"ncclAllReduce\0")?,
+                all_gather: *library.get(b"ncclAllGather\0")?,
+                get_error_string: *library.get(b"ncclGetErrorString\0")?,
+                _library: library,
+            })
+        }
+    }
+
+    fn check(&self, what: &str, code: c_int) -> Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: it returns a string that lives as long as the library.
+        let message = unsafe { CStr::from_ptr((self.get_error_string)(code)) };
+        bail!("{OP}: {what}: {}", message.to_string_lossy())
+    }
+}
+
+impl NcclId {
+    /// A new one.
+    ///
+    /// # Errors
+    /// Where NCCL cannot be loaded (`libnccl.so.2`, or what `CANDLE_GDN_NCCL` names), or has no network to meet on.
+    pub fn new() -> Result<Self> {
+        let (api, mut id) = (Api::get()?, Self([0; 128]));
+        // SAFETY: it writes the id.
+        api.check("an id for the group", unsafe { (api.get_unique_id)(&mut id) })?;
+        Ok(id)
+    }
+}
+
+/// A rank that is a GPU, with a host thread or process of its own. Its calls go to the device's stream and can be
+/// captured as part of a CUDA graph.
+#[derive(Debug)]
+pub struct NcclRank {
+    rank: usize,
+    size: usize,
+    device: Device,
+    comm: Arc<Communicator>,
+}
+
+#[derive(Debug)]
+struct Communicator(Comm);
+
+// SAFETY: NCCL allows calls from any thread, one at a time; the one stream they go to orders them, and the callers of a
+// model make them from one thread.
+unsafe impl Send for Communicator {}
+// SAFETY: as above.
+unsafe impl Sync for Communicator {}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if let Ok(api) = Api::get() {
+            // SAFETY: made by `comm_init_rank`, destroyed once. An error here has nobody to go to.
+            let _ = unsafe { (api.comm_destroy)(self.0) };
+        }
+    }
+}
+
+impl NcclRank {
+    /// Joins the group of `id`, all of whose `size` ranks call this at the same time, each with a device of its own
+    /// ([`single_stream_device`](crate::single_stream_device)). Returns when all have.
+    ///
+    /// # Errors
+    /// Where NCCL cannot be loaded or fails, for a rank that is not below `size`, on another device than a GPU.
+    pub fn new(id: NcclId, rank: usize, size: usize, device: &Device) -> Result<Self> {
+        let Device::Cuda(cuda) = device else { bail!("{OP}: device: expected CUDA, got {:?}", device.location()) };
+        if rank >= size {
+            bail!("{OP}: rank: expected one below {size}, got {rank}")
+        }
+        let (api, mut comm) = (Api::get()?, std::ptr::null_mut());
+        cuda.cuda_stream().context().bind_to_thread().map_err(Error::wrap)?;
+        // SAFETY: it writes the communicator, for the device that is current.
+        let code = unsafe { (api.comm_init_rank)(&mut comm, size as c_int, id, rank as c_int) };
+        api.check(&format!("rank {rank} of {size}"), code)?;
+        Ok(Self { rank, size, device: device.clone(), comm: Arc::new(Communicator(comm)) })
+    }
+
+    fn run(&self, x: &Tensor, call: Kind) -> Result<Tensor> {
+        if !x.device().same_device(&self.device) {
+            bail!("{OP}: x: expected a tensor on {:?}, got one on {:?}", self.device.location(), x.device().location())
+        }
+        let size = self.size;
+        x.contiguous()?.apply_op1_no_bwd(&Call { comm: self.comm.clone(), kind: call, size })
+    }
+}
+
+impl Collective for NcclRank {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
+        self.run(x, Kind::AllReduce)
+    }
+
+    fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
+        self.run(x, Kind::AllGather)
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Kind {
+    AllReduce,
+    AllGather,
+}
+
+struct Call {
+    comm: Arc<Communicator>,
+    kind: Kind,
+    size: usize,
+}
+
+impl CustomOp1 for Call {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("{OP}: x: expected a CUDA tensor")
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        // `ncclDataType_t`
+        let dtype = match x.dtype() {
+            DType::F16 => 6,
+            DType::F32 => 7,
+            DType::BF16 => 9,
+            other => bail!("{OP}: x: expected F32, BF16 or F16, got {other:?}"),
+        };
+        let (api, count) = (Api::get()?, layout.shape().elem_count());
+        let dims = match self.kind {
+            Kind::AllReduce => layout.dims().to_vec(),
+            Kind::AllGather => [&[self.size], layout.dims()].concat(),
+        };
+        let shape = Shape::from(dims);
+        let stream = &*stream_of(x)?;
+        let mut out = alloc(x, shape.dims())?;
+        if count > 0 {
+            let size = x.dtype().size_in_bytes();
+            let (x, y) = (read(x, stream)?, write(&mut out, stream)?);
+            let from = x.at::<c_void>(layout.start_offset(), size).cast_const();
+            let to = y.at::<c_void>(0, size);
+            let (stream, comm) = (stream.cu_stream().cast::<c_void>(), self.comm.0);
+            // SAFETY: `count` elements are read and as many, or `size` times as many, written, on the stream of both.
+            let code = unsafe {
+                match self.kind {
+                    Kind::AllReduce => (api.all_reduce)(from, to, count, dtype, 0, comm, stream),
+                    Kind::AllGather => (api.all_gather)(from, to, count, dtype, comm, stream),
+                }
+            };
+            api.check("a sum or gathering of the ranks", code)?;
+        }
+        Ok((out, shape))
+    }
+}

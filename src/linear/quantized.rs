@@ -1,0 +1,178 @@
+//! Projections whose weight is quantised, by candle's kernels.
+
+use super::Linear;
+use crate::weights::{Blocks, Matrix, Tiles};
+use candle_core::quantized::QTensor;
+use candle_core::{DType, Device, Result, Tensor};
+use std::sync::Arc;
+
+/// The rows of several parts, each of its own type.
+#[derive(Debug, Clone)]
+pub(crate) struct Quantized {
+    parts: Vec<Part>,
+    outputs: usize,
+}
+
+#[derive(Debug, Clone)]
+enum Part {
+    /// `[rows, in]`, with the order that its columns are in.
+    Blocks(Arc<QTensor>, Option<Tiles>),
+    Dense(Linear),
+}
+
+impl Quantized {
+    /// Rows that follow each other in one type become one tensor.
+    pub(super) fn new(parts: Vec<Matrix>, device: &Device) -> Result<Self> {
+        let mut made = Self { parts: Vec::new(), outputs: 0 };
+        let mut run: Vec<Blocks> = Vec::new();
+        for part in parts {
+            match part {
+                Matrix::Blocks(blocks) => run.push(blocks),
+                Matrix::Tiled(blocks, tiles) => {
+                    made.push_run(&mut run, device)?;
+                    made.push_blocks(&blocks, Some(tiles), device)?;
+                }
+                Matrix::Dense(weight) => {
+                    made.push_run(&mut run, device)?;
+                    made.outputs += weight.dim(0)?;
+                    made.parts.push(Part::Dense(Linear::from_weight(weight)?));
+                }
+            }
+        }
+        made.push_run(&mut run, device)?;
+        made.grow_workspace()?;
+        Ok(made)
+    }
+
+    /// On CUDA candle's products of up to 8 rows share a buffer that grows with them, and moves when it does. A captured
+    /// graph points to it: it gets its full size before there is any.
+    fn grow_workspace(&self) -> Result<()> {
+        let of_blocks = |part: &Part| match part {
+            Part::Blocks(blocks, _) if !blocks.device().is_cpu() => Some(blocks.clone()),
+            _ => None,
+        };
+        if let Some(blocks) = self.parts.iter().find_map(of_blocks) {
+            let (_, inputs) = blocks.shape().dims2()?;
+            Tensor::zeros((8, inputs), DType::F32, &blocks.device())?.apply_op1_no_bwd(&*blocks)?;
+        }
+        Ok(())
+    }
+
+    fn push_run(&mut self, run: &mut Vec<Blocks>, device: &Device) -> Result<()> {
+        Blocks::stack(std::mem::take(run)).iter().try_for_each(|blocks| self.push_blocks(blocks, None, device))
+    }
+
+    fn push_blocks(&mut self, blocks: &Blocks, tiles: Option<Tiles>, device: &Device) -> Result<()> {
+        let blocks = Arc::new(blocks.qtensor((blocks.rows(), blocks.columns()), device)?);
+        self.outputs += blocks.shape().dims()[0];
+        self.parts.push(Part::Blocks(blocks, tiles));
+        Ok(())
+    }
+
+    /// Of one tensor that is here already.
+    pub(super) fn of(weight: Arc<QTensor>) -> Result<Self> {
+        let whole = Self { outputs: weight.shape().dims()[0], parts: vec![Part::Blocks(weight, None)] };
+        whole.grow_workspace()?;
+        Ok(whole)
+    }
+
+    /// `x [rows, in]` to `[rows, out]` in x's dtype. candle rounds x to 8 bits on the way in.
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let rows = x.dim(0)?;
+        if rows == 0 {
+            return Tensor::zeros((0, self.outputs), x.dtype(), x.device());
+        }
+        let wide = x.to_dtype(DType::F32)?.contiguous()?;
+        let mut outs = Vec::with_capacity(self.parts.len());
+        for part in &self.parts {
+            outs.push(match part {
+                Part::Blocks(blocks, None) => wide.apply_op1_no_bwd(&**blocks)?,
+                Part::Blocks(blocks, Some(tiles)) => tiles.apply(x)?.apply_op1_no_bwd(&**blocks)?,
+                Part::Dense(linear) => linear.forward(x)?.to_dtype(DType::F32)?,
+            });
+        }
+        let y = match outs.as_slice() {
+            [y] => y.clone(),
+            outs => Tensor::cat(outs, 1)?,
+        };
+        y.to_dtype(x.dtype())
+    }
+}
+
+impl Tiles {
+    /// `x [rows, columns]` with its columns in this order, in f32.
+    fn apply(self, x: &Tensor) -> Result<Tensor> {
+        let (rows, columns) = x.dims2()?;
+        let pieces = x.reshape((rows, self.groups, self.per_group, self.size))?.transpose(1, 2)?;
+        // The cast copies in the new order.
+        pieces.to_dtype(DType::F32)?.contiguous()?.reshape((rows, columns))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::quantized::GgmlDType;
+
+    /// Whole numbers that candle's rounding to 8 bits leaves as they are: the largest of 32 is 127.
+    fn whole_numbers(rows: usize, columns: usize) -> Tensor {
+        let number = |i: usize| match i % 32 {
+            7 => 127.,
+            _ => ((i * 7919 + i / 13) % 201) as f32 - 100.,
+        };
+        let x: Vec<f32> = (0..rows * columns).map(number).collect();
+        Tensor::from_vec(x, (rows, columns), &Device::Cpu).unwrap()
+    }
+
+    fn blocks(rows: usize, columns: usize, dtype: GgmlDType) -> Blocks {
+        let w: Vec<f32> = (0..rows * columns).map(|i| (i as f32 * 0.37).sin()).collect();
+        Blocks::quantize(&Tensor::from_vec(w, (rows, columns), &Device::Cpu).unwrap(), dtype).unwrap()
+    }
+
+    fn check(linear: &Linear, x: &Tensor, weight: &Tensor) -> Result<()> {
+        let want = x.matmul(&weight.t()?)?;
+        let difference = (linear.forward(x)? - &want)?.sqr()?.sum_all()?.sqrt()?.to_scalar::<f32>()?;
+        let norm = want.sqr()?.sum_all()?.sqrt()?.to_scalar::<f32>()?;
+        assert!(difference <= 1e-5 * norm, "{difference:e} of {norm:e}");
+        Ok(())
+    }
+
+    #[test]
+    fn parts_of_any_types_are_one_product() -> Result<()> {
+        use GgmlDType::{Q4K, Q4_0, Q5_1, Q6K, Q8_0};
+        // 192 is no multiple of 256: there candle rounds in blocks of 32.
+        for (columns, dtypes) in [(192, [Q8_0, Q8_0, Q4_0, Q5_1]), (512, [Q4K, Q6K, Q6K, Q8_0])] {
+            let parts: Vec<_> = dtypes.iter().enumerate().map(|(i, t)| blocks(5 + 16 * i, columns, *t)).collect();
+            let dense = (blocks(3, columns, GgmlDType::F32).tensor()? * 0.5)?;
+            let wide: Vec<_> = parts.iter().map(Blocks::tensor).chain([Ok(dense.clone())]).collect::<Result<_>>()?;
+            let weight = Tensor::cat(&wide, 0)?;
+            let parts = parts.into_iter().map(Matrix::Blocks).chain([Matrix::Dense(dense)]);
+            let linear = Linear::stack(parts.collect(), &Device::Cpu)?;
+            for rows in [1, 2, 9] {
+                check(&linear, &whole_numbers(rows, columns), &weight)?;
+            }
+            let none = Tensor::zeros((0, columns), candle_core::DType::F32, &Device::Cpu)?;
+            assert_eq!(linear.forward(&none)?.dims(), [0, weight.dim(0)?]);
+            // Halves hold these numbers; of the products the first digits.
+            for dtype in [DType::BF16, DType::F16] {
+                let x = (whole_numbers(3, columns) * 0.0625)?;
+                let y = linear.forward(&x.to_dtype(dtype)?)?;
+                assert_eq!(y.dtype(), dtype);
+                let error = (y.to_dtype(DType::F32)? - linear.forward(&x)?)?.abs()?.max_all()?.to_scalar::<f32>()?;
+                assert!(error <= 0.5, "{dtype:?}: {error}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn columns_may_be_in_another_order() -> Result<()> {
+        // Two groups of three pieces of 128: half a block each.
+        let tiles = Tiles { groups: 2, per_group: 3, size: 128 };
+        let stored = blocks(20, 768, GgmlDType::Q6K);
+        let pieces: Vec<_> = [0, 2, 4, 1, 3, 5].map(|piece| stored.tensor()?.narrow(1, piece * 128, 128)).into();
+        let weight = Tensor::cat(&pieces.into_iter().collect::<Result<Vec<_>>>()?, 1)?;
+        let linear = Linear::stack(vec![Matrix::Tiled(stored, tiles)], &Device::Cpu)?;
+        check(&linear, &whole_numbers(4, 768), &weight)
+    }
+}

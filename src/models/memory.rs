@@ -1,0 +1,143 @@
+//! What a model takes, told from its configuration alone.
+
+use super::config::{FfnKind, MixerKind, ModelConfig};
+use candle_core::quantized::GgmlDType;
+use candle_core::DType;
+
+/// Bytes of device memory that one sequence of a model takes; see [`ModelConfig::sequence_bytes`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SequenceBytes {
+    /// Recurrent states of the Gated DeltaNet layers, `[HV, V, K]` each in f32, whatever the length.
+    pub recurrent: u64,
+    /// Inputs that the convolutions look back at, `[width - 1, channels]` a Gated DeltaNet layer.
+    pub conv: u64,
+    /// Keys and values of the softmax layers for each token that there is room for.
+    pub kv_per_token: u64,
+}
+
+impl SequenceBytes {
+    /// All of it, with room for `tokens` tokens.
+    pub fn total(&self, tokens: usize) -> u64 {
+        self.recurrent.saturating_add(self.conv).saturating_add(self.kv_per_token.saturating_mul(tokens as u64))
+    }
+}
+
+impl ModelConfig {
+    /// Numbers in the weights of the text model; a head that is the embedding counts once.
+    ///
+    /// ```
+    /// # fn main() -> candle_core::Result<()> {
+    /// # let json = include_str!("../../examples/generate/configs/qwen3-next-80b-a3b.json");
+    /// let config = candle_gdn::models::ModelConfig::from_json(json)?;
+    /// assert_eq!(config.parameters(), 79_674_391_296);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn parameters(&self) -> u64 {
+        let Weights { typed, f32 } = self.weights();
+        typed.saturating_add(f32)
+    }
+
+    /// Bytes of the weights of a model in `dtype` on a GPU; norms, gates and routers are kept in f32. On the CPU
+    /// matrices in f32 that bf16 or f16 holds exactly take what they do in bf16.
+    pub fn weight_bytes(&self, dtype: DType) -> u64 {
+        let Weights { typed, f32 } = self.weights();
+        typed.saturating_mul(dtype.size_in_bytes() as u64).saturating_add(f32.saturating_mul(4))
+    }
+
+    /// Bytes of the weights where [`LoadOptions::quantize`](super::LoadOptions::quantize) is `to`: the embedding in
+    /// `dtype`, the matrices in `to`, and a tied head once more in it.
+    pub fn quantized_weight_bytes(&self, dtype: DType, to: GgmlDType) -> u64 {
+        let Weights { typed, f32 } = self.weights();
+        let table = product(&[self.vocab_size, self.hidden_size]);
+        let matrices = if self.tie_word_embeddings { typed } else { typed.saturating_sub(table) };
+        let blocks = matrices.div_ceil(to.block_size() as u64);
+        let bytes = |count: u64, size: usize| count.saturating_mul(size as u64);
+        let dense = bytes(table, dtype.size_in_bytes()).saturating_add(bytes(f32, 4));
+        bytes(blocks, to.type_size()).saturating_add(dense)
+    }
+
+    /// What a sequence of a model in `dtype` takes, recurrent states in f32.
+    ///
+    /// [`SequencePool::bytes_per_sequence`](super::SequencePool::bytes_per_sequence) is the same of a pool, to the byte
+    /// on a GPU; on the CPU keys and values are padded.
+    pub fn sequence_bytes(&self, dtype: DType) -> SequenceBytes {
+        let (c, a) = (&self.gdn, &self.attention);
+        let linear = self.layers.iter().filter(|layer| layer.mixer == MixerKind::LinearAttention).count();
+        let full = self.layers.len() - linear;
+        let size = dtype.size_in_bytes();
+        SequenceBytes {
+            recurrent: product(&[linear, c.num_value_heads, c.value_head_dim, c.key_head_dim, 4]),
+            conv: product(&[linear, c.conv_kernel.saturating_sub(1), size]).saturating_mul(self.conv_channels()),
+            kv_per_token: product(&[full, 2, a.num_kv_heads, a.head_dim, size]),
+        }
+    }
+
+    fn weights(&self) -> Weights {
+        let h = self.hidden_size;
+        let tables = if self.tie_word_embeddings { 1 } else { 2 };
+        let mut all = Weights { typed: product(&[tables, self.vocab_size, h]), f32: h as u64 };
+        for layer in &self.layers {
+            all.add(0, 2 * h as u64);
+            match layer.mixer {
+                MixerKind::LinearAttention => self.add_linear_attention(&mut all),
+                MixerKind::FullAttention => self.add_full_attention(&mut all),
+            }
+            match (layer.ffn, &self.moe) {
+                (FfnKind::Dense { intermediate_size }, _) => all.add(product(&[3, h, intermediate_size]), 0),
+                (FfnKind::Moe, Some(moe)) => {
+                    let (n, shared) = (moe.num_experts, moe.shared_intermediate_size);
+                    let gate = if shared > 0 { h as u64 } else { 0 };
+                    all.add(product(&[n, 3, h, moe.intermediate_size]), product(&[n, h]));
+                    all.add(product(&[3, h, shared]), gate);
+                }
+                (FfnKind::Moe, None) => {}
+            }
+        }
+        all
+    }
+
+    fn add_linear_attention(&self, all: &mut Weights) {
+        let (c, h) = (&self.gdn, self.hidden_size as u64);
+        let (heads, value) = (c.num_value_heads as u64, product(&[c.num_value_heads, c.value_head_dim]));
+        let channels = self.conv_channels();
+        // In: q, k, v, z, b and a. Out: the heads.
+        all.add(h.saturating_mul(channels.saturating_add(value).saturating_add(2 * heads)), 0);
+        all.add(h.saturating_mul(value), 0);
+        all.add(channels.saturating_mul(c.conv_kernel as u64), 2 * heads + c.value_head_dim as u64);
+    }
+
+    fn add_full_attention(&self, all: &mut Weights) {
+        let (a, h) = (&self.attention, self.hidden_size);
+        // Queries and their gates, keys, values; and out.
+        all.add(product(&[2 * a.num_heads + 2 * a.num_kv_heads, a.head_dim, h]), 2 * a.head_dim as u64);
+        all.add(product(&[a.num_heads, a.head_dim, h]), 0);
+    }
+
+    /// q, k and v.
+    fn conv_channels(&self) -> u64 {
+        let c = &self.gdn;
+        let value = product(&[c.num_value_heads, c.value_head_dim]);
+        product(&[2, c.num_key_heads, c.key_head_dim]).saturating_add(value)
+    }
+}
+
+/// Numbers, by how the model holds them.
+struct Weights {
+    /// In its dtype.
+    typed: u64,
+    /// In f32 always.
+    f32: u64,
+}
+
+impl Weights {
+    fn add(&mut self, typed: u64, f32: u64) {
+        self.typed = self.typed.saturating_add(typed);
+        self.f32 = self.f32.saturating_add(f32);
+    }
+}
+
+/// A configuration may be nonsense that nobody could load: too much is too much.
+fn product(factors: &[usize]) -> u64 {
+    factors.iter().fold(1, |product, &factor| product.saturating_mul(factor as u64))
+}

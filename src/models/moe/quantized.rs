@@ -1,0 +1,180 @@
+//! The mixture of experts with quantised experts, by candle's kernels.
+
+use super::super::config::MoeConfig;
+use super::super::mlp::Mlp;
+use super::super::routing::Routing;
+use super::gate_weight;
+use crate::linear::Linear;
+use crate::ops::Swiglu;
+use crate::weights::{Blocks, ExpertBlocks, ExpertShape, Matrix, Source};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Result, Tensor};
+
+#[derive(Debug)]
+pub(crate) struct QuantizedMoe {
+    router: Linear,
+    experts: Experts,
+    shared: Option<SharedExpert>,
+    cfg: MoeConfig,
+}
+
+/// An MLP for every token, scaled by a sigmoid.
+#[derive(Debug)]
+struct SharedExpert {
+    mlp: Mlp,
+    gate: Linear,
+}
+
+#[derive(Debug)]
+enum Experts {
+    /// One tensor for all, of which candle's CUDA kernels read the experts that each token has chosen.
+    Indexed(Box<Indexed>),
+    /// Each on its own: what the CPU has, and on CUDA the types that those kernels do not take.
+    Each(Vec<Expert>),
+}
+
+#[derive(Debug)]
+struct Indexed {
+    /// `[experts, 2 * intermediate, hidden]`, or gates and ups apart.
+    gate_up: Vec<QTensor>,
+    /// `[experts, hidden, intermediate]`
+    down: QTensor,
+}
+
+#[derive(Debug)]
+struct Expert {
+    gate_up: Linear,
+    down: Linear,
+}
+
+/// Tokens that the kernels of [`Experts::Indexed`] take at a time: bounds the memory, and their grids.
+const AT_ONCE: usize = 4096;
+
+impl QuantizedMoe {
+    /// `source` is at `..mlp`; `None` where its experts are dense.
+    pub(crate) fn load(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<Option<Self>> {
+        let shape = ExpertShape { experts: cfg.num_experts, intermediate: cfg.intermediate_size, hidden };
+        let Some(blocks) = source.pp("experts").expert_blocks(shape)? else { return Ok(None) };
+        let gate = |name: &str, rows: usize| {
+            let weight = gate_weight(rows, hidden, source.pp(name).dense())?;
+            Linear::from_weight(weight)
+        };
+        let shared = match cfg.shared_intermediate_size {
+            0 => None,
+            size => Some(SharedExpert {
+                mlp: Mlp::load_from(hidden, size, &source.pp("shared_expert"))?,
+                gate: gate("shared_expert_gate", 1)?,
+            }),
+        };
+        Ok(Some(Self {
+            router: gate("gate", cfg.num_experts)?,
+            experts: Experts::new(&blocks, shape, source.device())?,
+            shared,
+            cfg: cfg.clone(),
+        }))
+    }
+
+    /// `x [.., hidden]` to the same. Where experts are indexed on the device, nothing is asked of the host.
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let hidden = x.dims().last().copied().unwrap_or(0);
+        let tokens = x.elem_count() / hidden.max(1);
+        let flat = x.reshape((tokens, hidden))?;
+        let x32 = flat.to_dtype(DType::F32)?.contiguous()?;
+        let p = candle_nn::ops::softmax_last_dim(&self.router.forward(&x32)?)?;
+        let mut y = match &self.experts {
+            Experts::Indexed(experts) => experts.forward(&x32, &p, &self.cfg)?,
+            Experts::Each(experts) => {
+                let routing = Routing::top_k(&p.flatten_all()?.to_vec1::<f32>()?, &self.cfg);
+                each(experts, &x32, &routing)?
+            }
+        };
+        if let Some(shared) = &self.shared {
+            let gate = candle_nn::ops::sigmoid(&shared.gate.forward(&x32)?)?;
+            let s = shared.mlp.forward(&flat)?.to_dtype(DType::F32)?;
+            y = (y + s.broadcast_mul(&gate)?)?;
+        }
+        y.to_dtype(x.dtype())?.reshape(x.dims())
+    }
+}
+
+impl Experts {
+    fn new(blocks: &ExpertBlocks, shape: ExpertShape, device: &Device) -> Result<Self> {
+        let ExpertShape { experts: n, intermediate, hidden } = shape;
+        let indexable = |blocks: &Blocks| {
+            use GgmlDType::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8_0};
+            matches!(blocks.dtype(), Q8_0 | Q2K | Q3K | Q4K | Q5K | Q6K)
+        };
+        if device.is_cuda() && indexable(&blocks.down) && blocks.gate_up.iter().all(indexable) {
+            let gate_up = blocks.gate_up.iter().map(|part| part.qtensor((n, part.rows() / n, hidden), device));
+            return Ok(Self::Indexed(Box::new(Indexed {
+                gate_up: gate_up.collect::<Result<_>>()?,
+                down: blocks.down.qtensor((n, hidden, intermediate), device)?,
+            })));
+        }
+        let of = |blocks: &Blocks, expert: usize| {
+            let rows = blocks.rows() / n;
+            let range = expert * rows..(expert + 1) * rows;
+            Matrix::Blocks(blocks.select_rows(std::slice::from_ref(&range)))
+        };
+        let each = (0..n).map(|expert| {
+            let gate_up = blocks.gate_up.iter().map(|part| of(part, expert)).collect();
+            Ok(Expert {
+                gate_up: Linear::stack(gate_up, device)?,
+                down: Linear::stack(vec![of(&blocks.down, expert)], device)?,
+            })
+        });
+        Ok(Self::Each(each.collect::<Result<_>>()?))
+    }
+}
+
+impl Indexed {
+    /// `x [tokens, hidden]` in f32 and the router's probabilities `p [tokens, experts]` to the weighted sum of each
+    /// token's experts.
+    fn forward(&self, x: &Tensor, p: &Tensor, cfg: &MoeConfig) -> Result<Tensor> {
+        let (tokens, hidden) = x.dims2()?;
+        let chosen = p.arg_sort_last_dim(false)?.narrow(1, 0, cfg.experts_per_token)?.contiguous()?;
+        let mut weights = p.gather(&chosen, 1)?;
+        if cfg.norm_topk_prob {
+            weights = weights.broadcast_div(&weights.sum_keepdim(1)?)?;
+        }
+        let mut outs = Vec::with_capacity(tokens.div_ceil(AT_ONCE));
+        for first in (0..tokens).step_by(AT_ONCE) {
+            let count = AT_ONCE.min(tokens - first);
+            // The kernels take whole tensors, not views.
+            let part = |x: &Tensor| match count == tokens {
+                true => Ok(x.clone()),
+                false => x.narrow(0, first, count)?.force_contiguous(),
+            };
+            let (x, ids) = (part(x)?.reshape((count, 1, hidden))?, part(&chosen)?);
+            let gate_up = self.gate_up.iter().map(|w| w.indexed_moe_forward(&x, &ids)).collect::<Result<Vec<_>>>()?;
+            let inner = Swiglu::new().forward(&Tensor::cat(&gate_up, 2)?)?;
+            let out = self.down.indexed_moe_forward(&inner, &ids)?;
+            outs.push(out.broadcast_mul(&part(&weights)?.unsqueeze(2)?)?.sum(1)?);
+        }
+        match outs.as_slice() {
+            [one] => Ok(one.clone()),
+            outs => Tensor::cat(outs, 0),
+        }
+    }
+}
+
+/// `x [tokens, hidden]` in f32 to the weighted sum of each token's experts.
+fn each(experts: &[Expert], x: &Tensor, routing: &Routing) -> Result<Tensor> {
+    let device = x.device();
+    let ((tokens, hidden), k) = (x.dims2()?, routing.experts_per_token());
+    let index = |v: &[u32]| Tensor::new(v, device);
+    // Rows sorted by expert.
+    let rows = x.index_select(&index(routing.token_of_row())?, 0)?;
+    let mut outs = Vec::new();
+    for (expert, range) in routing.ranges() {
+        let Expert { gate_up, down } = &experts[expert];
+        let x = rows.narrow(0, range.start, range.len())?;
+        outs.push(down.forward(&Swiglu::new().forward(&gate_up.forward(&x)?)?)?);
+    }
+    let weights = Tensor::new(routing.weight_of_row(), device)?.reshape((tokens * k, 1))?;
+    Tensor::cat(&outs, 0)?
+        .broadcast_mul(&weights)?
+        .index_select(&index(routing.row_of_choice())?, 0)?
+        .reshape((tokens, k, hidden))?
+        .sum(1)
+}

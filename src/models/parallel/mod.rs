@@ -1,0 +1,63 @@
+//! One model over several devices: tensor parallelism.
+//!
+//! Every rank holds a part of each layer and runs all tokens through it: of Gated DeltaNet a range of key heads with
+//! their value heads, of softmax attention a range of query heads with the key-value heads they read (which ranks share
+//! where there are more ranks than those), of every MLP and every expert a range of the inner width, and a range of the
+//! vocabulary. What a mixer or a feed-forward gives is summed over the ranks, twice a layer; norms, routers and small
+//! gates are on every rank.
+
+mod config;
+mod local;
+mod vocabulary;
+mod weights;
+
+pub use local::LocalRank;
+pub(crate) use vocabulary::Vocabulary;
+pub use weights::{part_of, part_of_safetensors};
+
+use candle_core::{bail, Result, Tensor};
+
+/// What the ranks of a model do together. All of them make the same calls in the same order; what comes back is the
+/// same on all, bit for bit.
+pub trait Collective: std::fmt::Debug + Send + Sync {
+    /// Which of the ranks this is, below [`size`](Self::size).
+    fn rank(&self) -> usize;
+
+    /// How many there are.
+    fn size(&self) -> usize;
+
+    /// The sum of the ranks' `x`, which have one shape and dtype.
+    ///
+    /// # Errors
+    /// When a rank is gone.
+    fn all_reduce(&self, x: &Tensor) -> Result<Tensor>;
+
+    /// The ranks' `x [..]`, of one shape and dtype, first to last: `[size, ..]`.
+    ///
+    /// # Errors
+    /// When a rank is gone.
+    fn all_gather(&self, x: &Tensor) -> Result<Tensor>;
+}
+
+/// One of several equal parts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub rank: usize,
+    pub size: usize,
+}
+
+impl Part {
+    pub fn of(group: &dyn Collective) -> Result<Self> {
+        let part = Self { rank: group.rank(), size: group.size() };
+        if part.rank >= part.size {
+            bail!("rank: expected one below {}, got {}", part.size, part.rank)
+        }
+        Ok(part)
+    }
+
+    /// Its part of `0..total`, which the number of parts divides.
+    pub fn range(self, total: usize) -> std::ops::Range<usize> {
+        let each = total / self.size;
+        self.rank * each..(self.rank + 1) * each
+    }
+}

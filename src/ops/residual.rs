@@ -1,0 +1,218 @@
+//! A residual and the norm behind it.
+
+use super::args::*;
+use super::norm::{token_stride, uniform_tokens};
+use super::rule::storage_dtype;
+use crate::cpu::rms_norm::rms_norm as cpu_rms_norm;
+use crate::cpu::Element;
+use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+
+const OP: &str = "add_rms_norm";
+
+/// A sum and its RMS norm in one pass, or the norm alone, as a [`CustomOp3`] over (x, h, weight); see
+/// [`add_rms_norm`] and [`rms_norm`].
+#[derive(Debug, Clone, Copy)]
+pub struct AddRmsNorm {
+    eps: f64,
+    overlap: bool,
+    /// Whether the second argument is added, and not x again.
+    add: bool,
+}
+
+/// Rows of one length at one distance.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct RowsLayout {
+    pub offset: usize,
+    pub stride: usize,
+}
+
+/// A checked call.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct ResidualPlan {
+    pub x: RowsLayout,
+    pub h: Option<RowsLayout>,
+    pub weight_offset: usize,
+    pub rows: usize,
+    pub dim: usize,
+    /// x's; with h two of it, the sum and the norm.
+    pub out_shape: Vec<usize>,
+    pub overlap: bool,
+    pub eps: f64,
+}
+
+impl AddRmsNorm {
+    /// # Errors
+    /// When `eps` is negative or not finite.
+    pub fn new(eps: f64) -> Result<Self> {
+        if !eps.is_finite() || eps < 0.0 {
+            bail!("{OP}: eps: expected a finite value of at least 0, got {eps}");
+        }
+        Ok(Self { eps, overlap: false, add: false })
+    }
+
+    /// The kernel may begin while the one before it on the stream still runs, and read the weight, which that one must
+    /// not write.
+    pub(crate) fn overlapping(mut self) -> Self {
+        self.overlap = true;
+        self
+    }
+
+    /// `x + h`, and its norm.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit; the message names the argument.
+    pub fn forward(&self, x: &Tensor, h: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor)> {
+        check_dtype(OP, "h", h.dtype(), x.dtype())?;
+        check_shape(OP, "h", h, x.dims())?;
+        check_device(OP, "h", h, x.device())?;
+        let both = Self { add: true, ..*self }.apply(x, Some(h), weight)?;
+        Ok((both.get(0)?, both.get(1)?))
+    }
+
+    /// The norm of x.
+    ///
+    /// # Errors
+    /// When a dtype, shape or device does not fit; the message names the argument.
+    pub fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        Self { add: false, ..*self }.apply(x, None, weight)
+    }
+
+    fn apply(&self, x: &Tensor, h: Option<&Tensor>, weight: &Tensor) -> Result<Tensor> {
+        check_float(OP, "x", x.dtype())?;
+        check_dtype(OP, "weight", weight.dtype(), DType::F32)?;
+        check_device(OP, "weight", weight, x.device())?;
+        let lead = x.rank().saturating_sub(1);
+        let rows = |x: &Tensor| if x.device().is_cpu() { x.contiguous() } else { uniform_tokens(x, lead) };
+        let (x, weight) = (rows(x)?, weight.contiguous()?);
+        let h = h.map_or(Ok(x.clone()), rows)?;
+        apply3(self, &x, &h, &weight)
+    }
+
+    fn plan(&self, x: &Layout, h: &Layout, weight: &Layout) -> Result<ResidualPlan> {
+        let dims = x.dims();
+        let Some((&dim, lead)) = dims.split_last() else { bail!("{OP}: x: expected at least one dimension, got none") };
+        if dim == 0 || weight.dims() != [dim] || !weight.is_contiguous() {
+            bail!("{OP}: weight: expected shape {:?} (x's last dimension, not 0), got {:?}", [dim], weight.dims());
+        }
+        let rows_layout = |arg: &str, layout: &Layout| {
+            let stride = layout.stride();
+            match token_stride(&dims[..lead.len()], &stride[..lead.len()]) {
+                Some(rows) if stride[lead.len()] == 1 || dim == 1 => {
+                    Ok(RowsLayout { offset: layout.start_offset(), stride: rows })
+                }
+                _ => bail!("{OP}: {arg}: expected rows of one common stride, got strides {stride:?}"),
+            }
+        };
+        let out_shape = if self.add { [&[2], dims].concat() } else { dims.to_vec() };
+        Ok(ResidualPlan {
+            x: rows_layout("x", x)?,
+            h: if self.add { Some(rows_layout("h", h)?) } else { None },
+            weight_offset: weight.start_offset(),
+            rows: lead.iter().product(),
+            dim,
+            out_shape,
+            overlap: self.overlap,
+            eps: self.eps,
+        })
+    }
+
+    /// Rows that follow each other.
+    fn cpu_run(&self, plan: &ResidualPlan, x: &[f32], h: &[f32], weight: &[f32]) -> Vec<f32> {
+        let n = plan.rows * plan.dim;
+        let (x, weight) = (&x[plan.x.offset..][..n], &weight[plan.weight_offset..][..plan.dim]);
+        let mut out = vec![0f32; plan.out_shape.iter().product()];
+        let (sum, y) = out.split_at_mut(if self.add { n } else { 0 });
+        if let Some(at) = plan.h {
+            sum.iter_mut().zip(x).zip(&h[at.offset..]).for_each(|((sum, x), h)| *sum = x + h);
+        }
+        cpu_rms_norm(if self.add { sum } else { x }, weight, self.eps as f32, y);
+        out
+    }
+
+    /// The same of 16 bits, with the sum rounded before its norm is taken.
+    fn cpu_run_half<T: Element>(&self, plan: &ResidualPlan, x: &[T], h: &[T], weight: &[f32]) -> Vec<T> {
+        let x = &x[plan.x.offset..][..plan.rows * plan.dim];
+        let mut out: Vec<T> = match plan.h {
+            Some(at) => x.iter().zip(&h[at.offset..]).map(|(x, h)| T::from_f32(x.to_f32() + h.to_f32())).collect(),
+            None => vec![],
+        };
+        let wide: Vec<f32> = if self.add { &out } else { x }.iter().map(|x| x.to_f32()).collect();
+        let mut y = vec![0f32; wide.len()];
+        cpu_rms_norm(&wide, &weight[plan.weight_offset..][..plan.dim], self.eps as f32, &mut y);
+        out.extend(y.into_iter().map(T::from_f32));
+        out
+    }
+}
+
+impl CustomOp3 for AddRmsNorm {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        h: &CpuStorage,
+        hl: &Layout,
+        weight: &CpuStorage,
+        wl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        use CpuStorage::{BF16, F16, F32};
+        let plan = self.plan(xl, hl, wl)?;
+        let F32(w) = weight else { bail!("{OP}: weight: expected dtype f32, got {:?}", storage_dtype(weight)) };
+        let out = match (x, h) {
+            (F32(x), F32(h)) => F32(self.cpu_run(&plan, x, h, w)),
+            (BF16(x), BF16(h)) => BF16(self.cpu_run_half(&plan, x, h, w)),
+            (F16(x), F16(h)) => F16(self.cpu_run_half(&plan, x, h, w)),
+            _ => bail!("{OP}: h: expected dtype {:?} (x's), got {:?}", storage_dtype(x), storage_dtype(h)),
+        };
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        xl: &Layout,
+        h: &candle_core::CudaStorage,
+        hl: &Layout,
+        weight: &candle_core::CudaStorage,
+        wl: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let plan = self.plan(xl, hl, wl)?;
+        let out = crate::cuda::model::residual(&plan, x, h, weight)?;
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+}
+
+/// A residual and the norm behind it, in one pass over memory:
+///
+/// ```text
+/// sum = x + h;   y = sum * rsqrt(mean(sum^2) + eps) * weight
+/// ```
+///
+/// | tensor | shape | dtype |
+/// |---|---|---|
+/// | `x`, `h` | `[.., dim]`; may be strided views | f32, bf16 or f16 |
+/// | `weight` | `[dim]`; `1 + w` where the model's weight w is zero-centred | f32 |
+/// | results `(sum, y)` | as x, views of one tensor | as x |
+///
+/// Arithmetic is f32; the norm is of the sum as it was rounded to x's dtype.
+///
+/// # Errors
+/// When a shape, dtype or device does not fit; the message names the argument, what was expected and what came.
+pub fn add_rms_norm(x: &Tensor, h: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    AddRmsNorm::new(eps)?.forward(x, h, weight)
+}
+
+/// RMS norm over the last dimension, `x * rsqrt(mean(x^2) + eps) * weight`, in x's dtype with f32 arithmetic in one
+/// pass; shapes, dtypes and errors as of [`add_rms_norm`].
+///
+/// # Errors
+/// When a shape, dtype or device does not fit; the message names the argument, what was expected and what came.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    AddRmsNorm::new(eps)?.norm(x, weight)
+}

@@ -1,0 +1,128 @@
+//! The gate of a feed-forward.
+
+use super::args::*;
+use super::norm::{token_stride, uniform_tokens};
+use super::residual::RowsLayout;
+use super::rule::storage_dtype;
+use crate::cpu::swiglu::activate;
+use crate::cpu::Element;
+use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+
+const OP: &str = "swiglu";
+
+/// `silu(gate) * up` of the two halves of each row, as a [`CustomOp1`]; see [`swiglu`].
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Swiglu {
+    overlap: bool,
+}
+
+/// A checked call.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct SwigluPlan {
+    pub gate_up: RowsLayout,
+    pub rows: usize,
+    /// Of a half.
+    pub columns: usize,
+    pub out_shape: Vec<usize>,
+    pub overlap: bool,
+}
+
+impl Swiglu {
+    /// The op.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The kernel may begin while the one before it on the stream still runs; it waits for it before it reads anything.
+    pub(crate) fn overlapping(mut self) -> Self {
+        self.overlap = true;
+        self
+    }
+
+    /// Applies the op: `[.., 2 * columns]` to `[.., columns]`, contiguous.
+    ///
+    /// # Errors
+    /// When the dtype or shape does not fit.
+    pub fn forward(&self, gate_up: &Tensor) -> Result<Tensor> {
+        check_float(OP, "gate_up", gate_up.dtype())?;
+        let rows = match gate_up.device().is_cpu() {
+            true => gate_up.contiguous()?,
+            false => uniform_tokens(gate_up, gate_up.rank().saturating_sub(1))?,
+        };
+        apply1(self, &rows)
+    }
+
+    fn plan(&self, layout: &Layout) -> Result<SwigluPlan> {
+        let (dims, stride) = (layout.dims(), layout.stride());
+        let Some((&both, lead)) = dims.split_last().filter(|(last, _)| last.is_multiple_of(2)) else {
+            bail!("{OP}: gate_up: expected shape [.., gate and up], got {dims:?}")
+        };
+        let Some(rows_stride) = token_stride(lead, &stride[..lead.len()]).filter(|_| stride[lead.len()] == 1) else {
+            bail!("{OP}: gate_up: expected rows of one common stride, got strides {stride:?}");
+        };
+        Ok(SwigluPlan {
+            gate_up: RowsLayout { offset: layout.start_offset(), stride: rows_stride },
+            rows: lead.iter().product(),
+            columns: both / 2,
+            out_shape: [lead, &[both / 2]].concat(),
+            overlap: self.overlap,
+        })
+    }
+}
+
+/// Rows that follow each other.
+fn cpu_run<T: Element>(plan: &SwigluPlan, gate_up: &[T]) -> Vec<T> {
+    let n = plan.rows * plan.columns;
+    let wide: Vec<f32> = gate_up[plan.gate_up.offset..][..2 * n].iter().map(|x| x.to_f32()).collect();
+    let mut out = vec![0f32; n];
+    if n > 0 {
+        activate(&wide, plan.columns, &mut out);
+    }
+    out.into_iter().map(T::from_f32).collect()
+}
+
+impl CustomOp1 for Swiglu {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, gate_up: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        use CpuStorage::{BF16, F16, F32};
+        let plan = self.plan(layout)?;
+        let out = match gate_up {
+            F32(x) => F32(cpu_run(&plan, x)),
+            BF16(x) => BF16(cpu_run(&plan, x)),
+            F16(x) => F16(cpu_run(&plan, x)),
+            x => bail!("{OP}: gate_up: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(x)),
+        };
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        gate_up: &candle_core::CudaStorage,
+        layout: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let plan = self.plan(layout)?;
+        let out = crate::cuda::model::swiglu(&plan, gate_up)?;
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+}
+
+/// The gate of a SwiGLU feed-forward: `gate * sigmoid(gate) * up` of rows `[gate | up]`, as one projection of stacked
+/// weights gives them.
+///
+/// | tensor | shape | dtype |
+/// |---|---|---|
+/// | `gate_up` | `[.., 2 * columns]`; may be a strided view | f32, bf16 or f16 |
+/// | result | `[.., columns]`, contiguous | as gate_up |
+///
+/// Everything between reading and the last rounding is f32.
+///
+/// # Errors
+/// When the dtype or shape does not fit; the message says what was expected and what came.
+pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
+    Swiglu::new().forward(gate_up)
+}

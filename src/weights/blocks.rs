@@ -1,0 +1,200 @@
+//! Matrices as ggml stores them, on the host: rows of whole blocks, which can be moved about without being read.
+
+use crate::cpu::{parallel, Shared};
+use crate::host;
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
+use candle_core::{bail, DType, Device, Result, Shape, Tensor};
+use std::borrow::Cow;
+use std::ops::Range;
+
+/// `[rows, columns]` in one ggml type. The float types are blocks of one.
+#[derive(Clone)]
+pub(crate) struct Blocks {
+    dtype: GgmlDType,
+    rows: usize,
+    columns: usize,
+    data: Vec<u8>,
+}
+
+/// Bytes of a row, if it is whole blocks.
+pub(super) fn row_bytes(dtype: GgmlDType, columns: usize) -> Option<usize> {
+    columns.is_multiple_of(dtype.block_size()).then(|| columns / dtype.block_size() * dtype.type_size())
+}
+
+/// The dtype of a type that is not quantised.
+pub(super) fn float(dtype: GgmlDType) -> Option<DType> {
+    match dtype {
+        GgmlDType::F32 => Some(DType::F32),
+        GgmlDType::F16 => Some(DType::F16),
+        GgmlDType::BF16 => Some(DType::BF16),
+        _ => None,
+    }
+}
+
+impl Blocks {
+    pub(super) fn new(dtype: GgmlDType, rows: usize, columns: usize, data: Vec<u8>) -> Result<Self> {
+        match row_bytes(dtype, columns) {
+            Some(row) if rows * row == data.len() => Ok(Self { dtype, rows, columns, data }),
+            _ => bail!("{} bytes are no [{rows}, {columns}] of {dtype:?}", data.len()),
+        }
+    }
+
+    /// Quantises a matrix of any float dtype, on whichever device it is, whose rows are whole blocks.
+    pub(crate) fn quantize(matrix: &Tensor, dtype: GgmlDType) -> Result<Self> {
+        let (rows, columns) = matrix.dims2()?;
+        let Some(row) = row_bytes(dtype, columns) else {
+            bail!("expected rows of whole blocks of {dtype:?}, got {columns} values")
+        };
+        let mut data = vec![0u8; rows * row];
+        let matrix = matrix.to_device(&Device::Cpu)?;
+        let to = Shared::new(&mut data);
+        host::with_f32(&matrix, |matrix| {
+            // candle has one thread for it, and the K types take long.
+            parallel(rows, 8 * columns, |i| {
+                let mut blocks = dtype.cpu_zeros(columns);
+                blocks.from_float(&matrix[i * columns..][..columns]);
+                // SAFETY: each task has a row of its own; the blocks are plain data of just so many bytes.
+                unsafe {
+                    let to = to.part(i * row, row);
+                    assert_eq!(blocks.storage_size_in_bytes(), row);
+                    to.copy_from_slice(std::slice::from_raw_parts(blocks.as_ptr(), row));
+                }
+            });
+        })?;
+        Self::new(dtype, rows, columns, data)
+    }
+
+    pub(crate) fn dtype(&self) -> GgmlDType {
+        self.dtype
+    }
+
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(crate) fn columns(&self) -> usize {
+        self.columns
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.data.len() / self.rows.max(1)
+    }
+
+    /// Pieces of `piece` columns in another order: the new piece `i` is the old piece `order(i)`. Nothing where a piece is
+    /// not whole blocks.
+    pub(super) fn reorder_columns(&self, piece: usize, order: impl Fn(usize) -> usize) -> Option<Self> {
+        let (piece, row) = (row_bytes(self.dtype, piece)?, self.row_bytes());
+        let mut data = Vec::with_capacity(self.data.len());
+        for from in self.data.chunks_exact(row.max(1)) {
+            (0..row / piece).for_each(|i| data.extend_from_slice(&from[order(i) * piece..][..piece]));
+        }
+        Some(Self { data, ..*self })
+    }
+
+    /// Those of one type and width as one, one below the other.
+    pub(crate) fn stack(parts: Vec<Self>) -> Vec<Self> {
+        let mut stacked: Vec<Self> = Vec::with_capacity(parts.len());
+        for part in parts {
+            match stacked.last_mut() {
+                Some(last) if last.dtype == part.dtype && last.columns == part.columns => {
+                    last.rows += part.rows;
+                    last.data.extend_from_slice(&part.data);
+                }
+                _ => stacked.push(part),
+            }
+        }
+        stacked
+    }
+
+    /// All as one, if they are of one type and width.
+    pub(super) fn one(parts: Vec<Self>) -> Option<Self> {
+        let mut stacked = Self::stack(parts);
+        stacked.pop().filter(|_| stacked.is_empty())
+    }
+
+    /// `shape`, whose last dimension is a row, on `device`.
+    pub(crate) fn qtensor(&self, shape: impl Into<Shape>, device: &Device) -> Result<QTensor> {
+        QTensor::new(QStorage::from_data(Cow::Borrowed(&self.data), device, self.dtype)?, shape)
+    }
+
+    /// The numbers, `[rows, columns]` on the CPU: those of a float type in it, others in f32.
+    pub(crate) fn tensor(&self) -> Result<Tensor> {
+        let shape = (self.rows, self.columns);
+        match float(self.dtype) {
+            Some(dtype) => Tensor::from_raw_buffer(&self.data, dtype, &[self.rows, self.columns], &Device::Cpu),
+            None => self.qtensor(shape, &Device::Cpu)?.dequantize(&Device::Cpu),
+        }
+    }
+
+    /// Some of the rows, in the order that `ranges` has them.
+    pub(crate) fn select_rows(&self, ranges: &[Range<usize>]) -> Self {
+        let row = self.row_bytes();
+        let mut data = Vec::with_capacity(ranges.iter().map(|r| r.len() * row).sum());
+        ranges.iter().for_each(|r| data.extend_from_slice(&self.data[r.start * row..r.end * row]));
+        Self { rows: ranges.iter().map(Range::len).sum(), data, ..*self }
+    }
+}
+
+impl std::fmt::Debug for Blocks {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Blocks([{}, {}] in {:?})", self.rows, self.columns, self.dtype)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn matrix(rows: usize, columns: usize) -> Tensor {
+        let w: Vec<f32> = (0..rows * columns).map(|i| (i as f32 * 0.61).sin()).collect();
+        Tensor::from_vec(w, (rows, columns), &Device::Cpu).unwrap()
+    }
+
+    fn values(x: &Tensor) -> Vec<Vec<f32>> {
+        x.to_dtype(DType::F32).unwrap().to_vec2().unwrap()
+    }
+
+    #[test]
+    fn quantises_as_candle_does() -> Result<()> {
+        for dtype in [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::Q5_1] {
+            let blocks = Blocks::quantize(&matrix(70, 512), dtype)?;
+            assert_eq!(blocks.data, *QTensor::quantize(&matrix(70, 512), dtype)?.data()?, "{dtype:?}");
+            let bf16 = matrix(3, 512).to_dtype(DType::BF16)?;
+            assert_eq!(Blocks::quantize(&bf16, dtype)?.data, *QTensor::quantize(&bf16, dtype)?.data()?);
+        }
+        assert!(Blocks::quantize(&matrix(2, 48), GgmlDType::Q8_0).is_err());
+        Ok(())
+    }
+
+    /// Moving blocks about is moving numbers about.
+    #[test]
+    fn rows_and_columns_move_exactly() -> Result<()> {
+        for dtype in [GgmlDType::F32, GgmlDType::F16, GgmlDType::Q8_0, GgmlDType::Q4K] {
+            let blocks = Blocks::quantize(&matrix(6, 768), dtype)?;
+            let wide = values(&blocks.tensor()?);
+            let rows = blocks.select_rows(&[4..6, 0..1, 0..1]);
+            assert_eq!(values(&rows.tensor()?), [4, 5, 0, 0].map(|row| wide[row].clone()));
+            let order = [2, 0, 1];
+            let moved = blocks.reorder_columns(256, |piece| order[piece]).unwrap();
+            let want = wide.iter().map(|row| order.map(|piece| row[piece * 256..][..256].to_vec()).concat());
+            assert_eq!(values(&moved.tensor()?), want.collect::<Vec<_>>());
+            // Half a block cannot be moved.
+            assert_eq!(blocks.reorder_columns(128, |piece| piece).is_none(), dtype == GgmlDType::Q4K);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn only_what_is_alike_is_stacked() -> Result<()> {
+        let of = |rows, columns, dtype| Blocks::quantize(&matrix(rows, columns), dtype);
+        use GgmlDType::{Q4_0, Q8_0};
+        let parts = vec![of(2, 64, Q8_0)?, of(3, 64, Q8_0)?, of(1, 64, Q4_0)?, of(1, 32, Q4_0)?, of(4, 32, Q4_0)?];
+        let rows: Vec<_> = Blocks::stack(parts.clone()).iter().map(Blocks::rows).collect();
+        assert_eq!(rows, [5, 1, 5]);
+        let both = Blocks::one(parts[..2].to_vec()).unwrap();
+        let want = Tensor::cat(&[parts[0].tensor()?, parts[1].tensor()?], 0)?;
+        assert_eq!(values(&both.tensor()?), values(&want));
+        assert!(Blocks::one(parts).is_none());
+        Ok(())
+    }
+}

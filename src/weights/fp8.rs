@@ -1,0 +1,198 @@
+//! Checkpoints in e4m3 with one scale for each block of a matrix: dequantised as they are loaded.
+
+use crate::cpu::{parallel, Element, Shared};
+use crate::models::Fp8Config;
+use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
+use half::{bf16, f16};
+
+/// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it.
+pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config) -> VarBuilder<'a> {
+    let (dtype, device) = (vb.dtype(), vb.device().clone());
+    VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone() }), dtype, device)
+}
+
+struct Fp8<'a> {
+    vb: VarBuilder<'a>,
+    config: Fp8Config,
+}
+
+impl Fp8<'_> {
+    fn scale_of(&self, name: &str) -> Option<String> {
+        Some(format!("{name}_scale_inv")).filter(|scale| self.vb.contains_tensor(scale))
+    }
+
+    /// Whether a weight without a scale cannot be in fp8. What is not told is left to the file: gates and embeddings.
+    fn may_be_plain(&self, name: &str) -> bool {
+        let Some(module) = name.strip_suffix(".weight") else { return true };
+        let projection = ["_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"].iter().any(|end| module.ends_with(end));
+        // From the layer on: a list may or may not have the wrapper's prefix.
+        let inner = |name: &str| name.find("layers.").map_or(name.to_string(), |at| name[at..].to_string());
+        let (module, listed) = (inner(module), &self.config.modules_to_not_convert);
+        let within = |listed: String| {
+            module == listed || module.starts_with(&(listed.clone() + ".")) || {
+                // A bare name stands for that module of every layer.
+                !listed.contains("layers.") && format!(".{module}.").contains(&format!(".{listed}."))
+            }
+        };
+        !projection || listed.iter().any(|listed| within(inner(listed)))
+    }
+}
+
+impl SimpleBackend for Fp8<'_> {
+    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        let Some(scale) = self.scale_of(name) else {
+            if !self.may_be_plain(name) {
+                bail!(
+                    "cannot find tensor {name}_scale_inv: the checkpoint is in fp8, and `{name}` is not among its \
+                     `modules_to_not_convert`"
+                )
+            }
+            let vb = self.vb.clone().set_device(device.clone());
+            return vb.get_with_hints_dtype(shape, name, init, dtype);
+        };
+        let [rows, columns] = self.config.weight_block_size;
+        let (lead, n, k) = match *shape.dims() {
+            [ref lead @ .., n, k] => (lead.to_vec(), n, k),
+            ref dims => bail!("{scale}: expected a scale for a matrix, got one for {name} {dims:?}"),
+        };
+        let host = self.vb.clone().set_device(Device::Cpu);
+        let weight = host.get_with_hints_dtype(shape.clone(), name, init, DType::F8E4M3)?;
+        let scale_shape = [lead, vec![n.div_ceil(rows), k.div_ceil(columns)]].concat();
+        let scale = host.get_with_hints_dtype(scale_shape, &scale, init, DType::F32)?;
+        let scale = scale.flatten_all()?.to_vec1::<f32>()?;
+        let weight = weight.contiguous()?;
+        let (storage, layout) = weight.storage_and_layout();
+        let Storage::Cpu(CpuStorage::F8E4M3(data)) = &*storage else { bail!("{name}: expected a tensor on the CPU") };
+        let data = &data[layout.start_offset()..][..shape.elem_count()];
+        let bits = |at: usize| data[at].to_bits();
+        let blocks = Blocks { n, k, rows, columns, scale: &scale };
+        let made = match dtype {
+            DType::BF16 => blocks.dequantize::<bf16>(shape, bits)?,
+            DType::F16 => blocks.dequantize::<f16>(shape, bits)?,
+            _ => blocks.dequantize::<f32>(shape, bits)?.to_dtype(dtype)?,
+        };
+        made.to_device(device)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        match self.scale_of(name) {
+            Some(_) => bail!("{name}: expected a shape, for a weight in fp8"),
+            None => self.vb.clone().set_device(device.clone()).get_unchecked_dtype(name, dtype),
+        }
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.vb.contains_tensor(name)
+    }
+}
+
+/// Matrices `[n, k]` in blocks `[rows, columns]`, the last ones cut off where they do not divide.
+struct Blocks<'a> {
+    n: usize,
+    k: usize,
+    rows: usize,
+    columns: usize,
+    scale: &'a [f32],
+}
+
+impl Blocks<'_> {
+    fn dequantize<T: Element + WithDType>(&self, shape: Shape, bits: impl Fn(usize) -> u8 + Sync) -> Result<Tensor> {
+        let &Self { n, k, rows, columns, scale } = self;
+        let table: Vec<f32> = (0..=u8::MAX).map(e4m3).collect();
+        let (per_row, per_matrix) = (k.div_ceil(columns), k.div_ceil(columns) * n.div_ceil(rows));
+        let mut out = vec![T::ZERO; shape.elem_count()];
+        let to = Shared::new(&mut out);
+        parallel(shape.elem_count() / k.max(1), k, |row| {
+            // SAFETY: each task has a row of its own.
+            let to = unsafe { to.part(row * k, k) };
+            let scales = &scale[row / n * per_matrix + row % n / rows * per_row..][..per_row];
+            for (block, (to, scale)) in to.chunks_mut(columns).zip(scales).enumerate() {
+                let first = row * k + block * columns;
+                to.iter_mut().enumerate().for_each(|(i, to)| {
+                    *to = Element::from_f32(table[usize::from(bits(first + i))] * scale);
+                });
+            }
+        });
+        Tensor::from_vec(out, shape, &Device::Cpu)
+    }
+}
+
+/// The number that 8 bits are: a sign, 4 bits of exponent and 3 of mantissa, without infinities.
+fn e4m3(bits: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));
+    let magnitude = match (exponent, bits & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa * 2f32.powi(-9),
+        _ => (8. + mantissa) * 2f32.powi(exponent - 10),
+    };
+    match bits >> 7 {
+        0 => magnitude,
+        _ => -magnitude,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashMap;
+
+    fn config(listed: &[&str]) -> Fp8Config {
+        Fp8Config {
+            weight_block_size: [2, 3],
+            modules_to_not_convert: listed.iter().map(|name| name.to_string()).collect(),
+        }
+    }
+
+    #[test]
+    fn the_numbers_of_e4m3() {
+        assert_eq!(
+            [0x00, 0x01, 0x07, 0x08, 0x38, 0x39, 0x7e].map(e4m3),
+            [0., 2f32.powi(-9), 7. * 2f32.powi(-9), 2f32.powi(-6), 1., 1.125, 448.]
+        );
+        assert_eq!(e4m3(0xb8), -1.);
+        assert!(e4m3(0x7f).is_nan() && e4m3(0xff).is_nan());
+    }
+
+    /// Two matrices of [3, 4] in blocks of [2, 3]: neither divides.
+    #[test]
+    fn every_block_has_its_scale() -> Result<()> {
+        let ones = Tensor::ones((2, 3, 4), DType::F32, &Device::Cpu)?.to_dtype(DType::F8E4M3)?;
+        let scales = Tensor::arange(1f32, 9., &Device::Cpu)?.reshape((2, 2, 2))?;
+        let weights = HashMap::from([("w".to_string(), ones), ("w_scale_inv".to_string(), scales)]);
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let vb = VarBuilder::from_tensors(weights.clone(), dtype, &Device::Cpu);
+            let got = dequantized(vb, &config(&[])).get((2, 3, 4), "w")?;
+            assert_eq!(got.dtype(), dtype);
+            let want = [
+                [[1f32, 1., 1., 2.], [1., 1., 1., 2.], [3., 3., 3., 4.]],
+                [[5., 5., 5., 6.], [5., 5., 5., 6.], [7., 7., 7., 8.]],
+            ];
+            assert_eq!(got.to_dtype(DType::F32)?.to_vec3::<f32>()?, want.map(|m| m.map(|row| row.to_vec()).to_vec()));
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn only_listed_projections_are_plain() {
+        let vb = VarBuilder::from_tensors(HashMap::new(), DType::F32, &Device::Cpu);
+        let listed = config(&["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.2.self_attn", "up_proj"]);
+        let fp8 = Fp8 { vb, config: listed };
+        for (name, plain) in [
+            ("model.layers.0.mlp.gate_proj.weight", false),
+            ("model.layers.1.mlp.gate_proj.weight", true),
+            ("model.language_model.layers.1.mlp.gate_proj.weight", true),
+            ("model.layers.2.self_attn.q_proj.weight", true),
+            ("model.layers.3.self_attn.q_proj.weight", false),
+            ("model.layers.3.mlp.up_proj.weight", true),
+            ("model.layers.0.linear_attn.in_proj_qkvz.weight", false),
+            ("model.layers.0.linear_attn.in_proj_ba.weight", true),
+            ("model.layers.0.mlp.gate.weight", true),
+            ("model.layers.0.linear_attn.A_log", true),
+            ("lm_head.weight", true),
+        ] {
+            assert_eq!(fp8.may_be_plain(name), plain, "{name}");
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! GGUF files: their metadata, and rows of their tensors.
+
+use super::super::blocks::{float, row_bytes, Blocks};
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
+use candle_core::quantized::GgmlDType;
+use candle_core::{bail, Result};
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// A GGUF file, or all files of one that was split (`..-00001-of-00003.gguf`): what
+/// [`ModelConfig::from_gguf`](crate::models::ModelConfig::from_gguf) and
+/// [`CausalLm::load_gguf`](crate::models::CausalLm::load_gguf) read.
+///
+/// Opening reads the headers only, and checks that all that they describe is there.
+#[derive(Debug)]
+pub struct GgufFile {
+    files: Vec<OneFile>,
+}
+
+#[derive(Debug)]
+struct OneFile {
+    path: PathBuf,
+    file: Mutex<File>,
+    content: Content,
+}
+
+impl GgufFile {
+    /// Opens a file. Of a split one any part will do; the others are looked for beside it.
+    ///
+    /// # Errors
+    /// A file that is not there, is no GGUF file, is cut off, or has a tensor of a type that candle does not know. The
+    /// message names the file.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let files = parts(path.as_ref()).iter().map(|path| OneFile::open(path)).collect::<Result<_>>()?;
+        Ok(Self { files })
+    }
+
+    /// The path of the file, or of its first part.
+    pub fn path(&self) -> &Path {
+        &self.files[0].path
+    }
+
+    /// An entry of the metadata.
+    pub fn value(&self, key: &str) -> Option<&Value> {
+        self.files[0].content.metadata.get(key)
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, tensor: &str) -> bool {
+        self.find(tensor).is_some()
+    }
+
+    /// The shape of a tensor, the fastest dimension last.
+    pub fn shape(&self, tensor: &str) -> Option<&[usize]> {
+        self.find(tensor).map(|(_, info)| info.shape.dims())
+    }
+
+    pub(super) fn dtype(&self, tensor: &str) -> Option<GgmlDType> {
+        self.find(tensor).map(|(_, info)| info.ggml_dtype)
+    }
+
+    /// Whether any of its tensors is quantised.
+    pub(crate) fn is_quantized(&self) -> bool {
+        self.files
+            .iter()
+            .flat_map(|file| file.content.tensor_infos.values())
+            .any(|info| float(info.ggml_dtype).is_none())
+    }
+
+    fn find(&self, tensor: &str) -> Option<(&OneFile, &TensorInfo)> {
+        self.files.iter().find_map(|file| Some((file, file.content.tensor_infos.get(tensor)?)))
+    }
+
+    /// Rows of a tensor: all, or some, in the order of the ranges, and nothing else is read. A vector has rows of one
+    /// value, and a tensor of more dimensions those of all its matrices.
+    pub(super) fn rows(&self, tensor: &str, ranges: Option<&[Range<usize>]>) -> Result<Blocks> {
+        let Some((file, info)) = self.find(tensor) else {
+            bail!("{}: there is no tensor `{tensor}`", self.path().display())
+        };
+        let (rows, columns) = rows_and_columns(info.shape.dims());
+        let name = file.path.display();
+        let Some(row) = row_bytes(info.ggml_dtype, columns) else {
+            bail!("{name}: tensor `{tensor}`: expected rows of whole blocks of {:?}, got {columns}", info.ggml_dtype)
+        };
+        let all = 0..rows;
+        let ranges = ranges.unwrap_or(std::slice::from_ref(&all));
+        if let Some(range) = ranges.iter().find(|range| range.end > rows) {
+            bail!("{name}: tensor `{tensor}`: expected at least {} rows, got {rows}", range.end)
+        }
+        let start = file.content.tensor_data_offset + info.offset;
+        let mut data = vec![0u8; ranges.iter().map(|range| range.len() * row).sum()];
+        let mut rest = &mut data[..];
+        for range in joined(ranges) {
+            let (to, behind) = rest.split_at_mut(range.len() * row);
+            if let Err(e) = file.read(start + (range.start * row) as u64, to) {
+                bail!("{name}: cannot read tensor `{tensor}`: {e}")
+            }
+            rest = behind;
+        }
+        Blocks::new(info.ggml_dtype, ranges.iter().map(Range::len).sum(), columns, data)
+    }
+}
+
+impl OneFile {
+    fn open(path: &Path) -> Result<Self> {
+        let name = path.display();
+        let file = match File::open(path) {
+            Ok(file) => file,
+            Err(e) => bail!("cannot open {name}: {e}"),
+        };
+        let mut reader = BufReader::with_capacity(1 << 20, file);
+        let content = match Content::read(&mut reader) {
+            Ok(content) => content,
+            Err(e) => match e.to_string().split_once("unknown dtype for tensor ") {
+                Some((_, rest)) => {
+                    let number = rest.split_whitespace().next().unwrap_or("?");
+                    bail!("{name} has tensors of ggml's type number {number}, which candle does not know")
+                }
+                None => bail!("{name} is no GGUF file that can be read, or is cut off: {e}"),
+            },
+        };
+        let file = reader.into_inner();
+        let len = match file.metadata() {
+            Ok(metadata) => metadata.len(),
+            Err(e) => bail!("cannot read {name}: {e}"),
+        };
+        for (tensor, info) in &content.tensor_infos {
+            let (rows, columns) = rows_and_columns(info.shape.dims());
+            let bytes = row_bytes(info.ggml_dtype, columns).and_then(|row| row.checked_mul(rows));
+            let start = content.tensor_data_offset.checked_add(info.offset);
+            let Some(end) = bytes.and_then(|bytes| start?.checked_add(bytes as u64)) else {
+                bail!("{name}: tensor `{tensor}` cannot be: {:?} of {:?}", info.shape, info.ggml_dtype)
+            };
+            if end > len {
+                bail!("{name} is cut off: tensor `{tensor}` ends at byte {end}, the file at {len}")
+            }
+        }
+        Ok(Self { path: path.to_path_buf(), file: Mutex::new(file), content })
+    }
+
+    fn read(&self, at: u64, to: &mut [u8]) -> std::io::Result<()> {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        file.seek(SeekFrom::Start(at))?;
+        file.read_exact(to)
+    }
+}
+
+fn rows_and_columns(dims: &[usize]) -> (usize, usize) {
+    match dims {
+        [rows @ .., columns] if !rows.is_empty() => {
+            (rows.iter().fold(1usize, |n, dim| n.saturating_mul(*dim)), *columns)
+        }
+        [n] => (*n, 1),
+        _ => (1, 1),
+    }
+}
+
+/// Ranges that follow each other as one.
+fn joined(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
+    let mut joined: Vec<Range<usize>> = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        match joined.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => joined.push(range.clone()),
+        }
+    }
+    joined
+}
+
+/// All files of a split one, in their order.
+fn parts(path: &Path) -> Vec<PathBuf> {
+    let split = || {
+        let (stem, of) = path.file_name()?.to_str()?.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+        let (stem, number) = stem.rsplit_once('-')?;
+        let digits = |s: &str| s.len() == 5 && s.bytes().all(|b| b.is_ascii_digit());
+        let name = |i: usize| path.with_file_name(format!("{stem}-{i:05}-of-{of}.gguf"));
+        (digits(number) && digits(of)).then(|| (1..=of.parse().unwrap_or(0)).map(name).collect::<Vec<_>>())
+    };
+    match split() {
+        Some(parts) if !parts.is_empty() => parts,
+        _ => vec![path.to_path_buf()],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_split_file() {
+        let of = |path: &str| parts(Path::new(path)).iter().map(|p| p.display().to_string()).collect::<Vec<_>>();
+        let three = ["a/m-Q4-00001-of-00003.gguf", "a/m-Q4-00002-of-00003.gguf", "a/m-Q4-00003-of-00003.gguf"];
+        assert_eq!(of("a/m-Q4-00001-of-00003.gguf"), three);
+        assert_eq!(of("a/m-Q4-00002-of-00003.gguf"), three);
+        for single in ["m.gguf", "m-1-of-3.gguf", "m-00001-of-00000.gguf", "m-00001-of-00003.bin"] {
+            assert_eq!(of(single), [single]);
+        }
+    }
+
+    #[test]
+    fn joins_what_follows() {
+        assert_eq!(joined(&[0..2, 2..5, 7..8, 3..4, 4..5]), [0..5, 7..8, 3..5]);
+    }
+}

@@ -1,0 +1,223 @@
+//! Where llama.cpp's converter puts the weights of these models, and what it does to them.
+
+use super::super::Tiles;
+use crate::GdnConfig;
+use std::ops::Range;
+
+/// Where a weight is, and the way back to what it was.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Place {
+    pub tensor: String,
+    /// Some of its rows, or all in another order; `None` for all as they are.
+    pub rows: Option<Rows>,
+    /// Its columns are in this order.
+    pub columns: Option<Tiles>,
+    pub value: Value,
+}
+
+/// Rows in the model's order.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Rows {
+    /// So many the tensor has.
+    pub of: usize,
+    pub ranges: Vec<Range<usize>>,
+}
+
+/// What is stored for a number `x`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Value {
+    Same,
+    /// `x + 1`
+    PlusOne,
+    /// `-exp(x)`
+    MinusExp,
+}
+
+/// The Gated DeltaNet heads of a file.
+#[derive(Debug, Clone)]
+pub(super) struct Heads {
+    pub config: GdnConfig,
+    /// Value head `h` belongs to key head `h % HK` (Qwen3.5 and later), not to `h / (HV / HK)`.
+    pub tiled: bool,
+}
+
+/// The place of the weight that transformers calls `name`; `has` tells the tensors of the file.
+pub(super) fn place(name: &str, heads: &Heads, has: impl Fn(&str) -> bool) -> Option<Place> {
+    let whole = |tensor: &str| Place { tensor: tensor.into(), rows: None, columns: None, value: Value::Same };
+    let norm = |tensor: &str| Place { value: Value::PlusOne, ..whole(tensor) };
+    let Some(in_layer) = name.strip_prefix("model.layers.") else {
+        return match name {
+            "model.embed_tokens.weight" => Some(whole("token_embd.weight")),
+            "model.norm.weight" => Some(norm("output_norm.weight")),
+            "lm_head.weight" => Some(whole("output.weight")),
+            _ => None,
+        };
+    };
+    let (layer, name) = in_layer.split_once('.')?;
+    let at = |tensor: &str| format!("blk.{layer}.{tensor}");
+    if let Some(name) = name.strip_prefix("linear_attn.") {
+        return heads.place(name, at, has);
+    }
+    Some(match name {
+        "input_layernorm.weight" => norm(&at("attn_norm.weight")),
+        "post_attention_layernorm.weight" => norm(&at("post_attention_norm.weight")),
+        "self_attn.q_norm.weight" => norm(&at("attn_q_norm.weight")),
+        "self_attn.k_norm.weight" => norm(&at("attn_k_norm.weight")),
+        "self_attn.q_proj.weight" => whole(&at("attn_q.weight")),
+        "self_attn.k_proj.weight" => whole(&at("attn_k.weight")),
+        "self_attn.v_proj.weight" => whole(&at("attn_v.weight")),
+        "self_attn.o_proj.weight" => whole(&at("attn_output.weight")),
+        "mlp.gate_proj.weight" => whole(&at("ffn_gate.weight")),
+        "mlp.up_proj.weight" => whole(&at("ffn_up.weight")),
+        "mlp.down_proj.weight" => whole(&at("ffn_down.weight")),
+        "mlp.gate.weight" => whole(&at("ffn_gate_inp.weight")),
+        "mlp.experts.gate_proj" => whole(&at("ffn_gate_exps.weight")),
+        "mlp.experts.up_proj" => whole(&at("ffn_up_exps.weight")),
+        "mlp.experts.gate_up_proj" => whole(&at("ffn_gate_up_exps.weight")),
+        "mlp.experts.down_proj" => whole(&at("ffn_down_exps.weight")),
+        "mlp.shared_expert_gate.weight" => whole(&at("ffn_gate_inp_shexp.weight")),
+        "mlp.shared_expert.gate_proj.weight" => whole(&at("ffn_gate_shexp.weight")),
+        "mlp.shared_expert.up_proj.weight" => whole(&at("ffn_up_shexp.weight")),
+        "mlp.shared_expert.down_proj.weight" => whole(&at("ffn_down_shexp.weight")),
+        _ => return None,
+    })
+}
+
+impl Heads {
+    fn place(&self, name: &str, at: impl Fn(&str) -> String, has: impl Fn(&str) -> bool) -> Option<Place> {
+        let c = &self.config;
+        let (key, value, keys) = (c.key_head_dim, c.value_head_dim, c.num_key_heads * c.key_head_dim);
+        let whole = |tensor: &str| Place { tensor: at(tensor), rows: None, columns: None, value: Value::Same };
+        let part = |tensor: &str, of: usize, ranges: Vec<Range<usize>>| Place {
+            rows: Some(Rows { of, ranges }),
+            ..whole(tensor)
+        };
+        let rows = |tensor: &str, ranges: Vec<Range<usize>>| part(tensor, ranges.iter().map(Range::len).sum(), ranges);
+        let q_k_and = |v: Vec<Range<usize>>| std::iter::once(0..2 * keys).chain(v).collect();
+        // Before the converter took them apart, both stood interleaved by key head.
+        let one_tensor = !has(&at("attn_qkv.weight")) && has(&at("ssm_in.weight"));
+        let (r, heads, both) = (self.per_key_head(), c.num_value_heads, has(&at("ssm_ba.weight")));
+        let (stride, v_rows) = (2 * (key + r * value), r * value);
+        let by_key_head = |stride: usize, first: usize, n: usize| {
+            (0..c.num_key_heads).map(move |head| head * stride + first..head * stride + first + n)
+        };
+        Some(match name {
+            "in_proj_qkv.weight" if one_tensor => {
+                let [q, k] = [0, key].map(|first| by_key_head(stride, first, key));
+                let v = by_key_head(stride, 2 * key, v_rows);
+                part("ssm_in.weight", c.num_key_heads * stride, q.chain(k).chain(v).collect())
+            }
+            "in_proj_z.weight" if one_tensor => {
+                let z = by_key_head(stride, 2 * key + v_rows, v_rows);
+                part("ssm_in.weight", c.num_key_heads * stride, z.collect())
+            }
+            "in_proj_qkv.weight" => rows("attn_qkv.weight", q_k_and(self.of_heads(2 * keys, value))),
+            "in_proj_z.weight" => rows("attn_gate.weight", self.of_heads(0, value)),
+            // Qwen3-Next: per key head b, then a.
+            "in_proj_b.weight" if both => part("ssm_ba.weight", 2 * heads, by_key_head(2 * r, 0, r).collect()),
+            "in_proj_a.weight" if both => part("ssm_ba.weight", 2 * heads, by_key_head(2 * r, r, r).collect()),
+            "in_proj_b.weight" => rows("ssm_beta.weight", self.of_heads(0, 1)),
+            "in_proj_a.weight" => rows("ssm_alpha.weight", self.of_heads(0, 1)),
+            "conv1d.weight" => rows("ssm_conv1d.weight", q_k_and(self.of_heads(2 * keys, value))),
+            "A_log" => Place { value: Value::MinusExp, ..rows("ssm_a", self.of_heads(0, 1)) },
+            "dt_bias" => rows("ssm_dt.bias", self.of_heads(0, 1)),
+            "norm.weight" => whole("ssm_norm.weight"),
+            "out_proj.weight" => {
+                let tiles = Tiles { groups: c.num_key_heads, per_group: r, size: value };
+                Place { columns: self.is_moved().then_some(tiles), ..whole("ssm_out.weight") }
+            }
+            _ => return None,
+        })
+    }
+
+    /// Value heads of a key head.
+    fn per_key_head(&self) -> usize {
+        self.config.num_value_heads / self.config.num_key_heads
+    }
+
+    /// Whether the file has the value heads in another order than the model.
+    fn is_moved(&self) -> bool {
+        self.tiled && self.per_key_head() > 1 && self.config.num_key_heads > 1
+    }
+
+    /// The rows of the value heads, each of `size`, from `first` on, in the model's order.
+    fn of_heads(&self, first: usize, size: usize) -> Vec<Range<usize>> {
+        let (heads, r) = (self.config.num_key_heads, self.per_key_head());
+        let stored = |head: usize| match self.tiled {
+            true => head % r * heads + head / r,
+            false => head,
+        };
+        let range = |head: usize| first + stored(head) * size..first + (stored(head) + 1) * size;
+        (0..self.config.num_value_heads).map(range).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::GateActivation;
+
+    fn heads(tiled: bool) -> Heads {
+        let config = GdnConfig {
+            hidden_size: 8,
+            num_key_heads: 2,
+            num_value_heads: 6,
+            key_head_dim: 3,
+            value_head_dim: 4,
+            conv_kernel: 4,
+            rms_norm_eps: 1e-6,
+            output_gate: GateActivation::Silu,
+            beta_scale: 1.0,
+        };
+        Heads { config, tiled }
+    }
+
+    fn rows(name: &str, heads: &Heads, has: &[&str]) -> (String, Vec<usize>) {
+        let place = place(name, heads, |tensor| has.contains(&tensor)).unwrap();
+        (place.tensor, place.rows.unwrap().ranges.into_iter().flatten().collect())
+    }
+
+    #[test]
+    fn tiled_heads_come_back_in_groups() {
+        // Stored: the first of each key head, then the second, then the third.
+        let (tensor, got) = rows("model.layers.7.linear_attn.in_proj_b.weight", &heads(true), &[]);
+        assert_eq!((tensor.as_str(), got), ("blk.7.ssm_beta.weight", vec![0, 2, 4, 1, 3, 5]));
+        let (_, got) = rows("model.layers.7.linear_attn.in_proj_qkv.weight", &heads(true), &[]);
+        assert_eq!(got[..12], (0..12).collect::<Vec<_>>());
+        assert_eq!(got[12..20], [12, 13, 14, 15, 20, 21, 22, 23]);
+        let (_, got) = rows("model.layers.7.linear_attn.in_proj_z.weight", &heads(false), &[]);
+        assert_eq!(got, (0..24).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn interleaved_projections_are_taken_apart() {
+        let has = ["blk.0.ssm_ba.weight", "blk.0.ssm_in.weight"];
+        let of = |name: &str| rows(&format!("model.layers.0.linear_attn.{name}.weight"), &heads(false), &has).1;
+        assert_eq!(of("in_proj_b"), [0, 1, 2, 6, 7, 8]);
+        assert_eq!(of("in_proj_a"), [3, 4, 5, 9, 10, 11]);
+        // A key head: 3 rows of q, 3 of k, 12 of v, 12 of z.
+        let part = |first: usize, n: usize| (first..first + n).chain(30 + first..30 + first + n);
+        assert_eq!(of("in_proj_qkv"), part(0, 3).chain(part(3, 3)).chain(part(6, 12)).collect::<Vec<_>>());
+        assert_eq!(of("in_proj_z"), part(18, 12).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn only_moved_columns_are_moved_back() {
+        let columns = |heads: &Heads| {
+            let place = place("model.layers.0.linear_attn.out_proj.weight", heads, |_| false);
+            place.unwrap().columns
+        };
+        assert_eq!(columns(&heads(false)), None);
+        assert_eq!(columns(&heads(true)), Some(Tiles { groups: 2, per_group: 3, size: 4 }));
+        let mut one = heads(true);
+        one.config.num_value_heads = 2;
+        assert_eq!(columns(&one), None);
+    }
+
+    #[test]
+    fn knows_no_other_weights() {
+        for name in ["mtp.fc.weight", "model.layers.0.mlp.experts.0.gate_proj.weight", "model.visual.x", "lm_head"] {
+            assert_eq!(place(name, &heads(true), |_| true), None, "{name}");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Where weights come from: a [`VarBuilder`] or a GGUF file, quantised on the way or not, under transformers' names.
+
+mod blocks;
+mod experts;
+mod fp8;
+mod gguf;
+mod quantize;
+
+pub(crate) use blocks::Blocks;
+pub(crate) use experts::{ExpertBlocks, ExpertShape};
+pub(crate) use fp8::dequantized;
+pub use gguf::GgufFile;
+pub(crate) use gguf::GgufWeights;
+pub(crate) use quantize::Quantizer;
+pub use quantize::{LoadOptions, OtherType};
+
+use crate::linear::Linear;
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_nn::VarBuilder;
+use std::sync::Arc;
+
+/// A matrix that a projection is made of.
+#[derive(Debug, Clone)]
+pub(crate) enum Matrix {
+    /// On the model's device, in its dtype.
+    Dense(Tensor),
+    /// On the host.
+    Blocks(Blocks),
+    /// The same with columns in the order of [`Tiles`].
+    Tiled(Blocks, Tiles),
+}
+
+/// Pieces `[groups, per_group]` that stand transposed, `[per_group, groups]`: the value heads in GGUF files.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Tiles {
+    pub groups: usize,
+    pub per_group: usize,
+    /// Of a piece.
+    pub size: usize,
+}
+
+/// A place among the weights of a model. Every part of a model loads from one.
+#[derive(Clone)]
+pub(crate) struct Source<'a> {
+    /// Any weight, dense; its dtype and device are the model's.
+    dense: VarBuilder<'a>,
+    /// Matrices that are quantised in their file.
+    gguf: Option<Arc<GgufWeights<'a>>>,
+    /// What becomes of the others.
+    quantizer: Option<Arc<Quantizer>>,
+}
+
+impl<'a> Source<'a> {
+    /// Dense weights.
+    pub(crate) fn new(dense: VarBuilder<'a>) -> Self {
+        Self { dense, gguf: None, quantizer: None }
+    }
+
+    /// Those of a GGUF file.
+    pub(crate) fn gguf(weights: GgufWeights<'a>, dtype: DType, device: &Device) -> Self {
+        let dense = VarBuilder::from_backend(Box::new(weights.clone()), dtype, device.clone());
+        Self { dense, gguf: Some(Arc::new(weights)), quantizer: None }
+    }
+
+    /// Its dense matrices are quantised.
+    pub(crate) fn quantized(self, quantizer: Arc<Quantizer>) -> Self {
+        Self { quantizer: Some(quantizer), ..self }
+    }
+
+    /// The place `name` below this one.
+    pub(crate) fn pp(&self, name: impl ToString) -> Self {
+        Self { dense: self.dense.pp(name), gguf: self.gguf.clone(), quantizer: self.quantizer.clone() }
+    }
+
+    /// All weights below this place, dense.
+    pub(crate) fn dense(&self) -> VarBuilder<'a> {
+        self.dense.clone()
+    }
+
+    pub(crate) fn prefix(&self) -> String {
+        self.dense.prefix()
+    }
+
+    /// Of activations and of dense weights.
+    pub(crate) fn dtype(&self) -> DType {
+        self.dense.dtype()
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        self.dense.device()
+    }
+
+    /// Whether all is in a GGUF file, whose errors name it.
+    pub(crate) fn is_gguf(&self) -> bool {
+        self.gguf.is_some()
+    }
+
+    /// Whether some matrices are quantised where they come from.
+    pub(crate) fn is_quantized(&self) -> bool {
+        self.gguf.as_ref().is_some_and(|gguf| gguf.is_quantized())
+    }
+
+    pub(crate) fn contains(&self, name: &str) -> bool {
+        self.dense.contains_tensor(name)
+    }
+
+    /// A weight in the model's dtype and on its device; another shape is an error that names the tensor.
+    pub(crate) fn get(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+        self.dense.get(shape, name)
+    }
+
+    /// A matrix `[rows, columns]` for a projection.
+    pub(crate) fn matrix(&self, rows: usize, columns: usize, name: &str) -> Result<Matrix> {
+        let path = self.path(name);
+        if let Some(gguf) = &self.gguf {
+            if let Some(quantized) = gguf.matrix(&path, rows, columns)? {
+                return Ok(quantized);
+            }
+        }
+        self.matrix_of(&path, || self.staged((rows, columns), name))
+    }
+
+    /// A matrix that is quantised in its file and can be taken row by row on the model's device.
+    pub(crate) fn stored_blocks(&self, rows: usize, columns: usize, name: &str) -> Result<Option<Blocks>> {
+        let Some(gguf) = &self.gguf else { return Ok(None) };
+        Ok(match gguf.matrix(&self.path(name), rows, columns)? {
+            // candle has no CUDA kernel for the others.
+            Some(Matrix::Blocks(blocks)) => {
+                let activations = matches!(blocks.dtype(), GgmlDType::Q8_1 | GgmlDType::Q8K);
+                Some(blocks).filter(|_| self.device().is_cpu() || !activations)
+            }
+            _ => None,
+        })
+    }
+
+    /// Whether dense matrices are quantised.
+    pub(crate) fn quantizes(&self) -> bool {
+        self.quantizer.is_some()
+    }
+
+    /// What a projection has of a matrix that `make` puts together out of [`staged`](Self::staged) weights.
+    pub(crate) fn matrix_of(&self, path: &str, make: impl FnOnce() -> Result<Tensor>) -> Result<Matrix> {
+        match &self.quantizer {
+            Some(quantizer) => quantizer.matrix(path, make()?, self),
+            None => Ok(Matrix::Dense(make()?)),
+        }
+    }
+
+    /// A dense weight where it is to be worked on: if it is quantised next, on the host and in f32.
+    pub(crate) fn staged(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+        match self.quantizer {
+            Some(_) => {
+                let host = self.dense.clone().set_device(Device::Cpu);
+                host.get_with_hints_dtype(shape, name, Default::default(), DType::F32)
+            }
+            None => self.get(shape, name),
+        }
+    }
+
+    /// The projection whose `weight [out, in]` stands here.
+    pub(crate) fn linear(&self, in_dim: usize, out_dim: usize) -> Result<Linear> {
+        Linear::stack(vec![self.matrix(out_dim, in_dim, "weight")?], self.device())
+    }
+
+    /// The full name of a weight.
+    pub(crate) fn path(&self, name: &str) -> String {
+        match self.prefix() {
+            prefix if prefix.is_empty() => name.to_string(),
+            prefix => format!("{prefix}.{name}"),
+        }
+    }
+}

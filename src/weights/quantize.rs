@@ -1,0 +1,89 @@
+//! Quantisation of dense matrices as they are loaded.
+
+use super::{Blocks, Matrix, Source};
+use candle_core::quantized::GgmlDType;
+use candle_core::{bail, Result, Tensor};
+use std::sync::{Mutex, PoisonError};
+
+/// How [`CausalLm::load_with`](crate::models::CausalLm::load_with) loads.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct LoadOptions {
+    /// Quantises the matrices of all projections, embeddings aside, to this type, one by one as they are read: memory
+    /// holds the quantised model and one tensor of the checkpoint at a time. `None` leaves them as they are.
+    ///
+    /// A matrix whose width is not whole blocks of the type (32 values, 256 for the K types) becomes
+    /// [`Q8_0`](GgmlDType::Q8_0), or stays dense where 32 does not divide it either;
+    /// [`CausalLm::other_types`](crate::models::CausalLm::other_types) tells which did. The decay and beta
+    /// projections of Gated DeltaNet layers, a few rows that all else hangs on, become `Q8_0` whatever is asked for.
+    /// Norms, the convolution and the router of experts are never quantised.
+    pub quantize: Option<GgmlDType>,
+}
+
+/// A matrix that could not be quantised to the type that was asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OtherType {
+    /// Full name in the checkpoint.
+    pub name: String,
+    /// The type it has; `None` is dense.
+    pub dtype: Option<GgmlDType>,
+}
+
+/// What [`LoadOptions::quantize`] asks for, and where it could not be done.
+#[derive(Debug)]
+pub(crate) struct Quantizer {
+    dtype: GgmlDType,
+    others: Mutex<Vec<OtherType>>,
+}
+
+const TYPES: &[GgmlDType] = &[
+    GgmlDType::Q4_0,
+    GgmlDType::Q4_1,
+    GgmlDType::Q5_0,
+    GgmlDType::Q5_1,
+    GgmlDType::Q8_0,
+    GgmlDType::Q2K,
+    GgmlDType::Q3K,
+    GgmlDType::Q4K,
+    GgmlDType::Q5K,
+    GgmlDType::Q6K,
+];
+
+impl Quantizer {
+    pub(crate) fn new(dtype: GgmlDType) -> Result<Self> {
+        if !TYPES.contains(&dtype) {
+            bail!("quantize: expected one of {TYPES:?}, got {dtype:?}")
+        }
+        Ok(Self { dtype, others: Mutex::default() })
+    }
+
+    /// The matrices that have another type.
+    pub(crate) fn others(&self) -> Vec<OtherType> {
+        self.others.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The type for `columns`, noted where it is not the one that was asked for.
+    pub(crate) fn dtype_for(&self, path: &str, columns: usize) -> Option<GgmlDType> {
+        let fits = |dtype: &GgmlDType| columns.is_multiple_of(dtype.block_size());
+        let dtype = [self.dtype, GgmlDType::Q8_0].into_iter().find(fits);
+        if dtype != Some(self.dtype) {
+            let other = OtherType { name: path.to_string(), dtype };
+            self.others.lock().unwrap_or_else(PoisonError::into_inner).push(other);
+        }
+        dtype
+    }
+
+    /// `dense`, staged, as `source` keeps it.
+    pub(super) fn matrix(&self, path: &str, dense: Tensor, source: &Source) -> Result<Matrix> {
+        let (_, columns) = dense.dims2()?;
+        let gates = [".in_proj_b.weight", ".in_proj_a.weight", ".in_proj_ba.weight"];
+        let dtype = match self.dtype_for(path, columns) {
+            // Less would save nothing.
+            Some(_) if gates.iter().any(|gate| path.ends_with(gate)) => Some(GgmlDType::Q8_0),
+            dtype => dtype,
+        };
+        Ok(match dtype {
+            Some(dtype) => Matrix::Blocks(Blocks::quantize(&dense, dtype)?),
+            None => Matrix::Dense(dense.to_device(source.device())?.to_dtype(source.dtype())?),
+        })
+    }
+}

@@ -1,0 +1,193 @@
+//! Residual and norm, and the gate of the feed-forward, against their definitions in f64.
+
+use crate::support::{devices, poison, rel_rms, rounded, to_device, values, Rng};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::{add_rms_norm, rms_norm, swiglu};
+
+const DTYPES: [(DType, f64); 3] = [(DType::F32, 1e-6), (DType::BF16, 4e-3), (DType::F16, 5e-4)];
+const EPS: f64 = 1e-6;
+
+fn norm(x: &[f64], weight: &[f64]) -> Vec<f64> {
+    x.chunks(weight.len())
+        .flat_map(|row| {
+            let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+            let scale = 1.0 / (mean + EPS).sqrt();
+            row.iter().zip(weight).map(move |(x, w)| x * scale * w)
+        })
+        .collect()
+}
+
+fn gated(x: &[f64], columns: usize) -> Vec<f64> {
+    x.chunks(2 * columns)
+        .flat_map(|row| {
+            let (gate, up) = row.split_at(columns);
+            gate.iter().zip(up).map(|(g, u)| g / (1.0 + (-g).exp()) * u)
+        })
+        .collect()
+}
+
+/// Normal numbers in `[rows, columns]` of `dtype` with `gap` other ones around each row, from element `shift` on.
+fn view(rng: &mut Rng, rows: usize, columns: usize, gap: usize, shift: usize, dtype: DType) -> Result<Tensor> {
+    let whole = columns + gap + shift;
+    let (tensor, _) = rounded(&rng.normals(rows * whole), &[rows, whole], dtype)?;
+    tensor.narrow(1, shift, columns)
+}
+
+fn weight(rng: &mut Rng, dim: usize) -> Result<(Tensor, Vec<f64>)> {
+    let near_one: Vec<f64> = rng.normals(dim).iter().map(|w| 1.0 + 0.3 * w).collect();
+    rounded(&near_one, &[dim], DType::F32)
+}
+
+fn check_residual(rng: &mut Rng, device: &Device, dtype: DType, bound: f64, dims: [usize; 4]) -> Result<()> {
+    let [rows, dim, gap, shift] = dims;
+    let what = format!("{dtype:?} on {device:?}, rows, dim, gap, shift {dims:?}");
+    let (x, h) = (view(rng, rows, dim, gap, shift, dtype)?, view(rng, rows, dim, 2 * gap, shift, dtype)?);
+    let (w, w_values) = weight(rng, dim)?;
+    let sum_want = values(&(&x + &h)?);
+    let on = |x: &Tensor| to_device(x, device);
+    // The gaps travel too: the view is of a whole tensor there.
+    let place = |x: &Tensor, gap: usize| -> Result<Tensor> {
+        let whole = Tensor::full(f32::NAN, (rows, dim + gap + shift), &Device::Cpu)?.to_dtype(dtype)?;
+        whole.slice_set(&x.contiguous()?, 1, shift)?;
+        on(&whole)?.narrow(1, shift, dim)
+    };
+    let (x, h, w) = (place(&x, gap)?, place(&h, 2 * gap)?, on(&w)?);
+    poison(2 * rows * dim, dtype, device)?;
+    let (sum, y) = add_rms_norm(&x, &h, &w, EPS)?;
+    assert_eq!((sum.dims(), y.dims(), y.dtype()), (x.dims(), x.dims(), dtype), "{what}");
+    // As candle adds.
+    assert_eq!(values(&sum), sum_want, "{what}");
+    let error = rel_rms(&values(&y), &norm(&sum_want, &w_values));
+    assert!(error < bound, "{what}: {error:e}");
+    let y = rms_norm(&x, &w, EPS)?;
+    let error = rel_rms(&values(&y), &norm(&values(&x), &w_values));
+    assert!(error < bound, "{what}, norm alone: {error:e}");
+    Ok(())
+}
+
+#[test]
+fn residuals_and_norms() -> Result<()> {
+    let mut rng = Rng::new(1);
+    for device in devices() {
+        for (dtype, bound) in DTYPES {
+            for dim in [1, 7, 8, 77, 256, 1024, 2560, 5120, 12296] {
+                for rows in [1, 3, 33] {
+                    for [gap, shift] in [[0, 0], [16, 0], [3, 1]] {
+                        check_residual(&mut rng, &device, dtype, bound, [rows, dim, gap, shift])?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn gates() -> Result<()> {
+    let mut rng = Rng::new(2);
+    for device in devices() {
+        for (dtype, bound) in DTYPES {
+            for columns in [1, 8, 77, 512, 9216] {
+                for rows in [1, 3, 33] {
+                    for [gap, shift] in [[0, 0], [16, 0], [3, 1]] {
+                        let x = view(&mut rng, rows, 2 * columns, gap, shift, dtype)?;
+                        let want = gated(&values(&x), columns);
+                        let whole = Tensor::full(f32::NAN, (rows, 2 * columns + gap + shift), &Device::Cpu)?;
+                        let whole = whole.to_dtype(dtype)?;
+                        whole.slice_set(&x.contiguous()?, 1, shift)?;
+                        let x = to_device(&whole, &device)?.narrow(1, shift, 2 * columns)?;
+                        poison(rows * columns, dtype, &device)?;
+                        let y = swiglu(&x)?;
+                        assert_eq!((y.dims(), y.dtype()), (&[rows, columns][..], dtype));
+                        let error = rel_rms(&values(&y), &want);
+                        assert!(error < bound, "{dtype:?} on {device:?}, {rows}x{columns}, gap {gap}: {error:e}");
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn leading_dimensions_of_any_strides() -> Result<()> {
+    let mut rng = Rng::new(3);
+    for device in devices() {
+        let (x, _) = rounded(&rng.normals(2 * 3 * 64), &[2, 3, 64], DType::F32)?;
+        let (w, w_values) = weight(&mut rng, 64)?;
+        let (x, w) = (to_device(&x, &device)?, to_device(&w, &device)?);
+        // Batch and tokens swapped, and columns strided.
+        for x in [x.transpose(0, 1)?, x.narrow(0, 1, 1)?, x.transpose(1, 2)?.contiguous()?.transpose(1, 2)?] {
+            let (sum, y) = add_rms_norm(&x, &x, &w, EPS)?;
+            let twice: Vec<f64> = values(&x).iter().map(|x| 2.0 * x).collect();
+            assert_eq!(values(&sum), twice);
+            assert!(rel_rms(&values(&y), &norm(&twice, &w_values)) < 1e-6);
+            let g = swiglu(&x)?;
+            assert_eq!(g.dims()[..2], x.dims()[..2]);
+            assert!(rel_rms(&values(&g), &gated(&values(&x), 32)) < 1e-6);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn no_rows() -> Result<()> {
+    for device in devices() {
+        let x = to_device(&Tensor::zeros((0, 64), DType::F32, &Device::Cpu)?, &device)?;
+        let w = Tensor::ones(64, DType::F32, &device)?;
+        let (sum, y) = add_rms_norm(&x, &x, &w, EPS)?;
+        assert_eq!((sum.dims(), y.dims()), (&[0, 64][..], &[0, 64][..]));
+        assert_eq!(rms_norm(&x, &w, EPS)?.dims(), [0, 64]);
+        assert_eq!(swiglu(&x)?.dims(), [0, 32]);
+    }
+    Ok(())
+}
+
+#[test]
+fn nan_is_seen() -> Result<()> {
+    let mut rng = Rng::new(4);
+    for device in devices() {
+        for (dtype, _) in DTYPES {
+            for dim in [64, 77] {
+                let mut numbers = rng.normals(3 * dim);
+                numbers[dim + 5] = f64::NAN;
+                let x = Tensor::from_slice(&numbers, (3, dim), &Device::Cpu)?.to_dtype(dtype)?.to_device(&device)?;
+                let (w, _) = weight(&mut rng, dim)?;
+                let (sum, y) = add_rms_norm(&x, &x, &w.to_device(&device)?, EPS)?;
+                let nans = |x: &Tensor| values(x).iter().map(|x| x.is_nan()).collect::<Vec<_>>();
+                assert_eq!(nans(&sum), numbers.iter().map(|x| x.is_nan()).collect::<Vec<_>>());
+                let row_of = |i: usize| i / dim == 1;
+                assert_eq!(nans(&y), (0..3 * dim).map(row_of).collect::<Vec<_>>(), "{dtype:?} {dim}");
+            }
+            let mut numbers = rng.normals(2 * 16);
+            (numbers[3], numbers[16 + 8 + 4]) = (f64::NAN, f64::NAN);
+            // A gate that is shut passes nothing, one that is wide open all.
+            (numbers[0], numbers[1]) = (-1e4, 1e4);
+            let x = Tensor::from_slice(&numbers, (2, 16), &Device::Cpu)?.to_dtype(dtype)?;
+            let up = values(&x)[9];
+            let y = values(&swiglu(&x.to_device(&device)?)?);
+            let nans: Vec<_> = y.iter().enumerate().filter(|(_, y)| y.is_nan()).map(|(i, _)| i).collect();
+            assert_eq!(nans, [3, 8 + 4], "{dtype:?}");
+            assert_eq!(y[0].abs(), 0.0);
+            assert!((y[1] / (1e4 * up) - 1.0).abs() < 1e-2, "{}", y[1]);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_does_not_fit_is_refused() -> Result<()> {
+    let x = Tensor::zeros((2, 6), DType::F32, &Device::Cpu)?;
+    let w = Tensor::ones(6, DType::F32, &Device::Cpu)?;
+    let message = |result: Result<()>| result.unwrap_err().to_string();
+    let add = |x: &Tensor, h: &Tensor, w: &Tensor, eps| message(add_rms_norm(x, h, w, eps).map(drop));
+    assert!(add(&x, &x.narrow(0, 0, 1)?, &w, EPS).contains("h: expected shape [2, 6]"));
+    assert!(add(&x, &x.to_dtype(DType::BF16)?, &w, EPS).contains("h: expected dtype"));
+    assert!(add(&x, &x, &w.to_dtype(DType::BF16)?, EPS).contains("weight: expected dtype F32"));
+    assert!(add(&x, &x, &w.narrow(0, 0, 5)?, EPS).contains("weight: expected shape [6]"));
+    assert!(add(&x, &x, &w, -1.0).contains("eps"));
+    assert!(message(rms_norm(&x.to_dtype(DType::U32)?, &w, EPS).map(drop)).contains("x: expected dtype"));
+    assert!(message(swiglu(&x.narrow(1, 0, 5)?).map(drop)).contains("gate_up: expected shape"));
+    assert!(message(swiglu(&x.to_dtype(DType::F64)?).map(drop)).contains("gate_up: expected dtype"));
+    Ok(())
+}

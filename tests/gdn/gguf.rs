@@ -1,0 +1,782 @@
+//! Weights that are quantised: models from GGUF files against the goldens and against safetensors, quantisation and
+//! dequantisation at load, and what is refused. On the CPU.
+
+use crate::gguf_tokenizer;
+use crate::gguf_writer::{in_a_folder, load, GgufOfTiny, Layout};
+use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::tiny::{self, Tiny};
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::models::{CausalLm, Family, GgufFile, LoadOptions, ModelConfig, ModelState};
+use candle_nn::VarBuilder;
+use std::path::{Path, PathBuf};
+
+const CPU: Device = Device::Cpu;
+const LAYOUTS: [Layout; 3] = [Layout::Qwen3Next, Layout::OldQwen3Next, Layout::Qwen3_5];
+const IDS: [u32; 9] = [3, 1, 4, 1, 5, 9, 2, 6, 31];
+
+/// A file that llama.cpp's converter made, where `CANDLE_GDN_GOLDENS` has it.
+fn converted(name: &str) -> Option<PathBuf> {
+    let Some(dir) = std::env::var_os("CANDLE_GDN_GOLDENS") else {
+        eprintln!("skipped: {name} is only among the full golden files (CANDLE_GDN_GOLDENS)");
+        return None;
+    };
+    let path = PathBuf::from(dir).join("gguf").join(name);
+    assert!(path.exists(), "{} is missing", path.display());
+    Some(path)
+}
+
+/// With the rotary frequencies that the goldens of `of` were computed with.
+fn load_as(path: &Path, of: &Goldens) -> Result<CausalLm> {
+    let file = GgufFile::open(path)?;
+    let mut config = ModelConfig::from_gguf(&file)?;
+    if of.whole_cast {
+        for f in &mut config.attention.rope_inv_freq {
+            *f = half::bf16::from_f32(*f as f32).to_f64();
+        }
+    }
+    CausalLm::load_gguf(&config, &file, DType::F32, &CPU)
+}
+
+/// The same file with every tensor in f32.
+fn dequantized(path: &Path, to: &Path) -> Result<()> {
+    let mut reader = std::fs::File::open(path)?;
+    let content = gguf_file::Content::read(&mut reader)?;
+    let mut tensors = Vec::new();
+    for name in content.tensor_infos.keys() {
+        let wide = content.tensor(&mut reader, name, &CPU)?.dequantize(&CPU)?;
+        tensors.push((name.as_str(), QTensor::quantize(&wide, GgmlDType::F32)?));
+    }
+    let metadata: Vec<_> = content.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
+    gguf_file::write(&mut std::fs::File::create(to)?, &metadata, &tensors)
+}
+
+/// Wide enough for blocks of 256, with three value heads to a key head. All experts are chosen: which ones would be is
+/// a matter of rounding. Its matrices are small enough not to make much of little.
+fn wide() -> Tiny {
+    let tiny = [
+        ("hidden_size", 256),
+        ("intermediate_size", 256),
+        ("linear_num_value_heads", 6),
+        ("linear_key_head_dim", 16),
+        ("linear_value_head_dim", 128),
+        ("moe_intermediate_size", 256),
+        ("shared_expert_intermediate_size", 256),
+        ("head_dim", 64),
+        ("num_experts_per_tok", 4),
+    ]
+    .into_iter()
+    .fold(Tiny::qwen3_next(), |tiny, (field, value)| tiny.set(field, value));
+    calm(tiny.fill())
+}
+
+fn calm(mut tiny: Tiny) -> Tiny {
+    for weight in tiny.weights.values_mut().filter(|weight| weight.rank() == 2) {
+        *weight = (&*weight * 0.15).expect("a product");
+    }
+    tiny
+}
+
+fn without_experts(tiny: Tiny) -> Tiny {
+    let fields = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"];
+    calm(fields.into_iter().fold(tiny, Tiny::unset).fill())
+}
+
+/// Logits of every position.
+fn logits(model: &CausalLm) -> Result<Vec<f32>> {
+    let ids = Tensor::from_slice(&IDS, (1, IDS.len()), &CPU)?;
+    model.forward(&ids, &mut model.new_state(1)?)?.flatten_all()?.to_vec1()
+}
+
+/// Logits behind `ids`, which follow what the state has seen.
+fn next(model: &CausalLm, state: &mut ModelState, ids: &[u32]) -> Result<Vec<f32>> {
+    model.forward_last(&Tensor::from_slice(ids, (1, ids.len()), &CPU)?, state)?.squeeze(0)?.to_vec1()
+}
+
+fn last(model: &CausalLm, ids: &[u32]) -> Result<Vec<f32>> {
+    next(model, &mut model.new_state(1)?, ids)
+}
+
+fn max_diff(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    // A NaN must not pass: f32::max would drop it.
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0., |m, d| if d <= m { m } else { d })
+}
+
+fn rel_rms(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    let sum = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>();
+    (sum(&mut a.iter().zip(b).map(|(a, b)| a - b)) / sum(&mut b.iter().copied())).sqrt() as f32
+}
+
+fn median(mut x: Vec<f32>) -> f32 {
+    x.sort_by(f32::total_cmp);
+    x[x.len() / 2]
+}
+
+fn argmax(x: &[f32]) -> u32 {
+    (0..x.len()).max_by(|&i, &j| x[i].total_cmp(&x[j]).then(j.cmp(&i))).unwrap_or(0) as u32
+}
+
+#[track_caller]
+fn fails_with<T>(result: Result<T>, parts: &[&str]) {
+    let Err(e) = result else { panic!("expected an error with {parts:?}") };
+    let message = e.to_string();
+    for part in parts {
+        assert!(message.contains(part), "expected {part:?} in {message:?}");
+    }
+}
+
+#[test]
+fn f16_files_match_the_goldens() -> Result<()> {
+    const LOGITS: f32 = 1e-2;
+    for (name, goldens) in [("demo-f16", &DEMO), ("qwen3_5_tiny-f16", &QWEN3_5), ("qwen3_5_moe_tiny-f16", &QWEN3_5_MOE)]
+    {
+        let Some(path) = converted(&format!("{name}.gguf")) else { continue };
+        let model = load_as(&path, goldens)?;
+        let mut worst = 0f32;
+        for i in 0..goldens.prompts() {
+            let g = goldens.prompt(i)?;
+            let mut state = model.new_state(1)?;
+            let mut now = next(&model, &mut state, &g.ids)?;
+            worst = worst.max(max_diff(&now, &g.logits_last));
+            for (step, (&token, &margin)) in g.greedy.iter().zip(&g.greedy_margin).enumerate() {
+                if margin > 2. * LOGITS {
+                    assert_eq!(argmax(&now), token, "{name}: prompt {i}, step {step}, margin {margin}");
+                }
+                now = next(&model, &mut state, &[token])?;
+            }
+        }
+        println!("{name}: logits are off by at most {worst:e}");
+        assert!(worst <= LOGITS, "{name}: logits are off by {worst}");
+    }
+    Ok(())
+}
+
+/// Relative errors of the last logits, the median of the prompts: where a router was near a tie, another expert makes
+/// one prompt very different.
+#[test]
+fn q8_0_files_are_as_good_as_their_weights() -> Result<()> {
+    for (name, goldens) in [("demo-q8_0", &DEMO), ("qwen3_5_moe_tiny-q8_0", &QWEN3_5_MOE)] {
+        let Some(path) = converted(&format!("{name}.gguf")) else { continue };
+        let (_dir, wide) = in_a_folder("f32.gguf");
+        dequantized(&path, &wide)?;
+        let (model, dense) = (load_as(&path, goldens)?, load_as(&wide, goldens)?);
+        let mut errors = [(); 3].map(|_| Vec::new());
+        for i in 0..goldens.prompts() {
+            let g = goldens.prompt(i)?;
+            let (now, dense) = (last(&model, &g.ids)?, last(&dense, &g.ids)?);
+            errors[0].push(rel_rms(&dense, &g.logits_last));
+            errors[1].push(rel_rms(&now, &dense));
+            errors[2].push(rel_rms(&now, &g.logits_last));
+        }
+        let [weights, activations, both] = errors.map(median);
+        println!("{name}: of the weights {weights:e}, of the activations {activations:e}, of both {both:e}");
+        // 8 bits each: as much from the one as from the other, and both are independent.
+        assert!(activations < 2. * weights, "{name}: activations {activations}, weights {weights}");
+        assert!(both < 2. * weights.hypot(activations), "{name}: {both}");
+        assert!(weights < 0.03, "{name}: {weights}");
+    }
+    Ok(())
+}
+
+#[test]
+fn configurations_are_those_of_the_checkpoints() -> Result<()> {
+    for (name, goldens) in [
+        ("demo-f16", &DEMO),
+        ("demo-q8_0", &DEMO),
+        ("qwen3_5_tiny-f16", &QWEN3_5),
+        ("qwen3_5_moe_tiny-f16", &QWEN3_5_MOE),
+        ("qwen3_5_moe_tiny-q8_0", &QWEN3_5_MOE),
+    ] {
+        let Some(path) = converted(&format!("{name}.gguf")) else { continue };
+        let got = ModelConfig::from_gguf(&GgufFile::open(path)?)?;
+        let want = ModelConfig { eos_token_ids: got.eos_token_ids.clone(), ..goldens.config()? };
+        assert_eq!(got.eos_token_ids, [0], "{name}");
+        assert_eq!(got, want, "{name}");
+    }
+    Ok(())
+}
+
+#[test]
+fn own_files_have_the_configuration_of_the_model() -> Result<()> {
+    for (tiny, layout) in [(wide(), Layout::Qwen3Next), (wide(), Layout::Qwen3_5)] {
+        let (_dir, path) = in_a_folder("tiny.gguf");
+        let mut file = GgufOfTiny::new(&tiny, layout)?;
+        // A layer that predicts further tokens is none of the model's.
+        let architecture = if layout == Layout::Qwen3_5 { "qwen35moe" } else { "qwen3next" };
+        file.metadata.insert(format!("{architecture}.block_count"), Value::U32(5));
+        file.metadata.insert(format!("{architecture}.nextn_predict_layers"), Value::U32(1));
+        file.metadata.insert("tokenizer.ggml.eos_token_id".into(), Value::U32(0));
+        file.metadata.insert("tokenizer.ggml.eot_token_id".into(), Value::U32(7));
+        file.write(&path)?;
+        let got = ModelConfig::from_gguf(&GgufFile::open(&path)?)?;
+        let want = ModelConfig::from_json(&tiny.config.to_string())?;
+        let family = if layout == Layout::Qwen3_5 { Family::Qwen3_5Moe } else { Family::Qwen3Next };
+        assert_eq!(got, ModelConfig { family, ..want });
+    }
+    Ok(())
+}
+
+/// In f32 nothing is lost but the last digit of `A_log`.
+#[test]
+fn every_layout_is_the_same_model() -> Result<()> {
+    for tiny in [wide(), without_experts(wide())] {
+        let want = tiny.logits(&IDS)?;
+        for layout in LAYOUTS {
+            let (_dir, path) = in_a_folder("tiny.gguf");
+            GgufOfTiny::new(&tiny, layout)?.write(&path)?;
+            let error = rel_rms(&logits(&load(&path)?)?, &want);
+            assert!(error < 2e-5, "{layout:?}: {error:e}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn experts_in_one_tensor_are_those_in_two() -> Result<()> {
+    for dtype in [GgmlDType::F32, GgmlDType::Q8_0] {
+        let (_dir, path) = in_a_folder("tiny.gguf");
+        let two = GgufOfTiny::new(&wide(), Layout::Qwen3_5)?.quantized(dtype);
+        two.write(&path)?;
+        let want = logits(&load(&path)?)?;
+        let mut one = two;
+        for layer in 0..4 {
+            let [gate, up] = ["gate", "up"].map(|part| format!("blk.{layer}.ffn_{part}_exps.weight"));
+            let (gate, up) = (one.tensors.remove(&gate).unwrap().0, one.tensors.remove(&up).unwrap().0);
+            let both = Tensor::cat(&[gate, up], 1)?;
+            one.tensors.insert(format!("blk.{layer}.ffn_gate_up_exps.weight"), (both, dtype));
+        }
+        one.write(&path)?;
+        assert_eq!(logits(&load(&path)?)?, want, "{dtype:?}");
+    }
+    Ok(())
+}
+
+/// Each tensor in a type of its own, projections that are read together above all. That a projection is right to the
+/// last digit is a unit test of its own.
+#[test]
+fn types_may_be_mixed() -> Result<()> {
+    use GgmlDType::*;
+    for layout in LAYOUTS {
+        for tiny in [wide(), without_experts(wide())] {
+            let file = GgufOfTiny::new(&tiny, layout)?.typed(|name| {
+                let (_, name) = name.split_once(".").filter(|_| name.starts_with("blk."))?;
+                Some(match name.split_once('.')?.1 {
+                    "attn_qkv.weight" | "ssm_in.weight" => Q8_0,
+                    "attn_gate.weight" => Q6K,
+                    "ssm_beta.weight" => F16,
+                    "ssm_ba.weight" | "ssm_alpha.weight" => BF16,
+                    "ssm_out.weight" => Q6K,
+                    "attn_q.weight" => Q6K,
+                    "attn_k.weight" => F16,
+                    "attn_v.weight" => Q8_0,
+                    "attn_output.weight" => Q8_0,
+                    "ffn_gate_exps.weight" | "ffn_up.weight" => Q6K,
+                    "ffn_up_exps.weight" | "ffn_gate.weight" => Q8_0,
+                    "ffn_down_exps.weight" | "ffn_gate_shexp.weight" => Q8_0,
+                    "ffn_up_shexp.weight" | "ffn_down.weight" => F16,
+                    "ffn_down_shexp.weight" => Q6K,
+                    _ => return None,
+                })
+            });
+            let (_dir, path) = in_a_folder("tiny.gguf");
+            let (_dir, wide) = in_a_folder("f32.gguf");
+            file.write(&path)?;
+            dequantized(&path, &wide)?;
+            let dense = logits(&load(&wide)?)?;
+            let (error, of_weights) = (rel_rms(&logits(&load(&path)?)?, &dense), rel_rms(&dense, &tiny.logits(&IDS)?));
+            println!("{layout:?}: of the weights {of_weights:e}, of the activations {error:e}");
+            assert!(of_weights < 0.1 && error > 0. && error < 2. * of_weights, "{layout:?}: {error:e}, {of_weights:e}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn quantised_embeddings_are_dequantised_rows() -> Result<()> {
+    let tied = without_experts(wide()).set("tie_word_embeddings", true);
+    for (tiny, name) in [(without_experts(wide()), "untied"), (tied, "tied")] {
+        let mut file = GgufOfTiny::new(&tiny, Layout::Qwen3Next)?;
+        if name == "tied" {
+            file.tensors.remove("output.weight");
+        }
+        let file = file.typed(|name| (name == "token_embd.weight").then_some(GgmlDType::Q8_0));
+        let (_dir, path) = in_a_folder("tiny.gguf");
+        let (_dir, wide) = in_a_folder("f32.gguf");
+        file.write(&path)?;
+        dequantized(&path, &wide)?;
+        let (model, dense) = (load(&path)?, load(&wide)?);
+        assert_eq!(model.config().tie_word_embeddings, name == "tied");
+        let error = rel_rms(&logits(&model)?, &logits(&dense)?);
+        // The same numbers go in; tied, the head rounds its input.
+        let bound = if name == "tied" { 1e-2 } else { 1e-6 };
+        assert!(error < bound, "{name}: {error:e}");
+    }
+    Ok(())
+}
+
+#[test]
+fn half_precision_activations() -> Result<()> {
+    let (_dir, path) = in_a_folder("tiny.gguf");
+    let (_dir, wide_path) = in_a_folder("f32.gguf");
+    GgufOfTiny::new(&without_experts(wide()), Layout::Qwen3_5)?.quantized(GgmlDType::Q8_0).write(&path)?;
+    dequantized(&path, &wide_path)?;
+    let error = |path: &Path, dtype| {
+        let file = GgufFile::open(path)?;
+        let config = ModelConfig::from_gguf(&file)?;
+        let [model, f32] = [dtype, DType::F32].map(|dtype| CausalLm::load_gguf(&config, &file, dtype, &CPU));
+        let model = model?;
+        assert_eq!(model.dtype(), dtype);
+        Ok::<_, candle_core::Error>(rel_rms(&logits(&model)?, &logits(&f32?)?))
+    };
+    for dtype in [DType::BF16, DType::F16] {
+        let (quantized, dense) = (error(&path, dtype)?, error(&wide_path, dtype)?);
+        println!("{dtype:?}: {quantized:e}, of dense weights {dense:e}");
+        // What is a little different is rounded to other 8 bits.
+        assert!(quantized < 2. * dense.hypot(0.1), "{dtype:?}: {quantized:e}, of dense weights {dense:e}");
+    }
+    Ok(())
+}
+
+/// One sequence whole, in parts, and beside another one: through the paths that serving takes.
+#[test]
+fn sequences_of_a_quantised_model() -> Result<()> {
+    let (_dir, path) = in_a_folder("tiny.gguf");
+    GgufOfTiny::new(&wide(), Layout::Qwen3_5)?.quantized(GgmlDType::Q8_0).write(&path)?;
+    let model = load(&path)?;
+    assert!(model.is_quantized() && !wide().model()?.is_quantized());
+    let want = last(&model, &IDS)?;
+    let mut state = model.new_state(1)?;
+    next(&model, &mut state, &IDS[..4])?;
+    let split = next(&model, &mut state, &IDS[4..])?;
+    let mut pool = model.new_sequences(2, 32)?;
+    let (one, two) = (pool.begin()?, pool.begin()?);
+    let both = model.feed(&mut pool, &[(one, &IDS[..]), (two, &IDS[..5])])?;
+    for got in [split, both.get(0)?.to_vec1::<f32>()?] {
+        assert!(rel_rms(&got, &want) < 1e-4, "{:e}", rel_rms(&got, &want));
+    }
+    Ok(())
+}
+
+#[test]
+fn split_files_are_one() -> Result<()> {
+    let file = GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3Next)?;
+    let (dir, first) = in_a_folder("tiny-00001-of-00002.gguf");
+    let second = dir.path().join("tiny-00002-of-00002.gguf");
+    let in_first = |name: &str| name.starts_with("blk.0") || name.starts_with("token");
+    file.write_some(&first, in_first)?;
+    fails_with(GgufFile::open(&first), &["cannot open", "tiny-00002-of-00002.gguf"]);
+    let rest = GgufOfTiny { metadata: Default::default(), ..file.clone() };
+    rest.write_some(&second, |name| !in_first(name))?;
+    let (_dir, whole) = in_a_folder("tiny.gguf");
+    file.write(&whole)?;
+    let want = logits(&load(&whole)?)?;
+    for part in [&first, &second] {
+        assert_eq!(logits(&load(part)?)?, want);
+        assert_eq!(GgufFile::open(part)?.path(), first);
+    }
+    Ok(())
+}
+
+#[test]
+fn what_is_no_whole_file_is_refused() -> Result<()> {
+    let (dir, path) = in_a_folder("tiny.gguf");
+    fails_with(GgufFile::open(&path), &["cannot open", "tiny.gguf"]);
+    std::fs::write(&path, b"safetensors, perhaps")?;
+    fails_with(GgufFile::open(&path), &["tiny.gguf", "no GGUF file", "magic"]);
+    GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3Next)?.write(&path)?;
+    let bytes = std::fs::read(&path)?;
+    let cut = dir.path().join("cut.gguf");
+    for (len, parts) in [
+        (bytes.len() - 33, ["cut.gguf is cut off", "tensor `", "ends at byte"]),
+        (bytes.len() / 2, ["cut.gguf is cut off", "tensor `", "ends at byte"]),
+        (1000, ["cut.gguf", "or is cut off", "remaining"]),
+        (0, ["cut.gguf", "or is cut off", ""]),
+    ] {
+        std::fs::write(&cut, &bytes[..len])?;
+        fails_with(GgufFile::open(&cut), &parts);
+    }
+    // A type that came later: its number follows the name and two dimensions.
+    let name = b"token_embd.weight";
+    let at = bytes.windows(name.len()).position(|part| part == name).expect("the tensor") + name.len() + 4 + 16;
+    let mut other = bytes;
+    assert_eq!(other[at..at + 4], [0; 4]);
+    other[at] = 23;
+    std::fs::write(&path, other)?;
+    fails_with(GgufFile::open(&path), &["tiny.gguf", "type number 23", "candle does not know"]);
+    Ok(())
+}
+
+#[test]
+fn every_missing_or_misshapen_tensor_is_named() -> Result<()> {
+    let (_dir, path) = in_a_folder("tiny.gguf");
+    for layout in LAYOUTS {
+        let whole = GgufOfTiny::new(&Tiny::qwen3_next(), layout)?;
+        // The layers repeat themselves: one of each kind. Without a head the embeddings are it.
+        let skipped = |name: &str| name.starts_with("blk.1.") || name.starts_with("blk.2.") || name == "output.weight";
+        for name in whole.tensors.keys().filter(|name| !skipped(name)) {
+            let mut missing = whole.clone();
+            missing.tensors.remove(name);
+            missing.write(&path)?;
+            // Without its own names, the layout is another one.
+            let named = match name.as_str() {
+                "blk.0.ssm_in.weight" => "blk.0.attn_qkv.weight",
+                "blk.0.ssm_ba.weight" => "blk.0.ssm_beta.weight",
+                "blk.0.ffn_gate_exps.weight" => "blk.0.ffn_gate",
+                "blk.3.ffn_gate_exps.weight" => "blk.3.ffn_gate",
+                name => name,
+            };
+            fails_with(load(&path), &["tiny.gguf", named]);
+            let mut misshapen = whole.clone();
+            let (tensor, _) = misshapen.tensors.get_mut(name).unwrap();
+            let mut dims = tensor.dims().to_vec();
+            dims[0] += 1;
+            *tensor = Tensor::zeros(dims.clone(), DType::F32, &CPU)?;
+            misshapen.write(&path)?;
+            let result = load(&path);
+            // A vocabulary of another size would be another model's.
+            if name != "token_embd.weight" {
+                fails_with(result, &["tiny.gguf", name, &format!("{dims:?}")]);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_wrong_entry_is_named() -> Result<()> {
+    let (_dir, path) = in_a_folder("tiny.gguf");
+    let whole = GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3_5)?;
+    let with = |key: &str, value: Option<Value>| {
+        let mut file = whole.clone();
+        match value {
+            Some(value) => file.metadata.insert(key.into(), value),
+            None => file.metadata.remove(key),
+        };
+        file.write(&path)?;
+        ModelConfig::from_gguf(&GgufFile::open(&path)?)
+    };
+    assert_eq!(with("some.entry", Some(Value::Bool(true)))?.vocab_size, tiny::VOCAB);
+    let llama = Some(Value::String("llama".into()));
+    fails_with(with("general.architecture", llama), &["tiny.gguf", "`general.architecture`", "qwen35moe", "llama"]);
+    fails_with(with("general.architecture", None), &["tiny.gguf", "`general.architecture`"]);
+    // What has a default, or may be absent.
+    let optional = ["full_attention_interval", "value_length", "expert_shared_feed_forward_length", "feed_forward"];
+    let keys: Vec<_> = whole.metadata.keys().filter(|key| key.starts_with("qwen35moe.")).collect();
+    assert!(keys.len() > 15);
+    for key in keys {
+        if !optional.iter().any(|name| key.contains(name)) {
+            fails_with(with(key, None), &["tiny.gguf", key, "is missing"]);
+        }
+        if !key.contains("feed_forward_length") || key.contains("expert_feed") {
+            fails_with(with(key, Some(Value::String("x".into()))), &["tiny.gguf", key, "expected", "\"x\""]);
+        }
+    }
+    let u32 = |n: u32| Some(Value::U32(n));
+    let of = |key: &str| format!("qwen35moe.{key}");
+    for (key, value, expected) in [
+        ("attention.head_count_kv", u32(3), "a divisor"),
+        ("ssm.time_step_rank", u32(3), "a multiple of the group count"),
+        ("ssm.inner_size", u32(33), "a multiple of the time step rank"),
+        ("rope.dimension_count", u32(9), "an even number up to the key length, 8"),
+        ("rope.dimension_count", u32(10), "an even number up to the key length, 8"),
+        ("expert_used_count", u32(5), "at most the expert count, 4"),
+        ("nextn_predict_layers", u32(4), "fewer than the blocks, 4"),
+        ("block_count", u32(5000), "at most 4096 layers"),
+        ("attention.value_length", u32(16), "the key length, 8"),
+        ("rope.scaling.type", Some(Value::String("yarn".into())), "\"none\""),
+        ("attention.recurrent_layers", Some(Value::Array(vec![Value::Bool(true); 3])), "4 booleans"),
+        ("attention.layer_norm_rms_epsilon", Some(Value::F32(0.)), "a number in (0, 1)"),
+    ] {
+        fails_with(with(&of(key), value), &["tiny.gguf", &of(key), expected]);
+    }
+    let linear = [false, true, true, true].map(Value::Bool).to_vec();
+    let first = with(&of("attention.recurrent_layers"), Some(Value::Array(linear)))?;
+    assert_eq!(first.layers[0].mixer, candle_gdn::models::MixerKind::FullAttention);
+    Ok(())
+}
+
+fn quantize(tiny: &Tiny, dtype: DType, to: GgmlDType) -> Result<CausalLm> {
+    let vb = VarBuilder::from_tensors(tiny.weights.clone(), dtype, &CPU);
+    let config = ModelConfig::from_json(&tiny.config.to_string())?;
+    let mut layers = 0;
+    let model = CausalLm::load_with(&config, vb, &LoadOptions { quantize: Some(to) }, |done, of| {
+        layers += 1;
+        assert_eq!((done, of), (layers, 4));
+    })?;
+    assert_eq!(layers, 4);
+    Ok(model)
+}
+
+/// The same blocks as in a file, and so the same logits.
+#[test]
+fn quantising_at_load_is_loading_quantised() -> Result<()> {
+    let experts = wide();
+    let mut fused = experts.clone();
+    fused.fuse_experts()?;
+    for tiny in [&experts, &fused, &without_experts(wide())] {
+        let of = if tiny.weights.len() == fused.weights.len() { &experts } else { tiny };
+        for dtype in [GgmlDType::Q8_0, GgmlDType::Q4K] {
+            let file = GgufOfTiny::new(of, Layout::Qwen3Next)?.quantized(dtype).typed(|name| match name {
+                "token_embd.weight" => Some(GgmlDType::F32),
+                name if name.contains("ssm_ba") => Some(GgmlDType::Q8_0),
+                _ => None,
+            });
+            let (_dir, path) = in_a_folder("tiny.gguf");
+            file.write(&path)?;
+            let model = quantize(tiny, DType::F32, dtype)?;
+            assert_eq!(model.other_types(), []);
+            let (got, want) = (logits(&model)?, logits(&load(&path)?)?);
+            // A_log went through a logarithm in the file, and may have moved a rounding.
+            assert!(rel_rms(&got, &want) < 1e-3, "{dtype:?}: {:e}", rel_rms(&got, &want));
+            let of_dense = rel_rms(&got, &tiny.logits(&IDS)?);
+            println!("{dtype:?}: {:e} of the file, {of_dense:e} of dense", rel_rms(&got, &want));
+            let (_dir, f32) = in_a_folder("f32.gguf");
+            dequantized(&path, &f32)?;
+            let of_weights = rel_rms(&logits(&load(&f32)?)?, &tiny.logits(&IDS)?);
+            assert!(of_dense < 2. * of_weights.hypot(0.1), "{dtype:?}: {of_dense:e}, of the weights {of_weights:e}");
+            assert!(of_dense > 1e-3);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_does_not_divide_into_blocks_is_told() -> Result<()> {
+    // 16, 12, 20, 24, 32: only the output projections of a head size of 8 with 4 heads have whole blocks.
+    let model = quantize(&Tiny::qwen3_next(), DType::F32, GgmlDType::Q8_0)?;
+    let others: Vec<_> = model.other_types().iter().map(|other| (other.name.as_str(), other.dtype)).collect();
+    for name in ["model.layers.0.linear_attn.in_proj_qkvz.weight", "model.layers.3.self_attn.q_proj.weight"] {
+        assert!(others.contains(&(name, None)), "{name} in {others:?}");
+    }
+    for name in ["model.layers.2.mlp.experts.gate_up_proj", "lm_head.weight"] {
+        assert!(others.contains(&(name, None)), "{name} in {others:?}");
+    }
+    let has = |name: &str| others.iter().any(|other| other.0 == name);
+    assert!(!has("model.layers.0.linear_attn.out_proj.weight") && !has("model.layers.0.mlp.gate.weight"));
+    // Where Q4K does not fit, Q8_0 does.
+    let model = quantize(&Tiny::qwen3_next(), DType::F32, GgmlDType::Q4K)?;
+    let out = model.other_types().iter().find(|o| o.name == "model.layers.0.linear_attn.out_proj.weight").unwrap();
+    assert_eq!(out.dtype, Some(GgmlDType::Q8_0));
+    // Nothing divides: nothing changes.
+    let odd = without_experts(Tiny::qwen3_next().set("linear_value_head_dim", 6).set("head_dim", 12));
+    let odd = odd.set("rope_theta", 100.0).set("partial_rotary_factor", 0.5).fill();
+    assert_eq!(logits(&quantize(&odd, DType::F32, GgmlDType::Q4K)?)?, odd.logits(&IDS)?);
+    for dtype in [GgmlDType::F16, GgmlDType::Q8K, GgmlDType::Q8_1] {
+        fails_with(quantize(&odd, DType::F32, dtype), &["quantize", "Q4K", &format!("got {dtype:?}")]);
+    }
+    Ok(())
+}
+
+#[test]
+fn tied_heads_are_quantised_and_embeddings_not() -> Result<()> {
+    let mut tied = without_experts(wide()).set("tie_word_embeddings", true);
+    tied.remove("lm_head.weight");
+    let mut same = tied.clone().set("tie_word_embeddings", false);
+    same.weights.insert("lm_head.weight".into(), tied.weights["model.embed_tokens.weight"].clone());
+    let [tied, same] = [tied, same].map(|tiny| logits(&quantize(&tiny, DType::F32, GgmlDType::Q8_0)?));
+    assert_eq!(tied?, same?);
+    Ok(())
+}
+
+/// `[n, k]` with a scale for each block, spread out.
+fn spread(scales: &Tensor, block: [usize; 2], (n, k): (usize, usize)) -> Result<Tensor> {
+    let (rows, columns) = scales.dims2()?;
+    let all = scales.reshape((rows, 1, columns, 1))?.broadcast_as((rows, block[0], columns, block[1]))?;
+    all.reshape((rows * block[0], columns * block[1]))?.narrow(0, 0, n)?.narrow(1, 0, k)
+}
+
+/// A projection in e4m3, and a scale for each block, in bf16 as some releases have it.
+fn to_fp8(weight: &Tensor, block: [usize; 2]) -> Result<(Tensor, Tensor)> {
+    let (n, k) = weight.dims2()?;
+    let mut scales = Vec::new();
+    for i in (0..n).step_by(block[0]) {
+        for j in (0..k).step_by(block[1]) {
+            let part = weight.narrow(0, i, block[0].min(n - i))?.narrow(1, j, block[1].min(k - j))?;
+            scales.push(part.abs()?.max_all()?.to_scalar::<f32>()? / 440.);
+        }
+    }
+    let scales = Tensor::from_vec(scales, (n.div_ceil(block[0]), k.div_ceil(block[1])), &CPU)?;
+    let scales = scales.to_dtype(DType::BF16)?;
+    let wide = spread(&scales.to_dtype(DType::F32)?, block, (n, k))?;
+    Ok(((weight / wide)?.to_dtype(DType::F8E4M3)?, scales))
+}
+
+/// The model in fp8, and the same with the numbers that its weights stand for.
+fn in_fp8(tiny: &Tiny, block: [usize; 2]) -> Result<(Tiny, Tiny)> {
+    let plain = ["lm_head", "model.embed_tokens", "model.layers.3.self_attn.o_proj", "mlp.gate"];
+    let config = serde_json::json!({
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block,
+        "modules_to_not_convert": plain,
+    });
+    let mut fp8 = tiny.clone().set("quantization_config", config);
+    let mut wide = tiny.clone();
+    for (name, weight) in &tiny.weights {
+        let projection = name.ends_with("_proj.weight") || name.ends_with("in_proj_qkvz.weight");
+        if projection && !plain.iter().any(|module| name.contains(module)) {
+            let (weight, scales) = to_fp8(weight, block)?;
+            let scale = spread(&scales.to_dtype(DType::F32)?, block, weight.dims2()?)?;
+            wide.weights.insert(name.clone(), (weight.to_dtype(DType::F32)? * scale)?);
+            fp8.weights.insert(name.clone(), weight);
+            fp8.weights.insert(format!("{name}_scale_inv"), scales);
+        }
+    }
+    Ok((fp8, wide))
+}
+
+fn from_safetensors(tiny: &Tiny, dtype: DType) -> Result<CausalLm> {
+    let (_dir, path) = in_a_folder("model.safetensors");
+    candle_core::safetensors::save(&tiny.weights, &path)?;
+    // SAFETY: nobody else writes to the folder.
+    let vb = unsafe { VarBuilder::from_mmaped_safetensors(&[&path], dtype, &CPU)? };
+    CausalLm::load(&ModelConfig::from_json(&tiny.config.to_string())?, vb)
+}
+
+#[test]
+fn fp8_checkpoints_are_dequantised() -> Result<()> {
+    // The second divides neither rows nor columns.
+    for (tiny, block) in [(wide(), [128, 128]), (Tiny::qwen3_next(), [5, 7])] {
+        let (fp8, wide) = in_fp8(&tiny, block)?;
+        assert_eq!(fp8.weights.values().filter(|weight| weight.dtype() == DType::F8E4M3).count(), 3 * 2 + 3 + 4 * 15);
+        let want = wide.logits(&IDS)?;
+        assert_eq!(logits(&from_safetensors(&fp8, DType::F32)?)?, want);
+        assert_ne!(want, tiny.logits(&IDS)?);
+        let error = rel_rms(&logits(&from_safetensors(&fp8, DType::BF16)?)?, &want);
+        assert!(error < 0.1, "{error:e}");
+    }
+    Ok(())
+}
+
+#[test]
+fn fp8_without_its_scales_is_refused() -> Result<()> {
+    let (fp8, _) = in_fp8(&Tiny::qwen3_next(), [8, 8])?;
+    for name in ["linear_attn.in_proj_qkvz", "linear_attn.out_proj", "mlp.experts.2.down_proj"] {
+        let mut without = fp8.clone();
+        let scale = format!("model.layers.1.{name}.weight_scale_inv");
+        without.remove(&scale);
+        fails_with(from_safetensors(&without, DType::F32), &["cannot find tensor", &scale, "modules_to_not_convert"]);
+        let mut misshapen = fp8.clone();
+        misshapen.weights.insert(scale.clone(), Tensor::ones((1, 9), DType::F32, &CPU)?);
+        fails_with(from_safetensors(&misshapen, DType::F32), &["shape mismatch", &scale]);
+    }
+    let refused = |field: &str, value: serde_json::Value| {
+        let mut tiny = fp8.clone();
+        tiny.config["quantization_config"][field] = value;
+        ModelConfig::from_json(&tiny.config.to_string())
+    };
+    fails_with(refused("quant_method", "awq".into()), &["quantization_config.quant_method", "fp8", "awq"]);
+    fails_with(refused("fmt", "e5m2".into()), &["quantization_config.fmt", "e4m3", "e5m2"]);
+    for sizes in [serde_json::Value::Null, serde_json::json!([128]), serde_json::json!([128, 0])] {
+        let name = "quantization_config.weight_block_size";
+        fails_with(refused("weight_block_size", sizes), &[name, "two positive integers"]);
+    }
+    Ok(())
+}
+
+/// King James, and what is hard for splitting.
+const TEXTS: &[&str] = &[
+    "In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness was \
+     upon the face of the deep. And the Spirit of God moved upon the face of the waters.",
+    "And God said, Let there be light: and there was light.\n\nAnd God saw the light, that it was good:  and God \
+     divided the light from the darkness.\n",
+    "The LORD is my shepherd; I shall not want.\t23:1 -- 1611!? (\"selah\") don't WE'LL thou'rt 'tis",
+    "<|im_start|>user\nWho art thou?<|im_end|>\n<|im_start|>assistant\n",
+    "  leading, trailing   \n \r\n x",
+    "\u{3b1}\u{301}\u{928}\u{92e}\u{938}\u{94d}\u{924}\u{947} \u{5e9}\u{5dc}\u{5d5}\u{5dd} \u{1f54a}\u{fe0f} na\u{ef}ve 1234567",
+    "",
+];
+
+fn tokens_of(tokenizer: &tokenizers::Tokenizer) -> Vec<Vec<u32>> {
+    TEXTS.iter().map(|text| tokenizer.encode(*text, false).expect("ids").get_ids().to_vec()).collect()
+}
+
+#[test]
+fn tokenizers_of_files_are_those_of_the_checkpoints() -> Result<()> {
+    let want = tokenizers::Tokenizer::from_file(DEMO.dir() + "/tokenizer.json").expect("the demo's tokenizer");
+    for name in ["demo-f16.gguf", "demo-q8_0.gguf"] {
+        let Some(path) = converted(name) else { continue };
+        let file = GgufFile::open(path)?;
+        let got = gguf_tokenizer::tokenizer(&file).expect("a tokenizer");
+        assert_eq!(tokens_of(&got), tokens_of(&want));
+        for i in 0..DEMO.prompts() {
+            let ids = DEMO.prompt(i)?.ids;
+            let text = want.decode(&ids, false).expect("text");
+            assert_eq!(got.decode(&ids, false).expect("text"), text);
+            assert_eq!(got.encode(text, false).expect("ids").get_ids(), ids);
+        }
+        // Special tokens are left out where they are not asked for.
+        assert_eq!(got.decode(&[1, 2, 0], true).expect("text"), "");
+        assert_eq!(gguf_tokenizer::special_token(&file, "eos"), Some("<|endoftext|>"));
+        assert!(gguf_tokenizer::chat_template(&file).is_some_and(|template| template.contains("<|im_start|>")));
+    }
+    Ok(())
+}
+
+/// Out of the demo's own tokenizer.json: what the converter writes of it.
+fn with_tokenizer(pre: &str) -> Result<(tempfile::TempDir, PathBuf, GgufOfTiny)> {
+    let json = std::fs::read_to_string(DEMO.dir() + "/tokenizer.json")?;
+    let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    let vocab = json["model"]["vocab"].as_object().expect("a vocabulary");
+    let mut tokens: Vec<_> = vocab.iter().map(|(token, id)| (id.as_u64(), token.clone())).collect();
+    tokens.sort();
+    let text = |text: &str| Value::String(text.into());
+    let merges = json["model"]["merges"].as_array().expect("merges").iter();
+    let merges = merges.map(|m| text(&format!("{} {}", m[0].as_str().expect("a"), m[1].as_str().expect("b"))));
+    let kinds = (0..tokens.len()).map(|id| Value::I32(if id < 3 { 3 } else { 1 }));
+    let mut file = GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3Next)?;
+    for (key, value) in [
+        ("model", text("gpt2")),
+        ("pre", text(pre)),
+        ("token_type", Value::Array(kinds.collect())),
+        ("tokens", Value::Array(tokens.iter().map(|(_, token)| text(token)).collect())),
+        ("merges", Value::Array(merges.collect())),
+        ("eos_token_id", Value::U32(0)),
+    ] {
+        file.metadata.insert(format!("tokenizer.ggml.{key}"), value);
+    }
+    let (dir, path) = in_a_folder("tokens.gguf");
+    Ok((dir, path, file))
+}
+
+#[test]
+fn each_way_of_splitting() -> Result<()> {
+    let want = tokenizers::Tokenizer::from_file(DEMO.dir() + "/tokenizer.json").expect("the demo's tokenizer");
+    for pre in ["gpt-2", "qwen2", "qwen35"] {
+        let (_dir, path, file) = with_tokenizer(pre)?;
+        file.write(&path)?;
+        let got = gguf_tokenizer::tokenizer(&GgufFile::open(&path)?).expect("a tokenizer");
+        if pre == "gpt-2" {
+            assert_eq!(tokens_of(&got), tokens_of(&want));
+        }
+        // However it was split, the text comes back, in the normal form where there is one.
+        for text in TEXTS {
+            let ids = got.encode(*text, false).expect("ids");
+            let back = got.decode(ids.get_ids(), false).expect("text");
+            if pre == "gpt-2" || text.is_ascii() {
+                assert_eq!(back, *text, "{pre}");
+            }
+        }
+        let pieces = |text: &str| got.encode(text, false).expect("ids").get_offsets().len();
+        // Digits one by one, but for gpt-2.
+        assert!(pre == "gpt-2" || pieces("1234") == 4, "{pre}");
+    }
+    let (_dir, path, mut file) = with_tokenizer("llama-bpe")?;
+    let refused = |file: &GgufOfTiny, parts: &[&str]| -> Result<()> {
+        file.write(&path)?;
+        let message = format!("{:#}", gguf_tokenizer::tokenizer(&GgufFile::open(&path)?).expect_err("an error"));
+        parts.iter().for_each(|part| assert!(message.contains(part), "{part:?} in {message:?}"));
+        Ok(())
+    };
+    refused(&file, &["tokens.gguf", "`tokenizer.ggml.pre`", "qwen35", "llama-bpe"])?;
+    file.metadata.insert("tokenizer.ggml.pre".into(), Value::String("qwen2".into()));
+    for key in ["model", "pre", "tokens", "merges", "token_type"].map(|key| format!("tokenizer.ggml.{key}")) {
+        let mut without = file.clone();
+        without.metadata.remove(&key);
+        refused(&without, &["tokens.gguf", &key, "is missing"])?;
+    }
+    file.metadata.insert("tokenizer.ggml.model".into(), Value::String("llama".into()));
+    refused(&file, &["`tokenizer.ggml.model`", "gpt2", "llama"])
+}

@@ -1,0 +1,131 @@
+//! A model in parts, one a rank, against the whole: on the CPU, where ranks are host threads.
+
+use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::tiny::Tiny;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::models::{part_of, part_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig};
+use candle_nn::VarBuilder;
+use std::sync::Arc;
+
+const PROMPT: [u32; 9] = [1, 5, 2, 30, 7, 7, 11, 0, 19];
+const STEPS: usize = 24;
+
+/// Logits of a prompt, then the tokens that follow it, by the sequences of a pool.
+fn run(model: &CausalLm) -> Result<(Vec<f32>, Vec<u32>)> {
+    let ids = Tensor::from_slice(&PROMPT, (1, PROMPT.len()), model.device())?;
+    let logits = model.forward(&ids, &mut model.new_state(1)?)?.flatten_all()?.to_vec1()?;
+    let mut pool = model.new_sequences(2, PROMPT.len() + STEPS)?;
+    let s = pool.begin()?;
+    let (mut fed, mut text) = (PROMPT.to_vec(), vec![]);
+    for _ in 0..STEPS {
+        let last = model.feed(&mut pool, &[(s, &fed)])?.squeeze(0)?.to_vec1::<f32>()?;
+        let best = (0..last.len()).max_by(|&i, &j| last[i].total_cmp(&last[j]).then(j.cmp(&i))).unwrap_or(0) as u32;
+        fed = vec![best];
+        text.push(best);
+    }
+    Ok((logits, text))
+}
+
+/// `f` on every rank of a group of `n`, each a thread.
+fn on_ranks<R: Send>(n: usize, f: impl Fn(Arc<dyn Collective>) -> Result<R> + Sync) -> Vec<Result<R>> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = LocalRank::group(n).into_iter().map(|rank| scope.spawn(|| f(Arc::new(rank)))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    })
+}
+
+fn check(what: &str, whole: &CausalLm, ranks: usize, part: impl Fn(Arc<dyn Collective>) -> Result<CausalLm> + Sync) {
+    let (want, text) = run(whole).unwrap();
+    let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    let mut first: Option<Vec<f32>> = None;
+    for got in on_ranks(ranks, |group| run(&part(group)?)) {
+        let (logits, tokens) = got.unwrap_or_else(|e| panic!("{what}: {e}"));
+        let off: Vec<f32> = logits.iter().zip(&want).map(|(x, y)| x - y).collect();
+        assert_eq!(logits.len(), want.len());
+        assert!(norm(&off) <= 1e-5 * norm(&want), "{what}, {ranks} ranks: off by {:e}", norm(&off) / norm(&want));
+        assert_eq!(tokens, text, "{what}, {ranks} ranks");
+        // The ranks choose tokens on their own: they must never see different logits.
+        let same =
+            first.get_or_insert_with(|| logits.clone()).iter().zip(&logits).all(|(x, y)| x.to_bits() == y.to_bits());
+        assert!(same, "{what}: ranks differ");
+    }
+}
+
+/// With four key heads, so that four ranks have one each and share the two key-value heads.
+fn four_heads() -> Tiny {
+    Tiny::qwen3_next().set("linear_num_key_heads", 4).set("linear_num_value_heads", 8).fill()
+}
+
+fn parts_of(tiny: &Tiny, group: Arc<dyn Collective>) -> Result<CausalLm> {
+    let config = ModelConfig::from_json(&tiny.config.to_string())?;
+    let whole = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &Device::Cpu);
+    CausalLm::load_part(&config, part_of(whole, &config, &*group)?, group, |_, _| ())
+}
+
+#[test]
+fn parts_are_the_whole() -> Result<()> {
+    let mut fused = four_heads();
+    fused.fuse_experts()?;
+    let dense = four_heads().unset("num_experts").fill();
+    let tied = four_heads().set("tie_word_embeddings", true).fill();
+    for (what, tiny) in [("experts", four_heads()), ("fused experts", fused), ("dense", dense), ("tied", tied)] {
+        for ranks in [1, 2, 4] {
+            check(what, &tiny.model()?, ranks, |group| parts_of(&tiny, group));
+        }
+    }
+    Ok(())
+}
+
+fn from_files(of: &Goldens, group: Arc<dyn Collective>) -> Result<CausalLm> {
+    let (config, files) = (of.config()?, [of.dir() + "/model.safetensors"]);
+    // SAFETY: nobody writes the goldens.
+    let part = unsafe { part_of_safetensors(&files, &config, &*group, DType::F32, &Device::Cpu)? };
+    CausalLm::load_part(&config, part, group, |_, _| ())
+}
+
+/// Of mapped files only the part is read.
+#[test]
+fn parts_of_files() -> Result<()> {
+    for of in [&DEMO, &QWEN3_5, &QWEN3_5_MOE].into_iter().filter(|of| of.is_here()) {
+        let whole = of.model(DType::F32, &Device::Cpu)?;
+        check("files", &whole, 2, |group| from_files(of, group));
+    }
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_divided_is_named() -> Result<()> {
+    let tiny = Tiny::qwen3_next();
+    let refused = |tiny: &Tiny, ranks: usize| {
+        let all = on_ranks(ranks, |group| parts_of(tiny, group).map(|_| ()));
+        all.into_iter().map(|rank| rank.expect_err("an error").to_string()).collect::<Vec<_>>()
+    };
+    for message in refused(&tiny, 4) {
+        assert!(message.contains("at most as many ranks as key heads (2), got 4"), "{message}");
+    }
+    let odd = four_heads().set("moe_intermediate_size", 15).fill();
+    for message in refused(&odd, 2) {
+        assert!(message.contains("divides the inner width of the experts (15), got 2"), "{message}");
+    }
+    let config = ModelConfig::from_json(&tiny.config.to_string())?;
+    assert!(config.split(0).is_err());
+    assert_eq!(config.split(1)?, config);
+    Ok(())
+}
+
+/// The others hear of it instead of waiting for ever.
+#[test]
+fn a_rank_that_goes_is_an_error() {
+    let tiny = four_heads();
+    let results = on_ranks(2, |group| {
+        let leaves = group.rank() == 1;
+        let model = parts_of(&tiny, group)?;
+        match leaves {
+            true => Ok(()),
+            false => run(&model).map(|_| ()),
+        }
+    });
+    let message = results[0].as_ref().expect_err("an error").to_string();
+    assert!(message.contains("expected all 2 ranks to go on, but one is gone"), "{message}");
+    assert!(results[1].is_ok());
+}

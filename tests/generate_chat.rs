@@ -1,0 +1,272 @@
+//! The generate example as one talks to it: what is kept between turns changes nothing of what is said.
+
+#[path = "support/cli.rs"]
+mod cli;
+
+use cli::{command, euro, fails, Copy, Run};
+use serde_json::json;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, Stdio};
+
+fn start(args: &[&str]) -> Child {
+    let mut command = command("generate");
+    command.args(["--interactive"]).args(args).env("RAYON_NUM_THREADS", "1");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn end(child: Child) -> Run {
+    let out = child.wait_with_output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    Run { code: out.status.code(), stdout: text(out.stdout), stderr: text(out.stderr) }
+}
+
+/// All that was said, and the end of the input.
+fn talk(args: &[&str], input: impl AsRef<[u8]>) -> Run {
+    let mut child = start(args);
+    child.stdin.take().unwrap().write_all(input.as_ref()).unwrap();
+    let run = end(child);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    run
+}
+
+/// What a prompt that says all of it at once is completed with.
+fn once(prompt: &str, args: &[&str]) -> String {
+    let run = cli::run("generate", &[&["--prompt", prompt], args].concat());
+    assert_eq!(run.code, Some(0), "{run:?}");
+    run.stdout
+}
+
+fn asked(message: &str) -> String {
+    format!("<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
+}
+
+/// Kept and all tokens of each turn.
+fn cache(run: &Run) -> Vec<[usize; 2]> {
+    let lines = run.stderr.lines().filter(|line| line.starts_with("cache: "));
+    let numbers = |line: &str| {
+        let mut words = line.split_whitespace().filter_map(|word| word.parse().ok());
+        [words.next().unwrap(), words.next().unwrap()]
+    };
+    lines.map(numbers).collect()
+}
+
+const FIRST: &str = "In the beginning";
+const SECOND: &str = "And God said";
+const THIRD: &str = "The LORD is my shepherd; I shall not want";
+
+#[test]
+fn a_talk_is_what_the_whole_of_it_gives_at_once() {
+    for more in [&[][..], &["--draft", "4"], &["--prefill-chunk", "5"], &["--temperature", "0", "--top-k", "3"]] {
+        let args = [&["-n", "15"], more].concat();
+        let run = talk(&[&args[..], &["--show-cache"]].concat(), format!("{FIRST}\n{SECOND}\r\n\n  \n{THIRD}"));
+        let mut said = String::new();
+        let mut stdout = String::new();
+        for message in [FIRST, SECOND, THIRD] {
+            said += &asked(message);
+            let answer = once(&said, &args);
+            said += &format!("{answer}<|im_end|>\n");
+            stdout += &format!("{answer}\n");
+        }
+        assert_eq!(run.stdout, stdout, "{more:?}");
+        let [first, second, third] = cache(&run)[..] else { panic!("{run:?}") };
+        assert_eq!(first[0], 0);
+        // All but the last token of the answers had been fed.
+        assert_eq!([second[0], third[0]], [first[1] + 14, second[1] + 14], "{run:?}");
+        let fed: usize = [first, second, third].iter().map(|[kept, all]| all - kept).sum();
+        assert!(run.stderr.contains(&format!("prompt: {fed} tokens")) && run.stderr.contains("decode: "), "{run:?}");
+    }
+}
+
+#[test]
+fn an_answer_that_ends_by_itself_goes_on() {
+    let copy = Copy::new();
+    let tokenizer = tokenizers::Tokenizer::from_file(copy.file("tokenizer.json")).unwrap();
+    copy.set("generation_config.json", "eos_token_id", json!(tokenizer.encode(",", false).unwrap().get_ids()));
+    let arg = copy.arg();
+    let args = ["--model", &arg, "-n", "200"];
+    let run = talk(&[&args[..], &["--show-cache"]].concat(), format!("{FIRST}\n{SECOND}\n"));
+    let first = once(&asked(FIRST), &args);
+    let second = once(&format!("{}{first}<|im_end|>\n{}", asked(FIRST), asked(SECOND)), &args);
+    assert_eq!(run.stdout, format!("{first}\n{second}\n"));
+    assert!(!run.stderr.contains("stopped"), "{run:?}");
+    assert!(cache(&run)[1][0] > cache(&run)[0][1], "{run:?}");
+}
+
+#[test]
+fn a_template_may_write_the_past_otherwise() {
+    let copy = Copy::new();
+    let arg = copy.arg();
+    let args = ["--model", &arg, "-n", "12"];
+    // As those do that leave out earlier thoughts.
+    let rewriting = "{%- for m in messages -%}<|im_start|>{{ m.role }}\n\
+        {{- '\n' ~ (m.content[:6] if m.role == 'assistant' else m.content) }}<|im_end|>\n{% endfor -%}\
+        {%- if add_generation_prompt -%}<|im_start|>assistant\n<|im_start|>{% endif -%}";
+    copy.write("chat_template.jinja", rewriting);
+    let mut said = String::new();
+    let mut stdout = String::new();
+    for message in [FIRST, SECOND, THIRD] {
+        said += &format!("<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n");
+        let answer = once(&format!("{said}<|im_start|>"), &args);
+        said += &format!("{}<|im_end|>\n", answer.chars().take(6).collect::<String>());
+        stdout += &format!("{answer}\n");
+    }
+    let run = talk(&[&args[..], &["--show-cache"]].concat(), [FIRST, SECOND, THIRD].join("\n"));
+    assert_eq!(run.stdout, stdout);
+    assert_eq!(run.stderr.matches("as it is not what was fed before").count(), 2, "{run:?}");
+    let turns = cache(&run);
+    // What comes before the opening of an answer is kept.
+    assert!(turns.iter().skip(1).zip(&turns).all(|(now, then)| now[0] > 0 && now[0] < then[1]), "{turns:?}");
+    let silent = talk(&args, [FIRST, SECOND, THIRD].join("\n"));
+    assert_eq!(silent.stdout, stdout);
+    assert!(!silent.stderr.contains("cache"), "{silent:?}");
+
+    // Nothing stays as it was.
+    copy.write("chat_template.jinja", "{{ messages | length }} {% for m in messages %}{{ m.content }}{% endfor %}");
+    let run = talk(&[&args[..], &["--show-cache"]].concat(), format!("{FIRST}\n{SECOND}"));
+    assert!(cache(&run)[1][0] == 0, "{run:?}");
+    let first = once(&format!("1 {FIRST}"), &args);
+    assert_eq!(run.stdout, format!("{first}\n{}\n", once(&format!("3 {FIRST}{first}{SECOND}"), &args)));
+}
+
+#[test]
+fn without_a_template_it_is_one_text() {
+    let copy = Copy::new();
+    std::fs::remove_file(copy.file("tokenizer_config.json")).unwrap();
+    let arg = copy.arg();
+    let args = ["--model", &arg, "-n", "12"];
+    let run = talk(&[&args[..], &["--show-cache"]].concat(), format!("{FIRST}\n{SECOND}\n"));
+    let first = once(FIRST, &args);
+    assert_eq!(run.stdout, format!("{first}\n{}\n", once(&format!("{FIRST}{first}\n{SECOND}"), &args)));
+    assert!(run.stderr.contains("no chat template"), "{run:?}");
+    let [first, second] = cache(&run)[..] else { panic!("{run:?}") };
+    assert_eq!(second[0], first[1] + 11);
+    fails("generate", &["--model", &arg, "--interactive", "--chat"], 1, &["--chat", "no chat template"]);
+}
+
+#[test]
+fn reset_and_quit() {
+    let args = ["-n", "10"];
+    let first = once(&asked(FIRST), &args);
+    let run = talk(&args, format!("{FIRST}\n/reset\n{FIRST}\n /quit \n{SECOND}\n"));
+    assert_eq!(run.stdout, format!("{first}\n{first}\n"));
+    let nothing = talk(&args, "/reset\n\n/reset\n");
+    assert_eq!(nothing.stdout, "");
+    // Only whole lines are commands.
+    let message = "/reset is what I said";
+    assert_eq!(talk(&args, message).stdout, format!("{}\n", once(&asked(message), &args)));
+}
+
+#[test]
+fn lines_that_are_no_messages_are_left_out() {
+    let args = ["-n", "10", "--max-seq-len", "60"];
+    let first = once(&asked(FIRST), &args);
+    let long = "Let there be light ".repeat(30);
+    let run = talk(&args, [b"\xff\xfe half\n", long.as_bytes(), b"\n", FIRST.as_bytes(), b"\n"].concat());
+    assert_eq!(run.stdout, format!("{first}\n"));
+    for part in ["left out: a line that is not UTF-8", "left out: expected at most --max-seq-len (60)", "/reset"] {
+        assert!(run.stderr.contains(part), "expected {part:?} in {:?}", run.stderr);
+    }
+}
+
+#[test]
+fn a_talk_ends_where_its_room_does() {
+    let run = talk(&["--max-seq-len", "40"], format!("{FIRST}\n{SECOND}\n/reset\n{FIRST}\n"));
+    assert!(run.stderr.contains("--max-seq-len gives 40 positions"), "{run:?}");
+    assert!(run.stderr.contains("left out: expected at most --max-seq-len (40)"), "{run:?}");
+    let answers: Vec<_> = run.stdout.split_inclusive('\n').collect();
+    assert_eq!(
+        run.stdout,
+        once(&asked(FIRST), &["--max-seq-len", "40"]) + "\n" + &answers[answers.len() / 2..].concat()
+    );
+}
+
+#[test]
+fn characters_are_never_cut() {
+    let copy = euro();
+    std::fs::remove_file(copy.file("tokenizer_config.json")).unwrap();
+    let run = talk(&["--model", &copy.arg(), "-n", "5"], "€\n€\n");
+    assert_eq!(run.stdout, "€\n€\n", "{run:?}");
+}
+
+/// A checkpoint whose answers do not end.
+fn endless() -> Copy {
+    let copy = Copy::new();
+    for file in ["config.json", "generation_config.json"] {
+        copy.set(file, "eos_token_id", json!(null));
+    }
+    copy.set("config.json", "max_position_embeddings", json!(1000000));
+    copy
+}
+
+#[cfg(unix)]
+fn interrupt(child: &Child) {
+    let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_stops_the_answer_and_twice_the_program() {
+    let copy = endless();
+    let mut child = start(&["--model", &copy.arg(), "--max-seq-len", "900000", "--show-cache"]);
+    let mut stdin = child.stdin.take().unwrap();
+    let mut stdout = child.stdout.take().unwrap();
+    // A full pipe would stop the answer.
+    let reader = std::thread::spawn(move || stdout.read_to_end(&mut Vec::new()));
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut until = |part: &str| {
+        let mut line = String::new();
+        while !line.contains(part) {
+            line.clear();
+            assert!(stderr.read_line(&mut line).unwrap() > 0, "expected {part:?}");
+        }
+    };
+    for _ in 0..2 {
+        writeln!(stdin, "{FIRST}").unwrap();
+        // The message has been read: what comes now is for its answer.
+        until("cache: ");
+        interrupt(&child);
+        until("stopped: interrupted");
+    }
+    interrupt(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    reader.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_closed_output_is_no_panic() {
+    let copy = endless();
+    let mut child = start(&["--model", &copy.arg(), "--max-seq-len", "900000"]);
+    writeln!(child.stdin.as_mut().unwrap(), "{FIRST}").unwrap();
+    let mut byte = [0u8; 1];
+    child.stdout.as_mut().unwrap().read_exact(&mut byte).unwrap();
+    drop(child.stdout.take());
+    let run = end(child);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    assert!(run.stderr.contains("output closed"), "{run:?}");
+}
+
+#[test]
+fn bad_arguments() {
+    for other in [&["--prompt", "a"][..], &["--prompt-file", "a"], &["--prompts-file", "a"], &["--prompt-tokens", "4"]]
+    {
+        fails("generate", &[&["--interactive"], other].concat(), 2, &["--interactive"]);
+    }
+    let copy = Copy::new();
+    let arg = copy.arg();
+    copy.write("chat_template.jinja", "{% for %}");
+    fails("generate", &["--model", &arg, "--interactive"], 1, &["--interactive", "chat template"]);
+    std::fs::remove_file(copy.file("tokenizer.json")).unwrap();
+    fails("generate", &["--model", &arg, "--interactive"], 1, &["tokenizer.json is missing"]);
+    let dummy = ["--model", &arg, "--interactive", "--load-format", "dummy"];
+    fails("generate", &dummy, 1, &["--interactive", "no tokenizer.json"]);
+
+    let copy = Copy::new();
+    copy.write("chat_template.jinja", "{{ raise_exception('only for machines') }}");
+    let arg = copy.arg();
+    let mut child = start(&["--model", &arg]);
+    child.stdin.take().unwrap().write_all(b"a\n").unwrap();
+    let run = end(child);
+    assert_eq!(run.code, Some(1), "{run:?}");
+    assert!(run.stderr.contains("only for machines") && !run.stderr.contains("panicked"), "{run:?}");
+}

@@ -1,0 +1,230 @@
+//! GGUF files out of a [`Tiny`], as llama.cpp's converter makes them of these models.
+
+use crate::tiny::Tiny;
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{DType, Device, Result, Tensor};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// A file to be.
+#[derive(Clone)]
+pub struct GgufOfTiny {
+    pub metadata: BTreeMap<String, Value>,
+    /// In f32, with the type they are written in.
+    pub tensors: BTreeMap<String, (Tensor, GgmlDType)>,
+}
+
+/// What the converter does with the Gated DeltaNet layers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Layout {
+    /// `qwen3next`: value heads as they are, b and a interleaved.
+    Qwen3Next,
+    /// The same, q, k, v and z interleaved as well: files made before that was changed.
+    OldQwen3Next,
+    /// `qwen35moe` (`qwen35` without experts): value heads tiled, all projections apart.
+    Qwen3_5,
+}
+
+impl GgufOfTiny {
+    /// All in f32.
+    pub fn new(tiny: &Tiny, layout: Layout) -> Result<Self> {
+        let n = |field: &str| tiny.config[field].as_u64().unwrap_or(0) as usize;
+        let architecture = match (layout, n("num_experts")) {
+            (Layout::Qwen3_5, 0) => "qwen35",
+            (Layout::Qwen3_5, _) => "qwen35moe",
+            _ => "qwen3next",
+        };
+        let mut file = Self { metadata: BTreeMap::new(), tensors: BTreeMap::new() };
+        file.metadata.insert("general.architecture".into(), Value::String(architecture.into()));
+        let mut set = |name: &str, value: Value| file.metadata.insert(format!("{architecture}.{name}"), value);
+        for (name, value) in [
+            ("block_count", n("num_hidden_layers")),
+            ("context_length", n("max_position_embeddings")),
+            ("embedding_length", n("hidden_size")),
+            ("feed_forward_length", n("intermediate_size")),
+            ("attention.head_count", n("num_attention_heads")),
+            ("attention.head_count_kv", n("num_key_value_heads")),
+            ("attention.key_length", n("head_dim")),
+            ("attention.value_length", n("head_dim")),
+            ("expert_count", n("num_experts")),
+            ("expert_used_count", n("num_experts_per_tok")),
+            ("expert_feed_forward_length", n("moe_intermediate_size")),
+            ("expert_shared_feed_forward_length", n("shared_expert_intermediate_size")),
+            ("rope.dimension_count", n("head_dim") / 4),
+            ("ssm.conv_kernel", n("linear_conv_kernel_dim")),
+            ("ssm.state_size", n("linear_key_head_dim")),
+            ("ssm.group_count", n("linear_num_key_heads")),
+            ("ssm.time_step_rank", n("linear_num_value_heads")),
+            ("ssm.inner_size", n("linear_num_value_heads") * n("linear_value_head_dim")),
+            ("full_attention_interval", 4),
+        ] {
+            set(name, Value::U32(value as u32));
+        }
+        set("attention.layer_norm_rms_epsilon", Value::F32(1e-6));
+        set("rope.freq_base", Value::F32(tiny.config["rope_theta"].as_f64().unwrap_or(0.) as f32));
+        for (name, weight) in &tiny.weights {
+            file.convert(tiny, layout, name, weight)?;
+        }
+        if n("num_experts") > 0 {
+            file.stack_experts(tiny)?;
+        }
+        Ok(file)
+    }
+
+    /// Writes the tensors that `of` gives a type for in that.
+    pub fn typed(mut self, of: impl Fn(&str) -> Option<GgmlDType>) -> Self {
+        for (name, (_, dtype)) in &mut self.tensors {
+            *dtype = of(name).unwrap_or(*dtype);
+        }
+        self
+    }
+
+    /// Writes all matrices that are quantised in practice in `dtype`.
+    pub fn quantized(self, dtype: GgmlDType) -> Self {
+        let kept = ["norm", "_inp", "ssm_a", "ssm_dt", "conv1d"];
+        self.typed(|name| (!kept.iter().any(|part| name.contains(part)) || name.contains("alpha")).then_some(dtype))
+    }
+
+    pub fn write(&self, path: &Path) -> Result<()> {
+        self.write_some(path, |_| true)
+    }
+
+    pub fn write_some(&self, path: &Path, which: impl Fn(&str) -> bool) -> Result<()> {
+        let mut tensors = Vec::new();
+        for (name, (tensor, dtype)) in self.tensors.iter().filter(|(name, _)| which(name)) {
+            tensors.push((name.as_str(), QTensor::quantize(tensor, *dtype)?));
+        }
+        let metadata: Vec<_> = self.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+        let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
+        gguf_file::write(&mut std::fs::File::create(path)?, &metadata, &tensors)
+    }
+
+    fn add(&mut self, name: String, tensor: Tensor) -> Result<()> {
+        self.tensors.insert(name, (tensor.to_dtype(DType::F32)?.contiguous()?, GgmlDType::F32));
+        Ok(())
+    }
+
+    fn convert(&mut self, tiny: &Tiny, layout: Layout, name: &str, weight: &Tensor) -> Result<()> {
+        let whole = match name {
+            "model.embed_tokens.weight" => Some("token_embd.weight"),
+            "model.norm.weight" => Some("output_norm.weight"),
+            "lm_head.weight" => Some("output.weight"),
+            _ => None,
+        };
+        let weight = match name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight") {
+            true => (weight + 1.)?,
+            false => weight.clone(),
+        };
+        if let Some(whole) = whole {
+            return self.add(whole.into(), weight);
+        }
+        let Some((layer, name)) = name.strip_prefix("model.layers.").and_then(|name| name.split_once('.')) else {
+            panic!("no name for {name}")
+        };
+        if let Some(name) = name.strip_prefix("linear_attn.") {
+            return self.convert_gdn(tiny, layout, layer, name, weight);
+        }
+        if name.starts_with("mlp.experts.") {
+            return Ok(()); // together, later
+        }
+        let to = match name {
+            "input_layernorm.weight" => "attn_norm.weight",
+            "post_attention_layernorm.weight" => "post_attention_norm.weight",
+            "self_attn.q_proj.weight" => "attn_q.weight",
+            "self_attn.k_proj.weight" => "attn_k.weight",
+            "self_attn.v_proj.weight" => "attn_v.weight",
+            "self_attn.o_proj.weight" => "attn_output.weight",
+            "self_attn.q_norm.weight" => "attn_q_norm.weight",
+            "self_attn.k_norm.weight" => "attn_k_norm.weight",
+            "mlp.gate_proj.weight" => "ffn_gate.weight",
+            "mlp.up_proj.weight" => "ffn_up.weight",
+            "mlp.down_proj.weight" => "ffn_down.weight",
+            "mlp.gate.weight" => "ffn_gate_inp.weight",
+            "mlp.shared_expert_gate.weight" => "ffn_gate_inp_shexp.weight",
+            "mlp.shared_expert.gate_proj.weight" => "ffn_gate_shexp.weight",
+            "mlp.shared_expert.up_proj.weight" => "ffn_up_shexp.weight",
+            "mlp.shared_expert.down_proj.weight" => "ffn_down_shexp.weight",
+            other => panic!("no name for {other}"),
+        };
+        // A row as a vector, as the real files have it.
+        let weight = if to == "ffn_gate_inp_shexp.weight" { weight.flatten_all()? } else { weight };
+        self.add(format!("blk.{layer}.{to}"), weight)
+    }
+
+    fn convert_gdn(&mut self, tiny: &Tiny, layout: Layout, layer: &str, name: &str, weight: Tensor) -> Result<()> {
+        let n = |field: &str| tiny.config[field].as_u64().unwrap_or(0) as usize;
+        let (heads, key, value) = (n("linear_num_key_heads"), n("linear_key_head_dim"), n("linear_value_head_dim"));
+        let r = n("linear_num_value_heads") / heads;
+        let tiled = layout == Layout::Qwen3_5;
+        let at = |to: &str| format!("blk.{layer}.{to}");
+        // Rows of value heads, of `size` each.
+        let moved = |x: &Tensor, size: usize| match tiled {
+            true => {
+                let rest = x.elem_count() / (heads * r * size);
+                x.reshape((heads, r, size, rest))?.transpose(0, 1)?.contiguous()?.reshape(x.shape())
+            }
+            false => Ok(x.clone()),
+        };
+        match name {
+            "in_proj_qkvz.weight" if layout == Layout::OldQwen3Next => self.add(at("ssm_in.weight"), weight),
+            "in_proj_qkvz.weight" => {
+                let hidden = weight.dim(1)?;
+                let by_head = weight.reshape((heads, 2 * (key + r * value), hidden))?;
+                let part = |from: usize, n: usize| by_head.narrow(1, from, n)?.reshape((heads * n, hidden));
+                let (q, k) = (part(0, key)?, part(key, key)?);
+                let (v, z) = (part(2 * key, r * value)?, part(2 * key + r * value, r * value)?);
+                self.add(at("attn_qkv.weight"), Tensor::cat(&[q, k, moved(&v, value)?], 0)?)?;
+                self.add(at("attn_gate.weight"), moved(&z, value)?)
+            }
+            "in_proj_ba.weight" if !tiled => self.add(at("ssm_ba.weight"), weight),
+            "in_proj_ba.weight" => {
+                let hidden = weight.dim(1)?;
+                let by_head = weight.reshape((heads, 2 * r, hidden))?;
+                let part = |from: usize| by_head.narrow(1, from, r)?.reshape((heads * r, hidden));
+                self.add(at("ssm_beta.weight"), moved(&part(0)?, 1)?)?;
+                self.add(at("ssm_alpha.weight"), moved(&part(r)?, 1)?)
+            }
+            "conv1d.weight" => {
+                let weight = weight.squeeze(1)?;
+                let v = weight.narrow(0, 2 * heads * key, heads * r * value)?.contiguous()?;
+                let qk = weight.narrow(0, 0, 2 * heads * key)?;
+                self.add(at("ssm_conv1d.weight"), Tensor::cat(&[qk, moved(&v, value)?], 0)?)
+            }
+            "A_log" => self.add(at("ssm_a"), moved(&weight.exp()?.neg()?, 1)?),
+            "dt_bias" => self.add(at("ssm_dt.bias"), moved(&weight, 1)?),
+            "norm.weight" => self.add(at("ssm_norm.weight"), weight),
+            "out_proj.weight" => {
+                let columns = moved(&weight.t()?.contiguous()?, value)?;
+                self.add(at("ssm_out.weight"), columns.t()?)
+            }
+            other => panic!("no name for {other}"),
+        }
+    }
+
+    fn stack_experts(&mut self, tiny: &Tiny) -> Result<()> {
+        let n = |field: &str| tiny.config[field].as_u64().unwrap_or(0) as usize;
+        for layer in 0..n("num_hidden_layers") {
+            for part in ["gate", "up", "down"] {
+                let of = |j: usize| &tiny.weights[&format!("model.layers.{layer}.mlp.experts.{j}.{part}_proj.weight")];
+                let experts: Vec<_> = (0..n("num_experts")).map(of).collect();
+                self.add(format!("blk.{layer}.ffn_{part}_exps.weight"), Tensor::stack(&experts, 0)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A file of `name` in a folder of its own.
+pub fn in_a_folder(name: &str) -> (tempfile::TempDir, std::path::PathBuf) {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join(name);
+    (dir, path)
+}
+
+/// On the CPU, in f32.
+pub fn load(path: &Path) -> Result<candle_gdn::models::CausalLm> {
+    let file = candle_gdn::models::GgufFile::open(path)?;
+    let config = candle_gdn::models::ModelConfig::from_gguf(&file)?;
+    candle_gdn::models::CausalLm::load_gguf(&config, &file, DType::F32, &Device::Cpu)
+}
