@@ -18,7 +18,7 @@ const SEEN: usize = 512;
 const DECODE: [usize; 3] = [1, 8, 32];
 const PREFILL: [usize; 2] = [512, 8192];
 /// Tokens of a prompt that run in one pass, as `generate` has it.
-const PASS: usize = 1024;
+const PASS: usize = 8192;
 const DRAFTED: [usize; 3] = [1, 4, 8];
 /// Room for the steps that are timed.
 const STEPS: usize = 1024;
@@ -70,7 +70,8 @@ pub fn model(bench: &mut Bench, names: &[String], ordinal: usize) -> Result<()> 
             case.decode(bench, batch)?;
         }
         case.between(bench)?;
-        for tokens in bench.choice.tokens(&PREFILL) {
+        let fits = |tokens: &usize| *tokens < config.max_position_embeddings;
+        for tokens in bench.choice.tokens(&PREFILL).into_iter().filter(fits) {
             case.prefill(bench, tokens)?;
         }
     }

@@ -1,11 +1,11 @@
 //! Device, dtype, and the model.
 
 use super::dummy::Dummy;
-use super::{bar, Checkpoint};
+use super::{bar, tell, Checkpoint, Rank};
 use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
-use candle_gdn::models::{CausalLm, LoadOptions, ModelConfig};
+use candle_gdn::models::{part_of, part_of_safetensors, CausalLm, LoadOptions, ModelConfig};
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
 use std::time::Instant;
@@ -102,20 +102,32 @@ pub struct ModelArgs {
     #[arg(long)]
     pub cpu: bool,
 
-    /// Tokens of prompts that run in one pass: bounds the memory, not the result
-    #[arg(long, value_name = "N", default_value = "1024")]
-    pub prefill_chunk: NonZeroUsize,
+    /// Tokens of prompts that run in one pass: bounds the memory, not the result [default: 8192 on a GPU, 1024 on the CPU]
+    #[arg(long, value_name = "N")]
+    prefill_chunk: Option<NonZeroUsize>,
+
+    /// Divide the model over N GPUs of this machine; with --cpu over N threads that act as devices
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub tensor_parallel: NonZeroUsize,
 }
 
 impl ModelArgs {
     /// The first GPU if the build and the machine have one, else the CPU.
     pub fn device(&self) -> Result<Device> {
-        if self.cpu || !candle_core::utils::cuda_is_available() {
+        if self.on_cpu() {
             return Ok(Device::Cpu);
         }
-        let device = candle_gdn::single_stream_device(0).context("cannot open the GPU (--cpu runs without it)")?;
-        candle_gdn::keep_freed_memory(&device)?;
-        Ok(device)
+        gpu(0)
+    }
+
+    /// Whether the run is on the CPU.
+    pub fn on_cpu(&self) -> bool {
+        self.cpu || !candle_core::utils::cuda_is_available()
+    }
+
+    /// Tokens of prompts that run in one pass. Weights are read once a pass, of which a GPU wants fewer.
+    pub fn prefill_chunk(&self, device: &Device) -> usize {
+        self.prefill_chunk.map_or(if device.is_cpu() { 1024 } else { 8192 }, NonZeroUsize::get)
     }
 
     /// What matrices are quantised to.
@@ -131,6 +143,14 @@ impl ModelArgs {
             (Some(DtypeArg::F16), _) => DType::F16,
         }
     }
+}
+
+/// One of the machine's GPUs.
+pub fn gpu(ordinal: usize) -> Result<Device> {
+    let device = candle_gdn::single_stream_device(ordinal)
+        .with_context(|| format!("cannot open GPU {ordinal} (--cpu runs without it)"))?;
+    candle_gdn::keep_freed_memory(&device)?;
+    Ok(device)
 }
 
 /// The config with its rotary frequencies rounded to `dtype`.
@@ -156,13 +176,8 @@ pub fn fix_thread_count() {
 }
 
 /// Loads the weights, memory-mapped, or makes them up, with a progress bar.
-pub fn load_model(
-    args: &ModelArgs,
-    checkpoint: &Checkpoint,
-    config: &ModelConfig,
-    device: &Device,
-) -> Result<CausalLm> {
-    let start = Instant::now();
+pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfig, rank: &Rank) -> Result<CausalLm> {
+    let (start, device) = (Instant::now(), &rank.device);
     let dtype = args.dtype(device);
     let config = round_rope(config, args.rope_dtype);
     let options = LoadOptions { quantize: args.quantize() };
@@ -174,13 +189,25 @@ pub fn load_model(
         }
         (LoadFormat::Auto, None) => {
             // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
-            let vb = unsafe { VarBuilder::from_mmaped_safetensors(&checkpoint.weights()?, dtype, device)? };
-            Ok(CausalLm::load_with(&config, vb, &options, progress)?)
+            let files = &checkpoint.weights()?;
+            Ok(match &rank.group {
+                Some(group) => {
+                    let vb = unsafe { part_of_safetensors(files, &config, &**group, dtype, device)? };
+                    CausalLm::load_part(&config, vb, group.clone(), progress)?
+                }
+                None => {
+                    let vb = unsafe { VarBuilder::from_mmaped_safetensors(files, dtype, device)? };
+                    CausalLm::load_with(&config, vb, &options, progress)?
+                }
+            })
         }
         (LoadFormat::Dummy, _) => {
             let dummy = Box::new(Dummy::new(&config, device)?);
             let vb = VarBuilder::from_backend(dummy, dtype, device.clone());
-            Ok(CausalLm::load_with(&config, vb, &options, progress)?)
+            Ok(match &rank.group {
+                Some(group) => CausalLm::load_part(&config, part_of(vb, &config, &**group)?, group.clone(), progress)?,
+                None => CausalLm::load_with(&config, vb, &options, progress)?,
+            })
         }
     };
     let model = load().with_context(|| format!("cannot load {}", checkpoint.name()))?;
@@ -188,11 +215,16 @@ pub fn load_model(
     if let [other, ..] = model.other_types() {
         let what = other.dtype.map_or("dense".to_string(), |dtype| format!("{dtype:?}"));
         let count = model.other_types().len();
-        eprintln!("{count} matrices are of another type, for want of whole blocks: {} is {what}", other.name);
+        tell!("{count} matrices are of another type, for want of whole blocks: {} is {what}", other.name);
     }
-    let place = if device.is_cpu() { "the CPU" } else { "the GPU" };
+    let place = match (&rank.group, device.is_cpu()) {
+        (None, true) => "the CPU".to_string(),
+        (None, false) => "the GPU".to_string(),
+        (Some(group), true) => format!("{} threads", group.size()),
+        (Some(group), false) => format!("{} GPUs", group.size()),
+    };
     let random = if args.load_format == LoadFormat::Dummy { "random " } else { "" };
     let matrices = options.quantize.map_or(String::new(), |to| format!(", matrices {to:?},"));
-    eprintln!("loaded {random}{dtype:?} weights{matrices} on {place} in {:.2} s", start.elapsed().as_secs_f64());
+    tell!("loaded {random}{dtype:?} weights{matrices} on {place} in {:.2} s", start.elapsed().as_secs_f64());
     Ok(model)
 }

@@ -1,7 +1,7 @@
 //! Is there room? Asked before anything is loaded.
 
 use super::load::{LoadFormat, ModelArgs};
-use super::Checkpoint;
+use super::{tell, Checkpoint};
 use anyhow::{bail, Result};
 use candle_core::{DType, Device};
 use candle_gdn::models::{FfnKind, ModelConfig};
@@ -47,7 +47,7 @@ impl Need {
         let cache = sequence.total(room.max_len).saturating_mul(room.beginnings as u64).min(room.cache as u64);
         // Snapshots of one sequence share their keys and values.
         let kept = room.sequences.saturating_add(room.snapshots.min(1));
-        let pass = pass(config, args.prefill_chunk.get(), room);
+        let pass = pass(config, args.prefill_chunk(device), room);
         Ok(Self {
             weights,
             states: states.saturating_mul(all).saturating_add(cache),
@@ -75,7 +75,7 @@ impl Need {
         );
         let (total, place) = (self.total(), if device.is_cpu() { "the machine" } else { "the GPU" });
         let Some(free) = free(device) else {
-            eprintln!("memory: {} on {place}: {parts}", Size(total));
+            tell!("memory: {} on {place}: {parts}", Size(total));
             return Ok(());
         };
         if total > free {
@@ -86,7 +86,7 @@ impl Need {
                 Size(free)
             )
         }
-        eprintln!("memory: {} of the {} free on {place}: {parts}", Size(total), Size(free));
+        tell!("memory: {} of the {} free on {place}: {parts}", Size(total), Size(free));
         Ok(())
     }
 }

@@ -10,9 +10,12 @@ mod hub;
 mod load;
 mod memory;
 mod progress;
+pub mod ranks;
 mod safetensors;
 
 pub use checkpoint::Checkpoint;
 pub use load::{fix_thread_count, load_model, ModelArgs};
 pub use memory::{Need, Room};
 pub use progress::bar;
+pub(crate) use ranks::tell;
+pub use ranks::{is_first, Rank};

@@ -1,5 +1,6 @@
 //! Prompts go in: several in one packed pass, in pieces, common beginnings once.
 
+use super::common::tell;
 use super::engine::Feed;
 use super::generation::Generation;
 use super::greedy::Logits;
@@ -118,7 +119,7 @@ impl Generation<'_> {
         if self.filling.is_empty() && self.waiting.is_empty() {
             self.bar.finish_and_clear();
             if !self.output.several() {
-                eprintln!("prompt: {}", self.figures.prompt);
+                tell!("prompt: {}", self.figures.prompt);
             }
         }
         for (filling, logits) in done.into_iter().zip(logits) {

@@ -1,7 +1,8 @@
 //! From prompts to completions: whose turn it is, and what is told at the end.
 
 use super::args::RunArgs;
-use super::common::bar;
+use super::common::ranks::Pace;
+use super::common::{bar, tell};
 use super::decode::decode;
 use super::engine::Engine;
 use super::figures::Figures;
@@ -30,6 +31,7 @@ pub struct Job<'a> {
     pub sample_len: usize,
     pub seed: u64,
     pub interrupt: &'a AtomicBool,
+    pub pace: &'a Pace,
 }
 
 impl Job<'_> {
@@ -96,11 +98,11 @@ impl<'a> Generation<'a> {
     /// Ctrl-C and a closed output end it between two passes of the model.
     fn advance(&mut self) -> Result<Stop> {
         let stop = loop {
-            if self.job.interrupt.load(Ordering::SeqCst) {
-                break Stop::Interrupted;
-            }
-            if self.output.closed() {
-                break Stop::ClosedOutput;
+            let (interrupted, closed) = (self.job.interrupt.load(Ordering::SeqCst), self.output.closed());
+            match self.job.pace.agree(u8::from(interrupted) + 2 * u8::from(closed && !interrupted)) {
+                0 => {}
+                1 => break Stop::Interrupted,
+                _ => break Stop::ClosedOutput,
             }
             self.admit()?;
             if !self.filling.is_empty() {
@@ -136,18 +138,18 @@ impl<'a> Generation<'a> {
     fn report(&self, stop: Stop) {
         let (several, unfed) = (self.output.several(), self.waiting.len() + self.filling.len());
         if several {
-            eprintln!("prompt: {}", self.figures.prompt);
+            tell!("prompt: {}", self.figures.prompt);
         } else if stop == Stop::Interrupted && unfed > 0 {
-            eprintln!("prompt: {} of {} tokens, interrupted", self.bar.position(), self.job.prompts[0].len());
+            tell!("prompt: {} of {} tokens, interrupted", self.bar.position(), self.job.prompts[0].len());
             return;
         }
         self.output.end_line();
-        eprintln!("decode: {}", self.figures.decode);
+        tell!("decode: {}", self.figures.decode);
         if self.job.run.draft > 0 {
-            eprintln!("{}", self.figures.drafts);
+            tell!("{}", self.figures.drafts);
         }
         if self.job.run.show_cache {
-            eprintln!("{}", self.prefixes);
+            tell!("{}", self.prefixes);
         }
         self.output.last_line();
     }

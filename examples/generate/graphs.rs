@@ -1,6 +1,7 @@
 //! Decode steps recorded as CUDA graphs.
 
 use super::args::CudaGraph;
+use super::common::tell;
 use anyhow::{Context, Result};
 use candle_core::Error;
 use candle_gdn::models::{CausalLm, DecodeGraph, SequencePool};
@@ -45,7 +46,7 @@ impl Graphs {
             Err(e) if self.choice == CudaGraph::On => return Err(e).context("--cuda-graph on: cannot capture one"),
             Err(e) => {
                 if self.refused.is_none() {
-                    eprintln!("no CUDA graph of {width} sequences, going on without: {}", first_line(&e));
+                    tell!("no CUDA graph of {width} sequences, going on without: {}", first_line(&e));
                 }
                 self.refused = Some(width);
             }

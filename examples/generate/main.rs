@@ -23,9 +23,11 @@ mod settings;
 mod stream;
 mod talk;
 
+use anyhow::{bail, Result};
 use args::Args;
+use candle_gdn::models::ModelConfig;
 use clap::Parser;
-use common::{fix_thread_count, load_model, Checkpoint, Need};
+use common::{fix_thread_count, is_first, load_model, ranks, Checkpoint, Need, Rank};
 use generation::{Generation, Job};
 use interactive::Interactive;
 use plan::Plan;
@@ -34,6 +36,7 @@ use settings::Settings;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use talk::Talk;
+use tokenizers::Tokenizer;
 
 /// What shells give a program that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
@@ -53,7 +56,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(args: &Args) -> anyhow::Result<Stop> {
+fn run(args: &Args) -> Result<Stop> {
     // Everything that can be wrong with the arguments comes before the weights, which take long.
     let checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
@@ -71,31 +74,64 @@ fn run(args: &Args) -> anyhow::Result<Stop> {
         Some(_) => Vec::new(),
         None => prompt::tokens(&args.prompts, &checkpoint, tokenizer.as_ref(), &config, &args.run)?,
     };
-    let device = args.model.device()?;
     let plan = Plan::new(args, &config, &prompts);
-    Need::new(&args.model, &checkpoint, &config, &plan.room(), &device)?.check(&device)?;
-    let model = load_model(&args.model, &checkpoint, &config, &device)?;
-
-    // From here on Ctrl-C waits for the current step; a second one does not.
-    ctrlc::set_handler(|| {
-        if INTERRUPT.swap(true, Ordering::SeqCst) {
-            std::process::exit(INTERRUPTED.into());
+    let (checkpoint, tokenizer) = (&checkpoint, tokenizer.as_ref());
+    let request = Request { args, checkpoint, config, settings, tokenizer, prompts, plan };
+    match (args.model.tensor_parallel.get(), talk) {
+        (1, Some(talk)) => request.on(&Rank::single(args.model.device()?), |job| Interactive::new(job, talk)?.run()),
+        (1, None) => request.on(&Rank::single(args.model.device()?), |job| Generation::new(job)?.run()),
+        (_, Some(_)) => bail!("--interactive: expected one device, got --tensor-parallel"),
+        (n, None) => {
+            // Before any rank begins: all of them would say it.
+            if args.model.quantize().is_some() || checkpoint.gguf().is_some() {
+                bail!("--tensor-parallel: expected safetensors without --quantize")
+            }
+            request.config.split(n)?;
+            ranks::run(n, args.model.on_cpu(), |rank| request.on(rank, |job| Generation::new(job)?.run()))
         }
-    })?;
-    let job = Job {
-        model: &model,
-        tokenizer: tokenizer.as_ref(),
-        settings: &settings,
-        run: &args.run,
-        plan: &plan,
-        prompts: &prompts,
-        prefill_chunk: args.model.prefill_chunk.get(),
-        sample_len: args.sample_len(),
-        seed: args.sampling.seed,
-        interrupt: &INTERRUPT,
-    };
-    match talk {
-        Some(talk) => Interactive::new(&job, talk)?.run(),
-        None => Generation::new(&job)?.run(),
+    }
+}
+
+/// What is asked for, checked.
+struct Request<'a> {
+    args: &'a Args,
+    checkpoint: &'a Checkpoint,
+    config: ModelConfig,
+    settings: Settings,
+    tokenizer: Option<&'a Tokenizer>,
+    prompts: Vec<Vec<u32>>,
+    plan: Plan,
+}
+
+impl Request<'_> {
+    /// Loads the model, or a rank's part of it, and does `work`.
+    fn on(&self, rank: &Rank, work: impl FnOnce(&Job) -> Result<Stop>) -> Result<Stop> {
+        let Self { args, checkpoint, config, .. } = self;
+        let part = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;
+        let need =
+            Need::new(&args.model, checkpoint, part.as_ref().unwrap_or(config), &self.plan.room(), &rank.device)?;
+        need.check(&rank.device)?;
+        let model = load_model(&args.model, checkpoint, config, rank)?;
+        if is_first() {
+            // From here on Ctrl-C waits for the current step; a second one does not.
+            ctrlc::set_handler(|| {
+                if INTERRUPT.swap(true, Ordering::SeqCst) {
+                    std::process::exit(INTERRUPTED.into());
+                }
+            })?;
+        }
+        work(&Job {
+            model: &model,
+            tokenizer: self.tokenizer,
+            settings: &self.settings,
+            run: &args.run,
+            plan: &self.plan,
+            prompts: &self.prompts,
+            prefill_chunk: args.model.prefill_chunk(&rank.device),
+            sample_len: args.sample_len(),
+            seed: args.sampling.seed,
+            interrupt: &INTERRUPT,
+            pace: &rank.pace,
+        })
     }
 }

@@ -1,5 +1,6 @@
 //! What goes to stdout, and when.
 
+use super::common::{is_first, tell};
 use anyhow::{Context, Result};
 use indicatif::ProgressBar;
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -83,7 +84,7 @@ impl Output {
 
     /// A line on stderr.
     pub fn say(&self, line: &str) {
-        self.bar.suspend(|| eprintln!("{line}"));
+        self.bar.suspend(|| tell!("{line}"));
     }
 
     fn print_next(&mut self) -> Result<()> {
@@ -101,7 +102,7 @@ impl Output {
     }
 
     fn print(&mut self, text: &str) -> Result<()> {
-        if text.is_empty() || self.closed {
+        if text.is_empty() || self.closed || !is_first() {
             return Ok(());
         }
         let print = || {
@@ -124,7 +125,7 @@ impl Output {
     /// Ends the last line of a single completion, where it and the figures share a terminal.
     pub fn end_line(&self) {
         if !self.several() && self.any && std::io::stdout().is_terminal() {
-            eprintln!();
+            tell!();
         }
     }
 }

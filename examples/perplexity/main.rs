@@ -7,7 +7,7 @@ mod score;
 
 use anyhow::{anyhow, bail, Context, Result};
 use clap::Parser;
-use common::{fix_thread_count, load_model, Checkpoint, ModelArgs, Need, Room};
+use common::{fix_thread_count, load_model, Checkpoint, ModelArgs, Need, Rank, Room};
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -55,14 +55,17 @@ fn run(args: &Args) -> Result<()> {
     if let Some(id) = ids.iter().find(|&&id| id as usize >= config.vocab_size) {
         bail!("{source}: expected token ids below vocab_size ({}), got {id}", config.vocab_size)
     }
-    let device = args.model.device()?;
+    if args.model.tensor_parallel.get() > 1 {
+        bail!("--tensor-parallel: expected 1, more are for generate")
+    }
+    let rank = Rank::single(args.model.device()?);
     // Keys and values grow by doubling.
     let max_len = ids.len().next_power_of_two().min(limit);
     let room = Room { sequences: 1, max_len, spare_states: 0, snapshots: 0, cache: 0, beginnings: 0 };
-    Need::new(&args.model, &checkpoint, &config, &room, &device)?.check(&device)?;
-    let model = load_model(&args.model, &checkpoint, &config, &device)?;
+    Need::new(&args.model, &checkpoint, &config, &room, &rank.device)?.check(&rank.device)?;
+    let model = load_model(&args.model, &checkpoint, &config, &rank)?;
     let mut out = BufWriter::new(std::io::stdout().lock());
-    let total = score::score(&model, &ids, args.model.prefill_chunk.get(), |id, logprob| {
+    let total = score::score(&model, &ids, args.model.prefill_chunk(&rank.device), |id, logprob| {
         writeln!(out, "{{\"id\":{id},\"logprob\":{logprob:.6}}}").map_err(Into::into)
     })?;
     let count = ids.len() - 1;

@@ -32,7 +32,8 @@
 //!
 //! A captured step (cudarc's `begin_capture` and `end_capture` on the device's stream):
 //! * The device is one of [`single_stream_device`](crate::single_stream_device): a stream that belongs to a host thread,
-//!   which `Device::new_cuda` gives, brings the driver down when it was captured and the thread ends.
+//!   which `Device::new_cuda` gives, brings the driver down when it was captured and the thread ends. Meanwhile no other
+//!   thread waits for the whole GPU (`cuCtxSynchronize`; making a candle device does): that fails, and the capture with it.
 //! * Ids, slots and positions are tensors that stay where they are. New values go in with
 //!   [`Slots::set`](crate::Slots::set) and `slice_set`, before the launch; positions advance in the graph. Everything
 //!   else a sequence has, its length above all, is read on the device, so that one graph serves growing sequences.

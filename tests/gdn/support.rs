@@ -2,16 +2,43 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::{Algo, Gates, GdnPrefill, RuleOptions};
+use std::cell::RefCell;
 use std::path::PathBuf;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// The devices to test on.
 pub fn devices() -> Vec<Device> {
+    TURN.with_borrow_mut(|turn| match turn {
+        None => *turn = Some(Turn::Shared(GPU.read().unwrap_or_else(PoisonError::into_inner))),
+        Some(_) => {}
+    });
     devices_with(Device::new_cuda)
 }
 
-/// The same, the GPU with one stream for all host threads: what graphs need.
+/// The same, the GPU with one stream for all host threads: what graphs need. No other test has the GPU until this thread
+/// ends.
 pub fn single_stream_devices() -> Vec<Device> {
+    TURN.with_borrow_mut(|turn| {
+        if !matches!(turn, Some(Turn::Alone(_))) {
+            *turn = None; // before it waits for others to give up theirs
+            *turn = Some(Turn::Alone(GPU.write().unwrap_or_else(PoisonError::into_inner)));
+        }
+    });
     devices_with(candle_gdn::single_stream_device)
+}
+
+/// While a stream is captured nobody may wait for the whole device: both fail then, and what follows with them.
+static GPU: RwLock<()> = RwLock::new(());
+
+/// What a test's thread holds of it, until the thread ends.
+#[allow(dead_code)]
+enum Turn {
+    Shared(RwLockReadGuard<'static, ()>),
+    Alone(RwLockWriteGuard<'static, ()>),
+}
+
+thread_local! {
+    static TURN: RefCell<Option<Turn>> = const { RefCell::new(None) };
 }
 
 fn devices_with(cuda: fn(usize) -> Result<Device>) -> Vec<Device> {

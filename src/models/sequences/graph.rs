@@ -64,11 +64,15 @@ impl DecodeGraph {
     /// Captures a step of up to `batch` sequences of the pool. The step runs twice before, on padding only: no sequence
     /// changes. cudarc's event tracking is off meanwhile, for all threads that use the device.
     ///
+    /// No other host thread may wait for the whole GPU meanwhile (`cuCtxSynchronize`, which making a candle device does
+    /// too): CUDA fails both that and the capture.
+    ///
     /// # Errors
     /// On the CPU; on a device with a stream for each host thread, as `Device::new_cuda` makes them (see
-    /// [`single_stream_device`](crate::single_stream_device)), or one that cannot allocate in stream order; for more than 32 sequences where experts
-    /// are in f32, or of widths that are no multiples of 64, and so ask the host; when the pool is another model's or the device is out of memory. Callers go
-    /// on with [`CausalLm::feed`].
+    /// [`single_stream_device`](crate::single_stream_device)), or one that cannot allocate in stream order; for more than
+    /// 32 sequences where experts are in f32, or of widths that are no multiples of 64, and so ask the host; for more than
+    /// 8 of a quantised model; when the pool is another model's or the device is out of memory. Callers go on with
+    /// [`CausalLm::feed`].
     pub fn capture(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
         if batch == 0 {
             bail!("{OP}: batch: expected at least 1 sequence, got 0")

@@ -1,0 +1,140 @@
+//! One run on several devices: a thread a rank, and all of them do the same.
+
+use anyhow::{bail, Context, Result};
+use candle_core::Device;
+use candle_gdn::models::{Collective, LocalRank};
+use std::cell::Cell;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+thread_local! {
+    static RANK: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Whether this thread is the one that reads, prints and decides.
+pub fn is_first() -> bool {
+    RANK.get() == 0
+}
+
+/// A line on stderr, from the first rank only.
+macro_rules! tell {
+    ($($arg:tt)*) => {
+        if $crate::common::is_first() {
+            eprintln!($($arg)*)
+        }
+    };
+}
+pub(crate) use tell;
+
+/// A rank of a run.
+pub struct Rank {
+    pub device: Device,
+    /// The others, if there are any.
+    pub group: Option<Arc<dyn Collective>>,
+    pub pace: Pace,
+}
+
+impl Rank {
+    /// One that is alone.
+    pub fn single(device: Device) -> Self {
+        Self { device, group: None, pace: Pace::default() }
+    }
+}
+
+/// What the ranks must decide alike though only the first one can: it sees Ctrl-C, and what becomes of stdout.
+#[derive(Default)]
+pub struct Pace {
+    decisions: Option<Arc<Decisions>>,
+    made: Cell<usize>,
+}
+
+/// In the order in which they were made.
+#[derive(Default)]
+struct Decisions {
+    all: Mutex<Vec<u8>>,
+    more: Condvar,
+}
+
+impl Pace {
+    /// The first rank's decision, given by all ranks in the same order.
+    pub fn agree(&self, own: u8) -> u8 {
+        let Some(decisions) = &self.decisions else { return own };
+        let number = self.made.replace(self.made.get() + 1);
+        let mut all = decisions.all.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_first() {
+            all.push(own);
+            decisions.more.notify_all();
+        }
+        while all.len() <= number {
+            all = decisions.more.wait(all).unwrap_or_else(PoisonError::into_inner);
+        }
+        all[number]
+    }
+}
+
+/// `run` on `n` ranks, on the GPUs 0 to n - 1 or all on the CPU. The first rank's result; where any rank fails the program
+/// ends, since the others would wait for it.
+pub fn run<R: Send>(n: usize, cpu: bool, run: impl Fn(&Rank) -> Result<R> + Sync) -> Result<R> {
+    let makers = makers(n, cpu)?;
+    let decisions = Arc::new(Decisions::default());
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = makers
+            .into_iter()
+            .enumerate()
+            .map(|(number, make)| {
+                let (decisions, run) = (decisions.clone(), &run);
+                scope.spawn(move || {
+                    RANK.set(number);
+                    let pace = Pace { decisions: Some(decisions), made: Cell::new(0) };
+                    let result = make().and_then(|(device, group)| run(&Rank { device, group: Some(group), pace }));
+                    result.unwrap_or_else(|e| {
+                        eprintln!("error: rank {number}: {e:#}");
+                        std::process::exit(1)
+                    })
+                })
+            })
+            .collect();
+        let mut results = threads.into_iter().map(|thread| thread.join());
+        match results.next() {
+            Some(Ok(first)) if results.all(|result| result.is_ok()) => Ok(first),
+            _ => bail!("a rank panicked"),
+        }
+    })
+}
+
+/// Makes a rank, on its own thread: all of them at the same time, since they meet there.
+type Maker = Box<dyn FnOnce() -> Result<(Device, Arc<dyn Collective>)> + Send>;
+
+fn makers(n: usize, cpu: bool) -> Result<Vec<Maker>> {
+    if cpu {
+        let ranks = LocalRank::group(n).into_iter();
+        return Ok(ranks
+            .map(|rank| -> Maker { Box::new(move || Ok((Device::Cpu, Arc::new(rank) as Arc<dyn Collective>))) })
+            .collect());
+    }
+    gpus(n)
+}
+
+#[cfg(feature = "nccl")]
+fn gpus(n: usize) -> Result<Vec<Maker>> {
+    use candle_core::cuda_backend::cudarc::driver::CudaContext;
+    use candle_gdn::models::{NcclId, NcclRank};
+
+    let count = CudaContext::device_count().context("cannot count the GPUs")?;
+    if n > count as usize {
+        bail!("--tensor-parallel {n}: expected at most as many ranks as there are GPUs, and here {count} are")
+    }
+    let id = NcclId::new().context("--tensor-parallel")?;
+    let rank = move |number: usize| -> Maker {
+        Box::new(move || {
+            let device = super::load::gpu(number)?;
+            let group: Arc<dyn Collective> = Arc::new(NcclRank::new(id, number, n, &device)?);
+            Ok((device, group))
+        })
+    };
+    Ok((0..n).map(rank).collect())
+}
+
+#[cfg(not(feature = "nccl"))]
+fn gpus(_: usize) -> Result<Vec<Maker>> {
+    bail!("--tensor-parallel: this build cannot use several GPUs: --features nccl makes one that can (--cpu divides the CPU)")
+}
