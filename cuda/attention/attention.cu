@@ -35,14 +35,18 @@ struct Choice {
 };
 
 // What a tile of keys takes, in the time that a multiprocessor's part of the memory's rate needs for it: a block that waits
-// for its bytes; one that is alone on its multiprocessor; the multiprocessor. With many rows it is arithmetic.
+// for its bytes; one that is alone on its multiprocessor; the multiprocessor. With many rows it is arithmetic, which two
+// blocks of a multiprocessor share and those of others do not.
 struct TileTimes {
   double waiting, alone, busy;
+  bool arithmetic;
 };
 
 // Constants from times on an H200 (README).
 constexpr TileTimes tile_times(int rows) {
-  return rows <= 16 ? TileTimes{0.5, 0.7, 1.} : rows <= 32 ? TileTimes{0.7, 1.2, 1.35} : TileTimes{1.3, 2.5, 2.65};
+  return rows <= 16   ? TileTimes{0.5, 0.7, 1., false}
+         : rows <= 32 ? TileTimes{0.7, 1.2, 1.35, false}
+                      : TileTimes{1.3, 3.7, 2.75, true};
 }
 
 // Shares of the keys with which all is done first. A block costs about a tile more than its own (its beginning, its partial
@@ -53,7 +57,9 @@ int choose_splits(int64_t groups, int64_t tiles, const TileTimes &t, int64_t row
   for (int64_t s = 1; s <= kMaxSplits && s <= (tiles > 1 ? tiles : 1); ++s) {
     const int64_t each = ceil_div(tiles, s), blocks = groups * s;
     const double waiting = t.waiting * static_cast<double>(ceil_div(blocks, resident) * (each + 1));
-    const double reading = fmax(t.busy / sms, t.alone / static_cast<double>(blocks)) * static_cast<double>(groups * tiles);
+    const double reading =
+        t.arithmetic ? (blocks > sms ? t.busy : t.alone) * static_cast<double>(ceil_div(blocks, sms) * each)
+                     : fmax(t.busy / sms, t.alone / static_cast<double>(blocks)) * static_cast<double>(groups * tiles);
     const int64_t combined = rows * ceil_div(dim, combine_columns(combine_sides(static_cast<int>(s))));
     const double cost = fmax(waiting, reading) + (s > 1 ? 1. + static_cast<double>(combined) / 200. : 0.);
     if (s == 1 || cost < least) least = cost, best = static_cast<int>(s);

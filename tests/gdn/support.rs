@@ -8,9 +8,8 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// The devices to test on.
 pub fn devices() -> Vec<Device> {
-    TURN.with_borrow_mut(|turn| match turn {
-        None => *turn = Some(Turn::Shared(GPU.read().unwrap_or_else(PoisonError::into_inner))),
-        Some(_) => {}
+    TURN.with_borrow_mut(|turn| {
+        turn.get_or_insert_with(|| Turn::Shared(GPU.read().unwrap_or_else(PoisonError::into_inner)));
     });
     devices_with(Device::new_cuda)
 }
