@@ -143,7 +143,7 @@ inline bool plan_swept(const Call &call, const Card &card, Plan *plan) {
   if (chunks >= 40 && chunks <= 64)
     return take(call.swiglu ? Cut{7, 2, 1, 1} : Cut{fit_warps(chunks, 10, 1, kMaxWarps), 1, 1, 1});
   // Few outputs of many inputs: blocks of a cluster share these, so that every multiprocessor has as much to read.
-  if (call.swiglu || !card.clusters || call.p.inputs < kManyInputs || call.tiles(1) > 3 * int64_t{card.sms}) return false;
+  if (call.swiglu || !card.clusters || call.p.inputs < kManyInputs || call.tiles(1) > 2 * int64_t{card.sms}) return false;
   for (const Cut &cut : {Cut{5, 1, 4, 3}, Cut{5, 1, 2, 3}, Cut{12, 1, 2, 1}}) {
     const int parts = cut.warps * cut.cluster;
     const int64_t places = ceil_div(ceil_div(chunks, parts), kChunks) * kChunks * parts;

@@ -17,12 +17,25 @@ const MAX_ROWS: usize = 32;
 const MAX_SWIGLU_ROWS: usize = 8;
 
 /// Where the kernel beats cuBLAS on an H200 (`cuda/linear/README.md`): it gains most where its launch may overlap.
-fn wins(rows: usize, inputs: usize, overlap: bool) -> bool {
-    match (inputs.is_multiple_of(2048), overlap) {
-        (true, true) => rows <= 16,
-        (true, false) | (false, true) => rows <= 8,
-        (false, false) => rows <= 4,
-    }
+fn wins(rows: usize, inputs: usize, outputs: usize, overlap: bool) -> bool {
+    let most = match (inputs.is_multiple_of(2048), overlap) {
+        (true, true) => 16,
+        (true, false) => 8,
+        (false, true) if inputs < LARGE => 8,
+        (false, true) if outputs <= LARGE => 4,
+        (false, true) => 1,
+        (false, false) if inputs < LARGE => 4,
+        (false, false) => 0,
+    };
+    rows <= most
+}
+
+/// Inputs that do not divide into 2048: from so many on cuBLAS is as fast for more than a row.
+const LARGE: usize = 4096;
+
+/// The same where SwiGLU follows, which is another launch behind cuBLAS.
+fn swiglu_wins(rows: usize, inputs: usize) -> bool {
+    rows <= if inputs < LARGE || inputs.is_multiple_of(2048) { 8 } else { 4 }
 }
 
 /// What becomes of the outputs.
@@ -36,7 +49,7 @@ enum Outputs {
 /// `x [rows, in]` times the transpose of `weight [out, in]`; `None` where the kernel does not take them or cuBLAS is
 /// faster. With `overlap` the weight is read while the kernel before this one on the stream may still run.
 pub(crate) fn few_rows_if_faster(x: &Tensor, weight: &Tensor, overlap: bool) -> Result<Option<Tensor>> {
-    match wins(x.dim(0)?, x.dim(1)?, overlap) {
+    match wins(x.dim(0)?, x.dim(1)?, weight.dim(0)?, overlap) {
         true => few_rows(x, weight, overlap),
         false => Ok(None),
     }
@@ -45,7 +58,7 @@ pub(crate) fn few_rows_if_faster(x: &Tensor, weight: &Tensor, overlap: bool) -> 
 /// `silu(x gate^T) * (x up^T)` with the weight's rows those of the gate, then up's, in a launch that overlaps as with
 /// [`few_rows_if_faster`]; `None` where the kernel does not take them or a product and a kernel behind it are faster.
 pub(crate) fn few_rows_swiglu_if_faster(x: &Tensor, weight: &Tensor) -> Result<Option<Tensor>> {
-    match wins(x.dim(0)?, x.dim(1)?, true) {
+    match swiglu_wins(x.dim(0)?, x.dim(1)?) {
         true => few_rows_with(x, weight, true, Outputs::Swiglu),
         false => Ok(None),
     }
