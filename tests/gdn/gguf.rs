@@ -1,14 +1,15 @@
 //! Weights that are quantised: models from GGUF files against the goldens and against safetensors, quantisation and
-//! dequantisation at load, and what is refused. On the CPU.
+//! dequantisation at load, and what is refused. On the CPU, but for one test of the kernels on CUDA.
 
 use crate::gguf_tokenizer;
 use crate::gguf_writer::{in_a_folder, load, GgufOfTiny, Layout};
 use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::support::single_stream_devices;
 use crate::tiny::{self, Tiny};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{CausalLm, Family, GgufFile, LoadOptions, ModelConfig, ModelState};
+use candle_gdn::models::{CausalLm, DecodeGraph, Family, GgufFile, LoadOptions, ModelConfig, ModelState};
 use candle_nn::VarBuilder;
 use std::path::{Path, PathBuf};
 
@@ -357,6 +358,44 @@ fn sequences_of_a_quantised_model() -> Result<()> {
     let both = model.feed(&mut pool, &[(one, &IDS[..]), (two, &IDS[..5])])?;
     for got in [split, both.get(0)?.to_vec1::<f32>()?] {
         assert!(rel_rms(&got, &want) < 1e-4, "{:e}", rel_rms(&got, &want));
+    }
+    Ok(())
+}
+
+/// On CUDA candle's kernels round what they multiply with to 8 bits too, block by block as on the CPU, but sum in another
+/// order and, for prompts, in other blocks: what is compared is within that rounding. Steps and graphs agree with the prompt.
+#[test]
+fn quantised_models_on_cuda() -> Result<()> {
+    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+        for dtype in [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::Q6K] {
+            let (_dir, path) = in_a_folder("tiny.gguf");
+            GgufOfTiny::new(&wide(), Layout::Qwen3_5)?.quantized(dtype).write(&path)?;
+            let want = last(&load(&path)?, &IDS)?;
+            let file = GgufFile::open(&path)?;
+            let config = ModelConfig::from_gguf(&file)?;
+            for (activations, bound) in [(DType::F32, 3e-2), (DType::BF16, 6e-2)] {
+                let model = CausalLm::load_gguf(&config, &file, activations, device)?;
+                let near = |got: &[f32], what: &str| {
+                    let error = rel_rms(got, &want);
+                    assert!(error < bound, "{dtype:?}, {activations:?}, {what}: {error:e}");
+                };
+                near(&last(&model, &IDS)?, "prompt");
+                let mut pool = model.new_sequences(2, 32)?;
+                let s = [pool.begin()?, pool.begin()?];
+                let (first, rest) = IDS.split_at(3);
+                model.feed_only(&mut pool, &[(s[0], first), (s[1], first)])?;
+                let mut graph = DecodeGraph::capture(&model, &mut pool, 1)?;
+                let (mut eager, mut graphed) = (vec![], vec![]);
+                for id in rest {
+                    eager = model.feed(&mut pool, &[(s[0], &[*id])])?.get(0)?.to_vec1::<f32>()?;
+                    graphed = graph.step(&model, &mut pool, &[(s[1], *id)])?.get(0)?.to_vec1::<f32>()?;
+                }
+                near(&eager, "steps");
+                near(&graphed, "graph");
+                let message = DecodeGraph::capture(&model, &mut pool, 9).expect_err("an error").to_string();
+                assert!(message.contains("at most 8 sequences of a quantised model, got 9"), "{message}");
+            }
+        }
     }
     Ok(())
 }
