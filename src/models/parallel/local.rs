@@ -14,7 +14,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 /// let sums: Vec<_> = std::thread::scope(|scope| {
 ///     let ranks: Vec<_> = LocalRank::group(3)
 ///         .into_iter()
-///         .map(|rank| scope.spawn(move || rank.all_reduce(&Tensor::new(&[rank.rank() as f32], &Device::Cpu)?)?.to_vec1()))
+///         .map(|rank| {
+///             let x = Tensor::new(&[rank.rank() as f32], &Device::Cpu);
+///             scope.spawn(move || rank.all_reduce(&x?)?.to_vec1::<f32>())
+///         })
 ///         .collect();
 ///     ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<candle_core::Result<_>>()
 /// })?;
