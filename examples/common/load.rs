@@ -188,14 +188,15 @@ pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfi
             Ok::<_, Error>(CausalLm::load_gguf_with(&config, file, dtype, device, &options, progress)?)
         }
         (LoadFormat::Auto, None) => {
-            // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
             let files = &checkpoint.weights()?;
             Ok(match &rank.group {
                 Some(group) => {
+                    // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
                     let vb = unsafe { part_of_safetensors(files, &config, &**group, dtype, device)? };
                     CausalLm::load_part(&config, vb, group.clone(), progress)?
                 }
                 None => {
+                    // SAFETY: as above.
                     let vb = unsafe { VarBuilder::from_mmaped_safetensors(files, dtype, device)? };
                     CausalLm::load_with(&config, vb, &options, progress)?
                 }
