@@ -4,6 +4,7 @@ use anyhow::{bail, Context, Result};
 use candle_core::Device;
 use candle_gdn::models::{Collective, LocalRank};
 use std::cell::Cell;
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 thread_local! {
@@ -85,18 +86,22 @@ pub fn run<R: Send>(n: usize, cpu: bool, run: impl Fn(&Rank) -> Result<R> + Sync
                 scope.spawn(move || {
                     RANK.set(number);
                     let pace = Pace { decisions: Some(decisions), made: Cell::new(0) };
-                    let result = make().and_then(|(device, group)| run(&Rank { device, group: Some(group), pace }));
-                    result.unwrap_or_else(|e| {
-                        eprintln!("error: rank {number}: {e:#}");
-                        std::process::exit(1)
-                    })
+                    let work = || make().and_then(|(device, group)| run(&Rank { device, group: Some(group), pace }));
+                    match catch_unwind(AssertUnwindSafe(work)) {
+                        Ok(Ok(result)) => return result,
+                        Ok(Err(e)) => eprintln!("error: rank {number}: {e:#}"),
+                        Err(_) => eprintln!("error: rank {number} panicked"),
+                    }
+                    std::process::exit(1)
                 })
             })
             .collect();
         let mut results = threads.into_iter().map(|thread| thread.join());
-        match results.next() {
-            Some(Ok(first)) if results.all(|result| result.is_ok()) => Ok(first),
-            _ => bail!("a rank panicked"),
+        let first = results.next();
+        results.for_each(drop);
+        match first {
+            Some(Ok(first)) => Ok(first),
+            _ => bail!("--tensor-parallel: expected at least 1 rank, got {n}"),
         }
     })
 }

@@ -46,8 +46,8 @@
 //!   `CudaDevice::enable_cuda_graph_htod_cache` from before the first warm-up round to the end of the capture.
 //! * cudarc's event tracking off meanwhile (`CudaContext::disable_event_tracking`), the device waited for before, and
 //!   each kernel run at least once, so that modules are loaded and cuBLAS has chosen.
-//! * A mixture of experts that asks the host which experts to run cannot be captured. The one here chooses and gathers
-//!   on the device for up to 32 tokens.
+//! * A mixture of experts that asks the host which experts to run cannot be captured. The one here chooses on the
+//!   device: in bf16 and f16 any number of tokens by kernels of its own, otherwise up to 32.
 
 mod attention;
 mod causal_lm;
