@@ -6,6 +6,8 @@
     python3 cuda/check_attention.py --quick      # a small set, for compute-sanitizer
     python3 cuda/check_attention.py --time       # the checks, then times (timing_attention.py)
     python3 cuda/check_attention.py --only-time
+    python3 cuda/check_attention.py --prompts    # checks of prompts alone
+    python3 cuda/check_attention.py --only-prompts    # times of prompts alone: both kernels and torch
     python3 cuda/check_attention.py --self-test  # of the reference alone, on the CPU
 
 An error is ||x - ref|| / ||ref||. Caches hold NaN wherever no token is, slots that no sequence has are NaN throughout, and
@@ -82,10 +84,15 @@ def attention_reference(q, k, v, first, scale, gate=None):
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("thd,jhd->htj", q, k) * scale
-    seen = torch.arange(k.shape[0], device=q.device)[None] <= first + torch.arange(q.shape[0], device=q.device)[:, None]
-    p = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
-    o = torch.einsum("htj,jhd->thd", p, v)
+    parts = []
+    step = max(1, (1 << 27) // max(k.shape[0] * k.shape[1], 1))    # scores of so many queries fit
+    for part in q.split(step):
+        scores = torch.einsum("thd,jhd->htj", part, k) * scale
+        seen = torch.arange(k.shape[0], device=q.device)[None] <= first + torch.arange(part.shape[0], device=q.device)[:, None]
+        p = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+        parts.append(torch.einsum("htj,jhd->thd", p, v))
+        first += part.shape[0]
+    o = torch.cat(parts)
     return o if gate is None else o * torch.sigmoid(gate.double())
 
 
@@ -393,6 +400,58 @@ def check_quick(lib):
         check("sixteen", Case([50], [16], 8, 2, 64, io=io, splits=2))
 
 
+# Lengths around the kernel for prompts' tiles, of 128 rows and of 64, 80 or 128 keys, and what was before.
+PROMPT_LENGTHS = (1000, 0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 159, 160, 161, 0, 255, 256, 257,
+                  511, 512, 513, 640, 641, 0)
+PROMPT_BEFORE = (0, 1, 0, 63, 64, 65, 79, 80, 81, 127, 128, 129, 500, 2047)
+
+
+def check_prompts(lib, quick=False):
+    """With splits 0, which on sm_90a chooses the kernel for prompts where there are enough rows: at least 128 of a kv head, and
+    some 60 blocks of 64."""
+    check = lambda name, case: check_case(lib, "prompts, " + name, case, quiet=not quick)
+    if quick:
+        for io, dim in (("bf16", 256), ("f16", 256), ("bf16", 128), ("f16", 64)):
+            check("few", Case([3, 0, 80, 9, 70], [130, 0, 66, 1, 300], 16, 4, dim, io=io, varlen=True, gated=io == "bf16"))
+            check("padding", Case([3, 0, 80], [130] * 3, 16, 4, dim, io=io, slots=True))
+        return
+    around = [PROMPT_BEFORE[i % len(PROMPT_BEFORE)] for i in range(len(PROMPT_LENGTHS))]
+    seed = 0
+    for io in ("bf16", "f16"):
+        for dim in (64, 128, 256):
+            for heads, kv_heads in ((16, 4), (16, 2), (4, 4), (12, 4), (16, 1), (10, 2)):
+                seed += 1
+                check("packed", Case(around[seed % 7:] + around[:seed % 7], list(PROMPT_LENGTHS), heads, kv_heads, dim, io=io,
+                                     varlen=True, slots=seed % 2 == 0, gated=seed % 3 != 0, seed=seed))
+                check("packed at 0", Case([0] * len(PROMPT_LENGTHS), list(PROMPT_LENGTHS), heads, kv_heads, dim, io=io,
+                                          varlen=True, capacity=1000 if seed % 2 else 1500, gap=8, gated=seed % 3 == 0, seed=seed))
+            for tokens in (1, 8, 31, 32, 33, 63, 64, 65, 79, 80, 81, 100, 127, 128, 129, 200, 255, 256, 257, 383, 384, 400, 1023,
+                           1024, 1025):
+                seed += 1
+                heads, kv_heads = ((16, 4), (16, 1), (8, 8), (24, 4))[seed % 4]
+                before = [PROMPT_BEFORE[(seed + i) % len(PROMPT_BEFORE)] for i in range(64 if tokens < 100 else 12)]
+                check(f"T={tokens}", Case(before, [tokens] * len(before), heads, kv_heads, dim, io=io, slots=seed % 2 == 0,
+                                          capacity=(max(before) + tokens + 700) if seed % 3 else None, gated=seed % 5 != 0,
+                                          gap=8 * (seed % 2), transposed=seed % 7 == 0, seed=seed))
+        for dim in (8, 16, 40, 72, 80, 96, 136, 160, 192, 200, 248):
+            check("dim", Case([61, 0, 130], [333] * 3, 16, 4, dim, io=io, seed=dim))
+        for capacity in (1000, 961, 896, 80):
+            check(f"past the capacity {capacity}",
+                  Case([capacity - 70, 0, 60, 5], [200] * 4, 16, 4, 256, io=io, capacity=capacity))
+        check("one", Case([0], [2048], 16, 4, 256, io=io))
+        check("chunk after many", Case([30000], [512], 16, 2, 256, io=io))
+        check("long", Case([0], [5000], 8, 2, 128, io=io, gated=False))
+        check("sharp", Case([500, 20], [300, 300], 16, 2, 256, io=io, sharpness=30.0))
+        check("odd gap", Case([40, 3], [400, 400], 16, 4, 64, io=io, gap=2))    # no 16-byte rows of gates
+        check_repeats(lib, Case([9, 700, 0], [300] * 3, 16, 4, 256, io=io), f"{io} prompts")
+        check_repeats(lib, Case(around, list(PROMPT_LENGTHS), 16, 2, 128, io=io, varlen=True, slots=True), f"{io} packed prompts")
+    case = Case([0], [2048], 16, 4, 256)
+    auto, case.splits = run(lib, case)[3], 1
+    which = "another kernel" if not same(auto, run(lib, case)[3]) else "the same kernel"
+    expected = torch.cuda.get_device_capability() != (9, 0) or which == "another kernel"
+    report("prompts, choice", expected, f"splits 0 is {which} than splits 1")
+
+
 def check_cases(lib, every=1):
     """All of them, or of the products of head counts, tokens and splits one in `every`."""
     check = lambda name, case: check_case(lib, name, case)
@@ -485,7 +544,7 @@ def self_test():
 def main():
     global DEVICE
     parser = argparse.ArgumentParser()
-    for flag in ("--quick", "--time", "--only-time", "--self-test"):
+    for flag in ("--quick", "--time", "--only-time", "--prompts", "--only-prompts", "--self-test"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--lib")
     args = parser.parse_args()
@@ -496,9 +555,14 @@ def main():
         if not args.lib:
             build(path, [])
         lib = load(path)
+        if args.only_prompts:
+            from timing_attention import times_prompts
+            return times_prompts(lib)
         if not args.only_time:
-            check_quick(lib)
-            if not args.quick:
+            if not args.prompts:
+                check_quick(lib)
+            check_prompts(lib, args.quick)
+            if not args.quick and not args.prompts:
                 check_cases(lib)
                 check_graphs(lib)
                 check_advance(lib)

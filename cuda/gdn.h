@@ -57,7 +57,7 @@ typedef struct gdn_heads {
 // `tokens_per_seq` tokens. Sequences may be empty. `max_tokens_per_seq` is a host-known bound on the length of any one,
 // `total_tokens` the rows that the packed tensors have, at least cu_seqlens[num_seqs]; both are read only with cu_seqlens,
 // the second only by the chunk forms on tensor cores, which size their workspace by it and may load (and drop) any of those
-// rows.
+// rows, and by gdn_attention, which sizes its grid by it (0: not known).
 typedef struct gdn_sequences {
   const uint32_t *cu_seqlens;
   int32_t num_seqs;

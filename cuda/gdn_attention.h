@@ -50,8 +50,8 @@ typedef struct gdn_attention_prepare_params {
 } gdn_attention_prepare_params;
 int gdn_attention_prepare(const gdn_attention_prepare_params *params, cudaStream_t stream);
 
-// Attention of the new tokens, which are in the cache already. Made for decode, 1 to 16 tokens a sequence; takes any
-// number. head_dim is a multiple of 8; rows of q aligned to 16 bytes, of o and gate to two elements (GDN_BAD_ALGO
+// Attention of the new tokens, which are in the cache already: a kernel for few of them, and one for prompts (sm_90a, bf16 and
+// f16, rows of o and gate aligned to 16 bytes), chosen here. head_dim is a multiple of 8; rows of q aligned to 16 bytes, of o and gate to two elements (GDN_BAD_ALGO
 // otherwise).
 typedef struct gdn_attention_params {
   gdn_heads q;             // [.., num_heads, head_dim], io_dtype
@@ -66,7 +66,8 @@ typedef struct gdn_attention_params {
   int32_t io_dtype;        // GDN_BF16 and GDN_F16: products on tensor cores, sums in f32; GDN_F32: all in f32
   int32_t max_len;         // no sequence is longer than this, its new tokens included; 0: capacity. For the plan alone:
                            // a longer one is right, and slower
-  int32_t splits;          // blocks that share the keys of a sequence and kv head; 0 chooses
+  int32_t splits;          // 0 chooses, between the kernels too; n: the one for few tokens, where n blocks share the keys of a
+                           // sequence and kv head
   int32_t overlap;         // GDN_OVERLAP; read before the wait: slot numbers, positions, cu_seqlens, and keys and values
                            // before positions[n], which gdn_attention_prepare leaves alone
   float scale;             // of the scores; head_dim^-0.5 as a rule

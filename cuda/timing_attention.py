@@ -39,10 +39,10 @@ class Work:
                                     seqs, heads, kv_heads, dim, 1, 0, splits, overlap, dim ** -0.5)
         return prepare, attention
 
-    def torch_call(self):
+    def torch_call(self, causal=False):
         batch, _, heads, _, dim, tokens = self.shape
         q = self.q.view(batch, tokens, heads, dim).transpose(1, 2)
-        return lambda: torch.nn.functional.scaled_dot_product_attention(q, self.k, self.v, enable_gqa=True)
+        return lambda: torch.nn.functional.scaled_dot_product_attention(q, self.k, self.v, is_causal=causal, enable_gqa=True)
 
 
 def works(batch, length, heads, kv_heads, dim, tokens=1):
@@ -113,6 +113,28 @@ def times_tokens(lib, rate):
             us = span_us(often(calls(lib, every, ("attention",))))
             row.append(f"T={tokens} {us:.2f} ({nbytes / us / 1e-6 / rate * 100:.0f} %)")
         print(f"  B={batch} length {length}: " + "   ".join(row), flush=True)
+
+
+def times_prompts(lib):
+    """Prompts from position 0: the kernel for few tokens (splits 1), the chooser's, and torch's."""
+    print(f"\n{torch.cuda.get_device_name()}; bf16, one prompt from position 0; us (CUPTI) and TFLOP/s, four operations a value, "
+          "query and key it sees")
+    print("| layout | T | splits 1 | TFLOP/s | chosen | TFLOP/s | of splits 1 | torch | TFLOP/s |\n|---|---|---|---|---|---|---|---|---|")
+    for heads, kv_heads, dim in ((16, 4, 256), (16, 2, 256), (32, 8, 128)):
+        for tokens in (512, 2048, 8192, 32768):
+            every = [Work(1, tokens, heads, kv_heads, dim, tokens) for _ in range(3 if tokens <= 8192 else 1)]
+            count = {512: 24, 2048: 24, 8192: 9, 32768: 3}[tokens]
+            flops = 4 * dim * heads * (tokens * (tokens + 1) // 2)
+            us = [span_us((calls(lib, every, ("attention",), splits=splits) * count)[:count]) for splits in (1, 0)]
+            try:
+                us.append(span_us(([w.torch_call(causal=True) for w in every] * count)[:count]))
+            except RuntimeError:
+                us.append(float("nan"))
+            rates = [flops / x / 1e6 for x in us]
+            print(f"| {heads}/{kv_heads}x{dim} | {tokens} | {us[0]:.1f} | {rates[0]:.0f} | {us[1]:.1f} | {rates[1]:.0f} | "
+                  f"{us[0] / us[1]:.2f} x | {us[2]:.1f} | {rates[2]:.0f} |", flush=True)
+            del every
+            torch.cuda.empty_cache()
 
 
 def times_splits(lib):

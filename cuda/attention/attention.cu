@@ -1,5 +1,5 @@
 // gdn_attention: checks, and how the work is divided.
-#include "attention.h"
+#include "prompt.h"
 
 #include <cmath>
 
@@ -28,6 +28,7 @@ int check(const gdn_attention_params &p) {
 }
 
 struct Choice {
+  bool prompt;      // the kernel for prompts; else:
   Kernel kernel;
   Plan plan;
   int64_t bytes;    // of workspace
@@ -67,6 +68,16 @@ int choose_splits(int64_t groups, int64_t tiles, const TileTimes &t, int64_t row
   return best;
 }
 
+// Whether the kernel for prompts is done first: a wave of its blocks, of one a multiprocessor, takes as long as the others take
+// for so many blocks of 64 rows a multiprocessor, whatever the number of keys. Those share the keys, and fill the device with
+// fewer rows.
+constexpr double kPromptWave = 0.45;
+bool prompt_pays(const gdn_attention_params &p, int64_t rows, int sms) {
+  const int64_t blocks = prompt_tiles(p, rows, kPromptRows);
+  return rows >= kPromptRows && blocks <= kMaxBlocks &&
+         static_cast<double>(ceil_div(blocks, sms) * sms) * kPromptWave <= static_cast<double>(prompt_tiles(p, rows, 64));
+}
+
 int choose(const gdn_attention_params &p, Choice *c) {
   int sms = 0, shared = 0;
   if (const int status = sm_count(&sms)) return status;
@@ -76,6 +87,25 @@ int choose(const gdn_attention_params &p, Choice *c) {
   const int group = p.num_heads / p.num_kv_heads, tokens = max_tokens(p.seqs);
   const int64_t rows = int64_t{tokens} * group;
   const int dim = p.head_dim <= 64 ? 64 : p.head_dim <= 128 ? 128 : 256;
+  Plan &plan = c->plan;
+  plan = {};
+  plan.group = Divisor::of(group);
+  plan.max_tokens = tokens;
+  plan.scale = p.scale * 1.4426950408889634f;
+
+  c->prompt = p.splits == 0 && prompt_pays(p, rows, sms) && prompt_takes(p) && plan.group.divides(rows + kPromptRows) &&
+              plan.group.divides(p.num_heads);
+  if (c->prompt) {
+    c->bytes = 0;
+    plan.splits = 1;
+    plan.by_splits = Divisor::of(1);
+    plan.overlap = p.overlap != 0;
+    plan.row_tiles = static_cast<int>(ceil_div(rows, kPromptRows));
+    plan.rows_a_tile = kPromptRows;
+    plan.search = prompt_tiles(p, rows, kPromptRows) < int64_t{plan.row_tiles} * p.num_kv_heads * p.seqs.num_seqs;
+    return GDN_OK;
+  }
+
   Kernel &k = c->kernel;
   if (p.io_dtype == GDN_F32) {
     k = {dim, 16, 4, 4};
@@ -94,8 +124,6 @@ int choose(const gdn_attention_params &p, Choice *c) {
   const int64_t groups = int64_t{p.seqs.num_seqs} * p.num_kv_heads * row_tiles;
   const int max_len = p.max_len > 0 && p.max_len < p.cache.capacity ? p.max_len : p.cache.capacity;
   const int64_t tiles = ceil_div(max_len, k.keys()), all_rows = int64_t{p.seqs.num_seqs} * tokens * p.num_heads;
-  Plan &plan = c->plan;
-  plan = {};
   plan.splits = p.splits ? p.splits : choose_splits(groups, tiles, tile_times(k.rows), all_rows, p.head_dim, sms, resident);
   plan.by_splits = Divisor::of(plan.splits);
   // Blocks that take their places early take them unevenly, two on one multiprocessor and none on another: where they
@@ -105,13 +133,10 @@ int choose(const gdn_attention_params &p, Choice *c) {
   plan.rows_a_tile = k.rows;
   plan.keys_a_tile = k.keys();
   while (1 << plan.keys_bits < k.keys()) ++plan.keys_bits;
-  plan.group = Divisor::of(group);
   const int64_t most_tiles = ceil_div(p.cache.capacity, k.keys()) + plan.splits;
   if (!plan.group.divides(rows + k.rows) || !plan.group.divides(p.num_heads) || !plan.by_splits.divides(most_tiles) ||
       !plan.by_splits.divides(row_tiles * plan.splits))
     return GDN_BAD_LENGTH;
-  plan.max_tokens = tokens;
-  plan.scale = p.scale * 1.4426950408889634f;
   const int64_t parts = all_rows * plan.splits;
   const int64_t sums = parts * p.head_dim * 4;
   c->bytes = plan.splits > 1 ? sums + parts * 8 : 0;
@@ -155,6 +180,7 @@ extern "C" int gdn_attention(const gdn_attention_params *params, cudaStream_t st
   if (const int status = choose(p, &c)) return status;
   if (c.bytes > 0 && (!p.workspace || !aligned(p.workspace, 256) || p.workspace_bytes < c.bytes))
     return GDN_BAD_WORKSPACE;
+  if (c.prompt) return launch_prompt(p, c.plan, c.optin, stream);
   switch (p.io_dtype) {
     case GDN_BF16: return launch_bf16(p, c.plan, c.kernel, c.optin, stream);
     case GDN_F16: return launch_f16(p, c.plan, c.kernel, c.optin, stream);

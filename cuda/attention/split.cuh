@@ -44,7 +44,8 @@ constexpr int combine_sides(int splits) { return splits <= 2 * kFewSides ? kFewS
 struct Plan {
   int32_t splits;          // shares of the keys at most
   Divisor by_splits;
-  int32_t row_tiles;       // of a sequence and kv head
+  int32_t row_tiles;       // of a sequence and kv head, the longest
+  bool search;             // of the kernel for prompts: a block looks for its tile among those that there are
   int32_t rows_a_tile, keys_a_tile;    // powers of two; of the second the logarithm too
   int32_t keys_bits;
   Divisor group;           // query heads a kv head
@@ -74,24 +75,20 @@ struct Shares {
   __device__ __forceinline__ int count() const { return (tiles + each - 1) / each; }
 };
 
-// What one block does.
-struct Block {
-  int n, kv_head, split, first_row;
+// A tile of the rows of a sequence and kv head.
+struct Rows {
+  int n, kv_head, first_row;
   Tokens tokens;
   int64_t slot;
   int rows;        // of the sequence and kv head; 0: nothing to do
-  int position, keys, first_tile, end_tile;
+  int position, keys;    // keys: those that the last row sees
 
-  // The grid is (splits * row tiles, kv heads, sequences). Late rows see most keys: they come first.
-  __device__ __forceinline__ Block(const gdn_attention_params &p, const Plan &plan) {
-    n = blockIdx.z, kv_head = blockIdx.y;
+  __device__ __forceinline__ Rows(const gdn_attention_params &p, const Plan &plan, int n, int kv_head, int row_tile)
+      : n(n), kv_head(kv_head) {
     // All that is read of the sequence at once.
     position = position_of(p.cache, p.positions, n);
     slot = slot_of(p.cache.slots, n);
     tokens = tokens_of(p.seqs, n);
-    const int late = plan.by_splits.quotient(blockIdx.x);
-    split = static_cast<int>(blockIdx.x) - late * plan.splits;
-    const int row_tile = plan.row_tiles - 1 - late;
     first_row = row_tile * plan.rows_a_tile;
     rows = tokens.count * static_cast<int>(plan.group.value);
     if (first_row >= rows) {
@@ -99,13 +96,9 @@ struct Block {
       return;
     }
     keys = slot < 0 ? 0 : keys_of(plan, p.cache.capacity, position, rows, row_tile);
-    const Shares shares(plan, keys);
-    first_tile = split * shares.each, end_tile = min(first_tile + shares.each, shares.tiles);
-    // Without any key the first share still says that its rows are zero.
-    if (split > 0 && first_tile >= shares.tiles) rows = 0;
   }
 
-  // Keys that a row of this block sees.
+  // Keys that a row of this tile sees.
   __device__ __forceinline__ int seen(const Plan &plan, int row) const {
     const int at = first_row + row;
     return at < rows ? min(position + plan.group.quotient(at) + 1, keys) : 0;
@@ -115,6 +108,26 @@ struct Block {
   }
   __device__ __forceinline__ int head(const Plan &plan, int row) const {
     return kv_head * static_cast<int>(plan.group.value) + plan.group.rest(first_row + row);
+  }
+};
+
+// What one block does: such a tile and a share of its keys.
+struct Block : Rows {
+  int split, first_tile, end_tile;
+
+  // The grid is (splits * row tiles, kv heads, sequences). Late rows see most keys: they come first.
+  __device__ __forceinline__ Block(const gdn_attention_params &p, const Plan &plan)
+      : Block(p, plan, plan.by_splits.quotient(blockIdx.x)) {}
+
+ private:
+  __device__ __forceinline__ Block(const gdn_attention_params &p, const Plan &plan, int late)
+      : Rows(p, plan, blockIdx.z, blockIdx.y, plan.row_tiles - 1 - late),
+        split(static_cast<int>(blockIdx.x) - late * plan.splits) {
+    if (rows == 0) return;
+    const Shares shares(plan, keys);
+    first_tile = split * shares.each, end_tile = min(first_tile + shares.each, shares.tiles);
+    // Without any key the first share still says that its rows are zero.
+    if (split > 0 && first_tile >= shares.tiles) rows = 0;
   }
 };
 

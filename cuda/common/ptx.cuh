@@ -26,6 +26,21 @@ __device__ __forceinline__ void grid_dependency_launch() {
 #endif
 }
 
+// What a warp has written to global memory, for a warp of another block of the same launch that waits for its flag; by all lanes.
+__device__ __forceinline__ void set_flag(uint32_t *flag, int lane) {
+  __syncwarp();
+  if (lane != 0) return;
+  __threadfence();
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(1u) : "memory");
+}
+__device__ __forceinline__ void wait_for_flag(const uint32_t *flag, int lane) {
+  if (lane == 0) {
+    uint32_t there = 0;
+    while (there == 0) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+  }
+  __syncwarp();
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }

@@ -1,6 +1,8 @@
 // The launches of a call, for one input type.
 #pragma once
 
+#include <numeric>
+
 #include "../common/launch.cuh"
 #include "context.cuh"
 #include "maps.h"
@@ -12,21 +14,37 @@
 namespace gdn {
 namespace prefill {
 
-inline int64_t scan_blocks(const gdn_rule_params &p, const Schedule &s, Pass pass) {
-  const int32_t rows = pass == kWhole ? s.tile_rows : s.transfer_rows;
-  const int64_t tiles = ceil_div(p.head_v, rows) + (pass == kWhole ? 0 : ceil_div(p.head_k, rows));
-  return tiles * p.num_v_heads * p.seqs.num_seqs * (pass == kWhole ? s.segments : s.segments - 1);
+// With PASS kFirst also those of kTransfer.
+template <Pass PASS> int64_t scan_blocks(const gdn_rule_params &p, const Schedule &s, int32_t rows) {
+  const int64_t heads = int64_t{p.seqs.num_seqs} * p.num_v_heads, tiles = ceil_div(p.head_v, rows);
+  if (PASS != kFirst) return heads * tiles * (s.segments > 1 ? s.segments - 1 : 1);
+  return heads * (tiles + (s.segments - 2) * (tiles + ceil_div(p.head_k, rows)));
+}
+
+// The relay of `jobs` blocks, and its flags as they begin; `jobs` becomes the number of its blocks.
+inline int begin_relay(const Schedule &s, int64_t *jobs, uint8_t *memory, Relay *relay, cudaStream_t stream) {
+  const int32_t common = static_cast<int32_t>(std::gcd(*jobs, int64_t{s.relay}));
+  *relay = {static_cast<int32_t>(*jobs / common), s.relay / common, common, 0, reinterpret_cast<uint32_t *>(memory), nullptr};
+  while (relay->inverse < relay->places && relay->jobs % relay->places * relay->inverse % relay->places != 1 % relay->places) ++relay->inverse;
+  const int64_t flags = s.relay * 8 * int64_t{sizeof(uint32_t)};
+  relay->states = reinterpret_cast<float *>(memory + flags);
+  *jobs += s.relay - common;
+  return cuda_status(cudaMemsetAsync(memory, 0, static_cast<size_t>(flags), stream));
 }
 
 template <typename T, typename ST, int KK, Pass PASS>
 int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const MapsOut *maps, bool overlap, int optin, cudaStream_t stream) {
   constexpr int kWide = KK == 128 ? 2 : 1;    // warpgroups of the wide form, where there is one
-  const int32_t rows = PASS == kWhole ? s.tile_rows : s.transfer_rows;
+  const int32_t rows = PASS == kFirst ? s.first_rows : s.tile_rows;
   plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, rows));
   LaunchConfig c;
   c.stream = stream;
   c.overlap = overlap;
-  const int64_t blocks = scan_blocks(p, s, PASS);
+  int64_t blocks = scan_blocks<PASS>(p, s, rows);
+  if (PASS == kRelay) {
+    uint8_t *memory = static_cast<uint8_t *>(p.workspace) + s.record_bytes + s.transfer_bytes;
+    if (const int status = begin_relay(s, &blocks, memory, &plan.relay, stream)) return status;
+  }
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   c.grid = dim3(static_cast<unsigned>(blocks));
   if (maps) {
@@ -41,14 +59,18 @@ int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const Ma
     c.shared_bytes = sizeof(typename S::Shared);
     return launch_allowed<sm90_kernel<T, ST, KK, 1, PASS>>(c, optin, p, plan, static_cast<const Maps &>(*maps));
   }
-  c.block = dim3(2 * rows);
-  if (rows == 128) {
-    constexpr int kWarps = PASS == kWhole ? 4 * kWide : 4;
-    c.shared_bytes = sizeof(Shared80<KK, kWarps>);
-    return launch_allowed<sm80_kernel<T, ST, KK, kWarps, PASS>>(c, optin, p, plan);
+  if constexpr (PASS == kRelay) {
+    return GDN_BAD_ALGO;    // of the kernel above alone
+  } else {
+    c.block = dim3(2 * rows);
+    if (rows == 128) {
+      constexpr int kWarps = PASS == kWhole ? 4 * kWide : 4;
+      c.shared_bytes = sizeof(Shared80<KK, kWarps>);
+      return launch_allowed<sm80_kernel<T, ST, KK, kWarps, PASS>>(c, optin, p, plan);
+    }
+    c.shared_bytes = sizeof(Shared80<KK, 4>);
+    return launch_allowed<sm80_kernel<T, ST, KK, 4, PASS>>(c, optin, p, plan);
   }
-  c.shared_bytes = sizeof(Shared80<KK, 4>);
-  return launch_allowed<sm80_kernel<T, ST, KK, 4, PASS>>(c, optin, p, plan);
 }
 
 template <typename T, int KK, int GROUPS>
@@ -63,17 +85,38 @@ int launch_prepare(const gdn_rule_params &p, const Schedule &s, Record *records,
   return launch_allowed<prepare_kernel<T, KK, GROUPS>>(c, optin, p, records);
 }
 
-template <typename ST, int KK>
-int launch_combine(const gdn_rule_params &p, const Plan &plan, int optin, cudaStream_t stream) {
+template <int KK, int ROWS, int CLUSTER, int PARTS, bool EXACT>
+int launch_combination(const gdn_rule_params &p, const Plan &plan, int optin, cudaStream_t stream) {
+  using C = Combination<KK, ROWS, CLUSTER, 1, PARTS, EXACT>;
   LaunchConfig c;
   c.stream = stream;
   c.overlap = true;
-  const int64_t blocks = ceil_div(p.head_v, kCombineRows) * p.num_v_heads * p.seqs.num_seqs;
+  c.cluster = CLUSTER;
+  const int64_t blocks = ceil_div(p.head_v, ROWS) * p.num_v_heads * p.seqs.num_seqs * CLUSTER;
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   c.grid = dim3(static_cast<unsigned>(blocks));
-  c.block = dim3(kCombineThreads<KK>);
-  c.shared_bytes = sizeof(CombineShared<KK>);
-  return launch_allowed<combine_kernel<ST, KK>>(c, optin, p, plan);
+  c.block = dim3(C::kThreads);
+  c.shared_bytes = sizeof(typename C::Shared);
+  return launch_allowed<combine_kernel<C>>(c, optin, p, plan);
+}
+
+// The fewer heads, the more blocks each; which share the columns of M in a cluster. By times on an H200 (README.md).
+template <int KK> int launch_combine(const gdn_rule_params &p, const Plan &plan, int optin, cudaStream_t stream) {
+  int sms = 0;
+  if (const int status = sm_count(&sms)) return status;
+  const int64_t heads = static_cast<int64_t>(p.num_v_heads) * p.seqs.num_seqs;
+  const auto blocks = [&](int rows, int cluster) { return ceil_div(p.head_v, rows) * heads * cluster; };
+  if constexpr (KK == 128) {
+    bool clusters = false;
+    if (const int status = has_sm90_code(&clusters)) return status;
+    if (clusters && p.head_k == KK) {
+      if (blocks(16, 2) <= sms) return launch_combination<KK, 16, 2, 2, true>(p, plan, optin, stream);
+      if (blocks(32, 2) <= 2 * sms) return launch_combination<KK, 32, 2, 2, true>(p, plan, optin, stream);
+      return launch_combination<KK, 64, 2, 1, true>(p, plan, optin, stream);
+    }
+  }
+  return blocks(16, 1) <= sms ? launch_combination<KK, 16, 1, 1, false>(p, plan, optin, stream)
+                              : launch_combination<KK, 64, 1, 1, false>(p, plan, optin, stream);
 }
 
 template <typename T, typename ST, int KK>
@@ -82,6 +125,7 @@ int launch_all(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStrea
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   Plan plan = {};
   plan.segments = s.segments;
+  plan.first_chunks = s.first_chunks;
   plan.segment_chunks = s.segment_chunks;
   plan.keep_state = state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots);
   Record *records = static_cast<Record *>(p.workspace);
@@ -99,9 +143,12 @@ int launch_all(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStrea
     if (status) return status;
   }
   if (s.segments > 1) {
-    if (const int status = launch_scan<T, float, KK, kTransfer>(p, s, plan, maps, !sm90, optin, stream)) return status;
-    if (const int status = launch_combine<ST, KK>(p, plan, optin, stream)) return status;
+    if (const int status = launch_scan<T, ST, KK, kFirst>(p, s, plan, maps, !sm90, optin, stream)) return status;
   }
+  if (s.segments > 2) {
+    if (const int status = launch_combine<KK>(p, plan, optin, stream)) return status;
+  }
+  if (s.relay > 0) return launch_scan<T, ST, KK, kRelay>(p, s, plan, maps, false, optin, stream);
   return launch_scan<T, ST, KK, kWhole>(p, s, plan, maps, !sm90 || s.segments > 1, optin, stream);
 }
 

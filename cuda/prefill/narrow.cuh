@@ -20,7 +20,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   const int row0 = s.row0 + 16 * warp;
 
   float state[KK / 8][4];
-  begin_state<ST, PASS>(state, p, plan, s, row0, lane);
+  begin_state<ST, PASS>(state, p, plan, s, 64, row0, lane);
 
   uint32_t stage = 0;                   // of the chunk at hand
   const Factors *factors = nullptr;     // its
@@ -42,7 +42,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   };
   // S Q^T, and from S K^T to V'.
   const auto middle_of_chunk = [&] {
-    if (PASS == kWhole) {
+    if (PASS != kTransfer) {
       multiply_rows<T>(out, operand, stage + S::kQ, false);
       wgmma::wait<1>();
     } else {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     uint32_t u[4][4];
     to_operand<T>(u, values);
     multiply_rows<T>(values, u, matrices, false);
-    if (PASS == kWhole) {
+    if (PASS != kTransfer) {
       wgmma::wait<1>();
       wgmma::hold(out);
       scale_columns(out, factors->out, lane);
@@ -65,11 +65,11 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   // The new state, and the rest of O, of which the first is waited for.
   const auto end_chunk = [&] {
     uint32_t plain[4][4], written[4][4];
-    if (PASS == kWhole) to_operand<T>(plain, values);
+    if (PASS != kTransfer) to_operand<T>(plain, values);
     scale_columns(values, factors->write, lane);
     to_operand<T>(written, values);
     add_keys<T>(state, written, stage);
-    if (PASS == kWhole) {
+    if (PASS != kTransfer) {
       multiply_rows<T>(out, plain, matrices + kImageBytes, true);
       wgmma::wait<1>();
     } else {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     wgmma::hold(state);
   };
   // The output leaves, by way of where the inverse was, of which nobody has need any more; stage and matrices are free.
-  T *row = PASS == kWhole ? out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0 : nullptr;
+  T *row = PASS != kTransfer ? out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0 : nullptr;
   const auto leave_chunk = [&](int i, uint32_t tile, int at, int of) {
     ptx::barrier_arrive(empty + 8 * at);
     const auto release = [&] { ptx::barrier_arrive(free + 8 * of); };
@@ -101,7 +101,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
       at.next();
       of.next();
       begin_chunk();
-      if (PASS == kWhole) wgmma::wait<1>();
+      if (PASS != kTransfer) wgmma::wait<1>();
       leave_chunk(i, before, before_at, before_of);
       checkpoint<ST, PASS>(state, p, s, i, row0, lane);
       middle_of_chunk();
@@ -112,7 +112,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     checkpoint<ST, PASS>(state, p, s, chunks - 1, row0, lane);
   }
   ptx::grid_dependency_wait();
-  end_state<ST, PASS>(state, p, plan, s, row0, lane);
+  end_state<ST, PASS>(state, p, plan, s, 64, row0, lane);
 }
 
 }  // namespace prefill

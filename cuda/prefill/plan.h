@@ -9,11 +9,15 @@ namespace gdn {
 namespace prefill {
 
 struct Schedule {
-  int32_t segments, segment_chunks;
+  int32_t segments;
+  int32_t first_chunks, segment_chunks;    // of the first segment, and of the others
   int32_t tile_rows;            // value rows of a block of the scan
-  int32_t transfer_rows;        // and of the transfer pass
+  int32_t first_rows;           // and of the first pass, where there is more than one segment
+  int32_t relay;                // places that heads are cut for (scan.cuh); 0: they are not
   int64_t chunks;               // records of a value head
-  int64_t record_bytes, transfer_bytes;
+  int64_t record_bytes, transfer_bytes, relay_bytes;
+
+  int64_t bytes() const { return record_bytes + transfer_bytes + relay_bytes; }
 };
 
 int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s);

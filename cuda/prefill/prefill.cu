@@ -25,6 +25,95 @@ bool has_map(const gdn_heads &x, int32_t heads, const gdn_sequences &s) {
          (packed || s.num_seqs <= 1 || x.seq_stride > 0));
 }
 
+// Microseconds on an H200 (README.md), by blocks of 64 value rows and of 128: a chunk of the scan and of the transfer pass; a step
+// of the combination; what a block takes to begin and end; what a launch more costs.
+struct Costs {
+  double whole[2], transfer[2];
+  double combine, begin, launch;
+};
+constexpr Costs kCosts90 = {{2.15, 3.0}, {1.3, 1.87}, 1.2, 4., 3.5}, kCosts80 = {{4.3, 4.3}, {2.2, 2.2}, 1.2, 4., 3.5};
+
+// When all is done if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`.
+double makespan(int64_t late, double long_block, int64_t brief, double brief_block, int64_t places) {
+  const int64_t rounds = late / places, last = late % places;
+  const double begin = static_cast<double>(rounds) * long_block, end = begin + (last > 0 ? long_block : 0.);
+  double best = -1.;
+  for (const double from : {begin, begin + long_block}) {    // a brief block ends last: one of those beside, or behind, the long ones
+    for (int64_t k = 0; k <= ceil_div(brief, places - last) + 1; ++k) {
+      const double at = from + static_cast<double>(k) * brief_block;
+      if (at < end || (best >= 0. && at >= best)) continue;
+      const int64_t beside = static_cast<int64_t>((at - begin) / brief_block + 1e-6);
+      const int64_t behind = last > 0 ? static_cast<int64_t>((at - end) / brief_block + 1e-6) : 0;
+      if ((places - last) * beside + last * behind >= brief) best = at;
+    }
+  }
+  return best < end ? end : best;
+}
+
+// How a sequence of `longest` chunks is cut, so that all is done first.
+struct Cut {
+  int64_t segments = 1, first = 1, others = 1;
+  bool wide = false, wide_first = false;    // forms of the scan and of the first pass
+  bool relay = false;                       // heads, too
+};
+
+Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int64_t places, bool has_wide, bool can_relay) {
+  const int64_t heads = int64_t{p.seqs.num_seqs} * p.num_v_heads;
+  const int64_t v_tiles[2] = {ceil_div(p.head_v, 64), ceil_div(p.head_v, 128)};
+  const int64_t k_tiles[2] = {ceil_div(p.head_k, 64), ceil_div(p.head_k, 128)};
+  const auto block = [&](double chunk, int64_t chunks) { return static_cast<double>(chunks) * chunk + cost.begin; };
+  double best = -1.;
+  Cut cut;
+  const auto consider = [&](Cut c, double before) {
+    for (int w = 0; w <= (has_wide ? 1 : 0); ++w) {
+      const int64_t blocks = heads * v_tiles[w] * (c.segments > 1 ? c.segments - 1 : 1);
+      const double time = before + static_cast<double>(ceil_div(blocks, places)) * block(cost.whole[w], c.others);
+      if (best >= 0. && time >= best) continue;
+      best = time, cut = c;
+      cut.wide = w == 1;
+    }
+  };
+  // One segment, and heads cut in two where they do not fill their rounds (scan.cuh).
+  const auto consider_relay = [&] {
+    for (int w = 0; w <= (has_wide ? 1 : 0); ++w) {
+      const int64_t jobs = heads * v_tiles[w];
+      if (jobs <= places || jobs > 4 * places || longest < 8) continue;
+      const double turns = static_cast<double>(jobs) / static_cast<double>(places);
+      const double time = turns * static_cast<double>(longest) * cost.whole[w] + (turns + 2.) * cost.begin + cost.launch;
+      if (time >= best) continue;
+      best = time, cut = Cut();
+      cut.first = cut.others = longest;
+      cut.wide = w == 1, cut.relay = true;
+    }
+  };
+  if (p.segments <= 1) {
+    Cut whole;
+    whole.first = whole.others = longest;
+    consider(whole, 0.);
+    if (can_relay) consider_relay();
+    if (p.segments == 1) return cut;
+  }
+  // More blocks than two rounds of places do not pay: all that is cut off is done again.
+  const int64_t most = 2 + 2 * places / (heads * v_tiles[has_wide ? 1 : 0]);
+  for (int64_t n = p.segments > 1 ? p.segments : 3; n == p.segments || (n <= 33 && n <= most && n * 4 <= longest); ++n) {
+    for (int w = 0; w <= (has_wide ? 1 : 0); ++w) {
+      const int64_t transfers = heads * (n - 2) * (v_tiles[w] + k_tiles[w]);
+      for (int k = 1; k <= 4; ++k) {    // transfers, one after the other, beside the first segment
+        const double share = k * cost.transfer[w] / (k * cost.transfer[w] + static_cast<double>(n - 1) * cost.whole[w]);
+        Cut c;
+        c.segments = n, c.wide_first = w == 1;
+        c.first = static_cast<int64_t>(share * static_cast<double>(longest) + 0.5);
+        if (c.first < 1) c.first = 1;
+        c.others = longest > c.first ? ceil_div(longest - c.first, n - 1) : 1;
+        const double joined = makespan(heads * v_tiles[w], block(cost.whole[w], c.first), transfers, block(cost.transfer[w], c.others), places);
+        consider(c, joined + static_cast<double>(n - 2) * cost.combine + (n > 2 ? 2. : 1.) * cost.launch);
+      }
+    }
+    if (p.segments > 1) break;
+  }
+  return cut;
+}
+
 }  // namespace
 
 int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
@@ -35,51 +124,28 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   if (longest == 0) s->chunks = 0;
   s->record_bytes = sm90 ? 0 : ceil_div(s->chunks * p.num_v_heads * static_cast<int64_t>(sizeof(Record)), 256) * 256;
 
-  const int64_t tiles = ceil_div(p.head_v, 64), wide_tiles = ceil_div(p.head_v, 128);
   const bool has_wide = p.head_k > 64 && p.head_v > 64;    // blocks of 128 value rows
-  // Microseconds on an H200 (README.md): a chunk of the scan and of the transfer pass, by blocks of 64 rows and of 128; a step of
-  // the combination; what a round of blocks takes to begin and end; what the two launches more cost.
-  const double scan = sm90 ? 2.15 : 4.3, wide_scan = 3.0, transfer = sm90 ? 1.3 : 2.2, wide_transfer = 1.87, combine = 3.7;
-  const double begin = 4, launches = 7;
-  const auto passes = [&](int64_t blocks, int64_t chunks, double chunk) {
-    const double rounds = static_cast<double>(ceil_div(blocks, sm90 ? sms : 2 * sms));
-    return rounds * (static_cast<double>(chunks) * chunk + begin);
-  };
-  int64_t segments = 1;
-  bool wide = false, wide_transfers = false;
-  double best = -1;
-  for (int64_t n = p.segments > 0 ? p.segments : 1; n == 1 || n == p.segments || (n <= 32 && n * 8 <= longest); ++n) {
-    const int64_t length = ceil_div(longest, n);
-    double joined = 0;
-    bool wide_joined = false;
-    if (n > 1) {
-      joined = passes((n - 1) * heads * (tiles + ceil_div(p.head_k, 64)), length, transfer);
-      const double cost = passes((n - 1) * heads * (wide_tiles + ceil_div(p.head_k, 128)), length, wide_transfer);
-      wide_joined = sm90 && has_wide && cost < joined;
-      joined = (wide_joined ? cost : joined) + static_cast<double>(n - 1) * combine + launches;
-    }
-    for (const bool w : {false, true}) {
-      if (w && !(has_wide && sm90)) continue;
-      const double cost = joined + (w ? passes(n * heads * wide_tiles, length, wide_scan) : passes(n * heads * tiles, length, scan));
-      if (best < 0 || cost < best) best = cost, segments = n, wide = w, wide_transfers = wide_joined;
-    }
-    if (p.segments > 0) break;
-  }
-  s->segment_chunks = static_cast<int32_t>(ceil_div(longest, segments));
-  if (s->segment_chunks < 1) s->segment_chunks = 1;
-  s->segments = static_cast<int32_t>(ceil_div(longest, s->segment_chunks));
-  if (s->segments < 1) s->segments = 1;
-  // Of each segment but the last [V + K, K], and of each sequence [V, K].
-  const int64_t rows = s->segments > 1 ? (s->segments - 1) * (p.head_v + p.head_k) + p.head_v : 0;
+  Cut cut;
+  if (heads > 0) cut = choose_cut(p, longest, sm90 ? kCosts90 : kCosts80, sm90 ? sms : 2 * sms, sm90 && has_wide, sm90);
+  s->first_chunks = static_cast<int32_t>(cut.first < 1 ? 1 : cut.first);
+  s->segment_chunks = static_cast<int32_t>(cut.others < 1 ? 1 : cut.others);
+  const int64_t behind = longest - s->first_chunks;
+  s->segments = static_cast<int32_t>(1 + (behind > 0 ? ceil_div(behind, s->segment_chunks) : 0));
+  // [V, K] after the first; [V + K, K] of each that is neither it nor the last.
+  const int64_t rows = s->segments > 1 ? p.head_v + (s->segments - 2) * (p.head_v + p.head_k) : 0;
   s->transfer_bytes = rows * heads * p.head_k * static_cast<int64_t>(sizeof(float));
 
   if (!sm90) {    // more rows a block read the keys less often, where blocks would not all run at once
     int optin = 0;
     if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
-    wide = has_wide && s->segments * heads * tiles > 2 * sms && optin >= 120 * 1024;
+    const int64_t side_by_side = s->segments > 1 ? s->segments - 1 : 1;
+    cut.wide = has_wide && side_by_side * heads * ceil_div(p.head_v, 64) > 2 * sms && optin >= 120 * 1024;
   }
-  s->tile_rows = wide ? 128 : 64;
-  s->transfer_rows = wide_transfers ? 128 : 64;
+  s->tile_rows = cut.wide ? 128 : 64;
+  s->first_rows = cut.wide_first ? 128 : 64;
+  s->relay = cut.relay ? sms : 0;
+  // At most places - 1 heads are cut: flags of 8 warps, and states.
+  s->relay_bytes = s->relay * (8 * int64_t{sizeof(uint32_t)} + int64_t{s->tile_rows} * p.head_k * int64_t{sizeof(float)});
   return GDN_OK;
 }
 
@@ -98,7 +164,7 @@ bool chunked_sm90_takes(const gdn_rule_params &p) {
 int chunked_workspace(const gdn_rule_params &p, int32_t algo, int64_t *bytes) {
   prefill::Schedule s;
   if (const int status = prefill::make_schedule(p, algo == GDN_CHUNKED_SM90, &s)) return status;
-  *bytes = s.record_bytes + s.transfer_bytes;
+  *bytes = s.bytes();
   return GDN_OK;
 }
 
@@ -106,7 +172,7 @@ int launch_chunked_tensor(const gdn_rule_params &p, int32_t algo, cudaStream_t s
   const bool sm90 = algo == GDN_CHUNKED_SM90;
   prefill::Schedule s;
   if (const int status = prefill::make_schedule(p, sm90, &s)) return status;
-  const int64_t bytes = s.record_bytes + s.transfer_bytes;
+  const int64_t bytes = s.bytes();
   if (bytes > 0 && (!p.workspace || !aligned(p.workspace, 256) || p.workspace_bytes < bytes)) return GDN_BAD_WORKSPACE;
   return p.io_dtype == GDN_F16 ? prefill::launch_f16(p, s, sm90, stream) : prefill::launch_bf16(p, s, sm90, stream);
 }

@@ -14,14 +14,28 @@
 namespace gdn {
 namespace prefill {
 
+// More heads than places to run them: heads are cut in two, so that all places are busy to the end and not only in whole rounds
+// (McNaughton's rule). With jobs of length 1 in a row, place i gets what lies between i T and (i + 1) T, T = jobs / places: it
+// first runs the part of a head that its begin cuts off, then whole ones, then the part that its end cuts off, whose other part
+// the next place ran first. Numbers are for the `common` alike parts of the row that they fall into.
+struct Relay {
+  int32_t jobs, places;    // places 0: none
+  int32_t common;
+  int32_t inverse;         // of jobs modulo places
+  uint32_t *flags;         // of each head that is cut, eight: a warp's rows are there
+  float *states;           // of each, [rows of a block, head_k]
+};
+
 // What the host decides.
 struct Plan {
   int32_t v_tiles;          // blocks a head
-  int32_t segments;         // parts of a sequence that run side by side
-  int32_t segment_chunks;   // chunks of each but the last
+  int32_t segments;         // parts of a sequence
+  int32_t first_chunks;     // chunks of the first
+  int32_t segment_chunks;   // and of each but the last that follows
   bool keep_state;          // a sequence without tokens need not copy its state
   const Record *records;
   float *transfers;         // context parallelism: see context.cuh
+  Relay relay;
 };
 
 // A operands of the columns of `x`, of which each k step takes 16.
@@ -195,9 +209,12 @@ __device__ __forceinline__ void zero_rows(const gdn_rule_params &p, int n, const
 
 // ---- the stretch of a sequence that a block runs through ----
 
+// What a block does with its stretch.
 enum Pass {
-  kWhole,      // the scan itself: o, checkpoints and the final state
-  kTransfer    // context parallelism: what a segment adds to a state and what it makes of one (context.cuh)
+  kWhole,      // o, checkpoints and the final state: of a sequence in one segment, or of those behind the first
+  kRelay,      // of sequences in one segment, with some heads cut in two
+  kFirst,      // of the first segment, while
+  kTransfer    // what the others add to a state and make of one is found (context.cuh)
 };
 
 struct Stretch {
@@ -206,61 +223,127 @@ struct Stretch {
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
+  int cut;              // number of the head among those that a relay cuts; -1
 };
 
-// Of `segment`, the state before it, where it is not the first: a matrix [head_v, head_k] that is followed by [head_k, head_k].
-__device__ __forceinline__ float *transfer_at(const gdn_rule_params &p, const Plan &plan, int n, int segment, int head) {
-  const int64_t item = (static_cast<int64_t>(n) * (plan.segments - 1) + segment) * p.num_v_heads + head;
-  return plan.transfers + item * (p.head_v + p.head_k) * p.head_k;
+__device__ __forceinline__ int begin_of_segment(const Plan &plan, int segment) {
+  return segment == 0 ? 0 : plan.first_chunks + (segment - 1) * plan.segment_chunks;
 }
 
-// The state before a sequence of more than one segment, behind those: where the state stays in place the last segment may write
-// it before the first one has read it.
+// How many of the segments a sequence of so many chunks has.
+__device__ __forceinline__ int segments_of(const Plan &plan, int chunks) {
+  const int behind = chunks - plan.first_chunks;
+  return behind <= 0 ? 1 : 1 + (behind + plan.segment_chunks - 1) / plan.segment_chunks;
+}
+
+// The state after the first segment: a matrix [head_v, head_k].
 __device__ __forceinline__ float *first_at(const gdn_rule_params &p, const Plan &plan, int n, int head) {
-  const int64_t segments = static_cast<int64_t>(p.seqs.num_seqs) * (plan.segments - 1) * p.num_v_heads;
-  const int64_t item = static_cast<int64_t>(n) * p.num_v_heads + head;
-  return plan.transfers + (segments * (p.head_v + p.head_k) + item * p.head_v) * p.head_k;
+  return plan.transfers + (static_cast<int64_t>(n) * p.num_v_heads + head) * p.head_v * p.head_k;
+}
+
+// Of a `segment` between the first and the last: what it adds, then the state after it, a matrix [head_v, head_k]; followed by
+// what it makes of a state, [head_k, head_k].
+__device__ __forceinline__ float *transfer_at(const gdn_rule_params &p, const Plan &plan, int n, int segment, int head) {
+  const int64_t item = (static_cast<int64_t>(n) * (plan.segments - 2) + segment - 1) * p.num_v_heads + head;
+  return first_at(p, plan, p.seqs.num_seqs, 0) + item * (p.head_v + p.head_k) * p.head_k;
+}
+
+// Blocks of kFirst, with so many value rows each: those of the other segments come behind them.
+__host__ __device__ __forceinline__ unsigned first_blocks(const gdn_rule_params &p, const Plan &plan) {
+  return static_cast<unsigned>(plan.v_tiles) * p.num_v_heads * p.seqs.num_seqs;
+}
+
+// Blocks of a relay in order: first parts, from the shortest, then whole heads, then second parts, from the longest.
+struct Part {
+  unsigned job;
+  int cut;       // as in Stretch
+  int share;     // of relay.places: what the first part has
+  bool second;
+};
+__device__ __forceinline__ Part part_of(const Relay &r, unsigned block) {
+  const unsigned cuts = (r.places - 1) * r.common, jobs = static_cast<unsigned>(r.jobs) * r.common;
+  const bool second = block >= jobs;
+  if (second || block < cuts) {
+    const int cut = static_cast<int>(second ? block - jobs : block), share = 1 + cut / r.common;
+    const int place = static_cast<int>(static_cast<int64_t>(r.places - share) * r.inverse % r.places);
+    return {static_cast<unsigned>(cut % r.common * r.jobs + place * r.jobs / r.places), cut, share, second};
+  }
+  const int each = r.jobs - r.places + 1, whole = static_cast<int>(block - cuts);
+  int low = 0, high = r.jobs;    // the last job before which there are no more whole ones
+  while (high - low > 1) {
+    const int job = (low + high) / 2, before = min(r.places - 1, (job * r.places + r.jobs - 1) / r.jobs - 1);
+    if (job - before <= whole % each) low = job;
+    else high = job;
+  }
+  // The same for all, which the compiler must see, for registers of its own.
+  return {static_cast<unsigned>(whole / each * r.jobs + __shfl_sync(0xffffffffu, low, 0)), -1, 0, false};
 }
 
 // Tiles of a head lie side by side, so that those who read the same keys run together.
 template <Pass PASS>
 __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Plan &plan, int tile_rows, unsigned block) {
   Stretch s;
-  const int tiles = PASS == kWhole ? plan.v_tiles : plan.v_tiles + (p.head_k + tile_rows - 1) / tile_rows;
+  Part part = {block, -1, 0, false};
+  if (PASS == kRelay) part = part_of(plan.relay, block), block = part.job;
+  if (PASS == kTransfer) block -= first_blocks(p, plan);
+  const int tiles = PASS == kTransfer ? plan.v_tiles + (p.head_k + tile_rows - 1) / tile_rows : plan.v_tiles;
   int tile = static_cast<int>(block % tiles);
   block /= tiles;
   s.head = static_cast<int>(block % p.num_v_heads);
   block /= p.num_v_heads;
-  const unsigned segments = PASS == kWhole ? plan.segments : plan.segments - 1;
-  s.segment = static_cast<int>(block % segments);
-  s.n = static_cast<int>(block / segments);
+  if (PASS == kFirst || PASS == kRelay || plan.segments == 1) {
+    s.segment = 0;
+    s.n = static_cast<int>(block);
+  } else {
+    const unsigned segments = PASS == kTransfer ? plan.segments - 2 : plan.segments - 1;
+    s.segment = 1 + static_cast<int>(block % segments);
+    s.n = static_cast<int>(block / segments);
+  }
   s.identity = PASS == kTransfer && tile >= plan.v_tiles;
   s.row0 = (s.identity ? tile - plan.v_tiles : tile) * tile_rows;
   s.seq = tokens_of(p.seqs, s.n);
   const int chunks = (s.seq.count + kChunk - 1) / kChunk;
-  s.begin = s.segment * plan.segment_chunks;
-  s.end = min(chunks, s.begin + plan.segment_chunks);
+  s.begin = begin_of_segment(plan, s.segment);
+  s.end = min(chunks, begin_of_segment(plan, s.segment + 1));
+  s.cut = -1;
   if (PASS == kTransfer && s.end == chunks) s.end = s.begin;    // nothing follows that would need it
+  if (PASS == kRelay && part.cut >= 0) {
+    const int first = (chunks * part.share + plan.relay.places / 2) / plan.relay.places;
+    if (part.second) s.segment = 1, s.begin = first;
+    else s.end = first;
+    if (0 < first && first < chunks) s.cut = part.cut;
+  }
   return s;
 }
 
-// Whether the sequence has other segments, so that the combination knows the state before this one.
-__device__ __forceinline__ bool joined(const Stretch &s) { return s.segment > 0 || s.end * kChunk < s.seq.count; }
+// Whether a block of a stretch without tokens has nothing to do: the first one of an empty sequence copies the state.
+template <Pass PASS> __device__ __forceinline__ bool is_idle(const Stretch &s, const Plan &plan) {
+  return s.begin >= s.end && (PASS == kTransfer || s.segment > 0 || s.seq.count > 0 || plan.keep_state);
+}
 
 // ---- the state of a warp's rows along a stretch, `row0` being the first of them ----
 
+// Between the two parts of a head, by a block of `tile_rows`.
+__device__ __forceinline__ float *relay_at(const gdn_rule_params &p, const Plan &plan, const Stretch &s, int tile_rows) {
+  return plan.relay.states + static_cast<int64_t>(s.cut) * tile_rows * p.head_k;
+}
+
 template <typename ST, Pass PASS, int N>
 __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule_params &p, const Plan &plan, const Stretch &s,
-                                            int row0, int lane) {
+                                            int tile_rows, int row0, int lane) {
   if (PASS == kTransfer) {
 #pragma unroll
     for (int t = 0; t < N; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         state[t][i] = s.identity && row0 + lane / 4 + i / 2 * 8 == 8 * t + 2 * (lane % 4) + i % 2 ? 1.f : 0.f;
-  } else if (joined(s)) {
+  } else if (PASS == kRelay && s.segment > 0 && s.cut >= 0) {
+    const int row = row0 - s.row0;
+    ptx::wait_for_flag(plan.relay.flags + 8 * s.cut + row / 16, lane);
+    load_state(state, relay_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+  } else if (PASS == kWhole && s.segment > 0) {
     ptx::grid_dependency_wait();
-    const float *from = s.segment > 0 ? transfer_at(p, plan, s.n, s.segment - 1, s.head) : first_at(p, plan, s.n, s.head);
+    const float *from = s.segment > 1 ? transfer_at(p, plan, s.n, s.segment - 1, s.head) : first_at(p, plan, s.n, s.head);
     load_state(state, from, row0, p.head_v, p.head_k, lane);
   } else {
     const ST *from = static_cast<const ST *>(p.state_in) + slot_of(p.in_slots, s.n) * p.in_slots.slot_stride;
@@ -282,13 +365,19 @@ __device__ __forceinline__ void checkpoint(const float (&state)[N][4], const gdn
 
 template <typename ST, Pass PASS, int N>
 __device__ __forceinline__ void end_state(const float (&state)[N][4], const gdn_rule_params &p, const Plan &plan,
-                                          const Stretch &s, int row0, int lane) {
+                                          const Stretch &s, int tile_rows, int row0, int lane) {
   if (PASS == kTransfer) {
     float *to = transfer_at(p, plan, s.n, s.segment, s.head) + (s.identity ? p.head_v * p.head_k : 0);
     store_state(state, to, row0, s.identity ? p.head_k : p.head_v, p.head_k, lane);
   } else if (s.end * kChunk >= s.seq.count) {
     ST *to = static_cast<ST *>(p.state_out) + slot_of(p.out_slots, s.n) * p.out_slots.slot_stride;
     store_state(state, to + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+  } else if (PASS == kFirst) {
+    store_state(state, first_at(p, plan, s.n, s.head), row0, p.head_v, p.head_k, lane);
+  } else if (PASS == kRelay) {
+    const int row = row0 - s.row0;
+    store_state(state, relay_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+    ptx::set_flag(plan.relay.flags + 8 * s.cut + row / 16, lane);
   }
 }
 

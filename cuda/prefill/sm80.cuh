@@ -57,8 +57,7 @@ template <int BYTES, int THREADS> __device__ __forceinline__ void copy_bytes(uin
 }
 
 template <typename T, typename ST, int KK, int WARPS, Pass PASS>
-__global__ void __launch_bounds__(32 * WARPS, 1)
-sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
+__device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan &plan) {
   using Shared = Shared80<KK, WARPS>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   Shared &shared = *reinterpret_cast<Shared *>(raw_shared);
@@ -72,10 +71,10 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   const int64_t in_slot = slot_of(p.in_slots, s.n), out_slot = slot_of(p.out_slots, s.n);
   if (in_slot < 0 || out_slot < 0) {
     ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
-    if (PASS == kWhole && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows);
+    if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows);
     return;
   }
-  if (s.begin >= s.end && (PASS == kTransfer || s.segment > 0 || s.seq.count > 0 || plan.keep_state)) {
+  if (is_idle<PASS>(s, plan)) {
     ptx::grid_dependency_wait();
     return;
   }
@@ -84,7 +83,6 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const uint32_t by_piece = lanes_by_piece(lane), by_row = lanes_by_row(lane);
   const int row0 = s.row0 + 16 * warp;
-  const int64_t within = static_cast<int64_t>(s.head) * p.head_v * p.head_k;
   const uint32_t v_offset = kV + warp / 4 * kTileBytes;
 
   const int key_head = s.head / (p.num_v_heads / p.num_k_heads);
@@ -118,30 +116,17 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   };
 
   float state[KK / 8][4];
-  if (PASS == kTransfer) {
-#pragma unroll
-    for (int t = 0; t < KK / 8; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        state[t][i] = s.identity && row0 + lane / 4 + i / 2 * 8 == 8 * t + 2 * (lane % 4) + i % 2 ? 1.f : 0.f;
-  } else if (!joined(s)) {
-    load_state(state, static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride + within, row0, p.head_v, p.head_k,
-               lane);
-  }
+  begin_state<ST, PASS>(state, p, plan, s, kTileRows, row0, lane);
   ptx::grid_dependency_wait();
-  if (PASS == kWhole && joined(s)) {
-    const float *from = s.segment > 0 ? transfer_at(p, plan, s.n, s.segment - 1, s.head) : first_at(p, plan, s.n, s.head);
-    load_state(state, from, row0, p.head_v, p.head_k, lane);
-  }
 
-  T *o = PASS == kWhole ? out_heads_at<T>(p.o, s.n, token0, s.head) + row0 : nullptr;
+  T *o = PASS != kTransfer ? out_heads_at<T>(p.o, s.n, token0, s.head) + row0 : nullptr;
   load_chain(0);
   for (int i = 0; i < chunks; ++i) {
     load_out(i);
     load_chain(i + 1);
     const uint32_t stage = stages + i % 2 * static_cast<uint32_t>(sizeof(Stage));
     const Factors &factors = shared.stage[i % 2].factors;
-    ptx::copy_async_wait<PASS == kWhole ? 2 : 1>();
+    ptx::copy_async_wait<PASS != kTransfer ? 2 : 1>();
     __syncthreads();
 
     uint32_t operand[KK / 16][4];
@@ -167,7 +152,7 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
 #pragma unroll
     for (int j = 0; j < 4; ++j) product_rows<T>(state, written[j], stage, j, by_row);
 
-    if (PASS == kWhole) {
+    if (PASS != kTransfer) {
       ptx::copy_async_wait<1>();
       __syncthreads();
       float out[8][4] = {};
@@ -179,25 +164,19 @@ sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
       put_out<T>(out, stage + v_offset, warp, lane);
       take_out<T>(stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
                    tokens - i * kChunk, p.head_v - row0, [] {});
-      if (p.checkpoints) {
-        const int done = (s.begin + i + 1) * kChunk;
-        if (done % p.checkpoint_tokens == 0 && done <= s.seq.count) {
-          const int64_t first = p.seqs.cu_seqlens ? s.seq.first : static_cast<int64_t>(s.n) * p.seqs.tokens_per_seq;
-          const int64_t row = first / p.checkpoint_tokens + done / p.checkpoint_tokens - 1;
-          store_state(state, static_cast<ST *>(p.checkpoints) + row * p.num_v_heads * p.head_v * p.head_k + within, row0,
-                      p.head_v, p.head_k, lane);
-        }
-      }
+      checkpoint<ST, PASS>(state, p, s, i, row0, lane);
     }
     __syncthreads();    // the next copies go where this chunk was
   }
-  if (PASS == kTransfer) {
-    float *to = transfer_at(p, plan, s.n, s.segment, s.head) + (s.identity ? p.head_v * p.head_k : 0);
-    store_state(state, to, row0, s.identity ? p.head_k : p.head_v, p.head_k, lane);
-  } else if (s.end * kChunk >= s.seq.count) {
-    store_state(state, static_cast<ST *>(p.state_out) + out_slot * p.out_slots.slot_stride + within, row0, p.head_v, p.head_k,
-                lane);
-  }
+  end_state<ST, PASS>(state, p, plan, s, kTileRows, row0, lane);
+}
+
+// PASS kFirst: its blocks and kTransfer's. The former take longer and begin first.
+template <typename T, typename ST, int KK, int WARPS, Pass PASS>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
+  if (PASS != kFirst || blockIdx.x < first_blocks(p, plan)) scan_block<T, ST, KK, WARPS, PASS>(p, plan);
+  else scan_block<T, ST, KK, WARPS, kTransfer>(p, plan);
 }
 
 }  // namespace prefill

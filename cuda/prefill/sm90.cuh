@@ -14,9 +14,7 @@ namespace gdn {
 namespace prefill {
 
 template <typename T, typename ST, int KK, int NM, Pass PASS>
-__global__ void __launch_bounds__(Shape90<KK, NM>::kThreads, 1)
-sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan,
-            const __grid_constant__ typename Shape90<KK, NM>::Maps maps) {
+__device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &plan, const typename Shape90<KK, NM>::Maps &maps) {
   using S = Shape90<KK, NM>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   typename S::Shared &shared = *reinterpret_cast<typename S::Shared *>(raw_shared);
@@ -50,17 +48,17 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
     if (S::kWide)
       for (int i = 0; i < S::kValues; ++i) {
         ptx::barrier_init(valued + 8 * i, 1);
-        ptx::barrier_init(left + 8 * i, PASS == kWhole ? NM : 128 * NM);    // whole: by who has waited for the copy
+        ptx::barrier_init(left + 8 * i, PASS == kTransfer ? 128 * NM : NM);    // whole: by who has waited for the copy
       }
     ptx::barriers_initialised();
   }
   const int64_t in_slot = slot_of(p.in_slots, s.n), out_slot = slot_of(p.out_slots, s.n);
   if (in_slot < 0 || out_slot < 0) {
     ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
-    if (PASS == kWhole && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows);
+    if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows);
     return;
   }
-  if (s.begin >= s.end && (PASS == kTransfer || s.segment > 0 || s.seq.count > 0 || plan.keep_state)) {
+  if (is_idle<PASS>(s, plan)) {
     ptx::grid_dependency_wait();
     return;
   }
@@ -82,15 +80,15 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   // Wide, where registers are short.
   const auto anew = [&](int lane, uint32_t address) { return S::kWide ? ptx::anew(lane, address) : lane; };
   const int map_n = p.seqs.cu_seqlens ? 0 : s.n, map_token = static_cast<int>(s.seq.first) + token0;
-  const bool values = PASS == kWhole || !s.identity;
+  const bool values = PASS != kTransfer || !s.identity;
   // By a lane: q and k of chunk i, narrow v too; wide v by itself.
   const auto copy_chunk = [&](int i, uint32_t stage, uint32_t barrier) {
     const int token = map_token + i * kChunk;
-    ptx::barrier_expect(barrier, (KK / 64 * (PASS == kWhole ? 2 : 1) + (!S::kWide && values)) * kTileBytes);
+    ptx::barrier_expect(barrier, (KK / 64 * (PASS != kTransfer ? 2 : 1) + (!S::kWide && values)) * kTileBytes);
 #pragma unroll
     for (int h = 0; h < KK / 64; ++h) ptx::copy_box(stage + h * kTileBytes, &maps.k, 64 * h, key_head, token, map_n, barrier);
     if (!S::kWide && values) ptx::copy_box(stage + 2 * S::kQ, &maps.v, s.row0, s.head, token, map_n, barrier);
-    if (PASS == kWhole)
+    if (PASS != kTransfer)
 #pragma unroll
       for (int h = 0; h < KK / 64; ++h)
         ptx::copy_box(stage + S::kQ + h * kTileBytes, &maps.q, 64 * h, key_head, token, map_n, barrier);
@@ -144,11 +142,11 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
         ptx::barrier_wait(full + 8 * at.index, at.parity);
         const uint32_t tile = stages + at.index * S::kStage + S::kQ;
         float *norms = shared.gates[at.index].q_norm;
-        if (S::kWide && PASS == kWhole) {
+        if (S::kWide && PASS != kTransfer) {
 #pragma unroll
           for (int rows = 0; rows < 2; ++rows)
             norms_of_rows<T, KK>(tile, tokens - i * kChunk, p.l2norm, p.l2_eps, p.scale, norms, 2 * (warp - 2) + rows, anew(kept, tile));
-        } else if (PASS == kWhole) {    // past the end zero, where with eps 0 the root would be infinite
+        } else if (PASS != kTransfer) {    // past the end zero, where with eps 0 the root would be infinite
           const int row = (warp - 2) * 32 + kept;
           norms[row] = row < tokens - i * kChunk ? row_norm<T, KK>(tile, row, p.l2norm, p.l2_eps, p.scale) : 0.f;
         }
@@ -191,26 +189,26 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
       ptx::group_barrier<128>(group);
       const uint32_t inverse = ptx::shared_address(m.inverse), l = inverse + kImageBytes;
       decay_keys(x, gates, diagonal_decays(gates, warp, lane), l, m.blocks[warp], warp, lane);
-      if (PASS == kWhole && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
+      if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
       __syncwarp();
       invert64<T>(l, m.blocks[warp], gates.beta, inverse, warp, anew(kept, inverse), group);
-      if (S::kWide && PASS == kWhole) {    // has no registers for two things at once, but the inverse is wanted first
+      if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first
         multiply_tiles<T, KK>(x, stage + S::kQ, stage);
         key_factors(gates, m.factors, 32 * warp + lane);
         ptx::fence_async();
         ptx::barrier_arrive(ready + 8 * of.index);
       }
       ptx::barrier_wait(normed + 8 * at.index, at.parity);
-      if (!(S::kWide && PASS == kWhole)) key_factors(gates, m.factors, 32 * warp + lane);
+      if (!(S::kWide && PASS != kTransfer)) key_factors(gates, m.factors, 32 * warp + lane);
       query_factors(gates, m.factors, 32 * warp + lane);
-      if (PASS == kWhole) {
+      if (PASS != kTransfer) {
         wgmma::wait<0>();
         wgmma::hold(x);
         ptx::group_barrier<128>(group);    // the attention takes the place of L
         decay_queries<T>(x, gates, diagonal_decays(gates, warp, lane), l, warp, lane);
       }
       ptx::fence_async();
-      ptx::barrier_arrive((S::kWide && PASS == kWhole ? attended : ready) + 8 * of.index);
+      ptx::barrier_arrive((S::kWide && PASS != kTransfer ? attended : ready) + 8 * of.index);
       ptx::barrier_arrive(used + 8 * at.index);
     }
     return;
@@ -219,6 +217,15 @@ sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ P
   more_registers<S::kMathRegisters>();
   if constexpr (S::kWide) wide_scan<T, ST, KK, PASS>(p, plan, maps, shared, s, group - S::kMath, warp, ptx::lane_here());
   else narrow_scan<T, ST, KK, PASS>(p, plan, shared, s, warp, ptx::lane_here());
+}
+
+// PASS kFirst: its blocks and kTransfer's. The former take longer and begin first.
+template <typename T, typename ST, int KK, int NM, Pass PASS>
+__global__ void __launch_bounds__(Shape90<KK, NM>::kThreads, 1)
+sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan,
+            const __grid_constant__ typename Shape90<KK, NM>::Maps maps) {
+  if (PASS != kFirst || blockIdx.x < first_blocks(p, plan)) run_block<T, ST, KK, NM, PASS>(p, plan, maps);
+  else run_block<T, ST, KK, NM, kTransfer>(p, plan, maps);
 }
 
 }  // namespace prefill

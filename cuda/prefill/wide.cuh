@@ -25,7 +25,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   const int chunks = s.end - s.begin;
 
   float state[KK / 8][4];
-  begin_state<ST, PASS>(state, p, plan, s, s.row0 + 64 * part + 16 * warp, lane);
+  begin_state<ST, PASS>(state, p, plan, s, 128, s.row0 + 64 * part + 16 * warp, lane);
 
   Turns<S::kStages, S::kBuffers> turns;
   Turn<S::kValues> value;
@@ -45,22 +45,22 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       uint32_t operand[KK / 16][4];
       to_operand<T>(operand, state);
       multiply_rows<T>(values, operand, stage, false);
-      if (PASS == kWhole)
+      if (PASS != kTransfer)
 #pragma unroll
         for (int k = 0; k < KK / 16; ++k)
           store_block(tile_at(image + 2048 * warp, lanes_by_row(lane), 0, k), operand[k], lane);
     }
-    if (PASS == kWhole) {
+    if (PASS != kTransfer) {
       ptx::fence_async();    // of the output of the chunk before too
       ptx::group_barrier<128>(barrier);
     }
-    if (PASS == kWhole && i > 0 && leader()) {
+    if (PASS != kTransfer && i > 0 && leader()) {
       const int token = static_cast<int>(s.seq.first) + (s.begin + i - 1) * kChunk;
       ptx::store_box(value_tile(value.index ^ 1), &maps.o, s.row0 + 64 * part, s.head, token, p.seqs.cu_seqlens ? 0 : s.n);
     }
     wgmma::wait<0>();
     wgmma::hold(values);
-    const bool copied = PASS == kWhole || !s.identity;
+    const bool copied = PASS != kTransfer || !s.identity;
     if (copied) ptx::barrier_wait(valued + 8 * value.index, value.parity);
     subtract_from_values<T>(values, value_tile(value.index), factors.read, warp, lane);
     if (PASS == kTransfer && copied) ptx::barrier_arrive(left + 8 * value.index);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       multiply_rows<T>(values, u, matrices, false);
     }
     scale(state, factors.decay);
-    if (PASS == kWhole && i > 0 && leader()) {
+    if (PASS != kTransfer && i > 0 && leader()) {
       ptx::stores_read();
       ptx::barrier_arrive(left + 8 * (value.index ^ 1));
     }
@@ -78,7 +78,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     wgmma::hold(values);
     uint32_t plain[4][4], written[4][4];
     float out[8][4];
-    if constexpr (PASS == kWhole) {
+    if constexpr (PASS != kTransfer) {
       to_operands<T>(plain, written, values, factors.write, lane);
       // NOTES: the wait keeps ptxas from asking for S Q^T before V' is rounded, for which there are no registers.
       ptx::barrier_wait(attended + 8 * of.index, of.parity);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       to_operand<T>(written, values);
     }
     add_keys<T>(state, written, stage);
-    if constexpr (PASS == kWhole) {
+    if constexpr (PASS != kTransfer) {
       wgmma::wait<1>();
       wgmma::hold(out);
       scale_columns(out, factors.out, lane);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     wgmma::hold(state);
     ptx::barrier_arrive(empty + 8 * at.index);
     ptx::barrier_arrive(free + 8 * of.index);
-    if constexpr (PASS == kWhole) {
+    if constexpr (PASS != kTransfer) {
       wgmma::hold(out);
       put_out<T>(out, value_tile(value.index), warp, lane);
     }
@@ -110,7 +110,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   // waits for each product. What only checkpoints and the end need is worked out anew, so that the loop holds no register for it.
 #pragma unroll 1
   for (int i = 0; i < chunks;) {
-    const int stop = PASS == kWhole && p.checkpoints ? i + 1 : chunks;
+    const int stop = PASS != kTransfer && p.checkpoints ? i + 1 : chunks;
 #pragma unroll 1
     for (; i < stop; ++i) one_chunk(i);
     if (PASS == kTransfer) continue;
@@ -119,11 +119,11 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   }
   const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew());
   const int row0 = again.row0 + 64 * part + 16 * warp, token0 = (again.end - 1) * kChunk;
-  if (PASS == kWhole && chunks > 0)    // the last chunk may be cut off by the sequence's end
+  if (PASS != kTransfer && chunks > 0)    // the last chunk may be cut off by the sequence's end
     take_out<T>(value_tile(value.index ^ 1), warp, lane, out_heads_at<T>(p.o, again.n, again.seq.first + token0, again.head) + row0, p.o.token_stride,
                 again.seq.count - token0, p.head_v - row0, [] {});
   ptx::grid_dependency_wait();
-  end_state<ST, PASS>(state, p, plan, again, row0, lane);
+  end_state<ST, PASS>(state, p, plan, again, 128, row0, lane);
 }
 
 }  // namespace prefill
