@@ -25,13 +25,14 @@ bool has_map(const gdn_heads &x, int32_t heads, const gdn_sequences &s) {
          (packed || s.num_seqs <= 1 || x.seq_stride > 0));
 }
 
-// Microseconds on an H200 (README.md), by blocks of 64 value rows and of 128: a chunk of the scan and of the transfer pass; a step
-// of the combination; what a block takes to begin and end; what a launch more costs.
+// Microseconds on an H200 (README.md), by blocks of 64 value rows and of 128: a chunk of the scan and of the transfer pass, and
+// what a block of each takes to begin and end; a step of the combination, and what it takes more for each head; launches.
 struct Costs {
-  double whole[2], transfer[2];
-  double combine, begin, launch;
+  double whole[2], begin_whole[2], transfer[2], begin_transfer[2];
+  double combine, combine_head, launches;
 };
-constexpr Costs kCosts90 = {{2.15, 3.0}, {1.3, 1.87}, 1.2, 4., 3.5}, kCosts80 = {{4.3, 4.3}, {2.2, 2.2}, 1.2, 4., 3.5};
+constexpr Costs kCosts90 = {{2.03, 2.95}, {7., 13.}, {1.3, 1.7}, {6.2, 10.}, 1., 0.06, 1.};
+constexpr Costs kCosts80 = {{4.3, 4.3}, {4., 4.}, {2.2, 2.2}, {4., 4.}, 1., 0.06, 3.};
 
 // When all is done if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`.
 double makespan(int64_t late, double long_block, int64_t brief, double brief_block, int64_t places) {
@@ -61,13 +62,14 @@ Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int
   const int64_t heads = int64_t{p.seqs.num_seqs} * p.num_v_heads;
   const int64_t v_tiles[2] = {ceil_div(p.head_v, 64), ceil_div(p.head_v, 128)};
   const int64_t k_tiles[2] = {ceil_div(p.head_k, 64), ceil_div(p.head_k, 128)};
-  const auto block = [&](double chunk, int64_t chunks) { return static_cast<double>(chunks) * chunk + cost.begin; };
+  const auto whole = [&](int w, int64_t chunks) { return static_cast<double>(chunks) * cost.whole[w] + cost.begin_whole[w]; };
+  const double step = cost.combine + cost.combine_head * static_cast<double>(heads);
   double best = -1.;
   Cut cut;
   const auto consider = [&](Cut c, double before) {
     for (int w = 0; w <= (has_wide ? 1 : 0); ++w) {
       const int64_t blocks = heads * v_tiles[w] * (c.segments > 1 ? c.segments - 1 : 1);
-      const double time = before + static_cast<double>(ceil_div(blocks, places)) * block(cost.whole[w], c.others);
+      const double time = before + static_cast<double>(ceil_div(blocks, places)) * whole(w, c.others);
       if (best >= 0. && time >= best) continue;
       best = time, cut = c;
       cut.wide = w == 1;
@@ -79,7 +81,7 @@ Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int
       const int64_t jobs = heads * v_tiles[w];
       if (jobs <= places || jobs > 4 * places || longest < 8) continue;
       const double turns = static_cast<double>(jobs) / static_cast<double>(places);
-      const double time = turns * static_cast<double>(longest) * cost.whole[w] + (turns + 2.) * cost.begin + cost.launch;
+      const double time = turns * static_cast<double>(longest) * cost.whole[w] + (turns + 2.) * cost.begin_whole[w] + 2. * cost.launches;
       if (time >= best) continue;
       best = time, cut = Cut();
       cut.first = cut.others = longest;
@@ -87,9 +89,9 @@ Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int
     }
   };
   if (p.segments <= 1) {
-    Cut whole;
-    whole.first = whole.others = longest;
-    consider(whole, 0.);
+    Cut uncut;
+    uncut.first = uncut.others = longest;
+    consider(uncut, 0.);
     if (can_relay) consider_relay();
     if (p.segments == 1) return cut;
   }
@@ -99,14 +101,16 @@ Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int
     for (int w = 0; w <= (has_wide ? 1 : 0); ++w) {
       const int64_t transfers = heads * (n - 2) * (v_tiles[w] + k_tiles[w]);
       for (int k = 1; k <= 4; ++k) {    // transfers, one after the other, beside the first segment
-        const double share = k * cost.transfer[w] / (k * cost.transfer[w] + static_cast<double>(n - 1) * cost.whole[w]);
+        const double each = static_cast<double>(longest) / static_cast<double>(n - 1), per = k * cost.transfer[w];
+        const double first = (per * each + k * cost.begin_transfer[w] - cost.begin_whole[w]) / (cost.whole[w] + per / static_cast<double>(n - 1));
         Cut c;
         c.segments = n, c.wide_first = w == 1;
-        c.first = static_cast<int64_t>(share * static_cast<double>(longest) + 0.5);
+        c.first = static_cast<int64_t>(first + 0.5);
         if (c.first < 1) c.first = 1;
         c.others = longest > c.first ? ceil_div(longest - c.first, n - 1) : 1;
-        const double joined = makespan(heads * v_tiles[w], block(cost.whole[w], c.first), transfers, block(cost.transfer[w], c.others), places);
-        consider(c, joined + static_cast<double>(n - 2) * cost.combine + (n > 2 ? 2. : 1.) * cost.launch);
+        const double transfer = static_cast<double>(c.others) * cost.transfer[w] + cost.begin_transfer[w];
+        const double joined = makespan(heads * v_tiles[w], whole(w, c.first), transfers, transfer, places);
+        consider(c, joined + static_cast<double>(n - 2) * step + cost.launches);
       }
     }
     if (p.segments > 1) break;
