@@ -86,6 +86,9 @@ fn a_gguf_file_says_what_its_checkpoint_says() {
         let args = [args, &["-n", "20"]].concat();
         assert_eq!(generate(&[&["--model", &path], &args[..]].concat()).stdout, generate(&args).stdout, "{args:?}");
     }
+    let parts = generate(&["--model", &path, "--prompt", PROMPT, "-n", "20", "--tensor-parallel", "2"]);
+    assert_eq!(parts.stdout, generate(&["--prompt", PROMPT, "-n", "20"]).stdout);
+    assert!(parts.stderr.contains("on 2 threads"), "{parts:?}");
     let random = generate(&["--model", &path, "--load-format", "dummy", "--prompt-tokens", "20"]);
     assert!(random.stdout.is_empty() && random.stderr.contains("decode: 127 tokens"), "{random:?}");
     let perplexity = |args: &[&str]| cli::run("perplexity", &[args, &["--token-ids", "3,4,5"]].concat()).stdout;
@@ -98,7 +101,8 @@ fn quantised_matrices_say_nearly_the_same() {
     let path = write(&demo().quantized(GgmlDType::Q8_0), dir.path(), "demo-q8_0.gguf");
     let want = " from Caesar Augustus, that all the world should be taxed.";
     let args = ["--prompt", PROMPT, "-n", "24"];
-    for quantised in [&["--model", path.as_str()][..], &["--quantize", "q8_0"], &["--quantize", "q6k"]] {
+    let parts = ["--model", path.as_str(), "--tensor-parallel", "2"];
+    for quantised in [&parts[..2], &parts, &["--quantize", "q8_0"], &["--quantize", "q6k"]] {
         let run = generate(&[&args[..], quantised].concat());
         assert!(run.stdout.starts_with(want), "{quantised:?}: {run:?}");
     }

@@ -2,14 +2,17 @@
 
 #[path = "support/cli.rs"]
 mod cli;
+// Has tests of its own.
+#[path = "../examples/common/gpu_count.rs"]
+mod gpu_count;
 
-use cli::{command, fails, run, Copy};
+use cli::{command, fails, run, Copy, Run};
 use std::process::Stdio;
 use std::time::Duration;
 
 /// What is printed and told must be that of one device, and told once.
 #[track_caller]
-fn same_as_alone(args: &[&str]) {
+fn same_as_alone(args: &[&str]) -> Run {
     let alone = run("generate", args);
     let both = run("generate", &[args, &["--tensor-parallel", "2"]].concat());
     assert_eq!((alone.code, both.code), (Some(0), Some(0)), "{both:?}");
@@ -19,11 +22,22 @@ fn same_as_alone(args: &[&str]) {
         assert_eq!(both.stderr.matches(line).count(), 1, "{line}: {}", both.stderr);
     }
     assert!(both.stderr.contains("on 2 threads"), "{}", both.stderr);
+    both
 }
 
 #[test]
 fn a_text() {
     same_as_alone(&["-n", "60", "--temperature", "0"]);
+}
+
+#[test]
+fn a_text_by_quantised_parts() {
+    let args = ["--prompt", "And it came to pass in those days, that there went out a decree", "-n", "24"];
+    let with = |more: &[&str]| same_as_alone(&[&args[..], &["--temperature", "0"], more].concat());
+    assert!(with(&["--quantize", "q8_0"]).stderr.contains("matrices Q8_0, on 2 threads"));
+    // 192 columns are no whole blocks of 256.
+    let told = with(&["--quantize", "q4k"]).stderr;
+    assert_eq!(told.matches("matrices are of another type").count(), 1, "{told}");
 }
 
 #[test]
@@ -41,7 +55,6 @@ fn several_prompts_with_drafts_and_shared_beginnings() {
 fn what_cannot_be_is_said_before_anything_is_loaded() {
     let fails = |args: &[&str], part: &str| fails("generate", args, 1, &[part]);
     fails(&["--tensor-parallel", "3"], "expected at most as many ranks as key heads (2), got 3");
-    fails(&["--tensor-parallel", "2", "--quantize", "q8_0"], "expected safetensors without --quantize");
     fails(&["--tensor-parallel", "2", "--interactive"], "--interactive: expected one device");
     let odd = Copy::new();
     odd.set("config.json", "moe_intermediate_size", 63.into());

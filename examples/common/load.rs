@@ -184,16 +184,17 @@ pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfi
     let bar = bar("loading", config.layers.len(), "layers");
     let progress = |done: usize, _| bar.set_position(done as u64);
     let load = || match (args.load_format, checkpoint.gguf()) {
-        (LoadFormat::Auto, Some(file)) => {
-            Ok::<_, Error>(CausalLm::load_gguf_with(&config, file, dtype, device, &options, progress)?)
-        }
+        (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(match &rank.group {
+            Some(group) => CausalLm::load_gguf_part(&config, file, dtype, device, group.clone(), &options, progress)?,
+            None => CausalLm::load_gguf_with(&config, file, dtype, device, &options, progress)?,
+        }),
         (LoadFormat::Auto, None) => {
             let files = &checkpoint.weights()?;
             Ok(match &rank.group {
                 Some(group) => {
                     // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
                     let vb = unsafe { part_of_safetensors(files, &config, &**group, dtype, device)? };
-                    CausalLm::load_part(&config, vb, group.clone(), progress)?
+                    CausalLm::load_part_with(&config, vb, group.clone(), &options, progress)?
                 }
                 None => {
                     // SAFETY: as above.
@@ -206,7 +207,10 @@ pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfi
             let dummy = Box::new(Dummy::new(&config, device)?);
             let vb = VarBuilder::from_backend(dummy, dtype, device.clone());
             Ok(match &rank.group {
-                Some(group) => CausalLm::load_part(&config, part_of(vb, &config, &**group)?, group.clone(), progress)?,
+                Some(group) => {
+                    let part = part_of(vb, &config, &**group)?;
+                    CausalLm::load_part_with(&config, part, group.clone(), &options, progress)?
+                }
                 None => CausalLm::load_with(&config, vb, &options, progress)?,
             })
         }

@@ -102,8 +102,9 @@ fn weights(
         return Ok(config.quantized_weight_bytes(dtype, to));
     }
     if args.load_format == LoadFormat::Auto && checkpoint.gguf().is_some() {
-        // Quantised matrices stay as they are in the file, and what is not is little, or of 16 bits as here.
-        return checkpoint.gguf_bytes();
+        // Quantised matrices stay as they are in the file, and what is not is little, or of 16 bits as here. So is what
+        // each rank has whole.
+        return Ok(checkpoint.gguf_bytes()?.div_ceil(args.tensor_parallel.get() as u64));
     }
     if device.is_cpu() && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
         // Only a table that is no head is not packed.

@@ -6,6 +6,7 @@
 mod checkpoint;
 mod dummy;
 pub mod gguf_tokenizer;
+mod gpu_count;
 mod hub;
 mod load;
 mod memory;

@@ -121,13 +121,12 @@ fn makers(n: usize, cpu: bool) -> Result<Vec<Maker>> {
 
 #[cfg(feature = "nccl")]
 fn gpus(n: usize) -> Result<Vec<Maker>> {
+    use super::gpu_count::expect_gpus;
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
     use candle_gdn::models::{NcclId, NcclRank};
 
     let count = CudaContext::device_count().context("cannot count the GPUs")?;
-    if n > count as usize {
-        bail!("--tensor-parallel {n}: expected at most as many ranks as there are GPUs, and here {count} are")
-    }
+    expect_gpus(n, count as usize)?;
     let id = NcclId::new().context("--tensor-parallel")?;
     let rank = move |number: usize| -> Maker {
         Box::new(move || {

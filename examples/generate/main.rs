@@ -83,9 +83,6 @@ fn run(args: &Args) -> Result<Stop> {
         (_, Some(_)) => bail!("--interactive: expected one device, got --tensor-parallel"),
         (n, None) => {
             // Before any rank begins: all of them would say it.
-            if args.model.quantize().is_some() || checkpoint.gguf().is_some() {
-                bail!("--tensor-parallel: expected safetensors without --quantize")
-            }
             request.config.split(n)?;
             ranks::run(n, args.model.on_cpu(), |rank| request.on(rank, |job| Generation::new(job)?.run()))
         }

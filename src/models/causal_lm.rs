@@ -2,16 +2,14 @@
 
 use super::config::{Family, ModelConfig};
 use super::decoder::{DecoderLayer, Residual};
+use super::embeddings::Embeddings;
 use super::kv_cache::CacheShape;
 use super::norm::RmsNorm;
-use super::parallel::{Collective, Vocabulary};
+use super::parallel::{Collective, Cuts, Vocabulary};
 use super::rotary::Rotary;
 use super::state::ModelState;
-use crate::cpu::matmul::Weights;
-use crate::host;
 use crate::linear::Linear;
 use crate::weights::{dequantized, GgufFile, GgufWeights, LoadOptions, OtherType, Quantizer, Source};
-use candle_core::quantized::QTensor;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -60,52 +58,6 @@ pub struct CausalLm {
     quantized: bool,
 }
 
-/// The rows that tokens begin as.
-#[derive(Debug)]
-enum Embeddings {
-    /// `[vocab_size, hidden_size]`
-    Table(Tensor),
-    /// Those of the head, which packs them for its products: another copy would be large.
-    Head(Arc<Weights>),
-    /// As a file had them; the head shares them where they are tied.
-    Quantized(Arc<QTensor>),
-}
-
-impl Embeddings {
-    /// Those of the model at `text`, and its head where it is the same matrix.
-    fn load(config: &ModelConfig, text: &Source) -> Result<(Self, Option<Linear>)> {
-        let (rows, columns, name) = (config.vocab_size, config.hidden_size, "embed_tokens.weight");
-        let tied = config.tie_word_embeddings;
-        if let Some(table) = text.stored_blocks(rows, columns, name)? {
-            let table = Arc::new(table.qtensor((rows, columns), text.device())?);
-            return Ok((Self::Quantized(table.clone()), tied.then(|| Linear::of(table)).transpose()?));
-        }
-        let table = text.get((rows, columns), name)?;
-        if !tied {
-            return Ok((Self::Table(table), None));
-        }
-        let head = match text.quantizes() {
-            true => Linear::stack(vec![text.matrix(rows, columns, name)?], text.device())?,
-            false => Linear::from_weight(table.clone())?,
-        };
-        Ok(match &head {
-            Linear::Cpu(weights) => (Self::Head(weights.clone()), Some(head)),
-            _ => (Self::Table(table), Some(head)),
-        })
-    }
-}
-
-impl Embeddings {
-    /// With a row of zeros behind the last, for tokens of other ranks.
-    fn with_zeros(self) -> Result<Self> {
-        Ok(match self {
-            Self::Table(table) => Self::Table(table.pad_with_zeros(0, 0, 1)?),
-            Self::Head(weights) => Self::Head(weights),
-            Self::Quantized(_) => bail!("tensor parallelism: expected weights that are not quantised"),
-        })
-    }
-}
-
 impl CausalLm {
     /// Loads the model at the root of a checkpoint, in the dtype (f32, bf16 or f16) and on the
     /// device of `vb`. Weights that the text model does not need (`mtp.*`, a vision tower) are
@@ -138,7 +90,7 @@ impl CausalLm {
         progress: impl FnMut(usize, usize),
     ) -> Result<Self> {
         let vb = match &config.fp8 {
-            Some(fp8) => dequantized(vb, fp8),
+            Some(fp8) => dequantized(vb, fp8, None),
             None => vb,
         };
         Self::load_from(config, Source::new(vb), options, None, progress)
@@ -158,7 +110,21 @@ impl CausalLm {
         group: Arc<dyn Collective>,
         progress: impl FnMut(usize, usize),
     ) -> Result<Self> {
-        Self::load_from(config, Source::new(part), &LoadOptions::default(), Some(group), progress)
+        Self::load_part_with(config, part, group, &LoadOptions::default(), progress)
+    }
+
+    /// [`load_part`](Self::load_part) with options, which are the same on all ranks.
+    ///
+    /// # Errors
+    /// As [`load_part`](Self::load_part), or a type that matrices cannot be quantised to.
+    pub fn load_part_with(
+        config: &ModelConfig,
+        part: VarBuilder,
+        group: Arc<dyn Collective>,
+        options: &LoadOptions,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self> {
+        Self::load_from(config, Source::new(part), options, Some(group), progress)
     }
 
     /// Loads the model in a GGUF file that llama.cpp's converter made, with activations in `dtype` (f32, bf16 or f16).
@@ -184,8 +150,30 @@ impl CausalLm {
         options: &LoadOptions,
         progress: impl FnMut(usize, usize),
     ) -> Result<Self> {
-        let weights = GgufWeights::new(file, &config.gdn, config.family != Family::Qwen3Next);
+        let weights = GgufWeights::new(file, &config.gdn, config.family != Family::Qwen3Next, None);
         Self::load_from(config, Source::gguf(weights, dtype, device), options, None, progress)
+    }
+
+    /// Loads a rank's part of the model in a GGUF file, as [`load_part`](Self::load_part) does of other checkpoints. Of each
+    /// tensor the rank keeps its rows or columns, quantised as they are. Only where its columns are not whole blocks of
+    /// their type, as a K type's 256 values may not divide the width of a part, they become
+    /// [`Q8_0`](candle_core::quantized::GgmlDType::Q8_0), or dense where 32 does not divide it either;
+    /// [`other_types`](Self::other_types) tells which did.
+    ///
+    /// # Errors
+    /// As [`load_gguf_with`](Self::load_gguf_with) and [`load_part`](Self::load_part).
+    pub fn load_gguf_part(
+        config: &ModelConfig,
+        file: &GgufFile,
+        dtype: DType,
+        device: &Device,
+        group: Arc<dyn Collective>,
+        options: &LoadOptions,
+        progress: impl FnMut(usize, usize),
+    ) -> Result<Self> {
+        let cuts = Some(Cuts::new(config, &*group)?);
+        let weights = GgufWeights::new(file, &config.gdn, config.family != Family::Qwen3Next, cuts);
+        Self::load_from(config, Source::gguf(weights, dtype, device), options, Some(group), progress)
     }
 
     fn load_from(
@@ -200,10 +188,9 @@ impl CausalLm {
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             bail!("dtype: expected F32, BF16 or F16, got {dtype:?}")
         }
-        let quantizer = options.quantize.map(Quantizer::new).transpose()?.map(Arc::new);
-        let quantized = source.is_quantized() || quantizer.is_some();
-        let source = match &quantizer {
-            Some(quantizer) => source.quantized(quantizer.clone()),
+        let quantized = source.is_quantized() || options.quantize.is_some();
+        let source = match options.quantize {
+            Some(to) => source.quantized(Arc::new(Quantizer::new(to)?)),
             None => source,
         };
         let is_here = |p: &&&str| source.pp(p).contains("embed_tokens.weight");
@@ -215,7 +202,7 @@ impl CausalLm {
         let config = part.as_ref().unwrap_or(whole);
         let (mut embeddings, tied) = Embeddings::load(config, &text)?;
         if group.is_some() {
-            embeddings = embeddings.with_zeros()?;
+            embeddings = embeddings.in_group()?;
         }
         let mut layers = Vec::with_capacity(config.layers.len());
         for (i, layer) in config.layers.iter().enumerate() {
@@ -242,7 +229,7 @@ impl CausalLm {
             device,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             quantized,
-            other_types: quantizer.map(|quantizer| quantizer.others()).unwrap_or_default(),
+            other_types: source.other_types(),
         })
     }
 
@@ -251,7 +238,8 @@ impl CausalLm {
         self.quantized
     }
 
-    /// The matrices that [`LoadOptions::quantize`] could not bring into the type that was asked for.
+    /// The matrices that [`LoadOptions::quantize`] could not bring into the type that was asked for, and those of which a
+    /// rank's part ([`load_gguf_part`](Self::load_gguf_part)) could not keep that of its file.
     pub fn other_types(&self) -> &[OtherType] {
         &self.other_types
     }
@@ -364,25 +352,8 @@ impl CausalLm {
     /// `ids [tokens]` to `[tokens, hidden_size]`.
     pub(super) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
         match &self.vocabulary {
-            Some(vocabulary) => vocabulary.embed(ids, |rows| self.embedding_rows(rows)),
-            None => self.embedding_rows(ids),
-        }
-    }
-
-    fn embedding_rows(&self, ids: &Tensor) -> Result<Tensor> {
-        match &self.embeddings {
-            Embeddings::Table(table) => table.index_select(ids, 0),
-            Embeddings::Head(weights) => {
-                let hidden = self.config.hidden_size;
-                let ids = ids.to_dtype(DType::U32)?.to_vec1::<u32>()?;
-                let mut rows = vec![0f32; ids.len() * hidden];
-                // Behind the last row are zeros.
-                let known =
-                    ids.iter().zip(rows.chunks_exact_mut(hidden)).filter(|(id, _)| (**id as usize) < weights.outputs());
-                known.for_each(|(id, row)| weights.read_row(*id as usize, row));
-                host::tensor(rows, (ids.len(), hidden), self.dtype)
-            }
-            Embeddings::Quantized(table) => table.embedding(ids)?.to_dtype(self.dtype),
+            Some(vocabulary) => vocabulary.embed(ids, |rows| self.embeddings.rows(rows)),
+            None => self.embeddings.rows(ids),
         }
     }
 

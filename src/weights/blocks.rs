@@ -80,15 +80,16 @@ impl Blocks {
         self.data.len() / self.rows.max(1)
     }
 
-    /// Pieces of `piece` columns in another order: the new piece `i` is the old piece `order(i)`. Nothing where a piece is
-    /// not whole blocks.
-    pub(super) fn reorder_columns(&self, piece: usize, order: impl Fn(usize) -> usize) -> Option<Self> {
-        let (piece, row) = (row_bytes(self.dtype, piece)?, self.row_bytes());
-        let mut data = Vec::with_capacity(self.data.len());
-        for from in self.data.chunks_exact(row.max(1)) {
-            (0..row / piece).for_each(|i| data.extend_from_slice(&from[order(i) * piece..][..piece]));
+    /// Some of the columns, in the order that `ranges` has them. Nothing where a range is not whole blocks.
+    pub(super) fn select_columns(&self, ranges: &[Range<usize>]) -> Option<Self> {
+        let bytes = |range: &Range<usize>| Some(row_bytes(self.dtype, range.start)?..row_bytes(self.dtype, range.end)?);
+        let columns = ranges.iter().map(Range::len).sum();
+        let ranges = ranges.iter().map(bytes).collect::<Option<Vec<_>>>()?;
+        let mut data = Vec::with_capacity(self.rows * ranges.iter().map(Range::len).sum::<usize>());
+        for row in self.data.chunks_exact(self.row_bytes().max(1)) {
+            ranges.iter().for_each(|range| data.extend_from_slice(&row[range.clone()]));
         }
-        Some(Self { data, ..*self })
+        Some(Self { data, columns, ..*self })
     }
 
     /// Those of one type and width as one, one below the other.
@@ -174,12 +175,12 @@ mod tests {
             let wide = values(&blocks.tensor()?);
             let rows = blocks.select_rows(&[4..6, 0..1, 0..1]);
             assert_eq!(values(&rows.tensor()?), [4, 5, 0, 0].map(|row| wide[row].clone()));
-            let order = [2, 0, 1];
-            let moved = blocks.reorder_columns(256, |piece| order[piece]).unwrap();
-            let want = wide.iter().map(|row| order.map(|piece| row[piece * 256..][..256].to_vec()).concat());
+            let order = [512..768, 0..256];
+            let moved = blocks.select_columns(&order).unwrap();
+            let want = wide.iter().map(|row| order.clone().map(|range| row[range].to_vec()).concat());
             assert_eq!(values(&moved.tensor()?), want.collect::<Vec<_>>());
-            // Half a block cannot be moved.
-            assert_eq!(blocks.reorder_columns(128, |piece| piece).is_none(), dtype == GgmlDType::Q4K);
+            // Half a block cannot be taken.
+            assert_eq!(blocks.select_columns(&[0..256, 384..512]).is_none(), dtype == GgmlDType::Q4K);
         }
         Ok(())
     }

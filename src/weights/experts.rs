@@ -34,19 +34,19 @@ impl Source<'_> {
         let Some(gguf) = &self.gguf else { return Ok(None) };
         let ExpertShape { experts: n, intermediate, hidden } = shape;
         let stored = |name: &str, rows: usize, columns: usize| -> Result<Option<Blocks>> {
-            Ok(match gguf.matrix(&self.path(name), rows, columns)? {
+            Ok(match gguf.matrix(&self.path(name), &[n, rows, columns])? {
                 Some(Matrix::Blocks(blocks)) => Some(blocks),
                 _ => None,
             })
         };
         let gate_up = match gguf.contains(&self.path("gate_proj")) {
             true => {
-                let [gate, up] = ["gate_proj", "up_proj"].map(|name| stored(name, n * intermediate, hidden));
+                let [gate, up] = ["gate_proj", "up_proj"].map(|name| stored(name, intermediate, hidden));
                 gate?.zip(up?).map(|(gate, up)| by_expert(gate, up, shape))
             }
-            false => stored("gate_up_proj", n * 2 * intermediate, hidden)?.map(|both| vec![both]),
+            false => stored("gate_up_proj", 2 * intermediate, hidden)?.map(|both| vec![both]),
         };
-        let down = stored("down_proj", n * hidden, intermediate)?;
+        let down = stored("down_proj", hidden, intermediate)?;
         Ok(gate_up.zip(down).map(|(gate_up, down)| ExpertBlocks { gate_up, down }))
     }
 

@@ -1,21 +1,24 @@
-//! Checkpoints in e4m3 with one scale for each block of a matrix: dequantised as they are loaded.
+//! Checkpoints in e4m3 with one scale for each block of a matrix: dequantised as they are loaded, whole or a rank's part.
 
 use crate::cpu::{parallel, Element, Shared};
-use crate::models::Fp8Config;
+use crate::models::{Cuts, Fp8Config, RowsOrColumns};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use half::{bf16, f16};
+use std::ops::Range;
 
-/// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it.
-pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config) -> VarBuilder<'a> {
+/// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it. With `cuts`, `vb` has of each
+/// weight what they say, and all scales.
+pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, cuts: Option<Cuts>) -> VarBuilder<'a> {
     let (dtype, device) = (vb.dtype(), vb.device().clone());
-    VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone() }), dtype, device)
+    VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone(), cuts }), dtype, device)
 }
 
 struct Fp8<'a> {
     vb: VarBuilder<'a>,
     config: Fp8Config,
+    cuts: Option<Cuts>,
 }
 
 impl Fp8<'_> {
@@ -53,12 +56,20 @@ impl SimpleBackend for Fp8<'_> {
             return vb.get_with_hints_dtype(shape, name, init, dtype);
         };
         let [rows, columns] = self.config.weight_block_size;
-        let (lead, n, k) = match *shape.dims() {
+        let cut = self.cuts.as_ref().and_then(|cuts| cuts.of(name, shape.dims()));
+        let whole = cut.as_ref().map_or_else(|| shape.dims().to_vec(), |cut| cut.whole(shape.dims()));
+        let (lead, n, k) = match *whole {
             [ref lead @ .., n, k] => (lead.to_vec(), n, k),
-            ref dims => bail!("{scale}: expected a scale for a matrix, got one for {name} {dims:?}"),
+            _ => bail!("{scale}: expected a scale for a matrix, got one for {name} {whole:?}"),
         };
         let host = self.vb.clone().set_device(Device::Cpu);
         let weight = host.get_with_hints_dtype(shape.clone(), name, init, DType::F8E4M3)?;
+        let (all_rows, all_columns) = (0..lead.iter().product::<usize>() * n, 0..k);
+        let taken = match cut.map(|cut| cut.rows_or_columns(&whole)) {
+            Some(RowsOrColumns::Rows(rows)) => Taken { rows, columns: Vec::from([all_columns]) },
+            Some(RowsOrColumns::Columns(columns)) => Taken { rows: Vec::from([all_rows]), columns },
+            None => Taken { rows: Vec::from([all_rows]), columns: Vec::from([all_columns]) },
+        };
         let scale_shape = [lead, vec![n.div_ceil(rows), k.div_ceil(columns)]].concat();
         let scale = host.get_with_hints_dtype(scale_shape, &scale, init, DType::F32)?;
         let scale = scale.flatten_all()?.to_vec1::<f32>()?;
@@ -69,9 +80,9 @@ impl SimpleBackend for Fp8<'_> {
         let bits = |at: usize| data[at].to_bits();
         let blocks = Blocks { n, k, rows, columns, scale: &scale };
         let made = match dtype {
-            DType::BF16 => blocks.dequantize::<bf16>(shape, bits)?,
-            DType::F16 => blocks.dequantize::<f16>(shape, bits)?,
-            _ => blocks.dequantize::<f32>(shape, bits)?.to_dtype(dtype)?,
+            DType::BF16 => blocks.dequantize::<bf16>(shape, &taken, bits)?,
+            DType::F16 => blocks.dequantize::<f16>(shape, &taken, bits)?,
+            _ => blocks.dequantize::<f32>(shape, &taken, bits)?.to_dtype(dtype)?,
         };
         made.to_device(device)
     }
@@ -97,26 +108,53 @@ struct Blocks<'a> {
     scale: &'a [f32],
 }
 
+/// What a part has of them: rows, of all matrices one below the other, and columns.
+struct Taken {
+    rows: Vec<Range<usize>>,
+    columns: Vec<Range<usize>>,
+}
+
 impl Blocks<'_> {
-    fn dequantize<T: Element + WithDType>(&self, shape: Shape, bits: impl Fn(usize) -> u8 + Sync) -> Result<Tensor> {
+    /// The numbers of what is `taken`, whose `bits` follow each other; `shape` is theirs.
+    fn dequantize<T: Element + WithDType>(
+        &self,
+        shape: Shape,
+        taken: &Taken,
+        bits: impl Fn(usize) -> u8 + Sync,
+    ) -> Result<Tensor> {
         let &Self { n, k, rows, columns, scale } = self;
         let table: Vec<f32> = (0..=u8::MAX).map(e4m3).collect();
         let (per_row, per_matrix) = (k.div_ceil(columns), k.div_ceil(columns) * n.div_ceil(rows));
+        let row_of: Vec<usize> = taken.rows.iter().cloned().flatten().collect();
+        let width = taken.columns.iter().map(Range::len).sum::<usize>();
+        // Up to the end of each block.
+        let pieces: Vec<Range<usize>> = taken.columns.iter().flat_map(|range| within_blocks(range, columns)).collect();
         let mut out = vec![T::ZERO; shape.elem_count()];
         let to = Shared::new(&mut out);
-        parallel(shape.elem_count() / k.max(1), k, |row| {
+        parallel(row_of.len(), width, |i| {
             // SAFETY: each task has a row of its own.
-            let to = unsafe { to.part(row * k, k) };
+            let mut rest = unsafe { to.part(i * width, width) };
+            let (row, mut at) = (row_of[i], i * width);
             let scales = &scale[row / n * per_matrix + row % n / rows * per_row..][..per_row];
-            for (block, (to, scale)) in to.chunks_mut(columns).zip(scales).enumerate() {
-                let first = row * k + block * columns;
+            for piece in &pieces {
+                let (to, behind) = rest.split_at_mut(piece.len());
+                let scale = scales[piece.start / columns];
                 to.iter_mut().enumerate().for_each(|(i, to)| {
-                    *to = Element::from_f32(table[usize::from(bits(first + i))] * scale);
+                    *to = Element::from_f32(table[usize::from(bits(at + i))] * scale);
                 });
+                at += piece.len();
+                rest = behind;
             }
         });
         Tensor::from_vec(out, shape, &Device::Cpu)
     }
+}
+
+/// A range cut at the borders of blocks of `size`.
+fn within_blocks(range: &Range<usize>, size: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    let range = range.clone();
+    (range.start / size..range.end.div_ceil(size))
+        .map(move |block| range.start.max(block * size)..range.end.min((block + 1) * size))
 }
 
 /// The number that 8 bits are: a sign, 4 bits of exponent and 3 of mantissa, without infinities.
@@ -163,7 +201,7 @@ mod tests {
         let weights = HashMap::from([("w".to_string(), ones), ("w_scale_inv".to_string(), scales)]);
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let vb = VarBuilder::from_tensors(weights.clone(), dtype, &Device::Cpu);
-            let got = dequantized(vb, &config(&[])).get((2, 3, 4), "w")?;
+            let got = dequantized(vb, &config(&[]), None).get((2, 3, 4), "w")?;
             assert_eq!(got.dtype(), dtype);
             let want = [
                 [[1f32, 1., 1., 2.], [1., 1., 1., 2.], [3., 3., 3., 4.]],
@@ -178,7 +216,7 @@ mod tests {
     fn only_listed_projections_are_plain() {
         let vb = VarBuilder::from_tensors(HashMap::new(), DType::F32, &Device::Cpu);
         let listed = config(&["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.2.self_attn", "up_proj"]);
-        let fp8 = Fp8 { vb, config: listed };
+        let fp8 = Fp8 { vb, config: listed, cuts: None };
         for (name, plain) in [
             ("model.layers.0.mlp.gate_proj.weight", false),
             ("model.layers.1.mlp.gate_proj.weight", true),

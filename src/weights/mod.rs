@@ -18,6 +18,7 @@ use crate::linear::Linear;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::VarBuilder;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A matrix that a projection is made of.
@@ -38,6 +39,23 @@ pub(crate) struct Tiles {
     pub per_group: usize,
     /// Of a piece.
     pub size: usize,
+}
+
+impl Tiles {
+    /// Where the pieces of some groups stand, group by group.
+    fn grouped(self, groups: Range<usize>) -> Vec<Range<usize>> {
+        groups.flat_map(|group| (0..self.per_group).map(move |i| self.places(i, group..group + 1))).collect()
+    }
+
+    /// The same in the order in which they stand.
+    fn stored(self, groups: Range<usize>) -> Vec<Range<usize>> {
+        (0..self.per_group).map(|i| self.places(i, groups.clone())).collect()
+    }
+
+    /// Of piece `i` of each group.
+    fn places(self, i: usize, groups: Range<usize>) -> Range<usize> {
+        (i * self.groups + groups.start) * self.size..(i * self.groups + groups.end) * self.size
+    }
 }
 
 /// A place among the weights of a model. Every part of a model loads from one.
@@ -71,6 +89,12 @@ impl<'a> Source<'a> {
     /// The place `name` below this one.
     pub(crate) fn pp(&self, name: impl ToString) -> Self {
         Self { dense: self.dense.pp(name), gguf: self.gguf.clone(), quantizer: self.quantizer.clone() }
+    }
+
+    /// The matrices that could not have the type that was asked for, or that of their file.
+    pub(crate) fn other_types(&self) -> Vec<OtherType> {
+        let of_file = self.gguf.iter().flat_map(|gguf| gguf.others());
+        of_file.chain(self.quantizer.iter().flat_map(|quantizer| quantizer.others())).collect()
     }
 
     /// All weights below this place, dense.
@@ -114,7 +138,7 @@ impl<'a> Source<'a> {
     pub(crate) fn matrix(&self, rows: usize, columns: usize, name: &str) -> Result<Matrix> {
         let path = self.path(name);
         if let Some(gguf) = &self.gguf {
-            if let Some(quantized) = gguf.matrix(&path, rows, columns)? {
+            if let Some(quantized) = gguf.matrix(&path, &[rows, columns])? {
                 return Ok(quantized);
             }
         }
@@ -124,7 +148,7 @@ impl<'a> Source<'a> {
     /// A matrix that is quantised in its file and can be taken row by row on the model's device.
     pub(crate) fn stored_blocks(&self, rows: usize, columns: usize, name: &str) -> Result<Option<Blocks>> {
         let Some(gguf) = &self.gguf else { return Ok(None) };
-        Ok(match gguf.matrix(&self.path(name), rows, columns)? {
+        Ok(match gguf.matrix(&self.path(name), &[rows, columns])? {
             // candle has no CUDA kernel for the others.
             Some(Matrix::Blocks(blocks)) => {
                 let activations = matches!(blocks.dtype(), GgmlDType::Q8_1 | GgmlDType::Q8K);

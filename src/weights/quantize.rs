@@ -5,7 +5,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{bail, Result, Tensor};
 use std::sync::{Mutex, PoisonError};
 
-/// How [`CausalLm::load_with`](crate::models::CausalLm::load_with) loads.
+/// How [`CausalLm::load_with`](crate::models::CausalLm::load_with) and its likes load.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LoadOptions {
     /// Quantises the matrices of all projections, embeddings aside, to this type, one by one as they are read: memory
@@ -16,10 +16,12 @@ pub struct LoadOptions {
     /// [`CausalLm::other_types`](crate::models::CausalLm::other_types) tells which did. The decay and beta
     /// projections of Gated DeltaNet layers, a few rows that all else hangs on, become `Q8_0` whatever is asked for.
     /// Norms, the convolution and the router of experts are never quantised.
+    ///
+    /// A rank of several quantises its part of each matrix, whose width is what counts then.
     pub quantize: Option<GgmlDType>,
 }
 
-/// A matrix that could not be quantised to the type that was asked for.
+/// A matrix that could not be quantised to the type that was asked for, or whose part could not keep that of its file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OtherType {
     /// Full name in the checkpoint.
@@ -28,11 +30,26 @@ pub struct OtherType {
     pub dtype: Option<GgmlDType>,
 }
 
+/// A list of them that grows while a model is loaded.
+#[derive(Debug, Default)]
+pub(super) struct Others(Mutex<Vec<OtherType>>);
+
+impl Others {
+    pub(super) fn add(&self, name: &str, dtype: Option<GgmlDType>) {
+        let other = OtherType { name: name.to_string(), dtype };
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(other);
+    }
+
+    pub(super) fn all(&self) -> Vec<OtherType> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
 /// What [`LoadOptions::quantize`] asks for, and where it could not be done.
 #[derive(Debug)]
 pub(crate) struct Quantizer {
     dtype: GgmlDType,
-    others: Mutex<Vec<OtherType>>,
+    others: Others,
 }
 
 const TYPES: &[GgmlDType] = &[
@@ -53,12 +70,12 @@ impl Quantizer {
         if !TYPES.contains(&dtype) {
             bail!("quantize: expected one of {TYPES:?}, got {dtype:?}")
         }
-        Ok(Self { dtype, others: Mutex::default() })
+        Ok(Self { dtype, others: Others::default() })
     }
 
     /// The matrices that have another type.
-    pub(crate) fn others(&self) -> Vec<OtherType> {
-        self.others.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub(super) fn others(&self) -> Vec<OtherType> {
+        self.others.all()
     }
 
     /// The type for `columns`, noted where it is not the one that was asked for.
@@ -66,8 +83,7 @@ impl Quantizer {
         let fits = |dtype: &GgmlDType| columns.is_multiple_of(dtype.block_size());
         let dtype = [self.dtype, GgmlDType::Q8_0].into_iter().find(fits);
         if dtype != Some(self.dtype) {
-            let other = OtherType { name: path.to_string(), dtype };
-            self.others.lock().unwrap_or_else(PoisonError::into_inner).push(other);
+            self.others.add(path, dtype);
         }
         dtype
     }

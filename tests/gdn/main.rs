@@ -23,6 +23,7 @@ mod layer;
 mod model;
 mod moe;
 mod parallel;
+mod parallel_quantised;
 mod pool;
 #[cfg(feature = "profile")]
 mod profile;

@@ -39,6 +39,8 @@ struct Indexed {
     gate_up: Vec<QTensor>,
     /// `[experts, hidden, intermediate]`
     down: QTensor,
+    /// What the kernels count an expert of q8_0 as.
+    q8_0_step: u32,
 }
 
 #[derive(Debug)]
@@ -102,13 +104,16 @@ impl Experts {
         let ExpertShape { experts: n, intermediate, hidden } = shape;
         let indexable = |blocks: &Blocks| {
             use GgmlDType::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8_0};
-            matches!(blocks.dtype(), Q8_0 | Q2K | Q3K | Q4K | Q5K | Q6K)
+            let of_an_expert = blocks.rows() / n * blocks.columns();
+            matches!(blocks.dtype(), Q2K | Q3K | Q4K | Q5K | Q6K)
+                || blocks.dtype() == Q8_0 && of_an_expert.is_multiple_of(K_BLOCK)
         };
         if device.is_cuda() && indexable(&blocks.down) && blocks.gate_up.iter().all(indexable) {
             let gate_up = blocks.gate_up.iter().map(|part| part.qtensor((n, part.rows() / n, hidden), device));
             return Ok(Self::Indexed(Box::new(Indexed {
                 gate_up: gate_up.collect::<Result<_>>()?,
                 down: blocks.down.qtensor((n, hidden, intermediate), device)?,
+                q8_0_step: q8_0_step(device)?,
             })));
         }
         let of = |blocks: &Blocks, expert: usize| {
@@ -140,15 +145,20 @@ impl Indexed {
         let mut outs = Vec::with_capacity(tokens.div_ceil(AT_ONCE));
         for first in (0..tokens).step_by(AT_ONCE) {
             let count = AT_ONCE.min(tokens - first);
-            // The kernels take whole tensors, not views.
-            let part = |x: &Tensor| match count == tokens {
-                true => Ok(x.clone()),
-                false => x.narrow(0, first, count)?.force_contiguous(),
+            // The kernels read a storage from its begin, wherever the tensor is in it.
+            let part = |x: &Tensor| {
+                let part = x.narrow(0, first, count)?;
+                let is_begin = part.is_contiguous() && part.layout().start_offset() == 0;
+                if is_begin {
+                    Ok(part)
+                } else {
+                    part.force_contiguous()
+                }
             };
             let (x, ids) = (part(x)?.reshape((count, 1, hidden))?, part(&chosen)?);
-            let gate_up = self.gate_up.iter().map(|w| w.indexed_moe_forward(&x, &ids)).collect::<Result<Vec<_>>>()?;
+            let gate_up = self.gate_up.iter().map(|w| self.product(w, &x, &ids)).collect::<Result<Vec<_>>>()?;
             let inner = Swiglu::new().forward(&Tensor::cat(&gate_up, 2)?)?;
-            let out = self.down.indexed_moe_forward(&inner, &ids)?;
+            let out = self.product(&self.down, &inner, &ids)?;
             outs.push(out.broadcast_mul(&part(&weights)?.unsqueeze(2)?)?.sum(1)?);
         }
         match outs.as_slice() {
@@ -156,6 +166,33 @@ impl Indexed {
             outs => Tensor::cat(outs, 0),
         }
     }
+
+    /// `x [tokens, 1 or chosen, in]` by each token's experts `ids [tokens, chosen]`.
+    fn product(&self, weight: &QTensor, x: &Tensor, ids: &Tensor) -> Result<Tensor> {
+        if weight.dtype() == GgmlDType::Q8_0 && self.q8_0_step > 1 {
+            return weight.indexed_moe_forward(x, &ids.affine(self.q8_0_step.into(), 0.)?);
+        }
+        weight.indexed_moe_forward(x, ids)
+    }
+}
+
+/// Numbers in a block of the k types.
+const K_BLOCK: usize = 256;
+
+/// candle's kernels go from expert to expert by blocks of 256, which those of q8_0 are not: there an expert lies eight
+/// of such steps behind the one before it, in candle 0.11. Asked of the kernel, so that a candle in which this is
+/// mended gives 1: of two experts of eight rows the second alone is not zero.
+fn q8_0_step(device: &Device) -> Result<u32> {
+    let block = GgmlDType::Q8_0.block_size();
+    let rows = K_BLOCK / block;
+    let experts = [
+        Tensor::zeros((rows, block), DType::F32, &Device::Cpu)?,
+        Tensor::ones((rows, block), DType::F32, &Device::Cpu)?,
+    ];
+    let weight = QTensor::quantize_onto(&Tensor::stack(&experts, 0)?, GgmlDType::Q8_0, device)?;
+    let x = Tensor::ones((1, 1, block), DType::F32, device)?;
+    let second = weight.indexed_moe_forward(&x, &Tensor::new(&[[1u32]], device)?)?.flatten_all()?.to_vec1::<f32>()?;
+    Ok(if second[0] == 0. { rows as u32 } else { 1 })
 }
 
 /// `x [tokens, hidden]` in f32 to the weighted sum of each token's experts.

@@ -5,12 +5,17 @@
 //! where there are more ranks than those), of every MLP and every expert a range of the inner width, and a range of the
 //! vocabulary. What a mixer or a feed-forward gives is summed over the ranks, twice a layer; norms, routers and small
 //! gates are on every rank.
+//!
+//! Weights may be quantised, in a GGUF file or as they load: rows are divided as they are, columns at the borders of their
+//! blocks where these fall so ([`CausalLm::load_gguf_part`](super::CausalLm::load_gguf_part) says what else).
 
 mod config;
+mod cut;
 mod local;
 mod vocabulary;
 mod weights;
 
+pub(crate) use cut::{Cut, Cuts, RowsOrColumns};
 pub use local::LocalRank;
 pub(crate) use vocabulary::Vocabulary;
 pub use weights::{part_of, part_of_safetensors};

@@ -5,10 +5,9 @@ use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, Result};
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::io::BufReader;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 /// A GGUF file, or all files of one that was split (`..-00001-of-00003.gguf`): what
 /// [`ModelConfig::from_gguf`](crate::models::ModelConfig::from_gguf) and
@@ -23,7 +22,7 @@ pub struct GgufFile {
 #[derive(Debug)]
 struct OneFile {
     path: PathBuf,
-    file: Mutex<File>,
+    file: File,
     content: Content,
 }
 
@@ -104,6 +103,32 @@ impl GgufFile {
     }
 }
 
+/// Bytes read at a time where columns are left out; few in tests, so that there are several times.
+const PIECE_BYTES: usize = if cfg!(test) { 2000 } else { 8 << 20 };
+
+impl GgufFile {
+    /// [`rows`](Self::rows) in pieces, one after the other, of which `take` keeps some: of columns that are left out no more
+    /// than a piece is held. (They are read: a row is seldom more than the pages of the disk.)
+    pub(super) fn in_pieces(
+        &self,
+        tensor: &str,
+        ranges: Option<&[Range<usize>]>,
+        mut take: impl FnMut(Blocks) -> Result<()>,
+    ) -> Result<()> {
+        let Some((_, info)) = self.find(tensor) else { return self.rows(tensor, ranges).map(|_| ()) };
+        let (rows, columns) = rows_and_columns(info.shape.dims());
+        let at_once = (PIECE_BYTES / row_bytes(info.ggml_dtype, columns).unwrap_or(0).max(1)).max(1);
+        let all = 0..rows;
+        for range in joined(ranges.unwrap_or(std::slice::from_ref(&all))) {
+            for first in range.clone().step_by(at_once) {
+                let piece = first..range.end.min(first + at_once);
+                take(self.rows(tensor, Some(std::slice::from_ref(&piece)))?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 impl OneFile {
     fn open(path: &Path) -> Result<Self> {
         let name = path.display();
@@ -138,11 +163,20 @@ impl OneFile {
                 bail!("{name} is cut off: tensor `{tensor}` ends at byte {end}, the file at {len}")
             }
         }
-        Ok(Self { path: path.to_path_buf(), file: Mutex::new(file), content })
+        Ok(Self { path: path.to_path_buf(), file, content })
     }
 
+    /// Ranks read at the same time.
+    #[cfg(unix)]
     fn read(&self, at: u64, to: &mut [u8]) -> std::io::Result<()> {
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        std::os::unix::fs::FileExt::read_exact_at(&self.file, to, at)
+    }
+
+    #[cfg(not(unix))]
+    fn read(&self, at: u64, to: &mut [u8]) -> std::io::Result<()> {
+        use std::io::{Read, Seek, SeekFrom};
+        // A handle has one position.
+        let mut file = File::open(&self.path)?;
         file.seek(SeekFrom::Start(at))?;
         file.read_exact(to)
     }
@@ -159,7 +193,7 @@ fn rows_and_columns(dims: &[usize]) -> (usize, usize) {
 }
 
 /// Ranges that follow each other as one.
-fn joined(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
+pub(super) fn joined(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
     let mut joined: Vec<Range<usize>> = Vec::with_capacity(ranges.len());
     for range in ranges {
         match joined.last_mut() {

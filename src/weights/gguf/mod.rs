@@ -2,55 +2,74 @@
 
 mod file;
 mod names;
+#[cfg(test)]
+mod tests;
+mod wanted;
 
 pub use file::GgufFile;
 
-use super::blocks::{float, Blocks};
-use super::{Matrix, Tiles};
+use super::blocks::{float, row_bytes, Blocks};
+use super::quantize::Others;
+use super::{Matrix, OtherType};
+use crate::models::Cuts;
 use crate::GdnConfig;
+use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::Init;
+use file::joined;
 use names::{place, Heads, Place, Value};
 use std::ops::Range;
+use std::sync::Arc;
+use wanted::{are_whole_blocks, length, Wanted};
 
 /// A file, and the heads of its Gated DeltaNet layers.
 #[derive(Debug, Clone)]
 pub(crate) struct GgufWeights<'a> {
     file: &'a GgufFile,
     heads: Heads,
+    /// What a rank has of each weight, where it has a part.
+    cuts: Option<Arc<Cuts>>,
+    others: Arc<Others>,
 }
 
 impl<'a> GgufWeights<'a> {
-    /// With `tiled`, value head `h` of the file belongs to key head `h % HK`.
-    pub(crate) fn new(file: &'a GgufFile, config: &GdnConfig, tiled: bool) -> Self {
-        Self { file, heads: Heads { config: config.clone(), tiled } }
+    /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `cuts` each weight is the part of it.
+    pub(crate) fn new(file: &'a GgufFile, config: &GdnConfig, tiled: bool, cuts: Option<Cuts>) -> Self {
+        let heads = Heads { config: config.clone(), tiled };
+        Self { file, heads, cuts: cuts.map(Arc::new), others: Arc::default() }
     }
 
-    /// A matrix whose type is a quantised one; `None` for others.
-    pub(crate) fn matrix(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Matrix>> {
-        let place = self.place(name)?;
-        if self.file.dtype(&place.tensor).is_none_or(|dtype| float(dtype).is_some()) {
-            return Ok(None);
+    /// A matrix `[.., rows, columns]` whose type is a quantised one; `None` for others.
+    ///
+    /// A part whose columns are not whole blocks cannot stay as it is: it becomes `Q8_0`, which adds little to what any
+    /// such type has lost, or is left to the dense weights where it is not whole blocks of that either.
+    pub(crate) fn matrix(&self, name: &str, shape: &[usize]) -> Result<Option<Matrix>> {
+        let wanted = self.wanted(name, shape)?;
+        let dtype = self.file.dtype(&wanted.place.tensor).filter(|dtype| float(*dtype).is_none());
+        let Some(dtype) = dtype else { return Ok(None) };
+        let Some(columns) = &wanted.columns else {
+            return self.read(&wanted, None, dtype).map(Matrix::Blocks).map(Some);
+        };
+        let read = |columns: &[Range<usize>], otherwise| self.read(&wanted, Some(columns), otherwise);
+        if are_whole_blocks(dtype, columns) {
+            return read(columns, dtype).map(Matrix::Blocks).map(Some);
         }
-        if !self.fits(&place) {
-            return self.misshapen(name, &place, &[rows, columns]);
+        if let Some((columns, tiles)) = wanted.tiled.as_ref().filter(|(columns, _)| are_whole_blocks(dtype, columns)) {
+            return Ok(Some(Matrix::Tiled(read(columns, dtype)?, *tiles)));
         }
-        let blocks = self.read(&place)?;
-        if (blocks.rows(), blocks.columns()) != (rows, columns) {
-            return self.misshapen(name, &place, &[rows, columns]);
-        }
-        Ok(Some(match place.columns {
-            None => Matrix::Blocks(blocks),
-            Some(tiles) => match untiled(&blocks, tiles) {
-                Some(blocks) => Matrix::Blocks(blocks),
-                None => Matrix::Tiled(blocks, tiles),
-            },
-        }))
+        let other = Some(GgmlDType::Q8_0).filter(|q8_0| row_bytes(*q8_0, length(columns)).is_some());
+        self.others.add(name, other);
+        other.map(|other| read(columns, other).map(Matrix::Blocks)).transpose()
     }
 
     pub(crate) fn is_quantized(&self) -> bool {
         self.file.is_quantized()
+    }
+
+    /// The matrices that could not keep the type of the file.
+    pub(super) fn others(&self) -> Vec<OtherType> {
+        self.others.all()
     }
 
     /// Whether it has the weight, in a tensor of its own.
@@ -68,17 +87,53 @@ impl<'a> GgufWeights<'a> {
         }
     }
 
-    fn read(&self, place: &Place) -> Result<Blocks> {
-        self.file.rows(&place.tensor, place.rows.as_ref().map(|rows| &rows.ranges[..]))
+    /// What there is to read where `shape` is asked for; an error where the tensor has another one. Dimensions of one are
+    /// not looked at.
+    fn wanted(&self, name: &str, shape: &[usize]) -> Result<Wanted> {
+        let place = self.place(name)?;
+        let cut = self.cuts.as_ref().and_then(|cuts| cuts.of(name, shape));
+        let whole = cut.as_ref().map_or_else(|| shape.to_vec(), |cut| cut.whole(shape));
+        let stored = self.file.shape(&place.tensor).unwrap_or_default();
+        let taken = place.rows.as_ref().map(|rows| length(&rows.ranges));
+        let model = stored.iter().enumerate().map(|(i, n)| taken.filter(|_| i == 0).unwrap_or(*n));
+        let same = model.filter(|n| *n != 1).eq(whole.iter().copied().filter(|n| *n != 1));
+        if !same || place.rows.as_ref().is_some_and(|rows| stored.first() != Some(&rows.of)) {
+            bail!(
+                "{}: tensor `{}`: expected {whole:?} for the weight `{name}`, got {stored:?}",
+                self.file.path().display(),
+                place.tensor
+            )
+        }
+        Ok(Wanted::new(place, &whole, cut))
     }
 
-    /// Whether the tensor has the rows that some are to be taken of.
-    fn fits(&self, place: &Place) -> bool {
-        let rows = self.file.shape(&place.tensor).and_then(|dims| dims.first().copied());
-        place.rows.as_ref().is_none_or(|part| rows == Some(part.of))
+    /// The rows that are wanted, of them `columns`, and in `otherwise` where these are not whole blocks.
+    fn read(&self, wanted: &Wanted, columns: Option<&[Range<usize>]>, otherwise: GgmlDType) -> Result<Blocks> {
+        let (tensor, rows) = (&wanted.place.tensor, wanted.rows.as_deref());
+        let columns = columns.map(joined);
+        let all = self.file.shape(tensor).and_then(|dims| dims.last()).map_or(0..0, |n| 0..*n);
+        let Some(columns) = columns.filter(|columns| *columns != [all.clone()]) else {
+            return self.file.rows(tensor, rows);
+        };
+        let mut kept = Vec::new();
+        self.file.in_pieces(tensor, rows, |blocks| {
+            kept.push(match blocks.select_columns(&columns) {
+                Some(kept) => kept,
+                None => {
+                    let wide = blocks.tensor()?;
+                    let parts = columns.iter().map(|range| wide.narrow(1, range.start, range.len()));
+                    Blocks::quantize(&Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 1)?, otherwise)?
+                }
+            });
+            Ok(())
+        })?;
+        match Blocks::one(kept) {
+            Some(blocks) => Ok(blocks),
+            None => bail!("{}: tensor `{tensor}`: expected rows, got none", self.file.path().display()),
+        }
     }
 
-    /// A weight on the CPU, a float type as it is and others in f32. Dimensions of one are not looked at.
+    /// A weight on the CPU, a float type as it is and others in f32.
     fn dense(&self, shape: &Shape, name: &str) -> Result<Tensor> {
         if let Some(experts) = name.strip_suffix(".gate_up_proj").filter(|_| !self.contains(name)) {
             let [experts_, rows, columns] = *shape.dims() else { return self.dense_at(shape, name) };
@@ -90,48 +145,15 @@ impl<'a> GgufWeights<'a> {
     }
 
     fn dense_at(&self, shape: &Shape, name: &str) -> Result<Tensor> {
-        let place = self.place(name)?;
-        let tensor_shape = self.file.shape(&place.tensor).unwrap_or_default();
-        let taken = place.rows.as_ref().map(|rows| rows.ranges.iter().map(Range::len).sum());
-        let stored = tensor_shape.iter().enumerate().map(|(i, n)| taken.filter(|_| i == 0).unwrap_or(*n));
-        let same = stored.filter(|n| *n != 1).eq(shape.dims().iter().copied().filter(|n| *n != 1));
-        if !same || !self.fits(&place) {
-            return self.misshapen(name, &place, shape.dims());
-        }
-        let mut blocks = self.read(&place)?;
-        let mut tensor = match place.columns.map(|tiles| (untiled(&blocks, tiles), tiles)) {
-            Some((Some(untiled), _)) => {
-                blocks = untiled;
-                blocks.tensor()?
-            }
-            Some((None, Tiles { groups, per_group, size })) => {
-                let tiled = blocks.tensor()?.reshape((blocks.rows(), per_group, groups, size))?;
-                tiled.transpose(1, 2)?.contiguous()?
-            }
-            None => blocks.tensor()?,
-        };
-        tensor = match place.value {
+        let wanted = self.wanted(name, shape.dims())?;
+        let tensor = self.read(&wanted, wanted.columns.as_deref(), GgmlDType::F32)?.tensor()?;
+        let tensor = match wanted.place.value {
             Value::Same => tensor,
             Value::PlusOne => (tensor.to_dtype(DType::F32)? - 1.0)?,
             Value::MinusExp => tensor.to_dtype(DType::F32)?.neg()?.log()?,
         };
         tensor.reshape(shape)
     }
-
-    fn misshapen<T>(&self, name: &str, place: &Place, expected: &[usize]) -> Result<T> {
-        bail!(
-            "{}: tensor `{}`: expected {expected:?} for the weight `{name}`, got {:?}",
-            self.file.path().display(),
-            place.tensor,
-            self.file.shape(&place.tensor).unwrap_or_default()
-        )
-    }
-}
-
-/// Its columns in the model's order, where the pieces are whole blocks.
-fn untiled(blocks: &Blocks, tiles: Tiles) -> Option<Blocks> {
-    let Tiles { groups, per_group, size } = tiles;
-    blocks.reorder_columns(size, |piece| piece % per_group * groups + piece / per_group)
 }
 
 /// For all that takes dense weights.
@@ -141,6 +163,9 @@ impl SimpleBackend for GgufWeights<'_> {
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        if self.cuts.is_some() {
+            bail!("{name}: which part of it a rank has depends on its shape, and none was asked for")
+        }
         let place = self.place(name)?;
         let shape = self.file.shape(&place.tensor).unwrap_or_default();
         self.get(shape.into(), name, Init::default(), dtype, device)

@@ -1,0 +1,150 @@
+//! Which rows or columns of each weight a rank has.
+
+use super::super::config::ModelConfig;
+use super::{Collective, Part};
+use candle_core::Result;
+use std::ops::Range;
+
+/// A rank's part of the weights of a model.
+#[derive(Debug, Clone)]
+pub(crate) struct Cuts {
+    /// Of the whole model.
+    config: ModelConfig,
+    part: Part,
+}
+
+/// Ranges along one dimension, kept in this order.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Cut {
+    pub dim: usize,
+    /// Length of the dimension in the whole.
+    pub of: usize,
+    pub ranges: Vec<Range<usize>>,
+}
+
+/// A cut of matrices.
+#[derive(Debug, PartialEq)]
+pub(crate) enum RowsOrColumns {
+    /// Of all matrices one below the other.
+    Rows(Vec<Range<usize>>),
+    Columns(Vec<Range<usize>>),
+}
+
+impl Cut {
+    /// The shape of the whole, of which `part` is that of a part.
+    pub fn whole(&self, part: &[usize]) -> Vec<usize> {
+        let mut whole = part.to_vec();
+        whole[self.dim] = self.of;
+        whole
+    }
+
+    /// What it is of the matrices that a weight of shape `whole` is. A vector has rows of one number.
+    pub fn rows_or_columns(self, whole: &[usize]) -> RowsOrColumns {
+        let last = whole.len().saturating_sub(1);
+        if self.dim == last && self.dim > 0 {
+            return RowsOrColumns::Columns(self.ranges);
+        }
+        let each: usize = whole.get(self.dim + 1..last).unwrap_or_default().iter().product();
+        let matrices: usize = whole[..self.dim].iter().product();
+        let row = |i: usize, place: usize| (i * self.of + place) * each;
+        let of_matrix = |i: usize| self.ranges.iter().map(move |r| row(i, r.start)..row(i, r.end));
+        RowsOrColumns::Rows((0..matrices).flat_map(of_matrix).collect())
+    }
+}
+
+impl Cuts {
+    /// # Errors
+    /// Where the model cannot be divided so.
+    pub fn new(config: &ModelConfig, group: &dyn Collective) -> Result<Self> {
+        config.split(group.size())?;
+        Ok(Self { config: config.clone(), part: Part::of(group)? })
+    }
+
+    /// What the rank has of a weight, of which it asks for `shape`; nothing where it has all of it.
+    pub fn of(&self, name: &str, shape: &[usize]) -> Option<Cut> {
+        let (c, a, part) = (&self.config.gdn, &self.config.attention, self.part);
+        let name = name.strip_suffix(".weight").unwrap_or(name);
+        let mut parts = name.rsplit('.');
+        let (last, above) = (parts.next()?, parts.next().unwrap_or_default());
+        let along = |dim: usize| {
+            let of = shape.get(dim)? * part.size;
+            Some(Cut { dim, of, ranges: vec![part.range(of)] })
+        };
+        // q, k and v, or the gate and up: each has its part.
+        let sections = |dim: usize, sizes: &[usize]| {
+            let mut start = 0;
+            let ranges = sizes.iter().map(|size| {
+                let range = part.range(*size);
+                start += size;
+                start - size + range.start..start - size + range.end
+            });
+            Some(Cut { dim, ranges: ranges.collect(), of: sizes.iter().sum() })
+        };
+        match (above, last) {
+            // By key head, and so are the value heads that belong to them.
+            ("linear_attn", "in_proj_qkvz" | "in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a") => along(0),
+            ("linear_attn", "A_log" | "dt_bias") => along(0),
+            ("linear_attn", "in_proj_qkv" | "conv1d") => sections(0, &[c.key_size(), c.key_size(), c.value_size()]),
+            ("linear_attn", "out_proj") => along(1),
+            ("self_attn", "q_proj") => along(0),
+            ("self_attn", "k_proj" | "v_proj") if part.size.is_multiple_of(a.num_kv_heads) => {
+                let head = part.rank * a.num_kv_heads / part.size;
+                let range = head * a.head_dim..(head + 1) * a.head_dim;
+                Some(Cut { dim: 0, of: a.num_kv_heads * a.head_dim, ranges: vec![range] })
+            }
+            ("self_attn", "k_proj" | "v_proj") => along(0),
+            ("self_attn", "o_proj") => along(1),
+            // All experts in one tensor.
+            ("experts", "gate_up_proj") => {
+                let inner = shape.get(1)? / 2 * part.size;
+                sections(1, &[inner, inner])
+            }
+            ("experts", "gate_proj" | "up_proj") => along(1),
+            ("experts", "down_proj") => along(2),
+            (_, "gate_proj" | "up_proj") => along(0),
+            (_, "down_proj") => along(1),
+            (_, "embed_tokens" | "lm_head") => along(0),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // one range is meant
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_vectors_matrices_and_experts() {
+        let rows = |whole: &[usize], dim: usize, ranges: &[Range<usize>]| {
+            let cut = Cut { dim, of: 6, ranges: ranges.to_vec() };
+            assert_eq!(cut.whole(whole), whole);
+            match cut.rows_or_columns(whole) {
+                RowsOrColumns::Rows(rows) => rows,
+                RowsOrColumns::Columns(columns) => panic!("columns {columns:?}"),
+            }
+        };
+        assert_eq!(rows(&[6], 0, &[2..4]), [2..4]);
+        assert_eq!(rows(&[6, 9], 0, &[0..1, 4..5]), [0..1, 4..5]);
+        // Channels of a convolution.
+        assert_eq!(rows(&[6, 1, 4], 0, &[2..4]), [2..4]);
+        assert_eq!(rows(&[2, 6, 9], 1, &[0..1, 4..5]), [0..1, 4..5, 6..7, 10..11]);
+        let cut = Cut { dim: 2, of: 6, ranges: vec![2..4] };
+        assert_eq!(cut.rows_or_columns(&[2, 9, 6]), RowsOrColumns::Columns(vec![2..4]));
+    }
+
+    #[test]
+    fn more_ranks_than_key_value_heads() -> Result<()> {
+        let config = include_str!("../../../examples/generate/configs/qwen3.5-35b-a3b.json");
+        let config = ModelConfig::from_json(config)?;
+        assert_eq!(config.attention.num_kv_heads, 2);
+        let heads: Vec<_> = (0..4)
+            .map(|rank| {
+                let cuts = Cuts { config: config.clone(), part: Part { rank, size: 4 } };
+                cuts.of("model.layers.3.self_attn.k_proj.weight", &[256, 2048]).map(|cut| cut.ranges[0].start / 256)
+            })
+            .collect();
+        assert_eq!(heads, [Some(0), Some(0), Some(1), Some(1)]);
+        Ok(())
+    }
+}
