@@ -47,6 +47,8 @@ def quick(lib, algos):
     case(lib, algos, "f16, bf16 state", [80] * 2, io="f16", state="bf16", slots="shared", hk=1, hv=1)
     case(lib, algos, "V=256", [70], v=256, hk=1, hv=1)
     case(lib, algos, "segments", [300, 20], hk=1, hv=2, segments=(2, 3), checkpoint=128, slots="apart")
+    case(lib, algos[-1:], "several heads a block", [130] * 9, hk=8, hv=16, slots="moved")
+    case(lib, algos[-1:], "heads cut in two", [520] * 9, hk=8, hv=16, checkpoint=64)
 
 
 def named(lib, algos):
@@ -79,7 +81,13 @@ def named(lib, algos):
     run("1000 tokens, beta 2", [1000], segments=(1, 3), beta_scale=2.0, state="bf16")
     run("segments of fewer tokens than parts", [3, 65], segments=(2, 5, 100))
     run("many sequences", [i % 3 for i in range(3000)], hk=1, hv=1, k=8, v=8)
+    # More heads than multiprocessors, for some lengths in whole rounds and for some with heads cut in two.
     run("many sequences", [70] * 300, hk=1, hv=2, k=64, v=64)
+    run("many empty sequences", [0] * 300, hk=1, hv=1, k=8, v=8, slots="apart")
+    for slots in ("identity", "moved", "permuted"):
+        for tokens in (130, 600):
+            run(f"16 heads of 9 sequences, {slots}", [tokens] * 9, hk=8, hv=16, slots=slots, checkpoint=128, segments=(0, 1))
+            run(f"16 heads of 17 sequences, {slots}", [tokens + 1] * 17, hk=8, hv=16, k=64, v=64, slots=slots, state="bf16")
     check_checkpoints(lib, algos)
     check_resume(lib, algos)
     check_repeats(lib, algos)

@@ -126,7 +126,7 @@ typedef struct gdn_rule_params {
   int32_t algo;            // gdn_algo
   int32_t checkpoint_tokens;  // a multiple of GDN_CHUNK; read only with checkpoints
   int32_t segments;        // context parallelism of the chunk forms on tensor cores: 0 chooses, 1 is none, n cuts a sequence
-                           // of max_tokens into n parts that run side by side
+                           // of max_tokens into n parts, of which those behind the first run side by side
   float l2_eps;            // inside the root, added to the sum of squares
   float scale;             // multiplies q after the norm
   float beta_scale;        // 1, or 2 for models with negative eigenvalues

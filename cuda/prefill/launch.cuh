@@ -1,8 +1,6 @@
 // The launches of a call, for one input type.
 #pragma once
 
-#include <numeric>
-
 #include "../common/launch.cuh"
 #include "context.cuh"
 #include "maps.h"
@@ -21,14 +19,14 @@ template <Pass PASS> int64_t scan_blocks(const gdn_rule_params &p, const Schedul
   return heads * (tiles + (s.segments - 2) * (tiles + ceil_div(p.head_k, rows)));
 }
 
-// The relay of `jobs` blocks, and its flags as they begin; `jobs` becomes the number of its blocks.
-inline int begin_relay(const Schedule &s, int64_t *jobs, uint8_t *memory, Relay *relay, cudaStream_t stream) {
-  const int32_t common = static_cast<int32_t>(std::gcd(*jobs, int64_t{s.relay}));
-  *relay = {static_cast<int32_t>(*jobs / common), s.relay / common, common, 0, reinterpret_cast<uint32_t *>(memory), nullptr};
-  while (relay->inverse < relay->places && relay->jobs % relay->places * relay->inverse % relay->places != 1 % relay->places) ++relay->inverse;
-  const int64_t flags = s.relay * 8 * int64_t{sizeof(uint32_t)};
-  relay->states = reinterpret_cast<float *>(memory + flags);
-  *jobs += s.relay - common;
+// The rounds of `jobs`, and their flags as they begin.
+inline int begin_rounds(const gdn_rule_params &p, const Schedule &s, int64_t jobs, Rounds *rounds, cudaStream_t stream) {
+  *rounds = {static_cast<int32_t>(jobs), s.places, s.cut_bytes > 0, nullptr, nullptr};
+  if (!rounds->cut) return GDN_OK;
+  uint8_t *memory = static_cast<uint8_t *>(p.workspace) + s.record_bytes + s.transfer_bytes;
+  const int64_t flags = s.places * 8 * int64_t{sizeof(uint32_t)};
+  rounds->flags = reinterpret_cast<uint32_t *>(memory);
+  rounds->states = reinterpret_cast<float *>(memory + flags);
   return cuda_status(cudaMemsetAsync(memory, 0, static_cast<size_t>(flags), stream));
 }
 
@@ -41,9 +39,9 @@ int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const Ma
   c.stream = stream;
   c.overlap = overlap;
   int64_t blocks = scan_blocks<PASS>(p, s, rows);
-  if (PASS == kRelay) {
-    uint8_t *memory = static_cast<uint8_t *>(p.workspace) + s.record_bytes + s.transfer_bytes;
-    if (const int status = begin_relay(s, &blocks, memory, &plan.relay, stream)) return status;
+  if (PASS == kRounds) {
+    if (const int status = begin_rounds(p, s, blocks, &plan.rounds, stream)) return status;
+    blocks = s.places;
   }
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   c.grid = dim3(static_cast<unsigned>(blocks));
@@ -59,7 +57,7 @@ int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const Ma
     c.shared_bytes = sizeof(typename S::Shared);
     return launch_allowed<sm90_kernel<T, ST, KK, 1, PASS>>(c, optin, p, plan, static_cast<const Maps &>(*maps));
   }
-  if constexpr (PASS == kRelay) {
+  if constexpr (PASS == kRounds) {
     return GDN_BAD_ALGO;    // of the kernel above alone
   } else {
     c.block = dim3(2 * rows);
@@ -148,7 +146,7 @@ int launch_all(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStrea
   if (s.segments > 2) {
     if (const int status = launch_combine<KK>(p, plan, optin, stream)) return status;
   }
-  if (s.relay > 0) return launch_scan<T, ST, KK, kRelay>(p, s, plan, maps, false, optin, stream);
+  if (s.places > 0) return launch_scan<T, ST, KK, kRounds>(p, s, plan, maps, false, optin, stream);
   return launch_scan<T, ST, KK, kWhole>(p, s, plan, maps, !sm90 || s.segments > 1, optin, stream);
 }
 

@@ -11,7 +11,7 @@ namespace prefill {
 
 template <typename T, typename ST, int KK, Pass PASS>
 __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 1>::Shared &shared,
-                                            const Stretch &s, int warp, int lane) {
+                                            const Stretch &s, MathTurns<Shape90<KK, 1>> &turns, int warp, int lane) {
   using S = Shape90<KK, 1>;
   const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
   const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
@@ -25,8 +25,8 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   uint32_t stage = 0;                   // of the chunk at hand
   const Factors *factors = nullptr;     // its
   uint32_t matrices = 0;                // its
-  Turn<S::kStages> at;
-  Turn<S::kBuffers> of;
+  Turn<S::kStages> at = turns.chunk.first;
+  Turn<S::kBuffers> of = turns.chunk.second();
   float out[8][4], values[8][4];        // O^T and V' of the chunk
   uint32_t operand[KK / 16][4];         // the state before it
 
@@ -110,7 +110,10 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     wgmma::wait<0>();
     leave_chunk(chunks - 1, matrices, at.index, of.index);
     checkpoint<ST, PASS>(state, p, s, chunks - 1, row0, lane);
+    at.next();
+    of.next();
   }
+  if (PASS == kRounds) turns.chunk = {at, of};
   ptx::grid_dependency_wait();
   end_state<ST, PASS>(state, p, plan, s, 64, row0, lane);
 }

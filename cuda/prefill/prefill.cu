@@ -30,9 +30,10 @@ bool has_map(const gdn_heads &x, int32_t heads, const gdn_sequences &s) {
 struct Costs {
   double whole[2], begin_whole[2], transfer[2], begin_transfer[2];
   double combine, combine_head, launches;
+  double change;    // from one head to the next, in a block that goes through several
 };
-constexpr Costs kCosts90 = {{2.03, 2.95}, {7., 13.}, {1.3, 1.7}, {6.2, 10.}, 1., 0.06, 1.};
-constexpr Costs kCosts80 = {{4.3, 4.3}, {4., 4.}, {2.2, 2.2}, {4., 4.}, 1., 0.06, 3.};
+constexpr Costs kCosts90 = {{2.03, 2.95}, {7., 13.}, {1.5, 1.7}, {7., 10.}, 1., 0.06, 1., 3.};
+constexpr Costs kCosts80 = {{4.3, 4.3}, {4., 4.}, {2.2, 2.2}, {4., 4.}, 1., 0.06, 3., 0.};
 
 // When all is done if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`.
 double makespan(int64_t late, double long_block, int64_t brief, double brief_block, int64_t places) {
@@ -55,10 +56,10 @@ double makespan(int64_t late, double long_block, int64_t brief, double brief_blo
 struct Cut {
   int64_t segments = 1, first = 1, others = 1;
   bool wide = false, wide_first = false;    // forms of the scan and of the first pass
-  bool relay = false;                       // heads, too
+  bool rounds = false, cut = false;         // a block goes through several heads; some cut in two
 };
 
-Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int64_t places, bool has_wide, bool can_relay) {
+Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int64_t places, bool has_wide, bool has_rounds) {
   const int64_t heads = int64_t{p.seqs.num_seqs} * p.num_v_heads;
   const int64_t v_tiles[2] = {ceil_div(p.head_v, 64), ceil_div(p.head_v, 128)};
   const int64_t k_tiles[2] = {ceil_div(p.head_k, 64), ceil_div(p.head_k, 128)};
@@ -75,24 +76,29 @@ Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int
       cut.wide = w == 1;
     }
   };
-  // One segment, and heads cut in two where they do not fill their rounds (scan.cuh).
-  const auto consider_relay = [&] {
+  // One segment, and several heads a block (scan.cuh). For lengths that are known: otherwise blocks that come as there is room
+  // are balanced better.
+  const auto consider_rounds = [&] {
     for (int w = 0; w <= (has_wide ? 1 : 0); ++w) {
       const int64_t jobs = heads * v_tiles[w];
-      if (jobs <= places || jobs > 4 * places || longest < 8) continue;
-      const double turns = static_cast<double>(jobs) / static_cast<double>(places);
-      const double time = turns * static_cast<double>(longest) * cost.whole[w] + (turns + 2.) * cost.begin_whole[w] + 2. * cost.launches;
-      if (time >= best) continue;
-      best = time, cut = Cut();
-      cut.first = cut.others = longest;
-      cut.wide = w == 1, cut.relay = true;
+      if (jobs <= places || jobs > 64 * places || p.seqs.cu_seqlens) continue;
+      const double turns = static_cast<double>(jobs) / static_cast<double>(places), chunks = static_cast<double>(longest) * cost.whole[w];
+      for (const bool with_cut : {false, true}) {
+        const double length = with_cut ? turns : static_cast<double>(ceil_div(jobs, places));
+        const double changes = with_cut ? turns + 1. : length - 1.;
+        const double time = length * chunks + changes * cost.change + cost.begin_whole[w] + (with_cut ? 2. : 0.);
+        if (time >= best || (with_cut && longest < 8)) continue;
+        best = time, cut = Cut();
+        cut.first = cut.others = longest;
+        cut.wide = w == 1, cut.rounds = true, cut.cut = with_cut;
+      }
     }
   };
   if (p.segments <= 1) {
     Cut uncut;
     uncut.first = uncut.others = longest;
     consider(uncut, 0.);
-    if (can_relay) consider_relay();
+    if (has_rounds) consider_rounds();
     if (p.segments == 1) return cut;
   }
   // More blocks than two rounds of places do not pay: all that is cut off is done again.
@@ -147,9 +153,9 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   }
   s->tile_rows = cut.wide ? 128 : 64;
   s->first_rows = cut.wide_first ? 128 : 64;
-  s->relay = cut.relay ? sms : 0;
+  s->places = cut.rounds ? sms : 0;
   // At most places - 1 heads are cut: flags of 8 warps, and states.
-  s->relay_bytes = s->relay * (8 * int64_t{sizeof(uint32_t)} + int64_t{s->tile_rows} * p.head_k * int64_t{sizeof(float)});
+  s->cut_bytes = cut.cut ? sms * (8 * int64_t{sizeof(uint32_t)} + int64_t{s->tile_rows} * p.head_k * int64_t{sizeof(float)}) : 0;
   return GDN_OK;
 }
 

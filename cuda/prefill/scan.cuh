@@ -14,15 +14,14 @@
 namespace gdn {
 namespace prefill {
 
-// More heads than places to run them: heads are cut in two, so that all places are busy to the end and not only in whole rounds
-// (McNaughton's rule). With jobs of length 1 in a row, place i gets what lies between i T and (i + 1) T, T = jobs / places: it
-// first runs the part of a head that its begin cuts off, then whole ones, then the part that its end cuts off, whose other part
-// the next place ran first. Numbers are for the `common` alike parts of the row that they fall into.
-struct Relay {
-  int32_t jobs, places;    // places 0: none
-  int32_t common;
-  int32_t inverse;         // of jobs modulo places
-  uint32_t *flags;         // of each head that is cut, eight: a warp's rows are there
+// More heads than multiprocessors: a block, a `place`, goes through several. Either every places-th of them, or what lies between
+// place T and (place + 1) T of all jobs in a row, T = jobs / places, so that all places are busy to the end and not only in whole
+// rounds (McNaughton's rule): a place first runs the part of a head that its begin cuts off, then whole ones, then the part that
+// its end cuts off, whose other part the next place ran first.
+struct Rounds {
+  int32_t jobs, places;
+  bool cut;
+  uint32_t *flags;         // cut: of each place, eight: a warp's rows of what it runs first are there
   float *states;           // of each, [rows of a block, head_k]
 };
 
@@ -35,7 +34,7 @@ struct Plan {
   bool keep_state;          // a sequence without tokens need not copy its state
   const Record *records;
   float *transfers;         // context parallelism: see context.cuh
-  Relay relay;
+  Rounds rounds;
 };
 
 // A operands of the columns of `x`, of which each k step takes 16.
@@ -198,11 +197,12 @@ __device__ __forceinline__ void store_state(const float (&s)[N][4], ST *state, i
   }
 }
 
-// The rows of a padding sequence: zero.
+// The rows of a padding sequence: zero, by `threads`.
 template <typename T>
-__device__ __forceinline__ void zero_rows(const gdn_rule_params &p, int n, const Tokens &seq, int head, int row0, int rows) {
+__device__ __forceinline__ void zero_rows(const gdn_rule_params &p, int n, const Tokens &seq, int head, int row0, int rows, int thread,
+                                          int threads) {
   const int pieces = min(rows, p.head_v - row0) / kPiece;
-  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(seq.count) * pieces; i += blockDim.x)
+  for (int64_t i = thread; i < static_cast<int64_t>(seq.count) * pieces; i += threads)
     *reinterpret_cast<uint4 *>(out_heads_at<T>(p.o, n, seq.first + i / pieces, head) + row0 + i % pieces * kPiece) =
         make_uint4(0, 0, 0, 0);
 }
@@ -212,7 +212,7 @@ __device__ __forceinline__ void zero_rows(const gdn_rule_params &p, int n, const
 // What a block does with its stretch.
 enum Pass {
   kWhole,      // o, checkpoints and the final state: of a sequence in one segment, or of those behind the first
-  kRelay,      // of sequences in one segment, with some heads cut in two
+  kRounds,     // of sequences in one segment, several for a block, which is then a place
   kFirst,      // of the first segment, while
   kTransfer    // what the others add to a state and make of one is found (context.cuh)
 };
@@ -223,7 +223,7 @@ struct Stretch {
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
-  int cut;              // number of the head among those that a relay cuts; -1
+  int cut;              // the place that runs the head's first part; -1: the head is whole
 };
 
 __device__ __forceinline__ int begin_of_segment(const Plan &plan, int segment) {
@@ -253,45 +253,39 @@ __host__ __device__ __forceinline__ unsigned first_blocks(const gdn_rule_params 
   return static_cast<unsigned>(plan.v_tiles) * p.num_v_heads * p.seqs.num_seqs;
 }
 
-// Blocks of a relay in order: first parts, from the shortest, then whole heads, then second parts, from the longest.
+// What a place runs `round`-th: a job, and how many of its rounds.places-ths come before the cut.
 struct Part {
   unsigned job;
-  int cut;       // as in Stretch
-  int share;     // of relay.places: what the first part has
+  int cut, share;    // cut as in Stretch
   bool second;
 };
-__device__ __forceinline__ Part part_of(const Relay &r, unsigned block) {
-  const unsigned cuts = (r.places - 1) * r.common, jobs = static_cast<unsigned>(r.jobs) * r.common;
-  const bool second = block >= jobs;
-  if (second || block < cuts) {
-    const int cut = static_cast<int>(second ? block - jobs : block), share = 1 + cut / r.common;
-    const int place = static_cast<int>(static_cast<int64_t>(r.places - share) * r.inverse % r.places);
-    return {static_cast<unsigned>(cut % r.common * r.jobs + place * r.jobs / r.places), cut, share, second};
-  }
-  const int each = r.jobs - r.places + 1, whole = static_cast<int>(block - cuts);
-  int low = 0, high = r.jobs;    // the last job before which there are no more whole ones
-  while (high - low > 1) {
-    const int job = (low + high) / 2, before = min(r.places - 1, (job * r.places + r.jobs - 1) / r.jobs - 1);
-    if (job - before <= whole % each) low = job;
-    else high = job;
-  }
-  // The same for all, which the compiler must see, for registers of its own.
-  return {static_cast<unsigned>(whole / each * r.jobs + __shfl_sync(0xffffffffu, low, 0)), -1, 0, false};
+__device__ __forceinline__ int rounds_of(const Rounds &r, int place) {
+  if (!r.cut) return (r.jobs - place + r.places - 1) / r.places;
+  const int begin = place * r.jobs / r.places, end = ((place + 1) * r.jobs + r.places - 1) / r.places;
+  return end - begin;
+}
+__device__ __forceinline__ Part part_of(const Rounds &r, int place, int round) {
+  if (!r.cut) return {static_cast<unsigned>(place + round * r.places), -1, 0, false};
+  const int job = place * r.jobs / r.places + round, begin = place * r.jobs % r.places;
+  if (round == 0 && begin > 0) return {static_cast<unsigned>(job), place, r.places - begin, false};
+  const int end = (place + 1) * r.jobs;
+  if (job == end / r.places) return {static_cast<unsigned>(job), place + 1, r.places - end % r.places, true};
+  return {static_cast<unsigned>(job), -1, 0, false};
 }
 
 // Tiles of a head lie side by side, so that those who read the same keys run together.
 template <Pass PASS>
-__device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Plan &plan, int tile_rows, unsigned block) {
+__device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Plan &plan, int tile_rows, unsigned block, int round) {
   Stretch s;
   Part part = {block, -1, 0, false};
-  if (PASS == kRelay) part = part_of(plan.relay, block), block = part.job;
+  if (PASS == kRounds) part = part_of(plan.rounds, static_cast<int>(block), round), block = part.job;
   if (PASS == kTransfer) block -= first_blocks(p, plan);
   const int tiles = PASS == kTransfer ? plan.v_tiles + (p.head_k + tile_rows - 1) / tile_rows : plan.v_tiles;
   int tile = static_cast<int>(block % tiles);
   block /= tiles;
   s.head = static_cast<int>(block % p.num_v_heads);
   block /= p.num_v_heads;
-  if (PASS == kFirst || PASS == kRelay || plan.segments == 1) {
+  if (PASS == kFirst || PASS == kRounds || plan.segments == 1) {
     s.segment = 0;
     s.n = static_cast<int>(block);
   } else {
@@ -307,8 +301,8 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   s.end = min(chunks, begin_of_segment(plan, s.segment + 1));
   s.cut = -1;
   if (PASS == kTransfer && s.end == chunks) s.end = s.begin;    // nothing follows that would need it
-  if (PASS == kRelay && part.cut >= 0) {
-    const int first = (chunks * part.share + plan.relay.places / 2) / plan.relay.places;
+  if (PASS == kRounds && part.cut >= 0) {
+    const int first = (chunks * part.share + plan.rounds.places / 2) / plan.rounds.places;
     if (part.second) s.segment = 1, s.begin = first;
     else s.end = first;
     if (0 < first && first < chunks) s.cut = part.cut;
@@ -324,8 +318,8 @@ template <Pass PASS> __device__ __forceinline__ bool is_idle(const Stretch &s, c
 // ---- the state of a warp's rows along a stretch, `row0` being the first of them ----
 
 // Between the two parts of a head, by a block of `tile_rows`.
-__device__ __forceinline__ float *relay_at(const gdn_rule_params &p, const Plan &plan, const Stretch &s, int tile_rows) {
-  return plan.relay.states + static_cast<int64_t>(s.cut) * tile_rows * p.head_k;
+__device__ __forceinline__ float *cut_at(const gdn_rule_params &p, const Plan &plan, const Stretch &s, int tile_rows) {
+  return plan.rounds.states + static_cast<int64_t>(s.cut) * tile_rows * p.head_k;
 }
 
 template <typename ST, Pass PASS, int N>
@@ -337,10 +331,10 @@ __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         state[t][i] = s.identity && row0 + lane / 4 + i / 2 * 8 == 8 * t + 2 * (lane % 4) + i % 2 ? 1.f : 0.f;
-  } else if (PASS == kRelay && s.segment > 0 && s.cut >= 0) {
+  } else if (PASS == kRounds && s.segment > 0 && s.cut >= 0) {
     const int row = row0 - s.row0;
-    ptx::wait_for_flag(plan.relay.flags + 8 * s.cut + row / 16, lane);
-    load_state(state, relay_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+    ptx::wait_for_flag(plan.rounds.flags + 8 * s.cut + row / 16, lane);
+    load_state(state, cut_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
   } else if (PASS == kWhole && s.segment > 0) {
     ptx::grid_dependency_wait();
     const float *from = s.segment > 1 ? transfer_at(p, plan, s.n, s.segment - 1, s.head) : first_at(p, plan, s.n, s.head);
@@ -374,10 +368,10 @@ __device__ __forceinline__ void end_state(const float (&state)[N][4], const gdn_
     store_state(state, to + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
   } else if (PASS == kFirst) {
     store_state(state, first_at(p, plan, s.n, s.head), row0, p.head_v, p.head_k, lane);
-  } else if (PASS == kRelay) {
+  } else if (PASS == kRounds) {
     const int row = row0 - s.row0;
-    store_state(state, relay_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
-    ptx::set_flag(plan.relay.flags + 8 * s.cut + row / 16, lane);
+    store_state(state, cut_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+    ptx::set_flag(plan.rounds.flags + 8 * s.cut + row / 16, lane);
   }
 }
 

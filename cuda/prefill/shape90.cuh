@@ -66,6 +66,7 @@ template <int KK, int NM> struct Shape90 {
     Matrices matrices[kBuffers];
     alignas(kWide ? 1024 : 16) uint8_t state[kWide ? NM * KK / 64 * kTileBytes : 16];    // wide: as an operand
     TokenGates gates[kStages];
+    int4 out[kWide ? NM : 1];    // wide: where the output of a stretch goes, by its warpgroup: row, head, token, sequence
     // Of a stage: tiles are there; gates; norms of q; gates are not read any more, nor tiles. Of v's: the tile is there; o has
     // left. Of a buffer: inverse and factors are there; wide: the attention too; nobody reads it any more.
     uint64_t full[kStages], gated[kStages], normed[kStages], used[kStages], empty[kStages];
@@ -73,6 +74,12 @@ template <int KK, int NM> struct Shape90 {
     uint64_t ready[kBuffers], attended[kBuffers], free[kBuffers];
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "shared memory");
+};
+
+// Where the arithmetic is in its rings, and how many chunks that is.
+template <typename S> struct MathTurns {
+  Turns<S::kStages, S::kBuffers> chunk;
+  int chunks = 0;
 };
 
 }  // namespace prefill

@@ -67,11 +67,11 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   using Stage = typename Shared::Stage;
   constexpr uint32_t kV = offsetof(Stage, v), kInverse = offsetof(Stage, inverse), kFactors = offsetof(Stage, factors);
 
-  const Stretch s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x);
+  const Stretch s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, 0);
   const int64_t in_slot = slot_of(p.in_slots, s.n), out_slot = slot_of(p.out_slots, s.n);
   if (in_slot < 0 || out_slot < 0) {
     ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
-    if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows);
+    if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows, threadIdx.x, kThreads);
     return;
   }
   if (is_idle<PASS>(s, plan)) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   const uint32_t free = ptx::shared_address(shared.free);
   constexpr int kTileRows = 64 * NM;
 
-  const Stretch s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x);
+  Stretch s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, 0);
   // The same for a warp, which the compiler must see: products in a branch it takes for divergent are waited for one by one.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 % 4, 0), lane = ptx::kept_lane();
@@ -52,15 +52,20 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
       }
     ptx::barriers_initialised();
   }
-  const int64_t in_slot = slot_of(p.in_slots, s.n), out_slot = slot_of(p.out_slots, s.n);
-  if (in_slot < 0 || out_slot < 0) {
-    ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
-    if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows);
-    return;
-  }
-  if (is_idle<PASS>(s, plan)) {
-    ptx::grid_dependency_wait();
-    return;
+  const auto is_padding = [&] { return slot_of(p.in_slots, s.n) < 0 || slot_of(p.out_slots, s.n) < 0; };
+  const auto clear_rows = [&](int thread, int threads) {
+    if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows, thread, threads);
+  };
+  if constexpr (PASS != kRounds) {
+    if (is_padding()) {
+      ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
+      clear_rows(threadIdx.x, S::kThreads);
+      return;
+    }
+    if (is_idle<PASS>(s, plan)) {
+      ptx::grid_dependency_wait();
+      return;
+    }
   }
   if constexpr (PASS == kTransfer) {
     if (s.identity)    // no values: nothing is copied there
@@ -73,13 +78,36 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
       }
   }
   __syncthreads();
-  const int token0 = s.begin * kChunk;    // of the sequence
-  const int chunks = s.end - s.begin, tokens = s.seq.count - token0;
-  const int key_head = s.head / (p.num_v_heads / p.num_k_heads);
+  // Of the stretch; token0 counts from the sequence's begin.
+  int token0, chunks, tokens, key_head, map_n, map_token;
+  const auto enter = [&] {
+    token0 = s.begin * kChunk;
+    chunks = s.end - s.begin, tokens = s.seq.count - token0;
+    key_head = s.head / (p.num_v_heads / p.num_k_heads);
+    map_n = p.seqs.cu_seqlens ? 0 : s.n, map_token = static_cast<int>(s.seq.first) + token0;
+  };
+  enter();
+  // What a role does with each of the block's stretches, the same for all roles. Turns go on from one to the next.
+  const auto each_stretch = [&](auto &&run) {
+    if constexpr (PASS != kRounds) {
+      run(0);
+    } else {
+      const int rounds = rounds_of(plan.rounds, blockIdx.x);
+      for (int round = 0; round < rounds; ++round) {
+        s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, round);
+        if (is_padding()) {
+          if (group >= S::kMath) clear_rows(threadIdx.x - 128 * S::kMath, 128 * NM);
+          continue;
+        }
+        if (is_idle<PASS>(s, plan)) continue;
+        enter();
+        run(round);
+      }
+    }
+  };
 
   // Wide, where registers are short.
   const auto anew = [&](int lane, uint32_t address) { return S::kWide ? ptx::anew(lane, address) : lane; };
-  const int map_n = p.seqs.cu_seqlens ? 0 : s.n, map_token = static_cast<int>(s.seq.first) + token0;
   const bool values = PASS != kTransfer || !s.identity;
   // By a lane: q and k of chunk i, narrow v too; wide v by itself.
   const auto copy_chunk = [&](int i, uint32_t stage, uint32_t barrier) {
@@ -113,45 +141,54 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
     fewer_registers<S::kSingleRegisters>();
     const int kept = ptx::lane_here();
     Turn<S::kStages> at;
+    int before = 0;    // chunks of the stretches before
     if (warp == 0) {
-      if (lane == 0)
-        for (int i = 0; i < chunks + (S::kWide && values); ++i, at.next()) {
-          if (i < chunks) {
-            ptx::barrier_wait(empty + 8 * at.index, at.parity ^ 1);    // the first time round there is nothing to wait for
-            copy_chunk(i, stages + at.index * S::kStage, full + 8 * at.index);
+      each_stretch([&](int) {
+        if (lane == 0)
+          for (int i = 0; i < chunks + (S::kWide && values); ++i) {
+            if (i < chunks) {
+              ptx::barrier_wait(empty + 8 * at.index, at.parity ^ 1);    // the first time round there is nothing to wait for
+              copy_chunk(i, stages + at.index * S::kStage, full + 8 * at.index);
+              at.next();
+            }
+            if (S::kWide && values && i > 0) {    // behind q and k of the next chunk, which are wanted before
+              const int j = before + i - 1, value = j % S::kValues;
+              ptx::barrier_wait(left + 8 * value, j / S::kValues % 2 ^ 1);
+              copy_values(i - 1, ptx::shared_address(shared.values[value]), valued + 8 * value);
+            }
           }
-          if (S::kWide && values && i > 0) {    // behind q and k of the next chunk, which are wanted before
-            const int j = i - 1, value = j % S::kValues;
-            ptx::barrier_wait(left + 8 * value, j / S::kValues % 2 ^ 1);
-            copy_values(j, ptx::shared_address(shared.values[value]), valued + 8 * value);
-          }
-        }
+        before += chunks;
+      });
     } else if (warp == 1) {
-      const float rate = -expf(p.a_log[s.head]) * 1.44269504f, dt_bias = p.dt_bias[s.head];
-      RawGates raw = raw_gates(0);
-      for (int i = 0; i < chunks; ++i, at.next()) {
-        const int lane = anew(kept, full + 8 * at.index);
-        const RawGates now = raw;
-        if (i + 1 < chunks) raw = raw_gates(i + 1);
-        ptx::barrier_wait(used + 8 * at.index, at.parity ^ 1);
-        finish_gates(p, now, rate, dt_bias, tokens - i * kChunk, lane, shared.gates[at.index]);
-        ptx::barrier_arrive(gated + 8 * at.index);
-      }
-    } else {
-      for (int i = 0; i < chunks; ++i, at.next()) {
-        ptx::barrier_wait(full + 8 * at.index, at.parity);
-        const uint32_t tile = stages + at.index * S::kStage + S::kQ;
-        float *norms = shared.gates[at.index].q_norm;
-        if (S::kWide && PASS != kTransfer) {
-#pragma unroll
-          for (int rows = 0; rows < 2; ++rows)
-            norms_of_rows<T, KK>(tile, tokens - i * kChunk, p.l2norm, p.l2_eps, p.scale, norms, 2 * (warp - 2) + rows, anew(kept, tile));
-        } else if (PASS != kTransfer) {    // past the end zero, where with eps 0 the root would be infinite
-          const int row = (warp - 2) * 32 + kept;
-          norms[row] = row < tokens - i * kChunk ? row_norm<T, KK>(tile, row, p.l2norm, p.l2_eps, p.scale) : 0.f;
+      each_stretch([&](int) {
+        const float rate = -expf(p.a_log[s.head]) * 1.44269504f, dt_bias = p.dt_bias[s.head];
+        RawGates raw = raw_gates(0);
+        for (int i = 0; i < chunks; ++i, at.next()) {
+          const int lane = anew(kept, full + 8 * at.index);
+          const RawGates now = raw;
+          if (i + 1 < chunks) raw = raw_gates(i + 1);
+          ptx::barrier_wait(used + 8 * at.index, at.parity ^ 1);
+          finish_gates(p, now, rate, dt_bias, tokens - i * kChunk, lane, shared.gates[at.index]);
+          ptx::barrier_arrive(gated + 8 * at.index);
         }
-        ptx::barrier_arrive(normed + 8 * at.index);
-      }
+      });
+    } else {
+      each_stretch([&](int) {
+        for (int i = 0; i < chunks; ++i, at.next()) {
+          ptx::barrier_wait(full + 8 * at.index, at.parity);
+          const uint32_t tile = stages + at.index * S::kStage + S::kQ;
+          float *norms = shared.gates[at.index].q_norm;
+          if (S::kWide && PASS != kTransfer) {
+#pragma unroll
+            for (int rows = 0; rows < 2; ++rows)
+              norms_of_rows<T, KK>(tile, tokens - i * kChunk, p.l2norm, p.l2_eps, p.scale, norms, 2 * (warp - 2) + rows, anew(kept, tile));
+          } else if (PASS != kTransfer) {    // past the end zero, where with eps 0 the root would be infinite
+            const int row = (warp - 2) * 32 + kept;
+            norms[row] = row < tokens - i * kChunk ? row_norm<T, KK>(tile, row, p.l2norm, p.l2_eps, p.scale) : 0.f;
+          }
+          ptx::barrier_arrive(normed + 8 * at.index);
+        }
+      });
     }
     return;
   }
@@ -159,64 +196,72 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   if (group < S::kMath) {    // makers
     fewer_registers<S::kMakerRegisters>();
     const int maker = group - 1, kept = ptx::lane_here();
+    int before = 0;    // chunks of the stretches before
     Turns<S::kStages, S::kBuffers> turns;
-    for (int i = 0; i < chunks; ++i, turns.next()) {
-      if (i % S::kMakers != maker) continue;
-      const Turn<S::kStages> &at = turns.first;
-      const Turn<S::kBuffers> &of = turns.second();
-      const uint32_t stage = stages + at.index * S::kStage;
-      const int lane = anew(kept, stage);
-      TokenGates &gates = shared.gates[at.index];
-      Matrices &m = shared.matrices[of.index];
-      ptx::barrier_wait(full + 8 * at.index, at.parity);
-      const int count = tokens - i * kChunk;
-      if (count < kChunk) {
-        clear_tail(shared.stage[at.index].k, S::kStage, count);
-        if (S::kWide && values) {
-          ptx::barrier_wait(valued + 8 * (i % S::kValues), i / S::kValues % 2);
-          clear_tail(shared.values[i % S::kValues], NM * kTileBytes, count);
+    each_stretch([&](int) {
+      for (int i = 0; i < chunks; ++i, turns.next()) {
+        if ((before + i) % S::kMakers != maker) continue;
+        const Turn<S::kStages> &at = turns.first;
+        const Turn<S::kBuffers> &of = turns.second();
+        const uint32_t stage = stages + at.index * S::kStage;
+        const int lane = anew(kept, stage);
+        TokenGates &gates = shared.gates[at.index];
+        Matrices &m = shared.matrices[of.index];
+        ptx::barrier_wait(full + 8 * at.index, at.parity);
+        const int count = tokens - i * kChunk;
+        if (count < kChunk) {
+          clear_tail(shared.stage[at.index].k, S::kStage, count);
+          if (S::kWide && values) {
+            const int j = before + i;
+            ptx::barrier_wait(valued + 8 * (j % S::kValues), j / S::kValues % 2);
+            clear_tail(shared.values[j % S::kValues], NM * kTileBytes, count);
+          }
+          ptx::fence_async();
+          ptx::group_barrier<128>(group);
         }
-        ptx::fence_async();
-        ptx::group_barrier<128>(group);
-      }
-      float x[8][4];    // K K^T, then Q K^T
-      multiply_tiles<T, KK>(x, stage, stage);
-      ptx::barrier_wait(gated + 8 * at.index, at.parity);
-      ptx::barrier_wait(free + 8 * of.index, of.parity ^ 1);
-      wgmma::wait<0>();
-      wgmma::hold(x);
-      norms_of_diagonal(x, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
-      ptx::group_barrier<128>(group);
-      const uint32_t inverse = ptx::shared_address(m.inverse), l = inverse + kImageBytes;
-      decay_keys(x, gates, diagonal_decays(gates, warp, lane), l, m.blocks[warp], warp, lane);
-      if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
-      __syncwarp();
-      invert64<T>(l, m.blocks[warp], gates.beta, inverse, warp, anew(kept, inverse), group);
-      if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first
-        multiply_tiles<T, KK>(x, stage + S::kQ, stage);
-        key_factors(gates, m.factors, 32 * warp + lane);
-        ptx::fence_async();
-        ptx::barrier_arrive(ready + 8 * of.index);
-      }
-      ptx::barrier_wait(normed + 8 * at.index, at.parity);
-      if (!(S::kWide && PASS != kTransfer)) key_factors(gates, m.factors, 32 * warp + lane);
-      query_factors(gates, m.factors, 32 * warp + lane);
-      if (PASS != kTransfer) {
+        float x[8][4];    // K K^T, then Q K^T
+        multiply_tiles<T, KK>(x, stage, stage);
+        ptx::barrier_wait(gated + 8 * at.index, at.parity);
+        ptx::barrier_wait(free + 8 * of.index, of.parity ^ 1);
         wgmma::wait<0>();
         wgmma::hold(x);
-        ptx::group_barrier<128>(group);    // the attention takes the place of L
-        decay_queries<T>(x, gates, diagonal_decays(gates, warp, lane), l, warp, lane);
+        norms_of_diagonal(x, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
+        ptx::group_barrier<128>(group);
+        const uint32_t inverse = ptx::shared_address(m.inverse), l = inverse + kImageBytes;
+        decay_keys(x, gates, diagonal_decays(gates, warp, lane), l, m.blocks[warp], warp, lane);
+        if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
+        __syncwarp();
+        invert64<T>(l, m.blocks[warp], gates.beta, inverse, warp, anew(kept, inverse), group);
+        if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first
+          multiply_tiles<T, KK>(x, stage + S::kQ, stage);
+          key_factors(gates, m.factors, 32 * warp + lane);
+          ptx::fence_async();
+          ptx::barrier_arrive(ready + 8 * of.index);
+        }
+        ptx::barrier_wait(normed + 8 * at.index, at.parity);
+        if (!(S::kWide && PASS != kTransfer)) key_factors(gates, m.factors, 32 * warp + lane);
+        query_factors(gates, m.factors, 32 * warp + lane);
+        if (PASS != kTransfer) {
+          wgmma::wait<0>();
+          wgmma::hold(x);
+          ptx::group_barrier<128>(group);    // the attention takes the place of L
+          decay_queries<T>(x, gates, diagonal_decays(gates, warp, lane), l, warp, lane);
+        }
+        ptx::fence_async();
+        ptx::barrier_arrive((S::kWide && PASS != kTransfer ? attended : ready) + 8 * of.index);
+        ptx::barrier_arrive(used + 8 * at.index);
       }
-      ptx::fence_async();
-      ptx::barrier_arrive((S::kWide && PASS != kTransfer ? attended : ready) + 8 * of.index);
-      ptx::barrier_arrive(used + 8 * at.index);
-    }
+      before += chunks;
+    });
     return;
   }
 
   more_registers<S::kMathRegisters>();
-  if constexpr (S::kWide) wide_scan<T, ST, KK, PASS>(p, plan, maps, shared, s, group - S::kMath, warp, ptx::lane_here());
-  else narrow_scan<T, ST, KK, PASS>(p, plan, shared, s, warp, ptx::lane_here());
+  MathTurns<S> turns;
+  each_stretch([&](int round) {
+    if constexpr (S::kWide) wide_scan<T, ST, KK, PASS>(p, plan, maps, shared, s, round, turns, group - S::kMath, warp, ptx::lane_here());
+    else narrow_scan<T, ST, KK, PASS>(p, plan, shared, s, turns, warp, ptx::lane_here());
+  });
 }
 
 // PASS kFirst: its blocks and kTransfer's. The former take longer and begin first.

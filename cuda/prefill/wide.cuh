@@ -11,8 +11,8 @@ namespace prefill {
 
 template <typename T, typename ST, int KK, Pass PASS>
 __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &plan, const MapsOut &maps,
-                                          typename Shape90<KK, 2>::Shared &shared, const Stretch &s, int part, int warp,
-                                          int lane) {
+                                          typename Shape90<KK, 2>::Shared &shared, const Stretch &s, int round,
+                                          MathTurns<Shape90<KK, 2>> &at_begin, int part, int warp, int lane) {
   using S = Shape90<KK, 2>;
   const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
   const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
@@ -27,13 +27,20 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   float state[KK / 8][4];
   begin_state<ST, PASS>(state, p, plan, s, 128, s.row0 + 64 * part + 16 * warp, lane);
 
-  Turns<S::kStages, S::kBuffers> turns;
-  Turn<S::kValues> value;
+  Turns<S::kStages, S::kBuffers> turns = at_begin.chunk;
+  const int before = at_begin.chunks;
   // Where v of a chunk is and its output will be.
   const auto value_tile = [&](int index) { return values_at + index * (2 * kTileBytes); };
+  // Where the output goes. In rounds it is kept in shared memory, for want of registers.
+  const auto out_place = [&] {
+    return make_int4(s.row0 + 64 * part, s.head, static_cast<int>(s.seq.first) + s.begin * kChunk, p.seqs.cu_seqlens ? 0 : s.n);
+  };
+  if (PASS == kRounds && warp == 0 && lane == 0) shared.out[part] = out_place();
   // Not kept, for want of registers.
   const auto leader = [&] { return (warp | ptx::anew(lane, stages + turns.first.index * S::kStage)) == 0; };
+  static_assert(S::kValues == 2);
   const auto one_chunk = [&](int i) {
+    const int value = (before + i) % 2, value_parity = (before + i) / 2 % 2;
     const Turn<S::kStages> &at = turns.first;
     const Turn<S::kBuffers> &of = turns.second();
     const uint32_t stage = stages + at.index * S::kStage, matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices));
@@ -55,15 +62,21 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       ptx::group_barrier<128>(barrier);
     }
     if (PASS != kTransfer && i > 0 && leader()) {
-      const int token = static_cast<int>(s.seq.first) + (s.begin + i - 1) * kChunk;
-      ptx::store_box(value_tile(value.index ^ 1), &maps.o, s.row0 + 64 * part, s.head, token, p.seqs.cu_seqlens ? 0 : s.n);
+      int4 to;
+      if constexpr (PASS == kRounds) {
+        const uint4 kept = ptx::load_shared(ptx::shared_address(&shared.out[part]));
+        to = make_int4(kept.x, kept.y, kept.z, kept.w);
+      } else {
+        to = out_place();
+      }
+      ptx::store_box(value_tile(value ^ 1), &maps.o, to.x, to.y, to.z + (i - 1) * kChunk, to.w);
     }
     wgmma::wait<0>();
     wgmma::hold(values);
     const bool copied = PASS != kTransfer || !s.identity;
-    if (copied) ptx::barrier_wait(valued + 8 * value.index, value.parity);
-    subtract_from_values<T>(values, value_tile(value.index), factors.read, warp, lane);
-    if (PASS == kTransfer && copied) ptx::barrier_arrive(left + 8 * value.index);
+    if (copied) ptx::barrier_wait(valued + 8 * value, value_parity);
+    subtract_from_values<T>(values, value_tile(value), factors.read, warp, lane);
+    if (PASS == kTransfer && copied) ptx::barrier_arrive(left + 8 * value);
     {
       uint32_t u[4][4];
       to_operand<T>(u, values);
@@ -72,7 +85,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     scale(state, factors.decay);
     if (PASS != kTransfer && i > 0 && leader()) {
       ptx::stores_read();
-      ptx::barrier_arrive(left + 8 * (value.index ^ 1));
+      ptx::barrier_arrive(left + 8 * (value ^ 1));
     }
     wgmma::wait<0>();
     wgmma::hold(values);
@@ -100,10 +113,9 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     ptx::barrier_arrive(free + 8 * of.index);
     if constexpr (PASS != kTransfer) {
       wgmma::hold(out);
-      put_out<T>(out, value_tile(value.index), warp, lane);
+      put_out<T>(out, value_tile(value), warp, lane);
     }
     turns.next();
-    value.next();
   };
 
   // NOTES: an inner loop up to the next checkpoint: with a branch that reads the state in it ptxas finds too few registers, and
@@ -114,14 +126,22 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
 #pragma unroll 1
     for (; i < stop; ++i) one_chunk(i);
     if (PASS == kTransfer) continue;
-    const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew());
+    const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
     checkpoint<ST, PASS>(state, p, again, i - 1, again.row0 + 64 * part + 16 * warp, lane);
   }
-  const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew());
+  const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
   const int row0 = again.row0 + 64 * part + 16 * warp, token0 = (again.end - 1) * kChunk;
+  const int last = (before + chunks - 1) % 2;
   if (PASS != kTransfer && chunks > 0)    // the last chunk may be cut off by the sequence's end
-    take_out<T>(value_tile(value.index ^ 1), warp, lane, out_heads_at<T>(p.o, again.n, again.seq.first + token0, again.head) + row0, p.o.token_stride,
+    take_out<T>(value_tile(last), warp, lane, out_heads_at<T>(p.o, again.n, again.seq.first + token0, again.head) + row0, p.o.token_stride,
                 again.seq.count - token0, p.head_v - row0, [] {});
+  if constexpr (PASS == kRounds) {
+    if (chunks > 0) {
+      ptx::group_barrier<128>(barrier);
+      if (leader()) ptx::barrier_arrive(left + 8 * last);
+    }
+    at_begin = {turns, before + chunks};
+  }
   ptx::grid_dependency_wait();
   end_state<ST, PASS>(state, p, plan, again, 128, row0, lane);
 }

@@ -152,16 +152,9 @@ impl CustomOp2 for FewRows {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::device;
     use super::*;
     use candle_core::Device;
-
-    fn device() -> Option<Device> {
-        match std::env::var("CANDLE_GDN_TEST_DEVICE").as_deref() {
-            Ok("cpu") => None,
-            Ok("cuda") => Some(Device::new_cuda(0).expect("CANDLE_GDN_TEST_DEVICE=cuda, but there is no CUDA device")),
-            _ => Device::new_cuda(0).ok(),
-        }
-    }
 
     /// Smooth enough to be anything, and no two alike.
     fn numbers(rows: usize, columns: usize, seed: f64) -> Tensor {

@@ -14,6 +14,8 @@ pub(crate) mod outputs;
 #[cfg(feature = "profile")]
 pub(crate) mod profile;
 pub(crate) mod step;
+#[cfg(test)]
+pub(crate) mod testing;
 
 use crate::ops::{Algo, ConvPlan, Gates, HeadsLayout, NormPlan, RulePlan, SequencePlan, Slots};
 use candle_core::backend::BackendStorage;
