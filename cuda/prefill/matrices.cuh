@@ -16,7 +16,8 @@ struct TokenGates {
   float before[kChunk];       // 2^c: what is left of the state before the chunk
   float after[kChunk];        // 2^(c of the last - c): what is left of the token after the chunk
   float since[kChunk];        // 2^(c - c of the last before its block of 16)
-  float until[3][kChunk];     // 2^(c of token 16 w + 15 - c) up to that token, then 0: what is left of it after the block
+  float until[3][kChunk];     // 2^(c of token 16 w + 15 - c) up to that token, then 0: what is left of it after the block;
+                              // then, by norms_of_diagonal(), times the reciprocal norm
   float k_norm[kChunk];       // reciprocal norms
   float q_norm[kChunk];       // times the scale
   float decay;                // 2^(c of the last)
@@ -44,13 +45,27 @@ constexpr float kLeastDecay = -160.f;
 struct RawGates {
   uint32_t a[2], b[2];
 };
-__device__ __forceinline__ RawGates load_gates(const gdn_rule_params &p, int n, int64_t first, int count, int head, int lane) {
+
+// Where those of a chunk are, the same for all lanes, with the bytes to the next token.
+struct GatesAt {
+  const uint8_t *a, *b;
+  int64_t a_step, b_step;
+  __device__ __forceinline__ void next() { a += kChunk * a_step, b += kChunk * b_step; }
+};
+__device__ __forceinline__ GatesAt gates_at(const gdn_rule_params &p, int n, int64_t first, int head) {
+  const int shift = p.gate_dtype == GDN_F32 ? 2 : 1;
+  return {static_cast<const uint8_t *>(p.a.ptr) + (heads_offset(p.a, n, first, head) << shift),
+          static_cast<const uint8_t *>(p.b.ptr) + (heads_offset(p.b, n, first, head) << shift),
+          p.a.token_stride << shift, p.b.token_stride << shift};
+}
+__device__ __forceinline__ RawGates load_gates(const gdn_rule_params &p, const GatesAt &at, int count, int lane) {
   RawGates g = {};
+  const uint8_t *a = at.a + 2 * lane * at.a_step, *b = at.b + 2 * lane * at.b_step;
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     if (2 * lane + i < count) {
-      g.a[i] = raw_load_any(p.a.ptr, heads_offset(p.a, n, first + 2 * lane + i, head), p.gate_dtype);
-      g.b[i] = raw_load_any(p.b.ptr, heads_offset(p.b, n, first + 2 * lane + i, head), p.gate_dtype);
+      g.a[i] = raw_load_any(a + i * at.a_step, 0, p.gate_dtype);
+      g.b[i] = raw_load_any(b + i * at.b_step, 0, p.gate_dtype);
     }
   return g;
 }
@@ -68,17 +83,23 @@ __device__ __forceinline__ float sigmoid_fast(float x) {
   return x >= 0.f ? r : t * r;
 }
 
-// `rate` is -exp(A_log) log2(e).
-__device__ __forceinline__ void finish_gates(const gdn_rule_params &p, const RawGates &raw, float rate, float dt_bias, int count,
-                                             int lane, TokenGates &to) {
+// `rate` is -exp(A_log) log2(e); taken() may load the next ones.
+//
+// NOTES: loops that are not unrolled, here and in the norms: these warps have time, and what all warps of a block run in turn must
+// fit the instruction cache.
+template <typename F>
+__device__ __forceinline__ void finish_gates(const gdn_rule_params &p, RawGates raw, float rate, float dt_bias, int count,
+                                             int lane, TokenGates &to, const F &taken) {
   float g[2], b[2];
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const bool there = 2 * lane + i < count;
-    const float decay = rate * softplus_fast(raw_to_float(raw.a[i], p.gate_dtype) + dt_bias);
-    g[i] = !there ? 0.f : decay < kLeastDecay ? kLeastDecay : decay;    // fmaxf would hide a NaN
-    b[i] = there ? p.beta_scale * sigmoid_fast(raw_to_float(raw.b[i], p.gate_dtype)) : 0.f;
+    const float decay = rate * softplus_fast(raw_to_float(raw.a[0], p.gate_dtype) + dt_bias);
+    g[0] = g[1], g[1] = !there ? 0.f : decay < kLeastDecay ? kLeastDecay : decay;    // fmaxf would hide a NaN
+    b[0] = b[1], b[1] = (there ? p.beta_scale : 0.f) * sigmoid_fast(raw_to_float(raw.b[0], p.gate_dtype));
+    raw.a[0] = raw.a[1], raw.b[0] = raw.b[1];
   }
+  taken();
   float sum = g[0] + g[1];
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -94,7 +115,7 @@ __device__ __forceinline__ void finish_gates(const gdn_rule_params &p, const Raw
   store(to.before, exp2_fast(c.x), exp2_fast(c.y));
   store(to.after, exp2_fast(last - c.x), exp2_fast(last - c.y));
   store(to.since, exp2_fast(c.x - border), exp2_fast(c.y - border));
-#pragma unroll
+#pragma unroll 1
   for (int w = 0; w < 3; ++w) {
     const float end = __shfl_sync(0xffffffffu, sum, 8 * w + 7);
     const bool up_to = lane < 8 * w + 8;
@@ -124,15 +145,18 @@ __device__ __forceinline__ float row_norm(uint32_t tile, int row, bool l2norm, f
 template <typename T, int KK>
 __device__ __forceinline__ void norms_of_rows(uint32_t tile, int count, bool l2norm, float eps, float scale, float *to, int warp,
                                               int lane) {
-  const uint32_t by_row = lanes_by_row(lane);
+  const int own_row = 16 * warp + lane % 16;    // past the end any other: meanwhile makers clear what is there
+  const uint32_t by_row = tile_offset(own_row < count ? own_row : 0, lane / 16);
   float top[4] = {}, low[4] = {};
+#pragma unroll 1
+  for (int h = 0; h < KK / 64; ++h, tile += kTileBytes)
 #pragma unroll
-  for (int k = 0; k < KK / 16; ++k) {
-    uint32_t a[4];
-    ptx::load_matrices(a, tile_at(tile, by_row, 0, k) + 2048 * warp);
-    ptx::mma16816<T>(top, a[0], a[1], a[2], a[3], a[0], a[2]);
-    ptx::mma16816<T>(low, a[0], a[1], a[2], a[3], a[1], a[3]);
-  }
+    for (int k = 0; k < 4; ++k) {
+      uint32_t a[4];
+      ptx::load_matrices(a, tile_at(tile, by_row, 0, k));
+      ptx::mma16816<T>(top, a[0], a[1], a[2], a[3], a[0], a[2]);
+      ptx::mma16816<T>(low, a[0], a[1], a[2], a[3], a[1], a[3]);
+    }
   const int row = lane / 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -144,22 +168,40 @@ __device__ __forceinline__ void norms_of_rows(uint32_t tile, int count, bool l2n
   __syncwarp();
 }
 
-// Those of the keys of this warp's rows, from the diagonal of K K^T.
-__device__ __forceinline__ void norms_of_diagonal(const float (&kk)[8][4], int count, bool l2norm, float eps, float *to, int warp,
+// A warp's 16 x 16 block on the diagonal of a product, what is up to the diagonal of it: its left tile, of its right one the lower
+// rows.
+struct OwnBlock {
+  float left[4], right[2];
+};
+__device__ __forceinline__ OwnBlock own_block(const float (&x)[8][4], int warp) {
+  OwnBlock y = {{x[6][0], x[6][1], x[6][2], x[6][3]}, {x[7][2], x[7][3]}};
+  if (warp < 3) {    // a branch: warp 3 has most to do
+    const auto pick = [&](int tile, int i) { return warp == 0 ? x[tile][i] : warp == 1 ? x[2 + tile][i] : x[4 + tile][i]; };
+    y = {{pick(0, 0), pick(0, 1), pick(0, 2), pick(0, 3)}, {pick(1, 2), pick(1, 3)}};
+    asm volatile("" : "+f"(y.left[0]), "+f"(y.left[1]), "+f"(y.left[2]), "+f"(y.left[3]), "+f"(y.right[0]), "+f"(y.right[1]));
+  }
+  return y;
+}
+
+// Reciprocal norms of the keys of this warp's rows, from the diagonal of K K^T, and `until` times them.
+__device__ __forceinline__ void norms_of_diagonal(const OwnBlock &kk, int count, bool l2norm, float eps, TokenGates &g, int warp,
                                                   int lane) {
   const int row = lane / 4;
-  float square[2] = {};
-#pragma unroll
-  for (int w = 0; w < 4; ++w)
-    if (warp == w) {
-      square[0] = row % 2 ? kk[2 * w][1] : kk[2 * w][0];
-      square[1] = row % 2 ? kk[2 * w + 1][3] : kk[2 * w + 1][2];
-    }
+  const float square[2] = {row % 2 ? kk.left[1] : kk.left[0], row % 2 ? kk.right[1] : kk.right[0]};
+  if (lane % 4 != row / 2) return;
+  const int first = 16 * warp + row;
+  float norm[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int r = 16 * warp + row + 8 * i;
-    const float norm = l2norm ? rsqrt_fast(square[i] + eps) : 1.f;
-    if (lane % 4 == row / 2) to[r] = r >= count ? 0.f : norm;
+    norm[i] = l2norm ? rsqrt_fast(square[i] + eps) : 1.f;
+    if (first + 8 * i >= count) norm[i] = 0.f;
+    g.k_norm[first + 8 * i] = norm[i];
+  }
+  if (warp == 3) return;
+#pragma unroll
+  for (int w = 0; w < 3; ++w) {    // zero already where w is below
+    const float until[2] = {g.until[w][first], g.until[w][first + 8]};
+    g.until[w][first] = until[0] * norm[0], g.until[w][first + 8] = until[1] * norm[1];
   }
 }
 
@@ -167,132 +209,149 @@ __device__ __forceinline__ void norms_of_diagonal(const float (&kk)[8][4], int c
 struct Matrices {
   union alignas(1024) {
     uint8_t inverse[kImageBytes];
-    float blocks[4][16 * kBlockLd];    // before that L's entries of each warp's diagonal block
+    float blocks[4][kBlockFloats];    // before that L's entries of each warp's diagonal block
   };
-  uint8_t attention[kImageBytes];    // before that the f16 tile of L
+  uint8_t attention[kImageBytes];    // before that an f16 tile of blocks of L and of the inverse
   Factors factors;
 };
 
 // Decays cannot overflow: left of a warp's diagonal block they are split at its begin into two factors of at most one, and in
 // it they are masked where the exponential may have.
 
-// 2^(c_i - c_j) / |k_j| in the diagonal block of a warp: of its left tile rows 0 .. 7 and 8 .. 15, of its right tile the latter.
-struct DiagonalDecays {
+// 2^(c_i - c_j) in the diagonal block of a warp: of its left tile rows 0 .. 7 and 8 .. 15, of its right tile the latter.
+struct RowDecays {
   float top[2], low[2], end[2];
 };
-__device__ __forceinline__ DiagonalDecays diagonal_decays(const TokenGates &g, int warp, int lane) {
+__device__ __forceinline__ RowDecays row_decays(const TokenGates &g, int warp, int lane) {
   const int row = 16 * warp + lane / 4, column = 16 * warp + 2 * (lane % 4);
   const float c[2] = {g.c[row], g.c[row + 8]};
   const float2 cl = *reinterpret_cast<const float2 *>(g.c + column), cr = *reinterpret_cast<const float2 *>(g.c + column + 8);
-  const float2 nl = *reinterpret_cast<const float2 *>(g.k_norm + column);
-  const float2 nr = *reinterpret_cast<const float2 *>(g.k_norm + column + 8);
-  return {{exp2_fast(c[0] - cl.x) * nl.x, exp2_fast(c[0] - cl.y) * nl.y},
-          {exp2_fast(c[1] - cl.x) * nl.x, exp2_fast(c[1] - cl.y) * nl.y},
-          {exp2_fast(c[1] - cr.x) * nr.x, exp2_fast(c[1] - cr.y) * nr.y}};
+  return {{exp2_fast(c[0] - cl.x), exp2_fast(c[0] - cl.y)},
+          {exp2_fast(c[1] - cl.x), exp2_fast(c[1] - cl.y)},
+          {exp2_fast(c[1] - cr.x), exp2_fast(c[1] - cr.y)}};
 }
 
-// The products of this warp's 16 rows, times a factor of each row and the decays, packed; `far` is the factor for columns left
-// of the diagonal block, with what the row has decayed since its begin, and 0 where there are none. Tiles right of the
-// diagonal are zero. All warps go through what only the last one has: no branch, so that the tiles overlap.
+// Those of the diagonal block times 1 / |k_j|.
+__device__ __forceinline__ void scale_by_norms(RowDecays &d, const TokenGates &g, int warp, int lane) {
+  const float *norms = g.k_norm + 16 * warp + 2 * (lane % 4);
+  const float2 l = *reinterpret_cast<const float2 *>(norms), r = *reinterpret_cast<const float2 *>(norms + 8);
+  d.top[0] *= l.x, d.top[1] *= l.y, d.low[0] *= l.x, d.low[1] *= l.y, d.end[0] *= r.x, d.end[1] *= r.y;
+}
+
+// Packed where it stands, so that two registers become one there.
+template <typename T> __device__ __forceinline__ uint32_t pack2_here(float a, float b) {
+  uint32_t y;
+  if constexpr (std::is_same_v<T, __half>) asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  else asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  return y;
+}
+
+// The products of this warp's 16 rows and 16 columns from block `t`, left of the diagonal block, times a factor of each row and the
+// decays, packed; `far` is the factor of a row with what it has decayed since the begin of the diagonal block, `until` what is
+// left there of this lane's columns.
 template <typename T>
-__device__ __forceinline__ void decay_left(const float (&x)[8][4], const TokenGates &g, const float (&far)[2],
-                                           uint32_t (&packed)[6][2], int warp, int lane) {
-  const float *until = g.until[warp > 0 ? warp - 1 : 0] + 2 * (lane % 4), *norms = g.k_norm + 2 * (lane % 4);
-#pragma unroll
-  for (int t = 0; t < 6; ++t) {
-    const float2 u = *reinterpret_cast<const float2 *>(until + 8 * t), n = *reinterpret_cast<const float2 *>(norms + 8 * t);
-    const float f[2] = {u.x * n.x, u.y * n.y};
-    packed[t][0] = pack2<T>(x[t][0] * (far[0] * f[0]), x[t][1] * (far[0] * f[1]));
-    packed[t][1] = pack2<T>(x[t][2] * (far[1] * f[0]), x[t][3] * (far[1] * f[1]));
-  }
-}
-
-// L: left of the diagonal block to the f16 tile `l`, that of the block to `block`.
-__device__ __forceinline__ void decay_keys(const float (&kk)[8][4], const TokenGates &g, const DiagonalDecays &d, uint32_t l,
-                                           float *block, int warp, int lane) {
-  const int row = 16 * warp + lane / 4;
-  float b[2], far[2];
+__device__ __forceinline__ void decay_left(uint32_t (&packed)[4], const float (&x)[8][4], int t, const float *until,
+                                           const float (&far)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    b[i] = g.beta[row + 8 * i] * g.k_norm[row + 8 * i];
-    far[i] = warp > 0 ? b[i] * g.since[row + 8 * i] : 0.f;
+    const int tile = 2 * t + i;
+    const float2 f = *reinterpret_cast<const float2 *>(until + 8 * tile);
+    packed[2 * i] = pack2_here<T>(x[tile][0] * (far[0] * f.x), x[tile][1] * (far[0] * f.y));
+    packed[2 * i + 1] = pack2_here<T>(x[tile][2] * (far[1] * f.x), x[tile][3] * (far[1] * f.y));
   }
-  uint32_t packed[6][2];
-  decay_left<__half>(kk, g, far, packed, warp, lane);
-  const uint32_t by_row = lanes_by_row(lane);
-#pragma unroll
-  for (int t = 0; t < 3; ++t)
-    if (t < warp)
-      store_block(tile_at(l, by_row, 0, t) + 2048 * warp,
-                  {packed[2 * t][0], packed[2 * t][1], packed[2 * t + 1][0], packed[2 * t + 1][1]}, lane);
-  const int pair = 2 * (lane % 4), above = pair - lane / 4;    // the diagonal, by so many columns
-  float *to = block + lane / 4 * kBlockLd + pair;
-#pragma unroll
-  for (int w = 0; w < 4; ++w)
-    if (warp == w) {
-      const float(&left)[4] = kk[2 * w], (&right)[4] = kk[2 * w + 1];
-      float y[3][2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        y[0][i] = above + i < 0 ? left[i] * (b[0] * d.top[i]) : 0.f;
-        y[1][i] = left[2 + i] * (b[1] * d.low[i]);
-        y[2][i] = above + i < 0 ? right[2 + i] * (b[1] * d.end[i]) : 0.f;
-      }
-      *reinterpret_cast<float2 *>(to) = make_float2(y[0][0], y[0][1]);
-      *reinterpret_cast<float2 *>(to + 8 * kBlockLd) = make_float2(y[1][0], y[1][1]);
-      *reinterpret_cast<float2 *>(to + 8 * kBlockLd + 8) = make_float2(y[2][0], y[2][1]);
-    }
 }
 
-// The image of the attention, by each warp its 16 rows.
+// L as invert64() wants it; what goes to `block` above the diagonal is anything. The decays are scaled by norms after it.
+__device__ __forceinline__ void decay_keys(const float (&kk)[8][4], const OwnBlock &own, const TokenGates &g, RowDecays &d, uint32_t l,
+                                           float *block, uint32_t (&left)[2][4], int warp, int lane) {
+  const int row = 16 * warp + lane / 4;
+  const float b[2] = {g.beta[row] * g.k_norm[row], g.beta[row + 8] * g.k_norm[row + 8]};
+  scale_by_norms(d, g, warp, lane);
+  float *to = block + lane / 4 * kBlockLd + 2 * (lane % 4);
+  *reinterpret_cast<float2 *>(to) = make_float2(own.left[0] * (b[0] * d.top[0]), own.left[1] * (b[0] * d.top[1]));
+  *reinterpret_cast<float2 *>(to + 8 * kBlockLd) = make_float2(own.left[2] * (b[1] * d.low[0]), own.left[3] * (b[1] * d.low[1]));
+  *reinterpret_cast<float2 *>(to + 8 * kBlockLd + 8) =
+      make_float2(own.right[0] * (b[1] * d.end[0]), own.right[1] * (b[1] * d.end[1]));
+  if (warp > 0) {
+    const float *until = g.until[warp - 1] + 2 * (lane % 4);
+    const float far[2] = {b[0] * g.since[row], b[1] * g.since[row + 8]};
+    uint32_t x[4];
+    if (warp > 1) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) decay_left<__half>(left[t], kk, t, until, far);
+      if (warp == 3) {
+        decay_left<__half>(x, kk, 2, until, far);
+        store_block(tile_at(l, lanes_by_row(lane), 3, 2), x, lane);
+      }
+    } else {
+      decay_left<__half>(x, kk, 0, until, far);
+      store_block(tile_at(l, lanes_by_row(lane), 1, 0), x, lane);
+      set_to_zero(left[0]), set_to_zero(left[1]);
+    }
+  } else {
+    set_to_zero(left[0]), set_to_zero(left[1]);
+  }
+  __syncwarp();
+}
+
+// This warp's rows of the image of the attention, from decays scaled by norms of k, and those of q.
 template <typename T>
-__device__ __forceinline__ void decay_queries(const float (&qk)[8][4], const TokenGates &g, const DiagonalDecays &d,
+__device__ __forceinline__ void decay_queries(const float (&qk)[8][4], const TokenGates &g, const RowDecays &d, const float (&p)[2],
                                               uint32_t image, int warp, int lane) {
-  const int row = 16 * warp + lane / 4;
-  float p[2], far[2];
+  const uint32_t by_row = lanes_by_row(lane), rows = image + 2048 * warp;
+  const OwnBlock own = own_block(qk, warp);
+  const int above = 2 * (lane % 4) - lane / 4;    // the diagonal, by so many columns
+  float y[3][2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    p[i] = g.q_norm[row + 8 * i];
-    far[i] = warp > 0 ? p[i] * g.since[row + 8 * i] : 0.f;
+    y[0][i] = above + i <= 0 ? own.left[i] * (p[0] * d.top[i]) : 0.f;
+    y[1][i] = own.left[2 + i] * (p[1] * d.low[i]);
+    y[2][i] = above + i <= 0 ? own.right[i] * (p[1] * d.end[i]) : 0.f;
   }
-  uint32_t packed[6][2];
-  decay_left<T>(qk, g, far, packed, warp, lane);
-  const uint32_t rows = image + 2048 * warp, by_row = lanes_by_row(lane);
+  store_block(tile_at(rows, by_row, 0, warp),
+              {pack2<T>(y[0][0], y[0][1]), pack2<T>(y[1][0], y[1][1]), 0, pack2<T>(y[2][0], y[2][1])}, lane);
+  const float *since = g.since + 16 * warp + lane / 4, *until = g.until[warp > 0 ? warp - 1 : 0] + 2 * (lane % 4);
+  const float far[2] = {p[0] * since[0], p[1] * since[8]};
+  const uint32_t zero[4] = {};
+  uint32_t x[4];
+  if (warp > 1) {
 #pragma unroll
-  for (int t = 0; t < 3; ++t)
-    store_block(tile_at(rows, by_row, 0, t),
-                {packed[2 * t][0], packed[2 * t][1], packed[2 * t + 1][0], packed[2 * t + 1][1]}, lane);
-  if (warp < 3) store_block(tile_at(rows, by_row, 0, 3), {0, 0, 0, 0}, lane);
-  __syncwarp();    // the diagonal block takes the place of zeros
-  const int above = 2 * (lane % 4) - lane / 4;
-#pragma unroll
-  for (int w = 0; w < 4; ++w)
-    if (warp == w) {
-      const float(&left)[4] = qk[2 * w], (&right)[4] = qk[2 * w + 1];
-      float x[3][2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        x[0][i] = above + i <= 0 ? left[i] * (p[0] * d.top[i]) : 0.f;
-        x[1][i] = left[2 + i] * (p[1] * d.low[i]);
-        x[2][i] = above + i <= 0 ? right[2 + i] * (p[1] * d.end[i]) : 0.f;
-      }
-      store_block(tile_at(rows, by_row, 0, w),
-                  {pack2<T>(x[0][0], x[0][1]), pack2<T>(x[1][0], x[1][1]), 0, pack2<T>(x[2][0], x[2][1])}, lane);
+    for (int t = 0; t < 2; ++t) {
+      decay_left<T>(x, qk, t, until, far);
+      store_block(tile_at(rows, by_row, 0, t), x, lane);
     }
-}
-
-// Those that need the keys alone, by 65 threads of a warpgroup, and those of the queries, by 64.
-__device__ __forceinline__ void key_factors(const TokenGates &g, Factors &to, int thread) {
-  if (thread < kChunk) {
-    const float k = g.k_norm[thread];
-    to.read[factor_at(thread)] = g.before[thread] * k;
-    to.write[factor_at(thread)] = g.after[thread] * k;
+    if (warp == 3) {
+      decay_left<T>(x, qk, 2, until, far);
+      store_block(tile_at(rows, by_row, 0, 2), x, lane);
+    } else {
+      store_block(tile_at(rows, by_row, 0, 3), zero, lane);
+    }
+  } else {
+    if (warp == 1) {
+      decay_left<T>(x, qk, 0, until, far);
+      store_block(tile_at(rows, by_row, 0, 0), x, lane);
+    } else {
+      store_block(tile_at(rows, by_row, 0, 1), zero, lane);
+    }
+    store_block(tile_at(rows, by_row, 0, 2), zero, lane);
+    store_block(tile_at(rows, by_row, 0, 3), zero, lane);
   }
-  if (thread == kChunk) to.decay = g.decay;
 }
 
-__device__ __forceinline__ void query_factors(const TokenGates &g, Factors &to, int thread) {
-  if (thread < kChunk) to.out[factor_at(thread)] = g.before[thread] * g.q_norm[thread];
+// Factors that need the keys alone, and those of the queries, by warps 0 and 1.
+__device__ __forceinline__ void key_factors(const TokenGates &g, Factors &to, int warp, int lane) {
+  if (warp > 1) return;
+  const int token = 32 * warp + lane, at = factor_at(lane) + 8 * warp;    // factor_at(token)
+  const float k = g.k_norm[token];
+  to.read[at] = g.before[token] * k;
+  to.write[at] = g.after[token] * k;
+  if (token == 0) to.decay = g.decay;
+}
+
+__device__ __forceinline__ void query_factors(const TokenGates &g, Factors &to, int warp, int lane) {
+  if (warp > 1) return;
+  const int token = 32 * warp + lane;
+  to.out[factor_at(lane) + 8 * warp] = g.before[token] * g.q_norm[token];
 }
 
 }  // namespace prefill

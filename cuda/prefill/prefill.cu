@@ -32,7 +32,7 @@ struct Costs {
   double combine, combine_head, launches;
   double change;    // from one head to the next, in a block that goes through several
 };
-constexpr Costs kCosts90 = {{2.03, 2.95}, {7., 13.}, {1.5, 1.7}, {7., 10.}, 1., 0.06, 1., 3.};
+constexpr Costs kCosts90 = {{1.93, 2.79}, {6.5, 13.}, {1.45, 1.6}, {6.5, 10.}, 1., 0.06, 1., 3.};
 constexpr Costs kCosts80 = {{4.3, 4.3}, {4., 4.}, {2.2, 2.2}, {4., 4.}, 1., 0.06, 3., 0.};
 
 // When all is done if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`.

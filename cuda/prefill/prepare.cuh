@@ -66,8 +66,8 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
   Matrices &m = s.matrices[group];
   auto make_gates = [&](int head) {
     if (warp != 0) return;
-    const RawGates raw = load_gates(p, n, first, count, head, lane);
-    finish_gates(p, raw, -expf(p.a_log[head]) * 1.44269504f, p.dt_bias[head], count, lane, gates);
+    const RawGates raw = load_gates(p, gates_at(p, n, first, head), count, lane);
+    finish_gates(p, raw, -expf(p.a_log[head]) * 1.44269504f, p.dt_bias[head], count, lane, gates, [] {});
   };
   if (group < each) make_gates(key_head * each + group);
   ptx::copy_async_wait<0>();
@@ -83,17 +83,20 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
     triangular_products<T, KK>(kk, qk, k_tile, q_tile, warp, lane);
     if (thread < kChunk)
       gates.q_norm[thread] = thread < count ? row_norm<T, KK>(q_tile, thread, p.l2norm, p.l2_eps, p.scale) : 0.f;
-    norms_of_diagonal(kk, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
+    if (h != group) ptx::group_barrier<128>(1 + group);    // warp 0's gates are there
+    const uint32_t inverse = ptx::shared_address(m.inverse), l = ptx::shared_address(m.attention);
+    const OwnBlock own = own_block(kk, warp);
+    norms_of_diagonal(own, count, p.l2norm, p.l2_eps, gates, warp, lane);
     ptx::group_barrier<128>(1 + group);
-    key_factors(gates, m.factors, thread);
-    query_factors(gates, m.factors, thread);
-    const DiagonalDecays d = diagonal_decays(gates, warp, lane);
-    const uint32_t l = ptx::shared_address(m.attention);
-    decay_keys(kk, gates, d, l, m.blocks[warp], warp, lane);
-    __syncwarp();
-    invert64<T>(l, m.blocks[warp], gates.beta, ptx::shared_address(m.inverse), warp, lane, 1 + group);
+    RowDecays decays = row_decays(gates, warp, lane);
+    uint32_t left[2][4];
+    decay_keys(kk, own, gates, decays, l, m.blocks[warp], left, warp, lane);
+    invert64<T, false>(l, m.blocks[warp], left, gates.beta, inverse, warp, lane, {1 + group},
+                       [&] { key_factors(gates, m.factors, warp, lane), query_factors(gates, m.factors, warp, lane); });
+    const float *norms = gates.q_norm + 16 * warp + lane / 4;
+    const float scales[2] = {norms[0], norms[8]};
     ptx::group_barrier<128>(1 + group);    // the attention takes the place of L
-    decay_queries<T>(qk, gates, d, l, warp, lane);
+    decay_queries<T>(qk, gates, decays, scales, l, warp, lane);
     ptx::group_barrier<128>(1 + group);
     const uint4 *from = reinterpret_cast<const uint4 *>(&m);
     uint4 *to = reinterpret_cast<uint4 *>(records + static_cast<int64_t>(chunk) * p.num_v_heads + head);

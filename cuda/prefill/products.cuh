@@ -21,6 +21,21 @@ template <typename T, int KK> __device__ __forceinline__ void multiply_tiles(flo
   wgmma::commit();
 }
 
+// The same of rows with themselves.
+template <typename T, int KK> __device__ __forceinline__ void multiply_by_itself(float (&x)[8][4], uint32_t rows) {
+  asm volatile("" : "+r"(rows));
+  uint64_t a = wgmma::tile_of_columns(rows), b = a;
+  asm volatile("" : "+l"(a), "+l"(b));    // else they are added to by halves
+  wgmma::hold(x);
+  wgmma::fence();
+#pragma unroll
+  for (int k = 0; k < KK / 16; ++k) {
+    const uint64_t step = wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32);
+    wgmma::product_of_tiles<T>(x, a + step, b + step, k > 0);
+  }
+  wgmma::commit();
+}
+
 // x[64, 64] = a [64, 16 N] times rows [64, 16 N] of a tile, or of tiles side by side; added to x where `add` is.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_rows(float (&x)[8][4], const uint32_t (&a)[N][4], uint32_t rows, bool add) {

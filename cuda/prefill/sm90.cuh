@@ -109,21 +109,22 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   // Wide, where registers are short.
   const auto anew = [&](int lane, uint32_t address) { return S::kWide ? ptx::anew(lane, address) : lane; };
   const bool values = PASS != kTransfer || !s.identity;
-  // By a lane: q and k of chunk i, narrow v too; wide v by itself.
+  // By a lane: k and q of chunk i, narrow v too, side by side; wide v by itself.
   const auto copy_chunk = [&](int i, uint32_t stage, uint32_t barrier) {
-    const int token = map_token + i * kChunk;
-    ptx::barrier_expect(barrier, (KK / 64 * (PASS != kTransfer ? 2 : 1) + (!S::kWide && values)) * kTileBytes);
-#pragma unroll
-    for (int h = 0; h < KK / 64; ++h) ptx::copy_box(stage + h * kTileBytes, &maps.k, 64 * h, key_head, token, map_n, barrier);
-    if (!S::kWide && values) ptx::copy_box(stage + 2 * S::kQ, &maps.v, s.row0, s.head, token, map_n, barrier);
-    if (PASS != kTransfer)
-#pragma unroll
-      for (int h = 0; h < KK / 64; ++h)
-        ptx::copy_box(stage + S::kQ + h * kTileBytes, &maps.q, 64 * h, key_head, token, map_n, barrier);
+    constexpr int kWidth = KK / 64, kPlain = PASS != kTransfer ? 2 * kWidth : kWidth;
+    const int token = map_token + i * kChunk, boxes = kPlain + (!S::kWide && values);
+    ptx::barrier_expect(barrier, boxes * kTileBytes);
+#pragma unroll 1
+    for (int h = 0; h < boxes; ++h) {
+      const bool query = PASS != kTransfer && h >= kWidth, value = !S::kWide && h == kPlain;
+      const CUtensorMap *map = value ? &maps.v : query ? &maps.q : &maps.k;
+      const uint32_t to = PASS == kTransfer && value ? 2 * S::kQ : static_cast<uint32_t>(h * kTileBytes);
+      ptx::copy_box(stage + to, map, value ? s.row0 : h % kWidth * 64, value ? s.head : key_head, token, map_n, barrier);
+    }
   };
   const auto copy_values = [&](int i, uint32_t tiles, uint32_t barrier) {
     ptx::barrier_expect(barrier, NM * kTileBytes);
-#pragma unroll
+#pragma unroll 1
     for (int h = 0; h < NM; ++h)
       ptx::copy_box(tiles + h * kTileBytes, &maps.v, s.row0 + 64 * h, s.head, map_token + i * kChunk, map_n, barrier);
   };
@@ -133,18 +134,15 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
     for (uint32_t piece = threadIdx.x % 128; piece < bytes / 16; piece += 128)
       if (static_cast<int>(piece / 8 % kChunk) >= count) reinterpret_cast<uint4 *>(tiles)[piece] = make_uint4(0, 0, 0, 0);
   };
-  const auto raw_gates = [&](int i) {
-    return load_gates(p, s.n, s.seq.first + token0 + i * kChunk, tokens - i * kChunk, s.head, lane);
-  };
-
   if (group == 0) {    // four warps that go their own ways
     fewer_registers<S::kSingleRegisters>();
     const int kept = ptx::lane_here();
     Turn<S::kStages> at;
-    int before = 0;    // chunks of the stretches before
     if (warp == 0) {
+      Turn<S::kValues> value;
       each_stretch([&](int) {
         if (lane == 0)
+#pragma unroll 1
           for (int i = 0; i < chunks + (S::kWide && values); ++i) {
             if (i < chunks) {
               ptx::barrier_wait(empty + 8 * at.index, at.parity ^ 1);    // the first time round there is nothing to wait for
@@ -152,40 +150,39 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
               at.next();
             }
             if (S::kWide && values && i > 0) {    // behind q and k of the next chunk, which are wanted before
-              const int j = before + i - 1, value = j % S::kValues;
-              ptx::barrier_wait(left + 8 * value, j / S::kValues % 2 ^ 1);
-              copy_values(i - 1, ptx::shared_address(shared.values[value]), valued + 8 * value);
+              ptx::barrier_wait(left + 8 * value.index, value.parity ^ 1);
+              copy_values(i - 1, ptx::shared_address(shared.values[value.index]), valued + 8 * value.index);
+              value.next();
             }
           }
-        before += chunks;
       });
     } else if (warp == 1) {
       each_stretch([&](int) {
         const float rate = -expf(p.a_log[s.head]) * 1.44269504f, dt_bias = p.dt_bias[s.head];
-        RawGates raw = raw_gates(0);
+        GatesAt from = gates_at(p, s.n, s.seq.first + token0, s.head);
+        RawGates raw = load_gates(p, from, tokens, kept);
+#pragma unroll 1
         for (int i = 0; i < chunks; ++i, at.next()) {
-          const int lane = anew(kept, full + 8 * at.index);
-          const RawGates now = raw;
-          if (i + 1 < chunks) raw = raw_gates(i + 1);
+          const int lane = anew(kept, full + 8 * at.index), count = tokens - i * kChunk;
           ptx::barrier_wait(used + 8 * at.index, at.parity ^ 1);
-          finish_gates(p, now, rate, dt_bias, tokens - i * kChunk, lane, shared.gates[at.index]);
+          finish_gates(p, raw, rate, dt_bias, count, lane, shared.gates[at.index], [&] {
+            from.next();
+            raw = load_gates(p, from, count - kChunk, lane);
+          });
           ptx::barrier_arrive(gated + 8 * at.index);
         }
       });
     } else {
       each_stretch([&](int) {
+#pragma unroll 1
         for (int i = 0; i < chunks; ++i, at.next()) {
           ptx::barrier_wait(full + 8 * at.index, at.parity);
           const uint32_t tile = stages + at.index * S::kStage + S::kQ;
-          float *norms = shared.gates[at.index].q_norm;
-          if (S::kWide && PASS != kTransfer) {
-#pragma unroll
-            for (int rows = 0; rows < 2; ++rows)
-              norms_of_rows<T, KK>(tile, tokens - i * kChunk, p.l2norm, p.l2_eps, p.scale, norms, 2 * (warp - 2) + rows, anew(kept, tile));
-          } else if (PASS != kTransfer) {    // past the end zero, where with eps 0 the root would be infinite
-            const int row = (warp - 2) * 32 + kept;
-            norms[row] = row < tokens - i * kChunk ? row_norm<T, KK>(tile, row, p.l2norm, p.l2_eps, p.scale) : 0.f;
-          }
+          if (PASS != kTransfer)
+#pragma unroll 1
+            for (int rows = 2 * (warp - 2); rows < 2 * (warp - 1); ++rows)
+              norms_of_rows<T, KK>(tile, tokens - i * kChunk, p.l2norm, p.l2_eps, p.scale, shared.gates[at.index].q_norm, rows,
+                                   anew(kept, tile));
           ptx::barrier_arrive(normed + 8 * at.index);
         }
       });
@@ -220,32 +217,40 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
           ptx::group_barrier<128>(group);
         }
         float x[8][4];    // K K^T, then Q K^T
-        multiply_tiles<T, KK>(x, stage, stage);
+        multiply_by_itself<T, KK>(x, stage);
         ptx::barrier_wait(gated + 8 * at.index, at.parity);
         ptx::barrier_wait(free + 8 * of.index, of.parity ^ 1);
         wgmma::wait<0>();
         wgmma::hold(x);
-        norms_of_diagonal(x, count, p.l2norm, p.l2_eps, gates.k_norm, warp, lane);
-        ptx::group_barrier<128>(group);
         const uint32_t inverse = ptx::shared_address(m.inverse), l = inverse + kImageBytes;
-        decay_keys(x, gates, diagonal_decays(gates, warp, lane), l, m.blocks[warp], warp, lane);
+        uint32_t left[2][4];
+        RowDecays decays;
+        {
+          const OwnBlock own = own_block(x, warp);
+          norms_of_diagonal(own, count, p.l2norm, p.l2_eps, gates, warp, lane);
+          ptx::group_barrier<128>(group);
+          decays = row_decays(gates, warp, lane);
+          decay_keys(x, own, gates, decays, l, m.blocks[warp], left, warp, lane);
+        }
         if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
-        __syncwarp();
-        invert64<T>(l, m.blocks[warp], gates.beta, inverse, warp, anew(kept, inverse), group);
+        {
+          invert64<T, true>(l, m.blocks[warp], left, gates.beta, inverse, warp, lane, {group, group + 5, group + 7},
+                            [&] { key_factors(gates, m.factors, warp, lane); });
+        }
         if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first
           multiply_tiles<T, KK>(x, stage + S::kQ, stage);
-          key_factors(gates, m.factors, 32 * warp + lane);
           ptx::fence_async();
           ptx::barrier_arrive(ready + 8 * of.index);
         }
         ptx::barrier_wait(normed + 8 * at.index, at.parity);
-        if (!(S::kWide && PASS != kTransfer)) key_factors(gates, m.factors, 32 * warp + lane);
-        query_factors(gates, m.factors, 32 * warp + lane);
         if (PASS != kTransfer) {
+          query_factors(gates, m.factors, warp, lane);
+          const float *norms = gates.q_norm + 16 * warp + lane / 4;
+          const float scales[2] = {norms[0], norms[8]};
+          ptx::group_barrier<128>(group);    // the attention takes the place of L
           wgmma::wait<0>();
           wgmma::hold(x);
-          ptx::group_barrier<128>(group);    // the attention takes the place of L
-          decay_queries<T>(x, gates, diagonal_decays(gates, warp, lane), l, warp, lane);
+          decay_queries<T>(x, gates, decays, scales, l, warp, lane);
         }
         ptx::fence_async();
         ptx::barrier_arrive((S::kWide && PASS != kTransfer ? attended : ready) + 8 * of.index);

@@ -382,7 +382,7 @@ fn quantised_models_on_cuda() -> Result<()> {
                 let dense = GgufFile::open(&wide_path)?;
                 let dense = CausalLm::load_gguf(&config, &dense, activations, &CPU)?;
                 let bound = 2. * on_cpu.hypot(rel_rms(&last(&dense, &IDS)?, &want));
-                assert!(bound < 0.5, "{dtype:?}: {on_cpu:e} tells nothing");
+                assert!(bound < 0.6, "{dtype:?}: {on_cpu:e} tells nothing"); // what is wrong is off by 1 and more
                 let model = CausalLm::load_gguf(&config, &file, activations, device)?;
                 let near = |got: &[f32], what: &str| {
                     let error = rel_rms(got, &want);

@@ -88,9 +88,12 @@ fn cost_of_sixteen_bits(case: &OpCase, dtype: DType, get: impl Fn(&str) -> Tenso
     }));
     let [q, k, v, a, b, a_log, dt_bias] = ["q", "k", "v", "a", "b", "A_log", "dt_bias"].map(x);
     let inputs = Inputs { q: &q, k: &k, v: &v, a: &a, b: &b, a_log: &a_log, dt_bias: &dt_bias };
-    let mut state = x("state");
-    let o = sixteen_bits::gated_delta_rule(dtype, dims, constants, &cu_seqlens, inputs, &mut state);
-    (rel_rms(&o, &x("out")), rel_rms(&state, &x("new_state")))
+    let [o, state] = sixteen_bits::cost(|draw| {
+        let mut state = x("state");
+        let o = sixteen_bits::gated_delta_rule(dtype, draw, dims, constants, &cu_seqlens, inputs, &mut state);
+        [rel_rms(&o, &x("out")), rel_rms(&state, &x("new_state"))]
+    });
+    (o, state)
 }
 
 #[derive(Deserialize)]

@@ -104,7 +104,8 @@ impl Case {
     /// the checkpoints.
     pub fn cost_of_sixteen_bits(&self) -> [f64; 4] {
         let drawn = Drawn::new(self).unwrap();
-        drawn.reference(self, Some(self.dtype)).errors(&drawn.reference(self, None))
+        let exact = drawn.reference(self, None);
+        sixteen_bits::cost(|draw| drawn.reference(self, Some(draw)).errors(&exact))
     }
 
     /// What the last place of f32 operands is worth on this input, as relative RMS errors: hardly anything, but where a
@@ -273,8 +274,8 @@ impl Drawn {
         })
     }
 
-    /// The exact results, or those of operands rounded to 16 bits.
-    fn reference(&self, case: &Case, operands: Option<DType>) -> Results {
+    /// The exact results, or a draw of those of operands rounded to 16 bits.
+    fn reference(&self, case: &Case, rounded: Option<u64>) -> Results {
         let Dims { key_heads, value_heads, key_dim, value_dim } = case.dims;
         let constants = Constants {
             l2norm: case.l2norm,
@@ -309,10 +310,13 @@ impl Drawn {
                     dt_bias: &self.dt_bias,
                 };
                 let cu_seqlens = &[0, count];
-                results.o.extend(match operands {
+                results.o.extend(match rounded {
                     None => gated_delta_rule(case.dims, constants, cu_seqlens, inputs, state),
-                    Some(dtype) => {
-                        sixteen_bits::gated_delta_rule(dtype, case.dims, constants, cu_seqlens, inputs, state)
+                    Some(draw) => {
+                        let draw = draw << 32 | t as u64;
+                        sixteen_bits::gated_delta_rule(
+                            case.dtype, draw, case.dims, constants, cu_seqlens, inputs, state,
+                        )
                     }
                 });
                 if case.token_states {
