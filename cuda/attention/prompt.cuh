@@ -13,15 +13,6 @@
 #include "prompt.h"
 #include "prompt_products.cuh"
 
-// For tuning: whether the warpgroups take turns.
-#ifndef GDN_PROMPT_TURNS
-#define GDN_PROMPT_TURNS 1
-#endif
-// Steps of 16 of q k^T whose queries are in registers, up to all of them.
-#ifndef GDN_PROMPT_KEPT
-#define GDN_PROMPT_KEPT 0
-#endif
-
 namespace gdn {
 namespace attention {
 
@@ -30,7 +21,6 @@ template <int DIM> struct Prompt {
   static constexpr int kParts = 2;    // warpgroups of arithmetic
   static constexpr int kThreads = 128 * (1 + kParts);
   static constexpr int kKeys = prompt_keys(DIM);
-  static constexpr int kKept = GDN_PROMPT_KEPT < DIM / 16 ? GDN_PROMPT_KEPT : DIM / 16;
   static constexpr int kStages = DIM == 256 ? 2 : DIM == 128 ? 3 : 4;
   static constexpr int kBox = kKeys * 128, kTile = DIM / 64 * kBox;    // bytes
   static constexpr int kCopyRegisters = 24, kMathRegisters = 240;
@@ -189,14 +179,10 @@ __device__ __forceinline__ void prompt_part(const gdn_attention_params &p, const
   const int seen[2] = {b.seen(plan, first + lane / 4), b.seen(plan, first + lane / 4 + 8)};
   // Tiles from this on hold keys that some row does not see.
   const int masked = same(min(b.position + b.token(plan, 0) + 1, b.keys) / kKeys);
-  if (GDN_PROMPT_TURNS && part == 1) turn_over(1);
+  if (part == 1) turn_over(1);
   ptx::copy_async_wait<0>();
   ptx::fence_async();
   ptx::group_barrier<128>(together);
-  uint32_t kept[S::kKept > 0 ? S::kKept : 1][4];
-#pragma unroll
-  for (int i = 0; i < S::kKept; ++i) ptx::load_matrices(kept[i], piece_in(queries, 64, 16 * warp + lane % 16, 2 * i + lane / 16));
-
   float out[DIM / 8][4] = {}, x[kKeys / 8][4], keep[2];
   uint32_t weight[kKeys / 16][4];
   Softmax softmax;
@@ -215,7 +201,7 @@ __device__ __forceinline__ void prompt_part(const gdn_attention_params &p, const
   int tile = tiles - 1;
   {
     ptx::barrier_wait(keys_full + 8 * key.index, key.parity);
-    ask_scores<T, DIM, S::kKept>(x, kept, queries, keys + key.index * S::kTile);
+    ask_scores<T, DIM>(x, queries, keys + key.index * S::kTile);
     wgmma::wait<0>();
     wgmma::hold(x);
     ptx::barrier_arrive(keys_free + 8 * key.index);
@@ -230,11 +216,11 @@ __device__ __forceinline__ void prompt_part(const gdn_attention_params &p, const
   const auto step = [&](auto with_mask) {
     --tile;
     ptx::barrier_wait(keys_full + 8 * key.index, key.parity);
-    if (GDN_PROMPT_TURNS) turn_wait(turn);
-    ask_scores<T, DIM, S::kKept>(x, kept, queries, keys + key.index * S::kTile);
+    turn_wait(turn);
+    ask_scores<T, DIM>(x, queries, keys + key.index * S::kTile);
     ptx::barrier_wait(values_full + 8 * value.index, value.parity);
     ask_values<T>(out, weight, values + value.index * S::kTile);
-    if (GDN_PROMPT_TURNS) turn_over(turn ^ 3);
+    turn_over(turn ^ 3);
     wgmma::wait<1>();
     wgmma::hold(x);
     ptx::barrier_arrive(keys_free + 8 * key.index);
@@ -263,7 +249,7 @@ __device__ __forceinline__ void prompt_part(const gdn_attention_params &p, const
   ptx::group_barrier<128>(together);
   if (p.gate.ptr) copy_rows<T, DIM>(p.gate, p.head_dim, plan, b, first, queries, warp, lane);
   ptx::barrier_wait(values_full + 8 * value.index, value.parity);
-  if (GDN_PROMPT_TURNS && part == 0) turn_wait(1);    // as often as the other has said it
+  if (part == 0) turn_wait(1);    // as often as the other has said it
   ask_values<T>(out, weight, values + value.index * S::kTile);
   float factor[2];
 #pragma unroll

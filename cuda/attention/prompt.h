@@ -5,11 +5,6 @@
 
 #include "attention.h"
 
-// For tuning: keys of a tile of heads of 256, 64 or 80.
-#ifndef GDN_PROMPT_KEYS
-#define GDN_PROMPT_KEYS 80
-#endif
-
 namespace gdn {
 namespace attention {
 
@@ -20,7 +15,7 @@ struct PromptMaps {
 };
 
 constexpr int kPromptRows = 128;    // a block
-constexpr int prompt_keys(int dim) { return dim == 256 ? GDN_PROMPT_KEYS : 128; }    // a tile
+constexpr int prompt_keys(int dim) { return dim == 256 ? 80 : 128; }    // a tile
 
 // Its blocks, or those of another number of rows: of so many rows a kv head in each sequence, at most. Packed, no more than
 // there can be with so many tokens in all.

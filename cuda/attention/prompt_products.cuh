@@ -110,18 +110,15 @@ __device__ __forceinline__ uint32_t piece_in(uint32_t tile, int rows, int row, i
   return tile + piece / 8 * (rows * 128) + row * 128 + (piece % 8 ^ row % 8) * 16;
 }
 
-// x[64, 8 N] = q k^T of a tile of 64 queries and one of 8 N keys, committed as a group and under way when this returns. Of the
-// first KEPT steps queries are in registers.
-template <typename T, int DIM, int KEPT, int N, int M>
-__device__ __forceinline__ void ask_scores(float (&x)[N][4], const uint32_t (&kept)[M][4], uint32_t queries, uint32_t keys) {
+// x[64, 8 N] = q k^T of a tile of 64 queries and one of 8 N keys, committed as a group and under way when this returns.
+template <typename T, int DIM, int N> __device__ __forceinline__ void ask_scores(float (&x)[N][4], uint32_t queries, uint32_t keys) {
   const uint64_t a = wgmma::tile_of_columns(queries), b = wgmma::tile_of_columns(keys);
   wgmma::hold(x);
   wgmma::fence();
 #pragma unroll
   for (int i = 0; i < DIM / 16; ++i) {
     const uint64_t step = b + wgmma::bytes(i / 4 * (8 * N * 128) + i % 4 * 32);
-    if (i < KEPT) wgmma::product<T, false>(x, kept[i < KEPT ? i : 0], step, i > 0);
-    else wgmma::product_of_tiles<T>(x, a + wgmma::bytes(i / 4 * (64 * 128) + i % 4 * 32), step, i > 0);
+    wgmma::product_of_tiles<T>(x, a + wgmma::bytes(i / 4 * (64 * 128) + i % 4 * 32), step, i > 0);
   }
   wgmma::commit();
 }
