@@ -31,21 +31,24 @@ struct Costs {
   double whole[2], begin_whole[2], transfer[2], begin_transfer[2];
   double combine, combine_head, launches;
   double change;    // from one head to the next, in a block that goes through several
+  double again[2];  // until a place that was left has its next block; where a block's beginning above is not of such
 };
-constexpr Costs kCosts90 = {{1.93, 2.79}, {6.5, 13.}, {1.45, 1.6}, {6.5, 10.}, 1., 0.06, 1., 3.};
-constexpr Costs kCosts80 = {{4.3, 4.3}, {4., 4.}, {2.2, 2.2}, {4., 4.}, 1., 0.06, 3., 0.};
+constexpr Costs kCosts90 = {{2., 2.79}, {6.5, 13.}, {1.45, 1.6}, {6.5, 10.}, 1., 0.06, 1., 3., {4.5, 0.}};
+constexpr Costs kCosts80 = {{4.3, 4.3}, {4., 4.}, {2.2, 2.2}, {4., 4.}, 1., 0.06, 3., 0., {0., 0.}};
 
-// When all is done if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`.
-double makespan(int64_t late, double long_block, int64_t brief, double brief_block, int64_t places) {
+// When all is done if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`, which take
+// `again` between two blocks.
+double makespan(int64_t late, double long_block, int64_t brief, double brief_block, int64_t places, double again) {
   const int64_t rounds = late / places, last = late % places;
   const double begin = static_cast<double>(rounds) * long_block, end = begin + (last > 0 ? long_block : 0.);
   double best = -1.;
-  for (const double from : {begin, begin + long_block}) {    // a brief block ends last: one of those beside, or behind, the long ones
+  const double each = brief_block + again;
+  for (const double from : {begin - again, begin + long_block}) {    // a brief block ends last: one beside, or behind, the long ones
     for (int64_t k = 0; k <= ceil_div(brief, places - last) + 1; ++k) {
-      const double at = from + static_cast<double>(k) * brief_block;
+      const double at = from + static_cast<double>(k) * each;
       if (at < end || (best >= 0. && at >= best)) continue;
-      const int64_t beside = static_cast<int64_t>((at - begin) / brief_block + 1e-6);
-      const int64_t behind = last > 0 ? static_cast<int64_t>((at - end) / brief_block + 1e-6) : 0;
+      const int64_t beside = static_cast<int64_t>((at - begin + again) / each + 1e-6);
+      const int64_t behind = last > 0 ? static_cast<int64_t>((at - end) / each + 1e-6) : 0;
       if ((places - last) * beside + last * behind >= brief) best = at;
     }
   }
@@ -71,7 +74,8 @@ Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int
     for (int w = 0; w <= (has_wide ? 1 : 0); ++w) {
       const int64_t blocks = heads * v_tiles[w] * (c.segments > 1 ? c.segments - 1 : 1);
       const double time = before + static_cast<double>(ceil_div(blocks, places)) * whole(w, c.others);
-      if (best >= 0. && time >= best) continue;
+      // A sequence is cut for more than the model may be wrong by.
+      if (best >= 0. && time >= best - (c.segments > 1 && cut.segments == 1 ? 4. : 0.)) continue;
       best = time, cut = c;
       cut.wide = w == 1;
     }
@@ -107,15 +111,15 @@ Cut choose_cut(const gdn_rule_params &p, int64_t longest, const Costs &cost, int
     for (int w = 0; w <= (has_wide ? 1 : 0); ++w) {
       const int64_t transfers = heads * (n - 2) * (v_tiles[w] + k_tiles[w]);
       for (int k = 1; k <= 4; ++k) {    // transfers, one after the other, beside the first segment
-        const double each = static_cast<double>(longest) / static_cast<double>(n - 1), per = k * cost.transfer[w];
-        const double first = (per * each + k * cost.begin_transfer[w] - cost.begin_whole[w]) / (cost.whole[w] + per / static_cast<double>(n - 1));
+        const double each = static_cast<double>(longest) / static_cast<double>(n - 1), per = k * cost.transfer[w], lost = (k - 1) * cost.again[w];
+        const double first = (per * each + k * cost.begin_transfer[w] + lost - cost.begin_whole[w]) / (cost.whole[w] + per / static_cast<double>(n - 1));
         Cut c;
         c.segments = n, c.wide_first = w == 1;
         c.first = static_cast<int64_t>(first + 0.5);
         if (c.first < 1) c.first = 1;
         c.others = longest > c.first ? ceil_div(longest - c.first, n - 1) : 1;
         const double transfer = static_cast<double>(c.others) * cost.transfer[w] + cost.begin_transfer[w];
-        const double joined = makespan(heads * v_tiles[w], whole(w, c.first), transfers, transfer, places);
+        const double joined = makespan(heads * v_tiles[w], whole(w, c.first), transfers, transfer, places, cost.again[w]);
         consider(c, joined + static_cast<double>(n - 2) * step + cost.launches);
       }
     }
