@@ -134,6 +134,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
     for (uint32_t piece = threadIdx.x % 128; piece < bytes / 16; piece += 128)
       if (static_cast<int>(piece / 8 % kChunk) >= count) reinterpret_cast<uint4 *>(tiles)[piece] = make_uint4(0, 0, 0, 0);
   };
+
   if (group == 0) {    // four warps that go their own ways
     fewer_registers<S::kSingleRegisters>();
     const int kept = ptx::lane_here();
@@ -233,16 +234,14 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
           decay_keys(x, own, gates, decays, l, m.blocks[warp], left, warp, lane);
         }
         if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
-        {
-          invert64<T, true>(l, m.blocks[warp], left, gates.beta, inverse, warp, lane, {group, group + 5, group + 7},
-                            [&] { key_factors(gates, m.factors, warp, lane); });
-        }
+        invert64<T, true>(l, m.blocks[warp], left, gates.beta, inverse, warp, lane, {group, group + 5, group + 7},
+                          [&] { key_factors(gates, m.factors, warp, lane); });
         if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first
           multiply_tiles<T, KK>(x, stage + S::kQ, stage);
           ptx::fence_async();
           ptx::barrier_arrive(ready + 8 * of.index);
         }
-        ptx::barrier_wait(normed + 8 * at.index, at.parity);
+        ptx::barrier_wait(normed + 8 * at.index, at.parity);    // kTransfer too, or those warps could fall two turns behind
         if (PASS != kTransfer) {
           query_factors(gates, m.factors, warp, lane);
           const float *norms = gates.q_norm + 16 * warp + lane / 4;
