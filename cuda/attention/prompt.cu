@@ -1,52 +1,21 @@
-// The kernel for prompts: what it takes, and tensor maps of keys and values, through the driver's own function.
+// The kernel for prompts: what it takes, and tensor maps of keys and values.
 #include "prompt.h"
 
-#include <atomic>
-
 #include "../common/launch.cuh"
+#include "../common/tensor_map.h"
 
 namespace gdn {
 namespace attention {
 namespace {
 
-using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                            const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-int encode_function(Encode *encode) {
-  static std::atomic<void *> known{nullptr};    // races write the same value
-  void *f = known.load(std::memory_order_relaxed);
-  if (!f) {
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found);
-    if (e != cudaSuccess) return cuda_status(e);
-    if (found != cudaDriverEntryPointSuccess || !f) return GDN_BAD_ALGO;
-    known.store(f, std::memory_order_relaxed);
-  }
-  *encode = reinterpret_cast<Encode>(f);
-  return GDN_OK;
-}
-
 int make_maps(const gdn_attention_params &p, PromptMaps *maps) {
-  Encode encode = nullptr;
-  if (const int status = encode_function(&encode)) return status;
   const gdn_kv_cache &c = p.cache;
-  const auto at_least_one = [](int64_t x) { return static_cast<cuuint64_t>(x < 1 ? 1 : x); };
-  const cuuint64_t dims[4] = {static_cast<cuuint64_t>(p.head_dim), at_least_one(c.capacity),
-                              static_cast<cuuint64_t>(p.num_kv_heads), at_least_one(c.slots.num_slots)};
-  // A dimension of one has any stride; zero is not taken.
-  const auto bytes = [](int64_t stride) { return static_cast<cuuint64_t>(stride == 0 ? 16 : 2 * stride); };
-  const cuuint64_t strides[3] = {bytes(c.token_stride), bytes(c.head_stride), bytes(c.slots.slot_stride)};
   const int dim = p.head_dim <= 64 ? 64 : p.head_dim <= 128 ? 128 : 256;
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(prompt_keys(dim)), 1, 1}, steps[4] = {1, 1, 1, 1};
-  const auto make = [&](CUtensorMap *map, void *x) {
-    return encode(map, p.io_dtype == GDN_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x, dims,
-                  strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  };
-  for (const CUresult r : {make(&maps->keys, c.k), make(&maps->values, c.v)})
-    if (r != CUDA_SUCCESS) return GDN_CUDA_ERROR + static_cast<int>(r);    // numbered as the runtime's errors are
-  return GDN_OK;
+  const TensorShape shape = {{p.head_dim, c.capacity, p.num_kv_heads, c.slots.num_slots},
+                             {c.token_stride, c.head_stride, c.slots.slot_stride},
+                             {64, prompt_keys(dim), 1, 1}};
+  if (const int status = make_tensor_map(&maps->keys, p.io_dtype, c.k, shape)) return status;
+  return make_tensor_map(&maps->values, p.io_dtype, c.v, shape);
 }
 
 }  // namespace
