@@ -141,31 +141,33 @@ __device__ __forceinline__ float row_norm(uint32_t tile, int row, bool l2norm, f
   return l2norm ? rsqrt_fast((squares[0] + squares[1]) + (squares[2] + squares[3]) + eps) * scale : scale;
 }
 
-// Those of this warp's 16 rows of a tile, times `scale`: on tensor cores, from the diagonal of the rows' products.
+// Those of a warp's 32 rows of a tile, times `scale`, a row a lane. Not on tensor cores, where small products wait for wgmma's.
 template <typename T, int KK>
-__device__ __forceinline__ void norms_of_rows(uint32_t tile, int count, bool l2norm, float eps, float scale, float *to, int warp,
+__device__ __forceinline__ void norms_of_rows(uint32_t tile, int count, bool l2norm, float eps, float scale, float *to, int first,
                                               int lane) {
-  const int own_row = 16 * warp + lane % 16;    // past the end any other: meanwhile makers clear what is there
-  const uint32_t by_row = tile_offset(own_row < count ? own_row : 0, lane / 16);
-  float top[4] = {}, low[4] = {};
+  const int row = first + lane;
+  float norm = 0.f;
+  if (row < count) {    // past the end makers clear meanwhile
+    norm = scale;
+    if (l2norm) {
+      const uint32_t begin = tile + tile_offset(row, 0);
+      float squares[4] = {};
 #pragma unroll 1
-  for (int h = 0; h < KK / 64; ++h, tile += kTileBytes)
+      for (uint32_t at = 0; at < KK / 64 * 2; ++at)
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      uint32_t a[4];
-      ptx::load_matrices(a, tile_at(tile, by_row, 0, k));
-      ptx::mma16816<T>(top, a[0], a[1], a[2], a[3], a[0], a[2]);
-      ptx::mma16816<T>(low, a[0], a[1], a[2], a[3], a[1], a[3]);
+        for (uint32_t piece = 0; piece < 4; ++piece) {
+          const uint4 x = ptx::load_shared((begin ^ (at % 2 * 64 + piece * 16)) + at / 2 * kTileBytes);
+          const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float2 pair = unpack2<T>(words[i]);
+            squares[i] = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, squares[i]));
+          }
+        }
+      norm *= rsqrt_fast((squares[0] + squares[1]) + (squares[2] + squares[3]) + eps);
     }
-  const int row = lane / 4;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float square = i == 0 ? (row % 2 ? top[1] : top[0]) : (row % 2 ? low[3] : low[2]);
-    const int r = 16 * warp + row + 8 * i;
-    const float norm = l2norm ? rsqrt_fast(square + eps) * scale : scale;
-    if (lane % 4 == row / 2) to[r] = r >= count ? 0.f : norm;
   }
-  __syncwarp();
+  to[row] = norm;
 }
 
 // A warp's 16 x 16 block on the diagonal of a product, what is up to the diagonal of it: its left tile, of its right one the lower

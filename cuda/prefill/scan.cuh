@@ -61,17 +61,18 @@ __device__ __forceinline__ float4 column_factors(const float *factors, int m, in
   return *reinterpret_cast<const float4 *>(factors + c * 16 + 4 * (m ^ c / 2));
 }
 
+template <int N> __device__ __forceinline__ void scale_columns(float (&x)[N][4], int m, const float4 &f) {
+  float(&a)[4] = x[2 * m], (&b)[4] = x[2 * m + 1];
+  a[0] *= f.x, a[1] *= f.y, a[2] *= f.x, a[3] *= f.y;
+  b[0] *= f.z, b[1] *= f.w, b[2] *= f.z, b[3] *= f.w;
+}
 template <int N> __device__ __forceinline__ void scale_columns(float (&x)[N][4], const float *factors, int lane) {
 #pragma unroll
-  for (int m = 0; m < N / 2; ++m) {
-    const float4 f = column_factors(factors, m, lane);
-    float(&a)[4] = x[2 * m], (&b)[4] = x[2 * m + 1];
-    a[0] *= f.x, a[1] *= f.y, a[2] *= f.x, a[3] *= f.y;
-    b[0] *= f.z, b[1] *= f.w, b[2] *= f.z, b[3] *= f.w;
-  }
+  for (int m = 0; m < N / 2; ++m) scale_columns(x, m, column_factors(factors, m, lane));
 }
 
-// A operands of x, and of x with a factor a column, pair by pair: volatile, so that x goes as the operands come.
+// A operands of x, and of x with a factor a column, pair by pair: volatile, so that x goes as the operands come. `first` are the
+// factors of the first two tiles.
 template <typename T> __device__ __forceinline__ uint32_t pack2_in_order(float a, float b) {
   uint32_t y;
   if constexpr (std::is_same_v<T, __half>) asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
@@ -80,10 +81,10 @@ template <typename T> __device__ __forceinline__ uint32_t pack2_in_order(float a
 }
 template <typename T>
 __device__ __forceinline__ void to_operands(uint32_t (&plain)[4][4], uint32_t (&scaled)[4][4], const float (&x)[8][4],
-                                            const float *factors, int lane) {
+                                            const float4 &first, const float *factors, int lane) {
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    const float4 f = column_factors(factors, m, lane);
+    const float4 f = m > 0 ? column_factors(factors, m, lane) : first;
     const float pairs[2][2] = {{f.x, f.y}, {f.z, f.w}};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -102,25 +103,32 @@ __device__ __forceinline__ uint32_t value_rows(uint32_t tile, int warp, int lane
   return tile_at(tile, lanes_by_piece(lane), 0, warp % 4);
 }
 
-// sk becomes U: V^T - sk diag(read).
+// sk becomes U: V^T - sk diag(read). By pieces of 16 tokens, so that the first may be loaded before sk is there.
+struct ValuePiece {
+  uint32_t v[4];
+  float4 factors;
+};
+__device__ __forceinline__ ValuePiece load_values(uint32_t v_tile, const float *read, int m, int warp, int lane) {
+  ValuePiece x;
+  ptx::load_matrices_trans(x.v, value_rows(v_tile, warp, lane) + 2048 * m);
+  x.factors = column_factors(read, m, lane);
+  return x;
+}
+template <typename T> __device__ __forceinline__ void subtract_from_values(float (&sk)[8][4], const ValuePiece &x, int m) {
+  const float2 pairs[2] = {make_float2(x.factors.x, x.factors.y), make_float2(x.factors.z, x.factors.w)};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int t = 2 * m + h;
+    const float2 f = pairs[h], top = unpack2<T>(x.v[2 * h]), low = unpack2<T>(x.v[2 * h + 1]);
+    sk[t][0] = fmaf(-f.x, sk[t][0], top.x), sk[t][1] = fmaf(-f.y, sk[t][1], top.y);
+    sk[t][2] = fmaf(-f.x, sk[t][2], low.x), sk[t][3] = fmaf(-f.y, sk[t][3], low.y);
+  }
+}
 template <typename T>
 __device__ __forceinline__ void subtract_from_values(float (&sk)[8][4], uint32_t v_tile, const float *read, int warp,
                                                      int lane) {
-  const uint32_t rows = value_rows(v_tile, warp, lane);
 #pragma unroll
-  for (int m = 0; m < 4; ++m) {
-    uint32_t v[4];
-    ptx::load_matrices_trans(v, rows + 2048 * m);
-    const float4 factors = column_factors(read, m, lane);
-    const float2 pairs[2] = {make_float2(factors.x, factors.y), make_float2(factors.z, factors.w)};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int t = 2 * m + h;
-      const float2 f = pairs[h], top = unpack2<T>(v[2 * h]), low = unpack2<T>(v[2 * h + 1]);
-      sk[t][0] = fmaf(-f.x, sk[t][0], top.x), sk[t][1] = fmaf(-f.y, sk[t][1], top.y);
-      sk[t][2] = fmaf(-f.x, sk[t][2], low.x), sk[t][3] = fmaf(-f.y, sk[t][3], low.y);
-    }
-  }
+  for (int m = 0; m < 4; ++m) subtract_from_values<T>(sk, load_values(v_tile, read, m, warp, lane), m);
 }
 
 // O^T to this warp's part of the V tile, which nobody else reads.

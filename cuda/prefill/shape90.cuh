@@ -66,11 +66,13 @@ template <int KK, int NM> struct Shape90 {
     Matrices matrices[kBuffers];
     alignas(kWide ? 1024 : 16) uint8_t state[kWide ? NM * KK / 64 * kTileBytes : 16];    // wide: as an operand
     TokenGates gates[kStages];
-    int4 out[kWide ? NM : 1];    // wide: where the output of a stretch goes, by its warpgroup: row, head, token, sequence
-    // Of a stage: tiles are there; gates; norms of q; gates are not read any more, nor tiles. Of v's: the tile is there; o has
-    // left. Of a buffer: inverse and factors are there; wide: the attention too; nobody reads it any more.
+    float4 decays[kWide ? kMakers : 1][kWide ? 128 : 1];    // wide: what makers have no registers for while they invert
+    float2 more_decays[kWide ? kMakers : 1][kWide ? 128 : 1];
+    // Of a stage: tiles are there; gates; norms of q; gates are not read any more, nor tiles. Of v's: the tile is there; v has
+    // been read, and o is where it was. Of a warpgroup of arithmetic: its rows of the state. Of a buffer: inverse and factors are
+    // there; wide: the attention too; nobody reads it any more.
     uint64_t full[kStages], gated[kStages], normed[kStages], used[kStages], empty[kStages];
-    uint64_t valued[kValues], left[kValues];
+    uint64_t valued[kValues], left[kValues], stated[NM];
     uint64_t ready[kBuffers], attended[kBuffers], free[kBuffers];
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "shared memory");

@@ -48,8 +48,10 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
     if (S::kWide)
       for (int i = 0; i < S::kValues; ++i) {
         ptx::barrier_init(valued + 8 * i, 1);
-        ptx::barrier_init(left + 8 * i, PASS == kTransfer ? 128 * NM : NM);    // whole: by who has waited for the copy
+        ptx::barrier_init(left + 8 * i, 128 * NM);
       }
+    if (S::kWide)
+      for (int i = 0; i < NM; ++i) ptx::barrier_init(ptx::shared_address(shared.stated) + 8 * i, 128);
     ptx::barriers_initialised();
   }
   const auto is_padding = [&] { return slot_of(p.in_slots, s.n) < 0 || slot_of(p.out_slots, s.n) < 0; };
@@ -122,11 +124,19 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
       ptx::copy_box(stage + to, map, value ? s.row0 : h % kWidth * 64, value ? s.head : key_head, token, map_n, barrier);
     }
   };
+  // Wide: v of chunk i, and o of it, which leaves by where v was.
   const auto copy_values = [&](int i, uint32_t tiles, uint32_t barrier) {
     ptx::barrier_expect(barrier, NM * kTileBytes);
 #pragma unroll 1
     for (int h = 0; h < NM; ++h)
       ptx::copy_box(tiles + h * kTileBytes, &maps.v, s.row0 + 64 * h, s.head, map_token + i * kChunk, map_n, barrier);
+  };
+  const auto store_out = [&](uint32_t tiles, const int4 &to) {
+    if constexpr (S::kWide) {
+#pragma unroll 1
+      for (int h = 0; h < NM; ++h) ptx::store_box(tiles + h * kTileBytes, &maps.o, to.x + 64 * h, to.y, to.z, to.w);
+      ptx::stores_read();
+    }
   };
   // What follows the sequence is not its own, and may be anything: zero, in tiles side by side, by a warpgroup.
   const auto clear_tail = [&](uint8_t *tiles, uint32_t bytes, int count) {
@@ -139,8 +149,15 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
     fewer_registers<S::kSingleRegisters>();
     const int kept = ptx::lane_here();
     Turn<S::kStages> at;
-    if (warp == 0) {
+    if (warp == 3) {
       Turn<S::kValues> value;
+      int4 out = {-1, 0, 0, 0};    // what is to leave from the tile that comes next
+      const auto turn_values = [&] {
+        const uint32_t tiles = ptx::shared_address(shared.values[value.index]);
+        ptx::barrier_wait(left + 8 * value.index, value.parity ^ 1);
+        if (PASS != kTransfer && out.x >= 0) store_out(tiles, out);
+        return tiles;
+      };
       each_stretch([&](int) {
         if (lane == 0)
 #pragma unroll 1
@@ -151,13 +168,15 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
               at.next();
             }
             if (S::kWide && values && i > 0) {    // behind q and k of the next chunk, which are wanted before
-              ptx::barrier_wait(left + 8 * value.index, value.parity ^ 1);
-              copy_values(i - 1, ptx::shared_address(shared.values[value.index]), valued + 8 * value.index);
+              copy_values(i - 1, turn_values(), valued + 8 * value.index);
               value.next();
+              // The stretch's last chunk leaves by rows.
+              out = i > 1 ? make_int4(s.row0, s.head, map_token + (i - 2) * kChunk, map_n) : make_int4(-1, 0, 0, 0);
             }
           }
       });
-    } else if (warp == 1) {
+      if (S::kWide && PASS != kTransfer && lane == 0 && out.x >= 0) turn_values();
+    } else if (warp == 2) {
       each_stretch([&](int) {
         const float rate = -expf(p.a_log[s.head]) * 1.44269504f, dt_bias = p.dt_bias[s.head];
         GatesAt from = gates_at(p, s.n, s.seq.first + token0, s.head);
@@ -178,12 +197,9 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
 #pragma unroll 1
         for (int i = 0; i < chunks; ++i, at.next()) {
           ptx::barrier_wait(full + 8 * at.index, at.parity);
-          const uint32_t tile = stages + at.index * S::kStage + S::kQ;
           if (PASS != kTransfer)
-#pragma unroll 1
-            for (int rows = 2 * (warp - 2); rows < 2 * (warp - 1); ++rows)
-              norms_of_rows<T, KK>(tile, tokens - i * kChunk, p.l2norm, p.l2_eps, p.scale, shared.gates[at.index].q_norm, rows,
-                                   anew(kept, tile));
+            norms_of_rows<T, KK>(stages + at.index * S::kStage + S::kQ, tokens - i * kChunk, p.l2norm, p.l2_eps, p.scale,
+                                 shared.gates[at.index].q_norm, 32 * warp, kept);
           ptx::barrier_arrive(normed + 8 * at.index);
         }
       });
@@ -202,7 +218,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
         const Turn<S::kStages> &at = turns.first;
         const Turn<S::kBuffers> &of = turns.second();
         const uint32_t stage = stages + at.index * S::kStage;
-        const int lane = anew(kept, stage);
+        const int lane = __shfl_sync(0xffffffffu, kept, kept) & 31;
         TokenGates &gates = shared.gates[at.index];
         Matrices &m = shared.matrices[of.index];
         ptx::barrier_wait(full + 8 * at.index, at.parity);
@@ -232,24 +248,34 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
           ptx::group_barrier<128>(group);
           decays = row_decays(gates, warp, lane);
           decay_keys(x, own, gates, decays, l, m.blocks[warp], left, warp, lane);
+          if (S::kWide && PASS != kTransfer) {
+            shared.decays[maker][32 * warp + lane] = make_float4(decays.top[0], decays.top[1], decays.low[0], decays.low[1]);
+            shared.more_decays[maker][32 * warp + lane] = make_float2(decays.end[0], decays.end[1]);
+          }
         }
         if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
         invert64<T, true>(l, m.blocks[warp], left, gates.beta, inverse, warp, lane, {group, group + 5, group + 7},
                           [&] { key_factors(gates, m.factors, warp, lane); });
+        const int again = anew(lane, stage);
         if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first
-          multiply_tiles<T, KK>(x, stage + S::kQ, stage);
           ptx::fence_async();
           ptx::barrier_arrive(ready + 8 * of.index);
+          multiply_tiles<T, KK>(x, stage + S::kQ, stage);
+        }
+        if (S::kWide && PASS != kTransfer) {
+          const float4 d = shared.decays[maker][32 * warp + again];
+          const float2 end = shared.more_decays[maker][32 * warp + again];
+          decays = {{d.x, d.y}, {d.z, d.w}, {end.x, end.y}};
         }
         ptx::barrier_wait(normed + 8 * at.index, at.parity);    // kTransfer too, or those warps could fall two turns behind
         if (PASS != kTransfer) {
-          query_factors(gates, m.factors, warp, lane);
-          const float *norms = gates.q_norm + 16 * warp + lane / 4;
+          query_factors(gates, m.factors, warp, again);
+          const float *norms = gates.q_norm + 16 * warp + again / 4;
           const float scales[2] = {norms[0], norms[8]};
           ptx::group_barrier<128>(group);    // the attention takes the place of L
           wgmma::wait<0>();
           wgmma::hold(x);
-          decay_queries<T>(x, gates, decays, scales, l, warp, lane);
+          decay_queries<T>(x, gates, decays, scales, l, warp, again);
         }
         ptx::fence_async();
         ptx::barrier_arrive((S::kWide && PASS != kTransfer ? attended : ready) + 8 * of.index);
@@ -263,7 +289,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   more_registers<S::kMathRegisters>();
   MathTurns<S> turns;
   each_stretch([&](int round) {
-    if constexpr (S::kWide) wide_scan<T, ST, KK, PASS>(p, plan, maps, shared, s, round, turns, group - S::kMath, warp, ptx::lane_here());
+    if constexpr (S::kWide) wide_scan<T, ST, KK, PASS>(p, plan, shared, s, round, turns, group - S::kMath, warp, ptx::lane_here());
     else narrow_scan<T, ST, KK, PASS>(p, plan, shared, s, turns, warp, ptx::lane_here());
   });
 }

@@ -1,6 +1,6 @@
 // The arithmetic of a block with two warpgroups for it: 128 value rows, 64 each. They fill each other's gaps, and registers are
 // short, so that makers have enough of them: the state is an operand in registers for S K^T, which the next state waits for, and
-// one in shared memory for S Q^T, which can come last; the output leaves by a bulk copy from where v was.
+// one in shared memory for S Q^T, which can come last; the output goes to where v was, and leaves from there by a bulk copy.
 #pragma once
 
 #include "products.cuh"
@@ -10,9 +10,9 @@ namespace gdn {
 namespace prefill {
 
 template <typename T, typename ST, int KK, Pass PASS>
-__device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &plan, const MapsOut &maps,
-                                          typename Shape90<KK, 2>::Shared &shared, const Stretch &s, int round,
-                                          MathTurns<Shape90<KK, 2>> &at_begin, int part, int warp, int lane) {
+__device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 2>::Shared &shared,
+                                          const Stretch &s, int round, MathTurns<Shape90<KK, 2>> &at_begin, int part, int warp,
+                                          int lane) {
   using S = Shape90<KK, 2>;
   const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
   const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
@@ -21,7 +21,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   const uint32_t image = ptx::shared_address(shared.state) + part * (KK / 64 * kTileBytes);
   const uint32_t valued = ptx::shared_address(shared.valued), left = ptx::shared_address(shared.left);
   const uint32_t values_at = ptx::shared_address(shared.values) + part * kTileBytes;
-  const int barrier = 1 + S::kMath + part;
+  const uint32_t stated = ptx::shared_address(shared.stated) + 8 * part;
   const int chunks = s.end - s.begin;
 
   float state[KK / 8][4];
@@ -31,14 +31,22 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   const int before = at_begin.chunks;
   // Where v of a chunk is and its output will be.
   const auto value_tile = [&](int index) { return values_at + index * (2 * kTileBytes); };
-  // Where the output goes. In rounds it is kept in shared memory, for want of registers.
-  const auto out_place = [&] {
-    return make_int4(s.row0 + 64 * part, s.head, static_cast<int>(s.seq.first) + s.begin * kChunk, p.seqs.cu_seqlens ? 0 : s.n);
-  };
-  if (PASS == kRounds && warp == 0 && lane == 0) shared.out[part] = out_place();
-  // Not kept, for want of registers.
-  const auto leader = [&] { return (warp | ptx::anew(lane, stages + turns.first.index * S::kStage)) == 0; };
   static_assert(S::kValues == 2);
+  uint32_t operand[KK / 16][4];    // the state, for S K^T
+  const auto state_to_operands = [&](auto half) {    // of half of the columns, and to shared memory for S Q^T
+#pragma unroll
+    for (int k = half * KK / 32; k < (half + 1) * KK / 32; ++k) {
+      operand[k][0] = pack2_in_order<T>(state[2 * k][0], state[2 * k][1]);
+      operand[k][1] = pack2_in_order<T>(state[2 * k][2], state[2 * k][3]);
+      operand[k][2] = pack2_in_order<T>(state[2 * k + 1][0], state[2 * k + 1][1]);
+      operand[k][3] = pack2_in_order<T>(state[2 * k + 1][2], state[2 * k + 1][3]);
+      if (PASS != kTransfer) store_block(tile_at(image + 2048 * warp, lanes_by_row(lane), 0, k), operand[k], lane);
+    }
+  };
+  using First = std::integral_constant<int, 0>;
+  using Second = std::integral_constant<int, 1>;
+  state_to_operands(First());
+  state_to_operands(Second());
   const auto one_chunk = [&](int i) {
     const int value = (before + i) % 2, value_parity = (before + i) / 2 % 2;
     const Turn<S::kStages> &at = turns.first;
@@ -48,51 +56,38 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     float values[8][4];
     ptx::barrier_wait(full + 8 * at.index, at.parity);
     ptx::barrier_wait(ready + 8 * of.index, of.parity);
-    {
-      uint32_t operand[KK / 16][4];
-      to_operand<T>(operand, state);
-      multiply_rows<T>(values, operand, stage, false);
-      if (PASS != kTransfer)
-#pragma unroll
-        for (int k = 0; k < KK / 16; ++k)
-          store_block(tile_at(image + 2048 * warp, lanes_by_row(lane), 0, k), operand[k], lane);
-    }
+    multiply_rows<T>(values, operand, stage, false);
     if (PASS != kTransfer) {
       ptx::fence_async();    // of the output of the chunk before too
-      ptx::group_barrier<128>(barrier);
+      if (i > 0) ptx::barrier_arrive(left + 8 * (value ^ 1));
+      ptx::barrier_arrive(stated);
     }
-    if (PASS != kTransfer && i > 0 && leader()) {
-      int4 to;
-      if constexpr (PASS == kRounds) {
-        const uint4 kept = ptx::load_shared(ptx::shared_address(&shared.out[part]));
-        to = make_int4(kept.x, kept.y, kept.z, kept.w);
-      } else {
-        to = out_place();
-      }
-      ptx::store_box(value_tile(value ^ 1), &maps.o, to.x, to.y, to.z + (i - 1) * kChunk, to.w);
-    }
-    wgmma::wait<0>();
-    wgmma::hold(values);
     const bool copied = PASS != kTransfer || !s.identity;
     if (copied) ptx::barrier_wait(valued + 8 * value, value_parity);
-    subtract_from_values<T>(values, value_tile(value), factors.read, warp, lane);
+    const float decay = factors.decay;
+    const ValuePiece first = load_values(value_tile(value), factors.read, 0, warp, lane);
+    wgmma::wait<0>();
+    wgmma::hold(values);
+    subtract_from_values<T>(values, first, 0);
+#pragma unroll
+    for (int m = 1; m < 4; ++m) subtract_from_values<T>(values, load_values(value_tile(value), factors.read, m, warp, lane), m);
     if (PASS == kTransfer && copied) ptx::barrier_arrive(left + 8 * value);
     {
       uint32_t u[4][4];
       to_operand<T>(u, values);
       multiply_rows<T>(values, u, matrices, false);
     }
-    scale(state, factors.decay);
-    if (PASS != kTransfer && i > 0 && leader()) {
-      ptx::stores_read();
-      ptx::barrier_arrive(left + 8 * (value ^ 1));
-    }
+    scale(state, decay);
+    wgmma::hold(state);
+    const float4 first_write = column_factors(factors.write, 0, lane);
+    // NOTES: this wait is over by now, but ptxas moves nothing across its branch, and the state is scaled while V' is under way.
+    if (PASS != kTransfer) ptx::barrier_wait(stated, value);
     wgmma::wait<0>();
     wgmma::hold(values);
     uint32_t plain[4][4], written[4][4];
     float out[8][4];
     if constexpr (PASS != kTransfer) {
-      to_operands<T>(plain, written, values, factors.write, lane);
+      to_operands<T>(plain, written, values, first_write, factors.write, lane);
       // NOTES: the wait keeps ptxas from asking for S Q^T before V' is rounded, for which there are no registers.
       ptx::barrier_wait(attended + 8 * of.index, of.parity);
       multiply_tiles<T, KK>(out, image, stage + S::kQ);
@@ -102,18 +97,31 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     }
     add_keys<T>(state, written, stage);
     if constexpr (PASS != kTransfer) {
+      const float4 first_factors = column_factors(factors.out, 0, lane);
       wgmma::wait<1>();
       wgmma::hold(out);
-      scale_columns(out, factors.out, lane);
+      scale_columns(out, 0, first_factors);
+#pragma unroll
+      for (int m = 1; m < 4; ++m) scale_columns(out, m, column_factors(factors.out, m, lane));
       multiply_rows<T>(out, plain, matrices + kImageBytes, true);
     }
-    wgmma::wait<0>();
-    wgmma::hold(state);
-    ptx::barrier_arrive(empty + 8 * at.index);
-    ptx::barrier_arrive(free + 8 * of.index);
     if constexpr (PASS != kTransfer) {
+      wgmma::wait<1>();
+      wgmma::hold(state);
+      ptx::barrier_arrive(empty + 8 * at.index);
+      state_to_operands(First());
+      wgmma::wait<0>();
+      ptx::barrier_arrive(free + 8 * of.index);
       wgmma::hold(out);
       put_out<T>(out, value_tile(value), warp, lane);
+      state_to_operands(Second());
+    } else {
+      wgmma::wait<0>();
+      wgmma::hold(state);
+      ptx::barrier_arrive(empty + 8 * at.index);
+      ptx::barrier_arrive(free + 8 * of.index);
+      state_to_operands(First());
+      state_to_operands(Second());
     }
     turns.next();
   };
@@ -136,10 +144,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     take_out<T>(value_tile(last), warp, lane, out_heads_at<T>(p.o, again.n, again.seq.first + token0, again.head) + row0, p.o.token_stride,
                 again.seq.count - token0, p.head_v - row0, [] {});
   if constexpr (PASS == kRounds) {
-    if (chunks > 0) {
-      ptx::group_barrier<128>(barrier);
-      if (leader()) ptx::barrier_arrive(left + 8 * last);
-    }
+    if (chunks > 0) ptx::barrier_arrive(left + 8 * last);
     at_begin = {turns, before + chunks};
   }
   ptx::grid_dependency_wait();
