@@ -31,7 +31,7 @@ inline int begin_rounds(const gdn_rule_params &p, const Schedule &s, int64_t job
 }
 
 template <typename T, typename ST, int KK, Pass PASS>
-int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const MapsOut *maps, bool overlap, int optin, cudaStream_t stream) {
+int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const Maps *maps, bool overlap, int optin, cudaStream_t stream) {
   constexpr int kWide = KK == 128 ? 2 : 1;    // warpgroups of the wide form, where there is one
   const int32_t rows = PASS == kFirst ? s.first_rows : s.tile_rows;
   plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, rows));
@@ -55,7 +55,7 @@ int launch_scan(const gdn_rule_params &p, const Schedule &s, Plan plan, const Ma
     using S = Shape90<KK, 1>;
     c.block = dim3(S::kThreads);
     c.shared_bytes = sizeof(typename S::Shared);
-    return launch_allowed<sm90_kernel<T, ST, KK, 1, PASS>>(c, optin, p, plan, static_cast<const Maps &>(*maps));
+    return launch_allowed<sm90_kernel<T, ST, KK, 1, PASS>>(c, optin, p, plan, *maps);
   }
   if constexpr (PASS == kRounds) {
     return GDN_BAD_ALGO;    // of the kernel above alone
@@ -130,8 +130,8 @@ int launch_all(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStrea
   plan.records = records;
   plan.transfers = reinterpret_cast<float *>(static_cast<uint8_t *>(p.workspace) + s.record_bytes);
 
-  MapsOut made;
-  const MapsOut *maps = nullptr;
+  Maps made;
+  const Maps *maps = nullptr;
   if (sm90) {
     if (const int status = make_maps(p, &made)) return status;
     maps = &made;

@@ -5,7 +5,7 @@
 namespace gdn {
 namespace prefill {
 
-int make_maps(const gdn_rule_params &p, MapsOut *maps) {
+int make_maps(const gdn_rule_params &p, Maps *maps) {
   const bool packed = p.seqs.cu_seqlens != nullptr;
   const int64_t tokens = packed ? p.seqs.total_tokens : p.seqs.tokens_per_seq, seqs = packed ? 1 : p.seqs.num_seqs;
   const auto make = [&](CUtensorMap *map, const gdn_heads &x, int32_t heads, int32_t size) {

@@ -11,13 +11,10 @@ namespace prefill {
 // How the copy engine sees q, k, v and o: boxes of 64 elements of a head by 64 tokens, zero outside of the tensor. Coordinates:
 // element, head, token, sequence; packed tokens are one sequence.
 struct Maps {
-  CUtensorMap q, k, v;
-};
-struct MapsOut : Maps {    // for the wide form, whose output leaves by copies
-  CUtensorMap o;
+  CUtensorMap q, k, v, o;
 };
 
-int make_maps(const gdn_rule_params &p, MapsOut *maps);
+int make_maps(const gdn_rule_params &p, Maps *maps);
 
 }  // namespace prefill
 }  // namespace gdn

@@ -1,6 +1,6 @@
 // The arithmetic of a block with one warpgroup for it: 64 value rows. The order of products hides what can be hidden behind the
-// one chain that cannot: state -> S K^T -> U -> V' -> state. The output of a chunk is finished and stored while the next chunk's
-// S K^T runs.
+// one chain that cannot: state -> S K^T -> U -> V' -> state. The output of a chunk goes to where its v was, and leaves from there
+// by a bulk copy, while the next chunk's S K^T and S Q^T run.
 #pragma once
 
 #include "products.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
   const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
   const uint32_t ready = ptx::shared_address(shared.ready), free = ptx::shared_address(shared.free);
-  const int chunks = s.end - s.begin, token0 = s.begin * kChunk, tokens = s.seq.count - token0;
+  const int chunks = s.end - s.begin;
   const int row0 = s.row0 + 16 * warp;
 
   float state[KK / 8][4];
@@ -40,14 +40,14 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     to_operand<T>(operand, state);
     multiply_rows<T>(values, operand, stage, false);
   };
-  // S Q^T, and from S K^T to V'.
+  // S Q^T.
+  const auto begin_out = [&] {
+    if (PASS != kTransfer) multiply_rows<T>(out, operand, stage + S::kQ, false);
+  };
+  // From S K^T to V'.
   const auto middle_of_chunk = [&] {
-    if (PASS != kTransfer) {
-      multiply_rows<T>(out, operand, stage + S::kQ, false);
-      wgmma::wait<1>();
-    } else {
-      wgmma::wait<0>();
-    }
+    if (PASS != kTransfer) wgmma::wait<1>();
+    else wgmma::wait<0>();
     wgmma::hold(values);
     subtract_from_values<T>(values, stage + 2 * S::kQ, factors->read, warp, lane);
     uint32_t u[4][4];
@@ -77,38 +77,52 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     }
     wgmma::hold(state);
   };
-  // The output leaves, by way of where the inverse was, of which nobody has need any more; stage and matrices are free.
-  T *row = PASS != kTransfer ? out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0 : nullptr;
-  const auto leave_chunk = [&](int i, uint32_t tile, int at, int of) {
+  // Stage and matrices are free, and the output is where v was.
+  const auto leave_chunk = [&](const uint32_t (&packed)[4][4], uint32_t stage, int at, int of) {
+    ptx::barrier_arrive(free + 8 * of);
+    if (PASS != kTransfer) {
+      put_out(packed, stage + 2 * S::kQ, warp, lane);
+      ptx::fence_async();
+    }
     ptx::barrier_arrive(empty + 8 * at);
-    const auto release = [&] { ptx::barrier_arrive(free + 8 * of); };
-    if (PASS == kTransfer) return release();
-    wgmma::hold(out);
-    put_out<T>(out, tile, warp, lane);
-    take_out<T>(tile, warp, lane, row, p.o.token_stride, tokens - i * kChunk, p.head_v - row0, release);
-    row += kChunk * p.o.token_stride;
   };
 
   if (chunks > 0) {
+    uint32_t packed[4][4];    // O^T
     begin_chunk();
+    begin_out();
     middle_of_chunk();
     // NOTES: a turn of the loop begins and ends with no product under way, and not with a chunk: ptxas does not follow products
     // from one turn to the next, and would wait for each of them.
     for (int i = 0; i < chunks - 1; ++i) {
       end_chunk();
-      const uint32_t before = matrices;
+      const uint32_t before = stage;
       const int before_at = at.index, before_of = of.index;
       at.next();
       of.next();
       begin_chunk();
-      if (PASS != kTransfer) wgmma::wait<1>();
-      leave_chunk(i, before, before_at, before_of);
+      if (PASS != kTransfer) {
+        wgmma::wait<1>();
+        wgmma::hold(out);
+        pack_out<T>(packed, out);
+      }
+      begin_out();
+      leave_chunk(packed, before, before_at, before_of);
       checkpoint<ST, PASS>(state, p, s, i, row0, lane);
       middle_of_chunk();
     }
     end_chunk();
     wgmma::wait<0>();
-    leave_chunk(chunks - 1, matrices, at.index, of.index);
+    if (PASS != kTransfer) {    // the last chunk may be cut off by the sequence's end
+      wgmma::hold(out);
+      const uint32_t tile = stage + 2 * S::kQ;
+      const int token0 = (s.end - 1) * kChunk;
+      put_out<T>(out, tile, warp, lane);
+      take_out<T>(tile, warp, lane, out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0, p.o.token_stride,
+                  s.seq.count - token0, p.head_v - row0);
+    }
+    ptx::barrier_arrive(free + 8 * of.index);
+    ptx::barrier_arrive(empty + 8 * at.index);
     checkpoint<ST, PASS>(state, p, s, chunks - 1, row0, lane);
     at.next();
     of.next();

@@ -131,38 +131,45 @@ __device__ __forceinline__ void subtract_from_values(float (&sk)[8][4], uint32_t
   for (int m = 0; m < 4; ++m) subtract_from_values<T>(sk, load_values(v_tile, read, m, warp, lane), m);
 }
 
-// O^T to this warp's part of the V tile, which nobody else reads.
-template <typename T>
-__device__ __forceinline__ void put_out(const float (&o)[8][4], uint32_t v_tile, int warp, int lane) {
+// O^T, and that to this warp's part of the V tile, which nobody else reads.
+template <typename T> __device__ __forceinline__ void pack_out(uint32_t (&x)[4][4], const float (&o)[8][4]) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    x[m][0] = pack2<T>(o[2 * m][0], o[2 * m][1]), x[m][1] = pack2<T>(o[2 * m][2], o[2 * m][3]);
+    x[m][2] = pack2<T>(o[2 * m + 1][0], o[2 * m + 1][1]), x[m][3] = pack2<T>(o[2 * m + 1][2], o[2 * m + 1][3]);
+  }
+}
+__device__ __forceinline__ void put_out(const uint32_t (&x)[4][4], uint32_t v_tile, int warp, int lane) {
   const uint32_t rows = value_rows(v_tile, warp, lane);
   __syncwarp();    // all lanes have read their values
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    const uint32_t x[4] = {pack2<T>(o[2 * m][0], o[2 * m][1]), pack2<T>(o[2 * m][2], o[2 * m][3]),
-                           pack2<T>(o[2 * m + 1][0], o[2 * m + 1][1]), pack2<T>(o[2 * m + 1][2], o[2 * m + 1][3])};
 #if __CUDA_ARCH__ >= 900
-    ptx::store_matrices_trans(rows + 2048 * m, x);
+    ptx::store_matrices_trans(rows + 2048 * m, x[m]);
 #else
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       ptx::store_shared(v_tile + tile_offset(lane / 4, 2 * (warp % 4) + i % 2) + 2048 * m + i / 2 * 1024 + 4 * (lane % 4),
-                        ptx::transpose_matrix(x[i]));
+                        ptx::transpose_matrix(x[m][i]));
 #endif
   }
 }
+template <typename T>
+__device__ __forceinline__ void put_out(const float (&o)[8][4], uint32_t v_tile, int warp, int lane) {
+  uint32_t x[4][4];
+  pack_out<T>(x, o);
+  put_out(x, v_tile, warp, lane);
+}
 
-// From there to the rows of o; `left` runs when it has been read, before the stores to global memory, which a fence would
-// wait for.
-template <typename T, typename F>
-__device__ __forceinline__ void take_out(uint32_t v_tile, int warp, int lane, T *to, int64_t stride, int count, int values,
-                                         F &&left) {
+// From there to the rows of o.
+template <typename T>
+__device__ __forceinline__ void take_out(uint32_t v_tile, int warp, int lane, T *to, int64_t stride, int count, int values) {
   __syncwarp();
   const int piece = lane % 2, token = lane / 2;
   const uint32_t from = v_tile + tile_offset(token, 2 * (warp % 4) + piece);
   uint4 x[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) x[i] = ptx::load_shared(from + 2048 * i);
-  left();
   if (piece * kPiece >= values) return;
   T *row = to + token * stride + piece * kPiece;
 #pragma unroll

@@ -45,7 +45,6 @@ template <int KK> struct Stage90<KK, 2> {
 template <int KK, int NM> struct Shape90 {
   using Stage = Stage90<KK, NM>;
   static constexpr bool kWide = NM == 2;
-  using Maps = std::conditional_t<kWide, MapsOut, prefill::Maps>;
   static constexpr int kMakers = 2, kMath = 1 + kMakers;    // the latter is the first warpgroup of arithmetic
   static constexpr int kThreads = 128 * (kMath + NM);
   static constexpr int kBuffers = 3;
@@ -68,6 +67,7 @@ template <int KK, int NM> struct Shape90 {
     TokenGates gates[kStages];
     float4 decays[kWide ? kMakers : 1][kWide ? 128 : 1];    // wide: what makers have no registers for while they invert
     float2 more_decays[kWide ? kMakers : 1][kWide ? 128 : 1];
+    int4 out[kWide ? kValues : kStages];    // of each tile of v, for the thread that copies: the box of o that leaves from there
     // Of a stage: tiles are there; gates; norms of q; gates are not read any more, nor tiles. Of v's: the tile is there; v has
     // been read, and o is where it was. Of a warpgroup of arithmetic: its rows of the state. Of a buffer: inverse and factors are
     // there; wide: the attention too; nobody reads it any more.

@@ -163,7 +163,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
       for (int j = 0; j < 4; ++j) product_columns<T>(out, half[j], attention, j, by_piece);
       put_out<T>(out, stage + v_offset, warp, lane);
       take_out<T>(stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
-                   tokens - i * kChunk, p.head_v - row0, [] {});
+                  tokens - i * kChunk, p.head_v - row0);
       checkpoint<ST, PASS>(state, p, s, i, row0, lane);
     }
     __syncthreads();    // the next copies go where this chunk was

@@ -14,7 +14,7 @@ namespace gdn {
 namespace prefill {
 
 template <typename T, typename ST, int KK, int NM, Pass PASS>
-__device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &plan, const typename Shape90<KK, NM>::Maps &maps) {
+__device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &plan, const Maps &maps) {
   using S = Shape90<KK, NM>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   typename S::Shared &shared = *reinterpret_cast<typename S::Shared *>(raw_shared);
@@ -111,32 +111,31 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   // Wide, where registers are short.
   const auto anew = [&](int lane, uint32_t address) { return S::kWide ? ptx::anew(lane, address) : lane; };
   const bool values = PASS != kTransfer || !s.identity;
-  // By a lane: k and q of chunk i, narrow v too, side by side; wide v by itself.
-  const auto copy_chunk = [&](int i, uint32_t stage, uint32_t barrier) {
-    constexpr int kWidth = KK / 64, kPlain = PASS != kTransfer ? 2 * kWidth : kWidth;
-    const int token = map_token + i * kChunk, boxes = kPlain + (!S::kWide && values);
-    ptx::barrier_expect(barrier, boxes * kTileBytes);
+  // By a lane: k and q of chunk i, side by side, and all that `barrier` waits for; v, and o, which leaves by where v was.
+  const auto copy_keys = [&](int i, uint32_t stage, uint32_t barrier) {
+    constexpr int kWidth = KK / 64, kBoxes = PASS != kTransfer ? 2 * kWidth : kWidth;
+    ptx::barrier_expect(barrier, (kBoxes + (!S::kWide && values)) * kTileBytes);
 #pragma unroll 1
-    for (int h = 0; h < boxes; ++h) {
-      const bool query = PASS != kTransfer && h >= kWidth, value = !S::kWide && h == kPlain;
-      const CUtensorMap *map = value ? &maps.v : query ? &maps.q : &maps.k;
-      const uint32_t to = PASS == kTransfer && value ? 2 * S::kQ : static_cast<uint32_t>(h * kTileBytes);
-      ptx::copy_box(stage + to, map, value ? s.row0 : h % kWidth * 64, value ? s.head : key_head, token, map_n, barrier);
-    }
+    for (int h = 0; h < kBoxes; ++h)
+      ptx::copy_box(stage + h * kTileBytes, h < kWidth ? &maps.k : &maps.q, h % kWidth * 64, key_head, map_token + i * kChunk, map_n, barrier);
   };
-  // Wide: v of chunk i, and o of it, which leaves by where v was.
   const auto copy_values = [&](int i, uint32_t tiles, uint32_t barrier) {
-    ptx::barrier_expect(barrier, NM * kTileBytes);
+    if (S::kWide) ptx::barrier_expect(barrier, NM * kTileBytes);
 #pragma unroll 1
     for (int h = 0; h < NM; ++h)
       ptx::copy_box(tiles + h * kTileBytes, &maps.v, s.row0 + 64 * h, s.head, map_token + i * kChunk, map_n, barrier);
   };
-  const auto store_out = [&](uint32_t tiles, const int4 &to) {
-    if constexpr (S::kWide) {
+  const auto store_out = [&](int tile, uint32_t tiles) {
+    if (PASS == kTransfer) return;
+    const int4 to = shared.out[tile];
+    if (to.x < 0) return;
 #pragma unroll 1
-      for (int h = 0; h < NM; ++h) ptx::store_box(tiles + h * kTileBytes, &maps.o, to.x + 64 * h, to.y, to.z, to.w);
-      ptx::stores_read();
-    }
+    for (int h = 0; h < NM; ++h) ptx::store_box(tiles + h * kTileBytes, &maps.o, to.x + 64 * h, to.y, to.z, to.w);
+    ptx::stores_read();
+  };
+  const auto note_out = [&](int tile, int i) {    // the stretch's last chunk leaves by rows
+    if (PASS != kTransfer)
+      shared.out[tile] = make_int4(i + 1 < chunks ? s.row0 : -1, s.head, map_token + i * kChunk, map_n);
   };
   // What follows the sequence is not its own, and may be anything: zero, in tiles side by side, by a warpgroup.
   const auto clear_tail = [&](uint8_t *tiles, uint32_t bytes, int count) {
@@ -151,31 +150,49 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
     Turn<S::kStages> at;
     if (warp == 3) {
       Turn<S::kValues> value;
-      int4 out = {-1, 0, 0, 0};    // what is to leave from the tile that comes next
-      const auto turn_values = [&] {
-        const uint32_t tiles = ptx::shared_address(shared.values[value.index]);
-        ptx::barrier_wait(left + 8 * value.index, value.parity ^ 1);
-        if (PASS != kTransfer && out.x >= 0) store_out(tiles, out);
-        return tiles;
-      };
+      if (lane == 0)
+        for (int i = 0; i < static_cast<int>(sizeof(shared.out) / sizeof(int4)); ++i) shared.out[i].x = -1;
+      // When nobody reads a tile any more, the output is where v was. The first time round there is nothing to wait for.
+      const auto stage_left = [&] { ptx::barrier_wait(empty + 8 * at.index, at.parity ^ 1); };
+      const auto values_left = [&] { ptx::barrier_wait(left + 8 * value.index, value.parity ^ 1); };
       each_stretch([&](int) {
         if (lane == 0)
 #pragma unroll 1
           for (int i = 0; i < chunks + (S::kWide && values); ++i) {
             if (i < chunks) {
-              ptx::barrier_wait(empty + 8 * at.index, at.parity ^ 1);    // the first time round there is nothing to wait for
-              copy_chunk(i, stages + at.index * S::kStage, full + 8 * at.index);
+              const uint32_t stage = stages + at.index * S::kStage, barrier = full + 8 * at.index;
+              stage_left();
+              copy_keys(i, stage, barrier);
+              if (!S::kWide && values) {
+                store_out(at.index, stage + 2 * S::kQ);
+                copy_values(i, stage + 2 * S::kQ, barrier);
+                note_out(at.index, i);
+              }
               at.next();
             }
             if (S::kWide && values && i > 0) {    // behind q and k of the next chunk, which are wanted before
-              copy_values(i - 1, turn_values(), valued + 8 * value.index);
+              const uint32_t tiles = ptx::shared_address(shared.values[value.index]);
+              values_left();
+              store_out(value.index, tiles);
+              copy_values(i - 1, tiles, valued + 8 * value.index);
+              note_out(value.index, i - 1);
               value.next();
-              // The stretch's last chunk leaves by rows.
-              out = i > 1 ? make_int4(s.row0, s.head, map_token + (i - 2) * kChunk, map_n) : make_int4(-1, 0, 0, 0);
             }
           }
       });
-      if (S::kWide && PASS != kTransfer && lane == 0 && out.x >= 0) turn_values();
+      if (PASS != kTransfer && lane == 0)
+#pragma unroll 1
+        for (int i = 0; i < static_cast<int>(sizeof(shared.out) / sizeof(int4)); ++i) {
+          if constexpr (S::kWide) {
+            if (shared.out[value.index].x >= 0) values_left();
+            store_out(value.index, ptx::shared_address(shared.values[value.index]));
+            value.next();
+          } else {
+            if (shared.out[at.index].x >= 0) stage_left();
+            store_out(at.index, stages + at.index * S::kStage + 2 * S::kQ);
+            at.next();
+          }
+        }
     } else if (warp == 2) {
       each_stretch([&](int) {
         const float rate = -expf(p.a_log[s.head]) * 1.44269504f, dt_bias = p.dt_bias[s.head];
@@ -300,8 +317,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
 // PASS kFirst: its blocks and kTransfer's. The former take longer and begin first.
 template <typename T, typename ST, int KK, int NM, Pass PASS>
 __global__ void __launch_bounds__(Shape90<KK, NM>::kThreads, 1)
-sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan,
-            const __grid_constant__ typename Shape90<KK, NM>::Maps maps) {
+sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
   if (PASS != kFirst || blockIdx.x < first_blocks(p, plan)) run_block<T, ST, KK, NM, PASS>(p, plan, maps);
   else run_block<T, ST, KK, NM, kTransfer>(p, plan, maps);
 }

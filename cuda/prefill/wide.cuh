@@ -142,7 +142,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   const int last = (before + chunks - 1) % 2;
   if (PASS != kTransfer && chunks > 0)    // the last chunk may be cut off by the sequence's end
     take_out<T>(value_tile(last), warp, lane, out_heads_at<T>(p.o, again.n, again.seq.first + token0, again.head) + row0, p.o.token_stride,
-                again.seq.count - token0, p.head_v - row0, [] {});
+                again.seq.count - token0, p.head_v - row0);
   if constexpr (PASS == kRounds) {
     if (chunks > 0) ptx::barrier_arrive(left + 8 * last);
     at_begin = {turns, before + chunks};
