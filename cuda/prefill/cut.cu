@@ -8,15 +8,16 @@ namespace prefill {
 namespace {
 
 // Microseconds on an H200 (README.md), by blocks of 64 value rows and of 128: a chunk of the scan and of the transfer pass, and
-// what a block of each takes to begin and end; a step of the combination, and what it takes more for each head; launches.
+// what a block of each takes to begin and end; the combination, a step of it, and what that takes more for each head; how much of
+// the begin of the blocks behind it is done meanwhile.
 struct Costs {
   double whole[2], begin_whole[2], transfer[2], begin_transfer[2];
-  double combine, combine_head, launches;
+  double combine, combine_step, combine_head, meanwhile[2];
   double change;    // from one head to the next, in a block that goes through several
   double again[2];  // until a place that was left has its next block; where a block's beginning above is not of such
 };
-constexpr Costs kCosts90 = {{2., 2.79}, {6.5, 13.}, {1.45, 1.6}, {6.5, 10.}, 1., 0.06, 1., 3., {4.5, 0.}};
-constexpr Costs kCosts80 = {{4.3, 4.3}, {4., 4.}, {2.2, 2.2}, {4., 4.}, 1., 0.06, 3., 0., {0., 0.}};
+constexpr Costs kCosts90 = {{1.77, 2.6}, {6.5, 13.}, {1.12, 1.48}, {6.5, 10.}, 2.7, 0.9, 0.08, {1., 5.}, 3., {4.5, 0.}};
+constexpr Costs kCosts80 = {{4.3, 4.3}, {4., 4.}, {2.2, 2.2}, {4., 4.}, 3., 1., 0.06, {0., 0.}, 0., {0., 0.}};
 
 // When all is done if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`, which take
 // `again` between two blocks.
@@ -45,13 +46,13 @@ Cut choose_cut(const gdn_rule_params &p, int64_t longest, bool sm90, int sms, bo
   const int64_t v_tiles[2] = {ceil_div(p.head_v, 64), ceil_div(p.head_v, 128)};
   const int64_t k_tiles[2] = {ceil_div(p.head_k, 64), ceil_div(p.head_k, 128)};
   const auto whole = [&](int w, int64_t chunks) { return static_cast<double>(chunks) * cost.whole[w] + cost.begin_whole[w]; };
-  const double step = cost.combine + cost.combine_head * static_cast<double>(heads);
+  const double step = cost.combine_step + cost.combine_head * static_cast<double>(heads);
   double best = -1.;
   Cut cut;
   const auto consider = [&](Cut c, double before) {
     for (int w = 0; w <= (has_wide ? 1 : 0); ++w) {
       const int64_t blocks = heads * v_tiles[w] * (c.segments > 1 ? c.segments - 1 : 1);
-      const double time = before + static_cast<double>(ceil_div(blocks, places)) * whole(w, c.others);
+      const double time = before + static_cast<double>(ceil_div(blocks, places)) * whole(w, c.others) - (c.segments > 1 ? cost.meanwhile[w] : 0.);
       // A sequence is cut for more than the model may be wrong by.
       if (best >= 0. && time >= best - (c.segments > 1 && cut.segments == 1 ? 4. : 0.)) continue;
       best = time, cut = c;
@@ -98,7 +99,7 @@ Cut choose_cut(const gdn_rule_params &p, int64_t longest, bool sm90, int sms, bo
         c.others = longest > c.first ? ceil_div(longest - c.first, n - 1) : 1;
         const double transfer = static_cast<double>(c.others) * cost.transfer[w] + cost.begin_transfer[w];
         const double joined = makespan(heads * v_tiles[w], whole(w, c.first), transfers, transfer, places, cost.again[w]);
-        consider(c, joined + static_cast<double>(n - 2) * step + cost.launches);
+        consider(c, joined + cost.combine + static_cast<double>(n - 2) * step);
       }
     }
     if (p.segments > 1) break;
