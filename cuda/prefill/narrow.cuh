@@ -120,6 +120,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
       put_out<T>(out, tile, warp, lane);
       take_out<T>(tile, warp, lane, out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0, p.o.token_stride,
                   s.seq.count - token0, p.head_v - row0);
+      ptx::fence_async();    // the next v comes where this output was written
     }
     ptx::barrier_arrive(free + 8 * of.index);
     ptx::barrier_arrive(empty + 8 * at.index);

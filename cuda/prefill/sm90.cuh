@@ -242,11 +242,6 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
         const int count = tokens - i * kChunk;
         if (count < kChunk) {
           clear_tail(shared.stage[at.index].k, S::kStage, count);
-          if (S::kWide && values) {
-            const int j = before + i;
-            ptx::barrier_wait(valued + 8 * (j % S::kValues), j / S::kValues % 2);
-            clear_tail(shared.values[j % S::kValues], NM * kTileBytes, count);
-          }
           ptx::fence_async();
           ptx::group_barrier<128>(group);
         }
