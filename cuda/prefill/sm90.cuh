@@ -2,7 +2,7 @@
 //
 // A block owns 64 value rows of a head for each of its NM warpgroups of arithmetic (narrow.cuh, wide.cuh), and walks through the
 // chunks of its stretch with the state in their registers. Beside them
-//   - a warpgroup of four single warps: one copies q, k and v (bulk tensor copies), one makes the gates, two the norms of q,
+//   - a warpgroup of four single warps: one copies q, k, v and o (bulk tensor copies), one makes the gates, two the norms of q,
 //   - two warpgroups, the makers, that make the matrices of a chunk, each of every second one.
 // They pass on, by barriers in shared memory (shape90.cuh): stages (copied tiles and what belongs to their tokens) and matrices.
 #pragma once
@@ -144,7 +144,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
       if (static_cast<int>(piece / 8 % kChunk) >= count) reinterpret_cast<uint4 *>(tiles)[piece] = make_uint4(0, 0, 0, 0);
   };
 
-  if (group == 0) {    // four warps that go their own ways
+  if (group == 0) {    // four warps that go their own ways, those with most to do beside the makers' warps with least
     fewer_registers<S::kSingleRegisters>();
     const int kept = ptx::lane_here();
     Turn<S::kStages> at;
@@ -235,6 +235,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
         const Turn<S::kStages> &at = turns.first;
         const Turn<S::kBuffers> &of = turns.second();
         const uint32_t stage = stages + at.index * S::kStage;
+        // By an exchange: wherever ptxas is short of registers it would read the lane's number anew, some 50 cycles.
         const int lane = __shfl_sync(0xffffffffu, kept, kept) & 31;
         TokenGates &gates = shared.gates[at.index];
         Matrices &m = shared.matrices[of.index];
@@ -268,7 +269,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
         if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
         invert64<T, true>(l, m.blocks[warp], left, gates.beta, inverse, warp, lane, {group, group + 5, group + 7},
                           [&] { key_factors(gates, m.factors, warp, lane); });
-        const int again = anew(lane, stage);
+        const int again = anew(lane, stage);    // or what follows from it would be kept, and spilled, while L is inverted
         if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first
           ptx::fence_async();
           ptx::barrier_arrive(ready + 8 * of.index);

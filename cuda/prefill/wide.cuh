@@ -80,7 +80,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     scale(state, decay);
     wgmma::hold(state);
     const float4 first_write = column_factors(factors.write, 0, lane);
-    // NOTES: this wait is over by now, but ptxas moves nothing across its branch, and the state is scaled while V' is under way.
+    // Over by now. Asked for here and not before S Q^T, where its latency would show.
     if (PASS != kTransfer) ptx::barrier_wait(stated, value);
     wgmma::wait<0>();
     wgmma::hold(values);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   };
 
   // What follows the sequence in the last chunk's v is not its own: zero, by each warp for itself. Not by the makers: they do not
-  // follow v chunk by chunk, and by the parity alone could take the tile's last use for this one.
+  // follow v chunk by chunk, and a parity does not tell this use of the tile from the one before last.
   const auto clear_values = [&](int i) {
     const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
     const int count = again.seq.count - (again.end - 1) * kChunk, value = (before + i) % 2;
