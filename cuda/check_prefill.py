@@ -4,6 +4,7 @@
     python3 cuda/check_prefill.py                # all cases; the exit code is 1 when one is over its bound
     python3 cuda/check_prefill.py --quick        # a small set, for compute-sanitizer
     python3 cuda/check_prefill.py --random 5000  # that many random batches instead of 1000; --seed N starts at another one
+    python3 cuda/check_prefill.py --beside 60    # the same launches for a minute instead of 10 s while other processes use the card
     python3 cuda/check_prefill.py --time         # the checks, then times beside the peers' (--only-time: those alone)
     python3 cuda/check_prefill.py --only-time --cells 16/32:1x8192,4x8192 --algo chunked_sm90 --segments 0,1,4
     python3 cuda/check_prefill.py --lib PATH     # the shared library: loaded when it is there, else built there
@@ -14,8 +15,10 @@ import argparse
 import ctypes as C
 import os
 import random
+import subprocess
 import sys
 import tempfile
+import time
 
 import check
 import torch
@@ -171,6 +174,42 @@ def check_repeats(lib, algos):
                            "same bits" if same else "differs")
 
 
+COPIES = """
+import torch
+x = torch.zeros(1 << 28, device="cuda")
+y = torch.empty_like(x)
+while True:
+    for _ in range(20):
+        y.copy_(x)
+    torch.cuda.synchronize()
+"""
+
+
+def check_beside(lib, algos, seconds):
+    """The same bits while other processes copy: a wait that is not for all it should be for shows where copies come late."""
+    others = [subprocess.Popen([sys.executable, "-c", COPIES]) for _ in range(2)]
+    try:
+        cases = [Case([tokens] * n, hk=8, hv=heads) for tokens in (97, 150, 340, 600) for n, heads in ((9, 16), (3, 32))]
+        first, runs, differing = {}, dict.fromkeys(algos, 0), dict.fromkeys(algos, 0)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for i, c in enumerate(cases):
+                for algo in algos:
+                    buffers = [c.buffers(128) for _ in range(4)]
+                    good = all(c.launch(lib, b, algo, 0, 128) == OK for b in buffers)
+                    for b in buffers:
+                        found = [bits(getattr(b, x)) for x in ("o_buf", "state_out", "checkpoints")]
+                        want = first.setdefault((i, algo), found)
+                        runs[algo] += 1
+                        differing[algo] += not (good and all(torch.equal(x, y) for x, y in zip(found, want)))
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    for algo in algos:
+        report(f"beside other processes {ALGO_NAMES[algo]}", differing[algo] == 0, f"{differing[algo]} of {runs[algo]} differ")
+
+
 def check_status(lib, algos):
     c = Case([1000, 0, 130], hk=2, hv=4)
     b = c.buffers(64)
@@ -283,6 +322,7 @@ def main():
     parser.add_argument("--random", type=int, metavar="N", help="that many random batches; default 1000, with --quick none")
     parser.add_argument("--only-random", action="store_true", help="the random batches alone")
     parser.add_argument("--seed", type=int, default=0, help="of the first random batch")
+    parser.add_argument("--beside", type=float, metavar="S", help="seconds of launches beside other processes; default 10, with --quick none")
     parser.add_argument("--time", action="store_true", help="print times after the checks")
     parser.add_argument("--only-time", action="store_true", help="print times and check nothing but what is timed")
     parser.add_argument("--algo", type=names, default=[ALGO_NAMES[a] for a in ALGOS], metavar="NAME,…",
@@ -317,6 +357,9 @@ def main():
         count = args.random if args.random is not None else 0 if args.quick else 1000
         if count:
             check_random(lib, algos, count, args.seed)
+        seconds = args.beside if args.beside is not None else 0 if args.quick or args.only_random else 10
+        if seconds:
+            check_beside(lib, algos, seconds)
         for (algo, name), (whole, worst) in sorted(worst_seen.items()):
             print(f"largest error of {name}, {ALGO_NAMES[algo]}: {whole:.1e} of a case, {worst:.1e} of a head")
         print(f"{check.lines} checks, {len(failures)} failed")
