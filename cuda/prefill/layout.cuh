@@ -60,6 +60,14 @@ template <typename T> __device__ __forceinline__ uint32_t pack2(float a, float b
   }
 }
 
+// Packed where it stands, so that two registers become one there.
+template <typename T> __device__ __forceinline__ uint32_t pack2_here(float a, float b) {
+  uint32_t y;
+  if constexpr (std::is_same_v<T, __half>) asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  else asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+  return y;
+}
+
 template <typename T> __device__ __forceinline__ float2 unpack2(uint32_t v) {
   if constexpr (std::is_same_v<T, __half>) return __half22float2(*reinterpret_cast<const __half2 *>(&v));
   else return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));

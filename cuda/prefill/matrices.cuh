@@ -240,14 +240,6 @@ __device__ __forceinline__ void scale_by_norms(RowDecays &d, const TokenGates &g
   d.top[0] *= l.x, d.top[1] *= l.y, d.low[0] *= l.x, d.low[1] *= l.y, d.end[0] *= r.x, d.end[1] *= r.y;
 }
 
-// Packed where it stands, so that two registers become one there.
-template <typename T> __device__ __forceinline__ uint32_t pack2_here(float a, float b) {
-  uint32_t y;
-  if constexpr (std::is_same_v<T, __half>) asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-  else asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-  return y;
-}
-
 // The products of this warp's 16 rows and 16 columns from block `t`, left of the diagonal block, times a factor of each row and the
 // decays, packed; `far` is the factor of a row with what it has decayed since the begin of the diagonal block, `until` what is
 // left there of this lane's columns.

@@ -71,14 +71,8 @@ template <int N> __device__ __forceinline__ void scale_columns(float (&x)[N][4],
   for (int m = 0; m < N / 2; ++m) scale_columns(x, m, column_factors(factors, m, lane));
 }
 
-// A operands of x, and of x with a factor a column, pair by pair: volatile, so that x goes as the operands come. `first` are the
-// factors of the first two tiles.
-template <typename T> __device__ __forceinline__ uint32_t pack2_in_order(float a, float b) {
-  uint32_t y;
-  if constexpr (std::is_same_v<T, __half>) asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-  else asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
-  return y;
-}
+// A operands of x, and of x with a factor a column, pair by pair, so that x goes as the operands come. `first` are the factors
+// of the first two tiles.
 template <typename T>
 __device__ __forceinline__ void to_operands(uint32_t (&plain)[4][4], uint32_t (&scaled)[4][4], const float (&x)[8][4],
                                             const float4 &first, const float *factors, int lane) {
@@ -89,10 +83,10 @@ __device__ __forceinline__ void to_operands(uint32_t (&plain)[4][4], uint32_t (&
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float(&y)[4] = x[2 * m + h], (&g)[2] = pairs[h];
-      plain[m][2 * h] = pack2_in_order<T>(y[0], y[1]);
-      plain[m][2 * h + 1] = pack2_in_order<T>(y[2], y[3]);
-      scaled[m][2 * h] = pack2_in_order<T>(y[0] * g[0], y[1] * g[1]);
-      scaled[m][2 * h + 1] = pack2_in_order<T>(y[2] * g[0], y[3] * g[1]);
+      plain[m][2 * h] = pack2_here<T>(y[0], y[1]);
+      plain[m][2 * h + 1] = pack2_here<T>(y[2], y[3]);
+      scaled[m][2 * h] = pack2_here<T>(y[0] * g[0], y[1] * g[1]);
+      scaled[m][2 * h + 1] = pack2_here<T>(y[2] * g[0], y[3] * g[1]);
     }
   }
 }

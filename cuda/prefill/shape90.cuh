@@ -50,6 +50,7 @@ template <int KK, int NM> struct Shape90 {
   static constexpr int kBuffers = 3;
   static constexpr int kStages = kWide ? 3 : 4;
   static constexpr int kValues = kWide ? 2 : 1;             // wide: v has stages of its own, which are also o's way out
+  static constexpr int kOuts = kWide ? kValues : kStages;    // tiles of v
   static constexpr uint32_t kQ = offsetof(Stage, q), kStage = sizeof(Stage);
 
   // Of a thread in each kind of warpgroup; all together no more than the block is launched with, a multiple of 8 for each.
@@ -67,7 +68,7 @@ template <int KK, int NM> struct Shape90 {
     TokenGates gates[kStages];
     float4 decays[kWide ? kMakers : 1][kWide ? 128 : 1];    // wide: what makers have no registers for while they invert
     float2 more_decays[kWide ? kMakers : 1][kWide ? 128 : 1];
-    int4 out[kWide ? kValues : kStages];    // of each tile of v, for the thread that copies: the box of o that leaves from there
+    int4 out[kOuts];    // of each tile of v, for the thread that copies: the box of o that leaves from there
     // Of a stage: tiles are there; gates; norms of q; gates are not read any more, nor tiles. Of v's: the tile is there; v has
     // been read, and o is where it was. Of a warpgroup of arithmetic: its rows of the state. Of a buffer: inverse and factors are
     // there; wide: the attention too; nobody reads it any more.

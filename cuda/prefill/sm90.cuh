@@ -151,7 +151,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
     if (warp == 3) {
       Turn<S::kValues> value;
       if (lane == 0)
-        for (int i = 0; i < static_cast<int>(sizeof(shared.out) / sizeof(int4)); ++i) shared.out[i].x = -1;
+        for (int i = 0; i < S::kOuts; ++i) shared.out[i].x = -1;
       // When nobody reads a tile any more, the output is where v was. The first time round there is nothing to wait for.
       const auto stage_left = [&] { ptx::barrier_wait(empty + 8 * at.index, at.parity ^ 1); };
       const auto values_left = [&] { ptx::barrier_wait(left + 8 * value.index, value.parity ^ 1); };
@@ -182,7 +182,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
       });
       if (PASS != kTransfer && lane == 0)
 #pragma unroll 1
-        for (int i = 0; i < static_cast<int>(sizeof(shared.out) / sizeof(int4)); ++i) {
+        for (int i = 0; i < S::kOuts; ++i) {
           if constexpr (S::kWide) {
             if (shared.out[value.index].x >= 0) values_left();
             store_out(value.index, ptx::shared_address(shared.values[value.index]));
@@ -274,8 +274,6 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
           ptx::fence_async();
           ptx::barrier_arrive(ready + 8 * of.index);
           multiply_tiles<T, KK>(x, stage + S::kQ, stage);
-        }
-        if (S::kWide && PASS != kTransfer) {
           const float4 d = shared.decays[maker][32 * warp + again];
           const float2 end = shared.more_decays[maker][32 * warp + again];
           decays = {{d.x, d.y}, {d.z, d.w}, {end.x, end.y}};
