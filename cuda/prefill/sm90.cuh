@@ -243,6 +243,14 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
         const int count = tokens - i * kChunk;
         if (count < kChunk) {
           clear_tail(shared.stage[at.index].k, S::kStage, count);
+          if (S::kWide && values) {
+            // Makers do not follow v chunk by chunk, and a parity does not tell this use of the tile from the one before last: they
+            // wait for the end of the last one first.
+            const int value = (before + i) % S::kValues, parity = (before + i) / S::kValues % 2;
+            ptx::barrier_wait(left + 8 * value, parity ^ 1);
+            ptx::barrier_wait(valued + 8 * value, parity);
+            clear_tail(shared.values[value], NM * kTileBytes, count);
+          }
           ptx::fence_async();
           ptx::group_barrier<128>(group);
         }

@@ -126,31 +126,14 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     turns.next();
   };
 
-  // What follows the sequence in the last chunk's v is not its own: zero, by each warp for itself. Not by the makers: they do not
-  // follow v chunk by chunk, and a parity does not tell this use of the tile from the one before last.
-  const auto clear_values = [&](int i) {
-    const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
-    const int count = again.seq.count - (again.end - 1) * kChunk, value = (before + i) % 2;
-    if (count >= kChunk) return;
-    ptx::barrier_wait(valued + 8 * value, (before + i) / 2 % 2);
-    uint8_t *tile = shared.values[value] + part * kTileBytes;
-    for (int row = count + lane / 2; row < kChunk; row += 16)
-      *reinterpret_cast<uint4 *>(tile + tile_offset(row, 2 * warp + lane % 2)) = make_uint4(0, 0, 0, 0);
-    __syncwarp();
-  };
-
-  // NOTES: an inner loop up to the next checkpoint or the last chunk: with a branch that reads the state in it ptxas finds too few
-  // registers, and waits for each product. What only these need is worked out anew, so that the loop holds no register for it.
+  // NOTES: an inner loop up to the next checkpoint: with a branch that reads the state in it ptxas finds too few registers, and
+  // waits for each product. What only checkpoints and the end need is worked out anew, so that the loop holds no register for it.
 #pragma unroll 1
   for (int i = 0; i < chunks;) {
-    int stop = chunks;
-    if (PASS != kTransfer) {    // whose stretches do not reach a sequence's end
-      if (i + 1 == chunks) clear_values(i);
-      else stop = p.checkpoints ? i + 1 : chunks - 1;
-    }
+    const int stop = PASS != kTransfer && p.checkpoints ? i + 1 : chunks;
 #pragma unroll 1
     for (; i < stop; ++i) one_chunk(i);
-    if (PASS == kTransfer || !p.checkpoints) continue;
+    if (PASS == kTransfer) continue;
     const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
     checkpoint<ST, PASS>(state, p, again, i - 1, again.row0 + 64 * part + 16 * warp, lane);
   }
