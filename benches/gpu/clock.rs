@@ -27,7 +27,11 @@ pub enum Tier {
 
 /// How long a tier samples, in µs of estimated work.
 const BUDGET: f64 = 40_000.;
-const REPLAYS: usize = 9;
+/// The same of `event`, which is as in `benches/peers/timers.py`: a graph is at least this long, and its calls this many.
+const EVENT_BUDGET: f64 = 120_000.;
+const GRAPH_US: f64 = 1000.;
+const GRAPH_CALLS: f64 = 8.;
+const MAX_GRAPH_CALLS: f64 = 512.;
 
 pub struct Clock {
     device: CudaDevice,
@@ -106,7 +110,7 @@ impl Clock {
             }
             let done = match tier {
                 Tier::Gpu => self.gpu(calls, reps, &mut sample),
-                Tier::Event => self.event(calls, reps, &mut sample),
+                Tier::Event => self.event(calls, estimate, &mut sample),
                 Tier::Wall => self.wall(calls, reps, &mut sample),
             };
             if let Err(e) = done {
@@ -143,9 +147,12 @@ impl Clock {
         Ok(())
     }
 
-    fn event(&self, calls: &[Call<'_>], reps: usize, sample: &mut Sample) -> Result<()> {
+    fn event(&self, calls: &[Call<'_>], estimate: f64, sample: &mut Sample) -> Result<()> {
+        let us = sample.gpu.as_ref().map_or(estimate, |gpu| gpu.median).max(0.5);
+        let least = (EVENT_BUDGET / (10. * us)).clamp(1., GRAPH_CALLS);
+        let wanted = (GRAPH_US / us).max(least).min(MAX_GRAPH_CALLS);
         // Whole rounds, so that the replays' seams are as cold as the rest.
-        let n = calls.len() * reps.min(40).div_ceil(calls.len());
+        let n = calls.len() * (wanted / calls.len() as f64).ceil() as usize;
         let graph = self.capture(|| {
             for call in calls.iter().cycle().take(n) {
                 call()?;
@@ -156,8 +163,10 @@ impl Clock {
         graph.launch()?;
         let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
         let mut times = vec![];
-        for _ in 0..REPLAYS {
+        for _ in 0..(EVENT_BUDGET / (2. * n as f64 * us)).clamp(5., 20.) as usize {
             self.synchronize()?;
+            // One ahead hides the time that the host needs.
+            graph.launch()?;
             let start = self.stream.record_event(flags)?;
             graph.launch()?;
             let end = self.stream.record_event(flags)?;

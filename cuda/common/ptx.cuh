@@ -81,9 +81,20 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
 // 16 bytes from global to shared memory, past L1 and without registers. Groups complete in order.
 __device__ __forceinline__ void copy_async(uint32_t to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// 8 bytes, through L1.
+__device__ __forceinline__ void copy_async_8(uint32_t to, const void *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -2,13 +2,15 @@
 //
 // A thread owns N neighbouring channels (one where alignment or little work asks for it) and a run of tokens; its window of
 // the last W - 1 inputs lives in registers, so that an input is read once per run, plus W - 1 inputs before the run.
-// Inputs come a group of rows at a time, one group ahead of the one at work.
+// Inputs come a group of rows at a time, one group ahead of the one at work; long ones in short runs, of which all is on its
+// way at once.
 // Only the thread that owns a sequence's first run reads the old state, and that same thread writes the new one, after
 // all it had to read: with state_in == state_out no other thread can see either.
 #pragma once
 
 #include "../common/convert.cuh"
 #include "../common/host.cuh"
+#include "../common/ptx.cuh"
 #include "../common/sequences.cuh"
 #include "../norm/rows.cuh"
 #include "conv.h"
@@ -28,6 +30,9 @@
 #endif
 #ifndef GDN_CONV_MAX_RUN
 #define GDN_CONV_MAX_RUN 256
+#endif
+#ifndef GDN_CONV_TILE
+#define GDN_CONV_TILE 16      // tokens a run of long inputs
 #endif
 #ifndef GDN_CONV_REGISTERS
 #define GDN_CONV_REGISTERS 32 // a thread's, besides weights, window, rows and two a tap
@@ -76,16 +81,60 @@ __device__ __forceinline__ void token(const Row<T, N> &row, const float (&weight
   store_row(y, out);
 }
 
-// `left` tokens, the first group of which has been loaded; `x` is where the second begins.
-template <bool SILU, typename T, int W, int N, int G>
-__device__ __forceinline__ void walk(Row<T, N> (&next)[G], const T *x, int64_t x_stride, T *y, int64_t y_stride, int left,
-                                     const float (&weight)[N * W], float (&window)[W - 1][N]) {
+// A run's rows on their way to its thread, in groups of G. Here a group in registers, while the one before is at work.
+template <typename T, int N, int G> struct Ahead {
+  static constexpr int kShared = 1;    // rows in shared memory
+  Row<T, N> next[G];
+  const T *from;
+  int64_t stride;
+
+  __device__ __forceinline__ Ahead(Row<T, N> *, int64_t stride) : stride(stride) {}
+  __device__ __forceinline__ void begin(const T *rows, int left) {
+    from = rows;
+    load_group(next, from, stride, left);
+  }
+  __device__ __forceinline__ void take(Row<T, N> (&rows)[G], int left) {
+#pragma unroll
+    for (int u = 0; u < G; ++u) rows[u] = next[u];
+    load_group(next, from, stride, left - G);
+  }
+};
+
+// Here all of a run of up to ROWS, in shared memory, each row where only its thread looks: it waits for its own copies alone.
+template <typename T, int N, int G, int ROWS> struct Tile {
+  static constexpr int kShared = ROWS * kThreads, kGroups = ROWS / G;
+  static_assert(sizeof(Row<T, N>) == 8 && ROWS % G == 0, "whole groups of rows of 8 bytes");
+  uint32_t first, at = 0;
+  int64_t stride;
+
+  __device__ __forceinline__ Tile(Row<T, N> *shared, int64_t stride) : first(ptx::shared_address(shared + threadIdx.x)), stride(stride) {}
+  __device__ __forceinline__ void begin(const T *rows, int left) {
+    at = first;
+#pragma unroll
+    for (int u = 0; u < ROWS; ++u, rows += stride) {
+      if (u < left) ptx::copy_async_8(first + u * (8 * kThreads), rows);
+      if (u % G == G - 1) ptx::copy_async_commit();
+    }
+  }
+  __device__ __forceinline__ void take(Row<T, N> (&rows)[G], int) {
+    ptx::copy_async_commit();    // of nothing: as many groups are younger than the one that is taken, whichever it is
+    ptx::copy_async_wait<kGroups>();
+#pragma unroll
+    for (int u = 0; u < G; ++u, at += 8 * kThreads) {
+      const uint2 row = ptx::load_shared_8(at);
+      rows[u].word[0] = row.x, rows[u].word[1] = row.y;
+    }
+  }
+};
+
+// `left` tokens, which `source` has begun.
+template <bool SILU, typename T, int W, int N, int G, typename Source>
+__device__ __forceinline__ void walk(Source &source, T *y, int64_t y_stride, int left, const float (&weight)[N * W],
+                                     float (&window)[W - 1][N]) {
 #pragma unroll 1
   for (; left > 0; left -= G) {
     Row<T, N> rows[G];
-#pragma unroll
-    for (int u = 0; u < G; ++u) rows[u] = next[u];
-    load_group(next, x, x_stride, left - G);
+    source.take(rows, left);
     if (left >= G) {
 #pragma unroll
       for (int u = 0; u < G; ++u, y += y_stride) token<SILU, T, W, N>(rows[u], weight, window, y);
@@ -99,7 +148,7 @@ __device__ __forceinline__ void walk(Row<T, N> (&next)[G], const T *x, int64_t x
   }
 }
 
-template <typename T, int W, int N>
+template <typename T, int W, int N, typename Source>
 __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
     conv_kernel(const __grid_constant__ gdn_conv_params p, const __grid_constant__ Plan plan) {
   constexpr int G = Shape<T, W, N>::kGroup;
@@ -114,10 +163,10 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
   T *y = static_cast<T *>(const_cast<void *>(p.y.ptr)) + n * p.y.seq_stride + seq.first * y_stride + channel;
 
   // The first inputs are on their way before anything else is asked for.
-  Row<T, N> next[G];
+  __shared__ Row<T, N> shared[Source::kShared];
+  Source source(shared, x_stride);
   int t0 = first_run * plan.run;
-  const T *from = x + t0 * x_stride;
-  load_group(next, from, x_stride, min(plan.run, seq.count - t0));
+  source.begin(x + t0 * x_stride, min(plan.run, seq.count - t0));
 
   const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
   if (in_slot < 0 || out_slot < 0) {    // padding
@@ -152,15 +201,15 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
 #pragma unroll
       for (int i = 0; i < N; ++i) window[j][i] = before[j][i];
     const int tokens = min(plan.run, seq.count - t0);
-    if (p.silu) walk<true, T, W, N>(next, from, x_stride, y + t0 * y_stride, y_stride, tokens, weight, window);
-    else walk<false, T, W, N>(next, from, x_stride, y + t0 * y_stride, y_stride, tokens, weight, window);
+    if (p.silu) walk<true, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
+    else walk<false, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
     // More runs than the host foresaw are taken in turn.
     t0 += plan.runs * plan.run;
     if (t0 >= seq.count) break;
-    from = x + (t0 - (W - 1)) * x_stride;
+    const T *from = x + (t0 - (W - 1)) * x_stride;
 #pragma unroll
     for (int j = 0; j < W - 1; ++j, from += x_stride) before[j] = load_row<T, N>(from);
-    load_group(next, from, x_stride, min(plan.run, seq.count - t0));
+    source.begin(from, min(plan.run, seq.count - t0));
   }
 
   if (first_run == 0) {
@@ -180,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
 
 template <typename T, int W, int N> int launch(const gdn_conv_params &p, int sms, cudaStream_t stream) {
   using S = Shape<T, W, N>;
-  static_assert(S::kMinRun >= W - 1, "a later run would need the old state");
+  static_assert(S::kMinRun >= W - 1 && GDN_CONV_TILE >= W - 1, "a later run would need the old state");
   // One run a thread the card has room for, so that inputs are read twice as rarely as can be; of very long inputs
   // several, all full.
   const int64_t tokens = max_tokens(p.seqs) > 0 ? max_tokens(p.seqs) : 1;
@@ -190,13 +239,19 @@ template <typename T, int W, int N> int launch(const gdn_conv_params &p, int sms
   const int64_t room = (least > GDN_CONV_WAVES ? least : GDN_CONV_WAVES) * full / columns;
   int64_t run = ceil_div(ceil_div(tokens, room > 1 ? room : 1), S::kGroup) * S::kGroup;
   if (run < S::kMinRun) run = S::kMinRun;
+  // Of inputs of several fillings of the card short runs, in order, so that what is on its way lies close together: 16 tokens
+  // each take 9 % less at 8192 tokens of 8192 channels than one filling of 136.
+  void (*kernel)(gdn_conv_params, Plan) = conv_kernel<T, W, N, Ahead<T, N, S::kGroup>>;
+  if constexpr (N * sizeof(T) == 8) {
+    if (run >= 2 * GDN_CONV_TILE) run = GDN_CONV_TILE, kernel = conv_kernel<T, W, N, Tile<T, N, S::kGroup, GDN_CONV_TILE>>;
+  }
   int64_t run_blocks = ceil_div(ceil_div(tokens, run), kRunsPerBlock);
   if (run_blocks > kMaxGridYZ) run_blocks = kMaxGridYZ;
   Plan plan = {0, static_cast<int32_t>(run_blocks * kRunsPerBlock), static_cast<int32_t>(run)};
   while (plan.first_seq < p.seqs.num_seqs) {
     const int32_t rest = p.seqs.num_seqs - plan.first_seq, seqs = rest < kMaxGridYZ ? rest : kMaxGridYZ;
     const dim3 grid(static_cast<unsigned>(channel_blocks), static_cast<unsigned>(run_blocks), static_cast<unsigned>(seqs));
-    conv_kernel<T, W, N><<<grid, kThreads, 0, stream>>>(p, plan);
+    kernel<<<grid, kThreads, 0, stream>>>(p, plan);
     plan.first_seq += seqs;
   }
   return launched();

@@ -39,7 +39,8 @@ struct Plan {
 template <typename T, int N, int ITEMS, int LANES>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     norm_kernel(const __grid_constant__ gdn_norm_params p, const __grid_constant__ Plan plan) {
-  const uint32_t group = blockIdx.x * (kThreads / LANES) + threadIdx.x / LANES;
+  // The last tokens first: what came before them may have written those last, and L2 still has them.
+  const uint32_t group = (gridDim.x - 1 - blockIdx.x) * (kThreads / LANES) + threadIdx.x / LANES;
   const uint32_t piece = plan.divide ? __umulhi(group, plan.divide) : group / plan.heads;
   const uint32_t head = group - piece * plan.heads, first = piece * plan.each;
   const int col = threadIdx.x % LANES * N;
