@@ -140,6 +140,28 @@ proptest! {
     }
 }
 
+/// As many inputs as several fillings of a large card take, which the CUDA kernel cuts up in another way.
+#[test]
+fn conv_of_long_inputs() {
+    let case = |lengths: &[usize], dtype, width, packed| ConvCase {
+        lengths: lengths.to_vec(),
+        channels: 2048,
+        width,
+        dtype,
+        f32_weight: false,
+        silu: true,
+        packed,
+        slots: packed,
+        strided: packed,
+        seed: 7,
+    };
+    for case in [case(&[2500, 5, 0, 203], DType::BF16, 4, true), case(&[2301, 2301], DType::F16, 8, false)] {
+        for device in devices() {
+            case.check(&device);
+        }
+    }
+}
+
 /// Feeding a sequence in two parts gives bit for bit what it gives whole.
 #[test]
 fn conv_split_anywhere() {
