@@ -43,69 +43,73 @@ __device__ __forceinline__ uint64_t tile_of_rows(uint32_t address, uint32_t next
 // Added to either, what lies so many bytes further; within the tile as it would without the swizzle.
 __device__ __forceinline__ constexpr uint64_t bytes(uint32_t distance) { return distance >> 4; }
 
-#define GDN_ACC4(a) "+f"(a[0]), "+f"(a[1]), "+f"(a[2]), "+f"(a[3])
-#define GDN_D32                                                                                                     \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31}"
-#define GDN_D64                                                                                                     \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "  \
-  "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
-
-// acc[64, 64] (+)= a[64, 16] b[16, 64]; ROWS: b is a tile_of_rows. A warp's part of acc is that of eight mma16816 side by
-// side, and of a that of one.
-template <typename T, bool ROWS>
-__device__ __forceinline__ void product(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-#define GDN_WGMMA_64(TYPE)                                                                                            \
-  GDN_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                              \
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " GDN_D32                                    \
-            ", {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"                                                            \
-            : GDN_ACC4(d[0]), GDN_ACC4(d[1]), GDN_ACC4(d[2]), GDN_ACC4(d[3]), GDN_ACC4(d[4]), GDN_ACC4(d[5]),         \
-              GDN_ACC4(d[6]), GDN_ACC4(d[7])                                                                          \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(ROWS ? 1 : 0))
-  if constexpr (std::is_same_v<T, __half>)
-    GDN_WGMMA_64("f16");
-  else
-    GDN_WGMMA_64("bf16");
-#undef GDN_WGMMA_64
+// Keeps the registers of a left operand from being used for something else before this point.
+template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
 }
 
-// acc[64, 64] (+)= a[64, 16] b[16, 64] of two tiles of columns: the rows of a are those of its tile.
-template <typename T>
-__device__ __forceinline__ void product_of_tiles(float (&d)[8][4], uint64_t a, uint64_t b, bool add) {
-#define GDN_WGMMA_TILES(TYPE)                                                                                         \
-  GDN_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                              \
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " GDN_D32 ", %32, %33, p, 1, 1, 0, 0;\n}"   \
-            : GDN_ACC4(d[0]), GDN_ACC4(d[1]), GDN_ACC4(d[2]), GDN_ACC4(d[3]), GDN_ACC4(d[4]), GDN_ACC4(d[5]),         \
-              GDN_ACC4(d[6]), GDN_ACC4(d[7])                                                                          \
+// acc[64, N] (+)= a[64, 16] b[16, N] in two forms. product(): a in registers; ROWS: b is a tile_of_rows. product_of_tiles(): both are
+// tiles of columns, the rows of a those of its tile. A warp's part of acc is that of N / 8 mma16816 side by side, and of a that of one.
+//
+// A shape is N, N / 8, its accumulators as PTX has them and as C++ has them (last), and the numbers of the operands behind those.
+#define GDN_PRODUCT(N, D, P0, P1, P2, P3, P4, P5, P6, TYPE, ...)                                                                    \
+  GDN_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" P5 ", 0;\n"                                                                       \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, {%" P0 ", %" P1 ", %" P2 ", %" P3 "}, %" P4  \
+            ", p, 1, 1, %" P6 ";\n}"                                                                                               \
+            : __VA_ARGS__                                                                                                          \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(ROWS ? 1 : 0))
+#define GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, TYPE, ...)                                                                           \
+  GDN_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" P2 ", 0;\n"                                                                       \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, %" P0 ", %" P1 ", p, 1, 1, 0, 0;\n}"         \
+            : __VA_ARGS__                                                                                                          \
             : "l"(a), "l"(b), "r"(static_cast<int>(add)))
-  if constexpr (std::is_same_v<T, __half>)
-    GDN_WGMMA_TILES("f16");
-  else
-    GDN_WGMMA_TILES("bf16");
-#undef GDN_WGMMA_TILES
-}
+#define GDN_SHAPE(N, TILES, D, P0, P1, P2, P3, P4, P5, P6, ...)                                                                     \
+  template <typename T, bool ROWS>                                                                                                 \
+  __device__ __forceinline__ void product(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add) {                    \
+    if constexpr (std::is_same_v<T, __half>)                                                                                       \
+      GDN_PRODUCT(N, D, P0, P1, P2, P3, P4, P5, P6, "f16", __VA_ARGS__);                                                           \
+    else                                                                                                                           \
+      GDN_PRODUCT(N, D, P0, P1, P2, P3, P4, P5, P6, "bf16", __VA_ARGS__);                                                          \
+  }                                                                                                                                \
+  template <typename T>                                                                                                            \
+  __device__ __forceinline__ void product_of_tiles(float (&d)[TILES][4], uint64_t a, uint64_t b, bool add) {                       \
+    if constexpr (std::is_same_v<T, __half>)                                                                                       \
+      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, "f16", __VA_ARGS__);                                                                  \
+    else                                                                                                                           \
+      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, "bf16", __VA_ARGS__);                                                                 \
+  }
 
-// The same as product() for acc[64, 128].
-template <typename T, bool ROWS>
-__device__ __forceinline__ void product(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-#define GDN_WGMMA_128(TYPE)                                                                                           \
-  GDN_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                              \
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " GDN_D64                                   \
-            ", {%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"                                                            \
-            : GDN_ACC4(d[0]), GDN_ACC4(d[1]), GDN_ACC4(d[2]), GDN_ACC4(d[3]), GDN_ACC4(d[4]), GDN_ACC4(d[5]),         \
-              GDN_ACC4(d[6]), GDN_ACC4(d[7]), GDN_ACC4(d[8]), GDN_ACC4(d[9]), GDN_ACC4(d[10]), GDN_ACC4(d[11]),       \
-              GDN_ACC4(d[12]), GDN_ACC4(d[13]), GDN_ACC4(d[14]), GDN_ACC4(d[15])                                      \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(ROWS ? 1 : 0))
-  if constexpr (std::is_same_v<T, __half>)
-    GDN_WGMMA_128("f16");
-  else
-    GDN_WGMMA_128("bf16");
-#undef GDN_WGMMA_128
-}
+#define GDN_ACC1(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define GDN_ACC2(d, i) GDN_ACC1(d, i), GDN_ACC1(d, i + 1)
+#define GDN_ACC8(d, i) GDN_ACC2(d, i), GDN_ACC2(d, i + 2), GDN_ACC2(d, i + 4), GDN_ACC2(d, i + 6)
+#define GDN_ACC16(d, i) GDN_ACC8(d, i), GDN_ACC8(d, i + 8)
+#define GDN_D0                                                                                                                     \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "  \
+  "%27, %28, %29, %30, %31"
+#define GDN_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define GDN_D40                                                                                                                    \
+  ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define GDN_D64                                                                                                                    \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, " \
+  "%89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#undef GDN_ACC4
+GDN_SHAPE(64, 8, GDN_D0, "32", "33", "34", "35", "36", "37", "38", GDN_ACC8(d, 0))
+GDN_SHAPE(80, 10, GDN_D0 GDN_D32, "40", "41", "42", "43", "44", "45", "46", GDN_ACC8(d, 0), GDN_ACC2(d, 8))
+GDN_SHAPE(128, 16, GDN_D0 GDN_D32 GDN_D40, "64", "65", "66", "67", "68", "69", "70", GDN_ACC16(d, 0))
+GDN_SHAPE(256, 32, GDN_D0 GDN_D32 GDN_D40 GDN_D64, "128", "129", "130", "131", "132", "133", "134", GDN_ACC16(d, 0), GDN_ACC16(d, 16))
+
+#undef GDN_PRODUCT
+#undef GDN_PRODUCT_OF_TILES
+#undef GDN_SHAPE
+#undef GDN_ACC1
+#undef GDN_ACC2
+#undef GDN_ACC8
+#undef GDN_ACC16
+#undef GDN_D0
 #undef GDN_D32
+#undef GDN_D40
 #undef GDN_D64
 
 }  // namespace wgmma
