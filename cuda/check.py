@@ -9,43 +9,22 @@
 Needs nvcc, torch and a GPU. An error is ||x - ref|| / ||ref|| over the whole tensor. All outputs, and the state slots
 to be written, hold NaN before a launch; whatever a launch must not touch is compared bit by bit afterwards.
 """
-import argparse
 import ctypes as C
 import math
-import os
-import sys
-import tempfile
 from functools import partial
 
+import checks
 import sixteen_bits
 import timing
 import torch
 from abi import (ALGO_NAMES, AUTO, BAD_ALGO, BAD_CONV_WIDTH, BAD_DTYPE, BAD_HEAD_DIM, BAD_HEADS, BAD_LENGTH, BAD_STRIDE,
                  CHUNKED, CHUNKED_SM80, DTYPES, NO_SLOT, NULL_POINTER, OK, RECURRENT, RECURRENT_128, UNALIGNED, ConvParams,
-                 Heads, NormParams, Slots, build, heads, load, ptr, rule_params, sequences, stream, u32, workspace)
+                 Heads, NormParams, Slots, heads, load, ptr, rule_params, sequences, stream, u32, workspace)
+from checks import rel, report
 
 O_BOUND = {"f32": 1e-5, "bf16": 4e-3, "f16": 1e-3}
 STATE_BOUND = 1e-5
 CHUNKED_BOUND = 5e-3    # o and state of the chunk forms on tensor cores: they round inside; see sixteen_bits.py
-
-
-def rel(x, ref):
-    x, ref = x.double(), ref.double()
-    norm = ref.norm()
-    err = (x - ref).norm()
-    return (err / norm).item() if norm > 0 else err.item()
-
-
-failures = []
-lines = 0
-
-
-def report(name, ok, text):
-    global lines
-    lines += 1
-    if not ok:
-        failures.append(name)
-    print(f"{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
 
 
 # ---- gated delta rule ----
@@ -504,31 +483,19 @@ def check_norm(lib, quick):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small set of cases")
-    parser.add_argument("--time", action="store_true", help="print times after the checks")
-    parser.add_argument("--only-time", action="store_true", help="print times and check nothing")
-    parser.add_argument("--lib", help="the shared library: loaded when it is there, else built there")
-    parser.add_argument("--nvcc", default="", help="further arguments for nvcc")
-    args = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    path = args.lib or os.path.join(tempfile.mkdtemp(), "libcandle_gdn.so")
-    if not os.path.exists(path):
-        build(path, args.nvcc.split())
-    lib = load(os.path.abspath(path))
+    args = checks.arguments(__doc__).parse_args()
+    lib = checks.library(args, load)
     if not args.only_time:
         check_rule(lib, args.quick)
         check_conv(lib, args.quick)
         check_norm(lib, args.quick)
         if not args.quick:
             check_status(lib)
-        print(f"{lines} checks, {len(failures)} failed")
-        for name in failures:
-            print("  failed:", name)
+        checks.summary()
     if args.time or args.only_time:
         timing.times(lib, args.quick)
-    return 1 if failures else 0
+    checks.leave()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,51 +13,21 @@
 An error is ||x - ref|| / ||ref||. Caches hold NaN wherever no token is, slots that no sequence has are NaN throughout, and
 so are outputs before a launch and the gaps of strided tensors; all that must not be written is compared bit by bit.
 """
-import argparse
 import ctypes as C
 import math
-import os
-import sys
-import tempfile
 
+import checks
 import torch
 from abi import (BAD_ALGO, BAD_DTYPE, BAD_HEAD_DIM, BAD_HEADS, BAD_LENGTH, BAD_STRIDE, BAD_WORKSPACE, DTYPES, GUARD, NO_SLOT,
-                 NULL_POINTER, OK, Heads, Sequences, Slots, build, ptr, stream)
+                 NULL_POINTER, OK, Heads, Sequences, Slots, ptr, stream)
 from abi_attention import AdvanceParams, AttentionParams, KvCache, PrepareParams, load
+from checks import rel, report, same
 
 # Rounding of o, 2^-9 / sqrt(3) in bf16 at most; that of the weights before they multiply the values, which is as large
 # for a single key and averages out over many; and what q and the cache were rounded to is the reference's input too.
 O_BOUND = {"f32": 1e-5, "bf16": 4e-3, "f16": 6e-4}
 PREPARE_BOUND = {"f32": 2e-6, "bf16": 2.5e-3, "f16": 3.2e-4}
 DEVICE = "cuda"
-
-
-failures = []
-lines = 0
-
-
-def report(name, ok, text, quiet=False):
-    global lines
-    lines += 1
-    if not ok:
-        failures.append(name)
-    if not ok or not quiet:
-        print(f"{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
-
-
-def rel(x, ref):
-    x, ref = x.double(), ref.double()
-    norm, error = ref.norm(), (x - ref).norm()
-    error = (error / norm if norm > 0 else error).item()
-    return error if error == error else math.inf
-
-
-def bits(x):
-    return x.view({4: torch.int32, 2: torch.int16}[x.element_size()])
-
-
-def same(x, y):
-    return torch.equal(bits(x), bits(y))
 
 
 def u32(values):
@@ -542,38 +512,31 @@ def self_test():
 
 
 def main():
-    global DEVICE
-    parser = argparse.ArgumentParser()
-    for flag in ("--quick", "--time", "--only-time", "--prompts", "--only-prompts", "--self-test"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--lib")
+    parser = checks.arguments(__doc__)
+    parser.add_argument("--prompts", action="store_true", help="of the checks those of prompts alone")
+    parser.add_argument("--only-prompts", action="store_true", help="times of prompts alone, and no checks")
+    parser.add_argument("--self-test", action="store_true", help="check the reference, on the CPU")
     args = parser.parse_args()
     if args.self_test:
         return self_test()
-    with tempfile.TemporaryDirectory() as tmp:
-        path = args.lib or os.path.join(tmp, "libcandle_gdn.so")
-        if not args.lib:
-            build(path, [])
-        lib = load(path)
-        if args.only_prompts:
-            from timing_attention import times_prompts
-            return times_prompts(lib)
-        if not args.only_time:
-            if not args.prompts:
-                check_quick(lib)
-            check_prompts(lib, args.quick)
-            if not args.quick and not args.prompts:
-                check_cases(lib)
-                check_graphs(lib)
-                check_advance(lib)
-                check_arguments(lib)
-            print(f"{lines - len(failures)} of {lines} checks passed")
-            for name in failures:
-                print(f"  failed: {name}")
-        if args.time or args.only_time:
-            from timing_attention import times
-            times(lib)
-    sys.exit(bool(failures))
+    lib = checks.library(args, load)
+    if args.only_prompts:
+        from timing_attention import times_prompts
+        return times_prompts(lib)
+    if not args.only_time:
+        if not args.prompts:
+            check_quick(lib)
+        check_prompts(lib, args.quick)
+        if not args.quick and not args.prompts:
+            check_cases(lib)
+            check_graphs(lib)
+            check_advance(lib)
+            check_arguments(lib)
+        checks.summary()
+    if args.time or args.only_time:
+        from timing_attention import times
+        times(lib)
+    checks.leave()
 
 
 if __name__ == "__main__":

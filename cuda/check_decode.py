@@ -6,18 +6,16 @@
     python3 cuda/check_decode.py --time      # the checks, then times of the fused step next to the three kernels it replaces
     python3 cuda/check_decode.py --lib PATH  # a library built before, instead of building one
 """
-import argparse
 import ctypes as C
 import math
-import os
-import sys
-import tempfile
 
+import checks
 import torch
 from abi import (AUTO, BAD_ALGO, BAD_CONV_WIDTH, BAD_DTYPE, BAD_HEADS, BAD_LENGTH, BAD_STRIDE, DECODE_128, DTYPES, NO_SLOT,
-                 NULL_POINTER, OK, RECURRENT, RECURRENT_128, Heads, Slots, StepParams, build, load, ptr, rule_params,
+                 NULL_POINTER, OK, RECURRENT, RECURRENT_128, Heads, Slots, StepParams, load, ptr, rule_params,
                  sequences, stream, u32, workspace)
-from check import O_BOUND, failures, rel, report, rule_reference
+from check import O_BOUND, rule_reference
+from checks import rel, report
 
 STEP_AUTO, STEP_WHOLE, STEP_SPLIT, STEP_HEADS = range(4)
 STEP_NAMES = ["auto", "whole", "split", "heads"]
@@ -315,24 +313,16 @@ def check_status(lib):
 
 
 def main():
-    args = argparse.ArgumentParser()
-    args.add_argument("--quick", action="store_true")
-    args.add_argument("--time", action="store_true")
-    args.add_argument("--lib")
-    args = args.parse_args()
-    with tempfile.TemporaryDirectory() as tmp:
-        path = args.lib or os.path.join(tmp, "libcandle_gdn.so")
-        if not args.lib:
-            build(path, [])
-        lib = load(path)
+    args = checks.arguments(__doc__).parse_args()
+    lib = checks.library(args, load)
+    if not args.only_time:
         check_rule(lib, args.quick)
         check_step(lib, args.quick)
-        from check import lines
-        print(f"{lines - len(failures)} of {lines} checks passed")
-        if args.time:
-            from timing_decode import times
-            times(lib)
-    sys.exit(bool(failures))
+        checks.summary()
+    if args.time or args.only_time:
+        from timing_decode import times
+        times(lib)
+    checks.leave()
 
 
 if __name__ == "__main__":

@@ -12,47 +12,24 @@ the value in bf16, 2^-10 in f16 and 2^-23 in f32; of few values it may be any va
 The f32 arithmetic adds at most 2e-6. A sum has to be the bits that torch gives. Outputs hold NaN before a launch, as
 does everything around inputs and outputs.
 """
-import argparse
 import ctypes as C
 import math
-import os
-import sys
-import tempfile
+from functools import partial
 
+import checks
 import timing
 import torch
-from abi import BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, DTYPES, NULL_POINTER, OK, build, ptr, stream
+from abi import BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, DTYPES, NULL_POINTER, OK, ptr, stream
 from abi_model import ResidualParams, SwigluParams, load
+from checks import bits, failures, framed, rel
 
-ULP = {"f32": 2.0 ** -23, "bf16": 2.0 ** -7, "f16": 2.0 ** -10}
 EPS = 1e-6
-failures = []
 
-
-def report(name, ok, text, quiet=True):
-    if not ok:
-        failures.append(name)
-    if not ok or not quiet:
-        print(f"{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
+report = partial(checks.report, quiet=True)
 
 
 def bound(dtype, count):
-    return ULP[dtype] / math.sqrt(12) * (1.0 if count >= 1000 else math.sqrt(3)) + 2e-6
-
-
-def framed(rows, columns, gap, dtype, shift=0):
-    """NaN everywhere: `rows` of `columns` with a gap after each, rows before and after, `shift` elements in. The buffer
-    and the view."""
-    buf = torch.full((rows + 4, columns + gap + shift), math.nan, device="cuda", dtype=DTYPES[dtype][1])
-    return buf, buf[2:2 + rows, shift:shift + columns]
-
-
-def bits(x):
-    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
-
-
-def error(got, ref):
-    return ((got.double() - ref).norm() / ref.norm()).item()
+    return checks.rounding(dtype, count) + 2e-6
 
 
 def only_inside(buf, view):
@@ -114,7 +91,7 @@ def check_residual(lib, rows, dim, dtype, gaps=(0, 0, 0, 0), shift=0, add=True, 
     status, same = runs(launch, [totals, ys] if add else [ys])
     if status != OK:
         return report(name, False, f"status {status}")
-    limit, e = bound(dtype, rows * dim), error(ys[1], ref)
+    limit, e = bound(dtype, rows * dim), rel(ys[1], ref)
     exact = not add or torch.equal(bits(totals[1]), bits(total))
     inside = only_inside(*ys) and (not add or only_inside(*totals))
     report(name, e <= limit and same and exact and inside, f"{e:.2e} of {limit:.2e}, the same in all ways {same}, "
@@ -154,7 +131,7 @@ def check_swiglu(lib, rows, columns, dtype, gaps=(0, 0), shift=0, seed=0):
     status, same = runs(launch, [outs])
     if status != OK:
         return report(name, False, f"status {status}")
-    limit, e, inside = bound(dtype, rows * columns), error(outs[1], ref), only_inside(*outs)
+    limit, e, inside = bound(dtype, rows * columns), rel(outs[1], ref), only_inside(*outs)
     report(name, e <= limit and same and inside,
            f"{e:.2e} of {limit:.2e}, the same in all ways {same}, inside {inside}")
 
@@ -288,23 +265,14 @@ def times(lib):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lib")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--only-time", action="store_true")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as tmp:
-        path = args.lib or os.path.join(tmp, "libcandle_gdn.so")
-        if not args.lib:
-            build(path, [])
-        lib = load(path)
-        if not args.only_time:
-            check_all(lib, args.quick)
-        if args.time or args.only_time:
-            times(lib)
-    print(f"{len(failures)} failures" if failures else "all ok")
-    sys.exit(1 if failures else 0)
+    args = checks.arguments(__doc__).parse_args()
+    lib = checks.library(args, load)
+    if not args.only_time:
+        check_all(lib, args.quick)
+        checks.summary()
+    if args.time or args.only_time:
+        times(lib)
+    checks.leave()
 
 
 if __name__ == "__main__":

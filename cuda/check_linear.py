@@ -11,37 +11,19 @@ An error is ||y - ref|| / ||ref||. The output's rounding alone makes it at most 
 the value in bf16 and 2^-10 in f16; of few values it may be any value's own at worst, sqrt(3) times that. The f32 sums
 add at most 2e-5. Outputs hold NaN before a launch, as does everything around the inputs.
 """
-import argparse
 import ctypes as C
 import math
-import os
-import sys
-import tempfile
 
+import checks
 import timing
 import torch
-from abi import (BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, DTYPES, NULL_POINTER, OK, LinearParams, build, stream)
+from abi import BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, DTYPES, NULL_POINTER, OK, LinearParams, stream
 from abi_model import LinearOptions, load
-
-ULP = {"bf16": 2.0 ** -7, "f16": 2.0 ** -10}
-failures = []
-
-
-def report(name, ok, text, quiet=False):
-    if not ok:
-        failures.append(name)
-    if not ok or not quiet:
-        print(f"{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
+from checks import failures, framed, report
 
 
 def bound(dtype, count):
-    return ULP[dtype] / math.sqrt(12) * (1.0 if count >= 1000 else math.sqrt(3)) + 2e-5
-
-
-def framed(rows, columns, gap, dtype):
-    """NaN everywhere: `rows` of `columns` with a gap after each, and rows before and after. The buffer and the view."""
-    buf = torch.full((rows + 4, columns + gap), math.nan, device="cuda", dtype=DTYPES[dtype][1])
-    return buf, buf[2:2 + rows, :columns]
+    return checks.rounding(dtype, count) + 2e-5
 
 
 class Case:
@@ -317,31 +299,25 @@ def sweep(lib, names, rows, best=5):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lib")
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--only-time", action="store_true")
+    parser = checks.arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="instead of the checks and the times")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
     parser.add_argument("--rows", default="1,2,4,8,16,32")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as tmp:
-        path = args.lib or os.path.join(tmp, "libcandle_gdn.so")
-        if not args.lib:
-            build(path, [])
-        lib = load(path)
-        if not args.only_time and not args.sweep:
-            check_arguments(lib)
-            check_cases(lib)
+    lib = checks.library(args, load)
+    if not args.only_time and not args.sweep:
+        check_arguments(lib)
+        check_cases(lib)
+        if not args.quick:
             check_cuts(lib)
             check_chain(lib)
-        names, rows = args.shapes.split(","), [int(r) for r in args.rows.split(",")]
-        if args.time or args.only_time:
-            times(lib, names, rows)
-        if args.sweep:
-            sweep(lib, names, rows)
-    print(f"{len(failures)} failures" if failures else "all ok")
-    sys.exit(1 if failures else 0)
+        checks.summary()
+    names, rows = args.shapes.split(","), [int(r) for r in args.rows.split(",")]
+    if args.time or args.only_time:
+        times(lib, names, rows)
+    if args.sweep:
+        sweep(lib, names, rows)
+    checks.leave()
 
 
 if __name__ == "__main__":

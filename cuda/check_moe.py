@@ -12,37 +12,19 @@ An error is the largest over tokens of ||y - ref|| / ||ref||. Outputs hold NaN b
 them, around x and in the workspace. Tokens whose k-th and next logit differ by less than f32 can tell are left out, but
 where the logits are given and ties are exact.
 """
-import argparse
 import ctypes as C
 import math
-import os
-import sys
-import tempfile
 
+import checks
 import torch
-from abi import (BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, BAD_WORKSPACE, DTYPES, GUARD, NULL_POINTER, OK, build,
-                 ptr, stream)
+from abi import (BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, BAD_WORKSPACE, DTYPES, GUARD, NULL_POINTER, OK, ptr, stream)
 from abi_moe import EXPERTS, FEW, GROUPED, MOE_AUTO, STREAM, TOP_K, MoeParams, load
+from checks import report, same
 
 # Rounding of y, at most 2^-7 / sqrt(12) of it in bf16, and as much of silu(gate) * up before the last product; GROUPED
 # rounds each expert's output too. Narrow cases average little.
 BOUND = {"bf16": 6e-3, "f16": 8e-4}
 DEVICE = "cuda"
-failures = []
-lines = 0
-
-
-def report(name, ok, text="", quiet=False):
-    global lines
-    lines += 1
-    if not ok:
-        failures.append(name)
-    if not ok or not quiet:
-        print(f"{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
-
-
-def same(x, y):
-    return torch.equal(x.view(torch.int16), y.view(torch.int16))
 
 
 # ---- the definition, in float64 ----
@@ -340,33 +322,26 @@ def self_test():
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    for flag in ("--quick", "--time", "--only-time", "--self-test", "--compile"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("--lib")
+    parser = checks.arguments(__doc__)
+    parser.add_argument("--self-test", action="store_true", help="check the reference, on the CPU")
+    parser.add_argument("--compile", action="store_true", help="time torch.compile too")
     args = parser.parse_args()
     if args.self_test:
         return self_test()
-    with tempfile.TemporaryDirectory() as tmp:
-        path = args.lib or os.path.join(tmp, "libcandle_gdn.so")
-        if not args.lib:
-            build(path, [])
-        lib = load(path)
-        if not args.only_time:
-            check_quick(lib)
-            if not args.quick:
-                check_cases(lib)
-                check_models(lib)
-                for tokens in (1, 2, 8, 32, 100):
-                    check_chain(lib, tokens)
-                check_arguments(lib)
-            print(f"{lines - len(failures)} of {lines} checks passed")
-            for name in failures:
-                print(f"  failed: {name}")
-        if args.time or args.only_time:
-            from timing_moe import times
-            times(lib, args.compile)
-    sys.exit(bool(failures))
+    lib = checks.library(args, load)
+    if not args.only_time:
+        check_quick(lib)
+        if not args.quick:
+            check_cases(lib)
+            check_models(lib)
+            for tokens in (1, 2, 8, 32, 100):
+                check_chain(lib, tokens)
+            check_arguments(lib)
+        checks.summary()
+    if args.time or args.only_time:
+        from timing_moe import times
+        times(lib, args.compile)
+    checks.leave()
 
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@
 
 What an error is and what bounds it: prefill_case.py.
 """
-import argparse
 import ctypes as C
-import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 
-import check
+import checks
 import torch
 from abi import (ALGO_NAMES, AUTO, BAD_ALGO, BAD_CHECKPOINTS, BAD_LENGTH, BAD_WORKSPACE, CHUNKED, CHUNKED_SM90,
-                 DECODE_128, NULL_POINTER, OK, RECURRENT, RECURRENT_128, build, load, ptr, stream, workspace)
-from check import CHUNKED_BOUND, failures, report
-from prefill_case import ALGOS, Case, bits, fine, worst_seen
+                 DECODE_128, NULL_POINTER, OK, RECURRENT, RECURRENT_128, load, ptr, stream, workspace)
+from check import CHUNKED_BOUND
+from checks import bits, report
+from prefill_case import ALGOS, Case, fine, worst_seen
 
 # ---- named cases ----
 
@@ -140,7 +138,7 @@ def check_checkpoints(lib, algos):
                 part = c.buffers()
                 status = c.launch(lib, part, algo, window=(0, every))
                 got = whole.checkpoints.view(-1, *c.shape)[row].double()
-                error = check.rel(got, part.state_out[n].view(c.shape))
+                error = checks.rel(got, part.state_out[n].view(c.shape))
                 report(f"checkpoint of {every} next to a prefix, {ALGO_NAMES[algo]}",
                        status == OK and error <= CHUNKED_BOUND, f"{error:.1e}")
 
@@ -316,32 +314,23 @@ def check_random(lib, algos, count, seed):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = checks.arguments(__doc__)
     names = lambda text: [x.strip() for x in text.split(",") if x.strip()]
-    parser.add_argument("--quick", action="store_true", help="a small set of cases")
     parser.add_argument("--random", type=int, metavar="N", help="that many random batches; default 1000, with --quick none")
     parser.add_argument("--only-random", action="store_true", help="the random batches alone")
     parser.add_argument("--seed", type=int, default=0, help="of the first random batch")
     parser.add_argument("--beside", type=float, metavar="S", help="seconds of launches beside other processes; default 10, with --quick none")
-    parser.add_argument("--time", action="store_true", help="print times after the checks")
-    parser.add_argument("--only-time", action="store_true", help="print times and check nothing but what is timed")
     parser.add_argument("--algo", type=names, default=[ALGO_NAMES[a] for a in ALGOS], metavar="NAME,…",
                         help="chunked_sm80, chunked_sm90; for the times others too")
     parser.add_argument("--segments", type=lambda text: [int(x) for x in names(text)], default=[0], metavar="N,…",
                         help="of the times; default 0, the kernel's own choice")
     parser.add_argument("--cells", default="16/32,4/8", metavar="HK/HV[:NxT,…] …",
                         help="of the times: heads, or some lengths of them, apart by spaces or by ',' before heads; 'all'")
-    parser.add_argument("--lib", help="the shared library: loaded when it is there, else built there")
-    parser.add_argument("--nvcc", default="", help="further arguments for nvcc")
     args = parser.parse_args()
     for name in args.algo:
         if name not in ALGO_NAMES:
             parser.error(f"unknown algo '{name}'; there are {', '.join(ALGO_NAMES)}")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    path = args.lib or os.path.join(tempfile.mkdtemp(), "libcandle_gdn.so")
-    if not os.path.exists(path):
-        build(path, args.nvcc.split())
-    lib = load(os.path.abspath(path))
+    lib = checks.library(args, load)
     wanted = [ALGO_NAMES.index(name) for name in args.algo]
     if CHUNKED_SM90 in wanted and torch.cuda.get_device_capability() != (9, 0):
         print("chunked_sm90 is for sm_90 alone: left out")
@@ -362,14 +351,12 @@ def main():
             check_beside(lib, algos, seconds)
         for (algo, name), (whole, worst) in sorted(worst_seen.items()):
             print(f"largest error of {name}, {ALGO_NAMES[algo]}: {whole:.1e} of a case, {worst:.1e} of a head")
-        print(f"{check.lines} checks, {len(failures)} failed")
-        for name in failures:
-            print("  failed:", name)
+        checks.summary()
     if args.time or args.only_time:
         from timing_prefill import times
         times(lib, wanted, args.segments, args.cells)
-    return 1 if failures else 0
+    checks.leave()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,14 +16,11 @@ import torch
 from abi import (CHUNK, CHUNKED_SM80, CHUNKED_SM90, DTYPES, NO_SLOT, OK, Heads, Slots, ptr, rule_params, sequences,
                  stream, u32, workspace)
 from check import CHUNKED_BOUND, O_BOUND, STATE_BOUND, rule_reference
+from checks import bits
 
 WORST = 4           # a (sequence, head) may have so many times the bound of its case
 MARGIN, BETWEEN = 3, 2    # rows of NaN around the tokens, and without cu_seqlens between the sequences
 ALGOS = [CHUNKED_SM80, CHUNKED_SM90]
-
-
-def bits(x):
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
 def scattered(buf, written):

@@ -4,7 +4,8 @@ import math
 
 import torch
 from abi import ALGO_NAMES, OK, RECURRENT_128, Heads, RuleParams, ptr, stream, workspace
-from check import CHUNKED_BOUND, failures, rel
+from check import CHUNKED_BOUND
+from checks import failures, rel
 from timing import graph_us, rule_calls, span_us
 from timing_decode import sets
 
