@@ -8,9 +8,9 @@
 namespace gdn {
 namespace prefill {
 
-// x[64, 64] = rows a [64, KK] times rows b [64, KK], both tiles side by side in shared memory.
-template <typename T, int KK> __device__ __forceinline__ void multiply_tiles(float (&x)[8][4], uint32_t a_rows, uint32_t b_rows) {
-  const uint64_t a = wgmma::tile_of_columns(a_rows), b = wgmma::tile_of_columns(b_rows);
+namespace detail {
+
+template <typename T, int KK> __device__ __forceinline__ void multiply_tiles(float (&x)[8][4], uint64_t a, uint64_t b) {
   wgmma::hold(x);
   wgmma::fence();
 #pragma unroll
@@ -21,19 +21,19 @@ template <typename T, int KK> __device__ __forceinline__ void multiply_tiles(flo
   wgmma::commit();
 }
 
+}  // namespace detail
+
+// x[64, 64] = rows a [64, KK] times rows b [64, KK], both tiles side by side in shared memory.
+template <typename T, int KK> __device__ __forceinline__ void multiply_tiles(float (&x)[8][4], uint32_t a_rows, uint32_t b_rows) {
+  detail::multiply_tiles<T, KK>(x, wgmma::tile_of_columns(a_rows), wgmma::tile_of_columns(b_rows));
+}
+
 // The same of rows with themselves.
 template <typename T, int KK> __device__ __forceinline__ void multiply_by_itself(float (&x)[8][4], uint32_t rows) {
   asm volatile("" : "+r"(rows));
   uint64_t a = wgmma::tile_of_columns(rows), b = a;
   asm volatile("" : "+l"(a), "+l"(b));    // else they are added to by halves
-  wgmma::hold(x);
-  wgmma::fence();
-#pragma unroll
-  for (int k = 0; k < KK / 16; ++k) {
-    const uint64_t step = wgmma::bytes(k / 4 * kTileBytes + k % 4 * 32);
-    wgmma::product_of_tiles<T>(x, a + step, b + step, k > 0);
-  }
-  wgmma::commit();
+  detail::multiply_tiles<T, KK>(x, a, b);
 }
 
 // x[64, 64] = a [64, 16 N] times rows [64, 16 N] of a tile, or of tiles side by side; added to x where `add` is.
