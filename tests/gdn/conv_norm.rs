@@ -152,7 +152,7 @@ fn conv_of_long_inputs() {
         silu: true,
         packed,
         slots: packed,
-        strided: packed,
+        strided: false, // by an odd number of elements, which takes another way
         seed: 7,
     };
     for case in [case(&[2500, 5, 0, 203], DType::BF16, 4, true), case(&[2301, 2301], DType::F16, 8, false)] {
