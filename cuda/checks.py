@@ -41,11 +41,13 @@ def arguments(doc):
 
 
 def library(args, load):
+    """The kernels, by what abi.py or one of its like makes of a file."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    path = args.lib or os.path.join(tempfile.mkdtemp(), "libcandle_gdn.so")
-    if not os.path.exists(path):
-        build(path, args.nvcc.split())
-    return load(os.path.abspath(path))
+    with tempfile.TemporaryDirectory() as folder:    # once it is loaded, the file may go
+        path = os.path.abspath(args.lib or os.path.join(folder, "libcandle_gdn.so"))
+        if not os.path.exists(path):
+            build(path, args.nvcc.split())
+        return load(path)
 
 
 def leave():
