@@ -28,29 +28,24 @@ template <typename T, int N> __device__ __forceinline__ Row<T, N> load_row(const
   return *reinterpret_cast<const Row<T, N> *>(from);
 }
 
-// As store_pack rounds them; 16-bit ones by pairs: one by one would take instructions of a quarter of the rate.
-template <typename T, int N> __device__ __forceinline__ void pack_words(uint32_t (&word)[N * sizeof(T) / 4], const float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(N * sizeof(T) / 4); ++i) {
-    if constexpr (sizeof(T) == 4) {
-      word[i] = __float_as_uint(x[i]);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-      word[i] = *reinterpret_cast<const uint32_t *>(&pair);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-      word[i] = *reinterpret_cast<const uint32_t *>(&pair);
-    }
-  }
-}
-
-// Stored by one instruction in any case: nvcc (13.0) makes four of some plain stores.
+// Rounded as by store_pack, and stored by one instruction in any case: nvcc (13.0) makes four of some plain stores.
 template <typename T, int N> __device__ __forceinline__ void store_row(T *to, const float (&x)[N]) {
   if constexpr (N * sizeof(T) < 4 || N * sizeof(T) > 16) {
     store_pack<T, N>(to, x);
   } else {
     uint32_t word[N * sizeof(T) / 4];
-    pack_words<T>(word, x);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(N * sizeof(T) / 4); ++i) {
+      if constexpr (sizeof(T) == 4) {
+        word[i] = __float_as_uint(x[i]);
+      } else if constexpr (std::is_same_v<T, __half>) {
+        const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+        word[i] = *reinterpret_cast<const uint32_t *>(&pair);
+      } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+        word[i] = *reinterpret_cast<const uint32_t *>(&pair);
+      }
+    }
     if constexpr (N * sizeof(T) == 16)
       asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
                    : "memory");

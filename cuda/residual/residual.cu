@@ -36,9 +36,21 @@ template <typename T, int N> __device__ __forceinline__ void unpack(const uint4 
   for (int i = 0; i < N; ++i) x[i] = row[i];
 }
 
+// Rounded by pairs: one by one would take eight instructions of a quarter of the rate.
 template <typename T, int N> __device__ __forceinline__ uint4 pack(const float (&x)[N]) {
   uint32_t word[4];
-  pack_words<T>(word, x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      word[i] = __float_as_uint(x[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+      word[i] = *reinterpret_cast<const uint32_t *>(&pair);
+    } else {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+      word[i] = *reinterpret_cast<const uint32_t *>(&pair);
+    }
+  }
   return {word[0], word[1], word[2], word[3]};
 }
 
