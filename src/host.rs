@@ -4,12 +4,12 @@ use crate::cpu::matmul::Weights;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
 
 /// Calls `f` with the values of a tensor on the CPU in f32, row by row.
-pub(crate) fn with_f32<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
+pub fn with_f32<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
     with_f32s([x], |[x]| f(x))
 }
 
 /// [`with_f32`] of several tensors.
-pub(crate) fn with_f32s<const N: usize, R>(x: [&Tensor; N], f: impl FnOnce([&[f32]; N]) -> R) -> Result<R> {
+pub fn with_f32s<const N: usize, R>(x: [&Tensor; N], f: impl FnOnce([&[f32]; N]) -> R) -> Result<R> {
     let mut dense = x.map(Tensor::clone);
     for x in &mut dense {
         *x = x.to_dtype(DType::F32)?.contiguous()?;
@@ -24,12 +24,12 @@ pub(crate) fn with_f32s<const N: usize, R>(x: [&Tensor; N], f: impl FnOnce([&[f3
 }
 
 /// The tensor of `data`, in `dtype`.
-pub(crate) fn tensor(data: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+pub fn tensor(data: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     Tensor::from_vec(data, shape.into(), &Device::Cpu)?.to_dtype(dtype)
 }
 
 /// The weights `[n, k]` or `[count, n, k]` of a float dtype, packed for the CPU's products.
-pub(crate) fn pack(weights: &Tensor) -> Result<Weights> {
+pub fn pack(weights: &Tensor) -> Result<Weights> {
     let (count, n, k) = match *weights.dims() {
         [n, k] => (1, n, k),
         [count, n, k] => (count, n, k),

@@ -1,4 +1,4 @@
-//! Gated DeltaNet (the linear attention of Qwen3-Next, Qwen3.5 and OLMo-Hybrid) for [candle](candle_core).
+//! Gated DeltaNet, the linear attention of Qwen3-Next, Qwen3.5 and Qwen3.6, for [candle](candle_core).
 //!
 //! * [`GatedDeltaNet`] is the layer: load it from a checkpoint, give it a [`GdnState`], call `forward` with any number
 //!   of tokens.
@@ -9,7 +9,7 @@
 //! * The ops are for authors of their own layer: [`gdn_decode_in_place`] and [`gdn_prefill_in_place`] are the rule,
 //!   [`causal_conv1d`] and [`gated_rms_norm`] stand before and behind it, and [`gdn_step_in_place`] is all three for up
 //!   to 16 tokens, on CUDA in one kernel. All run on the CPU and, with the `cuda` feature, on CUDA.
-//! * [`models`] holds whole language models, [`mod@reference`] the rule in `f64` that every kernel is tested against.
+//! * [`mod@reference`] is the rule in `f64` that every kernel is tested against.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -48,6 +48,7 @@
 //! keeps candle's matrix products apart, whose handle they share. CUDA graphs need such a device.
 #![warn(missing_docs)]
 
+#[allow(missing_docs)]
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -55,20 +56,18 @@ mod device;
 mod host;
 mod layer;
 mod linear;
-pub mod models;
 mod ops;
+#[doc(hidden)]
+pub mod plumbing;
 pub mod profile;
 pub mod reference;
 mod state;
-mod weights;
 
 pub use device::{keep_freed_memory, single_stream_device};
-pub use layer::{Accepted, CheckpointPlan, Checkpoints, Drafted, GatedDeltaNet, GdnConfig};
-pub use ops::{add_rms_norm, rms_norm, swiglu, AddRmsNorm, Swiglu};
-pub use ops::{
-    attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare,
-    PrepareOptions,
+pub use layer::{
+    Accepted, CheckpointPlan, Checkpoints, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection,
 };
+pub use linear::Linear;
 pub use ops::{
     causal_conv1d, checkpoint_rows, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place,
     gdn_step_in_place, Algo, CausalConv1d, CuSeqlens, GateActivation, GatedRmsNorm, Gates, GdnDecode, GdnPrefill,

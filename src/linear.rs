@@ -1,102 +1,104 @@
-//! A projection without bias.
-
-mod quantized;
+//! A dense projection without bias, by the kernels of this crate where they are the fastest.
 
 use crate::cpu::matmul::{multiply, Product, Weights};
 use crate::host;
-use crate::weights::Matrix;
-use candle_core::quantized::QTensor;
-use candle_core::{Device, Result, Tensor};
-use quantized::Quantized;
+use crate::ops::Launch;
+use candle_core::{bail, Module, Result, Tensor};
 use std::sync::Arc;
 
-/// `y = x wᵀ`, the weight `[out, in]` in the model's dtype or quantised.
+/// `y = x wᵀ` with a weight `[out, in]` in f32, bf16 or f16.
+///
+/// On the CPU the weight is packed when it is made, for products of this crate; matrices in f32 that bf16 or f16 holds
+/// exactly are kept in it. On CUDA up to 32 rows in bf16 and f16 take a kernel of this crate where it is faster than
+/// cuBLAS, which takes the rest.
 #[derive(Debug, Clone)]
-pub(crate) enum Linear {
+pub struct Linear(Weight);
+
+/// Where the weight lies.
+#[derive(Debug, Clone)]
+pub enum Weight {
     /// Packed for the kernels of [`crate::cpu`].
-    Cpu(Arc<Weights>),
-    /// As it was loaded.
-    Device(Tensor),
-    /// In ggml's types, all or some of its rows.
-    Quantized(Quantized),
+    Packed(Arc<Weights>),
+    /// As it was given, on a device.
+    Tensor(Tensor),
 }
 
 impl Linear {
-    pub(crate) fn from_weight(weight: Tensor) -> Result<Self> {
-        Ok(match weight.device().is_cpu() {
-            true => Self::Cpu(Arc::new(host::pack(&weight)?)),
-            false => Self::Device(weight),
-        })
+    /// # Errors
+    /// When the weight is no matrix of a float dtype.
+    pub fn new(weight: Tensor) -> Result<Self> {
+        if weight.rank() != 2 {
+            bail!("Linear: weight: expected shape [out, in], got {:?}", weight.dims());
+        }
+        Ok(Self(match weight.device().is_cpu() {
+            true => Weight::Packed(Arc::new(host::pack(&weight)?)),
+            false => Weight::Tensor(weight),
+        }))
     }
 
-    /// One projection of the rows of all parts, one below the other.
-    pub(crate) fn stack(parts: Vec<Matrix>, device: &Device) -> Result<Self> {
-        let dense = parts.iter().map(|part| match part {
-            Matrix::Dense(weight) => Some(weight),
-            _ => None,
-        });
-        match dense.collect::<Option<Vec<_>>>() {
-            Some(weights) => match *weights {
-                [weight] => Self::from_weight(weight.clone()),
-                ref weights => Self::from_weight(Tensor::cat(weights, 0)?),
-            },
-            None => Quantized::new(parts, device).map(Self::Quantized),
+    /// Width of y.
+    pub fn outputs(&self) -> usize {
+        match &self.0 {
+            Weight::Packed(weights) => weights.outputs(),
+            Weight::Tensor(weight) => weight.dims()[0],
         }
     }
 
-    /// Of a quantised weight `[out, in]` that is in use elsewhere, too.
-    pub(crate) fn of(weight: Arc<QTensor>) -> Result<Self> {
-        Quantized::of(weight).map(Self::Quantized)
+    /// Width of x.
+    pub fn inputs(&self) -> usize {
+        match &self.0 {
+            Weight::Packed(weights) => weights.inputs(),
+            Weight::Tensor(weight) => weight.dims()[1],
+        }
     }
 
-    /// `x [.., in]` of the weight's dtype to `[.., out]`.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_with(x, false)
+    #[doc(hidden)]
+    pub fn weight(&self) -> &Weight {
+        &self.0
     }
 
-    /// The same; with `overlap` a CUDA kernel may read the weight while the kernel before it on the stream still runs,
-    /// which must therefore not write it.
-    pub(crate) fn forward_with(&self, x: &Tensor, overlap: bool) -> Result<Tensor> {
+    /// `x [.., in]` of the weight's dtype to `[.., out]`. With `launch.overlap` a CUDA kernel may read the weight while
+    /// the kernel before it on the stream still runs, which must therefore not write it.
+    #[doc(hidden)]
+    pub fn forward_launched(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let mut dims = x.dims().to_vec();
-        let in_dim = dims.pop().unwrap_or(0);
-        match self {
-            Self::Cpu(weights) => {
-                dims.push(weights.outputs());
+        let inputs = dims.pop().unwrap_or(0);
+        if inputs != self.inputs() {
+            bail!("Linear: x: expected shape [.., {}], got {:?}", self.inputs(), x.dims());
+        }
+        dims.push(self.outputs());
+        match &self.0 {
+            Weight::Packed(weights) => {
                 let [y] = host::with_f32(x, |x| products(x, [weights]))?;
                 host::tensor(y, dims, x.dtype())
             }
-            Self::Device(weight) => {
-                dims.push(weight.dim(0)?);
-                // One GEMM over all rows: a batched one would read the weight once per sequence.
-                let rows = x.elem_count() / in_dim.max(1);
-                rows_by_weight(&x.reshape((rows, in_dim))?, weight, overlap)?.reshape(dims)
-            }
-            Self::Quantized(weight) => {
-                let y = weight.forward(&x.reshape((x.elem_count() / in_dim.max(1), in_dim))?)?;
-                dims.push(y.dim(1)?);
-                y.reshape(dims)
+            Weight::Tensor(weight) => {
+                // One product of all rows: a batched one would read the weight once per sequence.
+                let rows = x.elem_count() / inputs.max(1);
+                rows_by_weight(&x.reshape((rows, inputs))?, weight, launch)?.reshape(dims)
             }
         }
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_launched(x, &Launch::default())
     }
 }
 
 /// `x [rows, in]` times the transpose of `weight [out, in]`, by the kernel for few rows where it takes them.
-fn rows_by_weight(x: &Tensor, weight: &Tensor, overlap: bool) -> Result<Tensor> {
+fn rows_by_weight(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(y) = crate::cuda::linear::few_rows_if_faster(x, weight, overlap)? {
+    if let Some(y) = crate::cuda::linear::few_rows_if_faster(x, weight, launch)? {
         return Ok(y);
     }
-    let _ = overlap; // a GEMM waits for all before it
-    matmul_t(x, weight)
-}
-
-/// `a [n, k]` times the transpose of `b [m, k]`.
-pub(crate) fn matmul_t(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    a.matmul(&b.t()?)
+    let _ = launch; // a GEMM waits for all before it
+    x.matmul(&weight.t()?)
 }
 
 /// The products of `x [rows, in]` with each of the weights, `[rows, out]`.
-pub(crate) fn products<const N: usize>(x: &[f32], weights: [&Weights; N]) -> [Vec<f32>; N] {
+pub fn products<const N: usize>(x: &[f32], weights: [&Weights; N]) -> [Vec<f32>; N] {
     let mut outs = weights.map(|w| vec![0f32; x.len() / w.inputs() * w.outputs()]);
     let mut jobs = Vec::with_capacity(N);
     for (weights, out) in weights.into_iter().zip(&mut outs) {

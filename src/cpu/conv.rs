@@ -10,7 +10,7 @@ const TOKEN_TILE: usize = 32;
 const CHANNEL_TILE: usize = 512;
 
 /// Everything but the output and the state. `x` has one head of `channels`.
-pub(crate) struct Conv<'a, T, W> {
+pub struct Conv<'a, T, W> {
     pub x: Heads<'a, T>,
     /// `[channels, width]`, contiguous.
     pub weight: &'a [W],

@@ -4,7 +4,7 @@
 use super::view::{Element, Heads, Sequences};
 
 /// `[tokens, HV]` pairs of (log decay, beta), in the packed order of the output.
-pub(crate) fn log_decay_and_beta<G: Element>(
+pub fn log_decay_and_beta<G: Element>(
     a: Heads<'_, G>,
     b: Heads<'_, G>,
     a_log: &[f32],

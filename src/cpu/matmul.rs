@@ -11,7 +11,7 @@ use pulp::{bytemuck, Simd, WithSimd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Outputs of a panel: a multiple of every vector length.
-pub(crate) const PANEL: usize = 32;
+pub const PANEL: usize = 32;
 /// Rows of one task.
 const ROWS: usize = 96;
 /// Up to this many rows it does not pay to widen a panel first.
@@ -20,21 +20,21 @@ const DIRECT_ROWS: usize = 8;
 const DEPTH: usize = 128;
 
 /// Weight matrices of one shape, `[n, k]` each, laid out for [`multiply`].
-pub(crate) struct Weights {
+pub struct Weights {
     data: Data,
     count: usize,
     n: usize,
     k: usize,
 }
 
-pub(crate) enum Data {
+pub enum Data {
     F32(Vec<f32>),
     BF16(Vec<bf16>),
     F16(Vec<f16>),
 }
 
 /// bf16 or f16.
-pub(crate) trait Half: Element {
+pub trait Half: Element {
     fn data(packed: Vec<Self>) -> Data;
 }
 
@@ -149,7 +149,7 @@ fn pack<F: Element, W: Element>(from: &[F], count: usize, n: usize, k: usize) ->
 }
 
 /// One product of a call.
-pub(crate) struct Product<'a> {
+pub struct Product<'a> {
     /// `[.., k]`
     pub x: &'a [f32],
     /// Which rows of x to take, in this order; all of them if absent.
@@ -171,7 +171,7 @@ impl Product<'_> {
 }
 
 /// Runs the products, which need not be of one size, as one parallel loop.
-pub(crate) fn multiply(products: &mut [Product<'_>]) {
+pub fn multiply(products: &mut [Product<'_>]) {
     let mut jobs = Vec::with_capacity(products.len());
     let (mut tasks, mut work) = (0, 0);
     for p in products {
@@ -335,7 +335,7 @@ impl<W: Element> PanelTask<'_, '_, W> {
 /// NOTES: loops, not `array::from_fn` or `map`: their closures are not always inlined, and then lose the instruction set.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)] // the indices are the formula's
-pub(crate) fn add_products<S: Simd, W: Element, const M: usize, const N: usize, const U: usize>(
+pub fn add_products<S: Simd, W: Element, const M: usize, const N: usize, const U: usize>(
     simd: S,
     x: [&[f32]; M],
     rows: &[W],
@@ -394,7 +394,7 @@ fn add_product<S: Simd, W: Element, const M: usize, const N: usize>(
 
 /// `N` vectors, or what there is of them and zeros.
 #[inline(always)]
-pub(crate) fn load_row<S: Simd, const N: usize>(simd: S, from: &[f32]) -> [S::f32s; N] {
+pub fn load_row<S: Simd, const N: usize>(simd: S, from: &[f32]) -> [S::f32s; N] {
     let mut row = [simd.splat_f32s(0.0); N];
     let to: &mut [f32] = bytemuck::cast_slice_mut(&mut row);
     to[..from.len()].copy_from_slice(from);
@@ -403,7 +403,7 @@ pub(crate) fn load_row<S: Simd, const N: usize>(simd: S, from: &[f32]) -> [S::f3
 
 /// As much of `N` vectors as `to` takes.
 #[inline(always)]
-pub(crate) fn store_row<S: Simd, const N: usize>(to: &mut [f32], row: &[S::f32s; N]) {
+pub fn store_row<S: Simd, const N: usize>(to: &mut [f32], row: &[S::f32s; N]) {
     let row: &[f32] = bytemuck::cast_slice(row);
     if to.len() == row.len() {
         to.copy_from_slice(row); // of constant length: no call

@@ -8,7 +8,7 @@ use pulp::{Simd, WithSimd};
 const ROWS: usize = 16;
 
 /// Everything but the output.
-pub(crate) struct Norm<'a, T, W> {
+pub struct Norm<'a, T, W> {
     pub x: Heads<'a, T>,
     pub z: Heads<'a, T>,
     /// `[dim]`

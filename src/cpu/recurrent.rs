@@ -5,7 +5,7 @@ use super::simd::{dot, dot2_x4, scale_add};
 use pulp::{Simd, WithSimd};
 
 /// One token of one value head.
-pub(super) struct Step<'a> {
+pub struct Step<'a> {
     /// `[K]`, normalised and scaled.
     pub q: &'a [f32],
     /// `[K]`, normalised.

@@ -4,19 +4,19 @@ use super::view::Element;
 use pulp::{Arch, Simd, WithSimd};
 
 /// The best instruction set of this machine, looked up once.
-pub(crate) fn arch() -> Arch {
+pub fn arch() -> Arch {
     static ARCH: std::sync::OnceLock<Arch> = std::sync::OnceLock::new();
     *ARCH.get_or_init(Arch::new)
 }
 
 /// Runs a closure-like job with the best instruction set.
-pub(crate) fn dispatch<Op: WithSimd>(op: Op) -> Op::Output {
+pub fn dispatch<Op: WithSimd>(op: Op) -> Op::Output {
     arch().dispatch(op)
 }
 
 /// `(row . x, row . y)` for four rows at once: one pass, eight independent sums.
 #[inline(always)]
-pub(crate) fn dot2_x4<S: Simd>(simd: S, rows: [&[f32]; 4], x: &[f32], y: &[f32]) -> [(f32, f32); 4] {
+pub fn dot2_x4<S: Simd>(simd: S, rows: [&[f32]; 4], x: &[f32], y: &[f32]) -> [(f32, f32); 4] {
     let (xh, xt) = S::as_simd_f32s(x);
     let (yh, yt) = S::as_simd_f32s(y);
     let split = rows.map(|row| S::as_simd_f32s(row));
@@ -48,7 +48,7 @@ pub(crate) fn dot2_x4<S: Simd>(simd: S, rows: [&[f32]; 4], x: &[f32], y: &[f32])
 
 /// `x . y`
 #[inline(always)]
-pub(crate) fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
+pub fn dot<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> f32 {
     let (xh, xt) = S::as_simd_f32s(x);
     let (yh, yt) = S::as_simd_f32s(y);
     let mut sum = simd.splat_f32s(0.0);
@@ -65,7 +65,7 @@ fn scalar_dot(x: &[f32], y: &[f32]) -> f32 {
 
 /// `row <- scale * row + factor * x`
 #[inline(always)]
-pub(crate) fn scale_add<S: Simd>(simd: S, row: &mut [f32], scale: f32, factor: f32, x: &[f32]) {
+pub fn scale_add<S: Simd>(simd: S, row: &mut [f32], scale: f32, factor: f32, x: &[f32]) {
     let (rh, rt) = S::as_mut_simd_f32s(row);
     let (xh, xt) = S::as_simd_f32s(x);
     let (s, f) = (simd.splat_f32s(scale), simd.splat_f32s(factor));
@@ -79,7 +79,7 @@ pub(crate) fn scale_add<S: Simd>(simd: S, row: &mut [f32], scale: f32, factor: f
 
 /// `row <- row + factor * x`
 #[inline(always)]
-pub(crate) fn axpy<S: Simd>(simd: S, row: &mut [f32], factor: f32, x: &[f32]) {
+pub fn axpy<S: Simd>(simd: S, row: &mut [f32], factor: f32, x: &[f32]) {
     let (rh, rt) = S::as_mut_simd_f32s(row);
     let (xh, xt) = S::as_simd_f32s(x);
     let f = simd.splat_f32s(factor);
@@ -93,7 +93,7 @@ pub(crate) fn axpy<S: Simd>(simd: S, row: &mut [f32], factor: f32, x: &[f32]) {
 
 /// `x . x`: sixteen partial sums, so that the loop vectorises without reassociation.
 #[inline(always)]
-pub(crate) fn sum_of_squares<T: Element>(x: &[T]) -> f32 {
+pub fn sum_of_squares<T: Element>(x: &[T]) -> f32 {
     let square = |x: &T| x.to_f32() * x.to_f32();
     let mut sums = [0f32; 16];
     let (blocks, tail) = x.as_chunks::<16>();
@@ -105,7 +105,7 @@ pub(crate) fn sum_of_squares<T: Element>(x: &[T]) -> f32 {
 
 /// `e^x` to about one ulp, without branches so that loops over it vectorise. Below -87.3 the result is zero.
 #[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
+pub fn exp(x: f32) -> f32 {
     const LOG2E: f32 = std::f32::consts::LOG2_E;
     // ln 2 in two parts: the first has few bits, so its product with a small integer is exact.
     const LN2_HI: f32 = 0.693_359_4;
@@ -137,13 +137,13 @@ pub(crate) fn exp(x: f32) -> f32 {
 
 /// `1 / (1 + e^-x)`
 #[inline(always)]
-pub(crate) fn sigmoid(x: f32) -> f32 {
+pub fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
 /// `x * sigmoid(x)`
 #[inline(always)]
-pub(crate) fn silu(x: f32) -> f32 {
+pub fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 

@@ -16,7 +16,7 @@ use super::simd::{dispatch, dot};
 use pulp::{Simd, WithSimd};
 
 /// Tokens of a pass.
-pub(super) const AT_ONCE: usize = 4;
+pub const AT_ONCE: usize = 4;
 /// Value rows that lie together. Padded to a multiple of this, which is a multiple of every vector length.
 const BLOCK: usize = 32;
 /// Elements of a row that are transposed in one go: a cache line.
@@ -24,7 +24,7 @@ const LINE: usize = 16;
 
 /// A head's state for as long as its tokens last: blocks of value rows, `[padded V / BLOCK, K, BLOCK]`. A block is
 /// walked twice a pass and is contiguous, so that it stays in the first-level cache whatever K and V are.
-pub(super) struct TransposedState {
+pub struct TransposedState {
     data: Vec<f32>,
     key_dim: usize,
     value_dim: usize,
@@ -76,7 +76,7 @@ impl TransposedState {
 }
 
 /// Length of a padded value row.
-pub(super) fn padded(value_dim: usize) -> usize {
+pub fn padded(value_dim: usize) -> usize {
     value_dim.next_multiple_of(BLOCK)
 }
 

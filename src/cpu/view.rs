@@ -7,7 +7,7 @@ use pulp::{bytemuck, Simd, WithSimd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// An input element: read as `f32`, written rounded to nearest.
-pub(crate) trait Element: Copy + Send + Sync + 'static {
+pub trait Element: Copy + Send + Sync + 'static {
     /// The zero value.
     const ZERO: Self;
     fn to_f32(self) -> f32;
@@ -94,7 +94,7 @@ fn widen_f16(x: f16) -> f32 {
 }
 
 /// An element of a stored state.
-pub(crate) trait Stored: Element {
+pub trait Stored: Element {
     /// `f` on the state in f32: on itself where it is, else on a copy that is rounded back.
     fn in_f32(state: &mut [Self], f: impl FnOnce(&mut [f32]));
     /// `to <- from`, rounded to nearest even.
@@ -144,7 +144,7 @@ impl<A: Copy, B, F: Fn(A) -> B> WithSimd for Convert<'_, A, B, F> {
 /// A tensor `[sequence, token, head, dim]` whose last dimension is contiguous; strides count elements.
 /// Packed tensors have a sequence stride of zero.
 #[derive(Clone, Copy)]
-pub(crate) struct Heads<'a, T> {
+pub struct Heads<'a, T> {
     pub data: &'a [T],
     pub seq_stride: usize,
     pub token_stride: usize,
@@ -161,7 +161,7 @@ impl<'a, T> Heads<'a, T> {
 
 /// Asks for the cache lines of `row`, where the instruction set has a way that the compiler knows.
 #[inline(always)]
-pub(crate) fn prefetch<T>(row: &[T]) {
+pub fn prefetch<T>(row: &[T]) {
     #[cfg(target_arch = "x86_64")]
     for line in row.chunks((64 / size_of::<T>()).max(1)) {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
@@ -174,7 +174,7 @@ pub(crate) fn prefetch<T>(row: &[T]) {
 
 /// How tokens are grouped into sequences.
 #[derive(Clone, Copy)]
-pub(crate) struct Sequences<'a> {
+pub struct Sequences<'a> {
     /// Packed tokens: sequence `n` owns `cu_seqlens[n]..cu_seqlens[n + 1]`.
     pub cu_seqlens: Option<&'a [u32]>,
     pub count: usize,
@@ -208,7 +208,7 @@ impl Sequences<'_> {
 
 /// Which slots of the state the sequences read and write.
 #[derive(Clone, Copy)]
-pub(crate) struct Slots<'a> {
+pub struct Slots<'a> {
     /// `None` is the identity, in both.
     pub read: Option<&'a [u32]>,
     pub write: Option<&'a [u32]>,
@@ -230,7 +230,7 @@ impl Slots<'_> {
 }
 
 /// A mutable slice that tasks of one parallel loop write disjoint parts of.
-pub(crate) struct Shared<'a, T> {
+pub struct Shared<'a, T> {
     ptr: *mut T,
     len: usize,
     _life: std::marker::PhantomData<&'a mut [T]>,
@@ -278,7 +278,7 @@ impl<'a, T> Shared<'a, T> {
 ///
 /// Each thread begins with the same part of the tasks every time, so that a state of which a call leaves a part in a
 /// core's cache is found there by the next; who has finished his own helps the others.
-pub(crate) fn parallel(tasks: usize, work_per_task: usize, task: impl Fn(usize) + Sync) {
+pub fn parallel(tasks: usize, work_per_task: usize, task: impl Fn(usize) + Sync) {
     const INLINE_WORK: usize = 1 << 16;
     if tasks <= 1 || tasks.saturating_mul(work_per_task) <= INLINE_WORK {
         return (0..tasks).for_each(task);

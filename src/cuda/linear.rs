@@ -1,9 +1,9 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
-use super::model::{gdn_linear_with, LinearOptions};
-use super::outputs::alloc;
-use super::{check, dtype_code, ffi, int, read, stream_of, write};
-use crate::ops::apply2;
+use super::arena::alloc;
+use super::gdn::{self, gdn_linear_with, LinearOptions};
+use super::pointers::{check, dtype_code, int, read, stream_of, write};
+use crate::ops::{apply2, Launch};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
 use std::ffi::c_void;
@@ -47,29 +47,29 @@ enum Outputs {
 }
 
 /// `x [rows, in]` times the transpose of `weight [out, in]`; `None` where the kernel does not take them or cuBLAS is
-/// faster. With `overlap` the weight is read while the kernel before this one on the stream may still run.
-pub(crate) fn few_rows_if_faster(x: &Tensor, weight: &Tensor, overlap: bool) -> Result<Option<Tensor>> {
-    match wins(x.dim(0)?, x.dim(1)?, weight.dim(0)?, overlap) {
-        true => few_rows(x, weight, overlap),
+/// faster. With `launch.overlap` the weight is read while the kernel before this one on the stream may still run.
+pub fn few_rows_if_faster(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
+    match wins(x.dim(0)?, x.dim(1)?, weight.dim(0)?, launch.overlap) {
+        true => few_rows(x, weight, launch),
         false => Ok(None),
     }
 }
 
 /// `silu(x gate^T) * (x up^T)` with the weight's rows those of the gate, then up's, in a launch that overlaps as with
 /// [`few_rows_if_faster`]; `None` where the kernel does not take them or a product and a kernel behind it are faster.
-pub(crate) fn few_rows_swiglu_if_faster(x: &Tensor, weight: &Tensor) -> Result<Option<Tensor>> {
+pub fn few_rows_swiglu_if_faster(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
     match swiglu_wins(x.dim(0)?, x.dim(1)?) {
-        true => few_rows_with(x, weight, true, Outputs::Swiglu),
+        true => few_rows_with(x, weight, launch, Outputs::Swiglu),
         false => Ok(None),
     }
 }
 
 /// `x [rows, in]` times the transpose of `weight [out, in]`; `None` where the kernel does not take them.
-pub(crate) fn few_rows(x: &Tensor, weight: &Tensor, overlap: bool) -> Result<Option<Tensor>> {
-    few_rows_with(x, weight, overlap, Outputs::Plain)
+pub fn few_rows(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
+    few_rows_with(x, weight, launch, Outputs::Plain)
 }
 
-fn few_rows_with(x: &Tensor, weight: &Tensor, overlap: bool, what: Outputs) -> Result<Option<Tensor>> {
+fn few_rows_with(x: &Tensor, weight: &Tensor, launch: &Launch, what: Outputs) -> Result<Option<Tensor>> {
     let (rows, inputs) = x.dims2()?;
     let (outputs, weight_inputs) = weight.dims2()?;
     // Rows of 16-byte pieces; the kernel has no gradient.
@@ -94,17 +94,17 @@ fn few_rows_with(x: &Tensor, weight: &Tensor, overlap: bool, what: Outputs) -> R
         && !x.track_op()
         && !weight.track_op();
     match takes {
-        true => apply2(&FewRows { overlap, what }, x, weight).map(Some),
+        true => apply2(&FewRows { launch, what }, launch.arena.as_ref(), x, weight).map(Some),
         false => Ok(None),
     }
 }
 
-struct FewRows {
-    overlap: bool,
+struct FewRows<'a> {
+    launch: &'a Launch,
     what: Outputs,
 }
 
-impl CustomOp2 for FewRows {
+impl CustomOp2 for FewRows<'_> {
     fn name(&self) -> &'static str {
         OP
     }
@@ -125,10 +125,10 @@ impl CustomOp2 for FewRows {
         let outputs = if swiglu { weights / 2 } else { weights };
         let (dtype, size) = (x.dtype(), x.dtype().size_in_bytes());
         let stream = &*stream_of(x)?;
-        let mut out = alloc(x, &[rows, outputs])?;
+        let mut out = alloc(self.launch.arena.as_ref(), x, &[rows, outputs])?;
         let (x, w) = (read(x, stream)?, read(weight, stream)?);
         let y = write(&mut out, stream)?;
-        let params = ffi::LinearParams {
+        let params = gdn::LinearParams {
             x: x.at::<c_void>(x_layout.start_offset(), size).cast_const(),
             w: w.at::<c_void>(weight_layout.start_offset(), size).cast_const(),
             y: y.at(0, size),
@@ -139,7 +139,7 @@ impl CustomOp2 for FewRows {
             inputs: int(OP, "inputs", inputs)?,
             outputs: int(OP, "outputs", outputs)?,
             dtype: dtype_code(dtype),
-            overlap: self.overlap.into(),
+            overlap: self.launch.overlap.into(),
         };
         let options = LinearOptions { swiglu: swiglu.into(), ..LinearOptions::default() };
         // SAFETY: the launcher reads the parameters; the kernel reads `rows` rows of x and all of the weight, both of
@@ -183,7 +183,7 @@ mod tests {
                     let want = x_here.matmul(&w_here.t().unwrap()).unwrap();
                     device.synchronize().unwrap();
                     for overlap in [false, true] {
-                        let y = few_rows(&x, &w, overlap).unwrap().expect("a shape that the kernel takes");
+                        let y = few_rows(&x, &w, &Launch { overlap, arena: None }).unwrap().expect("a shape that the kernel takes");
                         let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
                         let error = norm(&(&y - &want).unwrap()) / norm(&want);
                         assert!(error < bound, "{dtype:?} {rows}x{inputs} -> {outputs}: {error}");
@@ -210,7 +210,7 @@ mod tests {
                     let (gate, up) = (both.narrow(1, 0, outputs).unwrap(), both.narrow(1, outputs, outputs).unwrap());
                     let want = (gate.silu().unwrap() * up).unwrap();
                     let y =
-                        few_rows_with(&x, &w, true, Outputs::Swiglu).unwrap().expect("a shape that the kernel takes");
+                        few_rows_with(&x, &w, &Launch::default().overlapping(), Outputs::Swiglu).unwrap().expect("a shape that the kernel takes");
                     assert_eq!(y.dims(), [rows, outputs]);
                     let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
                     let error = norm(&(&y - &want).unwrap()) / norm(&want);
@@ -224,7 +224,7 @@ mod tests {
     fn leaves_other_shapes_to_matmul() {
         let Some(device) = device() else { return };
         let of = |rows: usize, inputs: usize, dtype| Tensor::zeros((rows, inputs), dtype, &device).unwrap();
-        let takes = |x: &Tensor, w: &Tensor| few_rows(x, w, false).unwrap().is_some();
+        let takes = |x: &Tensor, w: &Tensor| few_rows(x, w, &Launch::default()).unwrap().is_some();
         let (x, w) = (of(4, 128, DType::BF16), of(16, 128, DType::BF16));
         assert!(takes(&x, &w));
         assert!(!takes(&of(33, 128, DType::BF16), &w));

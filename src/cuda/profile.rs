@@ -1,6 +1,7 @@
 //! The profile buffer on the device: allocated, registered for the launches of a closure, and read back.
 
-use super::{check, ffi};
+use super::gdn;
+use super::pointers::check;
 use crate::profile::{Limits, Names, EVENT_BYTES, WARP_BYTES};
 use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
 use candle_core::{bail, CudaDevice, Error, Result};
@@ -50,7 +51,7 @@ impl Registered {
     fn new(address: u64, bytes: usize, events: u32) -> Result<Self> {
         debug_assert!((WARP_BYTES, EVENT_BYTES) == (64, 16));
         // SAFETY: the buffer has this many bytes, and outlives the launches.
-        check("profile", unsafe { ffi::gdn_profile_set(address as *mut _, bytes as u64, events) })?;
+        check("profile", unsafe { gdn::gdn_profile_set(address as *mut _, bytes as u64, events) })?;
         Ok(Self)
     }
 }
@@ -58,7 +59,7 @@ impl Registered {
 impl Drop for Registered {
     fn drop(&mut self) {
         // SAFETY: null ends the recording.
-        unsafe { ffi::gdn_profile_set(std::ptr::null_mut(), 0, 0) };
+        unsafe { gdn::gdn_profile_set(std::ptr::null_mut(), 0, 0) };
     }
 }
 
@@ -73,5 +74,5 @@ pub(crate) fn names() -> Names {
             })
             .collect()
     };
-    Names { scopes: all(ffi::gdn_profile_scope), roles: all(ffi::gdn_profile_role) }
+    Names { scopes: all(gdn::gdn_profile_scope), roles: all(gdn::gdn_profile_role) }
 }

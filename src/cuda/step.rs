@@ -1,12 +1,14 @@
 //! `gdn_step`: convolution, rule and gated norm of a few tokens in one launch.
 
-use super::outputs::{alloc, undo};
-use super::{addressing, check, dense, dtype_code, ffi, heads, in_place, in_place_if_any, int, read, stream_of};
-use super::{held, held_or_none, held_slots, held_u32, write, write_if_any, Pointer, Written};
-use crate::ops::{GateActivation, Gates, Slots, StepAlgo, StepPlan};
+use super::arena::{alloc, undo};
+use super::gdn;
+use super::pointers::Pointer;
+use super::pointers::{addressing, check, dense, dtype_code, heads, int, read, stream_of, write, write_if_any};
+use crate::ops::{in_place_cuda, in_place_cuda_if_any, CudaWritten, GateActivation, Gates, Slots, StepAlgo, StepPlan};
+use crate::{held, held_or_none, held_slots, held_u32};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::{bail, CudaStorage, DType, Layout, Result, Storage, Tensor};
+use candle_core::{bail, CudaStorage, DType, Layout, Result, Tensor};
 use std::ffi::{c_int, c_void};
 
 /// `GDN_BAD_ALGO`: nothing was launched.
@@ -29,22 +31,22 @@ pub(crate) struct StepArgs<'a> {
 /// Runs the step with both states updated in place; `None` where no fused kernel takes it.
 pub(crate) fn run(args: &StepArgs<'_>, conv_state: &Tensor, state: &Tensor) -> Result<Option<CudaStorage>> {
     let name = args.name;
-    in_place(name, conv_state, |conv, conv_layout| {
-        in_place(name, state, |state, layout| {
-            in_place_if_any(name, args.token_states, |to| launch(args, (conv, conv_layout), (state, layout), to))
+    in_place_cuda(name, conv_state, |conv| {
+        in_place_cuda(name, state, |state| {
+            in_place_cuda_if_any(name, args.token_states, |to| launch(args, conv, state, to))
         })
     })
 }
 
 fn launch(
     args: &StepArgs<'_>,
-    (conv, conv_layout): Written<'_>,
-    (state, layout): Written<'_>,
-    token_states: Option<Written<'_>>,
+    (conv, conv_layout): CudaWritten<'_>,
+    (state, layout): CudaWritten<'_>,
+    token_states: Option<CudaWritten<'_>>,
 ) -> Result<Option<CudaStorage>> {
-    let stream = &*stream_of(args.x)?;
+    let (stream, arena) = (&*stream_of(args.x)?, args.plan.launch.arena.as_ref());
     let (dims, seqs) = (args.plan.rule.dims, args.plan.rule.seqs);
-    let mut out = alloc(args.x, &[seqs.total_tokens, dims.value_heads, dims.value_dim])?;
+    let mut out = alloc(arena, args.x, &[seqs.total_tokens, dims.value_heads, dims.value_dim])?;
     let to = write(&mut out, stream)?;
     let state_dtype = state.dtype();
     let (conv, state) = (write(conv, stream)?, write(state, stream)?);
@@ -56,12 +58,12 @@ fn launch(
     };
     let status = with_params(args, stream, &to, states, |params| {
         // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
-        unsafe { ffi::gdn_step(params, stream.cu_stream().cast::<c_void>()) }
+        unsafe { gdn::gdn_step(params, stream.cu_stream().cast::<c_void>()) }
     })?;
     drop((to, conv, state, token_states));
     // Asking beforehand would choose twice.
     if status == BAD_ALGO {
-        undo(out)?;
+        undo(arena, out)?;
         return Ok(None);
     }
     check(args.name, status)?;
@@ -83,7 +85,7 @@ pub(crate) fn choice(args: &StepArgs<'_>, conv_state: &Tensor, state: &Tensor) -
     let (mut algo, nowhere) = (0, read(args.x, stream)?);
     let status = with_params(args, stream, &nowhere, states, |params| {
         // SAFETY: the launcher reads the parameters and writes the one number.
-        unsafe { ffi::gdn_step_choice(params, &mut algo) }
+        unsafe { gdn::gdn_step_choice(params, &mut algo) }
     })?;
     check(args.name, status)?;
     match algo {
@@ -108,7 +110,7 @@ fn with_params<R>(
     stream: &CudaStream,
     out: &Pointer<'_>,
     states: States<'_>,
-    f: impl FnOnce(&ffi::StepParams) -> R,
+    f: impl FnOnce(&gdn::StepParams) -> R,
 ) -> Result<R> {
     let StepArgs { name, plan, x, z, conv_weight, norm_weight, gates, slots, cu_seqlens, token_states: _ } = *args;
     let (dims, rule, options) = (plan.rule.dims, &plan.rule, &plan.options);
@@ -129,7 +131,7 @@ fn with_params<R>(
     let token_states = states.token_states.map_or(std::ptr::null_mut(), |(p, l)| p.at(l.start_offset(), state_size));
     let (seqs, in_slots, out_slots) = addressing(name, &rule.seqs, cu_seqlens, slots, layout)?;
     let conv_stride = conv_layout.stride()[0] as i64;
-    Ok(f(&ffi::StepParams {
+    Ok(f(&gdn::StepParams {
         x: heads(&x, plan.x, dtype),
         z: heads(&z, plan.z, dtype),
         a: heads(&a, rule.a, gate_dtype),
@@ -159,7 +161,7 @@ fn with_params<R>(
         state_dtype: dtype_code(state_dtype),
         conv_dtype: dtype_code(conv_dtype),
         norm_dtype: dtype_code(norm_dtype),
-        l2norm: options.l2norm.into(),
+        l2norm: options.rule.l2norm.into(),
         sigmoid: (options.gate == GateActivation::Sigmoid).into(),
         // `gdn_step_algo`
         algo: match options.algo {
@@ -168,10 +170,10 @@ fn with_params<R>(
             StepAlgo::Heads => 3,
             StepAlgo::Auto | StepAlgo::Composed => 0,
         },
-        overlap: plan.overlap.into(),
-        l2_eps: options.l2_eps as f32,
+        overlap: plan.launch.overlap.into(),
+        l2_eps: options.rule.l2_eps as f32,
         scale: rule.scale as f32,
-        beta_scale: options.beta_scale as f32,
+        beta_scale: options.rule.beta_scale as f32,
         norm_eps: options.norm_eps as f32,
     }))
 }

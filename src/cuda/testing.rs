@@ -4,7 +4,7 @@ use candle_core::Device;
 
 /// The first CUDA device, if there is one; `CANDLE_GDN_TEST_DEVICE` is `cpu` where none is to be used, and `cuda` where it
 /// must be there.
-pub(crate) fn device() -> Option<Device> {
+pub fn device() -> Option<Device> {
     match std::env::var("CANDLE_GDN_TEST_DEVICE").as_deref() {
         Ok("cpu") => None,
         Ok("cuda") => Some(Device::new_cuda(0).expect("CANDLE_GDN_TEST_DEVICE=cuda, but there is no CUDA device")),

@@ -1,13 +1,11 @@
 //! States along the way of a prefill, for prefix caching.
 
 use super::forward::On;
-use super::GatedDeltaNet;
-use crate::ops::{checkpoint_rows, CuSeqlens, Slots, CHECKPOINT_MULTIPLE};
+use super::{GatedDeltaNet, OP};
+use crate::ops::{checkpoint_rows, CuSeqlens, Launch, Slots, CHECKPOINT_MULTIPLE};
 use crate::state::{GdnState, StatePool};
 use candle_core::{bail, Result, Tensor};
 use std::sync::Arc;
-
-const OP: &str = "GatedDeltaNet";
 
 /// Which states a call keeps along the way: those after every `every` tokens of each of its sequences, counted from the
 /// call's first. Made once a batch by [`GatedDeltaNet::checkpoint_plan`] and used for every layer.
@@ -124,7 +122,7 @@ impl GatedDeltaNet {
             return Ok((x.clone(), Checkpoints { plan: plan.clone(), states: None }));
         };
         let states = &*pool.states_mut();
-        let on = On { states, slots: Some(&slots), cu_seqlens, checkpoints: None };
+        let on = On { states, slots: Some(&slots), cu_seqlens, checkpoints: None, launch: &Launch::default() };
         let Some(windows) = &plan.windows else {
             let (y, _) = self.run_slots(x, on)?;
             return Ok((y, Checkpoints { plan: plan.clone(), states: None }));
@@ -133,7 +131,7 @@ impl GatedDeltaNet {
         let recurrent = Tensor::zeros(shape, states.recurrent.dtype(), x.device())?;
         let (y, p) = self.run_slots(x, On { checkpoints: Some((&recurrent, plan.every)), ..on })?;
         let channels = self.config.conv_channels();
-        let conv = p.all.index_select(windows, 0)?.narrow(1, 0, channels)?;
+        let conv = p.rows().index_select(windows, 0)?.narrow(1, 0, channels)?;
         let conv = conv.contiguous()?.reshape((plan.rows, plan.history, channels))?;
         Ok((y, Checkpoints { plan: plan.clone(), states: Some(GdnState::from_tensors(conv, recurrent)) }))
     }

@@ -1,20 +1,10 @@
 //! Tokens through the layer: on a state of their own, or on the slots of a pool.
 
-use super::GatedDeltaNet;
-use crate::ops::{CausalConv1d, CuSeqlens, GatedRmsNorm, Gates, GdnPrefill, GdnStep, Slots, STEP_TOKENS};
+use super::projection::Projected;
+use super::{GatedDeltaNet, OP};
+use crate::ops::{CausalConv1d, CuSeqlens, GatedRmsNorm, GdnPrefill, GdnStep, Launch, Slots, STEP_TOKENS};
 use crate::state::{GdnState, StatePool};
 use candle_core::{bail, Result, Tensor};
-
-const OP: &str = "GatedDeltaNet";
-
-/// The columns of the input projection: views of one tensor, `[lead.., columns]`.
-#[derive(Debug, Clone)]
-pub(super) struct Projected {
-    pub all: Tensor,
-    pub qkv: Tensor,
-    pub z: Tensor,
-    pub gates: Gates,
-}
 
 /// What a call runs on.
 #[derive(Clone, Copy)]
@@ -26,6 +16,7 @@ pub(super) struct On<'a> {
     pub cu_seqlens: Option<&'a CuSeqlens>,
     /// Where the recurrent states after every so many tokens go.
     pub checkpoints: Option<(&'a Tensor, usize)>,
+    pub launch: &'a Launch,
 }
 
 impl GatedDeltaNet {
@@ -46,8 +37,9 @@ impl GatedDeltaNet {
             return Ok(x.clone()); // y is as empty as x
         }
         state.take()?;
-        let on = On { states: state, slots: None, cu_seqlens: None, checkpoints: None };
-        self.feed(&self.project(x, tokens <= STEP_TOKENS)?, tokens, on)
+        let launch = &Launch::default();
+        let on = On { states: state, slots: None, cu_seqlens: None, checkpoints: None, launch };
+        self.feed(&self.project(x, tokens, launch)?, tokens, on)
     }
 
     /// Feeds the next tokens of sequences whose states lie in a pool: sequence `n` goes on from slot `slots.read()[n]`
@@ -71,9 +63,23 @@ impl GatedDeltaNet {
         slots: &Slots,
         pool: &mut StatePool,
     ) -> Result<Tensor> {
+        self.forward_slots_launched(x, cu_seqlens, slots, pool, &Launch::default())
+    }
+
+    /// [`forward_slots`](Self::forward_slots) with a say in how its kernels are launched. They overlap by themselves where
+    /// that is right.
+    #[doc(hidden)]
+    pub fn forward_slots_launched(
+        &self,
+        x: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        slots: &Slots,
+        pool: &mut StatePool,
+        launch: &Launch,
+    ) -> Result<Tensor> {
         match self.begin_slots(x, cu_seqlens, slots, pool)? {
             Some(slots) => {
-                let on = On { states: pool.states_mut(), slots: Some(&slots), cu_seqlens, checkpoints: None };
+                let on = On { states: pool.states_mut(), slots: Some(&slots), cu_seqlens, checkpoints: None, launch };
                 let (y, _) = self.run_slots(x, on)?;
                 Ok(y)
             }
@@ -113,41 +119,35 @@ impl GatedDeltaNet {
         // Equal lengths as a batch, for which the step has kernels of its own.
         if let Some(len) = on.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| *len <= STEP_TOKENS) {
             let batch = x.dims()[0] / len;
-            let p = self.project(&x.reshape((batch, len, x.dims()[1]))?, true)?;
+            let p = self.project(&x.reshape((batch, len, x.dims()[1]))?, len, on.launch)?;
             let y = self.feed(&p, len, On { cu_seqlens: None, ..on })?;
-            return Ok((y.flatten(0, 1)?, p.packed()?));
+            return Ok((y.flatten(0, 1)?, p.packed(&self.config)?));
         }
         let longest = on.cu_seqlens.map_or_else(|| x.dims()[1], CuSeqlens::max_len);
-        let p = self.project(x, longest <= STEP_TOKENS)?;
+        let p = self.project(x, longest, on.launch)?;
         Ok((self.feed(&p, longest, on)?, p))
     }
 
-    /// The input projection of x `[lead.., hidden_size]`, with `overlap` in a launch that may overlap the one before it:
-    /// no launch of a layer writes a weight (since `load` waited for those that did), and this one writes no state.
-    pub(super) fn project(&self, x: &Tensor, overlap: bool) -> Result<Projected> {
-        let c = &self.config;
-        let all = self.in_proj.forward_with(&x.contiguous()?, overlap)?;
-        let (last, mut start) = (all.rank() - 1, 0);
-        let mut columns = |n: usize| {
-            start += n;
-            all.narrow(last, start - n, n)
-        };
-        let (qkv, z) = (columns(c.conv_channels())?, columns(c.value_size())?);
-        let (b, a) = (columns(c.num_value_heads)?, columns(c.num_value_heads)?);
-        let gates = Gates { a, b, a_log: self.a_log.clone(), dt_bias: self.dt_bias.clone() };
-        Ok(Projected { qkv, z, gates, all })
+    /// The input projection of x `[lead.., hidden_size]`, `longest` being the most tokens of a sequence. In a step its
+    /// launch may overlap the one before it: no launch of a layer writes a weight (since `new` waited for those that did),
+    /// and this one writes no state.
+    fn project(&self, x: &Tensor, longest: usize, launch: &Launch) -> Result<Projected> {
+        let launch = &Launch { overlap: longest <= STEP_TOKENS, ..launch.clone() };
+        let outputs = self.in_proj.forward(&self.config, &x.contiguous()?, launch)?;
+        Projected::new(&self.config, outputs, &self.a_log, &self.dt_bias)
     }
 
     /// What follows the projection, with y; `longest` is the most tokens of a sequence.
     fn feed(&self, p: &Projected, longest: usize, on: On<'_>) -> Result<Tensor> {
         if longest <= STEP_TOKENS {
-            let y = self.step(p, on)?.overlapping().forward(&p.qkv, &p.z, &self.conv_weight)?;
-            return self.out_proj.forward_with(&y, true);
+            let launch = on.launch.overlapping();
+            let y = self.step(p, on)?.launched(&launch).forward(&p.qkv, &p.z, &self.conv_weight)?;
+            return self.out_proj.forward("out_proj", &y, self.config.hidden_size, &launch);
         }
         let c = &self.config;
         let o = self.rule(p, on)?;
         let o = GatedRmsNorm::new(c.rms_norm_eps, c.output_gate)?.forward(&o, &p.z, &self.norm_weight)?;
-        self.out_proj.forward(&o.flatten_from(o.rank() - 2)?)
+        self.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, on.launch)
     }
 
     /// Convolution, rule and norm for up to 16 tokens a sequence.
@@ -167,8 +167,7 @@ impl GatedDeltaNet {
     pub(super) fn rule(&self, p: &Projected, on: On<'_>) -> Result<Tensor> {
         let c = &self.config;
         let mut conv = CausalConv1d::new(&on.states.conv, on.cu_seqlens, true)?;
-        let options = self.options.rule();
-        let mut rule = GdnPrefill::new(p.gates.clone(), &on.states.recurrent, on.cu_seqlens, options)?;
+        let mut rule = GdnPrefill::new(p.gates.clone(), &on.states.recurrent, on.cu_seqlens, self.options.rule)?;
         if let Some(slots) = on.slots {
             conv = conv.with_slots(slots);
             rule = rule.with_slots(slots);
@@ -250,24 +249,6 @@ impl GatedDeltaNet {
             );
         }
         Ok(())
-    }
-}
-
-impl Projected {
-    /// With the batch and its tokens, `[batch, tokens, columns]`, as one dimension.
-    fn packed(self) -> Result<Self> {
-        let flat = |x: &Tensor, columns: &Tensor| {
-            // A view: the columns of one matrix.
-            let start = columns.layout().start_offset() - x.layout().start_offset();
-            x.flatten(0, 1)?.narrow(1, start, columns.dims()[2])
-        };
-        let (all, gates) = (&self.all, &self.gates);
-        Ok(Self {
-            qkv: flat(all, &self.qkv)?,
-            z: flat(all, &self.z)?,
-            gates: Gates { a: flat(all, &gates.a)?, b: flat(all, &gates.b)?, ..gates.clone() },
-            all: all.flatten(0, 1)?,
-        })
     }
 }
 

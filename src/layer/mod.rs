@@ -2,17 +2,20 @@
 
 mod checkpoints;
 mod forward;
+mod projection;
 mod verify;
 
 pub use checkpoints::{CheckpointPlan, Checkpoints};
+pub use projection::{deinterleaved, InProjection, Projection};
 pub use verify::{Accepted, Drafted};
 
 use crate::linear::Linear;
-use crate::ops::{check_state_dtype, GateActivation, StepOptions};
+use crate::ops::{check_device, check_float, check_shape, check_state_dtype, GateActivation, RuleOptions, StepOptions};
 use crate::state::{GdnState, StatePool};
-use crate::weights::{Matrix, Source};
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::VarBuilder;
+
+const OP: &str = "GatedDeltaNet";
 
 /// Sizes and constants of a [`GatedDeltaNet`] layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -39,18 +42,31 @@ pub struct GdnConfig {
 
 impl GdnConfig {
     /// HK * K
-    pub(crate) fn key_size(&self) -> usize {
+    pub fn key_size(&self) -> usize {
         self.num_key_heads * self.key_head_dim
     }
 
     /// HV * V
-    pub(crate) fn value_size(&self) -> usize {
+    pub fn value_size(&self) -> usize {
         self.num_value_heads * self.value_head_dim
     }
 
     /// Channels of the convolution: q, k and v.
-    fn conv_channels(&self) -> usize {
+    pub fn conv_channels(&self) -> usize {
         2 * self.key_size() + self.value_size()
+    }
+
+    /// Rows of q, k, v and z that a key head has in an interleaved checkpoint.
+    #[doc(hidden)]
+    pub fn qkvz_sizes(&self) -> [usize; 4] {
+        let value = self.num_value_heads / self.num_key_heads * self.value_head_dim;
+        [self.key_head_dim, self.key_head_dim, value, value]
+    }
+
+    /// Rows of b and a, the same.
+    #[doc(hidden)]
+    pub fn ba_sizes(&self) -> [usize; 2] {
+        [self.num_value_heads / self.num_key_heads; 2]
     }
 
     fn check(&self) -> Result<()> {
@@ -81,6 +97,23 @@ impl GdnConfig {
     }
 }
 
+/// What a [`GatedDeltaNet`] is made of, all on one device. The dtype of `conv_weight` (f32, bf16 or f16) is the layer's.
+#[derive(Debug, Clone)]
+pub struct GdnParts {
+    /// hidden_size to q, k, v, z, b and a.
+    pub in_proj: InProjection,
+    /// `[channels, width]`, or with the 1 in between that checkpoints have; channels are q, k, v.
+    pub conv_weight: Tensor,
+    /// `[HV]`, any float dtype; kept in f32.
+    pub a_log: Tensor,
+    /// `[HV]`, the same.
+    pub dt_bias: Tensor,
+    /// `[V]`, the same; plain, not zero-centred.
+    pub norm_weight: Tensor,
+    /// `HV * V` to hidden_size.
+    pub out_proj: Projection,
+}
+
 /// A Gated DeltaNet layer, as Qwen3-Next and its successors have it under `linear_attn`:
 ///
 /// ```text
@@ -95,61 +128,88 @@ impl GdnConfig {
 #[derive(Debug, Clone)]
 pub struct GatedDeltaNet {
     config: GdnConfig,
-    /// Rows q, k, v, z, b, a.
-    in_proj: Linear,
+    in_proj: InProjection,
     /// `[channels, width]`
     conv_weight: Tensor,
     a_log: Tensor,
     dt_bias: Tensor,
     norm_weight: Tensor,
-    out_proj: Linear,
+    out_proj: Projection,
     options: StepOptions,
 }
 
 impl GatedDeltaNet {
     /// Loads the layer from the weights under `vb`, which stands at `..linear_attn`.
     ///
-    /// Either checkpoint layout is recognised by its names: Qwen3-Next's `in_proj_qkvz` and `in_proj_ba` (interleaved
-    /// by key head) or the split `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` of Qwen3.5 and later. Both
-    /// become one projection.
+    /// Both layouts of published checkpoints are recognised by their names: Qwen3-Next's `in_proj_qkvz` and `in_proj_ba`
+    /// (interleaved by key head) or the split `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` of Qwen3.5 and
+    /// later. Both become one projection.
     ///
     /// # Errors
     /// When the config does not fit together, or a weight is missing or misshapen (the message names it).
     pub fn load(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
-        Self::load_from(config, &Source::new(vb))
-    }
-
-    /// `source` is at `..linear_attn`.
-    pub(crate) fn load_from(config: &GdnConfig, source: &Source) -> Result<Self> {
         config.check()?;
-        let c = config;
-        let in_proj = if source.contains("in_proj_qkvz.weight") {
-            interleaved_projection(c, source)?
-        } else if source.contains("in_proj_qkv.weight") || source.is_gguf() {
-            split_projection(c, source)?
+        let (c, hidden, heads) = (config, config.hidden_size, config.num_value_heads);
+        let get = |rows: usize, name: &str| vb.get((rows, hidden), name);
+        let in_proj = if vb.contains_tensor("in_proj_qkvz.weight") {
+            let qkvz = get(c.conv_channels() + c.value_size(), "in_proj_qkvz.weight")?;
+            let ba = get(2 * heads, "in_proj_ba.weight")?;
+            Tensor::cat(&[deinterleaved(c, &qkvz, c.qkvz_sizes())?, deinterleaved(c, &ba, c.ba_sizes())?], 0)?
+        } else if vb.contains_tensor("in_proj_qkv.weight") {
+            let (qkv, z) = (get(c.conv_channels(), "in_proj_qkv.weight")?, get(c.value_size(), "in_proj_z.weight")?);
+            Tensor::cat(&[qkv, z, get(heads, "in_proj_b.weight")?, get(heads, "in_proj_a.weight")?], 0)?
         } else {
             bail!(
                 "no Gated DeltaNet under `{0}`: expected the weight `{0}.in_proj_qkvz.weight` (Qwen3-Next) or \
                  `{0}.in_proj_qkv.weight` (Qwen3.5 and later), found neither",
-                source.prefix()
+                vb.prefix()
             );
         };
-        let conv = source.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?;
-        let f32_vector = |n: usize, name: &str| source.get(n, name)?.to_dtype(DType::F32)?.contiguous();
+        let parts = GdnParts {
+            in_proj: InProjection::Fused(Linear::new(in_proj)?.into()),
+            conv_weight: vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?,
+            a_log: vb.get(heads, "A_log")?,
+            dt_bias: vb.get(heads, "dt_bias")?,
+            norm_weight: vb.get(c.value_head_dim, "norm.weight")?,
+            out_proj: Linear::new(vb.get((hidden, c.value_size()), "out_proj.weight")?)?.into(),
+        };
+        Self::new(config, parts)
+    }
+
+    /// The layer of these parts: for projections that are not dense, or weights from elsewhere.
+    ///
+    /// # Errors
+    /// When the config does not fit together, or a part does not fit the config (the message names it).
+    pub fn new(config: &GdnConfig, parts: GdnParts) -> Result<Self> {
+        config.check()?;
+        let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = parts;
+        in_proj.check(config)?;
+        out_proj.check("out_proj", config.hidden_size, config.value_size())?;
+        let conv_weight = match conv_weight.dims() {
+            [_, 1, _] => conv_weight.squeeze(1)?.contiguous()?,
+            _ => conv_weight.contiguous()?,
+        };
+        check_float(OP, "conv_weight", conv_weight.dtype())?;
+        check_shape(OP, "conv_weight", &conv_weight, &[config.conv_channels(), config.conv_kernel])?;
+        let vector = |arg: &str, tensor: &Tensor, n: usize| {
+            check_shape(OP, arg, tensor, &[n])?;
+            check_device(OP, arg, tensor, conv_weight.device())?;
+            tensor.to_dtype(DType::F32)?.contiguous()
+        };
         let layer = Self {
-            in_proj: Linear::stack(in_proj, source.device())?,
-            conv_weight: conv.squeeze(1)?.contiguous()?,
-            a_log: f32_vector(c.num_value_heads, "A_log")?,
-            dt_bias: f32_vector(c.num_value_heads, "dt_bias")?,
-            norm_weight: f32_vector(c.value_head_dim, "norm.weight")?,
-            out_proj: source.pp("out_proj").linear(c.value_size(), c.hidden_size)?,
+            a_log: vector("a_log", &a_log, config.num_value_heads)?,
+            dt_bias: vector("dt_bias", &dt_bias, config.num_value_heads)?,
+            norm_weight: vector("norm_weight", &norm_weight, config.value_head_dim)?,
+            in_proj,
+            out_proj,
             options: StepOptions {
-                beta_scale: f64::from(c.beta_scale),
-                norm_eps: c.rms_norm_eps,
-                gate: c.output_gate,
+                rule: RuleOptions { beta_scale: f64::from(config.beta_scale), ..RuleOptions::default() },
+                norm_eps: config.rms_norm_eps,
+                gate: config.output_gate,
                 ..StepOptions::default()
             },
             config: config.clone(),
+            conv_weight,
         };
         // What wrote the weights is done before any launch reads them early.
         layer.conv_weight.device().synchronize()?;
@@ -209,39 +269,4 @@ impl GatedDeltaNet {
         }
         Ok(StatePool::new(self.new_state_as(capacity, recurrent)?))
     }
-}
-
-/// Qwen3-Next: the rows of `in_proj_qkvz` come by key head, each `[q K | k K | v rV | z rV]`, and those of `in_proj_ba`
-/// as `[b r | a r]`, where r is the number of value heads a key head serves.
-fn interleaved_projection(c: &GdnConfig, source: &Source) -> Result<Vec<Matrix>> {
-    let (heads, r, hidden) = (c.num_key_heads, c.num_value_heads / c.num_key_heads, c.hidden_size);
-    let (key, value) = (c.key_head_dim, r * c.value_head_dim);
-    let rows = |from: &Tensor, start: usize, n: usize| from.narrow(1, start, n)?.reshape((heads * n, hidden));
-    let qkvz = || {
-        let qkvz = source.staged((2 * (c.key_size() + c.value_size()), hidden), "in_proj_qkvz.weight")?;
-        let qkvz = qkvz.reshape((heads, 2 * (key + value), hidden))?;
-        let (q, k) = (rows(&qkvz, 0, key)?, rows(&qkvz, key, key)?);
-        let (v, z) = (rows(&qkvz, 2 * key, value)?, rows(&qkvz, 2 * key + value, value)?);
-        Tensor::cat(&[q, k, v, z], 0)
-    };
-    let ba = || {
-        let ba = source.staged((2 * c.num_value_heads, hidden), "in_proj_ba.weight")?;
-        let ba = ba.reshape((heads, 2 * r, hidden))?;
-        Tensor::cat(&[rows(&ba, 0, r)?, rows(&ba, r, r)?], 0)
-    };
-    Ok(vec![
-        source.matrix_of(&source.path("in_proj_qkvz.weight"), qkvz)?,
-        source.matrix_of(&source.path("in_proj_ba.weight"), ba)?,
-    ])
-}
-
-/// Qwen3.5 and later: already split, rows by head.
-fn split_projection(c: &GdnConfig, source: &Source) -> Result<Vec<Matrix>> {
-    let get = |rows: usize, name: &str| source.matrix(rows, c.hidden_size, name);
-    Ok(vec![
-        get(c.conv_channels(), "in_proj_qkv.weight")?,
-        get(c.value_size(), "in_proj_z.weight")?,
-        get(c.num_value_heads, "in_proj_b.weight")?,
-        get(c.num_value_heads, "in_proj_a.weight")?,
-    ])
 }

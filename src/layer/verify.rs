@@ -1,12 +1,11 @@
 //! Several drafted tokens at once, of which only some may stay.
 
-use super::forward::{On, Projected};
-use super::GatedDeltaNet;
-use crate::ops::{CuSeqlens, Slots, NO_SLOT, STEP_TOKENS};
+use super::forward::On;
+use super::projection::Projected;
+use super::{GatedDeltaNet, OP};
+use crate::ops::{CuSeqlens, Launch, Slots, NO_SLOT, STEP_TOKENS};
 use crate::state::StatePool;
 use candle_core::{bail, Result, Tensor};
-
-const OP: &str = "GatedDeltaNet";
 
 /// What a layer keeps of a verify pass until [`GatedDeltaNet::commit`]: the projections of the drafted tokens, no state.
 #[derive(Debug)]
@@ -19,7 +18,7 @@ pub struct Drafted {
 impl Drafted {
     /// Bytes of device memory held.
     pub fn size_in_bytes(&self) -> usize {
-        self.projected.as_ref().map_or(0, |p| p.all.elem_count() * p.all.dtype().size_in_bytes())
+        self.projected.as_ref().map_or(0, Projected::size_in_bytes)
     }
 }
 
@@ -111,7 +110,7 @@ impl GatedDeltaNet {
             return Ok((x.clone(), drafted(None)));
         };
         let states = &*pool.states_mut();
-        let on = On { states, slots: Some(&slots), cu_seqlens: Some(cu_seqlens), checkpoints: None };
+        let on = On { states, slots: Some(&slots), cu_seqlens: Some(cu_seqlens), checkpoints: None, launch: &Launch::default() };
         let (y, projected) = self.run_slots(x, on)?;
         Ok((y, drafted(Some(projected))))
     }
@@ -136,7 +135,7 @@ impl GatedDeltaNet {
         slots.check(OP, slots.len(), pool.capacity(), self.conv_weight.device())?;
         pool.states_mut().take()?;
         let states = &*pool.states_mut();
-        let on = On { states, slots: Some(slots), cu_seqlens: Some(cu_seqlens), checkpoints: None };
+        let on = On { states, slots: Some(slots), cu_seqlens: Some(cu_seqlens), checkpoints: None, launch: &Launch::default() };
         if cu_seqlens.max_len() <= STEP_TOKENS {
             self.step(p, on)?.forward(&p.qkv, &p.z, &self.conv_weight)?;
         } else {

@@ -1,13 +1,13 @@
 //! The short causal convolution in front of the rule.
 
-use super::args::*;
+use super::check::*;
+use super::in_place::{in_place_cpu, CpuWritten};
 use super::rule::{heads, storage_dtype};
 use super::sequences::{CuSeqlens, SequencePlan};
 use super::slots::{cpu_slots, CpuSlots, Slots};
 use crate::cpu;
-use candle_core::{bail, CpuStorage, CustomOp2, InplaceOp1, Layout, Result, Shape, Tensor};
+use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
-use std::cell::RefCell;
 
 const OP: &str = "causal_conv1d";
 
@@ -122,9 +122,8 @@ impl CustomOp2 for CausalConv1d {
             check_not_state(OP, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
         }
         let slots = cpu_slots(OP, self.slots.as_ref(), plan.seqs.num_slots)?;
-        let run = CpuRun { op: self, plan: &plan, x, weight, slots, out: RefCell::new(None) };
-        self.state.inplace_op1(&run)?;
-        let Some(out) = run.out.into_inner() else { bail!("{OP}: no output") };
+        let run = CpuRun { op: self, plan: &plan, x, weight, slots };
+        let out = in_place_cpu(OP, &self.state, |state| run.run(state))?;
         Ok((out, Shape::from(plan.out_shape)))
     }
 
@@ -155,16 +154,30 @@ struct CpuRun<'a> {
     x: &'a CpuStorage,
     weight: &'a CpuStorage,
     slots: CpuSlots,
-    out: RefCell<Option<CpuStorage>>,
 }
 
 impl CpuRun<'_> {
-    fn run<T: cpu::Element, W: cpu::Element>(
+    fn run(&self, state: CpuWritten<'_>) -> Result<CpuStorage> {
+        use CpuStorage::{BF16, F16, F32};
+        Ok(match (self.x, self.weight) {
+            (F32(x), F32(w)) => F32(self.typed::<f32, f32>(x, w, state)?),
+            (BF16(x), BF16(w)) => BF16(self.typed::<bf16, bf16>(x, w, state)?),
+            (BF16(x), F32(w)) => BF16(self.typed::<bf16, f32>(x, w, state)?),
+            (F16(x), F16(w)) => F16(self.typed::<f16, f16>(x, w, state)?),
+            (F16(x), F32(w)) => F16(self.typed::<f16, f32>(x, w, state)?),
+            (x, w) => bail!(
+                "{OP}: weight: expected x's dtype or f32, got {:?} with x in {:?}",
+                storage_dtype(w),
+                storage_dtype(x)
+            ),
+        })
+    }
+
+    fn typed<T: cpu::Element, W: cpu::Element>(
         &self,
         x: &[T],
         weight: &[W],
-        state: &mut CpuStorage,
-        layout: &Layout,
+        (state, layout): CpuWritten<'_>,
     ) -> Result<Vec<T>> {
         let plan = self.plan;
         let Some(state) = T::slice_mut(state) else { bail!("{OP}: state: expected x's dtype") };
@@ -182,30 +195,6 @@ impl CpuRun<'_> {
         let start = layout.start_offset().min(state.len());
         conv.run(&mut out, &mut state[start..]);
         Ok(out)
-    }
-}
-
-impl InplaceOp1 for CpuRun<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, state: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        use CpuStorage::{BF16, F16, F32};
-        let out = match (self.x, self.weight) {
-            (F32(x), F32(w)) => F32(self.run::<f32, f32>(x, w, state, layout)?),
-            (BF16(x), BF16(w)) => BF16(self.run::<bf16, bf16>(x, w, state, layout)?),
-            (BF16(x), F32(w)) => BF16(self.run::<bf16, f32>(x, w, state, layout)?),
-            (F16(x), F16(w)) => F16(self.run::<f16, f16>(x, w, state, layout)?),
-            (F16(x), F32(w)) => F16(self.run::<f16, f32>(x, w, state, layout)?),
-            (x, w) => bail!(
-                "{OP}: weight: expected x's dtype or f32, got {:?} with x in {:?}",
-                storage_dtype(w),
-                storage_dtype(x)
-            ),
-        };
-        *self.out.borrow_mut() = Some(out);
-        Ok(())
     }
 }
 

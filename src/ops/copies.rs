@@ -1,10 +1,9 @@
 //! What a call of the rule writes besides its output and the new state: copies of the state along the way.
 
-use super::args::*;
-use super::options::{Algo, Gates};
+use super::check::*;
+use super::options::Gates;
 use super::rule::Rule;
-use candle_core::{bail, CpuStorage, InplaceOp1, Layout, Result, Tensor};
-use std::cell::RefCell;
+use candle_core::{bail, Result, Tensor};
 use std::ops::Range;
 
 /// States are kept at multiples of this many tokens of a sequence; see [`crate::GdnPrefill::with_checkpoints`]. It is
@@ -26,7 +25,7 @@ pub fn checkpoint_rows(first_token: usize, tokens: usize, every: usize) -> Range
 
 /// Where the states at multiples of `every` tokens go.
 #[derive(Debug, Clone)]
-pub(super) struct Checkpoints {
+pub struct Checkpoints {
     pub tensor: Tensor,
     pub every: usize,
 }
@@ -36,7 +35,7 @@ impl Rule {
     pub fn check_token_states(&self, lead_dims: &[usize]) -> Result<()> {
         let (op, arg, algo) = (self.name, "token_states", self.options.algo);
         let Some(tensor) = &self.token_states else { return Ok(()) };
-        if algo == Algo::Chunked || algo.on_tensor_cores() {
+        if algo.on_tensor_cores() {
             bail!("{op}: {arg}: expected an algo that goes token by token, got {algo:?}");
         }
         check_dtype(op, arg, tensor.dtype(), self.state.dtype())?;
@@ -50,9 +49,6 @@ impl Rule {
     pub fn check_checkpoints(&self, total_tokens: usize) -> Result<()> {
         let (op, arg) = (self.name, "checkpoints");
         let Some(Checkpoints { tensor, every }) = &self.checkpoints else { return Ok(()) };
-        if self.options.algo == Algo::Chunked {
-            bail!("{op}: {arg}: expected another algo than Chunked, whose chunks end elsewhere");
-        }
         if *every == 0 || every % CHECKPOINT_MULTIPLE != 0 {
             bail!("{op}: every: expected a positive multiple of {CHECKPOINT_MULTIPLE} tokens, got {every}");
         }
@@ -95,59 +91,6 @@ impl Rule {
         if let Some(to) = &self.checkpoints {
             check_not_written(self.name, (arg, key), ("checkpoints", storage_key(&to.tensor)))?;
         }
-        Ok(())
-    }
-
-    /// The token states where there are any: candle refuses to write an empty tensor in place for its zero strides.
-    pub fn token_states_to_write(&self) -> Option<&Tensor> {
-        self.token_states.as_ref().filter(|tensor| tensor.elem_count() > 0)
-    }
-
-    /// The same for the checkpoints.
-    pub fn checkpoints_to_write(&self) -> Option<&Tensor> {
-        self.checkpoints.as_ref().map(|to| &to.tensor).filter(|tensor| tensor.elem_count() > 0)
-    }
-}
-
-/// A CPU tensor under its write lock.
-pub(super) type Written<'a> = (&'a mut CpuStorage, &'a Layout);
-
-/// `run` with the tensor's lock held for writing, through candle's own machinery.
-pub(super) fn written<R>(op: &'static str, tensor: &Tensor, run: impl FnOnce(Written<'_>) -> Result<R>) -> Result<R> {
-    let lock = Lock { op, run: RefCell::new(Some(run)), out: RefCell::new(None) };
-    tensor.inplace_op1(&lock)?;
-    match lock.out.into_inner() {
-        Some(out) => Ok(out),
-        None => bail!("{op}: no output"),
-    }
-}
-
-/// The same for a tensor that there may be.
-pub(super) fn written_if_any<R>(
-    op: &'static str,
-    tensor: Option<&Tensor>,
-    run: impl FnOnce(Option<Written<'_>>) -> Result<R>,
-) -> Result<R> {
-    match tensor {
-        Some(tensor) => written(op, tensor, |to| run(Some(to))),
-        None => run(None),
-    }
-}
-
-struct Lock<F, R> {
-    op: &'static str,
-    run: RefCell<Option<F>>,
-    out: RefCell<Option<R>>,
-}
-
-impl<R, F: FnOnce(Written<'_>) -> Result<R>> InplaceOp1 for Lock<F, R> {
-    fn name(&self) -> &'static str {
-        self.op
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let Some(run) = self.run.take() else { bail!("{}: applied twice", self.op) };
-        *self.out.borrow_mut() = Some(run((storage, layout))?);
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! One token of each sequence.
 
-use super::args::Lead;
+use super::check::Lead;
 use super::options::{Algo, Gates, RuleOptions};
 use super::rule::{custom_op3, Rule};
 use super::slots::Slots;
@@ -20,18 +20,7 @@ impl GdnDecode {
     /// # Errors
     /// When a dtype, shape or device does not fit; the message names the argument.
     pub fn new(gates: Gates, state: &Tensor, options: RuleOptions) -> Result<Self> {
-        let rule = Rule {
-            name: "gdn_decode",
-            lead: Lead::Decode,
-            gates,
-            state: state.clone(),
-            slots: None,
-            cu_seqlens: None,
-            token_states: None,
-            checkpoints: None,
-            options,
-        };
-        Ok(Self(rule.check()?))
+        Rule::new("gdn_decode", Lead::Decode, gates, state, None, options).map(Self)
     }
 
     /// Row `n` of the batch uses slot `slots[n]` of the state, which may then hold any number of slots. With [`Slots`]

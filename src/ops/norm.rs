@@ -1,6 +1,7 @@
 //! The gated norm behind the rule.
 
-use super::args::*;
+use super::apply::apply3;
+use super::check::*;
 use super::options::GateActivation;
 use super::rule::{heads, storage_dtype};
 use crate::cpu;
@@ -53,7 +54,7 @@ impl GatedRmsNorm {
         }
         let lead = x.rank() - 2;
         let (x, z, weight) = (uniform_tokens(x, lead)?, uniform_tokens(z, lead)?, weight.contiguous()?);
-        apply3(self, &x, &z, &weight)
+        apply3(self, None, &x, &z, &weight)
     }
 
     fn plan(&self, x: &Layout, z: &Layout, weight: &Layout) -> Result<NormPlan> {
@@ -81,7 +82,7 @@ impl GatedRmsNorm {
 }
 
 /// The stride with which the leading dimensions count through as one, if there is such a stride.
-pub(super) fn token_stride(dims: &[usize], stride: &[usize]) -> Option<usize> {
+pub fn token_stride(dims: &[usize], stride: &[usize]) -> Option<usize> {
     let mut counted: Option<(usize, usize)> = None; // (innermost stride, tokens so far)
     for (&dim, &stride) in dims.iter().zip(stride).rev() {
         match counted {
@@ -95,7 +96,7 @@ pub(super) fn token_stride(dims: &[usize], stride: &[usize]) -> Option<usize> {
 }
 
 /// The tensor itself where its rows are dense and its `lead` first dimensions count through, otherwise a copy.
-pub(super) fn uniform_tokens(tensor: &Tensor, lead: usize) -> Result<Tensor> {
+pub fn uniform_tokens(tensor: &Tensor, lead: usize) -> Result<Tensor> {
     let tensor = dense_rows(tensor)?;
     let lead = lead.min(tensor.rank());
     if token_stride(&tensor.dims()[..lead], &tensor.stride()[..lead]).is_some() {

@@ -14,8 +14,6 @@ pub enum Algo {
     /// Token by token, specialised for K = V = 128. On CUDA the rows of q and k must begin at multiples of four elements
     /// and the state at 16 bytes, which `Auto` checks and this refuses. On the CPU the same as `Recurrent`.
     Recurrent128,
-    /// Chunk by chunk (64 tokens on the CPU, 16 or 32 on CUDA), any head size, f32 arithmetic.
-    Chunked,
     /// Made for decode: up to 16 tokens a sequence, K = V = 128. On CUDA the rows of q and k must begin at multiples of
     /// eight elements, those of v at four, and the state at 16 bytes. On the CPU the same as `Recurrent`.
     Decode128,
@@ -23,20 +21,19 @@ pub enum Algo {
     /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes, which `Auto` checks and this refuses;
     /// `Auto` takes it where it wins. o and the state are within 5e-3 (relative RMS) of exact arithmetic; where a few keys
     /// repeat over hundreds of tokens without decay at beta near 2 they are not, as 16-bit operands do not suffice there,
-    /// and [`Algo::Recurrent`] should be asked for. On the CPU the same as `Chunked`.
+    /// and [`Algo::Recurrent`] should be asked for. On the CPU the same as `Recurrent`.
     ChunkedSm80,
     /// `ChunkedSm80` with the instructions of compute capability 9.0, which no other device has: refused there. On the
-    /// CPU the same as `Chunked`.
+    /// CPU the same as `Recurrent`.
     ChunkedSm90,
 }
 
 impl Algo {
     /// All variants, for sweeps.
-    pub const ALL: [Algo; 7] = [
+    pub const ALL: [Algo; 6] = [
         Algo::Auto,
         Algo::Recurrent,
         Algo::Recurrent128,
-        Algo::Chunked,
         Algo::Decode128,
         Algo::ChunkedSm80,
         Algo::ChunkedSm90,
@@ -124,18 +121,11 @@ impl StepAlgo {
         [StepAlgo::Auto, StepAlgo::Whole, StepAlgo::Split, StepAlgo::Heads, StepAlgo::Composed];
 }
 
-/// Constants of a [`crate::GdnStep`]: those of the rule, as in [`RuleOptions`], and of the gated norm. The default is
-/// Qwen3-Next's.
+/// Constants of a [`crate::GdnStep`]: those of the rule and of the gated norm. The default is Qwen3-Next's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOptions {
-    /// Divide q and k by their L2 norm. Default true.
-    pub l2norm: bool,
-    /// Added to the sum of squares of q and k, inside the root. Default 1e-6.
-    pub l2_eps: f64,
-    /// Multiplies q after its norm. Default `None`: `K^-0.5`.
-    pub scale: Option<f64>,
-    /// Multiplies `sigmoid(b)`: 1 (default), or 2 for models whose state transition may have negative eigenvalues.
-    pub beta_scale: f64,
+    /// Those of the rule. Its `algo` and `segments` are read only where the step runs as [`StepAlgo::Composed`].
+    pub rule: RuleOptions,
     /// Added to the mean square in the gated norm. Default 1e-6.
     pub norm_eps: f64,
     /// Activation of the output gate z. Default SiLU.
@@ -146,15 +136,6 @@ pub struct StepOptions {
 
 impl Default for StepOptions {
     fn default() -> Self {
-        let RuleOptions { l2norm, l2_eps, scale, beta_scale, .. } = RuleOptions::default();
-        Self { l2norm, l2_eps, scale, beta_scale, norm_eps: 1e-6, gate: GateActivation::Silu, algo: StepAlgo::Auto }
-    }
-}
-
-impl StepOptions {
-    /// Those of the rule.
-    pub(crate) fn rule(&self) -> RuleOptions {
-        let Self { l2norm, l2_eps, scale, beta_scale, .. } = *self;
-        RuleOptions { l2norm, l2_eps, scale, beta_scale, ..RuleOptions::default() }
+        Self { rule: RuleOptions::default(), norm_eps: 1e-6, gate: GateActivation::Silu, algo: StepAlgo::Auto }
     }
 }

@@ -1,6 +1,6 @@
 //! Any number of tokens of each sequence.
 
-use super::args::Lead;
+use super::check::Lead;
 use super::copies::Checkpoints;
 #[cfg(doc)]
 use super::copies::CHECKPOINT_MULTIPLE;
@@ -24,18 +24,8 @@ impl GdnPrefill {
     /// # Errors
     /// When a dtype, shape or device does not fit; the message names the argument.
     pub fn new(gates: Gates, state: &Tensor, cu_seqlens: Option<&CuSeqlens>, options: RuleOptions) -> Result<Self> {
-        let rule = Rule {
-            name: "gdn_prefill",
-            lead: if cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched },
-            gates,
-            state: state.clone(),
-            slots: None,
-            cu_seqlens: cu_seqlens.cloned(),
-            token_states: None,
-            checkpoints: None,
-            options,
-        };
-        Ok(Self(rule.check()?))
+        let lead = if cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched };
+        Rule::new("gdn_prefill", lead, gates, state, cu_seqlens, options).map(Self)
     }
 
     /// Sequence `n` uses slot `slots[n]` of the state, or reads one slot and writes another; see

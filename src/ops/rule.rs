@@ -1,7 +1,9 @@
 //! What decode and prefill share: the checks of their arguments and the run over a state that is updated in place.
 
-use super::args::*;
-use super::copies::{written, written_if_any, Checkpoints, Written};
+use super::apply::apply3;
+use super::check::*;
+use super::copies::Checkpoints;
+use super::in_place::{in_place_cpu, in_place_cpu_if_any, CpuWritten};
 use super::options::{Algo, Gates, RuleOptions};
 use super::sequences::{CuSeqlens, SequencePlan};
 use super::slots::{cpu_slots, CpuSlots, Slots};
@@ -43,8 +45,23 @@ pub(crate) struct RulePlan {
 }
 
 impl Rule {
+    /// A call on `state` with sequence `n` in slot `n`, its gates, state and options checked.
+    pub fn new(
+        name: &'static str,
+        lead: Lead,
+        gates: Gates,
+        state: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        options: RuleOptions,
+    ) -> Result<Self> {
+        let (state, cu_seqlens) = (state.clone(), cu_seqlens.cloned());
+        let rule =
+            Self { name, lead, gates, state, slots: None, cu_seqlens, token_states: None, checkpoints: None, options };
+        rule.check()
+    }
+
     /// Checks that need only what the op holds.
-    pub fn check(self) -> Result<Self> {
+    fn check(self) -> Result<Self> {
         let (op, device) = (self.name, self.state.device());
         let Gates { a, b, a_log, dt_bias } = &self.gates;
         check_state_dtype(op, "state", self.state.dtype())?;
@@ -92,7 +109,7 @@ impl Rule {
             check_device(self.name, arg, tensor, self.state.device())?;
             self.check_not_written(arg, storage_key(tensor))?;
         }
-        apply3(op, &q, &k, &v)
+        apply3(op, None, &q, &k, &v)
     }
 
     /// Checks the three layouts, of tensors of one dtype, against the state.
@@ -176,9 +193,10 @@ impl Rule {
         let gates = self.cpu_gates(&plan)?;
         let slots = cpu_slots(self.name, self.slots.as_ref(), plan.seqs.num_slots)?;
         let run = CpuRun { rule: self, plan: &plan, q, k, v, gates, slots };
-        let out = written(self.name, &self.state, |state| {
-            written_if_any(self.name, self.token_states_to_write(), |token_states| {
-                written_if_any(self.name, self.checkpoints_to_write(), |to| run.run(state, token_states, to))
+        let checkpoints = self.checkpoints.as_ref().map(|to| &to.tensor);
+        let out = in_place_cpu(self.name, &self.state, |state| {
+            in_place_cpu_if_any(self.name, self.token_states.as_ref(), |token_states| {
+                in_place_cpu_if_any(self.name, checkpoints, |to| run.run(state, token_states, to))
             })
         })?;
         Ok((out, Shape::from(plan.out_shape)))
@@ -217,8 +235,8 @@ impl Rule {
             gates: &self.gates,
             slots,
             cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-            token_states: self.token_states_to_write(),
-            checkpoints: self.checkpoints_to_write(),
+            token_states: self.token_states.as_ref(),
+            checkpoints: self.checkpoints.as_ref().map(|to| &to.tensor),
             checkpoint_tokens: self.checkpoints.as_ref().map_or(0, |to| to.every),
         }
     }
@@ -235,8 +253,8 @@ impl Rule {
                 return crate::cuda::rule_choice(&self.cuda_args(&plan, slots.as_ref(), [q, k, v]), &self.state);
             }
         }
-        // On the CPU the variants are these two.
-        Ok(if cpu_chunked(&plan) { Algo::Chunked } else { Algo::Recurrent })
+        drop(plan);
+        Ok(Algo::Recurrent) // all there is on the CPU
     }
 
     fn cpu_gates(&self, plan: &RulePlan) -> Result<Vec<(f32, f32)>> {
@@ -300,7 +318,7 @@ macro_rules! custom_op3 {
 }
 pub(super) use custom_op3;
 
-pub(super) fn heads<T>(data: &[T], layout: HeadsLayout) -> cpu::Heads<'_, T> {
+pub fn heads<T>(data: &[T], layout: HeadsLayout) -> cpu::Heads<'_, T> {
     cpu::Heads {
         data: &data[layout.offset.min(data.len())..],
         seq_stride: layout.seq_stride,
@@ -309,15 +327,8 @@ pub(super) fn heads<T>(data: &[T], layout: HeadsLayout) -> cpu::Heads<'_, T> {
     }
 }
 
-pub(super) fn storage_dtype(storage: &CpuStorage) -> DType {
+pub fn storage_dtype(storage: &CpuStorage) -> DType {
     candle_core::backend::BackendStorage::dtype(storage)
-}
-
-/// Whether the CPU goes chunk by chunk: only where asked to. Measured slower than the recurrence at every length, by 1.2
-/// times or more (benches/cpu.rs; other head sizes alike): in f32 the chunk form has more arithmetic, and the CPU needs
-/// no large matrices to be busy.
-fn cpu_chunked(plan: &RulePlan) -> bool {
-    plan.options.algo == Algo::Chunked || plan.options.algo.on_tensor_cores()
 }
 
 /// The run itself, under the locks of what it writes.
@@ -334,9 +345,9 @@ struct CpuRun<'a> {
 impl CpuRun<'_> {
     fn run(
         &self,
-        state: Written<'_>,
-        token_states: Option<Written<'_>>,
-        checkpoints: Option<Written<'_>>,
+        state: CpuWritten<'_>,
+        token_states: Option<CpuWritten<'_>>,
+        checkpoints: Option<CpuWritten<'_>>,
     ) -> Result<CpuStorage> {
         match storage_dtype(state.0) {
             DType::BF16 => self.stored::<bf16>(state, token_states, checkpoints),
@@ -346,9 +357,9 @@ impl CpuRun<'_> {
 
     fn stored<S: cpu::Stored>(
         &self,
-        state: Written<'_>,
-        token_states: Option<Written<'_>>,
-        checkpoints: Option<Written<'_>>,
+        state: CpuWritten<'_>,
+        token_states: Option<CpuWritten<'_>>,
+        checkpoints: Option<CpuWritten<'_>>,
     ) -> Result<CpuStorage> {
         let (op, stride) = (self.rule.name, state.1.stride()[0]);
         let state = (elements::<S>((op, "state"), state)?, stride);
@@ -390,7 +401,6 @@ impl CpuRun<'_> {
             l2norm: plan.options.l2norm,
             l2_eps: plan.options.l2_eps,
             scale: plan.scale,
-            chunked: cpu_chunked(plan),
         };
         rule.run(&mut out, state, copies);
         out
@@ -398,7 +408,7 @@ impl CpuRun<'_> {
 }
 
 /// The elements of a tensor from its first on.
-fn elements<'a, S: cpu::Stored>((op, arg): (&str, &str), (storage, layout): Written<'a>) -> Result<&'a mut [S]> {
+fn elements<'a, S: cpu::Stored>((op, arg): (&str, &str), (storage, layout): CpuWritten<'a>) -> Result<&'a mut [S]> {
     let dtype = storage_dtype(storage);
     let Some(data) = S::slice_mut(storage) else { bail!("{op}: {arg}: expected another dtype than {dtype:?}") };
     let start = layout.start_offset().min(data.len());

@@ -1,6 +1,6 @@
 //! Sequence boundaries of packed tokens.
 
-use super::args::Lead;
+use super::check::Lead;
 use super::slots::Slots;
 use crate::cpu;
 use candle_core::{bail, Device, Result, Tensor};
@@ -71,12 +71,12 @@ impl CuSeqlens {
     }
 
     /// Tokens of each sequence.
-    pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> + '_ {
+    pub fn lengths(&self) -> impl Iterator<Item = usize> + '_ {
         self.host.windows(2).map(|pair| (pair[1] - pair[0]) as usize)
     }
 
     /// Whether every sequence has this one length; `None` where they differ or there are none.
-    pub(crate) fn uniform_len(&self) -> Option<usize> {
+    pub fn uniform_len(&self) -> Option<usize> {
         let count = self.num_sequences();
         (count > 0 && self.max_len.checked_mul(count) == Some(self.total_tokens())).then_some(self.max_len)
     }
@@ -94,7 +94,7 @@ impl CuSeqlens {
 
 /// How many sequences a call has and how long they are, from sizes that the host knows.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct SequencePlan {
+pub struct SequencePlan {
     pub count: usize,
     /// Tokens of each sequence where they are not packed, else zero.
     pub tokens: usize,

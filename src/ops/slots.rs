@@ -1,6 +1,6 @@
 //! Which slots of a state pool the sequences of a call read and write.
 
-use super::args::check_device;
+use super::check::check_device;
 use crate::cpu;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Storage, Tensor};
 use std::sync::Arc;
@@ -117,12 +117,12 @@ impl Slots {
     }
 
     /// Whether one tensor is both maps.
-    pub(crate) fn in_place(&self) -> bool {
+    pub fn in_place(&self) -> bool {
         self.read.id() == self.write.id()
     }
 
     /// The same with both maps in u32.
-    pub(crate) fn in_u32(&self) -> Result<Self> {
+    pub fn in_u32(&self) -> Result<Self> {
         if self.read.dtype() == DType::U32 && self.write.dtype() == DType::U32 {
             return Ok(self.clone());
         }
@@ -134,7 +134,7 @@ impl Slots {
 
     /// Shape, dtype and device of the maps against a call of `sequences` on a state of `num_slots`, and the values where
     /// they are known and need no look at a tensor. Those of CPU tensors are for [`cpu_slots`].
-    pub(crate) fn check(&self, op: &str, sequences: usize, num_slots: usize, device: &Device) -> Result<()> {
+    pub fn check(&self, op: &str, sequences: usize, num_slots: usize, device: &Device) -> Result<()> {
         let maps = [("slots", &self.read), ("slots to write", &self.write)];
         for (arg, map) in maps.into_iter().take(1 + usize::from(!self.in_place())) {
             if !matches!(map.dtype(), DType::U32 | DType::I64) {
@@ -223,7 +223,7 @@ impl Host {
 
 /// The values of CPU maps, checked.
 #[derive(Debug)]
-pub(super) struct CpuSlots(Option<Host>);
+pub struct CpuSlots(Option<Host>);
 
 impl CpuSlots {
     /// As the kernels take them, for a state whose slots are `stride` apart.
@@ -237,7 +237,7 @@ impl CpuSlots {
 }
 
 /// The slot maps of CPU tensors, their values checked.
-pub(super) fn cpu_slots(op: &str, slots: Option<&Slots>, num_slots: usize) -> Result<CpuSlots> {
+pub fn cpu_slots(op: &str, slots: Option<&Slots>, num_slots: usize) -> Result<CpuSlots> {
     let Some(slots) = slots else { return Ok(CpuSlots(None)) };
     let read = cpu_values(op, &slots.read)?;
     let write = if slots.in_place() { None } else { Some(cpu_values(op, &slots.write)?) };

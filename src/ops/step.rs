@@ -1,7 +1,9 @@
 //! What a layer does between its two projections, for a few tokens: convolution, rule and gated norm as one op.
 
-use super::args::*;
+use super::apply::apply3;
+use super::check::*;
 use super::conv::CausalConv1d;
+use super::launch::Launch;
 use super::norm::{uniform_tokens, GatedRmsNorm};
 use super::options::{Gates, StepAlgo, StepOptions};
 use super::rule::{storage_dtype, Rule, RulePlan};
@@ -12,7 +14,7 @@ use candle_core::{bail, CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result,
 const OP: &str = "gdn_step";
 
 /// Most tokens of a sequence that a step takes.
-pub(crate) const STEP_TOKENS: usize = 16;
+pub const STEP_TOKENS: usize = 16;
 
 /// The sizes that the fused kernels are made for: of a head, and of the convolution.
 const FUSED_DIM: usize = 128;
@@ -31,8 +33,7 @@ pub struct GdnStep {
     conv_state: Tensor,
     norm_weight: Tensor,
     options: StepOptions,
-    /// `GDN_OVERLAP`
-    overlap: bool,
+    launch: Launch,
 }
 
 /// A checked call, as the CUDA side reads it.
@@ -46,11 +47,11 @@ pub(crate) struct StepPlan {
     pub conv_weight_offset: usize,
     pub conv_width: usize,
     pub options: StepOptions,
-    pub overlap: bool,
+    pub launch: Launch,
 }
 
-/// A call and what its parts need when they run one after the other.
-struct Call {
+/// A checked call, and what its parts need when they run one after the other.
+struct Composed {
     plan: StepPlan,
     rule: Rule,
     /// qkv as `[batch, tokens, channels]`, or packed `[tokens, channels]`.
@@ -73,18 +74,7 @@ impl GdnStep {
         state: &Tensor,
         options: StepOptions,
     ) -> Result<Self> {
-        let rule = Rule {
-            name: OP,
-            lead: Lead::Batched,
-            gates,
-            state: state.clone(),
-            slots: None,
-            cu_seqlens: None,
-            token_states: None,
-            checkpoints: None,
-            options: options.rule(),
-        };
-        let rule = rule.check()?;
+        let rule = Rule::new(OP, Lead::Batched, gates, state, None, options.rule)?;
         check_float(OP, "conv_state", conv_state.dtype())?;
         if conv_state.rank() != 3 {
             bail!("{OP}: conv_state: expected shape [slots, width - 1, channels], got {:?}", conv_state.dims());
@@ -111,7 +101,7 @@ impl GdnStep {
             norm_weight: norm_weight.contiguous()?,
             rule,
             options,
-            overlap: false,
+            launch: Launch::default(),
         })
     }
 
@@ -144,10 +134,10 @@ impl GdnStep {
         self
     }
 
-    /// A CUDA kernel may read the weights and the old states while the kernel before it on the stream still runs, which
-    /// must therefore not write them, nor the slots, which are u32.
-    pub(crate) fn overlapping(mut self) -> Self {
-        self.overlap = true;
+    /// How the kernel is launched. With `overlap` it may read the weights, the old states and the slots, which are u32,
+    /// while the kernel before it on the stream still runs, which must therefore write none of them.
+    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
+        self.launch = launch.clone();
         self
     }
 
@@ -157,7 +147,7 @@ impl GdnStep {
     /// When a dtype, shape or device does not fit, or tensors share a storage that one of them is written in.
     pub fn forward(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<Tensor> {
         let [qkv, z, conv_weight] = self.prepare(qkv, z, conv_weight)?;
-        apply3(self, &qkv, &z, &conv_weight)
+        apply3(self, self.launch.arena.as_ref(), &qkv, &z, &conv_weight)
     }
 
     /// How [`Self::forward`] runs for these tensors: never [`StepAlgo::Auto`].
@@ -206,7 +196,7 @@ impl GdnStep {
         check_not_conv_state(arg, key, &self.conv_state)
     }
 
-    fn call(&self, x: &Layout, z: &Layout, conv_weight: &Layout) -> Result<Call> {
+    fn call(&self, x: &Layout, z: &Layout, conv_weight: &Layout) -> Result<Composed> {
         let (conv_slots, history, channels) = self.conv_state.dims3()?;
         let (slots, value_heads, value_dim, key_dim) = self.rule.state.dims4()?;
         let (width, value_size) = (history + 1, value_heads * value_dim);
@@ -289,7 +279,7 @@ impl GdnStep {
             conv_weight_offset: conv_weight.start_offset(),
             conv_width: width,
             options: self.options,
-            overlap: self.overlap,
+            launch: self.launch.clone(),
             x: x_heads,
         };
         let (seq_stride, token_stride) = (x_heads.seq_stride, x_heads.token_stride);
@@ -297,7 +287,7 @@ impl GdnStep {
             Lead::Packed => (Shape::from((lead_dims[0], channels)), vec![token_stride, 1]),
             _ => (Shape::from((lead_dims[0], tokens, channels)), vec![seq_stride, token_stride, 1]),
         };
-        Ok(Call {
+        Ok(Composed {
             plan,
             rule,
             conv_x: Layout::new(conv_x.0, conv_x.1, x.start_offset()),
@@ -348,7 +338,7 @@ impl GdnStep {
             gates: &self.rule.gates,
             slots,
             cu_seqlens: self.rule.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-            token_states: self.rule.token_states_to_write(),
+            token_states: self.rule.token_states.as_ref(),
         }
     }
 }

@@ -160,6 +160,17 @@ pub struct LinearParams {
     pub overlap: i32,
 }
 
+/// `gdn_linear_options`
+#[repr(C)]
+#[derive(Default)]
+pub struct LinearOptions {
+    pub swiglu: i32,
+    pub warps: i32,
+    pub groups: i32,
+    pub cluster: i32,
+    pub blocks: i32,
+}
+
 extern "C" {
     pub fn gdn_rule(params: *const RuleParams, stream: *mut c_void) -> c_int;
     pub fn gdn_rule_choice(params: *const RuleParams, algo: *mut i32) -> c_int;
@@ -168,6 +179,7 @@ extern "C" {
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> c_int;
     pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> c_int;
     pub fn gdn_step_choice(params: *const StepParams, algo: *mut i32) -> c_int;
+    pub fn gdn_linear_with(params: *const LinearParams, options: *const LinearOptions, stream: *mut c_void) -> c_int;
     pub fn gdn_status_string(status: c_int) -> *const c_char;
     #[cfg(feature = "profile")]
     pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> c_int;

@@ -1,10 +1,10 @@
 //! Checks of arguments, shared by the ops. Every refusal names the op, the argument, what was expected and what came.
 
-use candle_core::{bail, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, Result, Storage, Tensor};
+use candle_core::{bail, DType, Device, Layout, Result, Storage, Tensor};
 
 /// Where the rows of a tensor `[sequence, token, head, dim]` lie, in elements of its storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct HeadsLayout {
+pub struct HeadsLayout {
     pub offset: usize,
     pub seq_stride: usize,
     pub token_stride: usize,
@@ -13,7 +13,7 @@ pub(crate) struct HeadsLayout {
 
 /// The dimensions in front of the heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Lead {
+pub enum Lead {
     /// `[batch]`: one token each.
     Decode,
     /// `[batch, tokens]`
@@ -48,56 +48,8 @@ impl Lead {
     }
 }
 
-/// `op` on three tensors that the caller has found to be on one device.
-pub(crate) fn apply3<C: CustomOp3>(op: &C, x: &Tensor, y: &Tensor, z: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        // candle's own way compares the three devices once more, by cloning them, which takes as long as all our checks.
-        // A storage that two of them share is locked once.
-        let keys = [x, y, z].map(storage_key);
-        let x_guard = x.storage_and_layout().0;
-        let y_guard = (keys[1] != keys[0]).then(|| y.storage_and_layout().0);
-        let z_guard = (keys[2] != keys[0] && keys[2] != keys[1]).then(|| z.storage_and_layout().0);
-        let y_storage = y_guard.as_deref().unwrap_or(&*x_guard);
-        let z_storage = z_guard.as_deref().unwrap_or(if keys[2] == keys[0] { &*x_guard } else { y_storage });
-        if let [Storage::Cuda(a), Storage::Cuda(b), Storage::Cuda(c)] = [&*x_guard, y_storage, z_storage] {
-            let (out, shape) = op.cuda_fwd(a, x.layout(), b, y.layout(), c, z.layout())?;
-            return crate::cuda::outputs::finish(out, shape);
-        }
-    }
-    x.apply_op3_no_bwd(y, z, op)
-}
-
-/// The same on two.
-pub(crate) fn apply2<C: CustomOp2>(op: &C, x: &Tensor, y: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        let shared = storage_key(x) == storage_key(y);
-        let x_guard = x.storage_and_layout().0;
-        let y_guard = (!shared).then(|| y.storage_and_layout().0);
-        if let [Storage::Cuda(a), Storage::Cuda(b)] = [&*x_guard, y_guard.as_deref().unwrap_or(&*x_guard)] {
-            let (out, shape) = op.cuda_fwd(a, x.layout(), b, y.layout())?;
-            return crate::cuda::outputs::finish(out, shape);
-        }
-    }
-    x.apply_op2_no_bwd(y, op)
-}
-
-/// The same on one.
-pub(crate) fn apply1<C: CustomOp1>(op: &C, x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() {
-        let guard = x.storage_and_layout().0;
-        if let Storage::Cuda(storage) = &*guard {
-            let (out, shape) = op.cuda_fwd(storage, x.layout())?;
-            return crate::cuda::outputs::finish(out, shape);
-        }
-    }
-    x.apply_op1_no_bwd(op)
-}
-
 /// Layout of `[lead.., heads, dim]`, or of the same with the last two dimensions merged.
-pub(crate) fn heads_layout(
+pub fn heads_layout(
     op: &str,
     arg: &str,
     layout: &Layout,
@@ -123,7 +75,7 @@ pub(crate) fn heads_layout(
 }
 
 /// Layout of `[lead.., heads]`, one value a head, any strides.
-pub(crate) fn gate_layout(
+pub fn gate_layout(
     op: &str,
     arg: &str,
     layout: &Layout,
@@ -141,14 +93,14 @@ pub(crate) fn gate_layout(
 }
 
 /// One of the dtypes the kernels read.
-pub(crate) fn check_float(op: &str, arg: &str, dtype: DType) -> Result<()> {
+pub fn check_float(op: &str, arg: &str, dtype: DType) -> Result<()> {
     match dtype {
         DType::F32 | DType::BF16 | DType::F16 => Ok(()),
         _ => bail!("{op}: {arg}: expected dtype f32, bf16 or f16, got {dtype:?}"),
     }
 }
 
-pub(crate) fn check_dtype(op: &str, arg: &str, dtype: DType, want: DType) -> Result<()> {
+pub fn check_dtype(op: &str, arg: &str, dtype: DType, want: DType) -> Result<()> {
     if dtype != want {
         bail!("{op}: {arg}: expected dtype {want:?}, got {dtype:?}");
     }
@@ -156,7 +108,7 @@ pub(crate) fn check_dtype(op: &str, arg: &str, dtype: DType, want: DType) -> Res
 }
 
 /// One of the dtypes a recurrent state may be stored in.
-pub(crate) fn check_state_dtype(op: &str, arg: &str, dtype: DType) -> Result<()> {
+pub fn check_state_dtype(op: &str, arg: &str, dtype: DType) -> Result<()> {
     match dtype {
         DType::F32 | DType::BF16 => Ok(()),
         _ => bail!("{op}: {arg}: expected dtype f32 or bf16, got {dtype:?}"),
@@ -164,28 +116,28 @@ pub(crate) fn check_state_dtype(op: &str, arg: &str, dtype: DType) -> Result<()>
 }
 
 /// The op's dtype, or f32: what weights may be kept in.
-pub(crate) fn check_weight_dtype(op: &str, arg: &str, dtype: DType, io: DType) -> Result<()> {
+pub fn check_weight_dtype(op: &str, arg: &str, dtype: DType, io: DType) -> Result<()> {
     if dtype != io && dtype != DType::F32 {
         bail!("{op}: {arg}: expected dtype {io:?} or f32, got {dtype:?}");
     }
     Ok(())
 }
 
-pub(crate) fn check_device(op: &str, arg: &str, tensor: &Tensor, want: &Device) -> Result<()> {
+pub fn check_device(op: &str, arg: &str, tensor: &Tensor, want: &Device) -> Result<()> {
     if !tensor.device().same_device(want) {
         bail!("{op}: {arg}: expected a tensor on {:?}, got one on {:?}", want.location(), tensor.device().location());
     }
     Ok(())
 }
 
-pub(crate) fn check_shape(op: &str, arg: &str, tensor: &Tensor, want: &[usize]) -> Result<()> {
+pub fn check_shape(op: &str, arg: &str, tensor: &Tensor, want: &[usize]) -> Result<()> {
     if tensor.dims() != want {
         bail!("{op}: {arg}: expected shape {want:?}, got {:?}", tensor.dims());
     }
     Ok(())
 }
 
-pub(crate) fn check_contiguous(op: &str, arg: &str, tensor: &Tensor) -> Result<()> {
+pub fn check_contiguous(op: &str, arg: &str, tensor: &Tensor) -> Result<()> {
     if !tensor.is_contiguous() {
         bail!("{op}: {arg}: expected a contiguous tensor, got strides {:?}", tensor.stride());
     }
@@ -193,7 +145,7 @@ pub(crate) fn check_contiguous(op: &str, arg: &str, tensor: &Tensor) -> Result<(
 }
 
 /// A state must be addressable as slot, then one dense block.
-pub(crate) fn check_state_strides(op: &str, arg: &str, layout: &Layout) -> Result<()> {
+pub fn check_state_strides(op: &str, arg: &str, layout: &Layout) -> Result<()> {
     let (dims, stride) = (layout.dims(), layout.stride());
     let mut dense = 1;
     for i in (1..dims.len()).rev() {
@@ -210,7 +162,7 @@ pub(crate) fn check_state_strides(op: &str, arg: &str, layout: &Layout) -> Resul
 }
 
 /// Where the storage of a tensor lies in memory: equal for tensors that share one. No lock is held after.
-pub(crate) fn storage_key(tensor: &Tensor) -> usize {
+pub fn storage_key(tensor: &Tensor) -> usize {
     let (storage, _) = tensor.storage_and_layout();
     match &*storage {
         Storage::Cpu(s) => std::ptr::from_ref(s).addr(),
@@ -220,7 +172,7 @@ pub(crate) fn storage_key(tensor: &Tensor) -> usize {
 }
 
 /// The state is written while the inputs are read, so none of them may share its storage.
-pub(crate) fn check_not_state(op: &str, arg: &str, key: usize, state: &Tensor) -> Result<()> {
+pub fn check_not_state(op: &str, arg: &str, key: usize, state: &Tensor) -> Result<()> {
     if key == storage_key(state) {
         bail!("{op}: {arg}: shares its storage with the state, which is written in place; pass a copy");
     }
@@ -228,7 +180,7 @@ pub(crate) fn check_not_state(op: &str, arg: &str, key: usize, state: &Tensor) -
 }
 
 /// The same for what a call writes besides the state: the argument `written`, whose storage is `storage`.
-pub(crate) fn check_not_written(op: &str, (arg, key): (&str, usize), (written, storage): (&str, usize)) -> Result<()> {
+pub fn check_not_written(op: &str, (arg, key): (&str, usize), (written, storage): (&str, usize)) -> Result<()> {
     if key == storage {
         bail!("{op}: {written}: shares its storage with {arg}; it is written in place: pass a tensor of its own");
     }
@@ -236,7 +188,7 @@ pub(crate) fn check_not_written(op: &str, (arg, key): (&str, usize), (written, s
 }
 
 /// A view whose last dimension is contiguous: the tensor itself wherever possible.
-pub(crate) fn dense_rows(tensor: &Tensor) -> Result<Tensor> {
+pub fn dense_rows(tensor: &Tensor) -> Result<Tensor> {
     match tensor.stride().last() {
         Some(1) | None => Ok(tensor.clone()),
         Some(_) if tensor.dims().last() == Some(&1) => Ok(tensor.clone()),

@@ -1,0 +1,170 @@
+//! `gdn_rule`: the gated delta rule.
+
+use super::arena::with_workspace;
+use super::gdn;
+use super::pointers::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, write, write_if_any};
+use super::pointers::Pointer;
+use crate::ops::{in_place_cuda, in_place_cuda_if_any, Algo, CudaWritten, Gates, RulePlan, Slots};
+use crate::{held, held_or_none, held_slots, held_u32};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::{bail, CudaStorage, DType, Layout, Result, Tensor};
+use std::ffi::c_void;
+
+/// What the rule needs besides its state.
+pub(crate) struct RuleArgs<'a> {
+    pub name: &'static str,
+    pub plan: &'a RulePlan,
+    pub q: &'a CudaStorage,
+    pub k: &'a CudaStorage,
+    pub v: &'a CudaStorage,
+    pub gates: &'a Gates,
+    pub slots: Option<&'a Slots>,
+    pub cu_seqlens: Option<&'a Tensor>,
+    pub token_states: Option<&'a Tensor>,
+    pub checkpoints: Option<&'a Tensor>,
+    /// Tokens from one checkpoint to the next.
+    pub checkpoint_tokens: usize,
+}
+
+/// Where copies of the state go.
+struct Copies<'a> {
+    token_states: Option<(&'a Pointer<'a>, &'a Layout)>,
+    checkpoints: Option<(&'a Pointer<'a>, &'a Layout)>,
+}
+
+/// Runs the rule with `state` updated in place and returns o.
+pub(crate) fn rule(args: &RuleArgs<'_>, state: &Tensor) -> Result<CudaStorage> {
+    let name = args.name;
+    in_place_cuda(name, state, |state| {
+        in_place_cuda_if_any(name, args.token_states, |token_states| {
+            in_place_cuda_if_any(name, args.checkpoints, |to| launch(args, state, token_states, to))
+        })
+    })
+}
+
+fn launch(
+    args: &RuleArgs<'_>,
+    (state, layout): CudaWritten<'_>,
+    token_states: Option<CudaWritten<'_>>,
+    checkpoints: Option<CudaWritten<'_>>,
+) -> Result<CudaStorage> {
+    let stream = &*stream_of(args.q)?;
+    let mut out = alloc(args.q, &args.plan.out_shape)?;
+    let o = write(&mut out, stream)?;
+    let state_dtype = state.dtype();
+    let state = write(state, stream)?;
+    let token_states = write_if_any(token_states, stream)?;
+    let checkpoints = write_if_any(checkpoints, stream)?;
+    let copies = Copies {
+        token_states: token_states.as_ref().map(|(p, layout)| (p, *layout)),
+        checkpoints: checkpoints.as_ref().map(|(p, layout)| (p, *layout)),
+    };
+    with_params(args, stream, &o, (&state, layout, state_dtype), copies, |params| {
+        // SAFETY: the launcher reads the parameters and writes the one number.
+        check(args.name, unsafe { gdn::gdn_rule_workspace(params, &mut params.workspace_bytes) })?;
+        let bytes = usize::try_from(params.workspace_bytes).unwrap_or(0);
+        with_workspace(None, args.q.device(), stream, bytes, |workspace| {
+            params.workspace = workspace;
+            // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
+            check(args.name, unsafe { gdn::gdn_rule(params, stream.cu_stream().cast::<c_void>()) })
+        })
+    })?;
+    drop((o, state, token_states, checkpoints));
+    Ok(out)
+}
+
+/// The kernel that [`rule`] would run.
+pub(crate) fn rule_choice(args: &RuleArgs<'_>, state: &Tensor) -> Result<Algo> {
+    let stream = &*stream_of(args.q)?;
+    held!(pointer, state, stream);
+    let (mut algo, nowhere) = (0, read(args.q, stream)?); // no kernel is chosen by where o lies
+    let state = (&pointer, state.layout(), state.dtype());
+    held_or_none!(token_states, args.token_states, stream);
+    held_or_none!(checkpoints, args.checkpoints, stream);
+    let copies = Copies {
+        token_states: token_states.as_ref().zip(args.token_states).map(|(p, t)| (p, t.layout())),
+        checkpoints: checkpoints.as_ref().zip(args.checkpoints).map(|(p, t)| (p, t.layout())),
+    };
+    with_params(args, stream, &nowhere, state, copies, |params| {
+        // SAFETY: the launcher reads the parameters and writes the one number.
+        check(args.name, unsafe { gdn::gdn_rule_choice(params, &mut algo) })
+    })?;
+    match ALGOS.iter().find(|(_, code)| *code == algo) {
+        Some((algo, _)) => Ok(*algo),
+        None => bail!("{}: the kernels chose an unknown algorithm, {algo}", args.name),
+    }
+}
+
+/// `gdn_algo`
+const ALGOS: [(Algo, i32); 6] = [
+    (Algo::Auto, 0),
+    (Algo::Recurrent, 1),
+    (Algo::Recurrent128, 2),
+    (Algo::Decode128, 3),
+    (Algo::ChunkedSm80, 4),
+    (Algo::ChunkedSm90, 5),
+];
+
+fn algo_code(algo: Algo) -> i32 {
+    ALGOS.iter().find(|(a, _)| *a == algo).map_or(-1, |(_, code)| *code) // -1 is refused by the launcher
+}
+
+/// `f` with the parameter struct, whose pointers live as long as `f` runs.
+fn with_params<R>(
+    args: &RuleArgs<'_>,
+    stream: &CudaStream,
+    o: &Pointer<'_>,
+    (state, layout, state_dtype): (&Pointer<'_>, &Layout, DType),
+    copies: Copies<'_>,
+    f: impl FnOnce(&mut gdn::RuleParams) -> Result<R>,
+) -> Result<R> {
+    let RuleArgs { name, plan, q, k, v, gates, slots, cu_seqlens, .. } = *args;
+    let (dims, dtype, gate_dtype) = (plan.dims, q.dtype(), gates.a.dtype());
+    let (q, k, v) = (read(q, stream)?, read(k, stream)?, read(v, stream)?);
+    held!(a, gates.a, stream);
+    held!(b, gates.b, stream);
+    held!(a_log, gates.a_log, stream);
+    held!(dt_bias, gates.dt_bias, stream);
+    held_slots!(slots, slots, stream);
+    held_u32!(cu_seqlens, cu_seqlens, stream);
+    let state_size = state_dtype.size_in_bytes();
+    let state_ptr: *mut c_void = state.at(layout.start_offset(), state_size);
+    let copy = |to: Option<(&Pointer<'_>, &Layout)>| -> *mut c_void {
+        to.map_or(std::ptr::null_mut(), |(p, layout)| p.at(layout.start_offset(), state_size))
+    };
+    let (seqs, in_slots, out_slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
+    f(&mut gdn::RuleParams {
+        q: heads(&q, plan.q, dtype),
+        k: heads(&k, plan.k, dtype),
+        v: heads(&v, plan.v, dtype),
+        a: heads(&a, plan.a, gate_dtype),
+        b: heads(&b, plan.b, gate_dtype),
+        a_log: a_log.at(gates.a_log.layout().start_offset(), 4),
+        dt_bias: dt_bias.at(gates.dt_bias.layout().start_offset(), 4),
+        o: dense(o, plan.seqs.tokens, dims.value_heads, dims.value_dim),
+        state_in: state_ptr,
+        state_out: state_ptr,
+        token_states: copy(copies.token_states),
+        checkpoints: copy(copies.checkpoints),
+        workspace: std::ptr::null_mut(),
+        workspace_bytes: 0,
+        in_slots,
+        out_slots,
+        seqs,
+        num_k_heads: int(name, "key heads", dims.key_heads)?,
+        num_v_heads: int(name, "value heads", dims.value_heads)?,
+        head_k: dims.key_dim as i32,
+        head_v: dims.value_dim as i32,
+        io_dtype: dtype_code(dtype),
+        gate_dtype: dtype_code(gate_dtype),
+        state_dtype: dtype_code(state_dtype),
+        l2norm: plan.options.l2norm.into(),
+        algo: algo_code(plan.options.algo),
+        checkpoint_tokens: int(name, "every", args.checkpoint_tokens)?,
+        segments: int(name, "segments", plan.options.segments)?,
+        l2_eps: plan.options.l2_eps as f32,
+        scale: plan.scale as f32,
+        beta_scale: plan.options.beta_scale as f32,
+    })
+}

@@ -1,0 +1,254 @@
+//! What the layer projects with, and what a projection of its input gives.
+
+use super::GdnConfig;
+use crate::linear::Linear;
+use crate::ops::{Gates, Launch};
+use candle_core::{bail, Module, Result, Tensor, D};
+use std::sync::Arc;
+
+/// A projection `[.., in]` to `[.., out]` of a [`GatedDeltaNet`](crate::GatedDeltaNet).
+///
+/// ```
+/// use candle_core::{quantized::{GgmlDType, QMatMul, QTensor}, DType, Device, Tensor};
+/// use candle_gdn::{Linear, Projection};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let weight = Tensor::zeros((64, 256), DType::F32, &Device::Cpu)?;
+/// let dense = Projection::from(Linear::new(weight.clone())?);
+/// let quantised = Projection::module(QMatMul::from_qtensor(QTensor::quantize(&weight, GgmlDType::Q4K)?)?);
+/// # let _ = (dense, quantised);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub enum Projection {
+    /// A dense weight, by this crate's kernels.
+    Dense(Linear),
+    /// Anything else: a quantised matrix, one with a LoRA, one of several ranks. It takes and gives the layer's dtype.
+    Module(Arc<dyn Module + Send + Sync>),
+}
+
+impl Projection {
+    /// Of any module.
+    pub fn module(module: impl Module + Send + Sync + 'static) -> Self {
+        Self::Module(Arc::new(module))
+    }
+
+    /// `x [.., in]` to `[.., outputs]`. A module's launches wait for all before them.
+    pub(super) fn forward(&self, name: &str, x: &Tensor, outputs: usize, launch: &Launch) -> Result<Tensor> {
+        let y = match self {
+            Self::Dense(linear) => linear.forward_launched(x, launch)?,
+            Self::Module(module) => module.forward(x)?,
+        };
+        let rank = x.rank() - 1;
+        if y.dims().len() != rank + 1 || y.dims()[..rank] != x.dims()[..rank] || y.dims()[rank] != outputs {
+            let want = [&x.dims()[..rank], &[outputs]].concat();
+            bail!("GatedDeltaNet: {name}: expected it to give shape {want:?}, got {:?}", y.dims());
+        }
+        if y.dtype() != x.dtype() {
+            bail!("GatedDeltaNet: {name}: expected it to give dtype {:?} (x's), got {:?}", x.dtype(), y.dtype());
+        }
+        Ok(y)
+    }
+
+    /// What is known of a dense one's sizes.
+    pub(super) fn check(&self, name: &str, outputs: usize, inputs: usize) -> Result<()> {
+        match self {
+            Self::Dense(linear) if (linear.outputs(), linear.inputs()) != (outputs, inputs) => {
+                let got = [linear.outputs(), linear.inputs()];
+                bail!("GatedDeltaNet: {name}: expected a weight of shape {:?}, got {got:?}", [outputs, inputs])
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl From<Linear> for Projection {
+    fn from(linear: Linear) -> Self {
+        Self::Dense(linear)
+    }
+}
+
+impl std::fmt::Debug for Projection {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Dense(linear) => f.debug_tuple("Dense").field(linear).finish(),
+            Self::Module(_) => f.write_str("Module(..)"),
+        }
+    }
+}
+
+/// The input projection, in one piece or in the checkpoint's own. The first is the fastest: its outputs are read where
+/// they lie. The pieces' outputs are copied where they have to be put together.
+///
+/// K, V, HK and HV are the head sizes and head counts of the config, `kd = HK * K`, `vd = HV * V`, `r = HV / HK`.
+#[derive(Debug, Clone)]
+pub enum InProjection {
+    /// `[2 kd + 2 vd + 2 HV]` outputs: q, k, v, z, b, a, each by head.
+    Fused(Projection),
+    /// As in Qwen3-Next's checkpoints, by key head.
+    Interleaved {
+        /// `[2 kd + 2 vd]`: for each key head q (K), k (K), v (r V), z (r V).
+        qkvz: Projection,
+        /// `[2 HV]`: for each key head b (r), a (r).
+        ba: Projection,
+    },
+    /// As in Qwen3.5's checkpoints and later.
+    Split {
+        /// `[2 kd + vd]`: q, k, v, each by head.
+        qkv: Projection,
+        /// `[vd]`
+        z: Projection,
+        /// `[HV]`
+        b: Projection,
+        /// `[HV]`
+        a: Projection,
+    },
+}
+
+impl InProjection {
+    pub(super) fn check(&self, c: &GdnConfig) -> Result<()> {
+        let (hidden, heads) = (c.hidden_size, c.num_value_heads);
+        match self {
+            Self::Fused(all) => all.check("in_proj", c.conv_channels() + c.value_size() + 2 * heads, hidden),
+            Self::Interleaved { qkvz, ba } => {
+                qkvz.check("in_proj_qkvz", c.conv_channels() + c.value_size(), hidden)?;
+                ba.check("in_proj_ba", 2 * heads, hidden)
+            }
+            Self::Split { qkv, z, b, a } => {
+                qkv.check("in_proj_qkv", c.conv_channels(), hidden)?;
+                z.check("in_proj_z", c.value_size(), hidden)?;
+                b.check("in_proj_b", heads, hidden)?;
+                a.check("in_proj_a", heads, hidden)
+            }
+        }
+    }
+
+    /// Of x `[lead.., hidden_size]`.
+    pub(super) fn forward(&self, c: &GdnConfig, x: &Tensor, launch: &Launch) -> Result<Outputs> {
+        let heads = c.num_value_heads;
+        match self {
+            Self::Fused(all) => {
+                let outputs = c.conv_channels() + c.value_size() + 2 * heads;
+                Ok(Outputs::Fused(all.forward("in_proj", x, outputs, launch)?))
+            }
+            Self::Interleaved { qkvz, ba } => {
+                let qkvz = qkvz.forward("in_proj_qkvz", x, c.conv_channels() + c.value_size(), launch)?;
+                // Only the first launch has the kernel of the layer before it in front of it.
+                let ba = ba.forward("in_proj_ba", x, 2 * heads, &Launch { overlap: false, ..launch.clone() })?;
+                let [q, k, v, z] = by_key_head(c, &qkvz, c.qkvz_sizes())?;
+                let [b, a] = by_key_head(c, &ba, c.ba_sizes())?;
+                let qkv = Tensor::cat(&[q, k, v], D::Minus1)?;
+                Ok(Outputs::Split { qkv, z: z.contiguous()?, b: b.contiguous()?, a: a.contiguous()? })
+            }
+            Self::Split { qkv, z, b, a } => {
+                let qkv = qkv.forward("in_proj_qkv", x, c.conv_channels(), launch)?;
+                let launch = Launch { overlap: false, ..launch.clone() };
+                Ok(Outputs::Split {
+                    qkv,
+                    z: z.forward("in_proj_z", x, c.value_size(), &launch)?,
+                    b: b.forward("in_proj_b", x, heads, &launch)?,
+                    a: a.forward("in_proj_a", x, heads, &launch)?,
+                })
+            }
+        }
+    }
+}
+
+/// The parts of `x [.., HK * sum of sizes]` that lie side by side for each key head: `[.., HK * size]` each.
+fn by_key_head<const N: usize>(c: &GdnConfig, x: &Tensor, sizes: [usize; N]) -> Result<[Tensor; N]> {
+    let (lead, _) = x.dims().split_at(x.rank() - 1);
+    let heads = x.reshape([lead, &[c.num_key_heads, sizes.iter().sum()]].concat())?;
+    let mut start = 0;
+    let mut parts = Vec::with_capacity(N);
+    for size in sizes {
+        parts.push(heads.narrow(D::Minus1, start, size)?.flatten_from(lead.len())?);
+        start += size;
+    }
+    match parts.try_into() {
+        Ok(parts) => Ok(parts),
+        Err(_) => bail!("GatedDeltaNet: in_proj: expected {N} parts"),
+    }
+}
+
+/// The rows of an interleaved weight `[HK * sum of sizes, hidden_size]` part after part, as
+/// [`InProjection::Fused`] has them: `sizes` are [`GdnConfig::qkvz_sizes`] or [`GdnConfig::ba_sizes`].
+#[doc(hidden)]
+pub fn deinterleaved<const N: usize>(c: &GdnConfig, weight: &Tensor, sizes: [usize; N]) -> Result<Tensor> {
+    let (rows, hidden) = weight.dims2()?;
+    let each = sizes.iter().sum::<usize>();
+    if rows != c.num_key_heads * each {
+        bail!("GatedDeltaNet: in_proj: expected {} rows, got {rows}", c.num_key_heads * each);
+    }
+    let heads = weight.reshape((c.num_key_heads, each, hidden))?;
+    let mut start = 0;
+    let parts = sizes.map(|size| {
+        start += size;
+        heads.narrow(1, start - size, size)?.reshape((c.num_key_heads * size, hidden))
+    });
+    Tensor::cat(&parts.into_iter().collect::<Result<Vec<_>>>()?, 0)
+}
+
+/// What the input projection gave: tensors that the columns are views of.
+#[derive(Debug, Clone)]
+pub(super) enum Outputs {
+    Fused(Tensor),
+    Split { qkv: Tensor, z: Tensor, b: Tensor, a: Tensor },
+}
+
+/// The columns of the input projection, `[lead.., columns]`.
+#[derive(Debug, Clone)]
+pub(super) struct Projected {
+    outputs: Outputs,
+    pub qkv: Tensor,
+    pub z: Tensor,
+    pub gates: Gates,
+}
+
+impl Projected {
+    pub fn new(c: &GdnConfig, outputs: Outputs, a_log: &Tensor, dt_bias: &Tensor) -> Result<Self> {
+        let (a_log, dt_bias) = (a_log.clone(), dt_bias.clone());
+        let (qkv, z, b, a) = match &outputs {
+            Outputs::Fused(all) => {
+                let (last, mut start) = (all.rank() - 1, 0);
+                let mut columns = |n: usize| {
+                    start += n;
+                    all.narrow(last, start - n, n)
+                };
+                let (qkv, z) = (columns(c.conv_channels())?, columns(c.value_size())?);
+                (qkv, z, columns(c.num_value_heads)?, columns(c.num_value_heads)?)
+            }
+            Outputs::Split { qkv, z, b, a } => (qkv.clone(), z.clone(), b.clone(), a.clone()),
+        };
+        Ok(Self { outputs, qkv, z, gates: Gates { a, b, a_log, dt_bias } })
+    }
+
+    /// With the batch and its tokens, `[batch, tokens, columns]`, as one dimension. Nothing is copied.
+    pub fn packed(self, c: &GdnConfig) -> Result<Self> {
+        let flat = |x: Tensor| x.flatten(0, 1);
+        let outputs = match self.outputs {
+            Outputs::Fused(all) => Outputs::Fused(flat(all)?),
+            Outputs::Split { qkv, z, b, a } => {
+                Outputs::Split { qkv: flat(qkv)?, z: flat(z)?, b: flat(b)?, a: flat(a)? }
+            }
+        };
+        Self::new(c, outputs, &self.gates.a_log, &self.gates.dt_bias)
+    }
+
+    /// A tensor whose rows begin with q, k and v.
+    pub fn rows(&self) -> &Tensor {
+        match &self.outputs {
+            Outputs::Fused(all) => all,
+            Outputs::Split { qkv, .. } => qkv,
+        }
+    }
+
+    /// Bytes of device memory held.
+    pub fn size_in_bytes(&self) -> usize {
+        let bytes = |x: &Tensor| x.elem_count() * x.dtype().size_in_bytes();
+        match &self.outputs {
+            Outputs::Fused(all) => bytes(all),
+            Outputs::Split { qkv, z, b, a } => [qkv, z, b, a].map(bytes).iter().sum(),
+        }
+    }
+}

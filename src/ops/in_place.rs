@@ -1,0 +1,134 @@
+//! Tensors that an op writes in place: the one way to do so, through candle's own machinery, so that its locks hold.
+
+use candle_core::{bail, CpuStorage, InplaceOp1, Layout, Result, Tensor};
+use std::cell::RefCell;
+
+/// The storage of a tensor that is being written, on whichever device it is.
+pub enum StorageMut<'a> {
+    Cpu(&'a mut CpuStorage),
+    #[cfg(feature = "cuda")]
+    Cuda(&'a mut candle_core::CudaStorage),
+}
+
+/// A tensor on the CPU under its write lock.
+pub type CpuWritten<'a> = (&'a mut CpuStorage, &'a Layout);
+
+/// A tensor on CUDA under its write lock.
+#[cfg(feature = "cuda")]
+pub type CudaWritten<'a> = (&'a mut candle_core::CudaStorage, &'a Layout);
+
+/// Calls `run` with the tensor's lock held for writing.
+pub fn in_place<R>(
+    op: &'static str,
+    tensor: &Tensor,
+    run: impl FnOnce(StorageMut<'_>, &Layout) -> Result<R>,
+) -> Result<R> {
+    let adapter = InPlace { op, run: RefCell::new(Some(run)), out: RefCell::new(None) };
+    tensor.inplace_op1(&adapter)?;
+    match adapter.out.into_inner() {
+        Some(out) => Ok(out),
+        None => bail!("{op}: no output"),
+    }
+}
+
+/// [`in_place`] on the CPU.
+pub fn in_place_cpu<R>(
+    op: &'static str,
+    tensor: &Tensor,
+    run: impl FnOnce(CpuWritten<'_>) -> Result<R>,
+) -> Result<R> {
+    in_place(op, tensor, |storage, layout| match storage {
+        StorageMut::Cpu(storage) => run((storage, layout)),
+        #[cfg(feature = "cuda")]
+        StorageMut::Cuda(_) => bail!("{op}: expected a tensor on the CPU"),
+    })
+}
+
+/// [`in_place_cpu`] on a tensor that there may be. candle refuses to write an empty tensor in place for its zero
+/// strides, so that one counts as none.
+pub fn in_place_cpu_if_any<R>(
+    op: &'static str,
+    tensor: Option<&Tensor>,
+    run: impl FnOnce(Option<CpuWritten<'_>>) -> Result<R>,
+) -> Result<R> {
+    match tensor.filter(|tensor| tensor.elem_count() > 0) {
+        Some(tensor) => in_place_cpu(op, tensor, |to| run(Some(to))),
+        None => run(None),
+    }
+}
+
+/// [`in_place`] on CUDA.
+#[cfg(feature = "cuda")]
+pub fn in_place_cuda<R>(
+    op: &'static str,
+    tensor: &Tensor,
+    run: impl FnOnce(CudaWritten<'_>) -> Result<R>,
+) -> Result<R> {
+    in_place(op, tensor, |storage, layout| match storage {
+        StorageMut::Cuda(storage) => run((storage, layout)),
+        StorageMut::Cpu(_) => bail!("{op}: expected a CUDA tensor"),
+    })
+}
+
+/// [`in_place_cuda`] on a tensor that there may be; an empty one counts as none.
+#[cfg(feature = "cuda")]
+pub fn in_place_cuda_if_any<R>(
+    op: &'static str,
+    tensor: Option<&Tensor>,
+    run: impl FnOnce(Option<CudaWritten<'_>>) -> Result<R>,
+) -> Result<R> {
+    match tensor.filter(|tensor| tensor.elem_count() > 0) {
+        Some(tensor) => in_place_cuda(op, tensor, |to| run(Some(to))),
+        None => run(None),
+    }
+}
+
+/// Copies slot `from` of `state` `[slots, ..]`, whose slots are contiguous, over slot `to`, another one of the same
+/// tensor, which candle's own copies refuse.
+pub fn copy_slot(op: &'static str, state: &Tensor, from: usize, to: usize) -> Result<()> {
+    in_place(op, state, |storage, layout| match storage {
+        StorageMut::Cpu(storage) => {
+            let len = layout.dims()[1..].iter().product::<usize>();
+            let at = |slot: usize| layout.start_offset() + slot * layout.stride()[0];
+            let (from, to) = (at(from)..at(from) + len, at(to));
+            match storage {
+                CpuStorage::F32(data) => data.copy_within(from, to),
+                CpuStorage::BF16(data) => data.copy_within(from, to),
+                CpuStorage::F16(data) => data.copy_within(from, to),
+                _ => bail!("{op}: expected a state in f32, bf16 or f16"),
+            }
+            Ok(())
+        }
+        #[cfg(feature = "cuda")]
+        StorageMut::Cuda(storage) => crate::cuda::copy_slot(storage, layout, from, to),
+    })
+}
+
+struct InPlace<F, R> {
+    op: &'static str,
+    run: RefCell<Option<F>>,
+    out: RefCell<Option<R>>,
+}
+
+impl<R, F: FnOnce(StorageMut<'_>, &Layout) -> Result<R>> InPlace<F, R> {
+    fn apply(&self, storage: StorageMut<'_>, layout: &Layout) -> Result<()> {
+        let Some(run) = self.run.take() else { bail!("{}: applied twice", self.op) };
+        *self.out.borrow_mut() = Some(run(storage, layout)?);
+        Ok(())
+    }
+}
+
+impl<R, F: FnOnce(StorageMut<'_>, &Layout) -> Result<R>> InplaceOp1 for InPlace<F, R> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        self.apply(StorageMut::Cpu(storage), layout)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> Result<()> {
+        self.apply(StorageMut::Cuda(storage), layout)
+    }
+}

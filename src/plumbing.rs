@@ -1,0 +1,36 @@
+//! What the kernels of other crates are built on, `candle-gdn-models` above all: checks of arguments, layouts, slots and
+//! sequences as kernels take them, tensors written in place, the CPU's packed products, CUDA pointers and arenas. It
+//! follows this crate's kernels, without a promise of stability.
+#![allow(missing_docs)]
+
+/// CPU kernels over plain slices.
+pub mod cpu {
+    pub use crate::cpu::view::*;
+    pub use crate::cpu::{matmul, simd};
+}
+
+/// Tensors on the CPU as plain slices.
+pub mod host {
+    pub use crate::host::*;
+}
+
+pub use crate::layer::deinterleaved;
+pub use crate::linear::{products, Weight};
+pub use crate::ops::apply::{apply1, apply2, apply3};
+pub use crate::ops::check::*;
+pub use crate::ops::in_place::*;
+pub use crate::ops::launch::{Arena, Launch};
+pub use crate::ops::norm::{token_stride, uniform_tokens};
+pub use crate::ops::rule::{heads, storage_dtype};
+pub use crate::ops::sequences::SequencePlan;
+pub use crate::ops::slots::{cpu_slots, CpuSlots};
+
+/// The same for CUDA.
+#[cfg(feature = "cuda")]
+pub mod cuda {
+    pub use crate::cuda::arena::{alloc, undo, with_workspace};
+    pub use crate::cuda::gdn;
+    pub use crate::cuda::linear::{few_rows, few_rows_if_faster, few_rows_swiglu_if_faster};
+    pub use crate::cuda::pointers::*;
+    pub use crate::cuda::testing;
+}
