@@ -5,7 +5,7 @@
 // may be captured into a CUDA graph. Strides count elements and are 64-bit; the innermost dimension of every tensor
 // is contiguous. The build needs nothing but nvcc:
 //
-//   nvcc -shared -Xcompiler -fPIC -o libcandle_gdn.so cuda/*/*.cu
+//   nvcc -shared -Xcompiler -fPIC -std=c++17 --expt-relaxed-constexpr -o libcandle_gdn.so cuda/*/*.cu
 //
 // The rule (Yang et al., "Gated Delta Networks", arXiv 2412.06464), per value head h with key head h / (HV / HK):
 //   q, k <- x * rsqrt(sum(x^2) + eps) when l2norm;   q <- q * scale
@@ -14,12 +14,14 @@
 #ifndef CANDLE_GDN_H
 #define CANDLE_GDN_H
 
-#include <cuda_runtime_api.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// As CUDA declares it, so that this header needs none of CUDA's.
+typedef struct CUstream_st *cudaStream_t;
 
 typedef enum gdn_dtype { GDN_F32 = 0, GDN_BF16 = 1, GDN_F16 = 2 } gdn_dtype;
 
@@ -56,7 +58,7 @@ typedef struct gdn_heads {
 // sequence n owns the packed tokens cu_seqlens[n] .. cu_seqlens[n + 1]; without it every sequence has
 // `tokens_per_seq` tokens. Sequences may be empty. `max_tokens_per_seq` is a host-known bound on the length of any one,
 // `total_tokens` the rows that the packed tensors have, at least cu_seqlens[num_seqs]; both are read only with cu_seqlens,
-// the second only by the chunk forms on tensor cores, which size their workspace by it and may load (and drop) any of those
+// the second only by the chunk forms, which size their workspace by it and may load (and drop) any of those
 // rows, and by gdn_attention, which sizes its grid by it (0: not known).
 typedef struct gdn_sequences {
   const uint32_t *cu_seqlens;
@@ -81,12 +83,11 @@ typedef enum gdn_algo {
   GDN_AUTO = 0,
   GDN_RECURRENT = 1,       // token by token, any head size
   GDN_RECURRENT_128 = 2,   // token by token, K = V = 128; rows of q and k aligned to 4 elements, of the state to 16 bytes
-  GDN_CHUNKED = 3,         // chunk form in f32, any head size
-  GDN_DECODE_128 = 4,      // made for decode: up to 16 tokens, K = V = 128; rows of q and k aligned to 8 elements, of v to
+  GDN_DECODE_128 = 3,      // made for decode: up to 16 tokens, K = V = 128; rows of q and k aligned to 8 elements, of v to
                            // 4, of the state to 16 bytes
-  GDN_CHUNKED_SM80 = 5,    // chunk form on tensor cores (mma.sync): bf16 or f16, K up to 128 and both head sizes multiples
+  GDN_CHUNKED_SM80 = 4,    // chunk form on tensor cores (mma.sync): bf16 or f16, K up to 128 and both head sizes multiples
                            // of 8; rows of q, k, v, o aligned to 16 bytes, of the state to two elements
-  GDN_CHUNKED_SM90 = 6     // the same with the instructions of sm_90a (wgmma), which no other architecture has; no strides
+  GDN_CHUNKED_SM90 = 5     // the same with the instructions of sm_90a (wgmma), which no other architecture has; no strides
                            // of zero over more than one element of q, k, v
 } gdn_algo;
 
@@ -111,8 +112,7 @@ typedef struct gdn_rule_params {
                            // [row, num_v_heads, head_v, head_k] in state_dtype and contiguous. With f the first token of
                            // sequence n (cu_seqlens[n], or n * tokens_per_seq), the state after its token
                            // (j + 1) * checkpoint_tokens - 1 is row f / checkpoint_tokens + j, so that there are at most
-                           // total / checkpoint_tokens rows. Other rows are left as they are. By every kernel but
-                           // GDN_CHUNKED.
+                           // total / checkpoint_tokens rows. Other rows are left as they are.
   void *workspace;         // gdn_rule_workspace() bytes of device memory, aligned to 256; may be null where that is 0.
   int64_t workspace_bytes; // Its contents mean nothing before and after
   gdn_slots in_slots;      // how state_in is addressed
@@ -125,7 +125,7 @@ typedef struct gdn_rule_params {
   int32_t l2norm;          // normalise q and k here
   int32_t algo;            // gdn_algo
   int32_t checkpoint_tokens;  // a multiple of GDN_CHUNK; read only with checkpoints
-  int32_t segments;        // context parallelism of the chunk forms on tensor cores: 0 chooses, 1 is none, n cuts a sequence
+  int32_t segments;        // context parallelism of the chunk forms: 0 chooses, 1 is none, n cuts a sequence
                            // of max_tokens into n parts, of which those behind the first run side by side
   float l2_eps;            // inside the root, added to the sum of squares
   float scale;             // multiplies q after the norm
@@ -221,6 +221,19 @@ typedef struct gdn_linear_params {
 } gdn_linear_params;
 #define GDN_LINEAR_ROWS 32
 int gdn_linear(const gdn_linear_params *params, cudaStream_t stream);
+
+// gdn_linear with more to say. `swiglu`: w is [2 * outputs, inputs], the gate's rows and then up's, and
+// y = silu(x gate^T) * (x up^T), unrounded up to the store; up to GDN_LINEAR_SWIGLU_ROWS rows. The others are how the
+// product is divided, for measurements; 0 chooses, and what the device does not take is refused (GDN_BAD_ALGO).
+typedef struct gdn_linear_options {
+  int32_t swiglu;
+  int32_t warps;           // of a block along the inputs, 1 to 16
+  int32_t groups;          // of 16 outputs in a block: 1, 2 or 4; with swiglu always 2, one of them up's
+  int32_t cluster;         // blocks that share the inputs of a tile: 1, or 2, 4 or 8 on sm_90
+  int32_t blocks;          // of a multiprocessor in the grid
+} gdn_linear_options;
+#define GDN_LINEAR_SWIGLU_ROWS 8
+int gdn_linear_with(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream);
 
 // On sm_90 and later a launch may begin while the kernel before it on the stream is still running (programmatic
 // dependent launch). With `overlap` non-zero the launch does so, and reads what no kernel writes (the weights), and for

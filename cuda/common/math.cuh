@@ -19,13 +19,6 @@ __device__ __forceinline__ void two_sum(float a, float b, float &hi, float &lo) 
   lo = __fadd_rn(__fsub_rn(a, __fsub_rn(hi, t)), __fsub_rn(b, t));
 }
 
-// sum += x, with what the last addition rounded away given back at the next one.
-__device__ __forceinline__ void add_kahan(float &sum, float &lost, float x) {
-  const float y = __fsub_rn(x, lost), t = __fadd_rn(sum, y);
-  lost = __fsub_rn(__fsub_rn(t, sum), y);
-  sum = t;
-}
-
 // The sum of squares of a row whose elements are spread over lanes, and the reciprocal of its root, to more than f32:
 // hi + lo each. A lane's own few squares are added plainly, since the rounding of 32 lanes averages out; the sum over
 // lanes keeps its rounding errors.

@@ -21,20 +21,16 @@
   X(kEmpty, "empty")                     /* nothing: what a scope costs by itself */                \
   X(kSetup, "set-up")                    /* addresses, sequence bounds, slot numbers */             \
   X(kPadding, "padding")                 /* zero rows of a sequence without a state */              \
-  X(kLoadState, "load state")            /* recurrent: loads issued; chunked: and arrived */        \
+  X(kLoadState, "load state")            /* loads issued */                                         \
   X(kWaitState, "wait: state")                                                                      \
-  X(kLoadQkv, "load q/k/v")              /* issued, with the gates'; chunked: of q and k only */    \
+  X(kLoadQkv, "load q/k/v")              /* issued, with the gates' */                              \
   X(kWaitQkv, "wait: q/k/v")                                                                        \
   X(kNormalise, "normalise")             /* norms of q and k; into shared memory */                 \
-  X(kLoadV, "load v")                    /* chunked: issued and arrived; into shared memory */      \
   X(kWaitGates, "wait: gates")                                                                      \
-  X(kGates, "gates")                     /* decay and beta of a stage or chunk */                   \
+  X(kGates, "gates")                     /* decay and beta of a stage */                            \
   X(kBarrier, "barrier")                 /* waiting for the block's other warps */                  \
   X(kUpdate, "update")                   /* recurrent: a stage's tokens: state and output */        \
-  X(kProduct, "product")                 /* chunked: [Q; K] [K; S]^T and what is made of it */      \
-  X(kSubstitution, "substitution")       /* chunked: the triangular system */                       \
-  X(kUpdateState, "update state")        /* chunked */                                              \
-  X(kOutput, "output")                   /* chunked; decode: the gated norm */                                              \
+  X(kOutput, "output")                   /* decode: the gated norm */                               \
   X(kStoreState, "store state")          /* issued */
 
 // What a warp is in its block.
@@ -42,8 +38,7 @@
   X(kDecode, "decode")                   /* every warp prepares tokens and holds state */           \
   X(kRecurrent, "recurrent")             /* up to four tokens: the same, any head size */           \
   X(kConsumer, "recurrent consumer")     /* prefill: holds the state */                             \
-  X(kProducer, "recurrent producer")     /* prefill: prepares the next stage */                     \
-  X(kChunked, "chunked")
+  X(kProducer, "recurrent producer")     /* prefill: prepares the next stage */
 
 #ifdef GDN_PROFILE
 

@@ -1,8 +1,6 @@
 // The convolution's launchers, one an input type.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "../gdn.h"
 
 namespace gdn {

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "../common/host.cuh"
-#include "../gdn_model.h"
+#include "../gdn.h"
 #include "kernel.cuh"
 
 namespace gdn {

@@ -1,8 +1,6 @@
 // The host's decisions for a call of the chunk form on tensor cores, and its kernels' launchers.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "../gdn.h"
 
 namespace gdn {

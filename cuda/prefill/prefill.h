@@ -1,8 +1,6 @@
 // The chunk form on tensor cores, for the chooser in ../rule.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "../gdn.h"
 
 namespace gdn {

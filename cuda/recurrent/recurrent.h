@@ -1,8 +1,6 @@
 // The recurrent kernels' launchers, for the chooser in ../rule.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "../gdn.h"
 
 namespace gdn {

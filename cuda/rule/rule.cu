@@ -1,5 +1,4 @@
 // gdn_rule: checks the parameters and chooses the kernel, from sizes the host knows.
-#include "../chunked/chunked.h"
 #include "../common/host.cuh"
 #include "../decode/decode.h"
 #include "../prefill/prefill.h"
@@ -38,7 +37,6 @@ int choose(const gdn_rule_params &p, int32_t *algo) {
   const bool takes[] = {true,
                         true,
                         recurrent_128_takes(p),
-                        !p.token_states && !p.checkpoints,
                         decode_128_takes(p),
                         chunked_sm80_takes(p),
                         chunked_sm90_takes(p)};
@@ -47,7 +45,7 @@ int choose(const gdn_rule_params &p, int32_t *algo) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
   // Several tokens of few heads leave the decode kernel's few blocks with a long chain of them; the recurrent one divides a
-  // head over more. In f32 the chunk form does no less arithmetic than the recurrence and is slower at every size measured.
+  // head over more.
   const int32_t tokens = max_tokens(p.seqs);
   const bool several = tokens <= 8 && static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads > sms;
   *algo = takes[GDN_DECODE_128] && (tokens <= 1 || several) ? GDN_DECODE_128
@@ -93,7 +91,6 @@ extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
   switch (algo) {
     case GDN_RECURRENT: return launch_recurrent(p, stream);
     case GDN_RECURRENT_128: return launch_recurrent_128(p, stream);
-    case GDN_CHUNKED: return launch_chunked(p, stream);
     case GDN_DECODE_128: return launch_decode_128(p, stream);
     case GDN_CHUNKED_SM80:
     case GDN_CHUNKED_SM90: return launch_chunked_tensor(p, algo, stream);

@@ -1,5 +1,4 @@
-// candle-gdn: what stands between the mixers of a model: residual and norm, SwiGLU, and projections that end in it.
-// The rules of gdn.h hold here too: one parameter struct and a stream, nothing allocated, nothing awaited, strides in
+// candle-gdn: what stands between the mixers of a model: residual and norm, SwiGLU. The rules of gdn.h hold here too: one parameter struct and a stream, nothing allocated, nothing awaited, strides in
 // elements, statuses of gdn_status.
 #ifndef CANDLE_GDN_MODEL_H
 #define CANDLE_GDN_MODEL_H
@@ -39,19 +38,6 @@ typedef struct gdn_swiglu_params {
   int32_t overlap;         // GDN_OVERLAP; nothing is read before the wait
 } gdn_swiglu_params;
 int gdn_swiglu(const gdn_swiglu_params *params, cudaStream_t stream);
-
-// gdn_linear with more to say. `swiglu`: w is [2 * outputs, inputs], the gate's rows and then up's, and
-// y = silu(x gate^T) * (x up^T), unrounded up to the store; up to GDN_LINEAR_SWIGLU_ROWS rows. The others are how the
-// product is cut, for measurements; 0 chooses, and what the device does not take is refused (GDN_BAD_ALGO).
-typedef struct gdn_linear_options {
-  int32_t swiglu;
-  int32_t warps;           // of a block along the inputs, 1 to 16
-  int32_t groups;          // of 16 outputs in a block: 1, 2 or 4; with swiglu always 2, one of them up's
-  int32_t cluster;         // blocks that share the inputs of a tile: 1, or 2, 4 or 8 on sm_90
-  int32_t blocks;          // of a multiprocessor in the grid
-} gdn_linear_options;
-#define GDN_LINEAR_SWIGLU_ROWS 8
-int gdn_linear_with(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -16,14 +16,14 @@
 extern "C" {
 #endif
 
-#define GDN_MOE_FEW 32         // tokens that GDN_MOE_STREAM takes at most
+#define GDN_MOE_FEW_TOKENS 32  // that GDN_MOE_FEW takes at most
 #define GDN_MOE_EXPERTS 1024   // at most
 #define GDN_MOE_TOP_K 16       // at most
 
 typedef enum gdn_moe_algo {
   GDN_MOE_AUTO = 0,
-  GDN_MOE_STREAM = 1,    // few tokens: the weights of the chosen experts stream once through registers
-  GDN_MOE_GROUPED = 2    // many: rows sorted by expert, then products of tiles
+  GDN_MOE_FEW = 1,       // few tokens: the weights of the chosen experts stream once through registers
+  GDN_MOE_MANY = 2       // many: rows sorted by expert, then products of tiles
 } gdn_moe_algo;
 
 // All rows of weights are contiguous. hidden, inner and shared_inner are multiples of 64; x and the weights are aligned

@@ -1,6 +1,6 @@
 // gdn_advance: the new tokens are old ones from now on.
-#include "../common/launch.cuh"
-#include "../common/ptx.cuh"
+#include "common/launch.cuh"
+#include "common/ptx.cuh"
 #include "cache.cuh"
 
 namespace gdn {

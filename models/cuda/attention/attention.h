@@ -1,8 +1,6 @@
 // The kernels of gdn_attention by element type, for the chooser in attention.cu.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "../gdn_attention.h"
 
 namespace gdn {

@@ -1,8 +1,8 @@
 // What both kernels of this folder share: checks of their arguments, where rows of the cache lie, how long a sequence is.
 #pragma once
 
-#include "../common/host.cuh"
-#include "../common/sequences.cuh"
+#include "common/host.cuh"
+#include "common/sequences.cuh"
 #include "../gdn_attention.h"
 
 namespace gdn {

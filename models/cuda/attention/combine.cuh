@@ -1,8 +1,8 @@
 // The shares of a row's keys put together: o = sum(w o') / sum(w l'), w = 2^(m' - max m'), in the order of the shares.
 #pragma once
 
-#include "../common/launch.cuh"
-#include "../common/ptx.cuh"
+#include "common/launch.cuh"
+#include "common/ptx.cuh"
 #include "output.cuh"
 
 namespace gdn {

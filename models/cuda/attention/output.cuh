@@ -1,8 +1,8 @@
 // Where a row of a block ends: gated in o, or as a partial sum.
 #pragma once
 
-#include "../common/convert.cuh"
-#include "../common/math.cuh"
+#include "common/convert.cuh"
+#include "common/math.cuh"
 #include "split.cuh"
 
 namespace gdn {

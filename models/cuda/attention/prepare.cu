@@ -2,10 +2,10 @@
 //
 // A warp a row: a query head, a key head or a value head of one token. The row is loaded before anything else is known of
 // its sequence. Pairs of the rotation lie in different lanes and meet in shared memory.
-#include "../common/launch.cuh"
-#include "../common/math.cuh"
-#include "../common/ptx.cuh"
-#include "../norm/rows.cuh"
+#include "common/launch.cuh"
+#include "common/math.cuh"
+#include "common/ptx.cuh"
+#include "norm/rows.cuh"
 #include "cache.cuh"
 
 namespace gdn {

@@ -1,8 +1,8 @@
 // The kernel for prompts: what it takes, and tensor maps of keys and values.
 #include "prompt.h"
 
-#include "../common/launch.cuh"
-#include "../common/tensor_map.h"
+#include "common/launch.cuh"
+#include "common/tensor_map.h"
 
 namespace gdn {
 namespace attention {

@@ -1,7 +1,7 @@
 // Host side: the grid of the kernel for prompts.
 #pragma once
 
-#include "../common/launch.cuh"
+#include "common/launch.cuh"
 #include "prompt.cuh"
 
 namespace gdn {

@@ -1,7 +1,7 @@
 // The products of the kernel for prompts: whole tiles by wgmma.
 #pragma once
 
-#include "../common/wgmma.cuh"
+#include "common/wgmma.cuh"
 
 namespace gdn {
 namespace attention {

@@ -1,7 +1,7 @@
 // How a block streams tiles of keys and values through shared memory.
 #pragma once
 
-#include "../common/ptx.cuh"
+#include "common/ptx.cuh"
 #include "split.cuh"
 
 namespace gdn {

@@ -9,7 +9,7 @@ namespace gdn {
 namespace moe {
 
 constexpr int kGroup = 8;    // rows of one expert that share a reading of its weights
-constexpr int kTableRows = GDN_MOE_FEW * (GDN_MOE_TOP_K + 1);
+constexpr int kTableRows = GDN_MOE_FEW_TOKENS * (GDN_MOE_TOP_K + 1);
 
 // Few tokens' choices. A row is one token at one expert: those of the routed experts, sorted by expert, then one of each
 // token for the shared expert. A group is up to kGroup rows of one expert.

@@ -1,8 +1,8 @@
 // The experts of a token.
 #pragma once
 
-#include "../common/math.cuh"
-#include "../common/ptx.cuh"
+#include "common/math.cuh"
+#include "common/ptx.cuh"
 #include "args.h"
 
 namespace gdn {

@@ -1,5 +1,5 @@
 // Few tokens: launches.
-#include "../common/launch.cuh"
+#include "common/launch.cuh"
 #include "few.cuh"
 #include "scores.cuh"
 

@@ -1,7 +1,7 @@
 // The experts of few tokens: the weights stream once through registers into the matrix units, as in ../linear.
 #pragma once
 
-#include "../common/convert.cuh"
+#include "common/convert.cuh"
 #include "table.cuh"
 
 namespace gdn {

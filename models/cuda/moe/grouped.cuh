@@ -1,9 +1,9 @@
 // Products of tiles of rows with their expert's weights, and the sum of a token's rows: many tokens.
 #pragma once
 
-#include "../common/convert.cuh"
-#include "../common/math.cuh"
-#include "../common/ptx.cuh"
+#include "common/convert.cuh"
+#include "common/math.cuh"
+#include "common/ptx.cuh"
 #include "args.h"
 
 namespace gdn {

@@ -1,5 +1,5 @@
 // Many tokens: launches.
-#include "../common/launch.cuh"
+#include "common/launch.cuh"
 #include "grouped.cuh"
 #include "sort.cuh"
 

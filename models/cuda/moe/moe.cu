@@ -1,6 +1,6 @@
 // gdn_moe: checks, and where things lie in the workspace.
-#include "../common/convert.cuh"
-#include "../common/host.cuh"
+#include "common/convert.cuh"
+#include "common/host.cuh"
 #include "args.h"
 
 namespace gdn {
@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kAlign = 256;
 
 bool few(const gdn_moe_params &p) {
-  return p.algo == GDN_MOE_STREAM || (p.algo == GDN_MOE_AUTO && p.tokens <= GDN_MOE_FEW);
+  return p.algo == GDN_MOE_FEW || (p.algo == GDN_MOE_AUTO && p.tokens <= GDN_MOE_FEW_TOKENS);
 }
 
 int check_sizes(const gdn_moe_params &p) {
@@ -24,7 +24,7 @@ int check_sizes(const gdn_moe_params &p) {
   const int64_t rows = static_cast<int64_t>(p.tokens) * (p.top_k + 1);
   if (rows > (1 << 30) || widest * p.hidden > (1 << 29)) return GDN_BAD_LENGTH;
   if (p.hidden % 64 || p.inner % 64 || p.shared_inner % 64) return GDN_BAD_ALGO;
-  if (p.algo < GDN_MOE_AUTO || p.algo > GDN_MOE_GROUPED || (p.algo == GDN_MOE_STREAM && p.tokens > GDN_MOE_FEW))
+  if (p.algo < GDN_MOE_AUTO || p.algo > GDN_MOE_MANY || (p.algo == GDN_MOE_FEW && p.tokens > GDN_MOE_FEW_TOKENS))
     return GDN_BAD_ALGO;
   return GDN_OK;
 }

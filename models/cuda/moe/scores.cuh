@@ -1,9 +1,9 @@
 // The router's logits, in f32: x as it is times weights of f32 or bf16.
 #pragma once
 
-#include "../common/convert.cuh"
-#include "../common/math.cuh"
-#include "../common/ptx.cuh"
+#include "common/convert.cuh"
+#include "common/math.cuh"
+#include "common/ptx.cuh"
 #include "args.h"
 
 namespace gdn {

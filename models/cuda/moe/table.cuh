@@ -17,12 +17,12 @@ constexpr int kTableThreads = 512;
 
 // One block: the table of few tokens.
 __global__ void __launch_bounds__(kTableThreads) table_kernel(const __grid_constant__ Args a) {
-  __shared__ int expert_of[GDN_MOE_FEW * GDN_MOE_TOP_K];
-  __shared__ float weight_of[GDN_MOE_FEW * GDN_MOE_TOP_K];
-  __shared__ uint32_t begins[GDN_MOE_FEW * GDN_MOE_TOP_K];
+  __shared__ int expert_of[GDN_MOE_FEW_TOKENS * GDN_MOE_TOP_K];
+  __shared__ float weight_of[GDN_MOE_FEW_TOKENS * GDN_MOE_TOP_K];
+  __shared__ uint32_t begins[GDN_MOE_FEW_TOKENS * GDN_MOE_TOP_K];
   __shared__ int groups_of_warp[kTableThreads / 32];
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, k = a.top_k, pairs = a.tokens * k;
-  static_assert(GDN_MOE_FEW * GDN_MOE_TOP_K <= kTableThreads, "a thread a pair");
+  static_assert(GDN_MOE_FEW_TOKENS * GDN_MOE_TOP_K <= kTableThreads, "a thread a pair");
   Table &table = *a.table;
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();

@@ -1,10 +1,10 @@
 // gdn_residual: sum = x + h, y = norm(sum) * weight, a block a row. See README.md.
-#include "../common/host.cuh"
-#include "../common/launch.cuh"
-#include "../common/math.cuh"
-#include "../common/ptx.cuh"
+#include "common/host.cuh"
+#include "common/launch.cuh"
+#include "common/math.cuh"
+#include "common/ptx.cuh"
 #include "../gdn_model.h"
-#include "../norm/rows.cuh"
+#include "norm/rows.cuh"
 
 namespace gdn {
 namespace residual {

@@ -1,9 +1,9 @@
 // gdn_swiglu: out = silu(gate) * up, 16 bytes a thread. See README.md.
-#include "../common/host.cuh"
-#include "../common/launch.cuh"
-#include "../common/ptx.cuh"
+#include "common/host.cuh"
+#include "common/launch.cuh"
+#include "common/ptx.cuh"
 #include "../gdn_model.h"
-#include "../norm/rows.cuh"
+#include "norm/rows.cuh"
 
 namespace gdn {
 namespace swiglu {
