@@ -1,16 +1,17 @@
 //! The causal language model of the Qwen3-Next family.
 
-use super::config::{Family, ModelConfig};
-use super::decoder::{DecoderLayer, Residual};
-use super::embeddings::Embeddings;
-use super::kv_cache::CacheShape;
-use super::norm::RmsNorm;
-use super::parallel::{Collective, Cuts, Vocabulary};
-use super::rotary::Rotary;
-use super::state::ModelState;
-use crate::linear::Linear;
-use crate::weights::{dequantized, GgufFile, GgufWeights, LoadOptions, OtherType, Quantizer, Source};
+use crate::config::{Family, ModelConfig};
+use crate::blocks::decoder::{DecoderLayer, Residual};
+use crate::blocks::embeddings::Embeddings;
+use crate::blocks::kv_cache::CacheShape;
+use crate::blocks::norm::RmsNorm;
+use crate::parallel::{Collective, Cuts, Vocabulary};
+use crate::blocks::rotary::Rotary;
+use crate::state::ModelState;
+use crate::blocks::linear::Linear;
+use crate::formats::{dequantized, GgufFile, GgufWeights, LoadOptions, OtherType, Quantizer, Source};
 use candle_core::{bail, DType, Device, Result, Tensor};
+use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
@@ -23,7 +24,7 @@ const PREFIXES: &[&str] = &["model", "model.language_model"];
 /// ```no_run
 /// # fn main() -> candle_core::Result<()> {
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_gdn::models::{CausalLm, ModelConfig};
+/// use candle_gdn_models::{CausalLm, ModelConfig};
 /// use candle_nn::VarBuilder;
 ///
 /// let device = Device::Cpu;
@@ -41,15 +42,15 @@ const PREFIXES: &[&str] = &["model", "model.language_model"];
 #[derive(Debug)]
 pub struct CausalLm {
     embeddings: Embeddings,
-    pub(super) layers: Vec<DecoderLayer>,
-    pub(super) norm: RmsNorm,
+    pub(crate) layers: Vec<DecoderLayer>,
+    pub(crate) norm: RmsNorm,
     head: Linear,
-    pub(super) rotary: Rotary,
-    pub(super) config: ModelConfig,
-    pub(super) dtype: DType,
-    pub(super) device: Device,
+    pub(crate) rotary: Rotary,
+    pub(crate) config: ModelConfig,
+    pub(crate) dtype: DType,
+    pub(crate) device: Device,
     /// Tells the states of two models apart.
-    pub(super) id: usize,
+    pub(crate) id: usize,
     /// Of which this model has a part, where others have the rest.
     vocabulary: Option<Vocabulary>,
     kv_heads: usize,
@@ -271,7 +272,7 @@ impl CausalLm {
     }
 
     /// Of the keys and values of one softmax layer.
-    pub(super) fn cache_shape(&self, batch: usize, max_len: usize) -> CacheShape {
+    pub(crate) fn cache_shape(&self, batch: usize, max_len: usize) -> CacheShape {
         CacheShape {
             batch,
             heads: self.heads,
@@ -329,20 +330,24 @@ impl CausalLm {
             for (layer, state) in self.layers.iter().zip(states) {
                 x = layer.forward(x, &angles, state)?;
             }
-            Ok(x.norm(&self.norm)?.1)
+            Ok(x.norm(&self.norm, &Launch::default())?.1)
         })
     }
 
     /// The head: `hidden [.., hidden_size]` in the model's dtype to `[.., vocab_size]` in f32.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.logits_launched(hidden, &Launch::default().overlapping())
+    }
+
+    /// No kernel of a pass writes a weight, so that the launch may overlap.
+    pub(crate) fn logits_launched(&self, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
         if hidden.elem_count() == 0 {
             let mut dims = hidden.dims().to_vec();
             dims.pop();
             dims.push(self.config.vocab_size);
             return Tensor::zeros(dims, DType::F32, &self.device);
         }
-        // No kernel of a pass writes a weight.
-        let logits = self.head.forward_with(&hidden.contiguous()?, true)?;
+        let logits = self.head.forward_launched(&hidden.contiguous()?, launch)?;
         match &self.vocabulary {
             Some(vocabulary) => vocabulary.gather(&logits)?.to_dtype(DType::F32),
             None => logits.to_dtype(DType::F32),
@@ -350,7 +355,7 @@ impl CausalLm {
     }
 
     /// `ids [tokens]` to `[tokens, hidden_size]`.
-    pub(super) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+    pub(crate) fn embed(&self, ids: &Tensor) -> Result<Tensor> {
         match &self.vocabulary {
             Some(vocabulary) => vocabulary.embed(ids, |rows| self.embeddings.rows(rows)),
             None => self.embeddings.rows(ids),

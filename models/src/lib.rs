@@ -1,4 +1,4 @@
-//! Whole language models on top of [`GatedDeltaNet`](crate::GatedDeltaNet): Qwen3-Next and the
+//! Whole language models on top of [`GatedDeltaNet`](candle_gdn::GatedDeltaNet): Qwen3-Next and the
 //! Qwen3.5 and 3.6 text models, dense and mixture of experts.
 //!
 //! The families share every block: gated softmax attention with partial rotary positions and a
@@ -15,64 +15,63 @@
 //! What [`SequencePool`] and [`DecodeGraph`] are made of is public, and holds for any model with Gated DeltaNet and
 //! softmax layers.
 //!
-//! A pass: tokens packed, `[tokens, hidden]`; one [`CuSeqlens`](crate::CuSeqlens) and one [`Slots`](crate::Slots) for
+//! A pass: tokens packed, `[tokens, hidden]`; one [`CuSeqlens`](candle_gdn::CuSeqlens) and one [`Slots`](candle_gdn::Slots) for
 //! all layers.
-//! * A Gated DeltaNet layer: [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots) on a
-//!   [`StatePool`](crate::StatePool) of its own. A batch of single tokens is best given as `[batch, 1, hidden]`,
+//! * A Gated DeltaNet layer: [`GatedDeltaNet::forward_slots`](candle_gdn::GatedDeltaNet::forward_slots) on a
+//!   [`StatePool`](candle_gdn::StatePool) of its own. A batch of single tokens is best given as `[batch, 1, hidden]`,
 //!   without boundaries.
-//! * A softmax layer: [`AttentionCache`](crate::AttentionCache) over keys and values `[slots, kv_heads, capacity,
+//! * A softmax layer: [`AttentionCache`](crate::ops::AttentionCache) over keys and values `[slots, kv_heads, capacity,
 //!   head_dim]` of its own and positions that all layers share;
-//!   [`AttentionPrepare`](crate::AttentionPrepare) on views of one projection, then
-//!   [`AttentionDecode`](crate::AttentionDecode).
-//! * After the last layer [`AttentionCache::advance`](crate::AttentionCache::advance) once: not before, since all
+//!   [`AttentionPrepare`](crate::ops::AttentionPrepare) on views of one projection, then
+//!   [`AttentionDecode`](crate::ops::AttentionDecode).
+//! * After the last layer [`AttentionCache::advance`](crate::ops::AttentionCache::advance) once: not before, since all
 //!   layers read the same positions.
-//! * Drafts: [`GatedDeltaNet::verify`](crate::GatedDeltaNet::verify) and
-//!   [`GatedDeltaNet::commit`](crate::GatedDeltaNet::commit) on spare slots. Keys and values need nothing: behind a
+//! * Drafts: [`GatedDeltaNet::verify`](candle_gdn::GatedDeltaNet::verify) and
+//!   [`GatedDeltaNet::commit`](candle_gdn::GatedDeltaNet::commit) on spare slots. Keys and values need nothing: behind a
 //!   sequence's position anything may lie, and the next pass writes over it.
 //!
 //! A captured step (cudarc's `begin_capture` and `end_capture` on the device's stream):
-//! * The device is one of [`single_stream_device`](crate::single_stream_device): a stream that belongs to a host thread,
+//! * The device is one of [`single_stream_device`](candle_gdn::single_stream_device): a stream that belongs to a host thread,
 //!   which `Device::new_cuda` gives, brings the driver down when it was captured and the thread ends. Meanwhile no other
 //!   thread waits for the whole GPU (`cuCtxSynchronize`; making a candle device does): that fails, and the capture with it.
 //! * Ids, slots and positions are tensors that stay where they are. New values go in with
-//!   [`Slots::set`](crate::Slots::set) and `slice_set`, before the launch; positions advance in the graph. Everything
+//!   [`Slots::set`](candle_gdn::Slots::set) and `slice_set`, before the launch; positions advance in the graph. Everything
 //!   else a sequence has, its length above all, is read on the device, so that one graph serves growing sequences.
-//! * Rows of nobody have [`NO_SLOT`](crate::NO_SLOT): no state is read or written for them, and what they hold has
+//! * Rows of nobody have [`NO_SLOT`](candle_gdn::NO_SLOT): no state is read or written for them, and what they hold has
 //!   only to be finite. All rows so is what to warm up with: nothing changes.
 //! * The output is copied inside to a tensor made before. A tensor that is made inside and kept would be the graph's to
 //!   overwrite; one that is older must not be dropped inside, since its release cannot be captured.
-//! * No copy to or from the host inside: no `to_vec1`, `Tensor::new`, [`CuSeqlens`](crate::CuSeqlens) or
-//!   [`Slots`](crate::Slots). candle uploads shapes for some kernels: hold the guard of
+//! * No copy to or from the host inside: no `to_vec1`, `Tensor::new`, [`CuSeqlens`](candle_gdn::CuSeqlens) or
+//!   [`Slots`](candle_gdn::Slots). candle uploads shapes for some kernels: hold the guard of
 //!   `CudaDevice::enable_cuda_graph_htod_cache` from before the first warm-up round to the end of the capture.
 //! * cudarc's event tracking off meanwhile (`CudaContext::disable_event_tracking`), the device waited for before, and
 //!   each kernel run at least once, so that modules are loaded and cuBLAS has chosen.
 //! * A mixture of experts that asks the host which experts to run cannot be captured. The one here chooses on the
 //!   device: in bf16 and f16 any number of tokens by kernels of its own, otherwise up to 32.
 
-mod attention;
+mod blocks;
 mod causal_lm;
 mod config;
-mod decoder;
-mod embeddings;
-mod kv_cache;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod engine;
+mod formats;
 mod memory;
-mod mlp;
-mod moe;
-mod norm;
+mod ops;
 mod parallel;
-pub mod qwen3_next;
-mod rotary;
-mod routing;
-mod sequences;
 mod state;
 
-#[cfg(feature = "nccl")]
-pub use crate::cuda::nccl::{NcclId, NcclRank};
-pub use crate::weights::{GgufFile, LoadOptions, OtherType};
 pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+#[cfg(feature = "nccl")]
+pub use cuda::nccl::{NcclId, NcclRank};
+pub use engine::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot};
+pub use formats::{GgufFile, LoadOptions, OtherType};
 pub use memory::SequenceBytes;
+pub use ops::{
+    add_rms_norm, attention_decode, attention_prepare, rms_norm, rotary_frequencies, swiglu, AddRmsNorm,
+    AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions, Swiglu,
+};
 pub use parallel::{part_of, part_of_safetensors, Collective, LocalRank};
-pub(crate) use parallel::{Cut, Cuts, RowsOrColumns};
-pub use sequences::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot};
 pub use state::ModelState;

@@ -1,6 +1,6 @@
 //! What a model takes, told from its configuration alone.
 
-use super::config::{FfnKind, MixerKind, ModelConfig};
+use crate::config::{FfnKind, MixerKind, ModelConfig};
 use candle_core::quantized::GgmlDType;
 use candle_core::DType;
 
@@ -28,7 +28,7 @@ impl ModelConfig {
     /// ```
     /// # fn main() -> candle_core::Result<()> {
     /// # let json = include_str!("../../examples/generate/configs/qwen3-next-80b-a3b.json");
-    /// let config = candle_gdn::models::ModelConfig::from_json(json)?;
+    /// let config = candle_gdn_models::ModelConfig::from_json(json)?;
     /// assert_eq!(config.parameters(), 79_674_391_296);
     /// # Ok(())
     /// # }

@@ -1,6 +1,6 @@
 //! What a model remembers of a batch of sequences.
 
-use super::decoder::LayerState;
+use crate::blocks::decoder::LayerState;
 use candle_core::{bail, Result};
 
 /// The state of every layer and the number of tokens seen. Made by
@@ -10,7 +10,7 @@ use candle_core::{bail, Result};
 /// the sequence. All sequences of the batch have the same length.
 #[derive(Debug)]
 pub struct ModelState {
-    pub(super) layers: Vec<LayerState>,
+    pub(crate) layers: Vec<LayerState>,
     batch: usize,
     position: usize,
     /// Which model made it.
@@ -20,7 +20,7 @@ pub struct ModelState {
 }
 
 impl ModelState {
-    pub(super) fn new(layers: Vec<LayerState>, batch: usize, model: usize) -> Self {
+    pub(crate) fn new(layers: Vec<LayerState>, batch: usize, model: usize) -> Self {
         Self { layers, batch, position: 0, model, broken: false }
     }
 
@@ -46,7 +46,7 @@ impl ModelState {
     }
 
     /// Checks that `tokens` more tokens of `batch` sequences may follow in the model `model`.
-    pub(super) fn check(&self, model: usize, batch: usize, tokens: usize, max_positions: usize) -> Result<()> {
+    pub(crate) fn check(&self, model: usize, batch: usize, tokens: usize, max_positions: usize) -> Result<()> {
         if model != self.model {
             bail!("state: expected a state that this model made, got one of another model")
         }
@@ -67,7 +67,7 @@ impl ModelState {
     }
 
     /// Runs `f` over the layer states and counts its tokens if it succeeds.
-    pub(super) fn advance<T>(&mut self, tokens: usize, f: impl FnOnce(&mut [LayerState]) -> Result<T>) -> Result<T> {
+    pub(crate) fn advance<T>(&mut self, tokens: usize, f: impl FnOnce(&mut [LayerState]) -> Result<T>) -> Result<T> {
         self.broken = true;
         let out = f(&mut self.layers)?;
         self.broken = false;

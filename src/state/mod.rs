@@ -40,6 +40,15 @@ impl GdnState {
         Ok(Self::from_tensors(conv, Tensor::zeros(recurrent_shape, recurrent_dtype, device)?))
     }
 
+    /// A zero state of another batch.
+    pub(crate) fn zeros_like(&self, batch: usize) -> Result<Self> {
+        let zeros = |like: &Tensor| {
+            let shape = [&[batch], &like.dims()[1..]].concat();
+            Tensor::zeros(shape, like.dtype(), like.device())
+        };
+        Ok(Self::from_tensors(zeros(&self.conv)?, zeros(&self.recurrent)?))
+    }
+
     /// From tensors that share no memory with others, written by this thread.
     pub(crate) fn from_tensors(conv: Tensor, recurrent: Tensor) -> Self {
         Self { conv, recurrent, thread: LastThread::new() }

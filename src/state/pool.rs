@@ -111,6 +111,36 @@ impl StatePool {
         Ok(())
     }
 
+    /// Makes room for `capacity` sequences, no fewer than there is room for. Where it is more, the states move to a larger
+    /// allocation; they keep their slots, and new slots are zero.
+    ///
+    /// # Errors
+    /// When `capacity` is less than there is room for, or the device is out of memory. The pool is then as it was.
+    pub fn grow(&mut self, capacity: usize) -> Result<()> {
+        /// States that are moved at a time: candle's copies count elements in 32 bits.
+        const MOVED: usize = 64;
+        let old = self.capacity();
+        if capacity < old {
+            bail!("{OP}: grow: expected a capacity of at least {old}, got {capacity}");
+        }
+        if capacity == old {
+            return Ok(());
+        }
+        let mut grown = self.states.zeros_like(capacity)?;
+        for first in (0..old).step_by(MOVED) {
+            let count = MOVED.min(old - first);
+            grown.put(OP, first, &self.states.rows(first, count)?, count)?;
+        }
+        self.states = grown;
+        Ok(())
+    }
+
+    /// Before this thread hands the device work on the pool: waits for what another thread handed it.
+    #[doc(hidden)]
+    pub fn take(&mut self) -> Result<()> {
+        self.states.take()
+    }
+
     /// A copy of the state in a slot that later calls do not touch, on the same device, of batch 1.
     ///
     /// # Errors

@@ -1,37 +1,38 @@
 //! Softmax attention with an output gate, norms on queries and keys, and partial rotary positions.
 
-use super::config::{AttentionConfig, ModelConfig};
+use crate::config::{AttentionConfig, ModelConfig};
 use super::kv_cache::{DeviceCache, KvCache};
 use super::norm::RmsNorm;
 use super::rotary::Angles;
 use crate::cpu::attention::{run_all, Attention, Cache, Call, Positions};
-use crate::cpu::Element;
-use crate::host;
-use crate::linear::{products, Linear};
-use crate::rotary_frequencies;
-use crate::weights::{Matrix, Source};
-use candle_core::{DType, Device, Error, Result, Tensor};
+use candle_gdn::plumbing::cpu::Element;
+use candle_gdn::plumbing::host;
+use crate::blocks::linear::Linear;
+use crate::ops::rotary_frequencies;
+use crate::formats::{Matrix, Source};
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_gdn::plumbing::products;
 
 /// One layer's attention; the state is a [`KvCache`].
 #[derive(Debug, Clone)]
 pub(crate) struct GatedAttention {
-    pub(super) q_proj: Linear,
-    pub(super) k_proj: Linear,
-    pub(super) v_proj: Linear,
-    pub(super) o_proj: Linear,
+    pub(crate) q_proj: Linear,
+    pub(crate) k_proj: Linear,
+    pub(crate) v_proj: Linear,
+    pub(crate) o_proj: Linear,
     /// The rows of q_proj, k_proj and v_proj, which are views of it; not on the CPU, whose products are packed, and not
     /// quantised.
-    pub(super) qkv_proj: Option<Linear>,
-    pub(super) q_norm: RmsNorm,
-    pub(super) k_norm: RmsNorm,
-    /// As [`crate::AttentionPrepare`] takes them.
-    pub(super) frequencies: Tensor,
-    pub(super) cfg: AttentionConfig,
+    pub(crate) qkv_proj: Option<Linear>,
+    pub(crate) q_norm: RmsNorm,
+    pub(crate) k_norm: RmsNorm,
+    /// As [`crate::ops::AttentionPrepare`] takes them.
+    pub(crate) frequencies: Tensor,
+    pub(crate) cfg: AttentionConfig,
     max_positions: usize,
 }
 
 /// What the CPU's kernel reads of a call: f32 projections of one sequence, or of several of one length.
-pub(super) struct Projections<'a> {
+pub(crate) struct Projections<'a> {
     pub q_gate: &'a [f32],
     pub k: &'a [f32],
     pub v: &'a [f32],
@@ -61,9 +62,9 @@ impl GatedAttention {
         let (qkv_proj, [q_proj, k_proj, v_proj]) = match parts {
             (Matrix::Dense(q), Matrix::Dense(k), Matrix::Dense(v)) if !device.is_cpu() => {
                 let all = Tensor::cat(&[q, k, v], 0)?;
-                let rows = |start: usize, n: usize| Ok::<_, Error>(Linear::Device(all.narrow(0, start, n)?));
+                let rows = |start: usize, n: usize| Linear::dense(all.narrow(0, start, n)?);
                 let views = [rows(0, sizes[0])?, rows(sizes[0], sizes[1])?, rows(sizes[0] + sizes[1], sizes[2])?];
-                (Some(Linear::Device(all)), views)
+                (Some(Linear::dense(all)?), views)
             }
             (q, k, v) => {
                 let linear = |part: Matrix| Linear::stack(vec![part], device);
@@ -109,8 +110,8 @@ impl GatedAttention {
     }
 
     /// `x [.., hidden]` to `[rows, heads, q and gate]`, and keys and values `[rows, kv_heads, head_dim]`.
-    pub(super) fn project_cpu(&self, x: &Tensor) -> Result<[Vec<f32>; 3]> {
-        let (Linear::Cpu(q), Linear::Cpu(k), Linear::Cpu(v)) = (&self.q_proj, &self.k_proj, &self.v_proj) else {
+    pub(crate) fn project_cpu(&self, x: &Tensor) -> Result<[Vec<f32>; 3]> {
+        let (Some(q), Some(k), Some(v)) = (self.q_proj.packed(), self.k_proj.packed(), self.v_proj.packed()) else {
             let out = |proj: &Linear| host::with_f32(&proj.forward(x)?, <[f32]>::to_vec);
             return Ok([out(&self.q_proj)?, out(&self.k_proj)?, out(&self.v_proj)?]);
         };
@@ -119,7 +120,7 @@ impl GatedAttention {
 
     /// Appends each call's tokens to its cache, which has room for no more than `max_tokens` in mind, and writes the gated
     /// attention, `[rows, heads, head_dim]`.
-    pub(super) fn attend_cpu<T: Element>(
+    pub(crate) fn attend_cpu<T: Element>(
         &self,
         calls: Vec<(Projections<'_>, &mut Cache<T>, &mut [f32])>,
         max_tokens: usize,
@@ -226,8 +227,8 @@ fn causal_mask(tq: usize, tk: usize, device: &Device) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::kv_cache::CacheShape;
-    use super::super::rotary::Rotary;
+    use crate::blocks::kv_cache::CacheShape;
+    use crate::blocks::rotary::Rotary;
     use super::*;
     use candle_core::D;
     use candle_nn::VarBuilder;

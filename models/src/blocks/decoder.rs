@@ -1,22 +1,24 @@
 //! One decoder layer: a token mixer and a feed-forward, each behind a norm and a residual.
 
 use super::attention::GatedAttention;
-use super::config::{FfnKind, LayerConfig, MixerKind, ModelConfig};
+use super::gdn::gated_delta_net;
+use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig};
 use super::kv_cache::{CacheShape, KvCache};
 use super::mlp::Mlp;
 use super::moe::SparseMoe;
 use super::norm::RmsNorm;
-use super::parallel::Collective;
+use crate::parallel::Collective;
 use super::rotary::Angles;
-use crate::weights::Source;
-use crate::{GatedDeltaNet, GdnState};
+use crate::formats::Source;
+use candle_gdn::{GatedDeltaNet, GdnState};
+use candle_gdn::plumbing::Launch;
 use candle_core::{bail, Result, Tensor};
 use std::sync::Arc;
 
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
     input_norm: RmsNorm,
-    pub(super) mixer: Mixer,
+    pub(crate) mixer: Mixer,
     post_norm: RmsNorm,
     ffn: Ffn,
     /// The other ranks, where this one has a part of the layer.
@@ -25,7 +27,7 @@ pub(crate) struct DecoderLayer {
 
 /// What a token takes from those before it.
 #[derive(Debug)]
-pub(super) enum Mixer {
+pub(crate) enum Mixer {
     Linear(GatedDeltaNet),
     Full(GatedAttention),
 }
@@ -56,7 +58,7 @@ impl DecoderLayer {
     pub(crate) fn load(cfg: &ModelConfig, layer: &LayerConfig, source: &Source) -> Result<Self> {
         let norm = |name: &str| RmsNorm::load(cfg.hidden_size, cfg.rms_norm_eps, source.pp(name).dense());
         let mixer = match layer.mixer {
-            MixerKind::LinearAttention => Mixer::Linear(GatedDeltaNet::load_from(&cfg.gdn, &source.pp("linear_attn"))?),
+            MixerKind::LinearAttention => Mixer::Linear(gated_delta_net(&cfg.gdn, &source.pp("linear_attn"))?),
             MixerKind::FullAttention => Mixer::Full(GatedAttention::load(cfg, &source.pp("self_attn"))?),
         };
         let ffn = match (layer.ffn, &cfg.moe) {
@@ -78,7 +80,7 @@ impl DecoderLayer {
     }
 
     /// The layer as a part of one, whose others `group` has.
-    pub(super) fn in_group(self, group: Option<Arc<dyn Collective>>) -> Self {
+    pub(crate) fn in_group(self, group: Option<Arc<dyn Collective>>) -> Self {
         Self { group, ..self }
     }
 
@@ -92,7 +94,7 @@ impl DecoderLayer {
 
     /// `x [batch, tokens, hidden]` to the same.
     pub(crate) fn forward(&self, x: Residual, angles: &Angles, state: &mut LayerState) -> Result<Residual> {
-        self.around(x, |mixer, h| match (mixer, state) {
+        self.around(x, &Launch::default(), |mixer, h| match (mixer, state) {
             (Mixer::Linear(gdn), LayerState::Linear(s)) => gdn.forward(h, s),
             (Mixer::Full(attn), LayerState::Full(s)) => attn.forward(h, angles, s),
             _ => bail!("state: its layers are of other kinds than the model's"),
@@ -100,13 +102,18 @@ impl DecoderLayer {
     }
 
     /// The layer with `mix` for the token mixer: `x [.., hidden]` to the same.
-    pub(super) fn around(&self, x: Residual, mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>) -> Result<Residual> {
-        let (x, y) = x.norm(&self.input_norm)?;
+    pub(crate) fn around(
+        &self,
+        x: Residual,
+        launch: &Launch,
+        mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
+    ) -> Result<Residual> {
+        let (x, y) = x.norm(&self.input_norm, launch)?;
         let h = self.sum(mix(&self.mixer, &y)?)?;
-        let (sum, y) = self.post_norm.forward_sum(&x, &h)?;
+        let (sum, y) = self.post_norm.forward_sum(&x, &h, launch)?;
         let h = match &self.ffn {
-            Ffn::Dense(mlp) => mlp.forward(&y)?,
-            Ffn::Moe(moe) => moe.forward(&y)?,
+            Ffn::Dense(mlp) => mlp.forward(&y, launch)?,
+            Ffn::Moe(moe) => moe.forward(&y, launch)?,
         };
         Ok(Residual { sum, add: Some(self.sum(h)?) })
     }
@@ -122,23 +129,23 @@ impl DecoderLayer {
 
 impl Residual {
     /// Before the first layer.
-    pub(super) fn new(embedded: Tensor) -> Self {
+    pub(crate) fn new(embedded: Tensor) -> Self {
         Self { sum: embedded, add: None }
     }
 
     /// The sum, and its norm.
-    pub(super) fn norm(self, norm: &RmsNorm) -> Result<(Tensor, Tensor)> {
+    pub(crate) fn norm(self, norm: &RmsNorm, launch: &Launch) -> Result<(Tensor, Tensor)> {
         match self.add {
-            Some(h) => norm.forward_sum(&self.sum, &h),
+            Some(h) => norm.forward_sum(&self.sum, &h, launch),
             None => {
-                let y = norm.forward(&self.sum)?;
+                let y = norm.forward(&self.sum, launch)?;
                 Ok((self.sum, y))
             }
         }
     }
 
     /// Some of its rows.
-    pub(super) fn rows(&self, rows: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+    pub(crate) fn rows(&self, rows: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok(Self { sum: rows(&self.sum)?, add: self.add.as_ref().map(rows).transpose()? })
     }
 }

@@ -1,17 +1,17 @@
 //! The rows that tokens begin as.
 
-use super::config::ModelConfig;
-use crate::cpu::matmul::Weights;
-use crate::host;
-use crate::linear::Linear;
-use crate::weights::Source;
+use crate::config::ModelConfig;
+use candle_gdn::plumbing::cpu::matmul::Weights;
+use candle_gdn::plumbing::host;
+use crate::blocks::linear::Linear;
+use crate::formats::Source;
 use candle_core::quantized::QTensor;
 use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
 /// A table, and what its rows come as.
 #[derive(Debug)]
-pub(super) struct Embeddings {
+pub(crate) struct Embeddings {
     table: Table,
     hidden_size: usize,
     dtype: DType,
@@ -38,13 +38,13 @@ struct Behind {
 
 impl Embeddings {
     /// Those of the model at `text`, and its head where it is the same matrix.
-    pub(super) fn load(config: &ModelConfig, text: &Source) -> Result<(Self, Option<Linear>)> {
+    pub(crate) fn load(config: &ModelConfig, text: &Source) -> Result<(Self, Option<Linear>)> {
         let (table, head) = Table::load(config, text)?;
         Ok((Self { table, hidden_size: config.hidden_size, dtype: text.dtype() }, head))
     }
 
     /// With a row of zeros behind the last, for tokens of other ranks.
-    pub(super) fn in_group(self) -> Result<Self> {
+    pub(crate) fn in_group(self) -> Result<Self> {
         let table = match self.table {
             Table::Dense(table) => Table::Dense(table.pad_with_zeros(0, 0, 1)?),
             Table::Head(weights) => Table::Head(weights),
@@ -57,7 +57,7 @@ impl Embeddings {
     }
 
     /// `ids [tokens]` to `[tokens, hidden_size]`.
-    pub(super) fn rows(&self, ids: &Tensor) -> Result<Tensor> {
+    pub(crate) fn rows(&self, ids: &Tensor) -> Result<Tensor> {
         match &self.table {
             Table::Dense(table) => table.index_select(ids, 0),
             Table::Head(weights) => {
@@ -86,7 +86,7 @@ impl Table {
         let tied = config.tie_word_embeddings;
         if let Some(table) = text.stored_blocks(rows, columns, name)? {
             let table = Arc::new(table.qtensor((rows, columns), text.device())?);
-            return Ok((Self::Quantized(table.clone(), None), tied.then(|| Linear::of(table)).transpose()?));
+            return Ok((Self::Quantized(table.clone(), None), tied.then(|| Linear::shared(table)).transpose()?));
         }
         let table = text.get((rows, columns), name)?;
         if !tied {
@@ -94,11 +94,11 @@ impl Table {
         }
         let head = match text.quantizes() {
             true => Linear::stack(vec![text.matrix(rows, columns, name)?], text.device())?,
-            false => Linear::from_weight(table.clone())?,
+            false => Linear::dense(table.clone())?,
         };
-        Ok(match &head {
-            Linear::Cpu(weights) => (Self::Head(weights.clone()), Some(head)),
-            _ => (Self::Dense(table), Some(head)),
+        Ok(match head.packed() {
+            Some(weights) => (Self::Head(weights.clone()), Some(head)),
+            None => (Self::Dense(table), Some(head)),
         })
     }
 }

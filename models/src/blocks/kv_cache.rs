@@ -1,7 +1,7 @@
 //! Keys and values of one attention layer.
 
 use crate::cpu::attention::{Cache, Shape};
-use crate::cpu::Element;
+use candle_gdn::plumbing::cpu::Element;
 use candle_core::{bail, DType, Device, Result, Tensor, WithDType};
 use half::{bf16, f16};
 use std::ops::Range;
@@ -128,7 +128,7 @@ impl CacheShape {
 const FIRST_CAPACITY: usize = 256;
 
 impl DeviceCache {
-    pub(super) fn new(shape: CacheShape) -> Self {
+    pub(crate) fn new(shape: CacheShape) -> Self {
         Self { buffers: None, shape, len: 0 }
     }
 

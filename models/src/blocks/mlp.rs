@@ -1,11 +1,12 @@
 //! The dense SwiGLU feed-forward.
 
 use crate::cpu::swiglu::{swiglu, Call, Swiglu};
-use crate::host;
-use crate::linear::Linear;
-use crate::ops;
-use crate::weights::{Matrix, Source};
+use candle_gdn::plumbing::host;
+use crate::blocks::linear::Linear;
+use crate::ops::Swiglu as SwigluOp;
+use crate::formats::{Matrix, Source};
 use candle_core::{Result, Tensor};
+use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 
@@ -50,8 +51,8 @@ impl Mlp {
         Ok(Arc::new(Swiglu::new(gate_up, host::pack(&get("down_proj", hidden, intermediate)?)?)))
     }
 
-    /// `x [.., hidden]` to the same.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    /// `x [.., hidden]` to the same. No kernel of a pass writes a weight, so that its launches may overlap.
+    pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         match self {
             Self::Cpu(mlps) => {
                 let mut out = vec![0f32; x.elem_count()];
@@ -59,23 +60,22 @@ impl Mlp {
                 host::with_f32(x, |x| swiglu(x, &mut [call]))?;
                 host::tensor(out, x.dims(), x.dtype())
             }
-            // No kernel of a pass writes a weight.
-            Self::Device { gate_up, down } => down.forward_with(&gated(gate_up, x)?, true),
+            Self::Device { gate_up, down } => down.forward_launched(&gated(gate_up, x, launch)?, launch),
         }
     }
 }
 
 /// `silu(gate(x)) * up(x)`; in one kernel with the projection where one takes it.
-fn gated(gate_up: &Linear, x: &Tensor) -> Result<Tensor> {
+fn gated(gate_up: &Linear, x: &Tensor, launch: &Launch) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Linear::Device(weight) = gate_up {
+    if let Some(weight) = gate_up.tensor() {
         let mut dims = x.dims().to_vec();
         let hidden = dims.pop().unwrap_or(0);
-        let rows = x.elem_count() / hidden.max(1);
-        if let Some(y) = crate::cuda::linear::few_rows_swiglu_if_faster(&x.reshape((rows, hidden))?, weight)? {
+        let rows = x.reshape((x.elem_count() / hidden.max(1), hidden))?;
+        if let Some(y) = candle_gdn::plumbing::cuda::few_rows_swiglu_if_faster(&rows, weight, launch)? {
             dims.push(weight.dim(0)? / 2);
             return y.reshape(dims);
         }
     }
-    ops::Swiglu::new().overlapping().forward(&gate_up.forward_with(x, true)?)
+    SwigluOp::new().launched(launch).forward(&gate_up.forward_launched(x, launch)?)
 }

@@ -1,9 +1,10 @@
 //! RMS norm with a zero-centred weight, as every norm of these models but the gated one.
 
 use crate::cpu::rms_norm::rms_norm;
-use crate::host;
+use candle_gdn::plumbing::host;
 use crate::ops::AddRmsNorm;
 use candle_core::{DType, Result, Tensor};
+use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
 
 /// `x / sqrt(mean(x²) + eps) * (1 + w)` over the last dimension, computed in f32.
@@ -42,18 +43,17 @@ impl RmsNorm {
         candle_nn::ops::rms_norm(&x, &self.scale, self.eps)
     }
 
-    /// `x [.., dim]` to the same shape and dtype.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.op()?.norm(x, &self.scale)
+    /// `x [.., dim]` to the same shape and dtype. No kernel of a pass writes a scale, so that the launch may overlap.
+    pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
+        self.op(launch)?.norm(x, &self.scale)
     }
 
     /// `x + h`, and its norm.
-    pub(crate) fn forward_sum(&self, x: &Tensor, h: &Tensor) -> Result<(Tensor, Tensor)> {
-        self.op()?.forward(x, h, &self.scale)
+    pub(crate) fn forward_sum(&self, x: &Tensor, h: &Tensor, launch: &Launch) -> Result<(Tensor, Tensor)> {
+        self.op(launch)?.forward(x, h, &self.scale)
     }
 
-    /// No kernel of a pass writes a scale.
-    fn op(&self) -> Result<AddRmsNorm> {
-        Ok(AddRmsNorm::new(self.eps.into())?.overlapping())
+    fn op(&self, launch: &Launch) -> Result<AddRmsNorm> {
+        Ok(AddRmsNorm::new(self.eps.into())?.launched(launch))
     }
 }

@@ -1,6 +1,6 @@
 //! Which token goes to which expert, on the host.
 
-use super::config::MoeConfig;
+use crate::config::MoeConfig;
 use std::ops::Range;
 
 /// The choices of all tokens, and the same sorted by expert ("rows").

@@ -6,7 +6,7 @@ mod parse;
 #[cfg(test)]
 mod tests;
 
-use crate::GdnConfig;
+use candle_gdn::GdnConfig;
 
 /// Which published family a configuration belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 
 use super::fields::Fields;
 use super::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
-use crate::{GateActivation, GdnConfig};
+use candle_gdn::{GateActivation, GdnConfig};
 use candle_core::{bail, Result};
 use serde_json::Value;
 

@@ -1,5 +1,5 @@
 use super::{Family, FfnKind, MixerKind, ModelConfig};
-use crate::GateActivation;
+use candle_gdn::GateActivation;
 use serde_json::{json, Value};
 
 fn qwen3_next() -> Value {

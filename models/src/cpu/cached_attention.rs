@@ -2,7 +2,7 @@
 //! `cuda/attention` does, to the letter, and the reference for it. Models on the CPU run [`crate::cpu::attention`].
 
 use super::rms_norm::norm_row;
-use super::view::{parallel, Element, Heads, Sequences, Shared, Slots};
+use candle_gdn::plumbing::cpu::{parallel, Element, Heads, Sequences, Shared, Slots};
 
 /// Where a row of a cache lies after the first of its slot, in elements.
 #[derive(Clone, Copy)]

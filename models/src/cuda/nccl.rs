@@ -116,7 +116,7 @@ impl Drop for Communicator {
 
 impl NcclRank {
     /// Joins the group of `id`, all of whose `size` ranks call this at the same time, each with a device of its own
-    /// ([`single_stream_device`](crate::single_stream_device)). Returns when all have.
+    /// ([`single_stream_device`](candle_gdn::single_stream_device)). Returns when all have.
     ///
     /// # Errors
     /// Where NCCL cannot be loaded or fails, for a rank that is not below `size`, on another device than a GPU.

@@ -1,9 +1,9 @@
 //! Drafted tokens: through the model at once, and then only some of them stay.
 
-use super::super::causal_lm::CausalLm;
+use crate::causal_lm::CausalLm;
 use super::pass::{Mode, Pass};
 use super::pool::{unique, Lease, Sequence, SequencePool};
-use crate::{Accepted, CuSeqlens, Drafted, Slots};
+use candle_gdn::{Accepted, CuSeqlens, Drafted, Slots};
 use candle_core::{bail, Result, Tensor};
 
 const VERIFY: &str = "verify";
@@ -63,7 +63,7 @@ impl CausalLm {
         }
         let mut layers = vec![];
         let x = self.through_layers(&ids, &pass, pool, Mode::Verify(&mut layers))?;
-        let logits = self.head_of(x)?;
+        let logits = self.head_of(x, &pass.launch)?;
         let versions = slots.iter().map(|&slot| pool.entries[slot].version).collect();
         let Pass { cu_seqlens: Some(cu_seqlens), states, .. } = pass else {
             bail!("{VERIFY}: expected boundaries of packed tokens")

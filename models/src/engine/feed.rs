@@ -1,11 +1,11 @@
 //! Tokens of some sequences through the model.
 
-use super::super::causal_lm::CausalLm;
-use super::super::decoder::Residual;
+use crate::causal_lm::CausalLm;
+use crate::blocks::decoder::Residual;
 use super::pass::{Mode, Pass};
 use super::pool::{LayerSlots, Sequence, SequencePool};
 use super::snapshot::SequenceSnapshot;
-use crate::{Checkpoints, CuSeqlens, CHECKPOINT_MULTIPLE};
+use candle_gdn::{Checkpoints, CuSeqlens, CHECKPOINT_MULTIPLE};
 use candle_core::{bail, Result, Tensor};
 
 const FEED: &str = "feed";
@@ -26,7 +26,7 @@ impl CausalLm {
     pub fn feed(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
         let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
-        let logits = self.head_of(pass.last_rows(x)?)?;
+        let logits = self.head_of(pass.last_rows(x)?, &pass.launch)?;
         self.advanced(pool, &slots, pass);
         Ok(logits)
     }
@@ -65,7 +65,7 @@ impl CausalLm {
     }
 
     /// [`feed`](Self::feed) of one sequence, and besides snapshots of it at every position that is a multiple of
-    /// `block` tokens, in order, for a [`PrefixCache`](crate::PrefixCache). `block` is a multiple of
+    /// `block` tokens, in order, for a [`PrefixCache`](candle_gdn::PrefixCache). `block` is a multiple of
     /// [`CHECKPOINT_MULTIPLE`].
     /// The logits are `[1, vocab_size]`.
     ///
@@ -118,7 +118,7 @@ impl CausalLm {
         pool.about_to_write(&slots);
         let mode = plan.as_ref().map_or(Mode::Feed, |plan| Mode::Checkpoints(plan, &mut kept));
         let x = self.through_layers(&ids, &pass, pool, mode)?;
-        let logits = self.head_of(pass.last_rows(x)?)?;
+        let logits = self.head_of(pass.last_rows(x)?, &pass.launch)?;
         self.advanced(pool, &slots, pass);
         for index in 0..rest.len() / block {
             let states = kept.iter().map(|checkpoints| checkpoints.snapshot(0, index));
@@ -128,17 +128,17 @@ impl CausalLm {
         Ok((logits, snapshots))
     }
 
-    pub(super) fn gated_delta_nets(&self) -> impl Iterator<Item = &crate::GatedDeltaNet> {
+    pub(super) fn gated_delta_nets(&self) -> impl Iterator<Item = &candle_gdn::GatedDeltaNet> {
         self.layers.iter().filter_map(|layer| match &layer.mixer {
-            super::super::decoder::Mixer::Linear(gdn) => Some(gdn),
-            super::super::decoder::Mixer::Full(_) => None,
+            crate::blocks::decoder::Mixer::Linear(gdn) => Some(gdn),
+            crate::blocks::decoder::Mixer::Full(_) => None,
         })
     }
 }
 
 impl SequencePool {
     /// The states of the Gated DeltaNet layers.
-    pub(super) fn state_pools(&mut self) -> impl Iterator<Item = &mut crate::StatePool> {
+    pub(super) fn state_pools(&mut self) -> impl Iterator<Item = &mut candle_gdn::StatePool> {
         self.layers.iter_mut().filter_map(|layer| match layer {
             LayerSlots::Linear(states) => Some(states),
             LayerSlots::Full(_) => None,

@@ -1,8 +1,8 @@
 //! A decode step of the whole model as one CUDA graph.
 
-use super::super::causal_lm::CausalLm;
+use crate::causal_lm::CausalLm;
 #[cfg(feature = "cuda")]
-use super::super::moe::asks_the_host;
+use crate::blocks::moe::asks_the_host;
 #[cfg(feature = "cuda")]
 use super::capture::capture;
 use super::pool::{Sequence, SequencePool};
@@ -25,8 +25,8 @@ const QUANTIZED_ROWS: usize = 8;
 /// of the model, the next step captures anew by itself.
 ///
 /// ```no_run
-/// # fn demo(model: &candle_gdn::models::CausalLm) -> candle_core::Result<()> {
-/// use candle_gdn::models::DecodeGraph;
+/// # fn demo(model: &candle_gdn_models::CausalLm) -> candle_core::Result<()> {
+/// use candle_gdn_models::DecodeGraph;
 /// let mut pool = model.new_sequences(4, 1024)?;
 /// let s = pool.begin()?;
 /// model.feed(&mut pool, &[(s, &[11, 22])])?;
@@ -69,7 +69,7 @@ impl DecodeGraph {
     ///
     /// # Errors
     /// On the CPU; on a device with a stream for each host thread, as `Device::new_cuda` makes them (see
-    /// [`single_stream_device`](crate::single_stream_device)), or one that cannot allocate in stream order; for more than
+    /// [`single_stream_device`](candle_gdn::single_stream_device)), or one that cannot allocate in stream order; for more than
     /// 32 sequences where experts are in f32, or of widths that are no multiples of 64, and so ask the host; for more than
     /// 8 of a quantised model; when the pool is another model's or the device is out of memory. Callers go on with
     /// [`CausalLm::feed`].

@@ -1,11 +1,14 @@
 //! Keys and values of one softmax layer, by slot.
 
-use super::super::attention::{GatedAttention, Projections};
-use super::super::kv_cache::{CacheShape, KvCache};
+use crate::blocks::attention::{GatedAttention, Projections};
+use crate::blocks::kv_cache::{CacheShape, KvCache};
 use crate::cpu::attention::Cache;
-use crate::cpu::Element;
-use crate::{host, AttentionCache, AttentionDecode, AttentionPrepare, CuSeqlens, PrepareOptions, Slots};
-use candle_core::{bail, DType, Result, Tensor, D};
+use candle_gdn::plumbing::cpu::Element;
+use candle_gdn::plumbing::host;
+use candle_gdn::{CuSeqlens, Slots};
+use crate::ops::{AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
+use candle_gdn::plumbing::Launch;
+use candle_core::{Module, bail, DType, Result, Tensor, D};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -135,6 +138,7 @@ impl GatedAttention {
         cu_seqlens: Option<&CuSeqlens>,
         rows: &KvRows,
         kv: &mut KvSlots,
+        launch: &Launch,
     ) -> Result<Tensor> {
         match (kv, rows) {
             (KvSlots::Panels(caches, shape), KvRows::Host { rows, cos, sin }) => {
@@ -147,7 +151,7 @@ impl GatedAttention {
                 }
             }
             (kv, KvRows::Device { max_len, .. }) => match kv.attention_cache(rows)? {
-                Some(cache) => self.slots_device(x, cu_seqlens, &cache, *max_len),
+                Some(cache) => self.slots_device(x, cu_seqlens, &cache, *max_len, launch),
                 None => bail!("attention: expected rows for a cache on the CPU"),
             },
             _ => bail!("attention: expected rows for a cache on a device"),
@@ -196,12 +200,13 @@ impl GatedAttention {
         cu_seqlens: Option<&CuSeqlens>,
         cache: &AttentionCache,
         max_len: usize,
+        launch: &Launch,
     ) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let (heads, kv_heads, d) = (self.cfg.num_heads, self.cfg.num_kv_heads, self.cfg.head_dim);
         let all = match &self.qkv_proj {
             // No kernel of a pass writes a weight, and none but `advance`, behind the last layer, a position.
-            Some(proj) => proj.forward_with(x, true)?,
+            Some(proj) => proj.forward_launched(x, launch)?,
             None => {
                 let parts = [&self.q_proj, &self.k_proj, &self.v_proj].map(|proj| proj.forward(x));
                 let [q, k, v] = parts;
@@ -216,13 +221,13 @@ impl GatedAttention {
         // The norms' scales are 1 + w already.
         let options = PrepareOptions { eps: f64::from(self.q_norm.eps()), zero_centred: false };
         let (q_scale, k_scale) = (self.q_norm.scale(), self.k_norm.scale());
-        let mut prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?.overlapping();
-        let mut decode = AttentionDecode::new(cache, None)?.with_max_len(max_len).overlapping();
+        let mut prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?.launched(launch);
+        let mut decode = AttentionDecode::new(cache, None)?.with_max_len(max_len).launched(launch);
         if let Some(cu_seqlens) = cu_seqlens {
             (prepare, decode) = (prepare.with_cu_seqlens(cu_seqlens), decode.with_cu_seqlens(cu_seqlens));
         }
         let q = prepare.forward(&q, &k, &v)?;
         let o = decode.forward(&q, Some(&gate))?;
-        self.o_proj.forward_with(&o.reshape((tokens, heads * d))?, true)
+        self.o_proj.forward_launched(&o.reshape((tokens, heads * d))?, launch)
     }
 }

@@ -1,13 +1,13 @@
 //! Many sequences of one model at once: what a server or a chat with drafts and prefixes works with.
 //!
-//! * [`SequencePool`] holds what the layers remember: of each Gated DeltaNet layer a [`StatePool`](crate::StatePool),
+//! * [`SequencePool`] holds what the layers remember: of each Gated DeltaNet layer a [`StatePool`](candle_gdn::StatePool),
 //!   of each softmax layer keys and values by slot. [`CausalLm::new_sequences`](super::CausalLm::new_sequences) makes
 //!   one.
 //! * [`CausalLm::feed`](super::CausalLm::feed) takes tokens of any number of sequences, prompts and single tokens
 //!   mixed, in one pass over packed tokens.
 //! * [`CausalLm::verify`](super::CausalLm::verify) and [`CausalLm::accept`](super::CausalLm::accept) feed drafts of
 //!   which a part may stay; [`CausalLm::feed_with_checkpoints`](super::CausalLm::feed_with_checkpoints) keeps
-//!   snapshots along a prompt for a [`PrefixCache`](crate::PrefixCache).
+//!   snapshots along a prompt for a [`PrefixCache`](candle_gdn::PrefixCache).
 //! * [`DecodeGraph`] is a decode step of the whole model as one CUDA graph.
 //!
 //! The module docs of [`models`](super) tell how the same is built for another model.

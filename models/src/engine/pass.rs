@@ -1,10 +1,11 @@
 //! One pass of the model over packed tokens of some sequences.
 
-use super::super::causal_lm::CausalLm;
-use super::super::decoder::{Mixer, Residual};
+use crate::causal_lm::CausalLm;
+use crate::blocks::decoder::{Mixer, Residual};
 use super::kv::{KvRows, KvSlots};
 use super::pool::{LayerSlots, SequencePool};
-use crate::{CheckpointPlan, Checkpoints, CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
+use candle_gdn::{CheckpointPlan, Checkpoints, CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
+use candle_gdn::plumbing::Launch;
 use candle_core::{bail, Device, Result, Tensor};
 
 /// What all layers of a pass share.
@@ -17,6 +18,8 @@ pub(super) struct Pass {
     /// Of the Gated DeltaNet layers.
     pub states: Slots,
     pub kv: KvRows,
+    /// How its kernels are launched: none of them writes a weight.
+    pub launch: Launch,
 }
 
 /// What becomes of the states of the Gated DeltaNet layers.
@@ -48,7 +51,7 @@ impl Pass {
         lengths: Vec<usize>,
         write: Option<&[u32]>,
     ) -> Result<Self> {
-        let device = pool.device.clone();
+        let (device, launch) = (pool.device.clone(), Launch::default().overlapping());
         let ones = lengths.iter().all(|&n| n == 1) && write.is_none();
         let cu_seqlens = if ones { None } else { Some(CuSeqlens::from_lengths(&lengths, &device)?) };
         let state = |slot: &usize| pool.entries[*slot].state;
@@ -66,7 +69,7 @@ impl Pass {
                 cos.extend(c.flatten_all()?.to_vec1::<f32>()?);
                 sin.extend(s.flatten_all()?.to_vec1::<f32>()?);
             }
-            return Ok(Self { lengths, cu_seqlens, states, kv: KvRows::Host { rows, cos, sin } });
+            return Ok(Self { lengths, cu_seqlens, states, kv: KvRows::Host { rows, cos, sin }, launch });
         }
         let before: Vec<u32> = slots.iter().map(|&slot| pool.entries[slot].len as u32).collect();
         let max_len = before.iter().zip(&lengths).map(|(&len, new)| len as usize + new).max().unwrap_or(0);
@@ -82,7 +85,7 @@ impl Pass {
                 (states?, kv?, Tensor::new(&held[2][..], &device)?)
             }
         };
-        Ok(Self { lengths, cu_seqlens, states, kv: KvRows::Device { slots, positions, max_len } })
+        Ok(Self { lengths, cu_seqlens, states, kv: KvRows::Device { slots, positions, max_len }, launch })
     }
 
     /// What the next pass of the same sequences finds on the device already; `slots` are this one's.
@@ -111,8 +114,10 @@ impl Pass {
 
     fn layer(&self, gdn: &GatedDeltaNet, x: &Tensor, pool: &mut StatePool, mode: &mut Mode<'_>) -> Result<Tensor> {
         match (mode, &self.cu_seqlens) {
-            (Mode::Feed, None) => gdn.forward_slots(&x.unsqueeze(1)?, None, &self.states, pool)?.squeeze(1),
-            (Mode::Feed, cu) => gdn.forward_slots(x, cu.as_ref(), &self.states, pool),
+            (Mode::Feed, None) => {
+                gdn.forward_slots_launched(&x.unsqueeze(1)?, None, &self.states, pool, &self.launch)?.squeeze(1)
+            },
+            (Mode::Feed, cu) => gdn.forward_slots_launched(x, cu.as_ref(), &self.states, pool, &self.launch),
             (Mode::Verify(kept), Some(cu)) => {
                 let (y, drafted) = gdn.verify(x, cu, &self.states, pool)?;
                 kept.push(drafted);
@@ -152,18 +157,16 @@ impl CausalLm {
     ) -> Result<Residual> {
         let mut x = Residual::new(self.embed(ids)?);
         for (layer, slots) in self.layers.iter().zip(&mut pool.layers) {
-            #[cfg(feature = "cuda")]
-            crate::cuda::outputs::next_layer();
-            x = layer.around(x, |mixer, h| match (mixer, slots) {
+            pass.launch.next_layer();
+            x = layer.around(x, &pass.launch, |mixer, h| match (mixer, slots) {
                 (Mixer::Linear(gdn), LayerSlots::Linear(states)) => pass.layer(gdn, h, states, &mut mode),
                 (Mixer::Full(attention), LayerSlots::Full(kv)) => {
-                    attention.forward_slots(h, pass.cu_seqlens.as_ref(), &pass.kv, kv)
+                    attention.forward_slots(h, pass.cu_seqlens.as_ref(), &pass.kv, kv, &pass.launch)
                 }
                 _ => bail!("sequences: the pool's layers are of other kinds than the model's"),
             })?;
         }
-        #[cfg(feature = "cuda")]
-        crate::cuda::outputs::next_layer();
+        pass.launch.next_layer();
         if !matches!(mode, Mode::Verify(_)) {
             let cache = pool.layers.iter().find_map(|layer| match layer {
                 LayerSlots::Full(kv) => kv.attention_cache(&pass.kv).transpose(),
@@ -179,9 +182,9 @@ impl CausalLm {
     }
 
     /// Last norm and head of some rows: `[rows, vocab_size]` in f32.
-    pub(super) fn head_of(&self, x: Residual) -> Result<Tensor> {
-        let (_, y) = x.norm(&self.norm)?;
-        self.logits(&y)
+    pub(super) fn head_of(&self, x: Residual, launch: &Launch) -> Result<Tensor> {
+        let (_, y) = x.norm(&self.norm, launch)?;
+        self.logits_launched(&y, launch)
     }
 
     /// Whether all are in the vocabulary: an id outside the table would be undefined behaviour in a GPU gather.

@@ -1,19 +1,16 @@
 //! Who has which slot, and how far each sequence is.
 
-use super::super::causal_lm::CausalLm;
-use super::super::decoder::Mixer;
+use crate::causal_lm::CausalLm;
+use crate::blocks::decoder::Mixer;
 use super::kv::KvSlots;
 use super::pass::Recent;
 use super::snapshot::Piece;
-use crate::{SlotAllocator, StatePool};
+use candle_gdn::{SlotAllocator, StatePool};
 use candle_core::{bail, Device, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const OP: &str = "SequencePool";
-
-/// States that are moved at a time.
-const COPIED: usize = 64;
 
 /// A sequence of a [`SequencePool`]: a handle, which is small and copied freely. It is of the pool that began it, and
 /// of nothing once the sequence has ended: used elsewhere or later it is an error, also when its slot has a new owner.
@@ -36,7 +33,7 @@ pub struct Sequence {
 /// sequences go on.
 ///
 /// ```no_run
-/// # fn demo(model: &candle_gdn::models::CausalLm) -> candle_core::Result<()> {
+/// # fn demo(model: &candle_gdn_models::CausalLm) -> candle_core::Result<()> {
 /// let mut pool = model.new_sequences(8, 4096)?;
 /// let (a, b) = (pool.begin()?, pool.begin()?);
 /// model.feed(&mut pool, &[(a, &[11, 22, 33]), (b, &[44])])?; // logits [2, vocab_size]
@@ -158,18 +155,9 @@ impl CausalLm {
         let missing = count.saturating_sub(spares.lock().unwrap_or_else(PoisonError::into_inner).len());
         if missing > 0 {
             pool.memory = unique();
-            for (layer, slots) in self.layers.iter().zip(&mut pool.layers) {
-                if let (Mixer::Linear(gdn), LayerSlots::Linear(states)) = (&layer.mixer, slots) {
-                    if states.capacity() < pool.states + missing {
-                        let mut grown = gdn.new_pool(pool.states + missing)?;
-                        // A few at a time: candle's copies count elements in 32 bits.
-                        for first in (0..states.capacity()).step_by(COPIED) {
-                            let count = COPIED.min(states.capacity() - first);
-                            let part = states.states_mut().rows(first, count)?;
-                            grown.states_mut().put(OP, first, &part, count)?;
-                        }
-                        *states = grown;
-                    }
+            for layer in &mut pool.layers {
+                if let LayerSlots::Linear(states) = layer {
+                    states.grow(states.capacity().max(pool.states + missing))?;
                 }
             }
             let new = pool.states as u32..(pool.states + missing) as u32;
@@ -361,7 +349,7 @@ impl SequencePool {
     pub(super) fn take(&mut self) -> Result<()> {
         for layer in &mut self.layers {
             if let LayerSlots::Linear(states) = layer {
-                return states.states_mut().take(); // waits for all that the device was given
+                return states.take(); // waits for all that the device was given
             }
         }
         Ok(())

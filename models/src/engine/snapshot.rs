@@ -1,7 +1,7 @@
 //! Sequences copied: to another slot, out of the pool, and back.
 
 use super::pool::{LayerSlots, Sequence, SequencePool};
-use crate::GdnState;
+use candle_gdn::GdnState;
 use candle_core::{bail, Result, Tensor};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -55,7 +55,7 @@ impl SequenceSnapshot {
     }
 
     /// Bytes that it adds to a shorter snapshot of the same sequence: its states and the last piece. The budget of a
-    /// [`PrefixCache`](crate::PrefixCache) that holds all of a prompt's checkpoints is kept by this number.
+    /// [`PrefixCache`](candle_gdn::PrefixCache) that holds all of a prompt's checkpoints is kept by this number.
     pub fn bytes_added(&self) -> usize {
         self.states_bytes() + self.pieces.last().map_or(0, |piece| piece.size_in_bytes())
     }

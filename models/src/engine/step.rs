@@ -1,11 +1,12 @@
 //! A decode step on buffers that stay where they are, as a captured graph reads and writes them.
 
-use super::super::causal_lm::CausalLm;
+use crate::causal_lm::CausalLm;
 use super::kv::KvRows;
 use super::pass::{Mode, Pass};
 use super::pool::SequencePool;
-use crate::{Slots, NO_SLOT};
-use candle_core::{bail, DType, Result, Tensor};
+use candle_gdn::{Slots, NO_SLOT};
+use candle_core::{bail, DType, Device, Result, Tensor};
+use candle_gdn::plumbing::{Arena, Launch};
 
 /// Inputs and output of a step of up to so many sequences. Rows of nobody are padding.
 #[derive(Debug)]
@@ -16,9 +17,6 @@ pub(super) struct StepBuffers {
     logits: Tensor,
     /// What slots of the states, slots of keys and values, and positions hold; empty where that is not known.
     held: [Vec<u32>; 3],
-    /// Of the kernels in between.
-    #[cfg(feature = "cuda")]
-    outputs: std::cell::RefCell<crate::cuda::outputs::Outputs>,
 }
 
 impl StepBuffers {
@@ -36,34 +34,24 @@ impl StepBuffers {
                 // The kernels read how long each sequence is; their number of blocks follows from this.
                 max_len: pool.max_len,
             },
+            launch: Launch { overlap: true, arena: arena(device)? },
         };
         Ok(Self {
             ids: Tensor::new(&zeros[..], device)?,
             pass,
             logits: Tensor::zeros((batch, model.config.vocab_size), DType::F32, device)?,
             held: [nobody.clone(), nobody, zeros],
-            #[cfg(feature = "cuda")]
-            outputs: crate::cuda::outputs::Outputs::new(device)?.into(),
         })
     }
 
-    /// The launches of a step: what is captured.
+    /// The launches of a step: what is captured. Each run writes to the places of the one before it.
     pub fn run(&self, model: &CausalLm, pool: &mut SequencePool) -> Result<()> {
-        self.placed(|| {
-            let x = model.through_layers(&self.ids, &self.pass, pool, Mode::Feed)?;
-            self.logits.slice_set(&model.head_of(x)?, 0, 0)
-        })
-    }
-
-    /// A pass whose kernels write where they wrote the last time.
-    #[cfg(feature = "cuda")]
-    fn placed<R>(&self, pass: impl FnOnce() -> R) -> R {
-        crate::cuda::outputs::Outputs::during(&self.outputs, pass)
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    fn placed<R>(&self, pass: impl FnOnce() -> R) -> R {
-        pass()
+        #[cfg(feature = "cuda")]
+        if let Some(arena) = &self.pass.launch.arena {
+            arena.begin_pass();
+        }
+        let x = model.through_layers(&self.ids, &self.pass, pool, Mode::Feed)?;
+        self.logits.slice_set(&model.head_of(x, &self.pass.launch)?, 0, 0)
     }
 
     /// Uploads the ids of the sequences in `slots`, and the rest where it is not there already: after a step of the
@@ -116,4 +104,14 @@ impl StepBuffers {
 
 fn upload(to: &Tensor, values: &[u32]) -> Result<()> {
     to.slice_set(&Tensor::new(values, to.device())?, 0, 0)
+}
+
+/// Where the kernels of a step write.
+fn arena(device: &Device) -> Result<Option<Arena>> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return Arena::new(device).map(Some);
+    }
+    let _ = device;
+    Ok(None)
 }

@@ -1,7 +1,7 @@
 //! The way of CUDA on the CPU: keys and values as tensors, positions on the device, a step on fixed buffers.
 
-use super::super::causal_lm::CausalLm;
-use super::super::config::ModelConfig;
+use crate::causal_lm::CausalLm;
+use crate::config::ModelConfig;
 use super::pool::{Sequence, SequencePool};
 use super::step::StepBuffers;
 use candle_core::{DType, Device, Result, Tensor, D};

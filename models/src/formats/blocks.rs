@@ -1,7 +1,7 @@
 //! Matrices as ggml stores them, on the host: rows of whole blocks, which can be moved about without being read.
 
-use crate::cpu::{parallel, Shared};
-use crate::host;
+use candle_gdn::plumbing::cpu::{parallel, Shared};
+use candle_gdn::plumbing::host;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
 use std::borrow::Cow;

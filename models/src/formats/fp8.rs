@@ -1,7 +1,8 @@
 //! Checkpoints in e4m3 with one scale for each block of a matrix: dequantised as they are loaded, whole or a rank's part.
 
-use crate::cpu::{parallel, Element, Shared};
-use crate::models::{Cuts, Fp8Config, RowsOrColumns};
+use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
+use crate::config::Fp8Config;
+use crate::parallel::{Cuts, RowsOrColumns};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};

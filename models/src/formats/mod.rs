@@ -5,6 +5,7 @@ mod experts;
 mod fp8;
 mod gguf;
 mod quantize;
+mod quantized;
 
 pub(crate) use blocks::Blocks;
 pub(crate) use experts::{ExpertBlocks, ExpertShape};
@@ -12,9 +13,10 @@ pub(crate) use fp8::dequantized;
 pub use gguf::GgufFile;
 pub(crate) use gguf::GgufWeights;
 pub(crate) use quantize::Quantizer;
+pub(crate) use quantized::Quantized;
 pub use quantize::{LoadOptions, OtherType};
 
-use crate::linear::Linear;
+use crate::blocks::linear::Linear;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::VarBuilder;

@@ -1,9 +1,8 @@
 //! Projections whose weight is quantised, by candle's kernels.
 
-use super::Linear;
-use crate::weights::{Blocks, Matrix, Tiles};
+use super::{Blocks, Matrix, Tiles};
 use candle_core::quantized::QTensor;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
 use std::sync::Arc;
 
 /// The rows of several parts, each of its own type.
@@ -17,12 +16,12 @@ pub(crate) struct Quantized {
 enum Part {
     /// `[rows, in]`, with the order that its columns are in.
     Blocks(Arc<QTensor>, Option<Tiles>),
-    Dense(Linear),
+    Dense(candle_gdn::Linear),
 }
 
 impl Quantized {
     /// Rows that follow each other in one type become one tensor.
-    pub(super) fn new(parts: Vec<Matrix>, device: &Device) -> Result<Self> {
+    pub(crate) fn new(parts: Vec<Matrix>, device: &Device) -> Result<Self> {
         let mut made = Self { parts: Vec::new(), outputs: 0 };
         let mut run: Vec<Blocks> = Vec::new();
         for part in parts {
@@ -35,7 +34,7 @@ impl Quantized {
                 Matrix::Dense(weight) => {
                     made.push_run(&mut run, device)?;
                     made.outputs += weight.dim(0)?;
-                    made.parts.push(Part::Dense(Linear::from_weight(weight)?));
+                    made.parts.push(Part::Dense(candle_gdn::Linear::new(weight)?));
                 }
             }
         }
@@ -70,14 +69,14 @@ impl Quantized {
     }
 
     /// Of one tensor that is here already.
-    pub(super) fn of(weight: Arc<QTensor>) -> Result<Self> {
+    pub(crate) fn shared(weight: Arc<QTensor>) -> Result<Self> {
         let whole = Self { outputs: weight.shape().dims()[0], parts: vec![Part::Blocks(weight, None)] };
         whole.grow_workspace()?;
         Ok(whole)
     }
 
-    /// `x [rows, in]` to `[rows, out]` in x's dtype. candle rounds x to 8 bits on the way in.
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    /// `x [rows, in]` to `[rows, out]`.
+    fn rows(&self, x: &Tensor) -> Result<Tensor> {
         let rows = x.dim(0)?;
         if rows == 0 {
             return Tensor::zeros((0, self.outputs), x.dtype(), x.device());
@@ -99,6 +98,16 @@ impl Quantized {
     }
 }
 
+impl Module for Quantized {
+    /// `x [.., in]` to `[.., out]` in x's dtype. candle rounds x to 8 bits on the way in.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let mut dims = x.dims().to_vec();
+        let inputs = dims.pop().unwrap_or(0);
+        dims.push(self.outputs);
+        self.rows(&x.reshape((x.elem_count() / inputs.max(1), inputs))?)?.reshape(dims)
+    }
+}
+
 impl Tiles {
     /// `x [rows, columns]` with its columns in this order, in f32.
     fn apply(self, x: &Tensor) -> Result<Tensor> {
@@ -112,6 +121,7 @@ impl Tiles {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::blocks::linear::Linear;
     use candle_core::quantized::GgmlDType;
 
     /// Whole numbers that candle's rounding to 8 bits leaves as they are, the largest of 32 being 127; and so is their sum,
@@ -149,7 +159,7 @@ mod tests {
     #[cfg(feature = "cuda")]
     #[test]
     fn products_on_cuda() -> Result<()> {
-        let Some(cuda) = crate::cuda::testing::device() else { return Ok(()) };
+        let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
         use GgmlDType::{Q2K, Q3K, Q4K, Q4_0, Q4_1, Q5K, Q5_0, Q5_1, Q6K, Q8_0};
         for columns in [256, 1024, 1280] {
             for dtype in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {

@@ -1,20 +1,18 @@
 //! A residual and the norm behind it.
 
-use super::args::*;
-use super::norm::{token_stride, uniform_tokens};
-use super::rule::storage_dtype;
+use candle_gdn::plumbing::*;
 use crate::cpu::rms_norm::rms_norm as cpu_rms_norm;
-use crate::cpu::Element;
+use candle_gdn::plumbing::cpu::Element;
 use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 
 const OP: &str = "add_rms_norm";
 
 /// A sum and its RMS norm in one pass, or the norm alone, as a [`CustomOp3`] over (x, h, weight); see
 /// [`add_rms_norm`] and [`rms_norm`].
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct AddRmsNorm {
     eps: f64,
-    overlap: bool,
+    launch: Launch,
     /// Whether the second argument is added, and not x again.
     add: bool,
 }
@@ -38,7 +36,7 @@ pub(crate) struct ResidualPlan {
     pub dim: usize,
     /// x's; with h two of it, the sum and the norm.
     pub out_shape: Vec<usize>,
-    pub overlap: bool,
+    pub launch: Launch,
     pub eps: f64,
 }
 
@@ -49,13 +47,13 @@ impl AddRmsNorm {
         if !eps.is_finite() || eps < 0.0 {
             bail!("{OP}: eps: expected a finite value of at least 0, got {eps}");
         }
-        Ok(Self { eps, overlap: false, add: false })
+        Ok(Self { eps, launch: Launch::default(), add: false })
     }
 
     /// The kernel may begin while the one before it on the stream still runs, and read the weight, which that one must
     /// not write.
-    pub(crate) fn overlapping(mut self) -> Self {
-        self.overlap = true;
+    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
+        self.launch = launch.clone();
         self
     }
 
@@ -67,7 +65,7 @@ impl AddRmsNorm {
         check_dtype(OP, "h", h.dtype(), x.dtype())?;
         check_shape(OP, "h", h, x.dims())?;
         check_device(OP, "h", h, x.device())?;
-        let both = Self { add: true, ..*self }.apply(x, Some(h), weight)?;
+        let both = Self { add: true, ..self.clone() }.apply(x, Some(h), weight)?;
         Ok((both.get(0)?, both.get(1)?))
     }
 
@@ -76,7 +74,7 @@ impl AddRmsNorm {
     /// # Errors
     /// When a dtype, shape or device does not fit; the message names the argument.
     pub fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        Self { add: false, ..*self }.apply(x, None, weight)
+        Self { add: false, ..self.clone() }.apply(x, None, weight)
     }
 
     fn apply(&self, x: &Tensor, h: Option<&Tensor>, weight: &Tensor) -> Result<Tensor> {
@@ -87,7 +85,7 @@ impl AddRmsNorm {
         let rows = |x: &Tensor| if x.device().is_cpu() { x.contiguous() } else { uniform_tokens(x, lead) };
         let (x, weight) = (rows(x)?, weight.contiguous()?);
         let h = h.map_or(Ok(x.clone()), rows)?;
-        apply3(self, &x, &h, &weight)
+        apply3(self, self.launch.arena.as_ref(), &x, &h, &weight)
     }
 
     fn plan(&self, x: &Layout, h: &Layout, weight: &Layout) -> Result<ResidualPlan> {
@@ -113,7 +111,7 @@ impl AddRmsNorm {
             rows: lead.iter().product(),
             dim,
             out_shape,
-            overlap: self.overlap,
+            launch: self.launch.clone(),
             eps: self.eps,
         })
     }

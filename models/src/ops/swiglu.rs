@@ -1,19 +1,17 @@
 //! The gate of a feed-forward.
 
-use super::args::*;
-use super::norm::{token_stride, uniform_tokens};
+use candle_gdn::plumbing::*;
 use super::residual::RowsLayout;
-use super::rule::storage_dtype;
 use crate::cpu::swiglu::activate;
-use crate::cpu::Element;
+use candle_gdn::plumbing::cpu::Element;
 use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
 const OP: &str = "swiglu";
 
 /// `silu(gate) * up` of the two halves of each row, as a [`CustomOp1`]; see [`swiglu`].
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Swiglu {
-    overlap: bool,
+    launch: Launch,
 }
 
 /// A checked call.
@@ -25,7 +23,7 @@ pub(crate) struct SwigluPlan {
     /// Of a half.
     pub columns: usize,
     pub out_shape: Vec<usize>,
-    pub overlap: bool,
+    pub launch: Launch,
 }
 
 impl Swiglu {
@@ -35,8 +33,8 @@ impl Swiglu {
     }
 
     /// The kernel may begin while the one before it on the stream still runs; it waits for it before it reads anything.
-    pub(crate) fn overlapping(mut self) -> Self {
-        self.overlap = true;
+    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
+        self.launch = launch.clone();
         self
     }
 
@@ -50,7 +48,7 @@ impl Swiglu {
             true => gate_up.contiguous()?,
             false => uniform_tokens(gate_up, gate_up.rank().saturating_sub(1))?,
         };
-        apply1(self, &rows)
+        apply1(self, self.launch.arena.as_ref(), &rows)
     }
 
     fn plan(&self, layout: &Layout) -> Result<SwigluPlan> {
@@ -66,7 +64,7 @@ impl Swiglu {
             rows: lead.iter().product(),
             columns: both / 2,
             out_shape: [lead, &[both / 2]].concat(),
-            overlap: self.overlap,
+            launch: self.launch.clone(),
         })
     }
 }

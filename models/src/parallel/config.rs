@@ -1,6 +1,6 @@
 //! What one rank computes of a model.
 
-use super::super::config::{FfnKind, ModelConfig};
+use crate::config::{FfnKind, ModelConfig};
 use candle_core::{bail, Result};
 
 impl ModelConfig {

@@ -1,6 +1,6 @@
 //! Which rows or columns of each weight a rank has.
 
-use super::super::config::ModelConfig;
+use crate::config::ModelConfig;
 use super::{Collective, Part};
 use candle_core::Result;
 use std::ops::Range;

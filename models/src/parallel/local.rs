@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 /// ```
 /// # fn main() -> candle_core::Result<()> {
 /// use candle_core::{Device, Tensor};
-/// use candle_gdn::models::{Collective, LocalRank};
+/// use candle_gdn_models::{Collective, LocalRank};
 ///
 /// let sums: Vec<_> = std::thread::scope(|scope| {
 ///     let ranks: Vec<_> = LocalRank::group(3)

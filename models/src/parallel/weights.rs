@@ -1,9 +1,9 @@
 //! A rank's part of a checkpoint: of each weight the rows or columns that its part of the model has.
 
-use super::super::config::ModelConfig;
+use crate::config::ModelConfig;
 use super::cut::{Cut, Cuts};
 use super::Collective;
-use crate::weights::dequantized;
+use crate::formats::dequantized;
 use candle_core::safetensors::{Load, MmapedSafetensors};
 use candle_core::{bail, DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;

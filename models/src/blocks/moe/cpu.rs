@@ -1,14 +1,14 @@
 //! The mixture of experts on the CPU: all experts of all tokens in two parallel products.
 
-use super::super::config::MoeConfig;
-use super::super::mlp::Mlp;
-use super::super::routing::Routing;
+use crate::config::MoeConfig;
+use crate::blocks::mlp::Mlp;
+use crate::blocks::routing::Routing;
 use super::{gate_weight, stacked_experts};
-use crate::cpu::matmul::Weights;
+use candle_gdn::plumbing::cpu::matmul::Weights;
 use crate::cpu::moe::{softmax, Combine, Shares};
 use crate::cpu::swiglu::{swiglu, Call, Swiglu};
-use crate::host;
-use crate::linear::products;
+use candle_gdn::plumbing::host;
+use candle_gdn::plumbing::products;
 use candle_core::{Result, Tensor};
 use candle_nn::VarBuilder;
 use std::sync::Arc;

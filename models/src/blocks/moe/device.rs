@@ -1,13 +1,14 @@
 //! The mixture of experts on a device: by kernels of our own where they take it, else out of tensor ops.
 
-use super::super::config::MoeConfig;
-use super::super::mlp::Mlp;
-use super::super::routing::Routing;
+use crate::config::MoeConfig;
+use crate::blocks::mlp::Mlp;
+use crate::blocks::routing::Routing;
 use super::{gate_weight, stacked_experts};
-use crate::linear::matmul_t;
+use crate::blocks::linear::matmul_t;
 #[cfg(feature = "cuda")]
-use crate::{cuda::moe, linear::Linear};
+use crate::cuda::moe;
 use candle_core::{DType, Result, Tensor};
+use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
 
 #[derive(Debug, Clone)]
@@ -45,19 +46,19 @@ impl DeviceMoe {
     }
 
     /// `x [.., hidden]` to the same.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let flat = x.reshape(((), self.experts.hidden))?;
         #[cfg(feature = "cuda")]
-        if let Some(y) = self.by_kernels(&flat)? {
+        if let Some(y) = self.by_kernels(&flat, launch)? {
             return y.reshape(x.dims());
         }
-        self.by_tensor_ops(&flat)?.to_dtype(x.dtype())?.reshape(x.dims())
+        self.by_tensor_ops(&flat, launch)?.to_dtype(x.dtype())?.reshape(x.dims())
     }
 
     /// `x [tokens, hidden]` to the same, f32. Up to [`FEW`] tokens stay on the device, as a captured graph must: each
     /// has its experts gathered. For more the router's choice is read back to the host, so that each expert runs once
     /// over its tokens.
-    fn by_tensor_ops(&self, x: &Tensor) -> Result<Tensor> {
+    fn by_tensor_ops(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let n = self.cfg.num_experts;
         let scores = matmul_t(&x.to_dtype(DType::F32)?, &self.router)?;
         let p = candle_nn::ops::softmax_last_dim(&scores.narrow(1, 0, n)?.contiguous()?)?;
@@ -69,16 +70,19 @@ impl DeviceMoe {
         };
         let Some(shared) = &self.shared else { return Ok(y) };
         let gate = candle_nn::ops::sigmoid(&scores.narrow(1, n, 1)?.contiguous()?)?;
-        y + shared.forward(x)?.to_dtype(DType::F32)?.broadcast_mul(&gate)?
+        y + shared.forward(x, launch)?.to_dtype(DType::F32)?.broadcast_mul(&gate)?
     }
 
     /// The same in the dtype of x, any number of tokens, and nothing is asked of the host; `None` where the kernels do
     /// not take it.
     #[cfg(feature = "cuda")]
-    fn by_kernels(&self, x: &Tensor) -> Result<Option<Tensor>> {
+    fn by_kernels(&self, x: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
         let Experts { gate_up, down, hidden, .. } = &self.experts;
         let shared = match &self.shared {
-            Some(Mlp::Device { gate_up: Linear::Device(gate_up), down: Linear::Device(down) }) => Some([gate_up, down]),
+            Some(Mlp::Device { gate_up, down }) => match (gate_up.tensor(), down.tensor()) {
+                (Some(gate_up), Some(down)) => Some([gate_up, down]),
+                _ => return Ok(None),
+            },
             Some(_) => return Ok(None),
             None => None,
         };
@@ -92,7 +96,7 @@ impl DeviceMoe {
         let one = |x: &Tensor| {
             let few = x.dim(0)? <= moe::FEW;
             let logits = (!few).then(|| matmul_t(&x.to_dtype(DType::F32)?, &self.router)).transpose()?;
-            moe::forward(x, &layer, logits.as_ref())
+            moe::forward(x, &layer, logits.as_ref(), launch)
         };
         let tokens = x.dim(0)?;
         if tokens <= AT_ONCE {
@@ -109,7 +113,7 @@ const AT_ONCE: usize = 8192;
 
 /// Whether so many tokens of a layer on CUDA read the router's choice back to the host, which no captured graph may.
 #[cfg(feature = "cuda")]
-pub(in crate::models) fn asks_the_host(cfg: &MoeConfig, hidden: usize, dtype: DType, tokens: usize) -> bool {
+pub(in crate) fn asks_the_host(cfg: &MoeConfig, hidden: usize, dtype: DType, tokens: usize) -> bool {
     let widths = [cfg.intermediate_size, cfg.shared_intermediate_size];
     tokens > FEW && !moe::takes(dtype, hidden, cfg.num_experts, cfg.experts_per_token, widths)
 }

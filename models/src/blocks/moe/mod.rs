@@ -4,8 +4,9 @@ mod cpu;
 mod device;
 mod quantized;
 
-use super::config::MoeConfig;
-use crate::weights::Source;
+use crate::config::MoeConfig;
+use crate::formats::Source;
+use candle_gdn::plumbing::Launch;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use cpu::CpuMoe;
@@ -40,11 +41,11 @@ impl SparseMoe {
     }
 
     /// `x [.., hidden]` to the same.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         match self {
             Self::Cpu(moe) => moe.forward(x),
-            Self::Device(moe) => moe.forward(x),
-            Self::Quantized(moe) => moe.forward(x),
+            Self::Device(moe) => moe.forward(x, launch),
+            Self::Quantized(moe) => moe.forward(x, launch),
         }
     }
 }
@@ -119,7 +120,7 @@ mod tests {
             let (cpu, device) = (CpuMoe::load(&cfg, hidden, vb.clone())?, DeviceMoe::load(&cfg, hidden, vb)?);
             for (batch, tokens) in [(1, 1), (2, 1), (1, 7), (2, 17)] {
                 let x = Tensor::randn(0f32, 1., (batch, tokens, hidden), &Device::Cpu)?;
-                let (got, want) = (cpu.forward(&x)?, device.forward(&x)?);
+                let (got, want) = (cpu.forward(&x)?, device.forward(&x, &Launch::default())?);
                 assert_eq!(got.dims(), want.dims());
                 let error = (got - want)?.abs()?.flatten_all()?.max(D::Minus1)?.to_scalar::<f32>()?;
                 assert!(error < 1e-5, "{error:e}");
@@ -151,7 +152,7 @@ mod tests {
                 let device = DeviceMoe::load(&cfg, hidden, of(dtype, &cuda))?;
                 for (batch, tokens) in [(1, 1), (2, 1), (1, 9), (4, 8), (1, 33), (2, 100)] {
                     let x = round(&Tensor::randn(0f32, 1., (batch, tokens, hidden), &Device::Cpu)?)?;
-                    let got = device.forward(&x.to_device(&cuda)?.to_dtype(dtype)?)?;
+                    let got = device.forward(&x.to_device(&cuda)?.to_dtype(dtype)?, &Launch::default())?;
                     let got = got.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
                     let want = cpu.forward(&x)?;
                     assert_eq!(got.dims(), want.dims());

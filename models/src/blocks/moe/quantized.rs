@@ -1,14 +1,15 @@
 //! The mixture of experts with quantised experts, by candle's kernels.
 
-use super::super::config::MoeConfig;
-use super::super::mlp::Mlp;
-use super::super::routing::Routing;
+use crate::config::MoeConfig;
+use crate::blocks::mlp::Mlp;
+use crate::blocks::routing::Routing;
 use super::gate_weight;
-use crate::linear::Linear;
+use crate::blocks::linear::Linear;
 use crate::ops::Swiglu;
-use crate::weights::{Blocks, ExpertBlocks, ExpertShape, Matrix, Source};
+use crate::formats::{Blocks, ExpertBlocks, ExpertShape, Matrix, Source};
+use candle_gdn::plumbing::Launch;
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Module, DType, Device, Result, Tensor};
 
 #[derive(Debug)]
 pub(crate) struct QuantizedMoe {
@@ -59,7 +60,7 @@ impl QuantizedMoe {
         let Some(blocks) = source.pp("experts").expert_blocks(shape)? else { return Ok(None) };
         let gate = |name: &str, rows: usize| {
             let weight = gate_weight(rows, hidden, source.pp(name).dense())?;
-            Linear::from_weight(weight)
+            Linear::dense(weight)
         };
         let shared = match cfg.shared_intermediate_size {
             0 => None,
@@ -77,7 +78,7 @@ impl QuantizedMoe {
     }
 
     /// `x [.., hidden]` to the same. Where experts are indexed on the device, nothing is asked of the host.
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let hidden = x.dims().last().copied().unwrap_or(0);
         let tokens = x.elem_count() / hidden.max(1);
         let flat = x.reshape((tokens, hidden))?;
@@ -92,7 +93,7 @@ impl QuantizedMoe {
         };
         if let Some(shared) = &self.shared {
             let gate = candle_nn::ops::sigmoid(&shared.gate.forward(&x32)?)?;
-            let s = shared.mlp.forward(&flat)?.to_dtype(DType::F32)?;
+            let s = shared.mlp.forward(&flat, launch)?.to_dtype(DType::F32)?;
             y = (y + s.broadcast_mul(&gate)?)?;
         }
         y.to_dtype(x.dtype())?.reshape(x.dims())

@@ -1,8 +1,8 @@
 //! Tokens of a cache out as rows, in again, and forgotten from the end: snapshots, forks and drafts.
 
 use super::{Cache, Shape};
-use crate::cpu::matmul::PANEL;
-use crate::cpu::view::Element;
+use candle_gdn::plumbing::cpu::matmul::PANEL;
+use candle_gdn::plumbing::cpu::Element;
 use std::ops::Range;
 
 impl<T: Element> Cache<T> {

@@ -1,7 +1,7 @@
 //! Where llama.cpp's converter puts the weights of these models, and what it does to them.
 
 use super::super::Tiles;
-use crate::GdnConfig;
+use candle_gdn::GdnConfig;
 use std::ops::Range;
 
 /// Where a weight is, and the way back to what it was.
@@ -155,7 +155,7 @@ impl Heads {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::GateActivation;
+    use candle_gdn::GateActivation;
 
     fn heads(tiled: bool) -> Heads {
         let config = GdnConfig {

@@ -4,7 +4,7 @@ use super::super::blocks::row_bytes;
 use super::super::Tiles;
 use super::file::joined;
 use super::names::Place;
-use crate::models::{Cut, RowsOrColumns};
+use crate::parallel::{Cut, RowsOrColumns};
 use candle_core::quantized::GgmlDType;
 use std::ops::Range;
 

@@ -2,10 +2,8 @@
 
 use super::AttentionPlan;
 use crate::cpu::cached_attention::{CacheRows, Cached};
-use crate::ops::args::*;
-use crate::ops::copies::written;
-use crate::ops::sequences::{CuSeqlens, SequencePlan};
-use crate::ops::slots::{cpu_slots, Slots};
+use candle_gdn::plumbing::*;
+use candle_gdn::{CuSeqlens, Slots};
 use candle_core::{bail, CpuStorage, DType, Device, Layout, Result, Tensor};
 
 const ADVANCE: &str = "attention_advance";
@@ -116,7 +114,7 @@ impl AttentionCache {
         }
         let slots = cpu_slots(ADVANCE, self.slots.as_ref(), seqs.num_slots)?;
         let (slots, ranges) = (slots.of_stride(1), seqs.cpu(cu_seqlens));
-        written(ADVANCE, &self.positions, |(storage, layout)| {
+        in_place_cpu(ADVANCE, &self.positions, |(storage, layout)| {
             let CpuStorage::U32(data) = storage else {
                 bail!("{ADVANCE}: positions: expected a u32 tensor on the CPU")
             };

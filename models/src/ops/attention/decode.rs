@@ -1,13 +1,11 @@
 //! The half behind the append: attention of new tokens over the cache.
 
 use super::{AttentionCache, AttentionPlan};
-use crate::cpu;
 use crate::cpu::cached_attention::Decode;
-use crate::ops::args::*;
-use crate::ops::rule::{heads, storage_dtype};
-use crate::ops::sequences::CuSeqlens;
+use candle_gdn::plumbing::*;
+use candle_gdn::CuSeqlens;
 #[cfg(feature = "cuda")]
-use crate::ops::slots::Slots;
+use candle_gdn::Slots;
 use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
 
@@ -23,7 +21,7 @@ pub struct AttentionDecode {
     max_len: usize,
     /// Whether the second argument is a gate, and not q again.
     gated: bool,
-    overlap: bool,
+    launch: Launch,
 }
 
 impl AttentionDecode {
@@ -36,7 +34,7 @@ impl AttentionDecode {
         if !scale.is_finite() {
             bail!("{DECODE}: scale: expected a finite value, got {scale}");
         }
-        Ok(Self { cache: cache.clone(), scale, cu_seqlens: None, max_len: 0, gated: true, overlap: false })
+        Ok(Self { cache: cache.clone(), scale, cu_seqlens: None, max_len: 0, gated: true, launch: Launch::default() })
     }
 
     /// The tokens of all sequences are packed, `[tokens, ..]`.
@@ -53,9 +51,9 @@ impl AttentionDecode {
     }
 
     /// The kernel may begin while the one before it on the stream still runs, and read the slots, the positions and the
-    /// old keys and values, which that one must not write. [`crate::AttentionPrepare`] does not.
-    pub(crate) fn overlapping(mut self) -> Self {
-        self.overlap = true;
+    /// old keys and values, which that one must not write. [`crate::ops::AttentionPrepare`] does not.
+    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
+        self.launch = launch.clone();
         self
     }
 
@@ -70,7 +68,7 @@ impl AttentionDecode {
             check_dtype(DECODE, arg, tensor.dtype(), self.cache.k.dtype())?;
             check_device(DECODE, arg, tensor, self.cache.device())?;
         }
-        apply2(&Self { gated: gate.is_some(), ..self.clone() }, &q, &second)
+        apply2(&Self { gated: gate.is_some(), ..self.clone() }, self.launch.arena.as_ref(), &q, &second)
     }
 
     fn plan(&self, q: &Layout, gate: &Layout) -> Result<AttentionPlan> {
@@ -137,7 +135,7 @@ impl CustomOp2 for AttentionDecode {
                 cache: &self.cache,
                 slots: slots.as_ref(),
                 cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-                overlap: self.overlap,
+                launch: &self.launch,
             },
             scale: self.scale,
             max_len: self.max_len,

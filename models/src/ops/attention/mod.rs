@@ -9,8 +9,8 @@ pub use cache::AttentionCache;
 pub use decode::{attention_decode, AttentionDecode};
 pub use prepare::{attention_prepare, rotary_frequencies, AttentionPrepare, PrepareOptions};
 
-use super::args::HeadsLayout;
-use super::sequences::SequencePlan;
+use candle_gdn::plumbing::{HeadsLayout, SequencePlan};
+
 
 /// A checked call, as the CUDA side reads it.
 #[derive(Debug, Clone)]

@@ -1,14 +1,11 @@
 //! The half before the append: norm and rotary position of new queries and keys, and the append itself.
 
 use super::{AttentionCache, AttentionPlan};
-use crate::cpu;
 use crate::cpu::cached_attention::Prepare;
-use crate::ops::args::*;
-use crate::ops::copies::written;
-use crate::ops::rule::{heads, storage_dtype};
-use crate::ops::sequences::CuSeqlens;
+use candle_gdn::plumbing::*;
+use candle_gdn::CuSeqlens;
 #[cfg(feature = "cuda")]
-use crate::ops::slots::Slots;
+use candle_gdn::Slots;
 use candle_core::{bail, CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
 
@@ -24,7 +21,7 @@ pub struct AttentionPrepare {
     inv_freq: Tensor,
     options: PrepareOptions,
     cu_seqlens: Option<CuSeqlens>,
-    overlap: bool,
+    launch: Launch,
 }
 
 /// Constants of [`AttentionPrepare`]. The default is Qwen3-Next's.
@@ -67,7 +64,7 @@ impl AttentionPrepare {
             check_dtype(PREPARE, arg, tensor.dtype(), DType::F32)?;
             check_device(PREPARE, arg, tensor, cache.device())?;
             check_contiguous(PREPARE, arg, tensor)?;
-            cache.check_not_written(PREPARE, arg, storage_key(tensor))?;
+            cache.check_not_in_place_cpu(PREPARE, arg, storage_key(tensor))?;
         }
         check_shape(PREPARE, "q_weight", q_weight, &[dim])?;
         check_shape(PREPARE, "k_weight", k_weight, &[dim])?;
@@ -88,7 +85,7 @@ impl AttentionPrepare {
             inv_freq: inv_freq.clone(),
             options,
             cu_seqlens: None,
-            overlap: false,
+            launch: Launch::default(),
         })
     }
 
@@ -99,8 +96,8 @@ impl AttentionPrepare {
     }
 
     /// The kernel may begin while the one before it on the stream still runs; it waits for it before it reads anything.
-    pub(crate) fn overlapping(mut self) -> Self {
-        self.overlap = true;
+    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
+        self.launch = launch.clone();
         self
     }
 
@@ -115,12 +112,12 @@ impl AttentionPrepare {
             self.check_input(arg, tensor.dtype(), storage_key(tensor))?;
             check_device(PREPARE, arg, tensor, self.cache.device())?;
         }
-        apply3(self, &q, &k, &v)
+        apply3(self, self.launch.arena.as_ref(), &q, &k, &v)
     }
 
     fn check_input(&self, arg: &str, dtype: DType, key: usize) -> Result<()> {
         check_dtype(PREPARE, arg, dtype, self.cache.k.dtype())?;
-        self.cache.check_not_written(PREPARE, arg, key)
+        self.cache.check_not_in_place_cpu(PREPARE, arg, key)
     }
 
     fn plan(&self, [q, k, v]: [&Layout; 3]) -> Result<AttentionPlan> {
@@ -162,8 +159,8 @@ impl AttentionPrepare {
             if out.is_empty() {
                 return Ok(out);
             }
-            written(PREPARE, &self.cache.k, |(keys, k_layout)| {
-                written(PREPARE, &self.cache.v, |(values, v_layout)| {
+            in_place_cpu(PREPARE, &self.cache.k, |(keys, k_layout)| {
+                in_place_cpu(PREPARE, &self.cache.v, |(values, v_layout)| {
                     let (Some(keys), Some(values)) = (T::slice_mut(keys), T::slice_mut(values)) else {
                         bail!("{PREPARE}: k of the cache: expected q's dtype")
                     };
@@ -227,7 +224,7 @@ impl CustomOp3 for AttentionPrepare {
                 cache: &self.cache,
                 slots: slots.as_ref(),
                 cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-                overlap: self.overlap,
+                launch: &self.launch,
             },
             q_weight: &self.q_weight,
             k_weight: &self.k_weight,

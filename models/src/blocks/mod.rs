@@ -1,0 +1,13 @@
+//! What the layers of the models are made of.
+
+pub(crate) mod attention;
+pub(crate) mod decoder;
+pub(crate) mod embeddings;
+pub(crate) mod gdn;
+pub(crate) mod kv_cache;
+pub(crate) mod linear;
+pub(crate) mod mlp;
+pub(crate) mod moe;
+pub(crate) mod norm;
+pub(crate) mod rotary;
+pub(crate) mod routing;

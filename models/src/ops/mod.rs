@@ -1,0 +1,16 @@
+//! The operations between the Gated DeltaNet layers: one file each, with the `CustomOp` struct, its checks and its
+//! dispatch to the CPU or CUDA kernel.
+
+mod attention;
+mod residual;
+mod swiglu;
+
+pub use attention::{
+    attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare,
+    PrepareOptions,
+};
+pub use residual::{add_rms_norm, rms_norm, AddRmsNorm};
+pub use swiglu::{swiglu, Swiglu};
+
+#[cfg(feature = "cuda")]
+pub(crate) use {attention::AttentionPlan, residual::ResidualPlan, swiglu::SwigluPlan};
