@@ -119,8 +119,17 @@ __device__ __forceinline__ float raw_to_float(uint32_t raw, int dtype) {
   return dtype == GDN_F32 ? __uint_as_float(raw) : dtype == GDN_BF16 ? bf16 : f16;
 }
 
-// The element type of a gdn_dtype on the host, as the argument of a generic lambda: fn(T{}).
 template <typename T> struct Type { using type = T; };
+
+// The type of a state whose dtype is known only at run time: where states are a small part of the work, one kernel serves both.
+struct AnyState {};
+template <typename ST, typename F> __device__ __forceinline__ void with_state_type(int dtype, const F &fn) {
+  if constexpr (!std::is_same_v<ST, AnyState>) fn(Type<ST>{});
+  else if (dtype == GDN_BF16) fn(Type<__nv_bfloat16>{});
+  else fn(Type<float>{});
+}
+
+// The element type of a gdn_dtype on the host, as the argument of a generic lambda: fn(Type<T>).
 template <typename F> int with_dtype(int dtype, F &&fn) {
   switch (dtype) {
     case GDN_F32: return fn(Type<float>{});

@@ -20,6 +20,7 @@ constexpr int kSplitWarps = 4;
 template <typename T, typename G, typename ST, int ROWS>
 __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     const __grid_constant__ SmallFused p GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
+  if (!ptx::kSm90) return;
   GDN_PROFILED(profile::Stamps stamps(target, profile::kDecode);)
   using L = Lanes<ST>;
   constexpr int kTile = kSplitWarps * kGroups * ROWS, kSplits = kDim / kTile;

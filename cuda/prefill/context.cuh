@@ -146,6 +146,7 @@ __device__ __forceinline__ void combine_unit(float (&acc)[C::kSums][C::kRowTiles
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads)
 combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
+  if (C::kCluster > 1 && !ptx::kSm90) return;
   using Shared = typename C::Shared;
   constexpr int KK = C::kK, kCluster = C::kCluster, kParts = C::kParts, kTiles = C::kTiles, kUnit = C::kUnit, kUnits = C::kUnits,
                 kDone = C::kDone, kPack = C::kPack, kColumns = C::kColumns, kRowTiles = C::kRowTiles;

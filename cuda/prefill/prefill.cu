@@ -4,6 +4,7 @@
 #include "../common/launch.cuh"
 #include "cut.h"
 #include "layout.cuh"
+#include "maps.h"
 #include "plan.h"
 
 namespace gdn {
@@ -61,6 +62,36 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   return GDN_OK;
 }
 
+// The kernels in order.
+template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStream_t stream) {
+  Plan plan = {};
+  plan.segments = s.segments;
+  plan.first_chunks = s.first_chunks;
+  plan.segment_chunks = s.segment_chunks;
+  plan.keep_state = state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots);
+  Record *records = static_cast<Record *>(p.workspace);
+  plan.records = records;
+  plan.transfers = reinterpret_cast<float *>(static_cast<uint8_t *>(p.workspace) + s.record_bytes);
+  Maps maps;
+  if (sm90) {
+    if (const int status = make_maps(p, &maps)) return status;
+  } else if (s.chunks > 0) {
+    if (const int status = launch_prepare<T>(p, s, records, stream)) return status;
+  }
+  const auto scan = [&](Pass pass) {
+    if (!sm90) return launch_sm80<T>(p, s, plan, pass, stream);
+    return p.state_dtype == GDN_BF16 ? launch_sm90<T, __nv_bfloat16>(p, s, plan, maps, pass, stream)
+                                     : launch_sm90<T, float>(p, s, plan, maps, pass, stream);
+  };
+  if (s.segments > 1) {
+    if (const int status = scan(kFirst)) return status;
+  }
+  if (s.segments > 2) {
+    if (const int status = launch_combine(p, plan, stream)) return status;
+  }
+  return scan(s.places > 0 ? kRounds : kWhole);
+}
+
 }  // namespace prefill
 
 bool chunked_sm80_takes(const gdn_rule_params &p) { return prefill::takes(p); }
@@ -86,7 +117,7 @@ int launch_chunked_tensor(const gdn_rule_params &p, int32_t algo, cudaStream_t s
   if (const int status = prefill::make_schedule(p, sm90, &s)) return status;
   const int64_t bytes = s.bytes();
   if (bytes > 0 && (!p.workspace || !aligned(p.workspace, 256) || p.workspace_bytes < bytes)) return GDN_BAD_WORKSPACE;
-  return p.io_dtype == GDN_F16 ? prefill::launch_f16(p, s, sm90, stream) : prefill::launch_bf16(p, s, sm90, stream);
+  return p.io_dtype == GDN_F16 ? prefill::launch_all<__half>(p, s, sm90, stream) : prefill::launch_all<__nv_bfloat16>(p, s, sm90, stream);
 }
 
 }  // namespace gdn

@@ -10,32 +10,10 @@
 #pragma once
 
 #include "layout.cuh"
+#include "plan.h"
 
 namespace gdn {
 namespace prefill {
-
-// More heads than multiprocessors: a block, a `place`, goes through several. Either every places-th of them, or what lies between
-// place T and (place + 1) T of all jobs in a row, T = jobs / places, so that all places are busy to the end and not only in whole
-// rounds (McNaughton's rule): a place first runs the part of a head that its begin cuts off, then whole ones, then the part that
-// its end cuts off, whose other part the next place ran first.
-struct Rounds {
-  int32_t jobs, places;
-  bool cut;
-  uint32_t *flags;         // cut: of each place, eight: a warp's rows of what it runs first are there
-  float *states;           // of each, [rows of a block, head_k]
-};
-
-// What the host decides.
-struct Plan {
-  int32_t v_tiles;          // blocks a head
-  int32_t segments;         // parts of a sequence
-  int32_t first_chunks;     // chunks of the first
-  int32_t segment_chunks;   // and of each but the last that follows
-  bool keep_state;          // a sequence without tokens need not copy its state
-  const Record *records;
-  float *transfers;         // context parallelism: see context.cuh
-  Rounds rounds;
-};
 
 // A operands of the columns of `x`, of which each k step takes 16.
 template <typename T, int N> __device__ __forceinline__ void to_operand(uint32_t (&a)[N / 2][4], const float (&x)[N][4]) {
@@ -218,14 +196,6 @@ __device__ __forceinline__ void zero_rows(const gdn_rule_params &p, int n, const
 
 // ---- the stretch of a sequence that a block runs through ----
 
-// What a block does with its stretch.
-enum Pass {
-  kWhole,      // o, checkpoints and the final state: of a sequence in one segment, or of those behind the first
-  kRounds,     // of sequences in one segment, several for a block, which is then a place
-  kFirst,      // of the first segment, while
-  kTransfer    // what the others add to a state and make of one is found (context.cuh)
-};
-
 struct Stretch {
   Tokens seq;
   int n, head, segment;
@@ -349,8 +319,11 @@ __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule
     const float *from = s.segment > 1 ? transfer_at(p, plan, s.n, s.segment - 1, s.head) : first_at(p, plan, s.n, s.head);
     load_state(state, from, row0, p.head_v, p.head_k, lane);
   } else {
-    const ST *from = static_cast<const ST *>(p.state_in) + slot_of(p.in_slots, s.n) * p.in_slots.slot_stride;
-    load_state(state, from + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+    with_state_type<ST>(p.state_dtype, [&](auto type) {
+      using S = typename decltype(type)::type;
+      const S *from = static_cast<const S *>(p.state_in) + slot_of(p.in_slots, s.n) * p.in_slots.slot_stride;
+      load_state(state, from + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+    });
   }
 }
 
@@ -363,7 +336,10 @@ __device__ __forceinline__ void checkpoint(const float (&state)[N][4], const gdn
   if (done % p.checkpoint_tokens != 0 || done > s.seq.count) return;
   const int64_t first = p.seqs.cu_seqlens ? s.seq.first : static_cast<int64_t>(s.n) * p.seqs.tokens_per_seq;
   const int64_t row = (first / p.checkpoint_tokens + done / p.checkpoint_tokens - 1) * p.num_v_heads + s.head;
-  store_state(state, static_cast<ST *>(p.checkpoints) + row * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+  with_state_type<ST>(p.state_dtype, [&](auto type) {
+    using S = typename decltype(type)::type;
+    store_state(state, static_cast<S *>(p.checkpoints) + row * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+  });
 }
 
 template <typename ST, Pass PASS, int N>
@@ -373,8 +349,11 @@ __device__ __forceinline__ void end_state(const float (&state)[N][4], const gdn_
     float *to = transfer_at(p, plan, s.n, s.segment, s.head) + (s.identity ? p.head_v * p.head_k : 0);
     store_state(state, to, row0, s.identity ? p.head_k : p.head_v, p.head_k, lane);
   } else if (s.end * kChunk >= s.seq.count) {
-    ST *to = static_cast<ST *>(p.state_out) + slot_of(p.out_slots, s.n) * p.out_slots.slot_stride;
-    store_state(state, to + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+    with_state_type<ST>(p.state_dtype, [&](auto type) {
+      using S = typename decltype(type)::type;
+      S *to = static_cast<S *>(p.state_out) + slot_of(p.out_slots, s.n) * p.out_slots.slot_stride;
+      store_state(state, to + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+    });
   } else if (PASS == kFirst) {
     store_state(state, first_at(p, plan, s.n, s.head), row0, p.head_v, p.head_k, lane);
   } else if (PASS == kRounds) {

@@ -193,28 +193,31 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   float state[ROWS][E];
   auto load_state = [&] {
     if (!consumer) return;
-    const ST *in = static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride +
-                   static_cast<int64_t>(head) * head_v * head_k;
+    with_state_type<ST>(p.state_dtype, [&](auto type) {
+      using S = typename decltype(type)::type;
+      const S *in = static_cast<const S *>(p.state_in) + in_slot * p.in_slots.slot_stride +
+                    static_cast<int64_t>(head) * head_v * head_k;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = row0 + tile_row + r;
-      const ST *sp = in + row * head_k;
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = row0 + tile_row + r;
+        const S *sp = in + row * head_k;
 #pragma unroll
-      for (int j = 0; j < kVecs; ++j) {
-        const int i = 4 * (part + kLanes * j);
-        if (EXACT) {
-          float x[4];
-          load_pack<ST, 4>(sp + i, x);
+        for (int j = 0; j < kVecs; ++j) {
+          const int i = 4 * (part + kLanes * j);
+          if (EXACT) {
+            float x[4];
+            load_pack<S, 4>(sp + i, x);
 #pragma unroll
-          for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
-        } else {
-          float x[4] = {0.f, 0.f, 0.f, 0.f};
-          if (row < head_v) load4(sp, i, head_k, plan.vec_state, x);
+            for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
+          } else {
+            float x[4] = {0.f, 0.f, 0.f, 0.f};
+            if (row < head_v) load4(sp, i, head_k, plan.vec_state, x);
 #pragma unroll
-          for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
+            for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
+          }
         }
       }
-    }
+    });
     GDN_PROFILED(stamps.lap(profile::kLoadState);)
   };
 
@@ -225,23 +228,27 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
                                            worker, workers, to GDN_PROFILED(, stamps));
   };
   float scale = 1.f;
-  auto store_state = [&](ST *to) {
+  auto store_state = [&](void *states, int64_t slot, int64_t within) {    // where it begins, in elements
+    with_state_type<ST>(p.state_dtype, [&](auto type) {
+      using S = typename decltype(type)::type;
+      S *to = static_cast<S *>(states) + slot + within;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = row0 + tile_row + r;
-      ST *sp = to + row * head_k;
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = row0 + tile_row + r;
+        S *sp = to + row * head_k;
 #pragma unroll
-      for (int j = 0; j < kVecs; ++j) {
-        const int i = 4 * (part + kLanes * j);
-        const float x[4] = {scale * state[r][4 * j], scale * state[r][4 * j + 1], scale * state[r][4 * j + 2],
-                            scale * state[r][4 * j + 3]};
-        if (EXACT) {
-          store_pack<ST, 4>(sp + i, x);
-        } else if (row < head_v) {
-          store4(sp, i, head_k, plan.vec_state, x);
+        for (int j = 0; j < kVecs; ++j) {
+          const int i = 4 * (part + kLanes * j);
+          const float x[4] = {scale * state[r][4 * j], scale * state[r][4 * j + 1], scale * state[r][4 * j + 2],
+                              scale * state[r][4 * j + 3]};
+          if (EXACT) {
+            store_pack<S, 4>(sp + i, x);
+          } else if (row < head_v) {
+            store4(sp, i, head_k, plan.vec_state, x);
+          }
         }
       }
-    }
+    });
   };
   T *o = out_heads_at<T>(p.o, n, seq.first, head) + row0 + tile_row + part;    // written by lanes part < ROWS
   const bool writes = consumer && part < ROWS && row0 + tile_row + part < head_v;
@@ -317,8 +324,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
         if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out);
         if (p.token_states) {
           const int64_t token = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
-          store_state(static_cast<ST *>(p.token_states) +
-                      ((token + t0 + t) * p.num_v_heads + head) * head_v * head_k);
+          store_state(p.token_states, 0, ((token + t0 + t) * p.num_v_heads + head) * head_v * head_k);
         }
       }
       // Checkpoints lie at multiples of GDN_CHUNK, which are ends of stages; decode never gets there.
@@ -328,7 +334,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
         if (p.checkpoints && done % p.checkpoint_tokens == 0) {
           const int64_t token = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
           const int64_t row = token / p.checkpoint_tokens + done / p.checkpoint_tokens - 1;
-          store_state(static_cast<ST *>(p.checkpoints) + (row * p.num_v_heads + head) * head_v * head_k);
+          store_state(p.checkpoints, 0, (row * p.num_v_heads + head) * head_v * head_k);
         }
       }
       GDN_PROFILED(stamps.lap(profile::kUpdate);)
@@ -338,8 +344,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   }
 
   if (consumer) {
-    store_state(static_cast<ST *>(p.state_out) + out_slot * p.out_slots.slot_stride +
-                static_cast<int64_t>(head) * head_v * head_k);
+    store_state(p.state_out, out_slot * p.out_slots.slot_stride, static_cast<int64_t>(head) * head_v * head_k);
     GDN_PROFILED(stamps.lap(profile::kStoreState);)
   }
 }
@@ -366,14 +371,6 @@ int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   recurrent_kernel<T, ST, E, ROWS, EXACT, AHEAD>
       <<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
   return launched();
-}
-
-template <typename T, int E, int ROWS> int launch(const gdn_rule_params &p, cudaStream_t stream) {
-  return with_state_dtype(p.state_dtype, [&](auto state) {
-    using ST = typename decltype(state)::type;
-    return max_tokens(p.seqs) > kDecodeTokens ? launch_as<T, ST, E, ROWS, false, true>(p, stream)
-                                              : launch_as<T, ST, E, ROWS, false, false>(p, stream);
-  });
 }
 
 }  // namespace recurrent
