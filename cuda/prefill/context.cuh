@@ -17,7 +17,7 @@
 namespace gdn {
 namespace prefill {
 
-// How a combination is cut up. A block has ROWS rows of the state and a CLUSTERth of its columns; a warp 16 TILES of those, all
+// How a combination is divided. A block has ROWS rows of the state and a CLUSTERth of its columns; a warp 16 TILES of those, all
 // rows, and a PARTSth of k. EXACT: head_k is KK, and need not be asked for at each load.
 template <int KK, int ROWS, int CLUSTER, int TILES, int PARTS, bool EXACT> struct Combination {
   static constexpr int kK = KK, kRows = ROWS, kCluster = CLUSTER, kTiles = TILES, kParts = PARTS;

@@ -19,8 +19,8 @@ int launch_scan90(const gdn_rule_params &p, const Plan &plan, const Maps &maps, 
 
 // The rounds of `jobs`, and their flags as they begin.
 inline int begin_rounds(const gdn_rule_params &p, const Schedule &s, int64_t jobs, Rounds *rounds, cudaStream_t stream) {
-  *rounds = {static_cast<int32_t>(jobs), s.places, s.cut_bytes > 0, nullptr, nullptr};
-  if (!rounds->cut) return GDN_OK;
+  *rounds = {static_cast<int32_t>(jobs), s.places, s.split_bytes > 0, nullptr, nullptr};
+  if (!rounds->split) return GDN_OK;
   uint8_t *memory = static_cast<uint8_t *>(p.workspace) + s.record_bytes + s.transfer_bytes;
   const int64_t flags = s.places * 8 * int64_t{sizeof(uint32_t)};
   rounds->flags = reinterpret_cast<uint32_t *>(memory);

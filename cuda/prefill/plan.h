@@ -14,9 +14,9 @@ struct Schedule {
   int32_t places;               // blocks that go through several heads each (scan.cuh); 0: one a block
   int64_t chunks;               // records of a value head
   int64_t record_bytes, transfer_bytes;
-  int64_t cut_bytes;            // places: of heads cut in two, if there are
+  int64_t split_bytes;          // places: of heads split in two, if there are
 
-  int64_t bytes() const { return record_bytes + transfer_bytes + cut_bytes; }
+  int64_t bytes() const { return record_bytes + transfer_bytes + split_bytes; }
 };
 
 int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s);
@@ -26,12 +26,12 @@ struct Maps;      // maps.h
 
 // More heads than multiprocessors: a block, a `place`, goes through several. Either every places-th of them, or what lies between
 // place T and (place + 1) T of all jobs in a row, T = jobs / places, so that all places are busy to the end and not only in whole
-// rounds (McNaughton's rule): a place first runs the part of a head that its begin cuts off, then whole ones, then the part that
-// its end cuts off, whose other part the next place ran first.
+// rounds (McNaughton's rule): a place first runs the part of a head that its begin splits off, then whole ones, then the part that
+// its end splits off, whose other part the next place ran first.
 struct Rounds {
   int32_t jobs, places;
-  bool cut;
-  uint32_t *flags;         // cut: of each place, eight: a warp's rows of what it runs first are there
+  bool split;              // the latter
+  uint32_t *flags;         // split: of each place, eight: a warp's rows of what it runs first are there
   float *states;           // of each, [rows of a block, head_k]
 };
 

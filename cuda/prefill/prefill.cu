@@ -1,11 +1,11 @@
-// GDN_CHUNKED_SM80 and GDN_CHUNKED_SM90: what they take, how a call is cut up, and how much workspace it needs.
+// GDN_CHUNKED_SM80 and GDN_CHUNKED_SM90: what they take, what is launched, and how much workspace that needs.
 #include "prefill.h"
 
 #include "../common/launch.cuh"
-#include "cut.h"
 #include "layout.cuh"
 #include "maps.h"
 #include "plan.h"
+#include "segments.h"
 
 namespace gdn {
 namespace prefill {
@@ -38,10 +38,10 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   s->record_bytes = sm90 ? 0 : ceil_div(s->chunks * p.num_v_heads * static_cast<int64_t>(sizeof(Record)), 256) * 256;
 
   const bool has_wide = p.head_k > 64 && p.head_v > 64;    // blocks of 128 value rows
-  Cut cut;
-  if (heads > 0) cut = choose_cut(p, longest, sm90, sms, sm90 && has_wide);
-  s->first_chunks = static_cast<int32_t>(cut.first < 1 ? 1 : cut.first);
-  s->segment_chunks = static_cast<int32_t>(cut.others < 1 ? 1 : cut.others);
+  Segments segments;
+  if (heads > 0) segments = choose_segments(p, longest, sm90, sms, sm90 && has_wide);
+  s->first_chunks = static_cast<int32_t>(segments.first_chunks < 1 ? 1 : segments.first_chunks);
+  s->segment_chunks = static_cast<int32_t>(segments.chunks < 1 ? 1 : segments.chunks);
   const int64_t behind = longest - s->first_chunks;
   s->segments = static_cast<int32_t>(1 + (behind > 0 ? ceil_div(behind, s->segment_chunks) : 0));
   // [V, K] after the first; [V + K, K] of each that is neither it nor the last.
@@ -52,13 +52,13 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
     int optin = 0;
     if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
     const int64_t side_by_side = s->segments > 1 ? s->segments - 1 : 1;
-    cut.wide = has_wide && side_by_side * heads * ceil_div(p.head_v, 64) > 2 * sms && optin >= 120 * 1024;
+    segments.wide = has_wide && side_by_side * heads * ceil_div(p.head_v, 64) > 2 * sms && optin >= 120 * 1024;
   }
-  s->tile_rows = cut.wide ? 128 : 64;
-  s->first_rows = cut.wide_first ? 128 : 64;
-  s->places = cut.rounds ? sms : 0;
-  // At most places - 1 heads are cut: flags of 8 warps, and states.
-  s->cut_bytes = cut.cut ? sms * (8 * int64_t{sizeof(uint32_t)} + int64_t{s->tile_rows} * p.head_k * int64_t{sizeof(float)}) : 0;
+  s->tile_rows = segments.wide ? 128 : 64;
+  s->first_rows = segments.wide_first ? 128 : 64;
+  s->places = segments.rounds ? sms : 0;
+  // At most places - 1 heads are split: flags of 8 warps, and states.
+  s->split_bytes = segments.split ? sms * (8 * int64_t{sizeof(uint32_t)} + int64_t{s->tile_rows} * p.head_k * int64_t{sizeof(float)}) : 0;
   return GDN_OK;
 }
 

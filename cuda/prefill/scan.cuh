@@ -202,7 +202,7 @@ struct Stretch {
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
-  int cut;              // the place that runs the head's first part; -1: the head is whole
+  int split;            // the place that runs the head's first part; -1: the head is whole
 };
 
 __device__ __forceinline__ int begin_of_segment(const Plan &plan, int segment) {
@@ -232,19 +232,19 @@ __host__ __device__ __forceinline__ unsigned first_blocks(const gdn_rule_params 
   return static_cast<unsigned>(plan.v_tiles) * p.num_v_heads * p.seqs.num_seqs;
 }
 
-// What a place runs `round`-th: a job, and how many of its rounds.places-ths come before the cut.
+// What a place runs `round`-th: a job, and how many of its rounds.places-ths come before the split.
 struct Part {
   unsigned job;
-  int cut, share;    // cut as in Stretch
+  int split, share;    // split as in Stretch
   bool second;
 };
 __device__ __forceinline__ int rounds_of(const Rounds &r, int place) {
-  if (!r.cut) return (r.jobs - place + r.places - 1) / r.places;
+  if (!r.split) return (r.jobs - place + r.places - 1) / r.places;
   const int begin = place * r.jobs / r.places, end = ((place + 1) * r.jobs + r.places - 1) / r.places;
   return end - begin;
 }
 __device__ __forceinline__ Part part_of(const Rounds &r, int place, int round) {
-  if (!r.cut) return {static_cast<unsigned>(place + round * r.places), -1, 0, false};
+  if (!r.split) return {static_cast<unsigned>(place + round * r.places), -1, 0, false};
   const int job = place * r.jobs / r.places + round, begin = place * r.jobs % r.places;
   if (round == 0 && begin > 0) return {static_cast<unsigned>(job), place, r.places - begin, false};
   const int end = (place + 1) * r.jobs;
@@ -278,13 +278,13 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   const int chunks = (s.seq.count + kChunk - 1) / kChunk;
   s.begin = begin_of_segment(plan, s.segment);
   s.end = min(chunks, begin_of_segment(plan, s.segment + 1));
-  s.cut = -1;
+  s.split = -1;
   if (PASS == kTransfer && s.end == chunks) s.end = s.begin;    // nothing follows that would need it
-  if (PASS == kRounds && part.cut >= 0) {
+  if (PASS == kRounds && part.split >= 0) {
     const int first = (chunks * part.share + plan.rounds.places / 2) / plan.rounds.places;
     if (part.second) s.segment = 1, s.begin = first;
     else s.end = first;
-    if (0 < first && first < chunks) s.cut = part.cut;
+    if (0 < first && first < chunks) s.split = part.split;
   }
   return s;
 }
@@ -297,8 +297,8 @@ template <Pass PASS> __device__ __forceinline__ bool is_idle(const Stretch &s, c
 // ---- the state of a warp's rows along a stretch, `row0` being the first of them ----
 
 // Between the two parts of a head, by a block of `tile_rows`.
-__device__ __forceinline__ float *cut_at(const gdn_rule_params &p, const Plan &plan, const Stretch &s, int tile_rows) {
-  return plan.rounds.states + static_cast<int64_t>(s.cut) * tile_rows * p.head_k;
+__device__ __forceinline__ float *split_at(const gdn_rule_params &p, const Plan &plan, const Stretch &s, int tile_rows) {
+  return plan.rounds.states + static_cast<int64_t>(s.split) * tile_rows * p.head_k;
 }
 
 template <typename ST, Pass PASS, int N>
@@ -310,10 +310,10 @@ __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         state[t][i] = s.identity && row0 + lane / 4 + i / 2 * 8 == 8 * t + 2 * (lane % 4) + i % 2 ? 1.f : 0.f;
-  } else if (PASS == kRounds && s.segment > 0 && s.cut >= 0) {
+  } else if (PASS == kRounds && s.segment > 0 && s.split >= 0) {
     const int row = row0 - s.row0;
-    ptx::wait_for_flag(plan.rounds.flags + 8 * s.cut + row / 16, lane);
-    load_state(state, cut_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+    ptx::wait_for_flag(plan.rounds.flags + 8 * s.split + row / 16, lane);
+    load_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
   } else if (PASS == kWhole && s.segment > 0) {
     ptx::grid_dependency_wait();
     const float *from = s.segment > 1 ? transfer_at(p, plan, s.n, s.segment - 1, s.head) : first_at(p, plan, s.n, s.head);
@@ -358,8 +358,8 @@ __device__ __forceinline__ void end_state(const float (&state)[N][4], const gdn_
     store_state(state, first_at(p, plan, s.n, s.head), row0, p.head_v, p.head_k, lane);
   } else if (PASS == kRounds) {
     const int row = row0 - s.row0;
-    store_state(state, cut_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
-    ptx::set_flag(plan.rounds.flags + 8 * s.cut + row / 16, lane);
+    store_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+    ptx::set_flag(plan.rounds.flags + 8 * s.split + row / 16, lane);
   }
 }
 
