@@ -143,6 +143,7 @@ __device__ __forceinline__ void combine_unit(float (&acc)[C::kSums][C::kRowTiles
   }
 }
 
+// One function: M, the state and the sums are registers of all its parts.
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads)
 combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {

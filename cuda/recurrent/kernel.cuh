@@ -51,6 +51,7 @@ template <int E, int ROWS, bool AHEAD> struct Shape {
 
 // Prepares tokens first .. first + count of the sequence. This warp takes kAtOnce of every `warps` * kAtOnce, so that
 // their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token.
+// One function: raw rows are registers from the loads at its begin to the norms at its end.
 template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
 __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Plan &plan, int n, int64_t first,
                                              int count, int head, int row0, int warp, int warps, float *stage
@@ -156,6 +157,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
 
 // EXACT: K = V = 128 (E = 16) with aligned q, k and state, so that nothing is guarded. AHEAD: producer warps prepare the
 // next stage; without them it is the decode kernel, whose registers go to loads of the state.
+// One function: the state is in registers of all its parts, some of which are lambdas.
 template <typename T, typename ST, int E, int ROWS, bool EXACT, bool AHEAD>
 __global__ void __launch_bounds__(Shape<E, ROWS, AHEAD>::kThreads, EXACT && AHEAD ? 2 : 1)
 recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {

@@ -23,6 +23,7 @@ constexpr int stage_bytes_of(int rows) { return (rows + kTileOutputs) * kTileRow
 //
 // Eight warps, two along the rows and four along the weights; tiles lie in shared memory with the 16-byte piece p of
 // row r at p ^ r % 8.
+// One function: the loads of the next tiles are under way beside the products of the last.
 template <typename T, int ROWS, bool GATED>
 __global__ void __launch_bounds__(kGroupedThreads, 2)
     grouped_kernel(const __grid_constant__ Args a, int blocks_per_tile) {
