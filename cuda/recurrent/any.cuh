@@ -1,4 +1,4 @@
-// The launches of GDN_RECURRENT for one input type; K is padded to 32, 64, 96, 128 or 256 in registers.
+// The launches of GDN_RECURRENT for inputs of 32 or of 16 bits; K is padded to 32, 64, 96, 128 or 256 in registers.
 #pragma once
 
 #include "kernel.cuh"

@@ -107,8 +107,8 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
       for (int m = 0; m < kParts; ++m)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          k[u][m][c] = raw_to_float(raw_k[u][m], c);
-          q[u][m][c] = raw_to_float(raw_q[u][m], c);
+          k[u][m][c] = raw_to_float(raw_k[u][m], c, p.io_dtype);
+          q[u][m][c] = raw_to_float(raw_q[u][m], c, p.io_dtype);
           kk[u].add_square(k[u][m][c]);
           qq[u] = fmaf(q[u][m][c], q[u][m][c], qq[u]);
           kq[u] = fmaf(k[u][m][c], q[u][m][c], kq[u]);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
         }
 #pragma unroll
         for (int m = 0; m < kVs; ++m)
-          if (lane + 32 * m < S::kTile) record[kV + lane + 32 * m] = to_float(v[u][m]);
+          if (lane + 32 * m < S::kTile) record[kV + lane + 32 * m] = to_float(v[u][m], p.io_dtype);
         if (lane == 0) record[kScalars + 2] = kq[u] * k_scale.hi * q_scale;
       }
     }
@@ -181,7 +181,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   if (in_slot < 0 || out_slot < 0) {    // padding
     const int rows = min(S::kTile, head_v - row0);
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(seq.count) * rows; i += blockDim.x)
-      out_heads_at<T>(p.o, n, seq.first + i / rows, head)[row0 + i % rows] = from_float<T>(0.f);
+      out_heads_at<T>(p.o, n, seq.first + i / rows, head)[row0 + i % rows] = from_float<T>(0.f, p.io_dtype);
     GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
   }
@@ -323,7 +323,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
           const float y = fmaf(d, gates.z, scale * sq[r]);
           if (part == r) out = y;
         }
-        if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out);
+        if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out, p.io_dtype);
         if (p.token_states) {
           const int64_t token = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
           store_state(p.token_states, 0, ((token + t0 + t) * p.num_v_heads + head) * head_v * head_k);
