@@ -9,7 +9,7 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [HERE, os.path.join(os.path.dirname(os.path.dirname(HERE)), "cuda")]
+sys.path[:0] = [HERE, os.path.join(os.path.dirname(os.path.dirname(HERE)), "cuda", "tests")]
 GPU_LOST = 3
 
 
@@ -33,15 +33,14 @@ def probe(spec, say):
     if not torch.cuda.is_available():
         say(fatal="torch sees no CUDA GPU")
         return 1
-    import timers
+    import timing
     x = torch.randn(1 << 20, device="cuda")
-    if not timers.device_activities(lambda: x.mul_(2)):
+    if not timing.device_activities(lambda: x.mul_(2)):
         say(fatal="CUPTI is missing or may not be used: torch.profiler sees nothing that the GPU does")
         return 1
     import subprocess
 
     import abi
-    import timing
     if spec["lib"]:
         try:
             if not os.path.exists(spec["lib"]):
@@ -51,10 +50,10 @@ def probe(spec, say):
             say(fatal=f"nvcc could not compile the kernels (exit status {e.returncode}); its messages are above")
             return 1
         except (OSError, AttributeError) as e:
-            say(fatal=f"{spec['lib']} is not the kernels' library: {timers.one_line(e)}")
+            say(fatal=f"{spec['lib']} is not the kernels' library: {timing.one_line(e)}")
             return 1
     say(info={"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda,
-              "ceilings": timers.ceilings(timing.copy_rate)})
+              "ceilings": timing.ceilings()})
     return 0
 
 
@@ -62,13 +61,13 @@ def run(spec, say):
     import torch
 
     import contenders
-    import timers
+    import timing
     from workloads import Workload
     torch.set_grad_enabled(False)
     try:
         contender = contenders.load(spec["contender"])(spec["lib"])
     except Exception as e:      # whatever a package raises when it does not fit this machine
-        say(fatal=f"{spec['contender']} is not usable here: {timers.one_line(e)}")
+        say(fatal=f"{spec['contender']} is not usable here: {timing.one_line(e)}")
         return 1
     say(info={"version": contender.version})
     for i, item in enumerate(spec["items"]):
@@ -78,7 +77,7 @@ def run(spec, say):
             row = compile_only(contender, work, item["variant"]) if spec["task"] == "compile" else \
                 time_one(contender, work, item["variant"])
         except Exception as e:
-            row = {"note": f"failed: {timers.one_line(e)}"}
+            row = {"note": f"failed: {timing.one_line(e)}"}
         say(row=i, **row)
         try:
             torch.cuda.synchronize()
@@ -102,11 +101,11 @@ def compile_only(contender, work, variant):
 
 def time_one(contender, work, variant):
     """Checks set 0, then times all sets. Further draws of a shape are checked alone."""
-    import timers
+    import timing
     import torch
     from workloads import touched
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    sets = 1 if work.draw else timers.sets_for(touched(work), work.l2, l2_bytes)
+    sets = 1 if work.draw else timing.sets_for(touched(work), work.l2, l2_bytes)
     case = case_of(contender, work, variant, sets)
     case.calls[0]()
     torch.cuda.synchronize()
@@ -120,7 +119,7 @@ def time_one(contender, work, variant):
     elif not note.startswith("not timed") and not work.draw:
         case.math = None
         torch.cuda.empty_cache()
-        times = timers.measure(case.calls)
+        times = timing.measure(case.calls)
         note = "; ".join(n for n in (note, times.pop("note")) if n)
         row.update(times)
     row["note"] = note
@@ -135,7 +134,7 @@ def errors(contender, work, case):
     if work.suite == "projections":
         return {"o": contender.projections_error(case)}, ""
     o, state = case.result()
-    want = case.math if work.suite == "layer" else reference.rule(*case.math, work.lens, DIM ** -0.5)
+    want = case.math if work.suite == "layer" else reference.rule_by_chunks(*case.math, work.lens, DIM ** -0.5)
     found = {"o": reference.relative(o, want[0]), "state": reference.relative(state, want[1])}
     if not work.suite.startswith("contest"):
         return found, ""

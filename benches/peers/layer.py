@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import torch
 from data import BF16
-from reference import log_decay, rule, unit
+from reference import conv, gated_norm, linear, log_decay, rule_by_chunks, unit
 from workloads import DIM, HIDDEN, projection_widths
 
 # bf16 between the steps: an error of some 2^-9 at each of five.
@@ -58,13 +58,11 @@ def reference(work, d, state):
     """y [token, HIDDEN] and the final state [sequence, HV, V, K] of set 0, from its states before the call. All
     sequences have one length."""
     n, length, hk, hv = len(work.lens), work.lens[0], work.hk, work.hv
-    mixed = d.x[0].double() @ d.w_in[0].double().T
+    mixed = linear(d.x[0], d.w_in[0])
     qkv, z, b, a = mixed.split([d.channels, d.values, hv, hv], 1)
-    past = torch.cat([d.conv_state[0].double(), qkv.view(n, length, -1)], 1)
-    y = sum(past[:, j:j + length] * d.conv[0][:, j].double() for j in range(4))
-    q, k, v = torch.nn.functional.silu(y).reshape(work.tokens, -1).split([hk * DIM, hk * DIM, d.values], 1)
+    y, _ = conv(d.conv_state[0].double(), qkv.view(n, length, -1), d.conv[0])
+    q, k, v = y.reshape(work.tokens, -1).split([hk * DIM, hk * DIM, d.values], 1)
     heads = lambda x: x.unflatten(1, (-1, DIM))
-    o, state = rule(unit(heads(q)), unit(heads(k)), heads(v), log_decay(a, d.a_log, d.dt_bias), b.sigmoid(), state[0],
+    o, state = rule_by_chunks(unit(heads(q)), unit(heads(k)), heads(v), log_decay(a, d.a_log, d.dt_bias), b.sigmoid(), state[0],
                     work.lens, DIM ** -0.5)
-    o = o * (o.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * d.norm[0].double()
-    return (o.flatten(1) * torch.nn.functional.silu(z)) @ d.w_out[0].double().T, state
+    return linear(gated_norm(o, heads(z), d.norm[0]).flatten(1), d.w_out[0]), state

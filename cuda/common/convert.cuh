@@ -77,6 +77,29 @@ template <typename T> __device__ __forceinline__ float raw_to_float(const Raw4<T
   }
 }
 
+// bf16 or f16, where only run time knows which: for kernels that are not worth compiling twice. With `dtype` all types convert.
+struct Any16 {
+  uint16_t bits;
+  Any16() = default;
+  __device__ __forceinline__ explicit Any16(uint16_t b) : bits(b) {}
+  __device__ __forceinline__ explicit Any16(float) : bits(0) {}    // zero, as other types are made of it
+};
+
+template <typename T> __device__ __forceinline__ float to_float(T x, int dtype) {
+  if constexpr (!std::is_same_v<T, Any16>) return to_float<T>(x);
+  else return dtype == GDN_F16 ? __half2float(__ushort_as_half(x.bits)) : __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
+}
+
+template <typename T> __device__ __forceinline__ T from_float(float x, int dtype) {
+  if constexpr (!std::is_same_v<T, Any16>) return from_float<T>(x);
+  else return Any16(dtype == GDN_F16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x)));
+}
+
+template <typename T> __device__ __forceinline__ float raw_to_float(const Raw4<T> &v, int c, int dtype) {
+  if constexpr (!std::is_same_v<T, Any16>) return raw_to_float(v, c);
+  else return to_float(Any16(static_cast<uint16_t>(v.word[c / 2] >> (16 * (c % 2)))), dtype);
+}
+
 // The same of load and conversion in one, where nothing else is to be in flight.
 template <typename T>
 __device__ __forceinline__ void load4(const T *row, int i, int size, bool vec, float (&x)[4]) {
@@ -119,8 +142,17 @@ __device__ __forceinline__ float raw_to_float(uint32_t raw, int dtype) {
   return dtype == GDN_F32 ? __uint_as_float(raw) : dtype == GDN_BF16 ? bf16 : f16;
 }
 
-// The element type of a gdn_dtype on the host, as the argument of a generic lambda: fn(T{}).
 template <typename T> struct Type { using type = T; };
+
+// The type of a state whose dtype is known only at run time: where states are a small part of the work, one kernel serves both.
+struct AnyState {};
+template <typename ST, typename F> __device__ __forceinline__ void with_state_type(int dtype, const F &fn) {
+  if constexpr (!std::is_same_v<ST, AnyState>) fn(Type<ST>{});
+  else if (dtype == GDN_BF16) fn(Type<__nv_bfloat16>{});
+  else fn(Type<float>{});
+}
+
+// The element type of a gdn_dtype on the host, as the argument of a generic lambda: fn(Type<T>).
 template <typename F> int with_dtype(int dtype, F &&fn) {
   switch (dtype) {
     case GDN_F32: return fn(Type<float>{});

@@ -66,6 +66,7 @@ __device__ __forceinline__ uint32_t bits_of(const uint4 &x) { return x.x ^ x.y ^
 __device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ uint32_t bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
 __device__ __forceinline__ uint32_t bits_of(__half x) { return __half_as_ushort(x); }
+__device__ __forceinline__ uint32_t bits_of(Any16 x) { return x.bits; }
 template <typename T> __device__ __forceinline__ uint32_t bits_of(const Raw4<T> &x);
 template <typename X, int N> __device__ __forceinline__ uint32_t bits_of(const X (&x)[N]) {
   uint32_t bits = 0;

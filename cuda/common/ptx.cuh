@@ -10,6 +10,19 @@
 namespace gdn {
 namespace ptx {
 
+// What this pass of the compiler makes code for. A kernel that only newer code runs has no body elsewhere, which saves the time to
+// compile it; launchers ask has_sm90_code() or has_sm90a_code() before.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kSm90 = true;
+#else
+constexpr bool kSm90 = false;
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kSm90a = true;
+#else
+constexpr bool kSm90a = false;
+#endif
+
 // Programmatic dependent launch. After the wait all that the kernels before this one wrote is there; in a plain launch
 // it returns at once. The launch lets the next kernel's blocks begin as soon as every block has called it and there is
 // room. Call it after the wait, never before: the next kernel may then rely on all before this one being complete.

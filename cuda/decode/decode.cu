@@ -25,9 +25,9 @@ int launch_decode_128(const gdn_rule_params &p, cudaStream_t stream) {
     SmallParams small;
     if (make_small(p, &small)) {
       if (heads <= sms * 5 / 4) return launch_warp<T, ST, 1, 4>(p, small, stream);
-      if (sizeof(ST) == 2) return launch_warp<T, ST, 4, 1>(p, small, stream);
-      if (heads <= sms * 5 / 2) return launch_warp<T, ST, 4, 2>(p, small, stream);
-      return launch_warp<T, ST, 2, 1>(p, small, stream);
+      if constexpr (sizeof(ST) == 2) return launch_warp<T, ST, 4, 1>(p, small, stream);
+      else if (heads <= sms * 5 / 2) return launch_warp<T, ST, 4, 2>(p, small, stream);
+      else return launch_warp<T, ST, 2, 1>(p, small, stream);
     }
     return launch_whole<T, ST, Unit::kRule, false, 2>(p, stream, false, 2);
   });

@@ -17,9 +17,11 @@ namespace decode {
 constexpr int kSplitWarps = 4;
 
 // ROWS a lane group, so 16 ROWS value rows a block and 8 / ROWS blocks a head.
+// One function: loads are under way from its first lines to its last, in registers that no part of it could hand on.
 template <typename T, typename G, typename ST, int ROWS>
 __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     const __grid_constant__ SmallFused p GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
+  if (!ptx::kSm90) return;
   GDN_PROFILED(profile::Stamps stamps(target, profile::kDecode);)
   using L = Lanes<ST>;
   constexpr int kTile = kSplitWarps * kGroups * ROWS, kSplits = kDim / kTile;

@@ -1,5 +1,6 @@
 // gdn_step: the fused step of a layer.
 #include "plan.cuh"
+#include "step.h"
 
 namespace gdn {
 namespace decode {
@@ -66,14 +67,6 @@ bool takes(const gdn_step_params &p, const FusedParams &f) {
          p.conv_in_stride % 4 == 0 && p.conv_out_stride % 4 == 0 && max_tokens(p.seqs) <= kMaxTokens;
 }
 
-struct Choice {
-  int algo = GDN_STEP_AUTO;    // none
-  int rows = 1;                // of GDN_STEP_SPLIT, a lane group
-  int depth = 4;               // of GDN_STEP_HEADS
-  int blocks = 0;              // a multiprocessor at most, but for GDN_STEP_SPLIT
-  bool overlap = false;
-};
-
 // The best of those that take the parameters, by measured bounds (README.md).
 int choose(const gdn_step_params &p, Choice *choice) {
   *choice = {};
@@ -114,25 +107,7 @@ int choose(const gdn_step_params &p, Choice *choice) {
 int launch_step(const gdn_step_params &p, const Choice &choice, cudaStream_t stream) {
   FusedParams f = fused(p);
   f.overlap = choice.overlap;
-  const bool many = p.seqs.cu_seqlens || p.seqs.tokens_per_seq != 1;
-  return with_dtypes(f, [&](auto io, auto state) {
-    using T = typename decltype(io)::type;
-    using ST = typename decltype(state)::type;
-    SmallFused small;
-    switch (choice.algo) {
-      case GDN_STEP_WHOLE:
-        return many ? launch_whole<T, ST, Unit::kKeyHead, true, 2>(f, stream, choice.overlap, choice.blocks)
-                    : launch_whole<T, ST, Unit::kKeyHead, false, 4>(f, stream, choice.overlap, choice.blocks);
-      case GDN_STEP_HEADS:
-        return many                ? launch_whole<T, ST, Unit::kValueHead, true, 2>(f, stream, choice.overlap, choice.blocks)
-               : choice.depth == 4 ? launch_whole<T, ST, Unit::kValueHead, false, 4>(f, stream, choice.overlap, choice.blocks)
-                                   : launch_whole<T, ST, Unit::kValueHead, false, 2>(f, stream, choice.overlap, choice.blocks);
-      case GDN_STEP_SPLIT:
-        make_small(f, &small);
-        return choice.rows == 2 ? launch_split<T, ST, 2>(f, small, stream) : launch_split<T, ST, 4>(f, small, stream);
-    }
-    return static_cast<int>(GDN_BAD_ALGO);
-  });
+  return with_dtype(f.io_dtype, [&](auto io) { return launch_step_as<typename decltype(io)::type>(f, choice, stream); });
 }
 
 }  // namespace

@@ -27,12 +27,14 @@ template <Unit UNIT, bool MANY> constexpr int kRows = MANY && UNIT != Unit::kRul
 
 constexpr int kHeader = 16;    // bytes between the ring and the records
 
+// One function: its parts share the ring, the barriers and the registers of every value row.
 template <typename T, typename ST, Unit UNIT, bool MANY, int DEPTH>
 __global__ void __launch_bounds__(32 * kWarps, 4)
 whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
              GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
-  GDN_PROFILED(profile::Stamps stamps(target, profile::kDecode);)
   constexpr bool FUSED = UNIT != Unit::kRule, CLUSTER = UNIT == Unit::kValueHead;
+  if (CLUSTER && !ptx::kSm90) return;
+  GDN_PROFILED(profile::Stamps stamps(target, profile::kDecode);)
   using L = Lanes<ST>;
   constexpr int ROWS = kRows<UNIT, MANY>;
   using R = Ring<ST, ROWS, DEPTH>;

@@ -45,6 +45,7 @@ struct Args {
 };
 
 // NT: tiles of 8 rows.
+// One function: weights are under way from its first lines to its last, in registers that no part of it could hand on.
 template <typename T, int NT, From FROM>
 __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];

@@ -18,7 +18,7 @@ template <typename T, int NT> int launch_rows(const Plan &plan, const LaunchConf
   return launch_kernel<T, NT, From::kGlobal>(plan, config, optin);
 }
 
-// A cut that a caller asks for.
+// A tiling that a caller asks for.
 int check_options(const gdn_linear_options &o, const Card &card) {
   const bool groups = o.groups == 0 || o.groups == 1 || o.groups == 2 || o.groups == 4;
   const bool cluster = o.cluster == 0 || o.cluster == 1 || o.cluster == 2 || o.cluster == 4 || o.cluster == 8;
@@ -50,8 +50,8 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&card.optin)) return status;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(&card.per_sm)) return status;
   if (const int status = device_attribute<cudaDevAttrComputeCapabilityMajor>(&major)) return status;
-  const Call call = {p, o.swiglu != 0};
-  const int nt = call.columns(), optin = card.optin;
+  const Problem problem = {p, o.swiglu != 0};
+  const int nt = problem.columns(), optin = card.optin;
   // NOTES: clusters are not a question of the device alone, since the kernels of sm_80 may be what a newer one runs.
   card.clusters = major >= 9 && (nt > 1 || o.cluster > 1 || p.inputs >= kManyInputs);
   if (card.clusters)
@@ -61,23 +61,23 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   if (o.warps > 0) {
     if (const int status = check_options(o, card)) return status;
     const int groups = o.groups ? o.groups : o.swiglu ? 2 : 1, resident = kMaxWarps / (o.warps * groups);
-    plan = make_plan(call, {o.warps, groups, o.cluster ? o.cluster : 1, o.blocks ? o.blocks : resident}, card);
-    if (plan.cut.cluster > 1 && plan.from == From::kGlobal) return GDN_BAD_ALGO;
+    plan = make_plan(problem, {o.warps, groups, o.cluster ? o.cluster : 1, o.blocks ? o.blocks : resident}, card);
+    if (plan.tiling.cluster > 1 && plan.from == From::kGlobal) return GDN_BAD_ALGO;
   } else {
-    plan = nt == 1 ? plan_few(call, card) : plan_many(call, card);
+    plan = nt == 1 ? plan_few(problem, card) : plan_many(problem, card);
   }
 
-  const Cut &cut = plan.cut;
+  const Tiling &tiling = plan.tiling;
   LaunchConfig config;
   const int64_t tiles = plan.args.tiles;
-  const int64_t wave = ceil_div(static_cast<int64_t>(card.sms) * cut.blocks_per_sm, cut.cluster);
+  const int64_t wave = ceil_div(static_cast<int64_t>(card.sms) * tiling.blocks_per_sm, tiling.cluster);
   const int64_t grid = tiles < wave ? tiles : wave;
-  config.grid = dim3(cut.cluster, static_cast<unsigned>(grid < 65535 ? grid : 65535));
-  config.block = dim3(32, cut.warps, cut.groups);
+  config.grid = dim3(tiling.cluster, static_cast<unsigned>(grid < 65535 ? grid : 65535));
+  config.block = dim3(32, tiling.warps, tiling.groups);
   config.shared_bytes = plan.bytes;
   config.stream = stream;
   config.overlap = p.overlap != 0;
-  config.cluster = cut.cluster;
+  config.cluster = tiling.cluster;
   return with_dtype(p.dtype, [&](auto type) -> int {
     using T = typename decltype(type)::type;
     if constexpr (sizeof(T) == 2) {

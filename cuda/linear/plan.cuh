@@ -1,4 +1,4 @@
-// How a product is cut: over warps, blocks and multiprocessors. Host code; nothing is asked of the device here.
+// How a product is divided: over warps, blocks and multiprocessors. Host code; nothing is asked of the device here.
 #pragma once
 
 #include <stdlib.h>
@@ -17,8 +17,8 @@ struct Card {
   bool clusters;
 };
 
-// A call: its parameters, and whether the outputs are pairs that meet in SwiGLU.
-struct Call {
+// A problem: its parameters, and whether the outputs are pairs that meet in SwiGLU.
+struct Problem {
   const gdn_linear_params &p;
   bool swiglu;
 
@@ -26,8 +26,8 @@ struct Call {
   int64_t tiles(int groups) const { return ceil_div(p.outputs, kTile * (swiglu ? 1 : groups)); }
 };
 
-// How a product is cut. A tile is 16 * groups outputs; `warps` times `cluster` warps share its inputs.
-struct Cut {
+// How a product is tiling. A tile is 16 * groups outputs; `warps` times `cluster` warps share its inputs.
+struct Tiling {
   int warps;           // along the inputs, in a block
   int groups;          // of 16 outputs, in a block: 1, 2 or 4
   int cluster;         // blocks that share the inputs of a tile: 1, or on sm_90 2, 4 or 8
@@ -38,7 +38,7 @@ struct Cut {
 // multiprocessor. `warps` is what is wanted; fit_warps() takes the nearest number that divides the inputs well.
 struct Line {
   int rows, tiles_per_sm;
-  Cut cut;
+  Tiling tiling;
 };
 constexpr Line kTable[] = {
     // From 9 rows on the traffic of x counts, which larger tiles of fewer inputs divide.
@@ -62,19 +62,19 @@ inline int fit_warps(int chunks, int wanted, int cluster, int most) {
   return best;
 }
 
-// What a cut tells the kernel.
+// What a tiling tells the kernel.
 struct Plan {
-  Cut cut;
+  Tiling tiling;
   Args args;
   From from;
   int64_t bytes;    // of shared memory
 };
 
-inline Plan make_plan(const Call &call, const Cut &cut, const Card &card) {
-  const gdn_linear_params &p = call.p;
-  const int nt = call.columns();
+inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &card) {
+  const gdn_linear_params &p = problem.p;
+  const int nt = problem.columns();
   Plan plan = {};
-  plan.cut = cut;
+  plan.tiling = tiling;
   Args &args = plan.args;
   args.w = p.w;
   args.x = p.x;
@@ -85,27 +85,27 @@ inline Plan make_plan(const Call &call, const Cut &cut, const Card &card) {
   args.rows = p.rows;
   args.outputs = p.outputs;
   args.chunks = p.inputs / kChunk;
-  args.slice = static_cast<int>(ceil_div(args.chunks, cut.warps * cut.cluster));
+  args.slice = static_cast<int>(ceil_div(args.chunks, tiling.warps * tiling.cluster));
   args.rounds = static_cast<int>(ceil_div(args.slice, kChunks));
-  args.group_shift = cut.groups == 4 ? 2 : cut.groups - 1;
-  args.tiles = static_cast<int>(call.tiles(cut.groups));
-  args.swiglu = call.swiglu;
-  args.tile_rows = call.swiglu ? kTile : kTile * cut.groups;
-  args.group_rows = call.swiglu ? p.outputs : kTile;
-  args.last_row = (call.swiglu ? 2 : 1) * p.outputs - 1;
+  args.group_shift = tiling.groups == 4 ? 2 : tiling.groups - 1;
+  args.tiles = static_cast<int>(problem.tiles(tiling.groups));
+  args.swiglu = problem.swiglu;
+  args.tile_rows = problem.swiglu ? kTile : kTile * tiling.groups;
+  args.group_rows = problem.swiglu ? p.outputs : kTile;
+  args.last_row = (problem.swiglu ? 2 : 1) * p.outputs - 1;
 
   // Barriers, partial sums, what blocks of a cluster send each other, x.
-  const int warps = cut.warps * cut.groups;
+  const int warps = tiling.warps * tiling.groups;
   int64_t bytes = kBarriers;
   args.partial_at = static_cast<int>(bytes);
   bytes += static_cast<int64_t>(warps) * nt * 8 * kColumn * sizeof(float);
   args.meet_at = static_cast<int>(bytes);
-  if (cut.cluster > 1) bytes += ceil_div(2 * p.rows * kTile * cut.groups * sizeof(float), 16) * 16;
+  if (tiling.cluster > 1) bytes += ceil_div(2 * p.rows * kTile * tiling.groups * sizeof(float), 16) * 16;
   plan.from = From::kRegisters;
   if (nt > 1 || args.rounds > 1) {
-    // x beside as many blocks as the cut has on a multiprocessor, each of which costs 1 KB more.
-    const int64_t row = static_cast<int64_t>(cut.warps) * args.slice * kChunkBytes + kPadding, x = row * p.rows;
-    const int beside = cut.blocks_per_sm > 4 ? 1 : cut.blocks_per_sm;
+    // x beside as many blocks as the tiling has on a multiprocessor, each of which costs 1 KB more.
+    const int64_t row = static_cast<int64_t>(tiling.warps) * args.slice * kChunkBytes + kPadding, x = row * p.rows;
+    const int beside = tiling.blocks_per_sm > 4 ? 1 : tiling.blocks_per_sm;
     const bool fits = bytes + x <= card.optin && (bytes + x + 1024) * beside <= card.per_sm;
     args.x_at = static_cast<int>(bytes);
     args.x_shared_row = static_cast<int>(row);
@@ -118,11 +118,11 @@ inline Plan make_plan(const Call &call, const Cut &cut, const Card &card) {
 
 // Up to 8 rows, inputs that divide into 2048, for which the kernel was measured first. Few outputs: a tile a
 // multiprocessor, with all its bytes under way at once. Many: small blocks, that wait for each other less.
-inline Plan plan_even(const Call &call, const Card &card) {
-  const int groups = call.swiglu ? 2 : 1, most = kMaxWarps / groups;
-  const bool many = call.tiles(groups) > 2 * card.sms;
-  const int warps = fit_warps(call.p.inputs / kChunk, many ? 8 / groups : most, 1, most);
-  return make_plan(call, {warps, groups, 1, many ? 2 : 1}, card);
+inline Plan plan_even(const Problem &problem, const Card &card) {
+  const int groups = problem.swiglu ? 2 : 1, most = kMaxWarps / groups;
+  const bool many = problem.tiles(groups) > 2 * card.sms;
+  const int warps = fit_warps(problem.p.inputs / kChunk, many ? 8 / groups : most, 1, most);
+  return make_plan(problem, {warps, groups, 1, many ? 2 : 1}, card);
 }
 
 // How far so many warps a multiprocessor, with a round of loads under way each, keep the memory busy.
@@ -133,21 +133,21 @@ constexpr double kThroughCaches = 0.75;    // the same where x does not fit into
 constexpr int kManyInputs = 96 * kChunk;
 
 // Up to 8 rows, as the sweep on an H200 had it (README). False where it says nothing.
-inline bool plan_swept(const Call &call, const Card &card, Plan *plan) {
-  const int chunks = call.p.inputs / kChunk;
-  const auto take = [&](const Cut &cut) {
-    *plan = make_plan(call, cut, card);
+inline bool plan_swept(const Problem &problem, const Card &card, Plan *plan) {
+  const int chunks = problem.p.inputs / kChunk;
+  const auto take = [&](const Tiling &tiling) {
+    *plan = make_plan(problem, tiling, card);
     return plan->from != From::kGlobal;
   };
   // Inputs of 2,560 to 4,096: one large block, whose warps have all their bytes under way in one round or two.
   if (chunks >= 40 && chunks <= 64)
-    return take(call.swiglu ? Cut{7, 2, 1, 1} : Cut{fit_warps(chunks, 10, 1, kMaxWarps), 1, 1, 1});
+    return take(problem.swiglu ? Tiling{7, 2, 1, 1} : Tiling{fit_warps(chunks, 10, 1, kMaxWarps), 1, 1, 1});
   // Few outputs of many inputs: blocks of a cluster share these, so that every multiprocessor has as much to read.
-  if (call.swiglu || !card.clusters || call.p.inputs < kManyInputs || call.tiles(1) > 2 * int64_t{card.sms}) return false;
-  for (const Cut &cut : {Cut{5, 1, 4, 3}, Cut{5, 1, 2, 3}, Cut{12, 1, 2, 1}}) {
-    const int parts = cut.warps * cut.cluster;
+  if (problem.swiglu || !card.clusters || problem.p.inputs < kManyInputs || problem.tiles(1) > 2 * int64_t{card.sms}) return false;
+  for (const Tiling &tiling : {Tiling{5, 1, 4, 3}, Tiling{5, 1, 2, 3}, Tiling{12, 1, 2, 1}}) {
+    const int parts = tiling.warps * tiling.cluster;
     const int64_t places = ceil_div(ceil_div(chunks, parts), kChunks) * kChunks * parts;
-    if (chunks >= 0.85 * static_cast<double>(places) && take(cut)) return true;
+    if (chunks >= 0.85 * static_cast<double>(places) && take(tiling)) return true;
   }
   return false;
 }
@@ -155,23 +155,23 @@ inline bool plan_swept(const Call &call, const Card &card, Plan *plan) {
 // Up to 8 rows, any other inputs: of all numbers of warps along them the one that is done first, all tiles but the rest
 // of the last turn with the card full. The empty places of rounds are not under way. Of equals the one with fewer of
 // them, then the smaller.
-inline Plan plan_few(const Call &call, const Card &card) {
-  const int chunks = call.p.inputs / kChunk, groups = call.swiglu ? 2 : 1, most = kMaxWarps / groups;
-  if (chunks % (2048 / kChunk) == 0) return plan_even(call, card);
-  const int64_t tiles = call.tiles(groups);
+inline Plan plan_few(const Problem &problem, const Card &card) {
+  const int chunks = problem.p.inputs / kChunk, groups = problem.swiglu ? 2 : 1, most = kMaxWarps / groups;
+  if (chunks % (2048 / kChunk) == 0) return plan_even(problem, card);
+  const int64_t tiles = problem.tiles(groups);
   Plan best = {};
-  if (plan_swept(call, card, &best)) return best;
+  if (plan_swept(problem, card, &best)) return best;
   double best_time = 0;
   int64_t best_places = 0;
   for (int warps = most < 4 ? most : 4; warps <= most; ++warps) {
     Plan plan;
     for (int blocks = most / warps; blocks > 0; --blocks) {
-      plan = make_plan(call, {warps, groups, 1, blocks}, card);
+      plan = make_plan(problem, {warps, groups, 1, blocks}, card);
       if (plan.from != From::kGlobal) break;
     }
-    if (plan.from == From::kGlobal) plan = make_plan(call, {warps, groups, 1, most / warps}, card);
+    if (plan.from == From::kGlobal) plan = make_plan(problem, {warps, groups, 1, most / warps}, card);
     const int64_t places = static_cast<int64_t>(plan.args.rounds) * kChunks * warps;
-    const int64_t slots = static_cast<int64_t>(card.sms) * plan.cut.blocks_per_sm, rest = tiles % slots;
+    const int64_t slots = static_cast<int64_t>(card.sms) * plan.tiling.blocks_per_sm, rest = tiles % slots;
     const double each = static_cast<double>(warps) * groups * chunks / places / card.sms;
     double time = (tiles - rest) / busy(each * slots) + (rest ? rest / busy(each * rest) : 0);
     if (plan.from == From::kGlobal) time /= kThroughCaches;
@@ -185,24 +185,24 @@ inline Plan plan_few(const Call &call, const Card &card) {
 }
 
 // More than 8 rows.
-inline Plan plan_many(const Call &call, const Card &card) {
-  const int64_t all_tiles = ceil_div(call.p.outputs, kTile);
+inline Plan plan_many(const Problem &problem, const Card &card) {
+  const int64_t all_tiles = ceil_div(problem.p.outputs, kTile);
   const Line *line = kTable;
-  while (call.p.rows > line->rows || all_tiles <= line->tiles_per_sm * static_cast<int64_t>(card.sms)) ++line;
+  while (problem.p.rows > line->rows || all_tiles <= line->tiles_per_sm * static_cast<int64_t>(card.sms)) ++line;
   Plan plan;
   const auto fit = [&](int cluster, int blocks_per_sm) {
-    Cut cut = line->cut;
-    cut.cluster = cluster;
-    cut.blocks_per_sm = blocks_per_sm;
-    cut.warps = fit_warps(call.p.inputs / kChunk, cut.warps, cluster, kMaxWarps / cut.groups);
-    plan = make_plan(call, cut, card);
+    Tiling tiling = line->tiling;
+    tiling.cluster = cluster;
+    tiling.blocks_per_sm = blocks_per_sm;
+    tiling.warps = fit_warps(problem.p.inputs / kChunk, tiling.warps, cluster, kMaxWarps / tiling.groups);
+    plan = make_plan(problem, tiling, card);
     return plan.from != From::kGlobal;
   };
   // Where x does not fit: one block a multiprocessor, then fewer inputs a block.
-  const int begin = card.clusters ? line->cut.cluster : 1, most = card.clusters ? 8 : 1;
-  bool fits = fit(begin, line->cut.blocks_per_sm);
+  const int begin = card.clusters ? line->tiling.cluster : 1, most = card.clusters ? 8 : 1;
+  bool fits = fit(begin, line->tiling.blocks_per_sm);
   for (int cluster = begin; !fits && cluster <= most; cluster *= 2) fits = fit(cluster, 1);
-  if (!fits) fit(1, line->cut.blocks_per_sm);
+  if (!fits) fit(1, line->tiling.blocks_per_sm);
   return plan;
 }
 

@@ -17,7 +17,7 @@
 namespace gdn {
 namespace prefill {
 
-// How a combination is cut up. A block has ROWS rows of the state and a CLUSTERth of its columns; a warp 16 TILES of those, all
+// How a combination is divided. A block has ROWS rows of the state and a CLUSTERth of its columns; a warp 16 TILES of those, all
 // rows, and a PARTSth of k. EXACT: head_k is KK, and need not be asked for at each load.
 template <int KK, int ROWS, int CLUSTER, int TILES, int PARTS, bool EXACT> struct Combination {
   static constexpr int kK = KK, kRows = ROWS, kCluster = CLUSTER, kTiles = TILES, kParts = PARTS;
@@ -143,9 +143,11 @@ __device__ __forceinline__ void combine_unit(float (&acc)[C::kSums][C::kRowTiles
   }
 }
 
+// One function: M, the state and the sums are registers of all its parts.
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads)
 combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
+  if (C::kCluster > 1 && !ptx::kSm90) return;
   using Shared = typename C::Shared;
   constexpr int KK = C::kK, kCluster = C::kCluster, kParts = C::kParts, kTiles = C::kTiles, kUnit = C::kUnit, kUnits = C::kUnits,
                 kDone = C::kDone, kPack = C::kPack, kColumns = C::kColumns, kRowTiles = C::kRowTiles;

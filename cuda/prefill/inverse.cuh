@@ -179,6 +179,7 @@ struct InverseBarriers {
 // With X the inverse, by blocks of 16: X10 and X32 are a merge of blocks of 16 by warps 1 and 3, from the left: what a warp can
 // multiply before it knows of others it does. The merge of 32 goes by transposes, so that a warp has its rows of L and of X as
 // right operands in registers as they are: T = C A', of which warp 2 hands its rows to warp 3, then X = -B' T.
+// One function: blocks of L and of the inverse are registers of all its parts, which are the lambdas.
 template <typename T, bool SPLIT, typename Meanwhile>
 __device__ __forceinline__ void invert64(uint32_t l, float *block, const uint32_t (&left)[2][4], const float *beta, uint32_t image,
                                          int warp, int lane, const InverseBarriers &barriers, const Meanwhile &meanwhile) {

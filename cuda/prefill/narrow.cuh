@@ -9,6 +9,7 @@
 namespace gdn {
 namespace prefill {
 
+// One function: products are under way between its parts, which are the lambdas; ptxas has to see that nobody touches their registers.
 template <typename T, typename ST, int KK, Pass PASS>
 __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 1>::Shared &shared,
                                             const Stretch &s, MathTurns<Shape90<KK, 1>> &turns, int warp, int lane) {

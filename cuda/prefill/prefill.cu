@@ -1,10 +1,11 @@
-// GDN_CHUNKED_SM80 and GDN_CHUNKED_SM90: what they take, how a call is cut up, and how much workspace it needs.
+// GDN_CHUNKED_SM80 and GDN_CHUNKED_SM90: what they take, what is launched, and how much workspace that needs.
 #include "prefill.h"
 
 #include "../common/launch.cuh"
-#include "cut.h"
 #include "layout.cuh"
+#include "maps.h"
 #include "plan.h"
+#include "segments.h"
 
 namespace gdn {
 namespace prefill {
@@ -37,10 +38,10 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   s->record_bytes = sm90 ? 0 : ceil_div(s->chunks * p.num_v_heads * static_cast<int64_t>(sizeof(Record)), 256) * 256;
 
   const bool has_wide = p.head_k > 64 && p.head_v > 64;    // blocks of 128 value rows
-  Cut cut;
-  if (heads > 0) cut = choose_cut(p, longest, sm90, sms, sm90 && has_wide);
-  s->first_chunks = static_cast<int32_t>(cut.first < 1 ? 1 : cut.first);
-  s->segment_chunks = static_cast<int32_t>(cut.others < 1 ? 1 : cut.others);
+  Segments segments;
+  if (heads > 0) segments = choose_segments(p, longest, sm90, sms, sm90 && has_wide);
+  s->first_chunks = static_cast<int32_t>(segments.first_chunks < 1 ? 1 : segments.first_chunks);
+  s->segment_chunks = static_cast<int32_t>(segments.chunks < 1 ? 1 : segments.chunks);
   const int64_t behind = longest - s->first_chunks;
   s->segments = static_cast<int32_t>(1 + (behind > 0 ? ceil_div(behind, s->segment_chunks) : 0));
   // [V, K] after the first; [V + K, K] of each that is neither it nor the last.
@@ -51,14 +52,44 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
     int optin = 0;
     if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
     const int64_t side_by_side = s->segments > 1 ? s->segments - 1 : 1;
-    cut.wide = has_wide && side_by_side * heads * ceil_div(p.head_v, 64) > 2 * sms && optin >= 120 * 1024;
+    segments.wide = has_wide && side_by_side * heads * ceil_div(p.head_v, 64) > 2 * sms && optin >= 120 * 1024;
   }
-  s->tile_rows = cut.wide ? 128 : 64;
-  s->first_rows = cut.wide_first ? 128 : 64;
-  s->places = cut.rounds ? sms : 0;
-  // At most places - 1 heads are cut: flags of 8 warps, and states.
-  s->cut_bytes = cut.cut ? sms * (8 * int64_t{sizeof(uint32_t)} + int64_t{s->tile_rows} * p.head_k * int64_t{sizeof(float)}) : 0;
+  s->tile_rows = segments.wide ? 128 : 64;
+  s->first_rows = segments.wide_first ? 128 : 64;
+  s->places = segments.rounds ? sms : 0;
+  // At most places - 1 heads are split: flags of 8 warps, and states.
+  s->split_bytes = segments.split ? sms * (8 * int64_t{sizeof(uint32_t)} + int64_t{s->tile_rows} * p.head_k * int64_t{sizeof(float)}) : 0;
   return GDN_OK;
+}
+
+// The kernels in order.
+template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStream_t stream) {
+  Plan plan = {};
+  plan.segments = s.segments;
+  plan.first_chunks = s.first_chunks;
+  plan.segment_chunks = s.segment_chunks;
+  plan.keep_state = state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots);
+  Record *records = static_cast<Record *>(p.workspace);
+  plan.records = records;
+  plan.transfers = reinterpret_cast<float *>(static_cast<uint8_t *>(p.workspace) + s.record_bytes);
+  Maps maps;
+  if (sm90) {
+    if (const int status = make_maps(p, &maps)) return status;
+  } else if (s.chunks > 0) {
+    if (const int status = launch_prepare<T>(p, s, records, stream)) return status;
+  }
+  const auto scan = [&](Pass pass) {
+    if (!sm90) return launch_sm80<T>(p, s, plan, pass, stream);
+    return p.state_dtype == GDN_BF16 ? launch_sm90<T, __nv_bfloat16>(p, s, plan, maps, pass, stream)
+                                     : launch_sm90<T, float>(p, s, plan, maps, pass, stream);
+  };
+  if (s.segments > 1) {
+    if (const int status = scan(kFirst)) return status;
+  }
+  if (s.segments > 2) {
+    if (const int status = launch_combine(p, plan, stream)) return status;
+  }
+  return scan(s.places > 0 ? kRounds : kWhole);
 }
 
 }  // namespace prefill
@@ -86,7 +117,7 @@ int launch_chunked_tensor(const gdn_rule_params &p, int32_t algo, cudaStream_t s
   if (const int status = prefill::make_schedule(p, sm90, &s)) return status;
   const int64_t bytes = s.bytes();
   if (bytes > 0 && (!p.workspace || !aligned(p.workspace, 256) || p.workspace_bytes < bytes)) return GDN_BAD_WORKSPACE;
-  return p.io_dtype == GDN_F16 ? prefill::launch_f16(p, s, sm90, stream) : prefill::launch_bf16(p, s, sm90, stream);
+  return p.io_dtype == GDN_F16 ? prefill::launch_all<__half>(p, s, sm90, stream) : prefill::launch_all<__nv_bfloat16>(p, s, sm90, stream);
 }
 
 }  // namespace gdn

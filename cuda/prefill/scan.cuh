@@ -10,32 +10,10 @@
 #pragma once
 
 #include "layout.cuh"
+#include "plan.h"
 
 namespace gdn {
 namespace prefill {
-
-// More heads than multiprocessors: a block, a `place`, goes through several. Either every places-th of them, or what lies between
-// place T and (place + 1) T of all jobs in a row, T = jobs / places, so that all places are busy to the end and not only in whole
-// rounds (McNaughton's rule): a place first runs the part of a head that its begin cuts off, then whole ones, then the part that
-// its end cuts off, whose other part the next place ran first.
-struct Rounds {
-  int32_t jobs, places;
-  bool cut;
-  uint32_t *flags;         // cut: of each place, eight: a warp's rows of what it runs first are there
-  float *states;           // of each, [rows of a block, head_k]
-};
-
-// What the host decides.
-struct Plan {
-  int32_t v_tiles;          // blocks a head
-  int32_t segments;         // parts of a sequence
-  int32_t first_chunks;     // chunks of the first
-  int32_t segment_chunks;   // and of each but the last that follows
-  bool keep_state;          // a sequence without tokens need not copy its state
-  const Record *records;
-  float *transfers;         // context parallelism: see context.cuh
-  Rounds rounds;
-};
 
 // A operands of the columns of `x`, of which each k step takes 16.
 template <typename T, int N> __device__ __forceinline__ void to_operand(uint32_t (&a)[N / 2][4], const float (&x)[N][4]) {
@@ -218,21 +196,13 @@ __device__ __forceinline__ void zero_rows(const gdn_rule_params &p, int n, const
 
 // ---- the stretch of a sequence that a block runs through ----
 
-// What a block does with its stretch.
-enum Pass {
-  kWhole,      // o, checkpoints and the final state: of a sequence in one segment, or of those behind the first
-  kRounds,     // of sequences in one segment, several for a block, which is then a place
-  kFirst,      // of the first segment, while
-  kTransfer    // what the others add to a state and make of one is found (context.cuh)
-};
-
 struct Stretch {
   Tokens seq;
   int n, head, segment;
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
-  int cut;              // the place that runs the head's first part; -1: the head is whole
+  int split;            // the place that runs the head's first part; -1: the head is whole
 };
 
 __device__ __forceinline__ int begin_of_segment(const Plan &plan, int segment) {
@@ -262,19 +232,19 @@ __host__ __device__ __forceinline__ unsigned first_blocks(const gdn_rule_params 
   return static_cast<unsigned>(plan.v_tiles) * p.num_v_heads * p.seqs.num_seqs;
 }
 
-// What a place runs `round`-th: a job, and how many of its rounds.places-ths come before the cut.
+// What a place runs `round`-th: a job, and how many of its rounds.places-ths come before the split.
 struct Part {
   unsigned job;
-  int cut, share;    // cut as in Stretch
+  int split, share;    // split as in Stretch
   bool second;
 };
 __device__ __forceinline__ int rounds_of(const Rounds &r, int place) {
-  if (!r.cut) return (r.jobs - place + r.places - 1) / r.places;
+  if (!r.split) return (r.jobs - place + r.places - 1) / r.places;
   const int begin = place * r.jobs / r.places, end = ((place + 1) * r.jobs + r.places - 1) / r.places;
   return end - begin;
 }
 __device__ __forceinline__ Part part_of(const Rounds &r, int place, int round) {
-  if (!r.cut) return {static_cast<unsigned>(place + round * r.places), -1, 0, false};
+  if (!r.split) return {static_cast<unsigned>(place + round * r.places), -1, 0, false};
   const int job = place * r.jobs / r.places + round, begin = place * r.jobs % r.places;
   if (round == 0 && begin > 0) return {static_cast<unsigned>(job), place, r.places - begin, false};
   const int end = (place + 1) * r.jobs;
@@ -308,13 +278,13 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   const int chunks = (s.seq.count + kChunk - 1) / kChunk;
   s.begin = begin_of_segment(plan, s.segment);
   s.end = min(chunks, begin_of_segment(plan, s.segment + 1));
-  s.cut = -1;
+  s.split = -1;
   if (PASS == kTransfer && s.end == chunks) s.end = s.begin;    // nothing follows that would need it
-  if (PASS == kRounds && part.cut >= 0) {
+  if (PASS == kRounds && part.split >= 0) {
     const int first = (chunks * part.share + plan.rounds.places / 2) / plan.rounds.places;
     if (part.second) s.segment = 1, s.begin = first;
     else s.end = first;
-    if (0 < first && first < chunks) s.cut = part.cut;
+    if (0 < first && first < chunks) s.split = part.split;
   }
   return s;
 }
@@ -327,8 +297,8 @@ template <Pass PASS> __device__ __forceinline__ bool is_idle(const Stretch &s, c
 // ---- the state of a warp's rows along a stretch, `row0` being the first of them ----
 
 // Between the two parts of a head, by a block of `tile_rows`.
-__device__ __forceinline__ float *cut_at(const gdn_rule_params &p, const Plan &plan, const Stretch &s, int tile_rows) {
-  return plan.rounds.states + static_cast<int64_t>(s.cut) * tile_rows * p.head_k;
+__device__ __forceinline__ float *split_at(const gdn_rule_params &p, const Plan &plan, const Stretch &s, int tile_rows) {
+  return plan.rounds.states + static_cast<int64_t>(s.split) * tile_rows * p.head_k;
 }
 
 template <typename ST, Pass PASS, int N>
@@ -340,17 +310,20 @@ __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         state[t][i] = s.identity && row0 + lane / 4 + i / 2 * 8 == 8 * t + 2 * (lane % 4) + i % 2 ? 1.f : 0.f;
-  } else if (PASS == kRounds && s.segment > 0 && s.cut >= 0) {
+  } else if (PASS == kRounds && s.segment > 0 && s.split >= 0) {
     const int row = row0 - s.row0;
-    ptx::wait_for_flag(plan.rounds.flags + 8 * s.cut + row / 16, lane);
-    load_state(state, cut_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+    ptx::wait_for_flag(plan.rounds.flags + 8 * s.split + row / 16, lane);
+    load_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
   } else if (PASS == kWhole && s.segment > 0) {
     ptx::grid_dependency_wait();
     const float *from = s.segment > 1 ? transfer_at(p, plan, s.n, s.segment - 1, s.head) : first_at(p, plan, s.n, s.head);
     load_state(state, from, row0, p.head_v, p.head_k, lane);
   } else {
-    const ST *from = static_cast<const ST *>(p.state_in) + slot_of(p.in_slots, s.n) * p.in_slots.slot_stride;
-    load_state(state, from + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+    with_state_type<ST>(p.state_dtype, [&](auto type) {
+      using S = typename decltype(type)::type;
+      const S *from = static_cast<const S *>(p.state_in) + slot_of(p.in_slots, s.n) * p.in_slots.slot_stride;
+      load_state(state, from + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+    });
   }
 }
 
@@ -363,7 +336,10 @@ __device__ __forceinline__ void checkpoint(const float (&state)[N][4], const gdn
   if (done % p.checkpoint_tokens != 0 || done > s.seq.count) return;
   const int64_t first = p.seqs.cu_seqlens ? s.seq.first : static_cast<int64_t>(s.n) * p.seqs.tokens_per_seq;
   const int64_t row = (first / p.checkpoint_tokens + done / p.checkpoint_tokens - 1) * p.num_v_heads + s.head;
-  store_state(state, static_cast<ST *>(p.checkpoints) + row * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+  with_state_type<ST>(p.state_dtype, [&](auto type) {
+    using S = typename decltype(type)::type;
+    store_state(state, static_cast<S *>(p.checkpoints) + row * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+  });
 }
 
 template <typename ST, Pass PASS, int N>
@@ -373,14 +349,17 @@ __device__ __forceinline__ void end_state(const float (&state)[N][4], const gdn_
     float *to = transfer_at(p, plan, s.n, s.segment, s.head) + (s.identity ? p.head_v * p.head_k : 0);
     store_state(state, to, row0, s.identity ? p.head_k : p.head_v, p.head_k, lane);
   } else if (s.end * kChunk >= s.seq.count) {
-    ST *to = static_cast<ST *>(p.state_out) + slot_of(p.out_slots, s.n) * p.out_slots.slot_stride;
-    store_state(state, to + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+    with_state_type<ST>(p.state_dtype, [&](auto type) {
+      using S = typename decltype(type)::type;
+      S *to = static_cast<S *>(p.state_out) + slot_of(p.out_slots, s.n) * p.out_slots.slot_stride;
+      store_state(state, to + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+    });
   } else if (PASS == kFirst) {
     store_state(state, first_at(p, plan, s.n, s.head), row0, p.head_v, p.head_k, lane);
   } else if (PASS == kRounds) {
     const int row = row0 - s.row0;
-    store_state(state, cut_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
-    ptx::set_flag(plan.rounds.flags + 8 * s.cut + row / 16, lane);
+    store_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+    ptx::set_flag(plan.rounds.flags + 8 * s.split + row / 16, lane);
   }
 }
 

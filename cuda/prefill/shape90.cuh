@@ -10,11 +10,34 @@ namespace prefill {
 
 // An index that goes round, and the parity of its barrier's phase.
 template <int N> struct Turn {
-  int index = 0, parity = 0;
+  int parity = 0, index = 0;
   __device__ __forceinline__ void next() {
     if (++index == N) index = 0, parity ^= 1;
   }
 };
+
+// Barriers in shared memory, one for each place of a ring.
+struct Barriers {
+  uint32_t address;
+
+  template <int N> __device__ __forceinline__ explicit Barriers(uint64_t (&barriers)[N]) : address(ptx::shared_address(barriers)) {}
+  __device__ __forceinline__ uint32_t operator[](int i) const { return address + 8 * i; }
+  __device__ __forceinline__ void init(int i, uint32_t arrivals) const { ptx::barrier_init((*this)[i], arrivals); }
+  __device__ __forceinline__ void arrive(int i) const { ptx::barrier_arrive((*this)[i]); }
+  __device__ __forceinline__ void wait(int i, uint32_t parity) const { ptx::barrier_wait((*this)[i], parity); }
+
+  // For what this turn of the ring is given.
+  template <int N> __device__ __forceinline__ void wait(const Turn<N> &at) const { ptx::barrier_wait(address + 8 * at.index, at.parity); }
+  // For the end of what the turn before it was given; the first time round there is nothing to wait for.
+  template <int N> __device__ __forceinline__ void wait_before(const Turn<N> &at) const { ptx::barrier_wait(address + 8 * at.index, at.parity ^ 1); }
+};
+
+// The block's barriers that have a number, beside __syncthreads()'s: a maker's 128 threads, and of its warps those that invert
+// (inverse.cuh); its second maker has the next number of each.
+enum NamedBarrier { kMakerBarrier = 1, kPairBarrier = 6, kHalfBarrier = 8 };
+
+// Of the first warpgroup; its other warps make the norms of q.
+enum SingleWarp { kGateWarp = 2, kLoadWarp = 3 };
 
 // Two turns, of as few registers as there are different ones.
 template <int A, int B> struct Turns {

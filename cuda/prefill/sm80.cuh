@@ -56,7 +56,8 @@ template <int BYTES, int THREADS> __device__ __forceinline__ void copy_bytes(uin
   }
 }
 
-template <typename T, typename ST, int KK, int WARPS, Pass PASS>
+// One function: state and operands are registers of all its parts.
+template <typename T, int KK, int WARPS, Pass PASS>
 __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan &plan) {
   using Shared = Shared80<KK, WARPS>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
@@ -116,7 +117,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   };
 
   float state[KK / 8][4];
-  begin_state<ST, PASS>(state, p, plan, s, kTileRows, row0, lane);
+  begin_state<AnyState, PASS>(state, p, plan, s, kTileRows, row0, lane);
   ptx::grid_dependency_wait();
 
   T *o = PASS != kTransfer ? out_heads_at<T>(p.o, s.n, token0, s.head) + row0 : nullptr;
@@ -164,19 +165,19 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
       put_out<T>(out, stage + v_offset, warp, lane);
       take_out<T>(stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
                   tokens - i * kChunk, p.head_v - row0);
-      checkpoint<ST, PASS>(state, p, s, i, row0, lane);
+      checkpoint<AnyState, PASS>(state, p, s, i, row0, lane);
     }
     __syncthreads();    // the next copies go where this chunk was
   }
-  end_state<ST, PASS>(state, p, plan, s, kTileRows, row0, lane);
+  end_state<AnyState, PASS>(state, p, plan, s, kTileRows, row0, lane);
 }
 
 // PASS kFirst: its blocks and kTransfer's. The former take longer and begin first.
-template <typename T, typename ST, int KK, int WARPS, Pass PASS>
+template <typename T, int KK, int WARPS, Pass PASS>
 __global__ void __launch_bounds__(32 * WARPS, 1)
 sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
-  if (PASS != kFirst || blockIdx.x < first_blocks(p, plan)) scan_block<T, ST, KK, WARPS, PASS>(p, plan);
-  else scan_block<T, ST, KK, WARPS, kTransfer>(p, plan);
+  if (PASS != kFirst || blockIdx.x < first_blocks(p, plan)) scan_block<T, KK, WARPS, PASS>(p, plan);
+  else scan_block<T, KK, WARPS, kTransfer>(p, plan);
 }
 
 }  // namespace prefill

@@ -9,6 +9,7 @@
 namespace gdn {
 namespace prefill {
 
+// One function: products are under way between its parts; ptxas has to see that nobody touches their registers.
 template <typename T, typename ST, int KK, Pass PASS>
 __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 2>::Shared &shared,
                                           const Stretch &s, int round, MathTurns<Shape90<KK, 2>> &at_begin, int part, int warp,

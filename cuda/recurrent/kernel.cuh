@@ -51,6 +51,7 @@ template <int E, int ROWS, bool AHEAD> struct Shape {
 
 // Prepares tokens first .. first + count of the sequence. This warp takes kAtOnce of every `warps` * kAtOnce, so that
 // their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token.
+// One function: raw rows are registers from the loads at its begin to the norms at its end.
 template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
 __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Plan &plan, int n, int64_t first,
                                              int count, int head, int row0, int warp, int warps, float *stage
@@ -106,8 +107,8 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
       for (int m = 0; m < kParts; ++m)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          k[u][m][c] = raw_to_float(raw_k[u][m], c);
-          q[u][m][c] = raw_to_float(raw_q[u][m], c);
+          k[u][m][c] = raw_to_float(raw_k[u][m], c, p.io_dtype);
+          q[u][m][c] = raw_to_float(raw_q[u][m], c, p.io_dtype);
           kk[u].add_square(k[u][m][c]);
           qq[u] = fmaf(q[u][m][c], q[u][m][c], qq[u]);
           kq[u] = fmaf(k[u][m][c], q[u][m][c], kq[u]);
@@ -139,7 +140,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
         }
 #pragma unroll
         for (int m = 0; m < kVs; ++m)
-          if (lane + 32 * m < S::kTile) record[kV + lane + 32 * m] = to_float(v[u][m]);
+          if (lane + 32 * m < S::kTile) record[kV + lane + 32 * m] = to_float(v[u][m], p.io_dtype);
         if (lane == 0) record[kScalars + 2] = kq[u] * k_scale.hi * q_scale;
       }
     }
@@ -156,6 +157,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
 
 // EXACT: K = V = 128 (E = 16) with aligned q, k and state, so that nothing is guarded. AHEAD: producer warps prepare the
 // next stage; without them it is the decode kernel, whose registers go to loads of the state.
+// One function: the state is in registers of all its parts, some of which are lambdas.
 template <typename T, typename ST, int E, int ROWS, bool EXACT, bool AHEAD>
 __global__ void __launch_bounds__(Shape<E, ROWS, AHEAD>::kThreads, EXACT && AHEAD ? 2 : 1)
 recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
@@ -179,7 +181,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   if (in_slot < 0 || out_slot < 0) {    // padding
     const int rows = min(S::kTile, head_v - row0);
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(seq.count) * rows; i += blockDim.x)
-      out_heads_at<T>(p.o, n, seq.first + i / rows, head)[row0 + i % rows] = from_float<T>(0.f);
+      out_heads_at<T>(p.o, n, seq.first + i / rows, head)[row0 + i % rows] = from_float<T>(0.f, p.io_dtype);
     GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
   }
@@ -193,28 +195,31 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   float state[ROWS][E];
   auto load_state = [&] {
     if (!consumer) return;
-    const ST *in = static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride +
-                   static_cast<int64_t>(head) * head_v * head_k;
+    with_state_type<ST>(p.state_dtype, [&](auto type) {
+      using S = typename decltype(type)::type;
+      const S *in = static_cast<const S *>(p.state_in) + in_slot * p.in_slots.slot_stride +
+                    static_cast<int64_t>(head) * head_v * head_k;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = row0 + tile_row + r;
-      const ST *sp = in + row * head_k;
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = row0 + tile_row + r;
+        const S *sp = in + row * head_k;
 #pragma unroll
-      for (int j = 0; j < kVecs; ++j) {
-        const int i = 4 * (part + kLanes * j);
-        if (EXACT) {
-          float x[4];
-          load_pack<ST, 4>(sp + i, x);
+        for (int j = 0; j < kVecs; ++j) {
+          const int i = 4 * (part + kLanes * j);
+          if (EXACT) {
+            float x[4];
+            load_pack<S, 4>(sp + i, x);
 #pragma unroll
-          for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
-        } else {
-          float x[4] = {0.f, 0.f, 0.f, 0.f};
-          if (row < head_v) load4(sp, i, head_k, plan.vec_state, x);
+            for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
+          } else {
+            float x[4] = {0.f, 0.f, 0.f, 0.f};
+            if (row < head_v) load4(sp, i, head_k, plan.vec_state, x);
 #pragma unroll
-          for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
+            for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
+          }
         }
       }
-    }
+    });
     GDN_PROFILED(stamps.lap(profile::kLoadState);)
   };
 
@@ -225,23 +230,27 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
                                            worker, workers, to GDN_PROFILED(, stamps));
   };
   float scale = 1.f;
-  auto store_state = [&](ST *to) {
+  auto store_state = [&](void *states, int64_t slot, int64_t within) {    // where it begins, in elements
+    with_state_type<ST>(p.state_dtype, [&](auto type) {
+      using S = typename decltype(type)::type;
+      S *to = static_cast<S *>(states) + slot + within;
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = row0 + tile_row + r;
-      ST *sp = to + row * head_k;
+      for (int r = 0; r < ROWS; ++r) {
+        const int row = row0 + tile_row + r;
+        S *sp = to + row * head_k;
 #pragma unroll
-      for (int j = 0; j < kVecs; ++j) {
-        const int i = 4 * (part + kLanes * j);
-        const float x[4] = {scale * state[r][4 * j], scale * state[r][4 * j + 1], scale * state[r][4 * j + 2],
-                            scale * state[r][4 * j + 3]};
-        if (EXACT) {
-          store_pack<ST, 4>(sp + i, x);
-        } else if (row < head_v) {
-          store4(sp, i, head_k, plan.vec_state, x);
+        for (int j = 0; j < kVecs; ++j) {
+          const int i = 4 * (part + kLanes * j);
+          const float x[4] = {scale * state[r][4 * j], scale * state[r][4 * j + 1], scale * state[r][4 * j + 2],
+                              scale * state[r][4 * j + 3]};
+          if (EXACT) {
+            store_pack<S, 4>(sp + i, x);
+          } else if (row < head_v) {
+            store4(sp, i, head_k, plan.vec_state, x);
+          }
         }
       }
-    }
+    });
   };
   T *o = out_heads_at<T>(p.o, n, seq.first, head) + row0 + tile_row + part;    // written by lanes part < ROWS
   const bool writes = consumer && part < ROWS && row0 + tile_row + part < head_v;
@@ -314,11 +323,10 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
           const float y = fmaf(d, gates.z, scale * sq[r]);
           if (part == r) out = y;
         }
-        if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out);
+        if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out, p.io_dtype);
         if (p.token_states) {
           const int64_t token = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
-          store_state(static_cast<ST *>(p.token_states) +
-                      ((token + t0 + t) * p.num_v_heads + head) * head_v * head_k);
+          store_state(p.token_states, 0, ((token + t0 + t) * p.num_v_heads + head) * head_v * head_k);
         }
       }
       // Checkpoints lie at multiples of GDN_CHUNK, which are ends of stages; decode never gets there.
@@ -328,7 +336,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
         if (p.checkpoints && done % p.checkpoint_tokens == 0) {
           const int64_t token = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
           const int64_t row = token / p.checkpoint_tokens + done / p.checkpoint_tokens - 1;
-          store_state(static_cast<ST *>(p.checkpoints) + (row * p.num_v_heads + head) * head_v * head_k);
+          store_state(p.checkpoints, 0, (row * p.num_v_heads + head) * head_v * head_k);
         }
       }
       GDN_PROFILED(stamps.lap(profile::kUpdate);)
@@ -338,8 +346,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   }
 
   if (consumer) {
-    store_state(static_cast<ST *>(p.state_out) + out_slot * p.out_slots.slot_stride +
-                static_cast<int64_t>(head) * head_v * head_k);
+    store_state(p.state_out, out_slot * p.out_slots.slot_stride, static_cast<int64_t>(head) * head_v * head_k);
     GDN_PROFILED(stamps.lap(profile::kStoreState);)
   }
 }
@@ -366,14 +373,6 @@ int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   recurrent_kernel<T, ST, E, ROWS, EXACT, AHEAD>
       <<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
   return launched();
-}
-
-template <typename T, int E, int ROWS> int launch(const gdn_rule_params &p, cudaStream_t stream) {
-  return with_state_dtype(p.state_dtype, [&](auto state) {
-    using ST = typename decltype(state)::type;
-    return max_tokens(p.seqs) > kDecodeTokens ? launch_as<T, ST, E, ROWS, false, true>(p, stream)
-                                              : launch_as<T, ST, E, ROWS, false, false>(p, stream);
-  });
 }
 
 }  // namespace recurrent

@@ -12,4 +12,8 @@ bool recurrent_128_takes(const gdn_rule_params &p);
 int launch_recurrent_128(const gdn_rule_params &p, cudaStream_t stream);
 int launch_recurrent(const gdn_rule_params &p, cudaStream_t stream);
 
+namespace recurrent {
+template <typename T> int launch_any(const gdn_rule_params &p, cudaStream_t stream);    // float, Any16
+}
+
 }  // namespace gdn

@@ -1,123 +1,270 @@
-"""The C ABI of gdn.h for Python: its structs, and the shared library built and loaded. Needs nvcc and torch."""
+#!/usr/bin/env python3
+"""The C ABI for Python, read from its headers: gdn.h, and those of the models' kernels beside it where they are.
+
+    python3 cuda/tests/abi.py --check            # the same headers by a C compiler: sizes, offsets and values compared
+    python3 cuda/tests/abi.py --build LIB        # builds the kernels of gdn.h as a shared library (--models: the models')
+
+A struct `gdn_rule_params` is the class RuleParams here, a constant `GDN_OK` is OK. Reading and --check need neither torch
+nor CUDA; building needs nvcc.
+"""
+import argparse
 import ctypes as C
 import glob
 import os
+import re
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
+CUDA = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MODELS = os.path.join(os.path.dirname(CUDA), "models", "cuda")
+HEADERS = [os.path.join(CUDA, "gdn.h"), *sorted(glob.glob(os.path.join(MODELS, "gdn_*.h")))]
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-DTYPES = {"f32": (0, torch.float32), "bf16": (1, torch.bfloat16), "f16": (2, torch.float16)}
-AUTO, RECURRENT, RECURRENT_128, CHUNKED, DECODE_128, CHUNKED_SM80, CHUNKED_SM90 = range(7)
-UNALIGNED = [RECURRENT, CHUNKED, AUTO]
-ALGO_NAMES = ["auto", "recurrent", "recurrent_128", "chunked", "decode_128", "chunked_sm80", "chunked_sm90"]
-(OK, BAD_DTYPE, NULL_POINTER, BAD_HEADS, BAD_HEAD_DIM, BAD_LENGTH, BAD_CONV_WIDTH, BAD_ALGO, BAD_STRIDE, NO_PROFILE,
- PROFILE_BUFFER, BAD_WORKSPACE, BAD_CHECKPOINTS) = range(13)
-NO_SLOT = 0xFFFFFFFF
-CHUNK = 64
-GUARD = 1024
+SCALARS = {"int": C.c_int, "int32_t": C.c_int32, "uint32_t": C.c_uint32, "int64_t": C.c_int64, "uint64_t": C.c_uint64,
+           "float": C.c_float}
+POINTED = {"void", "char", *SCALARS}
+TOKEN = re.compile(r"[A-Za-z_]\w*|0[xX][0-9a-fA-F]+u?|\d+u?|\S")
+NUMBER = re.compile(r"(0[xX][0-9a-fA-F]+|\d+)u?")
 
 
-class Heads(C.Structure):
-    _fields_ = [("ptr", C.c_void_p), ("seq_stride", C.c_int64), ("token_stride", C.c_int64), ("head_stride", C.c_int64)]
+class Headers:
+    """What the headers declare, by C names: `constants` (of enums too), `enums` {name: [members]}, `structs` and
+    `functions` {name: (argument types, result type)}. Whatever it does not know is an error."""
+
+    def __init__(self, paths):
+        self.constants, self.enums, self.structs, self.functions = {}, {}, {}, {}
+        for path in paths:
+            with open(path, encoding="utf-8") as f:
+                self.read(f.read(), path)
+
+    def read(self, text, name="header"):
+        self.name = name
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+        for declaration in self.declarations(self.without_directives(text)):
+            self.declare(declaration)
+
+    def fail(self, what):
+        raise ValueError(f"{self.name}: not understood: {what}")
+
+    def without_directives(self, text):
+        """The lines that are C alone; keeps constants, and leaves out what stands in #ifdef __cplusplus."""
+        open_blocks, kept = [], []
+        for line in text.splitlines():
+            words = line.split()
+            skipped = "__cplusplus" in open_blocks
+            if not line.lstrip().startswith("#"):
+                kept += [] if skipped else [line]
+            elif words[0] in ("#ifdef", "#ifndef") and len(words) == 2:
+                guard = words[0] == "#ifndef" and words[1].endswith("_H") and not open_blocks
+                if not guard and words != ["#ifdef", "__cplusplus"]:
+                    self.fail(line)
+                open_blocks.append(words[1])
+            elif words == ["#endif"] and open_blocks:
+                open_blocks.pop()
+            elif words[0] == "#define" and len(words) == 3 and NUMBER.fullmatch(words[2]) and not skipped:
+                self.constant(words[1], words[2])
+            elif words[:1] != ["#include"] and not (words[0] == "#define" and words[1:] == open_blocks):
+                self.fail(line)
+        if open_blocks:
+            self.fail("a conditional without its #endif")
+        return "\n".join(kept)
+
+    def declarations(self, text):
+        """Lists of tokens, each ended by a ; outside of braces."""
+        found, depth = [], 0
+        for token in TOKEN.findall(text):
+            depth += (token == "{") - (token == "}")
+            if token == ";" and depth == 0:
+                yield found
+                found = []
+            else:
+                found.append(token)
+        if found:
+            self.fail(" ".join(found))
+
+    def declare(self, words):
+        if words == ["typedef", "struct", "CUstream_st", "*", "cudaStream_t"]:
+            return
+        if words[:1] == ["typedef"]:
+            kind, name, body = words[1], words[2], words[4:-2]
+            if kind not in ("enum", "struct") or words[3] != "{" or words[-2:] != ["}", name]:
+                self.fail(" ".join(words))
+            if kind == "enum":
+                self.enums[name] = [self.member(part) for part in split(body, ",")]
+            elif body[-1:] != [";"] or name in self.structs:
+                self.fail(" ".join(words))
+            else:
+                fields = [field for part in split(body[:-1], ";") for field in self.fields(part)]
+                self.structs[name] = type(python_name(name), (C.Structure,), {"_fields_": fields, "c_name": name})
+        elif words.count("(") == 1 and words[-1:] == [")"]:
+            at = words.index("(")
+            [(name, result)] = self.fields(words[:at], returned=True)
+            arguments = [self.fields(part, argument=True) for part in split(words[at + 1:-1], ",")]
+            self.functions[name] = [kind for [(_, kind)] in arguments], result
+        else:
+            self.fail(" ".join(words))
+
+    def member(self, words):
+        if len(words) != 3 or words[1] != "=":
+            self.fail(" ".join(words))
+        self.constant(words[0], words[2])
+        return words[0]
+
+    def constant(self, name, value):
+        if not NUMBER.fullmatch(value) or name in self.constants:
+            self.fail(f"{name} {value}")
+        self.constants[name] = int(value.rstrip("u"), 0)
+
+    def fields(self, words, argument=False, returned=False):
+        """[(name, type)] of `const float *x, *y`. Pointers are addresses; those of arguments know what they point to."""
+        base, *rest = words[1:] if words[0] == "const" else words
+        found = []
+        for part in split(rest, ","):
+            stars, name = part[:-1], part[-1]
+            pointer = stars == ["*"]
+            if not name.isidentifier() or stars not in ([], ["*"]):
+                self.fail(" ".join(words))
+            if pointer and returned and base == "char":
+                kind = C.c_char_p
+            elif pointer and not returned and base in POINTED | set(self.structs):
+                pointed = SCALARS.get(base) or self.structs.get(base)
+                kind = C.POINTER(pointed) if argument and pointed else C.c_void_p
+            elif not pointer and base == "cudaStream_t" and argument:
+                kind = C.c_void_p
+            elif not pointer and base in (SCALARS if argument or returned else {**SCALARS, **self.structs}):
+                kind = SCALARS.get(base) or self.structs[base]
+            else:
+                self.fail(" ".join(words))
+            found.append((name, kind))
+        return found
+
+    def python_names(self):
+        names = {python_name(name): struct for name, struct in self.structs.items()}
+        return {**names, **{name.removeprefix("GDN_"): value for name, value in self.constants.items()}}
+
+    def names_of(self, enum, prefix):
+        """The members' names in small letters, without the prefix; a value is the place in the list."""
+        assert [self.constants[m] for m in self.enums[enum]] == list(range(len(self.enums[enum])))
+        return [m.removeprefix(prefix).lower() for m in self.enums[enum]]
 
 
-class Sequences(C.Structure):
-    _fields_ = [("cu_seqlens", C.c_void_p), ("num_seqs", C.c_int32), ("tokens_per_seq", C.c_int32),
-                ("max_tokens_per_seq", C.c_int32), ("total_tokens", C.c_int32)]
+def split(words, by):
+    parts = [[]]
+    for word in words:
+        if word == by:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
 
 
-class Slots(C.Structure):
-    _fields_ = [("slots", C.c_void_p), ("num_slots", C.c_int64), ("slot_stride", C.c_int64)]
+def python_name(c_name):
+    return "".join(word.capitalize() for word in c_name.removeprefix("gdn_").split("_"))
 
 
-class RuleParams(C.Structure):
-    _fields_ = [("q", Heads), ("k", Heads), ("v", Heads), ("a", Heads), ("b", Heads), ("a_log", C.c_void_p),
-                ("dt_bias", C.c_void_p), ("o", Heads), ("state_in", C.c_void_p), ("state_out", C.c_void_p),
-                ("token_states", C.c_void_p), ("checkpoints", C.c_void_p), ("workspace", C.c_void_p),
-                ("workspace_bytes", C.c_int64), ("in_slots", Slots), ("out_slots", Slots), ("seqs", Sequences),
-                ("num_k_heads", C.c_int32), ("num_v_heads", C.c_int32), ("head_k", C.c_int32), ("head_v", C.c_int32),
-                ("io_dtype", C.c_int32), ("gate_dtype", C.c_int32), ("state_dtype", C.c_int32), ("l2norm", C.c_int32),
-                ("algo", C.c_int32), ("checkpoint_tokens", C.c_int32), ("segments", C.c_int32), ("l2_eps", C.c_float),
-                ("scale", C.c_float), ("beta_scale", C.c_float)]
+ABI = Headers(HEADERS)
+globals().update(ABI.python_names())
+Heads, Sequences, Slots, RuleParams = (ABI.structs[f"gdn_{name}"] for name in ("heads", "sequences", "slots", "rule_params"))
+CODES = {"f32": ABI.constants["GDN_F32"], "bf16": ABI.constants["GDN_BF16"], "f16": ABI.constants["GDN_F16"]}
+ALGO_NAMES, STEP_NAMES = ABI.names_of("gdn_algo", "GDN_"), ABI.names_of("gdn_step_algo", "GDN_STEP_")
+GUARD = 1024        # bytes past a workspace
 
 
-class ConvParams(C.Structure):
-    _fields_ = [("x", Heads), ("y", Heads), ("weight", C.c_void_p), ("state_in", C.c_void_p), ("state_out", C.c_void_p),
-                ("in_slots", Slots), ("out_slots", Slots), ("seqs", Sequences), ("channels", C.c_int32),
-                ("width", C.c_int32), ("io_dtype", C.c_int32), ("weight_dtype", C.c_int32), ("silu", C.c_int32)]
+# ---- the same by a C compiler ----
+
+def layout(abi):
+    """{what: number} of all structs and constants, as Python has them."""
+    found = dict(abi.constants)
+    for name, struct in abi.structs.items():
+        found[f"sizeof {name}"] = C.sizeof(struct)
+        for field, _ in struct._fields_:
+            found[f"offsetof {name} {field}"] = getattr(struct, field).offset
+            found[f"sizeof {name} {field}"] = getattr(struct, field).size
+    return found
 
 
-class NormParams(C.Structure):
-    _fields_ = [("x", Heads), ("z", Heads), ("out", Heads), ("weight", C.c_void_p), ("tokens", C.c_int64),
-                ("heads", C.c_int32), ("head_v", C.c_int32), ("io_dtype", C.c_int32), ("weight_dtype", C.c_int32),
-                ("sigmoid", C.c_int32), ("eps", C.c_float)]
+def layout_in_c(paths, abi, compiler="cc"):
+    """The same numbers from a C program of these headers."""
+    values = {name: f"(long long){name}" for name in abi.constants}
+    for name, struct in abi.structs.items():
+        values[f"sizeof {name}"] = f"(long long)sizeof({name})"
+        for field, _ in struct._fields_:
+            values[f"offsetof {name} {field}"] = f"(long long)offsetof({name}, {field})"
+            values[f"sizeof {name} {field}"] = f"(long long)sizeof((({name} *)0)->{field})"
+    lines = [f'  printf("%lld {what}\\n", {value});' for what, value in values.items()]
+    includes = ["#include <stddef.h>", "#include <stdio.h>", *(f'#include "{path}"' for path in paths)]
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = os.path.join(folder, "layout.c"), os.path.join(folder, "layout")
+        with open(source, "w", encoding="utf-8") as f:
+            f.write("\n".join([*includes, "int main(void) {", *lines, "  return 0;", "}", ""]))
+        subprocess.run([compiler, "-std=c99", "-Wall", "-Werror", "-I", CUDA, source, "-o", program], check=True)
+        text = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    return {what: int(number) for number, what in (line.split(" ", 1) for line in text.splitlines())}
 
 
-class StepParams(C.Structure):
-    _fields_ = ([(n, Heads) for n in ("x", "z", "a", "b", "out")]
-                + [(n, C.c_void_p) for n in ("conv_weight", "norm_weight", "a_log", "dt_bias", "conv_in", "conv_out",
-                                             "state_in", "state_out", "token_states")]
-                + [("in_slots", Slots), ("out_slots", Slots), ("conv_in_stride", C.c_int64),
-                   ("conv_out_stride", C.c_int64), ("seqs", Sequences)]
-                + [(n, C.c_int32) for n in ("num_k_heads", "num_v_heads", "head_k", "head_v", "conv_width", "io_dtype",
-                                            "gate_dtype", "state_dtype", "conv_dtype", "norm_dtype", "l2norm", "sigmoid",
-                                            "algo", "overlap")]
-                + [(n, C.c_float) for n in ("l2_eps", "scale", "beta_scale", "norm_eps")])
+def differences(paths=HEADERS, abi=ABI):
+    """What the C compiler sees otherwise than Python, a line each; none is what it should be."""
+    ours, theirs = layout(abi), layout_in_c(paths, abi)
+    return [f"{what}: {ours[what]} in Python, {theirs.get(what)} in C" for what in ours if ours[what] != theirs.get(what)]
 
 
-class LinearParams(C.Structure):
-    _fields_ = ([(n, C.c_void_p) for n in ("x", "w", "y")]
-                + [(n, C.c_int64) for n in ("x_stride", "w_stride", "y_stride")]
-                + [(n, C.c_int32) for n in ("rows", "inputs", "outputs", "dtype", "overlap")])
+# ---- the library ----
 
-
-def build(path, extra):
-    """Compiles every .cu by itself, side by side, and links a shared library."""
-    major, minor = torch.cuda.get_device_capability()
-    targets = {"80": "80", "90a": "90a"} if (major, minor) == (9, 0) else {"80": "80", f"{major}{minor}": f"{major}{minor}"}
+def build(path, extra=(), models=False):
+    """Compiles every .cu by itself, side by side, and links a shared library for the device that is there: of the kernels
+    of gdn.h, or of the models' with the sources that both share. Without a device for sm_80 and sm_90a."""
+    import torch
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    targets = ["80", "90a"] if (major, minor) == (9, 0) else sorted({"80", f"{major}{minor}"})
     gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in targets]
-    base = ["nvcc", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "--default-stream", "per-thread",
+    base = ["nvcc", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "--default-stream", "per-thread", "-I", CUDA,
             "-Xcompiler", "-fPIC,-Wall", *gencode, *extra]
-    with tempfile.TemporaryDirectory() as tmp:
-        sources = sorted(glob.glob(os.path.join(HERE, "*", "*.cu")))
-        objects = [os.path.join(tmp, os.path.basename(s) + ".o") for s in sources]
+    patterns = [(MODELS, "*", "*.cu"), (CUDA, "common", "*.cu")] if models else [(CUDA, "*", "*.cu")]
+    sources = sorted(source for pattern in patterns for source in glob.glob(os.path.join(*pattern)))
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [os.path.join(folder, f"{i}.o") for i in range(len(sources))]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda so: subprocess.run([*base, "-c", so[0], "-o", so[1]], check=True), zip(sources, objects)))
         subprocess.run([*base, "-shared", *objects, "-o", path], check=True)
 
 
 def load(path):
+    """A library, with the types of those functions that it has. AttributeError where it is not one of the kernels."""
     lib = C.CDLL(path)
-    for name, params in (("gdn_rule", RuleParams), ("gdn_conv", ConvParams), ("gdn_norm", NormParams),
-                         ("gdn_step", StepParams), ("gdn_linear", LinearParams)):
-        f = getattr(lib, name)
-        f.argtypes, f.restype = [C.POINTER(params), C.c_void_p], C.c_int
-    lib.gdn_rule_choice.argtypes, lib.gdn_rule_choice.restype = [C.POINTER(RuleParams), C.POINTER(C.c_int32)], C.c_int
-    lib.gdn_rule_workspace.argtypes = [C.POINTER(RuleParams), C.POINTER(C.c_int64)]
-    lib.gdn_rule_workspace.restype = C.c_int
-    lib.gdn_step_choice.argtypes, lib.gdn_step_choice.restype = [C.POINTER(StepParams), C.POINTER(C.c_int32)], C.c_int
-    lib.gdn_profile_set.argtypes, lib.gdn_profile_set.restype = [C.c_void_p, C.c_uint64, C.c_uint32], C.c_int
-    for name in ("gdn_status_string", "gdn_profile_scope", "gdn_profile_role"):
-        f = getattr(lib, name)
-        f.argtypes, f.restype = [C.c_int], C.c_char_p
+    assert lib.gdn_status_string
+    for name, (arguments, result) in ABI.functions.items():
+        if hasattr(lib, name):
+            f = getattr(lib, name)
+            f.argtypes, f.restype = arguments, result
     return lib
 
 
+# ---- parameters ----
+
 def stream():
+    import torch
     return torch.cuda.current_stream().cuda_stream
-
-
-def heads(x, packed):
-    """A tensor [tokens, head, dim] (packed), [sequence, token, head, dim], or the same without dim (the gates)."""
-    s = list(x.stride())
-    return Heads(x.data_ptr(), 0, s[0], s[1]) if packed else Heads(x.data_ptr(), s[0], s[1], s[2])
 
 
 def ptr(x):
     return None if x is None else x.data_ptr()
+
+
+def fill(struct, **fields):
+    """A struct by the names of its header. Tensors stand for their addresses; what is left out is null or 0."""
+    return struct(**{name: ptr(x) if hasattr(x, "data_ptr") else x for name, x in fields.items()})
+
+
+def columns(x, first=0, head_stride=0, tokens_per_seq=0):
+    """Heads that begin at column `first` of x [token, column]; `tokens_per_seq` 0: packed."""
+    return Heads(ptr=x.data_ptr() + first * x.element_size(), seq_stride=tokens_per_seq * x.stride(0),
+                 token_stride=x.stride(0), head_stride=head_stride)
+
+
+def heads(x, tokens_per_seq=0):
+    """Of a tensor [token, head, dim] or [token, head] (the gates)."""
+    return columns(x, 0, x.stride(1), tokens_per_seq)
 
 
 def sequences(lens, cu=None):
@@ -127,22 +274,27 @@ def sequences(lens, cu=None):
                      max_tokens_per_seq=longest, total_tokens=sum(lens))
 
 
+def slots(numbers, num_slots, slot_stride):
+    """`numbers`: a tensor of them, or None."""
+    return Slots(slots=ptr(numbers), num_slots=num_slots, slot_stride=slot_stride)
+
+
 def rule_params(**fields):
-    """RuleParams by the names of gdn.h. Tensors stand for their addresses; what is left out is null or 0, but for these
-    constants of the models."""
-    fields = {"l2_eps": 1e-6, "scale": fields["head_k"] ** -0.5, "beta_scale": 1.0, **fields}
-    return RuleParams(**{name: ptr(x) if isinstance(x, torch.Tensor) else x for name, x in fields.items()})
+    """RuleParams; what is left out is null or 0, but for these constants of the models."""
+    return fill(RuleParams, **{"l2_eps": 1e-6, "scale": fields["head_k"] ** -0.5, "beta_scale": 1.0, **fields})
 
 
-def workspace(lib, *params, device="cuda"):
-    """Gives launches that run one after the other a workspace, large enough for any of them. They keep it alive.
+def workspace(query, *params, device="cuda"):
+    """Gives launches that run one after the other a workspace, large enough for any of them by `query`, a function of the
+    library. They keep it alive.
 
     All its bytes are 0xff, so that what is read before it is written is NaN; the last GUARD are past what a launch is
     told of. Parameters that are refused get none: the launch says why."""
+    import torch
     sizes = []
     for p in params:
         size = C.c_int64(0)
-        sizes.append(size.value if lib.gdn_rule_workspace(C.byref(p), C.byref(size)) == OK else 0)
+        sizes.append(size.value if query(C.byref(p), C.byref(size)) == ABI.constants["GDN_OK"] else 0)
     room = torch.full((max(sizes) + GUARD + 255,), 0xFF, dtype=torch.uint8, device=device)
     first = -room.data_ptr() % 256
     room = room[first:first + max(sizes) + GUARD]
@@ -151,5 +303,25 @@ def workspace(lib, *params, device="cuda"):
     return room
 
 
-def u32(values):
-    return torch.tensor([v - (1 << 32) if v >= 1 << 31 else v for v in values], dtype=torch.int32, device="cuda")
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with a C compiler (cc)")
+    parser.add_argument("--build", metavar="LIB", help="build the shared library")
+    parser.add_argument("--models", action="store_true", help="that of the models' kernels")
+    parser.add_argument("--nvcc", default="", help="further arguments for nvcc")
+    args = parser.parse_args()
+    if not args.check and not args.build:
+        parser.error("nothing to do: --check or --build LIB")
+    wrong = differences() if args.check else []
+    for line in wrong:
+        print(line)
+    if args.check:
+        print(f"{len(layout(ABI))} sizes, offsets and values of {len(ABI.structs)} structs in {len(HEADERS)} headers, "
+              f"{len(wrong)} differ")
+    if args.build:
+        build(args.build, args.nvcc.split(), args.models)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Checks gdn_linear, through the C ABI, against the product in float64.
 
-    python3 cuda/check_linear.py               # builds all kernels; the exit code is 1 when a case fails
-    python3 cuda/check_linear.py --lib PATH    # of a library that is there
-    python3 cuda/check_linear.py --time        # the checks, then times beside torch.nn.functional.linear
-    python3 cuda/check_linear.py --only-time --shapes 4b,27b --rows 1,8
-    python3 cuda/check_linear.py --sweep --shapes 4b    # how long every way to cut the product takes
+    python3 cuda/tests/check_linear.py               # builds all kernels; the exit code is 1 when a case fails
+    python3 cuda/tests/check_linear.py --lib PATH    # of a library that is there
+    python3 cuda/tests/check_linear.py --time        # the checks, then times beside torch.nn.functional.linear
+    python3 cuda/tests/check_linear.py --only-time --shapes 4b,27b --rows 1,8
+    python3 cuda/tests/check_linear.py --sweep --shapes 4b    # how long every way to cut the product takes
 
 An error is ||y - ref|| / ||ref||. The output's rounding alone makes it at most ulp / sqrt(12), with ulp at most 2^-7 of
 the value in bf16 and 2^-10 in f16; of few values it may be any value's own at worst, sqrt(3) times that. The f32 sums
@@ -14,16 +14,23 @@ add at most 2e-5. Outputs hold NaN before a launch, as does everything around th
 import ctypes as C
 import math
 
-import checks
-import timing
+import harness
 import torch
-from abi import BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, DTYPES, NULL_POINTER, OK, LinearParams, stream
-from abi_model import LinearOptions, load
-from checks import failures, framed, report
+from abi import (BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, CODES, NULL_POINTER, OK, LinearOptions, LinearParams, fill,
+                 stream)
+from harness import (TYPES, WAYS, bf16, bits, call, chain_repeats, expect, failures, framed, launch, normal, only_inside, report,
+                     rounding)
+from reference import linear, relative
+from timing import graph_us, heading, span_us
 
 
 def bound(dtype, count):
-    return checks.rounding(dtype, count) + 2e-5
+    return rounding(dtype, count) + 2e-5
+
+
+def params(x, w, y, dtype, overlap=0):
+    return fill(LinearParams, x=x, w=w, y=y, x_stride=x.stride(0), w_stride=w.stride(0), y_stride=y.stride(0),
+                rows=x.shape[0], inputs=x.shape[1], outputs=y.shape[1], dtype=CODES[dtype], overlap=overlap)
 
 
 class Case:
@@ -31,8 +38,7 @@ class Case:
     blocks; without it the library chooses."""
 
     def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0, swiglu=False, cut=(0, 0, 0, 0)):
-        gen = torch.Generator(device="cuda").manual_seed(seed)
-        randn = lambda *s: torch.randn(*s, generator=gen, device="cuda")
+        randn = normal(seed)
         self.dtype, self.options = dtype, LinearOptions(int(swiglu), *cut)
         weights = 2 * outputs if swiglu else outputs
         self.x_buf, self.x = framed(rows, inputs, gaps[0], dtype)
@@ -40,48 +46,29 @@ class Case:
         self.y_buf, self.y = framed(rows, outputs, gaps[2], dtype)
         self.x.copy_(randn(rows, inputs))
         self.w.copy_(randn(weights, inputs) * inputs ** -0.5)
-        self.ref = self.x.double() @ self.w.double().T
-        if swiglu:
-            self.ref = torch.nn.functional.silu(self.ref[:, :outputs]) * self.ref[:, outputs:]
+        self.ref = linear(self.x, self.w, swiglu)
 
     def params(self, overlap=0):
-        x, w, y = self.x, self.w, self.y
-        return LinearParams(x.data_ptr(), w.data_ptr(), y.data_ptr(), x.stride(0), w.stride(0), y.stride(0), x.shape[0],
-                            x.shape[1], y.shape[1], DTYPES[self.dtype][0], overlap)
+        return params(self.x, self.w, self.y, self.dtype, overlap)
 
     def launch(self, lib, p):
-        return lib.gdn_linear_with(C.byref(p), C.byref(self.options), stream())
+        return call(lib.gdn_linear_with, p, C.byref(self.options))
 
     def run(self, lib, overlap=0, graph=False):
         self.y_buf.fill_(math.nan)
         p = self.params(overlap)
-        torch.cuda.synchronize()
-        if graph:
-            g = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(g):
-                status = self.launch(lib, p)
-            g.replay()
-            g.replay()
-        else:
-            status = self.launch(lib, p)
-        torch.cuda.synchronize()
-        return status, self.y_buf.clone()
+        return launch(lambda: self.launch(lib, p), graph, replays=2), self.y_buf.clone()
 
 
 def check_case(lib, name, case, quiet=True):
     status, first = case.run(lib)
     if status != OK:
         return report(name, False, f"status {status}")
-    error = ((case.y.double() - case.ref).norm() / case.ref.norm()).item()
-    limit = bound(case.dtype, case.ref.numel())
-    around = case.y_buf.clone()
-    around[2:2 + case.y.shape[0], :case.y.shape[1]] = math.nan
-    bits = lambda t: t.view(torch.int16)
-    same = all(torch.equal(bits(case.run(lib, overlap, graph)[1]), bits(first))
-               for overlap, graph in ((0, False), (1, False), (0, True), (1, True)))
-    ok = error <= limit and bool(around.isnan().all()) and same
-    report(name, ok, f"{error:.2e} of {limit:.2e}" + ("" if same else ", runs differ")
-           + ("" if around.isnan().all() else ", wrote outside"), quiet)
+    error, limit = relative(case.y, case.ref), bound(case.dtype, case.ref.numel())
+    inside = only_inside(case.y_buf, case.y)
+    same = all(torch.equal(bits(case.run(lib, overlap, graph)[1]), bits(first)) for overlap, graph in WAYS)
+    report(name, error <= limit and inside and same, f"{error:.2e} of {limit:.2e}" + ("" if same else ", runs differ")
+           + ("" if inside else ", wrote outside"), quiet)
 
 
 def check_cases(lib):
@@ -129,9 +116,8 @@ def check_chain(lib):
     for dtype in ("bf16", "f16"):
         for rows in (1, 8, 16, 32):
             for hidden in (1024, 4096):
-                weights = [torch.randn(hidden, hidden, device="cuda").mul_(hidden ** -0.5).to(DTYPES[dtype][1])
-                           for _ in range(6)]
-                start = torch.randn(rows, hidden, device="cuda").to(DTYPES[dtype][1])
+                weights = [(torch.randn(hidden, hidden, device="cuda") * hidden ** -0.5).to(TYPES[dtype]) for _ in range(6)]
+                start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
                 buffers = [torch.empty_like(start) for _ in range(2)]
                 out = torch.empty_like(start)
 
@@ -139,39 +125,15 @@ def check_chain(lib):
                     buffers[0].copy_(start)
                     buffers[1].fill_(math.nan)
                     for i in range(24):
-                        x, y = buffers[i % 2], buffers[(i + 1) % 2]
-                        p = LinearParams(x.data_ptr(), weights[i % 6].data_ptr(), y.data_ptr(), hidden, hidden, hidden,
-                                         rows, hidden, hidden, DTYPES[dtype][0], overlap)
-                        assert lib.gdn_linear(C.byref(p), stream()) == OK
+                        p = params(buffers[i % 2], weights[i % 6], buffers[(i + 1) % 2], dtype, overlap)
+                        assert call(lib.gdn_linear, p) == OK
                     out.copy_(buffers[0])
 
-                chain(0)
-                torch.cuda.synchronize()
-                ref, bad = out.clone(), 0
-                g = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(g):
-                    chain(1)
-                for i in range(40):
-                    out.fill_(math.nan)
-                    if i % 2:
-                        g.replay()
-                    else:
-                        chain(1)
-                    torch.cuda.synchronize()
-                    bad += not torch.equal(out.view(torch.int16), ref.view(torch.int16))
-                report(f"chain {dtype} rows {rows} hidden {hidden}", bad == 0 and bool(ref.isfinite().all()),
-                       f"{bad} of 40 differ")
+                chain_repeats(f"chain {dtype} rows {rows} hidden {hidden}", chain, out)
 
 
 def check_arguments(lib):
     case = Case(4, 128, 32, "bf16")
-
-    def status(**changes):
-        p = case.params()
-        for name, value in changes.items():
-            setattr(p, name, value)
-        return lib.gdn_linear(C.byref(p), stream())
-
     for changes, want in (({"dtype": 0}, BAD_DTYPE), ({"dtype": 7}, BAD_DTYPE), ({"rows": 33}, BAD_LENGTH),
                           ({"rows": -1}, BAD_LENGTH), ({"inputs": 0}, BAD_LENGTH), ({"outputs": -1}, BAD_LENGTH),
                           ({"x": None}, NULL_POINTER), ({"w": None}, NULL_POINTER), ({"y": None}, NULL_POINTER),
@@ -179,14 +141,14 @@ def check_arguments(lib):
                           ({"w": case.w.data_ptr() + 8}, BAD_ALGO), ({"w_stride": 132}, BAD_ALGO),
                           ({"x_stride": 132}, BAD_ALGO), ({"x_stride": -8}, BAD_STRIDE), ({"y_stride": -1}, BAD_STRIDE),
                           ({"rows": 0, "x": None}, OK), ({"outputs": 0, "w": None}, OK)):
-        got = status(**changes)
-        report(f"arguments {changes}", got == want, f"status {got}, expected {want}", quiet=True)
+        expect("linear", want, lib.gdn_linear, case.params(), **changes)
     report("arguments null", lib.gdn_linear(None, stream()) == NULL_POINTER, "", quiet=True)
     for options, rows, want in (((1,), 9, BAD_LENGTH), ((1,), 8, OK), ((0, 17), 1, BAD_ALGO), ((0, 8, 3), 1, BAD_ALGO),
                                 ((0, 8, 4), 1, BAD_ALGO), ((0, 8, 1, 3), 1, BAD_ALGO), ((0, 8, 1, 1, -1), 1, BAD_ALGO),
                                 ((1, 9), 1, BAD_ALGO), ((1, 4, 1), 1, BAD_ALGO), ((1, 4, 2, 2), 1, BAD_ALGO)):
         case = Case(rows, 128, 32, "bf16", swiglu=bool(options[0]))
-        got = lib.gdn_linear_with(C.byref(case.params()), C.byref(LinearOptions(*options)), stream())
+        case.options = LinearOptions(*options)
+        got = case.launch(lib, case.params())
         report(f"options {options} rows {rows}", got == want, f"status {got}, expected {want}", quiet=True)
     torch.cuda.synchronize()
 
@@ -212,23 +174,17 @@ class Timing:
         weights = 2 * outputs if swiglu else outputs
         self.nbytes = 2 * inputs * weights
         sets = int(2.4e8 / self.nbytes) + 2
-        scale = inputs ** -0.5
-        self.weights = [torch.empty(weights, inputs, device="cuda", dtype=torch.bfloat16).normal_(0, scale)
+        self.weights = [torch.empty(weights, inputs, device="cuda", dtype=torch.bfloat16).normal_(0, inputs ** -0.5)
                         for _ in range(sets)]
         self.repeat = max(1, min(64, int(4e9 / self.nbytes)) // sets)
 
     def rows(self, rows):
-        self.x = torch.randn(rows, self.inputs, device="cuda").bfloat16()
-        self.y = torch.empty(rows, self.outputs, device="cuda", dtype=torch.bfloat16)
+        self.x, self.y = bf16(rows, self.inputs), bf16(rows, self.outputs)
 
     def ours(self, overlap, cut=(0, 0, 0, 0)):
-        x, y, calls = self.x, self.y, []
-        options = LinearOptions(self.swiglu, *cut)
-        for w in self.weights:
-            p = LinearParams(x.data_ptr(), w.data_ptr(), y.data_ptr(), self.inputs, self.inputs, self.outputs,
-                             x.shape[0], self.inputs, self.outputs, 1, overlap)
-            calls.append(lambda p=p: self.lib.gdn_linear_with(C.byref(p), C.byref(options), stream()))
-        return calls * self.repeat
+        options, f = LinearOptions(self.swiglu, *cut), self.lib.gdn_linear_with
+        every = [params(self.x, w, self.y, "bf16", overlap) for w in self.weights]
+        return [lambda p=p: call(f, p, C.byref(options)) for p in every] * self.repeat
 
     def theirs(self):
         def call(w):
@@ -249,20 +205,19 @@ def each_shape(lib, names, rate):
 
 
 def times(lib, names, rows):
-    rate = timing.copy_rate()
-    print(f"\n{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s; bf16, cold L2; us: kernels (CUPTI) / graph "
-          "/ graph with overlap, beside torch: kernels / graph; and the share of the copy rate that the kernels have")
+    rate = heading("bf16, cold L2; us: kernels (CUPTI) / graph / graph with overlap, beside torch: kernels / graph; and the share "
+                   "of the copy rate that the kernels have")
     for case in each_shape(lib, names, rate):
         for r in rows:
             if case.swiglu and r > 8:
                 continue
             case.rows(r)
-            k = timing.span_us(case.ours(0))
+            k = span_us(case.ours(0))
             theirs = case.theirs()
-            plain, overlapped = timing.graph_us(case.ours(0)), timing.graph_us(case.ours(1))
+            plain, overlapped = graph_us(case.ours(0)), graph_us(case.ours(1))
             share = 100 * case.nbytes / k / rate * 1e6
             print(f"  rows {r:2d}  {k:7.2f} / {plain:7.2f} / {overlapped:7.2f}  {share:4.0f} %    torch "
-                  f"{timing.span_us(theirs):7.2f} / {timing.graph_us(theirs):7.2f}", flush=True)
+                  f"{span_us(theirs):7.2f} / {graph_us(theirs):7.2f}", flush=True)
 
 
 def cuts(swiglu):
@@ -276,9 +231,7 @@ def cuts(swiglu):
 
 def sweep(lib, names, rows, best=5):
     """The best cuts of each shape beside the one that the library chooses: graph / graph with overlap."""
-    rate = timing.copy_rate()
-    print(f"\n{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s; bf16, cold L2; us in a graph / with "
-          "overlap, by (warps, groups, cluster, blocks)")
+    rate = heading("bf16, cold L2; us in a graph / with overlap, by (warps, groups, cluster, blocks)")
     for case in each_shape(lib, names, rate):
         chunks = case.inputs // 64
         for r in rows:
@@ -291,33 +244,35 @@ def sweep(lib, names, rows, best=5):
                 places = -(-(-(-chunks // parts)) // 4) * 4 * parts
                 if chunks / places < 0.7 or case.ours(0, cut)[0]() != OK:
                     continue
-                found.append((timing.graph_us(case.ours(1, cut), 5), timing.graph_us(case.ours(0, cut), 5), cut))
+                found.append((graph_us(case.ours(1, cut), 5), graph_us(case.ours(0, cut), 5), cut))
             found.sort()
-            chosen = f"{timing.graph_us(case.ours(0)):.2f} / {timing.graph_us(case.ours(1)):.2f}"
+            chosen = f"{graph_us(case.ours(0)):.2f} / {graph_us(case.ours(1)):.2f}"
             others = "  ".join(f"{cut} {plain:.2f} / {overlapped:.2f}" for overlapped, plain, cut in found[:best])
             print(f"  rows {r:2d}  chosen {chosen}   best {others}", flush=True)
 
 
 def main():
-    parser = checks.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="instead of the checks and the times")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
     parser.add_argument("--rows", default="1,2,4,8,16,32")
     args = parser.parse_args()
-    lib = checks.library(args, load)
-    if not args.only_time and not args.sweep:
+    names, rows = args.shapes.split(","), [int(r) for r in args.rows.split(",")]
+
+    def check(lib):
         check_arguments(lib)
         check_cases(lib)
         if not args.quick:
             check_cuts(lib)
             check_chain(lib)
-        checks.summary()
-    names, rows = args.shapes.split(","), [int(r) for r in args.rows.split(",")]
-    if args.time or args.only_time:
-        times(lib, names, rows)
-    if args.sweep:
-        sweep(lib, names, rows)
-    checks.leave()
+
+    def timed(lib):
+        if wants_times:
+            times(lib, names, rows)
+        if args.sweep:
+            sweep(lib, names, rows)
+    wants_times, args.only_time = args.time or args.only_time, args.only_time or args.sweep
+    harness.run(args, check, timed)
 
 
 if __name__ == "__main__":

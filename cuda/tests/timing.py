@@ -1,18 +1,30 @@
-"""Times of the kernels beside the measured copy rate: `python3 cuda/check.py --time` or `--only-time`."""
+"""The clocks, used alike for every kernel and every peer, and the rates that their times are held against. All times are
+in microseconds a call.
+
+What is timed is a list of calls, one a set of buffers. They are called in turn, so that with enough sets no call finds its
+buffers in the L2 cache.
+"""
 import ctypes as C
+import itertools
 import math
 import statistics
 import time
 
 import torch
-from abi import (ALGO_NAMES, AUTO, CHUNKED, OK, RECURRENT, RECURRENT_128, ConvParams, Heads, NormParams, Slots, ptr,
-                 rule_params, sequences, stream, workspace)
+from abi import OK, stream
+
+COLD = 3                    # measure(): a buffer is used again only after this many times L2 has been touched
+MAX_SETS = 512
+GPU_BUDGET, EVENT_BUDGET, WALL_BUDGET = 0.08, 0.12, 0.08     # seconds of calls for each clock of measure()
+WARM_UP = 0.01              # seconds of calls before each of them
+GRAPH_US, GRAPH_CALLS = 1000, 8     # a graph is at least this long: its own start is part of what is timed
 
 
-def device_activities(run, ahead=0.0):
-    """(start, duration) in µs of everything the GPU did during run(), in order of start: kernels, and copies and fills
-    too, as CUPTI tells. The GPU first waits `ahead` seconds, in which the host gets ahead of it: else a slow host would
-    show as gaps between the kernels."""
+# ---- the time between a call's first kernel and its last (CUPTI) ----
+
+def device_events(run, ahead=0.0):
+    """What the GPU did during run(), by CUPTI: kernels, and copies and fills too. The GPU first waits `ahead` seconds, in
+    which the host gets ahead of it: else a slow host would show as gaps between the kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
     torch.cuda.synchronize()
@@ -22,9 +34,13 @@ def device_activities(run, ahead=0.0):
         run()
         torch.cuda.synchronize()
     # With the CUDA activity alone the host's side of a launch is listed too, as an event of the CPU.
-    events = sorted((e.time_range.start, e.time_range.elapsed_us()) for e in prof.events()
-                    if e.device_type == DeviceType.CUDA)
+    events = sorted((e for e in prof.events() if e.device_type == DeviceType.CUDA), key=lambda e: e.time_range.start)
     return events[1:] if ahead else events
+
+
+def device_activities(run, ahead=0.0):
+    """(start, duration) in µs of each, in order of start."""
+    return sorted((e.time_range.start, e.time_range.elapsed_us()) for e in device_events(run, ahead))
 
 
 def spans(events, calls):
@@ -65,10 +81,31 @@ def ahead_of(host, calls):
 
 
 def span_us(calls):
-    """Median over calls of the GPU time of a call (CUPTI), see spans()."""
+    """Median over calls of the GPU time of a call, see spans()."""
     ahead = ahead_of(host_seconds(calls), len(calls))
     launches, times = spans(device_activities(lambda: [call() for call in calls], ahead), len(calls))
     return statistics.median(times) if launches else math.nan
+
+
+# ---- CUDA graphs and events ----
+
+def capture(calls):
+    """A CUDA graph of the calls."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def elapsed_us(run):
+    """Between two events around run()."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
 
 
 def graph_us(calls, replays=7):
@@ -76,125 +113,164 @@ def graph_us(calls, replays=7):
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
-    g = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(g):
-        for call in calls:
-            call()
-    out = []
-    for _ in range(replays):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        g.replay()
-        b.record()
+    graph = capture(calls)
+    return sorted(elapsed_us(graph.replay) / len(calls) for _ in range(replays))[replays // 2]
+
+
+def event_us(graph):
+    """Of a replay. Another one runs ahead of it and hides the time that the host needs."""
+    graph.replay()
+    return elapsed_us(graph.replay)
+
+
+# ---- all clocks at once ----
+
+def sets_for(touched, l2, l2_bytes):
+    """How many sets of buffers a workload rotates over, from the bytes that one call touches."""
+    return 1 if l2 == "warm" else max(2, min(MAX_SETS, -(-COLD * l2_bytes // touched)))
+
+
+def spread(values):
+    """The record's form of many timings."""
+    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
+
+
+def wall_and_host_us(call):
+    """(until the GPU is done, until the call returned) of one call with the GPU idle before."""
+    start = time.perf_counter_ns()
+    call()
+    returned = time.perf_counter_ns()
+    torch.cuda.synchronize()
+    return (time.perf_counter_ns() - start) / 1e3, (returned - start) / 1e3
+
+
+def clamp(x, low, high):
+    return max(low, min(high, int(x)))
+
+
+def measure(calls):
+    """A dict of gpu, event, wall, host, launches and note. The calls go on where the last clock stopped."""
+    turn = itertools.cycle(calls)
+    row = {"gpu": None, "event": None, "wall": None, "host": None, "launches": None, "note": ""}
+    notes = []
+
+    def go(n):
+        for _ in range(n):
+            next(turn)()
+
+    def warm_up():
+        end = time.perf_counter() + WARM_UP
+        while time.perf_counter() < end:
+            go(3)
+            torch.cuda.synchronize()
+
+    # Whatever compiles, tunes itself or allocates at first use has run; host or GPU, the slower one sets the pace.
+    go(min(3, len(calls)))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    go(3)
+    host = (time.perf_counter() - start) / 3
+    torch.cuda.synchronize()
+    pace = (time.perf_counter() - start) / 3
+
+    warm_up()
+    n = clamp(GPU_BUDGET / pace, 5, 60)
+    events = device_activities(lambda: go(n), ahead_of(host, n))
+    if events:
+        launches, times = spans(events, n)
+        row["launches"], row["gpu"] = launches, spread(times)
+        if launches is None:
+            notes.append(f"gpu is a mean: launches differ from call to call, {len(events) / n:.1f} on average")
+    else:
+        notes.append("CUPTI saw nothing on the GPU")
+
+    warm_up()
+    n = clamp(WALL_BUDGET / pace, 5, 100)
+    both = [wall_and_host_us(next(turn)) for _ in range(n)]
+    row["wall"], row["host"] = spread([wall for wall, _ in both]), spread([host for _, host in both])
+
+    kernel_us = max(row["gpu"]["median"] if events else pace * 1e6, 0.5)
+    # At least 8 calls, but no more than let five replays, and as many ahead of them, fit the budget.
+    least = clamp(EVENT_BUDGET * 1e6 / (10 * kernel_us), 1, GRAPH_CALLS)
+    wanted = min(max(GRAPH_US / kernel_us, least), MAX_SETS)
+    rounds = max(1, math.ceil(wanted / len(calls)))
+    try:
+        graph = capture(calls * rounds)
+        n = len(calls) * rounds
+        graph.replay()
         torch.cuda.synchronize()
-        out.append(a.elapsed_time(b) * 1e3 / len(calls))
-    return sorted(out)[len(out) // 2]
+        replays = clamp(EVENT_BUDGET * 1e6 / (2 * n * kernel_us), 5, 20)
+        row["event"] = spread([event_us(graph) / n for _ in range(replays)])
+        del graph
+    except Exception as e:
+        torch.cuda.synchronize()    # a broken GPU is not a missing clock
+        notes.append(f"event: no CUDA graph ({one_line(e)})")
+    row["note"] = "; ".join(notes)
+    return row
+
+
+def one_line(e, width=160):
+    text = " ".join(f"{type(e).__name__}: {e}".split())
+    return text if len(text) <= width else text[:width - 1] + "…"
+
+
+# ---- rates ----
+
+def best_rate(run, amount, repeats):
+    """Amount a second of run(), the best of several times four."""
+    return max(4 * amount / (elapsed_us(lambda: [run() for _ in range(4)]) * 1e-6) for _ in range(repeats))
 
 
 def copy_rate():
     """Bytes read plus written a second by a large copy, the best of several ways."""
     x = torch.randn(1 << 29, device="cuda")
     y = torch.empty_like(x)
-    best = 0.0
-    for copy in (lambda: y.copy_(x), lambda: torch.add(x, 1.0, out=y)):
-        for _ in range(5):
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record()
-            for _ in range(4):
-                copy()
-            b.record()
-            torch.cuda.synchronize()
-            best = max(best, 4 * 2 * x.numel() * 4 / (a.elapsed_time(b) * 1e-3))
-    return best
+    return max(best_rate(copy, 2 * x.numel() * 4, 5) for copy in (lambda: y.copy_(x), lambda: torch.add(x, 1.0, out=y)))
 
 
-def rule_calls(lib, batch, tokens, hk, hv, dim, algo, sets, segments=0):
-    """Calls that each touch other memory than the last, but for the workspace: `sets` is enough of them to pass the L2
-    cache. A call's `params` and `o` are its own; its states are updated in place."""
-    calls = []
-    t = batch * tokens
-    shared = torch.rand(hv, device="cuda"), torch.randn(hv, device="cuda") - 4
-    for _ in range(sets):
-        qkv = torch.randn(t, (2 * hk + hv) * dim, device="cuda").bfloat16()
-        ba = torch.randn(t, 2 * hv, device="cuda").bfloat16()
-        o = torch.empty(t, hv * dim, device="cuda", dtype=torch.bfloat16)
-        state = torch.randn(batch, hv, dim, dim, device="cuda") * 0.1
-        view = lambda x, first, size: Heads(ptr(x) + first * x.element_size(), tokens * x.stride(0), x.stride(0), size)
-        slots = Slots(None, batch, hv * dim * dim)
-        p = rule_params(q=view(qkv, 0, dim), k=view(qkv, hk * dim, dim), v=view(qkv, 2 * hk * dim, dim), a=view(ba, hv, 1),
-                        b=view(ba, 0, 1), a_log=shared[0], dt_bias=shared[1], o=view(o, 0, dim), state_in=state,
-                        state_out=state, in_slots=slots, out_slots=slots, seqs=sequences([tokens] * batch), num_k_heads=hk,
-                        num_v_heads=hv, head_k=dim, head_v=dim, io_dtype=1, gate_dtype=1, l2norm=1, algo=algo,
-                        segments=segments)
-        def call(p=p, keep=(qkv, ba, state, shared)):
-            status = lib.gdn_rule(C.byref(p), stream())
-            assert status == OK, lib.gdn_status_string(status)
-        call.params, call.o, call.state = p, o, state
-        calls.append(call)
-    workspace(lib, *(call.params for call in calls))
-    return calls
+def matmul_rate(n=8192, repeats=12):
+    """FLOP/s of a large bf16 matrix product of random numbers."""
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return best_rate(lambda: torch.mm(a, b, out=out), 2 * n ** 3, repeats)
 
 
-def times(lib, small):
+def ceilings():
+    """The record's ceilings: GB/s read plus written by a copy, and TFLOP/s of the matrix product."""
+    rates = {"copy_gb_s": round(copy_rate() / 1e9, 1)}
+    torch.cuda.empty_cache()
+    rates["matmul_tflop_s"] = round(matmul_rate() / 1e12, 1)
+    torch.cuda.empty_cache()
+    return rates
+
+
+# ---- calls of the kernels ----
+
+def cold_sets(nbytes, least=3, most=64):
+    """How many sets of so many bytes pass the L2 cache several times."""
+    return max(least, min(most, int(3e8 / nbytes) + 1))
+
+
+def calls_of(lib, launches, keep=None):
+    """A call for each (function, params) or list of these; they keep alive what they point into."""
+    def make(several):
+        several = several if isinstance(several, list) else [several]
+
+        def call(keep=keep):
+            for f, params in several:
+                status = f(C.byref(params), stream())
+                assert status == OK, lib.gdn_status_string(status).decode()
+        return call
+    return [make(several) for several in launches]
+
+
+def often(calls, least=24):
+    """So many calls at least, in whole turns."""
+    return calls * max(1, least // len(calls))
+
+
+def heading(text):
+    """Prints what all tables begin with; the copy rate in bytes a second."""
     rate = copy_rate()
-    print(f"\n{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s; µs: kernel time (CUPTI) / graph replay a call")
-    print("decode, HK/HV 16/32, K = V = 128, bf16, cold L2")
-    for batch in (1, 4, 8, 32, 64, 128, 256):
-        nbytes = batch * 32 * 128 * 128 * 4 * 2
-        sets = max(3, min(96, int(3e8 / nbytes) + 1))
-        calls = rule_calls(lib, batch, 1, 16, 32, 128, AUTO, sets)
-        k, g = span_us(calls * (1 if sets > 20 else 4)), graph_us(calls)
-        floor = nbytes / rate * 1e6
-        print(f"  B={batch:4d}  {k:7.2f} / {g:7.2f}   floor {floor:6.1f}   {100 * floor / k:4.0f} % of the copy rate", flush=True)
-    print("prefill, HK/HV 16/32, K = V = 128, bf16")
-    shapes = [(1, 16), (1, 64), (1, 512), (1, 2048), (1, 8192), (4, 2048), (8, 1024)]
-    for batch, tokens in shapes[:4] if small else shapes:
-        row = []
-        for algo in (RECURRENT_128, RECURRENT, CHUNKED):
-            calls = rule_calls(lib, batch, tokens, 16, 32, 128, algo, 8 if batch * tokens <= 2048 else 2)
-            row.append(f"{ALGO_NAMES[algo]} {span_us(calls * 2):8.1f} / {graph_us(calls, 5):8.1f}")
-        print(f"  {batch}x{tokens:<6d} " + "   ".join(row), flush=True)
-    for hk, hv, dim in ((4, 8, 128), (16, 64, 128), (16, 16, 256), (30, 30, 96)):
-        row = []
-        for algo in (RECURRENT, CHUNKED, AUTO):
-            calls = rule_calls(lib, 1, 2048, hk, hv, dim, algo, 3)
-            row.append(f"{ALGO_NAMES[algo]} {span_us(calls * 2):8.1f}")
-        print(f"  1x2048 heads {hk}/{hv} K=V={dim}: " + "   ".join(row), flush=True)
-
-    times_conv(lib, rate)
-    times_norm(lib, rate)
-
-
-def times_conv(lib, rate):
-    print("convolution, 8192 channels, width 4, bf16, in place")
-    for batch, tokens in ((1, 1), (8, 1), (32, 1), (128, 1), (256, 1), (1, 64), (1, 512), (1, 2048), (1, 8192), (8, 1024)):
-        calls, keep = [], []
-        for _ in range(max(2, min(64, int(3e8 / (batch * (tokens * 32768 + 100000))) + 1))):
-            x = torch.randn(batch, tokens, 12288, device="cuda").bfloat16()
-            y = torch.empty(batch, tokens, 8192, device="cuda", dtype=torch.bfloat16)
-            state = torch.randn(batch, 3, 8192, device="cuda").bfloat16()
-            w = torch.randn(8192, 4, device="cuda").bfloat16()
-            slots = Slots(None, batch, 3 * 8192)
-            p = ConvParams(Heads(x.data_ptr(), x.stride(0), x.stride(1), 0), Heads(y.data_ptr(), y.stride(0), y.stride(1), 0),
-                           w.data_ptr(), state.data_ptr(), state.data_ptr(), slots, slots,
-                           sequences([tokens] * batch), 8192, 4, 1, 1, 1)
-            keep.append((x, y, state, w))
-            calls.append(lambda p=p: lib.gdn_conv(C.byref(p), stream()))
-        nbytes = batch * 8192 * 2 * (2 * tokens + 6) + 8192 * 8
-        k = span_us(calls * (1 if len(calls) > 20 else 4))
-        print(f"  {batch}x{tokens:<6d} {k:7.2f} / {graph_us(calls):7.2f}   floor {nbytes / rate * 1e6:6.2f}", flush=True)
-
-
-def times_norm(lib, rate):
-    print("gated norm, 32 heads of 128, bf16")
-    for tokens in (1, 8, 32, 128, 512, 2048, 8192):
-        calls, keep = [], []
-        for _ in range(max(2, min(64, int(3e8 / (tokens * 24576)) + 1))):
-            x, z, out = (torch.randn(tokens, 4096, device="cuda").bfloat16() for _ in range(3))
-            w = torch.randn(128, device="cuda")
-            h = lambda t: Heads(t.data_ptr(), 0, 4096, 128)
-            p = NormParams(h(x), h(z), h(out), w.data_ptr(), tokens, 32, 128, 1, 0, 0, 1e-6)
-            keep.append((x, z, out, w))
-            calls.append(lambda p=p: lib.gdn_norm(C.byref(p), stream()))
-        k = span_us(calls * (1 if len(calls) > 20 else 4))
-        print(f"  T={tokens:<6d} {k:7.2f} / {graph_us(calls):7.2f}   floor {tokens * 24576 / rate * 1e6:6.2f}", flush=True)
+    print(f"\n{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s; {text}", flush=True)
+    return rate

@@ -3,7 +3,7 @@ import importlib
 
 RULE = ["decode", "prefill", "contest-decode", "contest-prefill"]
 PREFILLS = ["prefill", "contest-prefill"]
-DECODE_ALGOS = ["auto", "recurrent_128", "recurrent", "chunked"]
+DECODE_ALGOS = ["auto", "recurrent_128", "recurrent"]
 ALGOS = [*DECODE_ALGOS, "chunked_sm80", "chunked_sm90"]
 
 # name: module, class, {suite: variants}. Where `--algo` has a say the variants are those it may name.

@@ -10,21 +10,15 @@ from data import BF16, Case, cumulative, draw, poison, raw_math
 from workloads import DIM
 
 ALGOS = {name: code for code, name in enumerate(abi.ALGO_NAMES)}
-F32, IO = abi.DTYPES["f32"][0], abi.DTYPES["bf16"][0]
+F32, IO = abi.CODES["f32"], abi.CODES["bf16"]
 
 
 def version():
     """The crate's."""
-    manifest = os.path.join(os.path.dirname(abi.HERE), "Cargo.toml")
+    manifest = os.path.join(os.path.dirname(abi.CUDA), "Cargo.toml")
     with open(manifest, encoding="utf-8") as f:
         found = re.search(r'^version = "(.*)"', f.read(), re.M)
     return found.group(1) if found else "unknown"
-
-
-def view(x, offset, per_token, per_head, tokens_per_seq):
-    """Heads that start `offset` elements into x [token, ...]. `tokens_per_seq` 0: packed."""
-    return abi.Heads(ptr=x.data_ptr() + offset * x.element_size(), seq_stride=tokens_per_seq * per_token,
-                     token_stride=per_token, head_stride=per_head)
 
 
 def rule_params(work, algo, mixed, ba, o, state_in, state_out, a_log, dt_bias, cu):
@@ -32,9 +26,9 @@ def rule_params(work, algo, mixed, ba, o, state_in, state_out, a_log, dt_bias, c
     wider projection."""
     hk, hv = work.hk, work.hv
     per_seq = 0 if cu is not None else work.lens[0]
-    heads = lambda x, first: view(x, first, x.stride(0), DIM, per_seq)
-    gates = lambda first: view(ba, first, ba.stride(0), 1, per_seq)
-    slots = abi.Slots(num_slots=len(work.lens), slot_stride=hv * DIM * DIM)
+    heads = lambda x, first: abi.columns(x, first, DIM, per_seq)
+    gates = lambda first: abi.columns(ba, first, 1, per_seq)
+    slots = abi.slots(None, len(work.lens), hv * DIM * DIM)
     return abi.rule_params(
         q=heads(mixed, 0), k=heads(mixed, hk * DIM), v=heads(mixed, 2 * hk * DIM), a=gates(hv), b=gates(0), a_log=a_log,
         dt_bias=dt_bias, o=heads(o, 0), state_in=state_in, state_out=state_out, in_slots=slots, out_slots=slots,
@@ -77,7 +71,7 @@ class CandleGdn:
         params = [rule_params(work, ALGOS[variant], mixed[i], ba[i], o[i], d.state[i], out[i], d.a_log, d.dt_bias, cu)
                   for i in range(sets)]
         # One for all calls, as an allocator would hand it out.
-        abi.workspace(self.lib, *params, device=self.device)
+        abi.workspace(self.lib.gdn_rule_workspace, *params, device=self.device)
         poison(o, *([] if work.decode else [out]))
         # The closures hold the tensors that the parameters point into.
         calls = [lambda p=p, keep=(mixed, ba, cu, d): self.launch("gdn_rule", p) for p in params]
@@ -95,21 +89,20 @@ class CandleGdn:
             new(t, layer.HIDDEN)
         state_in = d.state[:1].clone()
         per_seq = work.lens[0]
-        flat = lambda x, first=0: view(x, first, x.stride(0), DIM, per_seq)
-        slots = abi.Slots(num_slots=n, slot_stride=3 * d.channels)
+        flat = lambda x, first=0: abi.columns(x, first, DIM, per_seq)
+        slots = abi.slots(None, n, 3 * d.channels)
         seqs = abi.sequences(work.lens)
         rules = [rule_params(work, ALGOS[variant], y[i], mixed[i][:, d.channels + d.values:], o[i], d.state[i], d.state[i],
                              d.a_log, d.dt_bias, None) for i in range(sets)]
-        abi.workspace(self.lib, *rules, device=self.device)
+        abi.workspace(self.lib.gdn_rule_workspace, *rules, device=self.device)
 
         def call(i):
-            conv = abi.ConvParams(
-                x=flat(mixed[i]), y=flat(y[i]), weight=d.conv[i].data_ptr(), state_in=d.conv_state[i].data_ptr(),
-                state_out=d.conv_state[i].data_ptr(), in_slots=slots, out_slots=slots, seqs=seqs,
-                channels=d.channels, width=4, io_dtype=IO, weight_dtype=IO, silu=1)
-            norm = abi.NormParams(x=flat(o[i]), z=flat(mixed[i], d.channels), out=flat(normed[i]),
-                                  weight=d.norm[i].data_ptr(), tokens=t, heads=work.hv, head_v=DIM, io_dtype=IO,
-                                  weight_dtype=IO, sigmoid=0, eps=1e-6)
+            conv = abi.fill(
+                abi.ConvParams, x=flat(mixed[i]), y=flat(y[i]), weight=d.conv[i], state_in=d.conv_state[i],
+                state_out=d.conv_state[i], in_slots=slots, out_slots=slots, seqs=seqs, channels=d.channels, width=4,
+                io_dtype=IO, weight_dtype=IO, silu=1)
+            norm = abi.fill(abi.NormParams, x=flat(o[i]), z=flat(mixed[i], d.channels), out=flat(normed[i]), weight=d.norm[i],
+                            tokens=t, heads=work.hv, head_v=DIM, io_dtype=IO, weight_dtype=IO, sigmoid=0, eps=1e-6)
 
             def run(keep=(y, o)):       # `conv`, `rules` and `norm` hold their addresses alone
                 torch.mm(d.x[i], d.w_in[i].T, out=mixed[i])
@@ -128,25 +121,24 @@ class CandleGdn:
         if x.shape[0] > 32:
             torch.mm(x, w.T, out=y)
             return
-        self.launch("gdn_linear", abi.LinearParams(
-            x=x.data_ptr(), w=w.data_ptr(), y=y.data_ptr(), x_stride=x.stride(0), w_stride=w.stride(0),
-            y_stride=y.stride(0), rows=x.shape[0], inputs=w.shape[1], outputs=w.shape[0], dtype=IO, overlap=1))
+        self.launch("gdn_linear", abi.fill(
+            abi.LinearParams, x=x, w=w, y=y, x_stride=x.stride(0), w_stride=w.stride(0), y_stride=y.stride(0),
+            rows=x.shape[0], inputs=w.shape[1], outputs=w.shape[0], dtype=IO, overlap=1))
 
     def step_case(self, work, d, sets):
         n = len(work.lens)
         new = lambda *shape: torch.empty(sets, *shape, device=self.device, dtype=BF16)
         mixed, normed, out = new(n, d.rows), new(n, d.values), new(n, layer.HIDDEN)
         state_in = d.state[:1].clone()
-        slots = abi.Slots(num_slots=n, slot_stride=work.hv * DIM * DIM)
+        slots = abi.slots(None, n, work.hv * DIM * DIM)
 
         def call(i):
-            flat = lambda x, first=0: view(x, first, x.stride(0), DIM, 1)
-            gates = lambda first: view(mixed[i], d.channels + d.values + first, d.rows, 1, 1)
-            state, conv = d.state[i].data_ptr(), d.conv_state[i].data_ptr()
-            step = abi.StepParams(
-                x=flat(mixed[i]), z=flat(mixed[i], d.channels), b=gates(0), a=gates(work.hv), out=flat(normed[i]),
-                conv_weight=d.conv[i].data_ptr(), norm_weight=d.norm[i].data_ptr(), a_log=d.a_log.data_ptr(),
-                dt_bias=d.dt_bias.data_ptr(), conv_in=conv, conv_out=conv, state_in=state, state_out=state,
+            flat = lambda x, first=0: abi.columns(x, first, DIM, 1)
+            gates = lambda first: abi.columns(mixed[i], d.channels + d.values + first, 1, 1)
+            step = abi.fill(
+                abi.StepParams, x=flat(mixed[i]), z=flat(mixed[i], d.channels), b=gates(0), a=gates(work.hv),
+                out=flat(normed[i]), conv_weight=d.conv[i], norm_weight=d.norm[i], a_log=d.a_log, dt_bias=d.dt_bias,
+                conv_in=d.conv_state[i], conv_out=d.conv_state[i], state_in=d.state[i], state_out=d.state[i],
                 in_slots=slots, out_slots=slots, conv_in_stride=3 * d.channels, conv_out_stride=3 * d.channels,
                 seqs=abi.sequences(work.lens), num_k_heads=work.hk, num_v_heads=work.hv, head_k=DIM, head_v=DIM,
                 conv_width=4, io_dtype=IO, gate_dtype=IO, state_dtype=F32, conv_dtype=IO, norm_dtype=IO, l2norm=1,

@@ -1,7 +1,7 @@
 """The input projections of a layer in torch: as one product, as two (qkvz and ba, a checkpoint's own), or as six."""
 import torch
 from data import BF16, Case
-from reference import relative
+from reference import linear, relative
 from workloads import HIDDEN, projection_widths
 
 
@@ -35,4 +35,4 @@ class Torch:
 
     def projections_error(self, case):
         x, weight = case.math
-        return relative(case.result(), x.double() @ weight.double().T)
+        return relative(case.result(), linear(x, weight))

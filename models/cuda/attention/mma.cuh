@@ -37,6 +37,7 @@ template <typename T> __device__ __forceinline__ uint32_t pack2(float a, float b
   return word;
 }
 
+// One function: queries, sums and scores are registers of all its parts.
 template <typename T, int DIM, int MT, int SLOTS>
 __global__ void __launch_bounds__(kThreads, 2)
     mma_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan) {

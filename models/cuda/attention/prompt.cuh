@@ -161,6 +161,7 @@ struct Softmax {
 };
 
 // 64 rows of a block.
+// One function: products are under way between its parts; ptxas has to see that nobody touches their registers.
 template <typename T, int DIM>
 __device__ __forceinline__ void prompt_part(const gdn_attention_params &p, const Plan &plan,
                                             typename Prompt<DIM>::Shared &shared, const Rows &b, int tiles, int part, int warp,
@@ -300,6 +301,7 @@ template <typename T, int DIM>
 __global__ void __launch_bounds__(Prompt<DIM>::kThreads, 1)
     prompt_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan,
                   const __grid_constant__ PromptMaps maps) {
+  if (!ptx::kSm90a) return;
   using S = Prompt<DIM>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   typename S::Shared &shared = *reinterpret_cast<typename S::Shared *>(raw_shared);

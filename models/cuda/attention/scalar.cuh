@@ -15,6 +15,7 @@ template <int DIM> struct Scalar {
   static constexpr int kBytes = kKeep + kRows * 4;
 };
 
+// One function: queries and sums are registers of all its parts.
 template <int DIM>
 __global__ void __launch_bounds__(kThreads, 2)
     scalar_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan) {

@@ -62,6 +62,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights &weig
 // h = silu(gate x) * (up x). A tile is 8 outputs of one group: 8 rows of gate and the same 8 of up, so that a lane has
 // both sums of an output. The warps of a block divide the inputs; blocks stay for several tiles. ONE_ROUND: a warp's
 // part is one, and x stays in registers while the group is the same.
+// One function: weights are under way from its first lines to its last, in registers that no part of it could hand on.
 template <typename T, bool ONE_ROUND>
 __global__ void __launch_bounds__(kGateUpThreads, 2) gate_up_kernel(const __grid_constant__ Args a) {
   __shared__ Table table;

@@ -1,6 +1,6 @@
 // Many tokens: launches.
 #include "common/launch.cuh"
-#include "grouped.cuh"
+#include "many.cuh"
 #include "sort.cuh"
 
 namespace gdn {
@@ -15,13 +15,13 @@ int run_tiles(const gdn_moe_params &p, const Args &args, LaunchConfig config, in
   const int64_t widest = p.inner > p.shared_inner ? p.inner : p.shared_inner;
   const int64_t gate_up = ceil_div(widest, kTileOutputs / 2), down = ceil_div(p.hidden, kTileOutputs);
   if (tiles * (gate_up > down ? gate_up : down) > kMaxBlocks) return GDN_BAD_LENGTH;
-  config.block = dim3(kGroupedThreads);
+  config.block = dim3(kManyThreads);
   config.shared_bytes = static_cast<int64_t>(stages_of(ROWS)) * stage_bytes_of(ROWS);
   config.grid = dim3(static_cast<unsigned>(tiles * gate_up));
-  if (const int status = launch_allowed<grouped_kernel<T, ROWS, true>>(config, optin, args, static_cast<int>(gate_up)))
+  if (const int status = launch_allowed<many_kernel<T, ROWS, true>>(config, optin, args, static_cast<int>(gate_up)))
     return status;
   config.grid = dim3(static_cast<unsigned>(tiles * down));
-  return launch_allowed<grouped_kernel<T, ROWS, false>>(config, optin, args, static_cast<int>(down));
+  return launch_allowed<many_kernel<T, ROWS, false>>(config, optin, args, static_cast<int>(down));
 }
 
 }  // namespace

@@ -1,47 +1,45 @@
 #!/usr/bin/env python3
 """Checks gdn_attention_prepare and gdn_attention, through the C ABI, against softmax attention in float64.
 
-    python3 cuda/check_attention.py              # builds all kernels; the exit code is 1 when a case fails
-    python3 cuda/check_attention.py --lib PATH   # of a library that is there
-    python3 cuda/check_attention.py --quick      # a small set, for compute-sanitizer
-    python3 cuda/check_attention.py --time       # the checks, then times (timing_attention.py)
-    python3 cuda/check_attention.py --only-time
-    python3 cuda/check_attention.py --prompts    # checks of prompts alone
-    python3 cuda/check_attention.py --only-prompts    # times of prompts alone: both kernels and torch
-    python3 cuda/check_attention.py --self-test  # of the reference alone, on the CPU
+    python3 models/cuda/tests/check_attention.py              # builds the kernels; the exit code is 1 when a case fails
+    python3 models/cuda/tests/check_attention.py --lib PATH   # of a library that is there, or is built there
+    python3 models/cuda/tests/check_attention.py --quick      # a small set, for compute-sanitizer
+    python3 models/cuda/tests/check_attention.py --time       # the checks, then times
+    python3 models/cuda/tests/check_attention.py --only-time
+    python3 models/cuda/tests/check_attention.py --prompts    # checks of prompts alone
+    python3 models/cuda/tests/check_attention.py --only-prompts    # times of prompts alone: both kernels and torch
+    python3 models/cuda/tests/check_attention.py --self-test  # of the reference alone, on the CPU
 
 An error is ||x - ref|| / ||ref||. Caches hold NaN wherever no token is, slots that no sequence has are NaN throughout, and
 so are outputs before a launch and the gaps of strided tensors; all that must not be written is compared bit by bit.
 """
 import ctypes as C
 import math
+import os
+import sys
 
-import checks
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "cuda", "tests"))
+
+import abi
+import harness
 import torch
-from abi import (BAD_ALGO, BAD_DTYPE, BAD_HEAD_DIM, BAD_HEADS, BAD_LENGTH, BAD_STRIDE, BAD_WORKSPACE, DTYPES, GUARD, NO_SLOT,
-                 NULL_POINTER, OK, Heads, Sequences, Slots, ptr, stream)
-from abi_attention import AdvanceParams, AttentionParams, KvCache, PrepareParams, load
-from checks import rel, report, same
+from abi import (BAD_ALGO, BAD_DTYPE, BAD_HEAD_DIM, BAD_HEADS, BAD_LENGTH, BAD_STRIDE, BAD_WORKSPACE, CODES, NO_SLOT,
+                 NULL_POINTER, OK, AdvanceParams, AttentionParams, AttentionPrepareParams, KvCache, columns, fill,
+                 sequences, workspace)
+from harness import TYPES, WAYS, call, cu_seqlens, expect, launch, nan, normal, report, same, shuffled, u32
+from reference import relative, rms_norm
+from timing import calls_of, cold_sets, graph_us, heading, often, span_us
 
 # Rounding of o, 2^-9 / sqrt(3) in bf16 at most; that of the weights before they multiply the values, which is as large
 # for a single key and averages out over many; and what q and the cache were rounded to is the reference's input too.
 O_BOUND = {"f32": 1e-5, "bf16": 4e-3, "f16": 6e-4}
 PREPARE_BOUND = {"f32": 2e-6, "bf16": 2.5e-3, "f16": 3.2e-4}
-DEVICE = "cuda"
-
-
-def u32(values):
-    signed = [v - (1 << 32) if v >= 1 << 31 else v for v in values]
-    return torch.tensor(signed, dtype=torch.int32, device=DEVICE)
-
 
 # ---- the definition, in float64 ----
 
 def prepare_reference(x, weight, inv_freq, positions, eps, zero_centred):
     """x [tokens, heads, dim], positions [tokens]: RMS norm, then rotation of values i and i + pairs."""
-    x = x.double()
-    w = weight.double() + (1.0 if zero_centred else 0.0)
-    x = x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * w
+    x = rms_norm(x, weight.double() + (1.0 if zero_centred else 0.0), eps)
     pairs = inv_freq.numel()
     angle = positions.double()[:, None, None] * inv_freq.double()
     a, b = x[..., :pairs], x[..., pairs:2 * pairs]
@@ -75,20 +73,19 @@ class Case:
     def __init__(self, before, lens, heads=8, kv_heads=2, dim=128, rotary=None, io="bf16", capacity=None, slots=False,
                  varlen=False, gap=0, gated=True, zero_centred=True, low=True, max_len=0, splits=0, overlap=0,
                  transposed=False, sharpness=1.0, seed=0):
-        gen = torch.Generator(device=DEVICE).manual_seed(seed)
-        randn = lambda *s: torch.randn(*s, generator=gen, device=DEVICE, dtype=torch.float32)
+        randn = normal(seed)
         self.before, self.lens, self.heads, self.kv_heads, self.dim, self.io = before, lens, heads, kv_heads, dim, io
         self.rotary = dim // 4 // 2 * 2 if rotary is None else rotary
         self.varlen, self.gated, self.zero_centred, self.max_len, self.splits = varlen, gated, zero_centred, max_len, splits
         self.overlap = overlap
-        dt, n = DTYPES[io][1], len(lens)
+        dt, n = TYPES[io], len(lens)
         assert varlen or len(set(lens)) == 1
         self.total = sum(lens)
         self.capacity = capacity or max(b + t for b, t in zip(before, lens)) + 5
-        self.cu = u32([0] + torch.tensor(lens).cumsum(0).tolist()) if varlen else None
+        self.cu = cu_seqlens(lens) if varlen else None
 
         rows, width = max(self.total, 1), (2 * heads + 2 * kv_heads) * dim
-        self.x = torch.full((rows, width + gap), math.nan, device=DEVICE, dtype=dt)
+        self.x = nan(rows, width + gap, dtype=io)
         self.x[:, :width] = randn(rows, width)
         qg = self.x[:, :2 * heads * dim].unflatten(1, (heads, 2 * dim))
         self.q, self.gate = qg[..., :dim], qg[..., dim:]
@@ -99,14 +96,14 @@ class Case:
         if sharpness != 1.0:
             self.q_weight = (1 + self.q_weight) * sharpness - 1 if zero_centred else self.q_weight * sharpness
         exact = 1e7 ** (-torch.arange(0, self.rotary, 2, dtype=torch.float64) / max(self.rotary, 1))
-        self.high = exact.float().to(DEVICE)
-        self.low = (exact - exact.float().double()).float().to(DEVICE) if low else None
+        self.high = exact.float().to(harness.device)
+        self.low = (exact - exact.float().double()).float().to(harness.device) if low else None
         self.frequencies = (self.high.double() + self.low.double()) if low else self.high.double()
 
         self.slots, self.num_slots = list(range(n)), n
         if slots:
             self.num_slots = 2 * n + 1
-            self.slots = torch.randperm(self.num_slots, generator=torch.Generator().manual_seed(seed)).tolist()[:n]
+            self.slots = shuffled(self.num_slots, seed)[:n]
             if n > 2:
                 self.slots[n // 2] = NO_SLOT
                 self.slots[-1] = self.num_slots + 3
@@ -114,7 +111,7 @@ class Case:
         self.live = [i for i in range(n) if self.slots[i] < self.num_slots]
         shape = (self.num_slots, self.capacity, kv_heads, dim) if transposed else (self.num_slots, kv_heads, self.capacity, dim)
         view = (lambda c: c.transpose(1, 2)) if transposed else (lambda c: c)
-        self.pools = [torch.full(shape, math.nan, device=DEVICE, dtype=dt) for _ in range(2)]
+        self.pools = [nan(*shape, dtype=io) for _ in range(2)]
         self.caches = [view(c) for c in self.pools]
         for i in self.live:
             for cache in self.caches:
@@ -124,53 +121,45 @@ class Case:
 
     def rows(self):
         """(sequence, slice of its rows)"""
-        start, out = 0, []
-        for i, length in enumerate(self.lens):
-            out.append((i, slice(start, start + length)))
-            start += length
-        return out
+        return [(i, slice(sum(self.lens[:i]), sum(self.lens[:i + 1]))) for i in range(len(self.lens))]
 
-    def view(self, x, first=0):
+    def view(self, x):
         """Of a tensor [rows, head, dim]."""
-        length = 0 if self.varlen else self.lens[0]
-        return Heads(x.data_ptr() + first * x.element_size(), 0 if self.varlen else length * x.stride(0), x.stride(0),
-                     x.stride(1))
+        return abi.heads(x, 0 if self.varlen else self.lens[0])
 
     def sequences(self):
-        longest = max(self.lens, default=0)
-        return Sequences(ptr(self.cu), len(self.lens), 0 if self.varlen else longest, longest, self.total)
+        return sequences(self.lens, self.cu)
 
     def cache(self, caches=None):
         k, v = caches or self.caches
-        return KvCache(k.data_ptr(), v.data_ptr(), Slots(ptr(self.slot_map), self.num_slots, k.stride(0)), k.stride(1),
-                       k.stride(2), self.capacity)
+        return fill(KvCache, k=k, v=v, slots=abi.slots(self.slot_map, self.num_slots, k.stride(0)), head_stride=k.stride(1),
+                    token_stride=k.stride(2), capacity=self.capacity)
+
+    def common(self, caches):
+        return dict(positions=self.positions, cache=self.cache(caches), seqs=self.sequences(), num_heads=self.heads,
+                    num_kv_heads=self.kv_heads, head_dim=self.dim, io_dtype=CODES[self.io], overlap=self.overlap)
 
     def prepare_params(self, q_out, caches=None):
-        return PrepareParams(
-            self.view(self.q), self.view(self.k), self.view(self.v), self.view(q_out), ptr(self.q_weight),
-            ptr(self.k_weight), ptr(self.high) if self.rotary else None, ptr(self.low) if self.rotary else None,
-            ptr(self.positions), self.cache(caches), self.sequences(), self.heads, self.kv_heads, self.dim, self.rotary,
-            DTYPES[self.io][0], int(self.zero_centred), self.overlap, 1e-6)
+        view, rotated = self.view, self.rotary > 0
+        return fill(AttentionPrepareParams, q=view(self.q), k=view(self.k), v=view(self.v), q_out=view(q_out),
+                    q_weight=self.q_weight, k_weight=self.k_weight, inv_freq=self.high if rotated else None,
+                    inv_freq_low=self.low if rotated else None, rotary_dim=self.rotary, zero_centred=int(self.zero_centred),
+                    eps=1e-6, **self.common(caches))
 
     def attention_params(self, lib, q, o, caches=None):
-        """With a workspace of NaN, of which the last GUARD bytes are past what the launch is told of."""
-        p = AttentionParams(
-            self.view(q), self.view(self.gate) if self.gated else Heads(None, 0, 0, 0), self.view(o), ptr(self.positions),
-            self.cache(caches), None, 0, self.sequences(), self.heads, self.kv_heads, self.dim, DTYPES[self.io][0],
-            self.max_len, self.splits, self.overlap, self.dim ** -0.5)
-        size = C.c_int64(0)
-        status = lib.gdn_attention_workspace(C.byref(p), C.byref(size))
-        room = torch.full((size.value + GUARD + 255,), 0xFF, dtype=torch.uint8, device=DEVICE)
-        first = -room.data_ptr() % 256
-        p.room = room[first:first + size.value + GUARD]
-        p.workspace, p.workspace_bytes = (ptr(p.room) if size.value else None), size.value
-        return status, p
+        p = fill(AttentionParams, q=self.view(q), o=self.view(o), max_len=self.max_len, splits=self.splits,
+                 scale=self.dim ** -0.5, **self.common(caches))
+        if self.gated:
+            p.gate = self.view(self.gate)
+        workspace(lib.gdn_attention_workspace, p, device=harness.device)
+        return p
 
     def advance_params(self):
-        return AdvanceParams(ptr(self.positions), Slots(ptr(self.slot_map), self.num_slots, 0), self.sequences(), self.overlap)
+        return fill(AdvanceParams, positions=self.positions, slots=abi.slots(self.slot_map, self.num_slots, 0),
+                    seqs=self.sequences(), overlap=self.overlap)
 
     def empty(self):
-        return torch.full((max(self.total, 1), self.heads, self.dim), math.nan, device=DEVICE, dtype=DTYPES[self.io][1])
+        return nan(max(self.total, 1), self.heads, self.dim, dtype=self.io)
 
 
 def run(lib, case, graph=False):
@@ -178,23 +167,8 @@ def run(lib, case, graph=False):
     pools = [c.clone() for c in case.pools]
     caches = [p.as_strided(c.shape, c.stride()) for p, c in zip(pools, case.caches)]
     q, o = case.empty(), case.empty()
-    first = case.prepare_params(q, caches)
-    status, second = case.attention_params(lib, q, o, caches)
-    if status != OK:
-        return status, q, caches, o, True
-
-    def launch():
-        status = lib.gdn_attention_prepare(C.byref(first), stream())
-        return status or lib.gdn_attention(C.byref(second), stream())
-    torch.cuda.synchronize()
-    if graph:
-        g = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(g):
-            status = launch()
-        g.replay()
-    else:
-        status = launch()
-    torch.cuda.synchronize()
+    first, second = case.prepare_params(q, caches), case.attention_params(lib, q, o, caches)
+    status = launch(lambda: call(lib.gdn_attention_prepare, first) or call(lib.gdn_attention, second), graph)
     return status, q, caches, o, bool((second.room[second.workspace_bytes:] == 0xFF).all())
 
 
@@ -215,13 +189,13 @@ def check_case(lib, name, case, quiet=True):
             continue
         if length == 0:
             continue
-        at = torch.arange(before, before + length, device=DEVICE)
+        at = torch.arange(before, before + length, device=harness.device)
         place = lambda x, w: prepare_reference(x[rows], w, case.frequencies, at, 1e-6, case.zero_centred)
-        e_q = max(e_q, rel(q[rows], place(case.q, case.q_weight)))
+        e_q = max(e_q, relative(q[rows], place(case.q, case.q_weight)))
         slot, kept = case.slots[i], min(length, max(case.capacity - before, 0))
         new_k = caches[0][slot, :, before:before + kept].transpose(0, 1)
         if kept:
-            e_k = max(e_k, rel(new_k, place(case.k, case.k_weight)[:kept]))
+            e_k = max(e_k, relative(new_k, place(case.k, case.k_weight)[:kept]))
             want[0][slot, :, before:before + kept] = new_k.transpose(0, 1)
             want[1][slot, :, before:before + kept] = case.v[rows][:kept].transpose(0, 1)
         keys = min(before + length, case.capacity)
@@ -231,9 +205,7 @@ def check_case(lib, name, case, quiet=True):
         squares[0] += (o[rows].double() - ref).pow(2).sum().item()
         squares[1] += ref.pow(2).sum().item()
     e_o = math.sqrt(squares[0] / squares[1]) if squares[1] else math.sqrt(squares[0])
-    for what, got, ref in zip("kv", caches, want):
-        if not same(got.contiguous(), ref.contiguous()):
-            wrong.append(f"cache {what}")
+    wrong += [f"cache {what}" for what, got, ref in zip("kv", caches, want) if not same(got, ref)]
     ok = e_q <= PREPARE_BOUND[case.io] and e_k <= PREPARE_BOUND[case.io] and e_o <= O_BOUND[case.io] and not wrong
     report(name, ok, f"q {e_q:.1e} k {e_k:.1e} o {e_o:.1e} {', '.join(wrong)}", quiet)
 
@@ -241,11 +213,10 @@ def check_case(lib, name, case, quiet=True):
 def check_repeats(lib, case, name):
     """The same bits again, from a graph, and overlapped."""
     _, q, caches, o, _ = run(lib, case)
-    for graph, overlap in ((False, 0), (True, 0), (False, 1), (True, 1)):
+    for overlap, graph in WAYS:
         case.overlap = overlap
         status, *again, _ = run(lib, case, graph)
-        ok = status == OK and same(again[0], q) and same(again[2], o) and all(same(x.contiguous(), y.contiguous())
-                                                                              for x, y in zip(again[1], caches))
+        ok = status == OK and same([again[0], again[2], *again[1]], [q, o, *caches])
         report(f"{name} again, graph {graph}, overlap {overlap}", ok, "same bits" if ok else f"differs, status {status}")
     case.overlap = 0
 
@@ -257,29 +228,24 @@ def check_growth(lib, io="bf16", steps=150, tokens=1, overlap=0):
     case.positions = u32([b if i in case.live else 0 for i, b in enumerate(before)])
     eager = [c.clone() for c in case.pools], case.positions.clone()
     q, o = case.empty(), case.empty()
-    first = case.prepare_params(q)
-    _, second = case.attention_params(lib, q, o)
-    third = case.advance_params()
+    first, second, third = case.prepare_params(q), case.attention_params(lib, q, o), case.advance_params()
     torch.cuda.synchronize()
     g = torch.cuda.CUDAGraph()
     with torch.cuda.graph(g):
-        status = (lib.gdn_attention_prepare(C.byref(first), stream()) or lib.gdn_attention(C.byref(second), stream())
-                  or lib.gdn_advance(C.byref(third), stream()))
+        status = call(lib.gdn_attention_prepare, first) or call(lib.gdn_attention, second) or call(lib.gdn_advance, third)
     differ, worst = 0, 0.0
     pools, positions = eager
     graph_pools, graph_positions = case.pools, case.positions
     for step in range(steps):
-        case.x.copy_(torch.randn(case.x.shape, generator=torch.Generator(device=DEVICE).manual_seed(step), device=DEVICE))
+        case.x.copy_(normal(step)(*case.x.shape))
         g.replay()
         torch.cuda.synchronize()
         got = o.clone()
         case.pools, case.positions = pools, positions
         case.caches = pools
-        again = case.empty()
-        fresh = case.empty()
-        p = case.prepare_params(again)
-        _, a = case.attention_params(lib, again, fresh)
-        status = status or lib.gdn_attention_prepare(C.byref(p), stream()) or lib.gdn_attention(C.byref(a), stream())
+        again, fresh = case.empty(), case.empty()
+        p, a = case.prepare_params(again), case.attention_params(lib, again, fresh)
+        status = status or call(lib.gdn_attention_prepare, p) or call(lib.gdn_attention, a)
         torch.cuda.synchronize()
         differ += not same(fresh, got)
         if step % 29 == 0 or step == steps - 1:
@@ -288,7 +254,7 @@ def check_growth(lib, io="bf16", steps=150, tokens=1, overlap=0):
                     keys = before[i] + (step + 1) * tokens
                     k, v = (c[case.slots[i], :, :keys].transpose(0, 1) for c in pools)
                     ref = attention_reference(again[rows], k, v, keys - tokens, case.dim ** -0.5, case.gate[rows])
-                    worst = max(worst, rel(got[rows], ref))
+                    worst = max(worst, relative(got[rows], ref))
         for i in case.live:
             positions[i] += tokens
         case.pools, case.positions, case.caches = graph_pools, graph_positions, graph_pools
@@ -302,59 +268,48 @@ def check_advance(lib):
     for varlen, slots in ((True, False), (True, True), (False, True)):
         case = Case([5, 6, 7, 8, 9], lens if varlen else [2] * 5, 4, 2, 64, varlen=varlen, slots=slots)
         want = [p + t if i in case.live else p for i, (p, t) in enumerate(zip(case.positions.tolist(), case.lens))]
-        status = lib.gdn_advance(C.byref(case.advance_params()), stream())
-        torch.cuda.synchronize()
+        status = launch(lambda: call(lib.gdn_advance, case.advance_params()))
         report(f"advance, packed {varlen}, slots {slots}", status == OK and case.positions.tolist() == want,
                f"{case.positions.tolist()}, expected {want}, status {status}")
-    p = case.advance_params()
-    p.positions = None
-    report("advance refuses null", lib.gdn_advance(C.byref(p), stream()) == NULL_POINTER, "", quiet=True)
+    expect("advance", NULL_POINTER, lib.gdn_advance, case.advance_params(), positions=None)
 
 
 def check_arguments(lib):
     case = Case([5, 9], [2, 2], 4, 2, 64)
     caches, q, o = case.caches, case.empty(), case.empty()
 
-    def expect(which, want, **changes):
-        p = case.prepare_params(q) if which == "prepare" else case.attention_params(lib, q, o)[1]
-        f = lib.gdn_attention_prepare if which == "prepare" else lib.gdn_attention
-        for name, value in changes.items():
-            *path, last = name.split("__")
-            inner = p
-            for part in path:
-                inner = getattr(inner, part)
-            setattr(inner, last, value)
-        got = f(C.byref(p), stream())
-        report(f"{which} refuses {changes}", got == want, f"status {got}, expected {want}", quiet=True)
+    def refuse(which, want, **changes):
+        p = case.prepare_params(q) if which == "prepare" else case.attention_params(lib, q, o)
+        expect(which, want, lib.gdn_attention_prepare if which == "prepare" else lib.gdn_attention, p, **changes)
 
     odd = caches[0].data_ptr() + 2
     for which in ("prepare", "attention"):
-        expect(which, BAD_DTYPE, io_dtype=9)
-        expect(which, BAD_HEADS, num_kv_heads=3)
-        expect(which, BAD_HEADS, num_heads=0)
-        expect(which, BAD_HEAD_DIM, head_dim=60)
-        expect(which, BAD_HEAD_DIM, head_dim=264)
-        expect(which, BAD_LENGTH, seqs__num_seqs=-1)
-        expect(which, BAD_LENGTH, cache__capacity=-1)
-        expect(which, BAD_STRIDE, q__token_stride=-1)
-        expect(which, BAD_STRIDE, cache__head_stride=-8)
-        expect(which, BAD_ALGO, cache__k=odd)
-        expect(which, BAD_ALGO, cache__token_stride=66)
-        expect(which, NULL_POINTER, positions=None)
-        expect(which, NULL_POINTER, cache__v=None)
-        expect(which, NULL_POINTER, q__ptr=None)
-        expect(which, OK, seqs__num_seqs=0, q__ptr=None)
-    expect("prepare", BAD_HEAD_DIM, rotary_dim=66)
-    expect("prepare", BAD_HEAD_DIM, rotary_dim=15)
-    expect("prepare", NULL_POINTER, inv_freq=None)
-    expect("prepare", NULL_POINTER, k_weight=None)
-    expect("attention", BAD_ALGO, q__ptr=q.data_ptr() + 2)
-    expect("attention", BAD_LENGTH, splits=-1)
-    expect("attention", BAD_LENGTH, splits=100000)
-    expect("attention", BAD_LENGTH, max_len=-1)
+        refuse(which, BAD_DTYPE, io_dtype=9)
+        refuse(which, BAD_HEADS, num_kv_heads=3)
+        refuse(which, BAD_HEADS, num_heads=0)
+        refuse(which, BAD_HEAD_DIM, head_dim=60)
+        refuse(which, BAD_HEAD_DIM, head_dim=264)
+        refuse(which, BAD_LENGTH, seqs__num_seqs=-1)
+        refuse(which, BAD_LENGTH, cache__capacity=-1)
+        refuse(which, BAD_STRIDE, q__token_stride=-1)
+        refuse(which, BAD_STRIDE, cache__head_stride=-8)
+        refuse(which, BAD_ALGO, cache__k=odd)
+        refuse(which, BAD_ALGO, cache__token_stride=66)
+        refuse(which, NULL_POINTER, positions=None)
+        refuse(which, NULL_POINTER, cache__v=None)
+        refuse(which, NULL_POINTER, q__ptr=None)
+        refuse(which, OK, seqs__num_seqs=0, q__ptr=None)
+    refuse("prepare", BAD_HEAD_DIM, rotary_dim=66)
+    refuse("prepare", BAD_HEAD_DIM, rotary_dim=15)
+    refuse("prepare", NULL_POINTER, inv_freq=None)
+    refuse("prepare", NULL_POINTER, k_weight=None)
+    refuse("attention", BAD_ALGO, q__ptr=q.data_ptr() + 2)
+    refuse("attention", BAD_LENGTH, splits=-1)
+    refuse("attention", BAD_LENGTH, splits=100000)
+    refuse("attention", BAD_LENGTH, max_len=-1)
     case.splits = 3
-    expect("attention", BAD_WORKSPACE, workspace=None)
-    expect("attention", BAD_WORKSPACE, workspace_bytes=8)
+    refuse("attention", BAD_WORKSPACE, workspace=None)
+    refuse("attention", BAD_WORKSPACE, workspace_bytes=8)
     size = C.c_int64(-1)
     report("workspace of nothing", lib.gdn_attention_workspace(None, C.byref(size)) == NULL_POINTER, "", quiet=True)
     torch.cuda.synchronize()
@@ -476,10 +431,134 @@ def check_graphs(lib):
         check_growth(lib, io, steps=60, overlap=1)
 
 
+# ---- times ----
+
+LAYOUTS = {"16/2x256 (Qwen3-Next, Qwen3.5-35B-A3B)": (16, 2, 256), "16/4x256 (Qwen3.5-4B)": (16, 4, 256),
+           "8/2x256 (Qwen3.5-0.8B)": (8, 2, 256)}
+LENGTHS = (512, 2048, 8192, 32768)
+
+
+class Work:
+    """One layer's cache of `length` tokens a sequence, of which the last `tokens` are new, and a projection's rows."""
+
+    def __init__(self, batch, length, heads, kv_heads, dim, tokens=1):
+        self.shape = batch, length, heads, kv_heads, dim, tokens
+        bf16 = dict(device="cuda", dtype=torch.bfloat16)
+        self.x = torch.randn(batch * tokens, (2 * heads + 2 * kv_heads) * dim, **bf16)
+        self.k = torch.empty(batch, kv_heads, length, dim, **bf16).normal_()
+        self.v = torch.empty(batch, kv_heads, length, dim, **bf16).normal_()
+        self.positions = torch.full((batch,), length - tokens, dtype=torch.int32, device="cuda")
+        self.q, self.o = (torch.randn(batch * tokens, heads, dim, **bf16) for _ in range(2))
+        self.weight = torch.zeros(dim, device="cuda")
+        self.inv_freq = torch.full((dim // 8,), 0.01, device="cuda")
+
+    def params(self, overlap=0, splits=0):
+        batch, length, heads, kv_heads, dim, tokens = self.shape
+        at = lambda first, head: columns(self.x, first, head, tokens)
+        dense = lambda x: columns(x.flatten(1), 0, dim, tokens)
+        cache = fill(KvCache, k=self.k, v=self.v, slots=abi.slots(None, batch, self.k.stride(0)), head_stride=self.k.stride(1),
+                     token_stride=dim, capacity=length)
+        common = dict(positions=self.positions, cache=cache, seqs=sequences([tokens] * batch), num_heads=heads,
+                      num_kv_heads=kv_heads, head_dim=dim, io_dtype=CODES["bf16"], overlap=overlap)
+        prepare = fill(AttentionPrepareParams, q=at(0, 2 * dim), k=at(2 * heads * dim, dim),
+                       v=at((2 * heads + kv_heads) * dim, dim), q_out=dense(self.q), q_weight=self.weight,
+                       k_weight=self.weight, inv_freq=self.inv_freq, rotary_dim=dim // 4, zero_centred=1, eps=1e-6, **common)
+        attention = fill(AttentionParams, q=dense(self.q), gate=at(dim, 2 * dim), o=dense(self.o), splits=splits,
+                         scale=dim ** -0.5, **common)
+        return prepare, attention
+
+    def torch_call(self, causal=False):
+        batch, _, heads, _, dim, tokens = self.shape
+        q = self.q.view(batch, tokens, heads, dim).transpose(1, 2)
+        return lambda: torch.nn.functional.scaled_dot_product_attention(q, self.k, self.v, is_causal=causal, enable_gqa=True)
+
+
+def works(batch, length, heads, kv_heads, dim, tokens=1):
+    """Enough of them to pass the L2 cache, and the bytes of keys and values that one reads."""
+    nbytes = 4 * batch * length * kv_heads * dim
+    count = 1 if nbytes > 5e8 else cold_sets(nbytes)
+    return [Work(batch, length, heads, kv_heads, dim, tokens) for _ in range(count)], nbytes
+
+
+def calls(lib, all_works, which, overlap=0, splits=0):
+    """A call each; they share one workspace, as the layers of a model do."""
+    params = [w.params(overlap, splits) for w in all_works]
+    workspace(lib.gdn_attention_workspace, *(attention for _, attention in params))
+    return calls_of(lib, [[(lib.gdn_attention_prepare, prepare)] * ("prepare" in which)
+                          + [(lib.gdn_attention, attention)] * ("attention" in which) for prepare, attention in params])
+
+
+def times(lib):
+    rate = heading("bf16, one new token, cold L2. us: attention by CUPTI, with its combination; prepare by CUPTI; both in a "
+                   "graph, and overlapped; torch's attention alone by CUPTI")
+    for name, (heads, kv_heads, dim) in LAYOUTS.items():
+        print(f"\n{name}\n| B | length | floor | attention | GB/s | of copy | prepare | both, graph | overlapped | torch |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        for batch in (1, 4, 16, 64):
+            for length in LENGTHS:
+                every, nbytes = works(batch, length, heads, kv_heads, dim)
+                us = span_us(often(calls(lib, every, ("attention",))))
+                prepare = span_us(often(calls(lib, every, ("prepare",))))
+                both = [graph_us(often(calls(lib, every, ("prepare", "attention"), overlap))) for overlap in (0, 1)]
+                try:
+                    theirs = f"{span_us(often([w.torch_call() for w in every])):.2f}"
+                except RuntimeError:
+                    theirs = "-"
+                print(f"| {batch} | {length} | {nbytes / rate * 1e6:.2f} | {us:.2f} | {nbytes / us / 1e3:.0f} | "
+                      f"{nbytes / us / 1e-6 / rate * 100:.0f} % | {prepare:.2f} | {both[0]:.2f} | {both[1]:.2f} | {theirs} |",
+                      flush=True)
+                del every
+                torch.cuda.empty_cache()
+    times_tokens(lib, rate)
+    times_splits(lib)
+
+
+def times_tokens(lib, rate):
+    print("\nseveral tokens (verification of drafts), 16/2x256, us of attention and share of the copy rate")
+    for batch, length in ((1, 2048), (1, 32768), (16, 8192)):
+        row = []
+        for tokens in (1, 2, 4, 8, 16):
+            every, nbytes = works(batch, length, 16, 2, 256, tokens)
+            us = span_us(often(calls(lib, every, ("attention",))))
+            row.append(f"T={tokens} {us:.2f} ({nbytes / us / 1e-6 / rate * 100:.0f} %)")
+        print(f"  B={batch} length {length}: " + "   ".join(row), flush=True)
+
+
+def times_prompts(lib):
+    """Prompts from position 0: the kernel for few tokens (splits 1), the chooser's, and torch's."""
+    print(f"\n{torch.cuda.get_device_name()}; bf16, one prompt from position 0; us (CUPTI) and TFLOP/s, four operations a value, "
+          "query and key it sees")
+    print("| layout | T | splits 1 | TFLOP/s | chosen | TFLOP/s | of splits 1 | torch | TFLOP/s |\n|---|---|---|---|---|---|---|---|---|")
+    for heads, kv_heads, dim in ((16, 4, 256), (16, 2, 256), (32, 8, 128)):
+        for tokens in (512, 2048, 8192, 32768):
+            every = [Work(1, tokens, heads, kv_heads, dim, tokens) for _ in range(3 if tokens <= 8192 else 1)]
+            count = {512: 24, 2048: 24, 8192: 9, 32768: 3}[tokens]
+            flops = 4 * dim * heads * (tokens * (tokens + 1) // 2)
+            us = [span_us((calls(lib, every, ("attention",), splits=splits) * count)[:count]) for splits in (1, 0)]
+            try:
+                us.append(span_us(([w.torch_call(causal=True) for w in every] * count)[:count]))
+            except RuntimeError:
+                us.append(float("nan"))
+            rates = [flops / x / 1e6 for x in us]
+            print(f"| {heads}/{kv_heads}x{dim} | {tokens} | {us[0]:.1f} | {rates[0]:.0f} | {us[1]:.1f} | {rates[1]:.0f} | "
+                  f"{us[0] / us[1]:.2f} x | {us[2]:.1f} | {rates[2]:.0f} |", flush=True)
+            del every
+            torch.cuda.empty_cache()
+
+
+def times_splits(lib):
+    """What the chooser has to find."""
+    print("\nsplits, 16/2x256, us of attention; the first is the chooser's")
+    for batch, length in ((1, 512), (1, 2048), (1, 8192), (1, 32768), (4, 2048), (4, 8192), (16, 8192), (64, 2048)):
+        every, _ = works(batch, length, 16, 2, 256)
+        row = [f"{splits or 'auto'}: {span_us(often(calls(lib, every, ('attention',), splits=splits))):.2f}"
+               for splits in (0, 1, 2, 4, 8, 16, 33, 66, 132, 256)]
+        print(f"  B={batch} length {length}: " + "   ".join(row), flush=True)
+
+
 def self_test():
     """The reference against attention written out, and torch's own; runs anywhere."""
-    global DEVICE
-    DEVICE = "cpu"
+    harness.device = "cpu"
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 4, 8).double(), torch.randn(10, 2, 8).double(), torch.randn(10, 2, 8).double()
     o = attention_reference(q, k, v, 7, 0.3)
@@ -512,18 +591,15 @@ def self_test():
 
 
 def main():
-    parser = checks.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--prompts", action="store_true", help="of the checks those of prompts alone")
     parser.add_argument("--only-prompts", action="store_true", help="times of prompts alone, and no checks")
     parser.add_argument("--self-test", action="store_true", help="check the reference, on the CPU")
     args = parser.parse_args()
     if args.self_test:
         return self_test()
-    lib = checks.library(args, load)
-    if args.only_prompts:
-        from timing_attention import times_prompts
-        return times_prompts(lib)
-    if not args.only_time:
+
+    def check(lib):
         if not args.prompts:
             check_quick(lib)
         check_prompts(lib, args.quick)
@@ -532,11 +608,8 @@ def main():
             check_graphs(lib)
             check_advance(lib)
             check_arguments(lib)
-        checks.summary()
-    if args.time or args.only_time:
-        from timing_attention import times
-        times(lib)
-    checks.leave()
+    args.only_time = args.only_time or args.only_prompts
+    harness.run(args, check, times_prompts if args.only_prompts else times, models=True)
 
 
 if __name__ == "__main__":

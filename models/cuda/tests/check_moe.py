@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Checks gdn_moe, through the C ABI, against a mixture of experts in float64.
 
-    python3 cuda/check_moe.py              # builds all kernels; the exit code is 1 when a case fails
-    python3 cuda/check_moe.py --lib PATH   # of a library that is there
-    python3 cuda/check_moe.py --quick      # a small set, for compute-sanitizer
-    python3 cuda/check_moe.py --time       # the checks, then times (timing_moe.py)
-    python3 cuda/check_moe.py --only-time
-    python3 cuda/check_moe.py --self-test  # of the reference alone, on the CPU
+    python3 models/cuda/tests/check_moe.py              # builds the kernels; the exit code is 1 when a case fails
+    python3 models/cuda/tests/check_moe.py --lib PATH   # of a library that is there, or is built there
+    python3 models/cuda/tests/check_moe.py --quick      # a small set, for compute-sanitizer
+    python3 models/cuda/tests/check_moe.py --time       # the checks, then times
+    python3 models/cuda/tests/check_moe.py --only-time
+    python3 models/cuda/tests/check_moe.py --self-test  # of the reference alone, on the CPU
 
 An error is the largest over tokens of ||y - ref|| / ||ref||. Outputs hold NaN before a launch, as does everything around
 them, around x and in the workspace. Tokens whose k-th and next logit differ by less than f32 can tell are left out, but
@@ -14,18 +14,23 @@ where the logits are given and ties are exact.
 """
 import ctypes as C
 import math
+import os
+import statistics
+import sys
 
-import checks
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "cuda", "tests"))
+
+import harness
+import reference
 import torch
-from abi import (BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, BAD_WORKSPACE, DTYPES, GUARD, NULL_POINTER, OK, ptr, stream)
-from abi_moe import EXPERTS, FEW, GROUPED, MOE_AUTO, STREAM, TOP_K, MoeParams, load
-from checks import report, same
+from abi import (BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, BAD_WORKSPACE, CODES, MOE_AUTO, MOE_EXPERTS, MOE_FEW,
+                 MOE_FEW_TOKENS, MOE_MANY, MOE_TOP_K, NULL_POINTER, OK, MoeParams, fill, ptr, stream, workspace)
+from harness import TYPES, WAYS, bf16, call, chain_repeats, expect, framed, launch, normal, only_inside, report, same
+from timing import calls_of, device_activities, device_events, graph_us, heading, span_us
 
-# Rounding of y, at most 2^-7 / sqrt(12) of it in bf16, and as much of silu(gate) * up before the last product; GROUPED
+# Rounding of y, at most 2^-7 / sqrt(12) of it in bf16, and as much of silu(gate) * up before the last product; MOE_MANY
 # rounds each expert's output too. Narrow cases average little.
 BOUND = {"bf16": 6e-3, "f16": 8e-4}
-DEVICE = "cuda"
-
 
 # ---- the definition, in float64 ----
 
@@ -41,11 +46,10 @@ def route(logits, k, normalise):
 
 
 def mlp(x, gate_up, down):
-    gate, up = (x @ gate_up.double().T).chunk(2, 1)
-    return (torch.nn.functional.silu(gate) * up) @ down.double().T
+    return reference.linear(x, gate_up, with_swiglu=True) @ down.double().T
 
 
-def reference(case):
+def moe_reference(case):
     """y in float64, and the tokens whose choice is not a matter of rounding."""
     x, n = case.x.double(), case.experts
     logits = x @ case.router.double().T if case.logits is None else case.logits.double()
@@ -70,31 +74,27 @@ class Case:
     def __init__(self, tokens, hidden=256, experts=16, k=4, inner=64, shared=64, io="bf16", router="f32",
                  normalise=True, residual=False, given=False, ties=False, favour=None, gaps=(0, 0, 0), algo=MOE_AUTO,
                  overlap=0, scale=1.0, seed=0):
-        gen = torch.Generator(device=DEVICE).manual_seed(seed)
-        randn = lambda *s: torch.randn(*s, generator=gen, device=DEVICE)
+        randn = normal(seed)
         self.tokens, self.hidden, self.experts, self.k = tokens, hidden, experts, k
         self.inner, self.shared = inner, shared
         self.io, self.router_dtype, self.normalise, self.algo, self.overlap = io, router, normalise, algo, overlap
-        dt = DTYPES[io][1]
-
-        def framed(gap):
-            buf = torch.full((tokens + 4, hidden + gap), math.nan, device=DEVICE, dtype=dt)
-            return buf, buf[2:2 + tokens, :hidden]
-        self.x_buf, self.x = framed(gaps[0])
+        dt = TYPES[io]
+        self.x_buf, self.x = framed(tokens, hidden, gaps[0], io)
         self.x.copy_(scale * randn(tokens, hidden))
-        self.y_buf, self.y = framed(gaps[1])
+        self.y_buf, self.y = framed(tokens, hidden, gaps[1], io)
         self.residual = None
         if residual:
-            self.residual_buf, self.residual = framed(gaps[2])
+            self.residual_buf, self.residual = framed(tokens, hidden, gaps[2], io)
             self.residual.copy_(randn(tokens, hidden))
         scored = experts + (shared > 0)
-        self.router = (randn(scored, hidden) * hidden ** -0.5).to(DTYPES[router][1])
+        self.router = (randn(scored, hidden) * hidden ** -0.5).to(TYPES[router])
         if favour is not None:
             self.x[:, 0] = 4.0
             self.router[favour, 0] = 100.0
         self.logits = None
         if ties:
-            self.logits = torch.randint(0, 4, (tokens, scored), generator=gen, device=DEVICE).float()
+            gen = torch.Generator(device=harness.device).manual_seed(seed)
+            self.logits = torch.randint(0, 4, (tokens, scored), generator=gen, device=harness.device).float()
         elif given:
             self.logits = self.x.float() @ self.router.float().T
         self.gate_up = (randn(experts, 2 * inner, hidden) * hidden ** -0.5).to(dt)
@@ -102,38 +102,23 @@ class Case:
         self.shared_gate_up = (randn(2 * shared, hidden) * hidden ** -0.5).to(dt) if shared else None
         self.shared_down = (randn(hidden, shared) * shared ** -0.5).to(dt) if shared else None
 
-    def params(self, lib):
-        """With a workspace of NaN, of which the last GUARD bytes are past what the launch is told of."""
-        p = MoeParams(ptr(self.x), ptr(self.router), ptr(self.logits), ptr(self.gate_up), ptr(self.down),
-                      ptr(self.shared_gate_up), ptr(self.shared_down), ptr(self.residual), ptr(self.y), None, 0,
-                      self.x.stride(0), 0 if self.logits is None else self.logits.stride(0),
-                      0 if self.residual is None else self.residual.stride(0), self.y.stride(0), self.tokens,
-                      self.hidden, self.experts, self.k, self.inner, self.shared, DTYPES[self.io][0],
-                      DTYPES[self.router_dtype][0], int(self.normalise), self.algo, self.overlap)
-        size = C.c_int64(0)
-        status = lib.gdn_moe_workspace(C.byref(p), C.byref(size))
-        room = torch.full((size.value + GUARD + 255,), 0xFF, dtype=torch.uint8, device=DEVICE)
-        first = -room.data_ptr() % 256
-        p.room = room[first:first + size.value + GUARD]
-        p.workspace, p.workspace_bytes = ptr(p.room), size.value
-        return status, p
+    def params(self, lib, **changes):
+        stride = lambda x: 0 if x is None else x.stride(0)
+        p = fill(MoeParams, **{**dict(
+            x=self.x, router=self.router, logits=self.logits, gate_up=self.gate_up, down=self.down,
+            shared_gate_up=self.shared_gate_up, shared_down=self.shared_down, residual=self.residual, y=self.y,
+            x_stride=stride(self.x), logits_stride=stride(self.logits), residual_stride=stride(self.residual),
+            y_stride=stride(self.y), tokens=self.tokens, hidden=self.hidden, num_experts=self.experts, top_k=self.k,
+            inner=self.inner, shared_inner=self.shared, io_dtype=CODES[self.io], router_dtype=CODES[self.router_dtype],
+            normalise=int(self.normalise), algo=self.algo, overlap=self.overlap), **changes})
+        workspace(lib.gdn_moe_workspace, p, device=harness.device)
+        return p
 
     def run(self, lib, graph=False):
         """(status, the whole buffer of y, guard untouched)"""
         self.y_buf.fill_(math.nan)
-        status, p = self.params(lib)
-        if status != OK:
-            return status, self.y_buf.clone(), True
-        torch.cuda.synchronize()
-        if graph:
-            g = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(g):
-                status = lib.gdn_moe(C.byref(p), stream())
-            g.replay()
-            g.replay()
-        else:
-            status = lib.gdn_moe(C.byref(p), stream())
-        torch.cuda.synchronize()
+        p = self.params(lib)
+        status = launch(lambda: call(lib.gdn_moe, p), graph, replays=2)
         return status, self.y_buf.clone(), bool((p.room[p.workspace_bytes:] == 0xFF).all())
 
 
@@ -147,7 +132,7 @@ def check_case(lib, name, quiet=True, repeats=False, broken=(), **kw):
     if status != OK:
         return report(name, False, lib.gdn_status_string(status).decode())
     y = out[2:2 + case.tokens, :case.hidden].double()
-    ref, sure = reference(case)
+    ref, sure = moe_reference(case)
     wrong = [] if guard else ["wrote past its workspace"]
     for token in broken:
         sure[token] = False
@@ -155,14 +140,12 @@ def check_case(lib, name, quiet=True, repeats=False, broken=(), **kw):
             wrong.append(f"token {token} hides its NaN")
     errors = ((y - ref).norm(dim=1) / ref.norm(dim=1))[sure]
     error = errors.max().item() if errors.numel() else 0.0
-    around = out.clone()
-    around[2:2 + case.tokens, :case.hidden] = math.nan
-    if not bool(around.isnan().all()):
+    if not only_inside(out, case.y):
         wrong.append("wrote outside of y")
     if not bool(errors.isfinite().all()):
         wrong.append("not finite")
     if repeats:
-        for graph, overlap in ((False, 0), (True, 0), (False, 1), (True, 1), (True, -1)):
+        for overlap, graph in (*WAYS, (-1, True)):
             case.overlap = overlap
             status, again, _ = case.run(lib, graph)
             if status != OK or not same(again, out):
@@ -173,7 +156,7 @@ def check_case(lib, name, quiet=True, repeats=False, broken=(), **kw):
 
 def check_quick(lib):
     for io in ("bf16", "f16"):
-        for algo in (STREAM, GROUPED):
+        for algo in (MOE_FEW, MOE_MANY):
             for tokens in (1, 3, 11):
                 check_case(lib, f"algo {algo}", quiet=False, tokens=tokens, io=io, algo=algo)
         check_case(lib, "prefill", quiet=False, tokens=70, io=io, residual=True)
@@ -183,7 +166,7 @@ def check_cases(lib):
     seed = 0
     for io in ("bf16", "f16"):
         for tokens in (*range(1, 34), 40, 64, 65, 100, 128, 129, 200, 257):
-            algos = (STREAM, GROUPED) if tokens <= FEW else (GROUPED,)
+            algos = (MOE_FEW, MOE_MANY) if tokens <= MOE_FEW_TOKENS else (MOE_MANY,)
             for algo in algos:
                 for experts, k, hidden, inner, shared in ((16, 4, 256, 64, 64), (8, 8, 128, 128, 0),
                                                           (60, 3, 320, 192, 64), (300, 10, 192, 64, 320),
@@ -194,7 +177,7 @@ def check_cases(lib):
                                residual=seed % 4 == 0, given=seed % 7 == 0, algo=algo,
                                gaps=(8 * (seed % 3), seed % 4, seed % 2), seed=seed)
         for tokens in (1, 2, 7, 8, 9, 32, 33, 150):
-            for algo in (STREAM, GROUPED) if tokens <= FEW else (GROUPED,):
+            for algo in (MOE_FEW, MOE_MANY) if tokens <= MOE_FEW_TOKENS else (MOE_MANY,):
                 for kw in ({"ties": True}, {"ties": True, "experts": 33, "k": 16}, {"favour": 5},
                            {"favour": 15, "k": 1}, {"experts": 1000, "k": 16, "hidden": 64},
                            {"experts": 512, "k": 10, "shared": 0}, {"hidden": 2112, "inner": 64}, {"hidden": 4096},
@@ -224,81 +207,213 @@ def check_chain(lib, tokens, steps=24, layers=4):
     # Small: SwiGLU grows with the square, and 24 of them must stay finite.
     start, out = cases[0].x * 0.02, torch.empty_like(cases[0].x)
     buffers = [torch.empty_like(start) for _ in range(2)]
-    _, room = cases[0].params(lib)
+    params = [case.params(lib) for case in cases]
 
     def chain(overlap):
         buffers[0].copy_(start)
         buffers[1].fill_(math.nan)
         for i in range(steps):
-            x, y = buffers[i % 2], buffers[(i + 1) % 2]
-            case = cases[i % layers]
-            case.overlap = overlap
-            p = case.plain
+            x, y, p = buffers[i % 2], buffers[(i + 1) % 2], params[i % layers]
             p.x, p.residual, p.y, p.overlap = ptr(x), ptr(x), ptr(y), overlap
             p.x_stride = p.residual_stride = p.y_stride = 512
-            p.workspace, p.workspace_bytes = room.workspace, room.workspace_bytes
-            assert lib.gdn_moe(C.byref(p), stream()) == OK
+            p.workspace, p.workspace_bytes = params[0].workspace, params[0].workspace_bytes
+            assert call(lib.gdn_moe, p) == OK
         out.copy_(buffers[steps % 2])
 
-    for case in cases:
-        case.plain = case.params(lib)[1]
-    chain(-1)
-    torch.cuda.synchronize()
-    ref, bad = out.clone(), 0
-    g = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(g):
-        chain(1)
-    for i in range(40):
-        out.fill_(math.nan)
-        g.replay() if i % 2 else chain(1)
-        torch.cuda.synchronize()
-        bad += not same(out, ref)
-    report(f"chain T={tokens}", bad == 0 and bool(ref.isfinite().all()), f"{bad} of 40 differ")
+    chain_repeats(f"chain T={tokens}", chain, out, reference_overlap=-1)
 
 
 def check_arguments(lib):
     case = Case(4)
 
-    def expect(want, **changes):
-        _, p = case.params(lib)
-        for name, value in changes.items():
-            setattr(p, name, value)
-        got = lib.gdn_moe(C.byref(p), stream())
-        report(f"refuses {changes}", got == want, f"status {got}, expected {want}", quiet=True)
-
+    refuse = lambda want, **changes: expect("moe", want, lib.gdn_moe, case.params(lib), **changes)
     for name in ("x", "router", "gate_up", "down", "shared_gate_up", "shared_down", "y"):
-        expect(NULL_POINTER, **{name: None})
-    expect(BAD_DTYPE, io_dtype=0)
-    expect(BAD_DTYPE, io_dtype=7)
-    expect(BAD_DTYPE, router_dtype=2)
-    for changes in ({"tokens": -1}, {"hidden": 0}, {"num_experts": 0}, {"num_experts": EXPERTS + 1}, {"top_k": 0},
-                    {"top_k": TOP_K + 1}, {"top_k": 17, "num_experts": 16}, {"num_experts": 3}, {"inner": 0},
+        refuse(NULL_POINTER, **{name: None})
+    refuse(BAD_DTYPE, io_dtype=0)
+    refuse(BAD_DTYPE, io_dtype=7)
+    refuse(BAD_DTYPE, router_dtype=2)
+    for changes in ({"tokens": -1}, {"hidden": 0}, {"num_experts": 0}, {"num_experts": MOE_EXPERTS + 1}, {"top_k": 0},
+                    {"top_k": MOE_TOP_K + 1}, {"top_k": 17, "num_experts": 16}, {"num_experts": 3}, {"inner": 0},
                     {"shared_inner": -64}, {"tokens": 1 << 30}):
-        expect(BAD_LENGTH, **changes)
+        refuse(BAD_LENGTH, **changes)
     for changes in ({"hidden": 96}, {"inner": 40}, {"shared_inner": 32}, {"x": case.x.data_ptr() + 2}, {"x_stride": 260},
                     {"gate_up": case.gate_up.data_ptr() + 8}, {"algo": 3}, {"algo": -1},
-                    {"algo": STREAM, "tokens": FEW + 1}):
-        expect(BAD_ALGO, **changes)
-    expect(BAD_STRIDE, x_stride=-8)
-    expect(BAD_STRIDE, y_stride=-1)
-    expect(BAD_WORKSPACE, workspace=None)
-    expect(BAD_WORKSPACE, workspace_bytes=64)
-    expect(OK, tokens=0, x=None)
+                    {"algo": MOE_FEW, "tokens": MOE_FEW_TOKENS + 1}):
+        refuse(BAD_ALGO, **changes)
+    refuse(BAD_STRIDE, x_stride=-8)
+    refuse(BAD_STRIDE, y_stride=-1)
+    refuse(BAD_WORKSPACE, workspace=None)
+    refuse(BAD_WORKSPACE, workspace_bytes=64)
+    refuse(OK, tokens=0, x=None)
     size = C.c_int64(-1)
     report("null parameters", lib.gdn_moe(None, stream()) == NULL_POINTER
            and lib.gdn_moe_workspace(None, C.byref(size)) == NULL_POINTER, quiet=True)
     torch.cuda.synchronize()
 
 
+# ---- times ----
+
+SHAPES = {"Qwen3.5-35B-A3B: 256 experts, top 8": (256, 8, 2048, 512, 512),
+          "Qwen3-Next-80B: 512 experts, top 10": (512, 10, 2048, 512, 512)}
+FEW_TOKENS = (1, 2, 4, 8, 16, 32)
+MANY_TOKENS = (512, 2048, 8192)
+
+
+class Layer:
+    """Weights of one layer. Of two layers the second call in a row finds nothing of its experts in the L2 cache."""
+
+    def __init__(self, experts, k, hidden, inner, shared):
+        self.sizes = experts, k, hidden, inner, shared
+        weight = lambda *s: torch.empty(*s, device="cuda", dtype=torch.bfloat16).normal_(std=s[-1] ** -0.5)
+        self.router = torch.randn(experts + 1, hidden, device="cuda") * hidden ** -0.5
+        self.gate_up, self.down = weight(experts, 2 * inner, hidden), weight(experts, hidden, inner)
+        self.shared_gate_up, self.shared_down = weight(2 * shared, hidden), weight(hidden, shared)
+
+    def choice(self, x):
+        """As torch would have it, in f32."""
+        experts, k = self.sizes[:2]
+        logits = x.float() @ self.router.T
+        p, chosen = torch.softmax(logits[:, :experts], 1).topk(k)
+        return chosen, p / p.sum(1, keepdim=True), torch.sigmoid(logits[:, experts:])
+
+    def bytes(self, x):
+        """What a launch has to read: the router, each chosen expert once, the shared one."""
+        experts, _, hidden, inner, shared = self.sizes
+        used = self.choice(x)[0].unique().numel()
+        return used, 4 * (experts + 1) * hidden + 6 * hidden * (used * inner + shared)
+
+    def flops(self, tokens):
+        _, k, hidden, inner, shared = self.sizes
+        return 6 * tokens * hidden * (k * inner + shared)
+
+    def params(self, x, y, overlap=0, algo=MOE_AUTO, logits=None):
+        experts, k, hidden, inner, shared = self.sizes
+        return fill(MoeParams, x=x, router=self.router, logits=logits, gate_up=self.gate_up, down=self.down,
+                    shared_gate_up=self.shared_gate_up, shared_down=self.shared_down, y=y, x_stride=hidden,
+                    logits_stride=experts + 1, y_stride=hidden, tokens=x.shape[0], hidden=hidden, num_experts=experts,
+                    top_k=k, inner=inner, shared_inner=shared, io_dtype=CODES["bf16"], router_dtype=CODES["f32"],
+                    normalise=1, algo=algo, overlap=overlap)
+
+    def torch_bmm(self, x):
+        """The weights of each token's experts gathered, then batched products: what a graph can capture."""
+        chosen, weights, gate = self.choice(x)
+        inner = self.sizes[3]
+        gate_up = torch.einsum("th,tkih->tki", x, self.gate_up[chosen])
+        h = torch.nn.functional.silu(gate_up[..., :inner]) * gate_up[..., inner:]
+        y = (torch.einsum("tki,tkhi->tkh", h, self.down[chosen]).float() * weights[..., None]).sum(1)
+        return (y + gate * self.shared(x).float()).to(x.dtype)
+
+    def shared(self, x):
+        gate, up = (x @ self.shared_gate_up.T).chunk(2, 1)
+        return (torch.nn.functional.silu(gate) * up) @ self.shared_down.T
+
+    def torch_loop(self, x):
+        """Each expert over its tokens; asks the host which have any."""
+        chosen, weights, gate = self.choice(x)
+        y = torch.zeros_like(x, dtype=torch.float32)
+        for e in chosen.unique().tolist():
+            token, choice = (chosen == e).nonzero(as_tuple=True)
+            g, up = (x[token] @ self.gate_up[e].T).chunk(2, 1)
+            out = (torch.nn.functional.silu(g) * up) @ self.down[e].T
+            y.index_add_(0, token, out.float() * weights[token, choice, None])
+        return (y + gate * self.shared(x).float()).to(x.dtype)
+
+
+def calls(lib, layers, xs, overlap=0, algo=MOE_AUTO, given=False):
+    """A call for each x, by turns on the layers; they share a workspace, as the layers of a model do. And its bytes."""
+    y = torch.empty_like(xs[0])
+    logits = [x.float() @ layers[i % len(layers)].router.T if given else None for i, x in enumerate(xs)]
+    params = [layers[i % len(layers)].params(x, y, overlap, algo, logits[i]) for i, x in enumerate(xs)]
+    workspace(lib.gdn_moe_workspace, *params)
+    return calls_of(lib, [(lib.gdn_moe, p) for p in params], (y, logits)), params[0].workspace_bytes
+
+
+def inputs(tokens, hidden, count):
+    return [bf16(tokens, hidden) for _ in range(count)]
+
+
+def by_kernel(calls):
+    """{short name: median us} of the kernels of these calls (CUPTI)."""
+    go = lambda: [call() for call in calls]
+    go()
+    times = {}
+    for e in device_events(go):
+        if "_kernel" in e.name:
+            name = e.name.split("_kernel")[0].split("::")[-1].split(" ")[-1]
+            if "grouped" in name:
+                name += " down" if "false" in e.name or "(bool)0" in e.name else " gate_up"
+            times.setdefault(name, []).append(e.time_range.elapsed_us())
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def or_dash(f):
+    """A time, where torch has the memory and the operation for it."""
+    try:
+        return f"{f():.1f}"
+    except Exception as e:    # noqa: BLE001 - out of memory comes as several classes
+        torch.cuda.empty_cache()
+        return "-" if "memory" in str(e) else f"- ({type(e).__name__})"
+
+
+def times(lib, compile_too=False):
+    rate = heading("bf16, router f32, cold L2. us a call: CUPTI without overlap (-1); in a graph without; in a graph, its own "
+                   "kernels overlapping (0); and with the call before it (1)")
+    for name, sizes in SHAPES.items():
+        layers = [Layer(*sizes) for _ in range(2)]
+        times_few(lib, name, layers, rate, compile_too)
+        times_many(lib, name, layers, rate)
+        del layers
+        torch.cuda.empty_cache()
+
+
+def times_few(lib, name, layers, rate, compile_too):
+    print(f"\n{name}\n| tokens | experts | MB | floor | CUPTI | graph, none | graph | overlapped | of copy | many | "
+          "torch bmm, graph |" + (" compiled |" if compile_too else "") + " each kernel, alone |")
+    print("|---" * (12 + compile_too) + "|")
+    for tokens in FEW_TOKENS:
+        xs = inputs(tokens, layers[0].sizes[2], 24)
+        facts = [layers[i % 2].bytes(x) for i, x in enumerate(xs)]
+        used, nbytes = (statistics.mean(f[i] for f in facts) for i in range(2))
+        floor = nbytes / rate * 1e6
+        alone, _ = calls(lib, layers, xs, -1)
+        cupti, plain = span_us(alone), graph_us(alone)
+        own, over = (graph_us(calls(lib, layers, xs, overlap)[0]) for overlap in (0, 1))
+        many = graph_us(calls(lib, layers, xs, 1, MOE_MANY)[0])
+        theirs = []
+        for bmm in (Layer.torch_bmm, torch.compile(Layer.torch_bmm)) if compile_too else (Layer.torch_bmm,):
+            some = [lambda x=x, i=i: bmm(layers[i % 2], x) for i, x in enumerate(xs[:6])]
+            theirs.append(or_dash(lambda: graph_us(some, 3)))
+        kernels = ", ".join(f"{k} {t:.1f}" for k, t in by_kernel(alone).items())
+        print(f"| {tokens} | {used:.0f} | {nbytes / 1e6:.1f} | {floor:.1f} | {cupti:.1f} | {plain:.1f} | {own:.1f} | "
+              f"{over:.1f} | {100 * floor / over:.0f} % | {many:.1f} | {' | '.join(theirs)} | {kernels} |", flush=True)
+
+
+def times_many(lib, name, layers, rate):
+    print(f"\n{name}, many tokens; with the router's logits given, as the crate does\n"
+          "| tokens | floor: weights | CUPTI | graph | TFLOP/s | with own router | workspace, MB | torch's loop, CUPTI | "
+          "each kernel |")
+    print("|---" * 9 + "|")
+    for tokens in MANY_TOKENS:
+        xs = inputs(tokens, layers[0].sizes[2], 4)
+        floor = statistics.mean(layers[i % 2].bytes(x)[1] for i, x in enumerate(xs)) / rate * 1e6
+        given, size = calls(lib, layers, xs, 0, given=True)
+        cupti, graph = span_us(given * 2), graph_us(given)
+        own = graph_us(calls(lib, layers, xs, 0)[0])
+        busy = lambda i, x: sum(t for _, t in device_activities(lambda: layers[i % 2].torch_loop(x)))
+        loop = or_dash(lambda: statistics.median(busy(i, x) for i, x in enumerate(xs[:2] * 2)))
+        kernels = ", ".join(f"{k} {t:.1f}" for k, t in by_kernel(given).items())
+        print(f"| {tokens} | {floor:.0f} | {cupti:.0f} | {graph:.0f} | {layers[0].flops(tokens) / graph / 1e6:.0f} | "
+              f"{own:.0f} | {size / 1e6:.0f} | {loop} | {kernels} |", flush=True)
+
+
 def self_test():
     """The reference against the definition written out; runs anywhere."""
-    global DEVICE
-    DEVICE = "cpu"
+    harness.device = "cpu"
     torch.manual_seed(0)
     for kw in ({}, {"ties": True}, {"favour": 2}, {"shared": 0, "normalise": False},
                {"gaps": (8, 3, 1), "residual": True}):
         case = Case(5, 64, 6, 2, 64, **{"shared": 64, **kw})
-        y, sure = reference(case)
+        y, sure = moe_reference(case)
         assert sure.all()
         logits = case.logits if case.logits is not None else case.x.double() @ case.router.double().T
         for t in range(5):
@@ -322,14 +437,14 @@ def self_test():
 
 
 def main():
-    parser = checks.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--self-test", action="store_true", help="check the reference, on the CPU")
     parser.add_argument("--compile", action="store_true", help="time torch.compile too")
     args = parser.parse_args()
     if args.self_test:
         return self_test()
-    lib = checks.library(args, load)
-    if not args.only_time:
+
+    def check(lib):
         check_quick(lib)
         if not args.quick:
             check_cases(lib)
@@ -337,11 +452,7 @@ def main():
             for tokens in (1, 2, 8, 32, 100):
                 check_chain(lib, tokens)
             check_arguments(lib)
-        checks.summary()
-    if args.time or args.only_time:
-        from timing_moe import times
-        times(lib, args.compile)
-    checks.leave()
+    harness.run(args, check, lambda lib: times(lib, args.compile), models=True)
 
 
 if __name__ == "__main__":

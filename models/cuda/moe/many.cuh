@@ -9,7 +9,7 @@
 namespace gdn {
 namespace moe {
 
-constexpr int kGroupedThreads = 256;
+constexpr int kManyThreads = 256;
 constexpr int kTileOutputs = 128;          // of a block: rows of weights
 constexpr int kTileInputs = 64;            // at a time: 128 bytes of a row
 constexpr int kTileRowBytes = 128;
@@ -23,9 +23,10 @@ constexpr int stage_bytes_of(int rows) { return (rows + kTileOutputs) * kTileRow
 //
 // Eight warps, two along the rows and four along the weights; tiles lie in shared memory with the 16-byte piece p of
 // row r at p ^ r % 8.
+// One function: the loads of the next tiles are under way beside the products of the last.
 template <typename T, int ROWS, bool GATED>
-__global__ void __launch_bounds__(kGroupedThreads, 2)
-    grouped_kernel(const __grid_constant__ Args a, int blocks_per_tile) {
+__global__ void __launch_bounds__(kManyThreads, 2)
+    many_kernel(const __grid_constant__ Args a, int blocks_per_tile) {
   extern __shared__ __align__(128) unsigned char tile_bytes[];
   constexpr int kStages = stages_of(ROWS), kStageBytes = stage_bytes_of(ROWS);
   constexpr int kMatrices = ROWS / 32;    // of 16 rows, a warp
