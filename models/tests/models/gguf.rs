@@ -9,7 +9,7 @@ use crate::tiny::{self, Tiny};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{CausalLm, DecodeGraph, Family, GgufFile, LoadOptions, ModelConfig, ModelState};
+use candle_gdn_models::{CausalLm, DecodeGraph, Family, GgufFile, LoadOptions, ModelConfig, ModelState};
 use candle_nn::VarBuilder;
 use std::path::{Path, PathBuf};
 
@@ -548,7 +548,7 @@ fn every_wrong_entry_is_named() -> Result<()> {
     }
     let linear = [false, true, true, true].map(Value::Bool).to_vec();
     let first = with(&of("attention.recurrent_layers"), Some(Value::Array(linear)))?;
-    assert_eq!(first.layers[0].mixer, candle_gdn::models::MixerKind::FullAttention);
+    assert_eq!(first.layers[0].mixer, candle_gdn_models::MixerKind::FullAttention);
     Ok(())
 }
 

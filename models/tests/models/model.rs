@@ -4,7 +4,7 @@ use crate::golden::{Goldens, DEMO, DEMO_AS_LOADED, QWEN3_5, QWEN3_5_MOE};
 use crate::support::devices;
 use crate::tiny::{self, Tiny};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{CausalLm, ModelState};
+use candle_gdn_models::{CausalLm, ModelState};
 
 const CPU: Device = Device::Cpu;
 /// Bound on the logits, which are up to about 20 large.

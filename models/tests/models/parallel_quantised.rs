@@ -10,7 +10,7 @@ use crate::parallel::{check, on_ranks, run_steps, BOUND};
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Tensor};
-use candle_gdn::models::{
+use candle_gdn_models::{
     part_of, part_of_safetensors, CausalLm, Collective, GgufFile, LoadOptions, LocalRank, ModelConfig, OtherType,
 };
 use candle_nn::VarBuilder;

@@ -3,7 +3,7 @@
 use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{part_of, part_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig};
+use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 
