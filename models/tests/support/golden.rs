@@ -4,7 +4,7 @@
 #![allow(dead_code)]
 
 use candle_core::{safetensors::MmapedSafetensors, DType, Device, Result};
-use candle_gdn::models::{CausalLm, ModelConfig};
+use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
 
 /// A checkpoint and its goldens; paths below the repository, or below the folder of the full golden files.
@@ -52,7 +52,7 @@ pub struct Prompt {
 /// runs in the checkout there.
 fn path(name: &str) -> String {
     let full = std::env::var("CANDLE_GDN_GOLDENS").map(|dir| format!("{dir}/{name}")).ok();
-    let places = [Some(format!("{}/{name}", env!("CARGO_MANIFEST_DIR"))), full, Some(name.to_owned())];
+    let places = [Some(format!("{}/../{name}", env!("CARGO_MANIFEST_DIR"))), full, Some(name.to_owned())];
     let exists = |place: &String| std::path::Path::new(place).exists();
     places.into_iter().flatten().find(exists).unwrap_or_else(|| name.to_owned())
 }
