@@ -9,6 +9,11 @@ pub mod cpu {
     pub use crate::cpu::{matmul, simd};
 }
 
+/// The C ABI of the kernels.
+pub mod abi {
+    pub use crate::abi::gdn;
+}
+
 /// Tensors on the CPU as plain slices.
 pub mod host {
     pub use crate::host::*;
@@ -29,7 +34,6 @@ pub use crate::ops::slots::{cpu_slots, CpuSlots};
 #[cfg(feature = "cuda")]
 pub mod cuda {
     pub use crate::cuda::arena::{alloc, undo, with_workspace};
-    pub use crate::cuda::gdn;
     pub use crate::cuda::linear::{few_rows, few_rows_if_faster, few_rows_swiglu_if_faster};
     pub use crate::cuda::pointers::*;
     pub use crate::cuda::testing;

@@ -5,7 +5,6 @@
 
 pub mod arena;
 mod conv;
-pub mod gdn;
 pub mod linear;
 mod norm;
 pub mod pointers;
