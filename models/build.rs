@@ -17,7 +17,7 @@ mod cuda {
             std::env::var(&name).unwrap_or_else(|_| panic!("{name}: candle-gdn's build script sets it"))
         };
         let (include, flags) = (of_core("INCLUDE"), of_core("FLAGS"));
-        let capability = of_core("CAPABILITY").parse().expect("a compute capability");
+        let capability = of_core("CAPABILITY").parse::<usize>().expect("a compute capability");
 
         let (mut kernels, mut headers) = (vec![], vec![]);
         collect(Path::new("cuda"), &mut kernels, &mut headers);

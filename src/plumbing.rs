@@ -5,6 +5,7 @@
 
 /// CPU kernels over plain slices.
 pub mod cpu {
+    pub use crate::cpu::element::*;
     pub use crate::cpu::view::*;
     pub use crate::cpu::{matmul, simd};
 }
@@ -26,7 +27,6 @@ pub use crate::ops::check::*;
 pub use crate::ops::in_place::*;
 pub use crate::ops::launch::{Arena, Launch};
 pub use crate::ops::norm::{token_stride, uniform_tokens};
-pub use crate::ops::rule::{heads, storage_dtype};
 pub use crate::ops::sequences::SequencePlan;
 pub use crate::ops::slots::{cpu_slots, CpuSlots};
 

@@ -7,6 +7,7 @@ pub mod arena;
 mod conv;
 pub mod linear;
 mod norm;
+#[allow(missing_docs)] // for `plumbing` only
 pub mod pointers;
 #[cfg(feature = "profile")]
 pub(crate) mod profile;

@@ -9,7 +9,7 @@ use crate::{held, held_or_none, held_slots, held_u32};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, DType, Layout, Result, Tensor};
-use std::ffi::{c_int, c_void};
+use std::ffi::c_void;
 
 /// What the step needs besides its states.
 pub(crate) struct StepArgs<'a> {

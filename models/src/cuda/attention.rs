@@ -10,7 +10,7 @@ use candle_gdn::plumbing::cuda::{addressing, alloc, check, dense, dtype_code, he
 use candle_gdn::plumbing::cuda::{write, Pointer};
 use candle_gdn::plumbing::{in_place_cuda, Launch, SequencePlan};
 use candle_gdn::{held, held_slots, held_u32, Slots};
-use std::gdn::c_void;
+use std::ffi::c_void;
 
 /// What the two halves, before and behind the append, have in common.
 pub(crate) struct CacheArgs<'a> {
@@ -76,8 +76,8 @@ pub(crate) fn prepare(args: &PrepareArgs<'_>, inputs: [&CudaStorage; 3]) -> Resu
     if args.common.is_empty() {
         return alloc(args.common.launch.arena.as_ref(), inputs[0], &args.common.plan.out_shape);
     }
-    in_place_cuda(name, k, |k, k_layout| {
-        in_place_cuda(name, v, |v, v_layout| launch_prepare(args, inputs, [(k, k_layout), (v, v_layout)]))
+    in_place_cuda(name, k, |(k, k_layout)| {
+        in_place_cuda(name, v, |(v, v_layout)| launch_prepare(args, inputs, [(k, k_layout), (v, v_layout)]))
     })
 }
 
@@ -186,7 +186,7 @@ pub(crate) fn advance(
     cu_seqlens: Option<&Tensor>,
 ) -> Result<()> {
     let (k, _, positions) = cache.parts();
-    in_place_cuda(name, positions, |positions, layout| {
+    in_place_cuda(name, positions, |(positions, layout)| {
         let stream = &*stream_of(positions)?;
         let positions = write(positions, stream)?;
         held_slots!(slots, slots, stream);

@@ -11,7 +11,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use cpu::CpuMoe;
 #[cfg(feature = "cuda")]
-pub(super) use device::asks_the_host;
+pub(crate) use device::asks_the_host;
 use device::DeviceMoe;
 use quantized::QuantizedMoe;
 
