@@ -48,6 +48,8 @@
 //! keeps candle's matrix products apart, whose handle they share. CUDA graphs need such a device.
 #![warn(missing_docs)]
 
+#[macro_use]
+mod abi;
 #[allow(missing_docs)]
 mod cpu;
 #[cfg(feature = "cuda")]

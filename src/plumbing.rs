@@ -5,8 +5,14 @@
 
 /// CPU kernels over plain slices.
 pub mod cpu {
+    pub use crate::cpu::element::*;
     pub use crate::cpu::view::*;
     pub use crate::cpu::{matmul, simd};
+}
+
+/// The C ABI of the kernels.
+pub mod abi {
+    pub use crate::abi::gdn;
 }
 
 /// Tensors on the CPU as plain slices.
@@ -21,7 +27,6 @@ pub use crate::ops::check::*;
 pub use crate::ops::in_place::*;
 pub use crate::ops::launch::{Arena, Launch};
 pub use crate::ops::norm::{token_stride, uniform_tokens};
-pub use crate::ops::rule::{heads, storage_dtype};
 pub use crate::ops::sequences::SequencePlan;
 pub use crate::ops::slots::{cpu_slots, CpuSlots};
 
@@ -29,7 +34,6 @@ pub use crate::ops::slots::{cpu_slots, CpuSlots};
 #[cfg(feature = "cuda")]
 pub mod cuda {
     pub use crate::cuda::arena::{alloc, undo, with_workspace};
-    pub use crate::cuda::gdn;
     pub use crate::cuda::linear::{few_rows, few_rows_if_faster, few_rows_swiglu_if_faster};
     pub use crate::cuda::pointers::*;
     pub use crate::cuda::testing;

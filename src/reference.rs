@@ -1,7 +1,7 @@
 //! The gated delta rule, one token after another in `f64`: what every kernel of this crate is tested against.
 //!
 //! It is written to be read next to the paper (Yang et al., *Gated Delta Networks*, arXiv 2412.06464) and is slow on
-//! purpose. Nothing here is shared with the kernels.
+//! purpose. Of the kernels' own code it shares nothing but [`Dims`].
 
 /// Head counts and head sizes of the rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

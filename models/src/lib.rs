@@ -49,6 +49,8 @@
 //! * A mixture of experts that asks the host which experts to run cannot be captured. The one here chooses on the
 //!   device: in bf16 and f16 any number of tokens by kernels of its own, otherwise up to 32.
 
+#[cfg(any(feature = "cuda", test))]
+mod abi;
 mod blocks;
 mod causal_lm;
 mod config;

@@ -7,7 +7,7 @@ use crate::blocks::rotary::Rotary;
 use crate::causal_lm::CausalLm;
 use crate::config::{Family, ModelConfig};
 use crate::formats::{dequantized, GgufFile, GgufWeights, Quantizer, Source};
-use crate::parallel::{Collective, Cuts, Vocabulary};
+use crate::parallel::{Collective, WeightCuts, Vocabulary};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result};
 use candle_nn::VarBuilder;
@@ -122,7 +122,7 @@ impl<'a> Loader<'a> {
     /// As [`CausalLm::load_gguf`], or a type that matrices cannot be quantised to.
     pub fn load_gguf(self, file: &GgufFile, dtype: DType, device: &Device) -> Result<CausalLm> {
         let config = self.config;
-        let cuts = self.group.as_ref().map(|group| Cuts::new(config, &**group)).transpose()?;
+        let cuts = self.group.as_ref().map(|group| WeightCuts::new(config, &**group)).transpose()?;
         let weights = GgufWeights::new(file, &config.gdn, config.family != Family::Qwen3Next, cuts);
         self.load_from(Source::gguf(weights, dtype, device))
     }

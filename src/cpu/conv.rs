@@ -2,7 +2,8 @@
 //! inputs before the sequence come from the state, which then takes the last `width - 1` inputs of this call.
 
 use super::simd::{dispatch, silu};
-use super::view::{parallel, Element, Heads, Sequences, Shared, Slots};
+use super::element::Element;
+use super::view::{parallel, Heads, Sequences, Shared, Slots};
 use pulp::{Simd, WithSimd};
 
 /// Tokens and channels of one task.

@@ -1,7 +1,8 @@
 //! The two gates of a token and value head: log decay `g = -exp(A_log) * softplus(a + dt_bias)` and
 //! `beta = beta_scale * sigmoid(b)`.
 
-use super::view::{Element, Heads, Sequences};
+use super::element::Element;
+use super::view::{Heads, Sequences};
 
 /// `[tokens, HV]` pairs of (log decay, beta), in the packed order of the output.
 pub fn log_decay_and_beta<G: Element>(

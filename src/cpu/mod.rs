@@ -2,6 +2,8 @@
 //! thread pool. No `Tensor` in here; the ops check shapes before they call in.
 
 pub mod conv;
+mod dispatch;
+pub mod element;
 mod gates;
 pub mod matmul;
 pub mod norm;
@@ -11,5 +13,6 @@ pub mod simd;
 mod transposed;
 pub mod view;
 
+pub use element::{Element, Stored};
 pub use gates::log_decay_and_beta;
-pub use view::{Element, Heads, Sequences, Slots, Stored};
+pub use view::{Heads, Sequences, Slots};

@@ -5,7 +5,8 @@
 use super::recurrent::Step;
 use super::simd::dispatch;
 use super::transposed::{padded, TransposedState, AT_ONCE};
-use super::view::{parallel, prefetch, Element, Heads, Sequences, Shared, Slots, Stored};
+use super::element::{Element, Stored};
+use super::view::{parallel, prefetch, Heads, Sequences, Shared, Slots};
 use crate::reference::Dims;
 use pulp::{Simd, WithSimd};
 

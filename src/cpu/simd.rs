@@ -1,18 +1,8 @@
 //! The vector loops, written once and compiled for each instruction set by pulp.
 
-use super::view::Element;
-use pulp::{Arch, Simd, WithSimd};
-
-/// The best instruction set of this machine, looked up once.
-pub fn arch() -> Arch {
-    static ARCH: std::sync::OnceLock<Arch> = std::sync::OnceLock::new();
-    *ARCH.get_or_init(Arch::new)
-}
-
-/// Runs a closure-like job with the best instruction set.
-pub fn dispatch<Op: WithSimd>(op: Op) -> Op::Output {
-    arch().dispatch(op)
-}
+pub use super::dispatch::{arch, dispatch};
+use super::element::Element;
+use pulp::Simd;
 
 /// `(row . x, row . y)` for four rows at once: one pass, eight independent sums.
 #[inline(always)]

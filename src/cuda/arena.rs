@@ -192,3 +192,88 @@ pub fn with_workspace<R>(
     };
     in_place_cuda(NAME, &tensor, |(storage, _)| launch(write(storage, stream)?.at(0, 4)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::linear::few_rows;
+    use super::super::pointers::{read, stream_of};
+    use super::super::testing;
+    use super::*;
+    use crate::ops::Launch;
+
+    fn address(tensor: &Tensor) -> u64 {
+        let (storage, _) = tensor.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { unreachable!("a tensor on CUDA") };
+        let stream = stream_of(storage).unwrap();
+        let pointer = read(storage, &stream).unwrap();
+        pointer.at::<c_void>(0, 4).addr() as u64
+    }
+
+    /// `[rows, 64]` of small numbers, no two rows alike.
+    fn numbers(rows: usize, seed: f64, device: &Device) -> Tensor {
+        let values: Vec<f64> = (0..rows * 64).map(|i| (seed + i as f64 * 0.61).sin()).collect();
+        let values = Tensor::from_vec(values, (rows, 64), &Device::Cpu).unwrap();
+        values.to_dtype(DType::BF16).unwrap().to_device(device).unwrap()
+    }
+
+    #[test]
+    fn passes_write_the_same_places() {
+        let Some(device) = testing::device() else { return };
+        let weight = numbers(64, 0.7, &device);
+        let arena = Arena::new(&device).unwrap();
+        let placed = Launch { overlap: false, arena: Some(arena.clone()) };
+        let product = |x: &Tensor, launch: &Launch| few_rows(x, &weight, launch).unwrap().expect("a shape it takes");
+        let values = |x: &Tensor| x.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
+        let (mut places, mut undone) = (vec![], vec![]);
+        for pass in 0..3 {
+            let x = numbers(3, f64::from(pass), &device);
+            let alone = Launch::default();
+            let want = [product(&x, &alone), product(&product(&x, &alone), &alone)].map(|x| values(&x));
+            let mut here = vec![];
+            arena.begin_pass();
+            // Of two layers later it is the place of the first again; another shape has one of its own.
+            for layer in 0..4 {
+                placed.next_layer();
+                let y = product(&x, &placed);
+                let z = product(&y, &placed);
+                assert_eq!([values(&y), values(&z)], want, "pass {pass}, layer {layer}");
+                product(&x.narrow(0, 0, 2 - layer % 2).unwrap(), &placed);
+                // An op that does not run after all leaves its place to the next pass.
+                let taken = {
+                    let (storage, _) = x.storage_and_layout();
+                    let Storage::Cuda(storage) = &*storage else { unreachable!("a tensor on CUDA") };
+                    alloc(Some(&arena), storage, &[3, 64]).unwrap()
+                };
+                match pass {
+                    1 => undo(Some(&arena), taken).unwrap(),
+                    _ => undone.push(address(&finish(Some(&arena), taken, Shape::from((3, 64))).unwrap())),
+                }
+                here.extend([address(&y), address(&z)]);
+            }
+            assert_eq!(here[..4], here[4..]);
+            places.push(here);
+        }
+        assert_eq!(places[0], places[1]);
+        assert_eq!(places[1], places[2]);
+        assert_eq!(undone[..4], undone[4..]);
+        // Without the arena nothing is placed.
+        assert_ne!(address(&product(&numbers(3, 0.1, &device), &Launch::default())), places[0][0]);
+    }
+
+    /// Whoever holds an output for longer than two layers reads NaN, in builds that check.
+    #[test]
+    #[cfg(debug_assertions)]
+    fn an_output_held_too_long_is_nan() {
+        let Some(device) = testing::device() else { return };
+        let (x, weight) = (numbers(3, 0.3, &device), numbers(64, 0.7, &device));
+        let arena = Arena::new(&device).unwrap();
+        let launch = Launch { overlap: false, arena: Some(arena.clone()) };
+        arena.begin_pass();
+        let y = few_rows(&x, &weight, &launch).unwrap().expect("a shape it takes");
+        let first = |y: &Tensor| y.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()[0][0];
+        launch.next_layer();
+        assert!(first(&y).is_finite());
+        launch.next_layer();
+        assert!(first(&y).is_nan());
+    }
+}

@@ -1,6 +1,6 @@
 //! `gdn_conv`: the causal convolution.
 
-use super::gdn;
+use crate::abi::gdn;
 use super::pointers::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, write};
 use crate::ops::{in_place_cuda, ConvPlan, Slots};
 use crate::{held_slots, held_u32};

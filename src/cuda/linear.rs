@@ -1,7 +1,7 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
 use super::arena::alloc;
-use super::gdn::{self, gdn_linear_with, LinearOptions};
+use crate::abi::gdn::{self, gdn_linear_with, LinearOptions};
 use super::pointers::{check, dtype_code, int, read, stream_of, write};
 use crate::ops::{apply2, Launch};
 use candle_core::backend::BackendStorage;
@@ -9,12 +9,6 @@ use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Resul
 use std::ffi::c_void;
 
 const OP: &str = "linear";
-
-/// `GDN_LINEAR_ROWS`
-const MAX_ROWS: usize = 32;
-
-/// `GDN_LINEAR_SWIGLU_ROWS`
-const MAX_SWIGLU_ROWS: usize = 8;
 
 /// Where the kernel beats cuBLAS on an H200 (`cuda/linear/README.md`): it gains most where its launch may overlap.
 fn wins(rows: usize, inputs: usize, outputs: usize, overlap: bool) -> bool {
@@ -82,8 +76,8 @@ fn few_rows_with(x: &Tensor, weight: &Tensor, launch: &Launch, what: Outputs) ->
         && matches!(x.dtype(), DType::BF16 | DType::F16)
         && weight.dtype() == x.dtype()
         && match what {
-            Outputs::Plain => (1..=MAX_ROWS).contains(&rows),
-            Outputs::Swiglu => (1..=MAX_SWIGLU_ROWS).contains(&rows) && outputs.is_multiple_of(2),
+            Outputs::Plain => (1..=gdn::GDN_LINEAR_ROWS).contains(&rows),
+            Outputs::Swiglu => (1..=gdn::GDN_LINEAR_SWIGLU_ROWS).contains(&rows) && outputs.is_multiple_of(2),
         }
         && inputs == weight_inputs
         && inputs > 0

@@ -5,9 +5,9 @@
 
 pub mod arena;
 mod conv;
-pub mod gdn;
 pub mod linear;
 mod norm;
+#[allow(missing_docs)] // for `plumbing` only
 pub mod pointers;
 #[cfg(feature = "profile")]
 pub(crate) mod profile;

@@ -1,6 +1,6 @@
 //! `gdn_norm`: the gated norm.
 
-use super::gdn;
+use crate::abi::gdn;
 use super::pointers::{alloc, check, dense, dtype_code, heads, int, read, stream_of, write};
 use crate::ops::NormPlan;
 use candle_core::backend::BackendStorage;

@@ -1,6 +1,6 @@
 //! Device pointers of candle's storages, and the plain structs of the C ABI made of them.
 
-use super::gdn;
+use crate::abi::gdn;
 use crate::ops::{CudaWritten, HeadsLayout, SequencePlan};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
@@ -82,9 +82,9 @@ pub fn alloc(like: &CudaStorage, shape: &[usize]) -> Result<CudaStorage> {
 
 pub fn dtype_code(dtype: DType) -> i32 {
     match dtype {
-        DType::BF16 => 1,
-        DType::F16 => 2,
-        _ => 0,
+        DType::BF16 => gdn::GDN_BF16,
+        DType::F16 => gdn::GDN_F16,
+        _ => gdn::GDN_F32,
     }
 }
 
@@ -129,7 +129,7 @@ pub fn int(op: &str, arg: &str, value: usize) -> Result<i32> {
 }
 
 pub fn check(op: &str, status: c_int) -> Result<()> {
-    if status == 0 {
+    if status == gdn::GDN_OK {
         return Ok(());
     }
     // SAFETY: the function returns a static string for every status.

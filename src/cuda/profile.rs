@@ -1,8 +1,7 @@
 //! The profile buffer on the device: allocated, registered for the launches of a closure, and read back.
 
-use super::gdn;
+use crate::abi::gdn;
 use super::pointers::check;
-use crate::profile::{Limits, Names, EVENT_BYTES, WARP_BYTES};
 use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
 use candle_core::{bail, CudaDevice, Error, Result};
 use std::ffi::{c_char, CStr};
@@ -11,15 +10,15 @@ use std::ffi::{c_char, CStr};
 const GUARD: usize = 4096;
 const PATTERN: u8 = 0xa5;
 
-/// Runs `launches` with a buffer of `limits` registered: their result, and the bytes that the kernels wrote.
+/// Runs `launches` with a buffer of so many bytes registered: their result, and the bytes that the kernels wrote.
 pub(crate) fn record<T>(
     device: &CudaDevice,
-    limits: Limits,
+    bytes: usize,
+    events_per_warp: usize,
     launches: impl FnOnce() -> Result<T>,
 ) -> Result<(T, Vec<u8>)> {
-    let Some(bytes) = limits.bytes() else { bail!("profile: limits: a buffer of {limits:?} is too large") };
-    let Ok(events) = u32::try_from(limits.events_per_warp) else {
-        bail!("profile: events_per_warp: expected at most {}, got {}", u32::MAX, limits.events_per_warp)
+    let Ok(events) = u32::try_from(events_per_warp) else {
+        bail!("profile: events_per_warp: expected at most {}, got {}", u32::MAX, events_per_warp)
     };
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().map_err(Error::wrap)?;
@@ -49,7 +48,6 @@ struct Registered;
 
 impl Registered {
     fn new(address: u64, bytes: usize, events: u32) -> Result<Self> {
-        debug_assert!((WARP_BYTES, EVENT_BYTES) == (64, 16));
         // SAFETY: the buffer has this many bytes, and outlives the launches.
         check("profile", unsafe { gdn::gdn_profile_set(address as *mut _, bytes as u64, events) })?;
         Ok(Self)
@@ -63,8 +61,8 @@ impl Drop for Registered {
     }
 }
 
-/// The names that the kernels' library gives its scopes and roles.
-pub(crate) fn names() -> Names {
+/// The names that the kernels' library gives its scopes, and those of the roles.
+pub(crate) fn names() -> [Vec<&'static str>; 2] {
     let all = |name: unsafe extern "C" fn(u32) -> *const c_char| {
         (0..)
             .map_while(|id| {
@@ -74,5 +72,5 @@ pub(crate) fn names() -> Names {
             })
             .collect()
     };
-    Names { scopes: all(gdn::gdn_profile_scope), roles: all(gdn::gdn_profile_role) }
+    [all(gdn::gdn_profile_scope), all(gdn::gdn_profile_role)]
 }

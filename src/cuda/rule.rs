@@ -1,7 +1,7 @@
 //! `gdn_rule`: the gated delta rule.
 
 use super::arena::with_workspace;
-use super::gdn;
+use crate::abi::gdn;
 use super::pointers::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, write, write_if_any};
 use super::pointers::Pointer;
 use crate::ops::{in_place_cuda, in_place_cuda_if_any, Algo, CudaWritten, Gates, RulePlan, Slots};
@@ -98,12 +98,12 @@ pub(crate) fn rule_choice(args: &RuleArgs<'_>, state: &Tensor) -> Result<Algo> {
 
 /// `gdn_algo`
 const ALGOS: [(Algo, i32); 6] = [
-    (Algo::Auto, 0),
-    (Algo::Recurrent, 1),
-    (Algo::Recurrent128, 2),
-    (Algo::Decode128, 3),
-    (Algo::ChunkedSm80, 4),
-    (Algo::ChunkedSm90, 5),
+    (Algo::Auto, gdn::GDN_AUTO),
+    (Algo::Recurrent, gdn::GDN_RECURRENT),
+    (Algo::Recurrent128, gdn::GDN_RECURRENT_128),
+    (Algo::Decode128, gdn::GDN_DECODE_128),
+    (Algo::ChunkedSm80, gdn::GDN_CHUNKED_SM80),
+    (Algo::ChunkedSm90, gdn::GDN_CHUNKED_SM90),
 ];
 
 fn algo_code(algo: Algo) -> i32 {

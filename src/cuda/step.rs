@@ -1,7 +1,7 @@
 //! `gdn_step`: convolution, rule and gated norm of a few tokens in one launch.
 
 use super::arena::{alloc, undo};
-use super::gdn;
+use crate::abi::gdn;
 use super::pointers::Pointer;
 use super::pointers::{addressing, check, dense, dtype_code, heads, int, read, stream_of, write, write_if_any};
 use crate::ops::{in_place_cuda, in_place_cuda_if_any, CudaWritten, GateActivation, Gates, Slots, StepAlgo, StepPlan};
@@ -9,10 +9,7 @@ use crate::{held, held_or_none, held_slots, held_u32};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, DType, Layout, Result, Tensor};
-use std::ffi::{c_int, c_void};
-
-/// `GDN_BAD_ALGO`: nothing was launched.
-const BAD_ALGO: c_int = 7;
+use std::ffi::c_void;
 
 /// What the step needs besides its states.
 pub(crate) struct StepArgs<'a> {
@@ -62,7 +59,7 @@ fn launch(
     })?;
     drop((to, conv, state, token_states));
     // Asking beforehand would choose twice.
-    if status == BAD_ALGO {
+    if status == gdn::GDN_BAD_ALGO {
         undo(arena, out)?;
         return Ok(None);
     }
@@ -89,10 +86,10 @@ pub(crate) fn choice(args: &StepArgs<'_>, conv_state: &Tensor, state: &Tensor) -
     })?;
     check(args.name, status)?;
     match algo {
-        0 => Ok(None),
-        1 => Ok(Some(StepAlgo::Whole)),
-        2 => Ok(Some(StepAlgo::Split)),
-        3 => Ok(Some(StepAlgo::Heads)),
+        gdn::GDN_STEP_AUTO => Ok(None),
+        gdn::GDN_STEP_WHOLE => Ok(Some(StepAlgo::Whole)),
+        gdn::GDN_STEP_SPLIT => Ok(Some(StepAlgo::Split)),
+        gdn::GDN_STEP_HEADS => Ok(Some(StepAlgo::Heads)),
         _ => bail!("{}: the kernels chose an unknown algorithm, {algo}", args.name),
     }
 }
@@ -163,12 +160,11 @@ fn with_params<R>(
         norm_dtype: dtype_code(norm_dtype),
         l2norm: options.rule.l2norm.into(),
         sigmoid: (options.gate == GateActivation::Sigmoid).into(),
-        // `gdn_step_algo`
         algo: match options.algo {
-            StepAlgo::Whole => 1,
-            StepAlgo::Split => 2,
-            StepAlgo::Heads => 3,
-            StepAlgo::Auto | StepAlgo::Composed => 0,
+            StepAlgo::Whole => gdn::GDN_STEP_WHOLE,
+            StepAlgo::Split => gdn::GDN_STEP_SPLIT,
+            StepAlgo::Heads => gdn::GDN_STEP_HEADS,
+            StepAlgo::Auto | StepAlgo::Composed => gdn::GDN_STEP_AUTO,
         },
         overlap: plan.launch.overlap.into(),
         l2_eps: options.rule.l2_eps as f32,

@@ -1,6 +1,7 @@
 //! Checks of arguments, shared by the ops. Every refusal names the op, the argument, what was expected and what came.
 
-use candle_core::{bail, DType, Device, Layout, Result, Storage, Tensor};
+use crate::cpu;
+use candle_core::{bail, CpuStorage, DType, Device, Layout, Result, Storage, Tensor};
 
 /// Where the rows of a tensor `[sequence, token, head, dim]` lie, in elements of its storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,6 +10,20 @@ pub struct HeadsLayout {
     pub seq_stride: usize,
     pub token_stride: usize,
     pub head_stride: usize,
+}
+
+/// The rows in a slice.
+pub fn heads<T>(data: &[T], layout: HeadsLayout) -> cpu::Heads<'_, T> {
+    cpu::Heads {
+        data: &data[layout.offset.min(data.len())..],
+        seq_stride: layout.seq_stride,
+        token_stride: layout.token_stride,
+        head_stride: layout.head_stride,
+    }
+}
+
+pub fn storage_dtype(storage: &CpuStorage) -> DType {
+    candle_core::backend::BackendStorage::dtype(storage)
 }
 
 /// The dimensions in front of the heads.

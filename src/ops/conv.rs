@@ -2,7 +2,6 @@
 
 use super::check::*;
 use super::in_place::{in_place_cpu, CpuWritten};
-use super::rule::{heads, storage_dtype};
 use super::sequences::{CuSeqlens, SequencePlan};
 use super::slots::{cpu_slots, CpuSlots, Slots};
 use crate::cpu;

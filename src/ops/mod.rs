@@ -1,22 +1,27 @@
 //! The operations: one file each, with the `CustomOp` struct, its checks and its dispatch to the CPU or CUDA kernel.
 
 pub mod apply;
+#[allow(missing_docs)] // for `plumbing` only
 pub mod check;
+mod checkpoints;
 mod conv;
 mod copies;
 mod decode;
+#[allow(missing_docs)] // for `plumbing` only
 pub mod in_place;
 pub mod launch;
 pub mod norm;
 mod options;
 mod prefill;
-pub mod rule;
+mod rule;
+mod rule_cpu;
 pub mod sequences;
 pub mod slots;
 mod step;
+mod step_run;
 
 pub use conv::{causal_conv1d, CausalConv1d};
-pub use copies::{checkpoint_rows, CHECKPOINT_MULTIPLE};
+pub use checkpoints::{checkpoint_rows, CHECKPOINT_MULTIPLE};
 pub use decode::{gdn_decode, gdn_decode_in_place, GdnDecode};
 pub use norm::{gated_rms_norm, GatedRmsNorm};
 pub use options::{Algo, GateActivation, Gates, RuleOptions, StepAlgo, StepOptions};

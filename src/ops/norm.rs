@@ -3,7 +3,6 @@
 use super::apply::apply3;
 use super::check::*;
 use super::options::GateActivation;
-use super::rule::{heads, storage_dtype};
 use crate::cpu;
 use candle_core::{bail, CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};

@@ -1,9 +1,9 @@
 //! Any number of tokens of each sequence.
 
 use super::check::Lead;
-use super::copies::Checkpoints;
+use super::checkpoints::Checkpoints;
 #[cfg(doc)]
-use super::copies::CHECKPOINT_MULTIPLE;
+use super::checkpoints::CHECKPOINT_MULTIPLE;
 use super::options::{Algo, Gates, RuleOptions};
 use super::rule::{custom_op3, Rule};
 use super::sequences::CuSeqlens;
@@ -54,8 +54,8 @@ impl GdnPrefill {
     /// `checkpoints` is `[rows, HV, V, K]`, contiguous, in the state's dtype and on its device, with at least
     /// `total / every` rows for the `total` tokens of all sequences of a call; [`checkpoint_rows`](crate::checkpoint_rows)
     /// says which are whose. It is written in place, as the state is, and may share its storage with no other argument;
-    /// rows of padding and of nobody are left as they are. `every` is a multiple of [`CHECKPOINT_MULTIPLE`].
-    /// [`Algo::Chunked`], whose chunks are others on CUDA, is refused. All this is checked when the op is applied.
+    /// rows of padding and of nobody are left as they are. `every` is a multiple of [`CHECKPOINT_MULTIPLE`]. All this is
+    /// checked when the op is applied.
     ///
     /// With a bf16 state the rows are rounded copies of one that is f32 until the call ends.
     ///

@@ -95,6 +95,7 @@ impl CuSeqlens {
 /// How many sequences a call has and how long they are, from sizes that the host knows.
 #[derive(Debug, Clone, Copy)]
 pub struct SequencePlan {
+    /// Sequences.
     pub count: usize,
     /// Tokens of each sequence where they are not packed, else zero.
     pub tokens: usize,

@@ -6,12 +6,14 @@ use super::conv::CausalConv1d;
 use super::launch::Launch;
 use super::norm::{uniform_tokens, GatedRmsNorm};
 use super::options::{Gates, StepAlgo, StepOptions};
-use super::rule::{storage_dtype, Rule, RulePlan};
+use super::rule::{Rule, RulePlan};
 use super::sequences::CuSeqlens;
-use super::slots::{cpu_slots, Slots};
-use candle_core::{bail, CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
+use super::slots::Slots;
+#[cfg(doc)]
+use candle_core::CustomOp3;
+use candle_core::{bail, DType, Layout, Result, Shape, Tensor};
 
-const OP: &str = "gdn_step";
+pub(super) const OP: &str = "gdn_step";
 
 /// Most tokens of a sequence that a step takes.
 pub const STEP_TOKENS: usize = 16;
@@ -27,12 +29,12 @@ const FUSED_WIDTH: usize = 4;
 #[derive(Debug, Clone)]
 pub struct GdnStep {
     /// Its lead is qkv's, call by call.
-    rule: Rule,
-    conv: CausalConv1d,
-    norm: GatedRmsNorm,
-    conv_state: Tensor,
-    norm_weight: Tensor,
-    options: StepOptions,
+    pub(super) rule: Rule,
+    pub(super) conv: CausalConv1d,
+    pub(super) norm: GatedRmsNorm,
+    pub(super) conv_state: Tensor,
+    pub(super) norm_weight: Tensor,
+    pub(super) options: StepOptions,
     launch: Launch,
 }
 
@@ -51,14 +53,24 @@ pub(crate) struct StepPlan {
 }
 
 /// A checked call, and what its parts need when they run one after the other.
-struct Composed {
-    plan: StepPlan,
-    rule: Rule,
+pub(super) struct Composed {
+    pub plan: StepPlan,
+    pub rule: Rule,
     /// qkv as `[batch, tokens, channels]`, or packed `[tokens, channels]`.
-    conv_x: Layout,
+    pub conv_x: Layout,
     /// q, k and v in the convolution's output.
-    columns: [Layout; 3],
-    out_shape: Shape,
+    pub columns: [Layout; 3],
+    pub out_shape: Shape,
+}
+
+/// Of heads and convolution.
+struct Sizes {
+    key_heads: usize,
+    value_heads: usize,
+    key_dim: usize,
+    value_dim: usize,
+    width: usize,
+    channels: usize,
 }
 
 impl GdnStep {
@@ -150,32 +162,9 @@ impl GdnStep {
         apply3(self, self.launch.arena.as_ref(), &qkv, &z, &conv_weight)
     }
 
-    /// How [`Self::forward`] runs for these tensors: never [`StepAlgo::Auto`].
-    ///
-    /// # Errors
-    /// As [`Self::forward`].
-    pub fn algo(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<StepAlgo> {
-        let [qkv, z, conv_weight] = self.prepare(qkv, z, conv_weight)?;
-        let call = self.call(qkv.layout(), z.layout(), conv_weight.layout())?;
-        #[cfg(feature = "cuda")]
-        if self.may_fuse(&call.plan) {
-            let guards = [qkv.storage_and_layout().0, z.storage_and_layout().0, conv_weight.storage_and_layout().0];
-            if let [Storage::Cuda(x), Storage::Cuda(z), Storage::Cuda(w)] = [&*guards[0], &*guards[1], &*guards[2]] {
-                let slots = self.rule.slots.as_ref().map(Slots::in_u32).transpose()?;
-                let args = self.cuda_args(&call.plan, slots.as_ref(), [x, z, w]);
-                return match crate::cuda::step::choice(&args, &self.conv_state, &self.rule.state)? {
-                    Some(algo) => Ok(algo),
-                    None => self.not_fused(),
-                };
-            }
-        }
-        drop(call);
-        Ok(StepAlgo::Composed)
-    }
-
     /// The tensors as the op takes them, copied only where their rows are not contiguous, or where the sequences and
     /// tokens of z do not count through.
-    fn prepare(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<[Tensor; 3]> {
+    pub(super) fn prepare(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<[Tensor; 3]> {
         let z = uniform_tokens(z, qkv.rank().saturating_sub(1))?;
         let (qkv, conv_weight) = (dense_rows(qkv)?, conv_weight.contiguous()?);
         for (arg, tensor) in [("qkv", &qkv), ("z", &z), ("conv_weight", &conv_weight)] {
@@ -186,7 +175,7 @@ impl GdnStep {
     }
 
     /// Dtype of one of the three inputs, and that nothing is written where it lies.
-    fn check_input(&self, arg: &str, dtype: DType, key: usize) -> Result<()> {
+    pub(super) fn check_input(&self, arg: &str, dtype: DType, key: usize) -> Result<()> {
         let io = self.conv_state.dtype();
         match arg {
             "conv_weight" => check_weight_dtype(OP, arg, dtype, io)?,
@@ -196,7 +185,8 @@ impl GdnStep {
         check_not_conv_state(arg, key, &self.conv_state)
     }
 
-    fn call(&self, x: &Layout, z: &Layout, conv_weight: &Layout) -> Result<Composed> {
+    /// What the states say of the sizes: key heads, value heads, K, V, and the convolution's width and channels.
+    fn sizes(&self) -> Result<Sizes> {
         let (conv_slots, history, channels) = self.conv_state.dims3()?;
         let (slots, value_heads, value_dim, key_dim) = self.rule.state.dims4()?;
         let (width, value_size) = (history + 1, value_heads * value_dim);
@@ -222,7 +212,11 @@ impl GdnStep {
                  heads, got {channels}, which is {key_heads} key heads"
             );
         }
-        let lead = match (x.dims(), &self.rule.cu_seqlens) {
+        Ok(Sizes { key_heads, value_heads, key_dim, value_dim, width, channels })
+    }
+
+    fn lead(&self, x: &Layout, channels: usize) -> Result<Lead> {
+        Ok(match (x.dims(), &self.rule.cu_seqlens) {
             ([_, n], Some(_)) if *n == channels => Lead::Packed,
             (dims, Some(_)) => bail!("{OP}: qkv: expected shape [tokens, {channels}], got {dims:?}"),
             ([_, n], None) if *n == channels => Lead::Decode,
@@ -230,7 +224,12 @@ impl GdnStep {
             (dims, None) => {
                 bail!("{OP}: qkv: expected shape [batch, {channels}] or [batch, tokens, {channels}], got {dims:?}")
             }
-        };
+        })
+    }
+
+    pub(super) fn call(&self, x: &Layout, z: &Layout, conv_weight: &Layout) -> Result<Composed> {
+        let Sizes { key_heads, value_heads, key_dim, value_dim, width, channels } = self.sizes()?;
+        let (lead, value_size) = (self.lead(x, channels)?, value_heads * value_dim);
         let lead_dims = &x.dims()[..lead.rank()];
         let tokens = match &self.rule.cu_seqlens {
             Some(cu_seqlens) => cu_seqlens.max_len(),
@@ -295,55 +294,9 @@ impl GdnStep {
             out_shape: lead_dims.iter().copied().chain([value_size]).collect::<Vec<_>>().into(),
         })
     }
-
-    /// Whether a fused kernel is worth asking for.
-    #[cfg(feature = "cuda")]
-    fn may_fuse(&self, plan: &StepPlan) -> bool {
-        let RulePlan { dims, seqs, .. } = &plan.rule;
-        self.options.algo != StepAlgo::Composed
-            && fused_sizes(dims.key_dim, dims.value_dim, plan.conv_width)
-            && seqs.total_tokens > 0
-    }
-
-    /// What runs where no fused kernel takes the call.
-    #[cfg(feature = "cuda")]
-    fn not_fused(&self) -> Result<StepAlgo> {
-        let besides = match self.options.algo {
-            StepAlgo::Auto | StepAlgo::Composed => return Ok(StepAlgo::Composed),
-            StepAlgo::Whole => "",
-            StepAlgo::Split => ", compute capability 9.0, 1 to 4 value heads a key head, gates in f32 or as qkv",
-            StepAlgo::Heads => ", compute capability 9.0, 2 to 8 value heads a key head",
-        };
-        bail!(
-            "{OP}: algo: {:?} does not take these tensors on this device: expected rows of qkv, z and conv_state at \
-             multiples of 4 elements, state and conv_weight at multiples of 16 bytes{besides}; Auto takes any",
-            self.options.algo
-        )
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_args<'a>(
-        &'a self,
-        plan: &'a StepPlan,
-        slots: Option<&'a Slots>,
-        [x, z, conv_weight]: [&'a candle_core::CudaStorage; 3],
-    ) -> crate::cuda::step::StepArgs<'a> {
-        crate::cuda::step::StepArgs {
-            name: OP,
-            plan,
-            x,
-            z,
-            conv_weight,
-            norm_weight: &self.norm_weight,
-            gates: &self.rule.gates,
-            slots,
-            cu_seqlens: self.rule.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-            token_states: self.rule.token_states.as_ref(),
-        }
-    }
 }
 
-fn fused_sizes(key_dim: usize, value_dim: usize, width: usize) -> bool {
+pub(super) fn fused_sizes(key_dim: usize, value_dim: usize, width: usize) -> bool {
     (key_dim, value_dim, width) == (FUSED_DIM, FUSED_DIM, FUSED_WIDTH)
 }
 
@@ -353,68 +306,6 @@ fn check_not_conv_state(arg: &str, key: usize, conv_state: &Tensor) -> Result<()
         bail!("{OP}: {arg}: shares its storage with conv_state, which is written in place; pass a copy");
     }
     Ok(())
-}
-
-impl CustomOp3 for GdnStep {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        z: &CpuStorage,
-        zl: &Layout,
-        w: &CpuStorage,
-        wl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        for (arg, storage) in [("qkv", x), ("z", z), ("conv_weight", w)] {
-            self.check_input(arg, storage_dtype(storage), std::ptr::from_ref(storage).addr())?;
-        }
-        let call = self.call(xl, zl, wl)?;
-        // Before anything is written.
-        cpu_slots(OP, self.rule.slots.as_ref(), call.plan.rule.seqs.num_slots)?;
-        let (y, _) = self.conv.cpu_fwd(x, &call.conv_x, w, wl)?;
-        let [q, k, v] = &call.columns;
-        let (o, o_shape) = call.rule.cpu_fwd([(&y, q), (&y, k), (&y, v)])?;
-        let (norm_weight, layout) = self.norm_weight.storage_and_layout();
-        let Storage::Cpu(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CPU tensor") };
-        let (out, _) = self.norm.cpu_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
-        Ok((out, call.out_shape))
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &candle_core::CudaStorage,
-        xl: &Layout,
-        z: &candle_core::CudaStorage,
-        zl: &Layout,
-        w: &candle_core::CudaStorage,
-        wl: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        for (arg, storage) in [("qkv", x), ("z", z), ("conv_weight", w)] {
-            self.check_input(arg, storage.dtype(), std::ptr::from_ref(storage).addr())?;
-        }
-        let call = self.call(xl, zl, wl)?;
-        if self.may_fuse(&call.plan) {
-            let slots = self.rule.slots.as_ref().map(Slots::in_u32).transpose()?;
-            let args = self.cuda_args(&call.plan, slots.as_ref(), [x, z, w]);
-            if let Some(out) = crate::cuda::step::run(&args, &self.conv_state, &self.rule.state)? {
-                return Ok((out, call.out_shape));
-            }
-            self.not_fused()?;
-        }
-        let (y, _) = self.conv.cuda_fwd(x, &call.conv_x, w, wl)?;
-        let [q, k, v] = &call.columns;
-        let (o, o_shape) = call.rule.cuda_fwd([(&y, q), (&y, k), (&y, v)])?;
-        let (norm_weight, layout) = self.norm_weight.storage_and_layout();
-        let Storage::Cuda(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CUDA tensor") };
-        let (out, _) = self.norm.cuda_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
-        Ok((out, call.out_shape))
-    }
 }
 
 /// A decode step of a layer between its two projections: [`causal_conv1d`](crate::causal_conv1d) with SiLU, the gated

@@ -27,7 +27,7 @@ pub(super) struct Time {
 }
 
 impl Time {
-    pub fn of(launch: &Launch) -> Self {
+    pub fn new(launch: &Launch) -> Self {
         let warps = &launch.warps;
         let first_ns = warps.iter().map(|w| w.ns[0]).min().unwrap_or(0);
         let mut by_sm = HashMap::<u32, Vec<&Warp>>::new();

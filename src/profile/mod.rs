@@ -26,13 +26,13 @@ mod trace;
 pub use clock::Clock;
 pub use table::{RoleRow, ScopeRow, Table};
 
+use crate::abi::gdn::{ProfileEvent, ProfileWarp};
 use candle_core::{bail, Device, Result};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Sizes of `gdn_profile_warp` and `gdn_profile_event`.
-pub(crate) const WARP_BYTES: usize = 64;
-pub(crate) const EVENT_BYTES: usize = 16;
+const WARP_BYTES: usize = size_of::<ProfileWarp>();
+const EVENT_BYTES: usize = size_of::<ProfileEvent>();
 
 /// How much may be recorded. It is allocated on the device, 64 bytes a warp and 16 an event, and copied back whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,8 +143,10 @@ pub fn record<T>(device: &Device, limits: Limits, launches: impl FnOnce() -> Res
 #[cfg(feature = "profile")]
 fn on_cuda<T>(device: &Device, limits: Limits, launches: impl FnOnce() -> Result<T>) -> Result<(T, Profile)> {
     let Device::Cuda(device) = device else { bail!("profile: expected a CUDA device, got {:?}", device.location()) };
-    let (value, bytes) = crate::cuda::profile::record(device, limits, launches)?;
-    Ok((value, Profile::decode(&bytes, limits.events_per_warp, &crate::cuda::profile::names())?))
+    let Some(bytes) = limits.bytes() else { bail!("profile: limits: a buffer of {limits:?} is too large") };
+    let (value, written) = crate::cuda::profile::record(device, bytes, limits.events_per_warp, launches)?;
+    let [scopes, roles] = crate::cuda::profile::names();
+    Ok((value, Profile::decode(&written, limits.events_per_warp, &Names { scopes, roles })?))
 }
 
 #[cfg(not(feature = "profile"))]

@@ -69,7 +69,7 @@ pub struct ScopeRow {
 impl Launch {
     /// The statistics.
     pub fn table(&self) -> Table {
-        let time = Time::of(self);
+        let time = Time::new(self);
         let mut order = vec![];
         let mut roles = HashMap::<&str, Vec<&Warp>>::new();
         for warp in &self.warps {

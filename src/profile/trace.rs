@@ -27,7 +27,7 @@ impl Profile {
     /// # Errors
     /// What `out` returns.
     pub fn write_trace(&self, out: &mut impl Write, keep: impl Fn(&Warp) -> bool) -> Result<()> {
-        let times: Vec<Time> = self.launches.iter().map(Time::of).collect();
+        let times: Vec<Time> = self.launches.iter().map(Time::new).collect();
         let zero_ns = self.launches.iter().flat_map(|l| &l.warps).map(|w| w.ns[0]).min().unwrap_or(0);
         let all = || times.iter().zip(&self.launches).flat_map(|(time, l)| l.warps.iter().map(move |w| (time, w)));
         let first = all().map(|(time, w)| time.ns(w, w.cycles[0], zero_ns)).fold(f64::INFINITY, f64::min);

@@ -116,8 +116,10 @@ fn token_states() {
         let strided = z(&[2, 3, 4, 16, 32]).transpose(3, 4).unwrap();
         refused(with(&strided), &["gdn_prefill: token_states: expected a contiguous tensor, got strides"]);
         let chunked = RuleOptions { algo: Algo::ChunkedSm80, ..o };
+        let [k_half, v_half] = [&k, &v].map(|x| x.to_dtype(DType::BF16).unwrap());
+        let chunked = GdnPrefill::new(good.clone(), &state, None, chunked).unwrap().with_token_states(&to);
         refused(
-            run(&k, &good, &state, chunked, &to),
+            chunked.forward(&k_half, &k_half, &v_half),
             &["gdn_prefill: token_states: expected an algo that goes token by token, got ChunkedSm80"],
         );
 

@@ -1,6 +1,6 @@
 //! The dense SwiGLU feed-forward.
 
-use crate::cpu::swiglu::{swiglu, Call, Swiglu};
+use crate::cpu::swiglu::{swiglu, MlpRows, Swiglu};
 use candle_gdn::plumbing::host;
 use crate::blocks::linear::Linear;
 use crate::ops::Swiglu as SwigluOp;
@@ -56,7 +56,7 @@ impl Mlp {
         match self {
             Self::Cpu(mlps) => {
                 let mut out = vec![0f32; x.elem_count()];
-                let call = Call { mlps, index: 0, rows: None, out: &mut out };
+                let call = MlpRows { mlps, index: 0, rows: None, out: &mut out };
                 host::with_f32(x, |x| swiglu(x, &mut [call]))?;
                 host::tensor(out, x.dims(), x.dtype())
             }

@@ -15,7 +15,7 @@ pub(crate) struct Swiglu {
 }
 
 /// Rows that go through one of the MLPs.
-pub(crate) struct Call<'a> {
+pub(crate) struct MlpRows<'a> {
     pub mlps: &'a Swiglu,
     /// Which of them.
     pub index: usize,
@@ -42,7 +42,7 @@ impl Swiglu {
 }
 
 /// Runs `x [.., hidden]` through the MLPs of all calls together: two parallel products whatever the number of experts.
-pub(crate) fn swiglu(x: &[f32], calls: &mut [Call<'_>]) {
+pub(crate) fn swiglu(x: &[f32], calls: &mut [MlpRows<'_>]) {
     let sizes: Vec<usize> = calls.iter().map(|c| c.out.len() / c.mlps.hidden() * c.mlps.inner()).collect();
     let total: usize = sizes.iter().sum();
     let mut gate_up = vec![0f32; 2 * total];
@@ -165,9 +165,9 @@ mod tests {
         swiglu(
             &x,
             &mut [
-                Call { mlps: &packed_experts, index: 2, rows: Some(rows[0]), out: a },
-                Call { mlps: &packed_experts, index: 0, rows: Some(rows[1]), out: b },
-                Call { mlps: &packed_dense, index: 0, rows: None, out: c },
+                MlpRows { mlps: &packed_experts, index: 2, rows: Some(rows[0]), out: a },
+                MlpRows { mlps: &packed_experts, index: 0, rows: Some(rows[1]), out: b },
+                MlpRows { mlps: &packed_dense, index: 0, rows: None, out: c },
             ],
         );
         let row = |i: u32| &x[i as usize * hidden..][..hidden];

@@ -1,98 +1,29 @@
-//! `cuda/gdn_attention.h`: the append to a cache of keys and values, and attention over it.
+//! Launches of `cuda/gdn_attention.h`: the append to a cache of keys and values, and attention over it.
 
-use super::outputs::{alloc, with_workspace};
-use super::{addressing, check, dense, dtype_code, ffi, heads, held, held_or_none, held_slots, held_u32};
-use super::{in_place, int, read, stream_of, write, Pointer};
-use crate::ops::{AttentionCache, AttentionPlan, SequencePlan, Slots};
+use crate::abi::attention::{gdn_advance, gdn_attention, gdn_attention_prepare, gdn_attention_workspace};
+use crate::abi::attention::{AdvanceParams, AttentionParams, KvCache, PrepareParams};
+use crate::ops::{AttentionCache, AttentionPlan};
 use candle_core::backend::BackendStorage;
-use candle_core::{bail, CudaStorage, DType, Layout, Result, Storage, Tensor};
-use std::ffi::{c_int, c_void};
+use candle_core::{CudaStorage, DType, Layout, Result, Tensor};
+use candle_gdn::plumbing::abi::gdn;
+use candle_gdn::plumbing::cuda::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, with_workspace};
+use candle_gdn::plumbing::cuda::{write, Pointer};
+use candle_gdn::plumbing::{in_place_cuda, Launch, SequencePlan};
+use candle_gdn::{held, held_slots, held_u32, Slots};
+use std::ffi::c_void;
 
-/// `gdn_kv_cache`
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct KvCache {
-    k: *mut c_void,
-    v: *mut c_void,
-    slots: ffi::Slots,
-    head_stride: i64,
-    token_stride: i64,
-    capacity: i32,
-}
-
-/// `gdn_attention_prepare_params`
-#[repr(C)]
-struct PrepareParams {
-    q: ffi::Heads,
-    k: ffi::Heads,
-    v: ffi::Heads,
-    q_out: ffi::Heads,
-    q_weight: *const f32,
-    k_weight: *const f32,
-    inv_freq: *const f32,
-    inv_freq_low: *const f32,
-    positions: *const u32,
-    cache: KvCache,
-    seqs: ffi::Sequences,
-    num_heads: i32,
-    num_kv_heads: i32,
-    head_dim: i32,
-    rotary_dim: i32,
-    io_dtype: i32,
-    zero_centred: i32,
-    overlap: i32,
-    eps: f32,
-}
-
-/// `gdn_attention_params`
-#[repr(C)]
-struct AttentionParams {
-    q: ffi::Heads,
-    gate: ffi::Heads,
-    o: ffi::Heads,
-    positions: *const u32,
-    cache: KvCache,
-    workspace: *mut c_void,
-    workspace_bytes: i64,
-    seqs: ffi::Sequences,
-    num_heads: i32,
-    num_kv_heads: i32,
-    head_dim: i32,
-    io_dtype: i32,
-    max_len: i32,
-    splits: i32,
-    overlap: i32,
-    scale: f32,
-}
-
-/// `gdn_advance_params`
-#[repr(C)]
-struct AdvanceParams {
-    positions: *mut u32,
-    slots: ffi::Slots,
-    seqs: ffi::Sequences,
-    overlap: i32,
-}
-
-extern "C" {
-    fn gdn_advance(params: *const AdvanceParams, stream: *mut c_void) -> c_int;
-    fn gdn_attention_prepare(params: *const PrepareParams, stream: *mut c_void) -> c_int;
-    fn gdn_attention(params: *const AttentionParams, stream: *mut c_void) -> c_int;
-    fn gdn_attention_workspace(params: *const AttentionParams, bytes: *mut i64) -> c_int;
-}
-
-/// What both calls have.
-pub(crate) struct Call<'a> {
+/// What the two halves, before and behind the append, have in common.
+pub(crate) struct CacheArgs<'a> {
     pub name: &'static str,
     pub plan: &'a AttentionPlan,
     pub cache: &'a AttentionCache,
     pub slots: Option<&'a Slots>,
     pub cu_seqlens: Option<&'a Tensor>,
-    pub overlap: bool,
+    pub launch: &'a Launch,
 }
 
 pub(crate) struct PrepareArgs<'a> {
-    pub call: Call<'a>,
+    pub common: CacheArgs<'a>,
     pub q_weight: &'a Tensor,
     pub k_weight: &'a Tensor,
     pub inv_freq: &'a Tensor,
@@ -101,18 +32,18 @@ pub(crate) struct PrepareArgs<'a> {
 }
 
 pub(crate) struct DecodeArgs<'a> {
-    pub call: Call<'a>,
+    pub common: CacheArgs<'a>,
     pub scale: f64,
     pub max_len: usize,
 }
 
-impl Call<'_> {
+impl CacheArgs<'_> {
     /// Whether there is nothing to launch for: candle writes no empty tensor in place.
     fn is_empty(&self) -> bool {
         self.plan.out_shape.contains(&0)
     }
 
-    fn output(&self, pointer: &Pointer<'_>) -> ffi::Heads {
+    fn output(&self, pointer: &Pointer<'_>) -> gdn::Heads {
         dense(pointer, self.plan.seqs.tokens, self.plan.heads, self.plan.dim)
     }
 
@@ -123,7 +54,7 @@ impl Call<'_> {
         dtype: DType,
         slots: (*const u32, *const u32),
         cu_seqlens: *const u32,
-    ) -> Result<(KvCache, ffi::Sequences)> {
+    ) -> Result<(KvCache, gdn::Sequences)> {
         let (seqs, slots, _) = addressing(self.name, &self.plan.seqs, cu_seqlens, slots, k.1)?;
         let at = |(pointer, layout): (&Pointer<'_>, &Layout)| pointer.at(layout.start_offset(), dtype.size_in_bytes());
         let stride = k.1.stride();
@@ -141,12 +72,12 @@ impl Call<'_> {
 
 /// Appends to the caches in place and returns the queries.
 pub(crate) fn prepare(args: &PrepareArgs<'_>, inputs: [&CudaStorage; 3]) -> Result<CudaStorage> {
-    let (name, (k, v, _)) = (args.call.name, args.call.cache.parts());
-    if args.call.is_empty() {
-        return alloc(inputs[0], &args.call.plan.out_shape);
+    let (name, (k, v, _)) = (args.common.name, args.common.cache.parts());
+    if args.common.is_empty() {
+        return alloc(args.common.launch.arena.as_ref(), inputs[0], &args.common.plan.out_shape);
     }
-    in_place(name, k, |k, k_layout| {
-        in_place(name, v, |v, v_layout| launch_prepare(args, inputs, [(k, k_layout), (v, v_layout)]))
+    in_place_cuda(name, k, |(k, k_layout)| {
+        in_place_cuda(name, v, |(v, v_layout)| launch_prepare(args, inputs, [(k, k_layout), (v, v_layout)]))
     })
 }
 
@@ -155,27 +86,27 @@ fn launch_prepare(
     [q, k, v]: [&CudaStorage; 3],
     [(keys, keys_layout), (values, values_layout)]: [(&mut CudaStorage, &Layout); 2],
 ) -> Result<CudaStorage> {
-    let PrepareArgs { call, q_weight, k_weight, inv_freq, .. } = args;
-    let (name, plan, dtype, stream) = (call.name, call.plan, q.dtype(), &*stream_of(q)?);
-    let mut out = alloc(q, &plan.out_shape)?;
+    let PrepareArgs { common, q_weight, k_weight, inv_freq, .. } = args;
+    let (name, plan, dtype, stream) = (common.name, common.plan, q.dtype(), &*stream_of(q)?);
+    let mut out = alloc(common.launch.arena.as_ref(), q, &plan.out_shape)?;
     let to = write(&mut out, stream)?;
     let (keys, values) = (write(keys, stream)?, write(values, stream)?);
     let (q, k, v) = (read(q, stream)?, read(k, stream)?, read(v, stream)?);
-    let positions_offset = call.cache.parts().2.layout().start_offset();
-    held!(positions, call.cache.parts().2, stream);
+    let positions_offset = common.cache.parts().2.layout().start_offset();
+    held!(positions, common.cache.parts().2, stream);
     held!(q_scale, q_weight, stream);
     held!(k_scale, k_weight, stream);
     held!(frequencies, inv_freq, stream);
-    held_slots!(slots, call.slots, stream);
-    held_u32!(cu_seqlens, call.cu_seqlens, stream);
-    let (cache, seqs) = call.addresses([(&keys, keys_layout), (&values, values_layout)], dtype, slots, cu_seqlens)?;
+    held_slots!(slots, common.slots, stream);
+    held_u32!(cu_seqlens, common.cu_seqlens, stream);
+    let (cache, seqs) = common.addresses([(&keys, keys_layout), (&values, values_layout)], dtype, slots, cu_seqlens)?;
     let first = inv_freq.layout().start_offset();
     let pairs = inv_freq.elem_count() / inv_freq.rank();
     let params = PrepareParams {
         q: heads(&q, plan.inputs[0], dtype),
         k: heads(&k, plan.inputs[1], dtype),
         v: heads(&v, plan.inputs[2], dtype),
-        q_out: call.output(&to),
+        q_out: common.output(&to),
         q_weight: q_scale.at(q_weight.layout().start_offset(), 4),
         k_weight: k_scale.at(k_weight.layout().start_offset(), 4),
         inv_freq: frequencies.at(first, 4),
@@ -189,7 +120,7 @@ fn launch_prepare(
         rotary_dim: 2 * pairs as i32,
         io_dtype: dtype_code(dtype),
         zero_centred: args.zero_centred.into(),
-        overlap: call.overlap.into(),
+        overlap: common.launch.overlap.into(),
         eps: args.eps as f32,
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
@@ -200,27 +131,27 @@ fn launch_prepare(
 
 /// Attention over the caches.
 pub(crate) fn decode(args: &DecodeArgs<'_>, q: &CudaStorage, gate: Option<&CudaStorage>) -> Result<CudaStorage> {
-    let call = &args.call;
-    let (name, plan, dtype, stream) = (call.name, call.plan, q.dtype(), &*stream_of(q)?);
-    let mut out = alloc(q, &plan.out_shape)?;
-    if call.is_empty() {
+    let common = &args.common;
+    let (name, plan, dtype, stream) = (common.name, common.plan, q.dtype(), &*stream_of(q)?);
+    let mut out = alloc(common.launch.arena.as_ref(), q, &plan.out_shape)?;
+    if common.is_empty() {
         return Ok(out);
     }
     let o = write(&mut out, stream)?;
     let device = q.device();
     let (q, gate) = (read(q, stream)?, gate.map(|gate| read(gate, stream)).transpose()?);
-    let (k, v, positions_tensor) = call.cache.parts();
+    let (k, v, positions_tensor) = common.cache.parts();
     held!(keys, k, stream);
     held!(values, v, stream);
     held!(positions, positions_tensor, stream);
-    held_slots!(slots, call.slots, stream);
-    held_u32!(cu_seqlens, call.cu_seqlens, stream);
-    let (cache, seqs) = call.addresses([(&keys, k.layout()), (&values, v.layout())], dtype, slots, cu_seqlens)?;
-    let nowhere = ffi::Heads { ptr: std::ptr::null(), seq_stride: 0, token_stride: 0, head_stride: 0 };
+    held_slots!(slots, common.slots, stream);
+    held_u32!(cu_seqlens, common.cu_seqlens, stream);
+    let (cache, seqs) = common.addresses([(&keys, k.layout()), (&values, v.layout())], dtype, slots, cu_seqlens)?;
+    let nowhere = gdn::Heads { ptr: std::ptr::null(), seq_stride: 0, token_stride: 0, head_stride: 0 };
     let mut params = AttentionParams {
         q: heads(&q, plan.inputs[0], dtype),
         gate: gate.as_ref().map_or(nowhere, |gate| heads(gate, plan.inputs[1], dtype)),
-        o: call.output(&o),
+        o: common.output(&o),
         positions: positions.at(positions_tensor.layout().start_offset(), 4),
         cache,
         workspace: std::ptr::null_mut(),
@@ -232,12 +163,12 @@ pub(crate) fn decode(args: &DecodeArgs<'_>, q: &CudaStorage, gate: Option<&CudaS
         io_dtype: dtype_code(dtype),
         max_len: int(name, "max_len", args.max_len)?,
         splits: 0,
-        overlap: call.overlap.into(),
+        overlap: common.launch.overlap.into(),
         scale: args.scale as f32,
     };
     // SAFETY: the launcher reads the parameters and writes the one number.
     check(name, unsafe { gdn_attention_workspace(&params, &mut params.workspace_bytes) })?;
-    with_workspace(device, stream, usize::try_from(params.workspace_bytes).unwrap_or(0), |workspace| {
+    with_workspace(common.launch.arena.as_ref(), device, stream, usize::try_from(params.workspace_bytes).unwrap_or(0), |workspace| {
         params.workspace = workspace;
         // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
         check(name, unsafe { gdn_attention(&params, stream.cu_stream().cast::<c_void>()) })
@@ -255,7 +186,7 @@ pub(crate) fn advance(
     cu_seqlens: Option<&Tensor>,
 ) -> Result<()> {
     let (k, _, positions) = cache.parts();
-    in_place(name, positions, |positions, layout| {
+    in_place_cuda(name, positions, |(positions, layout)| {
         let stream = &*stream_of(positions)?;
         let positions = write(positions, stream)?;
         held_slots!(slots, slots, stream);

@@ -1,66 +1,11 @@
-//! `cuda/gdn_model.h`: what stands between the mixers of a model.
+//! Launches of `cuda/gdn_model.h`: what stands between the mixers of a model.
 
-use super::outputs::alloc;
-use super::{check, dtype_code, ffi, int, read, stream_of, write};
+use crate::abi::model::{gdn_residual, gdn_swiglu, ResidualParams, SwigluParams};
 use crate::ops::{ResidualPlan, SwigluPlan};
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
-use std::ffi::{c_int, c_void};
-
-/// `gdn_residual_params`
-#[repr(C)]
-struct ResidualParams {
-    x: *const c_void,
-    h: *const c_void,
-    sum: *mut c_void,
-    y: *mut c_void,
-    weight: *const f32,
-    x_stride: i64,
-    h_stride: i64,
-    sum_stride: i64,
-    y_stride: i64,
-    rows: i64,
-    dim: i32,
-    dtype: i32,
-    overlap: i32,
-    eps: f32,
-}
-
-/// `gdn_swiglu_params`
-#[repr(C)]
-struct SwigluParams {
-    gate: *const c_void,
-    up: *const c_void,
-    out: *mut c_void,
-    gate_stride: i64,
-    up_stride: i64,
-    out_stride: i64,
-    rows: i64,
-    columns: i32,
-    dtype: i32,
-    overlap: i32,
-}
-
-/// `gdn_linear_options`
-#[repr(C)]
-#[derive(Default)]
-pub(super) struct LinearOptions {
-    pub swiglu: i32,
-    pub warps: i32,
-    pub groups: i32,
-    pub cluster: i32,
-    pub blocks: i32,
-}
-
-extern "C" {
-    fn gdn_residual(params: *const ResidualParams, stream: *mut c_void) -> c_int;
-    fn gdn_swiglu(params: *const SwigluParams, stream: *mut c_void) -> c_int;
-    pub(super) fn gdn_linear_with(
-        params: *const ffi::LinearParams,
-        options: *const LinearOptions,
-        stream: *mut c_void,
-    ) -> c_int;
-}
+use candle_gdn::plumbing::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
+use std::ffi::c_void;
 
 /// The norm; with h the sum before it, one behind the other.
 pub(crate) fn residual(
@@ -71,7 +16,7 @@ pub(crate) fn residual(
 ) -> Result<CudaStorage> {
     let (name, dtype, size) = ("add_rms_norm", x.dtype(), x.dtype().size_in_bytes());
     let stream = &*stream_of(x)?;
-    let mut out = alloc(x, &plan.out_shape)?;
+    let mut out = alloc(plan.launch.arena.as_ref(), x, &plan.out_shape)?;
     let (x, h, weight) = (read(x, stream)?, read(h, stream)?, read(weight, stream)?);
     let to = write(&mut out, stream)?;
     let params = ResidualParams {
@@ -87,7 +32,7 @@ pub(crate) fn residual(
         rows: plan.rows as i64,
         dim: int(name, "x", plan.dim)?,
         dtype: dtype_code(dtype),
-        overlap: plan.overlap.into(),
+        overlap: plan.launch.overlap.into(),
         eps: plan.eps as f32,
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
@@ -100,7 +45,7 @@ pub(crate) fn residual(
 pub(crate) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaStorage> {
     let (name, dtype, size) = ("swiglu", gate_up.dtype(), gate_up.dtype().size_in_bytes());
     let stream = &*stream_of(gate_up)?;
-    let mut out = alloc(gate_up, &plan.out_shape)?;
+    let mut out = alloc(plan.launch.arena.as_ref(), gate_up, &plan.out_shape)?;
     let gate_up = read(gate_up, stream)?;
     let to = write(&mut out, stream)?;
     let stride = plan.gate_up.stride as i64;
@@ -114,7 +59,7 @@ pub(crate) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaSto
         rows: plan.rows as i64,
         columns: int(name, "gate_up", plan.columns)?,
         dtype: dtype_code(dtype),
-        overlap: plan.overlap.into(),
+        overlap: plan.launch.overlap.into(),
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
     check(name, unsafe { gdn_swiglu(&params, stream.cu_stream().cast::<c_void>()) })?;

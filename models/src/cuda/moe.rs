@@ -1,22 +1,19 @@
-//! `cuda/gdn_moe.h`: the mixture of experts, routing and all.
+//! Launches of `cuda/gdn_moe.h`: the mixture of experts, routing and all.
 
-use super::{alloc, check, dtype_code, held, held_or_none, int, read, stream_of, write, Pointer};
+use crate::abi::moe::{gdn_moe, gdn_moe_workspace, MoeParams};
+use crate::abi::moe::{GDN_MOE_AUTO, GDN_MOE_EXPERTS, GDN_MOE_FEW_TOKENS, GDN_MOE_TOP_K};
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
-use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor};
-use std::ffi::{c_int, c_void};
+use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
+use candle_gdn::plumbing::cuda::{alloc, check, dtype_code, int, read, stream_of, with_workspace, write, Pointer};
+use candle_gdn::plumbing::{apply1, Launch};
+use candle_gdn::{held, held_or_none};
+use std::ffi::c_void;
 
 const OP: &str = "sparse_moe";
 
-/// `GDN_MOE_FEW`: tokens that take their experts' weights through registers, and the router's product with them. For
+/// Tokens that take their experts' weights through registers, and the router's product with them. For
 /// more a GEMM makes the logits.
-pub(crate) const FEW: usize = 32;
-
-/// `GDN_MOE_EXPERTS`
-const MAX_EXPERTS: usize = 1024;
-
-/// `GDN_MOE_TOP_K`
-const MAX_TOP_K: usize = 16;
+pub(crate) const FEW: usize = GDN_MOE_FEW_TOKENS;
 
 /// Whether the kernels take experts of these sizes.
 pub(crate) fn takes(dtype: DType, hidden: usize, experts: usize, top_k: usize, widths: [usize; 2]) -> bool {
@@ -24,8 +21,8 @@ pub(crate) fn takes(dtype: DType, hidden: usize, experts: usize, top_k: usize, w
         && hidden.is_multiple_of(64)
         && widths[0] > 0
         && widths.iter().all(|width| width.is_multiple_of(64) && width.saturating_mul(hidden) <= 1 << 29)
-        && (1..=MAX_EXPERTS).contains(&experts)
-        && (1..=MAX_TOP_K.min(experts)).contains(&top_k)
+        && (1..=GDN_MOE_EXPERTS).contains(&experts)
+        && (1..=GDN_MOE_TOP_K.min(experts)).contains(&top_k)
 }
 
 /// The weights of a layer, contiguous, all but the router in the dtype of x.
@@ -43,50 +40,14 @@ pub(crate) struct Moe<'a> {
     pub normalise: bool,
 }
 
-/// `gdn_moe_params`
-#[repr(C)]
-struct MoeParams {
-    x: *const c_void,
-    router: *const c_void,
-    logits: *const f32,
-    gate_up: *const c_void,
-    down: *const c_void,
-    shared_gate_up: *const c_void,
-    shared_down: *const c_void,
-    residual: *const c_void,
-    y: *mut c_void,
-    workspace: *mut c_void,
-    workspace_bytes: i64,
-    x_stride: i64,
-    logits_stride: i64,
-    residual_stride: i64,
-    y_stride: i64,
-    tokens: i32,
-    hidden: i32,
-    num_experts: i32,
-    top_k: i32,
-    inner: i32,
-    shared_inner: i32,
-    io_dtype: i32,
-    router_dtype: i32,
-    normalise: i32,
-    algo: i32,
-    overlap: i32,
-}
-
-extern "C" {
-    fn gdn_moe(params: *const MoeParams, stream: *mut c_void) -> c_int;
-    fn gdn_moe_workspace(params: *const MoeParams, bytes: *mut i64) -> c_int;
-}
-
 /// `x [tokens, hidden]` to the same. `logits [tokens, rows of the router]` in f32, where they are there already.
 ///
 /// Weights are read while the kernel before it on the stream may still run, which must therefore not write them.
-pub(crate) fn forward(x: &Tensor, moe: &Moe<'_>, logits: Option<&Tensor>) -> Result<Tensor> {
+pub(crate) fn forward(x: &Tensor, moe: &Moe<'_>, logits: Option<&Tensor>, launch: &Launch) -> Result<Tensor> {
     let whole = |layout: &Layout| layout.stride()[1] == 1 && (layout.stride()[0] | layout.start_offset()) & 7 == 0;
     let x = if whole(x.layout()) { x.clone() } else { x.contiguous()? };
     moe.check(&x, logits)?;
-    x.apply_op1_no_bwd(&Call { moe, logits })
+    apply1(&SparseMoe { moe, logits, launch }, launch.arena.as_ref(), &x)
 }
 
 impl Moe<'_> {
@@ -115,12 +76,13 @@ impl Moe<'_> {
     }
 }
 
-struct Call<'a> {
+struct SparseMoe<'a> {
     moe: &'a Moe<'a>,
     logits: Option<&'a Tensor>,
+    launch: &'a Launch,
 }
 
-impl CustomOp1 for Call<'_> {
+impl CustomOp1 for SparseMoe<'_> {
     fn name(&self) -> &'static str {
         OP
     }
@@ -130,10 +92,10 @@ impl CustomOp1 for Call<'_> {
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let Self { moe, logits } = self;
+        let Self { moe, logits, launch } = self;
         let ((tokens, hidden), dtype) = (layout.shape().dims2()?, x.dtype());
         let (device, size, stream) = (x.device(), dtype.size_in_bytes(), &*stream_of(x)?);
-        let mut out = alloc(x, &[tokens, hidden])?;
+        let mut out = alloc(launch.arena.as_ref(), x, &[tokens, hidden])?;
         let y = write(&mut out, stream)?;
         let x = read(x, stream)?;
         held!(router, moe.router, stream);
@@ -174,19 +136,18 @@ impl CustomOp1 for Call<'_> {
             io_dtype: dtype_code(dtype),
             router_dtype: dtype_code(DType::F32),
             normalise: moe.normalise.into(),
-            algo: 0,
+            algo: GDN_MOE_AUTO,
             overlap: 1,
         };
         // SAFETY: the launcher reads the parameters and writes the one number.
         check(OP, unsafe { gdn_moe_workspace(&params, &mut params.workspace_bytes) })?;
-        // SAFETY: the kernels read nothing there that they have not written.
-        let mut workspace = unsafe { device.alloc::<u8>(params.workspace_bytes.max(1) as usize)? };
-        let (address, _order) = workspace.device_ptr_mut(stream);
-        params.workspace = address as *mut c_void;
-        // SAFETY: every pointer reaches what `Moe::check` and the layout of x say, and the guards outlive the launch.
-        // The workspace is freed on this stream, behind the launch.
-        check(OP, unsafe { gdn_moe(&params, stream.cu_stream().cast::<c_void>()) })?;
-        drop((y, _order));
+        let bytes = usize::try_from(params.workspace_bytes).unwrap_or(0);
+        with_workspace(launch.arena.as_ref(), device, stream, bytes, |workspace| {
+            params.workspace = workspace;
+            // SAFETY: every pointer reaches what `Moe::check` and the layout of x say, and the guards outlive the launch.
+            check(OP, unsafe { gdn_moe(&params, stream.cu_stream().cast::<c_void>()) })
+        })?;
+        drop(y);
         Ok((out, Shape::from((tokens, hidden))))
     }
 }

@@ -3,7 +3,7 @@
 //! The library is looked for when a group is made, not when the program is linked or started: builds do not need it, and
 //! where it is missing only those who ask for several GPUs hear of it.
 
-use super::{alloc, read, stream_of, write};
+use candle_gdn::plumbing::cuda::{alloc, read, stream_of, write};
 use crate::parallel::Collective;
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor};
@@ -138,7 +138,7 @@ impl NcclRank {
             bail!("{OP}: x: expected a tensor on {:?}, got one on {:?}", self.device.location(), x.device().location())
         }
         let size = self.size;
-        x.contiguous()?.apply_op1_no_bwd(&Call { comm: self.comm.clone(), kind: call, size })
+        x.contiguous()?.apply_op1_no_bwd(&NcclOp { comm: self.comm.clone(), kind: call, size })
     }
 }
 
@@ -166,13 +166,13 @@ enum Kind {
     AllGather,
 }
 
-struct Call {
+struct NcclOp {
     comm: Arc<Communicator>,
     kind: Kind,
     size: usize,
 }
 
-impl CustomOp1 for Call {
+impl CustomOp1 for NcclOp {
     fn name(&self) -> &'static str {
         OP
     }
@@ -196,7 +196,7 @@ impl CustomOp1 for Call {
         };
         let shape = Shape::from(dims);
         let stream = &*stream_of(x)?;
-        let mut out = alloc(x, shape.dims())?;
+        let mut out = alloc(None, x, shape.dims())?;
         if count > 0 {
             let size = x.dtype().size_in_bytes();
             let (x, y) = (read(x, stream)?, write(&mut out, stream)?);

@@ -2,7 +2,7 @@
 
 use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
 use crate::config::Fp8Config;
-use crate::parallel::{Cuts, RowsOrColumns};
+use crate::parallel::{WeightCuts, RowsOrColumns};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -11,7 +11,7 @@ use std::ops::Range;
 
 /// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it. With `cuts`, `vb` has of each
 /// weight what they say, and all scales.
-pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, cuts: Option<Cuts>) -> VarBuilder<'a> {
+pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, cuts: Option<WeightCuts>) -> VarBuilder<'a> {
     let (dtype, device) = (vb.dtype(), vb.device().clone());
     VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone(), cuts }), dtype, device)
 }
@@ -19,7 +19,7 @@ pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, cuts: Opti
 struct Fp8<'a> {
     vb: VarBuilder<'a>,
     config: Fp8Config,
-    cuts: Option<Cuts>,
+    cuts: Option<WeightCuts>,
 }
 
 impl Fp8<'_> {
@@ -57,7 +57,7 @@ impl SimpleBackend for Fp8<'_> {
             return vb.get_with_hints_dtype(shape, name, init, dtype);
         };
         let [rows, columns] = self.config.weight_block_size;
-        let cut = self.cuts.as_ref().and_then(|cuts| cuts.of(name, shape.dims()));
+        let cut = self.cuts.as_ref().and_then(|cuts| cuts.ranges_of(name, shape.dims()));
         let whole = cut.as_ref().map_or_else(|| shape.dims().to_vec(), |cut| cut.whole(shape.dims()));
         let (lead, n, k) = match *whole {
             [ref lead @ .., n, k] => (lead.to_vec(), n, k),

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// A rank's part of the weights of a model.
 #[derive(Debug, Clone)]
-pub(crate) struct Cuts {
+pub(crate) struct WeightCuts {
     /// Of the whole model.
     config: ModelConfig,
     part: Part,
@@ -15,7 +15,7 @@ pub(crate) struct Cuts {
 
 /// Ranges along one dimension, kept in this order.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Cut {
+pub(crate) struct DimRanges {
     pub dim: usize,
     /// Length of the dimension in the whole.
     pub of: usize,
@@ -30,7 +30,7 @@ pub(crate) enum RowsOrColumns {
     Columns(Vec<Range<usize>>),
 }
 
-impl Cut {
+impl DimRanges {
     /// The shape of the whole, of which `part` is that of a part.
     pub fn whole(&self, part: &[usize]) -> Vec<usize> {
         let mut whole = part.to_vec();
@@ -52,23 +52,23 @@ impl Cut {
     }
 }
 
-impl Cuts {
+impl WeightCuts {
     /// # Errors
     /// Where the model cannot be divided so.
     pub fn new(config: &ModelConfig, group: &dyn Collective) -> Result<Self> {
         config.split(group.size())?;
-        Ok(Self { config: config.clone(), part: Part::of(group)? })
+        Ok(Self { config: config.clone(), part: Part::of_rank(group)? })
     }
 
     /// What the rank has of a weight, of which it asks for `shape`; nothing where it has all of it.
-    pub fn of(&self, name: &str, shape: &[usize]) -> Option<Cut> {
+    pub fn ranges_of(&self, name: &str, shape: &[usize]) -> Option<DimRanges> {
         let (c, a, part) = (&self.config.gdn, &self.config.attention, self.part);
         let name = name.strip_suffix(".weight").unwrap_or(name);
         let mut parts = name.rsplit('.');
         let (last, above) = (parts.next()?, parts.next().unwrap_or_default());
         let along = |dim: usize| {
             let of = shape.get(dim)? * part.size;
-            Some(Cut { dim, of, ranges: vec![part.range(of)] })
+            Some(DimRanges { dim, of, ranges: vec![part.range(of)] })
         };
         // q, k and v, or the gate and up: each has its part.
         let sections = |dim: usize, sizes: &[usize]| {
@@ -78,7 +78,7 @@ impl Cuts {
                 start += size;
                 start - size + range.start..start - size + range.end
             });
-            Some(Cut { dim, ranges: ranges.collect(), of: sizes.iter().sum() })
+            Some(DimRanges { dim, ranges: ranges.collect(), of: sizes.iter().sum() })
         };
         match (above, last) {
             // By key head, and so are the value heads that belong to them.
@@ -90,7 +90,7 @@ impl Cuts {
             ("self_attn", "k_proj" | "v_proj") if part.size.is_multiple_of(a.num_kv_heads) => {
                 let head = part.rank * a.num_kv_heads / part.size;
                 let range = head * a.head_dim..(head + 1) * a.head_dim;
-                Some(Cut { dim: 0, of: a.num_kv_heads * a.head_dim, ranges: vec![range] })
+                Some(DimRanges { dim: 0, of: a.num_kv_heads * a.head_dim, ranges: vec![range] })
             }
             ("self_attn", "k_proj" | "v_proj") => along(0),
             ("self_attn", "o_proj") => along(1),
@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn rows_of_vectors_matrices_and_experts() {
         let rows = |whole: &[usize], dim: usize, ranges: &[Range<usize>]| {
-            let cut = Cut { dim, of: 6, ranges: ranges.to_vec() };
+            let cut = DimRanges { dim, of: 6, ranges: ranges.to_vec() };
             assert_eq!(cut.whole(whole), whole);
             match cut.rows_or_columns(whole) {
                 RowsOrColumns::Rows(rows) => rows,
@@ -129,7 +129,7 @@ mod tests {
         // Channels of a convolution.
         assert_eq!(rows(&[6, 1, 4], 0, &[2..4]), [2..4]);
         assert_eq!(rows(&[2, 6, 9], 1, &[0..1, 4..5]), [0..1, 4..5, 6..7, 10..11]);
-        let cut = Cut { dim: 2, of: 6, ranges: vec![2..4] };
+        let cut = DimRanges { dim: 2, of: 6, ranges: vec![2..4] };
         assert_eq!(cut.rows_or_columns(&[2, 9, 6]), RowsOrColumns::Columns(vec![2..4]));
     }
 
@@ -140,8 +140,8 @@ mod tests {
         assert_eq!(config.attention.num_kv_heads, 2);
         let heads: Vec<_> = (0..4)
             .map(|rank| {
-                let cuts = Cuts { config: config.clone(), part: Part { rank, size: 4 } };
-                cuts.of("model.layers.3.self_attn.k_proj.weight", &[256, 2048]).map(|cut| cut.ranges[0].start / 256)
+                let cuts = WeightCuts { config: config.clone(), part: Part { rank, size: 4 } };
+                cuts.ranges_of("model.layers.3.self_attn.k_proj.weight", &[256, 2048]).map(|cut| cut.ranges[0].start / 256)
             })
             .collect();
         assert_eq!(heads, [Some(0), Some(0), Some(1), Some(1)]);

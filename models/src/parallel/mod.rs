@@ -15,7 +15,7 @@ mod local;
 mod vocabulary;
 mod weights;
 
-pub(crate) use cut::{Cut, Cuts, RowsOrColumns};
+pub(crate) use cut::{DimRanges, WeightCuts, RowsOrColumns};
 pub use local::LocalRank;
 pub(crate) use vocabulary::Vocabulary;
 pub use weights::{part_of, part_of_safetensors};
@@ -52,7 +52,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    pub fn of(group: &dyn Collective) -> Result<Self> {
+    pub fn of_rank(group: &dyn Collective) -> Result<Self> {
         let part = Self { rank: group.rank(), size: group.size() };
         if part.rank >= part.size {
             bail!("rank: expected one below {}, got {}", part.size, part.rank)

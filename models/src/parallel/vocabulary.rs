@@ -14,7 +14,7 @@ pub(crate) struct Vocabulary {
 
 impl Vocabulary {
     pub fn new(group: Arc<dyn Collective>, vocab_size: usize, device: &Device) -> Result<Self> {
-        let own = Part::of(&*group)?.range(vocab_size);
+        let own = Part::of_rank(&*group)?.range(vocab_size);
         let row = |id: usize| if own.contains(&id) { id - own.start } else { own.len() } as u32;
         Ok(Self { row_of: Tensor::from_iter((0..vocab_size).map(row), device)?, group })
     }

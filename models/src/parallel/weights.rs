@@ -1,7 +1,7 @@
 //! A rank's part of a checkpoint: of each weight the rows or columns that its part of the model has.
 
 use crate::config::ModelConfig;
-use super::cut::{Cut, Cuts};
+use super::cut::{DimRanges, WeightCuts};
 use super::Collective;
 use crate::formats::dequantized;
 use candle_core::safetensors::{Load, MmapedSafetensors};
@@ -21,7 +21,7 @@ enum Whole<'a> {
 /// Answers with a part where a whole checkpoint would with the whole.
 struct PartOfWeights<'a> {
     whole: Whole<'a>,
-    cuts: Cuts,
+    cuts: WeightCuts,
 }
 
 /// The part of `weights`, which is at the root of a checkpoint of `config`'s model, that a rank of `group` loads with
@@ -60,7 +60,7 @@ fn part<'a>(
     dtype: DType,
     device: &Device,
 ) -> Result<VarBuilder<'a>> {
-    let cuts = Cuts::new(config, group)?;
+    let cuts = WeightCuts::new(config, group)?;
     let part = PartOfWeights { whole, cuts: cuts.clone() };
     let part = VarBuilder::from_backend(Box::new(part), dtype, device.clone());
     Ok(match &config.fp8 {
@@ -71,7 +71,7 @@ fn part<'a>(
 
 impl SimpleBackend for PartOfWeights<'_> {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        let cut = self.cuts.of(name, shape.dims());
+        let cut = self.cuts.ranges_of(name, shape.dims());
         let whole = cut.as_ref().map_or_else(|| shape.dims().to_vec(), |cut| cut.whole(shape.dims()));
         let got = match &self.whole {
             Whole::Files(files) => {
@@ -125,7 +125,7 @@ impl SimpleBackend for PartOfWeights<'_> {
 }
 
 /// Of the bytes of a weight those that a cut to `shape` has; `size` is that of an element.
-fn pieces(data: &[u8], cut: &Cut, shape: &[usize], size: usize) -> Vec<u8> {
+fn pieces(data: &[u8], cut: &DimRanges, shape: &[usize], size: usize) -> Vec<u8> {
     let row = shape[cut.dim + 1..].iter().product::<usize>() * size;
     let mut bytes = Vec::with_capacity(shape.iter().product::<usize>() * size);
     for block in data.chunks_exact((cut.of * row).max(1)) {
@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn sections_of_a_middle_dimension() {
         let data: Vec<u8> = (0..24).collect();
-        let cut = Cut { dim: 1, of: 6, ranges: vec![1..2, 4..5] };
+        let cut = DimRanges { dim: 1, of: 6, ranges: vec![1..2, 4..5] };
         assert_eq!(pieces(&data, &cut, &[2, 2, 2], 1), [2, 3, 8, 9, 14, 15, 20, 21]);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::support::{devices, poison, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::{add_rms_norm, rms_norm, swiglu};
+use candle_gdn_models::{add_rms_norm, rms_norm, swiglu};
 
 const DTYPES: [(DType, f64); 3] = [(DType::F32, 1e-6), (DType::BF16, 4e-3), (DType::F16, 5e-4)];
 const EPS: f64 = 1e-6;

@@ -6,7 +6,7 @@ use crate::blocks::routing::Routing;
 use super::{gate_weight, stacked_experts};
 use candle_gdn::plumbing::cpu::matmul::Weights;
 use crate::cpu::moe::{softmax, Combine, Shares};
-use crate::cpu::swiglu::{swiglu, Call, Swiglu};
+use crate::cpu::swiglu::{swiglu, MlpRows, Swiglu};
 use candle_gdn::plumbing::host;
 use candle_gdn::plumbing::products;
 use candle_core::{Result, Tensor};
@@ -58,10 +58,10 @@ impl CpuMoe {
         for (index, range) in routing.ranges() {
             let (out, tail) = rest.split_at_mut(range.len() * hidden);
             rest = tail;
-            calls.push(Call { mlps: &self.experts, index, rows: Some(&routing.token_of_row()[range]), out });
+            calls.push(MlpRows { mlps: &self.experts, index, rows: Some(&routing.token_of_row()[range]), out });
         }
         if let Some(mlps) = &self.shared {
-            calls.push(Call { mlps, index: 0, rows: None, out: &mut shared_out });
+            calls.push(MlpRows { mlps, index: 0, rows: None, out: &mut shared_out });
         }
         swiglu(x, &mut calls);
 

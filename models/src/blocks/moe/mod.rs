@@ -11,7 +11,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use cpu::CpuMoe;
 #[cfg(feature = "cuda")]
-pub(super) use device::asks_the_host;
+pub(crate) use device::asks_the_host;
 use device::DeviceMoe;
 use quantized::QuantizedMoe;
 
@@ -133,7 +133,7 @@ mod tests {
     #[cfg(feature = "cuda")]
     #[test]
     fn cuda_kernels_and_cpu_kernels_agree() -> Result<()> {
-        let Some(cuda) = crate::cuda::testing::device() else { return Ok(()) };
+        let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
         let norm = |x: &Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
         for (dtype, bound) in [(DType::BF16, 6e-3), (DType::F16, 8e-4)] {
             for (hidden, shared) in [(128, 64), (320, 0), (2112, 128)] {

@@ -11,7 +11,7 @@ pub use file::GgufFile;
 use super::blocks::{float, row_bytes, Blocks};
 use super::quantize::Others;
 use super::{Matrix, OtherType};
-use crate::parallel::Cuts;
+use crate::parallel::WeightCuts;
 use candle_gdn::GdnConfig;
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
@@ -29,13 +29,13 @@ pub(crate) struct GgufWeights<'a> {
     file: &'a GgufFile,
     heads: Heads,
     /// What a rank has of each weight, where it has a part.
-    cuts: Option<Arc<Cuts>>,
+    cuts: Option<Arc<WeightCuts>>,
     others: Arc<Others>,
 }
 
 impl<'a> GgufWeights<'a> {
     /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `cuts` each weight is the part of it.
-    pub(crate) fn new(file: &'a GgufFile, config: &GdnConfig, tiled: bool, cuts: Option<Cuts>) -> Self {
+    pub(crate) fn new(file: &'a GgufFile, config: &GdnConfig, tiled: bool, cuts: Option<WeightCuts>) -> Self {
         let heads = Heads { config: config.clone(), tiled };
         Self { file, heads, cuts: cuts.map(Arc::new), others: Arc::default() }
     }
@@ -91,7 +91,7 @@ impl<'a> GgufWeights<'a> {
     /// not looked at.
     fn wanted(&self, name: &str, shape: &[usize]) -> Result<Wanted> {
         let place = self.place(name)?;
-        let cut = self.cuts.as_ref().and_then(|cuts| cuts.of(name, shape));
+        let cut = self.cuts.as_ref().and_then(|cuts| cuts.ranges_of(name, shape));
         let whole = cut.as_ref().map_or_else(|| shape.to_vec(), |cut| cut.whole(shape));
         let stored = self.file.shape(&place.tensor).unwrap_or_default();
         let taken = place.rows.as_ref().map(|rows| length(&rows.ranges));

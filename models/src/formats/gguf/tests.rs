@@ -3,7 +3,7 @@
 use super::super::{Blocks, Matrix};
 use super::{GgufFile, GgufWeights};
 use crate::config::ModelConfig;
-use crate::parallel::{Collective, Cuts, LocalRank};
+use crate::parallel::{Collective, WeightCuts, LocalRank};
 use candle_core::quantized::{gguf_file, GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -39,7 +39,7 @@ enum Shared {
 use Shared::{All, Along, Sections};
 
 impl Shared {
-    fn of(&self, whole: &Tensor, rank: usize, ranks: usize) -> Result<Tensor> {
+    fn part(&self, whole: &Tensor, rank: usize, ranks: usize) -> Result<Tensor> {
         let sections = match self {
             All => return Ok(whole.clone()),
             Along(dim) => vec![whole.dim(*dim)?],
@@ -124,13 +124,13 @@ fn parts_are_parts_of_the_whole() -> Result<()> {
         for (tiled, ranks) in [(false, 2), (true, 2), (true, 4)] {
             let whole = GgufWeights::new(&file, &config.gdn, tiled, None);
             for group in LocalRank::group(ranks) {
-                let cuts = Cuts::new(&config, &group)?;
+                let cuts = WeightCuts::new(&config, &group)?;
                 let part = GgufWeights::new(&file, &config.gdn, tiled, Some(cuts));
                 let mut others = Vec::new();
                 for (name, _, shape, shared) in weights() {
                     let (name, what) =
                         (format!("model.layers.0.{name}"), format!("{dtype:?}, {tiled}, {ranks}: {name}"));
-                    let want = shared.of(&whole.dense(&shape.into(), &name)?, group.rank(), ranks)?;
+                    let want = shared.part(&whole.dense(&shape.into(), &name)?, group.rank(), ranks)?;
                     let got = part.dense(want.shape(), &name)?;
                     assert_eq!((got.dims(), bits(&got)?), (want.dims(), bits(&want)?), "{what}");
                     // What is a matrix in the model.
@@ -175,7 +175,7 @@ fn half_a_small_block_is_dense() -> Result<()> {
     (config.gdn.num_key_heads, config.gdn.num_value_heads, config.attention.num_heads) = (16, 16, 16);
     config.vocab_size = 48;
     let group = LocalRank::group(16).remove(5);
-    let part = GgufWeights::new(&file, &config.gdn, false, Some(Cuts::new(&config, &group)?));
+    let part = GgufWeights::new(&file, &config.gdn, false, Some(WeightCuts::new(&config, &group)?));
     let name = "model.layers.0.mlp.shared_expert.down_proj.weight";
     assert!(part.matrix(name, &[HIDDEN, 16])?.is_none());
     assert_eq!(

@@ -4,7 +4,7 @@ use super::super::blocks::row_bytes;
 use super::super::Tiles;
 use super::file::joined;
 use super::names::Place;
-use crate::parallel::{Cut, RowsOrColumns};
+use crate::parallel::{DimRanges, RowsOrColumns};
 use candle_core::quantized::GgmlDType;
 use std::ops::Range;
 
@@ -21,7 +21,7 @@ pub(super) struct Wanted {
 
 impl Wanted {
     /// Of a weight of shape `whole` all, or what `cut` has.
-    pub fn new(place: Place, whole: &[usize], cut: Option<Cut>) -> Self {
+    pub fn new(place: Place, whole: &[usize], cut: Option<DimRanges>) -> Self {
         let (rows, columns) = match cut.map(|cut| cut.rows_or_columns(whole)) {
             Some(RowsOrColumns::Rows(rows)) => (Some(rows), None),
             Some(RowsOrColumns::Columns(columns)) => (None, Some(columns)),

@@ -129,7 +129,7 @@ impl CustomOp2 for AttentionDecode {
         let plan = self.plan(ql, gl)?;
         let slots = self.cache.slots.as_ref().map(Slots::in_u32).transpose()?;
         let args = crate::cuda::attention::DecodeArgs {
-            call: crate::cuda::attention::Call {
+            common: crate::cuda::attention::CacheArgs {
                 name: DECODE,
                 plan: &plan,
                 cache: &self.cache,

@@ -218,7 +218,7 @@ impl CustomOp3 for AttentionPrepare {
         }
         let slots = self.cache.slots.as_ref().map(Slots::in_u32).transpose()?;
         let args = crate::cuda::attention::PrepareArgs {
-            call: crate::cuda::attention::Call {
+            common: crate::cuda::attention::CacheArgs {
                 name: PREPARE,
                 plan: &plan,
                 cache: &self.cache,

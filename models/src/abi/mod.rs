@@ -1,0 +1,9 @@
+//! The C ABI of the CUDA kernels in Rust, one file a header. It is plain data, so that the tests compare it with the
+//! headers wherever there is a C compiler.
+
+pub(crate) mod attention;
+#[cfg(test)]
+#[path = "../../../tests/support/c_layout.rs"]
+pub(crate) mod c_layout;
+pub(crate) mod model;
+pub(crate) mod moe;

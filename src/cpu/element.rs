@@ -1,0 +1,166 @@
+//! What tensors are made of: inputs of three types, and states that are stored in two.
+
+use super::dispatch::dispatch;
+use candle_core::CpuStorage;
+use half::{bf16, f16};
+use pulp::{bytemuck, Simd, WithSimd};
+
+/// An input element: read as `f32`, written rounded to nearest.
+pub trait Element: Copy + Send + Sync + 'static {
+    /// The zero value.
+    const ZERO: Self;
+    fn to_f32(self) -> f32;
+    fn from_f32(x: f32) -> Self;
+    /// The storage as a slice of this type, when it is of this type.
+    fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+
+    /// The first elements of `from`, as many as a vector has lanes.
+    #[inline(always)]
+    fn load<S: Simd>(_simd: S, from: &[Self]) -> S::f32s {
+        // A loop of constant length over an array becomes one widening load; over a slice it does not.
+        macro_rules! lanes {
+            ($n:literal) => {{
+                let from = &from[..$n];
+                let mut to = [0f32; $n];
+                for i in 0..$n {
+                    to[i] = from[i].to_f32();
+                }
+                bytemuck::cast(to)
+            }};
+        }
+        match S::F32_LANES {
+            16 => lanes!(16),
+            8 => lanes!(8),
+            4 => lanes!(4),
+            1 => lanes!(1),
+            n => unreachable!("vectors of {n} lanes"),
+        }
+    }
+}
+
+macro_rules! element {
+    ($ty:ty, $variant:ident, $zero:expr, $to:expr, $from:expr) => {
+        impl Element for $ty {
+            const ZERO: Self = $zero;
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                $to(self)
+            }
+            #[inline(always)]
+            fn from_f32(x: f32) -> Self {
+                $from(x)
+            }
+            fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(data) => Some(data),
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+element!(f32, F32, 0.0, |x| x, |x| x);
+element!(bf16, BF16, bf16::ZERO, widen_bf16, round_bf16);
+element!(f16, F16, f16::ZERO, widen_f16, f16::from_f32);
+
+// Written out, since those of `half` branch or ask for the processor's features at every element, and loops over them do
+// not vectorise.
+
+#[inline(always)]
+fn widen_bf16(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+#[inline(always)]
+fn round_bf16(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    // To even: a half and nothing more carries only into an odd number. A NaN would carry into infinity or zero.
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    let nan = bits >> 16 | 0x40;
+    bf16::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded } as u16)
+}
+
+#[inline(always)]
+fn widen_f16(x: f16) -> f32 {
+    const REBIAS: f32 = f32::from_bits((127 + 127 - 15) << 23);
+    let half = x.to_bits();
+    // Sign, exponent and mantissa where f32 has them; the copies of the sign between the first two go.
+    let bits = (i32::from(half as i16) << 13) as u32 & 0x8fff_e000;
+    // The exponent is too small by the difference of the biases; the product mends that for subnormal numbers as well.
+    let finite = (f32::from_bits(bits) * REBIAS).to_bits();
+    let infinite_or_nan = if half & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(finite | infinite_or_nan)
+}
+
+/// An element of a stored state.
+pub trait Stored: Element {
+    /// `f` on the state in f32: on itself where it is, else on a copy that is rounded back.
+    fn in_f32(state: &mut [Self], f: impl FnOnce(&mut [f32]));
+    /// `to <- from`, rounded to nearest even.
+    fn store(from: &[f32], to: &mut [Self]);
+}
+
+impl Stored for f32 {
+    #[inline(always)]
+    fn in_f32(state: &mut [f32], f: impl FnOnce(&mut [f32])) {
+        f(state);
+    }
+
+    fn store(from: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+}
+
+impl Stored for bf16 {
+    fn in_f32(state: &mut [bf16], f: impl FnOnce(&mut [f32])) {
+        let mut copy = vec![0.0; state.len()];
+        dispatch(Convert { from: state, to: &mut copy, one: widen_bf16 });
+        f(&mut copy);
+        Self::store(&copy, state);
+    }
+
+    fn store(from: &[f32], to: &mut [bf16]) {
+        dispatch(Convert { from, to, one: round_bf16 });
+    }
+}
+
+struct Convert<'a, A, B, F> {
+    from: &'a [A],
+    to: &'a mut [B],
+    one: F,
+}
+
+impl<A: Copy, B, F: Fn(A) -> B> WithSimd for Convert<'_, A, B, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) {
+        assert_eq!(self.from.len(), self.to.len());
+        self.to.iter_mut().zip(self.from).for_each(|(to, &from)| *to = (self.one)(from));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_is_rounded_as_half_does() {
+        for high in 0..=u16::MAX {
+            for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(high) << 16 | low);
+                assert_eq!(round_bf16(x).to_bits(), bf16::from_f32(x).to_bits(), "{:#x}", x.to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn every_half_widens_exactly() {
+        for bits in 0..=u16::MAX {
+            let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
+            for (got, want) in [(Element::to_f32(b), b.to_f32()), (Element::to_f32(h), h.to_f32())] {
+                assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{bits:#x}: {got} {want}");
+            }
+        }
+    }
+}
