@@ -1,4 +1,5 @@
-//! With the `cuda` feature: compiles `cuda/` with nvcc into one static library for every architecture it is to run on.
+//! With the `cuda` feature: compiles `cuda/` with nvcc into one static library for every architecture it is to run on, and
+//! tells the packages that depend on this one where its headers are and how it was compiled.
 //!
 //! `CANDLE_GDN_CUDA_ARCHS` (default `80,90a`) lists compute capabilities; what is not listed and newer than the lowest
 //! runs through that one's PTX. `100` and `120` may be listed where nvcc knows them. The `profile` feature builds the
@@ -35,22 +36,27 @@ mod cuda {
         if std::env::var_os("CUDA_COMPUTE_CAP").is_none() {
             std::env::set_var("CUDA_COMPUTE_CAP", lowest.to_string());
         }
+        let mut flags: Vec<String> = ["-std=c++17", "-O3", "--expt-relaxed-constexpr"].map(String::from).into();
+        if !cfg!(target_os = "windows") {
+            flags.push("-Xcompiler=-fPIC".into());
+        }
+        if profile {
+            flags.push("-DGDN_PROFILE".into());
+        }
+        for arch in &archs[usize::from(!archs[0].ends_with('a'))..] {
+            flags.push(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));
+        }
+        let cuda = std::env::current_dir().expect("cargo runs build scripts in the package").join("cuda");
+        println!("cargo::metadata=include={}", cuda.display());
+        println!("cargo::metadata=capability={lowest}");
+        println!("cargo::metadata=flags={}", flags.join(" "));
+
         let mut builder = bindgen_cuda::Builder::default()
             .kernel_paths(kernels)
             .watch(all)
             .out_dir(out.clone())
-            .compute_cap(lowest as usize)
-            .arg("-std=c++17")
-            .arg("-O3")
-            .arg("--expt-relaxed-constexpr");
-        if !cfg!(target_os = "windows") {
-            builder = builder.arg("-Xcompiler=-fPIC");
-        }
-        if profile {
-            builder = builder.arg("-DGDN_PROFILE");
-        }
-        for arch in &archs[usize::from(!archs[0].ends_with('a'))..] {
-            let flag = format!("-gencode=arch=compute_{arch},code=sm_{arch}");
+            .compute_cap(lowest as usize);
+        for flag in flags {
             builder = builder.arg(Box::leak(flag.into_boxed_str()));
         }
         builder.build_lib(out.join("libcandle_gdn_cuda.a"));

@@ -242,8 +242,9 @@ int gdn_linear_with(const gdn_linear_params *params, const gdn_linear_options *o
 // same.
 #define GDN_OVERLAP 1
 
-// Profiling inside the kernels of gdn_rule and gdn_step, in a build with -DGDN_PROFILE. A warp of a launch owns a gdn_profile_warp and,
-// right after it, `events_per_warp` gdn_profile_events, of which the first `count` are written. Warps follow each other
+// Profiling inside the kernels of gdn_step and those of gdn_rule but for the chunk forms, in a build with -DGDN_PROFILE. A
+// warp of a launch owns a gdn_profile_warp and, right after it, `events_per_warp` gdn_profile_events, of which the first
+// `count` are written. Warps follow each other
 // in the buffer, and launches in their order. Cycles are of the warp's multiprocessor, which has its own count;
 // nanoseconds are of the device's global timer, whose steps may be as coarse as a microsecond.
 typedef struct gdn_profile_warp {

@@ -1,9 +1,9 @@
 //! The profile example as a program.
 
-#[path = "support/cli.rs"]
-mod cli;
+#[path = "support/program.rs"]
+mod program;
 
-use cli::program;
+use program::program;
 
 /// Exit status and stderr; nothing may be on stdout.
 fn refused(args: &[&str]) -> (Option<i32>, String) {

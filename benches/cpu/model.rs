@@ -4,7 +4,7 @@ use crate::record::{Row, Shape};
 use crate::results::Work;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::models::{CausalLm, ModelConfig};
+use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ const PROMPT: usize = 512;
 const DECODE: usize = 128;
 
 fn load() -> Result<CausalLm> {
-    let demo: PathBuf = [env!("CARGO_MANIFEST_DIR"), "examples/generate/demo"].iter().collect();
+    let demo: PathBuf = [env!("CARGO_MANIFEST_DIR"), "../examples/generate/demo"].iter().collect();
     let config = demo.join("config.json");
     let text = std::fs::read_to_string(&config).with_context(|| config.display().to_string())?;
     // SAFETY: nobody writes the file while the benchmark runs.

@@ -4,7 +4,7 @@ use crate::record::{Row, Shape};
 use crate::results::Work;
 use crate::{assert_close, randn};
 use candle_core::{Result, Tensor, D};
-use candle_gdn::{gdn_decode_in_place, gdn_prefill_in_place, Algo, Gates, RuleOptions};
+use candle_gdn::{gdn_decode_in_place, gdn_prefill_in_place, Gates, RuleOptions};
 use candle_nn::ops::sigmoid;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use std::cell::Cell;
@@ -81,17 +81,14 @@ pub fn bench(c: &mut Criterion) -> Vec<Work> {
             row.work(bytes, (6 * tokens * HEADS * DIM * DIM) as u64)
         };
         group.throughput(Throughput::Elements(tokens as u64));
-        for algo in [Algo::Recurrent, Algo::Chunked] {
-            let options = RuleOptions { algo, ..RuleOptions::default() };
-            let run = |state: &Tensor| gdn_prefill_in_place(&x.q, &x.k, &x.v, &x.gates, state, None, options).unwrap();
-            let check = x.state.force_contiguous().unwrap();
-            assert_close("o", &run(&check), &want);
-            assert_close("state", &check, &want_state);
-            let name = format!("{algo:?}").to_lowercase();
-            group.bench_function(BenchmarkId::new(&name, tokens), |b| b.iter(|| run(&state)));
-            let row = row("candle-gdn").variant(&name).auto(algo == Algo::Recurrent);
-            works.push(Work::new("rule", &name, tokens, row));
-        }
+        let run = |state: &Tensor| {
+            gdn_prefill_in_place(&x.q, &x.k, &x.v, &x.gates, state, None, RuleOptions::default()).unwrap()
+        };
+        let check = x.state.force_contiguous().unwrap();
+        assert_close("o", &run(&check), &want);
+        assert_close("state", &check, &want_state);
+        group.bench_function(BenchmarkId::new("recurrent", tokens), |b| b.iter(|| run(&state)));
+        works.push(Work::new("rule", "recurrent", tokens, row("candle-gdn").variant("recurrent").auto(true)));
         if tokens == 1 {
             let at = |t: &Tensor| t.squeeze(1).unwrap();
             let (q, k, v) = (at(&x.q), at(&x.k), at(&x.v));

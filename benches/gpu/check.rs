@@ -1,6 +1,6 @@
 //! Results against formulas in f64, once a shape and before it is timed.
 
-use crate::rule::Inputs;
+use crate::inputs::Inputs;
 use crate::workloads::Heads;
 use anyhow::{ensure, Result};
 use candle_core::{DType, Device, Tensor};

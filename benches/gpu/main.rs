@@ -9,6 +9,7 @@ mod cupti;
 #[path = "../../examples/common/dummy.rs"]
 mod dummy;
 mod host;
+mod inputs;
 mod layer;
 mod model;
 mod ops;
@@ -244,7 +245,7 @@ fn bench(args: Args) -> Result<usize> {
     let machine = machine(&device)?;
     let folder = args
         .out
-        .unwrap_or_else(|| [env!("CARGO_MANIFEST_DIR"), "benches", "results", &slug(&machine.device)].iter().collect());
+        .unwrap_or_else(|| [env!("CARGO_MANIFEST_DIR"), "..", "benches", "results", &slug(&machine.device)].iter().collect());
     let clock = Clock::new(&device, &tiers)?;
     let mut run = Run::new("benches/gpu", machine);
     run.contender("candle-gdn", env!("CARGO_PKG_VERSION"));

@@ -8,7 +8,7 @@ use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::{ensure, Context, Result};
 use candle_core::DType;
-use candle_gdn::models::{CausalLm, DecodeGraph, FfnKind, ModelConfig, Sequence, SequencePool};
+use candle_gdn_models::{CausalLm, DecodeGraph, FfnKind, ModelConfig, Sequence, SequencePool};
 use candle_nn::VarBuilder;
 use std::cell::RefCell;
 use std::path::Path;
@@ -27,7 +27,7 @@ const BOUND: f64 = 2e-2;
 
 /// A name of examples/generate/configs, or `demo`.
 fn config(name: &str) -> Result<ModelConfig> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/generate");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/generate");
     let path = match name {
         "demo" => folder.join("demo/config.json"),
         _ => folder.join("configs").join(format!("{name}.json")),

@@ -1,6 +1,5 @@
 //! What is measured: the grids of each suite.
 
-use crate::rule::Work;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 use std::str::FromStr;
@@ -30,6 +29,43 @@ impl FromStr for Heads {
 impl std::fmt::Display for Heads {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}/{}", self.hk, self.hv)
+    }
+}
+
+/// One shape of the rule, in one of the suites.
+pub struct Work {
+    pub suite: &'static str,
+    pub name: String,
+    pub heads: Heads,
+    /// Tokens of each sequence.
+    pub lengths: Vec<usize>,
+    /// One token of each sequence, through the decode op.
+    pub decode: bool,
+    /// The contest's formula and rule of correctness: q and k come normalised.
+    pub contest: bool,
+    /// Time it on a warm cache besides.
+    pub warm: bool,
+}
+
+impl Work {
+    pub fn tokens(&self) -> usize {
+        self.lengths.iter().sum()
+    }
+
+    /// Every input and output once, the state read and written.
+    pub fn bytes(&self, element: usize) -> u64 {
+        let Heads { hk, hv, dim } = self.heads;
+        let token = (2 * hk + 2 * hv) * dim * element + 2 * hv * element;
+        (self.tokens() * token + 2 * self.lengths.len() * hv * dim * dim * 4) as u64
+    }
+
+    /// Token by token 6 K V a token and head: two products with the state and its update. In chunks of 64 tokens the three
+    /// products with the state remain, and four of 64 x K or V come: K K^T, Q K^T, and those with the inverse and the
+    /// masked Q K^T. The floor asks for what the fastest form needs, so the chunked count where matrix units can be used.
+    pub fn flop(&self) -> u64 {
+        let dim = self.heads.dim as u64;
+        let within = if self.decode { 0 } else { 2 * 64 * 4 * dim };
+        (self.tokens() * self.heads.hv) as u64 * (6 * dim * dim + within)
     }
 }
 

@@ -37,8 +37,8 @@
 #define GDN_PROFILE_ROLES(X)                                                                        \
   X(kDecode, "decode")                   /* every warp prepares tokens and holds state */           \
   X(kRecurrent, "recurrent")             /* up to four tokens: the same, any head size */           \
-  X(kConsumer, "recurrent consumer")     /* prefill: holds the state */                             \
-  X(kProducer, "recurrent producer")     /* prefill: prepares the next stage */
+  X(kConsumer, "recurrent consumer")     /* many tokens: holds the state */                         \
+  X(kProducer, "recurrent producer")     /* many tokens: prepares the next stage */
 
 #ifdef GDN_PROFILE
 

@@ -111,7 +111,7 @@ int chunked_workspace(const gdn_rule_params &p, int32_t algo, int64_t *bytes) {
   return GDN_OK;
 }
 
-int launch_chunked_tensor(const gdn_rule_params &p, int32_t algo, cudaStream_t stream) {
+int launch_chunked(const gdn_rule_params &p, int32_t algo, cudaStream_t stream) {
   const bool sm90 = algo == GDN_CHUNKED_SM90;
   prefill::Schedule s;
   if (const int status = prefill::make_schedule(p, sm90, &s)) return status;

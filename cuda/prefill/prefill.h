@@ -1,4 +1,4 @@
-// The chunk form on tensor cores, for the chooser in ../rule.
+// The chunk form, for the chooser in ../rule.
 #pragma once
 
 #include "../gdn.h"
@@ -13,6 +13,6 @@ bool chunked_sm90_takes(const gdn_rule_params &p);
 int chunked_workspace(const gdn_rule_params &p, int32_t algo, int64_t *bytes);
 
 // `algo` is one of the two, and takes the parameters.
-int launch_chunked_tensor(const gdn_rule_params &p, int32_t algo, cudaStream_t stream);
+int launch_chunked(const gdn_rule_params &p, int32_t algo, cudaStream_t stream);
 
 }  // namespace gdn

@@ -9,6 +9,9 @@
 namespace gdn {
 namespace prefill {
 
+// The first warpgroup's barrier by number, beside __syncthreads()'s 0; the second one has the next.
+constexpr int kGroupBarrier = 1;
+
 template <int KK, int GROUPS> struct PrepareShared {
   alignas(1024) uint8_t k[KK / 64 * kTileBytes];
   uint8_t q[KK / 64 * kTileBytes];
@@ -76,28 +79,28 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
   for (int h = group; h < each; h += GROUPS) {
     const int head = key_head * each + h;
     if (h != group) {
-      ptx::group_barrier<128>(1 + group);    // the gates before have been read
+      ptx::group_barrier<128>(kGroupBarrier + group);    // the gates before have been read
       make_gates(head);
     }
     float kk[8][4] = {}, qk[8][4] = {};
     triangular_products<T, KK>(kk, qk, k_tile, q_tile, warp, lane);
     if (thread < kChunk)
       gates.q_norm[thread] = thread < count ? row_norm<T, KK>(q_tile, thread, p.l2norm, p.l2_eps, p.scale) : 0.f;
-    if (h != group) ptx::group_barrier<128>(1 + group);    // warp 0's gates are there
+    if (h != group) ptx::group_barrier<128>(kGroupBarrier + group);    // warp 0's gates are there
     const uint32_t inverse = ptx::shared_address(m.inverse), l = ptx::shared_address(m.attention);
     const OwnBlock own = own_block(kk, warp);
     norms_of_diagonal(own, count, p.l2norm, p.l2_eps, gates, warp, lane);
-    ptx::group_barrier<128>(1 + group);
+    ptx::group_barrier<128>(kGroupBarrier + group);
     RowDecays decays = row_decays(gates, warp, lane);
     uint32_t left[2][4];
     decay_keys(kk, own, gates, decays, l, m.blocks[warp], left, warp, lane);
-    invert64<T, false>(l, m.blocks[warp], left, gates.beta, inverse, warp, lane, {1 + group},
+    invert64<T, false>(l, m.blocks[warp], left, gates.beta, inverse, warp, lane, {kGroupBarrier + group},
                        [&] { key_factors(gates, m.factors, warp, lane), query_factors(gates, m.factors, warp, lane); });
     const float *norms = gates.q_norm + 16 * warp + lane / 4;
     const float scales[2] = {norms[0], norms[8]};
-    ptx::group_barrier<128>(1 + group);    // the attention takes the place of L
+    ptx::group_barrier<128>(kGroupBarrier + group);    // the attention takes the place of L
     decay_queries<T>(qk, gates, decays, scales, l, warp, lane);
-    ptx::group_barrier<128>(1 + group);
+    ptx::group_barrier<128>(kGroupBarrier + group);
     const uint4 *from = reinterpret_cast<const uint4 *>(&m);
     uint4 *to = reinterpret_cast<uint4 *>(records + static_cast<int64_t>(chunk) * p.num_v_heads + head);
 #pragma unroll

@@ -93,7 +93,7 @@ extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
     case GDN_RECURRENT_128: return launch_recurrent_128(p, stream);
     case GDN_DECODE_128: return launch_decode_128(p, stream);
     case GDN_CHUNKED_SM80:
-    case GDN_CHUNKED_SM90: return launch_chunked_tensor(p, algo, stream);
+    case GDN_CHUNKED_SM90: return launch_chunked(p, algo, stream);
   }
   return GDN_BAD_ALGO;
 }

@@ -3,15 +3,15 @@
 use super::load::{LoadFormat, ModelArgs};
 use super::{gguf_tokenizer, hub, safetensors};
 use anyhow::{bail, Context, Result};
-use candle_gdn::models::{GgufFile, ModelConfig};
+use candle_gdn_models::{GgufFile, ModelConfig};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 /// The checkpoint that comes with the repository.
-const DEMO_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/demo");
+const DEMO_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
 /// `{name}.json` is the config.json of a published model, for `--load-format dummy`.
-const CONFIGS_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/configs");
+const CONFIGS_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/configs");
 
 pub struct Checkpoint {
     /// The config.json, beside which the other files lie, or a GGUF file, which has all in it.

@@ -1,7 +1,7 @@
 //! Random weights: what a model is timed with where its checkpoint is not at hand.
 
 use candle_core::{bail, DType, Device, Error, Result, Shape, Tensor};
-use candle_gdn::models::{Family, ModelConfig};
+use candle_gdn_models::{Family, ModelConfig};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::Init;
 

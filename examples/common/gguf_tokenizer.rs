@@ -2,7 +2,7 @@
 
 use anyhow::{bail, Context, Result};
 use candle_core::quantized::gguf_file::Value;
-use candle_gdn::models::GgufFile;
+use candle_gdn_models::GgufFile;
 use serde_json::{json, Map};
 use tokenizers::Tokenizer;
 

@@ -5,7 +5,7 @@ use super::{bar, tell, Checkpoint, Rank};
 use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
-use candle_gdn::models::{part_of, part_of_safetensors, CausalLm, LoadOptions, ModelConfig};
+use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, LoadOptions, ModelConfig};
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
 use std::time::Instant;

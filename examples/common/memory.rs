@@ -4,7 +4,7 @@ use super::load::{LoadFormat, ModelArgs};
 use super::{tell, Checkpoint};
 use anyhow::{bail, Result};
 use candle_core::{DType, Device};
-use candle_gdn::models::{FfnKind, ModelConfig};
+use candle_gdn_models::{FfnKind, ModelConfig};
 
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;

@@ -2,7 +2,7 @@
 
 use anyhow::{bail, Context, Result};
 use candle_core::Device;
-use candle_gdn::models::{Collective, LocalRank};
+use candle_gdn_models::{Collective, LocalRank};
 use std::cell::Cell;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -123,7 +123,7 @@ fn makers(n: usize, cpu: bool) -> Result<Vec<Maker>> {
 fn gpus(n: usize) -> Result<Vec<Maker>> {
     use super::gpu_count::expect_gpus;
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
-    use candle_gdn::models::{NcclId, NcclRank};
+    use candle_gdn_models::{NcclId, NcclRank};
 
     let count = CudaContext::device_count().context("cannot count the GPUs")?;
     expect_gpus(n, count as usize)?;

@@ -6,7 +6,7 @@ use super::greedy::{Greedy, Logits};
 use super::plan::Plan;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
-use candle_gdn::models::{CausalLm, Drafts, Sequence, SequencePool, SequenceSnapshot};
+use candle_gdn_models::{CausalLm, Drafts, Sequence, SequencePool, SequenceSnapshot};
 
 /// Tokens that follow what a sequence has seen.
 pub type Feed<'t> = (Sequence, &'t [u32]);

@@ -8,7 +8,7 @@ use super::row::Row;
 use super::sampler::Sampler;
 use super::stream::TextStream;
 use anyhow::Result;
-use candle_gdn::models::Sequence;
+use candle_gdn_models::Sequence;
 use std::time::Instant;
 
 /// A prompt that is being fed.

@@ -13,7 +13,7 @@ use super::prefixes::Prefixes;
 use super::row::{Limits, Row, Stop};
 use super::settings::Settings;
 use anyhow::Result;
-use candle_gdn::models::{CausalLm, SequenceSnapshot};
+use candle_gdn_models::{CausalLm, SequenceSnapshot};
 use indicatif::ProgressBar;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tokenizers::Tokenizer;

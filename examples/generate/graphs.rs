@@ -4,7 +4,7 @@ use super::args::CudaGraph;
 use super::common::tell;
 use anyhow::{Context, Result};
 use candle_core::Error;
-use candle_gdn::models::{CausalLm, DecodeGraph, SequencePool};
+use candle_gdn_models::{CausalLm, DecodeGraph, SequencePool};
 
 /// A graph costs what its full number of sequences does: as rows end, narrower ones take over, each recorded when it is
 /// first needed.

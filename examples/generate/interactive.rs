@@ -13,7 +13,7 @@ use super::sampler::Sampler;
 use super::stream::TextStream;
 use super::talk::{common, Prompt, Talk};
 use anyhow::{Context, Result};
-use candle_gdn::models::{Sequence, SequenceSnapshot};
+use candle_gdn_models::{Sequence, SequenceSnapshot};
 use indicatif::ProgressBar;
 use std::io::{BufRead, IsTerminal, Write};
 use std::sync::atomic::Ordering;

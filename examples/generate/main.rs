@@ -25,7 +25,7 @@ mod talk;
 
 use anyhow::{bail, Result};
 use args::Args;
-use candle_gdn::models::ModelConfig;
+use candle_gdn_models::ModelConfig;
 use clap::Parser;
 use common::{fix_thread_count, is_first, load_model, ranks, Checkpoint, Need, Rank};
 use generation::{Generation, Job};

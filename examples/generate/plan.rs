@@ -2,7 +2,7 @@
 
 use super::args::Args;
 use super::common::Room;
-use candle_gdn::models::ModelConfig;
+use candle_gdn_models::ModelConfig;
 
 /// MiB for the states of common beginnings, where several prompts may have some.
 const PREFIX_CACHE: usize = 256;

@@ -5,7 +5,7 @@ use super::chat::{Message, Template};
 use super::common::Checkpoint;
 use super::sampler::SplitMix64;
 use anyhow::{anyhow, bail, Context, Result};
-use candle_gdn::models::ModelConfig;
+use candle_gdn_models::ModelConfig;
 use std::path::Path;
 use tokenizers::Tokenizer;
 

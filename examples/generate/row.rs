@@ -5,7 +5,7 @@ use super::output::Output;
 use super::sampler::Sampler;
 use super::stream::TextStream;
 use anyhow::Result;
-use candle_gdn::models::Sequence;
+use candle_gdn_models::Sequence;
 use std::collections::BTreeSet;
 
 /// Why a completion came to its end.

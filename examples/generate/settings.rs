@@ -4,7 +4,7 @@ use super::args::SamplingArgs;
 use super::common::Checkpoint;
 use super::sampler::Sampling;
 use anyhow::{bail, Context, Result};
-use candle_gdn::models::ModelConfig;
+use candle_gdn_models::ModelConfig;
 use serde_json::Value;
 use std::collections::BTreeSet;
 

@@ -3,7 +3,7 @@
 use super::common::bar;
 use anyhow::{bail, Result};
 use candle_core::{Device, Tensor};
-use candle_gdn::models::CausalLm;
+use candle_gdn_models::CausalLm;
 use std::time::Instant;
 
 /// Positions whose logits are held at a time: a large vocabulary is a megabyte a position.

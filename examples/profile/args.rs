@@ -28,7 +28,6 @@ enum AlgoArg {
     Auto,
     Recurrent,
     Recurrent128,
-    Chunked,
 }
 
 /// Profiles one launch of the gated delta rule on the first GPU, inputs out of its L2 cache: cycles per scope on
@@ -106,7 +105,6 @@ impl Args {
             AlgoArg::Auto => Algo::Auto,
             AlgoArg::Recurrent => Algo::Recurrent,
             AlgoArg::Recurrent128 => Algo::Recurrent128,
-            AlgoArg::Chunked => Algo::Chunked,
         }
     }
 

@@ -5,7 +5,7 @@
 //! key-value cache, zero-centred RMS norms in f32, SwiGLU and sparse mixture of experts. They
 //! differ in `config.json` and in where and how the weights are stored, which
 //! [`ModelConfig::from_json`] and [`CausalLm::load`] recognise. Weights may be quantised: in a GGUF file
-//! ([`CausalLm::load_gguf`]), in fp8, or as they are loaded ([`LoadOptions`]).
+//! ([`CausalLm::load_gguf`]), in fp8, or as they are loaded ([`Loader::quantize`]).
 //!
 //! A batch of sequences of one length goes through [`CausalLm::forward`] with a [`ModelState`]. Sequences that come
 //! and go, of any lengths, forked, restored, or with drafts, go through [`CausalLm::feed`] with a [`SequencePool`];
@@ -57,6 +57,7 @@ mod cpu;
 mod cuda;
 mod engine;
 mod formats;
+mod loader;
 mod memory;
 mod ops;
 mod parallel;
@@ -67,7 +68,8 @@ pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, Mixer
 #[cfg(feature = "nccl")]
 pub use cuda::nccl::{NcclId, NcclRank};
 pub use engine::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot};
-pub use formats::{GgufFile, LoadOptions, OtherType};
+pub use formats::{GgufFile, OtherType};
+pub use loader::Loader;
 pub use memory::SequenceBytes;
 pub use ops::{
     add_rms_norm, attention_decode, attention_prepare, rms_norm, rotary_frequencies, swiglu, AddRmsNorm,

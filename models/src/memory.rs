@@ -45,7 +45,7 @@ impl ModelConfig {
         typed.saturating_mul(dtype.size_in_bytes() as u64).saturating_add(f32.saturating_mul(4))
     }
 
-    /// Bytes of the weights where [`LoadOptions::quantize`](super::LoadOptions::quantize) is `to`: the embedding in
+    /// Bytes of the weights where [`Loader::quantize`](crate::Loader::quantize) is `to`: the embedding in
     /// `dtype`, the matrices in `to`, and a tied head once more in it.
     pub fn quantized_weight_bytes(&self, dtype: DType, to: GgmlDType) -> u64 {
         let Weights { typed, f32 } = self.weights();

@@ -115,10 +115,10 @@ fn token_states() {
         refused(run(&k, &good, &half, o, &to), &["token_states: expected dtype BF16, got F32"]);
         let strided = z(&[2, 3, 4, 16, 32]).transpose(3, 4).unwrap();
         refused(with(&strided), &["gdn_prefill: token_states: expected a contiguous tensor, got strides"]);
-        let chunked = RuleOptions { algo: Algo::Chunked, ..o };
+        let chunked = RuleOptions { algo: Algo::ChunkedSm80, ..o };
         refused(
             run(&k, &good, &state, chunked, &to),
-            &["gdn_prefill: token_states: expected an algo that goes token by token, got Chunked"],
+            &["gdn_prefill: token_states: expected an algo that goes token by token, got ChunkedSm80"],
         );
 
         // Its storage is its own: an input inside it would be overwritten, or deadlock on candle's lock.
@@ -407,9 +407,9 @@ fn step_options_and_dtypes() {
     for device in &devices() {
         let good = Step::new(device);
         let with = |change: &dyn Fn(&mut Step)| good.with(change).run();
-        refused(with(&|s| s.options.l2_eps = -1.0), &["gdn_step: l2_eps", "got -1"]);
-        refused(with(&|s| s.options.scale = Some(f64::INFINITY)), &["gdn_step: scale", "inf"]);
-        refused(with(&|s| s.options.beta_scale = 0.0), &["gdn_step: beta_scale", "got 0"]);
+        refused(with(&|s| s.options.rule.l2_eps = -1.0), &["gdn_step: l2_eps", "got -1"]);
+        refused(with(&|s| s.options.rule.scale = Some(f64::INFINITY)), &["gdn_step: scale", "inf"]);
+        refused(with(&|s| s.options.rule.beta_scale = 0.0), &["gdn_step: beta_scale", "got 0"]);
         refused(
             with(&|s| s.options.norm_eps = -1.0),
             &["gdn_step: norm_eps: expected a finite value of at least 0, got -1"],

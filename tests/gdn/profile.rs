@@ -68,7 +68,7 @@ impl Case {
 
 /// Every kernel: decode, a few tokens, and more than a stage with a part of one at the end.
 fn cases(device: &Device) -> Vec<(Case, usize, Algo)> {
-    let algos = [Algo::Recurrent, Algo::Recurrent128, Algo::Chunked];
+    let algos = [Algo::Recurrent, Algo::Recurrent128];
     let lengths = [1, 4, 70];
     let all = lengths.into_iter().flat_map(|tokens| algos.map(|algo| (tokens, algo)));
     let all = all.chain([(1, Algo::Decode128), (4, Algo::Decode128)]);
@@ -133,7 +133,6 @@ fn scopes_are_those_of_the_kernel() {
             let roles: Vec<_> = table.roles.iter().map(|r| (r.role, r.warps)).collect();
             let half = launch.warps.len() / 2;
             match (algo, tokens) {
-                (Algo::Chunked, _) => assert_eq!(roles, [("chunked", 2 * half)]),
                 (Algo::Decode128, _) => assert_eq!(roles, [("decode", launch.warps.len())]),
                 (Algo::Recurrent128, _) | (_, 70) => {
                     assert_eq!(roles, [("recurrent consumer", half), ("recurrent producer", half)]);

@@ -92,7 +92,8 @@ impl Case {
 
     fn options(&self) -> StepOptions {
         let Self { l2norm, scale, beta_scale, gate, algo, .. } = *self;
-        StepOptions { l2norm, l2_eps: L2_EPS, scale, beta_scale, norm_eps: NORM_EPS, gate, algo }
+        let rule = RuleOptions { l2norm, l2_eps: L2_EPS, scale, beta_scale, ..RuleOptions::default() };
+        StepOptions { rule, norm_eps: NORM_EPS, gate, algo }
     }
 
     /// The slot of each sequence; `None` is padding.
@@ -321,8 +322,7 @@ impl Drawn {
                 let column = |start, n| y.narrow(lead.len(), start, n);
                 let (q, k) = (column(0, case.keys())?, column(case.keys(), case.keys())?);
                 let v = column(2 * case.keys(), case.values())?;
-                let StepOptions { l2norm, l2_eps, scale, beta_scale, .. } = case.options();
-                let options = RuleOptions { l2norm, l2_eps, scale, beta_scale, ..RuleOptions::default() };
+                let options = case.options().rule;
                 let o = if case.tokens.is_none() {
                     let mut op = GdnDecode::new(gates, &state, options)?;
                     op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));

@@ -1,55 +1,12 @@
-//! Devices, random numbers and the error measure.
+//! Kernels to test, golden files and a bound; beside them what the tests of the models use too.
 
-use candle_core::{DType, Device, Result, Tensor};
+#[path = "../support/devices.rs"]
+mod devices;
+
+use candle_core::{DType, Device, Tensor};
 use candle_gdn::{Algo, Gates, GdnPrefill, RuleOptions};
-use std::cell::RefCell;
+pub use devices::*;
 use std::path::PathBuf;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-
-/// The devices to test on.
-pub fn devices() -> Vec<Device> {
-    TURN.with_borrow_mut(|turn| {
-        turn.get_or_insert_with(|| Turn::Shared(GPU.read().unwrap_or_else(PoisonError::into_inner)));
-    });
-    devices_with(Device::new_cuda)
-}
-
-/// The same, the GPU with one stream for all host threads: what graphs need. No other test has the GPU until this thread
-/// ends.
-pub fn single_stream_devices() -> Vec<Device> {
-    TURN.with_borrow_mut(|turn| {
-        if !matches!(turn, Some(Turn::Alone(_))) {
-            *turn = None; // before it waits for others to give up theirs
-            *turn = Some(Turn::Alone(GPU.write().unwrap_or_else(PoisonError::into_inner)));
-        }
-    });
-    devices_with(candle_gdn::single_stream_device)
-}
-
-/// While a stream is captured nobody may wait for the whole device: both fail then, and what follows with them.
-static GPU: RwLock<()> = RwLock::new(());
-
-/// What a test's thread holds of it, until the thread ends.
-#[allow(dead_code)]
-enum Turn {
-    Shared(RwLockReadGuard<'static, ()>),
-    Alone(RwLockWriteGuard<'static, ()>),
-}
-
-thread_local! {
-    static TURN: RefCell<Option<Turn>> = const { RefCell::new(None) };
-}
-
-fn devices_with(cuda: fn(usize) -> Result<Device>) -> Vec<Device> {
-    let wanted = std::env::var("CANDLE_GDN_TEST_DEVICE").unwrap_or_default();
-    let cuda = || if cfg!(feature = "cuda") { cuda(0).ok() } else { None };
-    match wanted.as_str() {
-        "cpu" => vec![Device::Cpu],
-        "cuda" => vec![cuda().expect("CANDLE_GDN_TEST_DEVICE=cuda, but there is no CUDA device")],
-        "" => std::iter::once(Device::Cpu).chain(cuda()).collect(),
-        other => panic!("CANDLE_GDN_TEST_DEVICE: expected cpu or cuda, got {other}"),
-    }
-}
 
 /// The kernels that multiply in bf16 or f16 and take nothing else.
 pub const TENSOR_CORES: [Algo; 2] = [Algo::ChunkedSm80, Algo::ChunkedSm90];
@@ -100,83 +57,6 @@ pub fn golden(name: &str) -> PathBuf {
     let here = if std::path::Path::new(thinned).exists() { thinned } else { "tests/goldens" };
     let dir = std::env::var("CANDLE_GDN_GOLDENS").unwrap_or_else(|_| here.to_owned());
     PathBuf::from(dir).join(name)
-}
-
-/// Relative RMS error `||x - want|| / ||want||`; NaN anywhere is infinite. Two empty or zero tensors agree.
-pub fn rel_rms(x: &[f64], want: &[f64]) -> f64 {
-    assert_eq!(x.len(), want.len(), "lengths differ");
-    let (mut error, mut norm) = (0.0, 0.0);
-    for (x, w) in x.iter().zip(want) {
-        error += (x - w) * (x - w);
-        norm += w * w;
-    }
-    if error == 0.0 {
-        0.0
-    } else if error.is_nan() {
-        f64::INFINITY
-    } else {
-        (error / norm).sqrt()
-    }
-}
-
-/// The values of a tensor of any float dtype, in f64.
-pub fn values(tensor: &Tensor) -> Vec<f64> {
-    if tensor.elem_count() == 0 {
-        return vec![];
-    }
-    tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-/// A tensor of `dtype` from f64 values, and the values after rounding to it.
-pub fn rounded(values: &[f64], shape: &[usize], dtype: DType) -> Result<(Tensor, Vec<f64>)> {
-    let tensor = Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(DType::F32)?.to_dtype(dtype)?;
-    let back = self::values(&tensor);
-    Ok((tensor, back))
-}
-
-/// `tensor` on `device`. candle cannot move an empty one to a GPU: that becomes an empty view there.
-pub fn to_device(tensor: &Tensor, device: &Device) -> Result<Tensor> {
-    if tensor.elem_count() > 0 || device.is_cpu() {
-        return tensor.to_device(device);
-    }
-    let padded: Vec<usize> = tensor.dims().iter().map(|&n| n.max(1)).collect();
-    let view = Tensor::zeros(padded, tensor.dtype(), device)?;
-    tensor.dims().iter().enumerate().try_fold(view, |view, (dim, &n)| view.narrow(dim, 0, n))
-}
-
-/// A small generator (xorshift64*), so that a failing case is its seed.
-pub struct Rng(u64);
-
-impl Rng {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    pub fn uniform(&mut self) -> f64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    pub fn normal(&mut self) -> f64 {
-        let (u, v) = (1.0 - self.uniform(), self.uniform());
-        (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()
-    }
-
-    pub fn normals(&mut self, n: usize) -> Vec<f64> {
-        (0..n).map(|_| self.normal()).collect()
-    }
-}
-
-/// Fills freed memory with NaN, so that an output element no kernel wrote is seen: the allocator is likely to hand the
-/// same block to the next tensor of this size.
-pub fn poison(elements: usize, dtype: DType, device: &Device) -> Result<()> {
-    if elements > 0 {
-        drop(Tensor::full(f32::NAN, elements, device)?.to_dtype(dtype)?);
-        device.synchronize()?;
-    }
-    Ok(())
 }
 
 /// `got` is `exact` in bf16, rounded to nearest: half a unit in the last of 8 bits, and what f32 sums may differ by.

@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os
 import harness
 import torch
 from abi import (BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, CODES, NULL_POINTER, OK, ResidualParams, SwigluParams, fill, stream)
-from harness import TYPES, WAYS, bf16, bits, call, expect, failures, framed, launch, normal, only_inside, rounding, same
+from harness import TYPES, WAYS, bf16, bits, call, expect, failures, framed, launch, nan, normal, only_inside, rounding, same
 from reference import relative, rms_norm, swiglu
 from timing import calls_of, cold_sets, graph_us, heading, often, span_us
 
@@ -120,7 +120,7 @@ def check_nan(lib):
             for value in (math.nan, math.inf):
                 x, h = (torch.randn(5, dim, device="cuda").to(TYPES[dtype]) for _ in range(2))
                 x[2, dim - 1] = value
-                total, y, weight = torch.empty_like(x), torch.empty_like(x), torch.ones(dim, device="cuda")
+                total, y, weight = nan(5, dim, dtype=dtype), nan(5, dim, dtype=dtype), torch.ones(dim, device="cuda")
                 assert call(lib.gdn_residual, residual_params(x, h, total, y, weight, dtype)) == OK
                 torch.cuda.synchronize()
                 bad = y.isnan()
@@ -130,7 +130,7 @@ def check_nan(lib):
         both = torch.randn(3, 2 * 72, device="cuda").to(TYPES[dtype])
         both[1, 5], both[2, 72 + 6] = math.nan, math.nan
         both[0, 7], both[0, 8] = -1e4, 1e4
-        out = torch.empty(3, 72, device="cuda", dtype=both.dtype)
+        out = nan(3, 72, dtype=dtype)
         assert call(lib.gdn_swiglu, swiglu_params(both[:, :72], both[:, 72:], out, dtype)) == OK
         torch.cuda.synchronize()
         where = out.isnan().nonzero().tolist()

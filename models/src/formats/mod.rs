@@ -14,7 +14,7 @@ pub use gguf::GgufFile;
 pub(crate) use gguf::GgufWeights;
 pub(crate) use quantize::Quantizer;
 pub(crate) use quantized::Quantized;
-pub use quantize::{LoadOptions, OtherType};
+pub use quantize::OtherType;
 
 use crate::blocks::linear::Linear;
 use candle_core::quantized::GgmlDType;

@@ -5,22 +5,6 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{bail, Result, Tensor};
 use std::sync::{Mutex, PoisonError};
 
-/// How [`CausalLm::load_with`](crate::models::CausalLm::load_with) and its likes load.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct LoadOptions {
-    /// Quantises the matrices of all projections, embeddings aside, to this type, one by one as they are read: memory
-    /// holds the quantised model and one tensor of the checkpoint at a time. `None` leaves them as they are.
-    ///
-    /// A matrix whose width is not whole blocks of the type (32 values, 256 for the K types) becomes
-    /// [`Q8_0`](GgmlDType::Q8_0), or stays dense where 32 does not divide it either;
-    /// [`CausalLm::other_types`](crate::models::CausalLm::other_types) tells which did. The decay and beta
-    /// projections of Gated DeltaNet layers, a few rows that all else hangs on, become `Q8_0` whatever is asked for.
-    /// Norms, the convolution and the router of experts are never quantised.
-    ///
-    /// A rank of several quantises its part of each matrix, whose width is what counts then.
-    pub quantize: Option<GgmlDType>,
-}
-
 /// A matrix that could not be quantised to the type that was asked for, or whose part could not keep that of its file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OtherType {
@@ -45,7 +29,7 @@ impl Others {
     }
 }
 
-/// What [`LoadOptions::quantize`] asks for, and where it could not be done.
+/// What [`Loader::quantize`](crate::Loader::quantize) asks for, and where it could not be done.
 #[derive(Debug)]
 pub(crate) struct Quantizer {
     dtype: GgmlDType,

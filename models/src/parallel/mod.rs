@@ -7,7 +7,7 @@
 //! gates are on every rank.
 //!
 //! Weights may be quantised, in a GGUF file or as they load: rows are divided as they are, columns at the borders of their
-//! blocks where these fall so ([`CausalLm::load_gguf_part`](super::CausalLm::load_gguf_part) says what else).
+//! blocks where these fall so ([`Loader::group`](crate::Loader::group) says what else).
 
 mod config;
 mod cut;

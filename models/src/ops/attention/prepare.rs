@@ -64,7 +64,7 @@ impl AttentionPrepare {
             check_dtype(PREPARE, arg, tensor.dtype(), DType::F32)?;
             check_device(PREPARE, arg, tensor, cache.device())?;
             check_contiguous(PREPARE, arg, tensor)?;
-            cache.check_not_in_place_cpu(PREPARE, arg, storage_key(tensor))?;
+            cache.check_not_written(PREPARE, arg, storage_key(tensor))?;
         }
         check_shape(PREPARE, "q_weight", q_weight, &[dim])?;
         check_shape(PREPARE, "k_weight", k_weight, &[dim])?;
@@ -117,7 +117,7 @@ impl AttentionPrepare {
 
     fn check_input(&self, arg: &str, dtype: DType, key: usize) -> Result<()> {
         check_dtype(PREPARE, arg, dtype, self.cache.k.dtype())?;
-        self.cache.check_not_in_place_cpu(PREPARE, arg, key)
+        self.cache.check_not_written(PREPARE, arg, key)
     }
 
     fn plan(&self, [q, k, v]: [&Layout; 3]) -> Result<AttentionPlan> {

@@ -3,7 +3,7 @@
 use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{part_of, part_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig};
+use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 
@@ -73,7 +73,8 @@ fn four_heads() -> Tiny {
 fn parts_of(tiny: &Tiny, group: Arc<dyn Collective>) -> Result<CausalLm> {
     let config = ModelConfig::from_json(&tiny.config.to_string())?;
     let whole = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &Device::Cpu);
-    CausalLm::load_part(&config, part_of(whole, &config, &*group)?, group, |_, _| ())
+    let part = part_of(whole, &config, &*group)?;
+    CausalLm::loader(&config).group(group).load(part)
 }
 
 #[test]
@@ -94,7 +95,7 @@ fn from_files(of: &Goldens, group: Arc<dyn Collective>) -> Result<CausalLm> {
     let (config, files) = (of.config()?, [of.dir() + "/model.safetensors"]);
     // SAFETY: nobody writes the goldens.
     let part = unsafe { part_of_safetensors(&files, &config, &*group, DType::F32, &Device::Cpu)? };
-    CausalLm::load_part(&config, part, group, |_, _| ())
+    CausalLm::loader(&config).group(group).load(part)
 }
 
 /// Of mapped files only the part is read.

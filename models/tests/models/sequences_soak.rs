@@ -4,7 +4,7 @@
 use crate::sequences::{assert_near, on_each, tokens, want};
 use crate::support::{single_stream_devices, Rng};
 use candle_core::{Result, Tensor};
-use candle_gdn::models::{CausalLm, DecodeGraph, Sequence, SequencePool, SequenceSnapshot};
+use candle_gdn_models::{CausalLm, DecodeGraph, Sequence, SequencePool, SequenceSnapshot};
 
 const CAPACITY: usize = 5;
 const MAX_LEN: usize = 150;

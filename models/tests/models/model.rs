@@ -1,10 +1,10 @@
 //! Whole models against transformers and against themselves. What loading refuses is tested on the CPU only.
 
-use crate::golden::{Goldens, DEMO, DEMO_AS_LOADED, QWEN3_5, QWEN3_5_MOE};
+use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
 use crate::support::devices;
 use crate::tiny::{self, Tiny};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{CausalLm, ModelState};
+use candle_gdn_models::{CausalLm, ModelState};
 
 const CPU: Device = Device::Cpu;
 /// Bound on the logits, which are up to about 20 large.
@@ -51,12 +51,12 @@ fn fails_with<T>(result: Result<T>, parts: &[&str]) {
     }
 }
 
-/// Last logits, log-probabilities and greedy tokens of every golden prompt, by [`Goldens::reference_model`].
+/// Last logits, log-probabilities and greedy tokens of every golden prompt.
 fn check_goldens(goldens: &Goldens, device: &Device) -> Result<()> {
     if !goldens.is_here() {
         return Ok(());
     }
-    let model = goldens.reference_model(device)?;
+    let model = goldens.model(DType::F32, device)?;
     let (mut worst_logit, mut worst_logprob, mut low_margins) = (0f32, 0f32, 0);
     for i in 0..goldens.prompts() {
         let g = goldens.prompt(i)?;
@@ -92,11 +92,6 @@ fn log_softmax(logits: &[f32], id: u32) -> f32 {
 #[test]
 fn demo_matches_transformers() -> Result<()> {
     on_every_device(|device| check_goldens(&DEMO, device))
-}
-
-#[test]
-fn demo_matches_transformers_as_users_load_it() -> Result<()> {
-    on_every_device(|device| check_goldens(&DEMO_AS_LOADED, device))
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use crate::support::{devices, single_stream_devices};
 use crate::tiny::{Tiny, VOCAB};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{CausalLm, DecodeGraph, ModelConfig};
+use candle_gdn_models::{CausalLm, DecodeGraph, ModelConfig};
 use candle_nn::VarBuilder;
 
 /// Routing is not continuous: where the rounding of 16 bits sends a token to another expert its logits are others, and so

@@ -223,8 +223,8 @@ pub fn in_a_folder(name: &str) -> (tempfile::TempDir, std::path::PathBuf) {
 }
 
 /// On the CPU, in f32.
-pub fn load(path: &Path) -> Result<candle_gdn::models::CausalLm> {
-    let file = candle_gdn::models::GgufFile::open(path)?;
-    let config = candle_gdn::models::ModelConfig::from_gguf(&file)?;
-    candle_gdn::models::CausalLm::load_gguf(&config, &file, DType::F32, &Device::Cpu)
+pub fn load(path: &Path) -> Result<candle_gdn_models::CausalLm> {
+    let file = candle_gdn_models::GgufFile::open(path)?;
+    let config = candle_gdn_models::ModelConfig::from_gguf(&file)?;
+    candle_gdn_models::CausalLm::load_gguf(&config, &file, DType::F32, &Device::Cpu)
 }

@@ -3,13 +3,13 @@
 
 use crate::gguf_tokenizer;
 use crate::gguf_writer::{in_a_folder, load, GgufOfTiny, Layout};
-use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::golden::{DEMO, QWEN3_5, QWEN3_5_MOE};
 use crate::support::single_stream_devices;
 use crate::tiny::{self, Tiny};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{CausalLm, DecodeGraph, Family, GgufFile, LoadOptions, ModelConfig, ModelState};
+use candle_gdn_models::{CausalLm, DecodeGraph, Family, GgufFile, ModelConfig, ModelState};
 use candle_nn::VarBuilder;
 use std::path::{Path, PathBuf};
 
@@ -26,18 +26,6 @@ pub fn converted(name: &str) -> Option<PathBuf> {
     let path = PathBuf::from(dir).join("gguf").join(name);
     assert!(path.exists(), "{} is missing", path.display());
     Some(path)
-}
-
-/// With the rotary frequencies that the goldens of `of` were computed with.
-fn load_as(path: &Path, of: &Goldens) -> Result<CausalLm> {
-    let file = GgufFile::open(path)?;
-    let mut config = ModelConfig::from_gguf(&file)?;
-    if of.whole_cast {
-        for f in &mut config.attention.rope_inv_freq {
-            *f = half::bf16::from_f32(*f as f32).to_f64();
-        }
-    }
-    CausalLm::load_gguf(&config, &file, DType::F32, &CPU)
 }
 
 /// The same file with every tensor in f32.
@@ -136,7 +124,7 @@ fn f16_files_match_the_goldens() -> Result<()> {
     for (name, goldens) in [("demo-f16", &DEMO), ("qwen3_5_tiny-f16", &QWEN3_5), ("qwen3_5_moe_tiny-f16", &QWEN3_5_MOE)]
     {
         let Some(path) = converted(&format!("{name}.gguf")) else { continue };
-        let model = load_as(&path, goldens)?;
+        let model = load(&path)?;
         let mut worst = 0f32;
         for i in 0..goldens.prompts() {
             let g = goldens.prompt(i)?;
@@ -164,7 +152,7 @@ fn q8_0_files_are_as_good_as_their_weights() -> Result<()> {
         let Some(path) = converted(&format!("{name}.gguf")) else { continue };
         let (_dir, wide) = in_a_folder("f32.gguf");
         dequantized(&path, &wide)?;
-        let (model, dense) = (load_as(&path, goldens)?, load_as(&wide, goldens)?);
+        let (model, dense) = (load(&path)?, load(&wide)?);
         let mut errors = [(); 3].map(|_| Vec::new());
         for i in 0..goldens.prompts() {
             let g = goldens.prompt(i)?;
@@ -548,7 +536,7 @@ fn every_wrong_entry_is_named() -> Result<()> {
     }
     let linear = [false, true, true, true].map(Value::Bool).to_vec();
     let first = with(&of("attention.recurrent_layers"), Some(Value::Array(linear)))?;
-    assert_eq!(first.layers[0].mixer, candle_gdn::models::MixerKind::FullAttention);
+    assert_eq!(first.layers[0].mixer, candle_gdn_models::MixerKind::FullAttention);
     Ok(())
 }
 
@@ -556,10 +544,11 @@ fn quantize(tiny: &Tiny, dtype: DType, to: GgmlDType) -> Result<CausalLm> {
     let vb = VarBuilder::from_tensors(tiny.weights.clone(), dtype, &CPU);
     let config = ModelConfig::from_json(&tiny.config.to_string())?;
     let mut layers = 0;
-    let model = CausalLm::load_with(&config, vb, &LoadOptions { quantize: Some(to) }, |done, of| {
+    let progress = |done, of| {
         layers += 1;
         assert_eq!((done, of), (layers, 4));
-    })?;
+    };
+    let model = CausalLm::loader(&config).quantize(to).progress(progress).load(vb)?;
     assert_eq!(layers, 4);
     Ok(model)
 }

@@ -6,10 +6,13 @@
 use candle_core::{safetensors, Device, Tensor};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::SystemTime;
+use std::process::Command;
 
-pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/demo");
+#[path = "../../../tests/support/program.rs"]
+mod program;
+use program::program;
+
+pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
 
 /// What a run left behind.
 #[derive(Debug)]
@@ -19,42 +22,11 @@ pub struct Run {
     pub stderr: String,
 }
 
-/// The example itself. `cargo test` builds the examples first and puts them beside the test's own directory; with
-/// `--test` it leaves them as they are.
-pub fn program(example: &str) -> Command {
-    let test = std::env::current_exe().expect("the path of this test");
-    let profile = test.parent().and_then(Path::parent).expect("target/<profile>/deps");
-    let program = profile.join("examples").join(format!("{example}{}", std::env::consts::EXE_SUFFIX));
-    assert!(program.is_file(), "{} is not built: cargo build --examples", program.display());
-    let built = modified(&program);
-    // Cargo leaves an example alone whose own sources are as they were.
-    let examples = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/examples"));
-    let sources = newest(&examples.join(example)).max(newest(&examples.join("common")));
-    assert!(built >= sources, "{} is older than its sources: cargo build --examples", program.display());
-    let mut command = Command::new(program);
-    command.stdin(Stdio::null()).env_remove("RUST_BACKTRACE").env_remove("RUST_LIB_BACKTRACE");
-    command
-}
-
 /// An example that runs models, on the CPU.
 pub fn command(example: &str) -> Command {
     let mut command = program(example);
     command.arg("--cpu");
     command
-}
-
-fn modified(path: &Path) -> SystemTime {
-    path.metadata().and_then(|m| m.modified()).expect("a time of modification")
-}
-
-fn newest(dir: &Path) -> SystemTime {
-    let paths = std::fs::read_dir(dir).expect("a directory").map(|entry| entry.expect("an entry").path());
-    let times = paths.filter_map(|path| match path.extension() {
-        _ if path.is_dir() => Some(newest(&path)),
-        Some(ext) if ext == "rs" => Some(modified(&path)),
-        _ => None,
-    });
-    times.max().unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
 pub fn run(example: &str, args: &[impl AsRef<OsStr>]) -> Run {

@@ -4,7 +4,7 @@ use crate::golden::DEMO;
 use crate::support::{devices, Rng};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{CausalLm, Sequence, SequencePool};
+use candle_gdn_models::{CausalLm, Sequence, SequencePool};
 
 /// Rounding of other kernels, on logits up to about 20 large.
 const LOGITS: f32 = 1e-3;
@@ -356,7 +356,7 @@ fn bytes_are_as_documented() -> Result<()> {
             };
             let full = 4 * a.num_kv_heads * len * (a.head_dim + values);
             let is_linear =
-                |l: &&candle_gdn::models::LayerConfig| l.mixer == candle_gdn::models::MixerKind::LinearAttention;
+                |l: &&candle_gdn_models::LayerConfig| l.mixer == candle_gdn_models::MixerKind::LinearAttention;
             let linears = model.config().layers.iter().filter(is_linear).count();
             let fulls = model.config().layers.len() - linears;
             assert_eq!(pool.bytes_per_sequence(), linears * linear + fulls * full);
@@ -416,6 +416,6 @@ fn threads_may_share_and_move_them() {
     fn both<T: Send + Sync>() {}
     both::<SequencePool>();
     both::<Sequence>();
-    both::<candle_gdn::models::SequenceSnapshot>();
-    both::<candle_gdn::models::Drafts>();
+    both::<candle_gdn_models::SequenceSnapshot>();
+    both::<candle_gdn_models::Drafts>();
 }

@@ -2,7 +2,7 @@
 
 #[path = "support/cli.rs"]
 mod cli;
-#[path = "../examples/common/dummy.rs"]
+#[path = "../../examples/common/dummy.rs"]
 mod dummy;
 #[path = "support/tiny.rs"]
 #[allow(dead_code)]
@@ -10,7 +10,7 @@ mod tiny;
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Shape, Tensor};
-use candle_gdn::models::{CausalLm, ModelConfig};
+use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use cli::{fails, run, Copy, DEMO};
@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use tiny::Tiny;
 
-const CONFIGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/generate/configs");
+const CONFIGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/configs");
 
 /// Published models, the billions of parameters of their names, and the MiB of a sequence's recurrent states.
 const PUBLISHED: [(&str, f64, u64); 5] = [

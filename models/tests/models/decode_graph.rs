@@ -4,7 +4,7 @@ use crate::golden::DEMO;
 use crate::sequences::{assert_near, model, on_each, tokens, want};
 use crate::support::{devices, single_stream_devices, Rng};
 use candle_core::{DType, Device, Result};
-use candle_gdn::models::{CausalLm, DecodeGraph, Sequence, SequencePool};
+use candle_gdn_models::{CausalLm, DecodeGraph, Sequence, SequencePool};
 
 fn argmax(logits: &[f32]) -> u32 {
     (0..logits.len()).max_by(|&i, &j| logits[i].total_cmp(&logits[j]).then(j.cmp(&i))).unwrap_or(0) as u32

@@ -129,7 +129,7 @@ fn bad_files_are_named() {
     let path = write(&file, dir.path(), "plain.gguf");
     fails("generate", &["--model", &path, "--chat", "--prompt", "a"], 1, &["plain.gguf", "no chat template"]);
     fails("generate", &["--model", "/nowhere/at.gguf"], 1, &["--model", "/nowhere/at.gguf"]);
-    let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/README.md");
+    let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md");
     fails("generate", &["--model", readme], 1, &["--model", "README.md", "gguf"]);
     fails("generate", &["--quantize", "q9"], 2, &["--quantize", "q8_0"]);
 }

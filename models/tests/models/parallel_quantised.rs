@@ -10,8 +10,8 @@ use crate::parallel::{check, on_ranks, run_steps, BOUND};
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Tensor};
-use candle_gdn::models::{
-    part_of, part_of_safetensors, CausalLm, Collective, GgufFile, LoadOptions, LocalRank, ModelConfig, OtherType,
+use candle_gdn_models::{
+    part_of, part_of_safetensors, CausalLm, Collective, GgufFile, LocalRank, ModelConfig, OtherType,
 };
 use candle_nn::VarBuilder;
 use std::path::Path;
@@ -21,10 +21,10 @@ const CPU: Device = Device::Cpu;
 /// Of the logits of trained models, where 8 bits were rounded otherwise.
 const ROUNDED: f64 = 2e-2;
 
-fn part_of_gguf(path: &Path, group: Arc<dyn Collective>, options: &LoadOptions) -> Result<CausalLm> {
+fn part_of_gguf(path: &Path, group: Arc<dyn Collective>) -> Result<CausalLm> {
     let file = GgufFile::open(path)?;
     let config = ModelConfig::from_gguf(&file)?;
-    CausalLm::load_gguf_part(&config, &file, DType::F32, &CPU, group, options, |_, _| ())
+    CausalLm::loader(&config).group(group).load_gguf(&file, DType::F32, &CPU)
 }
 
 /// Four key heads, so that four ranks have one each.
@@ -42,7 +42,7 @@ fn check_file(what: &str, path: &Path, ranks: usize) -> Result<Vec<OtherType>> {
     let rounding = rel_rms(&want, &dense);
     assert!(rounding < 0.5, "{what}: the whole is off by {rounding:e}");
     let parts = on_ranks(ranks, |group| {
-        let part = part_of_gguf(path, group, &LoadOptions::default())?;
+        let part = part_of_gguf(path, group)?;
         assert!(part.is_quantized());
         Ok((run(&part)?, part.other_types().to_vec()))
     });
@@ -65,7 +65,7 @@ fn converted_files() -> Result<()> {
         ("qwen3_5_moe_tiny-q8_0", ROUNDED),
     ] {
         let Some(path) = converted(&format!("{name}.gguf")) else { continue };
-        check(name, &load(&path)?, 2, bound, |group| part_of_gguf(&path, group, &LoadOptions::default()));
+        check(name, &load(&path)?, 2, bound, |group| part_of_gguf(&path, group));
     }
     Ok(())
 }
@@ -83,7 +83,7 @@ fn files_of_every_layout() -> Result<()> {
         }
         let ((_dir, path), what) = (in_a_folder("tiny.gguf"), format!("{layout:?}"));
         file.write(&path)?;
-        let part = |group| part_of_gguf(&path, group, &LoadOptions::default());
+        let part = |group| part_of_gguf(&path, group);
         check(&what, &load(&path)?, ranks, BOUND, part);
         file.clone().quantized(GgmlDType::Q8_0).write(&path)?;
         assert_eq!(check_file(&what, &path, ranks)?, []);
@@ -116,28 +116,27 @@ fn part_of_safetensors_with(
 ) -> Result<CausalLm> {
     // SAFETY: nobody writes the files.
     let part = unsafe { part_of_safetensors(files, config, &*group, DType::F32, &CPU)? };
-    CausalLm::load_part_with(config, part, group, &LoadOptions { quantize: to }, |_, _| ())
+    CausalLm::loader(config).group(group).quantize(to).load(part)
 }
 
 #[test]
 fn parts_are_quantised_as_they_load() -> Result<()> {
     let (config, files) = (DEMO.config()?, [DEMO.dir() + "/model.safetensors"]);
-    let options = LoadOptions { quantize: Some(GgmlDType::Q8_0) };
     // SAFETY: nobody writes the goldens.
     let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &CPU)? };
-    let whole = CausalLm::load_with(&config, vb, &options, |_, _| ())?;
+    let whole = CausalLm::loader(&config).quantize(GgmlDType::Q8_0).load(vb)?;
     check("demo", &whole, 2, ROUNDED, |group| {
-        let part = part_of_safetensors_with(&files, &config, group, options.quantize)?;
+        let part = part_of_safetensors_with(&files, &config, group, Some(GgmlDType::Q8_0))?;
         assert!(part.is_quantized() && part.other_types().is_empty());
         Ok(part)
     });
     // Of a part the width counts: 256 columns are whole blocks of Q4K, and half of them are not.
     let tiny = four_heads();
     let config = ModelConfig::from_json(&tiny.config.to_string())?;
-    let options = LoadOptions { quantize: Some(GgmlDType::Q4K) };
     for rank in on_ranks(2, |group| {
         let vb = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &CPU);
-        let part = CausalLm::load_part_with(&config, part_of(vb, &config, &*group)?, group, &options, |_, _| ())?;
+        let part = part_of(vb, &config, &*group)?;
+        let part = CausalLm::loader(&config).group(group).quantize(GgmlDType::Q4K).load(part)?;
         Ok(part.other_types().to_vec())
     }) {
         let others = rank?;
@@ -229,7 +228,7 @@ fn what_cannot_be_divided_is_named() -> Result<()> {
     let refused = |tiny: &Tiny, ranks: usize, part: &str| -> Result<()> {
         let (_dir, path) = in_a_folder("tiny.gguf");
         GgufOfTiny::new(tiny, Layout::Qwen3_5)?.write(&path)?;
-        for rank in on_ranks(ranks, |group| part_of_gguf(&path, group, &LoadOptions::default()).map(|_| ())) {
+        for rank in on_ranks(ranks, |group| part_of_gguf(&path, group).map(|_| ())) {
             let message = rank.expect_err("an error").to_string();
             assert!(message.contains(part), "{message}");
         }
@@ -245,7 +244,7 @@ fn what_cannot_be_divided_is_named() -> Result<()> {
     let name = "blk.0.ffn_down_exps.weight";
     file.tensors.get_mut(name).expect("the tensor").0 = Tensor::zeros((4, 256, 128), DType::F32, &CPU)?;
     file.write(&path)?;
-    for rank in on_ranks(2, |group| part_of_gguf(&path, group, &LoadOptions::default()).map(|_| ())) {
+    for rank in on_ranks(2, |group| part_of_gguf(&path, group).map(|_| ())) {
         let message = rank.expect_err("an error").to_string();
         for part in ["tiny.gguf", name, "expected [4, 256, 256]", "got [4, 256, 128]"] {
             assert!(message.contains(part), "{message}");

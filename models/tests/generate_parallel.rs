@@ -3,7 +3,7 @@
 #[path = "support/cli.rs"]
 mod cli;
 // Has tests of its own.
-#[path = "../examples/common/gpu_count.rs"]
+#[path = "../../examples/common/gpu_count.rs"]
 mod gpu_count;
 
 use cli::{command, fails, run, Copy, Run};

@@ -1,7 +1,7 @@
 //! A Qwen3-Next of a few thousand random weights, with any configuration.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::models::{CausalLm, ModelConfig};
+use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
 use serde_json::{json, Value};
 use std::collections::HashMap;

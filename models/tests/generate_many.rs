@@ -3,12 +3,12 @@
 
 #[path = "support/cli.rs"]
 mod cli;
-#[path = "../examples/generate/draft.rs"]
+#[path = "../../examples/generate/draft.rs"]
 mod draft;
-#[path = "../examples/generate/greedy.rs"]
+#[path = "../../examples/generate/greedy.rs"]
 #[allow(dead_code)]
 mod greedy;
-#[path = "../examples/generate/prefixes.rs"]
+#[path = "../../examples/generate/prefixes.rs"]
 mod prefixes;
 
 use cli::{command, fails, Copy, Run, DEMO};

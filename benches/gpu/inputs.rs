@@ -1,0 +1,71 @@
+//! What a shape of the rule is run on.
+
+use crate::workloads::{Heads, Work};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+use candle_gdn::Gates;
+
+/// One set of inputs. q, k and v lie side by side in the rows of one tensor, the gates in another, as a layer has them.
+pub struct Inputs {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub gates: Gates,
+    /// `[sequences, HV, V, K]`
+    pub state: Tensor,
+}
+
+impl Inputs {
+    /// Random, in `dtype`.
+    pub fn new(work: &Work, dtype: DType, device: &Device) -> Result<Self> {
+        let Heads { hk, hv, dim } = work.heads;
+        let tokens = work.tokens();
+        let (keys, values) = (hk * dim, hv * dim);
+        let randn = |shape: &[usize]| Tensor::randn(0f32, 1., shape, device);
+        let mut qkv = randn(&[tokens, 2 * keys + values])?;
+        if work.contest {
+            let rows = qkv.narrow(1, 0, 2 * keys)?.reshape((tokens, 2 * hk, dim))?;
+            let rows = rows.broadcast_div(&rows.sqr()?.sum_keepdim(2)?.sqrt()?)?.reshape((tokens, 2 * keys))?;
+            qkv = Tensor::cat(&[&rows, &qkv.narrow(1, 2 * keys, values)?], 1)?;
+        }
+        let qkv = qkv.to_dtype(dtype)?;
+        let ba = randn(&[tokens, 2 * hv])?.to_dtype(dtype)?;
+        let gates = if work.contest {
+            Gates {
+                a: ba.narrow(1, hv, hv)?,
+                b: ba.narrow(1, 0, hv)?,
+                a_log: (randn(&[hv])? * 0.1)?,
+                dt_bias: (randn(&[hv])? * 0.1)?,
+            }
+        } else {
+            Gates {
+                a: ba.narrow(1, hv, hv)?,
+                b: ba.narrow(1, 0, hv)?,
+                a_log: Tensor::rand(1f32, 16., hv, device)?.log()?,
+                dt_bias: (randn(&[hv])? - 4.)?,
+            }
+        };
+        let state = (randn(&[work.lengths.len(), hv, dim, dim])? * 0.1)?;
+        let heads = |start: usize, n: usize| qkv.narrow(1, start * dim, n * dim);
+        Ok(Inputs { q: heads(0, hk)?, k: heads(hk, hk)?, v: heads(2 * hk, hv)?, gates, state })
+    }
+
+    /// The op on one set of inputs, which it updates in place; the sequences' boundaries are on the device already.
+    fn op(&self, x: &Inputs, algo: Algo, cu: &CuSeqlens) -> candle_core::Result<Op> {
+        let options = RuleOptions { algo, l2norm: !work.contest, ..RuleOptions::default() };
+        Ok(if work.decode {
+            Op::Decode(GdnDecode::new(x.gates.clone(), &x.state, options)?)
+        } else {
+            Op::Prefill(GdnPrefill::new(x.gates.clone(), &x.state, Some(cu), options)?)
+        })
+    }
+
+    pub fn shape(&self) -> Shape {
+        let Heads { hk, hv, dim } = work.heads;
+        let shape = Shape::heads(hk, hv, dim, dim).batch(work.lengths.len());
+        match work.lengths.iter().all(|n| *n == work.lengths[0]) {
+            true => shape.tokens(work.lengths[0]),
+            false => shape.packed(&work.lengths),
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Text from a Qwen3-Next checkpoint, the small one of this repository where no other is named.
+
+mod model;
+
+use anyhow::{ensure, Error, Result};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use candle_transformers::generation::LogitsProcessor;
+use clap::Parser;
+use std::{io::Write, path::PathBuf, time::Instant};
+use tokenizers::Tokenizer;
+
+#[derive(Parser)]
+struct Args {
+    /// Directory with config.json, tokenizer.json and the weights as safetensors
+    #[arg(long, default_value = "examples/generate/demo")]
+    model: PathBuf,
+
+    #[arg(long, default_value = "In the beginning God created")]
+    prompt: String,
+
+    /// Tokens to generate
+    #[arg(short = 'n', long, default_value_t = 100)]
+    sample_len: usize,
+
+    /// Without a temperature the likeliest token is taken
+    #[arg(long)]
+    temperature: Option<f64>,
+
+    #[arg(long)]
+    top_p: Option<f64>,
+
+    #[arg(long, default_value_t = 299792458)]
+    seed: u64,
+
+    /// Run on the CPU, in f32, also where there is a GPU
+    #[arg(long)]
+    cpu: bool,
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let device = if args.cpu { Device::Cpu } else { Device::cuda_if_available(0)? };
+    let dtype = if device.is_cuda() { DType::BF16 } else { DType::F32 };
+    let config: model::Config = serde_json::from_slice(&std::fs::read(args.model.join("config.json"))?)?;
+    let tokenizer = Tokenizer::from_file(args.model.join("tokenizer.json")).map_err(Error::msg)?;
+    let mut files = std::fs::read_dir(&args.model)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "safetensors"));
+    // SAFETY: sound as long as nobody writes to the files.
+    let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, dtype, &device)? };
+    let mut model = model::ModelForCausalLM::new(&config, vb)?;
+
+    let mut sampler = LogitsProcessor::new(args.seed, args.temperature, args.top_p);
+    let mut text = tokenizer.decode_stream(true);
+    let mut tokens = tokenizer.encode(args.prompt.as_str(), true).map_err(Error::msg)?.get_ids().to_vec();
+    ensure!(!tokens.is_empty(), "--prompt: expected at least one token");
+    print!("{}", args.prompt);
+    let (mut offset, start) = (0, Instant::now());
+    for _ in 0..args.sample_len {
+        // The whole prompt, then token by token.
+        let ids = Tensor::new(&tokens[..], &device)?.unsqueeze(0)?;
+        let token = sampler.sample(&model.forward(&ids, offset)?.squeeze(0)?)?;
+        offset += tokens.len();
+        tokens = vec![token];
+        if token == config.eos_token_id {
+            break;
+        }
+        if let Some(text) = text.step(token).map_err(Error::msg)? {
+            print!("{text}");
+            std::io::stdout().flush()?;
+        }
+    }
+    println!();
+    eprintln!("{:.1} tokens/s", offset as f64 / start.elapsed().as_secs_f64());
+    Ok(())
+}

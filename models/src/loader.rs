@@ -1,0 +1,180 @@
+//! How a model is loaded: whole or a rank's part, from a checkpoint or a GGUF file, quantised on the way or not.
+
+use crate::blocks::decoder::DecoderLayer;
+use crate::blocks::embeddings::Embeddings;
+use crate::blocks::norm::RmsNorm;
+use crate::blocks::rotary::Rotary;
+use crate::causal_lm::CausalLm;
+use crate::config::{Family, ModelConfig};
+use crate::formats::{dequantized, GgufFile, GgufWeights, Quantizer, Source};
+use crate::parallel::{Collective, Cuts, Vocabulary};
+use candle_core::quantized::GgmlDType;
+use candle_core::{bail, DType, Device, Result};
+use candle_nn::VarBuilder;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+
+/// Where the text model stands in a checkpoint: alone, or inside a multimodal wrapper.
+const PREFIXES: &[&str] = &["model", "model.language_model"];
+
+impl CausalLm {
+    /// Loads the model at the root of a checkpoint, in the dtype (f32, bf16 or f16) and on the
+    /// device of `vb`. Weights that the text model does not need (`mtp.*`, a vision tower) are
+    /// never read. On the CPU, matrices in f32 that bf16 or f16 holds exactly are kept in it, which halves
+    /// memory and changes no result. Weights in fp8 ([`ModelConfig::fp8`]) are dequantised.
+    ///
+    /// # Errors
+    /// A missing or misshapen weight, by its full name.
+    pub fn load(config: &ModelConfig, vb: VarBuilder) -> Result<Self> {
+        Self::loader(config).load(vb)
+    }
+
+    /// Loads the model in a GGUF file that llama.cpp's converter made, with activations in `dtype` (f32, bf16 or f16).
+    /// `config` is [`ModelConfig::from_gguf`]'s. Quantised matrices stay as they are, to the bit, and candle's kernels
+    /// multiply with them; candle rounds what they are multiplied with to 8 bits. All else is loaded in `dtype`.
+    ///
+    /// # Errors
+    /// A missing or misshapen tensor: the message names the file, the tensor, and the weight it stands for.
+    pub fn load_gguf(config: &ModelConfig, file: &GgufFile, dtype: DType, device: &Device) -> Result<Self> {
+        Self::loader(config).load_gguf(file, dtype, device)
+    }
+
+    /// The same with options: quantised, a rank's part, or with progress.
+    ///
+    /// ```no_run
+    /// # fn load(config: &candle_gdn_models::ModelConfig, vb: candle_nn::VarBuilder) -> candle_core::Result<()> {
+    /// use candle_core::quantized::GgmlDType;
+    /// use candle_gdn_models::CausalLm;
+    ///
+    /// let progress = |loaded, of| println!("layer {loaded} of {of}");
+    /// let model = CausalLm::loader(config).quantize(GgmlDType::Q4K).progress(progress).load(vb)?;
+    /// # let _ = model;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn loader(config: &ModelConfig) -> Loader<'_> {
+        Loader { config, quantize: None, group: None, progress: Box::new(|_, _| ()) }
+    }
+}
+
+/// Options of loading a model, made by [`CausalLm::loader`].
+pub struct Loader<'a> {
+    config: &'a ModelConfig,
+    quantize: Option<GgmlDType>,
+    group: Option<Arc<dyn Collective>>,
+    progress: Box<dyn FnMut(usize, usize) + 'a>,
+}
+
+impl<'a> Loader<'a> {
+    /// Quantises the matrices of all projections, embeddings aside, to this type, one by one as they are read: memory
+    /// holds the quantised model and one tensor of the checkpoint at a time. `None`, the default, leaves them as they are.
+    /// In a GGUF file it concerns what is not quantised there.
+    ///
+    /// A matrix whose width is not whole blocks of the type (32 values, 256 for the K types) becomes
+    /// [`Q8_0`](GgmlDType::Q8_0), or stays dense where 32 does not divide it either;
+    /// [`CausalLm::other_types`] tells which did. The decay and beta
+    /// projections of Gated DeltaNet layers, a few rows that all else hangs on, become `Q8_0` whatever is asked for.
+    /// Norms, the convolution and the router of experts are never quantised.
+    ///
+    /// A rank of several quantises its part of each matrix, whose width is what counts then.
+    pub fn quantize(mut self, to: impl Into<Option<GgmlDType>>) -> Self {
+        self.quantize = to.into();
+        self
+    }
+
+    /// Loads a rank's part of the model, whose others the other ranks of `group` load at the same time with the same
+    /// options: tensor parallelism. The config stays that of the whole model. From then on all ranks make the same calls in
+    /// the same order, each on a state or pool of its own, which holds its heads; logits are those of the whole, the same
+    /// on all ranks. A model that cannot be divided so ([`ModelConfig::split`]) is an error when it is loaded.
+    ///
+    /// A checkpoint's weights are then what [`part_of`](crate::part_of) or
+    /// [`part_of_safetensors`](crate::part_of_safetensors) give. A GGUF file is given whole: of each tensor the rank keeps
+    /// its rows or columns, quantised as they are. Only where its columns are not whole blocks of their type, as a K type's
+    /// 256 values may not divide the width of a part, they become [`Q8_0`](GgmlDType::Q8_0), or dense where 32 does not
+    /// divide it either; [`CausalLm::other_types`] tells which did.
+    pub fn group(mut self, group: impl Into<Option<Arc<dyn Collective>>>) -> Self {
+        self.group = group.into();
+        self
+    }
+
+    /// Calls `progress(loaded, of)` after every layer.
+    pub fn progress(mut self, progress: impl FnMut(usize, usize) + 'a) -> Self {
+        self.progress = Box::new(progress);
+        self
+    }
+
+    /// From the root of a checkpoint; see [`CausalLm::load`].
+    ///
+    /// # Errors
+    /// As [`CausalLm::load`], or a type that matrices cannot be quantised to.
+    pub fn load(self, vb: VarBuilder) -> Result<CausalLm> {
+        let vb = match &self.config.fp8 {
+            // A part was dequantised when it was cut.
+            Some(fp8) if self.group.is_none() => dequantized(vb, fp8, None),
+            _ => vb,
+        };
+        self.load_from(Source::new(vb))
+    }
+
+    /// From a GGUF file; see [`CausalLm::load_gguf`].
+    ///
+    /// # Errors
+    /// As [`CausalLm::load_gguf`], or a type that matrices cannot be quantised to.
+    pub fn load_gguf(self, file: &GgufFile, dtype: DType, device: &Device) -> Result<CausalLm> {
+        let config = self.config;
+        let cuts = self.group.as_ref().map(|group| Cuts::new(config, &**group)).transpose()?;
+        let weights = GgufWeights::new(file, &config.gdn, config.family != Family::Qwen3Next, cuts);
+        self.load_from(Source::gguf(weights, dtype, device))
+    }
+
+    fn load_from(mut self, source: Source) -> Result<CausalLm> {
+        static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
+        let (dtype, device) = (source.dtype(), source.device().clone());
+        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
+            bail!("dtype: expected F32, BF16 or F16, got {dtype:?}")
+        }
+        let quantized = source.is_quantized() || self.quantize.is_some();
+        let source = match self.quantize {
+            Some(to) => source.quantized(Arc::new(Quantizer::new(to)?)),
+            None => source,
+        };
+        let is_here = |p: &&&str| source.pp(p).contains("embed_tokens.weight");
+        // If it is nowhere, the error names the tensor at the usual place.
+        let prefix = PREFIXES.iter().find(is_here).unwrap_or(&PREFIXES[0]);
+        let text = source.pp(prefix);
+        let (whole, group) = (self.config, self.group);
+        let part = group.as_ref().map(|group| whole.split(group.size())).transpose()?;
+        let config = part.as_ref().unwrap_or(whole);
+        let (mut embeddings, tied) = Embeddings::load(config, &text)?;
+        if group.is_some() {
+            embeddings = embeddings.in_group()?;
+        }
+        let mut layers = Vec::with_capacity(config.layers.len());
+        for (i, layer) in config.layers.iter().enumerate() {
+            let layer = DecoderLayer::load(config, layer, &text.pp("layers").pp(i))?;
+            layers.push(layer.in_group(group.clone()));
+            (self.progress)(i + 1, config.layers.len());
+        }
+        let vocabulary = group.map(|group| Vocabulary::new(group, whole.vocab_size, &device)).transpose()?;
+        let head = match tied {
+            Some(tied) => tied,
+            None => source.pp("lm_head").linear(config.hidden_size, config.vocab_size)?,
+        };
+        Ok(CausalLm {
+            embeddings,
+            layers,
+            norm: RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm").dense())?,
+            head,
+            rotary: Rotary::new(&config.attention.rope_inv_freq, config.max_position_embeddings, &device)?,
+            config: whole.clone(),
+            vocabulary,
+            heads: config.attention.num_heads,
+            kv_heads: config.attention.num_kv_heads,
+            dtype,
+            device,
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            quantized,
+            other_types: source.other_types(),
+        })
+    }
+}

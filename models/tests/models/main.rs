@@ -1,0 +1,27 @@
+//! Blocks, checkpoint formats, models and sequences, on the CPU and, built with `--features cuda` on a machine with a GPU,
+//! on CUDA: one binary, the same cases.
+//!
+//! `CANDLE_GDN_TEST_DEVICE=cpu|cuda` picks one device; `cuda` fails where there is none.
+//! `CANDLE_GDN_GOLDENS` names the folder of the full golden files, which has the Qwen3.5 checkpoints.
+//! `CANDLE_GDN_SOAK` sets the number of calls of the soak tests.
+
+mod attention;
+mod decode_graph;
+mod fused;
+mod gguf;
+#[path = "../../../examples/common/gguf_tokenizer.rs"]
+mod gguf_tokenizer;
+#[path = "../support/gguf_writer.rs"]
+mod gguf_writer;
+#[path = "../support/golden.rs"]
+mod golden;
+mod model;
+mod moe;
+mod parallel;
+mod parallel_quantised;
+mod sequences;
+mod sequences_soak;
+#[path = "../../../tests/support/devices.rs"]
+mod support;
+#[path = "../support/tiny.rs"]
+mod tiny;
