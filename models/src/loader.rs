@@ -2,6 +2,7 @@
 
 use crate::blocks::decoder::DecoderLayer;
 use crate::blocks::embeddings::Embeddings;
+use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rotary::Rotary;
 use crate::causal_lm::CausalLm;
@@ -158,7 +159,7 @@ impl<'a> Loader<'a> {
         let vocabulary = group.map(|group| Vocabulary::new(group, whole.vocab_size, &device)).transpose()?;
         let head = match tied {
             Some(tied) => tied,
-            None => source.pp("lm_head").linear(config.hidden_size, config.vocab_size)?,
+            None => Linear::load(&source.pp("lm_head"), config.hidden_size, config.vocab_size)?,
         };
         Ok(CausalLm {
             embeddings,

@@ -4,6 +4,7 @@
 
 /// Declares the constants and the `#[repr(C)]` structs of a header, each field once, and a test that compares all of them
 /// with the C compiler's (`crate::abi::c_layout`).
+#[allow(clippy::crate_in_macro_def)] // each crate includes the comparison at this path, for its tests alone
 #[doc(hidden)]
 #[macro_export]
 macro_rules! c_header {

@@ -144,14 +144,15 @@ pub fn stream_of(storage: &CudaStorage) -> Result<Arc<CudaStream>> {
     Ok(stream)
 }
 
-/// `$name`: a pointer to a tensor that the op holds. Its guards live to the end of the enclosing block.
+/// `$name`: a pointer to a tensor that the op holds, by [`read`], which is to be in scope. Its guards live to the end of
+/// the enclosing block.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! held {
     ($name:ident, $tensor:expr, $stream:expr) => {
         let (guard, _) = $tensor.storage_and_layout();
         let candle_core::Storage::Cuda(storage) = &*guard else { candle_core::bail!("{}: expected a CUDA tensor", stringify!($name)) };
-        let $name = $crate::plumbing::cuda::read(storage, $stream)?;
+        let $name = read(storage, $stream)?;
     };
 }
 
@@ -162,7 +163,7 @@ macro_rules! held_or_none {
     ($name:ident, $tensor:expr, $stream:expr) => {
         let guard = $tensor.map(|t| t.storage_and_layout().0);
         let $name = match guard.as_deref() {
-            Some(candle_core::Storage::Cuda(storage)) => Some($crate::plumbing::cuda::read(storage, $stream)?),
+            Some(candle_core::Storage::Cuda(storage)) => Some(read(storage, $stream)?),
             Some(_) => candle_core::bail!("{}: expected a CUDA tensor", stringify!($name)),
             None => None,
         };

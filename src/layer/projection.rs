@@ -1,6 +1,6 @@
 //! What the layer projects with, and what a projection of its input gives.
 
-use super::GdnConfig;
+use super::config::GdnConfig;
 use crate::linear::Linear;
 use crate::ops::{Gates, Launch};
 use candle_core::{bail, Module, Result, Tensor, D};

@@ -3,6 +3,7 @@
 use super::check::*;
 use super::in_place::{in_place_cpu, CpuWritten};
 use super::sequences::{CuSeqlens, SequencePlan};
+use super::plan::ConvPlan;
 use super::slots::{cpu_slots, CpuSlots, Slots};
 use crate::cpu;
 use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
@@ -18,17 +19,6 @@ pub struct CausalConv1d {
     slots: Option<Slots>,
     cu_seqlens: Option<CuSeqlens>,
     silu: bool,
-}
-
-/// A checked call.
-#[derive(Debug, Clone)]
-pub(crate) struct ConvPlan {
-    pub x: HeadsLayout,
-    pub channels: usize,
-    pub width: usize,
-    pub seqs: SequencePlan,
-    pub weight_offset: usize,
-    pub out_shape: Vec<usize>,
 }
 
 impl CausalConv1d {

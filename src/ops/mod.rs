@@ -6,12 +6,14 @@ pub mod check;
 mod checkpoints;
 mod conv;
 mod copies;
+mod copy_slot;
 mod decode;
 #[allow(missing_docs)] // for `plumbing` only
 pub mod in_place;
 pub mod launch;
 pub mod norm;
 mod options;
+mod plan;
 mod prefill;
 mod rule;
 mod rule_cpu;
@@ -31,17 +33,14 @@ pub use slots::{Slots, NO_SLOT};
 pub use step::{gdn_step_in_place, GdnStep};
 
 pub(crate) use check::{check_device, check_float, check_shape, check_state_dtype};
-pub(crate) use in_place::copy_slot;
+pub(crate) use copy_slot::copy_slot;
 pub use launch::Launch;
 pub(crate) use step::STEP_TOKENS;
 #[cfg(feature = "cuda")]
 pub(crate) use {
     apply::apply2,
     check::HeadsLayout,
-    conv::ConvPlan,
     in_place::{in_place_cuda, in_place_cuda_if_any, CudaWritten},
-    norm::NormPlan,
-    rule::RulePlan,
+    plan::{ConvPlan, NormPlan, RulePlan, StepPlan},
     sequences::SequencePlan,
-    step::StepPlan,
 };

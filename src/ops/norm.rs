@@ -3,6 +3,7 @@
 use super::apply::apply3;
 use super::check::*;
 use super::options::GateActivation;
+use super::plan::NormPlan;
 use crate::cpu;
 use candle_core::{bail, CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
@@ -14,18 +15,6 @@ const OP: &str = "gated_rms_norm";
 pub struct GatedRmsNorm {
     eps: f64,
     gate: GateActivation,
-}
-
-/// A checked call.
-#[derive(Debug, Clone)]
-pub(crate) struct NormPlan {
-    pub x: HeadsLayout,
-    pub z: HeadsLayout,
-    pub tokens: usize,
-    pub heads: usize,
-    pub dim: usize,
-    pub weight_offset: usize,
-    pub out_shape: Vec<usize>,
 }
 
 impl GatedRmsNorm {

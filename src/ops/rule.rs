@@ -4,6 +4,7 @@ use super::apply::apply3;
 use super::check::*;
 use super::checkpoints::Checkpoints;
 use super::options::{Algo, Gates, RuleOptions};
+use super::plan::RulePlan;
 use super::sequences::{CuSeqlens, SequencePlan};
 use super::slots::Slots;
 use crate::reference::Dims;
@@ -25,21 +26,6 @@ pub(super) struct Rule {
     pub cu_seqlens: Option<CuSeqlens>,
     pub token_states: Option<Tensor>,
     pub checkpoints: Option<Checkpoints>,
-    pub options: RuleOptions,
-}
-
-/// A checked call: sizes and addresses, nothing left to refuse.
-#[derive(Debug, Clone)]
-pub(crate) struct RulePlan {
-    pub dims: Dims,
-    pub seqs: SequencePlan,
-    pub q: HeadsLayout,
-    pub k: HeadsLayout,
-    pub v: HeadsLayout,
-    pub a: HeadsLayout,
-    pub b: HeadsLayout,
-    pub out_shape: Vec<usize>,
-    pub scale: f64,
     pub options: RuleOptions,
 }
 

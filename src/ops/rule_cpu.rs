@@ -3,7 +3,8 @@
 use super::check::*;
 use super::in_place::{in_place_cpu, in_place_cpu_if_any, CpuWritten};
 use super::options::Gates;
-use super::rule::{Rule, RulePlan};
+use super::plan::RulePlan;
+use super::rule::Rule;
 use super::slots::{cpu_slots, CpuSlots};
 use crate::cpu;
 use candle_core::{bail, CpuStorage, DType, Layout, Result, Shape, Storage};

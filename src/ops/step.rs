@@ -6,7 +6,8 @@ use super::conv::CausalConv1d;
 use super::launch::Launch;
 use super::norm::{uniform_tokens, GatedRmsNorm};
 use super::options::{Gates, StepAlgo, StepOptions};
-use super::rule::{Rule, RulePlan};
+use super::plan::StepPlan;
+use super::rule::Rule;
 use super::sequences::CuSeqlens;
 use super::slots::Slots;
 #[cfg(doc)]
@@ -36,20 +37,6 @@ pub struct GdnStep {
     pub(super) norm_weight: Tensor,
     pub(super) options: StepOptions,
     launch: Launch,
-}
-
-/// A checked call, as the CUDA side reads it.
-#[derive(Debug, Clone)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub(crate) struct StepPlan {
-    /// q, k and v in it are columns of the convolution's output.
-    pub rule: RulePlan,
-    pub x: HeadsLayout,
-    pub z: HeadsLayout,
-    pub conv_weight_offset: usize,
-    pub conv_width: usize,
-    pub options: StepOptions,
-    pub launch: Launch,
 }
 
 /// A checked call, and what its parts need when they run one after the other.

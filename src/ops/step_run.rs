@@ -2,7 +2,7 @@
 
 use super::check::storage_dtype;
 #[cfg(feature = "cuda")]
-use super::rule::RulePlan;
+use super::plan::{RulePlan, StepPlan};
 #[cfg(feature = "cuda")]
 use super::sequences::CuSeqlens;
 use super::slots::cpu_slots;
@@ -10,7 +10,7 @@ use super::slots::cpu_slots;
 use super::slots::Slots;
 use super::step::{GdnStep, OP};
 #[cfg(feature = "cuda")]
-use super::step::{fused_sizes, StepPlan};
+use super::step::fused_sizes;
 use super::options::StepAlgo;
 use candle_core::{bail, CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 

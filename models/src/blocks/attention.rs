@@ -77,7 +77,7 @@ impl GatedAttention {
             v_proj,
             qkv_proj,
             frequencies: rotary_frequencies(&a.rope_inv_freq, device)?,
-            o_proj: source.pp("o_proj").linear(a.num_heads * d, h)?,
+            o_proj: Linear::load(&source.pp("o_proj"), a.num_heads * d, h)?,
             q_norm: RmsNorm::load(d, eps, source.pp("q_norm").dense())?,
             k_norm: RmsNorm::load(d, eps, source.pp("k_norm").dense())?,
             cfg: a.clone(),

@@ -26,7 +26,7 @@ pub(crate) fn gated_delta_net(config: &GdnConfig, source: &Source) -> Result<Gat
         a_log: source.get(c.num_value_heads, "A_log")?,
         dt_bias: source.get(c.num_value_heads, "dt_bias")?,
         norm_weight: source.get(c.value_head_dim, "norm.weight")?,
-        out_proj: source.pp("out_proj").linear(c.value_size(), c.hidden_size)?.into(),
+        out_proj: Linear::load(&source.pp("out_proj"), c.value_size(), c.hidden_size)?.into(),
     };
     GatedDeltaNet::new(config, parts)
 }

@@ -1,6 +1,6 @@
 //! A projection without bias: dense by candle-gdn's kernels, or quantised by candle's.
 
-use crate::formats::{Matrix, Quantized};
+use crate::formats::{Matrix, Quantized, Source};
 use candle_core::quantized::QTensor;
 use candle_core::{Device, Module, Result, Tensor};
 use candle_gdn::plumbing::cpu::matmul::Weights;
@@ -17,6 +17,11 @@ pub(crate) enum Linear {
 }
 
 impl Linear {
+    /// The projection whose `weight [outputs, inputs]` stands at `source`.
+    pub fn load(source: &Source, inputs: usize, outputs: usize) -> Result<Self> {
+        Self::stack(vec![source.matrix(outputs, inputs, "weight")?], source.device())
+    }
+
     pub fn dense(weight: Tensor) -> Result<Self> {
         candle_gdn::Linear::new(weight).map(Self::Dense)
     }
@@ -53,6 +58,7 @@ impl Linear {
     }
 
     /// The weight where it is a dense tensor on a device.
+    #[cfg(feature = "cuda")]
     pub fn tensor(&self) -> Option<&Tensor> {
         match self {
             Self::Dense(linear) => match linear.weight() {

@@ -16,7 +16,6 @@ pub(crate) use quantize::Quantizer;
 pub(crate) use quantized::Quantized;
 pub use quantize::OtherType;
 
-use crate::blocks::linear::Linear;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::VarBuilder;
@@ -182,11 +181,6 @@ impl<'a> Source<'a> {
             }
             None => self.get(shape, name),
         }
-    }
-
-    /// The projection whose `weight [out, in]` stands here.
-    pub(crate) fn linear(&self, in_dim: usize, out_dim: usize) -> Result<Linear> {
-        Linear::stack(vec![self.matrix(out_dim, in_dim, "weight")?], self.device())
     }
 
     /// The full name of a weight.

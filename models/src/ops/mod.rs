@@ -2,6 +2,7 @@
 //! dispatch to the CPU or CUDA kernel.
 
 mod attention;
+mod plan;
 mod residual;
 mod swiglu;
 
@@ -13,4 +14,4 @@ pub use residual::{add_rms_norm, rms_norm, AddRmsNorm};
 pub use swiglu::{swiglu, Swiglu};
 
 #[cfg(feature = "cuda")]
-pub(crate) use {attention::AttentionPlan, residual::ResidualPlan, swiglu::SwigluPlan};
+pub(crate) use plan::{AttentionPlan, ResidualPlan, SwigluPlan};

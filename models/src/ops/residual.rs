@@ -1,5 +1,6 @@
 //! A residual and the norm behind it.
 
+use super::plan::{ResidualPlan, RowsLayout};
 use candle_gdn::plumbing::*;
 use crate::cpu::rms_norm::rms_norm as cpu_rms_norm;
 use candle_gdn::plumbing::cpu::Element;
@@ -15,29 +16,6 @@ pub struct AddRmsNorm {
     launch: Launch,
     /// Whether the second argument is added, and not x again.
     add: bool,
-}
-
-/// Rows of one length at one distance.
-#[derive(Debug, Clone, Copy)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub(crate) struct RowsLayout {
-    pub offset: usize,
-    pub stride: usize,
-}
-
-/// A checked call.
-#[derive(Debug, Clone)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub(crate) struct ResidualPlan {
-    pub x: RowsLayout,
-    pub h: Option<RowsLayout>,
-    pub weight_offset: usize,
-    pub rows: usize,
-    pub dim: usize,
-    /// x's; with h two of it, the sum and the norm.
-    pub out_shape: Vec<usize>,
-    pub launch: Launch,
-    pub eps: f64,
 }
 
 impl AddRmsNorm {

@@ -1,7 +1,7 @@
 //! The gate of a feed-forward.
 
 use candle_gdn::plumbing::*;
-use super::residual::RowsLayout;
+use super::plan::{RowsLayout, SwigluPlan};
 use crate::cpu::swiglu::activate;
 use candle_gdn::plumbing::cpu::Element;
 use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
@@ -12,18 +12,6 @@ const OP: &str = "swiglu";
 #[derive(Debug, Clone, Default)]
 pub struct Swiglu {
     launch: Launch,
-}
-
-/// A checked call.
-#[derive(Debug, Clone)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub(crate) struct SwigluPlan {
-    pub gate_up: RowsLayout,
-    pub rows: usize,
-    /// Of a half.
-    pub columns: usize,
-    pub out_shape: Vec<usize>,
-    pub launch: Launch,
 }
 
 impl Swiglu {

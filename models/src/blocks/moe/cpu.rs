@@ -3,7 +3,7 @@
 use crate::config::MoeConfig;
 use crate::blocks::mlp::Mlp;
 use crate::blocks::routing::Routing;
-use super::{gate_weight, stacked_experts};
+use super::weights::{gate_weight, stacked_experts};
 use candle_gdn::plumbing::cpu::matmul::Weights;
 use crate::cpu::moe::{softmax, Combine, Shares};
 use crate::cpu::swiglu::{swiglu, MlpRows, Swiglu};

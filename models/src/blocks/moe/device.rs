@@ -3,7 +3,7 @@
 use crate::config::MoeConfig;
 use crate::blocks::mlp::Mlp;
 use crate::blocks::routing::Routing;
-use super::{gate_weight, stacked_experts};
+use super::weights::{gate_weight, stacked_experts};
 use crate::blocks::linear::matmul_t;
 #[cfg(feature = "cuda")]
 use crate::cuda::moe;

@@ -3,7 +3,7 @@
 use crate::config::MoeConfig;
 use crate::blocks::mlp::Mlp;
 use crate::blocks::routing::Routing;
-use super::gate_weight;
+use super::weights::gate_weight;
 use crate::blocks::linear::Linear;
 use crate::ops::Swiglu;
 use crate::formats::{Blocks, ExpertBlocks, ExpertShape, Matrix, Source};

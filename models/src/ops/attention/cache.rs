@@ -1,12 +1,10 @@
-//! The cache of one layer: its checks, and the advance of its positions.
+//! The cache of one layer, and its checks.
 
-use super::AttentionPlan;
+use crate::ops::plan::AttentionPlan;
 use crate::cpu::cached_attention::{CacheRows, Cached};
 use candle_gdn::plumbing::*;
 use candle_gdn::{CuSeqlens, Slots};
-use candle_core::{bail, CpuStorage, DType, Device, Layout, Result, Tensor};
-
-const ADVANCE: &str = "attention_advance";
+use candle_core::{bail, DType, Device, Layout, Result, Tensor};
 
 /// Keys and values of one softmax layer, and how many tokens of each sequence they hold.
 ///
@@ -69,62 +67,6 @@ impl AttentionCache {
     /// Positions a slot has room for.
     pub fn capacity(&self) -> usize {
         self.k.dims()[2]
-    }
-
-    /// After the last layer of a forward pass: its `tokens` new tokens of every sequence are in the cache. In place, for
-    /// all that hold this `positions`; padding stays where it is.
-    ///
-    /// # Errors
-    /// When the slots do not fit.
-    pub fn advance(&self, tokens: usize) -> Result<()> {
-        self.advance_by(tokens, None)
-    }
-
-    /// The same for packed tokens.
-    ///
-    /// # Errors
-    /// When the sequences or slots do not fit.
-    pub fn advance_packed(&self, cu_seqlens: &CuSeqlens) -> Result<()> {
-        self.advance_by(cu_seqlens.total_tokens(), Some(cu_seqlens))
-    }
-
-    fn advance_by(&self, tokens: usize, cu_seqlens: Option<&CuSeqlens>) -> Result<()> {
-        let sequences = self.positions.elem_count();
-        let packed = cu_seqlens.is_some();
-        let (lead, dims) = if packed { (Lead::Packed, vec![tokens]) } else { (Lead::Batched, vec![sequences, tokens]) };
-        let seqs = SequencePlan::new((ADVANCE, "tokens"), (lead, &dims), cu_seqlens, self.slots.as_ref(), &self.k)?;
-        if seqs.count != sequences {
-            bail!("{ADVANCE}: cu_seqlens: expected {sequences} sequences (as positions), got {}", seqs.count);
-        }
-        if sequences == 0 {
-            return Ok(());
-        }
-        if let Some(slots) = &self.slots {
-            check_not_written(
-                ADVANCE,
-                ("slots", storage_key(slots.read())),
-                ("positions", storage_key(&self.positions)),
-            )?;
-        }
-        #[cfg(feature = "cuda")]
-        if self.device().is_cuda() {
-            let slots = self.slots.as_ref().map(Slots::in_u32).transpose()?;
-            let cu_seqlens = cu_seqlens.map(CuSeqlens::tensor);
-            return crate::cuda::attention::advance(ADVANCE, self, &seqs, slots.as_ref(), cu_seqlens);
-        }
-        let slots = cpu_slots(ADVANCE, self.slots.as_ref(), seqs.num_slots)?;
-        let (slots, ranges) = (slots.of_stride(1), seqs.cpu(cu_seqlens));
-        in_place_cpu(ADVANCE, &self.positions, |(storage, layout)| {
-            let CpuStorage::U32(data) = storage else {
-                bail!("{ADVANCE}: positions: expected a u32 tensor on the CPU")
-            };
-            for (n, position) in data[layout.start_offset()..][..sequences].iter_mut().enumerate() {
-                if slots.offsets(n).is_some() {
-                    *position = position.saturating_add(ranges.range(n).1 as u32);
-                }
-            }
-            Ok(())
-        })
     }
 
     pub(super) fn kv_heads(&self) -> usize {

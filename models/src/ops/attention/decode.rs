@@ -1,6 +1,7 @@
 //! The half behind the append: attention of new tokens over the cache.
 
-use super::{AttentionCache, AttentionPlan};
+use super::cache::AttentionCache;
+use crate::ops::plan::AttentionPlan;
 use crate::cpu::cached_attention::Decode;
 use candle_gdn::plumbing::*;
 use candle_gdn::CuSeqlens;

@@ -1,6 +1,7 @@
 //! The half before the append: norm and rotary position of new queries and keys, and the append itself.
 
-use super::{AttentionCache, AttentionPlan};
+use super::cache::AttentionCache;
+use crate::ops::plan::AttentionPlan;
 use crate::cpu::cached_attention::Prepare;
 use candle_gdn::plumbing::*;
 use candle_gdn::CuSeqlens;
