@@ -5,7 +5,7 @@ use super::{bar, tell, Checkpoint, Rank};
 use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
-use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, LoadOptions, ModelConfig};
+use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
 use std::num::NonZeroUsize;
 use std::time::Instant;
@@ -93,11 +93,6 @@ pub struct ModelArgs {
     #[arg(long, value_enum)]
     dtype: Option<DtypeArg>,
 
-    /// Number format the rotary frequencies are rounded to. Models are trained and run with f32; bf16 repeats the
-    /// figures of a model that was cast as a whole
-    #[arg(long, value_enum, default_value = "f32")]
-    rope_dtype: DtypeArg,
-
     /// Run on the CPU even if there is a GPU
     #[arg(long)]
     pub cpu: bool,
@@ -153,19 +148,6 @@ pub fn gpu(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// The config with its rotary frequencies rounded to `dtype`.
-fn round_rope(config: &ModelConfig, dtype: DtypeArg) -> ModelConfig {
-    let mut config = config.clone();
-    for f in &mut config.attention.rope_inv_freq {
-        *f = match dtype {
-            DtypeArg::F32 => *f,
-            DtypeArg::Bf16 => half::bf16::from_f64(*f).to_f64(),
-            DtypeArg::F16 => half::f16::from_f64(*f).to_f64(),
-        };
-    }
-    config
-}
-
 /// To be called first, while there is one thread: candle asks for the number of threads at every
 /// matrix product, and looks it up in /proc/cpuinfo unless this variable tells it.
 pub fn fix_thread_count() {
@@ -179,40 +161,30 @@ pub fn fix_thread_count() {
 pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfig, rank: &Rank) -> Result<CausalLm> {
     let (start, device) = (Instant::now(), &rank.device);
     let dtype = args.dtype(device);
-    let config = round_rope(config, args.rope_dtype);
-    let options = LoadOptions { quantize: args.quantize() };
     let bar = bar("loading", config.layers.len(), "layers");
-    let progress = |done: usize, _| bar.set_position(done as u64);
+    let loader = || {
+        let loader = CausalLm::loader(config).quantize(args.quantize()).group(rank.group.clone());
+        loader.progress(|done, _| bar.set_position(done as u64))
+    };
     let load = || match (args.load_format, checkpoint.gguf()) {
-        (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(match &rank.group {
-            Some(group) => CausalLm::load_gguf_part(&config, file, dtype, device, group.clone(), &options, progress)?,
-            None => CausalLm::load_gguf_with(&config, file, dtype, device, &options, progress)?,
-        }),
+        (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(loader().load_gguf(file, dtype, device)?),
         (LoadFormat::Auto, None) => {
             let files = &checkpoint.weights()?;
-            Ok(match &rank.group {
-                Some(group) => {
-                    // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
-                    let vb = unsafe { part_of_safetensors(files, &config, &**group, dtype, device)? };
-                    CausalLm::load_part_with(&config, vb, group.clone(), &options, progress)?
+            // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
+            let vb = unsafe {
+                match &rank.group {
+                    Some(group) => part_of_safetensors(files, config, &**group, dtype, device)?,
+                    None => VarBuilder::from_mmaped_safetensors(files, dtype, device)?,
                 }
-                None => {
-                    // SAFETY: as above.
-                    let vb = unsafe { VarBuilder::from_mmaped_safetensors(files, dtype, device)? };
-                    CausalLm::load_with(&config, vb, &options, progress)?
-                }
-            })
+            };
+            Ok(loader().load(vb)?)
         }
         (LoadFormat::Dummy, _) => {
-            let dummy = Box::new(Dummy::new(&config, device)?);
-            let vb = VarBuilder::from_backend(dummy, dtype, device.clone());
-            Ok(match &rank.group {
-                Some(group) => {
-                    let part = part_of(vb, &config, &**group)?;
-                    CausalLm::load_part_with(&config, part, group.clone(), &options, progress)?
-                }
-                None => CausalLm::load_with(&config, vb, &options, progress)?,
-            })
+            let vb = VarBuilder::from_backend(Box::new(Dummy::new(config, device)?), dtype, device.clone());
+            Ok(loader().load(match &rank.group {
+                Some(group) => part_of(vb, config, &**group)?,
+                None => vb,
+            })?)
         }
     };
     let model = load().with_context(|| format!("cannot load {}", checkpoint.name()))?;
