@@ -3,12 +3,12 @@
 use crate::check::{self, Wrong};
 use crate::clock::Call;
 use crate::inputs::Inputs;
-use crate::record::{Row, Shape};
-use crate::workloads::{Heads, Work};
+use crate::record::Row;
+use crate::workloads::Work;
 use crate::Bench;
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
-use candle_gdn::{Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens, GdnDecode, GdnPrefill, RuleOptions};
 
 /// The op on one set of inputs, which it updates in place; the sequences' boundaries are on the device already.
 fn op(work: &Work, x: &Inputs, algo: Algo, cu: &CuSeqlens) -> candle_core::Result<Op> {

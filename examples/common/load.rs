@@ -201,7 +201,7 @@ pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfi
         (Some(group), false) => format!("{} GPUs", group.size()),
     };
     let random = if args.load_format == LoadFormat::Dummy { "random " } else { "" };
-    let matrices = options.quantize.map_or(String::new(), |to| format!(", matrices {to:?},"));
+    let matrices = args.quantize().map_or(String::new(), |to| format!(", matrices {to:?},"));
     tell!("loaded {random}{dtype:?} weights{matrices} on {place} in {:.2} s", start.elapsed().as_secs_f64());
     Ok(model)
 }

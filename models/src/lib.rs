@@ -48,6 +48,7 @@
 //!   each kernel run at least once, so that modules are loaded and cuBLAS has chosen.
 //! * A mixture of experts that asks the host which experts to run cannot be captured. The one here chooses on the
 //!   device: in bf16 and f16 any number of tokens by kernels of its own, otherwise up to 32.
+#![warn(missing_docs)]
 
 #[cfg(any(feature = "cuda", test))]
 mod abi;
