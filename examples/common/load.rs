@@ -162,29 +162,26 @@ pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfi
     let (start, device) = (Instant::now(), &rank.device);
     let dtype = args.dtype(device);
     let bar = bar("loading", config.layers.len(), "layers");
-    let loader = || {
-        let loader = CausalLm::loader(config).quantize(args.quantize()).group(rank.group.clone());
-        loader.progress(|done, _| bar.set_position(done as u64))
-    };
+    let progress = |done: usize, _| bar.set_position(done as u64);
+    let loader = CausalLm::loader(config).quantize(args.quantize()).group(rank.group.clone()).progress(progress);
     let load = || match (args.load_format, checkpoint.gguf()) {
-        (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(loader().load_gguf(file, dtype, device)?),
+        (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(loader.load_gguf(file, dtype, device)?),
         (LoadFormat::Auto, None) => {
             let files = &checkpoint.weights()?;
             // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
-            let vb = unsafe {
-                match &rank.group {
-                    Some(group) => part_of_safetensors(files, config, &**group, dtype, device)?,
-                    None => VarBuilder::from_mmaped_safetensors(files, dtype, device)?,
-                }
+            let vb = match &rank.group {
+                Some(group) => unsafe { part_of_safetensors(files, config, &**group, dtype, device)? },
+                None => unsafe { VarBuilder::from_mmaped_safetensors(files, dtype, device)? },
             };
-            Ok(loader().load(vb)?)
+            Ok(loader.load(vb)?)
         }
         (LoadFormat::Dummy, _) => {
             let vb = VarBuilder::from_backend(Box::new(Dummy::new(config, device)?), dtype, device.clone());
-            Ok(loader().load(match &rank.group {
+            let vb = match &rank.group {
                 Some(group) => part_of(vb, config, &**group)?,
                 None => vb,
-            })?)
+            };
+            Ok(loader.load(vb)?)
         }
     };
     let model = load().with_context(|| format!("cannot load {}", checkpoint.name()))?;
