@@ -42,6 +42,19 @@ impl CausalLm {
         Ok(())
     }
 
+    /// [`feed`](Self::feed), but what comes out are the hidden states of all new tokens behind the last norm, packed:
+    /// `[tokens of all, hidden_size]` in the model's dtype, for [`logits`](Self::logits).
+    ///
+    /// # Errors
+    /// As [`feed`](Self::feed).
+    pub fn feed_hidden(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
+        let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
+        let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
+        let (_, hidden) = x.norm(&self.norm, &pass.launch)?;
+        self.advanced(pool, &slots, pass);
+        Ok(hidden)
+    }
+
     /// The layers of checked slots; [`Self::advanced`] is to follow.
     fn advance(
         &self,

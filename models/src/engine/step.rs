@@ -58,8 +58,8 @@ impl StepBuffers {
     /// same sequences it is.
     pub fn load(&mut self, pool: &SequencePool, slots: &[usize], ids: &[u32]) -> Result<()> {
         let batch = self.pass.lengths.len();
-        let padded = |padding: u32, of: &dyn Fn(usize) -> u32| -> Vec<u32> {
-            let mut row: Vec<u32> = slots.iter().map(|&slot| of(slot)).collect();
+        let padded = |padding: u32, value: &dyn Fn(usize) -> u32| -> Vec<u32> {
+            let mut row: Vec<u32> = slots.iter().map(|&slot| value(slot)).collect();
             row.resize(batch, padding);
             row
         };
