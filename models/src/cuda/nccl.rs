@@ -4,7 +4,7 @@
 //! where it is missing only those who ask for several GPUs hear of it.
 
 use super::{alloc, read, stream_of, write};
-use crate::models::Collective;
+use crate::Collective;
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor};
 use libloading::Library;

@@ -5,7 +5,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{bail, Result, Tensor};
 use std::sync::{Mutex, PoisonError};
 
-/// How [`CausalLm::load_with`](crate::models::CausalLm::load_with) and its likes load.
+/// How [`CausalLm::load_with`](crate::CausalLm::load_with) and its likes load.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LoadOptions {
     /// Quantises the matrices of all projections, embeddings aside, to this type, one by one as they are read: memory
@@ -13,7 +13,7 @@ pub struct LoadOptions {
     ///
     /// A matrix whose width is not whole blocks of the type (32 values, 256 for the K types) becomes
     /// [`Q8_0`](GgmlDType::Q8_0), or stays dense where 32 does not divide it either;
-    /// [`CausalLm::other_types`](crate::models::CausalLm::other_types) tells which did. The decay and beta
+    /// [`CausalLm::other_types`](crate::CausalLm::other_types) tells which did. The decay and beta
     /// projections of Gated DeltaNet layers, a few rows that all else hangs on, become `Q8_0` whatever is asked for.
     /// Norms, the convolution and the router of experts are never quantised.
     ///

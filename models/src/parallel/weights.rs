@@ -25,7 +25,7 @@ struct PartOfWeights<'a> {
 }
 
 /// The part of `weights`, which is at the root of a checkpoint of `config`'s model, that a rank of `group` loads with
-/// [`CausalLm::load_part`](crate::models::CausalLm::load_part). Each weight is made whole, on the device of `weights`,
+/// [`CausalLm::load_part`](crate::CausalLm::load_part). Each weight is made whole, on the device of `weights`,
 /// and cut; in fp8 on the CPU, where the part is dequantised.
 ///
 /// # Errors

@@ -10,8 +10,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A GGUF file, or all files of one that was split (`..-00001-of-00003.gguf`): what
-/// [`ModelConfig::from_gguf`](crate::models::ModelConfig::from_gguf) and
-/// [`CausalLm::load_gguf`](crate::models::CausalLm::load_gguf) read.
+/// [`ModelConfig::from_gguf`](crate::ModelConfig::from_gguf) and
+/// [`CausalLm::load_gguf`](crate::CausalLm::load_gguf) read.
 ///
 /// Opening reads the headers only, and checks that all that they describe is there.
 #[derive(Debug)]

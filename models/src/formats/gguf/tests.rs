@@ -2,7 +2,8 @@
 
 use super::super::{Blocks, Matrix};
 use super::{GgufFile, GgufWeights};
-use crate::models::{Collective, Cuts, LocalRank, ModelConfig};
+use crate::parallel::{Collective, Cuts, LocalRank};
+use crate::ModelConfig;
 use candle_core::quantized::{gguf_file, GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
 
