@@ -9,7 +9,7 @@
 //!
 //! A batch of sequences of one length goes through [`CausalLm::forward`] with a [`ModelState`]. Sequences that come
 //! and go, of any lengths, forked, restored, or with drafts, go through [`CausalLm::feed`] with a [`SequencePool`];
-//! and on CUDA a decode step of those is one launch as a [`DecodeGraph`].
+//! and on CUDA a decode step of those is one launch as a [`DecodeGraph`]. [`Engine`] schedules requests on all of that.
 //!
 //! # Authors of other models
 //! What [`SequencePool`] and [`DecodeGraph`] are made of is public, and holds for any model with Gated DeltaNet and
@@ -70,7 +70,11 @@ pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 #[cfg(feature = "nccl")]
 pub use cuda::nccl::{NcclId, NcclRank};
-pub use engine::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot};
+pub use engine::{
+    DecodeGraph, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
+    GraphChoice, Meter, PrefixTally, Request, RequestId, Sampling, Sequence, SequencePool, SequenceSnapshot,
+    SplitMix64, Submitted,
+};
 pub use formats::{GgufFile, OtherType};
 pub use loader::Loader;
 pub use memory::SequenceBytes;

@@ -12,9 +12,9 @@ pub(crate) use experts::{ExpertBlocks, ExpertShape};
 pub(crate) use fp8::dequantized;
 pub use gguf::GgufFile;
 pub(crate) use gguf::GgufWeights;
+pub use quantize::OtherType;
 pub(crate) use quantize::Quantizer;
 pub(crate) use quantized::Quantized;
-pub use quantize::OtherType;
 
 use crate::blocks::linear::Linear;
 use candle_core::quantized::GgmlDType;

@@ -6,8 +6,8 @@ mod quantized;
 
 use crate::config::MoeConfig;
 use crate::formats::Source;
-use candle_gdn::plumbing::Launch;
 use candle_core::{DType, Result, Tensor};
+use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
 use cpu::CpuMoe;
 #[cfg(feature = "cuda")]

@@ -2,9 +2,9 @@
 
 use super::AttentionPlan;
 use crate::cpu::cached_attention::{CacheRows, Cached};
+use candle_core::{bail, CpuStorage, DType, Device, Layout, Result, Tensor};
 use candle_gdn::plumbing::*;
 use candle_gdn::{CuSeqlens, Slots};
-use candle_core::{bail, CpuStorage, DType, Device, Layout, Result, Tensor};
 
 const ADVANCE: &str = "attention_advance";
 

@@ -2,11 +2,11 @@
 
 use super::{AttentionCache, AttentionPlan};
 use crate::cpu::cached_attention::Decode;
+use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Storage, Tensor};
 use candle_gdn::plumbing::*;
 use candle_gdn::CuSeqlens;
 #[cfg(feature = "cuda")]
 use candle_gdn::Slots;
-use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
 
 const DECODE: &str = "attention_decode";

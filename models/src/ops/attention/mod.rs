@@ -11,7 +11,6 @@ pub use prepare::{attention_prepare, rotary_frequencies, AttentionPrepare, Prepa
 
 use candle_gdn::plumbing::{HeadsLayout, SequencePlan};
 
-
 /// A checked call, as the CUDA side reads it.
 #[derive(Debug, Clone)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]

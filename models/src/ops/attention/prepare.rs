@@ -2,11 +2,11 @@
 
 use super::{AttentionCache, AttentionPlan};
 use crate::cpu::cached_attention::Prepare;
+use candle_core::{bail, CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
 use candle_gdn::plumbing::*;
 use candle_gdn::CuSeqlens;
 #[cfg(feature = "cuda")]
 use candle_gdn::Slots;
-use candle_core::{bail, CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
 
 const PREPARE: &str = "attention_prepare";
