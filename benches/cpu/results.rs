@@ -56,7 +56,9 @@ pub fn write(works: &[Work], since: SystemTime, threads: usize) -> Result<()> {
     }
     rows.into_iter().for_each(|row| run.push(row));
     let path: PathBuf =
-        [env!("CARGO_MANIFEST_DIR"), "..", "benches", "results", &slug(&run.machine.device), "cpu.json"].iter().collect();
+        [env!("CARGO_MANIFEST_DIR"), "..", "benches", "results", &slug(&run.machine.device), "cpu.json"]
+            .iter()
+            .collect();
     println!("written to {}", path.display());
     run.write(&path)
 }

@@ -49,23 +49,4 @@ impl Inputs {
         let heads = |start: usize, n: usize| qkv.narrow(1, start * dim, n * dim);
         Ok(Inputs { q: heads(0, hk)?, k: heads(hk, hk)?, v: heads(2 * hk, hv)?, gates, state })
     }
-
-    /// The op on one set of inputs, which it updates in place; the sequences' boundaries are on the device already.
-    fn op(&self, x: &Inputs, algo: Algo, cu: &CuSeqlens) -> candle_core::Result<Op> {
-        let options = RuleOptions { algo, l2norm: !work.contest, ..RuleOptions::default() };
-        Ok(if work.decode {
-            Op::Decode(GdnDecode::new(x.gates.clone(), &x.state, options)?)
-        } else {
-            Op::Prefill(GdnPrefill::new(x.gates.clone(), &x.state, Some(cu), options)?)
-        })
-    }
-
-    pub fn shape(&self) -> Shape {
-        let Heads { hk, hv, dim } = work.heads;
-        let shape = Shape::heads(hk, hv, dim, dim).batch(work.lengths.len());
-        match work.lengths.iter().all(|n| *n == work.lengths[0]) {
-            true => shape.tokens(work.lengths[0]),
-            false => shape.packed(&work.lengths),
-        }
-    }
 }

@@ -243,9 +243,9 @@ fn bench(args: Args) -> Result<usize> {
     let device = Device::new_cuda(args.device).with_context(|| format!("no CUDA device {}", args.device))?;
     candle_gdn::keep_freed_memory(&device)?;
     let machine = machine(&device)?;
-    let folder = args
-        .out
-        .unwrap_or_else(|| [env!("CARGO_MANIFEST_DIR"), "..", "benches", "results", &slug(&machine.device)].iter().collect());
+    let folder = args.out.unwrap_or_else(|| {
+        [env!("CARGO_MANIFEST_DIR"), "..", "benches", "results", &slug(&machine.device)].iter().collect()
+    });
     let clock = Clock::new(&device, &tiers)?;
     let mut run = Run::new("benches/gpu", machine);
     run.contender("candle-gdn", env!("CARGO_PKG_VERSION"));

@@ -3,12 +3,22 @@
 use crate::check::{self, Wrong};
 use crate::clock::Call;
 use crate::inputs::Inputs;
-use crate::record::{Row, Shape};
-use crate::workloads::{Heads, Work};
+use crate::record::Row;
+use crate::workloads::Work;
 use crate::Bench;
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
-use candle_gdn::{Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens, GdnDecode, GdnPrefill, RuleOptions};
+
+/// The op on one set of inputs, which it updates in place; the sequences' boundaries are on the device already.
+fn op(work: &Work, x: &Inputs, algo: Algo, cu: &CuSeqlens) -> candle_core::Result<Op> {
+    let options = RuleOptions { algo, l2norm: !work.contest, ..RuleOptions::default() };
+    Ok(if work.decode {
+        Op::Decode(GdnDecode::new(x.gates.clone(), &x.state, options)?)
+    } else {
+        Op::Prefill(GdnPrefill::new(x.gates.clone(), &x.state, Some(cu), options)?)
+    })
+}
 
 enum Op {
     Decode(GdnDecode),
@@ -47,7 +57,7 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
     let (bytes, flop) = (work.bytes(bench.dtype.size_in_bytes()), work.flop());
     let cu = CuSeqlens::from_lengths(&work.lengths, &bench.device)?;
     let first = Inputs::new(work, bench.dtype, &bench.device)?;
-    let auto = work.op(&first, Algo::Auto, &cu)?.algo(&first).with_context(|| work.name.clone())?;
+    let auto = op(work, &first, Algo::Auto, &cu)?.algo(&first).with_context(|| work.name.clone())?;
     let samples = check::RuleSamples::new(&first, &work.lengths, work.heads, !work.contest)?;
     let mut sets = vec![first];
     while sets.len() < bench.clock.cold_sets(bytes)? {
@@ -70,7 +80,7 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
         let x = &sets[0];
         x.state.slice_set(&samples.state, 0, 0)?; // as it was when the reference was computed
         check::poison(&[work.tokens(), work.heads.hv, work.heads.dim], bench.dtype, &bench.device)?;
-        let o = match work.op(x, algo, &cu).and_then(|op| op.forward(x)) {
+        let o = match op(work, x, algo, &cu).and_then(|op| op.forward(x)) {
             Ok(o) => o,
             Err(e) if bench.all_algos => {
                 // A variant that does not take the shape is a gap among all of them, an error where it was asked for.
@@ -97,7 +107,7 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
 
         let mut calls: Vec<Call> = vec![];
         for x in &sets {
-            let op = work.op(x, algo, &cu)?;
+            let op = op(work, x, algo, &cu)?;
             calls.push(Box::new(move || op.forward(x).map(|_| ())));
         }
         let sample = bench.clock.time(&calls)?;

@@ -1,5 +1,6 @@
 //! What is measured: the grids of each suite.
 
+use crate::record::Shape;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 use std::str::FromStr;
@@ -66,6 +67,15 @@ impl Work {
         let dim = self.heads.dim as u64;
         let within = if self.decode { 0 } else { 2 * 64 * 4 * dim };
         (self.tokens() * self.heads.hv) as u64 * (6 * dim * dim + within)
+    }
+
+    pub fn shape(&self) -> Shape {
+        let Heads { hk, hv, dim } = self.heads;
+        let shape = Shape::heads(hk, hv, dim, dim).batch(self.lengths.len());
+        match self.lengths.iter().all(|n| *n == self.lengths[0]) {
+            true => shape.tokens(self.lengths[0]),
+            false => shape.packed(&self.lengths),
+        }
     }
 }
 

@@ -16,8 +16,7 @@ use clap::Parser;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Where cargo runs benchmarks: the root of the package.
-const RESULTS: &str = "benches/results";
+const RESULTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/results");
 
 /// Writes table.md, contest.md, summary.md and the plots of each machine's records beside them.
 #[derive(Parser)]

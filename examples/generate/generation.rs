@@ -1,86 +1,38 @@
-//! From prompts to completions: whose turn it is, and what is told at the end.
+//! From prompts to completions, and what is told at the end.
 
-use super::args::RunArgs;
-use super::common::ranks::Pace;
 use super::common::{bar, tell};
-use super::decode::decode;
-use super::engine::Engine;
-use super::figures::Figures;
-use super::fill::Filling;
+use super::completion::{Completion, Stop};
+use super::job::{Job, MIB};
 use super::output::Output;
-use super::plan::Plan;
-use super::prefixes::Prefixes;
-use super::row::{Limits, Row, Stop};
-use super::settings::Settings;
 use anyhow::Result;
-use candle_gdn_models::{CausalLm, SequenceSnapshot};
+use candle_gdn_models::{CausalLm, Engine, Event, RequestId};
 use indicatif::ProgressBar;
-use std::sync::atomic::{AtomicBool, Ordering};
-use tokenizers::Tokenizer;
+use std::sync::atomic::Ordering;
 
-/// What to do.
-pub struct Job<'a> {
-    pub model: &'a CausalLm,
-    /// Without one nothing is printed but figures.
-    pub tokenizer: Option<&'a Tokenizer>,
-    pub settings: &'a Settings,
-    pub run: &'a RunArgs,
-    pub plan: &'a Plan,
-    pub prompts: &'a [Vec<u32>],
-    pub prefill_chunk: usize,
-    pub sample_len: usize,
-    pub seed: u64,
-    pub interrupt: &'a AtomicBool,
-    pub pace: &'a Pace,
-}
-
-impl Job<'_> {
-    /// What ends every completion.
-    pub fn limits(&self) -> Limits<'_> {
-        let &Plan { positions, positions_of, .. } = self.plan;
-        Limits { eos: &self.settings.eos, sample_len: self.sample_len, positions, positions_of }
-    }
-}
-
-/// How far it is. A prompt waits, then is fed (`fill.rs`), then completed (`decode.rs`). While there are prompts to be
-/// fed, those passes take the running completions along, a token each.
+/// All prompts are requests of an engine from the start.
 pub struct Generation<'a> {
-    pub(super) job: &'a Job<'a>,
-    pub(super) engine: Engine<'a>,
-    pub(super) limits: Limits<'a>,
-    /// Sequences at once.
-    pub(super) batch: usize,
-    pub(super) prefixes: Prefixes<SequenceSnapshot>,
-    /// Numbers of the prompts that have not begun.
-    pub(super) waiting: Vec<usize>,
-    pub(super) filling: Vec<Filling<'a>>,
-    pub(super) rows: Vec<Row<'a>>,
-    pub(super) output: Output,
-    pub(super) figures: Figures,
-    pub(super) bar: ProgressBar,
+    job: &'a Job<'a>,
+    engine: Engine<&'a CausalLm>,
+    /// In the order of the prompts; None where it has ended.
+    completions: Vec<(RequestId, Option<Completion<'a>>)>,
+    output: Output,
+    bar: ProgressBar,
+    /// Whether all prompts were fed.
+    fed: bool,
     last_stop: Stop,
 }
 
 impl<'a> Generation<'a> {
     pub fn new(job: &'a Job<'a>) -> Result<Self> {
-        let (run, prompts) = (job.run, job.prompts.len());
-        let &Plan { batch, cache, .. } = job.plan;
-        let engine = Engine::new(job)?;
+        let mut engine = job.engine()?;
         let bar = bar("prompt", job.prompts.iter().map(Vec::len).sum(), "tokens");
-        Ok(Self {
-            job,
-            engine,
-            limits: job.limits(),
-            batch,
-            prefixes: Prefixes::new(run.prefix_block, cache)?,
-            waiting: (0..prompts).collect(),
-            filling: Vec::new(),
-            rows: Vec::new(),
-            output: Output::new(prompts, job.tokenizer.is_some(), bar.clone()),
-            figures: Figures::default(),
-            bar,
-            last_stop: Stop::SampleLen,
-        })
+        let mut completions = Vec::with_capacity(job.prompts.len());
+        for (n, prompt) in job.prompts.iter().enumerate() {
+            let id = engine.submit(job.request(n, prompt.clone()))?;
+            completions.push((id, Some(Completion::new(n, job.tokenizer))));
+        }
+        let output = Output::new(job.prompts.len(), job.tokenizer.is_some(), bar.clone());
+        Ok(Self { job, engine, completions, output, bar, fed: false, last_stop: Stop::SampleLen })
     }
 
     /// Completes all prompts, or as far as it comes.
@@ -104,52 +56,83 @@ impl<'a> Generation<'a> {
                 1 => break Stop::Interrupted,
                 _ => break Stop::ClosedOutput,
             }
-            self.admit()?;
-            if !self.filling.is_empty() {
-                self.fill()?;
-            } else if !self.rows.is_empty() {
-                let draft = self.job.run.draft;
-                decode(&mut self.engine, &mut self.rows, draft, &self.limits, &mut self.output, &mut self.figures)?;
-                self.retire()?;
-            } else {
+            if self.engine.is_idle() {
                 break self.last_stop;
             }
+            let events = self.engine.step()?;
+            self.show_progress();
+            for event in events {
+                self.take(event)?;
+            }
         };
-        for row in std::mem::take(&mut self.rows) {
-            row.finish(stop, &self.limits, &mut self.output)?;
+        let limits = self.job.limits();
+        for (_, completion) in &mut self.completions {
+            // One without a token has not begun.
+            if let Some(completion) = completion.take().filter(|completion| !completion.tokens.is_empty()) {
+                completion.finish(stop, &limits, &mut self.output)?;
+            }
         }
         Ok(stop)
     }
 
-    /// Rows that have ended make room.
-    pub(super) fn retire(&mut self) -> Result<()> {
-        for row in std::mem::take(&mut self.rows) {
-            let Some(stop) = row.stop() else {
-                self.rows.push(row);
-                continue;
-            };
-            self.last_stop = stop;
-            self.engine.end(row.sequence)?;
-            row.finish(stop, &self.limits, &mut self.output)?;
+    fn show_progress(&mut self) {
+        let stats = self.engine.stats();
+        self.bar.set_position((stats.prompt.tokens + stats.prefixes.reused) as u64);
+        if self.engine.unfed() == 0 && !self.fed {
+            self.fed = true;
+            self.bar.finish_and_clear();
+            if !self.output.several() {
+                tell!("prompt: {}", stats.prompt);
+            }
         }
-        Ok(())
+    }
+
+    fn take(&mut self, event: Event) -> Result<()> {
+        if let Some(line) = self.job.line(&event) {
+            self.output.say(&line);
+        }
+        match event {
+            Event::Token { id, token } => {
+                let completion = self.completions.iter_mut().find(|(other, _)| *other == id);
+                match completion {
+                    Some((_, Some(completion))) => completion.push(token, &mut self.output),
+                    _ => Ok(()),
+                }
+            }
+            Event::Finished { id, reason } => {
+                let stop = Stop::by_itself(reason)?;
+                // Nobody reads the rest: that is why it ends.
+                self.last_stop = if self.output.closed() { Stop::ClosedOutput } else { stop };
+                let completion = self.completions.iter_mut().find(|(other, _)| *other == id);
+                match completion.and_then(|(_, completion)| completion.take()) {
+                    Some(completion) => completion.finish(self.last_stop, &self.job.limits(), &mut self.output),
+                    None => Ok(()),
+                }
+            }
+            _ => Ok(()),
+        }
     }
 
     fn report(&self, stop: Stop) {
-        let (several, unfed) = (self.output.several(), self.waiting.len() + self.filling.len());
+        let several = self.output.several();
         if several {
-            tell!("prompt: {}", self.figures.prompt);
-        } else if stop == Stop::Interrupted && unfed > 0 {
+            tell!("prompt: {}", self.engine.stats().prompt);
+        } else if stop == Stop::Interrupted && self.engine.unfed() > 0 {
             tell!("prompt: {} of {} tokens, interrupted", self.bar.position(), self.job.prompts[0].len());
             return;
         }
         self.output.end_line();
-        tell!("decode: {}", self.figures.decode);
-        if self.job.run.draft > 0 {
-            tell!("{}", self.figures.drafts);
-        }
+        self.job.tell_decode(&self.engine);
         if self.job.run.show_cache {
-            tell!("{}", self.prefixes);
+            let prefixes = self.engine.stats().prefixes;
+            let rest = match self.job.plan.cache {
+                0 => "--prefix-cache is 0".to_string(),
+                _ => {
+                    let (hits, held) = (prefixes.hits, prefixes.bytes as f64 / MIB);
+                    format!("{hits} of {} prompts hit, {held:.1} MiB held", hits + prefixes.misses)
+                }
+            };
+            tell!("cache: {} of {} prompt tokens reused, {rest}", prefixes.reused, prefixes.asked);
         }
         self.output.last_line();
     }

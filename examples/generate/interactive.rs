@@ -1,41 +1,36 @@
 //! A talk: lines in, answers out, and only what is new is fed.
 
-use super::decode::decode;
-use super::engine::{Engine, Feed};
-use super::figures::Figures;
-use super::generation::Job;
-use super::greedy::Logits;
+use super::completion::{Completion, Limits, Stop};
+use super::job::Job;
 use super::output::Output;
 use super::plan::SNAPSHOTS;
 use super::prompt;
-use super::row::{Limits, Row, Stop};
-use super::sampler::Sampler;
-use super::stream::TextStream;
-use super::talk::{common, Prompt, Talk};
+use super::talk::{common, Talk};
 use anyhow::{Context, Result};
-use candle_gdn_models::{Sequence, SequenceSnapshot};
+use candle_gdn_models::{CausalLm, Engine, Event, Request, RequestId, SequenceSnapshot};
 use indicatif::ProgressBar;
 use std::io::{BufRead, IsTerminal, Write};
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::sync::Arc;
 
 pub struct Interactive<'a> {
     job: &'a Job<'a>,
-    engine: Engine<'a>,
-    limits: Limits<'a>,
+    engine: Engine<&'a CausalLm>,
+    limits: Limits,
     talk: Talk<'a>,
     memory: Memory,
-    figures: Figures,
     /// Answers so far, each of which draws from a generator of its own.
     answers: usize,
 }
 
 /// What the model has seen of the talk.
+#[derive(Default)]
 struct Memory {
-    sequence: Sequence,
     tokens: Vec<u32>,
+    /// After all of them.
+    last: Option<Arc<SequenceSnapshot>>,
     /// Of beginnings of the tokens, the longest last.
-    snapshots: Vec<SequenceSnapshot>,
+    snapshots: Vec<Arc<SequenceSnapshot>>,
 }
 
 /// What a line asks for.
@@ -47,10 +42,8 @@ enum Line {
 
 impl<'a> Interactive<'a> {
     pub fn new(job: &'a Job<'a>, talk: Talk<'a>) -> Result<Self> {
-        let mut engine = Engine::new(job)?;
-        let memory = Memory { sequence: engine.begin(None)?, tokens: Vec::new(), snapshots: Vec::new() };
-        let limits = job.limits();
-        Ok(Self { job, engine, limits, talk, memory, figures: Figures::default(), answers: 0 })
+        let (engine, limits) = (job.engine()?, job.limits());
+        Ok(Self { job, engine, limits, talk, memory: Memory::default(), answers: 0 })
     }
 
     /// Until the input ends, or somebody ends it.
@@ -64,7 +57,7 @@ impl<'a> Interactive<'a> {
                 Line::Quit => break,
                 Line::Reset => {
                     self.talk.clear();
-                    self.forget()?;
+                    self.memory = Memory::default();
                 }
                 Line::Message(message) => {
                     self.job.interrupt.store(false, Ordering::SeqCst);
@@ -75,11 +68,8 @@ impl<'a> Interactive<'a> {
                 }
             }
         }
-        eprintln!("prompt: {}", self.figures.prompt);
-        eprintln!("decode: {}", self.figures.decode);
-        if self.job.run.draft > 0 {
-            eprintln!("{}", self.figures.drafts);
-        }
+        eprintln!("prompt: {}", self.engine.stats().prompt);
+        self.job.tell_decode(&self.engine);
         Ok(stop)
     }
 
@@ -117,34 +107,28 @@ impl<'a> Interactive<'a> {
             eprintln!("left out: {e:#}; /reset begins anew");
             return Ok(None);
         }
-        let Some(logits) = self.take_in(&prompt)? else {
+        // The last token is fed in any case: logits come from nowhere else.
+        let most = prompt.tokens.len() - 1;
+        self.keep_common(common(&prompt.tokens[..most], &self.memory.tokens), prompt.tokens.len());
+        let id = self.engine.submit(Request {
+            resume: self.memory.last.clone(),
+            snapshot_at: Some(prompt.lasting.min(most)),
+            snapshot_end: true,
+            ..self.job.request(self.answers, prompt.tokens.clone())
+        })?;
+        let mut output = Output::new(1, true, ProgressBar::hidden());
+        let mut completion = Completion::new(0, self.job.tokenizer);
+        let stop = self.complete(id, &mut completion, &mut output)?;
+        if completion.tokens.is_empty() && stop == Stop::Interrupted {
             eprintln!("stopped: interrupted before the answer, the message is left out");
             return Ok(None);
-        };
-
-        let start = Instant::now();
-        let sampler = Sampler::new(self.job.settings.sampling.clone(), self.job.seed, self.answers);
+        }
         self.answers += 1;
-        let mut output = Output::new(1, true, ProgressBar::hidden());
-        let text = TextStream::new(self.job.tokenizer);
-        let mut row = Row::new(0, &prompt.tokens, self.memory.sequence, sampler, text);
-        row.draw(vec![logits], &[], &self.limits, &mut output)?;
-        self.figures.decode.add(0, start.elapsed());
-        let stop = loop {
-            if let Some(stop) = row.stop() {
-                break stop;
-            }
-            if self.job.interrupt.load(Ordering::SeqCst) {
-                break Stop::Interrupted;
-            }
-            let rows = std::slice::from_mut(&mut row);
-            decode(&mut self.engine, rows, self.job.run.draft, &self.limits, &mut output, &mut self.figures)?;
-        };
-
-        let seen = self.engine.len(self.memory.sequence)?;
-        self.memory.tokens = row.tokens[..seen].to_vec();
-        self.talk.answered(message, &row.tokens[prompt.tokens.len()..], &row.tokens)?;
-        row.finish(stop, &self.limits, &mut output)?;
+        let all = [&prompt.tokens[..], &completion.tokens].concat();
+        let seen = self.memory.last.as_ref().map_or(0, |last| last.len());
+        self.memory.tokens = all[..seen].to_vec();
+        self.talk.answered(message, &completion.tokens, &all)?;
+        completion.finish(stop, &self.limits, &mut output)?;
         output.push(0, "\n")?;
         if stop != Stop::EndOfText {
             output.last_line();
@@ -152,66 +136,60 @@ impl<'a> Interactive<'a> {
         Ok(Some(if output.closed() { Stop::ClosedOutput } else { stop }))
     }
 
-    /// Feeds what the model has not seen of the prompt, and returns the logits after it; None if it was interrupted.
-    fn take_in(&mut self, prompt: &Prompt) -> Result<Option<Logits>> {
-        let start = Instant::now();
-        // The last token is fed in any case: logits come from nowhere else.
-        let most = prompt.tokens.len() - 1;
-        let same = common(&prompt.tokens[..most], &self.memory.tokens);
-        let rewritten = same < self.memory.tokens.len();
+    /// Goes back to what the model has seen and the prompt says too: the first `same` tokens, or fewer whose state is
+    /// known.
+    fn keep_common(&mut self, same: usize, prompt: usize) {
+        let memory = &mut self.memory;
+        let rewritten = same < memory.tokens.len();
         if rewritten {
-            self.go_back(same)?;
+            memory.snapshots.retain(|snapshot| snapshot.len() <= same);
+            memory.last = memory.snapshots.last().cloned();
+            memory.tokens.truncate(memory.last.as_ref().map_or(0, |last| last.len()));
         }
-        let kept = self.memory.tokens.len();
         if self.job.run.show_cache {
             let why = if rewritten { ", as it is not what was fed before" } else { "" };
-            eprintln!("cache: {kept} of {} tokens kept{why}", prompt.tokens.len());
+            eprintln!("cache: {} of {prompt} tokens kept{why}", self.memory.tokens.len());
         }
-        let lasting = prompt.lasting.min(most);
-        let mut logits = None;
-        while self.memory.tokens.len() < prompt.tokens.len() {
-            if self.job.interrupt.load(Ordering::SeqCst) {
-                return Ok(None);
-            }
-            let from = self.memory.tokens.len();
-            let end = if from < lasting { lasting } else { prompt.tokens.len() };
-            let to = end.min(from.saturating_add(self.job.prefill_chunk));
-            let piece: Feed = (self.memory.sequence, &prompt.tokens[from..to]);
-            let wanted: &[usize] = if to == prompt.tokens.len() { &[0] } else { &[] };
-            logits = self.engine.feed(&[piece], wanted)?.pop();
-            self.memory.tokens.extend_from_slice(piece.1);
-            if to == lasting {
-                self.memory.keep(self.engine.snapshot(self.memory.sequence)?);
-            }
-        }
-        self.figures.prompt.add(prompt.tokens.len() - kept, start.elapsed());
-        Ok(logits)
     }
 
-    /// To the longest beginning of at most `len` tokens whose state is known.
-    fn go_back(&mut self, len: usize) -> Result<()> {
-        self.memory.snapshots.retain(|snapshot| snapshot.len() <= len);
-        match self.memory.snapshots.last() {
-            Some(snapshot) => {
-                self.engine.restore(self.memory.sequence, snapshot)?;
-                self.memory.tokens.truncate(snapshot.len());
+    /// Until the request ends. Ctrl-C and a closed output end it between two passes of the model.
+    fn complete(&mut self, id: RequestId, completion: &mut Completion, output: &mut Output) -> Result<Stop> {
+        let (mut ended_by, mut snapshots) = (None, Vec::new());
+        loop {
+            if ended_by.is_none() {
+                ended_by = match () {
+                    _ if output.closed() => Some(Stop::ClosedOutput),
+                    _ if self.job.interrupt.load(Ordering::SeqCst) => Some(Stop::Interrupted),
+                    _ => None,
+                };
+                if ended_by.is_some() {
+                    self.engine.cancel(id)?;
+                }
             }
-            None => self.forget()?,
+            for event in self.engine.step()? {
+                if let Some(line) = self.job.line(&event) {
+                    output.say(&line);
+                }
+                match event {
+                    Event::Token { token, .. } => completion.push(token, output)?,
+                    Event::Snapshot { snapshot, .. } => snapshots.push(snapshot),
+                    Event::Finished { reason, .. } => {
+                        // Without an answer the message does not count. With one, the snapshot of its end comes last.
+                        if !completion.tokens.is_empty() || ended_by.is_none() {
+                            self.memory.last = snapshots.pop();
+                            snapshots.into_iter().for_each(|snapshot| self.memory.keep(snapshot));
+                        }
+                        return Ok(ended_by.unwrap_or(Stop::by_itself(reason)?));
+                    }
+                    _ => {}
+                }
+            }
         }
-        Ok(())
-    }
-
-    fn forget(&mut self) -> Result<()> {
-        self.memory.snapshots.clear();
-        self.memory.tokens.clear();
-        self.engine.end(self.memory.sequence)?;
-        self.memory.sequence = self.engine.begin(None)?;
-        Ok(())
     }
 }
 
 impl Memory {
-    fn keep(&mut self, snapshot: SequenceSnapshot) {
+    fn keep(&mut self, snapshot: Arc<SequenceSnapshot>) {
         if self.snapshots.len() == SNAPSHOTS {
             self.snapshots.remove(0);
         }

@@ -4,21 +4,13 @@ mod args;
 mod chat;
 #[path = "../common/mod.rs"]
 mod common;
-mod decode;
-mod draft;
-mod engine;
-mod figures;
-mod fill;
+mod completion;
 mod generation;
-mod graphs;
-mod greedy;
 mod interactive;
+mod job;
 mod output;
 mod plan;
-mod prefixes;
 mod prompt;
-mod row;
-mod sampler;
 mod settings;
 mod stream;
 mod talk;
@@ -28,10 +20,11 @@ use args::Args;
 use candle_gdn_models::ModelConfig;
 use clap::Parser;
 use common::{fix_thread_count, is_first, load_model, ranks, Checkpoint, Need, Rank};
-use generation::{Generation, Job};
+use completion::Stop;
+use generation::Generation;
 use interactive::Interactive;
+use job::Job;
 use plan::Plan;
-use row::Stop;
 use settings::Settings;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -76,21 +69,21 @@ fn run(args: &Args) -> Result<Stop> {
     };
     let plan = Plan::new(args, &config, &prompts);
     let (checkpoint, tokenizer) = (&checkpoint, tokenizer.as_ref());
-    let request = Request { args, checkpoint, config, settings, tokenizer, prompts, plan };
+    let task = Task { args, checkpoint, config, settings, tokenizer, prompts, plan };
     match (args.model.tensor_parallel.get(), talk) {
-        (1, Some(talk)) => request.on(&Rank::single(args.model.device()?), |job| Interactive::new(job, talk)?.run()),
-        (1, None) => request.on(&Rank::single(args.model.device()?), |job| Generation::new(job)?.run()),
+        (1, Some(talk)) => task.on(&Rank::single(args.model.device()?), |job| Interactive::new(job, talk)?.run()),
+        (1, None) => task.on(&Rank::single(args.model.device()?), |job| Generation::new(job)?.run()),
         (_, Some(_)) => bail!("--interactive: expected one device, got --tensor-parallel"),
         (n, None) => {
             // Before any rank begins: all of them would say it.
-            request.config.split(n)?;
-            ranks::run(n, args.model.on_cpu(), |rank| request.on(rank, |job| Generation::new(job)?.run()))
+            task.config.split(n)?;
+            ranks::run(n, args.model.on_cpu(), |rank| task.on(rank, |job| Generation::new(job)?.run()))
         }
     }
 }
 
 /// What is asked for, checked.
-struct Request<'a> {
+struct Task<'a> {
     args: &'a Args,
     checkpoint: &'a Checkpoint,
     config: ModelConfig,
@@ -100,7 +93,7 @@ struct Request<'a> {
     plan: Plan,
 }
 
-impl Request<'_> {
+impl Task<'_> {
     /// Loads the model, or a rank's part of it, and does `work`.
     fn on(&self, rank: &Rank, work: impl FnOnce(&Job) -> Result<Stop>) -> Result<Stop> {
         let Self { args, checkpoint, config, .. } = self;

@@ -10,7 +10,7 @@ const PREFIX_CACHE: usize = 256;
 /// Tokens of a talk that there is room for, unless told.
 const TALK_LEN: usize = 32768;
 
-/// States of a talk that are kept at once.
+/// States of beginnings of a talk that are kept at once, besides that of its end.
 pub const SNAPSHOTS: usize = 2;
 
 pub struct Plan {
@@ -50,7 +50,8 @@ impl Plan {
             cache: cache.saturating_mul(1 << 20),
             beginnings: prompts.len().saturating_sub(1),
             drafts: run.draft > 0,
-            snapshots: if talk { SNAPSHOTS } else { 0 },
+            // The end once more while the next one is made.
+            snapshots: if talk { SNAPSHOTS + 2 } else { 0 },
         }
     }
 

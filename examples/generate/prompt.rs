@@ -3,9 +3,8 @@
 use super::args::{PromptArgs, RunArgs};
 use super::chat::{Message, Template};
 use super::common::Checkpoint;
-use super::sampler::SplitMix64;
 use anyhow::{anyhow, bail, Context, Result};
-use candle_gdn_models::ModelConfig;
+use candle_gdn_models::{ModelConfig, SplitMix64};
 use std::path::Path;
 use tokenizers::Tokenizer;
 

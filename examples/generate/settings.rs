@@ -2,9 +2,8 @@
 
 use super::args::SamplingArgs;
 use super::common::Checkpoint;
-use super::sampler::Sampling;
 use anyhow::{bail, Context, Result};
-use candle_gdn_models::ModelConfig;
+use candle_gdn_models::{ModelConfig, Sampling};
 use serde_json::Value;
 use std::collections::BTreeSet;
 

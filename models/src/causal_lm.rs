@@ -1,16 +1,15 @@
 //! The causal language model of the Qwen3-Next family.
 
-use crate::config::ModelConfig;
-use crate::blocks::decoder::{DecoderLayer, Residual};
+use crate::blocks::decoder::DecoderLayer;
 use crate::blocks::embeddings::Embeddings;
 use crate::blocks::kv_cache::CacheShape;
-use crate::blocks::norm::RmsNorm;
-use crate::parallel::Vocabulary;
-use crate::blocks::rotary::Rotary;
-use crate::state::ModelState;
 use crate::blocks::linear::Linear;
+use crate::blocks::norm::RmsNorm;
+use crate::blocks::rotary::Rotary;
+use crate::config::ModelConfig;
 use crate::formats::OtherType;
-use candle_core::{bail, DType, Device, Result, Tensor};
+use crate::parallel::Vocabulary;
+use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::plumbing::Launch;
 
 /// Embedding, decoder layers, last norm and head.
@@ -80,21 +79,9 @@ impl CausalLm {
         &self.device
     }
 
-    /// The state of `batch` (at least 1) sequences before their first token.
-    pub fn new_state(&self, batch: usize) -> Result<ModelState> {
-        if batch == 0 {
-            bail!("batch: expected at least 1, got 0")
-        }
-        let cache = self.cache_shape(batch, self.config.max_position_embeddings);
-        let layers = self.layers.iter().map(|l| l.new_state(batch, &cache));
-        let layers = layers.collect::<Result<Vec<_>>>()?;
-        Ok(ModelState::new(layers, batch, self.id))
-    }
-
-    /// Of the keys and values of one softmax layer.
-    pub(crate) fn cache_shape(&self, batch: usize, max_len: usize) -> CacheShape {
+    /// Of the keys and values of one softmax layer and one sequence.
+    pub(crate) fn cache_shape(&self, max_len: usize) -> CacheShape {
         CacheShape {
-            batch,
             heads: self.heads,
             kv_heads: self.kv_heads,
             head_dim: self.config.attention.head_dim,
@@ -102,56 +89,6 @@ impl CausalLm {
             dtype: self.dtype,
             device: self.device.clone(),
         }
-    }
-
-    /// Runs `ids [batch, tokens]` (u32, u8 or i64) behind the tokens that `state` has seen and
-    /// returns the logits of every position, `[batch, tokens, vocab_size]` in f32. `tokens` may
-    /// be any number; feeding a prompt in parts gives what feeding it whole gives.
-    ///
-    /// # Errors
-    /// Another rank or dtype, an id outside the vocabulary, another batch than the state's, a
-    /// state of another model, more than `max_position_embeddings` tokens. `state` is unchanged
-    /// by these; after a failure inside a layer it refuses to go on until it is reset.
-    pub fn forward(&self, ids: &Tensor, state: &mut ModelState) -> Result<Tensor> {
-        let hidden = self.forward_hidden(ids, state)?;
-        self.logits(&hidden)
-    }
-
-    /// [`forward`](Self::forward), but the head runs for the last position only:
-    /// `[batch, vocab_size]` in f32. No tokens at all are an error.
-    pub fn forward_last(&self, ids: &Tensor, state: &mut ModelState) -> Result<Tensor> {
-        let tokens = match ids.dims() {
-            [_, tokens] => *tokens,
-            dims => bail!("ids: expected [batch, tokens], got {dims:?}"),
-        };
-        if tokens == 0 {
-            bail!("ids: expected at least 1 token, got 0")
-        }
-        let hidden = self.forward_hidden(ids, state)?;
-        self.logits(&hidden.narrow(1, tokens - 1, 1)?)?.squeeze(1)
-    }
-
-    /// [`forward`](Self::forward) up to the last norm: `[batch, tokens, hidden_size]` in the
-    /// model's dtype, for [`logits`](Self::logits).
-    pub fn forward_hidden(&self, ids: &Tensor, state: &mut ModelState) -> Result<Tensor> {
-        let (batch, tokens) = match ids.dims() {
-            &[batch, tokens] => (batch, tokens),
-            dims => bail!("ids: expected [batch, tokens], got {dims:?}"),
-        };
-        let max_positions = self.config.max_position_embeddings;
-        state.check(self.id, batch, tokens, max_positions)?;
-        let hidden = self.config.hidden_size;
-        if tokens == 0 {
-            return Tensor::zeros((batch, 0, hidden), self.dtype, &self.device);
-        }
-        let mut x = Residual::new(self.embed(&self.checked_ids(ids)?)?.reshape((batch, tokens, hidden))?);
-        let angles = self.rotary.angles(state.position(), tokens)?;
-        state.advance(tokens, |states| {
-            for (layer, state) in self.layers.iter().zip(states) {
-                x = layer.forward(x, &angles, state)?;
-            }
-            Ok(x.norm(&self.norm, &Launch::default())?.1)
-        })
     }
 
     /// The head: `hidden [.., hidden_size]` in the model's dtype to `[.., vocab_size]` in f32.
@@ -180,21 +117,5 @@ impl CausalLm {
             Some(vocabulary) => vocabulary.embed(ids, |rows| self.embeddings.rows(rows)),
             None => self.embeddings.rows(ids),
         }
-    }
-
-    /// The ids in one row on the model's device. An id outside the table would be undefined
-    /// behaviour in a GPU gather, so they are looked at on the host, which is free when they come
-    /// from there.
-    fn checked_ids(&self, ids: &Tensor) -> Result<Tensor> {
-        if !matches!(ids.dtype(), DType::U32 | DType::U8 | DType::I64) {
-            bail!("ids: expected dtype U32, U8 or I64, got {:?}", ids.dtype())
-        }
-        let ids = ids.flatten_all()?;
-        let host = ids.to_dtype(DType::I64)?.to_vec1::<i64>()?;
-        let vocab = self.config.vocab_size;
-        if let Some(id) = host.iter().find(|&&id| id < 0 || id as u64 >= vocab as u64) {
-            bail!("ids: expected token ids below vocab_size ({vocab}), got {id}")
-        }
-        ids.to_device(&self.device)
     }
 }

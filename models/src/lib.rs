@@ -9,7 +9,7 @@
 //!
 //! A batch of sequences of one length goes through [`CausalLm::forward`] with a [`ModelState`]. Sequences that come
 //! and go, of any lengths, forked, restored, or with drafts, go through [`CausalLm::feed`] with a [`SequencePool`];
-//! and on CUDA a decode step of those is one launch as a [`DecodeGraph`].
+//! and on CUDA a decode step of those is one launch as a [`DecodeGraph`]. [`Engine`] schedules requests on all of that.
 //!
 //! # Authors of other models
 //! What [`SequencePool`] and [`DecodeGraph`] are made of is public, and holds for any model with Gated DeltaNet and
@@ -48,6 +48,7 @@
 //!   each kernel run at least once, so that modules are loaded and cuBLAS has chosen.
 //! * A mixture of experts that asks the host which experts to run cannot be captured. The one here chooses on the
 //!   device: in bf16 and f16 any number of tokens by kernels of its own, otherwise up to 32.
+#![warn(missing_docs)]
 
 #[cfg(any(feature = "cuda", test))]
 mod abi;
@@ -69,7 +70,11 @@ pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 #[cfg(feature = "nccl")]
 pub use cuda::nccl::{NcclId, NcclRank};
-pub use engine::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot};
+pub use engine::{
+    DecodeGraph, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
+    GraphChoice, Meter, PrefixTally, Request, RequestId, Sampling, Sequence, SequencePool, SequenceSnapshot,
+    SplitMix64, Submitted,
+};
 pub use formats::{GgufFile, OtherType};
 pub use loader::Loader;
 pub use memory::SequenceBytes;

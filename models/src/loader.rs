@@ -8,7 +8,7 @@ use crate::blocks::rotary::Rotary;
 use crate::causal_lm::CausalLm;
 use crate::config::{Family, ModelConfig};
 use crate::formats::{dequantized, GgufFile, GgufWeights, Quantizer, Source};
-use crate::parallel::{Collective, WeightCuts, Vocabulary};
+use crate::parallel::{Collective, Vocabulary, WeightCuts};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result};
 use candle_nn::VarBuilder;
@@ -166,7 +166,7 @@ impl<'a> Loader<'a> {
             layers,
             norm: RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm").dense())?,
             head,
-            rotary: Rotary::new(&config.attention.rope_inv_freq, config.max_position_embeddings, &device)?,
+            rotary: Rotary::new(&config.attention.rope_inv_freq, config.max_position_embeddings),
             config: whole.clone(),
             vocabulary,
             heads: config.attention.num_heads,

@@ -3,13 +3,6 @@
 
 #[path = "support/cli.rs"]
 mod cli;
-#[path = "../../examples/generate/draft.rs"]
-mod draft;
-#[path = "../../examples/generate/greedy.rs"]
-#[allow(dead_code)]
-mod greedy;
-#[path = "../../examples/generate/prefixes.rs"]
-mod prefixes;
 
 use cli::{command, fails, Copy, Run, DEMO};
 use serde_json::json;
@@ -260,27 +253,6 @@ fn bad_arguments() {
     fails("generate", &["--prompts-file", &path], 1, &["--prompts-file", "UTF-8"]);
 }
 
-/// What a GPU does for `--temperature 0` is done by tensor ops, which run here as well.
-#[test]
-fn the_device_finds_the_first_of_the_best() {
-    use candle_core::{Device, Tensor};
-    use greedy::{Greedy, Logits};
-    let (nan, inf) = (f32::NAN, f32::INFINITY);
-    let rows = [
-        [0., 3., 1., 3., -2.],
-        [-5., -5., -5., -5., -5.],
-        [-1., -2., -3., -4., 7.],
-        [0., nan, 1., 0., 0.],
-        [nan; 5],
-        [0., inf, 0., 0., 0.],
-        [0., -inf, 0., 0., 1.],
-    ];
-    let logits = Tensor::new(&rows, &Device::Cpu).unwrap();
-    let best = Greedy::new(5, &Device::Cpu).unwrap().best(&logits).unwrap();
-    assert_eq!(best[..3], [1, 0, 4].map(|id| Logits::Best { id, sound: true }));
-    assert!(best[3..].iter().all(|best| matches!(best, Logits::Best { sound: false, .. })), "{best:?}");
-}
-
 /// Prompts of which the first ends soon, for want of positions, and the others go on: its completion is there, theirs
 /// is on the way.
 fn long_run() -> (Child, BufReader<ChildStdout>, Copy) {
@@ -338,42 +310,4 @@ fn a_closed_output_is_no_panic() {
     let stderr = String::from_utf8(out.stderr).unwrap();
     assert_eq!(out.status.code(), Some(0), "{stderr}");
     assert!(stderr.contains("\nstopped: output closed"), "{stderr}");
-}
-
-#[test]
-fn guesses_follow_the_latest_match() {
-    let guess = draft::guess;
-    assert_eq!(guess(&[1, 2, 3, 9, 8, 5, 1, 2, 3], 2), [9, 8]);
-    assert_eq!(guess(&[1, 2, 3, 9, 4, 2, 3, 7, 7, 2, 3], 1), [7], "two tokens, the later place");
-    assert_eq!(guess(&[1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1), [7], "three tokens go before a later two");
-    assert_eq!(guess(&[5, 6, 5], 4), [6, 5, 6, 5], "in a circle");
-    assert_eq!(guess(&[5, 5], 3), [5, 5, 5]);
-    assert!(guess(&[1, 2, 3], 3).is_empty(), "nothing like it before");
-    assert!(guess(&[1, 1], 0).is_empty());
-    assert_eq!((guess(&[], 3), guess(&[1], 3)), (vec![], vec![]));
-    let tally = draft::Tally { guessed: 60, right: 34, tokens: 57, steps: 30 };
-    assert_eq!(tally.to_string(), "draft: 34 of 60 tokens accepted (57 %), 1.9 tokens a step");
-    assert_eq!(draft::Tally::default().to_string(), "draft: 0 of 0 tokens accepted (0 %), 0.0 tokens a step");
-}
-
-#[test]
-fn prompts_wait_for_what_they_share() {
-    let mut prefixes = prefixes::Prefixes::new(2, 100).unwrap();
-    let (a, b) = ([1, 2, 3, 4, 5], [1, 2, 3, 4]);
-    // Four tokens agree, but one of `b` must be fed.
-    assert_eq!(prefixes.cuts(&a, 0, [&b[..], &a[..], &[7, 8]].into_iter()), [2, 4]);
-    assert_eq!(prefixes.cuts(&a, 2, [&b[..]].into_iter()), [] as [usize; 0]);
-    assert!(prefixes.coming(&b, [(&a[..], 1)].into_iter()));
-    assert!(!prefixes.coming(&b, [(&a[..], 2)].into_iter()), "not kept");
-    assert_eq!(prefixes.find(&a), None);
-    assert_eq!(prefixes.keep(&a[..2], "two", 60).unwrap(), None);
-    assert!(!prefixes.coming(&b, [(&a[..], 1)].into_iter()), "it is there");
-    assert_eq!(prefixes.find(&b), Some((2, &"two")));
-    let line = prefixes.keep(&a[..4], "four", 1 << 20).unwrap().unwrap();
-    assert!(line.contains("1.0 MiB, more than --prefix-cache"), "{line}");
-    assert_eq!(prefixes.keep(&a[..4], "four", 1 << 20).unwrap(), None, "told once");
-    assert!(prefixes.to_string().starts_with("cache: 2 of 9 prompt tokens reused, 1 of 2 prompts hit, 0.0 MiB held"));
-    let mut none = prefixes::Prefixes::new(2, 0).unwrap();
-    assert_eq!((none.keep(&a[..2], 0, 1).unwrap(), none.find(&a)), (None, None));
-    assert!(!none.coming(&b, [(&a[..], 0)].into_iter()));
 }

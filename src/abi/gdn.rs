@@ -200,7 +200,11 @@ extern "C" {
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_step_choice(params: *const StepParams, algo: *mut i32) -> std::ffi::c_int;
-    pub fn gdn_linear_with(params: *const LinearParams, options: *const LinearOptions, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_linear_with(
+        params: *const LinearParams,
+        options: *const LinearOptions,
+        stream: *mut c_void,
+    ) -> std::ffi::c_int;
     pub fn gdn_status_string(status: std::ffi::c_int) -> *const std::ffi::c_char;
     #[cfg(feature = "profile")]
     pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> std::ffi::c_int;

@@ -1,8 +1,8 @@
 //! Depthwise causal convolution over time, then SiLU: `y[t, c] = silu(sum_j w[c, j] x[t - width + 1 + j, c])`. The
 //! inputs before the sequence come from the state, which then takes the last `width - 1` inputs of this call.
 
-use super::simd::{dispatch, silu};
 use super::element::Element;
+use super::simd::{dispatch, silu};
 use super::view::{parallel, Heads, Sequences, Shared, Slots};
 use pulp::{Simd, WithSimd};
 

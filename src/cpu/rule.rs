@@ -2,10 +2,10 @@
 //! one or a few at a time. A chunk form was slower at every length, by 1.2 times or more: in f32 it has more arithmetic,
 //! and the CPU needs no large matrices to be busy.
 
+use super::element::{Element, Stored};
 use super::recurrent::Step;
 use super::simd::dispatch;
 use super::transposed::{padded, TransposedState, AT_ONCE};
-use super::element::{Element, Stored};
 use super::view::{parallel, prefetch, Heads, Sequences, Shared, Slots};
 use crate::reference::Dims;
 use pulp::{Simd, WithSimd};

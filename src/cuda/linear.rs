@@ -1,8 +1,8 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
 use super::arena::alloc;
-use crate::abi::gdn::{self, gdn_linear_with, LinearOptions};
 use super::pointers::{check, dtype_code, int, read, stream_of, write};
+use crate::abi::gdn::{self, gdn_linear_with, LinearOptions};
 use crate::ops::{apply2, Launch};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
@@ -177,7 +177,9 @@ mod tests {
                     let want = x_here.matmul(&w_here.t().unwrap()).unwrap();
                     device.synchronize().unwrap();
                     for overlap in [false, true] {
-                        let y = few_rows(&x, &w, &Launch { overlap, arena: None }).unwrap().expect("a shape that the kernel takes");
+                        let y = few_rows(&x, &w, &Launch { overlap, arena: None })
+                            .unwrap()
+                            .expect("a shape that the kernel takes");
                         let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
                         let error = norm(&(&y - &want).unwrap()) / norm(&want);
                         assert!(error < bound, "{dtype:?} {rows}x{inputs} -> {outputs}: {error}");
@@ -203,8 +205,9 @@ mod tests {
                     let both = x_here.matmul(&w_here.t().unwrap()).unwrap();
                     let (gate, up) = (both.narrow(1, 0, outputs).unwrap(), both.narrow(1, outputs, outputs).unwrap());
                     let want = (gate.silu().unwrap() * up).unwrap();
-                    let y =
-                        few_rows_with(&x, &w, &Launch::default().overlapping(), Outputs::Swiglu).unwrap().expect("a shape that the kernel takes");
+                    let y = few_rows_with(&x, &w, &Launch::default().overlapping(), Outputs::Swiglu)
+                        .unwrap()
+                        .expect("a shape that the kernel takes");
                     assert_eq!(y.dims(), [rows, outputs]);
                     let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
                     let error = norm(&(&y - &want).unwrap()) / norm(&want);

@@ -62,7 +62,10 @@ pub fn write<'a>(storage: &'a mut CudaStorage, stream: &'a CudaStream) -> Result
 }
 
 /// The same for a tensor that there may be, with where it lies.
-pub fn write_if_any<'a>(to: Option<CudaWritten<'a>>, stream: &'a CudaStream) -> Result<Option<(Pointer<'a>, &'a Layout)>> {
+pub fn write_if_any<'a>(
+    to: Option<CudaWritten<'a>>,
+    stream: &'a CudaStream,
+) -> Result<Option<(Pointer<'a>, &'a Layout)>> {
     to.map(|(storage, layout)| Ok((write(storage, stream)?, layout))).transpose()
 }
 
@@ -151,7 +154,9 @@ pub fn stream_of(storage: &CudaStorage) -> Result<Arc<CudaStream>> {
 macro_rules! held {
     ($name:ident, $tensor:expr, $stream:expr) => {
         let (guard, _) = $tensor.storage_and_layout();
-        let candle_core::Storage::Cuda(storage) = &*guard else { candle_core::bail!("{}: expected a CUDA tensor", stringify!($name)) };
+        let candle_core::Storage::Cuda(storage) = &*guard else {
+            candle_core::bail!("{}: expected a CUDA tensor", stringify!($name))
+        };
         let $name = read(storage, $stream)?;
     };
 }

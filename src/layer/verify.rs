@@ -110,7 +110,13 @@ impl GatedDeltaNet {
             return Ok((x.clone(), drafted(None)));
         };
         let states = &*pool.states_mut();
-        let on = On { states, slots: Some(&slots), cu_seqlens: Some(cu_seqlens), checkpoints: None, launch: &Launch::default() };
+        let on = On {
+            states,
+            slots: Some(&slots),
+            cu_seqlens: Some(cu_seqlens),
+            checkpoints: None,
+            launch: &Launch::default(),
+        };
         let (y, projected) = self.run_slots(x, on)?;
         Ok((y, drafted(Some(projected))))
     }
@@ -135,7 +141,13 @@ impl GatedDeltaNet {
         slots.check(OP, slots.len(), pool.capacity(), self.conv_weight.device())?;
         pool.states_mut().take()?;
         let states = &*pool.states_mut();
-        let on = On { states, slots: Some(slots), cu_seqlens: Some(cu_seqlens), checkpoints: None, launch: &Launch::default() };
+        let on = On {
+            states,
+            slots: Some(slots),
+            cu_seqlens: Some(cu_seqlens),
+            checkpoints: None,
+            launch: &Launch::default(),
+        };
         if cu_seqlens.max_len() <= STEP_TOKENS {
             self.step(p, on)?.forward(&p.qkv, &p.z, &self.conv_weight)?;
         } else {

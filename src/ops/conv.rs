@@ -2,8 +2,8 @@
 
 use super::check::*;
 use super::in_place::{in_place_cpu, CpuWritten};
-use super::sequences::{CuSeqlens, SequencePlan};
 use super::plan::ConvPlan;
+use super::sequences::{CuSeqlens, SequencePlan};
 use super::slots::{cpu_slots, CpuSlots, Slots};
 use crate::cpu;
 use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};

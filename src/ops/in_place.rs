@@ -32,11 +32,7 @@ pub fn in_place<R>(
 }
 
 /// [`in_place`] on the CPU.
-pub fn in_place_cpu<R>(
-    op: &'static str,
-    tensor: &Tensor,
-    run: impl FnOnce(CpuWritten<'_>) -> Result<R>,
-) -> Result<R> {
+pub fn in_place_cpu<R>(op: &'static str, tensor: &Tensor, run: impl FnOnce(CpuWritten<'_>) -> Result<R>) -> Result<R> {
     in_place(op, tensor, |storage, layout| match storage {
         StorageMut::Cpu(storage) => run((storage, layout)),
         #[cfg(feature = "cuda")]

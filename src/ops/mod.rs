@@ -22,8 +22,8 @@ pub mod slots;
 mod step;
 mod step_run;
 
-pub use conv::{causal_conv1d, CausalConv1d};
 pub use checkpoints::{checkpoint_rows, CHECKPOINT_MULTIPLE};
+pub use conv::{causal_conv1d, CausalConv1d};
 pub use decode::{gdn_decode, gdn_decode_in_place, GdnDecode};
 pub use norm::{gated_rms_norm, GatedRmsNorm};
 pub use options::{Algo, GateActivation, Gates, RuleOptions, StepAlgo, StepOptions};

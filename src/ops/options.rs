@@ -30,14 +30,8 @@ pub enum Algo {
 
 impl Algo {
     /// All variants, for sweeps.
-    pub const ALL: [Algo; 6] = [
-        Algo::Auto,
-        Algo::Recurrent,
-        Algo::Recurrent128,
-        Algo::Decode128,
-        Algo::ChunkedSm80,
-        Algo::ChunkedSm90,
-    ];
+    pub const ALL: [Algo; 6] =
+        [Algo::Auto, Algo::Recurrent, Algo::Recurrent128, Algo::Decode128, Algo::ChunkedSm80, Algo::ChunkedSm90];
 
     /// Whether it rounds what it multiplies to q's dtype, since tensor cores do: these take bf16 and f16 only.
     pub(crate) fn on_tensor_cores(self) -> bool {

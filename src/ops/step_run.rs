@@ -1,6 +1,7 @@
 //! How a step runs: as one kernel on CUDA where that takes it, else as convolution, rule and norm one after the other.
 
 use super::check::storage_dtype;
+use super::options::StepAlgo;
 #[cfg(feature = "cuda")]
 use super::plan::{RulePlan, StepPlan};
 #[cfg(feature = "cuda")]
@@ -8,10 +9,9 @@ use super::sequences::CuSeqlens;
 use super::slots::cpu_slots;
 #[cfg(feature = "cuda")]
 use super::slots::Slots;
-use super::step::{GdnStep, OP};
 #[cfg(feature = "cuda")]
 use super::step::fused_sizes;
-use super::options::StepAlgo;
+use super::step::{GdnStep, OP};
 use candle_core::{bail, CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 
 impl GdnStep {

@@ -12,7 +12,9 @@ pub fn compare(header: &str, lines: &[(String, Vec<i64>)]) {
         let numbers = match (name.strip_prefix("struct "), name.split_once('.')) {
             (Some(name), _) => format!("\"%lld\\n\", (long long)sizeof({name})"),
             (None, Some((name, field))) => {
-                format!("\"%lld %lld\\n\", (long long)offsetof({name}, {field}), (long long)sizeof((({name} *)0)->{field})")
+                format!(
+                    "\"%lld %lld\\n\", (long long)offsetof({name}, {field}), (long long)sizeof((({name} *)0)->{field})"
+                )
             }
             (None, None) => format!("\"%lld\\n\", (long long)({name})"),
         };

@@ -2,17 +2,15 @@
 
 use super::attention::GatedAttention;
 use super::gdn::gated_delta_net;
-use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig};
-use super::kv_cache::{CacheShape, KvCache};
 use super::mlp::Mlp;
 use super::moe::SparseMoe;
 use super::norm::RmsNorm;
-use crate::parallel::Collective;
-use super::rotary::Angles;
+use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig};
 use crate::formats::Source;
-use candle_gdn::{GatedDeltaNet, GdnState};
-use candle_gdn::plumbing::Launch;
+use crate::parallel::Collective;
 use candle_core::{bail, Result, Tensor};
+use candle_gdn::plumbing::Launch;
+use candle_gdn::GatedDeltaNet;
 use std::sync::Arc;
 
 #[derive(Debug)]
@@ -46,13 +44,6 @@ pub(crate) struct Residual {
     add: Option<Tensor>,
 }
 
-/// What a layer remembers of the tokens so far.
-#[derive(Debug)]
-pub(crate) enum LayerState {
-    Linear(GdnState),
-    Full(KvCache),
-}
-
 impl DecoderLayer {
     /// `source` is at `..layers.{i}`.
     pub(crate) fn load(cfg: &ModelConfig, layer: &LayerConfig, source: &Source) -> Result<Self> {
@@ -82,23 +73,6 @@ impl DecoderLayer {
     /// The layer as a part of one, whose others `group` has.
     pub(crate) fn in_group(self, group: Option<Arc<dyn Collective>>) -> Self {
         Self { group, ..self }
-    }
-
-    /// The state before the first token; `cache` describes a key-value cache of this model.
-    pub(crate) fn new_state(&self, batch: usize, cache: &CacheShape) -> Result<LayerState> {
-        Ok(match &self.mixer {
-            Mixer::Linear(gdn) => LayerState::Linear(gdn.new_state(batch)?),
-            Mixer::Full(_) => LayerState::Full(KvCache::new(cache)),
-        })
-    }
-
-    /// `x [batch, tokens, hidden]` to the same.
-    pub(crate) fn forward(&self, x: Residual, angles: &Angles, state: &mut LayerState) -> Result<Residual> {
-        self.around(x, &Launch::default(), |mixer, h| match (mixer, state) {
-            (Mixer::Linear(gdn), LayerState::Linear(s)) => gdn.forward(h, s),
-            (Mixer::Full(attn), LayerState::Full(s)) => attn.forward(h, angles, s),
-            _ => bail!("state: its layers are of other kinds than the model's"),
-        })
     }
 
     /// The layer with `mix` for the token mixer: `x [.., hidden]` to the same.
@@ -147,17 +121,5 @@ impl Residual {
     /// Some of its rows.
     pub(crate) fn rows(&self, rows: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         Ok(Self { sum: rows(&self.sum)?, add: self.add.as_ref().map(rows).transpose()? })
-    }
-}
-
-impl LayerState {
-    pub(crate) fn reset(&mut self) -> Result<()> {
-        match self {
-            Self::Linear(s) => s.reset(),
-            Self::Full(s) => {
-                s.reset();
-                Ok(())
-            }
-        }
     }
 }

@@ -1,12 +1,12 @@
 //! The rows that tokens begin as.
 
-use crate::config::ModelConfig;
-use candle_gdn::plumbing::cpu::matmul::Weights;
-use candle_gdn::plumbing::host;
 use crate::blocks::linear::Linear;
+use crate::config::ModelConfig;
 use crate::formats::Source;
 use candle_core::quantized::QTensor;
 use candle_core::{DType, Result, Tensor};
+use candle_gdn::plumbing::cpu::matmul::Weights;
+use candle_gdn::plumbing::host;
 use std::sync::Arc;
 
 /// A table, and what its rows come as.

@@ -1,11 +1,11 @@
 //! The dense SwiGLU feed-forward.
 
-use crate::cpu::swiglu::{swiglu, MlpRows, Swiglu};
-use candle_gdn::plumbing::host;
 use crate::blocks::linear::Linear;
-use crate::ops::Swiglu as SwigluOp;
+use crate::cpu::swiglu::{swiglu, MlpRows, Swiglu};
 use crate::formats::{Matrix, Source};
+use crate::ops::Swiglu as SwigluOp;
 use candle_core::{Result, Tensor};
+use candle_gdn::plumbing::host;
 use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
 use std::sync::Arc;

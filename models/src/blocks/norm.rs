@@ -1,7 +1,5 @@
 //! RMS norm with a zero-centred weight, as every norm of these models but the gated one.
 
-use crate::cpu::rms_norm::rms_norm;
-use candle_gdn::plumbing::host;
 use crate::ops::AddRmsNorm;
 use candle_core::{DType, Result, Tensor};
 use candle_gdn::plumbing::Launch;
@@ -29,18 +27,6 @@ impl RmsNorm {
 
     pub(crate) fn eps(&self) -> f32 {
         self.eps
-    }
-
-    /// `x [.., dim]` in any float dtype to the same shape in f32.
-    pub(crate) fn forward_f32(&self, x: &Tensor) -> Result<Tensor> {
-        if x.device().is_cpu() {
-            // candle's wakes a thread pool for a single row.
-            let mut out = vec![0f32; x.elem_count()];
-            host::with_f32s([x, &self.scale], |[x, scale]| rms_norm(x, scale, self.eps, &mut out))?;
-            return host::tensor(out, x.dims(), DType::F32);
-        }
-        let x = x.to_dtype(DType::F32)?.contiguous()?;
-        candle_nn::ops::rms_norm(&x, &self.scale, self.eps)
     }
 
     /// `x [.., dim]` to the same shape and dtype. No kernel of a pass writes a scale, so that the launch may overlap.

@@ -3,9 +3,9 @@
 use super::parse::{inv_freq, FULL_ATTENTION_INTERVAL, MAX_LAYERS};
 use super::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 use crate::formats::GgufFile;
-use candle_gdn::{GateActivation, GdnConfig};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{bail, Result};
+use candle_gdn::{GateActivation, GdnConfig};
 
 /// `general.architecture` and its family.
 const ARCHITECTURES: &[(&str, Family)] =

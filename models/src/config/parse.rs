@@ -3,8 +3,8 @@
 
 use super::fields::Fields;
 use super::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
-use candle_gdn::{GateActivation, GdnConfig};
 use candle_core::{bail, Result};
+use candle_gdn::{GateActivation, GdnConfig};
 use serde_json::Value;
 
 /// `model_type`, its family, and whether the text model is nested in `text_config`.

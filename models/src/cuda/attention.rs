@@ -6,7 +6,9 @@ use crate::ops::{AttentionCache, AttentionPlan};
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result, Tensor};
 use candle_gdn::plumbing::abi::gdn;
-use candle_gdn::plumbing::cuda::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, with_workspace};
+use candle_gdn::plumbing::cuda::{
+    addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, with_workspace,
+};
 use candle_gdn::plumbing::cuda::{write, Pointer};
 use candle_gdn::plumbing::{in_place_cuda, Launch, SequencePlan};
 use candle_gdn::{held, held_slots, held_u32, Slots};
@@ -168,11 +170,17 @@ pub(crate) fn decode(args: &DecodeArgs<'_>, q: &CudaStorage, gate: Option<&CudaS
     };
     // SAFETY: the launcher reads the parameters and writes the one number.
     check(name, unsafe { gdn_attention_workspace(&params, &mut params.workspace_bytes) })?;
-    with_workspace(common.launch.arena.as_ref(), device, stream, usize::try_from(params.workspace_bytes).unwrap_or(0), |workspace| {
-        params.workspace = workspace;
-        // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
-        check(name, unsafe { gdn_attention(&params, stream.cu_stream().cast::<c_void>()) })
-    })?;
+    with_workspace(
+        common.launch.arena.as_ref(),
+        device,
+        stream,
+        usize::try_from(params.workspace_bytes).unwrap_or(0),
+        |workspace| {
+            params.workspace = workspace;
+            // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
+            check(name, unsafe { gdn_attention(&params, stream.cu_stream().cast::<c_void>()) })
+        },
+    )?;
     drop(o);
     Ok(out)
 }

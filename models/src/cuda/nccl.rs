@@ -3,10 +3,10 @@
 //! The library is looked for when a group is made, not when the program is linked or started: builds do not need it, and
 //! where it is missing only those who ask for several GPUs hear of it.
 
-use candle_gdn::plumbing::cuda::{alloc, read, stream_of, write};
 use crate::parallel::Collective;
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor};
+use candle_gdn::plumbing::cuda::{alloc, read, stream_of, write};
 use libloading::Library;
 use std::ffi::{c_char, c_int, c_void, CStr};
 use std::sync::{Arc, OnceLock};

@@ -1,10 +1,10 @@
 //! Drafted tokens: through the model at once, and then only some of them stay.
 
-use crate::causal_lm::CausalLm;
 use super::pass::{Mode, Pass};
 use super::pool::{unique, Lease, Sequence, SequencePool};
-use candle_gdn::{Accepted, CuSeqlens, Drafted, Slots};
+use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
+use candle_gdn::{Accepted, CuSeqlens, Drafted, Slots};
 
 const VERIFY: &str = "verify";
 const ACCEPT: &str = "accept";

@@ -1,12 +1,12 @@
 //! Tokens of some sequences through the model.
 
-use crate::causal_lm::CausalLm;
-use crate::blocks::decoder::Residual;
 use super::pass::{Mode, Pass};
 use super::pool::{LayerSlots, Sequence, SequencePool};
 use super::snapshot::SequenceSnapshot;
-use candle_gdn::{Checkpoints, CuSeqlens, CHECKPOINT_MULTIPLE};
+use crate::blocks::decoder::Residual;
+use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
+use candle_gdn::{Checkpoints, CuSeqlens, CHECKPOINT_MULTIPLE};
 
 const FEED: &str = "feed";
 const CHECKPOINTS: &str = "feed_with_checkpoints";
@@ -40,6 +40,19 @@ impl CausalLm {
         let (_, pass) = self.advance(FEED, pool, batch, &slots)?;
         self.advanced(pool, &slots, pass);
         Ok(())
+    }
+
+    /// [`feed`](Self::feed), but what comes out are the hidden states of all new tokens behind the last norm, packed:
+    /// `[tokens of all, hidden_size]` in the model's dtype, for [`logits`](Self::logits).
+    ///
+    /// # Errors
+    /// As [`feed`](Self::feed).
+    pub fn feed_hidden(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
+        let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
+        let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
+        let (_, hidden) = x.norm(&self.norm, &pass.launch)?;
+        self.advanced(pool, &slots, pass);
+        Ok(hidden)
     }
 
     /// The layers of checked slots; [`Self::advanced`] is to follow.

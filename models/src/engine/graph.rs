@@ -1,13 +1,13 @@
 //! A decode step of the whole model as one CUDA graph.
 
-use crate::causal_lm::CausalLm;
-#[cfg(feature = "cuda")]
-use crate::blocks::moe::asks_the_host;
 #[cfg(feature = "cuda")]
 use super::capture::capture;
 use super::pool::{Sequence, SequencePool};
 #[cfg(feature = "cuda")]
 use super::step::StepBuffers;
+#[cfg(feature = "cuda")]
+use crate::blocks::moe::asks_the_host;
+use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
 use std::marker::PhantomData;
 
@@ -47,7 +47,7 @@ pub struct DecodeGraph {
     graph: candle_core::cuda_backend::cudarc::driver::CudaGraph,
     /// Whose addresses it holds: the model and the pool's memory.
     #[cfg(feature = "cuda")]
-    of: (usize, u64),
+    captured_for: (usize, u64),
     #[cfg(not(feature = "cuda"))]
     never: std::convert::Infallible,
     /// Not `Send`, with or without the feature.
@@ -122,7 +122,7 @@ impl DecodeGraph {
         let buffers = StepBuffers::new(model, pool, batch)?;
         let device = pool.device.clone();
         let graph = capture(OP, &device, || buffers.run(model, pool))?;
-        Ok(Self { batch, buffers, graph, of: (model.id, pool.memory), thread: PhantomData })
+        Ok(Self { batch, buffers, graph, captured_for: (model.id, pool.memory), thread: PhantomData })
     }
 
     /// [`CausalLm::feed`] of one token of each sequence: `[sequences, vocab_size]` in f32. Fewer sequences than the
@@ -137,7 +137,7 @@ impl DecodeGraph {
         }
         let ids: Vec<u32> = batch.iter().map(|(_, id)| *id).collect();
         model.check_ids(OP, [&ids[..]].into_iter())?;
-        if self.of != (model.id, pool.memory) {
+        if self.captured_for != (model.id, pool.memory) {
             *self = Self::capture(model, pool, self.batch)?;
         }
         pool.take()?;

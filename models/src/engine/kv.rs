@@ -2,13 +2,14 @@
 
 use crate::blocks::attention::{GatedAttention, Projections};
 use crate::blocks::kv_cache::{CacheShape, KvCache};
+use crate::blocks::rotary::Angles;
 use crate::cpu::attention::Cache;
+use crate::ops::{AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
+use candle_core::{bail, DType, Module, Result, Tensor, D};
 use candle_gdn::plumbing::cpu::Element;
 use candle_gdn::plumbing::host;
-use candle_gdn::{CuSeqlens, Slots};
-use crate::ops::{AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
 use candle_gdn::plumbing::Launch;
-use candle_core::{Module, bail, DType, Result, Tensor, D};
+use candle_gdn::{CuSeqlens, Slots};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -25,8 +26,8 @@ pub(super) enum KvSlots {
 /// Which sequences a pass has, as attention needs it.
 #[derive(Debug)]
 pub(super) enum KvRows {
-    /// Slot and tokens before the pass; cos and sin of all new tokens, `[tokens, pairs]`.
-    Host { rows: Vec<(usize, usize)>, cos: Vec<f32>, sin: Vec<f32> },
+    /// Slot and tokens before the pass; the angles of all new tokens.
+    Host { rows: Vec<(usize, usize)>, angles: Angles },
     /// The same on the device, and the longest length after the pass.
     Device { slots: Slots, positions: Tensor, max_len: usize },
 }
@@ -43,6 +44,22 @@ impl KvSlots {
         // Head sizes that the kernels do not take are refused here, not at the first token.
         AttentionCache::new(&k, &v, &Tensor::zeros(1, DType::U32, &shape.device)?)?;
         Ok(Self::Tensors([k, v]))
+    }
+
+    /// Makes room for `max_len` tokens of each slot, no fewer than there is. On a device keys and values move.
+    pub fn grow(&mut self, max_len: usize) -> Result<()> {
+        match self {
+            Self::Panels(_, shape) => shape.max_len = max_len,
+            Self::Tensors(kv) => {
+                for x in kv {
+                    let (slots, heads, _, dim) = x.dims4()?;
+                    let grown = Tensor::zeros((slots, heads, max_len, dim), x.dtype(), x.device())?;
+                    grown.slice_set(x, 2, 0)?;
+                    *x = grown;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Bytes held now.
@@ -113,13 +130,13 @@ struct New<'a> {
 
 /// Which of the CPU's caches holds this type.
 trait Typed: Element {
-    fn of(cache: &mut KvCache) -> Option<&mut Cache<Self>>;
+    fn cache_in(cache: &mut KvCache) -> Option<&mut Cache<Self>>;
 }
 
 macro_rules! typed {
     ($($ty:ty => $variant:ident),*) => {$(
         impl Typed for $ty {
-            fn of(cache: &mut KvCache) -> Option<&mut Cache<Self>> {
+            fn cache_in(cache: &mut KvCache) -> Option<&mut Cache<Self>> {
                 match cache {
                     KvCache::$variant(cache) => Some(cache),
                     _ => None,
@@ -141,9 +158,10 @@ impl GatedAttention {
         launch: &Launch,
     ) -> Result<Tensor> {
         match (kv, rows) {
-            (KvSlots::Panels(caches, shape), KvRows::Host { rows, cos, sin }) => {
+            (KvSlots::Panels(caches, shape), KvRows::Host { rows, angles }) => {
                 let lengths = cu_seqlens.map_or_else(|| vec![1; rows.len()], |cu| cu.lengths().collect());
-                let new = New { rows, lengths: &lengths, angles: [cos, sin], max_tokens: shape.max_len };
+                let new =
+                    New { rows, lengths: &lengths, angles: [&angles.cos, &angles.sin], max_tokens: shape.max_len };
                 match shape.dtype {
                     DType::BF16 => self.slots_cpu::<bf16>(x, new, caches),
                     DType::F16 => self.slots_cpu::<f16>(x, new, caches),
@@ -167,9 +185,9 @@ impl GatedAttention {
         let mut caches: Vec<Option<&mut KvCache>> = caches.iter_mut().map(Some).collect();
         let (mut rest, mut first) = (&mut o[..], 0);
         let pairs = new.angles[0].len() / x.dim(0)?;
-        let mut calls = Vec::with_capacity(new.rows.len());
+        let mut sequences = Vec::with_capacity(new.rows.len());
         for (&(slot, position), &tokens) in new.rows.iter().zip(new.lengths) {
-            let Some(cache) = caches.get_mut(slot).and_then(Option::take).and_then(T::of) else {
+            let Some(cache) = caches.get_mut(slot).and_then(Option::take).and_then(T::cache_in) else {
                 bail!("attention: expected a slot of the model's dtype once, got {slot}")
             };
             cache.truncate(position);
@@ -177,7 +195,7 @@ impl GatedAttention {
                 bail!("attention: expected {position} tokens in slot {slot}, got {}", cache.len())
             }
             let part = |width: usize| first * width..(first + tokens) * width;
-            let call = Projections {
+            let projections = Projections {
                 q_gate: &q_gate[part(widths[0])],
                 k: &k[part(widths[1])],
                 v: &v[part(widths[1])],
@@ -185,10 +203,10 @@ impl GatedAttention {
                 tokens,
             };
             let (out, behind) = rest.split_at_mut(tokens * width);
-            calls.push((call, cache, out));
+            sequences.push((projections, cache, out));
             (rest, first) = (behind, first + tokens);
         }
-        self.attend_cpu(calls, new.max_tokens)?;
+        self.attend_cpu(sequences, new.max_tokens)?;
         self.o_proj.forward(&host::tensor(o, (x.dim(0)?, width), x.dtype())?)
     }
 

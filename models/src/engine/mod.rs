@@ -8,6 +8,7 @@
 //! * [`CausalLm::verify`](super::CausalLm::verify) and [`CausalLm::accept`](super::CausalLm::accept) feed drafts of
 //!   which a part may stay; [`CausalLm::feed_with_checkpoints`](super::CausalLm::feed_with_checkpoints) keeps
 //!   snapshots along a prompt for a [`PrefixCache`](candle_gdn::PrefixCache).
+//! * [`Engine`] schedules requests on all of that: prompts in, tokens out as they come.
 //! * [`DecodeGraph`] is a decode step of the whole model as one CUDA graph.
 //!
 //! The module docs of [`models`](super) tell how the same is built for another model.
@@ -20,6 +21,7 @@ mod graph;
 mod kv;
 mod pass;
 mod pool;
+mod serve;
 mod snapshot;
 #[cfg(any(feature = "cuda", test))]
 mod step;
@@ -29,4 +31,8 @@ mod tests;
 pub use drafts::Drafts;
 pub use graph::DecodeGraph;
 pub use pool::{Sequence, SequencePool};
+pub use serve::{
+    DraftTally, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Meter, PrefixTally,
+    Request, RequestId, Sampling, SplitMix64, Submitted,
+};
 pub use snapshot::SequenceSnapshot;

@@ -1,12 +1,13 @@
 //! One pass of the model over packed tokens of some sequences.
 
-use crate::causal_lm::CausalLm;
-use crate::blocks::decoder::{Mixer, Residual};
 use super::kv::{KvRows, KvSlots};
 use super::pool::{LayerSlots, SequencePool};
-use candle_gdn::{CheckpointPlan, Checkpoints, CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
-use candle_gdn::plumbing::Launch;
+use crate::blocks::decoder::{Mixer, Residual};
+use crate::blocks::rotary::Angles;
+use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result, Tensor};
+use candle_gdn::plumbing::Launch;
+use candle_gdn::{CheckpointPlan, Checkpoints, CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
 
 /// What all layers of a pass share.
 #[derive(Debug)]
@@ -62,14 +63,11 @@ impl Pass {
                 None => Slots::new(&read, &device)?,
             };
             let rows: Vec<_> = slots.iter().map(|&slot| (slot, pool.entries[slot].len)).collect();
-            let (mut cos, mut sin) = (vec![], vec![]);
+            let mut angles = Angles::default();
             for ((_, position), tokens) in rows.iter().zip(&lengths) {
-                let angles = model.rotary.angles(*position, *tokens)?;
-                let (c, s) = angles.tables();
-                cos.extend(c.flatten_all()?.to_vec1::<f32>()?);
-                sin.extend(s.flatten_all()?.to_vec1::<f32>()?);
+                model.rotary.append(*position, *tokens, &mut angles);
             }
-            return Ok(Self { lengths, cu_seqlens, states, kv: KvRows::Host { rows, cos, sin }, launch });
+            return Ok(Self { lengths, cu_seqlens, states, kv: KvRows::Host { rows, angles }, launch });
         }
         let before: Vec<u32> = slots.iter().map(|&slot| pool.entries[slot].len as u32).collect();
         let max_len = before.iter().zip(&lengths).map(|(&len, new)| len as usize + new).max().unwrap_or(0);
@@ -116,7 +114,7 @@ impl Pass {
         match (mode, &self.cu_seqlens) {
             (Mode::Feed, None) => {
                 gdn.forward_slots_launched(&x.unsqueeze(1)?, None, &self.states, pool, &self.launch)?.squeeze(1)
-            },
+            }
             (Mode::Feed, cu) => gdn.forward_slots_launched(x, cu.as_ref(), &self.states, pool, &self.launch),
             (Mode::Verify(kept), Some(cu)) => {
                 let (y, drafted) = gdn.verify(x, cu, &self.states, pool)?;

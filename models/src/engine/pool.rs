@@ -1,12 +1,12 @@
 //! Who has which slot, and how far each sequence is.
 
-use crate::causal_lm::CausalLm;
-use crate::blocks::decoder::Mixer;
 use super::kv::KvSlots;
 use super::pass::Recent;
 use super::snapshot::Piece;
-use candle_gdn::{SlotAllocator, StatePool};
+use crate::blocks::decoder::Mixer;
+use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result};
+use candle_gdn::{SlotAllocator, StatePool};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -124,7 +124,7 @@ impl CausalLm {
             }
         }
         let max_len = max_len.min(self.config.max_position_embeddings);
-        let shape = self.cache_shape(1, max_len);
+        let shape = self.cache_shape(max_len);
         let slots = SlotAllocator::new(sequences)?;
         let layers = self.layers.iter().map(|layer| {
             Ok(match &layer.mixer {
@@ -259,20 +259,38 @@ impl SequencePool {
     ///
     /// A sequence whose draft is being verified has its states of the Gated DeltaNet layers twice.
     pub fn bytes_per_sequence(&self) -> usize {
-        let of = |layer: &LayerSlots| match layer {
+        let bytes = |layer: &LayerSlots| match layer {
             LayerSlots::Linear(states) => states.size_in_bytes() / states.capacity(),
             LayerSlots::Full(kv) => kv.bytes_per_sequence(),
         };
-        self.layers.iter().map(of).sum()
+        self.layers.iter().map(bytes).sum()
     }
 
     /// Bytes of device memory held now, spare states included.
     pub fn size_in_bytes(&self) -> usize {
-        let of = |layer: &LayerSlots| match layer {
+        let bytes = |layer: &LayerSlots| match layer {
             LayerSlots::Linear(states) => states.size_in_bytes(),
             LayerSlots::Full(kv) => kv.size_in_bytes(),
         };
-        self.layers.iter().map(of).sum()
+        self.layers.iter().map(bytes).sum()
+    }
+
+    /// Whether `model` made it.
+    pub(crate) fn is_from(&self, model: &CausalLm) -> bool {
+        self.model == model.id
+    }
+
+    /// Sequences may have up to `max_len` tokens from now on. Keys and values on a device move.
+    pub(crate) fn grow_to(&mut self, max_len: usize) -> Result<()> {
+        self.take()?;
+        self.memory = unique();
+        for layer in &mut self.layers {
+            if let LayerSlots::Full(kv) = layer {
+                kv.grow(max_len)?;
+            }
+        }
+        self.max_len = max_len;
+        Ok(())
     }
 
     /// The slot of a sequence in use.
@@ -286,7 +304,7 @@ impl SequencePool {
     }
 
     /// The slot of a sequence in use that no pass has failed on.
-    pub(super) fn sound_slot(&self, what: &str, s: Sequence) -> Result<usize> {
+    pub(crate) fn sound_slot(&self, what: &str, s: Sequence) -> Result<usize> {
         let slot = self.slot(what, s)?;
         if self.entries[slot].broken {
             bail!("{OP}: {what}: an earlier pass of the sequence failed half-way; restore a snapshot or end it")

@@ -1,8 +1,8 @@
 //! Sequences copied: to another slot, out of the pool, and back.
 
 use super::pool::{LayerSlots, Sequence, SequencePool};
-use candle_gdn::GdnState;
 use candle_core::{bail, Result, Tensor};
+use candle_gdn::GdnState;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const OP: &str = "SequencePool";

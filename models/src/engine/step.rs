@@ -1,12 +1,12 @@
 //! A decode step on buffers that stay where they are, as a captured graph reads and writes them.
 
-use crate::causal_lm::CausalLm;
 use super::kv::KvRows;
 use super::pass::{Mode, Pass};
 use super::pool::SequencePool;
-use candle_gdn::{Slots, NO_SLOT};
+use crate::causal_lm::CausalLm;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_gdn::plumbing::{Arena, Launch};
+use candle_gdn::{Slots, NO_SLOT};
 
 /// Inputs and output of a step of up to so many sequences. Rows of nobody are padding.
 #[derive(Debug)]
@@ -58,8 +58,8 @@ impl StepBuffers {
     /// same sequences it is.
     pub fn load(&mut self, pool: &SequencePool, slots: &[usize], ids: &[u32]) -> Result<()> {
         let batch = self.pass.lengths.len();
-        let padded = |padding: u32, of: &dyn Fn(usize) -> u32| -> Vec<u32> {
-            let mut row: Vec<u32> = slots.iter().map(|&slot| of(slot)).collect();
+        let padded = |padding: u32, value: &dyn Fn(usize) -> u32| -> Vec<u32> {
+            let mut row: Vec<u32> = slots.iter().map(|&slot| value(slot)).collect();
             row.resize(batch, padding);
             row
         };

@@ -1,9 +1,9 @@
 //! The way of CUDA on the CPU: keys and values as tensors, positions on the device, a step on fixed buffers.
 
-use crate::causal_lm::CausalLm;
-use crate::config::ModelConfig;
 use super::pool::{Sequence, SequencePool};
 use super::step::StepBuffers;
+use crate::causal_lm::CausalLm;
+use crate::config::ModelConfig;
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;

@@ -1,9 +1,9 @@
 //! Matrices as ggml stores them, on the host: rows of whole blocks, which can be moved about without being read.
 
-use candle_gdn::plumbing::cpu::{parallel, Shared};
-use candle_gdn::plumbing::host;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
+use candle_gdn::plumbing::cpu::{parallel, Shared};
+use candle_gdn::plumbing::host;
 use std::borrow::Cow;
 use std::ops::Range;
 

@@ -1,9 +1,9 @@
 //! Checkpoints in e4m3 with one scale for each block of a matrix: dequantised as they are loaded, whole or a rank's part.
 
-use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
 use crate::config::Fp8Config;
-use crate::parallel::{WeightCuts, RowsOrColumns};
+use crate::parallel::{RowsOrColumns, WeightCuts};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
+use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use half::{bf16, f16};

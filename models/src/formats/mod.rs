@@ -12,9 +12,9 @@ pub(crate) use experts::{ExpertBlocks, ExpertShape};
 pub(crate) use fp8::dequantized;
 pub use gguf::GgufFile;
 pub(crate) use gguf::GgufWeights;
+pub use quantize::OtherType;
 pub(crate) use quantize::Quantizer;
 pub(crate) use quantized::Quantized;
-pub use quantize::OtherType;
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Shape, Tensor};

@@ -1,10 +1,10 @@
 //! A residual and the norm behind it.
 
 use super::plan::{ResidualPlan, RowsLayout};
-use candle_gdn::plumbing::*;
 use crate::cpu::rms_norm::rms_norm as cpu_rms_norm;
-use candle_gdn::plumbing::cpu::Element;
 use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use candle_gdn::plumbing::cpu::Element;
+use candle_gdn::plumbing::*;
 
 const OP: &str = "add_rms_norm";
 

@@ -1,10 +1,10 @@
 //! The gate of a feed-forward.
 
-use candle_gdn::plumbing::*;
 use super::plan::{RowsLayout, SwigluPlan};
 use crate::cpu::swiglu::activate;
-use candle_gdn::plumbing::cpu::Element;
 use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use candle_gdn::plumbing::cpu::Element;
+use candle_gdn::plumbing::*;
 
 const OP: &str = "swiglu";
 

@@ -1,7 +1,7 @@
 //! Which rows or columns of each weight a rank has.
 
-use crate::config::ModelConfig;
 use super::{Collective, Part};
+use crate::config::ModelConfig;
 use candle_core::Result;
 use std::ops::Range;
 
@@ -141,7 +141,8 @@ mod tests {
         let heads: Vec<_> = (0..4)
             .map(|rank| {
                 let cuts = WeightCuts { config: config.clone(), part: Part { rank, size: 4 } };
-                cuts.ranges_of("model.layers.3.self_attn.k_proj.weight", &[256, 2048]).map(|cut| cut.ranges[0].start / 256)
+                cuts.ranges_of("model.layers.3.self_attn.k_proj.weight", &[256, 2048])
+                    .map(|cut| cut.ranges[0].start / 256)
             })
             .collect();
         assert_eq!(heads, [Some(0), Some(0), Some(1), Some(1)]);

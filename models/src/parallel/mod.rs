@@ -15,7 +15,7 @@ mod local;
 mod vocabulary;
 mod weights;
 
-pub(crate) use cut::{DimRanges, WeightCuts, RowsOrColumns};
+pub(crate) use cut::{DimRanges, RowsOrColumns, WeightCuts};
 pub use local::LocalRank;
 pub(crate) use vocabulary::Vocabulary;
 pub use weights::{part_of, part_of_safetensors};

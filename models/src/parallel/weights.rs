@@ -1,8 +1,8 @@
 //! A rank's part of a checkpoint: of each weight the rows or columns that its part of the model has.
 
-use crate::config::ModelConfig;
 use super::cut::{DimRanges, WeightCuts};
 use super::Collective;
+use crate::config::ModelConfig;
 use crate::formats::dequantized;
 use candle_core::safetensors::{Load, MmapedSafetensors};
 use candle_core::{bail, DType, Device, Error, Result, Shape, Tensor};

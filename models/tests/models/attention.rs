@@ -4,7 +4,8 @@ use crate::support::{devices, poison, rel_rms, rounded, values, Rng};
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_gdn::{CuSeqlens, NO_SLOT};
 use candle_gdn_models::{
-    attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions,
+    attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare,
+    PrepareOptions,
 };
 
 // Large enough to be missed.

@@ -14,11 +14,8 @@ pub struct Goldens {
     prompts: usize,
 }
 
-pub const DEMO: Goldens = Goldens {
-    checkpoint: "examples/generate/demo",
-    goldens: "tests/goldens/demo_goldens.safetensors",
-    prompts: 8,
-};
+pub const DEMO: Goldens =
+    Goldens { checkpoint: "examples/generate/demo", goldens: "tests/goldens/demo_goldens.safetensors", prompts: 8 };
 /// Checkpoints too large for the repository: only where `CANDLE_GDN_GOLDENS` names the folder that has them.
 pub const QWEN3_5: Goldens =
     Goldens { checkpoint: "qwen3_5_tiny", goldens: "as_loaded/qwen3_5_tiny_goldens.safetensors", prompts: 5 };

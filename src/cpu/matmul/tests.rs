@@ -105,16 +105,8 @@ fn every_instruction_set_gives_the_same() {
         let mut out = vec![f32::NAN; rows * n];
         let panels = n.div_ceil(PANEL);
         let out_shared = Shared::new(&mut out);
-        let job = Job {
-            first: 0,
-            x: &x,
-            rows: None,
-            row_count: rows,
-            weights: &weights,
-            matrix: 0,
-            panels,
-            out: out_shared,
-        };
+        let job =
+            Job { first: 0, x: &x, rows: None, row_count: rows, weights: &weights, matrix: 0, panels, out: out_shared };
         let Data::F32(data) = &weights.data else { panic!("narrowed") };
         for panel in 0..panels {
             for rows in [0..7, 7..rows] {

@@ -1,15 +1,15 @@
 //! The mixture of experts on the CPU: all experts of all tokens in two parallel products.
 
-use crate::config::MoeConfig;
+use super::weights::{gate_weight, stacked_experts};
 use crate::blocks::mlp::Mlp;
 use crate::blocks::routing::Routing;
-use super::weights::{gate_weight, stacked_experts};
-use candle_gdn::plumbing::cpu::matmul::Weights;
+use crate::config::MoeConfig;
 use crate::cpu::moe::{softmax, Combine, Shares};
 use crate::cpu::swiglu::{swiglu, MlpRows, Swiglu};
+use candle_core::{Result, Tensor};
+use candle_gdn::plumbing::cpu::matmul::Weights;
 use candle_gdn::plumbing::host;
 use candle_gdn::plumbing::products;
-use candle_core::{Result, Tensor};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 

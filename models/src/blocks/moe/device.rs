@@ -1,10 +1,10 @@
 //! The mixture of experts on a device: by kernels of our own where they take it, else out of tensor ops.
 
-use crate::config::MoeConfig;
-use crate::blocks::mlp::Mlp;
-use crate::blocks::routing::Routing;
 use super::weights::{gate_weight, stacked_experts};
 use crate::blocks::linear::matmul_t;
+use crate::blocks::mlp::Mlp;
+use crate::blocks::routing::Routing;
+use crate::config::MoeConfig;
 #[cfg(feature = "cuda")]
 use crate::cuda::moe;
 use candle_core::{DType, Result, Tensor};
@@ -113,7 +113,7 @@ const AT_ONCE: usize = 8192;
 
 /// Whether so many tokens of a layer on CUDA read the router's choice back to the host, which no captured graph may.
 #[cfg(feature = "cuda")]
-pub(in crate) fn asks_the_host(cfg: &MoeConfig, hidden: usize, dtype: DType, tokens: usize) -> bool {
+pub(crate) fn asks_the_host(cfg: &MoeConfig, hidden: usize, dtype: DType, tokens: usize) -> bool {
     let widths = [cfg.intermediate_size, cfg.shared_intermediate_size];
     tokens > FEW && !moe::takes(dtype, hidden, cfg.num_experts, cfg.experts_per_token, widths)
 }

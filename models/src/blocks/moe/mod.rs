@@ -7,8 +7,8 @@ mod weights;
 
 use crate::config::MoeConfig;
 use crate::formats::Source;
-use candle_gdn::plumbing::Launch;
 use candle_core::{Result, Tensor};
+use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
 use cpu::CpuMoe;
 #[cfg(feature = "cuda")]

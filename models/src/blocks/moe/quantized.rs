@@ -1,15 +1,15 @@
 //! The mixture of experts with quantised experts, by candle's kernels.
 
-use crate::config::MoeConfig;
-use crate::blocks::mlp::Mlp;
-use crate::blocks::routing::Routing;
 use super::weights::gate_weight;
 use crate::blocks::linear::Linear;
-use crate::ops::Swiglu;
+use crate::blocks::mlp::Mlp;
+use crate::blocks::routing::Routing;
+use crate::config::MoeConfig;
 use crate::formats::{Blocks, ExpertBlocks, ExpertShape, Matrix, Source};
-use candle_gdn::plumbing::Launch;
+use crate::ops::Swiglu;
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Module, DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_gdn::plumbing::Launch;
 
 #[derive(Debug)]
 pub(crate) struct QuantizedMoe {

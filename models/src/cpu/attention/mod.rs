@@ -4,8 +4,8 @@
 //! that memory does not grow with the context. The cache holds the keys in panels of [`PANEL`] tokens, `[token / PANEL, dim,
 //! PANEL]`: scores and outputs are then both products that add whole vectors, as in [`candle_gdn::plumbing::cpu::matmul`].
 
-use candle_gdn::plumbing::cpu::matmul::{add_products, load_row, store_row, PANEL};
 use crate::cpu::rms_norm::norm_row;
+use candle_gdn::plumbing::cpu::matmul::{add_products, load_row, store_row, PANEL};
 use candle_gdn::plumbing::cpu::simd::{dispatch, exp, sigmoid};
 use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
 use pulp::{Simd, WithSimd};
@@ -46,11 +46,6 @@ pub(crate) struct Cache<T> {
 impl<T: Element> Cache<T> {
     pub fn new(shape: Shape) -> Self {
         Self { keys: Vec::new(), values: Vec::new(), capacity: 0, len: 0, shape }
-    }
-
-    /// Forgets the tokens and keeps the memory.
-    pub fn reset(&mut self) {
-        self.len = 0;
     }
 
     fn padded_dim(&self) -> usize {
@@ -127,7 +122,7 @@ pub(crate) struct Attention<'a> {
 }
 
 /// Next tokens, the cache that they follow, and where their outputs go.
-pub(crate) struct Call<'a, T> {
+pub(crate) struct OnCache<'a, T> {
     pub attention: Attention<'a>,
     pub cache: &'a mut Cache<T>,
     pub out: &'a mut [f32],
@@ -211,14 +206,14 @@ impl<'a, T: Element> Plan<'a, T> {
 }
 
 /// Runs calls on caches of their own, their tasks shared out together: a batch of short ones wakes the threads once.
-pub(crate) fn run_all<T: Element>(mut calls: Vec<Call<'_, T>>) {
+pub(crate) fn run_all<T: Element>(mut calls: Vec<OnCache<'_, T>>) {
     calls.retain(|call| call.attention.tokens * call.cache.shape.batch > 0);
-    for Call { attention, cache, out } in &mut calls {
+    for OnCache { attention, cache, out } in &mut calls {
         attention.check(cache.shape, out);
         attention.append(cache);
     }
     let mut plans: Vec<Plan<'_, T>> = Vec::with_capacity(calls.len());
-    for Call { attention, cache, out } in &mut calls {
+    for OnCache { attention, cache, out } in &mut calls {
         let first = plans.last().map_or(0, |plan| plan.first + plan.tasks());
         plans.push(Plan::new(attention, cache, out, first));
     }
@@ -238,7 +233,7 @@ impl Attention<'_> {
     /// Appends to the cache and writes `sigmoid(gate) * attention`, `[batch * tokens, heads, dim]`.
     #[cfg(test)]
     pub fn run<T: Element>(self, cache: &mut Cache<T>, out: &mut [f32]) {
-        run_all(vec![Call { attention: self, cache, out }]);
+        run_all(vec![OnCache { attention: self, cache, out }]);
     }
 
     fn check(&self, shape: Shape, out: &[f32]) {

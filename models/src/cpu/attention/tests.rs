@@ -164,7 +164,7 @@ fn a_reset_cache_is_a_new_one() {
     cache.keys.fill(f32::NAN);
     let (zeros, len) = (cache.values.len(), 40);
     cache.values[..zeros].fill(f32::NAN);
-    cache.reset();
+    cache.truncate(0);
     let attention = Attention {
         q_gate: &case.q_gate,
         k: &case.k,

@@ -3,7 +3,7 @@
 use super::super::{Blocks, Matrix};
 use super::{GgufFile, GgufWeights};
 use crate::config::ModelConfig;
-use crate::parallel::{Collective, WeightCuts, LocalRank};
+use crate::parallel::{Collective, LocalRank, WeightCuts};
 use candle_core::quantized::{gguf_file, GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
 

@@ -1,10 +1,10 @@
 //! The cache of one layer, and its checks.
 
-use crate::ops::plan::AttentionPlan;
 use crate::cpu::cached_attention::{CacheRows, Cached};
+use crate::ops::plan::AttentionPlan;
+use candle_core::{bail, DType, Device, Layout, Result, Tensor};
 use candle_gdn::plumbing::*;
 use candle_gdn::{CuSeqlens, Slots};
-use candle_core::{bail, DType, Device, Layout, Result, Tensor};
 
 /// Keys and values of one softmax layer, and how many tokens of each sequence they hold.
 ///

@@ -1,13 +1,13 @@
 //! The half behind the append: attention of new tokens over the cache.
 
 use super::cache::AttentionCache;
-use crate::ops::plan::AttentionPlan;
 use crate::cpu::cached_attention::Decode;
+use crate::ops::plan::AttentionPlan;
+use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Storage, Tensor};
 use candle_gdn::plumbing::*;
 use candle_gdn::CuSeqlens;
 #[cfg(feature = "cuda")]
 use candle_gdn::Slots;
-use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
 
 const DECODE: &str = "attention_decode";

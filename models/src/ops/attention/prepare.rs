@@ -1,13 +1,13 @@
 //! The half before the append: norm and rotary position of new queries and keys, and the append itself.
 
 use super::cache::AttentionCache;
-use crate::ops::plan::AttentionPlan;
 use crate::cpu::cached_attention::Prepare;
+use crate::ops::plan::AttentionPlan;
+use candle_core::{bail, CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
 use candle_gdn::plumbing::*;
 use candle_gdn::CuSeqlens;
 #[cfg(feature = "cuda")]
 use candle_gdn::Slots;
-use candle_core::{bail, CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
 
 const PREPARE: &str = "attention_prepare";

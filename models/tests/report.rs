@@ -1,24 +1,24 @@
 //! The report of the benchmark records: tables, plots and errors, of records made here.
 
-#[path = "../benches/report/compare.rs"]
+#[path = "../../benches/report/compare.rs"]
 mod compare;
-#[path = "../benches/report/folder.rs"]
+#[path = "../../benches/report/folder.rs"]
 mod folder;
-#[path = "../benches/report/markdown.rs"]
+#[path = "../../benches/report/markdown.rs"]
 mod markdown;
-#[path = "../benches/report/output.rs"]
+#[path = "../../benches/report/output.rs"]
 mod output;
-#[path = "../benches/report/plots/mod.rs"]
+#[path = "../../benches/report/plots/mod.rs"]
 mod plots;
-#[path = "../benches/report/rates.rs"]
+#[path = "../../benches/report/rates.rs"]
 mod rates;
-#[path = "../benches/report/record.rs"]
+#[path = "../../benches/report/record.rs"]
 mod record;
-#[path = "../benches/report/stats.rs"]
+#[path = "../../benches/report/stats.rs"]
 mod stats;
-#[path = "../benches/report/summary.rs"]
+#[path = "../../benches/report/summary.rs"]
 mod summary;
-#[path = "../benches/report/tables/mod.rs"]
+#[path = "../../benches/report/tables/mod.rs"]
 mod tables;
 
 use folder::{File, Folder};
@@ -165,7 +165,7 @@ fn a_record_comes_back_as_it_was_written() {
 
 #[test]
 fn the_example_of_the_readme_is_a_record() {
-    let readme = include_str!("../benches/README.md");
+    let readme = include_str!("../../benches/README.md");
     let example = readme.split("```json").nth(1).and_then(|rest| rest.split("```").next()).expect("an example");
     let run: Run = serde_json::from_str(example).unwrap();
     assert_eq!((run.schema, run.tool.as_str(), run.machine.threads), (record::SCHEMA, "benches/gpu", Some(2)));

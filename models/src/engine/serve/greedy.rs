@@ -4,14 +4,15 @@ use candle_core::{DType, Device, Result, Tensor};
 
 /// What a token is drawn from.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Logits {
+pub(super) enum Logits {
     /// Those of all tokens.
     All(Vec<f32>),
     /// The first of the most likely tokens; whether all logits are numbers.
     Best { id: u32, sound: bool },
 }
 
-pub struct Greedy {
+#[derive(Debug)]
+pub(super) struct Greedy {
     /// `[1, vocabulary]`
     ids: Tensor,
     /// `[1, 1]`: more than any.

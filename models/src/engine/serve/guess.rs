@@ -6,7 +6,7 @@ const LONGEST: usize = 3;
 /// Up to `count` tokens that may follow `tokens`: those that followed the last time its last three tokens came before,
 /// or the last two, or the last one. None if even that one is new. Past the end the guess continues itself, so that a
 /// text that goes round in a circle is guessed as far as asked.
-pub fn guess(tokens: &[u32], count: usize) -> Vec<u32> {
+pub(super) fn guess(tokens: &[u32], count: usize) -> Vec<u32> {
     let found = (1..=LONGEST).rev().find_map(|n| after_last(tokens, n));
     let Some(from) = found else { return Vec::new() };
     let mut guess = Vec::with_capacity(count);
@@ -25,18 +25,20 @@ fn after_last(tokens: &[u32], n: usize) -> Option<usize> {
     Some(earlier.windows(n).rposition(|w| w == last)? + n)
 }
 
-/// How well the guesses did.
-#[derive(Debug, Default)]
-pub struct Tally {
-    /// Tokens guessed, and those of them that were right.
+/// How well drafts did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DraftTally {
+    /// Tokens guessed.
     pub guessed: usize,
+    /// Those of them that were right.
     pub right: usize,
-    /// Tokens that decode steps gave, and these steps, both summed over the sequences.
+    /// Tokens that decode steps gave, summed over the sequences.
     pub tokens: usize,
+    /// These steps, summed over the sequences.
     pub steps: usize,
 }
 
-impl std::fmt::Display for Tally {
+impl std::fmt::Display for DraftTally {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         let percent = 100. * self.right as f64 / self.guessed.max(1) as f64;
         let a_step = self.tokens as f64 / self.steps.max(1) as f64;

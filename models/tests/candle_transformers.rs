@@ -2,7 +2,7 @@
 
 #[path = "support/cli.rs"]
 mod cli;
-#[path = "../examples/candle_transformers/model.rs"]
+#[path = "../../examples/candle_transformers/model.rs"]
 mod model;
 
 use candle_core::{safetensors, DType, Device, Result, Tensor};
@@ -49,7 +49,7 @@ struct Prompt {
 }
 
 fn prompt(i: usize) -> Result<Prompt> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/goldens/demo_goldens.safetensors");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/goldens/demo_goldens.safetensors");
     let all = safetensors::load(path, &Device::Cpu)?;
     let ids = |name: &str| all[&format!("{i}.{name}")].to_dtype(DType::U32)?.to_vec1::<u32>();
     let floats = |name: &str| all[&format!("{i}.{name}")].to_vec1::<f32>();

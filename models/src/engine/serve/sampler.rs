@@ -1,22 +1,30 @@
 //! From logits to the next token.
 
 use super::greedy::Logits;
-use anyhow::{bail, Result};
+use candle_core::{bail, Result};
 use std::cmp::Ordering;
 use std::collections::HashSet;
 
-/// How to choose.
-#[derive(Clone, Debug)]
+/// How the next token is chosen.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0: the most likely token.
+    /// Flatness of the distribution; 0 takes the most likely token.
     pub temperature: f64,
-    /// 0: no bound.
+    /// The choice is among so many of the most likely tokens; 0 is all.
     pub top_k: usize,
-    /// 1: no bound.
+    /// The choice is among the most likely tokens that together have this probability; 1 is all.
     pub top_p: f64,
-    /// 1: none.
+    /// Makes tokens that occurred lately less likely; 1 does nothing.
     pub repeat_penalty: f32,
+    /// How many of the last tokens the penalty looks at.
     pub repeat_last_n: usize,
+}
+
+impl Default for Sampling {
+    /// The most likely token.
+    fn default() -> Self {
+        Self { temperature: 0., top_k: 0, top_p: 1., repeat_penalty: 1., repeat_last_n: 64 }
+    }
 }
 
 impl Sampling {
@@ -26,17 +34,15 @@ impl Sampling {
     }
 }
 
-pub struct Sampler {
+#[derive(Debug)]
+pub(super) struct Sampler {
     sampling: Sampling,
     rng: SplitMix64,
 }
 
 impl Sampler {
-    /// For prompt number `prompt` (from 0) of a run: each has a generator of its own, so that what it draws does not
-    /// depend on the others.
-    pub fn new(sampling: Sampling, seed: u64, prompt: usize) -> Self {
-        // Not `seed + prompt`: such generators give the same numbers, one shifted against the other.
-        let seed = if prompt == 0 { seed } else { SplitMix64(seed ^ SplitMix64(prompt as u64).next()).next() };
+    /// Each sequence has a generator of its own, so that what it draws does not depend on the others.
+    pub fn new(sampling: Sampling, seed: u64) -> Self {
         Self { sampling, rng: SplitMix64(seed) }
     }
 
@@ -114,12 +120,24 @@ fn nucleus(weights: &[f64], p: f64) -> usize {
     weights.len()
 }
 
-/// Written out here so that a seed gives the same text with every version of every dependency.
+/// A generator of random numbers, written out here so that a seed gives the same text with every version of every dependency.
+#[derive(Debug)]
 pub struct SplitMix64(u64);
 
 impl SplitMix64 {
+    /// The generator of a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
+    }
+
+    /// The seed of number `n` of several sequences that share a seed: number 0 has that itself. Not `seed + n`, whose
+    /// generators give the same numbers, one shifted against the other.
+    pub fn seed(seed: u64, n: usize) -> u64 {
+        if n == 0 {
+            seed
+        } else {
+            Self(seed ^ Self(n as u64).next()).next()
+        }
     }
 
     /// In [0, 1).
@@ -127,6 +145,8 @@ impl SplitMix64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
+    /// The next number.
+    #[allow(clippy::should_implement_trait)]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

@@ -1,29 +1,25 @@
 //! Beginnings that prompts share, to be fed once.
 
-use anyhow::Result;
+use candle_core::Result;
 use candle_gdn::PrefixCache;
-
-const MIB: f64 = (1 << 20) as f64;
 
 /// The states after beginnings of prompts, and how much they were of use.
 ///
-/// All prompts are known from the start, so only the states that another prompt will ask for are kept: those at the
-/// ends of common beginnings. A prompt that shares more with one being fed now than is in the cache waits for it.
-pub struct Prefixes<V> {
-    /// None where `--prefix-cache` is 0.
+/// Only the states that a waiting prompt will ask for are kept: those at the ends of common beginnings. A prompt that shares more with one being fed now than is in the cache waits for it.
+#[derive(Debug)]
+pub(super) struct Prefixes<V> {
+    /// None where the budget is 0.
     cache: Option<PrefixCache<V>>,
     /// Tokens that came from the cache, and those of the prompts that began.
     reused: usize,
     asked: usize,
-    /// A state that the cache has no room for is told once.
-    told: bool,
 }
 
 impl<V> Prefixes<V> {
     /// At most `budget` bytes; 0 keeps nothing.
     pub fn new(block: usize, budget: usize) -> Result<Self> {
         let cache = if budget > 0 { Some(PrefixCache::new(block, budget)?) } else { None };
-        Ok(Self { cache, reused: 0, asked: 0, told: false })
+        Ok(Self { cache, reused: 0, asked: 0 })
     }
 
     /// Tokens that two prompts begin with, in whole blocks, and without the last token of each: it must be fed, as
@@ -61,31 +57,34 @@ impl<V> Prefixes<V> {
         Some(found)
     }
 
-    /// Keeps the state after `prefix`; a sentence for the user if there is no room for one.
-    pub fn keep(&mut self, prefix: &[u32], state: V, bytes: usize) -> Result<Option<String>> {
-        let Some(cache) = &mut self.cache else { return Ok(None) };
-        if cache.insert(prefix, state, bytes)? || std::mem::replace(&mut self.told, true) {
-            return Ok(None);
-        }
-        let (need, room) = (bytes as f64 / MIB, cache.budget() as f64 / MIB);
-        Ok(Some(format!(
-            "cache: the state after {} tokens takes {need:.1} MiB, more than --prefix-cache {room:.0}",
-            prefix.len()
-        )))
+    /// Keeps the state after `prefix`: false where one state is more than the budget.
+    pub fn keep(&mut self, prefix: &[u32], state: V, bytes: usize) -> Result<bool> {
+        self.cache.as_mut().map_or(Ok(true), |cache| cache.insert(prefix, state, bytes))
     }
+
+    pub fn tally(&self) -> PrefixTally {
+        let (hits, misses, bytes) =
+            self.cache.as_ref().map_or((0, 0, 0), |cache| (cache.hits(), cache.misses(), cache.size_in_bytes()));
+        PrefixTally { reused: self.reused, asked: self.asked, hits, misses, bytes }
+    }
+}
+
+/// What the cache of beginnings was good for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefixTally {
+    /// Prompt tokens that came from the cache.
+    pub reused: usize,
+    /// Prompt tokens of all requests that began.
+    pub asked: usize,
+    /// Requests that found a beginning.
+    pub hits: u64,
+    /// Requests that found none.
+    pub misses: u64,
+    /// Bytes held now.
+    pub bytes: usize,
 }
 
 /// All but the last token.
 fn usable(prompt: &[u32]) -> &[u32] {
     &prompt[..prompt.len().saturating_sub(1)]
-}
-
-impl<V> std::fmt::Display for Prefixes<V> {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        let Self { reused, asked, .. } = self;
-        write!(f, "cache: {reused} of {asked} prompt tokens reused")?;
-        let Some(cache) = &self.cache else { return write!(f, ", --prefix-cache is 0") };
-        let (hits, held) = (cache.hits(), cache.size_in_bytes() as f64 / MIB);
-        write!(f, ", {hits} of {} prompts hit, {held:.1} MiB held", hits + cache.misses())
-    }
 }

@@ -1,0 +1,24 @@
+//! Requests in, tokens out as they come.
+//!
+//! [`Engine`] is a plain struct that its owner drives; [`EngineHandle`] runs one on a thread of its own.
+
+mod decode;
+mod fill;
+mod graphs;
+mod greedy;
+mod guess;
+mod handle;
+mod prefixes;
+mod request;
+mod row;
+mod sampler;
+mod scheduler;
+#[cfg(test)]
+mod tests;
+
+pub use guess::DraftTally;
+pub use handle::{EngineHandle, Submitted};
+pub use prefixes::PrefixTally;
+pub use request::{EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Meter, Request, RequestId};
+pub use sampler::{Sampling, SplitMix64};
+pub use scheduler::Engine;

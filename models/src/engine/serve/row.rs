@@ -1,0 +1,80 @@
+//! One completion under way.
+
+use super::greedy::Logits;
+use super::request::{Event, FinishReason, Request, RequestId};
+use super::sampler::Sampler;
+use crate::Sequence;
+
+/// A prompt and what was drawn after it.
+#[derive(Debug)]
+pub(super) struct Row {
+    pub id: RequestId,
+    pub sequence: Sequence,
+    /// Prompt and completion. All but the last have been fed once the completion has begun.
+    pub tokens: Vec<u32>,
+    /// How many guesses the next pass is worth: as many as were right, one more, and as many again.
+    pub worth: usize,
+    pub finished: Option<FinishReason>,
+    pub request: Request,
+    prompt_len: usize,
+    max_len: usize,
+    sampler: Sampler,
+}
+
+impl Row {
+    /// Of a request whose prompt was fed.
+    pub fn new(id: RequestId, mut request: Request, sequence: Sequence, max_len: usize) -> Self {
+        let tokens = std::mem::take(&mut request.tokens);
+        let sampler = Sampler::new(request.sampling.clone(), request.seed);
+        let prompt_len = tokens.len();
+        Self { id, sequence, tokens, worth: usize::MAX, finished: None, request, prompt_len, max_len, sampler }
+    }
+
+    /// The token to be fed next.
+    pub fn last(&self) -> u32 {
+        self.tokens[self.tokens.len() - 1]
+    }
+
+    fn drawn(&self) -> usize {
+        self.tokens.len() - self.prompt_len
+    }
+
+    /// How many guessed tokens could be of use in the next step.
+    pub fn room(&self) -> usize {
+        (self.request.max_new_tokens - self.drawn()).saturating_sub(1).min(self.max_len - self.tokens.len())
+    }
+
+    /// Draws from `logits`, those after the last token and after each of the tokens `guessed` behind it, as long as the
+    /// guesses are right: each token is drawn as it would be without a guess, and by the same random number. Returns
+    /// how many tokens it drew, the last of which no pass has been fed, or that ends the completion.
+    pub fn draw(&mut self, logits: Vec<Logits>, guessed: &[u32], events: &mut Vec<Event>) -> usize {
+        if self.drawn() == self.request.max_new_tokens {
+            self.finished = Some(FinishReason::MaxNewTokens);
+            return 0;
+        }
+        for (i, logits) in logits.into_iter().enumerate() {
+            let token = match self.sampler.next(logits, &self.tokens) {
+                Ok(token) => token,
+                Err(e) => {
+                    self.finished = Some(FinishReason::Failed(e.to_string()));
+                    return i;
+                }
+            };
+            if self.request.stop.contains(&token) {
+                self.finished = Some(FinishReason::Stop);
+                return i + 1;
+            }
+            self.tokens.push(token);
+            events.push(Event::Token { id: self.id, token });
+            self.finished = match () {
+                _ if self.drawn() == self.request.max_new_tokens => Some(FinishReason::MaxNewTokens),
+                _ if self.tokens.len() > self.max_len => Some(FinishReason::MaxLen),
+                _ => None,
+            };
+            if self.finished.is_some() || guessed.get(i) != Some(&token) {
+                return i + 1;
+            }
+        }
+        guessed.len() + 1
+    }
+}

@@ -1,0 +1,60 @@
+//! The parts that need no model.
+
+use super::greedy::{Greedy, Logits};
+use super::guess::{guess, DraftTally};
+use super::prefixes::{PrefixTally, Prefixes};
+use candle_core::{Device, Tensor};
+
+/// What a GPU does for `--temperature 0` is done by tensor ops, which run here as well.
+#[test]
+fn the_device_finds_the_first_of_the_best() {
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    let rows = [
+        [0., 3., 1., 3., -2.],
+        [-5., -5., -5., -5., -5.],
+        [-1., -2., -3., -4., 7.],
+        [0., nan, 1., 0., 0.],
+        [nan; 5],
+        [0., inf, 0., 0., 0.],
+        [0., -inf, 0., 0., 1.],
+    ];
+    let logits = Tensor::new(&rows, &Device::Cpu).unwrap();
+    let best = Greedy::new(5, &Device::Cpu).unwrap().best(&logits).unwrap();
+    assert_eq!(best[..3], [1, 0, 4].map(|id| Logits::Best { id, sound: true }));
+    assert!(best[3..].iter().all(|best| matches!(best, Logits::Best { sound: false, .. })), "{best:?}");
+}
+
+#[test]
+fn guesses_follow_the_latest_match() {
+    assert_eq!(guess(&[1, 2, 3, 9, 8, 5, 1, 2, 3], 2), [9, 8]);
+    assert_eq!(guess(&[1, 2, 3, 9, 4, 2, 3, 7, 7, 2, 3], 1), [7], "two tokens, the later place");
+    assert_eq!(guess(&[1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1), [7], "three tokens go before a later two");
+    assert_eq!(guess(&[5, 6, 5], 4), [6, 5, 6, 5], "in a circle");
+    assert_eq!(guess(&[5, 5], 3), [5, 5, 5]);
+    assert!(guess(&[1, 2, 3], 3).is_empty(), "nothing like it before");
+    assert!(guess(&[1, 1], 0).is_empty());
+    assert_eq!((guess(&[], 3), guess(&[1], 3)), (vec![], vec![]));
+    let tally = DraftTally { guessed: 60, right: 34, tokens: 57, steps: 30 };
+    assert_eq!(tally.to_string(), "draft: 34 of 60 tokens accepted (57 %), 1.9 tokens a step");
+    assert_eq!(DraftTally::default().to_string(), "draft: 0 of 0 tokens accepted (0 %), 0.0 tokens a step");
+}
+
+#[test]
+fn prompts_wait_for_what_they_share() {
+    let mut prefixes = Prefixes::new(2, 100).unwrap();
+    let (a, b) = ([1, 2, 3, 4, 5], [1, 2, 3, 4]);
+    // Four tokens agree, but one of `b` must be fed.
+    assert_eq!(prefixes.cuts(&a, 0, [&b[..], &a[..], &[7, 8]].into_iter()), [2, 4]);
+    assert_eq!(prefixes.cuts(&a, 2, [&b[..]].into_iter()), [] as [usize; 0]);
+    assert!(prefixes.coming(&b, [(&a[..], 1)].into_iter()));
+    assert!(!prefixes.coming(&b, [(&a[..], 2)].into_iter()), "not kept");
+    assert_eq!(prefixes.find(&a), None);
+    assert!(prefixes.keep(&a[..2], "two", 60).unwrap());
+    assert!(!prefixes.coming(&b, [(&a[..], 1)].into_iter()), "it is there");
+    assert_eq!(prefixes.find(&b), Some((2, &"two")));
+    assert!(!prefixes.keep(&a[..4], "four", 1 << 20).unwrap(), "more than the budget");
+    assert_eq!(prefixes.tally(), PrefixTally { reused: 2, asked: 9, hits: 1, misses: 1, bytes: 60 });
+    let mut none = Prefixes::new(2, 0).unwrap();
+    assert_eq!((none.keep(&a[..2], 0, 1).unwrap(), none.find(&a)), (true, None));
+    assert!(!none.coming(&b, [(&a[..], 0)].into_iter()));
+}

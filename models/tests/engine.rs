@@ -1,0 +1,166 @@
+//! The engine on the demo checkpoint: what each request gets, whatever else runs.
+
+#[path = "support/golden.rs"]
+mod golden;
+
+use candle_core::{DType, Device, Result};
+use candle_gdn_models::{
+    CausalLm, Engine, EngineHandle, EngineOptions, Event, FinishReason, Request, RequestId, Sampling,
+};
+use golden::DEMO;
+use std::collections::HashMap;
+
+const PROMPTS: [&[u32]; 4] = [&[49, 68, 7, 12, 90], &[300, 301], &[5; 40], &[17, 400, 23, 23, 500, 81, 2]];
+
+fn model() -> Result<CausalLm> {
+    DEMO.model(DType::F32, &Device::Cpu)
+}
+
+/// A request that draws, or takes the most likely token.
+fn request(n: usize) -> Request {
+    let sampling = match n % 2 {
+        0 => Sampling::default(),
+        _ => Sampling { temperature: 0.8, top_p: 0.9, ..Sampling::default() },
+    };
+    Request { sampling, seed: n as u64, ..Request::new(PROMPTS[n].to_vec(), 12 + n) }
+}
+
+type Completions = HashMap<RequestId, (Vec<u32>, Option<FinishReason>)>;
+
+fn run(engine: &mut Engine<&CausalLm>) -> Result<Completions> {
+    let mut all = Completions::new();
+    while !engine.is_idle() {
+        for event in engine.step()? {
+            match event {
+                Event::Token { id, token } => all.entry(id).or_default().0.push(token),
+                Event::Finished { id, reason } => {
+                    let end = &mut all.entry(id).or_default().1;
+                    assert_eq!(end.replace(reason), None, "finished twice");
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn alone(model: &CausalLm, request: Request) -> Result<Vec<u32>> {
+    let mut engine = Engine::new(model, EngineOptions::new(1, 100))?;
+    let id = engine.submit(request)?;
+    Ok(run(&mut engine)?.remove(&id).map(|(tokens, _)| tokens).unwrap_or_default())
+}
+
+#[test]
+fn requests_together_get_what_each_gets_alone() -> Result<()> {
+    let model = model()?;
+    let want = (0..4).map(|n| alone(&model, request(n))).collect::<Result<Vec<_>>>()?;
+    // Room for all, room for some so that the others wait, prompts in pieces, and drafts.
+    let all = EngineOptions::new(4, 100);
+    let options = [
+        all.clone(),
+        EngineOptions { sequences: 2, ..all.clone() },
+        EngineOptions { prefill_chunk: 7, ..all.clone() },
+        EngineOptions { draft: 4, prefix_cache: 1 << 24, ..all },
+    ];
+    for options in options {
+        let mut engine = Engine::new(&model, options)?;
+        let ids = (0..4).map(|n| engine.submit(request(n))).collect::<Result<Vec<_>>>()?;
+        let got = run(&mut engine)?;
+        for (n, id) in ids.iter().enumerate() {
+            assert_eq!(got[id], (want[n].clone(), Some(FinishReason::MaxNewTokens)), "request {n}");
+            assert_eq!(want[n].len(), 12 + n);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn cancelling_frees_the_slot() -> Result<()> {
+    let model = model()?;
+    let mut engine = Engine::new(&model, EngineOptions::new(1, 100))?;
+    let (first, second) = (engine.submit(request(0))?, engine.submit(request(1))?);
+    let third = engine.submit(request(2))?;
+    engine.step()?;
+    assert_eq!(engine.waiting(), 2);
+    assert!(engine.cancel(first)? && engine.cancel(third)?);
+    assert!(!engine.cancel(first)?, "it has ended");
+    let got = run(&mut engine)?;
+    assert_eq!(got[&first].1, Some(FinishReason::Cancelled));
+    assert_eq!(got[&third], (vec![], Some(FinishReason::Cancelled)));
+    assert_eq!(got[&second], (alone(&model, request(1))?, Some(FinishReason::MaxNewTokens)));
+    Ok(())
+}
+
+#[test]
+fn what_can_never_fit_is_refused() -> Result<()> {
+    let model = model()?;
+    let mut engine = Engine::new(&model, EngineOptions { max_waiting: 1, ..EngineOptions::new(1, 20) })?;
+    let mut refused = |request: Request, parts: &[&str]| {
+        let error = engine.submit(request).unwrap_err().to_string();
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    };
+    refused(Request::new(vec![1; 21], 1), &["at most 20 tokens", "got 21"]);
+    refused(Request::new(vec![], 1), &["at least 1 token"]);
+    refused(Request::new(vec![1024], 1), &["vocab_size (1024)", "got 1024"]);
+    let last = engine.submit(Request::new(vec![1; 20], 9))?;
+    let error = engine.submit(request(1)).unwrap_err().to_string();
+    assert!(error.contains("at most 1 that wait"), "{error}");
+    let got = run(&mut engine)?;
+    assert_eq!((got[&last].0.len(), got[&last].1.clone()), (1, Some(FinishReason::MaxLen)));
+    Ok(())
+}
+
+#[test]
+fn a_snapshot_continues_the_sequence() -> Result<()> {
+    let model = model()?;
+    let mut engine = Engine::new(&model, EngineOptions::new(1, 100))?;
+    engine.submit(Request { snapshot_end: true, snapshot_at: Some(3), ..request(0) })?;
+    let (mut snapshots, mut tokens) = (vec![], PROMPTS[0].to_vec());
+    while !engine.is_idle() {
+        for event in engine.step()? {
+            match event {
+                Event::Snapshot { snapshot, .. } => snapshots.push(snapshot),
+                Event::Token { token, .. } => tokens.push(token),
+                _ => {}
+            }
+        }
+    }
+    assert_eq!(snapshots.iter().map(|s| s.len()).collect::<Vec<_>>(), [3, tokens.len() - 1]);
+    tokens.push(77);
+    let want = alone(&model, Request::new(tokens.clone(), 5))?;
+    for snapshot in snapshots {
+        let fed = engine.stats().prompt.tokens;
+        let more = tokens.len() - snapshot.len();
+        let id = engine.submit(Request { resume: Some(snapshot), ..Request::new(tokens.clone(), 5) })?;
+        assert_eq!(run(&mut engine)?[&id].0, want);
+        assert_eq!(engine.stats().prompt.tokens - fed, more);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_thread_serves_others() -> Result<()> {
+    let want = alone(&model()?, request(1))?;
+    let (engine, thread) = EngineHandle::spawn(model, EngineOptions::new(1, 2000))?;
+    // It would go on for long: dropping the receiver makes room for the next one.
+    let long = engine.submit(Request::new(PROMPTS[0].to_vec(), 1900))?;
+    assert!(matches!(long.events.recv(), Ok(Event::Token { .. })));
+    drop(long.events);
+    let other = engine.clone();
+    let submitted = std::thread::spawn(move || other.submit(request(1))).join().expect("a thread")?;
+    let events: Vec<Event> = submitted.events.iter().collect();
+    let tokens = events.iter().filter_map(|event| match event {
+        Event::Token { token, .. } => Some(*token),
+        _ => None,
+    });
+    assert_eq!(tokens.collect::<Vec<_>>(), want);
+    assert!(matches!(events.last(), Some(Event::Finished { reason: FinishReason::MaxNewTokens, .. })));
+    let long = engine.submit(Request::new(PROMPTS[0].to_vec(), 1900))?;
+    engine.cancel(long.id);
+    let last = long.events.iter().last();
+    assert!(matches!(last, Some(Event::Finished { reason: FinishReason::Cancelled, .. })), "{last:?}");
+    assert!(engine.submit(Request::new(vec![1; 3000], 1)).is_err());
+    drop(engine);
+    thread.join().expect("no panic");
+    Ok(())
+}
