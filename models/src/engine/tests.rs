@@ -268,3 +268,23 @@ fn a_pass_that_fails_breaks_its_sequences_only() -> Result<()> {
     let a = pool.begin()?;
     model.feed_only(&mut pool, &[(a, &[1])])
 }
+
+/// As the state behind `forward` does.
+#[test]
+fn a_pool_that_grows_forgets_nothing() -> Result<()> {
+    let model = model()?;
+    let tokens: Vec<u32> = (0..60).map(|i| i * 5 % VOCAB as u32).collect();
+    for tensors in [false, true] {
+        let (mut small, mut large) = (model.new_sequences_as(2, 8, tensors)?, model.new_sequences_as(2, 64, tensors)?);
+        let (s, l) = ([small.begin()?, small.begin()?], [large.begin()?, large.begin()?]);
+        for (i, part) in [0..7, 7..20, 20..60].into_iter().enumerate() {
+            small.grow_to([8, 32, 64][i])?;
+            let more = &tokens[part];
+            let got = model.feed_hidden(&mut small, &[(s[0], more), (s[1], &more[1..])])?;
+            let want = model.feed_hidden(&mut large, &[(l[0], more), (l[1], &more[1..])])?;
+            assert_near(&got, &want, "grown")?;
+        }
+        assert!(model.feed(&mut small, &[(s[0], &[1; 5])]).is_err(), "there is room for 64");
+    }
+    Ok(())
+}
