@@ -1,17 +1,12 @@
 //! A checkpoint on disk: a directory with config.json, tokenizer and safetensors, or a GGUF file.
 
 use super::load::{LoadFormat, ModelArgs};
-use super::{gguf_tokenizer, hub, safetensors};
+use super::{builtin, gguf_tokenizer, hub, safetensors};
 use anyhow::{bail, Context, Result};
 use candle_gdn_models::{GgufFile, ModelConfig};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
-
-/// The checkpoint that comes with the repository.
-const DEMO_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
-/// `{name}.json` is the config.json of a published model, for `--load-format dummy`.
-const CONFIGS_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/configs");
 
 pub struct Checkpoint {
     /// The config.json, beside which the other files lie, or a GGUF file, which has all in it.
@@ -24,7 +19,7 @@ impl Checkpoint {
     /// What `--model` names; the demo when it is not given.
     pub fn find(args: &ModelArgs) -> Result<Self> {
         let format = args.load_format;
-        let Some(model) = args.model.as_deref() else { return Self::in_dir(Path::new(DEMO_DIR), format) };
+        let Some(model) = args.model.as_deref() else { return Self::in_dir(&builtin::folder()?.join("demo"), format) };
         let path = Path::new(model);
         if path.is_dir() {
             return Self::in_dir(path, format);
@@ -45,9 +40,8 @@ impl Checkpoint {
                 .with_context(|| format!("--model: no directory {model}, so taken as a hub id"))?;
             return Self::in_dir(&dir, format);
         }
-        let known = known_models();
-        if let Some(name) = known.iter().find(|name| name.eq_ignore_ascii_case(model)) {
-            let path = Path::new(CONFIGS_DIR).join(format!("{name}.json"));
+        if let Some(name) = builtin::known_models().find(|name| name.eq_ignore_ascii_case(model)) {
+            let path = builtin::folder()?.join(format!("configs/{name}.json"));
             return match dummy {
                 true => Ok(Self { path, gguf: None, format }),
                 false => bail!("--model: {model} is known without weights only: --load-format dummy makes some up"),
@@ -56,7 +50,7 @@ impl Checkpoint {
         if dummy {
             bail!(
                 "--model: no directory and no file {model}, not a hub id of the form owner/name, and not one of {}",
-                known.join(", ")
+                builtin::known_models().collect::<Vec<_>>().join(", ")
             )
         }
         bail!("--model: no directory {model}, and not a hub id of the form owner/name")
@@ -171,15 +165,6 @@ impl Checkpoint {
         }
         Ok(files)
     }
-}
-
-/// The short names of the configurations that come with the repository.
-fn known_models() -> Vec<String> {
-    let entries = std::fs::read_dir(CONFIGS_DIR).into_iter().flatten().flatten();
-    let name = |path: PathBuf| Some(path.file_name()?.to_str()?.strip_suffix(".json")?.to_string());
-    let mut names: Vec<String> = entries.filter_map(|entry| name(entry.path())).collect();
-    names.sort();
-    names
 }
 
 /// The distinct files of a `model.safetensors.index.json`.

@@ -3,6 +3,7 @@
 // Each example uses its part of this.
 #![allow(dead_code, unused_imports)]
 
+mod builtin;
 mod checkpoint;
 mod dummy;
 pub mod gguf_tokenizer;
