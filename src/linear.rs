@@ -17,7 +17,7 @@ pub struct Linear(Weight);
 /// Where the weight lies.
 #[derive(Debug, Clone)]
 pub enum Weight {
-    /// Packed for the kernels of [`crate::cpu`].
+    /// Packed for the CPU kernels.
     Packed(Arc<Weights>),
     /// As it was given, on a device.
     Tensor(Tensor),

@@ -20,10 +20,10 @@
 //! * A Gated DeltaNet layer: [`GatedDeltaNet::forward_slots`](candle_gdn::GatedDeltaNet::forward_slots) on a
 //!   [`StatePool`](candle_gdn::StatePool) of its own. A batch of single tokens is best given as `[batch, 1, hidden]`,
 //!   without boundaries.
-//! * A softmax layer: [`AttentionCache`](crate::ops::AttentionCache) over keys and values `[slots, kv_heads, capacity,
+//! * A softmax layer: [`AttentionCache`] over keys and values `[slots, kv_heads, capacity,
 //!   head_dim]` of its own and positions that all layers share;
-//!   [`AttentionPrepare`](crate::ops::AttentionPrepare) on views of one projection, then
-//!   [`AttentionDecode`](crate::ops::AttentionDecode).
+//!   [`AttentionPrepare`] on views of one projection, then
+//!   [`AttentionDecode`].
 //! * After the last layer [`AttentionCache::advance`](crate::ops::AttentionCache::advance) once: not before, since all
 //!   layers read the same positions.
 //! * Drafts: [`GatedDeltaNet::verify`](candle_gdn::GatedDeltaNet::verify) and

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Outputs of a panel: a multiple of every vector length.
 pub const PANEL: usize = 32;
 
-/// Weight matrices of one shape, `[n, k]` each, laid out for [`multiply`].
+/// Weight matrices of one shape, `[n, k]` each, laid out for [`multiply`](super::multiply).
 pub struct Weights {
     pub(super) data: Data,
     pub(super) count: usize,
