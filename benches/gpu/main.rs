@@ -58,7 +58,7 @@ enum Suite {
 struct Args {
     /// What to measure [default: everything]
     suites: Vec<Suite>,
-    /// Kernel variants of the rule: auto, all, or names (recurrent, recurrent_128, chunked, decode_128)
+    /// Kernel variants of the rule: auto, all, or names (recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90)
     #[arg(long, default_value = "auto", value_delimiter = ',')]
     algo: Vec<String>,
     /// Key and value heads instead of the grid's, as 16/32

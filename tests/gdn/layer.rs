@@ -7,7 +7,7 @@ use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
 
-fn config() -> GdnConfig {
+pub fn config() -> GdnConfig {
     GdnConfig {
         hidden_size: 24,
         num_key_heads: 2,
@@ -21,9 +21,12 @@ fn config() -> GdnConfig {
     }
 }
 
-/// Random weights in the split layout, and the same ones interleaved by key head.
 fn weights(device: &Device) -> (HashMap<String, Tensor>, HashMap<String, Tensor>) {
-    let c = config();
+    weights_for(&config(), device)
+}
+
+/// Random weights in the split layout, and the same ones interleaved by key head.
+pub fn weights_for(c: &GdnConfig, device: &Device) -> (HashMap<String, Tensor>, HashMap<String, Tensor>) {
     let (heads, r, h) = (c.num_key_heads, c.num_value_heads / c.num_key_heads, c.hidden_size);
     let (key, value) = (c.key_head_dim, r * c.value_head_dim);
     let randn = |shape: &[usize]| Tensor::randn(0f32, 0.3, shape, device).unwrap();

@@ -13,6 +13,7 @@ mod layer;
 mod pool;
 #[cfg(feature = "profile")]
 mod profile;
+mod projections;
 mod properties;
 mod random_layer;
 mod rule_case;

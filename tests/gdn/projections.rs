@@ -1,0 +1,201 @@
+//! The layer on projections of every kind: dense or any module, the input's in one piece or in a checkpoint's own.
+
+use crate::layer::{config, weights_for};
+use crate::support::{devices, rel_rms, values};
+use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_gdn::{
+    Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Linear, Projection, Slots, CHECKPOINT_MULTIPLE,
+};
+use std::collections::HashMap;
+
+type Weights = HashMap<String, Tensor>;
+
+/// Heads of 128, which the fused kernels take.
+fn of_128() -> GdnConfig {
+    GdnConfig { hidden_size: 64, num_value_heads: 4, key_head_dim: 128, value_head_dim: 128, ..config() }
+}
+
+fn dense(weight: &Tensor) -> Projection {
+    Linear::new(weight.clone()).unwrap().into()
+}
+
+fn module(weight: &Tensor) -> Projection {
+    Projection::module(candle_nn::Linear::new(weight.clone(), None))
+}
+
+fn layer(c: &GdnConfig, w: &Weights, in_proj: InProjection, out_proj: Projection) -> Result<GatedDeltaNet> {
+    let parts = GdnParts {
+        in_proj,
+        conv_weight: w["conv1d.weight"].clone(),
+        a_log: w["A_log"].clone(),
+        dt_bias: w["dt_bias"].clone(),
+        norm_weight: w["norm.weight"].clone(),
+        out_proj,
+    };
+    GatedDeltaNet::new(c, parts)
+}
+
+fn fused(w: &Weights) -> Tensor {
+    let names = ["qkv", "z", "b", "a"].map(|name| w[&format!("in_proj_{name}.weight")].clone());
+    Tensor::cat(&names, 0).unwrap()
+}
+
+/// Every form of the input projection, each projection made by `make`.
+fn forms(split: &Weights, interleaved: &Weights, make: fn(&Tensor) -> Projection) -> [InProjection; 3] {
+    let of = |w: &Weights, name: &str| make(&w[&format!("in_proj_{name}.weight")]);
+    [
+        InProjection::Fused(make(&fused(split))),
+        InProjection::Interleaved { qkvz: of(interleaved, "qkvz"), ba: of(interleaved, "ba") },
+        InProjection::Split { qkv: of(split, "qkv"), z: of(split, "z"), b: of(split, "b"), a: of(split, "a") },
+    ]
+}
+
+/// What a layer gives and leaves in all the ways that tokens go through it.
+fn everything(layer: &GatedDeltaNet, device: &Device, dtype: DType) -> Vec<f64> {
+    let hidden = layer.config().hidden_size;
+    let x = |shape: &[usize]| {
+        let n = shape.iter().product::<usize>() * hidden;
+        let numbers: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
+        let shape = [shape, &[hidden]].concat();
+        Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap().to_device(device).unwrap().to_dtype(dtype).unwrap()
+    };
+    let mut all = vec![];
+    let mut state = layer.new_state(2).unwrap();
+    for tokens in [1, 9, 40] {
+        all.extend(values(&layer.forward(&x(&[2, tokens]), &mut state).unwrap()));
+    }
+    all.extend(values(state.recurrent()));
+    // Packed: of one length, which goes as a batch, of several, drafted, and with a state along the way.
+    let mut pool = layer.new_pool(4).unwrap();
+    let slots = Slots::new(&[2, 0], device).unwrap();
+    for lengths in [[4, 4], [3, 20]] {
+        let cu = CuSeqlens::from_lengths(&lengths, device).unwrap();
+        all.extend(values(&layer.forward_slots(&x(&[cu.total_tokens()]), Some(&cu), &slots, &mut pool).unwrap()));
+    }
+    let (cu, moved) = (CuSeqlens::from_lengths(&[4, 4], device).unwrap(), Slots::from_to(&[2, 0], &[1, 3], device).unwrap());
+    let (y, drafted) = layer.verify(&x(&[8]), &cu, &moved, &mut pool).unwrap();
+    layer.commit(&drafted, &Accepted::new(&cu, &moved, &[1, 3]).unwrap(), &mut pool).unwrap();
+    all.extend(values(&y));
+    let cu = CuSeqlens::from_lengths(&[CHECKPOINT_MULTIPLE + 6, 5], device).unwrap();
+    let plan = layer.checkpoint_plan(&cu, CHECKPOINT_MULTIPLE).unwrap();
+    let slots = Slots::new(&[1, 3], device).unwrap();
+    let (y, kept) = layer.forward_with_checkpoints(&x(&[cu.total_tokens()]), &plan, &slots, &mut pool).unwrap();
+    let kept = kept.snapshot(0, 0).unwrap();
+    for tensor in [&y, kept.conv(), kept.recurrent(), pool.conv(), pool.recurrent()] {
+        all.extend(values(tensor));
+    }
+    all
+}
+
+#[test]
+fn every_form_is_the_same_layer() {
+    for device in devices() {
+        for c in [config(), of_128()] {
+            let (split, interleaved) = weights_for(&c, &device);
+            let out = &split["out_proj.weight"];
+            let want = layer(&c, &split, InProjection::Fused(dense(&fused(&split))), dense(out)).unwrap();
+            let want = everything(&want, &device, DType::F32);
+            for make in [dense, module] {
+                for form in forms(&split, &interleaved, make) {
+                    let what = format!("{form:?}");
+                    let layer = layer(&c, &split, form, make(out)).unwrap();
+                    let error = rel_rms(&everything(&layer, &device, DType::F32), &want);
+                    assert!(error < 1e-5, "{}: {error:e}", &what[..what.len().min(60)]);
+                }
+            }
+        }
+    }
+}
+
+/// 16 bits on a GPU: fused steps on columns that lie apart, and projections by the kernel for few rows.
+#[test]
+fn every_form_in_bf16() {
+    for device in devices() {
+        let c = of_128();
+        let (split, interleaved) = weights_for(&c, &device);
+        let narrow = |w: &Weights| -> Weights {
+            w.iter().map(|(name, t)| (name.clone(), t.to_dtype(DType::BF16).unwrap())).collect()
+        };
+        let (split, interleaved) = (narrow(&split), narrow(&interleaved));
+        let out = dense(&split["out_proj.weight"]);
+        let mut all = forms(&split, &interleaved, dense).map(|form| {
+            everything(&layer(&c, &split, form, out.clone()).unwrap(), &device, DType::BF16)
+        });
+        let want = std::mem::take(&mut all[0]);
+        for got in &all[1..] {
+            // The same products, rounded alike but for the order of their sums.
+            let error = rel_rms(got, &want);
+            assert!(error < 1e-2, "{error:e}");
+        }
+    }
+}
+
+/// `x (W + B A)^T` with the low-rank part apart.
+struct Lora {
+    base: candle_nn::Linear,
+    a: Tensor,
+    b: Tensor,
+}
+
+impl Module for Lora {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let low = x.broadcast_matmul(&self.a.t()?)?.broadcast_matmul(&self.b.t()?)?;
+        self.base.forward(x)? + low
+    }
+}
+
+#[test]
+fn adapted_and_quantised_projections() {
+    for device in devices() {
+        let c = GdnConfig { hidden_size: 64, ..config() };
+        let (w, _) = weights_for(&c, &device);
+        let (all, out) = (fused(&w), &w["out_proj.weight"]);
+        let randn = |rows: usize, columns: usize| Tensor::randn(0f32, 0.3, (rows, columns), &device).unwrap();
+        let (a, b) = (randn(3, 64), randn(all.dims()[0], 3));
+        let adapted = (&all + b.matmul(&a).unwrap()).unwrap();
+        let lora = Lora { base: candle_nn::Linear::new(all.clone(), None), a, b };
+        let run = |in_proj: Projection| {
+            let layer = layer(&c, &w, InProjection::Fused(in_proj), dense(out)).unwrap();
+            everything(&layer, &device, DType::F32)
+        };
+        let error = rel_rms(&run(Projection::module(lora)), &run(dense(&adapted)));
+        assert!(error < 1e-5, "LoRA: {error:e}");
+
+        let quantised = QTensor::quantize(&all.to_device(&Device::Cpu).unwrap(), GgmlDType::Q8_0).unwrap();
+        let rounded = quantised.dequantize(&Device::Cpu).unwrap().to_device(&device).unwrap();
+        let quantised = QTensor::quantize_onto(&all.to_device(&Device::Cpu).unwrap(), GgmlDType::Q8_0, &device).unwrap();
+        let quantised = Projection::module(QMatMul::from_qtensor(quantised).unwrap());
+        // candle rounds the inputs of such products to 8 bits: 2^-8 of the largest of 32.
+        let error = rel_rms(&run(quantised), &run(dense(&rounded)));
+        assert!(error < 3e-2, "Q8_0: {error:e}");
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let c = config();
+    let (w, _) = weights_for(&c, &Device::Cpu);
+    let (all, out) = (fused(&w), dense(&w["out_proj.weight"]));
+    let error = |in_proj: InProjection, out: Projection| layer(&c, &w, in_proj, out).unwrap_err().to_string();
+    let short = all.narrow(0, 0, 7).unwrap();
+    let e = error(InProjection::Fused(dense(&short)), out.clone());
+    assert!(e.contains("in_proj: expected a weight of shape") && e.contains("[7, 24]"), "{e}");
+    let e = error(InProjection::Fused(dense(&all)), dense(&all));
+    assert!(e.contains("out_proj: expected a weight of shape"), "{e}");
+    // What a module gives shows when it is called; the state stays as it was.
+    let x = Tensor::ones((1, 2, 24), DType::F32, &Device::Cpu).unwrap();
+    let call = |in_proj: Projection| {
+        let layer = layer(&c, &w, InProjection::Fused(in_proj), out.clone()).unwrap();
+        let mut state = layer.new_state(1).unwrap();
+        let error = layer.forward(&x, &mut state).unwrap_err().to_string();
+        assert!(values(state.recurrent()).iter().all(|x| *x == 0.));
+        error
+    };
+    let e = call(module(&short));
+    assert!(e.contains("in_proj: expected it to give shape") && e.contains("got [1, 2, 7]"), "{e}");
+    let wide = all.clone();
+    let cast = candle_nn::func(move |x: &Tensor| x.broadcast_matmul(&wide.t()?)?.to_dtype(DType::F64));
+    let e = call(Projection::module(cast));
+    assert!(e.contains("in_proj: expected it to give dtype F32"), "{e}");
+}
