@@ -198,7 +198,8 @@ fn the_program_continues_a_text() -> Result<()> {
         assert_eq!(run.stdout, format!("{start}{}\n", text(&want.greedy[..16])));
     }
     let sampled = |seed: &str| {
-        let args = ["--prompt", &start, "-n", "16", "--temperature", "2", "--top-p", "0.9", "--seed", seed];
+        let args =
+            ["--model", DEMO, "--prompt", &start, "-n", "16", "--temperature", "2", "--top-p", "0.9", "--seed", seed];
         cli::run("candle_transformers", &args).stdout
     };
     assert_eq!(sampled("1"), sampled("1"));

@@ -5,7 +5,8 @@ use crate::support::{devices, rel_rms, values};
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_gdn::{
-    Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Linear, Projection, Slots, CHECKPOINT_MULTIPLE,
+    Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Linear, Projection, Slots,
+    CHECKPOINT_MULTIPLE,
 };
 use std::collections::HashMap;
 
@@ -73,7 +74,8 @@ fn everything(layer: &GatedDeltaNet, device: &Device, dtype: DType) -> Vec<f64> 
         let cu = CuSeqlens::from_lengths(&lengths, device).unwrap();
         all.extend(values(&layer.forward_slots(&x(&[cu.total_tokens()]), Some(&cu), &slots, &mut pool).unwrap()));
     }
-    let (cu, moved) = (CuSeqlens::from_lengths(&[4, 4], device).unwrap(), Slots::from_to(&[2, 0], &[1, 3], device).unwrap());
+    let (cu, moved) =
+        (CuSeqlens::from_lengths(&[4, 4], device).unwrap(), Slots::from_to(&[2, 0], &[1, 3], device).unwrap());
     let (y, drafted) = layer.verify(&x(&[8]), &cu, &moved, &mut pool).unwrap();
     layer.commit(&drafted, &Accepted::new(&cu, &moved, &[1, 3]).unwrap(), &mut pool).unwrap();
     all.extend(values(&y));
@@ -119,9 +121,8 @@ fn every_form_in_bf16() {
         };
         let (split, interleaved) = (narrow(&split), narrow(&interleaved));
         let out = dense(&split["out_proj.weight"]);
-        let mut all = forms(&split, &interleaved, dense).map(|form| {
-            everything(&layer(&c, &split, form, out.clone()).unwrap(), &device, DType::BF16)
-        });
+        let mut all = forms(&split, &interleaved, dense)
+            .map(|form| everything(&layer(&c, &split, form, out.clone()).unwrap(), &device, DType::BF16));
         let want = std::mem::take(&mut all[0]);
         for got in &all[1..] {
             // The same products, rounded alike but for the order of their sums.
@@ -164,7 +165,8 @@ fn adapted_and_quantised_projections() {
 
         let quantised = QTensor::quantize(&all.to_device(&Device::Cpu).unwrap(), GgmlDType::Q8_0).unwrap();
         let rounded = quantised.dequantize(&Device::Cpu).unwrap().to_device(&device).unwrap();
-        let quantised = QTensor::quantize_onto(&all.to_device(&Device::Cpu).unwrap(), GgmlDType::Q8_0, &device).unwrap();
+        let quantised =
+            QTensor::quantize_onto(&all.to_device(&Device::Cpu).unwrap(), GgmlDType::Q8_0, &device).unwrap();
         let quantised = Projection::module(QMatMul::from_qtensor(quantised).unwrap());
         // candle rounds the inputs of such products to 8 bits: 2^-8 of the largest of 32.
         let error = rel_rms(&run(quantised), &run(dense(&rounded)));

@@ -1,5 +1,6 @@
 //! One pass of the model over packed tokens of some sequences.
 
+use super::kept::Recent;
 use super::kv::{KvRows, KvSlots};
 use super::pool::{LayerSlots, SequencePool};
 use crate::blocks::decoder::{Mixer, Residual};
@@ -31,16 +32,6 @@ pub(super) enum Mode<'a> {
     Verify(&'a mut Vec<Drafted>),
     /// They advance, and those along the way are kept.
     Checkpoints(&'a CheckpointPlan, &'a mut Vec<Checkpoints>),
-}
-
-/// What the last decode step uploaded, for the next one of the same sequences.
-#[derive(Debug)]
-pub(super) struct Recent {
-    states: Slots,
-    slots: Slots,
-    positions: Tensor,
-    /// What the three hold.
-    held: [Vec<u32>; 3],
 }
 
 impl Pass {

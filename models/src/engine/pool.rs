@@ -1,8 +1,7 @@
 //! Who has which slot, and how far each sequence is.
 
+use super::kept::{Piece, Recent};
 use super::kv::KvSlots;
-use super::pass::Recent;
-use super::snapshot::Piece;
 use crate::blocks::decoder::Mixer;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result};

@@ -1,7 +1,8 @@
 //! Sequences copied: to another slot, out of the pool, and back.
 
+use super::kept::Piece;
 use super::pool::{LayerSlots, Sequence, SequencePool};
-use candle_core::{bail, Result, Tensor};
+use candle_core::{bail, Result};
 use candle_gdn::GdnState;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -20,22 +21,6 @@ pub struct SequenceSnapshot {
     /// One a Gated DeltaNet layer.
     states: Vec<GdnState>,
     pieces: Vec<Arc<Piece>>,
-}
-
-/// Keys and values of some tokens in all softmax layers.
-#[derive(Debug)]
-pub(super) struct Piece {
-    /// The last token's position, and one.
-    end: usize,
-    /// `[1, kv_heads, tokens, head_dim]` each.
-    layers: Vec<[Tensor; 2]>,
-}
-
-impl Piece {
-    fn size_in_bytes(&self) -> usize {
-        let bytes = |x: &Tensor| x.elem_count() * x.dtype().size_in_bytes();
-        self.layers.iter().flatten().map(bytes).sum()
-    }
 }
 
 impl SequenceSnapshot {

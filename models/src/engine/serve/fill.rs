@@ -1,7 +1,8 @@
 //! Prompts go in: several in one packed pass, in pieces, common beginnings once.
 
+use super::filling::Filling;
 use super::greedy::Logits;
-use super::request::{Event, FinishReason, Request, RequestId};
+use super::request::{Event, FinishReason};
 use super::row::Row;
 use super::scheduler::Engine;
 use crate::{CausalLm, Sequence};
@@ -9,30 +10,6 @@ use candle_core::{Result, Tensor};
 use std::borrow::Borrow;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// A prompt that is being fed.
-#[derive(Debug)]
-pub(super) struct Filling {
-    pub id: RequestId,
-    request: Request,
-    pub sequence: Sequence,
-    /// Tokens fed, or taken from a snapshot.
-    done: usize,
-    /// Where the state is to be kept for other prompts.
-    cuts: Vec<usize>,
-}
-
-impl Filling {
-    /// Where a piece has to end.
-    fn end(&self) -> usize {
-        let cuts = self.cuts.iter().copied().chain(self.request.snapshot_at);
-        cuts.filter(|cut| *cut > self.done).min().unwrap_or(usize::MAX).min(self.request.tokens.len())
-    }
-
-    fn is_done(&self) -> bool {
-        self.done == self.request.tokens.len()
-    }
-}
 
 impl<M: Borrow<CausalLm>> Engine<M> {
     /// Takes in waiting requests as far as there is room. One that shares its beginning with a prompt being fed waits

@@ -4,6 +4,7 @@
 
 mod decode;
 mod fill;
+mod filling;
 mod graphs;
 mod greedy;
 mod guess;

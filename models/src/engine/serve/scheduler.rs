@@ -1,6 +1,6 @@
 //! Whose turn it is.
 
-use super::fill::Filling;
+use super::filling::Filling;
 use super::graphs::Graphs;
 use super::greedy::{Greedy, Logits};
 use super::prefixes::Prefixes;
