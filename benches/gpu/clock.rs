@@ -27,7 +27,7 @@ pub enum Tier {
 
 /// How long a tier samples, in µs of estimated work.
 const BUDGET: f64 = 40_000.;
-/// The same of `event`, which is as in `benches/peers/timers.py`: a graph is at least this long, and its calls this many.
+/// The same of `event`, which is as in `cuda/tests/timing.py`: a graph is at least this long, and its calls this many.
 const EVENT_BUDGET: f64 = 120_000.;
 const GRAPH_US: f64 = 1000.;
 const GRAPH_CALLS: f64 = 8.;
