@@ -20,6 +20,13 @@ pub mod host {
     pub use crate::host::*;
 }
 
+use candle_core::Tensor;
+
+/// The running totals on the device, u32: to read, never to write.
+pub fn cu_seqlens_on_device(cu_seqlens: &crate::CuSeqlens) -> &Tensor {
+    cu_seqlens.tensor()
+}
+
 pub use crate::layer::deinterleaved;
 pub use crate::linear::{products, Weight};
 pub use crate::ops::apply::{apply1, apply2, apply3};
@@ -29,6 +36,7 @@ pub use crate::ops::launch::{Arena, Launch};
 pub use crate::ops::norm::{token_stride, uniform_tokens};
 pub use crate::ops::sequences::SequencePlan;
 pub use crate::ops::slots::{cpu_slots, CpuSlots};
+pub use crate::state::threads::{LastThread, Working};
 
 /// The same for CUDA.
 #[cfg(feature = "cuda")]
@@ -37,4 +45,5 @@ pub mod cuda {
     pub use crate::cuda::linear::{few_rows, few_rows_if_faster, few_rows_swiglu_if_faster};
     pub use crate::cuda::pointers::*;
     pub use crate::cuda::testing;
+    pub use crate::cuda::turns::{capture, is_per_thread, Turn};
 }

@@ -13,9 +13,6 @@ namespace gdn {
 
 inline int cuda_status(cudaError_t e) { return e == cudaSuccess ? GDN_OK : GDN_CUDA_ERROR + static_cast<int>(e); }
 
-// Ends a launcher: what the launch itself said.
-inline int launched() { return cuda_status(cudaGetLastError()); }
-
 inline bool valid_dtype(int dtype) { return dtype >= GDN_F32 && dtype <= GDN_F16; }
 
 inline int64_t dtype_size(int dtype) { return dtype == GDN_F32 ? 4 : 2; }

@@ -1,4 +1,5 @@
-// Launches that plain <<<>>> cannot express: clusters, and launches that overlap the kernel before them.
+// Launches: also clusters, and such as overlap the kernel before them. A launch reports its own error; plain <<<>>> only
+// leaves one to cudaGetLastError(), which also returns what an earlier call of somebody else left there.
 #pragma once
 
 #include <cuda_runtime.h>

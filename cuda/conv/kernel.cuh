@@ -10,6 +10,7 @@
 
 #include "../common/convert.cuh"
 #include "../common/host.cuh"
+#include "../common/launch.cuh"
 #include "../common/ptx.cuh"
 #include "../common/sequences.cuh"
 #include "../norm/rows.cuh"
@@ -154,6 +155,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
   constexpr int G = Shape<T, W, N>::kGroup;
   const int channel = (blockIdx.x * kAcross + threadIdx.x % kAcross) * N;
   const int first_run = blockIdx.y * kRunsPerBlock + threadIdx.x / kAcross;
+  const int64_t step = static_cast<int64_t>(plan.runs) * plan.run;
   const int n = plan.first_seq + blockIdx.z;
   if (channel >= p.channels) return;
 
@@ -165,14 +167,15 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
   // The first inputs are on their way before anything else is asked for.
   __shared__ Row<T, N> shared[Source::kShared];
   Source source(shared, x_stride);
-  int t0 = first_run * plan.run;
-  source.begin(x + t0 * x_stride, min(plan.run, seq.count - t0));
+  int64_t t0 = static_cast<int64_t>(first_run) * plan.run;
+  const auto left = [&] { return static_cast<int>(min(static_cast<int64_t>(plan.run), seq.count - t0)); };
+  source.begin(x + t0 * x_stride, left());
 
   const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
   if (in_slot < 0 || out_slot < 0) {    // padding
     const float zero[N] = {};
-    for (; t0 < seq.count; t0 += plan.runs * plan.run)
-      for (int t = t0; t < min(t0 + plan.run, seq.count); ++t) store_row(y + t * y_stride, zero);
+    for (; t0 < seq.count; t0 += step)
+      for (int64_t t = t0; t < t0 + left(); ++t) store_row(y + t * y_stride, zero);
     return;
   }
   const T *old_state = static_cast<const T *>(p.state_in) + in_slot * p.in_slots.slot_stride + channel;
@@ -200,16 +203,16 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
     for (int j = 0; j < W - 1; ++j)
 #pragma unroll
       for (int i = 0; i < N; ++i) window[j][i] = before[j][i];
-    const int tokens = min(plan.run, seq.count - t0);
+    const int tokens = left();
     if (p.silu) walk<true, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
     else walk<false, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
     // More runs than the host foresaw are taken in turn.
-    t0 += plan.runs * plan.run;
+    t0 += step;
     if (t0 >= seq.count) break;
     const T *from = x + (t0 - (W - 1)) * x_stride;
 #pragma unroll
     for (int j = 0; j < W - 1; ++j, from += x_stride) before[j] = load_row<T, N>(from);
-    source.begin(from, min(plan.run, seq.count - t0));
+    source.begin(from, left());
   }
 
   if (first_run == 0) {
@@ -233,7 +236,8 @@ template <typename T, int W, int N> int launch(const gdn_conv_params &p, int sms
   // One run a thread the card has room for, so that inputs are read twice as rarely as can be; of very long inputs
   // several, all full.
   const int64_t tokens = max_tokens(p.seqs) > 0 ? max_tokens(p.seqs) : 1;
-  const int64_t channel_blocks = ceil_div(p.channels, kAcross * N), columns = channel_blocks * p.seqs.num_seqs;
+  const int64_t channel_blocks = ceil_div(p.channels, kAcross * N);
+  const int64_t all_columns = channel_blocks * p.seqs.num_seqs, columns = all_columns < kMaxBlocks ? all_columns : kMaxBlocks;
   const int64_t full = static_cast<int64_t>(sms) * S::kBlocks * kRunsPerBlock;
   const int64_t least = ceil_div(columns * tokens, GDN_CONV_MAX_RUN * full);
   const int64_t room = (least > GDN_CONV_WAVES ? least : GDN_CONV_WAVES) * full / columns;
@@ -251,10 +255,10 @@ template <typename T, int W, int N> int launch(const gdn_conv_params &p, int sms
   while (plan.first_seq < p.seqs.num_seqs) {
     const int32_t rest = p.seqs.num_seqs - plan.first_seq, seqs = rest < kMaxGridYZ ? rest : kMaxGridYZ;
     const dim3 grid(static_cast<unsigned>(channel_blocks), static_cast<unsigned>(run_blocks), static_cast<unsigned>(seqs));
-    kernel<<<grid, kThreads, 0, stream>>>(p, plan);
+    if (const int status = gdn::launch(kernel, {grid, dim3(kThreads), 0, stream}, p, plan)) return status;
     plan.first_seq += seqs;
   }
-  return launched();
+  return GDN_OK;
 }
 
 template <typename T, int W> int with_width(const gdn_conv_params &p, int sms, cudaStream_t stream) {
@@ -264,8 +268,8 @@ template <typename T, int W> int with_width(const gdn_conv_params &p, int sms, c
                    aligned_tokens(p.y, kVec, p.io_dtype) && aligned(p.state_in, kBytes) && aligned(p.state_out, kBytes) &&
                    p.in_slots.slot_stride % kVec == 0 && p.out_slots.slot_stride % kVec == 0;
   // Wide threads, but for so little work that they would leave most of the card idle.
-  const int64_t work = static_cast<int64_t>(p.seqs.num_seqs) * max_tokens(p.seqs) * p.channels;
-  if (vec && work >= 512LL * sms) return launch<T, W, kVec>(p, sms, stream);
+  const int64_t rows = static_cast<int64_t>(p.seqs.num_seqs) * max_tokens(p.seqs);
+  if (vec && rows >= ceil_div(512LL * sms, p.channels)) return launch<T, W, kVec>(p, sms, stream);
   return launch<T, W, 1>(p, sms, stream);
 }
 

@@ -70,8 +70,9 @@ inline bool make_small(const gdn_rule_params &p, SmallParams *small) {
 inline bool make_small(const FusedParams &p, SmallFused *small) {
   const int64_t most = 0xffffffffLL;
   bool fits = make_small(p, static_cast<SmallParams *>(small));
+  // split_kernel takes all channels of a token from q on.
   fits = fits && p.conv_in_stride <= most && p.conv_out_stride <= most && p.z.seq_stride <= most &&
-         p.z.head_stride <= most &&
+         p.z.head_stride <= most && p.q.seq_stride * (p.seqs.num_seqs - 1) + p.channels <= most &&
          p.z.seq_stride * p.seqs.num_seqs + p.z.head_stride * p.num_v_heads <= most;
   small->z = {p.z.ptr, static_cast<uint32_t>(p.z.seq_stride), static_cast<uint32_t>(p.z.head_stride)};
   small->conv_weight = p.conv_weight, small->norm_weight = p.norm_weight;
@@ -96,8 +97,7 @@ int launch_warp(const gdn_rule_params &p, const SmallParams &small, cudaStream_t
   return with_gate<T>(p.gate_dtype, [&](auto gate) {
     using G = typename decltype(gate)::type;
     GDN_PROFILED(profile::Target target; if (const int status = attach(target, grid, 32 * WARPS)) return status;)
-    warp_kernel<T, G, ST, ROWS, WARPS><<<grid, 32 * WARPS, 0, stream>>>(small GDN_PROFILED(, target));
-    return launched();
+    return gdn::launch(warp_kernel<T, G, ST, ROWS, WARPS>, {grid, dim3(32 * WARPS), 0, stream}, small GDN_PROFILED(, target));
   });
 }
 

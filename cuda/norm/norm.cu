@@ -3,6 +3,7 @@
 // A row is shared by the fewest lanes (a power of two) that can read it in one pass of 16 bytes a lane. They take the
 // rows of one head at up to kTokens tokens, all of which are on their way before the first is used.
 #include "../common/host.cuh"
+#include "../common/launch.cuh"
 #include "../common/math.cuh"
 #include "rows.cuh"
 
@@ -111,9 +112,10 @@ template <typename T, int N, int ITEMS, int LANES> int launch(const gdn_norm_par
                        static_cast<uint32_t>(p.heads), static_cast<uint32_t>(groups),
                        multiply ? static_cast<uint32_t>(ceil_div(1LL << 32, p.heads)) : 0, static_cast<int32_t>(each),
                        1.f / p.head_v};
-    norm_kernel<T, N, ITEMS, LANES><<<static_cast<unsigned>(ceil_div(groups, kGroups)), kThreads, 0, stream>>>(p, plan);
+    const dim3 grid(static_cast<unsigned>(ceil_div(groups, kGroups)));
+    if (const int status = gdn::launch(norm_kernel<T, N, ITEMS, LANES>, {grid, dim3(kThreads), 0, stream}, p, plan)) return status;
   }
-  return launched();
+  return GDN_OK;
 }
 
 template <typename T, int N> int with_lanes(const gdn_norm_params &p, int sms, cudaStream_t stream) {

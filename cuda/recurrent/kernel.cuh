@@ -13,6 +13,7 @@
 
 #include "../common/convert.cuh"
 #include "../common/host.cuh"
+#include "../common/launch.cuh"
 #include "../common/math.cuh"
 #include "../common/profile.cuh"
 #include "../common/sequences.cuh"
@@ -369,10 +370,9 @@ int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   const int64_t blocks = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads * plan.v_tiles;
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   GDN_PROFILED(if (const int status = profile::attach(plan.profile, blocks, S::kThreads)) return status;)
-  const size_t bytes = (AHEAD ? 2 : 1) * plan.stage * S::kRecord * sizeof(float);
-  recurrent_kernel<T, ST, E, ROWS, EXACT, AHEAD>
-      <<<static_cast<unsigned>(blocks), S::kThreads, bytes, stream>>>(p, plan);
-  return launched();
+  const int64_t bytes = (AHEAD ? 2 : 1) * plan.stage * S::kRecord * static_cast<int64_t>(sizeof(float));
+  return launch(recurrent_kernel<T, ST, E, ROWS, EXACT, AHEAD>,
+                {dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), bytes, stream}, p, plan);
 }
 
 }  // namespace recurrent

@@ -10,7 +10,7 @@ use crate::config::ModelConfig;
 use crate::formats::OtherType;
 use crate::parallel::Vocabulary;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::plumbing::Launch;
+use candle_gdn::plumbing::{Launch, Working};
 
 /// Embedding, decoder layers, last norm and head.
 ///
@@ -96,8 +96,14 @@ impl CausalLm {
         self.logits_launched(hidden, &Launch::default().overlapping())
     }
 
+    /// At the end of a pass: every rank was there for all of it.
+    pub(crate) fn settle(&self) -> Result<()> {
+        self.vocabulary.as_ref().map_or(Ok(()), |vocabulary| vocabulary.group().settle())
+    }
+
     /// No kernel of a pass writes a weight, so that the launch may overlap.
     pub(crate) fn logits_launched(&self, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
+        let _working = Working::new(&self.device);
         if hidden.elem_count() == 0 {
             let mut dims = hidden.dims().to_vec();
             dims.pop();

@@ -15,6 +15,8 @@ mod rule;
 pub(crate) mod step;
 #[doc(hidden)]
 pub mod testing;
+#[allow(missing_docs)]
+pub mod turns;
 
 pub(crate) use conv::conv;
 pub(crate) use norm::norm;

@@ -118,7 +118,7 @@ impl GatedDeltaNet {
             bail!("{OP}: plan: expected one for a convolution of width {}, got {got}", self.config.conv_kernel);
         }
         let cu_seqlens = Some(&plan.cu_seqlens);
-        let Some(slots) = self.begin_slots(x, cu_seqlens, slots, pool)? else {
+        let Some((slots, _working)) = self.begin_slots(x, cu_seqlens, slots, pool)? else {
             return Ok((x.clone(), Checkpoints { plan: plan.clone(), states: None }));
         };
         let states = &*pool.states_mut();

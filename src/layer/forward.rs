@@ -3,6 +3,7 @@
 use super::projection::Projected;
 use super::{GatedDeltaNet, OP};
 use crate::ops::{CausalConv1d, CuSeqlens, GatedRmsNorm, GdnPrefill, GdnStep, Launch, Slots, STEP_TOKENS};
+use crate::state::threads::Working;
 use crate::state::{GdnState, StatePool};
 use candle_core::{bail, Result, Tensor};
 
@@ -36,7 +37,7 @@ impl GatedDeltaNet {
         if batch * tokens == 0 {
             return Ok(x.clone()); // y is as empty as x
         }
-        state.take()?;
+        let _working = state.take()?;
         let launch = &Launch::default();
         let on = On { states: state, slots: None, cu_seqlens: None, checkpoints: None, launch };
         self.feed(&self.project(x, tokens, launch)?, tokens, on)
@@ -78,7 +79,7 @@ impl GatedDeltaNet {
         launch: &Launch,
     ) -> Result<Tensor> {
         match self.begin_slots(x, cu_seqlens, slots, pool)? {
-            Some(slots) => {
+            Some((slots, _working)) => {
                 let on = On { states: pool.states_mut(), slots: Some(&slots), cu_seqlens, checkpoints: None, launch };
                 let (y, _) = self.run_slots(x, on)?;
                 Ok(y)
@@ -95,7 +96,7 @@ impl GatedDeltaNet {
         cu_seqlens: Option<&CuSeqlens>,
         slots: &Slots,
         pool: &mut StatePool,
-    ) -> Result<Option<Slots>> {
+    ) -> Result<Option<(Slots, Working)>> {
         let (sequences, total) = match cu_seqlens {
             Some(cu) => (cu.num_sequences(), self.check_packed(x, cu)?),
             None => {
@@ -109,9 +110,9 @@ impl GatedDeltaNet {
             copy_states(slots, pool)?;
             return Ok(None);
         }
-        pool.states_mut().take()?;
+        let working = pool.states_mut().take()?;
         // Before the projection, which must be the kernel right before the step.
-        slots.in_u32().map(Some)
+        Ok(Some((slots.in_u32()?, working)))
     }
 
     /// Checked tokens on slots: y, and what the projection gave.
@@ -202,11 +203,11 @@ impl GatedDeltaNet {
             bail!("{OP}: x: expected shape [{total}, {hidden}] (cu_seqlens has the tokens), got {:?}", x.dims());
         }
         self.check_x(x)?;
-        if !cu_seqlens.tensor().device().same_device(self.conv_weight.device()) {
+        if !cu_seqlens.device().same_device(self.conv_weight.device()) {
             bail!(
                 "{OP}: cu_seqlens: expected a tensor on {:?} (the weights' device), got one on {:?}",
                 self.conv_weight.device().location(),
-                cu_seqlens.tensor().device().location()
+                cu_seqlens.device().location()
             );
         }
         Ok(total)

@@ -106,7 +106,7 @@ impl GatedDeltaNet {
             bail!("{OP}: slots: expected other slots to write than to read, got one tensor for both");
         }
         let drafted = |projected| Drafted { projected, cu_seqlens: cu_seqlens.clone() };
-        let Some(slots) = self.begin_slots(x, Some(cu_seqlens), slots, pool)? else {
+        let Some((slots, _working)) = self.begin_slots(x, Some(cu_seqlens), slots, pool)? else {
             return Ok((x.clone(), drafted(None)));
         };
         let states = &*pool.states_mut();
@@ -139,7 +139,7 @@ impl GatedDeltaNet {
         let (Some((cu_seqlens, slots)), Some(p)) = (&accepted.replay, &drafted.projected) else { return Ok(()) };
         self.check_states("pool", pool.states_mut())?;
         slots.check(OP, slots.len(), pool.capacity(), self.conv_weight.device())?;
-        pool.states_mut().take()?;
+        let _working = pool.states_mut().take()?;
         let states = &*pool.states_mut();
         let on = On {
             states,

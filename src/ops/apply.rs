@@ -4,6 +4,8 @@
 use super::check::storage_key;
 use super::launch::Arena;
 #[cfg(feature = "cuda")]
+use crate::state::threads::Working;
+#[cfg(feature = "cuda")]
 use candle_core::Storage;
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, Result, Tensor};
 
@@ -11,6 +13,7 @@ use candle_core::{CustomOp1, CustomOp2, CustomOp3, Result, Tensor};
 pub fn apply3<C: CustomOp3>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tensor, z: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
+        let _working = Working::new(x.device());
         // candle's own way compares the three devices once more, by cloning them, which takes as long as all our checks.
         // A storage that two of them share is locked once.
         let keys = [x, y, z].map(storage_key);
@@ -32,6 +35,7 @@ pub fn apply3<C: CustomOp3>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tenso
 pub fn apply2<C: CustomOp2>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
+        let _working = Working::new(x.device());
         let shared = storage_key(x) == storage_key(y);
         let x_guard = x.storage_and_layout().0;
         let y_guard = (!shared).then(|| y.storage_and_layout().0);
@@ -48,6 +52,7 @@ pub fn apply2<C: CustomOp2>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tenso
 pub fn apply1<C: CustomOp1>(op: &C, arena: Option<&Arena>, x: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
+        let _working = Working::new(x.device());
         let guard = x.storage_and_layout().0;
         if let Storage::Cuda(storage) = &*guard {
             let (out, shape) = op.cuda_fwd(storage, x.layout())?;

@@ -1,5 +1,6 @@
 //! Tensors that an op writes in place: the one way to do so, through candle's own machinery, so that its locks hold.
 
+use crate::state::threads::Working;
 use candle_core::{bail, CpuStorage, InplaceOp1, Layout, Result, Tensor};
 use std::cell::RefCell;
 
@@ -23,6 +24,7 @@ pub fn in_place<R>(
     tensor: &Tensor,
     run: impl FnOnce(StorageMut<'_>, &Layout) -> Result<R>,
 ) -> Result<R> {
+    let _working = Working::new(tensor.device());
     let adapter = InPlace { op, run: RefCell::new(Some(run)), out: RefCell::new(None) };
     tensor.inplace_op1(&adapter)?;
     match adapter.out.into_inner() {

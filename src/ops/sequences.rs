@@ -86,8 +86,14 @@ impl CuSeqlens {
         &self.host
     }
 
-    /// The running totals on the device, u32.
-    pub fn tensor(&self) -> &Tensor {
+    /// Where the kernels read them.
+    pub fn device(&self) -> &Device {
+        self.device.device()
+    }
+
+    /// The running totals on the device, u32. Not public: kernels trust the values, which were checked on the host, and
+    /// who has a tensor can write into it.
+    pub(crate) fn tensor(&self) -> &Tensor {
         &self.device
     }
 }

@@ -3,14 +3,14 @@
 mod allocator;
 mod pool;
 mod prefix;
-mod threads;
+pub(crate) mod threads;
 
 pub use allocator::SlotAllocator;
 pub use pool::StatePool;
 pub use prefix::PrefixCache;
 
 use candle_core::{bail, DType, Device, Result, Tensor};
-use threads::LastThread;
+use threads::{LastThread, Working};
 
 /// The state of one Gated DeltaNet layer for a batch of sequences: the last inputs of the convolution and the
 /// recurrent matrix of every value head. Its size does not depend on how many tokens were fed.
@@ -51,7 +51,7 @@ impl GdnState {
 
     /// From tensors that share no memory with others, written by this thread.
     pub(crate) fn from_tensors(conv: Tensor, recurrent: Tensor) -> Self {
-        Self { conv, recurrent, thread: LastThread::new() }
+        Self { conv, recurrent, thread: LastThread::default() }
     }
 
     /// The convolution's part: `[batch, width - 1, channels]`, the last inputs, oldest first; channels are q, k, v.
@@ -79,9 +79,11 @@ impl GdnState {
     /// # Errors
     /// When the device refuses.
     pub fn reset(&mut self) -> Result<()> {
-        self.take()?;
+        let _working = self.take()?;
         for tensor in [&self.conv, &self.recurrent] {
-            tensor.zero_set()?;
+            for (first, count) in copyable(tensor)? {
+                tensor.narrow(0, first, count)?.zero_set()?;
+            }
         }
         Ok(())
     }
@@ -103,15 +105,15 @@ impl GdnState {
     }
 
     /// Before this thread writes the state.
-    pub(crate) fn take(&mut self) -> Result<()> {
+    pub(crate) fn take(&mut self) -> Result<Working> {
         self.thread.take(self.recurrent.device())
     }
 
     /// A copy of the states of `count` sequences from number `first` on.
     pub(crate) fn rows(&self, first: usize, count: usize) -> Result<Self> {
-        self.thread.wait(self.recurrent.device())?;
         let rows = |tensor: &Tensor| tensor.narrow(0, first, count)?.force_contiguous();
-        Ok(Self::from_tensors(rows(&self.conv)?, rows(&self.recurrent)?))
+        let copies = || Ok(Self::from_tensors(rows(&self.conv)?, rows(&self.recurrent)?));
+        self.thread.reading(self.recurrent.device(), copies)
     }
 
     /// Copies all states of `from`, which must be `count`, over those from number `first` on.
@@ -130,13 +132,34 @@ impl GdnState {
                 );
             }
         }
-        from.thread.wait(from.recurrent.device())?;
-        self.take()?;
-        for (to, from) in [(&self.conv, &from.conv), (&self.recurrent, &from.recurrent)] {
-            if from.elem_count() > 0 {
-                to.slice_set(from, 0, first)?;
+        let _working = self.take()?;
+        from.thread.reading(from.recurrent.device(), || {
+            for (to, from) in [(&self.conv, &from.conv), (&self.recurrent, &from.recurrent)] {
+                for (at, count) in copyable(from)? {
+                    to.slice_set(&from.narrow(0, at, count)?, 0, first + at)?;
+                }
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
+}
+
+impl Drop for GdnState {
+    fn drop(&mut self) {
+        // A device that fails here fails the next call too.
+        let _ = self.thread.wait(self.recurrent.device());
+    }
+}
+
+/// The sequences of `tensor [sequences, ..]` in ranges, first and count, of as many as candle copies or fills in one
+/// call: on CUDA it counts elements in 32 bits, and more than that it leaves as they were.
+fn copyable(tensor: &Tensor) -> Result<impl Iterator<Item = (usize, usize)>> {
+    let sequences = tensor.dims()[0];
+    let elements = tensor.elem_count() / sequences.max(1);
+    if elements > u32::MAX as usize {
+        bail!("state: expected at most {} elements of a sequence, got {elements}", u32::MAX)
+    }
+    let most = u32::MAX as usize / elements.max(1);
+    let sequences = if elements == 0 { 0 } else { sequences };
+    Ok((0..sequences).step_by(most).map(move |first| (first, most.min(sequences - first))))
 }

@@ -1,5 +1,6 @@
 //! The states of many sequences in one layer, by slot.
 
+use super::threads::Working;
 use super::GdnState;
 use candle_core::{bail, Result, Tensor};
 
@@ -88,7 +89,7 @@ impl StatePool {
     /// When there is no such slot, or the device refuses.
     pub fn zero(&mut self, slot: u32) -> Result<()> {
         let slot = self.check("zero", slot)?;
-        self.states.take()?;
+        let _working = self.states.take()?;
         for tensor in [&self.states.conv, &self.states.recurrent] {
             tensor.narrow(0, slot, 1)?.zero_set()?;
         }
@@ -101,7 +102,7 @@ impl StatePool {
     /// When there is no such slot, or the device refuses.
     pub fn copy(&mut self, from: u32, to: u32) -> Result<()> {
         let (from, to) = (self.check("copy", from)?, self.check("copy", to)?);
-        self.states.take()?;
+        let _working = self.states.take()?;
         if from == to {
             return Ok(());
         }
@@ -117,8 +118,6 @@ impl StatePool {
     /// # Errors
     /// When `capacity` is less than there is room for, or the device is out of memory. The pool is then as it was.
     pub fn grow(&mut self, capacity: usize) -> Result<()> {
-        /// States that are moved at a time: candle's copies count elements in 32 bits.
-        const MOVED: usize = 64;
         let old = self.capacity();
         if capacity < old {
             bail!("{OP}: grow: expected a capacity of at least {old}, got {capacity}");
@@ -127,17 +126,14 @@ impl StatePool {
             return Ok(());
         }
         let mut grown = self.states.zeros_like(capacity)?;
-        for first in (0..old).step_by(MOVED) {
-            let count = MOVED.min(old - first);
-            grown.put(OP, first, &self.states.rows(first, count)?, count)?;
-        }
+        grown.put(OP, 0, &self.states, old)?;
         self.states = grown;
         Ok(())
     }
 
     /// Before this thread hands the device work on the pool: waits for what another thread handed it.
     #[doc(hidden)]
-    pub fn take(&mut self) -> Result<()> {
+    pub fn take(&mut self) -> Result<Working> {
         self.states.take()
     }
 

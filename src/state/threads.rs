@@ -1,21 +1,34 @@
-//! The order of what several host threads do to one state.
+//! The order of what several host threads give one device.
 
 use candle_core::{Device, Result};
+use std::marker::PhantomData;
 use std::thread::{current, ThreadId};
 
 /// The host thread that last gave a device work on a state.
 ///
 /// A CUDA device made by `Device::new_cuda` has a stream for each host thread, and what two threads launch is not
-/// ordered: a thread that takes a state over first waits for the device. Other devices need nothing.
+/// ordered: a thread that takes a state over first waits for the device, and so does one that drops it, because memory
+/// is freed in the order of the stream of the thread that drops it. Other devices need nothing.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LastThread(ThreadId);
+pub struct LastThread(ThreadId);
 
-impl LastThread {
-    pub fn new() -> Self {
+impl Default for LastThread {
+    fn default() -> Self {
         Self(current().id())
     }
+}
 
-    /// Before this thread reads the state. Waits for the device where another thread used it last.
+impl LastThread {
+    /// Calls `read`, which gives the device work that reads what another thread may have written, and may drop next.
+    pub fn reading<R>(self, device: &Device, read: impl FnOnce() -> Result<R>) -> Result<R> {
+        let _working = Working::new(device);
+        self.wait(device)?;
+        let out = read()?;
+        self.wait(device)?;
+        Ok(out)
+    }
+
+    /// Waits for the device where another thread used the state last.
     pub fn wait(self, device: &Device) -> Result<()> {
         if self.0 != current().id() {
             wait_for_all_streams(device)?;
@@ -23,21 +36,45 @@ impl LastThread {
         Ok(())
     }
 
-    /// Before this thread writes the state, which then is its own.
-    pub fn take(&mut self, device: &Device) -> Result<()> {
+    /// Before this thread writes the state, which then is its own. No graph is captured until it is done.
+    pub fn take(&mut self, device: &Device) -> Result<Working> {
+        let working = Working::new(device);
         self.wait(device)?;
-        *self = Self::new();
-        Ok(())
+        *self = Self::default();
+        Ok(working)
+    }
+}
+
+/// While it lives, this thread may give the device work: no other thread captures a graph on its stream, which would
+/// take that work in instead of running it. Costs nothing where this thread has one already, and on other devices than
+/// those of [`single_stream_device`](crate::single_stream_device).
+#[derive(Debug)]
+#[must_use = "another thread may capture a graph as soon as it is dropped"]
+pub struct Working {
+    #[cfg(feature = "cuda")]
+    _turn: Option<crate::cuda::turns::Turn>,
+    /// Of this thread: not `Send`.
+    thread: PhantomData<*mut ()>,
+}
+
+impl Working {
+    /// Waits while another thread captures.
+    pub fn new(device: &Device) -> Self {
+        #[cfg(not(feature = "cuda"))]
+        let _ = device;
+        Self {
+            #[cfg(feature = "cuda")]
+            _turn: crate::cuda::turns::work(device),
+            thread: PhantomData,
+        }
     }
 }
 
 #[cfg(feature = "cuda")]
 fn wait_for_all_streams(device: &Device) -> Result<()> {
-    /// `CU_STREAM_PER_THREAD`
-    const PER_THREAD: usize = 2;
     if let Device::Cuda(device) = device {
         let stream = device.cuda_stream();
-        if stream.cu_stream().addr() == PER_THREAD {
+        if crate::cuda::turns::is_per_thread(&stream) {
             stream.context().synchronize().map_err(candle_core::Error::wrap)?;
         }
     }

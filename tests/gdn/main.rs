@@ -8,6 +8,7 @@
 mod checkpoints;
 mod conv_norm;
 mod errors;
+mod faults;
 mod goldens;
 mod layer;
 mod pool;
@@ -16,6 +17,7 @@ mod profile;
 mod projections;
 mod properties;
 mod random_layer;
+mod readme;
 mod rule_case;
 mod semantics;
 mod sixteen_bits;

@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(kCombineThreads)
   float y = 0.f;
 #pragma unroll
   for (int s = 0; s < SIDES; ++s) y += parts[s][threadIdx.x];
-  y = total > 0.f ? __fdividef(y, total) : 0.f;
-  if (p.gate.ptr && total > 0.f) y *= fast_sigmoid(to_float(heads_at<T>(p.gate, n, tokens.first + t, head)[at]));
+  y = total == 0.f ? 0.f : __fdividef(y, total);
+  if (p.gate.ptr && total != 0.f) y *= fast_sigmoid(to_float(heads_at<T>(p.gate, n, tokens.first + t, head)[at]));
   out_heads_at<T>(p.o, n, tokens.first + t, head)[at] = from_float<T>(y);
 }
 

@@ -12,16 +12,16 @@ template <typename T> struct Output {
   const T *gate;       // null: none
   T *o;
   float *partial;      // null: o is written
-  float factor;        // 1 / the sum of the weights; 0 where there is no key, and then o is 0 whatever the gate
+  float factor;        // 1 / the sum of the weights; 0 where there is no key, and then o is 0 whatever the gate; NaN stays NaN
 
   __device__ __forceinline__ Output(const gdn_attention_params &p, const Plan &plan, const Block &b, int row, float total)
-      : gate(nullptr), o(nullptr), partial(nullptr), factor(total > 0.f ? 1.f / total : 0.f) {
+      : gate(nullptr), o(nullptr), partial(nullptr), factor(total == 0.f ? 0.f : 1.f / total) {
     const int t = b.token(plan, row), head = b.head(plan, row);
     if (plan.splits > 1) {
       partial = plan.partial +
                 (partial_row(plan, p.num_heads, b.n, t, head) * plan.splits + b.split) * p.head_dim;
     } else {
-      if (p.gate.ptr && total > 0.f) gate = heads_at<T>(p.gate, b.n, b.tokens.first + t, head);
+      if (p.gate.ptr && total != 0.f) gate = heads_at<T>(p.gate, b.n, b.tokens.first + t, head);
       o = out_heads_at<T>(p.o, b.n, b.tokens.first + t, head);
     }
   }
@@ -40,7 +40,7 @@ template <typename T> struct Output {
     float y[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      y[i] = factor > 0.f ? x[i] * factor : 0.f;
+      y[i] = factor == 0.f ? 0.f : x[i] * factor;
       if (gate) y[i] *= fast_sigmoid(g[i]);
     }
     store_pack<T, N>(o + at, y);

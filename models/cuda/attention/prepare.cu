@@ -2,6 +2,9 @@
 //
 // A warp a row: a query head, a key head or a value head of one token. The row is loaded before anything else is known of
 // its sequence. Pairs of the rotation lie in different lanes and meet in shared memory.
+//
+// A value row with an infinity or NaN is kept as zeros, and its key row as NaN: whoever sees the token gets NaN. Products
+// of tiles multiply the rows of tokens that a query does not see with a weight of zero, and zero times NaN is not zero.
 #include "common/launch.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
@@ -43,10 +46,16 @@ __global__ void __launch_bounds__(32 * kPrepareWarps)
     const Tokens tokens = tokens_of(p.seqs, n);
     if (token >= tokens.count) continue;    // the whole warp
     const T *x = heads_at<T>(from, n, tokens.first + token, head);
-    Row<T, N> raw[kItems];
+    Row<T, N> raw[kItems], raw_value[kItems];
 #pragma unroll
     for (int m = 0; m < kItems; ++m)
       if (const int col = (m * 32 + lane) * N; col < p.head_dim) raw[m] = load_row<T, N>(x + col);
+    if (!query) {
+      const T *v = heads_at<T>(p.v, n, tokens.first + token, head);
+#pragma unroll
+      for (int m = 0; m < kItems; ++m)
+        if (const int col = (m * 32 + lane) * N; col < p.head_dim) raw_value[m] = load_row<T, N>(v + col);
+    }
 
     const int64_t slot = slot_of(p.cache.slots, n);
     const int64_t position = static_cast<int64_t>(p.positions[n]) + token;
@@ -96,6 +105,20 @@ __global__ void __launch_bounds__(32 * kPrepareWarps)
 #pragma unroll
         for (int i = 0; i < N; ++i)
           if ((m * 32 + lane) * N < p.head_dim) y[m][i] = shared[(m * 32 + lane) * N + i];
+    }
+    if (!query) {
+      bool finite = true;
+#pragma unroll
+      for (int m = 0; m < kItems; ++m)
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+          if ((m * 32 + lane) * N < p.head_dim) finite = finite && isfinite(raw_value[m][i]);
+      if (!__all_sync(0xffffffffu, finite)) {
+#pragma unroll
+        for (int m = 0; m < kItems; ++m)
+#pragma unroll
+          for (int i = 0; i < N; ++i) y[m][i] = value ? 0.f : NAN;
+      }
     }
 #pragma unroll
     for (int m = 0; m < kItems; ++m)

@@ -256,7 +256,7 @@ __device__ __forceinline__ void prompt_part(const gdn_attention_params &p, const
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float total = group_sum<4>(softmax.total[h]);
-    factor[h] = total > 0.f ? 1.f / total : 0.f;
+    factor[h] = total == 0.f ? 0.f : 1.f / total;
   }
   wgmma::wait<0>();
   wgmma::hold(out);
@@ -279,7 +279,7 @@ __device__ __forceinline__ void prompt_part(const gdn_attention_params &p, const
         for (int j = 0; j < 2; ++j) {
           y[j] = out[2 * c + i / 2][i % 2 * 2 + j] * f;
           if constexpr (decltype(gated)::value) y[j] *= fast_sigmoid(to_float(reinterpret_cast<const T *>(&word[i])[j]));
-          y[j] = f > 0.f ? y[j] : 0.f;
+          y[j] = f == 0.f ? 0.f : y[j];
         }
         word[i] = pack2<T>(y[0], y[1]);
       }

@@ -52,6 +52,14 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// The same, and at most `most`.
+    pub(super) fn count_up_to(&self, key: &str, most: usize) -> Result<usize> {
+        match self.count(key)? {
+            n if n > most => self.wrong(key, &format!("a positive integer up to {most}"), &n.into()),
+            n => Ok(n),
+        }
+    }
+
     pub(super) fn opt_uint(&self, key: &str) -> Result<Option<usize>> {
         match self.get(key) {
             None => Ok(None),

@@ -1,6 +1,6 @@
 //! From the metadata of a GGUF file, as llama.cpp's converter writes it, to [`ModelConfig`].
 
-use super::parse::{inv_freq, FULL_ATTENTION_INTERVAL, MAX_LAYERS};
+use super::parse::{inv_freq, FULL_ATTENTION_INTERVAL, MAX_HEADS, MAX_LAYERS};
 use super::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 use crate::formats::GgufFile;
 use candle_core::quantized::gguf_file::Value;
@@ -106,6 +106,14 @@ impl Entries<'_> {
         }
     }
 
+    /// Heads, or values of one.
+    fn heads(&self, name: &str) -> Result<usize> {
+        match self.count(name)? {
+            n if n > MAX_HEADS => self.wrong(name, &format!("a positive integer up to {MAX_HEADS}")),
+            n => Ok(n),
+        }
+    }
+
     fn opt_uint(&self, name: &str) -> Result<Option<usize>> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let signed = match value {
@@ -128,23 +136,23 @@ impl Entries<'_> {
     }
 
     fn attention(&self) -> Result<AttentionConfig> {
-        let num_heads = self.count("attention.head_count")?;
+        let num_heads = self.heads("attention.head_count")?;
         let num_kv_heads = match self.get("attention.head_count_kv") {
             // By layer, with 0 where there is no softmax attention.
             Some(Value::Array(list)) => {
                 let mut counts: Vec<u64> = list.iter().filter_map(|v| v.to_u64().ok()).filter(|n| *n > 0).collect();
                 counts.dedup();
                 match *counts {
-                    [n] => n as usize,
+                    [n] if n <= MAX_HEADS as u64 => n as usize,
                     _ => return self.wrong("attention.head_count_kv", "one number for all layers"),
                 }
             }
-            _ => self.count("attention.head_count_kv")?,
+            _ => self.heads("attention.head_count_kv")?,
         };
         if !num_heads.is_multiple_of(num_kv_heads) {
             return self.wrong("attention.head_count_kv", &format!("a divisor of the head count, {num_heads}"));
         }
-        let head_dim = self.count("attention.key_length")?;
+        let head_dim = self.heads("attention.key_length")?;
         if self.opt_uint("attention.value_length")?.is_some_and(|n| n != head_dim) {
             return self.wrong("attention.value_length", &format!("the key length, {head_dim}"));
         }
@@ -160,7 +168,7 @@ impl Entries<'_> {
     }
 
     fn gdn(&self, hidden_size: usize, rms_norm_eps: f64) -> Result<GdnConfig> {
-        let (num_key_heads, num_value_heads) = (self.count("ssm.group_count")?, self.count("ssm.time_step_rank")?);
+        let (num_key_heads, num_value_heads) = (self.heads("ssm.group_count")?, self.heads("ssm.time_step_rank")?);
         if !num_value_heads.is_multiple_of(num_key_heads) {
             return self.wrong("ssm.time_step_rank", &format!("a multiple of the group count, {num_key_heads}"));
         }
@@ -172,9 +180,9 @@ impl Entries<'_> {
             hidden_size,
             num_key_heads,
             num_value_heads,
-            key_head_dim: self.count("ssm.state_size")?,
+            key_head_dim: self.heads("ssm.state_size")?,
             value_head_dim: inner / num_value_heads,
-            conv_kernel: self.count("ssm.conv_kernel")?,
+            conv_kernel: self.heads("ssm.conv_kernel")?,
             rms_norm_eps,
             output_gate: GateActivation::Silu,
             beta_scale: 1.0,

@@ -31,6 +31,8 @@ const PARTIAL_ROTARY_FACTOR: f64 = 0.25;
 const RMS_NORM_EPS: f64 = 1e-6;
 /// A bound on what a broken file can make us allocate.
 pub(super) const MAX_LAYERS: usize = 4096;
+/// Neither heads nor their sizes are more: tables by head and by value of a head are made before any weight is seen.
+pub(super) const MAX_HEADS: usize = 1 << 16;
 
 impl ModelConfig {
     /// Reads the text of a `config.json` as transformers writes it.
@@ -159,14 +161,14 @@ fn fp8(f: &Fields) -> Result<Option<Fp8Config>> {
 }
 
 fn attention(f: &Fields) -> Result<AttentionConfig> {
-    let num_heads = f.count("num_attention_heads")?;
-    let num_kv_heads = f.count("num_key_value_heads")?;
+    let num_heads = f.count_up_to("num_attention_heads", MAX_HEADS)?;
+    let num_kv_heads = f.count_up_to("num_key_value_heads", MAX_HEADS)?;
     if !num_heads.is_multiple_of(num_kv_heads) {
         bail!(
             "config: `num_key_value_heads`: expected a divisor of `num_attention_heads` ({num_heads}), got {num_kv_heads}"
         )
     }
-    let head_dim = f.count("head_dim")?;
+    let head_dim = f.count_up_to("head_dim", MAX_HEADS)?;
     let (rope_theta, factor) = rope(f)?;
     let rotary_dim = (head_dim as f64 * factor) as usize;
     if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
@@ -216,8 +218,8 @@ fn rope(f: &Fields) -> Result<(f64, f64)> {
 }
 
 fn gdn(f: &Fields, hidden_size: usize, rms_norm_eps: f64) -> Result<GdnConfig> {
-    let num_key_heads = f.count("linear_num_key_heads")?;
-    let num_value_heads = f.count("linear_num_value_heads")?;
+    let num_key_heads = f.count_up_to("linear_num_key_heads", MAX_HEADS)?;
+    let num_value_heads = f.count_up_to("linear_num_value_heads", MAX_HEADS)?;
     if !num_value_heads.is_multiple_of(num_key_heads) {
         bail!(
             "config: `linear_num_key_heads`: expected a divisor of `linear_num_value_heads` ({num_value_heads}), got {num_key_heads}"
@@ -232,9 +234,9 @@ fn gdn(f: &Fields, hidden_size: usize, rms_norm_eps: f64) -> Result<GdnConfig> {
         hidden_size,
         num_key_heads,
         num_value_heads,
-        key_head_dim: f.count("linear_key_head_dim")?,
-        value_head_dim: f.count("linear_value_head_dim")?,
-        conv_kernel: f.count("linear_conv_kernel_dim")?,
+        key_head_dim: f.count_up_to("linear_key_head_dim", MAX_HEADS)?,
+        value_head_dim: f.count_up_to("linear_value_head_dim", MAX_HEADS)?,
+        conv_kernel: f.count_up_to("linear_conv_kernel_dim", MAX_HEADS)?,
         rms_norm_eps,
         output_gate,
         beta_scale: 1.0,

@@ -1,6 +1,7 @@
 //! Softmax attention over caches `[slot, kv_head, position, dim]` whose sequences have lengths of their own: what
 //! `cuda/attention` does, to the letter, and the reference for it. Models on the CPU run [`crate::cpu::attention`].
 
+use super::attention::mark_unfinite;
 use super::rms_norm::norm_row;
 use candle_gdn::plumbing::cpu::{parallel, Element, Heads, Sequences, Shared, Slots};
 
@@ -82,6 +83,7 @@ impl<T: Element> Prepare<'_, T> {
                 self.place(self.k.row(n, token, h, dim), self.k_scale, &angles, &mut row);
                 round(&row, key);
                 value.copy_from_slice(self.v.row(n, token, h, dim));
+                mark_unfinite(key, value);
             }
         });
     }
@@ -145,7 +147,7 @@ impl<T: Element> Decode<'_, T> {
             let gate = self.gate.map(|gate| gate.row(n, token, h, dim));
             for (i, o) in o.iter_mut().enumerate() {
                 let open = gate.map_or(1.0, |gate| 1.0 / (1.0 + (-gate[i].to_f32()).exp()));
-                *o = if total > 0.0 { *o / total * open } else { 0.0 };
+                *o = if total == 0.0 { 0.0 } else { *o / total * open };
             }
             round(&o, to);
         });

@@ -5,11 +5,15 @@
 
 use crate::parallel::Collective;
 use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::sys::{cuStreamQuery, CUresult};
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor};
 use candle_gdn::plumbing::cuda::{alloc, read, stream_of, write};
 use libloading::Library;
 use std::ffi::{c_char, c_int, c_void, CStr};
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 const OP: &str = "NCCL";
 /// Names another file.
@@ -28,6 +32,7 @@ struct Api {
     get_unique_id: unsafe extern "C" fn(*mut NcclId) -> c_int,
     comm_init_rank: unsafe extern "C" fn(*mut Comm, c_int, NcclId, c_int) -> c_int,
     comm_destroy: unsafe extern "C" fn(Comm) -> c_int,
+    comm_abort: unsafe extern "C" fn(Comm) -> c_int,
     all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> c_int,
     all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> c_int,
     get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
@@ -55,6 +60,7 @@ impl Api {
                 get_unique_id: *library.get(b"ncclGetUniqueId\0")?,
                 comm_init_rank: *library.get(b"ncclCommInitRank\0")?,
                 comm_destroy: *library.get(b"ncclCommDestroy\0")?,
+                comm_abort: *library.get(b"ncclCommAbort\0")?,
                 all_reduce: *library.get(b"ncclAllReduce\0")?,
                 all_gather: *library.get(b"ncclAllGather\0")?,
                 get_error_string: *library.get(b"ncclGetErrorString\0")?,
@@ -87,7 +93,8 @@ impl NcclId {
 }
 
 /// A rank that is a GPU, with a host thread or process of its own. Its calls go to the device's stream and can be
-/// captured as part of a CUDA graph.
+/// captured as part of a CUDA graph. Kernels of NCCL wait for the other ranks for ever: where one is gone, a thread of the
+/// host ends them after a limit, and every later call is an error.
 #[derive(Debug)]
 pub struct NcclRank {
     rank: usize,
@@ -97,19 +104,97 @@ pub struct NcclRank {
 }
 
 #[derive(Debug)]
-struct Communicator(Comm);
+struct Communicator {
+    /// Made by `comm_init_rank`. NCCL allows calls from any thread, one at a time: they hold `last`.
+    comm: Comm,
+    /// When the last call began.
+    last: Mutex<Instant>,
+    /// A rank did not come: the communicator is no more.
+    gone: AtomicBool,
+    limit_ms: AtomicU64,
+    stream: Arc<CudaStream>,
+}
 
-// SAFETY: NCCL allows calls from any thread, one at a time; the one stream they go to orders them, and the callers of a
-// model make them from one thread.
+// SAFETY: see `comm`.
 unsafe impl Send for Communicator {}
 // SAFETY: as above.
 unsafe impl Sync for Communicator {}
 
+impl Communicator {
+    fn check(&self) -> Result<()> {
+        match self.gone.load(Ordering::Acquire) {
+            true => bail!("{OP}: expected all ranks to go on, but one did not come for {:?}", self.limit()),
+            false => Ok(()),
+        }
+    }
+
+    fn limit(&self) -> Duration {
+        Duration::from_millis(self.limit_ms.load(Ordering::Relaxed))
+    }
+
+    /// `call` on the communicator, which no other thread uses meanwhile.
+    fn with<R>(&self, call: impl FnOnce(&'static Api, Comm) -> Result<R>) -> Result<R> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        *last = Instant::now();
+        self.check()?;
+        call(Api::get()?, self.comm)
+    }
+
+    /// Watches from a thread of its own, until the communicator is dropped.
+    fn watch(self: &Arc<Self>) -> Result<()> {
+        /// How long a call may hold the communicator before it counts as one that waits.
+        const PATIENCE: Duration = Duration::from_millis(500);
+        let (watched, mut blocked) = (Arc::downgrade(self), None);
+        let watch = move || loop {
+            std::thread::sleep(PATIENCE / 5);
+            let Some(it) = watched.upgrade() else { return };
+            // A call that waits for room in the stream, behind kernels that wait for a rank, holds the lock.
+            let free = it.last.try_lock();
+            let waits = match &free {
+                Ok(last) => {
+                    blocked = None;
+                    last.elapsed() > it.limit() && it.is_busy()
+                }
+                Err(_) => blocked.get_or_insert_with(Instant::now).elapsed() > it.limit().max(PATIENCE),
+            };
+            it.gone.store(waits, Ordering::Release);
+            drop(free);
+            if waits {
+                return it.abort();
+            }
+        };
+        std::thread::Builder::new().name("candle-gdn-nccl".into()).spawn(watch).map_err(Error::wrap)?;
+        Ok(())
+    }
+
+    fn abort(&self) {
+        if let Ok(api) = Api::get() {
+            // SAFETY: the one call that NCCL allows beside another; none begins any more, and it comes once. An error here
+            // has nobody to go to.
+            let _ = unsafe { (api.comm_abort)(self.comm) };
+        }
+    }
+
+    /// Whether the stream has work to do.
+    fn is_busy(&self) -> bool {
+        let bound = self.stream.context().bind_to_thread().is_ok();
+        // SAFETY: the stream lives; its context is current.
+        bound && unsafe { cuStreamQuery(self.stream.cu_stream()) } == CUresult::CUDA_ERROR_NOT_READY
+    }
+}
+
 impl Drop for Communicator {
     fn drop(&mut self) {
-        if let Ok(api) = Api::get() {
-            // SAFETY: made by `comm_init_rank`, destroyed once. An error here has nobody to go to.
-            let _ = unsafe { (api.comm_destroy)(self.0) };
+        let (gone, begun) = (*self.gone.get_mut(), Instant::now());
+        while !gone && self.is_busy() {
+            if begun.elapsed() > self.limit() {
+                return self.abort();
+            }
+            std::thread::yield_now();
+        }
+        if let (false, Ok(api)) = (gone, Api::get()) {
+            // SAFETY: destroyed once. An error here has nobody to go to.
+            let _ = unsafe { (api.comm_destroy)(self.comm) };
         }
     }
 }
@@ -130,7 +215,21 @@ impl NcclRank {
         // SAFETY: it writes the communicator, for the device that is current.
         let code = unsafe { (api.comm_init_rank)(&mut comm, size as c_int, id, rank as c_int) };
         api.check(&format!("rank {rank} of {size}"), code)?;
-        Ok(Self { rank, size, device: device.clone(), comm: Arc::new(Communicator(comm)) })
+        let comm = Arc::new(Communicator {
+            comm,
+            last: Mutex::new(Instant::now()),
+            gone: AtomicBool::new(false),
+            limit_ms: AtomicU64::new(60_000),
+            stream: cuda.cuda_stream(),
+        });
+        comm.watch()?;
+        Ok(Self { rank, size, device: device.clone(), comm })
+    }
+
+    /// How long the ranks wait for one that does not come, 60 seconds unless this is called: longer than any pass takes.
+    pub fn with_limit(self, limit: Duration) -> Self {
+        self.comm.limit_ms.store(limit.as_millis() as u64, Ordering::Relaxed);
+        self
     }
 
     fn run(&self, x: &Tensor, call: Kind) -> Result<Tensor> {
@@ -157,6 +256,16 @@ impl Collective for NcclRank {
 
     fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
         self.run(x, Kind::AllGather)
+    }
+
+    fn settle(&self) -> Result<()> {
+        let done = self.comm.stream.record_event(None).map_err(Error::wrap)?;
+        self.comm.with(|_, _| Ok(()))?; // from now on the watching thread counts
+        while !done.try_is_complete().map_err(Error::wrap)? {
+            std::thread::yield_now();
+        }
+        // Nobody goes on with what kernels left that were ended.
+        self.comm.check()
     }
 }
 
@@ -189,7 +298,7 @@ impl CustomOp1 for NcclOp {
             DType::BF16 => 9,
             other => bail!("{OP}: x: expected F32, BF16 or F16, got {other:?}"),
         };
-        let (api, count) = (Api::get()?, layout.shape().elem_count());
+        let count = layout.shape().elem_count();
         let dims = match self.kind {
             Kind::AllReduce => layout.dims().to_vec(),
             Kind::AllGather => [&[self.size], layout.dims()].concat(),
@@ -202,15 +311,17 @@ impl CustomOp1 for NcclOp {
             let (x, y) = (read(x, stream)?, write(&mut out, stream)?);
             let from = x.at::<c_void>(layout.start_offset(), size).cast_const();
             let to = y.at::<c_void>(0, size);
-            let (stream, comm) = (stream.cu_stream().cast::<c_void>(), self.comm.0);
-            // SAFETY: `count` elements are read and as many, or `size` times as many, written, on the stream of both.
-            let code = unsafe {
-                match self.kind {
-                    Kind::AllReduce => (api.all_reduce)(from, to, count, dtype, 0, comm, stream),
-                    Kind::AllGather => (api.all_gather)(from, to, count, dtype, comm, stream),
-                }
-            };
-            api.check("a sum or gathering of the ranks", code)?;
+            let stream = stream.cu_stream().cast::<c_void>();
+            self.comm.with(|api, comm| {
+                // SAFETY: `count` elements are read and as many, or `size` times as many, written, on the stream of both.
+                let code = unsafe {
+                    match self.kind {
+                        Kind::AllReduce => (api.all_reduce)(from, to, count, dtype, 0, comm, stream),
+                        Kind::AllGather => (api.all_gather)(from, to, count, dtype, comm, stream),
+                    }
+                };
+                api.check("a sum or gathering of the ranks", code)
+            })?;
         }
         Ok((out, shape))
     }

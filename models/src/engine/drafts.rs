@@ -53,7 +53,7 @@ impl CausalLm {
     pub fn verify(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<(Tensor, Drafts)> {
         let slots = pool.batch_slots(VERIFY, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let ids = self.packed_ids(VERIFY, batch.iter().map(|(_, tokens)| *tokens))?;
-        pool.take()?;
+        let _working = pool.take()?;
         let lease = self.lend_states(pool, slots.len())?;
         let lengths = batch.iter().map(|(_, tokens)| tokens.len()).collect();
         let pass = Pass::new(self, pool, &slots, lengths, Some(&lease.slots))?;
@@ -64,6 +64,7 @@ impl CausalLm {
         let mut layers = vec![];
         let x = self.through_layers(&ids, &pass, pool, Mode::Verify(&mut layers))?;
         let logits = self.head_of(x, &pass.launch)?;
+        self.settle()?;
         let versions = slots.iter().map(|&slot| pool.entries[slot].version).collect();
         let Pass { cu_seqlens: Some(cu_seqlens), states, .. } = pass else {
             bail!("{VERIFY}: expected boundaries of packed tokens")
@@ -106,7 +107,7 @@ impl CausalLm {
             return Ok(()); // all is as it was
         }
         let Drafts { cu_seqlens, states, layers, mut lease, .. } = drafts;
-        pool.take()?;
+        let _working = pool.take()?;
         let plan = Accepted::new(&cu_seqlens, &states, accepted)?;
         let parts = self.gated_delta_nets().zip(&layers).zip(pool.state_pools());
         for ((gdn, drafted), states) in parts {

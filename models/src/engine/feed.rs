@@ -27,7 +27,7 @@ impl CausalLm {
         let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
         let logits = self.head_of(pass.last_rows(x)?, &pass.launch)?;
-        self.advanced(pool, &slots, pass);
+        self.advanced(pool, &slots, pass)?;
         Ok(logits)
     }
 
@@ -38,8 +38,7 @@ impl CausalLm {
     pub fn feed_only(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<()> {
         let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let (_, pass) = self.advance(FEED, pool, batch, &slots)?;
-        self.advanced(pool, &slots, pass);
-        Ok(())
+        self.advanced(pool, &slots, pass)
     }
 
     /// [`feed`](Self::feed), but what comes out are the hidden states of all new tokens behind the last norm, packed:
@@ -51,7 +50,7 @@ impl CausalLm {
         let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
         let (_, hidden) = x.norm(&self.norm, &pass.launch)?;
-        self.advanced(pool, &slots, pass);
+        self.advanced(pool, &slots, pass)?;
         Ok(hidden)
     }
 
@@ -64,7 +63,6 @@ impl CausalLm {
         slots: &[usize],
     ) -> Result<(Residual, Pass)> {
         let ids = self.packed_ids(what, batch.iter().map(|(_, tokens)| *tokens))?;
-        pool.take()?;
         let lengths = batch.iter().map(|(_, tokens)| tokens.len()).collect();
         let pass = Pass::new(self, pool, slots, lengths, None)?;
         pool.about_to_write(slots);
@@ -72,9 +70,11 @@ impl CausalLm {
         Ok((x, pass))
     }
 
-    fn advanced(&self, pool: &mut SequencePool, slots: &[usize], pass: Pass) {
+    fn advanced(&self, pool: &mut SequencePool, slots: &[usize], pass: Pass) -> Result<()> {
+        self.settle()?;
         pool.written(slots, &pass.lengths);
         pass.keep_for_next(pool, slots);
+        Ok(())
     }
 
     /// [`feed`](Self::feed) of one sequence, and besides snapshots of it at every position that is a multiple of
@@ -119,7 +119,6 @@ impl CausalLm {
         }
         let at = at + first.len();
         let ids = self.packed_ids(CHECKPOINTS, [rest].into_iter())?;
-        pool.take()?;
         let mut pass = Pass::new(self, pool, &slots, vec![rest.len()], None)?;
         let cu_seqlens = match pass.cu_seqlens.take() {
             Some(cu_seqlens) => cu_seqlens,
@@ -132,7 +131,7 @@ impl CausalLm {
         let mode = plan.as_ref().map_or(Mode::Feed, |plan| Mode::Checkpoints(plan, &mut kept));
         let x = self.through_layers(&ids, &pass, pool, mode)?;
         let logits = self.head_of(pass.last_rows(x)?, &pass.launch)?;
-        self.advanced(pool, &slots, pass);
+        self.advanced(pool, &slots, pass)?;
         for index in 0..rest.len() / block {
             let states = kept.iter().map(|checkpoints| checkpoints.snapshot(0, index));
             let position = at + (index + 1) * block;

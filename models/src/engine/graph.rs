@@ -45,6 +45,9 @@ pub struct DecodeGraph {
     buffers: StepBuffers,
     #[cfg(feature = "cuda")]
     graph: candle_core::cuda_backend::cudarc::driver::CudaGraph,
+    /// Behind the graph, which holds work of the ranks: NCCL waits for ever when they part before that is destroyed.
+    #[cfg(feature = "cuda")]
+    _group: Option<std::sync::Arc<dyn crate::Collective>>,
     /// Whose addresses it holds: the model and the pool's memory.
     #[cfg(feature = "cuda")]
     captured_for: (usize, u64),
@@ -64,14 +67,17 @@ impl DecodeGraph {
     /// Captures a step of up to `batch` sequences of the pool. The step runs twice before, on padding only: no sequence
     /// changes. cudarc's event tracking is off meanwhile, for all threads that use the device.
     ///
-    /// No other host thread may wait for the whole GPU meanwhile (`cuCtxSynchronize`, which making a candle device does
-    /// too): CUDA fails both that and the capture.
+    /// Calls of other host threads that give this device work through this crate or `candle-gdn` wait meanwhile. Work that
+    /// others give it by candle itself would become part of the graph instead of running: the capture notices, and fails.
+    /// Nor may another thread wait for the whole GPU (`cuCtxSynchronize`, which making a candle device does too): CUDA
+    /// fails both that and the capture.
     ///
     /// # Errors
     /// On the CPU; on a device with a stream for each host thread, as `Device::new_cuda` makes them (see
     /// [`single_stream_device`](candle_gdn::single_stream_device)), or one that cannot allocate in stream order; for more than
     /// 32 sequences where experts are in f32, or of widths that are no multiples of 64, and so ask the host; for more than
-    /// 8 of a quantised model; when the pool is another model's or the device is out of memory. Callers go on with
+    /// 8 of a quantised model; when the pool is another model's, the device is out of memory, or other threads gave it work
+    /// meanwhile. Callers go on with
     /// [`CausalLm::feed`].
     pub fn capture(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
         if batch == 0 {
@@ -118,11 +124,15 @@ impl DecodeGraph {
         if model.is_quantized() && batch > QUANTIZED_ROWS {
             bail!("{OP}: batch: expected at most {QUANTIZED_ROWS} sequences of a quantised model, got {batch}")
         }
-        pool.take()?;
-        let buffers = StepBuffers::new(model, pool, batch)?;
+        let buffers = {
+            let _working = pool.take()?;
+            StepBuffers::new(model, pool, batch)?
+        };
         let device = pool.device.clone();
         let graph = capture(OP, &device, || buffers.run(model, pool))?;
-        Ok(Self { batch, buffers, graph, captured_for: (model.id, pool.memory), thread: PhantomData })
+        let group = model.vocabulary.as_ref().map(|vocabulary| vocabulary.group().clone());
+        let captured_for = (model.id, pool.memory);
+        Ok(Self { batch, buffers, graph, _group: group, captured_for, thread: PhantomData })
     }
 
     /// [`CausalLm::feed`] of one token of each sequence: `[sequences, vocab_size]` in f32. Fewer sequences than the
@@ -140,12 +150,13 @@ impl DecodeGraph {
         if self.captured_for != (model.id, pool.memory) {
             *self = Self::capture(model, pool, self.batch)?;
         }
-        pool.take()?;
+        let _working = pool.take()?;
         self.buffers.load(pool, &slots, &ids)?;
         pool.about_to_write(&slots);
         let held = self.buffers.running();
         self.graph.launch().map_err(candle_core::Error::wrap)?;
         let logits = self.buffers.ran(held, slots.len())?;
+        model.settle()?;
         pool.written(&slots, &vec![1; slots.len()]);
         Ok(logits)
     }

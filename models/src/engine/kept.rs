@@ -1,6 +1,7 @@
 //! What a pool keeps besides what its layers remember.
 
 use candle_core::Tensor;
+use candle_gdn::plumbing::LastThread;
 use candle_gdn::Slots;
 
 /// What the last decode step uploaded, for the next one of the same sequences.
@@ -20,6 +21,16 @@ pub(super) struct Piece {
     pub end: usize,
     /// `[1, kv_heads, tokens, head_dim]` each.
     pub layers: Vec<[Tensor; 2]>,
+    pub thread: LastThread,
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        if let Some([k, _]) = self.layers.first() {
+            // A device that fails here fails the next call too.
+            let _ = self.thread.wait(k.device());
+        }
+    }
 }
 
 impl Piece {

@@ -7,7 +7,7 @@ use crate::blocks::decoder::{Mixer, Residual};
 use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result, Tensor};
-use candle_gdn::plumbing::Launch;
+use candle_gdn::plumbing::{Launch, Working};
 use candle_gdn::{CheckpointPlan, Checkpoints, CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
 
 /// What all layers of a pass share.
@@ -22,6 +22,8 @@ pub(super) struct Pass {
     pub kv: KvRows,
     /// How its kernels are launched: none of them writes a weight.
     pub launch: Launch,
+    /// No other thread captures a graph meanwhile. `None` in a graph's own pass.
+    pub _working: Option<Working>,
 }
 
 /// What becomes of the states of the Gated DeltaNet layers.
@@ -43,6 +45,7 @@ impl Pass {
         lengths: Vec<usize>,
         write: Option<&[u32]>,
     ) -> Result<Self> {
+        let working = Some(pool.take()?);
         let (device, launch) = (pool.device.clone(), Launch::default().overlapping());
         let ones = lengths.iter().all(|&n| n == 1) && write.is_none();
         let cu_seqlens = if ones { None } else { Some(CuSeqlens::from_lengths(&lengths, &device)?) };
@@ -58,7 +61,14 @@ impl Pass {
             for ((_, position), tokens) in rows.iter().zip(&lengths) {
                 model.rotary.append(*position, *tokens, &mut angles);
             }
-            return Ok(Self { lengths, cu_seqlens, states, kv: KvRows::Host { rows, angles }, launch });
+            return Ok(Self {
+                lengths,
+                cu_seqlens,
+                states,
+                kv: KvRows::Host { rows, angles },
+                launch,
+                _working: working,
+            });
         }
         let before: Vec<u32> = slots.iter().map(|&slot| pool.entries[slot].len as u32).collect();
         let max_len = before.iter().zip(&lengths).map(|(&len, new)| len as usize + new).max().unwrap_or(0);
@@ -74,7 +84,8 @@ impl Pass {
                 (states?, kv?, Tensor::new(&held[2][..], &device)?)
             }
         };
-        Ok(Self { lengths, cu_seqlens, states, kv: KvRows::Device { slots, positions, max_len }, launch })
+        let kv = KvRows::Device { slots, positions, max_len };
+        Ok(Self { lengths, cu_seqlens, states, kv, launch, _working: working })
     }
 
     /// What the next pass of the same sequences finds on the device already; `slots` are this one's.
@@ -95,7 +106,7 @@ impl Pass {
             (Some(_), [one]) => x.rows(|x| x.narrow(0, one - 1, 1)),
             (Some(cu), _) => {
                 let last: Vec<u32> = cu.as_slice()[1..].iter().map(|end| end - 1).collect();
-                let last = Tensor::new(last, cu.tensor().device())?;
+                let last = Tensor::new(last, cu.device())?;
                 x.rows(|x| x.index_select(&last, 0))
             }
         }

@@ -5,6 +5,7 @@ use super::kv::KvSlots;
 use crate::blocks::decoder::Mixer;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result};
+use candle_gdn::plumbing::{LastThread, Working};
 use candle_gdn::{SlotAllocator, StatePool};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -61,6 +62,14 @@ pub struct SequencePool {
     /// Another number where the layers' memory has moved.
     pub(super) memory: u64,
     pub(super) recent: Option<Recent>,
+    pub(super) thread: LastThread,
+}
+
+impl Drop for SequencePool {
+    fn drop(&mut self) {
+        // A device that fails here fails the next call too.
+        let _ = self.thread.wait(&self.device);
+    }
 }
 
 /// What a layer remembers of all sequences.
@@ -144,6 +153,7 @@ impl CausalLm {
             device: self.device.clone(),
             memory: unique(),
             recent: None,
+            thread: LastThread::default(),
         })
     }
 
@@ -281,7 +291,7 @@ impl SequencePool {
 
     /// Sequences may have up to `max_len` tokens from now on. Keys and values on a device move.
     pub(crate) fn grow_to(&mut self, max_len: usize) -> Result<()> {
-        self.take()?;
+        let _working = self.take()?;
         self.memory = unique();
         for layer in &mut self.layers {
             if let LayerSlots::Full(kv) = layer {
@@ -363,12 +373,7 @@ impl SequencePool {
     }
 
     /// This thread goes on with the pool: its stream waits for what another one did.
-    pub(super) fn take(&mut self) -> Result<()> {
-        for layer in &mut self.layers {
-            if let LayerSlots::Linear(states) = layer {
-                return states.take(); // waits for all that the device was given
-            }
-        }
-        Ok(())
+    pub(super) fn take(&mut self) -> Result<Working> {
+        self.thread.take(&self.device)
     }
 }

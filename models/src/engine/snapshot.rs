@@ -3,6 +3,7 @@
 use super::kept::Piece;
 use super::pool::{LayerSlots, Sequence, SequencePool};
 use candle_core::{bail, Result};
+use candle_gdn::plumbing::LastThread;
 use candle_gdn::GdnState;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -76,9 +77,9 @@ impl SequencePool {
             LayerSlots::Full(kv) if start < len => Some(kv.read(slot, start..len)),
             _ => None,
         });
-        let layers = kv.collect::<Result<Vec<_>>>()?;
+        let layers = self.thread.reading(&self.device, || kv.collect::<Result<Vec<_>>>())?;
         if !layers.is_empty() {
-            pieces.push(Arc::new(Piece { end: len, layers }));
+            pieces.push(Arc::new(Piece { end: len, layers, thread: LastThread::default() }));
         }
         *known = pieces.iter().map(Arc::downgrade).collect();
         Ok(SequenceSnapshot { model: self.model, len, states, pieces })
@@ -99,10 +100,10 @@ impl SequencePool {
             let (max_len, len) = (self.max_len, snapshot.len);
             bail!("{OP}: restore: snapshot: expected at most {max_len} tokens, got {len}")
         }
+        let _working = self.take()?;
         self.about_to_write(&[slot]);
         let state = self.entries[slot].state;
         let mut states = snapshot.states.iter();
-        // These before keys and values: they wait for what another thread gave the device.
         for layer in &mut self.layers {
             let LayerSlots::Linear(to) = layer else { continue };
             let Some(from) = states.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
@@ -111,11 +112,14 @@ impl SequencePool {
         let mut at = 0;
         for piece in &snapshot.pieces {
             let mut from = piece.layers.iter();
-            for layer in &mut self.layers {
-                let LayerSlots::Full(kv) = layer else { continue };
-                let Some([k, v]) = from.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
-                kv.write(slot, at, [k, v])?;
-            }
+            piece.thread.reading(&self.device, || {
+                for layer in &mut self.layers {
+                    let LayerSlots::Full(kv) = layer else { continue };
+                    let Some([k, v]) = from.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
+                    kv.write(slot, at, [k, v])?;
+                }
+                Ok(())
+            })?;
             at = piece.end;
         }
         let entry = &mut self.entries[slot];
@@ -149,7 +153,7 @@ impl SequencePool {
     }
 
     fn copy(&mut self, from: usize, to: usize) -> Result<()> {
-        self.take()?;
+        let _working = self.take()?;
         let (len, states) = (self.entries[from].len, [from, to].map(|slot| self.entries[slot].state));
         for layer in &mut self.layers {
             match layer {

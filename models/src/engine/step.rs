@@ -35,6 +35,7 @@ impl StepBuffers {
                 max_len: pool.max_len,
             },
             launch: Launch { overlap: true, arena: arena(device)? },
+            _working: None,
         };
         Ok(Self {
             ids: Tensor::new(&zeros[..], device)?,

@@ -1,9 +1,15 @@
 //! Projections whose weight is quantised, by candle's kernels.
 
 use super::{Blocks, Matrix, Tiles};
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::DeviceId;
+#[cfg(feature = "cuda")]
+use candle_core::quantized::GgmlDType;
 use candle_core::quantized::QTensor;
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{bail, DType, Device, Module, Result, Tensor};
 use std::sync::Arc;
+#[cfg(feature = "cuda")]
+use std::sync::{Mutex, PoisonError};
 
 /// The rows of several parts, each of its own type.
 #[derive(Debug, Clone)]
@@ -43,16 +49,16 @@ impl Quantized {
         Ok(made)
     }
 
-    /// On CUDA candle's products of up to 8 rows share a buffer that grows with them, and moves when it does. A captured
-    /// graph points to it: it gets its full size before there is any.
+    /// Before any graph is captured that points to candle's buffer.
     fn grow_workspace(&self) -> Result<()> {
-        let of_blocks = |part: &Part| match part {
-            Part::Blocks(blocks, _) if !blocks.device().is_cpu() => Some(blocks.clone()),
-            _ => None,
-        };
-        if let Some(blocks) = self.parts.iter().find_map(of_blocks) {
-            let (_, inputs) = blocks.shape().dims2()?;
-            Tensor::zeros((8, inputs), DType::F32, &blocks.device())?.apply_op1_no_bwd(&*blocks)?;
+        for part in &self.parts {
+            let Part::Blocks(blocks, _) = part else { continue };
+            let inputs = blocks.shape().dims2()?.1;
+            if inputs > WIDEST {
+                bail!("quantised matrix: expected at most {WIDEST} inputs, got {inputs}")
+            }
+            #[cfg(feature = "cuda")]
+            grow_workspace_of(&blocks.device())?;
         }
         Ok(())
     }
@@ -96,6 +102,24 @@ impl Quantized {
         };
         y.to_dtype(x.dtype())
     }
+}
+
+/// Inputs, more than any matrix of a model has.
+const WIDEST: usize = 1 << 18;
+
+/// candle's products of up to 8 rows share a buffer of the device, which grows with them and moves when it does. Captured
+/// graphs point to it: it gets the size of the widest product, 2.4 MB, once.
+#[cfg(feature = "cuda")]
+fn grow_workspace_of(device: &Device) -> Result<()> {
+    static GROWN: Mutex<Vec<DeviceId>> = Mutex::new(Vec::new());
+    let Device::Cuda(cuda) = device else { return Ok(()) };
+    let mut grown = GROWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if !grown.contains(&cuda.id()) {
+        let row = QTensor::quantize(&Tensor::zeros((1, WIDEST), DType::F32, device)?, GgmlDType::Q8_0)?;
+        Tensor::zeros((8, WIDEST), DType::F32, device)?.apply_op1_no_bwd(&row)?;
+        grown.push(cuda.id());
+    }
+    Ok(())
 }
 
 impl Module for Quantized {

@@ -42,6 +42,15 @@ pub trait Collective: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// When a rank is gone.
     fn all_gather(&self, x: &Tensor) -> Result<Tensor>;
+
+    /// Returns when all that this rank asked for is done. Models call it at the end of each pass: on a GPU the calls
+    /// above return before the ranks have met.
+    ///
+    /// # Errors
+    /// When a rank is gone.
+    fn settle(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// One of several equal parts.

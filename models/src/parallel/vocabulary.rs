@@ -24,6 +24,10 @@ impl Vocabulary {
         self.group.all_reduce(&rows(&self.row_of.index_select(ids, 0)?)?)
     }
 
+    pub fn group(&self) -> &Arc<dyn Collective> {
+        &self.group
+    }
+
     /// `logits [.., rows]` of this rank's rows to those of all, `[.., vocab_size]`.
     pub fn gather(&self, logits: &Tensor) -> Result<Tensor> {
         let mut dims = logits.dims().to_vec();

@@ -7,6 +7,7 @@
 
 mod attention;
 mod decode_graph;
+mod faults;
 mod fused;
 mod gguf;
 #[path = "../../../examples/common/gguf_tokenizer.rs"]

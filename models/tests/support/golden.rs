@@ -66,10 +66,13 @@ impl Goldens {
     }
 
     pub fn model(&self, dtype: DType, device: &Device) -> Result<CausalLm> {
+        CausalLm::load(&self.config()?, self.weights(dtype, device)?)
+    }
+
+    pub fn weights(&self, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {
         let files = [path(self.checkpoint) + "/model.safetensors"];
         // SAFETY: nobody writes to the files of the repository during the tests.
-        let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, dtype, device)? };
-        CausalLm::load(&self.config()?, vb)
+        unsafe { VarBuilder::from_mmaped_safetensors(&files, dtype, device) }
     }
 
     pub fn prompt(&self, i: usize) -> Result<Prompt> {

@@ -131,6 +131,15 @@ pub(crate) struct OnCache<'a, T> {
     pub out: &'a mut [f32],
 }
 
+/// A value row with an infinity or NaN is kept as zeros, and its key row as NaN: whoever sees the token gets NaN. Products
+/// of tiles multiply the rows of tokens that a query does not see with a weight of zero, and zero times NaN is not zero.
+pub(super) fn mark_unfinite<K: Element, V: Element>(key: &mut [K], value: &mut [V]) {
+    if value.iter().any(|x| !x.to_f32().is_finite()) {
+        value.fill(V::ZERO);
+        key.fill(K::from_f32(f32::NAN));
+    }
+}
+
 /// How a call's work is shared out.
 struct Plan<'a, T> {
     attention: &'a Attention<'a>,
@@ -297,10 +306,11 @@ impl<T: Element> WithSimd for Append<'_, '_, T> {
         for (i, t) in self.new.enumerate() {
             let row = ((self.head / self.kv_heads * tokens + t) * self.kv_heads + self.head % self.kv_heads) * dim;
             positions.apply(&k[row..][..dim], positions.k_scale, t, &mut key);
-            let column = self.keys.iter_mut().skip(self.column + i).step_by(PANEL);
-            column.zip(&key).for_each(|(to, &x)| *to = T::from_f32(x));
             let value = &mut self.values[i * self.padded..][..dim];
             value.iter_mut().zip(&v[row..][..dim]).for_each(|(to, &x)| *to = T::from_f32(x));
+            mark_unfinite(&mut key, value);
+            let column = self.keys.iter_mut().skip(self.column + i).step_by(PANEL);
+            column.zip(&key).for_each(|(to, &x)| *to = T::from_f32(x));
         }
     }
 }

@@ -1,11 +1,13 @@
 //! GGUF files: their metadata, and rows of their tensors.
 
 use super::super::blocks::{float, row_bytes, Blocks};
+use super::header;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use candle_core::quantized::GgmlDType;
-use candle_core::{bail, Result};
+use candle_core::{bail, Error, Result};
+use std::collections::HashMap;
 use std::fs::File;
-use std::io::BufReader;
+use std::io::{BufReader, Seek};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -24,6 +26,7 @@ struct OneFile {
     path: PathBuf,
     file: File,
     content: Content,
+    len: u64,
 }
 
 impl GgufFile {
@@ -31,10 +34,23 @@ impl GgufFile {
     ///
     /// # Errors
     /// A file that is not there, is no GGUF file, is cut off, or has a tensor of a type that candle does not know. The
-    /// message names the file.
+    /// message names the file. Also where two parts have a tensor of one name.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        let files = parts(path.as_ref()).iter().map(|path| OneFile::open(path)).collect::<Result<_>>()?;
+        let files: Vec<OneFile> = parts(path.as_ref()).iter().map(|path| OneFile::open(path)).collect::<Result<_>>()?;
+        let mut part_of = HashMap::new();
+        for file in &files {
+            for tensor in file.content.tensor_infos.keys() {
+                if let Some(other) = part_of.insert(tensor.as_str(), file.path.display()) {
+                    bail!("{} and {other} both have a tensor `{tensor}`", file.path.display())
+                }
+            }
+        }
         Ok(Self { files })
+    }
+
+    /// Bytes of the file, of all parts where it was split.
+    pub fn size_in_bytes(&self) -> u64 {
+        self.files.iter().map(|file| file.len).sum()
     }
 
     /// The path of the file, or of its first part.
@@ -137,7 +153,11 @@ impl OneFile {
             Err(e) => bail!("cannot open {name}: {e}"),
         };
         let mut reader = BufReader::with_capacity(1 << 20, file);
-        let content = match Content::read(&mut reader) {
+        // candle divides by it.
+        if header::alignment(&mut reader).is_ok_and(|alignment| alignment == Some(0)) {
+            bail!("{name}: `general.alignment`: expected a positive number, got 0")
+        }
+        let content = match reader.rewind().map_err(Error::from).and_then(|()| Content::read(&mut reader)) {
             Ok(content) => content,
             Err(e) => match e.to_string().split_once("unknown dtype for tensor ") {
                 Some((_, rest)) => {
@@ -163,7 +183,7 @@ impl OneFile {
                 bail!("{name} is cut off: tensor `{tensor}` ends at byte {end}, the file at {len}")
             }
         }
-        Ok(Self { path: path.to_path_buf(), file, content })
+        Ok(Self { path: path.to_path_buf(), file, content, len })
     }
 
     /// Ranks read at the same time.

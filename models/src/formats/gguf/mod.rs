@@ -1,6 +1,7 @@
 //! The weights of a model in a GGUF file, as transformers would have them.
 
 mod file;
+mod header;
 mod names;
 #[cfg(test)]
 mod tests;
@@ -88,7 +89,7 @@ impl<'a> GgufWeights<'a> {
     }
 
     /// What there is to read where `shape` is asked for; an error where the tensor has another one. Dimensions of one are
-    /// not looked at.
+    /// not looked at, but for the last, which says what a row is.
     fn wanted(&self, name: &str, shape: &[usize]) -> Result<Wanted> {
         let place = self.place(name)?;
         let cut = self.cuts.as_ref().and_then(|cuts| cuts.ranges_of(name, shape));
@@ -97,7 +98,8 @@ impl<'a> GgufWeights<'a> {
         let taken = place.rows.as_ref().map(|rows| length(&rows.ranges));
         let model = stored.iter().enumerate().map(|(i, n)| taken.filter(|_| i == 0).unwrap_or(*n));
         let same = model.filter(|n| *n != 1).eq(whole.iter().copied().filter(|n| *n != 1));
-        if !same || place.rows.as_ref().is_some_and(|rows| stored.first() != Some(&rows.of)) {
+        let rows = stored.last() == whole.last();
+        if !same || !rows || place.rows.as_ref().is_some_and(|rows| stored.first() != Some(&rows.of)) {
             bail!(
                 "{}: tensor `{}`: expected {whole:?} for the weight `{name}`, got {stored:?}",
                 self.file.path().display(),

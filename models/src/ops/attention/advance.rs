@@ -48,7 +48,7 @@ impl AttentionCache {
         #[cfg(feature = "cuda")]
         if self.device().is_cuda() {
             let slots = self.slots.as_ref().map(Slots::in_u32).transpose()?;
-            let cu_seqlens = cu_seqlens.map(CuSeqlens::tensor);
+            let cu_seqlens = cu_seqlens.map(cu_seqlens_on_device);
             return crate::cuda::attention::advance(ADVANCE, self, &seqs, slots.as_ref(), cu_seqlens);
         }
         let slots = cpu_slots(ADVANCE, self.slots.as_ref(), seqs.num_slots)?;

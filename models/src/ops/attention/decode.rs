@@ -135,7 +135,7 @@ impl CustomOp2 for AttentionDecode {
                 plan: &plan,
                 cache: &self.cache,
                 slots: slots.as_ref(),
-                cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
+                cu_seqlens: self.cu_seqlens.as_ref().map(cu_seqlens_on_device),
                 launch: &self.launch,
             },
             scale: self.scale,

@@ -224,7 +224,7 @@ impl CustomOp3 for AttentionPrepare {
                 plan: &plan,
                 cache: &self.cache,
                 slots: slots.as_ref(),
-                cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
+                cu_seqlens: self.cu_seqlens.as_ref().map(cu_seqlens_on_device),
                 launch: &self.launch,
             },
             q_weight: &self.q_weight,

@@ -1,0 +1,363 @@
+//! Faults on purpose: a call that fails or panics in the middle of a pass or of a capture, numbers that are not finite,
+//! other threads. What is not part of it goes on as if nothing had been.
+
+use crate::gguf_writer::{GgufOfTiny, Layout};
+use crate::golden::DEMO;
+use crate::sequences::{assert_near, want};
+use crate::support::{devices, single_stream_devices, values, Rng};
+use crate::tiny::Tiny;
+use candle_core::quantized::gguf_file::Value;
+use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_gdn_models::{
+    part_of, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
+    GgufFile, ModelConfig, PrepareOptions, Sequence, SequencePool,
+};
+use candle_nn::VarBuilder;
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering};
+use std::sync::Arc;
+
+/// A group of one, in which a call may fail.
+#[derive(Debug)]
+struct Faulty {
+    /// Calls before the one that fails; negative: none does.
+    left: AtomicIsize,
+    panics: AtomicBool,
+}
+
+impl Faulty {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { left: AtomicIsize::new(-1), panics: AtomicBool::new(false) })
+    }
+
+    /// The call after `calls` more fails.
+    fn after(&self, calls: isize, panics: bool) {
+        self.panics.store(panics, Ordering::SeqCst);
+        self.left.store(calls, Ordering::SeqCst);
+    }
+
+    fn call(&self) -> Result<()> {
+        if self.left.fetch_sub(1, Ordering::SeqCst) == 0 {
+            assert!(!self.panics.load(Ordering::SeqCst), "a fault on purpose");
+            candle_core::bail!("a fault on purpose")
+        }
+        Ok(())
+    }
+}
+
+impl Collective for Faulty {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        1
+    }
+
+    fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
+        self.call()?;
+        Ok(x.clone())
+    }
+
+    fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
+        self.call()?;
+        x.unsqueeze(0)
+    }
+
+    fn settle(&self) -> Result<()> {
+        self.call()
+    }
+}
+
+/// A model whose passes call `group`.
+fn model(device: &Device, group: &Arc<Faulty>) -> Result<CausalLm> {
+    let group: Arc<dyn Collective> = group.clone();
+    let (config, weights) = match device.is_cpu() {
+        true => {
+            let tiny = Tiny::qwen3_next();
+            (
+                ModelConfig::from_json(&tiny.config.to_string())?,
+                VarBuilder::from_tensors(tiny.weights, DType::F32, device),
+            )
+        }
+        false => (DEMO.config()?, DEMO.weights(DType::F32, device)?),
+    };
+    let weights = part_of(weights, &config, &*group)?;
+    CausalLm::loader(&config).group(group).load(weights)
+}
+
+fn feed(model: &CausalLm, pool: &mut SequencePool, s: Sequence, tokens: &[u32]) -> Result<Vec<f32>> {
+    model.feed(pool, &[(s, tokens)])?.squeeze(0)?.to_vec1()
+}
+
+/// Every call of a pass in turn: the pass says so, its sequences say so until they are restored, the other goes on.
+#[test]
+fn a_pass_that_fails_breaks_its_own_sequences() -> Result<()> {
+    for device in devices() {
+        let group = Faulty::new();
+        let model = model(&device, &group)?;
+        let mut pool = model.new_sequences(3, 64)?;
+        let (a, b) = (pool.begin()?, pool.begin()?);
+        let (mut seen, prompt) = (vec![1, 2], [5, 6, 7]);
+        model.feed_only(&mut pool, &[(a, &prompt), (b, &seen)])?;
+        let snapshot = pool.snapshot(a)?;
+        let after = want(&model, &[&prompt[..], &[9]].concat())?;
+        for panics in [false, true] {
+            let mut calls = 0;
+            loop {
+                group.after(calls, panics);
+                let failed = catch_unwind(AssertUnwindSafe(|| feed(&model, &mut pool, a, &[9])));
+                let what = format!("call {calls}, panics: {panics}, on {:?}", device.location());
+                match failed {
+                    Ok(Ok(logits)) => {
+                        assert_near(&logits, &after, &what);
+                        break;
+                    }
+                    Ok(Err(e)) => assert!(e.to_string().contains("a fault on purpose"), "{what}: {e}"),
+                    Err(_) => assert!(panics, "{what}"),
+                }
+                group.after(-1, false);
+                let again = feed(&model, &mut pool, a, &[9]).expect_err(&what).to_string();
+                assert!(again.contains("failed half-way"), "{what}: {again}");
+                let token = calls as u32 % 30;
+                let logits = feed(&model, &mut pool, b, &[token])?;
+                seen.push(token);
+                assert_near(&logits, &want(&model, &seen)?, &what);
+                pool.restore(a, &snapshot)?;
+                assert_near(&feed(&model, &mut pool, a, &[9])?, &after, &what);
+                pool.restore(a, &snapshot)?;
+                calls += 1;
+            }
+            assert!(calls > 4, "a pass calls its group in every layer");
+            group.after(-1, false);
+            pool.restore(a, &snapshot)?;
+        }
+    }
+    Ok(())
+}
+
+/// A capture that fails at any call leaves the stream as it was.
+#[test]
+fn a_capture_that_fails_can_be_made_again() -> Result<()> {
+    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+        let group = Faulty::new();
+        let model = model(device, &group)?;
+        for panics in [false, true] {
+            let mut pool = model.new_sequences(2, 256)?;
+            let (s, mut seen) = (pool.begin()?, vec![1, 2, 3]);
+            model.feed_only(&mut pool, &[(s, &seen)])?;
+            for calls in (0..).step_by(5) {
+                group.after(calls, panics);
+                let made = catch_unwind(AssertUnwindSafe(|| DecodeGraph::capture(&model, &mut pool, 2)));
+                group.after(-1, false);
+                seen.push(4);
+                let what = format!("call {calls}, panics: {panics}");
+                if let Ok(Ok(mut graph)) = made {
+                    let logits = graph.step(&model, &mut pool, &[(s, 4)])?.squeeze(0)?.to_vec1()?;
+                    assert_near(&logits, &want(&model, &seen)?, &what);
+                    assert!(calls > 40, "four passes call the group in every layer");
+                    break;
+                }
+                assert_near(&feed(&model, &mut pool, s, &[4])?, &want(&model, &seen)?, &what);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// While one thread captures graphs, another one goes on with a pool of its own: its kernels run, and are in no graph.
+#[test]
+fn a_capture_takes_in_no_other_thread() -> Result<()> {
+    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+        let model = &DEMO.model(DType::F32, device)?;
+        let captured = &AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let other = scope.spawn(move || -> Result<usize> {
+                let mut pool = model.new_sequences(1, 512)?;
+                let mut steps = 0;
+                while !captured.load(Ordering::SeqCst) || steps < 20 {
+                    let (s, tokens) = (pool.begin()?, [3, 1, 4, 1, 5]);
+                    let first = feed(model, &mut pool, s, &tokens)?;
+                    let second = feed(model, &mut pool, s, &[9, 2])?;
+                    pool.end(s)?;
+                    assert_near(&first, &want(model, &tokens)?, "beside a capture");
+                    assert_near(&second, &want(model, &[3, 1, 4, 1, 5, 9, 2])?, "beside a capture");
+                    steps += 1;
+                }
+                Ok(steps)
+            });
+            let run = || -> Result<()> {
+                for batch in [1, 2, 3, 4, 1, 2, 3, 4] {
+                    let mut pool = model.new_sequences(4, 64)?;
+                    let mut graph = DecodeGraph::capture(model, &mut pool, batch)?;
+                    let s = pool.begin()?;
+                    model.feed_only(&mut pool, &[(s, &[1, 2, 3])])?;
+                    let logits = graph.step(model, &mut pool, &[(s, 4)])?.squeeze(0)?.to_vec1()?;
+                    assert_near(&logits, &want(model, &[1, 2, 3, 4])?, "captured beside another thread");
+                }
+                Ok(())
+            };
+            let done = run();
+            captured.store(true, Ordering::SeqCst);
+            assert!(other.join().expect("no panic")? >= 20);
+            done
+        })?;
+    }
+    Ok(())
+}
+
+/// A graph of a quantised model holds the address of candle's buffer, which a wider product would move.
+#[test]
+fn a_wider_quantised_product_does_not_move_what_a_graph_reads() -> Result<()> {
+    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+        let config = DEMO.config()?;
+        let model =
+            CausalLm::loader(&config).quantize(Some(GgmlDType::Q8_0)).load(DEMO.weights(DType::F32, device)?)?;
+        let mut pool = model.new_sequences(4, 64)?;
+        let s = pool.begin()?;
+        model.feed_only(&mut pool, &[(s, &[1, 2, 3])])?;
+        let snapshot = pool.snapshot(s)?;
+        let mut graph = DecodeGraph::capture(&model, &mut pool, 4)?;
+        let before = graph.step(&model, &mut pool, &[(s, 4)])?.squeeze(0)?.to_vec1()?;
+        let wide = Tensor::zeros((32, 1 << 17), DType::F32, device)?;
+        let wide = QMatMul::from_qtensor(QTensor::quantize(&wide, GgmlDType::Q8_0)?)?;
+        wide.forward(&Tensor::ones((8, 1 << 17), DType::F32, device)?)?;
+        // Whatever was freed is written over.
+        let _over: Vec<Tensor> =
+            (10..24).map(|bits| Tensor::full(f32::NAN, 1 << bits, device)).collect::<Result<_>>()?;
+        pool.restore(s, &snapshot)?;
+        let after = graph.step(&model, &mut pool, &[(s, 4)])?.squeeze(0)?.to_vec1()?;
+        assert_near(&after, &before, "after a wider product");
+    }
+    Ok(())
+}
+
+/// A value that is not finite is seen by its own token and later ones, and an infinite score is no zero.
+#[test]
+fn what_is_not_finite_reaches_who_sees_it() -> Result<()> {
+    let rng = &mut Rng::new(5);
+    for device in devices() {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for (dim, before, tokens) in [(64, 3, 1), (128, 0, 7), (256, 90, 16), (128, 5, 130), (256, 0, 300)] {
+                let (heads, kv_heads, bad) = (4, 2, tokens / 2);
+                let shape = |heads: usize| (1, tokens, heads, dim);
+                let mut draw = |heads: usize| -> Result<Vec<f64>> { Ok(rng.normals(tokens * heads * dim)) };
+                let (q, k, v) = (draw(heads)?, draw(kv_heads)?, draw(kv_heads)?);
+                let run = |v: &[f64], k: &[f64]| -> Result<Vec<Vec<f64>>> {
+                    let tensor = |x: &[f64], heads| {
+                        Tensor::from_slice(x, shape(heads), &Device::Cpu)?.to_dtype(dtype)?.to_device(&device)
+                    };
+                    let kv = || Tensor::ones((1, kv_heads, 512, dim), dtype, &device);
+                    let positions = Tensor::new(&[before as u32], &device)?;
+                    let cache = AttentionCache::new(&kv()?, &kv()?, &positions)?;
+                    let ones = Tensor::ones(dim, DType::F32, &device)?;
+                    let frequencies = rotary_frequencies(&[1., 0.1], &device)?;
+                    let options = PrepareOptions { eps: 1e-6, zero_centred: false };
+                    let prepare = AttentionPrepare::new(&cache, &ones, &ones, &frequencies, options)?;
+                    let q = prepare.forward(&tensor(&q, heads)?, &tensor(k, kv_heads)?, &tensor(v, kv_heads)?)?;
+                    let o = AttentionDecode::new(&cache, None)?.forward(&q, None)?;
+                    Ok(values(&o).chunks(heads * dim).map(<[f64]>::to_vec).collect())
+                };
+                let want = run(&v, &k)?;
+                for value in [f64::NAN, f64::INFINITY] {
+                    let what = format!("{value} in {dtype:?}, {dim}, {tokens} on {:?}", device.location());
+                    let mut wrong = v.clone();
+                    wrong[bad * kv_heads * dim + 1] = value;
+                    let got = run(&wrong, &k)?;
+                    for (token, (got, want)) in got.iter().zip(&want).enumerate() {
+                        // The first kv head's queries.
+                        let got = &got[..heads / kv_heads * dim];
+                        match token < bad {
+                            true => assert_eq!(*got, want[..got.len()], "token {token}, {what}"),
+                            false => assert!(!got[1].is_finite(), "token {token}, {what}: {}", got[1]),
+                        }
+                    }
+                    let mut wrong = k.clone();
+                    wrong[bad * kv_heads * dim + 1] = value;
+                    let got = run(&v, &wrong)?;
+                    for (token, (got, want)) in got.iter().zip(&want).enumerate() {
+                        let got = &got[..heads / kv_heads * dim];
+                        match token < bad {
+                            true => assert_eq!(*got, want[..got.len()], "token {token}, key, {what}"),
+                            false => assert!(got.iter().any(|x| x.is_nan()), "token {token}, key, {what}"),
+                        }
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn load_gguf(path: &Path) -> Result<CausalLm> {
+    let file = GgufFile::open(path)?;
+    CausalLm::load_gguf(&ModelConfig::from_gguf(&file)?, &file, DType::F32, &Device::Cpu)
+}
+
+/// Files and configurations that made the process panic, or take all memory, before they were refused.
+#[test]
+fn files_that_cannot_be_are_refused() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let tiny = Tiny::qwen3_next();
+    let whole = || GgufOfTiny::new(&tiny, Layout::Qwen3Next);
+    let open = |file: &GgufOfTiny, name: &str| -> Result<CausalLm> {
+        let path = dir.path().join(name);
+        file.write(&path)?;
+        load_gguf(&path)
+    };
+    let refused = |file: &GgufOfTiny, parts: &[&str]| {
+        let message = open(file, "file.gguf").expect_err("an error").to_string();
+        assert!(parts.iter().all(|part| message.contains(part)), "expected {parts:?} in {message}");
+    };
+    // A name that is nearly that of a part.
+    open(&whole()?, "my-best-of-3.gguf")?;
+    assert!(GgufFile::open(dir.path().join("m-1-of-99999999999.gguf")).is_err());
+
+    for value in [Value::U8(0), Value::U16(0), Value::U32(0)] {
+        let mut file = whole()?;
+        file.metadata.insert("general.alignment".into(), value);
+        refused(&file, &["file.gguf", "general.alignment", "got 0"]);
+    }
+    for key in ["attention.head_count", "attention.key_length", "ssm.time_step_rank", "ssm.state_size"] {
+        let mut file = whole()?;
+        file.metadata.insert(format!("qwen3next.{key}"), Value::U32(2147483646));
+        refused(&file, &["file.gguf", key, "up to 65536"]);
+    }
+    for name in ["blk.0.attn_gate.weight", "blk.0.ssm_out.weight", "blk.3.attn_k.weight"] {
+        let mut file = whole()?;
+        let (tensor, _) = file.tensors.get_mut(name).expect("a tensor");
+        *tensor = tensor.unsqueeze(2)?;
+        refused(&file, &["file.gguf", name]);
+    }
+    let parts = ["p-00001-of-00002.gguf", "p-00002-of-00002.gguf"].map(|name| dir.path().join(name));
+    parts.iter().try_for_each(|path| whole()?.write(path))?;
+    let message = GgufFile::open(&parts[0]).expect_err("an error").to_string();
+    assert!(message.contains("both have a tensor"), "{message}");
+    for path in &parts {
+        let first = path == &parts[0];
+        whole()?.write_some(path, |name| name.starts_with("blk.0.") == first)?;
+    }
+    let bytes: u64 = parts.iter().map(|path| Ok(path.metadata()?.len())).sum::<Result<_>>()?;
+    assert_eq!(GgufFile::open(&parts[1])?.size_in_bytes(), bytes);
+    Ok(())
+}
+
+/// A file cut off at any length is an error that names it.
+#[test]
+fn a_file_may_end_anywhere() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("cut.gguf");
+    GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3_5)?.write(&path)?;
+    let whole = std::fs::read(&path)?;
+    load_gguf(&path)?;
+    // Every length in the header, then some.
+    let lengths = (0..8192).chain((8192..whole.len()).step_by(997));
+    for len in lengths.filter(|len| *len < whole.len()) {
+        std::fs::write(&path, &whole[..len])?;
+        let message = load_gguf(&path).expect_err("an error").to_string();
+        assert!(message.contains("cut.gguf"), "{len} bytes: {message}");
+    }
+    Ok(())
+}
