@@ -41,7 +41,8 @@ fn main() -> ExitCode {
         .without_plots()
         .configure_from_args();
     let mut works = rule::bench(&mut c);
-    works.extend(ops::bench(&mut c));
+    works.extend(ops::conv(&mut c));
+    works.extend(ops::norm(&mut c));
     works.extend(model::bench(&mut c));
     works.extend(ops::copy(&mut c));
     c.final_summary();

@@ -1,12 +1,12 @@
 //! The demo checkpoint end to end, as `llama-bench` runs it: a prompt of 512 tokens, and 128 tokens one by one.
 
 use crate::record::{Row, Shape};
-use crate::results::Work;
+use crate::results::{Suite, Work};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
-use criterion::{BenchmarkId, Criterion, Throughput};
+use criterion::{Criterion, Throughput};
 use std::path::PathBuf;
 
 const PROMPT: usize = 512;
@@ -46,17 +46,15 @@ fn decode(model: &CausalLm, tokens: usize) -> Result<u32> {
 
 pub fn bench(c: &mut Criterion) -> Vec<Work> {
     let model = load().expect("the demo checkpoint is in the repository");
-    let prompt_ids = ids(model.config().vocab_size, PROMPT);
-    let mut works = vec![];
-    let mut group = c.benchmark_group("model");
-    let row = |name: String, tokens| {
-        Row::new("model", &name, "candle-gdn").shape(Shape::default().batch(1).tokens(tokens)).includes("f32")
+    let ids = ids(model.config().vocab_size, PROMPT);
+    let mut suite = Suite::new(c, "model");
+    let mut time = |what: &str, tokens: usize, run: &dyn Fn() -> Result<u32>| {
+        let row = Row::new("model", &format!("demo {what} {tokens}"), "candle-gdn").includes("f32");
+        let row = row.shape(Shape::default().batch(1).tokens(tokens));
+        suite.group.throughput(Throughput::Elements(tokens as u64));
+        suite.time(what, tokens, row, || run().unwrap());
     };
-    group.throughput(Throughput::Elements(PROMPT as u64));
-    group.bench_function(BenchmarkId::new("prompt", PROMPT), |b| b.iter(|| prompt(&model, &prompt_ids).unwrap()));
-    works.push(Work::new("model", "prompt", PROMPT, row(format!("demo prompt {PROMPT}"), PROMPT)));
-    group.throughput(Throughput::Elements(DECODE as u64));
-    group.bench_function(BenchmarkId::new("decode", DECODE), |b| b.iter(|| decode(&model, DECODE).unwrap()));
-    works.push(Work::new("model", "decode", DECODE, row(format!("demo decode {DECODE}"), DECODE)));
-    works
+    time("prompt", PROMPT, &|| prompt(&model, &ids));
+    time("decode", DECODE, &|| decode(&model, DECODE));
+    suite.works
 }

@@ -1,12 +1,12 @@
 //! The convolution and the gated norm at Qwen3-Next's sizes, and how fast the memory is.
 
 use crate::record::{Row, Shape};
-use crate::results::Work;
+use crate::results::{Suite, Work};
 use crate::{assert_close, randn};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::{causal_conv1d, gated_rms_norm, GateActivation};
 use candle_nn::ops::silu;
-use criterion::{BenchmarkId, Criterion, Throughput};
+use criterion::{Criterion, Throughput};
 
 const HEADS: usize = 32;
 const DIM: usize = 128;
@@ -28,48 +28,41 @@ fn tensor_norm(x: &Tensor, z: &Tensor, weight: &Tensor) -> Result<Tensor> {
     candle_nn::ops::rms_norm(x, weight, 1e-6)? * silu(z)?
 }
 
-pub fn bench(c: &mut Criterion) -> Vec<Work> {
-    let mut works = vec![];
-    let mut group = c.benchmark_group("conv");
+pub fn conv(c: &mut Criterion) -> Vec<Work> {
+    let mut suite = Suite::new(c, "conv");
     for tokens in [1, 512] {
         let (x, weight) = (randn(&[1, tokens, CHANNELS]), randn(&[CHANNELS, WIDTH]));
         let state = Tensor::zeros((1, WIDTH - 1, CHANNELS), DType::F32, &Device::Cpu).unwrap();
-        let want = tensor_conv(&x, &weight, &state).unwrap();
-        let check = state.force_contiguous().unwrap();
-        assert_close("y", &causal_conv1d(&x, &weight, &check, None, true).unwrap(), &want);
+        let kept = state.force_contiguous().unwrap();
+        let run = || causal_conv1d(&x, &weight, &kept, None, true).unwrap();
+        let tensor_ops = || tensor_conv(&x, &weight, &state).unwrap();
+        assert_close("y", &run(), &tensor_ops());
         let bytes = 4 * CHANNELS * (2 * tokens + 2 * (WIDTH - 1) + WIDTH);
         let shape = Shape::default().batch(1).tokens(tokens).channels(CHANNELS);
         let row = |who: &str| Row::new("conv", &format!("T={tokens}"), who).shape(shape).work(bytes as u64, 0);
-        group.throughput(Throughput::Elements(tokens as u64));
-        group.bench_function(BenchmarkId::new("kernel", tokens), |b| {
-            b.iter(|| causal_conv1d(&x, &weight, &check, None, true).unwrap());
-        });
-        works.push(Work::new("conv", "kernel", tokens, row("candle-gdn").includes("SiLU, state")));
-        group.bench_function(BenchmarkId::new("tensor ops", tokens), |b| {
-            b.iter(|| tensor_conv(&x, &weight, &state).unwrap());
-        });
-        works.push(Work::new("conv", "tensor ops", tokens, row("tensor ops").includes("SiLU")));
+        suite.group.throughput(Throughput::Elements(tokens as u64));
+        suite.time("kernel", tokens, row("candle-gdn").includes("SiLU, state"), run);
+        suite.time("tensor ops", tokens, row("tensor ops").includes("SiLU"), tensor_ops);
     }
-    group.finish();
+    suite.works
+}
 
-    let mut group = c.benchmark_group("norm");
+pub fn norm(c: &mut Criterion) -> Vec<Work> {
+    let mut suite = Suite::new(c, "norm");
     for tokens in [1, 512] {
         let shape = [1, tokens, HEADS, DIM];
         let (x, z, weight) = (randn(&shape), randn(&shape), randn(&[DIM]));
         let run = || gated_rms_norm(&x, &z, &weight, 1e-6, GateActivation::Silu).unwrap();
-        assert_close("norm", &run(), &tensor_norm(&x, &z, &weight).unwrap());
+        let tensor_ops = || tensor_norm(&x, &z, &weight).unwrap();
+        assert_close("norm", &run(), &tensor_ops());
         let bytes = 4 * 3 * tokens * HEADS * DIM;
         let shape = Shape { hv: Some(HEADS), v: Some(DIM), ..Shape::default() }.batch(1).tokens(tokens);
         let row = |who: &str| Row::new("norm", &format!("T={tokens}"), who).shape(shape).work(bytes as u64, 0);
-        group.throughput(Throughput::Elements(tokens as u64));
-        group.bench_function(BenchmarkId::new("kernel", tokens), |b| b.iter(run));
-        works.push(Work::new("norm", "kernel", tokens, row("candle-gdn").includes("gate")));
-        group.bench_function(BenchmarkId::new("tensor ops", tokens), |b| {
-            b.iter(|| tensor_norm(&x, &z, &weight).unwrap());
-        });
-        works.push(Work::new("norm", "tensor ops", tokens, row("tensor ops").includes("gate")));
+        suite.group.throughput(Throughput::Elements(tokens as u64));
+        suite.time("kernel", tokens, row("candle-gdn").includes("gate"), run);
+        suite.time("tensor ops", tokens, row("tensor ops").includes("gate"), tensor_ops);
     }
-    works
+    suite.works
 }
 
 /// A copy of 128 MiB to another place by all threads: what the memory gives, and what cached work is compared with in vain.
@@ -79,17 +72,15 @@ pub fn copy(c: &mut Criterion) -> Vec<Work> {
     let mut to = vec![0f32; FLOATS];
     let threads = candle_core::utils::get_num_threads();
     let piece = FLOATS.div_ceil(threads);
-    let mut group = c.benchmark_group("copy");
-    group.throughput(Throughput::Bytes(8 * FLOATS as u64));
-    group.bench_function(BenchmarkId::new("128 MiB", threads), |b| {
-        b.iter(|| {
-            std::thread::scope(|scope| {
-                for (from, to) in from.chunks(piece).zip(to.chunks_mut(piece)) {
-                    scope.spawn(move || to.copy_from_slice(from));
-                }
-            });
+    let mut suite = Suite::new(c, "copy");
+    suite.group.throughput(Throughput::Bytes(8 * FLOATS as u64));
+    let row = Row::new("copy", "128 MiB", "memory").work(8 * FLOATS as u64, 0);
+    suite.time("128 MiB", threads, row, || {
+        std::thread::scope(|scope| {
+            for (from, to) in from.chunks(piece).zip(to.chunks_mut(piece)) {
+                scope.spawn(move || to.copy_from_slice(from));
+            }
         });
     });
-    let row = Row::new("copy", "128 MiB", "memory").work(8 * FLOATS as u64, 0);
-    vec![Work::new("copy", "128 MiB", threads, row)]
+    suite.works
 }

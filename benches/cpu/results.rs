@@ -1,7 +1,9 @@
 //! What criterion measured, as a record of benches/README.md.
 
-use crate::record::{host_cpu, Ceilings, Machine, Row, Run, Time};
+use crate::record::{host_cpu, results_folder, Ceilings, Machine, Row, Run, Time};
 use anyhow::{Context, Result};
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion};
 use serde::Deserialize;
 use std::path::PathBuf;
 use std::time::SystemTime;
@@ -13,9 +15,23 @@ pub struct Work {
     pub row: Row,
 }
 
-impl Work {
-    pub fn new(group: &str, function: &str, parameter: impl std::fmt::Display, row: Row) -> Self {
-        Self { id: format!("{group}/{function}/{parameter}"), row }
+/// A group of criterion's, and the rows of its benchmarks.
+pub struct Suite<'a> {
+    name: &'static str,
+    pub group: BenchmarkGroup<'a, WallTime>,
+    pub works: Vec<Work>,
+}
+
+impl<'a> Suite<'a> {
+    pub fn new(c: &'a mut Criterion, name: &'static str) -> Self {
+        Self { name, group: c.benchmark_group(name), works: vec![] }
+    }
+
+    /// Times `run`.
+    pub fn time<R>(&mut self, function: &str, parameter: usize, row: Row, run: impl FnMut() -> R) {
+        let mut run = run;
+        self.group.bench_function(BenchmarkId::new(function, parameter), |b| b.iter(&mut run));
+        self.works.push(Work { id: format!("{}/{function}/{parameter}", self.name), row });
     }
 }
 
@@ -55,18 +71,9 @@ pub fn write(works: &[Work], since: SystemTime, threads: usize) -> Result<()> {
         return Ok(()); // `--list`, or a filter that nothing passed
     }
     rows.into_iter().for_each(|row| run.push(row));
-    let path: PathBuf =
-        [env!("CARGO_MANIFEST_DIR"), "..", "benches", "results", &slug(&run.machine.device), "cpu.json"]
-            .iter()
-            .collect();
+    let path = results_folder(&run.machine.device).join("cpu.json");
     println!("written to {}", path.display());
     run.write(&path)
-}
-
-/// `AMD EPYC 9V74 80-Core Processor` is `amd-epyc-9v74-80-core-processor`.
-fn slug(device: &str) -> String {
-    let dashed = device.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "-");
-    dashed.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
 }
 
 /// Where criterion puts its samples: beside the folder that this program was built into.

@@ -1,13 +1,12 @@
 //! The gated delta rule: 32 heads of 128 in f32, as llama.cpp times its own.
 
 use crate::record::{Row, Shape};
-use crate::results::Work;
+use crate::results::{Suite, Work};
 use crate::{assert_close, randn};
 use candle_core::{Result, Tensor, D};
 use candle_gdn::{gdn_decode_in_place, gdn_prefill_in_place, Gates, RuleOptions};
 use candle_nn::ops::sigmoid;
-use criterion::{BenchmarkId, Criterion, Throughput};
-use std::cell::Cell;
+use criterion::{Criterion, Throughput};
 
 const HEADS: usize = 32;
 const DIM: usize = 128;
@@ -67,8 +66,7 @@ fn tensor_rule(x: &Inputs) -> Result<(Tensor, Tensor)> {
 /// The rule in its variants, against tensor ops (to 64 tokens: they are slow), and one token with its state not in the
 /// cache, as a model of many layers finds it.
 pub fn bench(c: &mut Criterion) -> Vec<Work> {
-    let mut works = vec![];
-    let mut group = c.benchmark_group("rule");
+    let mut suite = Suite::new(c, "rule");
     for tokens in [1, 64, 256, 512, 1024, 2048] {
         let x = inputs(tokens);
         let state = x.state.force_contiguous().unwrap();
@@ -80,38 +78,29 @@ pub fn bench(c: &mut Criterion) -> Vec<Work> {
             let row = Row::new("rule", &format!("T={tokens}"), contender).shape(shape).includes("gates, L2 norm");
             row.work(bytes, (6 * tokens * HEADS * DIM * DIM) as u64)
         };
-        group.throughput(Throughput::Elements(tokens as u64));
+        suite.group.throughput(Throughput::Elements(tokens as u64));
         let run = |state: &Tensor| {
             gdn_prefill_in_place(&x.q, &x.k, &x.v, &x.gates, state, None, RuleOptions::default()).unwrap()
         };
         let check = x.state.force_contiguous().unwrap();
         assert_close("o", &run(&check), &want);
         assert_close("state", &check, &want_state);
-        group.bench_function(BenchmarkId::new("recurrent", tokens), |b| b.iter(|| run(&state)));
-        works.push(Work::new("rule", "recurrent", tokens, row("candle-gdn").variant("recurrent").auto(true)));
+        suite.time("recurrent", tokens, row("candle-gdn").variant("recurrent").auto(true), || run(&state));
         if tokens == 1 {
             let at = |t: &Tensor| t.squeeze(1).unwrap();
             let (q, k, v) = (at(&x.q), at(&x.k), at(&x.v));
             let gates = Gates { a: at(&x.gates.a), b: at(&x.gates.b), ..x.gates.clone() };
             let states: Vec<_> = (0..LAYERS).map(|_| state.force_contiguous().unwrap()).collect();
-            let next = Cell::new(0);
-            group.bench_function(BenchmarkId::new("decode cold", tokens), |b| {
-                b.iter(|| {
-                    next.set((next.get() + 1) % LAYERS);
-                    gdn_decode_in_place(&q, &k, &v, &gates, &states[next.get()], RuleOptions::default()).unwrap()
-                });
+            let mut next = states.iter().cycle();
+            let row = row("candle-gdn").variant("decode").auto(true).l2("cold");
+            suite.time("decode cold", tokens, row, || {
+                let state = next.next().expect("a cycle has no end");
+                gdn_decode_in_place(&q, &k, &v, &gates, state, RuleOptions::default()).unwrap()
             });
-            works.push(Work::new(
-                "rule",
-                "decode cold",
-                tokens,
-                row("candle-gdn").variant("decode").auto(true).l2("cold"),
-            ));
         }
         if tokens <= 64 {
-            group.bench_function(BenchmarkId::new("tensor ops", tokens), |b| b.iter(|| tensor_rule(&x).unwrap()));
-            works.push(Work::new("rule", "tensor ops", tokens, row("tensor ops")));
+            suite.time("tensor ops", tokens, row("tensor ops"), || tensor_rule(&x).unwrap());
         }
     }
-    works
+    suite.works
 }

@@ -32,20 +32,20 @@ fn copy_gb_s(clock: &Clock, device: &Device) -> Result<f64> {
     let mut to = unsafe { cuda.alloc::<f32>(COPY_FLOATS)? };
     let grid =
         LaunchConfig { grid_dim: ((COPY_FLOATS / 4096) as u32, 1, 1), block_dim: (256, 1, 1), shared_mem_bytes: 0 };
-    let mut best = 0f64;
-    for _ in 0..8 {
-        let us = clock.stream_us(4, || {
-            let mut launch = copy.builder();
-            launch.arg(from).arg(&mut to);
-            // SAFETY: the grid covers both slices and no more.
-            unsafe { launch.launch(grid) }.map_err(candle_core::Error::wrap)?;
-            Ok(())
-        })?;
-        best = best.max(4. * 2. * 4. * COPY_FLOATS as f64 / us / 1e3);
-        let us = clock.stream_us(4, || cuda.memcpy_dtod(from, &mut to))?;
-        best = best.max(4. * 2. * 4. * COPY_FLOATS as f64 / us / 1e3);
-    }
-    Ok(best)
+    let ours = least_us(clock, || {
+        let mut launch = copy.builder();
+        launch.arg(from).arg(&mut to);
+        // SAFETY: the grid covers both slices and no more.
+        unsafe { launch.launch(grid) }.map_err(candle_core::Error::wrap)?;
+        Ok(())
+    })?;
+    let drivers = least_us(clock, || cuda.memcpy_dtod(from, &mut to))?;
+    Ok(2. * 4. * COPY_FLOATS as f64 / ours.min(drivers) / 1e3)
+}
+
+/// µs of a call: the least mean of four, of eight such means.
+fn least_us(clock: &Clock, mut call: impl FnMut() -> candle_core::Result<()>) -> Result<f64> {
+    (0..8).try_fold(f64::INFINITY, |least, _| Ok(least.min(clock.stream_us(4, &mut call)? / 4.)))
 }
 
 pub fn measure(clock: &Clock, device: &Device) -> Result<Ceilings> {
@@ -54,10 +54,6 @@ pub fn measure(clock: &Clock, device: &Device) -> Result<Ceilings> {
     let n = 8192;
     let half = |_| -> candle_core::Result<Tensor> { Tensor::randn(0f32, 1., (n, n), device)?.to_dtype(DType::BF16) };
     let (a, b) = (half(())?, half(())?.t()?);
-    let mut matmul = 0f64;
-    for _ in 0..8 {
-        let us = clock.stream_us(4, || a.matmul(&b).map(|_| ()))?;
-        matmul = matmul.max(4. * 2. * (n as f64).powi(3) / us / 1e6);
-    }
+    let matmul = 2. * (n as f64).powi(3) / least_us(clock, || a.matmul(&b).map(|_| ()))? / 1e6;
     Ok(Ceilings { copy_gb_s: Some(copy.round()), matmul_tflop_s: Some((matmul * 10.).round() / 10.) })
 }

@@ -17,12 +17,17 @@ pub fn poison(shape: &[usize], dtype: DType, device: &Device) -> Result<()> {
 }
 
 /// `||x - want|| / ||want||`
-pub fn relative(x: &[f64], want: &[f64]) -> f64 {
+fn relative(x: &[f64], want: &[f64]) -> f64 {
     let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
     norm(&mut x.iter().zip(want).map(|(x, w)| x - w)) / norm(&mut want.iter().copied()).max(f64::MIN_POSITIVE)
 }
 
-pub fn finite(x: &Tensor) -> Result<bool> {
+/// `relative`, or NaN where anything of `all`, of which `x` is a part, is not a number.
+pub fn error(all: &Tensor, x: &[f64], want: &[f64]) -> Result<f64> {
+    Ok(if finite(all)? { relative(x, want) } else { f64::NAN })
+}
+
+fn finite(x: &Tensor) -> Result<bool> {
     // One NaN or infinity makes this sum one.
     Ok((x.to_dtype(DType::F32)? * 0.)?.sum_all()?.to_scalar::<f32>()? == 0.)
 }
@@ -85,6 +90,8 @@ impl RuleSamples {
                 Some(*start - n)
             })
             .collect();
+        let constants = Constants { l2norm, l2_eps: 1e-6, scale: (dim as f64).powf(-0.5), beta_scale: 1. };
+        let dims = Dims { key_heads: 1, value_heads: 1, key_dim: dim, value_dim: dim };
         // Spread over sequences and heads, the first and the last of both among them.
         let all = lengths.len() * hv;
         let count = PAIRS.min(all);
@@ -100,23 +107,16 @@ impl RuleSamples {
             let (v, a, b) = (rows(&x.v, head, dim)?, rows(&x.gates.a, head, 1)?, rows(&x.gates.b, head, 1)?);
             let a_log = f64s(&x.gates.a_log.narrow(0, head, 1)?)?;
             let dt_bias = f64s(&x.gates.dt_bias.narrow(0, head, 1)?)?;
-            let state = f64s(&x.state.narrow(0, sequence, 1)?.narrow(1, head, 1)?)?;
-            jobs.push((sequence, head, first, tokens, [q, k, v, a, b, a_log, dt_bias], state));
+            let mut state = f64s(&x.state.narrow(0, sequence, 1)?.narrow(1, head, 1)?)?;
+            jobs.push(move || {
+                let (q, k, v, a, b) = (&q[..], &k[..], &v[..], &a[..], &b[..]);
+                let inputs = Reference { q, k, v, a, b, a_log: &a_log, dt_bias: &dt_bias };
+                let o = gated_delta_rule(dims, constants, &[0, tokens], inputs, &mut state);
+                Pair { sequence, head, first, tokens, o, state }
+            });
         }
-        let constants = Constants { l2norm, l2_eps: 1e-6, scale: (dim as f64).powf(-0.5), beta_scale: 1. };
-        let dims = Dims { key_heads: 1, value_heads: 1, key_dim: dim, value_dim: dim };
         let pairs = std::thread::scope(|scope| {
-            let threads: Vec<_> = jobs
-                .into_iter()
-                .map(|(sequence, head, first, tokens, [q, k, v, a, b, a_log, dt_bias], mut state)| {
-                    scope.spawn(move || {
-                        let (q, k, v, a, b) = (&q[..], &k[..], &v[..], &a[..], &b[..]);
-                        let inputs = Reference { q, k, v, a, b, a_log: &a_log, dt_bias: &dt_bias };
-                        let o = gated_delta_rule(dims, constants, &[0, tokens], inputs, &mut state);
-                        Pair { sequence, head, first, tokens, o, state }
-                    })
-                })
-                .collect();
+            let threads: Vec<_> = jobs.into_iter().map(|job| scope.spawn(job)).collect();
             threads.into_iter().map(|t| t.join().expect("the reference does not panic")).collect()
         });
         Ok(Self { state: x.state.copy()?, dim, pairs })

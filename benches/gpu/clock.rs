@@ -25,6 +25,11 @@ pub enum Tier {
     Wall,
 }
 
+/// Makes `n` calls, one after another and around again.
+fn run(calls: &[Call], n: usize) -> candle_core::Result<()> {
+    calls.iter().cycle().take(n).try_for_each(|call| call())
+}
+
 /// How long a tier samples, in µs of estimated work.
 const BUDGET: f64 = 40_000.;
 /// The same of `event`, which is as in `cuda/tests/timing.py`: a graph is at least this long, and its calls this many.
@@ -39,24 +44,11 @@ pub struct Clock {
     tiers: Vec<Tier>,
 }
 
-/// What the clocks said of one contender. A tier that was not asked for or failed is `None`; `note` says which failed.
-#[derive(Debug, Default)]
+/// A row with its times. A clock that was not asked for or failed is `None`; the row's note says which failed.
 pub struct Sample {
-    pub launches: Option<u32>,
-    pub gpu: Option<Time>,
-    pub event: Option<Time>,
-    pub wall: Option<Time>,
-    pub host: Option<Time>,
+    pub row: Row,
     /// Mean µs a call by kernel name, and how often it ran a call.
     pub kernels: Vec<(String, f64, f64)>,
-    pub note: String,
-}
-
-impl Sample {
-    pub fn into_row(self, row: Row) -> Row {
-        let row = Row { launches: self.launches, ..row };
-        row.gpu(self.gpu).event(self.event).wall(self.wall).host(self.host).note(&self.note)
-    }
 }
 
 impl Clock {
@@ -89,34 +81,28 @@ impl Clock {
     }
 
     /// Times the calls, one after another and around again.
-    pub fn time(&self, calls: &[Call<'_>]) -> Result<Sample> {
-        for call in calls.iter().cycle().take(calls.len().max(3)) {
-            call()?;
-        }
+    pub fn time(&self, row: Row, calls: &[Call<'_>]) -> Result<Sample> {
+        run(calls, calls.len().max(3))?;
         self.synchronize()?;
-        let estimate = {
-            let start = Instant::now();
-            for call in calls.iter().cycle().take(3) {
-                call()?;
-            }
-            self.synchronize()?;
-            start.elapsed().as_secs_f64() * 1e6 / 3.
-        };
+        let start = Instant::now();
+        run(calls, 3)?;
+        self.synchronize()?;
+        let estimate = start.elapsed().as_secs_f64() * 1e6 / 3.;
         let reps = ((BUDGET / estimate) as usize).clamp(5, 200);
-        let mut sample = Sample::default();
+        let mut sample = Sample { row, kernels: vec![] };
         for tier in [Tier::Gpu, Tier::Event, Tier::Wall] {
             if !self.tiers.contains(&tier) {
                 continue;
             }
             let done = match tier {
                 Tier::Gpu => self.gpu(calls, reps, &mut sample),
-                Tier::Event => self.event(calls, estimate, &mut sample),
-                Tier::Wall => self.wall(calls, reps, &mut sample),
+                Tier::Event => self.event(calls, estimate, &mut sample.row),
+                Tier::Wall => self.wall(calls, reps, &mut sample.row),
             };
             if let Err(e) = done {
                 // The other tiers are still worth having.
                 self.synchronize().with_context(|| format!("{tier:?}: {e:#}"))?;
-                sample.note = format!("{}{tier:?}: {e:#}", if sample.note.is_empty() { "" } else { "; " });
+                sample.row = sample.row.note(&format!("{tier:?}: {e:#}"));
             }
         }
         Ok(sample)
@@ -124,9 +110,7 @@ impl Clock {
 
     fn gpu(&self, calls: &[Call<'_>], reps: usize, sample: &mut Sample) -> Result<()> {
         let activities = cupti::record(|| {
-            for call in calls.iter().cycle().take(reps) {
-                call()?;
-            }
+            run(calls, reps)?;
             self.synchronize()
         })?;
         if activities.is_empty() || activities.len() % reps != 0 {
@@ -142,23 +126,18 @@ impl Clock {
         }
         sample.kernels = kernels.into_iter().map(|(name, (us, count))| (name.to_owned(), us, count)).collect();
         sample.kernels.sort_by(|a, b| b.1.total_cmp(&a.1));
-        sample.launches = Some(launches as u32);
-        sample.gpu = Some(Time::of(&mut busy));
+        sample.row.launches = Some(launches as u32);
+        sample.row.gpu = Some(Time::of(&mut busy));
         Ok(())
     }
 
-    fn event(&self, calls: &[Call<'_>], estimate: f64, sample: &mut Sample) -> Result<()> {
-        let us = sample.gpu.as_ref().map_or(estimate, |gpu| gpu.median).max(0.5);
+    fn event(&self, calls: &[Call<'_>], estimate: f64, row: &mut Row) -> Result<()> {
+        let us = row.gpu.as_ref().map_or(estimate, |gpu| gpu.median).max(0.5);
         let least = (EVENT_BUDGET / (10. * us)).clamp(1., GRAPH_CALLS);
         let wanted = (GRAPH_US / us).max(least).min(MAX_GRAPH_CALLS);
         // Whole rounds, so that the replays' seams are as cold as the rest.
         let n = calls.len() * (wanted / calls.len() as f64).ceil() as usize;
-        let graph = self.capture(|| {
-            for call in calls.iter().cycle().take(n) {
-                call()?;
-            }
-            Ok(())
-        })?;
+        let graph = self.capture(|| run(calls, n))?;
         graph.upload()?;
         graph.launch()?;
         let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
@@ -173,11 +152,11 @@ impl Clock {
             end.synchronize()?;
             times.push(f64::from(start.elapsed_ms(&end)?) * 1e3 / n as f64);
         }
-        sample.event = Some(Time::of(&mut times));
+        row.event = Some(Time::of(&mut times));
         Ok(())
     }
 
-    fn capture(&self, work: impl Fn() -> Result<()>) -> Result<CudaGraph> {
+    fn capture(&self, work: impl Fn() -> candle_core::Result<()>) -> Result<CudaGraph> {
         // candle uploads some kernels' shapes; under this guard from a cache, which the first round fills.
         let _cached = self.device.enable_cuda_graph_htod_cache();
         work()?;
@@ -190,7 +169,7 @@ impl Clock {
         graph?.context("the capture was empty")
     }
 
-    fn wall(&self, calls: &[Call<'_>], reps: usize, sample: &mut Sample) -> Result<()> {
+    fn wall(&self, calls: &[Call<'_>], reps: usize, row: &mut Row) -> Result<()> {
         let (mut walls, mut hosts) = (vec![], vec![]);
         for call in calls.iter().cycle().take(reps) {
             let start = Instant::now();
@@ -199,8 +178,8 @@ impl Clock {
             self.synchronize()?;
             walls.push(start.elapsed().as_secs_f64() * 1e6);
         }
-        sample.wall = Some(Time::of(&mut walls));
-        sample.host = Some(Time::of(&mut hosts));
+        row.wall = Some(Time::of(&mut walls));
+        row.host = Some(Time::of(&mut hosts));
         Ok(())
     }
 

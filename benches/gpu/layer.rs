@@ -1,6 +1,6 @@
 //! The whole layer at Qwen3-Next's sizes, and its projections alone. Weights are cold: the calls go round several layers.
 
-use crate::check::{self, f64s, relative};
+use crate::check::{self, f64s};
 use crate::clock::Call;
 use crate::record::{Row, Shape};
 use crate::Bench;
@@ -102,25 +102,20 @@ pub fn layer(bench: &mut Bench) -> Result<()> {
         let want = f64s(&reference.forward(&x, &mut reference.new_state(1)?)?)?;
         check::poison(&[batch, tokens, HIDDEN], dtype, &device)?;
         let y = sets[0].layer.forward(&sets[0].x, &mut sets[0].state.borrow_mut())?;
-        let error = relative(&f64s(&y.narrow(0, 0, 1)?.narrow(1, 0, seen)?.contiguous()?)?, &want);
+        let error = check::error(&y, &f64s(&y.narrow(0, 0, 1)?.narrow(1, 0, seen)?.contiguous()?)?, &want)?;
+        drop(y);
 
         let state = &sets[0].state.borrow().size_in_bytes() * 2;
         let bytes = weight_bytes + (state + 2 * rows * HIDDEN * dtype.size_in_bytes()) as u64;
         let chunk = if tokens == 1 { 0 } else { 2 * 64 * 4 * 128 };
         let flop = rows as u64 * (2 * (WIDE + VALUES) * HIDDEN + HEADS * (6 * 128 * 128 + chunk)) as u64;
         let shape = Shape::heads(16, HEADS, 128, 128).hidden(HIDDEN).batch(batch).tokens(tokens);
-        let row = Row::new("layer", &name, "candle-gdn").shape(shape).l2("cold").work(bytes, flop);
-        let row = row.error("y", if check::finite(&y)? { error } else { f64::NAN });
-        drop(y);
-        if !bench.holds(&row, LAYER_BOUND)? {
-            continue;
-        }
+        let row = Row::new("layer", &name, "candle-gdn").shape(shape).l2("cold").work(bytes, flop).error("y", error);
         let calls: Vec<Call> = sets
             .iter()
             .map(|set| -> Call { Box::new(|| set.layer.forward(&set.x, &mut set.state.borrow_mut()).map(|_| ())) })
             .collect();
-        let sample = bench.clock.time(&calls)?;
-        bench.push_sample(row, sample)?;
+        bench.time_if_held(row, LAYER_BOUND, &calls)?;
     }
     Ok(())
 }
@@ -157,18 +152,13 @@ pub fn projections(bench: &mut Bench) -> Result<()> {
             let run = |set: &[Tensor]| set.iter().map(|w| x.matmul(w)).collect::<candle_core::Result<Vec<_>>>();
             check::poison(&[tokens, WIDE], dtype, &device)?;
             let y = Tensor::cat(&run(&sets[0])?, 1)?;
-            let error = relative(&f64s(&y.narrow(0, tokens - 1, 1)?)?, &want);
+            let error = check::error(&y, &f64s(&y.narrow(0, tokens - 1, 1)?)?, &want)?;
             let bytes = weight_bytes + (tokens * (HIDDEN + WIDE) * dtype.size_in_bytes()) as u64;
             let row = Row::new("projections", &format!("T={tokens}"), "candle").variant(variant).l2("cold");
             let row = row.shape(Shape::default().hidden(HIDDEN).batch(1).tokens(tokens));
-            let row = row.work(bytes, (2 * tokens * WIDE * HIDDEN) as u64);
-            let row = row.error("y", if check::finite(&y)? { error } else { f64::NAN });
-            if !bench.holds(&row, 4e-3)? {
-                continue;
-            }
+            let row = row.work(bytes, (2 * tokens * WIDE * HIDDEN) as u64).error("y", error);
             let calls: Vec<Call> = sets.iter().map(|set| -> Call { Box::new(|| run(set).map(|_| ())) }).collect();
-            let sample = bench.clock.time(&calls)?;
-            bench.push_sample(row, sample)?;
+            bench.time_if_held(row, 4e-3, &calls)?;
         }
     }
     Ok(())

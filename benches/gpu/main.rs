@@ -21,12 +21,13 @@ mod workloads;
 use anyhow::{bail, Context, Result};
 use candle_core::{DType, Device};
 use candle_gdn::Algo;
+use clap::builder::PossibleValuesParser;
 use clap::{Parser, ValueEnum};
-use clock::{Clock, Sample, Tier};
+use clock::{Call, Clock, Sample, Tier};
 use record::{Machine, Row, Run, Time};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use workloads::{Choice, Heads};
+use workloads::{Choice, Work};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Suite {
@@ -61,20 +62,10 @@ struct Args {
     /// Kernel variants of the rule: auto, all, or names (recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90)
     #[arg(long, default_value = "auto", value_delimiter = ',')]
     algo: Vec<String>,
-    /// Key and value heads instead of the grid's, as 16/32
-    #[arg(long, value_delimiter = ',')]
-    heads: Vec<Heads>,
-    /// Size of the key and value heads
-    #[arg(long, default_value_t = 128)]
-    dim: usize,
-    /// Numbers of sequences instead of the grid's
-    #[arg(long, value_delimiter = ',')]
-    batch: Vec<usize>,
-    /// Tokens a sequence instead of the grid's
-    #[arg(long, value_delimiter = ',')]
-    tokens: Vec<usize>,
-    /// bf16, f16 or f32
-    #[arg(long, default_value = "bf16")]
+    #[command(flatten)]
+    choice: Choice,
+    /// Of the inputs
+    #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "f16", "f32"]))]
     dtype: String,
     /// Models of the suite `model`: demo, or names of examples/generate/configs
     #[arg(long, value_delimiter = ',', default_value = "demo,qwen3.5-4b")]
@@ -82,9 +73,6 @@ struct Args {
     /// Clocks to read [default: all; gpu needs a build with --features cupti]
     #[arg(long, value_delimiter = ',')]
     tiers: Vec<Tier>,
-    /// A few shapes of each suite
-    #[arg(long)]
-    quick: bool,
     /// Print the time of each kernel of a call
     #[arg(long)]
     kernels: bool,
@@ -118,6 +106,10 @@ pub struct Bench {
 }
 
 impl Bench {
+    fn rules(&mut self, works: Vec<Work>) -> Result<()> {
+        works.iter().try_for_each(|work| rule::run(self, work))
+    }
+
     /// Keeps a row, prints it and writes the file, so that a run cut short leaves what it has.
     pub fn push(&mut self, row: Row) -> Result<()> {
         self.run.push(row);
@@ -157,15 +149,20 @@ impl Bench {
         self.run.write(&self.path)
     }
 
-    pub fn push_sample(&mut self, row: Row, sample: Sample) -> Result<()> {
-        let kernels = sample.kernels.clone();
-        self.push(sample.into_row(row))?;
+    pub fn push_sample(&mut self, sample: Sample) -> Result<()> {
+        self.push(sample.row)?;
         if self.kernels {
-            for (name, us, count) in kernels {
+            for (name, us, count) in sample.kernels {
                 println!("      {us:9.2} us  x{count:<4.1} {}", name.chars().take(110).collect::<String>());
             }
         }
         Ok(())
+    }
+
+    /// Times the calls and keeps the row.
+    pub fn time(&mut self, row: Row, calls: &[Call<'_>]) -> Result<()> {
+        let sample = self.clock.time(row, calls)?;
+        self.push_sample(sample)
     }
 
     /// Whether the row's errors are within `bound`; otherwise it is kept as it is, without times.
@@ -176,6 +173,14 @@ impl Bench {
             self.push(row.clone().note("over its bound, not timed"))?;
         }
         Ok(holds)
+    }
+
+    /// As [`Bench::time`], for a row that holds its bound.
+    pub fn time_if_held(&mut self, row: Row, bound: f64, calls: &[Call<'_>]) -> Result<()> {
+        match self.holds(&row, bound)? {
+            true => self.time(row, calls),
+            false => Ok(()),
+        }
     }
 }
 
@@ -191,13 +196,6 @@ fn algos(names: &[String]) -> Result<Vec<Algo>> {
         }
     };
     names.iter().map(by_name).collect()
-}
-
-/// `NVIDIA H200` is `nvidia-h200`.
-fn slug(device: &str) -> String {
-    let dashed: String =
-        device.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' }).collect();
-    dashed.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
 }
 
 /// The device's name, the driver's version and the CUDA version that it speaks.
@@ -221,17 +219,7 @@ fn machine(device: &Device) -> Result<Machine> {
 
 fn bench(args: Args) -> Result<usize> {
     let algos = algos(&args.algo)?;
-    let Some(dtype) = rule::dtype(&args.dtype) else {
-        bail!("--dtype: expected bf16, f16 or f32, got {:?}", args.dtype)
-    };
-    if !(1..=256).contains(&args.dim) {
-        bail!("--dim: expected 1 to 256, got {}", args.dim);
-    }
-    for (name, list) in [("--batch", &args.batch), ("--tokens", &args.tokens)] {
-        if list.contains(&0) {
-            bail!("{name}: expected numbers of at least 1, got 0");
-        }
-    }
+    let dtype = args.dtype.parse::<DType>()?;
     let tiers = match (&args.tiers[..], cfg!(feature = "cupti")) {
         ([], true) => vec![Tier::Gpu, Tier::Event, Tier::Wall],
         ([], false) => {
@@ -243,9 +231,7 @@ fn bench(args: Args) -> Result<usize> {
     let device = Device::new_cuda(args.device).with_context(|| format!("no CUDA device {}", args.device))?;
     candle_gdn::keep_freed_memory(&device)?;
     let machine = machine(&device)?;
-    let folder = args.out.unwrap_or_else(|| {
-        [env!("CARGO_MANIFEST_DIR"), "..", "benches", "results", &slug(&machine.device)].iter().collect()
-    });
+    let path = args.out.unwrap_or_else(|| record::results_folder(&machine.device)).join(&args.file);
     let clock = Clock::new(&device, &tiers)?;
     let mut run = Run::new("benches/gpu", machine);
     run.contender("candle-gdn", env!("CARGO_PKG_VERSION"));
@@ -263,49 +249,25 @@ fn bench(args: Args) -> Result<usize> {
         "{:15} {:22} {:15} {:4} {:>2} {:>10} {:>10} {:>10} {:>9} {:>9}",
         "suite", "workload", "variant", "L2", "n", "gpu", "event", "wall", "host", "floor"
     );
-    let choice =
-        Choice { heads: args.heads, dim: args.dim, batches: args.batch, tokens: args.tokens, quick: args.quick };
     let all_algos = args.algo.iter().any(|name| name == "all");
-    let kernels = args.kernels;
-    let path = folder.join(&args.file);
+    let (choice, kernels) = (args.choice, args.kernels);
     let mut bench = Bench { device, dtype, algos, all_algos, choice, clock, failures: 0, kernels, run, path };
     let suites = match args.suites.is_empty() {
         true => Suite::value_variants().iter().copied().filter(|suite| *suite != Suite::Host).collect(),
         false => args.suites,
     };
     for suite in suites {
-        let works = match suite {
-            Suite::Decode => bench.choice.decode(),
-            Suite::Prefill => bench.choice.prefill(),
-            Suite::ContestDecode => workloads::contest(bench.choice.quick)?.0,
-            Suite::ContestPrefill => workloads::contest(bench.choice.quick)?.1,
-            Suite::Conv => {
-                ops::conv(&mut bench)?;
-                continue;
-            }
-            Suite::Norm => {
-                ops::norm(&mut bench)?;
-                continue;
-            }
-            Suite::Layer => {
-                layer::layer(&mut bench)?;
-                continue;
-            }
-            Suite::Projections => {
-                layer::projections(&mut bench)?;
-                continue;
-            }
-            Suite::Model => {
-                model::model(&mut bench, &args.models, args.device)?;
-                continue;
-            }
-            Suite::Host => {
-                host::host(args.device)?;
-                continue;
-            }
-        };
-        for work in &works {
-            rule::run(&mut bench, work)?;
+        match suite {
+            Suite::Decode => bench.rules(bench.choice.decode())?,
+            Suite::Prefill => bench.rules(bench.choice.prefill())?,
+            Suite::ContestDecode => bench.rules(workloads::contest(bench.choice.quick)?.0)?,
+            Suite::ContestPrefill => bench.rules(workloads::contest(bench.choice.quick)?.1)?,
+            Suite::Conv => ops::conv(&mut bench)?,
+            Suite::Norm => ops::norm(&mut bench)?,
+            Suite::Layer => layer::layer(&mut bench)?,
+            Suite::Projections => layer::projections(&mut bench)?,
+            Suite::Model => model::model(&mut bench, &args.models, args.device)?,
+            Suite::Host => host::host(args.device)?,
         }
     }
     println!("* what Algo::Auto takes; written to {}", bench.path.display());

@@ -1,8 +1,8 @@
 //! Whole models with random weights: a decode step with and without a CUDA graph, and next to it what an engine does
 //! between steps: snapshots, forks, drafts, prompts. The device has one stream, as graphs need it.
 
-use crate::check::{self, f64s, relative};
-use crate::clock::{Call, Clock, Tier};
+use crate::check::{self, f64s};
+use crate::clock::{Clock, Tier};
 use crate::dummy::Dummy;
 use crate::record::{Row, Shape};
 use crate::Bench;
@@ -79,6 +79,10 @@ pub fn model(bench: &mut Bench, names: &[String], ordinal: usize) -> Result<()> 
 }
 
 impl Case<'_> {
+    fn time(&self, bench: &mut Bench, row: Row, call: impl Fn() -> candle_core::Result<()>) -> Result<()> {
+        bench.push_sample(self.clock.time(row, &[Box::new(call)])?)
+    }
+
     fn row(&self, what: &str, variant: &str, batch: usize, tokens: usize) -> Row {
         let config = self.model.config();
         let shape = Shape::default().hidden(config.hidden_size).batch(batch).tokens(tokens);
@@ -107,8 +111,7 @@ impl Case<'_> {
         let want = self.model.feed(&mut pool, &fed)?;
         restore(&mut pool)?;
         let got = graph.step(self.model, &mut pool, &next)?;
-        let error = relative(&f64s(&got)?, &f64s(&want)?);
-        let error = if check::finite(&got)? { error } else { f64::NAN };
+        let error = check::error(&got, &f64s(&got)?, &f64s(&want)?)?;
 
         let per_sequence = self.model.config().sequence_bytes(self.model.dtype());
         let states = 2 * (per_sequence.recurrent + per_sequence.conv) + SEEN as u64 * per_sequence.kv_per_token;
@@ -119,25 +122,21 @@ impl Case<'_> {
         }
         let pool = RefCell::new(pool);
         let graph = RefCell::new(graph);
-        let step: Call = Box::new(|| {
+        // What is timed must not run out of room.
+        let with_room = |pool: &mut SequencePool| match pool.len(all[0])? >= SEEN + STEPS - 1 {
+            true => restore(pool),
+            false => Ok(()),
+        };
+        self.time(bench, row("graph"), || {
             let mut pool = pool.borrow_mut();
-            // What is timed must not run out of room.
-            if pool.len(all[0])? >= SEEN + STEPS - 1 {
-                restore(&mut pool)?;
-            }
+            with_room(&mut pool)?;
             graph.borrow_mut().step(self.model, &mut pool, &next).map(|_| ())
-        });
-        let sample = self.clock.time(&[step])?;
-        bench.push_sample(row("graph"), sample)?;
-        let step: Call = Box::new(|| {
+        })?;
+        self.time(bench, row("eager"), || {
             let mut pool = pool.borrow_mut();
-            if pool.len(all[0])? >= SEEN + STEPS - 1 {
-                restore(&mut pool)?;
-            }
+            with_room(&mut pool)?;
             self.model.feed(&mut pool, &fed).map(|_| ())
-        });
-        let sample = self.clock.time(&[step])?;
-        bench.push_sample(row("eager"), sample)
+        })
     }
 
     /// One sequence: what is done besides its steps. Times by the host's clock.
@@ -145,34 +144,27 @@ impl Case<'_> {
         let (pool, all) = self.pool(1, 1)?;
         let (pool, s) = (RefCell::new(pool), all[0]);
         let bytes = pool.borrow().snapshot(s)?.bytes_added() as u64;
-        let snapshot: Call = Box::new(|| pool.borrow().snapshot(s).map(|_| ()));
-        let sample = self.clock.time(&[snapshot])?;
-        bench.push_sample(self.row("snapshot", "-", 1, 0).work(2 * bytes, 0), sample)?;
+        let row = |what: &str| self.row(what, "-", 1, 0).work(2 * bytes, 0);
+        self.time(bench, row("snapshot"), || pool.borrow().snapshot(s).map(|_| ()))?;
         let kept = pool.borrow().snapshot(s)?;
-        let restore: Call = Box::new(|| pool.borrow_mut().restore(s, &kept));
-        let sample = self.clock.time(&[restore])?;
-        bench.push_sample(self.row("restore", "-", 1, 0).work(2 * bytes, 0), sample)?;
-        let fork: Call = Box::new(|| {
+        self.time(bench, row("restore"), || pool.borrow_mut().restore(s, &kept))?;
+        self.time(bench, row("fork"), || {
             let fork = pool.borrow_mut().fork(s)?;
             pool.borrow_mut().end(fork)
-        });
-        let sample = self.clock.time(&[fork])?;
-        bench.push_sample(self.row("fork", "-", 1, 0).work(2 * bytes, 0), sample)?;
+        })?;
         for drafted in DRAFTED {
             let draft = ids(self.model, 7, drafted);
             for accepted in [0, drafted] {
+                let row = self.row(&format!("verify {drafted}"), &format!("{accepted} accepted"), 1, drafted);
                 // Back to where it was: a draft that is taken makes the sequence longer.
-                let verify: Call = Box::new(|| {
+                self.time(bench, row, || {
                     let mut pool = pool.borrow_mut();
                     if pool.len(s)? + drafted + 1 >= SEEN + STEPS {
                         pool.restore(s, &kept)?;
                     }
                     let (_, drafts) = self.model.verify(&mut pool, &[(s, &draft[..])])?;
                     self.model.accept(&mut pool, drafts, &[accepted])
-                });
-                let sample = self.clock.time(&[verify])?;
-                let row = self.row(&format!("verify {drafted}"), &format!("{accepted} accepted"), 1, drafted);
-                bench.push_sample(row, sample)?;
+                })?;
             }
         }
         Ok(())
@@ -181,7 +173,7 @@ impl Case<'_> {
     fn prefill(&self, bench: &mut Bench, tokens: usize) -> Result<()> {
         let prompt = ids(self.model, 3, tokens);
         let pool = RefCell::new(self.model.new_sequences(1, tokens + 1)?);
-        let feed: Call = Box::new(|| {
+        self.time(bench, self.row(&format!("prompt T={tokens}"), "-", 1, tokens), || {
             let mut pool = pool.borrow_mut();
             let s = pool.begin()?;
             let passes: Vec<&[u32]> = prompt.chunks(PASS).collect();
@@ -191,10 +183,7 @@ impl Case<'_> {
             }
             self.model.feed(&mut pool, &[(s, last)])?;
             pool.end(s)
-        });
-        let row = self.row(&format!("prompt T={tokens}"), "-", 1, tokens);
-        let sample = self.clock.time(&[feed])?;
-        bench.push_sample(row, sample)
+        })
     }
 }
 

@@ -7,13 +7,13 @@ use crate::record::Row;
 use crate::workloads::Work;
 use crate::Bench;
 use anyhow::{Context, Result};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use candle_gdn::{Algo, CuSeqlens, GdnDecode, GdnPrefill, RuleOptions};
 
 /// The op on one set of inputs, which it updates in place; the sequences' boundaries are on the device already.
 fn op(work: &Work, x: &Inputs, algo: Algo, cu: &CuSeqlens) -> candle_core::Result<Op> {
-    let options = RuleOptions { algo, l2norm: !work.contest, ..RuleOptions::default() };
-    Ok(if work.decode {
+    let options = RuleOptions { algo, l2norm: !work.contest(), ..RuleOptions::default() };
+    Ok(if work.decode() {
         Op::Decode(GdnDecode::new(x.gates.clone(), &x.state, options)?)
     } else {
         Op::Prefill(GdnPrefill::new(x.gates.clone(), &x.state, Some(cu), options)?)
@@ -58,23 +58,22 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
     let cu = CuSeqlens::from_lengths(&work.lengths, &bench.device)?;
     let first = Inputs::new(work, bench.dtype, &bench.device)?;
     let auto = op(work, &first, Algo::Auto, &cu)?.algo(&first).with_context(|| work.name.clone())?;
-    let samples = check::RuleSamples::new(&first, &work.lengths, work.heads, !work.contest)?;
+    let samples = check::RuleSamples::new(&first, &work.lengths, work.heads, !work.contest())?;
     let mut sets = vec![first];
     while sets.len() < bench.clock.cold_sets(bytes)? {
         sets.push(Inputs::new(work, bench.dtype, &bench.device)?);
     }
 
     // `auto` runs the kernel it takes, which is timed under that kernel's name.
-    let mut algos = bench.algos.clone();
-    algos.iter_mut().filter(|algo| **algo == Algo::Auto).for_each(|algo| *algo = auto);
-    let mut seen = vec![];
-    for algo in algos {
-        if seen.contains(&algo) {
-            continue;
+    let mut algos = vec![];
+    for algo in bench.algos.iter().map(|algo| if *algo == Algo::Auto { auto } else { *algo }) {
+        if !algos.contains(&algo) {
+            algos.push(algo);
         }
-        seen.push(algo);
+    }
+    for algo in algos {
         let row = Row::new(work.suite, &work.name, "candle-gdn").variant(name_of(algo)).auto(algo == auto);
-        let includes = if work.contest { "gates" } else { "gates, L2 norm" };
+        let includes = if work.contest() { "gates" } else { "gates, L2 norm" };
         let row = row.shape(work.shape()).includes(includes).work(bytes, flop);
 
         let x = &sets[0];
@@ -92,14 +91,14 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
         let errors = samples.errors(&o, &x.state)?;
         drop(o);
         let mut row = row.error("o", errors.o).error("state", errors.state);
-        if work.contest {
+        if work.contest() {
             let Wrong { elements, of } = errors.contest;
             row = row.note(&match elements {
                 0 => format!("contest: pass, {of} elements compared"),
                 _ => format!("contest: FAIL, {elements} of {of} elements off by more than 1e-2"),
             });
         }
-        if !errors.within(bench.dtype, algo) || (work.contest && errors.contest.elements > 0) {
+        if !errors.within(bench.dtype, algo) || (work.contest() && errors.contest.elements > 0) {
             bench.failures += 1;
             bench.push(row.note("over its bound, not timed"))?;
             continue;
@@ -110,22 +109,10 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
             let op = op(work, x, algo, &cu)?;
             calls.push(Box::new(move || op.forward(x).map(|_| ())));
         }
-        let sample = bench.clock.time(&calls)?;
-        bench.push_sample(row.clone().l2("cold"), sample)?;
-        if work.warm {
-            let sample = bench.clock.time(&calls[..1])?;
-            bench.push_sample(row.l2("warm"), sample)?;
+        bench.time(row.clone().l2("cold"), &calls)?;
+        if work.suite == "decode" {
+            bench.time(row.l2("warm"), &calls[..1])?;
         }
     }
     Ok(())
-}
-
-/// All the dtypes the ops take.
-pub fn dtype(name: &str) -> Option<DType> {
-    match name {
-        "bf16" => Some(DType::BF16),
-        "f16" => Some(DType::F16),
-        "f32" => Some(DType::F32),
-        _ => None,
-    }
 }

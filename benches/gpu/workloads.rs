@@ -2,6 +2,7 @@
 
 use crate::record::Shape;
 use anyhow::{Context, Result};
+use clap::builder::RangedU64ValueParser;
 use serde::Deserialize;
 use std::str::FromStr;
 
@@ -40,15 +41,19 @@ pub struct Work {
     pub heads: Heads,
     /// Tokens of each sequence.
     pub lengths: Vec<usize>,
-    /// One token of each sequence, through the decode op.
-    pub decode: bool,
-    /// The contest's formula and rule of correctness: q and k come normalised.
-    pub contest: bool,
-    /// Time it on a warm cache besides.
-    pub warm: bool,
 }
 
 impl Work {
+    /// One token of each sequence, through the decode op.
+    pub fn decode(&self) -> bool {
+        self.suite.ends_with("decode")
+    }
+
+    /// The contest's formula and rule of correctness: q and k come normalised.
+    pub fn contest(&self) -> bool {
+        self.suite.starts_with("contest")
+    }
+
     pub fn tokens(&self) -> usize {
         self.lengths.iter().sum()
     }
@@ -65,7 +70,7 @@ impl Work {
     /// masked Q K^T. The floor asks for what the fastest form needs, so the chunked count where matrix units can be used.
     pub fn flop(&self) -> u64 {
         let dim = self.heads.dim as u64;
-        let within = if self.decode { 0 } else { 2 * 64 * 4 * dim };
+        let within = if self.decode() { 0 } else { 2 * 64 * 4 * dim };
         (self.tokens() * self.heads.hv) as u64 * (6 * dim * dim + within)
     }
 
@@ -79,13 +84,28 @@ impl Work {
     }
 }
 
-/// What the command line left of the grids.
+/// What the command line leaves of the grids.
+#[derive(clap::Args)]
 pub struct Choice {
-    pub heads: Vec<Heads>,
-    pub dim: usize,
-    pub batches: Vec<usize>,
-    pub tokens: Vec<usize>,
+    /// Key and value heads instead of the grid's, as 16/32
+    #[arg(long, value_delimiter = ',')]
+    heads: Vec<Heads>,
+    /// Size of the key and value heads, 1 to 256
+    #[arg(long, default_value_t = 128, value_parser = RangedU64ValueParser::<usize>::new().range(1..=256))]
+    dim: usize,
+    /// Numbers of sequences instead of the grid's
+    #[arg(long, value_delimiter = ',', value_parser = positive)]
+    batch: Vec<usize>,
+    /// Tokens a sequence instead of the grid's
+    #[arg(long, value_delimiter = ',', value_parser = positive)]
+    tokens: Vec<usize>,
+    /// A few shapes of each suite
+    #[arg(long)]
     pub quick: bool,
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a whole number of at least 1".into())
 }
 
 const HEADS: [(usize, usize); 6] = [(16, 32), (16, 16), (16, 48), (16, 64), (4, 8), (2, 8)];
@@ -95,72 +115,54 @@ const PREFILL: [(usize, usize); 9] =
     [(1, 64), (1, 128), (1, 512), (1, 2048), (1, 8192), (1, 32768), (4, 2048), (4, 8192), (8, 1024)];
 
 impl Choice {
-    fn heads(&self) -> Vec<Heads> {
-        let all = HEADS.iter().map(|&(hk, hv)| Heads { hk, hv, dim: self.dim });
-        match (&self.heads[..], self.quick) {
-            ([], true) => all.take(1).collect(),
-            ([], false) => all.collect(),
-            (chosen, _) => chosen.iter().map(|heads| Heads { dim: self.dim, ..*heads }).collect(),
+    /// `chosen`, or else of the grid each place that is a multiple of `step` where it is to be quick.
+    fn pick<T: Clone>(&self, chosen: &[T], grid: &[T], step: usize) -> Vec<T> {
+        match (chosen, self.quick) {
+            ([], true) => grid.iter().step_by(step).cloned().collect(),
+            ([], false) => grid.to_vec(),
+            (chosen, _) => chosen.to_vec(),
         }
+    }
+
+    fn heads(&self) -> impl Iterator<Item = Heads> + '_ {
+        let grid = HEADS.map(|(hk, hv)| Heads { hk, hv, dim: self.dim });
+        self.pick(&self.heads, &grid, grid.len()).into_iter().map(|heads| Heads { dim: self.dim, ..heads })
     }
 
     pub fn batches(&self, grid: &[usize]) -> Vec<usize> {
-        match (&self.batches[..], self.quick) {
-            ([], true) => grid.iter().copied().step_by(4).collect(),
-            ([], false) => grid.to_vec(),
-            (chosen, _) => chosen.to_vec(),
-        }
+        self.pick(&self.batch, grid, 4)
     }
 
     pub fn tokens(&self, grid: &[usize]) -> Vec<usize> {
-        match (&self.tokens[..], self.quick) {
-            ([], true) => grid.iter().copied().step_by(3).collect(),
-            ([], false) => grid.to_vec(),
-            (chosen, _) => chosen.to_vec(),
-        }
+        self.pick(&self.tokens, grid, 3)
     }
 
     pub fn decode(&self) -> Vec<Work> {
         let mut works = vec![];
         for heads in self.heads() {
             for batch in self.batches(&BATCHES) {
-                works.push(Work {
-                    suite: "decode",
-                    name: self.name(heads, format!("B={batch}")),
-                    heads,
-                    lengths: vec![1; batch],
-                    decode: true,
-                    contest: false,
-                    warm: true,
-                });
+                let name = self.name(heads, format!("B={batch}"));
+                works.push(Work { suite: "decode", name, heads, lengths: vec![1; batch] });
             }
         }
         works
     }
 
     pub fn prefill(&self) -> Vec<Work> {
-        let grid = match (&self.batches[..], &self.tokens[..]) {
+        let grid = match (&self.batch[..], &self.tokens[..]) {
             ([], []) if self.quick => PREFILL[..3].to_vec(),
             ([], []) => PREFILL.to_vec(),
             (batches, tokens) => {
-                let or =
-                    |chosen: &[usize], default: usize| if chosen.is_empty() { vec![default] } else { chosen.to_vec() };
-                let tokens = or(tokens, 2048);
-                or(batches, 1).into_iter().flat_map(|b| tokens.iter().map(move |t| (b, *t))).collect()
+                let tokens = if tokens.is_empty() { &[2048] } else { tokens };
+                let batches = if batches.is_empty() { &[1] } else { batches };
+                batches.iter().flat_map(|b| tokens.iter().map(move |t| (*b, *t))).collect()
             }
         };
         let mut works = vec![];
         for heads in self.heads() {
             for &(batch, tokens) in &grid {
-                works.push(Work {
-                    suite: "prefill",
-                    name: self.name(heads, format!("{batch}x{tokens}")),
-                    heads,
-                    lengths: vec![tokens; batch],
-                    decode: false,
-                    contest: false,
-                    warm: false,
-                });
+                let name = self.name(heads, format!("{batch}x{tokens}"));
+                works.push(Work { suite: "prefill", name, heads, lengths: vec![tokens; batch] });
             }
         }
         works
@@ -185,23 +187,16 @@ pub fn contest(quick: bool) -> Result<(Vec<Work>, Vec<Work>)> {
     let sets: Contest = serde_json::from_str(include_str!("../contest.json")).context("benches/contest.json")?;
     let heads = Heads { hk: 4, hv: 8, dim: 128 };
     let step = if quick { 10 } else { 1 };
-    let work = |suite, decode, i: usize, lengths: Vec<usize>| Work {
-        suite,
-        // As in benches/peers: the place in the set, then the size.
-        name: match decode {
-            true => format!("#{i} B={}", lengths.len()),
-            false => format!("#{i} {}:{}", lengths.len(), lengths.iter().sum::<usize>()),
-        },
+    // As in benches/peers: the place in the set, then the size.
+    let decode = sets.decode.into_iter().enumerate().step_by(step).map(|(i, batch)| Work {
+        suite: "contest-decode",
+        name: format!("#{i} B={batch}"),
         heads,
-        lengths,
-        decode,
-        contest: true,
-        warm: false,
-    };
-    let decode = sets.decode.iter().enumerate().step_by(step);
-    let prefill = sets.prefill.into_iter().enumerate().step_by(step);
-    Ok((
-        decode.map(|(i, batch)| work("contest-decode", true, i, vec![1; *batch])).collect(),
-        prefill.map(|(i, lengths)| work("contest-prefill", false, i, lengths)).collect(),
-    ))
+        lengths: vec![1; batch],
+    });
+    let prefill = sets.prefill.into_iter().enumerate().step_by(step).map(|(i, lengths)| {
+        let name = format!("#{i} {}:{}", lengths.len(), lengths.iter().sum::<usize>());
+        Work { suite: "contest-prefill", name, heads, lengths }
+    });
+    Ok((decode.collect(), prefill.collect()))
 }

@@ -40,42 +40,41 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def listed(text):
-    return [x.strip() for x in text.split(",") if x.strip()]
+def listed(item):
+    """The type of an argument with commas, `item` that of each part."""
+    return lambda text: [item(x.strip()) for x in text.split(",") if x.strip()]
 
 
 def names(known, what):
-    def parse(text):
-        for x in listed(text):
-            if x not in known:
-                raise argparse.ArgumentTypeError(f"unknown {what} '{x}'; there are {', '.join(known)}")
-        return listed(text)
-    return parse
+    def item(x):
+        if x not in known:
+            raise argparse.ArgumentTypeError(f"unknown {what} '{x}'; there are {', '.join(known)}")
+        return x
+    return listed(item)
 
 
-def head_pairs(text):
-    for pair in listed(text):
-        hk, _, hv = pair.partition("/")
-        if not (hk.isdecimal() and hv.isdecimal() and int(hk) and int(hv)):
-            raise argparse.ArgumentTypeError(f"'{pair}' is not a pair of head counts HK/HV such as 16/32")
-        if int(hv) % int(hk):
-            raise argparse.ArgumentTypeError(f"no kernel takes {pair}: HV must be a multiple of HK")
-    return listed(text)
+def numbers(x, by, expected):
+    """The positive numbers that x is made of, between the signs `by`."""
+    parts = x.split(by) if by else [x]
+    if len(parts) != (2 if by else 1) or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"'{x}' is not {expected}")
+    return [int(part) for part in parts]
 
 
-def counts(text):
-    for x in listed(text):
-        if not x.isdecimal() or not int(x):
-            raise argparse.ArgumentTypeError(f"'{x}' is not a positive number")
-    return [int(x) for x in listed(text)]
+def head_pair(x):
+    hk, hv = numbers(x, "/", "a pair of head counts HK/HV such as 16/32")
+    if hv % hk:
+        raise argparse.ArgumentTypeError(f"no kernel takes {x}: HV must be a multiple of HK")
+    return x
 
 
-def lengths(text):
-    for x in listed(text):
-        n, _, tokens = x.partition("x")
-        if not (n.isdecimal() and tokens.isdecimal() and int(n) and int(tokens)):
-            raise argparse.ArgumentTypeError(f"'{x}' is not SEQUENCESxTOKENS such as 4x2048")
-    return listed(text)
+def length(x):
+    numbers(x, "x", "SEQUENCESxTOKENS such as 4x2048")
+    return x
+
+
+def count(x):
+    return numbers(x, None, "a positive number")[0]
 
 
 def seconds(text):
@@ -91,9 +90,9 @@ def seconds(text):
 def arguments(argv):
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("suites", nargs="*", metavar="suite", help="any of the suites above; default: all")
-    p.add_argument("--shapes", type=head_pairs, metavar="HK/HV,…", help="head counts, of the suites' or others")
-    p.add_argument("--batches", type=counts, metavar="N,…", help="batch sizes of the decode suites and the layer")
-    p.add_argument("--lengths", type=lengths, metavar="NxT,…", help="sequences x tokens of the prefill suite")
+    p.add_argument("--shapes", type=listed(head_pair), metavar="HK/HV,…", help="head counts, of the suites' or others")
+    p.add_argument("--batches", type=listed(count), metavar="N,…", help="batch sizes of the decode suites and the layer")
+    p.add_argument("--lengths", type=listed(length), metavar="NxT,…", help="sequences x tokens of the prefill suite")
     p.add_argument("--contenders", type=names(list(contenders.CONTENDERS), "contender"), metavar="NAME,…",
                    default=list(contenders.CONTENDERS), help="default: all of " + ", ".join(contenders.CONTENDERS))
     p.add_argument("--no-peers", action="store_true", help="only candle-gdn and torch")
@@ -101,7 +100,6 @@ def arguments(argv):
                    help=f"our kernels: {', '.join(contenders.ALGOS)}, or all; default auto")
     p.add_argument("--quick", action="store_true", help="a few shapes of each suite")
     p.add_argument("--out", metavar="DIR", help="default: benches/results/<device>")
-    p.add_argument("--tag", default="", metavar="NAME", help="writes peers-<suite>-NAME.json: for parts of a suite")
     p.add_argument("--lib", metavar="PATH", help="our shared library: loaded when it is there, else built there")
     p.add_argument("--limit", type=seconds, metavar="SECONDS", default=float("inf"),
                    help="for the whole run; what is not done by then is a gap")
@@ -112,8 +110,6 @@ def arguments(argv):
     p.add_argument("--warm-up-compile", action="store_true",
                    help="first let the peers that keep their compiled kernels on disk compile, side by side: fla, "
                         "FlashQLA, FlashInfer's decode (its prefill kernels are kept in memory only)")
-    p.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
-                   help="processes of --warm-up-compile; default: half the cores")
     args = p.parse_args(argv)
     for suite in args.suites:
         if suite not in workloads.SUITES:
@@ -123,8 +119,6 @@ def arguments(argv):
         args.contenders = [c for c in args.contenders if c not in contenders.PEERS]
     if "all" in args.algo:
         args.algo = contenders.ALGOS
-    if not all(c.isalnum() or c in "-_." for c in args.tag):
-        p.error(f"'{args.tag}' is not a tag: letters, digits, '-', '_' and '.'")
     return args, p
 
 
@@ -162,7 +156,7 @@ def compile_ahead(todo, deadline, args, say):
         # A shape may take as long as all: many compile at once.
         return children.run_items("compile", name, items, None, args.contender_limit, deadline, env)[0]
 
-    with ThreadPoolExecutor(max(1, args.jobs)) as pool:
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         results = [r for part in pool.map(one, jobs.items()) for r in part]
     failed = sum("note" in r for r in results)
     say(f"compiled ahead: {len(results) - failed} of {len(results)} calls in {time.monotonic() - start:.0f} s, "
@@ -208,9 +202,8 @@ def bench(args, parser, todo, lib, deadline):
         rows, versions = [], {}
 
         def write():
-            path = os.path.join(out, "-".join(x for x in ("peers", suite, args.tag) if x) + ".json")
             head = records.header("benches/peers", command, TOP, machine, ceilings, versions)
-            records.save(path, head, in_order(rows, parts))
+            records.save(os.path.join(out, f"peers-{suite}.json"), head, in_order(rows, parts))
 
         for name, items in parts:
             start, results = time.monotonic(), [None] * len(items)

@@ -93,15 +93,14 @@ def run_items(task, contender, items, lib, silence, deadline, env=None, starter=
     version, deaths = None, 0
     while None in results:
         pending = [i for i, result in enumerate(results) if result is None]
-        if time.monotonic() > deadline:
-            why = "not run: the time limit was reached"
-        elif deaths > MAX_DEATHS:
-            why = f"not run: its process had died {deaths} times"
-        else:
-            why = None
-        if why:
+
+        def give_up(why):
             for i in pending:
                 results[i] = {"note": why}
+
+        late = time.monotonic() > deadline
+        if late or deaths > MAX_DEATHS:
+            give_up("not run: " + ("the time limit was reached" if late else f"its process had died {deaths} times"))
             break
         spec = {"task": task, "contender": contender, "lib": lib,
                 "items": [{"workload": items[i][0].to_json(), "variant": items[i][1]} for i in pending]}
@@ -123,17 +122,15 @@ def run_items(task, contender, items, lib, silence, deadline, env=None, starter=
             child = Watched(spec, env, starter, folder)
             stopped = child.follow(on_line, silence, deadline, lambda: None not in results)
             if state["fatal"]:
-                for i in pending:
-                    results[i] = {"note": state["fatal"]}
+                give_up(state["fatal"])
             elif state["at"] is not None:           # in the middle of an item
                 deaths += 1
                 results[state["at"]] = {"note": "failed: " + (stopped or child.end())}
                 complain(f"{contender}, {items[state['at']][0].name}: {stopped or child.end()}")
                 for line in child.tail() if not stopped else []:
                     complain("  " + line)
-            elif len([i for i in pending if results[i] is None]) == len(pending):      # before its first item
-                for i in pending:
-                    results[i] = {"note": "not run: " + (stopped or child.end())}
+            elif all(results[i] is None for i in pending):      # before its first item
+                give_up("not run: " + (stopped or child.end()))
                 for line in child.tail():
                     complain("  " + line)
             elif None in results:                   # between two items: the GPU was lost to it

@@ -20,10 +20,11 @@ class Draw:
     state: torch.Tensor
     a_log: torch.Tensor
     dt_bias: torch.Tensor
+    beta_scale: float
 
     def gates(self):
         """The log decay g and beta, computed beforehand, in f32."""
-        return log_decay_f32(self.a, self.a_log, self.dt_bias), self.b.float().sigmoid()
+        return log_decay_f32(self.a, self.a_log, self.dt_bias), self.beta_scale * self.b.float().sigmoid()
 
 
 def log_decay_f32(a, a_log, dt_bias):
@@ -47,7 +48,30 @@ def draw(work, sets, device):
     # Decays as a model has them: A in 1..16, dt_bias such that most tokens keep most of the state.
     a_log = (torch.rand(work.hv, generator=gen, device=device) * 15 + 1).log()
     dt_bias = torch.randn(work.hv, generator=gen, device=device) - 4
-    return Draw(q, k, v, a, b, state, a_log, dt_bias)
+    d = Draw(q, k, v, a, b, state, a_log, dt_bias, work.beta_scale)
+    harden(d, work.hard, randn)
+    return d
+
+
+def harden(d, kind, randn):
+    """Makes drawn inputs what `kind`, some of workloads.HARD's words, says of them."""
+    tokens = d.k.shape[1]
+    if "keys" in kind:
+        # Nearly parallel: a direction of each head, or two that take turns, and a hundredth of noise.
+        several = 2 if "two keys" in kind else 1
+        turn = torch.arange(tokens, device=d.k.device) % several
+        d.k.copy_(d.k[:, :several][:, turn] + 0.01 * randn(*d.k.shape[1:]))
+        d.b.add_(3)
+    if "no decay" in kind:
+        d.a_log.fill_(-20)
+    if "decays" in kind:
+        d.a_log.fill_(0)
+        d.a.uniform_(0, 30)
+    if "norms" in kind:
+        for x in (d.q, d.k, d.v):
+            x.mul_(300)
+    if "beta" in kind:
+        d.b.add_(6)
 
 
 def cumulative(work, dtype, device):
@@ -71,7 +95,7 @@ class Case:
 def raw_math(d, work):
     """`Case.math` of a kernel that takes the raw inputs."""
     q, k = (unit(d.q[0]), unit(d.k[0])) if work.l2norm else (d.q[0], d.k[0])
-    return q, k, d.v[0], log_decay(d.a[0], d.a_log, d.dt_bias), d.b[0].double().sigmoid(), d.state[0].clone()
+    return q, k, d.v[0], log_decay(d.a[0], d.a_log, d.dt_bias), work.beta_scale * d.b[0].double().sigmoid(), d.state[0].clone()
 
 
 def poison(*tensors):

@@ -168,12 +168,9 @@ def parse_model(text):
     return {(r["n_prompt"], r["n_gen"]): [ns / 1e3 for ns in r["samples_ns"]] for r in json.loads(text)}
 
 
-def spread(values):
-    return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
-
-
 def row(suite, workload, wall, **more):
-    return {"suite": suite, "workload": workload, "contender": "llama.cpp", "wall": spread(wall), **more}
+    spread = {name: round(of(wall), 3) for name, of in (("median", statistics.median), ("min", min), ("max", max))}
+    return {"suite": suite, "workload": workload, "contender": "llama.cpp", "wall": spread, **more}
 
 
 def time_op(binary, threads, repeats, say):

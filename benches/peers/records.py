@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import re
+import statistics
 import subprocess
 import time
 
@@ -100,85 +101,46 @@ def median(r, tier):
     return r[tier]["median"] if r and r.get(tier) else None
 
 
-def geometric_mean(values):
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
-
-
-def columns(rows):
-    """(contender, variant) in the order they first appear."""
-    return list(dict.fromkeys((r["contender"], r["variant"]) for r in rows))
+def label(col):
+    return " ".join(filter(None, col))
 
 
 def ours(cols):
     """Our column: Algo::Auto where it ran; for the projections the one wide product, which is what the layer does."""
-    for col in (("candle-gdn", "auto"), ("torch", "one")):
-        if col in cols:
-            return col
-    return next((c for c in cols if c[0] == "candle-gdn"), None)
-
-
-def ratios(rows, tier):
-    """{column: [our time / its time, ...]} over the works that both were timed on; "best peer" is the fastest one."""
-    table, cols = by_work(rows), columns(rows)
-    mine, found = ours(cols), {}
-    for cells in table.values():
-        us = median(cells.get(mine), tier)
-        peers = {c: median(cells.get(c), tier) for c in cols if c[0] != (mine or [""])[0] or c[0] == "torch"}
-        peers = {c: t for c, t in peers.items() if t and c != mine}
-        for c, t in peers.items() if us else ():
-            found.setdefault(c, []).append(us / t)
-        if us and len(peers) > 1:
-            found.setdefault(("best peer", None), []).append(us / min(peers.values()))
-    return found
-
-
-def by_work(rows):
-    table = {}
-    for r in rows:
-        table.setdefault((r["workload"], r["l2"]), {})[r["contender"], r["variant"]] = r
-    return table
-
-
-def label(col):
-    return col[0] if not col[1] else f"{col[0]} {col[1]}"
+    known = ("candle-gdn", "auto"), ("torch", "one")
+    return next((c for c in (*known, *cols) if c in cols and c[0] in ("candle-gdn", "torch")), None)
 
 
 def summary(suite, rows):
-    """A table of gpu / event times with our time over each peer's, then the geometric means. Further draws of a shape
-    are left out of the table and counted in the means."""
-    cols = columns(rows)
+    """A table of gpu / event times with our gpu time over each peer's, then the geometric means of these. Further draws of
+    a shape are left out of the table and counted in the means. The tables of `cargo bench --bench report` tell more."""
+    works, ratios, gaps = {}, {}, {}
+    for r in rows:
+        col = r["contender"], r["variant"]
+        works.setdefault((r["workload"], r["l2"]), {})[col] = r
+        if not r["gpu"]:
+            gaps.setdefault((label(col), r["note"]), []).append(f"{r['workload']} {r['l2']}")
+    cols = list(dict.fromkeys((r["contender"], r["variant"]) for r in rows))
     mine = ours(cols)
-    lines = [f"{suite}: µs a call, kernels (CUPTI) / CUDA graph; in brackets our kernels' time over theirs"]
-    for col in cols:
-        kinds = sorted({r["includes"] for r in rows if (r["contender"], r["variant"]) == col and r["includes"]})
-        if kinds:
-            lines.append(f"  {label(col)} includes {' | '.join(kinds)}")
-    cells_of = lambda cells: [cell(cells.get(c), cells.get(mine) if c[0] != "candle-gdn" and c != mine else None)
-                              for c in cols]
     body = [["", "floor", *map(label, cols)]]
-    for (name, l2), cells in by_work(rows).items():
-        if all("the same shape" in r["note"] for r in cells.values()):
-            continue
-        body.append([f"{name} {l2}", f"{next(iter(cells.values()))['floor_us']:.1f}", *cells_of(cells)])
-    widths = [max(len(line[i]) for line in body) for i in range(len(body[0]))]
+    for (name, l2), cells in works.items():
+        line = [f"{name} {l2}", f"{next(iter(cells.values()))['floor_us']:.1f}"]
+        us = median(cells.get(mine), "gpu")
+        for col in cols:
+            gpu, event = (median(cells.get(col), tier) for tier in ("gpu", "event"))
+            line.append(f"{gpu:.2f} / " + (f"{event:.2f}" if event else "-") if gpu else "-")
+            if gpu and us and col != mine and col[0] != "candle-gdn":
+                line[-1] += f" ({us / gpu:.2f})"
+                ratios.setdefault(col, []).append(us / gpu)
+        if not all("the same shape" in r["note"] for r in cells.values()):
+            body.append(line)
+    widths = [max(map(len, column)) for column in zip(*body)]
+    lines = [f"{suite}: µs a call, kernels (CUPTI) / CUDA graph; in brackets our kernels' time over theirs"]
     lines += ["  " + "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths)))
               for line in body]
-    for tier in ("gpu", "event", "wall"):
-        means = [f"{label(c)} {geometric_mean(v):.3f} ({len(v)})" for c, v in ratios(rows, tier).items()]
-        if means:
-            lines.append(f"  our {tier} time over theirs, geometric mean (works): " + ", ".join(means))
-    gaps = {}
-    for r in rows:
-        if not r["gpu"]:
-            gaps.setdefault((label((r["contender"], r["variant"])), r["note"]), []).append(f"{r['workload']} {r['l2']}")
+    means = [f"{label(c)} {statistics.geometric_mean(v):.3f} ({len(v)})" for c, v in ratios.items()]
+    if means:
+        lines.append("  our gpu time over theirs, geometric mean (works): " + ", ".join(means))
     for (who, note), names in gaps.items():
         lines.append(f"  gap: {who}, {names[0] if len(names) == 1 else f'{len(names)} rows'}: {note}")
     return "\n".join(lines)
-
-
-def cell(r, us):
-    if not median(r, "gpu"):
-        return "-"
-    event = median(r, "event")
-    text = f"{median(r, 'gpu'):.2f} / " + (f"{event:.2f}" if event else "-")
-    return text + (f" ({median(us, 'gpu') / median(r, 'gpu'):.2f})" if median(us, "gpu") else "")

@@ -12,7 +12,11 @@ BATCHES = [1, 4, 8, 16, 32, 48, 64, 128, 256]
 LENGTHS = ["1x64", "1x128", "1x512", "1x2048", "1x8192", "1x32768", "4x2048", "4x8192", "8x1024"]
 LAYER_BATCHES, LAYER_TOKENS = [1, 8, 32, 128], [128, 512, 2048, 8192]
 PROJECTION_TOKENS = [1 << i for i in range(14)]
-SUITES = ["decode", "prefill", "contest-decode", "contest-prefill", "layer", "projections"]
+SUITES = ["decode", "prefill", "contest-decode", "contest-prefill", "layer", "projections", "hard"]
+# Inputs that cost 16-bit operands most; see data.harden.
+HARD = ["usual", "repeated keys", "two keys in turn", "no decay", "decays to -30", "large norms", "beta near 2",
+        "repeated keys, no decay", "repeated keys, no decay, beta near 2"]
+HARD_LENGTHS = ["1x1024", "4x300"]
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,16 @@ class Workload:
     l2: str = "cold"
     l2norm: bool = True     # raw q and k come in; else they come in normalised, and nobody normalises
     draw: int = 0           # further draws of random inputs for one shape: only the first is timed
+    hard: str = ""          # what makes the inputs hard: checked, never timed
 
     @property
     def tokens(self):
         return sum(self.lens)
+
+    @property
+    def beta_scale(self):
+        """What multiplies the sigmoid."""
+        return 2.0 if "beta near 2" in self.hard else 1.0
 
     @property
     def key(self):
@@ -135,16 +145,18 @@ def contest_suite(suite):
         yield Workload(suite, name, contest.HK, contest.HV, lens, decode, l2norm=False, draw=draw)
 
 
-def layer_suite(batches):
+def hard_suite():
+    for kind in HARD:
+        for length in HARD_LENGTHS:
+            yield Workload("hard", f"{kind}, {length}", 16, 32, lens_of(length), False, hard=kind)
+
+
+def model_suite(suite, batches, all_tokens):
+    """Shapes of a model of 16/32 heads."""
     for batch in batches:
-        yield Workload("layer", f"B={batch}", 16, 32, (1,) * batch, True)
-    for tokens in LAYER_TOKENS:
-        yield Workload("layer", f"T={tokens}", 16, 32, (tokens,), False)
-
-
-def projections_suite():
-    for tokens in PROJECTION_TOKENS:
-        yield Workload("projections", f"T={tokens}", 16, 32, (tokens,), False)
+        yield Workload(suite, f"B={batch}", 16, 32, (1,) * batch, True)
+    for tokens in all_tokens:
+        yield Workload(suite, f"T={tokens}", 16, 32, (tokens,), False)
 
 
 QUICK = {
@@ -152,6 +164,7 @@ QUICK = {
     "prefill": {"16/32 1x64", "16/32 1x2048", "16/32 8x1024"},
     "contest-decode": {"#0 B=1", "#1 B=1", "#46 B=64"},
     "contest-prefill": {"#0 1:6", "#1 1:134", "#2 1:134", "#3 32:8192"},
+    "hard": {f"{kind}, 4x300" for kind in HARD},
     "layer": {"B=1", "B=32", "T=512"},
     "projections": {"T=1", "T=512"},
 }
@@ -166,10 +179,12 @@ def select(suite, heads=None, batches=None, lengths=None, quick=False):
         works = list(contest_suite(suite))
         if batches and suite == "contest-decode":
             works = [w for w in works if len(w.lens) in batches]
+    elif suite == "hard":
+        works = list(hard_suite())
     elif suite == "layer":
-        works = list(layer_suite(batches or LAYER_BATCHES))
+        works = list(model_suite(suite, batches or LAYER_BATCHES, LAYER_TOKENS))
     else:
-        works = list(projections_suite())
+        works = list(model_suite(suite, [], PROJECTION_TOKENS))
     if heads:
         works = [w for w in works if (w.hk, w.hv) in [heads_of(h) for h in heads]]
     if quick:

@@ -2,8 +2,8 @@
 
 use crate::folder::{Entry, Folder, Source};
 use crate::record::{Row, Shape, Time};
-use crate::stats::ratio;
-use std::collections::{BTreeMap, BTreeSet};
+use crate::stats::{distinct, ratio, sorted};
+use std::collections::BTreeMap;
 
 /// This crate among the contenders.
 pub const OURS: &str = "candle-gdn";
@@ -150,15 +150,19 @@ impl<'a> Suite<'a> {
 
     /// The others, by name.
     pub fn peers(&self) -> Vec<&'a str> {
-        let names: BTreeSet<_> = self.entries().map(|e| e.row.contender.as_str()).collect();
-        names.into_iter().filter(|name| *name != OURS).collect()
+        sorted(self.entries().map(|e| e.row.contender.as_str()).filter(|name| *name != OURS))
+    }
+
+    /// Those of all shapes.
+    pub fn columns(&self) -> Vec<Column<'a>> {
+        in_order(self.groups.iter().flat_map(Group::columns))
     }
 }
 
 impl<'a> Group<'a> {
     fn new(entries: Vec<&'a Entry>, by: By) -> Group<'a> {
         let shape = entries[0].row.shape;
-        let (title, slug) = (title(&shape), slug(&shape));
+        let (title, slug) = names(&shape);
         let mut works: Vec<Work> = vec![];
         for entry in entries {
             let row = &entry.row;
@@ -183,24 +187,12 @@ impl<'a> Group<'a> {
                 work.label = if short.is_empty() { work.workload } else { short }.into();
             }
         }
-        works.sort_by(|a, b| {
-            let key = |w: &Work<'a>| (w.l2.is_some_and(|l2| l2 != "cold"), w.l2, by.order(&w.shape), w.workload);
-            key(a).cmp(&key(b))
-        });
+        works.sort_by_key(|w| (w.l2.is_some_and(|l2| l2 != "cold"), w.l2, by.order(&w.shape), w.workload));
         Group { title, slug, works }
     }
 
-    /// Ours first, then the others by name; variants as they come.
     pub fn columns(&self) -> Vec<Column<'a>> {
-        let mut columns = vec![];
-        for entry in self.works.iter().flat_map(|work| &work.entries) {
-            let column = Column::of(entry);
-            if !columns.contains(&column) {
-                columns.push(column);
-            }
-        }
-        columns.sort_by_key(|c| (c.contender != OURS, c.contender));
-        columns
+        in_order(self.works.iter().flat_map(|work| &work.entries).map(|entry| Column::of(entry)))
     }
 }
 
@@ -225,10 +217,8 @@ impl<'a> Work<'a> {
     }
 
     fn fastest(&self, tier: Tier, which: impl Fn(&Entry) -> bool) -> Option<&'a Entry> {
-        let timed = self.entries.iter().filter(|e| which(e) && tier.of(&e.row).is_some());
-        timed
-            .copied()
-            .min_by(|a, b| tier.of(&a.row).unwrap_or(f64::MAX).total_cmp(&tier.of(&b.row).unwrap_or(f64::MAX)))
+        let timed = self.entries.iter().filter(|e| which(e)).filter_map(|e| Some((*e, tier.of(&e.row)?)));
+        timed.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(entry, _)| entry)
     }
 
     /// Our time over a peer's; below 1 ours is the faster.
@@ -267,33 +257,38 @@ impl<'a> Column<'a> {
     }
 }
 
+/// Each column once: ours first, then the others by name; variants as they come.
+fn in_order<'a>(columns: impl Iterator<Item = Column<'a>>) -> Vec<Column<'a>> {
+    let mut columns = distinct(columns);
+    columns.sort_by_key(|c| (c.contender != OURS, c.contender));
+    columns
+}
+
+/// The states of the cache among the works, in the order of their names: cold first.
+pub fn states<'w, 'a: 'w>(works: impl IntoIterator<Item = &'w Work<'a>>) -> Vec<Option<&'a str>> {
+    sorted(works.into_iter().map(|work| work.l2))
+}
+
 pub fn time(entry: Option<&Entry>, tier: Tier) -> Option<f64> {
     tier.of(&entry?.row)
 }
 
-/// `16/32`, and what else sets the shape apart from Qwen3-Next's usual.
-fn title(shape: &Shape) -> String {
-    let mut parts = vec![];
-    match (shape.hk, shape.hv) {
-        (Some(hk), Some(hv)) => parts.push(format!("{hk}/{hv}")),
-        (Some(heads), None) | (None, Some(heads)) => parts.push(format!("{heads} heads")),
-        (None, None) => {}
+/// For a heading, `16/32` and what else sets the shape apart from Qwen3-Next's usual; and the same for a file name.
+fn names(shape: &Shape) -> (String, String) {
+    let Shape { hk, hv, k, v, hidden, channels, .. } = *shape;
+    let (mut title, mut slug) = (vec![], vec![]);
+    match (hk, hv) {
+        (Some(hk), Some(hv)) => title.push(format!("{hk}/{hv}")),
+        (heads, None) | (None, heads) => title.extend(heads.map(|heads| format!("{heads} heads"))),
     }
-    if (shape.k, shape.v) != (Some(128), Some(128)) {
-        parts.extend(shape.k.map(|k| format!("K={k}")));
-        parts.extend(shape.v.map(|v| format!("V={v}")));
+    slug.extend([hk, hv].into_iter().flatten().map(|n| n.to_string()));
+    if (k, v) != (Some(128), Some(128)) {
+        title.extend([("K", k), ("V", v)].into_iter().filter_map(|(name, n)| Some(format!("{name}={}", n?))));
+        slug.extend([k, v].into_iter().flatten().map(|n| n.to_string()));
     }
-    parts.extend(shape.hidden.map(|hidden| format!("hidden {hidden}")));
-    parts.extend(shape.channels.map(|channels| format!("{channels} channels")));
-    parts.join(" ")
-}
-
-fn slug(shape: &Shape) -> String {
-    let mut parts: Vec<String> = [shape.hk, shape.hv].into_iter().flatten().map(|n| n.to_string()).collect();
-    if (shape.k, shape.v) != (Some(128), Some(128)) {
-        parts.extend([shape.k, shape.v].into_iter().flatten().map(|n| n.to_string()));
-    }
-    parts.extend(shape.hidden.map(|hidden| format!("h{hidden}")));
-    parts.extend(shape.channels.map(|channels| format!("c{channels}")));
-    parts.join("-")
+    title.extend(hidden.map(|hidden| format!("hidden {hidden}")));
+    slug.extend(hidden.map(|hidden| format!("h{hidden}")));
+    title.extend(channels.map(|channels| format!("{channels} channels")));
+    slug.extend(channels.map(|channels| format!("c{channels}")));
+    (title.join(" "), slug.join("-"))
 }

@@ -1,6 +1,7 @@
 //! The records of one machine, pooled.
 
 use crate::record::{Ceilings, Row, Run};
+use crate::stats::{distinct, sorted};
 use anyhow::{ensure, Context, Result};
 use std::collections::HashMap;
 use std::fmt;
@@ -77,13 +78,9 @@ impl Folder {
     pub fn read(path: &Path) -> Result<Folder> {
         let shown = path.display();
         ensure!(path.is_dir(), "{shown}: no such folder");
-        let mut names: Vec<PathBuf> = vec![];
-        for entry in path.read_dir().with_context(|| format!("{shown}: cannot be listed"))? {
-            let file = entry.with_context(|| format!("{shown}: cannot be listed"))?.path();
-            if file.extension().is_some_and(|ext| ext == "json") {
-                names.push(file);
-            }
-        }
+        let listed = path.read_dir().and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect());
+        let mut names: Vec<PathBuf> = listed.with_context(|| format!("{shown}: cannot be listed"))?;
+        names.retain(|file| file.extension().is_some_and(|ext| ext == "json"));
         ensure!(!names.is_empty(), "{shown}: no *.json records");
         names.sort();
         let mut files = vec![];
@@ -131,20 +128,11 @@ impl Folder {
 
     /// The sources of a suite, in order.
     pub fn sources(&self, suite: &str) -> Vec<&Source> {
-        let mut sources: Vec<_> = self.rows.iter().filter(|e| e.row.suite == suite).map(|e| &e.source).collect();
-        sources.sort();
-        sources.dedup();
-        sources
+        sorted(self.rows.iter().filter(|e| e.row.suite == suite).map(|e| &e.source))
     }
 
     /// All suites there are, in order of appearance.
     pub fn suites(&self) -> Vec<&str> {
-        let mut suites = vec![];
-        for entry in &self.rows {
-            if !suites.contains(&entry.row.suite.as_str()) {
-                suites.push(&entry.row.suite);
-            }
-        }
-        suites
+        distinct(self.rows.iter().map(|entry| entry.row.suite.as_str()))
     }
 }

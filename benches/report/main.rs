@@ -32,21 +32,18 @@ struct Args {
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    let folders = match args.folders.is_empty() {
-        true => machines(Path::new(RESULTS)),
-        false => Ok(args.folders),
+    let folders = if args.folders.is_empty() { machines(Path::new(RESULTS)) } else { Ok(args.folders) };
+    // One broken folder does not keep the others from their tables.
+    let errors: Vec<_> = match folders {
+        Ok(folders) => folders.iter().filter_map(|folder| output::report(folder).err()).collect(),
+        Err(e) => vec![e],
     };
-    let mut code = ExitCode::SUCCESS;
-    let mut failed = |e: anyhow::Error| {
-        eprintln!("error: {e:#}");
-        code = ExitCode::FAILURE;
-    };
-    match folders {
-        // One broken folder does not keep the others from their tables.
-        Ok(folders) => folders.iter().for_each(|folder| output::report(folder).unwrap_or_else(&mut failed)),
-        Err(e) => failed(e),
+    errors.iter().for_each(|e| eprintln!("error: {e:#}"));
+    if errors.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
     }
-    code
 }
 
 /// The folders in the folder of results.

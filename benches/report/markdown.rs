@@ -1,5 +1,6 @@
 //! Markdown tables that read well raw: padded columns, numbers to the right.
 
+use crate::stats::sorted;
 use std::fmt::Write;
 
 /// What stands where nothing was measured.
@@ -21,8 +22,12 @@ impl Table {
         self.rows.push(row);
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.rows.len() == 1
+    /// Under a title; nothing where there are no rows.
+    pub fn titled(&self, title: &str) -> String {
+        match self.rows.len() {
+            1 => String::new(),
+            _ => format!("\n{title}:\n\n{}", self.render()),
+        }
     }
 
     /// Names the rows instead of the columns: the first heading stays empty.
@@ -34,10 +39,8 @@ impl Table {
 
     /// Leaves out the columns of these indices that hold nothing but gaps.
     pub fn without_empty(mut self, columns: impl IntoIterator<Item = usize>) -> Table {
-        let mut empty: Vec<_> =
-            columns.into_iter().filter(|&c| self.rows[1..].iter().all(|row| row[c] == GAP)).collect();
-        empty.sort_unstable();
-        for c in empty.into_iter().rev() {
+        let empty = columns.into_iter().filter(|&c| self.rows[1..].iter().all(|row| row[c] == GAP));
+        for c in sorted(empty).into_iter().rev() {
             self.rows.iter_mut().for_each(|row| drop(row.remove(c)));
         }
         self
@@ -80,6 +83,11 @@ fn cell(text: impl Into<String>) -> String {
 
 fn is_number(cell: &str) -> bool {
     cell == GAP || cell.starts_with(|c: char| c.is_ascii_digit())
+}
+
+/// The state of the cache in a title.
+pub fn comma_l2(l2: Option<&str>) -> String {
+    l2.map(|l2| format!(", L2 {l2}")).unwrap_or_default()
 }
 
 /// Formats what is there.

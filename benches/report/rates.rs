@@ -5,6 +5,7 @@ use crate::folder::Entry;
 use crate::stats::ratio;
 
 /// The rate at which a row did its work, as a number and as a part of the ceiling.
+#[derive(Default)]
 pub struct Rate {
     pub value: Option<f64>,
     pub of_ceiling: Option<f64>,

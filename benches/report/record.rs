@@ -16,7 +16,7 @@
 use anyhow::{ensure, Context, Result};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -51,11 +51,8 @@ pub struct Machine {
     /// The CPU model.
     #[serde(default, deserialize_with = "null_is_default")]
     pub host: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cuda: Option<String>,
 }
 
@@ -63,10 +60,8 @@ pub struct Machine {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ceilings {
     /// A large copy: bytes read plus bytes written.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copy_gb_s: Option<f64>,
     /// A large bf16 matrix product.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub matmul_tflop_s: Option<f64>,
 }
 
@@ -79,43 +74,32 @@ pub struct Row {
     /// Rows of one suite with the same workload and `l2` are the same work.
     pub workload: String,
     pub contender: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub variant: Option<String>,
     /// Whether this is the variant that `Algo::Auto` takes.
-    #[serde(default, skip_serializing_if = "is_false", deserialize_with = "null_is_default")]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub auto: bool,
     /// `cold` or `warm`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub l2: Option<String>,
     #[serde(default, deserialize_with = "null_is_default")]
     pub shape: Shape,
     /// What a call does besides the rule itself.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub includes: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub launches: Option<u32>,
     /// Kernel time by CUPTI.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<Time>,
     /// CUDA events around a replayed graph of many calls.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub event: Option<Time>,
     /// Host clock around a call and a synchronisation.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wall: Option<Time>,
     /// The part of `wall` until the call returned.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<Time>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub flop: Option<u64>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub floor_us: Option<f64>,
     /// Relative RMS errors against the rule in f64, by output. NaN is written as null.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "null_is_default")]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub error: BTreeMap<String, Option<f64>>,
-    #[serde(default, skip_serializing_if = "String::is_empty", deserialize_with = "null_is_default")]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub note: String,
 }
 
@@ -133,31 +117,22 @@ pub struct Time {
 #[serde(deny_unknown_fields)]
 pub struct Shape {
     /// Key heads.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hk: Option<usize>,
     /// Value heads.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hv: Option<usize>,
     /// Size of a key head.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub k: Option<usize>,
     /// Size of a value head.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub v: Option<usize>,
     /// Sequences.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch: Option<usize>,
     /// Tokens a sequence; absent where the sequences differ.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens: Option<usize>,
     /// Tokens of all sequences.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub total_tokens: Option<usize>,
     /// Width of the model.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hidden: Option<usize>,
     /// Channels of the convolution.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub channels: Option<usize>,
 }
 
@@ -230,51 +205,31 @@ impl Ceilings {
     }
 }
 
-/// Setters, each of one field, to be chained.
+/// Methods that set one field each, to be chained.
+macro_rules! setters {
+    ($($field:ident($value:ident: $type:ty) = $set:expr;)*) => {
+        $(pub fn $field(self, $value: $type) -> Self {
+            Self { $field: $set, ..self }
+        })*
+    };
+}
+
 impl Row {
     pub fn new(suite: &str, workload: &str, contender: &str) -> Row {
         Row { suite: suite.into(), workload: workload.into(), contender: contender.into(), ..Row::default() }
     }
 
-    pub fn variant(self, variant: &str) -> Row {
-        Row { variant: Some(variant.into()), ..self }
-    }
-
-    pub fn auto(self, auto: bool) -> Row {
-        Row { auto, ..self }
-    }
-
-    /// `cold` or `warm`.
-    pub fn l2(self, l2: &str) -> Row {
-        Row { l2: Some(l2.into()), ..self }
-    }
-
-    pub fn shape(self, shape: Shape) -> Row {
-        Row { shape, ..self }
-    }
-
-    pub fn includes(self, includes: &str) -> Row {
-        Row { includes: Some(includes.into()), ..self }
-    }
-
-    pub fn launches(self, launches: u32) -> Row {
-        Row { launches: Some(launches), ..self }
-    }
-
-    pub fn gpu(self, time: impl Into<Option<Time>>) -> Row {
-        Row { gpu: time.into(), ..self }
-    }
-
-    pub fn event(self, time: impl Into<Option<Time>>) -> Row {
-        Row { event: time.into(), ..self }
-    }
-
-    pub fn wall(self, time: impl Into<Option<Time>>) -> Row {
-        Row { wall: time.into(), ..self }
-    }
-
-    pub fn host(self, time: impl Into<Option<Time>>) -> Row {
-        Row { host: time.into(), ..self }
+    setters! {
+        variant(name: &str) = Some(name.into());
+        auto(auto: bool) = auto;
+        l2(state: &str) = Some(state.into());
+        shape(shape: Shape) = shape;
+        includes(what: &str) = Some(what.into());
+        launches(number: u32) = Some(number);
+        gpu(time: impl Into<Option<Time>>) = time.into();
+        event(time: impl Into<Option<Time>>) = time.into();
+        wall(time: impl Into<Option<Time>>) = time.into();
+        host(time: impl Into<Option<Time>>) = time.into();
     }
 
     /// Bytes that have to be read and written, and floating-point operations; `Run::push` makes the floor of it.
@@ -303,16 +258,10 @@ impl Shape {
         Shape { hk: Some(hk), hv: Some(hv), k: Some(k), v: Some(v), ..Shape::default() }
     }
 
-    pub fn hidden(self, hidden: usize) -> Shape {
-        Shape { hidden: Some(hidden), ..self }
-    }
-
-    pub fn channels(self, channels: usize) -> Shape {
-        Shape { channels: Some(channels), ..self }
-    }
-
-    pub fn batch(self, batch: usize) -> Shape {
-        Shape { batch: Some(batch), ..self }
+    setters! {
+        hidden(size: usize) = Some(size);
+        channels(number: usize) = Some(number);
+        batch(sequences: usize) = Some(sequences);
     }
 
     /// Tokens a sequence, and of all of them: set the batch first.
@@ -340,10 +289,6 @@ impl Time {
 /// Microseconds to a tenth of a nanosecond, below what any of the clocks tells.
 fn rounded(us: f64) -> f64 {
     (us * 1e4).round() / 1e4
-}
-
-fn is_false(x: &bool) -> bool {
-    !x
 }
 
 fn null_is_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(from: D) -> Result<T, D::Error> {
@@ -381,6 +326,13 @@ pub fn date_of(seconds: u64) -> String {
     let day = day - (153 * month + 2) / 5 + 1;
     let (year, month) = if month < 10 { (year, month + 3) } else { (year + 1, month - 9) };
     format!("{:04}-{month:02}-{day:02}", year + 400 * era)
+}
+
+/// Where the records of a machine lie: of `NVIDIA H200` in benches/results/nvidia-h200.
+pub fn results_folder(device: &str) -> PathBuf {
+    let dashed = device.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "-");
+    let slug = dashed.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-");
+    [env!("CARGO_MANIFEST_DIR"), "..", "benches", "results", &slug].iter().collect()
 }
 
 /// The CPU model, or `unknown`.

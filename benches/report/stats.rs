@@ -1,5 +1,23 @@
 //! The few statistics that the tables need. All of them know gaps: nothing of nothing is nothing.
 
+use std::collections::BTreeSet;
+
+/// Each different item once, in order of appearance.
+pub fn distinct<T: PartialEq>(items: impl IntoIterator<Item = T>) -> Vec<T> {
+    let mut found = vec![];
+    for item in items {
+        if !found.contains(&item) {
+            found.push(item);
+        }
+    }
+    found
+}
+
+/// Each different item once, sorted.
+pub fn sorted<T: Ord>(items: impl IntoIterator<Item = T>) -> Vec<T> {
+    items.into_iter().collect::<BTreeSet<_>>().into_iter().collect()
+}
+
 /// The median; of an even number of values the mean of the middle two.
 pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<_> = values.into_iter().collect();

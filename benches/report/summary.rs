@@ -2,7 +2,7 @@
 
 use crate::compare::{time, Suite, Tier, Work};
 use crate::folder::Folder;
-use crate::markdown::{digits, or_gap, Table};
+use crate::markdown::{comma_l2, digits, or_gap, Table};
 use std::collections::BTreeSet;
 
 /// Of the shapes, Qwen3-Next's if it is there.
@@ -48,7 +48,7 @@ fn part(folder: &Folder, suites: &[Suite], name: &str, prefix: &str) -> Option<S
     let runs = || files.iter().map(|file| &folder.files[*file].run);
     let best: BTreeSet<_> = works.iter().filter_map(|w| w.best_peer(tier)).map(|e| e.row.contender.as_str()).collect();
     let best = if best.is_empty() { String::new() } else { format!("; best peer of {}", joined(best)) };
-    let l2 = l2.map(|l2| format!(", L2 {l2}")).unwrap_or_default();
+    let l2 = comma_l2(l2);
     let title = if group.title.is_empty() { name.into() } else { format!("{name} {}", group.title) };
     Some(format!(
         "{title}, {} time{l2}, {}{best} ({}; commit {}, {}):\n\n{}",

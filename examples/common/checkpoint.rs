@@ -4,7 +4,7 @@ use super::load::{LoadFormat, ModelArgs};
 use super::{builtin, gguf_tokenizer, hub, safetensors};
 use anyhow::{bail, Context, Result};
 use candle_gdn_models::{GgufFile, ModelConfig};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
@@ -25,15 +25,13 @@ impl Checkpoint {
             return Self::in_dir(path, format);
         }
         let dummy = format == LoadFormat::Dummy;
-        if path.is_file() && path.extension().is_some_and(|ext| ext == "gguf") {
-            let gguf = Some(GgufFile::open(path).context("--model")?);
-            return Ok(Self { path: path.to_path_buf(), gguf, format });
-        }
         if path.is_file() {
-            return match dummy {
-                true => Ok(Self { path: path.to_path_buf(), gguf: None, format }),
+            let gguf = match path.extension().is_some_and(|ext| ext == "gguf") {
+                true => Some(GgufFile::open(path).context("--model")?),
+                false if dummy => None,
                 false => bail!("--model: expected a directory, a hub id, or a file with the ending gguf, got {model}"),
             };
+            return Ok(Self { path: path.to_path_buf(), gguf, format });
         }
         if hub::is_id(model) {
             let dir = hub::fetch(model, &args.revision, !dummy)
@@ -42,10 +40,10 @@ impl Checkpoint {
         }
         if let Some(name) = builtin::known_models().find(|name| name.eq_ignore_ascii_case(model)) {
             let path = builtin::folder()?.join(format!("configs/{name}.json"));
-            return match dummy {
-                true => Ok(Self { path, gguf: None, format }),
-                false => bail!("--model: {model} is known without weights only: --load-format dummy makes some up"),
-            };
+            if !dummy {
+                bail!("--model: {model} is known without weights only: --load-format dummy makes some up")
+            }
+            return Ok(Self { path, gguf: None, format });
         }
         if dummy {
             bail!(
@@ -115,8 +113,7 @@ impl Checkpoint {
                 LoadFormat::Auto => bail!("{} is missing", path.display()),
             };
         }
-        let tokenizer = Tokenizer::from_file(&path).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))?;
-        Ok(Some(tokenizer))
+        Tokenizer::from_file(&path).map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
     }
 
     /// Whether the weights come with 16 bits each, up to small ones.
@@ -124,30 +121,10 @@ impl Checkpoint {
         if self.format == LoadFormat::Dummy {
             return Ok(true);
         }
-        let mut narrow = true;
-        for file in self.weights()? {
-            narrow &= safetensors::is_sixteen_bits(&file)?;
-        }
-        Ok(narrow)
+        self.weights()?.iter().try_fold(true, |narrow, file| Ok(narrow & safetensors::is_sixteen_bits(file)?))
     }
 
-    /// Bytes of the GGUF file, of all its parts where it was split.
-    pub fn gguf_bytes(&self) -> Result<u64> {
-        let name = self.path.to_string_lossy();
-        // ..-00001-of-00003.gguf
-        let parts = name.strip_suffix(".gguf").and_then(|stem| stem.rsplit_once("-of-"));
-        let paths: Vec<PathBuf> = match parts.and_then(|(first, of)| Some((first.rsplit_once('-')?.0, of))) {
-            Some((stem, of)) => {
-                let count = of.parse::<usize>().unwrap_or(0);
-                (1..=count).map(|i| format!("{stem}-{i:05}-of-{of}.gguf").into()).collect()
-            }
-            None => vec![self.path.clone()],
-        };
-        let bytes = |path: &PathBuf| Ok(path.metadata().with_context(|| path.display().to_string())?.len());
-        paths.iter().map(bytes).sum()
-    }
-
-    /// The weight files, each checked to be there and whole.
+    /// The weight files, each checked to be there and whole, and none to have a tensor of another.
     pub fn weights(&self) -> Result<Vec<PathBuf>> {
         let index = self.dir().join("model.safetensors.index.json");
         let single = self.dir().join("model.safetensors");
@@ -160,8 +137,14 @@ impl Checkpoint {
         } else {
             bail!("{} has neither model.safetensors nor model.safetensors.index.json", self.dir().display())
         };
+        let mut file_of = HashMap::new();
         for file in &files {
-            safetensors::check(file)?;
+            for tensor in safetensors::tensors(file)? {
+                // Of two, which one were read would be chance.
+                if let Some(other) = file_of.insert(tensor.clone(), file) {
+                    bail!("{} and {} both have a tensor {tensor}", other.display(), file.display())
+                }
+            }
         }
         Ok(files)
     }

@@ -15,12 +15,8 @@ const TEXT_FILES: &[&str] =
 /// Whether `model` looks like `owner/name`, not like a path.
 pub fn is_id(model: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    match model.split_once('/') {
-        Some((owner, name)) => {
-            [owner, name].iter().all(|part| !part.is_empty() && !part.starts_with('.') && part.chars().all(plain))
-        }
-        None => false,
-    }
+    let part = |part: &str| !part.is_empty() && !part.starts_with('.') && part.chars().all(plain);
+    model.split_once('/').is_some_and(|(owner, name)| part(owner) && part(name))
 }
 
 /// Downloads what a text model needs, its weights if asked, and returns the directory it lies in.

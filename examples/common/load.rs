@@ -7,15 +7,9 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
 use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::num::NonZeroUsize;
 use std::time::Instant;
-
-#[derive(Clone, Copy, Debug, clap::ValueEnum)]
-enum DtypeArg {
-    F32,
-    Bf16,
-    F16,
-}
 
 /// Where weights come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -26,46 +20,26 @@ pub enum LoadFormat {
     Dummy,
 }
 
-/// Types of quantised matrices, by the names that llama.cpp gives them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum QuantizeArg {
-    #[value(name = "q4_0")]
-    Q4_0,
-    #[value(name = "q4_1")]
-    Q4_1,
-    #[value(name = "q5_0")]
-    Q5_0,
-    #[value(name = "q5_1")]
-    Q5_1,
-    #[value(name = "q8_0")]
-    Q8_0,
-    #[value(name = "q2k", alias = "q2_k")]
-    Q2k,
-    #[value(name = "q3k", alias = "q3_k")]
-    Q3k,
-    #[value(name = "q4k", alias = "q4_k")]
-    Q4k,
-    #[value(name = "q5k", alias = "q5_k")]
-    Q5k,
-    #[value(name = "q6k", alias = "q6_k")]
-    Q6k,
-}
+/// Types of quantised matrices, by the names that llama.cpp gives them, and other ways to write those.
+const QUANTISED: [(&str, &str, GgmlDType); 10] = [
+    ("q4_0", "q4_0", GgmlDType::Q4_0),
+    ("q4_1", "q4_1", GgmlDType::Q4_1),
+    ("q5_0", "q5_0", GgmlDType::Q5_0),
+    ("q5_1", "q5_1", GgmlDType::Q5_1),
+    ("q8_0", "q8_0", GgmlDType::Q8_0),
+    ("q2k", "q2_k", GgmlDType::Q2K),
+    ("q3k", "q3_k", GgmlDType::Q3K),
+    ("q4k", "q4_k", GgmlDType::Q4K),
+    ("q5k", "q5_k", GgmlDType::Q5K),
+    ("q6k", "q6_k", GgmlDType::Q6K),
+];
 
-impl QuantizeArg {
-    fn dtype(self) -> GgmlDType {
-        match self {
-            Self::Q4_0 => GgmlDType::Q4_0,
-            Self::Q4_1 => GgmlDType::Q4_1,
-            Self::Q5_0 => GgmlDType::Q5_0,
-            Self::Q5_1 => GgmlDType::Q5_1,
-            Self::Q8_0 => GgmlDType::Q8_0,
-            Self::Q2k => GgmlDType::Q2K,
-            Self::Q3k => GgmlDType::Q3K,
-            Self::Q4k => GgmlDType::Q4K,
-            Self::Q5k => GgmlDType::Q5K,
-            Self::Q6k => GgmlDType::Q6K,
-        }
-    }
+fn quantised() -> impl TypedValueParser<Value = GgmlDType> {
+    let values = QUANTISED.map(|(name, alias, _)| PossibleValue::new(name).alias(alias));
+    PossibleValuesParser::new(values).map(|given| {
+        let found = QUANTISED.into_iter().find(|(name, alias, _)| given == *name || given == *alias);
+        found.expect("one of the possible values").2
+    })
 }
 
 /// The arguments that say what runs where.
@@ -86,12 +60,12 @@ pub struct ModelArgs {
     pub revision: String,
 
     /// Quantise the matrices as they are loaded, those that are not so already; embeddings stay as they are
-    #[arg(long, value_enum)]
-    quantize: Option<QuantizeArg>,
+    #[arg(long, value_parser = quantised())]
+    pub quantize: Option<GgmlDType>,
 
     /// Number format of weights and activations [default: bf16 on a GPU, f32 on the CPU]
-    #[arg(long, value_enum)]
-    dtype: Option<DtypeArg>,
+    #[arg(long, value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|name| name.parse::<DType>()))]
+    dtype: Option<DType>,
 
     /// Run on the CPU even if there is a GPU
     #[arg(long)]
@@ -125,18 +99,9 @@ impl ModelArgs {
         self.prefill_chunk.map_or(if device.is_cpu() { 1024 } else { 8192 }, NonZeroUsize::get)
     }
 
-    /// What matrices are quantised to.
-    pub fn quantize(&self) -> Option<GgmlDType> {
-        self.quantize.map(QuantizeArg::dtype)
-    }
-
     /// Of weights and activations.
     pub fn dtype(&self, device: &Device) -> DType {
-        match (self.dtype, device.is_cpu()) {
-            (Some(DtypeArg::F32), _) | (None, true) => DType::F32,
-            (Some(DtypeArg::Bf16), _) | (None, false) => DType::BF16,
-            (Some(DtypeArg::F16), _) => DType::F16,
-        }
+        self.dtype.unwrap_or(if device.is_cpu() { DType::F32 } else { DType::BF16 })
     }
 }
 
@@ -163,7 +128,7 @@ pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfi
     let dtype = args.dtype(device);
     let bar = bar("loading", config.layers.len(), "layers");
     let progress = |done: usize, _| bar.set_position(done as u64);
-    let loader = CausalLm::loader(config).quantize(args.quantize()).group(rank.group.clone()).progress(progress);
+    let loader = CausalLm::loader(config).quantize(args.quantize).group(rank.group.clone()).progress(progress);
     let load = || match (args.load_format, checkpoint.gguf()) {
         (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(loader.load_gguf(file, dtype, device)?),
         (LoadFormat::Auto, None) => {
@@ -198,7 +163,7 @@ pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfi
         (Some(group), false) => format!("{} GPUs", group.size()),
     };
     let random = if args.load_format == LoadFormat::Dummy { "random " } else { "" };
-    let matrices = args.quantize().map_or(String::new(), |to| format!(", matrices {to:?},"));
+    let matrices = args.quantize.map_or(String::new(), |to| format!(", matrices {to:?},"));
     tell!("loaded {random}{dtype:?} weights{matrices} on {place} in {:.2} s", start.elapsed().as_secs_f64());
     Ok(model)
 }

@@ -52,10 +52,7 @@ impl Need {
             weights,
             states: states.saturating_mul(all).saturating_add(cache),
             kv: sequence.kv_per_token.saturating_mul(product(&[kept, room.max_len])),
-            working: match device.is_cpu() {
-                true => pass.max(unpacked(config, dtype)),
-                false => pass.saturating_add(LIBRARIES),
-            },
+            working: if device.is_cpu() { pass.max(unpacked(config, dtype)) } else { pass.saturating_add(LIBRARIES) },
         })
     }
 
@@ -66,27 +63,20 @@ impl Need {
     /// Says what it takes and what there is. An error where it cannot fit.
     pub fn check(&self, device: &Device) -> Result<()> {
         let Self { weights, states, kv, working } = *self;
-        let parts = format!(
-            "{} weights, {} states, {} keys and values, about {} to work with",
-            Size(weights),
-            Size(states),
-            Size(kv),
-            Size(working)
-        );
-        let (total, place) = (self.total(), if device.is_cpu() { "the machine" } else { "the GPU" });
-        let Some(free) = free(device) else {
-            tell!("memory: {} on {place}: {parts}", Size(total));
+        let [weights, states, kv, working, total] = [weights, states, kv, working, self.total()].map(Size);
+        let parts = format!("{weights} weights, {states} states, {kv} keys and values, about {working} to work with");
+        let place = if device.is_cpu() { "the machine" } else { "the GPU" };
+        let Some(free) = free(device).map(Size) else {
+            tell!("memory: {total} on {place}: {parts}");
             return Ok(());
         };
-        if total > free {
+        if total.0 > free.0 {
             bail!(
-                "the run needs {} of memory ({parts}) and {place} has {} free; \
-                 smaller: --max-seq-len, --batch, --quantize",
-                Size(total),
-                Size(free)
+                "the run needs {total} of memory ({parts}) and {place} has {free} free; \
+                 smaller: --max-seq-len, --batch, --quantize"
             )
         }
-        tell!("memory: {} of the {} free on {place}: {parts}", Size(total), Size(free));
+        tell!("memory: {total} of the {free} free on {place}: {parts}");
         Ok(())
     }
 }
@@ -98,13 +88,13 @@ fn weights(
     dtype: DType,
     device: &Device,
 ) -> Result<u64> {
-    if let Some(to) = args.quantize() {
+    if let Some(to) = args.quantize {
         return Ok(config.quantized_weight_bytes(dtype, to));
     }
-    if args.load_format == LoadFormat::Auto && checkpoint.gguf().is_some() {
+    if let (LoadFormat::Auto, Some(file)) = (args.load_format, checkpoint.gguf()) {
         // Quantised matrices stay as they are in the file, and what is not is little, or of 16 bits as here. So is what
         // each rank has whole.
-        return Ok(checkpoint.gguf_bytes()?.div_ceil(args.tensor_parallel.get() as u64));
+        return Ok(file.size_in_bytes().div_ceil(args.tensor_parallel.get() as u64));
     }
     if device.is_cpu() && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
         // Only a table that is no head is not packed.
@@ -139,11 +129,8 @@ fn pass(config: &ModelConfig, prefill_chunk: usize, room: &Room) -> u64 {
 /// The largest weights that the CPU holds twice at a time, as they come and packed.
 fn unpacked(config: &ModelConfig, dtype: DType) -> u64 {
     let head = product(&[config.vocab_size, config.hidden_size]);
-    let experts = match &config.moe {
-        Some(moe) => product(&[moe.num_experts, 3, moe.intermediate_size, config.hidden_size]),
-        None => 0,
-    };
-    head.max(experts).saturating_mul(dtype.size_in_bytes() as u64)
+    let experts = config.moe.as_ref().map(|moe| [moe.num_experts, 3, moe.intermediate_size, config.hidden_size]);
+    head.max(experts.map_or(0, |factors| product(&factors))).saturating_mul(dtype.size_in_bytes() as u64)
 }
 
 fn product(factors: &[usize]) -> u64 {

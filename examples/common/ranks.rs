@@ -111,10 +111,8 @@ type Maker = Box<dyn FnOnce() -> Result<(Device, Arc<dyn Collective>)> + Send>;
 
 fn makers(n: usize, cpu: bool) -> Result<Vec<Maker>> {
     if cpu {
-        let ranks = LocalRank::group(n).into_iter();
-        return Ok(ranks
-            .map(|rank| -> Maker { Box::new(move || Ok((Device::Cpu, Arc::new(rank) as Arc<dyn Collective>))) })
-            .collect());
+        let maker = |rank| -> Maker { Box::new(move || Ok((Device::Cpu, Arc::new(rank) as Arc<dyn Collective>))) };
+        return Ok(LocalRank::group(n).into_iter().map(maker).collect());
     }
     gpus(n)
 }

@@ -1,6 +1,8 @@
 //! Command line.
 
 use super::common::ModelArgs;
+use candle_gdn_models::GraphChoice;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::Parser;
 use std::path::PathBuf;
 
@@ -144,15 +146,16 @@ pub struct RunArgs {
     pub show_cache: bool,
 
     /// Record a decode step once and replay it, on a GPU: auto goes on without where that cannot be, on fails
-    #[arg(long, value_enum, default_value = "auto")]
-    pub cuda_graph: CudaGraph,
+    #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "on", "off"]).map(graph))]
+    pub cuda_graph: GraphChoice,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum CudaGraph {
-    Auto,
-    On,
-    Off,
+fn graph(choice: String) -> GraphChoice {
+    match choice.as_str() {
+        "on" => GraphChoice::On,
+        "off" => GraphChoice::Off,
+        _ => GraphChoice::Auto,
+    }
 }
 
 fn temperature(s: &str) -> Result<f64, String> {

@@ -5,9 +5,16 @@ use anyhow::{bail, Context, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value as JinjaValue};
 use minijinja::{context, Environment, Error, ErrorKind};
-use serde_json::Value;
+use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter};
+use serde_json::{Serializer, Value};
 
 const NAME: &str = "chat";
+
+/// Steps of a template: some hundreds a message.
+const FUEL: u64 = 1_000_000;
+/// Bytes that it may write, more than any model reads.
+const MOST: usize = 64 << 20;
 
 /// Who says what.
 #[derive(Clone, Debug)]
@@ -79,8 +86,25 @@ impl Template {
             bos_token => self.bos.as_str(),
             eos_token => self.eos.as_str(),
         };
-        let template = self.env.get_template(NAME)?;
-        template.render(context).context("--chat: the chat template")
+        let mut text = Limited(Vec::new());
+        self.env.get_template(NAME)?.render_captured_to(context, &mut text).context("--chat: the chat template")?;
+        String::from_utf8(text.0).context("--chat: the chat template")
+    }
+}
+
+/// What a template wrote, up to [`MOST`] bytes.
+struct Limited(Vec<u8>);
+
+impl std::io::Write for Limited {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.0.len() + bytes.len() > MOST {
+            return Err(std::io::Error::other(format!("expected at most {MOST} bytes of text")));
+        }
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -105,6 +129,7 @@ fn token(value: &Value) -> &str {
 fn environment() -> Result<Environment<'static>, Error> {
     let mut env = Environment::new();
     env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    env.set_fuel(Some(FUEL));
     env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     env.add_function("raise_exception", |message: String| -> Result<String, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
@@ -115,21 +140,20 @@ fn environment() -> Result<Environment<'static>, Error> {
 
 /// Python's `json.dumps`: spaces after `,` and `:`, and nothing escaped for HTML.
 fn tojson(value: JinjaValue, kwargs: Kwargs) -> Result<String, Error> {
+    const MOST_SPACES: usize = 64;
     let indent: Option<usize> = kwargs.get("indent")?;
     // Accepted and of no effect: we never escape, and our maps keep their order.
     let _: (Option<bool>, Option<bool>) = (kwargs.get("ensure_ascii")?, kwargs.get("sort_keys")?);
     kwargs.assert_all_used()?;
+    if indent.is_some_and(|spaces| spaces > MOST_SPACES) {
+        return Err(Error::new(ErrorKind::InvalidOperation, format!("tojson: indent: expected at most {MOST_SPACES}")));
+    }
     let failed = |e: serde_json::Error| Error::new(ErrorKind::BadSerialization, e.to_string());
     let mut out = Vec::new();
+    let spaces = vec![b' '; indent.unwrap_or(0)];
     let result = match indent {
-        Some(n) => {
-            let spaces = vec![b' '; n];
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(&spaces);
-            serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, formatter))
-        }
-        None => {
-            serde::Serialize::serialize(&value, &mut serde_json::Serializer::with_formatter(&mut out, PythonFormatter))
-        }
+        Some(_) => value.serialize(&mut Serializer::with_formatter(&mut out, PrettyFormatter::with_indent(&spaces))),
+        None => value.serialize(&mut Serializer::with_formatter(&mut out, PythonFormatter)),
     };
     result.map_err(failed)?;
     String::from_utf8(out).map_err(|e| Error::new(ErrorKind::BadSerialization, e.to_string()))
@@ -137,7 +161,7 @@ fn tojson(value: JinjaValue, kwargs: Kwargs) -> Result<String, Error> {
 
 struct PythonFormatter;
 
-impl serde_json::ser::Formatter for PythonFormatter {
+impl Formatter for PythonFormatter {
     fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, w: &mut W, first: bool) -> std::io::Result<()> {
         w.write_all(if first { b"" } else { b", " })
     }

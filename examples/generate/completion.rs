@@ -1,6 +1,7 @@
 //! One completion as text.
 
 use super::output::Output;
+use super::plan::Plan;
 use super::stream::TextStream;
 use anyhow::{bail, Result};
 use candle_gdn_models::FinishReason;
@@ -34,13 +35,6 @@ impl Stop {
     }
 }
 
-/// What ends a completion that nothing else ends.
-pub struct Limits {
-    /// Tokens that a sequence can be fed, and, to be read before that number, who says so.
-    pub positions: usize,
-    pub positions_of: &'static str,
-}
-
 /// The tokens drawn after a prompt.
 pub struct Completion<'a> {
     /// The prompt's number, from 0.
@@ -62,10 +56,10 @@ impl<'a> Completion<'a> {
     }
 
     /// Hands out the rest of the text and says why it ended.
-    pub fn finish(self, stop: Stop, limits: &Limits, output: &mut Output) -> Result<()> {
+    pub fn finish(self, stop: Stop, plan: &Plan, output: &mut Output) -> Result<()> {
         let drawn = self.tokens.len();
         output.push(self.prompt, &self.text.finish()?)?;
-        let positions = format!("{} {} positions", limits.positions_of, limits.positions);
+        let positions = format!("{} {} positions", plan.positions_of, plan.positions);
         let why = match stop {
             Stop::EndOfText => format!("end of text after {drawn} tokens"),
             Stop::SampleLen => format!("{drawn} tokens (-n)"),

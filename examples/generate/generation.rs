@@ -65,12 +65,10 @@ impl<'a> Generation<'a> {
                 self.take(event)?;
             }
         };
-        let limits = self.job.limits();
-        for (_, completion) in &mut self.completions {
-            // One without a token has not begun.
-            if let Some(completion) = completion.take().filter(|completion| !completion.tokens.is_empty()) {
-                completion.finish(stop, &limits, &mut self.output)?;
-            }
+        // One without a token has not begun.
+        let taken = self.completions.iter_mut().filter_map(|(_, completion)| completion.take());
+        for completion in taken.filter(|completion| !completion.tokens.is_empty()) {
+            completion.finish(stop, self.job.plan, &mut self.output)?;
         }
         Ok(stop)
     }
@@ -91,23 +89,19 @@ impl<'a> Generation<'a> {
         if let Some(line) = self.job.line(&event) {
             self.output.say(&line);
         }
+        let (Event::Token { id, .. } | Event::Finished { id, .. }) = event else { return Ok(()) };
+        let Some((_, completion)) = self.completions.iter_mut().find(|(other, _)| *other == id) else { return Ok(()) };
         match event {
-            Event::Token { id, token } => {
-                let completion = self.completions.iter_mut().find(|(other, _)| *other == id);
-                match completion {
-                    Some((_, Some(completion))) => completion.push(token, &mut self.output),
-                    _ => Ok(()),
-                }
+            Event::Token { token, .. } => {
+                completion.as_mut().map_or(Ok(()), |completion| completion.push(token, &mut self.output))
             }
-            Event::Finished { id, reason } => {
+            Event::Finished { reason, .. } => {
                 let stop = Stop::by_itself(reason)?;
                 // Nobody reads the rest: that is why it ends.
                 self.last_stop = if self.output.closed() { Stop::ClosedOutput } else { stop };
-                let completion = self.completions.iter_mut().find(|(other, _)| *other == id);
-                match completion.and_then(|(_, completion)| completion.take()) {
-                    Some(completion) => completion.finish(self.last_stop, &self.job.limits(), &mut self.output),
-                    None => Ok(()),
-                }
+                let finish =
+                    |completion: Completion| completion.finish(self.last_stop, self.job.plan, &mut self.output);
+                completion.take().map_or(Ok(()), finish)
             }
             _ => Ok(()),
         }

@@ -1,6 +1,6 @@
 //! A talk: lines in, answers out, and only what is new is fed.
 
-use super::completion::{Completion, Limits, Stop};
+use super::completion::{Completion, Stop};
 use super::job::Job;
 use super::output::Output;
 use super::plan::SNAPSHOTS;
@@ -16,7 +16,6 @@ use std::sync::Arc;
 pub struct Interactive<'a> {
     job: &'a Job<'a>,
     engine: Engine<&'a CausalLm>,
-    limits: Limits,
     talk: Talk<'a>,
     memory: Memory,
     /// Answers so far, each of which draws from a generator of its own.
@@ -42,8 +41,7 @@ enum Line {
 
 impl<'a> Interactive<'a> {
     pub fn new(job: &'a Job<'a>, talk: Talk<'a>) -> Result<Self> {
-        let (engine, limits) = (job.engine()?, job.limits());
-        Ok(Self { job, engine, limits, talk, memory: Memory::default(), answers: 0 })
+        Ok(Self { job, engine: job.engine()?, talk, memory: Memory::default(), answers: 0 })
     }
 
     /// Until the input ends, or somebody ends it.
@@ -51,10 +49,9 @@ impl<'a> Interactive<'a> {
         if !self.talk.is_chat() {
             eprintln!("no chat template: your lines and what the model makes of them are one text");
         }
-        let mut stop = Stop::EndOfText;
-        loop {
+        let stop = loop {
             match self.read()? {
-                Line::Quit => break,
+                Line::Quit => break Stop::EndOfText,
                 Line::Reset => {
                     self.talk.clear();
                     self.memory = Memory::default();
@@ -62,12 +59,11 @@ impl<'a> Interactive<'a> {
                 Line::Message(message) => {
                     self.job.interrupt.store(false, Ordering::SeqCst);
                     if self.answer(&message)? == Some(Stop::ClosedOutput) {
-                        stop = Stop::ClosedOutput;
-                        break;
+                        break Stop::ClosedOutput;
                     }
                 }
             }
-        }
+        };
         eprintln!("prompt: {}", self.engine.stats().prompt);
         self.job.tell_decode(&self.engine);
         Ok(stop)
@@ -89,13 +85,11 @@ impl<'a> Interactive<'a> {
                 eprintln!("left out: a line that is not UTF-8");
                 continue;
             };
-            match line.trim_end_matches(['\r', '\n']) {
-                line if line.trim().is_empty() => {}
-                line => match line.trim() {
-                    "/quit" => return Ok(Line::Quit),
-                    "/reset" => return Ok(Line::Reset),
-                    _ => return Ok(Line::Message(line.to_string())),
-                },
+            match line.trim() {
+                "" => {}
+                "/quit" => return Ok(Line::Quit),
+                "/reset" => return Ok(Line::Reset),
+                _ => return Ok(Line::Message(line.trim_end_matches(['\r', '\n']).to_string())),
             }
         }
     }
@@ -103,7 +97,7 @@ impl<'a> Interactive<'a> {
     /// Why the answer ended; None where there was none, and the message does not count.
     fn answer(&mut self, message: &str) -> Result<Option<Stop>> {
         let prompt = self.talk.ask(message)?;
-        if let Err(e) = prompt::check(&prompt.tokens, self.job.model.config(), Some(self.limits.positions)) {
+        if let Err(e) = prompt::check(&prompt.tokens, self.job.model.config(), Some(self.job.plan.positions)) {
             eprintln!("left out: {e:#}; /reset begins anew");
             return Ok(None);
         }
@@ -128,7 +122,7 @@ impl<'a> Interactive<'a> {
         let seen = self.memory.last.as_ref().map_or(0, |last| last.len());
         self.memory.tokens = all[..seen].to_vec();
         self.talk.answered(message, &completion.tokens, &all)?;
-        completion.finish(stop, &self.limits, &mut output)?;
+        completion.finish(stop, self.job.plan, &mut output)?;
         output.push(0, "\n")?;
         if stop != Stop::EndOfText {
             output.last_line();
@@ -156,15 +150,10 @@ impl<'a> Interactive<'a> {
     fn complete(&mut self, id: RequestId, completion: &mut Completion, output: &mut Output) -> Result<Stop> {
         let (mut ended_by, mut snapshots) = (None, Vec::new());
         loop {
-            if ended_by.is_none() {
-                ended_by = match () {
-                    _ if output.closed() => Some(Stop::ClosedOutput),
-                    _ if self.job.interrupt.load(Ordering::SeqCst) => Some(Stop::Interrupted),
-                    _ => None,
-                };
-                if ended_by.is_some() {
-                    self.engine.cancel(id)?;
-                }
+            let interrupted = self.job.interrupt.load(Ordering::SeqCst);
+            if ended_by.is_none() && (output.closed() || interrupted) {
+                ended_by = Some(if output.closed() { Stop::ClosedOutput } else { Stop::Interrupted });
+                self.engine.cancel(id)?;
             }
             for event in self.engine.step()? {
                 if let Some(line) = self.job.line(&event) {
@@ -177,7 +166,9 @@ impl<'a> Interactive<'a> {
                         // Without an answer the message does not count. With one, the snapshot of its end comes last.
                         if !completion.tokens.is_empty() || ended_by.is_none() {
                             self.memory.last = snapshots.pop();
-                            snapshots.into_iter().for_each(|snapshot| self.memory.keep(snapshot));
+                            let kept = &mut self.memory.snapshots;
+                            kept.extend(snapshots);
+                            kept.drain(..kept.len().saturating_sub(SNAPSHOTS));
                         }
                         return Ok(ended_by.unwrap_or(Stop::by_itself(reason)?));
                     }
@@ -185,14 +176,5 @@ impl<'a> Interactive<'a> {
                 }
             }
         }
-    }
-}
-
-impl Memory {
-    fn keep(&mut self, snapshot: Arc<SequenceSnapshot>) {
-        if self.snapshots.len() == SNAPSHOTS {
-            self.snapshots.remove(0);
-        }
-        self.snapshots.push(snapshot);
     }
 }

@@ -1,9 +1,8 @@
 //! What is to be done, and the engine that does it.
 
-use super::args::{CudaGraph, RunArgs};
+use super::args::RunArgs;
 use super::common::ranks::Pace;
 use super::common::tell;
-use super::completion::Limits;
 use super::plan::Plan;
 use super::settings::Settings;
 use anyhow::{Context, Result};
@@ -30,12 +29,6 @@ pub struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    /// What ends a completion that nothing else ends.
-    pub fn limits(&self) -> Limits {
-        let &Plan { positions, positions_of, .. } = self.plan;
-        Limits { positions, positions_of }
-    }
-
     /// Room for as many sequences, and as long ones, as are planned.
     pub fn engine(&self) -> Result<Engine<&'a CausalLm>> {
         let &Plan { batch: sequences, max_len, cache: prefix_cache, .. } = self.plan;
@@ -44,18 +37,14 @@ impl<'a> Job<'a> {
             draft: self.run.draft,
             prefix_cache,
             prefix_block: self.run.prefix_block,
-            cuda_graph: match self.run.cuda_graph {
-                CudaGraph::Auto => GraphChoice::Auto,
-                CudaGraph::On => GraphChoice::On,
-                CudaGraph::Off => GraphChoice::Off,
-            },
+            cuda_graph: self.run.cuda_graph,
             ..EngineOptions::new(sequences, max_len)
         };
         Engine::new(self.model, options).with_context(|| {
             let room =
                 format!("no room for {sequences} sequences of {max_len} tokens at once (--batch, --max-seq-len)");
             match self.run.cuda_graph {
-                CudaGraph::On => format!("--cuda-graph on: cannot capture one, or {room}"),
+                GraphChoice::On => format!("--cuda-graph on: cannot capture one, or {room}"),
                 _ => room,
             }
         })

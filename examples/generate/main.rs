@@ -59,14 +59,12 @@ fn run(args: &Args) -> Result<Stop> {
         settings.eos.clear();
         tokenizer = None;
     }
-    let talk = match args.prompts.interactive {
-        true => Some(Talk::find(&checkpoint, tokenizer.as_ref(), args.prompts.chat)?),
-        false => None,
-    };
-    let prompts = match talk {
-        Some(_) => Vec::new(),
-        None => prompt::tokens(&args.prompts, &checkpoint, tokenizer.as_ref(), &config, &args.run)?,
-    };
+    let (mut talk, mut prompts) = (None, Vec::new());
+    if args.prompts.interactive {
+        talk = Some(Talk::find(&checkpoint, tokenizer.as_ref(), args.prompts.chat)?);
+    } else {
+        prompts = prompt::tokens(&args.prompts, &checkpoint, tokenizer.as_ref(), &config, &args.run)?;
+    }
     let plan = Plan::new(args, &config, &prompts);
     let (checkpoint, tokenizer) = (&checkpoint, tokenizer.as_ref());
     let task = Task { args, checkpoint, config, settings, tokenizer, prompts, plan };

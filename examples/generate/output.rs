@@ -110,16 +110,11 @@ impl Output {
             stdout.write_all(text.as_bytes()).and_then(|_| stdout.flush())
         };
         match self.bar.suspend(print) {
-            Ok(()) => {
-                self.any = true;
-                Ok(())
-            }
-            Err(e) if e.kind() == ErrorKind::BrokenPipe => {
-                self.closed = true;
-                Ok(())
-            }
-            Err(e) => Err(e).context("cannot write to stdout"),
+            Ok(()) => self.any = true,
+            Err(e) if e.kind() == ErrorKind::BrokenPipe => self.closed = true,
+            Err(e) => return Err(e).context("cannot write to stdout"),
         }
+        Ok(())
     }
 
     /// Ends the last line of a single completion, where it and the figures share a terminal.

@@ -11,6 +11,9 @@ use tokenizers::Tokenizer;
 /// What is completed when nothing is asked for; the demo checkpoint knows how it goes on.
 const DEFAULT_PROMPT: &str = "And it came to pass in those days, that there went out a decree";
 
+/// Tokens that are made up at most, of all prompts.
+const MOST_MADE_UP: usize = 1 << 28;
+
 /// At least one prompt, none empty, each within `room` tokens if there is such a bound and the positions of the model.
 pub fn tokens(
     args: &PromptArgs,
@@ -21,8 +24,12 @@ pub fn tokens(
 ) -> Result<Vec<Vec<u32>>> {
     let room = run.max_seq_len;
     if let Some(count) = args.prompt_tokens {
-        let prompts = (0..run.batch.unwrap_or(1)).map(|n| checked(made_up(n, count, config.vocab_size), config, room));
-        return prompts.collect::<Result<_>>().context("--prompt-tokens");
+        let batch = run.batch.unwrap_or(1);
+        check_count(count, config, room).context("--prompt-tokens")?;
+        if count.saturating_mul(batch) > MOST_MADE_UP {
+            bail!("--prompt-tokens: expected at most {MOST_MADE_UP} tokens in all, got {batch} times {count}")
+        }
+        return Ok((0..batch).map(|n| made_up(n, count, config.vocab_size)).collect());
     }
     let Some(tokenizer) = tokenizer else {
         bail!("{} has no tokenizer.json, so no text can go in: expected --prompt-tokens N", checkpoint.name())
@@ -39,10 +46,8 @@ pub fn tokens(
         // A template writes the special tokens itself.
         let ids = tokenizer.encode(text, !args.chat).map_err(|e| anyhow!("cannot tokenise: {e}"));
         let ids = ids.and_then(|encoding| checked(encoding.get_ids().to_vec(), config, room));
-        prompts.push(ids.map_err(|e| match several {
-            true => anyhow!("prompt {}: {e:#}", i + 1),
-            false => anyhow!("prompt: {e:#}"),
-        })?);
+        let number = if several { format!(" {}", i + 1) } else { String::new() };
+        prompts.push(ids.with_context(|| format!("prompt{number}"))?);
     }
     Ok(prompts)
 }
@@ -58,18 +63,24 @@ fn checked(ids: Vec<u32>, config: &ModelConfig, room: Option<usize>) -> Result<V
     Ok(ids)
 }
 
+/// Whether the model can be fed so many.
+fn check_count(count: usize, config: &ModelConfig, room: Option<usize>) -> Result<()> {
+    let limit = config.max_position_embeddings;
+    if count > limit {
+        bail!("expected at most max_position_embeddings ({limit}) tokens, got {count}")
+    }
+    if let Some(room) = room.filter(|room| count > *room) {
+        bail!("expected at most --max-seq-len ({room}) tokens, got {count}")
+    }
+    Ok(())
+}
+
 /// Whether the model can be fed these.
 pub fn check(ids: &[u32], config: &ModelConfig, room: Option<usize>) -> Result<()> {
-    let limit = config.max_position_embeddings;
     if ids.is_empty() {
         bail!("expected at least 1 token, got none")
     }
-    if ids.len() > limit {
-        bail!("expected at most max_position_embeddings ({limit}) tokens, got {}", ids.len())
-    }
-    if let Some(room) = room.filter(|room| ids.len() > *room) {
-        bail!("expected at most --max-seq-len ({room}) tokens, got {}", ids.len())
-    }
+    check_count(ids.len(), config, room)?;
     if let Some(id) = ids.iter().find(|&&id| id as usize >= config.vocab_size) {
         bail!("the tokenizer gives id {id}, the model has {} tokens", config.vocab_size)
     }

@@ -59,10 +59,8 @@ impl<'a> Talk<'a> {
                 Ok(Prompt { lasting: common(&tokens, &before), tokens })
             }
             Kind::Text { tokens } => {
-                let more = match tokens.is_empty() {
-                    true => self.encode(message, true)?,
-                    false => self.encode(&format!("\n{message}"), false)?,
-                };
+                let newline = if tokens.is_empty() { "" } else { "\n" };
+                let more = self.encode(&format!("{newline}{message}"), tokens.is_empty())?;
                 // Nothing is ever written otherwise.
                 Ok(Prompt { tokens: [&tokens[..], &more].concat(), lasting: 0 })
             }

@@ -4,6 +4,7 @@ use anyhow::{bail, Result};
 use candle_core::DType;
 use candle_gdn::profile::Limits;
 use candle_gdn::Algo;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 
@@ -14,20 +15,6 @@ const MOST_BYTES: usize = 2 << 30;
 pub enum Op {
     Decode,
     Prefill,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum DtypeArg {
-    F32,
-    Bf16,
-    F16,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum AlgoArg {
-    Auto,
-    Recurrent,
-    Recurrent128,
 }
 
 /// Profiles one launch of the gated delta rule on the first GPU, inputs out of its L2 cache: cycles per scope on
@@ -57,12 +44,14 @@ pub struct Args {
     pub dim: usize,
 
     /// Number format of the inputs
-    #[arg(long, value_enum, default_value = "bf16")]
-    dtype: DtypeArg,
+    #[arg(long, default_value = "bf16",
+          value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|name| name.parse::<DType>()))]
+    pub dtype: DType,
 
     /// The kernel
-    #[arg(long, value_enum, default_value = "auto")]
-    algo: AlgoArg,
+    #[arg(long, default_value = "auto",
+          value_parser = PossibleValuesParser::new(["auto", "recurrent", "recurrent128"]).map(algo))]
+    pub algo: Algo,
 
     /// Events a warp may record [default: enough, unless the buffer would pass 2 GiB]
     #[arg(long, value_name = "N")]
@@ -92,22 +81,6 @@ impl Args {
         }
     }
 
-    pub fn dtype(&self) -> DType {
-        match self.dtype {
-            DtypeArg::F32 => DType::F32,
-            DtypeArg::Bf16 => DType::BF16,
-            DtypeArg::F16 => DType::F16,
-        }
-    }
-
-    pub fn algo(&self) -> Algo {
-        match self.algo {
-            AlgoArg::Auto => Algo::Auto,
-            AlgoArg::Recurrent => Algo::Recurrent,
-            AlgoArg::Recurrent128 => Algo::Recurrent128,
-        }
-    }
-
     /// Room for any of the kernels.
     pub fn limits(&self, tokens: usize) -> Limits {
         // The smallest tiles have 16 rows, the largest blocks eight warps.
@@ -115,6 +88,14 @@ impl Args {
         let most = (MOST_BYTES / 16 / warps.max(1)).max(16);
         let events_per_warp = self.events.unwrap_or_else(|| tokens.div_ceil(16).saturating_mul(24).min(most - 16) + 16);
         Limits { warps, events_per_warp }
+    }
+}
+
+fn algo(name: String) -> Algo {
+    match name.as_str() {
+        "recurrent" => Algo::Recurrent,
+        "recurrent128" => Algo::Recurrent128,
+        _ => Algo::Auto,
     }
 }
 

@@ -43,9 +43,7 @@ fn run(args: &Args) -> Result<u64> {
     let rule = Rule::new(args, tokens, &device)?;
     let algo = rule.algo()?;
     if matches!(algo, Algo::ChunkedSm80 | Algo::ChunkedSm90) {
-        bail!(
-            "--algo: {algo:?}, chosen for this shape, has no clock stamps: ask for recurrent128, recurrent or chunked"
-        )
+        bail!("--algo: {algo:?}, chosen for this shape, has no clock stamps: ask for recurrent128 or recurrent")
     }
     // A first launch includes loading the kernel.
     rule.launch()?;
@@ -53,7 +51,7 @@ fn run(args: &Args) -> Result<u64> {
     let limits = args.limits(tokens);
     let ((), profile) = record(&device, limits, || {
         Tensor::zeros(FLUSH_BYTES / 4, DType::F32, &device)?;
-        rule.launch()
+        rule.launch().map(|_| ())
     })?;
     let [launch] = &profile.launches[..] else { bail!("expected one launch, got {}", profile.launches.len()) };
 
@@ -65,7 +63,7 @@ fn run(args: &Args) -> Result<u64> {
     println!(
         "{name}: {batch} x {tokens} tokens, {key_heads} key and {value_heads} value heads of {}, {}, kernel {algo:?}",
         args.dim,
-        args.dtype().as_str()
+        args.dtype.as_str()
     );
     let table = launch.table();
     print::table(&table, &mut std::io::stdout().lock())?;
@@ -115,7 +113,7 @@ impl Rule {
             Op::Prefill => vec![args.batch, tokens],
         };
         let randn = |tail: &[usize]| -> candle_core::Result<Tensor> {
-            Tensor::randn(0f32, 1., [&lead[..], tail].concat(), device)?.to_dtype(args.dtype())
+            Tensor::randn(0f32, 1., [&lead[..], tail].concat(), device)?.to_dtype(args.dtype)
         };
         let gates = Gates {
             a: randn(&[value_heads])?,
@@ -130,24 +128,29 @@ impl Rule {
             v: randn(&[value_heads, dim])?,
             gates,
             state: Tensor::zeros((args.batch, value_heads, dim, dim), DType::F32, device)?,
-            options: RuleOptions { algo: args.algo(), ..RuleOptions::default() },
+            options: RuleOptions { algo: args.algo, ..RuleOptions::default() },
         })
     }
 
+    fn decode(&self) -> candle_core::Result<GdnDecode> {
+        GdnDecode::new(self.gates.clone(), &self.state, self.options)
+    }
+
+    fn prefill(&self) -> candle_core::Result<GdnPrefill> {
+        GdnPrefill::new(self.gates.clone(), &self.state, None, self.options)
+    }
+
     fn algo(&self) -> candle_core::Result<Algo> {
-        let Self { q, k, v, gates, state, options, .. } = self;
         match self.op {
-            Op::Decode => GdnDecode::new(gates.clone(), state, *options)?.algo(q, k, v),
-            Op::Prefill => GdnPrefill::new(gates.clone(), state, None, *options)?.algo(q, k, v),
+            Op::Decode => self.decode()?.algo(&self.q, &self.k, &self.v),
+            Op::Prefill => self.prefill()?.algo(&self.q, &self.k, &self.v),
         }
     }
 
-    fn launch(&self) -> candle_core::Result<()> {
-        let Self { q, k, v, gates, state, options, .. } = self;
+    fn launch(&self) -> candle_core::Result<Tensor> {
         match self.op {
-            Op::Decode => GdnDecode::new(gates.clone(), state, *options)?.forward(q, k, v)?,
-            Op::Prefill => GdnPrefill::new(gates.clone(), state, None, *options)?.forward(q, k, v)?,
-        };
-        Ok(())
+            Op::Decode => self.decode()?.forward(&self.q, &self.k, &self.v),
+            Op::Prefill => self.prefill()?.forward(&self.q, &self.k, &self.v),
+        }
     }
 }

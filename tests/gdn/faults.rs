@@ -2,7 +2,7 @@
 //! more: elsewhere there is nothing to test.
 
 use crate::random_layer::{layer, of_128, packed, rows};
-use crate::support::{devices, values, Rng};
+use crate::support::{devices, rel_rms, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::{causal_conv1d, Gates, GdnConfig, GdnStep, Slots, StepOptions, NO_SLOT};
 
@@ -85,8 +85,9 @@ fn a_step_whose_last_row_crosses_32_bits() -> Result<()> {
             Ok([values(&out.narrow(0, batch - 1, 1)?), values(&states.1)].concat())
         };
         let got = run(&wide.narrow(1, 0, channels)?)?;
-        assert_eq!(got, run(&last)?);
-        assert!(got.iter().any(|x| *x != 0.));
+        // Not by the same kernel: between convolution, rule and norm bf16 is rounded.
+        let error = rel_rms(&got, &run(&last)?);
+        assert!(error < 2e-2, "off by {error:e}");
     }
     Ok(())
 }

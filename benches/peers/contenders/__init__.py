@@ -1,8 +1,8 @@
 """Who is timed. Each contender has a module here, imported in its own process alone."""
 import importlib
 
-RULE = ["decode", "prefill", "contest-decode", "contest-prefill"]
-PREFILLS = ["prefill", "contest-prefill"]
+RULE = ["decode", "prefill", "contest-decode", "contest-prefill", "hard"]
+PREFILLS = ["prefill", "contest-prefill", "hard"]
 DECODE_ALGOS = ["auto", "recurrent_128", "recurrent"]
 ALGOS = [*DECODE_ALGOS, "chunked_sm80", "chunked_sm90"]
 

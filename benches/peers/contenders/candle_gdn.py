@@ -33,7 +33,7 @@ def rule_params(work, algo, mixed, ba, o, state_in, state_out, a_log, dt_bias, c
         q=heads(mixed, 0), k=heads(mixed, hk * DIM), v=heads(mixed, 2 * hk * DIM), a=gates(hv), b=gates(0), a_log=a_log,
         dt_bias=dt_bias, o=heads(o, 0), state_in=state_in, state_out=state_out, in_slots=slots, out_slots=slots,
         seqs=abi.sequences(work.lens, cu), num_k_heads=hk, num_v_heads=hv, head_k=DIM, head_v=DIM, io_dtype=IO,
-        gate_dtype=IO, l2norm=int(work.l2norm), algo=algo)
+        gate_dtype=IO, l2norm=int(work.l2norm), algo=algo, beta_scale=work.beta_scale)
 
 
 class CandleGdn:
@@ -81,14 +81,15 @@ class CandleGdn:
         """Two products and three launches of ours, all in place of pre-made buffers; one for decode, where the launches
         overlap."""
         d = layer.draw(work, sets, self.device)
-        if work.decode:
-            return self.step_case(work, d, sets)
-        t, n = work.tokens, len(work.lens)
-        new = lambda *shape: torch.empty(sets, *shape, device=self.device, dtype=BF16)
-        mixed, y, o, normed, out = new(t, d.rows), new(t, d.channels), new(t, d.values), new(t, d.values), \
-            new(t, layer.HIDDEN)
         state_in = d.state[:1].clone()
-        per_seq = work.lens[0]
+        columns = (d.rows, d.channels, d.values, d.values, layer.HIDDEN)
+        buffers = [torch.empty(sets, work.tokens, n, device=self.device, dtype=BF16) for n in columns]
+        calls = self.step_calls(work, d, *buffers) if work.decode else self.layer_calls(work, variant, d, *buffers)
+        poison(*buffers)
+        return layer.LayerCase(calls, layer.reference(work, d, state_in), lambda: (buffers[-1][0], d.state[0]))
+
+    def layer_calls(self, work, variant, d, mixed, y, o, normed, out):
+        t, n, sets, per_seq = work.tokens, len(work.lens), len(mixed), work.lens[0]
         flat = lambda x, first=0: abi.columns(x, first, DIM, per_seq)
         slots = abi.slots(None, n, 3 * d.channels)
         seqs = abi.sequences(work.lens)
@@ -112,9 +113,7 @@ class CandleGdn:
                 torch.mm(normed[i], d.w_out[i].T, out=out[i])
             return run
 
-        poison(mixed, y, o, normed, out)
-        math = layer.reference(work, d, state_in)
-        return layer.LayerCase([call(i) for i in range(sets)], math, lambda: (out[0], d.state[0]))
+        return [call(i) for i in range(sets)]
 
     def product(self, x, w, y):
         """y = x w^T: ours while reading w is all the work."""
@@ -125,12 +124,8 @@ class CandleGdn:
             abi.LinearParams, x=x, w=w, y=y, x_stride=x.stride(0), w_stride=w.stride(0), y_stride=y.stride(0),
             rows=x.shape[0], inputs=w.shape[1], outputs=w.shape[0], dtype=IO, overlap=1))
 
-    def step_case(self, work, d, sets):
-        n = len(work.lens)
-        new = lambda *shape: torch.empty(sets, *shape, device=self.device, dtype=BF16)
-        mixed, normed, out = new(n, d.rows), new(n, d.values), new(n, layer.HIDDEN)
-        state_in = d.state[:1].clone()
-        slots = abi.slots(None, n, work.hv * DIM * DIM)
+    def step_calls(self, work, d, mixed, _y, _o, normed, out):
+        slots = abi.slots(None, len(work.lens), work.hv * DIM * DIM)
 
         def call(i):
             flat = lambda x, first=0: abi.columns(x, first, DIM, 1)
@@ -150,6 +145,4 @@ class CandleGdn:
                 self.product(normed[i], d.w_out[i], out[i])
             return run
 
-        poison(mixed, normed, out)
-        math = layer.reference(work, d, state_in)
-        return layer.LayerCase([call(i) for i in range(sets)], math, lambda: (out[0], d.state[0]))
+        return [call(i) for i in range(len(mixed))]

@@ -9,11 +9,12 @@ os.environ["FLA_TILELANG"] = "0"
 
 import layer
 import torch
-from data import Case, cumulative, draw, output_bytes, poison_allocator, raw_math, unit_bf16
+from contenders.peer import Peer, allocating_prefill
+from data import Case, draw, output_bytes, poison_allocator, raw_math
 from workloads import DIM
 
 
-class Fla:
+class Fla(Peer):
     def __init__(self, lib_path=None, device="cuda"):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
         self.recurrent, self.chunk, self.device = fused_recurrent_gated_delta_rule, chunk_gated_delta_rule, device
@@ -22,58 +23,36 @@ class Fla:
     def includes(self, work):
         if work.suite == "layer":
             return "convolutions, gates, L2 norm, gated norm, the same two products"
-        if not work.decode:
-            return "neither gates nor L2 norm"
-        return "gates, L2 norm" if work.l2norm else "gates"
+        return super().includes(work)
 
     def bounds(self, work):
-        if work.suite == "layer":
-            return layer.BOUNDS
-        return (1e-2, 1e-3) if work.decode else (2e-2, 2e-2)
+        return layer.BOUNDS if work.suite == "layer" else super().bounds(work)
 
     def rule_case(self, work, variant, sets):
+        if not work.decode:
+            return allocating_prefill(work, sets, self.device, self.chunk, self.own)
         d = draw(work, sets, self.device)
-        left = {}
-        if work.decode:
-            math = raw_math(d, work)
-
-            def call(i):
-                q, k, v, a, b = (x[i].unsqueeze(1) for x in (d.q, d.k, d.v, d.a, d.b))
-
-                def run():
-                    left[i] = self.recurrent(
-                        q, k, v, g=a, beta=b, scale=DIM ** -0.5, initial_state=d.state[i], output_final_state=True,
-                        use_qk_l2norm_in_kernel=work.l2norm, use_gate_in_kernel=True, A_log=d.a_log, dt_bias=d.dt_bias,
-                        use_beta_sigmoid_in_kernel=True, state_v_first=True)
-                return run
-
-            poison_allocator(output_bytes(work), self.device)
-            return Case([call(i) for i in range(sets)], math, lambda: (left[0][0][:, 0], left[0][1]))
-
-        q, k = (unit_bf16(d.q), unit_bf16(d.k)) if work.l2norm else (d.q, d.k)
-        g, beta = d.gates()
-        # One cu_seqlens for all sets: what it derives from the lengths is kept by the tensor's identity.
-        cu = cumulative(work, torch.int64, self.device)
-        state = d.state.mT.contiguous()                 # [sequence, HV, K, V], its default
+        left, math = {}, raw_math(d, work)
 
         def call(i):
-            args = [x[i:i + 1] for x in (q, k, d.v, g, beta)]
+            q, k, v, a, b = (x[i].unsqueeze(1) for x in (d.q, d.k, d.v, d.a, d.b))
 
             def run():
-                left[i] = self.chunk(*args, scale=DIM ** -0.5, initial_state=state[i], output_final_state=True,
-                                     cu_seqlens=cu)
+                left[i] = self.recurrent(
+                    q, k, v, g=a, beta=b, scale=DIM ** -0.5, initial_state=d.state[i], output_final_state=True,
+                    use_qk_l2norm_in_kernel=work.l2norm, use_gate_in_kernel=True, A_log=d.a_log, dt_bias=d.dt_bias,
+                    use_beta_sigmoid_in_kernel=True, state_v_first=True)
             return run
 
-        def result():
-            self.must_be_own()
-            return left[0][0][0], left[0][1].mT
-
         poison_allocator(output_bytes(work), self.device)
-        return Case([call(i) for i in range(sets)], (q[0], k[0], d.v[0], g[0], beta[0], d.state[0]), result)
+        return Case([call(i) for i in range(sets)], math, lambda: (left[0][0][:, 0], left[0][1]))
 
-    def must_be_own(self):
+    @staticmethod
+    def own(found):
+        """What a chunked kernel gave, once it is sure that it is fla's."""
         if "flash_qla" in sys.modules:
             raise RuntimeError("fla ran FlashQLA's kernels, not its own")
+        return found
 
     def layer_case(self, work, variant, sets):
         """The composition of fla's GatedDeltaNet over one wide input product, and with the convolutions on its slices:
@@ -116,8 +95,8 @@ class Fla:
             return run
 
         def result():
-            self.must_be_own()
-            return left[0][0].flatten(0, 1), left[0][1]
+            y, final = self.own(left[0])
+            return y.flatten(0, 1), final
 
         poison_allocator(output_bytes(work), self.device)
         return layer.LayerCase([call(i) for i in range(sets)], layer.reference(work, d, state_in), result)

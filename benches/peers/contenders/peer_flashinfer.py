@@ -2,25 +2,17 @@
 from importlib.metadata import version
 
 import torch
-from data import Case, cumulative, draw, poison, raw_math, unit_bf16
+from contenders.peer import Peer, ready, ready_math
+from data import Case, cumulative, draw, poison, raw_math
 from workloads import DIM
 
 
-class FlashInfer:
+class FlashInfer(Peer):
     def __init__(self, lib_path=None, device="cuda"):
         from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
         from flashinfer.gdn_prefill import chunk_gated_delta_rule
         self.decode, self.prefill, self.device = gated_delta_rule_decode_pretranspose, chunk_gated_delta_rule, device
         self.version = version("flashinfer-python")
-
-    def includes(self, work):
-        if not work.decode:
-            return "neither gates nor L2 norm"
-        return "gates, L2 norm" if work.l2norm else "gates"
-
-    def bounds(self, work):
-        """Wide enough for any precision that it may choose, too narrow for a wrong call."""
-        return (1e-2, 1e-3) if work.decode else (2e-2, 2e-2)
 
     def rule_case(self, work, variant, sets):
         d = draw(work, sets, self.device)
@@ -36,8 +28,7 @@ class FlashInfer:
             poison(o)
             return Case([call(i) for i in range(sets)], math, lambda: (o[0], d.state[0]))
 
-        q, k = (unit_bf16(d.q), unit_bf16(d.k)) if work.l2norm else (d.q, d.k)
-        g, beta = d.gates()
+        q, k, g, beta = ready(d, work)
         alpha = g.exp()                                 # it takes the decay itself, not its logarithm
         cu = cumulative(work, torch.int32, self.device)
         final = torch.empty_like(d.state)
@@ -49,5 +40,4 @@ class FlashInfer:
             return lambda: self.prefill(*args, output=o[i], output_state=final[i], use_cp=use_cp,
                                         max_seqlen=max(work.lens))
         poison(o, final)
-        math = q[0], k[0], d.v[0], g[0], beta[0], d.state[0]
-        return Case([call(i) for i in range(sets)], math, lambda: (o[0], final[0]))
+        return Case([call(i) for i in range(sets)], ready_math(d, q, k, g, beta), lambda: (o[0], final[0]))

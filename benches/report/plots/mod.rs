@@ -6,6 +6,7 @@ mod draw;
 
 use crate::compare::{time, Column, Group, Suite, Tier, Work, OURS};
 use crate::folder::Entry;
+use crate::markdown::comma_l2;
 use crate::rates::copy_rate;
 use anyhow::Result;
 use axis::Scale;
@@ -14,47 +15,45 @@ use std::cmp::Reverse;
 
 /// What is plotted of a work: its place on the x axis, if it belongs into the plot.
 type Place = fn(&Work) -> Option<usize>;
+type Draw = fn(&Suite, &Group) -> Option<Chart>;
+
+/// The suites with the names of their plots.
+const PLOTS: [(&str, &str, Draw); 7] = [
+    ("decode", "decode", |suite, group| times(suite, group, |work| work.shape.batch)),
+    ("prefill", "prefill", |suite, group| times(suite, group, single_sequence)),
+    ("layer", "layer-tokens", |suite, group| times(suite, group, single_sequence)),
+    ("layer", "layer-batch", |suite, group| times(suite, group, single_token)),
+    ("rule", "cpu-rule", |suite, group| times(suite, group, single_sequence)),
+    ("decode", "copy-rate", copy_rates),
+    ("projections", "projections", variants),
+];
 
 /// File names and SVG texts of all plots that have data.
 pub fn plots(suites: &[Suite]) -> Result<Vec<(String, String)>> {
-    let mut charts = vec![];
-    for (name, file, place) in [
-        ("decode", "decode", (|w| w.shape.batch) as Place),
-        ("prefill", "prefill", single_sequence),
-        ("layer", "layer-tokens", single_sequence),
-        ("layer", "layer-batch", |w| w.shape.batch.filter(|_| w.shape.tokens == Some(1))),
-        ("rule", "cpu-rule", single_sequence),
-    ] {
+    let mut plots = vec![];
+    for (name, file, draw) in PLOTS {
         let mut shown = by_rank(suites, name);
         // The layer is also shown as each tool has it: through candle, and made of kernels in torch.
         shown.truncate(if name == "layer" { usize::MAX } else { 1 });
         for (rank, suite) in shown.into_iter().enumerate() {
             let tool = if rank == 0 { String::new() } else { format!("-{}", short_name(suite)) };
             for group in &suite.groups {
-                charts.extend(times(suite, group, place).map(|chart| (file_name(file, group, &tool), chart)));
+                if let Some(chart) = draw(suite, group) {
+                    let dash = if group.slug.is_empty() { "" } else { "-" };
+                    plots.push((format!("{file}{dash}{}{tool}.svg", group.slug), draw::svg(&chart)?));
+                }
             }
         }
     }
-    for suite in by_rank(suites, "decode").into_iter().take(1) {
-        for group in &suite.groups {
-            charts.extend(copy_rates(suite, group).map(|chart| (file_name("copy-rate", group, ""), chart)));
-        }
-    }
-    for suite in by_rank(suites, "projections").into_iter().take(1) {
-        for group in &suite.groups {
-            charts.extend(variants(suite, group).map(|chart| (file_name("projections", group, ""), chart)));
-        }
-    }
-    charts.into_iter().map(|(file, chart)| Ok((file, draw::svg(&chart)?))).collect()
+    Ok(plots)
+}
+
+fn single_token(work: &Work) -> Option<usize> {
+    work.shape.batch.filter(|_| work.shape.tokens == Some(1))
 }
 
 fn single_sequence(work: &Work) -> Option<usize> {
     work.shape.tokens.filter(|_| work.shape.batch.unwrap_or(1) == 1)
-}
-
-fn file_name(plot: &str, group: &Group, tool: &str) -> String {
-    let dash = if group.slug.is_empty() { "" } else { "-" };
-    format!("{plot}{dash}{}{tool}.svg", group.slug)
 }
 
 /// `gpu` of `benches/gpu`.
@@ -98,8 +97,7 @@ fn subtitle(suite: &Suite, tier: Tier, l2: Option<&str>) -> String {
         _ if suite.source.is_cpu() => "wall time".to_string(),
         _ => "wall time with a synchronisation".into(),
     };
-    let l2 = l2.map(|l2| format!(", L2 {l2}")).unwrap_or_default();
-    format!("{clock}{l2}; {source}")
+    format!("{clock}{}; {source}", comma_l2(l2))
 }
 
 fn title(what: &str, group: &Group) -> String {

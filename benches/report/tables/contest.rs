@@ -1,11 +1,10 @@
 //! The contest's suites have some hundred workloads: a summary by size.
 
 use crate::compare::{time, Suite, Tier, Work, OURS};
-use crate::folder::Entry;
 use crate::markdown::{digits, or_gap, ratio, Table, GAP};
 use crate::record::Row;
-use crate::stats::{geomean, median};
-use std::collections::{BTreeMap, BTreeSet};
+use crate::stats::{distinct, geomean, median};
+use std::collections::BTreeMap;
 
 /// Upper ends of the buckets of total tokens.
 const TOKENS: [usize; 5] = [64, 128, 256, 1024, 8192];
@@ -23,7 +22,7 @@ pub fn summary(suite: &Suite) -> String {
         for ((l2, bucket), works) in &buckets {
             let times = |of: &dyn Fn(&Work) -> Option<f64>| or_gap(median(works.iter().filter_map(|w| of(w))), digits);
             let ratios = |of: &dyn Fn(&Work) -> Option<f64>| or_gap(geomean(works.iter().filter_map(|w| of(w))), ratio);
-            let mut cells = vec![bucket.name.clone(), l2.unwrap_or_default().into(), works.len().to_string()];
+            let mut cells = vec![bucket.1.clone(), l2.unwrap_or_default().into(), works.len().to_string()];
             cells.push(times(&|work| work.floor()));
             cells.push(times(&|work| time(work.ours(tier), tier)));
             cells.extend(peers.iter().map(|peer| times(&|work| time(work.best_of(peer, tier), tier))));
@@ -33,31 +32,26 @@ pub fn summary(suite: &Suite) -> String {
         }
         let optional: Vec<_> = [1, 3].into_iter().chain(4 + peers.len() + 1..6 + 2 * peers.len()).collect();
         let what = "medians in µs and geometric means of the ratios";
-        out += &format!("\n{}, {what}:\n\n{}", tier.name(), table.without_empty(optional).render());
+        out += &table.without_empty(optional).titled(&format!("{}, {what}", tier.name()));
     }
     out + &passed(suite, &buckets) + "\nWorkload by workload: [contest.md](contest.md).\n"
 }
 
 /// The workloads whose results were over their bound.
 pub fn failures(suite: &Suite) -> String {
-    let failed: Vec<_> = suite.entries().filter(|e| status(&e.row) == Status::Failed).collect();
+    let failed: Vec<_> = suite.entries().map(|e| &e.row).filter(|row| status(row) == Status::Failed).collect();
     if failed.is_empty() {
         return String::new();
     }
     let mut table = Table::new(["failed", "contender", "variant", "note"]);
-    for row in failed.iter().map(|e| &e.row) {
-        let variant = row.variant.clone().unwrap_or_default();
-        table.row([row.workload.clone(), row.contender.clone(), variant, row.note.clone()]);
+    for row in failed {
+        table.row([&row.workload, &row.contender, row.variant.as_deref().unwrap_or_default(), &row.note]);
     }
     format!("\n{}", table.without_empty([2]).render())
 }
 
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Bucket {
-    upto: usize,
-    name: String,
-}
-
+/// The largest number in it, and its name.
+type Bucket = (usize, String);
 type Buckets<'a, 'b> = BTreeMap<(Option<&'a str>, Bucket), Vec<&'b Work<'a>>>;
 
 fn by_batch(suite: &Suite) -> bool {
@@ -77,12 +71,12 @@ fn buckets<'a, 'b>(suite: &'b Suite<'a>) -> Buckets<'a, 'b> {
     for work in suite.works() {
         let bucket = if by_batch(suite) {
             let batch = work.shape.batch.unwrap_or(0);
-            Bucket { upto: batch, name: batch.to_string() }
+            (batch, batch.to_string())
         } else {
             let tokens = work.shape.total_tokens.unwrap_or(0);
             match TOKENS.into_iter().find(|end| tokens <= *end) {
-                Some(upto) => Bucket { upto, name: format!("≤ {upto}") },
-                None => Bucket { upto: usize::MAX, name: format!("> {}", TOKENS[TOKENS.len() - 1]) },
+                Some(upto) => (upto, format!("≤ {upto}")),
+                None => (usize::MAX, format!("> {}", TOKENS[TOKENS.len() - 1])),
             }
         };
         buckets.entry((work.l2, bucket)).or_default().push(work);
@@ -90,10 +84,11 @@ fn buckets<'a, 'b>(suite: &'b Suite<'a>) -> Buckets<'a, 'b> {
     buckets
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// What counts of several rows comes first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Status {
-    Passed,
     Failed,
+    Passed,
     NotRun,
 }
 
@@ -114,34 +109,27 @@ fn status(row: &Row) -> Status {
 
 /// A contender fails a workload with any of its variants.
 fn passed(suite: &Suite, buckets: &Buckets) -> String {
-    let names: BTreeSet<_> = suite.entries().map(|e| (e.row.contender != OURS, e.row.contender.as_str())).collect();
-    let mut table = Table::new([header(suite)].into_iter().chain(names.iter().map(|(_, name)| *name)));
+    let names = distinct(suite.columns().into_iter().map(|column| column.contender));
+    let mut table = Table::new([header(suite)].into_iter().chain(names.iter().copied()));
     let mut sizes: BTreeMap<&Bucket, Vec<&&Work>> = BTreeMap::new();
     for ((_, bucket), works) in buckets {
         sizes.entry(bucket).or_default().extend(works);
     }
     for (bucket, works) in sizes {
         let count = |name: &str| {
-            let mut workloads: BTreeMap<&str, Vec<&Entry>> = BTreeMap::new();
+            let mut workloads: BTreeMap<&str, Status> = BTreeMap::new();
             for work in &works {
-                let rows = work.entries.iter().copied().filter(|e| e.row.contender == name);
-                workloads.entry(work.workload).or_default().extend(rows);
+                let of_work = workloads.entry(work.workload).or_insert(Status::NotRun);
+                let rows = work.entries.iter().map(|e| &e.row).filter(|row| row.contender == name);
+                *of_work = rows.map(status).fold(*of_work, Status::min);
             }
-            let (mut passed, mut failed, mut not_run) = (0, 0, 0);
-            for rows in workloads.values() {
-                let has = |s| rows.iter().any(|e| status(&e.row) == s);
-                match () {
-                    _ if has(Status::Failed) => failed += 1,
-                    _ if has(Status::Passed) => passed += 1,
-                    _ => not_run += 1,
-                }
+            let number = |status| workloads.values().filter(|s| **s == status).count();
+            match (number(Status::Passed), number(Status::Failed)) {
+                (0, 0) => GAP.into(),
+                (passed, failed) => format!("{passed} / {failed} / {}", number(Status::NotRun)),
             }
-            if passed + failed == 0 {
-                return GAP.into();
-            }
-            format!("{passed} / {failed} / {not_run}")
         };
-        table.row([bucket.name.clone()].into_iter().chain(names.iter().map(|(_, name)| count(name))));
+        table.row([bucket.1.clone()].into_iter().chain(names.iter().map(|name| count(name))));
     }
-    format!("\nWorkloads passed / failed / not run:\n\n{}", table.render())
+    table.titled("Workloads passed / failed / not run")
 }

@@ -1,6 +1,6 @@
 //! From where on another variant is the fastest.
 
-use crate::compare::{Column, Group, Suite, Tier};
+use crate::compare::{states, Column, Group, Suite, Tier};
 use crate::markdown::percent;
 
 /// A variant loses its place only to one that is faster by more than this.
@@ -10,12 +10,9 @@ const TIE: f64 = 0.01;
 pub fn sentences(suite: &Suite) -> String {
     let mut out = String::new();
     for group in &suite.groups {
-        let mut states: Vec<_> = group.works.iter().map(|work| work.l2).collect();
-        states.sort();
-        states.dedup();
         for tier in suite.tiers() {
-            for l2 in &states {
-                if let Some(sentence) = crossover(group, tier, *l2) {
+            for l2 in states(&group.works) {
+                if let Some(sentence) = crossover(group, tier, l2) {
                     let of = [&group.title, tier.name(), l2.unwrap_or_default()];
                     let of: Vec<_> = of.into_iter().filter(|part| !part.is_empty()).collect();
                     out += &format!("- {}: {sentence}\n", of.join(", "));

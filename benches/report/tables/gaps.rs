@@ -1,7 +1,7 @@
 //! Where we are furthest behind: the best peer, and the floor.
 
 use crate::compare::{time, Column, Suite, Tier, Work};
-use crate::markdown::{digits, percent, ratio, Table};
+use crate::markdown::{digits, or_gap, percent, ratio, Table};
 use crate::stats;
 use std::collections::BTreeMap;
 
@@ -11,10 +11,7 @@ const WORST_OF_SUITE: usize = 4;
 
 pub fn section(suites: &[Suite]) -> String {
     let mut out = String::new();
-    let mut clocks: Vec<_> = suites.iter().filter_map(|suite| Some((suite.source, tier(suite)?))).collect();
-    clocks.sort();
-    clocks.dedup();
-    for (source, clock) in clocks {
+    for (source, clock) in stats::sorted(suites.iter().filter_map(|suite| Some((suite.source, tier(suite)?)))) {
         let suites: Vec<_> = suites.iter().filter(|s| s.source == source && tier(s) == Some(clock)).collect();
         let works: Vec<_> = suites.iter().flat_map(|suite| suite.works().map(|work| (suite.name, work))).collect();
         let lists = behind_peers(&works, clock) + &above_floor(&works, clock);
@@ -35,35 +32,41 @@ fn tier(suite: &Suite) -> Option<Tier> {
 }
 
 fn behind_peers(works: &[(&str, &Work)], tier: Tier) -> String {
-    let mut table = Table::new(["suite", "workload", "L2", "ours", "best peer", "its time", "ours / best"]);
-    for (suite, work, factor) in worst(works, |work| work.ratio_to_best(tier)) {
+    let header = ["best peer", "its time", "ours / best"];
+    let factor = |work: &Work| work.ratio_to_best(tier);
+    list("Against the best peer, µs", header, works, tier, factor, |work, factor| {
         let peer = work.best_peer(tier);
-        table.row([
-            suite.to_string(),
-            work.workload.into(),
-            work.l2.unwrap_or_default().into(),
-            time(work.ours(tier), tier).map(digits).unwrap_or_default(),
+        [
             peer.map(|peer| Column::of(peer).name(&[])).unwrap_or_default(),
-            time(peer, tier).map(digits).unwrap_or_default(),
+            or_gap(time(peer, tier), digits),
             ratio(factor),
-        ]);
-    }
-    list("Against the best peer, µs", table)
+        ]
+    })
 }
 
 fn above_floor(works: &[(&str, &Work)], tier: Tier) -> String {
-    let mut table = Table::new(["suite", "workload", "L2", "ours", "floor", "% of floor"]);
-    for (suite, work, factor) in worst(works, |work| stats::ratio(time(work.ours(tier), tier), work.floor())) {
-        table.row([
-            suite.to_string(),
-            work.workload.into(),
-            work.l2.unwrap_or_default().into(),
-            time(work.ours(tier), tier).map(digits).unwrap_or_default(),
-            work.floor().map(digits).unwrap_or_default(),
-            percent(1. / factor),
-        ]);
+    let factor = |work: &Work| stats::ratio(time(work.ours(tier), tier), work.floor());
+    list("Against the floor, µs", ["floor", "% of floor"], works, tier, factor, |work, factor| {
+        [or_gap(work.floor(), digits), percent(1. / factor)]
+    })
+}
+
+/// The works with the largest factors, ours beside `cells`.
+fn list<const N: usize>(
+    title: &str,
+    header: [&str; N],
+    works: &[(&str, &Work)],
+    tier: Tier,
+    factor: impl Fn(&Work) -> Option<f64>,
+    cells: impl Fn(&Work, f64) -> [String; N],
+) -> String {
+    let mut table = Table::new(["suite", "workload", "L2", "ours"].into_iter().chain(header));
+    for (suite, work, factor) in worst(works, factor) {
+        let ours = or_gap(time(work.ours(tier), tier), digits);
+        let work_is = [suite, work.workload, work.l2.unwrap_or_default()].map(String::from);
+        table.row(work_is.into_iter().chain([ours]).chain(cells(work, factor)));
     }
-    list("Against the floor, µs", table)
+    table.without_empty([2]).titled(title)
 }
 
 /// The largest factors, largest first.
@@ -81,11 +84,4 @@ fn worst<'s, 'w, 'a>(
     });
     cells.truncate(WORST);
     cells
-}
-
-fn list(title: &str, table: Table) -> String {
-    if table.is_empty() {
-        return String::new();
-    }
-    format!("\n{title}:\n\n{}", table.without_empty([2]).render())
 }

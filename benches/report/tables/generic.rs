@@ -29,5 +29,5 @@ pub fn table(suite: &Suite) -> String {
             row.note.clone(),
         ]);
     }
-    format!("\nµs:\n\n{}", table.without_empty([1].into_iter().chain(3..12)).render())
+    table.without_empty([1].into_iter().chain(3..12)).titled("µs")
 }

@@ -5,21 +5,15 @@ use crate::folder::Entry;
 use crate::markdown::{digits, error, or_gap, percent, ratio, Table, GAP};
 use crate::rates::{copy_rate, matmul_rate, token_rate, Rate};
 use crate::stats;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// How speed is told besides times.
 #[derive(Clone, Copy)]
-pub struct Rates {
-    copy: bool,
-    matmul: bool,
-    tokens: bool,
-}
-
-impl Rates {
-    pub const NONE: Rates = Rates { copy: false, matmul: false, tokens: false };
-    pub const COPY: Rates = Rates { copy: true, ..Rates::NONE };
-    pub const MATMUL: Rates = Rates { matmul: true, ..Rates::NONE };
-    pub const TOKENS: Rates = Rates { tokens: true, ..Rates::NONE };
+pub enum Rates {
+    None,
+    Copy,
+    Matmul,
+    Tokens,
 }
 
 /// Every shape's tables, clock by clock, and what the contenders do.
@@ -58,7 +52,10 @@ fn table(suite: &Suite, group: &Group, tier: Tier, rates: Rates) -> String {
     let host = tier == Tier::Wall && suite.entries().any(|e| e.row.host.is_some());
     let ratios = !mine.is_empty() && !peers.is_empty();
 
-    let mut rows: Vec<Vec<String>> = vec![];
+    let mut table: Option<Table> = None;
+    // Contenders keep their columns; a rate that nothing has, or an L2 that nothing names, goes.
+    let optional = |name: &String| name == "L2" || name == "floor" || name.ends_with("/s") || name.starts_with("% of");
+    let mut gaps = vec![];
     for work in &group.works {
         let mut row = Cells::default();
         row.add(suite.by.header(), work.label.clone());
@@ -86,23 +83,10 @@ fn table(suite: &Suite, group: &Group, tier: Tier, rates: Rates) -> String {
                 row.add("/ best", or_gap(work.ratio_to_best(tier), ratio));
             }
         }
-        if rows.is_empty() {
-            rows.push(row.headers);
-        }
-        rows.push(row.cells);
+        gaps = (0..row.headers.len()).filter(|&c| optional(&row.headers[c])).collect();
+        table.get_or_insert_with(|| Table::new(row.headers)).row(row.cells);
     }
-    let mut rows = rows.into_iter();
-    let header = rows.next().unwrap_or_default();
-    // Contenders keep their columns; a rate that nothing has, or an L2 that nothing names, goes.
-    let optional = |name: &str| name == "L2" || name == "floor" || is_rate(name);
-    let optional: Vec<_> = (0..header.len()).filter(|&c| optional(&header[c])).collect();
-    let mut table = Table::new(header);
-    rows.for_each(|row| table.row(row));
-    table.without_empty(optional).render()
-}
-
-fn is_rate(header: &str) -> bool {
-    header.ends_with("/s") || header.starts_with("% of")
+    table.map(|table| table.without_empty(gaps).render()).unwrap_or_default()
 }
 
 #[derive(Default)]
@@ -133,18 +117,16 @@ impl Cells {
     /// Of ours; where we have no part in it, of the fastest.
     fn rates(&mut self, work: &Work, tier: Tier, rates: Rates, no_ours: bool) {
         let entry = if no_ours { work.best_peer(tier) } else { work.ours(tier) };
-        let mut ceiling = |rate: Option<Rate>, unit: &str, of: &str| {
-            self.add(unit, or_gap(rate.as_ref().and_then(|r| r.value), digits));
-            self.add(of, or_gap(rate.and_then(|r| r.of_ceiling), percent));
+        let mut ceiling = |rate: fn(&Entry, Tier) -> Rate, unit: &str, of: &str| {
+            let rate = entry.map(|e| rate(e, tier)).unwrap_or_default();
+            self.add(unit, or_gap(rate.value, digits));
+            self.add(of, or_gap(rate.of_ceiling, percent));
         };
-        if rates.copy {
-            ceiling(entry.map(|e| copy_rate(e, tier)), "GB/s", "% of copy");
-        }
-        if rates.matmul {
-            ceiling(entry.map(|e| matmul_rate(e, tier)), "TFLOP/s", "% of matmul");
-        }
-        if rates.tokens {
-            self.add("tokens/s", or_gap(entry.and_then(|e| token_rate(e, tier)), digits));
+        match rates {
+            Rates::Copy => ceiling(copy_rate, "GB/s", "% of copy"),
+            Rates::Matmul => ceiling(matmul_rate, "TFLOP/s", "% of matmul"),
+            Rates::Tokens => self.add("tokens/s", or_gap(entry.and_then(|e| token_rate(e, tier)), digits)),
+            Rates::None => {}
         }
         self.add("% of floor", or_gap(stats::ratio(work.floor(), time(entry, tier)), percent));
     }
@@ -152,20 +134,14 @@ impl Cells {
 
 /// What a call of each contender does and how exact it was, over all rows of the suite, and the notes.
 fn contenders(suite: &Suite) -> String {
-    let mut columns: Vec<Column> = vec![];
-    for column in suite.groups.iter().flat_map(Group::columns) {
-        if !columns.contains(&column) {
-            columns.push(column);
-        }
-    }
-    columns.sort_by_key(|c| (c.contender != OURS, c.contender));
-    let outputs: BTreeSet<&str> = suite.entries().flat_map(|e| e.row.error.keys().map(String::as_str)).collect();
+    let columns = suite.columns();
+    let outputs = stats::sorted(suite.entries().flat_map(|e| e.row.error.keys().map(String::as_str)));
     let header = ["contender", "includes", "launches"].map(String::from);
     let mut table = Table::new(header.into_iter().chain(outputs.iter().map(|o| format!("worst error of {o}"))));
     let mut notes = String::new();
     for column in &columns {
         let rows: Vec<_> = suite.entries().filter(|e| Column::of(e) == *column).map(|e| &e.row).collect();
-        let includes: BTreeSet<_> = rows.iter().filter_map(|row| row.includes.as_deref()).collect();
+        let includes = stats::sorted(rows.iter().filter_map(|row| row.includes.as_deref())).join(" / ");
         let launches = rows.iter().filter_map(|row| row.launches);
         let launches = match (launches.clone().min(), launches.max()) {
             (Some(min), Some(max)) if min < max => format!("{min} to {max}"),
@@ -180,16 +156,12 @@ fn contenders(suite: &Suite) -> String {
                 false => or_gap(errors.copied().flatten().reduce(f64::max), error),
             }
         };
-        let includes = includes.into_iter().collect::<Vec<_>>().join(" / ");
         table.row([name.clone(), includes, launches].into_iter().chain(outputs.iter().map(worst)));
         notes += &said(&name, &rows.iter().map(|row| row.note.as_str()).collect::<Vec<_>>());
     }
-    let anything =
-        suite.entries().any(|e| e.row.includes.is_some() || e.row.launches.is_some() || !e.row.error.is_empty());
     let mut out = String::new();
-    if anything {
-        let optional = 1..3 + outputs.len();
-        out += &format!("\nA call of each, and its worst errors:\n\n{}", table.without_empty(optional).render());
+    if suite.entries().any(|e| e.row.includes.is_some() || e.row.launches.is_some() || !e.row.error.is_empty()) {
+        out += &table.without_empty(1..3 + outputs.len()).titled("A call of each, and its worst errors");
     }
     if !notes.is_empty() {
         out += &format!("\nNotes:\n\n{notes}");

@@ -1,24 +1,17 @@
 //! Ratios to the peers: all in one grid, and their geometric means.
 
-use crate::compare::{Suite, Work};
-use crate::markdown::{or_gap, ratio, Table, GAP};
-use crate::stats::geomean;
+use crate::compare::{states, Suite, Work};
+use crate::markdown::{comma_l2, or_gap, ratio, Table, GAP};
+use crate::stats::{distinct, geomean};
 
 /// Ours over the best peer, shapes by workloads; a grid a clock.
 pub fn overview(suite: &Suite) -> String {
     let mut out = String::new();
-    let states = states(suite);
+    let states = states(suite.works());
     for (tier, l2) in suite.tiers().into_iter().flat_map(|tier| states.iter().map(move |l2| (tier, *l2))) {
-        let mut labels: Vec<_> = suite.works().filter(|work| work.l2 == l2).collect();
-        labels.sort_by_key(|work| (work.shape.batch, work.shape.tokens, work.workload));
-        let mut labels: Vec<_> = labels.into_iter().map(|work| work.label.as_str()).collect();
-        let mut seen = vec![];
-        labels.retain(|label| {
-            !seen.contains(label) && {
-                seen.push(label);
-                true
-            }
-        });
+        let mut works: Vec<_> = suite.works().filter(|work| work.l2 == l2).collect();
+        works.sort_by_key(|work| (work.shape.batch, work.shape.tokens, work.workload));
+        let labels = distinct(works.iter().map(|work| work.label.as_str()));
         let mut table = Table::new(["heads"].into_iter().chain(labels.iter().copied()));
         for group in &suite.groups {
             let at = |label: &&str| group.works.iter().find(|work| work.l2 == l2 && work.label == *label);
@@ -29,10 +22,7 @@ pub fn overview(suite: &Suite) -> String {
                 table.row(title.chain(cells.into_iter().map(|cell| or_gap(cell, ratio))));
             }
         }
-        if !table.is_empty() {
-            let l2 = l2.map(|l2| format!(", L2 {l2}")).unwrap_or_default();
-            out += &format!("\nOurs over the best peer, {}{l2}:\n\n{}", tier.name(), table.render());
-        }
+        out += &table.titled(&format!("Ours over the best peer, {}{}", tier.name(), comma_l2(l2)));
     }
     out
 }
@@ -40,7 +30,7 @@ pub fn overview(suite: &Suite) -> String {
 /// Geometric means of our time over each peer's and over the best, by shape and overall; a table a clock.
 pub fn geomeans(suite: &Suite) -> String {
     let peers = suite.peers();
-    let states = states(suite);
+    let states = states(suite.works());
     let mut out = String::new();
     for tier in suite.tiers() {
         let header = ["heads", "L2"].into_iter().chain(peers.iter().copied()).chain(["best peer"]);
@@ -64,18 +54,8 @@ pub fn geomeans(suite: &Suite) -> String {
             }
             line("all", *l2, &mut suite.works());
         }
-        if !table.is_empty() {
-            let what = format!("Geometric means of ours over each peer's (of so many cells), {}", tier.name());
-            out += &format!("\n{what}:\n\n{}", table.without_empty([1]).render());
-        }
+        let title = format!("Geometric means of ours over each peer's (of so many cells), {}", tier.name());
+        out += &table.without_empty([1]).titled(&title);
     }
     out
-}
-
-/// The states of the cache, cold first.
-fn states<'a>(suite: &Suite<'a>) -> Vec<Option<&'a str>> {
-    let mut states: Vec<_> = suite.works().map(|work| work.l2).collect();
-    states.sort();
-    states.dedup();
-    states
 }

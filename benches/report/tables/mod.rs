@@ -14,20 +14,20 @@ use grid::Rates;
 
 /// The suites of benches/README.md in its order, with what sets their workloads apart and how their speed is told.
 const GPU: [(&str, By, Rates); 8] = [
-    ("decode", By::Batch, Rates::COPY),
-    ("prefill", By::BatchTokens, Rates::MATMUL),
-    ("contest-decode", By::Batch, Rates::COPY),
-    ("contest-prefill", By::Workload, Rates::MATMUL),
-    ("conv", By::BatchTokens, Rates::COPY),
-    ("norm", By::BatchTokens, Rates::COPY),
-    ("layer", By::TokensBatch, Rates::NONE),
-    ("projections", By::Tokens, Rates::MATMUL),
+    ("decode", By::Batch, Rates::Copy),
+    ("prefill", By::BatchTokens, Rates::Matmul),
+    ("contest-decode", By::Batch, Rates::Copy),
+    ("contest-prefill", By::Workload, Rates::Matmul),
+    ("conv", By::BatchTokens, Rates::Copy),
+    ("norm", By::BatchTokens, Rates::Copy),
+    ("layer", By::TokensBatch, Rates::None),
+    ("projections", By::Tokens, Rates::Matmul),
 ];
 const CPU: [(&str, By, Rates); 4] = [
-    ("rule", By::BatchTokens, Rates::COPY),
-    ("conv", By::BatchTokens, Rates::COPY),
-    ("norm", By::BatchTokens, Rates::COPY),
-    ("model", By::TokensBatch, Rates::TOKENS),
+    ("rule", By::BatchTokens, Rates::Copy),
+    ("conv", By::BatchTokens, Rates::Copy),
+    ("norm", By::BatchTokens, Rates::Copy),
+    ("model", By::TokensBatch, Rates::Tokens),
 ];
 
 /// All sections of a machine but the full lists of the contest.

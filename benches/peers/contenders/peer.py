@@ -1,0 +1,51 @@
+"""What the peers have in common."""
+import torch
+from data import Case, cumulative, draw, output_bytes, poison_allocator, unit_bf16
+from workloads import DIM
+
+
+class Peer:
+    def includes(self, work):
+        if not work.decode:
+            return "neither gates nor L2 norm"
+        return "gates, L2 norm" if work.l2norm else "gates"
+
+    def bounds(self, work):
+        """Of o and the state: wide enough for any precision that a peer may choose, too narrow for a wrong call."""
+        return (1e-2, 1e-3) if work.decode else (2e-2, 2e-2)
+
+
+def ready(d, work):
+    """q, k, g and beta of a kernel that neither normalises nor computes gates."""
+    q, k = (unit_bf16(d.q), unit_bf16(d.k)) if work.l2norm else (d.q, d.k)
+    return q, k, *d.gates()
+
+
+def ready_math(d, q, k, g, beta):
+    """`Case.math` of such a kernel."""
+    return q[0], k[0], d.v[0], g[0], beta[0], d.state[0]
+
+
+def allocating_prefill(work, sets, device, prefill, outputs):
+    """The case of a prefill with states [sequence, HV, K, V] that allocates what it gives: `outputs` picks o and the
+    states from that."""
+    d = draw(work, sets, device)
+    q, k, g, beta = ready(d, work)
+    # One cu_seqlens for all sets: what it derives from the lengths is kept by the tensor's identity.
+    cu = cumulative(work, torch.int64, device)
+    state = d.state.mT.contiguous()
+    left = {}
+
+    def call(i):
+        args = [x[i:i + 1] for x in (q, k, d.v, g, beta)]
+
+        def run():
+            left[i] = prefill(*args, scale=DIM ** -0.5, initial_state=state[i], cu_seqlens=cu, output_final_state=True)
+        return run
+
+    def result():
+        o, final = outputs(left[0])
+        return o[0], final.mT
+
+    poison_allocator(output_bytes(work), device)
+    return Case([call(i) for i in range(sets)], ready_math(d, q, k, g, beta), result)

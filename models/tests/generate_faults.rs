@@ -1,0 +1,59 @@
+//! What `generate` is fed to make it hang, abort or take all memory: each is one sentence and exit code 1.
+
+#[path = "support/cli.rs"]
+mod cli;
+
+use candle_core::{safetensors, Device};
+use cli::{fails, run, Copy};
+use serde_json::json;
+
+#[test]
+fn chat_templates_end() {
+    let copy = Copy::new();
+    let args = ["--model", &copy.arg(), "--chat", "--prompt", "a", "-n", "1"].map(str::to_string);
+    for (template, parts) in [
+        ("{{ messages | tojson(indent=9223372036854775807) }}", ["tojson", "at most 64"]),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}\
+             {% endfor %}",
+            ["template", "fuel"],
+        ),
+        ("{% for a in range(99999) %}{{ 'long' * 99999 }}{% endfor %}", ["template", "at most"]),
+    ] {
+        copy.write("chat_template.jinja", template);
+        fails("generate", &args, 1, &parts);
+    }
+    copy.write("chat_template.jinja", "{{ messages | tojson(indent=4) }}");
+    assert_eq!(run("generate", &args).code, Some(0));
+}
+
+#[test]
+fn numbers_that_no_machine_has_room_for() {
+    for (args, parts) in [
+        (&["--prompt-tokens", "1000000000000"][..], &["--prompt-tokens", "max_position_embeddings"][..]),
+        (&["--prompt-tokens", "9", "--batch", "1000000000000"], &["--prompt-tokens", "1000000000000 times 9"]),
+    ] {
+        fails("generate", args, 1, parts);
+    }
+}
+
+#[test]
+fn configurations_that_no_machine_has_room_for() {
+    for field in ["head_dim", "num_attention_heads", "linear_num_value_heads", "linear_key_head_dim"] {
+        let copy = Copy::new();
+        copy.set("config.json", field, json!(2147483646));
+        fails("generate", &["--model", &copy.arg(), "-n", "1"], 1, &["config", field, "up to 65536"]);
+    }
+}
+
+#[test]
+fn a_tensor_in_two_files_is_no_choice() {
+    let copy = Copy::new();
+    let all = safetensors::load(copy.file("model.safetensors"), &Device::Cpu).unwrap();
+    let (name, one) = all.iter().next().unwrap();
+    let one = [(name.clone(), one.clone())].into_iter().collect();
+    safetensors::save(&one, copy.file("other.safetensors")).unwrap();
+    let map = json!({ "weight_map": { "a": "model.safetensors", "b": "other.safetensors" } });
+    copy.write("model.safetensors.index.json", map.to_string());
+    fails("generate", &["--model", &copy.arg(), "-n", "1"], 1, &["model.safetensors", "other.safetensors", name]);
+}
