@@ -24,8 +24,14 @@ HEADERS = [os.path.join(CUDA, "gdn.h"), *sorted(glob.glob(os.path.join(MODELS, "
 SCALARS = {"int": C.c_int, "int32_t": C.c_int32, "uint32_t": C.c_uint32, "int64_t": C.c_int64, "uint64_t": C.c_uint64,
            "float": C.c_float}
 POINTED = {"void", "char", *SCALARS}
-TOKEN = re.compile(r"[A-Za-z_]\w*|0[xX][0-9a-fA-F]+u?|\d+u?|\S")
 NUMBER = re.compile(r"(0[xX][0-9a-fA-F]+|\d+)u?")
+DECLARATION = re.compile(r"""\s*(?:
+    (?P<stream>typedef\s+struct\s+CUstream_st\s*\*\s*cudaStream_t)
+    | typedef\s+(?P<kind>enum|struct)\s+(?P<name>\w+)\s*\{(?P<body>[^{}]*)\}\s*(?P=name)
+    | (?P<function>[^;{}()]+)\((?P<arguments>[^;{}()]*)\)
+    )\s*;""", re.X)
+FIELDS = re.compile(r"\s*(?:const\s+)?(?P<base>\w+)\b(?P<names>.*)", re.S)
+FIELD = re.compile(r"\s*(?P<star>\*?)\s*(?P<name>[A-Za-z_]\w*)\s*")
 
 
 class Headers:
@@ -40,12 +46,19 @@ class Headers:
 
     def read(self, text, name="header"):
         self.name = name
-        text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
-        for declaration in self.declarations(self.without_directives(text)):
-            self.declare(declaration)
+        text = self.without_directives(re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)).rstrip()
+        at = 0
+        while at < len(text):
+            found = self.match(DECLARATION, text, at)
+            self.declare(**found.groupdict())
+            at = found.end()
 
     def fail(self, what):
         raise ValueError(f"{self.name}: not understood: {what}")
+
+    def match(self, pattern, text, at=None):
+        """The match of the whole text, or of what begins at a place in it."""
+        return (pattern.fullmatch(text) if at is None else pattern.match(text, at)) or self.fail(text[at or 0:][:200])
 
     def without_directives(self, text):
         """The lines that are C alone; keeps constants, and leaves out what stands in #ifdef __cplusplus."""
@@ -70,61 +83,34 @@ class Headers:
             self.fail("a conditional without its #endif")
         return "\n".join(kept)
 
-    def declarations(self, text):
-        """Lists of tokens, each ended by a ; outside of braces."""
-        found, depth = [], 0
-        for token in TOKEN.findall(text):
-            depth += (token == "{") - (token == "}")
-            if token == ";" and depth == 0:
-                yield found
-                found = []
-            else:
-                found.append(token)
-        if found:
-            self.fail(" ".join(found))
-
-    def declare(self, words):
-        if words == ["typedef", "struct", "CUstream_st", "*", "cudaStream_t"]:
-            return
-        if words[:1] == ["typedef"]:
-            kind, name, body = words[1], words[2], words[4:-2]
-            if kind not in ("enum", "struct") or words[3] != "{" or words[-2:] != ["}", name]:
-                self.fail(" ".join(words))
-            if kind == "enum":
-                self.enums[name] = [self.member(part) for part in split(body, ",")]
-            elif body[-1:] != [";"] or name in self.structs:
-                self.fail(" ".join(words))
-            else:
-                fields = [field for part in split(body[:-1], ";") for field in self.fields(part)]
-                self.structs[name] = type(python_name(name), (C.Structure,), {"_fields_": fields, "c_name": name})
-        elif words.count("(") == 1 and words[-1:] == [")"]:
-            at = words.index("(")
-            [(name, result)] = self.fields(words[:at], returned=True)
-            arguments = [self.fields(part, argument=True) for part in split(words[at + 1:-1], ",")]
-            self.functions[name] = [kind for [(_, kind)] in arguments], result
-        else:
-            self.fail(" ".join(words))
-
-    def member(self, words):
-        if len(words) != 3 or words[1] != "=":
-            self.fail(" ".join(words))
-        self.constant(words[0], words[2])
-        return words[0]
+    def declare(self, stream, kind, name, body, function, arguments):
+        if kind == "enum":
+            members = [self.match(re.compile(r"\s*(\w+)\s*=\s*(\w+)\s*"), part).groups() for part in body.split(",")]
+            for member, value in members:
+                self.constant(member, value)
+            self.enums[name] = [member for member, _ in members]
+        elif kind == "struct":
+            *parts, rest = body.split(";")
+            if rest.strip() or name in self.structs:
+                self.fail(f"{name}: {rest}")
+            fields = [field for part in parts for field in self.fields(part)]
+            self.structs[name] = type(python_name(name), (C.Structure,), {"_fields_": fields, "c_name": name})
+        elif function:
+            [(name, result)] = self.fields(function, returned=True)
+            kinds = [self.fields(part, argument=True) for part in arguments.split(",")]
+            self.functions[name] = [kind for [(_, kind)] in kinds], result
 
     def constant(self, name, value):
         if not NUMBER.fullmatch(value) or name in self.constants:
             self.fail(f"{name} {value}")
         self.constants[name] = int(value.rstrip("u"), 0)
 
-    def fields(self, words, argument=False, returned=False):
+    def fields(self, text, argument=False, returned=False):
         """[(name, type)] of `const float *x, *y`. Pointers are addresses; those of arguments know what they point to."""
-        base, *rest = words[1:] if words[0] == "const" else words
+        base, names = self.match(FIELDS, text).group("base", "names")
         found = []
-        for part in split(rest, ","):
-            stars, name = part[:-1], part[-1]
-            pointer = stars == ["*"]
-            if not name.isidentifier() or stars not in ([], ["*"]):
-                self.fail(" ".join(words))
+        for part in names.split(","):
+            pointer, name = self.match(FIELD, part).group("star", "name")
             if pointer and returned and base == "char":
                 kind = C.c_char_p
             elif pointer and not returned and base in POINTED | set(self.structs):
@@ -135,7 +121,7 @@ class Headers:
             elif not pointer and base in (SCALARS if argument or returned else {**SCALARS, **self.structs}):
                 kind = SCALARS.get(base) or self.structs[base]
             else:
-                self.fail(" ".join(words))
+                self.fail(text)
             found.append((name, kind))
         return found
 
@@ -147,16 +133,6 @@ class Headers:
         """The members' names in small letters, without the prefix; a value is the place in the list."""
         assert [self.constants[m] for m in self.enums[enum]] == list(range(len(self.enums[enum])))
         return [m.removeprefix(prefix).lower() for m in self.enums[enum]]
-
-
-def split(words, by):
-    parts = [[]]
-    for word in words:
-        if word == by:
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    return parts
 
 
 def python_name(c_name):
@@ -174,39 +150,34 @@ GUARD = 1024        # bytes past a workspace
 # ---- the same by a C compiler ----
 
 def layout(abi):
-    """{what: number} of all structs and constants, as Python has them."""
+    """{C expression: number} of all structs and constants, as Python has them."""
     found = dict(abi.constants)
     for name, struct in abi.structs.items():
-        found[f"sizeof {name}"] = C.sizeof(struct)
+        found[f"sizeof({name})"] = C.sizeof(struct)
         for field, _ in struct._fields_:
-            found[f"offsetof {name} {field}"] = getattr(struct, field).offset
-            found[f"sizeof {name} {field}"] = getattr(struct, field).size
+            found[f"offsetof({name}, {field})"] = getattr(struct, field).offset
+            found[f"sizeof((({name} *)0)->{field})"] = getattr(struct, field).size
     return found
 
 
-def layout_in_c(paths, abi, compiler="cc"):
-    """The same numbers from a C program of these headers."""
-    values = {name: f"(long long){name}" for name in abi.constants}
-    for name, struct in abi.structs.items():
-        values[f"sizeof {name}"] = f"(long long)sizeof({name})"
-        for field, _ in struct._fields_:
-            values[f"offsetof {name} {field}"] = f"(long long)offsetof({name}, {field})"
-            values[f"sizeof {name} {field}"] = f"(long long)sizeof((({name} *)0)->{field})"
-    lines = [f'  printf("%lld {what}\\n", {value});' for what, value in values.items()]
+def in_c(paths, expressions, compiler="cc"):
+    """The numbers that a C program of these headers has for them."""
     includes = ["#include <stddef.h>", "#include <stdio.h>", *(f'#include "{path}"' for path in paths)]
+    lines = [f'  printf("%lld\\n", (long long){expression});' for expression in expressions]
     with tempfile.TemporaryDirectory() as folder:
         source, program = os.path.join(folder, "layout.c"), os.path.join(folder, "layout")
         with open(source, "w", encoding="utf-8") as f:
             f.write("\n".join([*includes, "int main(void) {", *lines, "  return 0;", "}", ""]))
         subprocess.run([compiler, "-std=c99", "-Wall", "-Werror", "-I", CUDA, source, "-o", program], check=True)
         text = subprocess.run([program], check=True, capture_output=True, text=True).stdout
-    return {what: int(number) for number, what in (line.split(" ", 1) for line in text.splitlines())}
+    return [int(line) for line in text.splitlines()]
 
 
 def differences(paths=HEADERS, abi=ABI):
     """What the C compiler sees otherwise than Python, a line each; none is what it should be."""
-    ours, theirs = layout(abi), layout_in_c(paths, abi)
-    return [f"{what}: {ours[what]} in Python, {theirs.get(what)} in C" for what in ours if ours[what] != theirs.get(what)]
+    ours = layout(abi)
+    return [f"{what}: {number} in Python, {in_header} in C"
+            for (what, number), in_header in zip(ours.items(), in_c(paths, ours)) if number != in_header]
 
 
 # ---- the library ----
@@ -252,14 +223,19 @@ def ptr(x):
 
 
 def fill(struct, **fields):
-    """A struct by the names of its header. Tensors stand for their addresses; what is left out is null or 0."""
-    return struct(**{name: ptr(x) if hasattr(x, "data_ptr") else x for name, x in fields.items()})
+    """A struct by the names of its header, which keeps alive what it points to. Tensors stand for their addresses; what is
+    left out is null or 0."""
+    made = struct(**{name: ptr(x) if hasattr(x, "data_ptr") else x for name, x in fields.items()})
+    made.fields = fields
+    return made
 
 
 def columns(x, first=0, head_stride=0, tokens_per_seq=0):
     """Heads that begin at column `first` of x [token, column]; `tokens_per_seq` 0: packed."""
-    return Heads(ptr=x.data_ptr() + first * x.element_size(), seq_stride=tokens_per_seq * x.stride(0),
+    made = Heads(ptr=x.data_ptr() + first * x.element_size(), seq_stride=tokens_per_seq * x.stride(0),
                  token_stride=x.stride(0), head_stride=head_stride)
+    made.tensor = x
+    return made
 
 
 def heads(x, tokens_per_seq=0):
@@ -270,13 +246,13 @@ def heads(x, tokens_per_seq=0):
 def sequences(lens, cu=None):
     """Sequences of these lengths: packed where there is a tensor cu of their bounds, else all of one length."""
     longest = max(lens, default=0)
-    return Sequences(cu_seqlens=ptr(cu), num_seqs=len(lens), tokens_per_seq=longest if cu is None else 0,
-                     max_tokens_per_seq=longest, total_tokens=sum(lens))
+    return fill(Sequences, cu_seqlens=cu, num_seqs=len(lens), tokens_per_seq=longest if cu is None else 0,
+                max_tokens_per_seq=longest, total_tokens=sum(lens))
 
 
 def slots(numbers, num_slots, slot_stride):
     """`numbers`: a tensor of them, or None."""
-    return Slots(slots=ptr(numbers), num_slots=num_slots, slot_stride=slot_stride)
+    return fill(Slots, slots=numbers, num_slots=num_slots, slot_stride=slot_stride)
 
 
 def rule_params(**fields):

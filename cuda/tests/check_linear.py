@@ -1,9 +1,6 @@
 #!/usr/bin/env python3
 """Checks gdn_linear, through the C ABI, against the product in float64.
 
-    python3 cuda/tests/check_linear.py               # builds all kernels; the exit code is 1 when a case fails
-    python3 cuda/tests/check_linear.py --lib PATH    # of a library that is there
-    python3 cuda/tests/check_linear.py --time        # the checks, then times beside torch.nn.functional.linear
     python3 cuda/tests/check_linear.py --only-time --shapes 4b,27b --rows 1,8
     python3 cuda/tests/check_linear.py --sweep --shapes 4b    # how long every way to cut the product takes
 
@@ -12,14 +9,14 @@ the value in bf16 and 2^-10 in f16; of few values it may be any value's own at w
 add at most 2e-5. Outputs hold NaN before a launch, as does everything around the inputs.
 """
 import ctypes as C
+import itertools
 import math
 
 import harness
 import torch
-from abi import (BAD_ALGO, BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, CODES, NULL_POINTER, OK, LinearOptions, LinearParams, fill,
-                 stream)
-from harness import (TYPES, WAYS, bf16, bits, call, chain_repeats, expect, failures, framed, launch, normal, only_inside, report,
-                     rounding)
+from abi import BAD_ALGO, CODES, LINEAR_SWIGLU_ROWS, NULL_POINTER, OK, LinearOptions, LinearParams, fill, stream
+from harness import (TYPES, WAYS, bf16, call, chain_repeats, expect, failures, framed, launch, normal, one_by_one,
+                     only_inside, refused, report, rounding, same)
 from reference import linear, relative
 from timing import graph_us, heading, span_us
 
@@ -60,97 +57,81 @@ class Case:
         return launch(lambda: self.launch(lib, p), graph, replays=2), self.y_buf.clone()
 
 
-def check_case(lib, name, case, quiet=True):
+def check_case(lib, name, case):
+    name = f"{name} {case.dtype} rows {case.x.shape[0]} inputs {case.x.shape[1]} outputs {case.y.shape[1]}"
     status, first = case.run(lib)
-    if status != OK:
-        return report(name, False, f"status {status}")
+    if refused(lib, name, status):
+        return
     error, limit = relative(case.y, case.ref), bound(case.dtype, case.ref.numel())
     inside = only_inside(case.y_buf, case.y)
-    same = all(torch.equal(bits(case.run(lib, overlap, graph)[1]), bits(first)) for overlap, graph in WAYS)
-    report(name, error <= limit and inside and same, f"{error:.2e} of {limit:.2e}" + ("" if same else ", runs differ")
-           + ("" if inside else ", wrote outside"), quiet)
+    equal = all(same(case.run(lib, overlap, graph)[1], first) for overlap, graph in WAYS)
+    report(name, error <= limit and inside and equal,
+           f"{error:.2e} of {limit:.2e}, the same in all ways {equal}, inside {inside}", quiet=True)
+
+
+# [(rows, [(inputs, outputs), ..], gaps behind the rows of x, w and y, swiglu)]
+ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32)
+CASES = [
+    (ROWS, ((2048, 12352), (4096, 2048), (2048, 2048), (2560, 1100), (5120, 100), (64, 33), (128, 1), (320, 17), (6144, 2560),
+            (1024, 4097), (9728, 64), (17408, 48), (2560, 4097), (9216, 2560), (3584, 1024), (5120, 2563), (17408, 2130)),
+     [(0, 0, 0)], False),
+    (ROWS, ((2048, 100), (4096, 33), (704, 5000)), [(8, 64, 1), (72, 8, 37)], False),
+    ((1, 2, 5, 8), ((2560, 9216), (2048, 6144), (1024, 3584), (5120, 272), (64, 1), (320, 33), (704, 2131), (17408, 48)),
+     [(0, 0, 0), (72, 8, 37)], True),
+]
 
 
 def check_cases(lib):
-    rows = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32)
-    count = 0
-    for dtype in ("bf16", "f16"):
-        for r in rows:
-            for inputs, outputs in ((2048, 12352), (4096, 2048), (2048, 2048), (2560, 1100), (5120, 100), (64, 33),
-                                    (128, 1), (320, 17), (6144, 2560), (1024, 4097), (9728, 64), (17408, 48),
-                                    (2560, 4097), (9216, 2560), (3584, 1024), (5120, 2563), (17408, 2130)):
-                check_case(lib, f"{dtype} rows {r} inputs {inputs} outputs {outputs}",
-                           Case(r, inputs, outputs, dtype, seed=count))
-                count += 1
-            for gaps in ((8, 64, 1), (72, 8, 37)):
-                for inputs, outputs in ((2048, 100), (4096, 33), (704, 5000)):
-                    check_case(lib, f"{dtype} rows {r} inputs {inputs} outputs {outputs} gaps {gaps}",
-                               Case(r, inputs, outputs, dtype, gaps, seed=count))
-                    count += 1
-    for dtype in ("bf16", "f16"):
-        for r in (1, 2, 5, 8):
-            for inputs, outputs in ((2560, 9216), (2048, 6144), (1024, 3584), (5120, 272), (64, 1), (320, 33),
-                                    (704, 2131), (17408, 48)):
-                for gaps in ((0, 0, 0), (72, 8, 37)):
-                    check_case(lib, f"swiglu {dtype} rows {r} inputs {inputs} outputs {outputs} gaps {gaps}",
-                               Case(r, inputs, outputs, dtype, gaps, seed=count, swiglu=True))
-                    count += 1
-    print(f"{count} shapes, {len(failures)} failed", flush=True)
+    seeds = itertools.count()
+    for every_rows, shapes, every_gaps, swiglu in CASES:
+        for dtype, rows, (inputs, outputs), gaps in itertools.product(("bf16", "f16"), every_rows, shapes, every_gaps):
+            check_case(lib, f"{'swiglu' if swiglu else 'linear'} gaps {gaps}",
+                       Case(rows, inputs, outputs, dtype, gaps, next(seeds), swiglu))
+    print(f"{next(seeds)} shapes, {len(failures)} failed", flush=True)
 
 
 def check_cuts(lib):
     """Every way that the sweep measures."""
     count = 0
     for inputs, outputs, swiglu in ((2560, 4104, False), (9216, 200, False), (320, 77, False), (2560, 1030, True)):
-        for rows in (1, 7):
-            for cut in cuts(swiglu):
-                case = Case(rows, inputs, outputs, "bf16", seed=count, swiglu=swiglu, cut=cut)
-                if case.launch(lib, case.params()) != BAD_ALGO:
-                    check_case(lib, f"cut {cut} rows {rows} inputs {inputs} outputs {outputs} swiglu {swiglu}", case)
-                count += 1
+        for rows, cut in itertools.product((1, 7), cuts(swiglu)):
+            case = Case(rows, inputs, outputs, "bf16", seed=count, swiglu=swiglu, cut=cut)
+            if case.launch(lib, case.params()) != BAD_ALGO:
+                check_case(lib, f"cut {cut} swiglu {swiglu}", case)
+            count += 1
     print(f"{count} cuts", flush=True)
 
 
 def check_chain(lib):
-    """Launches that each read what the one before wrote, over two buffers: both kinds of hazard under overlap."""
-    for dtype in ("bf16", "f16"):
-        for rows in (1, 8, 16, 32):
-            for hidden in (1024, 4096):
-                weights = [(torch.randn(hidden, hidden, device="cuda") * hidden ** -0.5).to(TYPES[dtype]) for _ in range(6)]
-                start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
-                buffers = [torch.empty_like(start) for _ in range(2)]
-                out = torch.empty_like(start)
+    for dtype, rows, hidden in itertools.product(("bf16", "f16"), (1, 8, 16, 32), (1024, 4096)):
+        weights = [(torch.randn(hidden, hidden, device="cuda") * hidden ** -0.5).to(TYPES[dtype]) for _ in range(6)]
+        start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
+        chain_repeats(f"chain {dtype} rows {rows} hidden {hidden}",
+                      lambda i, x, y, overlap: call(lib.gdn_linear, params(x, weights[i % 6], y, dtype, overlap)), start)
 
-                def chain(overlap):
-                    buffers[0].copy_(start)
-                    buffers[1].fill_(math.nan)
-                    for i in range(24):
-                        p = params(buffers[i % 2], weights[i % 6], buffers[(i + 1) % 2], dtype, overlap)
-                        assert call(lib.gdn_linear, p) == OK
-                    out.copy_(buffers[0])
 
-                chain_repeats(f"chain {dtype} rows {rows} hidden {hidden}", chain, out)
+# {status: [(swiglu, warps, groups, cluster, blocks; those left out are 0), ..]} of one row.
+OPTIONS = {"OK": [(1,)], "BAD_ALGO": [(0, 17), (0, 8, 3), (0, 8, 4), (0, 8, 1, 3), (0, 8, 1, 1, -1), (1, 9), (1, 4, 1),
+                                      (1, 4, 2, 2)]}
 
 
 def check_arguments(lib):
     case = Case(4, 128, 32, "bf16")
-    for changes, want in (({"dtype": 0}, BAD_DTYPE), ({"dtype": 7}, BAD_DTYPE), ({"rows": 33}, BAD_LENGTH),
-                          ({"rows": -1}, BAD_LENGTH), ({"inputs": 0}, BAD_LENGTH), ({"outputs": -1}, BAD_LENGTH),
-                          ({"x": None}, NULL_POINTER), ({"w": None}, NULL_POINTER), ({"y": None}, NULL_POINTER),
-                          ({"inputs": 96}, BAD_ALGO), ({"x": case.x.data_ptr() + 2}, BAD_ALGO),
-                          ({"w": case.w.data_ptr() + 8}, BAD_ALGO), ({"w_stride": 132}, BAD_ALGO),
-                          ({"x_stride": 132}, BAD_ALGO), ({"x_stride": -8}, BAD_STRIDE), ({"y_stride": -1}, BAD_STRIDE),
-                          ({"rows": 0, "x": None}, OK), ({"outputs": 0, "w": None}, OK)):
-        expect("linear", want, lib.gdn_linear, case.params(), **changes)
-    report("arguments null", lib.gdn_linear(None, stream()) == NULL_POINTER, "", quiet=True)
-    for options, rows, want in (((1,), 9, BAD_LENGTH), ((1,), 8, OK), ((0, 17), 1, BAD_ALGO), ((0, 8, 3), 1, BAD_ALGO),
-                                ((0, 8, 4), 1, BAD_ALGO), ((0, 8, 1, 3), 1, BAD_ALGO), ((0, 8, 1, 1, -1), 1, BAD_ALGO),
-                                ((1, 9), 1, BAD_ALGO), ((1, 4, 1), 1, BAD_ALGO), ((1, 4, 2, 2), 1, BAD_ALGO)):
-        case = Case(rows, 128, 32, "bf16", swiglu=bool(options[0]))
-        case.options = LinearOptions(*options)
-        got = case.launch(lib, case.params())
-        report(f"options {options} rows {rows}", got == want, f"status {got}, expected {want}", quiet=True)
-    torch.cuda.synchronize()
+    x, w = case.x.data_ptr(), case.w.data_ptr()
+    expect("linear", lib.gdn_linear, case.params, {
+        "BAD_DTYPE": one_by_one(dtype=[0, 7]),
+        "BAD_LENGTH": one_by_one(rows=[33, -1], inputs=[0], outputs=[-1]),
+        "NULL_POINTER": one_by_one(x=[None], w=[None], y=[None]),
+        "BAD_ALGO": one_by_one(inputs=[96], x=[x + 2], w=[w + 8], w_stride=[132], x_stride=[132]),
+        "BAD_STRIDE": one_by_one(x_stride=[-8], y_stride=[-1]),
+        "OK": [dict(rows=0, x=None), dict(outputs=0, w=None)]})
+    report("arguments null", lib.gdn_linear(None, stream()) == NULL_POINTER, quiet=True)
+    for want, every in OPTIONS.items():
+        for options in every:
+            case = Case(8 if want == "OK" else 1, 128, 32, "bf16", swiglu=bool(options[0]))
+            expect(f"options {options}", lib.gdn_linear_with, case.params, {want: [{}]}, C.byref(LinearOptions(*options)))
+    case = Case(9, 128, 32, "bf16", swiglu=True)
+    expect("swiglu of 9 rows", lib.gdn_linear_with, case.params, {"BAD_LENGTH": [{}]}, C.byref(case.options))
 
 
 # inputs, outputs, swiglu; of the models' layers: projections of both mixers in and out, feed-forward, head.
@@ -194,30 +175,28 @@ class Timing:
         return [lambda w=w: call(w) for w in self.weights] * self.repeat
 
 
-def each_shape(lib, names, rate):
+def each_case(lib, names, every_rows, rate):
+    """(a Timing, its rows) of all shapes and rows that there is a kernel for."""
     for name in names:
         for inputs, outputs, swiglu in SHAPES[name]:
             case = Timing(lib, inputs, outputs, swiglu)
             print(f"{name}: {inputs} -> {outputs}{' swiglu' if swiglu else ''}: {case.nbytes / 1e6:.1f} MB, floor "
                   f"{case.nbytes / rate * 1e6:.2f}", flush=True)
-            yield case
+            for rows in every_rows:
+                if not swiglu or rows <= LINEAR_SWIGLU_ROWS:
+                    case.rows(rows)
+                    yield case, rows
             del case
 
 
-def times(lib, names, rows):
+def times(lib, names, every_rows):
     rate = heading("bf16, cold L2; us: kernels (CUPTI) / graph / graph with overlap, beside torch: kernels / graph; and the share "
                    "of the copy rate that the kernels have")
-    for case in each_shape(lib, names, rate):
-        for r in rows:
-            if case.swiglu and r > 8:
-                continue
-            case.rows(r)
-            k = span_us(case.ours(0))
-            theirs = case.theirs()
-            plain, overlapped = graph_us(case.ours(0)), graph_us(case.ours(1))
-            share = 100 * case.nbytes / k / rate * 1e6
-            print(f"  rows {r:2d}  {k:7.2f} / {plain:7.2f} / {overlapped:7.2f}  {share:4.0f} %    torch "
-                  f"{span_us(theirs):7.2f} / {graph_us(theirs):7.2f}", flush=True)
+    for case, rows in each_case(lib, names, every_rows, rate):
+        kernels, theirs = span_us(case.ours(0)), case.theirs()
+        print(f"  rows {rows:2d}  {kernels:7.2f} / {graph_us(case.ours(0)):7.2f} / {graph_us(case.ours(1)):7.2f}  "
+              f"{100 * case.nbytes / kernels / rate * 1e6:4.0f} %    torch {span_us(theirs):7.2f} / {graph_us(theirs):7.2f}",
+              flush=True)
 
 
 def cuts(swiglu):
@@ -229,50 +208,37 @@ def cuts(swiglu):
                     yield warps, groups, cluster, 16 // (warps * groups)
 
 
-def sweep(lib, names, rows, best=5):
+def sweep(lib, names, every_rows, best=5):
     """The best cuts of each shape beside the one that the library chooses: graph / graph with overlap."""
     rate = heading("bf16, cold L2; us in a graph / with overlap, by (warps, groups, cluster, blocks)")
-    for case in each_shape(lib, names, rate):
-        chunks = case.inputs // 64
-        for r in rows:
-            if case.swiglu and r > 8:
+    for case, rows in each_case(lib, names, every_rows, rate):
+        chunks, found = case.inputs // 64, []
+        for cut in cuts(case.swiglu):
+            parts = cut[0] * cut[2]
+            places = -(-(-(-chunks // parts)) // 4) * 4 * parts
+            if chunks / places < 0.7 or case.ours(0, cut)[0]() != OK:
                 continue
-            case.rows(r)
-            found = []
-            for cut in cuts(case.swiglu):
-                parts = cut[0] * cut[2]
-                places = -(-(-(-chunks // parts)) // 4) * 4 * parts
-                if chunks / places < 0.7 or case.ours(0, cut)[0]() != OK:
-                    continue
-                found.append((graph_us(case.ours(1, cut), 5), graph_us(case.ours(0, cut), 5), cut))
-            found.sort()
-            chosen = f"{graph_us(case.ours(0)):.2f} / {graph_us(case.ours(1)):.2f}"
-            others = "  ".join(f"{cut} {plain:.2f} / {overlapped:.2f}" for overlapped, plain, cut in found[:best])
-            print(f"  rows {r:2d}  chosen {chosen}   best {others}", flush=True)
+            found.append((graph_us(case.ours(1, cut), 5), graph_us(case.ours(0, cut), 5), cut))
+        chosen = f"{graph_us(case.ours(0)):.2f} / {graph_us(case.ours(1)):.2f}"
+        others = "  ".join(f"{cut} {plain:.2f} / {overlapped:.2f}" for overlapped, plain, cut in sorted(found)[:best])
+        print(f"  rows {rows:2d}  chosen {chosen}   best {others}", flush=True)
+
+
+def check(lib, args):
+    check_arguments(lib)
+    check_cases(lib)
+    if not args.quick:
+        check_cuts(lib)
+        check_chain(lib)
 
 
 def main():
-    parser = harness.arguments(__doc__)
-    parser.add_argument("--sweep", action="store_true", help="instead of the checks and the times")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
-    parser.add_argument("--rows", default="1,2,4,8,16,32")
-    args = parser.parse_args()
-    names, rows = args.shapes.split(","), [int(r) for r in args.rows.split(",")]
-
-    def check(lib):
-        check_arguments(lib)
-        check_cases(lib)
-        if not args.quick:
-            check_cuts(lib)
-            check_chain(lib)
-
-    def timed(lib):
-        if wants_times:
-            times(lib, names, rows)
-        if args.sweep:
-            sweep(lib, names, rows)
-    wants_times, args.only_time = args.time or args.only_time, args.only_time or args.sweep
-    harness.run(args, check, timed)
+    words = lambda text: text.split(",")
+    timed = lambda lib, args: (sweep if args.only_time == "sweep" else times)(lib, args.shapes, args.rows)
+    harness.program(__doc__, check, timed, options=[
+        ("--sweep", dict(dest="only_time", action="store_const", const="sweep", help="instead of the checks and the times")),
+        ("--shapes", dict(type=words, default=list(SHAPES), help="of " + ", ".join(SHAPES))),
+        ("--rows", dict(type=lambda text: [int(rows) for rows in words(text)], default=[1, 2, 4, 8, 16, 32]))])
 
 
 if __name__ == "__main__":

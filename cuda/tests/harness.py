@@ -6,11 +6,12 @@ import math
 import os
 import sys
 import tempfile
+from collections import namedtuple
+from itertools import accumulate
 
 import abi
 import torch
-from abi import CODES, NO_SLOT, columns, rule_params, sequences, slots, stream, workspace
-from timing import calls_of
+from abi import NO_SLOT, OK, stream
 
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ULP = {"f32": 2.0 ** -23, "bf16": 2.0 ** -7, "f16": 2.0 ** -10}
@@ -40,36 +41,43 @@ def summary():
         print("  failed:", name)
 
 
-def arguments(doc):
-    """A parser of what all of them take."""
+def program(doc, check, times, models=False, options=(), self_test=None):
+    """A check program: check(lib, arguments) and times(lib, arguments), those that were asked for, with a library of the
+    kernels of gdn.h or of the models'. It ends with 1 where something failed. `options`: those of this program alone,
+    (name, what add_argument takes)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small set of cases")
+    parser.add_argument("--quick", action="store_true", help="a small set of cases, for compute-sanitizer")
     parser.add_argument("--time", action="store_true", help="print times after the checks")
     parser.add_argument("--only-time", action="store_true", help="print times and check nothing but what is timed")
     parser.add_argument("--lib", help="the shared library: loaded when it is there, else built there")
     parser.add_argument("--nvcc", default="", help="further arguments for nvcc")
-    return parser
+    if self_test:
+        parser.add_argument("--self-test", action="store_true", help="check the reference, on the CPU")
+    for name, how in options:
+        parser.add_argument(name, **how)
+    args = parser.parse_args()
+    if self_test and args.self_test:
+        global device
+        device = "cpu"
+        self_test()
+        print("the reference holds")
+        return
+    lib = library(args, models)
+    if not args.only_time:
+        check(lib, args)
+        summary()
+    if args.time or args.only_time:
+        times(lib, args)
+    sys.exit(1 if failures else 0)
 
 
 def library(args, models=False):
-    """The kernels of gdn.h, or the models'."""
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as folder:    # once it is loaded, the file may go
         path = os.path.abspath(args.lib or os.path.join(folder, "libcandle_gdn.so"))
         if not os.path.exists(path):
             abi.build(path, args.nvcc.split(), models)
         return abi.load(path)
-
-
-def run(args, check, times, models=False):
-    """A program: the checks and the times that were asked for. It ends with 1 where something failed."""
-    lib = library(args, models)
-    if not args.only_time:
-        check(lib)
-        summary()
-    if args.time or args.only_time:
-        times(lib)
-    sys.exit(1 if failures else 0)
 
 
 # ---- numbers ----
@@ -131,31 +139,61 @@ def only_inside(buf, *views):
     return bool(buf.view(-1)[left].isnan().all())
 
 
+def same_outside(x, before, mask):
+    """Whether what the mask shows of x has the bits that it had before."""
+    return same(x[mask], before[mask])
+
+
+def rows_of(lens):
+    """The slice of rows of each of packed sequences."""
+    ends = list(accumulate(lens))
+    return [slice(end - length, end) for end, length in zip(ends, lens)]
+
+
 def shuffled(n, seed):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def place(n, how, seed):
-    """(slots there are, those of n sequences in, out, their tensors). identity: in place; shared: the same, elsewhere and
-    with padding in the middle; moved: other slots of another pool too."""
-    if how == "identity":
-        return n, list(range(n)), list(range(n)), (None, None)
-    order = shuffled(2 * n + 1, seed)
-    ins, outs = order[:n], order[:n] if how == "shared" else order[n:2 * n]
-    if n > 1:
-        ins[n // 2] = outs[n // 2] = NO_SLOT
-    return 2 * n + 1, ins, outs, (u32(ins), u32(outs))
+Places = namedtuple("Places", "count ins outs tensors padding")
+
+
+def place(n, how, seed, padding_by_either=False):
+    """How many slots there are, those of n sequences in and out, tensors of both, and which sequences are padding.
+
+    identity: as many as sequences, in place; apart: out of place. Others have more slots than sequences: permuted, in
+    place; shared, the same with a sequence of padding; moved, with padding, from slots of one pool to others of another.
+    `padding_by_either`: the in slot of one sequence makes it padding, the out slot of another one that one."""
+    if how in ("identity", "apart"):
+        return Places(n, list(range(n)), list(range(n)), (None, None), [])
+    order, padding = shuffled(2 * n + 1, seed), []
+    ins, outs = order[:n], order[n:2 * n] if how == "moved" else order[:n]
+    if how != "permuted" and n > 1:
+        padding = [n // 2]
+        ins[n // 2] = NO_SLOT
+        if not (how == "moved" and padding_by_either):
+            outs[n // 2] = NO_SLOT
+        elif n > 3:
+            padding.append(0)
+            outs[0] = 2 * n + 1
+    return Places(2 * n + 1, ins, outs, (u32(ins), u32(outs)), padding)
 
 
 # ---- launches ----
+
+def capture(run):
+    """(a CUDA graph of run(), what run() returned)."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        returned = run()
+    return graph, returned
+
 
 def launch(run, graph=False, replays=1):
     """The status of run(), one launch or several, when the GPU is done with it; replayed from a graph where asked."""
     torch.cuda.synchronize()
     if graph:
-        g = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(g):
-            status = run()
+        g, status = capture(run)
         for _ in range(replays):
             g.replay()
     else:
@@ -178,52 +216,51 @@ def change(params, **changes):
     return params
 
 
-def expect(what, want, f, params, quiet=True, **changes):
-    """The status of a launch with some fields changed."""
-    got = call(f, change(params, **changes))
-    shown = {name: "changed" if callable(value) else value for name, value in changes.items()}
-    report(f"status of {what} {shown}", got == want, f"{got}, expected {want}", quiet)
+def refused(lib, name, status):
+    """Whether a launch did not take its parameters, which fails the check of this name."""
+    if status != OK:
+        report(name, False, lib.gdn_status_string(status).decode())
+    return status != OK
+
+
+def expect(what, f, params, table, *more):
+    """The statuses of launches with some fields changed: `params` makes them anew, `table` has {the status's name: [the
+    changes of each launch]}."""
+    for want, launches in table.items():
+        for changes in launches:
+            got = call(f, change(params(), **changes), *more)
+            shown = {name: "changed" if callable(value) else value for name, value in changes.items()}
+            report(f"status of {what} {shown}", got == abi.ABI.constants[f"GDN_{want}"], f"{got}, expected {want}",
+                   quiet=True)
+    torch.cuda.synchronize()
+
+
+def one_by_one(**fields):
+    """A launch for each value of each field: [{field: value}, ..]."""
+    return [{name: value} for name, values in fields.items() for value in values]
 
 
 WAYS = ((0, False), (1, False), (0, True), (1, True))
 
 
-def chain_repeats(name, chain, out, reference_overlap=0):
-    """Launches that each read what the one before wrote, as chain(overlap) runs them: with overlap, eager and from a graph,
-    40 times the bits of those without. `out` is what they leave."""
+def chain_repeats(name, link, start, reference_overlap=0, links=24):
+    """Launches that each read what the one before wrote, link(i, x, y, overlap) from x to y, over two buffers: both kinds of
+    hazard. With overlap, eager and from a graph, they leave 40 times the bits of those without."""
+    buffers, out = [torch.empty_like(start) for _ in range(2)], torch.empty_like(start)
+
+    def chain(overlap):
+        buffers[0].copy_(start)
+        buffers[1].fill_(math.nan)
+        for i in range(links):
+            assert link(i, buffers[i % 2], buffers[(i + 1) % 2], overlap) == OK
+        out.copy_(buffers[links % 2])
+
     launch(lambda: chain(reference_overlap))
     ref, bad = out.clone(), 0
-    g = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(g):
-        chain(1)
+    g, _ = capture(lambda: chain(1))
     for i in range(40):
         out.fill_(math.nan)
         g.replay() if i % 2 else chain(1)
         torch.cuda.synchronize()
         bad += not same(out, ref)
     report(name, bad == 0 and bool(ref.isfinite().all()), f"{bad} of 40 differ")
-
-
-# ---- calls of the rule for the times ----
-
-def rule_calls(lib, batch, tokens, hk, hv, dim, algo, sets, segments=0):
-    """Calls that each touch other memory than the last, but for the workspace: `sets` is enough of them to pass the L2
-    cache. A call's `params` and `o` are its own; its states are updated in place."""
-    calls, t = [], batch * tokens
-    a_log, dt_bias = torch.rand(hv, device="cuda"), torch.randn(hv, device="cuda") - 4
-    for _ in range(sets):
-        qkv, ba = bf16(t, (2 * hk + hv) * dim), bf16(t, 2 * hv)
-        o = torch.empty(t, hv * dim, device="cuda", dtype=torch.bfloat16)
-        state = torch.randn(batch, hv, dim, dim, device="cuda") * 0.1
-        place = slots(None, batch, hv * dim * dim)
-        p = rule_params(
-            q=columns(qkv, 0, dim, tokens), k=columns(qkv, hk * dim, dim, tokens), v=columns(qkv, 2 * hk * dim, dim, tokens),
-            a=columns(ba, hv, 1, tokens), b=columns(ba, 0, 1, tokens), a_log=a_log, dt_bias=dt_bias,
-            o=columns(o, 0, dim, tokens), state_in=state, state_out=state, in_slots=place, out_slots=place,
-            seqs=sequences([tokens] * batch), num_k_heads=hk, num_v_heads=hv, head_k=dim, head_v=dim, io_dtype=CODES["bf16"],
-            gate_dtype=CODES["bf16"], l2norm=1, algo=algo, segments=segments)
-        [one] = calls_of(lib, [(lib.gdn_rule, p)], (qkv, ba, state, a_log, dt_bias))
-        one.params, one.o, one.state = p, o, state
-        calls.append(one)
-    workspace(lib.gdn_rule_workspace, *(one.params for one in calls))
-    return calls

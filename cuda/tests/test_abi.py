@@ -24,7 +24,7 @@ class Abi(unittest.TestCase):
             headers.constants["GDN_SEVEN"] = 8
             headers.structs["gdn_pair"] = type("Pair", (C.Structure,), {"_fields_": [("x", C.c_int32), ("y", C.c_int32)]})
             wrong = [line.split(":")[0] for line in abi.differences([path], headers)]
-        self.assertEqual(wrong, ["GDN_SEVEN", "sizeof gdn_pair", "offsetof gdn_pair y", "sizeof gdn_pair y"])
+        self.assertEqual(wrong, ["GDN_SEVEN", "sizeof(gdn_pair)", "offsetof(gdn_pair, y)", "sizeof(((gdn_pair *)0)->y)"])
 
     def test_what_is_read(self):
         headers = abi.Headers([])

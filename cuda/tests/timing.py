@@ -251,12 +251,12 @@ def cold_sets(nbytes, least=3, most=64):
     return max(least, min(most, int(3e8 / nbytes) + 1))
 
 
-def calls_of(lib, launches, keep=None):
-    """A call for each (function, params) or list of these; they keep alive what they point into."""
+def calls_of(lib, launches):
+    """A call for each (function, params) or list of these."""
     def make(several):
         several = several if isinstance(several, list) else [several]
 
-        def call(keep=keep):
+        def call():
             for f, params in several:
                 status = f(C.byref(params), stream())
                 assert status == OK, lib.gdn_status_string(status).decode()

@@ -2,31 +2,25 @@
 
 #[path = "support/cli.rs"]
 mod cli;
+#[path = "../../tests/support/devices.rs"]
+mod devices;
+#[path = "support/golden.rs"]
+mod golden;
 #[path = "../../examples/candle_transformers/model.rs"]
 mod model;
 
 use candle_core::{safetensors, DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use cli::{Copy, DEMO};
+use devices::{devices, rel_rms};
+use golden::{argmax, log_softmax};
 use model::ModelForCausalLM;
 use tokenizers::Tokenizer;
 
-const PROMPTS: usize = 8;
 /// Bound on the relative RMS error in f32.
-const F32: f32 = 2e-4;
+const F32: f64 = 2e-4;
 /// Below this difference of the two best logits, rounding may choose.
 const MARGIN: f32 = 1e-3;
-
-/// The CPU, and the GPU where the build and the machine have one.
-fn devices() -> Vec<Device> {
-    let cuda = if cfg!(feature = "cuda") { Device::new_cuda(0).ok() } else { None };
-    match std::env::var("CANDLE_GDN_TEST_DEVICE").unwrap_or_default().as_str() {
-        "cpu" => vec![Device::Cpu],
-        "cuda" => vec![cuda.expect("CANDLE_GDN_TEST_DEVICE=cuda, but there is no CUDA device")],
-        "" => std::iter::once(Device::Cpu).chain(cuda).collect(),
-        other => panic!("CANDLE_GDN_TEST_DEVICE: expected cpu or cuda, got {other}"),
-    }
-}
 
 fn demo(dtype: DType, device: &Device) -> Result<ModelForCausalLM> {
     let config = std::fs::read_to_string(format!("{DEMO}/config.json"))?;
@@ -37,29 +31,8 @@ fn demo(dtype: DType, device: &Device) -> Result<ModelForCausalLM> {
     ModelForCausalLM::new(&config, vb)
 }
 
-/// One prompt, and what transformers made of it in float32.
-struct Prompt {
-    ids: Vec<u32>,
-    logits_last: Vec<f32>,
-    /// Of the ids from the second on.
-    logprobs: Vec<f32>,
-    greedy: Vec<u32>,
-    /// Best minus second-best logit at each step.
-    greedy_margin: Vec<f32>,
-}
-
-fn prompt(i: usize) -> Result<Prompt> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/goldens/demo_goldens.safetensors");
-    let all = safetensors::load(path, &Device::Cpu)?;
-    let ids = |name: &str| all[&format!("{i}.{name}")].to_dtype(DType::U32)?.to_vec1::<u32>();
-    let floats = |name: &str| all[&format!("{i}.{name}")].to_vec1::<f32>();
-    Ok(Prompt {
-        ids: ids("ids")?,
-        logits_last: floats("logits_last")?,
-        logprobs: floats("logprobs")?,
-        greedy: ids("greedy")?,
-        greedy_margin: floats("greedy_margin")?,
-    })
+fn prompt(i: usize) -> Result<golden::Prompt> {
+    golden::DEMO.prompt(i)
 }
 
 /// Feeds one sequence; the logits after its last token.
@@ -68,35 +41,18 @@ fn feed(model: &mut ModelForCausalLM, ids: &[u32], offset: usize, device: &Devic
     logits.squeeze(0)?.to_dtype(DType::F32)?.to_vec1()
 }
 
-/// `||x - want|| / ||want||`; NaN where x has one, which no bound lets pass.
-fn rel_rms(x: &[f32], want: &[f32]) -> f32 {
-    assert_eq!(x.len(), want.len());
-    let sum = |terms: &mut dyn Iterator<Item = f32>| terms.map(|x| f64::from(x) * f64::from(x)).sum::<f64>();
-    (sum(&mut x.iter().zip(want).map(|(x, w)| x - w)) / sum(&mut want.iter().copied())).sqrt() as f32
-}
-
 #[track_caller]
-fn check(what: &str, x: &[f32], want: &[f32], bound: f32) {
+fn check(what: &str, x: &[f32], want: &[f32], bound: f64) {
     let error = rel_rms(x, want);
     println!("{what}: relative error {error:e}");
     assert!(error <= bound, "{what}: relative error {error:e}");
-}
-
-fn log_softmax(logits: &[f32], id: u32) -> f32 {
-    let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    let sum: f64 = logits.iter().map(|&x| (f64::from(x) - max).exp()).sum();
-    (f64::from(logits[id as usize]) - max - sum.ln()) as f32
-}
-
-fn argmax(x: &[f32]) -> u32 {
-    (0..x.len()).max_by(|&i, &j| x[i].total_cmp(&x[j])).expect("logits") as u32
 }
 
 #[test]
 fn prompts_and_greedy_steps_match_transformers() -> Result<()> {
     for device in devices() {
         let mut model = demo(DType::F32, &device)?;
-        for i in 0..PROMPTS {
+        for i in 0..golden::DEMO.prompts() {
             let want = prompt(i)?;
             let mut logits = feed(&mut model, &want.ids, 0, &device)?;
             check(&format!("prompt {i}"), &logits, &want.logits_last, F32);
@@ -119,7 +75,7 @@ fn prompts_and_greedy_steps_match_transformers() -> Result<()> {
 fn token_by_token_matches_transformers() -> Result<()> {
     for device in devices() {
         let mut model = demo(DType::F32, &device)?;
-        for i in 0..PROMPTS {
+        for i in 0..golden::DEMO.prompts() {
             let want = prompt(i)?;
             if want.ids.len() < 2 {
                 continue;

@@ -58,6 +58,11 @@ fn cpu(tool: &str, threads: usize, rows: Vec<Row>) -> Run {
     run(tool, Machine { device: "EPYC".into(), threads: Some(threads), ..Machine::default() }, rows)
 }
 
+/// What the report says of them.
+fn table_of(runs: Vec<Run>) -> String {
+    tables::table(&pooled(runs))
+}
+
 fn pooled(runs: Vec<Run>) -> Folder {
     let files = runs.into_iter().enumerate().map(|(i, run)| File { name: format!("{i}.json"), run });
     Folder::pool("box".into(), files.collect()).unwrap()
@@ -75,6 +80,15 @@ fn prefill(hv: usize, (batch, tokens): (usize, usize), contender: &str, time: f6
     let shape = Shape::heads(4, hv, 128, 128).batch(batch).tokens(tokens);
     let row = Row::new("prefill", &format!("4/{hv} {batch}x{tokens}"), contender).shape(shape);
     row.work(0, 800_000_000 * (batch * tokens) as u64).gpu(us(time))
+}
+
+/// By contenders, and after a space their variants.
+fn prefills(hv: usize, shape: (usize, usize), times: &[(&str, f64)]) -> Vec<Row> {
+    let row = |(name, time): &(&str, f64)| match name.split_once(' ') {
+        Some((contender, variant)) => prefill(hv, shape, contender, *time).variant(variant),
+        None => prefill(hv, shape, name, *time),
+    };
+    times.iter().map(row).collect()
 }
 
 fn projection(tokens: usize, variant: &str, time: f64) -> Row {
@@ -275,7 +289,7 @@ fn decode_compares_on_each_clock_apart() {
         decode(1, "fla", 8.).gpu(None).note("not installed"),
         decode(1, "candle-gdn", 3.).l2("warm").variant("a").auto(true),
     ];
-    let table = tables::table(&pooled(vec![gpu("benches/peers", rows)]));
+    let table = table_of(vec![gpu("benches/peers", rows)]);
     let want = "
         |   B | L2   | floor | candle-gdn a | candle-gdn b | GB/s | % of copy | % of floor |   fi | fla | / fi | / fla | / best |
         | --: | ---- | ----: | -----------: | -----------: | ---: | --------: | ---------: | ---: | --: | ---: | ----: | -----: |
@@ -304,7 +318,7 @@ fn decode_compares_on_each_clock_apart() {
 #[test]
 fn a_lone_variant_is_not_marked() {
     let rows = vec![decode(1, "candle-gdn", 4.).variant("a").auto(true)];
-    let table = tables::table(&pooled(vec![gpu("benches/gpu", rows)]));
+    let table = table_of(vec![gpu("benches/gpu", rows)]);
     assert!(table_after(&table, "gpu, µs").contains(" 4.00 "), "{table}");
 }
 
@@ -315,7 +329,7 @@ fn auto_is_a_mark_or_a_name() {
         decode(1, "candle-gdn", 3.).variant("a"),
         decode(1, "fi", 2.).variant(""),
     ];
-    let table = tables::table(&pooled(vec![gpu("benches/peers", rows)]));
+    let table = table_of(vec![gpu("benches/peers", rows)]);
     let want = "
         |   B | L2   | floor | candle-gdn auto | candle-gdn a | GB/s | % of copy | % of floor |   fi | / fi |
         | --: | ---- | ----: | --------------: | -----------: | ---: | --------: | ---------: | ---: | ---: |
@@ -325,17 +339,12 @@ fn auto_is_a_mark_or_a_name() {
 
 #[test]
 fn prefill_counts_the_best_variant_of_a_peer() {
-    let rows = vec![
-        prefill(8, (1, 64), "candle-gdn", 80.),
-        prefill(8, (1, 64), "fi", 160.).variant("nocp"),
-        prefill(8, (1, 64), "fi", 100.).variant("cp"),
-        prefill(8, (1, 64), "qla", 40.),
-        prefill(8, (8, 16), "candle-gdn", 256.),
-        prefill(8, (8, 16), "fi", 128.).variant("cp"),
-        prefill(16, (1, 64), "candle-gdn", 100.),
-        prefill(16, (1, 64), "fi", 200.).variant("cp"),
+    let rows = [
+        prefills(8, (1, 64), &[("candle-gdn", 80.), ("fi nocp", 160.), ("fi cp", 100.), ("qla", 40.)]),
+        prefills(8, (8, 16), &[("candle-gdn", 256.), ("fi cp", 128.)]),
+        prefills(16, (1, 64), &[("candle-gdn", 100.), ("fi cp", 200.)]),
     ];
-    let table = tables::table(&pooled(vec![gpu("benches/peers", rows)]));
+    let table = table_of(vec![gpu("benches/peers", rows.concat())]);
     let want = "
         | heads | 1×64 | 8×16 |
         | ----: | ---: | ---: |
@@ -367,7 +376,7 @@ fn prefill_counts_the_best_variant_of_a_peer() {
 fn works_of_one_shape_go_by_their_names() {
     let named =
         |name: &str, time| Row { workload: format!("4/8 1x64 {name}"), ..prefill(8, (1, 64), "candle-gdn", time) };
-    let table = tables::table(&pooled(vec![gpu("benches/gpu", vec![named("with state", 5.), named("without", 4.)])]));
+    let table = table_of(vec![gpu("benches/gpu", vec![named("with state", 5.), named("without", 4.)])]);
     let body = table_after(&table, "gpu, µs");
     assert!(body.contains("| 1x64 with state |") && body.contains("|    1x64 without |"), "{body}");
 }
@@ -376,7 +385,7 @@ fn works_of_one_shape_go_by_their_names() {
 fn the_crossover_is_computed() {
     let sentence = |times: &[(usize, f64, f64)]| {
         let rows = times.iter().flat_map(|&(t, one, six)| [projection(t, "one", one), projection(t, "six", six)]);
-        let table = tables::table(&pooled(vec![gpu("benches/gpu", rows.collect())]));
+        let table = table_of(vec![gpu("benches/gpu", rows.collect())]);
         let line = table.lines().find(|line| line.starts_with("- hidden 2048, gpu: "));
         line.map(|line| line["- hidden 2048, gpu: ".len()..].to_string())
     };
@@ -390,8 +399,7 @@ fn the_crossover_is_computed() {
 
 #[test]
 fn one_variant_has_no_crossover() {
-    let table =
-        tables::table(&pooled(vec![gpu("benches/gpu", vec![projection(1, "one", 17.), projection(8, "one", 17.)])]));
+    let table = table_of(vec![gpu("benches/gpu", vec![projection(1, "one", 17.), projection(8, "one", 17.)])]);
     assert!(!table.contains("The fastest variant"), "{table}");
 }
 
@@ -445,9 +453,8 @@ fn the_contest_is_summed_up_by_size() {
 fn the_cpu_has_one_clock_for_all_tools() {
     let rules = vec![rule(64, "candle-gdn", 800.).work(800_000_000, 0), rule(64, "tensor ops", 80e3)];
     let llama = vec![rule(64, "llama.cpp", 16e3), rule(1, "llama.cpp", 400.)];
-    let table = |threads| {
-        tables::table(&pooled(vec![cpu("benches/cpu", 2, rules.clone()), cpu("llama_cpp", threads, llama.clone())]))
-    };
+    let table =
+        |threads| table_of(vec![cpu("benches/cpu", 2, rules.clone()), cpu("llama_cpp", threads, llama.clone())]);
     let want = "
         |  B×T | floor | candle-gdn | GB/s | % of copy | % of floor | llama.cpp | tensor ops | / llama.cpp | / tensor ops | / best |
         | ---: | ----: | ---------: | ---: | --------: | ---------: | --------: | ---------: | ----------: | -----------: | -----: |
@@ -463,7 +470,7 @@ fn the_worst_cells_come_first() {
     let rows = [(1, 4., 5.), (8, 30., 10.), (32, 40., 30.)];
     let rows =
         rows.iter().flat_map(|&(b, ours, peer)| [decode(b, "candle-gdn", ours), decode(b, "fi", peer).variant("x")]);
-    let table = tables::table(&pooled(vec![gpu("benches/peers", rows.collect())]));
+    let table = table_of(vec![gpu("benches/peers", rows.collect())]);
     let want = "
         | suite  |   workload | L2   | ours | best peer | its time | ours / best |
         | ------ | ---------: | ---- | ---: | --------- | -------: | ----------: |
@@ -483,21 +490,8 @@ fn the_worst_cells_come_first() {
 #[test]
 fn no_suite_is_dropped() {
     let row = Row::new("novel", "a|b", "candle-gdn").event(us(3.)).error("y", 1e-3).note("see\nbelow");
-    let table = tables::table(&pooled(vec![
-        gpu("benches/gpu", vec![row]),
-        cpu(
-            "benches/cpu",
-            2,
-            vec![Row {
-                suite: "copy".into(),
-                workload: "large".into(),
-                contender: "memcpy".into(),
-                bytes: Some(8_000_000),
-                wall: Some(us(400.)),
-                ..Row::default()
-            }],
-        ),
-    ]));
+    let copy = Row { bytes: Some(8_000_000), ..Row::new("copy", "large", "memcpy").wall(us(400.)) };
+    let table = table_of(vec![gpu("benches/gpu", vec![row]), cpu("benches/cpu", 2, vec![copy])]);
     let want = "
         | workload | contender  | event | errors   | note      |
         | -------- | ---------- | ----: | -------- | --------- |

@@ -1,11 +1,11 @@
 //! The state after every so many tokens: what it must equal, where it goes, and what a call leaves alone. The property
 //! tests compare it with the reference besides.
 
-use crate::errors::refused;
+use crate::errors::Rule;
 use crate::semantics::{args, options, Args};
-use crate::support::{devices, dtype_for, has, rel_rms, values, TENSOR_CORES};
-use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::{checkpoint_rows, Algo, CuSeqlens, Gates, GdnPrefill, RuleOptions, CHECKPOINT_MULTIPLE};
+use crate::support::{devices, dtype_for, has, refused, rel_rms, values, TENSOR_CORES};
+use candle_core::{DType, Device, Tensor};
+use candle_gdn::{checkpoint_rows, Algo, CuSeqlens, GdnPrefill, RuleOptions, CHECKPOINT_MULTIPLE};
 
 const ALGOS: [Algo; 5] = [Algo::Auto, Algo::Recurrent, Algo::Recurrent128, Algo::ChunkedSm80, Algo::ChunkedSm90];
 
@@ -27,11 +27,10 @@ fn untouched(x: &Tensor) -> bool {
 /// o and the new state, with checkpoints or without.
 fn call(x: &Args, dtype: DType, options: RuleOptions, to: Option<(&Tensor, usize)>) -> [Vec<f64>; 2] {
     let state = x.state.to_dtype(dtype).unwrap().force_contiguous().unwrap();
-    let mut op = GdnPrefill::new(x.gates.clone(), &state, None, options).unwrap();
-    if let Some((to, every)) = to {
-        op = op.with_checkpoints(to, every);
-    }
-    let o = op.forward(&x.q, &x.k, &x.v).unwrap();
+    let o = x.prefill(&state, None, options, |op| match to {
+        Some((to, every)) => op.with_checkpoints(to, every),
+        None => op,
+    });
     [values(&o), values(&state)]
 }
 
@@ -95,22 +94,15 @@ fn packed_sequences_have_rows_of_their_own() {
     for device in devices() {
         for (io, options) in algos(&device) {
             for (dtype, every) in [(DType::F32, 64), (DType::BF16, 128)] {
-                let x = args(lengths.len(), 600 / lengths.len() + 1, &device).in_dtype(io);
                 let total = lengths.iter().sum::<usize>();
-                let flat = x.packed();
-                let cut = |t: &Tensor| t.narrow(0, 0, total).unwrap();
-                let (q, k, v) = (cut(&flat.q), cut(&flat.k), cut(&flat.v));
-                let gates = Gates { a: cut(&flat.gates.a), b: cut(&flat.gates.b), ..flat.gates.clone() };
+                let x = args(lengths.len(), 600 / lengths.len() + 1, &device).in_dtype(io).packed();
+                let x = x.map(|t| t.narrow(0, 0, total).unwrap());
                 let state = x.state.to_dtype(dtype).unwrap().force_contiguous().unwrap();
+                let map = Tensor::new(&slots, &device).unwrap();
                 let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
                 // More rows than there can be.
                 let to = room(total / every + 2, dtype, &device);
-                GdnPrefill::new(gates.clone(), &state, Some(&cu), options)
-                    .unwrap()
-                    .with_slots(&Tensor::new(&slots, &device).unwrap())
-                    .with_checkpoints(&to, every)
-                    .forward(&q, &k, &v)
-                    .unwrap();
+                x.prefill(&state, Some(&cu), options, |op| op.with_slots(&map).with_checkpoints(&to, every));
 
                 let (mut first, mut next) = (0, 0);
                 for (n, &tokens) in lengths.iter().enumerate() {
@@ -126,14 +118,8 @@ fn packed_sequences_have_rows_of_their_own() {
                         }
                         // Alone, in a batch of one.
                         let part = |t: &Tensor| t.narrow(0, first, (j + 1) * every).unwrap().unsqueeze(0).unwrap();
-                        let alone = Args {
-                            q: part(&q),
-                            k: part(&k),
-                            v: part(&v),
-                            gates: Gates { a: part(&gates.a), b: part(&gates.b), ..gates.clone() },
-                            state: x.state.narrow(0, slots[n] as usize, 1).unwrap(),
-                        };
-                        let [_, want] = call(&alone, dtype, options, None);
+                        let state = x.state.narrow(0, slots[n] as usize, 1).unwrap();
+                        let [_, want] = call(&Args { state, ..x.map(part) }, dtype, options, None);
                         // A kernel may cut the work of one sequence up otherwise, and round elsewhere.
                         let bound = if dtype == DType::BF16 { 2f64.powi(-8) } else { 1e-6 };
                         let error = rel_rms(&values(&got), &want);
@@ -155,9 +141,8 @@ fn they_are_among_the_token_states() {
             let x = args(1, 130, &device);
             let state = x.state.force_contiguous().unwrap();
             let (every_token, to) = (room(130, DType::F32, &device), room(2, DType::F32, &device));
-            let op = GdnPrefill::new(x.gates.clone(), &state, None, options(algo)).unwrap().with_checkpoints(&to, 64);
-            let op = op.with_token_states(&every_token.unsqueeze(0).unwrap());
-            op.forward(&x.q, &x.k, &x.v).unwrap();
+            let tokens = every_token.unsqueeze(0).unwrap();
+            x.prefill(&state, None, options(algo), |op| op.with_checkpoints(&to, 64).with_token_states(&tokens));
             for (row, token) in [(0, 63), (1, 127)] {
                 let (got, want) = (to.get(row).unwrap(), every_token.get(token).unwrap());
                 assert!(values(&got) == values(&want), "{algo:?}, after token {token}");
@@ -193,73 +178,40 @@ fn few_tokens_and_any_place() {
 fn nonsense_is_refused() {
     for device in &devices() {
         let z = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device).unwrap();
-        let pool = z(&[4 * 32 * 16 * 8]);
-        let part = |n: usize, shape: &[usize]| pool.narrow(0, 0, n).unwrap().reshape(shape).unwrap();
-        let (k, v, state) = (z(&[2, 100, 2, 16]), z(&[2, 100, 4, 32]), z(&[2, 4, 32, 16]));
-        let good = Gates { a: z(&[2, 100, 4]), b: z(&[2, 100, 4]), a_log: z(&[4]), dt_bias: z(&[4]) };
-        let o = RuleOptions::default();
-        let run = |o, state: &Tensor, to: &Tensor, every| {
-            GdnPrefill::new(good.clone(), state, None, o)?.with_checkpoints(to, every).forward(&k, &k, &v)
-        };
+        let good = Rule::new(&[2, 100], 2, device);
+        let run = |rule: &Rule, to: &Tensor, every| rule.prefill(|op| op.with_checkpoints(to, every));
         let to = z(&[3, 4, 32, 16]);
-        run(o, &state, &to, 64).unwrap();
-        run(o, &state, &to, 128).unwrap();
+        run(&good, &to, 64).unwrap();
+        run(&good, &to, 128).unwrap();
 
         assert_eq!(CHECKPOINT_MULTIPLE, 64);
         for every in [0, 1, 63, 65, 96] {
             let sentence = format!("gdn_prefill: every: expected a positive multiple of 64 tokens, got {every}");
-            refused(run(o, &state, &to, every), &[&sentence]);
+            refused(run(&good, &to, every), &[&sentence]);
         }
-        let with = |to: &Tensor| run(o, &state, to, 64);
-        let shape =
-            "gdn_prefill: checkpoints: expected shape [rows, 4, 32, 16] with at least 3 rows (200 tokens, one for \
-                     every 64), got";
-        refused(with(&z(&[2, 4, 32, 16])), &[shape, "[2, 4, 32, 16]"]);
-        refused(with(&z(&[3, 4, 16, 32])), &[shape, "[3, 4, 16, 32]"]);
-        refused(with(&z(&[3, 1, 4, 32, 16])), &[shape, "[3, 1, 4, 32, 16]"]);
-        refused(with(&z(&[4 * 32 * 16])), &[shape, "[2048]"]);
-        let half = to.to_dtype(DType::BF16).unwrap();
-        refused(with(&half), &["gdn_prefill: checkpoints: expected dtype F32, got BF16"]);
-        let half_state = state.to_dtype(DType::BF16).unwrap();
-        refused(run(o, &half_state, &to, 64), &["gdn_prefill: checkpoints: expected dtype BF16, got F32"]);
-        let strided = z(&[3, 4, 16, 32]).transpose(2, 3).unwrap();
-        refused(with(&strided), &["gdn_prefill: checkpoints: expected a contiguous tensor, got strides"]);
+        let with = |to: &Tensor, parts: &[&str]| {
+            refused(run(&good, to, 64), &[&["gdn_prefill: checkpoints:"], parts].concat());
+        };
+        let shape = "expected shape [rows, 4, 32, 16] with at least 3 rows (200 tokens, one for every 64), got";
+        with(&z(&[2, 4, 32, 16]), &[shape, "[2, 4, 32, 16]"]);
+        with(&z(&[3, 4, 16, 32]), &[shape, "[3, 4, 16, 32]"]);
+        with(&z(&[3, 1, 4, 32, 16]), &[shape, "[3, 1, 4, 32, 16]"]);
+        with(&z(&[4 * 32 * 16]), &[shape, "[2048]"]);
+        with(&to.to_dtype(DType::BF16).unwrap(), &["expected dtype F32, got BF16"]);
+        let half_state = good.with(|x| x.state = x.state.to_dtype(DType::BF16).unwrap());
+        refused(run(&half_state, &to, 64), &["gdn_prefill: checkpoints: expected dtype BF16, got F32"]);
+        with(&z(&[3, 4, 16, 32]).transpose(2, 3).unwrap(), &["expected a contiguous tensor, got strides"]);
         if device.is_cuda() {
-            let cpu = Tensor::zeros((3, 4, 32, 16), DType::F32, &Device::Cpu).unwrap();
-            refused(with(&cpu), &["gdn_prefill: checkpoints:", "Cpu"]);
+            with(&to.to_device(&Device::Cpu).unwrap(), &["Cpu"]);
         }
 
         // Its storage is its own.
-        let shared = |what: &str, result: Result<Tensor>| {
-            refused(result, &[&format!("checkpoints: shares its storage with {what}; it is written in place")])
-        };
-        let to = part(3 * 4 * 32 * 16, &[3, 4, 32, 16]);
-        let run = |q: &Tensor, k: &Tensor, v: &Tensor, gates: &Gates, state: &Tensor| {
-            GdnPrefill::new(gates.clone(), state, None, o)?.with_checkpoints(&to, 64).forward(q, k, v)
-        };
-        run(&k, &k, &v, &good, &state).unwrap();
-        shared("q", run(&part(6400, &[2, 100, 2, 16]), &k, &v, &good, &state));
-        shared("k", run(&k, &part(6400, &[2, 100, 2, 16]), &v, &good, &state));
-        let wide = z(&[2 * 100 * 4 * 32]);
-        let (in_wide, v_in_wide) = (wide.narrow(0, 0, 3 * 4 * 32 * 16).unwrap(), wide.reshape(v.dims()).unwrap());
-        let op = GdnPrefill::new(good.clone(), &state, None, o).unwrap();
-        let op = op.with_checkpoints(&in_wide.reshape((3, 4, 32, 16)).unwrap(), 64);
-        shared("v", op.forward(&k, &k, &v_in_wide));
-        shared("state", run(&k, &k, &v, &good, &part(2 * 4 * 32 * 16, &[2, 4, 32, 16])));
-        let (ab, heads) = (part(800, &[2, 100, 4]), part(4, &[4]));
-        shared("a", run(&k, &k, &v, &Gates { a: ab.clone(), ..good.clone() }, &state));
-        shared("b", run(&k, &k, &v, &Gates { b: ab, ..good.clone() }, &state));
-        shared("a_log", run(&k, &k, &v, &Gates { a_log: heads.clone(), ..good.clone() }, &state));
-        shared("dt_bias", run(&k, &k, &v, &Gates { dt_bias: heads, ..good.clone() }, &state));
-        // The same through the bare CustomOp, which sees storages only.
-        let op = GdnPrefill::new(good.clone(), &state, None, o).unwrap().with_checkpoints(&to, 64);
-        shared("q", part(6400, &[2, 100, 2, 16]).apply_op3_no_bwd(&k, &v, &op));
-
+        good.shares_nothing("checkpoints", &[3, 4, 32, 16], |op, to| op.with_checkpoints(to, 64));
         let both = z(&[200 * 4 * 32 * 16]);
         let to = both.narrow(0, 0, 3 * 4 * 32 * 16).unwrap().reshape((3, 4, 32, 16)).unwrap();
-        let op = GdnPrefill::new(good.clone(), &state, None, o).unwrap().with_checkpoints(&to, 64);
-        let op = op.with_token_states(&both.reshape((2, 100, 4, 32, 16)).unwrap());
-        shared("token_states", op.forward(&k, &k, &v));
+        let token_states = both.reshape((2, 100, 4, 32, 16)).unwrap();
+        let run = good.prefill(|op| op.with_checkpoints(&to, 64).with_token_states(&token_states));
+        refused(run, &["checkpoints: shares its storage with token_states; it is written in place"]);
     }
 }
 

@@ -1,6 +1,7 @@
 //! The causal convolution and the gated norm against their definitions in f64.
 
-use crate::support::{devices, poison, rel_rms, rounded, to_device, values, Rng};
+use crate::slot_pool::SlotPool;
+use crate::support::{devices, gated_norm, poison, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::{causal_conv1d, gated_rms_norm, CausalConv1d, CuSeqlens, GateActivation};
 use proptest::prelude::*;
@@ -66,20 +67,14 @@ impl ConvCase {
             let pad = Tensor::full(f32::NAN, [&lead[..], &[5]].concat(), device).unwrap().to_dtype(dtype).unwrap();
             x = Tensor::cat(&[&pad, &x, &pad], lead.len()).unwrap().narrow(lead.len(), 5, channels).unwrap();
         }
-        let pool_slots = sequences + 2;
-        let map: Vec<u32> =
-            (0..sequences as u32).map(|n| if self.slots { sequences as u32 - n } else { n + 1 }).collect();
-        let size = history * channels;
-        let mut pool = vec![3.0; pool_slots * size];
-        for (n, &slot) in map.iter().enumerate() {
-            pool[slot as usize * size..][..size].copy_from_slice(&old[n * size..][..size]);
-        }
-        let pool = rounded(&pool, &[pool_slots, history, channels], dtype).unwrap().0.to_device(device).unwrap();
-        let state = if self.slots { pool.clone() } else { pool.narrow(0, 1, sequences).unwrap() };
+        let slot = |n: usize| if self.slots { sequences - n } else { n + 1 };
+        let map: Vec<_> = (0..sequences).map(|n| Some(slot(n))).collect();
+        let pool = SlotPool::new(&old, &map, sequences + 2, &[history, channels], dtype, device).unwrap();
+        let state = if self.slots { pool.all.clone() } else { pool.all.narrow(0, 1, sequences).unwrap() };
         let cu = self.packed.then(|| CuSeqlens::from_lengths(&self.lengths, device).unwrap());
         let mut op = CausalConv1d::new(&state, cu.as_ref(), self.silu).unwrap();
         if self.slots {
-            op = op.with_slots(&Tensor::new(&map[..], device).unwrap());
+            op = op.with_slots(&pool.slots().unwrap());
         }
         if device.is_cuda() {
             poison(tokens * channels, dtype, device).unwrap();
@@ -94,14 +89,7 @@ impl ConvCase {
             let bound = rounding * want.abs() + 1e-6 * size + if dtype == DType::F16 { 3e-8 } else { 0.0 };
             assert!(error <= bound, "y[{i}] is {y}, expected {want}, on {:?}: {self:?}", device.location());
         }
-        let pool = values(&pool);
-        for (n, &slot) in map.iter().enumerate() {
-            let got = &pool[slot as usize * size..][..size];
-            assert_eq!(got, &want_state[n * size..][..size], "state {n} on {:?}: {self:?}", device.location());
-        }
-        for slot in (0..pool_slots).filter(|&s| !map.contains(&(s as u32))) {
-            assert!(pool[slot * size..][..size].iter().all(|&x| x == 3.0), "slot {slot} was touched");
-        }
+        assert_eq!(pool.states(), want_state, "states on {:?}: {self:?}", device.location());
     }
 }
 
@@ -198,20 +186,8 @@ fn gated_norm_matches_its_definition() {
                         let (x, xs) = rounded(&drawn, &[1, tokens, heads, dim], dtype).unwrap();
                         let (z, zs) = rounded(&rng.normals(n), &[1, tokens, heads * dim], dtype).unwrap();
                         let (w, ws) = rounded(&rng.normals(dim), &[dim], weight_dtype).unwrap();
-                        let mut want = vec![];
-                        for (x, z) in xs.chunks(dim).zip(zs.chunks(dim)) {
-                            let mean = x.iter().map(|x| x * x).sum::<f64>() / dim as f64;
-                            for i in 0..dim {
-                                let sigmoid = 1.0 / (1.0 + (-z[i]).exp());
-                                let act = if gate == GateActivation::Silu { z[i] * sigmoid } else { sigmoid };
-                                want.push(x[i] / (mean + eps).sqrt() * ws[i] * act);
-                            }
-                        }
-                        let (x, z, w) = (
-                            x.to_device(&device).unwrap(),
-                            z.to_device(&device).unwrap(),
-                            w.to_device(&device).unwrap(),
-                        );
+                        let want = gated_norm(&xs, &zs, &ws, eps, gate);
+                        let [x, z, w] = [x, z, w].map(|x| x.to_device(&device).unwrap());
                         // z as it lies in a projection.
                         let z = Tensor::cat(&[&z, &z, &z], 2).unwrap().narrow(2, heads * dim, heads * dim).unwrap();
                         if device.is_cuda() {

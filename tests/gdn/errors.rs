@@ -1,24 +1,90 @@
 //! Nonsense in, a sentence out: every refusal names the op, the argument, what was expected and what came.
 
-use crate::support::devices;
+use crate::semantics::{Args, Argument, ARGUMENTS};
+use crate::step_args::StepArgs;
+use crate::support::{devices, refused};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::{
-    causal_conv1d, gated_rms_norm, gdn_decode, gdn_prefill, gdn_step_in_place, Algo, CausalConv1d, CuSeqlens,
-    GateActivation, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions, StepAlgo, StepOptions,
+    causal_conv1d, gated_rms_norm, gdn_decode, gdn_prefill, Algo, CausalConv1d, CuSeqlens, GateActivation, Gates,
+    GdnDecode, GdnPrefill, RuleOptions, StepAlgo,
 };
 
 fn zeros(shape: &[usize], device: &Device) -> Tensor {
     Tensor::zeros(shape, DType::F32, device).unwrap()
 }
 
-#[track_caller]
-pub fn refused<T>(result: Result<T>, parts: &[&str]) {
-    let message = match result {
-        Ok(_) => panic!("accepted, expected an error with {parts:?}"),
-        Err(error) => error.to_string(),
-    };
-    for part in parts {
-        assert!(message.contains(part), "expected {part:?} in: {message}");
+fn to(tensor: &mut Tensor, dtype: DType) {
+    *tensor = tensor.to_dtype(dtype).unwrap();
+}
+
+/// What the rule takes, to be changed one at a time: HK 2, HV 4, K 16, V 32.
+#[derive(Clone)]
+pub struct Rule {
+    args: Args,
+    options: RuleOptions,
+}
+
+impl Rule {
+    /// `lead` are batch and tokens, packed tokens, or the batch of decode.
+    pub fn new(lead: &[usize], slots: usize, device: &Device) -> Self {
+        let z = |tail: &[usize]| zeros(&[lead, tail].concat(), device);
+        let heads = zeros(&[4], device);
+        let gates = Gates { a: z(&[4]), b: z(&[4]), a_log: heads.clone(), dt_bias: heads };
+        let state = zeros(&[slots, 4, 32, 16], device);
+        let args = Args { q: z(&[2, 16]), k: z(&[2, 16]), v: z(&[4, 32]), gates, state };
+        Self { args, options: RuleOptions::default() }
+    }
+
+    pub fn with(&self, change: impl FnOnce(&mut Args)) -> Self {
+        let mut rule = self.clone();
+        change(&mut rule.args);
+        rule
+    }
+
+    fn with_options(&self, change: impl FnOnce(&mut RuleOptions)) -> Self {
+        let mut rule = self.clone();
+        change(&mut rule.options);
+        rule
+    }
+
+    fn decode(&self) -> Result<()> {
+        let Args { q, k, v, gates, state } = &self.args;
+        gdn_decode(q, k, v, gates, state, self.options).map(drop)
+    }
+
+    /// Decode refuses the change with a sentence that begins with its name and the first of `parts`.
+    #[track_caller]
+    fn refuses(&self, change: impl FnOnce(&mut Args), parts: &[&str]) {
+        let first = format!("gdn_decode: {}", parts[0]);
+        refused(self.with(change).decode(), &[&[&first[..]], &parts[1..]].concat());
+    }
+
+    fn op(&self) -> Result<GdnPrefill> {
+        GdnPrefill::new(self.args.gates.clone(), &self.args.state, None, self.options)
+    }
+
+    pub fn prefill(&self, complete: impl FnOnce(GdnPrefill) -> GdnPrefill) -> Result<Tensor> {
+        complete(self.op()?).forward(&self.args.q, &self.args.k, &self.args.v)
+    }
+
+    /// Refuses every argument inside the storage of what `complete` has the op write, here of `shape`: it would be
+    /// overwritten, or deadlock on candle's lock.
+    pub fn shares_nothing(&self, what: &str, shape: &[usize], complete: fn(GdnPrefill, &Tensor) -> GdnPrefill) {
+        let pool = zeros(&[1 << 16], self.args.q.device());
+        let inside = |shape: &[usize]| pool.narrow(0, 0, shape.iter().product()).unwrap().reshape(shape).unwrap();
+        let to = inside(shape);
+        let run = |rule: &Self| rule.prefill(|op| complete(op, &to));
+        let sentence = |name: &str| format!("{what}: shares its storage with {name}; it is written in place");
+        run(self).unwrap();
+        let state: (&str, Argument) = ("state", |x| &mut x.state);
+        for (name, argument) in ARGUMENTS.into_iter().chain([state]) {
+            let moved = self.with(|x| *argument(x) = inside(argument(x).dims()));
+            refused(run(&moved), &[&sentence(name)]);
+        }
+        // The same through the bare CustomOp, which sees storages only.
+        let op = complete(self.op().unwrap(), &to);
+        let q = inside(self.args.q.dims());
+        refused(q.apply_op3_no_bwd(&self.args.k, &self.args.v, &op), &[&sentence("q")]);
     }
 }
 
@@ -26,61 +92,41 @@ pub fn refused<T>(result: Result<T>, parts: &[&str]) {
 fn rule_shapes() {
     for device in &devices() {
         let z = |shape: &[usize]| zeros(shape, device);
-        let gates = |shape: &[usize], heads: usize| Gates {
-            a: z(shape),
-            b: z(shape),
-            a_log: z(&[heads]),
-            dt_bias: z(&[heads]),
+        let good = Rule::new(&[3], 3, device);
+        good.decode().unwrap();
+        let keys = |x: &mut Args, shape: &[usize]| (x.q, x.k) = (z(shape), z(shape));
+        good.refuses(|x| x.q = z(&[3, 2, 2, 16]), &["q:", "[3, 2, 2, 16]"]);
+        good.refuses(|x| x.q = z(&[3, 2, 17]), &["q:", "key_heads, 16", "[3, 2, 17]"]);
+        good.refuses(|x| keys(x, &[3, 3, 16]), &["q:", "divides the 4 value heads", "got 3"]);
+        good.refuses(|x| keys(x, &[3, 0, 16]), &["q:", "divides", "got 0"]);
+        good.refuses(|x| x.k = z(&[2, 2, 16]), &["k:", "[3, 2, 16]", "[2, 2, 16]"]);
+        good.refuses(|x| x.k = z(&[3, 4, 16]), &["k:", "[3, 2, 16]", "[3, 4, 16]"]);
+        good.refuses(|x| x.v = z(&[3, 4, 16]), &["v:", "[3, 4, 32]", "[3, 4, 16]"]);
+        good.refuses(|x| x.gates.a = z(&[3, 2]), &["a:", "[3, 4]", "[3, 2]"]);
+        good.refuses(|x| x.gates.a_log = z(&[2]), &["a_log:", "[4]", "[2]"]);
+        good.refuses(|x| x.state = z(&[2, 4, 32, 16]), &["state:", "expected 3 slots", "got 2"]);
+        good.refuses(|x| x.state = z(&[3, 4, 16, 32]), &["q:", "key_heads, 32"]);
+        good.refuses(|x| x.state = z(&[3, 4, 32]), &["state:", "[3, 4, 32]"]);
+        let wide = good.with(|x| x.state = z(&[3, 4, 32, 300]));
+        wide.refuses(|x| keys(x, &[3, 2, 300]), &["state:", "1 to 256"]);
+        let new = |state: &Tensor| GdnDecode::new(good.args.gates.clone(), state, good.options);
+        refused(new(&z(&[3, 4, 16, 32]).transpose(2, 3).unwrap()), &["state:", "contiguous", "strides"]);
+        refused(new(&z(&[1, 4, 32, 16]).broadcast_as((3, 4, 32, 16)).unwrap()), &["state:", "overlap"]);
+
+        let options = |change: fn(&mut RuleOptions), parts: &[&str]| {
+            refused(good.with_options(change).decode(), parts);
         };
-        let (k, v, state) = (z(&[3, 2, 16]), z(&[3, 4, 32]), z(&[3, 4, 32, 16]));
-        let good = gates(&[3, 4], 4);
-        let o = RuleOptions::default();
-        let decode =
-            |q: &Tensor, k: &Tensor, v: &Tensor, g: &Gates, s: &Tensor| gdn_decode(q, k, v, g, s, o).map(|_| ());
-        decode(&k, &k, &v, &good, &state).unwrap();
+        options(|o| o.l2_eps = -1.0, &["l2_eps", "got -1"]);
+        options(|o| o.scale = Some(f64::NAN), &["scale", "NaN"]);
+        options(|o| o.beta_scale = 3.0, &["beta_scale", "got 3"]);
+        options(|o| o.algo = Algo::Recurrent128, &["algo", "Recurrent128", "16"]);
+        options(|o| o.algo = Algo::Decode128, &["gdn_decode: algo: Decode128 takes heads of size 128, got 16"]);
 
-        refused(decode(&z(&[3, 2, 2, 16]), &k, &v, &good, &state), &["gdn_decode: q:", "[3, 2, 2, 16]"]);
-        refused(decode(&z(&[3, 2, 17]), &k, &v, &good, &state), &["gdn_decode: q:", "key_heads, 16", "[3, 2, 17]"]);
-        refused(
-            decode(&z(&[3, 3, 16]), &z(&[3, 3, 16]), &v, &good, &state),
-            &["q:", "divides the 4 value heads", "got 3"],
-        );
-        refused(decode(&z(&[3, 0, 16]), &z(&[3, 0, 16]), &v, &good, &state), &["q:", "divides", "got 0"]);
-        refused(decode(&k, &z(&[2, 2, 16]), &v, &good, &state), &["k:", "[3, 2, 16]", "[2, 2, 16]"]);
-        refused(decode(&k, &z(&[3, 4, 16]), &v, &good, &state), &["k:", "[3, 2, 16]", "[3, 4, 16]"]);
-        refused(decode(&k, &k, &z(&[3, 4, 16]), &good, &state), &["v:", "[3, 4, 32]", "[3, 4, 16]"]);
-        refused(decode(&k, &k, &v, &gates(&[3, 2], 4), &state), &["a:", "[3, 4]", "[3, 2]"]);
-        refused(decode(&k, &k, &v, &gates(&[3, 4], 2), &state), &["a_log:", "[4]", "[2]"]);
-        refused(decode(&k, &k, &v, &good, &z(&[2, 4, 32, 16])), &["state:", "expected 3 slots", "got 2"]);
-        refused(decode(&k, &k, &v, &good, &z(&[3, 4, 16, 32])), &["gdn_decode: q:", "key_heads, 32"]);
-        refused(decode(&k, &k, &v, &good, &z(&[3, 4, 32])), &["state:", "[3, 4, 32]"]);
-        let wide = z(&[3, 4, 32, 300]);
-        refused(decode(&z(&[3, 2, 300]), &z(&[3, 2, 300]), &v, &good, &wide), &["state:", "1 to 256"]);
-        let transposed = z(&[3, 4, 16, 32]).transpose(2, 3).unwrap();
-        let op = GdnDecode::new(good.clone(), &transposed, o);
-        refused(op, &["state:", "contiguous", "strides"]);
-        let broadcast = z(&[1, 4, 32, 16]).broadcast_as((3, 4, 32, 16)).unwrap();
-        refused(GdnDecode::new(good.clone(), &broadcast, o), &["state:", "overlap"]);
-
-        let options = |f: fn(&mut RuleOptions)| {
-            let mut o = RuleOptions::default();
-            f(&mut o);
-            gdn_decode(&k, &k, &v, &good, &state, o).map(|_| ())
-        };
-        refused(options(|o| o.l2_eps = -1.0), &["l2_eps", "got -1"]);
-        refused(options(|o| o.scale = Some(f64::NAN)), &["scale", "NaN"]);
-        refused(options(|o| o.beta_scale = 3.0), &["beta_scale", "got 3"]);
-        refused(options(|o| o.algo = Algo::Recurrent128), &["algo", "Recurrent128", "16"]);
-        refused(
-            options(|o| o.algo = Algo::Decode128),
-            &["gdn_decode: algo: Decode128 takes heads of size 128, got 16"],
-        );
-
-        let (k, v, state) = (z(&[1, 17, 1, 128]), z(&[1, 17, 1, 128]), z(&[1, 1, 128, 128]));
-        let decode_128 = RuleOptions { algo: Algo::Decode128, ..o };
         let prefill = |n: usize| {
-            let part = |t: &Tensor| t.narrow(1, 0, n).unwrap();
-            gdn_prefill(&part(&k), &part(&k), &part(&v), &gates(&[1, n, 1], 1), &state, None, decode_128)
+            let (k, ab, heads) = (z(&[1, n, 1, 128]), z(&[1, n, 1]), z(&[1]));
+            let gates = Gates { a: ab.clone(), b: ab, a_log: heads.clone(), dt_bias: heads };
+            let options = RuleOptions { algo: Algo::Decode128, ..good.options };
+            gdn_prefill(&k, &k, &k, &gates, &z(&[1, 1, 128, 128]), None, options)
         };
         refused(prefill(17), &["gdn_prefill: algo: Decode128 takes up to 16 tokens a sequence, got 17"]);
         if device.is_cpu() {
@@ -89,106 +135,57 @@ fn rule_shapes() {
     }
 }
 
+/// What kernels on tensor cores say of them is among those kernels' tests.
 #[test]
 fn token_states() {
     for device in &devices() {
         let z = |shape: &[usize]| zeros(shape, device);
-        // As large as the state, so that any of them can be a view of it.
-        let pool = z(&[4 * 4 * 32 * 16]);
-        let part = |n: usize, shape: &[usize]| pool.narrow(0, 0, n).unwrap().reshape(shape).unwrap();
-        let (k, v, state) = (z(&[2, 3, 2, 16]), z(&[2, 3, 4, 32]), z(&[2, 4, 32, 16]));
-        let good = Gates { a: z(&[2, 3, 4]), b: z(&[2, 3, 4]), a_log: z(&[4]), dt_bias: z(&[4]) };
-        let o = RuleOptions::default();
-        let run = |q: &Tensor, gates: &Gates, state: &Tensor, o, to: &Tensor| {
-            GdnPrefill::new(gates.clone(), state, None, o)?.with_token_states(to).forward(q, &k, &v)
-        };
-        let to = z(&[2, 3, 4, 32, 16]);
-        run(&k, &good, &state, o, &to).unwrap();
-        let with = |to: &Tensor| run(&k, &good, &state, o, to);
-        refused(
-            with(&z(&[2, 2, 4, 32, 16])),
-            &["gdn_prefill: token_states: expected shape [2, 3, 4, 32, 16], got [2, 2, 4, 32, 16]"],
-        );
-        refused(with(&z(&[6, 4, 32, 16])), &["token_states: expected shape [2, 3, 4, 32, 16], got [6, 4, 32, 16]"]);
-        refused(with(&to.to_dtype(DType::BF16).unwrap()), &["gdn_prefill: token_states: expected dtype F32, got BF16"]);
-        let half = state.to_dtype(DType::BF16).unwrap();
-        refused(run(&k, &good, &half, o, &to), &["token_states: expected dtype BF16, got F32"]);
-        let strided = z(&[2, 3, 4, 16, 32]).transpose(3, 4).unwrap();
-        refused(with(&strided), &["gdn_prefill: token_states: expected a contiguous tensor, got strides"]);
-        let chunked = RuleOptions { algo: Algo::ChunkedSm80, ..o };
-        let [k_half, v_half] = [&k, &v].map(|x| x.to_dtype(DType::BF16).unwrap());
-        let chunked = GdnPrefill::new(good.clone(), &state, None, chunked).unwrap().with_token_states(&to);
-        refused(
-            chunked.forward(&k_half, &k_half, &v_half),
-            &["gdn_prefill: token_states: expected an algo that goes token by token, got ChunkedSm80"],
-        );
-
-        // Its storage is its own: an input inside it would be overwritten, or deadlock on candle's lock.
-        let shared = |what: &str, result: Result<Tensor>| {
-            refused(result, &[&format!("token_states: shares its storage with {what}; it is written in place")])
-        };
-        let to = part(3 * 4 * 32 * 16, &[1, 3, 4, 32, 16]);
-        let run = |q: &Tensor, k: &Tensor, v: &Tensor, gates: &Gates, state: &Tensor| {
-            GdnPrefill::new(gates.clone(), state, None, o)?.with_token_states(&to).forward(q, k, v)
-        };
-        let (k, v, state) = (z(&[1, 3, 2, 16]), z(&[1, 3, 4, 32]), z(&[1, 4, 32, 16]));
-        let good = Gates { a: z(&[1, 3, 4]), b: z(&[1, 3, 4]), a_log: z(&[4]), dt_bias: z(&[4]) };
-        run(&k, &k, &v, &good, &state).unwrap();
-        shared("q", run(&part(96, &[1, 3, 2, 16]), &k, &v, &good, &state));
-        shared("k", run(&k, &part(96, &[1, 3, 2, 16]), &v, &good, &state));
-        shared("v", run(&k, &k, &part(384, &[1, 3, 4, 32]), &good, &state));
-        shared("state", run(&k, &k, &v, &good, &part(4 * 32 * 16, &[1, 4, 32, 16])));
-        let (ab, heads) = (part(12, &[1, 3, 4]), part(4, &[4]));
-        shared("a", run(&k, &k, &v, &Gates { a: ab.clone(), ..good.clone() }, &state));
-        shared("b", run(&k, &k, &v, &Gates { b: ab, ..good.clone() }, &state));
-        shared("a_log", run(&k, &k, &v, &Gates { a_log: heads.clone(), ..good.clone() }, &state));
-        shared("dt_bias", run(&k, &k, &v, &Gates { dt_bias: heads, ..good.clone() }, &state));
-        // The same through the bare CustomOp, which sees storages only.
-        let op = GdnPrefill::new(good, &state, None, o).unwrap().with_token_states(&to);
-        shared("q", part(96, &[1, 3, 2, 16]).apply_op3_no_bwd(&k, &v, &op));
+        let good = Rule::new(&[2, 3], 2, device);
+        let run = |rule: &Rule, to: &Tensor| rule.prefill(|op| op.with_token_states(to));
+        let states = z(&[2, 3, 4, 32, 16]);
+        run(&good, &states).unwrap();
+        let with = |to: &Tensor, part: &str| refused(run(&good, to), &["gdn_prefill: token_states: expected", part]);
+        with(&z(&[2, 2, 4, 32, 16]), "shape [2, 3, 4, 32, 16], got [2, 2, 4, 32, 16]");
+        with(&z(&[6, 4, 32, 16]), "shape [2, 3, 4, 32, 16], got [6, 4, 32, 16]");
+        with(&states.to_dtype(DType::BF16).unwrap(), "expected dtype F32, got BF16");
+        with(&z(&[2, 3, 4, 16, 32]).transpose(3, 4).unwrap(), "expected a contiguous tensor, got strides");
+        let half = good.with(|x| to(&mut x.state, DType::BF16));
+        refused(run(&half, &states), &["token_states: expected dtype BF16, got F32"]);
+        Rule::new(&[1, 3], 1, device)
+            .shares_nothing("token_states", &[1, 3, 4, 32, 16], |op, to| op.with_token_states(to));
     }
 }
 
 #[test]
 fn rule_dtypes() {
     for device in &devices() {
-        let (k, v, state) = (zeros(&[1, 2, 16], device), zeros(&[1, 4, 32], device), zeros(&[1, 4, 32, 16], device));
-        let gate = zeros(&[1, 4], device);
-        let bias = zeros(&[4], device);
-        let good = Gates { a: gate.clone(), b: gate.clone(), a_log: bias.clone(), dt_bias: bias.clone() };
-        let to = |t: &Tensor, dtype| t.to_dtype(dtype).unwrap();
-        let o = RuleOptions::default();
-        let decode = |q: &Tensor, k: &Tensor, v: &Tensor, g: &Gates| gdn_decode(q, k, v, g, &state, o).map(|_| ());
-        refused(decode(&to(&k, DType::F64), &k, &v, &good), &["q:", "f32, bf16 or f16", "F64"]);
-        refused(decode(&k, &to(&k, DType::BF16), &v, &good), &["k:", "expected dtype F32, got BF16"]);
-        refused(decode(&k, &k, &to(&v, DType::F16), &good), &["v:", "expected dtype F32, got F16"]);
-        let gates = Gates { a: to(&gate, DType::U32), ..good.clone() };
-        refused(decode(&k, &k, &v, &gates), &["a:", "U32"]);
-        let gates = Gates { b: to(&gate, DType::BF16), ..good.clone() };
-        refused(decode(&k, &k, &v, &gates), &["b:", "expected dtype F32, got BF16"]);
-        let gates = Gates { dt_bias: to(&bias, DType::BF16), ..good.clone() };
-        refused(decode(&k, &k, &v, &gates), &["dt_bias:", "expected dtype F32, got BF16"]);
+        let good = Rule::new(&[1], 1, device);
+        good.refuses(|x| to(&mut x.q, DType::F64), &["q:", "f32, bf16 or f16", "F64"]);
+        good.refuses(|x| to(&mut x.k, DType::BF16), &["k:", "expected dtype F32, got BF16"]);
+        good.refuses(|x| to(&mut x.v, DType::F16), &["v:", "expected dtype F32, got F16"]);
+        good.refuses(|x| to(&mut x.gates.a, DType::U32), &["a:", "U32"]);
+        good.refuses(|x| to(&mut x.gates.b, DType::BF16), &["b:", "expected dtype F32, got BF16"]);
+        good.refuses(|x| to(&mut x.gates.dt_bias, DType::BF16), &["dt_bias:", "expected dtype F32, got BF16"]);
         for dtype in [DType::F16, DType::F64, DType::U32] {
-            let state = to(&state, dtype);
             let message = format!("state: expected dtype f32 or bf16, got {dtype:?}");
-            refused(gdn_decode(&k, &k, &v, &good, &state, o), &["gdn_decode: ", &message]);
-            refused(GdnPrefill::new(good.clone(), &state, None, o), &["gdn_prefill: ", &message]);
+            good.refuses(|x| to(&mut x.state, dtype), &[&message]);
+            refused(good.with(|x| to(&mut x.state, dtype)).op(), &["gdn_prefill: ", &message]);
         }
         // The bare CustomOp checks too.
-        let op = GdnDecode::new(good.clone(), &state, o).unwrap();
-        refused(to(&k, DType::F64).apply_op3_no_bwd(&to(&k, DType::F64), &to(&v, DType::F64), &op), &["F64"]);
-        refused(k.apply_op3_no_bwd(&to(&k, DType::BF16), &v, &op), &["k:", "BF16"]);
+        let Args { k, v, gates, state, .. } = &good.args;
+        let op = GdnDecode::new(gates.clone(), state, good.options).unwrap();
+        let wide = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
+        refused(wide(k).apply_op3_no_bwd(&wide(k), &wide(v), &op), &["F64"]);
+        refused(k.apply_op3_no_bwd(&k.to_dtype(DType::BF16).unwrap(), v, &op), &["k:", "BF16"]);
     }
 }
 
 #[test]
 fn rule_sequences_and_slots() {
     for device in &devices() {
-        let z = |shape: &[usize]| zeros(shape, device);
-        let (k, v, state) = (z(&[7, 2, 16]), z(&[7, 4, 32]), z(&[2, 4, 32, 16]));
-        let gates = Gates { a: z(&[7, 4]), b: z(&[7, 4]), a_log: z(&[4]), dt_bias: z(&[4]) };
+        let Args { k, v, gates, state, .. } = &Rule::new(&[7], 2, device).args;
         let o = RuleOptions::default();
-        let run = |cu: &CuSeqlens| gdn_prefill(&k, &k, &v, &gates, &state, Some(cu), o);
+        let run = |cu: &CuSeqlens| gdn_prefill(k, k, v, gates, state, Some(cu), o);
         let cu = |cu: &[u32]| CuSeqlens::new(cu, device);
         run(&cu(&[0, 3, 7]).unwrap()).unwrap();
         refused(cu(&[0, 4, 3]), &["cu_seqlens", "non-decreasing", "3 after 4"]);
@@ -196,15 +193,12 @@ fn rule_sequences_and_slots() {
         refused(run(&cu(&[0, 3, 6]).unwrap()), &["cu_seqlens", "expected 7 tokens", "got 6"]);
         refused(run(&cu(&[0, 3, 5, 7]).unwrap()), &["state", "expected 3 slots", "got 2"]);
         // Without cu_seqlens the same tensor is a batch of 7 with 2 tokens of one merged head.
-        refused(
-            gdn_prefill(&k, &k, &v, &gates, &state, None, o),
-            &["gdn_prefill: state:", "expected 7 slots", "got 2"],
-        );
+        let batch = gdn_prefill(k, k, v, gates, state, None, o);
+        refused(batch, &["gdn_prefill: state:", "expected 7 slots", "got 2"]);
 
         let good = cu(&[0, 3, 7]).unwrap();
-        let with = |slots: &Tensor| {
-            GdnPrefill::new(gates.clone(), &state, Some(&good), o)?.with_slots(slots).forward(&k, &k, &v)
-        };
+        let with =
+            |slots: &Tensor| GdnPrefill::new(gates.clone(), state, Some(&good), o)?.with_slots(slots).forward(k, k, v);
         refused(with(&Tensor::new(&[0u32, 1, 1], device).unwrap()), &["slots", "[2]", "[3]"]);
         refused(with(&Tensor::new(&[0f32, 1.], device).unwrap()), &["slots", "U32", "F32"]);
         if device.is_cpu() {
@@ -218,17 +212,14 @@ fn rule_sequences_and_slots() {
 #[test]
 fn devices_must_agree() {
     let Some(gpu) = devices().into_iter().find(Device::is_cuda) else { return };
-    let z = |shape: &[usize], d: &Device| zeros(shape, d);
-    let cpu = &Device::Cpu;
-    let gates = |d: &Device| Gates { a: z(&[1, 4], d), b: z(&[1, 4], d), a_log: z(&[4], d), dt_bias: z(&[4], d) };
-    let o = RuleOptions::default();
-    let (k, v, state) = (z(&[1, 2, 16], &gpu), z(&[1, 4, 32], &gpu), z(&[1, 4, 32, 16], &gpu));
-    gdn_decode(&k, &k, &v, &gates(&gpu), &state, o).unwrap();
-    refused(gdn_decode(&k, &k, &v, &gates(cpu), &state, o), &["a:", "Cpu"]);
-    refused(gdn_decode(&z(&[1, 2, 16], cpu), &k, &v, &gates(&gpu), &state, o), &["q:", "Cpu"]);
-    refused(gdn_decode(&k, &k, &v, &gates(&gpu), &z(&[1, 4, 32, 16], cpu), o), &["a:", "Cuda"]);
-    let op = GdnDecode::new(gates(&gpu), &state, o).unwrap().with_token_states(&z(&[1, 4, 32, 16], cpu));
-    refused(op.forward(&k, &k, &v), &["token_states:", "Cpu"]);
+    let (good, cpu) = (Rule::new(&[1], 1, &gpu), Rule::new(&[1], 1, &Device::Cpu).args);
+    good.decode().unwrap();
+    good.refuses(|x| x.gates = cpu.gates.clone(), &["a:", "Cpu"]);
+    good.refuses(|x| x.q = cpu.q.clone(), &["q:", "Cpu"]);
+    good.refuses(|x| x.state = cpu.state.clone(), &["a:", "Cuda"]);
+    let Args { q, k, v, gates, state } = &good.args;
+    let op = GdnDecode::new(gates.clone(), state, good.options).unwrap().with_token_states(&cpu.state);
+    refused(op.forward(q, k, v), &["token_states:", "Cpu"]);
 }
 
 #[test]
@@ -271,180 +262,107 @@ fn norm_arguments() {
     }
 }
 
-/// What a step takes, to be changed one at a time: HK 2, HV 4, K 16, V 32, batch 3.
-#[derive(Clone)]
-struct Step {
-    qkv: Tensor,
-    z: Tensor,
-    conv_weight: Tensor,
-    gates: Gates,
-    norm_weight: Tensor,
-    conv: Tensor,
-    state: Tensor,
-    options: StepOptions,
+/// K 16, V 32, batch 3.
+fn small_step(device: &Device) -> StepArgs {
+    StepArgs::new(&[3], 3, [16, 32], |shape| zeros(shape, device))
 }
 
-impl Step {
-    fn new(device: &Device) -> Self {
-        let z = |shape: &[usize]| zeros(shape, device);
-        Self {
-            qkv: z(&[3, 192]),
-            z: z(&[3, 128]),
-            conv_weight: z(&[192, 4]),
-            gates: Gates { a: z(&[3, 4]), b: z(&[3, 4]), a_log: z(&[4]), dt_bias: z(&[4]) },
-            norm_weight: z(&[32]),
-            conv: z(&[3, 3, 192]),
-            state: z(&[3, 4, 32, 16]),
-            options: StepOptions::default(),
-        }
-    }
+/// K = V = 128, for the kernels that want it; `tokens` a sequence.
+fn step_of_128(tokens: usize, algo: StepAlgo, device: &Device) -> StepArgs {
+    StepArgs::new(&[3, tokens], 3, [128, 128], |shape| zeros(shape, device)).with(|s| s.options.algo = algo)
+}
 
-    /// K = V = 128, for the kernels that want it; `tokens` a sequence.
-    fn of_128(tokens: usize, algo: StepAlgo, device: &Device) -> Self {
-        let z = |shape: &[usize]| zeros(shape, device);
-        Self {
-            qkv: z(&[3, tokens, 1024]),
-            z: z(&[3, tokens, 512]),
-            conv_weight: z(&[1024, 4]),
-            gates: Gates { a: z(&[3, tokens, 4]), b: z(&[3, tokens, 4]), a_log: z(&[4]), dt_bias: z(&[4]) },
-            norm_weight: z(&[128]),
-            conv: z(&[3, 3, 1024]),
-            state: z(&[3, 4, 128, 128]),
-            options: StepOptions { algo, ..StepOptions::default() },
-        }
-    }
-
-    fn with(&self, change: impl FnOnce(&mut Self)) -> Self {
-        let mut step = self.clone();
-        change(&mut step);
-        step
-    }
-
-    fn op(&self) -> Result<GdnStep> {
-        GdnStep::new(self.gates.clone(), &self.norm_weight, &self.conv, &self.state, self.options)
-    }
-
-    fn run(&self) -> Result<Tensor> {
-        let Self { qkv, z, conv_weight, gates, norm_weight, conv, state, options } = self;
-        gdn_step_in_place(qkv, z, conv_weight, gates, norm_weight, conv, state, *options)
-    }
+/// Refuses the change with a sentence that begins with the op's name and the first of `parts`.
+#[track_caller]
+fn refuses(good: &StepArgs, change: impl FnOnce(&mut StepArgs), parts: &[&str]) {
+    let first = format!("gdn_step: {}", parts[0]);
+    refused(good.with(change).run(), &[&[&first[..]], &parts[1..]].concat());
 }
 
 #[test]
 fn step_shapes() {
     for device in &devices() {
         let z = |shape: &[usize]| zeros(shape, device);
-        let good = Step::new(device);
+        let good = small_step(device);
         assert_eq!(good.run().unwrap().dims(), [3, 128]);
-        let with = |change: &dyn Fn(&mut Step)| good.with(change).run();
 
-        let shapes = "gdn_step: qkv: expected shape [batch, 192] or [batch, tokens, 192], got";
-        refused(with(&|s| s.qkv = z(&[3, 191])), &[shapes, "[3, 191]"]);
-        refused(with(&|s| s.qkv = z(&[192])), &[shapes, "[192]"]);
-        refused(with(&|s| s.qkv = z(&[3, 1, 1, 192])), &[shapes, "[3, 1, 1, 192]"]);
-        let tokens = |n: usize| {
-            let gates = Gates { a: z(&[3, n, 4]), b: z(&[3, n, 4]), ..good.gates.clone() };
-            good.with(|s| (s.qkv, s.z, s.gates) = (z(&[3, n, 192]), z(&[3, n, 128]), gates)).run()
+        let shapes = "qkv: expected shape [batch, 192] or [batch, tokens, 192], got";
+        refuses(&good, |s| s.qkv = z(&[3, 191]), &[shapes, "[3, 191]"]);
+        refuses(&good, |s| s.qkv = z(&[192]), &[shapes, "[192]"]);
+        refuses(&good, |s| s.qkv = z(&[3, 1, 1, 192]), &[shapes, "[3, 1, 1, 192]"]);
+        let tokens = |s: &mut StepArgs, n: usize| {
+            (s.qkv, s.z) = (z(&[3, n, 192]), z(&[3, n, 128]));
+            (s.gates.a, s.gates.b) = (z(&[3, n, 4]), z(&[3, n, 4]));
         };
-        assert_eq!(tokens(16).unwrap().dims(), [3, 16, 128]);
-        refused(
-            tokens(17),
-            &["gdn_step: qkv: expected at most 16 tokens a sequence, got 17; gdn_prefill_in_place takes any number"],
-        );
-        refused(with(&|s| s.z = z(&[3, 127])), &["gdn_step: z: expected shape [3, 4, 32] or [3, 128], got [3, 127]"]);
-        refused(with(&|s| s.z = z(&[3, 1, 128])), &["gdn_step: z:", "[3, 1, 128]"]);
-        refused(with(&|s| s.z = z(&[2, 128])), &["gdn_step: z:", "[2, 128]"]);
-        refused(
-            with(&|s| s.conv_weight = z(&[192, 3])),
-            &["gdn_step: conv_weight: expected a contiguous tensor of shape [192, 4], got [192, 3]"],
-        );
-        refused(with(&|s| s.norm_weight = z(&[16])), &["gdn_step: norm_weight: expected shape [32], got [16]"]);
-        refused(with(&|s| s.gates.a = z(&[3, 1, 4])), &["gdn_step: a: expected shape [3, 4], got [3, 1, 4]"]);
-        refused(with(&|s| s.gates.b = z(&[3, 2])), &["gdn_step: b: expected shape [3, 4], got [3, 2]"]);
-        refused(with(&|s| s.gates.a_log = z(&[2])), &["gdn_step: a_log: expected shape [4], got [2]"]);
+        assert_eq!(good.with(|s| tokens(s, 16)).run().unwrap().dims(), [3, 16, 128]);
+        let most = "qkv: expected at most 16 tokens a sequence, got 17; gdn_prefill_in_place takes any number";
+        refuses(&good, |s| tokens(s, 17), &[most]);
+        refuses(&good, |s| s.z = z(&[3, 127]), &["z: expected shape [3, 4, 32] or [3, 128], got [3, 127]"]);
+        refuses(&good, |s| s.z = z(&[3, 1, 128]), &["z:", "[3, 1, 128]"]);
+        refuses(&good, |s| s.z = z(&[2, 128]), &["z:", "[2, 128]"]);
+        let weight = "conv_weight: expected a contiguous tensor of shape [192, 4], got [192, 3]";
+        refuses(&good, |s| s.conv_weight = z(&[192, 3]), &[weight]);
+        refuses(&good, |s| s.norm_weight = z(&[16]), &["norm_weight: expected shape [32], got [16]"]);
+        refuses(&good, |s| s.gates.a = z(&[3, 1, 4]), &["a: expected shape [3, 4], got [3, 1, 4]"]);
+        refuses(&good, |s| s.gates.b = z(&[3, 2]), &["b: expected shape [3, 4], got [3, 2]"]);
+        refuses(&good, |s| s.gates.a_log = z(&[2]), &["a_log: expected shape [4], got [2]"]);
 
-        refused(
-            with(&|s| s.conv = z(&[3, 192])),
-            &["gdn_step: conv_state: expected shape [slots, width - 1, channels], got [3, 192]"],
-        );
-        refused(with(&|s| s.conv = z(&[3, 8, 192])), &["gdn_step: conv_state:", "width of 2 to 8", "[3, 8, 192]"]);
-        refused(with(&|s| s.conv = z(&[3, 3, 0])), &["gdn_step: conv_state:", "width of 2 to 8", "[3, 3, 0]"]);
-        refused(with(&|s| s.conv = z(&[4, 3, 192])), &["conv_state: expected 3 slots (the state's), got 4"]);
-        let channels =
-            "gdn_step: conv_state: expected 2 * key_heads * 16 + 128 channels (q, k and v of the state's heads)";
-        refused(with(&|s| s.conv = z(&[3, 3, 200])), &[channels, "got 200"]);
-        refused(with(&|s| s.conv = z(&[3, 3, 128])), &[channels, "got 128"]);
-        refused(with(&|s| s.conv = z(&[3, 3, 64])), &[channels, "got 64"]);
-        refused(
-            with(&|s| s.conv = z(&[3, 3, 224])),
-            &["gdn_step: conv_state:", "divides the 4 value heads, got 224, which is 3 key heads"],
-        );
-        let transposed = z(&[3, 192, 3]).transpose(1, 2).unwrap();
-        refused(with(&|s| s.conv = transposed.clone()), &["gdn_step: conv_state:", "slot to be contiguous", "strides"]);
-        let broadcast = z(&[1, 3, 192]).broadcast_as((3, 3, 192)).unwrap();
-        refused(with(&|s| s.conv = broadcast.clone()), &["gdn_step: conv_state:", "overlap"]);
-        refused(
-            with(&|s| (s.conv, s.state) = (z(&[2, 3, 192]), z(&[2, 4, 32, 16]))),
-            &["gdn_step: state: expected 3 slots (one for each sequence), got 2"],
-        );
-        refused(with(&|s| s.state = z(&[3, 4, 32])), &["gdn_step: state: expected shape", "[3, 4, 32]"]);
-        let wide = z(&[3, 4, 32, 300]);
-        refused(
-            with(&|s| (s.conv, s.qkv, s.state) = (z(&[3, 3, 728]), z(&[3, 728]), wide.clone())),
-            &["gdn_step: conv_weight:"],
-        );
-        let weight = z(&[728, 4]);
-        refused(
-            with(&|s| {
-                (s.conv, s.qkv) = (z(&[3, 3, 728]), z(&[3, 728]));
-                (s.state, s.conv_weight) = (wide.clone(), weight.clone());
-            }),
-            &["gdn_step: state:", "1 to 256", "[3, 4, 32, 300]"],
-        );
+        let conv =
+            |conv: Tensor, parts: &[&str]| refuses(&good, |s| s.conv = conv, &[&["conv_state:"], parts].concat());
+        conv(z(&[3, 192]), &["expected shape [slots, width - 1, channels], got [3, 192]"]);
+        conv(z(&[3, 8, 192]), &["width of 2 to 8", "[3, 8, 192]"]);
+        conv(z(&[3, 3, 0]), &["width of 2 to 8", "[3, 3, 0]"]);
+        conv(z(&[4, 3, 192]), &["expected 3 slots (the state's), got 4"]);
+        let channels = "expected 2 * key_heads * 16 + 128 channels (q, k and v of the state's heads)";
+        conv(z(&[3, 3, 200]), &[channels, "got 200"]);
+        conv(z(&[3, 3, 128]), &[channels, "got 128"]);
+        conv(z(&[3, 3, 64]), &[channels, "got 64"]);
+        conv(z(&[3, 3, 224]), &["divides the 4 value heads, got 224, which is 3 key heads"]);
+        conv(z(&[3, 192, 3]).transpose(1, 2).unwrap(), &["slot to be contiguous", "strides"]);
+        conv(z(&[1, 3, 192]).broadcast_as((3, 3, 192)).unwrap(), &["overlap"]);
+        let two = "state: expected 3 slots (one for each sequence), got 2";
+        refuses(&good, |s| (s.conv, s.state) = (z(&[2, 3, 192]), z(&[2, 4, 32, 16])), &[two]);
+        refuses(&good, |s| s.state = z(&[3, 4, 32]), &["state: expected shape", "[3, 4, 32]"]);
+        let wide = good.with(|s| (s.conv, s.qkv, s.state) = (z(&[3, 3, 728]), z(&[3, 728]), z(&[3, 4, 32, 300])));
+        refuses(&wide, |_| (), &["conv_weight:"]);
+        refuses(&wide, |s| s.conv_weight = z(&[728, 4]), &["state:", "1 to 256", "[3, 4, 32, 300]"]);
     }
 }
 
 #[test]
 fn step_options_and_dtypes() {
     for device in &devices() {
-        let good = Step::new(device);
-        let with = |change: &dyn Fn(&mut Step)| good.with(change).run();
-        refused(with(&|s| s.options.rule.l2_eps = -1.0), &["gdn_step: l2_eps", "got -1"]);
-        refused(with(&|s| s.options.rule.scale = Some(f64::INFINITY)), &["gdn_step: scale", "inf"]);
-        refused(with(&|s| s.options.rule.beta_scale = 0.0), &["gdn_step: beta_scale", "got 0"]);
-        refused(
-            with(&|s| s.options.norm_eps = -1.0),
-            &["gdn_step: norm_eps: expected a finite value of at least 0, got -1"],
-        );
-        refused(with(&|s| s.options.norm_eps = f64::NAN), &["gdn_step: norm_eps", "NaN"]);
+        let good = small_step(device);
+        refuses(&good, |s| s.options.rule.l2_eps = -1.0, &["l2_eps", "got -1"]);
+        refuses(&good, |s| s.options.rule.scale = Some(f64::INFINITY), &["scale", "inf"]);
+        refuses(&good, |s| s.options.rule.beta_scale = 0.0, &["beta_scale", "got 0"]);
+        refuses(&good, |s| s.options.norm_eps = -1.0, &["norm_eps: expected a finite value of at least 0, got -1"]);
+        refuses(&good, |s| s.options.norm_eps = f64::NAN, &["norm_eps", "NaN"]);
 
-        let to = |t: &mut Tensor, dtype| *t = t.to_dtype(dtype).unwrap();
-        refused(with(&|s| to(&mut s.qkv, DType::F16)), &["gdn_step: qkv: expected dtype F32, got F16"]);
-        refused(with(&|s| to(&mut s.z, DType::BF16)), &["gdn_step: z: expected dtype F32, got BF16"]);
-        let weight = "gdn_step: conv_weight: expected dtype F32 or f32, got BF16";
-        refused(with(&|s| to(&mut s.conv_weight, DType::BF16)), &[weight]);
-        refused(with(&|s| to(&mut s.norm_weight, DType::F16)), &["gdn_step: norm_weight:", "got F16"]);
-        refused(with(&|s| to(&mut s.conv, DType::F64)), &["gdn_step: conv_state: expected dtype f32, bf16 or f16"]);
-        refused(with(&|s| to(&mut s.state, DType::F16)), &["gdn_step: state: expected dtype f32 or bf16, got F16"]);
-        refused(with(&|s| to(&mut s.gates.a, DType::U32)), &["gdn_step: a: expected dtype f32, bf16 or f16, got U32"]);
-        refused(with(&|s| to(&mut s.gates.b, DType::F16)), &["gdn_step: b: expected dtype F32, got F16"]);
+        refuses(&good, |s| to(&mut s.qkv, DType::F16), &["qkv: expected dtype F32, got F16"]);
+        refuses(&good, |s| to(&mut s.z, DType::BF16), &["z: expected dtype F32, got BF16"]);
+        refuses(&good, |s| to(&mut s.conv_weight, DType::BF16), &["conv_weight: expected dtype F32 or f32, got BF16"]);
+        refuses(&good, |s| to(&mut s.norm_weight, DType::F16), &["norm_weight:", "got F16"]);
+        refuses(&good, |s| to(&mut s.conv, DType::F64), &["conv_state: expected dtype f32, bf16 or f16"]);
+        refuses(&good, |s| to(&mut s.state, DType::F16), &["state: expected dtype f32 or bf16, got F16"]);
+        refuses(&good, |s| to(&mut s.gates.a, DType::U32), &["a: expected dtype f32, bf16 or f16, got U32"]);
+        refuses(&good, |s| to(&mut s.gates.b, DType::F16), &["b: expected dtype F32, got F16"]);
         // The bare CustomOp checks too.
-        let (op, mut half) = (good.op().unwrap(), good.z.clone());
-        to(&mut half, DType::F16);
+        let (op, half) = (good.op().unwrap(), good.z.to_dtype(DType::F16).unwrap());
         refused(good.qkv.apply_op3_no_bwd(&half, &good.conv_weight, &op), &["gdn_step: z:", "F16"]);
         refused(good.qkv.apply_op3_no_bwd(&good.z, &good.qkv, &op), &["gdn_step: conv_weight:", "[3, 192]"]);
 
         for algo in [StepAlgo::Whole, StepAlgo::Split, StepAlgo::Heads] {
-            let sentence = format!("gdn_step: algo: {algo:?} takes heads of size 128 and a convolution of width 4");
-            refused(with(&|s| s.options.algo = algo), &[&sentence, "got 16 (K), 32 (V) and 4"]);
-            let narrow = Step::of_128(1, algo, device)
-                .with(|s| (s.conv, s.conv_weight) = (zeros(&[3, 2, 1024], device), zeros(&[1024, 3], device)));
-            refused(narrow.run(), &[&sentence, "got 128 (K), 128 (V) and 3"]);
+            let sentence = format!("algo: {algo:?} takes heads of size 128 and a convolution of width 4");
+            refuses(&good, |s| s.options.algo = algo, &[&sentence, "got 16 (K), 32 (V) and 4"]);
+            let narrow = (zeros(&[3, 2, 1024], device), zeros(&[1024, 3], device));
+            let wide = step_of_128(1, algo, device);
+            refuses(&wide, |s| (s.conv, s.conv_weight) = narrow, &[&sentence, "got 128 (K), 128 (V) and 3"]);
         }
-        let several = Step::of_128(2, StepAlgo::Split, device);
-        refused(several.run(), &["gdn_step: algo: Split takes one token a sequence, got 2"]);
+        let several = step_of_128(2, StepAlgo::Split, device);
+        refuses(&several, |_| (), &["algo: Split takes one token a sequence, got 2"]);
         // What only a device refuses: rows that begin anywhere.
-        let good = Step::of_128(1, StepAlgo::Whole, device);
+        let good = step_of_128(1, StepAlgo::Whole, device);
         let off = zeros(&[3, 1, 1025], device).narrow(2, 1, 1024).unwrap();
         let off = good.with(|s| s.qkv = off);
         if device.is_cuda() {
@@ -463,8 +381,8 @@ fn step_options_and_dtypes() {
 #[test]
 fn step_slots_and_token_states() {
     for device in &devices() {
-        let good = Step::new(device);
-        let slots = |slots: &Tensor| good.op()?.with_slots(slots).forward(&good.qkv, &good.z, &good.conv_weight);
+        let good = small_step(device);
+        let slots = |slots: &Tensor| good.forward(|op| op.with_slots(slots));
         slots(&Tensor::new(&[2u32, 0, u32::MAX], device).unwrap()).unwrap();
         refused(slots(&Tensor::new(&[0u32, 1], device).unwrap()), &["gdn_step: slots:", "[3]", "[2]"]);
         refused(slots(&zeros(&[3], device)), &["gdn_step: slots:", "U32", "F32"]);
@@ -472,12 +390,10 @@ fn step_slots_and_token_states() {
             refused(slots(&Tensor::new(&[0u32, 1, 3], device).unwrap()), &["gdn_step: slots:", "got 3 at 2"]);
             refused(slots(&Tensor::new(&[1u32, 0, 1], device).unwrap()), &["gdn_step: slots:", "distinct"]);
         }
-        let to = |to: &Tensor| good.op()?.with_token_states(to).forward(&good.qkv, &good.z, &good.conv_weight);
+        let to = |to: &Tensor| good.forward(|op| op.with_token_states(to));
         to(&zeros(&[3, 4, 32, 16], device)).unwrap();
-        refused(
-            to(&zeros(&[3, 1, 4, 32, 16], device)),
-            &["gdn_step: token_states: expected shape [3, 4, 32, 16], got [3, 1, 4, 32, 16]"],
-        );
+        let sentence = "gdn_step: token_states: expected shape [3, 4, 32, 16], got [3, 1, 4, 32, 16]";
+        refused(to(&zeros(&[3, 1, 4, 32, 16], device)), &[sentence]);
         let half = zeros(&[3, 4, 32, 16], device).to_dtype(DType::BF16).unwrap();
         refused(to(&half), &["gdn_step: token_states: expected dtype F32, got BF16"]);
     }
@@ -487,12 +403,12 @@ fn step_slots_and_token_states() {
 #[test]
 fn step_storages() {
     for device in &devices() {
-        let good = Step::new(device);
+        let good = small_step(device);
         // Each argument in turn is a view of one storage, and so is what is written.
         let pool = zeros(&[3 * 4 * 32 * 16], device);
         let inside = |t: &Tensor| pool.narrow(0, 0, t.elem_count()).unwrap().reshape(t.dims()).unwrap();
-        type Argument = fn(&mut Step) -> &mut Tensor;
-        let arguments: [(&str, Argument); 8] = [
+        type Part = fn(&mut StepArgs) -> &mut Tensor;
+        let arguments: [(&str, Part); 8] = [
             ("qkv", |s| &mut s.qkv),
             ("z", |s| &mut s.z),
             ("conv_weight", |s| &mut s.conv_weight),
@@ -502,7 +418,7 @@ fn step_storages() {
             ("a_log", |s| &mut s.gates.a_log),
             ("dt_bias", |s| &mut s.gates.dt_bias),
         ];
-        let moved = |step: &Step, argument: Argument| {
+        let moved = |step: &StepArgs, argument: Part| {
             step.with(|s| {
                 let tensor = argument(s);
                 *tensor = inside(tensor);
@@ -521,9 +437,9 @@ fn step_storages() {
         refused(moved(&state_inside, |s| &mut s.conv).run(), &[&shares("conv_state", "the state")]);
 
         let to = inside(&good.state);
-        let run = |s: &Step| s.op()?.with_token_states(&to).forward(&s.qkv, &s.z, &s.conv_weight);
+        let run = |s: &StepArgs| s.forward(|op| op.with_token_states(&to));
         run(&good).unwrap();
-        let both: [(&str, Argument); 2] = [("state", |s| &mut s.state), ("conv_state", |s| &mut s.conv)];
+        let both: [(&str, Part); 2] = [("state", |s| &mut s.state), ("conv_state", |s| &mut s.conv)];
         for (name, argument) in arguments.into_iter().chain(both) {
             let sentence = format!("gdn_step: token_states: shares its storage with {name}; it is written in place");
             refused(run(&moved(&good, argument)), &[&sentence]);
@@ -540,12 +456,12 @@ fn step_storages() {
 #[test]
 fn step_devices_must_agree() {
     let Some(gpu) = devices().into_iter().find(Device::is_cuda) else { return };
-    let (good, cpu) = (Step::new(&gpu), Step::new(&Device::Cpu));
+    let (good, cpu) = (small_step(&gpu), small_step(&Device::Cpu));
     good.run().unwrap();
-    refused(good.with(|s| s.qkv = cpu.qkv.clone()).run(), &["gdn_step: qkv:", "Cpu"]);
-    refused(good.with(|s| s.z = cpu.z.clone()).run(), &["gdn_step: z:", "Cpu"]);
-    refused(good.with(|s| s.conv_weight = cpu.conv_weight.clone()).run(), &["gdn_step: conv_weight:", "Cpu"]);
-    refused(good.with(|s| s.norm_weight = cpu.norm_weight.clone()).run(), &["gdn_step: norm_weight:", "Cpu"]);
-    refused(good.with(|s| s.conv = cpu.conv.clone()).run(), &["gdn_step: conv_state:", "Cpu"]);
-    refused(good.with(|s| s.gates = cpu.gates.clone()).run(), &["gdn_step: a:", "Cpu"]);
+    refuses(&good, |s| s.qkv = cpu.qkv.clone(), &["qkv:", "Cpu"]);
+    refuses(&good, |s| s.z = cpu.z.clone(), &["z:", "Cpu"]);
+    refuses(&good, |s| s.conv_weight = cpu.conv_weight.clone(), &["conv_weight:", "Cpu"]);
+    refuses(&good, |s| s.norm_weight = cpu.norm_weight.clone(), &["norm_weight:", "Cpu"]);
+    refuses(&good, |s| s.conv = cpu.conv.clone(), &["conv_state:", "Cpu"]);
+    refuses(&good, |s| s.gates = cpu.gates.clone(), &["a:", "Cpu"]);
 }

@@ -1,10 +1,9 @@
 //! A layer on the slots of a pool: against sequences on states of their own.
 
-use crate::errors::refused;
-use crate::random_layer::{from_scratch, layer, of_128, packed, parts, rows, small};
-use crate::support::{devices, rel_rms, values, Rng};
+use crate::random_layer::{feed, from_scratch, layer, of_128, packed, parts, rows, small};
+use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{CuSeqlens, GatedDeltaNet, SlotAllocator, Slots, StatePool, NO_SLOT};
+use candle_gdn::{CuSeqlens, SlotAllocator, Slots, StatePool, NO_SLOT};
 
 /// NaN in every slot: whoever reads one that is not his shows it.
 pub fn poison_pool(pool: &StatePool) {
@@ -181,26 +180,25 @@ fn fork_snapshot_and_restore() {
             let mut pool = layer.new_pool_as(4, dtype).unwrap();
             poison_pool(&pool);
             pool.zero(1).unwrap();
-            let x = packed(&rows(&mut Rng::new(2), 20, config.hidden_size), DType::F32, &device);
-            let x = x.unsqueeze(0).unwrap();
-            let slots = |slot| Slots::new(&[slot], &device).unwrap();
-            layer.forward_slots(&x, None, &slots(1), &mut pool).unwrap();
+            let rows = rows(&mut Rng::new(2), 20, config.hidden_size);
+            let x = packed(&rows, DType::F32, &device).unsqueeze(0).unwrap();
+            feed(&layer, &rows, 1, &mut pool);
             pool.copy(1, 3).unwrap();
             pool.copy(1, 1).unwrap();
             let before: Vec<_> = (0..4).map(|slot| bits(&pool, slot)).collect();
             assert_eq!(before[1], before[3]);
             let mut snapshot = pool.snapshot(1).unwrap();
             assert_eq!(snapshot.size_in_bytes() * 4, pool.size_in_bytes());
-            let y = values(&layer.forward_slots(&x, None, &slots(1), &mut pool).unwrap());
+            let y = feed(&layer, &rows, 1, &mut pool);
             for slot in [0, 2, 3] {
                 assert_eq!(bits(&pool, slot), before[slot as usize], "slot {slot}");
             }
             // The fork, the snapshot put elsewhere, and the snapshot by itself go on alike.
-            assert_eq!(values(&layer.forward_slots(&x, None, &slots(3), &mut pool).unwrap()), y);
+            assert_eq!(feed(&layer, &rows, 3, &mut pool), y);
             pool.restore(0, &snapshot).unwrap();
             assert_eq!(bits(&pool, 0), before[1]);
             assert_eq!(bits(&pool, 2), before[2]);
-            assert_eq!(values(&layer.forward_slots(&x, None, &slots(0), &mut pool).unwrap()), y);
+            assert_eq!(feed(&layer, &rows, 0, &mut pool), y);
             let mut alone = pool.snapshot(2).unwrap();
             alone.restore(&snapshot).unwrap();
             assert_eq!(values(&layer.forward(&x, &mut alone).unwrap()), y);
@@ -240,8 +238,7 @@ fn checkpoints_are_states_of_prefixes() {
             let run = |plan: Option<&candle_gdn::CheckpointPlan>| {
                 let mut pool = layer.new_pool_as(9, dtype).unwrap();
                 // Sequences 0 and 5 go on from one that has begun; the others begin.
-                let begun = packed(&before, DType::F32, &device).unsqueeze(0).unwrap();
-                layer.forward_slots(&begun, None, &Slots::new(&[2], &device).unwrap(), &mut pool).unwrap();
+                feed(&layer, &before, 2, &mut pool);
                 let (y, checkpoints) = match plan {
                     Some(plan) => {
                         let (y, checkpoints) = layer.forward_with_checkpoints(&all, plan, &slots, &mut pool).unwrap();
@@ -254,7 +251,7 @@ fn checkpoints_are_states_of_prefixes() {
             let (with, checkpoints) = run(Some(&plan));
             assert!(with == run(None).0, "asking changes the results");
             let checkpoints = checkpoints.unwrap();
-            let row = pool_row(&layer, dtype);
+            let row = layer.new_pool_as(1, dtype).unwrap().size_in_bytes();
             assert_eq!(checkpoints.size_in_bytes(), cu.total_tokens() / every * row);
             for (n, x) in x.iter().enumerate() {
                 assert_eq!(checkpoints.plan().count(n), lengths[n] / every);
@@ -300,21 +297,16 @@ fn checkpoints_are_states_of_prefixes() {
     }
 }
 
-fn pool_row(layer: &GatedDeltaNet, dtype: DType) -> usize {
-    layer.new_pool_as(1, dtype).unwrap().size_in_bytes()
-}
-
 /// Nothing to feed: states stay, or are copied to where they are to be.
 #[test]
 fn calls_without_tokens_copy_states() {
     for device in devices() {
-        let config = small();
-        let layer = layer(&config, DType::F32, &device, 6);
+        let layer = layer(&small(), DType::F32, &device, 6);
         let mut pool = layer.new_pool(4).unwrap();
-        let x = packed(&rows(&mut Rng::new(4), 5, 32), DType::F32, &device).unsqueeze(0).unwrap();
-        layer.forward_slots(&x, None, &Slots::new(&[1], &device).unwrap(), &mut pool).unwrap();
+        let rows = rows(&mut Rng::new(4), 5, 32);
+        feed(&layer, &rows, 1, &mut pool);
         let want = bits(&pool, 1);
-        let none = x.squeeze(0).unwrap().narrow(0, 0, 0).unwrap();
+        let none = packed(&rows, DType::F32, &device).narrow(0, 0, 0).unwrap();
         let cu = CuSeqlens::from_lengths(&[0, 0, 0], &device).unwrap();
         let slots = Slots::from_to(&[1, NO_SLOT, 1], &[3, 2, 0], &device).unwrap();
         let y = layer.forward_slots(&none, Some(&cu), &slots, &mut pool).unwrap();

@@ -1,9 +1,10 @@
 //! What the kernels stamp, on a GPU.
 
+use crate::semantics::{args, options, Args};
 use crate::support::{devices, values};
 use candle_core::{bail, DType, Device, Tensor};
 use candle_gdn::profile::{record, Launch, Limits, Profile, Warp};
-use candle_gdn::{Algo, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{gdn_decode, gdn_prefill, Algo, GdnDecode, RuleOptions};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -11,52 +12,32 @@ fn gpus() -> impl Iterator<Item = Device> {
     devices().into_iter().filter(Device::is_cuda)
 }
 
-/// HK 2, HV 4, K = V = 128, bf16; decode where there is one token.
+/// In bf16; decode where there is one token.
 struct Case {
-    tokens: usize,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    state: Tensor,
+    x: Args,
     options: RuleOptions,
 }
 
 impl Case {
     fn new(batch: usize, tokens: usize, algo: Algo, device: &Device) -> Self {
-        let lead = if tokens == 1 { vec![batch] } else { vec![batch, tokens] };
-        let randn = |tail: &[usize]| {
-            Tensor::randn(0f32, 1., [&lead[..], tail].concat(), device).unwrap().to_dtype(DType::BF16).unwrap()
-        };
-        Self {
-            tokens,
-            q: randn(&[2, 128]),
-            k: randn(&[2, 128]),
-            v: randn(&[4, 128]),
-            gates: Gates {
-                a: randn(&[4]),
-                b: randn(&[4]),
-                a_log: Tensor::randn(0f32, 1., 4, device).unwrap(),
-                dt_bias: Tensor::randn(0f32, 1., 4, device).unwrap(),
-            },
-            state: Tensor::randn(0f32, 1., (batch, 4, 128, 128), device).unwrap(),
-            options: RuleOptions { algo, ..RuleOptions::default() },
+        let mut x = args(batch, tokens, device).in_dtype(DType::BF16);
+        for gate in [&mut x.gates.a, &mut x.gates.b] {
+            *gate = gate.to_dtype(DType::BF16).unwrap();
         }
+        Self { x: if tokens == 1 { x.token(0) } else { x }, options: options(algo) }
     }
 
     /// o and the new state, from the same state every time.
     fn launch(&self) -> candle_core::Result<(Tensor, Tensor)> {
-        let state = self.state.copy()?;
-        let o = if self.tokens == 1 {
-            GdnDecode::new(self.gates.clone(), &state, self.options)?.forward(&self.q, &self.k, &self.v)?
-        } else {
-            GdnPrefill::new(self.gates.clone(), &state, None, self.options)?.forward(&self.q, &self.k, &self.v)?
-        };
-        Ok((o, state))
+        let Args { q, k, v, gates, state } = &self.x;
+        match q.rank() {
+            3 => gdn_decode(q, k, v, gates, state, self.options),
+            _ => gdn_prefill(q, k, v, gates, state, None, self.options),
+        }
     }
 
     fn recorded(&self, limits: Limits) -> candle_core::Result<Profile> {
-        Ok(record(self.q.device(), limits, || self.launch())?.1)
+        Ok(record(self.x.q.device(), limits, || self.launch())?.1)
     }
 
     fn profile(&self) -> Launch {
@@ -195,11 +176,10 @@ fn scopes_are_those_of_the_kernel() {
 #[test]
 fn padding_is_a_scope() {
     for device in gpus() {
-        let case = Case::new(2, 1, Algo::Auto, &device);
+        let Case { x, options } = Case::new(2, 1, Algo::Auto, &device);
         let slots = Tensor::new(&[0, u32::MAX], &device).unwrap();
-        let op = GdnDecode::new(case.gates.clone(), &case.state.copy().unwrap(), case.options).unwrap();
-        let op = op.with_slots(&slots);
-        let (_, profile) = record(&device, Limits::default(), || op.forward(&case.q, &case.k, &case.v)).unwrap();
+        let op = GdnDecode::new(x.gates.clone(), &x.state, options).unwrap().with_slots(&slots);
+        let (_, profile) = record(&device, Limits::default(), || op.forward(&x.q, &x.k, &x.v)).unwrap();
         let warps = &profile.launches[0].warps;
         for (i, warp) in warps.iter().enumerate() {
             let padding = i >= warps.len() / 2;

@@ -2,7 +2,7 @@
 
 use crate::support::{values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig, GdnState};
+use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig, GdnState, Slots, StatePool};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
 
@@ -63,6 +63,13 @@ pub fn packed<'a>(rows: impl IntoIterator<Item = &'a Vec<f32>>, dtype: DType, de
     let (n, hidden) = (flat.len(), flat.first().map_or(0, Vec::len));
     let flat = Tensor::from_vec(flat.concat(), (n, hidden), &Device::Cpu).unwrap();
     flat.to_dtype(dtype).unwrap().to_device(device).unwrap()
+}
+
+/// y of rows that are fed to one slot of a pool.
+pub fn feed(layer: &GatedDeltaNet, rows: &[Vec<f32>], slot: u32, pool: &mut StatePool) -> Vec<f64> {
+    let device = pool.conv().device().clone();
+    let x = packed(rows, pool.conv().dtype(), &device).unsqueeze(0).unwrap();
+    values(&layer.forward_slots(&x, None, &Slots::new(&[slot], &device).unwrap(), pool).unwrap())
 }
 
 /// The sequence from its beginning in one call, with a state of its own: y by token, and the state.

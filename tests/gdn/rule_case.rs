@@ -1,6 +1,7 @@
 //! One random case of the rule: its inputs in a chosen layout on a device, its result, and the reference's.
 
 use crate::sixteen_bits;
+use crate::slot_pool::{Around, SlotPool, UNTOUCHED};
 use crate::support::{has, on_tensor_cores, poison, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
@@ -189,9 +190,6 @@ impl Case {
 /// sums are that much larger than the root of the squares.
 const F32_SUMS: f64 = 8.0;
 
-/// What no kernel writes, where the states along the way go.
-const UNTOUCHED: f64 = 9.0;
-
 /// o, the new states by sequence (of padding as they were), and, empty where not asked for, the states after every token
 /// and the checkpoints of all sequences, one after the other.
 struct Results {
@@ -213,7 +211,7 @@ fn part(x: &[f64], start: usize, len: usize) -> &[f64] {
     &x[start..start + len]
 }
 
-/// The drawn inputs, packed, already rounded to the dtypes they travel in.
+/// The drawn inputs, packed, already rounded to the dtypes they travel in; those of padding are NaN.
 #[derive(Clone)]
 struct Drawn {
     q: Vec<f64>,
@@ -262,7 +260,7 @@ impl Drawn {
         let state = rng.normals(case.lengths.len() * value_heads * value_dim * key_dim);
         let a_log = (0..value_heads).map(|_| rng.uniform() * 1.2).collect();
         let dt_bias = (0..value_heads).map(|_| rng.uniform() - 1.0).collect();
-        Ok(Self {
+        let mut drawn = Self {
             q: round(q, case.dtype)?,
             k: round(k, case.dtype)?,
             v: round(v, case.dtype)?,
@@ -271,7 +269,15 @@ impl Drawn {
             a_log: round(a_log, DType::F32)?,
             dt_bias: round(dt_bias, DType::F32)?,
             state: round(state, case.state_dtype)?,
-        })
+        };
+        let (keys, values) = (key_heads * key_dim, value_heads * value_dim);
+        for (_, (first, tokens)) in case.ranges().into_iter().enumerate().filter(|(n, _)| case.is_padding(*n)) {
+            let Self { q, k, v, a, b, .. } = &mut drawn;
+            for (x, size) in [(q, keys), (k, keys), (v, values), (a, value_heads), (b, value_heads)] {
+                x[first * size..][..tokens * size].fill(f64::NAN);
+            }
+        }
+        Ok(drawn)
     }
 
     /// The exact results, or a draw of those of operands rounded to 16 bits.
@@ -330,28 +336,7 @@ impl Drawn {
         results
     }
 
-    /// The same with the inputs of padding NaN.
-    fn poisoned(&self, case: &Case) -> Self {
-        let Dims { key_heads, value_heads, key_dim, value_dim } = case.dims;
-        let over = |x: &[f64], size: usize| {
-            let mut x = x.to_vec();
-            for (_, (first, tokens)) in case.ranges().into_iter().enumerate().filter(|(n, _)| case.is_padding(*n)) {
-                x[first * size..][..tokens * size].fill(f64::NAN);
-            }
-            x
-        };
-        Self {
-            q: over(&self.q, key_heads * key_dim),
-            k: over(&self.k, key_heads * key_dim),
-            v: over(&self.v, value_heads * value_dim),
-            a: over(&self.a, value_heads),
-            b: over(&self.b, value_heads),
-            ..self.clone()
-        }
-    }
-
     fn run(&self, case: &Case, device: &Device) -> Result<(Algo, Results)> {
-        let drawn = self.poisoned(case);
         let Dims { key_heads, value_heads, key_dim, value_dim } = case.dims;
         let (sequences, tokens) = (case.lengths.len(), case.tokens());
         let decode = !case.packed && case.lengths.iter().all(|&n| n == 1);
@@ -364,21 +349,21 @@ impl Drawn {
             to_device(&rounded(x, &[&lead, tail].concat(), dtype)?.0, device)
         };
         let (a, b) =
-            (tensor(&drawn.a, &[value_heads], case.gate_dtype)?, tensor(&drawn.b, &[value_heads], case.gate_dtype)?);
+            (tensor(&self.a, &[value_heads], case.gate_dtype)?, tensor(&self.b, &[value_heads], case.gate_dtype)?);
         let form = if tokens == 0 { Form::Dense } else { case.form };
         let [q, k, v, a, b] = match form {
             Form::Dense => [
-                tensor(&drawn.q, &[key_heads, key_dim], case.dtype)?,
-                tensor(&drawn.k, &[key_heads, key_dim], case.dtype)?,
-                tensor(&drawn.v, &[value_heads, value_dim], case.dtype)?,
+                tensor(&self.q, &[key_heads, key_dim], case.dtype)?,
+                tensor(&self.k, &[key_heads, key_dim], case.dtype)?,
+                tensor(&self.v, &[value_heads, value_dim], case.dtype)?,
                 a,
                 b,
             ],
             Form::Projection => {
                 let parts = [
-                    tensor(&drawn.q, &[key_heads * key_dim], case.dtype)?,
-                    tensor(&drawn.k, &[key_heads * key_dim], case.dtype)?,
-                    tensor(&drawn.v, &[value_heads * value_dim], case.dtype)?,
+                    tensor(&self.q, &[key_heads * key_dim], case.dtype)?,
+                    tensor(&self.k, &[key_heads * key_dim], case.dtype)?,
+                    tensor(&self.v, &[value_heads * value_dim], case.dtype)?,
                     a.to_dtype(case.dtype)?,
                     b.to_dtype(case.dtype)?,
                 ];
@@ -427,29 +412,20 @@ impl Drawn {
         // A pool of more slots than sequences; what no sequence owns must stay as it is.
         let head = value_heads * value_dim * key_dim;
         let pool_slots = sequences + 3;
-        let map: Vec<u32> = if case.slots {
-            let stride = if pool_slots % 5 == 0 { 3 } else { 5 };
-            (0..sequences).map(|n| ((n * stride + 2) % pool_slots) as u32).collect()
-        } else {
-            (2..2 + sequences as u32).collect()
-        };
-        let mut pool = vec![7.0; pool_slots * head];
-        for (n, &slot) in map.iter().enumerate().filter(|(n, _)| !case.is_padding(*n)) {
-            pool[slot as usize * head..][..head].copy_from_slice(&self.state[n * head..][..head]);
-        }
-        let (pool, _) = rounded(&pool, &[pool_slots, value_heads, value_dim, key_dim], case.state_dtype)?;
-        let pool = pool.to_device(device)?;
-        let state = if case.slots { pool.clone() } else { pool.narrow(0, 2, sequences)? };
-        let used = |n: usize| if case.is_padding(n) { u32::MAX } else { map[n] };
-        let slots =
-            case.slots.then(|| Tensor::new((0..sequences).map(used).collect::<Vec<_>>(), device)).transpose()?;
+        let stride = if pool_slots % 5 == 0 { 3 } else { 5 };
+        let slot = |n: usize| if case.slots { (n * stride + 2) % pool_slots } else { n + 2 };
+        let map: Vec<_> = (0..sequences).map(|n| (!case.is_padding(n)).then(|| slot(n))).collect();
+        let shape = [value_heads, value_dim, key_dim];
+        let pool = SlotPool::new(&self.state, &map, pool_slots, &shape, case.state_dtype, device)?;
+        let state = if case.slots { pool.all.clone() } else { pool.all.narrow(0, 2, sequences)? };
+        let slots = case.slots.then(|| pool.slots()).transpose()?;
 
         let token_rows = if case.token_states { tokens } else { 0 };
-        let token_states = Around::new(token_rows * head, key_dim, case.state_dtype, device)?;
+        let token_states = Around::new(token_rows * head, 3 * key_dim, case.state_dtype, device)?;
         let token_shape = [&lead[..], &[value_heads, value_dim, key_dim]].concat();
         let token_view = case.token_states.then(|| token_states.view()?.reshape(token_shape)).transpose()?;
         let checkpoint_count = case.checkpoints.map_or(0, |every| tokens / every);
-        let checkpoints = Around::new(checkpoint_count * head, key_dim, case.state_dtype, device)?;
+        let checkpoints = Around::new(checkpoint_count * head, 3 * key_dim, case.state_dtype, device)?;
         let checkpoint_view = checkpoints.view()?.reshape((checkpoint_count, value_heads, value_dim, key_dim))?;
 
         if device.is_cuda() {
@@ -471,15 +447,11 @@ impl Drawn {
         assert_eq!(o.dims(), [&lead[..], &[value_heads, value_dim]].concat());
         assert_eq!(o.dtype(), case.dtype);
 
-        let (pool, o) = (values(&pool), values(&o));
+        let (states, o) = (pool.states(), values(&o));
         let mut new_state = self.state.clone();
-        let mut owned = vec![false; pool_slots];
-        for (n, &slot) in map.iter().enumerate().filter(|(n, _)| !case.is_padding(*n)) {
-            new_state[n * head..][..head].copy_from_slice(&pool[slot as usize * head..][..head]);
-            owned[slot as usize] = true;
-        }
-        for slot in (0..pool_slots).filter(|&slot| !owned[slot]) {
-            assert!(pool[slot * head..][..head].iter().all(|&x| x == 7.0), "slot {slot} was touched");
+        let live = (0..sequences).filter(|n| !case.is_padding(*n));
+        for (n, state) in live.zip(states.chunks_exact(head)) {
+            new_state[n * head..][..head].copy_from_slice(state);
         }
         for (n, (first, tokens)) in case.ranges().into_iter().enumerate() {
             let size = value_heads * value_dim;
@@ -499,34 +471,5 @@ impl Drawn {
         }
         untouched(&rows[next * head..]);
         Ok((algo, Results { o, state: new_state, token_states, checkpoints }))
-    }
-}
-
-/// Elements that a kernel writes, between some that belong to nobody.
-struct Around {
-    all: Tensor,
-    spare: usize,
-    len: usize,
-}
-
-impl Around {
-    fn new(len: usize, key_dim: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let spare = 3 * key_dim;
-        let all = Tensor::full(UNTOUCHED as f32, len + 2 * spare, device)?.to_dtype(dtype)?;
-        Ok(Self { all, spare, len })
-    }
-
-    fn view(&self) -> Result<Tensor> {
-        self.all.narrow(0, self.spare, self.len)
-    }
-
-    /// The elements, once it is seen that nothing else was written.
-    fn check(&self, what: &str) -> Vec<f64> {
-        let all = values(&self.all);
-        let (before, rest) = all.split_at(self.spare);
-        let (view, after) = rest.split_at(self.len);
-        let untouched = before.iter().chain(after).all(|&x| x == UNTOUCHED);
-        assert!(untouched, "what lies around the {what} was touched");
-        view.to_vec()
     }
 }

@@ -110,7 +110,7 @@ impl World {
         let own = 1 + self.below(40);
         let mut tokens = self.documents[document][..shared].to_vec();
         tokens.extend(self.draw(own));
-        let slot = match self.cache.longest(&tokens[..tokens.len() - 1]) {
+        let (slot, done) = match self.cache.longest(&tokens[..tokens.len() - 1]) {
             Some((done, state)) => {
                 let slot = self.allocator.allocate_unset().unwrap();
                 self.pool.restore(slot, state).unwrap();
@@ -118,7 +118,6 @@ impl World {
             }
             None => (self.allocator.allocate([&mut self.pool]).unwrap(), 0),
         };
-        let (slot, done) = slot;
         let cu = CuSeqlens::from_lengths(&[tokens.len() - done], &self.device).unwrap();
         let plan = self.layer.checkpoint_plan(&cu, BLOCK).unwrap();
         let slots = Slots::new(&[slot], &self.device).unwrap();
@@ -139,7 +138,6 @@ impl World {
         let fork = !one_each && self.allocator.available() > 1 && self.below(3) == 0;
         chosen.retain(|n| self.sequences[*n].tokens.len() < LONGEST);
         let (mut fed, mut read, mut write, mut lengths) = (vec![], vec![], vec![], vec![]);
-        let mut forked = None;
         for (i, &n) in chosen.iter().enumerate() {
             if self.below(4) == 0 {
                 let padding = if one_each { 1 } else { self.below(20) };
@@ -154,7 +152,6 @@ impl World {
             read.push(self.sequences[n].slot);
             let to = if fork && i == 0 { self.allocator.allocate_unset().unwrap() } else { self.sequences[n].slot };
             if fork && i == 0 {
-                forked = Some(self.sequences.len());
                 self.sequences.push(Sequence { slot: to, ..self.sequences[n].clone() });
             }
             write.push(to);
@@ -187,7 +184,6 @@ impl World {
             self.sequences[n].tokens.extend(tokens);
             self.sequences[n].y.extend(y);
         }
-        assert!(forked.is_none_or(|n| n < self.sequences.len()));
     }
 
     fn fork(&mut self) {
@@ -225,13 +221,8 @@ impl World {
             return;
         }
         let long = self.below(4) == 0;
-        let drafts: Vec<Vec<u32>> = chosen
-            .iter()
-            .map(|_| {
-                let count = self.below(if long { 30 } else { 9 });
-                self.draw(count)
-            })
-            .collect();
+        let counts: Vec<_> = chosen.iter().map(|_| self.below(if long { 30 } else { 9 })).collect();
+        let drafts: Vec<_> = counts.into_iter().map(|count| self.draw(count)).collect();
         let accepted: Vec<usize> = drafts.iter().map(|draft| self.below(draft.len() + 1)).collect();
         let read: Vec<u32> = chosen.iter().map(|n| self.sequences[*n].slot).collect();
         let write: Vec<u32> = chosen.iter().map(|_| self.allocator.allocate_unset().unwrap()).collect();

@@ -1,12 +1,15 @@
 //! The step: convolution, rule and gated norm as one op, against the definition in f64 and against the three ops.
 
-use crate::support::{devices, poison, rel_rms, rounded, values, Rng};
+use crate::slot_pool::{Around, SlotPool, UNTOUCHED};
+use crate::step_args::StepArgs;
+use crate::support::{devices, gated_norm, poison, rel_rms, rounded, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
 use candle_gdn::{
     causal_conv1d, gated_rms_norm, CausalConv1d, GateActivation, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions,
     StepAlgo, StepOptions,
 };
+use std::convert::identity;
 
 // Large enough to be missed, and no two constants alike.
 const L2_EPS: f64 = 0.02;
@@ -236,13 +239,7 @@ impl Drawn {
                 };
                 let o = gated_delta_rule(dims, constants, &[0, 1], one, &mut state);
                 let z = &self.z[row * size..][..size];
-                for (o, z) in o.chunks(dims.value_dim).zip(z.chunks(dims.value_dim)) {
-                    let mean = o.iter().map(|o| o * o).sum::<f64>() / dims.value_dim as f64;
-                    for ((o, z), w) in o.iter().zip(z).zip(&self.norm_weight) {
-                        let act = if case.gate == GateActivation::Silu { z * sigmoid(*z) } else { sigmoid(*z) };
-                        results.out.push(o / (mean + NORM_EPS).sqrt() * w * act);
-                    }
-                }
+                results.out.extend(gated_norm(&o, z, &self.norm_weight, NORM_EPS, case.gate));
                 if case.token_states {
                     results.token_states.extend_from_slice(&state);
                 }
@@ -283,26 +280,17 @@ impl Drawn {
         let norm_weight = tensor(&self.norm_weight, &[value_dim], weight)?;
 
         let (map, pool_slots) = (case.map(), case.batch + 2);
-        let pool = |x: &[f64], size: usize, shape: &[usize], dtype| {
-            let mut pool = vec![7.0; pool_slots * size];
-            for (n, slot) in map.iter().enumerate() {
-                if let Some(slot) = slot {
-                    pool[slot * size..][..size].copy_from_slice(&x[n * size..][..size]);
-                }
-            }
-            tensor(&pool, &[&[pool_slots], shape].concat(), dtype)
-        };
-        let conv_pool = pool(&self.conv, case.conv_size(), &[case.width - 1, case.channels()], dtype)?;
+        let pool = |x: &[f64], shape: &[usize], dtype| SlotPool::new(x, &map, pool_slots, shape, dtype, device);
+        let conv_pool = pool(&self.conv, &[case.width - 1, case.channels()], dtype)?;
         let shape = [value_heads, value_dim, key_dim];
-        let state_pool = pool(&self.state, case.state_size(), &shape, case.state_dtype)?;
-        let view = |pool: &Tensor| if case.slots { Ok(pool.clone()) } else { pool.narrow(0, 1, case.batch) };
+        let state_pool = pool(&self.state, &shape, case.state_dtype)?;
+        let view = |pool: &SlotPool| if case.slots { Ok(pool.all.clone()) } else { pool.all.narrow(0, 1, case.batch) };
         let (conv, state) = (view(&conv_pool)?, view(&state_pool)?);
-        let numbers: Vec<u32> = map.iter().map(|slot| slot.map_or(u32::MAX, |slot| slot as u32)).collect();
-        let slots = if case.slots { Some(Tensor::new(&numbers[..], device)?) } else { None };
-        let token_states = match case.token_states {
-            true => Some(Tensor::full(9f32, [&lead[..], &shape].concat(), device)?.to_dtype(case.state_dtype)?),
-            false => None,
-        };
+        let slots = case.slots.then(|| conv_pool.slots()).transpose()?;
+        let kept = if case.token_states { case.batch * case.len() * case.state_size() } else { 0 };
+        let kept = Around::new(kept, 3 * key_dim, case.state_dtype, device)?;
+        let token_shape = [&lead[..], &shape].concat();
+        let token_states = case.token_states.then(|| kept.view()?.reshape(token_shape)).transpose()?;
 
         if device.is_cuda() {
             poison(case.batch * case.len() * case.values(), dtype, device)?;
@@ -341,27 +329,13 @@ impl Drawn {
         assert_eq!((out.dims(), out.dtype()), (&[&lead[..], &[case.values()]].concat()[..], dtype));
 
         // What sequences own, and nothing else, is written.
-        let owned = |pool: &Tensor, size: usize| {
-            let pool = values(pool);
-            for slot in (0..pool_slots).filter(|slot| !map.contains(&Some(*slot))) {
-                assert!(pool[slot * size..][..size].iter().all(|&x| x == 7.0), "slot {slot} was touched: {case:?}");
-            }
-            map.iter().flatten().flat_map(|slot| pool[slot * size..][..size].to_vec()).collect::<Vec<f64>>()
-        };
-        let mut results = Results {
-            out: values(&out),
-            conv: owned(&conv_pool, case.conv_size()),
-            state: owned(&state_pool, case.state_size()),
-            token_states: vec![],
-        };
-        if let Some(token_states) = token_states {
-            let (token_states, size) = (values(&token_states), case.len() * case.state_size());
-            for (n, slot) in map.iter().enumerate() {
-                let rows = &token_states[n * size..][..size];
-                match slot {
-                    Some(_) => results.token_states.extend_from_slice(rows),
-                    None => assert!(rows.iter().all(|&x| x == 9.0), "padding's token states were touched: {case:?}"),
-                }
+        let (conv, state) = (conv_pool.states(), state_pool.states());
+        let mut results = Results { out: values(&out), conv, state, token_states: vec![] };
+        let all = kept.check("token states");
+        for (rows, slot) in all.chunks(case.len() * case.state_size()).zip(&map) {
+            match slot {
+                Some(_) => results.token_states.extend_from_slice(rows),
+                None => assert!(rows.iter().all(|&x| x == UNTOUCHED), "padding's token states were touched: {case:?}"),
             }
         }
         for (n, slot) in map.iter().enumerate() {
@@ -497,33 +471,25 @@ fn runs_repeat_bit_for_bit() {
     }
 }
 
+/// With the constants of the cases, heads of 128.
+fn random(lead: &[usize], slots: usize, device: &Device) -> StepArgs {
+    let step = StepArgs::new(lead, slots, [128, 128], |shape| Tensor::randn(0f32, 1., shape, device).unwrap());
+    step.with(|x| x.options = Case::new(2, 1, 1, 0).options())
+}
+
 /// Sixteen tokens whole, in pieces and one by one.
 #[test]
 fn any_split_gives_the_same() {
     const TOKENS: usize = 16;
     for device in devices() {
         for (dtype, out_bound) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 5e-4)] {
-            let case = Case { dtype, ..Case::new(2, 3, TOKENS, 21) };
-            let drawn = Drawn::new(&case);
-            let tensor =
-                |x: &[f64], shape: &[usize], dtype| rounded(x, shape, dtype).unwrap().0.to_device(&device).unwrap();
-            let rows = |x: &[f64], columns: usize| tensor(x, &[3, TOKENS, columns], dtype);
-            let (qkv, z) = (rows(&drawn.qkv, case.channels()), rows(&drawn.z, case.values()));
-            let (a, b) = (rows(&drawn.a, 4), rows(&drawn.b, 4));
-            let (a_log, dt_bias) = (tensor(&drawn.a_log, &[4], DType::F32), tensor(&drawn.dt_bias, &[4], DType::F32));
-            let conv_weight = tensor(&drawn.conv_weight, &[case.channels(), 4], dtype);
-            let norm_weight = tensor(&drawn.norm_weight, &[128], dtype);
+            let x = random(&[3, TOKENS], 3, &device).in_dtype(dtype);
             let run = |cuts: &[usize]| {
-                let conv = tensor(&drawn.conv, &[3, 3, case.channels()], dtype);
-                let state = tensor(&drawn.state, &[3, 4, 128, 128], DType::F32);
-                let step = |cut: &[usize]| {
-                    let part = |t: &Tensor| t.narrow(1, cut[0], cut[1] - cut[0]).unwrap();
-                    let gates = Gates { a: part(&a), b: part(&b), a_log: a_log.clone(), dt_bias: dt_bias.clone() };
-                    let op = GdnStep::new(gates, &norm_weight, &conv, &state, case.options()).unwrap();
-                    op.forward(&part(&qkv), &part(&z), &conv_weight).unwrap()
-                };
-                let outs: Vec<Tensor> = cuts.windows(2).map(step).collect();
-                (values(&Tensor::cat(&outs, 1).unwrap()), values(&conv), values(&state))
+                let x = x.copied();
+                let step = |cut: &[usize]| x.map(|t| t.narrow(1, cut[0], cut[1] - cut[0]).unwrap()).forward(identity);
+                let outs: Vec<Tensor> = cuts.windows(2).map(|cut| step(cut).unwrap()).collect();
+                let [conv, state] = x.states();
+                (values(&Tensor::cat(&outs, 1).unwrap()), conv, state)
             };
             let whole = run(&[0, 16]);
             for cuts in
@@ -564,23 +530,16 @@ fn token_states_change_nothing_else() {
 #[test]
 fn odd_strides() {
     for device in devices() {
-        let randn = |shape: &[usize]| Tensor::randn(0f32, 1., shape, &device).unwrap();
-        let (qkv, z) = (randn(&[2, 9, 1024]), randn(&[2, 9, 512]));
-        let (conv_weight, norm_weight) = (randn(&[1024, 4]), randn(&[128]));
-        let gates = Gates { a: randn(&[2, 4, 9]), b: randn(&[2, 9, 4]), a_log: randn(&[4]), dt_bias: randn(&[4]) };
-        let gates = Gates { a: gates.a.transpose(1, 2).unwrap(), ..gates };
+        let a = Tensor::randn(0f32, 1., (2, 4, 9), &device).unwrap().transpose(1, 2).unwrap();
+        let x = random(&[2, 9], 2, &device).with(|x| x.gates.a = a);
         let part = |t: &Tensor| t.narrow(1, 3, 5).unwrap();
-        let dense = |t: &Tensor| part(t).contiguous().unwrap();
-        let run = |qkv: &Tensor, z: &Tensor, gates: Gates| {
-            let (conv, state) = (randn(&[2, 3, 1024]).zeros_like().unwrap(), randn(&[2, 4, 128, 128]));
-            let state = (state.zeros_like().unwrap() + 0.5).unwrap();
-            let op = GdnStep::new(gates, &norm_weight, &conv, &state, StepOptions::default()).unwrap();
-            (values(&op.forward(qkv, z, &conv_weight).unwrap()), values(&conv), values(&state))
+        let run = |x: &StepArgs| {
+            let x = x.copied();
+            (values(&x.forward(identity).unwrap()), x.states())
         };
-        let want = run(&dense(&qkv), &dense(&z), Gates { a: dense(&gates.a), b: dense(&gates.b), ..gates.clone() });
-        let views = Gates { a: part(&gates.a), b: part(&gates.b), ..gates.clone() };
-        assert!(run(&part(&qkv), &part(&z), views.clone()) == want);
-        assert!(run(&part(&qkv), &part(&z).reshape((2, 5, 4, 128)).unwrap(), views) == want);
+        let (want, views) = (run(&x.map(|t| part(t).contiguous().unwrap())), x.map(part));
+        assert!(run(&views) == want);
+        assert!(run(&views.with(|x| x.z = x.z.reshape((2, 5, 4, 128)).unwrap())) == want);
     }
 }
 
@@ -588,37 +547,26 @@ fn odd_strides() {
 #[test]
 fn nothing_to_do() {
     for device in devices() {
-        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &device).unwrap();
-        let none = |columns: usize| zeros(&[2, 3, columns]).narrow(1, 0, 0).unwrap();
-        let (conv, state) = (zeros(&[2, 3, 1024]), zeros(&[2, 4, 128, 128]));
-        let (conv, state) = ((conv + 0.5).unwrap(), (state + 0.5).unwrap());
-        let before = (values(&conv), values(&state));
-        let gates = Gates { a: none(4), b: none(4), a_log: zeros(&[4]), dt_bias: zeros(&[4]) };
-        let op = GdnStep::new(gates, &zeros(&[128]), &conv, &state, StepOptions::default()).unwrap();
-        let out = op.forward(&none(1024), &none(512), &zeros(&[1024, 4])).unwrap();
-        assert_eq!(out.dims(), [2, 0, 512]);
-        assert!((values(&conv), values(&state)) == before);
+        let x = random(&[2, 3], 2, &device).map(|t| t.narrow(1, 0, 0).unwrap());
+        let before = x.states();
+        assert_eq!(x.forward(identity).unwrap().dims(), [2, 0, 512]);
+        assert!(x.states() == before);
     }
 }
 
 /// The state that a call was refused with is as it was.
 #[test]
 fn a_refused_call_writes_nothing() {
-    let device = Device::Cpu;
-    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &device).unwrap();
-    let (conv, state) = ((zeros(&[2, 3, 1024]) + 0.5).unwrap(), (zeros(&[2, 4, 128, 128]) + 0.5).unwrap());
-    let before = (values(&conv), values(&state));
-    let gates = Gates { a: zeros(&[2, 4]), b: zeros(&[2, 4]), a_log: zeros(&[4]), dt_bias: zeros(&[4]) };
-    let op = GdnStep::new(gates, &zeros(&[128]), &conv, &state, StepOptions::default()).unwrap();
-    let slots = Tensor::new(&[1u32, 1], &device).unwrap();
-    let (qkv, z, weight) = ((zeros(&[2, 1024]) + 1.0).unwrap(), zeros(&[2, 512]), zeros(&[1024, 4]));
-    op.clone().with_slots(&slots).forward(&qkv, &z, &weight).unwrap_err();
-    op.forward(&qkv, &zeros(&[2, 511]), &weight).unwrap_err();
-    assert!((values(&conv), values(&state)) == before);
-    op.forward(&qkv, &z, &weight).unwrap();
-    assert!(values(&conv) != before.0 && values(&state) != before.1);
+    let x = random(&[2], 2, &Device::Cpu);
+    let (before, other) = (x.states(), x.copied().conv);
+    let slots = Tensor::new(&[1u32, 1], &Device::Cpu).unwrap();
+    x.forward(|op| op.with_slots(&slots)).unwrap_err();
+    x.with(|x| x.z = x.z.narrow(1, 0, 511).unwrap()).forward(identity).unwrap_err();
+    assert!(x.states() == before);
+    x.forward(identity).unwrap();
+    let after = x.states();
+    assert!(after[0] != before[0] && after[1] != before[1]);
     // The functions of the three ops see the same convolution's state.
-    let other = (zeros(&[2, 3, 1024]) + 0.5).unwrap();
-    causal_conv1d(&qkv.unsqueeze(1).unwrap(), &weight, &other, None, true).unwrap();
-    assert!(values(&other) == values(&conv));
+    causal_conv1d(&x.qkv.unsqueeze(1).unwrap(), &x.conv_weight, &other, None, true).unwrap();
+    assert!(values(&other) == after[0]);
 }

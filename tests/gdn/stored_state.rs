@@ -1,10 +1,11 @@
 //! The state in bf16: rounded once a call, and what those roundings add up to.
 
-use crate::semantics::{args, one_token, options};
-use crate::support::{assert_rounded, devices, f32_algos, rel_rms, rounded, values, Rng};
+use crate::semantics::{args, options, tensor_cores, Args};
+use crate::support::{assert_rounded, devices, dtype_for, f32_algos, on_tensor_cores, rel_rms, rounded, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
-use candle_gdn::{gdn_decode, gdn_decode_in_place, gdn_prefill, Algo, CuSeqlens, Gates, RuleOptions};
+use candle_gdn::{gdn_decode_in_place, Algo, CuSeqlens, Gates, RuleOptions};
+use std::convert::identity;
 
 /// From a start that bf16 holds, the same call on an f32 state gives the same o, and rounded the same state: arithmetic
 /// does not depend on how the state is stored, and the rounding is to nearest even. The decode kernels on CUDA add up a row
@@ -12,7 +13,7 @@ use candle_gdn::{gdn_decode, gdn_decode_in_place, gdn_prefill, Algo, CuSeqlens, 
 #[test]
 fn it_is_the_f32_state_rounded() {
     for device in devices() {
-        for algo in f32_algos() {
+        for algo in f32_algos().chain(tensor_cores(&device)) {
             let reordered = device.is_cuda() && matches!(algo, Algo::Auto | Algo::Decode128);
             let same = |what: &str, [(o, state), (o_bf16, state_bf16)]: [(Tensor, Tensor); 2]| {
                 assert_eq!(state_bf16.dtype(), DType::BF16);
@@ -28,27 +29,29 @@ fn it_is_the_f32_state_rounded() {
                 }
             };
             // Above and below the lengths from which a kernel goes another way.
-            for tokens in if algo == Algo::Decode128 { [1, 5, 16] } else { [1, 5, 70] } {
-                let x = args(2, tokens, &device);
-                let both = |run: &dyn Fn(&Tensor) -> (Tensor, Tensor)| {
+            let (lengths, segments) = match algo {
+                Algo::Decode128 => ([1, 5, 16], &[0][..]),
+                algo if on_tensor_cores(algo) => ([1, 64, 300], &[1, 3][..]),
+                _ => ([1, 5, 70], &[0][..]),
+            };
+            for tokens in lengths {
+                let x = args(2, tokens, &device).in_dtype(dtype_for(algo));
+                let both = |run: &dyn Fn(Args) -> (Tensor, Tensor)| {
                     let start = x.state.to_dtype(DType::BF16).unwrap();
-                    [run(&start.to_dtype(DType::F32).unwrap()), run(&start)]
+                    [start.to_dtype(DType::F32).unwrap(), start].map(|state| run(Args { state, ..x.clone() }))
                 };
-                let prefill = |s: &Tensor| gdn_prefill(&x.q, &x.k, &x.v, &x.gates, s, None, options(algo)).unwrap();
-                same(&format!("{algo:?}, {tokens} tokens"), both(&prefill));
-                let t = one_token(&x, 0);
-                let decode = |s: &Tensor| gdn_decode(&t.q, &t.k, &t.v, &t.gates, s, options(algo)).unwrap();
-                same(&format!("{algo:?}, decode"), both(&decode));
-
+                for &segments in segments {
+                    let options = RuleOptions { segments, ..options(algo) };
+                    let what = format!("{algo:?}, {tokens} tokens, {segments} segments");
+                    same(&what, both(&|x| x.prefilled(None, options)));
+                }
+                if on_tensor_cores(algo) {
+                    continue;
+                }
+                same(&format!("{algo:?}, decode"), both(&|x| x.token(0).decoded(options(algo))));
                 let cu = CuSeqlens::from_lengths(&[tokens - 1, tokens + 1], &device).unwrap();
-                let flat = |t: &Tensor| t.flatten(0, 1).unwrap();
-                let gates = Gates { a: flat(&x.gates.a), b: flat(&x.gates.b), ..x.gates.clone() };
-                let packed = |s: &Tensor| {
-                    let (q, k, v) = (flat(&x.q), flat(&x.k), flat(&x.v));
-                    gdn_prefill(&q, &k, &v, &gates, s, Some(&cu), options(algo)).unwrap()
-                };
                 if algo != Algo::Decode128 || tokens < 16 {
-                    same(&format!("{algo:?}, packed"), both(&packed));
+                    same(&format!("{algo:?}, packed"), both(&|x| x.packed().prefilled(Some(&cu), options(algo))));
                 }
             }
         }
@@ -59,20 +62,17 @@ fn it_is_the_f32_state_rounded() {
 #[test]
 fn odd_values_stay_what_they_are() {
     for device in devices() {
-        let x = one_token(&args(1, 1, &device), 0);
+        let x = args(1, 1, &device).token(0);
         // No decay and nothing written (beta is zero): a finite row stays bit for bit.
-        let gates = Gates {
-            a: (x.gates.a.zeros_like().unwrap() - 200.0).unwrap(),
-            b: x.gates.a.affine(0.0, -200.0).unwrap(),
-            ..x.gates.clone()
-        };
+        let shut = x.gates.a.affine(0.0, -200.0).unwrap();
+        let x = Args { gates: Gates { a: shut.clone(), b: shut, ..x.gates.clone() }, ..x };
         for (value, finite) in
             [(0f32, true), (3.140625, true), (1e-39, true), (f32::INFINITY, false), (f32::NAN, false)]
         {
             let state = x.state.affine(0.0, 0.0).unwrap().affine(1.0, f64::from(value)).unwrap();
             let state = state.to_dtype(DType::BF16).unwrap();
             let before = values(&state);
-            gdn_decode_in_place(&x.q, &x.k, &x.v, &gates, &state, options(Algo::Auto)).unwrap();
+            x.decode(&state, options(Algo::Auto), identity);
             if finite {
                 assert_eq!(values(&state), before, "{value}");
             } else {

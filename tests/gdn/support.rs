@@ -4,12 +4,15 @@
 mod devices;
 
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Algo, Gates, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, GateActivation, Gates, GdnPrefill, RuleOptions};
 pub use devices::*;
 use std::path::PathBuf;
 
 /// The kernels that multiply in bf16 or f16 and take nothing else.
 pub const TENSOR_CORES: [Algo; 2] = [Algo::ChunkedSm80, Algo::ChunkedSm90];
+pub const HALVES: [DType; 2] = [DType::BF16, DType::F16];
+/// What two results of theirs that are each 5e-3 off may differ by.
+pub const APART: f64 = 1e-2;
 
 pub fn on_tensor_cores(algo: Algo) -> bool {
     TENSOR_CORES.contains(&algo)
@@ -57,6 +60,20 @@ pub fn golden(name: &str) -> PathBuf {
     let here = if std::path::Path::new(thinned).exists() { thinned } else { "tests/goldens" };
     let dir = std::env::var("CANDLE_GDN_GOLDENS").unwrap_or_else(|_| here.to_owned());
     PathBuf::from(dir).join(name)
+}
+
+/// The gated norm's definition, of rows as long as `weight`.
+pub fn gated_norm(x: &[f64], z: &[f64], weight: &[f64], eps: f64, gate: GateActivation) -> Vec<f64> {
+    let mut y = vec![];
+    for (x, z) in x.chunks(weight.len()).zip(z.chunks(weight.len())) {
+        let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+        for ((x, z), w) in x.iter().zip(z).zip(weight) {
+            let sigmoid = 1.0 / (1.0 + (-z).exp());
+            let act = if gate == GateActivation::Silu { z * sigmoid } else { sigmoid };
+            y.push(x / (mean + eps).sqrt() * w * act);
+        }
+    }
+    y
 }
 
 /// `got` is `exact` in bf16, rounded to nearest: half a unit in the last of 8 bits, and what f32 sums may differ by.

@@ -1,20 +1,16 @@
 //! The chunk forms on tensor cores over the shapes and inputs that they could get wrong: no luck of the draw. On the CPU
 //! the same calls run in f32 and keep its bounds.
 
-use crate::errors::refused;
 use crate::rule_case::{Case, Decay, Form};
-use crate::semantics::{args, options};
-use crate::support::{devices, has, rel_rms, values, TENSOR_CORES};
-use candle_core::{DType, Device, Tensor};
+use crate::semantics::{args, options, tensor_cores, Args};
+use crate::support::{devices, refused, rel_rms, values, APART, HALVES, TENSOR_CORES};
+use candle_core::{DType, Tensor};
 use candle_gdn::reference::Dims;
-use candle_gdn::{gdn_decode, gdn_prefill, Algo, CuSeqlens, Gates, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, Gates, GdnPrefill};
 
 const LENGTHS: [usize; 7] = [0, 1, 63, 64, 65, 130, 200];
 const HEAD_SIZES: [(usize, usize); 8] =
     [(64, 64), (96, 192), (128, 64), (128, 128), (64, 128), (8, 8), (40, 72), (120, 256)];
-const HALVES: [DType; 2] = [DType::BF16, DType::F16];
-/// What two results that are each 5e-3 off may differ by.
-const APART: f64 = 1e-2;
 
 fn dims(key_heads: usize, ratio: usize, (key_dim, value_dim): (usize, usize)) -> Dims {
     Dims { key_heads, value_heads: key_heads * ratio, key_dim, value_dim }
@@ -24,15 +20,10 @@ fn case(algo: Algo, dims: Dims, lengths: &[usize]) -> Case {
     Case { algo, dtype: DType::BF16, gate_dtype: DType::BF16, ..Case::new(dims, lengths) }
 }
 
-/// The kernels that the device has.
-fn algos(device: &Device) -> impl Iterator<Item = Algo> + '_ {
-    TENSOR_CORES.into_iter().filter(|algo| has(device, *algo))
-}
-
 #[test]
 fn head_sizes_and_lengths() {
     for device in devices() {
-        for algo in algos(&device) {
+        for algo in tensor_cores(&device) {
             for sizes in HEAD_SIZES {
                 for dtype in HALVES {
                     let one = |lengths: &[usize]| Case { dtype, ..case(algo, dims(1, 2, sizes), lengths) };
@@ -50,7 +41,7 @@ fn head_sizes_and_lengths() {
 #[test]
 fn head_ratios_and_layouts() {
     for device in devices() {
-        for algo in algos(&device) {
+        for algo in tensor_cores(&device) {
             for ratio in [1, 2, 3, 4, 8] {
                 for (packed, lengths) in [(true, vec![65, 0, 130, 1, 200]), (false, vec![130; 3])] {
                     for (form, state_dtype) in [(Form::Dense, DType::BF16), (Form::Projection, DType::F32)] {
@@ -73,7 +64,7 @@ fn head_ratios_and_layouts() {
 #[test]
 fn hard_inputs() {
     for device in devices() {
-        for algo in algos(&device) {
+        for algo in tensor_cores(&device) {
             for decay in [Decay::None, Decay::Usual, Decay::Strong, Decay::Bursts, Decay::Huge] {
                 for repeat_keys in [false, true] {
                     for (beta_scale, l2norm) in [(1.0, true), (2.0, true), (1.0, false), (2.0, false)] {
@@ -95,7 +86,7 @@ fn hard_inputs() {
 #[test]
 fn segments() {
     for device in devices() {
-        for algo in algos(&device) {
+        for algo in tensor_cores(&device) {
             for segments in [0, 1, 2, 3, 7, 1000] {
                 for decay in [Decay::None, Decay::Usual, Decay::Bursts] {
                     for (packed, lengths) in [(true, vec![700, 0, 65, 1, 320]), (false, vec![450; 2])] {
@@ -118,7 +109,7 @@ fn segments() {
 #[test]
 fn what_lies_around_plays_no_part() {
     for device in devices() {
-        for algo in algos(&device) {
+        for algo in tensor_cores(&device) {
             for sizes in [(128, 128), (64, 64), (96, 192)] {
                 for (packed, lengths) in [(true, vec![1, 63, 65, 0, 200, 130, 7]), (false, vec![70; 5])] {
                     for form in [Form::Dense, Form::Projection] {
@@ -134,126 +125,12 @@ fn what_lies_around_plays_no_part() {
     }
 }
 
-/// Whole, and cut in two at places in and between chunks.
 #[test]
-fn any_split_gives_the_same() {
+fn one_token_through_the_decode_op() {
     for device in devices() {
-        for algo in algos(&device) {
-            for dtype in HALVES {
-                let x = args(2, 200, &device).in_dtype(dtype);
-                let run = |cuts: &[usize]| {
-                    let state = x.state.force_contiguous().unwrap();
-                    let mut outs = vec![];
-                    for pair in cuts.windows(2) {
-                        let part = x.tokens(pair[0], pair[1] - pair[0]);
-                        let op = GdnPrefill::new(part.gates, &state, None, options(algo)).unwrap();
-                        outs.push(op.forward(&part.q, &part.k, &part.v).unwrap());
-                    }
-                    (values(&Tensor::cat(&outs, 1).unwrap()), values(&state))
-                };
-                let whole = run(&[0, 200]);
-                for cuts in [vec![0, 0, 200], vec![0, 1, 200], vec![0, 63, 64, 200], vec![0, 65, 128, 199, 200]] {
-                    let got = run(&cuts);
-                    let (o, state) = (rel_rms(&got.0, &whole.0), rel_rms(&got.1, &whole.1));
-                    assert!(o <= APART && state <= APART, "{algo:?} {dtype:?} {cuts:?}: o {o:e}, state {state:e}");
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn runs_repeat_bit_for_bit() {
-    for device in devices() {
-        for algo in algos(&device) {
-            for (segments, dtype) in (0..4).flat_map(|segments| HALVES.map(|dtype| (segments, dtype))) {
-                let x = args(2, 500, &device).in_dtype(dtype);
-                let options = RuleOptions { segments, ..options(algo) };
-                let run = || {
-                    let (o, s) = gdn_prefill(&x.q, &x.k, &x.v, &x.gates, &x.state, None, options).unwrap();
-                    (values(&o), values(&s))
-                };
-                let first = run();
-                assert!((0..3).all(|_| run() == first), "{algo:?} {dtype:?}, {segments} segments");
-            }
-        }
-    }
-}
-
-/// From a start that bf16 holds: arithmetic does not depend on how the state is stored, and it is rounded once, to
-/// nearest even, at the end.
-#[test]
-fn a_bf16_state_is_the_f32_state_rounded() {
-    for device in devices() {
-        for (algo, segments) in algos(&device).flat_map(|algo| [(algo, 1), (algo, 3)]) {
-            for tokens in [1, 64, 300] {
-                let x = args(2, tokens, &device).in_dtype(DType::BF16);
-                let start = x.state.to_dtype(DType::BF16).unwrap();
-                let run = |state: &Tensor| {
-                    let options = RuleOptions { segments, ..options(algo) };
-                    gdn_prefill(&x.q, &x.k, &x.v, &x.gates, state, None, options).unwrap()
-                };
-                let (o, state) = run(&start.to_dtype(DType::F32).unwrap());
-                let (o_bf16, state_bf16) = run(&start);
-                let case = format!("{algo:?}, {tokens} tokens, {segments} segments");
-                assert!(values(&o) == values(&o_bf16), "{case}: o");
-                let rounded = state.to_device(&Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
-                assert!(values(&rounded) == values(&state_bf16), "{case}: state");
-                assert!(values(&state) != values(&rounded), "{case}: a state that bf16 holds shows nothing");
-            }
-        }
-    }
-}
-
-/// A NaN in a gate shows in its head from that token on, and in no other.
-#[test]
-fn nan_is_not_hidden() {
-    for device in devices() {
-        for (algo, segments) in algos(&device).flat_map(|algo| [(algo, 1), (algo, 2)]) {
-            for at in [5, 100] {
-                let x = args(1, 200, &device).in_dtype(DType::BF16);
-                let spot = (0..200 * 4).map(|i| if i == at * 4 + 1 { f32::NAN } else { 0.0 });
-                let spot = Tensor::from_vec(spot.collect::<Vec<_>>(), (1, 200, 4), &device).unwrap();
-                let gates = Gates { a: (&x.gates.a + &spot).unwrap(), ..x.gates.clone() };
-                let options = RuleOptions { segments, ..options(algo) };
-                let (o, state) = gdn_prefill(&x.q, &x.k, &x.v, &gates, &x.state, None, options).unwrap();
-                for h in 0..4 {
-                    let o = values(&o.narrow(2, h, 1).unwrap().narrow(1, at, 200 - at).unwrap());
-                    let state = values(&state.narrow(1, h, 1).unwrap());
-                    let all = o.iter().chain(&state);
-                    let right =
-                        if h == 1 { all.clone().all(|x| x.is_nan()) } else { all.clone().all(|x| x.is_finite()) };
-                    assert!(right, "{algo:?}, {segments} segments, NaN at {at}, head {h}");
-                }
-            }
-        }
-    }
-}
-
-/// No tokens, no sequences, and one token through the decode op.
-#[test]
-fn next_to_nothing() {
-    for device in devices() {
-        for algo in algos(&device) {
-            let x = args(2, 5, &device).in_dtype(DType::BF16);
-            let before = values(&x.state);
-            let none = x.tokens(0, 0);
-            let (o, state) =
-                gdn_prefill(&none.q, &none.k, &none.v, &none.gates, &x.state, None, options(algo)).unwrap();
-            assert_eq!(o.dims(), [2, 0, 4, 128]);
-            assert_eq!(values(&state), before);
-            let cu = CuSeqlens::from_lengths(&[0, 0], &device).unwrap();
-            let none = x.sequences(0, 1).packed();
-            let cut = |t: &Tensor| t.narrow(0, 0, 0).unwrap();
-            let gates = Gates { a: cut(&none.gates.a), b: cut(&none.gates.b), ..none.gates.clone() };
-            let (q, k, v) = (cut(&none.q), cut(&none.k), cut(&none.v));
-            let (o, state) = gdn_prefill(&q, &k, &v, &gates, &x.state, Some(&cu), options(algo)).unwrap();
-            assert_eq!(o.dims(), [0, 4, 128]);
-            assert_eq!(values(&state), before);
-
-            let one = crate::semantics::one_token(&x, 2);
-            let run = |algo| gdn_decode(&one.q, &one.k, &one.v, &one.gates, &x.state, options(algo)).unwrap();
-            let ((o, state), (o_want, want)) = (run(algo), run(Algo::Recurrent));
+        for algo in tensor_cores(&device) {
+            let x = args(2, 5, &device).in_dtype(DType::BF16).token(2);
+            let ((o, state), (o_want, want)) = (x.decoded(options(algo)), x.decoded(options(Algo::Recurrent)));
             let errors = [rel_rms(&values(&o), &values(&o_want)), rel_rms(&values(&state), &values(&want))];
             assert!(errors.iter().all(|e| *e <= APART), "{algo:?}: {errors:?}");
         }
@@ -266,9 +143,7 @@ fn auto_knows_what_they_do_not_take() {
     for device in devices() {
         for tokens in [1, 16, 64, 512] {
             let x = args(1, tokens, &device);
-            let auto = |x: &crate::semantics::Args| {
-                GdnPrefill::new(x.gates.clone(), &x.state, None, options(Algo::Auto)).unwrap()
-            };
+            let auto = |x: &Args| GdnPrefill::new(x.gates.clone(), &x.state, None, options(Algo::Auto)).unwrap();
             let algo = auto(&x).algo(&x.q, &x.k, &x.v).unwrap();
             assert!(!TENSOR_CORES.contains(&algo), "f32, {tokens} tokens: {algo:?}");
             let to = Tensor::zeros((1, tokens, 4, 128, 128), DType::F32, &device).unwrap();
@@ -285,7 +160,7 @@ fn auto_knows_what_they_do_not_take() {
             let algo = auto(&half).algo(&q, &k, &v).unwrap();
             assert!(!TENSOR_CORES.contains(&algo), "odd rows, {tokens} tokens: {algo:?}");
             auto(&half).forward(&q, &k, &v).unwrap();
-            for algo in algos(&device) {
+            for algo in tensor_cores(&device) {
                 let op = GdnPrefill::new(half.gates.clone(), &half.state, None, options(algo)).unwrap();
                 match op.forward(&q, &k, &v) {
                     Ok(_) => assert!(device.is_cpu(), "{algo:?} takes rows that begin anywhere"),
@@ -330,9 +205,10 @@ fn what_they_do_not_take_is_refused_with_a_sentence() {
 #[cfg(feature = "cuda")]
 #[test]
 fn the_device_decides() {
+    use crate::support::has;
     use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
     for device in devices() {
-        let Device::Cuda(cuda) = &device else { continue };
+        let candle_core::Device::Cuda(cuda) = &device else { continue };
         let stream = cuda.cuda_stream();
         let ask = |attribute| stream.context().attribute(attribute).unwrap();
         let major = ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);

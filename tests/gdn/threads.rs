@@ -1,9 +1,8 @@
 //! States under several host threads.
 
-use crate::errors::refused;
 use crate::random_layer::{layer, of_128, packed, rows, small};
-use crate::support::{devices, values, Rng};
-use candle_core::{DType, Device};
+use crate::support::{devices, refused, values, Rng};
+use candle_core::{DType, Device, Tensor};
 use candle_gdn::{GatedDeltaNet, GdnState, PrefixCache, SlotAllocator, Slots, StatePool};
 use std::sync::Mutex;
 use std::thread::scope;
@@ -27,11 +26,7 @@ fn inputs(hidden: usize) -> Vec<Vec<Vec<f32>>> {
 }
 
 /// y of every call, fed by `feed`.
-fn run(
-    x: &[Vec<f32>],
-    device: &Device,
-    mut feed: impl FnMut(candle_core::Tensor) -> candle_core::Tensor,
-) -> Vec<Vec<f64>> {
+fn run(x: &[Vec<f32>], device: &Device, mut feed: impl FnMut(Tensor) -> Tensor) -> Vec<Vec<f64>> {
     let mut first = 0;
     let call = |n: &usize| {
         first += n;
@@ -39,6 +34,15 @@ fn run(
         values(&feed(x))
     };
     CALLS.iter().map(call).collect()
+}
+
+/// What `f` gives of each of `all`, every one on a thread of its own.
+fn at_once<T: Sync, R: Send>(all: &[T], f: impl Fn(usize, &T) -> R + Sync) -> Vec<R> {
+    let f = &f;
+    scope(|s| {
+        let threads: Vec<_> = all.iter().enumerate().map(|(n, x)| s.spawn(move || f(n, x))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
 }
 
 /// On CUDA with one stream for all threads: candle's matrix products of all of them go through one cuBLAS handle, which
@@ -62,11 +66,7 @@ fn a_layer_serves_several_threads() {
         };
         let want: Vec<_> = x.iter().map(alone).collect();
         for _ in 0..5 {
-            let got: Vec<_> = scope(|s| {
-                let threads: Vec<_> = x.iter().map(|x| s.spawn(|| alone(x))).collect();
-                threads.into_iter().map(|t| t.join().unwrap()).collect()
-            });
-            assert!(got == want);
+            assert!(at_once(&x, |_, x| alone(x)) == want);
         }
     }
 }
@@ -84,15 +84,7 @@ fn a_pool_behind_a_lock_serves_several_threads() {
         let want: Vec<_> = x.iter().map(|x| serve(x, 0, &Mutex::new(layer.new_pool(1).unwrap()))).collect();
         for _ in 0..5 {
             let pool = Mutex::new(layer.new_pool(THREADS).unwrap());
-            let got: Vec<_> = scope(|s| {
-                let spawn = |(n, x)| {
-                    let (serve, pool) = (&serve, &pool);
-                    s.spawn(move || serve(x, n, pool))
-                };
-                let threads: Vec<_> = (0..).zip(&x).map(spawn).collect();
-                threads.into_iter().map(|t| t.join().unwrap()).collect()
-            });
-            assert!(got == want);
+            assert!(at_once(&x, |n, x| serve(x, n as u32, &pool)) == want);
         }
     }
 }

@@ -1,9 +1,10 @@
 //! The state after every token: what it must equal, and what a call leaves alone.
 
-use crate::semantics::{args, one_token, options, Args};
+use crate::semantics::{args, options, Args};
 use crate::support::{assert_rounded, devices, rel_rms, values};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill};
+use candle_gdn::{Algo, CuSeqlens};
+use std::convert::identity;
 
 const ALGOS: [Algo; 4] = [Algo::Auto, Algo::Recurrent, Algo::Recurrent128, Algo::Decode128];
 
@@ -14,11 +15,9 @@ fn room(lead: &[usize], dtype: DType, device: &Device) -> Tensor {
 
 /// o, the new state and the token states of one call over all tokens.
 fn call(x: &Args, dtype: DType, algo: Algo) -> [Tensor; 3] {
-    let (batch, tokens, ..) = x.q.dims4().unwrap();
     let state = x.state.to_dtype(dtype).unwrap().force_contiguous().unwrap();
-    let to = room(&[batch, tokens], dtype, x.q.device());
-    let op = GdnPrefill::new(x.gates.clone(), &state, None, options(algo)).unwrap().with_token_states(&to);
-    [op.forward(&x.q, &x.k, &x.v).unwrap(), state, to]
+    let to = room(&x.q.dims()[..2], dtype, x.q.device());
+    [x.prefill(&state, None, options(algo), |op| op.with_token_states(&to)), state, to]
 }
 
 /// As after as many calls of one token each, whichever op makes them; and asking for them changes nothing else.
@@ -34,17 +33,15 @@ fn they_are_the_states_of_single_tokens() {
             };
             let single = x.state.force_contiguous().unwrap();
             for t in 0..16 {
-                let at = one_token(&x, t);
                 let to = room(&[2], DType::F32, &device);
-                let op = GdnDecode::new(at.gates.clone(), &single, options(algo)).unwrap().with_token_states(&to);
-                near("o", &o.narrow(1, t, 1).unwrap(), &op.forward(&at.q, &at.k, &at.v).unwrap());
+                let single_o = x.token(t).decode(&single, options(algo), |op| op.with_token_states(&to));
+                near("o", &o.narrow(1, t, 1).unwrap(), &single_o);
                 assert_eq!(values(&to), values(&single), "{algo:?}: decode, token {t}");
                 near("token state", &token_states.narrow(1, t, 1).unwrap(), &single);
             }
             assert_eq!(values(&token_states.narrow(1, 15, 1).unwrap()), values(&state), "{algo:?}");
             let plain = x.state.force_contiguous().unwrap();
-            let op = GdnPrefill::new(x.gates.clone(), &plain, None, options(algo)).unwrap();
-            near("o without token states", &op.forward(&x.q, &x.k, &x.v).unwrap(), &o);
+            near("o without token states", &x.prefill(&plain, None, options(algo), identity), &o);
             near("state without token states", &plain, &state);
         }
     }
@@ -83,44 +80,38 @@ fn rows_of_padding_are_left_alone() {
         for (algo, dtype) in ALGOS.into_iter().flat_map(|algo| [(algo, DType::F32), (algo, DType::BF16)]) {
             let x = args(3, 5, &device);
             let start = x.state.to_dtype(dtype).unwrap();
-            let slots = Tensor::new(&[2u32, u32::MAX, 0], &device).unwrap();
+            let slots = |map: &[u32]| Tensor::new(map, &device).unwrap();
             let row = |t: &Tensor, n: usize, len: usize| t.narrow(0, n, len).unwrap();
             let same =
                 |what: &str, a: &Tensor, b: &Tensor| assert_eq!(values(a), values(b), "{algo:?} {dtype:?} {what}");
 
             let (state, to) = (start.force_contiguous().unwrap(), room(&[3, 5], dtype, &device));
-            let op = GdnPrefill::new(x.gates.clone(), &state, None, options(algo)).unwrap();
-            op.with_slots(&slots).with_token_states(&to).forward(&x.q, &x.k, &x.v).unwrap();
+            let map = slots(&[2, u32::MAX, 0]);
+            x.prefill(&state, None, options(algo), |op| op.with_slots(&map).with_token_states(&to));
             assert!(untouched(&row(&to, 1, 1)), "{algo:?} {dtype:?}");
             same("slot 1", &row(&state, 1, 1), &row(&start, 1, 1));
             for (n, slot) in [(0, 2), (2, 0)] {
                 same("last token", &row(&to, n, 1).narrow(1, 4, 1).unwrap(), &row(&state, slot, 1));
                 // Alone, in a state of its own.
-                let gates = Gates { a: row(&x.gates.a, n, 1), b: row(&x.gates.b, n, 1), ..x.gates.clone() };
-                let (q, k, v) = (row(&x.q, n, 1), row(&x.k, n, 1), row(&x.v, n, 1));
-                let [_, _, alone] = call(&Args { q, k, v, gates, state: row(&start, slot, 1) }, dtype, algo);
-                same("alone", &row(&to, n, 1), &alone);
+                let alone = Args { state: row(&start, slot, 1), ..x.sequences(n, 1) };
+                same("alone", &row(&to, n, 1), &call(&alone, dtype, algo)[2]);
             }
 
             // 15 tokens: 4 of the first, 7 of the padding, none of the third, which keeps its state, and 4 of the last.
-            let flat = |t: &Tensor| t.flatten(0, 1).unwrap();
             let cu = CuSeqlens::from_lengths(&[4, 7, 0, 4], &device).unwrap();
-            let slots = Tensor::new(&[2u32, u32::MAX, 1, 0], &device).unwrap();
-            let gates = Gates { a: flat(&x.gates.a), b: flat(&x.gates.b), ..x.gates.clone() };
             let (state, to) = (start.force_contiguous().unwrap(), room(&[15], dtype, &device));
-            let op = GdnPrefill::new(gates, &state, Some(&cu), options(algo)).unwrap();
-            op.with_slots(&slots).with_token_states(&to).forward(&flat(&x.q), &flat(&x.k), &flat(&x.v)).unwrap();
+            let map = slots(&[2, u32::MAX, 1, 0]);
+            let options = options(algo);
+            x.packed().prefill(&state, Some(&cu), options, |op| op.with_slots(&map).with_token_states(&to));
             assert!(untouched(&row(&to, 4, 7)), "{algo:?} {dtype:?}");
             same("packed, slot 1", &row(&state, 1, 1), &row(&start, 1, 1));
             same("packed, slot 2", &row(&to, 3, 1), &row(&state, 2, 1));
             same("packed, slot 0", &row(&to, 14, 1), &row(&state, 0, 1));
             assert!([0, 1, 2, 11, 12, 13].iter().all(|&t| values(&row(&to, t, 1)).iter().all(|&x| x != 9.0)));
 
-            let at = one_token(&x, 2);
-            let slots = Tensor::new(&[u32::MAX, 1, u32::MAX], &device).unwrap();
             let (state, to) = (start.force_contiguous().unwrap(), room(&[3], dtype, &device));
-            let op = GdnDecode::new(at.gates.clone(), &state, options(algo)).unwrap();
-            op.with_slots(&slots).with_token_states(&to).forward(&at.q, &at.k, &at.v).unwrap();
+            let map = slots(&[u32::MAX, 1, u32::MAX]);
+            x.token(2).decode(&state, options, |op| op.with_slots(&map).with_token_states(&to));
             assert!(untouched(&row(&to, 0, 1)) && untouched(&row(&to, 2, 1)), "{algo:?} {dtype:?}");
             same("decode", &row(&to, 1, 1), &row(&state, 1, 1));
         }

@@ -1,9 +1,8 @@
 //! Drafted tokens: verified at once, kept in part, as if only those had been fed.
 
-use crate::errors::refused;
 use crate::pool::{poison_pool, poison_slot};
-use crate::random_layer::{layer, of_128, packed, parts, rows, small};
-use crate::support::{devices, rel_rms, values, Rng};
+use crate::random_layer::{feed, layer, of_128, packed, parts, rows, small};
+use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, Slots, StatePool, NO_SLOT};
 
@@ -27,25 +26,14 @@ impl Sequence {
     }
 
     /// State and next outputs where `accepted` tokens of the draft were all that was fed, in calls of so many tokens.
-    fn want(&self, layer: &GatedDeltaNet, case: &Case, accepted: usize, a_call: usize, device: &Device) -> Want {
+    fn want(&self, layer: &GatedDeltaNet, case: &Case, accepted: usize, a_call: usize) -> Want {
         let mut pool = layer.new_pool_as(1, case.state_dtype).unwrap();
-        let slots = Slots::new(&[0], device).unwrap();
-        let mut feed = |x: &[Vec<f32>]| {
-            let x = packed(x, case.dtype, device).unsqueeze(0).unwrap();
-            values(&layer.forward_slots(&x, None, &slots, &mut pool).unwrap())
-        };
-        feed(&self.before);
-        self.draft[..accepted].chunks(a_call.max(1)).for_each(|x| drop(feed(x)));
-        let next = feed(&self.next);
-        // The state before the next tokens, from another run.
-        let mut pool = layer.new_pool_as(1, case.state_dtype).unwrap();
-        let mut feed = |x: &[Vec<f32>]| {
-            let x = packed(x, case.dtype, device).unsqueeze(0).unwrap();
-            layer.forward_slots(&x, None, &slots, &mut pool).unwrap();
-        };
-        feed(&self.before);
-        self.draft[..accepted].chunks(a_call.max(1)).for_each(&mut feed);
-        Want { state: parts(&pool.snapshot(0).unwrap()), next }
+        feed(layer, &self.before, 0, &mut pool);
+        for x in self.draft[..accepted].chunks(a_call.max(1)) {
+            feed(layer, x, 0, &mut pool);
+        }
+        let state = parts(&pool.snapshot(0).unwrap());
+        Want { state, next: feed(layer, &self.next, 0, &mut pool) }
     }
 }
 
@@ -92,6 +80,7 @@ fn every_count_is_as_if_no_more_had_been_fed() {
             let layer = layer(config, dtype, &device, 11);
             let rng = &mut Rng::new(5);
             let count = drafted + 1;
+            let bound = if dtype == DType::F32 && state_dtype == DType::F32 { 1e-5 } else { 2e-2 };
             let sequences: Vec<_> =
                 (0..count).map(|n| Sequence::new(rng, 1 + n % 3, drafted, config.hidden_size)).collect();
             let mut pool = layer.new_pool_as(2 * count + 1, state_dtype).unwrap();
@@ -100,8 +89,7 @@ fn every_count_is_as_if_no_more_had_been_fed() {
             let write: Vec<u32> = (0..count as u32).map(|n| 2 * count as u32 - n).collect();
             for (n, sequence) in sequences.iter().enumerate() {
                 pool.zero(n as u32).unwrap();
-                let x = packed(&sequence.before, dtype, &device).unsqueeze(0).unwrap();
-                layer.forward_slots(&x, None, &Slots::new(&[n as u32], &device).unwrap(), &mut pool).unwrap();
+                feed(&layer, &sequence.before, n as u32, &mut pool);
             }
             let slots = Slots::from_to(&read, &write, &device).unwrap();
             let cu = CuSeqlens::from_lengths(&vec![drafted; count], &device).unwrap();
@@ -121,27 +109,21 @@ fn every_count_is_as_if_no_more_had_been_fed() {
             read.iter().for_each(|slot| poison_slot(&pool, *slot));
             for (n, sequence) in sequences.iter().enumerate() {
                 let what = format!("{dtype:?}, state in {state_dtype:?}, {n} of {drafted}");
-                let want = sequence.want(&layer, &case, n, drafted, &device);
+                let want = sequence.want(&layer, &case, n, drafted);
                 let got = parts(&pool.snapshot(write[n]).unwrap());
-                same(&format!("{what}: conv"), &got[0], &want.state[0], &case, &device);
-                same(&format!("{what}: recurrent"), &got[1], &want.state[1], &case, &device);
                 // Token by token: the CPU rounds elsewhere from 8 tokens a call on, and a bf16 state each call.
-                let single = sequence.want(&layer, &case, n, 1, &device);
-                if n < 8 && state_dtype == DType::F32 {
-                    same(&format!("{what}, one by one: conv"), &got[0], &single.state[0], &case, &device);
-                    same(&format!("{what}, one by one: recurrent"), &got[1], &single.state[1], &case, &device);
-                } else {
-                    let bound = if dtype == DType::F32 && state_dtype == DType::F32 { 1e-5 } else { 2e-2 };
-                    assert!(rel_rms(&got[1], &single.state[1]) < bound, "{what}, one by one");
+                let single = sequence.want(&layer, &case, n, 1);
+                let exact = n < 8 && state_dtype == DType::F32;
+                for (i, part) in ["conv", "recurrent"].into_iter().enumerate() {
+                    same(&format!("{what}: {part}"), &got[i], &want.state[i], &case, &device);
+                    if exact {
+                        same(&format!("{what}, one by one: {part}"), &got[i], &single.state[i], &case, &device);
+                    }
                 }
-            }
-            // The tokens after the draft.
-            for (n, sequence) in sequences.iter().enumerate() {
-                let want = sequence.want(&layer, &case, n, drafted, &device);
-                let x = packed(&sequence.next, dtype, &device).unsqueeze(0).unwrap();
-                let slots = Slots::new(&[write[n]], &device).unwrap();
-                let got = values(&layer.forward_slots(&x, None, &slots, &mut pool).unwrap());
-                same(&format!("{n} of {drafted}: next"), &got, &want.next, &case, &device);
+                assert!(exact || rel_rms(&got[1], &single.state[1]) < bound, "{what}, one by one");
+                // The tokens after the draft.
+                let got = feed(&layer, &sequence.next, write[n], &mut pool);
+                same(&format!("{what}: next"), &got, &want.next, &case, &device);
             }
             // What verify said of the accepted tokens is what they give by themselves.
             let alone = layer.forward(
@@ -149,7 +131,6 @@ fn every_count_is_as_if_no_more_had_been_fed() {
                 &mut layer.new_state_as(1, state_dtype).unwrap(),
             );
             let alone = values(&alone.unwrap().squeeze(0).unwrap().narrow(0, 1, drafted).unwrap());
-            let bound = if dtype == DType::F32 && state_dtype == DType::F32 { 1e-5 } else { 2e-2 };
             assert!(rel_rms(&values(&y.narrow(0, 0, drafted).unwrap()), &alone) < bound);
         }
     }
@@ -171,8 +152,7 @@ fn drafts_differ_in_length() {
             let (read, write) = ([0, 1, 2, NO_SLOT, 0], [4, 5, 6, 7, 8]);
             for n in 0..3 {
                 pool.zero(n).unwrap();
-                let x = packed(&sequences[n as usize].before, DType::F32, &device).unsqueeze(0).unwrap();
-                layer.forward_slots(&x, None, &Slots::new(&[n], &device).unwrap(), &mut pool).unwrap();
+                feed(&layer, &sequences[n as usize].before, n, &mut pool);
             }
             let slots = Slots::from_to(&read, &write, &device).unwrap();
             let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
@@ -183,7 +163,7 @@ fn drafts_differ_in_length() {
             let accepted = Accepted::new(&cu, &slots, &counts).unwrap();
             layer.commit(&kept, &accepted, &mut pool).unwrap();
             for n in [0, 1, 2, 4] {
-                let want = sequences[n].want(&layer, &case, counts[n], longest, &device);
+                let want = sequences[n].want(&layer, &case, counts[n], longest);
                 let got = parts(&pool.snapshot(write[n]).unwrap());
                 for (got, want) in got.iter().zip(&want.state) {
                     same(&format!("sequence {n}"), got, want, &case, &device);
@@ -215,10 +195,8 @@ fn what_is_refused() {
 
         let new = |cu: &CuSeqlens, slots: &Slots, counts: &[usize]| Accepted::new(cu, slots, counts);
         refused(new(&cu, &slots, &[1]), &["Accepted: accepted: expected 2 (one for each sequence), got 1"]);
-        refused(
-            new(&cu, &slots, &[1, 4]),
-            &["Accepted: accepted: expected at most 3 (the tokens of sequence 1), got 4"],
-        );
+        let most = "Accepted: accepted: expected at most 3 (the tokens of sequence 1), got 4";
+        refused(new(&cu, &slots, &[1, 4]), &[most]);
         let three = CuSeqlens::from_lengths(&[2, 3, 1], device).unwrap();
         refused(new(&three, &slots, &[1, 1, 1]), &["Accepted: slots: expected 3 (one for each sequence), got 2"]);
         let tensors = Slots::from_tensors(slots.read(), slots.write());

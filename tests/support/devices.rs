@@ -1,4 +1,4 @@
-//! Devices, random numbers and the error measure.
+//! Devices, random numbers, the error measure, and errors that are wanted.
 
 // Each test program uses its part of this.
 #![allow(dead_code)]
@@ -52,10 +52,11 @@ fn devices_with(cuda: fn(usize) -> Result<Device>) -> Vec<Device> {
 }
 
 /// Relative RMS error `||x - want|| / ||want||`; NaN anywhere is infinite. Two empty or zero tensors agree.
-pub fn rel_rms(x: &[f64], want: &[f64]) -> f64 {
+pub fn rel_rms<T: Copy + Into<f64>>(x: &[T], want: &[T]) -> f64 {
     assert_eq!(x.len(), want.len(), "lengths differ");
     let (mut error, mut norm) = (0.0, 0.0);
     for (x, w) in x.iter().zip(want) {
+        let (x, w): (f64, f64) = ((*x).into(), (*w).into());
         error += (x - w) * (x - w);
         norm += w * w;
     }
@@ -65,6 +66,16 @@ pub fn rel_rms(x: &[f64], want: &[f64]) -> f64 {
         f64::INFINITY
     } else {
         (error / norm).sqrt()
+    }
+}
+
+/// Fails unless it is an error that says all `parts`.
+#[track_caller]
+pub fn refused<T>(result: Result<T>, parts: &[&str]) {
+    let Err(error) = result else { panic!("accepted, expected an error with {parts:?}") };
+    let message = error.to_string();
+    for part in parts {
+        assert!(message.contains(part), "expected {part:?} in: {message}");
     }
 }
 

@@ -1,14 +1,9 @@
 #!/usr/bin/env python3
 """Checks gdn_attention_prepare and gdn_attention, through the C ABI, against softmax attention in float64.
 
-    python3 models/cuda/tests/check_attention.py              # builds the kernels; the exit code is 1 when a case fails
-    python3 models/cuda/tests/check_attention.py --lib PATH   # of a library that is there, or is built there
-    python3 models/cuda/tests/check_attention.py --quick      # a small set, for compute-sanitizer
-    python3 models/cuda/tests/check_attention.py --time       # the checks, then times
-    python3 models/cuda/tests/check_attention.py --only-time
-    python3 models/cuda/tests/check_attention.py --prompts    # checks of prompts alone
+    python3 models/cuda/tests/check_attention.py --prompts         # checks of prompts alone
     python3 models/cuda/tests/check_attention.py --only-prompts    # times of prompts alone: both kernels and torch
-    python3 models/cuda/tests/check_attention.py --self-test  # of the reference alone, on the CPU
+    python3 models/cuda/tests/check_attention.py --self-test       # of the reference alone, on the CPU
 
 An error is ||x - ref|| / ||ref||. Caches hold NaN wherever no token is, slots that no sequence has are NaN throughout, and
 so are outputs before a launch and the gaps of strided tensors; all that must not be written is compared bit by bit.
@@ -20,14 +15,12 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "cuda", "tests"))
 
-import abi
 import harness
 import torch
-from abi import (BAD_ALGO, BAD_DTYPE, BAD_HEAD_DIM, BAD_HEADS, BAD_LENGTH, BAD_STRIDE, BAD_WORKSPACE, CODES, NO_SLOT,
-                 NULL_POINTER, OK, AdvanceParams, AttentionParams, AttentionPrepareParams, KvCache, columns, fill,
-                 sequences, workspace)
-from harness import TYPES, WAYS, call, cu_seqlens, expect, launch, nan, normal, report, same, shuffled, u32
-from reference import relative, rms_norm
+from abi import NULL_POINTER, OK, workspace
+from attention_case import Case, attention_reference, prepare_reference, run, self_test
+from harness import WAYS, call, capture, expect, launch, normal, one_by_one, refused, report, same, u32
+from reference import relative
 from timing import calls_of, cold_sets, graph_us, heading, often, span_us
 
 # Rounding of o, 2^-9 / sqrt(3) in bf16 at most; that of the weights before they multiply the values, which is as large
@@ -35,153 +28,15 @@ from timing import calls_of, cold_sets, graph_us, heading, often, span_us
 O_BOUND = {"f32": 1e-5, "bf16": 4e-3, "f16": 6e-4}
 PREPARE_BOUND = {"f32": 2e-6, "bf16": 2.5e-3, "f16": 3.2e-4}
 
-# ---- the definition, in float64 ----
-
-def prepare_reference(x, weight, inv_freq, positions, eps, zero_centred):
-    """x [tokens, heads, dim], positions [tokens]: RMS norm, then rotation of values i and i + pairs."""
-    x = rms_norm(x, weight.double() + (1.0 if zero_centred else 0.0), eps)
-    pairs = inv_freq.numel()
-    angle = positions.double()[:, None, None] * inv_freq.double()
-    a, b = x[..., :pairs], x[..., pairs:2 * pairs]
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos(), x[..., 2 * pairs:]], -1)
-
-
-def attention_reference(q, k, v, first, scale, gate=None):
-    """q [tokens, heads, dim] at positions first + t, k and v [keys, kv_heads, dim]: every query sees keys up to its own
-    position, or all there are."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    parts = []
-    step = max(1, (1 << 27) // max(k.shape[0] * k.shape[1], 1))    # scores of so many queries fit
-    for part in q.split(step):
-        scores = torch.einsum("thd,jhd->htj", part, k) * scale
-        seen = torch.arange(k.shape[0], device=q.device)[None] <= first + torch.arange(part.shape[0], device=q.device)[:, None]
-        p = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
-        parts.append(torch.einsum("htj,jhd->thd", p, v))
-        first += part.shape[0]
-    o = torch.cat(parts)
-    return o if gate is None else o * torch.sigmoid(gate.double())
-
-
-# ---- one case ----
-
-class Case:
-    """Sequences with `before[n]` tokens in the cache and `lens[n]` new ones, columns of one projection
-    [tokens, heads x (q | gate) | k | v]."""
-
-    def __init__(self, before, lens, heads=8, kv_heads=2, dim=128, rotary=None, io="bf16", capacity=None, slots=False,
-                 varlen=False, gap=0, gated=True, zero_centred=True, low=True, max_len=0, splits=0, overlap=0,
-                 transposed=False, sharpness=1.0, seed=0):
-        randn = normal(seed)
-        self.before, self.lens, self.heads, self.kv_heads, self.dim, self.io = before, lens, heads, kv_heads, dim, io
-        self.rotary = dim // 4 // 2 * 2 if rotary is None else rotary
-        self.varlen, self.gated, self.zero_centred, self.max_len, self.splits = varlen, gated, zero_centred, max_len, splits
-        self.overlap = overlap
-        dt, n = TYPES[io], len(lens)
-        assert varlen or len(set(lens)) == 1
-        self.total = sum(lens)
-        self.capacity = capacity or max(b + t for b, t in zip(before, lens)) + 5
-        self.cu = cu_seqlens(lens) if varlen else None
-
-        rows, width = max(self.total, 1), (2 * heads + 2 * kv_heads) * dim
-        self.x = nan(rows, width + gap, dtype=io)
-        self.x[:, :width] = randn(rows, width)
-        qg = self.x[:, :2 * heads * dim].unflatten(1, (heads, 2 * dim))
-        self.q, self.gate = qg[..., :dim], qg[..., dim:]
-        self.k = self.x[:, 2 * heads * dim:][:, :kv_heads * dim].unflatten(1, (kv_heads, dim))
-        self.v = self.x[:, (2 * heads + kv_heads) * dim:][:, :kv_heads * dim].unflatten(1, (kv_heads, dim))
-        centre = 0.0 if zero_centred else 1.0
-        self.q_weight, self.k_weight = centre + 0.2 * randn(dim), centre + 0.2 * randn(dim)
-        if sharpness != 1.0:
-            self.q_weight = (1 + self.q_weight) * sharpness - 1 if zero_centred else self.q_weight * sharpness
-        exact = 1e7 ** (-torch.arange(0, self.rotary, 2, dtype=torch.float64) / max(self.rotary, 1))
-        self.high = exact.float().to(harness.device)
-        self.low = (exact - exact.float().double()).float().to(harness.device) if low else None
-        self.frequencies = (self.high.double() + self.low.double()) if low else self.high.double()
-
-        self.slots, self.num_slots = list(range(n)), n
-        if slots:
-            self.num_slots = 2 * n + 1
-            self.slots = shuffled(self.num_slots, seed)[:n]
-            if n > 2:
-                self.slots[n // 2] = NO_SLOT
-                self.slots[-1] = self.num_slots + 3
-        self.slot_map = u32(self.slots) if slots else None
-        self.live = [i for i in range(n) if self.slots[i] < self.num_slots]
-        shape = (self.num_slots, self.capacity, kv_heads, dim) if transposed else (self.num_slots, kv_heads, self.capacity, dim)
-        view = (lambda c: c.transpose(1, 2)) if transposed else (lambda c: c)
-        self.pools = [nan(*shape, dtype=io) for _ in range(2)]
-        self.caches = [view(c) for c in self.pools]
-        for i in self.live:
-            for cache in self.caches:
-                cache[self.slots[i], :, :before[i]] = randn(kv_heads, before[i], dim).to(dt)
-        # 8 is where a padding row may point to.
-        self.positions = u32([b if i in self.live else 8 for i, b in enumerate(before)])
-
-    def rows(self):
-        """(sequence, slice of its rows)"""
-        return [(i, slice(sum(self.lens[:i]), sum(self.lens[:i + 1]))) for i in range(len(self.lens))]
-
-    def view(self, x):
-        """Of a tensor [rows, head, dim]."""
-        return abi.heads(x, 0 if self.varlen else self.lens[0])
-
-    def sequences(self):
-        return sequences(self.lens, self.cu)
-
-    def cache(self, caches=None):
-        k, v = caches or self.caches
-        return fill(KvCache, k=k, v=v, slots=abi.slots(self.slot_map, self.num_slots, k.stride(0)), head_stride=k.stride(1),
-                    token_stride=k.stride(2), capacity=self.capacity)
-
-    def common(self, caches):
-        return dict(positions=self.positions, cache=self.cache(caches), seqs=self.sequences(), num_heads=self.heads,
-                    num_kv_heads=self.kv_heads, head_dim=self.dim, io_dtype=CODES[self.io], overlap=self.overlap)
-
-    def prepare_params(self, q_out, caches=None):
-        view, rotated = self.view, self.rotary > 0
-        return fill(AttentionPrepareParams, q=view(self.q), k=view(self.k), v=view(self.v), q_out=view(q_out),
-                    q_weight=self.q_weight, k_weight=self.k_weight, inv_freq=self.high if rotated else None,
-                    inv_freq_low=self.low if rotated else None, rotary_dim=self.rotary, zero_centred=int(self.zero_centred),
-                    eps=1e-6, **self.common(caches))
-
-    def attention_params(self, lib, q, o, caches=None):
-        p = fill(AttentionParams, q=self.view(q), o=self.view(o), max_len=self.max_len, splits=self.splits,
-                 scale=self.dim ** -0.5, **self.common(caches))
-        if self.gated:
-            p.gate = self.view(self.gate)
-        workspace(lib.gdn_attention_workspace, p, device=harness.device)
-        return p
-
-    def advance_params(self):
-        return fill(AdvanceParams, positions=self.positions, slots=abi.slots(self.slot_map, self.num_slots, 0),
-                    seqs=self.sequences(), overlap=self.overlap)
-
-    def empty(self):
-        return nan(max(self.total, 1), self.heads, self.dim, dtype=self.io)
-
-
-def run(lib, case, graph=False):
-    """Both launches on copies of the caches: (status, q, caches, o, guard untouched)."""
-    pools = [c.clone() for c in case.pools]
-    caches = [p.as_strided(c.shape, c.stride()) for p, c in zip(pools, case.caches)]
-    q, o = case.empty(), case.empty()
-    first, second = case.prepare_params(q, caches), case.attention_params(lib, q, o, caches)
-    status = launch(lambda: call(lib.gdn_attention_prepare, first) or call(lib.gdn_attention, second), graph)
-    return status, q, caches, o, bool((second.room[second.workspace_bytes:] == 0xFF).all())
-
-
 def check_case(lib, name, case, quiet=True):
     name = f"{case.io} {case.heads}/{case.kv_heads}x{case.dim} {name}"
     status, q, caches, o, guard = run(lib, case)
-    if status != OK:
-        return report(name, False, lib.gdn_status_string(status).decode())
+    if refused(lib, name, status):
+        return
     wrong = [] if guard else ["wrote past its workspace"]
     want = [c.clone() for c in case.caches]
-    e_q = e_k = e_o = 0.0
-    squares = [0.0, 0.0]
-    for i, rows in case.rows():
+    e_q = e_k = square = norm = 0.0
+    for i, rows in case.rows:
         before, length = case.before[i], case.lens[i]
         if i not in case.live:
             if not (bool((q[rows] == 0).all()) and bool((o[rows] == 0).all())):
@@ -202,9 +57,9 @@ def check_case(lib, name, case, quiet=True):
         # From what was rounded and written, so that this error is the attention's alone.
         ref = attention_reference(q[rows], caches[0][slot, :, :keys].transpose(0, 1), caches[1][slot, :, :keys].transpose(0, 1),
                                   before, case.dim ** -0.5, case.gate[rows] if case.gated else None)
-        squares[0] += (o[rows].double() - ref).pow(2).sum().item()
-        squares[1] += ref.pow(2).sum().item()
-    e_o = math.sqrt(squares[0] / squares[1]) if squares[1] else math.sqrt(squares[0])
+        square += (o[rows].double() - ref).pow(2).sum().item()
+        norm += ref.pow(2).sum().item()
+    e_o = math.sqrt(square / norm if norm else square)
     wrong += [f"cache {what}" for what, got, ref in zip("kv", caches, want) if not same(got, ref)]
     ok = e_q <= PREPARE_BOUND[case.io] and e_k <= PREPARE_BOUND[case.io] and e_o <= O_BOUND[case.io] and not wrong
     report(name, ok, f"q {e_q:.1e} k {e_k:.1e} o {e_o:.1e} {', '.join(wrong)}", quiet)
@@ -224,43 +79,35 @@ def check_repeats(lib, case, name):
 def check_growth(lib, io="bf16", steps=150, tokens=1, overlap=0):
     """One captured graph, replayed for sequences that grow: gdn_advance is in the graph."""
     before = [0, 40, 129]
-    case = Case(before, [tokens] * 3, 16, 2, 256, io=io, capacity=130 + steps * tokens, slots=True, seed=steps, overlap=overlap)
-    case.positions = u32([b if i in case.live else 0 for i, b in enumerate(before)])
-    eager = [c.clone() for c in case.pools], case.positions.clone()
-    q, o = case.empty(), case.empty()
-    first, second, third = case.prepare_params(q), case.attention_params(lib, q, o), case.advance_params()
-    torch.cuda.synchronize()
-    g = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(g):
-        status = call(lib.gdn_attention_prepare, first) or call(lib.gdn_attention, second) or call(lib.gdn_advance, third)
+    replayed, eager = (Case(before, [tokens] * 3, 16, 2, 256, io=io, capacity=130 + steps * tokens, slots=True, seed=steps,
+                            overlap=overlap) for _ in range(2))
+    for case in (replayed, eager):
+        case.positions = u32([b if i in case.live else 0 for i, b in enumerate(before)])
+    q, o, again, fresh = (eager.empty() for _ in range(4))
+    params = replayed.prepare_params(q), replayed.attention_params(lib, q, o), replayed.advance_params()
+    launches = list(zip((lib.gdn_attention_prepare, lib.gdn_attention, lib.gdn_advance), params))
+    graph, statuses = capture(lambda: [call(f, p) for f, p in launches])
+    first, second = eager.prepare_params(again), eager.attention_params(lib, again, fresh)
     differ, worst = 0, 0.0
-    pools, positions = eager
-    graph_pools, graph_positions = case.pools, case.positions
     for step in range(steps):
-        case.x.copy_(normal(step)(*case.x.shape))
-        g.replay()
+        for case in (replayed, eager):
+            case.x.copy_(normal(step)(*case.x.shape))
+        again.fill_(math.nan)
+        fresh.fill_(math.nan)
+        graph.replay()
+        statuses += [call(lib.gdn_attention_prepare, first), call(lib.gdn_attention, second)]
         torch.cuda.synchronize()
-        got = o.clone()
-        case.pools, case.positions = pools, positions
-        case.caches = pools
-        again, fresh = case.empty(), case.empty()
-        p, a = case.prepare_params(again), case.attention_params(lib, again, fresh)
-        status = status or call(lib.gdn_attention_prepare, p) or call(lib.gdn_attention, a)
-        torch.cuda.synchronize()
-        differ += not same(fresh, got)
-        if step % 29 == 0 or step == steps - 1:
-            for i, rows in case.rows():
-                if i in case.live:
-                    keys = before[i] + (step + 1) * tokens
-                    k, v = (c[case.slots[i], :, :keys].transpose(0, 1) for c in pools)
-                    ref = attention_reference(again[rows], k, v, keys - tokens, case.dim ** -0.5, case.gate[rows])
-                    worst = max(worst, relative(got[rows], ref))
-        for i in case.live:
-            positions[i] += tokens
-        case.pools, case.positions, case.caches = graph_pools, graph_positions, graph_pools
-    ok = status == OK and differ == 0 and worst <= O_BOUND[io] and torch.equal(graph_positions, positions)
+        differ += not same(fresh, o)
+        for i, rows in eager.rows if step % 29 == 0 or step == steps - 1 else ():
+            if i in eager.live:
+                keys = before[i] + (step + 1) * tokens
+                k, v = (c[eager.slots[i], :, :keys].transpose(0, 1) for c in eager.pools)
+                ref = attention_reference(again[rows], k, v, keys - tokens, eager.dim ** -0.5, eager.gate[rows])
+                worst = max(worst, relative(o[rows], ref))
+        eager.positions[eager.live] += tokens
+    ok = set(statuses) == {OK} and differ == 0 and worst <= O_BOUND[io] and torch.equal(replayed.positions, eager.positions)
     report(f"{io} growth by {tokens} over {steps} replays, overlap {overlap}", ok,
-           f"{differ} replays differ, o {worst:.1e}, status {status}")
+           f"{differ} replays differ, o {worst:.1e}, statuses {set(statuses)}")
 
 
 def check_advance(lib):
@@ -271,48 +118,31 @@ def check_advance(lib):
         status = launch(lambda: call(lib.gdn_advance, case.advance_params()))
         report(f"advance, packed {varlen}, slots {slots}", status == OK and case.positions.tolist() == want,
                f"{case.positions.tolist()}, expected {want}, status {status}")
-    expect("advance", NULL_POINTER, lib.gdn_advance, case.advance_params(), positions=None)
+    expect("advance", lib.gdn_advance, case.advance_params, {"NULL_POINTER": [dict(positions=None)]})
 
 
 def check_arguments(lib):
     case = Case([5, 9], [2, 2], 4, 2, 64)
-    caches, q, o = case.caches, case.empty(), case.empty()
-
-    def refuse(which, want, **changes):
-        p = case.prepare_params(q) if which == "prepare" else case.attention_params(lib, q, o)
-        expect(which, want, lib.gdn_attention_prepare if which == "prepare" else lib.gdn_attention, p, **changes)
-
-    odd = caches[0].data_ptr() + 2
-    for which in ("prepare", "attention"):
-        refuse(which, BAD_DTYPE, io_dtype=9)
-        refuse(which, BAD_HEADS, num_kv_heads=3)
-        refuse(which, BAD_HEADS, num_heads=0)
-        refuse(which, BAD_HEAD_DIM, head_dim=60)
-        refuse(which, BAD_HEAD_DIM, head_dim=264)
-        refuse(which, BAD_LENGTH, seqs__num_seqs=-1)
-        refuse(which, BAD_LENGTH, cache__capacity=-1)
-        refuse(which, BAD_STRIDE, q__token_stride=-1)
-        refuse(which, BAD_STRIDE, cache__head_stride=-8)
-        refuse(which, BAD_ALGO, cache__k=odd)
-        refuse(which, BAD_ALGO, cache__token_stride=66)
-        refuse(which, NULL_POINTER, positions=None)
-        refuse(which, NULL_POINTER, cache__v=None)
-        refuse(which, NULL_POINTER, q__ptr=None)
-        refuse(which, OK, seqs__num_seqs=0, q__ptr=None)
-    refuse("prepare", BAD_HEAD_DIM, rotary_dim=66)
-    refuse("prepare", BAD_HEAD_DIM, rotary_dim=15)
-    refuse("prepare", NULL_POINTER, inv_freq=None)
-    refuse("prepare", NULL_POINTER, k_weight=None)
-    refuse("attention", BAD_ALGO, q__ptr=q.data_ptr() + 2)
-    refuse("attention", BAD_LENGTH, splits=-1)
-    refuse("attention", BAD_LENGTH, splits=100000)
-    refuse("attention", BAD_LENGTH, max_len=-1)
+    q, o = case.empty(), case.empty()
+    both = {"BAD_DTYPE": one_by_one(io_dtype=[9]), "BAD_HEADS": one_by_one(num_kv_heads=[3], num_heads=[0]),
+            "BAD_HEAD_DIM": one_by_one(head_dim=[60, 264]),
+            "BAD_LENGTH": one_by_one(seqs__num_seqs=[-1], cache__capacity=[-1]),
+            "BAD_STRIDE": one_by_one(q__token_stride=[-1], cache__head_stride=[-8]),
+            "BAD_ALGO": one_by_one(cache__k=[case.caches[0].data_ptr() + 2], cache__token_stride=[66]),
+            "NULL_POINTER": one_by_one(positions=[None], cache__v=[None], q__ptr=[None]),
+            "OK": [dict(seqs__num_seqs=0, q__ptr=None)]}
+    prepare = "prepare", lib.gdn_attention_prepare, lambda: case.prepare_params(q)
+    attention = "attention", lib.gdn_attention, lambda: case.attention_params(lib, q, o)
+    expect(*prepare, both)
+    expect(*attention, both)
+    expect(*prepare, {"BAD_HEAD_DIM": one_by_one(rotary_dim=[66, 15]),
+                      "NULL_POINTER": one_by_one(inv_freq=[None], k_weight=[None])})
+    expect(*attention, {"BAD_ALGO": [dict(q__ptr=q.data_ptr() + 2)],
+                        "BAD_LENGTH": one_by_one(splits=[-1, 100000], max_len=[-1])})
     case.splits = 3
-    refuse("attention", BAD_WORKSPACE, workspace=None)
-    refuse("attention", BAD_WORKSPACE, workspace_bytes=8)
+    expect(*attention, {"BAD_WORKSPACE": one_by_one(workspace=[None], workspace_bytes=[8])})
     size = C.c_int64(-1)
-    report("workspace of nothing", lib.gdn_attention_workspace(None, C.byref(size)) == NULL_POINTER, "", quiet=True)
-    torch.cuda.synchronize()
+    report("workspace of nothing", lib.gdn_attention_workspace(None, C.byref(size)) == NULL_POINTER, quiet=True)
 
 
 def check_quick(lib):
@@ -377,8 +207,7 @@ def check_prompts(lib, quick=False):
     report("prompts, choice", expected, f"splits 0 is {which} than splits 1")
 
 
-def check_cases(lib, every=1):
-    """All of them, or of the products of head counts, tokens and splits one in `every`."""
+def check_cases(lib):
     check = lambda name, case: check_case(lib, name, case)
     seed = 0
     for io in ("bf16", "f16", "f32"):
@@ -387,8 +216,6 @@ def check_cases(lib, every=1):
                 for tokens in (1, 2, 3, 4, 8, 16):
                     for splits in (0, 1, 4):
                         seed += 1
-                        if seed % every:
-                            continue
                         before = [[0, 31, 200, 513], [15, 16, 17, 64], [127, 128, 1, 90]][seed % 3]
                         check(f"T={tokens} before {before} splits {splits}",
                               Case(before, [tokens] * 4, heads, kv_heads, dim, io=io, slots=seed % 2 == 0, splits=splits,
@@ -438,39 +265,18 @@ LAYOUTS = {"16/2x256 (Qwen3-Next, Qwen3.5-35B-A3B)": (16, 2, 256), "16/4x256 (Qw
 LENGTHS = (512, 2048, 8192, 32768)
 
 
-class Work:
-    """One layer's cache of `length` tokens a sequence, of which the last `tokens` are new, and a projection's rows."""
+class Work(Case):
+    """For the times: `length` tokens a sequence, of which the last `tokens` are new, in caches that are full of numbers."""
 
     def __init__(self, batch, length, heads, kv_heads, dim, tokens=1):
-        self.shape = batch, length, heads, kv_heads, dim, tokens
-        bf16 = dict(device="cuda", dtype=torch.bfloat16)
-        self.x = torch.randn(batch * tokens, (2 * heads + 2 * kv_heads) * dim, **bf16)
-        self.k = torch.empty(batch, kv_heads, length, dim, **bf16).normal_()
-        self.v = torch.empty(batch, kv_heads, length, dim, **bf16).normal_()
-        self.positions = torch.full((batch,), length - tokens, dtype=torch.int32, device="cuda")
-        self.q, self.o = (torch.randn(batch * tokens, heads, dim, **bf16) for _ in range(2))
-        self.weight = torch.zeros(dim, device="cuda")
-        self.inv_freq = torch.full((dim // 8,), 0.01, device="cuda")
-
-    def params(self, overlap=0, splits=0):
-        batch, length, heads, kv_heads, dim, tokens = self.shape
-        at = lambda first, head: columns(self.x, first, head, tokens)
-        dense = lambda x: columns(x.flatten(1), 0, dim, tokens)
-        cache = fill(KvCache, k=self.k, v=self.v, slots=abi.slots(None, batch, self.k.stride(0)), head_stride=self.k.stride(1),
-                     token_stride=dim, capacity=length)
-        common = dict(positions=self.positions, cache=cache, seqs=sequences([tokens] * batch), num_heads=heads,
-                      num_kv_heads=kv_heads, head_dim=dim, io_dtype=CODES["bf16"], overlap=overlap)
-        prepare = fill(AttentionPrepareParams, q=at(0, 2 * dim), k=at(2 * heads * dim, dim),
-                       v=at((2 * heads + kv_heads) * dim, dim), q_out=dense(self.q), q_weight=self.weight,
-                       k_weight=self.weight, inv_freq=self.inv_freq, rotary_dim=dim // 4, zero_centred=1, eps=1e-6, **common)
-        attention = fill(AttentionParams, q=dense(self.q), gate=at(dim, 2 * dim), o=dense(self.o), splits=splits,
-                         scale=dim ** -0.5, **common)
-        return prepare, attention
+        super().__init__([length - tokens] * batch, [tokens] * batch, heads, kv_heads, dim, capacity=length, low=False)
+        for pool in self.pools:
+            pool.normal_()
+        self.q_out, self.o = self.empty().normal_(), self.empty()
 
     def torch_call(self, causal=False):
-        batch, _, heads, _, dim, tokens = self.shape
-        q = self.q.view(batch, tokens, heads, dim).transpose(1, 2)
-        return lambda: torch.nn.functional.scaled_dot_product_attention(q, self.k, self.v, is_causal=causal, enable_gqa=True)
+        q = self.q_out.view(len(self.lens), self.lens[0], self.heads, self.dim).transpose(1, 2)
+        return lambda: torch.nn.functional.scaled_dot_product_attention(q, *self.pools, is_causal=causal, enable_gqa=True)
 
 
 def works(batch, length, heads, kv_heads, dim, tokens=1):
@@ -482,13 +288,27 @@ def works(batch, length, heads, kv_heads, dim, tokens=1):
 
 def calls(lib, all_works, which, overlap=0, splits=0):
     """A call each; they share one workspace, as the layers of a model do."""
-    params = [w.params(overlap, splits) for w in all_works]
-    workspace(lib.gdn_attention_workspace, *(attention for _, attention in params))
-    return calls_of(lib, [[(lib.gdn_attention_prepare, prepare)] * ("prepare" in which)
-                          + [(lib.gdn_attention, attention)] * ("attention" in which) for prepare, attention in params])
+    launches, attentions = [], []
+    for work in all_works:
+        work.overlap, work.splits = overlap, splits
+        attentions.append(work.attention_params(lib, work.q_out, work.o))
+        launches.append([(lib.gdn_attention_prepare, work.prepare_params(work.q_out))] * ("prepare" in which)
+                        + [(lib.gdn_attention, attentions[-1])] * ("attention" in which))
+    workspace(lib.gdn_attention_workspace, *attentions)
+    return calls_of(lib, launches)
 
 
-def times(lib):
+def torch_us(calls):
+    """The time of torch's calls, where torch has such a kernel."""
+    try:
+        return span_us(calls)
+    except RuntimeError:
+        return math.nan
+
+
+def times(lib, args):
+    if args.only_time == "prompts":
+        return times_prompts(lib)
     rate = heading("bf16, one new token, cold L2. us: attention by CUPTI, with its combination; prepare by CUPTI; both in a "
                    "graph, and overlapped; torch's attention alone by CUPTI")
     for name, (heads, kv_heads, dim) in LAYOUTS.items():
@@ -500,12 +320,9 @@ def times(lib):
                 us = span_us(often(calls(lib, every, ("attention",))))
                 prepare = span_us(often(calls(lib, every, ("prepare",))))
                 both = [graph_us(often(calls(lib, every, ("prepare", "attention"), overlap))) for overlap in (0, 1)]
-                try:
-                    theirs = f"{span_us(often([w.torch_call() for w in every])):.2f}"
-                except RuntimeError:
-                    theirs = "-"
+                theirs = torch_us(often([w.torch_call() for w in every]))
                 print(f"| {batch} | {length} | {nbytes / rate * 1e6:.2f} | {us:.2f} | {nbytes / us / 1e3:.0f} | "
-                      f"{nbytes / us / 1e-6 / rate * 100:.0f} % | {prepare:.2f} | {both[0]:.2f} | {both[1]:.2f} | {theirs} |",
+                      f"{nbytes / us / 1e-6 / rate * 100:.0f} % | {prepare:.2f} | {both[0]:.2f} | {both[1]:.2f} | {theirs:.2f} |",
                       flush=True)
                 del every
                 torch.cuda.empty_cache()
@@ -535,10 +352,7 @@ def times_prompts(lib):
             count = {512: 24, 2048: 24, 8192: 9, 32768: 3}[tokens]
             flops = 4 * dim * heads * (tokens * (tokens + 1) // 2)
             us = [span_us((calls(lib, every, ("attention",), splits=splits) * count)[:count]) for splits in (1, 0)]
-            try:
-                us.append(span_us(([w.torch_call(causal=True) for w in every] * count)[:count]))
-            except RuntimeError:
-                us.append(float("nan"))
+            us.append(torch_us(([w.torch_call(causal=True) for w in every] * count)[:count]))
             rates = [flops / x / 1e6 for x in us]
             print(f"| {heads}/{kv_heads}x{dim} | {tokens} | {us[0]:.1f} | {rates[0]:.0f} | {us[1]:.1f} | {rates[1]:.0f} | "
                   f"{us[0] / us[1]:.2f} x | {us[2]:.1f} | {rates[2]:.0f} |", flush=True)
@@ -556,60 +370,22 @@ def times_splits(lib):
         print(f"  B={batch} length {length}: " + "   ".join(row), flush=True)
 
 
-def self_test():
-    """The reference against attention written out, and torch's own; runs anywhere."""
-    harness.device = "cpu"
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 4, 8).double(), torch.randn(10, 2, 8).double(), torch.randn(10, 2, 8).double()
-    o = attention_reference(q, k, v, 7, 0.3)
-    for t in range(3):
-        for h in range(4):
-            s = torch.tensor([0.3 * (q[t, h] * k[j, h // 2]).sum() for j in range(8 + t)]).exp()
-            want = sum(s[j] / s.sum() * v[j, h // 2] for j in range(8 + t))
-            assert (o[t, h] - want).abs().max() < 1e-12
-    full = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1), k.repeat_interleave(2, 1).transpose(0, 1), v.repeat_interleave(2, 1).transpose(0, 1), scale=0.3)
-    assert (attention_reference(q, k, v, 100, 0.3).transpose(0, 1) - full).abs().max() < 1e-12
-    x = torch.randn(5, 2, 16)
-    at, freq = torch.arange(5) + 3, torch.tensor([1.0, 0.01])
-    y = prepare_reference(x, torch.zeros(16), freq, at, 0.0, True)
-    n = x.double() / x.double().pow(2).mean(-1, keepdim=True).sqrt()
-    assert (y[..., 4:] - n[..., 4:]).abs().max() < 1e-12
-    turned = torch.complex(n[..., :2], n[..., 2:4]) * torch.exp(1j * at[:, None, None].double() * freq.double())
-    assert (torch.complex(y[..., :2], y[..., 2:4]) - turned).abs().max() < 1e-12
-    # What a launch would get: rows, strides, slots and caches of a case.
-    for kw in ({}, {"slots": True}, {"slots": True, "varlen": True}, {"gap": 8, "transposed": True}):
-        c = Case([5, 0, 9], [2, 2, 2], 4, 2, 32, **kw)
-        assert c.total == 6 and torch.equal(c.x[:, :c.dim], c.q[:, 0]) and torch.equal(c.x[:, c.dim:2 * c.dim], c.gate[:, 0])
-        assert c.k.stride(0) == c.x.stride(0) and c.caches[0].shape == (c.num_slots, 2, c.capacity, 32)
-        p, i = c.cache(), c.live[0]
-        assert p.head_stride == c.caches[0].stride(1) and c.caches[0][c.slots[i], :, :5].isfinite().all()
-        assert c.caches[0][c.slots[i], :, 5:].isnan().all()
-        params = c.prepare_params(c.empty())
-        assert params.seqs.num_seqs == 3 and params.rotary_dim == 8
-    print("the reference holds")
+def check(lib, args):
+    if not args.prompts:
+        check_quick(lib)
+    check_prompts(lib, args.quick)
+    if not args.quick and not args.prompts:
+        check_cases(lib)
+        check_graphs(lib)
+        check_advance(lib)
+        check_arguments(lib)
 
 
 def main():
-    parser = harness.arguments(__doc__)
-    parser.add_argument("--prompts", action="store_true", help="of the checks those of prompts alone")
-    parser.add_argument("--only-prompts", action="store_true", help="times of prompts alone, and no checks")
-    parser.add_argument("--self-test", action="store_true", help="check the reference, on the CPU")
-    args = parser.parse_args()
-    if args.self_test:
-        return self_test()
-
-    def check(lib):
-        if not args.prompts:
-            check_quick(lib)
-        check_prompts(lib, args.quick)
-        if not args.quick and not args.prompts:
-            check_cases(lib)
-            check_graphs(lib)
-            check_advance(lib)
-            check_arguments(lib)
-    args.only_time = args.only_time or args.only_prompts
-    harness.run(args, check, times_prompts if args.only_prompts else times, models=True)
+    harness.program(__doc__, check, times, models=True, self_test=self_test, options=[
+        ("--prompts", dict(action="store_true", help="of the checks those of prompts alone")),
+        ("--only-prompts", dict(dest="only_time", action="store_const", const="prompts",
+                                help="times of prompts alone, and no checks"))])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,6 @@
 #!/usr/bin/env python3
 """Checks gdn_residual and gdn_swiglu, through the C ABI, against float64.
 
-    python3 models/cuda/tests/check_fused.py               # builds the kernels; the exit code is 1 when a case fails
-    python3 models/cuda/tests/check_fused.py --lib PATH    # of a library that is there, or is built there
-    python3 models/cuda/tests/check_fused.py --quick       # fewer cases
-    python3 models/cuda/tests/check_fused.py --time        # the checks, then times beside torch
-    python3 models/cuda/tests/check_fused.py --only-time
-
 An error is ||y - ref|| / ||ref||. The output's rounding alone makes it at most ulp / sqrt(12), with ulp at most 2^-7 of
 the value in bf16, 2^-10 in f16 and 2^-23 in f32; of few values it may be any value's own at worst, sqrt(3) times that.
 The f32 arithmetic adds at most 2e-6. A sum has to be the bits that torch gives. Outputs hold NaN before a launch, as
@@ -21,8 +15,9 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os
 
 import harness
 import torch
-from abi import (BAD_DTYPE, BAD_LENGTH, BAD_STRIDE, CODES, NULL_POINTER, OK, ResidualParams, SwigluParams, fill, stream)
-from harness import TYPES, WAYS, bf16, bits, call, expect, failures, framed, launch, nan, normal, only_inside, rounding, same
+from abi import CODES, NULL_POINTER, OK, ResidualParams, SwigluParams, fill, stream
+from harness import (TYPES, WAYS, bf16, call, expect, failures, framed, launch, nan, normal, one_by_one, only_inside, refused,
+                     rounding, same)
 from reference import relative, rms_norm, swiglu
 from timing import calls_of, cold_sets, graph_us, heading, often, span_us
 
@@ -74,10 +69,10 @@ def check_residual(lib, rows, dim, dtype, gaps=(0, 0, 0, 0), shift=0, add=True, 
     ref = rms_norm(total, weight, EPS)
     p = residual_params(x, h if add else None, totals[1] if add else None, ys[1], weight, dtype)
     status, equal = runs(lib.gdn_residual, p, [totals, ys] if add else [ys])
-    if status != OK:
-        return report(name, False, f"status {status}")
+    if refused(lib, name, status):
+        return
     limit, e = bound(dtype, rows * dim), relative(ys[1], ref)
-    exact = not add or torch.equal(bits(totals[1]), bits(total))
+    exact = not add or same(totals[1], total)
     inside = only_inside(*ys) and (not add or only_inside(*totals))
     report(name, e <= limit and equal and exact and inside, f"{e:.2e} of {limit:.2e}, the same in all ways {equal}, "
            f"exact sum {exact}, inside {inside}")
@@ -106,8 +101,8 @@ def check_swiglu(lib, rows, columns, dtype, gaps=(0, 0), shift=0, seed=0):
     both.copy_(normal(seed)(rows, 2 * columns) * 4)
     gate, up = both[:, :columns], both[:, columns:]
     status, equal = runs(lib.gdn_swiglu, swiglu_params(gate, up, outs[1], dtype), [outs])
-    if status != OK:
-        return report(name, False, f"status {status}")
+    if refused(lib, name, status):
+        return
     limit, e, inside = bound(dtype, rows * columns), relative(outs[1], swiglu(gate, up)), only_inside(*outs)
     report(name, e <= limit and equal and inside,
            f"{e:.2e} of {limit:.2e}, the same in all ways {equal}, inside {inside}")
@@ -141,23 +136,18 @@ def check_arguments(lib):
     x = torch.randn(3, 64, device="cuda")
     y, total, weight = torch.empty_like(x), torch.empty_like(x), torch.ones(64, device="cuda")
 
-    residual = "residual", lib.gdn_residual, lambda: residual_params(x, x, total, y, weight, "f32")
-    gated = "swiglu", lib.gdn_swiglu, lambda: swiglu_params(x, x, y, "f32")
-    cases = [(residual, c, s) for c, s in (
-        ({"dtype": 3}, BAD_DTYPE), ({"rows": -1}, BAD_LENGTH), ({"dim": 0}, BAD_LENGTH), ({"x_stride": -1}, BAD_STRIDE),
-        ({"y_stride": -1}, BAD_STRIDE), ({"x": None}, NULL_POINTER), ({"sum": None}, NULL_POINTER),
-        ({"weight": None}, NULL_POINTER), ({"h": None, "sum": None}, OK), ({"rows": 0, "x": None}, OK), ({}, OK))]
-    cases += [(gated, c, s) for c, s in (
-        ({"dtype": -1}, BAD_DTYPE), ({"rows": -1}, BAD_LENGTH), ({"columns": -1}, BAD_LENGTH),
-        ({"up_stride": -1}, BAD_STRIDE), ({"gate": None}, NULL_POINTER), ({"out": None}, NULL_POINTER),
-        ({"columns": 0, "up": None}, OK), ({}, OK))]
-    for (what, f, params), changes, want in cases:
-        expect(what, want, f, params(), **changes)
-    report("arguments null", lib.gdn_residual(None, stream()) == lib.gdn_swiglu(None, stream()) == NULL_POINTER, "")
-    torch.cuda.synchronize()
+    expect("residual", lib.gdn_residual, lambda: residual_params(x, x, total, y, weight, "f32"), {
+        "BAD_DTYPE": [dict(dtype=3)], "BAD_LENGTH": one_by_one(rows=[-1], dim=[0]),
+        "BAD_STRIDE": one_by_one(x_stride=[-1], y_stride=[-1]), "NULL_POINTER": one_by_one(x=[None], sum=[None], weight=[None]),
+        "OK": [dict(h=None, sum=None), dict(rows=0, x=None), {}]})
+    expect("swiglu", lib.gdn_swiglu, lambda: swiglu_params(x, x, y, "f32"), {
+        "BAD_DTYPE": [dict(dtype=-1)], "BAD_LENGTH": one_by_one(rows=[-1], columns=[-1]), "BAD_STRIDE": [dict(up_stride=-1)],
+        "NULL_POINTER": one_by_one(gate=[None], out=[None]), "OK": [dict(columns=0, up=None), {}]})
+    report("arguments null", lib.gdn_residual(None, stream()) == lib.gdn_swiglu(None, stream()) == NULL_POINTER)
 
 
-def check_all(lib, quick):
+def check(lib, args):
+    quick = args.quick
     count = 0
     for dtype in TYPES:
         dims = (1, 7, 8, 77, 256, 1024, 2048, 2560, 4096, 5120, 6144, 8200, 12288, 12296, 20000)
@@ -179,7 +169,7 @@ def check_all(lib, quick):
     print(f"{count} shapes, {len(failures)} failed", flush=True)
 
 
-def times(lib):
+def times(lib, args):
     rate = heading("bf16, cold L2; us: kernels (CUPTI) / graph / graph with overlap, beside torch: kernels / graph")
     functional = torch.nn.functional
 
@@ -207,8 +197,7 @@ def times(lib):
 
 
 def main():
-    args = harness.arguments(__doc__).parse_args()
-    harness.run(args, lambda lib: check_all(lib, args.quick), times, models=True)
+    harness.program(__doc__, check, times, models=True)
 
 
 if __name__ == "__main__":

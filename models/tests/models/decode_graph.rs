@@ -1,24 +1,19 @@
 //! A decode step as a CUDA graph against the same step without; on the CPU that it says it cannot be.
 
-use crate::golden::DEMO;
+use crate::golden::{argmax, DEMO};
 use crate::sequences::{assert_near, model, on_each, tokens, want};
-use crate::support::{devices, single_stream_devices, Rng};
+use crate::support::{devices, refused, rel_rms, single_stream_devices, Rng};
 use candle_core::{DType, Device, Result};
 use candle_gdn_models::{CausalLm, DecodeGraph, Sequence, SequencePool};
-
-fn argmax(logits: &[f32]) -> u32 {
-    (0..logits.len()).max_by(|&i, &j| logits[i].total_cmp(&logits[j]).then(j.cmp(&i))).unwrap_or(0) as u32
-}
 
 #[test]
 fn refused_on_the_cpu() -> Result<()> {
     let model = model(&Device::Cpu)?;
     let mut pool = model.new_sequences(2, 16)?;
-    let message = |result: Result<DecodeGraph>| result.expect_err("an error").to_string();
-    assert!(message(DecodeGraph::capture(&model, &mut pool, 2)).contains("DecodeGraph: model: expected one on CUDA"));
-    assert!(message(DecodeGraph::capture(&model, &mut pool, 0)).contains("batch: expected at least 1"));
+    refused(DecodeGraph::capture(&model, &mut pool, 2), &["DecodeGraph: model: expected one on CUDA"]);
+    refused(DecodeGraph::capture(&model, &mut pool, 0), &["batch: expected at least 1"]);
     let mut other = self::model(&Device::Cpu)?.new_sequences(2, 16)?;
-    assert!(message(DecodeGraph::capture(&model, &mut other, 2)).contains("another model"));
+    refused(DecodeGraph::capture(&model, &mut other, 2), &["another model"]);
     Ok(())
 }
 
@@ -27,11 +22,8 @@ fn refused_on_the_cpu() -> Result<()> {
 fn refused_where_threads_have_streams() -> Result<()> {
     for device in devices().iter().filter(|device| device.is_cuda()) {
         let model = model(device)?;
-        let refused = DecodeGraph::capture(&model, &mut model.new_sequences(2, 16)?, 2).expect_err("an error");
-        assert!(
-            refused.to_string().contains("DecodeGraph: device: expected one of `single_stream_device`"),
-            "{refused}"
-        );
+        let graph = DecodeGraph::capture(&model, &mut model.new_sequences(2, 16)?, 2);
+        refused(graph, &["DecodeGraph: device: expected one of `single_stream_device`"]);
     }
     Ok(())
 }
@@ -153,9 +145,8 @@ fn in_bf16_too() -> Result<()> {
             let eager = model.feed(&mut pool, &[(a, &[step]), (b, &[step + 1])])?.to_vec2::<f32>()?;
             let graphed = graph.step(&model, &mut pool, &[(c, step), (d, step + 1)])?.to_vec2::<f32>()?;
             for (got, want) in graphed.iter().zip(&eager) {
-                let norm = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>().sqrt();
-                let diff: Vec<f32> = got.iter().zip(want).map(|(x, y)| x - y).collect();
-                assert!(norm(&diff) <= 2e-2 * norm(want), "step {step}: {}", norm(&diff) / norm(want));
+                let error = rel_rms(got, want);
+                assert!(error <= 2e-2, "step {step}: {error}");
             }
         }
     }

@@ -1,10 +1,10 @@
 //! Faults on purpose: a call that fails or panics in the middle of a pass or of a capture, numbers that are not finite,
 //! other threads. What is not part of it goes on as if nothing had been.
 
-use crate::gguf_writer::{GgufOfTiny, Layout};
+use crate::gguf_writer::{load, GgufOfTiny, Layout};
 use crate::golden::DEMO;
 use crate::sequences::{assert_near, want};
-use crate::support::{devices, single_stream_devices, values, Rng};
+use crate::support::{devices, refused, single_stream_devices, values, Rng};
 use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
@@ -15,7 +15,6 @@ use candle_gdn_models::{
 };
 use candle_nn::VarBuilder;
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering};
 use std::sync::Arc;
 
@@ -293,11 +292,6 @@ fn what_is_not_finite_reaches_who_sees_it() -> Result<()> {
     Ok(())
 }
 
-fn load_gguf(path: &Path) -> Result<CausalLm> {
-    let file = GgufFile::open(path)?;
-    CausalLm::load_gguf(&ModelConfig::from_gguf(&file)?, &file, DType::F32, &Device::Cpu)
-}
-
 /// Files and configurations that made the process panic, or take all memory, before they were refused.
 #[test]
 fn files_that_cannot_be_are_refused() -> Result<()> {
@@ -307,12 +301,9 @@ fn files_that_cannot_be_are_refused() -> Result<()> {
     let open = |file: &GgufOfTiny, name: &str| -> Result<CausalLm> {
         let path = dir.path().join(name);
         file.write(&path)?;
-        load_gguf(&path)
+        load(&path)
     };
-    let refused = |file: &GgufOfTiny, parts: &[&str]| {
-        let message = open(file, "file.gguf").expect_err("an error").to_string();
-        assert!(parts.iter().all(|part| message.contains(part)), "expected {parts:?} in {message}");
-    };
+    let refused = |file: &GgufOfTiny, parts: &[&str]| refused(open(file, "file.gguf"), parts);
     // A name that is nearly that of a part.
     open(&whole()?, "my-best-of-3.gguf")?;
     assert!(GgufFile::open(dir.path().join("m-1-of-99999999999.gguf")).is_err());
@@ -353,12 +344,12 @@ fn a_file_may_end_anywhere() -> Result<()> {
     let path = dir.path().join("cut.gguf");
     GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3_5)?.write(&path)?;
     let whole = std::fs::read(&path)?;
-    load_gguf(&path)?;
+    load(&path)?;
     // Every length in the header, then some.
     let lengths = (0..8192).chain((8192..whole.len()).step_by(997));
     for len in lengths.filter(|len| *len < whole.len()) {
         std::fs::write(&path, &whole[..len])?;
-        let message = load_gguf(&path).expect_err("an error").to_string();
+        let message = load(&path).expect_err("an error").to_string();
         assert!(message.contains("cut.gguf"), "{len} bytes: {message}");
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! Residual and norm, and the gate of the feed-forward, against their definitions in f64.
 
-use crate::support::{devices, poison, rel_rms, rounded, to_device, values, Rng};
+use crate::support::{devices, poison, refused, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{add_rms_norm, rms_norm, swiglu};
 
@@ -33,6 +33,14 @@ fn view(rng: &mut Rng, rows: usize, columns: usize, gap: usize, shift: usize, dt
     tensor.narrow(1, shift, columns)
 }
 
+/// `x` on `device` with NaN around each row.
+fn placed(x: &Tensor, gap: usize, shift: usize, device: &Device) -> Result<Tensor> {
+    let (rows, columns) = x.dims2()?;
+    let whole = Tensor::full(f32::NAN, (rows, columns + gap + shift), &Device::Cpu)?.to_dtype(x.dtype())?;
+    whole.slice_set(&x.contiguous()?, 1, shift)?;
+    to_device(&whole, device)?.narrow(1, shift, columns)
+}
+
 fn weight(rng: &mut Rng, dim: usize) -> Result<(Tensor, Vec<f64>)> {
     let near_one: Vec<f64> = rng.normals(dim).iter().map(|w| 1.0 + 0.3 * w).collect();
     rounded(&near_one, &[dim], DType::F32)
@@ -44,14 +52,7 @@ fn check_residual(rng: &mut Rng, device: &Device, dtype: DType, bound: f64, dims
     let (x, h) = (view(rng, rows, dim, gap, shift, dtype)?, view(rng, rows, dim, 2 * gap, shift, dtype)?);
     let (w, w_values) = weight(rng, dim)?;
     let sum_want = values(&(&x + &h)?);
-    let on = |x: &Tensor| to_device(x, device);
-    // The gaps travel too: the view is of a whole tensor there.
-    let place = |x: &Tensor, gap: usize| -> Result<Tensor> {
-        let whole = Tensor::full(f32::NAN, (rows, dim + gap + shift), &Device::Cpu)?.to_dtype(dtype)?;
-        whole.slice_set(&x.contiguous()?, 1, shift)?;
-        on(&whole)?.narrow(1, shift, dim)
-    };
-    let (x, h, w) = (place(&x, gap)?, place(&h, 2 * gap)?, on(&w)?);
+    let (x, h, w) = (placed(&x, gap, shift, device)?, placed(&h, 2 * gap, shift, device)?, to_device(&w, device)?);
     poison(2 * rows * dim, dtype, device)?;
     let (sum, y) = add_rms_norm(&x, &h, &w, EPS)?;
     assert_eq!((sum.dims(), y.dims(), y.dtype()), (x.dims(), x.dims(), dtype), "{what}");
@@ -92,10 +93,7 @@ fn gates() -> Result<()> {
                     for [gap, shift] in [[0, 0], [16, 0], [3, 1]] {
                         let x = view(&mut rng, rows, 2 * columns, gap, shift, dtype)?;
                         let want = gated(&values(&x), columns);
-                        let whole = Tensor::full(f32::NAN, (rows, 2 * columns + gap + shift), &Device::Cpu)?;
-                        let whole = whole.to_dtype(dtype)?;
-                        whole.slice_set(&x.contiguous()?, 1, shift)?;
-                        let x = to_device(&whole, &device)?.narrow(1, shift, 2 * columns)?;
+                        let x = placed(&x, gap, shift, &device)?;
                         poison(rows * columns, dtype, &device)?;
                         let y = swiglu(&x)?;
                         assert_eq!((y.dims(), y.dtype()), (&[rows, columns][..], dtype));
@@ -179,15 +177,14 @@ fn nan_is_seen() -> Result<()> {
 fn what_does_not_fit_is_refused() -> Result<()> {
     let x = Tensor::zeros((2, 6), DType::F32, &Device::Cpu)?;
     let w = Tensor::ones(6, DType::F32, &Device::Cpu)?;
-    let message = |result: Result<()>| result.unwrap_err().to_string();
-    let add = |x: &Tensor, h: &Tensor, w: &Tensor, eps| message(add_rms_norm(x, h, w, eps).map(drop));
-    assert!(add(&x, &x.narrow(0, 0, 1)?, &w, EPS).contains("h: expected shape [2, 6]"));
-    assert!(add(&x, &x.to_dtype(DType::BF16)?, &w, EPS).contains("h: expected dtype"));
-    assert!(add(&x, &x, &w.to_dtype(DType::BF16)?, EPS).contains("weight: expected dtype F32"));
-    assert!(add(&x, &x, &w.narrow(0, 0, 5)?, EPS).contains("weight: expected shape [6]"));
-    assert!(add(&x, &x, &w, -1.0).contains("eps"));
-    assert!(message(rms_norm(&x.to_dtype(DType::U32)?, &w, EPS).map(drop)).contains("x: expected dtype"));
-    assert!(message(swiglu(&x.narrow(1, 0, 5)?).map(drop)).contains("gate_up: expected shape"));
-    assert!(message(swiglu(&x.to_dtype(DType::F64)?).map(drop)).contains("gate_up: expected dtype"));
+    let add = |x: &Tensor, h: &Tensor, w: &Tensor, eps, part| refused(add_rms_norm(x, h, w, eps), &[part]);
+    add(&x, &x.narrow(0, 0, 1)?, &w, EPS, "h: expected shape [2, 6]");
+    add(&x, &x.to_dtype(DType::BF16)?, &w, EPS, "h: expected dtype");
+    add(&x, &x, &w.to_dtype(DType::BF16)?, EPS, "weight: expected dtype F32");
+    add(&x, &x, &w.narrow(0, 0, 5)?, EPS, "weight: expected shape [6]");
+    add(&x, &x, &w, -1.0, "eps");
+    refused(rms_norm(&x.to_dtype(DType::U32)?, &w, EPS), &["x: expected dtype"]);
+    refused(swiglu(&x.narrow(1, 0, 5)?), &["gate_up: expected shape"]);
+    refused(swiglu(&x.to_dtype(DType::F64)?), &["gate_up: expected dtype"]);
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Whole models against transformers and against themselves. What loading refuses is tested on the CPU only.
 
-use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
-use crate::support::devices;
+use crate::golden::{argmax, log_softmax, max_diff, Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::support::{devices, refused, rel_rms};
 use crate::tiny::{self, Tiny};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{CausalLm, ModelState};
@@ -12,8 +12,9 @@ const LOGITS: f32 = 2e-3;
 /// Below this difference of the two best logits, rounding may choose.
 const MARGIN: f32 = 1e-3;
 
-fn on_every_device(test: impl Fn(&Device) -> Result<()>) -> Result<()> {
-    devices().iter().try_for_each(test)
+/// With the demo in f32.
+fn on_every_device(test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
+    devices().iter().try_for_each(|device| test(&DEMO.model(DType::F32, device)?))
 }
 
 fn ids(ids: &[u32]) -> Result<Tensor> {
@@ -24,38 +25,16 @@ fn last(model: &CausalLm, state: &mut ModelState, tokens: &[u32]) -> Result<Vec<
     model.forward_last(&ids(tokens)?, state)?.squeeze(0)?.to_vec1()
 }
 
-fn max_diff(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    // A NaN must not pass: f32::max would drop it.
-    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0., |m, d| if d <= m { m } else { d })
-}
-
 fn flat(t: &Tensor) -> Result<Vec<f32>> {
     t.flatten_all()?.to_vec1()
-}
-
-fn argmax(x: &[f32]) -> u32 {
-    (0..x.len()).max_by(|&i, &j| x[i].total_cmp(&x[j]).then(j.cmp(&i))).unwrap_or(0) as u32
 }
 
 fn random_ids(n: usize, vocab: u32, seed: u32) -> Vec<u32> {
     (0..n as u32).map(|i| (i.wrapping_mul(2654435761).wrapping_add(seed * 97) >> 7) % vocab).collect()
 }
 
-#[track_caller]
-fn fails_with<T>(result: Result<T>, parts: &[&str]) {
-    let Err(e) = result else { panic!("expected an error with {parts:?}") };
-    let message = e.to_string();
-    for part in parts {
-        assert!(message.contains(part), "expected {part:?} in {message:?}");
-    }
-}
-
 /// Last logits, log-probabilities and greedy tokens of every golden prompt.
 fn check_goldens(goldens: &Goldens, device: &Device) -> Result<()> {
-    if !goldens.is_here() {
-        return Ok(());
-    }
     let model = goldens.model(DType::F32, device)?;
     let (mut worst_logit, mut worst_logprob, mut low_margins) = (0f32, 0f32, 0);
     for i in 0..goldens.prompts() {
@@ -83,25 +62,15 @@ fn check_goldens(goldens: &Goldens, device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn log_softmax(logits: &[f32], id: u32) -> f32 {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
-    let sum: f64 = logits.iter().map(|&x| (x as f64 - max).exp()).sum();
-    (logits[id as usize] as f64 - max - sum.ln()) as f32
-}
-
 #[test]
-fn demo_matches_transformers() -> Result<()> {
-    on_every_device(|device| check_goldens(&DEMO, device))
-}
-
-#[test]
-fn qwen3_5_matches_transformers() -> Result<()> {
-    on_every_device(|device| check_goldens(&QWEN3_5, device))
-}
-
-#[test]
-fn qwen3_5_moe_matches_transformers() -> Result<()> {
-    on_every_device(|device| check_goldens(&QWEN3_5_MOE, device))
+fn checkpoints_match_transformers() -> Result<()> {
+    for device in devices() {
+        for goldens in [&DEMO, &QWEN3_5, &QWEN3_5_MOE].into_iter().filter(|goldens| goldens.is_here()) {
+            println!("{} on {:?}", goldens.dir(), device.location());
+            check_goldens(goldens, &device)?;
+        }
+    }
+    Ok(())
 }
 
 /// Greedy continuation of `parts`, fed one after the other.
@@ -120,37 +89,21 @@ fn continuation(model: &CausalLm, parts: &[&[u32]], n: usize) -> Result<(Vec<u32
     Ok((out, first))
 }
 
+/// Cut in two anywhere, across the end of a chunk of the kernels too, and in pieces.
 #[test]
-fn prompts_split_anywhere_continue_alike() -> Result<()> {
-    on_every_device(|device| {
-        let model = DEMO.model(DType::F32, device)?;
-        // 65 tokens: across the end of a chunk of the kernels.
-        let prompt = DEMO.prompt(5)?.ids;
-        let (want, logits) = continuation(&model, &[&prompt], 4)?;
-        for at in 1..prompt.len() {
-            let (got, split) = continuation(&model, &[&prompt[..at], &prompt[at..]], 4)?;
-            assert_eq!(got, want, "split at {at}");
-            assert!(max_diff(&split, &logits) < 1e-3, "split at {at}: {}", max_diff(&split, &logits));
-        }
-        let tokens: Vec<&[u32]> = prompt.chunks(1).collect();
-        assert_eq!(continuation(&model, &tokens, 4)?.0, want, "token by token");
-        let threes: Vec<&[u32]> = prompt.chunks(3).collect();
-        assert_eq!(continuation(&model, &threes, 4)?.0, want, "three at a time");
-        Ok(())
-    })
-}
-
-#[test]
-fn a_long_prompt_in_chunks_continues_alike() -> Result<()> {
-    on_every_device(|device| {
-        let model = DEMO.model(DType::F32, device)?;
-        let prompt = DEMO.prompt(6)?.ids;
-        let (want, logits) = continuation(&model, &[&prompt], 8)?;
-        for chunk in [1, 7, 64, 100, 256] {
-            let parts: Vec<&[u32]> = prompt.chunks(chunk).collect();
-            let (got, split) = continuation(&model, &parts, 8)?;
-            assert_eq!(got, want, "chunks of {chunk}");
-            assert!(max_diff(&split, &logits) < 1e-3, "chunks of {chunk}");
+fn prompts_in_parts_continue_alike() -> Result<()> {
+    on_every_device(|model| {
+        // The first has 65 tokens.
+        for (prompt, steps, pieces) in [(5, 4, &[1, 3][..]), (6, 8, &[1, 7, 64, 100, 256])] {
+            let ids = DEMO.prompt(prompt)?.ids;
+            let (want, logits) = continuation(model, &[&ids], steps)?;
+            let halves = (1..ids.len()).filter(|_| prompt == 5).map(|at| vec![&ids[..at], &ids[at..]]);
+            for parts in halves.chain(pieces.iter().map(|n| ids.chunks(*n).collect())) {
+                let (got, split) = continuation(model, &parts, steps)?;
+                let what = format!("prompt {prompt}, {} parts, the first of {}", parts.len(), parts[0].len());
+                assert_eq!(got, want, "{what}");
+                assert!(max_diff(&split, &logits) < 1e-3, "{what}: {}", max_diff(&split, &logits));
+            }
         }
         Ok(())
     })
@@ -158,8 +111,7 @@ fn a_long_prompt_in_chunks_continues_alike() -> Result<()> {
 
 #[test]
 fn a_batch_is_its_sequences() -> Result<()> {
-    on_every_device(|device| {
-        let model = DEMO.model(DType::F32, device)?;
+    on_every_device(|model| {
         let (a, b) = (random_ids(70, 1024, 1), random_ids(70, 1024, 2));
         let pair = |r: std::ops::Range<usize>| Tensor::cat(&[ids(&a[r.clone()])?, ids(&b[r])?], 0);
         let mut both = model.new_state(2)?;
@@ -177,8 +129,7 @@ fn a_batch_is_its_sequences() -> Result<()> {
 
 #[test]
 fn forward_last_is_the_end_of_forward() -> Result<()> {
-    on_every_device(|device| {
-        let model = DEMO.model(DType::F32, device)?;
+    on_every_device(|model| {
         let prompt = random_ids(20, 1024, 3);
         let all = model.forward(&ids(&prompt)?, &mut model.new_state(1)?)?;
         assert_eq!(all.dims(), [1, 20, 1024]);
@@ -191,32 +142,30 @@ fn forward_last_is_the_end_of_forward() -> Result<()> {
 
 #[test]
 fn reset_forgets() -> Result<()> {
-    on_every_device(|device| {
-        let model = DEMO.model(DType::F32, device)?;
+    on_every_device(|model| {
         let prompt = random_ids(30, 1024, 4);
         let mut state = model.new_state(1)?;
-        let fresh = last(&model, &mut state, &prompt)?;
-        last(&model, &mut state, &random_ids(50, 1024, 5))?;
+        let fresh = last(model, &mut state, &prompt)?;
+        last(model, &mut state, &random_ids(50, 1024, 5))?;
         assert_eq!((state.position(), state.batch()), (80, 1));
         state.reset()?;
         assert_eq!(state.position(), 0);
-        assert_eq!(last(&model, &mut state, &prompt)?, fresh);
+        assert_eq!(last(model, &mut state, &prompt)?, fresh);
         Ok(())
     })
 }
 
 #[test]
 fn no_tokens_change_nothing() -> Result<()> {
-    on_every_device(|device| {
-        let model = DEMO.model(DType::F32, device)?;
+    on_every_device(|model| {
         let none = Tensor::zeros((1, 0), DType::U32, &CPU)?;
         let mut state = model.new_state(1)?;
         assert_eq!(model.forward(&none, &mut state)?.dims(), [1, 0, 1024]);
-        let want = last(&model, &mut model.new_state(1)?, &[5, 6])?;
-        last(&model, &mut state, &[5])?;
+        let want = last(model, &mut model.new_state(1)?, &[5, 6])?;
+        last(model, &mut state, &[5])?;
         assert_eq!(model.forward(&none, &mut state)?.dims(), [1, 0, 1024]);
-        assert!(max_diff(&last(&model, &mut state, &[6])?, &want) < 1e-3);
-        fails_with(model.forward_last(&none, &mut state), &["ids", "at least 1 token"]);
+        assert!(max_diff(&last(model, &mut state, &[6])?, &want) < 1e-3);
+        refused(model.forward_last(&none, &mut state), &["ids", "at least 1 token"]);
         Ok(())
     })
 }
@@ -224,22 +173,19 @@ fn no_tokens_change_nothing() -> Result<()> {
 /// Half precision is rounded at every layer: near, not equal.
 #[test]
 fn half_precision_agrees_loosely() -> Result<()> {
-    on_every_device(|device| {
+    for device in devices() {
         for goldens in [&DEMO, &QWEN3_5, &QWEN3_5_MOE].into_iter().filter(|g| g.is_here()) {
             for (dtype, bound) in [(DType::BF16, 0.1), (DType::F16, 0.02)] {
-                let model = goldens.model(dtype, device)?;
+                let model = goldens.model(dtype, &device)?;
                 assert_eq!(model.dtype(), dtype);
                 let g = goldens.prompt(2)?;
-                let logits = last(&model, &mut model.new_state(1)?, &g.ids)?;
-                let norm = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>().sqrt();
-                let diff: Vec<f32> = logits.iter().zip(&g.logits_last).map(|(a, b)| a - b).collect();
-                let error = norm(&diff) / norm(&g.logits_last);
+                let error = rel_rms(&last(&model, &mut model.new_state(1)?, &g.ids)?, &g.logits_last);
                 println!("{dtype:?}: relative error {error:e}");
                 assert!(error < bound, "{dtype:?}: relative error {error}");
             }
         }
-        Ok(())
-    })
+    }
+    Ok(())
 }
 
 #[test]
@@ -293,11 +239,9 @@ fn layers_without_experts() -> Result<()> {
     assert_eq!(kinds, [false, false, false, true]);
     assert_eq!(some.logits(&[1, 2])?.len(), 2 * tiny::VOCAB);
     // Dense everywhere: no field of the experts is asked for.
-    let mut dense = Tiny::qwen3_next();
-    for field in ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"] {
-        dense = dense.unset(field);
-    }
-    assert_eq!(dense.fill().logits(&[1, 2])?.len(), 2 * tiny::VOCAB);
+    let fields = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"];
+    let dense = fields.into_iter().fold(Tiny::qwen3_next(), Tiny::unset).fill();
+    assert_eq!(dense.logits(&[1, 2])?.len(), 2 * tiny::VOCAB);
     Ok(())
 }
 
@@ -375,13 +319,13 @@ fn only_chosen_experts_run() -> Result<()> {
 fn the_position_limit_is_an_error() -> Result<()> {
     let model = Tiny::qwen3_next().set("max_position_embeddings", 8).model()?;
     let mut state = model.new_state(1)?;
-    fails_with(model.forward(&ids(&[1; 9])?, &mut state), &["max_position_embeddings (8)", "9 after 0"]);
+    refused(model.forward(&ids(&[1; 9])?, &mut state), &["max_position_embeddings (8)", "9 after 0"]);
     last(&model, &mut state, &[1; 6])?;
-    fails_with(model.forward(&ids(&[1; 3])?, &mut state), &["max_position_embeddings (8)", "3 after 6"]);
+    refused(model.forward(&ids(&[1; 3])?, &mut state), &["max_position_embeddings (8)", "3 after 6"]);
     // The refusals left the state as it was.
     let end = last(&model, &mut state, &[1; 2])?;
     assert!(max_diff(&end, &last(&model, &mut model.new_state(1)?, &[1; 8])?) < 1e-4);
-    fails_with(model.forward(&ids(&[1])?, &mut state), &["max_position_embeddings (8)", "1 after 8"]);
+    refused(model.forward(&ids(&[1])?, &mut state), &["max_position_embeddings (8)", "1 after 8"]);
     Ok(())
 }
 
@@ -390,16 +334,16 @@ fn bad_ids_and_states_are_errors() -> Result<()> {
     let model = Tiny::qwen3_next().model()?;
     let mut state = model.new_state(1)?;
     let v = tiny::VOCAB as u32;
-    fails_with(model.forward(&ids(&[0, v])?, &mut state), &["ids", "vocab_size (32)", "got 32"]);
+    refused(model.forward(&ids(&[0, v])?, &mut state), &["ids", "vocab_size (32)", "got 32"]);
     let negative = Tensor::new(&[[-1i64]], &CPU)?;
-    fails_with(model.forward(&negative, &mut state), &["ids", "vocab_size (32)", "got -1"]);
-    fails_with(model.forward(&Tensor::new(&[1u32], &CPU)?, &mut state), &["ids", "[batch, tokens]", "[1]"]);
-    fails_with(model.forward_last(&Tensor::new(&[1u32], &CPU)?, &mut state), &["ids", "[batch, tokens]", "[1]"]);
-    fails_with(model.forward(&Tensor::new(&[[1f32]], &CPU)?, &mut state), &["ids", "U32", "F32"]);
-    fails_with(model.forward(&Tensor::new(&[[1u32], [1]], &CPU)?, &mut state), &["batch", "(1)", "got 2"]);
-    fails_with(model.new_state(0), &["batch", "at least 1", "got 0"]);
+    refused(model.forward(&negative, &mut state), &["ids", "vocab_size (32)", "got -1"]);
+    refused(model.forward(&Tensor::new(&[1u32], &CPU)?, &mut state), &["ids", "[batch, tokens]", "[1]"]);
+    refused(model.forward_last(&Tensor::new(&[1u32], &CPU)?, &mut state), &["ids", "[batch, tokens]", "[1]"]);
+    refused(model.forward(&Tensor::new(&[[1f32]], &CPU)?, &mut state), &["ids", "U32", "F32"]);
+    refused(model.forward(&Tensor::new(&[[1u32], [1]], &CPU)?, &mut state), &["batch", "(1)", "got 2"]);
+    refused(model.new_state(0), &["batch", "at least 1", "got 0"]);
     let mut other = Tiny::qwen3_next().model()?.new_state(1)?;
-    fails_with(model.forward(&ids(&[1])?, &mut other), &["state", "another model"]);
+    refused(model.forward(&ids(&[1])?, &mut other), &["state", "another model"]);
     // None of it moved the state.
     assert_eq!(state.position(), 0);
     assert_eq!(last(&model, &mut state, &[1])?, last(&model, &mut model.new_state(1)?, &[1])?);
@@ -414,12 +358,12 @@ fn every_missing_or_misshapen_weight_is_named() -> Result<()> {
     for name in names {
         let mut missing = tiny.clone();
         missing.remove(name);
-        fails_with(missing.model(), &[name]);
+        refused(missing.model(), &[name]);
         let mut misshapen = tiny.clone();
         let mut dims = tiny.weights[name].dims().to_vec();
         dims[0] += 1;
         misshapen.weights.insert(name.clone(), Tensor::zeros(dims.clone(), DType::F32, &CPU)?);
-        fails_with(misshapen.model(), &[name, &format!("{dims:?}")]);
+        refused(misshapen.model(), &[name, &format!("{dims:?}")]);
     }
     Ok(())
 }
@@ -427,6 +371,6 @@ fn every_missing_or_misshapen_weight_is_named() -> Result<()> {
 #[test]
 fn other_dtypes_are_refused() {
     let tiny = Tiny::qwen3_next();
-    fails_with(tiny.load(DType::F64), &["dtype", "F64"]);
-    fails_with(tiny.load(DType::U8), &["dtype", "U8"]);
+    refused(tiny.load(DType::F64), &["dtype", "F64"]);
+    refused(tiny.load(DType::U8), &["dtype", "U8"]);
 }

@@ -1,6 +1,7 @@
 //! A model in parts, one a rank, against the whole: on the CPU, where ranks are host threads.
 
-use crate::golden::{Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::golden::{argmax, Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig};
@@ -25,9 +26,8 @@ pub fn run_steps(model: &CausalLm, steps: usize) -> Result<(Vec<f32>, Vec<u32>)>
     let (mut fed, mut text) = (PROMPT.to_vec(), vec![]);
     for _ in 0..steps {
         let last = model.feed(&mut pool, &[(s, &fed)])?.squeeze(0)?.to_vec1::<f32>()?;
-        let best = (0..last.len()).max_by(|&i, &j| last[i].total_cmp(&last[j]).then(j.cmp(&i))).unwrap_or(0) as u32;
-        fed = vec![best];
-        text.push(best);
+        fed = vec![argmax(&last)];
+        text.extend(&fed);
     }
     Ok((logits, text))
 }
@@ -49,13 +49,10 @@ pub fn check(
     part: impl Fn(Arc<dyn Collective>) -> Result<CausalLm> + Sync,
 ) {
     let (want, text) = run(whole).unwrap();
-    let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     let mut first: Option<Vec<f32>> = None;
     for got in on_ranks(ranks, |group| run(&part(group)?)) {
         let (logits, tokens) = got.unwrap_or_else(|e| panic!("{what}: {e}"));
-        let off: Vec<f32> = logits.iter().zip(&want).map(|(x, y)| x - y).collect();
-        assert_eq!(logits.len(), want.len());
-        let error = norm(&off) / norm(&want);
+        let error = rel_rms(&logits, &want);
         assert!(error <= bound, "{what}, {ranks} ranks: off by {error:e}");
         assert_eq!(tokens, text, "{what}, {ranks} ranks");
         // The ranks choose tokens on their own: they must never see different logits.
@@ -111,17 +108,12 @@ fn parts_of_files() -> Result<()> {
 #[test]
 fn what_cannot_be_divided_is_named() -> Result<()> {
     let tiny = Tiny::qwen3_next();
-    let refused = |tiny: &Tiny, ranks: usize| {
-        let all = on_ranks(ranks, |group| parts_of(tiny, group).map(|_| ()));
-        all.into_iter().map(|rank| rank.expect_err("an error").to_string()).collect::<Vec<_>>()
+    let bad = |tiny: &Tiny, ranks: usize, part: &str| {
+        on_ranks(ranks, |group| parts_of(tiny, group).map(drop)).into_iter().for_each(|rank| refused(rank, &[part]));
     };
-    for message in refused(&tiny, 4) {
-        assert!(message.contains("at most as many ranks as key heads (2), got 4"), "{message}");
-    }
+    bad(&tiny, 4, "at most as many ranks as key heads (2), got 4");
     let odd = four_heads().set("moe_intermediate_size", 15).fill();
-    for message in refused(&odd, 2) {
-        assert!(message.contains("divides the inner width of the experts (15), got 2"), "{message}");
-    }
+    bad(&odd, 2, "divides the inner width of the experts (15), got 2");
     let config = ModelConfig::from_json(&tiny.config.to_string())?;
     assert!(config.split(0).is_err());
     assert_eq!(config.split(1)?, config);
@@ -132,7 +124,7 @@ fn what_cannot_be_divided_is_named() -> Result<()> {
 #[test]
 fn a_rank_that_goes_is_an_error() {
     let tiny = four_heads();
-    let results = on_ranks(2, |group| {
+    let mut results = on_ranks(2, |group| {
         let leaves = group.rank() == 1;
         let model = parts_of(&tiny, group)?;
         match leaves {
@@ -140,7 +132,6 @@ fn a_rank_that_goes_is_an_error() {
             false => run(&model).map(|_| ()),
         }
     });
-    let message = results[0].as_ref().expect_err("an error").to_string();
-    assert!(message.contains("expected all 2 ranks to go on, but one is gone"), "{message}");
     assert!(results[1].is_ok());
+    refused(results.remove(0), &["expected all 2 ranks to go on, but one is gone"]);
 }

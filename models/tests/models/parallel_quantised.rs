@@ -3,10 +3,11 @@
 //! That each part is that of the whole to the bit is a unit test of `src/weights/gguf`. Sums in another order round what
 //! goes into the next quantised product to other 8 bits, so that models agree as far as that rounding lets them.
 
-use crate::gguf::{calm, converted, dequantized, in_fp8, rel_rms, to_fp8, wide, without_experts};
-use crate::gguf_writer::{in_a_folder, load, GgufOfTiny, Layout};
+use crate::gguf::{calm, converted, in_fp8, to_fp8, wide, without_experts};
+use crate::gguf_writer::{dequantized, in_a_folder, load, GgufOfTiny, Layout};
 use crate::golden::DEMO;
 use crate::parallel::{check, on_ranks, run_steps, BOUND};
+use crate::support::{refused, rel_rms, values};
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Tensor};
@@ -207,7 +208,7 @@ fn parts_of_fp8_experts_in_one_tensor() -> Result<()> {
             part_of(vb, &config, group)?.get(shape, &name(weight))
         };
         let whole = part(&LocalRank::group(1)[0], wide.dims())?;
-        assert!(rel_rms(&whole.flatten_all()?.to_vec1()?, &wide.flatten_all()?.to_vec1()?) < 0.05);
+        assert!(rel_rms(&values(&whole), &values(&wide)) < 0.05);
         for group in LocalRank::group(2) {
             // Of the gate and of up, each in the middle of a block.
             let inner = wide.dim(dim)? / if dim == 1 { 4 } else { 2 };
@@ -225,30 +226,20 @@ fn parts_of_fp8_experts_in_one_tensor() -> Result<()> {
 
 #[test]
 fn what_cannot_be_divided_is_named() -> Result<()> {
-    let refused = |tiny: &Tiny, ranks: usize, part: &str| -> Result<()> {
+    let bad = |file: GgufOfTiny, ranks: usize, parts: &[&str]| -> Result<()> {
         let (_dir, path) = in_a_folder("tiny.gguf");
-        GgufOfTiny::new(tiny, Layout::Qwen3_5)?.write(&path)?;
-        for rank in on_ranks(ranks, |group| part_of_gguf(&path, group).map(|_| ())) {
-            let message = rank.expect_err("an error").to_string();
-            assert!(message.contains(part), "{message}");
-        }
+        file.write(&path)?;
+        on_ranks(ranks, |group| part_of_gguf(&path, group).map(drop)).into_iter().for_each(|rank| refused(rank, parts));
         Ok(())
     };
-    refused(&wide(), 4, "at most as many ranks as key heads (2), got 4")?;
-    refused(&four_heads(), 3, "divides the key heads of Gated DeltaNet (4), got 3")?;
+    let file = |tiny: &Tiny| GgufOfTiny::new(tiny, Layout::Qwen3_5);
+    bad(file(&wide())?, 4, &["at most as many ranks as key heads (2), got 4"])?;
+    bad(file(&four_heads())?, 3, &["divides the key heads of Gated DeltaNet (4), got 3"])?;
     let odd = four_heads().set("moe_intermediate_size", 15).fill();
-    refused(&odd, 2, "divides the inner width of the experts (15), got 2")?;
+    bad(file(&odd)?, 2, &["divides the inner width of the experts (15), got 2"])?;
     // A tensor that is not that of the configuration is named, with the whole shape.
-    let (_dir, path) = in_a_folder("tiny.gguf");
-    let mut file = GgufOfTiny::new(&four_heads(), Layout::Qwen3_5)?.quantized(GgmlDType::Q8_0);
+    let mut file = file(&four_heads())?.quantized(GgmlDType::Q8_0);
     let name = "blk.0.ffn_down_exps.weight";
     file.tensors.get_mut(name).expect("the tensor").0 = Tensor::zeros((4, 256, 128), DType::F32, &CPU)?;
-    file.write(&path)?;
-    for rank in on_ranks(2, |group| part_of_gguf(&path, group).map(|_| ())) {
-        let message = rank.expect_err("an error").to_string();
-        for part in ["tiny.gguf", name, "expected [4, 256, 256]", "got [4, 256, 128]"] {
-            assert!(message.contains(part), "{message}");
-        }
-    }
-    Ok(())
+    bad(file, 2, &["tiny.gguf", name, "expected [4, 256, 256]", "got [4, 256, 128]"])
 }

@@ -1,7 +1,7 @@
 //! Many sequences of a model in one pool, against the same tokens through a state of their own.
 
-use crate::golden::DEMO;
-use crate::support::{devices, Rng};
+use crate::golden::{max_diff, DEMO};
+use crate::support::{devices, refused, rel_rms, Rng};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{CausalLm, Sequence, SequencePool};
@@ -37,17 +37,8 @@ pub fn want(model: &CausalLm, tokens: &[u32]) -> Result<Vec<f32>> {
 
 #[track_caller]
 pub fn assert_near(got: &[f32], want: &[f32], what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    let worst = got.iter().zip(want).map(|(x, y)| (x - y).abs()).fold(0f32, |m, d| if d <= m { m } else { d });
+    let worst = max_diff(got, want);
     assert!(worst < LOGITS, "{what}: off by {worst:e}");
-}
-
-#[track_caller]
-fn fails_with<T>(result: Result<T>, parts: &[&str]) {
-    let Err(e) = result else { panic!("expected an error with {parts:?}") };
-    for part in parts {
-        assert!(e.to_string().contains(part), "expected {part:?} in {:?}", e.to_string());
-    }
 }
 
 /// One token more of a sequence that should have seen `seen`, and what it says.
@@ -214,18 +205,18 @@ fn drafts_leave_no_trace_and_are_void_after_a_change() -> Result<()> {
         assert!(grown > bytes);
         let stale = model.verify(&mut pool, &[(a, &[8, 8])])?.1;
         model.feed_only(&mut pool, &[(a, &[5])])?;
-        fails_with(model.accept(&mut pool, stale, &[2]), &["accept", "changed since at 0"]);
+        refused(model.accept(&mut pool, stale, &[2]), &["accept", "changed since at 0"]);
         let first = model.verify(&mut pool, &[(b, &[8])])?.1;
         let second = model.verify(&mut pool, &[(b, &[9])])?.1;
-        fails_with(model.accept(&mut pool, first, &[1]), &["changed since"]);
+        refused(model.accept(&mut pool, first, &[1]), &["changed since"]);
         model.accept(&mut pool, second, &[1])?;
         for (counts, part) in [(&[3][..], "at most 2"), (&[1, 1][..], "expected 1 counts")] {
             let drafts = model.verify(&mut pool, &[(a, &[8, 8])])?.1;
-            fails_with(model.accept(&mut pool, drafts, counts), &["accept: accepted", part]);
+            refused(model.accept(&mut pool, drafts, counts), &["accept: accepted", part]);
         }
         let ended = model.verify(&mut pool, &[(b, &[8])])?.1;
         pool.end(b)?;
-        fails_with(model.accept(&mut pool, ended, &[1]), &["ended or is another pool's"]);
+        refused(model.accept(&mut pool, ended, &[1]), &["ended or is another pool's"]);
         check(model, &mut pool, a, &[1, 2, 3, 5], "after refusals")?;
         // Two at once need a second spare state, and no more than that ever.
         for _ in 0..3 {
@@ -273,7 +264,7 @@ fn checkpoints_are_snapshots_along_the_way() -> Result<()> {
         }
         let s = pool.begin()?;
         for block in [0, 63, 100] {
-            fails_with(model.feed_with_checkpoints(&mut pool, s, &[1], block), &["block", "multiple of 64"]);
+            refused(model.feed_with_checkpoints(&mut pool, s, &[1], block), &["block", "multiple of 64"]);
         }
         Ok(())
     })
@@ -288,8 +279,8 @@ fn refusals_change_nothing() -> Result<()> {
         let mut other = model.new_sequences(2, 8)?;
         let (a, b) = (pool.begin()?, pool.begin()?);
         let foreign = other.begin()?;
-        fails_with(pool.begin(), &["SequencePool: begin", "all 2 are in use"]);
-        fails_with(pool.fork(a), &["all 2 are in use"]);
+        refused(pool.begin(), &["SequencePool: begin", "all 2 are in use"]);
+        refused(pool.fork(a), &["all 2 are in use"]);
         pool.end(b)?;
         let old = b;
         let b = pool.begin()?;
@@ -307,36 +298,36 @@ fn refusals_change_nothing() -> Result<()> {
             (&[(a, &[1]), (b, &[0, vocab])], "below vocab_size"),
         ];
         for (batch, part) in cases {
-            fails_with(model.feed(&mut pool, batch), &["expected", part]);
-            fails_with(model.feed_only(&mut pool, batch), &["expected", part]);
-            fails_with(model.verify(&mut pool, batch), &["expected", part]);
+            refused(model.feed(&mut pool, batch), &["expected", part]);
+            refused(model.feed_only(&mut pool, batch), &["expected", part]);
+            refused(model.verify(&mut pool, batch), &["expected", part]);
             if let [(s, tokens)] = batch {
-                fails_with(model.feed_with_checkpoints(&mut pool, *s, tokens, 64), &["expected", part]);
+                refused(model.feed_with_checkpoints(&mut pool, *s, tokens, 64), &["expected", part]);
             }
         }
-        fails_with(model.feed_with_checkpoints(&mut pool, a, &[1, vocab], 64), &["below vocab_size"]);
-        fails_with(other_model.feed(&mut pool, &[(a, &[1])]), &["pool", "another model"]);
+        refused(model.feed_with_checkpoints(&mut pool, a, &[1, vocab], 64), &["below vocab_size"]);
+        refused(other_model.feed(&mut pool, &[(a, &[1])]), &["pool", "another model"]);
         let snapshot = pool.snapshot(a)?;
         for s in [old, foreign] {
             for result in [pool.end(s), pool.restore(s, &snapshot), pool.len(s).map(drop), pool.fork(s).map(drop)] {
-                fails_with(result, &["ended or is another pool's"]);
+                refused(result, &["ended or is another pool's"]);
             }
-            fails_with(pool.snapshot(s), &["ended or is another pool's"]);
+            refused(pool.snapshot(s), &["ended or is another pool's"]);
         }
         let mut theirs = other_model.new_sequences(1, 8)?;
         let t = theirs.begin()?;
-        fails_with(theirs.restore(t, &snapshot), &["restore: snapshot", "of another"]);
+        refused(theirs.restore(t, &snapshot), &["restore: snapshot", "of another"]);
         let mut short = model.new_sequences(1, 2)?;
         let t = short.begin()?;
-        fails_with(short.restore(t, &snapshot), &["at most 2 tokens, got 3"]);
-        fails_with(model.new_sequences(0, 8), &["sequences: expected at least 1"]);
-        fails_with(model.new_sequences(1, 0), &["max_len: expected at least 1"]);
+        refused(short.restore(t, &snapshot), &["at most 2 tokens, got 3"]);
+        refused(model.new_sequences(0, 8), &["sequences: expected at least 1"]);
+        refused(model.new_sequences(1, 0), &["max_len: expected at least 1"]);
         check(model, &mut pool, a, &[1, 2, 3], "after refusals")?;
         check(model, &mut pool, b, &[4], "after refusals")?;
         // To the very end.
         let logits = model.feed(&mut pool, &[(a, &[4, 5, 6, 7, 8])])?.squeeze(0)?.to_vec1()?;
         assert_near(&logits, &want(model, &[1, 2, 3, 4, 5, 6, 7, 8])?, "full");
-        fails_with(model.feed(&mut pool, &[(a, &[1])]), &["got 1 after 8"]);
+        refused(model.feed(&mut pool, &[(a, &[1])]), &["got 1 after 8"]);
         Ok(())
     })
 }
@@ -400,10 +391,8 @@ fn in_half_precision() -> Result<()> {
             let c = pool.fork(b)?;
             let logits = model.feed(&mut pool, &[(a, &seen[34..]), (b, &seen[34..]), (c, &seen[34..])])?;
             let want = want(&model, &seen)?;
-            let norm = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>().sqrt();
             for row in logits.to_vec2::<f32>()? {
-                let diff: Vec<f32> = row.iter().zip(&want).map(|(x, y)| x - y).collect();
-                let error = norm(&diff) / norm(&want);
+                let error = rel_rms(&row, &want);
                 assert!(error < bound, "{dtype:?}: relative error {error}");
             }
         }

@@ -4,8 +4,10 @@ use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn_models::{CausalLm, GgufFile, ModelConfig};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
 
 /// A file to be.
 #[derive(Clone)]
@@ -86,6 +88,40 @@ impl GgufOfTiny {
         self.typed(|name| (!kept.iter().any(|part| name.contains(part)) || name.contains("alpha")).then_some(dtype))
     }
 
+    /// What the converter writes of a `tokenizer.json`.
+    pub fn add_tokenizer(&mut self, json: &serde_json::Value, pre: &str) {
+        let string = |text: &str| Value::String(text.to_string());
+        let word = |json: &serde_json::Value| json.as_str().expect("a string").to_string();
+        let number = |json: &serde_json::Value| json.as_u64().expect("a number") as usize;
+        let vocab = json["model"]["vocab"].as_object().expect("a vocabulary");
+        let added = json["added_tokens"].as_array().expect("added tokens");
+        let last = vocab.values().chain(added.iter().map(|added| &added["id"])).map(number).max().expect("tokens");
+        let count = self.tensors["token_embd.weight"].0.dims()[0].max(last + 1);
+        let mut tokens = vec![(string("?"), Value::I32(1)); count];
+        for (token, id) in vocab {
+            tokens[number(id)] = (string(token), Value::I32(1));
+        }
+        for added in added {
+            let control = Value::I32(if added["special"] == true { 3 } else { 4 });
+            tokens[number(&added["id"])] = (Value::String(word(&added["content"])), control);
+        }
+        let (tokens, types) = tokens.into_iter().unzip();
+        let merge = |merge: &serde_json::Value| match merge.as_array() {
+            Some(pair) => Value::String(format!("{} {}", word(&pair[0]), word(&pair[1]))),
+            None => Value::String(word(merge)),
+        };
+        let merges = json["model"]["merges"].as_array().expect("merges").iter().map(merge).collect();
+        for (key, value) in [
+            ("model", string("gpt2")),
+            ("pre", string(pre)),
+            ("tokens", Value::Array(tokens)),
+            ("token_type", Value::Array(types)),
+            ("merges", Value::Array(merges)),
+        ] {
+            self.metadata.insert(format!("tokenizer.ggml.{key}"), value);
+        }
+    }
+
     pub fn write(&self, path: &Path) -> Result<()> {
         self.write_some(path, |_| true)
     }
@@ -98,6 +134,22 @@ impl GgufOfTiny {
         let metadata: Vec<_> = self.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
         let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
         gguf_file::write(&mut std::fs::File::create(path)?, &metadata, &tensors)
+    }
+
+    /// The model of the file, on the CPU in f32.
+    pub fn load(&self) -> Result<CausalLm> {
+        let (_dir, path) = in_a_folder("tiny.gguf");
+        self.write(&path)?;
+        load(&path)
+    }
+
+    /// The file, and the same with every tensor in f32.
+    pub fn files(&self) -> Result<Files> {
+        let (dir, path) = in_a_folder("tiny.gguf");
+        self.write(&path)?;
+        let wide = dir.path().join("f32.gguf");
+        dequantized(&path, &wide)?;
+        Ok(Files { path, wide, _dir: dir })
     }
 
     fn add(&mut self, name: String, tensor: Tensor) -> Result<()> {
@@ -215,16 +267,35 @@ impl GgufOfTiny {
     }
 }
 
+pub struct Files {
+    pub path: PathBuf,
+    pub wide: PathBuf,
+    _dir: TempDir,
+}
+
 /// A file of `name` in a folder of its own.
-pub fn in_a_folder(name: &str) -> (tempfile::TempDir, std::path::PathBuf) {
+pub fn in_a_folder(name: &str) -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join(name);
     (dir, path)
 }
 
+/// The same file with every tensor in f32.
+pub fn dequantized(path: &Path, to: &Path) -> Result<()> {
+    let mut reader = std::fs::File::open(path)?;
+    let content = gguf_file::Content::read(&mut reader)?;
+    let mut tensors = Vec::new();
+    for name in content.tensor_infos.keys() {
+        let wide = content.tensor(&mut reader, name, &Device::Cpu)?.dequantize(&Device::Cpu)?;
+        tensors.push((name.as_str(), QTensor::quantize(&wide, GgmlDType::F32)?));
+    }
+    let metadata: Vec<_> = content.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (*name, tensor)).collect();
+    gguf_file::write(&mut std::fs::File::create(to)?, &metadata, &tensors)
+}
+
 /// On the CPU, in f32.
-pub fn load(path: &Path) -> Result<candle_gdn_models::CausalLm> {
-    let file = candle_gdn_models::GgufFile::open(path)?;
-    let config = candle_gdn_models::ModelConfig::from_gguf(&file)?;
-    candle_gdn_models::CausalLm::load_gguf(&config, &file, DType::F32, &Device::Cpu)
+pub fn load(path: &Path) -> Result<CausalLm> {
+    let file = GgufFile::open(path)?;
+    CausalLm::load_gguf(&ModelConfig::from_gguf(&file)?, &file, DType::F32, &Device::Cpu)
 }

@@ -42,6 +42,23 @@ fn path(name: &str) -> String {
     places.into_iter().flatten().find(exists).unwrap_or_else(|| name.to_owned())
 }
 
+/// The most likely token; of equals the first.
+pub fn argmax(x: &[f32]) -> u32 {
+    (0..x.len()).max_by(|&i, &j| x[i].total_cmp(&x[j]).then(j.cmp(&i))).unwrap_or(0) as u32
+}
+
+pub fn log_softmax(logits: &[f32], id: u32) -> f32 {
+    let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    let sum: f64 = logits.iter().map(|&x| (f64::from(x) - max).exp()).sum();
+    (f64::from(logits[id as usize]) - max - sum.ln()) as f32
+}
+
+pub fn max_diff(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    // A NaN must not pass: f32::max would drop it.
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0., |m, d| if d <= m { m } else { d })
+}
+
 impl Goldens {
     /// Whether its files are here; says so where they are not.
     pub fn is_here(&self) -> bool {

@@ -1,24 +1,16 @@
 //! What a model takes, as told before it is loaded.
 
-#[path = "support/cli.rs"]
-mod cli;
-#[path = "../../examples/common/dummy.rs"]
-mod dummy;
-#[path = "support/tiny.rs"]
-#[allow(dead_code)]
-mod tiny;
-
+use crate::cli::{fails, generate, Copy, DEMO};
+use crate::dummy::Dummy;
+use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Shape, Tensor};
 use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use cli::{fails, run, Copy, DEMO};
-use dummy::Dummy;
 use serde_json::json;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
-use tiny::Tiny;
 
 const CONFIGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/configs");
 
@@ -176,27 +168,22 @@ fn random_weights_are_made_in_pieces() -> Result<()> {
 
 #[test]
 fn dummy_models_are_timed() {
-    let run = |args: &[&str]| run("generate", &[&["--load-format", "dummy", "-n", "6"], args].concat());
+    let run = |args: &[&str]| generate(&[&["--load-format", "dummy", "-n", "6"], args].concat());
     // The demo's tokenizer is there, so random weights complete a text.
     let text = run(&["--prompt", "In the beginning"]);
-    assert_eq!(text.code, Some(0), "{text:?}");
     assert!(!text.stdout.is_empty() && text.stderr.contains("loaded random F32"), "{text:?}");
     // Without: figures alone, whether it is a directory or a file that is named.
     let copy = Copy::new();
-    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"] {
-        std::fs::remove_file(copy.file(name)).unwrap();
-    }
+    copy.remove(&["tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"]);
     let (dir, file) = (copy.arg(), copy.file("config.json").display().to_string());
     for model in [&dir, &file] {
         let run = run(&["--model", model, "--prompt-tokens", "70"]);
-        assert_eq!((run.code, run.stdout.as_str()), (Some(0), ""), "{run:?}");
-        for part in ["prompt: 70 tokens", "decode: 5 tokens", "stopped: 6 tokens (-n)"] {
-            assert!(run.stderr.contains(part), "expected {part:?} in {:?}", run.stderr);
-        }
+        assert_eq!(run.stdout, "");
+        run.says(&["prompt: 70 tokens", "decode: 5 tokens", "stopped: 6 tokens (-n)"]);
     }
     let run = run(&["--model", &dir, "--prompt-tokens", "70", "--batch", "3", "--draft", "2"]);
-    assert_eq!((run.code, run.stdout.as_str()), (Some(0), ""), "{run:?}");
-    assert!(run.stderr.contains("prompt: 210 tokens") && run.stderr.contains("decode: 15 tokens"), "{run:?}");
+    assert_eq!(run.stdout, "");
+    run.says(&["prompt: 210 tokens", "decode: 15 tokens"]);
     assert!(!run.stderr.contains("prompt 1:"), "{run:?}");
 
     let no_text: [&[&str]; 4] = [&[], &["--prompt", "a"], &["--chat", "--prompt", "a"], &["--prompt-file", "a"]];
@@ -211,9 +198,9 @@ fn dummy_models_are_timed() {
 fn made_up_prompts_have_no_end() {
     let copy = Copy::new();
     copy.set("generation_config.json", "eos_token_id", json!((0..1024).collect::<Vec<u32>>()));
-    let run = run("generate", &["--model", &copy.arg(), "--prompt-tokens", "9", "-n", "30"]);
-    assert_eq!((run.code, run.stdout.as_str()), (Some(0), ""), "{run:?}");
-    assert!(run.stderr.contains("decode: 29 tokens"), "{run:?}");
+    let run = generate(&["--model", &copy.arg(), "--prompt-tokens", "9", "-n", "30"]);
+    assert_eq!(run.stdout, "");
+    run.says(&["decode: 29 tokens"]);
 }
 
 #[test]
@@ -231,8 +218,7 @@ fn bad_dummies() {
     fails("generate", &["--load-format", "zeros"], 2, &["--load-format", "dummy"]);
     fails("generate", &["--model", "Qwen3.5-4B"], 1, &["--model", "--load-format dummy"]);
     let copy = Copy::new();
-    copy.write("config.json", "{}");
-    dummy(&["--model", &copy.file("config.json").display().to_string()], 1, &["config.json", "`model_type`"]);
+    dummy(&["--model", &copy.arg_of("config.json", "{}")], 1, &["config.json", "`model_type`"]);
     fails("perplexity", &["--load-format", "dummy", "--model", "qwen3.5-0.8b", "--file", "a"], 1, &["--file"]);
 }
 
@@ -255,12 +241,9 @@ fn what_cannot_fit_is_refused_before_it_is_loaded() {
         fails_with(&at, &[], &["error: "]);
     }
 
-    let told = run("generate", &["-n", "1"]);
-    let lines: Vec<_> = told.stderr.lines().collect();
-    let (memory, loaded) = (
-        lines.iter().position(|line| line.starts_with("memory: ")),
-        lines.iter().position(|line| line.starts_with("loaded ")),
-    );
+    let told = generate(&["-n", "1"]);
+    let [memory, loaded] =
+        ["memory: ", "loaded "].map(|start| told.stderr.lines().position(|line| line.starts_with(start)));
     assert!(memory.is_some() && memory < loaded, "{told:?}");
     // 3.1 million weights of two bytes, which the files have and the packed ones keep.
     assert!(told.stderr.contains("6.3 MiB weights"), "{told:?}");

@@ -1,22 +1,14 @@
 //! `generate --tensor-parallel` on the CPU, where ranks are threads.
 
-#[path = "support/cli.rs"]
-mod cli;
-// Has tests of its own.
-#[path = "../../examples/common/gpu_count.rs"]
-mod gpu_count;
-
-use cli::{command, fails, run, Copy, Run};
+use crate::cli::{command, fails, generate, run, Copy, Run, PROMPT};
 use std::process::Stdio;
 use std::time::Duration;
 
 /// What is printed and told must be that of one device, and told once.
 #[track_caller]
 fn same_as_alone(args: &[&str]) -> Run {
-    let alone = run("generate", args);
-    let both = run("generate", &[args, &["--tensor-parallel", "2"]].concat());
-    assert_eq!((alone.code, both.code), (Some(0), Some(0)), "{both:?}");
-    assert_eq!(both.stdout, alone.stdout);
+    let both = generate(&[args, &["--tensor-parallel", "2"]].concat());
+    assert_eq!(both.stdout, generate(args).stdout);
     assert!(!both.stdout.is_empty());
     for line in ["memory: ", "loaded ", "decode: "] {
         assert_eq!(both.stderr.matches(line).count(), 1, "{line}: {}", both.stderr);
@@ -32,7 +24,7 @@ fn a_text() {
 
 #[test]
 fn a_text_by_quantised_parts() {
-    let args = ["--prompt", "And it came to pass in those days, that there went out a decree", "-n", "24"];
+    let args = ["--prompt", PROMPT, "-n", "24"];
     let with = |more: &[&str]| same_as_alone(&[&args[..], &["--temperature", "0"], more].concat());
     assert!(with(&["--quantize", "q8_0"]).stderr.contains("matrices Q8_0, on 2 threads"));
     // 192 columns are no whole blocks of 256.

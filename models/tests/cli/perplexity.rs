@@ -1,18 +1,13 @@
 //! The perplexity example as a program.
 
-#[path = "support/cli.rs"]
-mod cli;
-#[path = "support/golden.rs"]
-mod golden;
-
+use crate::cli::{fails, run, Copy, DEMO};
+use crate::golden;
 use candle_core::Result;
-use cli::{fails, run, Copy, DEMO};
 use serde_json::{json, Value};
 
 /// What a run printed: (id, logprob) a line, then the last line.
 fn score(args: &[&str]) -> (Vec<(u32, f64)>, Value) {
-    let run = run("perplexity", args);
-    assert_eq!(run.code, Some(0), "{run:?}");
+    let run = run("perplexity", args).good();
     let lines: Vec<Value> = run.stdout.lines().map(|l| serde_json::from_str(l).expect(l)).collect();
     let (last, tokens) = lines.split_last().expect("a last line");
     let token = |v: &Value| (v["id"].as_u64().unwrap() as u32, v["logprob"].as_f64().unwrap());
@@ -25,8 +20,7 @@ fn list(ids: &[u32]) -> String {
 
 #[test]
 fn the_format_is_exact() {
-    let run = run("perplexity", &["--token-ids", "49,68,7"]);
-    assert_eq!(run.code, Some(0), "{run:?}");
+    let run = run("perplexity", &["--token-ids", "49,68,7"]).good();
     let lines: Vec<&str> = run.stdout.lines().collect();
     assert_eq!(lines.len(), 3);
     for (line, id) in lines.iter().zip([68, 7]) {
@@ -82,8 +76,7 @@ fn chunks_change_nothing() -> Result<()> {
 #[test]
 fn files_and_dtypes() {
     let copy = Copy::new();
-    copy.write("text", "In the beginning God created the heaven and the earth.");
-    let path = copy.file("text").display().to_string();
+    let path = copy.arg_of("text", "In the beginning God created the heaven and the earth.");
     let (tokens, last) = score(&["--model", DEMO, "--file", &path]);
     assert_eq!(last["count"], json!(tokens.len()));
     for dtype in ["bf16", "f16"] {
@@ -107,8 +100,7 @@ fn bad_input_is_named() {
     fails("perplexity", &["--file", "/nowhere/at/all"], 1, &["--file", "/nowhere/at/all"]);
     fails("perplexity", &["--token-ids", "1,2", "--model", "/nowhere/at/all"], 1, &["--model", "/nowhere/at/all"]);
     let copy = Copy::new();
-    copy.write("text", "");
-    let empty = copy.file("text").display().to_string();
+    let empty = copy.arg_of("text", "");
     fails("perplexity", &["--file", &empty], 1, &["--file", "at least 2 tokens", "got 0"]);
     copy.set("config.json", "max_position_embeddings", json!(4));
     let args = ["--model", &copy.arg(), "--token-ids", "1,2,3,4,5"];

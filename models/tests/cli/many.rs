@@ -1,10 +1,7 @@
 //! The generate example with several prompts at once, with drafts, and with a cache of common beginnings: none of it
 //! changes what is said.
 
-#[path = "support/cli.rs"]
-mod cli;
-
-use cli::{command, fails, Copy, Run, DEMO};
+use crate::cli::{command, endless, ends_with_commas, fails, interrupt, tokenizer, Copy, Run};
 use serde_json::json;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Stdio};
@@ -34,11 +31,7 @@ fn on_threads(args: &[&str], threads: Option<usize>) -> Run {
     if let Some(threads) = threads {
         command.env("RAYON_NUM_THREADS", threads.to_string());
     }
-    let out = command.args(args).output().unwrap();
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    let run = Run { code: out.status.code(), stdout: text(out.stdout), stderr: text(out.stderr) };
-    assert_eq!(run.code, Some(0), "{run:?}");
-    run
+    Run::of(command.args(args).output().unwrap()).good()
 }
 
 fn many(prompts: &[&str], args: &[&str]) -> Run {
@@ -84,18 +77,14 @@ fn several_prompts_say_what_each_says_alone() {
     for args in runs {
         let run = on_threads(&with_prompts(&PROMPTS, &[&["-n", "24"], args].concat()), None);
         assert_eq!(run.stdout, want, "{args:?}");
-        for part in ["prompt 4: stopped: 24 tokens (-n)", "\nprompt: ", "\ndecode: 92 tokens in "] {
-            assert!(run.stderr.contains(part), "expected {part:?} in {:?}", run.stderr);
-        }
+        run.says(&["prompt 4: stopped: 24 tokens (-n)", "\nprompt: ", "\ndecode: 92 tokens in "]);
     }
 }
 
 #[test]
 fn rows_that_end_make_room() {
-    // A frequent token that ends texts: of the prompts, and of what each says, at different places.
-    let tokenizer = tokenizers::Tokenizer::from_file(format!("{DEMO}/tokenizer.json")).unwrap();
-    let copy = Copy::new();
-    copy.set("generation_config.json", "eos_token_id", json!(tokenizer.encode(",", false).unwrap().get_ids()));
+    // At different places, of the prompts and of what each says.
+    let copy = ends_with_commas();
     let arg = copy.arg();
     let want = alone(&PROMPTS, &["--model", &arg, "-n", "40"]);
     for args in [&["--batch", "2"][..], &["--batch", "4"], &["--batch", "3", "--draft", "4"]] {
@@ -125,8 +114,8 @@ fn each_prompt_draws_its_own_numbers() {
 #[test]
 fn prompts_come_from_the_lines_of_a_file() {
     let dir = Copy::new();
-    dir.write("prompts.txt", format!("{}\r\n\n  \n{}\n{}", PROMPTS[0], PROMPTS[1], PROMPTS[3]));
-    let path = dir.file("prompts.txt").display().to_string();
+    let lines = format!("{}\r\n\n  \n{}\n{}", PROMPTS[0], PROMPTS[1], PROMPTS[3]);
+    let path = dir.arg_of("prompts.txt", lines);
     let want = many(&[PROMPTS[0], PROMPTS[1], PROMPTS[3]], &["-n", "6"]).stdout;
     assert_eq!(generate(&["--prompts-file", &path, "-n", "6"]).stdout, want);
     // One line is one prompt, and streams.
@@ -166,11 +155,8 @@ fn drafts_change_nothing() {
 #[test]
 fn right_guesses_save_steps() {
     let copy = Copy::new();
-    let device = candle_core::Device::Cpu;
-    let mut all = candle_core::safetensors::load(copy.file("model.safetensors"), &device).unwrap();
     // All logits are equal, so that the first token wins; it must not end the text.
-    all.insert("lm_head.weight".into(), all["lm_head.weight"].zeros_like().unwrap());
-    candle_core::safetensors::save(&all, copy.file("model.safetensors")).unwrap();
+    copy.weights(|all| drop(all.insert("lm_head.weight".into(), all["lm_head.weight"].zeros_like().unwrap())));
     copy.set("config.json", "eos_token_id", json!(9));
     copy.set("generation_config.json", "eos_token_id", json!(9));
     let run = many(&PROMPTS[..1], &["--model", &copy.arg(), "-n", "21", "--draft", "4"]);
@@ -245,25 +231,18 @@ fn bad_arguments() {
     fails("generate", &["--prompts-file", "/nowhere/at/all"], 1, &["--prompts-file", "/nowhere/at/all"]);
     fails("generate", &["--prompt", "a", "--prompt", ""], 1, &["prompt 2", "at least 1 token"]);
     let dir = Copy::new();
-    dir.write("empty.txt", "\n \n");
-    let path = dir.file("empty.txt").display().to_string();
-    fails("generate", &["--prompts-file", &path], 1, &["--prompts-file", "has none"]);
-    dir.write("bytes.txt", [0xff, 0xfe]);
-    let path = dir.file("bytes.txt").display().to_string();
-    fails("generate", &["--prompts-file", &path], 1, &["--prompts-file", "UTF-8"]);
+    let empty = dir.arg_of("empty.txt", "\n \n");
+    fails("generate", &["--prompts-file", &empty], 1, &["--prompts-file", "has none"]);
+    let bytes = dir.arg_of("bytes.txt", [0xff, 0xfe]);
+    fails("generate", &["--prompts-file", &bytes], 1, &["--prompts-file", "UTF-8"]);
 }
 
 /// Prompts of which the first ends soon, for want of positions, and the others go on: its completion is there, theirs
 /// is on the way.
 fn long_run() -> (Child, BufReader<ChildStdout>, Copy) {
-    let copy = Copy::new();
-    for file in ["config.json", "generation_config.json"] {
-        copy.set(file, "eos_token_id", json!(null));
-    }
-    copy.set("config.json", "max_position_embeddings", json!(30000));
-    let tokenizer = tokenizers::Tokenizer::from_file(format!("{DEMO}/tokenizer.json")).unwrap();
+    let copy = endless(30000);
     let long = "Let there be light. ".repeat(500);
-    let room = tokenizer.encode(long.as_str(), true).unwrap().get_ids().len() + 2;
+    let room = tokenizer().encode(long.as_str(), true).unwrap().get_ids().len() + 2;
     copy.write("prompts.txt", [&long, PROMPTS[0], PROMPTS[1], PROMPTS[2]].join("\n"));
     let mut child = command("generate")
         .args(["--model", &copy.arg(), "-n", "100000", "--batch", "2", "--max-seq-len", &room.to_string()])
@@ -285,20 +264,16 @@ fn long_run() -> (Child, BufReader<ChildStdout>, Copy) {
 #[test]
 fn ctrl_c_prints_what_there_is() {
     let (child, mut stdout, _copy) = long_run();
-    let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    assert!(kill.success());
+    interrupt(&child);
     let mut rest = String::new();
     stdout.read_to_string(&mut rest).unwrap();
-    let out = child.wait_with_output().unwrap();
-    let stderr = String::from_utf8(out.stderr).unwrap();
-    assert_eq!(out.status.code(), Some(130), "{stderr}");
+    let run = Run::end(child);
+    assert_eq!(run.code, Some(130), "{run:?}");
     assert!(rest.contains("==> prompt 2 <==") && !rest.contains("==> prompt 4 <=="), "{rest}");
     // The third follows the first, if there was time.
     let missing = if rest.contains("==> prompt 3 <==") { 1 } else { 2 };
     let last = format!("stopped: {missing} of 4 prompts have no completion");
-    for part in ["prompt 2: stopped: interrupted after", "decode: ", &last] {
-        assert!(stderr.contains(part), "expected {part:?} in {stderr}");
-    }
+    run.says(&["prompt 2: stopped: interrupted after", "decode: ", &last]);
 }
 
 /// Seen when the next completion is written.
@@ -306,8 +281,5 @@ fn ctrl_c_prints_what_there_is() {
 fn a_closed_output_is_no_panic() {
     let (child, stdout, _copy) = long_run();
     drop(stdout);
-    let out = child.wait_with_output().unwrap();
-    let stderr = String::from_utf8(out.stderr).unwrap();
-    assert_eq!(out.status.code(), Some(0), "{stderr}");
-    assert!(stderr.contains("\nstopped: output closed"), "{stderr}");
+    Run::end(child).good().says(&["\nstopped: output closed"]);
 }

@@ -1,24 +1,13 @@
 //! The generate example on GGUF files and with quantised matrices.
 
-#[path = "support/cli.rs"]
-mod cli;
-#[path = "support/gguf_writer.rs"]
-#[allow(dead_code)]
-mod gguf_writer;
-#[path = "support/tiny.rs"]
-#[allow(dead_code)]
-mod tiny;
-
+use crate::cli::{self, fails, generate, DEMO, PROMPT};
+use crate::gguf_writer::{GgufOfTiny, Layout};
+use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device};
-use cli::{fails, Run, DEMO};
-use gguf_writer::{GgufOfTiny, Layout};
 use serde_json::Value as Json;
 use std::path::Path;
-use tiny::Tiny;
-
-const PROMPT: &str = "And it came to pass in those days, that there went out a decree";
 
 fn json(name: &str) -> Json {
     serde_json::from_str(&std::fs::read_to_string(format!("{DEMO}/{name}")).unwrap()).unwrap()
@@ -33,41 +22,10 @@ fn demo() -> GgufOfTiny {
     let demo = Tiny { config, weights };
     let mut file = GgufOfTiny::new(&demo, Layout::Qwen3Next).unwrap();
 
-    let tokenizer = json("tokenizer.json");
-    let string = |text: &str| Value::String(text.to_string());
-    let count = demo.config["vocab_size"].as_u64().unwrap() as usize;
-    let mut tokens = vec![(string("?"), Value::I32(1)); count];
-    for (token, id) in tokenizer["model"]["vocab"].as_object().unwrap() {
-        tokens[id.as_u64().unwrap() as usize] = (string(token), Value::I32(1));
-    }
-    for added in tokenizer["added_tokens"].as_array().unwrap() {
-        let control = Value::I32(if added["special"] == true { 3 } else { 4 });
-        tokens[added["id"].as_u64().unwrap() as usize] = (string(added["content"].as_str().unwrap()), control);
-    }
-    let (tokens, types) = tokens.into_iter().unzip();
-    let merge = |merge: &Json| match merge {
-        Json::Array(pair) => string(&format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap())),
-        merge => string(merge.as_str().unwrap()),
-    };
-    let merges = tokenizer["model"]["merges"].as_array().unwrap().iter().map(merge).collect();
+    file.add_tokenizer(&json("tokenizer.json"), "gpt-2");
     let template = json("tokenizer_config.json")["chat_template"].as_str().unwrap().to_string();
-    for (key, value) in [
-        ("tokenizer.ggml.model", string("gpt2")),
-        ("tokenizer.ggml.pre", string("gpt-2")),
-        ("tokenizer.ggml.tokens", Value::Array(tokens)),
-        ("tokenizer.ggml.token_type", Value::Array(types)),
-        ("tokenizer.ggml.merges", Value::Array(merges)),
-        ("tokenizer.chat_template", Value::String(template)),
-    ] {
-        file.metadata.insert(key.to_string(), value);
-    }
+    file.metadata.insert("tokenizer.chat_template".into(), Value::String(template));
     file
-}
-
-fn generate(args: &[&str]) -> Run {
-    let run = cli::run("generate", args);
-    assert_eq!(run.code, Some(0), "{run:?}");
-    run
 }
 
 fn write(file: &GgufOfTiny, dir: &Path, name: &str) -> String {

@@ -1,24 +1,12 @@
 //! The generate example as a program.
 
-#[path = "support/cli.rs"]
-mod cli;
-#[path = "support/hub.rs"]
-mod hub;
-
+use crate::cli::{command, euro, fails, generate, interrupt, tokenizer, Copy, Run, DEMO, PROMPT};
+use crate::hub;
 use candle_core::{safetensors, Device};
-use cli::{command, euro, fails, run, Copy, DEMO};
 use serde_json::json;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Read;
-use std::process::Stdio;
-
-const PROMPT: &str = "And it came to pass in those days, that there went out a decree";
-
-fn generate(args: &[&str]) -> cli::Run {
-    let run = run("generate", args);
-    assert_eq!(run.code, Some(0), "{run:?}");
-    run
-}
+use std::process::{Child, Stdio};
 
 #[test]
 fn no_arguments_complete_the_demo_prompt() {
@@ -26,9 +14,7 @@ fn no_arguments_complete_the_demo_prompt() {
     // Only the completion is on stdout; what goes before and after is on stderr.
     assert!(!run.stdout.is_empty());
     assert!(!run.stdout.contains("tokens"), "{run:?}");
-    for part in ["prompt: ", "loaded F32", "prompt: ", "decode: 23 tokens", "tokens/s", "stopped: 24 tokens"] {
-        assert!(run.stderr.contains(part), "expected {part:?} in {:?}", run.stderr);
-    }
+    run.says(&["prompt: ", "loaded F32", "decode: 23 tokens", "tokens/s", "stopped: 24 tokens"]);
     // No progress bar, since stderr is no terminal.
     assert!(!run.stderr.contains('\r') && !run.stderr.contains('\u{1b}'));
 }
@@ -49,21 +35,8 @@ fn a_familiar_opening_continues_as_verse() {
 #[test]
 fn a_seed_decides_the_text() {
     let sample = |seed: &str| {
-        let args = [
-            "--prompt",
-            PROMPT,
-            "-n",
-            "20",
-            "--temperature",
-            "1.2",
-            "--top-k",
-            "50",
-            "--top-p",
-            "0.95",
-            "--seed",
-            seed,
-        ];
-        generate(&args).stdout
+        let args = ["--prompt", PROMPT, "-n", "20", "--temperature", "1.2", "--top-k", "50", "--top-p", "0.95"];
+        generate(&[&args[..], &["--seed", seed]].concat()).stdout
     };
     assert_eq!(sample("1"), sample("1"));
     assert_ne!(sample("1"), sample("2"));
@@ -76,9 +49,9 @@ fn sampling_options_end_at_the_most_likely_token() {
         let args = [&["--prompt", PROMPT, "-n", "12"], &options[..]].concat();
         assert_eq!(generate(&args).stdout, greedy, "{options:?}");
     }
-    let args = ["--prompt", PROMPT, "-n", "40", "--repeat-penalty", "3", "--repeat-last-n"];
-    assert_eq!(generate(&[&args[..], &["0"]].concat()).stdout, generate(&["--prompt", PROMPT, "-n", "40"]).stdout);
-    assert_ne!(generate(&[&args[..], &["64"]].concat()).stdout, generate(&["--prompt", PROMPT, "-n", "40"]).stdout);
+    let forty = |more: &[&str]| generate(&[&["--prompt", PROMPT, "-n", "40"], more].concat()).stdout;
+    assert_eq!(forty(&["--repeat-penalty", "3", "--repeat-last-n", "0"]), forty(&[]));
+    assert_ne!(forty(&["--repeat-penalty", "3", "--repeat-last-n", "64"]), forty(&[]));
 }
 
 #[test]
@@ -86,8 +59,7 @@ fn prefill_chunks_change_nothing() {
     let file = Copy::new();
     let text = "In the beginning God created the heaven and the earth. And the earth was without form, and void; \
                 and darkness was upon the face of the deep. And the Spirit of God moved upon the face of the";
-    file.write("prompt.txt", text);
-    let path = file.file("prompt.txt").display().to_string();
+    let path = file.arg_of("prompt.txt", text);
     let with = |chunk: &str| generate(&["--prompt-file", &path, "-n", "12", "--prefill-chunk", chunk]).stdout;
     let whole = generate(&["--prompt", text, "-n", "12"]).stdout;
     for chunk in ["1", "7", "32", "1000"] {
@@ -133,8 +105,7 @@ fn ends_of_text_come_from_both_files() {
 }
 
 fn first_token() -> u32 {
-    let tokenizer = tokenizers::Tokenizer::from_file(format!("{DEMO}/tokenizer.json")).unwrap();
-    let ids = |text: &str| tokenizer.encode(text, true).unwrap().get_ids().to_vec();
+    let ids = |text: &str| tokenizer().encode(text, true).unwrap().get_ids().to_vec();
     let one = generate(&["--prompt", PROMPT, "-n", "1"]).stdout;
     let (prompt, longer) = (ids(PROMPT), ids(&format!("{PROMPT}{one}")));
     assert_eq!(longer.len(), prompt.len() + 1);
@@ -173,11 +144,8 @@ fn chat_templates() {
     let copy = Copy::new();
     assert_eq!(chat(&copy), want, "a string");
 
-    let template = serde_json::from_str::<serde_json::Value>(
-        &std::fs::read_to_string(copy.file("tokenizer_config.json")).unwrap(),
-    )
-    .unwrap()["chat_template"]
-        .clone();
+    let config = std::fs::read_to_string(copy.file("tokenizer_config.json")).unwrap();
+    let template = serde_json::from_str::<serde_json::Value>(&config).unwrap()["chat_template"].take();
     let list = json!([{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]);
     copy.set("tokenizer_config.json", "chat_template", list);
     assert_eq!(chat(&copy), want, "a list");
@@ -246,11 +214,11 @@ fn missing_files_are_named() {
         [("tokenizer.json", "tokenizer.json is missing"), ("model.safetensors", "neither model.safetensors nor")]
     {
         let copy = Copy::new();
-        std::fs::remove_file(copy.file(name)).unwrap();
+        copy.remove(&[name]);
         fails("generate", &["--model", &copy.arg(), "--prompt", PROMPT], 1, &[says]);
     }
     let copy = Copy::new();
-    std::fs::remove_file(copy.file("generation_config.json")).unwrap();
+    copy.remove(&["generation_config.json"]);
     generate(&["--model", &copy.arg(), "--prompt", PROMPT, "-n", "1"]);
 }
 
@@ -291,11 +259,11 @@ fn damaged_weights_are_named() {
 fn sharded() -> Copy {
     let copy = Copy::new();
     let all = safetensors::load(copy.file("model.safetensors"), &Device::Cpu).unwrap();
-    std::fs::remove_file(copy.file("model.safetensors")).unwrap();
+    copy.remove(&["model.safetensors"]);
     let mut shards = [HashMap::new(), HashMap::new()];
     let mut map = serde_json::Map::new();
     // By name, so that the same tensors are in the same shard every time.
-    let all = std::collections::BTreeMap::from_iter(all);
+    let all = BTreeMap::from_iter(all);
     for (i, (name, tensor)) in all.into_iter().enumerate() {
         map.insert(name.clone(), shard(i % 2 + 1).into());
         shards[i % 2].insert(name, tensor);
@@ -343,37 +311,34 @@ fn hub_ids() {
         for proxy in ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"] {
             command.env_remove(proxy);
         }
-        let out = command.env("HF_HOME", home.path()).env("HF_ENDPOINT", endpoint).output().unwrap();
-        let text = |bytes| String::from_utf8(bytes).unwrap();
-        (out.status.code(), text(out.stdout), text(out.stderr))
+        Run::of(command.env("HF_HOME", home.path()).env("HF_ENDPOINT", endpoint).output().unwrap())
     };
     let want = generate(&["--prompt", PROMPT, "-n", "8"]).stdout;
-    let (code, stdout, stderr) = on(&hub.endpoint, "someone/demo");
-    assert_eq!((code, stdout), (Some(0), want.clone()), "{stderr}");
+    assert_eq!(on(&hub.endpoint, "someone/demo").good().stdout, want);
     let served = hub.served();
     assert!(served.iter().any(|path| path.ends_with(&shard(2))));
     assert!(!served.iter().any(|path| path.contains("training_state")));
 
     // The hub gone, the cache answers; what is not there is named.
     let nobody = "http://127.0.0.1:9";
-    let (code, stdout, stderr) = on(nobody, "someone/demo");
-    assert_eq!((code, stdout), (Some(0), want), "{stderr}");
-    assert!(stderr.contains("cached files of someone/demo"), "{stderr}");
-    let (code, stdout, stderr) = on(nobody, "someone/else");
-    assert_eq!((code, stdout.as_str()), (Some(1), ""));
-    assert!(stderr.contains("--model") && stderr.contains("someone/else"), "{stderr}");
-    let (code, _, stderr) = on(&hub.endpoint, "someone/else");
-    assert_eq!(code, Some(1));
-    assert!(stderr.contains("someone/else at revision v1"), "{stderr}");
+    let run = on(nobody, "someone/demo").good();
+    assert_eq!(run.stdout, want);
+    run.says(&["cached files of someone/demo"]);
+    let run = on(nobody, "someone/else");
+    assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""));
+    run.says(&["--model", "someone/else"]);
+    let run = on(&hub.endpoint, "someone/else");
+    assert_eq!(run.code, Some(1));
+    run.says(&["someone/else at revision v1"]);
 }
 
 #[test]
 fn nan_weights_stop_the_run() {
     let copy = Copy::new();
-    let mut all = safetensors::load(copy.file("model.safetensors"), &Device::Cpu).unwrap();
-    let norm = all["model.norm.weight"].clone();
-    all.insert("model.norm.weight".into(), (norm * f64::NAN).unwrap());
-    safetensors::save(&all, copy.file("model.safetensors")).unwrap();
+    copy.weights(|all| {
+        let norm = (&all["model.norm.weight"] * f64::NAN).unwrap();
+        all.insert("model.norm.weight".into(), norm);
+    });
     fails("generate", &["--model", &copy.arg(), "--prompt", PROMPT], 1, &["logit NaN"]);
 }
 
@@ -392,7 +357,7 @@ fn stdout_is_text_at_every_moment() {
 }
 
 /// A generation that goes on until something ends it.
-fn long_run() -> std::process::Child {
+fn long_run() -> Child {
     command("generate")
         .args(["--prompt", PROMPT, "-n", "100000", "--temperature", "1"])
         .stdout(Stdio::piped())
@@ -407,10 +372,7 @@ fn a_closed_output_is_no_panic() {
     let mut first = [0u8; 1];
     child.stdout.as_mut().unwrap().read_exact(&mut first).unwrap();
     drop(child.stdout.take());
-    let out = child.wait_with_output().unwrap();
-    let stderr = String::from_utf8(out.stderr).unwrap();
-    assert_eq!(out.status.code(), Some(0), "{stderr}");
-    assert!(stderr.contains("output closed"), "{stderr}");
+    Run::end(child).good().says(&["output closed"]);
 }
 
 #[cfg(unix)]
@@ -420,12 +382,10 @@ fn ctrl_c_ends_cleanly() {
     let mut stdout = child.stdout.take().unwrap();
     let mut first = [0u8; 1];
     stdout.read_exact(&mut first).unwrap();
-    let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    assert!(kill.success());
+    interrupt(&child);
     let mut rest = Vec::new();
     stdout.read_to_end(&mut rest).unwrap();
-    let out = child.wait_with_output().unwrap();
-    let stderr = String::from_utf8(out.stderr).unwrap();
-    assert_eq!(out.status.code(), Some(130), "{stderr}");
-    assert!(stderr.contains("decode: ") && stderr.contains("interrupted after"), "{stderr}");
+    let run = Run::end(child);
+    assert_eq!(run.code, Some(130), "{run:?}");
+    run.says(&["decode: ", "interrupted after"]);
 }

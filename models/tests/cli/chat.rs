@@ -1,10 +1,6 @@
 //! The generate example as one talks to it: what is kept between turns changes nothing of what is said.
 
-#[path = "support/cli.rs"]
-mod cli;
-
-use cli::{command, euro, fails, Copy, Run};
-use serde_json::json;
+use crate::cli::{command, endless, ends_with_commas, euro, fails, generate, interrupt, Copy, Run};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Stdio};
 
@@ -14,26 +10,16 @@ fn start(args: &[&str]) -> Child {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-fn end(child: Child) -> Run {
-    let out = child.wait_with_output().unwrap();
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    Run { code: out.status.code(), stdout: text(out.stdout), stderr: text(out.stderr) }
-}
-
 /// All that was said, and the end of the input.
 fn talk(args: &[&str], input: impl AsRef<[u8]>) -> Run {
     let mut child = start(args);
     child.stdin.take().unwrap().write_all(input.as_ref()).unwrap();
-    let run = end(child);
-    assert_eq!(run.code, Some(0), "{run:?}");
-    run
+    Run::end(child).good()
 }
 
 /// What a prompt that says all of it at once is completed with.
 fn once(prompt: &str, args: &[&str]) -> String {
-    let run = cli::run("generate", &[&["--prompt", prompt], args].concat());
-    assert_eq!(run.code, Some(0), "{run:?}");
-    run.stdout
+    generate(&[&["--prompt", prompt], args].concat()).stdout
 }
 
 fn asked(message: &str) -> String {
@@ -79,9 +65,7 @@ fn a_talk_is_what_the_whole_of_it_gives_at_once() {
 
 #[test]
 fn an_answer_that_ends_by_itself_goes_on() {
-    let copy = Copy::new();
-    let tokenizer = tokenizers::Tokenizer::from_file(copy.file("tokenizer.json")).unwrap();
-    copy.set("generation_config.json", "eos_token_id", json!(tokenizer.encode(",", false).unwrap().get_ids()));
+    let copy = ends_with_commas();
     let arg = copy.arg();
     let args = ["--model", &arg, "-n", "200"];
     let run = talk(&[&args[..], &["--show-cache"]].concat(), format!("{FIRST}\n{SECOND}\n"));
@@ -131,7 +115,7 @@ fn a_template_may_write_the_past_otherwise() {
 #[test]
 fn without_a_template_it_is_one_text() {
     let copy = Copy::new();
-    std::fs::remove_file(copy.file("tokenizer_config.json")).unwrap();
+    copy.remove(&["tokenizer_config.json"]);
     let arg = copy.arg();
     let args = ["--model", &arg, "-n", "12"];
     let run = talk(&[&args[..], &["--show-cache"]].concat(), format!("{FIRST}\n{SECOND}\n"));
@@ -163,51 +147,30 @@ fn lines_that_are_no_messages_are_left_out() {
     let long = "Let there be light ".repeat(30);
     let run = talk(&args, [b"\xff\xfe half\n", long.as_bytes(), b"\n", FIRST.as_bytes(), b"\n"].concat());
     assert_eq!(run.stdout, format!("{first}\n"));
-    for part in ["left out: a line that is not UTF-8", "left out: expected at most --max-seq-len (60)", "/reset"] {
-        assert!(run.stderr.contains(part), "expected {part:?} in {:?}", run.stderr);
-    }
+    run.says(&["left out: a line that is not UTF-8", "left out: expected at most --max-seq-len (60)", "/reset"]);
 }
 
 #[test]
 fn a_talk_ends_where_its_room_does() {
     let run = talk(&["--max-seq-len", "40"], format!("{FIRST}\n{SECOND}\n/reset\n{FIRST}\n"));
-    assert!(run.stderr.contains("--max-seq-len gives 40 positions"), "{run:?}");
-    assert!(run.stderr.contains("left out: expected at most --max-seq-len (40)"), "{run:?}");
+    run.says(&["--max-seq-len gives 40 positions", "left out: expected at most --max-seq-len (40)"]);
     let answers: Vec<_> = run.stdout.split_inclusive('\n').collect();
-    assert_eq!(
-        run.stdout,
-        once(&asked(FIRST), &["--max-seq-len", "40"]) + "\n" + &answers[answers.len() / 2..].concat()
-    );
+    let first = once(&asked(FIRST), &["--max-seq-len", "40"]);
+    assert_eq!(run.stdout, first + "\n" + &answers[answers.len() / 2..].concat());
 }
 
 #[test]
 fn characters_are_never_cut() {
     let copy = euro();
-    std::fs::remove_file(copy.file("tokenizer_config.json")).unwrap();
+    copy.remove(&["tokenizer_config.json"]);
     let run = talk(&["--model", &copy.arg(), "-n", "5"], "€\n€\n");
     assert_eq!(run.stdout, "€\n€\n", "{run:?}");
-}
-
-/// A checkpoint whose answers do not end.
-fn endless() -> Copy {
-    let copy = Copy::new();
-    for file in ["config.json", "generation_config.json"] {
-        copy.set(file, "eos_token_id", json!(null));
-    }
-    copy.set("config.json", "max_position_embeddings", json!(1000000));
-    copy
-}
-
-#[cfg(unix)]
-fn interrupt(child: &Child) {
-    let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    assert!(kill.success());
 }
 
 #[cfg(unix)]
 #[test]
 fn ctrl_c_stops_the_answer_and_twice_the_program() {
-    let copy = endless();
+    let copy = endless(1000000);
     let mut child = start(&["--model", &copy.arg(), "--max-seq-len", "900000", "--show-cache"]);
     let mut stdin = child.stdin.take().unwrap();
     let mut stdout = child.stdout.take().unwrap();
@@ -235,15 +198,13 @@ fn ctrl_c_stops_the_answer_and_twice_the_program() {
 
 #[test]
 fn a_closed_output_is_no_panic() {
-    let copy = endless();
+    let copy = endless(1000000);
     let mut child = start(&["--model", &copy.arg(), "--max-seq-len", "900000"]);
     writeln!(child.stdin.as_mut().unwrap(), "{FIRST}").unwrap();
     let mut byte = [0u8; 1];
     child.stdout.as_mut().unwrap().read_exact(&mut byte).unwrap();
     drop(child.stdout.take());
-    let run = end(child);
-    assert_eq!(run.code, Some(0), "{run:?}");
-    assert!(run.stderr.contains("output closed"), "{run:?}");
+    Run::end(child).good().says(&["output closed"]);
 }
 
 #[test]
@@ -256,7 +217,7 @@ fn bad_arguments() {
     let arg = copy.arg();
     copy.write("chat_template.jinja", "{% for %}");
     fails("generate", &["--model", &arg, "--interactive"], 1, &["--interactive", "chat template"]);
-    std::fs::remove_file(copy.file("tokenizer.json")).unwrap();
+    copy.remove(&["tokenizer.json"]);
     fails("generate", &["--model", &arg, "--interactive"], 1, &["tokenizer.json is missing"]);
     let dummy = ["--model", &arg, "--interactive", "--load-format", "dummy"];
     fails("generate", &dummy, 1, &["--interactive", "no tokenizer.json"]);
@@ -266,7 +227,7 @@ fn bad_arguments() {
     let arg = copy.arg();
     let mut child = start(&["--model", &arg]);
     child.stdin.take().unwrap().write_all(b"a\n").unwrap();
-    let run = end(child);
+    let run = Run::end(child);
     assert_eq!(run.code, Some(1), "{run:?}");
     assert!(run.stderr.contains("only for machines") && !run.stderr.contains("panicked"), "{run:?}");
 }

@@ -1,0 +1,105 @@
+//! Everything that `generate` reads before any weight: the command line and the files of a checkpoint. The first byte of an
+//! input says which of them the rest is; the others are the demo's.
+#![no_main]
+#![allow(dead_code)]
+
+#[path = "../examples/generate/args.rs"]
+mod args;
+#[path = "../examples/generate/chat.rs"]
+mod chat;
+#[path = "../examples/common/mod.rs"]
+mod common;
+#[path = "../examples/generate/plan.rs"]
+mod plan;
+#[path = "../examples/generate/settings.rs"]
+mod settings;
+
+use args::Args;
+use candle_core::{DType, Device};
+use candle_gdn_models::CausalLm;
+use chat::{Message, Template};
+use clap::Parser;
+use common::{Checkpoint, Need};
+use libfuzzer_sys::{fuzz_target, Corpus};
+use plan::Plan;
+use settings::Settings;
+use std::path::Path;
+use std::sync::LazyLock;
+use tempfile::TempDir;
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
+/// By the first byte; an index of shards beside the weights, GGUF files of both layouts, a template as a file.
+const FILES: [&str; 9] = [
+    "arguments",
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "chat_template.jinja",
+    "model.gguf",
+];
+
+/// The demo, one file of which is replaced.
+static FOLDER: LazyLock<TempDir> = LazyLock::new(|| {
+    let shm = Path::new("/dev/shm");
+    let folder = if shm.is_dir() { TempDir::new_in(shm) } else { TempDir::new() }.expect("a folder");
+    for file in std::fs::read_dir(DEMO).expect("the demo") {
+        let file = file.expect("a file").path();
+        std::fs::copy(&file, folder.path().join(file.file_name().expect("a name"))).expect("a copy");
+    }
+    folder
+});
+
+fuzz_target!(|data: &[u8]| -> Corpus {
+    let Some((kind, data)) = data.split_first() else { return Corpus::Reject };
+    let Some(name) = FILES.get(*kind as usize) else { return Corpus::Reject };
+    let folder = FOLDER.path().display().to_string();
+    if *name == "arguments" {
+        let Ok(text) = std::str::from_utf8(data) else { return Corpus::Reject };
+        let arguments = ["generate", "--model", &folder].into_iter().chain(text.split('\0'));
+        if let Ok(args) = Args::try_parse_from(arguments) {
+            // A folder, or something on the network.
+            if args.model.model.as_deref() == Some(folder.as_str()) {
+                let _ = read(&args);
+            }
+        }
+        return Corpus::Keep;
+    }
+    let path = FOLDER.path().join(name);
+    std::fs::write(&path, data).expect("a file");
+    let model = if path.extension().is_some_and(|e| e == "gguf") { path.display().to_string() } else { folder };
+    let _ = read(&Args::parse_from(["generate", "--cpu", "--chat", "--model", &model]));
+    let original = Path::new(DEMO).join(name);
+    match original.is_file() {
+        true => std::fs::copy(original, path).map(|_| ()),
+        false => std::fs::remove_file(path),
+    }
+    .expect("the file as it was");
+    Corpus::Keep
+});
+
+/// As `generate` begins.
+fn read(args: &Args) -> anyhow::Result<()> {
+    let checkpoint = Checkpoint::find(&args.model)?;
+    let template = Template::find(&checkpoint);
+    if let Ok(Some(template)) = template {
+        let _ = template.render(&[Message::user("one"), Message::assistant("two"), Message::user("three")], true);
+    }
+    let config = checkpoint.config();
+    if let Ok(config) = &config {
+        let _ = Settings::new(&args.sampling, &checkpoint, config);
+        let prompts = [vec![1, 2, 3]];
+        let room = Plan::new(args, config, &prompts).room();
+        let _ = Need::new(&args.model, &checkpoint, config, &room, &Device::Cpu);
+        if let Some(file) = checkpoint.gguf() {
+            let _ = CausalLm::load_gguf(config, file, DType::F32, &Device::Cpu);
+        }
+    }
+    if let Ok(Some(tokenizer)) = checkpoint.tokenizer() {
+        let _ = tokenizer.encode("In the beginning", true);
+    }
+    let _ = checkpoint.weights();
+    Ok(())
+}
