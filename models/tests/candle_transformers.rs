@@ -8,6 +8,8 @@ mod devices;
 mod golden;
 #[path = "../../examples/candle_transformers/model.rs"]
 mod model;
+#[path = "../../tests/support/skipped.rs"]
+mod skipped;
 
 use candle_core::{safetensors, DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;

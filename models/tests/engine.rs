@@ -2,6 +2,8 @@
 
 #[path = "support/golden.rs"]
 mod golden;
+#[path = "../../tests/support/skipped.rs"]
+mod skipped;
 
 use candle_core::{DType, Device, Result};
 use candle_gdn_models::{

@@ -2,18 +2,14 @@
 //! more: elsewhere there is nothing to test.
 
 use crate::random_layer::{layer, of_128, packed, rows};
-use crate::support::{devices, rel_rms, values, Rng};
+use crate::support::{devices, gpus, rel_rms, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::{causal_conv1d, Gates, GdnConfig, GdnStep, Slots, StepOptions, NO_SLOT};
-
-fn gpus() -> impl Iterator<Item = Device> {
-    devices().into_iter().filter(Device::is_cuda)
-}
 
 /// candle counts the elements of a copy or a fill in 32 bits.
 #[test]
 fn states_of_more_than_32_bits() -> Result<()> {
-    for device in gpus() {
+    for device in gpus(devices()) {
         let config = GdnConfig { num_key_heads: 16, num_value_heads: 32, ..of_128() };
         let (sequences, last) = (8192, 8191);
         let mut state = layer(&config, DType::BF16, &device, 1).new_state_as(sequences, DType::BF16)?;
@@ -40,7 +36,7 @@ fn states_of_more_than_32_bits() -> Result<()> {
 /// The last run of a sequence may begin below 2^31 and end behind it.
 #[test]
 fn a_convolution_of_nearly_2_to_the_31_tokens() -> Result<()> {
-    for device in gpus() {
+    for device in gpus(devices()) {
         for tokens in [i32::MAX as usize, i32::MAX as usize - 100] {
             let x = Tensor::zeros((1, tokens, 1), DType::BF16, &device)?;
             let end: Vec<f32> = (0..300).map(|i| (i % 17) as f32).collect();
@@ -60,7 +56,7 @@ fn a_convolution_of_nearly_2_to_the_31_tokens() -> Result<()> {
 /// Rows so far apart that the last one's q lies below 2^32 elements and its v does not.
 #[test]
 fn a_step_whose_last_row_crosses_32_bits() -> Result<()> {
-    for device in gpus() {
+    for device in gpus(devices()) {
         let (keys, vals, batch) = (2 * 128, 4 * 128, 65535);
         let channels = 2 * keys + vals;
         let stride = ((1usize << 32) - channels / 2) / (batch - 1) + 1;
@@ -96,7 +92,7 @@ fn a_step_whose_last_row_crosses_32_bits() -> Result<()> {
 /// it: not before the kernels of the thread that used it are done.
 #[test]
 fn a_state_dropped_by_another_thread() -> Result<()> {
-    for device in gpus() {
+    for device in gpus(devices()) {
         let layer = layer(&of_128(), DType::BF16, &device, 2);
         let x: Vec<Vec<f32>> = rows(&mut Rng::new(8), 64, 64);
         let x = packed(&x, DType::BF16, &device).unsqueeze(1)?; // 64 sequences of one token
@@ -137,7 +133,7 @@ fn an_error_of_somebody_else() -> Result<()> {
     extern "C" {
         fn cudaSetDevice(device: i32) -> i32;
     }
-    for device in gpus() {
+    for device in gpus(devices()) {
         let tensor = |shape: &[usize]| Tensor::ones(shape, DType::F32, &device);
         let (weight, state) = (tensor(&[8, 4])?, tensor(&[1, 3, 8])?);
         // SAFETY: there is no such device; the call only leaves an error.

@@ -21,6 +21,8 @@ mod readme;
 mod rule_case;
 mod semantics;
 mod sixteen_bits;
+#[path = "../support/skipped.rs"]
+mod skipped;
 mod slot_pool;
 mod slots;
 mod soak;

@@ -46,7 +46,7 @@ pub fn has(device: &Device, algo: Algo) -> bool {
     match op.algo(&x, &x, &x) {
         Ok(_) => true,
         Err(e) if e.to_string().contains("refused with status 7") => {
-            println!("{algo:?} left out: {e}");
+            crate::skipped::skipped(format!("{algo:?}: {e}"));
             false
         }
         Err(e) => panic!("{algo:?}: {e}"),

@@ -3,6 +3,7 @@
 // Each test program uses its part of this.
 #![allow(dead_code)]
 
+use crate::skipped::skipped;
 use candle_core::{DType, Device, Result, Tensor};
 use std::cell::RefCell;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -38,6 +39,15 @@ enum Turn {
 
 thread_local! {
     static TURN: RefCell<Option<Turn>> = const { RefCell::new(None) };
+}
+
+/// Those of `devices` that are GPUs, for tests of what nothing else has.
+pub fn gpus(devices: Vec<Device>) -> Vec<Device> {
+    let gpus: Vec<Device> = devices.into_iter().filter(Device::is_cuda).collect();
+    if gpus.is_empty() {
+        skipped("no GPU");
+    }
+    gpus
 }
 
 fn devices_with(cuda: fn(usize) -> Result<Device>) -> Vec<Device> {

@@ -13,6 +13,8 @@ mod gguf;
 mod gguf_writer;
 #[path = "../support/golden.rs"]
 mod golden;
+#[path = "../../../tests/support/skipped.rs"]
+mod skipped;
 // Has tests of its own.
 #[path = "../../../examples/common/gpu_count.rs"]
 mod gpu_count;

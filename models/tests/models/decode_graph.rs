@@ -2,7 +2,7 @@
 
 use crate::golden::{argmax, DEMO};
 use crate::sequences::{assert_near, model, on_each, tokens, want};
-use crate::support::{devices, refused, rel_rms, single_stream_devices, Rng};
+use crate::support::{devices, gpus, refused, rel_rms, single_stream_devices, Rng};
 use candle_core::{DType, Device, Result};
 use candle_gdn_models::{CausalLm, DecodeGraph, Sequence, SequencePool};
 
@@ -20,7 +20,7 @@ fn refused_on_the_cpu() -> Result<()> {
 /// A captured stream that belongs to a host thread brings the driver down when the thread ends.
 #[test]
 fn refused_where_threads_have_streams() -> Result<()> {
-    for device in devices().iter().filter(|device| device.is_cuda()) {
+    for device in &gpus(devices()) {
         let model = model(device)?;
         let graph = DecodeGraph::capture(&model, &mut model.new_sequences(2, 16)?, 2);
         refused(graph, &["DecodeGraph: device: expected one of `single_stream_device`"]);
@@ -70,10 +70,7 @@ impl Pair<'_> {
 
 #[test]
 fn steps_are_those_without_a_graph() -> Result<()> {
-    on_each(single_stream_devices(), |model| {
-        if !model.device().is_cuda() {
-            return Ok(());
-        }
+    on_each(gpus(single_stream_devices()), |model| {
         let rng = &mut Rng::new(21);
         let mut pools = [model.new_sequences(5, 300)?, model.new_sequences(5, 300)?];
         let graph = DecodeGraph::capture(model, &mut pools[0], 4)?;
@@ -133,7 +130,7 @@ fn steps_are_those_without_a_graph() -> Result<()> {
 /// In bf16, where projections and attention take other kernels.
 #[test]
 fn in_bf16_too() -> Result<()> {
-    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+    for device in &gpus(single_stream_devices()) {
         let model = DEMO.model(DType::BF16, device)?;
         let mut pool = model.new_sequences(4, 128)?;
         let mut graph = DecodeGraph::capture(&model, &mut pool, 2)?;

@@ -4,7 +4,7 @@
 use crate::gguf_writer::{load, GgufOfTiny, Layout};
 use crate::golden::DEMO;
 use crate::sequences::{assert_near, want};
-use crate::support::{devices, refused, single_stream_devices, values, Rng};
+use crate::support::{devices, gpus, refused, single_stream_devices, values, Rng};
 use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
@@ -140,7 +140,7 @@ fn a_pass_that_fails_breaks_its_own_sequences() -> Result<()> {
 /// A capture that fails at any call leaves the stream as it was.
 #[test]
 fn a_capture_that_fails_can_be_made_again() -> Result<()> {
-    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+    for device in &gpus(single_stream_devices()) {
         let group = Faulty::new();
         let model = model(device, &group)?;
         for panics in [false, true] {
@@ -171,7 +171,7 @@ fn a_capture_that_fails_can_be_made_again() -> Result<()> {
 /// While one thread captures graphs, another one goes on with a pool of its own: its kernels run, and are in no graph.
 #[test]
 fn a_capture_takes_in_no_other_thread() -> Result<()> {
-    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+    for device in &gpus(single_stream_devices()) {
         let model = &DEMO.model(DType::F32, device)?;
         let captured = &AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -212,7 +212,7 @@ fn a_capture_takes_in_no_other_thread() -> Result<()> {
 /// A graph of a quantised model holds the address of candle's buffer, which a wider product would move.
 #[test]
 fn a_wider_quantised_product_does_not_move_what_a_graph_reads() -> Result<()> {
-    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+    for device in &gpus(single_stream_devices()) {
         let config = DEMO.config()?;
         let model =
             CausalLm::loader(&config).quantize(Some(GgmlDType::Q8_0)).load(DEMO.weights(DType::F32, device)?)?;
@@ -353,4 +353,50 @@ fn a_file_may_end_anywhere() -> Result<()> {
         assert!(message.contains("cut.gguf"), "{len} bytes: {message}");
     }
     Ok(())
+}
+
+/// A rank that goes leaves the other one with an error after its limit, and a model may go before its graph.
+#[cfg(feature = "nccl")]
+#[test]
+fn a_gpu_that_goes_is_an_error() -> Result<()> {
+    use candle_gdn_models::{NcclId, NcclRank};
+    use std::time::{Duration, Instant};
+    let (id, limit) = (NcclId::new()?, Duration::from_secs(2));
+    if !single_stream_devices().iter().any(Device::is_cuda) || candle_gdn::single_stream_device(1).is_err() {
+        crate::skipped::skipped("fewer than two GPUs");
+        return Ok(());
+    }
+    let rank = |number: usize| -> Result<()> {
+        let device = candle_gdn::single_stream_device(number)?;
+        let group: Arc<dyn Collective> = Arc::new(NcclRank::new(id, number, 2, &device)?.with_limit(limit));
+        let config = DEMO.config()?;
+        let weights = part_of(DEMO.weights(DType::F32, &device)?, &config, &*group)?;
+        let model = CausalLm::loader(&config).group(group).load(weights)?;
+        let mut pool = model.new_sequences(2, 64)?;
+        let s = pool.begin()?;
+        let prompt = [3, 1, 4, 1, 5];
+        assert_near(
+            &feed(&model, &mut pool, s, &prompt)?,
+            &want(&DEMO.model(DType::F32, &device)?, &prompt)?,
+            "two GPUs",
+        );
+        let mut graph = DecodeGraph::capture(&model, &mut pool, 1)?;
+        graph.step(&model, &mut pool, &[(s, 9)])?;
+        if number == 0 {
+            let start = Instant::now();
+            let lost = feed(&model, &mut pool, s, &[2]).expect_err("an error").to_string();
+            assert!(lost.contains("one did not come"), "{lost}");
+            assert!(start.elapsed() < limit * 5, "{:?}", start.elapsed());
+            let again = graph.step(&model, &mut pool, &[(s, 2)]).expect_err("an error").to_string();
+            assert!(again.contains("failed half-way") || again.contains("one did not come"), "{again}");
+        }
+        drop(model);
+        drop(graph);
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let ranks = [0, 1].map(|number| scope.spawn(move || rank(number)));
+        ranks.map(|rank| rank.join().expect("no panic")).into_iter().collect()
+    })
 }

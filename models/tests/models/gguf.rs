@@ -4,7 +4,7 @@
 use crate::gguf_tokenizer;
 use crate::gguf_writer::{dequantized, in_a_folder, load, Files, GgufOfTiny, Layout};
 use crate::golden::{argmax, max_diff, DEMO, QWEN3_5, QWEN3_5_MOE};
-use crate::support::{refused, rel_rms, single_stream_devices};
+use crate::support::{gpus, refused, rel_rms, single_stream_devices};
 use crate::tiny::{self, Tiny};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::GgmlDType;
@@ -300,7 +300,7 @@ fn sequences_of_a_quantised_model() -> Result<()> {
 /// numbers unrounded, the model is as far off as on the CPU. Steps and graphs agree with the prompt.
 #[test]
 fn quantised_models_on_cuda() -> Result<()> {
-    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+    for device in &gpus(single_stream_devices()) {
         use GgmlDType::{Q4K, Q6K, Q8_0};
         for (dtype, experts) in [(Q8_0, false), (Q4K, false), (Q8_0, true), (Q4K, true), (Q6K, true)] {
             let tiny = if experts { wide() } else { without_experts(wide()) };

@@ -22,6 +22,8 @@ mod parallel;
 mod parallel_quantised;
 mod sequences;
 mod sequences_soak;
+#[path = "../../../tests/support/skipped.rs"]
+mod skipped;
 #[path = "../../../tests/support/devices.rs"]
 mod support;
 #[path = "../support/tiny.rs"]

@@ -1,7 +1,7 @@
 //! Models with a mixture of experts whose widths the CUDA kernels take: 16-bit on CUDA against f32 on the CPU, from the
 //! same weights.
 
-use crate::support::{devices, rel_rms, single_stream_devices};
+use crate::support::{devices, gpus, rel_rms, single_stream_devices};
 use crate::tiny::{Tiny, VOCAB};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{CausalLm, DecodeGraph, ModelConfig};
@@ -86,7 +86,7 @@ fn prompts_and_steps_agree_with_f32() -> Result<()> {
 #[test]
 fn graphs_of_many_sequences() -> Result<()> {
     let tiny = tiny(64);
-    for device in single_stream_devices().iter().filter(|device| device.is_cuda()) {
+    for device in &gpus(single_stream_devices()) {
         let model = load(&tiny, DType::BF16, DType::BF16, device)?;
         for count in [1, 8, 40] {
             let mut pools = [model.new_sequences(count, 16)?, model.new_sequences(count, 16)?];

@@ -3,6 +3,7 @@
 // Each test program uses its part of this.
 #![allow(dead_code)]
 
+use crate::skipped::skipped;
 use candle_core::{safetensors::MmapedSafetensors, DType, Device, Result};
 use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
@@ -64,7 +65,7 @@ impl Goldens {
     pub fn is_here(&self) -> bool {
         let here = std::path::Path::new(&path(self.goldens)).exists();
         if !here {
-            eprintln!("skipped: {} is only among the full golden files (CANDLE_GDN_GOLDENS)", self.goldens);
+            skipped(format!("{} is only among the full golden files (CANDLE_GDN_GOLDENS)", self.goldens));
         }
         here
     }
