@@ -29,6 +29,9 @@ typedef struct gdn_kv_cache {
 
 // Norm and rotary position of the new queries and keys; keys and values go to the cache, queries to q_out. Any number of
 // tokens a sequence. Arithmetic is f32, of the angles f64.
+//
+// A value row with an infinity or NaN is appended as zeros, and its key row as NaN: gdn_attention multiplies the rows of
+// a tile with the weights of all its queries, of which those that do not see the token are zero.
 typedef struct gdn_attention_prepare_params {
   gdn_heads q;             // [.., num_heads, head_dim], io_dtype; any strides: columns of one projection, between gates
   gdn_heads k, v;          // [.., num_kv_heads, head_dim], io_dtype
