@@ -11,7 +11,7 @@ use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_gdn_models::{
     part_of, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
-    GgufFile, ModelConfig, PrepareOptions, Sequence, SequencePool,
+    Engine, EngineOptions, Event, FinishReason, GgufFile, ModelConfig, PrepareOptions, Request, Sequence, SequencePool,
 };
 use candle_nn::VarBuilder;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -24,11 +24,13 @@ struct Faulty {
     /// Calls before the one that fails; negative: none does.
     left: AtomicIsize,
     panics: AtomicBool,
+    /// All calls behind it fail too.
+    for_ever: AtomicBool,
 }
 
 impl Faulty {
     fn new() -> Arc<Self> {
-        Arc::new(Self { left: AtomicIsize::new(-1), panics: AtomicBool::new(false) })
+        Arc::new(Self { left: AtomicIsize::new(-1), panics: AtomicBool::new(false), for_ever: AtomicBool::new(false) })
     }
 
     /// The call after `calls` more fails.
@@ -38,7 +40,8 @@ impl Faulty {
     }
 
     fn call(&self) -> Result<()> {
-        if self.left.fetch_sub(1, Ordering::SeqCst) == 0 {
+        let left = self.left.fetch_sub(1, Ordering::SeqCst);
+        if left == 0 || (left < 0 && self.for_ever.load(Ordering::SeqCst)) {
             assert!(!self.panics.load(Ordering::SeqCst), "a fault on purpose");
             candle_core::bail!("a fault on purpose")
         }
@@ -132,6 +135,64 @@ fn a_pass_that_fails_breaks_its_own_sequences() -> Result<()> {
             assert!(calls > 4, "a pass calls its group in every layer");
             group.after(-1, false);
             pool.restore(a, &snapshot)?;
+        }
+    }
+    Ok(())
+}
+
+/// What each of four requests is completed with, in their order, by an engine in which a call fails.
+fn completed(model: &CausalLm, group: &Faulty, calls: isize) -> Result<Vec<std::result::Result<Vec<u32>, String>>> {
+    let mut engine = Engine::new(model, EngineOptions::new(3, 64))?;
+    let mut ids = vec![];
+    for n in 0..4u32 {
+        let mut request = Request::new((0..3 + 2 * n).map(|i| (5 * i + n) % 30).collect(), 4 + n as usize);
+        request.sampling.temperature = f64::from(n % 2);
+        ids.push(engine.submit(request)?);
+    }
+    let mut all = vec![Ok(vec![]); ids.len()];
+    group.after(calls, false);
+    for _ in 0..200 {
+        for event in engine.step()? {
+            match event {
+                Event::Token { id, token } => {
+                    all[ids.iter().position(|n| *n == id).unwrap()].as_mut().unwrap().push(token)
+                }
+                Event::Finished { id, reason: FinishReason::Failed(why) } => {
+                    all[ids.iter().position(|n| *n == id).unwrap()] = Err(why);
+                }
+                _ => {}
+            }
+        }
+        if engine.is_idle() {
+            return Ok(all);
+        }
+    }
+    panic!("the engine does not come to an end")
+}
+
+/// Whichever call fails, all requests are completed with the same tokens; and where all fail, all are told so.
+#[test]
+fn an_engine_loses_no_request() -> Result<()> {
+    for device in single_stream_devices() {
+        let group = Faulty::new();
+        let model = model(&device, &group)?;
+        let want = completed(&model, &group, -1)?;
+        assert!(want.iter().all(|want| want.is_ok()));
+        let mut calls = 0;
+        loop {
+            let got = completed(&model, &group, calls)?;
+            assert_eq!(got, want, "call {calls} fails on {:?}", device.location());
+            if group.left.load(Ordering::SeqCst) >= 0 {
+                break;
+            }
+            calls += if device.is_cpu() { 1 } else { 7 };
+        }
+        assert!(calls > 50, "{calls}");
+        group.for_ever.store(true, Ordering::SeqCst);
+        for calls in [0, 20, 45] {
+            let got = completed(&model, &group, calls)?;
+            let lost = got.iter().filter(|got| matches!(got, Err(why) if why.contains("a fault on purpose")));
+            assert!(lost.count() > 0 && got.iter().zip(&want).all(|(got, want)| got.is_err() || got == want));
         }
     }
     Ok(())

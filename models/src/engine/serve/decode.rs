@@ -9,8 +9,17 @@ use std::borrow::Borrow;
 use std::time::Instant;
 
 impl<M: Borrow<CausalLm>> Engine<M> {
-    /// One pass over all completions, each with up to `draft` guesses.
+    /// One pass over all completions, or over some after a pass failed: those that waited before come first.
     pub(super) fn decode(&mut self) -> Result<()> {
+        let waiting = self.rows.split_off(self.width.most().min(self.rows.len()));
+        self.passing = self.rows.iter().map(|row| row.id).collect();
+        let done = self.decode_all();
+        self.rows.splice(0..0, waiting);
+        done
+    }
+
+    /// One pass over all completions, each with up to `draft` guesses.
+    fn decode_all(&mut self) -> Result<()> {
         let start = Instant::now();
         let draft = self.options.draft;
         let guess = |row: &Row| guess(&row.tokens, draft.min(row.worth).min(row.room()));

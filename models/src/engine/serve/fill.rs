@@ -2,7 +2,7 @@
 
 use super::filling::Filling;
 use super::greedy::Logits;
-use super::request::{Event, FinishReason};
+use super::request::Event;
 use super::row::Row;
 use super::scheduler::Engine;
 use crate::{CausalLm, Sequence};
@@ -32,7 +32,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
                 Ok(sequence) => sequence,
                 // A snapshot of another model, say: the others go on.
                 Err(e) => {
-                    self.events.push(Event::Finished { id, reason: FinishReason::Failed(e.to_string()) });
+                    self.failed(id, &e);
                     continue;
                 }
             };
@@ -45,14 +45,15 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     }
 
     /// One pass: up to `prefill_chunk` tokens of as many prompts as that takes in, and one of each completion under
-    /// way, so that none waits for long prompts.
+    /// way, so that none waits for long prompts; of fewer after a pass failed.
     pub(super) fn fill(&mut self) -> Result<()> {
         let start = Instant::now();
         let mut room = self.options.prefill_chunk;
         let mut batch: Vec<(Sequence, &[u32])> = Vec::new();
         let (mut wanted, mut greedy) = (Vec::new(), true);
+        let (width, mut passing) = (self.width.most(), Vec::new());
         for filling in &mut self.filling {
-            if room == 0 {
+            if room == 0 || batch.len() == width {
                 break;
             }
             let (from, to) = (filling.done, filling.end().min(filling.done.saturating_add(room)));
@@ -62,11 +63,14 @@ impl<M: Borrow<CausalLm>> Engine<M> {
                 greedy &= filling.request.sampling.is_greedy();
             }
             batch.push((filling.sequence, &filling.request.tokens[from..to]));
+            passing.push(filling.id);
         }
         let (pieces, fed) = (batch.len(), self.options.prefill_chunk - room);
-        let last: Vec<u32> = self.rows.iter().map(Row::last).collect();
+        let last: Vec<u32> = self.rows.iter().take(width - pieces).map(Row::last).collect();
+        passing.extend(self.rows[..last.len()].iter().map(|row| row.id));
+        self.passing = passing;
         wanted.extend(pieces..pieces + last.len());
-        greedy &= self.rows.iter().all(|row| row.request.sampling.is_greedy());
+        greedy &= self.rows[..last.len()].iter().all(|row| row.request.sampling.is_greedy());
         batch.extend(self.rows.iter().zip(last.chunks(1)).map(|(row, last)| (row.sequence, last)));
         let model = self.model.borrow();
         let logits = feed(&wanted, batch.len(), |head| match head {
@@ -85,6 +89,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         for (row, logits) in self.rows.iter_mut().zip(steps) {
             row.draw(vec![logits], &[], &mut self.events);
         }
+        // Those that had to wait come first.
+        self.rows.rotate_left(last.len());
         self.complete(logits);
         // No step of its own, but part of the time that a completion takes.
         self.stats.decode.add(0, start.elapsed());

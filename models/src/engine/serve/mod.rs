@@ -10,6 +10,7 @@ mod greedy;
 mod guess;
 mod handle;
 mod prefixes;
+mod recover;
 mod request;
 mod row;
 mod sampler;

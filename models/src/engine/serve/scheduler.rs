@@ -4,10 +4,11 @@ use super::filling::Filling;
 use super::graphs::Graphs;
 use super::greedy::{Greedy, Logits};
 use super::prefixes::Prefixes;
+use super::recover::Width;
 use super::request::{EngineOptions, EngineStats, Event, FinishReason, Request, RequestId};
 use super::row::Row;
 use crate::{CausalLm, Sequence, SequencePool, SequenceSnapshot};
-use candle_core::{bail, Result, Tensor};
+use candle_core::{bail, Error, Result, Tensor};
 use std::borrow::Borrow;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -50,6 +51,9 @@ pub struct Engine<M: Borrow<CausalLm>> {
     pub(super) events: Vec<Event>,
     pub(super) stats: EngineStats,
     pub(super) told_too_large: bool,
+    pub(super) width: Width,
+    /// The requests of the pass that runs.
+    pub(super) passing: Vec<RequestId>,
     next: u64,
 }
 
@@ -83,6 +87,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             events,
             stats: EngineStats::default(),
             told_too_large: false,
+            width: Width::default(),
+            passing: Vec::new(),
             next: 0,
         })
     }
@@ -119,7 +125,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// Ends a request wherever it is; the next step says so. False where it has ended already.
     ///
     /// # Errors
-    /// When the pool refuses.
+    /// When the pool refuses, which is a bug.
     pub fn cancel(&mut self, id: RequestId) -> Result<bool> {
         let sequence = if let Some(i) = self.waiting.iter().position(|(waiting, _)| *waiting == id) {
             self.waiting.remove(i);
@@ -128,7 +134,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             Some(self.filling.remove(i).sequence)
         } else if let Some(i) = self.rows.iter().position(|row| row.id == id) {
             let row = self.rows.remove(i);
-            self.give_end(&row)?;
+            // Without memory for its end there is none.
+            let _ = self.give_end(&row);
             Some(row.sequence)
         } else {
             return Ok(false);
@@ -142,14 +149,22 @@ impl<M: Borrow<CausalLm>> Engine<M> {
 
     /// One pass of the model: prompts if there are any to be fed, else a decode step. Returns what it brought, in order.
     ///
+    /// A pass that fails, when a device refuses or is out of memory, is no error: the requests in it are fed anew, and
+    /// the next passes take fewer of them. A request that fails alone twice ends with [`FinishReason::Failed`]; all others
+    /// go on, with the tokens that they would have had.
+    ///
     /// # Errors
-    /// When a device refuses. Nothing is known of the requests under way then: drop the engine.
+    /// When the pool refuses, which is a bug.
     pub fn step(&mut self) -> Result<Vec<Event>> {
         self.admit()?;
-        if !self.filling.is_empty() {
-            self.fill()?;
-        } else if !self.rows.is_empty() {
-            self.decode()?;
+        let pass = match (self.filling.is_empty(), self.rows.is_empty()) {
+            (false, _) => self.fill(),
+            (true, false) => self.decode(),
+            (true, true) => Ok(()),
+        };
+        match pass {
+            Ok(()) => self.width.passed(),
+            Err(e) => self.recover(&e)?,
         }
         self.retire()?;
         Ok(std::mem::take(&mut self.events))
@@ -178,15 +193,24 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// Completions that have ended make room.
     fn retire(&mut self) -> Result<()> {
         for row in std::mem::take(&mut self.rows) {
-            let Some(reason) = row.finished.clone() else {
+            let Some(mut reason) = row.finished.clone() else {
                 self.rows.push(row);
                 continue;
             };
-            self.give_end(&row)?;
+            if !matches!(reason, FinishReason::Failed(_)) {
+                if let Err(e) = self.give_end(&row) {
+                    reason = FinishReason::Failed(e.to_string());
+                }
+            }
             self.pool.end(row.sequence)?;
             self.events.push(Event::Finished { id: row.id, reason });
         }
         Ok(())
+    }
+
+    /// A request that has no sequence ends.
+    pub(super) fn failed(&mut self, id: RequestId, error: &Error) {
+        self.events.push(Event::Finished { id, reason: FinishReason::Failed(error.to_string()) });
     }
 
     /// The snapshot at the end of a completion, where it was asked for.
