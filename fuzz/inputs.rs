@@ -9,10 +9,15 @@ mod args;
 mod chat;
 #[path = "../examples/common/mod.rs"]
 mod common;
+#[path = "../models/tests/support/gguf_writer.rs"]
+mod gguf_writer;
 #[path = "../examples/generate/plan.rs"]
 mod plan;
+mod seeds;
 #[path = "../examples/generate/settings.rs"]
 mod settings;
+#[path = "../models/tests/support/tiny.rs"]
+mod tiny;
 
 use args::Args;
 use candle_core::{DType, Device};
@@ -52,7 +57,7 @@ static FOLDER: LazyLock<TempDir> = LazyLock::new(|| {
     folder
 });
 
-fuzz_target!(|data: &[u8]| -> Corpus {
+fuzz_target!(init: seeds::write().expect("seeds"), |data: &[u8]| -> Corpus {
     let Some((kind, data)) = data.split_first() else { return Corpus::Reject };
     let Some(name) = FILES.get(*kind as usize) else { return Corpus::Reject };
     let folder = FOLDER.path().display().to_string();
@@ -62,7 +67,7 @@ fuzz_target!(|data: &[u8]| -> Corpus {
         if let Ok(args) = Args::try_parse_from(arguments) {
             // A folder, or something on the network.
             if args.model.model.as_deref() == Some(folder.as_str()) {
-                let _ = read(&args);
+                let _ = read(&args, name);
             }
         }
         return Corpus::Keep;
@@ -70,7 +75,7 @@ fuzz_target!(|data: &[u8]| -> Corpus {
     let path = FOLDER.path().join(name);
     std::fs::write(&path, data).expect("a file");
     let model = if path.extension().is_some_and(|e| e == "gguf") { path.display().to_string() } else { folder };
-    let _ = read(&Args::parse_from(["generate", "--cpu", "--chat", "--model", &model]));
+    let _ = read(&Args::parse_from(["generate", "--cpu", "--chat", "--model", &model]), name);
     let original = Path::new(DEMO).join(name);
     match original.is_file() {
         true => std::fs::copy(original, path).map(|_| ()),
@@ -80,26 +85,31 @@ fuzz_target!(|data: &[u8]| -> Corpus {
     Corpus::Keep
 });
 
-/// As `generate` begins.
-fn read(args: &Args) -> anyhow::Result<()> {
+/// As `generate` begins, as far as the file `name` is concerned.
+fn read(args: &Args, name: &str) -> anyhow::Result<()> {
     let checkpoint = Checkpoint::find(&args.model)?;
-    let template = Template::find(&checkpoint);
-    if let Ok(Some(template)) = template {
-        let _ = template.render(&[Message::user("one"), Message::assistant("two"), Message::user("three")], true);
-    }
-    let config = checkpoint.config();
-    if let Ok(config) = &config {
-        let _ = Settings::new(&args.sampling, &checkpoint, config);
-        let prompts = [vec![1, 2, 3]];
-        let room = Plan::new(args, config, &prompts).room();
-        let _ = Need::new(&args.model, &checkpoint, config, &room, &Device::Cpu);
-        if let Some(file) = checkpoint.gguf() {
-            let _ = CausalLm::load_gguf(config, file, DType::F32, &Device::Cpu);
+    let is = |names: &[&str]| names.contains(&name) || name == "model.gguf";
+    if is(&["tokenizer_config.json", "chat_template.jinja"]) {
+        if let Ok(Some(template)) = Template::find(&checkpoint) {
+            let _ = template.render(&[Message::user("one"), Message::assistant("two"), Message::user("three")], true);
         }
     }
-    if let Ok(Some(tokenizer)) = checkpoint.tokenizer() {
-        let _ = tokenizer.encode("In the beginning", true);
+    if is(&["tokenizer.json"]) {
+        if let Ok(Some(tokenizer)) = checkpoint.tokenizer() {
+            let _ = tokenizer.encode("In the beginning", true);
+        }
     }
-    let _ = checkpoint.weights();
+    if is(&["model.safetensors", "model.safetensors.index.json"]) {
+        let _ = checkpoint.weights();
+    }
+    if is(&["arguments", "config.json", "generation_config.json"]) {
+        let config = checkpoint.config()?;
+        let _ = Settings::new(&args.sampling, &checkpoint, &config);
+        let room = Plan::new(args, &config, &[vec![1, 2, 3]]).room();
+        let _ = Need::new(&args.model, &checkpoint, &config, &room, &Device::Cpu);
+        if let Some(file) = checkpoint.gguf() {
+            let _ = CausalLm::load_gguf(&config, file, DType::F32, &Device::Cpu);
+        }
+    }
     Ok(())
 }

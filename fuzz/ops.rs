@@ -4,8 +4,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::{
-    causal_conv1d, gated_rms_norm, CuSeqlens, GateActivation, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions, Slots,
-    StepOptions, NO_SLOT,
+    causal_conv1d, gated_rms_norm, CuSeqlens, GateActivation, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions,
+    Slots, StepOptions, NO_SLOT,
 };
 use libfuzzer_sys::fuzz_target;
 

@@ -1,21 +1,14 @@
-//! What the fuzzing of `inputs` begins with: the demo's files, command lines, and GGUF files of both layouts. Writes into
-//! the folder that it is given.
-#![allow(dead_code)]
+//! What the fuzzing of `inputs` begins with: the demo's files, command lines, and GGUF files of both layouts.
 
-#[path = "../models/tests/support/gguf_writer.rs"]
-mod gguf_writer;
-#[path = "../models/tests/support/tiny.rs"]
-mod tiny;
-
+use crate::gguf_writer::{GgufOfTiny, Layout};
+use crate::tiny::Tiny;
+use crate::DEMO;
 use candle_core::quantized::GgmlDType;
-use gguf_writer::{GgufOfTiny, Layout};
-use std::path::{Path, PathBuf};
-use tiny::Tiny;
+use std::path::Path;
 
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
-
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let to = PathBuf::from(std::env::args().nth(1).ok_or("expected a folder")?);
+/// Into the folder that `SEEDS` names, if it is set.
+pub fn write() -> Result<(), Box<dyn std::error::Error>> {
+    let Some(to) = std::env::var_os("SEEDS").map(std::path::PathBuf::from) else { return Ok(()) };
     std::fs::create_dir_all(&to)?;
     let write = |kind: u8, name: &str, data: &[u8]| std::fs::write(to.join(name), [&[kind], data].concat());
     for (i, line) in [
@@ -37,11 +30,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let config = config?;
         write(1, &config.file_name().to_string_lossy(), &std::fs::read(config.path())?)?;
     }
-    write(4, "tokenizer.json", br#"{"version":"1.0","added_tokens":[],"model":{"type":"BPE","vocab":{"a":0},"merges":[]}}"#)?;
+    write(
+        4,
+        "tokenizer.json",
+        br#"{"version":"1.0","added_tokens":[],"model":{"type":"BPE","vocab":{"a":0},"merges":[]}}"#,
+    )?;
     let header = br#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
     write(5, "safetensors", &[&(header.len() as u64).to_le_bytes()[..], header, &[0; 8]].concat())?;
     write(6, "index.json", br#"{"weight_map":{"a":"model.safetensors","b":"other.safetensors"}}"#)?;
-    write(7, "template", b"{% for m in messages %}{{ m.role ~ m['content'] | trim }}{% endfor %}{{ messages | tojson(indent=2) }}")?;
+    write(
+        7,
+        "template",
+        b"{% for m in messages %}{{ m.role ~ m['content'] | trim }}{% endfor %}{{ messages | tojson(indent=2) }}",
+    )?;
     for (i, layout) in [Layout::Qwen3Next, Layout::OldQwen3Next, Layout::Qwen3_5].into_iter().enumerate() {
         let file = GgufOfTiny::new(&Tiny::qwen3_next(), layout)?;
         let path = to.join("model.gguf");

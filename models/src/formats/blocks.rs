@@ -16,9 +16,10 @@ pub(crate) struct Blocks {
     data: Vec<u8>,
 }
 
-/// Bytes of a row, if it is whole blocks.
+/// Bytes of a row, if it is whole blocks and they can be counted.
 pub(super) fn row_bytes(dtype: GgmlDType, columns: usize) -> Option<usize> {
-    columns.is_multiple_of(dtype.block_size()).then(|| columns / dtype.block_size() * dtype.type_size())
+    let blocks = columns.is_multiple_of(dtype.block_size()).then(|| columns / dtype.block_size());
+    blocks?.checked_mul(dtype.type_size())
 }
 
 /// The dtype of a type that is not quantised.

@@ -385,6 +385,16 @@ fn files_that_cannot_be_are_refused() -> Result<()> {
         *tensor = tensor.unsqueeze(2)?;
         refused(&file, &["file.gguf", name]);
     }
+    // A row of 2^62 values of four bytes, whose bytes cannot be counted.
+    let mut header = b"GGUF\x03\0\0\0".to_vec();
+    header.extend([1u64, 0, 1].iter().flat_map(|n| n.to_le_bytes())); // tensors, entries, letters of the name
+    header.extend(b"t\x02\0\0\0");
+    header.extend([1u64 << 62, 1].iter().flat_map(|n| n.to_le_bytes()));
+    header.extend([0; 64]); // f32, at the beginning
+    let path = dir.path().join("row.gguf");
+    std::fs::write(&path, header)?;
+    let message = GgufFile::open(&path).expect_err("an error").to_string();
+    assert!(message.contains("row.gguf") && message.contains("cannot be"), "{message}");
     let parts = ["p-00001-of-00002.gguf", "p-00002-of-00002.gguf"].map(|name| dir.path().join(name));
     parts.iter().try_for_each(|path| whole()?.write(path))?;
     let message = GgufFile::open(&parts[0]).expect_err("an error").to_string();
