@@ -115,8 +115,9 @@ fn grow_workspace_of(device: &Device) -> Result<()> {
     let Device::Cuda(cuda) = device else { return Ok(()) };
     let mut grown = GROWN.lock().unwrap_or_else(PoisonError::into_inner);
     if !grown.contains(&cuda.id()) {
-        let row = QTensor::quantize(&Tensor::zeros((1, WIDEST), DType::F32, device)?, GgmlDType::Q8_0)?;
-        Tensor::zeros((8, WIDEST), DType::F32, device)?.apply_op1_no_bwd(&row)?;
+        // Of eight rows: the kernels for that many columns of x take two rows at a time, and there must be both.
+        let rows = QTensor::quantize(&Tensor::zeros((8, WIDEST), DType::F32, device)?, GgmlDType::Q8_0)?;
+        Tensor::zeros((8, WIDEST), DType::F32, device)?.apply_op1_no_bwd(&rows)?;
         grown.push(cuda.id());
     }
     Ok(())
