@@ -15,13 +15,13 @@ const SOUND: usize = 64;
 pub(super) struct Width {
     most: usize,
     sound: usize,
-    /// The request that was alone in the last pass, if that failed.
-    alone: Option<RequestId>,
+    /// Requests that failed alone, and were in no good pass since.
+    alone: Vec<RequestId>,
 }
 
 impl Default for Width {
     fn default() -> Self {
-        Self { most: usize::MAX, sound: 0, alone: None }
+        Self { most: usize::MAX, sound: 0, alone: Vec::new() }
     }
 }
 
@@ -30,26 +30,30 @@ impl Width {
         self.most
     }
 
-    pub fn passed(&mut self) {
-        (self.sound, self.alone) = (self.sound + 1, None);
+    pub fn passed(&mut self, passing: &[RequestId]) {
+        self.alone.retain(|id| !passing.contains(id));
+        self.sound += 1;
         if self.sound == SOUND {
-            *self = Self { most: self.most.saturating_mul(2), ..Self::default() };
+            (self.most, self.sound) = (self.most.saturating_mul(2), 0);
         }
     }
 
-    /// The request that has failed alone for the second time, one pass after the other.
+    /// The request that has failed alone for the second time, if there is one: it ends, so that all come to an end even
+    /// where every pass fails.
     fn failed(&mut self, passing: &[RequestId]) -> Option<RequestId> {
-        let alone = passing.first().copied().filter(|_| passing.len() == 1);
-        let again = alone.filter(|_| self.alone == alone);
-        *self = Self { most: (passing.len() / 2).max(1), sound: 0, alone };
-        again
+        (self.most, self.sound) = ((passing.len() / 2).max(1), 0);
+        let &[alone] = passing else { return None };
+        if self.alone.contains(&alone) {
+            return Some(alone);
+        }
+        self.alone.push(alone);
+        None
     }
 }
 
 impl<M: Borrow<CausalLm>> Engine<M> {
-    /// After a pass failed with `error`. A request that was alone in it and in the one before ends so; of the others those
-    /// that the pass broke get new sequences and are fed what they were fed before. Their tokens come out as without the
-    /// fault.
+    /// After a pass failed with `error`. A request that failed alone for the second time ends so; of the others those that
+    /// the pass broke get new sequences and are fed what they were fed before. Their tokens come out as without the fault.
     pub(super) fn recover(&mut self, error: &Error) -> Result<()> {
         let passing = std::mem::take(&mut self.passing);
         let lost = self.width.failed(&passing);
@@ -109,5 +113,24 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             }
         }
         Ok(sequence)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Requests that take turns in failing alone, with their sequences unbroken, end all the same.
+    #[test]
+    fn who_fails_alone_twice_ends() {
+        let [a, b] = [0, 1].map(RequestId);
+        let mut width = Width::default();
+        assert_eq!((width.failed(&[a, b]), width.most()), (None, 1));
+        assert_eq!((width.failed(&[a]), width.failed(&[b])), (None, None));
+        width.passed(&[b]);
+        assert_eq!((width.failed(&[b]), width.failed(&[a])), (None, Some(a)));
+        assert_eq!(width.failed(&[b]), Some(b));
+        (0..SOUND).for_each(|_| width.passed(&[]));
+        assert_eq!(width.most(), 2);
     }
 }

@@ -163,7 +163,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             (true, true) => Ok(()),
         };
         match pass {
-            Ok(()) => self.width.passed(),
+            Ok(()) => self.width.passed(&std::mem::take(&mut self.passing)),
             Err(e) => self.recover(&e)?,
         }
         self.retire()?;
