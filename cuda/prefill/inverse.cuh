@@ -3,7 +3,7 @@
 // Blocks of 8 by substitution in f32; then [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']] on tensor cores: blocks of 8 in TF32,
 // of 16 and 32 in f16, which has as many bits, and registers and shared memory for half as many words. Nothing but entries of
 // inverses and of L is ever formed: powers of L, which a series would need, reach 2^63 for repeated keys. While no token makes
-// the state longer (beta |k|^2 <= 2) entries of the inverse are at most beta_i |k_i| |k_j|, far from where f16 ends.
+// the state longer (beta |k|^2 <= 2) entries of the inverse are at most beta_j |k_i| |k_j|, far from where f16 ends.
 //
 // Each warp has 16 rows. What is uneven between them is not done for nothing, and they wait for each other only where one needs
 // what another has made; what they have in common is the same code, since the instruction cache is small.
@@ -139,28 +139,6 @@ __device__ __forceinline__ void store_transpose(uint32_t at, const uint32_t (&x)
 #endif
 }
 
-// X diag(beta) of a block to the image, from its transpose; `beta` of the block's columns.
-template <typename T>
-__device__ __forceinline__ void store_scaled_transpose(uint32_t at, const float (&left)[4], const float (&right)[4], const float *beta,
-                                                       int lane) {
-  const float b[2] = {beta[lane / 4], beta[lane / 4 + 8]};
-  uint32_t x[4];
-  pack_product<T>(x, {left[0] * b[0], left[1] * b[0], left[2] * b[1], left[3] * b[1]},
-                  {right[0] * b[0], right[1] * b[0], right[2] * b[1], right[3] * b[1]});
-  store_transpose(at, x, lane);
-}
-
-// The same from minus the block itself.
-template <typename T>
-__device__ __forceinline__ void store_minus(uint32_t at, const float (&left)[4], const float (&right)[4], const float *beta, int lane) {
-  const float2 l = *reinterpret_cast<const float2 *>(beta + 2 * (lane % 4));
-  const float2 r = *reinterpret_cast<const float2 *>(beta + 8 + 2 * (lane % 4));
-  uint32_t x[4];
-  pack_product<T>(x, {-left[0] * l.x, -left[1] * l.y, -left[2] * l.x, -left[3] * l.y},
-                  {-right[0] * r.x, -right[1] * r.y, -right[2] * r.x, -right[3] * r.y});
-  store_block(at, x, lane);
-}
-
 // The half of group_barrier() of those that wait for nothing: what they wrote before is seen by those that wait.
 template <int THREADS> __device__ __forceinline__ void group_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
@@ -171,7 +149,7 @@ struct InverseBarriers {
   int all, pair, half;
 };
 
-// The image of the inverse times diag(beta). Before it each warp has put what L has in its diagonal block to `block`, which may lie
+// The image of the inverse. Before it each warp has put what L has in its diagonal block to `block`, which may lie
 // where the warp's rows of the image will, and what is left of it by blocks of 16: the last one of warps 1 and 3 into the f16
 // tile `l`, others of warps 2 and 3 packed in `left`. `l` ends with blocks that are not L's. The caller's next barrier of all
 // warps ends all reads of it. `meanwhile` is called where warps 0 and 1 have nothing to do. Not SPLIT: by barriers of all alone.
@@ -181,8 +159,8 @@ struct InverseBarriers {
 // right operands in registers as they are: T = C A', of which warp 2 hands its rows to warp 3, then X = -B' T.
 // One function: blocks of L and of the inverse are registers of all its parts, which are the lambdas.
 template <typename T, bool SPLIT, typename Meanwhile>
-__device__ __forceinline__ void invert64(uint32_t l, float *block, const uint32_t (&left)[2][4], const float *beta, uint32_t image,
-                                         int warp, int lane, const InverseBarriers &barriers, const Meanwhile &meanwhile) {
+__device__ __forceinline__ void invert64(uint32_t l, float *block, const uint32_t (&left)[2][4], uint32_t image, int warp, int lane,
+                                         const InverseBarriers &barriers, const Meanwhile &meanwhile) {
   const uint32_t by_row = lanes_by_row(lane), l_rows = l + 2048 * warp, rows = image + 2048 * warp;
   const Triangle t = invert16(block, lane);
   const PackedTriangle own = {pack2<__half>(t.top[0], t.top[1]), pack2<__half>(t.low[0], t.low[1]), pack2<__half>(t.end[0], t.end[1])};
@@ -203,25 +181,22 @@ __device__ __forceinline__ void invert64(uint32_t l, float *block, const uint32_
     uint32_t b[4];
     ptx::load_matrices_trans(b, tile_at(l_rows - 2048, by_row, 0, warp - 1));
     multiply_block(y[0], y[1], low, b);
+    uint32_t x[4];
     if (warp == 1) {
-      uint32_t x10[4];
-      pack_minus<__half>(x10, y[0], y[1]);
-      store_block(tile_at(l, by_row, 1, 0), x10, lane);
+      pack_minus<__half>(x, y[0], y[1]);
+      store_block(tile_at(l, by_row, 1, 0), x, lane);
       if (SPLIT) group_arrive<96>(barriers.pair);
       set_to_zero(last);
     } else {
       pack_product<__half>(last, y[0], y[1]);
     }
-    store_minus<T>(tile_at(rows, by_row, 0, warp - 1), y[0], y[1], beta + 16 * (warp - 1), lane);
+    pack_minus<T>(x, y[0], y[1]);
+    store_block(tile_at(rows, by_row, 0, warp - 1), x, lane);
   } else {
     set_to_zero(last);
   }
-  {
-    const float2 bl = *reinterpret_cast<const float2 *>(beta + 16 * warp + 2 * (lane % 4));
-    const float2 br = *reinterpret_cast<const float2 *>(beta + 16 * warp + 8 + 2 * (lane % 4));
-    store_block(tile_at(rows, by_row, 0, warp), {pack2<T>(t.top[0] * bl.x, t.top[1] * bl.y), pack2<T>(t.low[0] * bl.x, t.low[1] * bl.y), 0,
-                                                 pack2<T>(t.end[0] * br.x, t.end[1] * br.y)}, lane);
-  }
+  store_block(tile_at(rows, by_row, 0, warp),
+              {pack2<T>(t.top[0], t.top[1]), pack2<T>(t.low[0], t.low[1]), 0, pack2<T>(t.end[0], t.end[1])}, lane);
 
   float x[4][4];    // T^T of the blocks of columns 1 and 0, then the same of X
   uint32_t a[4], c[2][4];
@@ -268,7 +243,10 @@ __device__ __forceinline__ void invert64(uint32_t l, float *block, const uint32_
       }
     }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) store_scaled_transpose<T>(tile_at(rows, by_row, 0, 1 - j), x[2 * j], x[2 * j + 1], beta + 16 * (1 - j), lane);
+    for (int j = 0; j < 2; ++j) {
+      pack_product<T>(a, x[2 * j], x[2 * j + 1]);
+      store_transpose(tile_at(rows, by_row, 0, 1 - j), a, lane);
+    }
   };
   const auto rest = [&] {    // of warps 0 and 1
     store_block(tile_at(rows, by_row, 0, 2), zero, lane);

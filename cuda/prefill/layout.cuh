@@ -85,15 +85,15 @@ __device__ __forceinline__ int factor_at(int token) {
 struct Factors {
   float read[kChunk];     // e^c / |k|: of what the state before the chunk gives for raw k
   float out[kChunk];      // e^c scale / |q|: of what it gives for raw q
-  float write[kChunk];    // e^(c of the last - c) / |k|: of the raw k that is added to the state
+  float write[kChunk];    // e^(c of the last - c) beta / |k|: of the raw k that is added to the state
   float decay;              // e^(c of the last)
   float unused[3];
 };
 
 // Matrices are images of tiles, a row for a token i, a column for a token j <= i; zero above the diagonal.
 struct Record {
-  uint8_t inverse[kImageBytes];      // (I + L)^-1 diag(beta), L_ij = beta_i (k_i k_j) e^(c_i - c_j) below the diagonal
-  uint8_t attention[kImageBytes];    // scale (q_i k_j) e^(c_i - c_j)
+  uint8_t inverse[kImageBytes];      // (I + L)^-1, L_ij = beta_j (k_i k_j) e^(c_i - c_j) below the diagonal
+  uint8_t attention[kImageBytes];    // scale beta_j (q_i k_j) e^(c_i - c_j) up to it
   Factors factors;
 };
 static_assert(sizeof(Record) % 16 == 0, "copied in pieces of 16 bytes");

@@ -9,15 +9,15 @@
 namespace gdn {
 namespace prefill {
 
-// Of the tokens of a chunk; those past the end of the sequence decay nothing, and have beta and norms of zero.
+// Of the tokens of a chunk; those past the end of the sequence decay nothing, and have weights and norms of zero.
 struct TokenGates {
   float c[kChunk];            // running sum of the log2 decay
-  float beta[kChunk];
+  float weight[kChunk];       // beta; then, by norms_of_diagonal(), times the reciprocal norm: the factor of all that k_j writes
   float before[kChunk];       // 2^c: what is left of the state before the chunk
   float after[kChunk];        // 2^(c of the last - c): what is left of the token after the chunk
   float since[kChunk];        // 2^(c - c of the last before its block of 16)
   float until[3][kChunk];     // 2^(c of token 16 w + 15 - c) up to that token, then 0: what is left of it after the block;
-                              // then, by norms_of_diagonal(), times the reciprocal norm
+                              // then, by norms_of_diagonal(), times the weight
   float k_norm[kChunk];       // reciprocal norms
   float q_norm[kChunk];       // times the scale
   float decay;                // 2^(c of the last)
@@ -111,7 +111,7 @@ __device__ __forceinline__ void finish_gates(const gdn_rule_params &p, RawGates 
   const float2 c = make_float2((lane == 0 ? 0.f : before) + g[0], sum);
   const auto store = [&](float *array, float x, float y) { *reinterpret_cast<float2 *>(array + 2 * lane) = make_float2(x, y); };
   store(to.c, c.x, c.y);
-  store(to.beta, b[0], b[1]);
+  store(to.weight, b[0], b[1]);
   store(to.before, exp2_fast(c.x), exp2_fast(c.y));
   store(to.after, exp2_fast(last - c.x), exp2_fast(last - c.y));
   store(to.since, exp2_fast(c.x - border), exp2_fast(c.y - border));
@@ -185,25 +185,27 @@ __device__ __forceinline__ OwnBlock own_block(const float (&x)[8][4], int warp) 
   return y;
 }
 
-// Reciprocal norms of the keys of this warp's rows, from the diagonal of K K^T, and `until` times them.
+// Reciprocal norms of the keys of this warp's rows, from the diagonal of K K^T, their weights, and `until` times these.
 __device__ __forceinline__ void norms_of_diagonal(const OwnBlock &kk, int count, bool l2norm, float eps, TokenGates &g, int warp,
                                                   int lane) {
   const int row = lane / 4;
   const float square[2] = {row % 2 ? kk.left[1] : kk.left[0], row % 2 ? kk.right[1] : kk.right[0]};
   if (lane % 4 != row / 2) return;
   const int first = 16 * warp + row;
-  float norm[2];
+  float weight[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    norm[i] = l2norm ? rsqrt_fast(square[i] + eps) : 1.f;
-    if (first + 8 * i >= count) norm[i] = 0.f;
-    g.k_norm[first + 8 * i] = norm[i];
+    float norm = l2norm ? rsqrt_fast(square[i] + eps) : 1.f;
+    if (first + 8 * i >= count) norm = 0.f;
+    g.k_norm[first + 8 * i] = norm;
+    weight[i] = g.weight[first + 8 * i] * norm;
+    g.weight[first + 8 * i] = weight[i];
   }
   if (warp == 3) return;
 #pragma unroll
   for (int w = 0; w < 3; ++w) {    // zero already where w is below
     const float until[2] = {g.until[w][first], g.until[w][first + 8]};
-    g.until[w][first] = until[0] * norm[0], g.until[w][first + 8] = until[1] * norm[1];
+    g.until[w][first] = until[0] * weight[0], g.until[w][first + 8] = until[1] * weight[1];
   }
 }
 
@@ -233,10 +235,10 @@ __device__ __forceinline__ RowDecays row_decays(const TokenGates &g, int warp, i
           {exp2_fast(c[1] - cr.x), exp2_fast(c[1] - cr.y)}};
 }
 
-// Those of the diagonal block times 1 / |k_j|.
-__device__ __forceinline__ void scale_by_norms(RowDecays &d, const TokenGates &g, int warp, int lane) {
-  const float *norms = g.k_norm + 16 * warp + 2 * (lane % 4);
-  const float2 l = *reinterpret_cast<const float2 *>(norms), r = *reinterpret_cast<const float2 *>(norms + 8);
+// Those of the diagonal block times beta_j / |k_j|.
+__device__ __forceinline__ void scale_by_weights(RowDecays &d, const TokenGates &g, int warp, int lane) {
+  const float *weights = g.weight + 16 * warp + 2 * (lane % 4);
+  const float2 l = *reinterpret_cast<const float2 *>(weights), r = *reinterpret_cast<const float2 *>(weights + 8);
   d.top[0] *= l.x, d.top[1] *= l.y, d.low[0] *= l.x, d.low[1] *= l.y, d.end[0] *= r.x, d.end[1] *= r.y;
 }
 
@@ -255,20 +257,21 @@ __device__ __forceinline__ void decay_left(uint32_t (&packed)[4], const float (&
   }
 }
 
-// L as invert64() wants it; what goes to `block` above the diagonal is anything. The decays are scaled by norms after it.
+// L as invert64() wants it; what goes to `block` above the diagonal is anything. The decays are scaled by weights after it.
 __device__ __forceinline__ void decay_keys(const float (&kk)[8][4], const OwnBlock &own, const TokenGates &g, RowDecays &d, uint32_t l,
                                            float *block, uint32_t (&left)[2][4], int warp, int lane) {
   const int row = 16 * warp + lane / 4;
-  const float b[2] = {g.beta[row] * g.k_norm[row], g.beta[row + 8] * g.k_norm[row + 8]};
-  scale_by_norms(d, g, warp, lane);
+  const float norm[2] = {g.k_norm[row], g.k_norm[row + 8]};
+  scale_by_weights(d, g, warp, lane);
   float *to = block + lane / 4 * kBlockLd + 2 * (lane % 4);
-  *reinterpret_cast<float2 *>(to) = make_float2(own.left[0] * (b[0] * d.top[0]), own.left[1] * (b[0] * d.top[1]));
-  *reinterpret_cast<float2 *>(to + 8 * kBlockLd) = make_float2(own.left[2] * (b[1] * d.low[0]), own.left[3] * (b[1] * d.low[1]));
+  *reinterpret_cast<float2 *>(to) = make_float2(own.left[0] * (norm[0] * d.top[0]), own.left[1] * (norm[0] * d.top[1]));
+  *reinterpret_cast<float2 *>(to + 8 * kBlockLd) =
+      make_float2(own.left[2] * (norm[1] * d.low[0]), own.left[3] * (norm[1] * d.low[1]));
   *reinterpret_cast<float2 *>(to + 8 * kBlockLd + 8) =
-      make_float2(own.right[0] * (b[1] * d.end[0]), own.right[1] * (b[1] * d.end[1]));
+      make_float2(own.right[0] * (norm[1] * d.end[0]), own.right[1] * (norm[1] * d.end[1]));
   if (warp > 0) {
     const float *until = g.until[warp - 1] + 2 * (lane % 4);
-    const float far[2] = {b[0] * g.since[row], b[1] * g.since[row + 8]};
+    const float far[2] = {norm[0] * g.since[row], norm[1] * g.since[row + 8]};
     uint32_t x[4];
     if (warp > 1) {
 #pragma unroll
@@ -288,7 +291,7 @@ __device__ __forceinline__ void decay_keys(const float (&kk)[8][4], const OwnBlo
   __syncwarp();
 }
 
-// This warp's rows of the image of the attention, from decays scaled by norms of k, and those of q.
+// This warp's rows of the image of the attention, from decays scaled by weights, and norms of q.
 template <typename T>
 __device__ __forceinline__ void decay_queries(const float (&qk)[8][4], const TokenGates &g, const RowDecays &d, const float (&p)[2],
                                               uint32_t image, int warp, int lane) {
@@ -336,9 +339,8 @@ __device__ __forceinline__ void decay_queries(const float (&qk)[8][4], const Tok
 __device__ __forceinline__ void key_factors(const TokenGates &g, Factors &to, int warp, int lane) {
   if (warp > 1) return;
   const int token = 32 * warp + lane, at = factor_at(lane) + 8 * warp;    // factor_at(token)
-  const float k = g.k_norm[token];
-  to.read[at] = g.before[token] * k;
-  to.write[at] = g.after[token] * k;
+  to.read[at] = g.before[token] * g.k_norm[token];
+  to.write[at] = g.after[token] * g.weight[token];
   if (token == 0) to.decay = g.decay;
 }
 

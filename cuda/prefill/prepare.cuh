@@ -94,7 +94,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
     RowDecays decays = row_decays(gates, warp, lane);
     uint32_t left[2][4];
     decay_keys(kk, own, gates, decays, l, m.blocks[warp], left, warp, lane);
-    invert64<T, false>(l, m.blocks[warp], left, gates.beta, inverse, warp, lane, {kGroupBarrier + group},
+    invert64<T, false>(l, m.blocks[warp], left, inverse, warp, lane, {kGroupBarrier + group},
                        [&] { key_factors(gates, m.factors, warp, lane), query_factors(gates, m.factors, warp, lane); });
     const float *norms = gates.q_norm + 16 * warp + lane / 4;
     const float scales[2] = {norms[0], norms[8]};

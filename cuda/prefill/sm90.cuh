@@ -279,7 +279,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
       }
     }
     if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
-    invert64<T, true>(l, m.blocks[warp], left_blocks, gates.beta, inverse, warp, lane,
+    invert64<T, true>(l, m.blocks[warp], left_blocks, inverse, warp, lane,
                       {kMakerBarrier + maker, kPairBarrier + maker, kHalfBarrier + maker}, [&] { key_factors(gates, m.factors, warp, lane); });
     const int again = anew(lane, stage);    // or what follows from it would be kept, and spilled, while L is inverted
     if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first

@@ -140,17 +140,17 @@ def _heads(q, k, v, g, beta, state, lens, scale, table, first):
 # ---- the rule with operands of 16 bits ----
 #
 # It is exact but for what a kernel rounds because tensor cores multiply nothing wider: to the inputs' type the state
-# before a chunk, U = V - S K^T, T = (I + L)^-1 diag(beta), V' = T U with and without its decay to the chunk's end, and
-# Q K^T; to f16, whatever the type, the blocks that the inverse is merged from. On usual inputs that costs up to 3e-3 with
-# bf16, 4e-4 with f16. Where a key repeats and little decays, the V' of a chunk cancel in their sum while their roundings add
-# up; with beta near 2 those of T do too, to a tenth and more, and for two keys in turn to more than the result itself. Noise
-# of 1e-7 in q, k and v moves that by less than a tenth, for f16 too; 1e-6 before every rounding, for nearly parallel keys
-# with beta 2 and bf16 alone, up to threefold. tests/gdn/sixteen_bits.rs is the same in Rust.
+# before a chunk, U = V - S K^T, T = (I + L)^-1, V' = T U as it is and times beta and its decay to the chunk's end, and
+# Q K^T diag(beta); to f16, whatever the type, the blocks that the inverse is merged from. On usual inputs that costs up to
+# 3e-3 with bf16, 4e-4 with f16. Where a key repeats and little decays, the V' of a chunk cancel in their sum while their
+# roundings add up; with beta near 2 those of T do too, to a tenth and more, and for two keys in turn to more than the result
+# itself. Noise of 1e-7 in q, k and v moves that by less than a tenth, for f16 too; 1e-6 before every rounding, for nearly
+# parallel keys with beta 2 and bf16 alone, up to threefold. tests/gdn/sixteen_bits.rs is the same in Rust.
 
 def bound_of_hard(usual, cost):
-    """Most that an output may be off: `usual`, or twice the cost where that is more than two thirds of it. Half is what
+    """Most that an output may be off: `usual`, or twice the cost where that is more than two thirds of it. A tenth is what
     nothing may be off."""
-    return usual if 1.5 * cost <= usual else min(2 * cost, 0.5)
+    return usual if 1.5 * cost <= usual else min(2 * cost, 0.1)
 
 
 def rule_in_16_bits(dtype, q, k, v, a, b, a_log, dt_bias, state, lens, l2norm, eps, scale, beta_scale):
@@ -168,15 +168,16 @@ def rule_in_16_bits(dtype, q, k, v, a, b, a_log, dt_bias, state, lens, l2norm, e
     for t in range(0, v.shape[1], CHUNK):
         q, k, v, g, beta = (x[:, :, t:t + CHUNK] for x in inputs)
         n, c, q_norm, k_norm = v.shape[2], g.cumsum(2), scale * inverse_norm(q), inverse_norm(k)
-        left = (c - c.mT).clamp_max(0).exp() * k_norm.mT        # at token i of what token j wrote, over the norm of j
-        l = (beta * k_norm * left * (k @ k.mT)).tril(-1)
+        weight = beta * k_norm
+        left = (c - c.mT).clamp_max(0).exp() * weight.mT        # at token i of what token j wrote
+        l = (k_norm * left * (k @ k.mT)).tril(-1)
         inverse = inverted(torch.nn.functional.pad(l, (0, CHUNK - n) * 2))[..., :n, :n]
         attention = rounded((q_norm * left * (q @ k.mT)).tril())
         before = rounded(state).mT
-        values = rounded(inverse * beta.mT) @ rounded(v - c.exp() * k_norm * (k @ before))
+        values = rounded(inverse) @ rounded(v - c.exp() * k_norm * (k @ before))
         o.append(c.exp() * q_norm * (q @ before) + attention @ rounded(values))
         last = c[:, :, -1:]
-        state = last.exp() * state + rounded(values * (last - c).exp() * k_norm).mT @ k
+        state = last.exp() * state + rounded(values * (last - c).exp() * weight).mT @ k
     return (torch.cat(o, 2) if o else inputs[2]).transpose(1, 2), state
 
 

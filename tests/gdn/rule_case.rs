@@ -139,7 +139,7 @@ impl Case {
             if error > bound + stored {
                 bound = match on_tensor_cores(algo) {
                     true => sixteen_bits::bound(bound, costs.get_or_insert_with(|| self.cost_of_sixteen_bits())[i]),
-                    false => bound.max(F32_SUMS * costs.get_or_insert_with(|| self.cost_of_f32(&drawn))[i]).min(0.5),
+                    false => bound.max(F32_SUMS * costs.get_or_insert_with(|| self.cost_of_f32(&drawn))[i]).min(0.1),
                 };
             }
             let case = || format!("bound {:e}, {algo:?} on {:?}: {self:?}", bound + stored, device.location());
