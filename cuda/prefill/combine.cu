@@ -13,7 +13,7 @@ int launch_combination(const gdn_rule_params &p, const Plan &plan, int optin, cu
   c.stream = stream;
   c.overlap = true;
   c.cluster = CLUSTER;
-  const int64_t blocks = ceil_div(p.head_v, ROWS) * p.num_v_heads * p.seqs.num_seqs * CLUSTER;
+  const int64_t blocks = ceil_div(p.head_v, ROWS) * p.num_v_heads * plan.slots * CLUSTER;
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   c.grid = dim3(static_cast<unsigned>(blocks));
   c.block = dim3(C::kThreads);
@@ -25,7 +25,7 @@ int launch_combination(const gdn_rule_params &p, const Plan &plan, int optin, cu
 template <int KK> int launch_combine_as(const gdn_rule_params &p, const Plan &plan, int optin, cudaStream_t stream) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
-  const int64_t heads = static_cast<int64_t>(p.num_v_heads) * p.seqs.num_seqs;
+  const int64_t heads = static_cast<int64_t>(p.num_v_heads) * plan.slots;
   const auto blocks = [&](int rows, int cluster) { return ceil_div(p.head_v, rows) * heads * cluster; };
   if constexpr (KK == 128) {
     bool clusters = false;

@@ -158,9 +158,10 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 
   const unsigned rank = blockIdx.x % kCluster;    // in the cluster
   const int tiles = (p.head_v + C::kRows - 1) / C::kRows, block = static_cast<int>(blockIdx.x / kCluster);
-  const int row0 = block % tiles * C::kRows, head = block / tiles % p.num_v_heads, n = block / tiles / p.num_v_heads;
+  const int row0 = block % tiles * C::kRows, head = block / tiles % p.num_v_heads, slot = block / tiles / p.num_v_heads;
+  const int found = plan.mixed ? sequence_of_slot(p.seqs, plan, slot) : slot, n = max(found, 0);
   const int last = segments_of(plan, (tokens_of(p.seqs, n).count + kChunk - 1) / kChunk) - 1;
-  if (slot_of(p.in_slots, n) < 0 || slot_of(p.out_slots, n) < 0 || last < 2) {
+  if (found < 0 || slot_of(p.in_slots, n) < 0 || slot_of(p.out_slots, n) < 0 || last < 2) {
     ptx::grid_dependency_wait();
     return;
   }
@@ -186,7 +187,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   const bool inside = C::kExact || column < head_k;    // with the others of the lane, as sizes are multiples of 8
   const int k0 = part * C::kSlice + c * (kUnit / 4);
   float m[kCluster * kUnits][kUnit / 4][kPack] = {};
-  const float *lane_m = transfer_at(p, plan, n, 1, head) + (p.head_v + k0) * head_k + column;
+  const float *lane_m = transfer_at(p, plan, slot, 1, head) + (p.head_v + k0) * head_k + column;
   const int64_t one_segment = static_cast<int64_t>(p.num_v_heads) * (p.head_v + head_k) * head_k;
   const auto load_unit = [&](int i, int u, const float *from, bool there) {
     const int k = static_cast<int>((rank + i) % kCluster) * kColumns;
@@ -200,7 +201,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) load_unit(i, u, lane_m, true);
 
-  const float *first = first_at(p, plan, n, head) + row0 * head_k;
+  const float *first = first_at(p, plan, slot, head) + row0 * head_k;
   for (int i = thread; i < C::kRows * KK / 4; i += C::kThreads) {
     const int row = i / (KK / 4), at = i % (KK / 4) * 4;
     float x[4] = {};
@@ -211,7 +212,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 
   // N: rows 2 c and the next of the tiles that this warp sums up.
   const int row = row0 + 8 * kDone * part + 2 * c;
-  float *place = transfer_at(p, plan, n, 1, head) + row * head_k + column;
+  float *place = transfer_at(p, plan, slot, 1, head) + row * head_k + column;
   for (int segment = 1; segment < last; ++segment, place += one_segment) {
     const unsigned now = (segment - 1) % 2u;
     lane_m += one_segment;

@@ -9,6 +9,8 @@ namespace prefill {
 struct Schedule {
   int32_t segments;
   int32_t first_chunks, segment_chunks;    // of the first segment, and of the others
+  bool mixed;                   // sequences of more than `long_tokens`, `slots` at most, begin first and are cut, others are not
+  int32_t slots, long_tokens;   // else all are, and have a slot each
   int32_t tile_rows;            // value rows of a block of the scan
   int32_t first_rows;           // and of the first pass, where there is more than one segment
   int32_t places;               // blocks that go through several heads each (scan.cuh); 0: one a block
@@ -41,6 +43,8 @@ struct Plan {
   int32_t segments;         // parts of a sequence
   int32_t first_chunks;     // chunks of the first
   int32_t segment_chunks;   // and of each but the last that follows
+  bool mixed;               // as in Schedule
+  int32_t slots, long_tokens;
   bool keep_state;          // a sequence without tokens need not copy its state
   const Record *records;
   float *transfers;         // context parallelism: see context.cuh

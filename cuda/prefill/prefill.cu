@@ -42,11 +42,14 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   if (heads > 0) segments = choose_segments(p, longest, sm90, sms, sm90 && has_wide);
   s->first_chunks = static_cast<int32_t>(segments.first_chunks < 1 ? 1 : segments.first_chunks);
   s->segment_chunks = static_cast<int32_t>(segments.chunks < 1 ? 1 : segments.chunks);
+  s->mixed = segments.slots > 0;
+  s->slots = s->mixed ? static_cast<int32_t>(segments.slots) : p.seqs.num_seqs;
+  s->long_tokens = static_cast<int32_t>(segments.long_tokens);
   const int64_t behind = longest - s->first_chunks;
   s->segments = static_cast<int32_t>(1 + (behind > 0 ? ceil_div(behind, s->segment_chunks) : 0));
   // [V, K] after the first; [V + K, K] of each that is neither it nor the last.
   const int64_t rows = s->segments > 1 ? p.head_v + (s->segments - 2) * (p.head_v + p.head_k) : 0;
-  s->transfer_bytes = rows * heads * p.head_k * static_cast<int64_t>(sizeof(float));
+  s->transfer_bytes = rows * s->slots * p.num_v_heads * p.head_k * static_cast<int64_t>(sizeof(float));
 
   if (!sm90) {    // more rows a block read the keys less often, where blocks would not all run at once
     int optin = 0;
@@ -68,6 +71,8 @@ template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s
   plan.segments = s.segments;
   plan.first_chunks = s.first_chunks;
   plan.segment_chunks = s.segment_chunks;
+  plan.mixed = s.mixed;
+  plan.slots = s.slots, plan.long_tokens = s.long_tokens;
   plan.keep_state = state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots);
   Record *records = static_cast<Record *>(p.workspace);
   plan.records = records;

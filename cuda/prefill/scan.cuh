@@ -198,7 +198,7 @@ __device__ __forceinline__ void zero_rows(const gdn_rule_params &p, int n, const
 
 struct Stretch {
   Tokens seq;
-  int n, head, segment;
+  int n, slot, head, segment;
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
@@ -215,21 +215,47 @@ __device__ __forceinline__ int segments_of(const Plan &plan, int chunks) {
   return behind <= 0 ? 1 : 1 + (behind + plan.segment_chunks - 1) / plan.segment_chunks;
 }
 
+// The long sequence that has a slot (plan.mixed), by all lanes of a warp; -1: there are fewer.
+__device__ __forceinline__ int sequence_of_slot(const gdn_sequences &s, const Plan &plan, int slot) {
+#pragma unroll 1
+  for (int first = 0; first < s.num_seqs; first += 32) {
+    const int n = first + static_cast<int>(threadIdx.x) % 32;
+    unsigned found = __ballot_sync(0xffffffffu, n < s.num_seqs && tokens_of(s, n).count > plan.long_tokens);
+    const int count = __popc(found);
+    if (slot < count) {
+      for (; slot > 0; --slot) found &= found - 1;
+      return first + __ffs(static_cast<int>(found)) - 1;
+    }
+    slot -= count;
+  }
+  return -1;
+}
+
 // The state after the first segment: a matrix [head_v, head_k].
-__device__ __forceinline__ float *first_at(const gdn_rule_params &p, const Plan &plan, int n, int head) {
-  return plan.transfers + (static_cast<int64_t>(n) * p.num_v_heads + head) * p.head_v * p.head_k;
+__device__ __forceinline__ float *first_at(const gdn_rule_params &p, const Plan &plan, int slot, int head) {
+  return plan.transfers + (static_cast<int64_t>(slot) * p.num_v_heads + head) * p.head_v * p.head_k;
 }
 
 // Of a `segment` between the first and the last: what it adds, then the state after it, a matrix [head_v, head_k]; followed by
 // what it makes of a state, [head_k, head_k].
-__device__ __forceinline__ float *transfer_at(const gdn_rule_params &p, const Plan &plan, int n, int segment, int head) {
-  const int64_t item = (static_cast<int64_t>(n) * (plan.segments - 2) + segment - 1) * p.num_v_heads + head;
-  return first_at(p, plan, p.seqs.num_seqs, 0) + item * (p.head_v + p.head_k) * p.head_k;
+__device__ __forceinline__ float *transfer_at(const gdn_rule_params &p, const Plan &plan, int slot, int segment, int head) {
+  const int64_t item = (static_cast<int64_t>(slot) * (plan.segments - 2) + segment - 1) * p.num_v_heads + head;
+  return first_at(p, plan, plan.slots, 0) + item * (p.head_v + p.head_k) * p.head_k;
 }
 
-// Blocks of kFirst, with so many value rows each: those of the other segments come behind them.
-__host__ __device__ __forceinline__ unsigned first_blocks(const gdn_rule_params &p, const Plan &plan) {
-  return static_cast<unsigned>(plan.v_tiles) * p.num_v_heads * p.seqs.num_seqs;
+// The launch of kFirst, with blocks of `rows` value rows: first segments, then kTransfer's blocks, then sequences that are not cut.
+__device__ __forceinline__ unsigned first_blocks(const gdn_rule_params &p, const Plan &plan) {
+  return static_cast<unsigned>(plan.v_tiles) * p.num_v_heads * plan.slots;
+}
+__device__ __forceinline__ int transfer_tiles(const gdn_rule_params &p, const Plan &plan, int rows) {
+  return plan.v_tiles + (p.head_k + rows - 1) / rows;
+}
+__device__ __forceinline__ unsigned transfer_blocks(const gdn_rule_params &p, const Plan &plan, int rows) {
+  return static_cast<unsigned>(transfer_tiles(p, plan, rows)) * p.num_v_heads * plan.slots * (plan.segments - 2);
+}
+__device__ __forceinline__ bool is_transfer(const gdn_rule_params &p, const Plan &plan, int rows, unsigned block) {
+  const unsigned begin = first_blocks(p, plan);
+  return block >= begin && block - begin < transfer_blocks(p, plan, rows);
 }
 
 // What a place runs `round`-th: a job, and how many of its rounds.places-ths come before the split.
@@ -259,27 +285,33 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   Part part = {block, -1, 0, false};
   if (PASS == kRounds) part = part_of(plan.rounds, static_cast<int>(block), round), block = part.job;
   if (PASS == kTransfer) block -= first_blocks(p, plan);
-  const int tiles = PASS == kTransfer ? plan.v_tiles + (p.head_k + tile_rows - 1) / tile_rows : plan.v_tiles;
+  if (PASS == kFirst && block >= first_blocks(p, plan)) block -= transfer_blocks(p, plan, tile_rows);
+  const int tiles = PASS == kTransfer ? transfer_tiles(p, plan, tile_rows) : plan.v_tiles;
   int tile = static_cast<int>(block % tiles);
   block /= tiles;
   s.head = static_cast<int>(block % p.num_v_heads);
   block /= p.num_v_heads;
   if (PASS == kFirst || PASS == kRounds || plan.segments == 1) {
     s.segment = 0;
-    s.n = static_cast<int>(block);
+    s.slot = static_cast<int>(block);
   } else {
     const unsigned segments = PASS == kTransfer ? plan.segments - 2 : plan.segments - 1;
     s.segment = 1 + static_cast<int>(block % segments);
-    s.n = static_cast<int>(block / segments);
+    s.slot = static_cast<int>(block / segments);
   }
   s.identity = PASS == kTransfer && tile >= plan.v_tiles;
   s.row0 = (s.identity ? tile - plan.v_tiles : tile) * tile_rows;
+  const bool mixed = PASS != kRounds && plan.mixed;
+  const bool whole = mixed && s.slot >= plan.slots;    // behind the slots each sequence once more, if it is not long
+  const int found = whole ? s.slot - plan.slots : mixed ? sequence_of_slot(p.seqs, plan, s.slot) : s.slot;
+  s.n = max(found, 0);
   s.seq = tokens_of(p.seqs, s.n);
   const int chunks = (s.seq.count + kChunk - 1) / kChunk;
   s.begin = begin_of_segment(plan, s.segment);
-  s.end = min(chunks, begin_of_segment(plan, s.segment + 1));
+  s.end = whole ? chunks : min(chunks, begin_of_segment(plan, s.segment + 1));
   s.split = -1;
   if (PASS == kTransfer && s.end == chunks) s.end = s.begin;    // nothing follows that would need it
+  if (found < 0 || (whole && s.seq.count > plan.long_tokens)) s.segment = 1, s.begin = s.end = 0;    // idle
   if (PASS == kRounds && part.split >= 0) {
     const int first = (chunks * part.share + plan.rounds.places / 2) / plan.rounds.places;
     if (part.second) s.segment = 1, s.begin = first;
@@ -316,7 +348,7 @@ __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule
     load_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
   } else if (PASS == kWhole && s.segment > 0) {
     ptx::grid_dependency_wait();
-    const float *from = s.segment > 1 ? transfer_at(p, plan, s.n, s.segment - 1, s.head) : first_at(p, plan, s.n, s.head);
+    const float *from = s.segment > 1 ? transfer_at(p, plan, s.slot, s.segment - 1, s.head) : first_at(p, plan, s.slot, s.head);
     load_state(state, from, row0, p.head_v, p.head_k, lane);
   } else {
     with_state_type<ST>(p.state_dtype, [&](auto type) {
@@ -346,7 +378,7 @@ template <typename ST, Pass PASS, int N>
 __device__ __forceinline__ void end_state(const float (&state)[N][4], const gdn_rule_params &p, const Plan &plan,
                                           const Stretch &s, int tile_rows, int row0, int lane) {
   if (PASS == kTransfer) {
-    float *to = transfer_at(p, plan, s.n, s.segment, s.head) + (s.identity ? p.head_v * p.head_k : 0);
+    float *to = transfer_at(p, plan, s.slot, s.segment, s.head) + (s.identity ? p.head_v * p.head_k : 0);
     store_state(state, to, row0, s.identity ? p.head_k : p.head_v, p.head_k, lane);
   } else if (s.end * kChunk >= s.seq.count) {
     with_state_type<ST>(p.state_dtype, [&](auto type) {
@@ -355,7 +387,7 @@ __device__ __forceinline__ void end_state(const float (&state)[N][4], const gdn_
       store_state(state, to + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
     });
   } else if (PASS == kFirst) {
-    store_state(state, first_at(p, plan, s.n, s.head), row0, p.head_v, p.head_k, lane);
+    store_state(state, first_at(p, plan, s.slot, s.head), row0, p.head_v, p.head_k, lane);
   } else if (PASS == kRounds) {
     const int row = row0 - s.row0;
     store_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);

@@ -172,11 +172,11 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   end_state<AnyState, PASS>(state, p, plan, s, kTileRows, row0, lane);
 }
 
-// PASS kFirst: its blocks and kTransfer's. The former take longer and begin first.
+// PASS kFirst: its blocks and kTransfer's.
 template <typename T, int KK, int WARPS, Pass PASS>
 __global__ void __launch_bounds__(32 * WARPS, 1)
 sm80_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
-  if (PASS != kFirst || blockIdx.x < first_blocks(p, plan)) scan_block<T, KK, WARPS, PASS>(p, plan);
+  if (PASS != kFirst || !is_transfer(p, plan, 16 * WARPS, blockIdx.x)) scan_block<T, KK, WARPS, PASS>(p, plan);
   else scan_block<T, KK, WARPS, kTransfer>(p, plan);
 }
 

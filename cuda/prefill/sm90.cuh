@@ -372,12 +372,12 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   block.run_math();
 }
 
-// PASS kFirst: its blocks and kTransfer's. The former take longer and begin first.
+// PASS kFirst: its blocks and kTransfer's.
 template <typename T, typename ST, int KK, int NM, Pass PASS>
 __global__ void __launch_bounds__(Shape90<KK, NM>::kThreads, 1)
 sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
   if constexpr (ptx::kSm90a) {
-    if (PASS != kFirst || blockIdx.x < first_blocks(p, plan)) run_block<T, ST, KK, NM, PASS>(p, plan, maps);
+    if (PASS != kFirst || !is_transfer(p, plan, 64 * NM, blockIdx.x)) run_block<T, ST, KK, NM, PASS>(p, plan, maps);
     else run_block<T, ST, KK, NM, kTransfer>(p, plan, maps);
   }
 }

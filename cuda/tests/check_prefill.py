@@ -53,6 +53,7 @@ def quick(lib, algos):
     case(lib, algos, "f16, bf16 state", [80] * 2, io="f16", state="bf16", slots="shared", hk=1, hv=1)
     case(lib, algos, "V=256", [70], v=256, hk=1, hv=1)
     case(lib, algos, "segments", [300, 20], hk=1, hv=2, segments=(2, 3), checkpoint=128, slots="apart")
+    case(lib, algos, "a long sequence among short ones", [1] * 40 + [300, 2], hk=1, hv=2, segments=(0, 3), checkpoint=64)
     case(lib, algos[-1:], "several heads a block", [130] * 9, hk=8, hv=16, slots="moved")
     case(lib, algos[-1:], "heads cut in two", [520] * 9, hk=8, hv=16, checkpoint=64)
 
@@ -83,6 +84,13 @@ def named(lib, algos):
     for lens in ([1000], [1000] * 3, [1000, 130, 0, 1, 64, 999]):
         for how in ("identity", "moved"):
             run(f"{len(lens)} sequences of up to 1000, {how}", lens, segments=(1, 2, 3, 5), slots=how, checkpoint=64)
+    # Long sequences among short ones: they begin first, and are cut alone.
+    ragged = [i % 5 for i in range(100)]
+    ragged[37], ragged[90] = 1500, 400
+    for how in ("identity", "moved"):
+        run(f"two long sequences among 98, {how}", ragged, segments=(0, 1, 3, 5), slots=how, hk=2, hv=4, checkpoint=64)
+    run("two long sequences among 298", ragged + [1] * 200, hk=1, hv=2, segments=(0, 3))
+    run("a short sequence among long ones", [300] * 40 + [3], hk=2, hv=4, segments=(0, 3), slots="moved")
     run("1000 tokens, no decay", [1000], segments=(1, 2, 3, 5), decay="none")
     run("1000 tokens, beta 2", [1000], segments=(1, 3), beta_scale=2.0, state="bf16")
     run("segments of fewer tokens than parts", [3, 65], segments=(2, 5, 100))

@@ -106,6 +106,22 @@ fn segments() {
     }
 }
 
+/// They begin first and are cut alone.
+#[test]
+fn long_sequences_among_short_ones() {
+    let mut lengths: Vec<usize> = (0..70).map(|i| i % 5).collect();
+    (lengths[33], lengths[60]) = (900, 300);
+    for device in devices() {
+        for algo in tensor_cores(&device) {
+            for segments in [0, 1, 3] {
+                let case = Case { segments, ..case(algo, dims(1, 2, (128, 128)), &lengths) };
+                case.check(&device);
+                Case { slots: true, padding: true, checkpoints: Some(64), ..case }.check(&device);
+            }
+        }
+    }
+}
+
 /// Padding among packed sequences and in a batch, and rows of nobody around all of them, are NaN: what is read of them
 /// shows, though it be multiplied by zero.
 #[test]
