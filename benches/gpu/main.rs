@@ -18,7 +18,7 @@ mod record;
 mod rule;
 mod workloads;
 
-use anyhow::{bail, Context, Result};
+use anyhow::{bail, ensure, Context, Result};
 use candle_core::{DType, Device};
 use candle_gdn::Algo;
 use clap::builder::PossibleValuesParser;
@@ -252,16 +252,20 @@ fn bench(args: Args) -> Result<usize> {
     let all_algos = args.algo.iter().any(|name| name == "all");
     let (choice, kernels) = (args.choice, args.kernels);
     let mut bench = Bench { device, dtype, algos, all_algos, choice, clock, failures: 0, kernels, run, path };
-    let suites = match args.suites.is_empty() {
+    let mut suites = match args.suites.is_empty() {
         true => Suite::value_variants().iter().copied().filter(|suite| *suite != Suite::Host).collect(),
         false => args.suites,
     };
+    if bench.choice.workload.is_some() {
+        suites.retain(|suite| matches!(suite, Suite::ContestDecode | Suite::ContestPrefill));
+        ensure!(!suites.is_empty(), "--workload: expected the suites contest-decode or contest-prefill");
+    }
     for suite in suites {
         match suite {
             Suite::Decode => bench.rules(bench.choice.decode())?,
             Suite::Prefill => bench.rules(bench.choice.prefill())?,
-            Suite::ContestDecode => bench.rules(workloads::contest(bench.choice.quick)?.0)?,
-            Suite::ContestPrefill => bench.rules(workloads::contest(bench.choice.quick)?.1)?,
+            Suite::ContestDecode => bench.rules(bench.choice.contest()?.0)?,
+            Suite::ContestPrefill => bench.rules(bench.choice.contest()?.1)?,
             Suite::Conv => ops::conv(&mut bench)?,
             Suite::Norm => ops::norm(&mut bench)?,
             Suite::Layer => layer::layer(&mut bench)?,

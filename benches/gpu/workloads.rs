@@ -1,7 +1,7 @@
 //! What is measured: the grids of each suite.
 
 use crate::record::Shape;
-use anyhow::{Context, Result};
+use anyhow::{ensure, Context, Result};
 use clap::builder::RangedU64ValueParser;
 use serde::Deserialize;
 use std::str::FromStr;
@@ -99,6 +99,9 @@ pub struct Choice {
     /// Tokens a sequence instead of the grid's
     #[arg(long, value_delimiter = ',', value_parser = positive)]
     tokens: Vec<usize>,
+    /// One workload of each of the contest's suites, by its place in the set from 0; other suites are left out
+    #[arg(long, value_name = "N")]
+    pub workload: Option<usize>,
     /// A few shapes of each suite
     #[arg(long)]
     pub quick: bool,
@@ -174,29 +177,35 @@ impl Choice {
             dim => format!("{heads} of {dim} {rest}"),
         }
     }
+
+    /// The contest's decode and prefill sets.
+    pub fn contest(&self) -> Result<(Vec<Work>, Vec<Work>)> {
+        let sets: Contest = serde_json::from_str(include_str!("../contest/workloads.json"))
+            .context("benches/contest/workloads.json")?;
+        let most = sets.decode.len().max(sets.prefill.len()) - 1;
+        if let Some(place) = self.workload {
+            ensure!(place <= most, "--workload: expected 0 to {most}, got {place}");
+        }
+        let heads = Heads { hk: 4, hv: 8, dim: 128 };
+        let step = if self.quick { 10 } else { 1 };
+        let taken = |i: usize| self.workload.map_or(i % step == 0, |place| i == place);
+        // As in benches/peers: the place in the set, then the size.
+        let decode = sets.decode.into_iter().enumerate().filter(|(i, _)| taken(*i)).map(|(i, batch)| Work {
+            suite: "contest-decode",
+            name: format!("#{i} B={batch}"),
+            heads,
+            lengths: vec![1; batch],
+        });
+        let prefill = sets.prefill.into_iter().enumerate().filter(|(i, _)| taken(*i)).map(|(i, lengths)| {
+            let name = format!("#{i} {}:{}", lengths.len(), lengths.iter().sum::<usize>());
+            Work { suite: "contest-prefill", name, heads, lengths }
+        });
+        Ok((decode.collect(), prefill.collect()))
+    }
 }
 
 #[derive(Deserialize)]
 struct Contest {
     decode: Vec<usize>,
     prefill: Vec<Vec<usize>>,
-}
-
-/// The contest's decode and prefill sets.
-pub fn contest(quick: bool) -> Result<(Vec<Work>, Vec<Work>)> {
-    let sets: Contest = serde_json::from_str(include_str!("../contest.json")).context("benches/contest.json")?;
-    let heads = Heads { hk: 4, hv: 8, dim: 128 };
-    let step = if quick { 10 } else { 1 };
-    // As in benches/peers: the place in the set, then the size.
-    let decode = sets.decode.into_iter().enumerate().step_by(step).map(|(i, batch)| Work {
-        suite: "contest-decode",
-        name: format!("#{i} B={batch}"),
-        heads,
-        lengths: vec![1; batch],
-    });
-    let prefill = sets.prefill.into_iter().enumerate().step_by(step).map(|(i, lengths)| {
-        let name = format!("#{i} {}:{}", lengths.len(), lengths.iter().sum::<usize>());
-        Work { suite: "contest-prefill", name, heads, lengths }
-    });
-    Ok((decode.collect(), prefill.collect()))
 }

@@ -77,6 +77,12 @@ def count(x):
     return numbers(x, None, "a positive number")[0]
 
 
+def place(x):
+    if not x.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{x}' is not a number from 0 on")
+    return int(x)
+
+
 def seconds(text):
     try:
         value = float(text)
@@ -98,6 +104,8 @@ def arguments(argv):
     p.add_argument("--no-peers", action="store_true", help="only candle-gdn and torch")
     p.add_argument("--algo", type=names(["all", *contenders.ALGOS], "algo"), default=["auto"], metavar="NAME,…",
                    help=f"our kernels: {', '.join(contenders.ALGOS)}, or all; default auto")
+    p.add_argument("--workload", type=place, metavar="N", help="one workload of each contest suite, by its place in "
+                   "benches/contest/workloads.json from 0; other suites are left out")
     p.add_argument("--quick", action="store_true", help="a few shapes of each suite")
     p.add_argument("--out", metavar="DIR", help="default: benches/results/<device>")
     p.add_argument("--lib", metavar="PATH", help="our shared library: loaded when it is there, else built there")
@@ -126,7 +134,7 @@ def plan(args):
     """[(suite, [(contender, [(Workload, variant)])])] of all that was asked for, and nothing empty."""
     todo = []
     for suite in args.suites:
-        works = workloads.select(suite, args.shapes, args.batches, args.lengths, args.quick)
+        works = workloads.select(suite, args.shapes, args.batches, args.lengths, args.quick, args.workload)
         parts = []
         for name in args.contenders:
             items = [(w, v) for w in works for v in contenders.variants(name, suite, args.algo)]
@@ -144,7 +152,7 @@ def compile_ahead(todo, deadline, args, say):
         for name, items in parts:
             if suite in contenders.ON_DISK.get(name, []):
                 for work, variant in items:
-                    if work.l2 == "cold" and not work.draw:
+                    if work.l2 == "cold" and work.timed:
                         jobs.setdefault((name, suite, work.hk, work.hv), []).append((work, variant))
 
     start = time.monotonic()

@@ -108,7 +108,7 @@ def time_one(contender, work, variant):
     import torch
     from workloads import touched
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    sets = 1 if work.draw else timing.sets_for(touched(work), work.l2, l2_bytes)
+    sets = 1 if not work.timed else timing.sets_for(touched(work), work.l2, l2_bytes)
     case = case_of(contender, work, variant, sets)
     case.calls[0]()
     torch.cuda.synchronize()
@@ -120,7 +120,7 @@ def time_one(contender, work, variant):
             if name in row["error"] and not row["error"][name] <= bound]      # NaN is over too
     if over:
         note = "not timed, over its bound: " + ", ".join(over)
-    elif not note.startswith("not timed") and not work.draw and not work.hard:
+    elif not note.startswith("not timed") and work.timed and not work.hard:
         case.math = None
         torch.cuda.empty_cache()
         times = timing.measure(case.calls)

@@ -2,7 +2,7 @@
 
 Definitions gdn_decode_qk4_v8_d128_k_last and gdn_prefill_qk4_v8_d128_k_last: 4 query and key heads, 8 value heads of
 128, bf16 inputs, an f32 state [sequence, head, V, K], raw gates, no L2 norm inside. The shapes stand in
-benches/contest.json, which says where they come from.
+benches/contest/workloads.json, which says where they come from.
 """
 import json
 import os
@@ -10,7 +10,7 @@ import os
 HK, HV = 4, 8
 ATOL = RTOL = 1e-2
 
-with open(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "contest.json")) as _f:
+with open(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "contest", "workloads.json")) as _f:
     _sets = json.load(_f)
 DECODE = _sets["decode"]                              # batch of each workload
 PREFILL = [tuple(lens) for lens in _sets["prefill"]]  # lengths of each workload's sequences

@@ -35,7 +35,7 @@ def share_times(rows, works):
     timed = {}
     for r, work in zip(rows, works):
         key = r["suite"], work.lens, r["contender"], r["variant"]
-        if not work.draw:
+        if work.timed:
             timed[key] = r
         elif key in timed and timed[key]["gpu"] and r["error"] and not r["note"].startswith("not timed"):
             first = timed[key]

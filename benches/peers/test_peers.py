@@ -57,7 +57,8 @@ class Arguments(unittest.TestCase):
                                ("--contenders x", "unknown contender 'x'"), ("--shapes 16/24", "no kernel takes 16/24"),
                                ("--shapes 16", "not a pair"), ("--batches 0", "not a positive number"),
                                ("--lengths 2048", "SEQUENCESxTOKENS"), ("--limit -3", "not a positive number of seconds"),
-                               ("layer --shapes 4/8", "nothing to time"),
+                               ("layer --shapes 4/8", "nothing to time"), ("--workload 100", "nothing to time"),
+                               ("decode --workload 1", "nothing to time"), ("--workload x", "not a number from 0 on"),
                                ("projections --contenders fla", "nothing to time")):
             self.assertIn(sentence, refused(self, bench, *line.split()))
         with mock.patch("shutil.which", return_value=None):
@@ -84,6 +85,11 @@ class Arguments(unittest.TestCase):
         self.assertEqual([v for w, v in todo["decode"]["candle-gdn"] if w.name == "16/32 B=8" and w.l2 == "cold"],
                          contenders.DECODE_ALGOS)
         self.assertEqual(list(todo["layer"]), ["candle-gdn"])
+        todo = self.plan("--workload", "5", "--no-peers")
+        self.assertEqual([(suite, [(w.name, w.draw > 0, w.timed) for w, _ in parts["candle-gdn"]])
+                          for suite, parts in todo.items()],
+                         [("contest-decode", [("#5 B=1", True, True)]), ("contest-prefill", [("#5 34:8192", False, True)])])
+        self.assertEqual(list(self.plan("--workload", "99")), ["contest-prefill"])
         for suite, parts in self.plan("--quick").items():
             self.assertEqual({w.name for items in parts.values() for w, _ in items}, workloads.QUICK[suite])
 
@@ -120,7 +126,7 @@ class Work(unittest.TestCase):
         self.assertEqual((sizes[0], sizes[10], max(sizes)), ((1, 6), (38, 8192), (57, 8192)))
         self.assertEqual((sum(n for n, _ in sizes), sum(t for _, t in sizes)), (797, 183065))    # of the contest's set
         works = workloads.select("contest-prefill")
-        first = {w.lens for w in works if not w.draw}
+        first = {w.lens for w in works if w.timed}
         self.assertEqual(len(first), len({w.lens for w in works}))
         self.assertEqual(len({w.name for w in works}), 100)
 
@@ -370,7 +376,7 @@ class Whole(unittest.TestCase):
     def fake(task, contender, items, lib, silence, deadline, env=None, complain=None, results=None):
         for i, (w, _) in enumerate(items):
             us = records.floor_us(*workloads.cost(w), CEILINGS) * (1.1 + len(contender) / 20) + 2
-            tiers = {} if w.draw else {"gpu": timing.spread([us]), "event": timing.spread([us + 1]), "launches": 1}
+            tiers = {} if not w.timed else {"gpu": timing.spread([us]), "event": timing.spread([us + 1]), "launches": 1}
             results[i] = {**tiers, "error": {"o": 1e-3, "state": 1e-7}, "note": "", "includes": "gates"}
         if contender == "flashqla":
             results[:] = [{"note": "flashqla is not usable here: ModuleNotFoundError"}] * len(items)
@@ -614,7 +620,7 @@ class CandleGdn(unittest.TestCase):
 
     def test_child_process(self):
         """child.run as it is, the GPU's part stood in for."""
-        again = work([4], 1, 2, "contest-prefill", l2norm=False, draw=2)
+        again = work([4], 1, 2, "contest-prefill", l2norm=False, draw=2, timed=False)
         items = [{"workload": w.to_json(), "variant": v}
                  for w, v in ((work([4]), "auto"), (work([4]), "recurrent"), (again, "auto"))]
         lines = []

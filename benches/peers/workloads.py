@@ -1,6 +1,6 @@
 """What is timed: the shapes of every suite, and the work that a shape stands for. No torch in here."""
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import contest
 
@@ -30,7 +30,8 @@ class Workload:
     decode: bool
     l2: str = "cold"
     l2norm: bool = True     # raw q and k come in; else they come in normalised, and nobody normalises
-    draw: int = 0           # further draws of random inputs for one shape: only the first is timed
+    draw: int = 0           # further draws of random inputs for one shape
+    timed: bool = True      # else only checked: of a shape of the contest the first draw is timed
     hard: str = ""          # what makes the inputs hard: checked, never timed
 
     @property
@@ -142,7 +143,7 @@ def contest_suite(suite):
     for i, lens in enumerate(all_lens):
         draw = seen[lens] = seen.get(lens, -1) + 1
         name = f"#{i} " + (f"B={len(lens)}" if decode else f"{len(lens)}:{sum(lens)}")
-        yield Workload(suite, name, contest.HK, contest.HV, lens, decode, l2norm=False, draw=draw)
+        yield Workload(suite, name, contest.HK, contest.HV, lens, decode, l2norm=False, draw=draw, timed=not draw)
 
 
 def hard_suite():
@@ -170,9 +171,10 @@ QUICK = {
 }
 
 
-def select(suite, heads=None, batches=None, lengths=None, quick=False):
+def select(suite, heads=None, batches=None, lengths=None, quick=False, number=None):
     """The workloads of a suite. `heads` and `batches` and `lengths`, where given, replace the suite's own or, in the
-    suites whose heads are fixed, keep or drop all of it."""
+    suites whose heads are fixed, keep or drop all of it. `number` keeps one workload of the contest's suites, by its place
+    in the set, and nothing of others."""
     if suite in ("decode", "prefill"):
         works = list(rule_suite(suite, heads or HEADS, batches or BATCHES, lengths or LENGTHS))
     elif suite.startswith("contest"):
@@ -189,4 +191,7 @@ def select(suite, heads=None, batches=None, lengths=None, quick=False):
         works = [w for w in works if (w.hk, w.hv) in [heads_of(h) for h in heads]]
     if quick:
         works = [w for w in works if w.name in QUICK[suite]]
+    if number is not None:
+        named = [w for w in works if suite.startswith("contest") and w.name.startswith(f"#{number} ")]
+        works = [replace(w, timed=True) for w in named]
     return works

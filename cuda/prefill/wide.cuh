@@ -36,7 +36,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   uint32_t operand[KK / 16][4];    // the state, for S K^T
   const auto state_to_operands = [&](auto half) {    // of half of the columns, and to shared memory for S Q^T
 #pragma unroll
-    for (int k = half * KK / 32; k < (half + 1) * KK / 32; ++k) {
+    for (int k = half.value * KK / 32; k < (half.value + 1) * KK / 32; ++k) {
       operand[k][0] = pack2_here<T>(state[2 * k][0], state[2 * k][1]);
       operand[k][1] = pack2_here<T>(state[2 * k][2], state[2 * k][3]);
       operand[k][2] = pack2_here<T>(state[2 * k + 1][0], state[2 * k + 1][1]);
