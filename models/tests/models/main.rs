@@ -6,7 +6,10 @@
 //! `CANDLE_GDN_SOAK` sets the number of calls of the soak tests.
 
 mod attention;
+mod broken_files;
 mod decode_graph;
+mod device_memory;
+mod dying_ranks;
 mod faults;
 mod fused;
 mod gguf;
