@@ -2,6 +2,9 @@
 
 #[path = "support/program.rs"]
 mod program;
+#[cfg(feature = "profile")]
+#[path = "support/skipped.rs"]
+mod skipped;
 
 use program::program;
 
@@ -31,6 +34,27 @@ fn decode_takes_one_token() {
     let (code, stderr) = refused(&["--op", "decode", "--tokens", "2"]);
     assert_eq!(code, Some(1));
     assert!(stderr.contains("--tokens: decode takes one token"), "{stderr}");
+}
+
+/// Each file, then the table.
+#[test]
+#[cfg(all(feature = "profile", target_os = "linux"))]
+fn a_full_disk_is_one_sentence() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let full = || std::fs::File::options().write(true).open("/dev/full").expect("a file of Linux");
+    for (args, what) in
+        [(&["--trace", "/dev/full"][..], "--trace"), (&["--json", "/dev/full"], "--json"), (&[], "stdout")]
+    {
+        let out = program("profile").current_dir(dir.path()).args(args).stdout(full()).output().expect("it starts");
+        let stderr = String::from_utf8(out.stderr).expect("UTF-8 on stderr");
+        if stderr.contains("no CUDA device") {
+            return skipped::skipped("no GPU");
+        }
+        assert_eq!(out.status.code(), Some(1), "{stderr}");
+        let lines: Vec<_> = stderr.lines().collect();
+        let [line] = lines[..] else { panic!("expected one line, got {stderr}") };
+        assert!(line.contains(what) && line.contains("No space left on device"), "{stderr}");
+    }
 }
 
 #[test]

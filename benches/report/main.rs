@@ -13,6 +13,7 @@ mod tables;
 
 use anyhow::{ensure, Context, Result};
 use clap::Parser;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -33,9 +34,10 @@ struct Args {
 fn main() -> ExitCode {
     let args = Args::parse();
     let folders = if args.folders.is_empty() { machines(Path::new(RESULTS)) } else { Ok(args.folders) };
-    // One broken folder does not keep the others from their tables.
+    // One broken folder does not keep the others from their tables, and neither does a full stdout.
+    let report = |folder: &PathBuf| output::report(folder).and_then(|files| list(&files));
     let errors: Vec<_> = match folders {
-        Ok(folders) => folders.iter().filter_map(|folder| output::report(folder).err()).collect(),
+        Ok(folders) => folders.iter().filter_map(|folder| report(folder).err()).collect(),
         Err(e) => vec![e],
     };
     errors.iter().for_each(|e| eprintln!("error: {e:#}"));
@@ -43,6 +45,15 @@ fn main() -> ExitCode {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
+    }
+}
+
+/// The files on stdout, for whoever reads it.
+fn list(files: &[PathBuf]) -> Result<()> {
+    let mut out = std::io::stdout();
+    match files.iter().try_for_each(|file| writeln!(out, "{}", file.display())) {
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(e).context("cannot write to stdout"),
+        _ => Ok(()),
     }
 }
 

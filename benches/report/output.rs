@@ -3,17 +3,17 @@
 use crate::folder::Folder;
 use crate::{plots, summary, tables};
 use anyhow::{Context, Result};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-/// Writes everything there is to say about a folder into it.
-pub fn report(path: &Path) -> Result<()> {
+/// Writes everything there is to say about a folder into it; the files.
+pub fn report(path: &Path) -> Result<Vec<PathBuf>> {
     let folder = Folder::read(path)?;
-    for (name, text) in files(&folder)? {
-        let file = path.join(&name);
-        std::fs::write(&file, text).with_context(|| format!("{}: cannot be written", file.display()))?;
-        println!("{}", file.display());
-    }
-    Ok(())
+    let write = |(name, text)| {
+        let file = path.join::<String>(name);
+        std::fs::write::<_, String>(&file, text).with_context(|| format!("{}: cannot be written", file.display()))?;
+        Ok(file)
+    };
+    files(&folder)?.into_iter().map(write).collect()
 }
 
 /// Names and texts; the same for the same records.

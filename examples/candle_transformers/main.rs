@@ -2,12 +2,13 @@
 
 mod model;
 
-use anyhow::{ensure, Error, Result};
+use anyhow::{ensure, Context, Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::generation::LogitsProcessor;
 use clap::Parser;
-use std::{io::Write, path::PathBuf, time::Instant};
+use std::io::{self, ErrorKind, Write};
+use std::{path::PathBuf, time::Instant};
 use tokenizers::Tokenizer;
 
 #[derive(Parser)]
@@ -39,7 +40,20 @@ struct Args {
 }
 
 fn main() -> Result<()> {
-    let args = Args::parse();
+    match run(&Args::parse()) {
+        // Nobody reads the rest.
+        Err(e) if e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) => Ok(()),
+        done => done,
+    }
+}
+
+/// At once, and without the panic of `print!` where that cannot be.
+fn print(text: &str) -> Result<()> {
+    let mut out = io::stdout();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
+}
+
+fn run(args: &Args) -> Result<()> {
     let device = if args.cpu { Device::Cpu } else { Device::cuda_if_available(0)? };
     let dtype = if device.is_cuda() { DType::BF16 } else { DType::F32 };
     let config: model::Config = serde_json::from_slice(&std::fs::read(args.model.join("config.json"))?)?;
@@ -54,7 +68,7 @@ fn main() -> Result<()> {
     let mut text = tokenizer.decode_stream(true);
     let mut tokens = tokenizer.encode(args.prompt.as_str(), true).map_err(Error::msg)?.get_ids().to_vec();
     ensure!(!tokens.is_empty(), "--prompt: expected at least one token");
-    print!("{}", args.prompt);
+    print(&args.prompt)?;
     let (mut offset, start) = (0, Instant::now());
     for _ in 0..args.sample_len {
         // The whole prompt, then token by token.
@@ -66,11 +80,10 @@ fn main() -> Result<()> {
             break;
         }
         if let Some(text) = text.step(token).map_err(Error::msg)? {
-            print!("{text}");
-            std::io::stdout().flush()?;
+            print(&text)?;
         }
     }
-    println!();
-    eprintln!("{:.1} tokens/s", offset as f64 / start.elapsed().as_secs_f64());
+    print("\n")?;
+    let _ = writeln!(io::stderr(), "{:.1} tokens/s", offset as f64 / start.elapsed().as_secs_f64());
     Ok(())
 }

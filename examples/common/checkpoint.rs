@@ -113,7 +113,10 @@ impl Checkpoint {
                 LoadFormat::Auto => bail!("{} is missing", path.display()),
             };
         }
-        Tokenizer::from_file(&path).map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
+        let text = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        // tokenizers 0.23 panics where the JSON of a decoder is not valid.
+        serde_json::from_slice::<serde_json::Value>(&text).with_context(|| path.display().to_string())?;
+        Tokenizer::from_bytes(text).map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
     }
 
     /// Whether the weights come with 16 bits each, up to small ones.

@@ -5,7 +5,7 @@
 
 mod builtin;
 mod checkpoint;
-mod dummy;
+pub mod dummy;
 pub mod gguf_tokenizer;
 mod gpu_count;
 mod hub;

@@ -4,8 +4,10 @@ use anyhow::{bail, Context, Result};
 use candle_core::Device;
 use candle_gdn_models::{Collective, LocalRank};
 use std::cell::Cell;
+use std::io::Write;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::Builder;
 
 thread_local! {
     static RANK: Cell<usize> = const { Cell::new(0) };
@@ -16,11 +18,12 @@ pub fn is_first() -> bool {
     RANK.get() == 0
 }
 
-/// A line on stderr, from the first rank only.
+/// A line on stderr, from the first rank only. Where nobody takes it the program goes on: `eprintln` would panic.
 macro_rules! tell {
     ($($arg:tt)*) => {
         if $crate::common::is_first() {
-            eprintln!($($arg)*)
+            use std::io::Write as _;
+            let _ = writeln!(std::io::stderr(), $($arg)*);
         }
     };
 }
@@ -83,17 +86,22 @@ pub fn run<R: Send>(n: usize, cpu: bool, run: impl Fn(&Rank) -> Result<R> + Sync
             .enumerate()
             .map(|(number, make)| {
                 let (decisions, run) = (decisions.clone(), &run);
-                scope.spawn(move || {
+                let fail = move |why: String| -> ! {
+                    let _ = writeln!(std::io::stderr(), "error: rank {number}{why}");
+                    std::process::exit(1)
+                };
+                let start = move || {
                     RANK.set(number);
                     let pace = Pace { decisions: Some(decisions), made: Cell::new(0) };
                     let work = || make().and_then(|(device, group)| run(&Rank { device, group: Some(group), pace }));
                     match catch_unwind(AssertUnwindSafe(work)) {
-                        Ok(Ok(result)) => return result,
-                        Ok(Err(e)) => eprintln!("error: rank {number}: {e:#}"),
-                        Err(_) => eprintln!("error: rank {number} panicked"),
+                        Ok(Ok(result)) => result,
+                        Ok(Err(e)) => fail(format!(": {e:#}")),
+                        Err(_) => fail(" panicked".into()),
                     }
-                    std::process::exit(1)
-                })
+                };
+                let thread = Builder::new().spawn_scoped(scope, start);
+                thread.unwrap_or_else(|e| fail(format!(": cannot start a thread: {e}")))
             })
             .collect();
         let mut results = threads.into_iter().map(|thread| thread.join());

@@ -1,5 +1,6 @@
 //! A talk: lines in, answers out, and only what is new is fed.
 
+use super::common::tell;
 use super::completion::{Completion, Stop};
 use super::job::Job;
 use super::output::Output;
@@ -47,7 +48,7 @@ impl<'a> Interactive<'a> {
     /// Until the input ends, or somebody ends it.
     pub fn run(mut self) -> Result<Stop> {
         if !self.talk.is_chat() {
-            eprintln!("no chat template: your lines and what the model makes of them are one text");
+            tell!("no chat template: your lines and what the model makes of them are one text");
         }
         let stop = loop {
             match self.read()? {
@@ -64,7 +65,7 @@ impl<'a> Interactive<'a> {
                 }
             }
         };
-        eprintln!("prompt: {}", self.engine.stats().prompt);
+        tell!("prompt: {}", self.engine.stats().prompt);
         self.job.tell_decode(&self.engine);
         Ok(stop)
     }
@@ -74,15 +75,14 @@ impl<'a> Interactive<'a> {
         let mut stdin = std::io::stdin().lock();
         loop {
             if stdin.is_terminal() {
-                eprint!("> ");
-                std::io::stderr().flush()?;
+                let _ = write!(std::io::stderr(), "> ");
             }
             let mut line = Vec::new();
             if stdin.read_until(b'\n', &mut line).context("cannot read the input")? == 0 {
                 return Ok(Line::Quit);
             }
             let Ok(line) = String::from_utf8(line) else {
-                eprintln!("left out: a line that is not UTF-8");
+                tell!("left out: a line that is not UTF-8");
                 continue;
             };
             match line.trim() {
@@ -98,7 +98,7 @@ impl<'a> Interactive<'a> {
     fn answer(&mut self, message: &str) -> Result<Option<Stop>> {
         let prompt = self.talk.ask(message)?;
         if let Err(e) = prompt::check(&prompt.tokens, self.job.model.config(), Some(self.job.plan.positions)) {
-            eprintln!("left out: {e:#}; /reset begins anew");
+            tell!("left out: {e:#}; /reset begins anew");
             return Ok(None);
         }
         // The last token is fed in any case: logits come from nowhere else.
@@ -114,7 +114,7 @@ impl<'a> Interactive<'a> {
         let mut completion = Completion::new(0, self.job.tokenizer);
         let stop = self.complete(id, &mut completion, &mut output)?;
         if completion.tokens.is_empty() && stop == Stop::Interrupted {
-            eprintln!("stopped: interrupted before the answer, the message is left out");
+            tell!("stopped: interrupted before the answer, the message is left out");
             return Ok(None);
         }
         self.answers += 1;
@@ -142,7 +142,7 @@ impl<'a> Interactive<'a> {
         }
         if self.job.run.show_cache {
             let why = if rewritten { ", as it is not what was fed before" } else { "" };
-            eprintln!("cache: {} of {prompt} tokens kept{why}", self.memory.tokens.len());
+            tell!("cache: {} of {prompt} tokens kept{why}", self.memory.tokens.len());
         }
     }
 

@@ -19,7 +19,7 @@ use anyhow::{bail, Result};
 use args::Args;
 use candle_gdn_models::ModelConfig;
 use clap::Parser;
-use common::{fix_thread_count, is_first, load_model, ranks, Checkpoint, Need, Rank};
+use common::{fix_thread_count, is_first, load_model, ranks, tell, Checkpoint, Need, Rank};
 use completion::Stop;
 use generation::Generation;
 use interactive::Interactive;
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
         Ok(Stop::Interrupted) => ExitCode::from(INTERRUPTED),
         Ok(_) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("error: {e:#}");
+            tell!("error: {e:#}");
             ExitCode::FAILURE
         }
     }

@@ -2,7 +2,7 @@
 
 use super::args::{PromptArgs, RunArgs};
 use super::chat::{Message, Template};
-use super::common::Checkpoint;
+use super::common::{tell, Checkpoint};
 use anyhow::{anyhow, bail, Context, Result};
 use candle_gdn_models::{ModelConfig, SplitMix64};
 use std::path::Path;
@@ -105,7 +105,7 @@ fn texts(args: &PromptArgs) -> Result<Vec<String>> {
     if args.chat {
         bail!("--chat: expected a message in --prompt or --prompt-file")
     }
-    eprintln!("prompt: {DEFAULT_PROMPT}");
+    tell!("prompt: {DEFAULT_PROMPT}");
     Ok(vec![DEFAULT_PROMPT.to_string()])
 }
 

@@ -7,7 +7,7 @@ mod score;
 
 use anyhow::{anyhow, bail, Context, Result};
 use clap::Parser;
-use common::{fix_thread_count, load_model, Checkpoint, ModelArgs, Need, Rank, Room};
+use common::{fix_thread_count, load_model, tell, Checkpoint, ModelArgs, Need, Rank, Room};
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -29,13 +29,15 @@ struct Args {
     token_ids: Option<String>,
 }
 
+const NOT_WRITTEN: &str = "cannot write to stdout";
+
 fn main() -> ExitCode {
     fix_thread_count();
     match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) if is_closed_output(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("error: {e:#}");
+            tell!("error: {e:#}");
             ExitCode::FAILURE
         }
     }
@@ -66,12 +68,13 @@ fn run(args: &Args) -> Result<()> {
     let model = load_model(&args.model, &checkpoint, &config, &rank)?;
     let mut out = BufWriter::new(std::io::stdout().lock());
     let total = score::score(&model, &ids, args.model.prefill_chunk(&rank.device), |id, logprob| {
-        writeln!(out, "{{\"id\":{id},\"logprob\":{logprob:.6}}}").map_err(Into::into)
+        writeln!(out, "{{\"id\":{id},\"logprob\":{logprob:.6}}}").context(NOT_WRITTEN)
     })?;
     let count = ids.len() - 1;
     let nll = -total / count as f64;
-    writeln!(out, "{{\"count\":{count},\"mean_nll\":{nll:.6},\"perplexity\":{:.6}}}", nll.exp())?;
-    Ok(out.flush()?)
+    writeln!(out, "{{\"count\":{count},\"mean_nll\":{nll:.6},\"perplexity\":{:.6}}}", nll.exp())
+        .context(NOT_WRITTEN)?;
+    out.flush().context(NOT_WRITTEN)
 }
 
 /// The tokens, and the argument they come from.

@@ -1,6 +1,6 @@
 //! Log-probabilities of a token sequence.
 
-use super::common::bar;
+use super::common::{bar, tell};
 use anyhow::{bail, Result};
 use candle_core::{Device, Tensor};
 use candle_gdn_models::CausalLm;
@@ -39,7 +39,7 @@ pub fn score(model: &CausalLm, ids: &[u32], chunk: usize, mut emit: impl FnMut(u
     }
     bar.finish_and_clear();
     let seconds = start.elapsed().as_secs_f64();
-    eprintln!("scored {} tokens in {seconds:.3} s, {:.1} tokens/s", ids.len(), ids.len() as f64 / seconds);
+    tell!("scored {} tokens in {seconds:.3} s, {:.1} tokens/s", ids.len(), ids.len() as f64 / seconds);
     Ok(total)
 }
 

@@ -10,7 +10,7 @@ use candle_gdn::profile::{record, Launch, Profile};
 use candle_gdn::{Algo, Gates, GdnDecode, GdnPrefill, RuleOptions};
 use clap::Parser;
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{BufWriter, ErrorKind, Write};
 use std::process::ExitCode;
 
 /// Written between the inputs and the launch, so that nothing of them is left in any card's L2 cache.
@@ -20,14 +20,19 @@ fn main() -> ExitCode {
     match run(&Args::parse()) {
         Ok(0) => ExitCode::SUCCESS,
         Ok(dropped) => {
-            eprintln!(
+            let _ = writeln!(
+                std::io::stderr(),
                 "warning: {dropped} events found no room: the end of some warps is missing, and counted as unstamped; \
                  raise --events"
             );
             ExitCode::FAILURE
         }
+        // Nobody reads the table.
+        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) => {
+            ExitCode::SUCCESS
+        }
         Err(e) => {
-            eprintln!("error: {e:#}");
+            let _ = writeln!(std::io::stderr(), "error: {e:#}");
             ExitCode::FAILURE
         }
     }
@@ -60,21 +65,34 @@ fn run(args: &Args) -> Result<u64> {
         Op::Prefill => "gdn_prefill",
     };
     let (batch, (key_heads, value_heads)) = (args.batch, args.heads);
-    println!(
-        "{name}: {batch} x {tokens} tokens, {key_heads} key and {value_heads} value heads of {}, {}, kernel {algo:?}",
-        args.dim,
-        args.dtype.as_str()
-    );
+    // The files before the text: who reads that may stop.
     let table = launch.table();
-    print::table(&table, &mut std::io::stdout().lock())?;
     if let Some(path) = &args.json {
         std::fs::write(path, table.json()).with_context(|| format!("--json: cannot write {}", path.display()))?;
     }
-    write_trace(args, &profile, launch)?;
+    let bytes = write_trace(args, &profile, launch)?;
+    let mut out = std::io::stdout().lock();
+    let mut tell = || -> std::io::Result<()> {
+        writeln!(
+            out,
+            "{name}: {batch} x {tokens} tokens, {key_heads} key and {value_heads} value heads of {}, {}, kernel {algo:?}",
+            args.dim,
+            args.dtype.as_str()
+        )?;
+        print::table(&table, &mut out)?;
+        let trace = args.trace.display();
+        writeln!(out, "\n{trace}: {:.1} MB, open it at https://ui.perfetto.dev", bytes as f64 / 1e6)?;
+        if bytes > 200_000_000 {
+            writeln!(out, "that is much for a browser: --trace-sms 4 writes four multiprocessors only")?;
+        }
+        Ok(())
+    };
+    tell().context("cannot write to stdout")?;
     Ok(table.dropped)
 }
 
-fn write_trace(args: &Args, profile: &Profile, launch: &Launch) -> Result<()> {
+/// The bytes of the trace.
+fn write_trace(args: &Args, profile: &Profile, launch: &Launch) -> Result<u64> {
     let path = &args.trace;
     let mut sms: Vec<u32> = launch.warps.iter().map(|w| w.sm).collect();
     sms.sort_unstable();
@@ -86,12 +104,7 @@ fn write_trace(args: &Args, profile: &Profile, launch: &Launch) -> Result<()> {
         out.flush()?;
         Ok(path.metadata()?.len())
     };
-    let bytes = write().with_context(|| format!("--trace: cannot write {}", path.display()))?;
-    println!("\n{}: {:.1} MB, open it at https://ui.perfetto.dev", path.display(), bytes as f64 / 1e6);
-    if bytes > 200_000_000 {
-        println!("that is much for a browser: --trace-sms 4 writes four multiprocessors only");
-    }
-    Ok(())
+    write().with_context(|| format!("--trace: cannot write {}", path.display()))
 }
 
 /// The inputs of a launch.

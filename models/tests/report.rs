@@ -709,6 +709,20 @@ fn a_broken_record_is_named() {
     }
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_named() {
+    let (dir, full) = (tempfile::tempdir().unwrap(), Path::new("/dev/full"));
+    let run = gpu("benches/peers", vec![decode(1, "fla", 3.)]);
+    run.write(&dir.path().join("peers.json")).unwrap();
+    std::os::unix::fs::symlink(full, dir.path().join("table.md")).unwrap();
+    let errors = [output::report(dir.path()).map(drop), run.write(full)].map(|e| format!("{:#}", e.unwrap_err()));
+    for (message, file) in errors.iter().zip(["table.md", "/dev/full"]) {
+        let said = format!("{file}: cannot be written: No space left on device");
+        assert!(message.contains(&said), "{message}");
+    }
+}
+
 #[test]
 fn a_folder_without_records_is_an_error() {
     let dir = tempfile::tempdir().unwrap();

@@ -15,7 +15,9 @@ pub fn program(example: &str) -> Command {
     // Cargo leaves an example alone whose own sources are as they were.
     let package = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
     let examples = package.map(|dir| dir.join("examples")).find(|dir| dir.is_dir()).expect("the examples");
-    let sources = newest(&examples.join(example)).max(newest(&examples.join("common")));
+    let main = std::fs::read_to_string(examples.join(example).join("main.rs")).expect("its source");
+    let common = if main.contains("../common/") { newest(&examples.join("common")) } else { SystemTime::UNIX_EPOCH };
+    let sources = newest(&examples.join(example)).max(common);
     assert!(built >= sources, "{} is older than its sources: cargo build --examples", program.display());
     let mut command = Command::new(program);
     command.stdin(Stdio::null()).env_remove("RUST_BACKTRACE").env_remove("RUST_LIB_BACKTRACE");

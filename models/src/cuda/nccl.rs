@@ -12,13 +12,15 @@ use candle_gdn::plumbing::cuda::{alloc, read, stream_of, write};
 use libloading::Library;
 use std::ffi::{c_char, c_int, c_void, CStr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{mpsc, Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 const OP: &str = "NCCL";
 /// Names another file.
 const VARIABLE: &str = "CANDLE_GDN_NCCL";
 const FILE: &str = "libnccl.so.2";
+/// How long ranks wait for one another, unless told.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// What the ranks of a group know each other by: made by one of them, handed to all.
 #[derive(Clone, Copy)]
@@ -121,6 +123,22 @@ unsafe impl Send for Communicator {}
 unsafe impl Sync for Communicator {}
 
 impl Communicator {
+    /// That of rank `rank` of `size`, once all have come.
+    fn join(id: NcclId, rank: usize, size: usize, limit: Duration, stream: Arc<CudaStream>) -> Result<Self> {
+        let (api, mut comm) = (Api::get()?, std::ptr::null_mut());
+        stream.context().bind_to_thread().map_err(Error::wrap)?;
+        // SAFETY: it writes the communicator, for the device that is current.
+        let code = unsafe { (api.comm_init_rank)(&mut comm, size as c_int, id, rank as c_int) };
+        api.check(&format!("rank {rank} of {size}"), code)?;
+        Ok(Self {
+            comm,
+            last: Mutex::new(Instant::now()),
+            gone: AtomicBool::new(false),
+            limit_ms: AtomicU64::new(limit.as_millis() as u64),
+            stream,
+        })
+    }
+
     fn check(&self) -> Result<()> {
         match self.gone.load(Ordering::Acquire) {
             true => bail!("{OP}: expected all ranks to go on, but one did not come for {:?}", self.limit()),
@@ -204,29 +222,41 @@ impl NcclRank {
     /// ([`single_stream_device`](candle_gdn::single_stream_device)). Returns when all have.
     ///
     /// # Errors
-    /// Where NCCL cannot be loaded or fails, for a rank that is not below `size`, on another device than a GPU.
+    /// Where NCCL cannot be loaded or fails, for a rank that is not below `size`, on another device than a GPU, and where
+    /// the others do not come for 60 seconds.
     pub fn new(id: NcclId, rank: usize, size: usize, device: &Device) -> Result<Self> {
+        Self::new_within(LIMIT, id, rank, size, device)
+    }
+
+    /// [`new`](Self::new) with another limit, which is also that of the waits later on
+    /// ([`with_limit`](Self::with_limit)).
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn new_within(limit: Duration, id: NcclId, rank: usize, size: usize, device: &Device) -> Result<Self> {
         let Device::Cuda(cuda) = device else { bail!("{OP}: device: expected CUDA, got {:?}", device.location()) };
         if rank >= size {
             bail!("{OP}: rank: expected one below {size}, got {rank}")
         }
-        let (api, mut comm) = (Api::get()?, std::ptr::null_mut());
-        cuda.cuda_stream().context().bind_to_thread().map_err(Error::wrap)?;
-        // SAFETY: it writes the communicator, for the device that is current.
-        let code = unsafe { (api.comm_init_rank)(&mut comm, size as c_int, id, rank as c_int) };
-        api.check(&format!("rank {rank} of {size}"), code)?;
-        let comm = Arc::new(Communicator {
-            comm,
-            last: Mutex::new(Instant::now()),
-            gone: AtomicBool::new(false),
-            limit_ms: AtomicU64::new(60_000),
-            stream: cuda.cuda_stream(),
-        });
+        // NCCL waits for the others for ever, and nothing ends that but the end of the process (what it calls non-blocking
+        // would start a thread for every sum later on): a thread of its own waits, and is left behind at the limit.
+        let (stream, (joins, waits)) = (cuda.cuda_stream(), mpsc::channel());
+        let join = move || {
+            if let Err(mpsc::SendError(Ok(late))) = joins.send(Communicator::join(id, rank, size, limit, stream)) {
+                late.gone.store(true, Ordering::Release);
+                late.abort();
+            }
+        };
+        std::thread::Builder::new().name("candle-gdn-nccl".into()).spawn(join).map_err(Error::wrap)?;
+        let comm = match waits.recv_timeout(limit) {
+            Ok(comm) => Arc::new(comm?),
+            Err(_) => bail!("{OP}: rank {rank}: expected all {size} ranks to come, but one did not for {limit:?}"),
+        };
         comm.watch()?;
         Ok(Self { rank, size, device: device.clone(), comm })
     }
 
-    /// How long the ranks wait for one that does not come, 60 seconds unless this is called: longer than any pass takes.
+    /// How long the ranks wait for one that does not come to a call, 60 seconds unless told: longer than any pass takes.
     pub fn with_limit(self, limit: Duration) -> Self {
         self.comm.limit_ms.store(limit.as_millis() as u64, Ordering::Relaxed);
         self

@@ -256,7 +256,7 @@ fn damaged_weights_are_named() {
 }
 
 /// The demo in two files with an index.
-fn sharded() -> Copy {
+pub fn sharded() -> Copy {
     let copy = Copy::new();
     let all = safetensors::load(copy.file("model.safetensors"), &Device::Cpu).unwrap();
     copy.remove(&["model.safetensors"]);

@@ -3,8 +3,10 @@
 mod chat;
 #[path = "../support/cli.rs"]
 mod cli;
-#[path = "../../../examples/common/dummy.rs"]
-mod dummy;
+// Has tests of its own.
+#[path = "../../../examples/common/mod.rs"]
+mod common;
+mod cut_files;
 mod faults;
 mod generate;
 mod gguf;
@@ -13,17 +15,17 @@ mod gguf;
 mod gguf_writer;
 #[path = "../support/golden.rs"]
 mod golden;
-#[path = "../../../tests/support/skipped.rs"]
-mod skipped;
-// Has tests of its own.
-#[path = "../../../examples/common/gpu_count.rs"]
-mod gpu_count;
+mod host_memory;
 #[path = "../support/hub.rs"]
 mod hub;
+mod interrupts;
 mod many;
 mod memory;
+mod output;
 mod parallel;
 mod perplexity;
+#[path = "../../../tests/support/skipped.rs"]
+mod skipped;
 #[path = "../support/tiny.rs"]
 #[allow(dead_code)]
 mod tiny;

@@ -1,7 +1,7 @@
 //! What a model takes, as told before it is loaded.
 
 use crate::cli::{fails, generate, Copy, DEMO};
-use crate::dummy::Dummy;
+use crate::common::dummy::Dummy;
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Shape, Tensor};

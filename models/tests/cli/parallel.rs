@@ -2,7 +2,6 @@
 
 use crate::cli::{command, fails, generate, run, Copy, Run, PROMPT};
 use std::process::Stdio;
-use std::time::Duration;
 
 /// What is printed and told must be that of one device, and told once.
 #[track_caller]
@@ -75,13 +74,5 @@ fn a_closed_output_ends_all_ranks() {
         .spawn()
         .expect("the example starts");
     drop(child.stdout.take());
-    for _ in 0..600 {
-        if let Some(status) = child.try_wait().expect("a status") {
-            assert!(status.success(), "{status}");
-            return;
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    child.kill().expect("it can be killed");
-    panic!("the ranks wait for one another");
+    Run::soon(child).good();
 }

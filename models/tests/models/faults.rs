@@ -1,17 +1,16 @@
 //! Faults on purpose: a call that fails or panics in the middle of a pass or of a capture, numbers that are not finite,
-//! other threads. What is not part of it goes on as if nothing had been.
+//! other threads. What is not part of it goes on as if nothing had been. Files, ranks and device memory have files of
+//! their own.
 
-use crate::gguf_writer::{load, GgufOfTiny, Layout};
 use crate::golden::DEMO;
 use crate::sequences::{assert_near, want};
-use crate::support::{devices, gpus, refused, single_stream_devices, values, Rng};
+use crate::support::{devices, gpus, single_stream_devices, values, Rng};
 use crate::tiny::Tiny;
-use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_gdn_models::{
     part_of, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
-    Engine, EngineOptions, Event, FinishReason, GgufFile, ModelConfig, PrepareOptions, Request, Sequence, SequencePool,
+    Engine, EngineOptions, Event, FinishReason, ModelConfig, PrepareOptions, Request, Sequence, SequencePool,
 };
 use candle_nn::VarBuilder;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -140,8 +139,11 @@ fn a_pass_that_fails_breaks_its_own_sequences() -> Result<()> {
     Ok(())
 }
 
-/// What each of four requests is completed with, in their order, by an engine in which a call fails.
-fn completed(model: &CausalLm, group: &Faulty, calls: isize) -> Result<Vec<std::result::Result<Vec<u32>, String>>> {
+/// What each of four requests is completed with, in their order, or why it is not.
+pub type Completed = Vec<std::result::Result<Vec<u32>, String>>;
+
+/// By an engine for which `arm` prepares a fault once it has its requests.
+pub fn completed(model: &CausalLm, arm: impl FnOnce()) -> Result<Completed> {
     let mut engine = Engine::new(model, EngineOptions::new(3, 64))?;
     let mut ids = vec![];
     for n in 0..4u32 {
@@ -150,7 +152,7 @@ fn completed(model: &CausalLm, group: &Faulty, calls: isize) -> Result<Vec<std::
         ids.push(engine.submit(request)?);
     }
     let mut all = vec![Ok(vec![]); ids.len()];
-    group.after(calls, false);
+    arm();
     for _ in 0..200 {
         for event in engine.step()? {
             match event {
@@ -176,11 +178,11 @@ fn an_engine_loses_no_request() -> Result<()> {
     for device in single_stream_devices() {
         let group = Faulty::new();
         let model = model(&device, &group)?;
-        let want = completed(&model, &group, -1)?;
+        let want = completed(&model, || {})?;
         assert!(want.iter().all(|want| want.is_ok()));
         let mut calls = 0;
         loop {
-            let got = completed(&model, &group, calls)?;
+            let got = completed(&model, || group.after(calls, false))?;
             assert_eq!(got, want, "call {calls} fails on {:?}", device.location());
             if group.left.load(Ordering::SeqCst) >= 0 {
                 break;
@@ -190,7 +192,7 @@ fn an_engine_loses_no_request() -> Result<()> {
         assert!(calls > 50, "{calls}");
         group.for_ever.store(true, Ordering::SeqCst);
         for calls in [0, 20, 45] {
-            let got = completed(&model, &group, calls)?;
+            let got = completed(&model, || group.after(calls, false))?;
             let lost = got.iter().filter(|got| matches!(got, Err(why) if why.contains("a fault on purpose")));
             assert!(lost.count() > 0 && got.iter().zip(&want).all(|(got, want)| got.is_err() || got == want));
         }
@@ -351,124 +353,4 @@ fn what_is_not_finite_reaches_who_sees_it() -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Files and configurations that made the process panic, or take all memory, before they were refused.
-#[test]
-fn files_that_cannot_be_are_refused() -> Result<()> {
-    let dir = tempfile::tempdir()?;
-    let tiny = Tiny::qwen3_next();
-    let whole = || GgufOfTiny::new(&tiny, Layout::Qwen3Next);
-    let open = |file: &GgufOfTiny, name: &str| -> Result<CausalLm> {
-        let path = dir.path().join(name);
-        file.write(&path)?;
-        load(&path)
-    };
-    let refused = |file: &GgufOfTiny, parts: &[&str]| refused(open(file, "file.gguf"), parts);
-    // A name that is nearly that of a part.
-    open(&whole()?, "my-best-of-3.gguf")?;
-    assert!(GgufFile::open(dir.path().join("m-1-of-99999999999.gguf")).is_err());
-
-    for value in [Value::U8(0), Value::U16(0), Value::U32(0)] {
-        let mut file = whole()?;
-        file.metadata.insert("general.alignment".into(), value);
-        refused(&file, &["file.gguf", "general.alignment", "got 0"]);
-    }
-    for key in ["attention.head_count", "attention.key_length", "ssm.time_step_rank", "ssm.state_size"] {
-        let mut file = whole()?;
-        file.metadata.insert(format!("qwen3next.{key}"), Value::U32(2147483646));
-        refused(&file, &["file.gguf", key, "up to 65536"]);
-    }
-    for name in ["blk.0.attn_gate.weight", "blk.0.ssm_out.weight", "blk.3.attn_k.weight"] {
-        let mut file = whole()?;
-        let (tensor, _) = file.tensors.get_mut(name).expect("a tensor");
-        *tensor = tensor.unsqueeze(2)?;
-        refused(&file, &["file.gguf", name]);
-    }
-    // A row of 2^62 values of four bytes, whose bytes cannot be counted.
-    let mut header = b"GGUF\x03\0\0\0".to_vec();
-    header.extend([1u64, 0, 1].iter().flat_map(|n| n.to_le_bytes())); // tensors, entries, letters of the name
-    header.extend(b"t\x02\0\0\0");
-    header.extend([1u64 << 62, 1].iter().flat_map(|n| n.to_le_bytes()));
-    header.extend([0; 64]); // f32, at the beginning
-    let path = dir.path().join("row.gguf");
-    std::fs::write(&path, header)?;
-    let message = GgufFile::open(&path).expect_err("an error").to_string();
-    assert!(message.contains("row.gguf") && message.contains("cannot be"), "{message}");
-    let parts = ["p-00001-of-00002.gguf", "p-00002-of-00002.gguf"].map(|name| dir.path().join(name));
-    parts.iter().try_for_each(|path| whole()?.write(path))?;
-    let message = GgufFile::open(&parts[0]).expect_err("an error").to_string();
-    assert!(message.contains("both have a tensor"), "{message}");
-    for path in &parts {
-        let first = path == &parts[0];
-        whole()?.write_some(path, |name| name.starts_with("blk.0.") == first)?;
-    }
-    let bytes: u64 = parts.iter().map(|path| Ok(path.metadata()?.len())).sum::<Result<_>>()?;
-    assert_eq!(GgufFile::open(&parts[1])?.size_in_bytes(), bytes);
-    Ok(())
-}
-
-/// A file cut off at any length is an error that names it.
-#[test]
-fn a_file_may_end_anywhere() -> Result<()> {
-    let dir = tempfile::tempdir()?;
-    let path = dir.path().join("cut.gguf");
-    GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3_5)?.write(&path)?;
-    let whole = std::fs::read(&path)?;
-    load(&path)?;
-    // Every length in the header, then some.
-    let lengths = (0..8192).chain((8192..whole.len()).step_by(997));
-    for len in lengths.filter(|len| *len < whole.len()) {
-        std::fs::write(&path, &whole[..len])?;
-        let message = load(&path).expect_err("an error").to_string();
-        assert!(message.contains("cut.gguf"), "{len} bytes: {message}");
-    }
-    Ok(())
-}
-
-/// A rank that goes leaves the other one with an error after its limit, and a model may go before its graph.
-#[cfg(feature = "nccl")]
-#[test]
-fn a_gpu_that_goes_is_an_error() -> Result<()> {
-    use candle_gdn_models::{NcclId, NcclRank};
-    use std::time::{Duration, Instant};
-    let (id, limit) = (NcclId::new()?, Duration::from_secs(2));
-    let count = candle_core::cuda_backend::cudarc::driver::CudaContext::device_count().unwrap_or(0);
-    if count < 2 || gpus(single_stream_devices()).is_empty() {
-        crate::skipped::skipped("fewer than two GPUs");
-        return Ok(());
-    }
-    let rank = |number: usize| -> Result<()> {
-        let device = candle_gdn::single_stream_device(number)?;
-        let group: Arc<dyn Collective> = Arc::new(NcclRank::new(id, number, 2, &device)?.with_limit(limit));
-        let config = DEMO.config()?;
-        let weights = part_of(DEMO.weights(DType::F32, &device)?, &config, &*group)?;
-        let model = CausalLm::loader(&config).group(group).load(weights)?;
-        let mut pool = model.new_sequences(2, 64)?;
-        let s = pool.begin()?;
-        let prompt = [3, 1, 4, 1, 5];
-        assert_near(
-            &feed(&model, &mut pool, s, &prompt)?,
-            &want(&DEMO.model(DType::F32, &device)?, &prompt)?,
-            "two GPUs",
-        );
-        let mut graph = DecodeGraph::capture(&model, &mut pool, 1)?;
-        graph.step(&model, &mut pool, &[(s, 9)])?;
-        if number == 0 {
-            let start = Instant::now();
-            let lost = feed(&model, &mut pool, s, &[2]).expect_err("an error").to_string();
-            assert!(lost.contains("one did not come"), "{lost}");
-            assert!(start.elapsed() < limit * 5, "{:?}", start.elapsed());
-            let again = graph.step(&model, &mut pool, &[(s, 2)]).expect_err("an error").to_string();
-            assert!(again.contains("failed half-way") || again.contains("one did not come"), "{again}");
-        }
-        drop(model);
-        drop(graph);
-        Ok(())
-    };
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let ranks = [0, 1].map(|number| scope.spawn(move || rank(number)));
-        ranks.map(|rank| rank.join().expect("no panic")).into_iter().collect()
-    })
 }

@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output};
+use std::time::{Duration, Instant};
 use tokenizers::Tokenizer;
 
 #[path = "../../../tests/support/program.rs"]
@@ -36,6 +37,20 @@ impl Run {
     /// Waits for the end.
     pub fn end(child: Child) -> Self {
         Self::of(child.wait_with_output().expect("an end"))
+    }
+
+    /// Waits for the end, but not longer than any program should take. What it writes must fit into pipes.
+    #[track_caller]
+    pub fn soon(mut child: Child) -> Self {
+        let start = Instant::now();
+        while child.try_wait().expect("a status").is_none() {
+            if start.elapsed() > Duration::from_secs(60) {
+                child.kill().expect("it can be killed");
+                panic!("it hangs: {:?}", Self::end(child));
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Self::end(child)
     }
 
     /// Fails unless it ended well.

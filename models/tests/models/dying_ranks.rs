@@ -1,0 +1,216 @@
+//! Ranks that go, at every call that they make together: the others get an error, and none waits for ever.
+
+use crate::parallel::{four_heads, parts_of};
+use candle_core::{bail, Result, Tensor};
+use candle_gdn_models::{CausalLm, Collective, LocalRank};
+use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::{mpsc, Arc};
+use std::time::{Duration, Instant};
+
+/// A rank that is no more after some calls.
+#[derive(Debug)]
+struct Mortal<R> {
+    rank: R,
+    /// Calls before the one that it does not make; negative: it makes all.
+    left: AtomicIsize,
+}
+
+impl<R> Mortal<R> {
+    fn call(&self) -> Result<&R> {
+        match self.left.fetch_sub(1, Ordering::SeqCst) {
+            0 => bail!("gone on purpose"),
+            _ => Ok(&self.rank),
+        }
+    }
+}
+
+impl<R: Collective> Collective for Mortal<R> {
+    fn rank(&self) -> usize {
+        self.rank.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.rank.size()
+    }
+
+    fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
+        self.call()?.all_reduce(x)
+    }
+
+    fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
+        self.call()?.all_gather(x)
+    }
+
+    fn settle(&self) -> Result<()> {
+        self.call()?.settle()
+    }
+}
+
+/// A second rank that goes at a call.
+struct Death {
+    /// Calls before it in a pass.
+    calls: isize,
+    /// It makes no call any more, but its thread and all it has stay.
+    stays: bool,
+    /// The other one must have its error within.
+    limit: Duration,
+}
+
+impl Death {
+    /// Whether a pass has so many calls. Either way the first rank hears that it is alone in this pass or in the next.
+    fn of_two<R: Collective + 'static>(
+        &self,
+        make: impl Fn(usize) -> Result<R> + Sync,
+        load: impl Fn(Arc<dyn Collective>) -> Result<CausalLm> + Sync,
+    ) -> Result<bool> {
+        let (done, first_is_done) = mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            let (make, load) = (&make, &load);
+            let second = scope.spawn(move || -> Result<bool> {
+                let group = Arc::new(Mortal { rank: make(1)?, left: AtomicIsize::new(-1) });
+                let model = load(group.clone())?;
+                let mut pool = model.new_sequences(1, 64)?;
+                let s = pool.begin()?;
+                model.feed(&mut pool, &[(s, &[3, 1, 4])])?;
+                group.left.store(self.calls, Ordering::SeqCst);
+                let gone = model.feed(&mut pool, &[(s, &[1])]).is_err();
+                if self.stays {
+                    // Until the other end of the channel is dropped.
+                    let _ = first_is_done.recv();
+                }
+                Ok(gone)
+            });
+            let model = load(Arc::new(make(0)?))?;
+            let mut pool = model.new_sequences(1, 64)?;
+            let s = pool.begin()?;
+            model.feed(&mut pool, &[(s, &[3, 1, 4])])?;
+            let start = Instant::now();
+            let lost = [1, 5].iter().find_map(|token| model.feed(&mut pool, &[(s, &[*token])]).err());
+            let (lost, took) = (lost.expect("an error").to_string(), start.elapsed());
+            drop(done);
+            let what = format!("gone at call {}, stays: {}", self.calls, self.stays);
+            assert!(lost.contains("one is gone") || lost.contains("one did not come"), "{what}: {lost}");
+            assert!(took < self.limit, "{what}: {took:?}");
+            second.join().expect("no panic")
+        })
+    }
+}
+
+#[test]
+fn a_thread_that_goes_at_any_call_is_an_error() -> Result<()> {
+    let tiny = four_heads();
+    let mut calls = 0;
+    loop {
+        let groups = std::sync::Mutex::new(LocalRank::group(2).into_iter().map(Some).collect::<Vec<_>>());
+        let make = |number: usize| Ok(groups.lock().expect("no panic")[number].take().expect("made once"));
+        let death = Death { calls, stays: false, limit: Duration::from_secs(30) };
+        if !death.of_two(make, |group| parts_of(&tiny, group))? {
+            break;
+        }
+        calls += 1;
+    }
+    assert!(calls > 9, "four layers with two sums each, the embedding, the logits: {calls}");
+    Ok(())
+}
+
+#[cfg(feature = "nccl")]
+mod gpus {
+    use super::*;
+    use crate::golden::DEMO;
+    use crate::sequences::{assert_near, want};
+    use crate::support::{gpus, single_stream_devices};
+    use candle_core::{DType, Device};
+    use candle_gdn_models::{part_of, DecodeGraph, NcclId, NcclRank};
+
+    /// How long a GPU waits for another one.
+    const LIMIT: Duration = Duration::from_secs(2);
+
+    fn are_two() -> bool {
+        let count = candle_core::cuda_backend::cudarc::driver::CudaContext::device_count().unwrap_or(0);
+        let two = count >= 2 && !gpus(single_stream_devices()).is_empty();
+        if !two {
+            crate::skipped::skipped("fewer than two GPUs");
+        }
+        two
+    }
+
+    fn part(device: &Device, group: Arc<dyn Collective>) -> Result<CausalLm> {
+        let config = DEMO.config()?;
+        let weights = part_of(DEMO.weights(DType::F32, device)?, &config, &*group)?;
+        CausalLm::loader(&config).group(group).load(weights)
+    }
+
+    /// It may go with all it has, or stay and call no more.
+    #[test]
+    fn a_gpu_that_goes_at_any_call_is_an_error() -> Result<()> {
+        if !are_two() {
+            return Ok(());
+        }
+        let devices = [0, 1].map(|number| candle_gdn::single_stream_device(number).expect("a GPU"));
+        for calls in 0.. {
+            let mut of_a_pass = true;
+            for stays in [false, true] {
+                let id = NcclId::new()?;
+                let make = |number: usize| NcclRank::new_within(LIMIT * 10, id, number, 2, &devices[number]);
+                let make = |number: usize| Ok(make(number)?.with_limit(LIMIT));
+                let death = Death { calls, stays, limit: LIMIT * 5 };
+                of_a_pass = death.of_two(make, |group| part(&devices[group.rank()], group))?;
+            }
+            if !of_a_pass {
+                assert!(calls > 9, "two sums a layer, the embedding, the logits: {calls}");
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// And those that are there can still meet.
+    #[test]
+    fn a_gpu_that_never_comes_is_an_error() -> Result<()> {
+        for device in &gpus(single_stream_devices()) {
+            let start = Instant::now();
+            let alone = NcclRank::new_within(LIMIT, NcclId::new()?, 0, 2, device).expect_err("an error").to_string();
+            assert!(alone.contains("expected all 2 ranks to come"), "{alone}");
+            assert!(start.elapsed() < LIMIT * 5, "{:?}", start.elapsed());
+            let one = NcclRank::new(NcclId::new()?, 0, 1, device)?;
+            let x = Tensor::new(&[1f32, 2.], device)?;
+            assert_eq!(one.all_reduce(&x)?.to_vec1::<f32>()?, [1., 2.]);
+        }
+        Ok(())
+    }
+
+    /// A rank that goes between two passes; and a model may go before its graph.
+    #[test]
+    fn a_gpu_that_goes_is_an_error() -> Result<()> {
+        if !are_two() {
+            return Ok(());
+        }
+        let id = NcclId::new()?;
+        let rank = |number: usize| -> Result<()> {
+            let device = candle_gdn::single_stream_device(number)?;
+            let model = part(&device, Arc::new(NcclRank::new(id, number, 2, &device)?.with_limit(LIMIT)))?;
+            let mut pool = model.new_sequences(2, 64)?;
+            let (s, prompt) = (pool.begin()?, [3, 1, 4, 1, 5]);
+            let mut feed = |tokens: &[u32]| model.feed(&mut pool, &[(s, tokens)])?.squeeze(0)?.to_vec1();
+            assert_near(&feed(&prompt)?, &want(&DEMO.model(DType::F32, &device)?, &prompt)?, "two GPUs");
+            let mut graph = DecodeGraph::capture(&model, &mut pool, 1)?;
+            graph.step(&model, &mut pool, &[(s, 9)])?;
+            if number == 0 {
+                let start = Instant::now();
+                let lost = model.feed(&mut pool, &[(s, &[2])]).expect_err("an error").to_string();
+                assert!(lost.contains("one did not come"), "{lost}");
+                assert!(start.elapsed() < LIMIT * 5, "{:?}", start.elapsed());
+                let again = graph.step(&model, &mut pool, &[(s, 2)]).expect_err("an error").to_string();
+                assert!(again.contains("failed half-way") || again.contains("one did not come"), "{again}");
+            }
+            drop(model);
+            drop(graph);
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let rank = &rank;
+            let ranks = [0, 1].map(|number| scope.spawn(move || rank(number)));
+            ranks.map(|rank| rank.join().expect("no panic")).into_iter().collect()
+        })
+    }
+}
