@@ -312,6 +312,12 @@ __device__ __forceinline__ void send(float *variable, float x, uint32_t barrier,
   store_async(cluster_address(shared_address(variable), rank), x, cluster_address(barrier, rank));
 }
 
+// Arrives at the barrier that stands at this address in the shared memory of the cluster's block `rank`. Relaxed, for the same
+// reason as store_async(): what was read before has come, as it was used.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  GDN_SM90("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
+}
+
 #undef GDN_SM90
 
 }  // namespace ptx

@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   __shared__ __align__(16) float q_at[kDim], k_at[kDim], v_at[kTile];
   __shared__ float2 gates_at;
   __shared__ float squares[kSplits][kSplitWarps];    // of all blocks of the head, sent by them
-  __shared__ float read_at;                          // sent to block 0 by blocks that have read the convolution's state
-  __shared__ __align__(8) uint64_t arrived[2];       // the squares; those words
+  // The squares; and at block 0, where all blocks arrive when they have read the convolution's state.
+  __shared__ __align__(8) uint64_t arrived[2];
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes;
   const uint32_t rank = blockIdx.x, n = blockIdx.z, key_head = blockIdx.y;    // the cluster is the grid's x
   const uint32_t split = rank % kSplits, head = key_head * p.ratio.ratio + rank / kSplits;
@@ -37,10 +37,9 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   const uint32_t all_squares = ptx::shared_address(&arrived[0]), all_read = ptx::shared_address(&arrived[1]);
   if (threadIdx.x == 0) {
     ptx::barrier_init(all_squares, 1);
-    ptx::barrier_init(all_read, 1);
+    ptx::barrier_init(all_read, gridDim.x);
     ptx::barriers_initialised();
     ptx::barrier_expect(all_squares, sizeof(squares));
-    ptx::barrier_expect(all_read, sizeof(read_at) * gridDim.x);    // waited for by block 0 alone
   }
   __syncwarp();
   ptx::cluster_begin_arrive();    // that all blocks run, before one writes into another
@@ -115,7 +114,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   __syncthreads();
   ptx::cluster_begin_wait();
   GDN_PROFILED(stamps.lap(profile::kBarrier); stamps.wait(profile::kWaitState, raw_state);)
-  if (threadIdx.x == 0) ptx::send(&read_at, 0.f, all_read, 0);
+  if (threadIdx.x == 0) ptx::barrier_arrive_at(all_read, 0);
 
   float k[kEach], q[kEach], state[ROWS][kEach], v[ROWS], o[ROWS];
   L::slice(k_at, part, k);

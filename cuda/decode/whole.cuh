@@ -25,7 +25,7 @@ enum class Unit { kRule, kKeyHead, kValueHead };
 // Rows a lane group holds of a piece: more have more arithmetic in work at once, fewer leave room for more blocks. Measured.
 template <Unit UNIT, bool MANY> constexpr int kRows = MANY && UNIT != Unit::kRule ? 4 : 2;
 
-constexpr int kHeader = 16;    // bytes between the ring and the records
+constexpr int kHeader = 16;    // bytes between the ring and the records, of which a barrier takes eight
 
 // One function: its parts share the ring, the barriers and the registers of every value row.
 template <typename T, typename ST, Unit UNIT, bool MANY, int DEPTH>
@@ -45,14 +45,12 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
   const int ratio = UNIT == Unit::kKeyHead ? shared_by : 1;    // value heads of this block
   const int head0 = unit * ratio, key_head = UNIT == Unit::kKeyHead ? unit : unit / shared_by;
 
-  // At the first block of a cluster: what the others send when they have read the convolution's state, and its barrier.
-  float *const word = reinterpret_cast<float *>(smem + R::kBytes);
-  const uint32_t all_read = ptx::shared_address(word) + 8;
+  // At the first block of a cluster: where all arrive when they have read the convolution's state.
+  const uint32_t all_read = ptx::shared_address(smem + R::kBytes);
   if constexpr (CLUSTER) {
     if (threadIdx.x == 0) {
-      ptx::barrier_init(all_read, 1);
+      ptx::barrier_init(all_read, shared_by);
       ptx::barriers_initialised();
-      ptx::barrier_expect(all_read, sizeof(*word) * shared_by);
     }
     __syncwarp();
     ptx::cluster_begin_arrive();    // that all blocks run, before one writes into another
@@ -87,7 +85,7 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
   __syncthreads();
   if constexpr (CLUSTER) {
     ptx::cluster_begin_wait();
-    if (threadIdx.x == 0) ptx::send(word, 0.f, all_read, 0);
+    if (threadIdx.x == 0) ptx::barrier_arrive_at(all_read, 0);
   }
   if constexpr (MANY) {
     prepare.products();

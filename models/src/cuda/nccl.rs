@@ -155,7 +155,8 @@ impl Communicator {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         *last = Instant::now();
         self.check()?;
-        call(Api::get()?, self.comm)
+        // A call that was ended from beside fails with an error of NCCL's own.
+        call(Api::get()?, self.comm).map_err(|e| self.check().err().unwrap_or(e))
     }
 
     /// Watches from a thread of its own, until the communicator is dropped.
