@@ -67,7 +67,7 @@ impl Bytes<'_> {
     }
 
     fn slots(&mut self, sequences: usize, capacity: usize) -> Result<Slots> {
-        let mut map = |bytes: &mut Self| -> Vec<u32> {
+        let map = |bytes: &mut Self| -> Vec<u32> {
             (0..sequences)
                 .map(|i| match bytes.byte() {
                     0..=30 => NO_SLOT,
