@@ -6,7 +6,7 @@ use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig, GdnState};
+use candle_gdn::{Algo, GateActivation, GatedDeltaNet, GdnConfig, GdnState};
 use candle_nn::VarBuilder;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -80,19 +80,21 @@ pub fn layer(bench: &mut Bench) -> Result<()> {
         .iter()
         .map(|(name, w)| Ok((name.clone(), w.to_device(&Device::Cpu)?.to_dtype(DType::F32)?)))
         .collect::<Result<_>>()?;
-    let reference = load(on_cpu, DType::F32, &Device::Cpu)?;
+    let reference = load(on_cpu, DType::F32, &Device::Cpu)?.with_algo(Algo::Recurrent);
     let mut made = vec![load(first, dtype, &device)?];
     while made.len() < layers {
         made.push(load(weights(&device, dtype)?, dtype, &device)?);
     }
-    for (batch, tokens) in decode.chain(prefill) {
+    let shapes: Vec<_> = decode.chain(prefill).collect();
+    let algos = bench.algos.clone();
+    for ((batch, tokens), algo) in shapes.into_iter().flat_map(|shape| algos.iter().map(move |algo| (shape, *algo))) {
         let rows = batch * tokens;
         let name = if tokens == 1 { format!("B={batch}") } else { format!("T={tokens}") };
         let sets = made
             .iter()
             .map(|layer| {
                 let x = Tensor::randn(0f32, 1., (batch, tokens, HIDDEN), &device)?.to_dtype(dtype)?;
-                Ok(Set { layer: layer.clone(), state: RefCell::new(layer.new_state(batch)?), x })
+                Ok(Set { layer: layer.clone().with_algo(algo), state: RefCell::new(layer.new_state(batch)?), x })
             })
             .collect::<Result<Vec<_>>>()?;
 
@@ -101,7 +103,15 @@ pub fn layer(bench: &mut Bench) -> Result<()> {
         let x = sets[0].x.narrow(0, 0, 1)?.narrow(1, 0, seen)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         let want = f64s(&reference.forward(&x, &mut reference.new_state(1)?)?)?;
         check::poison(&[batch, tokens, HIDDEN], dtype, &device)?;
-        let y = sets[0].layer.forward(&sets[0].x, &mut sets[0].state.borrow_mut())?;
+        let row = Row::new("layer", &name, "candle-gdn").auto(algo == Algo::Auto).l2("cold");
+        let row = if algo == Algo::Auto { row } else { row.variant(algo.name()) };
+        let y = match sets[0].layer.forward(&sets[0].x, &mut sets[0].state.borrow_mut()) {
+            Err(e) if bench.all_algos => {
+                bench.push(row.note(&format!("not taken: {e}")))?;
+                continue;
+            }
+            y => y?,
+        };
         let error = check::error(&y, &f64s(&y.narrow(0, 0, 1)?.narrow(1, 0, seen)?.contiguous()?)?, &want)?;
         drop(y);
 
@@ -110,7 +120,7 @@ pub fn layer(bench: &mut Bench) -> Result<()> {
         let chunk = if tokens == 1 { 0 } else { 2 * 64 * 4 * 128 };
         let flop = rows as u64 * (2 * (WIDE + VALUES) * HIDDEN + HEADS * (6 * 128 * 128 + chunk)) as u64;
         let shape = Shape::heads(16, HEADS, 128, 128).hidden(HIDDEN).batch(batch).tokens(tokens);
-        let row = Row::new("layer", &name, "candle-gdn").shape(shape).l2("cold").work(bytes, flop).error("y", error);
+        let row = row.shape(shape).work(bytes, flop).error("y", error);
         let calls: Vec<Call> = sets
             .iter()
             .map(|set| -> Call { Box::new(|| set.layer.forward(&set.x, &mut set.state.borrow_mut()).map(|_| ())) })

@@ -18,7 +18,7 @@ mod record;
 mod rule;
 mod workloads;
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{anyhow, ensure, Context, Result};
 use candle_core::{DType, Device};
 use candle_gdn::Algo;
 use clap::builder::PossibleValuesParser;
@@ -59,8 +59,9 @@ enum Suite {
 struct Args {
     /// What to measure [default: everything]
     suites: Vec<Suite>,
-    /// Kernel variants of the rule: auto, all, or names (recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90)
-    #[arg(long, default_value = "auto", value_delimiter = ',')]
+    /// Kernel variants of the rule, alone and in the layer: auto, all, or names (recurrent, recurrent_128, decode_128,
+    /// chunked_sm80, chunked_sm90); whole models take one [default: the variable CANDLE_GDN_ALGO, or auto]
+    #[arg(long, value_delimiter = ',')]
     algo: Vec<String>,
     #[command(flatten)]
     choice: Choice,
@@ -188,14 +189,11 @@ fn algos(names: &[String]) -> Result<Vec<Algo>> {
     if names.iter().any(|name| name == "all") {
         return Ok(Algo::ALL.to_vec());
     }
-    let by_name = |name: &String| match Algo::ALL.into_iter().find(|algo| rule::name_of(*algo) == name) {
-        Some(algo) => Ok(algo),
-        None => {
-            let known = Algo::ALL.map(rule::name_of).join(", ");
-            bail!("--algo: expected all or some of {known}, got {name:?}")
-        }
-    };
-    names.iter().map(by_name).collect()
+    if names.is_empty() {
+        return Ok(vec![Algo::from_env()?]);
+    }
+    let known = |e: String| anyhow!("--algo: {}", e.replacen("expected ", "expected all, ", 1));
+    names.iter().map(|name| name.parse().map_err(known)).collect()
 }
 
 /// The device's name, the driver's version and the CUDA version that it speaks.
@@ -249,6 +247,10 @@ fn bench(args: Args) -> Result<usize> {
         "{:15} {:22} {:15} {:4} {:>2} {:>10} {:>10} {:>10} {:>9} {:>9}",
         "suite", "workload", "variant", "L2", "n", "gpu", "event", "wall", "host", "floor"
     );
+    if let [algo] = algos[..] {
+        // The layers of whole models look for it here; after `Run::new`, which tells what the user set.
+        std::env::set_var(Algo::VARIABLE, algo.name());
+    }
     let all_algos = args.algo.iter().any(|name| name == "all");
     let (choice, kernels) = (args.choice, args.kernels);
     let mut bench = Bench { device, dtype, algos, all_algos, choice, clock, failures: 0, kernels, run, path };

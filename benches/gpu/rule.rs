@@ -41,17 +41,6 @@ impl Op {
     }
 }
 
-pub fn name_of(algo: Algo) -> &'static str {
-    match algo {
-        Algo::Auto => "auto",
-        Algo::Recurrent => "recurrent",
-        Algo::Recurrent128 => "recurrent_128",
-        Algo::Decode128 => "decode_128",
-        Algo::ChunkedSm80 => "chunked_sm80",
-        Algo::ChunkedSm90 => "chunked_sm90",
-    }
-}
-
 /// Checks and times one shape with every algorithm asked for.
 pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
     let (bytes, flop) = (work.bytes(bench.dtype.size_in_bytes()), work.flop());
@@ -72,7 +61,7 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
         }
     }
     for algo in algos {
-        let row = Row::new(work.suite, &work.name, "candle-gdn").variant(name_of(algo)).auto(algo == auto);
+        let row = Row::new(work.suite, &work.name, "candle-gdn").variant(algo.name()).auto(algo == auto);
         let includes = if work.contest() { "gates" } else { "gates, L2 norm" };
         let row = row.shape(work.shape()).includes(includes).work(bytes, flop);
 

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 TOP = os.path.dirname(os.path.dirname(HERE))
+VARIABLE = "CANDLE_GDN_ALGO"        # what --algo is where it is not given, as in the Rust programs
 sys.path.insert(0, HERE)
 
 import children
@@ -102,8 +103,8 @@ def arguments(argv):
     p.add_argument("--contenders", type=names(list(contenders.CONTENDERS), "contender"), metavar="NAME,…",
                    default=list(contenders.CONTENDERS), help="default: all of " + ", ".join(contenders.CONTENDERS))
     p.add_argument("--no-peers", action="store_true", help="only candle-gdn and torch")
-    p.add_argument("--algo", type=names(["all", *contenders.ALGOS], "algo"), default=["auto"], metavar="NAME,…",
-                   help=f"our kernels: {', '.join(contenders.ALGOS)}, or all; default auto")
+    p.add_argument("--algo", type=names(["all", *contenders.ALGOS], "algo"), metavar="NAME,…",
+                   help=f"our kernels: {', '.join(contenders.ALGOS)}, or all; default: the variable {VARIABLE}, or auto")
     p.add_argument("--workload", type=place, metavar="N", help="one workload of each contest suite, by its place in "
                    "benches/contest/workloads.json from 0; other suites are left out")
     p.add_argument("--quick", action="store_true", help="a few shapes of each suite")
@@ -125,6 +126,10 @@ def arguments(argv):
     args.suites = list(dict.fromkeys(args.suites)) or list(workloads.SUITES)
     if args.no_peers:
         args.contenders = [c for c in args.contenders if c not in contenders.PEERS]
+    if args.algo is None:
+        args.algo = [os.environ.get(VARIABLE) or "auto"]
+        if args.algo[0] not in contenders.ALGOS:
+            p.error(f"{VARIABLE}: expected {', '.join(contenders.ALGOS)}, got '{args.algo[0]}'")
     if "all" in args.algo:
         args.algo = contenders.ALGOS
     return args, p
@@ -206,6 +211,8 @@ def bench(args, parser, todo, lib, deadline):
     if args.warm_up_compile:
         compile_ahead(todo, deadline, args, say)
     command = shlex.join(["python3", "benches/peers/bench.py", *without_folders(sys.argv[1:])])
+    if os.environ.get(VARIABLE):
+        command = f"{VARIABLE}={shlex.quote(os.environ[VARIABLE])} {command}"
     for suite, parts in todo:
         rows, versions = [], {}
 

@@ -112,10 +112,10 @@ def time_one(contender, work, variant):
     case = case_of(contender, work, variant, sets)
     case.calls[0]()
     torch.cuda.synchronize()
-    row = {"includes": contender.includes(work)}
+    row = {"includes": contender.includes(work, variant)}
     row["error"], note = errors(contender, work, case)
     # Of hard inputs errors are what is asked for.
-    bounds = () if work.hard else contender.bounds(work)
+    bounds = () if work.hard else contender.bounds(work, variant)
     over = [f"{name} {row['error'][name]:.1e} > {bound:.0e}" for name, bound in zip(("o", "state"), bounds)
             if name in row["error"] and not row["error"][name] <= bound]      # NaN is over too
     if over:

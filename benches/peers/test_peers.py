@@ -83,7 +83,8 @@ class Arguments(unittest.TestCase):
         self.assertEqual(counts["projections"], {"torch": 42})
         todo = self.plan("decode", "layer", "--no-peers", "--algo", "all", "--shapes", "16/32", "--batches", "1,8")
         self.assertEqual([v for w, v in todo["decode"]["candle-gdn"] if w.name == "16/32 B=8" and w.l2 == "cold"],
-                         contenders.DECODE_ALGOS)
+                         contenders.ALGOS)
+        self.assertEqual({v for _, v in todo["layer"]["candle-gdn"]}, set(contenders.ALGOS))
         self.assertEqual(list(todo["layer"]), ["candle-gdn"])
         todo = self.plan("--workload", "5", "--no-peers")
         self.assertEqual([(suite, [(w.name, w.draw > 0, w.timed) for w, _ in parts["candle-gdn"]])
@@ -92,6 +93,23 @@ class Arguments(unittest.TestCase):
         self.assertEqual(list(self.plan("--workload", "99")), ["contest-prefill"])
         for suite, parts in self.plan("--quick").items():
             self.assertEqual({w.name for items in parts.values() for w, _ in items}, workloads.QUICK[suite])
+
+
+    def test_algos_are_those_of_the_header(self):
+        self.assertEqual(contenders.ALGOS, abi.ALGO_NAMES)
+
+    def test_the_option_goes_before_the_variable(self):
+        algo = lambda *argv: bench.arguments(list(argv))[0].algo
+        for value, argv, want in ((None, (), ["auto"]), ("", (), ["auto"]), ("recurrent", (), ["recurrent"]),
+                                  ("recurrent", ("--algo", "auto,decode_128"), ["auto", "decode_128"]),
+                                  ("nonsense", ("--algo", "all"), contenders.ALGOS)):
+            with mock.patch.dict(os.environ, {} if value is None else {"CANDLE_GDN_ALGO": value}):
+                self.assertEqual(algo(*argv), want, (value, argv))
+        for value in ("fast", "all"):
+            with mock.patch.dict(os.environ, {"CANDLE_GDN_ALGO": value}):
+                said = refused(self, bench, "decode")
+            self.assertIn(f"CANDLE_GDN_ALGO: expected auto, recurrent, recurrent_128, decode_128, chunked_sm80, "
+                          f"chunked_sm90, got '{value}'", said)
 
 
 class Work(unittest.TestCase):
@@ -605,9 +623,10 @@ class CandleGdn(unittest.TestCase):
     def test_layer(self):
         # The real layer's width, 16/32, so that the projection's rows are what they are.
         for w in (work([1, 1], 16, 32, "layer", True), work([3], 16, 32, "layer")):
-            found, _ = check(self.contender, w, "auto")
-            self.assertLess(found["o"], 2e-2, w)
-            self.assertLess(found["state"], 2e-2, w)
+            for variant in ("auto", "recurrent_128"):
+                found, _ = check(self.contender, w, variant)
+                self.assertLess(found["o"], 2e-2, (w, variant))
+                self.assertLess(found["state"], 2e-2, (w, variant))
 
     def test_a_refused_shape_says_so(self):
         with self.assertRaisesRegex(RuntimeError, "gdn_rule: no such kernel"):
@@ -765,7 +784,7 @@ class Peers(unittest.TestCase):
             self.agree(contender, prefills)
             for w in others:
                 found, _ = check(contender, w, "")
-                for error, bound in zip(found.values(), contender.bounds(w)):
+                for error, bound in zip(found.values(), contender.bounds(w, "")):
                     self.assertLess(error, bound, w)
 
     def test_fla_must_run_its_own_kernels(self):

@@ -342,16 +342,17 @@ pub fn host_cpu() -> String {
     model.map_or("unknown".into(), |(_, name)| name.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-/// The `cargo bench` that runs this program: its features, its arguments and the variables that set its threads.
+/// The `cargo bench` that runs this program: its features, its arguments and the variables that set its threads and
+/// its kernel.
 pub fn command_line() -> String {
     let features = match (cfg!(feature = "cupti"), cfg!(feature = "cuda")) {
         (true, _) => " --features cupti",
         (_, true) => " --features cuda",
         _ => "",
     };
-    let threads = ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"];
-    let threads = threads.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
-    threads.collect::<String>() + &cargo_command(features, std::env::args())
+    let variables = ["CANDLE_GDN_ALGO", "CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"];
+    let variables = variables.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
+    variables.collect::<String>() + &cargo_command(features, std::env::args())
 }
 
 /// `cargo bench`, of the arguments that cargo gives the program it built.

@@ -5,6 +5,7 @@ use super::{bar, tell, Checkpoint, Rank};
 use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
+use candle_gdn::Algo;
 use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -71,6 +72,11 @@ pub struct ModelArgs {
     #[arg(long)]
     pub cpu: bool,
 
+    /// Kernel that runs the gated delta rule, whatever the shape: recurrent, recurrent_128, decode_128, chunked_sm80 or
+    /// chunked_sm90; a shape that it does not take is an error [default: the variable CANDLE_GDN_ALGO, or auto]
+    #[arg(long, value_name = "NAME")]
+    algo: Option<Algo>,
+
     /// Tokens of prompts that run in one pass: bounds the memory, not the result [default: 8192 on a GPU, 1024 on the CPU]
     #[arg(long, value_name = "N")]
     prefill_chunk: Option<NonZeroUsize>,
@@ -111,6 +117,13 @@ pub fn gpu(ordinal: usize) -> Result<Device> {
         .with_context(|| format!("cannot open GPU {ordinal} (--cpu runs without it)"))?;
     candle_gdn::keep_freed_memory(&device)?;
     Ok(device)
+}
+
+/// To be called while there is one thread: what --algo says goes where every layer looks for it.
+pub fn fix_algo(args: &ModelArgs) -> Result<()> {
+    let algo = args.algo.map_or_else(Algo::from_env, Ok)?;
+    std::env::set_var(Algo::VARIABLE, algo.name());
+    Ok(())
 }
 
 /// To be called first, while there is one thread: candle asks for the number of threads at every

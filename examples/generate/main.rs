@@ -19,7 +19,7 @@ use anyhow::{bail, Result};
 use args::Args;
 use candle_gdn_models::ModelConfig;
 use clap::Parser;
-use common::{fix_thread_count, is_first, load_model, ranks, tell, Checkpoint, Need, Rank};
+use common::{fix_algo, fix_thread_count, is_first, load_model, ranks, tell, Checkpoint, Need, Rank};
 use completion::Stop;
 use generation::Generation;
 use interactive::Interactive;
@@ -51,6 +51,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<Stop> {
     // Everything that can be wrong with the arguments comes before the weights, which take long.
+    fix_algo(&args.model)?;
     let checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let mut settings = Settings::new(&args.sampling, &checkpoint, &config)?;

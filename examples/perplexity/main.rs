@@ -7,7 +7,7 @@ mod score;
 
 use anyhow::{anyhow, bail, Context, Result};
 use clap::Parser;
-use common::{fix_thread_count, load_model, tell, Checkpoint, ModelArgs, Need, Rank, Room};
+use common::{fix_algo, fix_thread_count, load_model, tell, Checkpoint, ModelArgs, Need, Rank, Room};
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -44,6 +44,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
+    fix_algo(&args.model)?;
     let checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let (ids, source) = tokens(args, &checkpoint)?;

@@ -48,10 +48,10 @@ pub struct Args {
           value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|name| name.parse::<DType>()))]
     pub dtype: DType,
 
-    /// The kernel
-    #[arg(long, default_value = "auto",
-          value_parser = PossibleValuesParser::new(["auto", "recurrent", "recurrent128"]).map(algo))]
-    pub algo: Algo,
+    /// The kernel: recurrent, recurrent_128, decode_128, or auto; or all of them, each with files of its own. The chunk
+    /// forms have no clock stamps [default: the variable CANDLE_GDN_ALGO, or auto]
+    #[arg(long, value_name = "NAME", value_parser = algos)]
+    algo: Option<Algos>,
 
     /// Events a warp may record [default: enough, unless the buffer would pass 2 GiB]
     #[arg(long, value_name = "N")]
@@ -70,7 +70,19 @@ pub struct Args {
     pub json: Option<PathBuf>,
 }
 
+/// The kernels asked for: one, or all.
+#[derive(Clone, Debug, PartialEq)]
+struct Algos(Vec<Algo>);
+
 impl Args {
+    /// The kernels to profile.
+    pub fn algos(&self) -> Result<Vec<Algo>> {
+        match &self.algo {
+            Some(Algos(algos)) => Ok(algos.clone()),
+            None => Ok(vec![Algo::from_env()?]),
+        }
+    }
+
     pub fn tokens(&self) -> Result<usize> {
         match (self.op, self.tokens) {
             (Op::Decode, Some(tokens)) if tokens != 1 => {
@@ -91,11 +103,13 @@ impl Args {
     }
 }
 
-fn algo(name: String) -> Algo {
-    match name.as_str() {
-        "recurrent" => Algo::Recurrent,
-        "recurrent128" => Algo::Recurrent128,
-        _ => Algo::Auto,
+fn algos(name: &str) -> Result<Algos, String> {
+    match name {
+        "all" => Ok(Algos(Algo::ALL.to_vec())),
+        name => match name.parse::<Algo>() {
+            Ok(algo) => Ok(Algos(vec![algo])),
+            Err(e) => Err(e.replacen("expected ", "expected all, ", 1)),
+        },
     }
 }
 

@@ -11,6 +11,7 @@ use candle_gdn::{Algo, Gates, GdnDecode, GdnPrefill, RuleOptions};
 use clap::Parser;
 use std::fs::File;
 use std::io::{BufWriter, ErrorKind, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Written between the inputs and the launch, so that nothing of them is left in any card's L2 cache.
@@ -43,22 +44,60 @@ fn run(args: &Args) -> Result<u64> {
     if !cfg!(feature = "profile") {
         bail!("built without the `profile` feature: cargo run --release --features profile --example profile -- --help")
     }
-    let tokens = args.tokens()?;
+    let (tokens, algos) = (args.tokens()?, args.algos()?);
     let device = Device::new_cuda(0).context("no CUDA device")?;
-    let rule = Rule::new(args, tokens, &device)?;
-    let algo = rule.algo()?;
+    let mut rule = Rule::new(args, tokens, &device)?;
+    if let [algo] = algos[..] {
+        rule.options.algo = algo;
+        return profile(args, tokens, &rule, None);
+    }
+    let (mut dropped, mut seen) = (0, vec![]);
+    for algo in algos {
+        rule.options.algo = algo;
+        // Of `auto` what it takes, once.
+        rule.options.algo = rule.algo().unwrap_or(algo);
+        if seen.contains(&rule.options.algo) {
+            continue;
+        }
+        seen.push(rule.options.algo);
+        match profile(args, tokens, &rule, Some(rule.options.algo)) {
+            Ok(more) => dropped += more,
+            Err(e) if e.is::<NotTaken>() => writeln!(std::io::stderr(), "left out: {e:#}")?,
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(dropped)
+}
+
+/// Why a kernel is not profiled: among all of them it is left out.
+#[derive(Debug)]
+struct NotTaken(String);
+
+impl std::fmt::Display for NotTaken {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NotTaken {}
+
+/// Events dropped. The names of the files say `which` kernel where there are several.
+fn profile(args: &Args, tokens: usize, rule: &Rule, which: Option<Algo>) -> Result<u64> {
+    let algo = rule.algo().map_err(|e| NotTaken(e.to_string()))?;
     if matches!(algo, Algo::ChunkedSm80 | Algo::ChunkedSm90) {
-        bail!("--algo: {algo:?}, chosen for this shape, has no clock stamps: ask for recurrent128 or recurrent")
+        bail!(NotTaken(format!("--algo: {algo} has no clock stamps: ask for recurrent_128 or recurrent")))
     }
     // A first launch includes loading the kernel.
     rule.launch()?;
+    let device = rule.state.device();
     device.synchronize()?;
     let limits = args.limits(tokens);
-    let ((), profile) = record(&device, limits, || {
-        Tensor::zeros(FLUSH_BYTES / 4, DType::F32, &device)?;
+    let ((), profile) = record(device, limits, || {
+        Tensor::zeros(FLUSH_BYTES / 4, DType::F32, device)?;
         rule.launch().map(|_| ())
     })?;
     let [launch] = &profile.launches[..] else { bail!("expected one launch, got {}", profile.launches.len()) };
+    let of_kernel = |path: &Path| named(path, which);
 
     let name = match args.op {
         Op::Decode => "gdn_decode",
@@ -68,19 +107,21 @@ fn run(args: &Args) -> Result<u64> {
     // The files before the text: who reads that may stop.
     let table = launch.table();
     if let Some(path) = &args.json {
-        std::fs::write(path, table.json()).with_context(|| format!("--json: cannot write {}", path.display()))?;
+        let path = of_kernel(path);
+        std::fs::write(&path, table.json()).with_context(|| format!("--json: cannot write {}", path.display()))?;
     }
-    let bytes = write_trace(args, &profile, launch)?;
+    let trace = of_kernel(&args.trace);
+    let bytes = write_trace(args, &trace, &profile, launch)?;
     let mut out = std::io::stdout().lock();
     let mut tell = || -> std::io::Result<()> {
         writeln!(
             out,
-            "{name}: {batch} x {tokens} tokens, {key_heads} key and {value_heads} value heads of {}, {}, kernel {algo:?}",
+            "{name}: {batch} x {tokens} tokens, {key_heads} key and {value_heads} value heads of {}, {}, kernel {algo}",
             args.dim,
             args.dtype.as_str()
         )?;
         print::table(&table, &mut out)?;
-        let trace = args.trace.display();
+        let trace = trace.display();
         writeln!(out, "\n{trace}: {:.1} MB, open it at https://ui.perfetto.dev", bytes as f64 / 1e6)?;
         if bytes > 200_000_000 {
             writeln!(out, "that is much for a browser: --trace-sms 4 writes four multiprocessors only")?;
@@ -91,9 +132,16 @@ fn run(args: &Args) -> Result<u64> {
     Ok(table.dropped)
 }
 
+/// `profile.json` of one of several kernels as `profile-recurrent.json`.
+fn named(path: &Path, which: Option<Algo>) -> PathBuf {
+    let Some(algo) = which else { return path.into() };
+    let (stem, end) = (path.file_stem().unwrap_or_default(), path.extension().unwrap_or_default());
+    let name = format!("{}-{algo}.{}", stem.to_string_lossy(), end.to_string_lossy());
+    path.with_file_name(name.trim_end_matches('.'))
+}
+
 /// The bytes of the trace.
-fn write_trace(args: &Args, profile: &Profile, launch: &Launch) -> Result<u64> {
-    let path = &args.trace;
+fn write_trace(args: &Args, path: &Path, profile: &Profile, launch: &Launch) -> Result<u64> {
     let mut sms: Vec<u32> = launch.warps.iter().map(|w| w.sm).collect();
     sms.sort_unstable();
     sms.dedup();
@@ -141,7 +189,7 @@ impl Rule {
             v: randn(&[value_heads, dim])?,
             gates,
             state: Tensor::zeros((args.batch, value_heads, dim, dim), DType::F32, device)?,
-            options: RuleOptions { algo: args.algo, ..RuleOptions::default() },
+            options: RuleOptions::default(),
         })
     }
 

@@ -155,6 +155,11 @@ fn the_program_continues_a_text() -> Result<()> {
         assert_eq!(run.code, Some(0), "{run:?}");
         assert_eq!(run.stdout, format!("{start}{}\n", text(&want.greedy[..16])));
     }
+    // It has no option for the rule's kernel.
+    let mut forced = cli::command("candle_transformers");
+    forced.args(["--model", DEMO, "--prompt", &start]).env("CANDLE_GDN_ALGO", "chunked_sm80");
+    cli::Run::of(forced.output().expect("the example starts"))
+        .says(&["algo: ChunkedSm80 takes q, k and v in bf16 or f16, got F32"]);
     let sampled = |seed: &str| {
         let args =
             ["--model", DEMO, "--prompt", &start, "-n", "16", "--temperature", "2", "--top-p", "0.9", "--seed", seed];

@@ -146,7 +146,7 @@ impl GatedDeltaNet {
             return self.out_proj.forward("out_proj", &y, self.config.hidden_size, &launch);
         }
         let c = &self.config;
-        let o = self.rule(p, on)?;
+        let o = self.rule(p, longest, on)?;
         let o = GatedRmsNorm::new(c.rms_norm_eps, c.output_gate)?.forward(&o, &p.z, &self.norm_weight)?;
         self.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, on.launch)
     }
@@ -164,8 +164,8 @@ impl GatedDeltaNet {
         }
     }
 
-    /// Convolution and rule for any number of tokens: o.
-    pub(super) fn rule(&self, p: &Projected, on: On<'_>) -> Result<Tensor> {
+    /// Convolution and rule for any number of tokens: o. `longest` is the most tokens of a sequence.
+    pub(super) fn rule(&self, p: &Projected, longest: usize, on: On<'_>) -> Result<Tensor> {
         let c = &self.config;
         let mut conv = CausalConv1d::new(&on.states.conv, on.cu_seqlens, true)?;
         let mut rule = GdnPrefill::new(p.gates.clone(), &on.states.recurrent, on.cu_seqlens, self.options.rule)?;
@@ -176,6 +176,8 @@ impl GatedDeltaNet {
         if let Some((to, every)) = on.checkpoints {
             rule = rule.with_checkpoints(to, every);
         }
+        // Before the convolution writes its state.
+        rule.check_algo(p.qkv.dtype(), (c.key_head_dim, c.value_head_dim), longest)?;
         let qkv = conv.forward(&p.qkv, &self.conv_weight)?;
         let (last, keys) = (qkv.rank() - 1, c.key_size());
         let q = qkv.narrow(last, 0, keys)?;

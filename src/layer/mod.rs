@@ -12,7 +12,7 @@ pub use projection::{deinterleaved, InProjection, Projection};
 pub use verify::{Accepted, Drafted};
 
 use crate::linear::Linear;
-use crate::ops::{check_device, check_float, check_shape, check_state_dtype, RuleOptions, StepOptions};
+use crate::ops::{check_device, check_float, check_shape, check_state_dtype, Algo, RuleOptions, StepAlgo, StepOptions};
 use crate::state::{GdnState, StatePool};
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -100,8 +100,12 @@ impl GatedDeltaNet {
 
     /// The layer of these parts: for projections that are not dense, or weights from elsewhere.
     ///
+    /// Which kernel runs the rule, the environment variable [`Algo::VARIABLE`] says, read here; see
+    /// [`GatedDeltaNet::with_algo`].
+    ///
     /// # Errors
-    /// When the config does not fit together, or a part does not fit the config (the message names it).
+    /// When the config does not fit together, or a part does not fit the config (the message names it), or the variable
+    /// names no kernel.
     pub fn new(config: &GdnConfig, parts: GdnParts) -> Result<Self> {
         config.check()?;
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = parts;
@@ -135,7 +139,15 @@ impl GatedDeltaNet {
         };
         // What wrote the weights is done before any launch reads them early.
         layer.conv_weight.device().synchronize()?;
-        Ok(layer)
+        Ok(layer.with_algo(Algo::from_env()?))
+    }
+
+    /// The layer with another choice of the rule's kernel: [`Algo::Auto`], or one that then runs every call, those of few
+    /// tokens as [`StepAlgo::Composed`]. A call that the kernel does not take is an error.
+    pub fn with_algo(mut self, algo: Algo) -> Self {
+        self.options.rule.algo = algo;
+        self.options.algo = if algo == Algo::Auto { StepAlgo::Auto } else { StepAlgo::Composed };
+        self
     }
 
     /// The config it was loaded with.

@@ -151,7 +151,7 @@ impl GatedDeltaNet {
         if cu_seqlens.max_len() <= STEP_TOKENS {
             self.step(p, on)?.forward(&p.qkv, &p.z, &self.conv_weight)?;
         } else {
-            self.rule(p, on)?;
+            self.rule(p, cu_seqlens.max_len(), on)?;
         }
         Ok(())
     }

@@ -1,9 +1,12 @@
 //! What a caller may choose about the rule and the step around it.
 
-use candle_core::Tensor;
+use candle_core::{Error, Result, Tensor};
+use std::ffi::OsString;
+use std::fmt;
+use std::str::FromStr;
 
 /// Which kernel runs. Every variant computes the same function; `Auto` is what callers want, the others are for tests
-/// and benchmarks.
+/// and benchmarks. Programs and [`Algo::VARIABLE`] name them as `cuda/gdn.h` does, in lower case: `recurrent_128`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Algo {
     /// Picked from the amount of work and the device.
@@ -33,9 +36,58 @@ impl Algo {
     pub const ALL: [Algo; 6] =
         [Algo::Auto, Algo::Recurrent, Algo::Recurrent128, Algo::Decode128, Algo::ChunkedSm80, Algo::ChunkedSm90];
 
+    /// The environment variable that forces a variant on every [`crate::GatedDeltaNet`] of a program, and on the
+    /// programs of this repository where they are given no `--algo`.
+    pub const VARIABLE: &str = "CANDLE_GDN_ALGO";
+
+    /// What [`Algo::VARIABLE`] asks for: `Auto` where it is not set or empty.
+    ///
+    /// # Errors
+    /// When it is no name of a variant; the message has the names.
+    pub fn from_env() -> Result<Self> {
+        Self::from_value(std::env::var_os(Self::VARIABLE))
+    }
+
+    fn from_value(value: Option<OsString>) -> Result<Self> {
+        match value.unwrap_or_default().to_string_lossy() {
+            name if name.is_empty() => Ok(Algo::Auto),
+            name => name.parse().map_err(|e| Error::msg(format!("{}: {e}", Self::VARIABLE))),
+        }
+    }
+
+    /// As [`FromStr`] takes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Algo::Auto => "auto",
+            Algo::Recurrent => "recurrent",
+            Algo::Recurrent128 => "recurrent_128",
+            Algo::Decode128 => "decode_128",
+            Algo::ChunkedSm80 => "chunked_sm80",
+            Algo::ChunkedSm90 => "chunked_sm90",
+        }
+    }
+
     /// Whether it rounds what it multiplies to q's dtype, since tensor cores do: these take bf16 and f16 only.
     pub(crate) fn on_tensor_cores(self) -> bool {
         matches!(self, Algo::ChunkedSm80 | Algo::ChunkedSm90)
+    }
+}
+
+impl fmt::Display for Algo {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// By [`Algo::name`].
+impl FromStr for Algo {
+    type Err = String;
+
+    fn from_str(name: &str) -> std::result::Result<Self, String> {
+        match Self::ALL.into_iter().find(|algo| algo.name() == name) {
+            Some(algo) => Ok(algo),
+            None => Err(format!("expected {}, got {name:?}", Self::ALL.map(Self::name).join(", "))),
+        }
     }
 }
 
@@ -131,5 +183,43 @@ pub struct StepOptions {
 impl Default for StepOptions {
     fn default() -> Self {
         Self { rule: RuleOptions::default(), norm_eps: 1e-6, gate: GateActivation::Silu, algo: StepAlgo::Auto }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_algo_has_one_name() {
+        for algo in Algo::ALL {
+            assert_eq!(algo.name().parse::<Algo>().unwrap(), algo);
+            let camel: String = format!("{algo:?}").to_lowercase();
+            assert_eq!(algo.name().replace('_', ""), camel);
+        }
+        for name in ["", "fast", "Recurrent", "recurrent128", " auto", "all"] {
+            let error = name.parse::<Algo>().unwrap_err();
+            let names = "auto, recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90";
+            assert_eq!(error, format!("expected {names}, got {name:?}"));
+        }
+    }
+
+    #[test]
+    fn they_are_those_of_the_header() {
+        let header = include_str!("../../cuda/gdn.h").split("typedef enum gdn_algo {").nth(1).unwrap();
+        let lines = header.split("} gdn_algo;").next().unwrap().lines();
+        let names = lines.filter_map(|line| line.trim().strip_prefix("GDN_")?.split(' ').next());
+        assert!(names.map(str::to_lowercase).eq(Algo::ALL.map(Algo::name)));
+    }
+
+    #[test]
+    fn the_variable_is_a_name_or_nothing() {
+        let of = |value: Option<&str>| Algo::from_value(value.map(OsString::from));
+        assert_eq!(of(None).unwrap(), Algo::Auto);
+        assert_eq!(of(Some("")).unwrap(), Algo::Auto);
+        assert_eq!(of(Some("chunked_sm80")).unwrap(), Algo::ChunkedSm80);
+        let error = of(Some("fast")).unwrap_err().to_string();
+        assert!(error.starts_with("CANDLE_GDN_ALGO: expected auto, recurrent, "), "{error}");
+        assert!(error.contains("got \"fast\""), "{error}");
     }
 }

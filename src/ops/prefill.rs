@@ -8,7 +8,7 @@ use super::options::{Algo, Gates, RuleOptions};
 use super::rule::{custom_op3, Rule};
 use super::sequences::CuSeqlens;
 use super::slots::Slots;
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 /// The gated delta rule over any number of tokens of each sequence, as a
 /// [`CustomOp3`](candle_core::CustomOp3) over (q, k, v); see
@@ -97,6 +97,11 @@ impl GdnPrefill {
     /// When a dtype, shape or device does not fit, or tensors share a storage that one of them is written in.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         self.0.forward(self, q, k, v)
+    }
+
+    /// Refuses what the kernel asked for does not take of a call with these sizes.
+    pub(crate) fn check_algo(&self, dtype: DType, dims: (usize, usize), max_tokens: usize) -> Result<()> {
+        self.0.check_algo(dtype, dims, max_tokens)
     }
 
     /// Which kernel [`Self::forward`] runs for these tensors: never [`Algo::Auto`].

@@ -146,7 +146,7 @@ impl Rule {
     }
 
     /// The kernel asked for against the sizes and the dtype of q.
-    fn check_algo(&self, dtype: DType, (key_dim, value_dim): (usize, usize), max_tokens: usize) -> Result<()> {
+    pub fn check_algo(&self, dtype: DType, (key_dim, value_dim): (usize, usize), max_tokens: usize) -> Result<()> {
         let (op, algo) = (self.name, self.options.algo);
         if matches!(algo, Algo::Recurrent128 | Algo::Decode128) && (key_dim, value_dim) != (128, 128) {
             bail!("{op}: algo: {algo:?} takes heads of size 128, got {key_dim} (K) and {value_dim} (V)");

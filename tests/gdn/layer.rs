@@ -1,10 +1,10 @@
 //! The layer: loading, batches, splits, state, and what it refuses.
 
 use crate::goldens::layer_golden;
-use crate::random_layer::{of_128, small};
-use crate::support::{devices, refused, rel_rms, values};
+use crate::random_layer::{self, of_128, small};
+use crate::support::{devices, dtype_for, has, on_tensor_cores, refused, rel_rms, values, APART};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig};
+use candle_gdn::{Algo, GateActivation, GatedDeltaNet, GdnConfig};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
 
@@ -196,6 +196,48 @@ fn bf16_layer_stays_close_to_f32() {
             let error = rel_rms(&values(&y), &values(&golden.tensors["0.0.y"]));
             // Weights, inputs and every intermediate rounded to eight bits.
             assert!(error < 3e-2, "{name}: {error:e}");
+        }
+    }
+}
+
+/// Prompts, a few tokens and single ones, each by the kernel asked for.
+#[test]
+fn a_forced_kernel_gives_the_same() {
+    for device in devices() {
+        for algo in Algo::ALL.into_iter().filter(|algo| has(&device, *algo)) {
+            let dtype = dtype_for(algo);
+            let layer = random_layer::layer(&of_128(), dtype, &device, 5);
+            let tokens = if algo == Algo::Decode128 { 16 } else { 70 };
+            let x = Tensor::randn(0f32, 1., (2, tokens + 6, 64), &device).unwrap().to_dtype(dtype).unwrap();
+            let cuts = [0, tokens, tokens + 5, tokens + 6];
+            let want = in_parts(&layer, &x, &cuts);
+            let got = in_parts(&layer.clone().with_algo(algo), &x, &cuts);
+            // The one kernel of a step rounds nothing between its parts; in turn they round to the dtype of the weights.
+            let bound = if on_tensor_cores(algo) { 2.0 * APART } else { 1e-5 };
+            for (got, want) in got.iter().zip(&want) {
+                let error = rel_rms(got, want);
+                assert!(error <= bound, "{algo}: {error:e}");
+            }
+            let free = layer.with_algo(algo).with_algo(Algo::Auto);
+            assert_eq!(in_parts(&free, &x, &cuts), want, "{algo}, and auto again");
+        }
+    }
+}
+
+/// The op's own sentence, and a state as it was.
+#[test]
+fn a_forced_kernel_that_does_not_take_a_call_is_an_error() {
+    for device in devices() {
+        for (algo, tokens, sentence) in [
+            (Algo::Decode128, 17, "gdn_prefill: algo: Decode128 takes up to 16 tokens a sequence, got 17"),
+            (Algo::ChunkedSm80, 17, "gdn_prefill: algo: ChunkedSm80 takes q, k and v in bf16 or f16, got F32"),
+            (Algo::ChunkedSm90, 3, "gdn_step: algo: ChunkedSm90 takes q, k and v in bf16 or f16, got F32"),
+        ] {
+            let layer = random_layer::layer(&of_128(), DType::F32, &device, 5).with_algo(algo);
+            let mut state = layer.new_state(1).unwrap();
+            let x = Tensor::ones((1, tokens, 64), DType::F32, &device).unwrap();
+            refused(layer.forward(&x, &mut state), &[sentence]);
+            assert!(values(state.recurrent()).iter().chain(&values(state.conv())).all(|x| *x == 0.0), "{algo}");
         }
     }
 }

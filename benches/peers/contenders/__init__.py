@@ -3,13 +3,11 @@ import importlib
 
 RULE = ["decode", "prefill", "contest-decode", "contest-prefill", "hard"]
 PREFILLS = ["prefill", "contest-prefill", "hard"]
-DECODE_ALGOS = ["auto", "recurrent_128", "recurrent"]
-ALGOS = [*DECODE_ALGOS, "chunked_sm80", "chunked_sm90"]
+ALGOS = ["auto", "recurrent", "recurrent_128", "decode_128", "chunked_sm80", "chunked_sm90"]    # gdn_algo of cuda/gdn.h
 
 # name: module, class, {suite: variants}. Where `--algo` has a say the variants are those it may name.
 CONTENDERS = {
-    "candle-gdn": ("candle_gdn", "CandleGdn", {**{s: ALGOS if s in PREFILLS else DECODE_ALGOS for s in RULE},
-                                                "layer": ["auto"]}),
+    "candle-gdn": ("candle_gdn", "CandleGdn", {s: ALGOS for s in [*RULE, "layer"]}),
     "flashinfer": ("peer_flashinfer", "FlashInfer", {"decode": [""], "contest-decode": [""],
                                                      **{s: ["cp", "nocp"] for s in PREFILLS}}),
     "flashqla": ("peer_flashqla", "FlashQLA", {s: [""] for s in PREFILLS}),

@@ -5,12 +5,12 @@ from workloads import DIM
 
 
 class Peer:
-    def includes(self, work):
+    def includes(self, work, variant):
         if not work.decode:
             return "neither gates nor L2 norm"
         return "gates, L2 norm" if work.l2norm else "gates"
 
-    def bounds(self, work):
+    def bounds(self, work, variant):
         """Of o and the state: wide enough for any precision that a peer may choose, too narrow for a wrong call."""
         return (1e-2, 1e-3) if work.decode else (2e-2, 2e-2)
 

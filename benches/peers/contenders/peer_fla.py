@@ -20,13 +20,13 @@ class Fla(Peer):
         self.recurrent, self.chunk, self.device = fused_recurrent_gated_delta_rule, chunk_gated_delta_rule, device
         self.version = version("flash-linear-attention")
 
-    def includes(self, work):
+    def includes(self, work, variant):
         if work.suite == "layer":
             return "convolutions, gates, L2 norm, gated norm, the same two products"
-        return super().includes(work)
+        return super().includes(work, variant)
 
-    def bounds(self, work):
-        return layer.BOUNDS if work.suite == "layer" else super().bounds(work)
+    def bounds(self, work, variant):
+        return layer.BOUNDS if work.suite == "layer" else super().bounds(work, variant)
 
     def rule_case(self, work, variant, sets):
         if not work.decode:

@@ -9,10 +9,10 @@ class Torch:
     def __init__(self, lib_path=None, device="cuda"):
         self.device, self.version = device, torch.__version__
 
-    def includes(self, work):
+    def includes(self, work, variant):
         return "q, k, v, z, b, a"
 
-    def bounds(self, work):
+    def bounds(self, work, variant):
         return 4e-3, 0.0
 
     def projections_case(self, work, variant, sets):

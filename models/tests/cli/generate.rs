@@ -67,6 +67,52 @@ fn prefill_chunks_change_nothing() {
     }
 }
 
+const NAMES: &str = "auto, recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90";
+
+#[test]
+fn a_forced_kernel_says_the_same() {
+    let args = ["--prompt", PROMPT, "-n", "24"];
+    let with = |variable: Option<&str>, more: &[&str]| {
+        let mut command = command("generate");
+        variable.map(|value| command.env("CANDLE_GDN_ALGO", value));
+        Run::of(command.args(args).args(more).output().expect("the example starts"))
+    };
+    let text = generate(&args).stdout;
+    assert!(text.starts_with(" from Caesar Augustus"), "{text:?}");
+    // What takes no f32 shows that it was asked.
+    let refused = |run: Run| {
+        assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{run:?}");
+        run.says(&["algo: ChunkedSm80 takes q, k and v in bf16 or f16, got F32"]);
+    };
+    refused(with(None, &["--algo", "chunked_sm80"]));
+    refused(with(Some("chunked_sm80"), &[]));
+    // The option goes before the variable.
+    refused(with(Some("recurrent"), &["--algo", "chunked_sm80"]));
+    for (variable, option) in [
+        (None, "recurrent"),
+        (None, "auto"),
+        (Some("chunked_sm80"), "recurrent"),
+        (Some("chunked_sm80"), "auto"),
+        (Some("nonsense"), "recurrent"),
+    ] {
+        assert_eq!(with(variable, &["--algo", option]).good().stdout, text, "{option} before {variable:?}");
+    }
+    assert_eq!(with(Some("recurrent"), &[]).good().stdout, text);
+    assert_eq!(with(Some(""), &[]).good().stdout, text);
+    let run = with(Some("fast"), &[]);
+    assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{run:?}");
+    assert_eq!(run.stderr, format!("error: CANDLE_GDN_ALGO: expected {NAMES}, got \"fast\"\n"));
+}
+
+#[test]
+fn an_unknown_kernel_is_refused() {
+    for program in ["generate", "perplexity"] {
+        for name in ["fast", "", "all", "Recurrent"] {
+            fails(program, &["--algo", name], 2, &["--algo", &format!("expected {NAMES}, got {name:?}")]);
+        }
+    }
+}
+
 #[test]
 fn half_precision_runs() {
     for dtype in ["bf16", "f16", "f32"] {
