@@ -10,6 +10,8 @@ mod ops;
 mod record;
 mod results;
 mod rule;
+#[path = "../tensor_ops.rs"]
+mod tensor_ops;
 
 use candle_core::{Device, Tensor};
 use criterion::Criterion;

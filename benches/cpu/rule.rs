@@ -2,10 +2,9 @@
 
 use crate::record::{Row, Shape};
 use crate::results::{Suite, Work};
-use crate::{assert_close, randn};
-use candle_core::{Result, Tensor, D};
+use crate::{assert_close, randn, tensor_ops};
+use candle_core::Tensor;
 use candle_gdn::{gdn_decode_in_place, gdn_prefill_in_place, Gates, RuleOptions};
-use candle_nn::ops::sigmoid;
 use criterion::{Criterion, Throughput};
 
 const HEADS: usize = 32;
@@ -36,33 +35,6 @@ fn inputs(tokens: usize) -> Inputs {
     }
 }
 
-/// The rule token by token in tensor ops: o `[1, tokens, HV, V]` and the new state.
-fn tensor_rule(x: &Inputs) -> Result<(Tensor, Tensor)> {
-    let unit = |t: &Tensor| {
-        let norm = (t.sqr()?.sum_keepdim(D::Minus1)? + 1e-6)?.sqrt()?;
-        let (b, tokens, heads, dim) = t.dims4()?;
-        let r = HEADS / heads;
-        let t = t.broadcast_div(&norm)?.unsqueeze(3)?;
-        t.broadcast_as((b, tokens, heads, r, dim))?.reshape((b, tokens, HEADS, dim))
-    };
-    let q = (unit(&x.q)? * (DIM as f64).powf(-0.5))?;
-    let k = unit(&x.k)?;
-    let softplus = (x.gates.a.broadcast_add(&x.gates.dt_bias)?.exp()? + 1.)?.log()?;
-    let decay = softplus.broadcast_mul(&x.gates.a_log.exp()?)?.neg()?.exp()?;
-    let beta = sigmoid(&x.gates.b)?;
-    let mut state = x.state.clone();
-    let mut outs = vec![];
-    for t in 0..x.q.dim(1)? {
-        let at = |x: &Tensor| x.narrow(1, t, 1)?.squeeze(1)?.unsqueeze(D::Minus1); // [1, HV, .., 1]
-        let (q, k, v) = (at(&q)?, at(&k)?, at(&x.v)?);
-        state = state.broadcast_mul(&at(&decay)?.unsqueeze(D::Minus1)?)?;
-        let delta = (v - state.matmul(&k)?)?.broadcast_mul(&at(&beta)?.unsqueeze(D::Minus1)?)?;
-        state = (state + delta.matmul(&k.transpose(2, 3)?)?)?;
-        outs.push(state.matmul(&q)?.squeeze(D::Minus1)?);
-    }
-    Ok((Tensor::stack(&outs, 1)?, state))
-}
-
 /// The rule in its variants, against tensor ops (to 64 tokens: they are slow), and one token with its state not in the
 /// cache, as a model of many layers finds it.
 pub fn bench(c: &mut Criterion) -> Vec<Work> {
@@ -70,7 +42,8 @@ pub fn bench(c: &mut Criterion) -> Vec<Work> {
     for tokens in [1, 64, 256, 512, 1024, 2048] {
         let x = inputs(tokens);
         let state = x.state.force_contiguous().unwrap();
-        let (want, want_state) = tensor_rule(&x).unwrap();
+        let by_tokens = || tensor_ops::by_tokens(&x.q, &x.k, &x.v, &x.gates, &x.state).unwrap();
+        let (want, want_state) = by_tokens();
         let shape = Shape::heads(HEADS, HEADS, DIM, DIM).batch(1).tokens(tokens);
         // q, k, v and o once, the state read and written.
         let bytes = (4 * (4 * tokens + 2 * DIM) * HEADS * DIM) as u64;
@@ -99,7 +72,7 @@ pub fn bench(c: &mut Criterion) -> Vec<Work> {
             });
         }
         if tokens <= 64 {
-            suite.time("tensor ops", tokens, row("tensor ops"), || tensor_rule(&x).unwrap());
+            suite.time("tensor ops", tokens, row("tensor ops"), by_tokens);
         }
     }
     suite.works

@@ -16,6 +16,8 @@ mod ops;
 #[path = "../report/record.rs"]
 mod record;
 mod rule;
+#[path = "../tensor_ops.rs"]
+mod tensor_ops;
 mod workloads;
 
 use anyhow::{anyhow, ensure, Context, Result};
@@ -233,6 +235,7 @@ fn bench(args: Args) -> Result<usize> {
     let clock = Clock::new(&device, &tiers)?;
     let mut run = Run::new("benches/gpu", machine);
     run.contender("candle-gdn", env!("CARGO_PKG_VERSION"));
+    run.contender("candle", "0.11");
     run.ceilings = ceilings::measure(&clock, &device)?;
     println!(
         "{}, copy {:.0} GB/s, bf16 matmul {:.0} TFLOP/s, L2 {} MiB, commit {}",

@@ -4,11 +4,11 @@ use crate::check::{self, Wrong};
 use crate::clock::Call;
 use crate::inputs::Inputs;
 use crate::record::Row;
-use crate::workloads::Work;
-use crate::Bench;
+use crate::workloads::{Heads, Work};
+use crate::{tensor_ops, Bench};
 use anyhow::{Context, Result};
 use candle_core::Tensor;
-use candle_gdn::{Algo, CuSeqlens, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill, RuleOptions};
 
 /// The op on one set of inputs, which it updates in place; the sequences' boundaries are on the device already.
 fn op(work: &Work, x: &Inputs, algo: Algo, cu: &CuSeqlens) -> candle_core::Result<Op> {
@@ -103,5 +103,39 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
             bench.time(row.l2("warm"), &calls[..1])?;
         }
     }
+    if work.has_baseline() {
+        baseline(bench, work, &sets, &samples)?;
+    }
     Ok(())
+}
+
+/// The same in candle's tensor operations: o `[tokens, HV, V]` and the new state.
+fn in_tensor_ops(work: &Work, x: &Inputs) -> candle_core::Result<(Tensor, Tensor)> {
+    let Heads { hk, hv, dim } = work.heads;
+    let (batch, tokens) = (work.lengths.len(), work.lengths[0]);
+    let heads = |x: &Tensor, n: usize| x.reshape((batch, tokens, n, dim));
+    let gate = |x: &Tensor| x.reshape((batch, tokens, hv));
+    let gates = Gates { a: gate(&x.gates.a)?, b: gate(&x.gates.b)?, ..x.gates.clone() };
+    let (q, k, v) = (heads(&x.q, hk)?, heads(&x.k, hk)?, heads(&x.v, hv)?);
+    let rule = if work.decode() { tensor_ops::by_tokens } else { tensor_ops::by_chunks };
+    let (o, state) = rule(&q, &k, &v, &gates, &x.state)?;
+    Ok((o.flatten(0, 1)?, state))
+}
+
+/// Checks and times what a candle user has without this crate.
+fn baseline(bench: &mut Bench, work: &Work, sets: &[Inputs], samples: &check::RuleSamples) -> Result<()> {
+    let row = Row::new(work.suite, &work.name, "candle").shape(work.shape()).includes("gates, L2 norm").l2("cold");
+    let row = row.work(work.bytes(bench.dtype.size_in_bytes()), work.flop());
+    sets[0].state.slice_set(&samples.state, 0, 0)?;
+    let (o, state) = in_tensor_ops(work, &sets[0])?;
+    let errors = samples.errors(&o, &state)?;
+    drop((o, state));
+    let row = row.error("o", errors.o).error("state", errors.state);
+    if !errors.within(bench.dtype, Algo::ChunkedSm80) {
+        bench.failures += 1;
+        return bench.push(row.note("over its bound, not timed"));
+    }
+    let calls: Vec<Call> =
+        sets.iter().map(|x| -> Call { Box::new(move || in_tensor_ops(work, x).map(|_| ())) }).collect();
+    bench.time(row, &calls)
 }

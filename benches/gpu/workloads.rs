@@ -58,6 +58,11 @@ impl Work {
         self.lengths.iter().sum()
     }
 
+    /// Whether candle's tensor operations are timed on it too: the few shapes that have baselines in benches/peers.
+    pub fn has_baseline(&self) -> bool {
+        BASELINES.contains(&(self.suite, self.name.as_str()))
+    }
+
     /// Every input and output once, the state read and written.
     pub fn bytes(&self, element: usize) -> u64 {
         let Heads { hk, hv, dim } = self.heads;
@@ -116,6 +121,15 @@ const BATCHES: [usize; 9] = [1, 4, 8, 16, 32, 48, 64, 128, 256];
 /// Sequences and tokens of each: FlashQLA's grid.
 const PREFILL: [(usize, usize); 9] =
     [(1, 64), (1, 128), (1, 512), (1, 2048), (1, 8192), (1, 32768), (4, 2048), (4, 8192), (8, 1024)];
+
+const BASELINES: [(&str, &str); 6] = [
+    ("decode", "16/32 B=1"),
+    ("decode", "16/32 B=8"),
+    ("decode", "16/32 B=64"),
+    ("prefill", "16/32 1x64"),
+    ("prefill", "16/32 1x2048"),
+    ("prefill", "16/32 8x1024"),
+];
 
 impl Choice {
     /// `chosen`, or else of the grid each place that is a multiple of `step` where it is to be quick.

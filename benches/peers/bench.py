@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times our kernels next to FlashInfer, FlashQLA and flash-linear-attention: one run, one timer, one format.
+"""Times our kernels next to FlashInfer, FlashQLA, flash-linear-attention and PyTorch: one run, one timer, one format.
 
     python3 benches/peers/bench.py                                  # every suite
     python3 benches/peers/bench.py decode --shapes 16/32 --batches 1,64
@@ -9,6 +9,8 @@
 Suites: decode, prefill, contest-decode, contest-prefill, layer, projections. Needs a GPU, nvcc and torch; a peer that
 is not installed, does not compile or dies leaves gaps. Each contender runs in processes of its own, one at a time.
 Writes peers-<suite>.json under --out and prints a table. Protocol and format: benches/README.md.
+
+torch and torch-compile are the rule in PyTorch's own operations, on the few shapes of --quick: what a speedup is over.
 
 Our times include the gates and the L2 norm. The peers' prefills take normalised q and k and ready gates; what a row
 includes is said in it.
@@ -102,7 +104,7 @@ def arguments(argv):
     p.add_argument("--lengths", type=listed(length), metavar="NxT,…", help="sequences x tokens of the prefill suite")
     p.add_argument("--contenders", type=names(list(contenders.CONTENDERS), "contender"), metavar="NAME,…",
                    default=list(contenders.CONTENDERS), help="default: all of " + ", ".join(contenders.CONTENDERS))
-    p.add_argument("--no-peers", action="store_true", help="only candle-gdn and torch")
+    p.add_argument("--no-peers", action="store_true", help="only candle-gdn, torch and torch-compile")
     p.add_argument("--algo", type=names(["all", *contenders.ALGOS], "algo"), metavar="NAME,…",
                    help=f"our kernels: {', '.join(contenders.ALGOS)}, or all; default: the variable {VARIABLE}, or auto")
     p.add_argument("--workload", type=place, metavar="N", help="one workload of each contest suite, by its place in "
@@ -142,7 +144,8 @@ def plan(args):
         works = workloads.select(suite, args.shapes, args.batches, args.lengths, args.quick, args.workload)
         parts = []
         for name in args.contenders:
-            items = [(w, v) for w in works for v in contenders.variants(name, suite, args.algo)]
+            mine = [w for w in works if contenders.takes(name, w)]
+            items = [(w, v) for w in mine for v in contenders.variants(name, suite, args.algo)]
             if items:
                 parts.append((name, items))
         if parts:

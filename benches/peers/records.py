@@ -108,7 +108,7 @@ def label(col):
 def ours(cols):
     """Our column: Algo::Auto where it ran; for the projections the one wide product, which is what the layer does."""
     known = ("candle-gdn", "auto"), ("torch", "one")
-    return next((c for c in (*known, *cols) if c in cols and c[0] in ("candle-gdn", "torch")), None)
+    return next((c for c in (*known, *cols) if c in cols and (c[0] == "candle-gdn" or c[0] == "torch" and c[1])), None)
 
 
 def summary(suite, rows):

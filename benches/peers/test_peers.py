@@ -77,8 +77,9 @@ class Arguments(unittest.TestCase):
     def test_plan(self):
         counts = {suite: {name: len(items) for name, items in parts.items()} for suite, parts in self.plan().items()}
         self.assertEqual(list(counts), workloads.SUITES)
-        self.assertEqual(counts["decode"], {"candle-gdn": 108, "flashinfer": 108, "fla": 108})
-        self.assertEqual(counts["prefill"], {"candle-gdn": 54, "flashinfer": 108, "flashqla": 54, "fla": 54})
+        baselines = lambda n: {"torch": n, "torch-compile": n}
+        self.assertEqual(counts["decode"], {"candle-gdn": 108, "flashinfer": 108, "fla": 108, **baselines(6)})
+        self.assertEqual(counts["prefill"], {"candle-gdn": 54, "flashinfer": 108, "flashqla": 54, "fla": 54, **baselines(3)})
         self.assertEqual((counts["contest-prefill"]["candle-gdn"], counts["contest-decode"]["fla"]), (100, 54))
         self.assertEqual(counts["projections"], {"torch": 42})
         todo = self.plan("decode", "layer", "--no-peers", "--algo", "all", "--shapes", "16/32", "--batches", "1,8")
@@ -792,6 +793,28 @@ class Peers(unittest.TestCase):
         self.assertEqual(os.environ["FLA_FLASH_QLA"], "0")
         with self.modules(flash_qla={}), self.assertRaisesRegex(RuntimeError, "FlashQLA"):
             peer.Fla.own(None)
+
+    def test_torch(self):
+        """The real thing, on the host; compiled too where a compiler stands in."""
+        decodes = [work([1] * 3, 2, 4, "decode", True), work([1], 3, 3, "decode", True)]
+        prefills = [work([n] * 2, 2, 4) for n in (1, 63, 64, 130)]
+        self.agree(contenders.load("torch")(None, "cpu"), decodes + prefills)
+        compiled = []
+
+        def compile(function, dynamic):
+            compiled.append((function.__name__, dynamic))
+            return function
+        with mock.patch("torch.compile", compile):
+            self.agree(contenders.load("torch-compile")(None, "cpu"), decodes + prefills)
+        self.assertEqual(compiled, [("decode", False), ("prefill", False)])
+
+    def test_torch_calls_compute_their_own_set(self):
+        contender = contenders.load("torch")(None, "cpu")
+        for w in (work([1] * 2, 1, 2, "decode", True), work([5, 5], 1, 2)):
+            case = contender.rule_case(w, "", 2)
+            case.calls[1]()
+            with self.assertRaises(KeyError):
+                case.result()
 
     def test_projections(self):
         contender = contenders.load("torch")(None, "cpu")

@@ -8,6 +8,13 @@ use std::collections::BTreeMap;
 /// This crate among the contenders.
 pub const OURS: &str = "candle-gdn";
 
+/// Those that run decode and prefill in the tensor operations of a framework: a speedup is over them, and they are no peers.
+const BASELINES: [&str; 3] = ["candle", "torch", "torch-compile"];
+
+pub fn is_baseline(row: &Row) -> bool {
+    BASELINES.contains(&row.contender.as_str()) && ["decode", "prefill"].contains(&row.suite.as_str())
+}
+
 /// A clock. Times of two of them never stand in one column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
@@ -150,7 +157,13 @@ impl<'a> Suite<'a> {
 
     /// The others, by name.
     pub fn peers(&self) -> Vec<&'a str> {
-        sorted(self.entries().map(|e| e.row.contender.as_str()).filter(|name| *name != OURS))
+        let peers = self.entries().filter(|e| !is_baseline(&e.row)).map(|e| e.row.contender.as_str());
+        sorted(peers.filter(|name| *name != OURS))
+    }
+
+    /// The baselines, by name.
+    pub fn baselines(&self) -> Vec<&'a str> {
+        sorted(self.entries().filter(|e| is_baseline(&e.row)).map(|e| e.row.contender.as_str()))
     }
 
     /// Those of all shapes.
@@ -213,7 +226,7 @@ impl<'a> Work<'a> {
     }
 
     pub fn best_peer(&self, tier: Tier) -> Option<&'a Entry> {
-        self.fastest(tier, |e| e.row.contender != OURS)
+        self.fastest(tier, |e| e.row.contender != OURS && !is_baseline(&e.row))
     }
 
     fn fastest(&self, tier: Tier, which: impl Fn(&Entry) -> bool) -> Option<&'a Entry> {

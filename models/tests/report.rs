@@ -151,6 +151,38 @@ fn assert_table(text: &str, from: &str, want: &str) {
 // ---- the record ----
 
 #[test]
+fn baselines_have_a_speedup_and_are_no_peers() {
+    let rows = vec![
+        decode(1, "candle-gdn", 4.).variant("recurrent_128"),
+        decode(1, "flashinfer", 8.),
+        decode(1, "torch", 100.),
+        decode(1, "torch-compile", 50.),
+        decode(8, "candle-gdn", 9.),
+        decode(8, "torch", 6.),
+        decode(64, "torch", 700.),
+    ];
+    let text = table_of(vec![gpu("benches/peers", rows)]);
+    let table = "\nSpeedup over tensor operations, gpu, µs, L2 cold:\n\n";
+    let lines: Vec<&str> = text.split(table).nth(1).expect(&text).lines().take(5).collect();
+    let cells = |line: &str| line.split('|').map(|cell| cell.trim().to_string()).collect::<Vec<_>>();
+    assert_eq!(
+        cells(lines[0])[1..8],
+        ["heads", "B", "candle-gdn", "torch", "× torch", "torch-compile", "× torch-compile"]
+    );
+    assert_eq!(cells(lines[2])[1..8], ["16/32", "1", "4.00", "100", "25.0", "50.0", "12.5"]);
+    assert_eq!(cells(lines[3])[1..8], ["16/32", "8", "9.00", "6.00", "0.67", "–", "–"]);
+    assert_eq!(lines[4], "", "what is not ours has no speedup");
+    assert!(text.contains("/ flashinfer") && !text.contains("/ torch") && !text.contains("| / best"), "{text}");
+    // With nobody else there is no best peer.
+    let alone = vec![decode(1, "candle-gdn", 4.), decode(1, "candle", 100.)];
+    let text = table_of(vec![gpu("benches/gpu", alone)]);
+    assert!(text.contains("× candle") && !text.contains("best peer"), "{text}");
+    // Elsewhere they are what is measured.
+    let text = table_of(vec![gpu("benches/gpu", vec![projection(1, "one", 2.)])]);
+    assert!(text.contains("candle one") && !text.contains("Speedup"), "{text}");
+}
+
+#[test]
 fn a_time_is_of_its_samples() {
     assert_eq!(Time::of(&mut [3., 1., 2.]), Time { median: 2., min: 1., max: 3. });
     assert_eq!(Time::of(&mut [4., 1., 2., 3.]), Time { median: 2.5, min: 1., max: 4. });

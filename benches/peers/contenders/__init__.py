@@ -1,6 +1,8 @@
 """Who is timed. Each contender has a module here, imported in its own process alone."""
 import importlib
 
+from workloads import QUICK
+
 RULE = ["decode", "prefill", "contest-decode", "contest-prefill", "hard"]
 PREFILLS = ["prefill", "contest-prefill", "hard"]
 ALGOS = ["auto", "recurrent", "recurrent_128", "decode_128", "chunked_sm80", "chunked_sm90"]    # gdn_algo of cuda/gdn.h
@@ -12,8 +14,11 @@ CONTENDERS = {
                                                      **{s: ["cp", "nocp"] for s in PREFILLS}}),
     "flashqla": ("peer_flashqla", "FlashQLA", {s: [""] for s in PREFILLS}),
     "fla": ("peer_fla", "Fla", {s: [""] for s in [*RULE, "layer"]}),
-    "torch": ("projections", "Torch", {"projections": ["one", "two", "six"]}),
+    "torch": ("projections", "Torch", {"decode": [""], "prefill": [""], "projections": ["one", "two", "six"]}),
+    "torch-compile": ("tensor_ops", "Compiled", {"decode": [""], "prefill": [""]}),
 }
+# The rule without kernels of its own, slow and slow to compile: of a suite the few shapes of `--quick`.
+BASELINES = {"torch": ["decode", "prefill"], "torch-compile": ["decode", "prefill"]}
 PEERS = ["flashinfer", "flashqla", "fla"]
 
 # Suites whose kernels a peer compiles at first use and keeps on disk, so that compiling ahead in other processes
@@ -32,6 +37,11 @@ def variants(name, suite, algos=("auto",)):
     """The variants of a contender in a suite; none where it has no part in it."""
     mine = CONTENDERS[name][2].get(suite, [])
     return [v for v in mine if v in algos] if name == "candle-gdn" else mine
+
+
+def takes(name, work):
+    """Whether a contender that is in the work's suite is timed on it."""
+    return work.suite not in BASELINES.get(name, []) or work.name in QUICK[work.suite]
 
 
 def load(name):

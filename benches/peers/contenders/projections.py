@@ -1,19 +1,18 @@
-"""The input projections of a layer in torch: as one product, as two (qkvz and ba, a checkpoint's own), or as six."""
+"""The input projections of a layer in torch: as one product, as two (qkvz and ba, a checkpoint's own), or as six; beside
+them the rule in its operations."""
 import torch
+from contenders.tensor_ops import TensorOps
 from data import BF16, Case
 from reference import linear, relative
 from workloads import HIDDEN, projection_widths
 
 
-class Torch:
-    def __init__(self, lib_path=None, device="cuda"):
-        self.device, self.version = device, torch.__version__
-
+class Torch(TensorOps):
     def includes(self, work, variant):
-        return "q, k, v, z, b, a"
+        return "q, k, v, z, b, a" if work.suite == "projections" else super().includes(work, variant)
 
     def bounds(self, work, variant):
-        return 4e-3, 0.0
+        return (4e-3, 0.0) if work.suite == "projections" else super().bounds(work, variant)
 
     def projections_case(self, work, variant, sets):
         gen = torch.Generator(self.device).manual_seed(work.seed)

@@ -10,7 +10,7 @@ Times are medians in microseconds a call; each table is of one clock. `gpu`: wha
 events around a replayed graph, `wall`: host clock with a synchronisation, `host`: the part of it until the call
 returned. L2 `cold`: buffers rotate past the cache, `warm`: one set of them. `floor`: the work at the measured ceilings.
 `*`: the variant that `Algo::Auto` takes; rates and percentages are its. `/ peer`: its time over that of the peer's
-fastest variant, so below 1 ours is the faster. `–`: not measured. `benches/README.md` says more.
+fastest variant, so below 1 ours is the faster. `× torch`: the speedup over it. `–`: not measured. `benches/README.md` says more.
 ";
 
 pub fn head(folder: &Folder) -> String {

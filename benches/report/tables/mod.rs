@@ -7,6 +7,7 @@ mod generic;
 mod grid;
 mod head;
 mod means;
+mod speedup;
 
 use crate::compare::{By, Suite};
 use crate::folder::{Folder, Source};
@@ -36,7 +37,11 @@ pub fn table(folder: &Folder) -> String {
     for (name, by, rates) in GPU {
         let tables = |suite: &Suite| match name {
             "contest-decode" | "contest-prefill" => contest::summary(suite),
-            "prefill" => means::overview(suite) + &grid::tables(suite, rates) + &means::geomeans(suite),
+            "decode" => grid::tables(suite, rates) + &speedup::tables(suite) + &means::geomeans(suite),
+            "prefill" => {
+                let grid = means::overview(suite) + &grid::tables(suite, rates);
+                grid + &speedup::tables(suite) + &means::geomeans(suite)
+            }
             "projections" => grid::tables(suite, rates) + &crossover::sentences(suite),
             _ => grid::tables(suite, rates) + &means::geomeans(suite),
         };
