@@ -1,4 +1,5 @@
-//! The three clocks of benches/README.md: `gpu` (CUPTI), `event` (CUDA events around a graph replay), `wall` (the host).
+//! The clocks of benches/README.md: `gpu` (CUPTI), `event` (CUDA events around a graph replay), `call` (CUDA events around
+//! each call), `wall` (the host).
 
 use crate::cupti;
 use crate::record::{Row, Time};
@@ -21,6 +22,8 @@ pub enum Tier {
     Gpu,
     /// CUDA events around the replay of a CUDA graph
     Event,
+    /// CUDA events around a call on an idle GPU, launch included
+    Call,
     /// The host's clock around a call and a synchronisation
     Wall,
 }
@@ -90,13 +93,14 @@ impl Clock {
         let estimate = start.elapsed().as_secs_f64() * 1e6 / 3.;
         let reps = ((BUDGET / estimate) as usize).clamp(5, 200);
         let mut sample = Sample { row, kernels: vec![] };
-        for tier in [Tier::Gpu, Tier::Event, Tier::Wall] {
+        for tier in [Tier::Gpu, Tier::Event, Tier::Call, Tier::Wall] {
             if !self.tiers.contains(&tier) {
                 continue;
             }
             let done = match tier {
                 Tier::Gpu => self.gpu(calls, reps, &mut sample),
                 Tier::Event => self.event(calls, estimate, &mut sample.row),
+                Tier::Call => self.call(calls, reps, &mut sample.row),
                 Tier::Wall => self.wall(calls, reps, &mut sample.row),
             };
             if let Err(e) = done {
@@ -167,6 +171,16 @@ impl Clock {
         let graph = self.stream.end_capture(flags);
         done.context("capture")?;
         graph?.context("the capture was empty")
+    }
+
+    fn call(&self, calls: &[Call<'_>], reps: usize, row: &mut Row) -> Result<()> {
+        let mut times = vec![];
+        for call in calls.iter().cycle().take(reps) {
+            self.synchronize()?;
+            times.push(self.stream_us(1, call)?);
+        }
+        row.call = Some(Time::of(&mut times));
+        Ok(())
     }
 
     fn wall(&self, calls: &[Call<'_>], reps: usize, row: &mut Row) -> Result<()> {

@@ -134,7 +134,7 @@ impl Bench {
             _ => String::new(),
         };
         println!(
-            "{:15} {:22} {:14}{} {:4} {:>2} {:>10} {:>10} {:>10} {:>9} {:>9}  {rate}{}{}",
+            "{:15} {:22} {:14}{} {:4} {:>2} {:>10} {:>10} {:>10} {:>10} {:>9} {:>9}  {rate}{}{}",
             row.suite,
             row.workload,
             row.variant.as_deref().unwrap_or("-"),
@@ -143,6 +143,7 @@ impl Bench {
             row.launches.map_or("-".into(), |n| n.to_string()),
             us(row.gpu),
             us(row.event),
+            us(row.call),
             us(row.wall),
             us(row.host),
             row.floor_us.map_or("-".into(), |us| format!("{us:.2}")),
@@ -221,10 +222,10 @@ fn bench(args: Args) -> Result<usize> {
     let algos = algos(&args.algo)?;
     let dtype = args.dtype.parse::<DType>()?;
     let tiers = match (&args.tiers[..], cfg!(feature = "cupti")) {
-        ([], true) => vec![Tier::Gpu, Tier::Event, Tier::Wall],
+        ([], true) => vec![Tier::Gpu, Tier::Event, Tier::Call, Tier::Wall],
         ([], false) => {
             eprintln!("built without CUPTI, so there are no pure kernel times: --features cupti has them");
-            vec![Tier::Event, Tier::Wall]
+            vec![Tier::Event, Tier::Call, Tier::Wall]
         }
         (tiers, _) => tiers.to_vec(),
     };
@@ -245,10 +246,10 @@ fn bench(args: Args) -> Result<usize> {
         clock.l2_bytes()? >> 20,
         run.commit,
     );
-    println!("times in us a call, medians; gpu: CUPTI, event: graph replay, wall: synchronised call, host: until it returned");
+    println!("times in us a call, medians; gpu: CUPTI, event: graph replay, call: events around a call, wall: synchronised call, host: until it returned");
     println!(
-        "{:15} {:22} {:15} {:4} {:>2} {:>10} {:>10} {:>10} {:>9} {:>9}",
-        "suite", "workload", "variant", "L2", "n", "gpu", "event", "wall", "host", "floor"
+        "{:15} {:22} {:15} {:4} {:>2} {:>10} {:>10} {:>10} {:>10} {:>9} {:>9}",
+        "suite", "workload", "variant", "L2", "n", "gpu", "event", "call", "wall", "host", "floor"
     );
     if let [algo] = algos[..] {
         // The layers of whole models look for it here; after `Run::new`, which tells what the user set.

@@ -202,7 +202,7 @@ impl Choice {
         }
         let heads = Heads { hk: 4, hv: 8, dim: 128 };
         let step = if self.quick { 10 } else { 1 };
-        let taken = |i: usize| self.workload.map_or(i % step == 0, |place| i == place);
+        let taken = |i: usize| self.workload.map_or(i.is_multiple_of(step), |place| i == place);
         // As in benches/peers: the place in the set, then the size.
         let decode = sets.decode.into_iter().enumerate().filter(|(i, _)| taken(*i)).map(|(i, batch)| Work {
             suite: "contest-decode",

@@ -10,7 +10,7 @@ import time
 
 from workloads import cost
 
-TIERS = ["gpu", "event", "wall", "host"]
+TIERS = ["gpu", "event", "call", "wall", "host"]
 EMPTY = {"includes": None, "launches": None, **{tier: None for tier in TIERS}, "error": None, "note": ""}
 
 

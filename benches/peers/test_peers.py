@@ -233,9 +233,17 @@ class Timing(unittest.TestCase):
             run()
             return [(10.0 * i, 5.0) for i in range(2 * (len(order) - n))]
 
+        def elapsed(run):
+            n = len(order)
+            run()
+            self.assertEqual(len(order), n + 1, "events around each single call")
+            return 20.0
+
         with mock.patch.multiple(timing, device_activities=activities, capture=lambda calls: mock.Mock(),
-                                 event_us=lambda graph: 12.0, WARM_UP=0.0), mock.patch("torch.cuda.synchronize"):
+                                 event_us=lambda graph: 12.0, elapsed_us=elapsed, WARM_UP=0.0), \
+                mock.patch("torch.cuda.synchronize"):
             row = timing.measure(calls)
+        self.assertEqual(row["call"], {"median": 20.0, "min": 20.0, "max": 20.0})
         self.assertEqual([b - a for a, b in zip(order, order[1:]) if (b - a) % 7 != 1], [])
         self.assertEqual((row["launches"], row["gpu"]["median"]), (2, 15.0))
         self.assertEqual(row["note"], "")
@@ -243,7 +251,8 @@ class Timing(unittest.TestCase):
 
         def broken(calls):
             raise RuntimeError("operation not permitted when stream is capturing")
-        with mock.patch.multiple(timing, device_activities=lambda *_: [(0, 1.0)] * 3, capture=broken, WARM_UP=0.0), \
+        with mock.patch.multiple(timing, device_activities=lambda *_: [(0, 1.0)] * 3, capture=broken, elapsed_us=elapsed,
+                                 WARM_UP=0.0), \
                 mock.patch("torch.cuda.synchronize"):
             row = timing.measure(calls)
         self.assertIsNone(row["event"])

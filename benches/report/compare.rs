@@ -20,18 +20,20 @@ pub fn is_baseline(row: &Row) -> bool {
 pub enum Tier {
     Gpu,
     Event,
+    Call,
     Wall,
     Host,
 }
 
 impl Tier {
     /// Those that rank contenders, best clock first; `host` is a part of `wall`.
-    pub const RANKED: [Tier; 3] = [Tier::Gpu, Tier::Event, Tier::Wall];
+    pub const RANKED: [Tier; 4] = [Tier::Gpu, Tier::Event, Tier::Call, Tier::Wall];
 
     pub fn name(self) -> &'static str {
         match self {
             Tier::Gpu => "gpu",
             Tier::Event => "event",
+            Tier::Call => "call",
             Tier::Wall => "wall",
             Tier::Host => "host",
         }
@@ -41,6 +43,7 @@ impl Tier {
         let time = match self {
             Tier::Gpu => &row.gpu,
             Tier::Event => &row.event,
+            Tier::Call => &row.call,
             Tier::Wall => &row.wall,
             Tier::Host => &row.host,
         };

@@ -10,6 +10,7 @@ mod record;
 mod stats;
 mod summary;
 mod tables;
+mod timing;
 
 use anyhow::{ensure, Context, Result};
 use clap::Parser;
@@ -19,7 +20,7 @@ use std::process::ExitCode;
 
 const RESULTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/results");
 
-/// Writes table.md, contest.md, summary.md and the plots of each machine's records beside them.
+/// Writes table.md, contest.md, timing.md, summary.md and the plots of each machine's records beside them.
 #[derive(Parser)]
 struct Args {
     /// Folders with the records of one machine [default: all of benches/results]

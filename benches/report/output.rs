@@ -1,7 +1,7 @@
 //! A machine's files: the records in, tables and plots out.
 
 use crate::folder::Folder;
-use crate::{plots, summary, tables};
+use crate::{plots, summary, tables, timing};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 
@@ -21,6 +21,7 @@ pub fn files(folder: &Folder) -> Result<Vec<(String, String)>> {
     let suites = tables::suites(folder);
     let mut files = vec![("table.md".to_string(), tables::table(folder))];
     files.extend(tables::contest(folder).map(|text| ("contest.md".to_string(), text)));
+    files.extend(timing::page(folder, &suites).map(|text| ("timing.md".to_string(), text)));
     files.push(("summary.md".into(), summary::summary(folder, &suites)));
     files.extend(plots::plots(&suites)?);
     Ok(files)

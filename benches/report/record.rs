@@ -89,6 +89,8 @@ pub struct Row {
     pub gpu: Option<Time>,
     /// CUDA events around a replayed graph of many calls.
     pub event: Option<Time>,
+    /// CUDA events around each call on an idle GPU.
+    pub call: Option<Time>,
     /// Host clock around a call and a synchronisation.
     pub wall: Option<Time>,
     /// The part of `wall` until the call returned.
@@ -228,6 +230,7 @@ impl Row {
         launches(number: u32) = Some(number);
         gpu(time: impl Into<Option<Time>>) = time.into();
         event(time: impl Into<Option<Time>>) = time.into();
+        call(time: impl Into<Option<Time>>) = time.into();
         wall(time: impl Into<Option<Time>>) = time.into();
         host(time: impl Into<Option<Time>>) = time.into();
     }

@@ -15,7 +15,7 @@ from abi import OK, stream
 
 COLD = 3                    # measure(): a buffer is used again only after this many times L2 has been touched
 MAX_SETS = 512
-GPU_BUDGET, EVENT_BUDGET, WALL_BUDGET = 0.08, 0.12, 0.08     # seconds of calls for each clock of measure()
+GPU_BUDGET, EVENT_BUDGET, CALL_BUDGET, WALL_BUDGET = 0.08, 0.12, 0.08, 0.08     # seconds of calls for each clock of measure()
 WARM_UP = 0.01              # seconds of calls before each of them
 GRAPH_US, GRAPH_CALLS = 1000, 8     # a graph is at least this long: its own start is part of what is timed
 
@@ -135,6 +135,12 @@ def spread(values):
     return {"median": round(statistics.median(values), 3), "min": round(min(values), 3), "max": round(max(values), 3)}
 
 
+def call_us(call):
+    """Between two events around one call with the GPU idle before: what the host needs for the launch is in it."""
+    torch.cuda.synchronize()
+    return elapsed_us(call)
+
+
 def wall_and_host_us(call):
     """(until the GPU is done, until the call returned) of one call with the GPU idle before."""
     start = time.perf_counter_ns()
@@ -149,9 +155,9 @@ def clamp(x, low, high):
 
 
 def measure(calls):
-    """A dict of gpu, event, wall, host, launches and note. The calls go on where the last clock stopped."""
+    """A dict of gpu, event, call, wall, host, launches and note. The calls go on where the last clock stopped."""
     turn = itertools.cycle(calls)
-    row = {"gpu": None, "event": None, "wall": None, "host": None, "launches": None, "note": ""}
+    row = {"gpu": None, "event": None, "call": None, "wall": None, "host": None, "launches": None, "note": ""}
     notes = []
 
     def go(n):
@@ -183,6 +189,9 @@ def measure(calls):
             notes.append(f"gpu is a mean: launches differ from call to call, {len(events) / n:.1f} on average")
     else:
         notes.append("CUPTI saw nothing on the GPU")
+
+    warm_up()
+    row["call"] = spread([call_us(next(turn)) for _ in range(clamp(CALL_BUDGET / pace, 5, 100))])
 
     warm_up()
     n = clamp(WALL_BUDGET / pace, 5, 100)

@@ -20,6 +20,8 @@ mod stats;
 mod summary;
 #[path = "../../benches/report/tables/mod.rs"]
 mod tables;
+#[path = "../../benches/report/timing.rs"]
+mod timing;
 
 use folder::{File, Folder};
 use record::{cargo_command, date_of, Ceilings, Machine, Row, Run, Shape, Time};
@@ -149,6 +151,45 @@ fn assert_table(text: &str, from: &str, want: &str) {
 }
 
 // ---- the record ----
+
+#[test]
+fn each_clock_ranks_the_kernels() {
+    let timed = |batch, contender, [gpu, event, call, wall]: [f64; 4]| {
+        decode(batch, contender, gpu).event(us(event)).call(us(call)).wall(us(wall))
+    };
+    let rows = vec![
+        timed(1, "candle-gdn", [3., 4., 9., 14.]),
+        timed(1, "fla", [4., 5., 30., 12.]),
+        timed(1, "flashinfer", [5., 6., 8., 40.]),
+        timed(8, "candle-gdn", [9., 10., 15., 20.]),
+        timed(8, "fla", [10., 11., 16., 21.]),
+        // Alone, warm or without the clock in question: nothing to compare.
+        timed(64, "fla", [1., 1., 1., 1.]),
+        timed(8, "candle-gdn", [1., 1., 3., 3.]).l2("warm"),
+        timed(8, "fla", [2., 2., 2., 2.]).l2("warm"),
+        decode(8, "flashinfer", 1.),
+    ];
+    let folder = pooled(vec![gpu("benches/peers", rows)]);
+    let text = timing::page(&folder, &tables::suites(&folder)).unwrap();
+    assert!(text.contains("`measure benches/peers` at commit 0123abc, 2026-11-21:"), "{text}");
+    for line in [
+        "- `event` against `gpu`: another fastest kernel in 0 of 2 works, another order in 0 of 2",
+        "- `call` against `gpu`: another fastest kernel in 1 of 2 works, another order in 1 of 2",
+        "- `wall` against `gpu`: another fastest kernel in 1 of 2 works, another order in 1 of 2",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
+    let cells = |line: &str| line.split('|').map(|cell| cell.trim().to_string()).collect::<Vec<_>>();
+    let rows: Vec<_> = text.lines().filter(|line| line.starts_with('|')).map(cells).collect();
+    assert_eq!(rows.len(), 2 + 5, "{text}");
+    assert_eq!(rows[0][1..7], ["B", "kernel", "gpu", "event", "call", "wall"]);
+    assert_eq!(rows[4][1..7], ["1", "flashinfer", "5.00 (3)", "6.00 (3)", "8.00 (1)", "40.0 (3)"]);
+    // No such page of records without that clock, which older ones are.
+    let old = pooled(vec![gpu("benches/peers", vec![decode(1, "candle-gdn", 3.), decode(1, "fla", 4.)])]);
+    assert!(timing::page(&old, &tables::suites(&old)).is_none());
+    assert!(output::files(&old).unwrap().iter().all(|(name, _)| name != "timing.md"));
+    assert!(output::files(&folder).unwrap().iter().any(|(name, _)| name == "timing.md"));
+}
 
 #[test]
 fn baselines_have_a_speedup_and_are_no_peers() {

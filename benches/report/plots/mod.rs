@@ -94,6 +94,7 @@ fn subtitle(suite: &Suite, tier: Tier, l2: Option<&str>) -> String {
     let clock = match tier {
         Tier::Gpu => "kernel time (CUPTI)".into(),
         Tier::Event => "CUDA events around a replayed graph".into(),
+        Tier::Call => "CUDA events around each call".into(),
         _ if suite.source.is_cpu() => "wall time".to_string(),
         _ => "wall time with a synchronisation".into(),
     };

@@ -5,12 +5,12 @@ use crate::markdown::{digits, error, or_gap, Table};
 use crate::rates::copy_rate;
 
 pub fn table(suite: &Suite) -> String {
-    let header = ["workload", "L2", "contender", "gpu", "event", "wall", "host", "floor", "GB/s", "launches"];
+    let header = ["workload", "L2", "contender", "gpu", "event", "call", "wall", "host", "floor", "GB/s", "launches"];
     let mut table = Table::new(header.into_iter().chain(["errors", "note"]));
     for entry in suite.entries() {
         let row = &entry.row;
-        let [gpu, event, wall, host] =
-            [Tier::Gpu, Tier::Event, Tier::Wall, Tier::Host].map(|tier| or_gap(tier.of(row), digits));
+        let [gpu, event, call, wall, host] =
+            [Tier::Gpu, Tier::Event, Tier::Call, Tier::Wall, Tier::Host].map(|tier| or_gap(tier.of(row), digits));
         let best = Tier::RANKED.into_iter().find(|tier| tier.of(row).is_some());
         let rate = best.and_then(|tier| copy_rate(entry, tier).value);
         let errors = row.error.iter().map(|(output, e)| format!("{output} {}", e.map_or("NaN".into(), error)));
@@ -20,6 +20,7 @@ pub fn table(suite: &Suite) -> String {
             Column::of(entry).name(&[]),
             gpu,
             event,
+            call,
             wall,
             host,
             or_gap(row.floor_us, digits),
@@ -29,5 +30,5 @@ pub fn table(suite: &Suite) -> String {
             row.note.clone(),
         ]);
     }
-    table.without_empty([1].into_iter().chain(3..12)).titled("µs")
+    table.without_empty([1].into_iter().chain(3..13)).titled("µs")
 }

@@ -47,8 +47,8 @@ fn table(suite: &Suite, group: &Group, tier: Tier, rates: Rates) -> String {
     let (mine, others): (Vec<_>, Vec<_>) = group.columns().into_iter().partition(|c| c.contender == OURS);
     let all: Vec<Column> = mine.iter().chain(&others).cloned().collect();
     let peers = suite.peers();
-    // Rates of a host clock would tell more of the host than of the kernel.
-    let rates = if tier == Tier::Wall && !suite.source.is_cpu() { None } else { Some(rates) };
+    // Rates of a clock that counts the host's work would tell more of the host than of the kernel.
+    let rates = if matches!(tier, Tier::Call | Tier::Wall) && !suite.source.is_cpu() { None } else { Some(rates) };
     let host = tier == Tier::Wall && suite.entries().any(|e| e.row.host.is_some());
     let ratios = !mine.is_empty() && !peers.is_empty();
 

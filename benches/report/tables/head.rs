@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 const LEGEND: &str = "\
 Times are medians in microseconds a call; each table is of one clock. `gpu`: what the kernels ran (CUPTI), `event`: CUDA
-events around a replayed graph, `wall`: host clock with a synchronisation, `host`: the part of it until the call
+events around a replayed graph, `call`: CUDA events around each call on an idle GPU, `wall`: host clock with a synchronisation, `host`: the part of it until the call
 returned. L2 `cold`: buffers rotate past the cache, `warm`: one set of them. `floor`: the work at the measured ceilings.
 `*`: the variant that `Algo::Auto` takes; rates and percentages are its. `/ peer`: its time over that of the peer's
 fastest variant, so below 1 ours is the faster. `× torch`: the speedup over it. `–`: not measured. `benches/README.md` says more.
