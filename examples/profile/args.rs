@@ -1,29 +1,60 @@
 //! The command line.
 
-use anyhow::{bail, Result};
+use anyhow::{bail, Context, Result};
 use candle_core::DType;
 use candle_gdn::profile::Limits;
-use candle_gdn::Algo;
+use candle_gdn::{Algo, StepAlgo};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 
+/// Tokens of a chunk.
+const CHUNK: usize = 64;
+
 /// The profile buffer is not made larger than this on its own.
 const MOST_BYTES: usize = 2 << 30;
+
+const ALGOS: [(&str, Algo); 6] = [
+    ("auto", Algo::Auto),
+    ("recurrent", Algo::Recurrent),
+    ("recurrent128", Algo::Recurrent128),
+    ("decode128", Algo::Decode128),
+    ("chunked_sm80", Algo::ChunkedSm80),
+    ("chunked_sm90", Algo::ChunkedSm90),
+];
+
+/// Those of a step but for `auto`.
+const STEP_ALGOS: [(&str, StepAlgo); 4] = [
+    ("whole", StepAlgo::Whole),
+    ("split", StepAlgo::Split),
+    ("heads", StepAlgo::Heads),
+    ("composed", StepAlgo::Composed),
+];
 
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 pub enum Op {
     Decode,
     Prefill,
+    Step,
 }
 
-/// Profiles one launch of the gated delta rule on the first GPU, inputs out of its L2 cache: cycles per scope on
-/// stdout, and a Chrome trace. Needs a build with --features profile, whose kernels are slower than others: compare
+impl Op {
+    pub fn name(self) -> &'static str {
+        match self {
+            Op::Decode => "gdn_decode",
+            Op::Prefill => "gdn_prefill",
+            Op::Step => "gdn_step",
+        }
+    }
+}
+
+/// Profiles one call of the gated delta rule on the first GPU, inputs out of its L2 cache: cycles per scope of each kernel
+/// on stdout, and a Chrome trace. Needs a build with --features profile, whose kernels are slower than others: compare
 /// shares, not times. Exits with 1 if events were dropped.
 #[derive(Parser, Debug)]
 #[command(name = "profile", version)]
 pub struct Args {
-    /// One token of each sequence, or any number
+    /// One token of each sequence, any number, or one token through convolution, rule and gated norm
     #[arg(long, value_enum, default_value = "decode")]
     pub op: Op,
 
@@ -31,7 +62,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     pub batch: usize,
 
-    /// Tokens of each sequence [default: 1 for decode, 1024 for prefill]
+    /// Tokens of each sequence [default: 1024 for prefill, else 1]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     tokens: Option<usize>,
 
@@ -48,10 +79,10 @@ pub struct Args {
           value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|name| name.parse::<DType>()))]
     pub dtype: DType,
 
-    /// The kernel
+    /// The kernel; whole, split, heads and composed are those of a step
     #[arg(long, default_value = "auto",
-          value_parser = PossibleValuesParser::new(["auto", "recurrent", "recurrent128"]).map(algo))]
-    pub algo: Algo,
+          value_parser = PossibleValuesParser::new(ALGOS.iter().map(|a| a.0).chain(STEP_ALGOS.iter().map(|a| a.0))))]
+    algo: String,
 
     /// Events a warp may record [default: enough, unless the buffer would pass 2 GiB]
     #[arg(long, value_name = "N")]
@@ -65,7 +96,7 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     pub trace_sms: Option<usize>,
 
-    /// Where the table goes as JSON, besides stdout
+    /// Where the tables go as a JSON array, one for each kernel, besides stdout
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -73,29 +104,48 @@ pub struct Args {
 impl Args {
     pub fn tokens(&self) -> Result<usize> {
         match (self.op, self.tokens) {
+            (Op::Prefill, tokens) => Ok(tokens.unwrap_or(1024)),
+            (Op::Step, tokens) => Ok(tokens.unwrap_or(1)),
             (Op::Decode, Some(tokens)) if tokens != 1 => {
                 bail!("--tokens: decode takes one token of each sequence, got {tokens}")
             }
             (Op::Decode, _) => Ok(1),
-            (Op::Prefill, tokens) => Ok(tokens.unwrap_or(1024)),
         }
     }
 
-    /// Room for any of the kernels.
-    pub fn limits(&self, tokens: usize) -> Limits {
-        // The smallest tiles have 16 rows, the largest blocks eight warps.
-        let warps = self.batch.saturating_mul(self.heads.1).saturating_mul(self.dim.div_ceil(16) * 8);
-        let most = (MOST_BYTES / 16 / warps.max(1)).max(16);
-        let events_per_warp = self.events.unwrap_or_else(|| tokens.div_ceil(16).saturating_mul(24).min(most - 16) + 16);
-        Limits { warps, events_per_warp }
+    /// Of decode and prefill.
+    pub fn algo(&self) -> Result<Algo> {
+        let found = ALGOS.iter().find(|a| a.0 == self.algo);
+        found.map(|a| a.1).with_context(|| format!("--algo: {} is for --op step", self.algo))
     }
-}
 
-fn algo(name: String) -> Algo {
-    match name.as_str() {
-        "recurrent" => Algo::Recurrent,
-        "recurrent128" => Algo::Recurrent128,
-        _ => Algo::Auto,
+    /// Of a step.
+    pub fn step_algo(&self) -> Result<StepAlgo> {
+        let auto = [("auto", StepAlgo::Auto)];
+        let found = STEP_ALGOS.iter().chain(&auto).find(|a| a.0 == self.algo);
+        found.map(|a| a.1).with_context(|| format!("--algo: {} is not for --op step", self.algo))
+    }
+
+    /// Room for the kernels of a call by `algo`; `None`: of a step.
+    pub fn limits(&self, tokens: usize, algo: Option<Algo>) -> Limits {
+        let (heads, chunks) = (self.batch.saturating_mul(self.heads.1), tokens.div_ceil(CHUNK));
+        let tiles = heads.saturating_mul(self.dim.div_ceil(64));
+        // Beside a block for each tile: segments fill the card about once a pass, of which there are three.
+        let scan_warps = tiles.saturating_mul(16).saturating_add(1 << 14);
+        let (warps, events) = match algo {
+            // A block of eight warps for each chunk of a key head, and the scan.
+            Some(Algo::ChunkedSm80) => {
+                let records = self.batch.saturating_mul(self.heads.0).saturating_mul(chunks * 8);
+                (scan_warps.saturating_add(records), 12 * chunks)
+            }
+            // A block runs several heads where there are more than multiprocessors, of which a card with sm_90a has more
+            // than 64.
+            Some(Algo::ChunkedSm90) => (scan_warps, (2 + tiles / 64).saturating_mul(12 * chunks + 16)),
+            // The smallest tiles have 16 rows, the largest blocks eight warps.
+            _ => (heads.saturating_mul(self.dim.div_ceil(16) * 8), tokens.div_ceil(16).saturating_mul(24)),
+        };
+        let most = (MOST_BYTES / 16 / warps.max(1)).max(32);
+        Limits { warps, events_per_warp: self.events.unwrap_or_else(|| events.min(most - 32) + 32) }
     }
 }
 

@@ -1,13 +1,14 @@
-//! Where the cycles of a decode or prefill kernel go: a table of its scopes, and a trace for Perfetto.
+//! Where the cycles of decode, prefill and step kernels go: a table of its scopes, and a trace for Perfetto.
 
 mod args;
+mod call;
 mod print;
 
 use anyhow::{bail, Context, Result};
-use args::{Args, Op};
+use args::Args;
+use call::Call;
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::profile::{record, Launch, Profile};
-use candle_gdn::{Algo, Gates, GdnDecode, GdnPrefill, RuleOptions};
 use clap::Parser;
 use std::fs::File;
 use std::io::{BufWriter, ErrorKind, Write};
@@ -45,41 +46,43 @@ fn run(args: &Args) -> Result<u64> {
     }
     let tokens = args.tokens()?;
     let device = Device::new_cuda(0).context("no CUDA device")?;
-    let rule = Rule::new(args, tokens, &device)?;
-    let algo = rule.algo()?;
-    if matches!(algo, Algo::ChunkedSm80 | Algo::ChunkedSm90) {
-        bail!("--algo: {algo:?}, chosen for this shape, has no clock stamps: ask for recurrent128 or recurrent")
-    }
-    // A first launch includes loading the kernel.
-    rule.launch()?;
+    let call = Call::new(args, tokens, &device)?;
+    let (algo, kernel) = call.algo()?;
+    // A first call includes loading the kernels.
+    call.launch()?;
     device.synchronize()?;
-    let limits = args.limits(tokens);
-    let ((), profile) = record(&device, limits, || {
+    let ((), profile) = record(&device, args.limits(tokens, algo), || {
         Tensor::zeros(FLUSH_BYTES / 4, DType::F32, &device)?;
-        rule.launch().map(|_| ())
+        call.launch().map(|_| ())
     })?;
-    let [launch] = &profile.launches[..] else { bail!("expected one launch, got {}", profile.launches.len()) };
-
-    let name = match args.op {
-        Op::Decode => "gdn_decode",
-        Op::Prefill => "gdn_prefill",
-    };
-    let (batch, (key_heads, value_heads)) = (args.batch, args.heads);
-    // The files before the text: who reads that may stop.
-    let table = launch.table();
-    if let Some(path) = &args.json {
-        std::fs::write(path, table.json()).with_context(|| format!("--json: cannot write {}", path.display()))?;
+    if profile.launches.is_empty() {
+        bail!("--algo: no kernel of {kernel} has stamps")
     }
-    let bytes = write_trace(args, &profile, launch)?;
+
+    // The files before the text: who reads that may stop.
+    let tables: Vec<_> = profile.launches.iter().map(Launch::table).collect();
+    if let Some(path) = &args.json {
+        let tables: Vec<_> = tables.iter().map(|t| t.json().trim_end().to_owned()).collect();
+        let json = format!("[{}]\n", tables.join(", "));
+        std::fs::write(path, json).with_context(|| format!("--json: cannot write {}", path.display()))?;
+    }
+    let bytes = write_trace(args, &profile)?;
+    let (batch, (key_heads, value_heads)) = (args.batch, args.heads);
     let mut out = std::io::stdout().lock();
     let mut tell = || -> std::io::Result<()> {
         writeln!(
             out,
-            "{name}: {batch} x {tokens} tokens, {key_heads} key and {value_heads} value heads of {}, {}, kernel {algo:?}",
+            "{}: {batch} x {tokens} tokens, {key_heads} key and {value_heads} value heads of {}, {}, kernel {kernel}",
+            args.op.name(),
             args.dim,
             args.dtype.as_str()
         )?;
-        print::table(&table, &mut out)?;
+        for (i, table) in tables.iter().enumerate() {
+            if tables.len() > 1 {
+                writeln!(out, "\nlaunch {} of {}", i + 1, tables.len())?;
+            }
+            print::table(table, &mut out)?;
+        }
         let trace = args.trace.display();
         writeln!(out, "\n{trace}: {:.1} MB, open it at https://ui.perfetto.dev", bytes as f64 / 1e6)?;
         if bytes > 200_000_000 {
@@ -88,13 +91,13 @@ fn run(args: &Args) -> Result<u64> {
         Ok(())
     };
     tell().context("cannot write to stdout")?;
-    Ok(table.dropped)
+    Ok(tables.iter().map(|t| t.dropped).sum())
 }
 
 /// The bytes of the trace.
-fn write_trace(args: &Args, profile: &Profile, launch: &Launch) -> Result<u64> {
+fn write_trace(args: &Args, profile: &Profile) -> Result<u64> {
     let path = &args.trace;
-    let mut sms: Vec<u32> = launch.warps.iter().map(|w| w.sm).collect();
+    let mut sms: Vec<u32> = profile.launches.iter().flat_map(|l| &l.warps).map(|w| w.sm).collect();
     sms.sort_unstable();
     sms.dedup();
     sms.truncate(args.trace_sms.unwrap_or(usize::MAX));
@@ -105,65 +108,4 @@ fn write_trace(args: &Args, profile: &Profile, launch: &Launch) -> Result<u64> {
         Ok(path.metadata()?.len())
     };
     write().with_context(|| format!("--trace: cannot write {}", path.display()))
-}
-
-/// The inputs of a launch.
-struct Rule {
-    op: Op,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    state: Tensor,
-    options: RuleOptions,
-}
-
-impl Rule {
-    fn new(args: &Args, tokens: usize, device: &Device) -> Result<Self> {
-        let ((key_heads, value_heads), dim) = (args.heads, args.dim);
-        let lead = match args.op {
-            Op::Decode => vec![args.batch],
-            Op::Prefill => vec![args.batch, tokens],
-        };
-        let randn = |tail: &[usize]| -> candle_core::Result<Tensor> {
-            Tensor::randn(0f32, 1., [&lead[..], tail].concat(), device)?.to_dtype(args.dtype)
-        };
-        let gates = Gates {
-            a: randn(&[value_heads])?,
-            b: randn(&[value_heads])?,
-            a_log: Tensor::rand(0f32, 1.2, value_heads, device)?,
-            dt_bias: Tensor::rand(-1f32, 0., value_heads, device)?,
-        };
-        Ok(Self {
-            op: args.op,
-            q: randn(&[key_heads, dim])?,
-            k: randn(&[key_heads, dim])?,
-            v: randn(&[value_heads, dim])?,
-            gates,
-            state: Tensor::zeros((args.batch, value_heads, dim, dim), DType::F32, device)?,
-            options: RuleOptions { algo: args.algo, ..RuleOptions::default() },
-        })
-    }
-
-    fn decode(&self) -> candle_core::Result<GdnDecode> {
-        GdnDecode::new(self.gates.clone(), &self.state, self.options)
-    }
-
-    fn prefill(&self) -> candle_core::Result<GdnPrefill> {
-        GdnPrefill::new(self.gates.clone(), &self.state, None, self.options)
-    }
-
-    fn algo(&self) -> candle_core::Result<Algo> {
-        match self.op {
-            Op::Decode => self.decode()?.algo(&self.q, &self.k, &self.v),
-            Op::Prefill => self.prefill()?.algo(&self.q, &self.k, &self.v),
-        }
-    }
-
-    fn launch(&self) -> candle_core::Result<Tensor> {
-        match self.op {
-            Op::Decode => self.decode()?.forward(&self.q, &self.k, &self.v),
-            Op::Prefill => self.prefill()?.forward(&self.q, &self.k, &self.v),
-        }
-    }
 }
