@@ -218,8 +218,8 @@ class Stamps {
   uint32_t last_ = 0, token_ = 0;
 };
 
-// The same for kernels that have no registers to spare: two of them, and no branch. A lap begins where the one before it ended, so
-// that the cost of writing that one down is in it.
+// The same for kernels that have no registers to spare: two of them. A lap begins where the one before it ended, so
+// that the cost of writing that one down is in it. No branch, since ptxas waits for each product in one that it takes for divergent.
 class LeanStamps {
  public:
   __device__ __forceinline__ LeanStamps(const Target &target, Role role) : target_(target) {

@@ -113,6 +113,14 @@ impl Args {
         }
     }
 
+    /// Whether the op has the kernel.
+    pub fn check_algo(&self) -> Result<()> {
+        match self.op {
+            Op::Step => self.step_algo().map(drop),
+            Op::Decode | Op::Prefill => self.algo().map(drop),
+        }
+    }
+
     /// Of decode and prefill.
     pub fn algo(&self) -> Result<Algo> {
         let found = ALGOS.iter().find(|a| a.0 == self.algo);
@@ -141,8 +149,13 @@ impl Args {
             // A block runs several heads where there are more than multiprocessors, of which a card with sm_90a has more
             // than 64.
             Some(Algo::ChunkedSm90) => (scan_warps, (2 + tiles / 64).saturating_mul(12 * chunks + 16)),
-            // The smallest tiles have 16 rows, the largest blocks eight warps.
-            _ => (heads.saturating_mul(self.dim.div_ceil(16) * 8), tokens.div_ceil(16).saturating_mul(24)),
+            // The smallest tiles have 16 rows, the largest blocks eight warps. A block of the step may hold all value heads of
+            // a key head, each in four pieces with three scopes.
+            _ => {
+                let heads_of_key = if algo.is_none() { self.heads.1.div_ceil(self.heads.0) } else { 0 };
+                let events = tokens.div_ceil(16).saturating_mul(24).saturating_add(16 * heads_of_key);
+                (heads.saturating_mul(self.dim.div_ceil(16) * 8), events)
+            }
         };
         let most = (MOST_BYTES / 16 / warps.max(1)).max(32);
         Limits { warps, events_per_warp: self.events.unwrap_or_else(|| events.min(most - 32) + 32) }

@@ -45,6 +45,7 @@ fn run(args: &Args) -> Result<u64> {
         bail!("built without the `profile` feature: cargo run --release --features profile --example profile -- --help")
     }
     let tokens = args.tokens()?;
+    args.check_algo()?;
     let device = Device::new_cuda(0).context("no CUDA device")?;
     let call = Call::new(args, tokens, &device)?;
     let (algo, kernel) = call.algo()?;
