@@ -74,7 +74,8 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
   const int pieces = ratio * R::kPieces;
   R ring(smem, static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride + within,
             static_cast<ST *>(p.state_out) + out_slot * p.out_slots.slot_stride + within, pieces, warp, lane);
-  Prepare<T, FUSED, CLUSTER, MANY> prepare{p, layout, records, n, seq, in_slot, out_slot, key_head, head0, warp, lane GDN_PROFILED(, stamps)};
+  Prepare<T, FUSED, CLUSTER, MANY> prepare{p, layout, records, n, seq, in_slot,
+                                           out_slot, key_head, head0, warp, lane GDN_PROFILED(, stamps)};
   GDN_PROFILED(stamps.lap(profile::kSetup);)
   prepare([&] {
     GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
