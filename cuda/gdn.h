@@ -242,7 +242,7 @@ int gdn_linear_with(const gdn_linear_params *params, const gdn_linear_options *o
 // same.
 #define GDN_OVERLAP 1
 
-// Profiling inside the kernels of gdn_step and those of gdn_rule but for the chunk forms, in a build with -DGDN_PROFILE. A
+// Profiling inside the kernels of gdn_step and gdn_rule, in a build with -DGDN_PROFILE. A
 // warp of a launch owns a gdn_profile_warp and, right after it, `events_per_warp` gdn_profile_events, of which the first
 // `count` are written. Warps follow each other
 // in the buffer, and launches in their order. Cycles are of the warp's multiprocessor, which has its own count;
@@ -265,6 +265,13 @@ typedef struct gdn_profile_event {
   uint32_t begin;          // low half of the cycle count
   uint32_t cycles;
 } gdn_profile_event;
+
+// Of kernels without registers to spare an event begins where the one before it ended, the first with the warp. Then `scope` has
+// this bit set beside the scope in its low eight bits, `token` is the low half of the cycle count at the end, and the rest is
+// unwritten. With the second bit set, bits 8 to 29 of `scope` are the chunk (GDN_CHUNK tokens) of the warp's stretch from this
+// event on.
+#define GDN_PROFILE_LEAN 0x80000000u
+#define GDN_PROFILE_CHUNK 0x40000000u
 
 // From now on launches of the calling thread on the current device write into `buffer` (device memory, zeroed, aligned
 // to 16 bytes, `bytes` long) until it is set anew; null ends it. The caller keeps the buffer alive and reads it when

@@ -36,6 +36,54 @@ fn decode_takes_one_token() {
     assert!(stderr.contains("--tokens: decode takes one token"), "{stderr}");
 }
 
+#[test]
+#[cfg(feature = "profile")]
+fn a_kernel_of_another_op_is_named() {
+    for (op, algo) in [("decode", "split"), ("prefill", "composed"), ("step", "chunked_sm90")] {
+        let (code, stderr) = refused(&["--op", op, "--algo", algo]);
+        assert_eq!(code, Some(1));
+        assert!(stderr.contains(&format!("--algo: {algo} is ")) && stderr.contains("--op step"), "{stderr}");
+    }
+}
+
+/// Every kernel that an op has, and what Auto takes at the defaults.
+#[test]
+#[cfg(feature = "profile")]
+fn every_kernel_is_profiled() {
+    let chunked = ["auto", "recurrent", "recurrent_128", "chunked_sm80", "chunked_sm90"];
+    let decode = ["auto", "recurrent", "recurrent_128", "decode_128"];
+    let step = ["auto", "whole", "split", "heads", "composed"];
+    for (op, algos) in [("prefill", &chunked[..]), ("decode", &decode), ("step", &step)] {
+        for algo in algos {
+            let dir = tempfile::tempdir().expect("a temporary directory");
+            let args = ["--op", op, "--algo", algo, "--json", "table.json"];
+            let out = program("profile").current_dir(dir.path()).args(args).output().expect("it starts");
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            if stderr.contains("no CUDA device") {
+                return skipped::skipped("no GPU");
+            }
+            if ["chunked_sm90", "split", "heads"].contains(algo) && !out.status.success() {
+                // The only reason is a device without sm_90a.
+                assert!(stderr.contains("refused with status 7") || stderr.contains("on this device"), "{stderr}");
+                continue;
+            }
+            assert!(out.status.success(), "{op} {algo}: {stderr}");
+            let read = |name: &str| -> serde_json::Value {
+                let file = std::fs::File::open(dir.path().join(name)).expect("the file was written");
+                serde_json::from_reader(std::io::BufReader::new(file)).expect("JSON")
+            };
+            let tables = read("table.json");
+            assert!(
+                tables.as_array().is_some_and(|t| !t.is_empty() && t.iter().all(|t| t["dropped"] == 0)),
+                "{tables}"
+            );
+            let trace = read("profile.json");
+            let named = trace["traceEvents"].as_array().is_some_and(|t| t.iter().any(|e| e["name"] == "thread_name"));
+            assert!(named, "{op} {algo}: no track has a name");
+        }
+    }
+}
+
 /// Each file, then the table.
 #[test]
 #[cfg(all(feature = "profile", target_os = "linux"))]

@@ -6,6 +6,7 @@
 
 #include "../common/convert.cuh"
 #include "../common/math.cuh"
+#include "../common/profile.cuh"
 #include "../common/ptx.cuh"
 #include "../common/sequences.cuh"
 #include "fused.h"
@@ -83,6 +84,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
   Tokens seq;
   int64_t in_slot, out_slot;
   int key_head, head0, warp, lane;
+  GDN_PROFILED(profile::Stamps &stamps;)
   Raw4<T> raw_z = {};    // of the first row whose norm this warp will make
 
 
@@ -124,6 +126,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
       }
     };
     auto make = [&](int group) {
+      GDN_PROFILED(if constexpr (FUSED) profile::need(old); stamps.wait(profile::kWaitQkv, now);)
       float window[kWidth][4];
       if constexpr (FUSED) {
 #pragma unroll
@@ -157,6 +160,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
           for (int j = 0; j < kWidth - 1; ++j) store_pack<T, 4>(to + j * p.channels, window[j]);
         }
       }
+      GDN_PROFILED(stamps.lap(FUSED ? profile::kConvolve : profile::kNormalise);)
     };
 
     // A warp's first group, and the gates in the last warp.
@@ -169,6 +173,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
       if (p.overlap) load_state();    // not written by the kernel before this one
       ptx::grid_dependency_wait();
       ptx::grid_dependency_launch();
+      GDN_PROFILED(stamps.lap(profile::kWaitKernel);)
     }
     if (has && tokens > 0) now = raw(input(warp, 0));
     uint32_t raw_a = 0, raw_b = 0;
@@ -179,9 +184,11 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
       raw_b = raw_load_any(p.b.ptr, heads_offset(p.b, n, t, head), p.gate_dtype);
     };
     auto make_gates = [&](int i) {
+      GDN_PROFILED(stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
       float *gates = records + i / layout.ratio * layout.size() + layout.gates(i % layout.ratio);
       gates[0] = expf(log_decay(raw_to_float(raw_a, p.gate_dtype), dt_bias, -expf(a_log)));
       gates[1] = p.beta_scale * sigmoid(raw_to_float(raw_b, p.gate_dtype));
+      GDN_PROFILED(stamps.lap(profile::kGates);)
     };
     if (gate >= 0) ask_gates(gate);
     if constexpr (FUSED) {

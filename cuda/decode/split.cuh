@@ -22,7 +22,7 @@ template <typename T, typename G, typename ST, int ROWS>
 __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     const __grid_constant__ SmallFused p GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
   if (!ptx::kSm90) return;
-  GDN_PROFILED(profile::Stamps stamps(target, profile::kDecode);)
+  GDN_PROFILED(profile::Stamps stamps(target, profile::kStep);)
   using L = Lanes<ST>;
   constexpr int kTile = kSplitWarps * kGroups * ROWS, kSplits = kDim / kTile;
   __shared__ __align__(16) float q_at[kDim], k_at[kDim], v_at[kTile];
@@ -81,7 +81,9 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   if (warp == 3) a_log = p.a_log[head], dt_bias = p.dt_bias[head];
   const uint32_t out_row = row0 + part;    // lanes part < ROWS write a row each
   const float weight = part < ROWS ? load_any(p.norm_weight, out_row, p.norm_dtype) : 0.f;
+  GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
   if (p.overlap) ptx::grid_dependency_wait();
+  GDN_PROFILED(stamps.lap(profile::kWaitKernel);)
   ptx::grid_dependency_launch();
 
   if (mine) now = raw_load4(p.q.at<T>(n, 0, channel), 0, 4, true);    // x begins with q
@@ -93,6 +95,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
   float window[kWidth][4];
   if (mine) {
+    GDN_PROFILED(stamps.wait(profile::kWaitQkv, old, now);)
     float y[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -106,11 +109,13 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     }
     float *to = warp == 0 ? q_at : warp == 1 ? k_at : v_at;
     *reinterpret_cast<float4 *>(to + 4 * lane) = make_float4(y[0], y[1], y[2], y[3]);
+    GDN_PROFILED(stamps.lap(profile::kConvolve);)
   }
+  GDN_PROFILED(if (warp == 3) stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
   if (warp == 3 && lane == 0)
     gates_at = make_float2(expf(log_decay(to_float(raw_a), dt_bias, -expf(a_log))),
                            p.beta_scale * sigmoid(to_float(raw_b)));
-  GDN_PROFILED(stamps.lap(profile::kNormalise);)
+  GDN_PROFILED(if (warp == 3) stamps.lap(profile::kGates);)
   __syncthreads();
   ptx::cluster_begin_wait();
   GDN_PROFILED(stamps.lap(profile::kBarrier); stamps.wait(profile::kWaitState, raw_state);)
@@ -159,6 +164,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     for (int w = 0; w < kSplitWarps; ++w) sum += squares[i][w];
   if (part < ROWS)
     *p.o.out<T>(n, head, out_row) = from_float<T>(out * rsqrtf(sum * (1.f / kDim) + p.norm_eps) * factor);
+  GDN_PROFILED(stamps.lap(profile::kOutput);)
 
   // The rows of v are this block's alone; those of q and k all blocks had to read first.
   if (mine && (warp == 2 || rank == 0)) {
@@ -167,7 +173,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
 #pragma unroll
     for (int j = 0; j < kWidth - 1; ++j) store_pack<T, 4>(conv + j * p.channels, window[j + 1]);
   }
-  GDN_PROFILED(stamps.lap(profile::kOutput);)
+  GDN_PROFILED(stamps.lap(profile::kStoreConv);)
 }
 
 }  // namespace decode

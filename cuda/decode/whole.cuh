@@ -34,7 +34,7 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
              GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
   constexpr bool FUSED = UNIT != Unit::kRule, CLUSTER = UNIT == Unit::kValueHead;
   if (CLUSTER && !ptx::kSm90) return;
-  GDN_PROFILED(profile::Stamps stamps(target, profile::kDecode);)
+  GDN_PROFILED(profile::Stamps stamps(target, FUSED ? profile::kStep : profile::kDecode);)
   using L = Lanes<ST>;
   constexpr int ROWS = kRows<UNIT, MANY>;
   using R = Ring<ST, ROWS, DEPTH>;
@@ -74,14 +74,14 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
   const int pieces = ratio * R::kPieces;
   R ring(smem, static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride + within,
             static_cast<ST *>(p.state_out) + out_slot * p.out_slots.slot_stride + within, pieces, warp, lane);
-  Prepare<T, FUSED, CLUSTER, MANY> prepare{p, layout, records, n, seq, in_slot, out_slot, key_head, head0, warp, lane};
+  Prepare<T, FUSED, CLUSTER, MANY> prepare{p, layout, records, n, seq, in_slot,
+                                           out_slot, key_head, head0, warp, lane GDN_PROFILED(, stamps)};
   GDN_PROFILED(stamps.lap(profile::kSetup);)
   prepare([&] {
     GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
     ring.start();
     GDN_PROFILED(stamps.lap(profile::kLoadState);)
   });
-  GDN_PROFILED(stamps.lap(profile::kNormalise);)
   __syncthreads();
   if constexpr (CLUSTER) {
     ptx::cluster_begin_wait();
@@ -156,6 +156,7 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
       ptx::barrier_wait_cluster(all_read, 0);
       prepare.keep(warp);
     }
+    GDN_PROFILED(stamps.lap(profile::kStoreConv);)
   }
 }
 

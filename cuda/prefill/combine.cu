@@ -7,7 +7,7 @@ namespace prefill {
 namespace {
 
 template <int KK, int ROWS, int CLUSTER, int PARTS, bool EXACT>
-int launch_combination(const gdn_rule_params &p, const Plan &plan, int optin, cudaStream_t stream) {
+int launch_combination(const gdn_rule_params &p, Plan plan, int optin, cudaStream_t stream) {
   using C = Combination<KK, ROWS, CLUSTER, 1, PARTS, EXACT>;
   LaunchConfig c;
   c.stream = stream;
@@ -18,6 +18,7 @@ int launch_combination(const gdn_rule_params &p, const Plan &plan, int optin, cu
   c.grid = dim3(static_cast<unsigned>(blocks));
   c.block = dim3(C::kThreads);
   c.shared_bytes = sizeof(typename C::Shared);
+  GDN_PROFILED(if (const int status = profile::attach(plan.profile, blocks, C::kThreads)) return status;)
   return launch_allowed<combine_kernel<C>>(c, optin, p, plan);
 }
 

@@ -148,6 +148,7 @@ template <typename C>
 __global__ void __launch_bounds__(C::kThreads)
 combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
   if (C::kCluster > 1 && !ptx::kSm90) return;
+  GDN_PROFILED(profile::LeanStamps stamps(plan.profile, profile::kCombineWarp);)
   using Shared = typename C::Shared;
   constexpr int KK = C::kK, kCluster = C::kCluster, kParts = C::kParts, kTiles = C::kTiles, kUnit = C::kUnit, kUnits = C::kUnits,
                 kDone = C::kDone, kPack = C::kPack, kColumns = C::kColumns, kRowTiles = C::kRowTiles;
@@ -175,7 +176,9 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     }
     ptx::cluster_begin();
   }
+  GDN_PROFILED(stamps.lap(profile::kSetup);)
   ptx::grid_dependency_wait();
+  GDN_PROFILED(stamps.lap(profile::kWaitKernel);)
   const int head_k = C::kExact ? KK : p.head_k;
   const uint32_t arrived = ptx::shared_address(shared.arrived);
   uint32_t peers[kCluster];    // shared memory of the others, the first after this block's
@@ -210,6 +213,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   }
   __syncthreads();
 
+  GDN_PROFILED(stamps.lap(profile::kLoadState);)
   // N: rows 2 c and the next of the tiles that this warp sums up.
   const int row = row0 + 8 * kDone * part + 2 * c;
   float *place = transfer_at(p, plan, slot, 1, head) + row * head_k + column;
@@ -309,6 +313,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
           for (int e = 0; e < kPack; ++e) x.x[e] = next[t][r][e];
           *reinterpret_cast<Floats *>(place + (8 * t + r) * head_k) = x;
         }
+    GDN_PROFILED(stamps.lap(profile::kCombine);)
   }
 }
 

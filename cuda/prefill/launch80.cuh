@@ -10,9 +10,10 @@ namespace gdn {
 namespace prefill {
 
 template <typename T, int KK, int WARPS, Pass PASS>
-int launch_scan80(const gdn_rule_params &p, const Plan &plan, LaunchConfig c, int optin) {
+int launch_scan80(const gdn_rule_params &p, Plan plan, LaunchConfig c, int optin) {
   c.block = dim3(32 * WARPS);
   c.shared_bytes = sizeof(Shared80<KK, WARPS>);
+  GDN_PROFILED(if (const int status = profile::attach(plan.profile, c.grid.x, 32 * WARPS)) return status;)
   return launch_allowed<sm80_kernel<T, KK, WARPS, PASS>>(c, optin, p, plan);
 }
 
@@ -38,7 +39,9 @@ int launch_prepare_as(const gdn_rule_params &p, Record *records, LaunchConfig c)
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   c.block = dim3(128 * GROUPS);
   c.shared_bytes = sizeof(PrepareShared<KK, GROUPS>);
-  return launch_allowed<prepare_kernel<T, KK, GROUPS>>(c, optin, p, records);
+  GDN_PROFILED(profile::Target target;
+               if (const int status = profile::attach(target, c.grid.x, 128 * GROUPS)) return status;)
+  return launch_allowed<prepare_kernel<T, KK, GROUPS>>(c, optin, p, records GDN_PROFILED(, target));
 }
 
 template <typename T> int launch_prepare(const gdn_rule_params &p, const Schedule &s, Record *records, cudaStream_t stream) {

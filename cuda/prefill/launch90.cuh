@@ -2,18 +2,19 @@
 #pragma once
 
 #include "../common/launch.cuh"
+#include "kernel90.cuh"
 #include "launch.cuh"
 #include "maps.h"
-#include "sm90.cuh"
 
 namespace gdn {
 namespace prefill {
 
 template <typename T, typename ST, int KK, int NM, Pass PASS>
-int launch_scan90(const gdn_rule_params &p, const Plan &plan, const Maps &maps, LaunchConfig c, int optin) {
+int launch_scan90(const gdn_rule_params &p, Plan plan, const Maps &maps, LaunchConfig c, int optin) {
   using S = Shape90<KK, NM>;
   c.block = dim3(S::kThreads);
   c.shared_bytes = sizeof(typename S::Shared);
+  GDN_PROFILED(if (const int status = profile::attach(plan.profile, c.grid.x, S::kThreads)) return status;)
   return launch_allowed<sm90_kernel<T, ST, KK, NM, PASS>>(c, optin, p, plan, maps);
 }
 

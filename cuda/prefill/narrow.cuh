@@ -12,7 +12,8 @@ namespace prefill {
 // One function: products are under way between its parts, which are the lambdas; ptxas has to see that nobody touches their registers.
 template <typename T, typename ST, int KK, Pass PASS>
 __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 1>::Shared &shared,
-                                            const Stretch &s, MathTurns<Shape90<KK, 1>> &turns, int warp, int lane) {
+                                            const Stretch &s, MathTurns<Shape90<KK, 1>> &turns, int warp, int lane
+                                            GDN_PROFILED(, profile::LeanStamps &stamps)) {
   using S = Shape90<KK, 1>;
   const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
   const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
@@ -22,6 +23,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
 
   float state[KK / 8][4];
   begin_state<ST, PASS>(state, p, plan, s, 64, row0, lane);
+  GDN_PROFILED(stamps.lap(profile::kLoadState); stamps.wait(profile::kWaitState, state);)
 
   uint32_t stage = 0;                   // of the chunk at hand
   const Factors *factors = nullptr;     // its
@@ -32,14 +34,16 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   uint32_t operand[KK / 16][4];         // the state before it
 
   // S K^T.
-  const auto begin_chunk = [&] {
+  const auto begin_chunk = [&](GDN_PROFILED(int chunk)) {
     stage = stages + at.index * S::kStage;
     matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices));
     factors = &shared.matrices[of.index].factors;
     ptx::barrier_wait(full + 8 * at.index, at.parity);
     ptx::barrier_wait(ready + 8 * of.index, of.parity);
+    GDN_PROFILED(stamps.lap(profile::kWaitMatrices, chunk);)
     to_operand<T>(operand, state);
     multiply_rows<T>(values, operand, stage, false);
+    GDN_PROFILED(stamps.lap(profile::kStateKeys);)
   };
   // S Q^T.
   const auto begin_out = [&] {
@@ -50,10 +54,12 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     if (PASS != kTransfer) wgmma::wait<1>();
     else wgmma::wait<0>();
     wgmma::hold(values);
+    GDN_PROFILED(stamps.lap(profile::kWaitStateKeys);)
     subtract_from_values<T>(values, stage + 2 * S::kQ, factors->read, warp, lane);
     uint32_t u[4][4];
     to_operand<T>(u, values);
     multiply_rows<T>(values, u, matrices, false);
+    GDN_PROFILED(stamps.lap(profile::kCorrect);)
     if (PASS != kTransfer) {
       wgmma::wait<1>();
       wgmma::hold(out);
@@ -62,6 +68,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     scale(state, factors->decay);
     wgmma::wait<0>();
     wgmma::hold(values);
+    GDN_PROFILED(stamps.lap(profile::kWaitWritten);)
   };
   // The new state, and the rest of O, of which the first is waited for.
   const auto end_chunk = [&] {
@@ -72,11 +79,14 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     add_keys<T>(state, written, stage);
     if (PASS != kTransfer) {
       multiply_rows<T>(out, plain, matrices + kImageBytes, true);
+      GDN_PROFILED(stamps.lap(profile::kPackWritten);)
       wgmma::wait<1>();
     } else {
+      GDN_PROFILED(stamps.lap(profile::kPackWritten);)
       wgmma::wait<0>();
     }
     wgmma::hold(state);
+    GDN_PROFILED(stamps.lap(profile::kWaitState2);)
   };
   // Stage and matrices are free, and the output is where v was.
   const auto leave_chunk = [&](const uint32_t (&packed)[4][4], uint32_t stage, int at, int of) {
@@ -90,7 +100,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
 
   if (chunks > 0) {
     uint32_t packed[4][4];    // O^T
-    begin_chunk();
+    begin_chunk(GDN_PROFILED(0));
     begin_out();
     middle_of_chunk();
     // NOTES: a turn of the loop begins and ends with no product under way, and not with a chunk: ptxas does not follow products
@@ -101,7 +111,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
       const int before_at = at.index, before_of = of.index;
       at.next();
       of.next();
-      begin_chunk();
+      begin_chunk(GDN_PROFILED(i + 1));
       if (PASS != kTransfer) {
         wgmma::wait<1>();
         wgmma::hold(out);
@@ -109,7 +119,9 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
       }
       begin_out();
       leave_chunk(packed, before, before_at, before_of);
+      GDN_PROFILED(stamps.lap(profile::kSendOut);)
       checkpoint<ST, PASS>(state, p, s, i, row0, lane);
+      GDN_PROFILED(if (PASS != kTransfer && p.checkpoints) stamps.lap(profile::kCheckpoint);)
       middle_of_chunk();
     }
     end_chunk();
@@ -125,6 +137,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     }
     ptx::barrier_arrive(free + 8 * of.index);
     ptx::barrier_arrive(empty + 8 * at.index);
+    GDN_PROFILED(stamps.lap(profile::kSendOut);)
     checkpoint<ST, PASS>(state, p, s, chunks - 1, row0, lane);
     at.next();
     of.next();
@@ -132,6 +145,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   if (PASS == kRounds) turns.chunk = {at, of};
   ptx::grid_dependency_wait();
   end_state<ST, PASS>(state, p, plan, s, 64, row0, lane);
+  GDN_PROFILED(stamps.lap(profile::kStoreState);)
 }
 
 }  // namespace prefill

@@ -1,7 +1,7 @@
 // What the host decides of a call of the chunk form, what the kernels are told of it, and their launchers.
 #pragma once
 
-#include "../gdn.h"
+#include "../common/profile.cuh"
 
 namespace gdn {
 namespace prefill {
@@ -49,6 +49,7 @@ struct Plan {
   const Record *records;
   float *transfers;         // context parallelism: see context.cuh
   Rounds rounds;
+  GDN_PROFILED(profile::Target profile;)
 };
 
 // What a block does with its stretch.

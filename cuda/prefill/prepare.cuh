@@ -44,7 +44,9 @@ __device__ __forceinline__ void triangular_products(float (&kk)[8][4], float (&q
 
 template <typename T, int KK, int GROUPS>
 __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS)
-prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
+prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records
+               GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
+  GDN_PROFILED(profile::LeanStamps stamps(target, profile::kPrepareWarp);)
   using Shared = PrepareShared<KK, GROUPS>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   Shared &s = *reinterpret_cast<Shared *>(raw_shared);
@@ -61,10 +63,12 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
   const int64_t first = seq.first + t0;
   const int each = p.num_v_heads / p.num_k_heads;
 
+  GDN_PROFILED(stamps.lap(profile::kSetup);)
   const uint32_t k_tile = ptx::shared_address(s.k), q_tile = ptx::shared_address(s.q);
   copy_tile<T, KK / 8, 128 * GROUPS>(k_tile, heads_at<T>(p.k, n, first, key_head), p.k.token_stride, count, p.head_k, threadIdx.x);
   copy_tile<T, KK / 8, 128 * GROUPS>(q_tile, heads_at<T>(p.q, n, first, key_head), p.q.token_stride, count, p.head_k, threadIdx.x);
   ptx::copy_async_commit();
+  GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
   TokenGates &gates = s.gates[group];
   Matrices &m = s.matrices[group];
   auto make_gates = [&](int head) {
@@ -73,20 +77,24 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
     finish_gates(p, raw, -expf(p.a_log[head]) * 1.44269504f, p.dt_bias[head], count, lane, gates, [] {});
   };
   if (group < each) make_gates(key_head * each + group);
+  GDN_PROFILED(stamps.lap(profile::kGates);)
   ptx::copy_async_wait<0>();
   __syncthreads();
+  GDN_PROFILED(stamps.lap(profile::kWaitTiles);)
 
   for (int h = group; h < each; h += GROUPS) {
     const int head = key_head * each + h;
     if (h != group) {
       ptx::group_barrier<128>(kGroupBarrier + group);    // the gates before have been read
       make_gates(head);
+      GDN_PROFILED(stamps.lap(profile::kGates);)
     }
     float kk[8][4] = {}, qk[8][4] = {};
     triangular_products<T, KK>(kk, qk, k_tile, q_tile, warp, lane);
     if (thread < kChunk)
       gates.q_norm[thread] = thread < count ? row_norm<T, KK>(q_tile, thread, p.l2norm, p.l2_eps, p.scale) : 0.f;
     if (h != group) ptx::group_barrier<128>(kGroupBarrier + group);    // warp 0's gates are there
+    GDN_PROFILED(stamps.lap(profile::kProducts);)
     const uint32_t inverse = ptx::shared_address(m.inverse), l = ptx::shared_address(m.attention);
     const OwnBlock own = own_block(kk, warp);
     norms_of_diagonal(own, count, p.l2norm, p.l2_eps, gates, warp, lane);
@@ -94,19 +102,23 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records) {
     RowDecays decays = row_decays(gates, warp, lane);
     uint32_t left[2][4];
     decay_keys(kk, own, gates, decays, l, m.blocks[warp], left, warp, lane);
+    GDN_PROFILED(stamps.lap(profile::kLower);)
     invert64<T, false>(l, m.blocks[warp], left, inverse, warp, lane, {kGroupBarrier + group},
                        [&] { key_factors(gates, m.factors, warp, lane), query_factors(gates, m.factors, warp, lane); });
+    GDN_PROFILED(stamps.lap(profile::kInvert);)
     const float *norms = gates.q_norm + 16 * warp + lane / 4;
     const float scales[2] = {norms[0], norms[8]};
     ptx::group_barrier<128>(kGroupBarrier + group);    // the attention takes the place of L
     decay_queries<T>(qk, gates, decays, scales, l, warp, lane);
     ptx::group_barrier<128>(kGroupBarrier + group);
+    GDN_PROFILED(stamps.lap(profile::kAttention);)
     const uint4 *from = reinterpret_cast<const uint4 *>(&m);
     uint4 *to = reinterpret_cast<uint4 *>(records + static_cast<int64_t>(chunk) * p.num_v_heads + head);
 #pragma unroll
     for (int i = 0; i < 2 * kImageBytes / 16 / 128; ++i) to[thread + 128 * i] = from[thread + 128 * i];
     if (thread < static_cast<int>(sizeof(Factors) / 16))
       to[2 * kImageBytes / 16 + thread] = reinterpret_cast<const uint4 *>(&m.factors)[thread];
+    GDN_PROFILED(stamps.lap(profile::kStoreRecord);)
   }
 }
 

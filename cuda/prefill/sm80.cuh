@@ -59,6 +59,7 @@ template <int BYTES, int THREADS> __device__ __forceinline__ void copy_bytes(uin
 // One function: state and operands are registers of all its parts.
 template <typename T, int KK, int WARPS, Pass PASS>
 __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan &plan) {
+  GDN_PROFILED(profile::LeanStamps stamps(plan.profile, profile::kScanWarp);)
   using Shared = Shared80<KK, WARPS>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   Shared &shared = *reinterpret_cast<Shared *>(raw_shared);
@@ -73,6 +74,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   if (in_slot < 0 || out_slot < 0) {
     ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
     if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows, threadIdx.x, kThreads);
+    GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
   }
   if (is_idle<PASS>(s, plan)) {
@@ -116,31 +118,38 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
     ptx::copy_async_commit();
   };
 
+  GDN_PROFILED(stamps.lap(profile::kSetup);)
   float state[KK / 8][4];
   begin_state<AnyState, PASS>(state, p, plan, s, kTileRows, row0, lane);
+  GDN_PROFILED(stamps.lap(profile::kLoadState);)
   ptx::grid_dependency_wait();
+  GDN_PROFILED(stamps.lap(profile::kWaitKernel);)
 
   T *o = PASS != kTransfer ? out_heads_at<T>(p.o, s.n, token0, s.head) + row0 : nullptr;
   load_chain(0);
   for (int i = 0; i < chunks; ++i) {
     load_out(i);
     load_chain(i + 1);
+    GDN_PROFILED(stamps.lap(profile::kLoadQkv, i);)
     const uint32_t stage = stages + i % 2 * static_cast<uint32_t>(sizeof(Stage));
     const Factors &factors = shared.stage[i % 2].factors;
     ptx::copy_async_wait<PASS != kTransfer ? 2 : 1>();
     __syncthreads();
+    GDN_PROFILED(stamps.lap(profile::kWaitTiles); if (i == 0) stamps.wait(profile::kWaitState, state);)
 
     uint32_t operand[KK / 16][4];
     to_operand<T>(operand, state);
     float u[8][4] = {};
 #pragma unroll
     for (int j = 0; j < KK / 16; ++j) product_columns<T>(u, operand[j], stage, j, by_piece);
+    GDN_PROFILED(stamps.lap(profile::kStateKeys);)
     subtract_from_values<T>(u, stage + v_offset, factors.read, warp, lane);
     uint32_t half[4][4];
     to_operand<T>(half, u);
     float values[8][4] = {};
 #pragma unroll
     for (int j = 0; j < 4; ++j) product_columns<T>(values, half[j], stage + kInverse, j, by_piece);
+    GDN_PROFILED(stamps.lap(profile::kCorrect);)
     to_operand<T>(half, values);
     scale_columns(values, factors.write, lane);
     uint32_t written[4][4];
@@ -152,24 +161,31 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
       for (int c = 0; c < 4; ++c) state[t][c] *= decay;
 #pragma unroll
     for (int j = 0; j < 4; ++j) product_rows<T>(state, written[j], stage, j, by_row);
+    GDN_PROFILED(stamps.lap(profile::kUpdate);)
 
     if (PASS != kTransfer) {
       ptx::copy_async_wait<1>();
       __syncthreads();
+      GDN_PROFILED(stamps.lap(profile::kWaitAttention);)
       float out[8][4] = {};
 #pragma unroll
       for (int j = 0; j < KK / 16; ++j) product_columns<T>(out, operand[j], q_tile, j, by_piece);
       scale_columns(out, factors.out, lane);
 #pragma unroll
       for (int j = 0; j < 4; ++j) product_columns<T>(out, half[j], attention, j, by_piece);
+      GDN_PROFILED(stamps.lap(profile::kOut);)
       put_out<T>(out, stage + v_offset, warp, lane);
       take_out<T>(stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
                   tokens - i * kChunk, p.head_v - row0);
+      GDN_PROFILED(stamps.lap(profile::kSendOut);)
       checkpoint<AnyState, PASS>(state, p, s, i, row0, lane);
+      GDN_PROFILED(if (p.checkpoints) stamps.lap(profile::kCheckpoint);)
     }
     __syncthreads();    // the next copies go where this chunk was
+    GDN_PROFILED(stamps.lap(profile::kBarrier);)
   }
   end_state<AnyState, PASS>(state, p, plan, s, kTileRows, row0, lane);
+  GDN_PROFILED(stamps.lap(profile::kStoreState);)
 }
 
 // PASS kFirst: its blocks and kTransfer's.

@@ -32,16 +32,26 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
   // Of the stretch; token0 counts from the sequence's begin.
   int token0, chunks, tokens, key_head, map_n, map_token;
   bool values;    // there are some: not where kTransfer runs the identity
+  GDN_PROFILED(profile::LeanStamps stamps;)
 
   __device__ __forceinline__ Block90(const gdn_rule_params &params, const Plan &made, const Maps &of, Shared &memory)
       : p(params), plan(made), maps(of), shared(memory), stages(ptx::shared_address(memory.stage)), full(memory.full),
         gated(memory.gated), normed(memory.normed), used(memory.used), empty(memory.empty), valued(memory.valued), left(memory.left),
-        ready(memory.ready), attended(memory.attended), free(memory.free) {
+        ready(memory.ready), attended(memory.attended), free(memory.free)
+        GDN_PROFILED(, stamps(made.profile, role_of(threadIdx.x / 32))) {
     s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, 0);
     // The same for a warp, which the compiler must see: products in a branch it takes for divergent are waited for one by one.
     group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
     warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 % 4, 0), lane = ptx::kept_lane();
   }
+
+#ifdef GDN_PROFILE
+  static __device__ __forceinline__ profile::Role role_of(int warp) {
+    if (warp >= 4 * S::kMath) return profile::kMath;
+    if (warp >= 4) return profile::kMaker;
+    return warp == kLoadWarp ? profile::kLoader : warp == kGateWarp ? profile::kGateWarp : profile::kNormWarp;
+  }
+#endif
 
   // ---- set-up ----
 
@@ -103,10 +113,12 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
         s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, round);
         if (is_padding()) {
           if (group >= S::kMath) clear_rows(threadIdx.x - 128 * S::kMath, 128 * NM);
+          GDN_PROFILED(stamps.lap(profile::kPadding);)
           continue;
         }
         if (is_idle<PASS>(s, plan)) continue;
         enter_stretch();
+        GDN_PROFILED(stamps.lap(profile::kSetup);)
         run(round);
       }
     }
@@ -158,20 +170,25 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
           if (i < chunks) {
             const uint32_t stage = stages + at.index * S::kStage, barrier = full[at.index];
             empty.wait_before(at);
+            GDN_PROFILED(stamps.lap(profile::kWaitFree, i);)
             copy_keys(i, stage, barrier);
+            GDN_PROFILED(stamps.lap(profile::kCopyKeys);)
             if (!S::kWide && values) {
               store_out(at.index, stage + 2 * S::kQ);
               copy_values(i, stage + 2 * S::kQ, barrier);
               note_out(at.index, i);
+              GDN_PROFILED(stamps.lap(profile::kCopyValues);)
             }
             at.next();
           }
           if (S::kWide && values && i > 0) {    // behind q and k of the next chunk, which are wanted before
             const uint32_t tiles = ptx::shared_address(shared.values[value.index]);
             left.wait_before(value);
+            GDN_PROFILED(stamps.lap(profile::kWaitFree, i - 1);)
             store_out(value.index, tiles);
             copy_values(i - 1, tiles, valued[value.index]);
             note_out(value.index, i - 1);
+            GDN_PROFILED(stamps.lap(profile::kCopyValues);)
             value.next();
           }
         }
@@ -189,6 +206,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
           at.next();
         }
       }
+    GDN_PROFILED(stamps.lap(profile::kSendOut);)
   }
 
   // ---- gates: a warp; norms of q: two ----
@@ -198,15 +216,18 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
       const float rate = -expf(p.a_log[s.head]) * 1.44269504f, dt_bias = p.dt_bias[s.head];
       GatesAt from = gates_at(p, s.n, s.seq.first + token0, s.head);
       RawGates raw = load_gates(p, from, tokens, kept);
+      GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
 #pragma unroll 1
       for (int i = 0; i < chunks; ++i, at.next()) {
         const int lane = anew(kept, full[at.index]), count = tokens - i * kChunk;
         used.wait_before(at);
+        GDN_PROFILED(stamps.lap(profile::kWaitFree, i);)
         finish_gates(p, raw, rate, dt_bias, count, lane, shared.gates[at.index], [&] {
           from.next();
           raw = load_gates(p, from, count - kChunk, lane);
         });
         gated.arrive(at.index);
+        GDN_PROFILED(stamps.lap(profile::kGates);)
       }
     });
   }
@@ -216,10 +237,12 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 #pragma unroll 1
       for (int i = 0; i < chunks; ++i, at.next()) {
         full.wait(at);
+        GDN_PROFILED(stamps.lap(profile::kWaitTiles, i);)
         if (PASS != kTransfer)
           norms_of_rows<T, KK>(stages + at.index * S::kStage + S::kQ, tokens - i * kChunk, p.l2norm, p.l2_eps, p.scale,
                                shared.gates[at.index].q_norm, 32 * warp, kept);
         normed.arrive(at.index);
+        GDN_PROFILED(stamps.lap(profile::kNormalise);)
       }
     });
   }
@@ -256,14 +279,19 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     TokenGates &gates = shared.gates[at.index];
     Matrices &m = shared.matrices[of.index];
     full.wait(at);
+    GDN_PROFILED(stamps.lap(profile::kWaitTiles, i);)
     const int count = tokens - i * kChunk;
     if (count < kChunk) clear_tails(at, before + i, count, maker);
     float x[8][4];    // K K^T, then Q K^T
     multiply_by_itself<T, KK>(x, stage);
+    GDN_PROFILED(stamps.lap(profile::kKeys);)
     gated.wait(at);
+    GDN_PROFILED(stamps.lap(profile::kWaitGates);)
     free.wait_before(of);
+    GDN_PROFILED(stamps.lap(profile::kWaitFree);)
     wgmma::wait<0>();
     wgmma::hold(x);
+    GDN_PROFILED(stamps.lap(profile::kWaitKeys);)
     const uint32_t inverse = ptx::shared_address(m.inverse), l = inverse + kImageBytes;
     uint32_t left_blocks[2][4];
     RowDecays decays;
@@ -279,8 +307,10 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
       }
     }
     if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
+    GDN_PROFILED(stamps.lap(profile::kLower);)
     invert64<T, true>(l, m.blocks[warp], left_blocks, inverse, warp, lane,
                       {kMakerBarrier + maker, kPairBarrier + maker, kHalfBarrier + maker}, [&] { key_factors(gates, m.factors, warp, lane); });
+    GDN_PROFILED(stamps.lap(profile::kInvert);)
     const int again = anew(lane, stage);    // or what follows from it would be kept, and spilled, while L is inverted
     if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first
       ptx::fence_async();
@@ -290,7 +320,9 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
       const float2 end = shared.more_decays[maker][32 * warp + again];
       decays = {{d.x, d.y}, {d.z, d.w}, {end.x, end.y}};
     }
+    GDN_PROFILED(if (S::kWide && PASS != kTransfer) stamps.lap(profile::kAttention);)
     normed.wait(at);    // kTransfer too, or those warps could fall two turns behind
+    GDN_PROFILED(stamps.lap(profile::kWaitNorms);)
     if (PASS != kTransfer) {
       query_factors(gates, m.factors, warp, again);
       const float *norms = gates.q_norm + 16 * warp + again / 4;
@@ -303,6 +335,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     ptx::fence_async();
     (S::kWide && PASS != kTransfer ? attended : ready).arrive(of.index);
     used.arrive(at.index);
+    GDN_PROFILED(stamps.lap(profile::kAttention);)
   }
 
   __device__ __forceinline__ void run_maker(int maker) {
@@ -323,64 +356,16 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     // The state has time until the first matrices are there. Where many ask for theirs at once it lets k and q go first: 64 tokens
     // of 64 heads take 0.2 us less.
     if (PASS == kWhole && gridDim.x > 96 && s.segment == 0 && chunks > 0) full.wait(0, 0);
+    GDN_PROFILED(stamps.lap(profile::kWaitTiles);)
     MathTurns<S> turns;
     each_stretch([&](int round) {
-      if constexpr (S::kWide) wide_scan<T, ST, KK, PASS>(p, plan, shared, s, round, turns, group - S::kMath, warp, ptx::lane_here());
-      else narrow_scan<T, ST, KK, PASS>(p, plan, shared, s, turns, warp, ptx::lane_here());
+      if constexpr (S::kWide)
+        wide_scan<T, ST, KK, PASS>(p, plan, shared, s, round, turns, group - S::kMath, warp, ptx::lane_here() GDN_PROFILED(, stamps));
+      else
+        narrow_scan<T, ST, KK, PASS>(p, plan, shared, s, turns, warp, ptx::lane_here() GDN_PROFILED(, stamps));
     });
   }
 };
-
-template <typename T, typename ST, int KK, int NM, Pass PASS>
-__device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &plan, const Maps &maps) {
-  using Block = Block90<T, ST, KK, NM, PASS>;
-  using S = typename Block::S;
-  extern __shared__ __align__(1024) uint8_t raw_shared[];
-  Block block(p, plan, maps, *reinterpret_cast<typename S::Shared *>(raw_shared));
-  if (threadIdx.x == 0) block.init_barriers();
-  if constexpr (PASS != kRounds) {
-    if (block.is_padding()) {
-      ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
-      block.clear_rows(threadIdx.x, S::kThreads);
-      return;
-    }
-    if (is_idle<PASS>(block.s, plan)) {
-      ptx::grid_dependency_wait();
-      return;
-    }
-  }
-  if (PASS == kTransfer && block.s.identity) block.clear_values();
-  __syncthreads();
-  block.enter_stretch();
-  block.values = PASS != kTransfer || !block.s.identity;
-
-  if (block.group == 0) {    // four warps that go their own ways, those with most to do beside the makers' warps with least
-    fewer_registers<S::kSingleRegisters>();
-    const int kept = ptx::lane_here();
-    Turn<S::kStages> at;
-    if (block.warp == kLoadWarp) block.run_loader(at);
-    else if (block.warp == kGateWarp) block.run_gates(at, kept);
-    else block.run_norms(at, kept);
-    return;
-  }
-  if (block.group < S::kMath) {
-    fewer_registers<S::kMakerRegisters>();
-    block.run_maker(block.group - 1);
-    return;
-  }
-  more_registers<S::kMathRegisters>();
-  block.run_math();
-}
-
-// PASS kFirst: its blocks and kTransfer's.
-template <typename T, typename ST, int KK, int NM, Pass PASS>
-__global__ void __launch_bounds__(Shape90<KK, NM>::kThreads, 1)
-sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
-  if constexpr (ptx::kSm90a) {
-    if (PASS != kFirst || !is_transfer(p, plan, 64 * NM, blockIdx.x)) run_block<T, ST, KK, NM, PASS>(p, plan, maps);
-    else run_block<T, ST, KK, NM, kTransfer>(p, plan, maps);
-  }
-}
 
 }  // namespace prefill
 }  // namespace gdn

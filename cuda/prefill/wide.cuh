@@ -13,7 +13,7 @@ namespace prefill {
 template <typename T, typename ST, int KK, Pass PASS>
 __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 2>::Shared &shared,
                                           const Stretch &s, int round, MathTurns<Shape90<KK, 2>> &at_begin, int part, int warp,
-                                          int lane) {
+                                          int lane GDN_PROFILED(, profile::LeanStamps &stamps)) {
   using S = Shape90<KK, 2>;
   const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
   const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
@@ -27,6 +27,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
 
   float state[KK / 8][4];
   begin_state<ST, PASS>(state, p, plan, s, 128, s.row0 + 64 * part + 16 * warp, lane);
+  GDN_PROFILED(stamps.lap(profile::kLoadState);)
 
   Turns<S::kStages, S::kBuffers> turns = at_begin.chunk;
   const int before = at_begin.chunks;
@@ -48,6 +49,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   using Second = std::integral_constant<int, 1>;
   state_to_operands(First());
   state_to_operands(Second());
+  GDN_PROFILED(stamps.lap(profile::kWaitState);)    // no register to wait in before it is packed
   const auto one_chunk = [&](int i) {
     const int value = (before + i) % 2, value_parity = (before + i) / 2 % 2;
     const Turn<S::kStages> &at = turns.first;
@@ -57,6 +59,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     float values[8][4];
     ptx::barrier_wait(full + 8 * at.index, at.parity);
     ptx::barrier_wait(ready + 8 * of.index, of.parity);
+    GDN_PROFILED(stamps.lap(profile::kWaitMatrices, i);)
     multiply_rows<T>(values, operand, stage, false);
     if (PASS != kTransfer) {
       ptx::fence_async();    // of the output of the chunk before too
@@ -65,10 +68,12 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     }
     const bool copied = PASS != kTransfer || !s.identity;
     if (copied) ptx::barrier_wait(valued + 8 * value, value_parity);
+    GDN_PROFILED(stamps.lap(profile::kWaitValues);)
     const float decay = factors.decay;
     const ValuePiece first = load_values(value_tile(value), factors.read, 0, warp, lane);
     wgmma::wait<0>();
     wgmma::hold(values);
+    GDN_PROFILED(stamps.lap(profile::kWaitStateKeys);)
     subtract_from_values<T>(values, first, 0);
 #pragma unroll
     for (int m = 1; m < 4; ++m) subtract_from_values<T>(values, load_values(value_tile(value), factors.read, m, warp, lane), m);
@@ -78,6 +83,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       to_operand<T>(u, values);
       multiply_rows<T>(values, u, matrices, false);
     }
+    GDN_PROFILED(stamps.lap(profile::kCorrect);)
     scale(state, decay);
     wgmma::hold(state);
     const float4 first_write = column_factors(factors.write, 0, lane);
@@ -85,12 +91,15 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     if (PASS != kTransfer) ptx::barrier_wait(stated, value);
     wgmma::wait<0>();
     wgmma::hold(values);
+    GDN_PROFILED(stamps.lap(profile::kWaitWritten);)
     uint32_t plain[4][4], written[4][4];
     float out[8][4];
     if constexpr (PASS != kTransfer) {
       to_operands<T>(plain, written, values, first_write, factors.write, lane);
       // NOTES: the wait keeps ptxas from asking for S Q^T before V' is rounded, for which there are no registers.
+      GDN_PROFILED(stamps.lap(profile::kPackWritten);)
       ptx::barrier_wait(attended + 8 * of.index, of.parity);
+      GDN_PROFILED(stamps.lap(profile::kWaitAttention);)
       multiply_tiles<T, KK>(out, image, stage + S::kQ);
     } else {
       scale_columns(values, factors.write, lane);
@@ -106,9 +115,11 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       for (int m = 1; m < 4; ++m) scale_columns(out, m, column_factors(factors.out, m, lane));
       multiply_rows<T>(out, plain, matrices + kImageBytes, true);
     }
+    GDN_PROFILED(stamps.lap(profile::kOut);)
     if constexpr (PASS != kTransfer) {
       wgmma::wait<1>();
       wgmma::hold(state);
+      GDN_PROFILED(stamps.lap(profile::kWaitState2);)
       ptx::barrier_arrive(empty + 8 * at.index);
       state_to_operands(First());
       wgmma::wait<0>();
@@ -119,12 +130,14 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     } else {
       wgmma::wait<0>();
       wgmma::hold(state);
+      GDN_PROFILED(stamps.lap(profile::kWaitState2);)
       ptx::barrier_arrive(empty + 8 * at.index);
       ptx::barrier_arrive(free + 8 * of.index);
       state_to_operands(First());
       state_to_operands(Second());
     }
     turns.next();
+    GDN_PROFILED(stamps.lap(profile::kSendOut);)
   };
 
   // NOTES: an inner loop up to the next checkpoint: with a branch that reads the state in it ptxas finds too few registers, and
@@ -137,6 +150,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     if (PASS == kTransfer) continue;
     const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
     checkpoint<ST, PASS>(state, p, again, i - 1, again.row0 + 64 * part + 16 * warp, lane);
+    GDN_PROFILED(if (p.checkpoints) stamps.lap(profile::kCheckpoint);)
   }
   const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
   const int row0 = again.row0 + 64 * part + 16 * warp, token0 = (again.end - 1) * kChunk;
@@ -151,6 +165,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   }
   ptx::grid_dependency_wait();
   end_state<ST, PASS>(state, p, plan, again, 128, row0, lane);
+  GDN_PROFILED(stamps.lap(profile::kStoreState);)
 }
 
 }  // namespace prefill

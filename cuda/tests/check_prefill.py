@@ -25,7 +25,7 @@ from abi import (ALGO_NAMES, AUTO, CHUNKED_SM80, CHUNKED_SM90, DECODE_128, NULL_
 from harness import CHUNKED_BOUND, call, expect, failures, launch, one_by_one, refused, report
 from reference import relative
 from rule_case import RuleCase, rule_calls, unchanged, worst_seen
-from timing import cold_sets, graph_us, heading, span_us
+from timing import cold_sets, graph_us, heading, span_us, stamped
 
 ALGOS = [CHUNKED_SM80, CHUNKED_SM90]
 # Rows of NaN around the tokens, and without cu_seqlens between the sequences; a gap behind every row. The default gap of the
@@ -372,6 +372,7 @@ def times(lib, args):
                     row.append(f"WRONG {error:.1e}")
                     continue
                 worst = max(worst, error)
+                calls = stamped(lib, calls, args.stamps) if args.stamps else calls
                 span = span_us(calls * math.ceil((24 if batch * tokens <= 8192 else 9) / len(calls)))
                 mine.append(peer / span)
                 row.append(f"{span:.1f} / {graph_us(calls, 5):.1f} x{peer / span:.2f}")
@@ -395,6 +396,8 @@ OPTIONS = [
                     help="chunked_sm80, chunked_sm90; for the times others too")),
     ("--segments", dict(type=lambda text: [int(x) for x in split(text)], default=[0], metavar="N,…",
                         help="of the times; default 0, the kernel's own choice")),
+    ("--stamps", dict(type=int, default=0, metavar="N",
+                      help="of the times: record that many events a warp; for a library built with -DGDN_PROFILE")),
     ("--cells", dict(default="16/32,4/8", metavar="HK/HV[:NxT,…] …",
                      help="of the times: heads, or some lengths of them, apart by spaces or by ',' before heads; 'all'")),
 ]

@@ -273,6 +273,21 @@ def calls_of(lib, launches):
     return [make(several) for several in launches]
 
 
+def stamped(lib, calls, events):
+    """The same calls of a library built with -DGDN_PROFILE, each of which records so many events a warp at most; all into one
+    buffer."""
+    room = torch.zeros(1 << 31, dtype=torch.uint8, device="cuda")
+
+    def make(call):
+        def run():
+            status = lib.gdn_profile_set(room.data_ptr(), room.numel(), events)
+            assert status == OK, lib.gdn_status_string(status).decode()
+            call()
+            lib.gdn_profile_set(None, 0, 0)
+        return run
+    return [make(call) for call in calls]
+
+
 def often(calls, least=24):
     """So many calls at least, in whole turns."""
     return calls * max(1, least // len(calls))

@@ -1,29 +1,51 @@
 //! The command line.
 
-use anyhow::{bail, Result};
+use anyhow::{bail, Context, Result};
 use candle_core::DType;
 use candle_gdn::profile::Limits;
-use candle_gdn::Algo;
+use candle_gdn::{Algo, StepAlgo};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+/// Tokens of a chunk.
+const CHUNK: usize = 64;
 
 /// The profile buffer is not made larger than this on its own.
 const MOST_BYTES: usize = 2 << 30;
+
+/// Those of a step but for `auto`.
+const STEP_ALGOS: [(&str, StepAlgo); 4] = [
+    ("whole", StepAlgo::Whole),
+    ("split", StepAlgo::Split),
+    ("heads", StepAlgo::Heads),
+    ("composed", StepAlgo::Composed),
+];
 
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 pub enum Op {
     Decode,
     Prefill,
+    Step,
 }
 
-/// Profiles one launch of the gated delta rule on the first GPU, inputs out of its L2 cache: cycles per scope on
-/// stdout, and a Chrome trace. Needs a build with --features profile, whose kernels are slower than others: compare
+impl Op {
+    pub fn name(self) -> &'static str {
+        match self {
+            Op::Decode => "gdn_decode",
+            Op::Prefill => "gdn_prefill",
+            Op::Step => "gdn_step",
+        }
+    }
+}
+
+/// Profiles one call of the gated delta rule on the first GPU, inputs out of its L2 cache: cycles per scope of each kernel
+/// on stdout, and a Chrome trace. Needs a build with --features profile, whose kernels are slower than others: compare
 /// shares, not times. Exits with 1 if events were dropped.
-#[derive(Parser, Debug)]
+#[derive(Parser, Debug, Clone)]
 #[command(name = "profile", version)]
 pub struct Args {
-    /// One token of each sequence, or any number
+    /// One token of each sequence, any number, or one token through convolution, rule and gated norm
     #[arg(long, value_enum, default_value = "decode")]
     pub op: Op,
 
@@ -31,7 +53,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     pub batch: usize,
 
-    /// Tokens of each sequence [default: 1 for decode, 1024 for prefill]
+    /// Tokens of each sequence [default: 1024 for prefill, else 1]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     tokens: Option<usize>,
 
@@ -48,10 +70,11 @@ pub struct Args {
           value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|name| name.parse::<DType>()))]
     pub dtype: DType,
 
-    /// The kernel: recurrent, recurrent_128, decode_128, or auto; or all of them, each with files of its own. The chunk
-    /// forms have no clock stamps [default: the variable CANDLE_GDN_ALGO, or auto]
-    #[arg(long, value_name = "NAME", value_parser = algos)]
-    algo: Option<Algos>,
+    /// The kernel; whole, split, heads and composed are those of a step; or all that take the inputs, each with files of its
+    /// own [default: auto, or for decode and prefill the variable CANDLE_GDN_ALGO]
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(
+          ["all"].into_iter().chain(Algo::ALL.map(Algo::name)).chain(STEP_ALGOS.map(|a| a.0))))]
+    algo: Option<String>,
 
     /// Events a warp may record [default: enough, unless the buffer would pass 2 GiB]
     #[arg(long, value_name = "N")]
@@ -65,52 +88,95 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     pub trace_sms: Option<usize>,
 
-    /// Where the table goes as JSON, besides stdout
+    /// Where the tables go as a JSON array, one for each kernel, besides stdout
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
 
-/// The kernels asked for: one, or all.
-#[derive(Clone, Debug, PartialEq)]
-struct Algos(Vec<Algo>);
-
 impl Args {
-    /// The kernels to profile.
-    pub fn algos(&self) -> Result<Vec<Algo>> {
-        match &self.algo {
-            Some(Algos(algos)) => Ok(algos.clone()),
-            None => Ok(vec![Algo::from_env()?]),
-        }
-    }
-
     pub fn tokens(&self) -> Result<usize> {
         match (self.op, self.tokens) {
+            (Op::Prefill, tokens) => Ok(tokens.unwrap_or(1024)),
+            (Op::Step, tokens) => Ok(tokens.unwrap_or(1)),
             (Op::Decode, Some(tokens)) if tokens != 1 => {
                 bail!("--tokens: decode takes one token of each sequence, got {tokens}")
             }
             (Op::Decode, _) => Ok(1),
-            (Op::Prefill, tokens) => Ok(tokens.unwrap_or(1024)),
         }
     }
 
-    /// Room for any of the kernels.
-    pub fn limits(&self, tokens: usize) -> Limits {
-        // The smallest tiles have 16 rows, the largest blocks eight warps.
-        let warps = self.batch.saturating_mul(self.heads.1).saturating_mul(self.dim.div_ceil(16) * 8);
-        let most = (MOST_BYTES / 16 / warps.max(1)).max(16);
-        let events_per_warp = self.events.unwrap_or_else(|| tokens.div_ceil(16).saturating_mul(24).min(most - 16) + 16);
-        Limits { warps, events_per_warp }
+    /// Whether the op has the kernel.
+    pub fn check_algo(&self) -> Result<()> {
+        match self.op {
+            Op::Step => self.step_algo().map(drop),
+            Op::Decode | Op::Prefill => self.algo().map(drop),
+        }
+    }
+
+    /// A call for each kernel that is asked for; where it is all, with their names in those of the files.
+    pub fn each(&self) -> Vec<Self> {
+        let names: Vec<_> = match (self.algo.as_deref(), self.op) {
+            (Some("all"), Op::Step) => STEP_ALGOS.map(|a| a.0).into(),
+            (Some("all"), _) => Algo::ALL.into_iter().filter(|algo| *algo != Algo::Auto).map(Algo::name).collect(),
+            _ => return vec![self.clone()],
+        };
+        let one = |name: &str| Self {
+            algo: Some(name.to_owned()),
+            trace: named(&self.trace, name),
+            json: self.json.as_deref().map(|path| named(path, name)),
+            ..self.clone()
+        };
+        names.into_iter().map(one).collect()
+    }
+
+    /// Of decode and prefill.
+    pub fn algo(&self) -> Result<Algo> {
+        let Some(name) = &self.algo else { return Ok(Algo::from_env()?) };
+        name.parse().ok().with_context(|| format!("--algo: {name} is for --op step"))
+    }
+
+    /// Of a step.
+    pub fn step_algo(&self) -> Result<StepAlgo> {
+        let name = self.algo.as_deref().unwrap_or("auto");
+        let auto = [("auto", StepAlgo::Auto)];
+        let found = STEP_ALGOS.iter().chain(&auto).find(|a| a.0 == name);
+        found.map(|a| a.1).with_context(|| format!("--algo: {name} is not for --op step"))
+    }
+
+    /// Room for the kernels of a call by `algo`; `None`: of a step.
+    pub fn limits(&self, tokens: usize, algo: Option<Algo>) -> Limits {
+        let (heads, chunks) = (self.batch.saturating_mul(self.heads.1), tokens.div_ceil(CHUNK));
+        let scopes = chunks.saturating_mul(12);
+        let tiles = heads.saturating_mul(self.dim.div_ceil(64));
+        // Beside a block for each tile: segments fill the card about once a pass, of which there are three.
+        let scan_warps = tiles.saturating_mul(16).saturating_add(1 << 14);
+        let (warps, events) = match algo {
+            // A block of eight warps for each chunk of a key head, and the scan.
+            Some(Algo::ChunkedSm80) => {
+                let records = self.batch.saturating_mul(self.heads.0).saturating_mul(chunks).saturating_mul(8);
+                (scan_warps.saturating_add(records), scopes)
+            }
+            // A block runs several heads where there are more than multiprocessors, of which a card with sm_90a has more
+            // than 64.
+            Some(Algo::ChunkedSm90) => (scan_warps, (2 + tiles / 64).saturating_mul(scopes.saturating_add(16))),
+            // The smallest tiles have 16 rows, the largest blocks eight warps. A block of the step may hold all value heads of
+            // a key head, each in four pieces with three scopes.
+            _ => {
+                let heads_of_key = if algo.is_none() { self.heads.1.div_ceil(self.heads.0) } else { 0 };
+                let events = tokens.div_ceil(16).saturating_mul(24).saturating_add(heads_of_key.saturating_mul(16));
+                (heads.saturating_mul(self.dim.div_ceil(16) * 8), events)
+            }
+        };
+        let most = (MOST_BYTES / 16 / warps.max(1)).max(32);
+        Limits { warps, events_per_warp: self.events.unwrap_or_else(|| events.min(most - 32).saturating_add(32)) }
     }
 }
 
-fn algos(name: &str) -> Result<Algos, String> {
-    match name {
-        "all" => Ok(Algos(Algo::ALL.to_vec())),
-        name => match name.parse::<Algo>() {
-            Ok(algo) => Ok(Algos(vec![algo])),
-            Err(e) => Err(e.replacen("expected ", "expected all, ", 1)),
-        },
-    }
+/// `profile.json` of one of several kernels as `profile-recurrent.json`.
+fn named(path: &Path, name: &str) -> PathBuf {
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let end = path.extension().map(|end| format!(".{}", end.to_string_lossy())).unwrap_or_default();
+    path.with_file_name(format!("{stem}-{name}{end}"))
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

@@ -24,6 +24,8 @@ c_header! {
         pub GDN_STEP_HEADS: i32 = 3;
         pub GDN_LINEAR_ROWS: usize = 32;
         pub GDN_LINEAR_SWIGLU_ROWS: usize = 8;
+        pub GDN_PROFILE_LEAN: u32 = 1 << 31;
+        pub GDN_PROFILE_CHUNK: u32 = 1 << 30;
     }
     structs {
         #[derive(Clone, Copy)]

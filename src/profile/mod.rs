@@ -12,6 +12,8 @@
 //! * A kernel with stamps is slower than one without: read shares and relations, and take times from a benchmark. What
 //!   stamping takes lies between the scopes and is counted as unstamped; the scope `empty`, once a warp, holds nothing
 //!   and shows what a scope measures by itself.
+//! * In the chunk forms, which have no registers to spare, a scope begins where the one before it ended, and contains what
+//!   stamping that one took; arithmetic on registers may have been moved across a border.
 //! * Cycles are exact on one multiprocessor. To bring several into one time, each one's clock is aligned by the
 //!   device's global timer, which steps every 32 ns to 1 µs depending on the device: see [`Clock`].
 //!
@@ -26,7 +28,7 @@ mod trace;
 pub use clock::Clock;
 pub use table::{RoleRow, ScopeRow, Table};
 
-use crate::abi::gdn::{ProfileEvent, ProfileWarp};
+use crate::abi::gdn::{ProfileEvent, ProfileWarp, GDN_CHUNK, GDN_PROFILE_CHUNK, GDN_PROFILE_LEAN};
 use candle_core::{bail, Device, Result};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -40,7 +42,7 @@ pub struct Limits {
     /// Warps of all launches together. A launch that needs more than are left is an error. Default 16384.
     pub warps: usize,
     /// Events a warp; further ones are counted as dropped. A warp of a prefill takes up to about 24 for every 16 tokens
-    /// and 16 besides. Default 256.
+    /// and 16 besides, one of a chunk form 12 for every 64 tokens of each of its block's heads. Default 256.
     pub events_per_warp: usize,
 }
 
@@ -105,7 +107,8 @@ impl Warp {
 pub struct Event {
     /// The scope's name.
     pub scope: &'static str,
-    /// The first token of the stage or chunk it worked on, in its sequence; 0 where there is none.
+    /// The first token of the stage or chunk it worked on, in its sequence; in the chunk forms counted from the begin of
+    /// what the block ran through. 0 where there is none.
     pub token: u32,
     /// Cycles from the warp's begin.
     pub begin: u64,
@@ -197,8 +200,17 @@ fn decode_warp(header: &[u8], events: &[u8], names: &Names) -> Result<Warp> {
     if count as usize > events.len() / EVENT_BYTES {
         bail!("{}: {count} events where {} fit", which(), events.len() / EVENT_BYTES)
     }
+    // Of the lean event before.
+    let (mut end_before, mut chunk) = (begin as u32, 0);
     let decode = |event: &[u8]| {
-        let [scope, token, low, cycles] = [0, 4, 8, 12].map(|at| u32_at(event, at));
+        let [mut scope, mut token, mut low, mut cycles] = [0, 4, 8, 12].map(|at| u32_at(event, at));
+        if scope & GDN_PROFILE_LEAN != 0 {
+            if scope & GDN_PROFILE_CHUNK != 0 {
+                chunk = (scope & !(GDN_PROFILE_LEAN | GDN_PROFILE_CHUNK)) >> 8;
+            }
+            (low, cycles) = (end_before, token.wrapping_sub(end_before));
+            (scope, token, end_before) = (scope & 0xff, chunk * GDN_CHUNK as u32, token);
+        }
         let Some(&scope) = names.scopes.get(scope as usize) else { bail!("{}: unknown scope {scope}", which()) };
         let begin = low.wrapping_sub(begin as u32).into();
         let event = Event { scope, token, begin, cycles: cycles.into() };

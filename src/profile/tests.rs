@@ -123,6 +123,32 @@ fn the_low_half_of_the_clock_may_wrap() {
 }
 
 #[test]
+fn lean_events_begin_where_the_one_before_ended() {
+    let begin = 0x7_ffff_ff00;
+    let slot = Slot::new([begin, begin + 1000], &[]);
+    let end = |cycles: u64| (begin + cycles) as u32;
+    let (lean, chunk) = (GDN_PROFILE_LEAN, GDN_PROFILE_LEAN | GDN_PROFILE_CHUNK);
+    let words = [(lean, end(10)), (chunk | 5 << 8 | 2, end(300)), (lean | 1, end(310)), (chunk | 6 << 8 | 3, end(900))];
+    let mut bytes = slot.bytes();
+    bytes[20..24].copy_from_slice(&4u32.to_le_bytes());
+    for (at, (scope, end)) in (WARP_BYTES..).step_by(EVENT_BYTES).zip(words) {
+        bytes[at..at + 8].copy_from_slice(&[scope.to_le_bytes(), end.to_le_bytes()].concat());
+    }
+    let profile = Profile::decode(&bytes, EVENTS, &names()).unwrap();
+    let events: Vec<_> =
+        profile.launches[0].warps[0].events.iter().map(|e| (e.scope, e.token, e.begin, e.cycles)).collect();
+    assert_eq!(events, [("empty", 0, 0, 10), ("wait", 320, 10, 290), ("load", 320, 300, 10), ("inner", 384, 310, 590)]);
+}
+
+#[test]
+fn launches_do_not_share_a_track() {
+    let slot = |launch, at| Slot { launch, ..Slot::new([at, at + 1000], &[(1, 0, 0, 10)]) };
+    let all = trace(&decode(&[slot(1, 1000), slot(2, 5000)]).unwrap());
+    let names: Vec<_> = all.iter().filter(|e| e["name"] == "thread_name").map(|e| &e["args"]["name"]).collect();
+    assert_eq!(names, ["launch 1 block 0 warp 0: consumer", "launch 2 block 0 warp 0: consumer"]);
+}
+
+#[test]
 fn dropped_events_are_counted() {
     let slot = Slot { dropped: 5, ..Slot::new([0, 1000], &[(1, 0, 0, 10); EVENTS]) };
     let table = table(&[slot.clone(), Slot { warp: 1, ..slot }]);

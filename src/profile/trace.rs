@@ -19,8 +19,8 @@ struct Block<'a> {
 impl Profile {
     /// Writes the warps that `keep` names as a Chrome trace: JSON for <https://ui.perfetto.dev> or `chrome://tracing`.
     ///
-    /// A process is a multiprocessor, and a thread a place for a warp on it: blocks that ran one after the other may
-    /// share the place. A warp is a slice named by its role with its scopes inside, both with their exact length in
+    /// A process is a multiprocessor, and a thread a place for a warp on it: blocks of a launch that ran one after the
+    /// other may share the place. A warp is a slice named by its role with its scopes inside, both with their exact length in
     /// `args.cycles`. `ts` and `dur` are microseconds from the first begin, aligned between multiprocessors as
     /// [`Clock`](super::Clock) says; where a launch has no clock a cycle counts as a nanosecond.
     ///
@@ -62,6 +62,8 @@ impl Profile {
                         [(_, w)] => format!("block {} warp {number}: {}", w.block, w.role),
                         [(_, w), ..] => format!("{} blocks, warp {number}: {}", here.len(), w.role),
                     };
+                    let launch = here[0].0.launch + 1;
+                    let name = if times.len() > 1 { format!("launch {launch} {name}") } else { name };
                     lines.meta(pid, tid, "thread_name", json!({ "name": name }))?;
                     lines.meta(pid, tid, "thread_sort_index", json!({ "sort_index": tid }))?;
                     for (block, warp) in here {
@@ -84,12 +86,13 @@ impl Profile {
     }
 }
 
-/// Blocks in groups that follow each other in time: as many groups as there were blocks at once.
+/// Blocks in groups of one launch that follow each other in time: as many groups as there were blocks at once.
 fn places(mut blocks: Vec<Block<'_>>) -> Vec<Vec<Block<'_>>> {
     blocks.sort_by_key(|b| b.begin);
     let mut places: Vec<Vec<Block>> = vec![];
     for block in blocks {
-        match places.iter_mut().find(|p| p.last().is_some_and(|last| last.end <= block.begin)) {
+        let fits = |last: &Block| last.launch == block.launch && last.end <= block.begin;
+        match places.iter_mut().find(|p| p.last().is_some_and(fits)) {
             Some(place) => place.push(block),
             None => places.push(vec![block]),
         }

@@ -14,6 +14,8 @@ mod layer;
 mod pool;
 #[cfg(feature = "profile")]
 mod profile;
+#[cfg(feature = "profile")]
+mod profile_more;
 mod projections;
 mod properties;
 mod random_layer;
