@@ -235,8 +235,8 @@ def bench(args, parser, todo, lib, deadline):
                 records.share_times(mine, [w for w, _ in items])
                 rows += mine
                 write()
-            timed = sum(r["gpu"] is not None for r in mine)
-            say(f"{suite}: {name}, {timed} of {len(mine)} rows in {time.monotonic() - start:.0f} s")
+            done = sum(bool(records.done(suite, r)) for r in mine)
+            say(f"{suite}: {name}, {done} of {len(mine)} rows in {time.monotonic() - start:.0f} s")
         print(records.summary(suite, in_order(rows, parts)), flush=True)
     say(f"written to {os.path.relpath(out)}")
     return 0

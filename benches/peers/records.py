@@ -111,14 +111,20 @@ def ours(cols):
     return next((c for c in (*known, *cols) if c in cols and (c[0] == "candle-gdn" or c[0] == "torch" and c[1])), None)
 
 
+def done(suite, r):
+    """Whether a row has what its suite is for."""
+    return r["error"] if suite == "hard" else r["gpu"]
+
+
 def summary(suite, rows):
     """A table of gpu / event times with our gpu time over each peer's, then the geometric means of these. Further draws of
-    a shape are left out of the table and counted in the means. The tables of `cargo bench --bench report` tell more."""
-    works, ratios, gaps = {}, {}, {}
+    a shape are left out of the table and counted in the means. Of the hard suite the errors. The tables of `cargo bench
+    --bench report` tell more."""
+    works, ratios, gaps, hard = {}, {}, {}, suite == "hard"
     for r in rows:
         col = r["contender"], r["variant"]
         works.setdefault((r["workload"], r["l2"]), {})[col] = r
-        if not r["gpu"]:
+        if not done(suite, r):
             gaps.setdefault((label(col), r["note"]), []).append(f"{r['workload']} {r['l2']}")
     cols = list(dict.fromkeys((r["contender"], r["variant"]) for r in rows))
     mine = ours(cols)
@@ -127,6 +133,10 @@ def summary(suite, rows):
         line = [f"{name} {l2}", f"{next(iter(cells.values()))['floor_us']:.1f}"]
         us = median(cells.get(mine), "gpu")
         for col in cols:
+            if hard:
+                error = (cells.get(col) or {}).get("error") or {}
+                line.append(", ".join(f"{name} {e:.1e}" for name, e in error.items() if e is not None) or "-")
+                continue
             gpu, event = (median(cells.get(col), tier) for tier in ("gpu", "event"))
             line.append(f"{gpu:.2f} / " + (f"{event:.2f}" if event else "-") if gpu else "-")
             if gpu and us and col != mine and col[0] != "candle-gdn":
@@ -135,7 +145,8 @@ def summary(suite, rows):
         if not all("the same shape" in r["note"] for r in cells.values()):
             body.append(line)
     widths = [max(map(len, column)) for column in zip(*body)]
-    lines = [f"{suite}: µs a call, kernels (CUPTI) / CUDA graph; in brackets our kernels' time over theirs"]
+    lines = [f"{suite}: relative RMS errors" if hard else
+             f"{suite}: µs a call, kernels (CUPTI) / CUDA graph; in brackets our kernels' time over theirs"]
     lines += ["  " + "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths)))
               for line in body]
     means = [f"{label(c)} {statistics.geometric_mean(v):.3f} ({len(v)})" for c, v in ratios.items()]

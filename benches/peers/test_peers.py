@@ -366,6 +366,13 @@ class Records(unittest.TestCase):
         self.assertIn("gap: fla, 4/8 B=4 cold: failed: x", text)
         self.assertLessEqual(max(map(len, text.splitlines())), 120)
 
+    def test_summary_of_hard_inputs_has_errors_alone(self):
+        rows = [{**row, "gpu": None, "event": None, "error": {"o": 4e-3, "state": None}, "note": ""} for row in self.rows()[:1]]
+        text = records.summary("hard", rows)
+        self.assertIn("o 4.0e-03", text)
+        self.assertNotIn("state", text)
+        self.assertNotIn("gap", text)
+
     def test_commit(self):
         with mock.patch.dict(os.environ, CANDLE_GDN_COMMIT="abc"):
             self.assertEqual(records.commit(HERE), "abc")
