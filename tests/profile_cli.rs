@@ -108,7 +108,7 @@ fn a_full_disk_is_one_sentence() {
 #[test]
 fn bad_arguments_are_named() {
     for (args, part) in [
-        (["--algo", "fast"], "expected all, auto, recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90"),
+        (["--algo", "fast"], "values: all, auto, recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90"),
         (["--op", "encode"], "prefill"),
         (["--dtype", "f64"], "bf16"),
         (["--heads", "16"], "16/32"),
