@@ -10,6 +10,7 @@ where this one ended; remove it to begin anew. The exit code is 1 if a test fail
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -55,6 +56,14 @@ def main():
     parser.add_argument("--done", default="sanitize.tsv", help="default sanitize.tsv")
     parser.add_argument("--logs", default="sanitize-logs", help="outputs of tests that were not clean; default sanitize-logs")
     args = parser.parse_args()
+    if not shutil.which("compute-sanitizer"):
+        parser.error("no compute-sanitizer on the PATH")
+    for tool in args.tools.split(","):
+        if tool not in TOOLS:
+            parser.error(f"--tools: expected some of {', '.join(TOOLS)}, got {tool!r}")
+    for program in args.programs:
+        if not os.access(program, os.X_OK):
+            parser.error(f"no program {program}")
     known = {}
     if os.path.exists(args.done):
         with open(args.done, encoding="utf-8") as f:

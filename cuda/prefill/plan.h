@@ -9,8 +9,10 @@ namespace prefill {
 struct Schedule {
   int32_t segments;
   int32_t first_chunks, segment_chunks;    // of the first segment, and of the others
-  bool mixed;                   // sequences of more than `long_tokens`, `slots` at most, begin first and are cut, others are not
-  int32_t slots, long_tokens;   // else all are, and have a slot each
+  // Sequences of more than `long_tokens`, at most `slots` of them, begin first, and no others are cut. Not mixed: each sequence
+  // has a slot, and may be cut.
+  bool mixed;
+  int32_t slots, long_tokens;
   int32_t tile_rows;            // value rows of a block of the scan
   int32_t first_rows;           // and of the first pass, where there is more than one segment
   int32_t places;               // blocks that go through several heads each (scan.cuh); 0: one a block

@@ -8,6 +8,7 @@ The exit code is 1 if a file does not compile, or has not the instructions that 
 import glob
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,12 @@ def check(source, arch, folder):
 def main(archs):
     if not archs:
         sys.exit(__doc__)
+    for tool in ("nvcc", "nvdisasm"):
+        if not shutil.which(tool):
+            sys.exit(f"no {tool} on the PATH")
+    for arch in archs:
+        if not re.fullmatch(r"\d{2,3}[af]?", arch):
+            sys.exit(f"expected architectures such as 89 or 90a, got {arch!r}")
     sources = sorted(glob.glob(os.path.join(CUDA, "*", "*.cu")) + glob.glob(os.path.join(MODELS, "*", "*.cu")))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         work = [(source, arch, folder) for arch in archs for source in sources]
