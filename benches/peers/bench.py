@@ -10,7 +10,8 @@ Suites: decode, prefill, contest-decode, contest-prefill, layer, projections. Ne
 is not installed, does not compile or dies leaves gaps. Each contender runs in processes of its own, one at a time.
 Writes peers-<suite>.json under --out and prints a table. Protocol and format: benches/README.md.
 
-torch and torch-compile are the rule in PyTorch's own operations, on the few shapes of --quick: what a speedup is over.
+torch and torch-compile are PyTorch's own operations: the rule, on the few shapes of --quick, and the layer around our kernel
+of the rule. A speedup is over these.
 
 Our times include the gates and the L2 norm. The peers' prefills take normalised q and k and ready gates; what a row
 includes is said in it.
@@ -144,8 +145,8 @@ def plan(args):
         works = workloads.select(suite, args.shapes, args.batches, args.lengths, args.quick, args.workload)
         parts = []
         for name in args.contenders:
-            mine = [w for w in works if contenders.takes(name, w)]
-            items = [(w, v) for w in mine for v in contenders.variants(name, suite, args.algo)]
+            items = [(w, v) for w in works for v in contenders.variants(name, suite, args.algo)
+                     if contenders.takes(name, v, w)]
             if items:
                 parts.append((name, items))
         if parts:

@@ -123,11 +123,23 @@ def time_one(contender, work, variant):
     elif not note.startswith("not timed") and work.timed and not work.hard:
         case.math = None
         torch.cuda.empty_cache()
+        if work.suite == "layer":
+            row["between_bytes"] = case.between + allocated(case.calls[0])
         times = timing.measure(case.calls)
         note = "; ".join(n for n in (note, times.pop("note")) if n)
         row.update(times)
     row["note"] = note
     return row
+
+
+def allocated(call):
+    """Bytes that a call allocates, at its peak."""
+    import torch
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def errors(contender, work, case):

@@ -34,10 +34,11 @@ class Layer:
 @dataclass
 class LayerCase:
     """`calls`: one a set. `math`: y [token, HIDDEN] and the final state of set 0 in float64. `result()`: those of the
-    last call of set 0."""
+    last call of set 0. `between`: bytes of buffers made beforehand for what a call passes from kernel to kernel."""
     calls: list
     math: tuple
     result: object
+    between: int = 0
 
 
 def draw(work, sets, device):

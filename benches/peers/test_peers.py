@@ -82,11 +82,12 @@ class Arguments(unittest.TestCase):
         self.assertEqual(counts["prefill"], {"candle-gdn": 54, "flashinfer": 108, "flashqla": 54, "fla": 54, **baselines(3)})
         self.assertEqual((counts["contest-prefill"]["candle-gdn"], counts["contest-decode"]["fla"]), (100, 54))
         self.assertEqual(counts["projections"], {"torch": 42})
+        self.assertEqual(counts["layer"], {"candle-gdn": 17 + 2 * 8 + 5, "fla": 17, "torch": 34, "torch-compile": 12})
         todo = self.plan("decode", "layer", "--no-peers", "--algo", "all", "--shapes", "16/32", "--batches", "1,8")
         self.assertEqual([v for w, v in todo["decode"]["candle-gdn"] if w.name == "16/32 B=8" and w.l2 == "cold"],
                          contenders.ALGOS)
-        self.assertEqual({v for _, v in todo["layer"]["candle-gdn"]}, set(contenders.ALGOS))
-        self.assertEqual(list(todo["layer"]), ["candle-gdn"])
+        self.assertEqual({v for _, v in todo["layer"]["candle-gdn"]}, {*contenders.ALGOS, *contenders.APART})
+        self.assertEqual(list(todo["layer"]), ["candle-gdn", "torch", "torch-compile"])
         todo = self.plan("--workload", "5", "--no-peers")
         self.assertEqual([(suite, [(w.name, w.draw > 0, w.timed) for w, _ in parts["candle-gdn"]])
                           for suite, parts in todo.items()],
@@ -596,7 +597,7 @@ class HostKernels:
         return abi.OK
 
     def gdn_step(self, p, stream):
-        """What it stands for, one after the other. One token."""
+        """What it stands for, one after the other."""
         p = p._obj
         assert p.conv_dtype == p.norm_dtype == abi.BF16 and not p.sigmoid
         widths = [p.num_k_heads * p.head_k] * 2 + [p.num_v_heads * p.head_v]
@@ -639,8 +640,8 @@ class CandleGdn(unittest.TestCase):
 
     def test_layer(self):
         # The real layer's width, 16/32, so that the projection's rows are what they are.
-        for w in (work([1, 1], 16, 32, "layer", True), work([3], 16, 32, "layer")):
-            for variant in ("auto", "recurrent_128"):
+        for w in (work([1, 1], 16, 32, "layer", True), work([3], 16, 32, "layer"), work([17], 16, 32, "layer")):
+            for variant in ("auto", "recurrent_128", *(v for v in contenders.APART if contenders.takes("", v, w))):
                 found, _ = check(self.contender, w, variant)
                 self.assertLess(found["o"], 2e-2, (w, variant))
                 self.assertLess(found["state"], 2e-2, (w, variant))
@@ -831,6 +832,17 @@ class Peers(unittest.TestCase):
             case.calls[1]()
             with self.assertRaises(KeyError):
                 case.result()
+
+    @mock.patch("abi.stream", lambda: None)
+    def test_torch_layer(self):
+        with mock.patch("abi.load", return_value=HostKernels()), mock.patch("torch.compile", lambda f, dynamic: f):
+            for name in ("torch", "torch-compile"):
+                contender = contenders.load(name)("", "cpu")
+                for w in (work([1, 1], 16, 32, "layer", True), work([3], 16, 32, "layer")):
+                    for variant in ("one", "six"):
+                        found, _ = check(contender, w, variant)
+                        for error, bound in zip(found.values(), contender.bounds(w, variant)):
+                            self.assertLess(error, bound, (name, w, variant))
 
     def test_projections(self):
         contender = contenders.load("torch")(None, "cpu")

@@ -10,8 +10,9 @@ HIDDEN = 2048               # of the layer and of the projections, with HK/HV 16
 HEADS = ["16/32", "16/16", "16/48", "16/64", "4/8", "2/8"]
 BATCHES = [1, 4, 8, 16, 32, 48, 64, 128, 256]
 LENGTHS = ["1x64", "1x128", "1x512", "1x2048", "1x8192", "1x32768", "4x2048", "4x8192", "8x1024"]
-LAYER_BATCHES, LAYER_TOKENS = [1, 8, 32, 128], [128, 512, 2048, 8192]
 PROJECTION_TOKENS = [1 << i for i in range(14)]
+LAYER_BATCHES, LAYER_TOKENS = [1, 8, 32, 128], PROJECTION_TOKENS[1:]    # T=1 is B=1
+STEP_TOKENS = 16            # of a sequence at most, for which a layer takes the fused step
 SUITES = ["decode", "prefill", "contest-decode", "contest-prefill", "layer", "projections", "hard"]
 # Inputs that cost 16-bit operands most; see data.harden.
 HARD = ["usual", "repeated keys", "two keys in turn", "no decay", "decays to -30", "large norms", "beta near 2",
@@ -166,7 +167,7 @@ QUICK = {
     "contest-decode": {"#0 B=1", "#1 B=1", "#46 B=64"},
     "contest-prefill": {"#0 1:6", "#1 1:134", "#2 1:134", "#3 32:8192"},
     "hard": {f"{kind}, 4x300" for kind in HARD},
-    "layer": {"B=1", "B=32", "T=512"},
+    "layer": {"B=1", "B=32", "T=16", "T=512"},
     "projections": {"T=1", "T=512"},
 }
 

@@ -8,11 +8,12 @@ use std::collections::BTreeMap;
 /// This crate among the contenders.
 pub const OURS: &str = "candle-gdn";
 
-/// Those that run decode and prefill in the tensor operations of a framework: a speedup is over them, and they are no peers.
+/// Those that run the rule, or the layer around our kernel of it, in the tensor operations of a framework: a speedup is over
+/// them, and they are no peers.
 const BASELINES: [&str; 3] = ["candle", "torch", "torch-compile"];
 
 pub fn is_baseline(row: &Row) -> bool {
-    BASELINES.contains(&row.contender.as_str()) && ["decode", "prefill"].contains(&row.suite.as_str())
+    BASELINES.contains(&row.contender.as_str()) && ["decode", "prefill", "layer"].contains(&row.suite.as_str())
 }
 
 /// A clock. Times of two of them never stand in one column.
@@ -164,9 +165,9 @@ impl<'a> Suite<'a> {
         sorted(peers.filter(|name| *name != OURS))
     }
 
-    /// The baselines, by name.
-    pub fn baselines(&self) -> Vec<&'a str> {
-        sorted(self.entries().filter(|e| is_baseline(&e.row)).map(|e| e.row.contender.as_str()))
+    /// Those of the baselines.
+    pub fn baselines(&self) -> Vec<Column<'a>> {
+        in_order(self.entries().filter(|e| is_baseline(&e.row)).map(Column::of))
     }
 
     /// Those of all shapes.

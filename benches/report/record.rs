@@ -98,6 +98,9 @@ pub struct Row {
     pub bytes: Option<u64>,
     pub flop: Option<u64>,
     pub floor_us: Option<f64>,
+    /// Of what a call passes from kernel to kernel, its output too: memory at the peak.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub between_bytes: Option<u64>,
     /// Relative RMS errors against the rule in f64, by output. NaN is written as null.
     #[serde(default, deserialize_with = "null_is_default")]
     pub error: BTreeMap<String, Option<f64>>,

@@ -1,24 +1,31 @@
 """Who is timed. Each contender has a module here, imported in its own process alone."""
 import importlib
 
-from workloads import QUICK
+from workloads import QUICK, STEP_TOKENS
 
 RULE = ["decode", "prefill", "contest-decode", "contest-prefill", "hard"]
 PREFILLS = ["prefill", "contest-prefill", "hard"]
 ALGOS = ["auto", "recurrent", "recurrent_128", "decode_128", "chunked_sm80", "chunked_sm90"]    # gdn_algo of cuda/gdn.h
 
-# name: module, class, {suite: variants}. Where `--algo` has a say the variants are those it may name.
+# The layer's step taken apart: launches that wait for each other; no cluster of blocks, and so nothing that one block sends
+# another; a launch each for convolution, rule and norm, and cuBLAS.
+APART = ["no_overlap", "no_clusters", "unfused"]
+
+# name: module, class, {suite: variants}. Where `--algo` has a say the variants are those it may name, and APART.
 CONTENDERS = {
-    "candle-gdn": ("candle_gdn", "CandleGdn", {s: ALGOS for s in [*RULE, "layer"]}),
+    "candle-gdn": ("candle_gdn", "CandleGdn", {**{s: ALGOS for s in RULE}, "layer": [*ALGOS, *APART]}),
     "flashinfer": ("peer_flashinfer", "FlashInfer", {"decode": [""], "contest-decode": [""],
                                                      **{s: ["cp", "nocp"] for s in PREFILLS}}),
     "flashqla": ("peer_flashqla", "FlashQLA", {s: [""] for s in PREFILLS}),
     "fla": ("peer_fla", "Fla", {s: [""] for s in [*RULE, "layer"]}),
-    "torch": ("projections", "Torch", {"decode": [""], "prefill": [""], "projections": ["one", "two", "six"]}),
-    "torch-compile": ("tensor_ops", "Compiled", {"decode": [""], "prefill": [""]}),
+    "torch": ("projections", "Torch", {"decode": [""], "prefill": [""], "layer": ["one", "six"],
+                                       "projections": ["one", "two", "six"]}),
+    "torch-compile": ("tensor_ops", "Compiled", {"decode": [""], "prefill": [""], "layer": ["one", "six"]}),
 }
-# The rule without kernels of its own, slow and slow to compile: of a suite the few shapes of `--quick`.
-BASELINES = {"torch": ["decode", "prefill"], "torch-compile": ["decode", "prefill"]}
+# What is slow, or slow to compile, has a few shapes of a suite: the rule without kernels of its own those of `--quick`.
+CHAIN = {"B=1", "T=16", "T=128", "T=512", "T=2048", "T=8192"}
+BASELINES = {"torch": {s: QUICK[s] for s in ("decode", "prefill")},
+             "torch-compile": {**{s: QUICK[s] for s in ("decode", "prefill")}, "layer": CHAIN}}
 PEERS = ["flashinfer", "flashqla", "fla"]
 
 # Suites whose kernels a peer compiles at first use and keeps on disk, so that compiling ahead in other processes
@@ -36,12 +43,14 @@ COMPILE_AHEAD_ENV = {"fla": {"FLA_CACHE_RESULTS": "0"}}
 def variants(name, suite, algos=("auto",)):
     """The variants of a contender in a suite; none where it has no part in it."""
     mine = CONTENDERS[name][2].get(suite, [])
-    return [v for v in mine if v in algos] if name == "candle-gdn" else mine
+    return [v for v in mine if v in algos or v not in ALGOS] if name == "candle-gdn" else mine
 
 
-def takes(name, work):
+def takes(name, variant, work):
     """Whether a contender that is in the work's suite is timed on it."""
-    return work.suite not in BASELINES.get(name, []) or work.name in QUICK[work.suite]
+    if variant in APART:        # where there is a step, and clusters in it
+        return work.lens[0] <= STEP_TOKENS and (variant != "no_clusters" or len(work.lens) == 1)
+    return work.name in BASELINES.get(name, {}).get(work.suite, [work.name])
 
 
 def load(name):

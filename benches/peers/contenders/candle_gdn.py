@@ -7,10 +7,11 @@ import abi
 import layer
 import torch
 from data import BF16, Case, cumulative, draw, poison, raw_math
-from workloads import DIM
+from workloads import DIM, STEP_TOKENS
 
 ALGOS = {name: code for code, name in enumerate(abi.ALGO_NAMES)}
 F32, IO = abi.CODES["f32"], abi.CODES["bf16"]
+PRODUCT_ROWS = 16           # of a layer of these sizes, up to which the crate takes gdn_linear
 
 
 def version():
@@ -21,17 +22,22 @@ def version():
     return found.group(1) if found else "unknown"
 
 
-def rule_params(work, algo, mixed, ba, o, state_in, state_out, a_log, dt_bias, cu):
-    """The parameters of one launch. mixed: rows that begin with q | k | v; ba: rows b | a; both may be views of one
-    wider projection."""
+def widths(work):
+    """Columns of q, k, v."""
+    return [work.hk * DIM, work.hk * DIM, work.hv * DIM]
+
+
+def rule_params(work, algo, qkv, ba, o, state_in, state_out, a_log, dt_bias, cu):
+    """The parameters of one launch. qkv: rows of q, of k and of v; ba: of b and of a; all may be views of one wider
+    projection."""
     hk, hv = work.hk, work.hv
     per_seq = 0 if cu is not None else work.lens[0]
-    heads = lambda x, first: abi.columns(x, first, DIM, per_seq)
-    gates = lambda first: abi.columns(ba, first, 1, per_seq)
+    heads = lambda x: abi.columns(x, 0, DIM, per_seq)
+    (q, k, v), (b, a) = map(heads, qkv), (abi.columns(x, 0, 1, per_seq) for x in ba)
     slots = abi.slots(None, len(work.lens), hv * DIM * DIM)
     return abi.rule_params(
-        q=heads(mixed, 0), k=heads(mixed, hk * DIM), v=heads(mixed, 2 * hk * DIM), a=gates(hv), b=gates(0), a_log=a_log,
-        dt_bias=dt_bias, o=heads(o, 0), state_in=state_in, state_out=state_out, in_slots=slots, out_slots=slots,
+        q=q, k=k, v=v, a=a, b=b, a_log=a_log, dt_bias=dt_bias, o=heads(o), state_in=state_in, state_out=state_out,
+        in_slots=slots, out_slots=slots,
         seqs=abi.sequences(work.lens, cu), num_k_heads=hk, num_v_heads=hv, head_k=DIM, head_v=DIM, io_dtype=IO,
         gate_dtype=IO, l2norm=int(work.l2norm), algo=algo, beta_scale=work.beta_scale)
 
@@ -43,8 +49,8 @@ class CandleGdn:
 
     def includes(self, work, variant):
         if work.suite == "layer":
-            if work.decode and variant == "auto":
-                return "convolution, gates, L2 norm, gated norm; both products, ours up to 32 rows"
+            if self.fuses(work, variant):
+                return f"convolution, gates, L2 norm, gated norm; both products, ours up to {PRODUCT_ROWS} rows"
             return "convolution, gates, L2 norm, gated norm, the same two products"
         return "gates, L2 norm" if work.l2norm else "gates"
 
@@ -63,12 +69,13 @@ class CandleGdn:
         d = draw(work, sets, self.device)
         math = raw_math(d, work)
         # As a layer has them: views of one projection.
-        mixed = torch.cat([d.q.flatten(2), d.k.flatten(2), d.v.flatten(2)], 2)
-        ba = torch.cat([d.b, d.a], 2)
+        mixed = torch.cat([d.q.flatten(2), d.k.flatten(2), d.v.flatten(2)], 2).split(widths(work), 2)
+        ba = torch.cat([d.b, d.a], 2).split(work.hv, 2)
         o = torch.empty(sets, work.tokens, work.hv * DIM, device=self.device, dtype=BF16)
         out = d.state if work.decode else torch.empty_like(d.state)
         cu = None if work.decode else cumulative(work, torch.int32, self.device)
-        params = [rule_params(work, ALGOS[variant], mixed[i], ba[i], o[i], d.state[i], out[i], d.a_log, d.dt_bias, cu)
+        of = lambda parts, i: [part[i] for part in parts]
+        params = [rule_params(work, ALGOS[variant], of(mixed, i), of(ba, i), o[i], d.state[i], out[i], d.a_log, d.dt_bias, cu)
                   for i in range(sets)]
         # One for all calls, as an allocator would hand it out.
         abi.workspace(self.lib.gdn_rule_workspace, *params, device=self.device)
@@ -78,24 +85,29 @@ class CandleGdn:
         return Case(calls, math, lambda: (o[0].unflatten(1, (work.hv, DIM)), out[0]))
 
     def layer_case(self, work, variant, sets):
-        """Two products and three launches of ours, all in place of pre-made buffers; one for decode, where the launches
-        overlap, unless a kernel of the rule is asked for."""
+        """Two products and three launches of ours, all in place of pre-made buffers; one launch for up to STEP_TOKENS tokens a
+        sequence, where launches overlap, unless a kernel of the rule is asked for."""
         d = layer.draw(work, sets, self.device)
         state_in = d.state[:1].clone()
         columns = (d.rows, d.channels, d.values, d.values, layer.HIDDEN)
         buffers = [torch.empty(sets, work.tokens, n, device=self.device, dtype=BF16) for n in columns]
-        fused = work.decode and variant == "auto"
-        calls = self.step_calls(work, d, *buffers) if fused else self.layer_calls(work, variant, d, *buffers)
+        make = self.step_calls if self.fuses(work, variant) else self.layer_calls
+        calls, between = make(work, variant, d, *buffers)
         poison(*buffers)
-        return layer.LayerCase(calls, layer.reference(work, d, state_in), lambda: (buffers[-1][0], d.state[0]))
+        return layer.LayerCase(calls, layer.reference(work, d, state_in), lambda: (buffers[-1][0], d.state[0]), between)
+
+    @staticmethod
+    def fuses(work, variant):
+        return work.lens[0] <= STEP_TOKENS and variant in ("auto", "no_overlap", "no_clusters")
 
     def layer_calls(self, work, variant, d, mixed, y, o, normed, out):
         t, n, sets, per_seq = work.tokens, len(work.lens), len(mixed), work.lens[0]
         flat = lambda x, first=0: abi.columns(x, first, DIM, per_seq)
         slots = abi.slots(None, n, 3 * d.channels)
         seqs = abi.sequences(work.lens)
-        rules = [rule_params(work, ALGOS[variant], y[i], mixed[i][:, d.channels + d.values:], o[i], d.state[i], d.state[i],
-                             d.a_log, d.dt_bias, None) for i in range(sets)]
+        ba = mixed[:, :, d.channels + d.values:].split(work.hv, 2)
+        rules = [rule_params(work, ALGOS.get(variant, 0), y[i].split(widths(work), 1), [x[i] for x in ba], o[i], d.state[i],
+                             d.state[i], d.a_log, d.dt_bias, None) for i in range(sets)]
         abi.workspace(self.lib.gdn_rule_workspace, *rules, device=self.device)
 
         def call(i):
@@ -114,23 +126,25 @@ class CandleGdn:
                 torch.mm(normed[i], d.w_out[i].T, out=out[i])
             return run
 
-        return [call(i) for i in range(sets)]
+        return [call(i) for i in range(sets)], sum(x[0].nbytes for x in (mixed, y, o, normed, out)) + rules[0].workspace_bytes
 
-    def product(self, x, w, y):
+    def product(self, x, w, y, overlap):
         """y = x w^T: ours while reading w is all the work."""
-        if x.shape[0] > 32:
+        if x.shape[0] > PRODUCT_ROWS:
             torch.mm(x, w.T, out=y)
             return
         self.launch("gdn_linear", abi.fill(
             abi.LinearParams, x=x, w=w, y=y, x_stride=x.stride(0), w_stride=w.stride(0), y_stride=y.stride(0),
-            rows=x.shape[0], inputs=w.shape[1], outputs=w.shape[0], dtype=IO, overlap=1))
+            rows=x.shape[0], inputs=w.shape[1], outputs=w.shape[0], dtype=IO, overlap=overlap))
 
-    def step_calls(self, work, d, mixed, _y, _o, normed, out):
+    def step_calls(self, work, variant, d, mixed, _y, _o, normed, out):
         slots = abi.slots(None, len(work.lens), work.hv * DIM * DIM)
+        overlap = int(variant != "no_overlap")
+        algo = abi.STEP_NAMES.index("whole" if variant == "no_clusters" else "auto")
 
         def call(i):
-            flat = lambda x, first=0: abi.columns(x, first, DIM, 1)
-            gates = lambda first: abi.columns(mixed[i], d.channels + d.values + first, 1, 1)
+            flat = lambda x, first=0: abi.columns(x, first, DIM, work.lens[0])
+            gates = lambda first: abi.columns(mixed[i], d.channels + d.values + first, 1, work.lens[0])
             step = abi.fill(
                 abi.StepParams, x=flat(mixed[i]), z=flat(mixed[i], d.channels), b=gates(0), a=gates(work.hv),
                 out=flat(normed[i]), conv_weight=d.conv[i], norm_weight=d.norm[i], a_log=d.a_log, dt_bias=d.dt_bias,
@@ -138,12 +152,12 @@ class CandleGdn:
                 in_slots=slots, out_slots=slots, conv_in_stride=3 * d.channels, conv_out_stride=3 * d.channels,
                 seqs=abi.sequences(work.lens), num_k_heads=work.hk, num_v_heads=work.hv, head_k=DIM, head_v=DIM,
                 conv_width=4, io_dtype=IO, gate_dtype=IO, state_dtype=F32, conv_dtype=IO, norm_dtype=IO, l2norm=1,
-                overlap=1, l2_eps=1e-6, scale=DIM ** -0.5, beta_scale=1.0, norm_eps=1e-6)
+                algo=algo, overlap=overlap, l2_eps=1e-6, scale=DIM ** -0.5, beta_scale=1.0, norm_eps=1e-6)
 
             def run():
-                self.product(d.x[i], d.w_in[i], mixed[i])
+                self.product(d.x[i], d.w_in[i], mixed[i], overlap)
                 self.launch("gdn_step", step)
-                self.product(normed[i], d.w_out[i], out[i])
+                self.product(normed[i], d.w_out[i], out[i], overlap)
             return run
 
-        return [call(i) for i in range(len(mixed))]
+        return [call(i) for i in range(len(mixed))], sum(x[0].nbytes for x in (mixed, normed, out))

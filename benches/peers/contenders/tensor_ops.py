@@ -1,7 +1,9 @@
 """The rule in PyTorch's own operations, eager and through torch.compile: what a model has without kernels of its own. q, k
 and v come in bf16, states and arithmetic are in f32 (without TF32)."""
+import layer
 import torch
 from contenders.peer import Peer
+from contenders.torch_layer import TorchLayer
 from data import BF16, Case, draw, log_decay_f32, output_bytes, poison_allocator, raw_math
 from workloads import CHUNK, DIM
 
@@ -62,12 +64,22 @@ def prefill(q, k, v, a, b, a_log, dt_bias, state):
 
 
 class TensorOps(Peer):
+    compiled = False
+
     def __init__(self, lib_path=None, device="cuda"):
-        self.device, self.version = device, torch.__version__
-        self.decode, self.prefill = decode, prefill
+        self.lib_path, self.device, self.version = lib_path, device, torch.__version__
+        self.decode, self.prefill = (torch.compile(f, dynamic=False) if self.compiled else f for f in (decode, prefill))
 
     def includes(self, work, variant):
+        if work.suite == "layer":
+            return "convolution, gates, L2 norm, gated norm, both products; the rule is our kernel"
         return "gates, L2 norm"
+
+    def bounds(self, work, variant):
+        return layer.BOUNDS if work.suite == "layer" else super().bounds(work, variant)
+
+    def layer_case(self, work, variant, sets):
+        return TorchLayer(self.lib_path, self.device, self.compiled).case(work, variant, sets)
 
     def rule_case(self, work, variant, sets):
         d = draw(work, sets, self.device)
@@ -92,6 +104,4 @@ class TensorOps(Peer):
 
 
 class Compiled(TensorOps):
-    def __init__(self, lib_path=None, device="cuda"):
-        super().__init__(lib_path, device)
-        self.decode, self.prefill = (torch.compile(f, dynamic=False) for f in (decode, prefill))
+    compiled = True

@@ -18,11 +18,12 @@ type Place = fn(&Work) -> Option<usize>;
 type Draw = fn(&Suite, &Group) -> Option<Chart>;
 
 /// The suites with the names of their plots.
-const PLOTS: [(&str, &str, Draw); 7] = [
+const PLOTS: [(&str, &str, Draw); 8] = [
     ("decode", "decode", |suite, group| times(suite, group, |work| work.shape.batch)),
     ("prefill", "prefill", |suite, group| times(suite, group, single_sequence)),
     ("layer", "layer-tokens", |suite, group| times(suite, group, single_sequence)),
     ("layer", "layer-batch", |suite, group| times(suite, group, single_token)),
+    ("layer", "chain", chain),
     ("rule", "cpu-rule", |suite, group| times(suite, group, single_sequence)),
     ("decode", "copy-rate", copy_rates),
     ("projections", "projections", variants),
@@ -150,6 +151,30 @@ fn contenders(
     let peer = |peer: &str| Series::new(peer, points(works, place, |work| y(work.best_of(peer, tier)?)));
     series.extend(suite.peers().into_iter().map(peer));
     series
+}
+
+/// The layer's forms over PyTorch's operations one by one: a line a form.
+fn chain(suite: &Suite, group: &Group) -> Option<Chart> {
+    let columns = group.columns();
+    let base = columns.iter().find(|column| column.contender == "torch" && column.variant == Some("six"))?;
+    let (tier, l2, peers) = (Tier::Event, Some("cold"), suite.peers());
+    let works: Vec<_> = group.works.iter().filter(|work| work.l2 == l2).collect();
+    let us = |work: &Work, column: &Column| time(work.at(column), tier);
+    let part = |work: &Work, column: &Column| Some(100. * us(work, column)? / us(work, base)?);
+    let of = |column: &Column| {
+        let points = points(&works, single_sequence, |work| part(work, column));
+        Series::new(&column.name(&columns), points)
+    };
+    let forms = columns.iter().filter(|column| *column != base && !peers.contains(&column.contender));
+    Chart {
+        title: title("The layer, time over that of six products in PyTorch", group),
+        subtitle: subtitle(suite, tier, l2),
+        x: "tokens",
+        y: "% of torch six",
+        y_scale: Scale::Percent,
+        series: forms.map(of).collect(),
+    }
+    .if_any()
 }
 
 /// One, two or six products: a line a variant.

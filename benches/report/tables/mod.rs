@@ -1,5 +1,6 @@
 //! `table.md` and `contest.md` of a machine: which table comes where.
 
+mod between;
 mod contest;
 mod crossover;
 mod gaps;
@@ -41,6 +42,10 @@ pub fn table(folder: &Folder) -> String {
             "prefill" => {
                 let grid = means::overview(suite) + &grid::tables(suite, rates);
                 grid + &speedup::tables(suite) + &means::geomeans(suite)
+            }
+            "layer" => {
+                let grid = grid::tables(suite, rates) + &speedup::tables(suite);
+                grid + &between::table(suite) + &means::geomeans(suite)
             }
             "projections" => grid::tables(suite, rates) + &crossover::sentences(suite),
             _ => grid::tables(suite, rates) + &means::geomeans(suite),
