@@ -12,7 +12,7 @@ BATCHES = [1, 4, 8, 16, 32, 48, 64, 128, 256]
 LENGTHS = ["1x64", "1x128", "1x512", "1x2048", "1x8192", "1x32768", "4x2048", "4x8192", "8x1024"]
 PROJECTION_TOKENS = [1 << i for i in range(14)]
 LAYER_BATCHES, LAYER_TOKENS = [1, 8, 32, 128], PROJECTION_TOKENS[1:]    # T=1 is B=1
-STEP_TOKENS = 16            # of a sequence at most, for which a layer takes the fused step
+FUSED_TOKENS = 8            # of a sequence at most, for which a layer takes the fused step
 SUITES = ["decode", "prefill", "contest-decode", "contest-prefill", "layer", "projections", "hard"]
 # Inputs that cost 16-bit operands most; see data.harden.
 HARD = ["usual", "repeated keys", "two keys in turn", "no decay", "decays to -30", "large norms", "beta near 2",

@@ -14,7 +14,7 @@ mkdir -p "$out"
 trace() {
   local name=$1 call
   shift
-  call=$($profile "$@" --trace-sms 4 --trace "$out/$name.json" --json "$out/$name-table.json" | tee /dev/stderr | sed -n 1p)
+  call=$($profile "$@" --trace-sms 4 --trace "$out/$name.json" --json "$out/$name-table.json" | tee >(cat >&2) | sed -n 1p)
   gzip -9nf "$out/$name.json"
   printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$device" "$commit" "profile $*" "$call" >>"$out/about.tsv"
 }

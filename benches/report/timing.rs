@@ -1,6 +1,6 @@
 //! `timing.md`: how each clock ranks the same kernels. benches/timing.md says what that means.
 
-use crate::compare::{Column, Group, Suite, Tier, Work};
+use crate::compare::{Column, Group, Suite, Tier, Work, OURS};
 use crate::folder::{Entry, Folder};
 use crate::markdown::{digits, Table, GAP};
 use std::collections::BTreeSet;
@@ -47,11 +47,14 @@ fn section(folder: &Folder, suite: &Suite) -> Option<String> {
     Some(out + &usual.or_else(|| suite.groups.iter().find(has)).map(|group| ranks(suite, group)).unwrap_or_default())
 }
 
-/// The kernels of a work that both clocks of the question saw.
+/// The kernels of a work that both clocks of the question saw. Beside its kernels by name `auto` is one of them again.
 fn compared<'a>(work: &Work<'a>) -> Vec<&'a Entry> {
     let seen = |entry: &&Entry| [Tier::Gpu, Tier::Call].iter().all(|tier| tier.of(&entry.row).is_some());
     let cold = work.l2.is_none_or(|l2| l2 == "cold");
-    work.entries.iter().copied().filter(|entry| cold && seen(entry)).collect()
+    let named = |entry: &Entry| entry.row.contender == OURS && entry.row.variant.as_deref() != Some("auto");
+    let several = work.entries.iter().any(|entry| named(entry));
+    let again = |entry: &Entry| several && entry.row.contender == OURS && !named(entry);
+    work.entries.iter().copied().filter(|entry| cold && seen(entry) && !again(entry)).collect()
 }
 
 /// The kernels from the fastest on, by their places in `compared`; nothing where one of them has no such time.

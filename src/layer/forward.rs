@@ -7,6 +7,14 @@ use crate::state::threads::Working;
 use crate::state::{GdnState, StatePool};
 use candle_core::{bail, Result, Tensor};
 
+/// Tokens a sequence up to which a call takes the fused step on CUDA. With more, convolution, rule and norm one by one are
+/// faster (`auto` and `unfused` of the suite `layer`, benches/chain.md).
+pub(super) const FUSED_TOKENS: usize = 8;
+
+/// Sequences up to which the launches of one token overlap. With more tokens, or more rows than `gdn_linear` is taken for,
+/// the step's blocks only stand in the way of the products' (benches/chain.md).
+const OVERLAP_ROWS: usize = 16;
+
 /// What a call runs on.
 #[derive(Clone, Copy)]
 pub(super) struct On<'a> {
@@ -48,8 +56,8 @@ impl GatedDeltaNet {
     ///
     /// x is `[batch, tokens, hidden_size]`; or with `cu_seqlens` packed, `[tokens of all, hidden_size]`, sequences of any
     /// lengths, some of which begin, go on with many tokens, or have one. y has x's shape. Where no sequence has more than
-    /// 16 tokens the call takes the decode step ([`GdnStep`]). A sequence of no tokens has its state copied where the slots
-    /// differ. Rows of padding are zero in y, whatever finite numbers they hold in x.
+    /// 8 tokens (on the CPU 16) the call takes the decode step ([`GdnStep`]). A sequence of no tokens has its state copied
+    /// where the slots differ. Rows of padding are zero in y, whatever finite numbers they hold in x.
     ///
     /// A sequence that begins needs a slot that is zero, as [`SlotAllocator::allocate`](crate::SlotAllocator::allocate)
     /// hands it out.
@@ -118,7 +126,7 @@ impl GatedDeltaNet {
     /// Checked tokens on slots: y, and what the projection gave.
     pub(super) fn run_slots(&self, x: &Tensor, on: On<'_>) -> Result<(Tensor, Projected)> {
         // Equal lengths as a batch, for which the step has kernels of its own.
-        if let Some(len) = on.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| *len <= STEP_TOKENS) {
+        if let Some(len) = on.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| self.fuses(*len)) {
             let batch = x.dims()[0] / len;
             let p = self.project(&x.reshape((batch, len, x.dims()[1]))?, len, on.launch)?;
             let y = self.feed(&p, len, On { cu_seqlens: None, ..on })?;
@@ -129,19 +137,24 @@ impl GatedDeltaNet {
         Ok((self.feed(&p, longest, on)?, p))
     }
 
+    /// Whether the fused step runs calls of at most so many tokens a sequence.
+    pub(super) fn fuses(&self, longest: usize) -> bool {
+        longest <= if self.conv_weight.device().is_cuda() { FUSED_TOKENS } else { STEP_TOKENS }
+    }
+
     /// The input projection of x `[lead.., hidden_size]`, `longest` being the most tokens of a sequence. In a step its
     /// launch may overlap the one before it: no launch of a layer writes a weight (since `new` waited for those that did),
     /// and this one writes no state.
     fn project(&self, x: &Tensor, longest: usize, launch: &Launch) -> Result<Projected> {
-        let launch = &Launch { overlap: longest <= STEP_TOKENS, ..launch.clone() };
+        let launch = &launched(launch, x, longest);
         let outputs = self.in_proj.forward(&self.config, &x.contiguous()?, launch)?;
         Projected::new(&self.config, outputs, &self.a_log, &self.dt_bias)
     }
 
     /// What follows the projection, with y; `longest` is the most tokens of a sequence.
     fn feed(&self, p: &Projected, longest: usize, on: On<'_>) -> Result<Tensor> {
-        if longest <= STEP_TOKENS {
-            let launch = on.launch.overlapping();
+        if self.fuses(longest) {
+            let launch = launched(on.launch, &p.z, longest);
             let y = self.step(p, on)?.launched(&launch).forward(&p.qkv, &p.z, &self.conv_weight)?;
             return self.out_proj.forward("out_proj", &y, self.config.hidden_size, &launch);
         }
@@ -253,6 +266,11 @@ impl GatedDeltaNet {
         }
         Ok(())
     }
+}
+
+/// How a layer's kernels of x `[sequences, ..]` are launched, `longest` being the most tokens of a sequence.
+fn launched(launch: &Launch, x: &Tensor, longest: usize) -> Launch {
+    Launch { overlap: longest == 1 && x.dims()[0] <= OVERLAP_ROWS, ..launch.clone() }
 }
 
 /// What sequences of no tokens leave: their states, where they are not written to where they were read.

@@ -1,9 +1,9 @@
 //! Several drafted tokens at once, of which only some may stay.
 
-use super::forward::On;
+use super::forward::{On, FUSED_TOKENS};
 use super::projection::Projected;
 use super::{GatedDeltaNet, OP};
-use crate::ops::{CuSeqlens, Launch, Slots, NO_SLOT, STEP_TOKENS};
+use crate::ops::{CuSeqlens, Launch, Slots, NO_SLOT};
 use crate::state::StatePool;
 use candle_core::{bail, Result, Tensor};
 
@@ -65,10 +65,10 @@ impl Accepted {
             }
             // Pieces as short as a step, so that only what is fed decides how it is fed.
             while rest > 0 {
-                lengths.push(rest.min(STEP_TOKENS));
+                lengths.push(rest.min(FUSED_TOKENS));
                 from.push(NO_SLOT);
                 to.push(NO_SLOT);
-                rest -= rest.min(STEP_TOKENS);
+                rest -= rest.min(FUSED_TOKENS);
             }
         }
         let device = slots.read().device();
@@ -86,7 +86,7 @@ impl GatedDeltaNet {
     /// slot that a sequence reads stays as it is, so that it needs one more while its draft is verified, and no copy of a
     /// state a token.
     ///
-    /// Up to 16 tokens a sequence take the decode step, more the chunk forms.
+    /// Up to 8 tokens a sequence (on the CPU 16) take the decode step, more the chunk forms.
     ///
     /// # Errors
     /// As [`GatedDeltaNet::forward_slots`], or where the host knows the slots and a sequence writes the slot it reads.
@@ -148,7 +148,7 @@ impl GatedDeltaNet {
             checkpoints: None,
             launch: &Launch::default(),
         };
-        if cu_seqlens.max_len() <= STEP_TOKENS {
+        if self.fuses(cu_seqlens.max_len()) {
             self.step(p, on)?.forward(&p.qkv, &p.z, &self.conv_weight)?;
         } else {
             self.rule(p, cu_seqlens.max_len(), on)?;

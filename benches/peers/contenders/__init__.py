@@ -1,7 +1,7 @@
 """Who is timed. Each contender has a module here, imported in its own process alone."""
 import importlib
 
-from workloads import QUICK, STEP_TOKENS
+from workloads import FUSED_TOKENS, QUICK
 
 RULE = ["decode", "prefill", "contest-decode", "contest-prefill", "hard"]
 PREFILLS = ["prefill", "contest-prefill", "hard"]
@@ -48,8 +48,9 @@ def variants(name, suite, algos=("auto",)):
 
 def takes(name, variant, work):
     """Whether a contender that is in the work's suite is timed on it."""
-    if variant in APART:        # where there is a step, and clusters in it
-        return work.lens[0] <= STEP_TOKENS and (variant != "no_clusters" or len(work.lens) == 1)
+    if variant in APART:        # where there is a step, and what it is to be without
+        has = {"no_overlap": work.decode, "no_clusters": len(work.lens) == 1, "unfused": True}
+        return work.lens[0] <= FUSED_TOKENS and has[variant]
     return work.name in BASELINES.get(name, {}).get(work.suite, [work.name])
 
 

@@ -7,11 +7,12 @@ import abi
 import layer
 import torch
 from data import BF16, Case, cumulative, draw, poison, raw_math
-from workloads import DIM, STEP_TOKENS
+from workloads import DIM, FUSED_TOKENS
 
 ALGOS = {name: code for code, name in enumerate(abi.ALGO_NAMES)}
 F32, IO = abi.CODES["f32"], abi.CODES["bf16"]
-PRODUCT_ROWS = 16           # of a layer of these sizes, up to which the crate takes gdn_linear
+PRODUCT_ROWS = 8            # of a layer of these sizes, up to which the crate takes gdn_linear; where launches overlap
+OVERLAP_ROWS = 16           # up to these, of one token each
 
 
 def version():
@@ -50,7 +51,7 @@ class CandleGdn:
     def includes(self, work, variant):
         if work.suite == "layer":
             if self.fuses(work, variant):
-                return f"convolution, gates, L2 norm, gated norm; both products, ours up to {PRODUCT_ROWS} rows"
+                return "convolution, gates, L2 norm, gated norm; both products, few rows by ours"
             return "convolution, gates, L2 norm, gated norm, the same two products"
         return "gates, L2 norm" if work.l2norm else "gates"
 
@@ -85,8 +86,8 @@ class CandleGdn:
         return Case(calls, math, lambda: (o[0].unflatten(1, (work.hv, DIM)), out[0]))
 
     def layer_case(self, work, variant, sets):
-        """Two products and three launches of ours, all in place of pre-made buffers; one launch for up to STEP_TOKENS tokens a
-        sequence, where launches overlap, unless a kernel of the rule is asked for."""
+        """Two products and three launches of ours, all in place of pre-made buffers; one launch for up to FUSED_TOKENS tokens a
+        sequence, unless a kernel of the rule is asked for."""
         d = layer.draw(work, sets, self.device)
         state_in = d.state[:1].clone()
         columns = (d.rows, d.channels, d.values, d.values, layer.HIDDEN)
@@ -98,7 +99,7 @@ class CandleGdn:
 
     @staticmethod
     def fuses(work, variant):
-        return work.lens[0] <= STEP_TOKENS and variant in ("auto", "no_overlap", "no_clusters")
+        return work.lens[0] <= FUSED_TOKENS and variant in ("auto", "no_overlap", "no_clusters")
 
     def layer_calls(self, work, variant, d, mixed, y, o, normed, out):
         t, n, sets, per_seq = work.tokens, len(work.lens), len(mixed), work.lens[0]
@@ -130,7 +131,7 @@ class CandleGdn:
 
     def product(self, x, w, y, overlap):
         """y = x w^T: ours while reading w is all the work."""
-        if x.shape[0] > PRODUCT_ROWS:
+        if x.shape[0] > (OVERLAP_ROWS if overlap else PRODUCT_ROWS):
             torch.mm(x, w.T, out=y)
             return
         self.launch("gdn_linear", abi.fill(
@@ -139,7 +140,7 @@ class CandleGdn:
 
     def step_calls(self, work, variant, d, mixed, _y, _o, normed, out):
         slots = abi.slots(None, len(work.lens), work.hv * DIM * DIM)
-        overlap = int(variant != "no_overlap")
+        overlap = int(work.decode and work.tokens <= OVERLAP_ROWS and variant != "no_overlap")
         algo = abi.STEP_NAMES.index("whole" if variant == "no_clusters" else "auto")
 
         def call(i):
