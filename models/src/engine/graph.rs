@@ -68,7 +68,8 @@ impl DecodeGraph {
     /// changes. cudarc's event tracking is off meanwhile, for all threads that use the device.
     ///
     /// Calls of other host threads that give this device work through this crate or `candle-gdn` wait meanwhile. Work that
-    /// others give it by candle itself would become part of the graph instead of running: the capture notices, and fails.
+    /// others give it by candle itself, reading or dropping a tensor too, would become part of the graph instead of running: CUDA
+    /// refuses it, or the capture notices, and fails. [`Working`](candle_gdn::plumbing::Working) keeps captures away from it.
     /// Nor may another thread wait for the whole GPU (`cuCtxSynchronize`, which making a candle device does too): CUDA
     /// fails both that and the capture.
     ///

@@ -122,8 +122,8 @@ mod gpus {
     use candle_core::{DType, Device};
     use candle_gdn_models::{part_of, DecodeGraph, NcclId, NcclRank};
 
-    /// How long a GPU waits for another one.
-    const LIMIT: Duration = Duration::from_secs(2);
+    /// How long a GPU waits for another one: longer than one that lives ever takes, on a machine busy with other tests too.
+    const LIMIT: Duration = Duration::from_secs(5);
 
     fn are_two() -> bool {
         let count = candle_core::cuda_backend::cudarc::driver::CudaContext::device_count().unwrap_or(0);

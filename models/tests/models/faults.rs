@@ -8,6 +8,7 @@ use crate::support::{devices, gpus, single_stream_devices, values, Rng};
 use crate::tiny::Tiny;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_gdn::plumbing::Working;
 use candle_gdn_models::{
     part_of, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
     Engine, EngineOptions, Event, FinishReason, ModelConfig, PrepareOptions, Request, Sequence, SequencePool,
@@ -242,6 +243,8 @@ fn a_capture_takes_in_no_other_thread() -> Result<()> {
                 let mut pool = model.new_sequences(1, 512)?;
                 let mut steps = 0;
                 while !captured.load(Ordering::SeqCst) || steps < 20 {
+                    // Reading and dropping the logits is work too.
+                    let _working = Working::new(device);
                     let (s, tokens) = (pool.begin()?, [3, 1, 4, 1, 5]);
                     let first = feed(model, &mut pool, s, &tokens)?;
                     let second = feed(model, &mut pool, s, &[9, 2])?;
