@@ -208,6 +208,106 @@ int gdn_step(const gdn_step_params *params, cudaStream_t stream);
 // Which variant gdn_step would launch on the current device: a gdn_step_algo, or GDN_STEP_AUTO where none takes it.
 int gdn_step_choice(const gdn_step_params *params, int32_t *algo);
 
+// The rule over the pair (state, ring), for decode and for the check of drafted tokens: the state S0 is read by every launch
+// and written only where the ring is full. The ring holds the tokens since S0, of each its key k_j, its update e_j and its log
+// decay g_j:  S = exp(g_1 + .. + g_P) S0 + sum_j exp(g_(j + 1) + .. + g_P) e_j k_j^T. A launch appends the tokens of a sequence
+// to its ring, or folds the ring into the state first: where both together are more than `window`, where in and out slot
+// differ, or where `fold` asks for it. It is decided on the device, sequence by sequence.
+//
+// Where the ring of a slot begins and how long it is stands in its cursor, which no launch of gdn_replay writes: the layers of
+// a model share one, and gdn_replay_advance moves it once they are all done. To take back drafted tokens is to advance by
+// fewer. A cursor of 0 is an empty ring; then the state alone is all there is.
+#define GDN_RING_WINDOW 16
+#define GDN_RING_CAPACITY 32
+#define GDN_REPLAY_TOKENS 16
+typedef struct gdn_ring {
+  void *keys;              // [slot, num_k_heads, capacity, head_k], io_dtype: keys as they came, before the norm
+  void *updates;           // [slot, num_v_heads, capacity, head_v], update_dtype: e_j, which has the key's norm in it
+  float *decays;           // [slot, num_v_heads, capacity]: g_j
+  const uint32_t *cursors; // [slot]: first << 16 | length; entry j is row (first + j) % capacity
+  int64_t keys_stride, updates_stride, decays_stride;    // elements from one slot to the next
+  int32_t capacity;        // rows, at most GDN_RING_CAPACITY: window + tokens_per_seq at least, so that what a launch appends
+                           // is never where another block still reads
+  int32_t window;          // entries in use at most, 1 to GDN_RING_WINDOW
+  int32_t update_dtype;    // GDN_F32, or GDN_BF16 with a state in bf16
+} gdn_ring;
+
+typedef enum gdn_replay_algo {
+  GDN_REPLAY_AUTO = 0,
+  GDN_REPLAY_ROWS_2 = 1,   // one token: rows of the state that eight lanes hold
+  GDN_REPLAY_ROWS_4 = 2,
+  GDN_REPLAY_ROWS_8 = 3,
+  GDN_REPLAY_MMA = 4       // any number of tokens, products on tensor cores
+} gdn_replay_algo;
+
+// K = V = 128, up to GDN_REPLAY_TOKENS tokens. Strides are below 2^32; rows of q, k and v, states, keys and updates are aligned
+// to 16 bytes. A sequence of padding gets zeros in o; rows past its count are left as they are.
+typedef struct gdn_replay_params {
+  gdn_heads q, k, v;       // [sequence, token, head, dim], io_dtype
+  gdn_heads a, b;          // [sequence, token, num_v_heads], gate_dtype
+  gdn_heads o;             // written: [sequence, token, num_v_heads, head_v], io_dtype
+  const float *a_log;      // [num_v_heads]
+  const float *dt_bias;    // [num_v_heads]
+  const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype
+  void *state_out;         // the same, written where a sequence is folded; unlike state_in only with `fold`
+  const uint32_t *counts;  // null, or of each sequence the tokens that it has, tokens_per_seq at most
+  gdn_ring ring;           // read by the slots of in_slots, appended to by those of out_slots
+  gdn_slots in_slots, out_slots;
+  int32_t num_seqs, tokens_per_seq;
+  int32_t num_k_heads, num_v_heads, head_k, head_v;
+  int32_t io_dtype, gate_dtype;
+  int32_t state_dtype;     // GDN_F32, GDN_BF16 or GDN_F16
+  int32_t l2norm;
+  int32_t fold;            // fold all: with tokens_per_seq 0 the state is then all there is
+  int32_t algo;            // gdn_replay_algo
+  float l2_eps, scale, beta_scale;    // as in gdn_rule_params
+} gdn_replay_params;
+int gdn_replay(const gdn_replay_params *params, cudaStream_t stream);
+
+// One decode step of a layer between its two projections over (state, ring), or the check of drafted tokens: the convolution,
+// SiLU, and what gdn_replay and gdn_norm do. What the convolution leaves is rounded to io_dtype, as gdn_conv does. Its window is a
+// ring too: the input of a token is kept in the row of the token's entry, and the last three before an empty ring are in the
+// rows before `first`. Up to GDN_REPLAY_STEP_TOKENS tokens, a window of 3 or more, and the rest as gdn_replay; rows of z are
+// aligned to 16 bytes too.
+#define GDN_REPLAY_STEP_TOKENS 8
+typedef struct gdn_replay_step_params {
+  gdn_heads x;             // [sequence, token, channels], io_dtype: q | k | v by head; head_stride is not read
+  gdn_heads z;             // [.., num_v_heads, head_v], io_dtype
+  gdn_heads a, b;          // [.., num_v_heads], gate_dtype
+  gdn_heads out;           // written: [.., num_v_heads, head_v], io_dtype
+  const void *conv_weight; // [channels, conv_width], conv_dtype
+  const void *norm_weight; // [head_v], norm_dtype
+  const float *a_log;      // [num_v_heads]
+  const float *dt_bias;    // [num_v_heads]
+  void *inputs;            // [slot, capacity, channels], io_dtype: read and appended to as the ring is
+  const void *state_in;    // as in gdn_replay_params, and so on
+  void *state_out;
+  const uint32_t *counts;
+  gdn_ring ring;
+  gdn_slots in_slots, out_slots;
+  int64_t inputs_stride;   // elements from one slot to the next
+  int32_t num_seqs, tokens_per_seq;
+  int32_t num_k_heads, num_v_heads, head_k, head_v, conv_width;
+  int32_t io_dtype, gate_dtype, state_dtype, conv_dtype, norm_dtype;
+  int32_t l2norm, fold;
+  int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
+  int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings either
+  float l2_eps, scale, beta_scale, norm_eps;
+} gdn_replay_step_params;
+int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_t stream);
+
+// Moves the cursors behind the launches of a step, from the slots that they read to those that they wrote. Fields of the same
+// name as they had; `accepted` (null: all) is how many of each sequence's tokens stay.
+typedef struct gdn_replay_advance_params {
+  uint32_t *cursors;
+  const uint32_t *counts, *accepted;
+  gdn_slots in_slots, out_slots;    // slot_stride is not read
+  int32_t num_seqs, tokens_per_seq;
+  int32_t capacity, window;
+  int32_t fold;
+} gdn_replay_advance_params;
+int gdn_replay_advance(const gdn_replay_advance_params *params, cudaStream_t stream);
+
 // y = x w^T for few rows of x, as in decode, where reading w is all the work.
 typedef struct gdn_linear_params {
   const void *x;           // [rows, inputs], dtype

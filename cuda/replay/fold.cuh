@@ -1,0 +1,83 @@
+// The fold of a ring into a state on tensor cores: the update of 16 rows by 128 columns is a product over the entries, of
+// which a window has as many as a product takes at once.
+//
+// A lane must be left with the columns that it has of the state, eight in a row, where the product's layout gives it two of
+// every eight. So the columns of the keys are laid down in an order in which those two of four products are neighbours.
+#pragma once
+
+#include "pieces.cuh"
+
+namespace gdn {
+namespace replay {
+
+// The keys' terms, entry by entry. Rows are 16 bytes more than a multiple of 128 apart, for ldmatrix.
+template <typename T> struct FoldKeys {
+  static constexpr int kTerms = Piece<T>::kTerms;
+  alignas(16) uint32_t terms[kTerms][kWindow][kDim / 2 + 4];
+
+  // Of this thread, from rows of T; entries past the last are zero. A barrier belongs before and behind it.
+  __device__ __forceinline__ void fill(const T *keys, int stride, int length, int thread, int threads) {
+    for (int i = thread; i < kWindow * kDim / 8; i += threads) {
+      const int j = i / (kDim / 8), run = i % (kDim / 8), m = run / 4, c = run % 4;
+      uint32_t w[kTerms][4] = {};
+      if (j < length) {
+        Piece<T> piece;
+        piece.load(keys + j * stride + 8 * run);
+        piece.terms(w);
+      }
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t)
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) terms[t][j][16 * m + 4 * pair + c] = w[t][pair];
+    }
+  }
+};
+
+// Two rows of a lane, eight below each other, as the operand of a product over entries: what they add to the state by
+// entries 2 c, 2 c + 1, and 8 further.
+template <int TERMS> struct FoldUpdates {
+  uint32_t low[TERMS][2], high[TERMS][2];
+
+  // update(j, half) is that of entry j.
+  template <typename F> __device__ __forceinline__ FoldUpdates(int c, F &&update) {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const int j = 2 * c + 8 * s;
+      uint32_t a[TERMS], b[TERMS];
+      split(update(j, 0), update(j + 1, 0), a);
+      split(update(j, 1), update(j + 1, 1), b);
+#pragma unroll
+      for (int i = 0; i < TERMS; ++i) low[i][s] = a[i], high[i][s] = b[i];
+    }
+  }
+};
+
+// s[half][..] += updates times keys, of this lane's piece m in both rows.
+template <typename T, int TERMS>
+__device__ __forceinline__ void fold_piece(float (&s)[2][8], const FoldUpdates<TERMS> &updates, const FoldKeys<T> &keys, int m,
+                                           int lane) {
+#pragma unroll
+  for (int pair = 0; pair < 4; pair += 2) {
+    float acc[2][4] = {}, rest[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < FoldKeys<T>::kTerms; ++j) {
+      uint32_t b[4];    // of the first product's columns and of the next one's
+      ptx::load_matrices_trans(b, ptx::shared_address(&keys.terms[j][lane % 16][16 * m + 4 * (pair + lane / 16)]));
+#pragma unroll
+      for (int i = 0; i < TERMS; ++i) {
+        if (i + j > 2) continue;
+#pragma unroll
+        for (int x = 0; x < 2; ++x)
+          ptx::mma16816<__nv_bfloat16>(i + j == 0 ? acc[x] : rest[x], updates.low[i][0], updates.high[i][0], updates.low[i][1],
+                                       updates.high[i][1], b[2 * x], b[2 * x + 1]);
+      }
+    }
+#pragma unroll
+    for (int x = 0; x < 2; ++x)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[i / 2][2 * (pair + x) + i % 2] += acc[x][i] + rest[x][i];
+  }
+}
+
+}  // namespace replay
+}  // namespace gdn

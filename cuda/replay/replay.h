@@ -1,0 +1,19 @@
+// The launchers of this folder by input type, each in a translation unit of its own.
+#pragma once
+
+#include "../gdn.h"
+
+namespace gdn {
+namespace replay {
+
+struct Params;
+struct StepParams;
+
+template <typename T>
+int launch_as(const Params &params, int num_seqs, int state_dtype, int update_dtype, int algo, cudaStream_t stream);
+
+template <typename T>
+int launch_step_as(const StepParams &params, int num_seqs, int state_dtype, int update_dtype, bool overlap, cudaStream_t stream);
+
+}  // namespace replay
+}  // namespace gdn

@@ -1,0 +1,129 @@
+// What the fused step does before and after the rule: the convolution, and the gated norm.
+//
+// The convolution's window is a ring too, of its inputs as they came, in the rows of the ring's entries: behind the row of a
+// token stand those of the tokens before it, folded or not, until they are overwritten a whole turn later. So the cursor says
+// where the window is, and a draft that is taken back leaves it with the ring.
+#pragma once
+
+#include "ring.cuh"
+
+namespace gdn {
+namespace replay {
+
+constexpr int kWidth = 4;    // of the convolution
+
+// Channels of a value head: k, q and v, an element of each of them a thread.
+template <typename T, int MAX, int THREADS> struct Convolution {
+  static constexpr int kTurns = (3 * kDim + THREADS - 1) / THREADS;
+  const StepParams &p;
+  const uint32_t n, head, key_head;
+  T fresh[kTurns][MAX], past[kTurns][kWidth - 1];
+  uint32_t weight[kTurns][kWidth];
+
+  __device__ __forceinline__ Convolution(const StepParams &p, uint32_t n, uint32_t head, uint32_t key_head)
+      : p(p), n(n), head(head), key_head(key_head) {}
+
+  static __device__ __forceinline__ int unit(int turn) { return static_cast<int>(threadIdx.x) + turn * THREADS; }
+  static __device__ __forceinline__ bool some(int turn) { return kTurns * THREADS == 3 * kDim || unit(turn) < 3 * kDim; }
+  // 0: k, 1: q, 2: v.
+  static __device__ __forceinline__ int kind(int turn) { return unit(turn) / kDim; }
+
+  __device__ __forceinline__ uint32_t channel(int turn) const {
+    const uint32_t first = kind(turn) == 1 ? key_head : kind(turn) == 0 ? p.key_heads + key_head : 2 * p.key_heads + head;
+    return first * kDim + unit(turn) % kDim;
+  }
+
+  __device__ __forceinline__ T *inputs(uint32_t slot, uint32_t row, int turn) const {
+    return static_cast<T *>(p.inputs) + (static_cast<uint64_t>(slot) * p.inputs_stride + static_cast<uint64_t>(row) * p.channels +
+                                         channel(turn));
+  }
+
+  __device__ __forceinline__ void load_weights() {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (!some(turn)) continue;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        weight[turn][i] = raw_load_any(p.conv_weight, static_cast<int64_t>(channel(turn)) * kWidth + i, p.conv_dtype);
+    }
+  }
+
+  __device__ __forceinline__ void load_fresh() {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (!some(turn)) continue;
+#pragma unroll
+      for (int t = 0; t < MAX; ++t)
+        if (t < static_cast<int>(p.tokens)) fresh[turn][t] = p.q.at<T>(n, t, 0)[channel(turn)];
+    }
+  }
+
+  __device__ __forceinline__ void load_past(const Entries &ring, uint32_t slot) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (!some(turn)) continue;
+#pragma unroll
+      for (int i = 0; i < kWidth - 1; ++i) past[turn][i] = *inputs(slot, ring.row_before(kWidth - 1 - i), turn);
+    }
+  }
+
+  // Rounded as the convolution alone would store it.
+  template <typename S> __device__ __forceinline__ void run(S &shared, const Entries &ring) const {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (!some(turn)) continue;
+      float window[kWidth], taps[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) taps[i] = raw_to_float(weight[turn][i], p.conv_dtype);
+#pragma unroll
+      for (int i = 0; i < kWidth - 1; ++i) window[i] = to_float(past[turn][i]);
+#pragma unroll
+      for (int t = 0; t < MAX; ++t) {
+        if (t >= static_cast<int>(ring.count)) break;
+        window[kWidth - 1] = to_float(fresh[turn][t]);
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sum = fmaf(taps[i], window[i], sum);
+#pragma unroll
+        for (int i = 0; i < kWidth - 1; ++i) window[i] = window[i + 1];
+        const int d = unit(turn) % kDim;
+        (kind(turn) == 2 ? shared.v[t] : shared.tokens[2 * t + kind(turn)])[d] = from_float<T>(fast_silu(sum));
+      }
+    }
+  }
+
+  // Appends the inputs; with them those of the window, where a state moves. The first value head of a key head has q and k.
+  __device__ __forceinline__ void keep(const Entries &ring, uint32_t slot, bool moved) const {
+    const bool first = head == key_head * p.ratio.ratio;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (!some(turn) || (kind(turn) != 2 && !first)) continue;
+#pragma unroll
+      for (int t = 0; t < MAX; ++t)
+        if (t < static_cast<int>(ring.count)) *inputs(slot, ring.row(ring.length + t), turn) = fresh[turn][t];
+      if (moved) {
+#pragma unroll
+        for (int i = 0; i < kWidth - 1; ++i) *inputs(slot, ring.row_before(kWidth - 1 - i), turn) = past[turn][i];
+      }
+    }
+  }
+};
+
+// o * rsqrt(mean(o^2) + eps) * weight * act(z) of one token, by a warp; `o` and `z` are in shared memory.
+template <typename T, typename F>
+__device__ __forceinline__ void gated_norm(const StepParams &p, F &&o, const T *z, T *out, int lane) {
+  float x[kDim / 32], sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kDim / 32; ++i) x[i] = o(lane + 32 * i), sum = fmaf(x[i], x[i], sum);
+  const float scale = rsqrtf(group_sum(sum) * (1.f / kDim) + p.norm_eps);
+#pragma unroll
+  for (int i = 0; i < kDim / 32; ++i) {
+    const int d = lane + 32 * i;
+    const float gate = to_float(z[d]);
+    out[d] = from_float<T>(x[i] * scale * load_any(p.norm_weight, d, p.norm_dtype) *
+                           (p.sigmoid ? fast_sigmoid(gate) : fast_silu(gate)));
+  }
+}
+
+}  // namespace replay
+}  // namespace gdn

@@ -1,0 +1,263 @@
+// One token a sequence. A block has 4 rows of a head for each of its WARPS and of the ROWS that eight lanes hold. What all rows
+// need of the ring, k_j . k and k_j . q of its entries, is worked out once a block, an entry or more by eight lanes, while the
+// state is on its way; and what is one number for the head (gates, norms, what decays leave) by one warp each. The updates of the
+// ring join the sums of S k and S q lane by lane, before their reduction, which therefore costs no more than without a ring.
+#pragma once
+
+#include "../decode/raw.cuh"
+#include "ring.cuh"
+
+namespace gdn {
+namespace replay {
+
+// Sums of N values over the eight lanes of a row. Lane `part` is left with that of value part * N / 8, and with N = 16 of the
+// one behind it too, in x[0] and x[1].
+template <int N> __device__ __forceinline__ void scatter_sums(float (&x)[N], int part) {
+  int count = N;
+#pragma unroll
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    if (count == 1) {
+      x[0] += __shfl_xor_sync(0xffffffffu, x[0], half);
+      continue;
+    }
+    count /= 2;
+    const bool upper = part & half;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      if (i >= count) break;
+      const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + count], half);
+      x[i] = (upper ? x[i + count] : x[i]) + other;
+    }
+  }
+}
+
+// Sums of S k and S q of ROWS rows, in this order, row by row: of the one row that this lane is left with.
+template <int ROWS> __device__ __forceinline__ float2 row_products(float (&sums)[2 * ROWS], int part) {
+  scatter_sums(sums, part);
+  if constexpr (ROWS == 8) return {sums[0], sums[1]};
+  constexpr int kPartner = 4 / ROWS;
+  const float mine = sums[0], other = __shfl_xor_sync(0xffffffffu, mine, kPartner);
+  return part & kPartner ? float2{other, mine} : float2{mine, other};
+}
+
+// Warps a multiprocessor must have registers for: the more a lane holds, the fewer.
+template <typename ST, int ROWS> constexpr int kResident = ROWS * sizeof(ST) > 16 ? 8 : ROWS * sizeof(ST) == 16 ? 12 : 16;
+
+// What the warps of a block tell each other.
+struct TokenShared {
+  float2 products[kWindow];    // of an entry's key with k and q
+  Left left[kWindow];          // .entry of each; .state is the same in all
+  float log_step, step, beta, q_scale, kq;
+  Factor k_scale;
+  alignas(16) float keys[kWindow][kDim];    // written only to be folded
+};
+
+// U: the type of the updates.
+template <typename T, typename ST, typename U, int ROWS, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS, (kResident<ST, ROWS> + WARPS / 2) / WARPS)
+token_kernel(const __grid_constant__ Params p) {
+  using L = decode::Lanes<ST>;
+  using Key = decode::RawRun<T, L::kVec>;
+  __shared__ TokenShared shared;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes, group = lane / kLanes;
+  const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = p.ratio.of(head);
+  const uint32_t row0 = ((blockIdx.x * WARPS + warp) * kGroups + group) * ROWS;
+  const uint32_t mine = row0 + part * ROWS / kLanes;    // the row whose o and update are this lane's
+  const bool writes = part % (kLanes / ROWS) == 0;
+  constexpr int gates = 0, decays = 1 % WARPS, norms = 2 % WARPS, copies = 3 % WARPS;    // which warp does what
+
+  const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
+  if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding
+    if (writes && p.tokens) p.o.out<T>(n, 0, head)[mine] = from_float<T>(0.f);
+    return;
+  }
+  const uint32_t cursor = p.cursors[in_slot], within = (head * kDim + row0) * kDim;
+  const ST *in = static_cast<const ST *>(p.state_in) + (static_cast<uint64_t>(in_slot) * p.in.stride + within);
+  uint4 raw[ROWS][L::kChunks];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+    for (int c = 0; c < L::kChunks; ++c) raw[r][c] = L::load(in + r * kDim, part, c);
+  __syncwarp();    // what follows is not to be moved above these loads
+
+  Key raw_k[L::kChunks] = {}, raw_q[L::kChunks] = {};
+  uint32_t raw_a = 0, raw_b = 0;
+  float a_log = 0.f, dt_bias = 0.f;
+  T raw_v = {};
+  if (p.tokens) {
+    const T *kp = p.k.at<T>(n, 0, key_head), *qp = p.q.at<T>(n, 0, key_head);
+#pragma unroll
+    for (int c = 0; c < L::kChunks; ++c) raw_k[c].load(kp + L::column(part, c)), raw_q[c].load(qp + L::column(part, c));
+    if (warp == gates) {
+      raw_a = raw_load_any(p.a.ptr, p.a.index(n, 0, head), p.gate_dtype);
+      raw_b = raw_load_any(p.b.ptr, p.b.index(n, 0, head), p.gate_dtype);
+      a_log = p.a_log[head], dt_bias = p.dt_bias[head];
+    }
+    raw_v = p.v.at<T>(n, 0, head)[mine];
+  }
+
+  const Entries ring(p, n, cursor, p.apart || in_slot != out_slot);
+  if (ring.count == 0 && !ring.fold) return;
+  // Entries of the window whose keys eight lanes take; and those whose updates of its rows a lane takes.
+  constexpr int kSide = WARPS * kGroups, kTurns = kSide < kWindow ? kWindow / kSide : 1, kPerLane = kWindow / kLanes;
+  constexpr int kRun = ROWS < 4 ? ROWS : 4;
+  const uint32_t entry = warp * kGroups + group;
+  const T *keys = keys_of<T>(p, in_slot, key_head);
+  Key raw_key[kTurns][L::kChunks] = {};
+#pragma unroll
+  for (int x = 0; x < kTurns; ++x)
+    if (entry + x * kSide < ring.length) {
+      const T *key = keys + ring.row(entry + x * kSide) * kDim;
+#pragma unroll
+      for (int c = 0; c < L::kChunks; ++c) raw_key[x][c].load(key + L::column(part, c));
+    }
+  float decay = 0.f;
+  using Run = Pack<U, kRun>;
+  Run raw_update[kPerLane][ROWS / kRun] = {};
+  const U *updates = updates_of<U>(p, in_slot, head) + row0;
+#pragma unroll
+  for (int x = 0; x < kPerLane; ++x) {
+    const uint32_t j = part + x * kLanes;
+    if (j < ring.length) {
+#pragma unroll
+      for (int r = 0; r < ROWS / kRun; ++r) raw_update[x][r] = reinterpret_cast<const Run *>(updates + ring.row(j) * kDim)[r];
+    }
+  }
+  if (warp == decays && lane < ring.length) decay = decays_of(p, in_slot, head)[ring.row(lane)];
+  __syncwarp();    // nor are these to be moved below this
+
+  // What needs no entry first: they were asked for last.
+  if (warp == gates) {
+    const float log_step = log_decay(raw_to_float(raw_a, p.gate_dtype), dt_bias, -expf(a_log));
+    if (lane == 0) {
+      shared.log_step = log_step, shared.step = expf(log_step);
+      shared.beta = p.beta_scale * sigmoid(raw_to_float(raw_b, p.gate_dtype));
+    }
+  }
+  if (warp == copies && lane < kLanes && blockIdx.x == 0 && head == key_head * p.ratio.ratio && ring.count) {
+    T *to = keys_of<T>(p, out_slot, key_head) + ring.row(ring.length) * kDim;
+#pragma unroll
+    for (int c = 0; c < L::kChunks; ++c) raw_k[c].store(to + L::column(part, c));
+  }
+  float k[kEach], q[kEach], both[2 * ROWS];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) k[i] = raw_k[i / L::kVec].at(i % L::kVec), q[i] = raw_q[i / L::kVec].at(i % L::kVec);
+  if (warp == norms) {
+    SquareSum kk;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) kk.add_square(k[i]);
+    float sums[2] = {decode::dot(q, q), decode::dot(k, q)};
+#pragma unroll
+    for (int d = kLanes / 2; d > 0; d /= 2) kk.add_lane(d);
+    decode::row_sums(sums);
+    if (lane == 0) {
+      shared.k_scale = p.l2norm ? inverse_root(kk, p.l2_eps) : Factor{1.f, 0.f};
+      shared.q_scale = p.l2norm ? rsqrtf(sums[0] + p.l2_eps) * p.scale : p.scale;
+      shared.kq = sums[1];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    float s[kEach];
+#pragma unroll
+    for (int c = 0; c < L::kChunks; ++c) unpack<ST>(raw[r][c], &s[c * L::kVec]);
+    both[2 * r] = decode::dot(s, k), both[2 * r + 1] = decode::dot(s, q);
+    here(both[2 * r]), here(both[2 * r + 1]);    // or they would be worked out behind the barrier
+  }
+
+  if (warp == decays) {
+    const Left left(decay, lane);
+    if (lane < kWindow) shared.left[lane] = left;
+  }
+#pragma unroll
+  for (int x = 0; x < kTurns; ++x) {
+    const uint32_t j = entry + x * kSide;
+    if (j >= kWindow) break;    // a warp more than there are entries for
+    float key[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) key[i] = raw_key[x][i / L::kVec].at(i % L::kVec);
+    float sums[2] = {decode::dot(key, k), decode::dot(key, q)};
+    decode::row_sums(sums);
+    if (part == 0) shared.products[j] = j < ring.length ? float2{sums[0], sums[1]} : float2{0.f, 0.f};
+    if (ring.fold) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) shared.keys[j][L::column(part, i / L::kVec) + i % L::kVec] = key[i];
+    }
+  }
+  __syncthreads();
+
+  float update[kPerLane][ROWS];
+#pragma unroll
+  for (int x = 0; x < kPerLane; ++x)
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) update[x][r] = to_float(raw_update[x][r / kRun].x[r % kRun]);
+  if (ring.count) {
+    const float step = shared.step, state_left = step * shared.left[0].state;
+    float2 of[kPerLane];
+#pragma unroll
+    for (int x = 0; x < kPerLane; ++x) {
+      const int j = part + x * kLanes;
+      const float left = step * shared.left[j].entry;
+      of[x] = {left * shared.products[j].x, left * shared.products[j].y};
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      both[2 * r] *= state_left, both[2 * r + 1] *= state_left;
+#pragma unroll
+      for (int x = 0; x < kPerLane; ++x) {
+        both[2 * r] = fmaf(update[x][r], of[x].x, both[2 * r]);
+        both[2 * r + 1] = fmaf(update[x][r], of[x].y, both[2 * r + 1]);
+      }
+    }
+    const float2 product = row_products<ROWS>(both, part);
+    const Factor k_scale = shared.k_scale;
+    const float e = k_scale.times(shared.beta * (to_float(raw_v) - k_scale.times(product.x)));
+    const uint32_t row = ring.row(ring.length);
+    if (writes) {
+      p.o.out<T>(n, 0, head)[mine] = from_float<T>(shared.q_scale * fmaf(e, shared.kq, product.y));
+      updates_of<U>(p, out_slot, head)[row * kDim + mine] = from_float<U>(e);
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0) decays_of(p, out_slot, head)[row] = shared.log_step;
+  }
+  if (!ring.fold) return;
+
+  ST *out = static_cast<ST *>(p.state_out) + (static_cast<uint64_t>(out_slot) * p.out.stride + within);
+  const float state_left = shared.left[0].state;
+#pragma unroll
+  for (int x = 0; x < kPerLane; ++x) {
+    const float left = shared.left[part + x * kLanes].entry;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) update[x][r] *= left;
+  }
+  // The state is read again, four rows at a time: kept until here it would take the registers of every launch that does not
+  // fold.
+#pragma unroll
+  for (int r0 = 0; r0 < ROWS; r0 += kRun) {
+    float s[kRun][kEach];
+#pragma unroll
+    for (int r = 0; r < kRun; ++r) {
+#pragma unroll
+      for (int c = 0; c < L::kChunks; ++c) unpack<ST>(L::load(in + (r0 + r) * kDim, part, c), &s[r][c * L::kVec]);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) s[r][i] *= state_left;
+    }
+#pragma unroll
+    for (int x = 0; x < kPerLane; ++x)
+#pragma unroll 1
+      for (int y = 0; y < kLanes && x * kLanes + y < static_cast<int>(ring.length); ++y) {
+        float key[kEach];
+        L::slice(shared.keys[x * kLanes + y], part, key);
+#pragma unroll
+        for (int r = 0; r < kRun; ++r) {
+          const float e = __shfl_sync(0xffffffffu, update[x][r0 + r], y, kLanes);
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) s[r][i] = fmaf(e, key[i], s[r][i]);
+        }
+      }
+#pragma unroll
+    for (int r = 0; r < kRun; ++r) L::store(out + (r0 + r) * kDim, part, s[r]);
+  }
+}
+
+}  // namespace replay
+}  // namespace gdn

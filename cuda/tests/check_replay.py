@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""gdn_replay and gdn_replay_step, over the pair (state, ring), against the plain recurrence in float64: one token and several,
+folds, counts, drafts taken back, moved states, long runs.
+
+The times are of whole cycles from fold to fold, next to today's decode and, where it can be imported, FlashInfer's ring.
+"""
+import harness
+import replay_times
+from abi import REPLAY_AUTO, REPLAY_MMA, REPLAY_ROWS_2, REPLAY_ROWS_4, REPLAY_ROWS_8
+from harness import expect, one_by_one, report, same
+from replay_case import Sequences, drift
+from replay_step_case import Steps
+
+ONE = (REPLAY_ROWS_2, REPLAY_ROWS_4, REPLAY_ROWS_8, REPLAY_MMA)
+HEADS = ((16, 16), (16, 32), (16, 48), (16, 64), (2, 8), (1, 8), (4, 8))
+TYPES = [(io, state) for io in ("bf16", "f16", "f32") for state in ("f32", "bf16", "f16")]
+
+
+# ---- what a run of launches does ----
+
+def decode(s, steps=36):
+    for _ in range(steps):
+        s.call(1)
+
+
+def staggered(s):
+    """Every length of the ring at once, with sequences that now and then have no token."""
+    for _ in range(2):
+        s.call(8, [(5 * i) % 9 for i in range(s.n)])
+    for step in range(18):
+        s.call(1, [(i + step) % 4 != 0 for i in range(s.n)])
+
+
+def verify(s, tokens=(4, 8, 2, 5, 16, 3, 1, 8, 7, 4, 16, 6)):
+    for step, t in enumerate(tokens):
+        counts = [(t + i + step) % (t + 1) for i in range(s.n)] if step % 3 == 2 else None
+        s.call(t, counts, [(3 * i + step) % (t + 1) for i in range(s.n)])
+
+
+def verify_8(s):
+    verify(s, (4, 8, 2, 5, 3, 1, 8, 7, 4, 6))
+
+
+def rollback(s):
+    for step in range(6):
+        s.call(8, None, [3] * s.n)
+        s.call(1)
+
+
+def moves(s):
+    """States that move to other slots, with entries and without, and folds of all."""
+    s.call(5)
+    s.move()
+    s.call(1)
+    s.call(4, None, [2] * s.n)
+    s.fold()
+    s.move()
+    s.call(3, [i % 4 for i in range(s.n)])
+    s.fold()
+    s.fold()
+    s.move()
+    s.call(1)
+
+
+PLANS = {f.__name__: f for f in (decode, staggered, verify, verify_8, rollback, moves)}
+
+
+def run(lib, plan, *args, kind=Sequences, quiet=False, **kw):
+    s = kind(lib, *args, **kw)
+    PLANS[plan](s)
+    s.finish()
+    more = [f"{k}={v}" for k, v in kw.items() if k not in ("io", "state")]
+    name = " ".join([*["step"] * (kind is Steps), plan, f"{s.n}x", f"{s.hk}/{s.hv} {s.io}/{s.state_dtype}", *more])
+    report(name, s.fine(), s.text(), quiet)
+    return s
+
+
+def check_small(lib):
+    """A few cases, for compute-sanitizer."""
+    for algo in ONE:
+        run(lib, "staggered", 4, 1, 2, algo=algo, slots=True)
+    run(lib, "verify", 3, 1, 2, state="bf16", slots=True)
+    run(lib, "moves", 3, 2, 4, slots=True)
+    run(lib, "verify_8", 3, 1, 2, kind=Steps, slots=True)
+
+
+def check_cases(lib):
+    for algo in ONE:
+        for state in ("f32", "bf16"):
+            run(lib, "decode", 3, 2, 4, algo=algo, state=state, slots=True)
+            run(lib, "staggered", 17, 2, 4, algo=algo, state=state)
+    for io, state in TYPES:
+        for plan in PLANS:
+            run(lib, plan, 5, 2, 4, io=io, state=state, slots=plan != "rollback", quiet=True)
+    for plan in PLANS:
+        for algo in ONE if plan in ("decode", "staggered") else (REPLAY_AUTO,):
+            run(lib, plan, 5, 2, 4, state="bf16", update="bf16", slots=plan != "rollback", algo=algo, quiet=True)
+    for heads in HEADS:
+        for state in ("f32", "bf16"):
+            run(lib, "staggered", 3, *heads, state=state, quiet=True)
+            run(lib, "verify", 3, *heads, state=state, slots=True, quiet=True)
+    run(lib, "staggered", 40, 16, 32, slots=True)
+    run(lib, "verify", 40, 16, 32, slots=True)
+    for decay in ("none", "strong", "mixed", "mixed, 64", "uniform"):
+        for keys in ("random", "repeated", "alternating", "zeros"):
+            for plan in ("staggered", "verify"):
+                run(lib, plan, 4, 2, 4, io="f32", decay=decay, keys=keys, quiet=True)
+                if keys == "repeated":
+                    run(lib, plan, 4, 2, 4, decay=decay, keys=keys, quiet=True)
+    for more in (dict(l2norm=False), dict(beta_scale=2.0), dict(gate="f32"), dict(gate="f16"), dict(window=8, capacity=24),
+                 dict(window=5, capacity=10), dict(qk_size=30.0)):
+        plans = ("decode",) if more.get("window") else ("decode", "staggered", "verify")
+        for plan in plans:
+            run(lib, plan, 3, 2, 4, quiet=True, **more)
+
+
+def check_step(lib):
+    plans = ("decode", "staggered", "verify_8", "rollback", "moves")
+    for io, state in TYPES:
+        for plan in plans:
+            run(lib, plan, 3, 2, 4, kind=Steps, io=io, state=state, slots=plan != "rollback", quiet=io != "bf16" or state == "f16")
+    for heads in HEADS:
+        run(lib, "staggered", 3, *heads, kind=Steps, quiet=True)
+    run(lib, "verify_8", 20, 16, 32, kind=Steps, slots=True)
+    for more in (dict(update="bf16", state="bf16"), dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"),
+                 dict(l2norm=False), dict(overlap=1), dict(capacity=24, state="bf16")):
+        for plan in ("staggered", "verify_8"):
+            run(lib, plan, 3, 2, 4, kind=Steps, quiet=True, **more)
+
+
+def check_repeats(lib):
+    """The same bits again and from a graph."""
+    for plan, state in (("staggered", "f32"), ("staggered", "bf16"), ("verify", "f32"), ("verify", "bf16")):
+        first = run(lib, plan, 5, 2, 4, state=state, slots=True, quiet=True)
+        for graph in (False, True):
+            again = Sequences(lib, 5, 2, 4, state=state, slots=True, graph=graph)
+            PLANS[plan](again)
+            again.finish()
+            report(f"{plan} {state} again, graph {graph}", same(first.left(), again.left()), "same bits")
+
+
+def check_drift(lib):
+    """Against the plain recurrence. Without decay rounding adds up in any kernel: it may not do so faster than in today's."""
+    for state, decay, bound, tokens in (("f32", "normal", 1e-5, 2000), ("f32", "none", 1e-5, 2000), ("bf16", "normal", 2e-2, 1000),
+                                        ("bf16", "none", 2e-2, 1000), ("f16", "normal", 3e-3, 1000)):
+        (o, last), today = drift(lib, tokens, state, decay)
+        o_bound, last_bound = max(harness.O_BOUND["bf16"], bound), bound
+        if today and decay == "none":
+            o_bound, last_bound = max(o_bound, 2 * today[0]), max(last_bound, 2 * today[1])
+        shown = f"; gdn_rule o {today[0]:.1e} state {today[1]:.1e}" if today else ""
+        report(f"{tokens} tokens, {state} state, decay {decay}", o <= o_bound and last <= last_bound,
+               f"o {o:.1e} state {last:.1e}{shown}")
+
+
+def check_status(lib):
+    s = Sequences(lib, 2, 2, 4)
+    expect("replay", lib.gdn_replay, lambda: s.params(s.inputs(4), None, s.slots, s.slots, False), {
+        "BAD_DTYPE": one_by_one(io_dtype=[9], gate_dtype=[9], state_dtype=[3], ring__update_dtype=[1, 2]),
+        "BAD_HEADS": [dict(num_k_heads=3)],
+        "BAD_HEAD_DIM": [dict(head_k=0)],
+        "BAD_ALGO": one_by_one(head_k=[64], algo=[99, REPLAY_ROWS_2], ring__keys_stride=[4]) + [dict(state_out=lambda x: x + 16)],
+        "BAD_LENGTH": one_by_one(num_seqs=[-1], tokens_per_seq=[-1, 17], ring__capacity=[19, 33], ring__window=[0, 17]),
+        "BAD_STRIDE": one_by_one(q__token_stride=[-1, 1 << 33], ring__keys_stride=[-1]),
+        "NULL_POINTER": one_by_one(state_in=[None], ring__keys=[None], ring__cursors=[None], a_log=[None], o__ptr=[None]),
+        "OK": [dict(num_seqs=0)]})
+    s = Steps(lib, 2, 2, 4)
+    expect("replay step", lib.gdn_replay_step, lambda: s.params(s.inputs(4), None, s.slots, s.slots, False), {
+        "BAD_DTYPE": one_by_one(io_dtype=[9], conv_dtype=[9], norm_dtype=[9]),
+        "BAD_CONV_WIDTH": one_by_one(conv_width=[1, 9]),
+        "BAD_ALGO": one_by_one(conv_width=[3], head_v=[64]),
+        "BAD_LENGTH": [dict(tokens_per_seq=9), dict(ring__window=2, tokens_per_seq=1)],
+        "BAD_STRIDE": one_by_one(inputs_stride=[-1], z__token_stride=[-1]),
+        "NULL_POINTER": one_by_one(inputs=[None], conv_weight=[None], z__ptr=[None]),
+        "OK": [dict(num_seqs=0)]})
+
+
+def check(lib, args):
+    if args.quick:
+        return check_small(lib)
+    check_cases(lib)
+    check_step(lib)
+    check_repeats(lib)
+    check_drift(lib)
+    check_status(lib)
+
+
+def main():
+    harness.program(__doc__, check, replay_times.times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Sequences that gdn_replay_step serves: the convolution before the rule and the gated norm behind it."""
+import reference
+import torch
+from abi import CODES, ReplayStepParams, columns, fill
+from harness import TYPES, nan
+from replay_case import DIM, Sequences
+
+
+class Steps(Sequences):
+    WRITTEN = (*Sequences.WRITTEN, "conv_inputs")
+    ROUNDED = 2e-4      # where the convolution in float64 and in float32 are rounded to neighbours, once in 10,000
+
+    def __init__(self, *args, conv=None, norm="f32", sigmoid=False, overlap=0, **kw):
+        super().__init__(*args, **kw)
+        self.sigmoid, self.overlap, self.channels = sigmoid, overlap, (2 * self.hk + self.hv) * DIM
+        self.conv_weight = (0.5 * self.randn(self.channels, 4)).to(TYPES[conv or self.io])
+        self.norm_weight = (1 + 0.1 * self.randn(DIM)).to(TYPES[norm])
+        self.conv_dtype, self.norm_dtype = CODES[conv or self.io], CODES[norm]
+        self.conv_inputs = nan(self.pool, self.capacity, self.channels, dtype=self.io)
+        self.past = self.randn(self.n, 3, self.channels).to(TYPES[self.io])
+        for i in self.live:
+            for back in (3, 2, 1):
+                self.conv_inputs[self.slots[i], (self.first[self.slots[i]] - back) % self.capacity] = self.past[i, 3 - back]
+
+    def launcher(self):
+        return self.lib.gdn_replay_step
+
+    def inputs(self, tokens):
+        made = super().inputs(tokens)
+        self.z = self.randn(max(self.n * tokens, 1), self.hv * DIM).to(TYPES[self.io])
+        return made
+
+    def params(self, inputs, *more):
+        x, _, o, tokens = inputs
+        return fill(ReplayStepParams, x=columns(x, 0, 0, tokens), z=columns(self.z, 0, DIM, tokens), out=columns(o, 0, DIM, tokens),
+                    conv_weight=self.conv_weight, norm_weight=self.norm_weight, inputs=self.conv_inputs,
+                    inputs_stride=self.conv_inputs.stride(0), conv_width=4, conv_dtype=self.conv_dtype,
+                    norm_dtype=self.norm_dtype, sigmoid=int(self.sigmoid), overlap=self.overlap, norm_eps=1e-6,
+                    **self.shared(inputs, *more))
+
+    def qkv(self, inputs):
+        x = inputs[0][:, :self.channels].view(self.n, inputs[3], -1)
+        return reference.conv(self.past, x, self.conv_weight)[0].to(TYPES[self.io]).double()
+
+    def recurrence(self, inputs, counts):
+        o, after = super().recurrence(inputs, counts)
+        return reference.gated_norm(o, self.z[:self.n * inputs[3]].view_as(o), self.norm_weight, self.sigmoid), after
+
+    def appended(self, left, i, out, rows):
+        left["conv_inputs"][out, rows] = False
+        slot = self.slots[i]
+        if out != slot:
+            next_row = self.first[slot] + self.length[slot]
+            left["conv_inputs"][out, [(next_row - back) % self.capacity for back in (3, 2, 1)]] = False
+
+    def follow(self, inputs, counts, stay, outs, fold):
+        super().follow(inputs, counts, stay, outs, fold)
+        for i in self.live:
+            rows = inputs[0][:, :self.channels].view(self.n, -1, self.channels)[i, :stay[i]] if stay[i] else self.past[i, :0]
+            self.past[i] = torch.cat([self.past[i], rows])[-3:]
+
+    def left(self):
+        return [*super().left(), self.conv_inputs]
