@@ -27,13 +27,14 @@ pub fn cu_seqlens_on_device(cu_seqlens: &crate::CuSeqlens) -> &Tensor {
     cu_seqlens.tensor()
 }
 
-pub use crate::layer::deinterleaved;
+pub use crate::layer::{deinterleaved, no_tokens};
 pub use crate::linear::{products, Weight};
 pub use crate::ops::apply::{apply1, apply2, apply3};
 pub use crate::ops::check::*;
 pub use crate::ops::in_place::*;
 pub use crate::ops::launch::{Arena, Launch};
 pub use crate::ops::norm::{token_stride, uniform_tokens};
+pub use crate::ops::ring::{Cursors, Move, RING_TOKENS};
 pub use crate::ops::sequences::SequencePlan;
 pub use crate::ops::slots::{cpu_slots, CpuSlots};
 pub use crate::state::threads::{LastThread, Working};

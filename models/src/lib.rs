@@ -72,7 +72,7 @@ pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, Mixer
 pub use cuda::nccl::{NcclId, NcclRank};
 pub use engine::{
     DecodeGraph, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
-    GraphChoice, Meter, PrefixTally, Request, RequestId, Sampling, Sequence, SequencePool, SequenceSnapshot,
+    GraphChoice, Meter, PrefixTally, Request, RequestId, Rings, Sampling, Sequence, SequencePool, SequenceSnapshot,
     SplitMix64, Submitted,
 };
 pub use formats::{GgufFile, OtherType};

@@ -22,6 +22,9 @@ c_header! {
         pub GDN_STEP_WHOLE: i32 = 1;
         pub GDN_STEP_SPLIT: i32 = 2;
         pub GDN_STEP_HEADS: i32 = 3;
+        pub GDN_RING_WINDOW: usize = 16;
+        pub GDN_RING_CAPACITY: usize = 32;
+        pub GDN_REPLAY_STEP_TOKENS: usize = 16;
         pub GDN_LINEAR_ROWS: usize = 32;
         pub GDN_LINEAR_SWIGLU_ROWS: usize = 8;
         pub GDN_PROFILE_LEAN: u32 = 1 << 31;
@@ -149,6 +152,118 @@ c_header! {
             pub beta_scale: f32,
             pub norm_eps: f32,
         }
+        #[derive(Clone, Copy)]
+        pub struct Ring = gdn_ring {
+            pub keys: *mut c_void,
+            pub updates: *mut c_void,
+            pub decays: *mut f32,
+            pub cursors: *const u32,
+            pub keys_stride: i64,
+            pub updates_stride: i64,
+            pub decays_stride: i64,
+            pub capacity: i32,
+            pub window: i32,
+            pub update_dtype: i32,
+        }
+        pub struct ReplayParams = gdn_replay_params {
+            pub q: Heads,
+            pub k: Heads,
+            pub v: Heads,
+            pub a: Heads,
+            pub b: Heads,
+            pub o: Heads,
+            pub a_log: *const f32,
+            pub dt_bias: *const f32,
+            pub state_in: *const c_void,
+            pub state_out: *mut c_void,
+            pub counts: *const u32,
+            pub cu_seqlens: *const u32,
+            pub ring: Ring,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub num_seqs: i32,
+            pub tokens_per_seq: i32,
+            pub num_k_heads: i32,
+            pub num_v_heads: i32,
+            pub head_k: i32,
+            pub head_v: i32,
+            pub io_dtype: i32,
+            pub gate_dtype: i32,
+            pub state_dtype: i32,
+            pub l2norm: i32,
+            pub fold: i32,
+            pub algo: i32,
+            pub l2_eps: f32,
+            pub scale: f32,
+            pub beta_scale: f32,
+        }
+        pub struct ReplayStepParams = gdn_replay_step_params {
+            pub x: Heads,
+            pub z: Heads,
+            pub a: Heads,
+            pub b: Heads,
+            pub out: Heads,
+            pub conv_weight: *const c_void,
+            pub norm_weight: *const c_void,
+            pub a_log: *const f32,
+            pub dt_bias: *const f32,
+            pub inputs: *mut c_void,
+            pub state_in: *const c_void,
+            pub state_out: *mut c_void,
+            pub counts: *const u32,
+            pub cu_seqlens: *const u32,
+            pub ring: Ring,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub inputs_stride: i64,
+            pub num_seqs: i32,
+            pub tokens_per_seq: i32,
+            pub num_k_heads: i32,
+            pub num_v_heads: i32,
+            pub head_k: i32,
+            pub head_v: i32,
+            pub conv_width: i32,
+            pub io_dtype: i32,
+            pub gate_dtype: i32,
+            pub state_dtype: i32,
+            pub conv_dtype: i32,
+            pub norm_dtype: i32,
+            pub l2norm: i32,
+            pub fold: i32,
+            pub sigmoid: i32,
+            pub overlap: i32,
+            pub l2_eps: f32,
+            pub scale: f32,
+            pub beta_scale: f32,
+            pub norm_eps: f32,
+        }
+        pub struct ReplayAdvanceParams = gdn_replay_advance_params {
+            pub cursors: *mut u32,
+            pub counts: *const u32,
+            pub cu_seqlens: *const u32,
+            pub accepted: *const u32,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub num_seqs: i32,
+            pub tokens_per_seq: i32,
+            pub capacity: i32,
+            pub window: i32,
+            pub fold: i32,
+        }
+        pub struct ReplayWindowParams = gdn_replay_window_params {
+            pub inputs: *mut c_void,
+            pub window: *mut c_void,
+            pub cursors: *const u32,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub inputs_stride: i64,
+            pub num_seqs: i32,
+            pub channels: i32,
+            pub conv_width: i32,
+            pub capacity: i32,
+            pub io_dtype: i32,
+            pub to_ring: i32,
+        }
         pub struct LinearParams = gdn_linear_params {
             pub x: *const c_void,
             pub w: *const c_void,
@@ -202,6 +317,10 @@ extern "C" {
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_step_choice(params: *const StepParams, algo: *mut i32) -> std::ffi::c_int;
+    pub fn gdn_replay(params: *const ReplayParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_replay_step(params: *const ReplayStepParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_replay_advance(params: *const ReplayAdvanceParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_replay_window(params: *const ReplayWindowParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_linear_with(
         params: *const LinearParams,
         options: *const LinearOptions,

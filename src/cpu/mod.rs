@@ -8,6 +8,7 @@ mod gates;
 pub mod matmul;
 pub mod norm;
 mod recurrent;
+pub mod replay;
 pub mod rule;
 pub mod simd;
 mod transposed;

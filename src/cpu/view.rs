@@ -78,15 +78,22 @@ pub struct Slots<'a> {
 }
 
 impl Slots<'_> {
+    /// The slots that sequence `n` reads and writes, or `None` where it is padding.
+    #[inline(always)]
+    pub fn numbers(&self, n: usize) -> Option<(usize, usize)> {
+        let slot = |map: Option<&[u32]>| match map {
+            Some(map) if map[n] == u32::MAX => None,
+            Some(map) => Some(map[n] as usize),
+            None => Some(n),
+        };
+        slot(self.read).zip(slot(self.write))
+    }
+
     /// Where sequence `n` finds its state and where it leaves it, or `None` where it is padding.
     #[inline(always)]
     pub fn offsets(&self, n: usize) -> Option<(usize, usize)> {
-        let slot = |map: Option<&[u32]>| match map {
-            Some(map) if map[n] == u32::MAX => None,
-            Some(map) => Some(map[n] as usize * self.stride),
-            None => Some(n * self.stride),
-        };
-        slot(self.read).zip(slot(self.write))
+        let (read, write) = self.numbers(n)?;
+        Some((read * self.stride, write * self.stride))
     }
 }
 
@@ -111,6 +118,16 @@ impl<'a, T> Shared<'a, T> {
     pub unsafe fn part(&self, start: usize, len: usize) -> &mut [T] {
         assert!(start <= self.len && len <= self.len - start, "part out of range");
         std::slice::from_raw_parts_mut(self.ptr.add(start), len)
+    }
+
+    /// A part to be read.
+    ///
+    /// # Safety
+    /// No live part that is written may overlap.
+    #[inline(always)]
+    pub unsafe fn view(&self, start: usize, len: usize) -> &[T] {
+        assert!(start <= self.len && len <= self.len - start, "part out of range");
+        std::slice::from_raw_parts(self.ptr.add(start), len)
     }
 
     /// The part at `to` with a copy of the `len` elements at `from`, where they are not the same.

@@ -11,6 +11,7 @@ mod norm;
 pub mod pointers;
 #[cfg(feature = "profile")]
 pub(crate) mod profile;
+pub(crate) mod replay;
 mod rule;
 pub(crate) mod step;
 #[doc(hidden)]

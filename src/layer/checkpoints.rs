@@ -2,7 +2,7 @@
 
 use super::forward::On;
 use super::{GatedDeltaNet, OP};
-use crate::ops::{checkpoint_rows, CuSeqlens, Launch, Slots, CHECKPOINT_MULTIPLE};
+use crate::ops::{checkpoint_rows, CuSeqlens, Slots, CHECKPOINT_MULTIPLE};
 use crate::state::{GdnState, StatePool};
 use candle_core::{bail, Result, Tensor};
 use std::sync::Arc;
@@ -121,8 +121,7 @@ impl GatedDeltaNet {
         let Some((slots, _working)) = self.begin_slots(x, cu_seqlens, slots, pool)? else {
             return Ok((x.clone(), Checkpoints { plan: plan.clone(), states: None }));
         };
-        let states = &*pool.states_mut();
-        let on = On { states, slots: Some(&slots), cu_seqlens, checkpoints: None, launch: &Launch::default() };
+        let (states, on) = (pool.states(), On::pool(pool, &slots, cu_seqlens));
         let Some(windows) = &plan.windows else {
             let (y, _) = self.run_slots(x, on)?;
             return Ok((y, Checkpoints { plan: plan.clone(), states: None }));

@@ -2,9 +2,10 @@
 
 use super::projection::Projected;
 use super::{GatedDeltaNet, OP};
+use crate::ops::ring::{Move, Ring, Window};
 use crate::ops::{CausalConv1d, CuSeqlens, GatedRmsNorm, GdnPrefill, GdnStep, Launch, Slots, STEP_TOKENS};
 use crate::state::threads::Working;
-use crate::state::{GdnState, StatePool};
+use crate::state::{GdnState, PoolRing, StatePool};
 use candle_core::{bail, Result, Tensor};
 
 /// Tokens a sequence up to which a call takes the fused step on CUDA. With more, convolution, rule and norm one by one are
@@ -19,13 +20,26 @@ const OVERLAP_ROWS: usize = 16;
 #[derive(Clone, Copy)]
 pub(super) struct On<'a> {
     pub states: &'a GdnState,
+    /// What stands beside them.
+    pub ring: Option<&'a PoolRing>,
     /// In u32. Without them sequence `n` has state `n`.
     pub slots: Option<&'a Slots>,
     /// Where tokens are packed.
     pub cu_seqlens: Option<&'a CuSeqlens>,
     /// Where the recurrent states after every so many tokens go.
     pub checkpoints: Option<(&'a Tensor, usize)>,
+    /// Tokens on a ring that none of them may be folded into: a step, however many they are.
+    pub drafts: bool,
     pub launch: &'a Launch,
+}
+
+impl<'a> On<'a> {
+    /// Slots of a pool, in u32.
+    pub fn pool(pool: &'a StatePool, slots: &'a Slots, cu_seqlens: Option<&'a CuSeqlens>) -> Self {
+        const LAUNCH: &Launch = &Launch { overlap: false, arena: None };
+        let (states, ring) = (pool.states(), pool.ring());
+        Self { states, ring, slots: Some(slots), cu_seqlens, checkpoints: None, drafts: false, launch: LAUNCH }
+    }
 }
 
 impl GatedDeltaNet {
@@ -47,7 +61,8 @@ impl GatedDeltaNet {
         }
         let _working = state.take()?;
         let launch = &Launch::default();
-        let on = On { states: state, slots: None, cu_seqlens: None, checkpoints: None, launch };
+        let on =
+            On { states: state, ring: None, slots: None, cu_seqlens: None, checkpoints: None, drafts: false, launch };
         self.feed(&self.project(x, tokens, launch)?, tokens, on)
     }
 
@@ -88,7 +103,7 @@ impl GatedDeltaNet {
     ) -> Result<Tensor> {
         match self.begin_slots(x, cu_seqlens, slots, pool)? {
             Some((slots, _working)) => {
-                let on = On { states: pool.states_mut(), slots: Some(&slots), cu_seqlens, checkpoints: None, launch };
+                let on = On { launch, ..On::pool(pool, &slots, cu_seqlens) };
                 let (y, _) = self.run_slots(x, on)?;
                 Ok(y)
             }
@@ -126,20 +141,46 @@ impl GatedDeltaNet {
     /// Checked tokens on slots: y, and what the projection gave.
     pub(super) fn run_slots(&self, x: &Tensor, on: On<'_>) -> Result<(Tensor, Projected)> {
         // Equal lengths as a batch, for which the step has kernels of its own.
-        if let Some(len) = on.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| self.fuses(*len)) {
+        if let Some(len) = on.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| self.steps(*len, on)) {
             let batch = x.dims()[0] / len;
             let p = self.project(&x.reshape((batch, len, x.dims()[1]))?, len, on.launch)?;
             let y = self.feed(&p, len, On { cu_seqlens: None, ..on })?;
+            self.advance(len, on)?;
             return Ok((y.flatten(0, 1)?, p.packed(&self.config)?));
         }
         let longest = on.cu_seqlens.map_or_else(|| x.dims()[1], CuSeqlens::max_len);
         let p = self.project(x, longest, on.launch)?;
-        Ok((self.feed(&p, longest, on)?, p))
+        let y = self.feed(&p, longest, on)?;
+        self.advance(longest, on)?;
+        Ok((y, p))
+    }
+
+    /// Moves the cursors of a pool whose own they are.
+    fn advance(&self, longest: usize, on: On<'_>) -> Result<()> {
+        match (on.ring, on.slots) {
+            (Some(PoolRing { ring, own: true }), Some(slots)) if !on.drafts => {
+                ring.cursors.advance(slots, self.ring_move(on.cu_seqlens, longest))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What a call with so many tokens a sequence at most does to rings.
+    #[doc(hidden)]
+    pub fn ring_move<'a>(&self, cu_seqlens: Option<&'a CuSeqlens>, longest: usize) -> Move<'a> {
+        match self.fuses(longest) {
+            true => Move::append(cu_seqlens, longest),
+            false => Move::fold(),
+        }
     }
 
     /// Whether the fused step runs calls of at most so many tokens a sequence.
     pub(super) fn fuses(&self, longest: usize) -> bool {
         longest <= if self.conv_weight.device().is_cuda() { FUSED_TOKENS } else { STEP_TOKENS }
+    }
+
+    fn steps(&self, longest: usize, on: On<'_>) -> bool {
+        self.fuses(longest) || on.drafts
     }
 
     /// The input projection of x `[lead.., hidden_size]`, `longest` being the most tokens of a sequence. In a step its
@@ -153,15 +194,34 @@ impl GatedDeltaNet {
 
     /// What follows the projection, with y; `longest` is the most tokens of a sequence.
     fn feed(&self, p: &Projected, longest: usize, on: On<'_>) -> Result<Tensor> {
-        if self.fuses(longest) {
+        if self.steps(longest, on) {
             let launch = launched(on.launch, &p.z, longest);
             let y = self.step(p, on)?.launched(&launch).forward(&p.qkv, &p.z, &self.conv_weight)?;
             return self.out_proj.forward("out_proj", &y, self.config.hidden_size, &launch);
         }
         let c = &self.config;
-        let o = self.rule(p, longest, on)?;
+        let o = match (on.ring, on.slots) {
+            (Some(PoolRing { ring, .. }), Some(slots)) => self.behind_ring(p, longest, on, (ring, slots))?,
+            _ => self.rule(p, longest, on)?,
+        };
         let o = GatedRmsNorm::new(c.rms_norm_eps, c.output_gate)?.forward(&o, &p.z, &self.norm_weight)?;
         self.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, on.launch)
+    }
+
+    /// [`Self::rule`] on states whose rings are folded first; their windows go out of the rings and into them again.
+    pub(super) fn behind_ring(
+        &self,
+        p: &Projected,
+        longest: usize,
+        on: On<'_>,
+        (ring, slots): (&Ring, &Slots),
+    ) -> Result<Tensor> {
+        let GdnState { conv, recurrent, .. } = on.states;
+        ring.fold(recurrent, slots, None)?;
+        ring.window(conv, slots, Window::ToState)?;
+        let o = self.rule(p, longest, On { slots: Some(&slots.written()), ..on })?;
+        ring.window(conv, slots, Window::ToRing)?;
+        Ok(o)
     }
 
     /// Convolution, rule and norm for up to 16 tokens a sequence.
@@ -170,6 +230,9 @@ impl GatedDeltaNet {
         let mut step = GdnStep::new(p.gates.clone(), &self.norm_weight, conv, recurrent, self.options)?;
         if let Some(slots) = on.slots {
             step = step.with_slots(slots);
+        }
+        if let Some(PoolRing { ring, .. }) = on.ring {
+            step = step.with_ring(ring);
         }
         match on.cu_seqlens {
             Some(cu_seqlens) => step.with_cu_seqlens(cu_seqlens),

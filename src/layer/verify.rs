@@ -3,16 +3,19 @@
 use super::forward::{On, FUSED_TOKENS};
 use super::projection::Projected;
 use super::{GatedDeltaNet, OP};
-use crate::ops::{CuSeqlens, Launch, Slots, NO_SLOT};
-use crate::state::StatePool;
+use crate::ops::ring::{Cursors, Move, RING_TOKENS};
+use crate::ops::{CuSeqlens, Slots, NO_SLOT};
+use crate::state::{PoolRing, StatePool};
 use candle_core::{bail, Result, Tensor};
 
-/// What a layer keeps of a verify pass until [`GatedDeltaNet::commit`]: the projections of the drafted tokens, no state.
+/// What a layer keeps of a verify pass until [`GatedDeltaNet::commit`]: the projections of the drafted tokens, no state; in place on
+/// a ring nothing.
 #[derive(Debug)]
 pub struct Drafted {
-    /// `None` where there were no tokens.
+    /// `None` where there were no tokens, or where they are in a ring.
     projected: Option<Projected>,
     cu_seqlens: CuSeqlens,
+    in_place: bool,
 }
 
 impl Drafted {
@@ -27,8 +30,15 @@ impl Drafted {
 pub struct Accepted {
     /// Tokens of each sequence that were drafted.
     drafted: Vec<usize>,
-    /// The sequences to be fed anew, and between them, as padding, all other tokens.
-    replay: Option<(CuSeqlens, Slots)>,
+    how: How,
+}
+
+#[derive(Debug)]
+enum How {
+    /// The sequences to be fed anew, and between them, as padding, all other tokens; none where all tokens stay.
+    Anew(Option<(CuSeqlens, Slots)>),
+    /// In place, entries of rings begin to count.
+    InPlace { cu_seqlens: CuSeqlens, slots: Slots, accepted: Tensor },
 }
 
 impl Accepted {
@@ -46,6 +56,10 @@ impl Accepted {
             if len != sequences {
                 bail!("Accepted: {arg}: expected {sequences} (one for each sequence), got {len}");
             }
+        }
+        let device = slots.read().device();
+        if slots.in_place() {
+            return Self::in_place(cu_seqlens, slots, accepted);
         }
         // Of the calls that feed anew: the tokens of each sequence and its slots, padding for those that are not fed.
         let (mut lengths, mut from, mut to) = (vec![], vec![], vec![]);
@@ -71,12 +85,38 @@ impl Accepted {
                 rest -= rest.min(FUSED_TOKENS);
             }
         }
-        let device = slots.read().device();
         let replay = match any {
             true => Some((CuSeqlens::from_lengths(&lengths, device)?, Slots::from_to(&from, &to, device)?)),
             false => None,
         };
-        Ok(Self { drafted, replay })
+        Ok(Self { drafted, how: How::Anew(replay) })
+    }
+
+    fn in_place(cu_seqlens: &CuSeqlens, slots: &Slots, accepted: &[usize]) -> Result<Self> {
+        let drafted: Vec<usize> = cu_seqlens.lengths().collect();
+        for (n, (drafted, stay)) in drafted.iter().zip(accepted).enumerate() {
+            if stay > drafted {
+                bail!("Accepted: accepted: expected at most {drafted} (the tokens of sequence {n}), got {stay}");
+            }
+        }
+        let accepted: Vec<u32> = accepted.iter().map(|&stay| stay as u32).collect();
+        let accepted = match accepted.is_empty() {
+            true => Tensor::zeros(1, candle_core::DType::U32, slots.read().device())?.narrow(0, 0, 0)?,
+            false => Tensor::new(&accepted[..], slots.read().device())?,
+        };
+        Ok(Self { drafted, how: How::InPlace { cu_seqlens: cu_seqlens.clone(), slots: slots.clone(), accepted } })
+    }
+
+    /// Moves the cursors of rings behind [`GatedDeltaNet::commit`] in all layers that share them.
+    #[doc(hidden)]
+    pub fn advance(&self, layer: &GatedDeltaNet, cursors: &Cursors) -> Result<()> {
+        match &self.how {
+            How::Anew(None) => Ok(()),
+            How::Anew(Some((cu_seqlens, slots))) => {
+                cursors.advance(slots, layer.ring_move(Some(cu_seqlens), cu_seqlens.max_len()))
+            }
+            How::InPlace { cu_seqlens, slots, accepted } => cursors.advance(slots, Move::accept(cu_seqlens, accepted)),
+        }
     }
 }
 
@@ -86,10 +126,15 @@ impl GatedDeltaNet {
     /// slot that a sequence reads stays as it is, so that it needs one more while its draft is verified, and no copy of a
     /// state a token.
     ///
+    /// On a pool with a ring ([`GatedDeltaNet::new_ring_pool`]) drafts of up to 16 tokens are verified in place: `slots` are
+    /// made by [`Slots::new`], the tokens wait in the ring, and [`GatedDeltaNet::commit`] only says how many of them count. A
+    /// draft without a commit leaves no trace.
+    ///
     /// Up to 8 tokens a sequence (on the CPU 16) take the decode step, more the chunk forms.
     ///
     /// # Errors
-    /// As [`GatedDeltaNet::forward_slots`], or where the host knows the slots and a sequence writes the slot it reads.
+    /// As [`GatedDeltaNet::forward_slots`], or where the host knows the slots and a sequence writes the slot it reads, unless
+    /// in place.
     pub fn verify(
         &self,
         x: &Tensor,
@@ -97,33 +142,28 @@ impl GatedDeltaNet {
         slots: &Slots,
         pool: &mut StatePool,
     ) -> Result<(Tensor, Drafted)> {
-        if let Some((read, write)) = slots.on_host() {
-            let same = |(_, (r, w)): &(usize, (&u32, &u32))| r == w && **r != NO_SLOT;
-            if let Some((n, (slot, _))) = read.iter().zip(write).enumerate().find(same) {
-                bail!("{OP}: slots: expected other slots to write than to read, got {slot} for both at {n}");
-            }
-        } else if slots.in_place() {
-            bail!("{OP}: slots: expected other slots to write than to read, got one tensor for both");
+        let in_place = pool.has_ring() && slots.in_place() && cu_seqlens.max_len() <= RING_TOKENS;
+        if !in_place {
+            check_other_slots(slots, pool.has_ring())?;
         }
-        let drafted = |projected| Drafted { projected, cu_seqlens: cu_seqlens.clone() };
+        let drafted = |projected| Drafted { projected, cu_seqlens: cu_seqlens.clone(), in_place };
         let Some((slots, _working)) = self.begin_slots(x, Some(cu_seqlens), slots, pool)? else {
             return Ok((x.clone(), drafted(None)));
         };
-        let states = &*pool.states_mut();
-        let on = On {
-            states,
-            slots: Some(&slots),
-            cu_seqlens: Some(cu_seqlens),
-            checkpoints: None,
-            launch: &Launch::default(),
-        };
+        let on = On { drafts: in_place, ..On::pool(pool, &slots, Some(cu_seqlens)) };
         let (y, projected) = self.run_slots(x, on)?;
-        Ok((y, drafted(Some(projected))))
+        if !in_place {
+            return Ok((y, drafted(Some(projected))));
+        }
+        if let Some(PoolRing { ring, own: true }) = pool.ring() {
+            ring.cursors.advance(&slots, Move::draft(cu_seqlens, &no_tokens(&slots)?))?;
+        }
+        Ok((y, drafted(None)))
     }
 
     /// Leaves in the slot that each sequence wrote in the verify pass the state, the convolution's included, as if only the
     /// accepted tokens had been fed. That slot is the sequence's from here on, and the one that it read is free for the
-    /// next draft: the caller swaps the two numbers, whatever was accepted.
+    /// next draft: the caller swaps the two numbers, whatever was accepted. In place on a ring there is but one.
     ///
     /// A sequence whose tokens all stay costs nothing. The others' accepted tokens are fed anew from the slot that was
     /// read, all in one call, and without the projections, which were kept. The state is what a call with that many tokens
@@ -136,23 +176,50 @@ impl GatedDeltaNet {
         if !drafted.cu_seqlens.lengths().eq(accepted.drafted.iter().copied()) {
             bail!("{OP}: accepted: expected counts for the sequences that were drafted, got others");
         }
-        let (Some((cu_seqlens, slots)), Some(p)) = (&accepted.replay, &drafted.projected) else { return Ok(()) };
-        self.check_states("pool", pool.states_mut())?;
-        slots.check(OP, slots.len(), pool.capacity(), self.conv_weight.device())?;
-        let _working = pool.states_mut().take()?;
-        let states = &*pool.states_mut();
-        let on = On {
-            states,
-            slots: Some(slots),
-            cu_seqlens: Some(cu_seqlens),
-            checkpoints: None,
-            launch: &Launch::default(),
-        };
-        if self.fuses(cu_seqlens.max_len()) {
-            self.step(p, on)?.forward(&p.qkv, &p.z, &self.conv_weight)?;
-        } else {
-            self.rule(p, cu_seqlens.max_len(), on)?;
+        if drafted.in_place != matches!(accepted.how, How::InPlace { .. }) || (drafted.in_place && !pool.has_ring()) {
+            bail!("{OP}: accepted: expected the slots that were drafted on, got others");
         }
+        self.check_states("pool", pool.states_mut())?;
+        let _working = pool.states_mut().take()?;
+        if let (How::Anew(Some((cu_seqlens, slots))), Some(p)) = (&accepted.how, &drafted.projected) {
+            slots.check(OP, slots.len(), pool.capacity(), self.conv_weight.device())?;
+            self.feed_anew(p, cu_seqlens.max_len(), On::pool(pool, slots, Some(cu_seqlens)))?;
+        }
+        match pool.ring() {
+            Some(PoolRing { ring, own: true }) => accepted.advance(self, &ring.cursors),
+            _ => Ok(()),
+        }
+    }
+
+    fn feed_anew(&self, p: &Projected, longest: usize, on: On<'_>) -> Result<()> {
+        if self.fuses(longest) {
+            self.step(p, on)?.forward(&p.qkv, &p.z, &self.conv_weight)?;
+            return Ok(());
+        }
+        match (on.ring, on.slots) {
+            (Some(PoolRing { ring, .. }), Some(slots)) => self.behind_ring(p, longest, on, (ring, slots))?,
+            _ => self.rule(p, longest, on)?,
+        };
         Ok(())
     }
+}
+
+/// Of a draft that is not in a ring.
+fn check_other_slots(slots: &Slots, ring: bool) -> Result<()> {
+    let more = if ring { format!("; in place a ring takes up to {RING_TOKENS} tokens") } else { String::new() };
+    if let Some((read, write)) = slots.on_host() {
+        let same = |(_, (r, w)): &(usize, (&u32, &u32))| r == w && **r != NO_SLOT;
+        if let Some((n, (slot, _))) = read.iter().zip(write).enumerate().find(same) {
+            bail!("{OP}: slots: expected other slots to write than to read, got {slot} for both at {n}{more}");
+        }
+    } else if slots.in_place() {
+        bail!("{OP}: slots: expected other slots to write than to read, got one tensor for both{more}");
+    }
+    Ok(())
+}
+
+/// None of the sequences' tokens stays yet.
+#[doc(hidden)]
+pub fn no_tokens(slots: &Slots) -> Result<Tensor> {
+    Tensor::zeros(slots.len(), candle_core::DType::U32, slots.read().device())
 }

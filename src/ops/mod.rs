@@ -15,6 +15,8 @@ pub mod norm;
 mod options;
 mod plan;
 mod prefill;
+pub mod ring;
+mod ring_cpu;
 mod rule;
 mod rule_cpu;
 pub mod sequences;
@@ -35,7 +37,7 @@ pub use step::{gdn_step_in_place, GdnStep};
 pub(crate) use check::{check_device, check_float, check_shape, check_state_dtype};
 pub(crate) use copy_slot::copy_slot;
 pub use launch::Launch;
-pub(crate) use step::STEP_TOKENS;
+pub(crate) use step::{fused_sizes, STEP_TOKENS};
 #[cfg(feature = "cuda")]
 pub(crate) use {
     apply::apply2,

@@ -30,7 +30,7 @@ impl Rule {
         Ok((out, Shape::from(plan.out_shape)))
     }
 
-    fn cpu_gates(&self, plan: &RulePlan) -> Result<Vec<(f32, f32)>> {
+    pub(super) fn cpu_gates(&self, plan: &RulePlan) -> Result<Vec<(f32, f32)>> {
         let Gates { a, b, a_log, dt_bias } = &self.gates;
         let (a_log, dt_bias) = (a_log.to_vec1::<f32>()?, dt_bias.to_vec1::<f32>()?);
         let (a, _) = a.storage_and_layout();
@@ -131,7 +131,10 @@ impl CpuRun<'_> {
 }
 
 /// The elements of a tensor from its first on.
-fn elements<'a, S: cpu::Stored>((op, arg): (&str, &str), (storage, layout): CpuWritten<'a>) -> Result<&'a mut [S]> {
+pub(super) fn elements<'a, S: cpu::Element>(
+    (op, arg): (&str, &str),
+    (storage, layout): CpuWritten<'a>,
+) -> Result<&'a mut [S]> {
     let dtype = storage_dtype(storage);
     let Some(data) = S::slice_mut(storage) else { bail!("{op}: {arg}: expected another dtype than {dtype:?}") };
     let start = layout.start_offset().min(data.len());

@@ -121,6 +121,15 @@ impl Slots {
         self.read.id() == self.write.id()
     }
 
+    /// Those that are written, to be read as well.
+    pub(crate) fn written(&self) -> Self {
+        let host = self.host.as_ref().map(|host| match &host.write {
+            Some(write) => Arc::new(Host { read: write.clone(), write: None, end: host.end }),
+            None => host.clone(),
+        });
+        Self { read: self.write.clone(), write: self.write.clone(), host }
+    }
+
     /// The same with both maps in u32.
     pub fn in_u32(&self) -> Result<Self> {
         if self.read.dtype() == DType::U32 && self.write.dtype() == DType::U32 {

@@ -7,6 +7,7 @@ use super::launch::Launch;
 use super::norm::{uniform_tokens, GatedRmsNorm};
 use super::options::{Gates, StepAlgo, StepOptions};
 use super::plan::StepPlan;
+use super::ring::Ring;
 use super::rule::Rule;
 use super::sequences::CuSeqlens;
 use super::slots::Slots;
@@ -36,6 +37,8 @@ pub struct GdnStep {
     pub(super) conv_state: Tensor,
     pub(super) norm_weight: Tensor,
     pub(super) options: StepOptions,
+    /// With one the state is only read, and what would be written is appended to it.
+    pub(super) ring: Option<Ring>,
     launch: Launch,
 }
 
@@ -100,6 +103,7 @@ impl GdnStep {
             norm_weight: norm_weight.contiguous()?,
             rule,
             options,
+            ring: None,
             launch: Launch::default(),
         })
     }
@@ -133,6 +137,13 @@ impl GdnStep {
         self
     }
 
+    /// The state is only read, and the tokens are appended to the ring of its slots, whose cursors are for the caller to move;
+    /// the convolution's state is any memory of its shape. Up to 16 tokens a sequence.
+    pub(crate) fn with_ring(mut self, ring: &Ring) -> Self {
+        self.ring = Some(ring.clone());
+        self
+    }
+
     /// How the kernel is launched. With `overlap` it may read the weights, the old states and the slots, which are u32,
     /// while the kernel before it on the stream still runs, which must therefore write none of them.
     pub(crate) fn launched(mut self, launch: &Launch) -> Self {
@@ -153,7 +164,15 @@ impl GdnStep {
     /// tokens of z do not count through.
     pub(super) fn prepare(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<[Tensor; 3]> {
         let z = uniform_tokens(z, qkv.rank().saturating_sub(1))?;
-        let (qkv, conv_weight) = (dense_rows(qkv)?, conv_weight.contiguous()?);
+        let (mut qkv, mut z, conv_weight) = (dense_rows(qkv)?, z, conv_weight.contiguous()?);
+        if self.ring.is_some() {
+            // Its kernel takes rows at multiples of 16 bytes.
+            for x in [&mut qkv, &mut z] {
+                if !on_16_bytes(x) {
+                    *x = x.force_contiguous()?;
+                }
+            }
+        }
         for (arg, tensor) in [("qkv", &qkv), ("z", &z), ("conv_weight", &conv_weight)] {
             self.check_input(arg, tensor.dtype(), storage_key(tensor))?;
             check_device(OP, arg, tensor, self.rule.state.device())?;
@@ -283,8 +302,15 @@ impl GdnStep {
     }
 }
 
-pub(super) fn fused_sizes(key_dim: usize, value_dim: usize, width: usize) -> bool {
+pub(crate) fn fused_sizes(key_dim: usize, value_dim: usize, width: usize) -> bool {
     (key_dim, value_dim, width) == (FUSED_DIM, FUSED_DIM, FUSED_WIDTH)
+}
+
+/// Whether all rows begin at multiples of 16 bytes.
+fn on_16_bytes(x: &Tensor) -> bool {
+    let (layout, each) = (x.layout(), 16 / x.dtype().size_in_bytes());
+    let lead = &layout.stride()[..layout.stride().len() - 1];
+    layout.start_offset().is_multiple_of(each) && lead.iter().all(|stride| stride.is_multiple_of(each))
 }
 
 /// As `check_not_state` for the convolution's state.

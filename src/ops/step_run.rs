@@ -4,6 +4,8 @@ use super::check::storage_dtype;
 use super::options::StepAlgo;
 #[cfg(feature = "cuda")]
 use super::plan::{RulePlan, StepPlan};
+use super::ring::Window;
+use super::ring_cpu::append_inputs;
 #[cfg(feature = "cuda")]
 use super::sequences::CuSeqlens;
 use super::slots::cpu_slots;
@@ -105,9 +107,19 @@ impl CustomOp3 for GdnStep {
         let call = self.call(xl, zl, wl)?;
         // Before anything is written.
         cpu_slots(OP, self.rule.slots.as_ref(), call.plan.rule.seqs.num_slots)?;
-        let (y, _) = self.conv.cpu_fwd(x, &call.conv_x, w, wl)?;
+        let y = match (&self.ring, &self.rule.slots) {
+            (Some(ring), Some(slots)) => {
+                ring.window(&self.conv_state, slots, Window::ToState)?;
+                append_inputs(ring, x, &call.plan, &call.rule)?;
+                self.conv.clone().with_slots(slots.written()).cpu_fwd(x, &call.conv_x, w, wl)?.0
+            }
+            _ => self.conv.cpu_fwd(x, &call.conv_x, w, wl)?.0,
+        };
         let [q, k, v] = &call.columns;
-        let (o, o_shape) = call.rule.cpu_fwd([(&y, q), (&y, k), (&y, v)])?;
+        let (o, o_shape) = match &self.ring {
+            Some(ring) => call.rule.cpu_replay(ring, [(&y, q), (&y, k), (&y, v)])?,
+            None => call.rule.cpu_fwd([(&y, q), (&y, k), (&y, v)])?,
+        };
         let (norm_weight, layout) = self.norm_weight.storage_and_layout();
         let Storage::Cpu(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CPU tensor") };
         let (out, _) = self.norm.cpu_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
@@ -129,6 +141,11 @@ impl CustomOp3 for GdnStep {
             self.check_input(arg, storage.dtype(), std::ptr::from_ref(storage).addr())?;
         }
         let call = self.call(xl, zl, wl)?;
+        if let Some(ring) = &self.ring {
+            let slots = self.rule.slots.as_ref().map(Slots::in_u32).transpose()?;
+            let args = self.cuda_args(&call.plan, slots.as_ref(), [x, z, w]);
+            return Ok((crate::cuda::replay::step(&args, ring, &self.rule.state)?, call.out_shape));
+        }
         if self.may_fuse(&call.plan) {
             let slots = self.rule.slots.as_ref().map(Slots::in_u32).transpose()?;
             let args = self.cuda_args(&call.plan, slots.as_ref(), [x, z, w]);

@@ -6,6 +6,7 @@ mod prefix;
 pub(crate) mod threads;
 
 pub use allocator::SlotAllocator;
+pub(crate) use pool::PoolRing;
 pub use pool::StatePool;
 pub use prefix::PrefixCache;
 
@@ -47,6 +48,11 @@ impl GdnState {
             Tensor::zeros(shape, like.dtype(), like.device())
         };
         Ok(Self::from_tensors(zeros(&self.conv)?, zeros(&self.recurrent)?))
+    }
+
+    /// What `read` makes of the state, which another thread may have written.
+    pub(crate) fn reading<R>(&self, read: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.thread.reading(self.recurrent.device(), read)
     }
 
     /// From tensors that share no memory with others, written by this thread.

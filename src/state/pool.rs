@@ -2,6 +2,8 @@
 
 use super::threads::Working;
 use super::GdnState;
+use crate::ops::ring::{Ring, Window, ROWS};
+use crate::ops::Slots;
 use candle_core::{bail, Result, Tensor};
 
 const OP: &str = "StatePool";
@@ -49,13 +51,31 @@ const OP: &str = "StatePool";
 /// ```
 #[derive(Debug)]
 pub struct StatePool {
-    /// Its batch is the slots.
+    /// Its batch is the slots. With a ring the convolution's part is memory for calls that need it plain.
     states: GdnState,
+    ring: Option<PoolRing>,
+}
+
+/// What stands beside states that decode does not write.
+#[derive(Debug)]
+pub(crate) struct PoolRing {
+    pub ring: Ring,
+    /// The cursors are this pool's alone: each call moves them. Those of several pools their owner moves.
+    pub own: bool,
 }
 
 impl StatePool {
-    pub(crate) fn new(states: GdnState) -> Self {
-        Self { states }
+    pub(crate) fn new(states: GdnState, ring: Option<PoolRing>) -> Self {
+        Self { states, ring }
+    }
+
+    /// Whether a ring stands beside the states: see [`GatedDeltaNet::new_ring_pool`](crate::GatedDeltaNet::new_ring_pool).
+    pub fn has_ring(&self) -> bool {
+        self.ring.is_some()
+    }
+
+    pub(crate) fn ring(&self) -> Option<&PoolRing> {
+        self.ring.as_ref()
     }
 
     /// Number of slots.
@@ -65,15 +85,18 @@ impl StatePool {
 
     /// Bytes of device memory held.
     pub fn size_in_bytes(&self) -> usize {
-        self.states.size_in_bytes()
+        let bytes = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+        let ring = self.ring.as_ref().map_or(0, |ring| ring.ring.tensors().map(bytes).iter().sum());
+        self.states.size_in_bytes() + ring
     }
 
-    /// The convolution's part: `[capacity, width - 1, channels]`, the last inputs, oldest first; channels are q, k, v.
+    /// The convolution's part: `[capacity, width - 1, channels]`, the last inputs, oldest first; channels are q, k, v. With a
+    /// ring these are elsewhere: [`StatePool::snapshot`] has both parts as they are now.
     pub fn conv(&self) -> &Tensor {
         self.states.conv()
     }
 
-    /// The recurrent part: `[capacity, HV, V, K]`, f32 or bf16.
+    /// The recurrent part: `[capacity, HV, V, K]`, f32 or bf16; with a ring that of some tokens ago.
     pub fn recurrent(&self) -> &Tensor {
         self.states.recurrent()
     }
@@ -81,6 +104,10 @@ impl StatePool {
     /// The states as one batch, which this thread is about to write.
     pub(crate) fn states_mut(&mut self) -> &mut GdnState {
         &mut self.states
+    }
+
+    pub(crate) fn states(&self) -> &GdnState {
+        &self.states
     }
 
     /// Makes the slot that of a sequence that has not begun. No other slot is touched.
@@ -92,6 +119,11 @@ impl StatePool {
         let _working = self.states.take()?;
         for tensor in [&self.states.conv, &self.states.recurrent] {
             tensor.narrow(0, slot, 1)?.zero_set()?;
+        }
+        if let Some(PoolRing { ring, .. }) = &self.ring {
+            let history = self.states.conv.dims()[1];
+            ring.inputs.narrow(0, slot, 1)?.narrow(1, ROWS - history, history)?.zero_set()?;
+            ring.cursors.clear(slot)?;
         }
         Ok(())
     }
@@ -108,6 +140,12 @@ impl StatePool {
         }
         for tensor in [&self.states.conv, &self.states.recurrent] {
             crate::ops::copy_slot("StatePool: copy", tensor, from, to)?;
+        }
+        if let Some(PoolRing { ring, .. }) = &self.ring {
+            for tensor in ring.tensors() {
+                crate::ops::copy_slot("StatePool: copy", tensor, from, to)?;
+            }
+            ring.cursors.copy(from, to)?;
         }
         Ok(())
     }
@@ -127,6 +165,9 @@ impl StatePool {
         }
         let mut grown = self.states.zeros_like(capacity)?;
         grown.put(OP, 0, &self.states, old)?;
+        if let Some(PoolRing { ring, .. }) = &mut self.ring {
+            ring.grow(capacity)?;
+        }
         self.states = grown;
         Ok(())
     }
@@ -142,8 +183,15 @@ impl StatePool {
     /// # Errors
     /// When there is no such slot, or the device is out of memory.
     pub fn snapshot(&self, slot: u32) -> Result<GdnState> {
-        let slot = self.check("snapshot", slot)?;
-        self.states.rows(slot, 1)
+        let number = self.check("snapshot", slot)?;
+        let Some(PoolRing { ring, .. }) = &self.ring else { return self.states.rows(number, 1) };
+        let copy = self.states.zeros_like(1)?;
+        self.states.reading(|| {
+            let slots = Slots::from_to(&[slot], &[0], self.states.recurrent.device())?;
+            ring.fold(&self.states.recurrent, &slots, Some(&copy.recurrent))?;
+            ring.window(&copy.conv, &slots, Window::ToState)
+        })?;
+        Ok(copy)
     }
 
     /// Puts a state into a slot: a snapshot of any slot of any pool of such a layer, or a [`GdnState`] of batch 1 that
@@ -152,8 +200,14 @@ impl StatePool {
     /// # Errors
     /// When there is no such slot, the snapshot is of another shape, dtype or device, or the device refuses.
     pub fn restore(&mut self, slot: u32, snapshot: &GdnState) -> Result<()> {
-        let slot = self.check("restore", slot)?;
-        self.states.put(OP, slot, snapshot, 1)
+        let number = self.check("restore", slot)?;
+        self.states.put(OP, number, snapshot, 1)?;
+        if let Some(PoolRing { ring, .. }) = &self.ring {
+            let _working = self.states.take()?;
+            ring.cursors.clear(number)?;
+            ring.window(&self.states.conv, &Slots::new(&[slot], self.states.recurrent.device())?, Window::ToRing)?;
+        }
+        Ok(())
     }
 
     fn check(&self, what: &str, slot: u32) -> Result<usize> {

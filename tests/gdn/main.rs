@@ -20,6 +20,7 @@ mod projections;
 mod properties;
 mod random_layer;
 mod readme;
+mod ring;
 mod rule_case;
 mod semantics;
 mod sixteen_bits;

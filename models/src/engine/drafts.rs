@@ -1,9 +1,10 @@
 //! Drafted tokens: through the model at once, and then only some of them stay.
 
-use super::pass::{Mode, Pass};
+use super::pass::{Draft, Mode, Pass};
 use super::pool::{unique, Lease, Sequence, SequencePool};
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
+use candle_gdn::plumbing::RING_TOKENS;
 use candle_gdn::{Accepted, CuSeqlens, Drafted, Slots};
 
 const VERIFY: &str = "verify";
@@ -12,7 +13,8 @@ const ACCEPT: &str = "accept";
 /// Drafted tokens that went through the model and of which none is part of a sequence yet: made by
 /// [`CausalLm::verify`], for [`CausalLm::accept`]. Dropped without it they leave no trace.
 ///
-/// It keeps one more state of every Gated DeltaNet layer for each of its sequences, and a projection of each token.
+/// It keeps one more state of every Gated DeltaNet layer for each of its sequences, and a projection of each token; where
+/// states have rings ([`Rings`](super::Rings)) and no draft has more than 16 tokens, neither.
 #[derive(Debug)]
 pub struct Drafts {
     sequences: Vec<Sequence>,
@@ -22,7 +24,8 @@ pub struct Drafts {
     states: Slots,
     /// One a Gated DeltaNet layer.
     layers: Vec<Drafted>,
-    lease: Lease,
+    /// `None` in place, in rings.
+    lease: Option<Lease>,
 }
 
 impl Drafts {
@@ -49,22 +52,30 @@ impl CausalLm {
     /// moved to a larger allocation, one state more for each sequence of the batch.
     ///
     /// # Errors
-    /// As [`feed`](Self::feed); the sequences are unchanged by any.
+    /// As [`feed`](Self::feed); the sequences are unchanged by any, but for what fails half-way where states have rings.
     pub fn verify(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<(Tensor, Drafts)> {
         let slots = pool.batch_slots(VERIFY, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let ids = self.packed_ids(VERIFY, batch.iter().map(|(_, tokens)| *tokens))?;
         let _working = pool.take()?;
-        let lease = self.lend_states(pool, slots.len())?;
-        let lengths = batch.iter().map(|(_, tokens)| tokens.len()).collect();
-        let pass = Pass::new(self, pool, &slots, lengths, Some(&lease.slots))?;
+        let lengths: Vec<usize> = batch.iter().map(|(_, tokens)| tokens.len()).collect();
+        let in_place = pool.cursors.is_some() && lengths.iter().all(|len| *len <= RING_TOKENS);
+        let lease = if in_place { None } else { Some(self.lend_states(pool, slots.len())?) };
+        let drafts = lease.as_ref().map_or(Draft::InPlace, |lease| Draft::To(&lease.slots));
+        let pass = Pass::new(self, pool, &slots, lengths, drafts)?;
         // Keys and values of an earlier draft are overwritten: that one is void.
         for &slot in &slots {
             pool.entries[slot].version = unique();
+        }
+        if in_place {
+            pool.about_to_write(&slots); // rings that are full are folded
         }
         let mut layers = vec![];
         let x = self.through_layers(&ids, &pass, pool, Mode::Verify(&mut layers))?;
         let logits = self.head_of(x, &pass.launch)?;
         self.settle()?;
+        if in_place {
+            pool.written(&slots, &vec![0; slots.len()]);
+        }
         let versions = slots.iter().map(|&slot| pool.entries[slot].version).collect();
         let Pass { cu_seqlens: Some(cu_seqlens), states, .. } = pass else {
             bail!("{VERIFY}: expected boundaries of packed tokens")
@@ -109,14 +120,20 @@ impl CausalLm {
         let Drafts { cu_seqlens, states, layers, mut lease, .. } = drafts;
         let _working = pool.take()?;
         let plan = Accepted::new(&cu_seqlens, &states, accepted)?;
+        let cursors = pool.cursors.clone();
         let parts = self.gated_delta_nets().zip(&layers).zip(pool.state_pools());
         for ((gdn, drafted), states) in parts {
             gdn.commit(drafted, &plan, states)?;
         }
-        // Nothing fails from here on: each sequence takes the slot that was written and gives its own.
-        for ((&slot, count), spare) in slots.iter().zip(accepted).zip(&mut lease.slots) {
+        if let Some((cursors, gdn)) = cursors.zip(self.gated_delta_nets().next()) {
+            plan.advance(gdn, &cursors)?;
+        }
+        // Nothing fails from here on: each sequence takes the slot that was written, if there is another, and gives its own.
+        for (n, (&slot, count)) in slots.iter().zip(accepted).enumerate() {
             let entry = &mut pool.entries[slot];
-            std::mem::swap(&mut entry.state, spare);
+            if let Some(lease) = &mut lease {
+                std::mem::swap(&mut entry.state, &mut lease.slots[n]);
+            }
             entry.len += count;
             entry.version = unique();
         }

@@ -1,6 +1,6 @@
 //! Tokens of some sequences through the model.
 
-use super::pass::{Mode, Pass};
+use super::pass::{Draft, Mode, Pass};
 use super::pool::{LayerSlots, Sequence, SequencePool};
 use super::snapshot::SequenceSnapshot;
 use crate::blocks::decoder::Residual;
@@ -64,7 +64,7 @@ impl CausalLm {
     ) -> Result<(Residual, Pass)> {
         let ids = self.packed_ids(what, batch.iter().map(|(_, tokens)| *tokens))?;
         let lengths = batch.iter().map(|(_, tokens)| tokens.len()).collect();
-        let pass = Pass::new(self, pool, slots, lengths, None)?;
+        let pass = Pass::new(self, pool, slots, lengths, Draft::No)?;
         pool.about_to_write(slots);
         let x = self.through_layers(&ids, &pass, pool, Mode::Feed)?;
         Ok((x, pass))
@@ -119,7 +119,7 @@ impl CausalLm {
         }
         let at = at + first.len();
         let ids = self.packed_ids(CHECKPOINTS, [rest].into_iter())?;
-        let mut pass = Pass::new(self, pool, &slots, vec![rest.len()], None)?;
+        let mut pass = Pass::new(self, pool, &slots, vec![rest.len()], Draft::No)?;
         let cu_seqlens = match pass.cu_seqlens.take() {
             Some(cu_seqlens) => cu_seqlens,
             None => CuSeqlens::from_lengths(&pass.lengths, &self.device)?,

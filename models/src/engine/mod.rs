@@ -31,7 +31,7 @@ mod tests;
 
 pub use drafts::Drafts;
 pub use graph::DecodeGraph;
-pub use pool::{Sequence, SequencePool};
+pub use pool::{Rings, Sequence, SequencePool};
 pub use serve::{
     DraftTally, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Meter, PrefixTally,
     Request, RequestId, Sampling, SplitMix64, Submitted,

@@ -7,7 +7,7 @@ use crate::blocks::decoder::{Mixer, Residual};
 use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result, Tensor};
-use candle_gdn::plumbing::{Launch, Working};
+use candle_gdn::plumbing::{no_tokens, Launch, Move, Working};
 use candle_gdn::{CheckpointPlan, Checkpoints, CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
 
 /// What all layers of a pass share.
@@ -36,18 +36,32 @@ pub(super) enum Mode<'a> {
     Checkpoints(&'a CheckpointPlan, &'a mut Vec<Checkpoints>),
 }
 
+/// Whether the tokens of a pass are drafts.
+#[derive(Clone, Copy)]
+pub(super) enum Draft<'a> {
+    No,
+    /// They wait in the rings of their sequences.
+    InPlace,
+    /// Their states go to these slots.
+    To(&'a [u32]),
+}
+
 impl Pass {
-    /// Of the sequences in `slots`, with `lengths` new tokens. `write` are the slots of the drafts' states.
+    /// Of the sequences in `slots`, with `lengths` new tokens.
     pub fn new(
         model: &CausalLm,
         pool: &mut SequencePool,
         slots: &[usize],
         lengths: Vec<usize>,
-        write: Option<&[u32]>,
+        drafts: Draft<'_>,
     ) -> Result<Self> {
         let working = Some(pool.take()?);
         let (device, launch) = (pool.device.clone(), Launch::default().overlapping());
-        let ones = lengths.iter().all(|&n| n == 1) && write.is_none();
+        let (ones, write) = match drafts {
+            Draft::No => (lengths.iter().all(|&n| n == 1), None),
+            Draft::InPlace => (false, None),
+            Draft::To(write) => (false, Some(write)),
+        };
         let cu_seqlens = if ones { None } else { Some(CuSeqlens::from_lengths(&lengths, &device)?) };
         let state = |slot: &usize| pool.entries[*slot].state;
         let read: Vec<u32> = slots.iter().map(state).collect();
@@ -167,6 +181,15 @@ impl CausalLm {
             })?;
         }
         pass.launch.next_layer();
+        if let Some((cursors, gdn)) = pool.cursors.as_ref().zip(self.gated_delta_nets().next()) {
+            let cu = pass.cu_seqlens.as_ref();
+            match (&mode, cu) {
+                (Mode::Verify(_), Some(cu)) if pass.states.in_place() => {
+                    cursors.advance(&pass.states, Move::draft(cu, &no_tokens(&pass.states)?))?;
+                }
+                _ => cursors.advance(&pass.states, gdn.ring_move(cu, cu.map_or(1, CuSeqlens::max_len)))?,
+            }
+        }
         if !matches!(mode, Mode::Verify(_)) {
             let cache = pool.layers.iter().find_map(|layer| match layer {
                 LayerSlots::Full(kv) => kv.attention_cache(&pass.kv).transpose(),

@@ -4,13 +4,30 @@ use super::kept::{Piece, Recent};
 use super::kv::KvSlots;
 use crate::blocks::decoder::Mixer;
 use crate::causal_lm::CausalLm;
-use candle_core::{bail, Device, Result};
-use candle_gdn::plumbing::{LastThread, Working};
+use candle_core::{bail, DType, Device, Result};
+use candle_gdn::plumbing::{Cursors, LastThread, Working};
 use candle_gdn::{SlotAllocator, StatePool};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const OP: &str = "SequencePool";
+
+/// Sequences from which on rings beside the states are faster on CUDA (README of the kernels, `cuda/replay`).
+const RING_SEQUENCES: usize = 16;
+
+/// Whether the states of the Gated DeltaNet layers have rings beside them
+/// ([`GatedDeltaNet::new_ring_pool`](candle_gdn::GatedDeltaNet::new_ring_pool)): a decode step then reads a state and writes it with
+/// every sixteenth token, and drafts of up to 16 tokens need no second state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Rings {
+    /// On CUDA from 16 sequences on, where the kernels take the model's heads.
+    #[default]
+    Auto,
+    /// Always: for drafts of few sequences, and for tests.
+    Always,
+    /// Never.
+    Never,
+}
 
 /// A sequence of a [`SequencePool`]: a handle, which is small and copied freely. It is of the pool that began it, and
 /// of nothing once the sequence has ended: used elsewhere or later it is an error, also when its slot has a new owner.
@@ -51,6 +68,8 @@ pub struct Sequence {
 pub struct SequencePool {
     pub(super) model: usize,
     pub(super) layers: Vec<LayerSlots>,
+    /// Of the rings beside the states of all Gated DeltaNet layers, where they have them.
+    pub(super) cursors: Option<Cursors>,
     pub(super) entries: Vec<Entry>,
     slots: SlotAllocator,
     /// Slots of the state pools that no sequence has.
@@ -121,11 +140,37 @@ impl CausalLm {
     /// # Errors
     /// When either is 0, or the device is out of memory.
     pub fn new_sequences(&self, sequences: usize, max_len: usize) -> Result<SequencePool> {
-        self.new_sequences_as(sequences, max_len, false)
+        self.new_sequences_with(sequences, max_len, Rings::Auto)
+    }
+
+    /// [`new_sequences`](Self::new_sequences) with a say in whether states have rings.
+    ///
+    /// # Errors
+    /// As [`new_sequences`](Self::new_sequences), or when rings are asked for that a layer has no kernels for.
+    pub fn new_sequences_with(&self, sequences: usize, max_len: usize, rings: Rings) -> Result<SequencePool> {
+        self.new_sequences_as(sequences, max_len, rings, false)
+    }
+
+    /// Whether states of so many sequences have rings.
+    fn has_rings(&self, sequences: usize, rings: Rings) -> bool {
+        match rings {
+            Rings::Always => true,
+            Rings::Never => false,
+            Rings::Auto => {
+                let takes = self.gated_delta_nets().all(|gdn| gdn.takes_ring());
+                takes && self.device.is_cuda() && sequences >= RING_SEQUENCES
+            }
+        }
     }
 
     /// With `tensors` keys and values lie as on CUDA whatever the device: for tests.
-    pub(super) fn new_sequences_as(&self, sequences: usize, max_len: usize, tensors: bool) -> Result<SequencePool> {
+    pub(super) fn new_sequences_as(
+        &self,
+        sequences: usize,
+        max_len: usize,
+        rings: Rings,
+        tensors: bool,
+    ) -> Result<SequencePool> {
         for (arg, value) in [("sequences", sequences), ("max_len", max_len)] {
             if value == 0 {
                 bail!("new_sequences: {arg}: expected at least 1, got 0")
@@ -134,10 +179,17 @@ impl CausalLm {
         let max_len = max_len.min(self.config.max_position_embeddings);
         let shape = self.cache_shape(max_len);
         let slots = SlotAllocator::new(sequences)?;
+        let cursors = match self.has_rings(sequences, rings) {
+            true => Some(Cursors::new(sequences, &self.device)?),
+            false => None,
+        };
         let layers = self.layers.iter().map(|layer| {
-            Ok(match &layer.mixer {
-                Mixer::Linear(gdn) => LayerSlots::Linear(gdn.new_pool(sequences)?),
-                Mixer::Full(_) => LayerSlots::Full(KvSlots::new(&shape, sequences, tensors)?),
+            Ok(match (&layer.mixer, &cursors) {
+                (Mixer::Linear(gdn), Some(cursors)) => {
+                    LayerSlots::Linear(gdn.new_ring_pool_sharing(sequences, DType::F32, cursors)?)
+                }
+                (Mixer::Linear(gdn), None) => LayerSlots::Linear(gdn.new_pool(sequences)?),
+                (Mixer::Full(_), _) => LayerSlots::Full(KvSlots::new(&shape, sequences, tensors)?),
             })
         });
         let layers = layers.collect::<Result<Vec<_>>>()?;
@@ -145,6 +197,7 @@ impl CausalLm {
         Ok(SequencePool {
             model: self.id,
             layers,
+            cursors,
             entries,
             slots,
             spares: Arc::default(),
@@ -266,7 +319,10 @@ impl SequencePool {
     /// * a softmax layer: `2 * kv_heads * max_len * head_dim * size`; on the CPU `max_len`, and for the values also
     ///   `head_dim`, are rounded up to multiples of 32.
     ///
-    /// A sequence whose draft is being verified has its states of the Gated DeltaNet layers twice.
+    /// * with rings a Gated DeltaNet layer has more: of 32 tokens the inputs of the convolution, keys, and in f32 updates and
+    ///   decays.
+    ///
+    /// Without rings a sequence whose draft is being verified has its states of the Gated DeltaNet layers twice.
     pub fn bytes_per_sequence(&self) -> usize {
         let bytes = |layer: &LayerSlots| match layer {
             LayerSlots::Linear(states) => states.size_in_bytes() / states.capacity(),

@@ -4,6 +4,7 @@ use super::pool::{Sequence, SequencePool};
 use super::step::StepBuffers;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
+use crate::engine::Rings;
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
@@ -75,7 +76,10 @@ struct Both {
 impl Both {
     fn new() -> Result<Self> {
         let model = model()?;
-        let pools = [model.new_sequences_as(4, 200, false)?, model.new_sequences_as(4, 200, true)?];
+        let pools = [
+            model.new_sequences_as(4, 200, Rings::Never, false)?,
+            model.new_sequences_as(4, 200, Rings::Always, true)?,
+        ];
         assert!(pools[0].uses_panels() && !pools[1].uses_panels());
         Ok(Self { model, pools })
     }
@@ -201,8 +205,12 @@ fn tensors_are_as_panels_whatever_comes() -> Result<()> {
 
 #[test]
 fn steps_on_fixed_buffers_are_feeds() -> Result<()> {
+    [Rings::Never, Rings::Always].into_iter().try_for_each(fixed_buffers)
+}
+
+fn fixed_buffers(rings: Rings) -> Result<()> {
     let model = model()?;
-    let mut pools = [model.new_sequences_as(4, 64, false)?, model.new_sequences_as(4, 64, true)?];
+    let mut pools = [model.new_sequences_as(4, 64, Rings::Never, false)?, model.new_sequences_as(4, 64, rings, true)?];
     let mut buffers = StepBuffers::new(&model, &pools[1], 3)?;
     buffers.run(&model, &mut pools[1])?; // padding only, as before a capture
     let mut sequences = vec![];
@@ -275,7 +283,8 @@ fn a_pool_that_grows_forgets_nothing() -> Result<()> {
     let model = model()?;
     let tokens: Vec<u32> = (0..60).map(|i| i * 5 % VOCAB as u32).collect();
     for tensors in [false, true] {
-        let (mut small, mut large) = (model.new_sequences_as(2, 8, tensors)?, model.new_sequences_as(2, 64, tensors)?);
+        let (mut small, mut large) =
+            (model.new_sequences_as(2, 8, Rings::Auto, tensors)?, model.new_sequences_as(2, 64, Rings::Auto, tensors)?);
         let (s, l) = ([small.begin()?, small.begin()?], [large.begin()?, large.begin()?]);
         for (i, part) in [0..7, 7..20, 20..60].into_iter().enumerate() {
             small.grow_to([8, 32, 64][i])?;

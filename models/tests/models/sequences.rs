@@ -4,7 +4,7 @@ use crate::golden::{max_diff, DEMO};
 use crate::support::{devices, refused, rel_rms, Rng};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, Sequence, SequencePool};
+use candle_gdn_models::{CausalLm, Rings, Sequence, SequencePool};
 
 /// Rounding of other kernels, on logits up to about 20 large.
 const LOGITS: f32 = 1e-3;
@@ -19,6 +19,23 @@ pub fn model(device: &Device) -> Result<CausalLm> {
 
 fn on_every_device(test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
     on_each(devices(), test)
+}
+
+/// On pools without rings and with them, where there are kernels for the model.
+fn on_every_pool(test: impl Fn(&CausalLm, Rings) -> Result<()>) -> Result<()> {
+    on_every_device(|model| {
+        test(model, Rings::Never)?;
+        match takes_rings(model) {
+            true => test(model, Rings::Always),
+            false => Ok(()),
+        }
+    })
+}
+
+/// On CUDA rings take heads of 128 and convolutions of width 4.
+pub fn takes_rings(model: &CausalLm) -> bool {
+    let c = &model.config().gdn;
+    model.device().is_cpu() || (c.key_head_dim, c.value_head_dim, c.conv_kernel) == (128, 128, 4)
 }
 
 pub fn on_each(devices: Vec<Device>, test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
@@ -52,9 +69,9 @@ fn check(model: &CausalLm, pool: &mut SequencePool, s: Sequence, seen: &[u32], w
 
 #[test]
 fn mixed_batches_are_their_sequences() -> Result<()> {
-    on_every_device(|model| {
+    on_every_pool(|model, rings| {
         let rng = &mut Rng::new(1);
-        let mut pool = model.new_sequences(4, 256)?;
+        let mut pool = model.new_sequences_with(4, 256, rings)?;
         let sequences = (0..4).map(|_| pool.begin()).collect::<Result<Vec<_>>>()?;
         let mut seen = vec![vec![]; 4];
         // Prompts beside single tokens, across the ends of chunks and panels, and decode steps in any order.
@@ -92,10 +109,10 @@ fn mixed_batches_are_their_sequences() -> Result<()> {
 
 #[test]
 fn a_prompt_in_pieces_is_the_prompt() -> Result<()> {
-    on_every_device(|model| {
+    on_every_pool(|model, rings| {
         let prompt = tokens(&mut Rng::new(2), 130, model);
         let whole = want(model, &prompt)?;
-        let mut pool = model.new_sequences(1, 130)?;
+        let mut pool = model.new_sequences_with(1, 130, rings)?;
         for piece in [1, 3, 16, 17, 64, 100, 130] {
             let s = pool.begin()?;
             let mut logits = vec![];
@@ -111,9 +128,9 @@ fn a_prompt_in_pieces_is_the_prompt() -> Result<()> {
 
 #[test]
 fn forks_and_snapshots_go_their_own_way() -> Result<()> {
-    on_every_device(|model| {
+    on_every_pool(|model, rings| {
         let rng = &mut Rng::new(3);
-        let mut pool = model.new_sequences(3, 128)?;
+        let mut pool = model.new_sequences_with(3, 128, rings)?;
         let a = pool.begin()?;
         let empty = pool.snapshot(a)?;
         assert!(empty.is_empty());
@@ -143,7 +160,7 @@ fn forks_and_snapshots_go_their_own_way() -> Result<()> {
         check(model, &mut pool, a, &other, "a slot's next owner")?;
         check(model, &mut pool, c, &seen, "one restored from its last owner")?;
         // Into another pool of the model.
-        let mut second = model.new_sequences(1, 64)?;
+        let mut second = model.new_sequences_with(1, 64, rings)?;
         let d = second.begin()?;
         second.restore(d, &late)?;
         check(model, &mut second, d, &seen, "in another pool")
@@ -152,14 +169,14 @@ fn forks_and_snapshots_go_their_own_way() -> Result<()> {
 
 #[test]
 fn every_number_of_accepted_tokens() -> Result<()> {
-    on_every_device(|model| {
+    on_every_pool(|model, rings| {
         let rng = &mut Rng::new(4);
         for lengths in [[5, 1], [3, 20]] {
             let prompts = [tokens(rng, 30, model), tokens(rng, 3, model)];
             let drafts = lengths.map(|n| tokens(rng, n, model));
             for first in 0..=lengths[0] {
                 for second in [0, lengths[1] / 2, lengths[1]] {
-                    let mut pool = model.new_sequences(2, 64)?;
+                    let mut pool = model.new_sequences_with(2, 64, rings)?;
                     let s = [pool.begin()?, pool.begin()?];
                     model.feed_only(&mut pool, &[(s[0], &prompts[0]), (s[1], &prompts[1])])?;
                     let batch = [(s[0], &drafts[0][..]), (s[1], &drafts[1][..])];
@@ -194,15 +211,15 @@ fn every_number_of_accepted_tokens() -> Result<()> {
 
 #[test]
 fn drafts_leave_no_trace_and_are_void_after_a_change() -> Result<()> {
-    on_every_device(|model| {
-        let mut pool = model.new_sequences(2, 64)?;
+    on_every_pool(|model, rings| {
+        let mut pool = model.new_sequences_with(2, 64, rings)?;
         let (a, b) = (pool.begin()?, pool.begin()?);
         model.feed_only(&mut pool, &[(a, &[1, 2, 3]), (b, &[4])])?;
         let bytes = pool.size_in_bytes();
         drop(model.verify(&mut pool, &[(a, &[9, 9, 9])])?);
         check(model, &mut pool, a, &[1, 2, 3], "a draft dropped")?;
         let grown = pool.size_in_bytes();
-        assert!(grown > bytes);
+        assert_eq!(grown > bytes, rings == Rings::Never); // a ring has room for drafts
         let stale = model.verify(&mut pool, &[(a, &[8, 8])])?.1;
         model.feed_only(&mut pool, &[(a, &[5])])?;
         refused(model.accept(&mut pool, stale, &[2]), &["accept", "changed since at 0"]);
@@ -218,7 +235,7 @@ fn drafts_leave_no_trace_and_are_void_after_a_change() -> Result<()> {
         pool.end(b)?;
         refused(model.accept(&mut pool, ended, &[1]), &["ended or is another pool's"]);
         check(model, &mut pool, a, &[1, 2, 3, 5], "after refusals")?;
-        // Two at once need a second spare state, and no more than that ever.
+        // Two at once need a second spare state without rings, and no more than that ever.
         for _ in 0..3 {
             let b = pool.begin()?;
             let drafts = model.verify(&mut pool, &[(a, &[8, 8]), (b, &[1])])?.1;
@@ -232,9 +249,9 @@ fn drafts_leave_no_trace_and_are_void_after_a_change() -> Result<()> {
 
 #[test]
 fn checkpoints_are_snapshots_along_the_way() -> Result<()> {
-    on_every_device(|model| {
+    on_every_pool(|model, rings| {
         let prompt = tokens(&mut Rng::new(5), 300, model);
-        let mut pool = model.new_sequences(2, 400)?;
+        let mut pool = model.new_sequences_with(2, 400, rings)?;
         // From the beginning, from between two blocks, and pieces too short for any.
         for (start, end, positions) in [
             (0, 300, &[64, 128, 192, 256][..]),

@@ -6,7 +6,7 @@ use crate::sequences::{assert_near, tokens, want};
 use crate::support::{single_stream_devices, Rng};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, DecodeGraph, Sequence, SequencePool, SequenceSnapshot};
+use candle_gdn_models::{CausalLm, DecodeGraph, Rings, Sequence, SequencePool, SequenceSnapshot};
 
 const CAPACITY: usize = 5;
 const MAX_LEN: usize = 150;
@@ -194,10 +194,19 @@ fn model(device: &Device) -> Result<CausalLm> {
 
 #[test]
 fn random_calls() -> Result<()> {
+    calls_on(Rings::Never)
+}
+
+#[test]
+fn random_calls_on_rings() -> Result<()> {
+    calls_on(Rings::Always)
+}
+
+fn calls_on(rings: Rings) -> Result<()> {
     let calls = std::env::var("CANDLE_GDN_SOAK").ok().map_or(400, |n| n.parse().expect("CANDLE_GDN_SOAK: a number"));
     single_stream_devices().iter().try_for_each(|device| {
         let model = &model(device)?;
-        let mut pool = model.new_sequences(CAPACITY, MAX_LEN)?;
+        let mut pool = model.new_sequences_with(CAPACITY, MAX_LEN, rings)?;
         let graph = DecodeGraph::capture(model, &mut pool, BATCH);
         assert_eq!(graph.is_ok(), model.device().is_cuda(), "{:?}", graph.err().map(|e| e.to_string()));
         let mut world = World {

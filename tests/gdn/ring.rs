@@ -1,0 +1,240 @@
+//! Pools with a ring beside their states, against pools without.
+
+use crate::pool::poison_pool;
+use crate::random_layer::{feed, layer, of_128, packed, parts, rows, small};
+use crate::support::{devices, refused, rel_rms, values, Rng};
+use candle_core::{DType, Device, Tensor};
+use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, Slots, StatePool, NO_SLOT};
+
+/// A layer, its two pools, and what is fed to both.
+struct Pair {
+    layer: GatedDeltaNet,
+    plain: StatePool,
+    ring: StatePool,
+    dtype: DType,
+    device: Device,
+    rng: Rng,
+    bound: f64,
+}
+
+impl Pair {
+    fn new(config: &GdnConfig, dtype: DType, state: DType, device: &Device, capacity: usize) -> Self {
+        let layer = layer(config, dtype, device, 3);
+        let plain = layer.new_pool_as(capacity, state).unwrap();
+        let ring = layer.new_ring_pool(capacity, state).unwrap();
+        assert!(ring.has_ring() && !plain.has_ring() && ring.size_in_bytes() > plain.size_in_bytes());
+        let bound = if dtype == DType::F32 && state == DType::F32 { 1e-5 } else { 2e-2 };
+        let mut pair = Self { layer, plain, ring, dtype, device: device.clone(), rng: Rng::new(9), bound };
+        poison_pool(&pair.plain);
+        poison_pool(&pair.ring);
+        for slot in 0..capacity as u32 {
+            pair.plain.zero(slot).unwrap();
+            pair.ring.zero(slot).unwrap();
+        }
+        pair
+    }
+
+    /// `lengths` tokens to the slots that are read, in one call each.
+    fn feed(&mut self, read: &[u32], write: &[u32], lengths: &[usize]) {
+        let rows = rows(&mut self.rng, lengths.iter().sum(), self.layer.config().hidden_size);
+        let x = packed(&rows, self.dtype, &self.device);
+        let slots = match read == write {
+            true => Slots::new(read, &self.device).unwrap(),
+            false => Slots::from_to(read, write, &self.device).unwrap(),
+        };
+        let cu = CuSeqlens::from_lengths(lengths, &self.device).unwrap();
+        let want = values(&self.layer.forward_slots(&x, Some(&cu), &slots, &mut self.plain).unwrap());
+        let got = values(&self.layer.forward_slots(&x, Some(&cu), &slots, &mut self.ring).unwrap());
+        self.near(&format!("y of {lengths:?}"), &got, &want);
+    }
+
+    fn near(&self, what: &str, got: &[f64], want: &[f64]) {
+        let error = rel_rms(got, want);
+        assert!(error <= self.bound, "{what} is off by {error:e}");
+    }
+
+    /// The slots' states, as snapshots have them.
+    fn states(&self, slots: &[u32]) {
+        for slot in slots {
+            let [got, want] = [&self.ring, &self.plain].map(|pool| parts(&pool.snapshot(*slot).unwrap()));
+            assert_eq!(got[0], want[0], "the window of slot {slot}");
+            self.near(&format!("the state of slot {slot}"), &got[1], &want[1]);
+        }
+    }
+}
+
+fn cases() -> Vec<(GdnConfig, DType, DType, Vec<Device>)> {
+    let (f32, bf16, all) = (DType::F32, DType::BF16, devices);
+    let cpu = || devices().into_iter().filter(Device::is_cpu).collect();
+    vec![
+        (small(), f32, f32, cpu()),
+        (
+            GdnConfig { conv_kernel: 7, num_key_heads: 4, key_head_dim: 7, value_head_dim: 5, ..small() },
+            f32,
+            f32,
+            cpu(),
+        ),
+        (of_128(), f32, f32, all()),
+        (of_128(), bf16, f32, all()),
+        (of_128(), DType::F16, f32, all()),
+        (of_128(), bf16, bf16, all()),
+        (GdnConfig { num_key_heads: 1, num_value_heads: 3, ..of_128() }, bf16, f32, all()),
+    ]
+}
+
+/// Steps and prompts in turn, sequences that keep step and such that do not, padding, and folds of all lengths.
+#[test]
+fn calls_of_any_length() {
+    for (config, dtype, state, devices) in cases() {
+        for device in devices {
+            let mut pair = Pair::new(&config, dtype, state, &device, 5);
+            let all = [0, 1, 2, 3, 4];
+            for lengths in [[1; 5], [0, 3, 70, 1, 5], [1; 5], [2, 0, 1, 4, 8], [7, 1, 3, 5, 2], [40, 1, 65, 17, 9]] {
+                pair.feed(&all, &all, &lengths);
+            }
+            for _ in 0..20 {
+                pair.feed(&[3, NO_SLOT, 1, 0], &[3, NO_SLOT, 1, 0], &[1, 1, 1, 1]);
+            }
+            pair.states(&all);
+            pair.feed(&[2, NO_SLOT, 4], &[2, NO_SLOT, 4], &[3, 2, 4]);
+            pair.feed(&all, &all, &[1; 5]);
+            pair.states(&all);
+        }
+    }
+}
+
+/// A sequence whose new state goes to another slot, by a step and by a prompt, with entries in its ring and without.
+#[test]
+fn states_that_move() {
+    for (config, dtype, state, devices) in cases() {
+        for device in devices {
+            let mut pair = Pair::new(&config, dtype, state, &device, 6);
+            pair.feed(&[0, 1], &[0, 1], &[5, 1]);
+            pair.feed(&[0, 0, 1], &[2, 3, 4], &[1, 70, 2]);
+            pair.feed(&[0, 2, 3], &[5, 2, 3], &[2, 1, 4]);
+            pair.feed(&[5, 3], &[1, 3], &[0, 3]);
+            pair.states(&[0, 1, 2, 3, 4, 5]);
+            pair.feed(&[0, 1, 2, 3, 4], &[0, 1, 2, 3, 4], &[1; 5]);
+            pair.states(&[0, 1, 2, 3, 4]);
+        }
+    }
+}
+
+/// Out of one pool and into another, by copies, snapshots and growth.
+#[test]
+fn slots_are_copied_and_kept() {
+    for (config, dtype, state, devices) in cases() {
+        for device in devices {
+            let mut pair = Pair::new(&config, dtype, state, &device, 3);
+            pair.feed(&[0, 1], &[0, 1], &[6, 12]);
+            for pool in [&mut pair.plain, &mut pair.ring] {
+                pool.copy(0, 2).unwrap();
+                pool.grow(5).unwrap();
+            }
+            pair.feed(&[0, 1, 2, 4], &[0, 1, 2, 4], &[3, 7, 1, 2]);
+            pair.states(&[0, 1, 2, 3, 4]);
+            // Each takes over what the other has.
+            let (from_plain, from_ring) = (pair.plain.snapshot(1).unwrap(), pair.ring.snapshot(1).unwrap());
+            pair.ring.restore(3, &from_plain).unwrap();
+            pair.plain.restore(3, &from_ring).unwrap();
+            pair.feed(&[3, 1], &[3, 1], &[4, 4]);
+            pair.states(&[1, 3]);
+            // A slot of a sequence that ended is as new.
+            for pool in [&mut pair.plain, &mut pair.ring] {
+                pool.zero(1).unwrap();
+            }
+            pair.feed(&[1, 3], &[1, 3], &[2, 1]);
+            pair.states(&[0, 1, 2, 3, 4]);
+        }
+    }
+}
+
+/// Drafts in place, round after round: of each any number is accepted, and some are dropped.
+#[test]
+fn drafts_in_place() {
+    for (config, dtype, state, devices) in cases() {
+        for device in devices {
+            let mut pair = Pair::new(&config, dtype, state, &device, 4);
+            let all = [0, 1, 2, 3];
+            pair.feed(&all, &all, &[3, 1, 20, 9]);
+            for round in 0..12usize {
+                let lengths: Vec<usize> = match round % 3 {
+                    0 => vec![[1, 4, 8, 16][round / 3]; 4],
+                    1 => (0..4).map(|n| (5 * n + round) % 17).collect(),
+                    _ => vec![2, 7, 0, 3],
+                };
+                let accepted: Vec<usize> = lengths.iter().enumerate().map(|(n, t)| (round + 2 * n) % (t + 1)).collect();
+                let draft: Vec<_> =
+                    lengths.iter().map(|t| rows(&mut pair.rng, *t, pair.layer.config().hidden_size)).collect();
+                let slots = Slots::new(&all, &device).unwrap();
+                let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
+                let x = packed(draft.iter().flatten(), dtype, &device);
+                // The first is dropped.
+                pair.layer.verify(&x, &cu, &slots, &mut pair.ring).unwrap();
+                pair.states(&all);
+                let (y, kept) = pair.layer.verify(&x, &cu, &slots, &mut pair.ring).unwrap();
+                assert_eq!(kept.size_in_bytes(), 0);
+                let y = values(&y);
+                pair.layer.commit(&kept, &Accepted::new(&cu, &slots, &accepted).unwrap(), &mut pair.ring).unwrap();
+                let (mut first, hidden) = (0, config.hidden_size);
+                for (n, draft) in draft.iter().enumerate() {
+                    let want = match accepted[n] {
+                        0 => vec![],
+                        stay => feed(&pair.layer, &draft[..stay], n as u32, &mut pair.plain),
+                    };
+                    pair.near(&format!("round {round}, {n}"), &y[first * hidden..][..want.len()], &want);
+                    first += draft.len();
+                }
+                pair.states(&all);
+            }
+        }
+    }
+}
+
+/// Over thousands of tokens the state stays the plain rule's.
+#[test]
+fn it_does_not_drift() {
+    for device in devices() {
+        let mut pair = Pair::new(&of_128(), DType::F32, DType::F32, &device, 1);
+        for _ in 0..200 {
+            let tokens = 1 + (pair.rng.uniform() * 8.0) as usize;
+            pair.feed(&[0], &[0], &[tokens]);
+        }
+        for _ in 0..300 {
+            pair.feed(&[0], &[0], &[1]);
+        }
+        pair.states(&[0]);
+    }
+}
+
+#[test]
+fn refusals() {
+    for device in devices() {
+        let layer = layer(&of_128(), DType::F32, &device, 1);
+        refused(layer.new_ring_pool(0, DType::F32), &["GatedDeltaNet: capacity: expected at least 1 slot, got 0"]);
+        refused(layer.new_ring_pool(1, DType::F16), &["expected dtype f32 or bf16, got F16"]);
+        let mut ring = layer.new_ring_pool(3, DType::F32).unwrap();
+        let cu = CuSeqlens::from_lengths(&[17], &device).unwrap();
+        let x = Tensor::zeros((17, 64), DType::F32, &device).unwrap();
+        let slots = Slots::new(&[0], &device).unwrap();
+        let long = layer.verify(&x, &cu, &slots, &mut ring);
+        refused(long, &["slots: expected other slots to write than to read", "in place a ring takes up to 16 tokens"]);
+        let short = CuSeqlens::from_lengths(&[4], &device).unwrap();
+        let x = x.narrow(0, 0, 4).unwrap();
+        let (_, kept) = layer.verify(&x, &short, &slots, &mut ring).unwrap();
+        refused(Accepted::new(&short, &slots, &[5]), &["expected at most 4 (the tokens of sequence 0), got 5"]);
+        let accepted = Accepted::new(&short, &slots, &[2]).unwrap();
+        let mut plain = layer.new_pool(3).unwrap();
+        refused(layer.commit(&kept, &accepted, &mut plain), &["expected the slots that were drafted on, got others"]);
+        let moved = Slots::from_to(&[0], &[1], &device).unwrap();
+        let other = Accepted::new(&short, &moved, &[2]).unwrap();
+        refused(layer.commit(&kept, &other, &mut ring), &["expected the slots that were drafted on, got others"]);
+        if device.is_cuda() {
+            let small = crate::random_layer::layer(&small(), DType::F32, &device, 1);
+            refused(
+                small.new_ring_pool(1, DType::F32),
+                &["ring: expected heads of 128 and a convolution of width 4 on CUDA"],
+            );
+        }
+    }
+}
