@@ -308,6 +308,22 @@ typedef struct gdn_replay_advance_params {
 } gdn_replay_advance_params;
 int gdn_replay_advance(const gdn_replay_advance_params *params, cudaStream_t stream);
 
+// The convolution's window of a ring, as gdn_conv keeps it: copies the last inputs before the next entry of each slot out of
+// the ring (`to_ring` 0) or into it, whatever the ring's length. For prefill behind a ring, snapshots and restores. A sequence of
+// padding gets zeros in `window`; into the ring nothing is copied of it.
+typedef struct gdn_replay_window_params {
+  void *inputs;            // as in gdn_replay_step_params
+  void *window;            // [sequence, conv_width - 1, channels], io_dtype, oldest first
+  const uint32_t *cursors;
+  gdn_slots slots;         // slot_stride is not read
+  int64_t inputs_stride, window_stride;    // elements from one slot, one sequence to the next
+  int32_t num_seqs, channels, conv_width;
+  int32_t capacity;        // rows, more than conv_width
+  int32_t io_dtype;
+  int32_t to_ring;
+} gdn_replay_window_params;
+int gdn_replay_window(const gdn_replay_window_params *params, cudaStream_t stream);
+
 // y = x w^T for few rows of x, as in decode, where reading w is all the work.
 typedef struct gdn_linear_params {
   const void *x;           // [rows, inputs], dtype
