@@ -269,7 +269,7 @@ int gdn_replay(const gdn_replay_params *params, cudaStream_t stream);
 // ring too: the input of a token is kept in the row of the token's entry, and the last three before an empty ring are in the
 // rows before `first`. Up to GDN_REPLAY_STEP_TOKENS tokens, a window of 3 or more, and the rest as gdn_replay; rows of z are
 // aligned to 16 bytes too.
-#define GDN_REPLAY_STEP_TOKENS 8
+#define GDN_REPLAY_STEP_TOKENS 16
 typedef struct gdn_replay_step_params {
   gdn_heads x;             // [sequence, token, channels], io_dtype: q | k | v by head; head_stride is not read
   gdn_heads z;             // [.., num_v_heads, head_v], io_dtype

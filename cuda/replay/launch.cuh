@@ -19,8 +19,18 @@ template <typename T, typename ST, typename U, int ROWS> int launch_token(const 
 template <typename T, typename ST, typename U, int MAX, typename GIVEN>
 int launch_tokens(const GIVEN &p, int num_seqs, cudaStream_t stream, bool overlap = false) {
   constexpr int WARPS = kWarps<ST, MAX, GIVEN>;
-  const dim3 grid(kDim / (16 * WARPS * kTiles<ST, MAX>), p.heads, static_cast<unsigned>(num_seqs));
-  return gdn::launch(tokens_kernel<T, ST, U, MAX, GIVEN>, {grid, dim3(32 * WARPS), 0, stream, overlap}, p);
+  using S = SharedOf<T, ST, U, MAX, GIVEN>;
+  const dim3 grid(kDim / kRows<ST, MAX, GIVEN>, p.heads, static_cast<unsigned>(num_seqs));
+  LaunchConfig config = {grid, dim3(32 * WARPS), 0, stream, overlap};
+  if constexpr (kDynamic<S>) {
+    int optin = 0;
+    if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+    config.shared_bytes = sizeof(S);
+    if (config.shared_bytes > optin) return GDN_BAD_ALGO;
+    return launch_allowed<tokens_kernel<T, ST, U, MAX, GIVEN>>(config, optin, p);
+  } else {
+    return gdn::launch(tokens_kernel<T, ST, U, MAX, GIVEN>, config, p);
+  }
 }
 
 template <typename T, typename ST, typename U> int launch_with(const Params &p, int num_seqs, int algo, cudaStream_t stream) {
@@ -48,8 +58,9 @@ int launch_as(const Params &p, int num_seqs, int state_dtype, int update_dtype, 
 
 template <typename T, typename ST, typename U>
 int launch_step_with(const StepParams &p, int num_seqs, bool overlap, cudaStream_t stream) {
-  return p.tokens <= 4 ? launch_tokens<T, ST, U, 4>(p, num_seqs, stream, overlap)
-                       : launch_tokens<T, ST, U, 8>(p, num_seqs, stream, overlap);
+  return p.tokens <= 4   ? launch_tokens<T, ST, U, 4>(p, num_seqs, stream, overlap)
+         : p.tokens <= 8 ? launch_tokens<T, ST, U, 8>(p, num_seqs, stream, overlap)
+                         : launch_tokens<T, ST, U, 16>(p, num_seqs, stream, overlap);
 }
 
 template <typename T>

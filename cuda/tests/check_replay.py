@@ -81,7 +81,7 @@ def check_small(lib):
         run(lib, "staggered", 4, 1, 2, algo=algo, slots=True)
     run(lib, "verify", 3, 1, 2, state="bf16", slots=True)
     run(lib, "moves", 3, 2, 4, slots=True)
-    run(lib, "verify_8", 3, 1, 2, kind=Steps, slots=True)
+    run(lib, "verify", 3, 1, 2, kind=Steps, slots=True)
     check_window(lib)
 
 
@@ -116,16 +116,16 @@ def check_cases(lib):
 
 
 def check_step(lib):
-    plans = ("decode", "staggered", "verify_8", "rollback", "moves")
+    plans = ("decode", "staggered", "verify", "rollback", "moves")
     for io, state in TYPES:
         for plan in plans:
             run(lib, plan, 3, 2, 4, kind=Steps, io=io, state=state, slots=plan != "rollback", quiet=io != "bf16" or state == "f16")
     for heads in HEADS:
         run(lib, "staggered", 3, *heads, kind=Steps, quiet=True)
-    run(lib, "verify_8", 20, 16, 32, kind=Steps, slots=True)
+    run(lib, "verify", 20, 16, 32, kind=Steps, slots=True)
     for more in (dict(update="bf16", state="bf16"), dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"),
                  dict(l2norm=False), dict(overlap=1), dict(capacity=24, state="bf16")):
-        for plan in ("staggered", "verify_8"):
+        for plan in ("staggered", "verify_8" if "capacity" in more else "verify"):
             run(lib, plan, 3, 2, 4, kind=Steps, quiet=True, **more)
 
 
@@ -190,7 +190,7 @@ def check_status(lib):
         "BAD_DTYPE": one_by_one(io_dtype=[9], conv_dtype=[9], norm_dtype=[9]),
         "BAD_CONV_WIDTH": one_by_one(conv_width=[1, 9]),
         "BAD_ALGO": one_by_one(conv_width=[3], head_v=[64]),
-        "BAD_LENGTH": [dict(tokens_per_seq=9), dict(ring__window=2, tokens_per_seq=1)],
+        "BAD_LENGTH": one_by_one(tokens_per_seq=[17], ring__capacity=[19]) + [dict(ring__window=2, tokens_per_seq=1)],
         "BAD_STRIDE": one_by_one(inputs_stride=[-1], z__token_stride=[-1]),
         "NULL_POINTER": one_by_one(inputs=[None], conv_weight=[None], z__ptr=[None]),
         "OK": [dict(num_seqs=0)]})
