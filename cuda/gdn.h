@@ -291,8 +291,9 @@ typedef struct gdn_replay_step_params {
   int32_t io_dtype, gate_dtype, state_dtype, conv_dtype, norm_dtype;
   int32_t l2norm, fold;
   int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
-  int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings either
+  int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings, `inputs` too, either
   float l2_eps, scale, beta_scale, norm_eps;
+  int32_t algo;            // gdn_replay_algo; ROWS_2 and ROWS_4 need code for sm_90 or later
 } gdn_replay_step_params;
 int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_t stream);
 

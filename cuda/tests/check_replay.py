@@ -60,6 +60,13 @@ def moves(s):
     s.fold()
     s.move()
     s.call(1)
+    s.move(1, [i % 2 for i in range(s.n)])
+    s.call(1, [(i + 1) % 2 for i in range(s.n)], fold=True)
+    s.move(0)
+    s.call(1)
+    s.move(0)
+    s.call(1, None, [0] * s.n)
+    s.call(1)
 
 
 PLANS = {f.__name__: f for f in (decode, staggered, verify, verify_8, rollback, moves)}
@@ -82,6 +89,8 @@ def check_small(lib):
     run(lib, "verify", 3, 1, 2, state="bf16", slots=True)
     run(lib, "moves", 3, 2, 4, slots=True)
     run(lib, "verify", 3, 1, 2, kind=Steps, slots=True)
+    for algo in ONE:
+        run(lib, "moves", 3, 1, 2, kind=Steps, algo=algo, slots=True)
     check_window(lib)
 
 
@@ -120,8 +129,19 @@ def check_step(lib):
     for io, state in TYPES:
         for plan in plans:
             run(lib, plan, 3, 2, 4, kind=Steps, io=io, state=state, slots=plan != "rollback", quiet=io != "bf16" or state == "f16")
+    for algo in ONE:
+        for state in ("f32", "bf16"):
+            for plan in ("decode", "staggered", "moves"):
+                run(lib, plan, 3, 2, 4, kind=Steps, algo=algo, state=state, slots=True)
+        for io, state in TYPES:
+            run(lib, "moves", 3, 1, 2, kind=Steps, io=io, state=state, algo=algo, slots=True, quiet=True)
+        run(lib, "decode", 3, 2, 4, kind=Steps, update="bf16", state="bf16", algo=algo, quiet=True)
+        for more in (dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"), dict(l2norm=False), dict(overlap=1)):
+            run(lib, "staggered", 3, 2, 4, kind=Steps, algo=algo, quiet=True, **more)
     for heads in HEADS:
-        run(lib, "staggered", 3, *heads, kind=Steps, quiet=True)
+        for algo in ONE:
+            run(lib, "staggered", 3, *heads, kind=Steps, algo=algo, quiet=True)
+    run(lib, "decode", 40, 16, 32, kind=Steps, slots=True)
     run(lib, "verify", 20, 16, 32, kind=Steps, slots=True)
     for more in (dict(update="bf16", state="bf16"), dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"),
                  dict(l2norm=False), dict(overlap=1), dict(capacity=24, state="bf16")):
@@ -152,13 +172,14 @@ def check_window(lib):
 
 def check_repeats(lib):
     """The same bits again and from a graph."""
-    for plan, state in (("staggered", "f32"), ("staggered", "bf16"), ("verify", "f32"), ("verify", "bf16")):
-        first = run(lib, plan, 5, 2, 4, state=state, slots=True, quiet=True)
+    cases = [(kind, plan, state) for kind in (Sequences, Steps) for plan in ("staggered", "verify") for state in ("f32", "bf16")]
+    for kind, plan, state in cases:
+        first = run(lib, plan, 5, 2, 4, kind=kind, state=state, slots=True, quiet=True)
         for graph in (False, True):
-            again = Sequences(lib, 5, 2, 4, state=state, slots=True, graph=graph)
+            again = kind(lib, 5, 2, 4, state=state, slots=True, graph=graph)
             PLANS[plan](again)
             again.finish()
-            report(f"{plan} {state} again, graph {graph}", same(first.left(), again.left()), "same bits")
+            report(f"{kind.__name__} {plan} {state} again, graph {graph}", same(first.left(), again.left()), "same bits")
 
 
 def check_drift(lib):
@@ -189,7 +210,8 @@ def check_status(lib):
     expect("replay step", lib.gdn_replay_step, lambda: s.params(s.inputs(4), None, s.slots, s.slots, False), {
         "BAD_DTYPE": one_by_one(io_dtype=[9], conv_dtype=[9], norm_dtype=[9]),
         "BAD_CONV_WIDTH": one_by_one(conv_width=[1, 9]),
-        "BAD_ALGO": one_by_one(conv_width=[3], head_v=[64]),
+        "BAD_ALGO": one_by_one(conv_width=[3], head_v=[64], algo=[99, REPLAY_ROWS_2]) +
+                    [dict(tokens_per_seq=1, algo=REPLAY_ROWS_4, inputs_stride=lambda x: x + 1)],
         "BAD_LENGTH": one_by_one(tokens_per_seq=[17], ring__capacity=[19]) + [dict(ring__window=2, tokens_per_seq=1)],
         "BAD_STRIDE": one_by_one(inputs_stride=[-1], z__token_stride=[-1]),
         "NULL_POINTER": one_by_one(inputs=[None], conv_weight=[None], z__ptr=[None]),

@@ -1,7 +1,7 @@
 """Sequences that gdn_replay_step serves: the convolution before the rule and the gated norm behind it."""
 import reference
 import torch
-from abi import CODES, NO_SLOT, OK, ReplayStepParams, ReplayWindowParams, columns, fill, slots
+from abi import CODES, NO_SLOT, OK, REPLAY_AUTO, ReplayStepParams, ReplayWindowParams, columns, fill, slots
 from harness import TYPES, call, launch, nan, same, same_outside, u32
 from replay_case import DIM, Sequences
 
@@ -36,6 +36,7 @@ class Steps(Sequences):
                     conv_weight=self.conv_weight, norm_weight=self.norm_weight, inputs=self.conv_inputs,
                     inputs_stride=self.conv_inputs.stride(0), conv_width=4, conv_dtype=self.conv_dtype,
                     norm_dtype=self.norm_dtype, sigmoid=int(self.sigmoid), overlap=self.overlap, norm_eps=1e-6,
+                    algo=self.algo if tokens <= 1 else REPLAY_AUTO,
                     **self.shared(inputs, *more))
 
     def qkv(self, inputs):
@@ -58,6 +59,10 @@ class Steps(Sequences):
         for i in self.live:
             rows = inputs[0][:, :self.channels].view(self.n, -1, self.channels)[i, :stay[i]] if stay[i] else self.past[i, :0]
             self.past[i] = torch.cat([self.past[i], rows])[-3:]
+            slot = self.slots[i]
+            before = [(self.first[slot] + self.length[slot] - back) % self.capacity for back in (3, 2, 1)]
+            if not same(self.conv_inputs[slot, before], self.past[i]):
+                self.wrong.append("not the last inputs")
 
     def left(self):
         return [*super().left(), self.conv_inputs]
