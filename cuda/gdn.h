@@ -269,7 +269,7 @@ int gdn_replay(const gdn_replay_params *params, cudaStream_t stream);
 // ring too: the input of a token is kept in the row of the token's entry, and the last three before an empty ring are in the
 // rows before `first`. Up to GDN_REPLAY_STEP_TOKENS tokens, a window of 3 or more, and the rest as gdn_replay; rows of z are
 // aligned to 16 bytes too.
-#define GDN_REPLAY_STEP_TOKENS 8
+#define GDN_REPLAY_STEP_TOKENS 16
 typedef struct gdn_replay_step_params {
   gdn_heads x;             // [sequence, token, channels], io_dtype: q | k | v by head; head_stride is not read
   gdn_heads z;             // [.., num_v_heads, head_v], io_dtype
@@ -291,8 +291,9 @@ typedef struct gdn_replay_step_params {
   int32_t io_dtype, gate_dtype, state_dtype, conv_dtype, norm_dtype;
   int32_t l2norm, fold;
   int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
-  int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings either
+  int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings, `inputs` too, either
   float l2_eps, scale, beta_scale, norm_eps;
+  int32_t algo;            // gdn_replay_algo; ROWS_2 and ROWS_4 need code for sm_90 or later
 } gdn_replay_step_params;
 int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_t stream);
 
@@ -307,6 +308,22 @@ typedef struct gdn_replay_advance_params {
   int32_t fold;
 } gdn_replay_advance_params;
 int gdn_replay_advance(const gdn_replay_advance_params *params, cudaStream_t stream);
+
+// The convolution's window of a ring, as gdn_conv keeps it: copies the last inputs before the next entry of each slot out of
+// the ring (`to_ring` 0) or into it, whatever the ring's length. For prefill behind a ring, snapshots and restores. A sequence of
+// padding gets zeros in `window`; into the ring nothing is copied of it.
+typedef struct gdn_replay_window_params {
+  void *inputs;            // as in gdn_replay_step_params
+  void *window;            // [sequence, conv_width - 1, channels], io_dtype, oldest first
+  const uint32_t *cursors;
+  gdn_slots slots;         // slot_stride is not read
+  int64_t inputs_stride, window_stride;    // elements from one slot, one sequence to the next
+  int32_t num_seqs, channels, conv_width;
+  int32_t capacity;        // rows, more than conv_width
+  int32_t io_dtype;
+  int32_t to_ring;
+} gdn_replay_window_params;
+int gdn_replay_window(const gdn_replay_window_params *params, cudaStream_t stream);
 
 // y = x w^T for few rows of x, as in decode, where reading w is all the work.
 typedef struct gdn_linear_params {

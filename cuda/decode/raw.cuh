@@ -38,5 +38,32 @@ template <typename T, int N> struct RawRun {
   }
 };
 
+constexpr int kWidth = 4;    // of the convolution
+
+// Four neighbouring channels a lane: their taps as raw words, in whatever type they come.
+struct RawTaps {
+  uint4 word[4];
+
+  __device__ __forceinline__ void load(const void *weight, int channel, int dtype) {
+    if (dtype == GDN_F32) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        word[i] = reinterpret_cast<const uint4 *>(static_cast<const float *>(weight) + channel * kWidth)[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        word[i] = reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(weight) + channel * kWidth)[i];
+    }
+  }
+
+  // Tap j of channel c.
+  __device__ __forceinline__ float at(int c, int j, int dtype) const {
+    const uint4 full = word[c], half = word[c / 2];
+    const uint32_t f[4] = {full.x, full.y, full.z, full.w}, h[4] = {half.x, half.y, half.z, half.w};
+    const uint32_t w = h[c % 2 * 2 + j / 2];
+    return dtype == GDN_F32 ? __uint_as_float(f[j]) : raw_to_float(j % 2 ? w >> 16 : w & 0xffffu, dtype);
+  }
+};
+
 }  // namespace decode
 }  // namespace gdn

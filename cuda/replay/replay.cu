@@ -94,7 +94,7 @@ gdn_replay_params rule_of(const gdn_replay_step_params &p) {
   r.num_seqs = p.num_seqs, r.tokens_per_seq = p.tokens_per_seq;
   r.num_k_heads = p.num_k_heads, r.num_v_heads = p.num_v_heads, r.head_k = p.head_k, r.head_v = p.head_v;
   r.io_dtype = p.io_dtype, r.gate_dtype = p.gate_dtype, r.state_dtype = p.state_dtype;
-  r.l2norm = p.l2norm, r.fold = p.fold, r.algo = GDN_REPLAY_MMA;
+  r.l2norm = p.l2norm, r.fold = p.fold, r.algo = p.algo;
   r.l2_eps = p.l2_eps, r.scale = p.scale, r.beta_scale = p.beta_scale;
   return r;
 }
@@ -119,6 +119,26 @@ int choose(const gdn_replay_params &p, int *algo) {
           : heads <= sms * 3 / 4   ? GDN_REPLAY_ROWS_2
           : heads <= sms * 8       ? GDN_REPLAY_ROWS_4
                                    : GDN_REPLAY_ROWS_8;
+  return GDN_OK;
+}
+
+// The forms of one token take four channels at a time, and those of few rows are clusters.
+int choose_step(const gdn_replay_step_params &p, int *algo) {
+  *algo = p.algo;
+  if (p.algo == GDN_REPLAY_MMA) return GDN_OK;
+  const int64_t size = dtype_size(p.io_dtype);
+  const bool one = p.tokens_per_seq <= 1 && aligned(p.conv_weight, 16) && aligned(p.inputs, 4 * size) && p.inputs_stride % 4 == 0;
+  bool clusters = false;
+  if (const int status = has_sm90_code(&clusters)) return status;
+  if (p.algo != GDN_REPLAY_AUTO) return one && (clusters || p.algo == GDN_REPLAY_ROWS_8) ? GDN_OK : GDN_BAD_ALGO;
+  int sms = 0;
+  if (const int status = sm_count(&sms)) return status;
+  const int64_t heads = static_cast<int64_t>(p.num_seqs) * p.num_v_heads;
+  *algo = !one                         ? GDN_REPLAY_MMA
+          : clusters && heads <= sms * 3 / 4 ? GDN_REPLAY_ROWS_2
+          : clusters && heads <= sms * 8     ? GDN_REPLAY_ROWS_4
+          : heads <= sms * 8                 ? GDN_REPLAY_ROWS_8
+                                             : GDN_REPLAY_MMA;
   return GDN_OK;
 }
 
@@ -182,11 +202,13 @@ extern "C" int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_
   device.conv_dtype = p.conv_dtype, device.norm_dtype = p.norm_dtype, device.sigmoid = p.sigmoid, device.norm_eps = p.norm_eps;
   const int seqs = p.num_seqs, state = p.state_dtype, update = p.ring.update_dtype;
   const bool overlap = p.overlap != 0;
+  int algo = GDN_REPLAY_AUTO;
+  if (const int status = replay::choose_step(p, &algo)) return status;
   switch (p.io_dtype) {
-    case GDN_F32: return replay::launch_step_as<float>(device, seqs, state, update, overlap, stream);
-    case GDN_BF16: return replay::launch_step_as<__nv_bfloat16>(device, seqs, state, update, overlap, stream);
+    case GDN_F32: return replay::launch_step_as<float>(device, seqs, state, update, algo, overlap, stream);
+    case GDN_BF16: return replay::launch_step_as<__nv_bfloat16>(device, seqs, state, update, algo, overlap, stream);
   }
-  return replay::launch_step_as<__half>(device, seqs, state, update, overlap, stream);
+  return replay::launch_step_as<__half>(device, seqs, state, update, algo, overlap, stream);
 }
 
 extern "C" int gdn_replay_advance(const gdn_replay_advance_params *params, cudaStream_t stream) {

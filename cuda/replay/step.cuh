@@ -5,12 +5,14 @@
 // where the window is, and a draft that is taken back leaves it with the ring.
 #pragma once
 
+#include "../common/ptx.cuh"
+#include "../decode/raw.cuh"
 #include "ring.cuh"
 
 namespace gdn {
 namespace replay {
 
-constexpr int kWidth = 4;    // of the convolution
+using decode::kWidth;    // of the convolution
 
 // Channels of a value head: k, q and v, an element of each of them a thread.
 template <typename T, int MAX, int THREADS> struct Convolution {
@@ -106,6 +108,115 @@ template <typename T, int MAX, int THREADS> struct Convolution {
         for (int i = 0; i < kWidth - 1; ++i) *inputs(slot, ring.row_before(kWidth - 1 - i), turn) = past[turn][i];
       }
     }
+  }
+};
+
+// One token: channels of q, of k and of a block's TILE rows of v by its warps 0, 1 and 2, four of them a lane. Every block of a
+// head makes q and k for itself.
+template <typename T, int TILE> struct TokenConvolution {
+  const StepParams &p;
+  const uint32_t n;
+  const int kind, first;       // q, k, v; the first of the four
+  const bool some;
+  const uint32_t channel;
+  decode::RawTaps taps;
+  Raw4<T> past[kWidth - 1], fresh = {};
+
+  __device__ __forceinline__ TokenConvolution(const StepParams &p, uint32_t n, uint32_t head, uint32_t key_head, int warp, int lane)
+      : p(p), n(n), kind(warp), first(4 * lane), some(warp < 2 || (warp == 2 && first < TILE)),
+        channel((warp == 0   ? key_head
+                 : warp == 1 ? p.key_heads + key_head
+                             : 2 * p.key_heads + head) * kDim + (warp < 2 ? 0 : blockIdx.x * TILE) + first) {}
+
+  __device__ __forceinline__ T *inputs(uint32_t slot, uint32_t row) const {
+    return static_cast<T *>(p.inputs) +
+           (static_cast<uint64_t>(slot) * p.inputs_stride + static_cast<uint64_t>(row) * p.channels + channel);
+  }
+
+  __device__ __forceinline__ void load_weights() {
+    if (some) taps.load(p.conv_weight, static_cast<int>(channel), p.conv_dtype);
+  }
+
+  __device__ __forceinline__ void load_past(const Entries &ring, uint32_t slot) {
+    if (!some) return;
+#pragma unroll
+    for (int i = 0; i < kWidth - 1; ++i) past[i] = raw_load4(inputs(slot, ring.row_before(kWidth - 1 - i)), 0, 4, true);
+  }
+
+  __device__ __forceinline__ void load_fresh() {
+    if (some) fresh = raw_load4(p.q.at<T>(n, 0, 0) + channel, 0, 4, true);
+  }
+
+  // Rounded as the convolution alone would store it.
+  template <typename S> __device__ __forceinline__ void run(S &shared) const {
+    if (!some) return;
+    float y[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        sum = fmaf(taps.at(c, i, p.conv_dtype), raw_to_float(i < kWidth - 1 ? past[i] : fresh, c), sum);
+      y[c] = to_float(from_float<T>(fast_silu(sum)));
+    }
+    float *const to = kind == 0 ? shared.q : kind == 1 ? shared.k : shared.v;
+    *reinterpret_cast<float4 *>(to + first) = make_float4(y[0], y[1], y[2], y[3]);
+  }
+
+  // Appends the input; with it those of the window, where a state moves. `keys`: whether this block has q and k to append too.
+  __device__ __forceinline__ void keep(const Entries &ring, uint32_t slot, bool moved, bool keys) const {
+    if (!some || (kind != 2 && !keys)) return;
+    const auto store = [&](uint32_t row, const Raw4<T> &x) {
+      *reinterpret_cast<Pack<uint32_t, sizeof(T)> *>(inputs(slot, row)) = reinterpret_cast<const Pack<uint32_t, sizeof(T)> &>(x);
+    };
+    if (ring.count) store(ring.row(ring.length), fresh);
+    if (moved) {
+#pragma unroll
+      for (int i = 0; i < kWidth - 1; ++i) store(ring.row_before(kWidth - 1 - i), past[i]);
+    }
+  }
+};
+
+// A sum over the rows of a head that are spread over the warps of SPLITS blocks, a cluster, as in ../decode/split.cuh.
+template <int SPLITS, int WARPS> struct HeadSum {
+  float parts[SPLITS][WARPS];    // of all blocks, sent by them
+  alignas(8) uint64_t arrived;
+
+  __device__ __forceinline__ void begin() {
+    if constexpr (SPLITS > 1) {
+      if (threadIdx.x == 0) {
+        ptx::barrier_init(ptx::shared_address(&arrived), 1);
+        ptx::barriers_initialised();
+        ptx::barrier_expect(ptx::shared_address(&arrived), sizeof(parts));
+      }
+      __syncwarp();
+      ptx::cluster_begin_arrive();
+    }
+  }
+
+  // Once, before send() and before a block ends without it: all blocks run.
+  __device__ __forceinline__ void begun() const {
+    if constexpr (SPLITS > 1) ptx::cluster_begin_wait();
+  }
+
+  // What this warp has, which all its lanes bring.
+  __device__ __forceinline__ void send(float part, int warp, int lane) {
+    if constexpr (SPLITS > 1) {
+      if (lane < SPLITS) ptx::send(&parts[blockIdx.x][warp], part, ptx::shared_address(&arrived), lane);
+    } else {
+      if (lane == 0) parts[0][warp] = part;
+    }
+  }
+
+  __device__ __forceinline__ float sum() const {
+    if constexpr (SPLITS > 1) ptx::barrier_wait_cluster(ptx::shared_address(&arrived), 0);
+    else __syncthreads();
+    float all = 0.f;
+#pragma unroll
+    for (int i = 0; i < SPLITS; ++i)
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) all += parts[i][w];
+    return all;
   }
 };
 

@@ -1,11 +1,15 @@
-// One token a sequence. A block has 4 rows of a head for each of its WARPS and of the ROWS that eight lanes hold. What all rows
+// One token a sequence: the rule, or the fused step. A block has 4 rows of a head for each of its WARPS and of the ROWS that eight lanes hold. What all rows
 // need of the ring, k_j . k and k_j . q of its entries, is worked out once a block, an entry or more by eight lanes, while the
 // state is on its way; and what is one number for the head (gates, norms, what decays leave) by one warp each. The updates of the
 // ring join the sums of S k and S q lane by lane, before their reduction, which therefore costs no more than without a ring.
+//
+// In the step the blocks of a head are a cluster: each makes the convolution of q and k for itself, and of its own rows of v, and
+// they send each other the squares of which the norm needs the sum.
 #pragma once
 
 #include "../decode/raw.cuh"
 #include "ring.cuh"
+#include "step.cuh"
 
 namespace gdn {
 namespace replay {
@@ -52,23 +56,45 @@ struct TokenShared {
   alignas(16) float keys[kWindow][kDim];    // written only to be folded
 };
 
-// U: the type of the updates.
-template <typename T, typename ST, typename U, int ROWS, int WARPS>
+// And of the step, of TILE rows.
+template <int TILE, int WARPS> struct TokenStepShared : TokenShared {
+  alignas(16) float q[kDim], k[kDim], v[TILE];
+  HeadSum<kDim / TILE, WARPS> squares;
+};
+
+// Where there is no convolution.
+struct NoConvolution {
+  __device__ __forceinline__ NoConvolution(const Params &, uint32_t, uint32_t, uint32_t, int, int) {}
+};
+
+// U: the type of the updates. The rule with Params, the fused step with StepParams.
+template <typename T, typename ST, typename U, int ROWS, int WARPS, typename GIVEN>
 __global__ void __launch_bounds__(32 * WARPS, (kResident<ST, ROWS> + WARPS / 2) / WARPS)
-token_kernel(const __grid_constant__ Params p) {
+token_kernel(const __grid_constant__ GIVEN p) {
+  constexpr bool STEP = std::is_same_v<GIVEN, StepParams>;
+  constexpr int kTile = WARPS * kGroups * ROWS;
+  static_assert(!STEP || WARPS == 4);    // q, k, v, gates
+  if constexpr (STEP && kTile < kDim && !ptx::kSm90) return;    // no clusters
   using L = decode::Lanes<ST>;
   using Key = decode::RawRun<T, L::kVec>;
-  __shared__ TokenShared shared;
+  using S = std::conditional_t<STEP, TokenStepShared<kTile, WARPS>, TokenShared>;
+  __shared__ S shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes, group = lane / kLanes;
   const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = p.ratio.of(head);
   const uint32_t row0 = ((blockIdx.x * WARPS + warp) * kGroups + group) * ROWS;
   const uint32_t mine = row0 + part * ROWS / kLanes;    // the row whose o and update are this lane's
   const bool writes = part % (kLanes / ROWS) == 0;
-  constexpr int gates = 0, decays = 1 % WARPS, norms = 2 % WARPS, copies = 3 % WARPS;    // which warp does what
+  // Which warp does what; in the step those before the gates' make the convolution.
+  constexpr int gates = STEP ? 3 : 0, decays = 1 % WARPS, norms = 2 % WARPS, copies = STEP ? 1 : 3 % WARPS;
 
   const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
+  if constexpr (STEP) shared.squares.begin();
   if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding
-    if (writes && p.tokens) p.o.out<T>(n, 0, head)[mine] = from_float<T>(0.f);
+    if constexpr (STEP) {
+      ptx::grid_dependency_wait();
+      shared.squares.begun();
+    }
+    if (writes && p.tokens) p.o.template out<T>(n, 0, head)[mine] = from_float<T>(0.f);
     return;
   }
   const uint32_t cursor = p.cursors[in_slot], within = (head * kDim + row0) * kDim;
@@ -83,21 +109,38 @@ token_kernel(const __grid_constant__ Params p) {
   Key raw_k[L::kChunks] = {}, raw_q[L::kChunks] = {};
   uint32_t raw_a = 0, raw_b = 0;
   float a_log = 0.f, dt_bias = 0.f;
-  T raw_v = {};
-  if (p.tokens) {
-    const T *kp = p.k.at<T>(n, 0, key_head), *qp = p.q.at<T>(n, 0, key_head);
+  T raw_v = {}, raw_z = {};
+  uint32_t raw_weight = 0;
+  std::conditional_t<STEP, TokenConvolution<T, kTile>, NoConvolution> convolution(p, n, head, key_head, warp, lane);
+  const auto load_gates = [&] {
+    raw_a = raw_load_any(p.a.ptr, p.a.index(n, 0, head), p.gate_dtype);
+    raw_b = raw_load_any(p.b.ptr, p.b.index(n, 0, head), p.gate_dtype);
+  };
+  if constexpr (STEP) {
+    convolution.load_weights();
+    raw_weight = raw_load_any(p.norm_weight, mine, p.norm_dtype);
+    if (warp == gates && p.tokens) a_log = p.a_log[head], dt_bias = p.dt_bias[head];
+  } else if (p.tokens) {
+    const T *kp = p.k.template at<T>(n, 0, key_head), *qp = p.q.template at<T>(n, 0, key_head);
 #pragma unroll
     for (int c = 0; c < L::kChunks; ++c) raw_k[c].load(kp + L::column(part, c)), raw_q[c].load(qp + L::column(part, c));
     if (warp == gates) {
-      raw_a = raw_load_any(p.a.ptr, p.a.index(n, 0, head), p.gate_dtype);
-      raw_b = raw_load_any(p.b.ptr, p.b.index(n, 0, head), p.gate_dtype);
+      load_gates();
       a_log = p.a_log[head], dt_bias = p.dt_bias[head];
     }
-    raw_v = p.v.at<T>(n, 0, head)[mine];
+    raw_v = p.v.template at<T>(n, 0, head)[mine];
   }
 
-  const Entries ring(p, n, cursor, p.apart || in_slot != out_slot);
-  if (ring.count == 0 && !ring.fold) return;
+  const bool moved = p.apart || in_slot != out_slot;
+  const Entries ring(p, n, cursor, moved);
+  if (ring.count == 0 && !ring.fold) {
+    if constexpr (STEP) {
+      ptx::grid_dependency_wait();    // for those that wait for this launch
+      shared.squares.begun();
+    }
+    return;
+  }
+  if constexpr (STEP) convolution.load_past(ring, in_slot);
   // Entries of the window whose keys eight lanes take; and those whose updates of its rows a lane takes.
   constexpr int kSide = WARPS * kGroups, kTurns = kSide < kWindow ? kWindow / kSide : 1, kPerLane = kWindow / kLanes;
   constexpr int kRun = ROWS < 4 ? ROWS : 4;
@@ -124,6 +167,15 @@ token_kernel(const __grid_constant__ Params p) {
     }
   }
   if (warp == decays && lane < ring.length) decay = decays_of(p, in_slot, head)[ring.row(lane)];
+  if constexpr (STEP) {    // what the kernel before may have written: later than the ring, as its window of inputs is
+    ptx::grid_dependency_wait();
+    ptx::grid_dependency_launch();
+    if (p.tokens) {
+      convolution.load_fresh();
+      if (warp == gates) load_gates();
+      raw_z = p.z.template at<T>(n, 0, head)[mine];
+    }
+  }
   __syncwarp();    // nor are these to be moved below this
 
   // What needs no entry first: they were asked for last.
@@ -134,14 +186,24 @@ token_kernel(const __grid_constant__ Params p) {
       shared.beta = p.beta_scale * sigmoid(raw_to_float(raw_b, p.gate_dtype));
     }
   }
-  if (warp == copies && lane < kLanes && blockIdx.x == 0 && head == key_head * p.ratio.ratio && ring.count) {
-    T *to = keys_of<T>(p, out_slot, key_head) + ring.row(ring.length) * kDim;
+  const bool keeps_key = blockIdx.x == 0 && head == key_head * p.ratio.ratio;
+  if constexpr (!STEP) {
+    if (warp == copies && lane < kLanes && keeps_key && ring.count) {
+      T *to = keys_of<T>(p, out_slot, key_head) + ring.row(ring.length) * kDim;
 #pragma unroll
-    for (int c = 0; c < L::kChunks; ++c) raw_k[c].store(to + L::column(part, c));
+      for (int c = 0; c < L::kChunks; ++c) raw_k[c].store(to + L::column(part, c));
+    }
   }
   float k[kEach], q[kEach], both[2 * ROWS];
+  if constexpr (STEP) {
+    convolution.run(shared);
+    __syncthreads();
+    shared.squares.begun();
+    L::slice(shared.k, part, k), L::slice(shared.q, part, q);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) k[i] = raw_k[i / L::kVec].at(i % L::kVec), q[i] = raw_q[i / L::kVec].at(i % L::kVec);
+    for (int i = 0; i < kEach; ++i) k[i] = raw_k[i / L::kVec].at(i % L::kVec), q[i] = raw_q[i / L::kVec].at(i % L::kVec);
+  }
   if (warp == norms) {
     SquareSum kk;
 #pragma unroll
@@ -191,6 +253,7 @@ token_kernel(const __grid_constant__ Params p) {
   for (int x = 0; x < kPerLane; ++x)
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) update[x][r] = to_float(raw_update[x][r / kRun].x[r % kRun]);
+  float o = 0.f;
   if (ring.count) {
     const float step = shared.step, state_left = step * shared.left[0].state;
     float2 of[kPerLane];
@@ -211,13 +274,36 @@ token_kernel(const __grid_constant__ Params p) {
     }
     const float2 product = row_products<ROWS>(both, part);
     const Factor k_scale = shared.k_scale;
-    const float e = k_scale.times(shared.beta * (to_float(raw_v) - k_scale.times(product.x)));
+    float v;
+    if constexpr (STEP) v = shared.v[mine - blockIdx.x * kTile];
+    else v = to_float(raw_v);
+    const float e = k_scale.times(shared.beta * (v - k_scale.times(product.x)));
     const uint32_t row = ring.row(ring.length);
+    if constexpr (STEP) {
+      o = shared.q_scale * fmaf(e, shared.kq, product.y);
+      float square = o * o;    // of as many rows as are apart
+#pragma unroll
+      for (int d = 16; d >= kLanes / ROWS; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
+      shared.squares.send(square, warp, lane);
+    }
     if (writes) {
-      p.o.out<T>(n, 0, head)[mine] = from_float<T>(shared.q_scale * fmaf(e, shared.kq, product.y));
+      if constexpr (!STEP) p.o.template out<T>(n, 0, head)[mine] = from_float<T>(shared.q_scale * fmaf(e, shared.kq, product.y));
       updates_of<U>(p, out_slot, head)[row * kDim + mine] = from_float<U>(e);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) decays_of(p, out_slot, head)[row] = shared.log_step;
+  }
+  if constexpr (STEP) {
+    convolution.keep(ring, out_slot, moved, keeps_key);
+    if (ring.count) {
+      if (warp == copies && keeps_key) {
+        const float4 x = *reinterpret_cast<const float4 *>(&shared.k[4 * lane]);
+        store_pack<T, 4>(keys_of<T>(p, out_slot, key_head) + ring.row(ring.length) * kDim + 4 * lane, {x.x, x.y, x.z, x.w});
+      }
+      const float gate = to_float(raw_z);
+      const float factor = raw_to_float(raw_weight, p.norm_dtype) * (p.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
+      const float scale = rsqrtf(shared.squares.sum() * (1.f / kDim) + p.norm_eps);
+      if (writes) p.o.template out<T>(n, 0, head)[mine] = from_float<T>(o * scale * factor);
+    }
   }
   if (!ring.fold) return;
 

@@ -31,6 +31,19 @@ template <typename T, typename U, int ROWS, int MAX> struct StepShared : TokensS
   alignas(16) T z[MAX][ROWS];
 };
 
+// Whether a block's shared memory is more than may be static.
+template <typename S> constexpr bool kDynamic = sizeof(S) > 48 * 1024;
+
+template <typename S> __device__ __forceinline__ S &block_shared() {
+  if constexpr (kDynamic<S>) {
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    return *reinterpret_cast<S *>(dynamic_shared);
+  } else {
+    __shared__ S shared;
+    return shared;
+  }
+}
+
 // Where there is no convolution.
 struct Nothing {
   __device__ __forceinline__ Nothing(const Params &, uint32_t, uint32_t, uint32_t) {}
@@ -69,6 +82,11 @@ __device__ __forceinline__ void key_products(S &shared, const T *rows, int strid
 template <typename ST, int MAX> constexpr int kTiles = sizeof(ST) == 2 && MAX < 16 ? 2 : 1;
 template <typename ST, int MAX, typename GIVEN>
 constexpr int kWarps = std::is_same_v<GIVEN, StepParams> ? 8 / kTiles<ST, MAX> : 4;
+template <typename ST, int MAX, typename GIVEN> constexpr int kRows = 16 * kWarps<ST, MAX, GIVEN> * kTiles<ST, MAX>;
+
+template <typename T, typename ST, typename U, int MAX, typename GIVEN>
+using SharedOf = std::conditional_t<std::is_same_v<GIVEN, StepParams>, StepShared<T, U, kRows<ST, MAX, GIVEN>, MAX>,
+                                    TokensShared<T, U, kRows<ST, MAX, GIVEN>, MAX>>;
 
 // The rule with Params, the fused step with StepParams. A fold reads the state again, out of L2 as a rule: kept until then it would
 // take the registers of the rest.
@@ -77,11 +95,11 @@ __global__ void __launch_bounds__(32 * kWarps<ST, MAX, GIVEN>,
                                   ((MAX < 16 ? 4 : 3) - (sizeof(T) == 4)) * 4 / kWarps<ST, MAX, GIVEN>)
 tokens_kernel(const __grid_constant__ GIVEN p) {
   constexpr bool STEP = std::is_same_v<GIVEN, StepParams>;
-  constexpr int WARPS = kWarps<ST, MAX, GIVEN>, TILES = kTiles<ST, MAX>, ROWS = 16 * WARPS * TILES, kThreads = 32 * WARPS;
-  using S = std::conditional_t<STEP, StepShared<T, U, ROWS, MAX>, TokensShared<T, U, ROWS, MAX>>;
+  constexpr int WARPS = kWarps<ST, MAX, GIVEN>, TILES = kTiles<ST, MAX>, ROWS = kRows<ST, MAX, GIVEN>, kThreads = 32 * WARPS;
+  using S = SharedOf<T, ST, U, MAX, GIVEN>;
   using P = Piece<ST>;
   using K = Piece<T>;
-  __shared__ S shared;
+  S &shared = block_shared<S>();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, c = lane % 4;
   const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = p.ratio.of(head), row0 = blockIdx.x * ROWS;
   const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """gdn_replay and gdn_replay_step, over the pair (state, ring), against the plain recurrence in float64: one token and several,
-folds, counts, drafts taken back, moved states, long runs.
+folds, counts, drafts taken back, moved states, long runs; and gdn_replay_window.
 
 The times are of whole cycles from fold to fold, next to today's decode and, where it can be imported, FlashInfer's ring.
 """
@@ -9,7 +9,7 @@ import replay_times
 from abi import REPLAY_AUTO, REPLAY_MMA, REPLAY_ROWS_2, REPLAY_ROWS_4, REPLAY_ROWS_8
 from harness import expect, one_by_one, report, same
 from replay_case import Sequences, drift
-from replay_step_case import Steps
+from replay_step_case import Steps, window, window_out, window_round_trip
 
 ONE = (REPLAY_ROWS_2, REPLAY_ROWS_4, REPLAY_ROWS_8, REPLAY_MMA)
 HEADS = ((16, 16), (16, 32), (16, 48), (16, 64), (2, 8), (1, 8), (4, 8))
@@ -60,6 +60,13 @@ def moves(s):
     s.fold()
     s.move()
     s.call(1)
+    s.move(1, [i % 2 for i in range(s.n)])
+    s.call(1, [(i + 1) % 2 for i in range(s.n)], fold=True)
+    s.move(0)
+    s.call(1)
+    s.move(0)
+    s.call(1, None, [0] * s.n)
+    s.call(1)
 
 
 PLANS = {f.__name__: f for f in (decode, staggered, verify, verify_8, rollback, moves)}
@@ -81,7 +88,10 @@ def check_small(lib):
         run(lib, "staggered", 4, 1, 2, algo=algo, slots=True)
     run(lib, "verify", 3, 1, 2, state="bf16", slots=True)
     run(lib, "moves", 3, 2, 4, slots=True)
-    run(lib, "verify_8", 3, 1, 2, kind=Steps, slots=True)
+    run(lib, "verify", 3, 1, 2, kind=Steps, slots=True)
+    for algo in ONE:
+        run(lib, "moves", 3, 1, 2, kind=Steps, algo=algo, slots=True)
+    check_window(lib)
 
 
 def check_cases(lib):
@@ -115,28 +125,61 @@ def check_cases(lib):
 
 
 def check_step(lib):
-    plans = ("decode", "staggered", "verify_8", "rollback", "moves")
+    plans = ("decode", "staggered", "verify", "rollback", "moves")
     for io, state in TYPES:
         for plan in plans:
             run(lib, plan, 3, 2, 4, kind=Steps, io=io, state=state, slots=plan != "rollback", quiet=io != "bf16" or state == "f16")
+    for algo in ONE:
+        for state in ("f32", "bf16"):
+            for plan in ("decode", "staggered", "moves"):
+                run(lib, plan, 3, 2, 4, kind=Steps, algo=algo, state=state, slots=True)
+        for io, state in TYPES:
+            run(lib, "moves", 3, 1, 2, kind=Steps, io=io, state=state, algo=algo, slots=True, quiet=True)
+        run(lib, "decode", 3, 2, 4, kind=Steps, update="bf16", state="bf16", algo=algo, quiet=True)
+        for more in (dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"), dict(l2norm=False), dict(overlap=1)):
+            run(lib, "staggered", 3, 2, 4, kind=Steps, algo=algo, quiet=True, **more)
     for heads in HEADS:
-        run(lib, "staggered", 3, *heads, kind=Steps, quiet=True)
-    run(lib, "verify_8", 20, 16, 32, kind=Steps, slots=True)
+        for algo in ONE:
+            run(lib, "staggered", 3, *heads, kind=Steps, algo=algo, quiet=True)
+    run(lib, "decode", 40, 16, 32, kind=Steps, slots=True)
+    run(lib, "verify", 20, 16, 32, kind=Steps, slots=True)
     for more in (dict(update="bf16", state="bf16"), dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"),
                  dict(l2norm=False), dict(overlap=1), dict(capacity=24, state="bf16")):
-        for plan in ("staggered", "verify_8"):
+        for plan in ("staggered", "verify_8" if "capacity" in more else "verify"):
             run(lib, plan, 3, 2, 4, kind=Steps, quiet=True, **more)
+
+
+def check_window(lib):
+    """The window of a ring beside a plain convolution state, at every length of the ring."""
+    for io in ("bf16", "f16", "f32"):
+        s = Steps(lib, 5, 2, 4, io=io, slots=io != "f32")
+        wrong = [window_out(s)]
+        for step in range(8):
+            s.call(4, None, [(3 * i + step) % 5 for i in range(s.n)])
+            wrong.append(window_out(s))
+        s.finish()
+        wrong.append(window_out(s))
+        shown = ", ".join(sorted({w for w in wrong if w}))
+        report(f"window of a ring, {io}", not shown and s.fine(), shown or f"as kept, {s.text()}")
+        for width, channels in ((4, s.channels), (4, 17), (2, 24), (8, 9), (8, 128)):
+            for slots in (False, True):
+                s = Steps(lib, 4, 1, 2, io=io, slots=slots, capacity=20)
+                s.call(3, [i % 4 for i in range(s.n)])
+                wrong = window_round_trip(s, width, channels)
+                report(f"window {io}, width {width}, {channels} channels, slots {slots}", wrong is None, wrong or "round trip",
+                       quiet=True)
 
 
 def check_repeats(lib):
     """The same bits again and from a graph."""
-    for plan, state in (("staggered", "f32"), ("staggered", "bf16"), ("verify", "f32"), ("verify", "bf16")):
-        first = run(lib, plan, 5, 2, 4, state=state, slots=True, quiet=True)
+    cases = [(kind, plan, state) for kind in (Sequences, Steps) for plan in ("staggered", "verify") for state in ("f32", "bf16")]
+    for kind, plan, state in cases:
+        first = run(lib, plan, 5, 2, 4, kind=kind, state=state, slots=True, quiet=True)
         for graph in (False, True):
-            again = Sequences(lib, 5, 2, 4, state=state, slots=True, graph=graph)
+            again = kind(lib, 5, 2, 4, state=state, slots=True, graph=graph)
             PLANS[plan](again)
             again.finish()
-            report(f"{plan} {state} again, graph {graph}", same(first.left(), again.left()), "same bits")
+            report(f"{kind.__name__} {plan} {state} again, graph {graph}", same(first.left(), again.left()), "same bits")
 
 
 def check_drift(lib):
@@ -167,11 +210,19 @@ def check_status(lib):
     expect("replay step", lib.gdn_replay_step, lambda: s.params(s.inputs(4), None, s.slots, s.slots, False), {
         "BAD_DTYPE": one_by_one(io_dtype=[9], conv_dtype=[9], norm_dtype=[9]),
         "BAD_CONV_WIDTH": one_by_one(conv_width=[1, 9]),
-        "BAD_ALGO": one_by_one(conv_width=[3], head_v=[64]),
-        "BAD_LENGTH": [dict(tokens_per_seq=9), dict(ring__window=2, tokens_per_seq=1)],
+        "BAD_ALGO": one_by_one(conv_width=[3], head_v=[64], algo=[99, REPLAY_ROWS_2]) +
+                    [dict(tokens_per_seq=1, algo=REPLAY_ROWS_4, inputs_stride=lambda x: x + 1)],
+        "BAD_LENGTH": one_by_one(tokens_per_seq=[17], ring__capacity=[19]) + [dict(ring__window=2, tokens_per_seq=1)],
         "BAD_STRIDE": one_by_one(inputs_stride=[-1], z__token_stride=[-1]),
         "NULL_POINTER": one_by_one(inputs=[None], conv_weight=[None], z__ptr=[None]),
         "OK": [dict(num_seqs=0)]})
+    expect("replay window", lib.gdn_replay_window, lambda: window(s)[0], {
+        "BAD_DTYPE": [dict(io_dtype=3)],
+        "BAD_CONV_WIDTH": one_by_one(conv_width=[1, 9]),
+        "BAD_LENGTH": one_by_one(num_seqs=[-1, 65536], channels=[-1], capacity=[4, 33], slots__num_slots=[-1]),
+        "BAD_STRIDE": one_by_one(inputs_stride=[-1], window_stride=[-1]),
+        "NULL_POINTER": one_by_one(inputs=[None], window=[None], cursors=[None]),
+        "OK": [dict(num_seqs=0), dict(channels=0)]})
 
 
 def check(lib, args):
@@ -179,6 +230,7 @@ def check(lib, args):
         return check_small(lib)
     check_cases(lib)
     check_step(lib)
+    check_window(lib)
     check_repeats(lib)
     check_drift(lib)
     check_status(lib)

@@ -141,12 +141,12 @@ class Sequences:
     def fold(self):
         self.call(0, fold=True)
 
-    def move(self):
-        """All sequences but padding go to free slots, in a launch with a token."""
+    def move(self, tokens=1, counts=None):
+        """All sequences but padding go to free slots, in a launch with a token or none."""
         if self.named:
             outs = [NO_SLOT if i in self.padding else self.free.pop() for i in range(self.n)]
             left = [self.slots[i] for i in self.live]
-            self.call(1, outs=outs)
+            self.call(tokens, counts, outs=outs)
             self.free = left + self.free
 
     def finish(self):

@@ -1,8 +1,8 @@
 """Sequences that gdn_replay_step serves: the convolution before the rule and the gated norm behind it."""
 import reference
 import torch
-from abi import CODES, ReplayStepParams, columns, fill
-from harness import TYPES, nan
+from abi import CODES, NO_SLOT, OK, REPLAY_AUTO, ReplayStepParams, ReplayWindowParams, columns, fill, slots
+from harness import TYPES, call, launch, nan, same, same_outside, u32
 from replay_case import DIM, Sequences
 
 
@@ -36,6 +36,7 @@ class Steps(Sequences):
                     conv_weight=self.conv_weight, norm_weight=self.norm_weight, inputs=self.conv_inputs,
                     inputs_stride=self.conv_inputs.stride(0), conv_width=4, conv_dtype=self.conv_dtype,
                     norm_dtype=self.norm_dtype, sigmoid=int(self.sigmoid), overlap=self.overlap, norm_eps=1e-6,
+                    algo=self.algo if tokens <= 1 else REPLAY_AUTO,
                     **self.shared(inputs, *more))
 
     def qkv(self, inputs):
@@ -58,6 +59,67 @@ class Steps(Sequences):
         for i in self.live:
             rows = inputs[0][:, :self.channels].view(self.n, -1, self.channels)[i, :stay[i]] if stay[i] else self.past[i, :0]
             self.past[i] = torch.cat([self.past[i], rows])[-3:]
+            slot = self.slots[i]
+            before = [(self.first[slot] + self.length[slot] - back) % self.capacity for back in (3, 2, 1)]
+            if not same(self.conv_inputs[slot, before], self.past[i]):
+                self.wrong.append("not the last inputs")
 
     def left(self):
         return [*super().left(), self.conv_inputs]
+
+
+# ---- the window of a ring beside a plain convolution state ----
+
+def window(s, conv_width=4, inputs=None, channels=None, **fields):
+    """gdn_replay_window's parameters for the rings of `s`, and the plain windows: rows of NaN, a gap between sequences."""
+    inputs, channels = s.conv_inputs if inputs is None else inputs, channels or s.channels
+    kept = nan(s.n, (conv_width - 1) * channels + (8 if channels % 8 == 0 else 3), dtype=s.io)
+    number = u32(s.slots) if s.named else None
+    p = fill(ReplayWindowParams, inputs=inputs, window=kept, cursors=s.cursors, slots=slots(number, s.pool, 0),
+             inputs_stride=inputs.stride(0), window_stride=kept.stride(0), num_seqs=s.n, channels=channels,
+             conv_width=conv_width, capacity=s.capacity, io_dtype=CODES[s.io], **fields)
+    return p, kept
+
+
+def window_out(s):
+    """What is wrong with the windows of `s`, whose last inputs are known: None, or words."""
+    p, kept = window(s)
+    if launch(lambda: call(s.lib.gdn_replay_window, p)) != OK:
+        return "refused"
+    size = 3 * s.channels
+    got = kept[:, :size].view(s.n, 3, s.channels)
+    if not same(got[s.live], s.past[s.live]):
+        return "not the last inputs"
+    if s.padding and bool((got[s.padding] != 0).any()):
+        return "padding not zero"
+    return None if kept[:, size:].isnan().all() else "wrote outside"
+
+
+def window_round_trip(s, conv_width, channels, seed=1):
+    """Into rings of other inputs and out again: the rows before the next entry and no others are written. `channels` of any
+    number. None, or what is wrong."""
+    gen = torch.Generator(device=s.conv_inputs.device).manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=gen, device=s.conv_inputs.device).to(TYPES[s.io])
+    rings = draw(s.pool, s.capacity * channels + (0 if channels % 8 == 0 else 1))
+    p, kept = window(s, conv_width, rings, channels, to_ring=1)
+    size = (conv_width - 1) * channels
+    kept[:, :size] = draw(s.n, size)
+    want, before = kept.clone(), rings.clone()
+    if launch(lambda: call(s.lib.gdn_replay_window, p)) != OK:
+        return "refused"
+    outside = torch.ones_like(rings, dtype=torch.bool)
+    rows = outside[:, :s.capacity * channels].view(s.pool, s.capacity, channels)
+    for i in s.live:
+        slot = s.slots[i]
+        at = [(s.first[slot] + s.length[slot] - back) % s.capacity for back in range(conv_width - 1, 0, -1)]
+        rows[slot, at] = False
+        there = rings[slot, :s.capacity * channels].view(s.capacity, channels)[at]
+        if not same(there.flatten(), want[i, :size]):
+            return "not the window"
+    if not same_outside(rings, before, outside):
+        return "wrote outside"
+    p, kept = window(s, conv_width, rings, channels)
+    if launch(lambda: call(s.lib.gdn_replay_window, p)) != OK:
+        return "refused"
+    want[[i for i in range(s.n) if s.slots[i] == NO_SLOT], :size] = 0
+    return None if same(kept, want) else "not what went in"

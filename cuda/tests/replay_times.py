@@ -14,7 +14,7 @@ from timing import ahead_of, calls_of, cold_sets, device_activities, heading, ho
 DIM, HK, HV, WINDOW, CAPACITY = 128, 16, 32, 16, 32
 BATCHES = (1, 2, 4, 8, 32, 64, 128, 256)
 VERIFY = (1, 32, 256)
-STEPS = (1, 8, 64, 256)
+STEPS = (1, 2, 4, 8, 16, 32, 64, 256)
 PARTS = ((1, "f32"), (64, "f32"), (256, "f32"), (256, "bf16"))
 VARIANTS = {"rows_2": REPLAY_ROWS_2, "rows_4": REPLAY_ROWS_4, "rows_8": REPLAY_ROWS_8, "mma": REPLAY_MMA}
 
@@ -86,8 +86,8 @@ class Set:
                     conv_out_stride=self.conv.stride(0), seqs=sequences([self.tokens] * self.batch), algo=STEP_AUTO,
                     **self.step_fields())
 
-    def replay_step(self, cursors):
-        return fill(ReplayStepParams, ring=self.ring(cursors), inputs=self.inputs, inputs_stride=self.inputs.stride(0),
+    def replay_step(self, cursors, algo=REPLAY_AUTO):
+        return fill(ReplayStepParams, algo=algo, ring=self.ring(cursors), inputs=self.inputs, inputs_stride=self.inputs.stride(0),
                     num_seqs=self.batch, tokens_per_seq=self.tokens, **self.step_fields())
 
     def rule(self):
@@ -135,21 +135,29 @@ def decode_times(lib, state, update, rate):
               + "  ".join(each), flush=True)
 
 
-def step_times(lib):
-    print("\nthe step, updates of the state's type: 1 token by gdn_step and by gdn_replay_step at all lengths; 4 by the latter")
-    for state in ("f32", "bf16"):
-        for batch in STEPS:
-            us = []
-            for tokens in (1, 4):
+def step_us(lib, sets, algo=REPLAY_AUTO):
+    """gdn_replay_step at all lengths of the ring."""
+    batch, tokens = sets[0].batch, sets[0].tokens
+    return cycle_us([calls_of(lib, [(lib.gdn_replay_step, s.replay_step(cursors, algo)) for s in sets])
+                     for cursors in map(cursors_of, staggered(batch, tokens))], len(sets))
+
+
+def step_times(lib, batches=STEPS, states=("f32", "bf16"), more=(4, 16)):
+    print(f"\nthe step, updates of the state's type: gdn_step and gdn_replay_step with 1 token; tokens {more}; 1 token by each variant",
+          flush=True)
+    for state in states:
+        for batch in batches:
+            us, each = [], []
+            for tokens in (1, *more):
                 sets = sets_of(batch, tokens, state, state)
                 for s in sets:
                     s.for_steps()
                 if tokens == 1:
                     us.append(cycle_us([calls_of(lib, [(lib.gdn_step, s.step()) for s in sets])], len(sets)))
-                us.append(cycle_us([calls_of(lib, [(lib.gdn_replay_step, s.replay_step(cursors)) for s in sets])
-                                    for cursors in map(cursors_of, staggered(batch, tokens))], len(sets)))
+                    each = [f"{name} {step_us(lib, sets, algo):.2f}" for name, algo in VARIANTS.items()]
+                us.append(step_us(lib, sets))
                 del sets
-            print(f"  {state} B={batch:3d}  " + "  ".join(f"{x:6.2f}" for x in us), flush=True)
+            print(f"  {state} B={batch:3d}  " + "  ".join(f"{x:6.2f}" for x in us) + "   " + "  ".join(each), flush=True)
 
 
 def parts_us(lib, batch, state):
