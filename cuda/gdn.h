@@ -251,6 +251,8 @@ typedef struct gdn_replay_params {
   const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype
   void *state_out;         // the same, written where a sequence is folded; unlike state_in only with `fold`
   const uint32_t *counts;  // null, or of each sequence the tokens that it has, tokens_per_seq at most
+  const uint32_t *cu_seqlens;    // null, or [num_seqs + 1]: tokens are packed, those of sequence n from cu_seqlens[n] on and
+                           // tokens_per_seq at most; counts and seq_strides are then not read. On tensor cores only
   gdn_ring ring;           // read by the slots of in_slots, appended to by those of out_slots
   gdn_slots in_slots, out_slots;
   int32_t num_seqs, tokens_per_seq;
@@ -282,7 +284,7 @@ typedef struct gdn_replay_step_params {
   void *inputs;            // [slot, capacity, channels], io_dtype: read and appended to as the ring is
   const void *state_in;    // as in gdn_replay_params, and so on
   void *state_out;
-  const uint32_t *counts;
+  const uint32_t *counts, *cu_seqlens;
   gdn_ring ring;
   gdn_slots in_slots, out_slots;
   int64_t inputs_stride;   // elements from one slot to the next
@@ -292,8 +294,8 @@ typedef struct gdn_replay_step_params {
   int32_t l2norm, fold;
   int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
   int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings, `inputs` too, either
-  float l2_eps, scale, beta_scale, norm_eps;
   int32_t algo;            // gdn_replay_algo; ROWS_2 and ROWS_4 need code for sm_90 or later
+  float l2_eps, scale, beta_scale, norm_eps;
 } gdn_replay_step_params;
 int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_t stream);
 
@@ -301,7 +303,7 @@ int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_t stream);
 // name as they had; `accepted` (null: all) is how many of each sequence's tokens stay.
 typedef struct gdn_replay_advance_params {
   uint32_t *cursors;
-  const uint32_t *counts, *accepted;
+  const uint32_t *counts, *cu_seqlens, *accepted;
   gdn_slots in_slots, out_slots;    // slot_stride is not read
   int32_t num_seqs, tokens_per_seq;
   int32_t capacity, window;
@@ -309,15 +311,16 @@ typedef struct gdn_replay_advance_params {
 } gdn_replay_advance_params;
 int gdn_replay_advance(const gdn_replay_advance_params *params, cudaStream_t stream);
 
-// The convolution's window of a ring, as gdn_conv keeps it: copies the last inputs before the next entry of each slot out of
-// the ring (`to_ring` 0) or into it, whatever the ring's length. For prefill behind a ring, snapshots and restores. A sequence of
-// padding gets zeros in `window`; into the ring nothing is copied of it.
+// The convolution's window of a ring, as gdn_conv keeps it: copies the last inputs before the next entry out of the rings of
+// in_slots (`to_ring` 0), or into those of out_slots, whatever their length. Before which entry, the cursors of in_slots say in
+// either case: so what goes out, through gdn_conv and into the ring again stands where it stood, before the ring that
+// gdn_replay_advance leaves behind a fold. For prefill behind a ring, snapshots and restores. Of padding nothing is copied.
 typedef struct gdn_replay_window_params {
   void *inputs;            // as in gdn_replay_step_params
-  void *window;            // [sequence, conv_width - 1, channels], io_dtype, oldest first
+  void *window;            // [out slot, conv_width - 1, channels], io_dtype, oldest first; rows and channels contiguous
   const uint32_t *cursors;
-  gdn_slots slots;         // slot_stride is not read
-  int64_t inputs_stride, window_stride;    // elements from one slot, one sequence to the next
+  gdn_slots in_slots, out_slots;    // out_slots' slot_stride is the window's; the other is not read
+  int64_t inputs_stride;   // elements from one slot to the next
   int32_t num_seqs, channels, conv_width;
   int32_t capacity;        // rows, more than conv_width
   int32_t io_dtype;

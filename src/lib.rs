@@ -5,7 +5,8 @@
 //! * A server keeps the states of its sequences in the slots of a [`StatePool`], one a layer, which a [`SlotAllocator`]
 //!   hands out: [`GatedDeltaNet::forward_slots`] takes packed sequences of any lengths, prompts and decode steps in one
 //!   call; [`PrefixCache`] keeps the states along a prompt for the next one that begins alike; and
-//!   [`GatedDeltaNet::verify`] feeds drafted tokens that may be taken back.
+//!   [`GatedDeltaNet::verify`] feeds drafted tokens that may be taken back. [`GatedDeltaNet::new_ring_pool`] makes a pool whose
+//!   decode does not write its states with every token.
 //! * The ops are for authors of their own layer: [`gdn_decode_in_place`] and [`gdn_prefill_in_place`] are the rule,
 //!   [`causal_conv1d`] and [`gated_rms_norm`] stand before and behind it, and [`gdn_step_in_place`] is all three for up
 //!   to 16 tokens, on CUDA in one kernel. All run on the CPU and, with the `cuda` feature, on CUDA.

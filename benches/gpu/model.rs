@@ -8,7 +8,7 @@ use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::{ensure, Context, Result};
 use candle_core::DType;
-use candle_gdn_models::{CausalLm, DecodeGraph, FfnKind, ModelConfig, Sequence, SequencePool};
+use candle_gdn_models::{CausalLm, DecodeGraph, FfnKind, ModelConfig, Rings, Sequence, SequencePool};
 use candle_nn::VarBuilder;
 use std::cell::RefCell;
 use std::path::Path;
@@ -21,7 +21,7 @@ const PREFILL: [usize; 2] = [512, 8192];
 const PASS: usize = 8192;
 const DRAFTED: [usize; 3] = [1, 4, 8];
 /// Room for the steps that are timed.
-const STEPS: usize = 1024;
+const STEPS: usize = 1024 + 16;
 /// The graph plans its attention for the longest sequence it may serve, so sums come in another order than without.
 const BOUND: f64 = 2e-2;
 
@@ -67,9 +67,11 @@ pub fn model(bench: &mut Bench, names: &[String], ordinal: usize) -> Result<()> 
         let loaded = CausalLm::load(&config, vb)?;
         let case = Case { name, model: &loaded, clock: &clock };
         for batch in bench.choice.batches(&DECODE) {
-            case.decode(bench, batch)?;
+            case.decode(bench, batch, Rings::Never)?;
+            case.decode(bench, batch, Rings::Always)?;
         }
-        case.between(bench)?;
+        case.between(bench, Rings::Never)?;
+        case.between(bench, Rings::Always)?;
         let fits = |tokens: &usize| *tokens < config.max_position_embeddings;
         for tokens in bench.choice.tokens(&PREFILL).into_iter().filter(fits) {
             case.prefill(bench, tokens)?;
@@ -89,19 +91,27 @@ impl Case<'_> {
         Row::new("model", &format!("{} {what}", self.name), "candle-gdn").variant(variant).l2("cold").shape(shape)
     }
 
-    /// Sequences that have seen [`SEEN`] tokens.
-    fn pool(&self, sequences: usize, spare: usize) -> Result<(SequencePool, Vec<Sequence>)> {
-        let mut pool = self.model.new_sequences(sequences + spare, SEEN + STEPS)?;
+    /// Sequences that have seen [`SEEN`] tokens and a few more one by one, as many as a number from 0 to 15 that differs: so
+    /// rings are of all lengths, and every step folds some of them.
+    fn pool(&self, sequences: usize, spare: usize, rings: Rings) -> Result<(SequencePool, Vec<Sequence>)> {
+        let mut pool = self.model.new_sequences_with(sequences + spare, SEEN + STEPS, rings)?;
         let all = (0..sequences).map(|_| pool.begin()).collect::<candle_core::Result<Vec<_>>>()?;
         for (n, s) in all.iter().enumerate() {
             self.model.feed_only(&mut pool, &[(*s, &ids(self.model, n, SEEN)[..])])?;
         }
+        for step in 0..15 {
+            let some = all.iter().enumerate().filter(|(n, _)| n % 16 > step).map(|(_, s)| (*s, &[5u32][..]));
+            let some: Vec<_> = some.collect();
+            if !some.is_empty() {
+                self.model.feed_only(&mut pool, &some)?;
+            }
+        }
         Ok((pool, all))
     }
 
-    fn decode(&self, bench: &mut Bench, batch: usize) -> Result<()> {
-        let what = format!("step B={batch}");
-        let (mut pool, all) = self.pool(batch, 0)?;
+    fn decode(&self, bench: &mut Bench, batch: usize, rings: Rings) -> Result<()> {
+        let what = format!("step B={batch}{}", with(rings));
+        let (mut pool, all) = self.pool(batch, 0, rings)?;
         let mut graph = DecodeGraph::capture(self.model, &mut pool, batch)?;
         let next: Vec<(Sequence, u32)> = all.iter().map(|s| (*s, 1)).collect();
         let fed: Vec<(Sequence, &[u32])> = all.iter().map(|s| (*s, &[1u32][..])).collect();
@@ -114,7 +124,8 @@ impl Case<'_> {
         let error = check::error(&got, &f64s(&got)?, &f64s(&want)?)?;
 
         let per_sequence = self.model.config().sequence_bytes(self.model.dtype());
-        let states = 2 * (per_sequence.recurrent + per_sequence.conv) + SEEN as u64 * per_sequence.kv_per_token;
+        let times = if rings == Rings::Always { 1 } else { 2 }; // read, and written
+        let states = times * (per_sequence.recurrent + per_sequence.conv) + SEEN as u64 * per_sequence.kv_per_token;
         let bytes = step_bytes(self.model.config(), self.model.dtype()) + batch as u64 * states;
         let row = |variant: &str| self.row(&what, variant, batch, 1).work(bytes, 0).error("logits", error);
         if !bench.holds(&row("graph"), BOUND)? {
@@ -123,7 +134,7 @@ impl Case<'_> {
         let pool = RefCell::new(pool);
         let graph = RefCell::new(graph);
         // What is timed must not run out of room.
-        let with_room = |pool: &mut SequencePool| match pool.len(all[0])? >= SEEN + STEPS - 1 {
+        let with_room = |pool: &mut SequencePool| match pool.len(all[0])? >= SEEN + STEPS - 17 {
             true => restore(pool),
             false => Ok(()),
         };
@@ -140,11 +151,11 @@ impl Case<'_> {
     }
 
     /// One sequence: what is done besides its steps. Times by the host's clock.
-    fn between(&self, bench: &mut Bench) -> Result<()> {
-        let (pool, all) = self.pool(1, 1)?;
+    fn between(&self, bench: &mut Bench, rings: Rings) -> Result<()> {
+        let (pool, all) = self.pool(1, 1, rings)?;
         let (pool, s) = (RefCell::new(pool), all[0]);
         let bytes = pool.borrow().snapshot(s)?.bytes_added() as u64;
-        let row = |what: &str| self.row(what, "-", 1, 0).work(2 * bytes, 0);
+        let row = |what: &str| self.row(&format!("{what}{}", with(rings)), "-", 1, 0).work(2 * bytes, 0);
         self.time(bench, row("snapshot"), || pool.borrow().snapshot(s).map(|_| ()))?;
         let kept = pool.borrow().snapshot(s)?;
         self.time(bench, row("restore"), || pool.borrow_mut().restore(s, &kept))?;
@@ -155,7 +166,8 @@ impl Case<'_> {
         for drafted in DRAFTED {
             let draft = ids(self.model, 7, drafted);
             for accepted in [0, drafted] {
-                let row = self.row(&format!("verify {drafted}"), &format!("{accepted} accepted"), 1, drafted);
+                let row =
+                    self.row(&format!("verify {drafted}{}", with(rings)), &format!("{accepted} accepted"), 1, drafted);
                 // Back to where it was: a draft that is taken makes the sequence longer.
                 self.time(bench, row, || {
                     let mut pool = pool.borrow_mut();
@@ -184,6 +196,14 @@ impl Case<'_> {
             self.model.feed(&mut pool, &[(s, last)])?;
             pool.end(s)
         })
+    }
+}
+
+fn with(rings: Rings) -> &'static str {
+    if rings == Rings::Always {
+        ", rings"
+    } else {
+        ""
     }
 }
 

@@ -68,7 +68,7 @@ void set_params(const gdn_replay_params &p, Params &d) {
   d.q = field(p.q), d.k = field(p.k), d.v = field(p.v), d.a = field(p.a), d.b = field(p.b), d.o = field(p.o);
   d.a_log = p.a_log, d.dt_bias = p.dt_bias;
   d.keys = p.ring.keys, d.updates = p.ring.updates, d.decays = p.ring.decays;
-  d.cursors = p.ring.cursors, d.counts = p.counts;
+  d.cursors = p.ring.cursors, d.counts = p.counts, d.cu_seqlens = p.cu_seqlens;
   d.keys_stride = static_cast<uint32_t>(p.ring.keys_stride), d.updates_stride = static_cast<uint32_t>(p.ring.updates_stride);
   d.decays_stride = static_cast<uint32_t>(p.ring.decays_stride);
   d.capacity = static_cast<uint32_t>(p.ring.capacity), d.window = static_cast<uint32_t>(p.ring.window);
@@ -90,7 +90,7 @@ gdn_replay_params rule_of(const gdn_replay_step_params &p) {
   r.a = p.a, r.b = p.b, r.o = p.out;
   r.a_log = p.a_log, r.dt_bias = p.dt_bias;
   r.state_in = p.state_in, r.state_out = p.state_out;
-  r.counts = p.counts, r.ring = p.ring, r.in_slots = p.in_slots, r.out_slots = p.out_slots;
+  r.counts = p.counts, r.cu_seqlens = p.cu_seqlens, r.ring = p.ring, r.in_slots = p.in_slots, r.out_slots = p.out_slots;
   r.num_seqs = p.num_seqs, r.tokens_per_seq = p.tokens_per_seq;
   r.num_k_heads = p.num_k_heads, r.num_v_heads = p.num_v_heads, r.head_k = p.head_k, r.head_v = p.head_v;
   r.io_dtype = p.io_dtype, r.gate_dtype = p.gate_dtype, r.state_dtype = p.state_dtype;
@@ -111,11 +111,12 @@ int check_step(const gdn_replay_step_params &p) {
 // Bounds are in README.md.
 int choose(const gdn_replay_params &p, int *algo) {
   *algo = p.algo;
-  if (p.algo != GDN_REPLAY_AUTO) return p.tokens_per_seq > 1 && p.algo != GDN_REPLAY_MMA ? GDN_BAD_ALGO : GDN_OK;
+  const bool several = p.tokens_per_seq > 1 || p.cu_seqlens;
+  if (p.algo != GDN_REPLAY_AUTO) return several && p.algo != GDN_REPLAY_MMA ? GDN_BAD_ALGO : GDN_OK;
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
   const int64_t heads = static_cast<int64_t>(p.num_seqs) * p.num_v_heads;
-  *algo = p.tokens_per_seq > 1     ? GDN_REPLAY_MMA
+  *algo = several                  ? GDN_REPLAY_MMA
           : heads <= sms * 3 / 4   ? GDN_REPLAY_ROWS_2
           : heads <= sms * 8       ? GDN_REPLAY_ROWS_4
                                    : GDN_REPLAY_ROWS_8;
@@ -148,7 +149,10 @@ __global__ void advance_kernel(const __grid_constant__ gdn_replay_advance_params
   const uint32_t in = p.in_slots.slots ? p.in_slots.slots[n] : n, out = p.out_slots.slots ? p.out_slots.slots[n] : n;
   if (in >= p.in_slots.num_slots || out >= p.out_slots.num_slots) return;
   const uint32_t cursor = p.cursors[in], tokens = static_cast<uint32_t>(p.tokens_per_seq);
-  const uint32_t capacity = static_cast<uint32_t>(p.capacity), count = p.counts ? min(p.counts[n], tokens) : tokens;
+  const uint32_t capacity = static_cast<uint32_t>(p.capacity);
+  const uint32_t count = p.cu_seqlens ? min(p.cu_seqlens[n + 1] - p.cu_seqlens[n], tokens)
+                         : p.counts   ? min(p.counts[n], tokens)
+                                      : tokens;
   uint32_t first = cursor >> 16, length = cursor & 0xffffu;
   if (p.fold || in != out || length + count > static_cast<uint32_t>(p.window)) {
     first += length;

@@ -41,7 +41,7 @@ struct Params {
   const float *a_log, *dt_bias;
   void *keys, *updates;
   float *decays;
-  const uint32_t *cursors, *counts;
+  const uint32_t *cursors, *counts, *cu_seqlens;
   uint32_t keys_stride, updates_stride, decays_stride;    // from slot to slot
   uint32_t capacity, window, tokens;
   Ratio ratio;
@@ -62,6 +62,20 @@ struct StepParams : Params {
   float norm_eps;
 };
 
+// Where the tokens of a sequence lie, and how many there are to be read.
+struct Tokens {
+  uint32_t seq, first, count;
+
+  __device__ __forceinline__ Tokens(const Params &p, uint32_t n) : seq(n), first(0), count(p.tokens) {
+    if (!p.cu_seqlens) return;
+    seq = 0, first = p.cu_seqlens[n];
+    count = min(p.cu_seqlens[n + 1] - first, p.tokens);
+  }
+  template <typename T> __device__ __forceinline__ T *of(const Field &x, uint32_t t, uint32_t h) const {
+    return x.out<T>(seq, first + t, h);
+  }
+};
+
 // The entries of one sequence, and what this launch does with them.
 struct Entries {
   uint32_t first, length, count, capacity;    // count: new tokens
@@ -70,7 +84,8 @@ struct Entries {
   // `moved`: the state goes to another place, even without an entry.
   __device__ __forceinline__ Entries(const Params &p, uint32_t n, uint32_t cursor, bool moved)
       : first(cursor >> 16), length(cursor & 0xffffu), count(p.tokens), capacity(p.capacity) {
-    if (p.counts) count = min(p.counts[n], p.tokens);
+    if (p.cu_seqlens) count = min(p.cu_seqlens[n + 1] - p.cu_seqlens[n], p.tokens);
+    else if (p.counts) count = min(p.counts[n], p.tokens);
     fold = moved || (length > 0 && (p.fold || length + count > p.window));
   }
 

@@ -18,12 +18,13 @@ using decode::kWidth;    // of the convolution
 template <typename T, int MAX, int THREADS> struct Convolution {
   static constexpr int kTurns = (3 * kDim + THREADS - 1) / THREADS;
   const StepParams &p;
-  const uint32_t n, head, key_head;
+  const Tokens tokens;
+  const uint32_t head, key_head;
   T fresh[kTurns][MAX], past[kTurns][kWidth - 1];
   uint32_t weight[kTurns][kWidth];
 
-  __device__ __forceinline__ Convolution(const StepParams &p, uint32_t n, uint32_t head, uint32_t key_head)
-      : p(p), n(n), head(head), key_head(key_head) {}
+  __device__ __forceinline__ Convolution(const StepParams &p, const Tokens &tokens, uint32_t head, uint32_t key_head)
+      : p(p), tokens(tokens), head(head), key_head(key_head) {}
 
   static __device__ __forceinline__ int unit(int turn) { return static_cast<int>(threadIdx.x) + turn * THREADS; }
   static __device__ __forceinline__ bool some(int turn) { return kTurns * THREADS == 3 * kDim || unit(turn) < 3 * kDim; }
@@ -56,7 +57,7 @@ template <typename T, int MAX, int THREADS> struct Convolution {
       if (!some(turn)) continue;
 #pragma unroll
       for (int t = 0; t < MAX; ++t)
-        if (t < static_cast<int>(p.tokens)) fresh[turn][t] = p.q.at<T>(n, t, 0)[channel(turn)];
+        if (t < static_cast<int>(tokens.count)) fresh[turn][t] = tokens.of<T>(p.q, t, 0)[channel(turn)];
     }
   }
 

@@ -46,7 +46,7 @@ template <typename S> __device__ __forceinline__ S &block_shared() {
 
 // Where there is no convolution.
 struct Nothing {
-  __device__ __forceinline__ Nothing(const Params &, uint32_t, uint32_t, uint32_t) {}
+  __device__ __forceinline__ Nothing(const Params &, const Tokens &, uint32_t, uint32_t) {}
 };
 
 // Products of 16 keys, row by row `stride` apart from `rows` on and no further than the last, with all tokens.
@@ -103,10 +103,11 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, c = lane % 4;
   const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = p.ratio.of(head), row0 = blockIdx.x * ROWS;
   const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
+  const Tokens tokens(p, n);
   if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding
     if constexpr (STEP) ptx::grid_dependency_wait();
-    for (uint32_t i = thread; i < p.tokens * ROWS; i += kThreads)
-      p.o.template out<T>(n, i / ROWS, head)[row0 + i % ROWS] = from_float<T>(0.f);
+    for (uint32_t i = thread; i < tokens.count * ROWS; i += kThreads)
+      tokens.template of<T>(p.o, i / ROWS, head)[row0 + i % ROWS] = from_float<T>(0.f);
     return;
   }
   const uint32_t cursor = p.cursors[in_slot];
@@ -126,12 +127,12 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
   // Rows of tokens and then of entries, 16 bytes a copy.
   constexpr int kChunk = 16 / sizeof(T), kRowChunks = kDim / kChunk, kRowsChunks = ROWS / kChunk;
   const auto copy_rows = [&](const Field &from, T (&to)[MAX][ROWS]) {
-    for (int i = thread; i < static_cast<int>(p.tokens) * kRowsChunks; i += kThreads) {
+    for (int i = thread; i < static_cast<int>(tokens.count) * kRowsChunks; i += kThreads) {
       const int t = i / kRowsChunks, at = i % kRowsChunks * kChunk;
-      ptx::copy_async(ptx::shared_address(&to[t][at]), from.template at<T>(n, t, head) + row0 + at);
+      ptx::copy_async(ptx::shared_address(&to[t][at]), tokens.template of<T>(from, t, head) + row0 + at);
     }
   };
-  std::conditional_t<STEP, Convolution<T, MAX, kThreads>, Nothing> convolution(p, n, head, key_head);
+  std::conditional_t<STEP, Convolution<T, MAX, kThreads>, Nothing> convolution(p, tokens, head, key_head);
   if constexpr (STEP) {
     convolution.load_weights();
     ptx::grid_dependency_wait();
@@ -139,9 +140,9 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
     convolution.load_fresh();
     copy_rows(p.z, shared.z);
   } else {
-    for (int i = thread; i < static_cast<int>(2 * p.tokens) * kRowChunks; i += kThreads) {
+    for (int i = thread; i < static_cast<int>(2 * tokens.count) * kRowChunks; i += kThreads) {
       const int row = i / kRowChunks, at = i % kRowChunks * kChunk;
-      const T *from = (row % 2 ? p.q : p.k).template at<T>(n, row / 2, key_head);
+      const T *from = tokens.template of<T>(row % 2 ? p.q : p.k, row / 2, key_head);
       ptx::copy_async(ptx::shared_address(&shared.tokens[row][at]), from + at);
     }
     copy_rows(p.v, shared.v);
@@ -173,8 +174,8 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
     if (lane < kWindow) shared.entry_left[lane] = left.entry;
     if (lane == 0) shared.state_left = left.state;
   } else if (warp == 3 && lane < ring.count) {
-    const float a = load_any(p.a.ptr, p.a.index(n, lane, head), p.gate_dtype);
-    const float b = load_any(p.b.ptr, p.b.index(n, lane, head), p.gate_dtype);
+    const float a = load_any(p.a.ptr, p.a.index(tokens.seq, tokens.first + lane, head), p.gate_dtype);
+    const float b = load_any(p.b.ptr, p.b.index(tokens.seq, tokens.first + lane, head), p.gate_dtype);
     shared.log_step[lane] = log_decay(a, p.dt_bias[head], -expf(p.a_log[head]));
     shared.beta[lane] = p.beta_scale * sigmoid(b);
   }
@@ -278,13 +279,13 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
       made[t] = to_float(update);    // later tokens meet what is kept
       const float o = shared.q_scale[t] * fmaf(shared.of_entries[t][kWindow + t].y, e, x.y);
       if constexpr (STEP) shared.of_state[t][thread].x = o;
-      else p.o.template out<T>(n, t, head)[row0 + thread] = from_float<T>(o);
+      else tokens.template of<T>(p.o, t, head)[row0 + thread] = from_float<T>(o);
     }
   }
   if constexpr (STEP) {
     __syncthreads();
     for (uint32_t t = warp; t < ring.count; t += WARPS)
-      gated_norm(p, [&](int row) { return shared.of_state[t][row].x; }, shared.z[t], p.o.template out<T>(n, t, head), lane);
+      gated_norm(p, [&](int row) { return shared.of_state[t][row].x; }, shared.z[t], tokens.template of<T>(p.o, t, head), lane);
   }
   if (blockIdx.x == 0) {
     if (thread < static_cast<int>(ring.count))

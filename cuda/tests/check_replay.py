@@ -170,6 +170,15 @@ def check_window(lib):
                        quiet=True)
 
 
+def check_packed(lib):
+    """Tokens of sequences of different lengths, one after the other."""
+    for io, state in TYPES:
+        for plan in ("staggered", "verify"):
+            run(lib, plan, 5, 2, 4, io=io, state=state, slots=True, packed=True, quiet=io != "bf16")
+        run(lib, "verify", 5, 2, 4, kind=Steps, io=io, state=state, slots=True, packed=True, quiet=io != "bf16")
+    run(lib, "moves", 3, 2, 4, kind=Steps, slots=True, packed=True)
+
+
 def check_repeats(lib):
     """The same bits again and from a graph."""
     cases = [(kind, plan, state) for kind in (Sequences, Steps) for plan in ("staggered", "verify") for state in ("f32", "bf16")]
@@ -219,8 +228,8 @@ def check_status(lib):
     expect("replay window", lib.gdn_replay_window, lambda: window(s)[0], {
         "BAD_DTYPE": [dict(io_dtype=3)],
         "BAD_CONV_WIDTH": one_by_one(conv_width=[1, 9]),
-        "BAD_LENGTH": one_by_one(num_seqs=[-1, 65536], channels=[-1], capacity=[4, 33], slots__num_slots=[-1]),
-        "BAD_STRIDE": one_by_one(inputs_stride=[-1], window_stride=[-1]),
+        "BAD_LENGTH": one_by_one(num_seqs=[-1, 65536], channels=[-1], capacity=[4, 33], out_slots__num_slots=[-1]),
+        "BAD_STRIDE": one_by_one(inputs_stride=[-1], out_slots__slot_stride=[-1]),
         "NULL_POINTER": one_by_one(inputs=[None], window=[None], cursors=[None]),
         "OK": [dict(num_seqs=0), dict(channels=0)]})
 

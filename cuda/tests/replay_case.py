@@ -17,6 +17,11 @@ DIM = 128
 STATE_BOUND = {"f32": 1e-5, "bf16": 2e-3, "f16": 3e-4}
 
 
+def behind(x, rows):
+    """Those rows of x, and one of NaN."""
+    return torch.cat([x[rows], torch.full_like(x[:1], float("nan"))])
+
+
 class Sequences:
     """`n` sequences of drawn inputs. With `slots` they have slots of a larger pool, and one of them is padding."""
 
@@ -25,9 +30,10 @@ class Sequences:
 
     def __init__(self, lib, n, hk, hv, io="bf16", state="f32", gate=None, window=16, capacity=32, slots=False, algo=REPLAY_AUTO,
                  keys="random", decay="normal", l2norm=True, beta_scale=1.0, qk_size=1.0, update="f32",
-                 graph=False, seed=0):
+                 graph=False, packed=False, seed=0):
         self.lib, self.n, self.hk, self.hv, self.io, self.state_dtype, self.gate = lib, n, hk, hv, io, state, gate or io
         self.window, self.capacity, self.algo, self.graph = window, capacity, algo, graph
+        self.packed = packed
         self.keys, self.decay, self.l2norm, self.beta_scale, self.qk_size, self.update = (
             keys, decay, l2norm, beta_scale, qk_size, update)
         self.randn, self.size = normal(seed), hv * DIM * DIM
@@ -117,6 +123,24 @@ class Sequences:
                     v=columns(x, 2 * keys, DIM, tokens), o=columns(o, 0, DIM, tokens),
                     algo=self.algo if tokens == 1 else REPLAY_AUTO, **self.shared(inputs, *more))
 
+    def packed_params(self, inputs, each, outs, fold):
+        """Of the tokens that there are, one after the other, with a row of NaN behind them; and what puts o back."""
+        x, ba, o, tokens = inputs
+        rows = [i * tokens + t for i, count in enumerate(each) for t in range(count)]
+        o_rows = nan(len(rows) + 1, o.shape[1], dtype=self.io)
+        p = self.params((behind(x, rows), behind(ba, rows), o_rows, tokens), None, self.slots, outs, fold)
+        cu = u32([sum(each[:i]) for i in range(self.n + 1)])
+        p.cu_seqlens, p.fields["cu_seqlens"] = cu.data_ptr(), cu
+
+        def spread():
+            o[rows] = o_rows[:-1]
+            if not bool(o_rows[-1].isnan().all()):
+                self.wrong.append("wrote behind the last token")
+            for i in self.padding:
+                o[i * tokens + each[i]:(i + 1) * tokens, :self.hv * DIM] = 0    # as a launch of as many tokens each leaves them
+
+        return p, spread
+
     # ---- launches ----
 
     def call(self, tokens, counts=None, accepted=None, fold=False, outs=None):
@@ -125,14 +149,16 @@ class Sequences:
         each = counts or [tokens] * self.n
         stay = [min(a, c) for a, c in zip(accepted or each, each)]
         outs, inputs = outs or self.slots, self.inputs(tokens)
-        p = self.params(inputs, None if counts is None else u32(counts), self.slots, outs, fold)
+        p, spread = self.packed_params(inputs, each, outs, fold) if self.packed and tokens else (
+            self.params(inputs, None if counts is None else u32(counts), self.slots, outs, fold), lambda: None)
         before = {name: getattr(self, name).clone() for name in self.WRITTEN}
         status = launch(lambda: call(self.launcher(), p), self.graph)
         if status != OK:
             self.wrong.append(self.lib.gdn_status_string(status).decode())
             return
+        spread()
         self.judge(inputs, each, outs, fold, before)
-        advance = fill(ReplayAdvanceParams, cursors=self.cursors, counts=p.fields["counts"],
+        advance = fill(ReplayAdvanceParams, cursors=self.cursors, counts=p.fields.get("counts"), cu_seqlens=p.fields.get("cu_seqlens"),
                        accepted=None if accepted is None else u32(stay), in_slots=p.in_slots, out_slots=p.out_slots,
                        num_seqs=self.n, tokens_per_seq=tokens, capacity=self.capacity, window=self.window, fold=int(fold))
         assert launch(lambda: call(self.lib.gdn_replay_advance, advance)) == OK

@@ -1,9 +1,9 @@
 """Sequences that gdn_replay_step serves: the convolution before the rule and the gated norm behind it."""
 import reference
 import torch
-from abi import CODES, NO_SLOT, OK, REPLAY_AUTO, ReplayStepParams, ReplayWindowParams, columns, fill, slots
+from abi import CODES, OK, REPLAY_AUTO, ReplayStepParams, ReplayWindowParams, columns, fill, slots
 from harness import TYPES, call, launch, nan, same, same_outside, u32
-from replay_case import DIM, Sequences
+from replay_case import DIM, Sequences, behind
 
 
 class Steps(Sequences):
@@ -39,6 +39,13 @@ class Steps(Sequences):
                     algo=self.algo if tokens <= 1 else REPLAY_AUTO,
                     **self.shared(inputs, *more))
 
+    def packed_params(self, inputs, each, *more):
+        z, tokens = self.z, inputs[3]
+        self.z = behind(z, [i * tokens + t for i, count in enumerate(each) for t in range(count)])
+        made = super().packed_params(inputs, each, *more)
+        self.z = z
+        return made
+
     def qkv(self, inputs):
         x = inputs[0][:, :self.channels].view(self.n, inputs[3], -1)
         return reference.conv(self.past, x, self.conv_weight)[0].to(TYPES[self.io]).double()
@@ -71,14 +78,19 @@ class Steps(Sequences):
 # ---- the window of a ring beside a plain convolution state ----
 
 def window(s, conv_width=4, inputs=None, channels=None, **fields):
-    """gdn_replay_window's parameters for the rings of `s`, and the plain windows: rows of NaN, a gap between sequences."""
+    """gdn_replay_window's parameters for the rings of `s`, and the plain windows by slot: rows of NaN, a gap between slots."""
     inputs, channels = s.conv_inputs if inputs is None else inputs, channels or s.channels
-    kept = nan(s.n, (conv_width - 1) * channels + (8 if channels % 8 == 0 else 3), dtype=s.io)
-    number = u32(s.slots) if s.named else None
-    p = fill(ReplayWindowParams, inputs=inputs, window=kept, cursors=s.cursors, slots=slots(number, s.pool, 0),
-             inputs_stride=inputs.stride(0), window_stride=kept.stride(0), num_seqs=s.n, channels=channels,
-             conv_width=conv_width, capacity=s.capacity, io_dtype=CODES[s.io], **fields)
+    kept = nan(s.pool, (conv_width - 1) * channels + (8 if channels % 8 == 0 else 3), dtype=s.io)
+    where = slots(u32(s.slots) if s.named else None, s.pool, kept.stride(0))
+    p = fill(ReplayWindowParams, inputs=inputs, window=kept, cursors=s.cursors, in_slots=where, out_slots=where,
+             inputs_stride=inputs.stride(0), num_seqs=s.n, channels=channels, conv_width=conv_width, capacity=s.capacity,
+             io_dtype=CODES[s.io], **fields)
     return p, kept
+
+
+def owned(s):
+    """The slots that sequences have, in their order."""
+    return [s.slots[i] for i in s.live]
 
 
 def window_out(s):
@@ -87,12 +99,10 @@ def window_out(s):
     if launch(lambda: call(s.lib.gdn_replay_window, p)) != OK:
         return "refused"
     size = 3 * s.channels
-    got = kept[:, :size].view(s.n, 3, s.channels)
-    if not same(got[s.live], s.past[s.live]):
+    if not same(kept[owned(s), :size].view(-1, 3, s.channels), s.past[s.live]):
         return "not the last inputs"
-    if s.padding and bool((got[s.padding] != 0).any()):
-        return "padding not zero"
-    return None if kept[:, size:].isnan().all() else "wrote outside"
+    kept[owned(s), :size] = float("nan")
+    return None if kept.isnan().all() else "wrote outside"
 
 
 def window_round_trip(s, conv_width, channels, seed=1):
@@ -103,23 +113,21 @@ def window_round_trip(s, conv_width, channels, seed=1):
     rings = draw(s.pool, s.capacity * channels + (0 if channels % 8 == 0 else 1))
     p, kept = window(s, conv_width, rings, channels, to_ring=1)
     size = (conv_width - 1) * channels
-    kept[:, :size] = draw(s.n, size)
+    kept[:, :size] = draw(s.pool, size)
     want, before = kept.clone(), rings.clone()
     if launch(lambda: call(s.lib.gdn_replay_window, p)) != OK:
         return "refused"
     outside = torch.ones_like(rings, dtype=torch.bool)
     rows = outside[:, :s.capacity * channels].view(s.pool, s.capacity, channels)
-    for i in s.live:
-        slot = s.slots[i]
+    for slot in owned(s):
         at = [(s.first[slot] + s.length[slot] - back) % s.capacity for back in range(conv_width - 1, 0, -1)]
         rows[slot, at] = False
         there = rings[slot, :s.capacity * channels].view(s.capacity, channels)[at]
-        if not same(there.flatten(), want[i, :size]):
+        if not same(there.flatten(), want[slot, :size]):
             return "not the window"
     if not same_outside(rings, before, outside):
         return "wrote outside"
     p, kept = window(s, conv_width, rings, channels)
     if launch(lambda: call(s.lib.gdn_replay_window, p)) != OK:
         return "refused"
-    want[[i for i in range(s.n) if s.slots[i] == NO_SLOT], :size] = 0
-    return None if same(kept, want) else "not what went in"
+    return None if same(kept[owned(s)], want[owned(s)]) else "not what went in"

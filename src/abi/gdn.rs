@@ -232,6 +232,7 @@ c_header! {
             pub fold: i32,
             pub sigmoid: i32,
             pub overlap: i32,
+            pub algo: i32,
             pub l2_eps: f32,
             pub scale: f32,
             pub beta_scale: f32,

@@ -132,6 +132,7 @@ fn launch_step(args: &StepArgs<'_>, ring: &Ring, (state, layout): CudaWritten<'_
             fold: 0,
             sigmoid: (options.gate == GateActivation::Sigmoid).into(),
             overlap: plan.launch.overlap.into(),
+            algo: gdn::GDN_AUTO,
             l2_eps: options.rule.l2_eps as f32,
             scale: rule.scale as f32,
             beta_scale: options.rule.beta_scale as f32,

@@ -16,6 +16,9 @@ const OP: &str = "StatePool";
 /// sequence's state goes out and in as a [`GdnState`] of batch 1, which [`GatedDeltaNet`](crate::GatedDeltaNet) also
 /// takes by itself. For several host threads see the [crate's notes](crate#threads).
 ///
+/// A pool with a ring ([`GatedDeltaNet::new_ring_pool`](crate::GatedDeltaNet::new_ring_pool)) serves the same calls. Its decode
+/// steps read a state and write it only with every sixteenth token, and drafts are verified without a second slot.
+///
 /// ```
 /// # use candle_core::{DType, Device, Result, Tensor};
 /// # use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GateActivation, GdnConfig, SlotAllocator, Slots};

@@ -1,6 +1,6 @@
 //! Pools with a ring beside their states, against pools without.
 
-use crate::pool::poison_pool;
+use crate::pool::{poison_pool, poison_slot};
 use crate::random_layer::{feed, layer, of_128, packed, parts, rows, small};
 use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
@@ -186,6 +186,42 @@ fn drafts_in_place() {
                     first += draft.len();
                 }
                 pair.states(&all);
+            }
+        }
+    }
+}
+
+/// Drafts of any length whose states go to other slots, as on a pool without a ring.
+#[test]
+fn drafts_in_other_slots() {
+    for (config, dtype, state, devices) in cases() {
+        for device in devices {
+            let mut pair = Pair::new(&config, dtype, state, &device, 8);
+            let (mut read, mut write) = (vec![0, 1, 2, 3], vec![4, 5, 6, 7]);
+            pair.feed(&read, &read, &[3, 1, 20, 9]);
+            for round in 0..8usize {
+                let lengths: Vec<usize> = (0..4).map(|n| (7 * n + 5 * round) % [9, 30][round % 2]).collect();
+                let accepted: Vec<usize> = lengths.iter().enumerate().map(|(n, t)| (3 * round + n) % (t + 1)).collect();
+                let draft = rows(&mut pair.rng, lengths.iter().sum(), config.hidden_size);
+                let slots = Slots::from_to(&read, &write, &device).unwrap();
+                let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
+                let counts = Accepted::new(&cu, &slots, &accepted).unwrap();
+                let x = packed(&draft, dtype, &device);
+                let mut y = vec![];
+                for pool in [&mut pair.plain, &mut pair.ring] {
+                    let (of_all, kept) = pair.layer.verify(&x, &cu, &slots, pool).unwrap();
+                    pair.layer.commit(&kept, &counts, pool).unwrap();
+                    y.push(values(&of_all));
+                }
+                pair.near(&format!("round {round}, {lengths:?}"), &y[1], &y[0]);
+                std::mem::swap(&mut read, &mut write);
+                pair.states(&read);
+                pair.feed(&read, &read, &[1; 4]);
+                // What is left in the others is nobody's.
+                for slot in &write {
+                    poison_slot(&pair.plain, *slot);
+                    poison_slot(&pair.ring, *slot);
+                }
             }
         }
     }

@@ -41,6 +41,8 @@ struct World {
     worst: f64,
     /// How often each kind of call came to pass.
     done: [usize; 7],
+    /// The calls so far: slots read and written, and tokens.
+    calls: Vec<String>,
 }
 
 impl World {
@@ -68,6 +70,7 @@ impl World {
             cache: PrefixCache::new(BLOCK, 5 * state).unwrap(),
             worst: 0.0,
             done: [0; 7],
+            calls: vec![],
         };
         world.documents = (0..3).map(|_| world.draw(200)).collect();
         world
@@ -124,6 +127,7 @@ impl World {
         let cu = CuSeqlens::from_lengths(&[tokens.len() - done], &self.device).unwrap();
         let plan = self.layer.checkpoint_plan(&cu, BLOCK).unwrap();
         let slots = Slots::new(&[slot], &self.device).unwrap();
+        self.calls.push(format!("begin {slot}: {done} known, {} fed", tokens.len() - done));
         let x = self.x(&tokens[done..]);
         let (y, kept) = self.layer.forward_with_checkpoints(&x, &plan, &slots, &mut self.pool).unwrap();
         for index in 0..plan.count(0) {
@@ -166,6 +170,7 @@ impl World {
             true => Slots::new(&read, &self.device).unwrap(),
             false => Slots::from_to(&read, &write, &self.device).unwrap(),
         };
+        self.calls.push(format!("feed {read:?} -> {write:?}: {lengths:?}"));
         let x = self.x(&fed.concat());
         let y = if one_each && self.below(2) == 0 {
             let y = self.layer.forward_slots(&x.unsqueeze(1).unwrap(), None, &slots, &mut self.pool).unwrap();
@@ -192,6 +197,7 @@ impl World {
     fn fork(&mut self) {
         let n = self.below(self.sequences.len());
         let Ok(slot) = self.allocator.allocate_unset() else { return };
+        self.calls.push(format!("copy {} -> {slot}", self.sequences[n].slot));
         self.pool.copy(self.sequences[n].slot, slot).unwrap();
         self.sequences.push(Sequence { slot, ..self.sequences[n].clone() });
     }
@@ -212,6 +218,7 @@ impl World {
         let from = self.below(self.snapshots.len());
         let Some((state, tokens)) = self.snapshots.get(from) else { return };
         self.pool.restore(self.sequences[n].slot, state).unwrap();
+        self.calls.push(format!("restore {}: {}", self.sequences[n].slot, tokens.len()));
         let (slot, tokens) = (self.sequences[n].slot, tokens.clone());
         self.sequences[n] = Sequence { slot, y: vec![], y_from: tokens.len(), tokens };
     }
@@ -240,6 +247,7 @@ impl World {
         };
         let lengths: Vec<usize> = drafts.iter().map(Vec::len).collect();
         let cu = CuSeqlens::from_lengths(&lengths, &self.device).unwrap();
+        self.calls.push(format!("verify {read:?} -> {write:?}: {lengths:?}, {accepted:?} accepted"));
         let x = self.x(&drafts.concat());
         let (y, kept) = self.layer.verify(&x, &cu, &slots, &mut self.pool).unwrap();
         if in_place && self.below(4) == 0 {
@@ -284,7 +292,12 @@ impl World {
         let want_state = parts(&state);
         let errors =
             [rel_rms(y, &want[y_from * hidden..]), rel_rms(&got[0], &want_state[0]), rel_rms(&got[1], &want_state[1])];
-        assert!(errors.iter().all(|e| *e <= BOUND), "y, conv, recurrent are off by {errors:?} after {}", tokens.len());
+        let last = &self.calls[self.calls.len().saturating_sub(12)..];
+        assert!(
+            errors.iter().all(|e| *e <= BOUND),
+            "y, conv, recurrent are off by {errors:?} after {} tokens in slot {slot}; the last calls were {last:#?}",
+            tokens.len()
+        );
         self.worst = errors.into_iter().fold(self.worst, f64::max);
     }
 
