@@ -60,6 +60,7 @@ struct StepParams : Params {
   uint32_t channels;
   int32_t conv_dtype, norm_dtype, sigmoid;
   float norm_eps;
+  int32_t overlap;
 };
 
 // The entries of one sequence, and what this launch does with them.
