@@ -1,10 +1,11 @@
-// One token a sequence: the rule, or the fused step. A block has 4 rows of a head for each of its WARPS and of the ROWS that eight lanes hold. What all rows
-// need of the ring, k_j . k and k_j . q of its entries, is worked out once a block, an entry or more by eight lanes, while the
-// state is on its way; and what is one number for the head (gates, norms, what decays leave) by one warp each. The updates of the
-// ring join the sums of S k and S q lane by lane, before their reduction, which therefore costs no more than without a ring.
+// One token a sequence: the rule, or the fused step. A block has 4 rows of a head for each of its WARPS and of the ROWS that
+// eight lanes hold. What all rows need of the ring, k_j . k and k_j . q of its entries, is worked out once a block, an entry or
+// more by eight lanes, while the state is on its way; and what is one number for the head (gates, norms, what decays leave) by
+// one warp each. The updates of the ring join the sums of S k and S q lane by lane, before their reduction, which therefore
+// costs no more than without a ring.
 //
-// In the step the blocks of a head are a cluster: each makes the convolution of q and k for itself, and of its own rows of v, and
-// they send each other the squares of which the norm needs the sum.
+// In the step the blocks of a head are a cluster: each makes the convolution of q and k for itself, and of its own rows of v,
+// and they send each other the squares of which the norm needs the sum.
 #pragma once
 
 #include "../decode/raw.cuh"
