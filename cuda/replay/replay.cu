@@ -123,23 +123,22 @@ int choose(const gdn_replay_params &p, int *algo) {
   return GDN_OK;
 }
 
-// The forms of one token take four channels at a time, and those of few rows are clusters.
+// Bounds are in README.md. The forms of one token take four channels at a time, and those of few rows are clusters.
 int choose_step(const gdn_replay_step_params &p, int *algo) {
   *algo = p.algo;
   if (p.algo == GDN_REPLAY_MMA) return GDN_OK;
-  const int64_t size = dtype_size(p.io_dtype);
-  const bool one = p.tokens_per_seq <= 1 && aligned(p.conv_weight, 16) && aligned(p.inputs, 4 * size) && p.inputs_stride % 4 == 0;
-  bool clusters = false;
-  if (const int status = has_sm90_code(&clusters)) return status;
-  if (p.algo != GDN_REPLAY_AUTO) return one && (clusters || p.algo == GDN_REPLAY_ROWS_8) ? GDN_OK : GDN_BAD_ALGO;
+  const bool one = p.tokens_per_seq <= 1 && !p.cu_seqlens && aligned(p.conv_weight, 16) && aligned(p.inputs, 4 * dtype_size(p.io_dtype)) &&
+                   p.inputs_stride % 4 == 0;
+  if (p.algo != GDN_REPLAY_AUTO) {
+    bool clusters = p.algo == GDN_REPLAY_ROWS_8;
+    const int status = clusters ? GDN_OK : has_sm90_code(&clusters);
+    return status ? status : one && clusters ? GDN_OK : GDN_BAD_ALGO;
+  }
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
   const int64_t heads = static_cast<int64_t>(p.num_seqs) * p.num_v_heads;
-  *algo = !one                         ? GDN_REPLAY_MMA
-          : clusters && heads <= sms * 3 / 4 ? GDN_REPLAY_ROWS_2
-          : clusters && heads <= sms * 8     ? GDN_REPLAY_ROWS_4
-          : heads <= sms * 8                 ? GDN_REPLAY_ROWS_8
-                                             : GDN_REPLAY_MMA;
+  const bool between = p.state_dtype == GDN_BF16 && heads > sms * 2 && heads <= sms * 20;
+  *algo = one && !between ? GDN_REPLAY_ROWS_8 : GDN_REPLAY_MMA;
   return GDN_OK;
 }
 
@@ -204,6 +203,7 @@ extern "C" int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_
   device.inputs_stride = static_cast<uint32_t>(p.inputs_stride);
   device.channels = static_cast<uint32_t>((2 * p.num_k_heads + p.num_v_heads) * replay::kDim);
   device.conv_dtype = p.conv_dtype, device.norm_dtype = p.norm_dtype, device.sigmoid = p.sigmoid, device.norm_eps = p.norm_eps;
+  device.overlap = p.overlap;
   const int seqs = p.num_seqs, state = p.state_dtype, update = p.ring.update_dtype;
   const bool overlap = p.overlap != 0;
   int algo = GDN_REPLAY_AUTO;

@@ -60,6 +60,7 @@ struct StepParams : Params {
   uint32_t channels;
   int32_t conv_dtype, norm_dtype, sigmoid;
   float norm_eps;
+  int32_t overlap;
 };
 
 // Where the tokens of a sequence lie, and how many there are to be read.

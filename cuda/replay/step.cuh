@@ -151,13 +151,16 @@ template <typename T, int TILE> struct TokenConvolution {
   // Rounded as the convolution alone would store it.
   template <typename S> __device__ __forceinline__ void run(S &shared) const {
     if (!some) return;
-    float y[4];
+    float tap[4][kWidth], y[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) tap[c][i] = taps.at(c, i, p.conv_dtype), here(tap[c][i]);    // before inputs are there
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i)
-        sum = fmaf(taps.at(c, i, p.conv_dtype), raw_to_float(i < kWidth - 1 ? past[i] : fresh, c), sum);
+      for (int i = 0; i < kWidth; ++i) sum = fmaf(tap[c][i], raw_to_float(i < kWidth - 1 ? past[i] : fresh, c), sum);
       y[c] = to_float(from_float<T>(fast_silu(sum)));
     }
     float *const to = kind == 0 ? shared.q : kind == 1 ? shared.k : shared.v;
@@ -195,7 +198,7 @@ template <int SPLITS, int WARPS> struct HeadSum {
     }
   }
 
-  // Once, before send() and before a block ends without it: all blocks run.
+  // Once behind begin(), before send() and before a block ends without it: all blocks run.
   __device__ __forceinline__ void begun() const {
     if constexpr (SPLITS > 1) ptx::cluster_begin_wait();
   }
@@ -214,9 +217,12 @@ template <int SPLITS, int WARPS> struct HeadSum {
     else __syncthreads();
     float all = 0.f;
 #pragma unroll
-    for (int i = 0; i < SPLITS; ++i)
+    for (int w = 0; w < WARPS; ++w) {
+      float of_warps = parts[0][w];
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) all += parts[i][w];
+      for (int i = 1; i < SPLITS; ++i) of_warps += parts[i][w];
+      all += of_warps;
+    }
     return all;
   }
 };

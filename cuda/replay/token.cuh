@@ -1,10 +1,11 @@
-// One token a sequence: the rule, or the fused step. A block has 4 rows of a head for each of its WARPS and of the ROWS that eight lanes hold. What all rows
-// need of the ring, k_j . k and k_j . q of its entries, is worked out once a block, an entry or more by eight lanes, while the
-// state is on its way; and what is one number for the head (gates, norms, what decays leave) by one warp each. The updates of the
-// ring join the sums of S k and S q lane by lane, before their reduction, which therefore costs no more than without a ring.
+// One token a sequence: the rule, or the fused step. A block has 4 rows of a head for each of its WARPS and of the ROWS that
+// eight lanes hold. What all rows need of the ring, k_j . k and k_j . q of its entries, is worked out once a block, an entry or
+// more by eight lanes, while the state is on its way; and what is one number for the head (gates, norms, what decays leave) by
+// one warp each. The updates of the ring join the sums of S k and S q lane by lane, before their reduction, which therefore
+// costs no more than without a ring.
 //
-// In the step the blocks of a head are a cluster: each makes the convolution of q and k for itself, and of its own rows of v, and
-// they send each other the squares of which the norm needs the sum.
+// In the step the blocks of a head are a cluster: each makes the convolution of q and k for itself, and of its own rows of v,
+// and they send each other the squares of which the norm needs the sum.
 #pragma once
 
 #include "../decode/raw.cuh"
@@ -85,10 +86,11 @@ token_kernel(const __grid_constant__ GIVEN p) {
   const uint32_t mine = row0 + part * ROWS / kLanes;    // the row whose o and update are this lane's
   const bool writes = part % (kLanes / ROWS) == 0;
   // Which warp does what; in the step those before the gates' make the convolution.
-  constexpr int gates = STEP ? 3 : 0, decays = 1 % WARPS, norms = 2 % WARPS, copies = STEP ? 1 : 3 % WARPS;
+  constexpr int gates = STEP ? 3 : 0, decays = STEP ? 3 : 1 % WARPS, norms = 2 % WARPS;
+  constexpr int copies = STEP ? 1 : 3 % WARPS;
 
   const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
-  if constexpr (STEP) shared.squares.begin();
+  if constexpr (STEP) shared.squares.begin();    // before any load: its fence would wait for them
   if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding
     if constexpr (STEP) {
       ptx::grid_dependency_wait();
@@ -116,10 +118,22 @@ token_kernel(const __grid_constant__ GIVEN p) {
     raw_a = raw_load_any(p.a.ptr, p.a.index(n, 0, head), p.gate_dtype);
     raw_b = raw_load_any(p.b.ptr, p.b.index(n, 0, head), p.gate_dtype);
   };
+  // What the kernel before this one may have written.
+  const auto load_inputs = [&] {
+    if constexpr (STEP) {
+      ptx::grid_dependency_wait();
+      ptx::grid_dependency_launch();
+      if (p.tokens == 0) return;
+      convolution.load_fresh();
+      if (warp == gates) load_gates();
+      raw_z = p.z.template at<T>(n, 0, head)[mine];
+    }
+  };
   if constexpr (STEP) {
     convolution.load_weights();
     raw_weight = raw_load_any(p.norm_weight, mine, p.norm_dtype);
     if (warp == gates && p.tokens) a_log = p.a_log[head], dt_bias = p.dt_bias[head];
+    if (!p.overlap) load_inputs();    // where there is nothing to wait for, before the wait for the cursor
   } else if (p.tokens) {
     const T *kp = p.k.template at<T>(n, 0, key_head), *qp = p.q.template at<T>(n, 0, key_head);
 #pragma unroll
@@ -140,7 +154,10 @@ token_kernel(const __grid_constant__ GIVEN p) {
     }
     return;
   }
-  if constexpr (STEP) convolution.load_past(ring, in_slot);
+  if constexpr (STEP) {
+    convolution.load_past(ring, in_slot);
+    __syncwarp();    // the first of the ring that is used: entries are not to be asked for above it
+  }
   // Entries of the window whose keys eight lanes take; and those whose updates of its rows a lane takes.
   constexpr int kSide = WARPS * kGroups, kTurns = kSide < kWindow ? kWindow / kSide : 1, kPerLane = kWindow / kLanes;
   constexpr int kRun = ROWS < 4 ? ROWS : 4;
@@ -167,17 +184,16 @@ token_kernel(const __grid_constant__ GIVEN p) {
     }
   }
   if (warp == decays && lane < ring.length) decay = decays_of(p, in_slot, head)[ring.row(lane)];
-  if constexpr (STEP) {    // what the kernel before may have written: later than the ring, as its window of inputs is
-    ptx::grid_dependency_wait();
-    ptx::grid_dependency_launch();
-    if (p.tokens) {
-      convolution.load_fresh();
-      if (warp == gates) load_gates();
-      raw_z = p.z.template at<T>(n, 0, head)[mine];
-    }
-  }
+  if constexpr (STEP)
+    if (p.overlap) load_inputs();
   __syncwarp();    // nor are these to be moved below this
 
+  const auto leave = [&] {
+    const Left left(decay, lane);
+    if (lane < kWindow) shared.left[lane] = left;
+  };
+  if constexpr (STEP)
+    if (warp == decays) leave();
   // What needs no entry first: they were asked for last.
   if (warp == gates) {
     const float log_step = log_decay(raw_to_float(raw_a, p.gate_dtype), dt_bias, -expf(a_log));
@@ -227,10 +243,8 @@ token_kernel(const __grid_constant__ GIVEN p) {
     here(both[2 * r]), here(both[2 * r + 1]);    // or they would be worked out behind the barrier
   }
 
-  if (warp == decays) {
-    const Left left(decay, lane);
-    if (lane < kWindow) shared.left[lane] = left;
-  }
+  if constexpr (!STEP)
+    if (warp == decays) leave();
 #pragma unroll
   for (int x = 0; x < kTurns; ++x) {
     const uint32_t j = entry + x * kSide;

@@ -88,11 +88,14 @@ template <typename T, typename ST, typename U, int MAX, typename GIVEN>
 using SharedOf = std::conditional_t<std::is_same_v<GIVEN, StepParams>, StepShared<T, U, kRows<ST, MAX, GIVEN>, MAX>,
                                     TokensShared<T, U, kRows<ST, MAX, GIVEN>, MAX>>;
 
+// Blocks that a multiprocessor must have registers for.
+template <typename T, int MAX, int WARPS>
+constexpr int kBlocks = MAX == 16 && WARPS == 8 ? 2 : ((MAX < 16 ? 4 : 3) - (sizeof(T) == 4)) * 4 / WARPS;
+
 // The rule with Params, the fused step with StepParams. A fold reads the state again, out of L2 as a rule: kept until then it would
 // take the registers of the rest.
 template <typename T, typename ST, typename U, int MAX, typename GIVEN>
-__global__ void __launch_bounds__(32 * kWarps<ST, MAX, GIVEN>,
-                                  ((MAX < 16 ? 4 : 3) - (sizeof(T) == 4)) * 4 / kWarps<ST, MAX, GIVEN>)
+__global__ void __launch_bounds__(32 * kWarps<ST, MAX, GIVEN>, (kBlocks<T, MAX, kWarps<ST, MAX, GIVEN>>))
 tokens_kernel(const __grid_constant__ GIVEN p) {
   constexpr bool STEP = std::is_same_v<GIVEN, StepParams>;
   constexpr int WARPS = kWarps<ST, MAX, GIVEN>, TILES = kTiles<ST, MAX>, ROWS = kRows<ST, MAX, GIVEN>, kThreads = 32 * WARPS;

@@ -136,7 +136,8 @@ def check_step(lib):
         for io, state in TYPES:
             run(lib, "moves", 3, 1, 2, kind=Steps, io=io, state=state, algo=algo, slots=True, quiet=True)
         run(lib, "decode", 3, 2, 4, kind=Steps, update="bf16", state="bf16", algo=algo, quiet=True)
-        for more in (dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"), dict(l2norm=False), dict(overlap=1)):
+        for more in (dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"), dict(l2norm=False),
+                     dict(overlap=1)):
             run(lib, "staggered", 3, 2, 4, kind=Steps, algo=algo, quiet=True, **more)
     for heads in HEADS:
         for algo in ONE:
@@ -175,7 +176,8 @@ def check_packed(lib):
     for io, state in TYPES:
         for plan in ("staggered", "verify"):
             run(lib, plan, 5, 2, 4, io=io, state=state, slots=True, packed=True, quiet=io != "bf16")
-        run(lib, "verify", 5, 2, 4, kind=Steps, io=io, state=state, slots=True, packed=True, quiet=io != "bf16")
+        for plan in ("staggered", "verify"):
+            run(lib, plan, 5, 2, 4, kind=Steps, io=io, state=state, slots=True, packed=True, quiet=io != "bf16")
     run(lib, "moves", 3, 2, 4, kind=Steps, slots=True, packed=True)
 
 

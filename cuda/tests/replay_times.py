@@ -143,8 +143,8 @@ def step_us(lib, sets, algo=REPLAY_AUTO):
 
 
 def step_times(lib, batches=STEPS, states=("f32", "bf16"), more=(4, 16)):
-    print(f"\nthe step, updates of the state's type: gdn_step and gdn_replay_step with 1 token; tokens {more}; 1 token by each variant",
-          flush=True)
+    print(f"\nthe step, updates of the state's type: gdn_step and gdn_replay_step with 1 token; tokens {more};"
+          " 1 token by each variant", flush=True)
     for state in states:
         for batch in batches:
             us, each = [], []
