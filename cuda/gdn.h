@@ -294,8 +294,8 @@ typedef struct gdn_replay_step_params {
   int32_t l2norm, fold;
   int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
   int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings, `inputs` too, either
-  int32_t algo;            // gdn_replay_algo: forms of rows take conv_weight aligned to 16 bytes and rows of `inputs` to 4
-                           // elements; ROWS_2 and ROWS_4, clusters of blocks, need code for sm_90 or later
+  int32_t algo;            // GDN_REPLAY_AUTO, _MMA, or _ROWS_8, which takes conv_weight aligned to 16 bytes and rows of
+                           // `inputs` to 4 elements
   float l2_eps, scale, beta_scale, norm_eps;
 } gdn_replay_step_params;
 int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_t stream);

@@ -12,10 +12,9 @@ namespace replay {
 
 template <typename T, typename ST, typename U, int ROWS, typename GIVEN>
 int launch_token(const GIVEN &p, int num_seqs, cudaStream_t stream, bool overlap = false) {
-  constexpr int WARPS = 4, kSplits = kDim / (WARPS * kGroups * ROWS);
-  const dim3 grid(kSplits, p.heads, static_cast<unsigned>(num_seqs));
-  const int cluster = std::is_same_v<GIVEN, StepParams> ? kSplits : 1;
-  return gdn::launch(token_kernel<T, ST, U, ROWS, WARPS, GIVEN>, {grid, dim3(32 * WARPS), 0, stream, overlap, cluster}, p);
+  constexpr int WARPS = 4;
+  const dim3 grid(kDim / (WARPS * kGroups * ROWS), p.heads, static_cast<unsigned>(num_seqs));
+  return gdn::launch(token_kernel<T, ST, U, ROWS, WARPS, GIVEN>, {grid, dim3(32 * WARPS), 0, stream, overlap}, p);
 }
 
 template <typename T, typename ST, typename U, int MAX, typename GIVEN>
@@ -61,8 +60,6 @@ int launch_as(const Params &p, int num_seqs, int state_dtype, int update_dtype, 
 template <typename T, typename ST, typename U>
 int launch_step_with(const StepParams &p, int num_seqs, int algo, bool overlap, cudaStream_t stream) {
   switch (algo) {
-    case GDN_REPLAY_ROWS_2: return launch_token<T, ST, U, 2>(p, num_seqs, stream, overlap);
-    case GDN_REPLAY_ROWS_4: return launch_token<T, ST, U, 4>(p, num_seqs, stream, overlap);
     case GDN_REPLAY_ROWS_8: return launch_token<T, ST, U, 8>(p, num_seqs, stream, overlap);
     case GDN_REPLAY_MMA:
       return p.tokens <= 4   ? launch_tokens<T, ST, U, 4>(p, num_seqs, stream, overlap)

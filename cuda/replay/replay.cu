@@ -123,17 +123,13 @@ int choose(const gdn_replay_params &p, int *algo) {
   return GDN_OK;
 }
 
-// Bounds are in README.md. The forms of one token take four channels at a time, and those of few rows are clusters.
+// Bounds are in README.md. The form of one token takes four channels at a time, and whole heads.
 int choose_step(const gdn_replay_step_params &p, int *algo) {
   *algo = p.algo;
   if (p.algo == GDN_REPLAY_MMA) return GDN_OK;
-  const bool one = p.tokens_per_seq <= 1 && !p.cu_seqlens && aligned(p.conv_weight, 16) && aligned(p.inputs, 4 * dtype_size(p.io_dtype)) &&
-                   p.inputs_stride % 4 == 0;
-  if (p.algo != GDN_REPLAY_AUTO) {
-    bool clusters = p.algo == GDN_REPLAY_ROWS_8;
-    const int status = clusters ? GDN_OK : has_sm90_code(&clusters);
-    return status ? status : one && clusters ? GDN_OK : GDN_BAD_ALGO;
-  }
+  const bool one = p.tokens_per_seq <= 1 && !p.cu_seqlens && aligned(p.conv_weight, 16) &&
+                   aligned(p.inputs, 4 * dtype_size(p.io_dtype)) && p.inputs_stride % 4 == 0;
+  if (p.algo != GDN_REPLAY_AUTO) return one && p.algo == GDN_REPLAY_ROWS_8 ? GDN_OK : GDN_BAD_ALGO;
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
   const int64_t heads = static_cast<int64_t>(p.num_seqs) * p.num_v_heads;

@@ -112,9 +112,8 @@ template <typename T, int MAX, int THREADS> struct Convolution {
   }
 };
 
-// One token: channels of q, of k and of a block's TILE rows of v by its warps 0, 1 and 2, four of them a lane. Every block of a
-// head makes q and k for itself.
-template <typename T, int TILE> struct TokenConvolution {
+// One token: channels of q, k and v by warps 0, 1 and 2, four of them a lane.
+template <typename T> struct TokenConvolution {
   const StepParams &p;
   const uint32_t n;
   const int kind, first;       // q, k, v; the first of the four
@@ -124,10 +123,10 @@ template <typename T, int TILE> struct TokenConvolution {
   Raw4<T> past[kWidth - 1], fresh = {};
 
   __device__ __forceinline__ TokenConvolution(const StepParams &p, uint32_t n, uint32_t head, uint32_t key_head, int warp, int lane)
-      : p(p), n(n), kind(warp), first(4 * lane), some(warp < 2 || (warp == 2 && first < TILE)),
+      : p(p), n(n), kind(warp), first(4 * lane), some(warp < 3),
         channel((warp == 0   ? key_head
                  : warp == 1 ? p.key_heads + key_head
-                             : 2 * p.key_heads + head) * kDim + (warp < 2 ? 0 : blockIdx.x * TILE) + first) {}
+                             : 2 * p.key_heads + head) * kDim + first) {}
 
   __device__ __forceinline__ T *inputs(uint32_t slot, uint32_t row) const {
     return static_cast<T *>(p.inputs) +
@@ -178,52 +177,6 @@ template <typename T, int TILE> struct TokenConvolution {
 #pragma unroll
       for (int i = 0; i < kWidth - 1; ++i) store(ring.row_before(kWidth - 1 - i), past[i]);
     }
-  }
-};
-
-// A sum over the rows of a head that are spread over the warps of SPLITS blocks, a cluster, as in ../decode/split.cuh.
-template <int SPLITS, int WARPS> struct HeadSum {
-  float parts[SPLITS][WARPS];    // of all blocks, sent by them
-  alignas(8) uint64_t arrived;
-
-  __device__ __forceinline__ void begin() {
-    if constexpr (SPLITS > 1) {
-      if (threadIdx.x == 0) {
-        ptx::barrier_init(ptx::shared_address(&arrived), 1);
-        ptx::barriers_initialised();
-        ptx::barrier_expect(ptx::shared_address(&arrived), sizeof(parts));
-      }
-      __syncwarp();
-      ptx::cluster_begin_arrive();
-    }
-  }
-
-  // Once behind begin(), before send() and before a block ends without it: all blocks run.
-  __device__ __forceinline__ void begun() const {
-    if constexpr (SPLITS > 1) ptx::cluster_begin_wait();
-  }
-
-  // What this warp has, which all its lanes bring.
-  __device__ __forceinline__ void send(float part, int warp, int lane) {
-    if constexpr (SPLITS > 1) {
-      if (lane < SPLITS) ptx::send(&parts[blockIdx.x][warp], part, ptx::shared_address(&arrived), lane);
-    } else {
-      if (lane == 0) parts[0][warp] = part;
-    }
-  }
-
-  __device__ __forceinline__ float sum() const {
-    if constexpr (SPLITS > 1) ptx::barrier_wait_cluster(ptx::shared_address(&arrived), 0);
-    else __syncthreads();
-    float all = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      float of_warps = parts[0][w];
-#pragma unroll
-      for (int i = 1; i < SPLITS; ++i) of_warps += parts[i][w];
-      all += of_warps;
-    }
-    return all;
   }
 };
 

@@ -4,8 +4,7 @@
 // one warp each. The updates of the ring join the sums of S k and S q lane by lane, before their reduction, which therefore
 // costs no more than without a ring.
 //
-// In the step the blocks of a head are a cluster: each makes the convolution of q and k for itself, and of its own rows of v,
-// and they send each other the squares of which the norm needs the sum.
+// In the step a block is a whole head, since the norm is.
 #pragma once
 
 #include "../decode/raw.cuh"
@@ -57,10 +56,10 @@ struct TokenShared {
   alignas(16) float keys[kWindow][kDim];    // written only to be folded
 };
 
-// And of the step, of TILE rows.
-template <int TILE, int WARPS> struct TokenStepShared : TokenShared {
-  alignas(16) float q[kDim], k[kDim], v[TILE];
-  HeadSum<kDim / TILE, WARPS> squares;
+// And of the step.
+template <int WARPS> struct TokenStepShared : TokenShared {
+  alignas(16) float q[kDim], k[kDim], v[kDim];
+  float squares[WARPS];    // of the rows of each, summed
 };
 
 // Where there is no convolution.
@@ -73,12 +72,10 @@ template <typename T, typename ST, typename U, int ROWS, int WARPS, typename GIV
 __global__ void __launch_bounds__(32 * WARPS, (kResident<ST, ROWS> + WARPS / 2) / WARPS)
 token_kernel(const __grid_constant__ GIVEN p) {
   constexpr bool STEP = std::is_same_v<GIVEN, StepParams>;
-  constexpr int kTile = WARPS * kGroups * ROWS;
-  static_assert(!STEP || WARPS == 4);    // q, k, v, gates
-  if constexpr (STEP && kTile < kDim && !ptx::kSm90) return;    // no clusters
+  static_assert(!STEP || (WARPS == 4 && WARPS * kGroups * ROWS == kDim));    // q, k, v, gates
   using L = decode::Lanes<ST>;
   using Key = decode::RawRun<T, L::kVec>;
-  using S = std::conditional_t<STEP, TokenStepShared<kTile, WARPS>, TokenShared>;
+  using S = std::conditional_t<STEP, TokenStepShared<WARPS>, TokenShared>;
   __shared__ S shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes, group = lane / kLanes;
   const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = p.ratio.of(head);
@@ -90,12 +87,8 @@ token_kernel(const __grid_constant__ GIVEN p) {
   constexpr int copies = STEP ? 1 : 3 % WARPS;
 
   const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
-  if constexpr (STEP) shared.squares.begin();    // before any load: its fence would wait for them
   if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding
-    if constexpr (STEP) {
-      ptx::grid_dependency_wait();
-      shared.squares.begun();
-    }
+    if constexpr (STEP) ptx::grid_dependency_wait();
     if (writes && p.tokens) p.o.template out<T>(n, 0, head)[mine] = from_float<T>(0.f);
     return;
   }
@@ -113,7 +106,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
   float a_log = 0.f, dt_bias = 0.f;
   T raw_v = {}, raw_z = {};
   uint32_t raw_weight = 0;
-  std::conditional_t<STEP, TokenConvolution<T, kTile>, NoConvolution> convolution(p, n, head, key_head, warp, lane);
+  std::conditional_t<STEP, TokenConvolution<T>, NoConvolution> convolution(p, n, head, key_head, warp, lane);
   const auto load_gates = [&] {
     raw_a = raw_load_any(p.a.ptr, p.a.index(n, 0, head), p.gate_dtype);
     raw_b = raw_load_any(p.b.ptr, p.b.index(n, 0, head), p.gate_dtype);
@@ -150,7 +143,6 @@ token_kernel(const __grid_constant__ GIVEN p) {
   if (ring.count == 0 && !ring.fold) {
     if constexpr (STEP) {
       ptx::grid_dependency_wait();    // for those that wait for this launch
-      shared.squares.begun();
     }
     return;
   }
@@ -214,7 +206,6 @@ token_kernel(const __grid_constant__ GIVEN p) {
   if constexpr (STEP) {
     convolution.run(shared);
     __syncthreads();
-    shared.squares.begun();
     L::slice(shared.k, part, k), L::slice(shared.q, part, q);
   } else {
 #pragma unroll
@@ -289,7 +280,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
     const float2 product = row_products<ROWS>(both, part);
     const Factor k_scale = shared.k_scale;
     float v;
-    if constexpr (STEP) v = shared.v[mine - blockIdx.x * kTile];
+    if constexpr (STEP) v = shared.v[mine];
     else v = to_float(raw_v);
     const float e = k_scale.times(shared.beta * (v - k_scale.times(product.x)));
     const uint32_t row = ring.row(ring.length);
@@ -298,7 +289,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
       float square = o * o;    // of as many rows as are apart
 #pragma unroll
       for (int d = 16; d >= kLanes / ROWS; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
-      shared.squares.send(square, warp, lane);
+      if (lane == 0) shared.squares[warp] = square;
     }
     if (writes) {
       if constexpr (!STEP) p.o.template out<T>(n, 0, head)[mine] = from_float<T>(shared.q_scale * fmaf(e, shared.kq, product.y));
@@ -315,7 +306,11 @@ token_kernel(const __grid_constant__ GIVEN p) {
       }
       const float gate = to_float(raw_z);
       const float factor = raw_to_float(raw_weight, p.norm_dtype) * (p.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
-      const float scale = rsqrtf(shared.squares.sum() * (1.f / kDim) + p.norm_eps);
+      __syncthreads();
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) sum += shared.squares[w];
+      const float scale = rsqrtf(sum * (1.f / kDim) + p.norm_eps);
       if (writes) p.o.template out<T>(n, 0, head)[mine] = from_float<T>(o * scale * factor);
     }
   }

@@ -12,6 +12,7 @@ from replay_case import Sequences, drift
 from replay_step_case import Steps, window, window_out, window_round_trip
 
 ONE = (REPLAY_ROWS_2, REPLAY_ROWS_4, REPLAY_ROWS_8, REPLAY_MMA)
+ONE_STEP = (REPLAY_ROWS_8, REPLAY_MMA)
 HEADS = ((16, 16), (16, 32), (16, 48), (16, 64), (2, 8), (1, 8), (4, 8))
 TYPES = [(io, state) for io in ("bf16", "f16", "f32") for state in ("f32", "bf16", "f16")]
 
@@ -89,7 +90,7 @@ def check_small(lib):
     run(lib, "verify", 3, 1, 2, state="bf16", slots=True)
     run(lib, "moves", 3, 2, 4, slots=True)
     run(lib, "verify", 3, 1, 2, kind=Steps, slots=True)
-    for algo in ONE:
+    for algo in ONE_STEP:
         run(lib, "moves", 3, 1, 2, kind=Steps, algo=algo, slots=True)
     check_window(lib)
 
@@ -129,7 +130,7 @@ def check_step(lib):
     for io, state in TYPES:
         for plan in plans:
             run(lib, plan, 3, 2, 4, kind=Steps, io=io, state=state, slots=plan != "rollback", quiet=io != "bf16" or state == "f16")
-    for algo in ONE:
+    for algo in ONE_STEP:
         for state in ("f32", "bf16"):
             for plan in ("decode", "staggered", "moves"):
                 run(lib, plan, 3, 2, 4, kind=Steps, algo=algo, state=state, slots=True)
@@ -140,7 +141,7 @@ def check_step(lib):
                      dict(overlap=1)):
             run(lib, "staggered", 3, 2, 4, kind=Steps, algo=algo, quiet=True, **more)
     for heads in HEADS:
-        for algo in ONE:
+        for algo in ONE_STEP:
             run(lib, "staggered", 3, *heads, kind=Steps, algo=algo, quiet=True)
     run(lib, "decode", 40, 16, 32, kind=Steps, slots=True)
     run(lib, "verify", 20, 16, 32, kind=Steps, slots=True)
