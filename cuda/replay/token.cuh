@@ -62,6 +62,27 @@ template <int WARPS> struct TokenStepShared : TokenShared {
   float squares[WARPS];    // of the rows of each, summed
 };
 
+// The rows of a lane until they are folded: in its registers if there is room, else in shared memory, where only a launch that
+// folds puts them. Read again, they would come from memory.
+template <typename ST, int ROWS, int WARPS> struct KeptRows {
+  static constexpr bool kRegisters = sizeof(ST) == 4 || ROWS < 4;
+  static constexpr int kChunks = decode::Lanes<ST>::kChunks;
+  alignas(16) uint4 words[kRegisters ? 1 : ROWS * kChunks][kRegisters ? 1 : 32 * WARPS];
+
+  __device__ __forceinline__ void keep(const uint4 (&raw)[ROWS][kChunks]) {
+    if constexpr (!kRegisters) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) words[r * kChunks + c][threadIdx.x] = raw[r][c];
+    }
+  }
+  __device__ __forceinline__ uint4 chunk(const uint4 (&raw)[ROWS][kChunks], int r, int c) const {
+    if constexpr (kRegisters) return raw[r][c];
+    else return words[r * kChunks + c][threadIdx.x];
+  }
+};
+
 // Where there is no convolution.
 struct NoConvolution {
   __device__ __forceinline__ NoConvolution(const Params &, uint32_t, uint32_t, uint32_t, int, int) {}
@@ -77,6 +98,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
   using Key = decode::RawRun<T, L::kVec>;
   using S = std::conditional_t<STEP, TokenStepShared<WARPS>, TokenShared>;
   __shared__ S shared;
+  __shared__ KeptRows<ST, ROWS, WARPS> kept;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes, group = lane / kLanes;
   const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = p.ratio.of(head);
   const uint32_t row0 = ((blockIdx.x * WARPS + warp) * kGroups + group) * ROWS;
@@ -233,6 +255,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
     both[2 * r] = decode::dot(s, k), both[2 * r + 1] = decode::dot(s, q);
     here(both[2 * r]), here(both[2 * r + 1]);    // or they would be worked out behind the barrier
   }
+  if (ring.fold) kept.keep(raw);
 
   if constexpr (!STEP)
     if (warp == decays) leave();
@@ -324,15 +347,13 @@ token_kernel(const __grid_constant__ GIVEN p) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) update[x][r] *= left;
   }
-  // The state is read again, four rows at a time: kept until here it would take the registers of every launch that does not
-  // fold.
 #pragma unroll
   for (int r0 = 0; r0 < ROWS; r0 += kRun) {
     float s[kRun][kEach];
 #pragma unroll
     for (int r = 0; r < kRun; ++r) {
 #pragma unroll
-      for (int c = 0; c < L::kChunks; ++c) unpack<ST>(L::load(in + (r0 + r) * kDim, part, c), &s[r][c * L::kVec]);
+      for (int c = 0; c < L::kChunks; ++c) unpack<ST>(kept.chunk(raw, r0 + r, c), &s[r][c * L::kVec]);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) s[r][i] *= state_left;
     }
