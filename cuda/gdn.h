@@ -222,14 +222,13 @@ int gdn_step_choice(const gdn_step_params *params, int32_t *algo);
 #define GDN_REPLAY_TOKENS 16
 typedef struct gdn_ring {
   void *keys;              // [slot, num_k_heads, capacity, head_k], io_dtype: keys as they came, before the norm
-  void *updates;           // [slot, num_v_heads, capacity, head_v], update_dtype: e_j, which has the key's norm in it
+  float *updates;          // [slot, num_v_heads, capacity, head_v]: e_j, which has the key's norm in it
   float *decays;           // [slot, num_v_heads, capacity]: g_j
   const uint32_t *cursors; // [slot]: first << 16 | length; entry j is row (first + j) % capacity
   int64_t keys_stride, updates_stride, decays_stride;    // elements from one slot to the next
   int32_t capacity;        // rows, at most GDN_RING_CAPACITY: window + tokens_per_seq at least, so that what a launch appends
                            // is never where another block still reads
   int32_t window;          // entries in use at most, 1 to GDN_RING_WINDOW
-  int32_t update_dtype;    // GDN_F32, or GDN_BF16 with a state in bf16
 } gdn_ring;
 
 typedef enum gdn_replay_algo {

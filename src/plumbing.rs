@@ -34,7 +34,7 @@ pub use crate::ops::check::*;
 pub use crate::ops::in_place::*;
 pub use crate::ops::launch::{Arena, Launch};
 pub use crate::ops::norm::{token_stride, uniform_tokens};
-pub use crate::ops::ring::{Cursors, Move, RING_TOKENS};
+pub use crate::ops::ring::{Cursors, Move, RING_ROWS, RING_TOKENS};
 pub use crate::ops::sequences::SequencePlan;
 pub use crate::ops::slots::{cpu_slots, CpuSlots};
 pub use crate::state::threads::{LastThread, Working};

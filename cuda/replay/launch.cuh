@@ -10,17 +10,17 @@
 namespace gdn {
 namespace replay {
 
-template <typename T, typename ST, typename U, int ROWS, typename GIVEN>
+template <typename T, typename ST, int ROWS, typename GIVEN>
 int launch_token(const GIVEN &p, int num_seqs, cudaStream_t stream, bool overlap = false) {
   constexpr int WARPS = 4;
   const dim3 grid(kDim / (WARPS * kGroups * ROWS), p.heads, static_cast<unsigned>(num_seqs));
-  return gdn::launch(token_kernel<T, ST, U, ROWS, WARPS, GIVEN>, {grid, dim3(32 * WARPS), 0, stream, overlap}, p);
+  return gdn::launch(token_kernel<T, ST, ROWS, WARPS, GIVEN>, {grid, dim3(32 * WARPS), 0, stream, overlap}, p);
 }
 
-template <typename T, typename ST, typename U, int MAX, typename GIVEN>
+template <typename T, typename ST, int MAX, typename GIVEN>
 int launch_tokens(const GIVEN &p, int num_seqs, cudaStream_t stream, bool overlap = false) {
   constexpr int WARPS = kWarps<ST, MAX, GIVEN>;
-  using S = SharedOf<T, ST, U, MAX, GIVEN>;
+  using S = SharedOf<T, ST, MAX, GIVEN>;
   const dim3 grid(kDim / kRows<ST, MAX, GIVEN>, p.heads, static_cast<unsigned>(num_seqs));
   LaunchConfig config = {grid, dim3(32 * WARPS), 0, stream, overlap};
   if constexpr (kDynamic<S>) {
@@ -28,55 +28,51 @@ int launch_tokens(const GIVEN &p, int num_seqs, cudaStream_t stream, bool overla
     if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
     config.shared_bytes = sizeof(S);
     if (config.shared_bytes > optin) return GDN_BAD_ALGO;
-    return launch_allowed<tokens_kernel<T, ST, U, MAX, GIVEN>>(config, optin, p);
+    return launch_allowed<tokens_kernel<T, ST, MAX, GIVEN>>(config, optin, p);
   } else {
-    return gdn::launch(tokens_kernel<T, ST, U, MAX, GIVEN>, config, p);
+    return gdn::launch(tokens_kernel<T, ST, MAX, GIVEN>, config, p);
   }
 }
 
-template <typename T, typename ST, typename U> int launch_with(const Params &p, int num_seqs, int algo, cudaStream_t stream) {
+template <typename T, typename ST> int launch_with(const Params &p, int num_seqs, int algo, cudaStream_t stream) {
   switch (algo) {
-    case GDN_REPLAY_ROWS_2: return launch_token<T, ST, U, 2>(p, num_seqs, stream);
-    case GDN_REPLAY_ROWS_4: return launch_token<T, ST, U, 4>(p, num_seqs, stream);
-    case GDN_REPLAY_ROWS_8: return launch_token<T, ST, U, 8>(p, num_seqs, stream);
+    case GDN_REPLAY_ROWS_2: return launch_token<T, ST, 2>(p, num_seqs, stream);
+    case GDN_REPLAY_ROWS_4: return launch_token<T, ST, 4>(p, num_seqs, stream);
+    case GDN_REPLAY_ROWS_8: return launch_token<T, ST, 8>(p, num_seqs, stream);
     case GDN_REPLAY_MMA:
-      return p.tokens <= 4   ? launch_tokens<T, ST, U, 4>(p, num_seqs, stream)
-             : p.tokens <= 8 ? launch_tokens<T, ST, U, 8>(p, num_seqs, stream)
-                             : launch_tokens<T, ST, U, 16>(p, num_seqs, stream);
+      return p.tokens <= 4   ? launch_tokens<T, ST, 4>(p, num_seqs, stream)
+             : p.tokens <= 8 ? launch_tokens<T, ST, 8>(p, num_seqs, stream)
+                             : launch_tokens<T, ST, 16>(p, num_seqs, stream);
   }
   return GDN_BAD_ALGO;
 }
 
 template <typename T>
-int launch_as(const Params &p, int num_seqs, int state_dtype, int update_dtype, int algo, cudaStream_t stream) {
+int launch_as(const Params &p, int num_seqs, int state_dtype, int algo, cudaStream_t stream) {
   return with_dtype(state_dtype, [&](auto state) {
     using ST = typename decltype(state)::type;
-    if constexpr (std::is_same_v<ST, __nv_bfloat16>)
-      if (update_dtype == GDN_BF16) return launch_with<T, ST, __nv_bfloat16>(p, num_seqs, algo, stream);
-    return launch_with<T, ST, float>(p, num_seqs, algo, stream);
+    return launch_with<T, ST>(p, num_seqs, algo, stream);
   });
 }
 
-template <typename T, typename ST, typename U>
+template <typename T, typename ST>
 int launch_step_with(const StepParams &p, int num_seqs, int algo, bool overlap, cudaStream_t stream) {
   switch (algo) {
-    case GDN_REPLAY_ROWS_8: return launch_token<T, ST, U, 8>(p, num_seqs, stream, overlap);
+    case GDN_REPLAY_ROWS_8: return launch_token<T, ST, 8>(p, num_seqs, stream, overlap);
     case GDN_REPLAY_MMA:
-      return p.tokens <= 4   ? launch_tokens<T, ST, U, 4>(p, num_seqs, stream, overlap)
-             : p.tokens <= 8 ? launch_tokens<T, ST, U, 8>(p, num_seqs, stream, overlap)
-                             : launch_tokens<T, ST, U, 16>(p, num_seqs, stream, overlap);
+      return p.tokens <= 4   ? launch_tokens<T, ST, 4>(p, num_seqs, stream, overlap)
+             : p.tokens <= 8 ? launch_tokens<T, ST, 8>(p, num_seqs, stream, overlap)
+                             : launch_tokens<T, ST, 16>(p, num_seqs, stream, overlap);
   }
   return GDN_BAD_ALGO;
 }
 
 template <typename T>
-int launch_step_as(const StepParams &p, int num_seqs, int state_dtype, int update_dtype, int algo, bool overlap,
+int launch_step_as(const StepParams &p, int num_seqs, int state_dtype, int algo, bool overlap,
                    cudaStream_t stream) {
   return with_dtype(state_dtype, [&](auto state) {
     using ST = typename decltype(state)::type;
-    if constexpr (std::is_same_v<ST, __nv_bfloat16>)
-      if (update_dtype == GDN_BF16) return launch_step_with<T, ST, __nv_bfloat16>(p, num_seqs, algo, overlap, stream);
-    return launch_step_with<T, ST, float>(p, num_seqs, algo, overlap, stream);
+    return launch_step_with<T, ST>(p, num_seqs, algo, overlap, stream);
   });
 }
 

@@ -18,7 +18,6 @@ bool valid_ring(int32_t capacity, int32_t window, int32_t tokens) {
 
 int check(const gdn_replay_params &p) {
   if (!valid_dtype(p.io_dtype) || !valid_dtype(p.gate_dtype) || !valid_dtype(p.state_dtype)) return GDN_BAD_DTYPE;
-  if (p.ring.update_dtype != GDN_F32 && (p.ring.update_dtype != GDN_BF16 || p.state_dtype != GDN_BF16)) return GDN_BAD_DTYPE;
   if (p.num_k_heads < 1 || p.num_v_heads < 1 || p.num_v_heads % p.num_k_heads != 0) return GDN_BAD_HEADS;
   if (p.head_k < 1 || p.head_k > 256 || p.head_v < 1 || p.head_v > 256) return GDN_BAD_HEAD_DIM;
   if (p.algo < GDN_REPLAY_AUTO || p.algo > GDN_REPLAY_MMA) return GDN_BAD_ALGO;
@@ -43,14 +42,13 @@ bool any_null(const gdn_replay_params &p) {
 
 bool takes(const gdn_replay_params &p) {
   const int64_t io = 16 / dtype_size(p.io_dtype), state = 16 / dtype_size(p.state_dtype);
-  const int64_t update = 16 / dtype_size(p.ring.update_dtype);
   for (const gdn_heads *x : {&p.q, &p.k, &p.v})
     if (!aligned_rows(*x, io, p.io_dtype)) return false;
   for (const void *x : {p.state_in, static_cast<const void *>(p.state_out), static_cast<const void *>(p.ring.keys),
                         static_cast<const void *>(p.ring.updates)})
     if (!aligned(x, 16)) return false;
   return p.head_k == kDim && p.head_v == kDim && p.in_slots.slot_stride % state == 0 && p.out_slots.slot_stride % state == 0 &&
-         p.ring.keys_stride % io == 0 && p.ring.updates_stride % update == 0 && (p.state_in == p.state_out || p.fold);
+         p.ring.keys_stride % io == 0 && p.ring.updates_stride % 4 == 0 && (p.state_in == p.state_out || p.fold);
 }
 
 Field field(const gdn_heads &x) {
@@ -173,12 +171,12 @@ extern "C" int gdn_replay(const gdn_replay_params *params, cudaStream_t stream) 
   if (const int status = replay::choose(p, &algo)) return status;
   replay::Params device;
   replay::set_params(p, device);
-  const int seqs = p.num_seqs, state = p.state_dtype, update = p.ring.update_dtype;
+  const int seqs = p.num_seqs, state = p.state_dtype;
   switch (p.io_dtype) {
-    case GDN_F32: return replay::launch_as<float>(device, seqs, state, update, algo, stream);
-    case GDN_BF16: return replay::launch_as<__nv_bfloat16>(device, seqs, state, update, algo, stream);
+    case GDN_F32: return replay::launch_as<float>(device, seqs, state, algo, stream);
+    case GDN_BF16: return replay::launch_as<__nv_bfloat16>(device, seqs, state, algo, stream);
   }
-  return replay::launch_as<__half>(device, seqs, state, update, algo, stream);
+  return replay::launch_as<__half>(device, seqs, state, algo, stream);
 }
 
 extern "C" int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_t stream) {
@@ -200,15 +198,15 @@ extern "C" int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_
   device.channels = static_cast<uint32_t>((2 * p.num_k_heads + p.num_v_heads) * replay::kDim);
   device.conv_dtype = p.conv_dtype, device.norm_dtype = p.norm_dtype, device.sigmoid = p.sigmoid, device.norm_eps = p.norm_eps;
   device.overlap = p.overlap;
-  const int seqs = p.num_seqs, state = p.state_dtype, update = p.ring.update_dtype;
+  const int seqs = p.num_seqs, state = p.state_dtype;
   const bool overlap = p.overlap != 0;
   int algo = GDN_REPLAY_AUTO;
   if (const int status = replay::choose_step(p, &algo)) return status;
   switch (p.io_dtype) {
-    case GDN_F32: return replay::launch_step_as<float>(device, seqs, state, update, algo, overlap, stream);
-    case GDN_BF16: return replay::launch_step_as<__nv_bfloat16>(device, seqs, state, update, algo, overlap, stream);
+    case GDN_F32: return replay::launch_step_as<float>(device, seqs, state, algo, overlap, stream);
+    case GDN_BF16: return replay::launch_step_as<__nv_bfloat16>(device, seqs, state, algo, overlap, stream);
   }
-  return replay::launch_step_as<__half>(device, seqs, state, update, algo, overlap, stream);
+  return replay::launch_step_as<__half>(device, seqs, state, algo, overlap, stream);
 }
 
 extern "C" int gdn_replay_advance(const gdn_replay_advance_params *params, cudaStream_t stream) {

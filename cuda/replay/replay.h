@@ -10,10 +10,10 @@ struct Params;
 struct StepParams;
 
 template <typename T>
-int launch_as(const Params &params, int num_seqs, int state_dtype, int update_dtype, int algo, cudaStream_t stream);
+int launch_as(const Params &params, int num_seqs, int state_dtype, int algo, cudaStream_t stream);
 
 template <typename T>
-int launch_step_as(const StepParams &params, int num_seqs, int state_dtype, int update_dtype, int algo, bool overlap,
+int launch_step_as(const StepParams &params, int num_seqs, int state_dtype, int algo, bool overlap,
                    cudaStream_t stream);
 
 }  // namespace replay

@@ -39,8 +39,8 @@ struct Params {
   Pool in, out;
   Field q, k, v, a, b, o;
   const float *a_log, *dt_bias;
-  void *keys, *updates;
-  float *decays;
+  void *keys;
+  float *updates, *decays;
   const uint32_t *cursors, *counts, *cu_seqlens;
   uint32_t keys_stride, updates_stride, decays_stride;    // from slot to slot
   uint32_t capacity, window, tokens;
@@ -107,8 +107,8 @@ template <typename T> __device__ __forceinline__ T *keys_of(const Params &p, uin
   return static_cast<T *>(p.keys) +
          (static_cast<uint64_t>(slot) * p.keys_stride + static_cast<uint64_t>(key_head) * p.capacity * kDim);
 }
-template <typename U> __device__ __forceinline__ U *updates_of(const Params &p, uint32_t slot, uint32_t head) {
-  return static_cast<U *>(p.updates) +
+__device__ __forceinline__ float *updates_of(const Params &p, uint32_t slot, uint32_t head) {
+  return p.updates +
          (static_cast<uint64_t>(slot) * p.updates_stride + static_cast<uint64_t>(head) * p.capacity * kDim);
 }
 __device__ __forceinline__ float *decays_of(const Params &p, uint32_t slot, uint32_t head) {

@@ -88,8 +88,8 @@ struct NoConvolution {
   __device__ __forceinline__ NoConvolution(const Params &, uint32_t, uint32_t, uint32_t, int, int) {}
 };
 
-// U: the type of the updates. The rule with Params, the fused step with StepParams.
-template <typename T, typename ST, typename U, int ROWS, int WARPS, typename GIVEN>
+// The rule with Params, the fused step with StepParams.
+template <typename T, typename ST, int ROWS, int WARPS, typename GIVEN>
 __global__ void __launch_bounds__(32 * WARPS, (kResident<ST, ROWS> + WARPS / 2) / WARPS)
 token_kernel(const __grid_constant__ GIVEN p) {
   constexpr bool STEP = std::is_same_v<GIVEN, StepParams>;
@@ -186,9 +186,9 @@ token_kernel(const __grid_constant__ GIVEN p) {
       for (int c = 0; c < L::kChunks; ++c) raw_key[x][c].load(key + L::column(part, c));
     }
   float decay = 0.f;
-  using Run = Pack<U, kRun>;
+  using Run = Pack<float, kRun>;
   Run raw_update[kPerLane][ROWS / kRun] = {};
-  const U *updates = updates_of<U>(p, in_slot, head) + row0;
+  const float *updates = updates_of(p, in_slot, head) + row0;
 #pragma unroll
   for (int x = 0; x < kPerLane; ++x) {
     const uint32_t j = part + x * kLanes;
@@ -280,7 +280,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
 #pragma unroll
   for (int x = 0; x < kPerLane; ++x)
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) update[x][r] = to_float(raw_update[x][r / kRun].x[r % kRun]);
+    for (int r = 0; r < ROWS; ++r) update[x][r] = raw_update[x][r / kRun].x[r % kRun];
   float o = 0.f;
   if (ring.count) {
     const float step = shared.step, state_left = step * shared.left[0].state;
@@ -316,7 +316,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
     }
     if (writes) {
       if constexpr (!STEP) p.o.template out<T>(n, 0, head)[mine] = from_float<T>(shared.q_scale * fmaf(e, shared.kq, product.y));
-      updates_of<U>(p, out_slot, head)[row * kDim + mine] = from_float<U>(e);
+      updates_of(p, out_slot, head)[row * kDim + mine] = e;
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) decays_of(p, out_slot, head)[row] = shared.log_step;
   }

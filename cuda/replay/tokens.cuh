@@ -10,7 +10,7 @@ namespace gdn {
 namespace replay {
 
 // Shared memory of a block of ROWS rows for up to MAX tokens.
-template <typename T, typename U, int ROWS, int MAX> struct TokensShared {
+template <typename T, int ROWS, int MAX> struct TokensShared {
   static constexpr int kStride = kRowStride<T>;
   static constexpr int kColumn = ROWS + 4;                      // so that the four tokens of a store meet other banks
   union {
@@ -18,7 +18,7 @@ template <typename T, typename U, int ROWS, int MAX> struct TokensShared {
     FoldKeys<T> fold;                                           // when the tokens are done
   };
   alignas(16) T keys[kWindow][kStride];                         // of the ring
-  alignas(16) U updates[kWindow][ROWS];
+  alignas(16) float updates[kWindow][ROWS];
   alignas(16) T v[MAX][ROWS];
   alignas(16) float2 of_state[MAX][kColumn];                    // S0 k and S0 q
   alignas(16) float2 of_entries[MAX][kWindow + GDN_REPLAY_TOKENS];    // k_j . k and k_j . q, then decayed; new tokens last
@@ -27,7 +27,7 @@ template <typename T, typename U, int ROWS, int MAX> struct TokensShared {
   Factor k_scale[MAX];
 };
 
-template <typename T, typename U, int ROWS, int MAX> struct StepShared : TokensShared<T, U, ROWS, MAX> {
+template <typename T, int ROWS, int MAX> struct StepShared : TokensShared<T, ROWS, MAX> {
   alignas(16) T z[MAX][ROWS];
 };
 
@@ -84,9 +84,9 @@ template <typename ST, int MAX, typename GIVEN>
 constexpr int kWarps = std::is_same_v<GIVEN, StepParams> ? 8 / kTiles<ST, MAX> : 4;
 template <typename ST, int MAX, typename GIVEN> constexpr int kRows = 16 * kWarps<ST, MAX, GIVEN> * kTiles<ST, MAX>;
 
-template <typename T, typename ST, typename U, int MAX, typename GIVEN>
-using SharedOf = std::conditional_t<std::is_same_v<GIVEN, StepParams>, StepShared<T, U, kRows<ST, MAX, GIVEN>, MAX>,
-                                    TokensShared<T, U, kRows<ST, MAX, GIVEN>, MAX>>;
+template <typename T, typename ST, int MAX, typename GIVEN>
+using SharedOf = std::conditional_t<std::is_same_v<GIVEN, StepParams>, StepShared<T, kRows<ST, MAX, GIVEN>, MAX>,
+                                    TokensShared<T, kRows<ST, MAX, GIVEN>, MAX>>;
 
 // Blocks that a multiprocessor must have registers for.
 template <typename T, int MAX, int WARPS>
@@ -94,12 +94,12 @@ constexpr int kBlocks = MAX == 16 && WARPS == 8 ? 2 : ((MAX < 16 ? 4 : 3) - (siz
 
 // The rule with Params, the fused step with StepParams. A fold reads the state again, out of L2 as a rule: kept until then it would
 // take the registers of the rest.
-template <typename T, typename ST, typename U, int MAX, typename GIVEN>
+template <typename T, typename ST, int MAX, typename GIVEN>
 __global__ void __launch_bounds__(32 * kWarps<ST, MAX, GIVEN>, (kBlocks<T, MAX, kWarps<ST, MAX, GIVEN>>))
 tokens_kernel(const __grid_constant__ GIVEN p) {
   constexpr bool STEP = std::is_same_v<GIVEN, StepParams>;
   constexpr int WARPS = kWarps<ST, MAX, GIVEN>, TILES = kTiles<ST, MAX>, ROWS = kRows<ST, MAX, GIVEN>, kThreads = 32 * WARPS;
-  using S = SharedOf<T, ST, U, MAX, GIVEN>;
+  using S = SharedOf<T, ST, MAX, GIVEN>;
   using P = Piece<ST>;
   using K = Piece<T>;
   S &shared = block_shared<S>();
@@ -163,8 +163,8 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
     const int j = i / kRowChunks, at = i % kRowChunks * kChunk;
     ptx::copy_async(ptx::shared_address(&shared.keys[j][at]), keys + ring.row(j) * kDim + at);
   }
-  const U *updates = updates_of<U>(p, in_slot, head) + row0;
-  constexpr int kUpdates = 16 / sizeof(U), kRowUpdates = ROWS / kUpdates;
+  const float *updates = updates_of(p, in_slot, head) + row0;
+  constexpr int kUpdates = 16 / sizeof(float), kRowUpdates = ROWS / kUpdates;
   for (int i = thread; i < static_cast<int>(ring.length) * kRowUpdates; i += kThreads) {
     const int j = i / kRowUpdates, at = i % kRowUpdates * kUpdates;
     ptx::copy_async(ptx::shared_address(&shared.updates[j][at]), updates + ring.row(j) * kDim + at);
@@ -255,9 +255,9 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
 
   if (thread < ROWS) {
     float old[kWindow], made[MAX], sum = 0.f;
-    U *const to = updates_of<U>(p, out_slot, head) + row0 + thread;
+    float *const to = updates_of(p, out_slot, head) + row0 + thread;
 #pragma unroll
-    for (int j = 0; j < kWindow; ++j) old[j] = j < static_cast<int>(ring.length) ? to_float(shared.updates[j][thread]) : 0.f;
+    for (int j = 0; j < kWindow; ++j) old[j] = j < static_cast<int>(ring.length) ? shared.updates[j][thread] : 0.f;
 #pragma unroll
     for (int t = 0; t < MAX; ++t) {
       if (t >= static_cast<int>(ring.count)) break;
@@ -277,9 +277,8 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
       }
       const Factor k_scale = shared.k_scale[t];
       const float e = k_scale.times(shared.beta[t] * (to_float(shared.v[t][thread]) - k_scale.times(x.x)));
-      const U update = from_float<U>(e);
-      to[ring.row(ring.length + t) * kDim] = update;
-      made[t] = to_float(update);    // later tokens meet what is kept
+      to[ring.row(ring.length + t) * kDim] = e;
+      made[t] = e;
       const float o = shared.q_scale[t] * fmaf(shared.of_entries[t][kWindow + t].y, e, x.y);
       if constexpr (STEP) shared.of_state[t][thread].x = o;
       else tokens.template of<T>(p.o, t, head)[row0 + thread] = from_float<T>(o);
@@ -323,7 +322,7 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
     if (tile > 0) ask(tile);
     const int first = (warp * TILES + tile) * 16 + lane / 4;
     const FoldUpdates<sizeof(ST) == 4 ? 3 : 2> updates(c, [&](int j, int half) {
-      return j < static_cast<int>(ring.length) ? shared.entry_left[j] * to_float(shared.updates[j][first + 8 * half]) : 0.f;
+      return j < static_cast<int>(ring.length) ? shared.entry_left[j] * shared.updates[j][first + 8 * half] : 0.f;
     });
 #pragma unroll
     for (int m = 0; m < kPieces; ++m) {

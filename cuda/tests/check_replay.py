@@ -103,9 +103,6 @@ def check_cases(lib):
     for io, state in TYPES:
         for plan in PLANS:
             run(lib, plan, 5, 2, 4, io=io, state=state, slots=plan != "rollback", quiet=True)
-    for plan in PLANS:
-        for algo in ONE if plan in ("decode", "staggered") else (REPLAY_AUTO,):
-            run(lib, plan, 5, 2, 4, state="bf16", update="bf16", slots=plan != "rollback", algo=algo, quiet=True)
     for heads in HEADS:
         for state in ("f32", "bf16"):
             run(lib, "staggered", 3, *heads, state=state, quiet=True)
@@ -136,7 +133,6 @@ def check_step(lib):
                 run(lib, plan, 3, 2, 4, kind=Steps, algo=algo, state=state, slots=True)
         for io, state in TYPES:
             run(lib, "moves", 3, 1, 2, kind=Steps, io=io, state=state, algo=algo, slots=True, quiet=True)
-        run(lib, "decode", 3, 2, 4, kind=Steps, update="bf16", state="bf16", algo=algo, quiet=True)
         for more in (dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"), dict(l2norm=False),
                      dict(overlap=1)):
             run(lib, "staggered", 3, 2, 4, kind=Steps, algo=algo, quiet=True, **more)
@@ -145,7 +141,7 @@ def check_step(lib):
             run(lib, "staggered", 3, *heads, kind=Steps, algo=algo, quiet=True)
     run(lib, "decode", 40, 16, 32, kind=Steps, slots=True)
     run(lib, "verify", 20, 16, 32, kind=Steps, slots=True)
-    for more in (dict(update="bf16", state="bf16"), dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"),
+    for more in (dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"),
                  dict(l2norm=False), dict(overlap=1), dict(capacity=24, state="bf16")):
         for plan in ("staggered", "verify_8" if "capacity" in more else "verify"):
             run(lib, plan, 3, 2, 4, kind=Steps, quiet=True, **more)
@@ -210,7 +206,7 @@ def check_drift(lib):
 def check_status(lib):
     s = Sequences(lib, 2, 2, 4)
     expect("replay", lib.gdn_replay, lambda: s.params(s.inputs(4), None, s.slots, s.slots, False), {
-        "BAD_DTYPE": one_by_one(io_dtype=[9], gate_dtype=[9], state_dtype=[3], ring__update_dtype=[1, 2]),
+        "BAD_DTYPE": one_by_one(io_dtype=[9], gate_dtype=[9], state_dtype=[3]),
         "BAD_HEADS": [dict(num_k_heads=3)],
         "BAD_HEAD_DIM": [dict(head_k=0)],
         "BAD_ALGO": one_by_one(head_k=[64], algo=[99, REPLAY_ROWS_2], ring__keys_stride=[4]) + [dict(state_out=lambda x: x + 16)],

@@ -29,13 +29,13 @@ class Sequences:
     ROUNDED = 0.0       # relative error of q, k and v
 
     def __init__(self, lib, n, hk, hv, io="bf16", state="f32", gate=None, window=16, capacity=32, slots=False, algo=REPLAY_AUTO,
-                 keys="random", decay="normal", l2norm=True, beta_scale=1.0, qk_size=1.0, update="f32",
+                 keys="random", decay="normal", l2norm=True, beta_scale=1.0, qk_size=1.0,
                  graph=False, packed=False, seed=0):
         self.lib, self.n, self.hk, self.hv, self.io, self.state_dtype, self.gate = lib, n, hk, hv, io, state, gate or io
         self.window, self.capacity, self.algo, self.graph = window, capacity, algo, graph
         self.packed = packed
-        self.keys, self.decay, self.l2norm, self.beta_scale, self.qk_size, self.update = (
-            keys, decay, l2norm, beta_scale, qk_size, update)
+        self.keys, self.decay, self.l2norm, self.beta_scale, self.qk_size = (
+            keys, decay, l2norm, beta_scale, qk_size)
         self.randn, self.size = normal(seed), hv * DIM * DIM
         self.gen = torch.Generator(device=harness.device).manual_seed(seed + 1)
         self.pool = 2 * n + 1 if slots else n
@@ -53,7 +53,7 @@ class Sequences:
             self.state[self.slots[i], :self.size] = self.reference[i].flatten().to(TYPES[state])
             self.reference[i] = self.state[self.slots[i], :self.size].double().view(hv, DIM, DIM)
         self.ring_keys = nan(self.pool, hk, capacity, DIM, dtype=io)
-        self.updates = nan(self.pool, hv, capacity, DIM, dtype=update)
+        self.updates = nan(self.pool, hv, capacity, DIM, dtype="f32")
         self.decays = nan(self.pool, hv, capacity, dtype="f32")
         self.first, self.length = [(11 * i) % capacity for i in range(self.pool)], [0] * self.pool
         self.cursors = u32([first << 16 for first in self.first])
@@ -106,8 +106,7 @@ class Sequences:
         _, ba, _, tokens = inputs
         ring = fill(Ring, keys=self.ring_keys, updates=self.updates, decays=self.decays, cursors=self.cursors,
                     keys_stride=self.ring_keys.stride(0), updates_stride=self.updates.stride(0),
-                    decays_stride=self.decays.stride(0), capacity=self.capacity, window=self.window,
-                    update_dtype=CODES[self.update])
+                    decays_stride=self.decays.stride(0), capacity=self.capacity, window=self.window)
         numbers = [u32(ins), u32(outs)] if self.named else [None, None]
         where = [slots(number, self.pool, self.state.stride(0)) for number in numbers]
         return dict(b=columns(ba, 0, 1, tokens), a=columns(ba, self.hv, 1, tokens), a_log=self.a_log, dt_bias=self.dt_bias,
@@ -269,7 +268,7 @@ class Sequences:
     def fine(self):
         # A fold rounds a state of 16 bits behind the update that it is followed by.
         rounded = 0.0 if self.state_dtype == "f32" else STATE_BOUND[self.state_dtype]
-        state = STATE_BOUND[self.state_dtype] * (1.0 if self.update == "f32" else 1.5) + self.ROUNDED     # two roundings
+        state = STATE_BOUND[self.state_dtype] + self.ROUNDED
         o = max(O_BOUND[self.io], rounded) * (1.5 if self.ROUNDED else 1.0)
         return self.worst_o <= o and self.worst_state <= state and not self.wrong
 

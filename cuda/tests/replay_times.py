@@ -38,11 +38,11 @@ def cycle_us(kinds, sets):
 class Set:
     """States, rings and inputs of a batch. Cursors are shared by the sets, as they are by the layers of a model."""
 
-    def __init__(self, batch, tokens, state, update):
-        self.batch, self.tokens, self.state_dtype, self.update = batch, tokens, state, update
+    def __init__(self, batch, tokens, state):
+        self.batch, self.tokens, self.state_dtype = batch, tokens, state
         self.state = (0.3 * torch.randn(batch, HV * DIM * DIM, device=harness.device, dtype=torch.float32)).to(TYPES[state])
         self.keys = bf16(batch, HK, CAPACITY, DIM)
-        self.updates = (0.02 * torch.randn(batch, HV, CAPACITY, DIM, device=harness.device)).to(TYPES[update])
+        self.updates = 0.02 * torch.randn(batch, HV, CAPACITY, DIM, device=harness.device)
         self.decays = torch.full((batch, HV, CAPACITY), -0.1, device=harness.device)
         rows = batch * tokens
         self.x, self.ba, self.o = bf16(rows, (2 * HK + HV) * DIM), bf16(rows, 2 * HV), bf16(rows, HV * DIM)
@@ -60,8 +60,7 @@ class Set:
     def ring(self, cursors):
         return fill(Ring, keys=self.keys, updates=self.updates, decays=self.decays, cursors=cursors,
                     keys_stride=self.keys.stride(0), updates_stride=self.updates.stride(0),
-                    decays_stride=self.decays.stride(0), capacity=CAPACITY, window=WINDOW,
-                    update_dtype=CODES[self.update])
+                    decays_stride=self.decays.stride(0), capacity=CAPACITY, window=WINDOW)
 
     def replay(self, cursors, algo):
         return fill(ReplayParams, ring=self.ring(cursors), num_seqs=self.batch, tokens_per_seq=self.tokens, algo=algo, l2_eps=1e-6,
@@ -95,9 +94,9 @@ class Set:
         return rule_params(seqs=sequences([self.tokens] * self.batch), algo=AUTO, **self.shared())
 
 
-def sets_of(batch, tokens, state, update):
+def sets_of(batch, tokens, state):
     nbytes = batch * HV * DIM * (DIM * (4 if state == "f32" else 2))
-    return [Set(batch, tokens, state, update) for _ in range(cold_sets(nbytes))]
+    return [Set(batch, tokens, state) for _ in range(cold_sets(nbytes))]
 
 
 def cursors_of(lengths):
@@ -123,11 +122,11 @@ def staggered(batch, tokens):
     return [[lengths[(i + at) % len(lengths)] for i in range(batch)] for at in range(4 if batch >= WINDOW else len(lengths))]
 
 
-def decode_times(lib, state, update, rate):
-    print(f"\none token, {state} state, {update} updates: floor of a read; gdn_rule; gdn_replay: cycle with equal lengths, with"
+def decode_times(lib, state, rate):
+    print(f"\none token, {state} state: floor of a read; gdn_rule; gdn_replay: cycle with equal lengths, with"
           " staggered; the latter of each variant", flush=True)
     for batch in BATCHES:
-        sets = sets_of(batch, 1, state, update)
+        sets = sets_of(batch, 1, state)
         nbytes = sets[0].state.numel() * sets[0].state.element_size()
         rule = cycle_us([calls_of(lib, [(lib.gdn_rule, s.rule()) for s in sets])], len(sets))
         even, mixed = (replay_us(lib, sets, lengths(batch, 1), REPLAY_AUTO) for lengths in (equal, staggered))
@@ -144,13 +143,13 @@ def step_us(lib, sets, algo=REPLAY_AUTO):
 
 
 def step_times(lib, batches=STEPS, states=("f32", "bf16"), more=(4, 16)):
-    print(f"\nthe step, updates of the state's type: gdn_step and gdn_replay_step with 1 token; tokens {more};"
+    print(f"\nthe step: gdn_step and gdn_replay_step with 1 token; tokens {more};"
           " 1 token by each variant", flush=True)
     for state in states:
         for batch in batches:
             us, each = [], []
             for tokens in (1, *more):
-                sets = sets_of(batch, tokens, state, state)
+                sets = sets_of(batch, tokens, state)
                 for s in sets:
                     s.for_steps()
                 if tokens == 1:
@@ -163,7 +162,7 @@ def step_times(lib, batches=STEPS, states=("f32", "bf16"), more=(4, 16)):
 
 def parts_us(lib, batch, state):
     """One token at single lengths: an empty ring, a half full one, the fold."""
-    sets = sets_of(batch, 1, state, state)
+    sets = sets_of(batch, 1, state)
     return " ".join(f"{length}: {replay_us(lib, sets, [[length] * batch], REPLAY_AUTO):.2f}" for length in (0, 8, 15, 16))
 
 
@@ -211,12 +210,12 @@ def verify_lengths(batch, tokens):
 
 
 def verify_times(lib):
-    print("\nseveral tokens, updates of the state's type: all lengths of a cycle f32, bf16, f32 / bf16; half full ring f32, bf16")
+    print("\nseveral tokens: all lengths of a cycle f32, bf16, f32 / bf16; half full ring f32, bf16")
     for tokens in (4, 8):
         for batch in VERIFY:
             us = {}
             for state in ("f32", "bf16"):
-                sets = sets_of(batch, tokens, state, state)
+                sets = sets_of(batch, tokens, state)
                 us[state] = [replay_us(lib, sets, lengths, REPLAY_AUTO) for lengths in verify_lengths(batch, tokens)]
                 del sets
             print(f"  T={tokens} B={batch:3d}  {us['f32'][0]:6.2f} {us['bf16'][0]:6.2f}  {us['f32'][0] / us['bf16'][0]:.2f}   "
@@ -240,8 +239,8 @@ def flashinfer_times():
 
 def times(lib, args):
     rate = heading("µs of kernel time (CUPTI), cold L2, bf16 inputs, HK/HV 16/32")
-    for types in (("f32", "f32"), ("bf16", "f32"), ("bf16", "bf16")):
-        decode_times(lib, *types, rate)
+    for state in ("f32", "bf16"):
+        decode_times(lib, state, rate)
     print("\none token by the length of the ring, all sequences alike (16 folds):")
     for batch, state in PARTS:
         print(f"  B={batch:3d} {state}  {parts_us(lib, batch, state)}", flush=True)

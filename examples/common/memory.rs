@@ -4,7 +4,7 @@ use super::load::{LoadFormat, ModelArgs};
 use super::{tell, Checkpoint};
 use anyhow::{bail, Result};
 use candle_core::{DType, Device};
-use candle_gdn_models::{FfnKind, ModelConfig};
+use candle_gdn_models::{FfnKind, ModelConfig, Rings};
 
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;
@@ -43,6 +43,10 @@ impl Need {
         let weights = weights(args, checkpoint, config, dtype, device)?;
         let sequence = config.sequence_bytes(dtype);
         let states = sequence.recurrent.saturating_add(sequence.conv);
+        let rings = match Rings::Auto.of(config, device, room.sequences) {
+            true => sequence.ring.saturating_mul(room.sequences.saturating_add(room.spare_states) as u64),
+            false => 0,
+        };
         let all = room.sequences.saturating_add(room.spare_states).saturating_add(room.snapshots) as u64;
         let cache = sequence.total(room.max_len).saturating_mul(room.beginnings as u64).min(room.cache as u64);
         // Snapshots of one sequence share their keys and values.
@@ -50,7 +54,7 @@ impl Need {
         let pass = pass(config, args.prefill_chunk(device), room);
         Ok(Self {
             weights,
-            states: states.saturating_mul(all).saturating_add(cache),
+            states: states.saturating_mul(all).saturating_add(rings).saturating_add(cache),
             kv: sequence.kv_per_token.saturating_mul(product(&[kept, room.max_len])),
             working: if device.is_cpu() { pass.max(unpacked(config, dtype)) } else { pass.saturating_add(LIBRARIES) },
         })

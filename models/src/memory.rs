@@ -3,6 +3,7 @@
 use crate::config::{FfnKind, MixerKind, ModelConfig};
 use candle_core::quantized::GgmlDType;
 use candle_core::DType;
+use candle_gdn::plumbing::RING_ROWS;
 
 /// Bytes of device memory that one sequence of a model takes; see [`ModelConfig::sequence_bytes`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,12 +12,15 @@ pub struct SequenceBytes {
     pub recurrent: u64,
     /// Inputs that the convolutions look back at, `[width - 1, channels]` a Gated DeltaNet layer.
     pub conv: u64,
+    /// What stands beside the recurrent states of a pool with [`Rings`](crate::Rings): of 32 tokens the convolution's inputs,
+    /// keys, and in f32 updates and decays.
+    pub ring: u64,
     /// Keys and values of the softmax layers for each token that there is room for.
     pub kv_per_token: u64,
 }
 
 impl SequenceBytes {
-    /// All of it, with room for `tokens` tokens.
+    /// All of it, with room for `tokens` tokens and without a ring.
     pub fn total(&self, tokens: usize) -> u64 {
         self.recurrent.saturating_add(self.conv).saturating_add(self.kv_per_token.saturating_mul(tokens as u64))
     }
@@ -69,6 +73,11 @@ impl ModelConfig {
         SequenceBytes {
             recurrent: product(&[linear, c.num_value_heads, c.value_head_dim, c.key_head_dim, 4]),
             conv: product(&[linear, c.conv_kernel.saturating_sub(1), size]).saturating_mul(self.conv_channels()),
+            ring: product(&[linear, RING_ROWS]).saturating_mul(
+                product(&[c.num_key_heads, c.key_head_dim, size])
+                    .saturating_add(self.conv_channels().saturating_mul(size as u64))
+                    .saturating_add(product(&[c.num_value_heads, c.value_head_dim.saturating_add(1), 4])),
+            ),
             kv_per_token: product(&[full, 2, a.num_kv_heads, a.head_dim, size]),
         }
     }

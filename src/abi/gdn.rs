@@ -155,7 +155,7 @@ c_header! {
         #[derive(Clone, Copy)]
         pub struct Ring = gdn_ring {
             pub keys: *mut c_void,
-            pub updates: *mut c_void,
+            pub updates: *mut f32,
             pub decays: *mut f32,
             pub cursors: *const u32,
             pub keys_stride: i64,
@@ -163,7 +163,6 @@ c_header! {
             pub decays_stride: i64,
             pub capacity: i32,
             pub window: i32,
-            pub update_dtype: i32,
         }
         pub struct ReplayParams = gdn_replay_params {
             pub q: Heads,

@@ -4,7 +4,7 @@ use super::arena::alloc;
 use super::pointers::{check, dense, dtype_code, heads, int, read, stream_of, write, Pointer};
 use super::step::StepArgs;
 use crate::abi::gdn;
-use crate::ops::ring::{Move, Ring, Window, ROWS, WINDOW};
+use crate::ops::ring::{Move, Ring, Window, RING_ROWS, RING_WINDOW};
 use crate::ops::{in_place_cuda, in_place_cuda_if_any, CuSeqlens, CudaWritten, GateActivation, Slots};
 use crate::{held, held_slots, held_u32};
 use candle_core::backend::BackendStorage;
@@ -33,7 +33,6 @@ fn with_ring<R>(
         in_place_cuda(OP, &ring.updates, |updates| {
             in_place_cuda(OP, &ring.decays, |decays| {
                 in_place_cuda(OP, &ring.inputs, |inputs| {
-                    let update_dtype = dtype_code(updates.0.dtype());
                     let strides = [&keys, &updates, &decays, &inputs].map(|(_, layout)| layout.stride()[0] as i64);
                     let [keys, updates, decays, inputs] = [keys, updates, decays, inputs].map(|(storage, layout)| {
                         let size = storage.dtype().size_in_bytes();
@@ -45,15 +44,14 @@ fn with_ring<R>(
                     run(&Written {
                         ring: gdn::Ring {
                             keys: at(&keys),
-                            updates: at(&updates),
+                            updates: at(&updates).cast(),
                             decays: at(&decays).cast(),
                             cursors,
                             keys_stride: strides[0],
                             updates_stride: strides[1],
                             decays_stride: strides[2],
-                            capacity: ROWS as i32,
-                            window: WINDOW as i32,
-                            update_dtype,
+                            capacity: RING_ROWS as i32,
+                            window: RING_WINDOW as i32,
                         },
                         inputs: at(&inputs),
                         inputs_stride: strides[3],
@@ -231,7 +229,7 @@ pub(crate) fn window(ring: &Ring, conv_state: &Tensor, slots: &Slots, to: Window
                 num_seqs: int(OP, "sequences", count)?,
                 channels: int(OP, "channels", channels)?,
                 conv_width: width as i32,
-                capacity: ROWS as i32,
+                capacity: RING_ROWS as i32,
                 io_dtype: dtype_code(dtype),
                 to_ring: (to == Window::ToRing).into(),
             };
@@ -260,8 +258,8 @@ pub(crate) fn advance(cursors: &Tensor, slots: &Slots, moved: Move<'_>) -> Resul
             out_slots,
             num_seqs: int(OP, "sequences", count)?,
             tokens_per_seq: int(OP, "tokens", moved.cu_seqlens.map_or(moved.each, CuSeqlens::max_len))?,
-            capacity: ROWS as i32,
-            window: WINDOW as i32,
+            capacity: RING_ROWS as i32,
+            window: RING_WINDOW as i32,
             fold: moved.fold.into(),
         };
         // SAFETY: as above.

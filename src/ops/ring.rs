@@ -12,13 +12,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) const OP: &str = "ring";
 
 /// Entries at most before they are folded into the state.
-pub const WINDOW: usize = 16;
+pub const RING_WINDOW: usize = 16;
 
 /// Rows that entries take turns in: what a call appends is never where another block of it still reads.
-pub const ROWS: usize = 32;
+pub const RING_ROWS: usize = 32;
 
 /// Most tokens of a sequence that a call may append.
-pub const RING_TOKENS: usize = ROWS - WINDOW;
+pub const RING_TOKENS: usize = RING_ROWS - RING_WINDOW;
 
 /// Where the ring of each slot begins and how long it is, `[slots]` in u32: `first << 16 | length`. The layers of a model may
 /// share one, which then moves once they are all done.
@@ -84,7 +84,8 @@ impl Cursors {
                 let tokens = moved.tokens(n);
                 let kept = accepted.as_ref().map_or(tokens, |accepted| tokens.min(accepted[n] as usize));
                 let cursor = Cursor::from_bits(cursors[read]);
-                cursors[write] = cursor.after(tokens, kept, (ROWS, WINDOW), moved.fold, read != write).to_bits();
+                cursors[write] =
+                    cursor.after(tokens, kept, (RING_ROWS, RING_WINDOW), moved.fold, read != write).to_bits();
             }
             Ok(())
         })
@@ -133,13 +134,13 @@ impl<'a> Move<'a> {
 /// The tensors of a ring; all are written in place. Slots lie one after the other.
 #[derive(Debug, Clone)]
 pub struct Ring {
-    /// `[slots, HK, ROWS, K]`, the dtype of the inputs: keys as they came.
+    /// `[slots, HK, RING_ROWS, K]`, the dtype of the inputs: keys as they came.
     pub keys: Tensor,
-    /// `[slots, HV, ROWS, V]`, f32.
+    /// `[slots, HV, RING_ROWS, V]`, f32.
     pub updates: Tensor,
-    /// `[slots, HV, ROWS]`, f32: log decays.
+    /// `[slots, HV, RING_ROWS]`, f32: log decays.
     pub decays: Tensor,
-    /// `[slots, ROWS, channels]`, the dtype of the inputs: those of the convolution, in the rows of their entries.
+    /// `[slots, RING_ROWS, channels]`, the dtype of the inputs: those of the convolution, in the rows of their entries.
     pub inputs: Tensor,
     pub cursors: Cursors,
 }
@@ -149,10 +150,10 @@ impl Ring {
         let device = &cursors.tensor().device().clone();
         let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
         Ok(Self {
-            keys: Tensor::zeros((slots, key_heads, ROWS, key_dim), dtype, device)?,
-            updates: Tensor::zeros((slots, value_heads, ROWS, value_dim), DType::F32, device)?,
-            decays: Tensor::zeros((slots, value_heads, ROWS), DType::F32, device)?,
-            inputs: Tensor::zeros((slots, ROWS, channels), dtype, device)?,
+            keys: Tensor::zeros((slots, key_heads, RING_ROWS, key_dim), dtype, device)?,
+            updates: Tensor::zeros((slots, value_heads, RING_ROWS, value_dim), DType::F32, device)?,
+            decays: Tensor::zeros((slots, value_heads, RING_ROWS), DType::F32, device)?,
+            inputs: Tensor::zeros((slots, RING_ROWS, channels), dtype, device)?,
             cursors,
         })
     }

@@ -3,7 +3,7 @@
 use super::check::{heads, storage_dtype};
 use super::in_place::{in_place_cpu, in_place_cpu_if_any};
 use super::plan::{RulePlan, StepPlan};
-use super::ring::{Ring, Window, OP, ROWS, WINDOW};
+use super::ring::{Ring, Window, OP, RING_ROWS, RING_WINDOW};
 use super::rule::Rule;
 use super::rule_cpu::elements;
 use super::slots::{cpu_slots, CpuSlots, Slots};
@@ -45,8 +45,8 @@ fn with_entries<T: Element, R>(ring: &Ring, run: impl FnOnce(cpu::replay::Ring<'
                     updates: elements((OP, "updates"), updates)?,
                     decays: elements((OP, "decays"), decays)?,
                     cursors: &cursors,
-                    rows: ROWS,
-                    window: WINDOW,
+                    rows: RING_ROWS,
+                    window: RING_WINDOW,
                 })
             })
         })
@@ -107,15 +107,15 @@ fn window_as<T: Element>(ring: &Ring, conv_state: &Tensor, slots: &Slots, to: Wi
             let maps = host.of_stride(1);
             for (read, write) in (0..slots.len()).filter_map(|n| maps.numbers(n)) {
                 for i in 0..history {
-                    let row = Cursor::from_bits(cursors[read]).row_before(history - i, ROWS);
+                    let row = Cursor::from_bits(cursors[read]).row_before(history - i, RING_ROWS);
                     let own = (write * history + i) * channels;
                     match to {
                         Window::ToState => {
-                            let from = (read * ROWS + row) * channels;
+                            let from = (read * RING_ROWS + row) * channels;
                             state[own..own + channels].copy_from_slice(&inputs[from..from + channels]);
                         }
                         Window::ToRing => {
-                            let at = (write * ROWS + row) * channels;
+                            let at = (write * RING_ROWS + row) * channels;
                             inputs[at..at + channels].copy_from_slice(&state[own..own + channels]);
                         }
                     }
@@ -145,14 +145,19 @@ fn append_inputs_as<T: Element>(ring: &Ring, x: cpu::Heads<'_, T>, plan: &StepPl
         for (n, (read, write)) in (0..seqs.count).filter_map(|n| Some((n, maps.numbers(n)?))) {
             let (cursor, (first, tokens)) = (Cursor::from_bits(cursors[read]), seqs.range(n));
             if read != write {
-                for row in (1..=history).map(|back| cursor.row_before(back, ROWS)) {
-                    let from = (read * ROWS + row) * channels;
-                    inputs.copy_within(from..from + channels, (write * ROWS + row) * channels);
+                for row in (1..=history).map(|back| cursor.row_before(back, RING_ROWS)) {
+                    let from = (read * RING_ROWS + row) * channels;
+                    inputs.copy_within(from..from + channels, (write * RING_ROWS + row) * channels);
                 }
             }
             for t in 0..tokens {
-                let row = cursor.row(cursor.length + t, ROWS);
-                inputs[(write * ROWS + row) * channels..][..channels].copy_from_slice(x.row(n, first + t, 0, channels));
+                let row = cursor.row(cursor.length + t, RING_ROWS);
+                inputs[(write * RING_ROWS + row) * channels..][..channels].copy_from_slice(x.row(
+                    n,
+                    first + t,
+                    0,
+                    channels,
+                ));
             }
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use super::threads::Working;
 use super::GdnState;
-use crate::ops::ring::{Ring, Window, ROWS};
+use crate::ops::ring::{Ring, Window, RING_ROWS};
 use crate::ops::Slots;
 use candle_core::{bail, Result, Tensor};
 
@@ -125,7 +125,7 @@ impl StatePool {
         }
         if let Some(PoolRing { ring, .. }) = &self.ring {
             let history = self.states.conv.dims()[1];
-            ring.inputs.narrow(0, slot, 1)?.narrow(1, ROWS - history, history)?.zero_set()?;
+            ring.inputs.narrow(0, slot, 1)?.narrow(1, RING_ROWS - history, history)?.zero_set()?;
             ring.cursors.clear(slot)?;
         }
         Ok(())

@@ -4,6 +4,7 @@ use super::kept::{Piece, Recent};
 use super::kv::KvSlots;
 use crate::blocks::decoder::Mixer;
 use crate::causal_lm::CausalLm;
+use crate::config::ModelConfig;
 use candle_core::{bail, DType, Device, Result};
 use candle_gdn::plumbing::{Cursors, LastThread, Working};
 use candle_gdn::{SlotAllocator, StatePool};
@@ -27,6 +28,19 @@ pub enum Rings {
     Always,
     /// Never.
     Never,
+}
+
+impl Rings {
+    /// Whether states of so many sequences of such a model have rings.
+    pub fn of(self, config: &ModelConfig, device: &Device, sequences: usize) -> bool {
+        let c = &config.gdn;
+        let takes = (c.key_head_dim, c.value_head_dim, c.conv_kernel) == (128, 128, 4);
+        match self {
+            Rings::Always => true,
+            Rings::Never => false,
+            Rings::Auto => takes && device.is_cuda() && sequences >= RING_SEQUENCES,
+        }
+    }
 }
 
 /// A sequence of a [`SequencePool`]: a handle, which is small and copied freely. It is of the pool that began it, and
@@ -151,18 +165,6 @@ impl CausalLm {
         self.new_sequences_as(sequences, max_len, rings, false)
     }
 
-    /// Whether states of so many sequences have rings.
-    fn has_rings(&self, sequences: usize, rings: Rings) -> bool {
-        match rings {
-            Rings::Always => true,
-            Rings::Never => false,
-            Rings::Auto => {
-                let takes = self.gated_delta_nets().all(|gdn| gdn.takes_ring());
-                takes && self.device.is_cuda() && sequences >= RING_SEQUENCES
-            }
-        }
-    }
-
     /// With `tensors` keys and values lie as on CUDA whatever the device: for tests.
     pub(super) fn new_sequences_as(
         &self,
@@ -179,7 +181,7 @@ impl CausalLm {
         let max_len = max_len.min(self.config.max_position_embeddings);
         let shape = self.cache_shape(max_len);
         let slots = SlotAllocator::new(sequences)?;
-        let cursors = match self.has_rings(sequences, rings) {
+        let cursors = match rings.of(&self.config, &self.device, sequences) {
             true => Some(Cursors::new(sequences, &self.device)?),
             false => None,
         };
@@ -319,8 +321,8 @@ impl SequencePool {
     /// * a softmax layer: `2 * kv_heads * max_len * head_dim * size`; on the CPU `max_len`, and for the values also
     ///   `head_dim`, are rounded up to multiples of 32.
     ///
-    /// * with rings a Gated DeltaNet layer has more: of 32 tokens the inputs of the convolution, keys, and in f32 updates and
-    ///   decays.
+    /// * with rings a Gated DeltaNet layer has more: `ring` of
+    ///   [`sequence_bytes`](crate::ModelConfig::sequence_bytes).
     ///
     /// Without rings a sequence whose draft is being verified has its states of the Gated DeltaNet layers twice.
     pub fn bytes_per_sequence(&self) -> usize {

@@ -5,7 +5,7 @@ use crate::common::dummy::Dummy;
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Shape, Tensor};
-use candle_gdn_models::{CausalLm, ModelConfig};
+use candle_gdn_models::{CausalLm, ModelConfig, Rings};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use serde_json::json;
@@ -129,7 +129,10 @@ fn random_weights_make_a_model_of_either_family() -> Result<()> {
         assert_eq!(config.parameters(), asked.load(Ordering::Relaxed), "{name}");
 
         let pool = model.new_sequences(3, 64)?;
-        assert_eq!(config.sequence_bytes(DType::F32).total(64), pool.bytes_per_sequence() as u64, "{name}");
+        let bytes = config.sequence_bytes(DType::F32);
+        assert_eq!(bytes.total(64), pool.bytes_per_sequence() as u64, "{name}");
+        let ring = model.new_sequences_with(3, 64, Rings::Always)?;
+        assert_eq!(bytes.total(64) + bytes.ring, ring.bytes_per_sequence() as u64, "{name}, with rings");
 
         let ids = Tensor::arange(0u32, 60, &Device::Cpu)?.reshape((1, 60))?;
         let logits = |model: &CausalLm| model.forward(&ids, &mut model.new_state(1)?)?.flatten_all()?.to_vec1::<f32>();
