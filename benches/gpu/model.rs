@@ -91,22 +91,25 @@ impl Case<'_> {
         Row::new("model", &format!("{} {what}", self.name), "candle-gdn").variant(variant).l2("cold").shape(shape)
     }
 
-    /// Sequences that have seen [`SEEN`] tokens and a few more one by one, as many as a number from 0 to 15 that differs: so
-    /// rings are of all lengths, and every step folds some of them.
+    /// Sequences that have seen [`SEEN`] tokens.
     fn pool(&self, sequences: usize, spare: usize, rings: Rings) -> Result<(SequencePool, Vec<Sequence>)> {
         let mut pool = self.model.new_sequences_with(sequences + spare, SEEN + STEPS, rings)?;
         let all = (0..sequences).map(|_| pool.begin()).collect::<candle_core::Result<Vec<_>>>()?;
         for (n, s) in all.iter().enumerate() {
             self.model.feed_only(&mut pool, &[(*s, &ids(self.model, n, SEEN)[..])])?;
         }
-        for step in 0..15 {
-            let some = all.iter().enumerate().filter(|(n, _)| n % 16 > step).map(|(_, s)| (*s, &[5u32][..]));
-            let some: Vec<_> = some.collect();
-            if !some.is_empty() {
-                self.model.feed_only(&mut pool, &some)?;
-            }
-        }
         Ok((pool, all))
+    }
+
+    /// Feeds the sequences tokens one by one, from 0 to 15 of them: so rings are of all lengths, and every step folds some.
+    fn stagger(&self, pool: &mut SequencePool, all: &[Sequence]) -> candle_core::Result<()> {
+        (0..15).try_for_each(|step| {
+            let some = all.iter().enumerate().filter(|(n, _)| n % 16 > step).map(|(_, s)| (*s, &[5u32][..]));
+            match some.collect::<Vec<_>>() {
+                some if some.is_empty() => Ok(()),
+                some => self.model.feed_only(pool, &some),
+            }
+        })
     }
 
     fn decode(&self, bench: &mut Bench, batch: usize, rings: Rings) -> Result<()> {
@@ -117,7 +120,11 @@ impl Case<'_> {
         let fed: Vec<(Sequence, &[u32])> = all.iter().map(|s| (*s, &[1u32][..])).collect();
 
         let before = all.iter().map(|s| pool.snapshot(*s)).collect::<candle_core::Result<Vec<_>>>()?;
-        let restore = |pool: &mut SequencePool| all.iter().zip(&before).try_for_each(|(s, b)| pool.restore(*s, b));
+        let restore = |pool: &mut SequencePool| {
+            all.iter().zip(&before).try_for_each(|(s, b)| pool.restore(*s, b))?;
+            self.stagger(pool, &all)
+        };
+        restore(&mut pool)?;
         let want = self.model.feed(&mut pool, &fed)?;
         restore(&mut pool)?;
         let got = graph.step(self.model, &mut pool, &next)?;

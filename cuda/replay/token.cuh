@@ -62,24 +62,37 @@ template <int WARPS> struct TokenStepShared : TokenShared {
   float squares[WARPS];    // of the rows of each, summed
 };
 
-// The rows of a lane until they are folded: in its registers if there is room, else in shared memory, where only a launch that
-// folds puts them. Read again, they would come from memory.
-template <typename ST, int ROWS, int WARPS> struct KeptRows {
-  static constexpr bool kRegisters = sizeof(ST) == 4 || ROWS < 4;
-  static constexpr int kChunks = decode::Lanes<ST>::kChunks;
-  alignas(16) uint4 words[kRegisters ? 1 : ROWS * kChunks][kRegisters ? 1 : 32 * WARPS];
+// A lane's rows of the state, until outputs and a fold are made of them: read again, they would come from memory. Rows for which
+// there are no registers that long are put into shared memory by a launch that folds.
+template <typename ST, int ROWS, int WARPS> struct StateRows {
+  using L = decode::Lanes<ST>;
+  static constexpr int kChunks = L::kChunks, kWords = ROWS * kChunks;
+  static constexpr bool kPut = sizeof(ST) == 2 && ROWS >= 4;
+  using Memory = uint4[kPut ? kWords : 1][kPut ? 32 * WARPS : 1];
+  Memory &memory;
+  uint4 raw[ROWS][kChunks];
 
-  __device__ __forceinline__ void keep(const uint4 (&raw)[ROWS][kChunks]) {
-    if constexpr (!kRegisters) {
+  __device__ __forceinline__ explicit StateRows(Memory &memory) : memory(memory) {}
+
+  __device__ __forceinline__ void load(const ST *in, int part) {
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) words[r * kChunks + c][threadIdx.x] = raw[r][c];
+      for (int c = 0; c < kChunks; ++c) raw[r][c] = L::load(in + r * kDim, part, c);
+  }
+
+  __device__ __forceinline__ void put() {
+    if constexpr (kPut) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) memory[w][threadIdx.x] = raw[w / kChunks][w % kChunks];
     }
   }
-  __device__ __forceinline__ uint4 chunk(const uint4 (&raw)[ROWS][kChunks], int r, int c) const {
-    if constexpr (kRegisters) return raw[r][c];
-    else return words[r * kChunks + c][threadIdx.x];
+
+  // FOLD: behind put().
+  template <bool FOLD> __device__ __forceinline__ void floats(int r, float (&s)[kEach]) const {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c)
+      unpack<ST>(FOLD && kPut ? memory[r * kChunks + c][threadIdx.x] : raw[r][c], &s[c * L::kVec]);
   }
 };
 
@@ -98,7 +111,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
   using Key = decode::RawRun<T, L::kVec>;
   using S = std::conditional_t<STEP, TokenStepShared<WARPS>, TokenShared>;
   __shared__ S shared;
-  __shared__ KeptRows<ST, ROWS, WARPS> kept;
+  __shared__ typename StateRows<ST, ROWS, WARPS>::Memory put_rows;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes, group = lane / kLanes;
   const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = p.ratio.of(head);
   const uint32_t row0 = ((blockIdx.x * WARPS + warp) * kGroups + group) * ROWS;
@@ -116,11 +129,8 @@ token_kernel(const __grid_constant__ GIVEN p) {
   }
   const uint32_t cursor = p.cursors[in_slot], within = (head * kDim + row0) * kDim;
   const ST *in = static_cast<const ST *>(p.state_in) + (static_cast<uint64_t>(in_slot) * p.in.stride + within);
-  uint4 raw[ROWS][L::kChunks];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-    for (int c = 0; c < L::kChunks; ++c) raw[r][c] = L::load(in + r * kDim, part, c);
+  StateRows<ST, ROWS, WARPS> state(put_rows);
+  state.load(in, part);
   __syncwarp();    // what follows is not to be moved above these loads
 
   Key raw_k[L::kChunks] = {}, raw_q[L::kChunks] = {};
@@ -250,12 +260,11 @@ token_kernel(const __grid_constant__ GIVEN p) {
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     float s[kEach];
-#pragma unroll
-    for (int c = 0; c < L::kChunks; ++c) unpack<ST>(raw[r][c], &s[c * L::kVec]);
+    state.template floats<false>(r, s);
     both[2 * r] = decode::dot(s, k), both[2 * r + 1] = decode::dot(s, q);
     here(both[2 * r]), here(both[2 * r + 1]);    // or they would be worked out behind the barrier
   }
-  if (ring.fold) kept.keep(raw);
+  if (ring.fold) state.put();
 
   if constexpr (!STEP)
     if (warp == decays) leave();
@@ -352,8 +361,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
     float s[kRun][kEach];
 #pragma unroll
     for (int r = 0; r < kRun; ++r) {
-#pragma unroll
-      for (int c = 0; c < L::kChunks; ++c) unpack<ST>(kept.chunk(raw, r0 + r, c), &s[r][c * L::kVec]);
+      state.template floats<true>(r0 + r, s[r]);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) s[r][i] *= state_left;
     }

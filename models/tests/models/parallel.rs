@@ -1,10 +1,11 @@
 //! A model in parts, one a rank, against the whole: on the CPU, where ranks are host threads.
 
 use crate::golden::{argmax, Goldens, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::sequences::takes_rings;
 use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig};
+use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig, Rings};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 
@@ -21,7 +22,15 @@ pub fn run(model: &CausalLm) -> Result<(Vec<f32>, Vec<u32>)> {
 pub fn run_steps(model: &CausalLm, steps: usize) -> Result<(Vec<f32>, Vec<u32>)> {
     let ids = Tensor::from_slice(&PROMPT, (1, PROMPT.len()), model.device())?;
     let logits = model.forward(&ids, &mut model.new_state(1)?)?.flatten_all()?.to_vec1()?;
-    let mut pool = model.new_sequences(2, PROMPT.len() + steps)?;
+    let text = text(model, steps, Rings::Never)?;
+    if takes_rings(model) {
+        assert_eq!(self::text(model, steps, Rings::Always)?, text, "with rings");
+    }
+    Ok((logits, text))
+}
+
+fn text(model: &CausalLm, steps: usize, rings: Rings) -> Result<Vec<u32>> {
+    let mut pool = model.new_sequences_with(2, PROMPT.len() + steps, rings)?;
     let s = pool.begin()?;
     let (mut fed, mut text) = (PROMPT.to_vec(), vec![]);
     for _ in 0..steps {
@@ -29,7 +38,7 @@ pub fn run_steps(model: &CausalLm, steps: usize) -> Result<(Vec<f32>, Vec<u32>)>
         fed = vec![argmax(&last)];
         text.extend(&fed);
     }
-    Ok((logits, text))
+    Ok(text)
 }
 
 /// `f` on every rank of a group of `n`, each a thread.
