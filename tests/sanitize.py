@@ -18,7 +18,7 @@ import time
 
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
-ENV = {**os.environ, "CANDLE_GDN_TEST_DEVICE": "cuda"}
+ENV = {"CANDLE_GDN_SOAK": "200", **os.environ, "CANDLE_GDN_TEST_DEVICE": "cuda"}    # every kind of call, few of each
 
 
 def tests_of(program):
