@@ -20,7 +20,7 @@ const OVERLAP_ROWS: usize = 16;
 #[derive(Clone, Copy)]
 pub(super) struct On<'a> {
     pub states: &'a GdnState,
-    /// What stands beside them.
+    /// The ring beside the states of a pool that has one.
     pub ring: Option<&'a PoolRing>,
     /// In u32. Without them sequence `n` has state `n`.
     pub slots: Option<&'a Slots>,
@@ -28,7 +28,7 @@ pub(super) struct On<'a> {
     pub cu_seqlens: Option<&'a CuSeqlens>,
     /// Where the recurrent states after every so many tokens go.
     pub checkpoints: Option<(&'a Tensor, usize)>,
-    /// Tokens on a ring that none of them may be folded into: a step, however many they are.
+    /// The tokens are drafts in place on a ring: they take the step, however many they are.
     pub drafts: bool,
     pub launch: &'a Launch,
 }
@@ -127,7 +127,7 @@ impl GatedDeltaNet {
                 (batch, batch * tokens)
             }
         };
-        self.check_states("pool", pool.states_mut())?;
+        self.check_pool(pool)?;
         slots.check(OP, sequences, pool.capacity(), self.conv_weight.device())?;
         if total == 0 {
             copy_states(slots, pool)?;
@@ -179,6 +179,7 @@ impl GatedDeltaNet {
         longest <= if self.conv_weight.device().is_cuda() { FUSED_TOKENS } else { STEP_TOKENS }
     }
 
+    /// Whether the fused step runs this call.
     fn steps(&self, longest: usize, on: On<'_>) -> bool {
         self.fuses(longest) || on.drafts
     }
@@ -297,6 +298,14 @@ impl GatedDeltaNet {
             bail!("{OP}: x: expected dtype {:?} (the weights'), got {:?}", weight.dtype(), x.dtype());
         }
         self.check_on_device("x", x)
+    }
+
+    /// Everything about a pool but how many slots it has.
+    pub(super) fn check_pool(&self, pool: &StatePool) -> Result<()> {
+        if pool.has_ring() {
+            self.check_ring()?;
+        }
+        self.check_states("pool", pool.states())
     }
 
     /// Everything about states but how many there are.

@@ -218,8 +218,8 @@ impl GatedDeltaNet {
     /// the CPU, where a core's caches hold a state between reading and writing it, it is not.
     ///
     /// # Errors
-    /// When `capacity` is zero, the device is out of memory, on another dtype, or on CUDA where heads are not of 128 or the
-    /// convolution's width is not 4.
+    /// When `capacity` is zero, the device is out of memory, on another dtype, where [`GatedDeltaNet::with_algo`] chose a kernel, or
+    /// on CUDA where heads are not of 128 or the convolution's width is not 4.
     pub fn new_ring_pool(&self, capacity: usize, recurrent: DType) -> Result<StatePool> {
         let cursors = Cursors::new(capacity, self.conv_weight.device())?;
         self.ring_pool(capacity, recurrent, cursors, true)
@@ -235,15 +235,7 @@ impl GatedDeltaNet {
         if capacity == 0 {
             bail!("GatedDeltaNet: capacity: expected at least 1 slot, got 0");
         }
-        if !self.takes_ring() {
-            let c = &self.config;
-            bail!(
-                "GatedDeltaNet: ring: expected heads of 128 and a convolution of width 4 on CUDA, got {} (K), {} (V) and {}",
-                c.key_head_dim,
-                c.value_head_dim,
-                c.conv_kernel
-            );
-        }
+        self.check_ring()?;
         let states = self.new_state_as(capacity, recurrent)?;
         let c = &self.config;
         let dims = Dims {
@@ -259,7 +251,22 @@ impl GatedDeltaNet {
     /// Whether [`GatedDeltaNet::new_ring_pool`] has kernels for this layer.
     #[doc(hidden)]
     pub fn takes_ring(&self) -> bool {
-        let c = &self.config;
-        !self.conv_weight.device().is_cuda() || fused_sizes(c.key_head_dim, c.value_head_dim, c.conv_kernel)
+        self.check_ring().is_ok()
+    }
+
+    fn check_ring(&self) -> Result<()> {
+        let (c, algo) = (&self.config, self.options.rule.algo);
+        if self.conv_weight.device().is_cuda() && !fused_sizes(c.key_head_dim, c.value_head_dim, c.conv_kernel) {
+            bail!(
+                "GatedDeltaNet: ring: expected heads of 128 and a convolution of width 4 on CUDA, got {} (K), {} (V) and {}",
+                c.key_head_dim,
+                c.value_head_dim,
+                c.conv_kernel
+            );
+        }
+        if algo != Algo::Auto {
+            bail!("GatedDeltaNet: ring: expected no choice of the rule's kernel, since a ring has its own, got {algo}");
+        }
+        Ok(())
     }
 }

@@ -163,7 +163,8 @@ impl GatedDeltaNet {
 
     /// Leaves in the slot that each sequence wrote in the verify pass the state, the convolution's included, as if only the
     /// accepted tokens had been fed. That slot is the sequence's from here on, and the one that it read is free for the
-    /// next draft: the caller swaps the two numbers, whatever was accepted. In place on a ring there is but one.
+    /// next draft: the caller swaps the two numbers, whatever was accepted. In place on a ring there is but one slot: a draft is
+    /// committed once, and before anything else is fed to its sequences.
     ///
     /// A sequence whose tokens all stay costs nothing. The others' accepted tokens are fed anew from the slot that was
     /// read, all in one call, and without the projections, which were kept. The state is what a call with that many tokens
@@ -179,7 +180,7 @@ impl GatedDeltaNet {
         if drafted.in_place != matches!(accepted.how, How::InPlace { .. }) || (drafted.in_place && !pool.has_ring()) {
             bail!("{OP}: accepted: expected the slots that were drafted on, got others");
         }
-        self.check_states("pool", pool.states_mut())?;
+        self.check_pool(pool)?;
         let _working = pool.states_mut().take()?;
         if let (How::Anew(Some((cu_seqlens, slots))), Some(p)) = (&accepted.how, &drafted.projected) {
             slots.check(OP, slots.len(), pool.capacity(), self.conv_weight.device())?;

@@ -4,7 +4,7 @@ use crate::pool::{poison_pool, poison_slot};
 use crate::random_layer::{feed, layer, of_128, packed, parts, rows, small};
 use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, Slots, StatePool, NO_SLOT};
+use candle_gdn::{Accepted, Algo, CuSeqlens, GatedDeltaNet, GdnConfig, Slots, StatePool, NO_SLOT};
 
 /// A layer, its two pools, and what is fed to both.
 struct Pair {
@@ -265,6 +265,14 @@ fn refusals() {
         let moved = Slots::from_to(&[0], &[1], &device).unwrap();
         let other = Accepted::new(&short, &moved, &[2]).unwrap();
         refused(layer.commit(&kept, &other, &mut ring), &["expected the slots that were drafted on, got others"]);
+        // A chosen kernel, before the pool is made and after.
+        let chosen = layer.clone().with_algo(Algo::Recurrent);
+        let why = &["ring: expected no choice of the rule's kernel", "got recurrent"];
+        refused(chosen.new_ring_pool(1, DType::F32), why);
+        let before = parts(&ring.snapshot(0).unwrap());
+        let x = Tensor::ones((1, 40, 64), DType::F32, &device).unwrap();
+        refused(chosen.forward_slots(&x, None, &slots, &mut ring), why);
+        assert!(parts(&ring.snapshot(0).unwrap()) == before, "a refused call changed the state");
         if device.is_cuda() {
             let small = crate::random_layer::layer(&small(), DType::F32, &device, 1);
             refused(

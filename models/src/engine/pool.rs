@@ -181,7 +181,9 @@ impl CausalLm {
         let max_len = max_len.min(self.config.max_position_embeddings);
         let shape = self.cache_shape(max_len);
         let slots = SlotAllocator::new(sequences)?;
-        let cursors = match rings.of(&self.config, &self.device, sequences) {
+        // A layer whose kernel was chosen takes none.
+        let takes = rings == Rings::Always || self.gated_delta_nets().all(|gdn| gdn.takes_ring());
+        let cursors = match takes && rings.of(&self.config, &self.device, sequences) {
             true => Some(Cursors::new(sequences, &self.device)?),
             false => None,
         };
