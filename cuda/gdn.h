@@ -233,10 +233,8 @@ typedef struct gdn_ring {
 
 typedef enum gdn_replay_algo {
   GDN_REPLAY_AUTO = 0,
-  GDN_REPLAY_ROWS_2 = 1,   // one token: rows of the state that eight lanes hold
-  GDN_REPLAY_ROWS_4 = 2,
-  GDN_REPLAY_ROWS_8 = 3,
-  GDN_REPLAY_MMA = 4       // any number of tokens, products on tensor cores
+  GDN_REPLAY_FMA = 1,      // one token
+  GDN_REPLAY_MMA = 2       // any number of tokens, products on tensor cores
 } gdn_replay_algo;
 
 // K = V = 128, up to GDN_REPLAY_TOKENS tokens. Strides are below 2^32; rows of q, k and v, states, keys and updates are aligned
@@ -293,7 +291,7 @@ typedef struct gdn_replay_step_params {
   int32_t l2norm, fold;
   int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
   int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings, `inputs` too, either
-  int32_t algo;            // GDN_REPLAY_AUTO, _MMA, or _ROWS_8, which takes conv_weight aligned to 16 bytes and rows of
+  int32_t algo;            // GDN_REPLAY_AUTO, _MMA, or _FMA, which takes conv_weight aligned to 16 bytes and rows of
                            // `inputs` to 4 elements
   float l2_eps, scale, beta_scale, norm_eps;
 } gdn_replay_step_params;

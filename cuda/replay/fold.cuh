@@ -15,7 +15,15 @@ template <typename T> struct FoldKeys {
   static constexpr int kTerms = Piece<T>::kTerms;
   alignas(16) uint32_t terms[kTerms][kWindow][kDim / 2 + 4];
 
-  // Of this thread, from rows of T; entries past the last are zero. A barrier belongs before and behind it.
+  // Of entry j, columns `column` and the next: x and y. All entries of a window are to be put, with zeros past the last.
+  __device__ __forceinline__ void put(int j, int column, float x, float y) {
+    uint32_t w[kTerms];
+    split(x, y, w);
+#pragma unroll
+    for (int t = 0; t < kTerms; ++t) terms[t][j][column / 32 * 16 + column % 8 / 2 * 4 + column / 8 % 4] = w[t];
+  }
+
+  // All of them, by all threads, from rows of T. A barrier belongs before and behind it.
   __device__ __forceinline__ void fill(const T *keys, int stride, int length, int thread, int threads) {
     for (int i = thread; i < kWindow * kDim / 8; i += threads) {
       const int j = i / (kDim / 8), run = i % (kDim / 8), m = run / 4, c = run % 4;
@@ -76,6 +84,30 @@ __device__ __forceinline__ void fold_piece(float (&s)[2][8], const FoldUpdates<T
     for (int x = 0; x < 2; ++x)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[i / 2][2 * (pair + x) + i % 2] += acc[x][i] + rest[x][i];
+  }
+}
+
+// Folds 16 rows of `rows` on and writes them from `out` on; update(j, row) is what entry j adds to one of them.
+template <typename ST, typename T, typename F>
+__device__ __forceinline__ void fold_rows(const ST (*rows)[kDim], ST *out, float state_left, const FoldKeys<T> &keys, int lane,
+                                          F &&update) {
+  using P = Piece<ST>;
+  const int row = lane / 4, c = lane % 4;
+  const FoldUpdates<sizeof(ST) == 4 ? 3 : 2> updates(c, [&](int j, int half) { return update(j, row + 8 * half); });
+#pragma unroll
+  for (int m = 0; m < kPieces; ++m) {
+    float s[2][8];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      P piece;
+      piece.load(rows[row + 8 * half] + 8 * c + m * kPieceStep);
+      piece.floats(s[half]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) s[half][i] *= state_left;
+    }
+    fold_piece(s, updates, keys, m, lane);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) P::store(out + (row + 8 * half) * kDim + 8 * c + m * kPieceStep, s[half]);
   }
 }
 

@@ -10,11 +10,13 @@
 namespace gdn {
 namespace replay {
 
-template <typename T, typename ST, int ROWS, typename GIVEN>
+template <typename T, typename ST, typename GIVEN>
 int launch_token(const GIVEN &p, int num_seqs, cudaStream_t stream, bool overlap = false) {
-  constexpr int WARPS = 4;
-  const dim3 grid(kDim / (WARPS * kGroups * ROWS), p.heads, static_cast<unsigned>(num_seqs));
-  return gdn::launch(token_kernel<T, ST, ROWS, WARPS, GIVEN>, {grid, dim3(32 * WARPS), 0, stream, overlap}, p);
+  constexpr int kWarpRows = kGroups * kTokenRows<ST, GIVEN>;
+  const dim3 grid(kDim / (kTokenWarps * kWarpRows), p.heads, static_cast<unsigned>(num_seqs));
+  constexpr int kBytes = kTokenWarps * sizeof(typename StateRows<ST, kWarpRows>::Memory);
+  const LaunchConfig config = {grid, dim3(32 * kTokenWarps), kBytes, stream, overlap};
+  return launch_allowed<token_kernel<T, ST, GIVEN>>(config, kBytes, p);
 }
 
 template <typename T, typename ST, int MAX, typename GIVEN>
@@ -36,9 +38,7 @@ int launch_tokens(const GIVEN &p, int num_seqs, cudaStream_t stream, bool overla
 
 template <typename T, typename ST> int launch_with(const Params &p, int num_seqs, int algo, cudaStream_t stream) {
   switch (algo) {
-    case GDN_REPLAY_ROWS_2: return launch_token<T, ST, 2>(p, num_seqs, stream);
-    case GDN_REPLAY_ROWS_4: return launch_token<T, ST, 4>(p, num_seqs, stream);
-    case GDN_REPLAY_ROWS_8: return launch_token<T, ST, 8>(p, num_seqs, stream);
+    case GDN_REPLAY_FMA: return launch_token<T, ST>(p, num_seqs, stream);
     case GDN_REPLAY_MMA:
       return p.tokens <= 4   ? launch_tokens<T, ST, 4>(p, num_seqs, stream)
              : p.tokens <= 8 ? launch_tokens<T, ST, 8>(p, num_seqs, stream)
@@ -58,7 +58,7 @@ int launch_as(const Params &p, int num_seqs, int state_dtype, int algo, cudaStre
 template <typename T, typename ST>
 int launch_step_with(const StepParams &p, int num_seqs, int algo, bool overlap, cudaStream_t stream) {
   switch (algo) {
-    case GDN_REPLAY_ROWS_8: return launch_token<T, ST, 8>(p, num_seqs, stream, overlap);
+    case GDN_REPLAY_FMA: return launch_token<T, ST>(p, num_seqs, stream, overlap);
     case GDN_REPLAY_MMA:
       return p.tokens <= 4   ? launch_tokens<T, ST, 4>(p, num_seqs, stream, overlap)
              : p.tokens <= 8 ? launch_tokens<T, ST, 8>(p, num_seqs, stream, overlap)

@@ -106,33 +106,22 @@ int check_step(const gdn_replay_step_params &p) {
   return GDN_OK;
 }
 
-// Bounds are in README.md.
 int choose(const gdn_replay_params &p, int *algo) {
   *algo = p.algo;
   const bool several = p.tokens_per_seq > 1 || p.cu_seqlens;
   if (p.algo != GDN_REPLAY_AUTO) return several && p.algo != GDN_REPLAY_MMA ? GDN_BAD_ALGO : GDN_OK;
-  int sms = 0;
-  if (const int status = sm_count(&sms)) return status;
-  const int64_t heads = static_cast<int64_t>(p.num_seqs) * p.num_v_heads;
-  *algo = several                  ? GDN_REPLAY_MMA
-          : heads <= sms * 3 / 4   ? GDN_REPLAY_ROWS_2
-          : heads <= sms * 8       ? GDN_REPLAY_ROWS_4
-                                   : GDN_REPLAY_ROWS_8;
+  *algo = several ? GDN_REPLAY_MMA : GDN_REPLAY_FMA;
   return GDN_OK;
 }
 
-// Bounds are in README.md. The form of one token takes four channels at a time, and whole heads.
+// The form of one token takes four channels at a time, and whole heads.
 int choose_step(const gdn_replay_step_params &p, int *algo) {
   *algo = p.algo;
   if (p.algo == GDN_REPLAY_MMA) return GDN_OK;
   const bool one = p.tokens_per_seq <= 1 && !p.cu_seqlens && aligned(p.conv_weight, 16) &&
                    aligned(p.inputs, 4 * dtype_size(p.io_dtype)) && p.inputs_stride % 4 == 0;
-  if (p.algo != GDN_REPLAY_AUTO) return one && p.algo == GDN_REPLAY_ROWS_8 ? GDN_OK : GDN_BAD_ALGO;
-  int sms = 0;
-  if (const int status = sm_count(&sms)) return status;
-  const int64_t heads = static_cast<int64_t>(p.num_seqs) * p.num_v_heads;
-  const bool between = p.state_dtype == GDN_BF16 && heads > sms * 2 && heads <= sms * 20;
-  *algo = one && !between ? GDN_REPLAY_ROWS_8 : GDN_REPLAY_MMA;
+  if (p.algo != GDN_REPLAY_AUTO) return one && p.algo == GDN_REPLAY_FMA ? GDN_OK : GDN_BAD_ALGO;
+  *algo = one ? GDN_REPLAY_FMA : GDN_REPLAY_MMA;
   return GDN_OK;
 }
 

@@ -1,29 +1,24 @@
-// One token a sequence: the rule, or the fused step. A block has 4 rows of a head for each of its WARPS and of the ROWS that
-// eight lanes hold. What all rows need of the ring, k_j . k and k_j . q of its entries, is worked out once a block, an entry or
-// more by eight lanes, while the state is on its way; and what is one number for the head (gates, norms, what decays leave) by
-// one warp each. The updates of the ring join the sums of S k and S q lane by lane, before their reduction, which therefore
-// costs no more than without a ring.
-//
-// In the step a block is a whole head, since the norm is.
+// One token a sequence: the rule, or the fused step. A block of four warps has a head, or half of one; eight lanes take four or
+// eight of its rows. What all rows need of the ring, k_j . k and k_j . q of its entries, is worked out once a block, an entry by
+// eight lanes, while the state is on its way; and what is one number for the head (gates, norms, what decays leave) by one warp
+// each. The updates of the ring join the sums of S k and S q lane by lane, before their reduction, which therefore costs no more
+// than without a ring.
 #pragma once
 
 #include "../decode/raw.cuh"
-#include "ring.cuh"
+#include "fold.cuh"
+#include "state.cuh"
 #include "step.cuh"
 
 namespace gdn {
 namespace replay {
 
-// Sums of N values over the eight lanes of a row. Lane `part` is left with that of value part * N / 8, and with N = 16 of the
-// one behind it too, in x[0] and x[1].
+// Sums of N values, 8 or 16, over the eight lanes of a row. Lane `part` is left with that of value part * N / 8, and with N = 16
+// of the one behind it too, in x[0] and x[1].
 template <int N> __device__ __forceinline__ void scatter_sums(float (&x)[N], int part) {
   int count = N;
 #pragma unroll
   for (int half = kLanes / 2; half > 0; half /= 2) {
-    if (count == 1) {
-      x[0] += __shfl_xor_sync(0xffffffffu, x[0], half);
-      continue;
-    }
     count /= 2;
     const bool upper = part & half;
 #pragma unroll
@@ -39,61 +34,32 @@ template <int N> __device__ __forceinline__ void scatter_sums(float (&x)[N], int
 template <int ROWS> __device__ __forceinline__ float2 row_products(float (&sums)[2 * ROWS], int part) {
   scatter_sums(sums, part);
   if constexpr (ROWS == 8) return {sums[0], sums[1]};
-  constexpr int kPartner = 4 / ROWS;
-  const float mine = sums[0], other = __shfl_xor_sync(0xffffffffu, mine, kPartner);
-  return part & kPartner ? float2{other, mine} : float2{mine, other};
+  const float mine = sums[0], other = __shfl_xor_sync(0xffffffffu, mine, 1);
+  return part & 1 ? float2{other, mine} : float2{mine, other};
 }
 
-// Warps a multiprocessor must have registers for: the more a lane holds, the fewer.
-template <typename ST, int ROWS> constexpr int kResident = ROWS * sizeof(ST) > 16 ? 8 : ROWS * sizeof(ST) == 16 ? 12 : 16;
+constexpr int kTokenWarps = 4;    // of a block
+
+// Rows that eight lanes take: of the step all of the head's, since the norm is over them. Blocks that a multiprocessor must have
+// registers for: with a whole head of f32 there is shared memory for three.
+template <typename GIVEN> constexpr bool kStep = std::is_same_v<GIVEN, StepParams>;
+template <typename ST, typename GIVEN> constexpr int kTokenRows = sizeof(ST) == 4 && !kStep<GIVEN> ? 4 : 8;
+template <typename ST, typename GIVEN> constexpr int kTokenBlocks = !kStep<GIVEN> ? 5 : sizeof(ST) == 4 ? 3 : 4;
 
 // What the warps of a block tell each other.
-struct TokenShared {
+template <typename T> struct TokenShared {
   float2 products[kWindow];    // of an entry's key with k and q
   Left left[kWindow];          // .entry of each; .state is the same in all
   float log_step, step, beta, q_scale, kq;
   Factor k_scale;
-  alignas(16) float keys[kWindow][kDim];    // written only to be folded
+  FoldKeys<T> fold;    // written only to be folded
+  uint64_t arrived[kTokenWarps];    // the state, a warp's rows
 };
 
 // And of the step.
-template <int WARPS> struct TokenStepShared : TokenShared {
+template <typename T> struct TokenStepShared : TokenShared<T> {
   alignas(16) float q[kDim], k[kDim], v[kDim];
-  float squares[WARPS];    // of the rows of each, summed
-};
-
-// A lane's rows of the state, until outputs and a fold are made of them: read again, they would come from memory. Rows for which
-// there are no registers that long are put into shared memory by a launch that folds.
-template <typename ST, int ROWS, int WARPS> struct StateRows {
-  using L = decode::Lanes<ST>;
-  static constexpr int kChunks = L::kChunks, kWords = ROWS * kChunks;
-  static constexpr bool kPut = sizeof(ST) == 2 && ROWS >= 4;
-  using Memory = uint4[kPut ? kWords : 1][kPut ? 32 * WARPS : 1];
-  Memory &memory;
-  uint4 raw[ROWS][kChunks];
-
-  __device__ __forceinline__ explicit StateRows(Memory &memory) : memory(memory) {}
-
-  __device__ __forceinline__ void load(const ST *in, int part) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) raw[r][c] = L::load(in + r * kDim, part, c);
-  }
-
-  __device__ __forceinline__ void put() {
-    if constexpr (kPut) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) memory[w][threadIdx.x] = raw[w / kChunks][w % kChunks];
-    }
-  }
-
-  // FOLD: behind put().
-  template <bool FOLD> __device__ __forceinline__ void floats(int r, float (&s)[kEach]) const {
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c)
-      unpack<ST>(FOLD && kPut ? memory[r * kChunks + c][threadIdx.x] : raw[r][c], &s[c * L::kVec]);
-  }
+  float squares[kTokenWarps];    // of the rows of each, summed
 };
 
 // Where there is no convolution.
@@ -102,24 +68,26 @@ struct NoConvolution {
 };
 
 // The rule with Params, the fused step with StepParams.
-template <typename T, typename ST, int ROWS, int WARPS, typename GIVEN>
-__global__ void __launch_bounds__(32 * WARPS, (kResident<ST, ROWS> + WARPS / 2) / WARPS)
+template <typename T, typename ST, typename GIVEN>
+__global__ void __launch_bounds__(32 * kTokenWarps, (kTokenBlocks<ST, GIVEN>))
 token_kernel(const __grid_constant__ GIVEN p) {
-  constexpr bool STEP = std::is_same_v<GIVEN, StepParams>;
-  static_assert(!STEP || (WARPS == 4 && WARPS * kGroups * ROWS == kDim));    // q, k, v, gates
+  constexpr bool STEP = kStep<GIVEN>;
+  constexpr int ROWS = kTokenRows<ST, GIVEN>, kWarpRows = kGroups * ROWS;
+  static_assert(!STEP || kTokenWarps * kWarpRows == kDim);
   using L = decode::Lanes<ST>;
   using Key = decode::RawRun<T, L::kVec>;
-  using S = std::conditional_t<STEP, TokenStepShared<WARPS>, TokenShared>;
+  using S = std::conditional_t<STEP, TokenStepShared<T>, TokenShared<T>>;
   __shared__ S shared;
-  __shared__ typename StateRows<ST, ROWS, WARPS>::Memory put_rows;
+  using Rows = StateRows<ST, kWarpRows>;
+  extern __shared__ __align__(128) unsigned char state_rows[];    // as the copy engine writes it fastest
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes, group = lane / kLanes;
   const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = p.ratio.of(head);
-  const uint32_t row0 = ((blockIdx.x * WARPS + warp) * kGroups + group) * ROWS;
+  const Rows state(reinterpret_cast<typename Rows::Memory *>(state_rows)[warp], shared.arrived[warp]);
+  const uint32_t warp_row0 = (blockIdx.x * kTokenWarps + warp) * kWarpRows, row0 = warp_row0 + group * ROWS;
   const uint32_t mine = row0 + part * ROWS / kLanes;    // the row whose o and update are this lane's
   const bool writes = part % (kLanes / ROWS) == 0;
   // Which warp does what; in the step those before the gates' make the convolution.
-  constexpr int gates = STEP ? 3 : 0, decays = STEP ? 3 : 1 % WARPS, norms = 2 % WARPS;
-  constexpr int copies = STEP ? 1 : 3 % WARPS;
+  constexpr int gates = STEP ? 3 : 0, decays = STEP ? 3 : 1, norms = 2, copies = STEP ? 1 : 3;
 
   const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
   if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding
@@ -127,11 +95,8 @@ token_kernel(const __grid_constant__ GIVEN p) {
     if (writes && p.tokens) p.o.template out<T>(n, 0, head)[mine] = from_float<T>(0.f);
     return;
   }
-  const uint32_t cursor = p.cursors[in_slot], within = (head * kDim + row0) * kDim;
-  const ST *in = static_cast<const ST *>(p.state_in) + (static_cast<uint64_t>(in_slot) * p.in.stride + within);
-  StateRows<ST, ROWS, WARPS> state(put_rows);
-  state.load(in, part);
-  __syncwarp();    // what follows is not to be moved above these loads
+  const uint32_t cursor = p.cursors[in_slot], within = (head * kDim + warp_row0) * kDim;
+  __syncwarp();    // what follows is not to be moved above this
 
   Key raw_k[L::kChunks] = {}, raw_q[L::kChunks] = {};
   uint32_t raw_a = 0, raw_b = 0;
@@ -182,32 +147,32 @@ token_kernel(const __grid_constant__ GIVEN p) {
     convolution.load_past(ring, in_slot);
     __syncwarp();    // the first of the ring that is used: entries are not to be asked for above it
   }
-  // Entries of the window whose keys eight lanes take; and those whose updates of its rows a lane takes.
-  constexpr int kSide = WARPS * kGroups, kTurns = kSide < kWindow ? kWindow / kSide : 1, kPerLane = kWindow / kLanes;
-  constexpr int kRun = ROWS < 4 ? ROWS : 4;
+  // The entry whose key eight lanes take; of how many a lane takes the updates of its rows.
   const uint32_t entry = warp * kGroups + group;
-  const T *keys = keys_of<T>(p, in_slot, key_head);
-  Key raw_key[kTurns][L::kChunks] = {};
+  static_assert(kTokenWarps * kGroups == kWindow);
+  constexpr int kPerLane = kWindow / kLanes, kRun = 4;
+  Key raw_key[L::kChunks] = {};
+  if (entry < ring.length) {
+    const T *key = keys_of<T>(p, in_slot, key_head) + ring.row(entry) * kDim;
 #pragma unroll
-  for (int x = 0; x < kTurns; ++x)
-    if (entry + x * kSide < ring.length) {
-      const T *key = keys + ring.row(entry + x * kSide) * kDim;
-#pragma unroll
-      for (int c = 0; c < L::kChunks; ++c) raw_key[x][c].load(key + L::column(part, c));
-    }
+    for (int c = 0; c < L::kChunks; ++c) raw_key[c].load(key + L::column(part, c));
+  }
   float decay = 0.f;
   using Run = Pack<float, kRun>;
   Run raw_update[kPerLane][ROWS / kRun] = {};
-  const float *updates = updates_of(p, in_slot, head) + row0;
+  const float *updates = updates_of(p, in_slot, head);
 #pragma unroll
   for (int x = 0; x < kPerLane; ++x) {
     const uint32_t j = part + x * kLanes;
     if (j < ring.length) {
 #pragma unroll
-      for (int r = 0; r < ROWS / kRun; ++r) raw_update[x][r] = reinterpret_cast<const Run *>(updates + ring.row(j) * kDim)[r];
+      for (int r = 0; r < ROWS / kRun; ++r) raw_update[x][r] = reinterpret_cast<const Run *>(updates + ring.row(j) * kDim + row0)[r];
     }
   }
   if (warp == decays && lane < ring.length) decay = decays_of(p, in_slot, head)[ring.row(lane)];
+  // The state behind the entries: they are waited for first.
+  __syncwarp();
+  state.load(static_cast<const ST *>(p.state_in) + (static_cast<uint64_t>(in_slot) * p.in.stride + within));
   if constexpr (STEP)
     if (p.overlap) load_inputs();
   __syncwarp();    // nor are these to be moved below this
@@ -257,30 +222,29 @@ token_kernel(const __grid_constant__ GIVEN p) {
       shared.kq = sums[1];
     }
   }
+  state.wait();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     float s[kEach];
-    state.template floats<false>(r, s);
+#pragma unroll
+    for (int c = 0; c < L::kChunks; ++c) unpack<ST>(L::load(state.rows[group * ROWS + r], part, c), &s[c * L::kVec]);
     both[2 * r] = decode::dot(s, k), both[2 * r + 1] = decode::dot(s, q);
     here(both[2 * r]), here(both[2 * r + 1]);    // or they would be worked out behind the barrier
   }
-  if (ring.fold) state.put();
 
   if constexpr (!STEP)
     if (warp == decays) leave();
-#pragma unroll
-  for (int x = 0; x < kTurns; ++x) {
-    const uint32_t j = entry + x * kSide;
-    if (j >= kWindow) break;    // a warp more than there are entries for
+  {
     float key[kEach];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) key[i] = raw_key[x][i / L::kVec].at(i % L::kVec);
+    for (int i = 0; i < kEach; ++i) key[i] = raw_key[i / L::kVec].at(i % L::kVec);
     float sums[2] = {decode::dot(key, k), decode::dot(key, q)};
     decode::row_sums(sums);
-    if (part == 0) shared.products[j] = j < ring.length ? float2{sums[0], sums[1]} : float2{0.f, 0.f};
+    if (part == 0) shared.products[entry] = entry < ring.length ? float2{sums[0], sums[1]} : float2{0.f, 0.f};
     if (ring.fold) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) shared.keys[j][L::column(part, i / L::kVec) + i % L::kVec] = key[i];
+      for (int i = 0; i < kEach; i += 2)
+        shared.fold.put(entry, L::column(part, i / L::kVec) + i % L::kVec, key[i], key[i + 1]);
     }
   }
   __syncthreads();
@@ -341,7 +305,7 @@ token_kernel(const __grid_constant__ GIVEN p) {
       __syncthreads();
       float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) sum += shared.squares[w];
+      for (int w = 0; w < kTokenWarps; ++w) sum += shared.squares[w];
       const float scale = rsqrtf(sum * (1.f / kDim) + p.norm_eps);
       if (writes) p.o.template out<T>(n, 0, head)[mine] = from_float<T>(o * scale * factor);
     }
@@ -349,38 +313,11 @@ token_kernel(const __grid_constant__ GIVEN p) {
   if (!ring.fold) return;
 
   ST *out = static_cast<ST *>(p.state_out) + (static_cast<uint64_t>(out_slot) * p.out.stride + within);
-  const float state_left = shared.left[0].state;
-#pragma unroll
-  for (int x = 0; x < kPerLane; ++x) {
-    const float left = shared.left[part + x * kLanes].entry;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) update[x][r] *= left;
-  }
-#pragma unroll
-  for (int r0 = 0; r0 < ROWS; r0 += kRun) {
-    float s[kRun][kEach];
-#pragma unroll
-    for (int r = 0; r < kRun; ++r) {
-      state.template floats<true>(r0 + r, s[r]);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) s[r][i] *= state_left;
-    }
-#pragma unroll
-    for (int x = 0; x < kPerLane; ++x)
 #pragma unroll 1
-      for (int y = 0; y < kLanes && x * kLanes + y < static_cast<int>(ring.length); ++y) {
-        float key[kEach];
-        L::slice(shared.keys[x * kLanes + y], part, key);
-#pragma unroll
-        for (int r = 0; r < kRun; ++r) {
-          const float e = __shfl_sync(0xffffffffu, update[x][r0 + r], y, kLanes);
-#pragma unroll
-          for (int i = 0; i < kEach; ++i) s[r][i] = fmaf(e, key[i], s[r][i]);
-        }
-      }
-#pragma unroll
-    for (int r = 0; r < kRun; ++r) L::store(out + (r0 + r) * kDim, part, s[r]);
-  }
+  for (int tile = 0; tile < kWarpRows; tile += 16)
+    fold_rows<ST, T>(state.rows + tile, out + tile * kDim, shared.left[0].state, shared.fold, lane, [&](int j, int row) {
+      return j < static_cast<int>(ring.length) ? shared.left[j].entry * updates[ring.row(j) * kDim + warp_row0 + tile + row] : 0.f;
+    });
 }
 
 }  // namespace replay

@@ -6,13 +6,12 @@ The times are of whole cycles from fold to fold, next to today's decode and, whe
 """
 import harness
 import replay_times
-from abi import REPLAY_AUTO, REPLAY_MMA, REPLAY_ROWS_2, REPLAY_ROWS_4, REPLAY_ROWS_8
+from abi import REPLAY_AUTO, REPLAY_FMA, REPLAY_MMA
 from harness import expect, one_by_one, report, same
 from replay_case import Sequences, drift
 from replay_step_case import Steps, window, window_out, window_round_trip
 
-ONE = (REPLAY_ROWS_2, REPLAY_ROWS_4, REPLAY_ROWS_8, REPLAY_MMA)
-ONE_STEP = (REPLAY_ROWS_8, REPLAY_MMA)
+ONE = (REPLAY_FMA, REPLAY_MMA)
 HEADS = ((16, 16), (16, 32), (16, 48), (16, 64), (2, 8), (1, 8), (4, 8))
 TYPES = [(io, state) for io in ("bf16", "f16", "f32") for state in ("f32", "bf16", "f16")]
 
@@ -90,7 +89,7 @@ def check_small(lib):
     run(lib, "verify", 3, 1, 2, state="bf16", slots=True)
     run(lib, "moves", 3, 2, 4, slots=True)
     run(lib, "verify", 3, 1, 2, kind=Steps, slots=True)
-    for algo in ONE_STEP:
+    for algo in ONE:
         run(lib, "moves", 3, 1, 2, kind=Steps, algo=algo, slots=True)
     check_window(lib)
 
@@ -127,7 +126,7 @@ def check_step(lib):
     for io, state in TYPES:
         for plan in plans:
             run(lib, plan, 3, 2, 4, kind=Steps, io=io, state=state, slots=plan != "rollback", quiet=io != "bf16" or state == "f16")
-    for algo in ONE_STEP:
+    for algo in ONE:
         for state in ("f32", "bf16"):
             for plan in ("decode", "staggered", "moves"):
                 run(lib, plan, 3, 2, 4, kind=Steps, algo=algo, state=state, slots=True)
@@ -137,7 +136,7 @@ def check_step(lib):
                      dict(overlap=1)):
             run(lib, "staggered", 3, 2, 4, kind=Steps, algo=algo, quiet=True, **more)
     for heads in HEADS:
-        for algo in ONE_STEP:
+        for algo in ONE:
             run(lib, "staggered", 3, *heads, kind=Steps, algo=algo, quiet=True)
     run(lib, "decode", 40, 16, 32, kind=Steps, slots=True)
     run(lib, "verify", 20, 16, 32, kind=Steps, slots=True)
@@ -209,7 +208,7 @@ def check_status(lib):
         "BAD_DTYPE": one_by_one(io_dtype=[9], gate_dtype=[9], state_dtype=[3]),
         "BAD_HEADS": [dict(num_k_heads=3)],
         "BAD_HEAD_DIM": [dict(head_k=0)],
-        "BAD_ALGO": one_by_one(head_k=[64], algo=[99, REPLAY_ROWS_2], ring__keys_stride=[4]) + [dict(state_out=lambda x: x + 16)],
+        "BAD_ALGO": one_by_one(head_k=[64], algo=[99, REPLAY_FMA], ring__keys_stride=[4]) + [dict(state_out=lambda x: x + 16)],
         "BAD_LENGTH": one_by_one(num_seqs=[-1], tokens_per_seq=[-1, 17], ring__capacity=[19, 33], ring__window=[0, 17]),
         "BAD_STRIDE": one_by_one(q__token_stride=[-1, 1 << 33], ring__keys_stride=[-1]),
         "NULL_POINTER": one_by_one(state_in=[None], ring__keys=[None], ring__cursors=[None], a_log=[None], o__ptr=[None]),
@@ -218,8 +217,8 @@ def check_status(lib):
     expect("replay step", lib.gdn_replay_step, lambda: s.params(s.inputs(4), None, s.slots, s.slots, False), {
         "BAD_DTYPE": one_by_one(io_dtype=[9], conv_dtype=[9], norm_dtype=[9]),
         "BAD_CONV_WIDTH": one_by_one(conv_width=[1, 9]),
-        "BAD_ALGO": one_by_one(conv_width=[3], head_v=[64], algo=[99, REPLAY_ROWS_2]) +
-                    [dict(tokens_per_seq=1, algo=REPLAY_ROWS_4, inputs_stride=lambda x: x + 1)],
+        "BAD_ALGO": one_by_one(conv_width=[3], head_v=[64], algo=[99, REPLAY_FMA]) +
+                    [dict(tokens_per_seq=1, algo=REPLAY_FMA, inputs_stride=lambda x: x + 1)],
         "BAD_LENGTH": one_by_one(tokens_per_seq=[17], ring__capacity=[19]) + [dict(ring__window=2, tokens_per_seq=1)],
         "BAD_STRIDE": one_by_one(inputs_stride=[-1], z__token_stride=[-1]),
         "NULL_POINTER": one_by_one(inputs=[None], conv_weight=[None], z__ptr=[None]),

@@ -6,7 +6,7 @@ import statistics
 
 import harness
 import torch
-from abi import (AUTO, CODES, REPLAY_AUTO, REPLAY_MMA, REPLAY_ROWS_2, REPLAY_ROWS_4, REPLAY_ROWS_8, STEP_AUTO, ReplayParams,
+from abi import (AUTO, CODES, REPLAY_AUTO, REPLAY_FMA, REPLAY_MMA, STEP_AUTO, ReplayParams,
                  ReplayStepParams, Ring, StepParams, columns, fill, rule_params, sequences, slots)
 from harness import TYPES, bf16, u32
 from timing import ahead_of, calls_of, cold_sets, device_activities, heading, host_seconds, one_line, spans
@@ -16,8 +16,7 @@ BATCHES = (1, 2, 4, 8, 32, 64, 128, 256)
 VERIFY = (1, 32, 256)
 STEPS = (1, 2, 4, 8, 16, 32, 64, 256)
 PARTS = ((1, "f32"), (64, "f32"), (256, "f32"), (256, "bf16"))
-VARIANTS = {"rows_2": REPLAY_ROWS_2, "rows_4": REPLAY_ROWS_4, "rows_8": REPLAY_ROWS_8, "mma": REPLAY_MMA}
-OF_STEPS = {"rows_8": REPLAY_ROWS_8, "mma": REPLAY_MMA}
+VARIANTS = {"fma": REPLAY_FMA, "mma": REPLAY_MMA}
 
 
 def times_of(calls):
@@ -154,7 +153,7 @@ def step_times(lib, batches=STEPS, states=("f32", "bf16"), more=(4, 16)):
                     s.for_steps()
                 if tokens == 1:
                     us.append(cycle_us([calls_of(lib, [(lib.gdn_step, s.step()) for s in sets])], len(sets)))
-                    each = [f"{name} {step_us(lib, sets, algo):.2f}" for name, algo in OF_STEPS.items()]
+                    each = [f"{name} {step_us(lib, sets, algo):.2f}" for name, algo in VARIANTS.items()]
                 us.append(step_us(lib, sets))
                 del sets
             print(f"  {state} B={batch:3d}  " + "  ".join(f"{x:6.2f}" for x in us) + "   " + "  ".join(each), flush=True)

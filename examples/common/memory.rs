@@ -43,7 +43,7 @@ impl Need {
         let weights = weights(args, checkpoint, config, dtype, device)?;
         let sequence = config.sequence_bytes(dtype);
         let states = sequence.recurrent.saturating_add(sequence.conv);
-        let rings = match Rings::Auto.of(config, device, room.sequences) {
+        let rings = match Rings::Auto.of(config, device) {
             true => sequence.ring.saturating_mul(room.sequences.saturating_add(room.spare_states) as u64),
             false => 0,
         };

@@ -214,8 +214,8 @@ impl GatedDeltaNet {
     /// [`GatedDeltaNet::forward_slots`] of up to 8 tokens a sequence and [`GatedDeltaNet::verify`] in place of up to 16. Everything
     /// else folds the rings of its sequences first. A ring takes about half the memory of an f32 state.
     ///
-    /// On CUDA it is faster than a plain pool where states are what decode moves: from about 16 sequences on, and for drafts. On
-    /// the CPU, where a core's caches hold a state between reading and writing it, it is not.
+    /// On CUDA it is faster than a plain pool from about 8 sequences on, and for drafts. On the CPU, where a core's caches hold a
+    /// state between reading and writing it, it is not.
     ///
     /// # Errors
     /// When `capacity` is zero, the device is out of memory, on another dtype, where [`GatedDeltaNet::with_algo`] chose a kernel, or

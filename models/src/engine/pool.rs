@@ -13,32 +13,29 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const OP: &str = "SequencePool";
 
-/// Sequences from which on states have rings on CUDA: measured to be faster at 16, 32 and 256 (cuda/replay/README.md).
-const RING_SEQUENCES: usize = 16;
-
 /// Whether the states of the Gated DeltaNet layers have rings beside them
 /// ([`GatedDeltaNet::new_ring_pool`](candle_gdn::GatedDeltaNet::new_ring_pool)): a decode step then reads a state and writes it with
 /// every sixteenth token, and drafts of up to 16 tokens need no second state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Rings {
-    /// On CUDA from 16 sequences on, where the kernels take the model's heads.
+    /// On CUDA, where the kernels take the model's heads: measured to be faster from one sequence on (cuda/replay/README.md).
     #[default]
     Auto,
-    /// Always: for drafts of few sequences, and for tests.
+    /// Always: for tests.
     Always,
     /// Never.
     Never,
 }
 
 impl Rings {
-    /// Whether states of so many sequences of such a model have rings.
-    pub fn of(self, config: &ModelConfig, device: &Device, sequences: usize) -> bool {
+    /// Whether states of such a model have rings.
+    pub fn of(self, config: &ModelConfig, device: &Device) -> bool {
         let c = &config.gdn;
         let takes = (c.key_head_dim, c.value_head_dim, c.conv_kernel) == (128, 128, 4);
         match self {
             Rings::Always => true,
             Rings::Never => false,
-            Rings::Auto => takes && device.is_cuda() && sequences >= RING_SEQUENCES,
+            Rings::Auto => takes && device.is_cuda(),
         }
     }
 }
@@ -183,7 +180,7 @@ impl CausalLm {
         let slots = SlotAllocator::new(sequences)?;
         // A layer whose kernel was chosen takes none.
         let takes = rings == Rings::Always || self.gated_delta_nets().all(|gdn| gdn.takes_ring());
-        let cursors = match takes && rings.of(&self.config, &self.device, sequences) {
+        let cursors = match takes && rings.of(&self.config, &self.device) {
             true => Some(Cursors::new(sequences, &self.device)?),
             false => None,
         };

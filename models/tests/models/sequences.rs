@@ -354,7 +354,7 @@ fn bytes_are_as_documented() -> Result<()> {
     on_every_device(|model| {
         let (c, a) = (&model.config().gdn, &model.config().attention);
         for max_len in [32, 100] {
-            let mut pool = model.new_sequences(3, max_len)?;
+            let mut pool = model.new_sequences_with(3, max_len, Rings::Never)?;
             let linear = 4 * c.num_value_heads * c.value_head_dim * c.key_head_dim
                 + 4 * (c.conv_kernel - 1)
                     * (2 * c.num_key_heads * c.key_head_dim + c.num_value_heads * c.value_head_dim);
