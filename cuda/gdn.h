@@ -28,7 +28,7 @@ typedef enum gdn_dtype { GDN_F32 = 0, GDN_BF16 = 1, GDN_F16 = 2 } gdn_dtype;
 // Zero is success. A CUDA error `e` at launch comes back as GDN_CUDA_ERROR + e.
 typedef enum gdn_status {
   GDN_OK = 0,
-  GDN_BAD_DTYPE = 1,        // a dtype field is not a gdn_dtype
+  GDN_BAD_DTYPE = 1,        // a dtype field is not a gdn_dtype, or gates not a gdn_gates
   GDN_NULL_POINTER = 2,     // a required pointer is null
   GDN_BAD_HEADS = 3,        // num_k_heads does not divide num_v_heads, or one of them is not positive
   GDN_BAD_HEAD_DIM = 4,     // a head size outside 1..256
@@ -94,16 +94,24 @@ typedef enum gdn_algo {
 // Tokens a chunk of GDN_CHUNKED_SM80 and _SM90.
 #define GDN_CHUNK 64
 
+typedef enum gdn_gates {
+  GDN_GATES_RAW = 0,       // a and b as the model's projections leave them
+  GDN_GATES_READY = 1      // a is g, the log of the decay, and b is beta; a_log, dt_bias and beta_scale are not read
+} gdn_gates;
+
 // The gated delta rule over any number of tokens per sequence. Decode is tokens_per_seq = 1.
+//
+// GDN_RECURRENT alone takes, and GDN_AUTO then chooses it: no state_in or no state_out, counts, a head_stride, states in f16,
+// ready gates, dt_bias in 16 bits.
 typedef struct gdn_rule_params {
   gdn_heads q, k;          // [.., num_k_heads, head_k], io_dtype
   gdn_heads v;             // [.., num_v_heads, head_v], io_dtype
   gdn_heads a, b;          // [.., num_v_heads], gate_dtype; head_stride counts from head to head
   const float *a_log;      // [num_v_heads]
-  const float *dt_bias;    // [num_v_heads]
+  const void *dt_bias;     // [num_v_heads], dt_bias_dtype
   gdn_heads o;             // written: [.., num_v_heads, head_v], io_dtype
-  const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype; may equal state_out
-  void *state_out;         // same shape
+  const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype; may equal state_out; null: zeros
+  void *state_out;         // same shape; null: not written
   void *token_states;      // null, or written: the state after every token, [token, num_v_heads, head_v, head_k] in
                            // state_dtype and contiguous; token t of sequence n is row n * tokens_per_seq + t, or with
                            // cu_seqlens row cu_seqlens[n] + t. Rows of padding are left as they are. Not by the chunk
@@ -117,11 +125,16 @@ typedef struct gdn_rule_params {
   int64_t workspace_bytes; // Its contents mean nothing before and after
   gdn_slots in_slots;      // how state_in is addressed
   gdn_slots out_slots;     // how state_out is addressed
+  int64_t head_stride;     // of state_in and state_out, elements from one head to the next; 0: head_v * head_k
   gdn_sequences seqs;
+  const uint32_t *counts;  // null, or [num_seqs]: sequence n has no more than counts[n] tokens; rows of o past them are left as
+                           // they are
   int32_t num_k_heads, num_v_heads, head_k, head_v;
   int32_t io_dtype;        // gdn_dtype of q, k, v, o
   int32_t gate_dtype;      // gdn_dtype of a, b
-  int32_t state_dtype;     // GDN_F32 or GDN_BF16: how states are stored; all arithmetic is in f32
+  int32_t state_dtype;     // gdn_dtype: how states are stored; all arithmetic is in f32
+  int32_t dt_bias_dtype;   // gdn_dtype
+  int32_t gates;           // gdn_gates
   int32_t l2norm;          // normalise q and k here
   int32_t algo;            // gdn_algo
   int32_t checkpoint_tokens;  // a multiple of GDN_CHUNK; read only with checkpoints

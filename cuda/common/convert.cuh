@@ -144,11 +144,12 @@ __device__ __forceinline__ float raw_to_float(uint32_t raw, int dtype) {
 
 template <typename T> struct Type { using type = T; };
 
-// The type of a state whose dtype is known only at run time: where states are a small part of the work, one kernel serves both.
+// The type of a state whose dtype is known only at run time: where states are a small part of the work, one kernel serves all.
 struct AnyState {};
 template <typename ST, typename F> __device__ __forceinline__ void with_state_type(int dtype, const F &fn) {
   if constexpr (!std::is_same_v<ST, AnyState>) fn(Type<ST>{});
   else if (dtype == GDN_BF16) fn(Type<__nv_bfloat16>{});
+  else if (dtype == GDN_F16) fn(Type<__half>{});
   else fn(Type<float>{});
 }
 

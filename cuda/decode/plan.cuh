@@ -60,7 +60,7 @@ inline bool make_small(const gdn_rule_params &p, SmallParams *small) {
   *small = {p.state_in, p.state_out, pool(p.in_slots), pool(p.out_slots),
             rows(p.q, p.num_k_heads, kDim), rows(p.k, p.num_k_heads, kDim), rows(p.v, p.num_v_heads, kDim),
             rows(p.a, p.num_v_heads, 1), rows(p.b, p.num_v_heads, 1), rows(p.o, p.num_v_heads, kDim),
-            p.a_log, p.dt_bias, p.token_states,
+            p.a_log, static_cast<const float *>(p.dt_bias), p.token_states,
             {ratio, static_cast<uint32_t>(((1ull << 32) + ratio - 1) / ratio)}, static_cast<uint32_t>(p.num_v_heads),
             p.l2norm, p.l2_eps, p.scale, p.beta_scale};
   return fits && p.seqs.num_seqs <= 65535 && p.num_v_heads <= 65535 &&

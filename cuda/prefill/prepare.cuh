@@ -74,7 +74,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records
   auto make_gates = [&](int head) {
     if (warp != 0) return;
     const RawGates raw = load_gates(p, gates_at(p, n, first, head), count, lane);
-    finish_gates(p, raw, -expf(p.a_log[head]) * 1.44269504f, p.dt_bias[head], count, lane, gates, [] {});
+    finish_gates(p, raw, -expf(p.a_log[head]) * 1.44269504f, static_cast<const float *>(p.dt_bias)[head], count, lane, gates, [] {});
   };
   if (group < each) make_gates(key_head * each + group);
   GDN_PROFILED(stamps.lap(profile::kGates);)

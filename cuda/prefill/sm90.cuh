@@ -213,7 +213,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 
   __device__ __forceinline__ void run_gates(Turn<S::kStages> &at, int kept) {
     each_stretch([&](int) {
-      const float rate = -expf(p.a_log[s.head]) * 1.44269504f, dt_bias = p.dt_bias[s.head];
+      const float rate = -expf(p.a_log[s.head]) * 1.44269504f, dt_bias = static_cast<const float *>(p.dt_bias)[s.head];
       GatesAt from = gates_at(p, s.n, s.seq.first + token0, s.head);
       RawGates raw = load_gates(p, from, tokens, kept);
       GDN_PROFILED(stamps.lap(profile::kLoadQkv);)

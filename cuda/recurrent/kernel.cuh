@@ -33,6 +33,8 @@ struct Plan {
   int32_t stage;      // tokens a stage; with AHEAD always the most
   bool vec_qk;        // q and k rows can be read four elements at a time
   bool vec_state;     // state rows can be read and written 16 bytes at a time
+  bool ready;         // GDN_GATES_READY
+  int64_t head_stride;    // of states, not of their copies
   bool keep_state;    // a sequence without tokens need not copy its state
   GDN_PROFILED(profile::Target profile;)
 };
@@ -70,8 +72,10 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
   if (gates) {
     raw_a = raw_load_any(p.a.ptr, heads_offset(p.a, n, first + lane, head), p.gate_dtype);
     raw_b = raw_load_any(p.b.ptr, heads_offset(p.b, n, first + lane, head), p.gate_dtype);
-    a_log = p.a_log[head];
-    dt_bias = p.dt_bias[head];
+    if (EXACT || !plan.ready) {
+      a_log = p.a_log[head];
+      dt_bias = EXACT ? static_cast<const float *>(p.dt_bias)[head] : load_any(p.dt_bias, head, p.dt_bias_dtype);
+    }
   }
 
   for (int t0 = warp * kN; t0 < count; t0 += warps * kN) {
@@ -150,8 +154,10 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
   GDN_PROFILED(if (warp == warps - 1) stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
   if (gates) {
     float *record = stage + lane * S::kRecord;
-    record[kScalars] = expf(log_decay(raw_to_float(raw_a, p.gate_dtype), dt_bias, -expf(a_log)));
-    record[kScalars + 1] = p.beta_scale * sigmoid(raw_to_float(raw_b, p.gate_dtype));
+    const float a = raw_to_float(raw_a, p.gate_dtype), b = raw_to_float(raw_b, p.gate_dtype);
+    const bool ready = !EXACT && plan.ready;
+    record[kScalars] = expf(ready ? a : log_decay(a, dt_bias, -expf(a_log)));
+    record[kScalars + 1] = ready ? b : p.beta_scale * sigmoid(b);
   }
   GDN_PROFILED(if (warp == warps - 1) stamps.lap(profile::kGates);)
 }
@@ -174,7 +180,8 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   block /= plan.v_tiles;
   const int head = block % p.num_v_heads, n = block / p.num_v_heads;
 
-  const Tokens seq = tokens_of(p.seqs, n);
+  Tokens seq = tokens_of(p.seqs, n);
+  if (!EXACT && p.counts) seq.count = static_cast<int32_t>(min(p.counts[n], static_cast<uint32_t>(seq.count)));
   const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   GDN_PROFILED(stamps.lap(profile::kSetup);)
@@ -198,8 +205,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
     if (!consumer) return;
     with_state_type<ST>(p.state_dtype, [&](auto type) {
       using S = typename decltype(type)::type;
-      const S *in = static_cast<const S *>(p.state_in) + in_slot * p.in_slots.slot_stride +
-                    static_cast<int64_t>(head) * head_v * head_k;
+      const S *in = static_cast<const S *>(p.state_in) + in_slot * p.in_slots.slot_stride + head * plan.head_stride;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int row = row0 + tile_row + r;
@@ -214,7 +220,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
             for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
           } else {
             float x[4] = {0.f, 0.f, 0.f, 0.f};
-            if (row < head_v) load4(sp, i, head_k, plan.vec_state, x);
+            if (row < head_v && p.state_in) load4(sp, i, head_k, plan.vec_state, x);
 #pragma unroll
             for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
           }
@@ -346,8 +352,8 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
     GDN_PROFILED(stamps.lap(profile::kBarrier);)
   }
 
-  if (consumer) {
-    store_state(p.state_out, out_slot * p.out_slots.slot_stride, static_cast<int64_t>(head) * head_v * head_k);
+  if (consumer && (EXACT || p.state_out)) {
+    store_state(p.state_out, out_slot * p.out_slots.slot_stride, head * plan.head_stride);
     GDN_PROFILED(stamps.lap(profile::kStoreState);)
   }
 }
@@ -363,7 +369,9 @@ int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   Plan plan;
   plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, S::kTile));
   plan.vec_qk = p.head_k % 4 == 0 && aligned_rows(p.q, 4, p.io_dtype) && aligned_rows(p.k, 4, p.io_dtype);
-  plan.vec_state = p.head_k % 4 == 0 && aligned_states(p);
+  plan.vec_state = p.head_k % 4 == 0 && aligned_states(p) && p.head_stride % 4 == 0;
+  plan.ready = p.gates == GDN_GATES_READY;
+  plan.head_stride = p.head_stride ? p.head_stride : static_cast<int64_t>(p.head_v) * p.head_k;
   plan.keep_state = state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots);
   const int32_t tokens = max_tokens(p.seqs);
   plan.stage = AHEAD || tokens > S::kMaxStage ? S::kMaxStage : tokens < 1 ? 1 : tokens;

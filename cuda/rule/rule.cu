@@ -8,8 +8,9 @@ namespace gdn {
 namespace {
 
 int check(const gdn_rule_params &p) {
-  if (!valid_dtype(p.io_dtype) || !valid_dtype(p.gate_dtype)) return GDN_BAD_DTYPE;
-  if (p.state_dtype != GDN_F32 && p.state_dtype != GDN_BF16) return GDN_BAD_DTYPE;
+  for (const int32_t dtype : {p.io_dtype, p.gate_dtype, p.state_dtype, p.dt_bias_dtype})
+    if (!valid_dtype(dtype)) return GDN_BAD_DTYPE;
+  if (p.gates != GDN_GATES_RAW && p.gates != GDN_GATES_READY) return GDN_BAD_DTYPE;
   if (p.num_k_heads < 1 || p.num_v_heads < 1 || p.num_v_heads % p.num_k_heads != 0) return GDN_BAD_HEADS;
   if (p.head_k < 1 || p.head_k > 256 || p.head_v < 1 || p.head_v > 256) return GDN_BAD_HEAD_DIM;
   if (p.algo < GDN_AUTO || p.algo > GDN_CHUNKED_SM90) return GDN_BAD_ALGO;
@@ -20,11 +21,18 @@ int check(const gdn_rule_params &p) {
   if (const int status = check_slots(p.out_slots)) return status;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.a, &p.b, &p.o})
     if (!valid_strides(*x)) return GDN_BAD_STRIDE;
-  return GDN_OK;
+  return p.head_stride < 0 ? GDN_BAD_STRIDE : GDN_OK;
+}
+
+// What every kernel takes and not GDN_RECURRENT alone.
+bool plain(const gdn_rule_params &p) {
+  return p.state_in && p.state_out && !p.counts && p.state_dtype != GDN_F16 && p.gates == GDN_GATES_RAW &&
+         p.dt_bias_dtype == GDN_F32 &&
+         (p.head_stride == 0 || p.head_stride == static_cast<int64_t>(p.head_v) * p.head_k);
 }
 
 bool any_null(const gdn_rule_params &p) {
-  if (!p.a_log || !p.dt_bias || !p.state_in || !p.state_out) return true;
+  if (p.gates == GDN_GATES_RAW && (!p.a_log || !p.dt_bias)) return true;
   return max_tokens(p.seqs) > 0 && (!p.q.ptr || !p.k.ptr || !p.v.ptr || !p.a.ptr || !p.b.ptr || !p.o.ptr);
 }
 
@@ -34,12 +42,13 @@ constexpr int32_t kChunked90Tokens = 12, kChunked80Tokens = 24;
 // The kernel that runs for checked parameters: the one asked for, or the best that takes them, by measured bounds
 // (README.md). GDN_AUTO when the one asked for does not take them.
 int choose(const gdn_rule_params &p, int32_t *algo) {
+  const bool any = plain(p);
   const bool takes[] = {true,
                         true,
-                        recurrent_128_takes(p),
-                        decode_128_takes(p),
-                        chunked_sm80_takes(p),
-                        chunked_sm90_takes(p)};
+                        any && recurrent_128_takes(p),
+                        any && decode_128_takes(p),
+                        any && chunked_sm80_takes(p),
+                        any && chunked_sm90_takes(p)};
   *algo = takes[p.algo] ? p.algo : GDN_AUTO;
   if (p.algo != GDN_AUTO) return GDN_OK;
   int sms = 0;

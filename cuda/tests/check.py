@@ -4,14 +4,15 @@
 An error is ||x - ref|| / ||ref|| over the whole tensor. All outputs, and the state slots to be written, hold NaN before a
 launch; whatever a launch must not touch is compared bit by bit afterwards.
 """
+import ctypes as C
 import math
 
 import harness
 import reference
 import torch
-from abi import (ALGO_NAMES, AUTO, CODES, NULL_POINTER, RECURRENT, RECURRENT_128, ConvParams, NormParams, columns, fill,
-                 heads, sequences, slots, stream)
-from harness import (O_BOUND, TYPES, bf16, call, cu_seqlens, expect, launch, normal, one_by_one, only_inside, place, refused,
+from abi import (ALGO_NAMES, AUTO, BAD_ALGO, CODES, GATES_READY, NULL_POINTER, OK, RECURRENT, RECURRENT_128, ConvParams,
+                 NormParams, columns, fill, heads, ptr, sequences, slots, stream)
+from harness import (O_BOUND, STATE_BOUND, TYPES, bf16, call, cu_seqlens, expect, launch, normal, one_by_one, only_inside, place, refused,
                      report, rows_of, same_outside)
 from reference import relative
 from rule_case import RuleCase, rule_calls
@@ -92,19 +93,94 @@ def check_rule(lib, quick):
             c.check_repeats(lib, algo, f"rule of up to {max(lens)} tokens")
 
 
+# What GDN_RECURRENT alone takes, by itself and together.
+OPTIONS = (("zeros",), ("read only",), ("counts",), ("gaps",), ("ready",), ("dt_bias",),
+           ("zeros", "counts", "gaps", "ready"), ("read only", "gaps", "dt_bias"), ("zeros", "read only"))
+
+
+def check_option(lib, options, lens, **kw):
+    """Next to the reference for what the options say; float gates, so that ready ones are as exact as raw ones."""
+    c = RuleCase(lens, gate="f32", slots="moved", slot_gap=8, **kw)
+    if "zeros" in options:
+        c.pool[c.in_slots(), :c.size] = 0
+    if "dt_bias" in options:
+        c.dt_bias = c.dt_bias.bfloat16().float()
+    b = c.buffers()
+    p = c.params(b, AUTO)
+    keep = []
+    if "ready" in options:
+        b_raw, a_raw = c.ba[:, :c.hv].double(), c.ba[:, c.hv:2 * c.hv].double()
+        ready = torch.cat([c.beta_scale * torch.sigmoid(b_raw), reference.log_decay(a_raw, c.a_log, c.dt_bias)], 1).float()
+        p.b, p.a = (columns(ready[c.margin:], first, 1, c.per_seq) for first in (0, c.hv))
+        p.gates, p.a_log, p.dt_bias = GATES_READY, None, None
+        keep.append(ready)
+    if "dt_bias" in options:
+        keep.append(c.dt_bias.bfloat16())
+        p.dt_bias, p.dt_bias_dtype = ptr(keep[-1]), CODES["bf16"]
+    if "counts" in options:
+        counts = [max(length - 1 - i % 2, 0) for i, length in enumerate(lens)]
+        keep.append(torch.tensor(counts, dtype=torch.int32, device="cuda"))
+        p.counts = ptr(keep[-1])
+        c.lens = counts
+        c.tokens = c.rows_of(range(len(counts)))
+    if "gaps" in options:       # the same states, further apart
+        stride = c.v * c.k + 4
+        spread = lambda pool: torch.cat([pool[:, :c.size].view(-1, c.hv, c.v * c.k), torch.full_like(pool[:, :c.hv * 4], math.nan)
+                                         .view(-1, c.hv, 4)], 2).contiguous()
+        wide_in, wide_out = spread(b.state_in), spread(b.state_out)
+        keep += [wide_in, wide_out]
+        p.state_in, p.state_out, p.head_stride = ptr(wide_in), ptr(wide_out), stride
+        p.in_slots.slot_stride = p.out_slots.slot_stride = c.hv * stride
+    if "zeros" in options:
+        p.state_in = None
+    if "read only" in options:
+        p.state_out = None
+    chosen, refused = C.c_int32(-1), C.c_int32(-1)
+    lib.gdn_rule_choice(C.byref(p), C.byref(chosen))
+    p.algo = RECURRENT_128
+    status = lib.gdn_rule_choice(C.byref(p), C.byref(refused))
+    p.algo = AUTO
+    wrong = [] if (chosen.value, status) == (RECURRENT, BAD_ALGO) else ["chose another kernel"]
+    b.overrun = False
+    status = call(lib.gdn_rule, p)
+    torch.cuda.synchronize()
+    if "gaps" in options:
+        if not wide_out[:, :, c.v * c.k:].isnan().all():
+            wrong.append("wrote between heads")
+        b.state_out[:, :c.size] = wide_out[:, :, :c.v * c.k].reshape(-1, c.size)
+    if "read only" in options:
+        same_outside(b.state_out, b.before["state_out"], torch.ones_like(b.state_out, dtype=torch.bool)) or wrong.append("wrote states")
+        b.state_out[c.out_slots, :c.size] = c.reference().final.reshape(-1, c.size).to(b.state_out.dtype)
+    errors, more = c.judge(b)
+    bounds = {"o": O_BOUND[c.io], "state": {"f32": STATE_BOUND, "bf16": 2e-3, "f16": 3e-4}[c.state]}
+    ok = status == OK and not wrong + more and all(whole <= bounds[name] for name, (whole, _) in errors.items())
+    text = " ".join(f"{name} {whole:.1e}" for name, (whole, _) in errors.items())
+    report(f"{' + '.join(options)} K={c.k} V={c.v} {c.io}/{c.state} {lens}", ok, ", ".join([text, *wrong, *more]))
+
+
+def check_options(lib):
+    for lens in ([1] * 3, [5] * 3, [7, 0, 20]):
+        for k, v in ((128, 128), (48, 20)):
+            for options in OPTIONS:
+                check_option(lib, options, lens, k=k, v=v)
+            for io in ("f32", "bf16", "f16"):
+                check_option(lib, ("counts", "ready"), lens, k=k, v=v, io=io, state="f16")
+
+
 def check_status(lib):
     c = RuleCase([4, 4])
     b = c.buffers()
     expect("rule", lib.gdn_rule, lambda: c.params(b, AUTO), {
         "OK": [{}, dict(seqs__num_seqs=0, q__ptr=None), dict(seqs__tokens_per_seq=0, q__ptr=None)],
-        "BAD_DTYPE": one_by_one(io_dtype=[3], gate_dtype=[-1]),
+        "BAD_DTYPE": one_by_one(io_dtype=[3], gate_dtype=[-1], state_dtype=[3], dt_bias_dtype=[3], gates=[2]),
         "BAD_HEADS": one_by_one(num_k_heads=[3], num_v_heads=[0]),
         "BAD_HEAD_DIM": one_by_one(head_k=[257], head_v=[0]),
         "BAD_LENGTH": one_by_one(seqs__num_seqs=[-1, 0x7FFFFFFF], seqs__tokens_per_seq=[-1], in_slots__num_slots=[-1]),
-        "BAD_STRIDE": one_by_one(out_slots__slot_stride=[-1], q__token_stride=[-1]),
+        "BAD_STRIDE": one_by_one(out_slots__slot_stride=[-1], q__token_stride=[-1], head_stride=[-1]),
         "BAD_ALGO": one_by_one(algo=[len(ALGO_NAMES), -1]) + [
+            dict(algo=RECURRENT_128, state_in=None), dict(algo=RECURRENT_128, gates=GATES_READY),
             dict(algo=RECURRENT_128, head_k=64), dict(algo=RECURRENT_128, state_in=b.state_in.data_ptr() + 4)],
-        "NULL_POINTER": one_by_one(q__ptr=[None], state_out=[None], a_log=[None])})
+        "NULL_POINTER": one_by_one(q__ptr=[None], dt_bias=[None], a_log=[None])})
     report("status null params", lib.gdn_rule(None, stream()) == NULL_POINTER)
     report("status text", lib.gdn_status_string(1000 + 2).decode() != lib.gdn_status_string(12345678).decode())
 
@@ -282,6 +358,7 @@ def check(lib, args):
     check_conv(lib, args.quick)
     check_norm(lib, args.quick)
     if not args.quick:
+        check_options(lib)
         check_status(lib)
 
 

@@ -17,6 +17,7 @@ c_header! {
         pub GDN_DECODE_128: i32 = 3;
         pub GDN_CHUNKED_SM80: i32 = 4;
         pub GDN_CHUNKED_SM90: i32 = 5;
+        pub GDN_GATES_RAW: i32 = 0;
         pub GDN_CHUNK: usize = 64;
         pub GDN_STEP_AUTO: i32 = 0;
         pub GDN_STEP_WHOLE: i32 = 1;
@@ -59,7 +60,7 @@ c_header! {
             pub a: Heads,
             pub b: Heads,
             pub a_log: *const f32,
-            pub dt_bias: *const f32,
+            pub dt_bias: *const c_void,
             pub o: Heads,
             pub state_in: *const c_void,
             pub state_out: *mut c_void,
@@ -69,7 +70,9 @@ c_header! {
             pub workspace_bytes: i64,
             pub in_slots: Slots,
             pub out_slots: Slots,
+            pub head_stride: i64,
             pub seqs: Sequences,
+            pub counts: *const u32,
             pub num_k_heads: i32,
             pub num_v_heads: i32,
             pub head_k: i32,
@@ -77,6 +80,8 @@ c_header! {
             pub io_dtype: i32,
             pub gate_dtype: i32,
             pub state_dtype: i32,
+            pub dt_bias_dtype: i32,
+            pub gates: i32,
             pub l2norm: i32,
             pub algo: i32,
             pub checkpoint_tokens: i32,
