@@ -141,7 +141,10 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
     const bool has = warp < groups;    // without tokens the convolution's state may still have to move
     float a_log = 0.f, dt_bias = 0.f;
     const int gate = warp == kWarps - 1 && lane < tokens * layout.ratio ? lane : -1;
-    if (gate >= 0) a_log = p.a_log[head0 + gate % layout.ratio], dt_bias = p.dt_bias[head0 + gate % layout.ratio];
+    const auto ask_rates = [&](int i) {
+      a_log = p.a_log[head0 + i % layout.ratio], dt_bias = static_cast<const float *>(p.dt_bias)[head0 + i % layout.ratio];
+    };
+    if (gate >= 0) ask_rates(gate);
     if (has) ask_old(warp);
     if constexpr (FUSED) {
       if (p.overlap) load_state();    // not written by the kernel before this one
@@ -181,7 +184,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
     }
     if (warp == kWarps - 1) {
       for (int i = gate + 32; gate >= 0 && i < tokens * layout.ratio; i += 32) {
-        a_log = p.a_log[head0 + i % layout.ratio], dt_bias = p.dt_bias[head0 + i % layout.ratio];
+        ask_rates(i);
         ask_gates(i);
         make_gates(i);
       }
