@@ -299,13 +299,17 @@ def check_norm(lib, quick):
 
 def times(lib, args):
     rate = heading("µs: kernel time (CUPTI) / graph replay a call")
-    print("decode, HK/HV 16/32, K = V = 128, bf16, cold L2")
+    print("decode, HK/HV 16/32, K = V = 128, bf16, cold L2; kernel time with ready gates, which GDN_RECURRENT takes")
     for batch in (1, 4, 8, 32, 64, 128, 256):
         nbytes = batch * 32 * 128 * 128 * 4 * 2
         calls = rule_calls(lib, batch, 1, 16, 32, 128, AUTO, cold_sets(nbytes, most=96))
         k, g = span_us(often(calls)), graph_us(calls)
         floor = nbytes / rate * 1e6
-        print(f"  B={batch:4d}  {k:7.2f} / {g:7.2f}   floor {floor:6.1f}   {100 * floor / k:4.0f} % of the copy rate", flush=True)
+        for c in calls:
+            c.params.gates = GATES_READY
+        ready = span_us(often(calls))
+        print(f"  B={batch:4d}  {k:7.2f} / {g:7.2f}   floor {floor:6.1f}   {100 * floor / k:4.0f} % of the copy rate   ready {ready:7.2f}",
+              flush=True)
     print("prefill, HK/HV 16/32, K = V = 128, bf16")
     for batch, tokens in ((1, 16), (1, 64), (1, 512), (1, 2048), (1, 8192), (4, 2048), (8, 1024)):
         row = []
