@@ -168,7 +168,7 @@ impl Rounded {
     }
 }
 
-/// A block of x. With a number that is not finite the scale is NaN, and so are the products; the whole numbers mean nothing then.
+/// A block of x. With a number that is not finite the scale is NaN, and so are the products.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn round(x: &[f32; BLOCK], words: &mut [i32; BLOCK / 4], of: &mut (f32, i32)) {
@@ -181,7 +181,7 @@ unsafe fn round(x: &[f32; BLOCK], words: &mut [i32; BLOCK / 4], of: &mut (f32, i
     for (half, whole) in whole.into_iter().enumerate() {
         _mm_storeu_si128(words[half * BLOCK / 8..].as_mut_ptr().cast(), _mm512_cvtsepi32_epi8(whole));
     }
-    *of = (most / 127. + finite, (-128i32).wrapping_mul(_mm512_reduce_add_epi32(_mm512_add_epi32(whole[0], whole[1]))));
+    *of = (most / 127. + finite, -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(whole[0], whole[1])));
 }
 
 #[cfg(not(target_arch = "x86_64"))]
