@@ -7,6 +7,8 @@
 namespace gdn {
 namespace {
 
+int64_t dense_head(const gdn_rule_params &p) { return static_cast<int64_t>(p.head_v) * p.head_k; }
+
 int check(const gdn_rule_params &p) {
   for (const int32_t dtype : {p.io_dtype, p.gate_dtype, p.state_dtype, p.dt_bias_dtype})
     if (!valid_dtype(dtype)) return GDN_BAD_DTYPE;
@@ -21,14 +23,15 @@ int check(const gdn_rule_params &p) {
   if (const int status = check_slots(p.out_slots)) return status;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.a, &p.b, &p.o})
     if (!valid_strides(*x)) return GDN_BAD_STRIDE;
-  return p.head_stride < 0 ? GDN_BAD_STRIDE : GDN_OK;
+  // Heads that overlap would be written by several blocks.
+  return p.head_stride != 0 && p.head_stride < dense_head(p) ? GDN_BAD_STRIDE : GDN_OK;
 }
 
 // What every kernel takes and not GDN_RECURRENT alone.
 bool plain(const gdn_rule_params &p) {
   return p.state_in && p.state_out && !p.counts && p.state_dtype != GDN_F16 && p.gates == GDN_GATES_RAW &&
          p.dt_bias_dtype == GDN_F32 &&
-         (p.head_stride == 0 || p.head_stride == static_cast<int64_t>(p.head_v) * p.head_k);
+         (p.head_stride == 0 || p.head_stride == dense_head(p));
 }
 
 bool any_null(const gdn_rule_params &p) {

@@ -176,7 +176,7 @@ def check_status(lib):
         "BAD_HEADS": one_by_one(num_k_heads=[3], num_v_heads=[0]),
         "BAD_HEAD_DIM": one_by_one(head_k=[257], head_v=[0]),
         "BAD_LENGTH": one_by_one(seqs__num_seqs=[-1, 0x7FFFFFFF], seqs__tokens_per_seq=[-1], in_slots__num_slots=[-1]),
-        "BAD_STRIDE": one_by_one(out_slots__slot_stride=[-1], q__token_stride=[-1], head_stride=[-1]),
+        "BAD_STRIDE": one_by_one(out_slots__slot_stride=[-1], q__token_stride=[-1], head_stride=[-1, 128 * 128 - 1]),
         "BAD_ALGO": one_by_one(algo=[len(ALGO_NAMES), -1]) + [
             dict(algo=RECURRENT_128, state_in=None), dict(algo=RECURRENT_128, gates=GATES_READY),
             dict(algo=RECURRENT_128, head_k=64), dict(algo=RECURRENT_128, state_in=b.state_in.data_ptr() + 4)],
