@@ -41,32 +41,40 @@ template <typename T> struct FoldKeys {
   }
 };
 
-// Two rows of a lane, eight below each other, as the operand of a product over entries: what they add to the state by
-// entries 2 c, 2 c + 1, and 8 further.
+// The entry that is the x-th, 0 .. 3, of lane % 4 = c in an operand of a product over entries.
+__device__ __forceinline__ int entry_of(int x, int c) { return 2 * c + x % 2 + x / 2 * 8; }
+
+// Two rows of a lane, eight below each other, as that operand: what they add to the state by the lane's entries.
 template <int TERMS> struct FoldUpdates {
   uint32_t low[TERMS][2], high[TERMS][2];
 
-  // update(j, half) is that of entry j.
-  template <typename F> __device__ __forceinline__ FoldUpdates(int c, F &&update) {
+  // update(x, half): by the x-th entry.
+  template <typename F> __device__ __forceinline__ explicit FoldUpdates(F &&update) {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      const int j = 2 * c + 8 * s;
       uint32_t a[TERMS], b[TERMS];
-      split(update(j, 0), update(j + 1, 0), a);
-      split(update(j, 1), update(j + 1, 1), b);
+      split(update(2 * s, 0), update(2 * s + 1, 0), a);
+      split(update(2 * s, 1), update(2 * s + 1, 1), b);
 #pragma unroll
       for (int i = 0; i < TERMS; ++i) low[i][s] = a[i], high[i][s] = b[i];
     }
   }
 };
 
-// s[half][..] += updates times keys, of this lane's piece m in both rows.
+// s[half][..] += updates times keys, of this lane's piece m in both rows. With a state of 16 bits, of which two terms are enough,
+// the products add to s where they are; what a tensor core cuts off of an f32 state would add up.
 template <typename T, int TERMS>
 __device__ __forceinline__ void fold_piece(float (&s)[2][8], const FoldUpdates<TERMS> &updates, const FoldKeys<T> &keys, int m,
                                            int lane) {
 #pragma unroll
   for (int pair = 0; pair < 4; pair += 2) {
     float acc[2][4] = {}, rest[2][4] = {};
+    if constexpr (TERMS < 3) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[x][i] = s[i / 2][2 * (pair + x) + i % 2];
+    }
 #pragma unroll
     for (int j = 0; j < FoldKeys<T>::kTerms; ++j) {
       uint32_t b[4];    // of the first product's columns and of the next one's
@@ -76,24 +84,27 @@ __device__ __forceinline__ void fold_piece(float (&s)[2][8], const FoldUpdates<T
         if (i + j > 2) continue;
 #pragma unroll
         for (int x = 0; x < 2; ++x)
-          ptx::mma16816<__nv_bfloat16>(i + j == 0 ? acc[x] : rest[x], updates.low[i][0], updates.high[i][0], updates.low[i][1],
-                                       updates.high[i][1], b[2 * x], b[2 * x + 1]);
+          ptx::mma16816<__nv_bfloat16>(TERMS < 3 || i + j == 0 ? acc[x] : rest[x], updates.low[i][0], updates.high[i][0],
+                                       updates.low[i][1], updates.high[i][1], b[2 * x], b[2 * x + 1]);
       }
     }
 #pragma unroll
     for (int x = 0; x < 2; ++x)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[i / 2][2 * (pair + x) + i % 2] += acc[x][i] + rest[x][i];
+      for (int i = 0; i < 4; ++i) {
+        float &to = s[i / 2][2 * (pair + x) + i % 2];
+        if constexpr (TERMS < 3) to = acc[x][i];
+        else to += acc[x][i] + rest[x][i];
+      }
   }
 }
 
-// Folds 16 rows of `rows` on and writes them from `out` on; update(j, row) is what entry j adds to one of them.
-template <typename ST, typename T, typename F>
-__device__ __forceinline__ void fold_rows(const ST (*rows)[kDim], ST *out, float state_left, const FoldKeys<T> &keys, int lane,
-                                          F &&update) {
+// Folds 16 rows of `rows` on and writes them from `out` on.
+template <typename ST, typename T, int TERMS>
+__device__ __forceinline__ void fold_rows(const ST (*rows)[kDim], ST *out, float state_left, const FoldKeys<T> &keys,
+                                          const FoldUpdates<TERMS> &updates, int lane) {
   using P = Piece<ST>;
   const int row = lane / 4, c = lane % 4;
-  const FoldUpdates<sizeof(ST) == 4 ? 3 : 2> updates(c, [&](int j, int half) { return update(j, row + 8 * half); });
 #pragma unroll
   for (int m = 0; m < kPieces; ++m) {
     float s[2][8];

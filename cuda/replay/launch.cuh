@@ -21,19 +21,13 @@ int launch_token(const GIVEN &p, int num_seqs, cudaStream_t stream, bool overlap
 
 template <typename T, typename ST, int MAX, typename GIVEN>
 int launch_tokens(const GIVEN &p, int num_seqs, cudaStream_t stream, bool overlap = false) {
-  constexpr int WARPS = kWarps<ST, MAX, GIVEN>;
-  using S = SharedOf<T, ST, MAX, GIVEN>;
-  const dim3 grid(kDim / kRows<ST, MAX, GIVEN>, p.heads, static_cast<unsigned>(num_seqs));
-  LaunchConfig config = {grid, dim3(32 * WARPS), 0, stream, overlap};
-  if constexpr (kDynamic<S>) {
-    int optin = 0;
-    if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
-    config.shared_bytes = sizeof(S);
-    if (config.shared_bytes > optin) return GDN_BAD_ALGO;
-    return launch_allowed<tokens_kernel<T, ST, MAX, GIVEN>>(config, optin, p);
-  } else {
-    return gdn::launch(tokens_kernel<T, ST, MAX, GIVEN>, config, p);
-  }
+  using S = TokensSharedOf<T, ST, MAX, GIVEN>;
+  const dim3 grid(kDim / S::kRows, p.heads, static_cast<unsigned>(num_seqs));
+  int optin = 0;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  const LaunchConfig config = {grid, dim3(32 * kTokensWarps<ST, MAX, GIVEN>), sizeof(S), stream, overlap};
+  if (config.shared_bytes > optin) return GDN_BAD_ALGO;
+  return launch_allowed<tokens_kernel<T, ST, MAX, GIVEN>>(config, optin, p);
 }
 
 template <typename T, typename ST> int launch_with(const Params &p, int num_seqs, int algo, cudaStream_t stream) {

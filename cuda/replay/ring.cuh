@@ -63,6 +63,8 @@ struct StepParams : Params {
   int32_t overlap;
 };
 
+template <typename GIVEN> constexpr bool kStep = std::is_same_v<GIVEN, StepParams>;
+
 // Where the tokens of a sequence lie, and how many there are to be read.
 struct Tokens {
   uint32_t seq, first, count;

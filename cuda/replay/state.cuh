@@ -46,5 +46,51 @@ template <typename ST, int ROWS> struct StateRows {
   }
 };
 
+// Rows that the lanes of one warp copy into shared memory, a lane a row: by the copy engine, which needs no address for every
+// 16 bytes.
+struct RowCopies {
+  const uint32_t barrier;
+
+  // By all warps, `mine` in the one that copies, before its StateRows, whose fence is for this too.
+  __device__ __forceinline__ RowCopies(uint64_t &barrier, bool mine) : barrier(ptx::shared_address(&barrier)) {
+    if (mine && threadIdx.x % 32 == 0) ptx::barrier_init(this->barrier, 1);
+  }
+
+  // Once, by all lanes of that warp, before its copies: how many bytes these are.
+  __device__ __forceinline__ void expect(uint32_t bytes) const {
+    if (threadIdx.x % 32 == 0) ptx::barrier_expect(barrier, bytes);
+    __syncwarp();
+  }
+
+  template <uint32_t BYTES> __device__ __forceinline__ void copy(void *to, const void *from) const {
+    const auto at = ptx::shared_address(to);
+#if __CUDA_ARCH__ >= 900
+    ptx::copy_bulk(at, from, BYTES, barrier);
+#else
+    for (uint32_t i = 0; i < BYTES; i += 16) ptx::copy_async(at + i, static_cast<const char *>(from) + i);
+#endif
+  }
+
+  // By all lanes together.
+  __device__ __forceinline__ void copy_run(void *to, const void *from, uint32_t bytes) const {
+    const auto at = ptx::shared_address(to);
+    const uint32_t lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0 && bytes) ptx::copy_bulk(at, from, bytes, barrier);
+#else
+    for (uint32_t i = 16 * lane; i < bytes; i += 16 * 32) ptx::copy_async(at + i, static_cast<const char *>(from) + i);
+#endif
+  }
+
+  // By whoever reads them; where there is no copy engine, behind the copying warp's wait for its own copies and a barrier.
+  __device__ __forceinline__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+    ptx::barrier_wait(barrier, 0);
+#else
+    ptx::copy_async_wait<0>();
+#endif
+  }
+};
+
 }  // namespace replay
 }  // namespace gdn

@@ -1,4 +1,4 @@
-// What the fused step does before and after the rule: the convolution, and the gated norm.
+// What the fused step does before the rule: the convolution.
 //
 // The convolution's window is a ring too, of its inputs as they came, in the rows of the ring's entries: behind the row of a
 // token stand those of the tokens before it, folded or not, until they are overwritten a whole turn later. So the cursor says
@@ -179,22 +179,6 @@ template <typename T> struct TokenConvolution {
     }
   }
 };
-
-// o * rsqrt(mean(o^2) + eps) * weight * act(z) of one token, by a warp; `o` and `z` are in shared memory.
-template <typename T, typename F>
-__device__ __forceinline__ void gated_norm(const StepParams &p, F &&o, const T *z, T *out, int lane) {
-  float x[kDim / 32], sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) x[i] = o(lane + 32 * i), sum = fmaf(x[i], x[i], sum);
-  const float scale = rsqrtf(group_sum(sum) * (1.f / kDim) + p.norm_eps);
-#pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) {
-    const int d = lane + 32 * i;
-    const float gate = to_float(z[d]);
-    out[d] = from_float<T>(x[i] * scale * load_any(p.norm_weight, d, p.norm_dtype) *
-                           (p.sigmoid ? fast_sigmoid(gate) : fast_silu(gate)));
-  }
-}
 
 }  // namespace replay
 }  // namespace gdn

@@ -42,7 +42,6 @@ constexpr int kTokenWarps = 4;    // of a block
 
 // Rows that eight lanes take: of the step all of the head's, since the norm is over them. Blocks that a multiprocessor must have
 // registers for: with a whole head of f32 there is shared memory for three.
-template <typename GIVEN> constexpr bool kStep = std::is_same_v<GIVEN, StepParams>;
 template <typename ST, typename GIVEN> constexpr int kTokenRows = sizeof(ST) == 4 && !kStep<GIVEN> ? 4 : 8;
 template <typename ST, typename GIVEN> constexpr int kTokenBlocks = !kStep<GIVEN> ? 5 : sizeof(ST) == 4 ? 3 : 4;
 
@@ -314,10 +313,13 @@ token_kernel(const __grid_constant__ GIVEN p) {
 
   ST *out = static_cast<ST *>(p.state_out) + (static_cast<uint64_t>(out_slot) * p.out.stride + within);
 #pragma unroll 1
-  for (int tile = 0; tile < kWarpRows; tile += 16)
-    fold_rows<ST, T>(state.rows + tile, out + tile * kDim, shared.left[0].state, shared.fold, lane, [&](int j, int row) {
-      return j < static_cast<int>(ring.length) ? shared.left[j].entry * updates[ring.row(j) * kDim + warp_row0 + tile + row] : 0.f;
+  for (int tile = 0; tile < kWarpRows; tile += 16) {
+    const FoldUpdates<sizeof(ST) == 4 ? 3 : 2> decayed([&](int x, int half) {
+      const int j = entry_of(x, lane % 4), row = warp_row0 + tile + lane / 4 + 8 * half;
+      return j < static_cast<int>(ring.length) ? shared.left[j].entry * updates[ring.row(j) * kDim + row] : 0.f;
     });
+    fold_rows<ST, T>(state.rows + tile, out + tile * kDim, shared.left[0].state, shared.fold, decayed, lane);
+  }
 }
 
 }  // namespace replay

@@ -27,12 +27,13 @@ int check(const gdn_rule_params &p) {
   return p.head_stride != 0 && p.head_stride < dense_head(p) ? GDN_BAD_STRIDE : GDN_OK;
 }
 
-// What every kernel takes and not GDN_RECURRENT alone.
+// What every kernel takes and not GDN_RECURRENT alone. States that are null are beside this.
 bool plain(const gdn_rule_params &p) {
-  return p.state_in && p.state_out && !p.counts && p.state_dtype != GDN_F16 && p.gates == GDN_GATES_RAW &&
-         p.dt_bias_dtype == GDN_F32 &&
+  return !p.counts && p.state_dtype != GDN_F16 && p.gates == GDN_GATES_RAW && p.dt_bias_dtype == GDN_F32 &&
          (p.head_stride == 0 || p.head_stride == dense_head(p));
 }
+
+bool both_states(const gdn_rule_params &p) { return p.state_in && p.state_out; }
 
 bool any_null(const gdn_rule_params &p) {
   if (p.gates == GDN_GATES_RAW && (!p.a_log || !p.dt_bias)) return true;
@@ -43,9 +44,8 @@ bool any_null(const gdn_rule_params &p) {
 constexpr int32_t kChunked90Tokens = 12, kChunked80Tokens = 24;
 
 // The kernel that runs for checked parameters: the one asked for, or the best that takes them, by measured bounds
-// (README.md). GDN_AUTO when the one asked for does not take them.
-int choose(const gdn_rule_params &p, int32_t *algo) {
-  const bool any = plain(p);
+// (README.md). GDN_AUTO when the one asked for does not take them. `any`: whether it may be another than GDN_RECURRENT.
+int choose(const gdn_rule_params &p, bool any, int32_t *algo) {
   const bool takes[] = {true,
                         true,
                         any && recurrent_128_takes(p),
@@ -75,15 +75,18 @@ extern "C" int gdn_rule_choice(const gdn_rule_params *params, int32_t *algo) {
   using namespace gdn;
   if (!params || !algo) return GDN_NULL_POINTER;
   if (const int status = check(*params)) return status;
-  if (const int status = choose(*params, algo)) return status;
+  if (const int status = choose(*params, plain(*params) && both_states(*params), algo)) return status;
   return *algo == GDN_AUTO ? GDN_BAD_ALGO : GDN_OK;
 }
 
 extern "C" int gdn_rule_workspace(const gdn_rule_params *params, int64_t *bytes) {
   using namespace gdn;
-  if (!bytes) return GDN_NULL_POINTER;
+  if (!params || !bytes) return GDN_NULL_POINTER;
+  if (const int status = check(*params)) return status;
   int32_t algo = GDN_AUTO;
-  if (const int status = gdn_rule_choice(params, &algo)) return status;
+  // Pointers that are null may come later.
+  if (const int status = choose(*params, plain(*params), &algo)) return status;
+  if (algo == GDN_AUTO) return GDN_BAD_ALGO;
   *bytes = 0;
   return algo == GDN_CHUNKED_SM80 || algo == GDN_CHUNKED_SM90 ? chunked_workspace(*params, algo, bytes) : GDN_OK;
 }
@@ -99,7 +102,7 @@ extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
   if (any_null(p)) return GDN_NULL_POINTER;
 
   int32_t algo = GDN_AUTO;
-  if (const int status = choose(p, &algo)) return status;
+  if (const int status = choose(p, plain(p) && both_states(p), &algo)) return status;
   switch (algo) {
     case GDN_RECURRENT: return launch_recurrent(p, stream);
     case GDN_RECURRENT_128: return launch_recurrent_128(p, stream);
