@@ -18,7 +18,7 @@ template <typename ST, int MAX, typename GIVEN>
 constexpr int kTokensWarps = kStep<GIVEN> || MAX == 16 ? 8 / kTiles<ST, MAX> : 4;
 
 // Blocks that a multiprocessor must have registers for.
-template <typename T, int MAX, int WARPS> constexpr int kTokensBlocks = (sizeof(T) == 4 ? 8 : 16) / WARPS;
+template <typename T, int WARPS> constexpr int kTokensBlocks = (sizeof(T) == 4 ? 8 : 16) / WARPS;
 
 // Shared memory of a block for up to MAX tokens.
 template <typename T, typename ST, int WARPS, int MAX> struct TokensShared {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void key_products(float (&acc)[MAX / 4][4], const S &
 
 // The rule with Params, the fused step with StepParams.
 template <typename T, typename ST, int MAX, typename GIVEN>
-__global__ void __launch_bounds__(32 * kTokensWarps<ST, MAX, GIVEN>, (kTokensBlocks<T, MAX, kTokensWarps<ST, MAX, GIVEN>>))
+__global__ void __launch_bounds__(32 * kTokensWarps<ST, MAX, GIVEN>, (kTokensBlocks<T, kTokensWarps<ST, MAX, GIVEN>>))
 tokens_kernel(const __grid_constant__ GIVEN p) {
   constexpr bool STEP = kStep<GIVEN>;
   constexpr int WARPS = kTokensWarps<ST, MAX, GIVEN>, TILES = kTiles<ST, MAX>, kThreads = 32 * WARPS, kTokens = MAX / 4;
