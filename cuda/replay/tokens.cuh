@@ -23,7 +23,8 @@ template <typename T, int WARPS> constexpr int kTokensBlocks = (sizeof(T) == 4 ?
 // Shared memory of a block for up to MAX tokens.
 template <typename T, typename ST, int WARPS, int MAX> struct TokensShared {
   using State = StateRows<ST, 16 * kTiles<ST, MAX>>;
-  static constexpr int kRows = 16 * kTiles<ST, MAX> * WARPS, kStride = kRowStride<T>;
+  // With 16 tokens rows are closer and meet banks twice: a step with an f32 state then fits in 99 KB.
+  static constexpr int kRows = 16 * kTiles<ST, MAX> * WARPS, kStride = MAX == 16 ? kDim + 16 / sizeof(T) : kRowStride<T>;
   alignas(128) typename State::Memory state[WARPS];
   union {
     alignas(16) T tokens[2 * MAX][kStride];    // k and q of token t in rows 2 t and 2 t + 1
@@ -32,8 +33,8 @@ template <typename T, typename ST, int WARPS, int MAX> struct TokensShared {
   alignas(16) T keys[kWindow][kDim];           // of the ring
   alignas(16) float updates[kWindow][kRows + 4];
   alignas(16) T v[MAX][kRows];                 // and then o
-  // k_j . k and k_j . q of the ring's entries, in rows 2 t and 2 t + 1; so far apart that lanes meet no bank twice.
-  alignas(16) float of_ring[2 * MAX][kWindow + 8];
+  // k_j . k and k_j . q of the ring's entries, in rows 2 t and 2 t + 1, so far apart that lanes meet few banks twice.
+  alignas(16) float of_ring[2 * MAX][kWindow + (MAX == 16 ? 4 : 8)];
   float2 of_tokens[MAX][MAX + 1];              // the same of new tokens, with the decay between; 0 where a token is not before
   alignas(16) float entry_left[kWindow];       // before the new tokens
   float state_left;
