@@ -20,8 +20,11 @@ mod feed;
 mod graph;
 mod kept;
 mod kv;
+#[cfg(feature = "cuda")]
+mod landing;
 mod pass;
 mod pool;
+mod sampling;
 mod serve;
 mod snapshot;
 #[cfg(any(feature = "cuda", test))]

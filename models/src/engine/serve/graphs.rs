@@ -1,6 +1,7 @@
 //! Decode steps recorded as CUDA graphs.
 
 use super::request::{Event, GraphChoice};
+use crate::engine::sampling::Sampler;
 use crate::{CausalLm, DecodeGraph, SequencePool};
 use candle_core::Result;
 
@@ -9,6 +10,7 @@ use candle_core::Result;
 #[derive(Debug)]
 pub(super) struct Graphs {
     choice: GraphChoice,
+    sampler: Sampler,
     /// For so many sequences at most.
     most: usize,
     captured: Vec<DecodeGraph>,
@@ -21,6 +23,7 @@ impl Graphs {
     /// fed.
     pub fn new(
         choice: GraphChoice,
+        sampler: Sampler,
         model: &CausalLm,
         pool: &mut SequencePool,
         events: &mut Vec<Event>,
@@ -31,7 +34,7 @@ impl Graphs {
             choice => choice,
         };
         let most = pool.capacity();
-        let mut graphs = Self { choice, most, captured: Vec::new(), refused: None };
+        let mut graphs = Self { choice, sampler, most, captured: Vec::new(), refused: None };
         graphs.find(most, model, pool, events)?;
         Ok(graphs)
     }
@@ -51,7 +54,7 @@ impl Graphs {
         if let Some(i) = self.captured.iter().position(|graph| graph.batch() == width) {
             return Ok(Some(&mut self.captured[i]));
         }
-        match DecodeGraph::capture(model, pool, width) {
+        match DecodeGraph::capture_drawing(model, pool, width, &self.sampler) {
             Ok(graph) => self.captured.push(graph),
             Err(e) if self.choice == GraphChoice::On => return Err(e),
             Err(e) => {

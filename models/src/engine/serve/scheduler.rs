@@ -1,14 +1,15 @@
 //! Whose turn it is.
 
 use super::filling::Filling;
+use super::flight::Flight;
 use super::graphs::Graphs;
-use super::greedy::{Greedy, Logits};
 use super::prefixes::Prefixes;
 use super::recover::Width;
 use super::request::{EngineOptions, EngineStats, Event, FinishReason, Request, RequestId};
 use super::row::Row;
+use crate::engine::sampling::Sampler;
 use crate::{CausalLm, Sequence, SequencePool, SequenceSnapshot};
-use candle_core::{bail, Error, Result, Tensor};
+use candle_core::{bail, Error, Result};
 use std::borrow::Borrow;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -42,12 +43,16 @@ pub struct Engine<M: Borrow<CausalLm>> {
     pub(super) model: M,
     pub(super) pool: SequencePool,
     pub(super) graphs: Graphs,
-    greedy: Option<Greedy>,
+    pub(super) sampler: Sampler,
     pub(super) options: EngineOptions,
     pub(super) prefixes: Prefixes<Arc<SequenceSnapshot>>,
     pub(super) waiting: VecDeque<(RequestId, Request)>,
     pub(super) filling: Vec<Filling>,
     pub(super) rows: Vec<Row>,
+    /// The step that the device is at, where it is ahead of the rows.
+    pub(super) flight: Option<Flight>,
+    /// For tests of what being ahead needs: it brings nothing where the host waits for each step.
+    pub(in crate::engine) ahead_without_graph: bool,
     pub(super) events: Vec<Event>,
     pub(super) stats: EngineStats,
     pub(super) told_too_large: bool,
@@ -69,21 +74,20 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         }
         let (lm, mut events) = (model.borrow(), Vec::new());
         let mut pool = lm.new_sequences(options.sequences, options.max_len)?;
-        let graphs = Graphs::new(options.cuda_graph, lm, &mut pool, &mut events)?;
-        let greedy = match lm.device().is_cpu() {
-            true => None,
-            false => Some(Greedy::new(lm.config().vocab_size, lm.device())?),
-        };
+        let sampler = Sampler::new(lm.device())?;
+        let graphs = Graphs::new(options.cuda_graph, sampler.clone(), lm, &mut pool, &mut events)?;
         Ok(Self {
             pool,
             graphs,
-            greedy,
+            sampler,
             prefixes: Prefixes::new(options.prefix_block, options.prefix_cache)?,
             options,
             model,
             waiting: VecDeque::new(),
             filling: Vec::new(),
             rows: Vec::new(),
+            flight: None,
+            ahead_without_graph: false,
             events,
             stats: EngineStats::default(),
             told_too_large: false,
@@ -158,15 +162,22 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     pub fn step(&mut self) -> Result<Vec<Event>> {
         self.admit()?;
         let pass = match (self.filling.is_empty(), self.rows.is_empty()) {
-            (false, _) => self.fill(),
+            (false, _) => self.land().and_then(|()| self.fill()),
             (true, false) => self.decode(),
-            (true, true) => Ok(()),
+            (true, true) => {
+                self.flight = None;
+                Ok(())
+            }
         };
+        // Before anything is fed anew: those that have ended need no more.
+        self.retire()?;
         match pass {
             Ok(()) => self.width.passed(&std::mem::take(&mut self.passing)),
-            Err(e) => self.recover(&e)?,
+            Err(e) => {
+                self.recover(&e)?;
+                self.retire()?;
+            }
         }
-        self.retire()?;
         Ok(std::mem::take(&mut self.events))
     }
 
@@ -191,7 +202,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     }
 
     /// Completions that have ended make room.
-    fn retire(&mut self) -> Result<()> {
+    pub(super) fn retire(&mut self) -> Result<()> {
         for row in std::mem::take(&mut self.rows) {
             let Some(mut reason) = row.finished.clone() else {
                 self.rows.push(row);
@@ -220,14 +231,6 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             self.events.push(Event::Snapshot { id: row.id, snapshot });
         }
         Ok(())
-    }
-
-    /// From `[rows, vocabulary]`, on the host; `greedy` where none of them needs more than the most likely token.
-    pub(super) fn read(&self, logits: &Tensor, greedy: bool) -> Result<Vec<Logits>> {
-        match &self.greedy {
-            Some(best) if greedy => best.best(logits),
-            _ => Ok(logits.to_vec2()?.into_iter().map(Logits::All).collect()),
-        }
     }
 
     /// A new sequence, behind the tokens of `snapshot` if there is one.
