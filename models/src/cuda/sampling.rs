@@ -32,9 +32,9 @@ pub(crate) fn workspace(device: &Device) -> Result<Tensor> {
 /// recent tokens that they have room for.
 pub(crate) fn sample(logits: &Tensor, words: &Tensor, workspace: &Tensor, rows: usize, history: usize) -> Result<()> {
     let (count, vocab) = logits.dims2()?;
-    if logits.dtype() != DType::F32 || !logits.is_contiguous() || count != rows {
-        let (dtype, shape) = (logits.dtype(), logits.shape());
-        bail!("{NAME}: logits: expected f32 in {rows} contiguous rows, got {dtype:?} in {shape:?}")
+    if logits.dtype() != DType::F32 || count != rows || logits.stride()[1] != 1 {
+        let (dtype, layout) = (logits.dtype(), logits.layout());
+        bail!("{NAME}: logits: expected f32 in {rows} rows without gaps, got {dtype:?} in {layout:?}")
     }
     let sizes = [rows, vocab, history];
     in_place_cuda(NAME, logits, |logits| {
@@ -63,7 +63,7 @@ fn launch(
         kept: words.at(ids + (2 + history) * rows, 4),
         workspace: workspace.at::<c_void>(workspace_layout.start_offset(), 4),
         workspace_bytes: 4 * workspace_layout.shape().elem_count() as i64,
-        logits_stride: vocab as i64,
+        logits_stride: layout.stride()[0] as i64,
         rows: int(NAME, "rows", rows)?,
         vocab: int(NAME, "vocabulary", vocab)?,
         history: int(NAME, "history", history)?,

@@ -188,7 +188,7 @@ impl DecodeGraph {
             match sampler {
                 None => (StepBuffers::new(model, pool, batch)?, Vec::new()),
                 Some(sampler) => {
-                    let landing = || Ok(Rc::new(RefCell::new(Landing::new(&pool.device, batch)?)));
+                    let landing = || Landing::new(&pool.device, batch).map(|landing| Rc::new(RefCell::new(landing)));
                     (StepBuffers::drawing(pool, batch, sampler.clone())?, vec![landing()?, landing()?])
                 }
             }
@@ -245,7 +245,7 @@ impl DecodeGraph {
 
     fn send(&mut self, sequences: usize) -> Result<Coming> {
         let landing = self.landings[0].clone();
-        landing.borrow_mut().send(&self.buffers.drawn(sequences)?)?;
+        landing.borrow_mut().send(&self.buffers.drawn()?, sequences)?;
         self.landings.rotate_left(1);
         Ok(Coming { landing })
     }

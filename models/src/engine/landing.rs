@@ -23,13 +23,13 @@ impl Landing {
         Ok(Self { host, done: context.new_event(None).map_err(Error::wrap)?, count: 0 })
     }
 
-    /// Sends `drawn [tokens]`, as it is once all work given so far is done.
-    pub fn send(&mut self, drawn: &Tensor) -> Result<()> {
+    /// Sends `drawn [most]`, as it is once all work given so far is done; the first `count` are somebody's.
+    pub fn send(&mut self, drawn: &Tensor, count: usize) -> Result<()> {
         let (storage, layout) = drawn.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { bail!("landing: expected a tensor on CUDA") };
-        let (from, count) = (layout.start_offset(), layout.shape().elem_count());
+        let from = layout.start_offset();
         let stream = storage.device.cuda_stream();
-        let drawn = storage.as_cuda_slice::<u32>()?.slice(from..from + count);
+        let drawn = storage.as_cuda_slice::<u32>()?.slice(from..from + layout.shape().elem_count());
         stream.memcpy_dtoh(&drawn, &mut self.host).map_err(Error::wrap)?;
         self.done.record(&stream).map_err(Error::wrap)?;
         self.count = count;

@@ -25,6 +25,8 @@ mod landing;
 mod pass;
 mod pool;
 mod sampling;
+#[cfg(test)]
+mod sampling_tests;
 mod serve;
 mod snapshot;
 #[cfg(any(feature = "cuda", test))]

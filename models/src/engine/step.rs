@@ -155,11 +155,11 @@ impl StepBuffers {
         }
     }
 
-    /// The tokens that the first `sequences` rows drew, which the next step writes over.
+    /// The tokens that the rows drew, `[batch]`, which the next step writes over.
     #[cfg(feature = "cuda")]
-    pub fn drawn(&self, sequences: usize) -> Result<Tensor> {
+    pub fn drawn(&self) -> Result<Tensor> {
         match &self.output {
-            Output::Drawn(_, rows) => rows.drawn()?.narrow(0, 0, sequences),
+            Output::Drawn(_, rows) => rows.drawn(),
             Output::Logits(_) => bail!("DecodeGraph: expected a step that draws"),
         }
     }

@@ -5,8 +5,7 @@ use crate::engine::sampling::Sampler;
 use crate::{CausalLm, DecodeGraph, SequencePool};
 use candle_core::Result;
 
-/// A graph costs what its full number of sequences does: as sequences end, narrower ones take over, each recorded when it
-/// is first needed.
+/// A graph costs what its full number of sequences does: as sequences end, narrower ones take over.
 #[derive(Debug)]
 pub(super) struct Graphs {
     choice: GraphChoice,
@@ -19,8 +18,8 @@ pub(super) struct Graphs {
 }
 
 impl Graphs {
-    /// For all sequences of a pool. Captures the widest at once, so that [`GraphChoice::On`] fails before anything is
-    /// fed.
+    /// For all sequences of a pool, captured before anything is fed: [`GraphChoice::On`] fails here if it has to, and no
+    /// request waits for a capture.
     pub fn new(
         choice: GraphChoice,
         sampler: Sampler,
@@ -36,6 +35,8 @@ impl Graphs {
         let most = pool.capacity();
         let mut graphs = Self { choice, sampler, most, captured: Vec::new(), refused: None };
         graphs.find(most, model, pool, events)?;
+        let narrower = (0..usize::BITS).map(|bit| 1 << bit).take_while(|width| *width < most);
+        narrower.rev().try_for_each(|width| graphs.find(width, model, pool, events).map(drop))?;
         Ok(graphs)
     }
 

@@ -7,12 +7,16 @@ use super::prefixes::Prefixes;
 use super::recover::Width;
 use super::request::{EngineOptions, EngineStats, Event, FinishReason, Request, RequestId};
 use super::row::Row;
+use super::sampler::Sampling;
 use crate::engine::sampling::Sampler;
 use crate::{CausalLm, Sequence, SequencePool, SequenceSnapshot};
 use candle_core::{bail, Error, Result};
 use std::borrow::Borrow;
 use std::collections::VecDeque;
 use std::sync::Arc;
+
+/// Tokens of the prompt that is fed before the first request.
+const WARM_UP: usize = 512;
 
 /// Many requests on one model: each waits until there is room, then its prompt is fed, then it is completed token by
 /// token. While there are prompts to be fed, those passes take the running completions along, a token each.
@@ -63,7 +67,8 @@ pub struct Engine<M: Borrow<CausalLm>> {
 }
 
 impl<M: Borrow<CausalLm>> Engine<M> {
-    /// Makes room for as many sequences, and as long ones, as the options say.
+    /// Makes room for as many sequences, and as long ones, as the options say. On CUDA a prompt of nobody's is fed and decode
+    /// steps are captured, so that the first request does not wait for kernels to be loaded.
     ///
     /// # Errors
     /// When the device is out of memory, an option is 0 that must not be, or [`GraphChoice::On`](super::GraphChoice)
@@ -76,6 +81,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         let mut pool = lm.new_sequences(options.sequences, options.max_len)?;
         let sampler = Sampler::new(lm.device())?;
         let graphs = Graphs::new(options.cuda_graph, sampler.clone(), lm, &mut pool, &mut events)?;
+        warm_up(lm, &mut pool, &sampler, options.prefill_chunk)?;
         Ok(Self {
             pool,
             graphs,
@@ -244,4 +250,18 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         }
         Ok(sequence)
     }
+}
+
+/// A prompt that nobody reads, in a sequence of its own: on CUDA kernels and libraries are loaded with their first use.
+fn warm_up(model: &CausalLm, pool: &mut SequencePool, sampler: &Sampler, prefill_chunk: usize) -> Result<()> {
+    if model.device().is_cpu() {
+        return Ok(());
+    }
+    let sequence = pool.begin()?;
+    let prompt = vec![0; WARM_UP.min(prefill_chunk).min(pool.max_len())];
+    let random =
+        Sampling { temperature: 1., top_p: 0.5, ..Sampling::default() }.choice(0, 0, prompt.len(), &prompt, &[]);
+    let drawn = model.feed(pool, &[(sequence, &prompt)]).and_then(|logits| sampler.draw(&logits, &[random]));
+    pool.end(sequence)?;
+    drawn.map(drop)
 }
