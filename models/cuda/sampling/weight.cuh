@@ -25,13 +25,13 @@ __device__ __forceinline__ uint64_t weight_of(float x, float best, double scale)
   if (z <= -39.) return 0;
   const double whole = floor(z);
   const float f = static_cast<float>(__dsub_rn(z, whole));
-  // 2^f on [0, 1], to 1e-8
+  // 2^f on [0, 1], to 1e-7
   float p = 2.1900955e-4f;
   p = __fadd_rn(__fmul_rn(p, f), 1.2407868e-3f);
-  p = __fadd_rn(__fmul_rn(p, f), 9.6785942e-3f);
+  p = __fadd_rn(__fmul_rn(p, f), 9.678594e-3f);
   p = __fadd_rn(__fmul_rn(p, f), 5.548587e-2f);
-  p = __fadd_rn(__fmul_rn(p, f), 2.4022860e-1f);
-  p = __fadd_rn(__fmul_rn(p, f), 6.9314714e-1f);
+  p = __fadd_rn(__fmul_rn(p, f), 2.402286e-1f);
+  p = __fadd_rn(__fmul_rn(p, f), 6.9314718e-1f);
   p = __fadd_rn(__fmul_rn(p, f), 1.f);
   const uint64_t mantissa = static_cast<uint64_t>(__fmul_rn(p, 8388608.f));
   return (mantissa << 15) >> static_cast<int>(-whole);

@@ -2,6 +2,7 @@
 //! same in any order, and made by operations that round the same everywhere.
 
 use crate::abi::sampling::SamplingRow;
+use std::f32::consts::LN_2;
 
 /// Of the most likely token.
 const HEAVIEST: u64 = 1 << 38;
@@ -77,7 +78,9 @@ fn penalise(logits: &mut [f32], penalty: f32, recent: &[u32]) {
     for (&id, x) in recent.iter().zip(read) {
         if let Some(x) = x {
             let y = if x > 0. { x / penalty } else { x * penalty };
-            logits[id as usize] = y.max(f32::MIN).min(f32::MAX);
+            #[allow(clippy::manual_clamp)] // a NaN, of a penalty that is none, is to become a number
+            let y = y.max(f32::MIN).min(f32::MAX);
+            logits[id as usize] = y;
         }
     }
 }
@@ -100,8 +103,8 @@ fn weight(x: f32, best: f32, scale: f64) -> u64 {
     }
     let whole = z.floor();
     let f = (z - whole) as f32;
-    // 2^f on [0, 1], to 1e-8
-    let terms = [2.190_095_5e-4, 1.240_786_8e-3, 9.678_594_2e-3, 5.548_587e-2, 2.402_286_0e-1, 6.931_471_4e-1, 1.];
+    // 2^f on [0, 1], to 1e-7
+    let terms = [2.190_095_5e-4, 1.240_786_8e-3, 9.678_594e-3, 5.548_587e-2, 2.402_286e-1, LN_2, 1.];
     let p = terms.into_iter().fold(0f32, |p, term| p * f + term);
     let mantissa = (p * 8_388_608.) as u64;
     (mantissa << 15) >> (-whole) as u32

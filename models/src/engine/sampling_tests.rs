@@ -79,7 +79,7 @@ fn tokens_come_as_often_as_they_should() -> Result<()> {
             let token = draw(&sampler, std::slice::from_ref(&logits), &[choice], &Device::Cpu)?[0];
             count[token.expect("a token") as usize] += 1;
         }
-        let (mut chi, mut degrees) = (0., -1.);
+        let (mut chi, mut degrees) = (0., -1f64);
         for (count, p) in count.iter().zip(probabilities(&logits, &sampling)) {
             let want = p * DRAWS as f64;
             match want < 5. {
@@ -89,7 +89,7 @@ fn tokens_come_as_often_as_they_should() -> Result<()> {
             assert!(p > 0. || *count == 0, "{sampling:?}");
         }
         // Seldom more than 4 deviations off.
-        assert!(chi < degrees + 4. * (2. * degrees as f64).sqrt(), "{sampling:?}: chi square {chi} of {degrees}");
+        assert!(chi < degrees + 4. * (2. * degrees).sqrt(), "{sampling:?}: chi square {chi} of {degrees}");
     }
     Ok(())
 }

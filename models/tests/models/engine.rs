@@ -20,7 +20,7 @@ fn request(n: u32) -> Request {
     };
     let prompt = (0..1 + n * 7 % 50).map(|i| (n * 31 + i * i) % 1000).collect();
     // Many stops, so that requests end while the next step is under way.
-    let stop = (0..if n % 3 == 0 { 100 } else { 0 }).map(|i| i * 10 + 3).collect();
+    let stop = (0..if n.is_multiple_of(3) { 100 } else { 0 }).map(|i| i * 10 + 3).collect();
     let snapshot_end = n % 7 == 6;
     Request { sampling, stop, seed: n.into(), snapshot_end, ..Request::new(prompt, [40, 13, 1, 25][n as usize % 4]) }
 }

@@ -35,8 +35,9 @@ impl Graphs {
         let most = pool.capacity();
         let mut graphs = Self { choice, sampler, most, captured: Vec::new(), refused: None };
         graphs.find(most, model, pool, events)?;
-        let narrower = (0..usize::BITS).map(|bit| 1 << bit).take_while(|width| *width < most);
-        narrower.rev().try_for_each(|width| graphs.find(width, model, pool, events).map(drop))?;
+        for width in (0..usize::BITS).rev().map(|bit| 1 << bit).filter(|width| *width < most) {
+            graphs.find(width, model, pool, events)?;
+        }
         Ok(graphs)
     }
 
