@@ -3,6 +3,7 @@
 use super::sampling::tokens;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, PinnedHostSlice};
 use candle_core::{bail, Device, Error, Result, Storage, Tensor};
+use candle_gdn::plumbing::Working;
 
 /// Pinned memory that a step's tokens are copied to, behind the step, while the host goes on.
 pub(super) struct Landing {
@@ -25,6 +26,7 @@ impl Landing {
 
     /// Sends `drawn [most]`, as it is once all work given so far is done; the first `count` are somebody's.
     pub fn send(&mut self, drawn: &Tensor, count: usize) -> Result<()> {
+        let _working = Working::new(drawn.device());
         let (storage, layout) = drawn.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { bail!("landing: expected a tensor on CUDA") };
         let from = layout.start_offset();

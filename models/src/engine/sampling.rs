@@ -42,6 +42,7 @@ impl Sampler {
     pub fn draw(&self, logits: &Tensor, choices: &[Choice]) -> Result<Vec<Option<u32>>> {
         #[cfg(feature = "cuda")]
         if self.workspace.is_some() {
+            let _working = candle_gdn::plumbing::Working::new(logits.device());
             let history = choices.iter().map(|choice| choice.row.window as usize).max().unwrap_or(0);
             let rows = Rows::new(choices.len(), history, logits.device())?;
             rows.load(choices)?;

@@ -21,6 +21,10 @@ const WARM_UP: usize = 512;
 /// Many requests on one model: each waits until there is room, then its prompt is fed, then it is completed token by
 /// token. While there are prompts to be fed, those passes take the running completions along, a token each.
 ///
+/// Tokens are drawn where the logits lie. Decode steps that are CUDA graphs begin before the tokens of the one before have come to the
+/// host, where these only decide whether a completion ends: a token drawn after its end is dropped. A completion
+/// with [`Request::snapshot_end`] keeps its step from that, and so does [`EngineOptions::draft`].
+///
 /// All memory is that of a [`SequencePool`], made with the engine: a request is admitted when a sequence of the pool is
 /// free, and refused at once when it can never fit. One thread owns the engine, as a CUDA graph asks; `M` is the model,
 /// or a reference or an [`Arc`] of it.
