@@ -5,7 +5,7 @@ use super::capture::capture;
 #[cfg(feature = "cuda")]
 use super::landing::Landing;
 use super::pool::{Sequence, SequencePool};
-use super::sampling::{Choice, Sampler};
+use super::sampling::{Choice, Sampler, Token};
 #[cfg(feature = "cuda")]
 use super::step::StepBuffers;
 #[cfg(feature = "cuda")]
@@ -163,8 +163,8 @@ pub(super) struct Coming {
 }
 
 impl Coming {
-    /// Waits for them; None where a logit of a row is no number. They are gone once the step after the next begins.
-    pub fn read(&self) -> Result<Vec<Option<u32>>> {
+    /// Waits for them. They are gone once the step after the next begins.
+    pub fn read(&self) -> Result<Vec<Token>> {
         #[cfg(feature = "cuda")]
         return self.landing.borrow().read();
         #[cfg(not(feature = "cuda"))]

@@ -1,6 +1,6 @@
 //! Tokens on their way from the device to the host.
 
-use super::sampling::tokens;
+use super::sampling::{tokens, Token};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, PinnedHostSlice};
 use candle_core::{bail, Device, Error, Result, Storage, Tensor};
 use candle_gdn::plumbing::Working;
@@ -39,7 +39,7 @@ impl Landing {
     }
 
     /// Waits for what was sent last.
-    pub fn read(&self) -> Result<Vec<Option<u32>>> {
+    pub fn read(&self) -> Result<Vec<Token>> {
         self.done.synchronize().map_err(Error::wrap)?;
         Ok(tokens(&self.host.as_slice().map_err(Error::wrap)?[..self.count]))
     }

@@ -16,6 +16,9 @@ pub(super) struct Choice {
     pub recent: Vec<u32>,
 }
 
+/// A token that was drawn, or what the model gave that none can be drawn from.
+pub(super) type Token = std::result::Result<u32, String>;
+
 /// Chooses tokens. Its copies share what the kernel needs, so that they are of one stream.
 #[derive(Clone, Debug)]
 pub(super) struct Sampler {
@@ -37,9 +40,8 @@ impl Sampler {
         })
     }
 
-    /// The token of each row of `logits [rows, vocabulary]` in f32, which may be overwritten; None where one of a row is no
-    /// number.
-    pub fn draw(&self, logits: &Tensor, choices: &[Choice]) -> Result<Vec<Option<u32>>> {
+    /// The token of each row of `logits [rows, vocabulary]` in f32, which may be overwritten.
+    pub fn draw(&self, logits: &Tensor, choices: &[Choice]) -> Result<Vec<Token>> {
         #[cfg(feature = "cuda")]
         if self.workspace.is_some() {
             let _working = candle_gdn::plumbing::Working::new(logits.device());
@@ -62,18 +64,23 @@ impl Sampler {
 }
 
 impl Choice {
-    fn draw(&self, logits: &mut [f32]) -> Option<u32> {
-        match self.row.window {
+    fn draw(&self, logits: &mut [f32]) -> Token {
+        let token = match self.row.window {
             0 => draw(logits, &self.row, &[]),
             _ => draw(logits, &self.row, &[&self.recent[..], &[self.last]].concat()),
-        }
+        };
+        token.ok_or_else(|| match logits.iter().position(|x| !x.is_finite()) {
+            Some(i) => format!("the logit {} for token {i}", logits[i]),
+            None => "no logits".into(),
+        })
     }
 }
 
 /// Tokens as the kernel writes them.
 #[cfg(feature = "cuda")]
-pub(super) fn tokens(drawn: &[u32]) -> Vec<Option<u32>> {
-    drawn.iter().map(|&token| (token != GDN_NO_TOKEN).then_some(token)).collect()
+pub(super) fn tokens(drawn: &[u32]) -> Vec<Token> {
+    let token = |token: &u32| if *token == GDN_NO_TOKEN { Err("a logit that is no number".into()) } else { Ok(*token) };
+    drawn.iter().map(token).collect()
 }
 
 /// How rows choose, on the device: a launch moves them on, so that the next one needs nothing of the host.

@@ -4,6 +4,7 @@ use super::filling::Filling;
 use super::request::{Event, Request};
 use super::row::Row;
 use super::scheduler::Engine;
+use crate::engine::sampling::Token;
 use crate::{CausalLm, Sequence};
 use candle_core::{Result, Tensor};
 use std::borrow::Borrow;
@@ -118,13 +119,13 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     }
 
     /// The completions of prompts that are fed, from the token drawn after each.
-    fn complete(&mut self, drawn: &[Option<u32>]) {
+    fn complete(&mut self, drawn: &[Token]) {
         let all = std::mem::take(&mut self.filling);
         let (done, filling): (Vec<_>, Vec<_>) = all.into_iter().partition(Filling::is_done);
         self.filling = filling;
         for (filling, token) in done.into_iter().zip(drawn) {
             let mut row = Row::new(filling.id, filling.request, filling.sequence, self.pool.max_len());
-            row.take(&[*token], &[], &mut self.events);
+            row.take(std::slice::from_ref(token), &[], &mut self.events);
             self.rows.push(row);
         }
     }

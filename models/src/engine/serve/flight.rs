@@ -4,6 +4,7 @@ use super::request::RequestId;
 use super::row::Row;
 use super::scheduler::Engine;
 use crate::engine::graph::{Coming, Next};
+use crate::engine::sampling::Token;
 use crate::CausalLm;
 use candle_core::{bail, Result};
 use std::borrow::Borrow;
@@ -20,7 +21,7 @@ pub(super) struct Flight {
 #[derive(Debug)]
 enum Drawn {
     /// By a step without a graph, which the host has waited for.
-    Here(Vec<Option<u32>>),
+    Here(Vec<Token>),
     Coming(Coming),
 }
 
@@ -85,7 +86,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             }
             // As a graph does: what no number follows is token 0.
             Drawn::Here(drawn) => {
-                let tokens: Vec<u32> = drawn.iter().map(|token| token.unwrap_or(0)).collect();
+                let tokens: Vec<u32> = drawn.iter().map(|token| *token.as_ref().unwrap_or(&0)).collect();
                 let rows = self.rows.iter().zip(tokens.chunks(1));
                 let fed: Vec<_> = rows.clone().map(|(row, token)| (row.sequence, token)).collect();
                 let choices: Vec<_> = rows.map(|(row, token)| row.choice(token)).collect();
@@ -109,7 +110,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         let mut took = Vec::with_capacity(drawn.len());
         for (id, token) in flight.requests.iter().zip(drawn) {
             if let Some(row) = rows.next_if(|row| row.id == *id) {
-                took.push(row.take(&[*token], &[], &mut self.events));
+                took.push(row.take(std::slice::from_ref(token), &[], &mut self.events));
             }
         }
         Ok(took)

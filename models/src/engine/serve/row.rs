@@ -1,7 +1,7 @@
 //! One completion under way.
 
 use super::request::{Event, FinishReason, Request, RequestId};
-use crate::engine::sampling::Choice;
+use crate::engine::sampling::{Choice, Token};
 use crate::Sequence;
 
 /// A prompt and what was drawn after it.
@@ -55,17 +55,19 @@ impl Row {
 
     /// Takes the tokens `drawn` after the last token and after each of the tokens `guessed` behind it, as long as the guesses
     /// are right. Returns how many it took, the last of which no pass has been fed, or that ends the completion.
-    pub fn take(&mut self, drawn: &[Option<u32>], guessed: &[u32], events: &mut Vec<Event>) -> usize {
+    pub fn take(&mut self, drawn: &[Token], guessed: &[u32], events: &mut Vec<Event>) -> usize {
         if self.drawn() == self.request.max_new_tokens {
             self.finished = Some(FinishReason::MaxNewTokens);
             return 0;
         }
         for (i, token) in drawn.iter().enumerate() {
-            let Some(token) = *token else {
-                let tokens = self.tokens.len();
-                let why = format!("the model gave a logit that is no number after {tokens} tokens");
-                self.finished = Some(FinishReason::Failed(why));
-                return i;
+            let token = match token {
+                Ok(token) => *token,
+                Err(what) => {
+                    let why = format!("the model gave {what} after {} tokens", self.tokens.len());
+                    self.finished = Some(FinishReason::Failed(why));
+                    return i;
+                }
             };
             if self.request.stop.contains(&token) {
                 self.finished = Some(FinishReason::Stop);
