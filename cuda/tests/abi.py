@@ -22,7 +22,7 @@ MODELS = os.path.join(os.path.dirname(CUDA), "models", "cuda")
 HEADERS = [os.path.join(CUDA, "gdn.h"), *sorted(glob.glob(os.path.join(MODELS, "gdn_*.h")))]
 
 SCALARS = {"int": C.c_int, "int32_t": C.c_int32, "uint32_t": C.c_uint32, "int64_t": C.c_int64, "uint64_t": C.c_uint64,
-           "float": C.c_float}
+           "float": C.c_float, "double": C.c_double}
 POINTED = {"void", "char", *SCALARS}
 NUMBER = re.compile(r"(0[xX][0-9a-fA-F]+|\d+)u?")
 DECLARATION = re.compile(r"""\s*(?:

@@ -48,8 +48,8 @@ class Abi(unittest.TestCase):
                      "typedef struct gdn_x { gdn_y y; } gdn_x;", "typedef struct gdn_x { int32_t n; } gdn_z;",
                      "typedef union gdn_x { int32_t n; } gdn_x;", "typedef enum gdn_x { GDN_A } gdn_x;",
                      "typedef enum gdn_x { GDN_A = -1 } gdn_x;", "typedef int gdn_x;", "#define GDN_X (1 << 3)",
-                     "#if GDN_X\n#endif", "#ifdef GDN_X\n#endif", "#pragma pack(1)", "int gdn_f(double x);",
-                     "double gdn_f(int x);", "static int n;", "int gdn_f(int x)", "#ifndef GDN_H\n#define GDN_H",
+                     "#if GDN_X\n#endif", "#ifdef GDN_X\n#endif", "#pragma pack(1)", "int gdn_f(short x);",
+                     "short gdn_f(int x);", "static int n;", "int gdn_f(int x)", "#ifndef GDN_H\n#define GDN_H",
                      "#define GDN_X 1\n#define GDN_X 1"):
             with self.assertRaises(ValueError, msg=text):
                 abi.Headers([]).read(text)

@@ -1,6 +1,7 @@
 //! Device, dtype, and the model.
 
 use super::dummy::Dummy;
+use super::memory::weights;
 use super::{bar, tell, Checkpoint, Rank};
 use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
@@ -177,6 +178,12 @@ pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfi
     };
     let random = if args.load_format == LoadFormat::Dummy { "random " } else { "" };
     let matrices = args.quantize.map_or(String::new(), |to| format!(", matrices {to:?},"));
-    tell!("loaded {random}{dtype:?} weights{matrices} on {place} in {:.2} s", start.elapsed().as_secs_f64());
+    device.synchronize()?;
+    let seconds = start.elapsed().as_secs_f64();
+    let part = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;
+    let bytes = weights(args, checkpoint, part.as_ref().unwrap_or(config), dtype, device)?;
+    let rate = bytes as f64 / 1e9 / seconds;
+    let each = if part.is_some() { " each" } else { "" };
+    tell!("loaded {random}{dtype:?} weights{matrices} on {place} in {seconds:.2} s, {rate:.2} GB/s{each}");
     Ok(model)
 }

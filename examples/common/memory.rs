@@ -85,7 +85,8 @@ impl Need {
     }
 }
 
-fn weights(
+/// Bytes of the weights, of all ranks' together unless `config` is a rank's.
+pub fn weights(
     args: &ModelArgs,
     checkpoint: &Checkpoint,
     config: &ModelConfig,

@@ -50,7 +50,6 @@
 //!   device: in bf16 and f16 any number of tokens by kernels of its own, otherwise up to 32.
 #![warn(missing_docs)]
 
-#[cfg(any(feature = "cuda", test))]
 mod abi;
 mod blocks;
 mod causal_lm;

@@ -1,9 +1,13 @@
 //! The C ABI of the CUDA kernels in Rust, one file a header. It is plain data, so that the tests compare it with the
 //! headers wherever there is a C compiler.
 
+#[cfg(any(feature = "cuda", test))]
 pub(crate) mod attention;
 #[cfg(test)]
 #[path = "../../../tests/support/c_layout.rs"]
 pub(crate) mod c_layout;
+#[cfg(any(feature = "cuda", test))]
 pub(crate) mod model;
+#[cfg(any(feature = "cuda", test))]
 pub(crate) mod moe;
+pub(crate) mod sampling;

@@ -4,4 +4,5 @@ pub(crate) mod attention;
 pub(crate) mod cached_attention;
 pub(crate) mod moe;
 pub(crate) mod rms_norm;
+pub(crate) mod sampling;
 pub(crate) mod swiglu;

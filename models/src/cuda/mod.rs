@@ -5,3 +5,4 @@ pub(crate) mod model;
 pub(crate) mod moe;
 #[cfg(feature = "nccl")]
 pub(crate) mod nccl;
+pub(crate) mod sampling;

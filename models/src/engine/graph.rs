@@ -2,14 +2,21 @@
 
 #[cfg(feature = "cuda")]
 use super::capture::capture;
+#[cfg(feature = "cuda")]
+use super::landing::Landing;
 use super::pool::{Sequence, SequencePool};
+use super::sampling::{Choice, Sampler, Token};
 #[cfg(feature = "cuda")]
 use super::step::StepBuffers;
 #[cfg(feature = "cuda")]
 use crate::blocks::moe::asks_the_host;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
+#[cfg(feature = "cuda")]
+use std::cell::RefCell;
 use std::marker::PhantomData;
+#[cfg(feature = "cuda")]
+use std::rc::Rc;
 
 const OP: &str = "DecodeGraph";
 
@@ -51,6 +58,9 @@ pub struct DecodeGraph {
     /// Whose addresses it holds: the model and the pool's memory.
     #[cfg(feature = "cuda")]
     captured_for: (usize, u64),
+    /// Where the tokens of the next step go and, first, those of the step before: empty where a step leaves logits.
+    #[cfg(feature = "cuda")]
+    landings: Vec<Rc<RefCell<Landing>>>,
     #[cfg(not(feature = "cuda"))]
     never: std::convert::Infallible,
     /// Not `Send`, with or without the feature.
@@ -81,6 +91,20 @@ impl DecodeGraph {
     /// meanwhile. Callers go on with
     /// [`CausalLm::feed`].
     pub fn capture(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
+        Self::capture_any(model, pool, batch, None)
+    }
+
+    /// A step that draws the next tokens, for [`Self::draw`].
+    pub(super) fn capture_drawing(
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        batch: usize,
+        sampler: &Sampler,
+    ) -> Result<Self> {
+        Self::capture_any(model, pool, batch, Some(sampler))
+    }
+
+    fn capture_any(model: &CausalLm, pool: &mut SequencePool, batch: usize, sampler: Option<&Sampler>) -> Result<Self> {
         if batch == 0 {
             bail!("{OP}: batch: expected at least 1 sequence, got 0")
         }
@@ -90,7 +114,7 @@ impl DecodeGraph {
         if !pool.device.is_cuda() {
             bail!("{OP}: model: expected one on CUDA, got one on {:?}", pool.device.location())
         }
-        Self::captured(model, pool, batch)
+        Self::captured(model, pool, batch, sampler)
     }
 
     /// The most sequences of a step.
@@ -99,7 +123,7 @@ impl DecodeGraph {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn captured(_: &CausalLm, _: &mut SequencePool, _: usize) -> Result<Self> {
+    fn captured(_: &CausalLm, _: &mut SequencePool, _: usize, _: Option<&Sampler>) -> Result<Self> {
         bail!("{OP}: expected a build with the feature `cuda`")
     }
 
@@ -112,11 +136,45 @@ impl DecodeGraph {
     pub fn step(&mut self, _: &CausalLm, _: &mut SequencePool, _: &[(Sequence, u32)]) -> Result<Tensor> {
         match self.never {}
     }
+
+    /// See the same with the feature.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn draw(&mut self, _: &CausalLm, _: &mut SequencePool, _: Next<'_>) -> Result<Coming> {
+        match self.never {}
+    }
+}
+
+/// What a step that draws is of.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(super) enum Next<'a> {
+    /// These sequences, and how each chooses.
+    Of(&'a [(Sequence, Choice)]),
+    /// The same as the step before, behind the tokens that it drew, which need not have come.
+    Same(&'a [Sequence]),
+}
+
+/// Tokens that a step draws.
+#[derive(Debug)]
+pub(super) struct Coming {
+    #[cfg(feature = "cuda")]
+    landing: Rc<RefCell<Landing>>,
+    #[cfg(not(feature = "cuda"))]
+    never: std::convert::Infallible,
+}
+
+impl Coming {
+    /// Waits for them. They are gone once the step after the next begins.
+    pub fn read(&self) -> Result<Vec<Token>> {
+        #[cfg(feature = "cuda")]
+        return self.landing.borrow().read();
+        #[cfg(not(feature = "cuda"))]
+        match self.never {}
+    }
 }
 
 #[cfg(feature = "cuda")]
 impl DecodeGraph {
-    fn captured(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
+    fn captured(model: &CausalLm, pool: &mut SequencePool, batch: usize, sampler: Option<&Sampler>) -> Result<Self> {
         let asks = |moe| asks_the_host(moe, model.config.hidden_size, model.dtype, batch);
         if model.config.moe.as_ref().is_some_and(asks) {
             bail!("{OP}: batch: expected at most 32 sequences of a model with experts in f32, got {batch}")
@@ -125,15 +183,21 @@ impl DecodeGraph {
         if model.is_quantized() && batch > QUANTIZED_ROWS {
             bail!("{OP}: batch: expected at most {QUANTIZED_ROWS} sequences of a quantised model, got {batch}")
         }
-        let buffers = {
+        let (buffers, landings) = {
             let _working = pool.take()?;
-            StepBuffers::new(model, pool, batch)?
+            match sampler {
+                None => (StepBuffers::new(model, pool, batch)?, Vec::new()),
+                Some(sampler) => {
+                    let landing = || Landing::new(&pool.device, batch).map(|landing| Rc::new(RefCell::new(landing)));
+                    (StepBuffers::drawing(pool, batch, sampler.clone())?, vec![landing()?, landing()?])
+                }
+            }
         };
         let device = pool.device.clone();
         let graph = capture(OP, &device, || buffers.run(model, pool))?;
         let group = model.vocabulary.as_ref().map(|vocabulary| vocabulary.group().clone());
         let captured_for = (model.id, pool.memory);
-        Ok(Self { batch, buffers, graph, _group: group, captured_for, thread: PhantomData })
+        Ok(Self { batch, buffers, graph, _group: group, captured_for, landings, thread: PhantomData })
     }
 
     /// [`CausalLm::feed`] of one token of each sequence: `[sequences, vocab_size]` in f32. Fewer sequences than the
@@ -142,23 +206,71 @@ impl DecodeGraph {
     /// # Errors
     /// As [`CausalLm::feed`], or when there are more sequences than the graph was captured for.
     pub fn step(&mut self, model: &CausalLm, pool: &mut SequencePool, batch: &[(Sequence, u32)]) -> Result<Tensor> {
-        let slots = pool.batch_slots(OP, model.id, batch.iter().map(|(sequence, _)| (*sequence, 1)))?;
-        if slots.len() > self.batch {
-            bail!("{OP}: batch: expected at most {} sequences, got {}", self.batch, slots.len())
-        }
         let ids: Vec<u32> = batch.iter().map(|(_, id)| *id).collect();
         model.check_ids(OP, [&ids[..]].into_iter())?;
+        let sequences: Vec<Sequence> = batch.iter().map(|(sequence, _)| *sequence).collect();
         if self.captured_for != (model.id, pool.memory) {
             *self = Self::capture(model, pool, self.batch)?;
         }
+        self.launch(model, pool, &sequences, |buffers| buffers.load_ids(&ids))?;
+        self.buffers.logits(sequences.len())
+    }
+
+    /// A step that draws the next token of each sequence, of one that [`capture_drawing`](Self::capture_drawing) made.
+    /// Returns before it has run.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step), or when the same sequences are asked for and there was no step of them.
+    pub(super) fn draw(&mut self, model: &CausalLm, pool: &mut SequencePool, next: Next<'_>) -> Result<Coming> {
+        let moved = self.captured_for != (model.id, pool.memory);
+        match next {
+            Next::Of(batch) => {
+                let (sequences, choices): (Vec<_>, Vec<_>) = batch.iter().cloned().unzip();
+                let ids: Vec<u32> = choices.iter().map(|choice| choice.last).collect();
+                model.check_ids(OP, [&ids[..]].into_iter())?;
+                if moved {
+                    let sampler = self.buffers.sampler()?;
+                    *self = Self::capture_drawing(model, pool, self.batch, &sampler)?;
+                }
+                self.launch(model, pool, &sequences, |buffers| buffers.load_choices(&choices))?;
+                self.send(sequences.len())
+            }
+            Next::Same(_) if moved => bail!("{OP}: expected the pool of the step before, as it was"),
+            Next::Same(sequences) => {
+                self.launch(model, pool, sequences, |_| Ok(()))?;
+                self.send(sequences.len())
+            }
+        }
+    }
+
+    fn send(&mut self, sequences: usize) -> Result<Coming> {
+        let landing = self.landings[0].clone();
+        landing.borrow_mut().send(&self.buffers.drawn()?, sequences)?;
+        self.landings.rotate_left(1);
+        Ok(Coming { landing })
+    }
+
+    /// A step of the sequences, whose ids `load` uploads.
+    fn launch(
+        &mut self,
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        sequences: &[Sequence],
+        load: impl FnOnce(&StepBuffers) -> Result<()>,
+    ) -> Result<()> {
+        let slots = pool.batch_slots(OP, model.id, sequences.iter().map(|sequence| (*sequence, 1)))?;
+        if slots.len() > self.batch {
+            bail!("{OP}: batch: expected at most {} sequences, got {}", self.batch, slots.len())
+        }
         let _working = pool.take()?;
-        self.buffers.load(pool, &slots, &ids)?;
+        load(&self.buffers)?;
+        self.buffers.load(pool, &slots)?;
         pool.about_to_write(&slots);
         let held = self.buffers.running();
         self.graph.launch().map_err(candle_core::Error::wrap)?;
-        let logits = self.buffers.ran(held, slots.len())?;
+        self.buffers.ran(held, slots.len());
         model.settle()?;
         pool.written(&slots, &vec![1; slots.len()]);
-        Ok(logits)
+        Ok(())
     }
 }

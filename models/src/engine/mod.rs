@@ -20,8 +20,13 @@ mod feed;
 mod graph;
 mod kept;
 mod kv;
+#[cfg(feature = "cuda")]
+mod landing;
 mod pass;
 mod pool;
+mod sampling;
+#[cfg(test)]
+mod sampling_tests;
 mod serve;
 mod snapshot;
 #[cfg(any(feature = "cuda", test))]

@@ -3,6 +3,8 @@
 use super::kv::KvRows;
 use super::pass::{Mode, Pass};
 use super::pool::SequencePool;
+#[cfg(feature = "cuda")]
+use super::sampling::{Choice, Rows, Sampler};
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_gdn::plumbing::{Arena, Launch};
@@ -13,15 +15,37 @@ use candle_gdn::{Slots, NO_SLOT};
 pub(super) struct StepBuffers {
     ids: Tensor,
     pass: Pass,
-    /// `[batch, vocab_size]` in f32.
-    logits: Tensor,
+    output: Output,
     /// What slots of the states, slots of keys and values, and positions hold; empty where that is not known.
     held: [Vec<u32>; 3],
 }
 
+/// What a step leaves.
+#[derive(Debug)]
+enum Output {
+    /// `[batch, vocab_size]` in f32.
+    Logits(Tensor),
+    /// The next tokens, which are the ids of the next step too.
+    #[cfg(feature = "cuda")]
+    Drawn(Sampler, Rows),
+}
+
 impl StepBuffers {
-    /// All rows are padding.
+    /// All rows are padding. A step leaves its logits.
     pub fn new(model: &CausalLm, pool: &SequencePool, batch: usize) -> Result<Self> {
+        let ids = Tensor::zeros(batch, DType::U32, &pool.device)?;
+        let logits = Tensor::zeros((batch, model.config.vocab_size), DType::F32, &pool.device)?;
+        Self::with(pool, batch, ids, Output::Logits(logits))
+    }
+
+    /// All rows are padding. A step draws the next tokens.
+    #[cfg(feature = "cuda")]
+    pub fn drawing(pool: &SequencePool, batch: usize, sampler: Sampler) -> Result<Self> {
+        let rows = Rows::new(batch, pool.max_len, &pool.device)?;
+        Self::with(pool, batch, rows.ids()?, Output::Drawn(sampler, rows))
+    }
+
+    fn with(pool: &SequencePool, batch: usize, ids: Tensor, output: Output) -> Result<Self> {
         let device = &pool.device;
         let (nobody, zeros) = (vec![NO_SLOT; batch], vec![0u32; batch]);
         let pass = Pass {
@@ -37,12 +61,7 @@ impl StepBuffers {
             launch: Launch { overlap: true, arena: arena(device)? },
             _working: None,
         };
-        Ok(Self {
-            ids: Tensor::new(&zeros[..], device)?,
-            pass,
-            logits: Tensor::zeros((batch, model.config.vocab_size), DType::F32, device)?,
-            held: [nobody.clone(), nobody, zeros],
-        })
+        Ok(Self { ids, pass, output, held: [nobody.clone(), nobody, zeros] })
     }
 
     /// The launches of a step: what is captured. Each run writes to the places of the one before it.
@@ -52,21 +71,39 @@ impl StepBuffers {
             arena.begin_pass();
         }
         let x = model.through_layers(&self.ids, &self.pass, pool, Mode::Feed)?;
-        self.logits.slice_set(&model.head_of(x, &self.pass.launch)?, 0, 0)
+        let x = model.head_of(x, &self.pass.launch)?;
+        match &self.output {
+            Output::Logits(logits) => logits.slice_set(&x, 0, 0),
+            #[cfg(feature = "cuda")]
+            Output::Drawn(sampler, rows) => sampler.launch(&x, rows),
+        }
     }
 
-    /// Uploads the ids of the sequences in `slots`, and the rest where it is not there already: after a step of the
-    /// same sequences it is.
-    pub fn load(&mut self, pool: &SequencePool, slots: &[usize], ids: &[u32]) -> Result<()> {
+    /// Uploads the ids of the next step.
+    pub fn load_ids(&self, ids: &[u32]) -> Result<()> {
+        let mut ids = ids.to_vec();
+        ids.resize(self.pass.lengths.len(), 0);
+        upload(&self.ids, &ids)
+    }
+
+    /// Uploads the ids of the next step, and how it draws. Without it these are what the step before left.
+    #[cfg(feature = "cuda")]
+    pub fn load_choices(&self, choices: &[Choice]) -> Result<()> {
+        match &self.output {
+            Output::Drawn(_, rows) => rows.load(choices),
+            Output::Logits(_) => bail!("DecodeGraph: expected a step that draws"),
+        }
+    }
+
+    /// Uploads what a step of the sequences in `slots` reads besides, where it is not there already: after a step of the same
+    /// sequences it is.
+    pub fn load(&mut self, pool: &SequencePool, slots: &[usize]) -> Result<()> {
         let batch = self.pass.lengths.len();
         let padded = |padding: u32, value: &dyn Fn(usize) -> u32| -> Vec<u32> {
             let mut row: Vec<u32> = slots.iter().map(|&slot| value(slot)).collect();
             row.resize(batch, padding);
             row
         };
-        let mut ids = ids.to_vec();
-        ids.resize(batch, 0);
-        upload(&self.ids, &ids)?;
         let want = [
             padded(NO_SLOT, &|slot| pool.entries[slot].state),
             padded(NO_SLOT, &|slot| slot as u32),
@@ -94,12 +131,37 @@ impl StepBuffers {
         std::mem::take(&mut self.held)
     }
 
-    /// After it: the positions advanced on the device. Returns the logits of the first `sequences` rows, a copy that
-    /// the next step does not touch.
-    pub fn ran(&mut self, mut held: [Vec<u32>; 3], sequences: usize) -> Result<Tensor> {
+    /// After it: the positions advanced on the device.
+    pub fn ran(&mut self, mut held: [Vec<u32>; 3], sequences: usize) {
         held[2].iter_mut().take(sequences).for_each(|position| *position += 1);
         self.held = held;
-        self.logits.narrow(0, 0, sequences)?.force_contiguous()
+    }
+
+    /// The logits of the first `sequences` rows, a copy that the next step does not touch.
+    pub fn logits(&self, sequences: usize) -> Result<Tensor> {
+        match &self.output {
+            Output::Logits(logits) => logits.narrow(0, 0, sequences)?.force_contiguous(),
+            #[cfg(feature = "cuda")]
+            Output::Drawn(..) => bail!("DecodeGraph: expected a step that leaves logits"),
+        }
+    }
+
+    /// What the tokens are drawn by.
+    #[cfg(feature = "cuda")]
+    pub fn sampler(&self) -> Result<Sampler> {
+        match &self.output {
+            Output::Drawn(sampler, _) => Ok(sampler.clone()),
+            Output::Logits(_) => bail!("DecodeGraph: expected a step that draws"),
+        }
+    }
+
+    /// The tokens that the rows drew, `[batch]`, which the next step writes over.
+    #[cfg(feature = "cuda")]
+    pub fn drawn(&self) -> Result<Tensor> {
+        match &self.output {
+            Output::Drawn(_, rows) => rows.drawn(),
+            Output::Logits(_) => bail!("DecodeGraph: expected a step that draws"),
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use super::pool::{Sequence, SequencePool};
 use super::step::StepBuffers;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
-use crate::engine::Rings;
+use crate::engine::{Engine, EngineOptions, Event, FinishReason, Request, RequestId, Rings, Sampling};
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
@@ -243,11 +243,13 @@ fn fixed_buffers(rings: Rings) -> Result<()> {
         let want = model.feed(&mut pools[0], &batch)?;
         let pool = &mut pools[1];
         let slots = round.iter().map(|&n| pool.slot("test", sequences[n][1])).collect::<Result<Vec<_>>>()?;
-        buffers.load(pool, &slots, &ids)?;
+        buffers.load_ids(&ids)?;
+        buffers.load(pool, &slots)?;
         pool.about_to_write(&slots);
         let held = buffers.running();
         buffers.run(&model, pool)?;
-        let got = buffers.ran(held, slots.len())?;
+        buffers.ran(held, slots.len());
+        let got = buffers.logits(slots.len())?;
         pool.written(&slots, &vec![1; slots.len()]);
         assert_near(&got, &want, &format!("step {id}"))?;
         assert_eq!(pool.len(sequences[round[0]][1])?, pools[0].len(sequences[round[0]][0])?);
@@ -294,6 +296,85 @@ fn a_pool_that_grows_forgets_nothing() -> Result<()> {
             assert_near(&got, &want, "grown")?;
         }
         assert!(model.feed(&mut small, &[(s[0], &[1; 5])]).is_err(), "there is room for 64");
+    }
+    Ok(())
+}
+
+/// What a run brings: each request's tokens, snapshots' lengths and end.
+type Ends = HashMap<RequestId, (Vec<u32>, Vec<usize>, Option<FinishReason>)>;
+
+fn note(events: Vec<Event>, all: &mut Ends) {
+    for event in events {
+        match event {
+            Event::Token { id, token } => all.entry(id).or_default().0.push(token),
+            Event::Snapshot { id, snapshot } => all.entry(id).or_default().1.push(snapshot.len()),
+            Event::Finished { id, reason } => {
+                let end = &mut all.entry(id).or_default().2;
+                assert_eq!(end.replace(reason), None, "finished twice");
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Requests that come and are cancelled while others run, end by a token, by their number or by the room, draw or do not, and
+/// want snapshots or do not.
+#[test]
+fn a_step_ahead_changes_nothing() -> Result<()> {
+    let model = model()?;
+    let request = |n: u32| {
+        let sampling = match n % 3 {
+            0 => Sampling::default(),
+            1 => Sampling { temperature: 0.9, top_k: 9, repeat_penalty: 1.4, repeat_last_n: 5, ..Sampling::default() },
+            _ => Sampling { temperature: 1.2, top_p: 0.8, ..Sampling::default() },
+        };
+        // One in 24 tokens, or some, or none.
+        let stop = (0..[1, 0, 4][n as usize / 2 % 3]).map(|i| (n + 5 * i) % VOCAB as u32).collect();
+        let prompt = (0..1 + n % 7).map(|i| (n + i * i) % VOCAB as u32).collect();
+        let most = [50, 3, 17, 1, 2][n as usize % 5];
+        Request { sampling, stop, seed: n.into(), snapshot_end: n % 8 == 5, ..Request::new(prompt, most) }
+    };
+    let run = |sequences: usize, ahead: bool, cancelled: &[(usize, u64)]| {
+        let mut engine = Engine::new(&model, EngineOptions { prefill_chunk: 8, ..EngineOptions::new(sequences, 40) })?;
+        engine.ahead_without_graph = ahead;
+        let (mut all, mut ids) = (Ends::new(), vec![]);
+        for step in 0.. {
+            // New ones come now and then.
+            if step % 5 == 0 && ids.len() < 40 {
+                ids.push(engine.submit(request(ids.len() as u32))?);
+                ids.push(engine.submit(request(ids.len() as u32))?);
+            }
+            for (_, n) in cancelled.iter().filter(|(at, _)| *at == step) {
+                if let Some(id) = ids.get(*n as usize) {
+                    engine.cancel(*id)?;
+                }
+            }
+            note(engine.step()?, &mut all);
+            if engine.is_idle() && ids.len() == 40 {
+                // All slots are free again.
+                (0..sequences).try_for_each(|_| engine.submit(Request::new(vec![1], 2)).map(drop))?;
+                engine.step()?;
+                assert_eq!(engine.waiting(), 0);
+                break;
+            }
+        }
+        Ok::<_, candle_core::Error>(ids.into_iter().map(|id| all.remove(&id).unwrap()).collect::<Vec<_>>())
+    };
+    let want = run(1, false, &[])?;
+    let ended = |reason: FinishReason| want.iter().filter(|end| end.2.as_ref() == Some(&reason)).count();
+    assert!(ended(FinishReason::Stop) > 0 && ended(FinishReason::MaxLen) > 1 && ended(FinishReason::MaxNewTokens) > 4);
+    for sequences in [1, 3, 6] {
+        for ahead in [false, true] {
+            assert_eq!(run(sequences, ahead, &[])?, want, "{sequences} sequences, ahead: {ahead}");
+            let cancelled = [(3, 0), (7, 2), (12, 3), (21, 6), (22, 7), (40, 12), (41, 15), (60, 20)];
+            let got = run(sequences, ahead, &cancelled)?;
+            for (n, (got, want)) in got.iter().zip(&want).enumerate() {
+                match &got.2 {
+                    Some(FinishReason::Cancelled) => assert_eq!(got.0, want.0[..got.0.len()], "request {n}"),
+                    _ => assert_eq!(got, want, "request {n}"),
+                }
+            }
+        }
     }
     Ok(())
 }

@@ -10,6 +10,7 @@ mod broken_files;
 mod decode_graph;
 mod device_memory;
 mod dying_ranks;
+mod engine;
 mod faults;
 mod fused;
 mod gguf;

@@ -13,59 +13,46 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     pub(super) fn decode(&mut self) -> Result<()> {
         let waiting = self.rows.split_off(self.width.most().min(self.rows.len()));
         self.passing = self.rows.iter().map(|row| row.id).collect();
-        let done = self.decode_all();
+        let done = self.decode_all(waiting.is_empty());
         self.rows.splice(0..0, waiting);
         done
     }
 
     /// One pass over all completions, each with up to `draft` guesses.
-    fn decode_all(&mut self) -> Result<()> {
+    fn decode_all(&mut self, may_go_ahead: bool) -> Result<()> {
         let start = Instant::now();
         let draft = self.options.draft;
         let guess = |row: &Row| guess(&row.tokens, draft.min(row.worth).min(row.room()));
         let guesses: Vec<Vec<u32>> = self.rows.iter().map(guess).collect();
-        let greedy = self.rows.iter().all(|row| row.request.sampling.is_greedy());
         let drawn = match guesses.iter().all(Vec::is_empty) {
-            true => self.one_token(greedy)?,
-            false => self.verify(&guesses, greedy)?,
+            true => self.one_token(may_go_ahead)?,
+            false => self.verify(&guesses)?,
         };
         self.stats.decode.add(drawn.iter().sum(), start.elapsed());
         self.count(&guesses, &drawn);
         Ok(())
     }
 
-    /// How many tokens each row drew: one.
-    fn one_token(&mut self, greedy: bool) -> Result<Vec<usize>> {
-        let batch: Vec<_> = self.rows.iter().map(|row| (row.sequence, row.last())).collect();
-        let model = self.model.borrow();
-        let logits = match self.graphs.find(batch.len(), model, &mut self.pool, &mut self.events)? {
-            Some(graph) => graph.step(model, &mut self.pool, &batch)?,
-            None => {
-                let batch: Vec<_> = batch.iter().map(|(s, token)| (*s, std::slice::from_ref(token))).collect();
-                model.feed(&mut self.pool, &batch)?
-            }
-        };
-        let logits = self.read(&logits, greedy)?;
-        let rows = self.rows.iter_mut().zip(logits);
-        Ok(rows.map(|(row, logits)| row.draw(vec![logits], &[], &mut self.events)).collect())
-    }
-
     /// How many tokens each row drew: as many of its guesses as were right, and the one after them.
-    fn verify(&mut self, guesses: &[Vec<u32>], greedy: bool) -> Result<Vec<usize>> {
+    fn verify(&mut self, guesses: &[Vec<u32>]) -> Result<Vec<usize>> {
         let rows = self.rows.iter().zip(guesses);
         let tokens: Vec<Vec<u32>> = rows.map(|(row, guess)| [&[row.last()], &guess[..]].concat()).collect();
         let rows = self.rows.iter().zip(&tokens);
         let batch: Vec<(Sequence, &[u32])> = rows.map(|(row, tokens)| (row.sequence, tokens.as_slice())).collect();
         let (logits, drafts) = self.model.borrow().verify(&mut self.pool, &batch)?;
-        let mut logits = self.read(&logits, greedy)?.into_iter();
-        let mut drawn = Vec::with_capacity(guesses.len());
+        let rows = self.rows.iter().zip(guesses);
+        let choices: Vec<_> =
+            rows.flat_map(|(row, guess)| (0..=guess.len()).map(|n| row.choice(&guess[..n]))).collect();
+        let drawn = self.sampler.draw(&logits, &choices)?;
+        let (mut drawn, mut took) = (drawn.as_slice(), Vec::with_capacity(guesses.len()));
         for (row, guess) in self.rows.iter_mut().zip(guesses) {
-            let logits = logits.by_ref().take(guess.len() + 1).collect();
-            drawn.push(row.draw(logits, guess, &mut self.events));
+            let (own, others) = drawn.split_at(guess.len() + 1);
+            took.push(row.take(own, guess, &mut self.events));
+            drawn = others;
         }
         // The last one drawn takes the place of the token that the row began with: the next pass is fed it.
-        self.model.borrow().accept(&mut self.pool, drafts, &drawn)?;
-        Ok(drawn)
+        self.model.borrow().accept(&mut self.pool, drafts, &took)?;
+        Ok(took)
     }
 
     /// How the guesses did, and how many the next pass is worth.

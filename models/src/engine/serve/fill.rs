@@ -1,10 +1,10 @@
 //! Prompts go in: several in one packed pass, in pieces, common beginnings once.
 
 use super::filling::Filling;
-use super::greedy::Logits;
-use super::request::Event;
+use super::request::{Event, Request};
 use super::row::Row;
 use super::scheduler::Engine;
+use crate::engine::sampling::Token;
 use crate::{CausalLm, Sequence};
 use candle_core::{Result, Tensor};
 use std::borrow::Borrow;
@@ -50,7 +50,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         let start = Instant::now();
         let mut room = self.options.prefill_chunk;
         let mut batch: Vec<(Sequence, &[u32])> = Vec::new();
-        let (mut wanted, mut greedy) = (Vec::new(), true);
+        let (mut wanted, mut choices) = (Vec::new(), Vec::new());
+        let max_len = self.pool.max_len();
         let (width, mut passing) = (self.width.most(), Vec::new());
         for filling in &mut self.filling {
             if room == 0 || batch.len() == width {
@@ -60,7 +61,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             (filling.done, room) = (to, room - (to - from));
             if filling.is_done() {
                 wanted.push(batch.len());
-                greedy &= filling.request.sampling.is_greedy();
+                let Request { sampling, seed, tokens, .. } = &filling.request;
+                choices.push(sampling.choice(*seed, 0, max_len, tokens, &[]));
             }
             batch.push((filling.sequence, &filling.request.tokens[from..to]));
             passing.push(filling.id);
@@ -70,15 +72,15 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         passing.extend(self.rows[..last.len()].iter().map(|row| row.id));
         self.passing = passing;
         wanted.extend(pieces..pieces + last.len());
-        greedy &= self.rows[..last.len()].iter().all(|row| row.request.sampling.is_greedy());
+        choices.extend(self.rows[..last.len()].iter().map(|row| row.choice(&[])));
         batch.extend(self.rows.iter().zip(last.chunks(1)).map(|(row, last)| (row.sequence, last)));
         let model = self.model.borrow();
         let logits = feed(&wanted, batch.len(), |head| match head {
             true => model.feed(&mut self.pool, &batch).map(Some),
             false => model.feed_only(&mut self.pool, &batch).map(|()| None),
         })?;
-        let mut logits = logits.map_or(Ok(Vec::new()), |logits| self.read(&logits, greedy))?;
-        let steps = logits.split_off(logits.len() - last.len());
+        let mut drawn = logits.map_or(Ok(Vec::new()), |logits| self.sampler.draw(&logits, &choices))?;
+        let steps = drawn.split_off(drawn.len() - last.len());
         self.keep(pieces)?;
         // A token takes what a token takes, whosever it is.
         let share = fed as f64 / (fed + last.len()) as f64;
@@ -86,12 +88,12 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         self.stats.decode.add(last.len(), start.elapsed().mul_f64(1. - share));
 
         let start = Instant::now();
-        for (row, logits) in self.rows.iter_mut().zip(steps) {
-            row.draw(vec![logits], &[], &mut self.events);
+        for (row, token) in self.rows.iter_mut().zip(steps) {
+            row.take(&[token], &[], &mut self.events);
         }
         // Those that had to wait come first.
         self.rows.rotate_left(last.len());
-        self.complete(logits);
+        self.complete(&drawn);
         // No step of its own, but part of the time that a completion takes.
         self.stats.decode.add(0, start.elapsed());
         Ok(())
@@ -116,14 +118,14 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         Ok(())
     }
 
-    /// The completions of prompts that are fed, from the logits after each.
-    fn complete(&mut self, logits: Vec<Logits>) {
+    /// The completions of prompts that are fed, from the token drawn after each.
+    fn complete(&mut self, drawn: &[Token]) {
         let all = std::mem::take(&mut self.filling);
         let (done, filling): (Vec<_>, Vec<_>) = all.into_iter().partition(Filling::is_done);
         self.filling = filling;
-        for (filling, logits) in done.into_iter().zip(logits) {
+        for (filling, token) in done.into_iter().zip(drawn) {
             let mut row = Row::new(filling.id, filling.request, filling.sequence, self.pool.max_len());
-            row.draw(vec![logits], &[], &mut self.events);
+            row.take(std::slice::from_ref(token), &[], &mut self.events);
             self.rows.push(row);
         }
     }

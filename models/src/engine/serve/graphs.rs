@@ -1,14 +1,15 @@
 //! Decode steps recorded as CUDA graphs.
 
 use super::request::{Event, GraphChoice};
+use crate::engine::sampling::Sampler;
 use crate::{CausalLm, DecodeGraph, SequencePool};
 use candle_core::Result;
 
-/// A graph costs what its full number of sequences does: as sequences end, narrower ones take over, each recorded when it
-/// is first needed.
+/// A graph costs what its full number of sequences does: as sequences end, narrower ones take over.
 #[derive(Debug)]
 pub(super) struct Graphs {
     choice: GraphChoice,
+    sampler: Sampler,
     /// For so many sequences at most.
     most: usize,
     captured: Vec<DecodeGraph>,
@@ -17,10 +18,11 @@ pub(super) struct Graphs {
 }
 
 impl Graphs {
-    /// For all sequences of a pool. Captures the widest at once, so that [`GraphChoice::On`] fails before anything is
-    /// fed.
+    /// For all sequences of a pool, captured before anything is fed: [`GraphChoice::On`] fails here if it has to, and no
+    /// request waits for a capture.
     pub fn new(
         choice: GraphChoice,
+        sampler: Sampler,
         model: &CausalLm,
         pool: &mut SequencePool,
         events: &mut Vec<Event>,
@@ -31,8 +33,11 @@ impl Graphs {
             choice => choice,
         };
         let most = pool.capacity();
-        let mut graphs = Self { choice, most, captured: Vec::new(), refused: None };
+        let mut graphs = Self { choice, sampler, most, captured: Vec::new(), refused: None };
         graphs.find(most, model, pool, events)?;
+        for width in (0..usize::BITS).rev().map(|bit| 1 << bit).filter(|width| *width < most) {
+            graphs.find(width, model, pool, events)?;
+        }
         Ok(graphs)
     }
 
@@ -51,7 +56,7 @@ impl Graphs {
         if let Some(i) = self.captured.iter().position(|graph| graph.batch() == width) {
             return Ok(Some(&mut self.captured[i]));
         }
-        match DecodeGraph::capture(model, pool, width) {
+        match DecodeGraph::capture_drawing(model, pool, width, &self.sampler) {
             Ok(graph) => self.captured.push(graph),
             Err(e) if self.choice == GraphChoice::On => return Err(e),
             Err(e) => {

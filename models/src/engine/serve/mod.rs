@@ -5,8 +5,8 @@
 mod decode;
 mod fill;
 mod filling;
+mod flight;
 mod graphs;
-mod greedy;
 mod guess;
 mod handle;
 mod prefixes;

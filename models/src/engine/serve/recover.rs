@@ -56,6 +56,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// the pass broke get new sequences and are fed what they were fed before. Their tokens come out as without the fault.
     pub(super) fn recover(&mut self, error: &Error) -> Result<()> {
         let passing = std::mem::take(&mut self.passing);
+        // What it drew comes out again, by the same random numbers.
+        self.flight = None;
         let lost = self.width.failed(&passing);
         for mut row in std::mem::take(&mut self.rows) {
             let fed = row.tokens.len() - 1;

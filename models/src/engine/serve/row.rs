@@ -1,8 +1,7 @@
 //! One completion under way.
 
-use super::greedy::Logits;
 use super::request::{Event, FinishReason, Request, RequestId};
-use super::sampler::Sampler;
+use crate::engine::sampling::{Choice, Token};
 use crate::Sequence;
 
 /// A prompt and what was drawn after it.
@@ -18,16 +17,14 @@ pub(super) struct Row {
     pub request: Request,
     prompt_len: usize,
     max_len: usize,
-    sampler: Sampler,
 }
 
 impl Row {
     /// Of a request whose prompt was fed.
     pub fn new(id: RequestId, mut request: Request, sequence: Sequence, max_len: usize) -> Self {
         let tokens = std::mem::take(&mut request.tokens);
-        let sampler = Sampler::new(request.sampling.clone(), request.seed);
         let prompt_len = tokens.len();
-        Self { id, sequence, tokens, worth: usize::MAX, finished: None, request, prompt_len, max_len, sampler }
+        Self { id, sequence, tokens, worth: usize::MAX, finished: None, request, prompt_len, max_len }
     }
 
     /// The token to be fed next.
@@ -44,19 +41,31 @@ impl Row {
         (self.request.max_new_tokens - self.drawn()).saturating_sub(1).min(self.max_len - self.tokens.len())
     }
 
-    /// Draws from `logits`, those after the last token and after each of the tokens `guessed` behind it, as long as the
-    /// guesses are right: each token is drawn as it would be without a guess, and by the same random number. Returns
-    /// how many tokens it drew, the last of which no pass has been fed, or that ends the completion.
-    pub fn draw(&mut self, logits: Vec<Logits>, guessed: &[u32], events: &mut Vec<Event>) -> usize {
+    /// How the token behind those so far and the `guessed` is chosen: as it would be without a guess.
+    pub fn choice(&self, guessed: &[u32]) -> Choice {
+        let Request { sampling, seed, .. } = &self.request;
+        sampling.choice(*seed, self.drawn() + guessed.len(), self.max_len, &self.tokens, guessed)
+    }
+
+    /// Whether the token drawn next can be fed before it is known: it is the last one only if it is one of
+    /// [`Request::stop`], and then nobody asks for the state.
+    pub fn goes_on(&self) -> bool {
+        self.room() > 0 && !self.request.snapshot_end
+    }
+
+    /// Takes the tokens `drawn` after the last token and after each of the tokens `guessed` behind it, as long as the guesses
+    /// are right. Returns how many it took, the last of which no pass has been fed, or that ends the completion.
+    pub fn take(&mut self, drawn: &[Token], guessed: &[u32], events: &mut Vec<Event>) -> usize {
         if self.drawn() == self.request.max_new_tokens {
             self.finished = Some(FinishReason::MaxNewTokens);
             return 0;
         }
-        for (i, logits) in logits.into_iter().enumerate() {
-            let token = match self.sampler.next(logits, &self.tokens) {
-                Ok(token) => token,
-                Err(e) => {
-                    self.finished = Some(FinishReason::Failed(e.to_string()));
+        for (i, token) in drawn.iter().enumerate() {
+            let token = match token {
+                Ok(token) => *token,
+                Err(what) => {
+                    let why = format!("the model gave {what} after {} tokens", self.tokens.len());
+                    self.finished = Some(FinishReason::Failed(why));
                     return i;
                 }
             };

@@ -1,9 +1,8 @@
-//! From logits to the next token.
+//! How tokens are chosen.
 
-use super::greedy::Logits;
-use candle_core::{bail, Result};
-use std::cmp::Ordering;
-use std::collections::HashSet;
+use crate::abi::sampling::SamplingRow;
+use crate::engine::sampling::Choice;
+use std::f64::consts::LOG2_E;
 
 /// How the next token is chosen.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,96 +27,36 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// Whether the most likely token is taken, whatever came before.
-    pub fn is_greedy(&self) -> bool {
-        self.temperature == 0. && self.repeat_penalty == 1.
-    }
-}
-
-#[derive(Debug)]
-pub(super) struct Sampler {
-    sampling: Sampling,
-    rng: SplitMix64,
-}
-
-impl Sampler {
-    /// Each sequence has a generator of its own, so that what it draws does not depend on the others.
-    pub fn new(sampling: Sampling, seed: u64) -> Self {
-        Self { sampling, rng: SplitMix64(seed) }
-    }
-
-    /// Chooses by the logits of the next token; `tokens` are all so far.
-    pub fn next(&mut self, logits: Logits, tokens: &[u32]) -> Result<u32> {
-        let mut logits = match logits {
-            Logits::All(logits) => logits,
-            Logits::Best { id, sound: true } => return Ok(id),
-            Logits::Best { .. } => bail!("the model gave a logit that is no number after {} tokens", tokens.len()),
+    /// The choice of token number `index` of a request, behind `tokens` and then `more`, which are of at most `most` in all.
+    /// Its random number is that of the seed and the index: neither the other requests nor a guess change it.
+    pub(in crate::engine) fn choice(
+        &self,
+        seed: u64,
+        index: usize,
+        most: usize,
+        tokens: &[u32],
+        more: &[u32],
+    ) -> Choice {
+        let window = if self.repeat_penalty == 1. { 0 } else { self.repeat_last_n.min(most) };
+        let all = tokens.len() + more.len();
+        let mut recent: Vec<u32> = tokens.iter().chain(more).skip(all - all.min(window.max(1))).copied().collect();
+        let last = recent.pop().unwrap_or(0);
+        let drawn = match self.temperature > 0. {
+            // The numbers of a greedy row stay the same from token to token.
+            false => SamplingRow::GREEDY,
+            true => SamplingRow {
+                // Not 0 however flat: that is the most likely token.
+                scale: (LOG2_E / self.temperature).max(f64::MIN_POSITIVE),
+                top_p: self.top_p,
+                seed,
+                index: index as u64,
+                top_k: u32::try_from(self.top_k).unwrap_or(u32::MAX),
+                ..SamplingRow::GREEDY
+            },
         };
-        // Looked for without stopping: that is many logits an instruction.
-        if logits.iter().fold(false, |found, x| found | !x.is_finite()) {
-            let i = logits.iter().position(|x| !x.is_finite()).unwrap_or(0);
-            bail!("the model gave the logit {} for token {i} after {} tokens", logits[i], tokens.len())
-        }
-        let s = &self.sampling;
-        if s.repeat_penalty != 1. {
-            let recent = &tokens[tokens.len().saturating_sub(s.repeat_last_n)..];
-            for &id in recent.iter().collect::<HashSet<_>>() {
-                if let Some(x) = logits.get_mut(id as usize) {
-                    *x = if *x > 0. { *x / s.repeat_penalty } else { *x * s.repeat_penalty };
-                }
-            }
-        }
-        // Equal logits go by id, so that a choice never depends on the order of a sort.
-        let likelier = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
-        let best = logits.iter().map(|x| ordered(*x)).max();
-        let Some(best) = logits.iter().position(|x| Some(ordered(*x)) == best) else {
-            bail!("the model has no tokens")
-        };
-        if s.temperature == 0. {
-            return Ok(best as u32);
-        }
-        let best = logits[best];
-        let mut candidates: Vec<(u32, f32)> = logits.into_iter().enumerate().map(|(i, x)| (i as u32, x)).collect();
-        if s.top_k > 0 && s.top_k < candidates.len() {
-            candidates.select_nth_unstable_by(s.top_k - 1, likelier);
-            candidates.truncate(s.top_k);
-        }
-        if s.top_p < 1. {
-            candidates.sort_unstable_by(likelier);
-        } else {
-            candidates.sort_unstable_by_key(|c| c.0);
-        }
-        let weights: Vec<f64> = candidates.iter().map(|c| ((c.1 as f64 - best as f64) / s.temperature).exp()).collect();
-        let kept = if s.top_p < 1. { nucleus(&weights, s.top_p) } else { weights.len() };
-        let mut x = self.rng.uniform() * weights[..kept].iter().sum::<f64>();
-        for (c, w) in candidates[..kept].iter().zip(&weights) {
-            x -= w;
-            if x.partial_cmp(&0.) == Some(Ordering::Less) {
-                return Ok(c.0);
-            }
-        }
-        // Rounding can leave a sliver after the last weight.
-        Ok(candidates[kept - 1].0)
+        let (window, seen) = (window as u32, recent.len() as u32);
+        Choice { row: SamplingRow { penalty: self.repeat_penalty, window, seen, ..drawn }, last, recent }
     }
-}
-
-/// Integers in the order of `f32::total_cmp`, of which the greatest is found faster.
-fn ordered(x: f32) -> i32 {
-    let bits = x.to_bits() as i32;
-    bits ^ ((bits >> 31) as u32 >> 1) as i32
-}
-
-/// How many of the sorted weights reach the share `p`; at least one.
-fn nucleus(weights: &[f64], p: f64) -> usize {
-    let enough = p * weights.iter().sum::<f64>();
-    let mut sum = 0.;
-    for (i, w) in weights.iter().enumerate() {
-        sum += w;
-        if sum >= enough {
-            return i + 1;
-        }
-    }
-    weights.len()
 }
 
 /// A generator of random numbers, written out here so that a seed gives the same text with every version of every dependency.
@@ -138,11 +77,6 @@ impl SplitMix64 {
         } else {
             Self(seed ^ Self(n as u64).next()).next()
         }
-    }
-
-    /// In [0, 1).
-    fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
     /// The next number.

@@ -1,20 +1,29 @@
 //! Whose turn it is.
 
 use super::filling::Filling;
+use super::flight::Flight;
 use super::graphs::Graphs;
-use super::greedy::{Greedy, Logits};
 use super::prefixes::Prefixes;
 use super::recover::Width;
 use super::request::{EngineOptions, EngineStats, Event, FinishReason, Request, RequestId};
 use super::row::Row;
+use super::sampler::Sampling;
+use crate::engine::sampling::Sampler;
 use crate::{CausalLm, Sequence, SequencePool, SequenceSnapshot};
-use candle_core::{bail, Error, Result, Tensor};
+use candle_core::{bail, Error, Result};
 use std::borrow::Borrow;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+/// Tokens of the prompt that is fed before the first request.
+const WARM_UP: usize = 512;
+
 /// Many requests on one model: each waits until there is room, then its prompt is fed, then it is completed token by
 /// token. While there are prompts to be fed, those passes take the running completions along, a token each.
+///
+/// Tokens are drawn where the logits lie. Decode steps that are CUDA graphs begin before the tokens of the one before have come to the
+/// host, where these only decide whether a completion ends: a token drawn after its end is dropped. A completion
+/// with [`Request::snapshot_end`] keeps its step from that, and so does [`EngineOptions::draft`].
 ///
 /// All memory is that of a [`SequencePool`], made with the engine: a request is admitted when a sequence of the pool is
 /// free, and refused at once when it can never fit. One thread owns the engine, as a CUDA graph asks; `M` is the model,
@@ -42,12 +51,16 @@ pub struct Engine<M: Borrow<CausalLm>> {
     pub(super) model: M,
     pub(super) pool: SequencePool,
     pub(super) graphs: Graphs,
-    greedy: Option<Greedy>,
+    pub(super) sampler: Sampler,
     pub(super) options: EngineOptions,
     pub(super) prefixes: Prefixes<Arc<SequenceSnapshot>>,
     pub(super) waiting: VecDeque<(RequestId, Request)>,
     pub(super) filling: Vec<Filling>,
     pub(super) rows: Vec<Row>,
+    /// The step that the device is at, where it is ahead of the rows.
+    pub(super) flight: Option<Flight>,
+    /// For tests of what being ahead needs: it brings nothing where the host waits for each step.
+    pub(in crate::engine) ahead_without_graph: bool,
     pub(super) events: Vec<Event>,
     pub(super) stats: EngineStats,
     pub(super) told_too_large: bool,
@@ -58,7 +71,8 @@ pub struct Engine<M: Borrow<CausalLm>> {
 }
 
 impl<M: Borrow<CausalLm>> Engine<M> {
-    /// Makes room for as many sequences, and as long ones, as the options say.
+    /// Makes room for as many sequences, and as long ones, as the options say. On CUDA a prompt of nobody's is fed and decode
+    /// steps are captured, so that the first request does not wait for kernels to be loaded.
     ///
     /// # Errors
     /// When the device is out of memory, an option is 0 that must not be, or [`GraphChoice::On`](super::GraphChoice)
@@ -69,21 +83,21 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         }
         let (lm, mut events) = (model.borrow(), Vec::new());
         let mut pool = lm.new_sequences(options.sequences, options.max_len)?;
-        let graphs = Graphs::new(options.cuda_graph, lm, &mut pool, &mut events)?;
-        let greedy = match lm.device().is_cpu() {
-            true => None,
-            false => Some(Greedy::new(lm.config().vocab_size, lm.device())?),
-        };
+        let sampler = Sampler::new(lm.device())?;
+        let graphs = Graphs::new(options.cuda_graph, sampler.clone(), lm, &mut pool, &mut events)?;
+        warm_up(lm, &mut pool, &sampler, options.prefill_chunk)?;
         Ok(Self {
             pool,
             graphs,
-            greedy,
+            sampler,
             prefixes: Prefixes::new(options.prefix_block, options.prefix_cache)?,
             options,
             model,
             waiting: VecDeque::new(),
             filling: Vec::new(),
             rows: Vec::new(),
+            flight: None,
+            ahead_without_graph: false,
             events,
             stats: EngineStats::default(),
             told_too_large: false,
@@ -158,15 +172,22 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     pub fn step(&mut self) -> Result<Vec<Event>> {
         self.admit()?;
         let pass = match (self.filling.is_empty(), self.rows.is_empty()) {
-            (false, _) => self.fill(),
+            (false, _) => self.land().and_then(|()| self.fill()),
             (true, false) => self.decode(),
-            (true, true) => Ok(()),
+            (true, true) => {
+                self.flight = None;
+                Ok(())
+            }
         };
+        // Before anything is fed anew: those that have ended need no more.
+        self.retire()?;
         match pass {
             Ok(()) => self.width.passed(&std::mem::take(&mut self.passing)),
-            Err(e) => self.recover(&e)?,
+            Err(e) => {
+                self.recover(&e)?;
+                self.retire()?;
+            }
         }
-        self.retire()?;
         Ok(std::mem::take(&mut self.events))
     }
 
@@ -191,7 +212,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     }
 
     /// Completions that have ended make room.
-    fn retire(&mut self) -> Result<()> {
+    pub(super) fn retire(&mut self) -> Result<()> {
         for row in std::mem::take(&mut self.rows) {
             let Some(mut reason) = row.finished.clone() else {
                 self.rows.push(row);
@@ -222,14 +243,6 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         Ok(())
     }
 
-    /// From `[rows, vocabulary]`, on the host; `greedy` where none of them needs more than the most likely token.
-    pub(super) fn read(&self, logits: &Tensor, greedy: bool) -> Result<Vec<Logits>> {
-        match &self.greedy {
-            Some(best) if greedy => best.best(logits),
-            _ => Ok(logits.to_vec2()?.into_iter().map(Logits::All).collect()),
-        }
-    }
-
     /// A new sequence, behind the tokens of `snapshot` if there is one.
     pub(super) fn begin(&mut self, snapshot: Option<&SequenceSnapshot>) -> Result<Sequence> {
         let sequence = self.pool.begin()?;
@@ -241,4 +254,18 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         }
         Ok(sequence)
     }
+}
+
+/// A prompt that nobody reads, in a sequence of its own: on CUDA kernels and libraries are loaded with their first use.
+fn warm_up(model: &CausalLm, pool: &mut SequencePool, sampler: &Sampler, prefill_chunk: usize) -> Result<()> {
+    if model.device().is_cpu() {
+        return Ok(());
+    }
+    let sequence = pool.begin()?;
+    let prompt = vec![0; WARM_UP.min(prefill_chunk).min(pool.max_len())];
+    let random =
+        Sampling { temperature: 1., top_p: 0.5, ..Sampling::default() }.choice(0, 0, prompt.len(), &prompt, &[]);
+    let drawn = model.feed(pool, &[(sequence, &prompt)]).and_then(|logits| sampler.draw(&logits, &[random]));
+    pool.end(sequence)?;
+    drawn.map(drop)
 }

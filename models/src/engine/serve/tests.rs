@@ -1,28 +1,7 @@
 //! The parts that need no model.
 
-use super::greedy::{Greedy, Logits};
 use super::guess::{guess, DraftTally};
 use super::prefixes::{PrefixTally, Prefixes};
-use candle_core::{Device, Tensor};
-
-/// What a GPU does for `--temperature 0` is done by tensor ops, which run here as well.
-#[test]
-fn the_device_finds_the_first_of_the_best() {
-    let (nan, inf) = (f32::NAN, f32::INFINITY);
-    let rows = [
-        [0., 3., 1., 3., -2.],
-        [-5., -5., -5., -5., -5.],
-        [-1., -2., -3., -4., 7.],
-        [0., nan, 1., 0., 0.],
-        [nan; 5],
-        [0., inf, 0., 0., 0.],
-        [0., -inf, 0., 0., 1.],
-    ];
-    let logits = Tensor::new(&rows, &Device::Cpu).unwrap();
-    let best = Greedy::new(5, &Device::Cpu).unwrap().best(&logits).unwrap();
-    assert_eq!(best[..3], [1, 0, 4].map(|id| Logits::Best { id, sound: true }));
-    assert!(best[3..].iter().all(|best| matches!(best, Logits::Best { sound: false, .. })), "{best:?}");
-}
 
 #[test]
 fn guesses_follow_the_latest_match() {

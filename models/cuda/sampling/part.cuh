@@ -1,0 +1,210 @@
+// A block's part of a row: what all steps are made of.
+#pragma once
+
+#include "../gdn_sampling.h"
+#include "weight.cuh"
+
+namespace gdn {
+namespace sampling {
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kBlocksPerSm = 2;
+constexpr int kUnit = 512;    // logits that a warp takes at a time
+constexpr int kBins = 2048, kBinsAThread = kBins / kThreads;
+constexpr int kParts = 3, kPartBits = 13;    // of a weight: sums of kMostVocab fit 32 bits
+constexpr int64_t kMostVocab = 1 << 19;
+static_assert(kMostVocab <= static_cast<int64_t>(kBins) * kUnit, "what a row's units weigh goes to bins");
+
+// A count of tokens and what they weigh.
+struct Mass {
+  uint64_t weight;
+  uint32_t count;
+};
+
+// Of a group, in the workspace.
+struct Group {
+  Mass bins[3][kBins];    // of this pass over the row, the last one, and the next one, which are zeros
+  uint64_t best;          // the greatest key, and the complement of its first id; all ones where a logit is not finite
+  uint32_t arrived;
+  uint32_t unused;
+};
+
+struct Args {
+  gdn_sampling_params p;
+  int groups, blocks;     // blocks of a group
+  int units;              // of a row
+  bool vec;
+};
+
+__device__ __forceinline__ uint64_t shuffle_up(uint64_t x, int by) { return __shfl_up_sync(0xffffffffu, x, by); }
+
+__device__ __forceinline__ uint64_t max_of(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+struct Shared {
+  uint32_t counts[kBins], parts[kParts][kBins];
+  uint64_t weights[kWarps];
+  uint32_t totals[kWarps];
+  uint64_t best;
+  // What one thread found for all.
+  Mass above, total, found;
+  uint32_t at;
+  bool last;
+};
+
+// One block's part of one row.
+struct Part {
+  const Args &args;
+  Shared &s;
+  Group *group;
+  float *logits;
+  gdn_sampling_row row;
+  int rank, passes = 0, turns = 0;
+  float best = 0.f;
+
+  __device__ Part(const Args &args, Shared &s, int number, int rank)
+      : args(args), s(s), group(static_cast<Group *>(args.p.workspace) + number % args.groups),
+        logits(args.p.logits + number * args.p.logits_stride), row(args.p.state[number]), rank(rank) {}
+
+  // f(unit) of this block's part, a warp each.
+  template <typename F> __device__ __forceinline__ void units(F &&f) const {
+    for (int unit = rank + args.blocks * (threadIdx.x / 32); unit < args.units; unit += args.blocks * kWarps) f(unit);
+  }
+
+  // f(logit, id) of a unit.
+  template <typename F> __device__ __forceinline__ void within(int unit, F &&f) const {
+    const int lane = threadIdx.x % 32, from = unit * kUnit, vocab = args.p.vocab;
+    if (args.vec && from + kUnit <= vocab) {
+      float4 x[kUnit / 128];
+#pragma unroll
+      for (int j = 0; j < kUnit / 128; ++j)
+        x[j] = *reinterpret_cast<const float4 *>(logits + from + j * 128 + lane * 4);
+#pragma unroll
+      for (int j = 0; j < kUnit / 128; ++j) {
+        const int id = from + j * 128 + lane * 4;
+        f(x[j].x, id);
+        f(x[j].y, id + 1);
+        f(x[j].z, id + 2);
+        f(x[j].w, id + 3);
+      }
+    } else {
+      for (int id = from + lane; id < from + kUnit && id < vocab; id += 32) f(logits[id], id);
+    }
+  }
+
+  template <typename F> __device__ __forceinline__ void each(F &&f) const {
+    units([&](int unit) { within(unit, f); });
+  }
+
+  // All blocks of the group wait for each other. They run at once: the launch is cooperative.
+  __device__ void wait_for_group() {
+    __syncthreads();
+    ++turns;
+    if (args.blocks == 1) return;
+    if (threadIdx.x == 0) {
+      __threadfence();
+      atomicAdd(&group->arrived, 1u);
+      const uint32_t all = static_cast<uint32_t>(turns) * args.blocks;
+      while (*const_cast<volatile uint32_t *>(&group->arrived) < all) __nanosleep(20);
+      __threadfence();
+    }
+    __syncthreads();
+  }
+
+  // Whether this block is the last of its group to come here: it ends the row.
+  __device__ bool is_last() {
+    __syncthreads();
+    if (args.blocks == 1) return true;
+    if (threadIdx.x == 0) {
+      __threadfence();
+      const uint32_t before = atomicAdd(&group->arrived, 1u);
+      s.last = before + 1 == static_cast<uint32_t>(turns + 1) * args.blocks;
+      __threadfence();
+    }
+    __syncthreads();
+    return s.last;
+  }
+
+  // Tokens of the window, that of `ids` the latest, whose logits lie in this block's part. Read all before any is written: a token may
+  // be there twice.
+  __device__ void penalise(int number) {
+    if (row.window == 0) return;
+    uint32_t *recent = args.p.recent + static_cast<int64_t>(number) * args.p.history;
+    float *kept = args.p.kept + static_cast<int64_t>(number) * args.p.history;
+    const uint32_t newest = row.seen % row.window, last = args.p.ids[number];
+    const uint32_t count = row.seen < row.window ? row.seen + 1 : row.window;
+    const auto here = [&](uint32_t i, uint32_t &id) {
+      id = i == newest ? last : recent[i];
+      return id < static_cast<uint32_t>(args.p.vocab) && static_cast<int>(id / kUnit) % args.blocks == rank;
+    };
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      uint32_t id;
+      if (here(i, id)) kept[i] = logits[id];
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      uint32_t id;
+      if (!here(i, id)) continue;
+      const float x = kept[i];
+      if (!isfinite(x)) continue;
+      const float y = x > 0.f ? __fdiv_rn(x, row.penalty) : __fmul_rn(x, row.penalty);
+      logits[id] = fminf(fmaxf(y, -3.40282347e38f), 3.40282347e38f);
+    }
+    __syncthreads();
+  }
+
+  // The most likely token of this block's part, to the group's.
+  __device__ void find_best() {
+    uint64_t found = 0;
+    each([&](float x, int id) {
+      const uint64_t key = static_cast<uint64_t>(key_of(x)) << 32 | ~static_cast<uint32_t>(id);
+      found = max_of(found, isfinite(x) ? key : ~0ull);
+    });
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) found = max_of(found, __shfl_xor_sync(0xffffffffu, found, by));
+    if (threadIdx.x % 32 == 0) s.weights[threadIdx.x / 32] = found;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int warp = 1; warp < kWarps; ++warp) found = max_of(found, s.weights[warp]);
+      atomicMax(reinterpret_cast<unsigned long long *>(&group->best), static_cast<unsigned long long>(found));
+    }
+  }
+
+  __device__ uint64_t groups_best() {
+    if (threadIdx.x == 0) s.best = __ldcg(reinterpret_cast<unsigned long long *>(&group->best));
+    __syncthreads();
+    return s.best;
+  }
+
+  // Sums before this thread's, and of all.
+  __device__ void scan(Mass own, Mass &before, Mass &all) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Mass sum = own;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const uint64_t weight = shuffle_up(sum.weight, by);
+      const uint32_t count = __shfl_up_sync(0xffffffffu, sum.count, by);
+      if (lane >= by) {
+        sum.weight += weight;
+        sum.count += count;
+      }
+    }
+    __syncthreads();
+    if (lane == 31) {
+      s.weights[warp] = sum.weight;
+      s.totals[warp] = sum.count;
+    }
+    __syncthreads();
+    before = {sum.weight - own.weight, sum.count - own.count};
+    all = {0, 0};
+    for (int i = 0; i < kWarps; ++i) {
+      if (i < warp) {
+        before.weight += s.weights[i];
+        before.count += s.totals[i];
+      }
+      all.weight += s.weights[i];
+      all.count += s.totals[i];
+    }
+  }
+};
+
+}  // namespace sampling
+}  // namespace gdn

@@ -1,0 +1,214 @@
+// gdn_sampling: each row's next token, by a group of blocks a row. See README.md.
+#include "common/host.cuh"
+#include "common/launch.cuh"
+#include "cut.cuh"
+
+namespace gdn {
+namespace sampling {
+namespace {
+
+struct Row : Cutting {
+  using Cutting::Cutting;
+
+  // What is kept of each unit is added up by all blocks; the last of them draws from that, and ends the row.
+  __device__ void draw(int number, Cut cut) {
+    Mass *masses = group->bins[passes % 3];
+    units([&](int unit) {
+      Mass kept = {0, 0};
+      within(unit, [&](float x, int) {
+        const uint32_t key = key_of(x);
+        if (key > cut.key) kept.weight += weight_of(x, best, row.scale);
+        kept.count += key == cut.key;
+      });
+#pragma unroll
+      for (int by = 16; by > 0; by /= 2) {
+        kept.weight += __shfl_xor_sync(0xffffffffu, kept.weight, by);
+        kept.count += __shfl_xor_sync(0xffffffffu, kept.count, by);
+      }
+      if (threadIdx.x % 32 == 0) masses[unit] = kept;
+    });
+    if (!is_last()) return;
+
+    const uint64_t tie = cut.ties > 0 ? weight_of(logit_of(cut.key), best, row.scale) : 0;
+    const int share = (args.units + kThreads - 1) / kThreads, from = threadIdx.x * share;
+    const int to = min(from + share, args.units);
+    const auto load = [&](int unit) -> Mass {
+      return {__ldcg(reinterpret_cast<const unsigned long long *>(&masses[unit].weight)), __ldcg(&masses[unit].count)};
+    };
+    // With its ties, as far as they are kept behind those before it.
+    const auto whole = [&](const Mass &unit, uint32_t ties) {
+      const uint32_t left = cut.ties > ties ? cut.ties - ties : 0;
+      return unit.weight + tie * (unit.count < left ? unit.count : left);
+    };
+    Mass own = {0, 0}, before, all;
+    for (int unit = from; unit < to; ++unit) own.count += load(unit).count;
+    scan(own, before, all);
+    const uint32_t ties_before = before.count;
+    uint32_t ties = ties_before;
+    for (int unit = from; unit < to; ++unit) {
+      const Mass mass = load(unit);
+      own.weight += whole(mass, ties);
+      ties += mass.count;
+    }
+    scan(own, before, all);
+    const uint64_t target = __umul64hi(random_bits(row.seed, row.index), all.weight);
+    if (target >= before.weight && target < before.weight + own.weight) {
+      uint64_t left = target - before.weight;
+      ties = ties_before;
+      int unit = from;
+      for (;; ++unit) {
+        const Mass mass = load(unit);
+        const uint64_t weight = whole(mass, ties);
+        if (left < weight) break;
+        left -= weight;
+        ties += mass.count;
+      }
+      s.at = unit;
+      s.found = {left, ties};
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      const int lane = threadIdx.x, first = s.at * kUnit;
+      Mass left = s.found;
+      uint32_t token = GDN_NO_TOKEN;
+      for (int at = first; at < first + kUnit && token == GDN_NO_TOKEN; at += 32) {
+        const int id = at + lane;
+        const float x = id < args.p.vocab ? logits[id] : -INFINITY;
+        const uint32_t key = key_of(x);
+        const uint32_t equal = __ballot_sync(0xffffffffu, key == cut.key);
+        uint64_t weight = key > cut.key ? weight_of(x, best, row.scale) : 0;
+        if (key == cut.key && left.count + __popc(equal & ((1u << lane) - 1)) < cut.ties) weight = tie;
+#pragma unroll
+        for (int by = 1; by < 32; by *= 2) {
+          const uint64_t other = shuffle_up(weight, by);
+          if (lane >= by) weight += other;
+        }
+        const uint32_t reached = __ballot_sync(0xffffffffu, left.weight < weight);
+        if (reached) token = at + __ffs(static_cast<int>(reached)) - 1;
+        left.weight -= __shfl_sync(0xffffffffu, weight, 31);
+        left.count += __popc(equal);
+      }
+      if (lane == 0) s.at = token;
+    }
+    __syncthreads();
+    finish(number, s.at);
+  }
+
+  // By the last block. The group is as it was for the next launch, and the row is at its next token.
+  __device__ void finish(int number, uint32_t token) {
+    if (row.scale > 0.)
+      for (int i = threadIdx.x; i < kBins; i += kThreads) group->bins[(passes + 2) % 3][i] = group->bins[passes % 3][i] = {0, 0};
+    if (threadIdx.x == 0) {
+      group->best = 0;
+      group->arrived = 0;
+      gdn_sampling_row &next = args.p.state[number];
+      if (row.window > 0) {
+        args.p.recent[static_cast<int64_t>(number) * args.p.history + row.seen % row.window] = args.p.ids[number];
+        next.seen = row.seen + 1;
+      }
+      // A greedy row is the same for every token, so that the host need not follow it.
+      if (row.scale > 0.) next.index = row.index + 1;
+      args.p.drawn[number] = token;
+      args.p.ids[number] = token == GDN_NO_TOKEN ? 0 : token;
+    }
+  }
+
+  __device__ void run(int number) {
+    if (row.scale < 0.) return;
+    penalise(number);
+    find_best();
+    if (row.scale == 0.) {
+      if (!is_last()) return;
+      const uint64_t found = groups_best();
+      return finish(number, found == ~0ull ? GDN_NO_TOKEN : ~static_cast<uint32_t>(found));
+    }
+    wait_for_group();
+    const uint64_t found = groups_best();
+    if (found == ~0ull) {
+      if (is_last()) finish(number, GDN_NO_TOKEN);
+      return;
+    }
+    best = logit_of(static_cast<uint32_t>(found >> 32));
+    Cut cut = {0, 0};
+    uint64_t total = 0;
+    if (row.top_k > 0 && row.top_k < static_cast<uint32_t>(args.p.vocab)) cut_off<true>(cut, total);
+    if (row.top_p < 1.) cut_off<false>(cut, total);
+    draw(number, cut);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) sampling_kernel(const __grid_constant__ Args args) {
+  __shared__ Shared s;
+  // More than one row a group only where a group is one block.
+  for (int number = blockIdx.x / args.blocks; number < args.p.rows; number += args.groups) {
+    Row row(args, s, number, blockIdx.x % args.blocks);
+    row.run(number);
+    __threadfence();
+    __syncthreads();
+  }
+}
+
+// Blocks that run at once.
+int most_blocks(int *value) {
+  static PerDevice known;
+  return known.get(value, [](int device, int *v) {
+    int sms = 0, per_sm = 0;
+    if (const cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return e;
+    const cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, sampling_kernel, kThreads, 0);
+    *v = sms * (per_sm < kBlocksPerSm ? per_sm : kBlocksPerSm);
+    return e == cudaSuccess && *v == 0 ? cudaErrorLaunchOutOfResources : e;
+  });
+}
+
+int run(const gdn_sampling_params *params, cudaStream_t stream) {
+  if (!params) return GDN_NULL_POINTER;
+  const gdn_sampling_params &p = *params;
+  if (p.rows < 0 || p.vocab < 1 || p.vocab > kMostVocab || p.history < 0) return GDN_BAD_LENGTH;
+  if (p.logits_stride < 0) return GDN_BAD_STRIDE;
+  if (p.rows == 0) return GDN_OK;
+  if (!p.logits || !p.ids || !p.drawn || !p.state || (p.history > 0 && (!p.recent || !p.kept))) return GDN_NULL_POINTER;
+  int64_t bytes = 0;
+  if (const int status = gdn_sampling_workspace(p.rows, &bytes)) return status;
+  if (!p.workspace || !aligned(p.workspace, 16) || p.workspace_bytes < bytes) return GDN_BAD_WORKSPACE;
+  int most = 0;
+  if (const int status = most_blocks(&most)) return status;
+  Args args;
+  args.p = p;
+  args.units = static_cast<int>(ceil_div(p.vocab, kUnit));
+  args.groups = p.rows < most ? p.rows : most;
+  args.blocks = most / args.groups < args.units ? most / args.groups : args.units;
+  args.vec = aligned(p.logits, 16) && p.logits_stride % 4 == 0;
+
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(args.groups * args.blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  // The blocks of a group wait for each other.
+  cudaLaunchAttribute together = {};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  config.attrs = &together;
+  config.numAttrs = 1;
+  const cudaError_t e = cudaLaunchKernelEx(&config, sampling_kernel, args);
+  if (e != cudaSuccess) cudaGetLastError();    // reported here, and not again by the next launch
+  return cuda_status(e);
+}
+
+}  // namespace
+}  // namespace sampling
+}  // namespace gdn
+
+extern "C" int gdn_sampling(const gdn_sampling_params *params, cudaStream_t stream) {
+  return gdn::sampling::run(params, stream);
+}
+
+extern "C" int gdn_sampling_workspace(int32_t rows, int64_t *bytes) {
+  using namespace gdn::sampling;
+  if (!bytes) return GDN_NULL_POINTER;
+  if (rows < 0) return GDN_BAD_LENGTH;
+  int most = 0;
+  if (const int status = most_blocks(&most)) return status;
+  const int64_t groups = rows < most ? rows : most;
+  *bytes = groups * static_cast<int64_t>(sizeof(Group));
+  return GDN_OK;
+}

@@ -1,0 +1,153 @@
+//! The next token of a row, as `models/cuda/sampling` chooses it: weights are whole numbers, so that their sums are the
+//! same in any order, and made by operations that round the same everywhere.
+
+use crate::abi::sampling::SamplingRow;
+use std::f32::consts::LN_2;
+
+/// Of the most likely token.
+const HEAVIEST: u64 = 1 << 38;
+
+/// The token that `row` chooses by its logits, and None where one of them is not finite. Those of `recent`, the tokens that
+/// its penalty concerns, are overwritten. Of equal logits the one of the lower id counts as more likely.
+pub(crate) fn draw(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) -> Option<u32> {
+    // Looked for without stopping: that is many logits an instruction.
+    if logits.iter().fold(false, |found, x| found | !x.is_finite()) {
+        return None;
+    }
+    penalise(logits, row.penalty, recent);
+    let best = logits.iter().map(|x| ordered(*x)).max()?;
+    let first = logits.iter().position(|x| ordered(*x) == best)?;
+    if row.scale == 0. {
+        return Some(first as u32);
+    }
+    let mut kept = weighed(logits, logits[first], row.scale);
+    let k = row.top_k as usize;
+    if k > 0 && k < kept.len() {
+        let mut ranks: Vec<u64> = kept.iter().map(|token| token.rank).collect();
+        let (_, cut, _) = ranks.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
+        let cut = *cut;
+        kept.retain(|token| token.rank >= cut);
+    }
+    if row.top_p < 1. {
+        let cut = nucleus(&kept, row.top_p);
+        kept.retain(|token| token.rank >= cut);
+    }
+    let total: u64 = kept.iter().map(|token| token.weight).sum();
+    let mut left = ((u128::from(random_bits(row.seed, row.index)) * u128::from(total)) >> 64) as u64;
+    for token in &kept {
+        if left < token.weight {
+            return Some(!token.rank as u32);
+        }
+        left -= token.weight;
+    }
+    None
+}
+
+/// A token that can be drawn.
+struct Token {
+    /// The order of its logit, and the complement of its id: no two are equal.
+    rank: u64,
+    weight: u64,
+}
+
+fn weighed(logits: &[f32], best: f32, scale: f64) -> Vec<Token> {
+    let tokens = logits.iter().enumerate().map(|(id, &x)| Token {
+        rank: u64::from(ordered(x) as u32 ^ (1 << 31)) << 32 | u64::from(!(id as u32)),
+        weight: weight(x, best, scale),
+    });
+    tokens.filter(|token| token.weight > 0).collect()
+}
+
+/// The rank of the last of the most likely tokens that together have the share `p`.
+fn nucleus(tokens: &[Token], p: f64) -> u64 {
+    let total: u64 = tokens.iter().map(|token| token.weight).sum();
+    let need = ((p * total as f64).ceil() as u64).clamp(1, total);
+    let mut sorted: Vec<(u64, u64)> = tokens.iter().map(|token| (token.rank, token.weight)).collect();
+    sorted.sort_unstable_by_key(|token| std::cmp::Reverse(token.0));
+    let mut sum = 0;
+    let reached = sorted.iter().find(|token| {
+        sum += token.1;
+        sum >= need
+    });
+    reached.map_or(0, |token| token.0)
+}
+
+fn penalise(logits: &mut [f32], penalty: f32, recent: &[u32]) {
+    // Read all before any is written: a token may be there twice.
+    let read: Vec<Option<f32>> = recent.iter().map(|&id| logits.get(id as usize).copied()).collect();
+    for (&id, x) in recent.iter().zip(read) {
+        if let Some(x) = x {
+            let y = if x > 0. { x / penalty } else { x * penalty };
+            #[allow(clippy::manual_clamp)] // a NaN, of a penalty that is none, is to become a number
+            let y = y.max(f32::MIN).min(f32::MAX);
+            logits[id as usize] = y;
+        }
+    }
+}
+
+/// Integers in the order of `f32::total_cmp`, of which the greatest is found faster.
+fn ordered(x: f32) -> i32 {
+    let bits = x.to_bits() as i32;
+    bits ^ ((bits >> 31) as u32 >> 1) as i32
+}
+
+/// `2^38 * exp((x - best) / temperature)`, rounded down.
+fn weight(x: f32, best: f32, scale: f64) -> u64 {
+    let z = (f64::from(x) - f64::from(best)) * scale;
+    // Not `z >= 0`: where the scale is infinite, the best token has none.
+    if z.is_nan() || z >= 0. {
+        return HEAVIEST;
+    }
+    if z <= -39. {
+        return 0;
+    }
+    let whole = z.floor();
+    let f = (z - whole) as f32;
+    // 2^f on [0, 1], to 1e-7
+    let terms = [2.190_095_5e-4, 1.240_786_8e-3, 9.678_594e-3, 5.548_587e-2, 2.402_286e-1, LN_2, 1.];
+    let p = terms.into_iter().fold(0f32, |p, term| p * f + term);
+    let mantissa = (p * 8_388_608.) as u64;
+    (mantissa << 15) >> (-whole) as u32
+}
+
+/// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): 64 bits of it, the same with every
+/// version of every dependency.
+fn random_bits(seed: u64, index: u64) -> u64 {
+    let mut key = [seed as u32, (seed >> 32) as u32];
+    let mut c = [index as u32, (index >> 32) as u32, 0, 0];
+    for _ in 0..10 {
+        let (a, b) = (0xd251_1f53u64 * u64::from(c[0]), 0xcd9e_8d57u64 * u64::from(c[2]));
+        c = [(b >> 32) as u32 ^ c[1] ^ key[0], b as u32, (a >> 32) as u32 ^ c[3] ^ key[1], a as u32];
+        key = [key[0].wrapping_add(0x9e37_79b9), key[1].wrapping_add(0xbb67_ae85)];
+    }
+    u64::from(c[1]) << 32 | u64::from(c[0])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of the authors' own table of known answers.
+    #[test]
+    fn random_numbers_are_philox() {
+        assert_eq!(random_bits(0, 0), 0xe169_c58d_6627_e8d5);
+        assert_eq!(random_bits(u64::MAX, 7), random_bits(u64::MAX, 7));
+        assert_ne!(random_bits(1, 0), random_bits(0, 1));
+    }
+
+    #[test]
+    fn weights_are_powers_of_two() {
+        for (temperature, best) in [(1., 0f32), (0.7, 23.5), (30., -8.)] {
+            let scale = std::f64::consts::LOG2_E / temperature;
+            for i in 0..2000 {
+                let x = best - 0.013 * i as f32;
+                let want = ((f64::from(x) - f64::from(best)) / temperature).exp() * HEAVIEST as f64;
+                let got = weight(x, best, scale) as f64;
+                assert!((got - want).abs() <= 1. + 4e-7 * want, "{x} below {best} at {temperature}: {got}, not {want}");
+            }
+        }
+        assert_eq!(weight(f32::MIN, f32::MAX, 1e-9), 0);
+        assert_eq!([weight(1., 1., f64::INFINITY), weight(0.5, 1., f64::INFINITY)], [HEAVIEST, 0]);
+        assert_eq!(weight(0.5, 1., f64::MIN_POSITIVE), HEAVIEST);
+    }
+}

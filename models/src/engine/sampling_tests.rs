@@ -1,0 +1,200 @@
+//! What is drawn from given logits: as often as it should be, and the same on every device.
+
+use super::sampling::{Choice, Sampler};
+use super::Sampling;
+use candle_core::{Device, Result, Tensor};
+
+/// Numbers for tests.
+struct Rng(crate::SplitMix64);
+
+impl Rng {
+    #[cfg(feature = "cuda")]
+    fn below(&mut self, n: usize) -> usize {
+        (self.0.next() % n as u64) as usize
+    }
+
+    fn uniform(&mut self) -> f64 {
+        (self.0.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    fn normal(&mut self) -> f64 {
+        (-2. * (1. - self.uniform()).ln()).sqrt() * (std::f64::consts::TAU * self.uniform()).cos()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len())]
+    }
+}
+
+fn tensor(logits: &[Vec<f32>], device: &Device) -> Result<Tensor> {
+    Tensor::from_vec(logits.concat(), (logits.len(), logits[0].len()), device)
+}
+
+fn draw(sampler: &Sampler, logits: &[Vec<f32>], choices: &[Choice], device: &Device) -> Result<Vec<Option<u32>>> {
+    Ok(sampler.draw(&tensor(logits, device)?, choices)?.into_iter().map(std::result::Result::ok).collect())
+}
+
+fn one(logits: &[f32], sampling: &Sampling, tokens: &[u32]) -> Option<u32> {
+    let choice = sampling.choice(1, 0, 100, tokens, &[]);
+    let sampler = Sampler::new(&Device::Cpu).unwrap();
+    draw(&sampler, &[logits.to_vec()], &[choice], &Device::Cpu).unwrap()[0]
+}
+
+/// The probabilities by their definition.
+fn probabilities(logits: &[f32], s: &Sampling) -> Vec<f64> {
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+    if s.top_k > 0 {
+        order.truncate(s.top_k);
+    }
+    let weight = |i: &usize| (f64::from(logits[*i] - logits[order[0]]) / s.temperature).exp();
+    let total: f64 = order.iter().map(weight).sum();
+    let (mut sum, mut kept) = (0., 0);
+    while kept < order.len() && (kept == 0 || sum < s.top_p * total) {
+        sum += weight(&order[kept]);
+        kept += 1;
+    }
+    let mut all = vec![0.; logits.len()];
+    order[..kept].iter().for_each(|i| all[*i] = weight(i) / sum);
+    all
+}
+
+#[test]
+fn tokens_come_as_often_as_they_should() -> Result<()> {
+    const DRAWS: usize = 20_000;
+    let (mut rng, sampler) = (Rng(crate::SplitMix64::new(3)), Sampler::new(&Device::Cpu)?);
+    let logits: Vec<f32> = (0..60).map(|_| (1.5 * rng.normal()) as f32).collect();
+    let some = Sampling { temperature: 0.8, ..Sampling::default() };
+    for sampling in [
+        some.clone(),
+        Sampling { temperature: 2.5, ..some.clone() },
+        Sampling { top_k: 7, ..some.clone() },
+        Sampling { top_p: 0.7, ..some.clone() },
+        Sampling { top_k: 20, top_p: 0.9, temperature: 1.5, ..some },
+    ] {
+        let mut count = vec![0usize; logits.len()];
+        for index in 0..DRAWS {
+            let choice = sampling.choice(9, index, 100, &[1], &[]);
+            let token = draw(&sampler, std::slice::from_ref(&logits), &[choice], &Device::Cpu)?[0];
+            count[token.expect("a token") as usize] += 1;
+        }
+        let (mut chi, mut degrees) = (0., -1f64);
+        for (count, p) in count.iter().zip(probabilities(&logits, &sampling)) {
+            let want = p * DRAWS as f64;
+            match want < 5. {
+                true => assert!((*count as f64) < want + 20., "{sampling:?}: {count}, not {want}"),
+                false => (chi, degrees) = (chi + (*count as f64 - want).powi(2) / want, degrees + 1.),
+            }
+            assert!(p > 0. || *count == 0, "{sampling:?}");
+        }
+        // Seldom more than 4 deviations off.
+        assert!(chi < degrees + 4. * (2. * degrees).sqrt(), "{sampling:?}: chi square {chi} of {degrees}");
+    }
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_drawn_from_and_what_ties() {
+    let greedy = Sampling::default();
+    let warm = Sampling { temperature: 0.7, ..Sampling::default() };
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for sampling in [&greedy, &warm] {
+            assert_eq!(one(&[0., bad, 1.], sampling, &[0]), None);
+        }
+    }
+    assert_eq!(one(&[0., 3., 1., 3., -2.], &greedy, &[0]), Some(1));
+    assert_eq!(one(&[-5.; 5], &greedy, &[0]), Some(0));
+    assert_eq!(one(&[-1., -0., 0.], &greedy, &[0]), Some(2), "-0 is below 0");
+    // The best one alone: of equal ones the first.
+    for sampling in [
+        Sampling { top_k: 1, ..warm.clone() },
+        Sampling { top_p: 1e-9, ..warm.clone() },
+        Sampling { top_k: 1, temperature: 1e9, ..warm.clone() },
+    ] {
+        assert_eq!(one(&[1., 2., 2., 2.], &sampling, &[0]), Some(1), "{sampling:?}");
+    }
+    assert_eq!(one(&[1., 2., 1.999, 1.], &Sampling { temperature: 1e-300, ..warm }, &[0]), Some(1));
+}
+
+#[test]
+fn penalties_are_of_the_last_tokens() {
+    let penalty = |last_n| Sampling { repeat_penalty: 2., repeat_last_n: last_n, ..Sampling::default() };
+    let logits = [4., 3., 2.5, -1.];
+    assert_eq!(one(&logits, &penalty(2), &[0, 0]), Some(1), "once, though there twice");
+    assert_eq!(one(&logits, &penalty(2), &[0, 1, 3]), Some(0), "too long ago");
+    assert_eq!(one(&logits, &penalty(3), &[0, 1, 3]), Some(2));
+    assert_eq!(one(&logits, &penalty(0), &[0, 0]), Some(0));
+    assert_eq!(one(&[-1., -1.5], &penalty(1), &[0]), Some(1), "a negative one is multiplied");
+    // Guesses count as the tokens that they may become.
+    let (s, tokens) = (Sampling { temperature: 1., ..penalty(4) }, [5, 6, 7, 8, 9]);
+    for n in 0..5 {
+        let (a, b) = (s.choice(3, 10 + n, 50, &tokens, &[]), s.choice(3, 10 + n, 50, &tokens[..n], &tokens[n..]));
+        assert_eq!((a.row, a.last, a.recent), (b.row, b.last, b.recent));
+    }
+}
+
+/// Rows of every kind in one launch, and tokens one after the other on what the launch before left.
+#[test]
+#[cfg(feature = "cuda")]
+fn every_device_draws_the_same() -> Result<()> {
+    use super::sampling::{tokens, Rows};
+    let Some(device) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+    let (mut rng, here, there) = (Rng(crate::SplitMix64::new(5)), Sampler::new(&Device::Cpu)?, Sampler::new(&device)?);
+    for round in 0..60 {
+        let rows = rng.pick(&[1, 2, 3, 17, 128, 300, 700]);
+        let vocab = rng.pick(&[1, 5, 511, 512, 513, 1024, 7001, 50_000, if rows < 129 { 248_320 } else { 1000 }]);
+        let history = 1 + rng.below(70);
+        let (mut logits, mut choices) = (vec![], vec![]);
+        for _ in 0..rows {
+            let (kind, spread, mean) = (rng.below(6), rng.pick(&[0.01, 1., 3., 30.]), rng.pick(&[0., 5., -7.]));
+            let mut row: Vec<f32> = (0..vocab)
+                .map(|i| {
+                    let x = (rng.normal() * spread + mean) as f32;
+                    match kind {
+                        0 => x.round(),
+                        1 => 1.,
+                        2 => (x * 4.).round() / 4.,
+                        3 => [-0., 0., -x.abs()][i % 3],
+                        _ => x,
+                    }
+                })
+                .collect();
+            if rng.below(12) == 0 {
+                row[rng.below(vocab)] = rng.pick(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
+            }
+            logits.push(row);
+            let sampling = Sampling {
+                temperature: rng.pick(&[0., 0., 0.7, 1., 1.3, 0.01, 1e-300, 100., 1e9]),
+                top_k: rng.pick(&[0, 0, 1, 2, 20, 50, 300, 5000]),
+                top_p: rng.pick(&[1., 1., 0.9, 0.5, 0.999, 1e-9]),
+                repeat_penalty: rng.pick(&[1., 1., 1.3, 0.7]),
+                repeat_last_n: rng.below(80),
+            };
+            let before: Vec<u32> = (0..1 + rng.below(90)).map(|_| rng.below(vocab.min(60)) as u32).collect();
+            choices.push((sampling, rng.0.next(), before));
+        }
+        let choice =
+            |(s, seed, before): &(Sampling, u64, Vec<u32>), index| s.choice(*seed, index, history, before, &[]);
+        let first: Vec<Choice> = choices.iter().map(|row| choice(row, 4)).collect();
+        let want = draw(&here, &logits, &first, &Device::Cpu)?;
+        assert_eq!(draw(&there, &logits, &first, &device)?, want, "round {round}: {rows} rows of {vocab}");
+        // Room for rows of nobody too, as in a graph.
+        let on_device = Rows::new(rows + 3, history, &device)?;
+        on_device.load(&first)?;
+        let padded = [logits.clone(), vec![vec![f32::NAN; vocab]; 3]].concat();
+        for index in 4..8 {
+            let now: Vec<Choice> = choices.iter().map(|row| choice(row, index)).collect();
+            let want = draw(&here, &logits, &now, &Device::Cpu)?;
+            there.launch(&tensor(&padded, &device)?, &on_device)?;
+            let got: Vec<_> = tokens(&on_device.drawn()?.to_vec1()?).into_iter().map(std::result::Result::ok).collect();
+            assert_eq!(got[..rows], want, "round {round}, token {index}: {rows} rows of {vocab}");
+            for ((_, _, before), token) in choices.iter_mut().zip(&want) {
+                before.push(token.unwrap_or(0));
+            }
+            let ids = on_device.ids()?.to_vec1::<u32>()?;
+            assert!(ids.iter().zip(&want).all(|(id, token)| *id == token.unwrap_or(0)));
+        }
+    }
+    Ok(())
+}
