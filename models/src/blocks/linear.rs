@@ -51,7 +51,7 @@ impl Linear {
         match self {
             Self::Dense(linear) => match linear.weight() {
                 Weight::Packed(weights) => Some(weights),
-                Weight::Tensor(_) => None,
+                Weight::Tensor(_) | Weight::BlockScaled(_) => None,
             },
             Self::Quantized(_) => None,
         }
@@ -63,7 +63,7 @@ impl Linear {
         match self {
             Self::Dense(linear) => match linear.weight() {
                 Weight::Tensor(weight) => Some(weight),
-                Weight::Packed(_) => None,
+                Weight::Packed(_) | Weight::BlockScaled(_) => None,
             },
             Self::Quantized(_) => None,
         }

@@ -68,12 +68,12 @@ impl Mlp {
 /// `silu(gate(x)) * up(x)`; in one kernel with the projection where one takes it.
 fn gated(gate_up: &Linear, x: &Tensor, launch: &Launch) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(weight) = gate_up.tensor() {
+    if let Linear::Dense(projection) = gate_up {
         let mut dims = x.dims().to_vec();
         let hidden = dims.pop().unwrap_or(0);
         let rows = x.reshape((x.elem_count() / hidden.max(1), hidden))?;
-        if let Some(y) = candle_gdn::plumbing::cuda::few_rows_swiglu_if_faster(&rows, weight, launch)? {
-            dims.push(weight.dim(0)? / 2);
+        if let Some(y) = projection.swiglu_if_faster(&rows, launch)? {
+            dims.push(projection.outputs() / 2);
             return y.reshape(dims);
         }
     }
