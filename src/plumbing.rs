@@ -44,6 +44,7 @@ pub use crate::state::threads::{LastThread, Working};
 #[cfg(feature = "cuda")]
 pub mod cuda {
     pub use crate::cuda::arena::{alloc, undo, with_workspace};
+    pub use crate::cuda::block_scaled::scales_of;
     pub use crate::cuda::linear::{few_rows, few_rows_if_faster};
     pub use crate::cuda::pointers::*;
     pub use crate::cuda::testing;

@@ -50,8 +50,8 @@ pub fn dense(weight: &BlockScaled, dtype: DType) -> Result<Tensor> {
     apply1(&Dense { weight, dtype }, None, weight.bytes())
 }
 
-/// Of one that is held.
-fn scales_of(weight: &BlockScaled, scales: &Pointer<'_>) -> Result<gdn::Scales> {
+/// The scales of a weight, whose pointer is held.
+pub fn scales_of(weight: &BlockScaled, scales: &Pointer<'_>) -> Result<gdn::Scales> {
     let layout = weight.scales().layout();
     Ok(gdn::Scales {
         ptr: scales.at::<f32>(layout.start_offset(), 4).cast_const(),

@@ -6,7 +6,7 @@ use crate::formats::{Matrix, Source};
 use crate::ops::Swiglu as SwigluOp;
 use candle_core::{Result, Tensor};
 use candle_gdn::plumbing::host;
-use candle_gdn::plumbing::Launch;
+use candle_gdn::plumbing::{BlockScaled, Launch};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 
@@ -42,6 +42,14 @@ impl Mlp {
                 down: Linear::stack(vec![down], device)?,
             },
         })
+    }
+
+    /// Both matrices, where they are in e4m3.
+    pub(crate) fn e4m3(&self) -> Option<[&BlockScaled; 2]> {
+        match self {
+            Self::Device { gate_up, down } => Some([gate_up.e4m3()?, down.e4m3()?]),
+            Self::Cpu(_) => None,
+        }
     }
 
     pub(crate) fn load_cpu(hidden: usize, intermediate: usize, vb: VarBuilder) -> Result<Arc<Swiglu>> {
