@@ -22,12 +22,7 @@ pub(crate) enum Mlp {
 }
 
 impl Mlp {
-    /// `vb` is at `..mlp` or `..shared_expert`.
-    pub(crate) fn load(hidden: usize, intermediate: usize, vb: VarBuilder) -> Result<Self> {
-        Self::load_from(hidden, intermediate, &Source::new(vb))
-    }
-
-    /// The same of a source, whose matrices may be quantised.
+    /// `source` is at `..mlp` or `..shared_expert`; its matrices may be quantised, or in fp8.
     pub(crate) fn load_from(hidden: usize, intermediate: usize, source: &Source) -> Result<Self> {
         let device = source.device();
         let get = |name: &str, rows: usize, columns: usize| source.pp(name).matrix(rows, columns, "weight");

@@ -141,3 +141,85 @@ impl Source<'_> {
         Ok(Some(E4m3Rows::new(bytes, scales.reshape((rows, blocks))?)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{dequantized, KeptFp8};
+    use super::*;
+    use crate::config::Fp8Config;
+    use candle_nn::VarBuilder;
+    use std::collections::HashMap;
+
+    /// `w` of this shape in blocks of [rows, 128], and what is kept of it.
+    fn source(shape: &[usize], rows: usize, bytes: impl Fn(usize) -> u8) -> Result<Source<'static>> {
+        let &[ref lead @ .., n, k] = shape else { bail!("a matrix") };
+        let count: usize = shape.iter().product();
+        let numbers: Vec<f32> = (0..count).map(|i| e4m3(bytes(i))).collect();
+        let weight = Tensor::from_vec(numbers, shape, &Device::Cpu)?.to_dtype(DType::F8E4M3)?;
+        let blocks = [lead, &[n.div_ceil(rows), k.div_ceil(128)]].concat();
+        let scales: Vec<f32> = (0..blocks.iter().product()).map(|i: usize| 0.5 + i as f32).collect();
+        let scales = Tensor::from_vec(scales, blocks, &Device::Cpu)?;
+        let weights = HashMap::from([("w".to_string(), weight), ("w_scale_inv".to_string(), scales)]);
+        let config = Fp8Config { weight_block_size: [rows, 128], modules_to_not_convert: vec![] };
+        let vb = dequantized(VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu), &config, None);
+        Ok(Source::new(vb).keeping_fp8(KeptFp8::new(&config, false).expect("blocks of 128 columns")))
+    }
+
+    fn numbers(x: &Tensor) -> Result<Vec<f32>> {
+        x.flatten_all()?.to_vec1()
+    }
+
+    #[test]
+    fn they_stand_for_the_dequantised_numbers() -> Result<()> {
+        for shape in [&[7, 64][..], &[5, 320], &[3, 6, 256], &[2, 3, 7, 128]] {
+            for rows in [1, 2, 3, 128] {
+                let any = source(shape, rows, |i| (i * 37 % 127) as u8 | (i as u8 & 128))?;
+                let got = any.e4m3(shape, "w")?.expect("in e4m3").dense(DType::F32, &Device::Cpu)?;
+                assert_eq!(numbers(&got)?, numbers(&any.get(shape, "w")?)?, "{shape:?} in blocks of {rows}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn rows_in_another_order_keep_their_scales() -> Result<()> {
+        let any = source(&[6, 192], 2, |i| (i % 120) as u8)?;
+        let turned = |x: &Tensor| Tensor::cat(&[x.narrow(0, 3, 3)?, x.narrow(0, 0, 3)?], 0);
+        let rows = any.e4m3(&[6, 192], "w")?.expect("in e4m3");
+        let got = E4m3Rows::stack(&[rows.in_order(turned)?, rows.clone()])?.dense(DType::F32, &Device::Cpu)?;
+        let whole = any.get((6, 192), "w")?;
+        assert_eq!(numbers(&got)?, numbers(&Tensor::cat(&[turned(&whole)?, whole], 0)?)?);
+        Ok(())
+    }
+
+    #[test]
+    fn what_the_kernels_do_not_take_is_not_kept() -> Result<()> {
+        assert!(source(&[4, 96], 128, |_| 1)?.e4m3(&[4, 96], "w")?.is_none());
+        for nan in [0x7f, 0xff] {
+            let any = source(&[4, 128], 128, |i| if i == 200 { nan } else { 1 })?;
+            assert!(any.e4m3(&[4, 128], "w")?.is_none());
+        }
+        let config = Fp8Config { weight_block_size: [128, 64], modules_to_not_convert: vec![] };
+        assert!(KeptFp8::new(&config, false).is_none());
+        let config = Fp8Config { weight_block_size: [128, 128], modules_to_not_convert: vec![] };
+        let kept = [false, true].map(|parts| KeptFp8::new(&config, parts).expect("blocks of 128 columns"));
+        assert_eq!(kept.map(|kept| [64, 96, 128].map(|n| kept.takes(n))), [[true, false, true], [false, false, true]]);
+        Ok(())
+    }
+
+    #[test]
+    fn blocks_begin_where_scales_change() -> Result<()> {
+        let blocks = |each: &[f32], begins: &[usize]| -> Result<(Vec<f32>, usize)> {
+            let each = Tensor::new(each, &Device::Cpu)?.reshape(((), 1))?;
+            let (scales, rows) = Scales::new(&each)?.blocks(begins)?;
+            Ok((numbers(&scales)?, rows))
+        };
+        let of = |runs: &[(f32, usize)]| runs.iter().flat_map(|&(x, n)| vec![x; n]).collect::<Vec<_>>();
+        assert_eq!(blocks(&of(&[(1., 128), (2., 256), (3., 5)]), &[])?, (vec![1., 2., 2., 3.], 128));
+        assert_eq!(blocks(&of(&[(1., 128), (2., 64)]), &[0, 32])?, (of(&[(1., 4), (2., 2)]), 32));
+        assert_eq!(blocks(&of(&[(1., 3), (2., 3)]), &[])?, (vec![1., 1., 1., 2., 2., 2.], 1));
+        assert_eq!(blocks(&of(&[(1., 4), (2., 2)]), &[])?, (vec![1., 2.], 4));
+        assert_eq!(blocks(&of(&[(7., 300)]), &[])?, (vec![7.; 3], 128));
+        Ok(())
+    }
+}

@@ -54,18 +54,7 @@ impl Fp8<'_> {
 
     /// Whether a weight without a scale cannot be in fp8. What is not told is left to the file: gates and embeddings.
     fn may_be_plain(&self, name: &str) -> bool {
-        let Some(module) = name.strip_suffix(".weight") else { return true };
-        let projection = ["_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"].iter().any(|end| module.ends_with(end));
-        // From the layer on: a list may or may not have the wrapper's prefix.
-        let inner = |name: &str| name.find("layers.").map_or(name.to_string(), |at| name[at..].to_string());
-        let (module, listed) = (inner(module), &self.config.modules_to_not_convert);
-        let within = |listed: String| {
-            module == listed || module.starts_with(&(listed.clone() + ".")) || {
-                // A bare name stands for that module of every layer.
-                !listed.contains("layers.") && format!(".{module}.").contains(&format!(".{listed}."))
-            }
-        };
-        !projection || listed.iter().any(|listed| within(inner(listed)))
+        name.strip_suffix(".weight").is_none_or(|module| !self.config.converts(module))
     }
 
     /// What a part of shape `dims` has of the weight.

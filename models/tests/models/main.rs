@@ -11,6 +11,7 @@ mod decode_graph;
 mod device_memory;
 mod dying_ranks;
 mod faults;
+mod fp8;
 mod fused;
 mod gguf;
 #[path = "../../../examples/common/gguf_tokenizer.rs"]

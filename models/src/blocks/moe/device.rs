@@ -38,6 +38,7 @@ enum ExpertWeights {
         down: Tensor,
     },
     /// In e4m3, as the kernels alone take it.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     E4m3 {
         gate_up: BlockScaled,
         down: BlockScaled,
