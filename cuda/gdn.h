@@ -339,18 +339,30 @@ typedef struct gdn_replay_window_params {
 } gdn_replay_window_params;
 int gdn_replay_window(const gdn_replay_window_params *params, cudaStream_t stream);
 
+// Of a matrix [n, k] in e4m3, a byte a number: the number (i, j) is its byte's times ptr[i / rows * stride + j / GDN_SCALE_COLUMNS].
+// What a byte of NaN stands for is left open.
+#define GDN_SCALE_COLUMNS 128
+typedef struct gdn_scales {
+  const float *ptr;        // null: the matrix is not in e4m3
+  int64_t stride;          // elements
+  int32_t rows;            // a power of two
+} gdn_scales;
+
 // y = x w^T for few rows of x, as in decode, where reading w is all the work.
 typedef struct gdn_linear_params {
   const void *x;           // [rows, inputs], dtype
-  const void *w;           // [outputs, inputs], dtype, rows contiguous; inputs a multiple of 64, 16-byte aligned
+  const void *w;           // [outputs, inputs], dtype or with scales e4m3, rows contiguous; inputs a multiple of 64, each row
+                           // aligned to 16 bytes
   void *y;                 // written: [rows, outputs], dtype
+  gdn_scales scales;       // of w
   int64_t x_stride, w_stride, y_stride;    // elements from row to row
-  int32_t rows;            // 1 to GDN_LINEAR_ROWS
+  int32_t rows;            // 1 to GDN_LINEAR_ROWS, with scales to GDN_LINEAR_E4M3_ROWS
   int32_t inputs, outputs;
   int32_t dtype;           // GDN_BF16 or GDN_F16; sums are f32
   int32_t overlap;         // GDN_OVERLAP
 } gdn_linear_params;
 #define GDN_LINEAR_ROWS 32
+#define GDN_LINEAR_E4M3_ROWS 16
 int gdn_linear(const gdn_linear_params *params, cudaStream_t stream);
 
 // gdn_linear with more to say. `swiglu`: w is [2 * outputs, inputs], the gate's rows and then up's, and
@@ -365,6 +377,17 @@ typedef struct gdn_linear_options {
 } gdn_linear_options;
 #define GDN_LINEAR_SWIGLU_ROWS 8
 int gdn_linear_with(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream);
+
+// y = the numbers of a matrix in e4m3, each rounded once: for products of many rows.
+typedef struct gdn_dequantize_params {
+  const void *w;           // [outputs, inputs], e4m3; inputs a multiple of 16, w and y and their rows aligned to 16 bytes
+  gdn_scales scales;
+  void *y;                 // written: [outputs, inputs], dtype
+  int64_t w_stride, y_stride;    // elements from row to row
+  int32_t outputs, inputs;
+  int32_t dtype;           // GDN_BF16 or GDN_F16
+} gdn_dequantize_params;
+int gdn_dequantize(const gdn_dequantize_params *params, cudaStream_t stream);
 
 // On sm_90 and later a launch may begin while the kernel before it on the stream is still running (programmatic
 // dependent launch). With `overlap` non-zero the launch does so, and reads what no kernel writes (the weights), and for

@@ -51,6 +51,7 @@
 
 #[macro_use]
 mod abi;
+mod block_scaled;
 #[allow(missing_docs)]
 mod cpu;
 #[cfg(feature = "cuda")]

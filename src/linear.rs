@@ -1,5 +1,6 @@
 //! A dense projection without bias, by the kernels of this crate where they are the fastest.
 
+use crate::block_scaled::BlockScaled;
 use crate::cpu::matmul::{multiply, Product, Weights};
 use crate::host;
 use crate::ops::Launch;
@@ -21,6 +22,8 @@ pub enum Weight {
     Packed(Arc<Weights>),
     /// As it was given, on a device.
     Tensor(Tensor),
+    /// In e4m3, on CUDA.
+    BlockScaled(BlockScaled),
 }
 
 impl Linear {
@@ -41,6 +44,7 @@ impl Linear {
         match &self.0 {
             Weight::Packed(weights) => weights.outputs(),
             Weight::Tensor(weight) => weight.dims()[0],
+            Weight::BlockScaled(weight) => weight.outputs(),
         }
     }
 
@@ -49,12 +53,25 @@ impl Linear {
         match &self.0 {
             Weight::Packed(weights) => weights.inputs(),
             Weight::Tensor(weight) => weight.dims()[1],
+            Weight::BlockScaled(weight) => weight.inputs(),
         }
     }
 
     #[doc(hidden)]
     pub fn weight(&self) -> &Weight {
         &self.0
+    }
+
+    /// `silu(gate) * up` of `x [rows, in]` in one kernel, the weight's rows being the gate's, then up's; `None` where none
+    /// takes them or a product and a kernel behind it are faster.
+    #[cfg(feature = "cuda")]
+    #[doc(hidden)]
+    pub fn swiglu_if_faster(&self, x: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
+        match &self.0 {
+            Weight::Packed(_) => Ok(None),
+            Weight::Tensor(weight) => crate::cuda::linear::few_rows_swiglu_if_faster(x, weight, launch),
+            Weight::BlockScaled(weight) => crate::cuda::block_scaled::few_rows_swiglu(x, weight, launch),
+        }
     }
 
     /// `x [.., in]` of the weight's dtype to `[.., out]`. With `launch.overlap` a CUDA kernel may read the weight while
@@ -77,7 +94,17 @@ impl Linear {
                 let rows = x.elem_count() / inputs.max(1);
                 rows_by_weight(&x.reshape((rows, inputs))?, weight, launch)?.reshape(dims)
             }
+            Weight::BlockScaled(weight) => {
+                let rows = x.elem_count() / inputs.max(1);
+                weight.forward(&x.reshape((rows, inputs))?, launch)?.reshape(dims)
+            }
         }
+    }
+}
+
+impl From<BlockScaled> for Linear {
+    fn from(weight: BlockScaled) -> Self {
+        Self(Weight::BlockScaled(weight))
     }
 }
 

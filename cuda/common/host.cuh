@@ -61,6 +61,12 @@ inline bool state_in_place(const void *in, const void *out, const gdn_slots &a, 
   return in == out && a.slots == b.slots && a.slot_stride == b.slot_stride;
 }
 
+inline int check_scales(const gdn_scales &s) {
+  if (!s.ptr) return GDN_OK;
+  if (s.stride < 0) return GDN_BAD_STRIDE;
+  return s.rows > 0 && (s.rows & (s.rows - 1)) == 0 && aligned(s.ptr, 4) ? GDN_OK : GDN_BAD_ALGO;
+}
+
 // A dimension of a grid that may go past 65535 is its x.
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 

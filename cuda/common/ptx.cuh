@@ -87,6 +87,13 @@ __device__ __forceinline__ uint4 load_after_wait(const void *p) {
   return v;
 }
 
+// The same of one number, through L1: a scale of many weights.
+__device__ __forceinline__ float load_float(const float *p) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p));
+  return x;
+}
+
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

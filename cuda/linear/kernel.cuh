@@ -3,22 +3,33 @@
 #pragma once
 
 #include "../common/convert.cuh"
+#include "../common/e4m3.cuh"
 #include "../common/math.cuh"
 #include "../common/ptx.cuh"
 
 namespace gdn {
 namespace linear {
 
-constexpr int kChunk = 64;                      // inputs: 128 bytes of a row
-constexpr int kChunkBytes = 2 * kChunk;
+constexpr int kChunkBytes = 128;                // of a row of weights: 64 inputs, in e4m3 128
 constexpr int kTile = 16;                       // outputs of a warp
 constexpr int kChunks = 4;                      // chunks of a round, which is under way in registers
 constexpr int kMaxThreads = 512;                // leaves 128 registers a thread
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kColumn = 20;                     // floats from column to column of partial sums: 16, without conflicts
 constexpr int kBarriers = 32;                   // bytes: of x, and two of what blocks of a cluster send each other
-constexpr int kPadding = 64;                    // bytes after a row of x in shared memory, so that rows 2i and 2i + 1
-                                                // lie in different halves of the banks
+
+// How x lies beside weights of type W.
+template <typename W> struct Beside {
+  static constexpr bool kScaled = false;
+  static constexpr int kChunkBytes = linear::kChunkBytes;    // of a row of x
+  static constexpr int kPadding = 64;    // bytes after a row of x in shared memory, so that rows 2i and 2i + 1 lie in
+                                         // different halves of the banks
+};
+template <> struct Beside<E4m3> {
+  static constexpr bool kScaled = true;
+  static constexpr int kChunkBytes = 2 * linear::kChunkBytes;
+  static constexpr int kPadding = 16;    // a quad reads every second piece of 16 bytes
+};
 
 // Where a warp finds its part of x.
 enum class From {
@@ -42,25 +53,33 @@ struct Args {
   int32_t tiles;               // of 16 << group_shift outputs, with swiglu of 16
   int32_t group_shift;
   int32_t partial_at, x_at, x_shared_row, meet_at;    // shared memory: bytes
+  ScaleArgs scales;            // of w in e4m3
+  int32_t halves;              // of a row, in e4m3: 64 inputs
 };
 
-// NT: tiles of 8 rows.
+// T: of x and y. W: of w, T or E4m3. NT: tiles of 8 rows.
 // One function: weights are under way from its first lines to its last, in registers that no part of it could hand on.
-template <typename T, int NT, From FROM>
+template <typename T, typename W, int NT, From FROM>
 __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   [[maybe_unused]] constexpr bool kClusters = FROM != From::kGlobal;    // a larger cluster is what lets x fit
+  constexpr bool kScaled = Beside<W>::kScaled;
+  constexpr int kXBytes = Beside<W>::kChunkBytes;
+  static_assert(!kScaled || FROM != From::kRegisters, "x takes as many again as weights do");
 
   // A lane holds, as the matrix units want it, rows g and g + 8 of a tile and a quarter of the inputs. Which quarter is
   // free as long as x has the same: 8 in a row, so that they come by one load. Of 32 inputs a lane's 16 bytes are
   // k = 8t .. 8t + 7; the units take words 0 and 1 for k = 2t, 2t + 1 and 2t + 8, 2t + 9 of a first product, and words
-  // 2 and 3 of a second.
+  // 2 and 3 of a second. In e4m3 they are 16 of 64 inputs, and each word makes both words of a product.
   const int lane = threadIdx.x, g = lane >> 2, t = lane & 3;
   const int rank = blockIdx.x, part = rank * blockDim.y + threadIdx.y;
-  const int first = part * a.slice, live = min(a.slice, a.chunks - first);    // < 1: nothing to do here
+  // Chunks to do, in e4m3 halves, of which the last chunk may have one; < 1: none here.
+  const int first = part * a.slice;
+  const int live = kScaled ? min(2 * a.slice, a.halves - 2 * first) : min(a.slice, a.chunks - first);
 
   // The stream of weights runs a round in front of their use, over the ends of tiles.
   const char *row0 = nullptr, *row8 = nullptr;
+  [[maybe_unused]] const float *scale0 = nullptr, *scale8 = nullptr;
   int fetch_tile = blockIdx.y, fetch_round = 0, fetch_live = 0;
   const auto seek = [&] {
     // Outputs past the end read the last row, and are not stored.
@@ -68,13 +87,21 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
     const char *w = static_cast<const char *>(a.w) + (first * kChunkBytes + t * 16);
     row0 = w + min(row, a.last_row) * a.w_row;
     row8 = w + min(row + 8, a.last_row) * a.w_row;
+    if constexpr (kScaled) {
+      scale0 = a.scales.row(min(row, a.last_row)) + first;
+      scale8 = a.scales.row(min(row + 8, a.last_row)) + first;
+    }
     fetch_live = fetch_tile < a.tiles ? live : 0;
   };
   const auto advance = [&] {
     if (FROM != From::kRegisters && ++fetch_round < a.rounds) {
       row0 += kChunks * kChunkBytes;
       row8 += kChunks * kChunkBytes;
-      fetch_live -= kChunks;
+      fetch_live -= kScaled ? 2 * kChunks : kChunks;
+      if constexpr (kScaled) {
+        scale0 += kChunks;
+        scale8 += kChunks;
+      }
     } else {
       fetch_round = 0;
       fetch_tile += gridDim.y;
@@ -82,12 +109,24 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
     }
   };
 
-  uint4 w[kChunks][4];    // of row g, k 0..31 and 32..63; of row g + 8
+  uint4 w[kChunks][4];    // of row g, the first and the second half of the chunk; of row g + 8
+  [[maybe_unused]] float scale[kScaled ? kChunks : 1][2];
   const uint32_t shared = ptx::shared_address(shared_bytes);
   const int warp = threadIdx.z * blockDim.y + threadIdx.y;
   const auto fetch = [&](int d) {
     const char *from0 = row0 + d * kChunkBytes, *from8 = row8 + d * kChunkBytes;
-    if (d < fetch_live) {
+    if constexpr (kScaled) {
+      if (2 * d < fetch_live) {
+        w[d][0] = ptx::load_stream(from0);
+        w[d][2] = ptx::load_stream(from8);
+        scale[d][0] = ptx::load_float(scale0 + d);
+        scale[d][1] = ptx::load_float(scale8 + d);
+      }
+      if (2 * d + 1 < fetch_live) {
+        w[d][1] = ptx::load_stream(from0 + 64);
+        w[d][3] = ptx::load_stream(from8 + 64);
+      }
+    } else if (d < fetch_live) {
       w[d][0] = ptx::load_stream(from0);
       w[d][1] = ptx::load_stream(from0 + 64);
       w[d][2] = ptx::load_stream(from8);
@@ -101,7 +140,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
 
   const int tid = warp * 32 + lane;
   const int block_first = rank * blockDim.y * a.slice;
-  const int block_bytes = min(static_cast<int>(blockDim.y) * a.slice, a.chunks - block_first) * kChunkBytes;
+  const int block_chunks = static_cast<int>(blockDim.y) * a.slice;
+  const int block_bytes = kScaled ? min(2 * block_chunks, a.halves - 2 * block_first) * (kXBytes / 2)
+                                  : min(block_chunks, a.chunks - block_first) * kXBytes;
 #if __CUDA_ARCH__ >= 900
   if (FROM == From::kShared || (kClusters && gridDim.x > 1)) {
     if (tid == 0) {
@@ -122,7 +163,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   const char *x_global[NT];
   uint32_t x_shared[NT];
   if constexpr (FROM == From::kShared) {
-    const char *from = static_cast<const char *>(a.x) + block_first * kChunkBytes;
+    const char *from = static_cast<const char *>(a.x) + block_first * kXBytes;
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.y == 0 && threadIdx.z == 0 && block_bytes > 0) {
       if (lane == 0) ptx::barrier_expect(shared, a.rows * block_bytes);
@@ -143,12 +184,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
 #pragma unroll
     for (int n = 0; n < NT; ++n)
       x_shared[n] = shared + a.x_at + min(8 * n + g, a.rows - 1) * a.x_shared_row +
-                    threadIdx.y * a.slice * kChunkBytes + t * 16;
+                    threadIdx.y * a.slice * kXBytes + t * (kXBytes / 8);
   } else {
 #pragma unroll
     for (int n = 0; n < NT; ++n)
       x_global[n] =
-          static_cast<const char *>(a.x) + (first * kChunkBytes + t * 16) + min(8 * n + g, a.rows - 1) * a.x_row;
+          static_cast<const char *>(a.x) + (first * kXBytes + t * (kXBytes / 8)) + min(8 * n + g, a.rows - 1) * a.x_row;
     if constexpr (FROM == From::kRegisters) {
 #pragma unroll
       for (int d = 0; d < kChunks; ++d)
@@ -160,9 +201,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   }
   advance();
 
-  constexpr int kSums = NT == 1 ? 2 : 1;    // chains of products: one alone would be bound by their latency
+  constexpr int kSums = NT == 1 && !kScaled ? 2 : 1;    // chains of products: one alone would be bound by their latency
   float *partial = reinterpret_cast<float *>(shared_bytes + a.partial_at);
   constexpr int kPart = NT * 8 * kColumn;
+  // Of x, `at` bytes behind the begin of this warp's part.
+  const auto x_of = [&](int n, int at) {
+    if constexpr (FROM == From::kShared) return ptx::load_shared(x_shared[n] + at);
+    else return ptx::load_after_wait(x_global[n] + at);
+  };
   int turns = 0;    // tiles done
 
   for (int tile = blockIdx.y; tile < a.tiles; tile += gridDim.y) {
@@ -171,7 +217,38 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
       const int chunk = round * kChunks;
 #pragma unroll
       for (int d = 0; d < kChunks; ++d) {
-        if (chunk + d < live) {
+        if constexpr (kScaled) {
+          if (2 * (chunk + d) < live) {
+            float block[NT][4] = {};
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              if (half == 0 || 2 * (chunk + d) + 1 < live) {
+                const uint4 w0 = w[d][half], w8 = w[d][2 + half];
+                const uint32_t words0[] = {w0.x, w0.y, w0.z, w0.w}, words8[] = {w8.x, w8.y, w8.z, w8.w};
+#pragma unroll
+                for (int piece = 0; piece < 2; ++piece) {
+                  uint4 b[NT];
+#pragma unroll
+                  for (int n = 0; n < NT; ++n) b[n] = x_of(n, (chunk + d) * kXBytes + half * (kXBytes / 2) + piece * 16);
+                  uint32_t pairs0[2], pairs8[2];
+                  e4m3_pairs<T>(words0[2 * piece], pairs0);
+                  e4m3_pairs<T>(words8[2 * piece], pairs8);
+#pragma unroll
+                  for (int n = 0; n < NT; ++n)
+                    ptx::mma16816<T>(block[n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].x, b[n].y);
+                  e4m3_pairs<T>(words0[2 * piece + 1], pairs0);
+                  e4m3_pairs<T>(words8[2 * piece + 1], pairs8);
+#pragma unroll
+                  for (int n = 0; n < NT; ++n)
+                    ptx::mma16816<T>(block[n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].z, b[n].w);
+                }
+              }
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) sum[0][n][i] = fmaf(scale[d][i / 2], block[n][i], sum[0][n][i]);
+          }
+        } else if (chunk + d < live) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const uint4 w0 = w[d][half], w8 = w[d][2 + half];

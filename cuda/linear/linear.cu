@@ -6,16 +6,24 @@ namespace gdn {
 namespace linear {
 namespace {
 
-template <typename T, int NT, From FROM> int launch_kernel(const Plan &plan, const LaunchConfig &config, int optin) {
-  if (const int status = allow_shared_memory(linear_kernel<T, NT, FROM>, config.shared_bytes, optin)) return status;
-  return launch(linear_kernel<T, NT, FROM>, config, plan.args);
+template <typename T, typename W, int NT, From FROM>
+int launch_kernel(const Plan &plan, const LaunchConfig &config, int optin) {
+  if (const int status = allow_shared_memory(linear_kernel<T, W, NT, FROM>, config.shared_bytes, optin)) return status;
+  return launch(linear_kernel<T, W, NT, FROM>, config, plan.args);
 }
 
-template <typename T, int NT> int launch_rows(const Plan &plan, const LaunchConfig &config, int optin) {
-  if constexpr (NT == 1)
-    if (plan.from == From::kRegisters) return launch_kernel<T, NT, From::kRegisters>(plan, config, optin);
-  if (plan.from == From::kShared) return launch_kernel<T, NT, From::kShared>(plan, config, optin);
-  return launch_kernel<T, NT, From::kGlobal>(plan, config, optin);
+template <typename T, typename W, int NT> int launch_rows(const Plan &plan, const LaunchConfig &config, int optin) {
+  if constexpr (NT == 1 && !Beside<W>::kScaled)
+    if (plan.from == From::kRegisters) return launch_kernel<T, W, NT, From::kRegisters>(plan, config, optin);
+  if (plan.from == From::kShared) return launch_kernel<T, W, NT, From::kShared>(plan, config, optin);
+  return launch_kernel<T, W, NT, From::kGlobal>(plan, config, optin);
+}
+
+template <typename T, typename W> int launch_any(const Plan &plan, const LaunchConfig &config, int nt, int optin) {
+  if (nt == 1) return launch_rows<T, W, 1>(plan, config, optin);
+  if constexpr (!Beside<W>::kScaled)
+    if (nt == 4) return launch_rows<T, W, 4>(plan, config, optin);
+  return launch_rows<T, W, 2>(plan, config, optin);
 }
 
 // A tiling that a caller asks for.
@@ -35,13 +43,16 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   const gdn_linear_options &o = *options;
   if (p.dtype != GDN_BF16 && p.dtype != GDN_F16) return GDN_BAD_DTYPE;
   // Inputs are addressed by 32-bit offsets in bytes, rows of w by 32-bit numbers up to a grid past the last.
-  if (p.rows < 0 || p.rows > (o.swiglu ? GDN_LINEAR_SWIGLU_ROWS : GDN_LINEAR_ROWS) || p.inputs < 1 ||
+  const int most = o.swiglu ? GDN_LINEAR_SWIGLU_ROWS : p.scales.ptr ? GDN_LINEAR_E4M3_ROWS : GDN_LINEAR_ROWS;
+  if (p.rows < 0 || p.rows > most || p.inputs < 1 ||
       p.inputs > (1 << 29) || p.outputs < 0 || p.outputs > (1 << (o.swiglu ? 29 : 30)))
     return GDN_BAD_LENGTH;
   if (p.x_stride < 0 || p.w_stride < 0 || p.y_stride < 0) return GDN_BAD_STRIDE;
+  if (const int status = check_scales(p.scales)) return status;
   if (p.rows == 0 || p.outputs == 0) return GDN_OK;
   if (!p.x || !p.w || !p.y) return GDN_NULL_POINTER;
-  if (p.inputs % kChunk || !aligned(p.x, 16) || !aligned(p.w, 16) || p.w_stride % 8 || (p.rows > 1 && p.x_stride % 8))
+  if (p.inputs % 64 || !aligned(p.x, 16) || !aligned(p.w, 16) || p.w_stride % (p.scales.ptr ? 16 : 8) ||
+      (p.rows > 1 && p.x_stride % 8))
     return GDN_BAD_ALGO;
 
   Card card = {};
@@ -53,7 +64,7 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   const Problem problem = {p, o.swiglu != 0};
   const int nt = problem.columns(), optin = card.optin;
   // NOTES: clusters are not a question of the device alone, since the kernels of sm_80 may be what a newer one runs.
-  card.clusters = major >= 9 && (nt > 1 || o.cluster > 1 || p.inputs >= kManyInputs);
+  card.clusters = major >= 9 && (nt > 1 || o.cluster > 1 || problem.chunks() >= kManyChunks);
   if (card.clusters)
     if (const int status = has_sm90_code(&card.clusters)) return status;
 
@@ -81,9 +92,7 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   return with_dtype(p.dtype, [&](auto type) -> int {
     using T = typename decltype(type)::type;
     if constexpr (sizeof(T) == 2) {
-      if (nt == 1) return launch_rows<T, 1>(plan, config, optin);
-      if (nt == 2) return launch_rows<T, 2>(plan, config, optin);
-      return launch_rows<T, 4>(plan, config, optin);
+      return problem.scaled() ? launch_any<T, E4m3>(plan, config, nt, optin) : launch_any<T, T>(plan, config, nt, optin);
     }
     return GDN_BAD_DTYPE;
   });

@@ -22,6 +22,8 @@ struct Problem {
   const gdn_linear_params &p;
   bool swiglu;
 
+  bool scaled() const { return p.scales.ptr != nullptr; }
+  int chunks() const { return static_cast<int>(ceil_div(p.inputs, scaled() ? kChunkBytes : kChunkBytes / 2)); }
   int columns() const { return p.rows <= 8 ? 1 : p.rows <= 16 ? 2 : 4; }    // tiles of 8 rows
   int64_t tiles(int groups) const { return ceil_div(p.outputs, kTile * (swiglu ? 1 : groups)); }
 };
@@ -79,12 +81,14 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
   args.w = p.w;
   args.x = p.x;
   args.y = p.y;
-  args.w_row = p.w_stride * 2;
+  args.w_row = p.w_stride * (problem.scaled() ? 1 : 2);
   args.x_row = p.x_stride * 2;
   args.y_stride = p.y_stride;
   args.rows = p.rows;
   args.outputs = p.outputs;
-  args.chunks = p.inputs / kChunk;
+  args.chunks = problem.chunks();
+  args.scales = scale_args(p.scales);
+  args.halves = p.inputs / (kChunkBytes / 2);
   args.slice = static_cast<int>(ceil_div(args.chunks, tiling.warps * tiling.cluster));
   args.rounds = static_cast<int>(ceil_div(args.slice, kChunks));
   args.group_shift = tiling.groups == 4 ? 2 : tiling.groups - 1;
@@ -102,9 +106,11 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
   args.meet_at = static_cast<int>(bytes);
   if (tiling.cluster > 1) bytes += ceil_div(2 * p.rows * kTile * tiling.groups * sizeof(float), 16) * 16;
   plan.from = From::kRegisters;
-  if (nt > 1 || args.rounds > 1) {
+  if (nt > 1 || args.rounds > 1 || problem.scaled()) {
     // x beside as many blocks as the tiling has on a multiprocessor, each of which costs 1 KB more.
-    const int64_t row = static_cast<int64_t>(tiling.warps) * args.slice * kChunkBytes + kPadding, x = row * p.rows;
+    const int chunk_bytes = problem.scaled() ? Beside<E4m3>::kChunkBytes : Beside<void>::kChunkBytes;
+    const int padding = problem.scaled() ? Beside<E4m3>::kPadding : Beside<void>::kPadding;
+    const int64_t row = static_cast<int64_t>(tiling.warps) * args.slice * chunk_bytes + padding, x = row * p.rows;
     const int beside = tiling.blocks_per_sm > 4 ? 1 : tiling.blocks_per_sm;
     const bool fits = bytes + x <= card.optin && (bytes + x + 1024) * beside <= card.per_sm;
     args.x_at = static_cast<int>(bytes);
@@ -116,12 +122,12 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
   return plan;
 }
 
-// Up to 8 rows, inputs that divide into 2048, for which the kernel was measured first. Few outputs: a tile a
+// Up to 8 rows, inputs that divide into 32 chunks, for which the kernel was measured first. Few outputs: a tile a
 // multiprocessor, with all its bytes under way at once. Many: small blocks, that wait for each other less.
 inline Plan plan_even(const Problem &problem, const Card &card) {
   const int groups = problem.swiglu ? 2 : 1, most = kMaxWarps / groups;
   const bool many = problem.tiles(groups) > 2 * card.sms;
-  const int warps = fit_warps(problem.p.inputs / kChunk, many ? 8 / groups : most, 1, most);
+  const int warps = fit_warps(problem.chunks(), many ? 8 / groups : most, 1, most);
   return make_plan(problem, {warps, groups, 1, many ? 2 : 1}, card);
 }
 
@@ -130,20 +136,20 @@ inline double busy(double warps) { return warps / (warps + 2); }
 constexpr double kThroughCaches = 0.75;    // the same where x does not fit into shared memory
 
 // So many that it can pay to share them among the blocks of a cluster.
-constexpr int kManyInputs = 96 * kChunk;
+constexpr int kManyChunks = 96;
 
 // Up to 8 rows, as the sweep on an H200 had it (README). False where it says nothing.
 inline bool plan_swept(const Problem &problem, const Card &card, Plan *plan) {
-  const int chunks = problem.p.inputs / kChunk;
+  const int chunks = problem.chunks();
   const auto take = [&](const Tiling &tiling) {
     *plan = make_plan(problem, tiling, card);
     return plan->from != From::kGlobal;
   };
-  // Inputs of 2,560 to 4,096: one large block, whose warps have all their bytes under way in one round or two.
+  // 40 to 64 chunks, 2,560 to 4,096 inputs of 16 bits: one large block, whose warps have all their bytes under way in one round or two.
   if (chunks >= 40 && chunks <= 64)
     return take(problem.swiglu ? Tiling{7, 2, 1, 1} : Tiling{fit_warps(chunks, 10, 1, kMaxWarps), 1, 1, 1});
   // Few outputs of many inputs: blocks of a cluster share these, so that every multiprocessor has as much to read.
-  if (problem.swiglu || !card.clusters || problem.p.inputs < kManyInputs || problem.tiles(1) > 2 * int64_t{card.sms}) return false;
+  if (problem.swiglu || !card.clusters || problem.chunks() < kManyChunks || problem.tiles(1) > 2 * int64_t{card.sms}) return false;
   for (const Tiling &tiling : {Tiling{5, 1, 4, 3}, Tiling{5, 1, 2, 3}, Tiling{12, 1, 2, 1}}) {
     const int parts = tiling.warps * tiling.cluster;
     const int64_t places = ceil_div(ceil_div(chunks, parts), kChunks) * kChunks * parts;
@@ -156,8 +162,8 @@ inline bool plan_swept(const Problem &problem, const Card &card, Plan *plan) {
 // of the last turn with the card full. The empty places of rounds are not under way. Of equals the one with fewer of
 // them, then the smaller.
 inline Plan plan_few(const Problem &problem, const Card &card) {
-  const int chunks = problem.p.inputs / kChunk, groups = problem.swiglu ? 2 : 1, most = kMaxWarps / groups;
-  if (chunks % (2048 / kChunk) == 0) return plan_even(problem, card);
+  const int chunks = problem.chunks(), groups = problem.swiglu ? 2 : 1, most = kMaxWarps / groups;
+  if (chunks % 32 == 0) return plan_even(problem, card);
   const int64_t tiles = problem.tiles(groups);
   Plan best = {};
   if (plan_swept(problem, card, &best)) return best;
@@ -194,7 +200,7 @@ inline Plan plan_many(const Problem &problem, const Card &card) {
     Tiling tiling = line->tiling;
     tiling.cluster = cluster;
     tiling.blocks_per_sm = blocks_per_sm;
-    tiling.warps = fit_warps(problem.p.inputs / kChunk, tiling.warps, cluster, kMaxWarps / tiling.groups);
+    tiling.warps = fit_warps(problem.chunks(), tiling.warps, cluster, kMaxWarps / tiling.groups);
     plan = make_plan(problem, tiling, card);
     return plan.from != From::kGlobal;
   };

@@ -3,10 +3,11 @@
 
     python3 cuda/tests/check_linear.py --only-time --shapes 4b,27b --rows 1,8
     python3 cuda/tests/check_linear.py --sweep --shapes 4b    # how long every way to cut the product takes
+    python3 cuda/tests/check_linear.py --only-time --e4m3     # either with weights in e4m3
 
 An error is ||y - ref|| / ||ref||. The output's rounding alone makes it at most ulp / sqrt(12), with ulp at most 2^-7 of
 the value in bf16 and 2^-10 in f16; of few values it may be any value's own at worst, sqrt(3) times that. The f32 sums
-add at most 2e-5. Outputs hold NaN before a launch, as does everything around the inputs.
+add at most 2e-5; weights in e4m3 are exact. Outputs hold NaN before a launch, as does everything around the inputs.
 """
 import ctypes as C
 import itertools
@@ -14,7 +15,9 @@ import math
 
 import harness
 import torch
-from abi import BAD_ALGO, CODES, LINEAR_SWIGLU_ROWS, NULL_POINTER, OK, LinearOptions, LinearParams, fill, stream
+from abi import (BAD_ALGO, CODES, LINEAR_E4M3_ROWS, LINEAR_SWIGLU_ROWS, NULL_POINTER, OK, DequantizeParams, LinearOptions,
+                 LinearParams, Scales, fill, stream)
+from e4m3 import E4m3
 from harness import (TYPES, WAYS, bf16, call, chain_repeats, expect, failures, framed, launch, normal, one_by_one,
                      only_inside, refused, report, rounding, same)
 from reference import linear, relative
@@ -25,28 +28,34 @@ def bound(dtype, count):
     return rounding(dtype, count) + 2e-5
 
 
-def params(x, w, y, dtype, overlap=0):
-    return fill(LinearParams, x=x, w=w, y=y, x_stride=x.stride(0), w_stride=w.stride(0), y_stride=y.stride(0),
+def params(x, w, y, dtype, overlap=0, scales=None):
+    return fill(LinearParams, x=x, w=w, y=y, scales=scales or Scales(), x_stride=x.stride(0), w_stride=w.stride(0), y_stride=y.stride(0),
                 rows=x.shape[0], inputs=x.shape[1], outputs=y.shape[1], dtype=CODES[dtype], overlap=overlap)
 
 
 class Case:
     """With swiglu the weight has the gate's rows, then up's. `cut` is how the product is cut: warps, groups, cluster,
-    blocks; without it the library chooses."""
+    blocks; without it the library chooses. `e4m3`: rows of a block of the weight's scales."""
 
-    def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0, swiglu=False, cut=(0, 0, 0, 0)):
+    def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0, swiglu=False, cut=(0, 0, 0, 0), e4m3=0):
         randn = normal(seed)
         self.dtype, self.options = dtype, LinearOptions(int(swiglu), *cut)
         weights = 2 * outputs if swiglu else outputs
         self.x_buf, self.x = framed(rows, inputs, gaps[0], dtype)
-        self.w_buf, self.w = framed(weights, inputs, gaps[1], dtype)
         self.y_buf, self.y = framed(rows, outputs, gaps[2], dtype)
         self.x.copy_(randn(rows, inputs))
-        self.w.copy_(randn(weights, inputs) * inputs ** -0.5)
-        self.ref = linear(self.x, self.w, swiglu)
+        self.scales = None
+        if e4m3:
+            self.e4m3 = E4m3(weights, inputs, e4m3, inputs ** -0.5, seed, -(-gaps[1] // 16) * 16)
+            self.w, self.scales = self.e4m3.bytes, self.e4m3.struct()
+            self.ref = linear(self.x, self.e4m3.exact(), swiglu)
+        else:
+            self.w_buf, self.w = framed(weights, inputs, gaps[1], dtype)
+            self.w.copy_(randn(weights, inputs) * inputs ** -0.5)
+            self.ref = linear(self.x, self.w, swiglu)
 
     def params(self, overlap=0):
-        return params(self.x, self.w, self.y, self.dtype, overlap)
+        return params(self.x, self.w, self.y, self.dtype, overlap, self.scales)
 
     def launch(self, lib, p):
         return call(lib.gdn_linear_with, p, C.byref(self.options))
@@ -90,14 +99,63 @@ def check_cases(lib):
     print(f"{next(seeds)} shapes, {len(failures)} failed", flush=True)
 
 
+# [(rows, [(inputs, outputs), ..], gaps, swiglu)]
+E4M3_ROWS = (*range(1, 18), 32)
+E4M3_CASES = [
+    (E4M3_ROWS, ((2048, 12352), (2560, 1100), (64, 33), (128, 1), (192, 100), (320, 17), (9728, 64), (17408, 48),
+                 (2560, 9728), (5120, 2563), (704, 5000)), [(0, 0, 0)], False),
+    (E4M3_ROWS, ((2048, 100), (4096, 33), (704, 500)), [(8, 64, 1), (72, 16, 37)], False),
+    ((1, 2, 5, 8), ((2560, 9216), (1024, 3584), (5120, 272), (64, 1), (320, 33), (704, 2131)), [(0, 0, 0), (72, 16, 37)], True),
+]
+
+
+def check_e4m3(lib):
+    seeds = itertools.count()
+    blocks = itertools.cycle((128, 32, 1, 16))
+    for every_rows, shapes, every_gaps, swiglu in E4M3_CASES:
+        for dtype, rows, (inputs, outputs), gaps in itertools.product(("bf16", "f16"), every_rows, shapes, every_gaps):
+            case = Case(rows, inputs, outputs, dtype, gaps, next(seeds), swiglu, e4m3=next(blocks))
+            if rows > LINEAR_E4M3_ROWS:
+                expect("rows of e4m3", lib.gdn_linear_with, case.params, {"BAD_LENGTH": [{}]}, C.byref(case.options))
+            else:
+                check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
+    case = Case(4, 128, 32, "bf16", e4m3=16)
+    expect("e4m3", lib.gdn_linear, case.params, {
+        "BAD_ALGO": one_by_one(inputs=[96], w=[case.w.data_ptr() + 8], w_stride=[136], scales__rows=[0, 3, -1]),
+        "BAD_STRIDE": one_by_one(scales__stride=[-1]), "OK": [dict(rows=0)]})
+    print(f"{next(seeds)} shapes in e4m3, {len(failures)} failed", flush=True)
+
+
+def check_dequantize(lib):
+    """Bit for bit: each number is rounded to f32, and then once."""
+    for dtype, (outputs, inputs), block_rows, gap in itertools.product(
+            ("bf16", "f16"), ((1, 16), (33, 192), (300, 2560), (129, 4112)), (128, 4, 1), (0, 16)):
+        weight = E4m3(outputs, inputs, block_rows, 1.0, inputs, gap)
+        buf, y = framed(outputs, inputs, gap, dtype)
+        p = fill(DequantizeParams, w=weight.bytes, scales=weight.struct(), y=y, w_stride=weight.bytes.stride(0),
+                 y_stride=y.stride(0), outputs=outputs, inputs=inputs, dtype=CODES[dtype])
+        for graph in (False, True):
+            buf.fill_(math.nan)
+            status = launch(lambda: call(lib.gdn_dequantize, p), graph)
+            report(f"dequantize {dtype} {outputs}x{inputs} by {block_rows} gap {gap} graph {graph}",
+                   status == OK and same(y, weight.numbers().to(TYPES[dtype])) and only_inside(buf, y), quiet=True)
+    make = lambda: fill(DequantizeParams, w=weight.bytes, scales=weight.struct(), y=y, w_stride=weight.bytes.stride(0),
+                        y_stride=y.stride(0), outputs=2, inputs=64, dtype=CODES["f16"])
+    expect("dequantize", lib.gdn_dequantize, make, {
+        "BAD_DTYPE": one_by_one(dtype=[0, 7]), "BAD_LENGTH": one_by_one(outputs=[-1], inputs=[-16]),
+        "NULL_POINTER": one_by_one(w=[None], y=[None], scales__ptr=[None]),
+        "BAD_ALGO": one_by_one(inputs=[40], w=[weight.bytes.data_ptr() + 8], y_stride=[68], w_stride=[72]),
+        "BAD_STRIDE": one_by_one(w_stride=[-16], y_stride=[-8]), "OK": [dict(outputs=0, w=None)]})
+
+
 def check_cuts(lib):
     """Every way that the sweep measures."""
     count = 0
     for inputs, outputs, swiglu in ((2560, 4104, False), (9216, 200, False), (320, 77, False), (2560, 1030, True)):
-        for rows, cut in itertools.product((1, 7), cuts(swiglu)):
-            case = Case(rows, inputs, outputs, "bf16", seed=count, swiglu=swiglu, cut=cut)
+        for rows, cut, e4m3 in itertools.product((1, 7), cuts(swiglu), (0, 128)):
+            case = Case(rows, inputs, outputs, "bf16", seed=count, swiglu=swiglu, cut=cut, e4m3=e4m3)
             if case.launch(lib, case.params()) != BAD_ALGO:
-                check_case(lib, f"cut {cut} swiglu {swiglu}", case)
+                check_case(lib, f"cut {cut} swiglu {swiglu} e4m3 {e4m3}", case)
             count += 1
     print(f"{count} cuts", flush=True)
 
@@ -150,13 +208,17 @@ SHAPES = {
 class Timing:
     """One shape and number of rows, its weights in turn so that L2 is cold."""
 
-    def __init__(self, lib, inputs, outputs, swiglu):
+    def __init__(self, lib, inputs, outputs, swiglu, e4m3):
         self.lib, self.inputs, self.outputs, self.swiglu = lib, inputs, outputs, swiglu
         weights = 2 * outputs if swiglu else outputs
-        self.nbytes = 2 * inputs * weights
+        self.nbytes = inputs * weights * (1 if e4m3 else 2)
         sets = int(2.4e8 / self.nbytes) + 2
-        self.weights = [torch.empty(weights, inputs, device="cuda", dtype=torch.bfloat16).normal_(0, inputs ** -0.5)
-                        for _ in range(sets)]
+        made = lambda: torch.empty(weights, inputs, device="cuda", dtype=torch.bfloat16).normal_(0, inputs ** -0.5)
+        self.weights, self.scales = [made() for _ in range(sets)], [None] * sets
+        self.theirs_of = self.weights
+        if e4m3:
+            every = [E4m3(weights, inputs, 128, inputs ** -0.5, seed) for seed in range(sets)]
+            self.weights, self.scales = [w.bytes for w in every], [w.struct() for w in every]
         self.repeat = max(1, min(64, int(4e9 / self.nbytes)) // sets)
 
     def rows(self, rows):
@@ -164,7 +226,7 @@ class Timing:
 
     def ours(self, overlap, cut=(0, 0, 0, 0)):
         options, f = LinearOptions(self.swiglu, *cut), self.lib.gdn_linear_with
-        every = [params(self.x, w, self.y, "bf16", overlap) for w in self.weights]
+        every = [params(self.x, w, self.y, "bf16", overlap, scales) for w, scales in zip(self.weights, self.scales)]
         return [lambda p=p: call(f, p, C.byref(options)) for p in every] * self.repeat
 
     def theirs(self):
@@ -172,27 +234,27 @@ class Timing:
             y = torch.nn.functional.linear(self.x, w)
             return torch.nn.functional.silu(y[:, :self.outputs]) * y[:, self.outputs:] if self.swiglu else y
 
-        return [lambda w=w: call(w) for w in self.weights] * self.repeat
+        return [lambda w=w: call(w) for w in self.theirs_of] * self.repeat
 
 
-def each_case(lib, names, every_rows, rate):
+def each_case(lib, names, every_rows, rate, e4m3):
     """(a Timing, its rows) of all shapes and rows that there is a kernel for."""
     for name in names:
         for inputs, outputs, swiglu in SHAPES[name]:
-            case = Timing(lib, inputs, outputs, swiglu)
-            print(f"{name}: {inputs} -> {outputs}{' swiglu' if swiglu else ''}: {case.nbytes / 1e6:.1f} MB, floor "
+            case = Timing(lib, inputs, outputs, swiglu, e4m3)
+            print(f"{name}: {inputs} -> {outputs}{' swiglu' if swiglu else ''}{' e4m3' if e4m3 else ''}: {case.nbytes / 1e6:.1f} MB, floor "
                   f"{case.nbytes / rate * 1e6:.2f}", flush=True)
             for rows in every_rows:
-                if not swiglu or rows <= LINEAR_SWIGLU_ROWS:
+                if rows <= (LINEAR_SWIGLU_ROWS if swiglu else LINEAR_E4M3_ROWS if e4m3 else rows):
                     case.rows(rows)
                     yield case, rows
             del case
 
 
-def times(lib, names, every_rows):
+def times(lib, names, every_rows, e4m3):
     rate = heading("bf16, cold L2; us: kernels (CUPTI) / graph / graph with overlap, beside torch: kernels / graph; and the share "
                    "of the copy rate that the kernels have")
-    for case, rows in each_case(lib, names, every_rows, rate):
+    for case, rows in each_case(lib, names, every_rows, rate, e4m3):
         kernels, theirs = span_us(case.ours(0)), case.theirs()
         print(f"  rows {rows:2d}  {kernels:7.2f} / {graph_us(case.ours(0)):7.2f} / {graph_us(case.ours(1)):7.2f}  "
               f"{100 * case.nbytes / kernels / rate * 1e6:4.0f} %    torch {span_us(theirs):7.2f} / {graph_us(theirs):7.2f}",
@@ -208,11 +270,11 @@ def cuts(swiglu):
                     yield warps, groups, cluster, 16 // (warps * groups)
 
 
-def sweep(lib, names, every_rows, best=5):
+def sweep(lib, names, every_rows, e4m3, best=5):
     """The best cuts of each shape beside the one that the library chooses: graph / graph with overlap."""
     rate = heading("bf16, cold L2; us in a graph / with overlap, by (warps, groups, cluster, blocks)")
-    for case, rows in each_case(lib, names, every_rows, rate):
-        chunks, found = case.inputs // 64, []
+    for case, rows in each_case(lib, names, every_rows, rate, e4m3):
+        chunks, found = -(-case.inputs // (128 if e4m3 else 64)), []
         for cut in cuts(case.swiglu):
             parts = cut[0] * cut[2]
             places = -(-(-(-chunks // parts)) // 4) * 4 * parts
@@ -227,6 +289,8 @@ def sweep(lib, names, every_rows, best=5):
 def check(lib, args):
     check_arguments(lib)
     check_cases(lib)
+    check_e4m3(lib)
+    check_dequantize(lib)
     if not args.quick:
         check_cuts(lib)
         check_chain(lib)
@@ -234,9 +298,10 @@ def check(lib, args):
 
 def main():
     words = lambda text: text.split(",")
-    timed = lambda lib, args: (sweep if args.only_time == "sweep" else times)(lib, args.shapes, args.rows)
+    timed = lambda lib, args: (sweep if args.only_time == "sweep" else times)(lib, args.shapes, args.rows, args.e4m3)
     harness.program(__doc__, check, timed, options=[
         ("--sweep", dict(dest="only_time", action="store_const", const="sweep", help="instead of the checks and the times")),
+        ("--e4m3", dict(action="store_true", help="times of weights in e4m3; torch's are of bf16")),
         ("--shapes", dict(type=words, default=list(SHAPES), help="of " + ", ".join(SHAPES))),
         ("--rows", dict(type=lambda text: [int(rows) for rows in words(text)], default=[1, 2, 4, 8, 16, 32]))])
 

@@ -101,6 +101,9 @@ pub fn weights(
         // each rank has whole.
         return Ok(file.size_in_bytes().div_ceil(args.tensor_parallel.get() as u64));
     }
+    if device.is_cuda() && dtype != DType::F32 {
+        return Ok(config.fp8_weight_bytes(dtype));
+    }
     if device.is_cpu() && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
         // Only a table that is no head is not packed.
         let table = product(&[config.vocab_size, config.hidden_size, 2]);

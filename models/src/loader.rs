@@ -7,7 +7,7 @@ use crate::blocks::norm::RmsNorm;
 use crate::blocks::rotary::Rotary;
 use crate::causal_lm::CausalLm;
 use crate::config::{Family, ModelConfig};
-use crate::formats::{dequantized, GgufFile, GgufWeights, Quantizer, Source};
+use crate::formats::{dequantized, GgufFile, GgufWeights, KeptFp8, Quantizer, Source};
 use crate::parallel::{Collective, Vocabulary, WeightCuts};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result};
@@ -114,7 +114,14 @@ impl<'a> Loader<'a> {
             Some(fp8) if self.group.is_none() => dequantized(vb, fp8, None),
             _ => vb,
         };
-        self.load_from(Source::new(vb))
+        let sixteen_bits = matches!(vb.dtype(), DType::BF16 | DType::F16);
+        let keeps = vb.device().is_cuda() && sixteen_bits && self.quantize.is_none();
+        let fp8 = self.config.fp8.as_ref().filter(|_| keeps);
+        let mut source = Source::new(vb);
+        if let Some(kept) = fp8.and_then(|fp8| KeptFp8::new(fp8, self.group.is_some())) {
+            source = source.keeping_fp8(kept);
+        }
+        self.load_from(source)
     }
 
     /// From a GGUF file; see [`CausalLm::load_gguf`].

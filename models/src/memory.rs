@@ -1,9 +1,10 @@
 //! What a model takes, told from its configuration alone.
 
-use crate::config::{FfnKind, MixerKind, ModelConfig};
+use crate::config::{Family, FfnKind, LayerConfig, MixerKind, ModelConfig};
+use crate::formats::KeptFp8;
 use candle_core::quantized::GgmlDType;
 use candle_core::DType;
-use candle_gdn::plumbing::RING_ROWS;
+use candle_gdn::plumbing::{BLOCK_COLUMNS, RING_ROWS};
 
 /// Bytes of device memory that one sequence of a model takes; see [`ModelConfig::sequence_bytes`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,6 +50,17 @@ impl ModelConfig {
         typed.saturating_mul(dtype.size_in_bytes() as u64).saturating_add(f32.saturating_mul(4))
     }
 
+    /// The same where matrices in fp8 ([`ModelConfig::fp8`]) stay so, as on CUDA in 16 bits: a byte for each of their numbers,
+    /// and 4 for each block of 128 x 128. In parts (tensor parallelism) those stay that have whole blocks of columns.
+    pub fn fp8_weight_bytes(&self, dtype: DType) -> u64 {
+        let saved = (dtype.size_in_bytes() as u64).saturating_sub(1);
+        self.fp8_matrices().fold(self.weight_bytes(dtype), |bytes, [count, rows, columns]| {
+            let scales = product(&[count, rows.div_ceil(BLOCK_COLUMNS), columns.div_ceil(BLOCK_COLUMNS), 4]);
+            let numbers = product(&[count, rows, columns]);
+            bytes.saturating_sub(numbers.saturating_mul(saved)).saturating_add(scales)
+        })
+    }
+
     /// Bytes of the weights where [`Loader::quantize`](crate::Loader::quantize) is `to`: the embedding in
     /// `dtype`, the matrices in `to`, and a tied head once more in it.
     pub fn quantized_weight_bytes(&self, dtype: DType, to: GgmlDType) -> u64 {
@@ -80,6 +92,74 @@ impl ModelConfig {
             ),
             kv_per_token: product(&[full, 2, a.num_kv_heads, a.head_dim, size]),
         }
+    }
+
+    /// Number, rows and columns of the matrices that stay in fp8.
+    fn fp8_matrices(&self) -> impl Iterator<Item = [usize; 3]> + '_ {
+        let kept = self.fp8.as_ref().and_then(|config| Some((config, KeptFp8::new(config, true)?)));
+        kept.into_iter().flat_map(move |(config, kept)| {
+            let layers = self.layers.iter().enumerate();
+            layers.flat_map(move |(i, layer)| {
+                let kept = kept.clone();
+                let stays = move |&(module, [_, _, columns]): &(&str, [usize; 3])| {
+                    config.converts(&format!("layers.{i}.{module}")) && kept.takes(columns)
+                };
+                let mut experts = self.expert_matrices(layer);
+                // All of them or none.
+                if !experts.iter().all(&stays) {
+                    experts.clear();
+                }
+                let others = self.projections(layer).into_iter().filter(stays);
+                others.chain(experts).map(|(_, matrix)| matrix).collect::<Vec<_>>()
+            })
+        })
+    }
+
+    /// The projections of a layer but those of experts: names, numbers, rows and columns.
+    fn projections(&self, layer: &LayerConfig) -> Vec<(&'static str, [usize; 3])> {
+        let (c, a, h) = (&self.gdn, &self.attention, self.hidden_size);
+        let (channels, value) = (2 * c.key_size() + c.value_size(), c.value_size());
+        let mut all = match layer.mixer {
+            MixerKind::LinearAttention => match self.family {
+                Family::Qwen3Next => vec![("linear_attn.in_proj_qkvz", [1, channels + value, h])],
+                _ => vec![("linear_attn.in_proj_qkv", [1, channels, h]), ("linear_attn.in_proj_z", [1, value, h])],
+            },
+            MixerKind::FullAttention => vec![
+                ("self_attn.q_proj", [1, 2 * a.num_heads * a.head_dim, h]),
+                ("self_attn.k_proj", [1, a.num_kv_heads * a.head_dim, h]),
+                ("self_attn.v_proj", [1, a.num_kv_heads * a.head_dim, h]),
+                ("self_attn.o_proj", [1, h, a.num_heads * a.head_dim]),
+            ],
+        };
+        if layer.mixer == MixerKind::LinearAttention {
+            all.push(("linear_attn.out_proj", [1, h, value]));
+        }
+        if let FfnKind::Dense { intermediate_size: inner } = layer.ffn {
+            all.extend([
+                ("mlp.gate_proj", [1, inner, h]),
+                ("mlp.up_proj", [1, inner, h]),
+                ("mlp.down_proj", [1, h, inner]),
+            ]);
+        }
+        all
+    }
+
+    fn expert_matrices(&self, layer: &LayerConfig) -> Vec<(&'static str, [usize; 3])> {
+        let (FfnKind::Moe, Some(moe), h) = (layer.ffn, &self.moe, self.hidden_size) else { return Vec::new() };
+        let (n, inner, shared) = (moe.num_experts, moe.intermediate_size, moe.shared_intermediate_size);
+        let mut all = vec![
+            ("mlp.experts.0.gate_proj", [n, inner, h]),
+            ("mlp.experts.0.up_proj", [n, inner, h]),
+            ("mlp.experts.0.down_proj", [n, h, inner]),
+        ];
+        if shared > 0 {
+            all.extend([
+                ("mlp.shared_expert.gate_proj", [1, shared, h]),
+                ("mlp.shared_expert.up_proj", [1, shared, h]),
+                ("mlp.shared_expert.down_proj", [1, h, shared]),
+            ]);
+        }
+        all
     }
 
     fn weights(&self) -> Weights {

@@ -27,6 +27,8 @@ c_header! {
         pub GDN_RING_CAPACITY: usize = 32;
         pub GDN_REPLAY_STEP_TOKENS: usize = 16;
         pub GDN_LINEAR_ROWS: usize = 32;
+        pub GDN_LINEAR_E4M3_ROWS: usize = 16;
+        pub GDN_SCALE_COLUMNS: usize = 128;
         pub GDN_LINEAR_SWIGLU_ROWS: usize = 8;
         pub GDN_PROFILE_LEAN: u32 = 1 << 31;
         pub GDN_PROFILE_CHUNK: u32 = 1 << 30;
@@ -269,10 +271,17 @@ c_header! {
             pub io_dtype: i32,
             pub to_ring: i32,
         }
+        #[derive(Clone, Copy)]
+        pub struct Scales = gdn_scales {
+            pub ptr: *const f32,
+            pub stride: i64,
+            pub rows: i32,
+        }
         pub struct LinearParams = gdn_linear_params {
             pub x: *const c_void,
             pub w: *const c_void,
             pub y: *mut c_void,
+            pub scales: Scales,
             pub x_stride: i64,
             pub w_stride: i64,
             pub y_stride: i64,
@@ -289,6 +298,16 @@ c_header! {
             pub groups: i32,
             pub cluster: i32,
             pub blocks: i32,
+        }
+        pub struct DequantizeParams = gdn_dequantize_params {
+            pub w: *const c_void,
+            pub scales: Scales,
+            pub y: *mut c_void,
+            pub w_stride: i64,
+            pub y_stride: i64,
+            pub outputs: i32,
+            pub inputs: i32,
+            pub dtype: i32,
         }
         pub struct ProfileWarp = gdn_profile_warp {
             pub launch: u32,
@@ -313,6 +332,10 @@ c_header! {
     }
 }
 
+/// Of a matrix that is not in e4m3.
+#[allow(dead_code)]
+pub const NO_SCALES: Scales = Scales { ptr: std::ptr::null(), stride: 0, rows: 0 };
+
 #[cfg(feature = "cuda")]
 extern "C" {
     pub fn gdn_rule(params: *const RuleParams, stream: *mut c_void) -> std::ffi::c_int;
@@ -331,6 +354,7 @@ extern "C" {
         options: *const LinearOptions,
         stream: *mut c_void,
     ) -> std::ffi::c_int;
+    pub fn gdn_dequantize(params: *const DequantizeParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_status_string(status: std::ffi::c_int) -> *const std::ffi::c_char;
     #[cfg(feature = "profile")]
     pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> std::ffi::c_int;

@@ -126,6 +126,7 @@ impl CustomOp2 for FewRows<'_> {
             x: x.at::<c_void>(x_layout.start_offset(), size).cast_const(),
             w: w.at::<c_void>(weight_layout.start_offset(), size).cast_const(),
             y: y.at(0, size),
+            scales: gdn::NO_SCALES,
             x_stride: x_layout.stride()[0] as i64,
             w_stride: weight_layout.stride()[0] as i64,
             y_stride: outputs as i64,

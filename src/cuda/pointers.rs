@@ -4,7 +4,7 @@ use crate::abi::gdn;
 use crate::ops::{CudaWritten, HeadsLayout, SequencePlan};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
-use candle_core::{bail, CudaStorage, DType, Layout, Result};
+use candle_core::{bail, CudaDevice, CudaStorage, DType, Layout, Result};
 use half::{bf16, f16};
 use std::ffi::{c_int, CStr};
 use std::sync::Arc;
@@ -36,6 +36,10 @@ macro_rules! with_slice {
             }
             DType::F16 => {
                 let $slice = $storage.$method::<f16>()?;
+                $body
+            }
+            DType::U8 => {
+                let $slice = $storage.$method::<u8>()?;
                 $body
             }
             DType::U32 => {
@@ -71,10 +75,15 @@ pub fn write_if_any<'a>(
 
 /// An output of which every element will be written. At least one element, since CUDA allocates no empty block.
 pub fn alloc(like: &CudaStorage, shape: &[usize]) -> Result<CudaStorage> {
-    let (device, n) = (like.device(), shape.iter().product::<usize>().max(1));
+    alloc_of(like.device(), like.dtype(), shape)
+}
+
+/// The same of another dtype.
+pub fn alloc_of(device: &CudaDevice, dtype: DType, shape: &[usize]) -> Result<CudaStorage> {
+    let n = shape.iter().product::<usize>().max(1);
     // SAFETY: the kernels write every element of the shape.
     Ok(unsafe {
-        match like.dtype() {
+        match dtype {
             DType::F32 => CudaStorage::wrap_cuda_slice(device.alloc::<f32>(n)?, device.clone()),
             DType::BF16 => CudaStorage::wrap_cuda_slice(device.alloc::<bf16>(n)?, device.clone()),
             DType::F16 => CudaStorage::wrap_cuda_slice(device.alloc::<f16>(n)?, device.clone()),

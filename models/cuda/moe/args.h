@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "../gdn_moe.h"
+#include "common/e4m3.cuh"
 
 namespace gdn {
 namespace moe {
@@ -44,6 +45,7 @@ struct Args {
   int32_t tokens, hidden, experts, top_k, inner, shared_inner, h_stride;
   int32_t scored;            // rows of the router: experts, and the shared expert's gate
   int32_t normalise;
+  ScaleArgs gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // of weights in e4m3
 };
 
 // The launchers of a dtype, in few.cu and many.cu.

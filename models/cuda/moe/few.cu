@@ -17,7 +17,7 @@ template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, 
 }
 
 // Kernels of ours wait for one another, so that all but the first overlap whatever the caller says.
-template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
+template <typename T, typename W> int run_experts(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
   int sms = 0, optin = 0;
   if (const int status = sm_count(&sms)) return status;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
@@ -38,17 +38,24 @@ template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cud
   // As many groups as there may be.
   const int64_t tiles = static_cast<int64_t>(p.tokens) * p.top_k * (p.inner / kOutputs) +
                         ceil_div(p.tokens, kGroup) * (p.shared_inner / kOutputs);
-  config.grid = dim3(static_cast<unsigned>(tiles < 2 * sms ? tiles : 2 * sms));
-  config.block = dim3(kGateUpThreads);
-  const bool one_round = p.hidden <= kGateUpWarps * kChunks * kChunk;
-  const auto gate_up = one_round ? gate_up_kernel<T, true> : gate_up_kernel<T, false>;
+  constexpr int kWarps = Stored<W>::kWarps;
+  const int64_t resident = static_cast<int64_t>(16 / kWarps) * sms;
+  config.grid = dim3(static_cast<unsigned>(tiles < resident ? tiles : resident));
+  config.block = dim3(32 * kWarps);
+  auto gate_up = gate_up_kernel<T, W, false>;
+  if constexpr (!Stored<W>::kScaled)
+    if (p.hidden <= kWarps * kChunks * Stored<W>::kChunk) gate_up = gate_up_kernel<T, W, true>;
   if (const int status = launch(gate_up, config, args)) return status;
 
   config.overlap = p.overlap >= 0;
   config.grid = dim3(static_cast<unsigned>(p.hidden / kDownOutputs));
   config.block = dim3(kDownThreads);
   config.shared_bytes = static_cast<int64_t>(kDownWarps) * p.tokens * kColumn * sizeof(float);
-  return launch_allowed<down_kernel<T>>(config, optin, args);
+  return launch_allowed<down_kernel<T, W>>(config, optin, args);
+}
+
+template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
+  return p.gate_up_scales.ptr ? run_experts<T, E4m3>(p, args, stream) : run_experts<T, T>(p, args, stream);
 }
 
 template int run_scores<__nv_bfloat16>(const gdn_moe_params &, const Args &, cudaStream_t);

@@ -7,25 +7,33 @@
 namespace gdn {
 namespace moe {
 
-constexpr int kChunk = 64;                // inputs: 128 bytes of a row
-constexpr int kChunkBytes = 2 * kChunk;
+constexpr int kChunkBytes = 128;          // of a row of weights
 constexpr int kChunks = 4;                // chunks of a round, which is under way in registers
 constexpr int kColumn = 20;               // floats from column to column of sums: 16, without conflicts
 
-constexpr int kGateUpWarps = 8;           // along the inputs
-constexpr int kGateUpThreads = 32 * kGateUpWarps;
 constexpr int kOutputs = 8;               // of a tile: as many rows of gate and of up
 constexpr int kDownWarps = 16;
 constexpr int kDownThreads = 32 * kDownWarps;
 constexpr int kDownOutputs = 16;          // of a block
 
+// How weights of type W stand: T, or E4m3.
+template <typename W> struct Stored {
+  static constexpr bool kScaled = std::is_same_v<W, E4m3>;
+  static constexpr int kChunk = kChunkBytes / sizeof(W);    // inputs
+  static constexpr int kXBytes = 2 * kChunk;                // of a row of x beside a chunk
+  static constexpr int kUnits = kScaled ? 2 : 1;            // what chunks are counted in: of 64 inputs, so that the last
+                                                            // one in e4m3 may be a half
+  // Of gate_up_kernel, along the inputs: 2048 of them are a round, or half of one.
+  static constexpr int kWarps = kScaled ? 4 : 8;
+};
+
 // A round of 16 rows of weights, as ../linear has it: a lane holds, of rows g and g + 8 of the tile, 8 inputs in a row
-// of every 32, by one load each. x is held alike, so that the order of the inputs is the same in both.
-struct Weights {
-  uint4 w[kChunks][4];    // of row g, inputs 0..31 and 32..63 of a chunk; of row g + 8
+// of every 32, by one load each; in e4m3 16 of 64. x is held alike, so that the order of the inputs is the same in both.
+template <typename W> struct Weights {
+  uint4 w[kChunks][4];    // of row g, the first and the second half of a chunk; of row g + 8
   const char *row0;
   int32_t to_row8;        // bytes
-  int live;               // chunks from row0 on; < 1: none
+  int live;               // units from row0 on; < 1: none
 
   __device__ __forceinline__ void fetch(int d) {
     const char *from0 = row0 + d * kChunkBytes, *from8 = from0 + to_row8;
@@ -33,6 +41,29 @@ struct Weights {
       w[d][0] = ptx::load_stream(from0);
       w[d][1] = ptx::load_stream(from0 + 64);
       w[d][2] = ptx::load_stream(from8);
+      w[d][3] = ptx::load_stream(from8 + 64);
+    }
+  }
+};
+
+template <> struct Weights<E4m3> {
+  uint4 w[kChunks][4];
+  float scale[kChunks][2];    // of row g, of row g + 8
+  const char *row0;
+  const float *scale0, *scale8;
+  int32_t to_row8;
+  int live;
+
+  __device__ __forceinline__ void fetch(int d) {
+    const char *from0 = row0 + d * kChunkBytes, *from8 = from0 + to_row8;
+    if (2 * d < live) {
+      w[d][0] = ptx::load_stream(from0);
+      w[d][2] = ptx::load_stream(from8);
+      scale[d][0] = ptx::load_float(scale0 + d);
+      scale[d][1] = ptx::load_float(scale8 + d);
+    }
+    if (2 * d + 1 < live) {
+      w[d][1] = ptx::load_stream(from0 + 64);
       w[d][3] = ptx::load_stream(from8 + 64);
     }
   }
@@ -48,9 +79,33 @@ struct Piece {
   }
 };
 
+// Uses up chunk d in e4m3, of which `live` units are there, with x at this address.
+template <typename T>
+__device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3> &weights, const char *x, int d, int live) {
+  float block[2][4] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (half < live) {
+      const uint4 w0 = weights.w[d][half], w8 = weights.w[d][2 + half];
+      const uint32_t words0[] = {w0.x, w0.y, w0.z, w0.w}, words8[] = {w8.x, w8.y, w8.z, w8.w};
+      const uint4 pieces[] = {ptx::load_after_wait(x + half * 128), ptx::load_after_wait(x + half * 128 + 16)};
+      const uint32_t b[] = {pieces[0].x, pieces[0].y, pieces[0].z, pieces[0].w,
+                            pieces[1].x, pieces[1].y, pieces[1].z, pieces[1].w};
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        uint32_t pairs0[2], pairs8[2];
+        e4m3_pairs<T>(words0[word], pairs0);
+        e4m3_pairs<T>(words8[word], pairs8);
+        ptx::mma16816<T>(block[word % 2], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[2 * word], b[2 * word + 1]);
+      }
+    }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[0][i] = fmaf(weights.scale[d][i / 2], block[0][i] + block[1][i], sum[0][i]);
+}
+
 // Uses up chunk d. Two sums: one alone would be bound by the products' latency.
 template <typename T>
-__device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights &weights, const Piece &piece, int d) {
+__device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<T> &weights, const Piece &piece, int d) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint4 w0 = weights.w[d][half], w8 = weights.w[d][2 + half], x = piece.x[half];
@@ -63,8 +118,12 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights &weig
 // both sums of an output. The warps of a block divide the inputs; blocks stay for several tiles. ONE_ROUND: a warp's
 // part is one, and x stays in registers while the group is the same.
 // One function: weights are under way from its first lines to its last, in registers that no part of it could hand on.
-template <typename T, bool ONE_ROUND>
-__global__ void __launch_bounds__(kGateUpThreads, 2) gate_up_kernel(const __grid_constant__ Args a) {
+template <typename T, typename W, bool ONE_ROUND>
+__global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps)
+    gate_up_kernel(const __grid_constant__ Args a) {
+  constexpr int kGateUpWarps = Stored<W>::kWarps, kUnits = Stored<W>::kUnits, kChunk = Stored<W>::kChunk;
+  constexpr int kXBytes = Stored<W>::kXBytes;
+  static_assert(!ONE_ROUND || !Stored<W>::kScaled, "x beside a round takes as many again as weights do");
   __shared__ Table table;
   __shared__ float partial[2][kGateUpWarps][kGroup * kColumn];    // of this tile and the last one
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
@@ -72,14 +131,16 @@ __global__ void __launch_bounds__(kGateUpThreads, 2) gate_up_kernel(const __grid
   ptx::grid_dependency_launch();
   read_table(a, table);
 
-  const int chunks = a.hidden / kChunk, slice = (chunks + kGateUpWarps - 1) / kGateUpWarps;
-  const int first = warp * slice, live = min(slice, chunks - first);
-  const int row_bytes = a.hidden * static_cast<int>(sizeof(T)), part = first * kChunkBytes + t * 16;
+  const int chunks = kUnits == 1 ? a.hidden / kChunk : (a.hidden / 64 + 1) / 2, slice = (chunks + kGateUpWarps - 1) / kGateUpWarps;
+  const int first = warp * slice;
+  const int live = kUnits == 1 ? min(slice, chunks - first) : min(2 * slice, a.hidden / 64 - 2 * first);
+  const int row_bytes = a.hidden * static_cast<int>(sizeof(W)), part = first * kChunkBytes + t * 16;
+  const int x_part = first * kXBytes + t * (kXBytes / 8);
   const int each = a.inner / kOutputs, shared_each = a.shared_inner / kOutputs;
   const int routed_tiles = table.routed * each, tiles = routed_tiles + (table.groups - table.routed) * shared_each;
 
   // The stream of weights runs a round in front of their use, over the ends of tiles.
-  Weights weights;
+  Weights<W> weights;
   uint32_t group = 0;
   int tile = blockIdx.x, round = 0, output = 0;
   const auto seek = [&] {
@@ -94,12 +155,22 @@ __global__ void __launch_bounds__(kGateUpThreads, 2) gate_up_kernel(const __grid
     weights.row0 = w + static_cast<int64_t>(output + g) * row_bytes + part;
     weights.to_row8 = (shared ? a.shared_inner : a.inner) * row_bytes;
     weights.live = live;
+    if constexpr (Stored<W>::kScaled) {
+      const ScaleArgs &scales = shared ? a.shared_gate_up_scales : a.gate_up_scales;
+      const int64_t row = output + g + (shared ? 0 : group_expert(group) * static_cast<int64_t>(2 * a.inner));
+      weights.scale0 = scales.row(row) + first;
+      weights.scale8 = scales.row(row + (shared ? a.shared_inner : a.inner)) + first;
+    }
   };
   const auto advance = [&] {
     if (!ONE_ROUND && (round + 1) * kChunks < slice) {
       ++round;
       weights.row0 += kChunks * kChunkBytes;
-      weights.live -= kChunks;
+      weights.live -= kUnits * kChunks;
+      if constexpr (Stored<W>::kScaled) {
+        weights.scale0 += kChunks;
+        weights.scale8 += kChunks;
+      }
     } else {
       round = 0;
       tile += gridDim.x;
@@ -117,7 +188,7 @@ __global__ void __launch_bounds__(kGateUpThreads, 2) gate_up_kernel(const __grid
     const uint32_t now = group;
     const int row = group_first(now), rows = group_rows(now), to = output;
     // Rows past the end are the last one again: their sums are not stored, and they cost no traffic.
-    const char *from = static_cast<const char *>(a.x) + part +
+    const char *from = static_cast<const char *>(a.x) + x_part +
                        table.token[row + min(g, rows - 1)] * (a.x_stride * static_cast<int64_t>(sizeof(T)));
     float sum[2][4] = {};
     if constexpr (ONE_ROUND) {
@@ -132,6 +203,16 @@ __global__ void __launch_bounds__(kGateUpThreads, 2) gate_up_kernel(const __grid
       for (int d = 0; d < kChunks; ++d) {
         if (d < live) multiply<T>(sum, weights, x[d], d);
         weights.fetch(d);
+      }
+    } else if constexpr (Stored<W>::kScaled) {
+      for (int left = live; left > live - 2 * slice; left -= 2 * kChunks) {
+        advance();
+#pragma unroll
+        for (int d = 0; d < kChunks; ++d) {
+          if (2 * d < left) multiply<T>(sum, weights, from + d * kXBytes, d, left - 2 * d);
+          weights.fetch(d);
+        }
+        from += kChunks * kXBytes;
       }
     } else {
       for (int left = live; left > live - slice; left -= kChunks) {    // as often in every warp
@@ -170,8 +251,9 @@ __global__ void __launch_bounds__(kGateUpThreads, 2) gate_up_kernel(const __grid
 
 // y = the weighted sum of down h over a token's rows. A block has 16 outputs of all rows: its warps divide the groups,
 // and rounds of their inputs, and add what they find to sums of their own.
-template <typename T>
+template <typename T, typename W>
 __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_constant__ Args a) {
+  constexpr int kUnits = Stored<W>::kUnits, kXBytes = Stored<W>::kXBytes;
   __shared__ Table table;
   extern __shared__ __align__(16) float sums[];    // [warps][tokens][kColumn]
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
@@ -179,27 +261,35 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
   // under way before the wait.
   read_table(a, table);
 
-  constexpr int kRound = kChunks * kChunk;    // inputs
+  constexpr int kRound = kChunks * Stored<W>::kChunk;    // inputs
   const int each = (a.inner + kRound - 1) / kRound, shared_each = (a.shared_inner + kRound - 1) / kRound;
   const int routed_units = table.routed * each, units = routed_units + (table.groups - table.routed) * shared_each;
 
-  Weights weights;
+  Weights<W> weights;
   uint32_t group = 0;
-  int unit = warp, part = 0;    // part: bytes of a row before this round
+  int unit = warp, x_part = 0;    // bytes of a row of h before this round
   const auto seek = [&] {
     weights.live = 0;
     if (unit >= units) return;
     const bool shared = unit >= routed_units;
     const int rest = shared ? unit - routed_units : unit, per = shared ? shared_each : each, n = rest / per;
-    const int width = shared ? a.shared_inner : a.inner, row_bytes = width * static_cast<int>(sizeof(T));
+    const int width = shared ? a.shared_inner : a.inner, row_bytes = width * static_cast<int>(sizeof(W));
     const int round = rest - n * per;
     group = table.group[shared ? table.routed + n : n];
-    part = round * kChunks * kChunkBytes + t * 16;
+    x_part = round * kChunks * kXBytes + t * (kXBytes / 8);
+    const int part = x_part / kUnits;
     const char *w = static_cast<const char *>(shared ? a.shared_down : a.down);
     if (!shared) w += group_expert(group) * (static_cast<int64_t>(a.hidden) * row_bytes);
     weights.row0 = w + static_cast<int64_t>(static_cast<int>(blockIdx.x) * kDownOutputs + g) * row_bytes + part;
     weights.to_row8 = 8 * row_bytes;
-    weights.live = width / kChunk - round * kChunks;
+    weights.live = width / 64 - round * kUnits * kChunks;
+    if constexpr (Stored<W>::kScaled) {
+      const ScaleArgs &scales = shared ? a.shared_down_scales : a.down_scales;
+      const int64_t row = static_cast<int>(blockIdx.x) * kDownOutputs + g +
+                          (shared ? 0 : group_expert(group) * static_cast<int64_t>(a.hidden));
+      weights.scale0 = scales.row(row) + round * kChunks;
+      weights.scale8 = scales.row(row + 8) + round * kChunks;
+    }
   };
   seek();
 #pragma unroll
@@ -211,18 +301,24 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
 
   while (unit < units) {
     const int row = group_first(group), rows = group_rows(group), live = weights.live;
-    const char *from = static_cast<const char *>(a.h) + part +
+    const char *from = static_cast<const char *>(a.h) + x_part +
                        (row + min(g, rows - 1)) * (a.h_stride * static_cast<int64_t>(sizeof(T)));
-    Piece h[kChunks];
+    Piece h[Stored<W>::kScaled ? 1 : kChunks];
+    if constexpr (!Stored<W>::kScaled) {
 #pragma unroll
-    for (int d = 0; d < kChunks; ++d)
-      if (d < live) h[d].load(from + d * kChunkBytes);
+      for (int d = 0; d < kChunks; ++d)
+        if (d < live) h[d].load(from + d * kChunkBytes);
+    }
     unit += kDownWarps;
     seek();
     float sum[2][4] = {};
 #pragma unroll
     for (int d = 0; d < kChunks; ++d) {
-      if (d < live) multiply<T>(sum, weights, h[d], d);
+      if constexpr (Stored<W>::kScaled) {
+        if (2 * d < live) multiply<T>(sum, weights, from + d * kXBytes, d, live - 2 * d);
+      } else {
+        if (d < live) multiply<T>(sum, weights, h[d], d);
+      }
       weights.fetch(d);
     }
     __syncwarp();    // another lane may have added to the same token last time

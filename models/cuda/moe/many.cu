@@ -7,7 +7,7 @@ namespace gdn {
 namespace moe {
 namespace {
 
-template <typename T, int ROWS>
+template <typename T, typename W, int ROWS>
 int run_tiles(const gdn_moe_params &p, const Args &args, LaunchConfig config, int optin) {
   const int64_t pairs = static_cast<int64_t>(p.tokens) * p.top_k;
   const int64_t tiles = pairs / ROWS + (pairs < p.num_experts ? pairs : p.num_experts) +
@@ -18,10 +18,17 @@ int run_tiles(const gdn_moe_params &p, const Args &args, LaunchConfig config, in
   config.block = dim3(kManyThreads);
   config.shared_bytes = static_cast<int64_t>(stages_of(ROWS)) * stage_bytes_of(ROWS);
   config.grid = dim3(static_cast<unsigned>(tiles * gate_up));
-  if (const int status = launch_allowed<many_kernel<T, ROWS, true>>(config, optin, args, static_cast<int>(gate_up)))
+  if (const int status = launch_allowed<many_kernel<T, W, ROWS, true>>(config, optin, args, static_cast<int>(gate_up)))
     return status;
   config.grid = dim3(static_cast<unsigned>(tiles * down));
-  return launch_allowed<many_kernel<T, ROWS, false>>(config, optin, args, static_cast<int>(down));
+  return launch_allowed<many_kernel<T, W, ROWS, false>>(config, optin, args, static_cast<int>(down));
+}
+
+template <typename T, typename W>
+int run_tiles(const gdn_moe_params &p, const Args &args, const LaunchConfig &config, int rows, int optin) {
+  return rows == 32   ? run_tiles<T, W, 32>(p, args, config, optin)
+         : rows == 64 ? run_tiles<T, W, 64>(p, args, config, optin)
+                      : run_tiles<T, W, 128>(p, args, config, optin);
 }
 
 }  // namespace
@@ -46,9 +53,8 @@ template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cu
   config.block = dim3(kSortThreads);
   if (const int status = launch(sort_kernel, config, args, rows)) return status;
 
-  const int status = rows == 32   ? run_tiles<T, 32>(p, args, config, optin)
-                     : rows == 64 ? run_tiles<T, 64>(p, args, config, optin)
-                                  : run_tiles<T, 128>(p, args, config, optin);
+  const int status = p.gate_up_scales.ptr ? run_tiles<T, E4m3>(p, args, config, rows, optin)
+                                          : run_tiles<T, T>(p, args, config, rows, optin);
   if (status) return status;
   config.grid = dim3(static_cast<unsigned>(p.tokens));
   config.block = dim3(kSumThreads);

@@ -23,8 +23,9 @@ constexpr int stage_bytes_of(int rows) { return (rows + kTileOutputs) * kTileRow
 //
 // Eight warps, two along the rows and four along the weights; tiles lie in shared memory with the 16-byte piece p of
 // row r at p ^ r % 8.
+// Weights in e4m3 (W) go through registers, where they become numbers of T, as those of the dequantised matrix.
 // One function: the loads of the next tiles are under way beside the products of the last.
-template <typename T, int ROWS, bool GATED>
+template <typename T, typename W, int ROWS, bool GATED>
 __global__ void __launch_bounds__(kManyThreads, 2)
     many_kernel(const __grid_constant__ Args a, int blocks_per_tile) {
   extern __shared__ __align__(128) unsigned char tile_bytes[];
@@ -46,8 +47,11 @@ __global__ void __launch_bounds__(kManyThreads, 2)
   // A thread copies one 16-byte piece of every 32nd row.
   const int piece = tid % 8, copy_row = tid / 8;
   const uint32_t copy_to = shared + copy_row * kTileRowBytes + ((piece ^ copy_row % 8) << 4);
-  const int64_t row_bytes = static_cast<int64_t>(inputs) * sizeof(T);
-  const char *x[kMatrices], *w[kTileOutputs / 32];
+  constexpr bool kScaled = std::is_same_v<W, E4m3>;
+  constexpr int kCopies = kTileOutputs * kTileInputs * sizeof(W) / (16 * kManyThreads);    // of weights, a thread
+  constexpr int kRowPieces = kTileInputs * sizeof(W) / 16;
+  const int64_t row_bytes = static_cast<int64_t>(inputs) * sizeof(W);
+  const char *x[kMatrices], *w[kCopies];
   uint32_t x_bytes[kMatrices];
 #pragma unroll
   for (int i = 0; i < kMatrices; ++i) {
@@ -64,14 +68,48 @@ __global__ void __launch_bounds__(kManyThreads, 2)
   const char *weights = static_cast<const char *>(GATED ? (shared_expert ? a.shared_gate_up : a.gate_up)
                                                         : (shared_expert ? a.shared_down : a.down));
   if (!shared_expert) weights += tile.expert * ((GATED ? 2 * inner : a.hidden) * row_bytes);
+  [[maybe_unused]] const float *scale_of[kScaled ? kCopies : 1];
+  const int w_piece_of = tid % kRowPieces, w_copy_row = tid / kRowPieces;
 #pragma unroll
-  for (int i = 0; i < kTileOutputs / 32; ++i) {
-    const int n = copy_row + 32 * i;
+  for (int i = 0; i < kCopies; ++i) {
+    const int n = w_copy_row + kManyThreads / kRowPieces * i;
     // Of eight rows of gate and eight of up; else past the end the last row, whose products are not stored.
     const int row = GATED ? n % 16 / 8 * inner + first_output + n / 16 * 8 + n % 8
                           : min(first_output + n, outputs - 1);
-    w[i] = weights + row * row_bytes + piece * 16;
+    w[i] = weights + row * row_bytes + w_piece_of * 16;
+    if constexpr (kScaled) {
+      const ScaleArgs &scales = GATED ? (shared_expert ? a.shared_gate_up_scales : a.gate_up_scales)
+                                      : (shared_expert ? a.shared_down_scales : a.down_scales);
+      scale_of[i] = scales.row(row + (shared_expert ? 0 : tile.expert * static_cast<int64_t>(GATED ? 2 * inner : a.hidden)));
+    }
   }
+  // In e4m3: those of a turn, on their way, and into a stage.
+  struct Ahead {
+    uint4 w[kCopies];
+    float scale[kCopies];
+  };
+  [[maybe_unused]] const auto load_weights = [&](Ahead &ahead, int turn) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      ahead.w[i] = ptx::load_stream(w[i] + turn * (kTileInputs * static_cast<int>(sizeof(W))));
+      ahead.scale[i] = ptx::load_float(scale_of[kScaled ? i : 0] + turn * kTileInputs / GDN_SCALE_COLUMNS);
+    }
+  };
+  [[maybe_unused]] const auto store_weights = [&](const Ahead &ahead, int stage) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int n = w_copy_row + kManyThreads / kRowPieces * i;
+      const uint32_t words[] = {ahead.w[i].x, ahead.w[i].y, ahead.w[i].z, ahead.w[i].w};
+      unsigned char *to = tile_bytes + stage * kStageBytes + (ROWS + n) * kTileRowBytes;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t low[2], high[2];
+        e4m3_scaled<T>(words[2 * half], ahead.scale[i], low);
+        e4m3_scaled<T>(words[2 * half + 1], ahead.scale[i], high);
+        *reinterpret_cast<uint4 *>(to + (((2 * w_piece_of + half) ^ n % 8) << 4)) = {low[0], low[1], high[0], high[1]};
+      }
+    }
+  };
   const auto copy = [&](int stage) {
     const uint32_t to = copy_to + stage * kStageBytes;
 #pragma unroll
@@ -79,10 +117,12 @@ __global__ void __launch_bounds__(kManyThreads, 2)
       ptx::copy_async_or_zero(to + i * 32 * kTileRowBytes, x[i], x_bytes[i]);
       x[i] += kTileRowBytes;
     }
+    if constexpr (!kScaled) {
 #pragma unroll
-    for (int i = 0; i < kTileOutputs / 32; ++i) {
-      ptx::copy_async(to + (ROWS + i * 32) * kTileRowBytes, w[i]);
-      w[i] += kTileRowBytes;
+      for (int i = 0; i < kCopies; ++i) {
+        ptx::copy_async(to + (ROWS + i * 32) * kTileRowBytes, w[i]);
+        w[i] += kTileRowBytes;
+      }
     }
   };
 
@@ -91,6 +131,16 @@ __global__ void __launch_bounds__(kManyThreads, 2)
   for (int s = 0; s < kStages - 1; ++s) {
     if (s < turns) copy(s);
     ptx::copy_async_commit();
+  }
+  [[maybe_unused]] Ahead ahead;
+  if constexpr (kScaled) {
+    Ahead begin[kStages - 1];
+#pragma unroll
+    for (int s = 0; s < kStages - 1; ++s)
+      if (s < turns) load_weights(begin[s], s);
+#pragma unroll
+    for (int s = 0; s < kStages - 1; ++s)
+      if (s < turns) store_weights(begin[s], s);
   }
 
   // Where ldmatrix finds this lane's row of the 16 x 16 matrices.
@@ -102,6 +152,11 @@ __global__ void __launch_bounds__(kManyThreads, 2)
   for (int turn = 0; turn < turns; ++turn) {
     ptx::copy_async_wait<kStages - 2>();
     __syncthreads();    // all see this stage, and have used up the one before it
+    if constexpr (kScaled) {
+      // What the last turn loaded: there are two stages or more between its barrier and its own turn.
+      if (turn > 0 && turn + kStages - 2 < turns) store_weights(ahead, next == 0 ? kStages - 1 : next - 1);
+      if (turn + kStages - 1 < turns) load_weights(ahead, turn + kStages - 1);
+    }
     if (turn + kStages - 1 < turns) copy(next);
     ptx::copy_async_commit();
 #pragma unroll

@@ -68,6 +68,14 @@ int run(const gdn_moe_params *params, cudaStream_t stream) {
   for (const void *pointer : {p.x, p.gate_up, p.down, p.shared_gate_up, p.shared_down, p.router})
     if (!aligned(pointer, 16)) return GDN_BAD_ALGO;
   if (p.x_stride % 8) return GDN_BAD_ALGO;
+  for (const gdn_scales &scales : {p.gate_up_scales, p.down_scales, p.shared_gate_up_scales, p.shared_down_scales})
+    if (const int status = check_scales(scales)) return status;
+  // All of the weights are in e4m3 or none.
+  const bool scaled = p.gate_up_scales.ptr;
+  if (scaled != (p.down_scales.ptr != nullptr)) return GDN_NULL_POINTER;
+  if (p.shared_inner > 0 &&
+      (scaled != (p.shared_gate_up_scales.ptr != nullptr) || scaled != (p.shared_down_scales.ptr != nullptr)))
+    return GDN_NULL_POINTER;
 
   Args args = {};
   const int64_t bytes = lay_out(p, static_cast<char *>(p.workspace), &args);
@@ -92,6 +100,10 @@ int run(const gdn_moe_params *params, cudaStream_t stream) {
   args.inner = p.inner;
   args.shared_inner = p.shared_inner;
   args.normalise = p.normalise != 0;
+  args.gate_up_scales = scale_args(p.gate_up_scales);
+  args.down_scales = scale_args(p.down_scales);
+  args.shared_gate_up_scales = scale_args(p.shared_gate_up_scales);
+  args.shared_down_scales = scale_args(p.shared_down_scales);
   const bool bf16 = p.io_dtype == GDN_BF16;
   if (few(p)) return bf16 ? run_few<__nv_bfloat16>(p, args, stream) : run_few<__half>(p, args, stream);
   return bf16 ? run_many<__nv_bfloat16>(p, args, stream) : run_many<__half>(p, args, stream);

@@ -20,12 +20,14 @@ import reference
 import torch
 from abi import (CODES, MOE_AUTO, MOE_EXPERTS, MOE_FEW, MOE_FEW_TOKENS, MOE_MANY, MOE_TOP_K, NULL_POINTER, OK, MoeParams, fill,
                  stream, workspace)
+from e4m3 import E4m3
 from harness import (TYPES, WAYS, bf16, call, chain_repeats, expect, framed, launch, normal, one_by_one, only_inside, refused,
                      report, same)
 from timing import calls_of, device_activities, device_events, graph_us, heading, span_us
 
 # Rounding of y, at most 2^-7 / sqrt(12) of it in bf16, and as much of silu(gate) * up before the last product; MOE_MANY
-# rounds each expert's output too. Narrow cases average little.
+# rounds each expert's output too. Narrow cases average little. Weights in e4m3 are exact, for MOE_MANY rounded as the
+# reference's are.
 BOUND = {"bf16": 6e-3, "f16": 8e-4}
 
 # ---- the definition, in float64 ----
@@ -65,11 +67,12 @@ def moe_reference(case):
 # ---- one case ----
 
 class Case:
-    """`favour`: an expert that all tokens take. `ties`: given logits of few distinct values."""
+    """`favour`: an expert that all tokens take. `ties`: given logits of few distinct values. `e4m3`: rows of a block of
+    the weights' scales."""
 
     def __init__(self, tokens, hidden=256, experts=16, k=4, inner=64, shared=64, io="bf16", router="f32",
                  normalise=True, residual=False, given=False, ties=False, favour=None, gaps=(0, 0, 0), algo=MOE_AUTO,
-                 overlap=0, scale=1.0, seed=0):
+                 overlap=0, scale=1.0, seed=0, e4m3=0):
         randn = normal(seed)
         self.tokens, self.hidden, self.experts, self.k = tokens, hidden, experts, k
         self.inner, self.shared = inner, shared
@@ -93,10 +96,19 @@ class Case:
             self.logits = torch.randint(0, 4, (tokens, scored), generator=gen, device=harness.device).float()
         elif given:
             self.logits = self.x.float() @ self.router.float().T
-        self.gate_up = (randn(experts, 2 * inner, hidden) * hidden ** -0.5).to(dt)
-        self.down = (randn(experts, hidden, inner) * inner ** -0.5).to(dt)
-        self.shared_gate_up = (randn(2 * shared, hidden) * hidden ** -0.5).to(dt) if shared else None
-        self.shared_down = (randn(hidden, shared) * shared ** -0.5).to(dt) if shared else None
+        self.stored = {}
+        exact = algo == MOE_FEW or (algo == MOE_AUTO and tokens <= MOE_FEW_TOKENS)
+
+        def weight(name, *shape):
+            if not e4m3:
+                return (randn(*shape) * shape[-1] ** -0.5).to(dt)
+            self.stored[name] = E4m3(math.prod(shape[:-1]), shape[-1], e4m3, shape[-1] ** -0.5, seed + len(self.stored))
+            return (self.stored[name].exact() if exact else self.stored[name].numbers().to(dt)).view(shape)
+
+        self.gate_up = weight("gate_up", experts, 2 * inner, hidden)
+        self.down = weight("down", experts, hidden, inner)
+        self.shared_gate_up = weight("shared_gate_up", 2 * shared, hidden) if shared else None
+        self.shared_down = weight("shared_down", hidden, shared) if shared else None
 
     def fields(self, **changes):
         """The struct of a launch, without a workspace."""
@@ -104,9 +116,11 @@ class Case:
         given = dict(x=self.x, y=self.y, logits=self.logits, residual=self.residual, overlap=self.overlap, algo=self.algo)
         given.update(changes)
         x = given["x"]
+        given.update({f"{name}_scales": weight.struct() for name, weight in self.stored.items()})
+        given.update({name: self.stored[name].bytes if name in self.stored else getattr(self, name)
+                      for name in ("gate_up", "down", "shared_gate_up", "shared_down")})
         return fill(
-            MoeParams, router=self.router, gate_up=self.gate_up, down=self.down, shared_gate_up=self.shared_gate_up,
-            shared_down=self.shared_down, x_stride=stride(x), y_stride=stride(given["y"]),
+            MoeParams, router=self.router, x_stride=stride(x), y_stride=stride(given["y"]),
             logits_stride=stride(given["logits"]), residual_stride=stride(given["residual"]), tokens=x.shape[0],
             hidden=self.hidden, num_experts=self.experts, top_k=self.k, inner=self.inner, shared_inner=self.shared,
             io_dtype=CODES[self.io], router_dtype=CODES[self.router_dtype], normalise=int(self.normalise), **given)
@@ -194,6 +208,28 @@ def check_cases(lib):
                            shared=128, normalise=False, seed=seed)
 
 
+def check_e4m3(lib):
+    seed = 0
+    for io in ("bf16", "f16"):
+        for tokens in (*range(1, 18), 31, 32, 33, 64, 100, 129, 257):
+            for algo in (MOE_FEW, MOE_MANY) if tokens <= MOE_FEW_TOKENS else (MOE_MANY,):
+                for experts, k, hidden, inner, shared in ((16, 4, 256, 64, 64), (8, 8, 128, 128, 0), (60, 3, 320, 192, 64),
+                                                          (300, 10, 192, 64, 320), (8, 2, 2112, 64, 64)):
+                    seed += 1
+                    check_case(lib, f"algo {algo} e4m3", tokens=tokens, hidden=hidden, experts=experts, k=k, inner=inner,
+                               shared=shared, io=io, residual=seed % 4 == 0, given=seed % 7 == 0, algo=algo,
+                               gaps=(8 * (seed % 3), seed % 4, seed % 2), seed=seed, e4m3=(128, 64, 16, 1)[seed % 4])
+    for tokens in (1, 2, 8, 32, 33, 512):
+        check_case(lib, "model e4m3", quiet=False, repeats=True, tokens=tokens, hidden=2048, experts=512, k=10, inner=512,
+                   shared=512, seed=tokens, e4m3=128)
+        torch.cuda.empty_cache()
+    case = Case(4, e4m3=64)
+    expect("moe in e4m3", lib.gdn_moe, lambda: case.params(lib), {
+        "NULL_POINTER": one_by_one(gate_up_scales__ptr=[None], down_scales__ptr=[None], shared_gate_up_scales__ptr=[None],
+                                   shared_down_scales__ptr=[None]),
+        "BAD_ALGO": one_by_one(down_scales__rows=[0, 48]), "BAD_STRIDE": one_by_one(down_scales__stride=[-1])})
+
+
 def check_models(lib):
     """The shapes that matter, and that every launch gives the same bits."""
     for experts, k in ((256, 8), (512, 10)):
@@ -247,8 +283,10 @@ MANY_TOKENS = (512, 2048, 8192)
 class Layer(Case):
     """Weights of one layer. Of two layers the second call in a row finds nothing of its experts in the L2 cache."""
 
-    def __init__(self, experts, k, hidden, inner, shared):
-        super().__init__(1, hidden, experts, k, inner, shared)
+    def __init__(self, experts, k, hidden, inner, shared, e4m3=0):
+        super().__init__(1, hidden, experts, k, inner, shared, e4m3=e4m3)
+        if e4m3:
+            self.gate_up = self.down = None    # not in float64 beside
 
     def choice(self, x):
         """As torch would have it, in f32."""
@@ -259,7 +297,8 @@ class Layer(Case):
     def bytes(self, x):
         """What a launch has to read: the router, each chosen expert once, the shared one."""
         used = self.choice(x)[0].unique().numel()
-        return used, 4 * (self.experts + 1) * self.hidden + 6 * self.hidden * (used * self.inner + self.shared)
+        each = 3 if self.stored else 6
+        return used, 4 * (self.experts + 1) * self.hidden + each * self.hidden * (used * self.inner + self.shared)
 
     def flops(self, tokens):
         return 6 * tokens * self.hidden * (self.k * self.inner + self.shared)
@@ -397,6 +436,7 @@ def check(lib, args):
     check_quick(lib)
     if not args.quick:
         check_cases(lib)
+        check_e4m3(lib)
         check_models(lib)
         for tokens in (1, 2, 8, 32, 100):
             check_chain(lib, tokens)

@@ -1,5 +1,6 @@
 //! `models/cuda/gdn_moe.h`, field for field.
 
+use candle_gdn::plumbing::abi::gdn::Scales;
 use std::ffi::c_void;
 
 candle_gdn::c_header! {
@@ -19,6 +20,10 @@ candle_gdn::c_header! {
             pub down: *const c_void,
             pub shared_gate_up: *const c_void,
             pub shared_down: *const c_void,
+            pub gate_up_scales: Scales,
+            pub down_scales: Scales,
+            pub shared_gate_up_scales: Scales,
+            pub shared_down_scales: Scales,
             pub residual: *const c_void,
             pub y: *mut c_void,
             pub workspace: *mut c_void,

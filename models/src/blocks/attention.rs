@@ -5,7 +5,7 @@ use super::norm::RmsNorm;
 use crate::blocks::linear::Linear;
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::attention::{run_all, Attention, Cache, OnCache, Positions};
-use crate::formats::{Matrix, Source};
+use crate::formats::{E4m3Rows, Matrix, Source};
 use crate::ops::rotary_frequencies;
 use candle_core::{Module, Result, Tensor};
 use candle_gdn::plumbing::cpu::Element;
@@ -54,6 +54,12 @@ impl GatedAttention {
                 let rows = |start: usize, n: usize| Linear::dense(all.narrow(0, start, n)?);
                 let views = [rows(0, sizes[0])?, rows(sizes[0], sizes[1])?, rows(sizes[0] + sizes[1], sizes[2])?];
                 (Some(Linear::dense(all)?), views)
+            }
+            (Matrix::E4m3(q), Matrix::E4m3(k), Matrix::E4m3(v)) => {
+                let all = E4m3Rows::stack(&[q, k, v])?.on(device)?;
+                let rows = |start: usize, n: usize| all.rows(start, n).map(|rows| Linear::Dense(rows.into()));
+                let views = [rows(0, sizes[0])?, rows(sizes[0], sizes[1])?, rows(sizes[0] + sizes[1], sizes[2])?];
+                (Some(Linear::Dense(all.into())), views)
             }
             (q, k, v) => {
                 let linear = |part: Matrix| Linear::stack(vec![part], device);

@@ -39,8 +39,12 @@ fn interleaved(c: &GdnConfig, source: &Source) -> Result<Vec<Matrix>> {
         deinterleaved(c, &qkvz, c.qkvz_sizes())
     };
     let ba = || deinterleaved(c, &rows(2 * c.num_value_heads, "in_proj_ba.weight")?, c.ba_sizes());
+    let stored = source.e4m3(&[c.conv_channels() + c.value_size(), c.hidden_size], "in_proj_qkvz.weight")?;
     Ok(vec![
-        source.matrix_of(&source.path("in_proj_qkvz.weight"), qkvz)?,
+        match stored {
+            Some(stored) => Matrix::E4m3(stored.in_order(|rows| deinterleaved(c, rows, c.qkvz_sizes()))?),
+            None => source.matrix_of(&source.path("in_proj_qkvz.weight"), qkvz)?,
+        },
         source.matrix_of(&source.path("in_proj_ba.weight"), ba)?,
     ])
 }

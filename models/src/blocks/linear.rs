@@ -1,10 +1,10 @@
 //! A projection without bias: dense by candle-gdn's kernels, or quantised by candle's.
 
-use crate::formats::{Matrix, Quantized, Source};
+use crate::formats::{E4m3Rows, Matrix, Quantized, Source};
 use candle_core::quantized::QTensor;
-use candle_core::{Device, Module, Result, Tensor};
+use candle_core::{bail, Device, Module, Result, Tensor};
 use candle_gdn::plumbing::cpu::matmul::Weights;
-use candle_gdn::plumbing::{Launch, Weight};
+use candle_gdn::plumbing::{BlockScaled, Launch, Weight};
 use candle_gdn::Projection;
 use std::sync::Arc;
 
@@ -28,6 +28,9 @@ impl Linear {
 
     /// One projection of the rows of all parts, one below the other.
     pub fn stack(parts: Vec<Matrix>, device: &Device) -> Result<Self> {
+        if parts.iter().any(|part| matches!(part, Matrix::E4m3(_))) {
+            return Self::block_scaled(parts, device);
+        }
         let dense = parts.iter().map(|part| match part {
             Matrix::Dense(weight) => Some(weight),
             _ => None,
@@ -41,6 +44,45 @@ impl Linear {
         }
     }
 
+    /// The same of parts of which some are in e4m3: all stay as they are where the dense ones are last.
+    fn block_scaled(parts: Vec<Matrix>, device: &Device) -> Result<Self> {
+        let (mut stored, mut below, mut in_order) = (Vec::new(), Vec::new(), true);
+        for part in &parts {
+            match part {
+                Matrix::E4m3(rows) => {
+                    in_order &= below.is_empty();
+                    stored.push(rows.clone());
+                }
+                Matrix::Dense(rows) => below.push(rows.clone()),
+                part => bail!("a projection in e4m3: expected its other rows dense, got {part:?}"),
+            }
+        }
+        let Some(dtype) = below.first().map(Tensor::dtype) else {
+            return Ok(Self::Dense(E4m3Rows::stack(&stored)?.on(device)?.into()));
+        };
+        if in_order {
+            let weight = E4m3Rows::stack(&stored)?.on(device)?;
+            return Ok(Self::Dense(weight.with_rows_below(Tensor::cat(&below, 0)?)?.into()));
+        }
+        let dense = parts.into_iter().filter_map(|part| match part {
+            Matrix::E4m3(rows) => Some(rows.dense(dtype, device)),
+            Matrix::Dense(rows) => Some(Ok(rows)),
+            _ => None,
+        });
+        Self::dense(Tensor::cat(&dense.collect::<Result<Vec<_>>>()?, 0)?)
+    }
+
+    /// The weight where it is in e4m3, all of it.
+    pub fn e4m3(&self) -> Option<&BlockScaled> {
+        match self {
+            Self::Dense(linear) => match linear.weight() {
+                Weight::BlockScaled(weight) if weight.below().is_none() => Some(weight),
+                _ => None,
+            },
+            Self::Quantized(_) => None,
+        }
+    }
+
     /// Of a quantised weight `[out, in]` that is in use elsewhere, too.
     pub fn shared(weight: Arc<QTensor>) -> Result<Self> {
         Quantized::shared(weight).map(Self::Quantized)
@@ -51,7 +93,7 @@ impl Linear {
         match self {
             Self::Dense(linear) => match linear.weight() {
                 Weight::Packed(weights) => Some(weights),
-                Weight::Tensor(_) => None,
+                Weight::Tensor(_) | Weight::BlockScaled(_) => None,
             },
             Self::Quantized(_) => None,
         }
@@ -63,7 +105,7 @@ impl Linear {
         match self {
             Self::Dense(linear) => match linear.weight() {
                 Weight::Tensor(weight) => Some(weight),
-                Weight::Packed(_) => None,
+                Weight::Packed(_) | Weight::BlockScaled(_) => None,
             },
             Self::Quantized(_) => None,
         }

@@ -6,7 +6,7 @@ use crate::formats::{Matrix, Source};
 use crate::ops::Swiglu as SwigluOp;
 use candle_core::{Result, Tensor};
 use candle_gdn::plumbing::host;
-use candle_gdn::plumbing::Launch;
+use candle_gdn::plumbing::{BlockScaled, Launch};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 
@@ -22,12 +22,7 @@ pub(crate) enum Mlp {
 }
 
 impl Mlp {
-    /// `vb` is at `..mlp` or `..shared_expert`.
-    pub(crate) fn load(hidden: usize, intermediate: usize, vb: VarBuilder) -> Result<Self> {
-        Self::load_from(hidden, intermediate, &Source::new(vb))
-    }
-
-    /// The same of a source, whose matrices may be quantised.
+    /// `source` is at `..mlp` or `..shared_expert`; its matrices may be quantised, or in fp8.
     pub(crate) fn load_from(hidden: usize, intermediate: usize, source: &Source) -> Result<Self> {
         let device = source.device();
         let get = |name: &str, rows: usize, columns: usize| source.pp(name).matrix(rows, columns, "weight");
@@ -42,6 +37,14 @@ impl Mlp {
                 down: Linear::stack(vec![down], device)?,
             },
         })
+    }
+
+    /// Both matrices, where they are in e4m3.
+    pub(crate) fn e4m3(&self) -> Option<[&BlockScaled; 2]> {
+        match self {
+            Self::Device { gate_up, down } => Some([gate_up.e4m3()?, down.e4m3()?]),
+            Self::Cpu(_) => None,
+        }
     }
 
     pub(crate) fn load_cpu(hidden: usize, intermediate: usize, vb: VarBuilder) -> Result<Arc<Swiglu>> {
@@ -68,12 +71,12 @@ impl Mlp {
 /// `silu(gate(x)) * up(x)`; in one kernel with the projection where one takes it.
 fn gated(gate_up: &Linear, x: &Tensor, launch: &Launch) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(weight) = gate_up.tensor() {
+    if let Linear::Dense(projection) = gate_up {
         let mut dims = x.dims().to_vec();
         let hidden = dims.pop().unwrap_or(0);
         let rows = x.reshape((x.elem_count() / hidden.max(1), hidden))?;
-        if let Some(y) = candle_gdn::plumbing::cuda::few_rows_swiglu_if_faster(&rows, weight, launch)? {
-            dims.push(weight.dim(0)? / 2);
+        if let Some(y) = projection.swiglu_if_faster(&rows, launch)? {
+            dims.push(projection.outputs() / 2);
             return y.reshape(dims);
         }
     }

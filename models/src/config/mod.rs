@@ -88,6 +88,23 @@ pub struct Fp8Config {
     pub modules_to_not_convert: Vec<String>,
 }
 
+impl Fp8Config {
+    /// Whether the weight of a projection is in fp8; false for what the list does not tell of: gates and embeddings.
+    pub(crate) fn converts(&self, module: &str) -> bool {
+        let projection = ["_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"].iter().any(|end| module.ends_with(end));
+        // From the layer on: a list may or may not have the wrapper's prefix.
+        let inner = |name: &str| name.find("layers.").map_or(name.to_string(), |at| name[at..].to_string());
+        let (module, listed) = (inner(module), &self.modules_to_not_convert);
+        let within = |listed: String| {
+            module == listed || module.starts_with(&(listed.clone() + ".")) || {
+                // A bare name stands for that module of every layer.
+                !listed.contains("layers.") && format!(".{module}.").contains(&format!(".{listed}."))
+            }
+        };
+        projection && !listed.iter().any(|listed| within(inner(listed)))
+    }
+}
+
 /// A whole model. Made by [`ModelConfig::from_json`] or [`ModelConfig::from_gguf`], which check that the parts agree.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
@@ -113,6 +130,6 @@ pub struct ModelConfig {
     pub layers: Vec<LayerConfig>,
     /// Tokens that end a text; may be empty.
     pub eos_token_ids: Vec<u32>,
-    /// Set where the checkpoint is in fp8; its weights are dequantised as they are loaded.
+    /// Set where the checkpoint is in fp8: see [`CausalLm::load`](crate::CausalLm::load) for what becomes of it.
     pub fp8: Option<Fp8Config>,
 }

@@ -4,8 +4,10 @@ use crate::abi::moe::{gdn_moe, gdn_moe_workspace, MoeParams};
 use crate::abi::moe::{GDN_MOE_AUTO, GDN_MOE_EXPERTS, GDN_MOE_FEW_TOKENS, GDN_MOE_TOP_K};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
+use candle_gdn::plumbing::abi::gdn::NO_SCALES;
+use candle_gdn::plumbing::cuda::scales_of;
 use candle_gdn::plumbing::cuda::{alloc, check, dtype_code, int, read, stream_of, with_workspace, write, Pointer};
-use candle_gdn::plumbing::{apply1, Launch};
+use candle_gdn::plumbing::{apply1, BlockScaled, Launch};
 use candle_gdn::{held, held_or_none};
 use std::ffi::c_void;
 
@@ -25,16 +27,48 @@ pub(crate) fn takes(dtype: DType, hidden: usize, experts: usize, top_k: usize, w
         && (1..=GDN_MOE_TOP_K.min(experts)).contains(&top_k)
 }
 
-/// The weights of a layer, contiguous, all but the router in the dtype of x.
+/// One of the experts' weights; all of a layer are of one kind.
+#[derive(Clone, Copy)]
+pub(crate) enum Weight<'a> {
+    Dense(&'a Tensor),
+    E4m3(&'a BlockScaled),
+}
+
+impl<'a> Weight<'a> {
+    /// Whether x may be in `dtype`.
+    pub fn multiplies(self, dtype: DType) -> bool {
+        match self {
+            Self::Dense(weight) => weight.dtype() == dtype,
+            Self::E4m3(weight) => weight.below().is_none(),
+        }
+    }
+
+    /// The numbers, or their bytes.
+    fn tensor(self) -> &'a Tensor {
+        match self {
+            Self::Dense(weight) => weight,
+            Self::E4m3(weight) => weight.bytes(),
+        }
+    }
+
+    fn scales(self) -> Option<&'a BlockScaled> {
+        match self {
+            Self::Dense(_) => None,
+            Self::E4m3(weight) => Some(weight),
+        }
+    }
+}
+
+/// The weights of a layer, contiguous, all but the router in the dtype of x or in e4m3.
 pub(crate) struct Moe<'a> {
     /// `[experts, hidden]` in f32; with a shared expert one row more, its gate.
     pub router: &'a Tensor,
     /// `[experts * 2 * inner, hidden]`, per expert the gate's rows, then up's.
-    pub gate_up: &'a Tensor,
+    pub gate_up: Weight<'a>,
     /// `[experts * hidden, inner]`
-    pub down: &'a Tensor,
+    pub down: Weight<'a>,
     /// The same two of the shared expert.
-    pub shared: Option<[&'a Tensor; 2]>,
+    pub shared: Option<[Weight<'a>; 2]>,
     pub experts: usize,
     pub top_k: usize,
     pub normalise: bool,
@@ -65,10 +99,12 @@ impl Moe<'_> {
         };
         let scored = self.experts + usize::from(self.shared.is_some());
         expect("router", self.router, DType::F32, [scored, hidden])?;
-        let pair = |[gate_up, down]: [&Tensor; 2], count: usize| {
+        let dtype = if self.gate_up.scales().is_some() { DType::U8 } else { x.dtype() };
+        let pair = |both: [Weight<'_>; 2], count: usize| {
+            let [gate_up, down] = both.map(Weight::tensor);
             let inner = down.dim(1)?;
-            expect("gate_up", gate_up, x.dtype(), [count * 2 * inner, hidden])?;
-            expect("down", down, x.dtype(), [count * hidden, inner])
+            expect("gate_up", gate_up, dtype, [count * 2 * inner, hidden])?;
+            expect("down", down, dtype, [count * hidden, inner])
         };
         pair([self.gate_up, self.down], self.experts)?;
         self.shared.map_or(Ok(()), |shared| pair(shared, 1))?;
@@ -99,10 +135,18 @@ impl CustomOp1 for SparseMoe<'_> {
         let y = write(&mut out, stream)?;
         let x = read(x, stream)?;
         held!(router, moe.router, stream);
-        held!(gate_up, moe.gate_up, stream);
-        held!(down, moe.down, stream);
-        held_or_none!(shared_gate_up, moe.shared.map(|[gate_up, _]| gate_up), stream);
-        held_or_none!(shared_down, moe.shared.map(|[_, down]| down), stream);
+        let [shared_gate_up, shared_down] = [0, 1].map(|i| moe.shared.map(|both| both[i]));
+        let weights = [Some(moe.gate_up), Some(moe.down), shared_gate_up, shared_down];
+        let [gate_up, down, shared_gate_up, shared_down] = weights.map(|weight| weight.map(Weight::tensor));
+        let of = |i: usize| weights[i].and_then(Weight::scales).map(BlockScaled::scales);
+        held_or_none!(gate_up_at, gate_up, stream);
+        held_or_none!(down_at, down, stream);
+        held_or_none!(shared_gate_up_at, shared_gate_up, stream);
+        held_or_none!(shared_down_at, shared_down, stream);
+        held_or_none!(gate_up_scales, of(0), stream);
+        held_or_none!(down_scales, of(1), stream);
+        held_or_none!(shared_gate_up_scales, of(2), stream);
+        held_or_none!(shared_down_scales, of(3), stream);
         held_or_none!(scores, *logits, stream);
         let start = |p: &Pointer<'_>, tensor: &Tensor| -> *const c_void {
             p.at(tensor.layout().start_offset(), tensor.dtype().size_in_bytes())
@@ -110,15 +154,23 @@ impl CustomOp1 for SparseMoe<'_> {
         let start_if = |p: &Option<Pointer<'_>>, tensor: Option<&Tensor>| {
             p.as_ref().zip(tensor).map_or(std::ptr::null(), |(p, tensor)| start(p, tensor))
         };
-        let shared_inner = moe.shared.map_or(Ok(0), |[_, down]| down.dim(1))?;
+        let scales = |p: &Option<Pointer<'_>>, i: usize| match (p, weights[i].and_then(Weight::scales)) {
+            (Some(p), Some(weight)) => scales_of(weight, p),
+            _ => Ok(NO_SCALES),
+        };
+        let shared_inner = shared_down.map_or(Ok(0), |down| down.dim(1))?;
         let mut params = MoeParams {
             x: x.at(layout.start_offset(), size),
             router: start(&router, moe.router),
             logits: start_if(&scores, *logits).cast(),
-            gate_up: start(&gate_up, moe.gate_up),
-            down: start(&down, moe.down),
-            shared_gate_up: start_if(&shared_gate_up, moe.shared.map(|[gate_up, _]| gate_up)),
-            shared_down: start_if(&shared_down, moe.shared.map(|[_, down]| down)),
+            gate_up: start_if(&gate_up_at, gate_up),
+            down: start_if(&down_at, down),
+            shared_gate_up: start_if(&shared_gate_up_at, shared_gate_up),
+            shared_down: start_if(&shared_down_at, shared_down),
+            gate_up_scales: scales(&gate_up_scales, 0)?,
+            down_scales: scales(&down_scales, 1)?,
+            shared_gate_up_scales: scales(&shared_gate_up_scales, 2)?,
+            shared_down_scales: scales(&shared_down_scales, 3)?,
             residual: std::ptr::null(),
             y: y.at(0, size),
             workspace: std::ptr::null_mut(),
@@ -131,7 +183,7 @@ impl CustomOp1 for SparseMoe<'_> {
             hidden: int(OP, "hidden", hidden)?,
             num_experts: int(OP, "experts", moe.experts)?,
             top_k: int(OP, "experts of a token", moe.top_k)?,
-            inner: int(OP, "inner", moe.down.dim(1)?)?,
+            inner: int(OP, "inner", moe.down.tensor().dim(1)?)?,
             shared_inner: int(OP, "inner", shared_inner)?,
             io_dtype: dtype_code(dtype),
             router_dtype: dtype_code(DType::F32),

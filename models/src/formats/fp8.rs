@@ -1,9 +1,11 @@
-//! Checkpoints in e4m3 with one scale for each block of a matrix: dequantised as they are loaded, whole or a rank's part.
+//! Checkpoints in e4m3 with one scale for each block of a matrix, whole or a rank's part: dequantised as they are loaded, or
+//! as they are stored, for what stays so.
 
 use crate::config::Fp8Config;
 use crate::parallel::{RowsOrColumns, WeightCuts};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
 use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
+use candle_gdn::plumbing::BLOCK_COLUMNS;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use half::{bf16, f16};
@@ -11,9 +13,32 @@ use std::ops::Range;
 
 /// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it. With `cuts`, `vb` has of each
 /// weight what they say, and all scales.
+///
+/// A weight that is asked for in [`DType::F8E4M3`] comes as it is stored, and its scales as `[rows, blocks of columns]`: those
+/// of each row of the part.
 pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, cuts: Option<WeightCuts>) -> VarBuilder<'a> {
     let (dtype, device) = (vb.dtype(), vb.device().clone());
     VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone(), cuts }), dtype, device)
+}
+
+/// Which matrices stay in e4m3 on CUDA.
+#[derive(Debug, Clone)]
+pub(crate) struct KeptFp8 {
+    /// Of several ranks each has a part.
+    parts: bool,
+}
+
+impl KeptFp8 {
+    /// `None` where blocks have other widths than the kernels'.
+    pub(crate) fn new(config: &Fp8Config, parts: bool) -> Option<Self> {
+        (config.weight_block_size[1] == BLOCK_COLUMNS).then_some(Self { parts })
+    }
+
+    /// Whether the kernels take matrices, or parts, of so many columns. A part may have been cut across its columns, which
+    /// must then be whole blocks.
+    pub(crate) fn takes(&self, columns: usize) -> bool {
+        columns > 0 && columns.is_multiple_of(if self.parts { BLOCK_COLUMNS } else { 64 })
+    }
 }
 
 struct Fp8<'a> {
@@ -29,23 +54,56 @@ impl Fp8<'_> {
 
     /// Whether a weight without a scale cannot be in fp8. What is not told is left to the file: gates and embeddings.
     fn may_be_plain(&self, name: &str) -> bool {
-        let Some(module) = name.strip_suffix(".weight") else { return true };
-        let projection = ["_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"].iter().any(|end| module.ends_with(end));
-        // From the layer on: a list may or may not have the wrapper's prefix.
-        let inner = |name: &str| name.find("layers.").map_or(name.to_string(), |at| name[at..].to_string());
-        let (module, listed) = (inner(module), &self.config.modules_to_not_convert);
-        let within = |listed: String| {
-            module == listed || module.starts_with(&(listed.clone() + ".")) || {
-                // A bare name stands for that module of every layer.
-                !listed.contains("layers.") && format!(".{module}.").contains(&format!(".{listed}."))
-            }
+        name.strip_suffix(".weight").is_none_or(|module| !self.config.converts(module))
+    }
+
+    /// What a part of shape `dims` has of the weight.
+    fn taken(&self, name: &str, dims: &[usize]) -> Result<(Matrices, Taken)> {
+        let cut = self.cuts.as_ref().and_then(|cuts| cuts.ranges_of(name, dims));
+        let whole = cut.as_ref().map_or_else(|| dims.to_vec(), |cut| cut.whole(dims));
+        let (lead, n, k) = match *whole {
+            [ref lead @ .., n, k] => (lead.to_vec(), n, k),
+            _ => bail!("{name}_scale_inv: expected a scale for a matrix, got one for {name} {whole:?}"),
         };
-        !projection || listed.iter().any(|listed| within(inner(listed)))
+        let (all_rows, all_columns) = (0..lead.iter().product::<usize>() * n, 0..k);
+        let taken = match cut.map(|cut| cut.rows_or_columns(&whole)) {
+            Some(RowsOrColumns::Rows(rows)) => Taken { rows, columns: Vec::from([all_columns]) },
+            Some(RowsOrColumns::Columns(columns)) => Taken { rows: Vec::from([all_rows]), columns },
+            None => Taken { rows: Vec::from([all_rows]), columns: Vec::from([all_columns]) },
+        };
+        Ok((Matrices { lead, n, k }, taken))
+    }
+
+    /// All scales of matrices of `columns` blocks a row.
+    fn scales(&self, name: &str, Matrices { lead, n, .. }: &Matrices, columns: usize, init: Init) -> Result<Vec<f32>> {
+        let shape = [lead.as_slice(), &[n.div_ceil(self.config.weight_block_size[0]), columns]].concat();
+        let host = self.vb.clone().set_device(Device::Cpu);
+        host.get_with_hints_dtype(shape, name, init, DType::F32)?.flatten_all()?.to_vec1::<f32>()
+    }
+
+    /// Those of each row of a part, `shape` in blocks of columns.
+    fn scales_of_rows(&self, shape: Shape, weight: &str, init: Init) -> Result<Tensor> {
+        let [rows, columns] = self.config.weight_block_size;
+        if columns != BLOCK_COLUMNS {
+            bail!("{weight}_scale_inv: expected blocks of {BLOCK_COLUMNS} columns, got {columns}")
+        }
+        let (matrices, taken) = self.taken(weight, shape.dims())?;
+        let (n, per_row) = (matrices.n, matrices.k);
+        let scales = self.scales(&format!("{weight}_scale_inv"), &matrices, per_row, init)?;
+        let mut of_rows = Vec::with_capacity(shape.elem_count());
+        for row in taken.rows.into_iter().flatten() {
+            let scales = &scales[(row / n * n.div_ceil(rows) + row % n / rows) * per_row..][..per_row];
+            taken.columns.iter().for_each(|range| of_rows.extend_from_slice(&scales[range.clone()]));
+        }
+        Tensor::from_vec(of_rows, shape, &Device::Cpu)
     }
 }
 
 impl SimpleBackend for Fp8<'_> {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        if let Some(weight) = name.strip_suffix("_scale_inv") {
+            return self.scales_of_rows(shape, weight, init)?.to_dtype(dtype)?.to_device(device);
+        }
         let Some(scale) = self.scale_of(name) else {
             if !self.may_be_plain(name) {
                 bail!(
@@ -56,24 +114,15 @@ impl SimpleBackend for Fp8<'_> {
             let vb = self.vb.clone().set_device(device.clone());
             return vb.get_with_hints_dtype(shape, name, init, dtype);
         };
-        let [rows, columns] = self.config.weight_block_size;
-        let cut = self.cuts.as_ref().and_then(|cuts| cuts.ranges_of(name, shape.dims()));
-        let whole = cut.as_ref().map_or_else(|| shape.dims().to_vec(), |cut| cut.whole(shape.dims()));
-        let (lead, n, k) = match *whole {
-            [ref lead @ .., n, k] => (lead.to_vec(), n, k),
-            _ => bail!("{scale}: expected a scale for a matrix, got one for {name} {whole:?}"),
-        };
         let host = self.vb.clone().set_device(Device::Cpu);
         let weight = host.get_with_hints_dtype(shape.clone(), name, init, DType::F8E4M3)?;
-        let (all_rows, all_columns) = (0..lead.iter().product::<usize>() * n, 0..k);
-        let taken = match cut.map(|cut| cut.rows_or_columns(&whole)) {
-            Some(RowsOrColumns::Rows(rows)) => Taken { rows, columns: Vec::from([all_columns]) },
-            Some(RowsOrColumns::Columns(columns)) => Taken { rows: Vec::from([all_rows]), columns },
-            None => Taken { rows: Vec::from([all_rows]), columns: Vec::from([all_columns]) },
-        };
-        let scale_shape = [lead, vec![n.div_ceil(rows), k.div_ceil(columns)]].concat();
-        let scale = host.get_with_hints_dtype(scale_shape, &scale, init, DType::F32)?;
-        let scale = scale.flatten_all()?.to_vec1::<f32>()?;
+        if dtype == DType::F8E4M3 {
+            return weight.to_device(device);
+        }
+        let [rows, columns] = self.config.weight_block_size;
+        let (matrices, taken) = self.taken(name, shape.dims())?;
+        let scale = self.scales(&scale, &matrices, matrices.k.div_ceil(columns), init)?;
+        let Matrices { n, k, .. } = matrices;
         let weight = weight.contiguous()?;
         let (storage, layout) = weight.storage_and_layout();
         let Storage::Cpu(CpuStorage::F8E4M3(data)) = &*storage else { bail!("{name}: expected a tensor on the CPU") };
@@ -98,6 +147,13 @@ impl SimpleBackend for Fp8<'_> {
     fn contains_tensor(&self, name: &str) -> bool {
         self.vb.contains_tensor(name)
     }
+}
+
+/// Matrices `[lead.., n, k]`.
+struct Matrices {
+    lead: Vec<usize>,
+    n: usize,
+    k: usize,
 }
 
 /// Matrices `[n, k]` in blocks `[rows, columns]`, the last ones cut off where they do not divide.
@@ -158,8 +214,16 @@ fn within_blocks(range: &Range<usize>, size: usize) -> impl Iterator<Item = Rang
         .map(move |block| range.start.max(block * size)..range.end.min((block + 1) * size))
 }
 
+/// The bytes of a tensor in e4m3 on the CPU.
+pub(super) fn bytes_of(weight: &Tensor) -> Result<Vec<u8>> {
+    let weight = weight.contiguous()?;
+    let (storage, layout) = weight.storage_and_layout();
+    let Storage::Cpu(CpuStorage::F8E4M3(data)) = &*storage else { bail!("expected a tensor in e4m3 on the CPU") };
+    Ok(data[layout.start_offset()..][..weight.elem_count()].iter().map(|number| number.to_bits()).collect())
+}
+
 /// The number that 8 bits are: a sign, 4 bits of exponent and 3 of mantissa, without infinities.
-fn e4m3(bits: u8) -> f32 {
+pub(super) fn e4m3(bits: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));
     let magnitude = match (exponent, bits & 7) {
         (15, 7) => f32::NAN,

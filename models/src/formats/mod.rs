@@ -1,6 +1,7 @@
 //! Where weights come from: a [`VarBuilder`] or a GGUF file, quantised on the way or not, under transformers' names.
 
 mod blocks;
+mod e4m3;
 mod experts;
 mod fp8;
 mod gguf;
@@ -8,8 +9,9 @@ mod quantize;
 mod quantized;
 
 pub(crate) use blocks::Blocks;
+pub(crate) use e4m3::{E4m3Rows, ExpertRows};
 pub(crate) use experts::{ExpertBlocks, ExpertShape};
-pub(crate) use fp8::dequantized;
+pub(crate) use fp8::{dequantized, KeptFp8};
 pub use gguf::GgufFile;
 pub(crate) use gguf::GgufWeights;
 pub use quantize::OtherType;
@@ -27,6 +29,8 @@ use std::sync::Arc;
 pub(crate) enum Matrix {
     /// On the model's device, in its dtype.
     Dense(Tensor),
+    /// In e4m3, on the host.
+    E4m3(E4m3Rows),
     /// On the host.
     Blocks(Blocks),
     /// The same with columns in the order of [`Tiles`].
@@ -68,18 +72,25 @@ pub(crate) struct Source<'a> {
     gguf: Option<Arc<GgufWeights<'a>>>,
     /// What becomes of the others.
     quantizer: Option<Arc<Quantizer>>,
+    /// Set where matrices in fp8 stay so.
+    kept_fp8: Option<KeptFp8>,
 }
 
 impl<'a> Source<'a> {
     /// Dense weights.
     pub(crate) fn new(dense: VarBuilder<'a>) -> Self {
-        Self { dense, gguf: None, quantizer: None }
+        Self { dense, gguf: None, quantizer: None, kept_fp8: None }
+    }
+
+    /// Matrices in fp8 stay as they are where the kernels take them.
+    pub(crate) fn keeping_fp8(self, kept: KeptFp8) -> Self {
+        Self { kept_fp8: Some(kept), ..self }
     }
 
     /// Those of a GGUF file.
     pub(crate) fn gguf(weights: GgufWeights<'a>, dtype: DType, device: &Device) -> Self {
         let dense = VarBuilder::from_backend(Box::new(weights.clone()), dtype, device.clone());
-        Self { dense, gguf: Some(Arc::new(weights)), quantizer: None }
+        Self { dense, gguf: Some(Arc::new(weights)), quantizer: None, kept_fp8: None }
     }
 
     /// Its dense matrices are quantised.
@@ -87,9 +98,14 @@ impl<'a> Source<'a> {
         Self { quantizer: Some(quantizer), ..self }
     }
 
+    /// Whether some matrices in fp8 may stay so.
+    pub(crate) fn keeps_fp8(&self) -> bool {
+        self.kept_fp8.is_some()
+    }
+
     /// The place `name` below this one.
     pub(crate) fn pp(&self, name: impl ToString) -> Self {
-        Self { dense: self.dense.pp(name), gguf: self.gguf.clone(), quantizer: self.quantizer.clone() }
+        Self { dense: self.dense.pp(name), ..self.clone() }
     }
 
     /// The matrices that could not have the type that was asked for, or that of their file.
@@ -142,6 +158,9 @@ impl<'a> Source<'a> {
             if let Some(quantized) = gguf.matrix(&path, &[rows, columns])? {
                 return Ok(quantized);
             }
+        }
+        if let Some(stored) = self.e4m3(&[rows, columns], name)? {
+            return Ok(Matrix::E4m3(stored));
         }
         self.matrix_of(&path, || self.staged((rows, columns), name))
     }

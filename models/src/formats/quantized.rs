@@ -37,6 +37,7 @@ impl Quantized {
                     made.push_run(&mut run, device)?;
                     made.push_blocks(&blocks, Some(tiles), device)?;
                 }
+                Matrix::E4m3(_) => bail!("quantised matrix: expected no part of it in e4m3"),
                 Matrix::Dense(weight) => {
                     made.push_run(&mut run, device)?;
                     made.outputs += weight.dim(0)?;

@@ -51,6 +51,24 @@ fn published_models_have_the_size_of_their_names() {
     assert_eq!(bytes.total(1000), bytes.recurrent + bytes.conv + 1000 * bytes.kv_per_token);
 }
 
+/// As it is published: all in fp8 but embeddings, head, gates, and the projections of decays and betas.
+#[test]
+fn a_model_in_fp8_takes_a_byte_a_number() {
+    let text = std::fs::read_to_string(format!("{CONFIGS}/qwen3-next-80b-a3b.json")).unwrap();
+    let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    json["quantization_config"] = json!({
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens", "mlp.gate", "mlp.shared_expert_gate", "in_proj_ba"],
+    });
+    let config = ModelConfig::from_json(&json.to_string()).unwrap();
+    let [kept, halves] =
+        [config.fp8_weight_bytes(DType::BF16), config.weight_bytes(DType::BF16)].map(|n| n as f64 / 1e9);
+    assert!((79.7..81.).contains(&kept) && halves > 159., "{kept} and {halves} GB");
+    // Of 8 ranks experts have 64 inner columns: half a block, which is dequantised.
+    let part = config.split(8).unwrap().fp8_weight_bytes(DType::BF16) as f64 / 1e9;
+    assert!((18. ..20.5).contains(&part), "{part} GB");
+}
+
 #[test]
 fn parameters_are_those_of_the_files() -> Result<()> {
     let text = std::fs::read_to_string(format!("{DEMO}/config.json"))?;

@@ -617,6 +617,7 @@ fn from_safetensors(tiny: &Tiny, dtype: DType) -> Result<CausalLm> {
     CausalLm::load(&ModelConfig::from_json(&tiny.config.to_string())?, vb)
 }
 
+/// On the CPU.
 #[test]
 fn fp8_checkpoints_are_dequantised() -> Result<()> {
     // The second divides neither rows nor columns.

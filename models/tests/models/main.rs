@@ -12,6 +12,7 @@ mod device_memory;
 mod dying_ranks;
 mod engine;
 mod faults;
+mod fp8;
 mod fused;
 mod gguf;
 #[path = "../../../examples/common/gguf_tokenizer.rs"]

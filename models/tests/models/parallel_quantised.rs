@@ -148,6 +148,23 @@ fn parts_are_quantised_as_they_load() -> Result<()> {
     Ok(())
 }
 
+/// Whether a part can be had as it is stored; then its bytes and the scales of its rows make the numbers in f32.
+fn stored_part(part: &VarBuilder, name: &str, numbers: &Tensor, block: [usize; 2], half: usize) -> Result<bool> {
+    let (n, k) = numbers.dims2()?;
+    let whole_blocks = half != k || half.is_multiple_of(128);
+    if block[1] != 128 || !whole_blocks || numbers.dtype() != DType::F32 {
+        return Ok(false);
+    }
+    let get =
+        |shape: (usize, usize), name: &str, dtype| part.get_with_hints_dtype(shape, name, Default::default(), dtype);
+    let bytes = get((n, k), name, DType::F8E4M3)?;
+    let scales = get((n, k.div_ceil(128)), &format!("{name}_scale_inv"), DType::F32)?;
+    let wide = scales.unsqueeze(2)?.broadcast_as((n, k.div_ceil(128), 128))?.contiguous()?.flatten_from(1)?;
+    let got = (bytes.to_dtype(DType::F32)? * wide.narrow(1, 0, k)?)?;
+    assert_eq!(got.to_vec2::<f32>()?, numbers.to_vec2::<f32>()?, "{name} as it is stored");
+    Ok(true)
+}
+
 /// In blocks of 128, of which a part begins in the middle of one, and of sizes that divide nothing.
 #[test]
 fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
@@ -158,7 +175,7 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
         let (dir, path) = in_a_folder("model.safetensors");
         safetensors::save(&fp8.weights, &path)?;
         let files = [path.display().to_string()];
-        let mut off_the_border = 0;
+        let (mut off_the_border, mut stored) = (0, 0);
         for group in LocalRank::group(2) {
             for dtype in [DType::F32, DType::BF16] {
                 // SAFETY: nobody writes to the folder.
@@ -174,11 +191,13 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
                     let numbers = |x: &Tensor| x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
                     assert_eq!(got.dtype(), dtype);
                     assert_eq!(numbers(&got)?, numbers(&want)?, "{name}, rank {}", group.rank());
+                    stored += usize::from(stored_part(&part, name, &got, block, half)?);
                     off_the_border += usize::from(half % block[dim] != 0 && scales.dim(dim)? > 1);
                 }
             }
         }
         assert!(off_the_border > 50, "{off_the_border}");
+        assert!(block != [128, 128] || stored > 100, "{stored}");
         let part = |group| part_of_safetensors_with(&files, &config, group, None);
         check("fp8", &dequantized.model()?, 2, BOUND, part);
         let q8_0 = |group| part_of_safetensors_with(&files, &config, group, Some(GgmlDType::Q8_0));

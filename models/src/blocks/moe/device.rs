@@ -1,14 +1,15 @@
 //! The mixture of experts on a device: by kernels of our own where they take it, else out of tensor ops.
 
-use super::weights::{gate_weight, stacked_experts};
+use super::weights::{gate_weight, stacked_experts, stored_experts};
 use crate::blocks::linear::matmul_t;
 use crate::blocks::mlp::Mlp;
 use crate::blocks::routing::Routing;
 use crate::config::MoeConfig;
 #[cfg(feature = "cuda")]
 use crate::cuda::moe;
-use candle_core::{DType, Result, Tensor};
-use candle_gdn::plumbing::Launch;
+use crate::formats::Source;
+use candle_core::{bail, DType, Result, Tensor};
+use candle_gdn::plumbing::{BlockScaled, Launch};
 use candle_nn::VarBuilder;
 
 #[derive(Debug, Clone)]
@@ -24,24 +25,56 @@ pub(crate) struct DeviceMoe {
 /// All experts of a layer, stacked.
 #[derive(Debug, Clone)]
 struct Experts {
-    /// `[experts * 2 * intermediate, hidden]`, per expert the gate's rows, then up's.
-    gate_up: Tensor,
-    /// `[experts * hidden, intermediate]`
-    down: Tensor,
+    /// `[experts * 2 * intermediate, hidden]`, per expert the gate's rows, then up's; and `[experts * hidden, intermediate]`
+    weights: ExpertWeights,
     hidden: usize,
     intermediate: usize,
+}
+
+#[derive(Debug, Clone)]
+enum ExpertWeights {
+    Dense {
+        gate_up: Tensor,
+        down: Tensor,
+    },
+    /// In e4m3, as the kernels alone take it.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    E4m3 {
+        gate_up: BlockScaled,
+        down: BlockScaled,
+    },
 }
 
 impl DeviceMoe {
     /// `vb` is at `..mlp`.
     pub(crate) fn load(cfg: &MoeConfig, hidden: usize, vb: VarBuilder) -> Result<Self> {
-        let mut router = gate_weight(cfg.num_experts, hidden, vb.pp("gate"))?;
-        let mut shared = None;
-        if cfg.shared_intermediate_size > 0 {
-            router = Tensor::cat(&[router, gate_weight(1, hidden, vb.pp("shared_expert_gate"))?], 0)?;
-            shared = Some(Mlp::load(hidden, cfg.shared_intermediate_size, vb.pp("shared_expert"))?);
+        Self::load_from(cfg, hidden, &Source::new(vb))
+    }
+
+    /// The same of a source whose experts may be in e4m3; they stay so if the shared expert's matrices are too.
+    pub(crate) fn load_from(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<Self> {
+        let mut router = gate_weight(cfg.num_experts, hidden, source.pp("gate").dense())?;
+        let (size, mut shared) = (cfg.shared_intermediate_size, None);
+        let load_shared = |source: &Source| Mlp::load_from(hidden, size, &source.pp("shared_expert"));
+        if size > 0 {
+            let gate = gate_weight(1, hidden, source.pp("shared_expert_gate").dense())?;
+            router = Tensor::cat(&[router, gate], 0)?;
+            shared = Some(load_shared(source)?);
         }
-        let experts = Experts::load(cfg, hidden, vb.pp("experts"))?;
+        let mut stored = None;
+        if kernels_take(cfg, hidden, source.dtype()) && shared.as_ref().is_none_or(|mlp| mlp.e4m3().is_some()) {
+            stored = stored_experts(cfg, hidden, &source.pp("experts"))?;
+        }
+        let weights = match stored {
+            Some((gate_up, down)) => ExpertWeights::E4m3 { gate_up, down },
+            None => {
+                let source = Source::new(source.dense());
+                shared = shared.map(|_| load_shared(&source)).transpose()?;
+                let (gate_up, down) = stacked_experts(cfg, hidden, source.pp("experts").dense())?;
+                ExpertWeights::Dense { gate_up, down }
+            }
+        };
+        let experts = Experts { weights, hidden, intermediate: cfg.intermediate_size };
         Ok(Self { router, experts, shared, cfg: cfg.clone() })
     }
 
@@ -76,21 +109,31 @@ impl DeviceMoe {
     /// The same in the dtype of x, any number of tokens, and nothing is asked of the host; `None` where the kernels do
     /// not take it.
     #[cfg(feature = "cuda")]
-    fn by_kernels(&self, x: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
-        let Experts { gate_up, down, hidden, .. } = &self.experts;
-        let shared = match &self.shared {
-            Some(Mlp::Device { gate_up, down }) => match (gate_up.tensor(), down.tensor()) {
-                (Some(gate_up), Some(down)) => Some([gate_up, down]),
-                _ => return Ok(None),
-            },
-            Some(_) => return Ok(None),
-            None => None,
+    fn by_kernels<'a>(&'a self, x: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
+        let hidden = self.experts.hidden;
+        let dense = |mlp: &'a Mlp| match mlp {
+            Mlp::Device { gate_up, down } => Some([gate_up.tensor()?, down.tensor()?].map(moe::Weight::Dense)),
+            Mlp::Cpu(_) => None,
         };
-        let same_dtype =
-            [gate_up, down].into_iter().chain(shared.into_iter().flatten()).all(|w| w.dtype() == x.dtype());
-        if !x.device().is_cuda() || !same_dtype || asks_the_host(&self.cfg, *hidden, x.dtype(), usize::MAX) {
+        let (weights, shared) = match &self.experts.weights {
+            ExpertWeights::Dense { gate_up, down } => {
+                ([gate_up, down].map(moe::Weight::Dense), self.shared.as_ref().map(dense))
+            }
+            ExpertWeights::E4m3 { gate_up, down } => {
+                let stored = |mlp: &'a Mlp| mlp.e4m3().map(|both| both.map(moe::Weight::E4m3));
+                ([gate_up, down].map(moe::Weight::E4m3), self.shared.as_ref().map(stored))
+            }
+        };
+        // A shared expert that is otherwise held.
+        if matches!(shared, Some(None)) {
             return Ok(None);
         }
+        let shared = shared.flatten();
+        let same_dtype = weights.iter().chain(shared.iter().flatten()).all(|w| w.multiplies(x.dtype()));
+        if !x.device().is_cuda() || !same_dtype || !kernels_take(&self.cfg, hidden, x.dtype()) {
+            return Ok(None);
+        }
+        let [gate_up, down] = weights;
         let MoeConfig { num_experts: experts, experts_per_token: top_k, norm_topk_prob: normalise, .. } = self.cfg;
         let layer = moe::Moe { router: &self.router, gate_up, down, shared, experts, top_k, normalise };
         let one = |x: &Tensor| {
@@ -118,6 +161,17 @@ pub(crate) fn asks_the_host(cfg: &MoeConfig, hidden: usize, dtype: DType, tokens
     tokens > FEW && !moe::takes(dtype, hidden, cfg.num_experts, cfg.experts_per_token, widths)
 }
 
+/// Whether the kernels take experts of these sizes.
+fn kernels_take(cfg: &MoeConfig, hidden: usize, dtype: DType) -> bool {
+    #[cfg(feature = "cuda")]
+    return !asks_the_host(cfg, hidden, dtype, usize::MAX);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = (cfg, hidden, dtype);
+        false
+    }
+}
+
 /// Tokens whose experts are chosen and gathered on the device. A gathered weight is read twice and written once, where
 /// the host's way costs one wait and several launches an expert.
 const FEW: usize = 32;
@@ -126,10 +180,12 @@ const FEW: usize = 32;
 const GATHER_BYTES: usize = if cfg!(test) { 16 << 10 } else { 256 << 20 };
 
 impl Experts {
-    /// `vb` is at `..experts`.
-    fn load(cfg: &MoeConfig, hidden: usize, vb: VarBuilder) -> Result<Self> {
-        let (gate_up, down) = stacked_experts(cfg, hidden, vb)?;
-        Ok(Self { gate_up, down, hidden, intermediate: cfg.intermediate_size })
+    /// Both, dense.
+    fn dense(&self) -> Result<[&Tensor; 2]> {
+        match &self.weights {
+            ExpertWeights::Dense { gate_up, down } => Ok([gate_up, down]),
+            ExpertWeights::E4m3 { .. } => bail!("experts in e4m3: expected x in the model's dtype, on CUDA"),
+        }
     }
 
     /// `x [tokens, hidden]` to the weighted sum of each token's experts, same shape, f32.
@@ -161,7 +217,8 @@ impl Experts {
         if cfg.norm_topk_prob {
             weights = weights.broadcast_div(&weights.sum_keepdim(1)?)?;
         }
-        let (gate_up, down) = (self.gate_up.reshape((n, 2 * i, h))?, self.down.reshape((n, h, i))?);
+        let [gate_up, down] = self.dense()?;
+        let (gate_up, down) = (gate_up.reshape((n, 2 * i, h))?, down.reshape((n, h, i))?);
         let at_once = (GATHER_BYTES / (3 * k * i * h * x.dtype().size_in_bytes())).clamp(1, tokens);
         let mut outs = Vec::with_capacity(tokens.div_ceil(at_once));
         for first in (0..tokens).step_by(at_once) {
@@ -183,9 +240,10 @@ impl Experts {
 
     fn one(&self, expert: usize, x: &Tensor) -> Result<Tensor> {
         let (h, i) = (self.hidden, self.intermediate);
-        let gate_up = matmul_t(x, &self.gate_up.narrow(0, expert * 2 * i, 2 * i)?)?;
+        let [gate_up, down] = self.dense()?;
+        let gate_up = matmul_t(x, &gate_up.narrow(0, expert * 2 * i, 2 * i)?)?;
         let gate = gate_up.narrow(1, 0, i)?.contiguous()?.silu()?;
         let inner = (gate * gate_up.narrow(1, i, i)?)?;
-        matmul_t(&inner, &self.down.narrow(0, expert * h, h)?)
+        matmul_t(&inner, &down.narrow(0, expert * h, h)?)
     }
 }

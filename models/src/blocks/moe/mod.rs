@@ -37,6 +37,7 @@ impl SparseMoe {
     pub(crate) fn load_from(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<Self> {
         match QuantizedMoe::load(cfg, hidden, source)? {
             Some(quantized) => Ok(Self::Quantized(Box::new(quantized))),
+            None if source.keeps_fp8() => Ok(Self::Device(DeviceMoe::load_from(cfg, hidden, source)?)),
             None => Self::load(cfg, hidden, source.dense()),
         }
     }

@@ -101,6 +101,7 @@ fn write(path: &std::path::Path, dtype: GgmlDType) -> Result<()> {
 fn values(matrix: Matrix) -> Result<Tensor> {
     match matrix {
         Matrix::Dense(x) => Ok(x),
+        Matrix::E4m3(rows) => rows.dense(DType::F32, &Device::Cpu),
         Matrix::Blocks(blocks) => blocks.tensor(),
         Matrix::Tiled(blocks, t) => {
             let pieces = blocks.tensor()?.reshape((blocks.rows(), t.per_group, t.groups, t.size))?;

@@ -1,0 +1,115 @@
+//! Models whose matrices stay in fp8 on CUDA, next to the same numbers in f32 on the CPU and in 16 bits on CUDA; and what they take
+//! there, as told beforehand.
+
+use crate::gguf::{in_fp8, wide, without_experts};
+use crate::support::{gpus, rel_rms, single_stream_devices};
+use crate::tiny::{Tiny, VOCAB};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn_models::{CausalLm, DecodeGraph, ModelConfig};
+use candle_nn::VarBuilder;
+
+/// More than the kernel for few rows takes.
+const TOKENS: usize = 60;
+
+fn load(tiny: &Tiny, dtype: DType, device: &Device) -> Result<CausalLm> {
+    let vb = VarBuilder::from_tensors(tiny.weights.clone(), dtype, device);
+    CausalLm::load(&ModelConfig::from_json(&tiny.config.to_string())?, vb)
+}
+
+fn id(i: usize) -> u32 {
+    (i * i + 3 * i) as u32 % VOCAB as u32
+}
+
+/// Logits of every position, fed in parts of these lengths.
+fn logits(model: &CausalLm, parts: &[usize]) -> Result<Vec<f32>> {
+    let (mut state, mut all, mut first) = (model.new_state(1)?, vec![], 0);
+    for &part in parts {
+        let ids: Vec<u32> = (first..first + part).map(id).collect();
+        let x = Tensor::new(ids, model.device())?.unsqueeze(0)?;
+        all.extend(model.forward(&x, &mut state)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?);
+        first += part;
+    }
+    assert_eq!(first, TOKENS);
+    Ok(all)
+}
+
+/// With experts, all of which every token takes, and without.
+fn models() -> [Tiny; 2] {
+    [wide(), without_experts(wide())].map(|tiny| tiny.set("max_position_embeddings", 128))
+}
+
+/// The bytes that are kept multiply as exactly as rounded weights do, and more so for few rows.
+#[test]
+fn logits_are_those_of_the_dequantised_model() -> Result<()> {
+    for device in &gpus(single_stream_devices()) {
+        for tiny in models() {
+            let (fp8, wide) = in_fp8(&tiny, [128, 128])?;
+            let want = logits(&load(&wide, DType::F32, &Device::Cpu)?, &[TOKENS])?;
+            for dtype in [DType::BF16, DType::F16] {
+                let (kept, dense) = (load(&fp8, dtype, device)?, load(&wide, dtype, device)?);
+                for parts in [&[TOKENS][..], &[17, 1, 2, 33, 7], &[1; TOKENS]] {
+                    let [kept, dense] = [logits(&kept, parts)?, logits(&dense, parts)?].map(|got| rel_rms(&got, &want));
+                    println!("{dtype:?} {parts:?}: {kept:e}, dequantised {dense:e}");
+                    assert!(dense < 0.1 && kept < 1.2 * dense, "{dtype:?} {parts:?}: {kept:e}, dequantised {dense:e}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Few sequences, as many as one launch does not take, and those that a product of the dequantised weight takes.
+#[test]
+fn graphs_give_what_passes_give() -> Result<()> {
+    for device in &gpus(single_stream_devices()) {
+        for tiny in models() {
+            let model = load(&in_fp8(&tiny, [128, 128])?.0, DType::BF16, device)?;
+            for count in [1, 8, 20, 50] {
+                let mut pools = [model.new_sequences(count, 16)?, model.new_sequences(count, 16)?];
+                let mut graph = DecodeGraph::capture(&model, &mut pools[0], count)?;
+                let all = (0..count).map(|i| Ok(([pools[0].begin()?, pools[1].begin()?], id(i))));
+                let all: Vec<_> = all.collect::<Result<_>>()?;
+                for step in 0..4 {
+                    let id = |id: u32| (id + 5 * step) % VOCAB as u32;
+                    let graphed: Vec<_> = all.iter().map(|(s, i)| (s[0], id(*i))).collect();
+                    let ids: Vec<_> = all.iter().map(|(s, i)| (s[1], [id(*i)])).collect();
+                    let eager: Vec<_> = ids.iter().map(|(s, id)| (*s, &id[..])).collect();
+                    let got = graph.step(&model, &mut pools[0], &graphed)?.flatten_all()?.to_vec1::<f32>()?;
+                    let want = model.feed(&mut pools[1], &eager)?.flatten_all()?.to_vec1::<f32>()?;
+                    let error = rel_rms(&got, &want);
+                    assert!(error < 2e-2, "{count} sequences, step {step}: {error:e}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Of each matrix a byte a number, and its scales.
+#[test]
+fn bytes_are_told() -> Result<()> {
+    for tiny in models() {
+        let (fp8, _) = in_fp8(&tiny, [128, 128])?;
+        let config = ModelConfig::from_json(&fp8.config.to_string())?;
+        let count = |scales: bool| -> usize {
+            let kept = fp8.weights.iter().filter(|(name, weight)| match scales {
+                true => name.ends_with("_scale_inv"),
+                false => weight.dtype() == DType::F8E4M3,
+            });
+            kept.map(|(_, weight)| weight.elem_count()).sum()
+        };
+        let (numbers, scales) = (count(false) as u64, count(true) as u64);
+        assert!(numbers > 0 && scales > 0);
+        for dtype in [DType::BF16, DType::F32] {
+            let size = dtype.size_in_bytes() as u64;
+            let want = config.weight_bytes(dtype) - (size - 1) * numbers + 4 * scales;
+            assert_eq!(config.fp8_weight_bytes(dtype), want, "{dtype:?}");
+        }
+        let plain = ModelConfig::from_json(&tiny.config.to_string())?;
+        assert_eq!(plain.fp8_weight_bytes(DType::BF16), plain.weight_bytes(DType::BF16));
+        // Other blocks are dequantised.
+        let config = ModelConfig::from_json(&in_fp8(&tiny, [5, 7])?.0.config.to_string())?;
+        assert_eq!(config.fp8_weight_bytes(DType::BF16), config.weight_bytes(DType::BF16));
+    }
+    Ok(())
+}

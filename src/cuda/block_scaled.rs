@@ -1,0 +1,180 @@
+//! `gdn_linear` of weights in e4m3, and `gdn_dequantize` for more rows than it takes.
+
+use super::arena::alloc;
+use super::pointers::{alloc_of, check, dtype_code, int, read, stream_of, write, Pointer};
+use crate::abi::gdn::{self, gdn_dequantize, gdn_linear_with, LinearOptions};
+use crate::block_scaled::BlockScaled;
+use crate::ops::{apply::apply1, Launch};
+use crate::{held, held_or_none};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
+use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
+use std::ffi::c_void;
+
+const OP: &str = "linear";
+
+/// Rows of x that are multiplied with the bytes, [`gdn::GDN_LINEAR_E4M3_ROWS`] at a time: each time reads a byte a
+/// number, where dequantising for a product reads and writes five.
+const FEW: usize = 48;
+
+/// `x [rows, in]` times the transpose of `weight`; `None` where there are too many rows, or not of pieces of 16 bytes.
+pub fn few_rows(x: &Tensor, weight: &BlockScaled, launch: &Launch) -> Result<Option<Tensor>> {
+    let takes = (1..=FEW).contains(&x.dim(0)?) && takes(x, weight);
+    takes.then(|| apply1(&FewRows { weight, launch, swiglu: false }, launch.arena.as_ref(), x)).transpose()
+}
+
+/// `silu(x gate^T) * (x up^T)` with the weight's rows those of the gate, then up's; `None` as above, and where up to 8
+/// rows are one too few.
+pub fn few_rows_swiglu(x: &Tensor, weight: &BlockScaled, launch: &Launch) -> Result<Option<Tensor>> {
+    let takes = (1..=gdn::GDN_LINEAR_SWIGLU_ROWS).contains(&x.dim(0)?)
+        && weight.below().is_none()
+        && weight.outputs().is_multiple_of(2)
+        && takes(x, weight);
+    takes.then(|| apply1(&FewRows { weight, launch, swiglu: true }, launch.arena.as_ref(), x)).transpose()
+}
+
+fn takes(x: &Tensor, weight: &BlockScaled) -> bool {
+    let (layout, dtype) = (x.layout(), x.dtype());
+    x.device().same_device(weight.bytes().device())
+        && matches!(dtype, DType::BF16 | DType::F16)
+        && weight.below().is_none_or(|below| below.dtype() == dtype)
+        && layout.dims()[1] == weight.inputs()
+        && layout.stride()[1] == 1
+        && (layout.stride()[0] | layout.start_offset()) & 7 == 0
+        && weight.outputs() > 0
+        && !x.track_op()
+}
+
+/// The numbers that `weight` stands for, `[out, in]` in bf16 or f16, each rounded once.
+pub fn dense(weight: &BlockScaled, dtype: DType) -> Result<Tensor> {
+    apply1(&Dense { weight, dtype }, None, weight.bytes())
+}
+
+/// The scales of a weight, whose pointer is held.
+pub fn scales_of(weight: &BlockScaled, scales: &Pointer<'_>) -> Result<gdn::Scales> {
+    let layout = weight.scales().layout();
+    Ok(gdn::Scales {
+        ptr: scales.at::<f32>(layout.start_offset(), 4).cast_const(),
+        stride: layout.stride()[0] as i64,
+        rows: int(OP, "rows of a block", weight.block_rows())?,
+    })
+}
+
+struct FewRows<'a> {
+    weight: &'a BlockScaled,
+    launch: &'a Launch,
+    swiglu: bool,
+}
+
+impl CustomOp1 for FewRows<'_> {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("{OP}: x: expected a CUDA tensor")
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let Self { weight, launch, swiglu } = self;
+        let (rows, inputs) = layout.shape().dims2()?;
+        let width = if *swiglu { weight.outputs() / 2 } else { weight.outputs() };
+        let (dtype, size, stream) = (x.dtype(), x.dtype().size_in_bytes(), &*stream_of(x)?);
+        let mut out = alloc(launch.arena.as_ref(), x, &[rows, width])?;
+        let x = read(x, stream)?;
+        held!(bytes, weight.bytes(), stream);
+        held!(scales, weight.scales(), stream);
+        held_or_none!(below, weight.below(), stream);
+        let y = write(&mut out, stream)?;
+        let in_e4m3 = weight.bytes().dim(0)?;
+        let options = LinearOptions { swiglu: (*swiglu).into(), ..LinearOptions::default() };
+        let run = |first: usize, w: *mut c_void, scales: gdn::Scales, (at, outputs): (usize, usize)| {
+            let params = gdn::LinearParams {
+                x: x.at::<c_void>(layout.start_offset() + first * layout.stride()[0], size).cast_const(),
+                w: w.cast_const(),
+                y: y.at(first * width + at, size),
+                scales,
+                x_stride: layout.stride()[0] as i64,
+                w_stride: inputs as i64,
+                y_stride: width as i64,
+                rows: int(OP, "rows", gdn::GDN_LINEAR_E4M3_ROWS.min(rows - first))?,
+                inputs: int(OP, "inputs", inputs)?,
+                outputs: int(OP, "outputs", outputs)?,
+                dtype: dtype_code(dtype),
+                overlap: launch.overlap.into(),
+            };
+            // SAFETY: the launcher reads the parameters; the kernel reads its rows of x, the weight and its scales, all of
+            // sizes that `BlockScaled` has checked, and writes its columns of its rows of y; the guards outlive the launch.
+            check(OP, unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) })
+        };
+        for first in (0..rows).step_by(gdn::GDN_LINEAR_E4M3_ROWS) {
+            let outputs = if *swiglu { width } else { in_e4m3 };
+            let w = bytes.at(weight.bytes().layout().start_offset(), 1);
+            run(first, w, scales_of(weight, &scales)?, (0, outputs))?;
+            if let (Some(pointer), Some(below)) = (&below, weight.below()) {
+                run(
+                    first,
+                    pointer.at(below.layout().start_offset(), size),
+                    gdn::NO_SCALES,
+                    (in_e4m3, width - in_e4m3),
+                )?;
+            }
+        }
+        drop(y);
+        Ok((out, Shape::from((rows, width))))
+    }
+}
+
+struct Dense<'a> {
+    weight: &'a BlockScaled,
+    dtype: DType,
+}
+
+impl CustomOp1 for Dense<'_> {
+    fn name(&self) -> &'static str {
+        "dequantize"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("dequantize: expected a CUDA tensor")
+    }
+
+    fn cuda_fwd(&self, bytes: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let Self { weight, dtype } = self;
+        if !matches!(dtype, DType::BF16 | DType::F16) || weight.below().is_some_and(|below| below.dtype() != *dtype) {
+            bail!("{OP}: x: expected bf16 or f16 as the weight's rows, got {dtype:?}")
+        }
+        let ((outputs, inputs), size) = (layout.shape().dims2()?, dtype.size_in_bytes());
+        let (all, stream) = (weight.outputs(), &*stream_of(bytes)?);
+        let mut out = alloc_of(bytes.device(), *dtype, &[all, inputs])?;
+        let bytes = read(bytes, stream)?;
+        held!(scales, weight.scales(), stream);
+        held_or_none!(below, weight.below(), stream);
+        let y = write(&mut out, stream)?;
+        let params = gdn::DequantizeParams {
+            w: bytes.at::<c_void>(layout.start_offset(), 1).cast_const(),
+            scales: scales_of(weight, &scales)?,
+            y: y.at(0, size),
+            w_stride: inputs as i64,
+            y_stride: inputs as i64,
+            outputs: int(OP, "outputs", outputs)?,
+            inputs: int(OP, "inputs", inputs)?,
+            dtype: dtype_code(*dtype),
+        };
+        // SAFETY: the launcher reads the parameters; the kernel reads the weight and its scales and writes as many rows of
+        // y; the guards outlive the launch.
+        check(OP, unsafe { gdn_dequantize(&params, stream.cu_stream().cast::<c_void>()) })?;
+        if let (Some(pointer), Some(tensor)) = (&below, weight.below()) {
+            let from = pointer.at::<c_void>(tensor.layout().start_offset(), size) as u64;
+            let to = y.at::<c_void>(outputs * inputs, size) as u64;
+            // SAFETY: both have as many rows, all that y has behind those just written.
+            unsafe { memcpy_dtod_async(to, from, tensor.elem_count() * size, stream.cu_stream()) }
+                .map_err(Error::wrap)?;
+        }
+        drop(y);
+        Ok((out, Shape::from((all, inputs))))
+    }
+}
+
+#[cfg(test)]
+mod tests;
