@@ -76,7 +76,7 @@ pub use engine::{
     SplitMix64, Submitted,
 };
 pub use formats::{GgufFile, OtherType};
-pub use loader::Loader;
+pub use loader::{DraftHeadChoice, Loader};
 pub use memory::SequenceBytes;
 pub use ops::{
     add_rms_norm, attention_decode, attention_prepare, rms_norm, rotary_frequencies, swiglu, AddRmsNorm,

@@ -157,6 +157,9 @@ impl DecodeGraph {
         let held = self.buffers.running();
         self.graph.launch().map_err(candle_core::Error::wrap)?;
         let logits = self.buffers.ran(held, slots.len())?;
+        if let Some(hidden) = self.buffers.hidden(slots.len())? {
+            pool.heard(model, &slots, ids.chunks(1), &hidden, &hidden)?;
+        }
         model.settle()?;
         pool.written(&slots, &vec![1; slots.len()]);
         Ok(logits)

@@ -18,6 +18,7 @@ mod capture;
 mod drafts;
 mod feed;
 mod graph;
+mod head;
 mod kept;
 mod kv;
 mod pass;

@@ -15,6 +15,8 @@ pub(super) struct StepBuffers {
     pass: Pass,
     /// `[batch, vocab_size]` in f32.
     logits: Tensor,
+    /// `[batch, hidden_size]`, where there is a draft head.
+    hidden: Option<Tensor>,
     /// What slots of the states, slots of keys and values, and positions hold; empty where that is not known.
     held: [Vec<u32>; 3],
 }
@@ -41,6 +43,10 @@ impl StepBuffers {
             ids: Tensor::new(&zeros[..], device)?,
             pass,
             logits: Tensor::zeros((batch, model.config.vocab_size), DType::F32, device)?,
+            hidden: match pool.head.is_some() {
+                true => Some(Tensor::zeros((batch, model.config.hidden_size), model.dtype, device)?),
+                false => None,
+            },
             held: [nobody.clone(), nobody, zeros],
         })
     }
@@ -52,7 +58,16 @@ impl StepBuffers {
             arena.begin_pass();
         }
         let x = model.through_layers(&self.ids, &self.pass, pool, Mode::Feed)?;
-        self.logits.slice_set(&model.head_of(x, &self.pass.launch)?, 0, 0)
+        let (_, y) = x.norm(&model.norm, &self.pass.launch)?;
+        if let Some(hidden) = &self.hidden {
+            hidden.slice_set(&y, 0, 0)?;
+        }
+        self.logits.slice_set(&model.logits_launched(&y, &self.pass.launch)?, 0, 0)
+    }
+
+    /// The hidden states of the first `sequences` rows of the step before, a copy, for the draft head.
+    pub fn hidden(&self, sequences: usize) -> Result<Option<Tensor>> {
+        self.hidden.as_ref().map(|hidden| hidden.narrow(0, 0, sequences)?.force_contiguous()).transpose()
     }
 
     /// Uploads the ids of the sequences in `slots`, and the rest where it is not there already: after a step of the
