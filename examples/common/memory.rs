@@ -4,7 +4,7 @@ use super::load::{LoadFormat, ModelArgs};
 use super::{tell, Checkpoint};
 use anyhow::{bail, Result};
 use candle_core::{DType, Device};
-use candle_gdn_models::{FfnKind, ModelConfig, Rings};
+use candle_gdn_models::{FfnKind, LayerConfig, MixerKind, ModelConfig, Rings};
 
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;
@@ -29,6 +29,8 @@ pub struct Room {
     /// Bytes of a cache of beginnings, and how many there can be.
     pub cache: usize,
     pub beginnings: usize,
+    /// Whether the draft head is there too.
+    pub draft_head: bool,
 }
 
 impl Need {
@@ -40,6 +42,8 @@ impl Need {
         device: &Device,
     ) -> Result<Self> {
         let dtype = args.dtype(device);
+        let with_head = with_draft_head(config);
+        let config = if room.draft_head { &with_head } else { config };
         let weights = weights(args, checkpoint, config, dtype, device)?;
         let sequence = config.sequence_bytes(dtype);
         let states = sequence.recurrent.saturating_add(sequence.conv);
@@ -83,6 +87,12 @@ impl Need {
         tell!("memory: {total} of the {free} free on {place}: {parts}");
         Ok(())
     }
+}
+
+/// The draft head is one more softmax layer, and a projection that is small beside it.
+fn with_draft_head(config: &ModelConfig) -> ModelConfig {
+    let head = config.layers.last().map(|last| LayerConfig { mixer: MixerKind::FullAttention, ffn: last.ffn });
+    ModelConfig { layers: config.layers.iter().copied().chain(head).collect(), ..config.clone() }
 }
 
 fn weights(

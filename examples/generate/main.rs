@@ -66,7 +66,8 @@ fn run(args: &Args) -> Result<Stop> {
     } else {
         prompts = prompt::tokens(&args.prompts, &checkpoint, tokenizer.as_ref(), &config, &args.run)?;
     }
-    let plan = Plan::new(args, &config, &prompts);
+    let draft_head = checkpoint.draft_head(args.run.mtp, &config)?;
+    let plan = Plan::new(args, &config, draft_head, &prompts);
     let (checkpoint, tokenizer) = (&checkpoint, tokenizer.as_ref());
     let task = Task { args, checkpoint, config, settings, tokenizer, prompts, plan };
     match (args.model.tensor_parallel.get(), talk) {
@@ -100,7 +101,7 @@ impl Task<'_> {
         let need =
             Need::new(&args.model, checkpoint, part.as_ref().unwrap_or(config), &self.plan.room(), &rank.device)?;
         need.check(&rank.device)?;
-        let model = load_model(&args.model, checkpoint, config, rank)?;
+        let model = load_model(&args.model, checkpoint, config, self.plan.draft_head, rank)?;
         if is_first() {
             // From here on Ctrl-C waits for the current step; a second one does not.
             ctrlc::set_handler(|| {

@@ -71,9 +71,9 @@ pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, Mixer
 #[cfg(feature = "nccl")]
 pub use cuda::nccl::{NcclId, NcclRank};
 pub use engine::{
-    DecodeGraph, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
-    GraphChoice, Meter, PrefixTally, Request, RequestId, Rings, Sampling, Sequence, SequencePool, SequenceSnapshot,
-    SplitMix64, Submitted,
+    DecodeGraph, DraftDepth, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
+    GraphChoice, HeadTally, Meter, PrefixTally, Request, RequestId, Rings, Sampling, Sequence, SequencePool,
+    SequenceSnapshot, SplitMix64, Submitted,
 };
 pub use formats::{GgufFile, OtherType};
 pub use loader::{DraftHeadChoice, Loader};

@@ -145,7 +145,7 @@ impl<'a> Loader<'a> {
     pub fn load_gguf(self, file: &GgufFile, dtype: DType, device: &Device) -> Result<CausalLm> {
         let config = self.config;
         let cuts = self.group.as_ref().map(|group| WeightCuts::new(config, &**group)).transpose()?;
-        let weights = GgufWeights::new(file, &config.gdn, config.family != Family::Qwen3Next, cuts);
+        let weights = GgufWeights::new(file, config, config.family != Family::Qwen3Next, cuts);
         self.load_from(Source::gguf(weights, dtype, device))
     }
 

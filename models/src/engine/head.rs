@@ -228,6 +228,10 @@ impl SequencePool {
         }
     }
 
+    pub(crate) fn has_head(&self) -> bool {
+        self.head.is_some()
+    }
+
     /// Without memory for drafts of the head.
     pub(crate) fn forget_head(&mut self) {
         self.head = None;

@@ -9,6 +9,7 @@ mod attention;
 mod broken_files;
 mod decode_graph;
 mod device_memory;
+mod draft_engine;
 mod draft_head;
 mod dying_ranks;
 mod faults;

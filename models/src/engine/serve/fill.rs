@@ -122,7 +122,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         let (done, filling): (Vec<_>, Vec<_>) = all.into_iter().partition(Filling::is_done);
         self.filling = filling;
         for (filling, logits) in done.into_iter().zip(logits) {
-            let mut row = Row::new(filling.id, filling.request, filling.sequence, self.pool.max_len());
+            let chances = self.depths.chances.of_a_sequence();
+            let mut row = Row::new(filling.id, filling.request, filling.sequence, self.pool.max_len(), chances);
             row.draw(vec![logits], &[], &mut self.events);
             self.rows.push(row);
         }

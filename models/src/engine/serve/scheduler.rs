@@ -1,5 +1,7 @@
 //! Whose turn it is.
 
+use super::depth::Depths;
+use super::drafting::DraftDepth;
 use super::filling::Filling;
 use super::graphs::Graphs;
 use super::greedy::{Greedy, Logits};
@@ -12,6 +14,7 @@ use candle_core::{bail, Error, Result, Tensor};
 use std::borrow::Borrow;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Many requests on one model: each waits until there is room, then its prompt is fed, then it is completed token by
 /// token. While there are prompts to be fed, those passes take the running completions along, a token each.
@@ -54,6 +57,10 @@ pub struct Engine<M: Borrow<CausalLm>> {
     pub(super) width: Width,
     /// The requests of the pass that runs.
     pub(super) passing: Vec<RequestId>,
+    /// How far the draft head drafts.
+    pub(super) depths: Depths,
+    /// Steps that it does not know yet: sequences, depth, and what they took.
+    pub(super) took: Vec<(usize, usize, Duration)>,
     next: u64,
 }
 
@@ -69,6 +76,9 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         }
         let (lm, mut events) = (model.borrow(), Vec::new());
         let mut pool = lm.new_sequences(options.sequences, options.max_len)?;
+        if options.draft_depth == DraftDepth::Fixed(0) {
+            pool.forget_head();
+        }
         let graphs = Graphs::new(options.cuda_graph, lm, &mut pool, &mut events)?;
         let greedy = match lm.device().is_cpu() {
             true => None,
@@ -89,6 +99,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             told_too_large: false,
             width: Width::default(),
             passing: Vec::new(),
+            depths: Depths::default(),
+            took: Vec::new(),
             next: 0,
         })
     }
