@@ -113,3 +113,43 @@ fn sampled_text_is_what_it_is_without_drafts() -> Result<()> {
     }
     Ok(())
 }
+
+/// Draws behind one prompt, against the model's own probabilities: of the second token, which was drafted and verified, behind
+/// the most frequent first one.
+#[test]
+fn drafts_leave_the_distribution_as_it_is() -> Result<()> {
+    let model = DEMO.model_with_head(DType::F32, &Device::Cpu)?;
+    // The full number draws 10^5 tokens.
+    let draws = if std::env::var_os("CANDLE_GDN_SOAK").is_some() { 25_000 } else { 800 };
+    let prompt = prompts(1)?.remove(0);
+    let sampling = Sampling { temperature: 1.5, top_k: 4, ..Sampling::default() };
+    let request = |n: u64| Request { sampling: sampling.clone(), seed: n, ..Request::new(prompt.clone(), 4) };
+    let requests: Vec<Request> = (0..draws).map(request).collect();
+    // A pass that takes in a prompt drafts nothing: so few at once that most are steps.
+    let (got, stats) = complete(&model, options(2, DraftDepth::Fixed(2)), &requests)?;
+    println!("{}", stats.head);
+    let mut of_first: HashMap<u32, Vec<u32>> = HashMap::new();
+    got.iter().for_each(|tokens| of_first.entry(tokens[0]).or_default().push(tokens[1]));
+    let Some((first, seconds)) = of_first.into_iter().max_by_key(|(id, seconds)| (seconds.len(), *id)) else {
+        panic!("expected draws")
+    };
+    let mut pool = model.new_sequences(1, 200)?;
+    let s = pool.begin()?;
+    let logits = model.feed(&mut pool, &[(s, &[&prompt[..], &[first]].concat())])?.squeeze(0)?.to_vec1::<f32>()?;
+    let mut best: Vec<(usize, f64)> = logits.iter().map(|x| f64::from(*x)).enumerate().collect();
+    best.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let weights: Vec<f64> = best[..4].iter().map(|(_, x)| ((x - best[0].1) / 1.5).exp()).collect();
+    let (mut chi, mut counted) = (0., 0);
+    for ((id, _), weight) in best.iter().zip(&weights) {
+        let want = seconds.len() as f64 * weight / weights.iter().sum::<f64>();
+        let got = seconds.iter().filter(|second| **second as usize == *id).count();
+        assert!(want >= 5., "too few draws");
+        chi += (got as f64 - want).powi(2) / want;
+        counted += got;
+    }
+    println!("chi-square {chi:.1} of {} draws", seconds.len());
+    assert_eq!(counted, seconds.len(), "of the four best");
+    // Of 3 degrees of freedom: more comes once in ten thousand times, and the seeds are always the same.
+    assert!(chi < 21.1, "{chi}");
+    Ok(())
+}

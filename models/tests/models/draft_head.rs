@@ -1,10 +1,15 @@
 //! The draft head against transformers, and what a pool keeps of it against the same tokens fed anew.
 
+use crate::gguf::wide;
+use crate::gguf_writer::{GgufOfTiny, Layout};
 use crate::golden::{drafted, log_softmax, max_diff, DEMO};
-use crate::support::{devices, refused, Rng};
+use crate::parallel::{four_heads, on_ranks};
+use crate::support::{devices, refused, rel_rms, Rng};
 use crate::tiny::Tiny;
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, DraftHeadChoice, Sequence, SequencePool};
+use candle_gdn_models::{part_of, CausalLm, DraftHeadChoice, ModelConfig, Sequence, SequencePool};
+use candle_nn::VarBuilder;
 
 /// Bound on logits and log-probabilities against transformers.
 const GOLDEN: f32 = 1e-3;
@@ -208,5 +213,86 @@ fn a_head_is_loaded_when_asked_for() -> Result<()> {
     let mut misshapen = head.clone();
     misshapen.weights.insert("mtp.fc.weight".into(), Tensor::zeros((16, 31), DType::F32, &Device::Cpu)?);
     refused(load(&misshapen, DraftHeadChoice::On), &["mtp.fc.weight", "[16, 31]"]);
+    Ok(())
+}
+
+/// Drafts behind a prompt and one token more, and the logits of the first.
+fn drafts(model: &CausalLm) -> Result<(Vec<u32>, Vec<f32>)> {
+    let mut pool = model.new_sequences(1, 40)?;
+    let s = pool.begin()?;
+    model.feed_only(&mut pool, &[(s, &[3, 1, 4, 1, 5, 9, 2, 6])])?;
+    model.feed_only(&mut pool, &[(s, &[31])])?;
+    let (drafts, logits) = model.draft(&mut pool, &[(s, 7, 4)])?;
+    Ok((drafts[0].clone(), logits.squeeze(0)?.to_vec1()?))
+}
+
+/// One expert in each token's choice less would be a matter of rounding: all are chosen.
+fn with_head(tiny: Tiny) -> Tiny {
+    tiny.set("num_experts_per_tok", 4).with_draft_head()
+}
+
+#[test]
+fn a_head_in_a_gguf_file_is_that_of_the_checkpoint() -> Result<()> {
+    for tiny in [with_head(Tiny::qwen3_next()), Tiny::qwen3_next().unset("num_experts").fill().with_draft_head()] {
+        let (want, logits) = drafts(&tiny.load_with(DType::F32, DraftHeadChoice::On)?)?;
+        for layout in [Layout::Qwen3Next, Layout::OldQwen3Next, Layout::Qwen3_5] {
+            let (got, of_file) = drafts(&GgufOfTiny::new(&tiny, layout)?.load()?)?;
+            assert!(max_diff(&of_file, &logits) < 1e-5, "{layout:?}: {}", max_diff(&of_file, &logits));
+            assert_eq!(got, want, "{layout:?}");
+        }
+    }
+    assert!(!GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3Next)?.load()?.has_draft_head());
+    Ok(())
+}
+
+#[test]
+fn a_head_in_parts_is_the_whole() -> Result<()> {
+    for tiny in [with_head(four_heads()), four_heads().unset("num_experts").fill().with_draft_head()] {
+        let (want, logits) = drafts(&tiny.load_with(DType::F32, DraftHeadChoice::On)?)?;
+        for ranks in [2, 4] {
+            let got = on_ranks(ranks, |group| {
+                let config = ModelConfig::from_json(&tiny.config.to_string())?;
+                let whole = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &Device::Cpu);
+                let part = part_of(whole, &config, &*group)?;
+                drafts(&CausalLm::loader(&config).group(group).draft_head(DraftHeadChoice::On).load(part)?)
+            });
+            for rank in got {
+                let (tokens, of_rank) = rank?;
+                assert!(max_diff(&of_rank, &logits) < 1e-5, "{ranks} ranks: {}", max_diff(&of_rank, &logits));
+                assert_eq!(tokens, want, "{ranks} ranks");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Its matrices become what those of the layers become.
+#[test]
+fn a_head_is_quantised_with_its_model() -> Result<()> {
+    let mut tiny = wide().with_draft_head();
+    for (_, weight) in tiny.weights.iter_mut().filter(|(name, x)| name.starts_with("mtp.") && x.rank() == 2) {
+        *weight = (&*weight * 0.15)?;
+    }
+    let config = ModelConfig::from_json(&tiny.config.to_string())?;
+    let say = |quantise: Option<GgmlDType>, dtype: DType| -> Result<[Vec<f32>; 2]> {
+        let vb = VarBuilder::from_tensors(tiny.weights.clone(), dtype, &Device::Cpu);
+        let model = CausalLm::loader(&config).draft_head(DraftHeadChoice::On).quantize(quantise).load(vb)?;
+        let mut pool = model.new_sequences(1, 40)?;
+        let s = pool.begin()?;
+        let logits = model.feed(&mut pool, &[(s, &[3, 1, 4, 1, 5, 9, 2, 6, 31])])?.squeeze(0)?.to_vec1()?;
+        Ok([logits, drafts(&model)?.1])
+    };
+    let plain = say(None, DType::F32)?;
+    for (what, quantise, dtype) in [
+        ("bf16", None, DType::BF16),
+        ("q8_0", Some(GgmlDType::Q8_0), DType::F32),
+        ("q4k", Some(GgmlDType::Q4K), DType::F32),
+    ] {
+        let got = say(quantise, dtype)?;
+        let [of_model, of_head] = [0, 1].map(|i| rel_rms(&got[i], &plain[i]));
+        println!("{what}: relative error {of_model:e} of the model, {of_head:e} of its head");
+        // It has the model's error, and that of one more layer.
+        assert!(of_head > 0. && of_head < 2. * of_model, "{what}: {of_head:e} and {of_model:e}");
+    }
     Ok(())
 }

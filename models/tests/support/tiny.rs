@@ -119,6 +119,10 @@ impl Tiny {
         self
     }
 
+    pub fn has_draft_head(&self) -> bool {
+        self.weights.contains_key("mtp.fc.weight")
+    }
+
     fn is_full_attention(&self, i: usize) -> bool {
         match self.config["layer_types"].as_array() {
             Some(list) => list[i] == "full_attention",
