@@ -42,7 +42,6 @@ impl GgufOfTiny {
         let mut set = |name: &str, value: Value| file.metadata.insert(format!("{architecture}.{name}"), value);
         for (name, value) in [
             ("block_count", n("num_hidden_layers") + usize::from(tiny.has_draft_head())),
-            ("nextn_predict_layers", usize::from(tiny.has_draft_head())),
             ("context_length", n("max_position_embeddings")),
             ("embedding_length", n("hidden_size")),
             ("feed_forward_length", n("intermediate_size")),
@@ -63,6 +62,9 @@ impl GgufOfTiny {
             ("full_attention_interval", 4),
         ] {
             set(name, Value::U32(value as u32));
+        }
+        if tiny.has_draft_head() {
+            set("nextn_predict_layers", Value::U32(1));
         }
         set("attention.layer_norm_rms_epsilon", Value::F32(1e-6));
         set("rope.freq_base", Value::F32(tiny.config["rope_theta"].as_f64().unwrap_or(0.) as f32));

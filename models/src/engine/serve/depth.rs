@@ -132,7 +132,8 @@ impl Depths {
         let costs = &self.costs[at];
         let drafted = (rows.len() * depth).max(1) as f64;
         let tokens: f64 = rows.iter().map(|(chances, room)| 1. + chances.expected(depth.min(*room))).sum();
-        let one = (costs[depth].seconds - costs[0].seconds) / drafted;
+        // Half of what a depth adds comes with the depth, however few sequences it is for.
+        let one = (costs[depth].seconds - costs[0].seconds) / (2. * drafted);
         let least =
             if rows.len() == 1 || costs[depth].seconds <= 0. { 0. } else { one * tokens / costs[depth].seconds };
         let each = rows.iter().map(|(chances, room)| {
