@@ -27,6 +27,9 @@ const COPIES: usize = 4;
 #[derive(Debug)]
 pub(super) struct HeadSlots {
     pub kv: KvSlots,
+    /// Whether hidden states are not worth a pass of the head: of those that wait all but the last are forgotten then. Drafts know
+    /// less of a sequence for it, and nothing else does.
+    pub idle: bool,
     pub slots: Vec<HeadState>,
 }
 
@@ -73,8 +76,13 @@ impl HeadState {
     }
 
     /// The first `count` of what waits are in the cache.
-    fn cached(&mut self, mut count: usize) {
+    fn cached(&mut self, count: usize) {
         self.len += count;
+        self.forget(count);
+    }
+
+    /// The first `count` of what waits are not to wait any more.
+    fn forget(&mut self, mut count: usize) {
         self.tokens.drain(..count);
         self.waiting.retain_mut(|rows| {
             let gone = count.min(rows.range.len());
@@ -189,7 +197,9 @@ impl SequencePool {
             let last = Rows { of: last.clone(), range: row..row + 1 };
             state.push(tokens, [before, last].into_iter().filter(|rows| !rows.range.is_empty()));
             first += tokens.len();
-            if !state.tokens.is_empty() && (tokens.len() > 1 || state.tokens.len() >= WAITING) {
+            if head.idle {
+                state.forget(state.tokens.len().saturating_sub(WAITING));
+            } else if !state.tokens.is_empty() && (tokens.len() > 1 || state.tokens.len() >= WAITING) {
                 full.push(slot);
             }
         }
@@ -230,6 +240,13 @@ impl SequencePool {
 
     pub(crate) fn has_head(&self) -> bool {
         self.head.is_some()
+    }
+
+    /// Whether hidden states of prompts and of many single tokens are not worth a pass of the head for now.
+    pub(crate) fn set_head_idle(&mut self, idle: bool) {
+        if let Some(head) = &mut self.head {
+            head.idle = idle;
+        }
     }
 
     /// Without memory for drafts of the head.

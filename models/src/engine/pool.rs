@@ -200,6 +200,7 @@ impl CausalLm {
         let head = match self.has_draft_head() {
             true => Some(HeadSlots {
                 kv: KvSlots::new(&shape, sequences, tensors)?,
+                idle: false,
                 slots: vec![HeadState::default(); sequences],
             }),
             false => None,

@@ -42,6 +42,11 @@ fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> R
     Ok((ids.iter().map(|id| all.remove(id).unwrap_or_default()).collect(), engine.stats()))
 }
 
+/// Whether the long runs are asked for.
+fn soaks() -> bool {
+    std::env::var_os("CANDLE_GDN_SOAK").is_some()
+}
+
 fn options(sequences: usize, depth: DraftDepth) -> EngineOptions {
     EngineOptions { draft_depth: depth, ..EngineOptions::new(sequences, 200) }
 }
@@ -65,7 +70,7 @@ fn ties(model: &CausalLm, prompts: &[Vec<u32>], got: &[Vec<u32>], want: &[Vec<u3
 #[test]
 fn greedy_text_is_what_it_is_without_drafts() -> Result<()> {
     on_every_device(|model| {
-        let prompts = prompts(1000)?;
+        let prompts = prompts(if soaks() { 1000 } else { 150 })?;
         let requests: Vec<Request> = prompts.iter().map(|prompt| Request::new(prompt.clone(), 10)).collect();
         let (want, stats) = complete(model, options(8, DraftDepth::Fixed(0)), &requests)?;
         assert_eq!(stats.head.drafted, [0; DraftDepth::MOST]);
@@ -120,7 +125,7 @@ fn sampled_text_is_what_it_is_without_drafts() -> Result<()> {
 fn drafts_leave_the_distribution_as_it_is() -> Result<()> {
     let model = DEMO.model_with_head(DType::F32, &Device::Cpu)?;
     // The full number draws 10^5 tokens.
-    let draws = if std::env::var_os("CANDLE_GDN_SOAK").is_some() { 25_000 } else { 800 };
+    let draws = if soaks() { 25_000 } else { 800 };
     let prompt = prompts(1)?.remove(0);
     let sampling = Sampling { temperature: 1.5, top_k: 4, ..Sampling::default() };
     let request = |n: u64| Request { sampling: sampling.clone(), seed: n, ..Request::new(prompt.clone(), 4) };
@@ -152,4 +157,23 @@ fn drafts_leave_the_distribution_as_it_is() -> Result<()> {
     // Of 3 degrees of freedom: more comes once in ten thousand times, and the seeds are always the same.
     assert!(chi < 21.1, "{chi}");
     Ok(())
+}
+
+/// Drafts on a machine where they never pay, and where prompts come while they do not: what the head forgot is no harm.
+#[test]
+fn requests_that_come_and_go_are_completed_alike() -> Result<()> {
+    on_every_device(|model| {
+        let prompts = prompts(60)?;
+        let requests: Vec<Request> =
+            prompts.iter().enumerate().map(|(n, prompt)| Request::new(prompt.clone(), 3 + n * 5 % 90)).collect();
+        let (want, _) = complete(model, options(3, DraftDepth::Fixed(0)), &requests)?;
+        for draft in [0, 3] {
+            let options = EngineOptions { draft, prefill_chunk: 9, ..options(3, DraftDepth::Auto) };
+            let (got, stats) = complete(model, options, &requests)?;
+            println!("{}", stats.head);
+            let ties = ties(model, &prompts, &got, &want, "auto")?;
+            assert!(ties <= 2, "{ties} ties");
+        }
+        Ok(())
+    })
 }

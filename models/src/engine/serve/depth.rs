@@ -91,6 +91,17 @@ impl Depths {
         self.costs[Self::of_batch(batch)][depth].add(took.as_secs_f64());
     }
 
+    /// Whether drafts for `batch` sequences save time, as far as it is known.
+    pub fn pays(&self, batch: usize) -> bool {
+        let costs = &self.costs[Self::of_batch(batch)];
+        let pays = |(depth, cost): (usize, &Cost)| {
+            let tokens = 1. + self.chances.expected(depth);
+            cost.samples >= MEASURED && tokens * costs[0].seconds > WORTH * cost.seconds
+        };
+        let is_known = costs[0].samples >= BASELINE && costs[1].samples >= MEASURED;
+        !is_known || costs.iter().enumerate().skip(1).any(pays)
+    }
+
     /// How many tokens are drafted for each sequence, of which each has its chances and room for so many.
     pub fn choose(&mut self, rows: &[(Chances, usize)]) -> Vec<usize> {
         let at = Self::of_batch(rows.len());
@@ -207,6 +218,18 @@ mod tests {
                 assert!(got > 0.96 * best, "{right} {each}, {batch}: {got} of {best}");
             }
         }
+    }
+
+    #[test]
+    fn what_never_pays_is_known() {
+        let (mut depths, ms) = (Depths::default(), Duration::from_millis(1));
+        assert!(depths.pays(1), "nothing is known");
+        for depth in 0..2 {
+            (0..3).for_each(|_| depths.measured(1, depth, ms * (1 + 2 * depth as u32)));
+        }
+        assert!(!depths.pays(1) && depths.pays(2));
+        (0..30).for_each(|_| depths.measured(1, 1, ms));
+        assert!(depths.pays(1));
     }
 
     #[test]

@@ -69,6 +69,7 @@ pub(super) struct Drafted {
 impl<M: Borrow<CausalLm>> Engine<M> {
     /// For all rows, up to as many tokens as are of use.
     pub(super) fn drafts(&mut self) -> Result<Drafted> {
+        self.rest_head();
         let draft = self.options.draft;
         let guess = |row: &Row| guess(&row.tokens, draft.min(row.worth).min(row.room()));
         let mut tokens: Vec<Vec<u32>> = self.rows.iter().map(guess).collect();
@@ -89,6 +90,15 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             empty.zip(drafts).for_each(|((to, _), draft)| *to = draft);
         }
         Ok(Drafted { tokens, depths, guessed })
+    }
+
+    /// Where drafts save no time the head takes none for what it is not asked about either.
+    pub(super) fn rest_head(&mut self) {
+        let idle = match self.options.draft_depth {
+            DraftDepth::Auto => !self.depths.pays(self.filling.len() + self.rows.len()),
+            DraftDepth::Fixed(_) => false,
+        };
+        self.pool.set_head_idle(idle);
     }
 
     fn depths_of_rows(&mut self) -> Vec<usize> {

@@ -48,6 +48,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// way, so that none waits for long prompts; of fewer after a pass failed.
     pub(super) fn fill(&mut self) -> Result<()> {
         let start = Instant::now();
+        self.rest_head();
         let mut room = self.options.prefill_chunk;
         let mut batch: Vec<(Sequence, &[u32])> = Vec::new();
         let (mut wanted, mut greedy) = (Vec::new(), true);
