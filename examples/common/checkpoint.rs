@@ -3,7 +3,7 @@
 use super::load::{LoadFormat, ModelArgs};
 use super::{builtin, gguf_tokenizer, hub, safetensors};
 use anyhow::{bail, Context, Result};
-use candle_gdn_models::{GgufFile, ModelConfig};
+use candle_gdn_models::{DraftHeadChoice, GgufFile, ModelConfig};
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
@@ -117,6 +117,24 @@ impl Checkpoint {
         // tokenizers 0.23 panics where the JSON of a decoder is not valid.
         serde_json::from_slice::<serde_json::Value>(&text).with_context(|| path.display().to_string())?;
         Tokenizer::from_bytes(text).map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
+    }
+
+    /// Whether the draft head is to be loaded, as `--mtp` says; random weights have one only where it is asked for.
+    pub fn draft_head(&self, choice: DraftHeadChoice, config: &ModelConfig) -> Result<bool> {
+        let is_here = || match &self.gguf {
+            Some(file) => Ok(file.has_draft_head(config)),
+            None => self.weights()?.iter().try_fold(false, |found, file| {
+                Ok(found || safetensors::tensors(file)?.iter().any(|name| name == "mtp.fc.weight"))
+            }),
+        };
+        match (choice, self.format) {
+            (DraftHeadChoice::Off, _) | (DraftHeadChoice::Auto, LoadFormat::Dummy) => Ok(false),
+            (DraftHeadChoice::Auto, LoadFormat::Auto) => is_here(),
+            (DraftHeadChoice::On, LoadFormat::Auto) if !is_here()? => {
+                bail!("--mtp on: {} has no draft head (mtp.*)", self.name())
+            }
+            (DraftHeadChoice::On, _) => Ok(true),
+        }
     }
 
     /// Whether the weights come with 16 bits each, up to small ones.

@@ -7,7 +7,7 @@ use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
 use candle_gdn::Algo;
-use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, ModelConfig};
+use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, DraftHeadChoice, ModelConfig};
 use candle_nn::VarBuilder;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::num::NonZeroUsize;
@@ -136,13 +136,21 @@ pub fn fix_thread_count() {
     }
 }
 
-/// Loads the weights, memory-mapped, or makes them up, with a progress bar.
-pub fn load_model(args: &ModelArgs, checkpoint: &Checkpoint, config: &ModelConfig, rank: &Rank) -> Result<CausalLm> {
+/// Loads the weights, memory-mapped, or makes them up, with a progress bar; those of the draft head too, where it is wanted.
+pub fn load_model(
+    args: &ModelArgs,
+    checkpoint: &Checkpoint,
+    config: &ModelConfig,
+    draft_head: bool,
+    rank: &Rank,
+) -> Result<CausalLm> {
     let (start, device) = (Instant::now(), &rank.device);
     let dtype = args.dtype(device);
     let bar = bar("loading", config.layers.len(), "layers");
     let progress = |done: usize, _| bar.set_position(done as u64);
-    let loader = CausalLm::loader(config).quantize(args.quantize).group(rank.group.clone()).progress(progress);
+    let head = if draft_head { DraftHeadChoice::On } else { DraftHeadChoice::Off };
+    let loader = CausalLm::loader(config).quantize(args.quantize).group(rank.group.clone());
+    let loader = loader.draft_head(head).progress(progress);
     let load = || match (args.load_format, checkpoint.gguf()) {
         (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(loader.load_gguf(file, dtype, device)?),
         (LoadFormat::Auto, None) => {

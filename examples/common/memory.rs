@@ -4,7 +4,7 @@ use super::load::{LoadFormat, ModelArgs};
 use super::{tell, Checkpoint};
 use anyhow::{bail, Result};
 use candle_core::{DType, Device};
-use candle_gdn_models::{FfnKind, ModelConfig, Rings};
+use candle_gdn_models::{FfnKind, LayerConfig, MixerKind, ModelConfig, Rings};
 
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;
@@ -29,6 +29,8 @@ pub struct Room {
     /// Bytes of a cache of beginnings, and how many there can be.
     pub cache: usize,
     pub beginnings: usize,
+    /// Whether the draft head is there too.
+    pub draft_head: bool,
 }
 
 impl Need {
@@ -40,14 +42,20 @@ impl Need {
         device: &Device,
     ) -> Result<Self> {
         let dtype = args.dtype(device);
+        let with_head = with_draft_head(config);
+        let config = if room.draft_head { &with_head } else { config };
         let weights = weights(args, checkpoint, config, dtype, device)?;
         let sequence = config.sequence_bytes(dtype);
         let states = sequence.recurrent.saturating_add(sequence.conv);
-        let rings = match Rings::Auto.of(config, device) {
-            true => sequence.ring.saturating_mul(room.sequences.saturating_add(room.spare_states) as u64),
+        let has_rings = Rings::Auto.of(config, device);
+        // The head's drafts are short enough for rings. Elsewhere they have states of their own, as all drafts.
+        let of_drafts = if room.draft_head && !has_rings { room.sequences.saturating_mul(2) } else { 0 };
+        let spare_states = room.spare_states.max(of_drafts);
+        let rings = match has_rings {
+            true => sequence.ring.saturating_mul(room.sequences.saturating_add(spare_states) as u64),
             false => 0,
         };
-        let all = room.sequences.saturating_add(room.spare_states).saturating_add(room.snapshots) as u64;
+        let all = room.sequences.saturating_add(spare_states).saturating_add(room.snapshots) as u64;
         let cache = sequence.total(room.max_len).saturating_mul(room.beginnings as u64).min(room.cache as u64);
         // Snapshots of one sequence share their keys and values.
         let kept = room.sequences.saturating_add(room.snapshots.min(1));
@@ -62,6 +70,11 @@ impl Need {
 
     fn total(&self) -> u64 {
         [self.weights, self.states, self.kv, self.working].into_iter().fold(0, u64::saturating_add)
+    }
+
+    /// Whether there is so much, as far as the system tells.
+    pub fn fits(&self, device: &Device) -> bool {
+        free(device).is_none_or(|free| self.total() <= free)
     }
 
     /// Says what it takes and what there is. An error where it cannot fit.
@@ -83,6 +96,12 @@ impl Need {
         tell!("memory: {total} of the {free} free on {place}: {parts}");
         Ok(())
     }
+}
+
+/// The draft head is one more softmax layer, and a projection that is small beside it.
+fn with_draft_head(config: &ModelConfig) -> ModelConfig {
+    let head = config.layers.last().map(|last| LayerConfig { mixer: MixerKind::FullAttention, ffn: last.ffn });
+    ModelConfig { layers: config.layers.iter().copied().chain(head).collect(), ..config.clone() }
 }
 
 /// Bytes of the weights, of all ranks' together unless `config` is a rank's.

@@ -1,7 +1,7 @@
 //! Command line.
 
 use super::common::ModelArgs;
-use candle_gdn_models::GraphChoice;
+use candle_gdn_models::{DraftHeadChoice, GraphChoice};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::Parser;
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ const CHUNK: usize = 64;
     after_help = "Sampling options that are not given come from the checkpoint's \
 generation_config.json; without one, the most likely token is taken (--temperature 0).
 
---batch, --draft, --prefix-cache, --prefill-chunk and --cuda-graph change the rounding of sums and nothing else: in \
+--batch, --draft, --mtp, --prefix-cache, --prefill-chunk and --cuda-graph change the rounding of sums and nothing else: in \
 bf16 and f16 a close choice can fall another way."
 )]
 pub struct Args {
@@ -132,6 +132,11 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", default_value = "0", value_parser = drafted)]
     pub draft: usize,
 
+    /// Let the draft head of the checkpoint draft tokens, to be checked in one pass: as many as save time, none where
+    /// none do. auto goes on without where there is no head, on fails
+    #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "on", "off"]).map(head))]
+    pub mtp: DraftHeadChoice,
+
     /// Memory for the states of beginnings that prompts share, which are then fed once; 0 keeps none
     /// [default: 256 with several prompts, else 0]
     #[arg(long, value_name = "MIB")]
@@ -155,6 +160,14 @@ fn graph(choice: String) -> GraphChoice {
         "on" => GraphChoice::On,
         "off" => GraphChoice::Off,
         _ => GraphChoice::Auto,
+    }
+}
+
+fn head(choice: String) -> DraftHeadChoice {
+    match choice.as_str() {
+        "on" => DraftHeadChoice::On,
+        "off" => DraftHeadChoice::Off,
+        _ => DraftHeadChoice::Auto,
     }
 }
 

@@ -79,5 +79,8 @@ impl<'a> Job<'a> {
         if self.run.draft > 0 {
             tell!("{}", engine.stats().drafts);
         }
+        if self.model.has_draft_head() {
+            tell!("{}", engine.stats().head);
+        }
     }
 }

@@ -17,7 +17,7 @@ mod talk;
 
 use anyhow::{bail, Result};
 use args::Args;
-use candle_gdn_models::ModelConfig;
+use candle_gdn_models::{DraftHeadChoice, ModelConfig};
 use clap::Parser;
 use common::{fix_algo, fix_thread_count, is_first, load_model, ranks, tell, Checkpoint, Need, Rank};
 use completion::Stop;
@@ -66,7 +66,8 @@ fn run(args: &Args) -> Result<Stop> {
     } else {
         prompts = prompt::tokens(&args.prompts, &checkpoint, tokenizer.as_ref(), &config, &args.run)?;
     }
-    let plan = Plan::new(args, &config, &prompts);
+    let draft_head = checkpoint.draft_head(args.run.mtp, &config)?;
+    let plan = Plan::new(args, &config, draft_head, &prompts);
     let (checkpoint, tokenizer) = (&checkpoint, tokenizer.as_ref());
     let task = Task { args, checkpoint, config, settings, tokenizer, prompts, plan };
     match (args.model.tensor_parallel.get(), talk) {
@@ -97,10 +98,16 @@ impl Task<'_> {
     fn on(&self, rank: &Rank, work: impl FnOnce(&Job) -> Result<Stop>) -> Result<Stop> {
         let Self { args, checkpoint, config, .. } = self;
         let part = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;
-        let need =
-            Need::new(&args.model, checkpoint, part.as_ref().unwrap_or(config), &self.plan.room(), &rank.device)?;
-        need.check(&rank.device)?;
-        let model = load_model(&args.model, checkpoint, config, rank)?;
+        let of_rank = part.as_ref().unwrap_or(config);
+        let need = |head: bool| Need::new(&args.model, checkpoint, of_rank, &self.plan.room(head), &rank.device);
+        let mut draft_head = self.plan.draft_head;
+        // Nobody who did not ask for the head goes without the rest for it.
+        if draft_head && args.run.mtp == DraftHeadChoice::Auto {
+            let fits = need(true)?.fits(&rank.device);
+            draft_head = rank.pace.agree(u8::from(fits)) == 1;
+        }
+        need(draft_head)?.check(&rank.device)?;
+        let model = load_model(&args.model, checkpoint, config, draft_head, rank)?;
         if is_first() {
             // From here on Ctrl-C waits for the current step; a second one does not.
             ctrlc::set_handler(|| {

@@ -27,11 +27,13 @@ pub struct Plan {
     beginnings: usize,
     /// Whether drafts are verified, for which states are held twice.
     drafts: bool,
+    /// Whether the draft head is to be loaded.
+    pub draft_head: bool,
     snapshots: usize,
 }
 
 impl Plan {
-    pub fn new(args: &Args, config: &ModelConfig, prompts: &[Vec<u32>]) -> Self {
+    pub fn new(args: &Args, config: &ModelConfig, draft_head: bool, prompts: &[Vec<u32>]) -> Self {
         let (run, model_len) = (&args.run, config.max_position_embeddings);
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let talk = args.prompts.interactive;
@@ -50,15 +52,16 @@ impl Plan {
             cache: cache.saturating_mul(1 << 20),
             beginnings: prompts.len().saturating_sub(1),
             drafts: run.draft > 0,
+            draft_head,
             // The end once more while the next one is made.
             snapshots: if talk { SNAPSHOTS + 2 } else { 0 },
         }
     }
 
-    pub fn room(&self) -> Room {
+    pub fn room(&self, draft_head: bool) -> Room {
         let Self { batch, max_len, cache, beginnings, drafts, snapshots, .. } = *self;
         // While the pool grows for drafts, the old one is still there.
         let spare_states = if drafts { batch.saturating_mul(2) } else { 0 };
-        Room { sequences: batch, max_len, spare_states, snapshots, cache, beginnings }
+        Room { sequences: batch, max_len, spare_states, snapshots, cache, beginnings, draft_head }
     }
 }

@@ -1,6 +1,7 @@
 //! The causal language model of the Qwen3-Next family.
 
 use crate::blocks::decoder::DecoderLayer;
+use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
 use crate::blocks::kv_cache::CacheShape;
 use crate::blocks::linear::Linear;
@@ -36,6 +37,7 @@ use candle_gdn::plumbing::{Launch, Working};
 pub struct CausalLm {
     pub(crate) embeddings: Embeddings,
     pub(crate) layers: Vec<DecoderLayer>,
+    pub(crate) draft_head: Option<DraftHead>,
     pub(crate) norm: RmsNorm,
     pub(crate) head: Linear,
     pub(crate) rotary: Rotary,
@@ -62,6 +64,11 @@ impl CausalLm {
     /// those of which a rank's part ([`Loader::group`](crate::Loader::group)) could not keep that of its file.
     pub fn other_types(&self) -> &[OtherType] {
         &self.other_types
+    }
+
+    /// Whether it has the checkpoint's draft head ([`Loader::draft_head`](crate::Loader::draft_head)).
+    pub fn has_draft_head(&self) -> bool {
+        self.draft_head.is_some()
     }
 
     /// The configuration it was loaded with.

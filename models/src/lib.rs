@@ -70,12 +70,12 @@ pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, Mixer
 #[cfg(feature = "nccl")]
 pub use cuda::nccl::{NcclId, NcclRank};
 pub use engine::{
-    DecodeGraph, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
-    GraphChoice, Meter, PrefixTally, Request, RequestId, Rings, Sampling, Sequence, SequencePool, SequenceSnapshot,
-    SplitMix64, Submitted,
+    DecodeGraph, DraftDepth, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
+    GraphChoice, HeadTally, Meter, PrefixTally, Request, RequestId, Rings, Sampling, Sequence, SequencePool,
+    SequenceSnapshot, SplitMix64, Submitted,
 };
 pub use formats::{GgufFile, OtherType};
-pub use loader::Loader;
+pub use loader::{DraftHeadChoice, Loader};
 pub use memory::SequenceBytes;
 pub use ops::{
     add_rms_norm, attention_decode, attention_prepare, rms_norm, rotary_frequencies, swiglu, AddRmsNorm,

@@ -1,6 +1,7 @@
 //! How a model is loaded: whole or a rank's part, from a checkpoint or a GGUF file, quantised on the way or not.
 
 use crate::blocks::decoder::DecoderLayer;
+use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
 use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
@@ -20,8 +21,8 @@ const PREFIXES: &[&str] = &["model", "model.language_model"];
 
 impl CausalLm {
     /// Loads the model at the root of a checkpoint, in the dtype (f32, bf16 or f16) and on the
-    /// device of `vb`. Weights that the text model does not need (`mtp.*`, a vision tower) are
-    /// never read. On the CPU, matrices in f32 that bf16 or f16 holds exactly are kept in it, which halves
+    /// device of `vb`. Weights that the text model does not need (a vision tower; `mtp.*`, unless
+    /// [`Loader::draft_head`] asks for it) are never read. On the CPU, matrices in f32 that bf16 or f16 holds exactly are kept in it, which halves
     /// memory and changes no result. Weights in fp8 ([`ModelConfig::fp8`]) are dequantised.
     ///
     /// # Errors
@@ -54,8 +55,20 @@ impl CausalLm {
     /// # }
     /// ```
     pub fn loader(config: &ModelConfig) -> Loader<'_> {
-        Loader { config, quantize: None, group: None, progress: Box::new(|_, _| ()) }
+        Loader { config, quantize: None, group: None, draft_head: DraftHeadChoice::Off, progress: Box::new(|_, _| ()) }
     }
+}
+
+/// Whether the draft head of a checkpoint (`mtp.*`, multi-token prediction) is loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DraftHeadChoice {
+    /// Where the checkpoint has one.
+    Auto,
+    /// Always: an error where the checkpoint has none.
+    On,
+    /// Never.
+    #[default]
+    Off,
 }
 
 /// Options of loading a model, made by [`CausalLm::loader`].
@@ -63,6 +76,7 @@ pub struct Loader<'a> {
     config: &'a ModelConfig,
     quantize: Option<GgmlDType>,
     group: Option<Arc<dyn Collective>>,
+    draft_head: DraftHeadChoice,
     progress: Box<dyn FnMut(usize, usize) + 'a>,
 }
 
@@ -95,6 +109,13 @@ impl<'a> Loader<'a> {
     /// divide it either; [`CausalLm::other_types`] tells which did.
     pub fn group(mut self, group: impl Into<Option<Arc<dyn Collective>>>) -> Self {
         self.group = group.into();
+        self
+    }
+
+    /// Whether the checkpoint's draft head is loaded too, for [`CausalLm::draft`]. It becomes what the layers become:
+    /// quantised, or a rank's part. [`CausalLm::has_draft_head`] tells whether there is one.
+    pub fn draft_head(mut self, choice: DraftHeadChoice) -> Self {
+        self.draft_head = choice;
         self
     }
 
@@ -131,7 +152,7 @@ impl<'a> Loader<'a> {
     pub fn load_gguf(self, file: &GgufFile, dtype: DType, device: &Device) -> Result<CausalLm> {
         let config = self.config;
         let cuts = self.group.as_ref().map(|group| WeightCuts::new(config, &**group)).transpose()?;
-        let weights = GgufWeights::new(file, &config.gdn, config.family != Family::Qwen3Next, cuts);
+        let weights = GgufWeights::new(file, config, config.family != Family::Qwen3Next, cuts);
         self.load_from(Source::gguf(weights, dtype, device))
     }
 
@@ -163,6 +184,14 @@ impl<'a> Loader<'a> {
             layers.push(layer.in_group(group.clone()));
             (self.progress)(i + 1, config.layers.len());
         }
+        let draft_head = match self.draft_head {
+            DraftHeadChoice::Off => None,
+            DraftHeadChoice::Auto if !DraftHead::is_in(&source) => None,
+            DraftHeadChoice::On if !DraftHead::is_in(&source) => {
+                bail!("draft head: the checkpoint has none: there is no weight `mtp.fc.weight`")
+            }
+            _ => Some(DraftHead::load(config, &source, group.clone())?),
+        };
         let vocabulary = group.map(|group| Vocabulary::new(group, whole.vocab_size, &device)).transpose()?;
         let head = match tied {
             Some(tied) => tied,
@@ -171,6 +200,7 @@ impl<'a> Loader<'a> {
         Ok(CausalLm {
             embeddings,
             layers,
+            draft_head,
             norm: RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm").dense())?,
             head,
             rotary: Rotary::new(&config.attention.rope_inv_freq, config.max_position_embeddings),

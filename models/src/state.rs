@@ -72,6 +72,7 @@ impl CausalLm {
             bail!("batch: expected at least 1, got 0")
         }
         let mut pool = self.new_sequences(batch, FIRST_LEN)?;
+        pool.forget_head();
         let sequences = (0..batch).map(|_| pool.begin()).collect::<Result<_>>()?;
         Ok(ModelState { pool, sequences, position: 0 })
     }

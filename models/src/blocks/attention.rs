@@ -4,7 +4,7 @@
 use super::norm::RmsNorm;
 use crate::blocks::linear::Linear;
 use crate::config::{AttentionConfig, ModelConfig};
-use crate::cpu::attention::{run_all, Attention, Cache, OnCache, Positions};
+use crate::cpu::attention::{append_all, run_all, Attention, Cache, OnCache, Positions};
 use crate::formats::{E4m3Rows, Matrix, Source};
 use crate::ops::rotary_frequencies;
 use candle_core::{Module, Result, Tensor};
@@ -88,6 +88,15 @@ impl GatedAttention {
         host::with_f32(x, |x| products(x, [q, k, v]))
     }
 
+    /// `x [.., hidden]` to keys and values alone.
+    pub(crate) fn project_kv_cpu(&self, x: &Tensor) -> Result<[Vec<f32>; 2]> {
+        let (Some(k), Some(v)) = (self.k_proj.packed(), self.v_proj.packed()) else {
+            let out = |proj: &Linear| host::with_f32(&proj.forward(x)?, <[f32]>::to_vec);
+            return Ok([out(&self.k_proj)?, out(&self.v_proj)?]);
+        };
+        host::with_f32(x, |x| products(x, [k, v]))
+    }
+
     /// Appends the tokens of each sequence to its cache, which has room for no more than `max_tokens` in mind, and writes
     /// the gated attention, `[rows, heads, head_dim]`.
     pub(crate) fn attend_cpu<T: Element>(
@@ -95,14 +104,38 @@ impl GatedAttention {
         sequences: Vec<(Projections<'_>, &mut Cache<T>, &mut [f32])>,
         max_tokens: usize,
     ) -> Result<()> {
-        host::with_f32s([self.q_norm.scale(), self.k_norm.scale()], |[q_scale, k_scale]| {
-            let sequences = sequences.into_iter().map(|(projections, cache, out)| {
-                let Projections { q_gate, k, v, angles: [cos, sin], tokens } = projections;
-                let pairs = cos.len() / tokens.max(1);
-                let positions = Positions { q_scale, k_scale, eps: self.q_norm.eps(), cos, sin, pairs };
-                OnCache { attention: Attention { q_gate, k, v, positions, tokens, max_tokens }, cache, out }
+        host::with_f32s([self.q_norm.scale(), self.k_norm.scale()], |scales| {
+            let sequences = sequences.into_iter().map(|(projections, cache, out)| OnCache {
+                attention: self.on_cpu(projections, scales, max_tokens),
+                cache,
+                out,
             });
             run_all(sequences.collect());
         })
+    }
+
+    /// [`attend_cpu`](Self::attend_cpu) without the attention.
+    pub(crate) fn append_cpu<T: Element>(
+        &self,
+        sequences: Vec<(Projections<'_>, &mut Cache<T>)>,
+        max_tokens: usize,
+    ) -> Result<()> {
+        host::with_f32s([self.q_norm.scale(), self.k_norm.scale()], |scales| {
+            let sequences =
+                sequences.into_iter().map(|(projections, cache)| (self.on_cpu(projections, scales, max_tokens), cache));
+            append_all(sequences.collect());
+        })
+    }
+
+    fn on_cpu<'a>(
+        &self,
+        projections: Projections<'a>,
+        [q_scale, k_scale]: [&'a [f32]; 2],
+        max_tokens: usize,
+    ) -> Attention<'a> {
+        let Projections { q_gate, k, v, angles: [cos, sin], tokens } = projections;
+        let pairs = cos.len() / tokens.max(1);
+        let positions = Positions { q_scale, k_scale, eps: self.q_norm.eps(), cos, sin, pairs };
+        Attention { q_gate, k, v, positions, tokens, max_tokens }
     }
 }

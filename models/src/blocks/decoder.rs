@@ -82,14 +82,30 @@ impl DecoderLayer {
         launch: &Launch,
         mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
     ) -> Result<Residual> {
+        self.around_rows(x, launch, mix, |x| Ok(x.clone()))
+    }
+
+    /// [`around`](Self::around) of which only some `rows` go on behind the token mixer.
+    pub(crate) fn around_rows(
+        &self,
+        x: Residual,
+        launch: &Launch,
+        mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
+        rows: impl Fn(&Tensor) -> Result<Tensor>,
+    ) -> Result<Residual> {
         let (x, y) = x.norm(&self.input_norm, launch)?;
-        let h = self.sum(mix(&self.mixer, &y)?)?;
+        let (x, h) = (rows(&x)?, rows(&self.sum(mix(&self.mixer, &y)?)?)?);
         let (sum, y) = self.post_norm.forward_sum(&x, &h, launch)?;
         let h = match &self.ffn {
             Ffn::Dense(mlp) => mlp.forward(&y, launch)?,
             Ffn::Moe(moe) => moe.forward(&y, launch)?,
         };
         Ok(Residual { sum, add: Some(self.sum(h)?) })
+    }
+
+    /// What the token mixer takes of `x`.
+    pub(crate) fn mixer_input(&self, x: Residual, launch: &Launch) -> Result<Tensor> {
+        Ok(x.norm(&self.input_norm, launch)?.1)
     }
 
     /// Over the ranks.

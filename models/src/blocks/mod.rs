@@ -2,6 +2,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod decoder;
+pub(crate) mod draft_head;
 pub(crate) mod embeddings;
 pub(crate) mod gdn;
 pub(crate) mod kv_cache;

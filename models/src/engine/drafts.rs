@@ -26,6 +26,8 @@ pub struct Drafts {
     layers: Vec<Drafted>,
     /// `None` in place, in rings.
     lease: Option<Lease>,
+    /// The tokens and their hidden states, where there is a draft head.
+    heard: Option<(Vec<Vec<u32>>, Tensor)>,
 }
 
 impl Drafts {
@@ -71,7 +73,8 @@ impl CausalLm {
         }
         let mut layers = vec![];
         let x = self.through_layers(&ids, &pass, pool, Mode::Verify(&mut layers))?;
-        let logits = self.head_of(x, &pass.launch)?;
+        let (_, hidden) = x.norm(&self.norm, &pass.launch)?;
+        let logits = self.logits_launched(&hidden, &pass.launch)?;
         self.settle()?;
         if in_place {
             pool.written(&slots, &vec![0; slots.len()]);
@@ -81,7 +84,9 @@ impl CausalLm {
             bail!("{VERIFY}: expected boundaries of packed tokens")
         };
         let sequences = batch.iter().map(|(sequence, _)| *sequence).collect();
-        Ok((logits, Drafts { sequences, versions, cu_seqlens, states, layers, lease }))
+        let tokens = batch.iter().map(|(_, tokens)| tokens.to_vec()).collect();
+        let heard = pool.head.is_some().then_some((tokens, hidden));
+        Ok((logits, Drafts { sequences, versions, cu_seqlens, states, layers, lease, heard }))
     }
 
     /// Of draft `n` the first `accepted[n]` tokens stay, 0 to all. Each sequence is then as if only those had been fed:
@@ -117,7 +122,7 @@ impl CausalLm {
         if accepted.iter().all(|&count| count == 0) {
             return Ok(()); // all is as it was
         }
-        let Drafts { cu_seqlens, states, layers, mut lease, .. } = drafts;
+        let Drafts { cu_seqlens, states, layers, mut lease, heard, .. } = drafts;
         let _working = pool.take()?;
         let plan = Accepted::new(&cu_seqlens, &states, accepted)?;
         let cursors = pool.cursors.clone();
@@ -127,6 +132,11 @@ impl CausalLm {
         }
         if let Some((cursors, gdn)) = cursors.zip(self.gated_delta_nets().next()) {
             plan.advance(gdn, &cursors)?;
+        }
+        if let Some((tokens, hidden)) = &heard {
+            let first = cu_seqlens.as_slice().iter().map(|first| *first as usize);
+            let tokens = tokens.iter().zip(accepted).map(|(tokens, count)| &tokens[..*count]);
+            pool.heard_later(&slots, tokens.zip(first), hidden);
         }
         // Nothing fails from here on: each sequence takes the slot that was written, if there is another, and gives its own.
         for (n, (&slot, count)) in slots.iter().zip(accepted).enumerate() {

@@ -1,5 +1,6 @@
 //! Tokens of some sequences through the model.
 
+use super::head::HeadState;
 use super::pass::{Draft, Mode, Pass};
 use super::pool::{LayerSlots, Sequence, SequencePool};
 use super::snapshot::SequenceSnapshot;
@@ -26,7 +27,10 @@ impl CausalLm {
     pub fn feed(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
         let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
-        let logits = self.head_of(pass.last_rows(x)?, &pass.launch)?;
+        let logits = match pool.head.is_some() {
+            true => self.logits_launched(&self.heard(pool, &slots, batch, x, &pass)?.1, &pass.launch)?,
+            false => self.head_of(pass.last_rows(x)?, &pass.launch)?,
+        };
         self.advanced(pool, &slots, pass)?;
         Ok(logits)
     }
@@ -37,7 +41,10 @@ impl CausalLm {
     /// As [`feed`](Self::feed).
     pub fn feed_only(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<()> {
         let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
-        let (_, pass) = self.advance(FEED, pool, batch, &slots)?;
+        let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
+        if pool.head.is_some() {
+            self.heard(pool, &slots, batch, x, &pass)?;
+        }
         self.advanced(pool, &slots, pass)
     }
 
@@ -49,9 +56,24 @@ impl CausalLm {
     pub fn feed_hidden(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
         let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let (x, pass) = self.advance(FEED, pool, batch, &slots)?;
-        let (_, hidden) = x.norm(&self.norm, &pass.launch)?;
+        let (hidden, _) = self.heard(pool, &slots, batch, x, &pass)?;
         self.advanced(pool, &slots, pass)?;
         Ok(hidden)
+    }
+
+    /// The last norm of a pass, of which the draft head takes note: hidden states of all tokens, and of the last ones.
+    fn heard(
+        &self,
+        pool: &mut SequencePool,
+        slots: &[usize],
+        batch: &[(Sequence, &[u32])],
+        x: Residual,
+        pass: &Pass,
+    ) -> Result<(Tensor, Tensor)> {
+        let (_, hidden) = x.norm(&self.norm, &pass.launch)?;
+        let last = pass.last_rows_of(&hidden)?;
+        pool.heard(self, slots, batch.iter().map(|(_, tokens)| *tokens), &hidden, &last)?;
+        Ok((hidden, last))
     }
 
     /// The layers of checked slots; [`Self::advanced`] is to follow.
@@ -130,12 +152,18 @@ impl CausalLm {
         pool.about_to_write(&slots);
         let mode = plan.as_ref().map_or(Mode::Feed, |plan| Mode::Checkpoints(plan, &mut kept));
         let x = self.through_layers(&ids, &pass, pool, mode)?;
-        let logits = self.head_of(pass.last_rows(x)?, &pass.launch)?;
+        let (hidden, last) = self.heard(pool, &slots, &[(sequence, rest)], x, &pass)?;
+        let logits = self.logits_launched(&last, &pass.launch)?;
         self.advanced(pool, &slots, pass)?;
         for index in 0..rest.len() / block {
             let states = kept.iter().map(|checkpoints| checkpoints.snapshot(0, index));
-            let position = at + (index + 1) * block;
-            snapshots.push((position, pool.snapshot_of(slots[0], position, states.collect::<Result<_>>()?)?));
+            let row = (index + 1) * block;
+            let head = match pool.head.is_some() {
+                true => Some(HeadState::after(at + row, hidden.narrow(0, row - 1, 1)?.force_contiguous()?)),
+                false => None,
+            };
+            let snapshot = pool.snapshot_of(slots[0], at + row, states.collect::<Result<_>>()?, head)?;
+            snapshots.push((at + row, snapshot));
         }
         Ok((logits, snapshots))
     }

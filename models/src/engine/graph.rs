@@ -189,7 +189,7 @@ impl DecodeGraph {
                 None => (StepBuffers::new(model, pool, batch)?, Vec::new()),
                 Some(sampler) => {
                     let landing = || Landing::new(&pool.device, batch).map(|landing| Rc::new(RefCell::new(landing)));
-                    (StepBuffers::drawing(pool, batch, sampler.clone())?, vec![landing()?, landing()?])
+                    (StepBuffers::drawing(model, pool, batch, sampler.clone())?, vec![landing()?, landing()?])
                 }
             }
         };
@@ -212,7 +212,7 @@ impl DecodeGraph {
         if self.captured_for != (model.id, pool.memory) {
             *self = Self::capture(model, pool, self.batch)?;
         }
-        self.launch(model, pool, &sequences, |buffers| buffers.load_ids(&ids))?;
+        self.launch(model, pool, &sequences, Some(&ids), |buffers| buffers.load_ids(&ids))?;
         self.buffers.logits(sequences.len())
     }
 
@@ -232,12 +232,13 @@ impl DecodeGraph {
                     let sampler = self.buffers.sampler()?;
                     *self = Self::capture_drawing(model, pool, self.batch, &sampler)?;
                 }
-                self.launch(model, pool, &sequences, |buffers| buffers.load_choices(&choices))?;
+                self.launch(model, pool, &sequences, Some(&ids), |buffers| buffers.load_choices(&choices))?;
                 self.send(sequences.len())
             }
             Next::Same(_) if moved => bail!("{OP}: expected the pool of the step before, as it was"),
+            Next::Same(_) if pool.has_head() => bail!("{OP}: expected no draft head, which is fed the tokens too"),
             Next::Same(sequences) => {
-                self.launch(model, pool, sequences, |_| Ok(()))?;
+                self.launch(model, pool, sequences, None, |_| Ok(()))?;
                 self.send(sequences.len())
             }
         }
@@ -250,12 +251,13 @@ impl DecodeGraph {
         Ok(Coming { landing })
     }
 
-    /// A step of the sequences, whose ids `load` uploads.
+    /// A step of the sequences, whose ids `load` uploads; of those that the host knows the draft head takes note.
     fn launch(
         &mut self,
         model: &CausalLm,
         pool: &mut SequencePool,
         sequences: &[Sequence],
+        ids: Option<&[u32]>,
         load: impl FnOnce(&StepBuffers) -> Result<()>,
     ) -> Result<()> {
         let slots = pool.batch_slots(OP, model.id, sequences.iter().map(|sequence| (*sequence, 1)))?;
@@ -269,6 +271,9 @@ impl DecodeGraph {
         let held = self.buffers.running();
         self.graph.launch().map_err(candle_core::Error::wrap)?;
         self.buffers.ran(held, slots.len());
+        if let (Some(ids), Some(hidden)) = (ids, self.buffers.hidden(slots.len())?) {
+            pool.heard(model, &slots, ids.chunks(1), &hidden, &hidden)?;
+        }
         model.settle()?;
         pool.written(&slots, &vec![1; slots.len()]);
         Ok(())

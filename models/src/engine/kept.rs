@@ -21,12 +21,16 @@ pub(super) struct Piece {
     pub end: usize,
     /// `[1, kv_heads, tokens, head_dim]` each.
     pub layers: Vec<[Tensor; 2]>,
+    /// Of the draft head, where its tokens end, and their keys and values from where the piece before ends; `None` where
+    /// there are none.
+    pub head_end: usize,
+    pub head: Option<[Tensor; 2]>,
     pub thread: LastThread,
 }
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        if let Some([k, _]) = self.layers.first() {
+        if let Some([k, _]) = self.layers.iter().chain(&self.head).next() {
             // A device that fails here fails the next call too.
             let _ = self.thread.wait(k.device());
         }
@@ -36,6 +40,6 @@ impl Drop for Piece {
 impl Piece {
     pub fn size_in_bytes(&self) -> usize {
         let bytes = |x: &Tensor| x.elem_count() * x.dtype().size_in_bytes();
-        self.layers.iter().flatten().map(bytes).sum()
+        self.layers.iter().chain(&self.head).flatten().map(bytes).sum()
     }
 }

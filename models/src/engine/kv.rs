@@ -129,6 +129,8 @@ struct New<'a> {
     lengths: &'a [usize],
     angles: [&'a [f32]; 2],
     max_tokens: usize,
+    /// Whether there are queries, too.
+    attends: bool,
 }
 
 /// Which of the CPU's caches holds this type.
@@ -160,11 +162,38 @@ impl GatedAttention {
         kv: &mut KvSlots,
         launch: &Launch,
     ) -> Result<Tensor> {
+        match self.on_slots((x, cu_seqlens), rows, kv, launch, true)? {
+            Some(y) => Ok(y),
+            None => bail!("attention: expected outputs"),
+        }
+    }
+
+    /// Appends keys and values alone.
+    pub(super) fn append_slots(
+        &self,
+        x: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        rows: &KvRows,
+        kv: &mut KvSlots,
+        launch: &Launch,
+    ) -> Result<()> {
+        self.on_slots((x, cu_seqlens), rows, kv, launch, false).map(drop)
+    }
+
+    /// Nothing comes out where it only appends.
+    fn on_slots(
+        &self,
+        (x, cu_seqlens): (&Tensor, Option<&CuSeqlens>),
+        rows: &KvRows,
+        kv: &mut KvSlots,
+        launch: &Launch,
+        attends: bool,
+    ) -> Result<Option<Tensor>> {
         match (kv, rows) {
             (KvSlots::Panels(caches, shape), KvRows::Host { rows, angles }) => {
                 let lengths = cu_seqlens.map_or_else(|| vec![1; rows.len()], |cu| cu.lengths().collect());
-                let new =
-                    New { rows, lengths: &lengths, angles: [&angles.cos, &angles.sin], max_tokens: shape.max_len };
+                let (angles, max_tokens) = ([&angles.cos[..], &angles.sin], shape.max_len);
+                let new = New { rows, lengths: &lengths, angles, max_tokens, attends };
                 match shape.dtype {
                     DType::BF16 => self.slots_cpu::<bf16>(x, new, caches),
                     DType::F16 => self.slots_cpu::<f16>(x, new, caches),
@@ -172,7 +201,8 @@ impl GatedAttention {
                 }
             }
             (kv, KvRows::Device { max_len, .. }) => match kv.attention_cache(rows)? {
-                Some(cache) => self.slots_device(x, cu_seqlens, &cache, *max_len, launch),
+                Some(cache) if attends => self.slots_device(x, cu_seqlens, &cache, *max_len, launch).map(Some),
+                Some(cache) => self.append_device(x, cu_seqlens, &cache, launch).map(|()| None),
                 None => bail!("attention: expected rows for a cache on the CPU"),
             },
             _ => bail!("attention: expected rows for a cache on a device"),
@@ -180,10 +210,13 @@ impl GatedAttention {
     }
 
     /// One product for all, then each sequence on its cache, the work of all shared out together.
-    fn slots_cpu<T: Typed>(&self, x: &Tensor, new: New<'_>, caches: &mut [KvCache]) -> Result<Tensor> {
-        let width = self.cfg.num_heads * self.cfg.head_dim;
+    fn slots_cpu<T: Typed>(&self, x: &Tensor, new: New<'_>, caches: &mut [KvCache]) -> Result<Option<Tensor>> {
+        let width = if new.attends { self.cfg.num_heads * self.cfg.head_dim } else { 0 };
         let widths = [2 * width, self.cfg.num_kv_heads * self.cfg.head_dim];
-        let [q_gate, k, v] = self.project_cpu(x)?;
+        let [q_gate, k, v] = match new.attends {
+            true => self.project_cpu(x)?,
+            false => self.project_kv_cpu(x).map(|[k, v]| [Vec::new(), k, v])?,
+        };
         let mut o = vec![0f32; x.dim(0)? * width];
         let mut caches: Vec<Option<&mut KvCache>> = caches.iter_mut().map(Some).collect();
         let (mut rest, mut first) = (&mut o[..], 0);
@@ -209,8 +242,42 @@ impl GatedAttention {
             sequences.push((projections, cache, out));
             (rest, first) = (behind, first + tokens);
         }
+        if !new.attends {
+            let sequences = sequences.into_iter().map(|(projections, cache, _)| (projections, cache));
+            return self.append_cpu(sequences.collect(), new.max_tokens).map(|()| None);
+        }
         self.attend_cpu(sequences, new.max_tokens)?;
-        self.o_proj.forward(&host::tensor(o, (x.dim(0)?, width), x.dtype())?)
+        self.o_proj.forward(&host::tensor(o, (x.dim(0)?, width), x.dtype())?).map(Some)
+    }
+
+    /// The keys stand for the queries, which nobody asks for.
+    fn append_device(
+        &self,
+        x: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        cache: &AttentionCache,
+        launch: &Launch,
+    ) -> Result<()> {
+        let heads = (x.dim(0)?, self.cfg.num_kv_heads, self.cfg.head_dim);
+        let [k, v] = [&self.k_proj, &self.v_proj].map(|proj| proj.forward_launched(x, launch)?.reshape(heads));
+        let (k, v) = (k?, v?);
+        self.prepare(cache, cu_seqlens, launch)?.forward(&k, &k, &v).map(drop)
+    }
+
+    fn prepare(
+        &self,
+        cache: &AttentionCache,
+        cu_seqlens: Option<&CuSeqlens>,
+        launch: &Launch,
+    ) -> Result<AttentionPrepare> {
+        // The norms' scales are 1 + w already.
+        let options = PrepareOptions { eps: f64::from(self.q_norm.eps()), zero_centred: false };
+        let (q_scale, k_scale) = (self.q_norm.scale(), self.k_norm.scale());
+        let prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?.launched(launch);
+        Ok(match cu_seqlens {
+            Some(cu_seqlens) => prepare.with_cu_seqlens(cu_seqlens),
+            None => prepare,
+        })
     }
 
     /// One projection, whose columns stay where they are: append, then attention, by the ops that read slots and
@@ -239,15 +306,11 @@ impl GatedAttention {
         let (q, gate) = (pairs.narrow(2, 0, d)?, pairs.narrow(2, d, d)?);
         let rows = all.reshape((tokens, 2 * (heads + kv_heads), d))?;
         let (k, v) = (rows.narrow(1, 2 * heads, kv_heads)?, rows.narrow(1, 2 * heads + kv_heads, kv_heads)?);
-        // The norms' scales are 1 + w already.
-        let options = PrepareOptions { eps: f64::from(self.q_norm.eps()), zero_centred: false };
-        let (q_scale, k_scale) = (self.q_norm.scale(), self.k_norm.scale());
-        let mut prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?.launched(launch);
         let mut decode = AttentionDecode::new(cache, None)?.with_max_len(max_len).launched(launch);
         if let Some(cu_seqlens) = cu_seqlens {
-            (prepare, decode) = (prepare.with_cu_seqlens(cu_seqlens), decode.with_cu_seqlens(cu_seqlens));
+            decode = decode.with_cu_seqlens(cu_seqlens);
         }
-        let q = prepare.forward(&q, &k, &v)?;
+        let q = self.prepare(cache, cu_seqlens, launch)?.forward(&q, &k, &v)?;
         let o = decode.forward(&q, Some(&gate))?;
         self.o_proj.forward_launched(&o.reshape((tokens, heads * d))?, launch)
     }

@@ -18,6 +18,7 @@ mod capture;
 mod drafts;
 mod feed;
 mod graph;
+mod head;
 mod kept;
 mod kv;
 #[cfg(feature = "cuda")]
@@ -38,7 +39,7 @@ pub use drafts::Drafts;
 pub use graph::DecodeGraph;
 pub use pool::{Rings, Sequence, SequencePool};
 pub use serve::{
-    DraftTally, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Meter, PrefixTally,
-    Request, RequestId, Sampling, SplitMix64, Submitted,
+    DraftDepth, DraftTally, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason, GraphChoice,
+    HeadTally, Meter, PrefixTally, Request, RequestId, Sampling, SplitMix64, Submitted,
 };
 pub use snapshot::SequenceSnapshot;

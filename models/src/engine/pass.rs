@@ -113,6 +113,19 @@ impl Pass {
         }
     }
 
+    /// [`last_rows`](Self::last_rows) of a tensor.
+    pub fn last_rows_of(&self, x: &Tensor) -> Result<Tensor> {
+        match (&self.cu_seqlens, self.lengths.as_slice()) {
+            (None, _) => Ok(x.clone()),
+            // A copy, which may outlive all other rows.
+            (Some(_), [one]) => x.narrow(0, one - 1, 1)?.force_contiguous(),
+            (Some(cu), _) => {
+                let last: Vec<u32> = cu.as_slice()[1..].iter().map(|end| end - 1).collect();
+                x.index_select(&Tensor::new(last, cu.device())?, 0)
+            }
+        }
+    }
+
     /// The rows of the last token of each sequence.
     pub fn last_rows(&self, x: Residual) -> Result<Residual> {
         match (&self.cu_seqlens, self.lengths.as_slice()) {

@@ -1,5 +1,6 @@
 //! Who has which slot, and how far each sequence is.
 
+use super::head::{HeadSlots, HeadState};
 use super::kept::{Piece, Recent};
 use super::kv::KvSlots;
 use crate::blocks::decoder::Mixer;
@@ -79,6 +80,8 @@ pub struct Sequence {
 pub struct SequencePool {
     pub(super) model: usize,
     pub(super) layers: Vec<LayerSlots>,
+    /// Of the draft head, where the model has one.
+    pub(super) head: Option<HeadSlots>,
     /// Of the rings beside the states of all Gated DeltaNet layers, where they have them.
     pub(super) cursors: Option<Cursors>,
     pub(super) entries: Vec<Entry>,
@@ -194,10 +197,19 @@ impl CausalLm {
             })
         });
         let layers = layers.collect::<Result<Vec<_>>>()?;
+        let head = match self.has_draft_head() {
+            true => Some(HeadSlots {
+                kv: KvSlots::new(&shape, sequences, tensors)?,
+                idle: false,
+                slots: vec![HeadState::default(); sequences],
+            }),
+            false => None,
+        };
         let entries = (0..sequences as u32).map(|state| Entry { state, ..Entry::default() }).collect();
         Ok(SequencePool {
             model: self.id,
             layers,
+            head,
             cursors,
             entries,
             slots,
@@ -268,6 +280,7 @@ impl SequencePool {
 
     /// The slot has a sequence of `len` tokens.
     pub(super) fn begun(&mut self, slot: u32, len: usize) -> Sequence {
+        self.forget_in_head(slot as usize);
         let entry = &mut self.entries[slot as usize];
         let generation = unique();
         *entry = Entry { generation, state: entry.state, len, version: generation, ..Entry::default() };
@@ -280,9 +293,16 @@ impl SequencePool {
     /// When the handle is none of a sequence of this pool.
     pub fn end(&mut self, s: Sequence) -> Result<()> {
         let slot = self.slot("end", s)?;
+        self.forget_in_head(slot);
         let entry = &mut self.entries[slot];
         *entry = Entry { state: entry.state, ..Entry::default() };
         self.slots.free(s.slot)
+    }
+
+    fn forget_in_head(&mut self, slot: usize) {
+        if let Some(head) = &mut self.head {
+            head.slots[slot] = HeadState::default();
+        }
     }
 
     /// Tokens that the sequence has seen.
@@ -318,7 +338,8 @@ impl SequencePool {
     /// * a Gated DeltaNet layer: `4 * HV * V * K` for the state and `(width - 1) * channels * size` for the
     ///   convolution;
     /// * a softmax layer: `2 * kv_heads * max_len * head_dim * size`; on the CPU `max_len`, and for the values also
-    ///   `head_dim`, are rounded up to multiples of 32.
+    ///   `head_dim`, are rounded up to multiples of 32;
+    /// * the draft head, where the model has one: what a softmax layer does.
     ///
     /// * with rings a Gated DeltaNet layer has more: `ring` of
     ///   [`sequence_bytes`](crate::ModelConfig::sequence_bytes).
@@ -329,7 +350,8 @@ impl SequencePool {
             LayerSlots::Linear(states) => states.size_in_bytes() / states.capacity(),
             LayerSlots::Full(kv) => kv.bytes_per_sequence(),
         };
-        self.layers.iter().map(bytes).sum()
+        let head = self.head.iter().map(|head| head.kv.bytes_per_sequence());
+        self.layers.iter().map(bytes).chain(head).sum()
     }
 
     /// Bytes of device memory held now, spare states included.
@@ -338,7 +360,8 @@ impl SequencePool {
             LayerSlots::Linear(states) => states.size_in_bytes(),
             LayerSlots::Full(kv) => kv.size_in_bytes(),
         };
-        self.layers.iter().map(bytes).sum()
+        let head = self.head.iter().map(|head| head.kv.size_in_bytes());
+        self.layers.iter().map(bytes).chain(head).sum()
     }
 
     /// Whether `model` made it.
@@ -354,6 +377,9 @@ impl SequencePool {
             if let LayerSlots::Full(kv) = layer {
                 kv.grow(max_len)?;
             }
+        }
+        if let Some(head) = &mut self.head {
+            head.kv.grow(max_len)?;
         }
         self.max_len = max_len;
         Ok(())

@@ -1,5 +1,6 @@
 //! Sequences copied: to another slot, out of the pool, and back.
 
+use super::head::HeadState;
 use super::kept::Piece;
 use super::pool::{LayerSlots, Sequence, SequencePool};
 use candle_core::{bail, Result};
@@ -21,6 +22,8 @@ pub struct SequenceSnapshot {
     len: usize,
     /// One a Gated DeltaNet layer.
     states: Vec<GdnState>,
+    /// Of the draft head, without its keys and values, which lie in the pieces too.
+    head: Option<HeadState>,
     pieces: Vec<Arc<Piece>>,
 }
 
@@ -47,7 +50,8 @@ impl SequenceSnapshot {
     }
 
     fn states_bytes(&self) -> usize {
-        self.states.iter().map(GdnState::size_in_bytes).sum()
+        let head = self.head.iter().map(HeadState::size_in_bytes);
+        self.states.iter().map(GdnState::size_in_bytes).chain(head).sum()
     }
 }
 
@@ -64,11 +68,19 @@ impl SequencePool {
             LayerSlots::Full(_) => None,
         });
         let states = states.collect::<Result<Vec<_>>>()?;
-        self.snapshot_of(slot, len, states)
+        let head = self.head.as_ref().map(|head| &head.slots[slot]);
+        let head = self.thread.reading(&self.device, || head.map(HeadState::own).transpose())?;
+        self.snapshot_of(slot, len, states, head)
     }
 
     /// With the states that the slot's sequence had after `len` tokens, no fewer than in its last snapshot.
-    pub(super) fn snapshot_of(&self, slot: usize, len: usize, states: Vec<GdnState>) -> Result<SequenceSnapshot> {
+    pub(super) fn snapshot_of(
+        &self,
+        slot: usize,
+        len: usize,
+        states: Vec<GdnState>,
+        head: Option<HeadState>,
+    ) -> Result<SequenceSnapshot> {
         let mut known = self.entries[slot].pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let mut pieces: Vec<Arc<Piece>> = known.iter().map_while(Weak::upgrade).collect();
         pieces.truncate(pieces.partition_point(|piece| piece.end <= len));
@@ -78,11 +90,17 @@ impl SequencePool {
             _ => None,
         });
         let layers = self.thread.reading(&self.device, || kv.collect::<Result<Vec<_>>>())?;
-        if !layers.is_empty() {
-            pieces.push(Arc::new(Piece { end: len, layers, thread: LastThread::default() }));
+        let (head_start, head_end) =
+            (pieces.last().map_or(0, |piece| piece.head_end), head.as_ref().map_or(0, |head| head.len));
+        let kv = self.head.as_ref().filter(|_| head_start < head_end).map(|head| &head.kv);
+        let read = || kv.map(|kv| kv.read(slot, head_start..head_end)).transpose();
+        let of_head = self.thread.reading(&self.device, read)?;
+        if !layers.is_empty() || of_head.is_some() {
+            let thread = LastThread::default();
+            pieces.push(Arc::new(Piece { end: len, layers, head_end, head: of_head, thread }));
         }
         *known = pieces.iter().map(Arc::downgrade).collect();
-        Ok(SequenceSnapshot { model: self.model, len, states, pieces })
+        Ok(SequenceSnapshot { model: self.model, len, states, head, pieces })
     }
 
     /// The sequence goes on from the snapshot, whatever it was fed before and also where a pass failed on it. The
@@ -100,6 +118,9 @@ impl SequencePool {
             let (max_len, len) = (self.max_len, snapshot.len);
             bail!("{OP}: restore: snapshot: expected at most {max_len} tokens, got {len}")
         }
+        if self.head.is_some() && snapshot.head.is_none() {
+            bail!("{OP}: restore: snapshot: expected one with the draft head's state, got one without")
+        }
         let _working = self.take()?;
         self.about_to_write(&[slot]);
         let state = self.entries[slot].state;
@@ -109,7 +130,7 @@ impl SequencePool {
             let Some(from) = states.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
             to.restore(state, from)?;
         }
-        let mut at = 0;
+        let (mut at, mut head_at) = (0, 0);
         for piece in &snapshot.pieces {
             let mut from = piece.layers.iter();
             piece.thread.reading(&self.device, || {
@@ -118,9 +139,15 @@ impl SequencePool {
                     let Some([k, v]) = from.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
                     kv.write(slot, at, [k, v])?;
                 }
-                Ok(())
+                match (&mut self.head, &piece.head) {
+                    (Some(head), Some([k, v])) => head.kv.write(slot, head_at, [k, v]),
+                    _ => Ok(()),
+                }
             })?;
-            at = piece.end;
+            (at, head_at) = (piece.end, piece.head_end);
+        }
+        if let (Some(head), Some(state)) = (&mut self.head, &snapshot.head) {
+            head.slots[slot] = state.clone();
         }
         let entry = &mut self.entries[slot];
         entry.len = snapshot.len;
@@ -143,6 +170,9 @@ impl SequencePool {
                 let pieces = entry.pieces.lock().unwrap_or_else(PoisonError::into_inner).clone();
                 let fork = self.begun(slot, entry.len);
                 self.entries[slot as usize].pieces = Mutex::new(pieces);
+                if let Some(head) = &mut self.head {
+                    head.slots[slot as usize] = head.slots[from].clone();
+                }
                 Ok(fork)
             }
             Err(error) => {
@@ -163,6 +193,15 @@ impl SequencePool {
                     let [k, v] = kv.read(from, 0..len)?;
                     kv.write(to, 0, [&k, &v])?;
                 }
+            }
+        }
+        if let Some(head) = &mut self.head {
+            // With the token that is there in case it comes next.
+            let state = &head.slots[from];
+            let tokens = state.len + usize::from(state.next.is_some());
+            if tokens > 0 {
+                let [k, v] = head.kv.read(from, 0..tokens)?;
+                head.kv.write(to, 0, [&k, &v])?;
             }
         }
         Ok(())

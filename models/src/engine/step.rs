@@ -16,6 +16,8 @@ pub(super) struct StepBuffers {
     ids: Tensor,
     pass: Pass,
     output: Output,
+    /// `[batch, hidden_size]`, where there is a draft head.
+    hidden: Option<Tensor>,
     /// What slots of the states, slots of keys and values, and positions hold; empty where that is not known.
     held: [Vec<u32>; 3],
 }
@@ -35,17 +37,17 @@ impl StepBuffers {
     pub fn new(model: &CausalLm, pool: &SequencePool, batch: usize) -> Result<Self> {
         let ids = Tensor::zeros(batch, DType::U32, &pool.device)?;
         let logits = Tensor::zeros((batch, model.config.vocab_size), DType::F32, &pool.device)?;
-        Self::with(pool, batch, ids, Output::Logits(logits))
+        Self::with(model, pool, batch, ids, Output::Logits(logits))
     }
 
     /// All rows are padding. A step draws the next tokens.
     #[cfg(feature = "cuda")]
-    pub fn drawing(pool: &SequencePool, batch: usize, sampler: Sampler) -> Result<Self> {
+    pub fn drawing(model: &CausalLm, pool: &SequencePool, batch: usize, sampler: Sampler) -> Result<Self> {
         let rows = Rows::new(batch, pool.max_len, &pool.device)?;
-        Self::with(pool, batch, rows.ids()?, Output::Drawn(sampler, rows))
+        Self::with(model, pool, batch, rows.ids()?, Output::Drawn(sampler, rows))
     }
 
-    fn with(pool: &SequencePool, batch: usize, ids: Tensor, output: Output) -> Result<Self> {
+    fn with(model: &CausalLm, pool: &SequencePool, batch: usize, ids: Tensor, output: Output) -> Result<Self> {
         let device = &pool.device;
         let (nobody, zeros) = (vec![NO_SLOT; batch], vec![0u32; batch]);
         let pass = Pass {
@@ -61,7 +63,11 @@ impl StepBuffers {
             launch: Launch { overlap: true, arena: arena(device)? },
             _working: None,
         };
-        Ok(Self { ids, pass, output, held: [nobody.clone(), nobody, zeros] })
+        let hidden = match pool.head.is_some() {
+            true => Some(Tensor::zeros((batch, model.config.hidden_size), model.dtype, device)?),
+            false => None,
+        };
+        Ok(Self { ids, pass, output, hidden, held: [nobody.clone(), nobody, zeros] })
     }
 
     /// The launches of a step: what is captured. Each run writes to the places of the one before it.
@@ -71,12 +77,21 @@ impl StepBuffers {
             arena.begin_pass();
         }
         let x = model.through_layers(&self.ids, &self.pass, pool, Mode::Feed)?;
-        let x = model.head_of(x, &self.pass.launch)?;
+        let (_, y) = x.norm(&model.norm, &self.pass.launch)?;
+        if let Some(hidden) = &self.hidden {
+            hidden.slice_set(&y, 0, 0)?;
+        }
+        let x = model.logits_launched(&y, &self.pass.launch)?;
         match &self.output {
             Output::Logits(logits) => logits.slice_set(&x, 0, 0),
             #[cfg(feature = "cuda")]
             Output::Drawn(sampler, rows) => sampler.launch(&x, rows),
         }
+    }
+
+    /// The hidden states of the first `sequences` rows of the step before, a copy, for the draft head.
+    pub fn hidden(&self, sequences: usize) -> Result<Option<Tensor>> {
+        self.hidden.as_ref().map(|hidden| hidden.narrow(0, 0, sequences)?.force_contiguous()).transpose()
     }
 
     /// Uploads the ids of the next step.

@@ -5,6 +5,7 @@ use super::step::StepBuffers;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
 use crate::engine::{Engine, EngineOptions, Event, FinishReason, Request, RequestId, Rings, Sampling};
+use crate::loader::DraftHeadChoice;
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
@@ -55,8 +56,19 @@ fn model() -> Result<CausalLm> {
             add("linear_attn.out_proj.weight", &[HIDDEN, 32])?;
         }
     }
+    // A draft head like the last layer.
+    let last = weights
+        .iter()
+        .filter_map(|(name, x)| Some((format!("mtp.layers.0.{}", name.strip_prefix("model.layers.3.")?), x.clone())));
+    let last: Vec<(String, Tensor)> = last.collect();
+    weights.extend(last);
+    weights.insert("mtp.fc.weight".into(), Tensor::randn(0f32, 0.4, (HIDDEN, 2 * HIDDEN), &Device::Cpu)?);
+    for norm in ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"] {
+        weights.insert(format!("mtp.{norm}.weight"), Tensor::randn(0f32, 0.4, HIDDEN, &Device::Cpu)?);
+    }
     let config = ModelConfig::from_json(&json.to_string())?;
-    CausalLm::load(&config, VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu))
+    let vb = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
+    CausalLm::loader(&config).draft_head(DraftHeadChoice::On).load(vb)
 }
 
 #[track_caller]
@@ -107,6 +119,15 @@ impl Both {
         }
         assert_near(&logits[1], &logits[0], "verify")
     }
+
+    fn draft(&mut self, batch: &[([Sequence; 2], u32)]) -> Result<()> {
+        let mut logits = vec![];
+        for (i, pool) in self.pools.iter_mut().enumerate() {
+            let batch: Vec<_> = batch.iter().map(|(s, next)| (s[i], *next, 1)).collect();
+            logits.push(self.model.draft(pool, &batch)?.1);
+        }
+        assert_near(&logits[1], &logits[0], "draft")
+    }
 }
 
 #[test]
@@ -121,6 +142,7 @@ fn tensors_are_as_panels() -> Result<()> {
     both.feed(&[(a, &[1]), (c, &[2])])?;
     both.feed(&[(a, &[1, 2, 3]), (c, &[2, 1, 4])])?;
     for accepted in [[0, 3], [1, 2], [4, 0], [4, 3]] {
+        both.draft(&[(b, 1), (a, 4)])?;
         both.verify(&[(a, &[4, 5, 6, 7]), (b, &[1, 2, 3])], &accepted)?;
         both.feed(&[(a, &[9]), (b, &[8])])?;
     }
@@ -132,6 +154,7 @@ fn tensors_are_as_panels() -> Result<()> {
         pool.end(c[i])?;
     }
     both.feed(&[(fork, &[3]), (b, &[3])])?;
+    both.draft(&[(fork, 7), (a, 2), (b, 7)])?;
     // A snapshot is the same in either layout.
     for (i, pool) in both.pools.iter_mut().enumerate() {
         pool.restore(b[i], &snapshots[1 - i])?;
@@ -147,7 +170,9 @@ fn tensors_are_as_panels() -> Result<()> {
         for (i, pool) in both.pools.iter_mut().enumerate() {
             pool.restore(a[i], &kept[i].1[index].1)?;
         }
+        both.draft(&[(a, 5)])?;
         both.feed(&[(a, &[5])])?;
+        both.draft(&[(a, 6)])?;
     }
     Ok(())
 }
@@ -250,8 +275,18 @@ fn fixed_buffers(rings: Rings) -> Result<()> {
         buffers.run(&model, pool)?;
         buffers.ran(held, slots.len());
         let got = buffers.logits(slots.len())?;
+        if let Some(hidden) = buffers.hidden(slots.len())? {
+            pool.heard(&model, &slots, ids.chunks(1), &hidden, &hidden)?;
+        }
         pool.written(&slots, &vec![1; slots.len()]);
         assert_near(&got, &want, &format!("step {id}"))?;
+        let mut drafted = vec![];
+        for (i, pool) in pools.iter_mut().enumerate() {
+            let batch: Vec<_> = round.iter().map(|&n| (sequences[n][i], 5, 1)).collect();
+            drafted.push(model.draft(pool, &batch)?.1);
+        }
+        assert_near(&drafted[1], &drafted[0], &format!("draft {id}"))?;
+        let pool = &mut pools[1];
         assert_eq!(pool.len(sequences[round[0]][1])?, pools[0].len(sequences[round[0]][0])?);
     }
     Ok(())

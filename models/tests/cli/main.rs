@@ -21,6 +21,7 @@ mod hub;
 mod interrupts;
 mod many;
 mod memory;
+mod mtp;
 mod output;
 mod parallel;
 mod perplexity;

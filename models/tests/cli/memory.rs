@@ -73,7 +73,9 @@ fn a_model_in_fp8_takes_a_byte_a_number() {
 fn parameters_are_those_of_the_files() -> Result<()> {
     let text = std::fs::read_to_string(format!("{DEMO}/config.json"))?;
     let weights = safetensors::load(format!("{DEMO}/model.safetensors"), &Device::Cpu)?;
-    let count: usize = weights.values().map(Tensor::elem_count).sum();
+    // The draft head is not of the model.
+    let of_model = weights.iter().filter(|(name, _)| !name.starts_with("mtp."));
+    let count: usize = of_model.map(|(_, weight)| weight.elem_count()).sum();
     assert_eq!(ModelConfig::from_json(&text)?.parameters(), count as u64);
     let tiny = Tiny::qwen3_next();
     let variants = [
@@ -267,5 +269,7 @@ fn what_cannot_fit_is_refused_before_it_is_loaded() {
         ["memory: ", "loaded "].map(|start| told.stderr.lines().position(|line| line.starts_with(start)));
     assert!(memory.is_some() && memory < loaded, "{told:?}");
     // 3.1 million weights of two bytes, which the files have and the packed ones keep.
-    assert!(told.stderr.contains("6.3 MiB weights"), "{told:?}");
+    assert!(generate(&["-n", "1", "--mtp", "off"]).stderr.contains("6.3 MiB weights"), "{told:?}");
+    // And 0.5 million of the draft head.
+    assert!(told.stderr.contains("7.4 MiB weights"), "{told:?}");
 }

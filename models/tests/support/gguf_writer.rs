@@ -4,7 +4,7 @@ use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, GgufFile, ModelConfig};
+use candle_gdn_models::{CausalLm, DraftHeadChoice, GgufFile, ModelConfig};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -41,7 +41,7 @@ impl GgufOfTiny {
         file.metadata.insert("general.architecture".into(), Value::String(architecture.into()));
         let mut set = |name: &str, value: Value| file.metadata.insert(format!("{architecture}.{name}"), value);
         for (name, value) in [
-            ("block_count", n("num_hidden_layers")),
+            ("block_count", n("num_hidden_layers") + usize::from(tiny.has_draft_head())),
             ("context_length", n("max_position_embeddings")),
             ("embedding_length", n("hidden_size")),
             ("feed_forward_length", n("intermediate_size")),
@@ -62,6 +62,9 @@ impl GgufOfTiny {
             ("full_attention_interval", 4),
         ] {
             set(name, Value::U32(value as u32));
+        }
+        if tiny.has_draft_head() {
+            set("nextn_predict_layers", Value::U32(1));
         }
         set("attention.layer_norm_rms_epsilon", Value::F32(1e-6));
         set("rope.freq_base", Value::F32(tiny.config["rope_theta"].as_f64().unwrap_or(0.) as f32));
@@ -164,6 +167,16 @@ impl GgufOfTiny {
             "lm_head.weight" => Some("output.weight"),
             _ => None,
         };
+        // The draft head is one more block.
+        let head = format!("model.layers.{}", tiny.config["num_hidden_layers"]);
+        let name = match name {
+            "mtp.fc.weight" => format!("{head}.nextn.eh_proj.weight"),
+            "mtp.pre_fc_norm_embedding.weight" => format!("{head}.nextn.enorm.weight"),
+            "mtp.pre_fc_norm_hidden.weight" => format!("{head}.nextn.hnorm.weight"),
+            "mtp.norm.weight" => format!("{head}.nextn.shared_head_norm.weight"),
+            name => name.replace("mtp.layers.0", &head),
+        };
+        let name = name.as_str();
         let weight = match name.ends_with("norm.weight") && !name.ends_with("linear_attn.norm.weight") {
             true => (weight + 1.)?,
             false => weight.clone(),
@@ -181,6 +194,7 @@ impl GgufOfTiny {
             return Ok(()); // together, later
         }
         let to = match name {
+            name if name.starts_with("nextn.") => name,
             "input_layernorm.weight" => "attn_norm.weight",
             "post_attention_layernorm.weight" => "post_attention_norm.weight",
             "self_attn.q_proj.weight" => "attn_q.weight",
@@ -256,9 +270,13 @@ impl GgufOfTiny {
 
     fn stack_experts(&mut self, tiny: &Tiny) -> Result<()> {
         let n = |field: &str| tiny.config[field].as_u64().unwrap_or(0) as usize;
-        for layer in 0..n("num_hidden_layers") {
+        for layer in 0..n("num_hidden_layers") + usize::from(tiny.has_draft_head()) {
+            let at = match layer == n("num_hidden_layers") {
+                true => "mtp.layers.0".to_string(),
+                false => format!("model.layers.{layer}"),
+            };
             for part in ["gate", "up", "down"] {
-                let of = |j: usize| &tiny.weights[&format!("model.layers.{layer}.mlp.experts.{j}.{part}_proj.weight")];
+                let of = |j: usize| &tiny.weights[&format!("{at}.mlp.experts.{j}.{part}_proj.weight")];
                 let experts: Vec<_> = (0..n("num_experts")).map(of).collect();
                 self.add(format!("blk.{layer}.ffn_{part}_exps.weight"), Tensor::stack(&experts, 0)?)?;
             }
@@ -297,5 +315,6 @@ pub fn dequantized(path: &Path, to: &Path) -> Result<()> {
 /// On the CPU, in f32.
 pub fn load(path: &Path) -> Result<CausalLm> {
     let file = GgufFile::open(path)?;
-    CausalLm::load_gguf(&ModelConfig::from_gguf(&file)?, &file, DType::F32, &Device::Cpu)
+    let config = ModelConfig::from_gguf(&file)?;
+    CausalLm::loader(&config).draft_head(DraftHeadChoice::Auto).load_gguf(&file, DType::F32, &Device::Cpu)
 }

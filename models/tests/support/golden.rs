@@ -5,7 +5,7 @@
 
 use crate::skipped::skipped;
 use candle_core::{safetensors::MmapedSafetensors, DType, Device, Result};
-use candle_gdn_models::{CausalLm, ModelConfig};
+use candle_gdn_models::{CausalLm, DraftHeadChoice, ModelConfig};
 use candle_nn::VarBuilder;
 
 /// A checkpoint and its goldens; paths below the repository, or below the folder of the full golden files.
@@ -32,6 +32,35 @@ pub struct Prompt {
     pub greedy: Vec<u32>,
     /// Best minus second-best logit at each step.
     pub greedy_margin: Vec<f32>,
+}
+
+/// What the demo's draft head says after a prompt, in float32.
+pub struct Drafted {
+    pub ids: Vec<u32>,
+    /// The model's greedy token.
+    pub next: u32,
+    /// Of the first draft behind it.
+    pub logits: Vec<f32>,
+    /// Greedy, each fed back.
+    pub drafts: Vec<u32>,
+    /// Of the ids from the third on, each drafted behind the ones before.
+    pub logprobs: Vec<f32>,
+}
+
+/// Of prompt `i` of the demo's.
+pub fn drafted(i: usize) -> Result<Drafted> {
+    // SAFETY: nobody writes to the files of the repository during the tests.
+    let file = unsafe { MmapedSafetensors::new(path("tests/goldens/demo_mtp_goldens.safetensors"))? };
+    let get = |what: &str| file.load(&format!("{i}.{what}"), &Device::Cpu);
+    let ids = |what: &str| get(what)?.to_dtype(DType::U32)?.to_vec1::<u32>();
+    let floats = |what: &str| get(what)?.to_vec1::<f32>();
+    Ok(Drafted {
+        ids: ids("ids")?,
+        next: ids("next")?[0],
+        logits: floats("draft_logits")?,
+        drafts: ids("drafts")?,
+        logprobs: floats("draft_logprobs")?,
+    })
 }
 
 /// Below the repository, else below the folder of the full golden files. A program that was carried to another machine
@@ -85,6 +114,11 @@ impl Goldens {
 
     pub fn model(&self, dtype: DType, device: &Device) -> Result<CausalLm> {
         CausalLm::load(&self.config()?, self.weights(dtype, device)?)
+    }
+
+    /// With the checkpoint's draft head.
+    pub fn model_with_head(&self, dtype: DType, device: &Device) -> Result<CausalLm> {
+        CausalLm::loader(&self.config()?).draft_head(DraftHeadChoice::On).load(self.weights(dtype, device)?)
     }
 
     pub fn weights(&self, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {

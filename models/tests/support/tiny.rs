@@ -1,7 +1,7 @@
 //! A Qwen3-Next of a few thousand random weights, with any configuration.
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, ModelConfig};
+use candle_gdn_models::{CausalLm, DraftHeadChoice, ModelConfig};
 use candle_nn::VarBuilder;
 use serde_json::{json, Value};
 use std::collections::HashMap;
@@ -119,6 +119,10 @@ impl Tiny {
         self
     }
 
+    pub fn has_draft_head(&self) -> bool {
+        self.weights.contains_key("mtp.fc.weight")
+    }
+
     fn is_full_attention(&self, i: usize) -> bool {
         match self.config["layer_types"].as_array() {
             Some(list) => list[i] == "full_attention",
@@ -158,8 +162,29 @@ impl Tiny {
     }
 
     pub fn load(&self, dtype: DType) -> Result<CausalLm> {
+        self.load_with(dtype, DraftHeadChoice::Off)
+    }
+
+    pub fn load_with(&self, dtype: DType, head: DraftHeadChoice) -> Result<CausalLm> {
         let config = ModelConfig::from_json(&self.config.to_string())?;
-        CausalLm::load(&config, VarBuilder::from_tensors(self.weights.clone(), dtype, &Device::Cpu))
+        let vb = VarBuilder::from_tensors(self.weights.clone(), dtype, &Device::Cpu);
+        CausalLm::loader(&config).draft_head(head).load(vb)
+    }
+
+    /// With a draft head: its layer has the shapes of the model's last one, which is of softmax attention.
+    pub fn with_draft_head(mut self) -> Self {
+        let last = format!("model.layers.{}.", self.config["num_hidden_layers"].as_u64().unwrap_or(0) - 1);
+        let h = self.config["hidden_size"].as_u64().unwrap_or(0) as usize;
+        let layer = self.weights.iter().filter_map(|(name, weight)| {
+            Some((format!("mtp.layers.0.{}", name.strip_prefix(&last)?), weight.dims().to_vec()))
+        });
+        let mut shapes: Vec<(String, Vec<usize>)> = layer.collect();
+        shapes.push(("mtp.fc.weight".into(), vec![h, 2 * h]));
+        for norm in ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"] {
+            shapes.push((format!("mtp.{norm}.weight"), vec![h]));
+        }
+        self.weights.extend(shapes.into_iter().map(|(name, dims)| (name.clone(), random(&name, &dims))));
+        self
     }
 
     /// Logits of every position, one after the other.

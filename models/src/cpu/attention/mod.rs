@@ -241,6 +241,13 @@ pub(crate) fn run_all<T: Element>(mut calls: Vec<OnCache<'_, T>>) {
     plans.iter().zip(&partials).for_each(|(plan, partials)| plan.merge(partials));
 }
 
+/// Appends the tokens of calls on caches of their own, of which nobody asks for the attention: queries are not looked at.
+pub(crate) fn append_all<T: Element>(calls: Vec<(Attention<'_>, &mut Cache<T>)>) {
+    for (attention, cache) in calls {
+        attention.append(cache);
+    }
+}
+
 impl Attention<'_> {
     /// Appends to the cache and writes `sigmoid(gate) * attention`, `[batch * tokens, heads, dim]`.
     #[cfg(test)]

@@ -1,7 +1,5 @@
 //! Completions go on: one token of every row, or more where guesses were right.
 
-use super::guess::guess;
-use super::row::Row;
 use super::scheduler::Engine;
 use crate::{CausalLm, Sequence};
 use candle_core::Result;
@@ -18,19 +16,18 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         done
     }
 
-    /// One pass over all completions, each with up to `draft` guesses.
+    /// One pass over all completions, each with its drafts.
     fn decode_all(&mut self, may_go_ahead: bool) -> Result<()> {
         let start = Instant::now();
-        let draft = self.options.draft;
-        let guess = |row: &Row| guess(&row.tokens, draft.min(row.worth).min(row.room()));
-        let guesses: Vec<Vec<u32>> = self.rows.iter().map(guess).collect();
+        let drafted = self.drafts()?;
+        let guesses = &drafted.tokens;
         let drawn = match guesses.iter().all(Vec::is_empty) {
             true => self.one_token(may_go_ahead)?,
-            false => self.verify(&guesses)?,
+            false => self.verify(guesses)?,
         };
-        self.stats.decode.add(drawn.iter().sum(), start.elapsed());
-        self.count(&guesses, &drawn);
-        Ok(())
+        let took = start.elapsed();
+        self.stats.decode.add(drawn.iter().sum(), took);
+        self.count(&drafted, &drawn, took)
     }
 
     /// How many tokens each row drew: as many of its guesses as were right, and the one after them.
@@ -53,21 +50,5 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         // The last one drawn takes the place of the token that the row began with: the next pass is fed it.
         self.model.borrow().accept(&mut self.pool, drafts, &took)?;
         Ok(took)
-    }
-
-    /// How the guesses did, and how many the next pass is worth.
-    fn count(&mut self, guesses: &[Vec<u32>], drawn: &[usize]) {
-        let drafts = &mut self.stats.drafts;
-        drafts.steps += drawn.len();
-        for ((&drawn, guess), row) in drawn.iter().zip(guesses).zip(&mut self.rows) {
-            // The last one drawn was not among the guesses.
-            let right = drawn.saturating_sub(1);
-            if !guess.is_empty() {
-                row.worth = 2 * right + 1;
-            }
-            drafts.guessed += guess.len();
-            drafts.right += right;
-            drafts.tokens += drawn;
-        }
     }
 }

@@ -48,6 +48,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// way, so that none waits for long prompts; of fewer after a pass failed.
     pub(super) fn fill(&mut self) -> Result<()> {
         let start = Instant::now();
+        self.rest_head();
         let mut room = self.options.prefill_chunk;
         let mut batch: Vec<(Sequence, &[u32])> = Vec::new();
         let (mut wanted, mut choices) = (Vec::new(), Vec::new());
@@ -124,7 +125,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         let (done, filling): (Vec<_>, Vec<_>) = all.into_iter().partition(Filling::is_done);
         self.filling = filling;
         for (filling, token) in done.into_iter().zip(drawn) {
-            let mut row = Row::new(filling.id, filling.request, filling.sequence, self.pool.max_len());
+            let chances = self.depths.chances.of_a_sequence();
+            let mut row = Row::new(filling.id, filling.request, filling.sequence, self.pool.max_len(), chances);
             row.take(std::slice::from_ref(token), &[], &mut self.events);
             self.rows.push(row);
         }

@@ -68,11 +68,11 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     }
 
     /// Whether the step after `flight` is known but for its tokens: it has the same rows, each of which goes on unless it drew
-    /// a token that ends it, and there are no guesses to be made from these tokens.
+    /// a token that ends it, and there are no guesses to be made from these tokens, nor a draft head that is fed them.
     fn goes_ahead(&self, flight: &Flight) -> bool {
         let follows = matches!(flight.drawn, Drawn::Coming(_)) || self.ahead_without_graph;
         let same = || self.rows.iter().map(|row| row.id).eq(flight.requests.iter().copied());
-        follows && self.options.draft == 0 && same() && self.rows.iter().all(Row::goes_on)
+        follows && self.options.draft == 0 && !self.pool.has_head() && same() && self.rows.iter().all(Row::goes_on)
     }
 
     fn launch_ahead(&mut self, flight: &Flight) -> Result<Flight> {

@@ -3,6 +3,8 @@
 //! [`Engine`] is a plain struct that its owner drives; [`EngineHandle`] runs one on a thread of its own.
 
 mod decode;
+mod depth;
+mod drafting;
 mod fill;
 mod filling;
 mod flight;
@@ -18,6 +20,7 @@ mod scheduler;
 #[cfg(test)]
 mod tests;
 
+pub use drafting::{DraftDepth, HeadTally};
 pub use guess::DraftTally;
 pub use handle::{EngineHandle, Submitted};
 pub use prefixes::PrefixTally;

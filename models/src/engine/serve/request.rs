@@ -1,5 +1,6 @@
 //! What goes into an engine, and what comes out.
 
+use super::drafting::{DraftDepth, HeadTally};
 use super::guess::DraftTally;
 use super::prefixes::PrefixTally;
 use super::sampler::Sampling;
@@ -22,6 +23,9 @@ pub struct EngineOptions {
     /// Tokens to guess at most at each step, from what followed the last tokens earlier in the text, and to check in
     /// one pass; fewer where guesses were wrong. 0 guesses none.
     pub draft: usize,
+    /// Tokens that the model's draft head drafts at each step, where the model has one: of each sequence those are
+    /// checked, or the guesses of [`draft`](Self::draft), whichever promise more.
+    pub draft_depth: DraftDepth,
     /// Bytes for the states of beginnings that waiting requests share, which are then fed once; 0 keeps none.
     pub prefix_cache: usize,
     /// Shared beginnings are cut to a multiple of this, itself a multiple of 64.
@@ -39,6 +43,7 @@ impl EngineOptions {
             max_waiting: usize::MAX,
             prefill_chunk: 1024,
             draft: 0,
+            draft_depth: DraftDepth::Auto,
             prefix_cache: 0,
             prefix_block: 64,
             cuda_graph: GraphChoice::Auto,
@@ -187,6 +192,8 @@ pub struct EngineStats {
     pub decode: Meter,
     /// Of [`EngineOptions::draft`].
     pub drafts: DraftTally,
+    /// Of the model's draft head.
+    pub head: HeadTally,
     /// Of [`EngineOptions::prefix_cache`].
     pub prefixes: PrefixTally,
 }

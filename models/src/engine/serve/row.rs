@@ -1,5 +1,6 @@
 //! One completion under way.
 
+use super::depth::Chances;
 use super::request::{Event, FinishReason, Request, RequestId};
 use crate::engine::sampling::{Choice, Token};
 use crate::Sequence;
@@ -13,6 +14,10 @@ pub(super) struct Row {
     pub tokens: Vec<u32>,
     /// How many guesses the next pass is worth: as many as were right, one more, and as many again.
     pub worth: usize,
+    /// Of these guesses.
+    pub guesses: Chances,
+    /// Of the draft head's drafts.
+    pub chances: Chances,
     pub finished: Option<FinishReason>,
     pub request: Request,
     prompt_len: usize,
@@ -21,10 +26,21 @@ pub(super) struct Row {
 
 impl Row {
     /// Of a request whose prompt was fed.
-    pub fn new(id: RequestId, mut request: Request, sequence: Sequence, max_len: usize) -> Self {
+    pub fn new(id: RequestId, mut request: Request, sequence: Sequence, max_len: usize, chances: Chances) -> Self {
         let tokens = std::mem::take(&mut request.tokens);
         let prompt_len = tokens.len();
-        Self { id, sequence, tokens, worth: usize::MAX, finished: None, request, prompt_len, max_len }
+        Self {
+            id,
+            sequence,
+            tokens,
+            worth: usize::MAX,
+            guesses: Chances::default(),
+            chances,
+            finished: None,
+            request,
+            prompt_len,
+            max_len,
+        }
     }
 
     /// The token to be fed next.

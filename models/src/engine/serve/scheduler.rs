@@ -1,5 +1,7 @@
 //! Whose turn it is.
 
+use super::depth::Depths;
+use super::drafting::DraftDepth;
 use super::filling::Filling;
 use super::flight::Flight;
 use super::graphs::Graphs;
@@ -14,6 +16,7 @@ use candle_core::{bail, Error, Result};
 use std::borrow::Borrow;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Tokens of the prompt that is fed before the first request.
 const WARM_UP: usize = 512;
@@ -67,6 +70,10 @@ pub struct Engine<M: Borrow<CausalLm>> {
     pub(super) width: Width,
     /// The requests of the pass that runs.
     pub(super) passing: Vec<RequestId>,
+    /// How far the draft head drafts.
+    pub(super) depths: Depths,
+    /// Steps that it does not know yet: sequences, depth, and what they took.
+    pub(super) took: Vec<(usize, usize, Duration)>,
     next: u64,
 }
 
@@ -83,6 +90,9 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         }
         let (lm, mut events) = (model.borrow(), Vec::new());
         let mut pool = lm.new_sequences(options.sequences, options.max_len)?;
+        if options.draft_depth == DraftDepth::Fixed(0) {
+            pool.forget_head();
+        }
         let sampler = Sampler::new(lm.device())?;
         let graphs = Graphs::new(options.cuda_graph, sampler.clone(), lm, &mut pool, &mut events)?;
         warm_up(lm, &mut pool, &sampler, options.prefill_chunk)?;
@@ -103,6 +113,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             told_too_large: false,
             width: Width::default(),
             passing: Vec::new(),
+            depths: Depths::default(),
+            took: Vec::new(),
             next: 0,
         })
     }

@@ -2,6 +2,7 @@
 
 use super::super::blocks::{float, row_bytes, Blocks};
 use super::header;
+use crate::config::ModelConfig;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, Error, Result};
@@ -66,6 +67,11 @@ impl GgufFile {
     /// Whether there is a tensor of this name.
     pub fn contains(&self, tensor: &str) -> bool {
         self.find(tensor).is_some()
+    }
+
+    /// Whether the block behind the layers of `config`, the file's own, is a draft head.
+    pub fn has_draft_head(&self, config: &ModelConfig) -> bool {
+        self.contains(&format!("blk.{}.nextn.eh_proj.weight", config.layers.len()))
     }
 
     /// The shape of a tensor, the fastest dimension last.

@@ -12,10 +12,10 @@ pub use file::GgufFile;
 use super::blocks::{float, row_bytes, Blocks};
 use super::quantize::Others;
 use super::{Matrix, OtherType};
+use crate::config::ModelConfig;
 use crate::parallel::WeightCuts;
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
-use candle_gdn::GdnConfig;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::Init;
 use file::joined;
@@ -36,8 +36,8 @@ pub(crate) struct GgufWeights<'a> {
 
 impl<'a> GgufWeights<'a> {
     /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `cuts` each weight is the part of it.
-    pub(crate) fn new(file: &'a GgufFile, config: &GdnConfig, tiled: bool, cuts: Option<WeightCuts>) -> Self {
-        let heads = Heads { config: config.clone(), tiled };
+    pub(crate) fn new(file: &'a GgufFile, config: &ModelConfig, tiled: bool, cuts: Option<WeightCuts>) -> Self {
+        let heads = Heads { config: config.gdn.clone(), layers: config.layers.len(), tiled };
         Self { file, heads, cuts: cuts.map(Arc::new), others: Arc::default() }
     }
 

@@ -33,10 +33,12 @@ pub(super) enum Value {
     MinusExp,
 }
 
-/// The Gated DeltaNet heads of a file.
+/// The layers of a file, and their Gated DeltaNet heads.
 #[derive(Debug, Clone)]
 pub(super) struct Heads {
     pub config: GdnConfig,
+    /// Layers of the model, draft head aside.
+    pub layers: usize,
     /// Value head `h` belongs to key head `h % HK` (Qwen3.5 and later), not to `h / (HV / HK)`.
     pub tiled: bool,
 }
@@ -45,8 +47,18 @@ pub(super) struct Heads {
 pub(super) fn place(name: &str, heads: &Heads, has: impl Fn(&str) -> bool) -> Option<Place> {
     let whole = |tensor: &str| Place { tensor: tensor.into(), rows: None, columns: None, value: Value::Same };
     let norm = |tensor: &str| Place { value: Value::PlusOne, ..whole(tensor) };
+    // The draft head is one more block.
+    let head = heads.layers.to_string();
+    if let Some(name) = name.strip_prefix("mtp.layers.0.") {
+        return place(&format!("model.layers.{head}.{name}"), heads, has);
+    }
+    let of_head = |tensor: &str| format!("blk.{head}.nextn.{tensor}.weight");
     let Some(in_layer) = name.strip_prefix("model.layers.") else {
         return match name {
+            "mtp.fc.weight" => Some(whole(&of_head("eh_proj"))),
+            "mtp.pre_fc_norm_embedding.weight" => Some(norm(&of_head("enorm"))),
+            "mtp.pre_fc_norm_hidden.weight" => Some(norm(&of_head("hnorm"))),
+            "mtp.norm.weight" => Some(norm(&of_head("shared_head_norm"))),
             "model.embed_tokens.weight" => Some(whole("token_embd.weight")),
             "model.norm.weight" => Some(norm("output_norm.weight")),
             "lm_head.weight" => Some(whole("output.weight")),
@@ -169,7 +181,7 @@ mod tests {
             output_gate: GateActivation::Silu,
             beta_scale: 1.0,
         };
-        Heads { config, tiled }
+        Heads { config, layers: 8, tiled }
     }
 
     fn rows(name: &str, heads: &Heads, has: &[&str]) -> (String, Vec<usize>) {
@@ -216,7 +228,13 @@ mod tests {
 
     #[test]
     fn knows_no_other_weights() {
-        for name in ["mtp.fc.weight", "model.layers.0.mlp.experts.0.gate_proj.weight", "model.visual.x", "lm_head"] {
+        for name in [
+            "mtp.layers.1.x.weight",
+            "mtp.fc",
+            "model.layers.0.mlp.experts.0.gate_proj.weight",
+            "model.visual.x",
+            "lm_head",
+        ] {
             assert_eq!(place(name, &heads(true), |_| true), None, "{name}");
         }
     }

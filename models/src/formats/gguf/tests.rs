@@ -123,10 +123,10 @@ fn parts_are_parts_of_the_whole() -> Result<()> {
         write(&path, dtype)?;
         let file = GgufFile::open(&path)?;
         for (tiled, ranks) in [(false, 2), (true, 2), (true, 4)] {
-            let whole = GgufWeights::new(&file, &config.gdn, tiled, None);
+            let whole = GgufWeights::new(&file, &config, tiled, None);
             for group in LocalRank::group(ranks) {
                 let cuts = WeightCuts::new(&config, &group)?;
-                let part = GgufWeights::new(&file, &config.gdn, tiled, Some(cuts));
+                let part = GgufWeights::new(&file, &config, tiled, Some(cuts));
                 let mut others = Vec::new();
                 for (name, _, shape, shared) in weights() {
                     let (name, what) =
@@ -176,14 +176,14 @@ fn half_a_small_block_is_dense() -> Result<()> {
     (config.gdn.num_key_heads, config.gdn.num_value_heads, config.attention.num_heads) = (16, 16, 16);
     config.vocab_size = 48;
     let group = LocalRank::group(16).remove(5);
-    let part = GgufWeights::new(&file, &config.gdn, false, Some(WeightCuts::new(&config, &group)?));
+    let part = GgufWeights::new(&file, &config, false, Some(WeightCuts::new(&config, &group)?));
     let name = "model.layers.0.mlp.shared_expert.down_proj.weight";
     assert!(part.matrix(name, &[HIDDEN, 16])?.is_none());
     assert_eq!(
         part.others().iter().map(|other| (other.name.as_str(), other.dtype)).collect::<Vec<_>>(),
         [(name, None)]
     );
-    let whole = GgufWeights::new(&file, &config.gdn, false, None).dense(&(HIDDEN, INNER[1]).into(), name)?;
+    let whole = GgufWeights::new(&file, &config, false, None).dense(&(HIDDEN, INNER[1]).into(), name)?;
     assert_eq!(bits(&part.dense(&(HIDDEN, 16).into(), name)?)?, bits(&whole.narrow(1, 80, 16)?)?);
     // Misshapen parts are named with the whole.
     let message = part.dense(&(HIDDEN, 17).into(), name).expect_err("an error").to_string();

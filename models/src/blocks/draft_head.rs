@@ -1,0 +1,53 @@
+//! The draft head of a checkpoint, under `mtp.`: from a hidden state of the model and the token behind it to the token
+//! after that.
+
+use super::decoder::{DecoderLayer, Residual};
+use super::linear::Linear;
+use super::norm::RmsNorm;
+use crate::config::{LayerConfig, MixerKind, ModelConfig};
+use crate::formats::Source;
+use crate::parallel::Collective;
+use candle_core::{bail, Result, Tensor, D};
+use candle_gdn::plumbing::Launch;
+use std::sync::Arc;
+
+/// One softmax layer behind a projection of both; embedding and `lm_head` are the model's.
+#[derive(Debug)]
+pub(crate) struct DraftHead {
+    norm_embedding: RmsNorm,
+    norm_hidden: RmsNorm,
+    /// `[hidden, 2 * hidden]`: of the embedding, then of the hidden state.
+    fc: Linear,
+    pub(crate) layer: DecoderLayer,
+    pub(crate) norm: RmsNorm,
+}
+
+impl DraftHead {
+    /// Whether `source`, the root of a checkpoint, has one.
+    pub(crate) fn is_in(source: &Source) -> bool {
+        source.pp("mtp").pp("fc").contains("weight")
+    }
+
+    /// Of the checkpoint at `source`; `config` is that of the rank's part.
+    pub(crate) fn load(config: &ModelConfig, source: &Source, group: Option<Arc<dyn Collective>>) -> Result<Self> {
+        let (mtp, h) = (source.pp("mtp"), config.hidden_size);
+        let norm = |name: &str| RmsNorm::load(h, config.rms_norm_eps, mtp.pp(name).dense());
+        let Some(last) = config.layers.last() else { bail!("config: expected at least one layer") };
+        let layer = LayerConfig { mixer: MixerKind::FullAttention, ffn: last.ffn };
+        Ok(Self {
+            norm_embedding: norm("pre_fc_norm_embedding")?,
+            norm_hidden: norm("pre_fc_norm_hidden")?,
+            fc: Linear::load(&mtp.pp("fc"), 2 * h, h)?,
+            layer: DecoderLayer::load(config, &layer, &mtp.pp("layers").pp(0))?.in_group(group),
+            norm: norm("norm")?,
+        })
+    }
+
+    /// What the layer takes: of the embeddings of tokens and the hidden states before them, `[tokens, hidden]` each.
+    pub(crate) fn input(&self, embedded: &Tensor, hidden: &Tensor, launch: &Launch) -> Result<Residual> {
+        let embedded = self.norm_embedding.forward(embedded, launch)?;
+        let hidden = self.norm_hidden.forward(hidden, launch)?;
+        let both = Tensor::cat(&[embedded, hidden], D::Minus1)?;
+        Ok(Residual::new(self.fc.forward_launched(&both, launch)?))
+    }
+}

@@ -1,0 +1,47 @@
+//! The generate example with the draft head of its checkpoint.
+
+use crate::cli::{fails, generate, Copy};
+
+const PROMPTS: [&str; 2] = ["And Moses went up from the plains of Moab", "In the beginning God created"];
+
+/// The demo as it would be without a draft head.
+fn headless() -> Copy {
+    let copy = Copy::new();
+    copy.weights(|all| all.retain(|name, _| !name.starts_with("mtp.")));
+    copy
+}
+
+#[test]
+fn the_head_changes_nothing_but_the_figures() {
+    for sampling in
+        [&[][..], &["--temperature", "0.9", "--top-p", "0.9"], &["--draft", "3"], &["--tensor-parallel", "2"]]
+    {
+        let with = |mtp: &str| {
+            let prompts = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "-n", "80", "--mtp", mtp];
+            generate(&[&prompts[..], sampling].concat())
+        };
+        let (off, auto, on) = (with("off"), with("auto"), with("on"));
+        assert!(!off.stderr.contains("mtp:"), "{off:?}");
+        for run in [&auto, &on] {
+            assert_eq!(run.stdout, off.stdout, "{sampling:?}");
+            run.says(&["\nmtp: ", " accepted at depth 1, ", " tokens a step"]);
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_without_a_head() {
+    let copy = headless();
+    let args = ["--model", &copy.arg(), "--prompt", PROMPTS[0], "-n", "20"];
+    let plain = generate(&args);
+    assert_eq!(plain.stdout, generate(&["--prompt", PROMPTS[0], "-n", "20", "--mtp", "off"]).stdout);
+    assert!(!plain.stderr.contains("mtp:"), "{plain:?}");
+    fails("generate", &[&args[..], &["--mtp", "on"]].concat(), 1, &["--mtp on", &copy.arg(), "no draft head"]);
+    fails("generate", &["--mtp", "maybe"], 2, &["--mtp", "maybe", "auto"]);
+    // Part of one is none that could be loaded.
+    copy.weights(|all| {
+        let norm = all["model.norm.weight"].clone();
+        all.insert("mtp.fc.weight".into(), candle_core::Tensor::cat(&[&norm, &norm], 0).expect("a tensor"));
+    });
+    fails("generate", &args, 1, &["mtp."]);
+}

@@ -1,0 +1,179 @@
+//! The engine with drafts of the demo's draft head: the text is what it is without.
+
+use crate::golden::{drafted, DEMO};
+use crate::support::devices;
+use candle_core::{DType, Device, Result};
+use candle_gdn_models::{
+    CausalLm, DraftDepth, Engine, EngineOptions, EngineStats, Event, FinishReason, Request, RequestId, Sampling,
+};
+use std::collections::HashMap;
+
+/// Below this difference of the two best logits, rounding may choose.
+const MARGIN: f32 = 2e-3;
+
+fn on_every_device(test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
+    devices().iter().try_for_each(|device| test(&DEMO.model_with_head(DType::F32, device)?))
+}
+
+/// Pieces of the golden prompts, of 3 to 22 tokens.
+fn prompts(count: usize) -> Result<Vec<Vec<u32>>> {
+    let texts = (0..DEMO.prompts()).map(|i| Ok(drafted(i)?.ids)).collect::<Result<Vec<_>>>()?.concat();
+    let prompt = |n: usize| {
+        let first = n * 7 % (texts.len() - 22);
+        texts[first..first + 3 + n % 20].to_vec()
+    };
+    Ok((0..count).map(prompt).collect())
+}
+
+/// The completions of all requests, in order.
+fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> Result<(Vec<Vec<u32>>, EngineStats)> {
+    let mut engine = Engine::new(model, options)?;
+    let ids = requests.iter().map(|request| engine.submit(request.clone())).collect::<Result<Vec<_>>>()?;
+    let mut all: HashMap<RequestId, Vec<u32>> = HashMap::new();
+    while !engine.is_idle() {
+        for event in engine.step()? {
+            match event {
+                Event::Token { id, token } => all.entry(id).or_default().push(token),
+                Event::Finished { reason: FinishReason::Failed(e), .. } => panic!("{e}"),
+                _ => {}
+            }
+        }
+    }
+    Ok((ids.iter().map(|id| all.remove(id).unwrap_or_default()).collect(), engine.stats()))
+}
+
+/// Whether the long runs are asked for.
+fn soaks() -> bool {
+    std::env::var_os("CANDLE_GDN_SOAK").is_some()
+}
+
+fn options(sequences: usize, depth: DraftDepth) -> EngineOptions {
+    EngineOptions { draft_depth: depth, ..EngineOptions::new(sequences, 200) }
+}
+
+/// Fails unless the texts are the same up to the first choice that is a tie within rounding; how many such there are.
+fn ties(model: &CausalLm, prompts: &[Vec<u32>], got: &[Vec<u32>], want: &[Vec<u32>], what: &str) -> Result<usize> {
+    let mut ties = 0;
+    for ((prompt, got), want) in prompts.iter().zip(got).zip(want) {
+        assert_eq!(got.len(), want.len(), "{what}");
+        let Some(at) = got.iter().zip(want).position(|(got, want)| got != want) else { continue };
+        let mut pool = model.new_sequences(1, 200)?;
+        let s = pool.begin()?;
+        let logits = model.feed(&mut pool, &[(s, &[prompt, &want[..at]].concat())])?.squeeze(0)?.to_vec1::<f32>()?;
+        let margin = logits[want[at] as usize] - logits[got[at] as usize];
+        assert!(margin.abs() < MARGIN, "{what}: {got:?} instead of {want:?}, {margin} at {at}");
+        ties += 1;
+    }
+    Ok(ties)
+}
+
+#[test]
+fn greedy_text_is_what_it_is_without_drafts() -> Result<()> {
+    on_every_device(|model| {
+        let prompts = prompts(if soaks() { 1000 } else { 150 })?;
+        let requests: Vec<Request> = prompts.iter().map(|prompt| Request::new(prompt.clone(), 10)).collect();
+        let (want, stats) = complete(model, options(8, DraftDepth::Fixed(0)), &requests)?;
+        assert_eq!(stats.head.drafted, [0; DraftDepth::MOST]);
+        for (sequences, depth, prefix_cache, draft) in [
+            (1, DraftDepth::Fixed(2), 0, 0),
+            (8, DraftDepth::Fixed(3), 1 << 24, 0),
+            (8, DraftDepth::Fixed(7), 0, 0),
+            (8, DraftDepth::Fixed(1), 0, 4),
+            (1, DraftDepth::Auto, 1 << 24, 0),
+            (8, DraftDepth::Auto, 0, 0),
+        ] {
+            let what = format!("{sequences} sequences, {depth:?}, cache {prefix_cache}, draft {draft}");
+            let options = EngineOptions { prefix_cache, draft, ..options(sequences, depth) };
+            let (got, stats) = complete(model, options, &requests)?;
+            let ties = ties(model, &prompts, &got, &want, &what)?;
+            println!("{what}: {ties} ties; {}; {}", stats.head, stats.drafts);
+            if let DraftDepth::Fixed(depth) = depth {
+                assert!(stats.head.drafted[depth - 1] > 0 && stats.head.accepted[0] > 0, "{what}: {}", stats.head);
+                assert!(draft == 0 || stats.drafts.right > 0, "{what}: {}", stats.drafts);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// A token is drawn as it would be without a draft, and by the same random number.
+#[test]
+fn sampled_text_is_what_it_is_without_drafts() -> Result<()> {
+    let model = DEMO.model_with_head(DType::F32, &Device::Cpu)?;
+    let sampling = Sampling { temperature: 1., top_k: 50, ..Sampling::default() };
+    let request = |(n, prompt): (usize, &Vec<u32>)| Request {
+        sampling: sampling.clone(),
+        seed: n as u64,
+        ..Request::new(prompt.clone(), 24)
+    };
+    let requests: Vec<Request> = prompts(100)?.iter().enumerate().map(request).collect();
+    let (want, _) = complete(&model, options(8, DraftDepth::Fixed(0)), &requests)?;
+    for (sequences, depth) in [(1, 2), (8, 3)] {
+        let (got, stats) = complete(&model, options(sequences, DraftDepth::Fixed(depth)), &requests)?;
+        println!("{}", stats.head);
+        assert!(stats.head.accepted[0] > 0);
+        // Where two tokens' shares meet, rounding may choose: hardly ever.
+        let other = got.iter().zip(&want).filter(|(got, want)| got != want).count();
+        assert!(other <= 1, "{other} of {} texts differ", got.len());
+    }
+    Ok(())
+}
+
+/// Draws behind one prompt, against the model's own probabilities: of the second token, which was drafted and verified, behind
+/// the most frequent first one.
+#[test]
+fn drafts_leave_the_distribution_as_it_is() -> Result<()> {
+    let model = DEMO.model_with_head(DType::F32, &Device::Cpu)?;
+    // The full number draws 10^5 tokens.
+    let draws = if soaks() { 25_000 } else { 800 };
+    let prompt = prompts(1)?.remove(0);
+    let sampling = Sampling { temperature: 1.5, top_k: 4, ..Sampling::default() };
+    let request = |n: u64| Request { sampling: sampling.clone(), seed: n, ..Request::new(prompt.clone(), 4) };
+    let requests: Vec<Request> = (0..draws).map(request).collect();
+    // A pass that takes in a prompt drafts nothing: so few at once that most are steps.
+    let (got, stats) = complete(&model, options(2, DraftDepth::Fixed(2)), &requests)?;
+    println!("{}", stats.head);
+    let mut of_first: HashMap<u32, Vec<u32>> = HashMap::new();
+    got.iter().for_each(|tokens| of_first.entry(tokens[0]).or_default().push(tokens[1]));
+    let Some((first, seconds)) = of_first.into_iter().max_by_key(|(id, seconds)| (seconds.len(), *id)) else {
+        panic!("expected draws")
+    };
+    let mut pool = model.new_sequences(1, 200)?;
+    let s = pool.begin()?;
+    let logits = model.feed(&mut pool, &[(s, &[&prompt[..], &[first]].concat())])?.squeeze(0)?.to_vec1::<f32>()?;
+    let mut best: Vec<(usize, f64)> = logits.iter().map(|x| f64::from(*x)).enumerate().collect();
+    best.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let weights: Vec<f64> = best[..4].iter().map(|(_, x)| ((x - best[0].1) / 1.5).exp()).collect();
+    let (mut chi, mut counted) = (0., 0);
+    for ((id, _), weight) in best.iter().zip(&weights) {
+        let want = seconds.len() as f64 * weight / weights.iter().sum::<f64>();
+        let got = seconds.iter().filter(|second| **second as usize == *id).count();
+        assert!(want >= 5., "too few draws");
+        chi += (got as f64 - want).powi(2) / want;
+        counted += got;
+    }
+    println!("chi-square {chi:.1} of {} draws", seconds.len());
+    assert_eq!(counted, seconds.len(), "of the four best");
+    // Of 3 degrees of freedom: more comes once in ten thousand times, and the seeds are always the same.
+    assert!(chi < 21.1, "{chi}");
+    Ok(())
+}
+
+/// Drafts on a machine where they never pay, and where prompts come while they do not: what the head forgot is no harm.
+#[test]
+fn requests_that_come_and_go_are_completed_alike() -> Result<()> {
+    on_every_device(|model| {
+        let prompts = prompts(60)?;
+        let requests: Vec<Request> =
+            prompts.iter().enumerate().map(|(n, prompt)| Request::new(prompt.clone(), 3 + n * 5 % 90)).collect();
+        let (want, _) = complete(model, options(3, DraftDepth::Fixed(0)), &requests)?;
+        for draft in [0, 3] {
+            let options = EngineOptions { draft, prefill_chunk: 9, ..options(3, DraftDepth::Auto) };
+            let (got, stats) = complete(model, options, &requests)?;
+            println!("{}", stats.head);
+            let ties = ties(model, &prompts, &got, &want, "auto")?;
+            assert!(ties <= 2, "{ties} ties");
+        }
+        Ok(())
+    })
+}
