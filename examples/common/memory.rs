@@ -64,7 +64,11 @@ impl Need {
             weights,
             states: states.saturating_mul(all).saturating_add(rings).saturating_add(cache),
             kv: sequence.kv_per_token.saturating_mul(product(&[kept, room.max_len])),
-            working: if device.is_cpu() { pass.max(unpacked(config, dtype)) } else { pass.saturating_add(LIBRARIES) },
+            working: if device.is_cpu() {
+                pass.max(unpacked(config, dtype))
+            } else {
+                pass.saturating_add(LIBRARIES).saturating_add(dequantised(config))
+            },
         })
     }
 
@@ -151,6 +155,21 @@ fn pass(config: &ModelConfig, prefill_chunk: usize, room: &Room) -> u64 {
     let rows = tokens.saturating_mul(widest).saturating_mul(4);
     // Logits in the model's dtype, in f32, and as the sampler has them.
     rows.saturating_add(product(&[room.sequences, config.vocab_size, 12]))
+}
+
+/// The largest matrix in fp8 as a product of many rows has it: in 16 bits, while it runs.
+fn dequantised(config: &ModelConfig) -> u64 {
+    if config.fp8.is_none() {
+        return 0;
+    }
+    let (gdn, attention) = (&config.gdn, &config.attention);
+    let linear = 2 * gdn.num_key_heads * gdn.key_head_dim + 2 * gdn.num_value_heads * (gdn.value_head_dim + 1);
+    let full = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim;
+    let ffn = config.layers.iter().map(|layer| match layer.ffn {
+        FfnKind::Dense { intermediate_size } => intermediate_size.saturating_mul(2),
+        FfnKind::Moe => config.moe.as_ref().map_or(0, |moe| 2 * moe.shared_intermediate_size),
+    });
+    product(&[ffn.max().unwrap_or(0).max(linear).max(full), config.hidden_size, 2])
 }
 
 /// The largest weights that the CPU holds twice at a time, as they come and packed.

@@ -36,8 +36,9 @@ typedef struct gdn_moe_params {
   const void *down;            // [num_experts, hidden, inner], io_dtype
   const void *shared_gate_up;  // [2 shared_inner, hidden], io_dtype
   const void *shared_down;     // [hidden, shared_inner], io_dtype
-  gdn_scales gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // none, or those of all the four
-                               // above, which are then in e4m3; rows are counted over all experts
+  gdn_scales gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // none, or of all the four above,
+                               // which are then in e4m3; rows are counted over all experts. GDN_MOE_MANY rounds each number
+                               // to io_dtype, GDN_MOE_FEW takes it as it is
   const void *residual;        // null, or [tokens, hidden], io_dtype; may be y itself
   void *y;                     // written: [tokens, hidden], io_dtype; must not overlap x
   void *workspace;             // gdn_moe_workspace() bytes of device memory, aligned to 256. Its contents mean nothing

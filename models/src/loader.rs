@@ -23,7 +23,11 @@ impl CausalLm {
     /// Loads the model at the root of a checkpoint, in the dtype (f32, bf16 or f16) and on the
     /// device of `vb`. Weights that the text model does not need (a vision tower; `mtp.*`, unless
     /// [`Loader::draft_head`] asks for it) are never read. On the CPU, matrices in f32 that bf16 or f16 holds exactly are kept in it, which halves
-    /// memory and changes no result. Weights in fp8 ([`ModelConfig::fp8`]) are dequantised.
+    /// memory and changes no result.
+    ///
+    /// Matrices in fp8 ([`ModelConfig::fp8`]) stay as they are stored on CUDA, in bf16 or f16 and with blocks of 128 columns, if
+    /// their width is a multiple of 64 and none of their numbers is NaN; the experts of a layer do if all of them and the shared
+    /// expert can. Everywhere else they are dequantised as they are loaded.
     ///
     /// # Errors
     /// A missing or misshapen weight, by its full name.
@@ -81,7 +85,7 @@ pub struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    /// Quantises the matrices of all projections, embeddings aside, to this type, one by one as they are read: memory
+    /// Quantises the matrices of all projections, in fp8 or not and embeddings aside, to this type, one by one as they are read: memory
     /// holds the quantised model and one tensor of the checkpoint at a time. `None`, the default, leaves them as they are.
     /// In a GGUF file it concerns what is not quantised there.
     ///
@@ -103,7 +107,8 @@ impl<'a> Loader<'a> {
     /// on all ranks. A model that cannot be divided so ([`ModelConfig::split`]) is an error when it is loaded.
     ///
     /// A checkpoint's weights are then what [`part_of`](crate::part_of) or
-    /// [`part_of_safetensors`](crate::part_of_safetensors) give. A GGUF file is given whole: of each tensor the rank keeps
+    /// [`part_of_safetensors`](crate::part_of_safetensors) give; of matrices in fp8 those parts stay so that have a multiple of 128
+    /// columns. A GGUF file is given whole: of each tensor the rank keeps
     /// its rows or columns, quantised as they are. Only where its columns are not whole blocks of their type, as a K type's
     /// 256 values may not divide the width of a part, they become [`Q8_0`](GgmlDType::Q8_0), or dense where 32 does not
     /// divide it either; [`CausalLm::other_types`] tells which did.
@@ -131,7 +136,7 @@ impl<'a> Loader<'a> {
     /// As [`CausalLm::load`], or a type that matrices cannot be quantised to.
     pub fn load(self, vb: VarBuilder) -> Result<CausalLm> {
         let vb = match &self.config.fp8 {
-            // A part was dequantised when it was cut.
+            // A part's were given scales when it was cut.
             Some(fp8) if self.group.is_none() => dequantized(vb, fp8, None),
             _ => vb,
         };

@@ -26,7 +26,8 @@ struct PartOfWeights<'a> {
 
 /// The part of `weights`, which is at the root of a checkpoint of `config`'s model, that a rank of `group` loads with
 /// [`Loader::group`](crate::Loader::group). Each weight is made whole, on the device of `weights`,
-/// and cut; in fp8 on the CPU, where the part is dequantised.
+/// and cut; in fp8 on the CPU, where the part is dequantised. A part of it that is asked for in
+/// [`DType::F8E4M3`] comes as it is stored.
 ///
 /// # Errors
 /// Where the model cannot be divided so ([`ModelConfig::split`]).

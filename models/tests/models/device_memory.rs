@@ -66,24 +66,24 @@ fn spread(count: usize) -> impl Iterator<Item = usize> {
 fn an_engine_loses_no_request_for_want_of_memory() -> Result<()> {
     for device in &gpus(single_stream_devices()) {
         let model = DEMO.model(DType::F32, device)?;
-        completed(&model, || {})?; // what is made once is there
-        let want = completed(&model, || fail(0, 0))?;
+        completed(&model, GraphChoice::Auto, || {})?; // what is made once is there
+        let want = completed(&model, GraphChoice::Auto, || fail(0, 0))?;
         assert!(want.iter().all(|want| want.is_ok()));
         let count = COUNT.get();
         assert!(count > 100, "the driver's function is this one: {count}");
         for n in spread(count) {
-            let got = completed(&model, || fail(n, 1));
+            let got = completed(&model, GraphChoice::Auto, || fail(n, 1));
             fail(0, 0);
             assert_eq!(got?, want, "allocation {n} of {count} fails");
         }
         for n in [0, count / 3, count - count / 3] {
-            let got = completed(&model, || fail(n, usize::MAX));
+            let got = completed(&model, GraphChoice::Auto, || fail(n, usize::MAX));
             fail(0, 0);
             let got = got?;
             let lost = got.iter().filter(|got| matches!(got, Err(why) if why.contains("OUT_OF_MEMORY")));
             assert!(lost.count() > 0, "from allocation {n} of {count} on: {got:?}");
             assert!(got.iter().zip(&want).all(|(got, want)| got.is_err() || got == want), "{got:?}");
-            assert_eq!(completed(&model, || {})?, want, "after allocation {n} of {count}");
+            assert_eq!(completed(&model, GraphChoice::Auto, || {})?, want, "after allocation {n} of {count}");
         }
     }
     Ok(())

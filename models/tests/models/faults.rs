@@ -11,7 +11,8 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_gdn::plumbing::Working;
 use candle_gdn_models::{
     part_of, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
-    Engine, EngineOptions, Event, FinishReason, ModelConfig, PrepareOptions, Request, Sequence, SequencePool,
+    Engine, EngineOptions, Event, FinishReason, GraphChoice, ModelConfig, PrepareOptions, Request, Sequence,
+    SequencePool,
 };
 use candle_nn::VarBuilder;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -144,8 +145,9 @@ fn a_pass_that_fails_breaks_its_own_sequences() -> Result<()> {
 pub type Completed = Vec<std::result::Result<Vec<u32>, String>>;
 
 /// By an engine for which `arm` prepares a fault once it has its requests.
-pub fn completed(model: &CausalLm, arm: impl FnOnce()) -> Result<Completed> {
-    let mut engine = Engine::new(model, EngineOptions::new(3, 64))?;
+pub fn completed(model: &CausalLm, cuda_graph: GraphChoice, arm: impl FnOnce()) -> Result<Completed> {
+    let options = EngineOptions { cuda_graph, ..EngineOptions::new(3, 64) };
+    let mut engine = Engine::new(model, options)?;
     let mut ids = vec![];
     for n in 0..4u32 {
         let mut request = Request::new((0..3 + 2 * n).map(|i| (5 * i + n) % 30).collect(), 4 + n as usize);
@@ -179,11 +181,12 @@ fn an_engine_loses_no_request() -> Result<()> {
     for device in single_stream_devices() {
         let group = Faulty::new();
         let model = model(&device, &group)?;
-        let want = completed(&model, || {})?;
+        // A graph is captured before, and calls nobody.
+        let want = completed(&model, GraphChoice::Off, || {})?;
         assert!(want.iter().all(|want| want.is_ok()));
         let mut calls = 0;
         loop {
-            let got = completed(&model, || group.after(calls, false))?;
+            let got = completed(&model, GraphChoice::Off, || group.after(calls, false))?;
             assert_eq!(got, want, "call {calls} fails on {:?}", device.location());
             if group.left.load(Ordering::SeqCst) >= 0 {
                 break;
@@ -193,7 +196,7 @@ fn an_engine_loses_no_request() -> Result<()> {
         assert!(calls > 50, "{calls}");
         group.for_ever.store(true, Ordering::SeqCst);
         for calls in [0, 20, 45] {
-            let got = completed(&model, || group.after(calls, false))?;
+            let got = completed(&model, GraphChoice::Off, || group.after(calls, false))?;
             let lost = got.iter().filter(|got| matches!(got, Err(why) if why.contains("a fault on purpose")));
             assert!(lost.count() > 0 && got.iter().zip(&want).all(|(got, want)| got.is_err() || got == want));
         }

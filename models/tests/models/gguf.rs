@@ -598,7 +598,7 @@ pub fn in_fp8(tiny: &Tiny, block: [usize; 2]) -> Result<(Tiny, Tiny)> {
     let mut wide = tiny.clone();
     for (name, weight) in &tiny.weights {
         let projection = name.ends_with("_proj.weight") || name.ends_with("in_proj_qkvz.weight");
-        if projection && !plain.iter().any(|module| name.contains(module)) {
+        if projection && !plain.iter().any(|module| name.contains(&format!("{module}."))) {
             let (weight, scales) = to_fp8(weight, block)?;
             let scale = spread(&scales.to_dtype(DType::F32)?, block, weight.dims2()?)?;
             wide.weights.insert(name.clone(), (weight.to_dtype(DType::F32)? * scale)?);

@@ -197,7 +197,7 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
             }
         }
         assert!(off_the_border > 50, "{off_the_border}");
-        assert!(block != [128, 128] || stored > 100, "{stored}");
+        assert!(block != [128, 128] || stored > 50, "{stored}");
         let part = |group| part_of_safetensors_with(&files, &config, group, None);
         check("fp8", &dequantized.model()?, 2, BOUND, part);
         let q8_0 = |group| part_of_safetensors_with(&files, &config, group, Some(GgmlDType::Q8_0));
