@@ -105,7 +105,7 @@ fn read(args: &Args, name: &str) -> anyhow::Result<()> {
     if is(&["arguments", "config.json", "generation_config.json"]) {
         let config = checkpoint.config()?;
         let _ = Settings::new(&args.sampling, &checkpoint, &config);
-        let room = Plan::new(args, &config, &[vec![1, 2, 3]]).room();
+        let room = Plan::new(args, &config, false, &[vec![1, 2, 3]]).room(false);
         let _ = Need::new(&args.model, &checkpoint, &config, &room, &Device::Cpu);
         if let Some(file) = checkpoint.gguf() {
             let _ = CausalLm::load_gguf(&config, file, DType::F32, &Device::Cpu);
