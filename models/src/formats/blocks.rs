@@ -1,5 +1,6 @@
 //! Matrices as ggml stores them, on the host: rows of whole blocks, which can be moved about without being read.
 
+use crate::cpu::bytes::Bytes;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
 use candle_gdn::plumbing::cpu::{parallel, Shared};
@@ -75,6 +76,11 @@ impl Blocks {
 
     pub(crate) fn columns(&self) -> usize {
         self.columns
+    }
+
+    /// For products on the CPU, where it has instructions for this type.
+    pub(super) fn bytes(&self) -> Option<Bytes> {
+        (self.dtype == GgmlDType::Q8_0).then(|| Bytes::new(self.rows, self.columns, &self.data))?
     }
 
     fn row_bytes(&self) -> usize {

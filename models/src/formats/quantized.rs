@@ -1,12 +1,14 @@
-//! Projections whose weight is quantised, by candle's kernels.
+//! Projections whose weight is quantised, by candle's kernels; q8_0 on the CPU by ours, where it has instructions for bytes.
 
 use super::{Blocks, Matrix, Tiles};
+use crate::cpu::bytes::Bytes;
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::DeviceId;
 #[cfg(feature = "cuda")]
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::QTensor;
 use candle_core::{bail, DType, Device, Module, Result, Tensor};
+use candle_gdn::plumbing::host;
 use std::sync::Arc;
 #[cfg(feature = "cuda")]
 use std::sync::{Mutex, PoisonError};
@@ -22,6 +24,8 @@ pub(crate) struct Quantized {
 enum Part {
     /// `[rows, in]`, with the order that its columns are in.
     Blocks(Arc<QTensor>, Option<Tiles>),
+    /// The same in q8_0.
+    Bytes(Arc<Bytes>, Option<Tiles>),
     Dense(candle_gdn::Linear),
 }
 
@@ -69,6 +73,11 @@ impl Quantized {
     }
 
     fn push_blocks(&mut self, blocks: &Blocks, tiles: Option<Tiles>, device: &Device) -> Result<()> {
+        if let Some(bytes) = device.is_cpu().then(|| blocks.bytes()).flatten() {
+            self.outputs += bytes.rows();
+            self.parts.push(Part::Bytes(Arc::new(bytes), tiles));
+            return Ok(());
+        }
         let blocks = Arc::new(blocks.qtensor((blocks.rows(), blocks.columns()), device)?);
         self.outputs += blocks.shape().dims()[0];
         self.parts.push(Part::Blocks(blocks, tiles));
@@ -94,6 +103,11 @@ impl Quantized {
             outs.push(match part {
                 Part::Blocks(blocks, None) => wide.apply_op1_no_bwd(&**blocks)?,
                 Part::Blocks(blocks, Some(tiles)) => tiles.apply(x)?.apply_op1_no_bwd(&**blocks)?,
+                Part::Bytes(bytes, tiles) => {
+                    let x = tiles.map_or_else(|| Ok(wide.clone()), |tiles| tiles.apply(x))?;
+                    let y = host::with_f32(&x, |x| bytes.product(x, rows))?;
+                    Tensor::from_vec(y, (rows, bytes.rows()), x.device())?
+                }
                 Part::Dense(linear) => linear.forward(x)?.to_dtype(DType::F32)?,
             });
         }
