@@ -1,4 +1,5 @@
-// A warp's rows of the state in shared memory, until outputs and a fold are made of them: read again, they would come from memory.
+// What a warp copies into shared memory: its rows of the state, which stay there until outputs and a fold are made of them, since read
+// again they would come from memory; and rows of tokens and entries.
 //
 // The copy engine brings them, from sm_90 on. What a multiprocessor loads comes back in the order in which it was asked for: a
 // block that loaded its state would hold up the cursors and entries of the blocks beside it, and all that waits for them.
@@ -9,6 +10,17 @@
 
 namespace gdn {
 namespace replay {
+
+// `bytes`, a multiple of 16, from global to shared memory by all lanes together; on `barrier` where there is a copy engine.
+__device__ __forceinline__ void copy_run(void *to, const void *from, uint32_t bytes, uint32_t barrier) {
+  const auto at = ptx::shared_address(to);
+  const uint32_t lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0 && bytes) ptx::copy_bulk(at, from, bytes, barrier);
+#else
+  for (uint32_t i = 16 * lane; i < bytes; i += 16 * 32) ptx::copy_async(at + i, static_cast<const char *>(from) + i);
+#endif
+}
 
 template <typename ST, int ROWS> struct StateRows {
   static constexpr uint32_t kBytes = ROWS * kDim * sizeof(ST);
@@ -24,13 +36,9 @@ template <typename ST, int ROWS> struct StateRows {
 
   // Asks for the rows that begin at `in`.
   __device__ __forceinline__ void load(const ST *in) const {
-    const auto to = ptx::shared_address(rows);
-    const uint32_t lane = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
-    if (lane == 0) ptx::barrier_expect(barrier, kBytes), ptx::copy_bulk(to, in, kBytes, barrier);
-#else
-#pragma unroll
-    for (uint32_t i = 16 * lane; i < kBytes; i += 16 * 32) ptx::copy_async(to + i, reinterpret_cast<const char *>(in) + i);
+    if (threadIdx.x % 32 == 0) ptx::barrier_expect(barrier, kBytes);
+    copy_run(rows, in, kBytes, barrier);
+#if __CUDA_ARCH__ < 900
     ptx::copy_async_commit();
 #endif
   }
@@ -46,8 +54,7 @@ template <typename ST, int ROWS> struct StateRows {
   }
 };
 
-// Rows that the lanes of one warp copy into shared memory, a lane a row: by the copy engine, which needs no address for every
-// 16 bytes.
+// Rows of tokens and entries, which one warp copies for its block, a lane a row: the copy engine needs no address for every 16 bytes.
 struct RowCopies {
   const uint32_t barrier;
 
@@ -68,17 +75,6 @@ struct RowCopies {
     ptx::copy_bulk(at, from, BYTES, barrier);
 #else
     for (uint32_t i = 0; i < BYTES; i += 16) ptx::copy_async(at + i, static_cast<const char *>(from) + i);
-#endif
-  }
-
-  // By all lanes together.
-  __device__ __forceinline__ void copy_run(void *to, const void *from, uint32_t bytes) const {
-    const auto at = ptx::shared_address(to);
-    const uint32_t lane = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
-    if (lane == 0 && bytes) ptx::copy_bulk(at, from, bytes, barrier);
-#else
-    for (uint32_t i = 16 * lane; i < bytes; i += 16 * 32) ptx::copy_async(at + i, static_cast<const char *>(from) + i);
 #endif
   }
 

@@ -14,6 +14,11 @@ namespace replay {
 
 using decode::kWidth;    // of the convolution
 
+// The rule's, which has none.
+struct NoConvolution {
+  template <typename... A> __device__ __forceinline__ explicit NoConvolution(A &&...) {}
+};
+
 // Channels of a value head: k, q and v, an element of each of them a thread.
 template <typename T, int MAX, int THREADS> struct Convolution {
   static constexpr int kTurns = (3 * kDim + THREADS - 1) / THREADS;

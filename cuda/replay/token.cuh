@@ -61,11 +61,6 @@ template <typename T> struct TokenStepShared : TokenShared<T> {
   float squares[kTokenWarps];    // of the rows of each, summed
 };
 
-// Where there is no convolution.
-struct NoConvolution {
-  __device__ __forceinline__ NoConvolution(const Params &, uint32_t, uint32_t, uint32_t, int, int) {}
-};
-
 // The rule with Params, the fused step with StepParams.
 template <typename T, typename ST, typename GIVEN>
 __global__ void __launch_bounds__(32 * kTokenWarps, (kTokenBlocks<ST, GIVEN>))

@@ -53,11 +53,6 @@ template <typename T, typename ST, int MAX, typename GIVEN, int WARPS = kTokensW
 using TokensSharedOf =
     std::conditional_t<kStep<GIVEN>, TokensStepShared<T, ST, WARPS, MAX>, TokensShared<T, ST, WARPS, MAX>>;
 
-// Where there is no convolution.
-struct Nothing {
-  __device__ __forceinline__ Nothing(const Params &, const Tokens &, uint32_t, uint32_t) {}
-};
-
 // Products of 16 rows, `stride` apart from `rows` on and no further than the last, with k and q of all tokens: of this lane's
 // rows lane / 4 and 8 further with token 4 i + lane % 4, k and q.
 template <typename T, int MAX, typename S>
@@ -124,7 +119,7 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
   float a = 0.f, b = 0.f, decay = 0.f, a_log = 0.f, dt_bias = 0.f;
   if (warp == kGates && p.tokens) a_log = p.a_log[head], dt_bias = p.dt_bias[head];
   float weight[TILES][2];    // of the norm, for this lane's rows
-  std::conditional_t<STEP, Convolution<T, MAX, kThreads>, Nothing> convolution(p, tokens, head, key_head);
+  std::conditional_t<STEP, Convolution<T, MAX, kThreads>, NoConvolution> convolution(p, tokens, head, key_head);
   // What the kernel before this one may have written.
   const auto load_inputs = [&] {
     if constexpr (STEP) {
@@ -173,8 +168,8 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
     entry_rows.expect(ring.length * (kRowBytes + kUpdateBytes));
     const T *from = keys_of<T>(p, in_slot, key_head);
     const int run = min(length, static_cast<int>(ring.capacity - ring.first));    // before the ring begins again
-    entry_rows.copy_run(shared.keys[0], from + ring.first * kDim, run * kRowBytes);
-    if (run < length) entry_rows.copy_run(shared.keys[run], from, (length - run) * kRowBytes);
+    copy_run(shared.keys[0], from + ring.first * kDim, run * kRowBytes, entry_rows.barrier);
+    if (run < length) copy_run(shared.keys[run], from, (length - run) * kRowBytes, entry_rows.barrier);
     if (lane < length)
       entry_rows.copy<kUpdateBytes>(shared.updates[lane], updates_of(p, in_slot, head) + (ring.row(lane) * kDim + row0));
   }

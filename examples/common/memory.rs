@@ -76,7 +76,7 @@ impl Need {
         [self.weights, self.states, self.kv, self.working].into_iter().fold(0, u64::saturating_add)
     }
 
-    /// Whether there is so much, as far as the system tells.
+    /// Whether the device has as much memory free, as far as the system tells.
     pub fn fits(&self, device: &Device) -> bool {
         free(device).is_none_or(|free| self.total() <= free)
     }

@@ -26,7 +26,7 @@ const WARM_UP: usize = 512;
 ///
 /// Tokens are drawn where the logits lie. Decode steps that are CUDA graphs begin before the tokens of the one before have come to the
 /// host, where these only decide whether a completion ends: a token drawn after its end is dropped. A completion
-/// with [`Request::snapshot_end`] keeps its step from that, and so does [`EngineOptions::draft`].
+/// with [`Request::snapshot_end`] keeps its step from that, and so do [`EngineOptions::draft`] and a draft head.
 ///
 /// All memory is that of a [`SequencePool`], made with the engine: a request is admitted when a sequence of the pool is
 /// free, and refused at once when it can never fit. One thread owns the engine, as a CUDA graph asks; `M` is the model,
