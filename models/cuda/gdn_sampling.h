@@ -1,5 +1,6 @@
-// candle-gdn: the next token of each row, chosen from its logits. The rules of gdn.h hold here too: one parameter struct and a stream, nothing allocated, nothing awaited, strides in elements, statuses
-// of gdn_status. models/src/cpu/sampling.rs gives the same tokens.
+// candle-gdn: the next token of each row, chosen from its logits. The rules of gdn.h hold here too: one parameter struct and a
+// stream, nothing allocated, nothing awaited, strides in elements, statuses of gdn_status. models/src/cpu/sampling.rs gives the
+// same tokens.
 #ifndef CANDLE_GDN_SAMPLING_H
 #define CANDLE_GDN_SAMPLING_H
 

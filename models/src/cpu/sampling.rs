@@ -131,7 +131,6 @@ mod tests {
     #[test]
     fn random_numbers_are_philox() {
         assert_eq!(random_bits(0, 0), 0xe169_c58d_6627_e8d5);
-        assert_eq!(random_bits(u64::MAX, 7), random_bits(u64::MAX, 7));
         assert_ne!(random_bits(1, 0), random_bits(0, 1));
     }
 
