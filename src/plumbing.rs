@@ -6,6 +6,7 @@
 /// CPU kernels over plain slices.
 pub mod cpu {
     pub use crate::cpu::element::*;
+    pub use crate::cpu::pages::Pages;
     pub use crate::cpu::view::*;
     pub use crate::cpu::{matmul, simd};
 }

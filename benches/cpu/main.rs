@@ -4,6 +4,7 @@
 //! `cargo bench --bench cpu`; `CANDLE_NUM_THREADS` and `RAYON_NUM_THREADS` set the threads. Every contender's result is
 //! checked against the other's first. What was run is written to benches/results, for `cargo bench --bench report`.
 
+mod gguf;
 mod model;
 mod ops;
 #[path = "../report/record.rs"]
@@ -34,6 +35,15 @@ fn main() -> ExitCode {
     let threads = candle_core::utils::get_num_threads();
     if std::env::var_os("RAYON_NUM_THREADS").is_none() {
         std::env::set_var("RAYON_NUM_THREADS", threads.to_string());
+    }
+    if std::env::args().any(|arg| arg == "--gguf") {
+        return match gguf::run(&clap::Parser::parse()) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(e) => {
+                eprintln!("error: {e:#}");
+                ExitCode::FAILURE
+            }
+        };
     }
     let since = SystemTime::now();
     let mut c = Criterion::default()

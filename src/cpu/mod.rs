@@ -7,6 +7,7 @@ pub mod element;
 mod gates;
 pub mod matmul;
 pub mod norm;
+pub mod pages;
 mod recurrent;
 pub mod replay;
 pub mod rule;

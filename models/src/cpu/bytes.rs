@@ -7,7 +7,8 @@
 
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 
-use candle_gdn::plumbing::cpu::{parallel, Shared};
+use candle_gdn::plumbing::cpu::{parallel, Pages, Shared};
+use pulp::bytemuck::Zeroable;
 
 /// Numbers of a block; its bytes as ggml stores it: a scale in f16, then a byte each.
 const BLOCK: usize = 32;
@@ -26,13 +27,16 @@ const AHEAD: usize = 2048;
 #[repr(align(64))]
 struct Line([u8; 64]);
 
+// SAFETY: bytes.
+unsafe impl Zeroable for Line {}
+
 /// A matrix `[rows, columns]`; its last panel is filled up with zeros.
 pub(crate) struct Bytes {
     rows: usize,
     blocks: usize,
     /// `[panel, pair of blocks]`, of each two times `[four columns, row]`, and `[block, row]` scales in f16: one stream, as few rows
     /// of x wait for memory.
-    lines: Vec<Line>,
+    lines: Pages<Line>,
 }
 
 /// Rows of x in whole numbers of 8 bits.
@@ -53,7 +57,7 @@ impl Bytes {
         assert_eq!(stored.len(), rows * blocks * STORED);
         let panel_lines = blocks.div_ceil(2) * PAIR;
         // What is not there has a scale of zero.
-        let mut made = Self { rows, blocks, lines: vec![Line([0; 64]); panels * panel_lines] };
+        let mut made = Self { rows, blocks, lines: Pages::zeroed(panels * panel_lines) };
         let lines = Shared::new(&mut made.lines);
         parallel(panels, PANEL * columns, |panel| {
             // SAFETY: a task has a panel of its own.
@@ -108,13 +112,19 @@ impl Bytes {
         let blocks = self.blocks;
         let panel_lines = blocks.div_ceil(2) * PAIR;
         let lines = &self.lines[panel * panel_lines..][..panel_lines];
-        let words: [&[[i32; BLOCK / 4]]; N] = std::array::from_fn(|r| &x.words[(first + r) * blocks..][..blocks]);
-        let of_x: [&[(f32, i32)]; N] = std::array::from_fn(|r| &x.blocks[(first + r) * blocks..][..blocks]);
+        // Loops, not `array::from_fn`: its closures are not always inlined.
+        let (mut words, mut of_x) = ([&[][..]; N], [&[][..]; N]);
+        for r in 0..N {
+            words[r] = &x.words[(first + r) * blocks..][..blocks];
+            of_x[r] = &x.blocks[(first + r) * blocks..][..blocks];
+        }
         let mut acc = [_mm512_setzero_ps(); N];
         for b in 0..blocks {
             // Two sums for few rows, as one would wait for itself.
-            let mut sums: [[__m512i; 2]; N] =
-                std::array::from_fn(|r| [_mm512_set1_epi32(of_x[r][b].1), _mm512_setzero_si512()]);
+            let mut sums = [[_mm512_setzero_si512(); 2]; N];
+            for r in 0..N {
+                sums[r][0] = _mm512_set1_epi32(of_x[r][b].1);
+            }
             let pair: &[Line; PAIR] = lines[b / 2 * PAIR..][..PAIR].try_into().expect("a pair");
             for (i, line) in pair[b % 2 * LINES..][..LINES].iter().enumerate() {
                 let w = _mm512_load_si512(line.0.as_ptr().cast());

@@ -1,8 +1,10 @@
 //! Weight matrices in panels, as [`multiply`](super::multiply) walks them.
 
 use crate::cpu::element::Element;
+use crate::cpu::pages::Pages;
 use crate::cpu::view::{parallel, Shared};
 use half::{bf16, f16};
+use pulp::bytemuck::Zeroable;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Outputs of a panel: a multiple of every vector length.
@@ -17,24 +19,24 @@ pub struct Weights {
 }
 
 pub enum Data {
-    F32(Vec<f32>),
-    BF16(Vec<bf16>),
-    F16(Vec<f16>),
+    F32(Pages<f32>),
+    BF16(Pages<bf16>),
+    F16(Pages<f16>),
 }
 
 /// bf16 or f16.
-pub trait Half: Element {
-    fn data(packed: Vec<Self>) -> Data;
+pub trait Half: Element + Zeroable {
+    fn data(packed: Pages<Self>) -> Data;
 }
 
 impl Half for bf16 {
-    fn data(packed: Vec<Self>) -> Data {
+    fn data(packed: Pages<Self>) -> Data {
         Data::BF16(packed)
     }
 }
 
 impl Half for f16 {
-    fn data(packed: Vec<Self>) -> Data {
+    fn data(packed: Pages<Self>) -> Data {
         Data::F16(packed)
     }
 }
@@ -120,10 +122,10 @@ fn all_exact<H: Element>(from: &[f32]) -> bool {
 }
 
 /// `[count, n, k]` to `[count, n / PANEL, k, PANEL]`, the last panel of a matrix filled up with zeros.
-fn pack<F: Element, W: Element>(from: &[F], count: usize, n: usize, k: usize) -> Vec<W> {
+fn pack<F: Element, W: Element + Zeroable>(from: &[F], count: usize, n: usize, k: usize) -> Pages<W> {
     assert_eq!(from.len(), count * n * k);
     let panels = n.div_ceil(PANEL);
-    let mut data = vec![W::ZERO; count * panels * k * PANEL];
+    let mut data = Pages::zeroed(count * panels * k * PANEL);
     let to = Shared::new(&mut data);
     parallel(count * panels, k * PANEL, |task| {
         let (matrix, first) = (task / panels, task % panels * PANEL);
