@@ -14,7 +14,7 @@ pub struct Args {
     pub gguf: PathBuf,
 
     /// Tokens of the prompts
-    #[arg(long, value_delimiter = ',', default_value = "512")]
+    #[arg(long, value_delimiter = ',')]
     prompts: Vec<usize>,
 
     /// Tokens that are decoded one by one behind --depth others
@@ -28,7 +28,7 @@ pub struct Args {
     #[arg(long, default_value_t = 5)]
     repeats: usize,
 
-    /// What cargo passes to every benchmark
+    /// As cargo passes it to every benchmark
     #[arg(long, hide = true)]
     bench: bool,
 }

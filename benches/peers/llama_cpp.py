@@ -50,14 +50,14 @@ class Failure(Exception):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        print(f"llama_cpp.py: {message}", file=sys.stderr)
+        print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(2)
 
 
 def arguments(argv):
     cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "candle-gdn-llama")
     cpus = len(os.sched_getaffinity(0))
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(prog="llama_cpp.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--threads", type=int, default=cpus, metavar="N", help=f"default: the CPUs there are, {cpus}")
     p.add_argument("--gguf", metavar="FILE", help="a model for llama-bench; without it the op alone is timed")
     p.add_argument("--llama", metavar="DIR", help="an existing build of llama.cpp")

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import types
 import unittest
@@ -25,6 +26,7 @@ import children
 import contenders
 import contest
 import data
+import gguf
 import llama_cpp
 import records
 import reference
@@ -493,6 +495,35 @@ class LlamaCpp(unittest.TestCase):
         for argv in (["--threads", "100000"], ["--threads", "0"], ["--gguf", "/no/such/file"], ["--llama", HERE],
                      ["--repeats", "0"], ["--nonsense"]):
             refused(self, llama_cpp, *argv)
+
+
+class Gguf(unittest.TestCase):
+    STAND_IN = """#!/bin/sh
+        echo "$0 $@" >> "$(dirname "$0")/said"
+        echo '[{"n_prompt": 16, "n_gen": 0, "samples_ns": [%d, 8e6]}, {"n_prompt": 0, "n_gen": 4, "samples_ns": [%d]}]'
+        """
+
+    def test_bad_input(self):
+        for argv in ([], ["--ours", HERE, "--llama", HERE, __file__], ["--ours", __file__, "--llama", HERE, __file__]):
+            refused(self, gguf, *argv)
+
+    def test_best_runs_side_by_side(self):
+        with tempfile.TemporaryDirectory() as folder:
+            os.mkdir(os.path.join(folder, "bin"))
+            paths = [os.path.join(folder, "ours"), os.path.join(folder, "bin", "llama-bench")]
+            for path, prompt, decode in zip(paths, (4e6, 2e6), (1e6, 2e6)):
+                with open(path, "w", encoding="utf-8") as f:
+                    f.write(textwrap.dedent(self.STAND_IN % (prompt, decode)))
+                os.chmod(path, 0o755)
+            args, _ = gguf.arguments(["--ours", paths[0], "--llama", folder, "--threads", "1", "--rounds", "2", __file__])
+            best = gguf.time_file(args, __file__, lambda text: None)
+            self.assertEqual([line.split(" | ")[1:] for line in gguf.lines(__file__, best)],
+                             [["prompt 16", "4,000.0", "8,000.0", "0.50 |"], ["decode 4", "4,000.0", "2,000.0", "2.00 |"]])
+            with open(os.path.join(folder, "said"), encoding="utf-8") as f:
+                ours = f"--gguf {__file__} --prompts 16,128,512 --decode 64 --depth 128 --repeats 2"
+                self.assertEqual(f.readline().split(" ", 1)[1].strip(), ours)
+            with open(os.path.join(folder, "bin", "said"), encoding="utf-8") as f:
+                self.assertEqual(len(f.readlines()), 4)
 
 
 # ---- contenders, on the host ----

@@ -2,6 +2,7 @@
 
 use crate::blocks::linear::Linear;
 use crate::config::ModelConfig;
+use crate::cpu::bytes::Bytes;
 use crate::formats::Source;
 use candle_core::quantized::QTensor;
 use candle_core::{DType, Result, Tensor};
@@ -23,6 +24,8 @@ enum Table {
     Dense(Tensor),
     /// Those of the head, which packs them for its products: another copy would be large.
     Head(Arc<Weights>),
+    /// Those of the head in q8_0, which lays them out for its products.
+    Bytes(Arc<Bytes>),
     /// As a file had them; the head shares them where they are tied.
     Quantized(Arc<QTensor>, Option<Behind>),
 }
@@ -48,6 +51,7 @@ impl Embeddings {
         let table = match self.table {
             Table::Dense(table) => Table::Dense(table.pad_with_zeros(0, 0, 1)?),
             Table::Head(weights) => Table::Head(weights),
+            Table::Bytes(bytes) => Table::Bytes(bytes),
             Table::Quantized(table, _) => {
                 let behind = Behind::new(&table)?;
                 Table::Quantized(table, Some(behind))
@@ -60,23 +64,26 @@ impl Embeddings {
     pub(crate) fn rows(&self, ids: &Tensor) -> Result<Tensor> {
         match &self.table {
             Table::Dense(table) => table.index_select(ids, 0),
-            Table::Head(weights) => {
-                let ids = ids.to_dtype(DType::U32)?.to_vec1::<u32>()?;
-                let mut rows = vec![0f32; ids.len() * self.hidden_size];
-                // Behind the last row are zeros.
-                let known = ids
-                    .iter()
-                    .zip(rows.chunks_exact_mut(self.hidden_size))
-                    .filter(|(id, _)| (**id as usize) < weights.outputs());
-                known.for_each(|(id, row)| weights.read_row(*id as usize, row));
-                host::tensor(rows, (ids.len(), self.hidden_size), self.dtype)
-            }
+            Table::Head(weights) => self.read(ids, weights.outputs(), |row, to| weights.read_row(row, to)),
+            Table::Bytes(bytes) => self.read(ids, bytes.rows(), |row, to| bytes.read_row(row, to)),
             Table::Quantized(table, None) => table.embedding(ids)?.to_dtype(self.dtype),
             Table::Quantized(table, Some(behind)) => {
                 let rows = table.embedding(&behind.row.index_select(ids, 0)?)?;
                 rows.broadcast_mul(&behind.factor.index_select(ids, 0)?)?.to_dtype(self.dtype)
             }
         }
+    }
+
+    /// The rows that `read` gives, of which there are `count`; behind the last are zeros.
+    fn read(&self, ids: &Tensor, count: usize, read: impl Fn(usize, &mut [f32])) -> Result<Tensor> {
+        let ids = ids.to_dtype(DType::U32)?.to_vec1::<u32>()?;
+        let mut rows = vec![0f32; ids.len() * self.hidden_size];
+        for (id, row) in ids.iter().zip(rows.chunks_exact_mut(self.hidden_size)) {
+            if (*id as usize) < count {
+                read(*id as usize, row);
+            }
+        }
+        host::tensor(rows, (ids.len(), self.hidden_size), self.dtype)
     }
 }
 
@@ -85,6 +92,10 @@ impl Table {
         let (rows, columns, name) = (config.vocab_size, config.hidden_size, "embed_tokens.weight");
         let tied = config.tie_word_embeddings;
         if let Some(table) = text.stored_blocks(rows, columns, name)? {
+            if let Some(bytes) = (tied && text.device().is_cpu()).then(|| table.bytes()).flatten() {
+                let bytes = Arc::new(bytes);
+                return Ok((Self::Bytes(bytes.clone()), Some(Linear::of_bytes(bytes))));
+            }
             let table = Arc::new(table.qtensor((rows, columns), text.device())?);
             return Ok((Self::Quantized(table.clone(), None), tied.then(|| Linear::shared(table)).transpose()?));
         }

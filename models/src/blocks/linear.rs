@@ -1,5 +1,6 @@
 //! A projection without bias: dense by candle-gdn's kernels, or quantised by candle's.
 
+use crate::cpu::bytes::Bytes;
 use crate::formats::{E4m3Rows, Matrix, Quantized, Source};
 use candle_core::quantized::QTensor;
 use candle_core::{bail, Device, Module, Result, Tensor};
@@ -86,6 +87,11 @@ impl Linear {
     /// Of a quantised weight `[out, in]` that is in use elsewhere, too.
     pub fn shared(weight: Arc<QTensor>) -> Result<Self> {
         Quantized::shared(weight).map(Self::Quantized)
+    }
+
+    /// Of bytes that are in use elsewhere, too.
+    pub fn of_bytes(bytes: Arc<Bytes>) -> Self {
+        Self::Quantized(Quantized::of_bytes(bytes))
     }
 
     /// The weight where it is packed for the CPU.

@@ -8,6 +8,7 @@
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 
 use candle_gdn::plumbing::cpu::{parallel, Pages, Shared};
+use half::f16;
 use pulp::bytemuck::Zeroable;
 
 /// Numbers of a block; its bytes as ggml stores it: a scale in f16, then a byte each.
@@ -20,7 +21,10 @@ const PAIR: usize = 2 * LINES + 1;
 /// Rows of x that are multiplied at a time.
 const ROWS: usize = 8;
 
-/// Bytes of the matrix that few rows of x ask for ahead of what they multiply.
+/// Fewer rows wait for memory.
+const FEW: usize = 4;
+
+/// Bytes of the matrix that those ask for ahead of what they multiply.
 const AHEAD: usize = 2048;
 
 #[derive(Clone, Copy)]
@@ -81,6 +85,22 @@ impl Bytes {
         self.rows
     }
 
+    /// The numbers of a row.
+    pub(crate) fn read_row(&self, row: usize, to: &mut [f32]) {
+        assert!(row < self.rows && to.len() == self.blocks * BLOCK);
+        let (panel, row) = (row / PANEL, row % PANEL);
+        let panel_lines = self.blocks.div_ceil(2) * PAIR;
+        for (b, to) in to.chunks_exact_mut(BLOCK).enumerate() {
+            let pair = &self.lines[panel * panel_lines + b / 2 * PAIR..][..PAIR];
+            let scale = &pair[2 * LINES].0[b % 2 * 2 * PANEL + 2 * row..][..2];
+            let scale = f16::from_le_bytes([scale[0], scale[1]]).to_f32();
+            for (line, to) in pair[b % 2 * LINES..][..LINES].iter().zip(to.chunks_exact_mut(4)) {
+                let four = &line.0[4 * row..][..4];
+                to.iter_mut().zip(four).for_each(|(to, byte)| *to = scale * f32::from(byte.wrapping_sub(128) as i8));
+            }
+        }
+    }
+
     /// `x [n, columns]` times the transposed matrix, `[n, rows]`. x is rounded to 8 bits, 32 numbers by one scale.
     pub(crate) fn product(&self, x: &[f32], n: usize) -> Vec<f32> {
         assert_eq!(x.len(), n * self.blocks * BLOCK);
@@ -118,6 +138,9 @@ impl Bytes {
             words[r] = &x.words[(first + r) * blocks..][..blocks];
             of_x[r] = &x.blocks[(first + r) * blocks..][..blocks];
         }
+        // Many rows compute for long: the last of them ask for the next panel meanwhile.
+        let asks = N < FEW || first + N == x.blocks.len() / blocks;
+        let ahead = if N < FEW { AHEAD } else { panel_lines * 64 };
         let mut acc = [_mm512_setzero_ps(); N];
         for b in 0..blocks {
             // Two sums for few rows, as one would wait for itself.
@@ -128,11 +151,11 @@ impl Bytes {
             let pair: &[Line; PAIR] = lines[b / 2 * PAIR..][..PAIR].try_into().expect("a pair");
             for (i, line) in pair[b % 2 * LINES..][..LINES].iter().enumerate() {
                 let w = _mm512_load_si512(line.0.as_ptr().cast());
-                if N < 4 {
-                    _mm_prefetch::<_MM_HINT_T0>(line.0.as_ptr().wrapping_add(AHEAD).cast());
+                if asks {
+                    _mm_prefetch::<_MM_HINT_T0>(line.0.as_ptr().wrapping_add(ahead).cast());
                 }
                 for r in 0..N {
-                    let sum = &mut sums[r][if N < 4 { i % 2 } else { 0 }];
+                    let sum = &mut sums[r][if N < FEW { i % 2 } else { 0 }];
                     *sum = _mm512_dpbusd_epi32(*sum, w, _mm512_set1_epi32(words[r][b][i]));
                 }
             }
@@ -224,6 +247,11 @@ mod tests {
             let weight = QTensor::quantize(&tensor(rows, columns)?, GgmlDType::Q8_0)?;
             let Some(bytes) = Bytes::new(rows, columns, &weight.data()?) else { return Ok(()) };
             let wide = weight.dequantize(&Device::Cpu)?;
+            for (i, want) in wide.to_vec2::<f32>()?.iter().enumerate() {
+                let mut row = vec![f32::NAN; columns];
+                bytes.read_row(i, &mut row);
+                assert_eq!(row, *want, "row {i} of {rows} x {columns}");
+            }
             for n in [1, 2, 3, 7, 8, 21] {
                 let x = tensor(n, columns)?;
                 let y = bytes.product(&x.flatten_all()?.to_vec1::<f32>()?, n);

@@ -79,7 +79,7 @@ impl Blocks {
     }
 
     /// For products on the CPU, where it has instructions for this type.
-    pub(super) fn bytes(&self) -> Option<Bytes> {
+    pub(crate) fn bytes(&self) -> Option<Bytes> {
         (self.dtype == GgmlDType::Q8_0).then(|| Bytes::new(self.rows, self.columns, &self.data))?
     }
 

@@ -91,6 +91,11 @@ impl Quantized {
         Ok(whole)
     }
 
+    /// The same of bytes.
+    pub(crate) fn of_bytes(bytes: Arc<Bytes>) -> Self {
+        Self { outputs: bytes.rows(), parts: vec![Part::Bytes(bytes, None)] }
+    }
+
     /// `x [rows, in]` to `[rows, out]`.
     fn rows(&self, x: &Tensor) -> Result<Tensor> {
         let rows = x.dim(0)?;
