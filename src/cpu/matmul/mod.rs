@@ -12,7 +12,7 @@ pub use weights::{Half, Weights, PANEL};
 
 use super::dispatch::dispatch;
 use super::element::Element;
-use super::view::{parallel, prefetch, Shared};
+use super::view::{parallel, Shared};
 use pulp::{bytemuck, Simd, WithSimd};
 use weights::Data;
 
@@ -146,9 +146,6 @@ impl<W: Element> PanelTask<'_, '_, W> {
             let piece = &self.panel[start * PANEL..(start + DEPTH).min(k) * PANEL];
             let wide = &mut wide[..piece.len()];
             wide.iter_mut().zip(piece).for_each(|(wide, x)| *wide = x.to_f32());
-            // Comes from memory while this one is multiplied.
-            let next = (start + DEPTH).min(k);
-            prefetch(&self.panel[next * PANEL..(next + DEPTH).min(k) * PANEL]);
             self.tiles::<S, f32, M, N>(simd, start, wide);
         }
         if k == 0 {
