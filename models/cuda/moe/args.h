@@ -36,6 +36,7 @@ struct Args {
   Table *table;
   int32_t *chosen;           // [tokens, k]
   float *weights;            // [tokens, k + 1]: of the chosen and of the shared expert
+  int32_t *counts;           // [blocks of tokens, experts]: rows
   int32_t *row_of_choice;    // [tokens, k]
   int32_t *token_of_row;     // [tokens k]
   Tile *tiles;
@@ -70,6 +71,13 @@ inline int score_splits(const gdn_moe_params &p) {
   int splits = 1;
   while (splits < 8 && blocks * splits * 2 <= 128 && p.hidden / kGemmInputs >= splits * 8) splits *= 2;
   return splits;
+}
+
+// Tokens that a block chooses for: one or more a warp, in at most 128 blocks.
+constexpr int kChooseThreads = 512;
+inline int choose_tokens(int32_t tokens) {
+  constexpr int kWarps = kChooseThreads / 32;
+  return (tokens - 1) / (kWarps * 128) * kWarps + kWarps;
 }
 
 // Rows of a tile for so many rows of all experts.

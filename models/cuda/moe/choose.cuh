@@ -88,5 +88,27 @@ __device__ __forceinline__ float shared_weight(const Args &a, int token) {
   return sigmoid(logit);
 }
 
+constexpr int kSortThreads = GDN_MOE_EXPERTS;    // an expert each
+
+// The sum of what the threads before this one have, and of all; of kSortThreads.
+struct Before {
+  int mine, all;
+};
+__device__ __forceinline__ Before sum_before(int x, int *of_warp) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = x;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, d);
+    if (lane >= d) sum += other;
+  }
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  const int other = of_warp[lane];
+  const int before = __reduce_add_sync(0xffffffffu, lane < warp ? other : 0), all = __reduce_add_sync(0xffffffffu, other);
+  return {before + sum - x, all};
+}
+static_assert(kSortThreads == 32 * 32, "a warp sees the sums of all");
+
 }  // namespace moe
 }  // namespace gdn

@@ -19,7 +19,7 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   }
   if (p.tokens > 1) {
     config.grid = dim3(1);
-    config.block = dim3(kTableThreads);
+    config.block = dim3(kSortThreads);
     if (const int status = launch(table_kernel, config, args)) return status;
     config.overlap = p.overlap >= 0;
   }

@@ -54,6 +54,7 @@ int64_t lay_out(const gdn_moe_params &p, char *base, Args *args) {
     const int each = tile_rows(pairs, p.num_experts);
     part(args->chosen, pairs * 4);
     part(args->weights, tokens * (p.top_k + 1) * 4);
+    part(args->counts, ceil_div(tokens, choose_tokens(p.tokens)) * p.num_experts * 4);
     part(args->row_of_choice, pairs * 4);
     part(args->token_of_row, pairs * 4);
     part(args->tiles, (pairs / each + p.num_experts + ceil_div(tokens, each)) * static_cast<int64_t>(sizeof(Tile)));
