@@ -208,3 +208,26 @@ impl CustomOp1 for SparseMoe<'_> {
         Ok((out, Shape::from((tokens, hidden))))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    /// A router is the sum of its parts, bit for bit, and has no more of them than it takes.
+    #[test]
+    fn parts_of_a_router() -> Result<()> {
+        let router = Tensor::randn(0f32, 0.02, (5, 64), &Device::Cpu)?;
+        for (dtype, count) in [(DType::BF16, 1), (DType::F16, 2), (DType::F32, 3)] {
+            let router = router.to_dtype(dtype)?.to_dtype(DType::F32)?;
+            let parts = parts_of(&router)?;
+            assert_eq!((parts.dims(), parts.dtype()), ([count, 5, 64].as_slice(), DType::BF16));
+            let mut sum = Tensor::zeros((5, 64), DType::F32, &Device::Cpu)?;
+            for i in 0..count {
+                sum = (sum + parts.get(i)?.to_dtype(DType::F32)?)?;
+            }
+            assert_eq!(sum.to_vec2::<f32>()?, router.to_vec2::<f32>()?, "{dtype:?}");
+        }
+        Ok(())
+    }
+}
