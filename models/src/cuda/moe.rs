@@ -57,7 +57,7 @@ impl<'a> Weight<'a> {
 
 /// The weights of a layer, contiguous, all but the router in the dtype of x or in e4m3.
 pub(crate) struct Moe<'a> {
-    /// `[parts, experts, hidden]` in bf16, of which [`parts_of`] it is the sum; with a shared expert one row more, its gate.
+    /// `[parts, experts, hidden]` in bf16, whose sum it is ([`parts_of`]); with a shared expert one row more, its gate.
     pub router: &'a Tensor,
     /// `[experts * 2 * inner, hidden]`, per expert the gate's rows, then up's.
     pub gate_up: Weight<'a>,

@@ -15,7 +15,7 @@ use candle_nn::VarBuilder;
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceMoe {
     /// `[experts, hidden]` in f32; where there is a shared expert a row more, its gate. For the kernels in parts
-    /// ([`moe::parts_of`]), `[parts, experts, hidden]`.
+    /// (`moe::parts_of`), `[parts, experts, hidden]`.
     router: Tensor,
     experts: Experts,
     /// An MLP for every token, scaled by a sigmoid.
