@@ -14,7 +14,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from llama_cpp import Failure, Parser, judge, measured, parse_model
+from llama_cpp import Failure, Parser, measured, parse_model
 
 
 def arguments(argv):
@@ -30,6 +30,8 @@ def arguments(argv):
     p.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each; default %(default)s")
     p.add_argument("--repeats", type=int, default=2, metavar="N", help="runs of a turn; default %(default)s")
     args = p.parse_args(argv)
+    if not 1 <= args.threads <= cpus:
+        p.error(f"{args.threads} threads do not fit the {cpus} CPUs that this process may use")
     args.bench = os.path.join(args.llama, "bin", "llama-bench")
     for path in (args.ours, args.bench, *args.files):
         if not os.path.isfile(path):
@@ -57,7 +59,7 @@ def time_file(args, file, say):
             times = best.setdefault(contender, {})
             for command in runs:
                 text, busy = measured([str(word) for word in command], **threads)
-                judge(f"{contender}, {os.path.basename(file)}", args.threads, busy, say)
+                say(f"{contender}, {os.path.basename(file)}: {busy:.2f} CPUs busy, the loading included")
                 for key, samples in parse_model(text).items():
                     times[key] = min([times.get(key, float("inf")), *samples])
     return best
