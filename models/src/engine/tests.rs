@@ -4,7 +4,7 @@ use super::pool::{Sequence, SequencePool};
 use super::step::StepBuffers;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
-use crate::engine::{Engine, EngineOptions, Event, FinishReason, Request, RequestId, Rings, Sampling};
+use crate::engine::{DraftDepth, Engine, EngineOptions, Event, FinishReason, Request, RequestId, Rings, Sampling};
 use crate::loader::DraftHeadChoice;
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
@@ -369,9 +369,16 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
         let most = [50, 3, 17, 1, 2][n as usize % 5];
         Request { sampling, stop, seed: n.into(), snapshot_end: n % 8 == 5, ..Request::new(prompt, most) }
     };
-    let run = |sequences: usize, ahead: bool, cancelled: &[(usize, u64)]| {
-        let mut engine = Engine::new(&model, EngineOptions { prefill_chunk: 8, ..EngineOptions::new(sequences, 40) })?;
-        engine.ahead_without_graph = ahead;
+    let (mut rounds, mut accepted) = (0, 0);
+    let mut run = |sequences: usize, how: Steps, cancelled: &[(usize, u64)]| {
+        let depth = if let Steps::Rounds(depth) = how { depth } else { DraftDepth::Auto };
+        let options = EngineOptions { prefill_chunk: 8, draft_depth: depth, ..EngineOptions::new(sequences, 40) };
+        let mut engine = Engine::new(&model, options)?;
+        match how {
+            Steps::Waiting => {}
+            Steps::Ahead => engine.ahead_without_graph = true,
+            Steps::Rounds(_) => engine.as_with_graphs()?,
+        }
         let (mut all, mut ids) = (Ends::new(), vec![]);
         for step in 0.. {
             // New ones come now and then.
@@ -390,26 +397,43 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
                 (0..sequences).try_for_each(|_| engine.submit(Request::new(vec![1], 2)).map(drop))?;
                 engine.step()?;
                 assert_eq!(engine.waiting(), 0);
+                if let Steps::Rounds(_) = how {
+                    rounds += engine.stats().head.drafted[1];
+                    accepted += engine.stats().head.accepted[1];
+                }
                 break;
             }
         }
         Ok::<_, candle_core::Error>(ids.into_iter().map(|id| all.remove(&id).unwrap()).collect::<Vec<_>>())
     };
-    let want = run(1, false, &[])?;
+    let want = run(1, Steps::Waiting, &[])?;
     let ended = |reason: FinishReason| want.iter().filter(|end| end.2.as_ref() == Some(&reason)).count();
     assert!(ended(FinishReason::Stop) > 0 && ended(FinishReason::MaxLen) > 1 && ended(FinishReason::MaxNewTokens) > 4);
     for sequences in [1, 3, 6] {
-        for ahead in [false, true] {
-            assert_eq!(run(sequences, ahead, &[])?, want, "{sequences} sequences, ahead: {ahead}");
+        let fixed = [0, 1, 2, 3, 7].map(|depth| Steps::Rounds(DraftDepth::Fixed(depth)));
+        for how in [Steps::Waiting, Steps::Ahead, Steps::Rounds(DraftDepth::Auto)].into_iter().chain(fixed) {
+            assert_eq!(run(sequences, how, &[])?, want, "{sequences} sequences, {how:?}");
             let cancelled = [(3, 0), (7, 2), (12, 3), (21, 6), (22, 7), (40, 12), (41, 15), (60, 20)];
-            let got = run(sequences, ahead, &cancelled)?;
+            let got = run(sequences, how, &cancelled)?;
             for (n, (got, want)) in got.iter().zip(&want).enumerate() {
                 match &got.2 {
-                    Some(FinishReason::Cancelled) => assert_eq!(got.0, want.0[..got.0.len()], "request {n}"),
-                    _ => assert_eq!(got, want, "request {n}"),
+                    Some(FinishReason::Cancelled) => assert_eq!(got.0, want.0[..got.0.len()], "request {n}, {how:?}"),
+                    _ => assert_eq!(got, want, "request {n}, {how:?}"),
                 }
             }
         }
     }
+    println!("{accepted} of {rounds} accepted at depth 2");
+    assert!(accepted > 10);
     Ok(())
+}
+
+/// How decode steps run.
+#[derive(Clone, Copy, Debug)]
+enum Steps {
+    /// The host sees what one drew before the next one.
+    Waiting,
+    Ahead,
+    /// As with graphs, with rounds of the draft head.
+    Rounds(DraftDepth),
 }
