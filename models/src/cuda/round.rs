@@ -49,12 +49,14 @@ pub(crate) fn round(
                 history: int(NAME, "history", history)?,
                 forced,
             };
-            let (launch, stream) = match half {
-                Half::Begin => (gdn_round_begin as unsafe extern "C" fn(_, _) -> _, stream.cu_stream()),
-                Half::End => (gdn_round_end as unsafe extern "C" fn(_, _) -> _, stream.cu_stream()),
-            };
+            let stream = stream.cu_stream().cast::<c_void>();
             // SAFETY: every pointer lies in buffers made for so many sequences and tokens, and the guards outlive the launch.
-            check(NAME, unsafe { launch(&params, stream.cast::<c_void>()) })
+            check(NAME, unsafe {
+                match half {
+                    Half::Begin => gdn_round_begin(&params, stream),
+                    Half::End => gdn_round_end(&params, stream),
+                }
+            })
         })
     })
 }

@@ -15,6 +15,12 @@ const HIDDEN: usize = 16;
 
 /// A softmax layer between two of Gated DeltaNet, and one behind.
 fn model() -> Result<CausalLm> {
+    model_of(0.4)
+}
+
+/// With matrices of the layers so large. Where they are small the next token is above all one of the last token, and the draft
+/// head of such a model knows it.
+fn model_of(size: f64) -> Result<CausalLm> {
     let json = serde_json::json!({
         "model_type": "qwen3_next", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 24,
         "num_hidden_layers": 4,
@@ -26,7 +32,8 @@ fn model() -> Result<CausalLm> {
     });
     let mut weights = HashMap::new();
     let mut add = |name: String, dims: &[usize]| -> Result<()> {
-        weights.insert(name, Tensor::randn(0f32, 0.4, dims, &Device::Cpu)?);
+        let size = if name.contains("_proj") { size as f32 } else { 0.4 };
+        weights.insert(name, Tensor::randn(0f32, size, dims, &Device::Cpu)?);
         Ok(())
     };
     add("model.embed_tokens.weight".into(), &[VOCAB, HIDDEN])?;
@@ -62,10 +69,13 @@ fn model() -> Result<CausalLm> {
         .filter_map(|(name, x)| Some((format!("mtp.layers.0.{}", name.strip_prefix("model.layers.3.")?), x.clone())));
     let last: Vec<(String, Tensor)> = last.collect();
     weights.extend(last);
-    weights.insert("mtp.fc.weight".into(), Tensor::randn(0f32, 0.4, (HIDDEN, 2 * HIDDEN), &Device::Cpu)?);
-    for norm in ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"] {
-        weights.insert(format!("mtp.{norm}.weight"), Tensor::randn(0f32, 0.4, HIDDEN, &Device::Cpu)?);
-    }
+    // Of the embedding all, of the hidden state so much.
+    let of_hidden = Tensor::randn(0f32, size as f32, (HIDDEN, HIDDEN), &Device::Cpu)?;
+    let fc = Tensor::cat(&[Tensor::eye(HIDDEN, DType::F32, &Device::Cpu)?, of_hidden], 1)?;
+    weights.insert("mtp.fc.weight".into(), fc);
+    weights.insert("mtp.pre_fc_norm_embedding.weight".into(), Tensor::zeros(HIDDEN, DType::F32, &Device::Cpu)?);
+    weights.insert("mtp.pre_fc_norm_hidden.weight".into(), Tensor::randn(0f32, 0.4, HIDDEN, &Device::Cpu)?);
+    weights.insert("mtp.norm.weight".into(), weights["model.norm.weight"].clone());
     let config = ModelConfig::from_json(&json.to_string())?;
     let vb = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
     CausalLm::loader(&config).draft_head(DraftHeadChoice::On).load(vb)
@@ -356,7 +366,7 @@ fn note(events: Vec<Event>, all: &mut Ends) {
 /// want snapshots or do not.
 #[test]
 fn a_step_ahead_changes_nothing() -> Result<()> {
-    let model = model()?;
+    let model = model_of(0.1)?;
     let request = |n: u32| {
         let sampling = match n % 3 {
             0 => Sampling::default(),
@@ -424,7 +434,7 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
         }
     }
     println!("{accepted} of {rounds} accepted at depth 2");
-    assert!(accepted > 10);
+    assert!(accepted > 30);
     Ok(())
 }
 
