@@ -28,7 +28,8 @@ impl Round<'_> {
             let from = first + self.stayed[n] as usize - 1;
             let row = self.rows[from];
             let penalised = row.scale >= 0. && row.window > 0;
-            let recent = self.recent[from * self.history..][..if penalised { self.history } else { 0 }].to_vec();
+            let known = if penalised { row.seen.min(row.window) as usize } else { 0 };
+            let recent = self.recent[from * self.history..][..known].to_vec();
             for i in 0..self.tokens {
                 let own = &mut self.rows[first + i];
                 *own = row;
@@ -38,7 +39,7 @@ impl Round<'_> {
                 if penalised {
                     own.seen += i as u32;
                     let to = &mut self.recent[(first + i) * self.history..][..self.history];
-                    to.copy_from_slice(&recent);
+                    to[..known].copy_from_slice(&recent);
                     for (j, id) in self.ids[first..first + i].iter().enumerate() {
                         to[(row.seen as usize + j) % row.window as usize] = *id;
                     }

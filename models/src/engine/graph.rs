@@ -255,12 +255,7 @@ impl DecodeGraph {
     }
 
     /// The draft head takes note of the last step that drew, which was of these sequences and fed them `ids`.
-    pub(super) fn hear(
-        &self,
-        model: &CausalLm,
-        pool: &mut SequencePool,
-        fed: &[(usize, Sequence, u32)],
-    ) -> Result<()> {
+    pub(super) fn hear(&self, model: &CausalLm, pool: &mut SequencePool, fed: &[(usize, Sequence, u32)]) -> Result<()> {
         let Some(rows) = fed.iter().map(|(row, ..)| row + 1).max() else { return Ok(()) };
         let Some(hidden) = self.buffers.hidden(rows)? else { return Ok(()) };
         let slots = fed.iter().map(|(_, s, _)| pool.slot(OP, *s)).collect::<Result<Vec<_>>>()?;

@@ -10,6 +10,7 @@ use super::pass::{arena, Mode, Pass};
 use super::pool::SequencePool;
 use super::sampling::{Choice, Rows, Sampler};
 use crate::causal_lm::CausalLm;
+use crate::cpu::round::Round;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_gdn::plumbing::{Launch, Move};
 use candle_gdn::{CuSeqlens, Slots, NO_SLOT};
@@ -164,35 +165,8 @@ impl RoundBuffers {
                 (if before { Half::Begin } else { Half::End }, [self.batch, self.tokens, self.rows.history]);
             return round(half, &self.words, &self.rows.words, sizes, self.forced);
         }
-        self.on_host(|mut round| if before { round.begin() } else { round.end() })
-    }
-
-    fn on_host(&self, change: impl FnOnce(crate::cpu::round::Round<'_>)) -> Result<()> {
-        let mut words = self.words.to_vec1::<u32>()?;
-        self.rows.on_host(|rows| {
-            let (of_each, rest) = words.split_at_mut(WORDS * self.batch);
-            let (ids, out) = rest.split_at_mut(self.batch * self.tokens);
-            let mut of_each = of_each.chunks_exact_mut(self.batch);
-            let mut next = || of_each.next().unwrap_or_default();
-            change(crate::cpu::round::Round {
-                tokens: self.tokens,
-                history: self.rows.history,
-                stayed: next(),
-                last: next(),
-                positions: next(),
-                head: next(),
-                behind: next(),
-                ids,
-                out,
-                rows: &mut rows.rows,
-                chosen: &mut rows.ids,
-                drawn: &mut rows.drawn,
-                recent: &mut rows.recent,
-                forced: self.forced,
-            });
-            Ok(())
-        })?;
-        self.words.slice_set(&Tensor::new(words, self.words.device())?, 0, 0)
+        let change = |mut round: Round<'_>| if before { round.begin() } else { round.end() };
+        on_host((&self.words, &self.rows), [self.batch, self.tokens], self.forced, change)
     }
 
     /// Of all sequences `count` words, behind `first` of each.
@@ -249,3 +223,111 @@ impl RoundBuffers {
     }
 }
 
+/// `gdn_round_begin` or `gdn_round_end` on the CPU.
+fn on_host(
+    (words, rows): (&Tensor, &Rows),
+    [batch, tokens]: [usize; 2],
+    forced: f32,
+    change: impl FnOnce(Round<'_>),
+) -> Result<()> {
+    let mut all = words.to_vec1::<u32>()?;
+    rows.on_host(|host| {
+        let (of_each, rest) = all.split_at_mut(WORDS * batch);
+        let (ids, out) = rest.split_at_mut(batch * tokens);
+        let mut of_each = of_each.chunks_exact_mut(batch);
+        let mut next = || of_each.next().unwrap_or_default();
+        change(Round {
+            tokens,
+            history: rows.history,
+            stayed: next(),
+            last: next(),
+            positions: next(),
+            head: next(),
+            behind: next(),
+            ids,
+            out,
+            rows: &mut host.rows,
+            chosen: &mut host.ids,
+            drawn: &mut host.drawn,
+            recent: &mut host.recent,
+            forced,
+        });
+        Ok(())
+    })?;
+    words.slice_set(&Tensor::new(all, words.device())?, 0, 0)
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+    use crate::abi::sampling::{SamplingRow, ROW_WORDS};
+    use crate::cuda::round::{round, Half};
+    use crate::SplitMix64;
+    use candle_core::Device;
+
+    /// Whatever rounds bring: what the kernels leave is what the CPU leaves.
+    #[test]
+    fn rounds_are_the_same_on_every_device() -> Result<()> {
+        let Some(device) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+        let mut rng = SplitMix64::new(17);
+        let mut below = |n: usize| (rng.next() % n as u64) as usize;
+        for case in 0..40 {
+            let (batch, tokens, history) = (1 + below(300), 1 + below(8), 1 + below(40));
+            let forced = [-1., -1., 0., 0.5, 1.][below(5)];
+            let devices = [&Device::Cpu, &device];
+            let rows = devices.map(|device| Rows::new(batch * tokens, history, device));
+            let [here, there] = rows;
+            let (here, there) = (here?, there?);
+            let mut choices = vec![];
+            let mut words = vec![0u32; batch * (WORDS + 2 * tokens + 1)];
+            for n in 0..batch {
+                let (nobody, stayed) = (below(6) == 0, 1 + below(tokens));
+                let window = [0, 1 + below(history)][below(2)] as u32;
+                let row = SamplingRow {
+                    scale: [0., 1.5][below(2)],
+                    seed: n as u64,
+                    index: below(100) as u64,
+                    top_k: 7,
+                    penalty: 1.25,
+                    window,
+                    seen: below(60) as u32,
+                    ..SamplingRow::GREEDY
+                };
+                let recent = (0..history).map(|_| below(50) as u32).collect();
+                let own = Choice { row, last: below(50) as u32, recent };
+                for i in 0..tokens {
+                    let here = i + 1 == stayed && !nobody;
+                    choices.push(if here { own.clone() } else { Choice::nobody(below(50) as u32) });
+                }
+                for (i, value) in [stayed, n * tokens + stayed - 1, below(99), below(99), below(99)].iter().enumerate()
+                {
+                    words[i * batch + n] = *value as u32;
+                }
+                // Of few ids, so that drafts are often what was drawn.
+                (0..tokens).for_each(|i| words[WORDS * batch + n * tokens + i] = below(2) as u32);
+            }
+            here.load(&choices)?;
+            there.load(&choices)?;
+            let both = devices.map(|device| Tensor::new(&words[..], device));
+            let [words, on_device] = both;
+            let (words, on_device) = (words?, on_device?);
+            for again in 0..3 {
+                on_host((&words, &here), [batch, tokens], forced, |mut round| round.begin())?;
+                round(Half::Begin, &on_device, &there.words, [batch, tokens, history], forced)?;
+                let drawn: Vec<u32> = (0..batch * tokens).map(|_| below(2) as u32).collect();
+                for rows in [&here, &there] {
+                    // As gdn_sampling leaves them.
+                    let drawn = Tensor::new(&drawn[..], rows.words.device())?;
+                    rows.words.slice_set(&drawn, 0, batch * tokens * ROW_WORDS)?;
+                    rows.words.slice_set(&drawn, 0, batch * tokens * (ROW_WORDS + 1))?;
+                }
+                on_host((&words, &here), [batch, tokens], forced, |mut round| round.end())?;
+                round(Half::End, &on_device, &there.words, [batch, tokens, history], forced)?;
+                let what = format!("case {case}, {again}: {batch} of {tokens}, {history}, {forced}");
+                assert_eq!(on_device.to_vec1::<u32>()?, words.to_vec1::<u32>()?, "{what}");
+                assert_eq!(there.words.to_vec1::<u32>()?, here.words.to_vec1::<u32>()?, "{what}");
+            }
+        }
+        Ok(())
+    }
+}

@@ -211,7 +211,13 @@ impl RoundGraph {
 
     /// What a round of these sequences drew is part of them; of those that have ended since nothing is. Where no other round was
     /// launched behind it, they are then as if they had been fed one by one.
-    pub fn land(&self, pool: &mut SequencePool, sequences: &[Sequence], drawn: &[Vec<Token>], last: bool) -> Result<()> {
+    pub fn land(
+        &self,
+        pool: &mut SequencePool,
+        sequences: &[Sequence],
+        drawn: &[Vec<Token>],
+        last: bool,
+    ) -> Result<()> {
         let hidden = if last { Some(self.buffers.hidden(sequences.len())?) } else { None };
         for (n, (s, drawn)) in sequences.iter().zip(drawn).enumerate() {
             let Ok(slot) = pool.slot(OP, *s) else { continue };
