@@ -107,12 +107,12 @@ impl Graphs {
     ) -> Result<Option<&mut RoundGraph>> {
         let width = sequences.next_power_of_two().min(self.most);
         let size = (width, depth);
+        if let Some(i) = self.rounds.iter().position(|round| round.size() == size) {
+            return Ok(Some(&mut self.rounds[i]));
+        }
         let off = self.choice == GraphChoice::Off && !self.rounds_without_graph;
         if off || self.refused_round.is_some_and(|refused| width * (depth + 1) >= refused) {
             return Ok(None);
-        }
-        if let Some(i) = self.rounds.iter().position(|round| round.size() == size) {
-            return Ok(Some(&mut self.rounds[i]));
         }
         match RoundGraph::new(model, pool, size, &self.sampler, self.forced) {
             Ok(round) => self.rounds.push(round),
