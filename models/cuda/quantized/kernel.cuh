@@ -41,40 +41,21 @@ struct Args {
 // n / d in a few instructions, of n below 2^22 and quotients below 2^11.
 __device__ __forceinline__ int quotient(int n, int d) { return static_cast<int>(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d))); }
 
-// A warp's way through the units of its block. Tiles of a turn are counted from 0, with swiglu twice as many: a gate's, then up's.
+// A warp's part of the units of a turn: those of its tiles one after the other, with swiglu a gate's tiles and then those of up. They are divided evenly.
 struct Walk {
-  int first;         // tile of the turn's first
-  int left;          // units of this turn
-  int tile, unit;    // the next
+  int units;       // of the turn
+  int at, left;    // the next, and how many
 
-  // The units of a turn are divided evenly, in their order: where the part of a warp begins, and the warp that has a unit. Of fewer than there are warps
-  // each warp has one.
+  // Where the part of a warp begins, and the warp that has a unit. Of fewer than there are warps each warp has one.
   static __device__ __forceinline__ int begin(int warp, int units) { return units >= kWarps ? warp * units / kWarps : min(warp, units); }
   static __device__ __forceinline__ int owner(int unit, int units) {
     return units >= kWarps ? quotient((unit + 1) * kWarps - 1, units) : unit;
   }
 
-  __device__ __forceinline__ void start(const PartArgs &part, int end, int warp, int at) {
-    first = at;
-    left = 0;
-    if (at >= end) return;
-    const int units = min(part.turn, end - at) * (part.up ? 2 : 1) * part.units, from = begin(warp, units);
-    left = begin(warp + 1, units) - from;
-    tile = quotient(from, part.units);
-    unit = from - tile * part.units;
-  }
-
-  __device__ __forceinline__ void next(const PartArgs &part) {
-    --left;
-    if (++unit == part.units) {
-      unit = 0;
-      ++tile;
-    }
-  }
-
-  __device__ __forceinline__ int64_t index(const PartArgs &part) const {
-    const int t = part.up ? (tile >> 1) + (tile & 1) * part.up : tile;
-    return static_cast<int64_t>(first + t) * part.units + unit;
+  __device__ __forceinline__ Walk(const PartArgs &part, int tiles, int warp) {
+    units = tiles * (part.up ? 2 : 1) * part.units;
+    at = begin(warp, units);
+    left = begin(warp + 1, units) - at;
   }
 };
 
@@ -228,20 +209,31 @@ template <typename T, int TYPE, int R>
 __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &part, unsigned char *shared_bytes) {
   using F = Format<TYPE>;
   constexpr int kChunks = kChunksOf<TYPE>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, t = lane & 3;
+  const int lane = ptx::kept_lane(), warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), g = lane >> 2, t = lane & 3;
   const uint32_t shared = ptx::shared_address(shared_bytes);
   const int block = static_cast<int>(blockIdx.x) - part.first_block;
   const int begin = block * part.each + min(block, part.more), end = begin + part.each + (block < part.more);
 
   Ring ring = {shared + a.ring_at + warp * part.stages * F::kBytes, shared + warp * kMostStages * 8, part.stages};
   ring.begin(lane);
-  Walk ahead;
-  ahead.start(part, end, warp, begin);
+  // The stream of units runs in front of their use, over the ends of turns.
+  int fetch_first = begin, fetch_left = 0, to_up = 0;    // of a gate's units, before up's
+  const char *from = nullptr;
+  const auto seek = [&] {
+    const Walk walk(part, min(part.turn, end - fetch_first), warp);
+    fetch_left = walk.left;
+    from = part.w + (static_cast<int64_t>(fetch_first) * part.units + walk.at) * F::kBytes;
+    to_up = part.up ? walk.units / 2 - walk.at : INT32_MAX;
+    if (to_up <= 0) from += (static_cast<int64_t>(part.up) * part.units - walk.units / 2) * F::kBytes;
+    fetch_first += part.turn;
+  };
   const auto fetch = [&](int slot) {
-    while (ahead.left == 0 && ahead.first < end) ahead.start(part, end, warp, ahead.first + part.turn);
-    if (ahead.left > 0) {
-      ring.template fetch<F::kBytes>(slot, part.w + ahead.index(part) * F::kBytes, lane);
-      ahead.next(part);
+    while (fetch_left == 0 && fetch_first < end) seek();
+    if (fetch_left > 0) {
+      ring.template fetch<F::kBytes>(slot, from, lane);
+      --fetch_left;
+      from += F::kBytes;
+      if (--to_up == 0) from += (static_cast<int64_t>(part.up) - min(part.turn, end + part.turn - fetch_first)) * part.units * F::kBytes;
     }
     ring.commit();
   };
@@ -257,38 +249,52 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   // lane has the sums of its own block, whose scales it has too.
   const bool active = g >> 1 == t;
   const uint32_t x_lane = x_shared + t * 32 + (g & 1) * 16, scales_lane = scales_shared + t * 8;
-  uint32_t b[2][4] = {};
+  uint32_t b[R == 1 ? 2 * kChunks : 2][4] = {};
   int turns = 0;
   for (int first = begin; first < end; first += part.turn, ++turns) {
     float *partial = reinterpret_cast<float *>(shared_bytes + a.partial_at + (turns & 1) * a.partial_size);
-    Walk here;
-    here.start(part, end, warp, first);
+    const int tiles = min(part.turn, end - first);
+    const Walk walk(part, tiles, warp);
+    int tile = quotient(walk.at, part.units), at = walk.at - tile * part.units;    // of the tile's units
     float sum[R][2] = {};
-    while (here.left > 0) {
+    for (int left = walk.left; left > 0; --left) {
       ring.wait();
       const uint32_t unit = ring.at + ring.stage * F::kBytes;
+      uint4 pieces[F::kPieces];
       uint2 record;
       uint32_t factors = 0;
       if constexpr (TYPE == GDN_Q8_0) record.x = load_word(unit + F::kScalesAt + lane * 4);
       else record = ptx::load_shared_8(unit + F::kScalesAt + lane * 8);
       if constexpr (TYPE == GDN_Q6_K) factors = load_word(unit + F::kFactorsAt + g * 4);
+#pragma unroll
+      for (int j = 0; j < F::kPieces; ++j) pieces[j] = ptx::load_shared(unit + j * 512 + lane * 16);
+      if constexpr (R == 1) {
+#pragma unroll
+        for (int i = 0; i < 2 * kChunks; ++i) load_where(active, b[i], x_lane + at * kChunks * kChunkOfX + 128 * i);
+      }
+      __syncwarp();    // all have read the unit
+      fetch(ring.stage);
+      ring.next();
       const Scales<TYPE> scales = scales_of<TYPE>(record, factors);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         uint32_t words[16];
-        unpack<TYPE>(c, [&](int j) { return ptx::load_shared(unit + j * 512 + lane * 16); }, words);
-        const int chunk = here.unit * kChunks + c;
+        unpack<TYPE>(c, [&](int j) { return pieces[j]; }, words);
+        const int chunk = at * kChunks + c;
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           if (R > 2 && r >= a.rows) break;
-          const uint32_t from = x_lane + r * a.x_shared_row + chunk * kChunkOfX;
-          load_where(active, b[0], from);
-          load_where(active, b[1], from + 128);
+          if constexpr (R > 1) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) load_where(active, b[i], x_lane + r * a.x_shared_row + chunk * kChunkOfX + 128 * i);
+          }
           const float2 of_x = load_floats(scales_lane + r * a.scales_row + chunk * kScalesOfX);
           int products[F::kGroups][4] = {};
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            mma16832(products[i * F::kGroups / 4], words + 4 * i, b[i / 2][2 * (i % 2)], b[i / 2][2 * (i % 2) + 1]);
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t(&x)[4] = b[R == 1 ? 2 * c + i / 2 : i / 2];
+            mma16832(products[i * F::kGroups / 4], words + 4 * i, x[2 * (i % 2)], x[2 * (i % 2) + 1]);
+          }
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
 #pragma unroll
@@ -300,13 +306,10 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
           }
         }
       }
-      __syncwarp();    // all have read the unit
-      fetch(ring.stage);
-      ring.next();
-      const int tile = here.tile;
-      here.next(part);
-      if (here.left == 0 || here.unit == 0) {    // the warp's last of this tile
+      if (++at == part.units || left == 1) {    // the warp's last of this tile
         float *to = partial + (warp + tile) * (R * kTile) + g;
+        at = 0;
+        ++tile;
 #pragma unroll
         for (int r = 0; r < R; ++r)
 #pragma unroll
@@ -319,18 +322,17 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
     }
     // The warps' sums meet, in the order of the inputs. One barrier: those of the last turn lie elsewhere.
     __syncthreads();
-    const int tiles = min(part.turn, end - first), units = tiles * (part.up ? 2 : 1) * part.units;
     const auto sum_of = [&](int tile, int at) {
-      const int from = tile * part.units, last = Walk::owner(from + part.units - 1, units);
+      const int first_unit = tile * part.units, last = Walk::owner(first_unit + part.units - 1, walk.units);
       float y = 0.f;
-      for (int w = Walk::owner(from, units); w <= last; ++w) y += partial[(w + tile) * (R * kTile) + at];
+      for (int w = Walk::owner(first_unit, walk.units); w <= last; ++w) y += partial[(w + tile) * (R * kTile) + at];
       return y;
     };
     for (int i = threadIdx.x; i < tiles * a.rows * kTile; i += kThreads) {
       const int tile = R == 1 ? i / kTile : quotient(i, a.rows * kTile), at = i - tile * (a.rows * kTile), row = at / kTile;
       const int output = (first + tile) * kTile + at % kTile;
       float y;
-      if (part.up) y = fast_silu(sum_of(2 * tile, at)) * sum_of(2 * tile + 1, at);
+      if (part.up) y = fast_silu(sum_of(tile, at)) * sum_of(tile + tiles, at);
       else y = sum_of(tile, at);
       if (output < part.outputs) static_cast<T *>(a.y)[row * a.y_stride + part.column + output] = from_float<T>(y);
     }
