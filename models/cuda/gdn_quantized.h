@@ -37,13 +37,15 @@ typedef struct gdn_quantized_params {
   const void *x;           // [rows, inputs], dtype, aligned to 16 bytes
   const gdn_quantized_part *parts;    // on the host: num_parts of them
   void *y;                 // written: [rows, outputs of all parts], dtype; must not overlap x
-  int64_t x_stride, y_stride;    // elements from row to row; x_stride a multiple of 8
+  int64_t x_stride, y_stride;    // elements from row to row; x_stride of 16 bytes
   int32_t rows;            // any; the weights are read once for 8 of them, or once for 4, 2 or 1 where inputs are many
   int32_t num_parts;
   int32_t inputs;
   int32_t swiglu;          // one part, whose rows are those of a gate, then as many of up: y = silu(gate) * up, outputs / 2 wide,
                            // which is a multiple of 16
-  int32_t dtype;           // GDN_BF16 or GDN_F16
+  int32_t groups, per_group;     // 0, or: the inputs of x are `groups` times `per_group` pieces, those of the parts the same pieces in the order `per_group`
+                           // times `groups`; of a multiple of 8 inputs
+  int32_t dtype;           // gdn_dtype
   int32_t overlap;         // GDN_OVERLAP; the weights are read before the wait
 } gdn_quantized_params;
 int gdn_quantized(const gdn_quantized_params *params, cudaStream_t stream);
@@ -53,10 +55,10 @@ typedef struct gdn_quantized_rows_params {
   const void *w;
   const uint32_t *ids;     // [rows]: which rows; one past the last is taken as zeros. null: the first `rows`
   void *y;                 // written: [rows, inputs], dtype, aligned to 16 bytes
-  int64_t y_stride;        // a multiple of 8
+  int64_t y_stride;        // of 16 bytes
   int32_t type;            // gdn_quantized_type
   int32_t outputs, inputs, rows;
-  int32_t dtype;           // GDN_BF16 or GDN_F16
+  int32_t dtype;           // gdn_dtype
 } gdn_quantized_rows_params;
 int gdn_quantized_rows(const gdn_quantized_rows_params *params, cudaStream_t stream);
 

@@ -34,7 +34,8 @@ struct Args {
   void *y;
   int64_t x_row, y_stride;     // bytes; elements
   int32_t parts, rows;
-  int32_t inputs, chunks;      // of x; with those that only a wider unit has
+  int32_t inputs, chunks;
+  int32_t groups, per_group, group_size;    // as in gdn_quantized_params
   int32_t x_shared_row, scales_at, scales_row, partial_at, partial_size, ring_at;    // shared memory: bytes. x lies behind the barriers
 };
 
@@ -98,15 +99,29 @@ template <typename T, int R> __device__ __forceinline__ void convert_x(const Arg
 #pragma unroll 2
   for (int at = threadIdx.x; at - static_cast<int>(threadIdx.x % 32) < all; at += kThreads) {
     const int row = R == 1 ? at >= pieces : quotient(at, pieces), piece = at - row * pieces;
-    uint4 raw = {};
-    if (row < a.rows && piece * 8 < a.inputs)
-      raw = ptx::load_after_wait(static_cast<const char *>(a.x) + row * a.x_row + piece * 16);
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    int input = piece * 8;
+    if (a.group_size > 0) {
+      const int of = quotient(input, a.group_size), in_group = quotient(of, a.groups);
+      input += ((of - in_group * a.groups) * a.per_group + in_group - of) * a.group_size;
+    }
+    constexpr int kWords = 2 * sizeof(T);
+    uint32_t words[kWords] = {};
+    if (row < a.rows) {
+#pragma unroll
+      for (int i = 0; i < kWords / 4; ++i) {
+        const uint4 raw = ptx::load_after_wait(static_cast<const char *>(a.x) + row * a.x_row + input * static_cast<int>(sizeof(T)) + i * 16);
+        words[4 * i] = raw.x;
+        words[4 * i + 1] = raw.y;
+        words[4 * i + 2] = raw.z;
+        words[4 * i + 3] = raw.w;
+      }
+    }
     float x[8];
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if constexpr (std::is_same_v<T, __half>) x[i] = half_bits(words[i / 2] >> 16 * (i % 2) & 0xffff);
+      if constexpr (sizeof(T) == 4) x[i] = __uint_as_float(words[i]);
+      else if constexpr (std::is_same_v<T, __half>) x[i] = half_bits(words[i / 2] >> 16 * (i % 2) & 0xffff);
       else x[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
       most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
     }

@@ -148,7 +148,9 @@ template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constan
           if constexpr (F::kMinima) v[j] -= scales.minimum[c][row];
           if (zeros) v[j] = 0.f;
         }
-        store_pack<T, 8>(y + 8 * i, v);
+        constexpr int kPack = 16 / sizeof(T);
+#pragma unroll
+        for (int j = 0; j < 8; j += kPack) store_pack<T, kPack>(y + 8 * i + j, *reinterpret_cast<const float(*)[kPack]>(v + j));
       }
     }
   }
@@ -184,13 +186,13 @@ int pack(const gdn_quantized_pack_params *params, cudaStream_t stream) {
 int rows(const gdn_quantized_rows_params *params, cudaStream_t stream) {
   if (!params) return GDN_NULL_POINTER;
   const gdn_quantized_rows_params &p = *params;
-  if (p.dtype != GDN_BF16 && p.dtype != GDN_F16) return GDN_BAD_DTYPE;
+  if (!valid_dtype(p.dtype)) return GDN_BAD_DTYPE;
   if (const int status = check(p.type, p.outputs, p.inputs)) return status;
   if (p.rows < 0 || (!p.ids && p.rows > p.outputs)) return GDN_BAD_LENGTH;
   if (p.y_stride < 0) return GDN_BAD_STRIDE;
   if (p.rows == 0) return GDN_OK;
   if (!p.w || !p.y) return GDN_NULL_POINTER;
-  if (!aligned(p.w, 128) || !aligned(p.y, 16) || p.y_stride % 8) return GDN_BAD_ALGO;
+  if (!aligned(p.w, 128) || !aligned(p.y, 16) || p.y_stride * dtype_size(p.dtype) % 16) return GDN_BAD_ALGO;
   return with_type(p.type, [&](auto type) {
     constexpr int kType = decltype(type)::value;
     RowsArgs args = {static_cast<const uint8_t *>(p.w), p.ids, p.y, p.y_stride, p.rows, p.outputs,
@@ -201,8 +203,7 @@ int rows(const gdn_quantized_rows_params *params, cudaStream_t stream) {
     config.grid = dim3(static_cast<unsigned>(blocks));
     config.block = dim3(32 * kPackWarps);
     config.stream = stream;
-    return p.dtype == GDN_BF16 ? launch(rows_kernel<__nv_bfloat16, kType>, config, args)
-                               : launch(rows_kernel<__half, kType>, config, args);
+    return with_dtype(p.dtype, [&](auto dtype) { return launch(rows_kernel<typename decltype(dtype)::type, kType>, config, args); });
   });
 }
 

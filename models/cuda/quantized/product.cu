@@ -88,11 +88,14 @@ bool lay_out(Args *args, int rows, bool least, int64_t room, int64_t *bytes) {
 }
 
 int check(const gdn_quantized_params &p) {
-  if (p.dtype != GDN_BF16 && p.dtype != GDN_F16) return GDN_BAD_DTYPE;
+  if (!valid_dtype(p.dtype)) return GDN_BAD_DTYPE;
   if (p.rows < 0 || p.num_parts < 0 || p.num_parts > GDN_QUANTIZED_PARTS || p.inputs < 1 || p.inputs > (1 << 29))
     return GDN_BAD_LENGTH;
   if (p.x_stride < 0 || p.y_stride < 0) return GDN_BAD_STRIDE;
   if (p.swiglu && p.num_parts != 1) return GDN_BAD_ALGO;
+  if (p.groups < 0 || p.per_group < 0) return GDN_BAD_LENGTH;
+  const int64_t groups = static_cast<int64_t>(p.groups) * p.per_group;
+  if (p.groups > 0 && (groups == 0 || groups > p.inputs || p.inputs % groups || p.inputs / groups % 8)) return GDN_BAD_ALGO;
   return GDN_OK;
 }
 
@@ -129,15 +132,21 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
   if (column > (1 << 30)) return GDN_BAD_LENGTH;
   if (p.rows == 0 || column == 0) return GDN_OK;
   if (!p.x || !p.y) return GDN_NULL_POINTER;
-  if (!aligned(p.x, 16) || (p.rows > 1 && p.x_stride % 8)) return GDN_BAD_ALGO;
+  if (!aligned(p.x, 16) || (p.rows > 1 && p.x_stride * dtype_size(p.dtype) % 16)) return GDN_BAD_ALGO;
 
   int sms = 0, optin = 0;
   if (const int status = sm_count(&sms)) return status;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
-  args.x_row = p.x_stride * 2;
+  const int64_t size = dtype_size(p.dtype);
+  args.x_row = p.x_stride * size;
   args.y_stride = p.y_stride;
   args.inputs = p.inputs;
   args.chunks = p.inputs / kChunk;
+  if (p.groups > 0) {
+    args.groups = p.groups;
+    args.per_group = p.per_group;
+    args.group_size = p.inputs / p.groups / p.per_group;
+  }
   divide_blocks(&args, sms);
   for (int i = 0; i < args.parts; ++i) args.part[i].turn = turn_of(args.part[i]);
 
@@ -154,9 +163,9 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
       rows = (rows + 1) / 2;
     }
     args.x = static_cast<const char *>(p.x) + first * args.x_row;
-    args.y = static_cast<char *>(p.y) + first * p.y_stride * 2;
-    const int status = p.dtype == GDN_BF16 ? run_product<__nv_bfloat16>(args, config, optin) : run_product<__half>(args, config, optin);
-    if (status) return status;
+    args.y = static_cast<char *>(p.y) + first * p.y_stride * size;
+    const auto run = [&](auto type) { return run_product<typename decltype(type)::type>(args, config, optin); };
+    if (const int status = with_dtype(p.dtype, run)) return status;
     first += rows;
   }
   return GDN_OK;

@@ -6,7 +6,7 @@ numbers that ggml's blocks stand for.
     python3 models/cuda/tests/check_quantized.py --self-test    # the reference, without a GPU
 
 An error is ||y - ref|| / ||ref||. The output's rounding alone makes it at most ulp / sqrt(12), with ulp at most 2^-7 of
-the value in bf16 and 2^-10 in f16; of few values it may be any value's own at worst, sqrt(3) times that. x in fixed
+the value in bf16, 2^-10 in f16 and 2^-23 in f32; of few values it may be any value's own at worst, sqrt(3) times that. x in fixed
 point adds what Case.ref() says, the sums in f32 1e-5 at most. Outputs hold NaN before a launch, as does everything around x.
 """
 import ctypes as C
@@ -60,18 +60,20 @@ class Packed:
                     outputs=self.outputs, inputs=self.blocks.inputs, rows=y.shape[0], dtype=CODES[dtype])
 
 
-def params(x, parts, y, dtype, overlap=0, swiglu=False):
+def params(x, parts, y, dtype, overlap=0, swiglu=False, groups=(0, 0)):
     """`parts`: (bytes, type, outputs)."""
     array = (QuantizedPart * len(parts))(*[QuantizedPart(w.data_ptr(), kind, outputs) for w, kind, outputs in parts])
     p = fill(QuantizedParams, x=x, parts=C.addressof(array), y=y, x_stride=x.stride(0), y_stride=y.stride(0),
-             rows=x.shape[0], num_parts=len(parts), inputs=x.shape[1], swiglu=int(swiglu), dtype=CODES[dtype], overlap=overlap)
+             rows=x.shape[0], num_parts=len(parts), inputs=x.shape[1], swiglu=int(swiglu), groups=groups[0], per_group=groups[1],
+             dtype=CODES[dtype], overlap=overlap)
     p.kept = array, parts
     return p
 
 
 class Case:
-    def __init__(self, lib, rows, inputs, parts, dtype, gaps=(0, 0), seed=0, swiglu=False, outliers=False):
-        self.dtype, self.swiglu = dtype, swiglu
+    def __init__(self, lib, rows, inputs, parts, dtype, gaps=(0, 0), seed=0, swiglu=False, outliers=False,
+                 groups=(0, 0)):
+        self.dtype, self.swiglu, self.groups = dtype, swiglu, groups
         self.parts = [Packed(lib, Blocks(name, outputs, inputs, inputs ** -0.5, seed + i))
                       for i, (name, outputs) in enumerate(parts)]
         outputs = sum(part.outputs for part in self.parts) // (2 if swiglu else 1)
@@ -87,14 +89,17 @@ class Case:
         1 / sqrt(12) of one as a rule, beside weights that are independent of them. Half as much again for many values, four
         times for few; SwiGLU has it in both products, of numbers of about size 1."""
         w = torch.cat([part.blocks.numbers() for part in self.parts])
-        ref, x = linear(self.x, w, self.swiglu), self.x.double()
+        x = self.x.double()
+        if self.groups[0]:
+            x = x.reshape(x.shape[0], *self.groups, -1).transpose(1, 2).reshape(x.shape)
+        ref = linear(x, w, self.swiglu)
         steps = x.reshape(x.shape[0], -1, 32).abs().amax(-1).square().sum().mul(32 / 12).sqrt() / 32512
         error = 3 * steps / x.norm() if self.swiglu else steps * w.norm() / math.sqrt(x.shape[1]) / ref.norm()
         return ref, float(error) * (1.5 if ref.numel() >= 1000 else 4)
 
     def params(self, overlap=0):
         return params(self.x, [(part.bytes, part.type, part.outputs) for part in self.parts], self.y, self.dtype, overlap,
-                      self.swiglu)
+                      self.swiglu, self.groups)
 
     def run(self, lib, overlap=0, graph=False):
         self.y_buf.fill_(math.nan)
@@ -123,7 +128,7 @@ LARGE = ((2560, 12352), (9216, 2560))
 
 def check_products(lib):
     seeds = itertools.count(step=8)
-    for name, (inputs, outputs), dtype in itertools.product(NAMES, SHAPES_OF_ALL, ("bf16", "f16")):
+    for name, (inputs, outputs), dtype in itertools.product(NAMES, SHAPES_OF_ALL, TYPES):
         for rows, gaps in zip(ROWS, itertools.cycle(((0, 0), (8, 3), (72, 37)))):
             check_case(lib, Case(lib, rows, inputs, [(name, outputs)], dtype, gaps, next(seeds), outliers=rows % 2 == 0))
     for name, (inputs, outputs), rows in itertools.product(NAMES, LARGE, (1, 3, 8)):
@@ -135,6 +140,9 @@ def check_products(lib):
                                                         (("q4_K", 8192), ("q4_K", 512), ("q6_K", 512)),
                                                         (("q6_K", 1), ("q8_0", 1), ("q4_K", 1), ("q8_0", 100)))):
         check_case(lib, Case(lib, rows, 2560, list(parts), "f16" if rows == 2 else "bf16", (0, 9), next(seeds)))
+    for name, dtype, groups, rows in itertools.product(NAMES, ("bf16", "f32"), ((16, 2), (3, 8), (2, 48)), (1, 6)):
+        case = Case(lib, rows, 128 * 2 * groups[0] * groups[1] // math.gcd(2, groups[0]), [(name, 100)], dtype, seed=next(seeds), groups=groups)
+        check_case(lib, case, f" groups {groups}")
     for inputs in (128, 384, 896):
         check_case(lib, Case(lib, 3, inputs, [("q8_0", 77)], "bf16", seed=next(seeds)))
     print(f"{next(seeds) // 8} products, {len(failures)} failed", flush=True)
@@ -142,7 +150,7 @@ def check_products(lib):
 
 def check_rows(lib):
     """Bit for bit: each number is rounded to f32, and then once."""
-    for name, dtype, (outputs, inputs), gap in itertools.product(NAMES, ("bf16", "f16"), ((1, 256), (33, 768), (300, 2560)), (0, 16)):
+    for name, dtype, (outputs, inputs), gap in itertools.product(NAMES, TYPES, ((1, 256), (33, 768), (300, 2560)), (0, 16)):
         packed = Packed(lib, Blocks(name, outputs, inputs, 1.0, inputs))
         want = packed.blocks.numbers(torch.float32).to(TYPES[dtype])
         ids = [0, outputs - 1, outputs // 2, outputs, 0xFFFFFFFF, outputs // 3]
@@ -185,9 +193,9 @@ def check_arguments(lib):
     case = Case(lib, 4, 512, [("q4_K", 64)], "bf16")
     packed, x = case.parts[0], case.x.data_ptr()
     expect("products", lib.gdn_quantized, case.params, {
-        "BAD_DTYPE": one_by_one(dtype=[0, 7]), "BAD_LENGTH": one_by_one(rows=[-1], inputs=[0], num_parts=[-1, 5]),
+        "BAD_DTYPE": one_by_one(dtype=[-1, 7]), "BAD_LENGTH": one_by_one(rows=[-1], inputs=[0], num_parts=[-1, 5], groups=[-1]),
         "NULL_POINTER": one_by_one(x=[None], y=[None], parts=[None]),
-        "BAD_ALGO": one_by_one(inputs=[384], x=[x + 2], x_stride=[516]), "BAD_STRIDE": one_by_one(x_stride=[-8], y_stride=[-1]),
+        "BAD_ALGO": one_by_one(inputs=[384], x=[x + 2], x_stride=[516], groups=[4]) + [dict(groups=3, per_group=1), dict(groups=64, per_group=2)], "BAD_STRIDE": one_by_one(x_stride=[-8], y_stride=[-1]),
         "OK": [dict(rows=0, x=None), dict(num_parts=0, y=None)]})
     w = packed.bytes
     for want, parts, swiglu in (("BAD_DTYPE", [(w, 3, 64)], 0), ("BAD_LENGTH", [(w, packed.type, -1)], 0),
@@ -200,7 +208,7 @@ def check_arguments(lib):
         "OK": [dict(outputs=0)]})
     y = torch.empty(4, 512, device="cuda", dtype=torch.bfloat16)
     expect("rows", lib.gdn_quantized_rows, lambda: packed.rows_params(y, "bf16"), {
-        "BAD_DTYPE": one_by_one(dtype=[0], type=[3]), "BAD_LENGTH": one_by_one(rows=[65, -1]), "BAD_STRIDE": one_by_one(y_stride=[-8]),
+        "BAD_DTYPE": one_by_one(dtype=[-1], type=[3]), "BAD_LENGTH": one_by_one(rows=[65, -1]), "BAD_STRIDE": one_by_one(y_stride=[-8]),
         "NULL_POINTER": one_by_one(w=[None], y=[None]), "BAD_ALGO": one_by_one(y_stride=[516], y=[y.data_ptr() + 2]),
         "OK": [dict(rows=0)]})
     for f in (lib.gdn_quantized, lib.gdn_quantized_pack, lib.gdn_quantized_rows):
