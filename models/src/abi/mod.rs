@@ -11,5 +11,9 @@ pub(crate) mod model;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod moe;
 #[cfg(any(feature = "cuda", test))]
+<<<<<<< HEAD
 pub(crate) mod round;
+=======
+pub(crate) mod quantized;
+>>>>>>> quant
 pub(crate) mod sampling;
