@@ -3,6 +3,8 @@
 use crate::blocks::linear::Linear;
 use crate::config::ModelConfig;
 use crate::cpu::bytes::Bytes;
+#[cfg(feature = "cuda")]
+use crate::cuda::quantized::Packed;
 use crate::formats::Source;
 use candle_core::quantized::QTensor;
 use candle_core::{DType, Result, Tensor};
@@ -28,6 +30,9 @@ enum Table {
     Bytes(Arc<Bytes>),
     /// As a file had them; the head shares them where they are tied.
     Quantized(Arc<QTensor>, Option<Behind>),
+    /// The same, packed for our kernels.
+    #[cfg(feature = "cuda")]
+    Packed(Arc<Packed>),
 }
 
 /// What stands for a row of zeros behind the last one of a table that can have none more.
@@ -52,6 +57,8 @@ impl Embeddings {
             Table::Dense(table) => Table::Dense(table.pad_with_zeros(0, 0, 1)?),
             Table::Head(weights) => Table::Head(weights),
             Table::Bytes(bytes) => Table::Bytes(bytes),
+            #[cfg(feature = "cuda")]
+            Table::Packed(table) => Table::Packed(table),
             Table::Quantized(table, _) => {
                 let behind = Behind::new(&table)?;
                 Table::Quantized(table, Some(behind))
@@ -66,6 +73,8 @@ impl Embeddings {
             Table::Dense(table) => table.index_select(ids, 0),
             Table::Head(weights) => self.read(ids, weights.outputs(), |row, to| weights.read_row(row, to)),
             Table::Bytes(bytes) => self.read(ids, bytes.rows(), |row, to| bytes.read_row(row, to)),
+            #[cfg(feature = "cuda")]
+            Table::Packed(table) => table.rows(ids, self.dtype),
             Table::Quantized(table, None) => table.embedding(ids)?.to_dtype(self.dtype),
             Table::Quantized(table, Some(behind)) => {
                 let rows = table.embedding(&behind.row.index_select(ids, 0)?)?;
@@ -95,6 +104,10 @@ impl Table {
             if let Some(bytes) = (tied && text.device().is_cpu()).then(|| table.bytes()).flatten() {
                 let bytes = Arc::new(bytes);
                 return Ok((Self::Bytes(bytes.clone()), Some(Linear::of_bytes(bytes))));
+            }
+            #[cfg(feature = "cuda")]
+            if let Some(packed) = table.packed(text.device())?.map(Arc::new) {
+                return Ok((Self::Packed(packed.clone()), tied.then(|| Linear::packed_blocks(packed))));
             }
             let table = Arc::new(table.qtensor((rows, columns), text.device())?);
             return Ok((Self::Quantized(table.clone(), None), tied.then(|| Linear::shared(table)).transpose()?));
