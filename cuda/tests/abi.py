@@ -40,9 +40,20 @@ class Headers:
 
     def __init__(self, paths):
         self.constants, self.enums, self.structs, self.functions = {}, {}, {}, {}
+        texts = {}
         for path in paths:
             with open(path, encoding="utf-8") as f:
-                self.read(f.read(), path)
+                texts[os.path.basename(path)] = path, f.read()
+
+        def read(header):    # behind those that it includes, as a compiler would
+            path, text = texts.pop(header)
+            for included in re.findall(r'#include "(\w+\.h)"', text):
+                if included in texts:
+                    read(included)
+            self.read(text, path)
+
+        while texts:
+            read(next(iter(texts)))
 
     def read(self, text, name="header"):
         self.name = name

@@ -125,17 +125,17 @@ fn range(name: &str, dims: &[usize]) -> [f32; 2] {
     }
 }
 
-/// The values from the place `first` on, `[len]` in f32.
+/// The values from the place `first` on, `[len]` in f32: such as bf16 holds, as published weights are. Packed for the CPU they
+/// take half of the memory, and a router's are one matrix in bf16.
 fn uniform(name: &str, first: usize, len: usize, [low, high]: [f32; 2], device: &Device) -> Result<Tensor> {
     if !device.is_cpu() {
-        return Tensor::rand(low, high, len, device);
+        return Tensor::rand(low, high, len, device)?.to_dtype(DType::BF16)?.to_dtype(DType::F32);
     }
     // candle's generator there has no seed. The hash is taken from the numbers of the places, so that it vectorises.
     let seed = name.bytes().fold(SEED as u32, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193));
     let step = (high - low) / (1u32 << 24) as f32;
     let value = |i: usize| {
         let x = low + step * (hash((i as u32).wrapping_add(seed)) >> 8) as f32;
-        // What bf16 holds, as of published weights: packed, it takes half of the memory.
         f32::from_bits(x.to_bits() & 0xffff_0000)
     };
     Tensor::from_vec((first..first + len).map(value).collect::<Vec<f32>>(), len, device)

@@ -9,6 +9,7 @@ use std::process::Command;
 pub fn compare(header: &str, lines: &[(String, Vec<i64>)]) {
     let mut program = format!("#include \"{header}\"\n#include <stddef.h>\n#include <stdio.h>\nint main(void) {{\n");
     for (name, _) in lines {
+        let name = name.replace("r#", ""); // a keyword in Rust alone
         let numbers = match (name.strip_prefix("struct "), name.split_once('.')) {
             (Some(name), _) => format!("\"%lld\\n\", (long long)sizeof({name})"),
             (None, Some((name, field))) => {

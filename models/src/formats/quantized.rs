@@ -289,7 +289,8 @@ mod tests {
         use GgmlDType::{Q4K, Q6K, Q8_0};
         let launch = Launch::default();
         let values = |x: &Tensor| x.to_dtype(DType::F32)?.to_vec2::<f32>();
-        for (dtype, bound) in [(DType::F32, 2e-5), (DType::F16, 6e-4), (DType::BF16, 5e-3)] {
+        // Of x in 16 bits of fixed point the product of one row is 2.2e-5 off, worked out in f64.
+        for (dtype, bound) in [(DType::F32, 3e-5), (DType::F16, 6e-4), (DType::BF16, 5e-3)] {
             let on_cuda = |x: &Tensor| x.to_device(&cuda)?.to_dtype(dtype);
             for kind in [Q4K, Q6K, Q8_0] {
                 let tiles = Tiles { groups: 2, per_group: 3, size: 128 };
