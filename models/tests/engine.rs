@@ -47,7 +47,7 @@ fn run(engine: &mut Engine<&CausalLm>) -> Result<Completions> {
 }
 
 fn alone(model: &CausalLm, request: Request) -> Result<Vec<u32>> {
-    let mut engine = Engine::new(model, EngineOptions::new(1, 100))?;
+    let mut engine = Engine::new(model, EngineOptions::new(1, 200))?;
     let id = engine.submit(request)?;
     Ok(run(&mut engine)?.remove(&id).map(|(tokens, _)| tokens).unwrap_or_default())
 }
@@ -72,6 +72,21 @@ fn requests_together_get_what_each_gets_alone() -> Result<()> {
             assert_eq!(got[id], (want[n].clone(), Some(FinishReason::MaxNewTokens)), "request {n}");
             assert_eq!(want[n].len(), 12 + n);
         }
+    }
+    Ok(())
+}
+
+/// The second prompt leaves the first one after 64 tokens, and the third begins there.
+#[test]
+fn prompts_one_after_the_other_share_beginnings() -> Result<()> {
+    let model = model()?;
+    let options = EngineOptions { prefix_cache: 1 << 24, prefix_recent: 8, ..EngineOptions::new(1, 200) };
+    let mut engine = Engine::new(&model, options)?;
+    let prompt = |n: u32| (0..64).chain([100 + n; 70]).collect::<Vec<_>>();
+    for (n, reused) in [(0, 0), (1, 0), (2, 64), (2, 64 + 128)] {
+        let id = engine.submit(Request::new(prompt(n), 5))?;
+        assert_eq!(run(&mut engine)?[&id].0, alone(&model, Request::new(prompt(n), 5))?, "prompt {n}");
+        assert_eq!(engine.stats().prefixes.reused, reused, "prompt {n}");
     }
     Ok(())
 }
