@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 
 type Outputs = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
 
-/// The demo on the CPU.
-fn worker(args: &[&str]) -> Worker {
-    let base = ["worker", "--cpu", "--batch", "4", "--max-seq-len", "512"];
+/// The demo on the CPU, so many sequences at once.
+fn worker(batch: usize, args: &[&str]) -> Worker {
+    let batch = batch.to_string();
+    let base = ["worker", "--cpu", "--max-seq-len", "512", "--batch", &batch];
     Worker::new(Args::parse_from(base.iter().chain(args))).unwrap().0
 }
 
@@ -52,14 +53,14 @@ async fn tokens(worker: &Worker, request: PreprocessedRequest) -> (Vec<u32>, Fin
 
 #[tokio::test]
 async fn conformance() {
-    run_conformance(|| worker(&[])).await.unwrap();
-    run_conformance(|| worker(&["--draft", "4", "--mtp", "on"])).await.unwrap();
-    run_conformance(|| worker(&["--tensor-parallel", "2", "--prefix-cache", "0"])).await.unwrap();
+    run_conformance(|| worker(4, &[])).await.unwrap();
+    run_conformance(|| worker(4, &["--draft", "4", "--mtp", "on"])).await.unwrap();
+    run_conformance(|| worker(4, &["--tensor-parallel", "2", "--prefix-cache", "0"])).await.unwrap();
 }
 
 #[tokio::test]
 async fn together_as_alone_whatever_runs_it() {
-    let want = worker(&["--batch", "1", "--prefix-cache", "0"]);
+    let want = worker(1, &["--prefix-cache", "0"]);
     want.start(0).await.unwrap();
     let mut alone = Vec::new();
     for n in 0..12 {
@@ -67,7 +68,7 @@ async fn together_as_alone_whatever_runs_it() {
     }
     assert!(alone.iter().enumerate().all(|(n, (tokens, _))| tokens.len() == 30 + n));
     for args in [&[][..], &["--draft", "4"], &["--mtp", "on"], &["--tensor-parallel", "2"]] {
-        let worker = worker(args);
+        let worker = worker(4, args);
         worker.start(0).await.unwrap();
         let together = join_all((0..12).map(|n| tokens(&worker, request(prompt(n), 30 + n)))).await;
         assert!(together == alone, "{args:?}");
@@ -77,7 +78,7 @@ async fn together_as_alone_whatever_runs_it() {
 
 #[tokio::test]
 async fn a_full_queue_refuses() {
-    let worker = worker(&["--batch", "1", "--max-waiting", "1"]);
+    let worker = worker(1, &["--max-waiting", "1"]);
     worker.start(0).await.unwrap();
     let mut first = stream(&worker, request(prompt(1), 400)).await.unwrap();
     // It runs: it waits no longer.
@@ -91,12 +92,10 @@ async fn a_full_queue_refuses() {
 
 #[tokio::test]
 async fn what_cannot_run_is_refused() {
-    let worker = worker(&[]);
+    let worker = worker(4, &[]);
     worker.start(0).await.unwrap();
-    let with_logprobs = PreprocessedRequest {
-        output_options: OutputOptions { logprobs: Some(1), ..OutputOptions::default() },
-        ..request(prompt(1), 4)
-    };
+    let mut with_logprobs = request(prompt(1), 4);
+    with_logprobs.output_options.logprobs = Some(1);
     for (request, word) in [
         (request(vec![1; 513], 4), "at most 512 tokens"),
         (request(vec![5000], 4), "vocab_size"),
@@ -111,7 +110,7 @@ async fn what_cannot_run_is_refused() {
 
 #[tokio::test]
 async fn the_end_waits_for_what_runs() {
-    let worker = worker(&[]);
+    let worker = worker(4, &[]);
     worker.start(0).await.unwrap();
     let outputs = stream(&worker, request(prompt(1), 200)).await.unwrap();
     let (items, ended) = tokio::join!(outputs.collect::<Vec<_>>(), worker.cleanup());
@@ -123,7 +122,7 @@ async fn the_end_waits_for_what_runs() {
 
 #[tokio::test]
 async fn the_end_does_not_wait_for_ever() {
-    let worker = worker(&["--drain", "0"]);
+    let worker = worker(4, &["--drain", "0"]);
     worker.start(0).await.unwrap();
     let mut outputs = stream(&worker, request(prompt(1), 500)).await.unwrap();
     outputs.next().await.unwrap().unwrap();
@@ -137,7 +136,7 @@ async fn the_end_does_not_wait_for_ever() {
 
 #[tokio::test]
 async fn the_canary_is_a_request() {
-    let worker = worker(&[]);
+    let worker = worker(4, &[]);
     worker.start(0).await.unwrap();
     let payload = worker.health_check_payload().await.unwrap().unwrap();
     let (tokens, reason) = tokens(&worker, serde_json::from_value(payload).unwrap()).await;

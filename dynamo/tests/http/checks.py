@@ -117,9 +117,9 @@ def migration(worker, _):
 def routing(worker, _):
     """Of the tokens that one worker takes from its cache of beginnings, two workers with the router take nearly as many."""
     shuffled, trace = random.Random(1), []
-    for group in range(8):
+    for group in range(24):
         words = shuffled.choices("and the of unto that he shall lord his for is".split(), k=300)
-        trace += [" ".join(words) + f" group {group}: {n} {shuffled.random()}" for n in range(10)]
+        trace += [" ".join(words) + f" group {group}: {n} {shuffled.random()}" for n in range(5)]
     shuffled.shuffle(trace)
 
     async def hits(stack):

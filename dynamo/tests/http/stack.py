@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
@@ -17,9 +18,15 @@ MODEL = "demo"
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below 32768: Dynamo reads DYN_SYSTEM_PORT as a number of 15 bits."""
+    for port in random.sample(range(20000, 32000), 1000):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
+    sys.exit("no free port")
 
 
 def get(url):
