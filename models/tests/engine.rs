@@ -11,6 +11,7 @@ use candle_gdn_models::{
 };
 use golden::DEMO;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 const PROMPTS: [&[u32]; 4] = [&[49, 68, 7, 12, 90], &[300, 301], &[5; 40], &[17, 400, 23, 23, 500, 81, 2]];
 
@@ -145,6 +146,15 @@ fn a_snapshot_continues_the_sequence() -> Result<()> {
     assert_eq!(snapshots.iter().map(|s| s.len()).collect::<Vec<_>>(), [3, tokens.len() - 1]);
     tokens.push(77);
     let want = alone(&model, Request::new(tokens.clone(), 5))?;
+    // By the way of another process, too.
+    for i in 0..snapshots.len() {
+        let (len, mut on_host) = (snapshots[i].len(), snapshots[i].to_host()?);
+        snapshots.push(Arc::new(model.snapshot_from_host(len, &on_host)?));
+        let wrong = model.snapshot_from_host(len + 1, &on_host).unwrap_err().to_string();
+        assert!(wrong.contains("k.0: expected"), "{wrong}");
+        on_host.remove("conv.1");
+        assert!(model.snapshot_from_host(len, &on_host).unwrap_err().to_string().contains("conv.1"));
+    }
     for snapshot in snapshots {
         let fed = engine.stats().prompt.tokens;
         let more = tokens.len() - snapshot.len();
