@@ -53,7 +53,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "TOKENS", default_value = "64", value_parser = block)]
     pub prefix_block: usize,
 
-    /// So many of the last prompts stand for those to come: what a prompt shares with one of them is kept, and its end
+    /// So many of the last prompts stand for those to come: the most that a prompt shares with one is kept, and its end
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub prefix_recent: usize,
 
@@ -68,6 +68,10 @@ pub struct ServeArgs {
     /// Record a decode step once and replay it, on a GPU: auto goes on without where that cannot be, on fails
     #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "on", "off"]).map(graph))]
     pub cuda_graph: GraphChoice,
+
+    /// With --disaggregation-mode prefill: the address of this machine where workers fetch the states of prompts
+    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
+    pub transfer_host: String,
 
     /// After SIGTERM requests under way may take so long to end; the rest goes to another worker. Bounded by
     /// DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT too

@@ -3,6 +3,7 @@
 use crate::blocks::{tell, Blocks, Router};
 use crate::common::{fix_algo, load_model, ranks, Checkpoint, Need, Rank, Room};
 use crate::figures::{Figures, Shared};
+use crate::transfer::State;
 use crate::Args;
 use anyhow::{anyhow, Context, Result};
 use candle_gdn_models::{
@@ -18,6 +19,8 @@ use tokio::sync::{mpsc, oneshot};
 #[derive(Debug)]
 pub struct Output {
     pub tokens: Vec<u32>,
+    /// The sequence's, where [`Request::snapshot_end`] asks for it.
+    pub state: Option<State>,
     pub finished: Option<FinishReason>,
 }
 
@@ -46,7 +49,7 @@ impl Drop for Running {
 }
 
 enum Message {
-    Submit(Box<Request>, mpsc::UnboundedSender<Output>, oneshot::Sender<Result<RequestId, Refusal>>),
+    Submit(Box<Request>, Option<State>, mpsc::UnboundedSender<Output>, oneshot::Sender<Result<RequestId, Refusal>>),
     Cancel(RequestId),
     /// All requests end.
     End,
@@ -95,11 +98,11 @@ impl Driver {
         Ok(Self { to_engine, thread, max_len, prefill_chunk })
     }
 
-    /// Hands a request over and waits until it is taken in or refused, at most for one step of the model; None where the
-    /// engine has ended.
-    pub async fn submit(&self, request: Request) -> Option<Result<Running, Refusal>> {
+    /// Hands a request over, with the state after its first tokens if there is one, and waits until it is taken in or
+    /// refused, at most for one step of the model; None where the engine has ended.
+    pub async fn submit(&self, request: Request, state: Option<State>) -> Option<Result<Running, Refusal>> {
         let ((sender, outputs), (answer, answered)) = (mpsc::unbounded_channel(), oneshot::channel());
-        self.to_engine.send(Message::Submit(Box::new(request), sender, answer)).ok()?;
+        self.to_engine.send(Message::Submit(Box::new(request), state, sender, answer)).ok()?;
         let to_engine = self.to_engine.clone();
         Some(answered.await.ok()?.map(|id| Running { outputs, id, to_engine }))
     }
@@ -130,7 +133,7 @@ fn run(
         let (model, options) = load(args, &checkpoint, &config, draft_head, &rank)?;
         let engine = Engine::new(&model, options.clone())?;
         ready((options.max_len, options.prefill_chunk));
-        return Lead::new(engine, &options, Vec::new(), shared, router).run(&messages);
+        return Lead::new(&model, engine, &options, Vec::new(), shared, router).run(&messages);
     }
     // Before any rank begins: all of them would say it.
     config.split(n)?;
@@ -144,7 +147,7 @@ fn run(
             let first = first.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (messages, leads) = first.ok_or_else(|| anyhow!("two first ranks"))?;
             ready((options.max_len, options.prefill_chunk));
-            Lead::new(engine, &options, leads, shared, router).run(&messages)
+            Lead::new(&model, engine, &options, leads, shared, router).run(&messages)
         } else {
             let decisions = follows.lock().unwrap_or_else(PoisonError::into_inner).pop();
             follow(engine, &decisions.ok_or_else(|| anyhow!("more ranks than there are"))?)
@@ -211,6 +214,7 @@ fn follow(mut engine: Engine<&CausalLm>, decisions: &Receiver<Decision>) -> Resu
 
 /// The rank that decides and answers.
 struct Lead<'a> {
+    model: &'a CausalLm,
     engine: Engine<&'a CausalLm>,
     /// To the other ranks.
     leads: Vec<Sender<Decision>>,
@@ -228,10 +232,12 @@ struct InFlight {
     tokens: usize,
     /// What this step brought.
     new: Vec<u32>,
+    state: Option<State>,
 }
 
 impl<'a> Lead<'a> {
     fn new(
+        model: &'a CausalLm,
         engine: Engine<&'a CausalLm>,
         options: &EngineOptions,
         leads: Vec<Sender<Decision>>,
@@ -239,7 +245,7 @@ impl<'a> Lead<'a> {
         router: &'a Router,
     ) -> Self {
         let (blocks, max_waiting) = (Blocks::new(options.prefix_block), options.max_waiting);
-        Self { engine, leads, requests: HashMap::new(), max_waiting, blocks, shared, router }
+        Self { model, engine, leads, requests: HashMap::new(), max_waiting, blocks, shared, router }
     }
 
     /// Until the end is asked for.
@@ -250,7 +256,9 @@ impl<'a> Lead<'a> {
                 false => messages.try_recv(),
             };
             match message {
-                Ok(Message::Submit(request, outputs, answer)) => self.submit(*request, outputs, answer)?,
+                Ok(Message::Submit(request, state, outputs, answer)) => {
+                    self.submit(self.resuming(*request, state), outputs, answer)?
+                }
                 Ok(Message::Cancel(id)) => self.cancel(id)?,
                 Ok(Message::End) | Err(TryRecvError::Disconnected) => return Ok(()),
                 Err(TryRecvError::Empty) => self.step()?,
@@ -264,6 +272,18 @@ impl<'a> Lead<'a> {
             lead.send(decision.clone()).map_err(|_| anyhow!("a rank has ended"))?;
         }
         Ok(())
+    }
+
+    /// The request, which goes on from the state if that is of use.
+    fn resuming(&self, request: Request, state: Option<State>) -> Request {
+        let Some(state) = state.filter(|state| state.tokens < request.tokens.len()) else { return request };
+        match state.snapshot(self.model) {
+            Ok(snapshot) => Request { resume: Some(Arc::new(snapshot)), ..request },
+            Err(e) => {
+                tracing::warn!("a state is of no use, so the prompt is fed here: {e:#}");
+                request
+            }
+        }
     }
 
     fn submit(
@@ -284,7 +304,7 @@ impl<'a> Lead<'a> {
         let tokens = request.tokens.len();
         let taken = self.engine.submit(request).map_err(|e| Refusal::Invalid(e.to_string()));
         if let Ok(id) = taken {
-            self.requests.insert(id, InFlight { outputs, tokens, new: Vec::new() });
+            self.requests.insert(id, InFlight { outputs, tokens, new: Vec::new(), state: None });
         }
         match answer.send(taken) {
             // Nobody reads what comes of it.
@@ -324,19 +344,25 @@ impl<'a> Lead<'a> {
                 Event::NoGraph { sequences, why } => {
                     tracing::warn!("no CUDA graph of {sequences} sequences, going on without: {why}")
                 }
-                Event::Snapshot { .. } => {}
+                Event::Snapshot { id, snapshot } => {
+                    let Some(request) = self.requests.get_mut(&id) else { continue };
+                    match State::of(&snapshot) {
+                        Ok(state) => request.state = Some(state),
+                        Err(e) => tracing::warn!("a state cannot be handed on: {e:#}"),
+                    }
+                }
             }
         }
         for (id, reason) in ended {
             let Some(request) = self.requests.remove(&id) else { continue };
             self.shared.count_finished(&reason);
             // Who asked may have gone; of a token too.
-            let _ = request.outputs.send(Output { tokens: request.new, finished: Some(reason) });
+            let _ = request.outputs.send(Output { tokens: request.new, state: request.state, finished: Some(reason) });
         }
         for id in came {
             let Some(request) = self.requests.get_mut(&id) else { continue };
             let tokens = std::mem::take(&mut request.new);
-            let _ = request.outputs.send(Output { tokens, finished: None });
+            let _ = request.outputs.send(Output { tokens, state: None, finished: None });
         }
         Ok(())
     }

@@ -13,6 +13,7 @@ mod common;
 mod driver;
 mod figures;
 mod generate;
+mod transfer;
 mod worker;
 
 pub use args::Args;

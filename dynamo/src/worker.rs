@@ -1,28 +1,33 @@
 //! Dynamo's contract.
 
-use crate::asked::{asked, invalid, Ends, Kind};
+use crate::asked::{asked, invalid, Asked, Ends, Kind};
 use crate::blocks::Router;
 use crate::card::Card;
 use crate::common::Checkpoint;
 use crate::driver::{Driver, Output, Refusal, Running};
 use crate::figures::Shared;
 use crate::generate::settings::Settings;
+use crate::transfer::{fetch, Shelf, State};
 use crate::Args;
+use anyhow::ensure;
 use async_trait::async_trait;
-use candle_gdn_models::FinishReason;
+use candle_gdn_models::{DraftHeadChoice, FinishReason, Request};
 use dynamo_backend_common::{
-    usage, AsyncEngineContext, BackendError, CompletionUsage, DynamoError, EngineConfig, ErrorType, GenerateContext,
-    KvEventSource, LLMEngine, LLMEngineOutput, LLMEngineOutputExt, LlmRegistration, MetricsBindings, MetricsCtx,
-    PreprocessedRequest, WorkerConfig,
+    usage, AsyncEngineContext, BackendError, CompletionUsage, DisaggregationMode, DynamoError, EngineConfig, ErrorType,
+    GenerateContext, KvEventSource, LLMEngine, LLMEngineOutput, LLMEngineOutputExt, LlmRegistration, MetricsBindings,
+    MetricsCtx, PreprocessedRequest, WorkerConfig,
 };
 use futures::stream::BoxStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::RwLock;
 use tokio::time::{sleep, timeout};
 
 type Outputs = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
+
+/// Bytes of a state that are fetched.
+const MOST_BYTES: u64 = 64 << 30;
 
 /// How often it is looked whether the last request has ended.
 const LOOK: Duration = Duration::from_millis(50);
@@ -40,6 +45,8 @@ pub struct Worker {
     router: Router,
     /// Requests so far.
     number: AtomicUsize,
+    /// Of a worker that only feeds prompts, from the start on: their states.
+    shelf: OnceLock<Arc<Shelf>>,
 }
 
 impl Worker {
@@ -54,16 +61,26 @@ impl Worker {
         let card = Card::new(&checkpoint, &config)?;
         let name = args.serve.served_model_name.clone().unwrap_or_else(|| card.name(args.model.model.as_deref()));
         let common = &args.dynamo;
+        let mode = common.disaggregation_mode;
+        let is_whole = args.serve.mtp == DraftHeadChoice::Off && args.model.tensor_parallel.get() == 1;
+        ensure!(!mode.is_encode(), "--disaggregation-mode: expected agg, prefill or decode, got encode");
+        ensure!(
+            mode == DisaggregationMode::Aggregated || is_whole,
+            "--disaggregation-mode {mode}: expected neither --mtp nor --tensor-parallel"
+        );
+        // Where the frontend looks for it, unless told.
+        let is_default = common.component == DisaggregationMode::Aggregated.discovery_component();
+        let component = if is_default { mode.discovery_component().into() } else { common.component.clone() };
         let worker = WorkerConfig {
             namespace: common.namespace.clone(),
-            component: common.component.clone(),
+            component,
             endpoint: common.endpoint.clone(),
             endpoint_types: common.endpoint_types.clone(),
             custom_jinja_template: common.custom_jinja_template.clone(),
             tool_call_parser: common.dyn_tool_call_parser.clone(),
             reasoning_parser: common.dyn_reasoning_parser.clone(),
             exclude_tools_when_tool_choice_none: common.exclude_tools_when_tool_choice_none,
-            disaggregation_mode: common.disaggregation_mode,
+            disaggregation_mode: mode,
             runtime: common.runtime.clone(),
             model_name: card.folder().display().to_string(),
             served_model_name: Some(name.clone()),
@@ -72,8 +89,18 @@ impl Worker {
         };
         let shared = Arc::new(Shared::new(args.serve.prefix_block, args.serve.batch));
         let driver = RwLock::new(None);
-        let (router, number) = (Router::default(), AtomicUsize::new(0));
-        Ok((Self { args: Arc::new(args), settings, name, _card: card, driver, shared, router, number }, worker))
+        let (router, number, shelf) = (Router::default(), AtomicUsize::new(0), OnceLock::new());
+        Ok((Self { args: Arc::new(args), settings, name, _card: card, driver, shared, router, number, shelf }, worker))
+    }
+
+    /// The state that another worker has made of the prompt. Without one the prompt is fed here.
+    async fn fetched(&self, request: &PreprocessedRequest) -> Option<State> {
+        let ticket = request.prefill_result.as_ref()?.disaggregated_params.clone();
+        if ticket.as_object().is_some_and(|ticket| ticket.is_empty()) {
+            return None;
+        }
+        let fetched = async { fetch(serde_json::from_value(ticket)?, MOST_BYTES).await };
+        fetched.await.map_err(|e| tracing::warn!("the prompt is fed here: {e:#}")).ok()
     }
 
     fn has_beginnings(&self) -> bool {
@@ -87,6 +114,12 @@ impl LLMEngine for Worker {
         tracing::info!("loading {}", self.name);
         let driver = Driver::start(self.args.clone(), self.shared.clone(), self.router.clone()).await;
         let driver = driver.map_err(|e| backend(BackendError::EngineShutdown, format!("{e:#}")))?;
+        if self.args.dynamo.disaggregation_mode.is_prefill() {
+            let shelf = Shelf::open(&self.args.serve.transfer_host).await;
+            let shelf = shelf.map_err(|e| backend(BackendError::CannotConnect, format!("{e:#}")))?;
+            // Started once.
+            let _ = self.shelf.set(Arc::new(shelf));
+        }
         let (max_len, chunk) = (driver.max_len, driver.prefill_chunk);
         // Started once.
         let _ = self.shared.max_len.set(max_len);
@@ -104,11 +137,21 @@ impl LLMEngine for Worker {
 
     async fn generate(&self, request: PreprocessedRequest, context: GenerateContext) -> Result<Outputs, DynamoError> {
         let number = self.number.fetch_add(1, Ordering::Relaxed);
-        let asked = asked(&request, &self.settings, self.args.sampling.seed, number)?;
-        let prompt = asked.request.tokens.len();
+        let Asked { request: mut wanted, ends } = asked(&request, &self.settings, self.args.sampling.seed, number)?;
+        let prompt = wanted.tokens.len();
+        let shelf = self.shelf.get().cloned();
+        if shelf.is_some() {
+            // Whoever completes the prompt is to feed the last token: it draws the first one of the completion.
+            wanted.tokens.pop();
+            wanted = Request { snapshot_end: true, ..Request::new(wanted.tokens, 0) };
+            if prompt == 1 {
+                return Ok(Box::pin(futures::stream::once(async { Ok(handed_on(serde_json::json!({}), 1)) })));
+            }
+        }
+        let state = self.fetched(&request).await;
         let driver = self.driver.read().await;
         let driver = driver.as_ref().ok_or_else(unavailable)?;
-        let running = match driver.submit(asked.request).await {
+        let running = match driver.submit(wanted, state).await {
             Some(Ok(running)) => running,
             Some(Err(Refusal::Invalid(why))) => return Err(invalid(why)),
             Some(Err(Refusal::Full)) => {
@@ -117,7 +160,10 @@ impl LLMEngine for Worker {
             }
             None => return Err(unavailable()),
         };
-        Ok(Box::pin(outputs(running, asked.ends, prompt, context.inner_arc())))
+        Ok(match shelf {
+            Some(shelf) => Box::pin(ticket(running, shelf, prompt, context.inner_arc())),
+            None => Box::pin(outputs(running, ends, prompt, context.inner_arc())),
+        })
     }
 
     async fn cleanup(&self) -> Result<(), DynamoError> {
@@ -136,7 +182,7 @@ impl LLMEngine for Worker {
     }
 
     async fn is_quiescent(&self) -> Result<Option<bool>, DynamoError> {
-        Ok(Some(self.shared.in_flight() == 0))
+        Ok(Some(self.shared.in_flight() == 0 && self.shelf.get().is_none_or(|shelf| shelf.is_empty())))
     }
 
     async fn kv_event_sources(&self) -> Result<Vec<KvEventSource>, DynamoError> {
@@ -173,6 +219,38 @@ impl LLMEngine for Worker {
     }
 }
 
+/// The one answer of a worker that only feeds prompts: where the state is.
+fn ticket(
+    mut running: Running,
+    shelf: Arc<Shelf>,
+    prompt: usize,
+    context: Arc<dyn AsyncEngineContext>,
+) -> impl futures::Stream<Item = Result<LLMEngineOutput, DynamoError>> + Send {
+    futures::stream::once(async move {
+        let output = tokio::select! {
+            biased;
+            () = context.stopped() => return Ok(LLMEngineOutput::cancelled().with_usage(used(prompt, 0))),
+            output = running.outputs.recv() => output,
+        };
+        match output {
+            Some(Output { state: Some(state), .. }) => {
+                let ticket = serde_json::to_value(shelf.put(state));
+                let ticket = ticket.map_err(|e| backend(BackendError::Unknown, e.to_string()))?;
+                Ok(handed_on(ticket, prompt))
+            }
+            Some(Output { finished: Some(FinishReason::Failed(why)), .. }) => Err(backend(BackendError::Unknown, why)),
+            Some(_) => Err(backend(BackendError::Unknown, "the state cannot be handed on".into())),
+            None => Err(backend(BackendError::EngineShutdown, "the engine has ended".into())),
+        }
+    })
+}
+
+/// A prompt that is fed, and the ticket for its state.
+fn handed_on(ticket: serde_json::Value, prompt: usize) -> LLMEngineOutput {
+    let output = LLMEngineOutput { disaggregated_params: Some(ticket), ..LLMEngineOutput::length() };
+    output.with_usage(used(prompt, 0))
+}
+
 /// What comes of a request, as the frontend reads it. Dropping it ends the request.
 fn outputs(
     mut running: Running,
@@ -191,7 +269,7 @@ fn outputs(
                 }
                 output = running.outputs.recv() => output,
             };
-            let Some(Output { mut tokens, mut finished }) = output else {
+            let Some(Output { mut tokens, mut finished, .. }) = output else {
                 yield Err(backend(BackendError::EngineShutdown, "the engine has ended".into()));
                 return;
             };

@@ -1,12 +1,20 @@
 //! The contract, without Dynamo's frontend: the conformance kit, and what it does not look at.
 
+#[path = "../../models/tests/support/gguf_writer.rs"]
+#[allow(dead_code)]
+mod gguf_writer;
+#[path = "../../models/tests/support/tiny.rs"]
+#[allow(dead_code)]
+mod tiny;
+
 use candle_gdn_dynamo::{Args, Worker};
 use clap::Parser;
 use dynamo_backend_common::testing::{mock_context, run_conformance};
 use dynamo_backend_common::{
     BackendError, DynamoError, ErrorType, FinishReason, GenerateContext, LLMEngine, LLMEngineOutput, OutputOptions,
-    PreprocessedRequest, SamplingOptions, StopConditions,
+    PrefillResult, PreprocessedRequest, SamplingOptions, StopConditions,
 };
+use dynamo_llm::model_card::ModelDeploymentCard;
 use futures::future::join_all;
 use futures::stream::BoxStream;
 use futures::StreamExt;
@@ -132,6 +140,51 @@ async fn the_end_does_not_wait_for_ever() {
     let last = outputs.collect::<Vec<_>>().await.pop().unwrap();
     // Of this kind are the errors with which the frontend takes a request elsewhere.
     assert_eq!(last.err().unwrap().error_type(), ErrorType::Backend(BackendError::EngineShutdown));
+}
+
+#[tokio::test]
+async fn a_prompt_is_fed_here_and_completed_there() {
+    let whole = worker(4, &["--prefix-cache", "0"]);
+    let [first, second] = ["prefill", "decode"].map(|mode| worker(4, &["--disaggregation-mode", mode]));
+    for worker in [&whole, &first, &second] {
+        worker.start(0).await.unwrap();
+    }
+    for prompt in [vec![9], prompt(0), prompt(9), prompt(20)] {
+        let want = tokens(&whole, request(prompt.clone(), 20)).await;
+        let mut items: Vec<_> = stream(&first, request(prompt.clone(), 1)).await.unwrap().collect().await;
+        let item = items.pop().unwrap().unwrap();
+        assert!(items.is_empty() && matches!(item.finish_reason, Some(FinishReason::Length)));
+        let ticket = item.disaggregated_params.unwrap();
+        assert_eq!(ticket.as_object().unwrap().is_empty(), prompt.len() == 1);
+        assert_eq!(first.is_quiescent().await.unwrap(), Some(prompt.len() == 1), "until the state is fetched");
+        let mut request = request(prompt, 20);
+        request.prefill_result = Some(PrefillResult { disaggregated_params: ticket, prompt_tokens_details: None });
+        // The second time the state is gone: the prompt is fed there.
+        for _ in 0..2 {
+            assert_eq!(tokens(&second, request.clone()).await, want);
+        }
+        assert_eq!(first.is_quiescent().await.unwrap(), Some(true));
+    }
+}
+
+#[tokio::test]
+async fn a_gguf_file_has_all_that_a_frontend_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("small.gguf");
+    gguf_writer::demo().write(&path).unwrap();
+    let args = ["worker", "--cpu", "--max-seq-len", "512", "--model", path.to_str().unwrap()];
+    let (of_file, config) = Worker::new(Args::parse_from(args)).unwrap();
+    let card = ModelDeploymentCard::load_from_disk(&config.model_name, None).unwrap();
+    let text = "In the beginning God created";
+    let encode = |card: &ModelDeploymentCard| card.tokenizer().unwrap().encode(text).unwrap().token_ids().to_vec();
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
+    let prompt = encode(&card);
+    assert_eq!(prompt, encode(&ModelDeploymentCard::load_from_disk(demo, None).unwrap()));
+    assert!(card.prompt_formatter.is_some());
+    assert_eq!(of_file.start(0).await.unwrap().model, "small");
+    let of_folder = worker(1, &[]);
+    of_folder.start(0).await.unwrap();
+    assert_eq!(tokens(&of_file, request(prompt.clone(), 20)).await, tokens(&of_folder, request(prompt, 20)).await);
 }
 
 #[tokio::test]

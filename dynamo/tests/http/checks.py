@@ -59,7 +59,7 @@ def chat_equals_generate(worker, generate):
             got = "".join(choice["delta"].get("content") or "" for choices in parts for choice in choices)
             same(got.rstrip("\n"), text, "by curl")
 
-    with Stack(worker, worker_args=["--cpu"]) as stack:
+    with Stack(worker, [["--cpu"]]) as stack:
         asyncio.run(by_client(stack))
         by_curl(stack)
     print(f"{len(PROMPTS)} prompts of {LENGTH} tokens by curl and by the openai client are as `generate --chat`")
@@ -87,7 +87,7 @@ def drain(worker, _):
         status = await asyncio.to_thread(stack.workers[0].process.wait, 30)
         same(status, 0, "exit status")
 
-    with Stack(worker, worker_args=["--cpu"]) as stack:
+    with Stack(worker, [["--cpu"]]) as stack:
         asyncio.run(main(stack))
     print("after SIGTERM two answers came whole and the worker ended with status 0")
 
@@ -109,9 +109,32 @@ def migration(worker, _):
             same((await task)[0], text, f"{prompt!r} with a worker killed")
         return lost
 
-    with Stack(worker, 2, ["--cpu"], ["--migration-limit", "3"]) as stack:
+    with Stack(worker, [["--cpu"]] * 2, ["--migration-limit", "3"]) as stack:
         lost = asyncio.run(main(stack))
     print(f"{len(prompts)} answers are whole; a killed worker had {lost:.0f} of them")
+
+
+def handoff(worker, _):
+    """One worker feeds prompts, another completes them."""
+    prompts = [f"{prompt} {n} " * (1 + 5 * n) for n in range(4) for prompt in PROMPTS]
+
+    async def together(stack):
+        client = stack.client()
+        tasks = [chat(client, prompt, 60, extra_body={"ignore_eos": True}) for prompt in prompts]
+        return [text for text, _, _ in await asyncio.gather(*tasks)]
+
+    args = ["--cpu", "--prefix-cache", "0"]
+    with Stack(worker, [args]) as stack:
+        want = asyncio.run(together(stack))
+    with Stack(worker, [[*args, "--disaggregation-mode", mode] for mode in ("prefill", "decode")]) as stack:
+        same(asyncio.run(together(stack)), want, "by two workers")
+        fed = [one.metric("prompt_tokens_total") for one in stack.workers]
+        drawn = [one.metric("decode_tokens_total") for one in stack.workers]
+    print(f"{len(prompts)} answers are as one worker's; tokens of prompts fed by the first worker {fed[0]:.0f}, by the "
+          f"second {fed[1]:.0f}; tokens of decode steps {drawn[0]:.0f} and {drawn[1]:.0f}")
+    # The last token of each prompt is the second one's; its health check has a prompt too.
+    if not fed[1] <= len(prompts) + 5 < fed[0] or drawn[0] > 0:
+        sys.exit("expected the first worker to feed all prompts, and the second to complete them")
 
 
 def routing(worker, _):
@@ -132,11 +155,11 @@ def routing(worker, _):
         return sum(reused for reused, _ in sums), sum(asked for _, asked in sums), [asked for _, asked in sums]
 
     args = ["--cpu", "--max-seq-len", "4096"]
-    with Stack(worker, 1, args) as stack:
+    with Stack(worker, [args]) as stack:
         one, asked, _ = asyncio.run(hits(stack))
-    with Stack(worker, 2, args, ["--router-mode", "kv"]) as stack:
+    with Stack(worker, [args] * 2, ["--router-mode", "kv"]) as stack:
         two, _, shares = asyncio.run(hits(stack))
-    with Stack(worker, 2, args) as stack:
+    with Stack(worker, [args] * 2) as stack:
         blind, _, _ = asyncio.run(hits(stack))
     print(f"{len(trace)} prompts, {asked:.0f} tokens: reused by one worker {one:.0f}, by two with the router {two:.0f} "
           f"({100 * two / one:.1f} %), in turn {blind:.0f} ({100 * blind / one:.1f} %); "
@@ -171,7 +194,7 @@ def overhead(worker, generate):
             rounds.append((mine, theirs, first, count))
         return rounds
 
-    with Stack(worker, worker_args=["--cpu"]) as stack:
+    with Stack(worker, [["--cpu"]]) as stack:
         rounds = asyncio.run(main(stack))
     mine, theirs, first = (statistics.median(values) for values in list(zip(*rounds))[:3])
     print(f"one client, {tokens} tokens, median of 5: generate {mine:.3f} ms a token (of {rounds[0][3]}), "

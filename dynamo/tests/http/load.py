@@ -35,7 +35,7 @@ MALFORMED = [
 def load(worker, _):
     """64 clients with cancelled and malformed requests among theirs: each answer is the one that its prompt gets alone."""
     seconds = float(os.environ.get("LOAD_SECONDS", "600"))
-    with Stack(worker, 1, ["--cpu", "--batch", "16"]) as stack:
+    with Stack(worker, [["--cpu"]]) as stack:
         asyncio.run(clients(stack, seconds))
 
 

@@ -10,6 +10,7 @@ CHECKS = {
     "chat": checks.chat_equals_generate,
     "drain": checks.drain,
     "migration": checks.migration,
+    "handoff": checks.handoff,
     "routing": checks.routing,
     "overhead": checks.overhead,
     "load": load.load,

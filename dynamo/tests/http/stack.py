@@ -57,9 +57,9 @@ class Worker:
 class Stack:
     """`with Stack(...) as stack:` is a frontend that serves."""
 
-    def __init__(self, binary, workers=1, worker_args=(), frontend_args=()):
-        self.binary, self.count = binary, workers
-        self.worker_args, self.frontend_args = list(worker_args), list(frontend_args)
+    def __init__(self, binary, workers, frontend_args=()):
+        """`workers` has the arguments of each."""
+        self.binary, self.arguments, self.frontend_args = binary, workers, frontend_args
         self.workers = []
 
     def __enter__(self):
@@ -75,16 +75,13 @@ class Stack:
         frontend = [sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self.http)]
         self.frontend = subprocess.Popen([*frontend, *self.frontend_args], env=self.env, stdout=self.log, stderr=self.log)
         try:
-            for _ in range(self.count):
-                self.add_worker()
+            for arguments in self.arguments:
+                self.workers.append(Worker(self.binary, arguments, self.env, self.log))
             self.wait()
         except BaseException:
             self.__exit__()
             raise
         return self
-
-    def add_worker(self):
-        self.workers.append(Worker(self.binary, self.worker_args, self.env, self.log))
 
     def wait(self):
         """Until all workers are known."""

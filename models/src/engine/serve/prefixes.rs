@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 ///
 /// Only the states that a waiting prompt will ask for are kept: those at the ends of common beginnings. A prompt that shares
 /// more with one being fed now than is in the cache waits for it. Where prompts come one after the other, the last ones
-/// stand for those to come: what a prompt shares with one of them is kept, and its own end.
+/// stand for those to come: the most that a prompt shares with one of them is kept, and its own end.
 #[derive(Debug)]
 pub(super) struct Prefixes<V> {
     /// None where the budget is 0.
@@ -40,7 +40,9 @@ impl<V> Prefixes<V> {
     /// Where the state of `prompt`, fed from `from` on, is to be kept for one of `waiting` or for one to come.
     pub fn cuts<'p>(&mut self, prompt: &[u32], from: usize, waiting: impl Iterator<Item = &'p [u32]>) -> Vec<usize> {
         let common = |other: &[u32]| self.common(prompt, other);
-        let mut cuts: Vec<usize> = waiting.map(common).chain(self.recent.iter().map(|other| common(other))).collect();
+        let mut cuts: Vec<usize> = waiting.map(common).collect();
+        // Where the prompt leaves all of them: a state for each would make many short passes of a long prompt.
+        cuts.extend(self.recent.iter().map(|other| common(other)).max());
         cuts.extend((self.most_recent > 0).then(|| common(prompt)));
         cuts.retain(|at| *at > from);
         cuts.sort_unstable();

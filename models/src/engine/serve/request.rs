@@ -28,8 +28,8 @@ pub struct EngineOptions {
     pub draft_depth: DraftDepth,
     /// Bytes for the states of beginnings that waiting requests share, which are then fed once; 0 keeps none.
     pub prefix_cache: usize,
-    /// So many of the last prompts count as waiting too, and each prompt's last whole block is kept, for requests that
-    /// come one after the other; 0 keeps nothing for those.
+    /// For requests that come one after the other: the most that a prompt shares with one of so many before it is kept,
+    /// and its own end; 0 keeps nothing for those.
     pub prefix_recent: usize,
     /// Shared beginnings are cut to a multiple of this, itself a multiple of 64.
     pub prefix_block: usize,
