@@ -54,10 +54,13 @@ pub struct Ticket {
     tokens: usize,
 }
 
+/// By number: since when it waits, and the bytes.
+type States = HashMap<Uuid, (Instant, Vec<u8>)>;
+
 /// States that wait to be fetched.
 pub struct Shelf {
     address: String,
-    states: Arc<Mutex<HashMap<Uuid, (Instant, Vec<u8>)>>>,
+    states: Arc<Mutex<States>>,
 }
 
 impl Shelf {
@@ -68,7 +71,7 @@ impl Shelf {
     pub async fn open(host: &str) -> Result<Self> {
         let listener = TcpListener::bind((host, 0)).await.with_context(|| format!("--transfer-host {host}"))?;
         let address = format!("{host}:{}", listener.local_addr()?.port());
-        let states = Arc::new(Mutex::new(HashMap::new()));
+        let states = Arc::new(Mutex::new(States::new()));
         let shelf = Self { address, states: states.clone() };
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
@@ -100,13 +103,11 @@ impl Shelf {
     }
 }
 
-type States = Mutex<HashMap<Uuid, (Instant, Vec<u8>)>>;
-
-fn lock(states: &States) -> MutexGuard<'_, HashMap<Uuid, (Instant, Vec<u8>)>> {
+fn lock(states: &Mutex<States>) -> MutexGuard<'_, States> {
     states.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-async fn give(mut stream: TcpStream, states: &States) -> Result<()> {
+async fn give(mut stream: TcpStream, states: &Mutex<States>) -> Result<()> {
     let mut number = [0; 16];
     stream.read_exact(&mut number).await?;
     let state = lock(states).remove(&Uuid::from_bytes(number));
