@@ -1,7 +1,7 @@
 //! The engine on a thread of its own, or on one for each rank: all of them do what the first one decides.
 
 use crate::blocks::{tell, Blocks, Router};
-use crate::common::{fix_algo, load_model, ranks, Checkpoint, Need, Rank, Room};
+use crate::common::{load_model, ranks, Checkpoint, Need, Rank, Room};
 use crate::figures::{Figures, Shared};
 use crate::transfer::State;
 use crate::Args;
@@ -10,6 +10,7 @@ use candle_gdn_models::{
     CausalLm, DraftHeadChoice, Engine, EngineOptions, Event, FinishReason, ModelConfig, Request, RequestId,
 };
 use std::collections::HashMap;
+use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::mpsc::{channel, Receiver, Sender, TryRecvError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -82,15 +83,18 @@ impl Driver {
         let ((to_engine, messages), (started, start)) = (channel(), oneshot::channel());
         let run = move || {
             let started = Mutex::new(Some(started));
-            let ready = |answer| {
-                let started = started.lock().unwrap_or_else(PoisonError::into_inner).take();
-                // Who started it has gone: the messages end too.
-                started.map_or((), |started| drop(started.send(answer)))
-            };
-            let ended = run(&args, messages, &shared, &router, &|room| ready(Ok(room)));
-            if let Err(e) = ended {
-                tracing::error!("the engine has ended: {e:#}");
-                ready(Err(e));
+            let take = || started.lock().unwrap_or_else(PoisonError::into_inner).take();
+            // Who started it may have gone: then the messages end too.
+            let ready = |room| take().map_or((), |started| drop(started.send(Ok(room))));
+            let work = AssertUnwindSafe(|| run(&args, messages, &shared, &router, &ready));
+            let Err(e) = catch_unwind(work).unwrap_or_else(|_| Err(anyhow!("it panicked"))) else { return };
+            match take() {
+                Some(started) => drop(started.send(Err(e))),
+                None => {
+                    // A worker without an engine would be sent requests on and on. Those under way go elsewhere.
+                    tracing::error!("the engine has ended, and so does the worker: {e:#}");
+                    std::process::exit(1)
+                }
             }
         };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(run)?;
@@ -123,7 +127,6 @@ fn run(
     router: &Router,
     ready: &(dyn Fn((usize, usize)) + Sync),
 ) -> Result<()> {
-    fix_algo(&args.model)?;
     let checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let draft_head = checkpoint.draft_head(args.serve.mtp, &config)?;

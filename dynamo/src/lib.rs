@@ -17,5 +17,13 @@ mod transfer;
 mod worker;
 
 pub use args::Args;
-pub use common::fix_thread_count;
 pub use worker::Worker;
+
+/// To be called first, while there is one thread: numbers of threads and names of kernels are looked up in the environment.
+///
+/// # Errors
+/// When a name is none of a kernel.
+pub fn prepare(args: &Args) -> anyhow::Result<()> {
+    common::fix_thread_count();
+    common::fix_algo(&args.model)
+}
