@@ -18,6 +18,7 @@ const FILES: &[(&str, &[u8])] = files![
     "configs/qwen3-next-80b-a3b.json",
     "configs/qwen3.5-0.8b.json",
     "configs/qwen3.5-27b.json",
+    "configs/qwen3.5-35b-a3b-fp8.json",
     "configs/qwen3.5-35b-a3b.json",
     "configs/qwen3.5-4b.json",
 ];

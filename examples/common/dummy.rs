@@ -1,9 +1,12 @@
 //! Random weights: what a model is timed with where its checkpoint is not at hand.
 
 use candle_core::{bail, DType, Device, Error, Result, Shape, Tensor};
-use candle_gdn_models::{Family, ModelConfig};
+use candle_gdn_models::{Family, Fp8Config, ModelConfig};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::Init;
+use float8::F8E4M3;
+use std::collections::HashMap;
+use std::sync::Mutex;
 
 /// Values made at a time, in f32: the experts of a layer together would take gigabytes of it, and small pieces take the
 /// same memory again.
@@ -15,11 +18,19 @@ const KNOWN: &[&str] = &[".weight", ".A_log", ".dt_bias", ".experts.gate_up_proj
 const INTERLEAVED: &[&str] = &[".in_proj_qkvz.weight", ".in_proj_ba.weight"];
 const SPLIT: &[&str] = &[".in_proj_qkv.weight", ".in_proj_z.weight", ".in_proj_b.weight", ".in_proj_a.weight"];
 
+/// The largest number in e4m3.
+const MOST: f32 = 448.;
+/// What the name of a weight's scales ends with.
+const SCALE: &str = "_scale_inv";
+
 /// A checkpoint that has whatever the model asks for, in the layout of its family. Each weight is made on the model's
 /// device, the same in every run, and of such size that activations stay as in a trained model.
 pub struct Dummy {
     family: Family,
     tied: bool,
+    fp8: Option<Fp8Config>,
+    /// Matrices in e4m3 by their size: those of one size are the same, since an expert's layer takes a second to make.
+    in_fp8: Mutex<HashMap<usize, Tensor>>,
 }
 
 impl Dummy {
@@ -27,7 +38,28 @@ impl Dummy {
         if !device.is_cpu() {
             device.set_seed(SEED)?;
         }
-        Ok(Self { family: config.family, tied: config.tie_word_embeddings })
+        let (tied, fp8) = (config.tie_word_embeddings, config.fp8.clone());
+        Ok(Self { family: config.family, tied, fp8, in_fp8: Mutex::default() })
+    }
+
+    /// Whether a weight is in e4m3, with scales beside it.
+    fn in_fp8(&self, name: &str) -> bool {
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        self.fp8.as_ref().is_some_and(|fp8| fp8.converts(module)) && self.contains_tensor(name)
+    }
+
+    /// Numbers in e4m3, as far from each other as those of a uniform distribution.
+    fn e4m3(&self, shape: Shape) -> Result<Tensor> {
+        let Ok(mut made) = self.in_fp8.lock() else { bail!("random weights: another thread has failed") };
+        let len = shape.elem_count();
+        if let Some(numbers) = made.get(&len) {
+            return numbers.reshape(shape);
+        }
+        let table: Vec<F8E4M3> = (0..4096).map(|i| F8E4M3::from_f32((i as f32 / 2047.5 - 1.) * MOST)).collect();
+        let numbers: Vec<F8E4M3> = (0..len).map(|i| table[(hash(i as u32) >> 20) as usize]).collect();
+        let numbers = Tensor::from_vec(numbers, len, &Device::Cpu)?;
+        made.insert(len, numbers.clone());
+        numbers.reshape(shape)
     }
 }
 
@@ -35,6 +67,14 @@ impl SimpleBackend for Dummy {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         if !self.contains_tensor(name) {
             return Err(Error::CannotFindTensor { path: name.to_string() });
+        }
+        if dtype == DType::F8E4M3 {
+            return self.e4m3(shape)?.to_device(device);
+        }
+        if let (Some(weight), Some(fp8)) = (name.strip_suffix(SCALE), &self.fp8) {
+            let inputs = shape.dims().last().map_or(1, |blocks| blocks * fp8.weight_block_size[1]);
+            let scale = range(weight, &[1, inputs])[1] / MOST;
+            return Tensor::full(scale, shape, device)?.to_dtype(dtype);
         }
         let (len, range) = (shape.elem_count(), range(name, shape.dims()));
         let piece = |first: usize| uniform(name, first, PIECE.min(len - first), range, device)?.to_dtype(dtype);
@@ -53,6 +93,9 @@ impl SimpleBackend for Dummy {
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
+        if let Some(weight) = name.strip_suffix(SCALE) {
+            return self.in_fp8(weight);
+        }
         let ends = |with: &[&str]| with.iter().any(|end| name.ends_with(end));
         let other = match self.family {
             Family::Qwen3Next => SPLIT,

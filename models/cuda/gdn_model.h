@@ -22,7 +22,7 @@ typedef struct gdn_residual_params {
   int64_t rows;
   int32_t dim;
   int32_t dtype;           // gdn_dtype; arithmetic is f32
-  int32_t overlap;         // GDN_OVERLAP; the weight is read before the wait
+  int32_t overlap;         // GDN_OVERLAP, GDN_OVERLAP_NEXT; the weight is read before the wait
   float eps;
 } gdn_residual_params;
 int gdn_residual(const gdn_residual_params *params, cudaStream_t stream);

@@ -30,7 +30,8 @@ typedef enum gdn_moe_algo {
 // to 16 bytes, and the stride of x is a multiple of 8 (GDN_BAD_ALGO otherwise).
 typedef struct gdn_moe_params {
   const void *x;               // [tokens, hidden], io_dtype
-  const void *router;          // [num_experts, hidden], router_dtype; with a shared expert one more row, its gate
+  const void *router;          // [router_parts, num_experts, hidden] in bf16, and the router is the sum of the parts; with a
+                               // shared expert one more row of each, its gate
   const float *logits;         // null, or router x: [tokens, num_experts (+ 1)]; router is then not read
   const void *gate_up;         // [num_experts, 2 inner, hidden], io_dtype: the gate's rows, then up's
   const void *down;            // [num_experts, hidden, inner], io_dtype
@@ -48,7 +49,7 @@ typedef struct gdn_moe_params {
   int32_t inner;
   int32_t shared_inner;        // 0: no shared expert
   int32_t io_dtype;            // GDN_BF16 or GDN_F16; sums are f32
-  int32_t router_dtype;        // GDN_F32 or GDN_BF16; products and sums are f32
+  int32_t router_parts;        // 1 where bf16 holds the router, up to 3, which hold any in f32; products and sums are f32
   int32_t normalise;           // the k weights sum to one
   int32_t algo;                // gdn_moe_algo
   int32_t overlap;             // GDN_OVERLAP; read before the wait: the router's and the shared expert's weights. Its

@@ -43,7 +43,8 @@ impl ModelConfig {
         typed.saturating_add(f32)
     }
 
-    /// Bytes of the weights of a model in `dtype` on a GPU; norms, gates and routers are kept in f32. On the CPU
+    /// Bytes of the weights of a model in `dtype` on a GPU; norms, gates and routers are kept in f32
+    /// (and counted so where CUDA keeps a router in bf16, which holds it). On the CPU
     /// matrices in f32 that bf16 or f16 holds exactly take what they do in bf16.
     pub fn weight_bytes(&self, dtype: DType) -> u64 {
         let Weights { typed, f32 } = self.weights();

@@ -5,7 +5,8 @@
 pub struct Launch {
     /// The kernel may begin while the one before it on the stream still runs (programmatic dependent launch), and read
     /// what no kernel of a pass writes: weights, and what the op's own docs name. It waits for the kernel before it
-    /// reads anything else.
+    /// reads anything else. So may the one behind it, which begins beside the kernel before this one too, where this is no
+    /// projection: neither may write what that one reads early.
     pub overlap: bool,
     /// Where the op writes its output; without one, a new allocation.
     pub arena: Option<Arena>,
@@ -15,6 +16,16 @@ impl Launch {
     /// The same, overlapping the kernel before it.
     pub fn overlapping(&self) -> Self {
         Self { overlap: true, ..self.clone() }
+    }
+
+    /// As the C ABI has it.
+    #[cfg(feature = "cuda")]
+    pub fn overlap_code(&self) -> i32 {
+        if self.overlap {
+            crate::abi::gdn::GDN_OVERLAP | crate::abi::gdn::GDN_OVERLAP_NEXT
+        } else {
+            0
+        }
     }
 
     /// The next layer of a pass begins: see [`Arena`].

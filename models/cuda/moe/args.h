@@ -36,22 +36,49 @@ struct Args {
   Table *table;
   int32_t *chosen;           // [tokens, k]
   float *weights;            // [tokens, k + 1]: of the chosen and of the shared expert
+  int32_t *counts;           // [blocks of tokens, experts]: rows
   int32_t *row_of_choice;    // [tokens, k]
   int32_t *token_of_row;     // [tokens k]
   Tile *tiles;
   int32_t *tile_count;
   void *rows;                // [rows, hidden]: mlp(x)
   int64_t x_stride, logits_stride, residual_stride, y_stride;
+  int64_t split_stride;      // from logits to logits, whose sum they are
+  int32_t splits;
   int32_t tokens, hidden, experts, top_k, inner, shared_inner, h_stride;
   int32_t scored;            // rows of the router: experts, and the shared expert's gate
+  int32_t router_parts;
   int32_t normalise;
   ScaleArgs gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // of weights in e4m3
 };
 
-// The launchers of a dtype, in few.cu and many.cu.
+// The launchers of a dtype, in few.cu, many.cu and scores.cu.
 template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
 template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
 template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
+
+constexpr int kFewScored = 64;      // tokens whose logits are a matter of reading the router once
+constexpr int kGemmTokens = 128;    // for more: of a tile
+constexpr int kGemmRows = 136;      // of the router
+constexpr int kGemmInputs = 64;     // at a time
+
+// Into how many sums the inputs of a logit are divided. From sizes alone, as the workspace is: so many that there are some
+// 128 blocks, and that each has several tiles of inputs.
+inline int score_splits(const gdn_moe_params &p) {
+  if (p.tokens <= kFewScored) return p.tokens <= kFewScored / 2 ? 2 : 4;
+  const auto tiles = [](int64_t x, int tile) { return (x + tile - 1) / tile; };
+  const int64_t blocks = tiles(p.tokens, kGemmTokens) * tiles(p.num_experts + (p.shared_inner > 0), kGemmRows);
+  int splits = 1;
+  while (splits < 8 && blocks * splits * 2 <= 128 && p.hidden / kGemmInputs >= splits * 8) splits *= 2;
+  return splits;
+}
+
+// Tokens that a block chooses for: one or more a warp, in at most 128 blocks.
+constexpr int kChooseThreads = 512;
+inline int choose_tokens(int32_t tokens) {
+  constexpr int kWarps = kChooseThreads / 32;
+  return (tokens - 1) / (kWarps * 128) * kWarps + kWarps;
+}
 
 // Rows of a tile for so many rows of all experts.
 inline int tile_rows(int64_t rows, int32_t experts) {

@@ -23,14 +23,23 @@ struct Choice {
 };
 
 // Of one token, by a whole warp: lane j < k gets the j-th best. PER_LANE * 32 >= experts >= k.
-template <int PER_LANE>
-__device__ __forceinline__ Choice choose(const float *logits, int experts, int k, bool normalise) {
-  const int lane = threadIdx.x % 32;
+template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, int token) {
+  const int lane = threadIdx.x % 32, experts = a.experts, k = a.top_k;
+  const float *logits = a.logits + token * a.logits_stride;
+  float logit[PER_LANE] = {};
+#pragma unroll(PER_LANE <= 16 ? 2 : 1)
+  for (int s = 0; s < a.splits; ++s) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const int e = i * 32 + lane;
+      if (e < experts) logit[i] += logits[e];
+    }
+    logits += a.split_stride;
+  }
   uint32_t key[PER_LANE], most = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    const int e = i * 32 + lane;
-    key[i] = e < experts ? key_of(logits[e]) : 0;
+    key[i] = i * 32 + lane < experts ? key_of(logit[i]) : 0;
     most = max(most, key[i]);
   }
   const float top = of_key(__reduce_max_sync(0xffffffffu, most));    // NaN where any is
@@ -42,8 +51,8 @@ __device__ __forceinline__ Choice choose(const float *logits, int experts, int k
   }
   sum = group_sum(sum);
 
-  Choice mine = {0, 0.f};
-  float total = 0.f;
+  int mine = 0;
+  uint32_t mine_key = 0;
   for (int j = 0; j < k; ++j) {
     uint32_t best = 0, at = 0;
 #pragma unroll
@@ -57,24 +66,49 @@ __device__ __forceinline__ Choice choose(const float *logits, int experts, int k
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
       if (i * 32 + lane == expert) key[i] = 0;
-    const float p = divide(__expf(of_key(most) - top), sum);
-    total += p;
-    if (lane == j) mine = {static_cast<int>(expert), p};
+    if (lane == j) {
+      mine = static_cast<int>(expert);
+      mine_key = most;
+    }
   }
-  if (normalise) mine.weight = divide(mine.weight, total);
-  return mine;
+  const float p = lane < k ? divide(__expf(of_key(mine_key) - top), sum) : 0.f;
+  return {mine, a.normalise ? divide(p, group_sum(p)) : p};
 }
 
 __device__ __forceinline__ Choice choose(const Args &a, int token) {
-  const float *logits = a.logits + token * a.logits_stride;
-  if (a.experts <= 256) return choose<8>(logits, a.experts, a.top_k, a.normalise);
-  if (a.experts <= 512) return choose<16>(logits, a.experts, a.top_k, a.normalise);
-  return choose<32>(logits, a.experts, a.top_k, a.normalise);
+  if (a.experts <= 256) return choose<8>(a, token);
+  if (a.experts <= 512) return choose<16>(a, token);
+  return choose<32>(a, token);
 }
 
 __device__ __forceinline__ float shared_weight(const Args &a, int token) {
-  return sigmoid(a.logits[token * a.logits_stride + a.experts]);
+  const float *logits = a.logits + token * a.logits_stride + a.experts;
+  float logit = 0.f;
+  for (int s = 0; s < a.splits; ++s) logit += logits[s * a.split_stride];
+  return sigmoid(logit);
 }
+
+constexpr int kSortThreads = GDN_MOE_EXPERTS;    // an expert each
+
+// The sum of what the threads before this one have, and of all; of kSortThreads.
+struct Before {
+  int mine, all;
+};
+__device__ __forceinline__ Before sum_before(int x, int *of_warp) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = x;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, d);
+    if (lane >= d) sum += other;
+  }
+  if (lane == 31) of_warp[warp] = sum;
+  __syncthreads();
+  const int other = of_warp[lane];
+  const int before = __reduce_add_sync(0xffffffffu, lane < warp ? other : 0), all = __reduce_add_sync(0xffffffffu, other);
+  return {before + sum - x, all};
+}
+static_assert(kSortThreads == 32 * 32, "a warp sees the sums of all");
 
 }  // namespace moe
 }  // namespace gdn

@@ -1,20 +1,9 @@
 // Few tokens: launches.
 #include "common/launch.cuh"
 #include "few.cuh"
-#include "scores.cuh"
 
 namespace gdn {
 namespace moe {
-
-template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
-  LaunchConfig config;
-  config.grid = dim3(static_cast<unsigned>(ceil_div(args.scored, kScoreRows)));
-  config.block = dim3(kScoreThreads);
-  config.stream = stream;
-  config.overlap = p.overlap > 0;
-  if (p.router_dtype == GDN_F32) return launch(scores_kernel<T, float>, config, args);
-  return launch(scores_kernel<T, __nv_bfloat16>, config, args);
-}
 
 // Kernels of ours wait for one another, so that all but the first overlap whatever the caller says.
 template <typename T, typename W> int run_experts(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
@@ -30,7 +19,7 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   }
   if (p.tokens > 1) {
     config.grid = dim3(1);
-    config.block = dim3(kTableThreads);
+    config.block = dim3(kSortThreads);
     if (const int status = launch(table_kernel, config, args)) return status;
     config.overlap = p.overlap >= 0;
   }
@@ -58,8 +47,6 @@ template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cud
   return p.gate_up_scales.ptr ? run_experts<T, E4m3>(p, args, stream) : run_experts<T, T>(p, args, stream);
 }
 
-template int run_scores<__nv_bfloat16>(const gdn_moe_params &, const Args &, cudaStream_t);
-template int run_scores<__half>(const gdn_moe_params &, const Args &, cudaStream_t);
 template int run_few<__nv_bfloat16>(const gdn_moe_params &, const Args &, cudaStream_t);
 template int run_few<__half>(const gdn_moe_params &, const Args &, cudaStream_t);
 

@@ -43,15 +43,17 @@ template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cu
     if (const int status = run_scores<T>(p, args, stream)) return status;
     config.overlap = p.overlap >= 0;
   }
-  config.grid = dim3(static_cast<unsigned>(ceil_div(p.tokens, kChooseThreads / 32)));
+  const int each = choose_tokens(p.tokens);
+  config.grid = dim3(static_cast<unsigned>(ceil_div(p.tokens, each)));
   config.block = dim3(kChooseThreads);
-  if (const int status = launch(choose_kernel, config, args)) return status;
+  if (const int status = launch(choose_kernel, config, args, each)) return status;
 
   const int rows = tile_rows(static_cast<int64_t>(p.tokens) * p.top_k, p.num_experts);
+  int columns = 32;
+  while (columns < p.num_experts) columns *= 2;
   config.overlap = p.overlap >= 0;
-  config.grid = dim3(1);
   config.block = dim3(kSortThreads);
-  if (const int status = launch(sort_kernel, config, args, rows)) return status;
+  if (const int status = launch(place_kernel, config, args, each, columns, rows)) return status;
 
   const int status = p.gate_up_scales.ptr ? run_tiles<T, E4m3>(p, args, config, rows, optin)
                                           : run_tiles<T, T>(p, args, config, rows, optin);

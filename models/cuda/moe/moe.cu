@@ -15,9 +15,9 @@ bool few(const gdn_moe_params &p) {
 
 int check_sizes(const gdn_moe_params &p) {
   if (p.io_dtype != GDN_BF16 && p.io_dtype != GDN_F16) return GDN_BAD_DTYPE;
-  if (p.router_dtype != GDN_F32 && p.router_dtype != GDN_BF16) return GDN_BAD_DTYPE;
   if (p.tokens < 0 || p.hidden < 1 || p.num_experts < 1 || p.num_experts > GDN_MOE_EXPERTS || p.top_k < 1 ||
-      p.top_k > GDN_MOE_TOP_K || p.top_k > p.num_experts || p.inner < 1 || p.shared_inner < 0)
+      p.top_k > GDN_MOE_TOP_K || p.top_k > p.num_experts || p.inner < 1 || p.shared_inner < 0 ||
+      (!p.logits && (p.router_parts < 1 || p.router_parts > 3)))
     return GDN_BAD_LENGTH;
   // Rows, and the bytes of half an expert, are counted in 32 bits.
   const int64_t widest = p.inner > p.shared_inner ? p.inner : p.shared_inner;
@@ -39,7 +39,14 @@ int64_t lay_out(const gdn_moe_params &p, char *base, Args *args) {
   const int64_t tokens = p.tokens, pairs = tokens * p.top_k, rows = pairs + (p.shared_inner > 0 ? tokens : 0);
   args->scored = p.num_experts + (p.shared_inner > 0);
   args->h_stride = p.inner > p.shared_inner ? p.inner : p.shared_inner;
-  if (!p.logits) part(args->scores, tokens * args->scored * 4);
+  args->splits = 1;
+  args->logits_stride = p.logits_stride;
+  if (!p.logits) {
+    args->splits = score_splits(p);
+    args->logits_stride = ceil_div(args->scored, 8) * 8;
+    args->split_stride = tokens * args->logits_stride;
+    part(args->scores, args->splits * args->split_stride * 4);
+  }
   part(args->h, rows * args->h_stride * dtype_size(p.io_dtype));
   if (few(p)) {
     part(args->table, sizeof(Table));
@@ -47,6 +54,7 @@ int64_t lay_out(const gdn_moe_params &p, char *base, Args *args) {
     const int each = tile_rows(pairs, p.num_experts);
     part(args->chosen, pairs * 4);
     part(args->weights, tokens * (p.top_k + 1) * 4);
+    part(args->counts, ceil_div(tokens, choose_tokens(p.tokens)) * p.num_experts * 4);
     part(args->row_of_choice, pairs * 4);
     part(args->token_of_row, pairs * 4);
     part(args->tiles, (pairs / each + p.num_experts + ceil_div(tokens, each)) * static_cast<int64_t>(sizeof(Tile)));
@@ -82,6 +90,7 @@ int run(const gdn_moe_params *params, cudaStream_t stream) {
   if (!p.workspace || !aligned(p.workspace, kAlign) || p.workspace_bytes < bytes) return GDN_BAD_WORKSPACE;
   args.x = p.x;
   args.router = p.router;
+  args.router_parts = p.router_parts;
   args.gate_up = p.gate_up;
   args.down = p.down;
   args.shared_gate_up = p.shared_gate_up;
@@ -89,7 +98,6 @@ int run(const gdn_moe_params *params, cudaStream_t stream) {
   args.residual = p.residual;
   args.y = p.y;
   args.logits = p.logits ? p.logits : args.scores;
-  args.logits_stride = p.logits ? p.logits_stride : args.scored;
   args.x_stride = p.x_stride;
   args.residual_stride = p.residual_stride;
   args.y_stride = p.y_stride;

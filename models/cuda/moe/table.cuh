@@ -13,64 +13,46 @@ __device__ __forceinline__ int group_expert(uint32_t group) { return group >> 16
 __device__ __forceinline__ int group_first(uint32_t group) { return group >> 4 & 0xfff; }
 __device__ __forceinline__ int group_rows(uint32_t group) { return group & 15; }
 
-constexpr int kTableThreads = 512;
-
-// One block: the table of few tokens.
-__global__ void __launch_bounds__(kTableThreads) table_kernel(const __grid_constant__ Args a) {
-  __shared__ int expert_of[GDN_MOE_FEW_TOKENS * GDN_MOE_TOP_K];
-  __shared__ float weight_of[GDN_MOE_FEW_TOKENS * GDN_MOE_TOP_K];
-  __shared__ uint32_t begins[GDN_MOE_FEW_TOKENS * GDN_MOE_TOP_K];
-  __shared__ int groups_of_warp[kTableThreads / 32];
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, k = a.top_k, pairs = a.tokens * k;
-  static_assert(GDN_MOE_FEW_TOKENS * GDN_MOE_TOP_K <= kTableThreads, "a thread a pair");
+// One block: the table of few tokens. A warp has a token, and then a thread an expert.
+__global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid_constant__ Args a) {
+  __shared__ uint32_t takers[GDN_MOE_EXPERTS];    // a bit a token
+  __shared__ int first_row[GDN_MOE_EXPERTS];
+  __shared__ int of_warp[kSortThreads / 32];
+  static_assert(GDN_MOE_FEW_TOKENS <= 32 && GDN_MOE_FEW_TOKENS <= kSortThreads / 32, "a bit and a warp a token");
+  const int tid = threadIdx.x, lane = tid % 32, token = tid / 32, k = a.top_k, pairs = a.tokens * k;
   Table &table = *a.table;
+  takers[tid] = 0;
+  __syncthreads();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
 
-  for (int token = warp; token < a.tokens; token += kTableThreads / 32) {
-    const Choice choice = choose(a, token);
-    if (lane < k) {
-      expert_of[token * k + lane] = choice.expert;
-      weight_of[token * k + lane] = choice.weight;
-    }
-  }
+  Choice choice = {0, 0.f};
+  const bool mine = token < a.tokens && lane < k;
+  if (token < a.tokens) choice = choose(a, token);
+  if (mine) atomicOr(&takers[choice.expert], 1u << token);
   __syncthreads();
-  if (tid < pairs) {
-    const int mine = expert_of[tid];
-    int less = 0, before = 0, same = 0;
-    for (int q = 0; q < pairs; ++q) {
-      const int other = expert_of[q];
-      less += other < mine;
-      same += other == mine;
-      before += other == mine && q < tid;
-    }
-    const int row = less + before, left = same - before;
-    table.token[row] = tid / k;
-    table.weight[row] = weight_of[tid];
-    begins[row] = before % kGroup == 0 ? group_of(mine, row, left < kGroup ? left : kGroup) : 0;
-  }
-  __syncthreads();
-  const uint32_t group = tid < pairs ? begins[tid] : 0, mask = __ballot_sync(0xffffffffu, group != 0);
-  if (lane == 0) groups_of_warp[warp] = __popc(mask);
-  __syncthreads();
-  int before = 0, routed = 0;
-  for (int w = 0; w < kTableThreads / 32; ++w) {
-    before += w < warp ? groups_of_warp[w] : 0;
-    routed += groups_of_warp[w];
-  }
-  if (group != 0) table.group[before + __popc(mask & ((1u << lane) - 1))] = group;
+  const int rows = __popc(takers[tid]), groups = (rows + kGroup - 1) / kGroup;
+  const Before before = sum_before(groups << 16 | rows, of_warp);
+  const int first = before.mine & 0xffff, routed = before.all >> 16;
+  first_row[tid] = first;
+  for (int i = 0; i < groups; ++i)
+    table.group[(before.mine >> 16) + i] = group_of(tid, first + i * kGroup, min(rows - i * kGroup, kGroup));
   const int shared = a.shared_inner > 0 ? (a.tokens + kGroup - 1) / kGroup : 0;
-  if (tid < shared) {
-    const int left = a.tokens - tid * kGroup;
-    table.group[routed + tid] = group_of(a.experts, pairs + tid * kGroup, left < kGroup ? left : kGroup);
-  }
-  if (shared > 0 && tid < a.tokens) {
-    table.token[pairs + tid] = tid;
-    table.weight[pairs + tid] = shared_weight(a, tid);
-  }
+  if (tid < shared)
+    table.group[routed + tid] = group_of(a.experts, pairs + tid * kGroup, min(a.tokens - tid * kGroup, kGroup));
   if (tid == 0) {
     table.routed = routed;
     table.groups = routed + shared;
+  }
+  if (shared > 0 && token < a.tokens && lane == 31) {
+    table.token[pairs + token] = token;
+    table.weight[pairs + token] = shared_weight(a, token);
+  }
+  __syncthreads();
+  if (mine) {
+    const int row = first_row[choice.expert] + __popc(takers[choice.expert] & ((1u << token) - 1));
+    table.token[row] = token;
+    table.weight[row] = choice.weight;
   }
 }
 

@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(kPackThreads<ITEMS>) packs_kernel(const __grid
 #pragma unroll
       for (int i = 0; i < N / 4; ++i) weight[m][i] = ptx::load_stream(p.weight + at[m] + 4 * i);
   }
+  if (p.overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
 
@@ -122,6 +123,7 @@ template <typename T, bool ADD>
 __global__ void __launch_bounds__(kMaxThreads) elements_kernel(const __grid_constant__ Args args) {
   __shared__ float parts[2][32];
   const gdn_residual_params &p = args.p;
+  if (p.overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   int turn = 0;

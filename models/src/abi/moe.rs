@@ -39,7 +39,7 @@ candle_gdn::c_header! {
             pub inner: i32,
             pub shared_inner: i32,
             pub io_dtype: i32,
-            pub router_dtype: i32,
+            pub router_parts: i32,
             pub normalise: i32,
             pub algo: i32,
             pub overlap: i32,

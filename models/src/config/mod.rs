@@ -90,7 +90,7 @@ pub struct Fp8Config {
 
 impl Fp8Config {
     /// Whether the weight of a projection is in fp8; false for what the list does not tell of: gates and embeddings.
-    pub(crate) fn converts(&self, module: &str) -> bool {
+    pub fn converts(&self, module: &str) -> bool {
         let projection = ["_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"].iter().any(|end| module.ends_with(end));
         // From the layer on: a list may or may not have the wrapper's prefix.
         let inner = |name: &str| name.find("layers.").map_or(name.to_string(), |at| name[at..].to_string());

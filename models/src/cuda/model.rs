@@ -32,7 +32,7 @@ pub(crate) fn residual(
         rows: plan.rows as i64,
         dim: int(name, "x", plan.dim)?,
         dtype: dtype_code(dtype),
-        overlap: plan.launch.overlap.into(),
+        overlap: plan.launch.overlap_code(),
         eps: plan.eps as f32,
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
@@ -59,7 +59,7 @@ pub(crate) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaSto
         rows: plan.rows as i64,
         columns: int(name, "gate_up", plan.columns)?,
         dtype: dtype_code(dtype),
-        overlap: plan.launch.overlap.into(),
+        overlap: plan.launch.overlap_code(),
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
     check(name, unsafe { gdn_swiglu(&params, stream.cu_stream().cast::<c_void>()) })?;

@@ -1,7 +1,7 @@
 //! Launches of `cuda/gdn_moe.h`: the mixture of experts, routing and all.
 
 use crate::abi::moe::{gdn_moe, gdn_moe_workspace, MoeParams};
-use crate::abi::moe::{GDN_MOE_AUTO, GDN_MOE_EXPERTS, GDN_MOE_FEW_TOKENS, GDN_MOE_TOP_K};
+use crate::abi::moe::{GDN_MOE_AUTO, GDN_MOE_EXPERTS, GDN_MOE_TOP_K};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 use candle_gdn::plumbing::abi::gdn::NO_SCALES;
@@ -12,10 +12,6 @@ use candle_gdn::{held, held_or_none};
 use std::ffi::c_void;
 
 const OP: &str = "sparse_moe";
-
-/// Tokens that take their experts' weights through registers, and the router's product with them. For
-/// more a GEMM makes the logits.
-pub(crate) const FEW: usize = GDN_MOE_FEW_TOKENS;
 
 /// Whether the kernels take experts of these sizes.
 pub(crate) fn takes(dtype: DType, hidden: usize, experts: usize, top_k: usize, widths: [usize; 2]) -> bool {
@@ -61,7 +57,7 @@ impl<'a> Weight<'a> {
 
 /// The weights of a layer, contiguous, all but the router in the dtype of x or in e4m3.
 pub(crate) struct Moe<'a> {
-    /// `[experts, hidden]` in f32; with a shared expert one row more, its gate.
+    /// `[parts, experts, hidden]` in bf16, whose sum it is ([`parts_of`]); with a shared expert one row more, its gate.
     pub router: &'a Tensor,
     /// `[experts * 2 * inner, hidden]`, per expert the gate's rows, then up's.
     pub gate_up: Weight<'a>,
@@ -74,21 +70,33 @@ pub(crate) struct Moe<'a> {
     pub normalise: bool,
 }
 
-/// `x [tokens, hidden]` to the same. `logits [tokens, rows of the router]` in f32, where they are there already.
+/// `router [rows, hidden]` in f32 as `[parts, rows, hidden]` in bf16, whose sum it is: one part where bf16 holds it, as it
+/// does of a checkpoint in bf16, and at most three.
+pub(crate) fn parts_of(router: &Tensor) -> Result<Tensor> {
+    let (mut rest, mut parts) = (router.clone(), Vec::new());
+    while parts.is_empty() || (parts.len() < 3 && rest.abs()?.max_all()?.to_scalar::<f32>()? > 0.) {
+        let part = rest.to_dtype(DType::BF16)?;
+        rest = (rest - part.to_dtype(DType::F32)?)?;
+        parts.push(part);
+    }
+    Tensor::stack(&parts, 0)
+}
+
+/// `x [tokens, hidden]` to the same.
 ///
 /// Weights are read while the kernel before it on the stream may still run, which must therefore not write them.
-pub(crate) fn forward(x: &Tensor, moe: &Moe<'_>, logits: Option<&Tensor>, launch: &Launch) -> Result<Tensor> {
+pub(crate) fn forward(x: &Tensor, moe: &Moe<'_>, launch: &Launch) -> Result<Tensor> {
     let whole = |layout: &Layout| layout.stride()[1] == 1 && (layout.stride()[0] | layout.start_offset()) & 7 == 0;
     let x = if whole(x.layout()) { x.clone() } else { x.contiguous()? };
-    moe.check(&x, logits)?;
-    apply1(&SparseMoe { moe, logits, launch }, launch.arena.as_ref(), &x)
+    moe.check(&x)?;
+    apply1(&SparseMoe { moe, launch }, launch.arena.as_ref(), &x)
 }
 
 impl Moe<'_> {
     /// That the kernels read nothing but what is there.
-    fn check(&self, x: &Tensor, logits: Option<&Tensor>) -> Result<()> {
-        let (tokens, hidden) = x.dims2()?;
-        let expect = |name: &str, tensor: &Tensor, dtype: DType, dims: [usize; 2]| {
+    fn check(&self, x: &Tensor) -> Result<()> {
+        let hidden = x.dim(1)?;
+        let expect = |name: &str, tensor: &Tensor, dtype: DType, dims: &[usize]| {
             if tensor.dims() != dims || tensor.dtype() != dtype || !tensor.is_contiguous() {
                 bail!("{OP}: {name}: expected {dims:?} in {dtype:?}, got {:?}", tensor.layout())
             }
@@ -98,23 +106,21 @@ impl Moe<'_> {
             Ok(())
         };
         let scored = self.experts + usize::from(self.shared.is_some());
-        expect("router", self.router, DType::F32, [scored, hidden])?;
+        expect("router", self.router, DType::BF16, &[self.router.dim(0)?, scored, hidden])?;
         let dtype = if self.gate_up.scales().is_some() { DType::U8 } else { x.dtype() };
         let pair = |both: [Weight<'_>; 2], count: usize| {
             let [gate_up, down] = both.map(Weight::tensor);
             let inner = down.dim(1)?;
-            expect("gate_up", gate_up, dtype, [count * 2 * inner, hidden])?;
-            expect("down", down, dtype, [count * hidden, inner])
+            expect("gate_up", gate_up, dtype, &[count * 2 * inner, hidden])?;
+            expect("down", down, dtype, &[count * hidden, inner])
         };
         pair([self.gate_up, self.down], self.experts)?;
-        self.shared.map_or(Ok(()), |shared| pair(shared, 1))?;
-        logits.map_or(Ok(()), |logits| expect("logits", logits, DType::F32, [tokens, scored]))
+        self.shared.map_or(Ok(()), |shared| pair(shared, 1))
     }
 }
 
 struct SparseMoe<'a> {
     moe: &'a Moe<'a>,
-    logits: Option<&'a Tensor>,
     launch: &'a Launch,
 }
 
@@ -128,7 +134,7 @@ impl CustomOp1 for SparseMoe<'_> {
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let Self { moe, logits, launch } = self;
+        let Self { moe, launch } = self;
         let ((tokens, hidden), dtype) = (layout.shape().dims2()?, x.dtype());
         let (device, size, stream) = (x.device(), dtype.size_in_bytes(), &*stream_of(x)?);
         let mut out = alloc(launch.arena.as_ref(), x, &[tokens, hidden])?;
@@ -147,7 +153,6 @@ impl CustomOp1 for SparseMoe<'_> {
         held_or_none!(down_scales, of(1), stream);
         held_or_none!(shared_gate_up_scales, of(2), stream);
         held_or_none!(shared_down_scales, of(3), stream);
-        held_or_none!(scores, *logits, stream);
         let start = |p: &Pointer<'_>, tensor: &Tensor| -> *const c_void {
             p.at(tensor.layout().start_offset(), tensor.dtype().size_in_bytes())
         };
@@ -162,7 +167,7 @@ impl CustomOp1 for SparseMoe<'_> {
         let mut params = MoeParams {
             x: x.at(layout.start_offset(), size),
             router: start(&router, moe.router),
-            logits: start_if(&scores, *logits).cast(),
+            logits: std::ptr::null(),
             gate_up: start_if(&gate_up_at, gate_up),
             down: start_if(&down_at, down),
             shared_gate_up: start_if(&shared_gate_up_at, shared_gate_up),
@@ -176,7 +181,7 @@ impl CustomOp1 for SparseMoe<'_> {
             workspace: std::ptr::null_mut(),
             workspace_bytes: 0,
             x_stride: layout.stride()[0] as i64,
-            logits_stride: logits.map_or(Ok(0), |logits| logits.dim(1))? as i64,
+            logits_stride: 0,
             residual_stride: 0,
             y_stride: hidden as i64,
             tokens: int(OP, "tokens", tokens)?,
@@ -186,7 +191,7 @@ impl CustomOp1 for SparseMoe<'_> {
             inner: int(OP, "inner", moe.down.tensor().dim(1)?)?,
             shared_inner: int(OP, "inner", shared_inner)?,
             io_dtype: dtype_code(dtype),
-            router_dtype: dtype_code(DType::F32),
+            router_parts: int(OP, "parts of the router", moe.router.dim(0)?)?,
             normalise: moe.normalise.into(),
             algo: GDN_MOE_AUTO,
             overlap: 1,
@@ -201,5 +206,28 @@ impl CustomOp1 for SparseMoe<'_> {
         })?;
         drop(y);
         Ok((out, Shape::from((tokens, hidden))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    /// A router is the sum of its parts, bit for bit, and has no more of them than it takes.
+    #[test]
+    fn parts_of_a_router() -> Result<()> {
+        let router = Tensor::randn(0f32, 0.02, (5, 64), &Device::Cpu)?;
+        for (dtype, count) in [(DType::BF16, 1), (DType::F16, 2), (DType::F32, 3)] {
+            let router = router.to_dtype(dtype)?.to_dtype(DType::F32)?;
+            let parts = parts_of(&router)?;
+            assert_eq!((parts.dims(), parts.dtype()), ([count, 5, 64].as_slice(), DType::BF16));
+            let mut sum = Tensor::zeros((5, 64), DType::F32, &Device::Cpu)?;
+            for i in 0..count {
+                sum = (sum + parts.get(i)?.to_dtype(DType::F32)?)?;
+            }
+            assert_eq!(sum.to_vec2::<f32>()?, router.to_vec2::<f32>()?, "{dtype:?}");
+        }
+        Ok(())
     }
 }

@@ -14,7 +14,8 @@ use candle_nn::VarBuilder;
 
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceMoe {
-    /// `[experts, hidden]` in f32; where there is a shared expert a row more, its gate.
+    /// `[experts, hidden]` in f32; where there is a shared expert a row more, its gate. For the kernels in parts
+    /// (`moe::parts_of`), `[parts, experts, hidden]`.
     router: Tensor,
     experts: Experts,
     /// An MLP for every token, scaled by a sigmoid.
@@ -65,6 +66,10 @@ impl DeviceMoe {
         if kernels_take(cfg, hidden, source.dtype()) && shared.as_ref().is_none_or(|mlp| mlp.e4m3().is_some()) {
             stored = stored_experts(cfg, hidden, &source.pp("experts"))?;
         }
+        #[cfg(feature = "cuda")]
+        if source.device().is_cuda() && kernels_take(cfg, hidden, source.dtype()) {
+            router = moe::parts_of(&router)?;
+        }
         let weights = match stored {
             Some((gate_up, down)) => ExpertWeights::E4m3 { gate_up, down },
             None => {
@@ -93,7 +98,8 @@ impl DeviceMoe {
     /// over its tokens.
     fn by_tensor_ops(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let n = self.cfg.num_experts;
-        let scores = matmul_t(&x.to_dtype(DType::F32)?, &self.router)?;
+        let router = if self.router.rank() == 3 { &self.router.to_dtype(DType::F32)?.sum(0)? } else { &self.router };
+        let scores = matmul_t(&x.to_dtype(DType::F32)?, router)?;
         let p = candle_nn::ops::softmax_last_dim(&scores.narrow(1, 0, n)?.contiguous()?)?;
         let y = if x.dim(0)? <= FEW {
             self.experts.gathered(x, &p, &self.cfg)?
@@ -136,11 +142,7 @@ impl DeviceMoe {
         let [gate_up, down] = weights;
         let MoeConfig { num_experts: experts, experts_per_token: top_k, norm_topk_prob: normalise, .. } = self.cfg;
         let layer = moe::Moe { router: &self.router, gate_up, down, shared, experts, top_k, normalise };
-        let one = |x: &Tensor| {
-            let few = x.dim(0)? <= moe::FEW;
-            let logits = (!few).then(|| matmul_t(&x.to_dtype(DType::F32)?, &self.router)).transpose()?;
-            moe::forward(x, &layer, logits.as_ref(), launch)
-        };
+        let one = |x: &Tensor| moe::forward(x, &layer, launch);
         let tokens = x.dim(0)?;
         if tokens <= AT_ONCE {
             return one(x).map(Some);
