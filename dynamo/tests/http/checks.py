@@ -5,7 +5,6 @@ import json
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -188,7 +187,7 @@ def overhead(worker, generate):
     async def main(stack):
         client, rounds = stack.client(), []
         await of_http(client)
-        for _ in range(5):
+        for _ in range(9):
             mine, count = of_generate()
             theirs, first = await of_http(client)
             rounds.append((mine, theirs, first, count))
@@ -196,8 +195,9 @@ def overhead(worker, generate):
 
     with Stack(worker, [["--cpu"]]) as stack:
         rounds = asyncio.run(main(stack))
-    mine, theirs, first = (statistics.median(values) for values in list(zip(*rounds))[:3])
-    print(f"one client, {tokens} tokens, median of 5: generate {mine:.3f} ms a token (of {rounds[0][3]}), "
+    # The least, as other programs only ever add to it.
+    mine, theirs, first, _ = map(min, zip(*rounds))
+    print(f"one client, {tokens} tokens, least of {len(rounds)}: generate {mine:.3f} ms a token (of {rounds[0][3]}), "
           f"HTTP {theirs:.3f}, so {theirs - mine:.3f} ms more; first token after {first:.1f} ms")
     if theirs - mine > 1:
         sys.exit("expected at most 1 ms more")
