@@ -28,7 +28,7 @@ pub fn cu_seqlens_on_device(cu_seqlens: &crate::CuSeqlens) -> &Tensor {
 }
 
 pub use crate::block_scaled::{BlockScaled, BLOCK_COLUMNS};
-pub use crate::layer::{deinterleaved, no_tokens};
+pub use crate::layer::{deinterleaved, no_tokens, Launched};
 pub use crate::linear::{products, Weight};
 pub use crate::ops::apply::{apply1, apply2, apply3};
 pub use crate::ops::check::*;

@@ -6,6 +6,7 @@ mod ceilings;
 mod check;
 mod clock;
 mod cupti;
+mod drafts;
 #[path = "../../examples/common/dummy.rs"]
 mod dummy;
 mod host;
@@ -49,6 +50,8 @@ enum Suite {
     Projections,
     /// Decode steps, snapshots, drafts and prompts of whole models with random weights
     Model,
+    /// Steps with a draft head, by depth, of whole models with random weights; only when asked for, and not kept
+    Drafts,
     /// What an eager call costs the host; only when asked for, and not kept
     Host,
 }
@@ -70,7 +73,7 @@ struct Args {
     /// Of the inputs
     #[arg(long, default_value = "bf16", value_parser = PossibleValuesParser::new(["bf16", "f16", "f32"]))]
     dtype: String,
-    /// Models of the suite `model`: demo, or names of examples/generate/configs
+    /// Models of the suites `model` and `drafts`: demo, or names of examples/generate/configs
     #[arg(long, value_delimiter = ',', default_value = "demo,qwen3.5-4b")]
     models: Vec<String>,
     /// Clocks to read [default: all; gpu needs a build with --features cupti]
@@ -259,7 +262,11 @@ fn bench(args: Args) -> Result<usize> {
     let (choice, kernels) = (args.choice, args.kernels);
     let mut bench = Bench { device, dtype, algos, all_algos, choice, clock, failures: 0, kernels, run, path };
     let mut suites = match args.suites.is_empty() {
-        true => Suite::value_variants().iter().copied().filter(|suite| *suite != Suite::Host).collect(),
+        true => Suite::value_variants()
+            .iter()
+            .copied()
+            .filter(|suite| !matches!(suite, Suite::Drafts | Suite::Host))
+            .collect(),
         false => args.suites,
     };
     if bench.choice.workload.is_some() {
@@ -277,6 +284,7 @@ fn bench(args: Args) -> Result<usize> {
             Suite::Layer => layer::layer(&mut bench)?,
             Suite::Projections => layer::projections(&mut bench)?,
             Suite::Model => model::model(&mut bench, &args.models, args.device)?,
+            Suite::Drafts => drafts::drafts(&bench, &args.models, args.device)?,
             Suite::Host => host::host(args.device)?,
         }
     }

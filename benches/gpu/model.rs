@@ -26,7 +26,7 @@ const STEPS: usize = 1024 + 16;
 const BOUND: f64 = 2e-2;
 
 /// A name of examples/generate/configs, or `demo`.
-fn config(name: &str) -> Result<ModelConfig> {
+pub fn config(name: &str) -> Result<ModelConfig> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/generate");
     let path = match name {
         "demo" => folder.join("demo/config.json"),
@@ -215,7 +215,7 @@ fn with(rings: Rings) -> &'static str {
 }
 
 /// Tokens that look like none in particular, the same in every run.
-fn ids(model: &CausalLm, seed: usize, n: usize) -> Vec<u32> {
+pub fn ids(model: &CausalLm, seed: usize, n: usize) -> Vec<u32> {
     let vocab = model.config().vocab_size;
     (0..n).map(|i| ((i + seed * 7919).wrapping_mul(2654435761) % vocab) as u32).collect()
 }

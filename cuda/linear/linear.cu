@@ -64,7 +64,7 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   const Problem problem = {p, o.swiglu != 0};
   const int nt = problem.columns(), optin = card.optin;
   // NOTES: clusters are not a question of the device alone, since the kernels of sm_80 may be what a newer one runs.
-  card.clusters = major >= 9 && (nt > 1 || o.cluster > 1 || problem.chunks() >= kManyChunks);
+  card.clusters = major >= 9 && (nt > 1 || o.cluster > 1 || problem.scaled() || problem.chunks() >= kManyChunks);
   if (card.clusters)
     if (const int status = has_sm90_code(&card.clusters)) return status;
 

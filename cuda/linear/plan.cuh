@@ -158,14 +158,42 @@ inline bool plan_swept(const Problem &problem, const Card &card, Plan *plan) {
   return false;
 }
 
+// The same for weights in e4m3, whose chunks are 128 inputs. Rows past the second cost shared memory's time, which larger blocks
+// with fewer copies of x save.
+inline bool plan_swept_e4m3(const Problem &problem, const Card &card, Plan *plan) {
+  const int chunks = problem.chunks();
+  const int64_t tiles = problem.tiles(1), sms = card.sms;
+  const bool few = problem.p.rows <= 2;
+  const auto take = [&](const Tiling &tiling) {
+    *plan = make_plan(problem, tiling, card);
+    return plan->from != From::kGlobal;
+  };
+  if (chunks == 16 || chunks == 20) {    // 2,048 and 2,560 inputs
+    if (problem.swiglu) return take(few ? Tiling{3, 2, 1, 2} : Tiling{5, 2, 1, 1});
+    if (tiles > 16 * sms) return take({chunks == 16 ? 4 : 3, 2, 1, 2});
+    if (!few) return take({5, 2, 1, 1});
+    if (tiles > 5 * sms) return take({5, 1, 1, 3});
+    return take(chunks == 16 ? Tiling{4, 1, 1, 4} : Tiling{3, 1, 1, 5});
+  }
+  if (problem.swiglu) return false;
+  if (chunks == 32) {    // 4,096
+    if (few || (tiles <= sms && !card.clusters)) return take({8, 1, 1, 2});
+    return take(tiles > sms ? Tiling{8, 2, 1, 1} : Tiling{4, 2, 2, 2});
+  }
+  if (card.clusters && chunks >= 64 && chunks <= 80 && tiles <= 2 * sms)    // 8,192 to 10,240, few outputs
+    return take(few ? Tiling{5, 1, 2, 3} : Tiling{12, 1, 2, 1});
+  return false;
+}
+
 // Up to 8 rows, any other inputs: of all numbers of warps along them the one that is done first, all tiles but the rest
 // of the last turn with the card full. The empty places of rounds are not under way. Of equals the one with fewer of
 // them, then the smaller.
 inline Plan plan_few(const Problem &problem, const Card &card) {
   const int chunks = problem.chunks(), groups = problem.swiglu ? 2 : 1, most = kMaxWarps / groups;
+  Plan best = {};
+  if (problem.scaled() && plan_swept_e4m3(problem, card, &best)) return best;
   if (chunks % 32 == 0) return plan_even(problem, card);
   const int64_t tiles = problem.tiles(groups);
-  Plan best = {};
   if (plan_swept(problem, card, &best)) return best;
   double best_time = 0;
   int64_t best_places = 0;

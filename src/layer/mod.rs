@@ -8,7 +8,7 @@ mod verify;
 
 pub use checkpoints::{CheckpointPlan, Checkpoints};
 pub use config::GdnConfig;
-pub use projection::{deinterleaved, InProjection, Projection};
+pub use projection::{deinterleaved, InProjection, Launched, Projection};
 pub use verify::{no_tokens, Accepted, Drafted};
 
 use crate::linear::Linear;

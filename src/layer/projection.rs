@@ -26,6 +26,16 @@ pub enum Projection {
     Dense(Linear),
     /// Anything else: a quantised matrix, one with a LoRA, one of several ranks. It takes and gives the layer's dtype.
     Module(Arc<dyn Module + Send + Sync>),
+    /// The same by kernels that are launched as the layer says.
+    #[doc(hidden)]
+    Launched(Arc<dyn Launched + Send + Sync>),
+}
+
+/// What [`Linear::forward_launched`] is of another weight.
+#[doc(hidden)]
+pub trait Launched {
+    /// `x [.., in]` to `[.., out]` in x's dtype.
+    fn forward_launched(&self, x: &Tensor, launch: &Launch) -> Result<Tensor>;
 }
 
 impl Projection {
@@ -39,6 +49,7 @@ impl Projection {
         let y = match self {
             Self::Dense(linear) => linear.forward_launched(x, launch)?,
             Self::Module(module) => module.forward(x)?,
+            Self::Launched(weight) => weight.forward_launched(x, launch)?,
         };
         let rank = x.rank() - 1;
         if y.dims().len() != rank + 1 || y.dims()[..rank] != x.dims()[..rank] || y.dims()[rank] != outputs {
@@ -74,6 +85,7 @@ impl std::fmt::Debug for Projection {
         match self {
             Self::Dense(linear) => f.debug_tuple("Dense").field(linear).finish(),
             Self::Module(_) => f.write_str("Module(..)"),
+            Self::Launched(_) => f.write_str("Launched(..)"),
         }
     }
 }

@@ -4,7 +4,7 @@ use super::forward::{On, FUSED_TOKENS};
 use super::projection::Projected;
 use super::{GatedDeltaNet, OP};
 use crate::ops::ring::{Cursors, Move, RING_TOKENS};
-use crate::ops::{CuSeqlens, Slots, NO_SLOT};
+use crate::ops::{CuSeqlens, Launch, Slots, NO_SLOT};
 use crate::state::{PoolRing, StatePool};
 use candle_core::{bail, Result, Tensor};
 
@@ -142,6 +142,22 @@ impl GatedDeltaNet {
         slots: &Slots,
         pool: &mut StatePool,
     ) -> Result<(Tensor, Drafted)> {
+        self.verify_launched(x, cu_seqlens, slots, pool, &Launch::default())
+    }
+
+    /// [`verify`](Self::verify) with a say in how its kernels are launched.
+    ///
+    /// # Errors
+    /// As [`verify`](Self::verify).
+    #[doc(hidden)]
+    pub fn verify_launched(
+        &self,
+        x: &Tensor,
+        cu_seqlens: &CuSeqlens,
+        slots: &Slots,
+        pool: &mut StatePool,
+        launch: &Launch,
+    ) -> Result<(Tensor, Drafted)> {
         let in_place = pool.has_ring() && slots.in_place() && cu_seqlens.max_len() <= RING_TOKENS;
         if !in_place {
             check_other_slots(slots, pool.has_ring())?;
@@ -150,7 +166,7 @@ impl GatedDeltaNet {
         let Some((slots, _working)) = self.begin_slots(x, Some(cu_seqlens), slots, pool)? else {
             return Ok((x.clone(), drafted(None)));
         };
-        let on = On { drafts: in_place, ..On::pool(pool, &slots, Some(cu_seqlens)) };
+        let on = On { drafts: in_place, launch, ..On::pool(pool, &slots, Some(cu_seqlens)) };
         let (y, projected) = self.run_slots(x, on)?;
         if !in_place {
             return Ok((y, drafted(Some(projected))));

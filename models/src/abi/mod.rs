@@ -10,4 +10,8 @@ pub(crate) mod c_layout;
 pub(crate) mod model;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod moe;
+#[cfg(any(feature = "cuda", test))]
+pub(crate) mod quantized;
+#[cfg(any(feature = "cuda", test))]
+pub(crate) mod round;
 pub(crate) mod sampling;

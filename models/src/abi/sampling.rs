@@ -40,7 +40,36 @@ impl SamplingRow {
     /// The most likely token, without a penalty.
     pub(crate) const GREEDY: Self =
         Self { scale: 0., top_p: 1., seed: 0, index: 0, top_k: 0, penalty: 1., window: 0, seen: 0 };
+
+    /// A row of padding.
+    pub(crate) const NOBODY: Self = Self { scale: -1., ..Self::GREEDY };
+
+    pub(crate) fn from_words(words: &[u32; ROW_WORDS]) -> Self {
+        let long = |i: usize| u64::from(words[i]) | u64::from(words[i + 1]) << 32;
+        Self {
+            scale: f64::from_bits(long(0)),
+            top_p: f64::from_bits(long(2)),
+            seed: long(4),
+            index: long(6),
+            top_k: words[8],
+            penalty: f32::from_bits(words[9]),
+            window: words[10],
+            seen: words[11],
+        }
+    }
+
+    pub(crate) fn words(&self) -> [u32; ROW_WORDS] {
+        let [a, b, c, d] = [self.scale.to_bits(), self.top_p.to_bits(), self.seed, self.index]
+            .map(|long| [long as u32, (long >> 32) as u32]);
+        let last = [self.top_k, self.penalty.to_bits(), self.window, self.seen];
+        let mut words = [0; ROW_WORDS];
+        words.iter_mut().zip([a, b, c, d].concat().into_iter().chain(last)).for_each(|(to, word)| *to = word);
+        words
+    }
 }
+
+/// u32 of a [`SamplingRow`], as it lies on a device.
+pub(crate) const ROW_WORDS: usize = size_of::<SamplingRow>() / 4;
 
 #[cfg(feature = "cuda")]
 extern "C" {

@@ -19,8 +19,8 @@ pub(crate) struct GatedAttention {
     pub(crate) k_proj: Linear,
     pub(crate) v_proj: Linear,
     pub(crate) o_proj: Linear,
-    /// The rows of q_proj, k_proj and v_proj, which are views of it; not on the CPU, whose products are packed, and not
-    /// quantised.
+    /// The rows of q_proj, k_proj and v_proj, which are views of it; not on the CPU, whose products are packed, and quantised
+    /// only where one launch takes them.
     pub(crate) qkv_proj: Option<Linear>,
     pub(crate) q_norm: RmsNorm,
     pub(crate) k_norm: RmsNorm,
@@ -63,7 +63,12 @@ impl GatedAttention {
             }
             (q, k, v) => {
                 let linear = |part: Matrix| Linear::stack(vec![part], device);
-                (None, [linear(q)?, linear(k)?, linear(v)?])
+                let each = [linear(q)?, linear(k)?, linear(v)?];
+                #[cfg(feature = "cuda")]
+                let all = Linear::joined(&each.each_ref());
+                #[cfg(not(feature = "cuda"))]
+                let all = None;
+                (all, each)
             }
         };
         Ok(Self {

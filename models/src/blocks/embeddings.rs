@@ -2,6 +2,8 @@
 
 use crate::blocks::linear::Linear;
 use crate::config::ModelConfig;
+#[cfg(feature = "cuda")]
+use crate::cuda::quantized::Packed;
 use crate::formats::Source;
 use candle_core::quantized::QTensor;
 use candle_core::{DType, Result, Tensor};
@@ -25,6 +27,9 @@ enum Table {
     Head(Arc<Weights>),
     /// As a file had them; the head shares them where they are tied.
     Quantized(Arc<QTensor>, Option<Behind>),
+    /// The same, packed for our kernels.
+    #[cfg(feature = "cuda")]
+    Packed(Arc<Packed>),
 }
 
 /// What stands for a row of zeros behind the last one of a table that can have none more.
@@ -48,6 +53,8 @@ impl Embeddings {
         let table = match self.table {
             Table::Dense(table) => Table::Dense(table.pad_with_zeros(0, 0, 1)?),
             Table::Head(weights) => Table::Head(weights),
+            #[cfg(feature = "cuda")]
+            Table::Packed(table) => Table::Packed(table),
             Table::Quantized(table, _) => {
                 let behind = Behind::new(&table)?;
                 Table::Quantized(table, Some(behind))
@@ -71,6 +78,8 @@ impl Embeddings {
                 known.for_each(|(id, row)| weights.read_row(*id as usize, row));
                 host::tensor(rows, (ids.len(), self.hidden_size), self.dtype)
             }
+            #[cfg(feature = "cuda")]
+            Table::Packed(table) => table.rows(ids, self.dtype),
             Table::Quantized(table, None) => table.embedding(ids)?.to_dtype(self.dtype),
             Table::Quantized(table, Some(behind)) => {
                 let rows = table.embedding(&behind.row.index_select(ids, 0)?)?;
@@ -85,6 +94,10 @@ impl Table {
         let (rows, columns, name) = (config.vocab_size, config.hidden_size, "embed_tokens.weight");
         let tied = config.tie_word_embeddings;
         if let Some(table) = text.stored_blocks(rows, columns, name)? {
+            #[cfg(feature = "cuda")]
+            if let Some(packed) = table.packed(text.device())?.map(Arc::new) {
+                return Ok((Self::Packed(packed.clone()), tied.then(|| Linear::packed_blocks(packed))));
+            }
             let table = Arc::new(table.qtensor((rows, columns), text.device())?);
             return Ok((Self::Quantized(table.clone(), None), tied.then(|| Linear::shared(table)).transpose()?));
         }

@@ -1,10 +1,12 @@
-//! A projection without bias: dense by candle-gdn's kernels, or quantised by candle's.
+//! A projection without bias: dense by candle-gdn's kernels, or quantised.
 
+#[cfg(feature = "cuda")]
+use crate::cuda::quantized::Packed;
 use crate::formats::{E4m3Rows, Matrix, Quantized, Source};
 use candle_core::quantized::QTensor;
 use candle_core::{bail, Device, Module, Result, Tensor};
 use candle_gdn::plumbing::cpu::matmul::Weights;
-use candle_gdn::plumbing::{BlockScaled, Launch, Weight};
+use candle_gdn::plumbing::{BlockScaled, Launch, Launched, Weight};
 use candle_gdn::Projection;
 use std::sync::Arc;
 
@@ -88,6 +90,22 @@ impl Linear {
         Quantized::shared(weight).map(Self::Quantized)
     }
 
+    /// One projection of the rows of all, which share their weights; `None` where no launch takes quantised ones so.
+    #[cfg(feature = "cuda")]
+    pub fn joined(all: &[&Self]) -> Option<Self> {
+        let quantized = all.iter().map(|each| match each {
+            Self::Quantized(weight) => Some(weight),
+            Self::Dense(_) => None,
+        });
+        Quantized::joined(&quantized.collect::<Option<Vec<_>>>()?).map(Self::Quantized)
+    }
+
+    /// Of a quantised weight that is packed for CUDA, and in use elsewhere, too.
+    #[cfg(feature = "cuda")]
+    pub fn packed_blocks(weight: Arc<Packed>) -> Self {
+        Self::Quantized(Quantized::packed(weight))
+    }
+
     /// The weight where it is packed for the CPU.
     pub fn packed(&self) -> Option<&Arc<Weights>> {
         match self {
@@ -115,7 +133,7 @@ impl Linear {
     pub fn forward_launched(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         match self {
             Self::Dense(linear) => linear.forward_launched(x, launch),
-            Self::Quantized(weight) => weight.forward(x),
+            Self::Quantized(weight) => weight.forward_launched(x, launch),
         }
     }
 }
@@ -130,7 +148,7 @@ impl From<Linear> for Projection {
     fn from(linear: Linear) -> Self {
         match linear {
             Linear::Dense(linear) => linear.into(),
-            Linear::Quantized(weight) => Self::module(weight),
+            Linear::Quantized(weight) => Self::Launched(Arc::new(weight)),
         }
     }
 }

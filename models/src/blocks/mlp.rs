@@ -71,12 +71,16 @@ impl Mlp {
 /// `silu(gate(x)) * up(x)`; in one kernel with the projection where one takes it.
 fn gated(gate_up: &Linear, x: &Tensor, launch: &Launch) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Linear::Dense(projection) = gate_up {
+    {
         let mut dims = x.dims().to_vec();
         let hidden = dims.pop().unwrap_or(0);
         let rows = x.reshape((x.elem_count() / hidden.max(1), hidden))?;
-        if let Some(y) = projection.swiglu_if_faster(&rows, launch)? {
-            dims.push(projection.outputs() / 2);
+        let fused = match gate_up {
+            Linear::Dense(projection) => projection.swiglu_if_faster(&rows, launch)?,
+            Linear::Quantized(projection) => projection.swiglu(&rows, launch)?,
+        };
+        if let Some(y) = fused {
+            dims.push(y.dim(1)?);
             return y.reshape(dims);
         }
     }

@@ -5,5 +5,6 @@ pub(crate) mod bytes;
 pub(crate) mod cached_attention;
 pub(crate) mod moe;
 pub(crate) mod rms_norm;
+pub(crate) mod round;
 pub(crate) mod sampling;
 pub(crate) mod swiglu;

@@ -5,4 +5,6 @@ pub(crate) mod model;
 pub(crate) mod moe;
 #[cfg(feature = "nccl")]
 pub(crate) mod nccl;
+pub(crate) mod quantized;
+pub(crate) mod round;
 pub(crate) mod sampling;

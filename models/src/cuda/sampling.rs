@@ -1,22 +1,12 @@
 //! Launches of `cuda/gdn_sampling.h`: the next tokens.
 
-use crate::abi::sampling::{gdn_sampling, gdn_sampling_workspace, SamplingParams, SamplingRow};
+use crate::abi::sampling::{gdn_sampling, gdn_sampling_workspace, SamplingParams, ROW_WORDS};
 use candle_core::{bail, CudaStorage, DType, Device, Error, Layout, Result, Tensor};
 use candle_gdn::plumbing::cuda::{check, int, stream_of, write};
 use candle_gdn::plumbing::in_place_cuda;
 use std::ffi::c_void;
 
 const NAME: &str = "sampling";
-
-/// u32 of a [`SamplingRow`].
-pub(crate) const ROW_WORDS: usize = size_of::<SamplingRow>() / 4;
-
-/// Rows as they lie on the device.
-pub(crate) fn words(rows: &[SamplingRow]) -> &[u32] {
-    // SAFETY: plain numbers without padding, as the size says.
-    const { assert!(size_of::<SamplingRow>() == 4 * 8 + 4 * 4) };
-    unsafe { std::slice::from_raw_parts(rows.as_ptr().cast(), rows.len() * ROW_WORDS) }
-}
 
 /// For launches of any number of rows, one after the other.
 pub(crate) fn workspace(device: &Device) -> Result<Tensor> {

@@ -22,7 +22,7 @@ const OP: &str = "DecodeGraph";
 
 /// Rows that candle multiplies with a quantised matrix without a buffer that may move.
 #[cfg(feature = "cuda")]
-const QUANTIZED_ROWS: usize = 8;
+pub(super) const QUANTIZED_ROWS: usize = 8;
 
 /// One decode step of the whole model, of up to a number of sequences, captured once as a CUDA graph and replayed: one
 /// launch instead of some hundreds. It serves all sequences of a pool as they come, go and grow; ids, slots and
@@ -142,6 +142,12 @@ impl DecodeGraph {
     pub(super) fn draw(&mut self, _: &CausalLm, _: &mut SequencePool, _: Next<'_>) -> Result<Coming> {
         match self.never {}
     }
+
+    /// See the same with the feature.
+    #[cfg(not(feature = "cuda"))]
+    pub(super) fn hear(&self, _: &CausalLm, _: &mut SequencePool, _: &[(usize, Sequence, u32)]) -> Result<()> {
+        match self.never {}
+    }
 }
 
 /// What a step that draws is of.
@@ -212,7 +218,10 @@ impl DecodeGraph {
         if self.captured_for != (model.id, pool.memory) {
             *self = Self::capture(model, pool, self.batch)?;
         }
-        self.launch(model, pool, &sequences, Some(&ids), |buffers| buffers.load_ids(&ids))?;
+        let slots = self.launch(model, pool, &sequences, |buffers| buffers.load_ids(&ids))?;
+        if let Some(hidden) = self.buffers.hidden(slots.len())? {
+            pool.heard(model, &slots, ids.chunks(1), &hidden, &hidden)?;
+        }
         self.buffers.logits(sequences.len())
     }
 
@@ -232,16 +241,27 @@ impl DecodeGraph {
                     let sampler = self.buffers.sampler()?;
                     *self = Self::capture_drawing(model, pool, self.batch, &sampler)?;
                 }
-                self.launch(model, pool, &sequences, Some(&ids), |buffers| buffers.load_choices(&choices))?;
+                self.launch(model, pool, &sequences, |buffers| buffers.load_choices(&choices))?;
                 self.send(sequences.len())
             }
             Next::Same(_) if moved => bail!("{OP}: expected the pool of the step before, as it was"),
-            Next::Same(_) if pool.has_head() => bail!("{OP}: expected no draft head, which is fed the tokens too"),
             Next::Same(sequences) => {
-                self.launch(model, pool, sequences, None, |_| Ok(()))?;
+                let slots = self.launch(model, pool, sequences, |_| Ok(()))?;
+                // The step before has been written over.
+                pool.unheard(&slots);
                 self.send(sequences.len())
             }
         }
+    }
+
+    /// The draft head takes note of the last step that drew, which was of these sequences and fed them `ids`.
+    pub(super) fn hear(&self, model: &CausalLm, pool: &mut SequencePool, fed: &[(usize, Sequence, u32)]) -> Result<()> {
+        let Some(rows) = fed.iter().map(|(row, ..)| row + 1).max() else { return Ok(()) };
+        let Some(hidden) = self.buffers.hidden(rows)? else { return Ok(()) };
+        let slots = fed.iter().map(|(_, s, _)| pool.slot(OP, *s)).collect::<Result<Vec<_>>>()?;
+        let tokens = fed.iter().map(|(row, _, id)| (std::slice::from_ref(id), *row));
+        pool.heard_later(&slots, tokens, &hidden);
+        pool.bound_waiting(model, &slots)
     }
 
     fn send(&mut self, sequences: usize) -> Result<Coming> {
@@ -251,15 +271,14 @@ impl DecodeGraph {
         Ok(Coming { landing })
     }
 
-    /// A step of the sequences, whose ids `load` uploads; of those that the host knows the draft head takes note.
+    /// A step of the sequences, whose ids `load` uploads. Their slots.
     fn launch(
         &mut self,
         model: &CausalLm,
         pool: &mut SequencePool,
         sequences: &[Sequence],
-        ids: Option<&[u32]>,
         load: impl FnOnce(&StepBuffers) -> Result<()>,
-    ) -> Result<()> {
+    ) -> Result<Vec<usize>> {
         let slots = pool.batch_slots(OP, model.id, sequences.iter().map(|sequence| (*sequence, 1)))?;
         if slots.len() > self.batch {
             bail!("{OP}: batch: expected at most {} sequences, got {}", self.batch, slots.len())
@@ -271,11 +290,8 @@ impl DecodeGraph {
         let held = self.buffers.running();
         self.graph.launch().map_err(candle_core::Error::wrap)?;
         self.buffers.ran(held, slots.len());
-        if let (Some(ids), Some(hidden)) = (ids, self.buffers.hidden(slots.len())?) {
-            pool.heard(model, &slots, ids.chunks(1), &hidden, &hidden)?;
-        }
         model.settle()?;
         pool.written(&slots, &vec![1; slots.len()]);
-        Ok(())
+        Ok(slots)
     }
 }

@@ -7,6 +7,7 @@
 
 use super::kv::{KvRows, KvSlots};
 use super::pool::{Sequence, SequencePool};
+use super::sampling::Token;
 use crate::blocks::decoder::{Mixer, Residual};
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::rotary::Angles;
@@ -58,6 +59,20 @@ impl HeadState {
     pub fn after(len: usize, last: Tensor) -> Self {
         let waiting = vec![Rows { of: last, range: 0..1 }];
         Self { len: len - 1, waiting, tokens: Vec::new(), next: None }
+    }
+
+    /// The tokens that wait: the last hidden state waits for the one behind them.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Copies the hidden states that wait to row `at` of a tensor.
+    pub fn copy_waiting(&self, to: &Tensor, mut at: usize) -> Result<()> {
+        for rows in &self.waiting {
+            to.slice_set(&rows.of.narrow(0, rows.range.start, rows.range.len())?, 0, at)?;
+            at += rows.range.len();
+        }
+        Ok(())
     }
 
     /// The model was fed `tokens`, and these are its hidden states.
@@ -188,7 +203,7 @@ impl SequencePool {
         hidden: &Tensor,
         last: &Tensor,
     ) -> Result<()> {
-        let (Some(head), Some(draft_head)) = (&mut self.head, &model.draft_head) else { return Ok(()) };
+        let Some(head) = &mut self.head else { return Ok(()) };
         let (mut first, mut full) = (0, Vec::new());
         for (row, (&slot, tokens)) in slots.iter().zip(tokens).enumerate() {
             let state = &mut head.slots[slot];
@@ -197,12 +212,54 @@ impl SequencePool {
             let last = Rows { of: last.clone(), range: row..row + 1 };
             state.push(tokens, [before, last].into_iter().filter(|rows| !rows.range.is_empty()));
             first += tokens.len();
-            if head.idle {
-                state.forget(state.tokens.len().saturating_sub(WAITING));
-            } else if !state.tokens.is_empty() && (tokens.len() > 1 || state.tokens.len() >= WAITING) {
+            if !head.idle && !state.tokens.is_empty() && tokens.len() > 1 {
                 full.push(slot);
             }
         }
+        self.digest(model, &full)?;
+        self.bound_waiting(model, slots)
+    }
+
+    /// Where many hidden states wait they go into the head's cache, or are forgotten.
+    pub(super) fn bound_waiting(&mut self, model: &CausalLm, slots: &[usize]) -> Result<()> {
+        match &mut self.head {
+            Some(head) if head.idle => {
+                for &slot in slots {
+                    let state = &mut head.slots[slot];
+                    state.forget(state.tokens.len().saturating_sub(WAITING));
+                }
+                Ok(())
+            }
+            _ => self.digest_to(model, slots, WAITING),
+        }
+    }
+
+    /// In none of these slots more than `most` hidden states wait.
+    pub(super) fn digest_to(&mut self, model: &CausalLm, slots: &[usize], most: usize) -> Result<()> {
+        let Some(head) = &self.head else { return Ok(()) };
+        let full = |slot: &usize| head.slots[*slot].tokens.len() >= most;
+        let full: Vec<usize> = slots.iter().copied().filter(full).collect();
+        self.digest(model, &full)
+    }
+
+    /// A round on the device took in what waited in a slot, and `drawn` came of it; of what waits now the hidden states are the
+    /// rows of a tensor from one on, or with the next round that has begun already.
+    pub(super) fn landed(&mut self, slot: usize, drawn: &[Token], hidden: Option<(&Tensor, usize)>) {
+        let entry = &mut self.entries[slot];
+        (entry.len, entry.broken) = (entry.len + drawn.len(), hidden.is_none());
+        let Some(head) = &mut self.head else { return };
+        let state = &mut head.slots[slot];
+        state.len += state.tokens.len() + 1;
+        state.next = None;
+        // All but the last one drawn were drafts, which the model was fed.
+        state.tokens = drawn[..drawn.len().saturating_sub(1)].iter().flatten().copied().collect();
+        let rows = |(of, first): (&Tensor, usize)| Rows { of: of.clone(), range: first..first + drawn.len() };
+        state.waiting = hidden.into_iter().map(rows).collect();
+    }
+
+    /// What waits in these slots goes into the head's cache, but for the last hidden state of each.
+    pub(super) fn digest(&mut self, model: &CausalLm, full: &[usize]) -> Result<()> {
+        let (Some(head), Some(draft_head)) = (&mut self.head, &model.draft_head) else { return Ok(()) };
         if full.is_empty() {
             return Ok(());
         }
@@ -210,7 +267,7 @@ impl SequencePool {
         let ids: Vec<u32> = full.iter().flat_map(|&slot| head.slots[slot].tokens.iter().copied()).collect();
         let launch = Launch::default().overlapping();
         let cu_seqlens = boundaries(model, &counts)?;
-        let hidden = head.hidden(&full, &counts)?;
+        let hidden = head.hidden(full, &counts)?;
         let x = draft_head.input(&model.embed(&Tensor::new(ids, &model.device)?)?, &hidden, &launch)?;
         let x = draft_head.layer.mixer_input(x, &launch)?;
         let at = full.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
@@ -236,6 +293,22 @@ impl SequencePool {
                 head.slots[slot].push(tokens, [Rows { of: hidden.clone(), range: first..first + tokens.len() }]);
             }
         }
+    }
+
+    /// A step of which the head does not learn: what it is fed next it takes for what follows what it knows.
+    #[cfg(feature = "cuda")]
+    pub(super) fn unheard(&mut self, slots: &[usize]) {
+        let Some(head) = &mut self.head else { return };
+        for &slot in slots {
+            let HeadState { waiting, tokens, next, .. } = &mut head.slots[slot];
+            (*next, _, _) = (None, waiting.clear(), tokens.clear());
+        }
+    }
+
+    /// Whether a hidden state waits for each of these sequences, without which there are no drafts.
+    pub(crate) fn can_draft(&self, mut sequences: impl Iterator<Item = Sequence>) -> bool {
+        let waits = |head: &HeadSlots, s: Sequence| !head.slots[s.slot as usize].waiting.is_empty();
+        self.head.as_ref().is_some_and(|head| sequences.all(|s| waits(head, s)))
     }
 
     pub(crate) fn has_head(&self) -> bool {
@@ -280,7 +353,7 @@ impl CausalLm {
         let ids = Tensor::from_iter(ids, &self.device)?;
         let hidden = head.hidden(&slots, &counts)?;
         let at: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
-        let mut y = self.head_pass(draft_head, head, (&ids, &hidden), at, &counts)?;
+        let mut y = self.head_of_slots(draft_head, head, (&ids, &hidden), at, &counts)?;
         let logits = self.logits_launched(&y, &Launch::default().overlapping())?;
         let mut ids = logits.argmax(D::Minus1)?;
         let (mut active, mut drafted): (Vec<usize>, Vec<Tensor>) = ((0..slots.len()).collect(), vec![ids.clone()]);
@@ -293,7 +366,7 @@ impl CausalLm {
                 (y, ids) = (y.index_select(&kept, 0)?, ids.index_select(&kept, 0)?);
             }
             let at = active.iter().map(|&i| (slots[i], head.slots[slots[i]].len + counts[i] + depth - 1)).collect();
-            y = self.head_pass(draft_head, head, (&ids, &y), at, &vec![1; active.len()])?;
+            y = self.head_of_slots(draft_head, head, (&ids, &y), at, &vec![1; active.len()])?;
             ids = self.logits_launched(&y, &Launch::default().overlapping())?.argmax(D::Minus1)?;
             drafted.push(ids.clone());
             rows.push(active.clone());
@@ -325,17 +398,15 @@ impl CausalLm {
         Ok((slots, depths))
     }
 
-    /// Packed tokens and the hidden states before them through the head: of the last token of each slot what is the next
-    /// hidden state, normed.
-    fn head_pass(
+    /// [`Self::head_pass`] of tokens behind those that the slots have: of the last token of each.
+    fn head_of_slots(
         &self,
         draft_head: &DraftHead,
         head: &mut HeadSlots,
-        (ids, hidden): (&Tensor, &Tensor),
+        packed: (&Tensor, &Tensor),
         at: Vec<(usize, usize)>,
         counts: &[usize],
     ) -> Result<Tensor> {
-        let launch = Launch::default().overlapping();
         let (cu_seqlens, rows) = (boundaries(self, counts)?, head.rows(self, at, counts)?);
         let last = match &cu_seqlens {
             Some(cu) => {
@@ -344,13 +415,29 @@ impl CausalLm {
             }
             None => None,
         };
-        let x: Residual = draft_head.input(&self.embed(ids)?, hidden, &launch)?;
+        let launch = Launch::default().overlapping();
+        self.head_pass(draft_head, &mut head.kv, packed, (cu_seqlens.as_ref(), &rows), last.as_ref(), &launch)
+    }
+
+    /// Packed tokens and the hidden states before them through the head: of the `last` rows, or of all, what is the next
+    /// hidden state, normed.
+    pub(super) fn head_pass(
+        &self,
+        draft_head: &DraftHead,
+        kv: &mut KvSlots,
+        (ids, hidden): (&Tensor, &Tensor),
+        (cu_seqlens, rows): (Option<&CuSeqlens>, &KvRows),
+        last: Option<&Tensor>,
+        launch: &Launch,
+    ) -> Result<Tensor> {
+        launch.next_layer();
+        let x: Residual = draft_head.input(&self.embed(ids)?, hidden, launch)?;
         let mix = |mixer: &Mixer, x: &Tensor| match mixer {
-            Mixer::Full(attention) => attention.forward_slots(x, cu_seqlens.as_ref(), &rows, &mut head.kv, &launch),
+            Mixer::Full(attention) => attention.forward_slots(x, cu_seqlens, rows, kv, launch),
             Mixer::Linear(_) => bail!("{DRAFT}: expected a softmax layer"),
         };
-        let last = |x: &Tensor| last.as_ref().map_or_else(|| Ok(x.clone()), |last| x.index_select(last, 0));
-        let x = draft_head.layer.around_rows(x, &launch, mix, last)?;
-        Ok(x.norm(&draft_head.norm, &launch)?.1)
+        let last = |x: &Tensor| last.map_or_else(|| Ok(x.clone()), |last| x.index_select(last, 0));
+        let x = draft_head.layer.around_rows(x, launch, mix, last)?;
+        Ok(x.norm(&draft_head.norm, launch)?.1)
     }
 }

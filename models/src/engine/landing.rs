@@ -24,7 +24,7 @@ impl Landing {
         Ok(Self { host, done: context.new_event(None).map_err(Error::wrap)?, count: 0 })
     }
 
-    /// Sends `drawn [most]`, as it is once all work given so far is done; the first `count` are somebody's.
+    /// Sends `drawn`, of as many, as it is once all work given so far is done; the first `count` are somebody's.
     pub fn send(&mut self, drawn: &Tensor, count: usize) -> Result<()> {
         let _working = Working::new(drawn.device());
         let (storage, layout) = drawn.storage_and_layout();
@@ -40,8 +40,13 @@ impl Landing {
 
     /// Waits for what was sent last.
     pub fn read(&self) -> Result<Vec<Token>> {
+        Ok(tokens(&self.words()?))
+    }
+
+    /// The same as it was sent.
+    pub fn words(&self) -> Result<Vec<u32>> {
         self.done.synchronize().map_err(Error::wrap)?;
-        Ok(tokens(&self.host.as_slice().map_err(Error::wrap)?[..self.count]))
+        Ok(self.host.as_slice().map_err(Error::wrap)?[..self.count].to_vec())
     }
 }
 

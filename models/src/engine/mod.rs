@@ -25,6 +25,8 @@ mod kv;
 mod landing;
 mod pass;
 mod pool;
+mod round;
+mod round_graph;
 mod sampling;
 #[cfg(test)]
 mod sampling_tests;

@@ -7,7 +7,7 @@ use crate::blocks::decoder::{Mixer, Residual};
 use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result, Tensor};
-use candle_gdn::plumbing::{no_tokens, Launch, Move, Working};
+use candle_gdn::plumbing::{no_tokens, Arena, Launch, Move, Working};
 use candle_gdn::{CheckpointPlan, Checkpoints, CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
 
 /// What all layers of a pass share.
@@ -146,7 +146,7 @@ impl Pass {
             }
             (Mode::Feed, cu) => gdn.forward_slots_launched(x, cu.as_ref(), &self.states, pool, &self.launch),
             (Mode::Verify(kept), Some(cu)) => {
-                let (y, drafted) = gdn.verify(x, cu, &self.states, pool)?;
+                let (y, drafted) = gdn.verify_launched(x, cu, &self.states, pool, &self.launch)?;
                 kept.push(drafted);
                 Ok(y)
             }
@@ -241,4 +241,14 @@ impl CausalLm {
         let tokens = ids.len();
         Tensor::from_vec(ids, tokens, &self.device)
     }
+}
+
+/// Where the kernels of a pass that is captured write.
+pub(super) fn arena(device: &Device) -> Result<Option<Arena>> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return Arena::new(device).map(Some);
+    }
+    let _ = device;
+    Ok(None)
 }

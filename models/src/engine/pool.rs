@@ -123,7 +123,8 @@ pub(super) struct Entry {
     pub len: usize,
     /// Another number after everything that changes the sequence.
     pub version: u64,
-    broken: bool,
+    /// Since a pass failed half-way, or while the device is at a round whose tokens the host does not know.
+    pub broken: bool,
     /// Copies of its keys and values in snapshots, from the first token on.
     pub pieces: Mutex<Vec<Weak<Piece>>>,
 }

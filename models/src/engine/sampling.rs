@@ -1,10 +1,8 @@
 //! From logits to the next tokens: on CUDA where the logits lie, so that only the tokens come to the host.
 
-use crate::abi::sampling::SamplingRow;
-#[cfg(feature = "cuda")]
-use crate::abi::sampling::GDN_NO_TOKEN;
+use crate::abi::sampling::{SamplingRow, GDN_NO_TOKEN, ROW_WORDS};
 use crate::cpu::sampling::draw;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// How a row's next token is chosen; see [`Sampling::choice`](super::Sampling::choice).
 #[derive(Clone, Debug)]
@@ -56,10 +54,12 @@ impl Sampler {
     }
 
     /// The launch alone: tokens go to `rows`.
-    #[cfg(feature = "cuda")]
     pub fn launch(&self, logits: &Tensor, rows: &Rows) -> Result<()> {
-        let Some(workspace) = &self.workspace else { candle_core::bail!("sampling: expected a device of CUDA") };
-        crate::cuda::sampling::sample(logits, &rows.words, workspace, rows.count, rows.history)
+        #[cfg(feature = "cuda")]
+        if let Some(workspace) = &self.workspace {
+            return crate::cuda::sampling::sample(logits, &rows.words, workspace, rows.count, rows.history);
+        }
+        rows.draw(logits)
     }
 }
 
@@ -76,55 +76,66 @@ impl Choice {
     }
 }
 
+impl Choice {
+    /// A row of padding, or of which another one says how it chooses.
+    pub fn nobody(last: u32) -> Self {
+        Self { row: SamplingRow::NOBODY, last, recent: Vec::new() }
+    }
+}
+
 /// Tokens as the kernel writes them.
-#[cfg(feature = "cuda")]
 pub(super) fn tokens(drawn: &[u32]) -> Vec<Token> {
     let token = |token: &u32| if *token == GDN_NO_TOKEN { Err("a logit that is no number".into()) } else { Ok(*token) };
     drawn.iter().map(token).collect()
 }
 
 /// How rows choose, on the device: a launch moves them on, so that the next one needs nothing of the host.
-#[cfg(feature = "cuda")]
 #[derive(Debug)]
 pub(super) struct Rows {
     /// Of each row a [`SamplingRow`], then of each the token before, then the one drawn, then recent ones, then room for the
     /// logits of those.
-    words: Tensor,
-    count: usize,
+    pub words: Tensor,
+    pub count: usize,
     /// Recent tokens of a row that there is room for.
-    history: usize,
+    pub history: usize,
 }
 
-#[cfg(feature = "cuda")]
 impl Rows {
     /// All are nobody's.
     pub fn new(count: usize, history: usize, device: &Device) -> Result<Self> {
-        let words = count * (crate::cuda::sampling::ROW_WORDS + 2 + 2 * history);
-        let rows = Self { words: Tensor::zeros(words, candle_core::DType::U32, device)?, count, history };
+        let words = count * (ROW_WORDS + 2 + 2 * history);
+        let rows = Self { words: Tensor::zeros(words, DType::U32, device)?, count, history };
         rows.load(&[])?;
+        Ok(rows)
+    }
+
+    /// Rows that take the most likely token, without end.
+    pub fn greedy(count: usize, device: &Device) -> Result<Self> {
+        let rows = Self::new(count, 0, device)?;
+        rows.load(&vec![Choice { row: SamplingRow::GREEDY, last: 0, recent: Vec::new() }; count])?;
         Ok(rows)
     }
 
     /// The tokens before, `[rows]`: a view, which a launch overwrites with those drawn.
     pub fn ids(&self) -> Result<Tensor> {
-        self.words.narrow(0, self.count * crate::cuda::sampling::ROW_WORDS, self.count)
+        self.words.narrow(0, self.count * ROW_WORDS, self.count)
     }
 
     /// The tokens drawn, `[rows]`: a view.
+    #[cfg(feature = "cuda")]
     pub fn drawn(&self) -> Result<Tensor> {
-        self.words.narrow(0, self.count * (crate::cuda::sampling::ROW_WORDS + 1), self.count)
+        self.words.narrow(0, self.count * (ROW_WORDS + 1), self.count)
     }
 
     /// The first rows choose so, the others are nobody's.
     pub fn load(&self, choices: &[Choice]) -> Result<()> {
-        let nobody = SamplingRow { scale: -1., ..SamplingRow::GREEDY };
-        let mut rows: Vec<SamplingRow> = choices.iter().map(|choice| choice.row).collect();
-        rows.resize(self.count, nobody);
-        let mut words = crate::cuda::sampling::words(&rows).to_vec();
+        let rows = choices.iter().map(|choice| choice.row.words());
+        let padding = (choices.len()..self.count).map(|_| SamplingRow::NOBODY.words());
+        let mut words: Vec<u32> = rows.chain(padding).flatten().collect();
         words.extend(choices.iter().map(|choice| choice.last));
-        words.resize(self.count * (crate::cuda::sampling::ROW_WORDS + 1), 0);
+        words.resize(self.count * (ROW_WORDS + 1), 0);
         self.set(&words, 0)?;
-        let recent = self.count * (crate::cuda::sampling::ROW_WORDS + 2);
+        let recent = self.count * (ROW_WORDS + 2);
         for (n, choice) in choices.iter().enumerate().filter(|(_, choice)| !choice.recent.is_empty()) {
             self.set(&choice.recent, recent + n * self.history)?;
         }
@@ -134,4 +145,52 @@ impl Rows {
     fn set(&self, words: &[u32], at: usize) -> Result<()> {
         self.words.slice_set(&Tensor::new(words, self.words.device())?, 0, at)
     }
+
+    /// `gdn_sampling` on the CPU.
+    fn draw(&self, logits: &Tensor) -> Result<()> {
+        self.on_host(|rows| {
+            for (n, mut logits) in logits.to_vec2::<f32>()?.into_iter().enumerate() {
+                let (row, last) = (rows.rows[n], rows.ids[n]);
+                if row.scale < 0. {
+                    continue;
+                }
+                let recent = &mut rows.recent[n * self.history..][..row.window as usize];
+                let mut concerned = vec![];
+                if !recent.is_empty() {
+                    recent[row.seen as usize % recent.len()] = last;
+                    rows.rows[n].seen += 1;
+                    concerned.extend(&recent[..recent.len().min(row.seen as usize + 1)]);
+                }
+                let token = draw(&mut logits, &row, &concerned).unwrap_or(GDN_NO_TOKEN);
+                rows.rows[n].index += u64::from(row.scale > 0.);
+                rows.drawn[n] = token;
+                rows.ids[n] = if token == GDN_NO_TOKEN { 0 } else { token };
+            }
+            Ok(())
+        })
+    }
+
+    /// Changes what is there, on the CPU.
+    pub fn on_host<R>(&self, change: impl FnOnce(&mut HostRows) -> Result<R>) -> Result<R> {
+        let words = self.words.to_vec1::<u32>()?;
+        let (rows, rest) = words.split_at(self.count * ROW_WORDS);
+        let mut host = HostRows {
+            rows: rows.as_chunks().0.iter().map(SamplingRow::from_words).collect(),
+            ids: rest[..self.count].to_vec(),
+            drawn: rest[self.count..2 * self.count].to_vec(),
+            recent: rest[2 * self.count..(2 + self.history) * self.count].to_vec(),
+        };
+        let done = change(&mut host)?;
+        let rows: Vec<u32> = host.rows.iter().flat_map(SamplingRow::words).collect();
+        self.set(&[rows, host.ids, host.drawn, host.recent].concat(), 0)?;
+        Ok(done)
+    }
+}
+
+/// [`Rows`] on the CPU.
+pub(super) struct HostRows {
+    pub rows: Vec<SamplingRow>,
+    pub ids: Vec<u32>,
+    pub drawn: Vec<u32>,
+    pub recent: Vec<u32>,
 }

@@ -1,13 +1,13 @@
 //! A decode step on buffers that stay where they are, as a captured graph reads and writes them.
 
 use super::kv::KvRows;
-use super::pass::{Mode, Pass};
+use super::pass::{arena, Mode, Pass};
 use super::pool::SequencePool;
 #[cfg(feature = "cuda")]
 use super::sampling::{Choice, Rows, Sampler};
 use crate::causal_lm::CausalLm;
-use candle_core::{bail, DType, Device, Result, Tensor};
-use candle_gdn::plumbing::{Arena, Launch};
+use candle_core::{bail, DType, Result, Tensor};
+use candle_gdn::plumbing::Launch;
 use candle_gdn::{Slots, NO_SLOT};
 
 /// Inputs and output of a step of up to so many sequences. Rows of nobody are padding.
@@ -60,7 +60,7 @@ impl StepBuffers {
                 // The kernels read how long each sequence is; their number of blocks follows from this.
                 max_len: pool.max_len,
             },
-            launch: Launch { overlap: true, arena: arena(device)? },
+            launch: Launch { arena: arena(device)?, ..Launch::default() }.overlapping(),
             _working: None,
         };
         let hidden = match pool.head.is_some() {
@@ -182,14 +182,4 @@ impl StepBuffers {
 
 fn upload(to: &Tensor, values: &[u32]) -> Result<()> {
     to.slice_set(&Tensor::new(values, to.device())?, 0, 0)
-}
-
-/// Where the kernels of a step write.
-fn arena(device: &Device) -> Result<Option<Arena>> {
-    #[cfg(feature = "cuda")]
-    if device.is_cuda() {
-        return Arena::new(device).map(Some);
-    }
-    let _ = device;
-    Ok(None)
 }

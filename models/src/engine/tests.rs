@@ -4,7 +4,7 @@ use super::pool::{Sequence, SequencePool};
 use super::step::StepBuffers;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
-use crate::engine::{Engine, EngineOptions, Event, FinishReason, Request, RequestId, Rings, Sampling};
+use crate::engine::{DraftDepth, Engine, EngineOptions, Event, FinishReason, Request, RequestId, Rings, Sampling};
 use crate::loader::DraftHeadChoice;
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
@@ -15,6 +15,12 @@ const HIDDEN: usize = 16;
 
 /// A softmax layer between two of Gated DeltaNet, and one behind.
 fn model() -> Result<CausalLm> {
+    model_of(0.4)
+}
+
+/// With matrices of the layers so large. Where they are small the next token is above all one of the last token, and the draft
+/// head of such a model knows it.
+fn model_of(size: f64) -> Result<CausalLm> {
     let json = serde_json::json!({
         "model_type": "qwen3_next", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 24,
         "num_hidden_layers": 4,
@@ -26,7 +32,8 @@ fn model() -> Result<CausalLm> {
     });
     let mut weights = HashMap::new();
     let mut add = |name: String, dims: &[usize]| -> Result<()> {
-        weights.insert(name, Tensor::randn(0f32, 0.4, dims, &Device::Cpu)?);
+        let size = if name.contains("_proj") { size as f32 } else { 0.4 };
+        weights.insert(name, Tensor::randn(0f32, size, dims, &Device::Cpu)?);
         Ok(())
     };
     add("model.embed_tokens.weight".into(), &[VOCAB, HIDDEN])?;
@@ -62,10 +69,13 @@ fn model() -> Result<CausalLm> {
         .filter_map(|(name, x)| Some((format!("mtp.layers.0.{}", name.strip_prefix("model.layers.3.")?), x.clone())));
     let last: Vec<(String, Tensor)> = last.collect();
     weights.extend(last);
-    weights.insert("mtp.fc.weight".into(), Tensor::randn(0f32, 0.4, (HIDDEN, 2 * HIDDEN), &Device::Cpu)?);
-    for norm in ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"] {
-        weights.insert(format!("mtp.{norm}.weight"), Tensor::randn(0f32, 0.4, HIDDEN, &Device::Cpu)?);
-    }
+    // Of the embedding all, of the hidden state so much.
+    let of_hidden = Tensor::randn(0f32, size as f32, (HIDDEN, HIDDEN), &Device::Cpu)?;
+    let fc = Tensor::cat(&[Tensor::eye(HIDDEN, DType::F32, &Device::Cpu)?, of_hidden], 1)?;
+    weights.insert("mtp.fc.weight".into(), fc);
+    weights.insert("mtp.pre_fc_norm_embedding.weight".into(), Tensor::zeros(HIDDEN, DType::F32, &Device::Cpu)?);
+    weights.insert("mtp.pre_fc_norm_hidden.weight".into(), Tensor::randn(0f32, 0.4, HIDDEN, &Device::Cpu)?);
+    weights.insert("mtp.norm.weight".into(), weights["model.norm.weight"].clone());
     let config = ModelConfig::from_json(&json.to_string())?;
     let vb = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
     CausalLm::loader(&config).draft_head(DraftHeadChoice::On).load(vb)
@@ -356,7 +366,7 @@ fn note(events: Vec<Event>, all: &mut Ends) {
 /// want snapshots or do not.
 #[test]
 fn a_step_ahead_changes_nothing() -> Result<()> {
-    let model = model()?;
+    let model = model_of(0.1)?;
     let request = |n: u32| {
         let sampling = match n % 3 {
             0 => Sampling::default(),
@@ -369,9 +379,16 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
         let most = [50, 3, 17, 1, 2][n as usize % 5];
         Request { sampling, stop, seed: n.into(), snapshot_end: n % 8 == 5, ..Request::new(prompt, most) }
     };
-    let run = |sequences: usize, ahead: bool, cancelled: &[(usize, u64)]| {
-        let mut engine = Engine::new(&model, EngineOptions { prefill_chunk: 8, ..EngineOptions::new(sequences, 40) })?;
-        engine.ahead_without_graph = ahead;
+    let (mut rounds, mut accepted) = (0, 0);
+    let mut run = |sequences: usize, how: Steps, cancelled: &[(usize, u64)]| {
+        let depth = if let Steps::Rounds(depth) = how { depth } else { DraftDepth::Auto };
+        let options = EngineOptions { prefill_chunk: 8, draft_depth: depth, ..EngineOptions::new(sequences, 40) };
+        let mut engine = Engine::new(&model, options)?;
+        match how {
+            Steps::Waiting => {}
+            Steps::Ahead => engine.ahead_without_graph = true,
+            Steps::Rounds(_) => engine.as_with_graphs()?,
+        }
         let (mut all, mut ids) = (Ends::new(), vec![]);
         for step in 0.. {
             // New ones come now and then.
@@ -390,26 +407,43 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
                 (0..sequences).try_for_each(|_| engine.submit(Request::new(vec![1], 2)).map(drop))?;
                 engine.step()?;
                 assert_eq!(engine.waiting(), 0);
+                if let Steps::Rounds(_) = how {
+                    rounds += engine.stats().head.drafted[1];
+                    accepted += engine.stats().head.accepted[1];
+                }
                 break;
             }
         }
         Ok::<_, candle_core::Error>(ids.into_iter().map(|id| all.remove(&id).unwrap()).collect::<Vec<_>>())
     };
-    let want = run(1, false, &[])?;
+    let want = run(1, Steps::Waiting, &[])?;
     let ended = |reason: FinishReason| want.iter().filter(|end| end.2.as_ref() == Some(&reason)).count();
     assert!(ended(FinishReason::Stop) > 0 && ended(FinishReason::MaxLen) > 1 && ended(FinishReason::MaxNewTokens) > 4);
     for sequences in [1, 3, 6] {
-        for ahead in [false, true] {
-            assert_eq!(run(sequences, ahead, &[])?, want, "{sequences} sequences, ahead: {ahead}");
+        let fixed = [0, 1, 2, 3, 7].map(|depth| Steps::Rounds(DraftDepth::Fixed(depth)));
+        for how in [Steps::Waiting, Steps::Ahead, Steps::Rounds(DraftDepth::Auto)].into_iter().chain(fixed) {
+            assert_eq!(run(sequences, how, &[])?, want, "{sequences} sequences, {how:?}");
             let cancelled = [(3, 0), (7, 2), (12, 3), (21, 6), (22, 7), (40, 12), (41, 15), (60, 20)];
-            let got = run(sequences, ahead, &cancelled)?;
+            let got = run(sequences, how, &cancelled)?;
             for (n, (got, want)) in got.iter().zip(&want).enumerate() {
                 match &got.2 {
-                    Some(FinishReason::Cancelled) => assert_eq!(got.0, want.0[..got.0.len()], "request {n}"),
-                    _ => assert_eq!(got, want, "request {n}"),
+                    Some(FinishReason::Cancelled) => assert_eq!(got.0, want.0[..got.0.len()], "request {n}, {how:?}"),
+                    _ => assert_eq!(got, want, "request {n}, {how:?}"),
                 }
             }
         }
     }
+    println!("{accepted} of {rounds} accepted at depth 2");
+    assert!(accepted > 30);
     Ok(())
+}
+
+/// How decode steps run.
+#[derive(Clone, Copy, Debug)]
+enum Steps {
+    /// The host sees what one drew before the next one.
+    Waiting,
+    Ahead,
+    /// As with graphs, with rounds of the draft head.
+    Rounds(DraftDepth),
 }

@@ -1,6 +1,8 @@
 //! Matrices as ggml stores them, on the host: rows of whole blocks, which can be moved about without being read.
 
 use crate::cpu::bytes::Bytes;
+#[cfg(feature = "cuda")]
+use crate::cuda::quantized::Packed;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
 use candle_gdn::plumbing::cpu::{parallel, Shared};
@@ -123,6 +125,12 @@ impl Blocks {
     /// `shape`, whose last dimension is a row, on `device`.
     pub(crate) fn qtensor(&self, shape: impl Into<Shape>, device: &Device) -> Result<QTensor> {
         QTensor::new(QStorage::from_data(Cow::Borrowed(&self.data), device, self.dtype)?, shape)
+    }
+
+    /// For our kernels on CUDA, where they take this type and width.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn packed(&self, device: &Device) -> Result<Option<Packed>> {
+        Packed::new(self.dtype, (self.rows, self.columns), &self.data, device)
     }
 
     /// The numbers, `[rows, columns]` on the CPU: those of a float type in it, others in f32.

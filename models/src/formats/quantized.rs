@@ -1,14 +1,17 @@
-//! Projections whose weight is quantised, by candle's kernels; q8_0 on the CPU by ours, where it has instructions for bytes.
+//! Projections whose weight is quantised: q8_0, q4_K and q6_K on CUDA by our kernels, q8_0 on the CPU too where it has
+//! instructions for bytes; all else by candle's.
 
 use super::{Blocks, Matrix, Tiles};
 use crate::cpu::bytes::Bytes;
+#[cfg(feature = "cuda")]
+use crate::cuda::quantized::{product, swiglu, Packed, PARTS};
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::DeviceId;
 #[cfg(feature = "cuda")]
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::QTensor;
-use candle_core::{bail, DType, Device, Module, Result, Tensor};
-use candle_gdn::plumbing::host;
+use candle_core::{bail, DType, Device, Result, Tensor};
+use candle_gdn::plumbing::{host, Launch, Launched};
 use std::sync::Arc;
 #[cfg(feature = "cuda")]
 use std::sync::{Mutex, PoisonError};
@@ -26,6 +29,8 @@ enum Part {
     Blocks(Arc<QTensor>, Option<Tiles>),
     /// The same in q8_0.
     Bytes(Arc<Bytes>, Option<Tiles>),
+    #[cfg(feature = "cuda")]
+    Packed(Arc<Packed>, Option<Tiles>),
     Dense(candle_gdn::Linear),
 }
 
@@ -78,6 +83,12 @@ impl Quantized {
             self.parts.push(Part::Bytes(Arc::new(bytes), tiles));
             return Ok(());
         }
+        #[cfg(feature = "cuda")]
+        if let Some(packed) = blocks.packed(device)? {
+            self.outputs += packed.outputs();
+            self.parts.push(Part::Packed(Arc::new(packed), tiles));
+            return Ok(());
+        }
         let blocks = Arc::new(blocks.qtensor((blocks.rows(), blocks.columns()), device)?);
         self.outputs += blocks.shape().dims()[0];
         self.parts.push(Part::Blocks(blocks, tiles));
@@ -91,24 +102,66 @@ impl Quantized {
         Ok(whole)
     }
 
+    /// Of a matrix that is packed already, and in use elsewhere, too.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn packed(weight: Arc<Packed>) -> Self {
+        Self { outputs: weight.outputs(), parts: vec![Part::Packed(weight, None)] }
+    }
+
+    /// One projection of the rows of all, where a launch of our kernels takes them. They share the matrices.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn joined(all: &[&Self]) -> Option<Self> {
+        let parts: Vec<_> = all.iter().flat_map(|each| each.parts.iter().cloned()).collect();
+        let whole = Self { parts, outputs: all.iter().map(|each| each.outputs).sum() };
+        whole.launch_of().is_some().then_some(whole)
+    }
+
+    /// The parts, where one launch takes them all.
+    #[cfg(feature = "cuda")]
+    fn launch_of(&self) -> Option<(Vec<&Packed>, Option<Tiles>)> {
+        let packed = self.parts.iter().map(|part| match part {
+            Part::Packed(packed, tiles) => Some((&**packed, *tiles)),
+            _ => None,
+        });
+        let (parts, tiles): (Vec<_>, Vec<_>) = packed.collect::<Option<Vec<_>>>()?.into_iter().unzip();
+        let one_order = tiles.iter().all(|each| *each == tiles[0]);
+        (one_order && (1..=PARTS).contains(&parts.len())).then(|| (parts, tiles[0]))
+    }
+
+    /// `silu(gate) * up` of `x [rows, in]` in one kernel, the weight's rows being the gate's, then up's; `None` where none
+    /// takes them.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn swiglu(&self, x: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
+        match self.parts.as_slice() {
+            [Part::Packed(weight, None)] => swiglu(x, weight, launch),
+            _ => Ok(None),
+        }
+    }
+
     /// `x [rows, in]` to `[rows, out]`.
-    fn rows(&self, x: &Tensor) -> Result<Tensor> {
+    fn rows(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let rows = x.dim(0)?;
         if rows == 0 {
             return Tensor::zeros((0, self.outputs), x.dtype(), x.device());
+        }
+        #[cfg(feature = "cuda")]
+        if let Some((parts, tiles)) = self.launch_of() {
+            return product(x, &parts, tiles, launch);
         }
         let wide = x.to_dtype(DType::F32)?.contiguous()?;
         let mut outs = Vec::with_capacity(self.parts.len());
         for part in &self.parts {
             outs.push(match part {
+                #[cfg(feature = "cuda")]
+                Part::Packed(packed, tiles) => product(x, &[packed], *tiles, launch)?.to_dtype(DType::F32)?,
                 Part::Blocks(blocks, None) => wide.apply_op1_no_bwd(&**blocks)?,
-                Part::Blocks(blocks, Some(tiles)) => tiles.apply(x)?.apply_op1_no_bwd(&**blocks)?,
+                Part::Blocks(blocks, Some(tiles)) => tiles.apply(&wide)?.apply_op1_no_bwd(&**blocks)?,
                 Part::Bytes(bytes, tiles) => {
-                    let x = tiles.map_or_else(|| Ok(wide.clone()), |tiles| tiles.apply(x))?;
+                    let x = tiles.map_or_else(|| Ok(wide.clone()), |tiles| tiles.apply(&wide))?;
                     let y = host::with_f32(&x, |x| bytes.product(x, rows))?;
                     Tensor::from_vec(y, (rows, bytes.rows()), x.device())?
                 }
-                Part::Dense(linear) => linear.forward(x)?.to_dtype(DType::F32)?,
+                Part::Dense(linear) => linear.forward_launched(x, launch)?.to_dtype(DType::F32)?,
             });
         }
         let y = match outs.as_slice() {
@@ -138,23 +191,22 @@ fn grow_workspace_of(device: &Device) -> Result<()> {
     Ok(())
 }
 
-impl Module for Quantized {
-    /// `x [.., in]` to `[.., out]` in x's dtype. candle rounds x to 8 bits on the way in.
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl Launched for Quantized {
+    /// `x [.., in]` to `[.., out]` in x's dtype. candle rounds x to 8 bits on the way in, our kernels on CUDA to 16.
+    fn forward_launched(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let mut dims = x.dims().to_vec();
         let inputs = dims.pop().unwrap_or(0);
         dims.push(self.outputs);
-        self.rows(&x.reshape((x.elem_count() / inputs.max(1), inputs))?)?.reshape(dims)
+        self.rows(&x.reshape((x.elem_count() / inputs.max(1), inputs))?, launch)?.reshape(dims)
     }
 }
 
 impl Tiles {
-    /// `x [rows, columns]` with its columns in this order, in f32.
-    fn apply(self, x: &Tensor) -> Result<Tensor> {
+    /// `x [rows, columns]` with its columns in this order.
+    pub(crate) fn apply(self, x: &Tensor) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
         let pieces = x.reshape((rows, self.groups, self.per_group, self.size))?.transpose(1, 2)?;
-        // The cast copies in the new order.
-        pieces.to_dtype(DType::F32)?.contiguous()?.reshape((rows, columns))
+        pieces.contiguous()?.reshape((rows, columns))
     }
 }
 
@@ -163,6 +215,7 @@ mod tests {
     use super::*;
     use crate::blocks::linear::Linear;
     use candle_core::quantized::GgmlDType;
+    use candle_core::Module;
 
     /// Whole numbers that candle's rounding to 8 bits leaves as they are, the largest of 32 being 127; and so is their sum,
     /// which CUDA keeps in f16, being small: all but the last two of 32 are pairs with a sum of zero.
@@ -219,6 +272,60 @@ mod tests {
                     assert_eq!(y.to_vec2::<f32>()?, linear.forward(&copy)?.to_vec2::<f32>()?);
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// In all that our kernels do of them: columns in another order, several matrices in a launch, SwiGLU, rows of a table.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn packed_matrices_on_cuda() -> Result<()> {
+        let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+        use GgmlDType::{Q4K, Q6K, Q8_0};
+        let launch = Launch::default();
+        let values = |x: &Tensor| x.to_dtype(DType::F32)?.to_vec2::<f32>();
+        for (dtype, bound) in [(DType::F32, 2e-5), (DType::F16, 6e-4), (DType::BF16, 5e-3)] {
+            let on_cuda = |x: &Tensor| x.to_device(&cuda)?.to_dtype(dtype);
+            for kind in [Q4K, Q6K, Q8_0] {
+                let tiles = Tiles { groups: 2, per_group: 3, size: 128 };
+                let stored = blocks(160, 768, kind);
+                let pieces = [0, 2, 4, 1, 3, 5].map(|piece| stored.tensor()?.narrow(1, piece * 128, 128));
+                let weight = Tensor::cat(&pieces.into_iter().collect::<Result<Vec<_>>>()?, 1)?;
+                let linear = Linear::stack(vec![Matrix::Tiled(stored, tiles)], &cuda)?;
+                for rows in [1, 3, 40] {
+                    let x = (whole_numbers(rows, 768) * 0.0625)?;
+                    let want = x.matmul(&weight.t()?)?;
+                    let got = linear.forward(&on_cuda(&x)?)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
+                    let (difference, norm) = (norm(&(got - &want)?)?, norm(&want)?);
+                    assert!(difference <= bound * norm, "{kind:?} {dtype:?} {rows}: {difference:e} of {norm:e}");
+                }
+            }
+            let each = [(Q4K, 256), (Q8_0, 40), (Q6K, 33)].map(|(kind, rows)| (blocks(rows, 512, kind), rows));
+            let each = each.map(|(blocks, _)| Linear::stack(vec![Matrix::Blocks(blocks)], &cuda).unwrap());
+            let Some(all) = Linear::joined(&each.each_ref()) else { panic!("expected one launch") };
+            for rows in [1, 4, 20] {
+                let x = on_cuda(&(whole_numbers(rows, 512) * 0.0078125)?)?;
+                let apart = each.iter().map(|linear| linear.forward(&x)).collect::<Result<Vec<_>>>()?;
+                let (joined, apart_all) =
+                    (all.forward(&x)?.to_dtype(DType::F32)?, Tensor::cat(&apart, 1)?.to_dtype(DType::F32)?);
+                let error = norm(&(joined - &apart_all)?)? / norm(&apart_all)?;
+                assert!(error <= bound, "{dtype:?} {rows}: {error:e}");
+                let Linear::Quantized(gate_up) = &each[0] else { panic!("expected it quantised") };
+                let fused = gate_up.swiglu(&x, &launch)?;
+                assert_eq!(fused.is_none(), rows > 16);
+                let Some(fused) = fused else { continue };
+                let y = apart[0].to_dtype(DType::F32)?;
+                let want = (y.narrow(1, 0, 128)?.silu()? * y.narrow(1, 128, 128)?)?;
+                let error = norm(&(fused.to_dtype(DType::F32)? - &want)?)? / norm(&want)?;
+                assert!(error <= 2. * bound, "{dtype:?} {rows}: {error:e}");
+            }
+            let table = blocks(50, 512, Q6K);
+            let Some(packed) = table.packed(&cuda)? else { panic!("expected it packed") };
+            let rows = packed.rows(&Tensor::new(&[49u32, 0, 50, 7], &cuda)?, dtype)?.to_device(&Device::Cpu)?;
+            let zeros = Tensor::zeros((1, 512), DType::F32, &Device::Cpu)?;
+            let table = Tensor::cat(&[table.tensor()?, zeros], 0)?.to_dtype(dtype)?;
+            let ids = Tensor::new(&[49u32, 0, 50, 7], &Device::Cpu)?;
+            assert_eq!(values(&rows)?, values(&table.index_select(&ids, 0)?)?, "{dtype:?}");
         }
         Ok(())
     }

@@ -1,18 +1,20 @@
 //! The engine with drafts of the demo's draft head: the text is what it is without.
 
 use crate::golden::{drafted, DEMO};
-use crate::support::devices;
-use candle_core::{DType, Device, Result};
+use crate::support::single_stream_devices;
+use candle_core::{DType, Result};
 use candle_gdn_models::{
-    CausalLm, DraftDepth, Engine, EngineOptions, EngineStats, Event, FinishReason, Request, RequestId, Sampling,
+    CausalLm, DraftDepth, Engine, EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Request, RequestId,
+    Sampling,
 };
 use std::collections::HashMap;
 
 /// Below this difference of the two best logits, rounding may choose.
 const MARGIN: f32 = 2e-3;
 
+/// On CUDA steps and rounds of up to 32 tokens are graphs: of more the experts of a model in f32 ask the host.
 fn on_every_device(test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
-    devices().iter().try_for_each(|device| test(&DEMO.model_with_head(DType::F32, device)?))
+    single_stream_devices().iter().try_for_each(|device| test(&DEMO.model_with_head(DType::F32, device)?))
 }
 
 /// Pieces of the golden prompts, of 3 to 22 tokens; of some a longer one is the common beginning.
@@ -28,6 +30,10 @@ fn prompts(count: usize) -> Result<Vec<Vec<u32>>> {
 
 /// The completions of all requests, in order.
 fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> Result<(Vec<Vec<u32>>, EngineStats)> {
+    let tokens = match options.draft_depth {
+        DraftDepth::Fixed(depth) => options.sequences * (depth + 1),
+        DraftDepth::Auto => usize::MAX,
+    };
     let mut engine = Engine::new(model, options)?;
     let ids = requests.iter().map(|request| engine.submit(request.clone())).collect::<Result<Vec<_>>>()?;
     let mut all: HashMap<RequestId, Vec<u32>> = HashMap::new();
@@ -36,6 +42,7 @@ fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> R
             match event {
                 Event::Token { id, token } => all.entry(id).or_default().push(token),
                 Event::Finished { reason: FinishReason::Failed(e), .. } => panic!("{e}"),
+                Event::NoGraph { why, .. } if tokens <= 32 => panic!("{why}"),
                 _ => {}
             }
         }
@@ -79,13 +86,18 @@ fn greedy_text_is_what_it_is_without_drafts() -> Result<()> {
             (1, DraftDepth::Fixed(2), 0, 0),
             (8, DraftDepth::Fixed(3), 1 << 24, 0),
             (8, DraftDepth::Fixed(7), 0, 0),
+            (4, DraftDepth::Fixed(7), 0, 0),
             (8, DraftDepth::Fixed(1), 0, 4),
             (1, DraftDepth::Auto, 1 << 24, 0),
             (8, DraftDepth::Auto, 0, 0),
         ] {
             let what = format!("{sequences} sequences, {depth:?}, cache {prefix_cache}, draft {draft}");
             let options = EngineOptions { prefix_cache, draft, ..options(sequences, depth) };
-            let (got, stats) = complete(model, options, &requests)?;
+            let (got, stats) = complete(model, options.clone(), &requests)?;
+            if prefix_cache > 0 {
+                let options = EngineOptions { cuda_graph: GraphChoice::Off, ..options };
+                ties(model, &prompts, &complete(model, options, &requests)?.0, &want, &format!("{what}, no graphs"))?;
+            }
             let ties = ties(model, &prompts, &got, &want, &what)?;
             assert!(prefix_cache == 0 || stats.prefixes.hits > 0, "{what}: {:?}", stats.prefixes);
             println!("{what}: {ties} ties; {}; {}", stats.head, stats.drafts);
@@ -101,17 +113,21 @@ fn greedy_text_is_what_it_is_without_drafts() -> Result<()> {
 /// A token is drawn as it would be without a draft, and by the same random number.
 #[test]
 fn sampled_text_is_what_it_is_without_drafts() -> Result<()> {
-    let model = DEMO.model_with_head(DType::F32, &Device::Cpu)?;
+    on_every_device(sampled_text)
+}
+
+fn sampled_text(model: &CausalLm) -> Result<()> {
     let sampling = Sampling { temperature: 1., top_k: 50, ..Sampling::default() };
+    let penalised = Sampling { repeat_penalty: 1.3, repeat_last_n: 9, ..sampling.clone() };
     let request = |(n, prompt): (usize, &Vec<u32>)| Request {
-        sampling: sampling.clone(),
+        sampling: if n % 3 == 0 { penalised.clone() } else { sampling.clone() },
         seed: n as u64,
         ..Request::new(prompt.clone(), 24)
     };
     let requests: Vec<Request> = prompts(100)?.iter().enumerate().map(request).collect();
-    let (want, _) = complete(&model, options(8, DraftDepth::Fixed(0)), &requests)?;
+    let (want, _) = complete(model, options(8, DraftDepth::Fixed(0)), &requests)?;
     for (sequences, depth) in [(1, 2), (8, 3)] {
-        let (got, stats) = complete(&model, options(sequences, DraftDepth::Fixed(depth)), &requests)?;
+        let (got, stats) = complete(model, options(sequences, DraftDepth::Fixed(depth)), &requests)?;
         println!("{}", stats.head);
         assert!(stats.head.accepted[0] > 0);
         // Where two tokens' shares meet, rounding may choose: hardly ever.
@@ -125,7 +141,10 @@ fn sampled_text_is_what_it_is_without_drafts() -> Result<()> {
 /// the most frequent first one.
 #[test]
 fn drafts_leave_the_distribution_as_it_is() -> Result<()> {
-    let model = DEMO.model_with_head(DType::F32, &Device::Cpu)?;
+    on_every_device(distribution)
+}
+
+fn distribution(model: &CausalLm) -> Result<()> {
     // The full number draws 10^5 tokens.
     let draws = if soaks() { 25_000 } else { 800 };
     let prompt = prompts(1)?.remove(0);
@@ -133,7 +152,7 @@ fn drafts_leave_the_distribution_as_it_is() -> Result<()> {
     let request = |n: u64| Request { sampling: sampling.clone(), seed: n, ..Request::new(prompt.clone(), 4) };
     let requests: Vec<Request> = (0..draws).map(request).collect();
     // A pass that takes in a prompt drafts nothing: so few at once that most are steps.
-    let (got, stats) = complete(&model, options(2, DraftDepth::Fixed(2)), &requests)?;
+    let (got, stats) = complete(model, options(2, DraftDepth::Fixed(2)), &requests)?;
     println!("{}", stats.head);
     let mut of_first: HashMap<u32, Vec<u32>> = HashMap::new();
     got.iter().for_each(|tokens| of_first.entry(tokens[0]).or_default().push(tokens[1]));

@@ -19,15 +19,37 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// One pass over all completions, each with its drafts.
     fn decode_all(&mut self, may_go_ahead: bool) -> Result<()> {
         let start = Instant::now();
-        let drafted = self.drafts()?;
-        let guesses = &drafted.tokens;
-        let drawn = match guesses.iter().all(Vec::is_empty) {
-            true => self.one_token(may_go_ahead)?,
-            false => self.verify(guesses)?,
-        };
+        if self.flight.is_none() {
+            let depths = self.plan();
+            match self.flight_depth(&depths)? {
+                Some(depth) => self.flight = Some(self.launch(depth)?),
+                None => return self.check_drafts(&depths, start),
+            }
+        }
+        let took = self.take_flight(may_go_ahead)?;
+        self.stats.decode.add(took, start.elapsed());
+        Ok(())
+    }
+
+    /// Drafts that the host sees, and the pass that checks them.
+    fn check_drafts(&mut self, depths: &[usize], start: Instant) -> Result<()> {
+        let drafted = self.drafts(depths)?;
+        if drafted.tokens.iter().all(Vec::is_empty) {
+            self.flight = Some(self.launch(0)?);
+            let took = self.take_flight(false)?;
+            self.stats.decode.add(took, start.elapsed());
+            return Ok(());
+        }
+        let drawn = self.verify(&drafted.tokens)?;
         let took = start.elapsed();
         self.stats.decode.add(drawn.iter().sum(), took);
-        self.count(&drafted, &drawn, took)
+        self.landed = Instant::now();
+        self.count(&drafted.tried, &drawn);
+        if !drafted.tried.iter().any(|tried| tried.guessed) {
+            let depth = drafted.tried.iter().map(|tried| tried.count).max().unwrap_or(0);
+            self.measured((drawn.len(), depth), took)?;
+        }
+        Ok(())
     }
 
     /// How many tokens each row drew: as many of its guesses as were right, and the one after them.

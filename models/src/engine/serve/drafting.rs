@@ -60,20 +60,36 @@ impl std::fmt::Display for HeadTally {
 /// Tokens drafted for each row.
 pub(super) struct Drafted {
     pub tokens: Vec<Vec<u32>>,
-    /// How many of them the head drafted, or would have.
-    depths: Vec<usize>,
-    /// Whether a guess from the text is among them.
-    guessed: Vec<bool>,
+    pub tried: Vec<Tried>,
+}
+
+/// What was drafted for a row.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tried {
+    /// Tokens.
+    pub count: usize,
+    /// Whether they are a guess from the text.
+    pub guessed: bool,
 }
 
 impl<M: Borrow<CausalLm>> Engine<M> {
-    /// For all rows, up to as many tokens as are of use.
-    pub(super) fn drafts(&mut self) -> Result<Drafted> {
-        self.rest_head();
+    /// How many tokens the head drafts for each row at the next step, if no guess is better.
+    pub(super) fn plan(&mut self) -> Vec<usize> {
+        match self.planned.take() {
+            Some((planned, depths)) if self.rows.iter().map(|row| &row.id).eq(&planned) => depths,
+            _ => {
+                self.rest_head();
+                self.depths_of_rows()
+            }
+        }
+    }
+
+    /// For all rows, up to as many tokens as are of use: those of the head, or of a guess.
+    pub(super) fn drafts(&mut self, depths: &[usize]) -> Result<Drafted> {
         let draft = self.options.draft;
         let guess = |row: &Row| guess(&row.tokens, draft.min(row.worth).min(row.room()));
         let mut tokens: Vec<Vec<u32>> = self.rows.iter().map(guess).collect();
-        let mut depths = self.depths_of_rows();
+        let mut depths = depths.to_vec();
         for ((row, tokens), depth) in self.rows.iter().zip(&mut tokens).zip(&mut depths) {
             let head = row.chances.expected(*depth);
             match tokens.is_empty() || row.guesses.expected(tokens.len().min(MOST)) < head {
@@ -81,7 +97,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
                 _ => *depth = 0,
             }
         }
-        let guessed = tokens.iter().map(|tokens| !tokens.is_empty()).collect();
+        let guessed: Vec<bool> = tokens.iter().map(|tokens| !tokens.is_empty()).collect();
         let asked = self.rows.iter().zip(&depths).filter(|(_, depth)| **depth > 0);
         let batch: Vec<_> = asked.map(|(row, depth)| (row.sequence, row.last(), *depth)).collect();
         if !batch.is_empty() {
@@ -89,7 +105,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             let empty = tokens.iter_mut().zip(&depths).filter(|(_, depth)| **depth > 0);
             empty.zip(drafts).for_each(|((to, _), draft)| *to = draft);
         }
-        Ok(Drafted { tokens, depths, guessed })
+        let tried = tokens.iter().zip(guessed).map(|(tokens, guessed)| Tried { count: tokens.len(), guessed });
+        Ok(Drafted { tried: tried.collect(), tokens })
     }
 
     /// Where drafts save no time the head takes none for what it is not asked about either.
@@ -114,18 +131,18 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         }
     }
 
-    /// How the drafts did, and what the step took.
-    pub(super) fn count(&mut self, drafted: &Drafted, drawn: &[usize], took: Duration) -> Result<()> {
+    /// How the drafts did.
+    pub(super) fn count(&mut self, tried: &[Tried], drawn: &[usize]) {
         let (drafts, head) = (&mut self.stats.drafts, &mut self.stats.head);
-        for (i, (row, &drawn)) in self.rows.iter_mut().zip(drawn).enumerate() {
+        for ((row, tried), &drawn) in self.rows.iter_mut().zip(tried).zip(drawn) {
             // The last one drawn was not among the drafts.
-            let (count, right) = (drafted.tokens[i].len(), drawn.saturating_sub(1));
+            let (count, right) = (tried.count, drawn.saturating_sub(1));
             for (steps, tokens) in [(&mut drafts.steps, &mut drafts.tokens), (&mut head.steps, &mut head.tokens)] {
                 (*steps, *tokens) = (*steps + 1, *tokens + drawn);
             }
             // What came behind the end of a completion says nothing.
             let judged = if row.finished.is_some() { count.min(right) } else { count };
-            if drafted.guessed[i] {
+            if tried.guessed {
                 row.worth = 2 * right + 1;
                 row.guesses.learn(judged.min(MOST), right.min(MOST), MEMORY[0]);
                 (drafts.guessed, drafts.right) = (drafts.guessed + count, drafts.right + right);
@@ -136,9 +153,12 @@ impl<M: Borrow<CausalLm>> Engine<M> {
                 head.accepted[..right.min(MOST)].iter_mut().for_each(|n| *n += 1);
             }
         }
-        if self.pool.has_head() && self.options.draft_depth == DraftDepth::Auto && !drafted.guessed.contains(&true) {
-            let depth = drafted.depths.iter().copied().max().unwrap_or(0);
-            self.took.push((drawn.len(), depth, took));
+    }
+
+    /// What a step of so many sequences and up to so many drafts each took.
+    pub(super) fn measured(&mut self, (sequences, depth): (usize, usize), took: Duration) -> Result<()> {
+        if self.pool.has_head() && self.options.draft_depth == DraftDepth::Auto {
+            self.took.push((sequences, depth, took));
         }
         self.agree()
     }

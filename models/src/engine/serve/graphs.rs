@@ -1,9 +1,11 @@
 //! Decode steps recorded as CUDA graphs.
 
-use super::request::{Event, GraphChoice};
+use super::request::{EngineOptions, Event, GraphChoice};
+use super::DraftDepth;
+use crate::engine::round_graph::RoundGraph;
 use crate::engine::sampling::Sampler;
 use crate::{CausalLm, DecodeGraph, SequencePool};
-use candle_core::Result;
+use candle_core::{Error, Result};
 
 /// A graph costs what its full number of sequences does: as sequences end, narrower ones take over.
 #[derive(Debug)]
@@ -15,28 +17,54 @@ pub(super) struct Graphs {
     captured: Vec<DecodeGraph>,
     /// No graph this wide can be had.
     refused: Option<usize>,
+    /// Rounds with the draft head.
+    rounds: Vec<RoundGraph>,
+    /// None of so many tokens can be had.
+    refused_round: Option<usize>,
+    /// See [`EngineOptions`].
+    forced: Option<f32>,
+    /// For tests: rounds without graphs.
+    pub rounds_without_graph: bool,
 }
 
 impl Graphs {
-    /// For all sequences of a pool, captured before anything is fed: [`GraphChoice::On`] fails here if it has to, and no
+    /// For all sequences of a pool, and rounds of the depth that will be asked for, captured before anything is fed: [`GraphChoice::On`] fails here if it has to, and no
     /// request waits for a capture.
     pub fn new(
-        choice: GraphChoice,
+        options: &EngineOptions,
         sampler: Sampler,
         model: &CausalLm,
         pool: &mut SequencePool,
         events: &mut Vec<Event>,
     ) -> Result<Self> {
         // Nobody who did not ask for a graph misses one on the CPU.
-        let choice = match choice {
+        let choice = match options.cuda_graph {
             GraphChoice::Auto if model.device().is_cpu() => GraphChoice::Off,
             choice => choice,
         };
         let most = pool.capacity();
-        let mut graphs = Self { choice, sampler, most, captured: Vec::new(), refused: None };
-        graphs.find(most, model, pool, events)?;
-        for width in (0..usize::BITS).rev().map(|bit| 1 << bit).filter(|width| *width < most) {
+        let mut graphs = Self {
+            choice,
+            sampler,
+            most,
+            captured: Vec::new(),
+            refused: None,
+            rounds: Vec::new(),
+            refused_round: None,
+            forced: options.forced_acceptance,
+            rounds_without_graph: false,
+        };
+        let depth = match options.draft_depth {
+            DraftDepth::Fixed(depth) => depth.min(DraftDepth::MOST),
+            // Others as they are tried.
+            DraftDepth::Auto => 1,
+        };
+        let narrower = (0..usize::BITS).rev().map(|bit| 1 << bit).filter(|width| *width < most);
+        for width in [most].into_iter().chain(narrower) {
             graphs.find(width, model, pool, events)?;
+            if depth > 0 && pool.has_head() {
+                graphs.find_round((width, depth), model, pool, events)?;
+            }
         }
         Ok(graphs)
     }
@@ -61,13 +89,46 @@ impl Graphs {
             Err(e) if self.choice == GraphChoice::On => return Err(e),
             Err(e) => {
                 if self.refused.is_none() {
-                    // An error may bring a backtrace.
-                    let why = e.to_string().lines().next().unwrap_or_default().to_string();
-                    events.push(Event::NoGraph { sequences: width, why });
+                    events.push(no_graph(width, &e));
                 }
                 self.refused = Some(width);
             }
         }
         Ok(self.captured.iter_mut().find(|graph| graph.batch() == width))
     }
+
+    /// The graph for a round of so many sequences with so many drafts each, if there is one.
+    pub fn find_round(
+        &mut self,
+        (sequences, depth): (usize, usize),
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        events: &mut Vec<Event>,
+    ) -> Result<Option<&mut RoundGraph>> {
+        let width = sequences.next_power_of_two().min(self.most);
+        let size = (width, depth);
+        if let Some(i) = self.rounds.iter().position(|round| round.size() == size) {
+            return Ok(Some(&mut self.rounds[i]));
+        }
+        let off = self.choice == GraphChoice::Off && !self.rounds_without_graph;
+        if off || self.refused_round.is_some_and(|refused| width * (depth + 1) >= refused) {
+            return Ok(None);
+        }
+        match RoundGraph::new(model, pool, size, &self.sampler, self.forced) {
+            Ok(round) => self.rounds.push(round),
+            Err(e) if self.choice == GraphChoice::On => return Err(e),
+            Err(e) => {
+                if self.refused_round.is_none() {
+                    events.push(no_graph(width, &e));
+                }
+                self.refused_round = Some(width * (depth + 1));
+            }
+        }
+        Ok(self.rounds.iter_mut().find(|round| round.size() == size))
+    }
+}
+
+fn no_graph(sequences: usize, e: &Error) -> Event {
+    // An error may bring a backtrace.
+    Event::NoGraph { sequences, why: e.to_string().lines().next().unwrap_or_default().to_string() }
 }

@@ -35,6 +35,10 @@ pub struct EngineOptions {
     pub prefix_block: usize,
     /// Whether decode steps are recorded once and replayed, on a GPU.
     pub cuda_graph: GraphChoice,
+    /// For benchmarks with random weights: the chance of a token of the draft head to be taken for right, whatever the model
+    /// says, where steps are graphs.
+    #[doc(hidden)]
+    pub forced_acceptance: Option<f32>,
 }
 
 impl EngineOptions {
@@ -51,6 +55,7 @@ impl EngineOptions {
             prefix_recent: 0,
             prefix_block: 64,
             cuda_graph: GraphChoice::Auto,
+            forced_acceptance: None,
         }
     }
 }
@@ -149,7 +154,8 @@ pub enum Event {
         /// What its state takes.
         bytes: usize,
     },
-    /// Decode steps of so many sequences and more go on without a CUDA graph; told once.
+    /// Decode steps of so many sequences and more, or such with the draft head, go on without a CUDA graph; told once of
+    /// each.
     NoGraph {
         /// How many.
         sequences: usize,

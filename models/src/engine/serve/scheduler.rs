@@ -16,7 +16,7 @@ use candle_core::{bail, Error, Result};
 use std::borrow::Borrow;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Tokens of the prompt that is fed before the first request.
 const WARM_UP: usize = 512;
@@ -74,6 +74,10 @@ pub struct Engine<M: Borrow<CausalLm>> {
     pub(super) depths: Depths,
     /// Steps that it does not know yet: sequences, depth, and what they took.
     pub(super) took: Vec<(usize, usize, Duration)>,
+    /// How many tokens it is to draft for each row at the next step, where that was decided before.
+    pub(super) planned: Option<(Vec<RequestId>, Vec<usize>)>,
+    /// When the last step's tokens had come.
+    pub(super) landed: Instant,
     next: u64,
 }
 
@@ -94,7 +98,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             pool.forget_head();
         }
         let sampler = Sampler::new(lm.device())?;
-        let graphs = Graphs::new(options.cuda_graph, sampler.clone(), lm, &mut pool, &mut events)?;
+        let graphs = Graphs::new(&options, sampler.clone(), lm, &mut pool, &mut events)?;
         warm_up(lm, &mut pool, &sampler, options.prefill_chunk)?;
         Ok(Self {
             pool,
@@ -115,8 +119,22 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             passing: Vec::new(),
             depths: Depths::default(),
             took: Vec::new(),
+            planned: None,
+            landed: Instant::now(),
             next: 0,
         })
+    }
+
+    /// As on CUDA with graphs, but for these: keys and values in tensors, rings, steps and rounds ahead of the host.
+    #[cfg(test)]
+    pub(in crate::engine) fn as_with_graphs(&mut self) -> Result<()> {
+        let EngineOptions { sequences, max_len, draft_depth, .. } = self.options;
+        self.pool = self.model.borrow().new_sequences_as(sequences, max_len, crate::Rings::Always, true)?;
+        if draft_depth == DraftDepth::Fixed(0) {
+            self.pool.forget_head();
+        }
+        (self.ahead_without_graph, self.graphs.rounds_without_graph) = (true, true);
+        Ok(())
     }
 
     /// Takes a request in. It begins when there is room.
@@ -268,16 +286,24 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     }
 }
 
-/// A prompt that nobody reads, in a sequence of its own: on CUDA kernels and libraries are loaded with their first use.
+/// A prompt that nobody reads, and a draft behind it, in a sequence of its own: on CUDA kernels and libraries are loaded with their first use.
 fn warm_up(model: &CausalLm, pool: &mut SequencePool, sampler: &Sampler, prefill_chunk: usize) -> Result<()> {
     if model.device().is_cpu() {
         return Ok(());
     }
     let sequence = pool.begin()?;
-    let prompt = vec![0; WARM_UP.min(prefill_chunk).min(pool.max_len())];
+    let prompt = vec![0; WARM_UP.min(prefill_chunk).min(pool.max_len().saturating_sub(2).max(1))];
     let random =
         Sampling { temperature: 1., top_p: 0.5, ..Sampling::default() }.choice(0, 0, prompt.len(), &prompt, &[]);
-    let drawn = model.feed(pool, &[(sequence, &prompt)]).and_then(|logits| sampler.draw(&logits, &[random]));
+    let drawn = model.feed(pool, &[(sequence, &prompt)]).and_then(|logits| {
+        sampler.draw(&logits, &[random])?;
+        if pool.has_head() && prompt.len() + 2 <= pool.max_len() {
+            let (tokens, _) = model.draft(pool, &[(sequence, 0, 1)])?;
+            let (_, drafts) = model.verify(pool, &[(sequence, &[0, tokens[0][0]])])?;
+            model.accept(pool, drafts, &[1])?;
+        }
+        Ok(())
+    });
     pool.end(sequence)?;
-    drawn.map(drop)
+    drawn
 }

@@ -1,0 +1,368 @@
+// y = x w^T of packed weights for few rows of x: the weights stream once through shared memory into the matrix units. See README.md.
+#pragma once
+
+#include "common/convert.cuh"
+#include "common/math.cuh"
+#include "common/ptx.cuh"
+#include "layout.cuh"
+
+namespace gdn {
+namespace quantized {
+
+constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr int kMostStages = 8;
+constexpr int kBarriers = kWarps * kMostStages * 8;    // bytes
+constexpr int kChunkOfX = 2 * kChunk;                  // bytes of a row of x in fixed point
+constexpr int kScalesOfX = 32;                         // bytes of its scales: of 4 blocks the scale, and with it the sum
+
+// A part of the outputs, and the blocks that work on it.
+struct PartArgs {
+  const char *w;
+  int32_t type;
+  int32_t outputs, column;             // of y: how many, and the first
+  int32_t tiles, units;                // of 16 outputs; of a tile's inputs
+  int32_t up;                          // with swiglu: tiles from a gate's to up's of the same outputs, else 0
+  int32_t turn;                        // tiles that a block works on from one barrier to the next
+  int32_t stages;                      // of a warp's ring
+  int32_t first_block, blocks;
+  int32_t each, more;                  // tiles of a block; so many of the first blocks have one more
+};
+
+struct Args {
+  PartArgs part[GDN_QUANTIZED_PARTS];
+  const void *x;
+  void *y;
+  int64_t x_row, y_stride;     // bytes; elements
+  int32_t parts, rows;
+  int32_t inputs, chunks;
+  int32_t groups, per_group, group_size;    // as in gdn_quantized_params
+  int32_t x_shared_row, scales_at, scales_row, partial_at, partial_size, ring_at;    // shared memory: bytes. x lies behind the barriers
+};
+
+// n / d in a few instructions, of n below 2^22 and quotients below 2^11.
+__device__ __forceinline__ int quotient(int n, int d) { return static_cast<int>(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d))); }
+
+// A warp's part of the units of a turn: those of its tiles one after the other, with swiglu a gate's tiles and then those of up. They are divided evenly.
+struct Walk {
+  int units;       // of the turn
+  int at, left;    // the next, and how many
+
+  // Where the part of a warp begins, and the warp that has a unit. Of fewer than there are warps each warp has one.
+  static __device__ __forceinline__ int begin(int warp, int units) { return units >= kWarps ? warp * units / kWarps : min(warp, units); }
+  static __device__ __forceinline__ int owner(int unit, int units) {
+    return units >= kWarps ? quotient((unit + 1) * kWarps - 1, units) : unit;
+  }
+
+  __device__ __forceinline__ Walk(const PartArgs &part, int tiles, int warp) {
+    units = tiles * (part.up ? 2 : 1) * part.units;
+    at = begin(warp, units);
+    left = begin(warp + 1, units) - at;
+  }
+};
+
+// sum[16, 8] += a[16, 32] b[32, 8] of 8-bit integers.
+__device__ __forceinline__ void mma16832(int (&sum)[4], const uint32_t *a, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Only where `active`; elsewhere b stays.
+__device__ __forceinline__ void load_where(bool active, uint32_t (&b)[4], uint32_t address) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(b[0]), "+r"(b[1]), "+r"(b[2]), "+r"(b[3])
+               : "r"(address), "r"(static_cast<uint32_t>(active))
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float2 load_floats(uint32_t address) {
+  const uint2 v = ptx::load_shared_8(address);
+  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+__device__ __forceinline__ void store_8(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
+// x in fixed point, by all threads. A number is (256 hi + lo) * scale. A chunk's 256 bytes are those of the first 16 inputs of each of its four blocks,
+// hi before lo, and then of the last 16. A quad of threads has a block.
+template <typename T, int R> __device__ __forceinline__ void convert_x(const Args &a, uint32_t x_shared, uint32_t scales_shared) {
+  constexpr float kLargest = 127.f * 256.f;
+  constexpr float kRound = 12582912.f;    // 1.5 * 2^23: a sum with it ends with the integer's bits
+  const int pieces = a.chunks * (kChunk / 8), all = a.rows * pieces;
+#pragma unroll 2
+  for (int at = threadIdx.x; at - static_cast<int>(threadIdx.x % 32) < all; at += kThreads) {
+    const int row = R == 1 ? at >= pieces : quotient(at, pieces), piece = at - row * pieces;
+    int input = piece * 8;
+    if (a.group_size > 0) {
+      const int of = quotient(input, a.group_size), in_group = quotient(of, a.groups);
+      input += ((of - in_group * a.groups) * a.per_group + in_group - of) * a.group_size;
+    }
+    constexpr int kWords = 2 * sizeof(T);
+    uint32_t words[kWords] = {};
+    if (row < a.rows) {
+#pragma unroll
+      for (int i = 0; i < kWords / 4; ++i) {
+        const uint4 raw = ptx::load_after_wait(static_cast<const char *>(a.x) + row * a.x_row + input * static_cast<int>(sizeof(T)) + i * 16);
+        words[4 * i] = raw.x;
+        words[4 * i + 1] = raw.y;
+        words[4 * i + 2] = raw.z;
+        words[4 * i + 3] = raw.w;
+      }
+    }
+    float x[8];
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (sizeof(T) == 4) x[i] = __uint_as_float(words[i]);
+      else if constexpr (std::is_same_v<T, __half>) x[i] = half_bits(words[i / 2] >> 16 * (i % 2) & 0xffff);
+      else x[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+      most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
+    }
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    const float largest = __uint_as_float(most);
+    float inverse = kLargest / largest, scale = largest * (1.f / kLargest);
+    if (largest < 1e-30f) inverse = scale = 0.f;
+    if (most >= 0x7f800000u) scale = __uint_as_float(0x7fffffffu);
+    uint32_t upper[8], lower[8];
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      lower[i] = __float_as_uint(fmaf(x[i], inverse, kRound));
+      upper[i] = lower[i] + 0x80;    // lo has a sign of its own
+      sum += static_cast<int>(lower[i] - __float_as_uint(kRound));
+    }
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (row >= a.rows) continue;
+    uint32_t hi[2], lo[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      hi[i] = __byte_perm(__byte_perm(upper[4 * i], upper[4 * i + 1], 0x0051),
+                          __byte_perm(upper[4 * i + 2], upper[4 * i + 3], 0x0051), 0x5410);
+      lo[i] = __byte_perm(__byte_perm(lower[4 * i], lower[4 * i + 1], 0x0040),
+                          __byte_perm(lower[4 * i + 2], lower[4 * i + 3], 0x0040), 0x5410);
+    }
+    const int block = piece / 4, part = piece % 4;
+    const uint32_t to = x_shared + row * a.x_shared_row + block / 4 * kChunkOfX + part / 2 * 128 + block % 4 * 32 + part % 2 * 8;
+    store_8(to, hi[0], hi[1]);
+    store_8(to + 16, lo[0], lo[1]);
+    if (part == 0)
+      store_8(scales_shared + row * a.scales_row + block * 8, __float_as_uint(scale), __float_as_uint(scale * static_cast<float>(sum)));
+  }
+}
+
+// A warp's ring of units in shared memory.
+struct Ring {
+  uint32_t at, barriers;
+  int stages, stage = 0, parity = 0, under_way = 0;
+
+  __device__ __forceinline__ void begin(int lane) {
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+      for (int i = 0; i < stages; ++i) ptx::barrier_init(barriers + 8 * i, 1);
+      ptx::barriers_initialised();
+    }
+    __syncwarp();
+#endif
+  }
+
+  template <int BYTES> __device__ __forceinline__ void fetch(int slot, const char *from, int lane) {
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) {
+      ptx::barrier_expect(barriers + 8 * slot, BYTES);
+      ptx::copy_bulk(at + slot * BYTES, from, BYTES, barriers + 8 * slot);
+    }
+#else
+    for (int i = lane * 16; i < BYTES; i += 512) ptx::copy_async(at + slot * BYTES + i, from + i);
+#endif
+  }
+
+  // Behind each fetch(), and in its place where there is nothing more.
+  __device__ __forceinline__ void commit() {
+#if __CUDA_ARCH__ < 900
+    ptx::copy_async_commit();
+#endif
+  }
+
+  // The oldest unit is there.
+  __device__ __forceinline__ void wait() {
+#if __CUDA_ARCH__ >= 900
+    ptx::barrier_wait(barriers + 8 * stage, parity);
+#else
+    switch (stages) {
+      case 1: ptx::copy_async_wait<0>(); break;
+      case 2: ptx::copy_async_wait<1>(); break;
+      case 3: ptx::copy_async_wait<2>(); break;
+      case 4: ptx::copy_async_wait<3>(); break;
+      case 5: ptx::copy_async_wait<4>(); break;
+      case 6: ptx::copy_async_wait<5>(); break;
+      case 7: ptx::copy_async_wait<6>(); break;
+      default: ptx::copy_async_wait<7>(); break;
+    }
+    __syncwarp();
+#endif
+  }
+
+  __device__ __forceinline__ void next() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// R: rows of x, at most.
+template <typename T, int TYPE, int R>
+__device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &part, unsigned char *shared_bytes) {
+  using F = Format<TYPE>;
+  constexpr int kChunks = kChunksOf<TYPE>;
+  const int lane = ptx::kept_lane(), warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), g = lane >> 2, t = lane & 3;
+  const uint32_t shared = ptx::shared_address(shared_bytes);
+  const int block = static_cast<int>(blockIdx.x) - part.first_block;
+  const int begin = block * part.each + min(block, part.more), end = begin + part.each + (block < part.more);
+
+  Ring ring = {shared + a.ring_at + warp * part.stages * F::kBytes, shared + warp * kMostStages * 8, part.stages};
+  ring.begin(lane);
+  // The stream of units runs in front of their use, over the ends of turns.
+  int fetch_first = begin, fetch_left = 0, to_up = 0;    // of a gate's units, before up's
+  const char *from = nullptr;
+  const auto seek = [&] {
+    const Walk walk(part, min(part.turn, end - fetch_first), warp);
+    fetch_left = walk.left;
+    from = part.w + (static_cast<int64_t>(fetch_first) * part.units + walk.at) * F::kBytes;
+    to_up = part.up ? walk.units / 2 - walk.at : INT32_MAX;
+    if (to_up <= 0) from += (static_cast<int64_t>(part.up) * part.units - walk.units / 2) * F::kBytes;
+    fetch_first += part.turn;
+  };
+  const auto fetch = [&](int slot) {
+    while (fetch_left == 0 && fetch_first < end) seek();
+    if (fetch_left > 0) {
+      ring.template fetch<F::kBytes>(slot, from, lane);
+      --fetch_left;
+      from += F::kBytes;
+      if (--to_up == 0) from += (static_cast<int64_t>(part.up) - min(part.turn, end + part.turn - fetch_first)) * part.units * F::kBytes;
+    }
+    ring.commit();
+  };
+  for (int i = 0; i < part.stages; ++i) fetch(i);
+
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+  const uint32_t x_shared = shared + kBarriers, scales_shared = shared + a.scales_at;
+  convert_x<T, R>(a, x_shared, scales_shared);
+  __syncthreads();
+
+  // Of the matrix units' 8 columns two are for each lane t of a quad: hi and lo of x beside that lane's block, with zeros beside the other three. So a
+  // lane has the sums of its own block, whose scales it has too.
+  const bool active = g >> 1 == t;
+  const uint32_t x_lane = x_shared + t * 32 + (g & 1) * 16, scales_lane = scales_shared + t * 8;
+  uint32_t b[R == 1 ? 2 * kChunks : 2][4] = {};
+  int turns = 0;
+  for (int first = begin; first < end; first += part.turn, ++turns) {
+    float *partial = reinterpret_cast<float *>(shared_bytes + a.partial_at + (turns & 1) * a.partial_size);
+    const int tiles = min(part.turn, end - first);
+    const Walk walk(part, tiles, warp);
+    int tile = quotient(walk.at, part.units), at = walk.at - tile * part.units;    // of the tile's units
+    float sum[R][2] = {};
+    for (int left = walk.left; left > 0; --left) {
+      ring.wait();
+      const uint32_t unit = ring.at + ring.stage * F::kBytes;
+      uint4 pieces[F::kPieces];
+      uint2 record;
+      uint32_t factors = 0;
+      if constexpr (TYPE == GDN_Q8_0) record.x = load_word(unit + F::kScalesAt + lane * 4);
+      else record = ptx::load_shared_8(unit + F::kScalesAt + lane * 8);
+      if constexpr (TYPE == GDN_Q6_K) factors = load_word(unit + F::kFactorsAt + g * 4);
+#pragma unroll
+      for (int j = 0; j < F::kPieces; ++j) pieces[j] = ptx::load_shared(unit + j * 512 + lane * 16);
+      if constexpr (R == 1) {
+#pragma unroll
+        for (int i = 0; i < 2 * kChunks; ++i) load_where(active, b[i], x_lane + at * kChunks * kChunkOfX + 128 * i);
+      }
+      __syncwarp();    // all have read the unit
+      fetch(ring.stage);
+      ring.next();
+      const Scales<TYPE> scales = scales_of<TYPE>(record, factors);
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        uint32_t words[16];
+        unpack<TYPE>(c, [&](int j) { return pieces[j]; }, words);
+        const int chunk = at * kChunks + c;
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          if (R > 2 && r >= a.rows) break;
+          if constexpr (R > 1) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) load_where(active, b[i], x_lane + r * a.x_shared_row + chunk * kChunkOfX + 128 * i);
+          }
+          const float2 of_x = load_floats(scales_lane + r * a.scales_row + chunk * kScalesOfX);
+          int products[F::kGroups][4] = {};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t(&x)[4] = b[R == 1 ? 2 * c + i / 2 : i / 2];
+            mma16832(products[i * F::kGroups / 4], words + 4 * i, x[2 * (i % 2)], x[2 * (i % 2) + 1]);
+          }
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+#pragma unroll
+            for (int i = 0; i < F::kGroups; ++i) {
+              const float product = static_cast<float>(products[i][2 * row] * 256 + products[i][2 * row + 1]);
+              sum[r][row] = fmaf(product, scales.scale[c][row][i] * of_x.x, sum[r][row]);
+            }
+            if constexpr (F::kMinima) sum[r][row] = fmaf(-scales.minimum[c][row], of_x.y, sum[r][row]);
+          }
+        }
+      }
+      if (++at == part.units || left == 1) {    // the warp's last of this tile
+        float *to = partial + (warp + tile) * (R * kTile) + g;
+        at = 0;
+        ++tile;
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const float all = group_sum<4>(sum[r][row]);
+            if (t == 0) to[r * kTile + 8 * row] = all;
+            sum[r][row] = 0.f;
+          }
+      }
+    }
+    // The warps' sums meet, in the order of the inputs. One barrier: those of the last turn lie elsewhere.
+    __syncthreads();
+    const auto sum_of = [&](int tile, int at) {
+      const int first_unit = tile * part.units, last = Walk::owner(first_unit + part.units - 1, walk.units);
+      float y = 0.f;
+      for (int w = Walk::owner(first_unit, walk.units); w <= last; ++w) y += partial[(w + tile) * (R * kTile) + at];
+      return y;
+    };
+    for (int i = threadIdx.x; i < tiles * a.rows * kTile; i += kThreads) {
+      const int tile = R == 1 ? i / kTile : quotient(i, a.rows * kTile), at = i - tile * (a.rows * kTile), row = at / kTile;
+      const int output = (first + tile) * kTile + at % kTile;
+      float y;
+      if (part.up) y = fast_silu(sum_of(tile, at)) * sum_of(tile + tiles, at);
+      else y = sum_of(tile, at);
+      if (output < part.outputs) static_cast<T *>(a.y)[row * a.y_stride + part.column + output] = from_float<T>(y);
+    }
+  }
+}
+
+template <typename T, int R> __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  int p = 0;
+  while (p + 1 < a.parts && static_cast<int>(blockIdx.x) >= a.part[p + 1].first_block) ++p;
+  const PartArgs part = a.part[p];
+  if (part.type == GDN_Q8_0) multiply_part<T, GDN_Q8_0, R>(a, part, shared_bytes);
+  else if (part.type == GDN_Q4_K) multiply_part<T, GDN_Q4_K, R>(a, part, shared_bytes);
+  else multiply_part<T, GDN_Q6_K, R>(a, part, shared_bytes);
+}
+
+}  // namespace quantized
+}  // namespace gdn

@@ -1,0 +1,178 @@
+// gdn_quantized: checks, and how a product is divided over blocks and shared memory.
+#include "common/launch.cuh"
+#include "product.h"
+
+namespace gdn {
+namespace quantized {
+namespace {
+
+constexpr int kMostRows = 8;              // of a launch
+constexpr int kTilesOfOneTurn = 16;       // a block with no more has one turn
+constexpr int kUnitsOfTurn = 4;           // of a warp, at least, where there are several
+
+// Blocks for each part, in proportion to its bytes; small parts have one more rather than one less, what is left the largest has.
+void divide_blocks(Args *args, int sms) {
+  const auto bytes_of = [&](int p) {
+    const PartArgs &part = args->part[p];
+    return static_cast<int64_t>(part.tiles) * (part.up ? 2 : 1) * part.units * extent(part.type).unit_bytes;
+  };
+  int64_t total = 0;
+  int largest = 0;
+  for (int p = 0; p < args->parts; ++p) {
+    total += bytes_of(p);
+    if (bytes_of(p) > bytes_of(largest)) largest = p;
+  }
+  int left = sms;
+  for (int p = 0; p < args->parts; ++p) {
+    PartArgs &part = args->part[p];
+    if (p == largest) continue;
+    const int64_t share = ceil_div(bytes_of(p) * sms, total);
+    part.blocks = static_cast<int>(share < part.tiles ? share : part.tiles);
+    left -= part.blocks;
+  }
+  PartArgs &most = args->part[largest];
+  most.blocks = left < 1 ? 1 : left < most.tiles ? left : most.tiles;
+  int first = 0;
+  for (int p = 0; p < args->parts; ++p) {
+    PartArgs &part = args->part[p];
+    part.first_block = first;
+    first += part.blocks;
+    part.each = part.tiles / part.blocks;
+    part.more = part.tiles % part.blocks;
+  }
+}
+
+// The tiles of a turn: all that a block has, where these are few; else so many that all warps have as many units.
+int turn_of(const PartArgs &part) {
+  const int factor = part.up ? 2 : 1, most = static_cast<int>(ceil_div(part.tiles, part.blocks));
+  if (most * factor <= kTilesOfOneTurn) return most;
+  int turn = 1;
+  while (turn < kWarps && turn * factor * part.units % kWarps) turn *= 2;
+  int several = turn;
+  while (several * factor * part.units < kUnitsOfTurn * kWarps) several += turn;
+  return several < most ? several : most;
+}
+
+// For so many rows at once; false where there is no room for two stages, or with `least` for one.
+bool lay_out(Args *args, int rows, bool least, int64_t room, int64_t *bytes) {
+  args->rows = rows;
+  args->x_shared_row = args->chunks * kChunkOfX;
+  args->scales_row = args->chunks * kScalesOfX;
+  int64_t at = kBarriers + static_cast<int64_t>(rows) * args->x_shared_row;
+  args->scales_at = static_cast<int32_t>(at);
+  at += static_cast<int64_t>(rows) * args->scales_row;
+  int slots = 0;
+  for (int p = 0; p < args->parts; ++p) {
+    const int tiles = args->part[p].turn * (args->part[p].up ? 2 : 1);
+    slots = slots < kWarps + tiles ? kWarps + tiles : slots;
+  }
+  const int padded = rows <= 2 ? rows : rows <= 4 ? 4 : 8;
+  args->partial_at = static_cast<int32_t>(at);
+  args->partial_size = slots * padded * kTile * static_cast<int>(sizeof(float));
+  at += 2 * args->partial_size;
+  at = ceil_div(at, 128) * 128;
+  args->ring_at = static_cast<int32_t>(at);
+  *bytes = at;
+  for (int p = 0; p < args->parts; ++p) {
+    PartArgs &part = args->part[p];
+    const int64_t stage = static_cast<int64_t>(kWarps) * extent(part.type).unit_bytes;
+    const int64_t units = ceil_div(part.tiles, part.blocks) * (part.up ? 2 : 1) * part.units;
+    int64_t stages = (room - at) / stage;
+    if (stages < (least ? 1 : 2)) return false;
+    const int64_t used = ceil_div(units, kWarps);
+    if (stages > used) stages = used;
+    part.stages = static_cast<int32_t>(stages < kMostStages ? stages : kMostStages);
+    if (*bytes < at + part.stages * stage) *bytes = at + part.stages * stage;
+  }
+  return true;
+}
+
+int check(const gdn_quantized_params &p) {
+  if (!valid_dtype(p.dtype)) return GDN_BAD_DTYPE;
+  if (p.rows < 0 || p.num_parts < 0 || p.num_parts > GDN_QUANTIZED_PARTS || p.inputs < 1 || p.inputs > (1 << 29))
+    return GDN_BAD_LENGTH;
+  if (p.x_stride < 0 || p.y_stride < 0) return GDN_BAD_STRIDE;
+  if (p.swiglu && p.num_parts != 1) return GDN_BAD_ALGO;
+  if (p.groups < 0 || p.per_group < 0) return GDN_BAD_LENGTH;
+  const int64_t groups = static_cast<int64_t>(p.groups) * p.per_group;
+  if (p.groups > 0 && (groups == 0 || groups > p.inputs || p.inputs % groups || p.inputs / groups % 8)) return GDN_BAD_ALGO;
+  return GDN_OK;
+}
+
+int check_part(const gdn_quantized_params &p, const gdn_quantized_part &part) {
+  if (!valid_type(part.type)) return GDN_BAD_DTYPE;
+  if (part.outputs < 0 || part.outputs > (1 << 29)) return GDN_BAD_LENGTH;
+  if (part.outputs > 0 && !part.w) return GDN_NULL_POINTER;
+  if (!aligned(part.w, 128) || p.inputs % extent(part.type).unit_inputs || (p.swiglu && part.outputs % (2 * kTile)))
+    return GDN_BAD_ALGO;
+  return GDN_OK;
+}
+
+int run(const gdn_quantized_params *params, cudaStream_t stream) {
+  if (!params) return GDN_NULL_POINTER;
+  const gdn_quantized_params &p = *params;
+  if (const int status = check(p)) return status;
+  if (p.num_parts > 0 && !p.parts) return GDN_NULL_POINTER;
+  Args args = {};
+  int64_t column = 0;
+  for (int i = 0; i < p.num_parts; ++i) {
+    const gdn_quantized_part &from = p.parts[i];
+    if (const int status = check_part(p, from)) return status;
+    if (from.outputs == 0) continue;
+    PartArgs &part = args.part[args.parts++];
+    part.w = static_cast<const char *>(from.w);
+    part.type = from.type;
+    part.outputs = p.swiglu ? from.outputs / 2 : from.outputs;
+    part.column = static_cast<int32_t>(column);
+    part.tiles = static_cast<int32_t>(ceil_div(part.outputs, kTile));
+    part.units = p.inputs / extent(from.type).unit_inputs;
+    part.up = p.swiglu ? part.tiles : 0;
+    column += part.outputs;
+  }
+  if (column > (1 << 30)) return GDN_BAD_LENGTH;
+  if (p.rows == 0 || column == 0) return GDN_OK;
+  if (!p.x || !p.y) return GDN_NULL_POINTER;
+  if (!aligned(p.x, 16) || (p.rows > 1 && p.x_stride * dtype_size(p.dtype) % 16)) return GDN_BAD_ALGO;
+
+  int sms = 0, optin = 0;
+  if (const int status = sm_count(&sms)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  const int64_t size = dtype_size(p.dtype);
+  args.x_row = p.x_stride * size;
+  args.y_stride = p.y_stride;
+  args.inputs = p.inputs;
+  args.chunks = p.inputs / kChunk;
+  if (p.groups > 0) {
+    args.groups = p.groups;
+    args.per_group = p.per_group;
+    args.group_size = p.inputs / p.groups / p.per_group;
+  }
+  divide_blocks(&args, sms);
+  for (int i = 0; i < args.parts; ++i) args.part[i].turn = turn_of(args.part[i]);
+
+  LaunchConfig config;
+  const PartArgs &last = args.part[args.parts - 1];
+  config.grid = dim3(static_cast<unsigned>(last.first_block + last.blocks));
+  config.block = dim3(kThreads);
+  config.stream = stream;
+  config.overlap = p.overlap != 0;
+  for (int64_t first = 0; first < p.rows;) {
+    int rows = p.rows - first < kMostRows ? static_cast<int>(p.rows - first) : kMostRows;
+    while (!lay_out(&args, rows, rows == 1, optin, &config.shared_bytes)) {
+      if (rows == 1) return GDN_BAD_ALGO;
+      rows = (rows + 1) / 2;
+    }
+    args.x = static_cast<const char *>(p.x) + first * args.x_row;
+    args.y = static_cast<char *>(p.y) + first * p.y_stride * size;
+    const auto run = [&](auto type) { return run_product<typename decltype(type)::type>(args, config, optin); };
+    if (const int status = with_dtype(p.dtype, run)) return status;
+    first += rows;
+  }
+  return GDN_OK;
+}
+
+}  // namespace
+}  // namespace quantized
+}  // namespace gdn
+
+extern "C" int gdn_quantized(const gdn_quantized_params *params, cudaStream_t stream) { return gdn::quantized::run(params, stream); }

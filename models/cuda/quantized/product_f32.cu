@@ -1,0 +1,7 @@
+#include "launch.cuh"
+
+namespace gdn {
+namespace quantized {
+template int run_product<float>(const Args &, const LaunchConfig &, int);
+}  // namespace quantized
+}  // namespace gdn

@@ -1,0 +1,260 @@
+//! Launches of `cuda/gdn_quantized.h`: products with matrices in ggml's types, packed for them.
+
+use crate::abi::quantized::{gdn_quantized, gdn_quantized_pack, gdn_quantized_rows, gdn_quantized_size};
+use crate::abi::quantized::{PackParams, QuantizedParams, QuantizedPart, RowsParams};
+use crate::abi::quantized::{GDN_Q4_K, GDN_Q6_K, GDN_Q8_0, GDN_QUANTIZED_PARTS};
+use crate::formats::Tiles;
+use candle_core::backend::BackendStorage;
+use candle_core::quantized::GgmlDType;
+use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor};
+use candle_gdn::plumbing::cuda::{alloc, alloc_of, check, dtype_code, int, read, stream_of, write};
+use candle_gdn::plumbing::{apply1, Launch};
+use candle_gdn::{held, held_u32};
+use std::ffi::c_void;
+
+const OP: &str = "quantised matrix";
+
+/// Rows of x that are multiplied with the packed numbers, 8 at a time: each time reads about half a byte or one a number, where
+/// dequantising for a product reads and writes five.
+pub(crate) const FEW: usize = 16;
+
+/// Inputs that leave room for x, and for the weights under way, in the memory of a multiprocessor.
+const MOST_INPUTS: usize = 1 << 15;
+
+/// Matrices of a launch, at most.
+pub(crate) const PARTS: usize = GDN_QUANTIZED_PARTS;
+
+/// A matrix `[outputs, inputs]` on CUDA, as many bytes as in its file.
+#[derive(Debug)]
+pub(crate) struct Packed {
+    /// u8, in the order that `gdn_quantized_pack` gives them.
+    bytes: Tensor,
+    kind: i32,
+    outputs: usize,
+    inputs: usize,
+}
+
+/// The type, and a multiple of which inputs are packed.
+fn kind_of(dtype: GgmlDType) -> Option<(i32, usize)> {
+    match dtype {
+        GgmlDType::Q8_0 => Some((GDN_Q8_0, 128)),
+        GgmlDType::Q4K => Some((GDN_Q4_K, 256)),
+        GgmlDType::Q6K => Some((GDN_Q6_K, 256)),
+        _ => None,
+    }
+}
+
+impl Packed {
+    /// Of the blocks of a file, on `device`; `None` where the kernels do not take them.
+    pub(crate) fn new(
+        dtype: GgmlDType,
+        (outputs, inputs): (usize, usize),
+        blocks: &[u8],
+        device: &Device,
+    ) -> Result<Option<Self>> {
+        let Some((kind, multiple)) = kind_of(dtype) else { return Ok(None) };
+        if !device.is_cuda() || outputs == 0 || inputs > MOST_INPUTS || !inputs.is_multiple_of(multiple) {
+            return Ok(None);
+        }
+        let blocks = Tensor::from_slice(blocks, blocks.len(), device)?;
+        let bytes = apply1(&Pack { kind, outputs, inputs }, None, &blocks)?;
+        Ok(Some(Self { bytes, kind, outputs, inputs }))
+    }
+
+    pub(crate) fn outputs(&self) -> usize {
+        self.outputs
+    }
+
+    /// The rows of these numbers, `ids [n]` in u32, in a float dtype: `[n, inputs]`. One past the last is zeros.
+    pub(crate) fn rows(&self, ids: &Tensor, dtype: DType) -> Result<Tensor> {
+        let ids = ids.to_dtype(DType::U32)?.contiguous()?;
+        let rows = ids.elem_count();
+        match rows {
+            0 => Tensor::zeros((0, self.inputs), dtype, self.bytes.device()),
+            _ => apply1(&Rows { parts: &[self], ids: Some(&ids), rows, dtype }, None, &self.bytes),
+        }
+    }
+}
+
+/// `x [rows, inputs]`, whose pieces are in the weights' order but for `tiles`, times the transpose of all parts: their outputs side by
+/// side, in x's dtype. Parts are [`PARTS`] at most.
+pub(crate) fn product(x: &Tensor, parts: &[&Packed], tiles: Option<Tiles>, launch: &Launch) -> Result<Tensor> {
+    if x.dim(0)? <= FEW {
+        return few_rows(x, parts, tiles, false, launch);
+    }
+    let rows = parts.iter().map(|part| part.outputs).sum();
+    let Some(first) = parts.first() else { bail!("{OP}: expected a part") };
+    let dense = apply1(&Rows { parts, ids: None, rows, dtype: x.dtype() }, None, &first.bytes)?;
+    let x = match tiles {
+        Some(tiles) => tiles.apply(x)?,
+        None => x.clone(),
+    };
+    x.matmul(&dense.t()?)
+}
+
+/// `silu(x gate^T) * (x up^T)`, the weight's rows being those of the gate, then up's; `None` where there are too many rows
+/// of x or none.
+pub(crate) fn swiglu(x: &Tensor, weight: &Packed, launch: &Launch) -> Result<Option<Tensor>> {
+    let takes = (1..=FEW).contains(&x.dim(0)?) && weight.outputs.is_multiple_of(32);
+    takes.then(|| few_rows(x, &[weight], None, true, launch)).transpose()
+}
+
+fn few_rows(x: &Tensor, parts: &[&Packed], tiles: Option<Tiles>, swiglu: bool, launch: &Launch) -> Result<Tensor> {
+    let (layout, size) = (x.layout(), x.dtype().size_in_bytes());
+    let [_, inputs] = *layout.dims() else { bail!("{OP}: x: expected shape [rows, in], got {:?}", layout.dims()) };
+    if parts.len() > PARTS || parts.iter().any(|part| part.inputs != inputs) {
+        bail!("{OP}: x: expected {:?} inputs, got {inputs}", parts.iter().map(|part| part.inputs).collect::<Vec<_>>())
+    }
+    let whole = layout.stride()[1] == 1 && ((layout.stride()[0] | layout.start_offset()) * size).is_multiple_of(16);
+    let x = if whole { x.clone() } else { x.force_contiguous()? };
+    apply1(&FewRows { parts, tiles, swiglu, launch }, launch.arena.as_ref(), &x)
+}
+
+struct FewRows<'a> {
+    parts: &'a [&'a Packed],
+    tiles: Option<Tiles>,
+    swiglu: bool,
+    launch: &'a Launch,
+}
+
+impl CustomOp1 for FewRows<'_> {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("{OP}: x: expected a CUDA tensor")
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let Self { parts, tiles, swiglu, launch } = self;
+        let (rows, inputs) = layout.shape().dims2()?;
+        let all: usize = parts.iter().map(|part| part.outputs).sum();
+        let width = if *swiglu { all / 2 } else { all };
+        let (dtype, size, stream) = (x.dtype(), x.dtype().size_in_bytes(), &*stream_of(x)?);
+        let mut out = alloc(launch.arena.as_ref(), x, &[rows, width])?;
+        let x = read(x, stream)?;
+        let y = write(&mut out, stream)?;
+        let guards: Vec<_> = parts.iter().map(|part| part.bytes.storage_and_layout().0).collect();
+        let pointers = guards.iter().map(|guard| match &**guard {
+            Storage::Cuda(storage) => read(storage, stream),
+            _ => bail!("{OP}: expected a CUDA tensor"),
+        });
+        let pointers = pointers.collect::<Result<Vec<_>>>()?;
+        let of = |(part, pointer): (&&Packed, &candle_gdn::plumbing::cuda::Pointer<'_>)| {
+            let outputs = int(OP, "outputs", part.outputs)?;
+            Ok(QuantizedPart { w: pointer.at::<c_void>(0, 1).cast_const(), r#type: part.kind, outputs })
+        };
+        let of_parts = parts.iter().zip(&pointers).map(of).collect::<Result<Vec<_>>>()?;
+        let params = QuantizedParams {
+            x: x.at::<c_void>(layout.start_offset(), size).cast_const(),
+            parts: of_parts.as_ptr(),
+            y: y.at(0, size),
+            x_stride: layout.stride()[0] as i64,
+            y_stride: width as i64,
+            rows: int(OP, "rows", rows)?,
+            num_parts: int(OP, "parts", of_parts.len())?,
+            inputs: int(OP, "inputs", inputs)?,
+            swiglu: (*swiglu).into(),
+            groups: int(OP, "groups", tiles.map_or(0, |tiles| tiles.groups))?,
+            per_group: int(OP, "groups", tiles.map_or(0, |tiles| tiles.per_group))?,
+            dtype: dtype_code(dtype),
+            overlap: launch.overlap_code(),
+        };
+        // SAFETY: the launcher reads the parameters and the parts; the kernel reads the rows of x and the matrices, whose sizes are
+        // those they were packed with, and writes the rows of y; the guards outlive the launch.
+        check(OP, unsafe { gdn_quantized(&params, stream.cu_stream().cast::<c_void>()) })?;
+        drop(y);
+        Ok((out, Shape::from((rows, width))))
+    }
+}
+
+struct Pack {
+    kind: i32,
+    outputs: usize,
+    inputs: usize,
+}
+
+impl CustomOp1 for Pack {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("{OP}: expected a CUDA tensor")
+    }
+
+    fn cuda_fwd(&self, blocks: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        let (device, stream) = (blocks.device(), &*stream_of(blocks)?);
+        let mut params = PackParams {
+            from: std::ptr::null(),
+            to: std::ptr::null_mut(),
+            r#type: self.kind,
+            outputs: int(OP, "outputs", self.outputs)?,
+            inputs: int(OP, "inputs", self.inputs)?,
+        };
+        let mut bytes = 0;
+        // SAFETY: the launcher reads the parameters and writes the one number.
+        check(OP, unsafe { gdn_quantized_size(&params, &mut bytes) })?;
+        let bytes = usize::try_from(bytes).unwrap_or(0);
+        // SAFETY: the kernel writes every byte.
+        let mut out = CudaStorage::wrap_cuda_slice(unsafe { device.alloc::<u8>(bytes)? }, device.clone());
+        let (from, to) = (read(blocks, stream)?, write(&mut out, stream)?);
+        params.from = from.at::<c_void>(layout.start_offset(), 1).cast_const();
+        params.to = to.at(0, 1);
+        // SAFETY: `from` has the blocks of so many rows, `to` as many bytes as the launcher said.
+        check(OP, unsafe { gdn_quantized_pack(&params, stream.cu_stream().cast::<c_void>()) })?;
+        drop(to);
+        Ok((out, Shape::from(bytes)))
+    }
+}
+
+/// The numbers of all parts, one below the other, or of some rows of one.
+struct Rows<'a> {
+    parts: &'a [&'a Packed],
+    ids: Option<&'a Tensor>,
+    rows: usize,
+    dtype: DType,
+}
+
+impl CustomOp1 for Rows<'_> {
+    fn name(&self) -> &'static str {
+        "dequantize"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("dequantize: expected a CUDA tensor")
+    }
+
+    /// `first` is the storage of the first part.
+    fn cuda_fwd(&self, first: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        let Self { parts, ids, rows, dtype } = self;
+        let inputs = parts.first().map_or(0, |part| part.inputs);
+        let stream = &*stream_of(first)?;
+        let mut out = alloc_of(first.device(), *dtype, &[*rows, inputs])?;
+        let y = write(&mut out, stream)?;
+        held_u32!(ids_at, *ids, stream);
+        let mut at = 0;
+        for part in *parts {
+            held!(w, part.bytes, stream);
+            let count = if ids.is_some() { *rows } else { part.outputs };
+            let params = RowsParams {
+                w: w.at::<c_void>(0, 1).cast_const(),
+                ids: ids_at,
+                y: y.at(at * inputs, dtype.size_in_bytes()),
+                y_stride: inputs as i64,
+                r#type: part.kind,
+                outputs: int(OP, "outputs", part.outputs)?,
+                inputs: int(OP, "inputs", inputs)?,
+                rows: int(OP, "rows", count)?,
+                dtype: dtype_code(*dtype),
+            };
+            // SAFETY: the launcher reads the parameters; the kernel reads the matrix and the ids and writes so many rows of y; the
+            // guards outlive the launch.
+            check(OP, unsafe { gdn_quantized_rows(&params, stream.cu_stream().cast::<c_void>()) })?;
+            at += count;
+        }
+        drop(y);
+        Ok((out, Shape::from((*rows, inputs))))
+    }
+}
