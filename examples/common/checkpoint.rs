@@ -88,7 +88,8 @@ impl Checkpoint {
         }
     }
 
-    fn dir(&self) -> &Path {
+    /// Where its files lie.
+    pub fn dir(&self) -> &Path {
         self.path.parent().unwrap_or(&self.path)
     }
 

@@ -155,7 +155,7 @@ pub struct RunArgs {
     pub cuda_graph: GraphChoice,
 }
 
-fn graph(choice: String) -> GraphChoice {
+pub fn graph(choice: String) -> GraphChoice {
     match choice.as_str() {
         "on" => GraphChoice::On,
         "off" => GraphChoice::Off,
@@ -163,7 +163,7 @@ fn graph(choice: String) -> GraphChoice {
     }
 }
 
-fn head(choice: String) -> DraftHeadChoice {
+pub fn head(choice: String) -> DraftHeadChoice {
     match choice.as_str() {
         "on" => DraftHeadChoice::On,
         "off" => DraftHeadChoice::Off,
@@ -190,15 +190,15 @@ fn number(s: &str, expected: &str, valid: impl Fn(f64) -> bool) -> Result<f64, S
     }
 }
 
-fn positive(s: &str) -> Result<usize, String> {
+pub fn positive(s: &str) -> Result<usize, String> {
     whole(s, "a whole number of at least 1", |n| n > 0)
 }
 
-fn drafted(s: &str) -> Result<usize, String> {
+pub fn drafted(s: &str) -> Result<usize, String> {
     whole(s, &format!("a whole number of 0 to {MOST_DRAFTED}"), |n| n <= MOST_DRAFTED)
 }
 
-fn block(s: &str) -> Result<usize, String> {
+pub fn block(s: &str) -> Result<usize, String> {
     whole(s, &format!("a positive multiple of {CHUNK}"), |n| n > 0 && n % CHUNK == 0)
 }
 

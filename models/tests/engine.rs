@@ -11,6 +11,7 @@ use candle_gdn_models::{
 };
 use golden::DEMO;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 const PROMPTS: [&[u32]; 4] = [&[49, 68, 7, 12, 90], &[300, 301], &[5; 40], &[17, 400, 23, 23, 500, 81, 2]];
 
@@ -47,7 +48,7 @@ fn run(engine: &mut Engine<&CausalLm>) -> Result<Completions> {
 }
 
 fn alone(model: &CausalLm, request: Request) -> Result<Vec<u32>> {
-    let mut engine = Engine::new(model, EngineOptions::new(1, 100))?;
+    let mut engine = Engine::new(model, EngineOptions::new(1, 200))?;
     let id = engine.submit(request)?;
     Ok(run(&mut engine)?.remove(&id).map(|(tokens, _)| tokens).unwrap_or_default())
 }
@@ -72,6 +73,21 @@ fn requests_together_get_what_each_gets_alone() -> Result<()> {
             assert_eq!(got[id], (want[n].clone(), Some(FinishReason::MaxNewTokens)), "request {n}");
             assert_eq!(want[n].len(), 12 + n);
         }
+    }
+    Ok(())
+}
+
+/// The second prompt leaves the first one after 64 tokens, and the third begins there.
+#[test]
+fn prompts_one_after_the_other_share_beginnings() -> Result<()> {
+    let model = model()?;
+    let options = EngineOptions { prefix_cache: 1 << 24, prefix_recent: 8, ..EngineOptions::new(1, 200) };
+    let mut engine = Engine::new(&model, options)?;
+    let prompt = |n: u32| (0..64).chain([100 + n; 70]).collect::<Vec<_>>();
+    for (n, reused) in [(0, 0), (1, 0), (2, 64), (2, 64 + 128)] {
+        let id = engine.submit(Request::new(prompt(n), 5))?;
+        assert_eq!(run(&mut engine)?[&id].0, alone(&model, Request::new(prompt(n), 5))?, "prompt {n}");
+        assert_eq!(engine.stats().prefixes.reused, reused, "prompt {n}");
     }
     Ok(())
 }
@@ -130,6 +146,15 @@ fn a_snapshot_continues_the_sequence() -> Result<()> {
     assert_eq!(snapshots.iter().map(|s| s.len()).collect::<Vec<_>>(), [3, tokens.len() - 1]);
     tokens.push(77);
     let want = alone(&model, Request::new(tokens.clone(), 5))?;
+    // By the way of another process, too.
+    for i in 0..snapshots.len() {
+        let (len, mut on_host) = (snapshots[i].len(), snapshots[i].to_host()?);
+        snapshots.push(Arc::new(model.snapshot_from_host(len, &on_host)?));
+        let wrong = model.snapshot_from_host(len + 1, &on_host).unwrap_err().to_string();
+        assert!(wrong.contains("k.0: expected"), "{wrong}");
+        on_host.remove("conv.1");
+        assert!(model.snapshot_from_host(len, &on_host).unwrap_err().to_string().contains("conv.1"));
+    }
     for snapshot in snapshots {
         let fed = engine.stats().prompt.tokens;
         let more = tokens.len() - snapshot.len();

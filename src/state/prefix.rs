@@ -133,6 +133,20 @@ impl<V> PrefixCache<V> {
     /// # Errors
     /// When `tokens` is empty or does not end at a block.
     pub fn insert(&mut self, tokens: &[u32], value: V, bytes: usize) -> Result<bool> {
+        self.insert_telling(tokens, value, bytes, drop)
+    }
+
+    /// As [`Self::insert`], and tells `dropped` each prefix that is left without a value.
+    ///
+    /// # Errors
+    /// As [`Self::insert`].
+    pub fn insert_telling(
+        &mut self,
+        tokens: &[u32],
+        value: V,
+        bytes: usize,
+        mut dropped: impl FnMut(Vec<u32>),
+    ) -> Result<bool> {
         if tokens.is_empty() || !tokens.len().is_multiple_of(self.block) {
             bail!(
                 "PrefixCache: tokens: expected a positive multiple of {} (the block), got {}",
@@ -149,8 +163,11 @@ impl<V> PrefixCache<V> {
             });
         }
         let Some(id) = at else { return Ok(false) };
-        self.take_value(id);
+        let had_one = self.take_value(id);
         let keep = bytes <= self.budget;
+        if !keep && had_one {
+            dropped(tokens.to_vec());
+        }
         if keep {
             self.clock += 1;
             let used = self.clock;
@@ -160,7 +177,7 @@ impl<V> PrefixCache<V> {
             self.by_use.insert(used, id);
             self.bytes += bytes;
             self.count += 1;
-            self.evict();
+            self.evict(dropped);
         }
         self.prune(id);
         Ok(keep)
@@ -239,18 +256,26 @@ impl<V> PrefixCache<V> {
         }
     }
 
-    /// Takes the node's value away, not the node.
-    fn take_value(&mut self, id: u64) {
-        if let Some(held) = self.nodes.get_mut(&id).and_then(|node| node.value.take()) {
-            self.by_use.remove(&held.used);
-            self.bytes -= held.bytes;
-            self.count -= 1;
-        }
+    /// The tokens of the node's prefix.
+    fn prefix(&self, id: u64) -> Vec<u32> {
+        let before = |node: &&Node<V>| node.parent.and_then(|id| self.nodes.get(&id));
+        let nodes: Vec<_> = std::iter::successors(self.nodes.get(&id), before).collect();
+        nodes.iter().rev().flat_map(|node| node.tokens.iter().copied()).collect()
     }
 
-    fn evict(&mut self) {
+    /// Takes the node's value away, not the node. False where it had none.
+    fn take_value(&mut self, id: u64) -> bool {
+        let Some(held) = self.nodes.get_mut(&id).and_then(|node| node.value.take()) else { return false };
+        self.by_use.remove(&held.used);
+        self.bytes -= held.bytes;
+        self.count -= 1;
+        true
+    }
+
+    fn evict(&mut self, mut dropped: impl FnMut(Vec<u32>)) {
         while self.bytes > self.budget {
             let Some((_, &id)) = self.by_use.first_key_value() else { break };
+            dropped(self.prefix(id));
             self.take_value(id);
             self.prune(id);
         }

@@ -1,5 +1,7 @@
 //! Sequences copied: to another slot, out of the pool, and back.
 
+mod host;
+
 use super::head::HeadState;
 use super::kept::Piece;
 use super::pool::{LayerSlots, Sequence, SequencePool};

@@ -1,32 +1,10 @@
 //! The generate example on GGUF files and with quantised matrices.
 
-use crate::cli::{self, fails, generate, DEMO, PROMPT};
-use crate::gguf_writer::{GgufOfTiny, Layout};
-use crate::tiny::Tiny;
+use crate::cli::{self, fails, generate, PROMPT};
+use crate::gguf_writer::{demo, GgufOfTiny};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::GgmlDType;
-use candle_core::{safetensors, DType, Device};
-use serde_json::Value as Json;
 use std::path::Path;
-
-fn json(name: &str) -> Json {
-    serde_json::from_str(&std::fs::read_to_string(format!("{DEMO}/{name}")).unwrap()).unwrap()
-}
-
-/// The demo as llama.cpp's converter makes it, with its tokenizer and template.
-fn demo() -> GgufOfTiny {
-    let weights = safetensors::load(format!("{DEMO}/model.safetensors"), &Device::Cpu).unwrap();
-    let weights = weights.into_iter().map(|(name, w)| (name, w.to_dtype(DType::F32).unwrap())).collect();
-    let mut config = json("config.json");
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"].clone();
-    let demo = Tiny { config, weights };
-    let mut file = GgufOfTiny::new(&demo, Layout::Qwen3Next).unwrap();
-
-    file.add_tokenizer(&json("tokenizer.json"), "gpt-2");
-    let template = json("tokenizer_config.json")["chat_template"].as_str().unwrap().to_string();
-    file.metadata.insert("tokenizer.chat_template".into(), Value::String(template));
-    file
-}
 
 fn write(file: &GgufOfTiny, dir: &Path, name: &str) -> String {
     let path = dir.join(name);

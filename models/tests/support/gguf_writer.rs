@@ -318,3 +318,21 @@ pub fn load(path: &Path) -> Result<CausalLm> {
     let config = ModelConfig::from_gguf(&file)?;
     CausalLm::loader(&config).draft_head(DraftHeadChoice::Auto).load_gguf(&file, DType::F32, &Device::Cpu)
 }
+
+/// The demo as llama.cpp's converter makes it, with its tokenizer and template.
+#[allow(dead_code)]
+pub fn demo() -> GgufOfTiny {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
+    let json = |name: &str| -> serde_json::Value {
+        serde_json::from_str(&std::fs::read_to_string(format!("{folder}/{name}")).unwrap()).unwrap()
+    };
+    let weights = candle_core::safetensors::load(format!("{folder}/model.safetensors"), &Device::Cpu).unwrap();
+    let weights = weights.into_iter().map(|(name, w)| (name, w.to_dtype(DType::F32).unwrap())).collect();
+    let mut config = json("config.json");
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"].clone();
+    let mut file = GgufOfTiny::new(&Tiny { config, weights }, Layout::Qwen3Next).unwrap();
+    file.add_tokenizer(&json("tokenizer.json"), "gpt-2");
+    let template = json("tokenizer_config.json")["chat_template"].as_str().unwrap().to_string();
+    file.metadata.insert("tokenizer.chat_template".into(), Value::String(template));
+    file
+}

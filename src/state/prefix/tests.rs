@@ -20,16 +20,19 @@ impl Model {
         self.entries.iter().map(|(.., bytes)| bytes).sum()
     }
 
-    fn insert(&mut self, tokens: &[u32], value: u32, bytes: usize) -> bool {
+    /// Whether it was kept, and the prefixes dropped.
+    fn insert(&mut self, tokens: &[u32], value: u32, bytes: usize) -> (bool, Vec<Vec<u32>>) {
+        let before = self.entries.len();
         self.entries.retain(|(prefix, ..)| prefix != tokens);
         if bytes > self.budget {
-            return false;
+            return (false, if self.entries.len() < before { vec![tokens.to_vec()] } else { vec![] });
         }
         self.entries.push((tokens.to_vec(), value, bytes));
+        let mut dropped = vec![];
         while self.bytes() > self.budget {
-            self.entries.remove(0);
+            dropped.push(self.entries.remove(0).0);
         }
-        true
+        (true, dropped)
     }
 }
 
@@ -84,7 +87,9 @@ proptest! {
                     prop_assert!(cache.insert(&tokens, value, bytes).is_err());
                 }
                 Op::Insert { tokens, bytes } => {
-                    prop_assert_eq!(cache.insert(&tokens, value, bytes).unwrap(), model.insert(&tokens, value, bytes));
+                    let mut dropped = vec![];
+                    let kept = cache.insert_telling(&tokens, value, bytes, |prefix| dropped.push(prefix)).unwrap();
+                    prop_assert_eq!((kept, dropped), model.insert(&tokens, value, bytes));
                 }
                 Op::Longest(tokens) => {
                     let want = model.longest(&tokens);

@@ -110,7 +110,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             if filling.cuts.contains(&filling.done) {
                 let snapshot = Arc::new(self.pool.snapshot(filling.sequence)?);
                 let (tokens, bytes) = (filling.done, snapshot.size_in_bytes());
-                let kept = self.prefixes.keep(&filling.request.tokens[..tokens], snapshot, bytes)?;
+                let kept = self.prefixes.keep(&filling.request.tokens[..tokens], snapshot, bytes, &mut self.events)?;
                 if !kept && !std::mem::replace(&mut self.told_too_large, true) {
                     self.events.push(Event::PrefixTooLarge { tokens, bytes });
                 }

@@ -127,7 +127,10 @@ fn advance(engine: &mut Engine<CausalLm>, receivers: &mut HashMap<RequestId, Sen
         let (id, last) = match &event {
             Event::Token { id, .. } | Event::Snapshot { id, .. } => (*id, false),
             Event::Finished { id, .. } => (*id, true),
-            Event::PrefixTooLarge { .. } | Event::NoGraph { .. } => continue,
+            Event::PrefixKept { .. }
+            | Event::PrefixDropped { .. }
+            | Event::PrefixTooLarge { .. }
+            | Event::NoGraph { .. } => continue,
         };
         let gone = receivers.get(&id).is_some_and(|events| events.send(event).is_err());
         if last || gone {

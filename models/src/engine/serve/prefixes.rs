@@ -1,15 +1,22 @@
 //! Beginnings that prompts share, to be fed once.
 
+use super::request::Event;
 use candle_core::Result;
 use candle_gdn::PrefixCache;
+use std::collections::VecDeque;
 
 /// The states after beginnings of prompts, and how much they were of use.
 ///
-/// Only the states that a waiting prompt will ask for are kept: those at the ends of common beginnings. A prompt that shares more with one being fed now than is in the cache waits for it.
+/// Only the states that a waiting prompt will ask for are kept: those at the ends of common beginnings. A prompt that shares
+/// more with one being fed now than is in the cache waits for it. Where prompts come one after the other, the last ones
+/// stand for those to come: the most that a prompt shares with one of them is kept, and its own end.
 #[derive(Debug)]
 pub(super) struct Prefixes<V> {
     /// None where the budget is 0.
     cache: Option<PrefixCache<V>>,
+    /// The last prompts, at most `most_recent` of them.
+    recent: VecDeque<Vec<u32>>,
+    most_recent: usize,
     /// Tokens that came from the cache, and those of the prompts that began.
     reused: usize,
     asked: usize,
@@ -17,9 +24,9 @@ pub(super) struct Prefixes<V> {
 
 impl<V> Prefixes<V> {
     /// At most `budget` bytes; 0 keeps nothing.
-    pub fn new(block: usize, budget: usize) -> Result<Self> {
+    pub fn new(block: usize, budget: usize, most_recent: usize) -> Result<Self> {
         let cache = if budget > 0 { Some(PrefixCache::new(block, budget)?) } else { None };
-        Ok(Self { cache, reused: 0, asked: 0 })
+        Ok(Self { cache, recent: VecDeque::new(), most_recent, reused: 0, asked: 0 })
     }
 
     /// Tokens that two prompts begin with, in whole blocks, and without the last token of each: it must be fed, as
@@ -30,11 +37,20 @@ impl<V> Prefixes<V> {
         blocks(a).zip(blocks(b)).take_while(|(a, b)| a == b).count() * cache.block()
     }
 
-    /// Where the state of `prompt`, fed from `from` on, is to be kept for one of `waiting`.
-    pub fn cuts<'p>(&self, prompt: &[u32], from: usize, waiting: impl Iterator<Item = &'p [u32]>) -> Vec<usize> {
-        let mut cuts: Vec<usize> = waiting.map(|other| self.common(prompt, other)).filter(|at| *at > from).collect();
+    /// Where the state of `prompt`, fed from `from` on, is to be kept for one of `waiting` or for one to come.
+    pub fn cuts<'p>(&mut self, prompt: &[u32], from: usize, waiting: impl Iterator<Item = &'p [u32]>) -> Vec<usize> {
+        let common = |other: &[u32]| self.common(prompt, other);
+        let mut cuts: Vec<usize> = waiting.map(common).collect();
+        // Where the prompt leaves all of them: a state for each would make many short passes of a long prompt.
+        cuts.extend(self.recent.iter().map(|other| common(other)).max());
+        cuts.extend((self.most_recent > 0).then(|| common(prompt)));
+        cuts.retain(|at| *at > from);
         cuts.sort_unstable();
         cuts.dedup();
+        if self.cache.is_some() && self.most_recent > 0 {
+            self.recent.truncate(self.most_recent - 1);
+            self.recent.push_front(prompt.to_vec());
+        }
         cuts
     }
 
@@ -57,9 +73,16 @@ impl<V> Prefixes<V> {
         Some(found)
     }
 
-    /// Keeps the state after `prefix`: false where one state is more than the budget.
-    pub fn keep(&mut self, prefix: &[u32], state: V, bytes: usize) -> Result<bool> {
-        self.cache.as_mut().map_or(Ok(true), |cache| cache.insert(prefix, state, bytes))
+    /// Keeps the state after `prefix`: false where one state is more than the budget. Tells what is new, and what had to go.
+    pub fn keep(&mut self, prefix: &[u32], state: V, bytes: usize, events: &mut Vec<Event>) -> Result<bool> {
+        let Some(cache) = &mut self.cache else { return Ok(true) };
+        let is_new = cache.peek(prefix) < prefix.len();
+        let drop = |tokens| events.push(Event::PrefixDropped { tokens });
+        let kept = cache.insert_telling(prefix, state, bytes, drop)?;
+        if kept && is_new {
+            events.push(Event::PrefixKept { tokens: prefix.to_vec() });
+        }
+        Ok(kept)
     }
 
     pub fn tally(&self) -> PrefixTally {

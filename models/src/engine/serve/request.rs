@@ -28,6 +28,9 @@ pub struct EngineOptions {
     pub draft_depth: DraftDepth,
     /// Bytes for the states of beginnings that waiting requests share, which are then fed once; 0 keeps none.
     pub prefix_cache: usize,
+    /// For requests that come one after the other: the most that a prompt shares with one of so many before it is kept,
+    /// and its own end; 0 keeps nothing for those.
+    pub prefix_recent: usize,
     /// Shared beginnings are cut to a multiple of this, itself a multiple of 64.
     pub prefix_block: usize,
     /// Whether decode steps are recorded once and replayed, on a GPU.
@@ -49,6 +52,7 @@ impl EngineOptions {
             draft: 0,
             draft_depth: DraftDepth::Auto,
             prefix_cache: 0,
+            prefix_recent: 0,
             prefix_block: 64,
             cuda_graph: GraphChoice::Auto,
             forced_acceptance: None,
@@ -132,6 +136,16 @@ pub enum Event {
         id: RequestId,
         /// Why it ended.
         reason: FinishReason,
+    },
+    /// The state after these tokens is in the cache of beginnings from now on.
+    PrefixKept {
+        /// The beginning, whole blocks.
+        tokens: Vec<u32>,
+    },
+    /// It is no longer.
+    PrefixDropped {
+        /// The beginning.
+        tokens: Vec<u32>,
     },
     /// A state takes more than [`EngineOptions::prefix_cache`] and was not kept; told once.
     PrefixTooLarge {

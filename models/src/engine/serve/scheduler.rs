@@ -104,7 +104,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             pool,
             graphs,
             sampler,
-            prefixes: Prefixes::new(options.prefix_block, options.prefix_cache)?,
+            prefixes: Prefixes::new(options.prefix_block, options.prefix_cache, options.prefix_recent)?,
             options,
             model,
             waiting: VecDeque::new(),

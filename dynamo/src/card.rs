@@ -1,0 +1,69 @@
+//! The files of which Dynamo makes a model's card: tokenizer, chat template, and what ends a text.
+
+use crate::common::{gguf_tokenizer, Checkpoint};
+use anyhow::{Context, Result};
+use candle_gdn_models::ModelConfig;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// A folder with these files.
+pub struct Card {
+    folder: PathBuf,
+    /// Where they were written, of a GGUF file, which has them in it.
+    _written: Option<TempDir>,
+}
+
+impl Card {
+    pub fn new(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
+        if checkpoint.gguf().is_none() {
+            // An error here says what is missing.
+            checkpoint.tokenizer()?.context("--load-format dummy: expected a folder with a tokenizer.json")?;
+            return Ok(Self { folder: checkpoint.dir().to_path_buf(), _written: None });
+        }
+        let written = TempDir::with_prefix("candle-gdn-card-")?;
+        write(checkpoint, config, written.path()).context("the files of a GGUF file")?;
+        Ok(Self { folder: written.path().to_path_buf(), _written: Some(written) })
+    }
+
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// What clients call a model that nobody named: an id is its own name, and of a path it is the last part.
+    pub fn name(&self, model: Option<&str>) -> String {
+        let Some(model) = model else { return "demo".into() };
+        let path = Path::new(model);
+        let stem = if path.is_file() { path.file_stem() } else { path.file_name() };
+        let is_id = !path.exists();
+        stem.filter(|_| !is_id).map_or(model.to_string(), |stem| stem.to_string_lossy().into_owned())
+    }
+}
+
+/// What a GGUF file has of them.
+fn write(checkpoint: &Checkpoint, config: &ModelConfig, to: &Path) -> Result<()> {
+    let Some(file) = checkpoint.gguf() else { return Ok(()) };
+    let tokenizer = gguf_tokenizer::tokenizer(file)?;
+    tokenizer.save(to.join("tokenizer.json"), false).map_err(anyhow::Error::msg)?;
+    let special = |name| gguf_tokenizer::special_token(file, name);
+    let tokenizer_config = json!({
+        "chat_template": gguf_tokenizer::chat_template(file),
+        "bos_token": special("bos"),
+        "eos_token": special("eos"),
+    });
+    let model = json!({
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "eos_token_id": config.eos_token_ids,
+        "max_position_embeddings": config.max_position_embeddings,
+        "num_hidden_layers": config.layers.len(),
+        "vocab_size": config.vocab_size,
+    });
+    let generation = json!({ "eos_token_id": config.eos_token_ids });
+    for (name, value) in
+        [("tokenizer_config.json", tokenizer_config), ("config.json", model), ("generation_config.json", generation)]
+    {
+        std::fs::write(to.join(name), value.to_string())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,314 @@
+//! Dynamo's contract.
+
+use crate::asked::{asked, invalid, Asked, Ends, Kind};
+use crate::blocks::Router;
+use crate::card::Card;
+use crate::common::Checkpoint;
+use crate::driver::{Driver, Output, Refusal, Running};
+use crate::figures::Shared;
+use crate::generate::settings::Settings;
+use crate::transfer::{fetch, Shelf, State};
+use crate::Args;
+use anyhow::ensure;
+use async_trait::async_trait;
+use candle_gdn_models::{DraftHeadChoice, FinishReason, Request};
+use dynamo_backend_common::{
+    usage, AsyncEngineContext, BackendError, CompletionUsage, DisaggregationMode, DynamoError, EngineConfig, ErrorType,
+    GenerateContext, KvEventSource, LLMEngine, LLMEngineOutput, LLMEngineOutputExt, LlmRegistration, MetricsBindings,
+    MetricsCtx, PreprocessedRequest, WorkerConfig,
+};
+use futures::stream::BoxStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+use tokio::sync::RwLock;
+use tokio::time::{sleep, timeout};
+
+type Outputs = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
+
+/// Bytes of a state that are fetched.
+const MOST_BYTES: u64 = 64 << 30;
+
+/// How often it is looked whether the last request has ended.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// A model that Dynamo serves.
+pub struct Worker {
+    args: Arc<Args>,
+    settings: Settings,
+    name: String,
+    /// Keeps the files that clients' frontends read.
+    _card: Card,
+    /// None before the start and from the end on.
+    driver: RwLock<Option<Driver>>,
+    shared: Arc<Shared>,
+    router: Router,
+    /// Requests so far.
+    number: AtomicUsize,
+    /// Of a worker that only feeds prompts, from the start on: their states.
+    shelf: OnceLock<Arc<Shelf>>,
+}
+
+impl Worker {
+    /// Looks at the checkpoint's small files; the weights are read by [`LLMEngine::start`].
+    ///
+    /// # Errors
+    /// When there is no such checkpoint, or it has no tokenizer.
+    pub fn new(args: Args) -> anyhow::Result<(Self, WorkerConfig)> {
+        let checkpoint = Checkpoint::find(&args.model)?;
+        let config = checkpoint.config()?;
+        let settings = Settings::new(&args.sampling, &checkpoint, &config)?;
+        let card = Card::new(&checkpoint, &config)?;
+        let name = args.serve.served_model_name.clone().unwrap_or_else(|| card.name(args.model.model.as_deref()));
+        let common = &args.dynamo;
+        let mode = common.disaggregation_mode;
+        let is_whole = args.serve.mtp == DraftHeadChoice::Off && args.model.tensor_parallel.get() == 1;
+        ensure!(!mode.is_encode(), "--disaggregation-mode: expected agg, prefill or decode, got encode");
+        ensure!(
+            mode == DisaggregationMode::Aggregated || is_whole,
+            "--disaggregation-mode {mode}: expected neither --mtp nor --tensor-parallel"
+        );
+        // Where the frontend looks for it, unless told.
+        let is_default = common.component == DisaggregationMode::Aggregated.discovery_component();
+        let component = if is_default { mode.discovery_component().into() } else { common.component.clone() };
+        let worker = WorkerConfig {
+            namespace: common.namespace.clone(),
+            component,
+            endpoint: common.endpoint.clone(),
+            endpoint_types: common.endpoint_types.clone(),
+            custom_jinja_template: common.custom_jinja_template.clone(),
+            tool_call_parser: common.dyn_tool_call_parser.clone(),
+            reasoning_parser: common.dyn_reasoning_parser.clone(),
+            exclude_tools_when_tool_choice_none: common.exclude_tools_when_tool_choice_none,
+            disaggregation_mode: mode,
+            runtime: common.runtime.clone(),
+            model_name: card.folder().display().to_string(),
+            served_model_name: Some(name.clone()),
+            metrics_labels: vec![("model".into(), name.clone())],
+            ..WorkerConfig::default()
+        };
+        let shared = Arc::new(Shared::new(args.serve.prefix_block, args.serve.batch));
+        let driver = RwLock::new(None);
+        let (router, number, shelf) = (Router::default(), AtomicUsize::new(0), OnceLock::new());
+        Ok((Self { args: Arc::new(args), settings, name, _card: card, driver, shared, router, number, shelf }, worker))
+    }
+
+    /// The state that another worker has made of the prompt. Without one the prompt is fed here.
+    async fn fetched(&self, request: &PreprocessedRequest) -> Option<State> {
+        let ticket = request.prefill_result.as_ref()?.disaggregated_params.clone();
+        if ticket.as_object().is_some_and(|ticket| ticket.is_empty()) {
+            return None;
+        }
+        let fetched = async { fetch(serde_json::from_value(ticket)?, MOST_BYTES).await };
+        fetched.await.map_err(|e| tracing::warn!("the prompt is fed here: {e:#}")).ok()
+    }
+
+    fn has_beginnings(&self) -> bool {
+        self.args.serve.prefix_cache > 0
+    }
+}
+
+#[async_trait]
+impl LLMEngine for Worker {
+    async fn start(&self, _worker_id: u64) -> Result<EngineConfig, DynamoError> {
+        tracing::info!("loading {}", self.name);
+        let driver = Driver::start(self.args.clone(), self.shared.clone(), self.router.clone()).await;
+        let driver = driver.map_err(|e| backend(BackendError::EngineShutdown, format!("{e:#}")))?;
+        if self.args.dynamo.disaggregation_mode.is_prefill() {
+            let shelf = Shelf::open(&self.args.serve.transfer_host).await;
+            let shelf = shelf.map_err(|e| backend(BackendError::CannotConnect, format!("{e:#}")))?;
+            // Started once.
+            let _ = self.shelf.set(Arc::new(shelf));
+        }
+        let (max_len, chunk) = (driver.max_len, driver.prefill_chunk);
+        // Started once.
+        let _ = self.shared.max_len.set(max_len);
+        *self.driver.write().await = Some(driver);
+        let llm = LlmRegistration {
+            context_length: u32::try_from(max_len).ok(),
+            kv_cache_block_size: self.has_beginnings().then_some(self.args.serve.prefix_block as u32),
+            total_kv_blocks: Some(self.shared.total_blocks()),
+            max_num_seqs: Some(self.args.serve.batch as u64),
+            max_num_batched_tokens: Some(chunk as u64),
+            ..LlmRegistration::default()
+        };
+        Ok(EngineConfig { model: self.name.clone(), llm: Some(llm), ..EngineConfig::default() })
+    }
+
+    async fn generate(&self, request: PreprocessedRequest, context: GenerateContext) -> Result<Outputs, DynamoError> {
+        let number = self.number.fetch_add(1, Ordering::Relaxed);
+        let Asked { request: mut wanted, ends } = asked(&request, &self.settings, self.args.sampling.seed, number)?;
+        let prompt = wanted.tokens.len();
+        let shelf = self.shelf.get().cloned();
+        if shelf.is_some() {
+            // Whoever completes the prompt is to feed the last token: it draws the first one of the completion.
+            wanted.tokens.pop();
+            wanted = Request { snapshot_end: true, ..Request::new(wanted.tokens, 0) };
+            if prompt == 1 {
+                return Ok(Box::pin(futures::stream::once(async { Ok(handed_on(serde_json::json!({}), 1)) })));
+            }
+        }
+        let state = self.fetched(&request).await;
+        let driver = self.driver.read().await;
+        let driver = driver.as_ref().ok_or_else(unavailable)?;
+        let running = match driver.submit(wanted, state).await {
+            Some(Ok(running)) => running,
+            Some(Err(Refusal::Invalid(why))) => return Err(invalid(why)),
+            Some(Err(Refusal::Full)) => {
+                let why = format!("{} requests wait already", self.args.serve.max_waiting);
+                return Err(DynamoError::builder().error_type(ErrorType::WorkerOverloaded).message(why).build());
+            }
+            None => return Err(unavailable()),
+        };
+        Ok(match shelf {
+            Some(shelf) => Box::pin(ticket(running, shelf, prompt, context.inner_arc())),
+            None => Box::pin(outputs(running, ends, prompt, context.inner_arc())),
+        })
+    }
+
+    async fn cleanup(&self) -> Result<(), DynamoError> {
+        // No request is taken in from here on; those under way go on for a while.
+        let Some(driver) = self.driver.write().await.take() else { return Ok(()) };
+        let ended = async {
+            while self.shared.in_flight() > 0 {
+                sleep(LOOK).await;
+            }
+        };
+        if timeout(Duration::from_secs(self.args.serve.drain), ended).await.is_err() {
+            tracing::warn!("{} requests have not ended and go elsewhere", self.shared.in_flight());
+        }
+        driver.end().await;
+        Ok(())
+    }
+
+    async fn is_quiescent(&self) -> Result<Option<bool>, DynamoError> {
+        Ok(Some(self.shared.in_flight() == 0 && self.shelf.get().is_none_or(|shelf| shelf.is_empty())))
+    }
+
+    async fn kv_event_sources(&self) -> Result<Vec<KvEventSource>, DynamoError> {
+        if !self.has_beginnings() {
+            return Ok(Vec::new());
+        }
+        let router = self.router.clone();
+        let on_ready = Box::new(move |publisher| {
+            // There is one.
+            let _ = router.set(publisher);
+            Ok(())
+        });
+        Ok(vec![KvEventSource::Push { on_ready, dp_rank: 0 }])
+    }
+
+    async fn setup_metrics(&self, context: MetricsCtx<'_>) -> Result<MetricsBindings, DynamoError> {
+        let (shared, name) = (self.shared.clone(), self.name.clone());
+        context.metrics.add_expfmt_callback(Arc::new(move || Ok(shared.exposition(&name))));
+        let shared = self.shared.clone();
+        let ready = move |publisher| {
+            shared.set_publisher(publisher);
+            Ok(())
+        };
+        Ok(MetricsBindings { dp_ranks: vec![0], on_publisher_ready: Some(Box::new(ready)) })
+    }
+
+    async fn health_check_payload(&self) -> Result<Option<serde_json::Value>, DynamoError> {
+        Ok(Some(serde_json::json!({
+            "token_ids": [0],
+            "stop_conditions": {"max_tokens": 1, "ignore_eos": true},
+            "sampling_options": {"temperature": 0.0},
+            "output_options": {},
+        })))
+    }
+}
+
+/// The one answer of a worker that only feeds prompts: where the state is.
+fn ticket(
+    mut running: Running,
+    shelf: Arc<Shelf>,
+    prompt: usize,
+    context: Arc<dyn AsyncEngineContext>,
+) -> impl futures::Stream<Item = Result<LLMEngineOutput, DynamoError>> + Send {
+    futures::stream::once(async move {
+        let output = tokio::select! {
+            biased;
+            () = context.stopped() => return Ok(LLMEngineOutput::cancelled().with_usage(used(prompt, 0))),
+            output = running.outputs.recv() => output,
+        };
+        match output {
+            Some(Output { state: Some(state), .. }) => {
+                let ticket = serde_json::to_value(shelf.put(state));
+                let ticket = ticket.map_err(|e| backend(BackendError::Unknown, e.to_string()))?;
+                Ok(handed_on(ticket, prompt))
+            }
+            Some(Output { finished: Some(FinishReason::Failed(why)), .. }) => Err(backend(BackendError::Unknown, why)),
+            Some(_) => Err(backend(BackendError::Unknown, "the state cannot be handed on".into())),
+            None => Err(backend(BackendError::EngineShutdown, "the engine has ended".into())),
+        }
+    })
+}
+
+/// A prompt that is fed, and the ticket for its state.
+fn handed_on(ticket: serde_json::Value, prompt: usize) -> LLMEngineOutput {
+    let output = LLMEngineOutput { disaggregated_params: Some(ticket), ..LLMEngineOutput::length() };
+    output.with_usage(used(prompt, 0))
+}
+
+/// What comes of a request, as the frontend reads it. Dropping it ends the request.
+fn outputs(
+    mut running: Running,
+    ends: Ends,
+    prompt: usize,
+    context: Arc<dyn AsyncEngineContext>,
+) -> impl futures::Stream<Item = Result<LLMEngineOutput, DynamoError>> + Send {
+    async_stream::stream! {
+        let mut sent = 0;
+        loop {
+            let output = tokio::select! {
+                biased;
+                () = context.stopped() => {
+                    yield Ok(LLMEngineOutput::cancelled().with_usage(used(prompt, sent)));
+                    return;
+                }
+                output = running.outputs.recv() => output,
+            };
+            let Some(Output { mut tokens, mut finished, .. }) = output else {
+                yield Err(backend(BackendError::EngineShutdown, "the engine has ended".into()));
+                return;
+            };
+            let kinds: Vec<Kind> = tokens.iter().zip(sent..).map(|(token, n)| ends.kind(*token, n)).collect();
+            if let Some(end) = kinds.iter().position(|kind| *kind != Kind::Inner) {
+                tokens.truncate(end + usize::from(kinds[end] == Kind::Last));
+                finished = Some(FinishReason::Stop);
+            }
+            sent += tokens.len();
+            let end = match finished {
+                None => {
+                    yield Ok(LLMEngineOutput { token_ids: tokens, ..LLMEngineOutput::default() });
+                    continue;
+                }
+                Some(FinishReason::Stop) => LLMEngineOutput::stop(),
+                Some(FinishReason::MaxNewTokens | FinishReason::MaxLen) => LLMEngineOutput::length(),
+                Some(FinishReason::Cancelled) => LLMEngineOutput::cancelled(),
+                Some(FinishReason::Failed(why)) => {
+                    yield Err(backend(BackendError::Unknown, why));
+                    return;
+                }
+            };
+            yield Ok(end.with_tokens(tokens).with_usage(used(prompt, sent)));
+            return;
+        }
+    }
+}
+
+fn used(prompt: usize, completion: usize) -> CompletionUsage {
+    let [prompt, completion] = [prompt, completion].map(|n| u32::try_from(n).unwrap_or(u32::MAX));
+    usage(prompt, completion)
+}
+
+fn backend(kind: BackendError, message: String) -> DynamoError {
+    DynamoError::builder().error_type(ErrorType::Backend(kind)).message(message).build()
+}
+
+/// Another worker may take the request.
+fn unavailable() -> DynamoError {
+    let error = DynamoError::builder().error_type(ErrorType::WorkerUnavailable);
+    error.message("the engine has not started, or has ended").build()
+}

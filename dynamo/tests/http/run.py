@@ -1,0 +1,22 @@
+"""Against Dynamo's frontend, with the demo on the CPU: `run.py WORKER GENERATE [CHECK …]`, the paths of the two programs and
+what to check, all unless told. dynamo/test builds both and calls this."""
+
+import sys
+
+import checks
+import load
+
+CHECKS = {
+    "chat": checks.chat_equals_generate,
+    "drain": checks.drain,
+    "migration": checks.migration,
+    "handoff": checks.handoff,
+    "routing": checks.routing,
+    "overhead": checks.overhead,
+    "load": load.load,
+}
+
+worker, generate, *names = sys.argv[1:]
+for name in names or CHECKS:
+    print(f"== {name}", flush=True)
+    CHECKS[name](worker, generate)

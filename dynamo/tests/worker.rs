@@ -1,0 +1,197 @@
+//! The contract, without Dynamo's frontend: the conformance kit, and what it does not look at.
+
+#[path = "../../models/tests/support/gguf_writer.rs"]
+#[allow(dead_code)]
+mod gguf_writer;
+#[path = "../../models/tests/support/tiny.rs"]
+#[allow(dead_code)]
+mod tiny;
+
+use candle_gdn_dynamo::{Args, Worker};
+use clap::Parser;
+use dynamo_backend_common::testing::{mock_context, run_conformance};
+use dynamo_backend_common::{
+    BackendError, DynamoError, ErrorType, FinishReason, GenerateContext, LLMEngine, LLMEngineOutput, OutputOptions,
+    PrefillResult, PreprocessedRequest, SamplingOptions, StopConditions,
+};
+use dynamo_llm::model_card::ModelDeploymentCard;
+use futures::future::join_all;
+use futures::stream::BoxStream;
+use futures::StreamExt;
+use std::time::{Duration, Instant};
+
+type Outputs = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
+
+/// The demo on the CPU, so many sequences at once.
+fn worker(batch: usize, args: &[&str]) -> Worker {
+    let batch = batch.to_string();
+    let base = ["worker", "--cpu", "--max-seq-len", "512", "--batch", &batch];
+    Worker::new(Args::parse_from(base.iter().chain(args))).unwrap().0
+}
+
+fn request(tokens: Vec<u32>, max_tokens: u32) -> PreprocessedRequest {
+    PreprocessedRequest::builder()
+        .model("demo".into())
+        .token_ids(tokens)
+        .stop_conditions(StopConditions {
+            max_tokens: Some(max_tokens),
+            ignore_eos: Some(true),
+            ..StopConditions::default()
+        })
+        .sampling_options(SamplingOptions::default())
+        .output_options(OutputOptions::default())
+        .build()
+        .unwrap()
+}
+
+fn prompt(n: u32) -> Vec<u32> {
+    (0..5 + 7 * n).map(|i| (i * 31 + n * 17) % 1000 + 1).collect()
+}
+
+async fn stream(worker: &Worker, request: PreprocessedRequest) -> Result<Outputs, DynamoError> {
+    worker.generate(request, GenerateContext::new(mock_context(), None)).await
+}
+
+async fn tokens(worker: &Worker, request: PreprocessedRequest) -> (Vec<u32>, FinishReason) {
+    let items: Vec<_> = stream(worker, request).await.unwrap().collect().await;
+    let items = items.into_iter().map(Result::unwrap).collect::<Vec<_>>();
+    let reason = items.last().and_then(|item| item.finish_reason.clone()).unwrap();
+    (items.into_iter().flat_map(|item| item.token_ids).collect(), reason)
+}
+
+#[tokio::test]
+async fn conformance() {
+    run_conformance(|| worker(4, &[])).await.unwrap();
+    run_conformance(|| worker(4, &["--draft", "4", "--mtp", "on"])).await.unwrap();
+    run_conformance(|| worker(4, &["--tensor-parallel", "2", "--prefix-cache", "0"])).await.unwrap();
+}
+
+#[tokio::test]
+async fn together_as_alone_whatever_runs_it() {
+    let want = worker(1, &["--prefix-cache", "0"]);
+    want.start(0).await.unwrap();
+    let mut alone = Vec::new();
+    for n in 0..12 {
+        alone.push(tokens(&want, request(prompt(n), 30 + n)).await);
+    }
+    assert!(alone.iter().enumerate().all(|(n, (tokens, _))| tokens.len() == 30 + n));
+    for args in [&[][..], &["--draft", "4"], &["--mtp", "on"], &["--tensor-parallel", "2"]] {
+        let worker = worker(4, args);
+        worker.start(0).await.unwrap();
+        let together = join_all((0..12).map(|n| tokens(&worker, request(prompt(n), 30 + n)))).await;
+        assert!(together == alone, "{args:?}");
+        worker.cleanup().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_full_queue_refuses() {
+    let worker = worker(1, &["--max-waiting", "1"]);
+    worker.start(0).await.unwrap();
+    let mut first = stream(&worker, request(prompt(1), 400)).await.unwrap();
+    // It runs: it waits no longer.
+    first.next().await.unwrap().unwrap();
+    let second = stream(&worker, request(prompt(2), 1)).await.unwrap();
+    let error = stream(&worker, request(prompt(3), 1)).await.err().unwrap();
+    assert_eq!(error.error_type(), ErrorType::WorkerOverloaded);
+    drop(first);
+    assert_eq!(second.count().await, 1, "the first one has made room");
+}
+
+#[tokio::test]
+async fn what_cannot_run_is_refused() {
+    let worker = worker(4, &[]);
+    worker.start(0).await.unwrap();
+    let mut with_logprobs = request(prompt(1), 4);
+    with_logprobs.output_options.logprobs = Some(1);
+    for (request, word) in [
+        (request(vec![1; 513], 4), "at most 512 tokens"),
+        (request(vec![5000], 4), "vocab_size"),
+        (request(vec![], 4), "at least 1 token"),
+        (with_logprobs, "logprobs"),
+    ] {
+        let error = stream(&worker, request).await.err().unwrap();
+        assert_eq!(error.error_type(), ErrorType::Backend(BackendError::InvalidArgument));
+        assert!(error.to_string().contains(word), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn the_end_waits_for_what_runs() {
+    let worker = worker(4, &[]);
+    worker.start(0).await.unwrap();
+    let outputs = stream(&worker, request(prompt(1), 200)).await.unwrap();
+    let (items, ended) = tokio::join!(outputs.collect::<Vec<_>>(), worker.cleanup());
+    ended.unwrap();
+    assert!(matches!(items.last(), Some(Ok(item)) if matches!(item.finish_reason, Some(FinishReason::Length))));
+    let error = stream(&worker, request(prompt(1), 1)).await.err().unwrap();
+    assert_eq!(error.error_type(), ErrorType::WorkerUnavailable);
+}
+
+#[tokio::test]
+async fn the_end_does_not_wait_for_ever() {
+    let worker = worker(4, &["--drain", "0"]);
+    worker.start(0).await.unwrap();
+    let mut outputs = stream(&worker, request(prompt(1), 500)).await.unwrap();
+    outputs.next().await.unwrap().unwrap();
+    let start = Instant::now();
+    worker.cleanup().await.unwrap();
+    assert!(start.elapsed() < Duration::from_secs(2));
+    let last = outputs.collect::<Vec<_>>().await.pop().unwrap();
+    // Of this kind are the errors with which the frontend takes a request elsewhere.
+    assert_eq!(last.err().unwrap().error_type(), ErrorType::Backend(BackendError::EngineShutdown));
+}
+
+#[tokio::test]
+async fn a_prompt_is_fed_here_and_completed_there() {
+    let whole = worker(4, &["--prefix-cache", "0"]);
+    let [first, second] = ["prefill", "decode"].map(|mode| worker(4, &["--disaggregation-mode", mode]));
+    for worker in [&whole, &first, &second] {
+        worker.start(0).await.unwrap();
+    }
+    for prompt in [vec![9], prompt(0), prompt(9), prompt(20)] {
+        let want = tokens(&whole, request(prompt.clone(), 20)).await;
+        let mut items: Vec<_> = stream(&first, request(prompt.clone(), 1)).await.unwrap().collect().await;
+        let item = items.pop().unwrap().unwrap();
+        assert!(items.is_empty() && matches!(item.finish_reason, Some(FinishReason::Length)));
+        let ticket = item.disaggregated_params.unwrap();
+        assert_eq!(ticket.as_object().unwrap().is_empty(), prompt.len() == 1);
+        assert_eq!(first.is_quiescent().await.unwrap(), Some(prompt.len() == 1), "until the state is fetched");
+        let mut request = request(prompt, 20);
+        request.prefill_result = Some(PrefillResult { disaggregated_params: ticket, prompt_tokens_details: None });
+        // The second time the state is gone: the prompt is fed there.
+        for _ in 0..2 {
+            assert_eq!(tokens(&second, request.clone()).await, want);
+        }
+        assert_eq!(first.is_quiescent().await.unwrap(), Some(true));
+    }
+}
+
+#[tokio::test]
+async fn a_gguf_file_has_all_that_a_frontend_reads() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("small.gguf");
+    gguf_writer::demo().write(&path).unwrap();
+    let args = ["worker", "--cpu", "--max-seq-len", "512", "--model", path.to_str().unwrap()];
+    let (of_file, config) = Worker::new(Args::parse_from(args)).unwrap();
+    let card = ModelDeploymentCard::load_from_disk(&config.model_name, None).unwrap();
+    let text = "In the beginning God created";
+    let encode = |card: &ModelDeploymentCard| card.tokenizer().unwrap().encode(text).unwrap().token_ids().to_vec();
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
+    let prompt = encode(&card);
+    assert_eq!(prompt, encode(&ModelDeploymentCard::load_from_disk(demo, None).unwrap()));
+    assert!(card.prompt_formatter.is_some());
+    assert_eq!(of_file.start(0).await.unwrap().model, "small");
+    let of_folder = worker(1, &[]);
+    of_folder.start(0).await.unwrap();
+    assert_eq!(tokens(&of_file, request(prompt.clone(), 20)).await, tokens(&of_folder, request(prompt, 20)).await);
+}
+
+#[tokio::test]
+async fn the_canary_is_a_request() {
+    let worker = worker(4, &[]);
+    worker.start(0).await.unwrap();
+    let payload = worker.health_check_payload().await.unwrap().unwrap();
+    let (tokens, reason) = tokens(&worker, serde_json::from_value(payload).unwrap()).await;
+    assert_eq!((tokens.len(), reason), (1, FinishReason::Length));
+}
