@@ -108,9 +108,7 @@ impl CustomOp1 for FewRows<'_> {
             check(OP, unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) })
         };
         for first in (0..rows).step_by(gdn::GDN_LINEAR_E4M3_ROWS) {
-            let outputs = if *swiglu { width } else { in_e4m3 };
-            let w = bytes.at(weight.bytes().layout().start_offset(), 1);
-            run(first, w, scales_of(weight, &scales)?, (0, outputs))?;
+            // The few rows first: bytes stream in meanwhile.
             if let (Some(pointer), Some(below)) = (&below, weight.below()) {
                 run(
                     first,
@@ -119,6 +117,9 @@ impl CustomOp1 for FewRows<'_> {
                     (in_e4m3, width - in_e4m3),
                 )?;
             }
+            let outputs = if *swiglu { width } else { in_e4m3 };
+            let w = bytes.at(weight.bytes().layout().start_offset(), 1);
+            run(first, w, scales_of(weight, &scales)?, (0, outputs))?;
         }
         drop(y);
         Ok((out, Shape::from((rows, width))))

@@ -129,7 +129,7 @@ fn launch_step(args: &StepArgs<'_>, ring: &Ring, (state, layout): CudaWritten<'_
             l2norm: options.rule.l2norm.into(),
             fold: 0,
             sigmoid: (options.gate == GateActivation::Sigmoid).into(),
-            overlap: plan.launch.overlap_code(),
+            overlap: plan.launch.overlap.into(),
             algo: gdn::GDN_AUTO,
             l2_eps: options.rule.l2_eps as f32,
             scale: rule.scale as f32,

@@ -166,7 +166,7 @@ fn with_params<R>(
             StepAlgo::Heads => gdn::GDN_STEP_HEADS,
             StepAlgo::Auto | StepAlgo::Composed => gdn::GDN_STEP_AUTO,
         },
-        overlap: plan.launch.overlap_code(),
+        overlap: plan.launch.overlap.into(),
         l2_eps: options.rule.l2_eps as f32,
         scale: rule.scale as f32,
         beta_scale: options.rule.beta_scale as f32,

@@ -5,9 +5,11 @@
 pub struct Launch {
     /// The kernel may begin while the one before it on the stream still runs (programmatic dependent launch), and read
     /// what no kernel of a pass writes: weights, and what the op's own docs name. It waits for the kernel before it
-    /// reads anything else. So may the one behind it, which begins beside the kernel before this one too, where this is no
-    /// projection: neither may write what that one reads early.
+    /// reads anything else.
     pub overlap: bool,
+    /// With `overlap`, and of a norm of the models alone: the one behind it may begin while the kernel *before* this one still
+    /// runs, which must not write what that one reads early, either.
+    pub lets_in: bool,
     /// Where the op writes its output; without one, a new allocation.
     pub arena: Option<Arena>,
 }
@@ -21,11 +23,16 @@ impl Launch {
     /// As the C ABI has it.
     #[cfg(feature = "cuda")]
     pub fn overlap_code(&self) -> i32 {
-        if self.overlap {
-            crate::abi::gdn::GDN_OVERLAP | crate::abi::gdn::GDN_OVERLAP_NEXT
-        } else {
-            0
+        match (self.overlap, self.lets_in) {
+            (false, _) => 0,
+            (true, false) => crate::abi::gdn::GDN_OVERLAP,
+            (true, true) => crate::abi::gdn::GDN_OVERLAP | crate::abi::gdn::GDN_OVERLAP_NEXT,
         }
+    }
+
+    /// The same, [letting in](Self::lets_in) the one behind it.
+    pub fn letting_in(&self) -> Self {
+        Self { lets_in: true, ..self.clone() }
     }
 
     /// The next layer of a pass begins: see [`Arena`].

@@ -31,9 +31,11 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   const int64_t resident = static_cast<int64_t>(16 / kWarps) * sms;
   config.grid = dim3(static_cast<unsigned>(tiles < resident ? tiles : resident));
   config.block = dim3(32 * kWarps);
+  config.shared_bytes = Stored<W>::kScaled && p.tokens == 1 ? 2 * static_cast<int64_t>(p.hidden) : 0;
   auto gate_up = gate_up_kernel<T, W, false>;
   if constexpr (!Stored<W>::kScaled)
     if (p.hidden <= kWarps * kChunks * Stored<W>::kChunk) gate_up = gate_up_kernel<T, W, true>;
+  if (const int status = allow_shared_memory(gate_up, config.shared_bytes, optin)) return status;
   if (const int status = launch(gate_up, config, args)) return status;
 
   config.overlap = p.overlap >= 0;

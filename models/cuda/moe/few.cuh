@@ -79,7 +79,7 @@ struct Piece {
   }
 };
 
-// Uses up chunk d in e4m3, of which `live` units are there, with x at this address.
+// Uses up chunk d in e4m3, of which `live` units are there, with x at this address, in shared memory or not.
 template <typename T>
 __device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3> &weights, const char *x, int d, int live) {
   float block[2][4] = {};
@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3>
     if (half < live) {
       const uint4 w0 = weights.w[d][half], w8 = weights.w[d][2 + half];
       const uint32_t words0[] = {w0.x, w0.y, w0.z, w0.w}, words8[] = {w8.x, w8.y, w8.z, w8.w};
-      const uint4 pieces[] = {ptx::load_after_wait(x + half * 128), ptx::load_after_wait(x + half * 128 + 16)};
+      const uint4 pieces[] = {*reinterpret_cast<const uint4 *>(x + half * 128), *reinterpret_cast<const uint4 *>(x + half * 128 + 16)};
       const uint32_t b[] = {pieces[0].x, pieces[0].y, pieces[0].z, pieces[0].w,
                             pieces[1].x, pieces[1].y, pieces[1].z, pieces[1].w};
 #pragma unroll
@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
   static_assert(!ONE_ROUND || !Stored<W>::kScaled, "x beside a round takes as many again as weights do");
   __shared__ Table table;
   __shared__ float partial[2][kGateUpWarps][kGroup * kColumn];    // of this tile and the last one
+  extern __shared__ __align__(16) unsigned char x_shared[];    // in e4m3 x of one token: pieces of it through L1 would each be waited for
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -181,6 +182,12 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
 #pragma unroll
   for (int d = 0; d < kChunks; ++d) weights.fetch(d);
 
+  const bool one = Stored<W>::kScaled && a.tokens == 1;
+  if (one) {
+    for (int i = tid * 16; i < 2 * a.hidden; i += 32 * kGateUpWarps * 16)
+      *reinterpret_cast<uint4 *>(x_shared + i) = ptx::load_after_wait(static_cast<const char *>(a.x) + i);
+    __syncthreads();
+  }
   Piece x[ONE_ROUND ? kChunks : 1];
   uint32_t held = 0;    // whose rows they are; no group is 0
   int turn = 0;
@@ -188,8 +195,9 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
     const uint32_t now = group;
     const int row = group_first(now), rows = group_rows(now), to = output;
     // Rows past the end are the last one again: their sums are not stored, and they cost no traffic.
-    const char *from = static_cast<const char *>(a.x) + x_part +
-                       table.token[row + min(g, rows - 1)] * (a.x_stride * static_cast<int64_t>(sizeof(T)));
+    const char *from = one ? reinterpret_cast<const char *>(x_shared) + x_part
+                           : static_cast<const char *>(a.x) + x_part +
+                                 table.token[row + min(g, rows - 1)] * (a.x_stride * static_cast<int64_t>(sizeof(T)));
     float sum[2][4] = {};
     if constexpr (ONE_ROUND) {
       if (const uint32_t whose = a.tokens == 1 ? 1 : now; whose != held) {

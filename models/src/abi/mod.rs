@@ -11,9 +11,7 @@ pub(crate) mod model;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod moe;
 #[cfg(any(feature = "cuda", test))]
-<<<<<<< HEAD
-pub(crate) mod round;
-=======
 pub(crate) mod quantized;
->>>>>>> quant
+#[cfg(any(feature = "cuda", test))]
+pub(crate) mod round;
 pub(crate) mod sampling;

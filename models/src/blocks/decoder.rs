@@ -93,9 +93,11 @@ impl DecoderLayer {
         mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
         rows: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Residual> {
-        let (x, y) = x.norm(&self.input_norm, launch)?;
+        static E: std::sync::LazyLock<u32> = std::sync::LazyLock::new(|| std::env::var("GDN_E").ok().and_then(|v| v.parse().ok()).unwrap_or(0));
+        let early = |kind: u32| if *E >> kind & 1 == 1 { launch.letting_in() } else { launch.clone() };
+        let (x, y) = x.norm(&self.input_norm, &early(0))?;
         let (x, h) = (rows(&x)?, rows(&self.sum(mix(&self.mixer, &y)?)?)?);
-        let (sum, y) = self.post_norm.forward_sum(&x, &h, launch)?;
+        let (sum, y) = self.post_norm.forward_sum(&x, &h, &early(1))?;
         let h = match &self.ffn {
             Ffn::Dense(mlp) => mlp.forward(&y, launch)?,
             Ffn::Moe(moe) => moe.forward(&y, launch)?,

@@ -122,7 +122,7 @@ fn launch_prepare(
         rotary_dim: 2 * pairs as i32,
         io_dtype: dtype_code(dtype),
         zero_centred: args.zero_centred.into(),
-        overlap: common.launch.overlap_code(),
+        overlap: common.launch.overlap.into(),
         eps: args.eps as f32,
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
@@ -165,7 +165,7 @@ pub(crate) fn decode(args: &DecodeArgs<'_>, q: &CudaStorage, gate: Option<&CudaS
         io_dtype: dtype_code(dtype),
         max_len: int(name, "max_len", args.max_len)?,
         splits: 0,
-        overlap: common.launch.overlap_code(),
+        overlap: common.launch.overlap.into(),
         scale: args.scale as f32,
     };
     // SAFETY: the launcher reads the parameters and writes the one number.

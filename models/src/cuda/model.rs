@@ -59,7 +59,7 @@ pub(crate) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaSto
         rows: plan.rows as i64,
         columns: int(name, "gate_up", plan.columns)?,
         dtype: dtype_code(dtype),
-        overlap: plan.launch.overlap_code(),
+        overlap: plan.launch.overlap.into(),
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
     check(name, unsafe { gdn_swiglu(&params, stream.cu_stream().cast::<c_void>()) })?;
