@@ -39,10 +39,20 @@ class Headers:
     `functions` {name: (argument types, result type)}. Whatever it does not know is an error."""
 
     def __init__(self, paths):
-        self.constants, self.enums, self.structs, self.functions = {}, {}, {}, {}
+        self.constants, self.enums, self.structs, self.functions, self.paths = {}, {}, {}, {}, set()
         for path in paths:
-            with open(path, encoding="utf-8") as f:
-                self.read(f.read(), path)
+            self.read_header(path)
+
+    def read_header(self, path):
+        """Once each, behind the model's headers that it includes."""
+        if path in self.paths:
+            return
+        self.paths.add(path)
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+        for name in re.findall(r'^#include "(gdn_\w+\.h)"', text, re.M):
+            self.read_header(os.path.join(os.path.dirname(path), name))
+        self.read(text, path)
 
     def read(self, text, name="header"):
         self.name = name
