@@ -11,7 +11,9 @@ namespace quantized {
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
 constexpr int kMostStages = 8;
-constexpr int kBarriers = kWarps * kMostStages * 8;    // bytes
+constexpr int kCluster = 4;    // blocks of a cluster
+constexpr int kMeet = kWarps * kMostStages * 8;        // bytes: behind the rings' barriers that of what blocks of a cluster send each other
+constexpr int kBarriers = kMeet + 16;
 constexpr int kChunkOfX = 2 * kChunk;                  // bytes of a row of x in fixed point
 constexpr int kScalesOfX = 32;                         // bytes of its scales: of 4 blocks the scale, and with it the sum
 
@@ -20,11 +22,11 @@ struct PartArgs {
   const char *w;
   int32_t type;
   int32_t outputs, column;             // of y: how many, and the first
-  int32_t tiles, units;                // of 16 outputs; of a tile's inputs
+  int32_t tiles, units;                // of 16 outputs; of a tile's inputs, in a cluster those that a block has
   int32_t up;                          // with swiglu: tiles from a gate's to up's of the same outputs, else 0
   int32_t turn;                        // tiles that a block works on from one barrier to the next
   int32_t stages;                      // of a warp's ring
-  int32_t first_block, blocks;
+  int32_t first_block, blocks;         // or clusters
   int32_t each, more;                  // tiles of a block; so many of the first blocks have one more
 };
 
@@ -34,9 +36,10 @@ struct Args {
   void *y;
   int64_t x_row, y_stride;     // bytes; elements
   int32_t parts, rows;
-  int32_t inputs, chunks;
+  int32_t inputs, chunks;      // of x; that a block has
+  int32_t cluster;             // blocks that share the inputs of the same tiles. More than one: one part in one turn, without swiglu
   int32_t groups, per_group, group_size;    // as in gdn_quantized_params
-  int32_t x_shared_row, scales_at, scales_row, partial_at, partial_size, ring_at;    // shared memory: bytes. x lies behind the barriers
+  int32_t x_shared_row, scales_at, scales_row, partial_at, partial_size, meet_at, ring_at;    // shared memory: bytes. x lies behind the barriers
 };
 
 // n / d in a few instructions, of n below 2^22 and quotients below 2^11.
@@ -92,14 +95,15 @@ __device__ __forceinline__ void store_8(uint32_t address, uint32_t a, uint32_t b
 
 // x in fixed point, by all threads. A number is (256 hi + lo) * scale. A chunk's 256 bytes are those of the first 16 inputs of each of its four blocks,
 // hi before lo, and then of the last 16. A quad of threads has a block.
-template <typename T, int R> __device__ __forceinline__ void convert_x(const Args &a, uint32_t x_shared, uint32_t scales_shared) {
+template <typename T, int R>
+__device__ __forceinline__ void convert_x(const Args &a, int rank, uint32_t x_shared, uint32_t scales_shared) {
   constexpr float kLargest = 127.f * 256.f;
   constexpr float kRound = 12582912.f;    // 1.5 * 2^23: a sum with it ends with the integer's bits
   const int pieces = a.chunks * (kChunk / 8), all = a.rows * pieces;
 #pragma unroll 2
   for (int at = threadIdx.x; at - static_cast<int>(threadIdx.x % 32) < all; at += kThreads) {
     const int row = R == 1 ? at >= pieces : quotient(at, pieces), piece = at - row * pieces;
-    int input = piece * 8;
+    int input = rank * a.chunks * kChunk + piece * 8;
     if (a.group_size > 0) {
       const int of = quotient(input, a.group_size), in_group = quotient(of, a.groups);
       input += ((of - in_group * a.groups) * a.per_group + in_group - of) * a.group_size;
@@ -226,20 +230,38 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   constexpr int kChunks = kChunksOf<TYPE>;
   const int lane = ptx::kept_lane(), warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), g = lane >> 2, t = lane & 3;
   const uint32_t shared = ptx::shared_address(shared_bytes);
-  const int block = static_cast<int>(blockIdx.x) - part.first_block;
+  int block = static_cast<int>(blockIdx.x) - part.first_block, rank = 0;
+  if (a.cluster > 1) {
+    rank = block % kCluster;
+    block /= kCluster;
+  }
   const int begin = block * part.each + min(block, part.more), end = begin + part.each + (block < part.more);
 
   Ring ring = {shared + a.ring_at + warp * part.stages * F::kBytes, shared + warp * kMostStages * 8, part.stages};
+  const int own = (end - begin) * a.rows * (kTile / kCluster);    // of the cluster's values, that this block adds up
+  if (a.cluster > 1 && threadIdx.x == 0) {
+    ptx::barrier_init(shared + kMeet, 1);
+    ptx::barrier_expect(shared + kMeet, own * kCluster * static_cast<int>(sizeof(float)));
+  }
   ring.begin(lane);
-  // The stream of units runs in front of their use, over the ends of turns.
-  int fetch_first = begin, fetch_left = 0, to_up = 0;    // of a gate's units, before up's
+  if (a.cluster > 1) ptx::cluster_begin_arrive();
+  // The stream of units runs in front of their use, over the ends of turns. Units are left out behind those of a gate, up to up's, and in a cluster behind those that this block has of a tile.
+  int fetch_first = begin, fetch_left = 0, to_gap = 0, gap = 0;
   const char *from = nullptr;
   const auto seek = [&] {
     const Walk walk(part, min(part.turn, end - fetch_first), warp);
     fetch_left = walk.left;
-    from = part.w + (static_cast<int64_t>(fetch_first) * part.units + walk.at) * F::kBytes;
-    to_up = part.up ? walk.units / 2 - walk.at : INT32_MAX;
-    if (to_up <= 0) from += (static_cast<int64_t>(part.up) * part.units - walk.units / 2) * F::kBytes;
+    from = part.w + (static_cast<int64_t>(fetch_first) * a.cluster * part.units + walk.at) * F::kBytes;
+    if (a.cluster > 1) {
+      const int tile = quotient(walk.at, part.units);
+      from += (rank + (kCluster - 1) * tile) * part.units * F::kBytes;
+      to_gap = (tile + 1) * part.units - walk.at;
+      gap = (kCluster - 1) * part.units;
+    } else if (part.up) {
+      to_gap = walk.units / 2 - walk.at;
+      gap = part.up * part.units - walk.units / 2;
+      if (to_gap <= 0) from += static_cast<int64_t>(gap) * F::kBytes;
+    }
     fetch_first += part.turn;
   };
   const auto fetch = [&](int slot) {
@@ -248,7 +270,10 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
       ring.template fetch<F::kBytes>(slot, from, lane);
       --fetch_left;
       from += F::kBytes;
-      if (--to_up == 0) from += (static_cast<int64_t>(part.up) - min(part.turn, end + part.turn - fetch_first)) * part.units * F::kBytes;
+      if (--to_gap == 0) {
+        from += static_cast<int64_t>(gap) * F::kBytes;
+        if (a.cluster > 1) to_gap = part.units;
+      }
     }
     ring.commit();
   };
@@ -257,7 +282,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   const uint32_t x_shared = shared + kBarriers, scales_shared = shared + a.scales_at;
-  convert_x<T, R>(a, x_shared, scales_shared);
+  convert_x<T, R>(a, rank, x_shared, scales_shared);
   __syncthreads();
 
   // Of the matrix units' 8 columns two are for each lane t of a quad: hi and lo of x beside that lane's block, with zeros beside the other three. So a
@@ -343,11 +368,28 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
       for (int w = Walk::owner(first_unit, walk.units); w <= last; ++w) y += partial[(w + tile) * (R * kTile) + at];
       return y;
     };
-    for (int i = threadIdx.x; i < tiles * a.rows * kTile; i += kThreads) {
+    // Each block of a cluster sends what it has to the block that stores it.
+    const float *sums = reinterpret_cast<const float *>(shared_bytes + a.meet_at);
+    int value = threadIdx.x, values = tiles * a.rows * kTile;
+    if (a.cluster > 1) {
+      ptx::cluster_begin_wait();
+      for (; value < values; value += kThreads) {
+        const int tile = quotient(value, a.rows * kTile), to = quotient(value, own);
+        ptx::store_async(ptx::cluster_address(shared + a.meet_at + (rank * own + value - to * own) * 4, to),
+                         sum_of(tile, value - tile * (a.rows * kTile)), ptx::cluster_address(shared + kMeet, to));
+      }
+      ptx::barrier_wait_cluster(shared + kMeet, 0);
+      value = threadIdx.x + rank * own;
+      values = rank * own + own;
+    }
+    for (int i = value; i < values; i += kThreads) {
       const int tile = R == 1 ? i / kTile : quotient(i, a.rows * kTile), at = i - tile * (a.rows * kTile), row = at / kTile;
       const int output = (first + tile) * kTile + at % kTile;
       float y;
-      if (part.up) y = fast_silu(sum_of(tile, at)) * sum_of(tile + tiles, at);
+      if (a.cluster > 1) {
+        y = 0.f;
+        for (int r = 0; r < kCluster; ++r) y += sums[r * own + i - rank * own];
+      } else if (part.up) y = fast_silu(sum_of(tile, at)) * sum_of(tile + tiles, at);
       else y = sum_of(tile, at);
       if (output < part.outputs) static_cast<T *>(a.y)[row * a.y_stride + part.column + output] = from_float<T>(y);
     }

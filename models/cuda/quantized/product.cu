@@ -9,6 +9,7 @@ namespace {
 constexpr int kMostRows = 8;              // of a launch
 constexpr int kTilesOfOneTurn = 16;       // a block with no more has one turn
 constexpr int kUnitsOfTurn = 4;           // of a warp, at least, where there are several
+constexpr int64_t kPaysCluster = 56 << 10;    // bytes less for the block that has most to read; blocks that read faster than others make up for less
 
 // Blocks for each part, in proportion to its bytes; small parts have one more rather than one less, what is left the largest has.
 void divide_blocks(Args *args, int sms) {
@@ -42,6 +43,22 @@ void divide_blocks(Args *args, int sms) {
   }
 }
 
+// Where tiles are so few that blocks would have very different numbers of them, or some none, clusters divide them and their blocks the inputs.
+void share_inputs(Args *args, int clusters) {
+  PartArgs &part = args->part[0];
+  if (clusters > part.tiles) clusters = part.tiles;
+  if (clusters < 1) return;
+  const int64_t most = ceil_div(part.tiles, clusters), units = part.units / kCluster;
+  const int64_t less = ceil_div(part.tiles, part.blocks) * part.units - most * units;
+  if (most > kTilesOfOneTurn || less * extent(part.type).unit_bytes < kPaysCluster) return;
+  args->cluster = kCluster;
+  args->chunks /= kCluster;
+  part.units = static_cast<int32_t>(units);
+  part.blocks = clusters;
+  part.each = part.tiles / clusters;
+  part.more = part.tiles % clusters;
+}
+
 // The tiles of a turn: all that a block has, where these are few; else so many that all warps have as many units.
 int turn_of(const PartArgs &part) {
   const int factor = part.up ? 2 : 1, most = static_cast<int>(ceil_div(part.tiles, part.blocks));
@@ -70,6 +87,8 @@ bool lay_out(Args *args, int rows, bool least, int64_t room, int64_t *bytes) {
   args->partial_at = static_cast<int32_t>(at);
   args->partial_size = slots * padded * kTile * static_cast<int>(sizeof(float));
   at += 2 * args->partial_size;
+  args->meet_at = static_cast<int32_t>(at);
+  if (args->cluster > 1) at += static_cast<int64_t>(args->part[0].turn) * rows * kTile * static_cast<int>(sizeof(float));
   at = ceil_div(at, 128) * 128;
   args->ring_at = static_cast<int32_t>(at);
   *bytes = at;
@@ -148,11 +167,21 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
     args.group_size = p.inputs / p.groups / p.per_group;
   }
   divide_blocks(&args, sms);
+  args.cluster = 1;
+  if (args.parts == 1 && !p.swiglu && args.part[0].units % kCluster == 0) {
+    bool yes = false;
+    int clusters = 0;
+    if (const int status = has_sm90_code(&yes)) return status;
+    if (yes)
+      if (const int status = clusters_at_once(optin, &clusters)) return status;
+    share_inputs(&args, clusters);
+  }
   for (int i = 0; i < args.parts; ++i) args.part[i].turn = turn_of(args.part[i]);
 
   LaunchConfig config;
   const PartArgs &last = args.part[args.parts - 1];
-  config.grid = dim3(static_cast<unsigned>(last.first_block + last.blocks));
+  config.grid = dim3(static_cast<unsigned>((last.first_block + last.blocks) * args.cluster));
+  config.cluster = args.cluster;
   config.block = dim3(kThreads);
   config.stream = stream;
   config.overlap = p.overlap != 0;

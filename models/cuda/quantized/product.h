@@ -7,6 +7,9 @@
 namespace gdn {
 namespace quantized {
 
+// The clusters that the current device runs at once.
+int clusters_at_once(int optin, int *count);
+
 template <typename T> int run_product(const Args &args, const LaunchConfig &config, int optin);
 
 }  // namespace quantized

@@ -148,6 +148,21 @@ def check_products(lib):
     print(f"{next(seeds) // 8} products, {len(failures)} failed", flush=True)
 
 
+def check_quick(lib):
+    """Every kernel: pack and rows of each type; products of all types in a launch, of each dtype and number of rows, clusters."""
+    for name, dtype in zip(NAMES, TYPES):
+        packed = Packed(lib, Blocks(name, 33, 256, 1.0, 1))
+        buf, y = framed(33, 256, 16, dtype)
+        status = launch(lambda: call(lib.gdn_quantized_rows, packed.rows_params(y, dtype)))
+        report(f"rows {name} {dtype}", status == OK and same(y, packed.blocks.numbers(torch.float32).to(TYPES[dtype])) and
+               only_inside(buf, y), str(status), quiet=True)
+    for dtype, rows in itertools.product(TYPES, (1, 2, 3, 5)):
+        check_case(lib, Case(lib, rows, 512, [("q8_0", 20), ("q6_K", 33), ("q4_K", 50)], dtype, (8, 3)))
+    for name, rows in zip(NAMES, (1, 3, 8)):
+        check_case(lib, Case(lib, rows, 1024, [(name, 64)], "bf16", swiglu=True))
+        check_case(lib, Case(lib, rows, 9216, [(name, 40)], "bf16", (0, 5)))
+
+
 def check_rows(lib):
     """Bit for bit: each number is rounded to f32, and then once."""
     for name, dtype, (outputs, inputs), gap in itertools.product(NAMES, TYPES, ((1, 256), (33, 768), (300, 2560)), (0, 16)):
@@ -271,6 +286,8 @@ def times(lib, args):
 
 
 def check(lib, args):
+    if args.quick:
+        return check_quick(lib)
     check_arguments(lib)
     check_rows(lib)
     check_nan(lib)
