@@ -214,7 +214,7 @@ typedef struct gdn_step_params {
   int32_t l2norm;          // normalise q and k
   int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
   int32_t algo;            // gdn_step_algo
-  int32_t overlap;         // GDN_OVERLAP, GDN_OVERLAP_NEXT
+  int32_t overlap;         // GDN_OVERLAP
   float l2_eps, scale, beta_scale, norm_eps;
 } gdn_step_params;
 int gdn_step(const gdn_step_params *params, cudaStream_t stream);
@@ -303,7 +303,7 @@ typedef struct gdn_replay_step_params {
   int32_t io_dtype, gate_dtype, state_dtype, conv_dtype, norm_dtype;
   int32_t l2norm, fold;
   int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
-  int32_t overlap;         // GDN_OVERLAP, GDN_OVERLAP_NEXT; the kernel before must not write cursors, counts and rings, `inputs` too, either
+  int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings, `inputs` too, either
   int32_t algo;            // GDN_REPLAY_AUTO, _MMA, or _FMA, which takes conv_weight aligned to 16 bytes and rows of
                            // `inputs` to 4 elements
   float l2_eps, scale, beta_scale, norm_eps;
@@ -395,10 +395,6 @@ int gdn_dequantize(const gdn_dequantize_params *params, cudaStream_t stream);
 // therefore not write them. In a layer it is the projection. All else happens after the wait, so that the result is the
 // same.
 #define GDN_OVERLAP 1
-// GDN_OVERLAP | GDN_OVERLAP_NEXT, for gdn_step, gdn_replay_step and what the models' headers say: the launch behind this one may
-// begin while the kernel before this one still runs. Neither of the two may then write what that launch reads before its wait.
-// In a layer it is a projection again, which reads its weights. Elsewhere it is GDN_OVERLAP.
-#define GDN_OVERLAP_NEXT 2
 
 // Profiling inside the kernels of gdn_step and gdn_rule, in a build with -DGDN_PROFILE. A
 // warp of a launch owns a gdn_profile_warp and, right after it, `events_per_warp` gdn_profile_events, of which the first

@@ -147,7 +147,6 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
     if (gate >= 0) ask_rates(gate);
     if (has) ask_old(warp);
     if constexpr (FUSED) {
-      if (p.overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
       if (p.overlap) load_state();    // not written by the kernel before this one
       ptx::grid_dependency_wait();
       ptx::grid_dependency_launch();

@@ -33,7 +33,6 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes;
   const uint32_t rank = blockIdx.x, n = blockIdx.z, key_head = blockIdx.y;    // the cluster is the grid's x
   const uint32_t split = rank % kSplits, head = key_head * p.ratio.ratio + rank / kSplits;
-  if (p.overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
   const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
   const uint32_t all_squares = ptx::shared_address(&arrived[0]), all_read = ptx::shared_address(&arrived[1]);
   if (threadIdx.x == 0) {

@@ -79,7 +79,7 @@ int choose(const gdn_step_params &p, Choice *choice) {
   if (const int status = has_sm90_code(&clusters)) return status;
   const int ratio = p.num_v_heads / p.num_k_heads;
   const int64_t heads = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads;
-  choice->overlap = clusters ? p.overlap : 0;
+  choice->overlap = p.overlap && clusters;
 
   const bool one = !p.seqs.cu_seqlens && p.seqs.tokens_per_seq == 1;
   choice->rows = ratio <= 2 && heads <= (ratio == 1 ? sms / 4 : sms / 2) ? 2 : 4;

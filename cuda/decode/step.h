@@ -11,7 +11,7 @@ struct Choice {
   int rows = 1;                // of GDN_STEP_SPLIT, a lane group
   int depth = 4;               // of GDN_STEP_HEADS
   int blocks = 0;              // a multiprocessor at most, but for GDN_STEP_SPLIT
-  int32_t overlap = 0;
+  bool overlap = false;
 };
 
 template <typename T> int launch_step_as(const FusedParams &p, const Choice &choice, cudaStream_t stream);

@@ -83,8 +83,6 @@ token_kernel(const __grid_constant__ GIVEN p) {
   // Which warp does what; in the step those before the gates' make the convolution.
   constexpr int gates = STEP ? 3 : 0, decays = STEP ? 3 : 1, norms = 2, copies = STEP ? 1 : 3;
 
-  if constexpr (STEP)
-    if (p.overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
   const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
   if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding
     if constexpr (STEP) ptx::grid_dependency_wait();

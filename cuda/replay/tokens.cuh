@@ -103,8 +103,6 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
   constexpr int kCopyTokens = 0, kGates = 1, kDecays = 2, kCopyEntries = 3;
   const RowCopies token_rows(shared.tokens_arrived, warp == kCopyTokens), entry_rows(shared.entries_arrived, warp == kCopyEntries);
   const typename S::State state(shared.state[warp], shared.arrived[warp]);
-  if constexpr (STEP)
-    if (p.overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
   const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
   const Tokens tokens(p, n);
   if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding

@@ -48,7 +48,7 @@ typedef struct gdn_attention_prepare_params {
   int32_t rotary_dim;      // even, at most head_dim; 0 rotates nothing
   int32_t io_dtype;        // gdn_dtype of q, k, v, q_out and the cache
   int32_t zero_centred;    // multiply by 1 + weight instead of weight
-  int32_t overlap;         // GDN_OVERLAP, GDN_OVERLAP_NEXT; nothing is read before the wait
+  int32_t overlap;         // GDN_OVERLAP; nothing is read before the wait
   float eps;
 } gdn_attention_prepare_params;
 int gdn_attention_prepare(const gdn_attention_prepare_params *params, cudaStream_t stream);
@@ -71,7 +71,7 @@ typedef struct gdn_attention_params {
                            // a longer one is right, and slower
   int32_t splits;          // 0 chooses, between the kernels too; n: the one for few tokens, where n blocks share the keys of a
                            // sequence and kv head
-  int32_t overlap;         // GDN_OVERLAP, GDN_OVERLAP_NEXT; read before the wait: slot numbers, positions, cu_seqlens, and keys and values
+  int32_t overlap;         // GDN_OVERLAP; read before the wait: slot numbers, positions, cu_seqlens, and keys and values
                            // before positions[n], which gdn_attention_prepare leaves alone
   float scale;             // of the scores; head_dim^-0.5 as a rule
 } gdn_attention_params;

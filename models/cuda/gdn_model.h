@@ -9,6 +9,10 @@
 extern "C" {
 #endif
 
+// With GDN_OVERLAP, of gdn_residual: the launch behind this one may begin while the kernel before this one still runs. Neither of the
+// two may then write what that launch reads before its wait. In a model it is a projection or the experts, which read weights.
+#define GDN_OVERLAP_NEXT 2
+
 // A residual and the norm behind it:
 //   sum = x + h;   y = sum * rsqrt(mean(sum^2) + eps) * weight
 // The norm is of the sum as it was rounded and stored. Without h it is the norm alone.

@@ -30,8 +30,6 @@ c_header! {
         pub GDN_LINEAR_E4M3_ROWS: usize = 16;
         pub GDN_SCALE_COLUMNS: usize = 128;
         pub GDN_LINEAR_SWIGLU_ROWS: usize = 8;
-        pub GDN_OVERLAP: i32 = 1;
-        pub GDN_OVERLAP_NEXT: i32 = 2;
         pub GDN_PROFILE_LEAN: u32 = 1 << 31;
         pub GDN_PROFILE_CHUNK: u32 = 1 << 30;
     }

@@ -178,7 +178,7 @@ mod tests {
                     let want = x_here.matmul(&w_here.t().unwrap()).unwrap();
                     device.synchronize().unwrap();
                     for overlap in [false, true] {
-                        let y = few_rows(&x, &w, &Launch { overlap, ..Launch::default() })
+                        let y = few_rows(&x, &w, &Launch { overlap, arena: None })
                             .unwrap()
                             .expect("a shape that the kernel takes");
                         let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();

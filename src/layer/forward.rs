@@ -36,7 +36,7 @@ pub(super) struct On<'a> {
 impl<'a> On<'a> {
     /// Slots of a pool, in u32.
     pub fn pool(pool: &'a StatePool, slots: &'a Slots, cu_seqlens: Option<&'a CuSeqlens>) -> Self {
-        const LAUNCH: &Launch = &Launch { overlap: false, lets_in: false, arena: None };
+        const LAUNCH: &Launch = &Launch { overlap: false, arena: None };
         let (states, ring) = (pool.states(), pool.ring());
         Self { states, ring, slots: Some(slots), cu_seqlens, checkpoints: None, drafts: false, launch: LAUNCH }
     }

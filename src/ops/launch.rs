@@ -7,9 +7,6 @@ pub struct Launch {
     /// what no kernel of a pass writes: weights, and what the op's own docs name. It waits for the kernel before it
     /// reads anything else.
     pub overlap: bool,
-    /// With `overlap`, and of a norm of the models alone: the one behind it may begin while the kernel *before* this one still
-    /// runs, which must not write what that one reads early, either.
-    pub lets_in: bool,
     /// Where the op writes its output; without one, a new allocation.
     pub arena: Option<Arena>,
 }
@@ -18,21 +15,6 @@ impl Launch {
     /// The same, overlapping the kernel before it.
     pub fn overlapping(&self) -> Self {
         Self { overlap: true, ..self.clone() }
-    }
-
-    /// As the C ABI has it.
-    #[cfg(feature = "cuda")]
-    pub fn overlap_code(&self) -> i32 {
-        match (self.overlap, self.lets_in) {
-            (false, _) => 0,
-            (true, false) => crate::abi::gdn::GDN_OVERLAP,
-            (true, true) => crate::abi::gdn::GDN_OVERLAP | crate::abi::gdn::GDN_OVERLAP_NEXT,
-        }
-    }
-
-    /// The same, [letting in](Self::lets_in) the one behind it.
-    pub fn letting_in(&self) -> Self {
-        Self { lets_in: true, ..self.clone() }
     }
 
     /// The next layer of a pass begins: see [`Arena`].

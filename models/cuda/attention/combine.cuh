@@ -22,7 +22,6 @@ __global__ void __launch_bounds__(kCombineThreads)
   const int head = static_cast<int>(row % p.num_heads), t = static_cast<int>(row / p.num_heads % plan.max_tokens);
   const int n = static_cast<int>(row / p.num_heads / plan.max_tokens), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  if (p.overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
   // What no kernel writes that may still be running, see gdn_attention_params.overlap.
   const Tokens tokens = tokens_of(p.seqs, n);
   const bool mine = t < tokens.count;

@@ -54,7 +54,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(128) uint8_t smem[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
 
-  if (p.overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
   Block b(p, plan);
   if (b.rows == 0) {
     ptx::grid_dependency_wait();

@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(32 * kPrepareWarps)
   const gdn_heads from = query ? p.q : value ? p.v : p.k;
   float *const shared = rows[warp];
 
-  if (p.overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   for (int n = blockIdx.y; n < p.seqs.num_seqs; n += gridDim.y) {

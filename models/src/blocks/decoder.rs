@@ -61,10 +61,12 @@ impl DecoderLayer {
             }
             (FfnKind::Moe, None) => bail!("config: a layer uses experts but `moe` is absent"),
         };
+        let post_norm = norm("post_attention_layernorm")?;
         Ok(Self {
-            input_norm: norm("input_layernorm")?,
+            input_norm: norm("input_layernorm")?.letting_in(),
             mixer,
-            post_norm: norm("post_attention_layernorm")?,
+            // NOTES: a dense feed-forward is slower so: a step of a 4B takes 2.85 ms and not 2.45.
+            post_norm: if matches!(ffn, Ffn::Moe(_)) { post_norm.letting_in() } else { post_norm },
             ffn,
             group: None,
         })
@@ -93,9 +95,9 @@ impl DecoderLayer {
         mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
         rows: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Residual> {
-        let (x, y) = x.norm(&self.input_norm, &launch.letting_in())?;
+        let (x, y) = x.norm(&self.input_norm, launch)?;
         let (x, h) = (rows(&x)?, rows(&self.sum(mix(&self.mixer, &y)?)?)?);
-        let (sum, y) = self.post_norm.forward_sum(&x, &h, &self.ffn.behind_a_norm(launch))?;
+        let (sum, y) = self.post_norm.forward_sum(&x, &h, launch)?;
         let h = match &self.ffn {
             Ffn::Dense(mlp) => mlp.forward(&y, launch)?,
             Ffn::Moe(moe) => moe.forward(&y, launch)?,
@@ -113,16 +115,6 @@ impl DecoderLayer {
         match &self.group {
             Some(group) => group.all_reduce(&part),
             None => Ok(part),
-        }
-    }
-}
-
-impl Ffn {
-    /// How the norm before it is launched. NOTES: a dense one that is let in early is slower: a step of a 4B took 2.85 ms and not 2.45.
-    fn behind_a_norm(&self, launch: &Launch) -> Launch {
-        match self {
-            Self::Dense(_) => launch.clone(),
-            Self::Moe(_) => launch.letting_in(),
         }
     }
 }

@@ -159,7 +159,7 @@ impl CustomOp1 for FewRows<'_> {
             groups: int(OP, "groups", tiles.map_or(0, |tiles| tiles.groups))?,
             per_group: int(OP, "groups", tiles.map_or(0, |tiles| tiles.per_group))?,
             dtype: dtype_code(dtype),
-            overlap: launch.overlap_code(),
+            overlap: launch.overlap.into(),
         };
         // SAFETY: the launcher reads the parameters and the parts; the kernel reads the rows of x and the matrices, whose sizes are
         // those they were packed with, and writes the rows of y; the guards outlive the launch.

@@ -78,7 +78,7 @@ impl RoundBuffers {
             cu_seqlens: Some(CuSeqlens::from_lengths(&vec![tokens; batch], device)?),
             states: slots()?,
             kv: at(2)?,
-            launch: Launch { arena: arena(device)?, ..Launch::default() }.overlapping(),
+            launch: Launch { overlap: true, arena: arena(device)? },
             _working: None,
         };
         let buffers = Self {

@@ -60,7 +60,7 @@ impl StepBuffers {
                 // The kernels read how long each sequence is; their number of blocks follows from this.
                 max_len: pool.max_len,
             },
-            launch: Launch { arena: arena(device)?, ..Launch::default() }.overlapping(),
+            launch: Launch { overlap: true, arena: arena(device)? },
             _working: None,
         };
         let hidden = match pool.head.is_some() {

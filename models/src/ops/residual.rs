@@ -14,6 +14,7 @@ const OP: &str = "add_rms_norm";
 pub struct AddRmsNorm {
     eps: f64,
     launch: Launch,
+    lets_in: bool,
     /// Whether the second argument is added, and not x again.
     add: bool,
 }
@@ -25,7 +26,7 @@ impl AddRmsNorm {
         if !eps.is_finite() || eps < 0.0 {
             bail!("{OP}: eps: expected a finite value of at least 0, got {eps}");
         }
-        Ok(Self { eps, launch: Launch::default(), add: false })
+        Ok(Self { eps, launch: Launch::default(), lets_in: false, add: false })
     }
 
     /// The kernel may begin while the one before it on the stream still runs, and read the weight, which that one must
@@ -33,6 +34,12 @@ impl AddRmsNorm {
     pub(crate) fn launched(mut self, launch: &Launch) -> Self {
         self.launch = launch.clone();
         self
+    }
+
+    /// Where launches overlap, the one behind this one may begin while the kernel before this one still runs. Neither of the
+    /// two may write what that one reads before it waits.
+    pub(crate) fn letting_in(self, lets_in: bool) -> Self {
+        Self { lets_in, ..self }
     }
 
     /// `x + h`, and its norm.
@@ -90,6 +97,7 @@ impl AddRmsNorm {
             dim,
             out_shape,
             launch: self.launch.clone(),
+            lets_in: self.lets_in,
             eps: self.eps,
         })
     }

@@ -78,7 +78,7 @@ fn equals_the_product_in_f64() {
                 let x = part(&x.to_device(&device).unwrap());
                 device.synchronize().unwrap();
                 for overlap in [false, true] {
-                    let launch = Launch { overlap, ..Launch::default() };
+                    let launch = Launch { overlap, arena: None };
                     let y = few_rows(&x, &weight, &launch).unwrap().expect("a shape that the kernel takes");
                     let error = error(&y, &want);
                     assert!(error < bound, "{dtype:?} {rows}x{inputs} -> {outputs}+{below}: {error}");
