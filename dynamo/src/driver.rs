@@ -309,6 +309,8 @@ impl<'a> Lead<'a> {
         if let Ok(id) = taken {
             self.requests.insert(id, InFlight { outputs, tokens, new: Vec::new(), state: None });
         }
+        // Before the answer: from then on the worker's end waits for this request.
+        self.tell_figures();
         match answer.send(taken) {
             // Nobody reads what comes of it.
             Err(Ok(id)) => self.cancel(id),
