@@ -15,12 +15,13 @@ use std::sync::Arc;
 const CONFIGS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/configs");
 
 /// Published models, the billions of parameters of their names, and the MiB of a sequence's recurrent states.
-const PUBLISHED: [(&str, f64, u64); 5] = [
+const PUBLISHED: [(&str, f64, u64); 6] = [
     ("qwen3-next-80b-a3b", 80., 72),
     ("qwen3.5-0.8b", 0.8, 18),
     ("qwen3.5-4b", 4., 48),
     ("qwen3.5-27b", 27., 144),
     ("qwen3.5-35b-a3b", 35., 60),
+    ("qwen3.5-35b-a3b-fp8", 35., 60),
 ];
 
 fn config(name: &str) -> ModelConfig {
