@@ -29,7 +29,8 @@ pub struct Dummy {
     family: Family,
     tied: bool,
     fp8: Option<Fp8Config>,
-    /// Matrices in e4m3 by their size: those of one size are the same, since an expert's layer takes a second to make.
+    /// Matrices in e4m3 by their number of elements. Two matrices with as many elements hold the same numbers: to make those of the
+    /// experts of one layer takes about a second.
     in_fp8: Mutex<HashMap<usize, Tensor>>,
 }
 
@@ -48,7 +49,7 @@ impl Dummy {
         self.fp8.as_ref().is_some_and(|fp8| fp8.converts(module)) && self.contains_tensor(name)
     }
 
-    /// Numbers in e4m3, as far from each other as those of a uniform distribution.
+    /// Numbers of a uniform distribution, rounded to e4m3.
     fn e4m3(&self, shape: Shape) -> Result<Tensor> {
         let Ok(mut made) = self.in_fp8.lock() else { bail!("random weights: another thread has failed") };
         let len = shape.elem_count();

@@ -52,8 +52,8 @@ typedef struct gdn_moe_params {
   int32_t router_parts;        // 1 where bf16 holds the router, up to 3, which hold any in f32; products and sums are f32
   int32_t normalise;           // the k weights sum to one
   int32_t algo;                // gdn_moe_algo
-  int32_t overlap;             // GDN_OVERLAP, for up to 1024 tokens; read before the wait: the router's and the shared expert's weights. Its
-                               // own kernels overlap one another in any case, but with -1, which is for measurements
+  int32_t overlap;             // GDN_OVERLAP, which calls of more than 1024 tokens ignore; read before the wait: the
+                               // router's and the shared expert's weights. Its own kernels overlap one another in any case, but with -1, which is for measurements
 } gdn_moe_params;
 int gdn_moe(const gdn_moe_params *params, cudaStream_t stream);
 // How many bytes of workspace gdn_moe needs for these parameters; follows from sizes alone.

@@ -108,7 +108,7 @@ impl CustomOp1 for FewRows<'_> {
             check(OP, unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) })
         };
         for first in (0..rows).step_by(gdn::GDN_LINEAR_E4M3_ROWS) {
-            // The few rows first: bytes stream in meanwhile.
+            // The rows in 16 bits first: while this small product runs, the bytes of the large one are being loaded.
             if let (Some(pointer), Some(below)) = (&below, weight.below()) {
                 run(
                     first,
