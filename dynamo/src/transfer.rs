@@ -74,7 +74,16 @@ impl Shelf {
         let states = Arc::new(Mutex::new(States::new()));
         let shelf = Self { address, states: states.clone() };
         tokio::spawn(async move {
-            while let Ok((stream, _)) = listener.accept().await {
+            loop {
+                let stream = match listener.accept().await {
+                    Ok((stream, _)) => stream,
+                    // As where the process has too many files open: others will come when some are closed.
+                    Err(e) => {
+                        tracing::warn!("a connection for a state was not accepted: {e}");
+                        tokio::time::sleep(Duration::from_millis(100)).await;
+                        continue;
+                    }
+                };
                 let states = states.clone();
                 tokio::spawn(async move {
                     if let Ok(Err(e)) | Err(e) = timeout(PATIENCE, give(stream, &states)).await.map_err(Into::into) {
