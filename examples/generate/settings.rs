@@ -40,6 +40,7 @@ impl Settings {
             top_p: args.top_p.or(number("top_p")).unwrap_or(1.),
             repeat_penalty: args.repeat_penalty.or(number("repetition_penalty").map(|x| x as f32)).unwrap_or(1.),
             repeat_last_n: args.repeat_last_n,
+            ..Sampling::default()
         };
         Ok(Self { eos, sampling })
     }

@@ -20,9 +20,15 @@ typedef struct gdn_sampling_row {
   uint64_t seed;    // of the random numbers, with the index
   uint64_t index;   // of the token among those of its request
   uint32_t top_k;   // the choice is among so many of the most likely tokens; 0: all
-  float penalty;    // makes tokens that occurred lately less likely
-  uint32_t window;  // how many of the last tokens that concerns, at most `history`; 0: none
+  uint32_t window;  // how many of the last tokens the penalties concern, at most `history`; 0: none
   uint32_t seen;    // tokens in `recent`: number i is at i % window
+  float penalty;    // by which the logits of the last `repeats` of them are divided, those below 0 multiplied
+  uint32_t repeats;
+  uint32_t own;     // tokens from this number on are the completion's, which the next two concern
+  float presence;   // what is taken off the logits of those
+  float frequency;  // and off them as many times as they occur
+  uint32_t likeliest;  // 0: log-probabilities are not asked for; else, and 1 more than the tokens whose they are: see gdn_logprobs.h
+  uint32_t unused;
 } gdn_sampling_row;
 
 // Each row's token, in three steps; see sampling/README.md. Of equal logits the one of the lower id counts as more likely.

@@ -71,7 +71,7 @@ pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, Mixer
 pub use cuda::nccl::{NcclId, NcclRank};
 pub use engine::{
     DecodeGraph, DraftDepth, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
-    GraphChoice, HeadTally, Meter, PrefixTally, Request, RequestId, Rings, Sampling, Sequence, SequencePool,
+    GraphChoice, HeadTally, Logprobs, Meter, PrefixTally, Request, RequestId, Rings, Sampling, Sequence, SequencePool,
     SequenceSnapshot, SplitMix64, Submitted,
 };
 pub use formats::{GgufFile, OtherType};

@@ -35,7 +35,7 @@ fn run(engine: &mut Engine<&CausalLm>) -> Result<Completions> {
     while !engine.is_idle() {
         for event in engine.step()? {
             match event {
-                Event::Token { id, token } => all.entry(id).or_default().0.push(token),
+                Event::Token { id, token, .. } => all.entry(id).or_default().0.push(token),
                 Event::Finished { id, reason } => {
                     let end = &mut all.entry(id).or_default().1;
                     assert_eq!(end.replace(reason), None, "finished twice");

@@ -11,6 +11,7 @@ constexpr int kBlocksPerSm = 2;
 constexpr int kUnit = 512;    // logits that a warp takes at a time
 constexpr int kBins = 2048, kBinsAThread = kBins / kThreads;
 constexpr int kParts = 3, kPartBits = 13;    // of a weight: sums of kMostVocab fit 32 bits
+constexpr uint32_t kRepeats = 1u << 31;      // beside a count of occurrences
 constexpr int64_t kMostVocab = 1 << 19;
 static_assert(kMostVocab <= static_cast<int64_t>(kBins) * kUnit, "what a row's units weigh goes to bins");
 
@@ -123,32 +124,55 @@ struct Part {
     return s.last;
   }
 
-  // Tokens of the window, that of `ids` the latest, whose logits lie in this block's part. Read all before any is written: a token may
-  // be there twice.
+  // The logit x of a token that occurred so often in the completion, and among the last `repeats` tokens or not.
+  __device__ __forceinline__ float penalised(float x, uint32_t occurred) const {
+    const uint32_t count = occurred & ~kRepeats;
+    float y = x;
+    if (occurred & kRepeats) y = x > 0.f ? __fdiv_rn(x, row.penalty) : __fmul_rn(x, row.penalty);
+    if (count > 0)
+      y = __fsub_rn(__fsub_rn(y, __fmul_rn(row.frequency, static_cast<float>(count))), row.presence);
+    return fminf(fmaxf(y, -3.40282347e38f), 3.40282347e38f);
+  }
+
+  // Tokens of the window, that of `ids` the latest, whose logits lie in this block's part: so many units at a time as there is room to
+  // count in, where that has to be. Read all before any is written: a token may be there twice.
   __device__ void penalise(int number) {
     if (row.window == 0) return;
     uint32_t *recent = args.p.recent + static_cast<int64_t>(number) * args.p.history;
     float *kept = args.p.kept + static_cast<int64_t>(number) * args.p.history;
     const uint32_t newest = row.seen % row.window, last = args.p.ids[number];
     const uint32_t count = row.seen < row.window ? row.seen + 1 : row.window;
-    const auto here = [&](uint32_t i, uint32_t &id) {
-      id = i == newest ? last : recent[i];
-      return id < static_cast<uint32_t>(args.p.vocab) && static_cast<int>(id / kUnit) % args.blocks == rank;
-    };
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-      uint32_t id;
-      if (here(i, id)) kept[i] = logits[id];
+    const bool counts = row.presence != 0.f || row.frequency != 0.f || row.repeats < row.window;
+    const int step = counts ? kParts * kBins / kUnit : args.units;
+    uint32_t *occurred = &s.parts[0][0];
+    for (int first = 0; first * args.blocks + rank < args.units; first += step) {
+      // f(place, id, place among those counted)
+      const auto tokens = [&](auto &&f) {
+        for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+          const uint32_t id = i == newest ? last : recent[i];
+          const int unit = static_cast<int>(id / kUnit), at = unit / args.blocks - first;
+          if (id < static_cast<uint32_t>(args.p.vocab) && unit % args.blocks == rank && at >= 0 && at < step)
+            f(i, id, at * kUnit + id % kUnit);
+        }
+      };
+      if (counts) {
+        for (int i = threadIdx.x; i < kParts * kBins; i += kThreads) occurred[i] = 0;
+        __syncthreads();
+        tokens([&](uint32_t i, uint32_t, uint32_t at) {
+          const uint32_t age = (newest + row.window - i) % row.window;
+          if (age < row.repeats) atomicOr(&occurred[at], kRepeats);
+          if (row.seen >= row.own + age) atomicAdd(&occurred[at], 1u);
+        });
+        __syncthreads();
+      }
+      tokens([&](uint32_t i, uint32_t id, uint32_t at) {
+        const float x = logits[id];
+        kept[i] = isfinite(x) ? penalised(x, counts ? occurred[at] : kRepeats) : x;
+      });
+      __syncthreads();
+      tokens([&](uint32_t i, uint32_t id, uint32_t) { logits[id] = kept[i]; });
+      __syncthreads();
     }
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-      uint32_t id;
-      if (!here(i, id)) continue;
-      const float x = kept[i];
-      if (!isfinite(x)) continue;
-      const float y = x > 0.f ? __fdiv_rn(x, row.penalty) : __fmul_rn(x, row.penalty);
-      logits[id] = fminf(fmaxf(y, -3.40282347e38f), 3.40282347e38f);
-    }
-    __syncthreads();
   }
 
   // The most likely token of this block's part, to the group's.

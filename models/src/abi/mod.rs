@@ -6,6 +6,7 @@ pub(crate) mod attention;
 #[cfg(test)]
 #[path = "../../../tests/support/c_layout.rs"]
 pub(crate) mod c_layout;
+pub(crate) mod logprobs;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod model;
 #[cfg(any(feature = "cuda", test))]

@@ -15,9 +15,15 @@ candle_gdn::c_header! {
             pub seed: u64,
             pub index: u64,
             pub top_k: u32,
-            pub penalty: f32,
             pub window: u32,
             pub seen: u32,
+            pub penalty: f32,
+            pub repeats: u32,
+            pub own: u32,
+            pub presence: f32,
+            pub frequency: f32,
+            pub likeliest: u32,
+            pub unused: u32,
         }
         pub(crate) struct SamplingParams = gdn_sampling_params {
             pub logits: *mut f32,
@@ -38,8 +44,22 @@ candle_gdn::c_header! {
 
 impl SamplingRow {
     /// The most likely token, without a penalty.
-    pub(crate) const GREEDY: Self =
-        Self { scale: 0., top_p: 1., seed: 0, index: 0, top_k: 0, penalty: 1., window: 0, seen: 0 };
+    pub(crate) const GREEDY: Self = Self {
+        scale: 0.,
+        top_p: 1.,
+        seed: 0,
+        index: 0,
+        top_k: 0,
+        window: 0,
+        seen: 0,
+        penalty: 1.,
+        repeats: 0,
+        own: 0,
+        presence: 0.,
+        frequency: 0.,
+        likeliest: 0,
+        unused: 0,
+    };
 
     /// A row of padding.
     pub(crate) const NOBODY: Self = Self { scale: -1., ..Self::GREEDY };
@@ -52,16 +72,24 @@ impl SamplingRow {
             seed: long(4),
             index: long(6),
             top_k: words[8],
-            penalty: f32::from_bits(words[9]),
-            window: words[10],
-            seen: words[11],
+            window: words[9],
+            seen: words[10],
+            penalty: f32::from_bits(words[11]),
+            repeats: words[12],
+            own: words[13],
+            presence: f32::from_bits(words[14]),
+            frequency: f32::from_bits(words[15]),
+            likeliest: words[16],
+            unused: words[17],
         }
     }
 
     pub(crate) fn words(&self) -> [u32; ROW_WORDS] {
         let [a, b, c, d] = [self.scale.to_bits(), self.top_p.to_bits(), self.seed, self.index]
             .map(|long| [long as u32, (long >> 32) as u32]);
-        let last = [self.top_k, self.penalty.to_bits(), self.window, self.seen];
+        let [penalty, presence, frequency] = [self.penalty, self.presence, self.frequency].map(f32::to_bits);
+        let counts = [self.top_k, self.window, self.seen, penalty, self.repeats, self.own];
+        let last = counts.into_iter().chain([presence, frequency, self.likeliest, self.unused]);
         let mut words = [0; ROW_WORDS];
         words.iter_mut().zip([a, b, c, d].concat().into_iter().chain(last)).for_each(|(to, word)| *to = word);
         words

@@ -2,19 +2,20 @@
 //! same in any order, and made by operations that round the same everywhere.
 
 use crate::abi::sampling::SamplingRow;
+use std::collections::HashMap;
 use std::f32::consts::LN_2;
 
 /// Of the most likely token.
 const HEAVIEST: u64 = 1 << 38;
 
 /// The token that `row` chooses by its logits, and None where one of them is not finite. Those of `recent`, the tokens that
-/// its penalty concerns, are overwritten. Of equal logits the one of the lower id counts as more likely.
+/// its penalties concern, the latest last, are overwritten. Of equal logits the one of the lower id counts as more likely.
 pub(crate) fn draw(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) -> Option<u32> {
     // Looked for without stopping: that is many logits an instruction.
     if logits.iter().fold(false, |found, x| found | !x.is_finite()) {
         return None;
     }
-    penalise(logits, row.penalty, recent);
+    penalise(logits, row, recent);
     let best = logits.iter().map(|x| ordered(*x)).max()?;
     let first = logits.iter().position(|x| ordered(*x) == best)?;
     if row.scale == 0. {
@@ -72,21 +73,31 @@ fn nucleus(tokens: &[Token], p: f64) -> u64 {
     reached.map_or(0, |token| token.0)
 }
 
-fn penalise(logits: &mut [f32], penalty: f32, recent: &[u32]) {
-    // Read all before any is written: a token may be there twice.
-    let read: Vec<Option<f32>> = recent.iter().map(|&id| logits.get(id as usize).copied()).collect();
-    for (&id, x) in recent.iter().zip(read) {
-        if let Some(x) = x {
-            let y = if x > 0. { x / penalty } else { x * penalty };
-            #[allow(clippy::manual_clamp)] // a NaN, of a penalty that is none, is to become a number
-            let y = y.max(f32::MIN).min(f32::MAX);
-            logits[id as usize] = y;
+fn penalise(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) {
+    // How often each is of the completion, and whether it is among the last ones.
+    let mut occurred: HashMap<u32, (u32, bool)> = HashMap::new();
+    for (age, &id) in recent.iter().rev().enumerate() {
+        let (count, repeats) = occurred.entry(id).or_default();
+        *count += u32::from(row.seen as usize >= row.own as usize + age);
+        *repeats |= age < row.repeats as usize;
+    }
+    for (id, (count, repeats)) in occurred {
+        let Some(logit) = logits.get_mut(id as usize) else { continue };
+        let mut y = *logit;
+        if repeats {
+            y = if y > 0. { y / row.penalty } else { y * row.penalty };
         }
+        if count > 0 {
+            y = y - row.frequency * count as f32 - row.presence;
+        }
+        #[allow(clippy::manual_clamp)] // a NaN, of a penalty that is none, is to become a number
+        let y = y.max(f32::MIN).min(f32::MAX);
+        *logit = y;
     }
 }
 
 /// Integers in the order of `f32::total_cmp`, of which the greatest is found faster.
-fn ordered(x: f32) -> i32 {
+pub(crate) fn ordered(x: f32) -> i32 {
     let bits = x.to_bits() as i32;
     bits ^ ((bits >> 31) as u32 >> 1) as i32
 }

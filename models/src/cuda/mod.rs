@@ -1,6 +1,7 @@
 //! CUDA launchers behind the ops, one file a header of `models/cuda`.
 
 pub(crate) mod attention;
+pub(crate) mod logprobs;
 pub(crate) mod model;
 pub(crate) mod moe;
 #[cfg(feature = "nccl")]

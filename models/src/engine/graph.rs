@@ -5,6 +5,8 @@ use super::capture::capture;
 #[cfg(feature = "cuda")]
 use super::landing::Landing;
 use super::pool::{Sequence, SequencePool};
+#[cfg(feature = "cuda")]
+use super::sampling::tokens;
 use super::sampling::{Choice, Sampler, Token};
 #[cfg(feature = "cuda")]
 use super::step::StepBuffers;
@@ -61,6 +63,8 @@ pub struct DecodeGraph {
     /// Where the tokens of the next step go and, first, those of the step before: empty where a step leaves logits.
     #[cfg(feature = "cuda")]
     landings: Vec<Rc<RefCell<Landing>>>,
+    #[cfg(feature = "cuda")]
+    tells: bool,
     #[cfg(not(feature = "cuda"))]
     never: std::convert::Infallible,
     /// Not `Send`, with or without the feature.
@@ -94,17 +98,23 @@ impl DecodeGraph {
         Self::capture_any(model, pool, batch, None)
     }
 
-    /// A step that draws the next tokens, for [`Self::draw`].
+    /// A step that draws the next tokens, for [`Self::draw`]; it `tells` log-probabilities to those who ask, or there are none.
     pub(super) fn capture_drawing(
         model: &CausalLm,
         pool: &mut SequencePool,
         batch: usize,
         sampler: &Sampler,
+        tells: bool,
     ) -> Result<Self> {
-        Self::capture_any(model, pool, batch, Some(sampler))
+        Self::capture_any(model, pool, batch, Some((sampler, tells)))
     }
 
-    fn capture_any(model: &CausalLm, pool: &mut SequencePool, batch: usize, sampler: Option<&Sampler>) -> Result<Self> {
+    fn capture_any(
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        batch: usize,
+        sampler: Option<(&Sampler, bool)>,
+    ) -> Result<Self> {
         if batch == 0 {
             bail!("{OP}: batch: expected at least 1 sequence, got 0")
         }
@@ -122,8 +132,16 @@ impl DecodeGraph {
         self.batch
     }
 
+    /// Whether its steps tell log-probabilities.
+    pub(super) fn tells(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.tells;
+        #[cfg(not(feature = "cuda"))]
+        match self.never {}
+    }
+
     #[cfg(not(feature = "cuda"))]
-    fn captured(_: &CausalLm, _: &mut SequencePool, _: usize, _: Option<&Sampler>) -> Result<Self> {
+    fn captured(_: &CausalLm, _: &mut SequencePool, _: usize, _: Option<(&Sampler, bool)>) -> Result<Self> {
         bail!("{OP}: expected a build with the feature `cuda`")
     }
 
@@ -164,6 +182,8 @@ pub(super) enum Next<'a> {
 pub(super) struct Coming {
     #[cfg(feature = "cuda")]
     landing: Rc<RefCell<Landing>>,
+    #[cfg(feature = "cuda")]
+    sequences: usize,
     #[cfg(not(feature = "cuda"))]
     never: std::convert::Infallible,
 }
@@ -172,7 +192,10 @@ impl Coming {
     /// Waits for them. They are gone once the step after the next begins.
     pub fn read(&self) -> Result<Vec<Token>> {
         #[cfg(feature = "cuda")]
-        return self.landing.borrow().read();
+        return {
+            let words = self.landing.borrow().words()?;
+            Ok(tokens(&words[0][..self.sequences], words.get(1).map_or(&[], Vec::as_slice)))
+        };
         #[cfg(not(feature = "cuda"))]
         match self.never {}
     }
@@ -180,7 +203,12 @@ impl Coming {
 
 #[cfg(feature = "cuda")]
 impl DecodeGraph {
-    fn captured(model: &CausalLm, pool: &mut SequencePool, batch: usize, sampler: Option<&Sampler>) -> Result<Self> {
+    fn captured(
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        batch: usize,
+        sampler: Option<(&Sampler, bool)>,
+    ) -> Result<Self> {
         let asks = |moe| asks_the_host(moe, model.config.hidden_size, model.dtype, batch);
         if model.config.moe.as_ref().is_some_and(asks) {
             bail!("{OP}: batch: expected at most 32 sequences of a model with experts in f32, got {batch}")
@@ -193,9 +221,11 @@ impl DecodeGraph {
             let _working = pool.take()?;
             match sampler {
                 None => (StepBuffers::new(model, pool, batch)?, Vec::new()),
-                Some(sampler) => {
-                    let landing = || Landing::new(&pool.device, batch).map(|landing| Rc::new(RefCell::new(landing)));
-                    (StepBuffers::drawing(model, pool, batch, sampler.clone())?, vec![landing()?, landing()?])
+                Some((sampler, tells)) => {
+                    let buffers = StepBuffers::drawing(model, pool, batch, sampler.clone(), tells)?;
+                    let drawn = buffers.drawn()?;
+                    let landing = || Landing::new(&drawn).map(|landing| Rc::new(RefCell::new(landing)));
+                    (buffers, vec![landing()?, landing()?])
                 }
             }
         };
@@ -203,7 +233,8 @@ impl DecodeGraph {
         let graph = capture(OP, &device, || buffers.run(model, pool))?;
         let group = model.vocabulary.as_ref().map(|vocabulary| vocabulary.group().clone());
         let captured_for = (model.id, pool.memory);
-        Ok(Self { batch, buffers, graph, _group: group, captured_for, landings, thread: PhantomData })
+        let tells = sampler.is_some_and(|(_, tells)| tells);
+        Ok(Self { batch, buffers, graph, _group: group, captured_for, landings, tells, thread: PhantomData })
     }
 
     /// [`CausalLm::feed`] of one token of each sequence: `[sequences, vocab_size]` in f32. Fewer sequences than the
@@ -239,7 +270,7 @@ impl DecodeGraph {
                 model.check_ids(OP, [&ids[..]].into_iter())?;
                 if moved {
                     let sampler = self.buffers.sampler()?;
-                    *self = Self::capture_drawing(model, pool, self.batch, &sampler)?;
+                    *self = Self::capture_drawing(model, pool, self.batch, &sampler, self.tells)?;
                 }
                 self.launch(model, pool, &sequences, |buffers| buffers.load_choices(&choices))?;
                 self.send(sequences.len())
@@ -266,9 +297,9 @@ impl DecodeGraph {
 
     fn send(&mut self, sequences: usize) -> Result<Coming> {
         let landing = self.landings[0].clone();
-        landing.borrow_mut().send(&self.buffers.drawn()?, sequences)?;
+        landing.borrow_mut().send(&self.buffers.drawn()?)?;
         self.landings.rotate_left(1);
-        Ok(Coming { landing })
+        Ok(Coming { landing, sequences })
     }
 
     /// A step of the sequences, whose ids `load` uploads. Their slots.

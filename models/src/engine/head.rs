@@ -252,7 +252,7 @@ impl SequencePool {
         state.len += state.tokens.len() + 1;
         state.next = None;
         // All but the last one drawn were drafts, which the model was fed.
-        state.tokens = drawn[..drawn.len().saturating_sub(1)].iter().flatten().copied().collect();
+        state.tokens = drawn[..drawn.len().saturating_sub(1)].iter().flatten().map(|drawn| drawn.id).collect();
         let rows = |(of, first): (&Tensor, usize)| Rows { of: of.clone(), range: first..first + drawn.len() };
         state.waiting = hidden.into_iter().map(rows).collect();
     }

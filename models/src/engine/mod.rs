@@ -42,6 +42,6 @@ pub use graph::DecodeGraph;
 pub use pool::{Rings, Sequence, SequencePool};
 pub use serve::{
     DraftDepth, DraftTally, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason, GraphChoice,
-    HeadTally, Meter, PrefixTally, Request, RequestId, Sampling, SplitMix64, Submitted,
+    HeadTally, Logprobs, Meter, PrefixTally, Request, RequestId, Sampling, SplitMix64, Submitted,
 };
 pub use snapshot::SequenceSnapshot;

@@ -61,13 +61,17 @@ impl RoundBuffers {
         depth: usize,
         sampler: &Sampler,
         forced: Option<f32>,
+        tells: bool,
     ) -> Result<Self> {
         if pool.cursors.is_none() {
             bail!("{OP}: pool: expected one with rings, whose drafts stay by their number")
         }
         let (device, tokens) = (&pool.device, depth + 1);
         let words = Tensor::zeros(batch * (WORDS + 2 * tokens + 1), DType::U32, device)?;
-        let rows = Rows::new(batch * tokens, pool.max_len, device)?;
+        let mut rows = Rows::new(batch * tokens, pool.max_len, device)?;
+        if tells {
+            rows = rows.telling(model.config.vocab_size)?;
+        }
         let slots = || Slots::new(&vec![NO_SLOT; batch], device);
         let at = |positions: usize| {
             let positions = words.narrow(0, positions * batch, batch)?;
@@ -174,9 +178,11 @@ impl RoundBuffers {
         self.words.narrow(0, first * self.batch, count * self.batch)
     }
 
-    /// What comes out, `[batch * (1 + tokens)]`: of each sequence how many tokens stayed, and what was drawn behind each.
-    pub fn out(&self) -> Result<Tensor> {
-        self.part(WORDS + self.tokens, self.tokens + 1)
+    /// What comes out, `[batch * (1 + tokens)]`: of each sequence how many tokens stayed, and what was drawn behind each; and what
+    /// is told of all of these, if there is such.
+    pub fn out(&self) -> Result<Vec<Tensor>> {
+        let out = self.part(WORDS + self.tokens, self.tokens + 1)?;
+        Ok([out].into_iter().chain(self.rows.told()?).collect())
     }
 
     /// The hidden states behind a round of so many sequences, a copy for the draft head.

@@ -7,6 +7,7 @@ use super::landing::Landing;
 use super::pool::{Sequence, SequencePool};
 use super::round::{RoundBuffers, Start, OP};
 use super::sampling::{tokens, Choice, Sampler, Token};
+use crate::abi::logprobs::TOLD_WORDS;
 #[cfg(feature = "cuda")]
 use crate::blocks::moe::asks_the_host;
 use crate::causal_lm::CausalLm;
@@ -23,6 +24,7 @@ use std::rc::Rc;
 pub(super) struct RoundGraph {
     batch: usize,
     buffers: RoundBuffers,
+    tells: bool,
     #[cfg(feature = "cuda")]
     graph: Option<Captured>,
     /// Whose addresses it holds: the model and the pool's memory.
@@ -62,7 +64,7 @@ pub(super) struct Round {
 enum Words {
     #[cfg(feature = "cuda")]
     Coming(Rc<RefCell<Landing>>),
-    Here(Vec<u32>),
+    Here(Vec<Vec<u32>>),
 }
 
 impl Round {
@@ -81,13 +83,18 @@ impl Round {
                 &read
             }
         };
-        let each = words.chunks_exact(1 + self.tokens).take(self.sequences);
-        Ok(each.map(|words| tokens(&words[1..][..(words[0] as usize).min(self.tokens)])).collect())
+        let told = words.get(1).map_or(&[][..], Vec::as_slice);
+        let each = words[0].chunks_exact(1 + self.tokens).take(self.sequences).enumerate();
+        let drawn = |(n, words): (usize, &[u32])| {
+            let told = told.get(n * self.tokens * TOLD_WORDS..).unwrap_or_default();
+            tokens(&words[1..][..(words[0] as usize).min(self.tokens)], told)
+        };
+        Ok(each.map(drawn).collect())
     }
 }
 
 impl RoundGraph {
-    /// Rounds of up to `batch` sequences with `depth` drafts each: on CUDA captured, as
+    /// Rounds of up to `batch` sequences with `depth` drafts each, that tell log-probabilities or do not: on CUDA captured, as
     /// [`DecodeGraph::capture`](super::DecodeGraph::capture) does; elsewhere they run as they are, for tests.
     ///
     /// # Errors
@@ -98,13 +105,15 @@ impl RoundGraph {
         (batch, depth): (usize, usize),
         sampler: &Sampler,
         forced: Option<f32>,
+        tells: bool,
     ) -> Result<Self> {
         let buffers = {
             let _working = pool.take()?;
-            RoundBuffers::new(model, pool, batch, depth, sampler, forced)?
+            RoundBuffers::new(model, pool, batch, depth, sampler, forced, tells)?
         };
         Ok(Self {
             batch,
+            tells,
             #[cfg(feature = "cuda")]
             graph: match pool.device.is_cuda() {
                 true => Some(Self::captured(model, pool, batch * (depth + 1), &buffers)?),
@@ -113,7 +122,8 @@ impl RoundGraph {
             #[cfg(feature = "cuda")]
             landings: match pool.device.is_cuda() {
                 true => {
-                    let landing = || Landing::new(&pool.device, batch * (depth + 2));
+                    let out = buffers.out()?;
+                    let landing = || Landing::new(&out);
                     vec![Rc::new(RefCell::new(landing()?)), Rc::new(RefCell::new(landing()?))]
                 }
                 false => Vec::new(),
@@ -144,6 +154,11 @@ impl RoundGraph {
         (self.batch, self.buffers.tokens() - 1)
     }
 
+    /// Whether it tells log-probabilities.
+    pub fn tells(&self) -> bool {
+        self.tells
+    }
+
     /// Whether a round of just these sequences needs nothing of the host.
     pub fn holds(&self, pool: &SequencePool, sequences: &[Sequence]) -> bool {
         let same = |(s, (slot, version)): (&Sequence, &(usize, u64))| {
@@ -168,7 +183,7 @@ impl RoundGraph {
     ) -> Result<Round> {
         if self.captured_for != (model.id, pool.memory) {
             let (sampler, forced) = (self.buffers.sampler().clone(), self.buffers.forced());
-            *self = Self::new(model, pool, self.size(), &sampler, forced)?;
+            *self = Self::new(model, pool, self.size(), &sampler, forced, self.tells)?;
         }
         let tokens = self.buffers.tokens();
         let slots: Vec<usize> = if self.holds(pool, sequences) {
@@ -200,13 +215,12 @@ impl RoundGraph {
         if let Some(Captured { graph, .. }) = &self.graph {
             graph.launch().map_err(candle_core::Error::wrap)?;
             let landing = self.landings[0].clone();
-            let out = self.buffers.out()?;
-            landing.borrow_mut().send(&out, out.elem_count())?;
+            landing.borrow_mut().send(&self.buffers.out()?)?;
             self.landings.rotate_left(1);
             return Ok(Words::Coming(landing));
         }
         self.buffers.run(model, pool)?;
-        Ok(Words::Here(self.buffers.out()?.to_vec1()?))
+        Ok(Words::Here(self.buffers.out()?.iter().map(|out| out.to_vec1()).collect::<Result<_>>()?))
     }
 
     /// What a round of these sequences drew is part of them; of those that have ended since nothing is. Where no other round was

@@ -1,6 +1,9 @@
 //! From logits to the next tokens: on CUDA where the logits lie, so that only the tokens come to the host.
 
+use super::serve::Logprobs;
+use crate::abi::logprobs::{GDN_MOST_LIKELIEST, TOLD_WORDS};
 use crate::abi::sampling::{SamplingRow, GDN_NO_TOKEN, ROW_WORDS};
+use crate::cpu::logprobs::LogSoftmax;
 use crate::cpu::sampling::draw;
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -15,7 +18,14 @@ pub(super) struct Choice {
 }
 
 /// A token that was drawn, or what the model gave that none can be drawn from.
-pub(super) type Token = std::result::Result<u32, String>;
+pub(super) type Token = std::result::Result<Drawn, String>;
+
+#[derive(Clone, Debug)]
+pub(super) struct Drawn {
+    pub id: u32,
+    /// Where they are asked for.
+    pub logprobs: Option<Box<Logprobs>>,
+}
 
 /// Chooses tokens. Its copies share what the kernel needs, so that they are of one stream.
 #[derive(Clone, Debug)]
@@ -44,10 +54,14 @@ impl Sampler {
         if self.workspace.is_some() {
             let _working = candle_gdn::plumbing::Working::new(logits.device());
             let history = choices.iter().map(|choice| choice.row.window as usize).max().unwrap_or(0);
-            let rows = Rows::new(choices.len(), history, logits.device())?;
+            let mut rows = Rows::new(choices.len(), history, logits.device())?;
+            if choices.iter().any(|choice| choice.row.likeliest > 0) {
+                rows = rows.telling(logits.dim(1)?)?;
+            }
             rows.load(choices)?;
             self.launch(logits, &rows)?;
-            return Ok(tokens(&rows.drawn()?.to_vec1()?));
+            let told = rows.told()?.map(|told| told.to_vec1()).transpose()?;
+            return Ok(tokens(&rows.drawn()?.to_vec1()?, &told.unwrap_or_default()));
         }
         let rows = logits.to_vec2()?.into_iter().zip(choices);
         Ok(rows.map(|(mut logits, choice)| choice.draw(&mut logits)).collect())
@@ -57,7 +71,14 @@ impl Sampler {
     pub fn launch(&self, logits: &Tensor, rows: &Rows) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(workspace) = &self.workspace {
-            return crate::cuda::sampling::sample(logits, &rows.words, workspace, rows.count, rows.history);
+            use crate::cuda::logprobs::{logprobs, Half};
+            let tell = |half| match &rows.told {
+                Some(told) => logprobs(half, logits, &rows.words, told, rows.count, rows.history),
+                None => Ok(()),
+            };
+            tell(Half::Begin)?;
+            crate::cuda::sampling::sample(logits, &rows.words, workspace, rows.count, rows.history)?;
+            return tell(Half::End);
         }
         rows.draw(logits)
     }
@@ -65,15 +86,28 @@ impl Sampler {
 
 impl Choice {
     fn draw(&self, logits: &mut [f32]) -> Token {
-        let token = match self.row.window {
-            0 => draw(logits, &self.row, &[]),
-            _ => draw(logits, &self.row, &[&self.recent[..], &[self.last]].concat()),
+        let recent = match self.row.window {
+            0 => Vec::new(),
+            _ => [&self.recent[..], &[self.last]].concat(),
         };
-        token.ok_or_else(|| match logits.iter().position(|x| !x.is_finite()) {
+        draw_and_tell(logits, &self.row, &recent).ok_or_else(|| match logits.iter().position(|x| !x.is_finite()) {
             Some(i) => format!("the logit {} for token {i}", logits[i]),
             None => "no logits".into(),
         })
     }
+}
+
+/// [`draw`], and the log-probabilities that the row asks for, which are of the logits without penalties.
+fn draw_and_tell(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) -> Option<Drawn> {
+    if row.likeliest == 0 {
+        return draw(logits, row, recent).map(|id| Drawn { id, logprobs: None });
+    }
+    let raw = logits.to_vec();
+    let id = draw(logits, row, recent)?;
+    let softmax = LogSoftmax::new(&raw, row.likeliest as usize - 1);
+    let of = |id: u32| softmax.of(raw[id as usize]);
+    let likeliest = softmax.likeliest.iter().map(|&id| (id, of(id))).collect();
+    Some(Drawn { id, logprobs: Some(Box::new(Logprobs { token: of(id), likeliest })) })
 }
 
 impl Choice {
@@ -83,10 +117,39 @@ impl Choice {
     }
 }
 
-/// Tokens as the kernel writes them.
-pub(super) fn tokens(drawn: &[u32]) -> Vec<Token> {
-    let token = |token: &u32| if *token == GDN_NO_TOKEN { Err("a logit that is no number".into()) } else { Ok(*token) };
+/// Tokens as the kernel writes them, and what is told of each in so many rows as there are, or none.
+pub(super) fn tokens(drawn: &[u32], told: &[u32]) -> Vec<Token> {
+    let mut told = told.as_chunks::<TOLD_WORDS>().0.iter();
+    let token = |id: &u32| {
+        let told = told.next();
+        match *id {
+            GDN_NO_TOKEN => Err("a logit that is no number".into()),
+            id => Ok(Drawn { id, logprobs: told.and_then(logprobs) }),
+        }
+    };
     drawn.iter().map(token).collect()
+}
+
+/// The words of a `gdn_logprobs_row`.
+fn logprobs(told: &[u32; TOLD_WORDS]) -> Option<Box<Logprobs>> {
+    let [likeliest, token, rest @ ..] = told;
+    let count = likeliest.checked_sub(1)? as usize;
+    let (ids, logprobs) = rest.split_at(GDN_MOST_LIKELIEST);
+    let likeliest = ids.iter().zip(logprobs).take(count).filter(|(id, _)| **id != GDN_NO_TOKEN);
+    let likeliest = likeliest.map(|(id, logprob)| (*id, f32::from_bits(*logprob))).collect();
+    Some(Box::new(Logprobs { token: f32::from_bits(*token), likeliest }))
+}
+
+/// What [`logprobs`] reads.
+fn told(drawn: Option<&Drawn>) -> [u32; TOLD_WORDS] {
+    let mut words = [0; TOLD_WORDS];
+    if let Some(told) = drawn.and_then(|drawn| drawn.logprobs.as_ref()) {
+        (words[0], words[1]) = (1 + told.likeliest.len() as u32, told.token.to_bits());
+        for (i, (id, logprob)) in told.likeliest.iter().enumerate() {
+            (words[2 + i], words[2 + GDN_MOST_LIKELIEST + i]) = (*id, logprob.to_bits());
+        }
+    }
+    words
 }
 
 /// How rows choose, on the device: a launch moves them on, so that the next one needs nothing of the host.
@@ -98,15 +161,29 @@ pub(super) struct Rows {
     pub count: usize,
     /// Recent tokens of a row that there is room for.
     pub history: usize,
+    /// Where log-probabilities may be asked for: of each row a `gdn_logprobs_row`, then what the launch needs besides.
+    told: Option<Tensor>,
 }
 
 impl Rows {
     /// All are nobody's.
     pub fn new(count: usize, history: usize, device: &Device) -> Result<Self> {
         let words = count * (ROW_WORDS + 2 + 2 * history);
-        let rows = Self { words: Tensor::zeros(words, DType::U32, device)?, count, history };
+        let rows = Self { words: Tensor::zeros(words, DType::U32, device)?, count, history, told: None };
         rows.load(&[])?;
         Ok(rows)
+    }
+
+    /// The same, for choices that ask for log-probabilities in a vocabulary of so many tokens.
+    pub fn telling(self, vocab: usize) -> Result<Self> {
+        let _ = vocab;
+        #[cfg(feature = "cuda")]
+        if self.words.device().is_cuda() {
+            let words = crate::cuda::logprobs::words(self.count, vocab, self.history)?;
+            return Ok(Self { told: Some(Tensor::zeros(words, DType::U32, self.words.device())?), ..self });
+        }
+        let words = self.count * TOLD_WORDS;
+        Ok(Self { told: Some(Tensor::zeros(words, DType::U32, self.words.device())?), ..self })
     }
 
     /// Rows that take the most likely token, without end.
@@ -125,6 +202,11 @@ impl Rows {
     #[cfg(feature = "cuda")]
     pub fn drawn(&self) -> Result<Tensor> {
         self.words.narrow(0, self.count * (ROW_WORDS + 1), self.count)
+    }
+
+    /// What rows that ask are told, `[rows * TOLD_WORDS]`: a view. None where none may ask.
+    pub fn told(&self) -> Result<Option<Tensor>> {
+        self.told.as_ref().map(|told| told.narrow(0, 0, self.count * TOLD_WORDS)).transpose()
     }
 
     /// The first rows choose so, the others are nobody's.
@@ -157,14 +239,20 @@ impl Rows {
                 let recent = &mut rows.recent[n * self.history..][..row.window as usize];
                 let mut concerned = vec![];
                 if !recent.is_empty() {
-                    recent[row.seen as usize % recent.len()] = last;
+                    let seen = row.seen as usize;
+                    recent[seen % recent.len()] = last;
                     rows.rows[n].seen += 1;
-                    concerned.extend(&recent[..recent.len().min(row.seen as usize + 1)]);
+                    concerned.extend((seen + 1).saturating_sub(recent.len())..=seen);
                 }
-                let token = draw(&mut logits, &row, &concerned).unwrap_or(GDN_NO_TOKEN);
+                let concerned: Vec<u32> = concerned.iter().map(|i| recent[i % recent.len()]).collect();
+                let token = draw_and_tell(&mut logits, &row, &concerned);
+                if let Some(to) = &self.told {
+                    let told = told(token.as_ref());
+                    to.slice_set(&Tensor::new(&told, to.device())?, 0, n * TOLD_WORDS)?;
+                }
                 rows.rows[n].index += u64::from(row.scale > 0.);
-                rows.drawn[n] = token;
-                rows.ids[n] = if token == GDN_NO_TOKEN { 0 } else { token };
+                rows.drawn[n] = token.as_ref().map_or(GDN_NO_TOKEN, |token| token.id);
+                rows.ids[n] = token.map_or(0, |token| token.id);
             }
             Ok(())
         })

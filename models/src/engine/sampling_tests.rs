@@ -1,6 +1,6 @@
 //! What is drawn from given logits: as often as it should be, and the same on every device.
 
-use super::sampling::{Choice, Sampler};
+use super::sampling::{tokens, Choice, Drawn, Rows, Sampler, Token};
 use super::Sampling;
 use candle_core::{Device, Result, Tensor};
 
@@ -32,7 +32,11 @@ fn tensor(logits: &[Vec<f32>], device: &Device) -> Result<Tensor> {
 }
 
 fn draw(sampler: &Sampler, logits: &[Vec<f32>], choices: &[Choice], device: &Device) -> Result<Vec<Option<u32>>> {
-    Ok(sampler.draw(&tensor(logits, device)?, choices)?.into_iter().map(std::result::Result::ok).collect())
+    Ok(sampler.draw(&tensor(logits, device)?, choices)?.into_iter().map(id).collect())
+}
+
+fn id(token: Token) -> Option<u32> {
+    token.ok().map(|drawn| drawn.id)
 }
 
 fn one(logits: &[f32], sampling: &Sampling, tokens: &[u32]) -> Option<u32> {
@@ -134,11 +138,93 @@ fn penalties_are_of_the_last_tokens() {
     }
 }
 
+/// Token after token by penalties of every kind, as their definitions have it: from choices, and from rows that a launch moves on.
+#[test]
+fn penalties_are_as_they_are_defined() -> Result<()> {
+    const VOCAB: usize = 40;
+    let (mut rng, sampler) = (Rng(crate::SplitMix64::new(8)), Sampler::new(&Device::Cpu)?);
+    let mut changed = 0;
+    for case in 0..200 {
+        let most = 70;
+        let s = Sampling {
+            repeat_penalty: [1., 1.4, 0.8][case % 3],
+            repeat_last_n: 1 + case % 11,
+            presence_penalty: [0., 0.5, 1.5, -0.7][case / 3 % 4],
+            frequency_penalty: [0., 0.25, -0.3][case / 12 % 3],
+            ..Sampling::default()
+        };
+        let prompt: Vec<u32> = (0..1 + case % 9).map(|i| ((case + 7 * i) % VOCAB) as u32).collect();
+        let (mut tokens, rows) = (prompt.clone(), Rows::new(1, most, &Device::Cpu)?);
+        rows.load(&[s.choice(0, 0, most, &tokens, &[])])?;
+        for index in 0..50 {
+            // Few tokens are likely, so that they come again and again.
+            let logits: Vec<f32> = (0..VOCAB).map(|i| (rng.normal() + if i < 6 { 2. } else { 0. }) as f32).collect();
+            let penalised = |(id, x): (usize, &f32)| {
+                let is = |other: &&u32| **other as usize == id;
+                let mut y = f64::from(*x);
+                if tokens.iter().rev().take(s.repeat_last_n).any(|other| is(&other)) {
+                    let penalty = f64::from(s.repeat_penalty);
+                    y = if y > 0. { y / penalty } else { y * penalty };
+                }
+                match tokens[prompt.len()..].iter().filter(is).count() {
+                    0 => y,
+                    n => y - f64::from(s.presence_penalty) - n as f64 * f64::from(s.frequency_penalty),
+                }
+            };
+            let want: Vec<f64> = logits.iter().enumerate().map(penalised).collect();
+            let best = (0..VOCAB).max_by(|a, b| want[*a].total_cmp(&want[*b])).unwrap_or(0) as u32;
+            let choice = s.choice(0, index, most, &tokens, &[]);
+            assert_eq!(draw(&sampler, std::slice::from_ref(&logits), &[choice], &Device::Cpu)?, [Some(best)], "{s:?}");
+            changed += usize::from(logits.iter().any(|x| *x > logits[best as usize]));
+            sampler.launch(&tensor(&[logits], &Device::Cpu)?, &rows)?;
+            assert_eq!(rows.ids()?.to_vec1::<u32>()?, [best], "{s:?}, token {index}");
+            tokens.push(best);
+        }
+    }
+    assert!(changed > 2000, "{changed}");
+    Ok(())
+}
+
+/// Against a log-softmax in f64: of the logits as they are, whatever the penalties.
+#[test]
+fn log_probabilities_are_of_the_logits() -> Result<()> {
+    let mut rng = Rng(crate::SplitMix64::new(4));
+    for (case, vocab) in [3, 20, 21, 1000, 5000].into_iter().cycle().take(40).enumerate() {
+        let logits: Vec<f32> = (0..vocab).map(|_| ((rng.normal() * 4.) as f32 * 2.).round() / 2.).collect();
+        let sampling = Sampling { temperature: 3., presence_penalty: 9., repeat_penalty: 3., ..Sampling::default() };
+        let count = [0, 1, 5, 20][case % 4];
+        let mut choice = sampling.choice(case as u64, 3, 100, &[0, 1, 2, 0, 1], &[]);
+        choice.row.likeliest = 1 + count as u32;
+        let want = log_softmax(&logits);
+        let mut order: Vec<u32> = (0..vocab as u32).collect();
+        order.sort_by(|a, b| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b)));
+        order.truncate(count);
+        let rows = Rows::new(1, 100, &Device::Cpu)?.telling(vocab)?;
+        rows.load(&[choice.clone()])?;
+        let (sampler, of) = (Sampler::new(&Device::Cpu)?, tensor(&[logits], &Device::Cpu)?);
+        sampler.launch(&of, &rows)?;
+        let told = rows.told()?.map(|told| told.to_vec1()).transpose()?.unwrap_or_default();
+        let moved = tokens(&rows.ids()?.to_vec1()?, &told);
+        for token in sampler.draw(&of, &[choice])?.into_iter().chain(moved) {
+            let Ok(Drawn { id, logprobs: Some(told) }) = token else { panic!("{token:?}") };
+            assert!((f64::from(told.token) - want[id as usize]).abs() < 1e-5, "{told:?}");
+            assert_eq!(told.likeliest.iter().map(|(id, _)| *id).collect::<Vec<_>>(), order);
+            assert!(told.likeliest.iter().all(|(id, x)| (f64::from(*x) - want[*id as usize]).abs() < 1e-5), "{told:?}");
+        }
+    }
+    Ok(())
+}
+
+fn log_softmax(logits: &[f32]) -> Vec<f64> {
+    let most = logits.iter().map(|x| f64::from(*x)).fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = logits.iter().map(|x| (f64::from(*x) - most).exp()).sum();
+    logits.iter().map(|x| f64::from(*x) - most - sum.ln()).collect()
+}
+
 /// Rows of every kind in one launch, and tokens one after the other on what the launch before left.
 #[test]
 #[cfg(feature = "cuda")]
 fn every_device_draws_the_same() -> Result<()> {
-    use super::sampling::{tokens, Rows};
     let Some(device) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
     let (mut rng, here, there) = (Rng(crate::SplitMix64::new(5)), Sampler::new(&Device::Cpu)?, Sampler::new(&device)?);
     for round in 0..60 {
@@ -170,25 +256,36 @@ fn every_device_draws_the_same() -> Result<()> {
                 top_p: rng.pick(&[1., 1., 0.9, 0.5, 0.999, 1e-9]),
                 repeat_penalty: rng.pick(&[1., 1., 1.3, 0.7]),
                 repeat_last_n: rng.below(80),
+                presence_penalty: rng.pick(&[0., 0., 1.5, -0.4]),
+                frequency_penalty: rng.pick(&[0., 0., 0.3, -0.2]),
             };
             let before: Vec<u32> = (0..1 + rng.below(90)).map(|_| rng.below(vocab.min(60)) as u32).collect();
-            choices.push((sampling, rng.0.next(), before));
+            let likeliest = rng.pick(&[0, 0, 1, 2, 6, 21]);
+            choices.push((sampling, (rng.0.next(), likeliest), before));
         }
-        let choice =
-            |(s, seed, before): &(Sampling, u64, Vec<u32>), index| s.choice(*seed, index, history, before, &[]);
+        let choice = |(s, (seed, likeliest), before): &(Sampling, (u64, u32), Vec<u32>), index| {
+            let mut choice = s.choice(*seed, index, history, before, &[]);
+            choice.row.likeliest = *likeliest;
+            choice
+        };
         let first: Vec<Choice> = choices.iter().map(|row| choice(row, 4)).collect();
         let want = draw(&here, &logits, &first, &Device::Cpu)?;
         assert_eq!(draw(&there, &logits, &first, &device)?, want, "round {round}: {rows} rows of {vocab}");
         // Room for rows of nobody too, as in a graph.
-        let on_device = Rows::new(rows + 3, history, &device)?;
+        let on_device = Rows::new(rows + 3, history, &device)?.telling(vocab)?;
         on_device.load(&first)?;
         let padded = [logits.clone(), vec![vec![f32::NAN; vocab]; 3]].concat();
         for index in 4..8 {
             let now: Vec<Choice> = choices.iter().map(|row| choice(row, index)).collect();
-            let want = draw(&here, &logits, &now, &Device::Cpu)?;
+            let drawn = here.draw(&tensor(&logits, &Device::Cpu)?, &now)?;
             there.launch(&tensor(&padded, &device)?, &on_device)?;
-            let got: Vec<_> = tokens(&on_device.drawn()?.to_vec1()?).into_iter().map(std::result::Result::ok).collect();
-            assert_eq!(got[..rows], want, "round {round}, token {index}: {rows} rows of {vocab}");
+            let told = on_device.told()?.map(|told| told.to_vec1()).transpose()?.unwrap_or_default();
+            let got = tokens(&on_device.drawn()?.to_vec1()?, &told);
+            let what = format!("round {round}, token {index}: {rows} rows of {vocab}");
+            got.iter().zip(&drawn).for_each(|(got, want)| told_the_same(got, want, &what));
+            let want: Vec<_> = drawn.into_iter().map(id).collect();
+            let got: Vec<_> = got.into_iter().map(id).collect();
+            assert_eq!(got[..rows], want, "{what}");
             for ((_, _, before), token) in choices.iter_mut().zip(&want) {
                 before.push(token.unwrap_or(0));
             }
@@ -197,4 +294,20 @@ fn every_device_draws_the_same() -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(feature = "cuda")]
+fn told_the_same(got: &Token, want: &Token, what: &str) {
+    let (Ok(got), Ok(want)) = (got, want) else { return };
+    match (&got.logprobs, &want.logprobs) {
+        (None, None) => {}
+        (Some(got), Some(want)) => {
+            let near = |a: f32, b: f32| (a - b).abs() <= 2e-5 + 1e-6 * b.abs();
+            assert!(near(got.token, want.token), "{what}: {got:?}, not {want:?}");
+            assert_eq!(got.likeliest.len(), want.likeliest.len(), "{what}");
+            let same = |(got, want): (&(u32, f32), &(u32, f32))| got.0 == want.0 && near(got.1, want.1);
+            assert!(got.likeliest.iter().zip(&want.likeliest).all(same), "{what}: {got:?}, not {want:?}");
+        }
+        _ => panic!("{what}: {got:?}, not {want:?}"),
+    }
 }

@@ -40,10 +40,13 @@ impl StepBuffers {
         Self::with(model, pool, batch, ids, Output::Logits(logits))
     }
 
-    /// All rows are padding. A step draws the next tokens.
+    /// All rows are padding. A step draws the next tokens, and `tells` log-probabilities or does not.
     #[cfg(feature = "cuda")]
-    pub fn drawing(model: &CausalLm, pool: &SequencePool, batch: usize, sampler: Sampler) -> Result<Self> {
-        let rows = Rows::new(batch, pool.max_len, &pool.device)?;
+    pub fn drawing(model: &CausalLm, pool: &SequencePool, batch: usize, sampler: Sampler, tells: bool) -> Result<Self> {
+        let mut rows = Rows::new(batch, pool.max_len, &pool.device)?;
+        if tells {
+            rows = rows.telling(model.config.vocab_size)?;
+        }
         Self::with(model, pool, batch, rows.ids()?, Output::Drawn(sampler, rows))
     }
 
@@ -170,11 +173,11 @@ impl StepBuffers {
         }
     }
 
-    /// The tokens that the rows drew, `[batch]`, which the next step writes over.
+    /// The tokens that the rows drew, `[batch]`, and what is told of them, if there is such: the next step writes over both.
     #[cfg(feature = "cuda")]
-    pub fn drawn(&self) -> Result<Tensor> {
+    pub fn drawn(&self) -> Result<Vec<Tensor>> {
         match &self.output {
-            Output::Drawn(_, rows) => rows.drawn(),
+            Output::Drawn(_, rows) => Ok([rows.drawn()?].into_iter().chain(rows.told()?).collect()),
             Output::Logits(_) => bail!("DecodeGraph: expected a step that draws"),
         }
     }

@@ -4,7 +4,9 @@ use super::pool::{Sequence, SequencePool};
 use super::step::StepBuffers;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
-use crate::engine::{DraftDepth, Engine, EngineOptions, Event, FinishReason, Request, RequestId, Rings, Sampling};
+use crate::engine::{
+    DraftDepth, Engine, EngineOptions, Event, FinishReason, Logprobs, Request, RequestId, Rings, Sampling,
+};
 use crate::loader::DraftHeadChoice;
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
@@ -345,13 +347,38 @@ fn a_pool_that_grows_forgets_nothing() -> Result<()> {
     Ok(())
 }
 
-/// What a run brings: each request's tokens, snapshots' lengths and end.
-type Ends = HashMap<RequestId, (Vec<u32>, Vec<usize>, Option<FinishReason>)>;
+/// What a run brings: each request's tokens, snapshots' lengths, end and log-probabilities.
+type Ends = HashMap<RequestId, (Vec<u32>, Vec<usize>, Option<FinishReason>, Vec<Told>)>;
+
+/// Log-probabilities, which are the same within rounding.
+#[derive(Clone, Debug)]
+struct Told(Option<Box<Logprobs>>);
+
+impl PartialEq for Told {
+    fn eq(&self, other: &Self) -> bool {
+        let near = |a: f32, b: f32| (a - b).abs() < 1e-4;
+        match (&self.0, &other.0) {
+            (None, None) => true,
+            (Some(a), Some(b)) => {
+                let all =
+                    |told: &Logprobs| [told.token].into_iter().chain(told.likeliest.iter().map(|(_, x)| *x)).collect();
+                let (a, b): (Vec<f32>, Vec<f32>) = (all(a), all(b));
+                // Ids of equal ones are rounding's choice.
+                a.len() == b.len() && a.iter().zip(b).all(|(a, b)| near(*a, b))
+            }
+            _ => false,
+        }
+    }
+}
 
 fn note(events: Vec<Event>, all: &mut Ends) {
     for event in events {
         match event {
-            Event::Token { id, token } => all.entry(id).or_default().0.push(token),
+            Event::Token { id, token, logprobs } => {
+                let all = all.entry(id).or_default();
+                all.0.push(token);
+                all.3.push(Told(logprobs));
+            }
             Event::Snapshot { id, snapshot } => all.entry(id).or_default().1.push(snapshot.len()),
             Event::Finished { id, reason } => {
                 let end = &mut all.entry(id).or_default().2;
@@ -371,13 +398,20 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
         let sampling = match n % 3 {
             0 => Sampling::default(),
             1 => Sampling { temperature: 0.9, top_k: 9, repeat_penalty: 1.4, repeat_last_n: 5, ..Sampling::default() },
-            _ => Sampling { temperature: 1.2, top_p: 0.8, ..Sampling::default() },
+            _ => Sampling {
+                temperature: 1.2,
+                top_p: 0.8,
+                presence_penalty: 0.6,
+                frequency_penalty: 0.2,
+                ..Sampling::default()
+            },
         };
+        let logprobs = [None, None, Some(3), Some(0), Some(20)][n as usize % 5];
         // One in 24 tokens, or some, or none.
         let stop = (0..[1, 0, 4][n as usize / 2 % 3]).map(|i| (n + 5 * i) % VOCAB as u32).collect();
         let prompt = (0..1 + n % 7).map(|i| (n + i * i) % VOCAB as u32).collect();
         let most = [50, 3, 17, 1, 2][n as usize % 5];
-        Request { sampling, stop, seed: n.into(), snapshot_end: n % 8 == 5, ..Request::new(prompt, most) }
+        Request { sampling, stop, seed: n.into(), snapshot_end: n % 8 == 5, logprobs, ..Request::new(prompt, most) }
     };
     let (mut rounds, mut accepted) = (0, 0);
     let mut run = |sequences: usize, how: Steps, cancelled: &[(usize, u64)]| {

@@ -40,7 +40,7 @@ fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> R
     while !engine.is_idle() {
         for event in engine.step()? {
             match event {
-                Event::Token { id, token } => all.entry(id).or_default().push(token),
+                Event::Token { id, token, .. } => all.entry(id).or_default().push(token),
                 Event::Finished { reason: FinishReason::Failed(e), .. } => panic!("{e}"),
                 Event::NoGraph { why, .. } if tokens <= 32 => panic!("{why}"),
                 _ => {}

@@ -40,7 +40,7 @@ fn run(
         }
         for event in engine.step()? {
             match event {
-                Event::Token { id, token } => ends.entry(id).or_default().0.push(token),
+                Event::Token { id, token, .. } => ends.entry(id).or_default().0.push(token),
                 Event::Finished { id, reason } => {
                     let end = &mut ends.entry(id).or_default().1;
                     assert_eq!(end.replace(reason), None, "finished twice");

@@ -159,7 +159,7 @@ pub fn completed(model: &CausalLm, cuda_graph: GraphChoice, arm: impl FnOnce()) 
     for _ in 0..200 {
         for event in engine.step()? {
             match event {
-                Event::Token { id, token } => {
+                Event::Token { id, token, .. } => {
                     all[ids.iter().position(|n| *n == id).unwrap()].as_mut().unwrap().push(token)
                 }
                 Event::Finished { id, reason: FinishReason::Failed(why) } => {

@@ -1,7 +1,7 @@
 //! Prompts go in: several in one packed pass, in pieces, common beginnings once.
 
 use super::filling::Filling;
-use super::request::{Event, Request};
+use super::request::Event;
 use super::row::Row;
 use super::scheduler::Engine;
 use crate::engine::sampling::Token;
@@ -62,8 +62,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             (filling.done, room) = (to, room - (to - from));
             if filling.is_done() {
                 wanted.push(batch.len());
-                let Request { sampling, seed, tokens, .. } = &filling.request;
-                choices.push(sampling.choice(*seed, 0, max_len, tokens, &[]));
+                choices.push(filling.request.choice(0, max_len, &filling.request.tokens, &[]));
             }
             batch.push((filling.sequence, &filling.request.tokens[from..to]));
             passing.push(filling.id);

@@ -20,6 +20,8 @@ pub(super) struct Flight {
     sequences: Vec<Sequence>,
     /// Tokens that the head drafts for each.
     depth: usize,
+    /// Whether one of them asked for log-probabilities.
+    tells: bool,
     drawn: Drawn,
     launched: Instant,
 }
@@ -47,9 +49,14 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         if !self.has_room(depth + 1) || self.rows.iter().any(|row| row.request.snapshot_end) {
             return Ok(None);
         }
-        let round =
-            self.graphs.find_round((rows, depth), self.model.borrow(), &mut self.pool, &mut self.events)?.is_some();
+        let size = (rows, depth, self.tells());
+        let round = self.graphs.find_round(size, self.model.borrow(), &mut self.pool, &mut self.events)?.is_some();
         Ok(round.then_some(depth))
+    }
+
+    /// Whether somebody asks for log-probabilities.
+    fn tells(&self) -> bool {
+        self.rows.iter().any(|row| row.request.logprobs.is_some())
     }
 
     /// Whether each row has room for so many more tokens.
@@ -88,12 +95,13 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         let batch: Vec<_> = self.rows.iter().map(|row| (row.sequence, row.choice(&[]))).collect();
         let sequences: Vec<Sequence> = batch.iter().map(|(sequence, _)| *sequence).collect();
         let requests = self.rows.iter().map(|row| row.id).collect();
+        let tells = self.tells();
         if depth > 0 {
             let (drawn, launched) = self.launch_round(&sequences, depth)?;
-            return Ok(Flight { requests, sequences, depth, drawn, launched });
+            return Ok(Flight { requests, sequences, depth, tells, drawn, launched });
         }
         let model = self.model.borrow();
-        let graph = self.graphs.find(batch.len(), model, &mut self.pool, &mut self.events)?;
+        let graph = self.graphs.find((batch.len(), tells), model, &mut self.pool, &mut self.events)?;
         let launched = Instant::now();
         let drawn = match graph {
             Some(graph) => Drawn::Coming(graph.draw(model, &mut self.pool, Next::Of(&batch))?),
@@ -105,11 +113,11 @@ impl<M: Borrow<CausalLm>> Engine<M> {
                 Drawn::Here(self.sampler.draw(&logits, &choices)?)
             }
         };
-        Ok(Flight { requests, sequences, depth, drawn, launched })
+        Ok(Flight { requests, sequences, depth, tells, drawn, launched })
     }
 
     fn launch_round(&mut self, sequences: &[Sequence], depth: usize) -> Result<(Drawn, Instant)> {
-        let (model, size) = (self.model.borrow(), (sequences.len(), depth));
+        let (model, size) = (self.model.borrow(), (sequences.len(), depth, self.tells()));
         let round = self.graphs.find_round(size, model, &mut self.pool, &mut self.events)?;
         let Some(round) = round else { bail!("Engine: expected the graph of a round") };
         let (rows, launched) = (&self.rows, Instant::now());
@@ -143,18 +151,19 @@ impl<M: Borrow<CausalLm>> Engine<M> {
 
     /// Whether the graph of a round finds all that the next one reads.
     fn still_holds(&mut self, flight: &Flight) -> Result<bool> {
-        let (model, size) = (self.model.borrow(), (flight.sequences.len(), flight.depth));
+        let (model, size) = (self.model.borrow(), (flight.sequences.len(), flight.depth, flight.tells));
         let round = self.graphs.find_round(size, model, &mut self.pool, &mut self.events)?;
         Ok(round.is_some_and(|round| round.holds(&self.pool, &flight.sequences)))
     }
 
     fn launch_ahead(&mut self, flight: &Flight) -> Result<Flight> {
-        let (requests, sequences, depth) = (flight.requests.clone(), flight.sequences.clone(), flight.depth);
+        let Flight { requests, sequences, depth, tells, .. } = flight;
+        let (requests, sequences, depth, tells) = (requests.clone(), sequences.clone(), *depth, *tells);
         let launched = Instant::now();
         let drawn = match &flight.drawn {
             Drawn::Coming(_) => {
                 let model = self.model.borrow();
-                let graph = self.graphs.find(sequences.len(), model, &mut self.pool, &mut self.events)?;
+                let graph = self.graphs.find((sequences.len(), tells), model, &mut self.pool, &mut self.events)?;
                 let Some(graph) = graph else { bail!("Engine: expected the graph of the step before") };
                 Drawn::Coming(graph.draw(model, &mut self.pool, Next::Same(&sequences))?)
             }
@@ -162,7 +171,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             // As a graph does: what no number follows is token 0.
             Drawn::Here(drawn) => {
                 let model = self.model.borrow();
-                let tokens: Vec<u32> = drawn.iter().map(|token| *token.as_ref().unwrap_or(&0)).collect();
+                let tokens: Vec<u32> = drawn.iter().map(|token| token.as_ref().map_or(0, |token| token.id)).collect();
                 let rows = self.rows.iter().zip(tokens.chunks(1));
                 let fed: Vec<_> = rows.clone().map(|(row, token)| (row.sequence, token)).collect();
                 let choices: Vec<_> = rows.map(|(row, token)| row.choice(token)).collect();
@@ -170,7 +179,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
                 Drawn::Here(self.sampler.draw(&logits, &choices)?)
             }
         };
-        Ok(Flight { requests, sequences, depth, drawn, launched })
+        Ok(Flight { requests, sequences, depth, tells, drawn, launched })
     }
 
     /// What a step drew goes to its rows; it is the `last` one that was launched. How many tokens there were.
@@ -182,7 +191,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             Drawn::Coming(coming) => coming.read()?.iter().map(one).collect(),
             Drawn::Round(round) => round.read()?,
         };
-        let size = (flight.requests.len(), flight.depth);
+        let (sequences, tells) = (flight.requests.len(), flight.tells);
         match &flight.drawn {
             Drawn::Here(_) => {}
             Drawn::Coming(_) if !last || !self.pool.has_head() => {}
@@ -190,11 +199,12 @@ impl<M: Borrow<CausalLm>> Engine<M> {
                 let row_of = |row: &Row| flight.requests.iter().position(|id| *id == row.id);
                 let fed = self.rows.iter().filter_map(|row| Some((row_of(row)?, row.sequence, row.last())));
                 let fed: Vec<_> = fed.collect();
-                if let Some(graph) = self.graphs.find(size.0, model, &mut self.pool, &mut self.events)? {
+                if let Some(graph) = self.graphs.find((sequences, tells), model, &mut self.pool, &mut self.events)? {
                     graph.hear(model, &mut self.pool, &fed)?;
                 }
             }
             Drawn::Round(_) => {
+                let size = (sequences, flight.depth, tells);
                 let round = self.graphs.find_round(size, model, &mut self.pool, &mut self.events)?;
                 let Some(round) = round else { bail!("Engine: expected the graph of a round") };
                 round.land(&mut self.pool, &flight.sequences, &drawn, last)?;
@@ -205,7 +215,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         for (id, drawn) in flight.requests.iter().zip(&drawn) {
             if let Some(row) = rows.next_if(|row| row.id == *id) {
                 // All but the last one were drafts.
-                let drafts: Vec<u32> = drawn[..drawn.len() - 1].iter().flatten().copied().collect();
+                let drafts: Vec<u32> = drawn[..drawn.len() - 1].iter().flatten().map(|drawn| drawn.id).collect();
                 took.push(row.take(drawn, &drafts, &mut self.events));
             }
         }

@@ -15,12 +15,12 @@ pub(super) struct Graphs {
     /// For so many sequences at most.
     most: usize,
     captured: Vec<DecodeGraph>,
-    /// No graph this wide can be had.
-    refused: Option<usize>,
+    /// No graph this wide can be had, and none that tells log-probabilities.
+    refused: [Option<usize>; 2],
     /// Rounds with the draft head.
     rounds: Vec<RoundGraph>,
-    /// None of so many tokens can be had.
-    refused_round: Option<usize>,
+    /// None of so many tokens can be had, and none that tells.
+    refused_round: [Option<usize>; 2],
     /// See [`EngineOptions`].
     forced: Option<f32>,
     /// For tests: rounds without graphs.
@@ -48,9 +48,9 @@ impl Graphs {
             sampler,
             most,
             captured: Vec::new(),
-            refused: None,
+            refused: [None; 2],
             rounds: Vec::new(),
-            refused_round: None,
+            refused_round: [None; 2],
             forced: options.forced_acceptance,
             rounds_without_graph: false,
         };
@@ -61,70 +61,74 @@ impl Graphs {
         };
         let narrower = (0..usize::BITS).rev().map(|bit| 1 << bit).filter(|width| *width < most);
         for width in [most].into_iter().chain(narrower) {
-            graphs.find(width, model, pool, events)?;
+            graphs.find((width, false), model, pool, events)?;
             if depth > 0 && pool.has_head() {
-                graphs.find_round((width, depth), model, pool, events)?;
+                graphs.find_round((width, depth, false), model, pool, events)?;
             }
         }
         Ok(graphs)
     }
 
-    /// The graph for a step of so many sequences, if there is one.
+    /// The graph for a step of so many sequences that tells log-probabilities or does not, if there is one. Those that tell are
+    /// captured when somebody asks, so that nobody else pays for them.
     pub fn find(
         &mut self,
-        sequences: usize,
+        (sequences, tells): (usize, bool),
         model: &CausalLm,
         pool: &mut SequencePool,
         events: &mut Vec<Event>,
     ) -> Result<Option<&mut DecodeGraph>> {
         let width = sequences.next_power_of_two().min(self.most);
-        if self.choice == GraphChoice::Off || self.refused.is_some_and(|refused| width >= refused) {
+        if self.choice == GraphChoice::Off || self.refused[usize::from(tells)].is_some_and(|refused| width >= refused) {
             return Ok(None);
         }
-        if let Some(i) = self.captured.iter().position(|graph| graph.batch() == width) {
+        let fits = |graph: &DecodeGraph| graph.batch() == width && graph.tells() == tells;
+        if let Some(i) = self.captured.iter().position(fits) {
             return Ok(Some(&mut self.captured[i]));
         }
-        match DecodeGraph::capture_drawing(model, pool, width, &self.sampler) {
+        match DecodeGraph::capture_drawing(model, pool, width, &self.sampler, tells) {
             Ok(graph) => self.captured.push(graph),
             Err(e) if self.choice == GraphChoice::On => return Err(e),
             Err(e) => {
-                if self.refused.is_none() {
+                if self.refused == [None; 2] {
                     events.push(no_graph(width, &e));
                 }
-                self.refused = Some(width);
+                self.refused[usize::from(tells)] = Some(width);
             }
         }
-        Ok(self.captured.iter_mut().find(|graph| graph.batch() == width))
+        Ok(self.captured.iter_mut().find(|graph| fits(graph)))
     }
 
-    /// The graph for a round of so many sequences with so many drafts each, if there is one.
+    /// The graph for a round of so many sequences with so many drafts each, if there is one, as [`find`](Self::find).
     pub fn find_round(
         &mut self,
-        (sequences, depth): (usize, usize),
+        (sequences, depth, tells): (usize, usize, bool),
         model: &CausalLm,
         pool: &mut SequencePool,
         events: &mut Vec<Event>,
     ) -> Result<Option<&mut RoundGraph>> {
         let width = sequences.next_power_of_two().min(self.most);
         let size = (width, depth);
-        if let Some(i) = self.rounds.iter().position(|round| round.size() == size) {
+        let fits = |round: &RoundGraph| round.size() == size && round.tells() == tells;
+        if let Some(i) = self.rounds.iter().position(fits) {
             return Ok(Some(&mut self.rounds[i]));
         }
+        let tokens = width * (depth + 1);
         let off = self.choice == GraphChoice::Off && !self.rounds_without_graph;
-        if off || self.refused_round.is_some_and(|refused| width * (depth + 1) >= refused) {
+        if off || self.refused_round[usize::from(tells)].is_some_and(|refused| tokens >= refused) {
             return Ok(None);
         }
-        match RoundGraph::new(model, pool, size, &self.sampler, self.forced) {
+        match RoundGraph::new(model, pool, size, &self.sampler, self.forced, tells) {
             Ok(round) => self.rounds.push(round),
             Err(e) if self.choice == GraphChoice::On => return Err(e),
             Err(e) => {
-                if self.refused_round.is_none() {
+                if self.refused_round == [None; 2] {
                     events.push(no_graph(width, &e));
                 }
-                self.refused_round = Some(width * (depth + 1));
+                self.refused_round[usize::from(tells)] = Some(tokens);
             }
         }
-        Ok(self.rounds.iter_mut().find(|round| round.size() == size))
+        Ok(self.rounds.iter_mut().find(|round| fits(round)))
     }
 }
 

@@ -24,6 +24,6 @@ pub use drafting::{DraftDepth, HeadTally};
 pub use guess::DraftTally;
 pub use handle::{EngineHandle, Submitted};
 pub use prefixes::PrefixTally;
-pub use request::{EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Meter, Request, RequestId};
+pub use request::{EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Logprobs, Meter, Request, RequestId};
 pub use sampler::{Sampling, SplitMix64};
 pub use scheduler::Engine;

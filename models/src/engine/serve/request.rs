@@ -4,6 +4,9 @@ use super::drafting::{DraftDepth, HeadTally};
 use super::guess::DraftTally;
 use super::prefixes::PrefixTally;
 use super::sampler::Sampling;
+use crate::abi::logprobs::GDN_MOST_LIKELIEST;
+use crate::abi::sampling::SamplingRow;
+use crate::engine::sampling::Choice;
 use crate::SequenceSnapshot;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -84,6 +87,9 @@ pub struct Request {
     pub sampling: Sampling,
     /// Of the random choices.
     pub seed: u64,
+    /// Whether each token comes with its [`Logprobs`], and of how many of the likeliest tokens, at most
+    /// [`MOST_LOGPROBS`](Self::MOST_LOGPROBS).
+    pub logprobs: Option<usize>,
     /// A sequence that the prompt continues: its tokens are the first of [`tokens`](Self::tokens), fewer than all of
     /// them, and are not fed again.
     pub resume: Option<Arc<SequenceSnapshot>>,
@@ -94,6 +100,9 @@ pub struct Request {
 }
 
 impl Request {
+    /// The most that [`logprobs`](Self::logprobs) may ask for.
+    pub const MOST_LOGPROBS: usize = GDN_MOST_LIKELIEST;
+
     /// The most likely tokens after `tokens`.
     pub fn new(tokens: Vec<u32>, max_new_tokens: usize) -> Self {
         Self {
@@ -102,11 +111,30 @@ impl Request {
             stop: BTreeSet::new(),
             sampling: Sampling::default(),
             seed: 0,
+            logprobs: None,
             resume: None,
             snapshot_at: None,
             snapshot_end: false,
         }
     }
+
+    /// How token number `index` of the completion is chosen, behind `tokens` and then `more`, which are of at most `most` in all.
+    pub(super) fn choice(&self, index: usize, most: usize, tokens: &[u32], more: &[u32]) -> Choice {
+        let choice = self.sampling.choice(self.seed, index, most, tokens, more);
+        let likeliest = self.logprobs.map_or(0, |count| 1 + count as u32);
+        Choice { row: SamplingRow { likeliest, ..choice.row }, ..choice }
+    }
+}
+
+/// Natural logarithms of probabilities, by the softmax of the logits as the model gives them: before penalties, temperature and
+/// the choice among likely tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Logprobs {
+    /// Of the token itself.
+    pub token: f32,
+    /// The likeliest tokens, as many as were asked for or as the vocabulary has, the likeliest first, with theirs; of equal ones
+    /// the one of the lower id first. The token itself is among them only where it is that likely.
+    pub likeliest: Vec<(u32, f32)>,
 }
 
 /// A request of one engine.
@@ -122,6 +150,8 @@ pub enum Event {
         id: RequestId,
         /// Its number in the vocabulary.
         token: u32,
+        /// Where [`Request::logprobs`] asks for them.
+        logprobs: Option<Box<Logprobs>>,
     },
     /// A copy of a sequence that the request asked for.
     Snapshot {

@@ -2,7 +2,7 @@
 
 use super::depth::Chances;
 use super::request::{Event, FinishReason, Request, RequestId};
-use crate::engine::sampling::{Choice, Token};
+use crate::engine::sampling::{Choice, Drawn, Token};
 use crate::Sequence;
 
 /// A prompt and what was drawn after it.
@@ -59,8 +59,7 @@ impl Row {
 
     /// How the token behind those so far and the `guessed` is chosen: as it would be without a guess.
     pub fn choice(&self, guessed: &[u32]) -> Choice {
-        let Request { sampling, seed, .. } = &self.request;
-        sampling.choice(*seed, self.drawn() + guessed.len(), self.max_len, &self.tokens, guessed)
+        self.request.choice(self.drawn() + guessed.len(), self.max_len, &self.tokens, guessed)
     }
 
     /// Whether the token drawn next can be fed before it is known: it is the last one only if it is one of
@@ -77,8 +76,8 @@ impl Row {
             return 0;
         }
         for (i, token) in drawn.iter().enumerate() {
-            let token = match token {
-                Ok(token) => *token,
+            let Drawn { id: token, logprobs } = match token {
+                Ok(drawn) => drawn.clone(),
                 Err(what) => {
                     let why = format!("the model gave {what} after {} tokens", self.tokens.len());
                     self.finished = Some(FinishReason::Failed(why));
@@ -90,7 +89,7 @@ impl Row {
                 return i + 1;
             }
             self.tokens.push(token);
-            events.push(Event::Token { id: self.id, token });
+            events.push(Event::Token { id: self.id, token, logprobs });
             self.finished = match () {
                 _ if self.drawn() == self.request.max_new_tokens => Some(FinishReason::MaxNewTokens),
                 _ if self.tokens.len() > self.max_len => Some(FinishReason::MaxLen),

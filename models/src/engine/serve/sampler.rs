@@ -13,16 +13,29 @@ pub struct Sampling {
     pub top_k: usize,
     /// The choice is among the most likely tokens that together have this probability; 1 is all.
     pub top_p: f64,
-    /// Makes tokens that occurred lately less likely; 1 does nothing.
+    /// Makes tokens that occurred lately, in the prompt too, less likely: their logits are divided by it, those below 0
+    /// multiplied. 1 does nothing.
     pub repeat_penalty: f32,
-    /// How many of the last tokens the penalty looks at.
+    /// How many of the last tokens that penalty looks at.
     pub repeat_last_n: usize,
+    /// Taken off the logits of tokens that are in the completion so far, after the repeat penalty; 0 does nothing.
+    pub presence_penalty: f32,
+    /// Taken off them as many times as they are in it.
+    pub frequency_penalty: f32,
 }
 
 impl Default for Sampling {
     /// The most likely token.
     fn default() -> Self {
-        Self { temperature: 0., top_k: 0, top_p: 1., repeat_penalty: 1., repeat_last_n: 64 }
+        Self {
+            temperature: 0.,
+            top_k: 0,
+            top_p: 1.,
+            repeat_penalty: 1.,
+            repeat_last_n: 64,
+            presence_penalty: 0.,
+            frequency_penalty: 0.,
+        }
     }
 }
 
@@ -37,9 +50,15 @@ impl Sampling {
         tokens: &[u32],
         more: &[u32],
     ) -> Choice {
-        let window = if self.repeat_penalty == 1. { 0 } else { self.repeat_last_n.min(most) };
+        let repeats = if self.repeat_penalty == 1. { 0 } else { self.repeat_last_n.min(most) };
+        // The completion grows behind what is sent to the device.
         let all = tokens.len() + more.len();
-        let mut recent: Vec<u32> = tokens.iter().chain(more).skip(all - all.min(window.max(1))).copied().collect();
+        let (window, own) = match self.presence_penalty == 0. && self.frequency_penalty == 0. {
+            true => (repeats, 0),
+            false => (most, index.min(most).min(all)),
+        };
+        let known = all.min(repeats.max(own).max(1));
+        let mut recent: Vec<u32> = tokens.iter().chain(more).skip(all - known).copied().collect();
         let last = recent.pop().unwrap_or(0);
         let drawn = match self.temperature > 0. {
             // The numbers of a greedy row stay the same from token to token.
@@ -54,8 +73,17 @@ impl Sampling {
                 ..SamplingRow::GREEDY
             },
         };
-        let (window, seen) = (window as u32, recent.len() as u32);
-        Choice { row: SamplingRow { penalty: self.repeat_penalty, window, seen, ..drawn }, last, recent }
+        let row = SamplingRow {
+            window: window as u32,
+            seen: recent.len() as u32,
+            penalty: self.repeat_penalty,
+            repeats: repeats as u32,
+            own: (known - own) as u32,
+            presence: self.presence_penalty,
+            frequency: self.frequency_penalty,
+            ..drawn
+        };
+        Choice { row, last, recent }
     }
 }
 

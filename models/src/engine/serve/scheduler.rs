@@ -41,7 +41,7 @@ const WARM_UP: usize = 512;
 /// while !engine.is_idle() {
 ///     for event in engine.step()? {
 ///         match event {
-///             Event::Token { id, token } if id == first => println!("{token}"),
+///             Event::Token { id, token, .. } if id == first => println!("{token}"),
 ///             _ => {}
 ///         }
 ///     }
@@ -141,7 +141,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     ///
     /// # Errors
     /// When the prompt is empty, longer than a sequence can be here, or has an id outside the vocabulary; when what it
-    /// resumes is not shorter than it; or when [`EngineOptions::max_waiting`] requests wait already.
+    /// resumes is not shorter than it; when it asks for more log-probabilities than there are; or when
+    /// [`EngineOptions::max_waiting`] requests wait already.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
         let (len, max_len, vocab) =
             (request.tokens.len(), self.pool.max_len(), self.model.borrow().config().vocab_size);
@@ -156,6 +157,12 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         }
         if let Some(resume) = request.resume.as_ref().filter(|resume| resume.len() >= len) {
             bail!("Engine: request: expected more than the {} tokens that it resumes, got {len}", resume.len())
+        }
+        if let Some(count) = request.logprobs.filter(|count| *count > Request::MOST_LOGPROBS) {
+            bail!(
+                "Engine: request: expected log-probabilities of at most {} tokens, got {count}",
+                Request::MOST_LOGPROBS
+            )
         }
         if self.waiting.len() >= self.options.max_waiting {
             bail!("Engine: request: expected at most {} that wait", self.options.max_waiting)
