@@ -66,7 +66,8 @@ pub fn asked(
     let seed = options.seed.map_or(SplitMix64::seed(seed, number), |seed| seed as u64);
     let most = stops.max_tokens.map_or(usize::MAX, |n| n as usize);
     let sampling = sampling(options, &settings.sampling)?;
-    let request = Request { stop, sampling, seed, ..Request::new(request.token_ids.to_vec(), most) };
+    let logprobs = request.output_options.logprobs.map(|count| count as usize);
+    let request = Request { stop, sampling, seed, logprobs, ..Request::new(request.token_ids.to_vec(), most) };
     Ok(Asked { request, ends: Ends { visible, hidden, min_tokens } })
 }
 
@@ -85,6 +86,7 @@ fn sampling(options: &SamplingOptions, default: &Sampling) -> Result<Sampling, D
         "a number above 0",
         |x| x > 0.,
     )?;
+    let of_completion = |name: &str, given| checked(name, given, 0., "a number", |_| true);
     Ok(Sampling {
         temperature: checked("temperature", options.temperature, default.temperature, "a number of at least 0", |x| {
             x >= 0.
@@ -95,6 +97,8 @@ fn sampling(options: &SamplingOptions, default: &Sampling) -> Result<Sampling, D
         repeat_penalty: penalty as f32,
         // Of a request the penalty is that of all tokens.
         repeat_last_n: if options.repetition_penalty.is_some() { usize::MAX } else { default.repeat_last_n },
+        presence_penalty: of_completion("presence_penalty", options.presence_penalty)? as f32,
+        frequency_penalty: of_completion("frequency_penalty", options.frequency_penalty)? as f32,
     })
 }
 
@@ -106,11 +110,8 @@ fn refuse_what_is_not_there(request: &PreprocessedRequest) -> Result<(), DynamoE
         ("n above 1", options.n.is_some_and(|n| n > 1)),
         ("best_of above 1", options.best_of.is_some_and(|n| n > 1)),
         ("use_beam_search", options.use_beam_search == Some(true)),
-        ("presence_penalty", not_zero(options.presence_penalty)),
-        ("frequency_penalty", not_zero(options.frequency_penalty)),
         ("min_p", not_zero(options.min_p)),
         ("guided decoding", options.guided_decoding.is_some()),
-        ("logprobs", output.logprobs.is_some()),
         ("prompt_logprobs", output.prompt_logprobs.is_some()),
         ("max_thinking_tokens", stops.max_thinking_tokens.is_some()),
         ("prompt_embeds", request.prompt_embeds.is_some()),
@@ -167,6 +168,8 @@ mod tests {
             top_k: Some(-1),
             top_p: Some(0.25),
             repetition_penalty: Some(1.5),
+            presence_penalty: Some(0.5),
+            frequency_penalty: Some(-0.25),
             seed: Some(11),
             ..SamplingOptions::default()
         };
@@ -177,7 +180,15 @@ mod tests {
             ..StopConditions::default()
         };
         let request = of(stops, options).unwrap().request;
-        let want = Sampling { temperature: 0., top_k: 0, top_p: 0.25, repeat_penalty: 1.5, repeat_last_n: usize::MAX };
+        let want = Sampling {
+            temperature: 0.,
+            top_k: 0,
+            top_p: 0.25,
+            repeat_penalty: 1.5,
+            repeat_last_n: usize::MAX,
+            presence_penalty: 0.5,
+            frequency_penalty: -0.25,
+        };
         assert_eq!(request.sampling, want);
         assert_eq!((request.seed, request.max_new_tokens, request.stop), (11, 9, [3].into()));
     }
@@ -209,14 +220,11 @@ mod tests {
             (SamplingOptions { temperature: Some(-1.), ..default() }, "temperature"),
             (SamplingOptions { top_p: Some(0.), ..default() }, "top_p"),
             (SamplingOptions { temperature: Some(f32::NAN), ..default() }, "temperature"),
+            (SamplingOptions { presence_penalty: Some(f32::INFINITY), ..default() }, "presence_penalty"),
         ] {
             let error = refused(options);
             assert!(error.contains(word), "{error}");
         }
-        assert!(of(
-            StopConditions::default(),
-            SamplingOptions { n: Some(1), frequency_penalty: Some(0.), ..default() }
-        )
-        .is_ok());
+        assert!(of(StopConditions::default(), SamplingOptions { n: Some(1), min_p: Some(0.), ..default() }).is_ok());
     }
 }

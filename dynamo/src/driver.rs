@@ -7,7 +7,7 @@ use crate::transfer::State;
 use crate::Args;
 use anyhow::{anyhow, Context, Result};
 use candle_gdn_models::{
-    CausalLm, DraftHeadChoice, Engine, EngineOptions, Event, FinishReason, ModelConfig, Request, RequestId,
+    CausalLm, DraftHeadChoice, Engine, EngineOptions, Event, FinishReason, Logprobs, ModelConfig, Request, RequestId,
 };
 use std::collections::HashMap;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -20,6 +20,8 @@ use tokio::sync::{mpsc, oneshot};
 #[derive(Debug)]
 pub struct Output {
     pub tokens: Vec<u32>,
+    /// Of each of these, where [`Request::logprobs`] asks for them.
+    pub logprobs: Vec<Logprobs>,
     /// The sequence's, where [`Request::snapshot_end`] asks for it.
     pub state: Option<State>,
     pub finished: Option<FinishReason>,
@@ -235,6 +237,7 @@ struct InFlight {
     tokens: usize,
     /// What this step brought.
     new: Vec<u32>,
+    logprobs: Vec<Logprobs>,
     state: Option<State>,
 }
 
@@ -307,7 +310,7 @@ impl<'a> Lead<'a> {
         let tokens = request.tokens.len();
         let taken = self.engine.submit(request).map_err(|e| Refusal::Invalid(e.to_string()));
         if let Ok(id) = taken {
-            self.requests.insert(id, InFlight { outputs, tokens, new: Vec::new(), state: None });
+            self.requests.insert(id, InFlight { outputs, tokens, new: Vec::new(), logprobs: Vec::new(), state: None });
         }
         // Before the answer: from then on the worker's end waits for this request.
         self.tell_figures();
@@ -332,12 +335,13 @@ impl<'a> Lead<'a> {
         let mut came = Vec::new();
         for event in self.engine.step()? {
             match event {
-                Event::Token { id, token } => {
+                Event::Token { id, token, logprobs } => {
                     let Some(request) = self.requests.get_mut(&id) else { continue };
                     if request.new.is_empty() {
                         came.push(id);
                     }
                     request.new.push(token);
+                    request.logprobs.extend(logprobs.map(|logprobs| *logprobs));
                     request.tokens += 1;
                 }
                 Event::Finished { id, reason } => ended.push((id, reason)),
@@ -362,12 +366,13 @@ impl<'a> Lead<'a> {
             let Some(request) = self.requests.remove(&id) else { continue };
             self.shared.count_finished(&reason);
             // Who asked may have gone; of a token too.
-            let _ = request.outputs.send(Output { tokens: request.new, state: request.state, finished: Some(reason) });
+            let InFlight { outputs, new: tokens, logprobs, state, .. } = request;
+            let _ = outputs.send(Output { tokens, logprobs, state, finished: Some(reason) });
         }
         for id in came {
             let Some(request) = self.requests.get_mut(&id) else { continue };
-            let tokens = std::mem::take(&mut request.new);
-            let _ = request.outputs.send(Output { tokens, state: None, finished: None });
+            let (tokens, logprobs) = (std::mem::take(&mut request.new), std::mem::take(&mut request.logprobs));
+            let _ = request.outputs.send(Output { tokens, logprobs, state: None, finished: None });
         }
         Ok(())
     }

@@ -11,11 +11,11 @@ use crate::transfer::{fetch, Shelf, State};
 use crate::Args;
 use anyhow::ensure;
 use async_trait::async_trait;
-use candle_gdn_models::{DraftHeadChoice, FinishReason, Request};
+use candle_gdn_models::{DraftHeadChoice, FinishReason, Logprobs, Request};
 use dynamo_backend_common::{
     usage, AsyncEngineContext, BackendError, CompletionUsage, DisaggregationMode, DynamoError, EngineConfig, ErrorType,
     GenerateContext, KvEventSource, LLMEngine, LLMEngineOutput, LLMEngineOutputExt, LlmRegistration, MetricsBindings,
-    MetricsCtx, PreprocessedRequest, WorkerConfig,
+    MetricsCtx, PreprocessedRequest, TopLogprob, WorkerConfig,
 };
 use futures::stream::BoxStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -269,19 +269,20 @@ fn outputs(
                 }
                 output = running.outputs.recv() => output,
             };
-            let Some(Output { mut tokens, mut finished, .. }) = output else {
+            let Some(Output { mut tokens, mut logprobs, mut finished, .. }) = output else {
                 yield Err(backend(BackendError::EngineShutdown, "the engine has ended".into()));
                 return;
             };
             let kinds: Vec<Kind> = tokens.iter().zip(sent..).map(|(token, n)| ends.kind(*token, n)).collect();
             if let Some(end) = kinds.iter().position(|kind| *kind != Kind::Inner) {
                 tokens.truncate(end + usize::from(kinds[end] == Kind::Last));
+                logprobs.truncate(tokens.len());
                 finished = Some(FinishReason::Stop);
             }
             sent += tokens.len();
             let end = match finished {
                 None => {
-                    yield Ok(LLMEngineOutput { token_ids: tokens, ..LLMEngineOutput::default() });
+                    yield Ok(told(LLMEngineOutput { token_ids: tokens, ..LLMEngineOutput::default() }, &logprobs));
                     continue;
                 }
                 Some(FinishReason::Stop) => LLMEngineOutput::stop(),
@@ -292,9 +293,30 @@ fn outputs(
                     return;
                 }
             };
-            yield Ok(end.with_tokens(tokens).with_usage(used(prompt, sent)));
+            yield Ok(told(end.with_tokens(tokens).with_usage(used(prompt, sent)), &logprobs));
             return;
         }
+    }
+}
+
+/// The output with log-probabilities of all its tokens, or without where none were asked for.
+fn told(output: LLMEngineOutput, logprobs: &[Logprobs]) -> LLMEngineOutput {
+    if logprobs.is_empty() {
+        return output;
+    }
+    let top = |(rank, (token_id, logprob)): (u32, &(u32, f32))| TopLogprob {
+        rank,
+        token_id: *token_id,
+        // The frontend has the tokenizer.
+        token: None,
+        logprob: f64::from(*logprob),
+        bytes: None,
+    };
+    let likeliest = |of: &Logprobs| (1..).zip(&of.likeliest).map(top).collect();
+    LLMEngineOutput {
+        log_probs: Some(logprobs.iter().map(|of| f64::from(of.token)).collect()),
+        top_logprobs: Some(logprobs.iter().map(likeliest).collect()),
+        ..output
     }
 }
 

@@ -84,6 +84,60 @@ async fn together_as_alone_whatever_runs_it() {
     }
 }
 
+/// Log-probabilities come with each token, whoever is beside, and are what they are without drafts; they change no token.
+#[tokio::test]
+async fn log_probabilities_come_with_the_tokens() {
+    let asking = |n: u32, logprobs| {
+        let mut request = request(prompt(n), 30);
+        request.output_options.logprobs = logprobs;
+        request.sampling_options.presence_penalty = Some([0., 0.8][n as usize % 2]);
+        request
+    };
+    let plain = worker(1, &[]);
+    plain.start(0).await.unwrap();
+    let mut known: Vec<LLMEngineOutput> = Vec::new();
+    for args in [&[][..], &["--draft", "4"], &["--mtp", "on"], &["--tensor-parallel", "2"]] {
+        let worker = worker(4, args);
+        worker.start(0).await.unwrap();
+        let counts = [Some(3), None, Some(0), Some(20), None, Some(1)];
+        let answers = (0..6u32).map(|n| {
+            let request = asking(n, counts[n as usize]);
+            async { stream(&worker, request).await.unwrap().map(Result::unwrap).collect::<Vec<_>>().await }
+        });
+        for (n, (items, count)) in join_all(answers).await.into_iter().zip(counts).enumerate() {
+            let mut all = LLMEngineOutput::default();
+            let (mut logprobs, mut tops) = (Vec::new(), Vec::new());
+            for item in items {
+                assert_eq!(item.log_probs.as_ref().map(Vec::len), count.map(|_| item.token_ids.len()));
+                all.token_ids.extend(item.token_ids);
+                logprobs.extend(item.log_probs.unwrap_or_default());
+                tops.extend(item.top_logprobs.unwrap_or_default());
+            }
+            assert_eq!(all.token_ids, tokens(&plain, asking(n as u32, None)).await.0);
+            for (top, (token, logprob)) in tops.iter().zip(all.token_ids.iter().zip(&logprobs)) {
+                assert_eq!(Some(top.len() as u32), count);
+                assert!(top.iter().zip(1..).all(|(one, rank)| one.rank == rank));
+                assert!(top.is_sorted_by(|a, b| a.logprob >= b.logprob) && *logprob <= 0.);
+                let own = top.iter().find(|one| one.token_id == *token);
+                assert!(own.is_none_or(|own| own.logprob == *logprob), "{top:?}");
+                // Nothing is left for the others than what these leave.
+                let sum: f64 = top.iter().map(|one| one.logprob.exp()).sum();
+                assert!(sum < 1. + 1e-5 && (own.is_some() || sum + logprob.exp() < 1. + 1e-5), "{top:?}");
+            }
+            (all.log_probs, all.top_logprobs) = (Some(logprobs), Some(tops));
+            match known.get(n) {
+                None => known.push(all),
+                Some(first) => {
+                    let of = |all: &LLMEngineOutput| all.log_probs.clone().unwrap_or_default();
+                    let near = |(a, b): (f64, f64)| (a - b).abs() < 1e-3;
+                    assert!(of(first).into_iter().zip(of(&all)).all(near), "{args:?}");
+                }
+            }
+        }
+        worker.cleanup().await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn a_full_queue_refuses() {
     let worker = worker(1, &["--max-waiting", "1"]);
@@ -102,13 +156,15 @@ async fn a_full_queue_refuses() {
 async fn what_cannot_run_is_refused() {
     let worker = worker(4, &[]);
     worker.start(0).await.unwrap();
-    let mut with_logprobs = request(prompt(1), 4);
-    with_logprobs.output_options.logprobs = Some(1);
+    let [mut with_logprobs, mut of_the_prompt] = [0; 2].map(|_| request(prompt(1), 4));
+    with_logprobs.output_options.logprobs = Some(21);
+    of_the_prompt.output_options.prompt_logprobs = Some(1);
     for (request, word) in [
         (request(vec![1; 513], 4), "at most 512 tokens"),
         (request(vec![5000], 4), "vocab_size"),
         (request(vec![], 4), "at least 1 token"),
-        (with_logprobs, "logprobs"),
+        (with_logprobs, "at most 20 tokens"),
+        (of_the_prompt, "prompt_logprobs"),
     ] {
         let error = stream(&worker, request).await.err().unwrap();
         assert_eq!(error.error_type(), ErrorType::Backend(BackendError::InvalidArgument));

@@ -24,6 +24,7 @@ mod gguf_tokenizer;
 mod gguf_writer;
 #[path = "../support/golden.rs"]
 mod golden;
+mod logprobs;
 mod model;
 mod moe;
 mod parallel;
