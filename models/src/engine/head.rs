@@ -367,7 +367,7 @@ impl CausalLm {
             }
             let at = active.iter().map(|&i| (slots[i], head.slots[slots[i]].len + counts[i] + depth - 1)).collect();
             y = self.head_of_slots(draft_head, head, (&ids, &y), at, &vec![1; active.len()])?;
-            ids = self.logits_launched(&y, &Launch::default().overlapping())?.argmax(D::Minus1)?;
+            ids = self.scores_launched(&y, &Launch::default().overlapping())?.argmax(D::Minus1)?;
             drafted.push(ids.clone());
             rows.push(active.clone());
         }
