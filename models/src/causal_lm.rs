@@ -115,6 +115,15 @@ impl CausalLm {
 
     /// The logits as the head's product gives them, for those that read any dtype.
     pub(crate) fn scores_launched(&self, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
+        self.scores_by(&self.head, hidden, launch)
+    }
+
+    /// The same for drafts, of rows `[rows, hidden_size]`.
+    pub(crate) fn draft_scores(&self, head: &DraftHead, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
+        self.scores_by(head.copy_for(hidden.dim(0)?).unwrap_or(&self.head), hidden, launch)
+    }
+
+    fn scores_by(&self, head: &Linear, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
         let _working = Working::new(&self.device);
         if hidden.elem_count() == 0 {
             let mut dims = hidden.dims().to_vec();
@@ -122,7 +131,7 @@ impl CausalLm {
             dims.push(self.config.vocab_size);
             return Tensor::zeros(dims, self.dtype, &self.device);
         }
-        let logits = self.head.forward_launched(&hidden.contiguous()?, launch)?;
+        let logits = head.forward_launched(&hidden.contiguous()?, launch)?;
         match &self.vocabulary {
             Some(vocabulary) => vocabulary.gather(&logits),
             None => Ok(logits),

@@ -150,7 +150,7 @@ impl RoundBuffers {
                     cache.advance(1)?;
                 }
             }
-            self.sampler.launch(&model.scores_launched(&y, launch)?, &self.greedy)?;
+            self.sampler.launch(&model.draft_scores(draft_head, &y, launch)?, &self.greedy)?;
             round.slice_set(&self.greedy.ids()?.unsqueeze(1)?, 1, depth)?;
         }
         Ok(())
