@@ -38,7 +38,8 @@ impl Sampler {
         })
     }
 
-    /// The token of each row of `logits [rows, vocabulary]` in f32, which may be overwritten.
+    /// The token of each row of `logits [rows, vocabulary]` in f32, bf16 or f16, which may be overwritten: the same token from
+    /// all of them where they hold the same numbers.
     pub fn draw(&self, logits: &Tensor, choices: &[Choice]) -> Result<Vec<Token>> {
         #[cfg(feature = "cuda")]
         if self.workspace.is_some() {
@@ -49,7 +50,7 @@ impl Sampler {
             self.launch(logits, &rows)?;
             return Ok(tokens(&rows.drawn()?.to_vec1()?));
         }
-        let rows = logits.to_vec2()?.into_iter().zip(choices);
+        let rows = logits.to_dtype(DType::F32)?.to_vec2()?.into_iter().zip(choices);
         Ok(rows.map(|(mut logits, choice)| choice.draw(&mut logits)).collect())
     }
 
@@ -149,7 +150,7 @@ impl Rows {
     /// `gdn_sampling` on the CPU.
     fn draw(&self, logits: &Tensor) -> Result<()> {
         self.on_host(|rows| {
-            for (n, mut logits) in logits.to_vec2::<f32>()?.into_iter().enumerate() {
+            for (n, mut logits) in logits.to_dtype(DType::F32)?.to_vec2::<f32>()?.into_iter().enumerate() {
                 let (row, last) = (rows.rows[n], rows.ids[n]);
                 if row.scale < 0. {
                     continue;

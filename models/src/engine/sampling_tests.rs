@@ -2,7 +2,7 @@
 
 use super::sampling::{Choice, Sampler};
 use super::Sampling;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// Numbers for tests.
 struct Rng(crate::SplitMix64);
@@ -32,7 +32,11 @@ fn tensor(logits: &[Vec<f32>], device: &Device) -> Result<Tensor> {
 }
 
 fn draw(sampler: &Sampler, logits: &[Vec<f32>], choices: &[Choice], device: &Device) -> Result<Vec<Option<u32>>> {
-    Ok(sampler.draw(&tensor(logits, device)?, choices)?.into_iter().map(std::result::Result::ok).collect())
+    draw_of(sampler, &tensor(logits, device)?, choices)
+}
+
+fn draw_of(sampler: &Sampler, logits: &Tensor, choices: &[Choice]) -> Result<Vec<Option<u32>>> {
+    Ok(sampler.draw(logits, choices)?.into_iter().map(std::result::Result::ok).collect())
 }
 
 fn one(logits: &[f32], sampling: &Sampling, tokens: &[u32]) -> Option<u32> {
@@ -134,6 +138,46 @@ fn penalties_are_of_the_last_tokens() {
     }
 }
 
+/// Penalties and weights are of the numbers in f32, whatever they lie in.
+#[test]
+fn every_dtype_gives_the_same_tokens() -> Result<()> {
+    use super::sampling::{tokens, Rows};
+    let devices = [
+        Some(Device::Cpu),
+        #[cfg(feature = "cuda")]
+        candle_gdn::plumbing::cuda::testing::device(),
+    ];
+    let mut rng = Rng(crate::SplitMix64::new(11));
+    let (rows, vocab) = (40, 1500);
+    let logits: Vec<Vec<f32>> = (0..rows).map(|_| (0..vocab).map(|_| (2. * rng.normal()) as f32).collect()).collect();
+    let choices: Vec<Choice> = (0..rows)
+        .map(|n| {
+            let (temperature, repeat_penalty) = ([0., 0.8][n % 2], 1.1 + 0.03 * n as f32);
+            let sampling =
+                Sampling { temperature, top_k: 40, repeat_penalty, repeat_last_n: 1000, ..Sampling::default() };
+            // Nearly all tokens, so that what a penalty leaves is what is drawn from.
+            let before: Vec<u32> = (0..1000).map(|_| (rng.uniform() * vocab as f64) as u32).collect();
+            sampling.choice(n as u64, n, 1000, &before, &[])
+        })
+        .collect();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let narrow = tensor(&logits, &Device::Cpu)?.to_dtype(dtype)?;
+        let want = draw_of(&Sampler::new(&Device::Cpu)?, &narrow.to_dtype(DType::F32)?, &choices)?;
+        assert!(want.iter().all(Option::is_some));
+        for device in devices.iter().flatten() {
+            let (sampler, there) = (Sampler::new(device)?, narrow.to_device(device)?);
+            let drawn = draw_of(&sampler, &there.copy()?, &choices)?;
+            assert_eq!(drawn, want, "{dtype:?} on {:?}", device.location());
+            let on_device = Rows::new(rows, 1000, device)?;
+            on_device.load(&choices)?;
+            sampler.launch(&there, &on_device)?;
+            let drawn = tokens(&on_device.ids()?.to_vec1()?).into_iter().map(std::result::Result::ok);
+            assert_eq!(drawn.collect::<Vec<_>>(), want, "{dtype:?} on {:?}, as rows", device.location());
+        }
+    }
+    Ok(())
+}
+
 /// Rows of every kind in one launch, and tokens one after the other on what the launch before left.
 #[test]
 #[cfg(feature = "cuda")]
@@ -145,6 +189,7 @@ fn every_device_draws_the_same() -> Result<()> {
         let rows = rng.pick(&[1, 2, 3, 17, 128, 300, 700]);
         let vocab = rng.pick(&[1, 5, 511, 512, 513, 1024, 7001, 50_000, if rows < 129 { 248_320 } else { 1000 }]);
         let history = 1 + rng.below(70);
+        let dtype = rng.pick(&[DType::F32, DType::BF16, DType::F16]);
         let (mut logits, mut choices) = (vec![], vec![]);
         for _ in 0..rows {
             let (kind, spread, mean) = (rng.below(6), rng.pick(&[0.01, 1., 3., 30.]), rng.pick(&[0., 5., -7.]));
@@ -163,7 +208,7 @@ fn every_device_draws_the_same() -> Result<()> {
             if rng.below(12) == 0 {
                 row[rng.below(vocab)] = rng.pick(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
             }
-            logits.push(row);
+            logits.push(Tensor::new(row, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)?.to_vec1()?);
             let sampling = Sampling {
                 temperature: rng.pick(&[0., 0., 0.7, 1., 1.3, 0.01, 1e-300, 100., 1e9]),
                 top_k: rng.pick(&[0, 0, 1, 2, 20, 50, 300, 5000]),
@@ -178,7 +223,8 @@ fn every_device_draws_the_same() -> Result<()> {
             |(s, seed, before): &(Sampling, u64, Vec<u32>), index| s.choice(*seed, index, history, before, &[]);
         let first: Vec<Choice> = choices.iter().map(|row| choice(row, 4)).collect();
         let want = draw(&here, &logits, &first, &Device::Cpu)?;
-        assert_eq!(draw(&there, &logits, &first, &device)?, want, "round {round}: {rows} rows of {vocab}");
+        let got = draw_of(&there, &tensor(&logits, &device)?.to_dtype(dtype)?, &first)?;
+        assert_eq!(got, want, "round {round}: {rows} rows of {vocab} in {dtype:?}");
         // Room for rows of nobody too, as in a graph.
         let on_device = Rows::new(rows + 3, history, &device)?;
         on_device.load(&first)?;
@@ -186,9 +232,9 @@ fn every_device_draws_the_same() -> Result<()> {
         for index in 4..8 {
             let now: Vec<Choice> = choices.iter().map(|row| choice(row, index)).collect();
             let want = draw(&here, &logits, &now, &Device::Cpu)?;
-            there.launch(&tensor(&padded, &device)?, &on_device)?;
+            there.launch(&tensor(&padded, &device)?.to_dtype(dtype)?, &on_device)?;
             let got: Vec<_> = tokens(&on_device.drawn()?.to_vec1()?).into_iter().map(std::result::Result::ok).collect();
-            assert_eq!(got[..rows], want, "round {round}, token {index}: {rows} rows of {vocab}");
+            assert_eq!(got[..rows], want, "round {round}, token {index}: {rows} rows of {vocab} in {dtype:?}");
             for ((_, _, before), token) in choices.iter_mut().zip(&want) {
                 before.push(token.unwrap_or(0));
             }

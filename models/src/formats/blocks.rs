@@ -117,7 +117,7 @@ impl Blocks {
     }
 
     /// All as one, if they are of one type and width.
-    pub(super) fn one(parts: Vec<Self>) -> Option<Self> {
+    pub(crate) fn one(parts: Vec<Self>) -> Option<Self> {
         let mut stacked = Self::stack(parts);
         stacked.pop().filter(|_| stacked.is_empty())
     }
