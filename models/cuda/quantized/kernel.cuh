@@ -239,12 +239,12 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
 
   Ring ring = {shared + a.ring_at + warp * part.stages * F::kBytes, shared + warp * kMostStages * 8, part.stages};
   const int own = (end - begin) * a.rows * (kTile / kCluster);    // of the cluster's values, that this block adds up
-  if (a.cluster > 1 && threadIdx.x == 0) {
-    ptx::barrier_init(shared + kMeet, 1);
-    ptx::barrier_expect(shared + kMeet, own * kCluster * static_cast<int>(sizeof(float)));
-  }
+  if (a.cluster > 1 && threadIdx.x == 0) ptx::barrier_init(shared + kMeet, 1);
   ring.begin(lane);
-  if (a.cluster > 1) ptx::cluster_begin_arrive();
+  if (a.cluster > 1) {
+    if (threadIdx.x == 0) ptx::barrier_expect(shared + kMeet, own * kCluster * static_cast<int>(sizeof(float)));
+    ptx::cluster_begin_arrive();
+  }
   // The stream of units runs in front of their use, over the ends of turns. Units are left out behind those of a gate, up to up's, and in a cluster behind those that this block has of a tile.
   int fetch_first = begin, fetch_left = 0, to_gap = 0, gap = 0;
   const char *from = nullptr;
