@@ -43,8 +43,8 @@ typedef struct gdn_moe_params {
   gdn_scales gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // none, or of all the four above,
                                // which are then in e4m3; rows are counted over all experts. GDN_MOE_MANY rounds each number
                                // to io_dtype, GDN_MOE_FEW takes it as it is
-  int32_t quantized;           // not 0: all the four are packed as gdn_quantized_pack() does, aligned to 128, each of its own type; the gate's rows
-                               // and up's alternate then, 8 of each. For few tokens alone. hidden, inner and shared_inner are what these types take
+  int32_t quantized;           // not 0: all the four are packed as gdn_quantized_pack() does, aligned to 128, each of its own type; the gates and
+                               // ups `paired`. For few tokens alone. hidden, inner and shared_inner are what these types take
   int32_t gate_up_type, down_type, shared_gate_up_type, shared_down_type;    // gdn_quantized_type
   const void *residual;        // null, or [tokens, hidden], io_dtype; may be y itself
   void *y;                     // written: [tokens, hidden], io_dtype; must not overlap x

@@ -127,17 +127,13 @@ class Case:
         self.shared_down = weight("shared_down", hidden, shared) if shared else None
 
     def pack(self, lib):
-        """The gate's rows and up's by turns, 8 of each."""
+        """As the library does, into `stored`."""
         for name, blocks in self.blocks.items():
-            rows = torch.arange(blocks.outputs, device=harness.device)
-            if "gate_up" in name:
-                inner = self.shared if "shared" in name else self.inner
-                rows = rows.view(-1, 2, inner // 8, 8).transpose(1, 2).reshape(-1)
-            rows = blocks.bytes[rows].contiguous()
-            room = torch.empty(rows.numel() + 128, dtype=torch.uint8, device=harness.device)
+            room = torch.empty(blocks.bytes.numel() + 128, dtype=torch.uint8, device=harness.device)
             self.stored[name] = room[-room.data_ptr() % 128:]
-            p = fill(QuantizedPackParams, **{"from": rows}, to=self.stored[name], type=PACKED[blocks.name],
-                     outputs=blocks.outputs, inputs=blocks.inputs)
+            paired = {"gate_up": self.inner, "shared_gate_up": self.shared}.get(name, 0)
+            p = fill(QuantizedPackParams, **{"from": blocks.bytes}, to=self.stored[name], type=PACKED[blocks.name],
+                     outputs=blocks.outputs, inputs=blocks.bytes.shape[1] * INPUTS[blocks.name], paired=paired)
             assert launch(lambda: call(lib.gdn_quantized_pack, p)) == OK
 
     def fields(self, **changes):

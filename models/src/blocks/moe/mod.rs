@@ -2,11 +2,13 @@
 
 mod cpu;
 mod device;
+#[cfg(feature = "cuda")]
+mod packed;
 mod quantized;
 mod weights;
 
 use crate::config::MoeConfig;
-use crate::formats::Source;
+use crate::formats::{ExpertShape, Source};
 use candle_core::{Result, Tensor};
 use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
@@ -14,6 +16,8 @@ use cpu::CpuMoe;
 #[cfg(feature = "cuda")]
 pub(crate) use device::asks_the_host;
 use device::DeviceMoe;
+#[cfg(feature = "cuda")]
+use packed::PackedMoe;
 use quantized::QuantizedMoe;
 
 /// Router, routed experts, and the shared expert where there is one.
@@ -21,6 +25,8 @@ use quantized::QuantizedMoe;
 pub(crate) enum SparseMoe {
     Cpu(CpuMoe),
     Device(DeviceMoe),
+    #[cfg(feature = "cuda")]
+    Packed(Box<PackedMoe>),
     Quantized(Box<QuantizedMoe>),
 }
 
@@ -35,11 +41,18 @@ impl SparseMoe {
 
     /// The same of a source, whose experts may be quantised.
     pub(crate) fn load_from(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<Self> {
-        match QuantizedMoe::load(cfg, hidden, source)? {
-            Some(quantized) => Ok(Self::Quantized(Box::new(quantized))),
-            None if source.keeps_fp8() => Ok(Self::Device(DeviceMoe::load_from(cfg, hidden, source)?)),
-            None => Self::load(cfg, hidden, source.dense()),
+        let shape = ExpertShape { experts: cfg.num_experts, intermediate: cfg.intermediate_size, hidden };
+        let Some(experts) = source.pp("experts").expert_blocks(shape)? else {
+            return match source.keeps_fp8() {
+                true => Ok(Self::Device(DeviceMoe::load_from(cfg, hidden, source)?)),
+                false => Self::load(cfg, hidden, source.dense()),
+            };
+        };
+        #[cfg(feature = "cuda")]
+        if let Some(packed) = PackedMoe::load(cfg, hidden, source, &experts)? {
+            return Ok(Self::Packed(Box::new(packed)));
         }
+        Ok(Self::Quantized(Box::new(QuantizedMoe::load(cfg, shape, source, &experts)?)))
     }
 
     /// `x [.., hidden]` to the same.
@@ -47,6 +60,8 @@ impl SparseMoe {
         match self {
             Self::Cpu(moe) => moe.forward(x),
             Self::Device(moe) => moe.forward(x, launch),
+            #[cfg(feature = "cuda")]
+            Self::Packed(moe) => moe.forward(x, launch),
             Self::Quantized(moe) => moe.forward(x, launch),
         }
     }
