@@ -36,7 +36,12 @@ const AT_ONCE: usize = 8192;
 
 impl PackedMoe {
     /// `source` is at `..mlp`; `None` where the kernels do not take experts of these sizes or types.
-    pub(crate) fn load(cfg: &MoeConfig, hidden: usize, source: &Source, experts: &ExpertBlocks) -> Result<Option<Self>> {
+    pub(crate) fn load(
+        cfg: &MoeConfig,
+        hidden: usize,
+        source: &Source,
+        experts: &ExpertBlocks,
+    ) -> Result<Option<Self>> {
         let (device, inner, shared_inner) = (source.device(), cfg.intermediate_size, cfg.shared_intermediate_size);
         let takes = moe::takes(source.dtype(), hidden, cfg.num_experts, cfg.experts_per_token, [inner, shared_inner]);
         let [gate_up] = experts.gate_up.as_slice() else { return Ok(None) };
@@ -79,7 +84,8 @@ impl PackedMoe {
             let (routed, shared) = (self.routed.weights(), self.shared.as_ref().map(Pair::weights));
             self.pieces(&flat, packed_tokens(self.hidden), routed, shared, launch)?
         } else {
-            let dense = |pair: &Pair| Result::<[Tensor; 2]>::Ok([pair.gate_up.dense(x.dtype())?, pair.down.dense(x.dtype())?]);
+            let dense =
+                |pair: &Pair| Result::<[Tensor; 2]>::Ok([pair.gate_up.dense(x.dtype())?, pair.down.dense(x.dtype())?]);
             let (routed, shared) = (dense(&self.routed)?, self.shared.as_ref().map(dense).transpose()?);
             self.pieces(&flat, AT_ONCE, dense_weights(&routed), shared.as_ref().map(dense_weights), launch)?
         };
