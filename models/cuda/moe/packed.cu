@@ -37,17 +37,17 @@ template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, 
   q.chunks = p.hidden / quantized::kChunk;
   q.x_shared_row = q.chunks * kChunkOfX;
   q.scales_row = q.chunks * kScalesOfX;
-  const int64_t room = optin - static_cast<int64_t>(sizeof(Table)), pairs = static_cast<int64_t>(p.tokens) * p.top_k;
+  const int64_t room = optin, pairs = static_cast<int64_t>(p.tokens) * p.top_k;
   const int shared_groups = p.shared_inner > 0 ? (p.tokens + kGroup - 1) / kGroup : 0;
   const auto bytes = [](const PackedArgs &part) { return static_cast<int64_t>(quantized::extent(part.type).unit_bytes); };
   const bool shared = shared_groups > 0;
 
-  // gate_up: barriers, x, its scales, sums of two turns, the rings.
+  // gate_up: barriers and table, x, its scales, sums of two turns, the rings.
   LaunchConfig config;
   config.stream = stream;
   config.overlap = overlap;
   config.block = dim3(kThreads);
-  int64_t at = kBarriers + static_cast<int64_t>(p.tokens) * q.x_shared_row;
+  int64_t at = kBehindTable + static_cast<int64_t>(p.tokens) * q.x_shared_row;
   q.scales_at = static_cast<int32_t>(at);
   at += static_cast<int64_t>(p.tokens) * q.scales_row;
   const int rows = p.tokens == 1 ? 1 : kGroup;
@@ -67,8 +67,8 @@ template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, 
                                : launch_allowed<packed_gate_up_kernel<T, kGroup>>(config, optin, q);
   if (status) return status;
 
-  // down: barriers, two rows of a unit's inputs for each warp, sums, the rings.
-  q.sums_at = kBarriers + kWarps * 2 * kRowOfUnit;
+  // down: barriers and table, two rows of a unit's inputs for each warp, sums, the rings.
+  q.sums_at = kBehindTable + kWarps * 2 * kRowOfUnit;
   at = ceil_div(q.sums_at + static_cast<int64_t>(kWarps) * p.tokens * kTile * static_cast<int>(sizeof(float)), 128) * 128;
   q.down_ring_at = static_cast<int32_t>(at);
   q.down_stage = static_cast<int32_t>(shared ? most(bytes(q.down), bytes(q.shared_down)) : bytes(q.down));

@@ -14,7 +14,8 @@ using quantized::kThreads;
 using quantized::kTile;
 using quantized::kWarps;
 
-constexpr int kBarriers = kWarps * kMostStages * 8;    // bytes
+constexpr int kBarriers = kWarps * kMostStages * 8;    // bytes of shared memory, and behind them the table
+constexpr int kBehindTable = kBarriers + (sizeof(Table) + 127) / 128 * 128;
 constexpr int kTurn = 16;          // tiles from one barrier to the next, at most
 constexpr int kTileOutputs = 8;    // of a tile of gate and up: 8 rows of each
 constexpr int kRowOfUnit = 2 * (kChunkOfX + kScalesOfX);    // bytes of a unit's inputs of h
@@ -88,7 +89,7 @@ __device__ __forceinline__ void gate_up_part(const FewArgs &q, const Table &tabl
   for (int i = 0; i < q.stages; ++i) fetch(i);
 
   const bool active = g >> 1 == t;
-  const uint32_t x_lane = shared + kBarriers + t * 32 + (g & 1) * 16, scales_lane = shared + q.scales_at + t * 8;
+  const uint32_t x_lane = shared + kBehindTable + t * 32 + (g & 1) * 16, scales_lane = shared + q.scales_at + t * 8;
   uint32_t b[R == 1 ? 2 * kChunks : 2][4] = {};
   int turned = 0;
   for (int first = begin; first < end; first += turn, turned ^= 1) {
@@ -166,15 +167,15 @@ __device__ __forceinline__ void gate_up_part(const FewArgs &q, const Table &tabl
 
 // R: rows of a group, at most; 1: of one token.
 template <typename T, int R> __global__ void __launch_bounds__(kThreads, 1) packed_gate_up_kernel(const __grid_constant__ FewArgs q) {
-  __shared__ Table table;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Table &table = *reinterpret_cast<Table *>(shared_bytes + kBarriers);
   const uint32_t shared = ptx::shared_address(shared_bytes);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   // A single token's choice is the first warp's work.
   constexpr int kFirst = R == 1 ? 32 : 0;
   if (threadIdx.x >= kFirst)
-    quantized::convert_x<T, R>(q, 0, shared + kBarriers, shared + q.scales_at, threadIdx.x - kFirst, kThreads - kFirst);
+    quantized::convert_x<T, R>(q, 0, shared + kBehindTable, shared + q.scales_at, threadIdx.x - kFirst, kThreads - kFirst);
   read_table(q.a, table);
 
   // Blocks for the shared expert's groups, in proportion to its bytes.
@@ -246,8 +247,8 @@ __device__ __forceinline__ void down_unit(const FewArgs &q, const Table &table, 
 // y = the weighted sum of down h over a token's rows. A block has 16 outputs of all rows: its warps take units by turns, and add what they find to sums of
 // their own.
 template <typename T, int R> __global__ void __launch_bounds__(kThreads, 1) packed_down_kernel(const __grid_constant__ FewArgs q) {
-  __shared__ Table table;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
+  Table &table = *reinterpret_cast<Table *>(shared_bytes + kBarriers);
   const Args &a = q.a;
   const uint32_t shared = ptx::shared_address(shared_bytes);
   const int lane = ptx::kept_lane(), warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
@@ -284,7 +285,7 @@ template <typename T, int R> __global__ void __launch_bounds__(kThreads, 1) pack
   __syncwarp();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  const uint32_t to_x = shared + kBarriers + warp * (2 * kRowOfUnit);
+  const uint32_t to_x = shared + kBehindTable + warp * (2 * kRowOfUnit);
   for (int unit = warp; unit < units; unit += kWarps) {
     const Place here = place(unit);
     const uint32_t group = table.group[here.group];
