@@ -150,4 +150,55 @@ mod tests {
         }
         Ok(())
     }
+
+    /// Quantised experts on CUDA, few tokens at a time and many, against f32 on the CPU with the numbers they stand for.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn packed_experts_and_cpu_kernels_agree() -> Result<()> {
+        use crate::formats::{Blocks, Quantizer};
+        use candle_core::quantized::GgmlDType::{Q4K, Q6K, Q8_0};
+        let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+        let norm = |x: &Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
+        for (dtype, bound) in [(DType::BF16, 6e-3), (DType::F16, 8e-4)] {
+            for (kind, shared) in [(Q4K, 256), (Q6K, 0), (Q8_0, 512)] {
+                let cfg = MoeConfig {
+                    num_experts: 12,
+                    experts_per_token: 3,
+                    intermediate_size: 256,
+                    shared_intermediate_size: shared,
+                    norm_topk_prob: shared > 0,
+                };
+                let hidden = 512;
+                let weights = weights(&cfg, hidden)?.into_iter().filter(|(_, w)| w.elem_count() > 0);
+                let (mut stored, mut meant) = (HashMap::new(), HashMap::new());
+                for (name, weight) in weights {
+                    let weight = (weight * 0.3)?;
+                    let numbers = match name.contains("proj") {
+                        true => Blocks::quantize(&weight, kind)?.tensor()?,
+                        false => weight.clone(),
+                    };
+                    meant.insert(name.clone(), numbers);
+                    stored.insert(name, weight);
+                }
+                let cpu = CpuMoe::load(&cfg, hidden, VarBuilder::from_tensors(meant, DType::F32, &Device::Cpu))?;
+                let source = Source::new(VarBuilder::from_tensors(stored, dtype, &cuda));
+                let source = source.quantized(Quantizer::new(kind)?.into());
+                let moe = SparseMoe::load_from(&cfg, hidden, &source)?;
+                assert!(matches!(moe, SparseMoe::Packed(_)), "{kind:?} {dtype:?}: {moe:?}");
+                for tokens in [1, 2, 9, 16, 17, 100, 256, 257] {
+                    let x = Tensor::randn(0f32, 1., (tokens, hidden), &Device::Cpu)?;
+                    let x = x.to_dtype(dtype)?.to_dtype(DType::F32)?;
+                    let got = moe.forward(&x.to_device(&cuda)?.to_dtype(dtype)?, &Launch::default())?;
+                    let got = got.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                    let want = cpu.forward(&x)?;
+                    assert_eq!(got.dims(), want.dims());
+                    let error = (norm(&(got - &want)?)? / norm(&want)?).sqrt();
+                    // Of many tokens the numbers are rounded to this dtype too, gates, ups and downs.
+                    let bound = if tokens > 256 { 1.5 * bound } else { bound };
+                    assert!(error < bound, "{kind:?} {dtype:?} {tokens}: {error:e}");
+                }
+            }
+        }
+        Ok(())
+    }
 }
