@@ -1,5 +1,6 @@
 // Few tokens with packed experts: launches.
 #include "common/launch.cuh"
+#include "../quantized/product.h"
 #include "packed.cuh"
 
 namespace gdn {
@@ -22,9 +23,10 @@ int stages_of(int64_t units, int64_t stage, int64_t room) {
 }  // namespace
 
 template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, bool overlap, cudaStream_t stream) {
-  int sms = 0, optin = 0;
+  int sms = 0, optin = 0, half = 0;
   if (const int status = sm_count(&sms)) return status;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = quantized::half_shared_memory(&half)) return status;
   FewArgs q = {};
   q.a = args;
   q.gate_up = packed_args(p.gate_up, p.gate_up_type, 2 * p.inner, p.hidden);
@@ -37,7 +39,7 @@ template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, 
   q.chunks = p.hidden / quantized::kChunk;
   q.x_shared_row = q.chunks * kChunkOfX;
   q.scales_row = q.chunks * kScalesOfX;
-  const int64_t room = optin, pairs = static_cast<int64_t>(p.tokens) * p.top_k;
+  const int64_t pairs = static_cast<int64_t>(p.tokens) * p.top_k;
   const int shared_groups = p.shared_inner > 0 ? (p.tokens + kGroup - 1) / kGroup : 0;
   const auto bytes = [](const PackedArgs &part) { return static_cast<int64_t>(quantized::extent(part.type).unit_bytes); };
   const bool shared = shared_groups > 0;
@@ -59,7 +61,9 @@ template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, 
   const int64_t tiles = pairs * q.gate_up.tiles + static_cast<int64_t>(shared_groups) * q.shared_gate_up.tiles;
   const int units = shared ? static_cast<int>(most(q.gate_up.units, q.shared_gate_up.units)) : q.gate_up.units;
   const int64_t blocks = tiles < sms ? tiles : sms;
-  q.stages = stages_of(ceil_div((tiles / blocks + 2) * units, kWarps), stage, room - at);
+  const int64_t most_units = ceil_div((tiles / blocks + 2) * units, kWarps);
+  if (rows == 1) q.stages = stages_of(most_units, stage, half - at);
+  if (q.stages < 1) q.stages = stages_of(most_units, stage, optin - at);
   if (q.stages < 1) return GDN_BAD_ALGO;
   config.grid = dim3(static_cast<unsigned>(blocks));
   config.shared_bytes = at + q.stages * kWarps * stage;
@@ -73,7 +77,7 @@ template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, 
   q.down_ring_at = static_cast<int32_t>(at);
   q.down_stage = static_cast<int32_t>(shared ? most(bytes(q.down), bytes(q.shared_down)) : bytes(q.down));
   const int64_t down_units = pairs * q.down.units + static_cast<int64_t>(shared_groups) * q.shared_down.units;
-  q.down_stages = stages_of(ceil_div(down_units, kWarps), q.down_stage, room - at);
+  q.down_stages = stages_of(ceil_div(down_units, kWarps), q.down_stage, (rows == 1 ? half : optin) - at);
   config.overlap = p.overlap >= 0;
   config.grid = dim3(static_cast<unsigned>(p.hidden / kTile));
   config.shared_bytes = at + q.down_stages * kWarps * q.down_stage;

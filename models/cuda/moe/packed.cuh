@@ -165,8 +165,8 @@ __device__ __forceinline__ void gate_up_part(const FewArgs &q, const Table &tabl
   }
 }
 
-// R: rows of a group, at most; 1: of one token.
-template <typename T, int R> __global__ void __launch_bounds__(kThreads, 1) packed_gate_up_kernel(const __grid_constant__ FewArgs q) {
+// R: rows of a group, at most; 1: of one token, and then a block of the next launch has room beside.
+template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 ? 2 : 1) packed_gate_up_kernel(const __grid_constant__ FewArgs q) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Table &table = *reinterpret_cast<Table *>(shared_bytes + kBarriers);
   const uint32_t shared = ptx::shared_address(shared_bytes);
@@ -246,7 +246,7 @@ __device__ __forceinline__ void down_unit(const FewArgs &q, const Table &table, 
 
 // y = the weighted sum of down h over a token's rows. A block has 16 outputs of all rows: its warps take units by turns, and add what they find to sums of
 // their own.
-template <typename T, int R> __global__ void __launch_bounds__(kThreads, 1) packed_down_kernel(const __grid_constant__ FewArgs q) {
+template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 ? 2 : 1) packed_down_kernel(const __grid_constant__ FewArgs q) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Table &table = *reinterpret_cast<Table *>(shared_bytes + kBarriers);
   const Args &a = q.a;

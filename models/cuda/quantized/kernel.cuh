@@ -433,7 +433,8 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   }
 }
 
-template <typename T, int R> __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Args a) {
+// Blocks of one row leave room for one of the next launch beside them (product.cu).
+template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 ? 2 : 1) product_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   int p = 0;
   while (p + 1 < a.parts && static_cast<int>(blockIdx.x) >= a.part[p + 1].first_block) ++p;
