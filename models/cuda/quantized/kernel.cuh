@@ -36,6 +36,7 @@ struct Args {
   void *y;
   int64_t x_row, y_stride;     // bytes; elements
   int32_t parts, rows;
+  int32_t beside;              // not 0: there is room for a block of the next launch
   int32_t inputs, chunks;      // of x; that a block has
   int32_t cluster;             // blocks that share the inputs of the same tiles. More than one: one part in one turn, without swiglu
   int32_t groups, per_group, group_size;    // as in gdn_quantized_params
@@ -433,8 +434,8 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   }
 }
 
-// Blocks of one row leave room for one of the next launch beside them (product.cu).
-template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 ? 2 : 1) product_kernel(const __grid_constant__ Args a) {
+// BLOCKS: that fit into a multiprocessor; with two, those of the next launch stand beside these.
+template <typename T, int R, int BLOCKS> __global__ void __launch_bounds__(kThreads, BLOCKS) product_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   int p = 0;
   while (p + 1 < a.parts && static_cast<int>(blockIdx.x) >= a.part[p + 1].first_block) ++p;

@@ -187,11 +187,13 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
   config.block = dim3(kThreads);
   config.stream = stream;
   config.overlap = p.overlap != 0;
+  bool all_q4_k = true;
+  for (int i = 0; i < args.parts; ++i) all_q4_k = all_q4_k && args.part[i].type == GDN_Q4_K;
   for (int64_t first = 0; first < p.rows;) {
     int rows = p.rows - first < kMostRows ? static_cast<int>(p.rows - first) : kMostRows;
-    // One row makes do with half a multiprocessor's memory, so that a block of the next launch fits beside.
-    while (!(rows == 1 && lay_out(&args, 1, kStagesOfHalf, half, &config.shared_bytes)) &&
-           !lay_out(&args, rows, rows == 1 ? 1 : 2, optin, &config.shared_bytes)) {
+    // One row of Q4_K makes do with half a multiprocessor's memory. The others have more bytes for as much work, and are slower so (README.md).
+    args.beside = rows == 1 && all_q4_k && lay_out(&args, 1, kStagesOfHalf, half, &config.shared_bytes);
+    while (!args.beside && !lay_out(&args, rows, rows == 1 ? 1 : 2, optin, &config.shared_bytes)) {
       if (rows == 1) return GDN_BAD_ALGO;
       rows = (rows + 1) / 2;
     }
