@@ -113,11 +113,14 @@ struct RowsArgs {
   int32_t rows, outputs, tiles, units, inputs, paired;
 };
 
-// A warp writes what it has to of a unit: all 16 rows, or with ids one.
+// A warp writes what it has to of a unit: all 16 rows, by way of shared memory so that a row's numbers leave together, or with ids one.
 template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constant__ RowsArgs a) {
   using F = Format<TYPE>;
+  constexpr int kRow = kChunk + 16 / sizeof(T);    // numbers from row to row: without conflicts
+  __shared__ __align__(16) T room[kPackWarps][kTile * kRow];
   const int lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kPackWarps + threadIdx.x / 32;
+  T *mine = room[threadIdx.x / 32];
   if (at >= static_cast<int64_t>(a.ids ? a.rows : a.tiles) * a.units) return;
   const int64_t from = at / a.units, u = at % a.units;
   const int64_t id = a.ids ? a.ids[from] : 0, tile = a.ids ? id / kTile : from;
@@ -135,10 +138,9 @@ template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constan
     unpack<TYPE>(c, [&](int j) { return reinterpret_cast<const uint4 *>(unit + j * 512)[lane]; }, words);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int64_t output = a.ids ? from : tile * kTile + g + 8 * row;
-      if (a.ids ? !zeros && id % kTile != g + 8 * row : output >= a.rows) continue;
+      if (a.ids && !zeros && id % kTile != g + 8 * row) continue;
       if (zeros && (g | row)) continue;
-      T *y = static_cast<T *>(a.y) + unpaired(static_cast<int32_t>(output), a.paired) * a.y_stride + u * F::kInputs + c * kChunk + 32 * t;
+      T *y = a.ids ? static_cast<T *>(a.y) + from * a.y_stride + u * F::kInputs + c * kChunk + 32 * t : mine + (g + 8 * row) * kRow + 32 * t;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float v[8];
@@ -154,6 +156,17 @@ template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constan
         for (int j = 0; j < 8; j += kPack) store_pack<T, kPack>(y + 8 * i + j, *reinterpret_cast<const float(*)[kPack]>(v + j));
       }
     }
+    if (a.ids) continue;
+    __syncwarp();
+    constexpr int kPerRow = kChunk * sizeof(T) / 16;
+    for (int i = lane; i < kTile * kPerRow; i += 32) {
+      const int row = i / kPerRow, piece = i % kPerRow * (16 / sizeof(T));
+      const int64_t output = tile * kTile + row;
+      if (output >= a.rows) break;
+      T *y = static_cast<T *>(a.y) + unpaired(static_cast<int32_t>(output), a.paired) * a.y_stride + u * F::kInputs + c * kChunk + piece;
+      *reinterpret_cast<uint4 *>(y) = *reinterpret_cast<const uint4 *>(mine + row * kRow + piece);
+    }
+    __syncwarp();
   }
 }
 
