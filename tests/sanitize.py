@@ -53,6 +53,7 @@ def main():
     parser.add_argument("--tools", default=",".join(TOOLS), help="default: all four")
     parser.add_argument("--jobs", type=int, default=4, help="processes side by side; default 4")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that they share")
+    parser.add_argument("--only", default="", help="tests whose names this regular expression finds")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a test; default 600")
     parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all")
     parser.add_argument("--done", default="sanitize.tsv", help="default sanitize.tsv")
@@ -70,7 +71,8 @@ def main():
     if os.path.exists(args.done):
         with open(args.done, encoding="utf-8") as f:
             known = {tuple(line.split("\t")[:3]): line.rstrip("\n").split("\t")[3] for line in f}
-    todo = [(tool, program, test) for tool in args.tools.split(",") for program in args.programs for test in tests_of(program)]
+    todo = [(tool, program, test) for tool in args.tools.split(",") for program in args.programs for test in tests_of(program)
+            if re.search(args.only, test)]
     of_run = [(tool, os.path.basename(program), test) for tool, program, test in todo]
     todo = [job for job, key in zip(todo, of_run) if key not in known]
     begun, lock = time.monotonic(), threading.Lock()

@@ -36,17 +36,20 @@ pub fn config(name: &str) -> Result<ModelConfig> {
     Ok(ModelConfig::from_json(&text)?)
 }
 
-/// Bytes of the weights that a step of one token reads.
-fn step_bytes(config: &ModelConfig, dtype: DType) -> u64 {
+/// Bytes of the weights that a step of `sequences` reads: of the experts as many as so many tokens choose on average where every
+/// choice is as likely as another.
+fn step_bytes(config: &ModelConfig, dtype: DType, sequences: usize) -> u64 {
     let size = dtype.size_in_bytes();
-    // Of a table of its own one row is read.
+    let weights = if config.fp8.is_some() { config.fp8_weight_bytes(dtype) } else { config.weight_bytes(dtype) };
+    // Of a table of its own each token reads a row.
     let table = if config.tie_word_embeddings { 0 } else { config.vocab_size * config.hidden_size * size };
-    let idle = config.moe.as_ref().map_or(0, |moe| {
+    let idle = config.moe.as_ref().map_or(0., |moe| {
         let layers = config.layers.iter().filter(|layer| layer.ffn == FfnKind::Moe).count();
-        let expert = 3 * config.hidden_size * moe.intermediate_size * size;
-        layers * (moe.num_experts - moe.experts_per_token) * expert
+        let expert = 3 * config.hidden_size * moe.intermediate_size * if config.fp8.is_some() { 1 } else { size };
+        let unchosen = (1. - moe.experts_per_token as f64 / moe.num_experts as f64).powi(sequences as i32);
+        (layers * moe.num_experts * expert) as f64 * unchosen
     });
-    config.weight_bytes(dtype) - (table + idle) as u64
+    weights - table as u64 - idle as u64
 }
 
 struct Case<'a> {
@@ -133,7 +136,7 @@ impl Case<'_> {
         let per_sequence = self.model.config().sequence_bytes(self.model.dtype());
         let times = if rings == Rings::Always { 1 } else { 2 }; // read, and written
         let states = times * (per_sequence.recurrent + per_sequence.conv) + SEEN as u64 * per_sequence.kv_per_token;
-        let bytes = step_bytes(self.model.config(), self.model.dtype()) + batch as u64 * states;
+        let bytes = step_bytes(self.model.config(), self.model.dtype(), batch) + batch as u64 * states;
         let row = |variant: &str| self.row(&what, variant, batch, 1).work(bytes, 0).error("logits", error);
         if !bench.holds(&row("graph"), BOUND)? {
             return Ok(());

@@ -1,5 +1,6 @@
 //! A machine's files: the records in, tables and plots out.
 
+use crate::compare::{By, Suite};
 use crate::folder::Folder;
 use crate::{plots, summary, tables, timing};
 use anyhow::{Context, Result};
@@ -23,6 +24,9 @@ pub fn files(folder: &Folder) -> Result<Vec<(String, String)>> {
     files.extend(tables::contest(folder).map(|text| ("contest.md".to_string(), text)));
     files.extend(timing::page(folder, &suites).map(|text| ("timing.md".to_string(), text)));
     files.push(("summary.md".into(), summary::summary(folder, &suites)));
-    files.extend(plots::plots(&suites)?);
+    // They compare nothing, and so are in no table of ratios.
+    let models = folder.sources("model").into_iter().filter(|source| !source.is_cpu());
+    let models = models.map(|source| Suite::new(folder, "model", source, By::Workload));
+    files.extend(plots::plots(&suites.into_iter().chain(models).collect::<Vec<_>>())?);
     Ok(files)
 }

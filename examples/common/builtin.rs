@@ -15,6 +15,7 @@ const FILES: &[(&str, &[u8])] = files![
     "demo/model.safetensors",
     "demo/tokenizer.json",
     "demo/tokenizer_config.json",
+    "configs/qwen3-next-80b-a3b-fp8.json",
     "configs/qwen3-next-80b-a3b.json",
     "configs/qwen3.5-0.8b.json",
     "configs/qwen3.5-27b.json",

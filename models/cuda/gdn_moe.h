@@ -11,6 +11,7 @@
 #define CANDLE_GDN_MOE_H
 
 #include "gdn.h"
+#include "gdn_quantized.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -19,6 +20,8 @@ extern "C" {
 #define GDN_MOE_FEW_TOKENS 32  // that GDN_MOE_FEW takes at most
 #define GDN_MOE_EXPERTS 1024   // at most
 #define GDN_MOE_TOP_K 16       // at most
+#define GDN_MOE_PACKED_TOKENS 16      // that packed experts take at most,
+#define GDN_MOE_PACKED_INPUTS 65536   // and of x as many numbers in all
 
 typedef enum gdn_moe_algo {
   GDN_MOE_AUTO = 0,
@@ -40,6 +43,9 @@ typedef struct gdn_moe_params {
   gdn_scales gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // none, or of all the four above,
                                // which are then in e4m3; rows are counted over all experts. GDN_MOE_MANY rounds each number
                                // to io_dtype, GDN_MOE_FEW takes it as it is
+  int32_t quantized;           // not 0: all the four are packed as gdn_quantized_pack() does, aligned to 128, each of its own type; the gates and
+                               // ups `paired`. For few tokens alone. hidden, inner and shared_inner are what these types take
+  int32_t gate_up_type, down_type, shared_gate_up_type, shared_down_type;    // gdn_quantized_type
   const void *residual;        // null, or [tokens, hidden], io_dtype; may be y itself
   void *y;                     // written: [tokens, hidden], io_dtype; must not overlap x
   void *workspace;             // gdn_moe_workspace() bytes of device memory, aligned to 256. Its contents mean nothing

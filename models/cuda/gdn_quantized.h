@@ -17,6 +17,8 @@ typedef struct gdn_quantized_pack_params {
   void *to;                // written: gdn_quantized_size() bytes, aligned to 128; not `from`
   int32_t type;            // gdn_quantized_type
   int32_t outputs, inputs; // inputs: a multiple of 128 in Q8_0, of 256 in the others (GDN_BAD_ALGO otherwise)
+  int32_t paired;          // 0, or: `from` is matrices of 2 `paired` rows, those of a gate and then as many of up, and 8 rows of each alternate in `to`.
+                           // A multiple of 8, and outputs of twice it (GDN_BAD_ALGO otherwise)
 } gdn_quantized_pack_params;
 int gdn_quantized_pack(const gdn_quantized_pack_params *params, cudaStream_t stream);
 // Bytes of such a matrix when it is packed.
@@ -58,6 +60,8 @@ typedef struct gdn_quantized_rows_params {
   int64_t y_stride;        // of 16 bytes
   int32_t type;            // gdn_quantized_type
   int32_t outputs, inputs, rows;
+  int32_t paired;          // as they were packed. Not 0: y's rows are in the order that they had before; all of them, without ids (GDN_BAD_ALGO
+                           // otherwise)
   int32_t dtype;           // gdn_dtype
 } gdn_quantized_rows_params;
 int gdn_quantized_rows(const gdn_quantized_rows_params *params, cudaStream_t stream);

@@ -33,7 +33,7 @@ typedef struct gdn_sampling_row {
 
 // Each row's token, in three steps; see sampling/README.md. Of equal logits the one of the lower id counts as more likely.
 typedef struct gdn_sampling_params {
-  float *logits;           // [rows, vocab]; those that a penalty concerns are overwritten
+  void *logits;            // [rows, vocab] of `dtype`; those that a penalty concerns are overwritten
   uint32_t *ids;           // [rows]: the token before; written: the one chosen, 0 for none
   uint32_t *drawn;         // written: [rows], the token chosen, or GDN_NO_TOKEN
   gdn_sampling_row *state; // [rows]; written
@@ -45,6 +45,7 @@ typedef struct gdn_sampling_params {
   int32_t rows;
   int32_t vocab;           // at most 2^19
   int32_t history;
+  int32_t dtype;           // GDN_F32, GDN_BF16 or GDN_F16; all that is done with a logit is done in f32
 } gdn_sampling_params;
 int gdn_sampling(const gdn_sampling_params *params, cudaStream_t stream);
 

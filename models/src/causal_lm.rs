@@ -110,17 +110,31 @@ impl CausalLm {
 
     /// No kernel of a pass writes a weight, so that the launch may overlap.
     pub(crate) fn logits_launched(&self, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
+        self.scores_launched(hidden, launch)?.to_dtype(DType::F32)
+    }
+
+    /// The logits as the head's product gives them, for those that read any dtype.
+    pub(crate) fn scores_launched(&self, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
+        self.scores_by(&self.head, hidden, launch)
+    }
+
+    /// The same for drafts, of rows `[rows, hidden_size]`.
+    pub(crate) fn draft_scores(&self, head: &DraftHead, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
+        self.scores_by(head.copy_for(hidden.dim(0)?).unwrap_or(&self.head), hidden, launch)
+    }
+
+    fn scores_by(&self, head: &Linear, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
         let _working = Working::new(&self.device);
         if hidden.elem_count() == 0 {
             let mut dims = hidden.dims().to_vec();
             dims.pop();
             dims.push(self.config.vocab_size);
-            return Tensor::zeros(dims, DType::F32, &self.device);
+            return Tensor::zeros(dims, self.dtype, &self.device);
         }
-        let logits = self.head.forward_launched(&hidden.contiguous()?, launch)?;
+        let logits = head.forward_launched(&hidden.contiguous()?, launch)?;
         match &self.vocabulary {
-            Some(vocabulary) => vocabulary.gather(&logits)?.to_dtype(DType::F32),
-            None => logits.to_dtype(DType::F32),
+            Some(vocabulary) => vocabulary.gather(&logits),
+            None => Ok(logits),
         }
     }
 

@@ -189,19 +189,19 @@ impl<'a> Loader<'a> {
             layers.push(layer.in_group(group.clone()));
             (self.progress)(i + 1, config.layers.len());
         }
+        let head = match tied {
+            Some(tied) => tied,
+            None => Linear::load(&source.pp("lm_head"), config.hidden_size, config.vocab_size)?,
+        };
         let draft_head = match self.draft_head {
             DraftHeadChoice::Off => None,
             DraftHeadChoice::Auto if !DraftHead::is_in(&source) => None,
             DraftHeadChoice::On if !DraftHead::is_in(&source) => {
                 bail!("draft head: the checkpoint has none: there is no weight `mtp.fc.weight`")
             }
-            _ => Some(DraftHead::load(config, &source, group.clone())?),
+            _ => Some(DraftHead::load(config, &source, group.clone())?.with_copy_of(&head)?),
         };
         let vocabulary = group.map(|group| Vocabulary::new(group, whole.vocab_size, &device)).transpose()?;
-        let head = match tied {
-            Some(tied) => tied,
-            None => Linear::load(&source.pp("lm_head"), config.hidden_size, config.vocab_size)?,
-        };
         Ok(CausalLm {
             embeddings,
             layers,

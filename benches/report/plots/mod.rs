@@ -8,6 +8,7 @@ use crate::compare::{time, Column, Group, Suite, Tier, Work, OURS};
 use crate::folder::Entry;
 use crate::markdown::comma_l2;
 use crate::rates::copy_rate;
+use crate::stats::distinct;
 use anyhow::Result;
 use axis::Scale;
 use chart::{Chart, Series};
@@ -18,7 +19,7 @@ type Place = fn(&Work) -> Option<usize>;
 type Draw = fn(&Suite, &Group) -> Option<Chart>;
 
 /// The suites with the names of their plots.
-const PLOTS: [(&str, &str, Draw); 8] = [
+const PLOTS: [(&str, &str, Draw); 9] = [
     ("decode", "decode", |suite, group| times(suite, group, |work| work.shape.batch)),
     ("prefill", "prefill", |suite, group| times(suite, group, single_sequence)),
     ("layer", "layer-tokens", |suite, group| times(suite, group, single_sequence)),
@@ -27,6 +28,7 @@ const PLOTS: [(&str, &str, Draw); 8] = [
     ("rule", "cpu-rule", |suite, group| times(suite, group, single_sequence)),
     ("decode", "copy-rate", copy_rates),
     ("projections", "projections", variants),
+    ("model", "steps", steps),
 ];
 
 /// File names and SVG texts of all plots that have data.
@@ -197,6 +199,38 @@ fn variants(suite: &Suite, group: &Group) -> Option<Chart> {
         y: "time, µs",
         y_scale: Scale::Log,
         series,
+    }
+    .if_any()
+}
+
+/// Decode steps of whole models, replayed from a graph, and what the bytes allow.
+fn steps(suite: &Suite, group: &Group) -> Option<Chart> {
+    // As engines have it: with rings, where the model has them.
+    let step = |work: &Work<'_>| {
+        work.workload
+            .split_once(" step B=")
+            .filter(|(_, rest)| rest.ends_with("rings"))
+            .map(|(model, _)| model.to_string())
+    };
+    let models = distinct(group.works.iter().filter_map(step));
+    let rate = |work: &Work, us: Option<f64>| Some(1e6 * work.shape.batch? as f64 / us?);
+    let graph = |work: &Work| {
+        work.entries.iter().find_map(|e| Tier::Wall.of(&e.row).filter(|_| e.row.variant.as_deref() == Some("graph")))
+    };
+    let series = models.iter().flat_map(|model| {
+        let works: Vec<_> = group.works.iter().filter(|work| step(work).as_ref() == Some(model)).collect();
+        let of = |us: &dyn Fn(&Work) -> Option<f64>| points(&works, single_token, |work| rate(work, us(work)));
+        let floor =
+            Series { name: format!("{model}, bytes at the copy rate"), ..Series::floor(of(&|work| work.floor())) };
+        [Series::new(model, of(&graph)), floor]
+    });
+    Chart {
+        title: title("Decode steps of whole models", group),
+        subtitle: subtitle(suite, Tier::Wall, None),
+        x: "sequences",
+        y: "tokens/s",
+        y_scale: Scale::Log,
+        series: series.collect(),
     }
     .if_any()
 }

@@ -52,8 +52,9 @@ struct Args {
   ScaleArgs gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // of weights in e4m3
 };
 
-// The launchers of a dtype, in few.cu, many.cu and scores.cu.
+// The launchers of a dtype, in few.cu, packed.cu, many.cu and scores.cu.
 template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
+template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, bool overlap, cudaStream_t stream);    // behind logits and table
 template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
 template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
 

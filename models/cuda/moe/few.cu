@@ -24,6 +24,7 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
     config.overlap = p.overlap >= 0;
   }
 
+  if (p.quantized) return run_packed<T>(p, args, config.overlap, stream);
   // As many groups as there may be.
   const int64_t tiles = static_cast<int64_t>(p.tokens) * p.top_k * (p.inner / kOutputs) +
                         ceil_div(p.tokens, kGroup) * (p.shared_inner / kOutputs);

@@ -1,6 +1,7 @@
 // gdn_moe: checks, and where things lie in the workspace.
 #include "common/convert.cuh"
 #include "common/host.cuh"
+#include "../quantized/layout.cuh"
 #include "args.h"
 
 namespace gdn {
@@ -24,6 +25,15 @@ int check_sizes(const gdn_moe_params &p) {
   const int64_t rows = static_cast<int64_t>(p.tokens) * (p.top_k + 1);
   if (rows > (1 << 30) || widest * p.hidden > (1 << 29)) return GDN_BAD_LENGTH;
   if (p.hidden % 64 || p.inner % 64 || p.shared_inner % 64) return GDN_BAD_ALGO;
+  if (p.quantized) {
+    if (!few(p) || p.tokens > GDN_MOE_PACKED_TOKENS || static_cast<int64_t>(p.tokens) * p.hidden > GDN_MOE_PACKED_INPUTS) return GDN_BAD_ALGO;
+    const int types[] = {p.gate_up_type, p.down_type, p.shared_gate_up_type, p.shared_down_type};
+    const int inputs[] = {p.hidden, p.inner, p.hidden, p.shared_inner};
+    for (int i = 0; i < (p.shared_inner > 0 ? 4 : 2); ++i) {
+      if (!quantized::valid_type(types[i])) return GDN_BAD_DTYPE;
+      if (inputs[i] % quantized::extent(types[i]).unit_inputs) return GDN_BAD_ALGO;
+    }
+  }
   if (p.algo < GDN_MOE_AUTO || p.algo > GDN_MOE_MANY || (p.algo == GDN_MOE_FEW && p.tokens > GDN_MOE_FEW_TOKENS))
     return GDN_BAD_ALGO;
   return GDN_OK;
@@ -75,11 +85,15 @@ int run(const gdn_moe_params *params, cudaStream_t stream) {
     return GDN_NULL_POINTER;
   for (const void *pointer : {p.x, p.gate_up, p.down, p.shared_gate_up, p.shared_down, p.router})
     if (!aligned(pointer, 16)) return GDN_BAD_ALGO;
+  if (p.quantized)
+    for (const void *pointer : {p.gate_up, p.down, p.shared_gate_up, p.shared_down})
+      if (!aligned(pointer, 128)) return GDN_BAD_ALGO;
   if (p.x_stride % 8) return GDN_BAD_ALGO;
   for (const gdn_scales &scales : {p.gate_up_scales, p.down_scales, p.shared_gate_up_scales, p.shared_down_scales})
     if (const int status = check_scales(scales)) return status;
   // All of the weights are in e4m3 or none.
   const bool scaled = p.gate_up_scales.ptr;
+  if (scaled && p.quantized) return GDN_BAD_ALGO;
   if (scaled != (p.down_scales.ptr != nullptr)) return GDN_NULL_POINTER;
   if (p.shared_inner > 0 &&
       (scaled != (p.shared_gate_up_scales.ptr != nullptr) || scaled != (p.shared_down_scales.ptr != nullptr)))

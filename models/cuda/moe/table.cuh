@@ -14,7 +14,7 @@ __device__ __forceinline__ int group_first(uint32_t group) { return group >> 4 &
 __device__ __forceinline__ int group_rows(uint32_t group) { return group & 15; }
 
 // One block: the table of few tokens. A warp has a token, and then a thread an expert.
-__global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid_constant__ Args a) {
+static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid_constant__ Args a) {
   __shared__ uint32_t takers[GDN_MOE_EXPERTS];    // a bit a token
   __shared__ int first_row[GDN_MOE_EXPERTS];
   __shared__ int of_warp[kSortThreads / 32];

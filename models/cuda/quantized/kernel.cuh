@@ -36,6 +36,7 @@ struct Args {
   void *y;
   int64_t x_row, y_stride;     // bytes; elements
   int32_t parts, rows;
+  int32_t beside;              // not 0: there is room for a block of the next launch
   int32_t inputs, chunks;      // of x; that a block has
   int32_t cluster;             // blocks that share the inputs of the same tiles. More than one: one part in one turn, without swiglu
   int32_t groups, per_group, group_size;    // as in gdn_quantized_params
@@ -93,15 +94,70 @@ __device__ __forceinline__ void store_8(uint32_t address, uint32_t a, uint32_t b
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
-// x in fixed point, by all threads. A number is (256 hi + lo) * scale. A chunk's 256 bytes are those of the first 16 inputs of each of its four blocks,
-// hi before lo, and then of the last 16. A quad of threads has a block.
-template <typename T, int R>
-__device__ __forceinline__ void convert_x(const Args &a, int rank, uint32_t x_shared, uint32_t scales_shared) {
+// 8 numbers of x in fixed point: a number is (256 hi + lo) * scale. Of a block of 32, which a quad of lanes has: its scale, and its sum.
+struct Fixed {
+  uint32_t hi[2], lo[2];
+  float scale, sum;
+};
+
+// By all lanes. `words` are the numbers as they lie.
+template <typename T> __device__ __forceinline__ Fixed fixed_of(const uint32_t (&words)[2 * sizeof(T)]) {
   constexpr float kLargest = 127.f * 256.f;
   constexpr float kRound = 12582912.f;    // 1.5 * 2^23: a sum with it ends with the integer's bits
+  float x[8];
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if constexpr (sizeof(T) == 4) x[i] = __uint_as_float(words[i]);
+    else if constexpr (std::is_same_v<T, __half>) x[i] = half_bits(words[i / 2] >> 16 * (i % 2) & 0xffff);
+    else x[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+    most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
+  }
+  most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
+  most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
+  const float largest = __uint_as_float(most);
+  float inverse = kLargest / largest, scale = largest * (1.f / kLargest);
+  if (largest < 1e-30f) inverse = scale = 0.f;
+  if (most >= 0x7f800000u) scale = __uint_as_float(0x7fffffffu);
+  uint32_t upper[8], lower[8];
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    lower[i] = __float_as_uint(fmaf(x[i], inverse, kRound));
+    upper[i] = lower[i] + 0x80;    // lo has a sign of its own
+    sum += static_cast<int>(lower[i] - __float_as_uint(kRound));
+  }
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+  Fixed made;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    made.hi[i] = __byte_perm(__byte_perm(upper[4 * i], upper[4 * i + 1], 0x0051),
+                             __byte_perm(upper[4 * i + 2], upper[4 * i + 3], 0x0051), 0x5410);
+    made.lo[i] = __byte_perm(__byte_perm(lower[4 * i], lower[4 * i + 1], 0x0040),
+                             __byte_perm(lower[4 * i + 2], lower[4 * i + 3], 0x0040), 0x5410);
+  }
+  made.scale = scale;
+  made.sum = scale * static_cast<float>(sum);
+  return made;
+}
+
+// To where the row's numbers and scales are: a chunk's 256 bytes are those of the first 16 inputs of each of its four blocks, hi before lo, and then
+// of the last 16. A piece is 8 inputs.
+__device__ __forceinline__ void store_fixed(const Fixed &x, uint32_t row, uint32_t scales, int piece) {
+  const int block = piece / 4, part = piece % 4;
+  const uint32_t to = row + block / 4 * kChunkOfX + part / 2 * 128 + block % 4 * 32 + part % 2 * 8;
+  store_8(to, x.hi[0], x.hi[1]);
+  store_8(to + 16, x.lo[0], x.lo[1]);
+  if (part == 0) store_8(scales + block * 8, __float_as_uint(x.scale), __float_as_uint(x.sum));
+}
+
+// x in fixed point, by `threads` threads, of which this is number `thread`. Of `a`: the fields of Args that say where x is, and where it goes.
+template <typename T, int R, typename A>
+__device__ __forceinline__ void convert_x(const A &a, int rank, uint32_t x_shared, uint32_t scales_shared, int thread, int threads) {
   const int pieces = a.chunks * (kChunk / 8), all = a.rows * pieces;
 #pragma unroll 2
-  for (int at = threadIdx.x; at - static_cast<int>(threadIdx.x % 32) < all; at += kThreads) {
+  for (int at = thread; at - thread % 32 < all; at += threads) {
     const int row = R == 1 ? at >= pieces : quotient(at, pieces), piece = at - row * pieces;
     int input = rank * a.chunks * kChunk + piece * 8;
     if (a.group_size > 0) {
@@ -120,46 +176,48 @@ __device__ __forceinline__ void convert_x(const Args &a, int rank, uint32_t x_sh
         words[4 * i + 3] = raw.w;
       }
     }
-    float x[8];
-    uint32_t most = 0;
+    const Fixed x = fixed_of<T>(words);
+    if (row < a.rows) store_fixed(x, x_shared + row * a.x_shared_row, scales_shared + row * a.scales_row, piece);
+  }
+}
+
+// A unit in registers, and its place in shared memory may be filled anew.
+template <int TYPE> struct Unit {
+  using F = Format<TYPE>;
+  uint4 pieces[F::kPieces];
+  uint2 record;
+  uint32_t factors;
+
+  __device__ __forceinline__ void load(uint32_t unit, int lane) {
+    factors = 0;
+    if constexpr (TYPE == GDN_Q8_0) record.x = load_word(unit + F::kScalesAt + lane * 4);
+    else record = ptx::load_shared_8(unit + F::kScalesAt + lane * 8);
+    if constexpr (TYPE == GDN_Q6_K) factors = load_word(unit + F::kFactorsAt + lane / 4 * 4);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if constexpr (sizeof(T) == 4) x[i] = __uint_as_float(words[i]);
-      else if constexpr (std::is_same_v<T, __half>) x[i] = half_bits(words[i / 2] >> 16 * (i % 2) & 0xffff);
-      else x[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-      most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
-    }
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    const float largest = __uint_as_float(most);
-    float inverse = kLargest / largest, scale = largest * (1.f / kLargest);
-    if (largest < 1e-30f) inverse = scale = 0.f;
-    if (most >= 0x7f800000u) scale = __uint_as_float(0x7fffffffu);
-    uint32_t upper[8], lower[8];
-    int sum = 0;
+    for (int j = 0; j < F::kPieces; ++j) pieces[j] = ptx::load_shared(unit + j * 512 + lane * 16);
+  }
+};
+
+// Of chunk c of a unit and a row of x: what a lane's block adds to the sums of weights' rows g and g + 8. `x` are the lane's operands, `of_x` its block's scale
+// and sum.
+template <int TYPE>
+__device__ __forceinline__ void add_products(float (&sum)[2], const uint32_t (&words)[16], const Scales<TYPE> &scales, int c,
+                                             const uint32_t (&x0)[4], const uint32_t (&x1)[4], float2 of_x) {
+  using F = Format<TYPE>;
+  int products[F::kGroups][4] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      lower[i] = __float_as_uint(fmaf(x[i], inverse, kRound));
-      upper[i] = lower[i] + 0x80;    // lo has a sign of its own
-      sum += static_cast<int>(lower[i] - __float_as_uint(kRound));
-    }
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    if (row >= a.rows) continue;
-    uint32_t hi[2], lo[2];
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t(&x)[4] = i / 2 ? x1 : x0;
+    mma16832(products[i * F::kGroups / 4], words + 4 * i, x[2 * (i % 2)], x[2 * (i % 2) + 1]);
+  }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      hi[i] = __byte_perm(__byte_perm(upper[4 * i], upper[4 * i + 1], 0x0051),
-                          __byte_perm(upper[4 * i + 2], upper[4 * i + 3], 0x0051), 0x5410);
-      lo[i] = __byte_perm(__byte_perm(lower[4 * i], lower[4 * i + 1], 0x0040),
-                          __byte_perm(lower[4 * i + 2], lower[4 * i + 3], 0x0040), 0x5410);
+  for (int row = 0; row < 2; ++row) {
+#pragma unroll
+    for (int i = 0; i < F::kGroups; ++i) {
+      const float product = static_cast<float>(products[i][2 * row] * 256 + products[i][2 * row + 1]);
+      sum[row] = fmaf(product, scales.scale[c][row][i] * of_x.x, sum[row]);
     }
-    const int block = piece / 4, part = piece % 4;
-    const uint32_t to = x_shared + row * a.x_shared_row + block / 4 * kChunkOfX + part / 2 * 128 + block % 4 * 32 + part % 2 * 8;
-    store_8(to, hi[0], hi[1]);
-    store_8(to + 16, lo[0], lo[1]);
-    if (part == 0)
-      store_8(scales_shared + row * a.scales_row + block * 8, __float_as_uint(scale), __float_as_uint(scale * static_cast<float>(sum)));
+    if constexpr (F::kMinima) sum[row] = fmaf(-scales.minimum[c][row], of_x.y, sum[row]);
   }
 }
 
@@ -178,14 +236,15 @@ struct Ring {
 #endif
   }
 
-  template <int BYTES> __device__ __forceinline__ void fetch(int slot, const char *from, int lane) {
+  // `bytes` into a slot; slots are `each` apart.
+  __device__ __forceinline__ void fetch(int slot, int each, const char *from, int bytes, int lane) {
 #if __CUDA_ARCH__ >= 900
     if (lane == 0) {
-      ptx::barrier_expect(barriers + 8 * slot, BYTES);
-      ptx::copy_bulk(at + slot * BYTES, from, BYTES, barriers + 8 * slot);
+      ptx::barrier_expect(barriers + 8 * slot, bytes);
+      ptx::copy_bulk(at + slot * each, from, bytes, barriers + 8 * slot);
     }
 #else
-    for (int i = lane * 16; i < BYTES; i += 512) ptx::copy_async(at + slot * BYTES + i, from + i);
+    for (int i = lane * 16; i < bytes; i += 512) ptx::copy_async(at + slot * each + i, from + i);
 #endif
   }
 
@@ -239,12 +298,12 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
 
   Ring ring = {shared + a.ring_at + warp * part.stages * F::kBytes, shared + warp * kMostStages * 8, part.stages};
   const int own = (end - begin) * a.rows * (kTile / kCluster);    // of the cluster's values, that this block adds up
-  if (a.cluster > 1 && threadIdx.x == 0) {
-    ptx::barrier_init(shared + kMeet, 1);
-    ptx::barrier_expect(shared + kMeet, own * kCluster * static_cast<int>(sizeof(float)));
-  }
+  if (a.cluster > 1 && threadIdx.x == 0) ptx::barrier_init(shared + kMeet, 1);
   ring.begin(lane);
-  if (a.cluster > 1) ptx::cluster_begin_arrive();
+  if (a.cluster > 1) {
+    if (threadIdx.x == 0) ptx::barrier_expect(shared + kMeet, own * kCluster * static_cast<int>(sizeof(float)));
+    ptx::cluster_begin_arrive();
+  }
   // The stream of units runs in front of their use, over the ends of turns. Units are left out behind those of a gate, up to up's, and in a cluster behind those that this block has of a tile.
   int fetch_first = begin, fetch_left = 0, to_gap = 0, gap = 0;
   const char *from = nullptr;
@@ -267,7 +326,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   const auto fetch = [&](int slot) {
     while (fetch_left == 0 && fetch_first < end) seek();
     if (fetch_left > 0) {
-      ring.template fetch<F::kBytes>(slot, from, lane);
+      ring.fetch(slot, F::kBytes, from, F::kBytes, lane);
       --fetch_left;
       from += F::kBytes;
       if (--to_gap == 0) {
@@ -282,7 +341,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   const uint32_t x_shared = shared + kBarriers, scales_shared = shared + a.scales_at;
-  convert_x<T, R>(a, rank, x_shared, scales_shared);
+  convert_x<T, R>(a, rank, x_shared, scales_shared, threadIdx.x, kThreads);
   __syncthreads();
 
   // Of the matrix units' 8 columns two are for each lane t of a quad: hi and lo of x beside that lane's block, with zeros beside the other three. So a
@@ -299,15 +358,8 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
     float sum[R][2] = {};
     for (int left = walk.left; left > 0; --left) {
       ring.wait();
-      const uint32_t unit = ring.at + ring.stage * F::kBytes;
-      uint4 pieces[F::kPieces];
-      uint2 record;
-      uint32_t factors = 0;
-      if constexpr (TYPE == GDN_Q8_0) record.x = load_word(unit + F::kScalesAt + lane * 4);
-      else record = ptx::load_shared_8(unit + F::kScalesAt + lane * 8);
-      if constexpr (TYPE == GDN_Q6_K) factors = load_word(unit + F::kFactorsAt + g * 4);
-#pragma unroll
-      for (int j = 0; j < F::kPieces; ++j) pieces[j] = ptx::load_shared(unit + j * 512 + lane * 16);
+      Unit<TYPE> unit;
+      unit.load(ring.at + ring.stage * F::kBytes, lane);
       if constexpr (R == 1) {
 #pragma unroll
         for (int i = 0; i < 2 * kChunks; ++i) load_where(active, b[i], x_lane + at * kChunks * kChunkOfX + 128 * i);
@@ -315,11 +367,11 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
       __syncwarp();    // all have read the unit
       fetch(ring.stage);
       ring.next();
-      const Scales<TYPE> scales = scales_of<TYPE>(record, factors);
+      const Scales<TYPE> scales = scales_of<TYPE>(unit.record, unit.factors);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         uint32_t words[16];
-        unpack<TYPE>(c, [&](int j) { return pieces[j]; }, words);
+        unpack<TYPE>(c, [&](int j) { return unit.pieces[j]; }, words);
         const int chunk = at * kChunks + c;
 #pragma unroll
         for (int r = 0; r < R; ++r) {
@@ -329,21 +381,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
             for (int i = 0; i < 2; ++i) load_where(active, b[i], x_lane + r * a.x_shared_row + chunk * kChunkOfX + 128 * i);
           }
           const float2 of_x = load_floats(scales_lane + r * a.scales_row + chunk * kScalesOfX);
-          int products[F::kGroups][4] = {};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const uint32_t(&x)[4] = b[R == 1 ? 2 * c + i / 2 : i / 2];
-            mma16832(products[i * F::kGroups / 4], words + 4 * i, x[2 * (i % 2)], x[2 * (i % 2) + 1]);
-          }
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-#pragma unroll
-            for (int i = 0; i < F::kGroups; ++i) {
-              const float product = static_cast<float>(products[i][2 * row] * 256 + products[i][2 * row + 1]);
-              sum[r][row] = fmaf(product, scales.scale[c][row][i] * of_x.x, sum[r][row]);
-            }
-            if constexpr (F::kMinima) sum[r][row] = fmaf(-scales.minimum[c][row], of_x.y, sum[r][row]);
-          }
+          add_products<TYPE>(sum[r], words, scales, c, b[R == 1 ? 2 * c : 0], b[R == 1 ? 2 * c + 1 : 1], of_x);
         }
       }
       if (++at == part.units || left == 1) {    // the warp's last of this tile
@@ -396,7 +434,8 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   }
 }
 
-template <typename T, int R> __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Args a) {
+// BLOCKS: that fit into a multiprocessor; with two, those of the next launch stand beside these.
+template <typename T, int R, int BLOCKS> __global__ void __launch_bounds__(kThreads, BLOCKS) product_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   int p = 0;
   while (p + 1 < a.parts && static_cast<int>(blockIdx.x) >= a.part[p + 1].first_block) ++p;

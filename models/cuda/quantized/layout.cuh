@@ -124,6 +124,13 @@ template <int TYPE> __device__ __forceinline__ Scales<TYPE> scales_of(uint2 reco
   return made;
 }
 
+// The row that packed row `row` is of: with `paired` 8 of a gate and 8 of up alternate.
+__host__ __device__ inline int32_t unpaired(int32_t row, int32_t paired) {
+  if (paired == 0) return row;
+  const int32_t in_pair = row % (2 * paired);
+  return row - in_pair + in_pair / 16 * 8 + in_pair % 8 + in_pair / 8 % 2 * paired;
+}
+
 // The bytes of a matrix, and of its tiles.
 struct Extent {
   int32_t unit_inputs, unit_bytes;

@@ -12,7 +12,7 @@ constexpr int kPackWarps = 4;
 struct PackArgs {
   const uint8_t *from;
   uint8_t *to;
-  int32_t outputs, tiles, units;
+  int32_t outputs, tiles, units, paired;
 };
 
 __device__ __forceinline__ uint32_t bytes2(const uint8_t *p) { return p[0] | p[1] << 8; }
@@ -54,8 +54,9 @@ template <int TYPE> __global__ void pack_kernel(const __grid_constant__ PackArgs
   uint8_t *to = a.to + unit * F::kBytes;
   // The block of an input of row g or g + 8; null past the last row.
   const auto block_of = [&](int row, int input) -> const uint8_t * {
-    const int64_t output = static_cast<int64_t>(tile) * kTile + g + 8 * row;
-    if (output >= a.outputs) return nullptr;
+    const int32_t packed = tile * kTile + g + 8 * row;
+    if (packed >= a.outputs) return nullptr;
+    const int64_t output = unpaired(packed, a.paired);
     return a.from + (output * row_blocks + (first_input + input) / kBlockInputs<TYPE>)*kBlockBytes<TYPE>;
   };
   const auto at = [&](int chunk, int product, int k, int byte) -> uint32_t {
@@ -109,14 +110,17 @@ struct RowsArgs {
   const uint32_t *ids;
   void *y;
   int64_t y_stride;
-  int32_t rows, outputs, tiles, units, inputs;
+  int32_t rows, outputs, tiles, units, inputs, paired;
 };
 
-// A warp writes what it has to of a unit: all 16 rows, or with ids one.
+// A warp writes what it has to of a unit: all 16 rows, by way of shared memory so that a row's numbers leave together, or with ids one.
 template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constant__ RowsArgs a) {
   using F = Format<TYPE>;
+  constexpr int kRow = kChunk + 16 / sizeof(T);    // numbers from row to row: without conflicts
+  __shared__ __align__(16) T room[kPackWarps][kTile * kRow];
   const int lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kPackWarps + threadIdx.x / 32;
+  T *mine = room[threadIdx.x / 32];
   if (at >= static_cast<int64_t>(a.ids ? a.rows : a.tiles) * a.units) return;
   const int64_t from = at / a.units, u = at % a.units;
   const int64_t id = a.ids ? a.ids[from] : 0, tile = a.ids ? id / kTile : from;
@@ -134,10 +138,9 @@ template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constan
     unpack<TYPE>(c, [&](int j) { return reinterpret_cast<const uint4 *>(unit + j * 512)[lane]; }, words);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int64_t output = a.ids ? from : tile * kTile + g + 8 * row;
-      if (a.ids ? !zeros && id % kTile != g + 8 * row : output >= a.rows) continue;
+      if (a.ids && !zeros && id % kTile != g + 8 * row) continue;
       if (zeros && (g | row)) continue;
-      T *y = static_cast<T *>(a.y) + output * a.y_stride + u * F::kInputs + c * kChunk + 32 * t;
+      T *y = a.ids ? static_cast<T *>(a.y) + from * a.y_stride + u * F::kInputs + c * kChunk + 32 * t : mine + (g + 8 * row) * kRow + 32 * t;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float v[8];
@@ -153,26 +156,39 @@ template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constan
         for (int j = 0; j < 8; j += kPack) store_pack<T, kPack>(y + 8 * i + j, *reinterpret_cast<const float(*)[kPack]>(v + j));
       }
     }
+    if (a.ids) continue;
+    __syncwarp();
+    constexpr int kPerRow = kChunk * sizeof(T) / 16;
+    for (int i = lane; i < kTile * kPerRow; i += 32) {
+      const int row = i / kPerRow, piece = i % kPerRow * (16 / sizeof(T));
+      const int64_t output = tile * kTile + row;
+      if (output >= a.rows) break;
+      T *y = static_cast<T *>(a.y) + unpaired(static_cast<int32_t>(output), a.paired) * a.y_stride + u * F::kInputs + c * kChunk + piece;
+      *reinterpret_cast<uint4 *>(y) = *reinterpret_cast<const uint4 *>(mine + row * kRow + piece);
+    }
+    __syncwarp();
   }
 }
 
-int check(int type, int64_t outputs, int64_t inputs) {
+int check(int type, int64_t outputs, int64_t inputs, int64_t paired) {
   if (!valid_type(type)) return GDN_BAD_DTYPE;
   if (outputs < 0 || inputs < 1 || outputs > (1 << 30) || inputs > (1 << 29)) return GDN_BAD_LENGTH;
+  if (paired < 0) return GDN_BAD_LENGTH;
+  if (paired && (paired % 8 || outputs % (2 * paired))) return GDN_BAD_ALGO;
   return inputs % extent(type).unit_inputs ? GDN_BAD_ALGO : GDN_OK;
 }
 
 int pack(const gdn_quantized_pack_params *params, cudaStream_t stream) {
   if (!params) return GDN_NULL_POINTER;
   const gdn_quantized_pack_params &p = *params;
-  if (const int status = check(p.type, p.outputs, p.inputs)) return status;
+  if (const int status = check(p.type, p.outputs, p.inputs, p.paired)) return status;
   if (p.outputs == 0) return GDN_OK;
   if (!p.from || !p.to) return GDN_NULL_POINTER;
   if (!aligned(p.to, 128)) return GDN_BAD_ALGO;
   return with_type(p.type, [&](auto type) {
     constexpr int kType = decltype(type)::value;
     PackArgs args = {static_cast<const uint8_t *>(p.from), static_cast<uint8_t *>(p.to), p.outputs,
-                     static_cast<int32_t>(ceil_div(p.outputs, kTile)), p.inputs / Format<kType>::kInputs};
+                     static_cast<int32_t>(ceil_div(p.outputs, kTile)), p.inputs / Format<kType>::kInputs, p.paired};
     const int64_t blocks = ceil_div(static_cast<int64_t>(args.tiles) * args.units, kPackWarps);
     if (blocks > kMaxBlocks) return static_cast<int>(GDN_BAD_LENGTH);
     LaunchConfig config;
@@ -187,7 +203,8 @@ int rows(const gdn_quantized_rows_params *params, cudaStream_t stream) {
   if (!params) return GDN_NULL_POINTER;
   const gdn_quantized_rows_params &p = *params;
   if (!valid_dtype(p.dtype)) return GDN_BAD_DTYPE;
-  if (const int status = check(p.type, p.outputs, p.inputs)) return status;
+  if (const int status = check(p.type, p.outputs, p.inputs, p.paired)) return status;
+  if (p.paired && (p.ids || p.rows != p.outputs)) return GDN_BAD_ALGO;
   if (p.rows < 0 || (!p.ids && p.rows > p.outputs)) return GDN_BAD_LENGTH;
   if (p.y_stride < 0) return GDN_BAD_STRIDE;
   if (p.rows == 0) return GDN_OK;
@@ -196,7 +213,7 @@ int rows(const gdn_quantized_rows_params *params, cudaStream_t stream) {
   return with_type(p.type, [&](auto type) {
     constexpr int kType = decltype(type)::value;
     RowsArgs args = {static_cast<const uint8_t *>(p.w), p.ids, p.y, p.y_stride, p.rows, p.outputs,
-                     static_cast<int32_t>(ceil_div(p.rows, kTile)), p.inputs / Format<kType>::kInputs, p.inputs};
+                     static_cast<int32_t>(ceil_div(p.rows, kTile)), p.inputs / Format<kType>::kInputs, p.inputs, p.paired};
     const int64_t blocks = ceil_div(static_cast<int64_t>(p.ids ? p.rows : args.tiles) * args.units, kPackWarps);
     if (blocks > kMaxBlocks) return static_cast<int>(GDN_BAD_LENGTH);
     LaunchConfig config;
@@ -217,7 +234,7 @@ extern "C" int gdn_quantized_pack(const gdn_quantized_pack_params *params, cudaS
 
 extern "C" int gdn_quantized_size(const gdn_quantized_pack_params *params, int64_t *bytes) {
   if (!params || !bytes) return GDN_NULL_POINTER;
-  if (const int status = gdn::quantized::check(params->type, params->outputs, params->inputs)) return status;
+  if (const int status = gdn::quantized::check(params->type, params->outputs, params->inputs, params->paired)) return status;
   const gdn::quantized::Extent e = gdn::quantized::extent(params->type);
   *bytes = gdn::ceil_div(params->outputs, gdn::quantized::kTile) * (params->inputs / e.unit_inputs) * e.unit_bytes;
   return GDN_OK;

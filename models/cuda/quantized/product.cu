@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kMostRows = 8;              // of a launch
 constexpr int kTilesOfOneTurn = 16;       // a block with no more has one turn
+constexpr int kStagesOfHalf = 2;          // of one row, at least, for a block to make do with half the shared memory
 constexpr int kUnitsOfTurn = 4;           // of a warp, at least, where there are several
 constexpr int64_t kPaysCluster = 56 << 10;    // bytes less for the block that has most to read; blocks that read faster than others make up for less
 
@@ -70,8 +71,8 @@ int turn_of(const PartArgs &part) {
   return several < most ? several : most;
 }
 
-// For so many rows at once; false where there is no room for two stages, or with `least` for one.
-bool lay_out(Args *args, int rows, bool least, int64_t room, int64_t *bytes) {
+// For so many rows at once; false where there is no room for so many stages.
+bool lay_out(Args *args, int rows, int least, int64_t room, int64_t *bytes) {
   args->rows = rows;
   args->x_shared_row = args->chunks * kChunkOfX;
   args->scales_row = args->chunks * kScalesOfX;
@@ -97,7 +98,7 @@ bool lay_out(Args *args, int rows, bool least, int64_t room, int64_t *bytes) {
     const int64_t stage = static_cast<int64_t>(kWarps) * extent(part.type).unit_bytes;
     const int64_t units = ceil_div(part.tiles, part.blocks) * (part.up ? 2 : 1) * part.units;
     int64_t stages = (room - at) / stage;
-    if (stages < (least ? 1 : 2)) return false;
+    if (stages < least) return false;
     const int64_t used = ceil_div(units, kWarps);
     if (stages > used) stages = used;
     part.stages = static_cast<int32_t>(stages < kMostStages ? stages : kMostStages);
@@ -153,9 +154,10 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
   if (!p.x || !p.y) return GDN_NULL_POINTER;
   if (!aligned(p.x, 16) || (p.rows > 1 && p.x_stride * dtype_size(p.dtype) % 16)) return GDN_BAD_ALGO;
 
-  int sms = 0, optin = 0;
+  int sms = 0, optin = 0, half = 0;
   if (const int status = sm_count(&sms)) return status;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = half_shared_memory(&half)) return status;
   const int64_t size = dtype_size(p.dtype);
   args.x_row = p.x_stride * size;
   args.y_stride = p.y_stride;
@@ -185,9 +187,13 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
   config.block = dim3(kThreads);
   config.stream = stream;
   config.overlap = p.overlap != 0;
+  bool all_q4_k = true;
+  for (int i = 0; i < args.parts; ++i) all_q4_k = all_q4_k && args.part[i].type == GDN_Q4_K;
   for (int64_t first = 0; first < p.rows;) {
     int rows = p.rows - first < kMostRows ? static_cast<int>(p.rows - first) : kMostRows;
-    while (!lay_out(&args, rows, rows == 1, optin, &config.shared_bytes)) {
+    // One row of Q4_K makes do with half a multiprocessor's memory. The others have more bytes for as much work, and are slower so (README.md).
+    args.beside = rows == 1 && all_q4_k && lay_out(&args, 1, kStagesOfHalf, half, &config.shared_bytes);
+    while (!args.beside && !lay_out(&args, rows, rows == 1 ? 1 : 2, optin, &config.shared_bytes)) {
       if (rows == 1) return GDN_BAD_ALGO;
       rows = (rows + 1) / 2;
     }

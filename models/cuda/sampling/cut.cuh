@@ -11,8 +11,9 @@ struct Cut {
   uint32_t key, ties;
 };
 
-struct Cutting : Part {
-  using Part::Part;
+template <typename T> struct Cutting : Part<T> {
+  using Part<T>::Part;
+  using Part<T>::args, Part<T>::s, Part<T>::group, Part<T>::row, Part<T>::rank, Part<T>::passes, Part<T>::best;
 
   // Counts and weighs the tokens with keys from `low` to `high` in bins of 2^shift keys, the likeliest first, over the whole group.
   __device__ const Mass *weigh(uint32_t low, uint32_t high, int shift) {
@@ -23,7 +24,7 @@ struct Cutting : Part {
       for (int part = 0; part < kParts; ++part) s.parts[part][i] = 0;
     }
     __syncthreads();
-    each([&](float x, int) {
+    this->each([&](float x, int) {
       const uint32_t key = key_of(x);
       if (key < low || key > high) return;
       const uint64_t weight = weight_of(x, best, row.scale);
@@ -42,7 +43,7 @@ struct Cutting : Part {
       atomicAdd(&bins[i].count, s.counts[i]);
       atomicAdd(reinterpret_cast<unsigned long long *>(&bins[i].weight), static_cast<unsigned long long>(weight));
     }
-    wait_for_group();
+    this->wait_for_group();
     // Nobody reads the bins of the pass before any more.
     for (int i = threadIdx.x + kThreads * rank; i < kBins; i += kThreads * args.blocks) other[i] = {0, 0};
     return bins;
@@ -67,7 +68,7 @@ struct Cutting : Part {
         own.weight += mine[i].weight;
         own.count += mine[i].count;
       }
-      scan(own, before, all);
+      this->scan(own, before, all);
       if (first) {
         if (BY_COUNT && all.count <= row.top_k) {
           total = all.weight;

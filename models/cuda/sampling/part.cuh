@@ -2,7 +2,10 @@
 #pragma once
 
 #include "../gdn_sampling.h"
+#include "common/convert.cuh"
 #include "weight.cuh"
+
+#include <string.h>
 
 namespace gdn {
 namespace sampling {
@@ -51,19 +54,54 @@ struct Shared {
   bool last;
 };
 
-// One block's part of one row.
-struct Part {
+// The tokens that a row's penalty concerns, that of `ids` among them.
+struct Recent {
+  uint32_t count, newest, last;
+  const uint32_t *before;
+  float *kept;
+
+  __device__ __forceinline__ Recent(const gdn_sampling_params &p, const gdn_sampling_row &row, int number)
+      : count(row.seen < row.window ? row.seen + 1 : row.window), newest(row.seen % row.window), last(p.ids[number]),
+        before(p.recent + static_cast<int64_t>(number) * p.history),
+        kept(p.kept + static_cast<int64_t>(number) * p.history) {}
+
+  __device__ __forceinline__ uint32_t id(uint32_t i) const { return i == newest ? last : before[i]; }
+};
+
+// A logit that a penalty concerns is one f32 for all that follows, and what lies in the row may be narrower: there the row has a
+// NaN that says where among the recent tokens the value is, as far as its bits reach.
+template <typename T> struct Marks;
+template <> struct Marks<float> {
+  using Bits = uint32_t;
+  static constexpr Bits kInfinity = 0x7f800000u, kPlaces = 0x007fffffu;
+};
+template <> struct Marks<__nv_bfloat16> {
+  using Bits = uint16_t;
+  static constexpr Bits kInfinity = 0x7f80u, kPlaces = 0x007fu;
+};
+template <> struct Marks<__half> {
+  using Bits = uint16_t;
+  static constexpr Bits kInfinity = 0x7c00u, kPlaces = 0x03ffu;
+};
+
+// One block's part of one row of logits in T.
+template <typename T> struct Part {
+  using M = Marks<T>;
+  using Bits = typename M::Bits;
+  static constexpr int kVec = 16 / sizeof(T), kLoads = kUnit / (32 * kVec);
+
   const Args &args;
   Shared &s;
   Group *group;
-  float *logits;
+  T *logits;
   gdn_sampling_row row;
-  int rank, passes = 0, turns = 0;
+  int number, rank, passes = 0, turns = 0;
   float best = 0.f;
 
   __device__ Part(const Args &args, Shared &s, int number, int rank)
       : args(args), s(s), group(static_cast<Group *>(args.p.workspace) + number % args.groups),
-        logits(args.p.logits + number * args.p.logits_stride), row(args.p.state[number]), rank(rank) {}
+        logits(static_cast<T *>(args.p.logits) + number * args.p.logits_stride), row(args.p.state[number]), number(number),
+        rank(rank) {}
 
   // f(unit) of this block's part, a warp each.
   template <typename F> __device__ __forceinline__ void units(F &&f) const {
@@ -73,21 +111,30 @@ struct Part {
   // f(logit, id) of a unit.
   template <typename F> __device__ __forceinline__ void within(int unit, F &&f) const {
     const int lane = threadIdx.x % 32, from = unit * kUnit, vocab = args.p.vocab;
-    if (args.vec && from + kUnit <= vocab) {
-      float4 x[kUnit / 128];
+    const auto id_of = [&](int j, int c) { return from + (j * 32 + lane) * kVec + c; };
+    const bool vec = args.vec && from + kUnit <= vocab;
+    if (vec) {
+      Pack<T, kVec> x[kLoads];
 #pragma unroll
-      for (int j = 0; j < kUnit / 128; ++j)
-        x[j] = *reinterpret_cast<const float4 *>(logits + from + j * 128 + lane * 4);
+      for (int j = 0; j < kLoads; ++j) x[j] = *reinterpret_cast<const Pack<T, kVec> *>(logits + id_of(j, 0));
+      bool marked = false;
 #pragma unroll
-      for (int j = 0; j < kUnit / 128; ++j) {
-        const int id = from + j * 128 + lane * 4;
-        f(x[j].x, id);
-        f(x[j].y, id + 1);
-        f(x[j].z, id + 2);
-        f(x[j].w, id + 3);
+      for (int j = 0; j < kLoads; ++j)
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) marked |= isnan(to_float<T>(x[j].x[c]));
+      if (!marked || row.window == 0) {
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j)
+#pragma unroll
+          for (int c = 0; c < kVec; ++c) f(to_float<T>(x[j].x[c]), id_of(j, c));
+        return;
       }
-    } else {
-      for (int id = from + lane; id < from + kUnit && id < vocab; id += 32) f(logits[id], id);
+    }
+    // Seldom: one by one.
+#pragma unroll 1
+    for (int i = 0; i < kUnit / 32; ++i) {
+      const int id = vec ? id_of(i / kVec, i % kVec) : from + i * 32 + lane;
+      if (id < vocab) f(value(logits[id], id), id);
     }
   }
 
@@ -124,6 +171,21 @@ struct Part {
     return s.last;
   }
 
+  // The logit that lies in the row as x.
+  __device__ __forceinline__ float value(T x, int id) const {
+    const float y = to_float<T>(x);
+    return y == y || row.window == 0 ? y : marked(args.p, number, x, id);
+  }
+  // NOTES: not a member, whose block would have to keep itself in memory for it.
+  static __device__ __noinline__ float marked(const gdn_sampling_params &p, int number, T x, int id) {
+    const Recent recent(p, p.state[number], number);
+    Bits bits;
+    memcpy(&bits, &x, sizeof(x));
+    for (uint32_t i = (bits & M::kPlaces) - 1u; i < recent.count; i += M::kPlaces)
+      if (recent.id(i) == static_cast<uint32_t>(id)) return __ldcg(recent.kept + i);
+    return to_float<T>(x);
+  }
+
   // The logit x of a token that occurred so often in the completion, and among the last `repeats` tokens or not.
   __device__ __forceinline__ float penalised(float x, uint32_t occurred) const {
     const uint32_t count = occurred & ~kRepeats;
@@ -136,20 +198,18 @@ struct Part {
 
   // Tokens of the window, that of `ids` the latest, whose logits lie in this block's part: so many units at a time as there is room to
   // count in, where that has to be. Read all before any is written: a token may be there twice.
-  __device__ void penalise(int number) {
+  __device__ void penalise() {
     if (row.window == 0) return;
-    uint32_t *recent = args.p.recent + static_cast<int64_t>(number) * args.p.history;
-    float *kept = args.p.kept + static_cast<int64_t>(number) * args.p.history;
-    const uint32_t newest = row.seen % row.window, last = args.p.ids[number];
-    const uint32_t count = row.seen < row.window ? row.seen + 1 : row.window;
+    const Recent recent(args.p, row, number);
+    float *kept = recent.kept;
     const bool counts = row.presence != 0.f || row.frequency != 0.f || row.repeats < row.window;
     const int step = counts ? kParts * kBins / kUnit : args.units;
     uint32_t *occurred = &s.parts[0][0];
     for (int first = 0; first * args.blocks + rank < args.units; first += step) {
       // f(place, id, place among those counted)
       const auto tokens = [&](auto &&f) {
-        for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-          const uint32_t id = i == newest ? last : recent[i];
+        for (uint32_t i = threadIdx.x; i < recent.count; i += kThreads) {
+          const uint32_t id = recent.id(i);
           const int unit = static_cast<int>(id / kUnit), at = unit / args.blocks - first;
           if (id < static_cast<uint32_t>(args.p.vocab) && unit % args.blocks == rank && at >= 0 && at < step)
             f(i, id, at * kUnit + id % kUnit);
@@ -159,18 +219,22 @@ struct Part {
         for (int i = threadIdx.x; i < kParts * kBins; i += kThreads) occurred[i] = 0;
         __syncthreads();
         tokens([&](uint32_t i, uint32_t, uint32_t at) {
-          const uint32_t age = (newest + row.window - i) % row.window;
+          const uint32_t age = (recent.newest + row.window - i) % row.window;
           if (age < row.repeats) atomicOr(&occurred[at], kRepeats);
           if (row.seen >= row.own + age) atomicAdd(&occurred[at], 1u);
         });
         __syncthreads();
       }
       tokens([&](uint32_t i, uint32_t id, uint32_t at) {
-        const float x = logits[id];
+        const float x = to_float<T>(logits[id]);
         kept[i] = isfinite(x) ? penalised(x, counts ? occurred[at] : kRepeats) : x;
       });
       __syncthreads();
-      tokens([&](uint32_t i, uint32_t id, uint32_t) { logits[id] = kept[i]; });
+      tokens([&](uint32_t i, uint32_t id, uint32_t) {
+        if (!isfinite(kept[i])) return;
+        const Bits bits = M::kInfinity + static_cast<Bits>(i % M::kPlaces) + 1;
+        memcpy(logits + id, &bits, sizeof(bits));
+      });
       __syncthreads();
     }
   }

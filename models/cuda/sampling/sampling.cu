@@ -7,15 +7,16 @@ namespace gdn {
 namespace sampling {
 namespace {
 
-struct Row : Cutting {
-  using Cutting::Cutting;
+template <typename T> struct Row : Cutting<T> {
+  using Cutting<T>::Cutting;
+  using Part<T>::args, Part<T>::s, Part<T>::group, Part<T>::logits, Part<T>::row, Part<T>::number, Part<T>::passes, Part<T>::best;
 
   // What is kept of each unit is added up by all blocks; the last of them draws from that, and ends the row.
-  __device__ void draw(int number, Cut cut) {
+  __device__ void draw(Cut cut) {
     Mass *masses = group->bins[passes % 3];
-    units([&](int unit) {
+    this->units([&](int unit) {
       Mass kept = {0, 0};
-      within(unit, [&](float x, int) {
+      this->within(unit, [&](float x, int) {
         const uint32_t key = key_of(x);
         if (key > cut.key) kept.weight += weight_of(x, best, row.scale);
         kept.count += key == cut.key;
@@ -27,7 +28,7 @@ struct Row : Cutting {
       }
       if (threadIdx.x % 32 == 0) masses[unit] = kept;
     });
-    if (!is_last()) return;
+    if (!this->is_last()) return;
 
     const uint64_t tie = cut.ties > 0 ? weight_of(logit_of(cut.key), best, row.scale) : 0;
     const int share = (args.units + kThreads - 1) / kThreads, from = threadIdx.x * share;
@@ -42,7 +43,7 @@ struct Row : Cutting {
     };
     Mass own = {0, 0}, before, all;
     for (int unit = from; unit < to; ++unit) own.count += load(unit).count;
-    scan(own, before, all);
+    this->scan(own, before, all);
     const uint32_t ties_before = before.count;
     uint32_t ties = ties_before;
     for (int unit = from; unit < to; ++unit) {
@@ -50,7 +51,7 @@ struct Row : Cutting {
       own.weight += whole(mass, ties);
       ties += mass.count;
     }
-    scan(own, before, all);
+    this->scan(own, before, all);
     const uint64_t target = __umul64hi(random_bits(row.seed, row.index), all.weight);
     if (target >= before.weight && target < before.weight + own.weight) {
       uint64_t left = target - before.weight;
@@ -73,7 +74,7 @@ struct Row : Cutting {
       uint32_t token = GDN_NO_TOKEN;
       for (int at = first; at < first + kUnit && token == GDN_NO_TOKEN; at += 32) {
         const int id = at + lane;
-        const float x = id < args.p.vocab ? logits[id] : -INFINITY;
+        const float x = id < args.p.vocab ? this->value(__ldcg(logits + id), id) : -INFINITY;
         const uint32_t key = key_of(x);
         const uint32_t equal = __ballot_sync(0xffffffffu, key == cut.key);
         uint64_t weight = key > cut.key ? weight_of(x, best, row.scale) : 0;
@@ -91,11 +92,11 @@ struct Row : Cutting {
       if (lane == 0) s.at = token;
     }
     __syncthreads();
-    finish(number, s.at);
+    finish(s.at);
   }
 
   // By the last block. The group is as it was for the next launch, and the row is at its next token.
-  __device__ void finish(int number, uint32_t token) {
+  __device__ void finish(uint32_t token) {
     if (row.scale > 0.)
       for (int i = threadIdx.x; i < kBins; i += kThreads) group->bins[(passes + 2) % 3][i] = group->bins[passes % 3][i] = {0, 0};
     if (threadIdx.x == 0) {
@@ -113,56 +114,67 @@ struct Row : Cutting {
     }
   }
 
-  __device__ void run(int number) {
+  __device__ void run() {
     if (row.scale < 0.) return;
-    penalise(number);
-    find_best();
+    this->penalise();
+    this->find_best();
     if (row.scale == 0.) {
-      if (!is_last()) return;
-      const uint64_t found = groups_best();
-      return finish(number, found == ~0ull ? GDN_NO_TOKEN : ~static_cast<uint32_t>(found));
+      if (!this->is_last()) return;
+      const uint64_t found = this->groups_best();
+      return finish(found == ~0ull ? GDN_NO_TOKEN : ~static_cast<uint32_t>(found));
     }
-    wait_for_group();
-    const uint64_t found = groups_best();
+    this->wait_for_group();
+    const uint64_t found = this->groups_best();
     if (found == ~0ull) {
-      if (is_last()) finish(number, GDN_NO_TOKEN);
+      if (this->is_last()) finish(GDN_NO_TOKEN);
       return;
     }
     best = logit_of(static_cast<uint32_t>(found >> 32));
     Cut cut = {0, 0};
     uint64_t total = 0;
-    if (row.top_k > 0 && row.top_k < static_cast<uint32_t>(args.p.vocab)) cut_off<true>(cut, total);
-    if (row.top_p < 1.) cut_off<false>(cut, total);
-    draw(number, cut);
+    if (row.top_k > 0 && row.top_k < static_cast<uint32_t>(args.p.vocab)) this->template cut_off<true>(cut, total);
+    if (row.top_p < 1.) this->template cut_off<false>(cut, total);
+    draw(cut);
   }
 };
 
+template <typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) sampling_kernel(const __grid_constant__ Args args) {
   __shared__ Shared s;
   // More than one row a group only where a group is one block.
   for (int number = blockIdx.x / args.blocks; number < args.p.rows; number += args.groups) {
-    Row row(args, s, number, blockIdx.x % args.blocks);
-    row.run(number);
+    Row<T> row(args, s, number, blockIdx.x % args.blocks);
+    row.run();
     __threadfence();
     __syncthreads();
   }
 }
 
-// Blocks that run at once.
+// By gdn_dtype.
+const void *const kKernels[] = {reinterpret_cast<const void *>(sampling_kernel<float>),
+                                reinterpret_cast<const void *>(sampling_kernel<__nv_bfloat16>),
+                                reinterpret_cast<const void *>(sampling_kernel<__half>)};
+
+// Blocks that run at once, whatever the logits are in.
 int most_blocks(int *value) {
   static PerDevice known;
   return known.get(value, [](int device, int *v) {
-    int sms = 0, per_sm = 0;
+    int sms = 0, per_sm = kBlocksPerSm;
     if (const cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return e;
-    const cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, sampling_kernel, kThreads, 0);
-    *v = sms * (per_sm < kBlocksPerSm ? per_sm : kBlocksPerSm);
-    return e == cudaSuccess && *v == 0 ? cudaErrorLaunchOutOfResources : e;
+    for (const void *kernel : kKernels) {
+      int fit = 0;
+      if (const cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, kThreads, 0)) return e;
+      per_sm = fit < per_sm ? fit : per_sm;
+    }
+    *v = sms * per_sm;
+    return *v == 0 ? cudaErrorLaunchOutOfResources : cudaSuccess;
   });
 }
 
 int run(const gdn_sampling_params *params, cudaStream_t stream) {
   if (!params) return GDN_NULL_POINTER;
   const gdn_sampling_params &p = *params;
+  if (!valid_dtype(p.dtype)) return GDN_BAD_DTYPE;
   if (p.rows < 0 || p.vocab < 1 || p.vocab > kMostVocab || p.history < 0) return GDN_BAD_LENGTH;
   if (p.logits_stride < 0) return GDN_BAD_STRIDE;
   if (p.rows == 0) return GDN_OK;
@@ -177,7 +189,7 @@ int run(const gdn_sampling_params *params, cudaStream_t stream) {
   args.units = static_cast<int>(ceil_div(p.vocab, kUnit));
   args.groups = p.rows < most ? p.rows : most;
   args.blocks = most / args.groups < args.units ? most / args.groups : args.units;
-  args.vec = aligned(p.logits, 16) && p.logits_stride % 4 == 0;
+  args.vec = aligned(p.logits, 16) && p.logits_stride * dtype_size(p.dtype) % 16 == 0;
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(args.groups * args.blocks));
@@ -189,7 +201,8 @@ int run(const gdn_sampling_params *params, cudaStream_t stream) {
   together.val.cooperative = 1;
   config.attrs = &together;
   config.numAttrs = 1;
-  const cudaError_t e = cudaLaunchKernelEx(&config, sampling_kernel, args);
+  void *arguments[] = {&args};
+  const cudaError_t e = cudaLaunchKernelExC(&config, kKernels[p.dtype], arguments);
   if (e != cudaSuccess) cudaGetLastError();    // reported here, and not again by the next launch
   return cuda_status(e);
 }

@@ -18,9 +18,10 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os
 import harness
 import reference
 import torch
-from abi import (CODES, MOE_AUTO, MOE_EXPERTS, MOE_FEW, MOE_FEW_TOKENS, MOE_MANY, MOE_TOP_K, NULL_POINTER, OK, MoeParams, fill,
-                 stream, workspace)
+from abi import (CODES, MOE_AUTO, MOE_EXPERTS, MOE_FEW, MOE_FEW_TOKENS, MOE_MANY, MOE_PACKED_INPUTS, MOE_PACKED_TOKENS, MOE_TOP_K,
+                 NULL_POINTER, OK, MoeParams, QuantizedPackParams, fill, stream, workspace)
 from e4m3 import E4m3
+from ggml import BYTES, INPUTS, NAMES as PACKED, Blocks
 from harness import (TYPES, WAYS, bf16, call, chain_repeats, expect, framed, launch, normal, one_by_one, only_inside, refused,
                      report, same)
 from timing import calls_of, device_activities, device_events, graph_us, heading, span_us
@@ -53,21 +54,25 @@ def parts_of(router):
     return torch.stack(parts)
 
 
-def mlp(x, gate_up, down):
-    return reference.linear(x, gate_up, with_swiglu=True) @ down.double().T
+def mlp(x, gate_up, down, rounded=None):
+    """`rounded`: a dtype that silu(gate) * up is kept in."""
+    h = reference.linear(x, gate_up, with_swiglu=True)
+    return (h if rounded is None else h.to(rounded).double()) @ down.double().T
 
 
 def moe_reference(case):
     """y in float64, and the tokens whose choice is not a matter of rounding."""
     x, n = case.x.double(), case.experts
+    # Random numbers in q4_K have a mean, which makes more of that rounding than of any other.
+    rounded = TYPES[case.io] if case.packed else None
     logits = x @ case.router.double().T if case.logits is None else case.logits.double()
     experts, weights, gap = route(logits[:, :n], case.k, case.normalise)
     y = torch.zeros_like(x) if case.residual is None else case.residual.double()
     for e in experts.unique().tolist():
         token, choice = (experts == e).nonzero(as_tuple=True)
-        y.index_add_(0, token, weights[token, choice, None] * mlp(x[token], case.gate_up[e], case.down[e]))
+        y.index_add_(0, token, weights[token, choice, None] * mlp(x[token], case.gate_up[e], case.down[e], rounded))
     if case.shared:
-        y = y + torch.sigmoid(logits[:, n:]) * mlp(x, case.shared_gate_up, case.shared_down)
+        y = y + torch.sigmoid(logits[:, n:]) * mlp(x, case.shared_gate_up, case.shared_down, rounded)
     sure = torch.ones_like(gap, dtype=torch.bool)
     if case.logits is None:
         sure = gap > 2e-6 * (1 + logits[:, :n].abs().amax(1))
@@ -78,11 +83,11 @@ def moe_reference(case):
 
 class Case:
     """`favour`: an expert that all tokens take. `ties`: given logits of few distinct values. `e4m3`: rows of a block of
-    the weights' scales."""
+    the weights' scales. `packed`: the ggml types of gate_up, down, shared_gate_up and shared_down; pack() packs them."""
 
     def __init__(self, tokens, hidden=256, experts=16, k=4, inner=64, shared=64, io="bf16", router="f32",
                  normalise=True, residual=False, given=False, ties=False, favour=None, gaps=(0, 0, 0), algo=MOE_AUTO,
-                 overlap=0, scale=1.0, seed=0, e4m3=0):
+                 overlap=0, scale=1.0, seed=0, e4m3=0, packed=None):
         randn = normal(seed)
         self.tokens, self.hidden, self.experts, self.k = tokens, hidden, experts, k
         self.inner, self.shared = inner, shared
@@ -107,10 +112,14 @@ class Case:
             self.logits = torch.randint(0, 4, (tokens, scored), generator=gen, device=harness.device).float()
         elif given:
             self.logits = self.x.float() @ self.router.T
-        self.stored = {}
+        self.stored, self.blocks = {}, {}
+        self.packed = dict(zip(("gate_up", "down", "shared_gate_up", "shared_down"), packed or ()))
         exact = algo == MOE_FEW or (algo == MOE_AUTO and tokens <= MOE_FEW_TOKENS)
 
         def weight(name, *shape):
+            if packed:
+                self.blocks[name] = Blocks(self.packed[name], math.prod(shape[:-1]), shape[-1], shape[-1] ** -0.5, 8 * seed + len(self.blocks))
+                return self.blocks[name].numbers().view(shape)
             if not e4m3:
                 return (randn(*shape) * shape[-1] ** -0.5).to(dt)
             self.stored[name] = E4m3(math.prod(shape[:-1]), shape[-1], e4m3, shape[-1] ** -0.5, seed + len(self.stored))
@@ -121,15 +130,29 @@ class Case:
         self.shared_gate_up = weight("shared_gate_up", 2 * shared, hidden) if shared else None
         self.shared_down = weight("shared_down", hidden, shared) if shared else None
 
+    def pack(self, lib):
+        """As the library does, into `stored`."""
+        for name, blocks in self.blocks.items():
+            room = torch.empty(blocks.bytes.numel() + 128, dtype=torch.uint8, device=harness.device)
+            self.stored[name] = room[-room.data_ptr() % 128:]
+            paired = {"gate_up": self.inner, "shared_gate_up": self.shared}.get(name, 0)
+            p = fill(QuantizedPackParams, **{"from": blocks.bytes}, to=self.stored[name], type=PACKED[blocks.name],
+                     outputs=blocks.outputs, inputs=blocks.bytes.shape[1] * INPUTS[blocks.name], paired=paired)
+            assert launch(lambda: call(lib.gdn_quantized_pack, p)) == OK
+
     def fields(self, **changes):
         """The struct of a launch, without a workspace."""
         stride = lambda x: 0 if x is None else x.stride(0)
         given = dict(x=self.x, y=self.y, logits=self.logits, residual=self.residual, overlap=self.overlap, algo=self.algo)
         given.update(changes)
         x = given["x"]
-        given.update({f"{name}_scales": weight.struct() for name, weight in self.stored.items()})
-        given.update({name: self.stored[name].bytes if name in self.stored else getattr(self, name)
-                      for name in ("gate_up", "down", "shared_gate_up", "shared_down")})
+        names = "gate_up", "down", "shared_gate_up", "shared_down"
+        if self.packed:
+            given.update({"quantized": 1, **{f"{name}_type": PACKED[self.packed[name]] for name in self.packed}, **self.stored})
+            given.update({name: None for name in names if name not in self.stored})
+        else:
+            given.update({f"{name}_scales": weight.struct() for name, weight in self.stored.items()})
+            given.update({name: self.stored[name].bytes if name in self.stored else getattr(self, name) for name in names})
         return fill(
             MoeParams, router=self.router_parts, router_parts=len(self.router_parts), x_stride=stride(x), y_stride=stride(given["y"]),
             logits_stride=stride(given["logits"]), residual_stride=stride(given["residual"]), tokens=x.shape[0],
@@ -155,6 +178,7 @@ def check_case(lib, name, quiet=True, repeats=False, broken=(), **kw):
     name = f"{case.io} {case.experts}/{case.k} {case.hidden}x{case.inner}+{case.shared} T={case.tokens} {name}"
     for token in broken:
         case.x[token, 3] = math.nan
+    case.pack(lib)
     status, out, guard = case.run(lib)
     if refused(lib, name, status):
         return
@@ -187,6 +211,8 @@ def check_quick(lib):
             for tokens in (1, 3, 11):
                 check_case(lib, f"algo {algo}", quiet=False, tokens=tokens, io=io, algo=algo)
         check_case(lib, "prefill", quiet=False, tokens=70, io=io, residual=True)
+        for tokens, types in ((1, ("q4_K", "q6_K", "q8_0", "q8_0")), (3, ("q8_0", "q8_0", "q4_K", "q6_K")), (11, ("q6_K", "q4_K", "q6_K", "q4_K"))):
+            check_case(lib, f"packed {types}", quiet=False, tokens=tokens, io=io, inner=256, shared=256, packed=types)
 
 
 def check_cases(lib):
@@ -244,6 +270,38 @@ def check_e4m3(lib):
         "BAD_ALGO": one_by_one(down_scales__rows=[0, 48]), "BAD_STRIDE": one_by_one(down_scales__stride=[-1])})
 
 
+PACKED_TYPES = (("q4_K",) * 4, ("q8_0",) * 4, ("q6_K",) * 4, ("q4_K", "q6_K", "q8_0", "q8_0"), ("q8_0", "q4_K", "q4_K", "q6_K"))
+
+
+def check_packed(lib):
+    seed = 0
+    for io in ("bf16", "f16"):
+        for tokens in range(1, MOE_PACKED_TOKENS + 1):
+            for experts, k, hidden, inner, shared in ((16, 4, 256, 256, 256), (8, 8, 512, 512, 0), (60, 3, 1280, 256, 512),
+                                                      (300, 10, 256, 768, 256), (1, 1, 256, 256, 1280), (8, 2, 4096, 256, 256)):
+                seed += 1
+                check_case(lib, f"packed {seed % 5}", tokens=tokens, hidden=hidden, experts=experts, k=k, inner=inner,
+                           shared=shared, io=io, residual=seed % 4 == 0, given=seed % 7 == 0, gaps=(8 * (seed % 3), seed % 4, seed % 2),
+                           normalise=seed % 3 != 0, repeats=seed % 4 == 0, seed=seed, packed=PACKED_TYPES[seed % 5])
+            for kw in ({"favour": 5}, {"ties": True}, {"broken": (0,)}, {"broken": (tokens - 1,), "shared": 512}):
+                seed += 1
+                check_case(lib, f"packed {seed % 5} {kw}", tokens=tokens, inner=256, io=io, seed=seed, packed=PACKED_TYPES[seed % 5],
+                           **{"shared": 256, **kw})
+    for inner, shared in ((128, 128), (384, 128)):    # of q8_0 alone
+        check_case(lib, "packed", tokens=5, hidden=384, inner=inner, shared=shared, packed=("q8_0",) * 4)
+    for tokens in (1, 2, 8, 16):
+        check_case(lib, "model packed", quiet=False, repeats=True, tokens=tokens, hidden=2048, experts=256, k=8, inner=512,
+                   shared=512, seed=tokens, packed=PACKED_TYPES[3])
+        torch.cuda.empty_cache()
+    case = Case(4, inner=256, shared=256, packed=PACKED_TYPES[3])
+    case.pack(lib)
+    expect("moe packed", lib.gdn_moe, lambda: case.params(lib), {
+        "BAD_DTYPE": one_by_one(gate_up_type=[-1, 3], down_type=[3], shared_gate_up_type=[-1], shared_down_type=[7]),
+        "NULL_POINTER": one_by_one(gate_up=[None], shared_down=[None]),
+        "BAD_ALGO": one_by_one(algo=[MOE_MANY], tokens=[MOE_PACKED_TOKENS + 1], hidden=[128, MOE_PACKED_INPUTS // 2], inner=[128],
+                               down=[case.stored["down"].data_ptr() + 16], gate_up_scales__ptr=[case.x.data_ptr()])})
+
+
 def check_models(lib):
     """The shapes that matter, and that every launch gives the same bits."""
     for experts, k in ((256, 8), (512, 10)):
@@ -297,9 +355,9 @@ MANY_TOKENS = (64, 128, 512, 2048, 8192)
 class Layer(Case):
     """Weights of one layer. Of two layers the second call in a row finds nothing of its experts in the L2 cache."""
 
-    def __init__(self, experts, k, hidden, inner, shared, e4m3=0):
-        super().__init__(1, hidden, experts, k, inner, shared, e4m3=e4m3, router="bf16")
-        if e4m3:
+    def __init__(self, experts, k, hidden, inner, shared, e4m3=0, packed=None):
+        super().__init__(1, hidden, experts, k, inner, shared, e4m3=e4m3, router="bf16", packed=packed)
+        if e4m3 or packed:
             self.gate_up = self.down = None    # not in float64 beside
 
     def choice(self, x):
@@ -311,8 +369,10 @@ class Layer(Case):
     def bytes(self, x):
         """What a launch has to read: the router, each chosen expert once, the shared one."""
         used = self.choice(x)[0].unique().numel()
-        each = 3 if self.stored else 6
-        return used, 2 * (self.experts + 1) * self.hidden + each * self.hidden * (used * self.inner + self.shared)
+        each = lambda name: BYTES[self.packed[name]] / INPUTS[self.packed[name]] if self.packed else 1 if self.stored else 2
+        pair = lambda count, gate_up, down: count * (2 * each(gate_up) + each(down))
+        return used, self.hidden * (2 * (self.experts + 1) + pair(used * self.inner, "gate_up", "down") +
+                                    pair(self.shared, "shared_gate_up", "shared_down"))
 
     def flops(self, tokens):
         return 6 * tokens * self.hidden * (self.k * self.inner + self.shared)
@@ -379,6 +439,31 @@ def times(lib, args):
         layers = [Layer(*sizes) for _ in range(2)]
         times_few(lib, name, layers, rate)
         times_many(lib, name, layers, rate)
+        del layers
+        torch.cuda.empty_cache()
+    for name, sizes in SHAPES.items():
+        times_packed(lib, name, sizes, rate)
+
+
+def times_packed(lib, name, sizes, rate):
+    print(f"\n{name}, packed: gate_up, down, shared gate_up, shared down\n| types | tokens | experts | MB | floor | CUPTI | graph, none | "
+          "graph | overlapped | of copy | each kernel, alone |")
+    print("|---" * 11 + "|")
+    for types in PACKED_TYPES[:4]:
+        layers = [Layer(*sizes, packed=types) for _ in range(2)]
+        for layer in layers:
+            layer.pack(lib)
+            layer.blocks.clear()
+        for tokens in (1, 2, 4, 8, 16):
+            xs = [bf16(tokens, layers[0].hidden) for _ in range(24)]
+            facts = [layers[i % 2].bytes(x) for i, x in enumerate(xs)]
+            used, nbytes = (statistics.mean(f[i] for f in facts) for i in range(2))
+            floor = nbytes / rate * 1e6
+            alone, _ = calls(lib, layers, xs, -1)
+            cupti, plain = span_us(alone), graph_us(alone)
+            own, over = (graph_us(calls(lib, layers, xs, overlap)[0]) for overlap in (0, 1))
+            print(f"| {' '.join(types)} | {tokens} | {used:.0f} | {nbytes / 1e6:.1f} | {floor:.1f} | {cupti:.1f} | {plain:.1f} | {own:.1f} | "
+                  f"{over:.1f} | {100 * floor / over:.0f} % | {by_kernel(alone)} |", flush=True)
         del layers
         torch.cuda.empty_cache()
 
@@ -450,6 +535,7 @@ def check(lib, args):
     if not args.quick:
         check_cases(lib)
         check_e4m3(lib)
+        check_packed(lib)
         check_models(lib)
         for tokens in (1, 2, 8, 32, 100):
             check_chain(lib, tokens)

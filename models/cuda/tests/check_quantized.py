@@ -36,8 +36,8 @@ def room(count):
 class Packed:
     """Blocks, packed by the library."""
 
-    def __init__(self, lib, blocks):
-        self.blocks, self.type, self.outputs = blocks, NAMES[blocks.name], blocks.outputs
+    def __init__(self, lib, blocks, paired=0):
+        self.blocks, self.type, self.outputs, self.paired = blocks, NAMES[blocks.name], blocks.outputs, paired
         p = self.pack_params()
         size = C.c_int64(-1)
         assert lib.gdn_quantized_size(C.byref(p), C.byref(size)) == OK
@@ -53,11 +53,11 @@ class Packed:
     def pack_params(self):
         b = self.blocks
         return fill(QuantizedPackParams, **{"from": b.bytes}, to=getattr(self, "bytes", None), type=self.type,
-                    outputs=b.outputs, inputs=b.inputs)
+                    outputs=b.outputs, inputs=b.inputs, paired=self.paired)
 
     def rows_params(self, y, dtype, ids=None):
         return fill(QuantizedRowsParams, w=self.bytes, ids=ids, y=y, y_stride=y.stride(0), type=self.type,
-                    outputs=self.outputs, inputs=self.blocks.inputs, rows=y.shape[0], dtype=CODES[dtype])
+                    outputs=self.outputs, inputs=self.blocks.inputs, rows=y.shape[0], paired=self.paired, dtype=CODES[dtype])
 
 
 def params(x, parts, y, dtype, overlap=0, swiglu=False, groups=(0, 0)):
@@ -177,6 +177,17 @@ def check_rows(lib):
                    status == OK and same(y, expected) and only_inside(buf, y), str(status), quiet=True)
 
 
+    for name, (paired, matrices) in itertools.product(NAMES, ((8, 5), (24, 2), (512, 3))):    # as before they were packed, and in the order packed
+        packed = Packed(lib, Blocks(name, 2 * paired * matrices, 512, 1.0, paired), paired)
+        want = packed.blocks.numbers(torch.float32).bfloat16()
+        alternating = want.view(matrices, 2, paired // 8, 8, -1).transpose(1, 2).reshape(want.shape)
+        for is_paired, expected in ((paired, want), (0, alternating)):
+            packed.paired = is_paired
+            buf, y = framed(*want.shape, 0, "bf16")
+            status = launch(lambda: call(lib.gdn_quantized_rows, packed.rows_params(y, "bf16")))
+            report(f"rows {name} paired {paired} {is_paired}", status == OK and same(y, expected) and only_inside(buf, y), str(status), quiet=True)
+
+
 def check_nan(lib):
     """A NaN in a scale shows in its output alone, one in x or an infinity in its row alone; zeros are zeros."""
     for name, at in ((name, at) for name in NAMES for at in SCALES[name]):
@@ -219,12 +230,12 @@ def check_arguments(lib):
         expect(f"parts {want}", lib.gdn_quantized, lambda: params(case.x, parts, case.y, "bf16", 0, swiglu), {want: [{}]})
     expect("pack", lib.gdn_quantized_pack, packed.pack_params, {
         "BAD_DTYPE": one_by_one(type=[-1, 3]), "BAD_LENGTH": one_by_one(outputs=[-1], inputs=[0]),
-        "NULL_POINTER": [dict(to=None), {"from": None}], "BAD_ALGO": one_by_one(inputs=[128], to=[w.data_ptr() + 16]),
+        "NULL_POINTER": [dict(to=None), {"from": None}], "BAD_ALGO": one_by_one(inputs=[128], to=[w.data_ptr() + 16], paired=[4, 24]),
         "OK": [dict(outputs=0)]})
     y = torch.empty(4, 512, device="cuda", dtype=torch.bfloat16)
     expect("rows", lib.gdn_quantized_rows, lambda: packed.rows_params(y, "bf16"), {
         "BAD_DTYPE": one_by_one(dtype=[-1], type=[3]), "BAD_LENGTH": one_by_one(rows=[65, -1]), "BAD_STRIDE": one_by_one(y_stride=[-8]),
-        "NULL_POINTER": one_by_one(w=[None], y=[None]), "BAD_ALGO": one_by_one(y_stride=[516], y=[y.data_ptr() + 2]),
+        "NULL_POINTER": one_by_one(w=[None], y=[None]), "BAD_ALGO": one_by_one(y_stride=[516], y=[y.data_ptr() + 2], paired=[32]),
         "OK": [dict(rows=0)]})
     for f in (lib.gdn_quantized, lib.gdn_quantized_pack, lib.gdn_quantized_rows):
         report("arguments null", f(None, stream()) == NULL_POINTER, quiet=True)

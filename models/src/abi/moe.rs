@@ -10,6 +10,8 @@ candle_gdn::c_header! {
         pub(crate) GDN_MOE_FEW_TOKENS: usize = 32;
         pub(crate) GDN_MOE_EXPERTS: usize = 1024;
         pub(crate) GDN_MOE_TOP_K: usize = 16;
+        pub(crate) GDN_MOE_PACKED_TOKENS: usize = 16;
+        pub(crate) GDN_MOE_PACKED_INPUTS: usize = 65536;
     }
     structs {
         pub(crate) struct MoeParams = gdn_moe_params {
@@ -24,6 +26,11 @@ candle_gdn::c_header! {
             pub down_scales: Scales,
             pub shared_gate_up_scales: Scales,
             pub shared_down_scales: Scales,
+            pub quantized: i32,
+            pub gate_up_type: i32,
+            pub down_type: i32,
+            pub shared_gate_up_type: i32,
+            pub shared_down_type: i32,
             pub residual: *const c_void,
             pub y: *mut c_void,
             pub workspace: *mut c_void,

@@ -17,6 +17,7 @@ candle_gdn::c_header! {
             pub r#type: i32,
             pub outputs: i32,
             pub inputs: i32,
+            pub paired: i32,
         }
         pub(crate) struct QuantizedPart = gdn_quantized_part {
             pub w: *const c_void,
@@ -47,6 +48,7 @@ candle_gdn::c_header! {
             pub outputs: i32,
             pub inputs: i32,
             pub rows: i32,
+            pub paired: i32,
             pub dtype: i32,
         }
     }

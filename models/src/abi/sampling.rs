@@ -26,7 +26,7 @@ candle_gdn::c_header! {
             pub unused: u32,
         }
         pub(crate) struct SamplingParams = gdn_sampling_params {
-            pub logits: *mut f32,
+            pub logits: *mut c_void,
             pub ids: *mut u32,
             pub drawn: *mut u32,
             pub state: *mut SamplingRow,
@@ -38,6 +38,7 @@ candle_gdn::c_header! {
             pub rows: i32,
             pub vocab: i32,
             pub history: i32,
+            pub dtype: i32,
         }
     }
 }

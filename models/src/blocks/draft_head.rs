@@ -20,7 +20,13 @@ pub(crate) struct DraftHead {
     fc: Linear,
     pub(crate) layer: DecoderLayer,
     pub(crate) norm: RmsNorm,
+    /// The model's `lm_head` rounded to 8 bits: reading it is most of what a draft takes, and what a draft is rounded to the model
+    /// judges.
+    lm_head: Option<Linear>,
 }
+
+/// Rows for which the kernel reads such a matrix once.
+const FEW: usize = 8;
 
 impl DraftHead {
     /// Whether `source`, the root of a checkpoint, has one.
@@ -40,7 +46,23 @@ impl DraftHead {
             fc: Linear::load(&mtp.pp("fc"), 2 * h, h)?,
             layer: DecoderLayer::load(config, &layer, &mtp.pp("layers").pp(0))?.in_group(group),
             norm: norm("norm")?,
+            lm_head: None,
         })
+    }
+
+    /// With a copy of `lm_head` of its own, where that is read faster.
+    pub(crate) fn with_copy_of(self, lm_head: &Linear) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        return Ok(Self { lm_head: lm_head.rounded()?, ..self });
+        #[cfg(not(feature = "cuda"))]
+        let _ = lm_head;
+        #[cfg(not(feature = "cuda"))]
+        Ok(self)
+    }
+
+    /// The copy, where so many rows are faster by it.
+    pub(crate) fn copy_for(&self, rows: usize) -> Option<&Linear> {
+        self.lm_head.as_ref().filter(|_| rows <= FEW)
     }
 
     /// What the layer takes: of the embeddings of tokens and the hidden states before them, `[tokens, hidden]` each.

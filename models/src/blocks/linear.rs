@@ -3,8 +3,14 @@
 use crate::cpu::bytes::Bytes;
 #[cfg(feature = "cuda")]
 use crate::cuda::quantized::Packed;
+#[cfg(feature = "cuda")]
+use crate::formats::Blocks;
 use crate::formats::{E4m3Rows, Matrix, Quantized, Source};
+#[cfg(feature = "cuda")]
+use candle_core::quantized::GgmlDType;
 use candle_core::quantized::QTensor;
+#[cfg(feature = "cuda")]
+use candle_core::DType;
 use candle_core::{bail, Device, Module, Result, Tensor};
 use candle_gdn::plumbing::cpu::matmul::Weights;
 use candle_gdn::plumbing::{BlockScaled, Launch, Launched, Weight};
@@ -89,6 +95,23 @@ impl Linear {
     /// Of a quantised weight `[out, in]` that is in use elsewhere, too.
     pub fn shared(weight: Arc<QTensor>) -> Result<Self> {
         Quantized::shared(weight).map(Self::Quantized)
+    }
+
+    /// The same in q8_0, half of the bytes to read; `None` where it has no more already, or no kernel of ours takes it so.
+    #[cfg(feature = "cuda")]
+    pub fn rounded(&self) -> Result<Option<Self>> {
+        const CHUNK: usize = 1 << 14;
+        let Some(weight) = self.tensor().filter(|w| matches!(w.dtype(), DType::BF16 | DType::F16)) else {
+            return Ok(None);
+        };
+        let (rows, columns) = weight.dims2()?;
+        if !columns.is_multiple_of(GgmlDType::Q8_0.block_size()) {
+            return Ok(None);
+        }
+        let chunk = |first| Blocks::quantize(&weight.narrow(0, first, CHUNK.min(rows - first))?, GgmlDType::Q8_0);
+        let chunks = (0..rows).step_by(CHUNK).map(chunk).collect::<Result<Vec<_>>>()?;
+        let packed = Blocks::one(chunks).map(|blocks| blocks.packed(weight.device())).transpose()?;
+        Ok(packed.flatten().map(|packed| Self::packed_blocks(Arc::new(packed))))
     }
 
     /// Of bytes that are in use elsewhere, too.

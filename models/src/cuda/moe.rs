@@ -1,7 +1,8 @@
 //! Launches of `cuda/gdn_moe.h`: the mixture of experts, routing and all.
 
 use crate::abi::moe::{gdn_moe, gdn_moe_workspace, MoeParams};
-use crate::abi::moe::{GDN_MOE_AUTO, GDN_MOE_EXPERTS, GDN_MOE_TOP_K};
+use crate::abi::moe::{GDN_MOE_AUTO, GDN_MOE_EXPERTS, GDN_MOE_PACKED_INPUTS, GDN_MOE_PACKED_TOKENS, GDN_MOE_TOP_K};
+use crate::cuda::quantized::Packed;
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 use candle_gdn::plumbing::abi::gdn::NO_SCALES;
@@ -23,11 +24,18 @@ pub(crate) fn takes(dtype: DType, hidden: usize, experts: usize, top_k: usize, w
         && (1..=GDN_MOE_TOP_K.min(experts)).contains(&top_k)
 }
 
+/// Tokens of a call with packed experts, at most; none where it takes none.
+pub(crate) fn packed_tokens(hidden: usize) -> usize {
+    GDN_MOE_PACKED_TOKENS.min(GDN_MOE_PACKED_INPUTS / hidden.max(1))
+}
+
 /// One of the experts' weights; all of a layer are of one kind.
 #[derive(Clone, Copy)]
 pub(crate) enum Weight<'a> {
     Dense(&'a Tensor),
     E4m3(&'a BlockScaled),
+    /// Few tokens ([`packed_tokens`]) take these.
+    Packed(&'a Packed),
 }
 
 impl<'a> Weight<'a> {
@@ -36,6 +44,7 @@ impl<'a> Weight<'a> {
         match self {
             Self::Dense(weight) => weight.dtype() == dtype,
             Self::E4m3(weight) => weight.below().is_none(),
+            Self::Packed(_) => true,
         }
     }
 
@@ -44,18 +53,34 @@ impl<'a> Weight<'a> {
         match self {
             Self::Dense(weight) => weight,
             Self::E4m3(weight) => weight.bytes(),
+            Self::Packed(weight) => weight.bytes().0,
         }
     }
 
     fn scales(self) -> Option<&'a BlockScaled> {
         match self {
-            Self::Dense(_) => None,
+            Self::Dense(_) | Self::Packed(_) => None,
             Self::E4m3(weight) => Some(weight),
+        }
+    }
+
+    /// Rows and columns.
+    fn dims(self) -> Result<(usize, usize)> {
+        match self {
+            Self::Packed(weight) => Ok((weight.outputs(), weight.inputs())),
+            _ => self.tensor().dims2(),
+        }
+    }
+
+    fn packed_type(self) -> Option<i32> {
+        match self {
+            Self::Packed(weight) => Some(weight.bytes().1),
+            _ => None,
         }
     }
 }
 
-/// The weights of a layer, contiguous, all but the router in the dtype of x or in e4m3.
+/// The weights of a layer, contiguous, all but the router in the dtype of x, in e4m3 or packed.
 pub(crate) struct Moe<'a> {
     /// `[parts, experts, hidden]` in bf16, whose sum it is ([`parts_of`]); with a shared expert one row more, its gate.
     pub router: &'a Tensor,
@@ -108,14 +133,24 @@ impl Moe<'_> {
         let scored = self.experts + usize::from(self.shared.is_some());
         expect("router", self.router, DType::BF16, &[self.router.dim(0)?, scored, hidden])?;
         let dtype = if self.gate_up.scales().is_some() { DType::U8 } else { x.dtype() };
-        let pair = |both: [Weight<'_>; 2], count: usize| {
-            let [gate_up, down] = both.map(Weight::tensor);
-            let inner = down.dim(1)?;
-            expect("gate_up", gate_up, dtype, &[count * 2 * inner, hidden])?;
-            expect("down", down, dtype, &[count * hidden, inner])
+        let matrix = |name: &str, weight: Weight<'_>, paired: usize, rows: usize, columns: usize| match weight {
+            Weight::Packed(packed) if packed.is(rows, columns, paired) => Ok(()),
+            Weight::Packed(packed) => bail!("{OP}: {name}: expected [{rows}, {columns}], packed, got {packed:?}"),
+            weight => expect(name, weight.tensor(), dtype, &[rows, columns]),
+        };
+        let pair = |[gate_up, down]: [Weight<'_>; 2], count: usize| {
+            let (_, inner) = down.dims()?;
+            matrix("gate_up", gate_up, inner, count * 2 * inner, hidden)?;
+            matrix("down", down, 0, count * hidden, inner)
         };
         pair([self.gate_up, self.down], self.experts)?;
-        self.shared.map_or(Ok(()), |shared| pair(shared, 1))
+        self.shared.map_or(Ok(()), |shared| pair(shared, 1))?;
+        let mut all = [self.gate_up, self.down].into_iter().chain(self.shared.into_iter().flatten());
+        let packed = self.gate_up.packed_type().is_some();
+        match all.all(|weight| weight.packed_type().is_some() == packed) {
+            true => Ok(()),
+            false => bail!("{OP}: expected all weights packed, or none"),
+        }
     }
 }
 
@@ -163,7 +198,8 @@ impl CustomOp1 for SparseMoe<'_> {
             (Some(p), Some(weight)) => scales_of(weight, p),
             _ => Ok(NO_SCALES),
         };
-        let shared_inner = shared_down.map_or(Ok(0), |down| down.dim(1))?;
+        let shared_inner = moe.shared.map_or(Ok(0), |[_, down]| Ok::<_, candle_core::Error>(down.dims()?.1))?;
+        let type_of = |i: usize| weights[i].and_then(Weight::packed_type).unwrap_or(0);
         let mut params = MoeParams {
             x: x.at(layout.start_offset(), size),
             router: start(&router, moe.router),
@@ -176,6 +212,11 @@ impl CustomOp1 for SparseMoe<'_> {
             down_scales: scales(&down_scales, 1)?,
             shared_gate_up_scales: scales(&shared_gate_up_scales, 2)?,
             shared_down_scales: scales(&shared_down_scales, 3)?,
+            quantized: moe.gate_up.packed_type().is_some().into(),
+            gate_up_type: type_of(0),
+            down_type: type_of(1),
+            shared_gate_up_type: type_of(2),
+            shared_down_type: type_of(3),
             residual: std::ptr::null(),
             y: y.at(0, size),
             workspace: std::ptr::null_mut(),
@@ -188,7 +229,7 @@ impl CustomOp1 for SparseMoe<'_> {
             hidden: int(OP, "hidden", hidden)?,
             num_experts: int(OP, "experts", moe.experts)?,
             top_k: int(OP, "experts of a token", moe.top_k)?,
-            inner: int(OP, "inner", moe.down.tensor().dim(1)?)?,
+            inner: int(OP, "inner", moe.down.dims()?.1)?,
             shared_inner: int(OP, "inner", shared_inner)?,
             io_dtype: dtype_code(dtype),
             router_parts: int(OP, "parts of the router", moe.router.dim(0)?)?,

@@ -32,6 +32,8 @@ pub(crate) struct Packed {
     kind: i32,
     outputs: usize,
     inputs: usize,
+    /// 0, or: the rows are those of gates and ups, so many of each in turn, of which 8 alternate here.
+    paired: usize,
 }
 
 /// The type, and a multiple of which inputs are packed.
@@ -50,19 +52,40 @@ impl Packed {
         dtype: GgmlDType,
         (outputs, inputs): (usize, usize),
         blocks: &[u8],
+        paired: usize,
         device: &Device,
     ) -> Result<Option<Self>> {
         let Some((kind, multiple)) = kind_of(dtype) else { return Ok(None) };
-        if !device.is_cuda() || outputs == 0 || inputs > MOST_INPUTS || !inputs.is_multiple_of(multiple) {
+        let takes = inputs <= MOST_INPUTS && inputs.is_multiple_of(multiple) && paired.is_multiple_of(8);
+        if !device.is_cuda() || outputs == 0 || !takes {
             return Ok(None);
         }
         let blocks = Tensor::from_slice(blocks, blocks.len(), device)?;
-        let bytes = apply1(&Pack { kind, outputs, inputs }, None, &blocks)?;
-        Ok(Some(Self { bytes, kind, outputs, inputs }))
+        let bytes = apply1(&Pack { kind, outputs, inputs, paired }, None, &blocks)?;
+        Ok(Some(Self { bytes, kind, outputs, inputs, paired }))
     }
 
     pub(crate) fn outputs(&self) -> usize {
         self.outputs
+    }
+
+    pub(crate) fn inputs(&self) -> usize {
+        self.inputs
+    }
+
+    /// Whether it has this shape, and so many rows of a gate and of up in turn.
+    pub(crate) fn is(&self, outputs: usize, inputs: usize, paired: usize) -> bool {
+        (self.outputs, self.inputs, self.paired) == (outputs, inputs, paired)
+    }
+
+    /// The packed bytes, and their `gdn_quantized_type`.
+    pub(crate) fn bytes(&self) -> (&Tensor, i32) {
+        (&self.bytes, self.kind)
+    }
+
+    /// All numbers, `[outputs, inputs]` in a float dtype, in the order of the file.
+    pub(crate) fn dense(&self, dtype: DType) -> Result<Tensor> {
+        apply1(&Rows { parts: &[self], ids: None, rows: self.outputs, dtype }, None, &self.bytes)
     }
 
     /// The rows of these numbers, `ids [n]` in u32, in a float dtype: `[n, inputs]`. One past the last is zeros.
@@ -173,6 +196,7 @@ struct Pack {
     kind: i32,
     outputs: usize,
     inputs: usize,
+    paired: usize,
 }
 
 impl CustomOp1 for Pack {
@@ -192,6 +216,7 @@ impl CustomOp1 for Pack {
             r#type: self.kind,
             outputs: int(OP, "outputs", self.outputs)?,
             inputs: int(OP, "inputs", self.inputs)?,
+            paired: int(OP, "paired", self.paired)?,
         };
         let mut bytes = 0;
         // SAFETY: the launcher reads the parameters and writes the one number.
@@ -247,6 +272,7 @@ impl CustomOp1 for Rows<'_> {
                 outputs: int(OP, "outputs", part.outputs)?,
                 inputs: int(OP, "inputs", inputs)?,
                 rows: int(OP, "rows", count)?,
+                paired: int(OP, "paired", part.paired)?,
                 dtype: dtype_code(*dtype),
             };
             // SAFETY: the launcher reads the parameters; the kernel reads the matrix and the ids and writes so many rows of y; the

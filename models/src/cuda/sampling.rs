@@ -2,7 +2,7 @@
 
 use crate::abi::sampling::{gdn_sampling, gdn_sampling_workspace, SamplingParams, ROW_WORDS};
 use candle_core::{bail, CudaStorage, DType, Device, Error, Layout, Result, Tensor};
-use candle_gdn::plumbing::cuda::{check, int, stream_of, write};
+use candle_gdn::plumbing::cuda::{check, dtype_code, int, stream_of, write};
 use candle_gdn::plumbing::in_place_cuda;
 use std::ffi::c_void;
 
@@ -22,20 +22,22 @@ pub(crate) fn workspace(device: &Device) -> Result<Tensor> {
 /// recent tokens that they have room for.
 pub(crate) fn sample(logits: &Tensor, words: &Tensor, workspace: &Tensor, rows: usize, history: usize) -> Result<()> {
     let (count, vocab) = logits.dims2()?;
-    if logits.dtype() != DType::F32 || count != rows || logits.stride()[1] != 1 {
-        let (dtype, layout) = (logits.dtype(), logits.layout());
-        bail!("{NAME}: logits: expected f32 in {rows} rows without gaps, got {dtype:?} in {layout:?}")
+    let dtype = logits.dtype();
+    if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) || count != rows || logits.stride()[1] != 1 {
+        let layout = logits.layout();
+        bail!("{NAME}: logits: expected f32, bf16 or f16 in {rows} rows without gaps, got {dtype:?} in {layout:?}")
     }
     let sizes = [rows, vocab, history];
     in_place_cuda(NAME, logits, |logits| {
         in_place_cuda(NAME, words, |words| {
-            in_place_cuda(NAME, workspace, |workspace| launch(logits, words, workspace, sizes))
+            in_place_cuda(NAME, workspace, |workspace| launch(logits, dtype, words, workspace, sizes))
         })
     })
 }
 
 fn launch(
     (logits, layout): (&mut CudaStorage, &Layout),
+    dtype: DType,
     (words, words_layout): (&mut CudaStorage, &Layout),
     (workspace, workspace_layout): (&mut CudaStorage, &Layout),
     [rows, vocab, history]: [usize; 3],
@@ -45,7 +47,7 @@ fn launch(
     let first = words_layout.start_offset();
     let ids = first + rows * ROW_WORDS;
     let params = SamplingParams {
-        logits: logits.at(layout.start_offset(), 4),
+        logits: logits.at(layout.start_offset(), dtype.size_in_bytes()),
         ids: words.at(ids, 4),
         drawn: words.at(ids + rows, 4),
         state: words.at(first, 4),
@@ -57,6 +59,7 @@ fn launch(
         rows: int(NAME, "rows", rows)?,
         vocab: int(NAME, "vocabulary", vocab)?,
         history: int(NAME, "history", history)?,
+        dtype: dtype_code(dtype),
     };
     // SAFETY: every pointer reaches what was checked, or lies in buffers made for so many rows, and the guards outlive the
     // launch.

@@ -12,7 +12,7 @@ use crate::blocks::decoder::{Mixer, Residual};
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
-use candle_core::{bail, Result, Tensor, D};
+use candle_core::{bail, DType, Result, Tensor, D};
 use candle_gdn::plumbing::Launch;
 use candle_gdn::{CuSeqlens, Slots};
 use std::ops::Range;
@@ -354,7 +354,8 @@ impl CausalLm {
         let hidden = head.hidden(&slots, &counts)?;
         let at: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
         let mut y = self.head_of_slots(draft_head, head, (&ids, &hidden), at, &counts)?;
-        let logits = self.logits_launched(&y, &Launch::default().overlapping())?;
+        let launch = Launch::default().overlapping();
+        let logits = self.draft_scores(draft_head, &y, &launch)?.to_dtype(DType::F32)?;
         let mut ids = logits.argmax(D::Minus1)?;
         let (mut active, mut drafted): (Vec<usize>, Vec<Tensor>) = ((0..slots.len()).collect(), vec![ids.clone()]);
         let mut rows = vec![active.clone()];
@@ -367,7 +368,7 @@ impl CausalLm {
             }
             let at = active.iter().map(|&i| (slots[i], head.slots[slots[i]].len + counts[i] + depth - 1)).collect();
             y = self.head_of_slots(draft_head, head, (&ids, &y), at, &vec![1; active.len()])?;
-            ids = self.logits_launched(&y, &Launch::default().overlapping())?.argmax(D::Minus1)?;
+            ids = self.draft_scores(draft_head, &y, &launch)?.argmax(D::Minus1)?;
             drafted.push(ids.clone());
             rows.push(active.clone());
         }

@@ -129,7 +129,7 @@ impl RoundBuffers {
         let x = model.through_layers(&ids, &self.pass, pool, Mode::Verify(&mut drafted))?;
         let (_, y) = x.norm(&model.norm, launch)?;
         self.hidden.slice_set(&y, 0, 0)?;
-        self.sampler.launch(&model.logits_launched(&y, launch)?, &self.rows)?;
+        self.sampler.launch(&model.scores_launched(&y, launch)?, &self.rows)?;
         self.around_draw(false)?;
         match (&pool.cursors, &self.pass.cu_seqlens) {
             (Some(cursors), Some(cu)) => cursors.advance(&self.pass.states, Move::accept(cu, &self.part(0, 1)?)),
@@ -154,7 +154,7 @@ impl RoundBuffers {
                     cache.advance(1)?;
                 }
             }
-            self.sampler.launch(&model.logits_launched(&y, launch)?, &self.greedy)?;
+            self.sampler.launch(&model.draft_scores(draft_head, &y, launch)?, &self.greedy)?;
             round.slice_set(&self.greedy.ids()?.unsqueeze(1)?, 1, depth)?;
         }
         Ok(())

@@ -48,7 +48,8 @@ impl Sampler {
         })
     }
 
-    /// The token of each row of `logits [rows, vocabulary]` in f32, which may be overwritten.
+    /// The token of each row of `logits [rows, vocabulary]` in f32, bf16 or f16, which may be overwritten: the same token from
+    /// all of them where they hold the same numbers.
     pub fn draw(&self, logits: &Tensor, choices: &[Choice]) -> Result<Vec<Token>> {
         #[cfg(feature = "cuda")]
         if self.workspace.is_some() {
@@ -63,7 +64,7 @@ impl Sampler {
             let told = rows.told()?.map(|told| told.to_vec1()).transpose()?;
             return Ok(tokens(&rows.drawn()?.to_vec1()?, &told.unwrap_or_default()));
         }
-        let rows = logits.to_vec2()?.into_iter().zip(choices);
+        let rows = logits.to_dtype(DType::F32)?.to_vec2()?.into_iter().zip(choices);
         Ok(rows.map(|(mut logits, choice)| choice.draw(&mut logits)).collect())
     }
 
@@ -231,7 +232,7 @@ impl Rows {
     /// `gdn_sampling` on the CPU.
     fn draw(&self, logits: &Tensor) -> Result<()> {
         self.on_host(|rows| {
-            for (n, mut logits) in logits.to_vec2::<f32>()?.into_iter().enumerate() {
+            for (n, mut logits) in logits.to_dtype(DType::F32)?.to_vec2::<f32>()?.into_iter().enumerate() {
                 let (row, last) = (rows.rows[n], rows.ids[n]);
                 if row.scale < 0. {
                     continue;

@@ -2,7 +2,7 @@
 
 use super::sampling::{tokens, Choice, Drawn, Rows, Sampler, Token};
 use super::Sampling;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// Numbers for tests.
 struct Rng(crate::SplitMix64);
@@ -32,7 +32,11 @@ fn tensor(logits: &[Vec<f32>], device: &Device) -> Result<Tensor> {
 }
 
 fn draw(sampler: &Sampler, logits: &[Vec<f32>], choices: &[Choice], device: &Device) -> Result<Vec<Option<u32>>> {
-    Ok(sampler.draw(&tensor(logits, device)?, choices)?.into_iter().map(id).collect())
+    draw_of(sampler, &tensor(logits, device)?, choices)
+}
+
+fn draw_of(sampler: &Sampler, logits: &Tensor, choices: &[Choice]) -> Result<Vec<Option<u32>>> {
+    Ok(sampler.draw(logits, choices)?.into_iter().map(id).collect())
 }
 
 fn id(token: Token) -> Option<u32> {
@@ -215,6 +219,45 @@ fn log_probabilities_are_of_the_logits() -> Result<()> {
     Ok(())
 }
 
+/// Penalties and weights are of the numbers in f32, whatever they lie in.
+#[test]
+fn every_dtype_gives_the_same_tokens() -> Result<()> {
+    let devices = [
+        Some(Device::Cpu),
+        #[cfg(feature = "cuda")]
+        candle_gdn::plumbing::cuda::testing::device(),
+    ];
+    let mut rng = Rng(crate::SplitMix64::new(11));
+    let (rows, vocab) = (40, 1500);
+    let logits: Vec<Vec<f32>> = (0..rows).map(|_| (0..vocab).map(|_| (2. * rng.normal()) as f32).collect()).collect();
+    let choices: Vec<Choice> = (0..rows)
+        .map(|n| {
+            let (temperature, repeat_penalty) = ([0., 0.8][n % 2], 1.1 + 0.03 * n as f32);
+            let sampling =
+                Sampling { temperature, top_k: 40, repeat_penalty, repeat_last_n: 1000, ..Sampling::default() };
+            // Nearly all tokens, so that what a penalty leaves is what is drawn from.
+            let before: Vec<u32> = (0..1000).map(|_| (rng.uniform() * vocab as f64) as u32).collect();
+            sampling.choice(n as u64, n, 1000, &before, &[])
+        })
+        .collect();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let narrow = tensor(&logits, &Device::Cpu)?.to_dtype(dtype)?;
+        let want = draw_of(&Sampler::new(&Device::Cpu)?, &narrow.to_dtype(DType::F32)?, &choices)?;
+        assert!(want.iter().all(Option::is_some));
+        for device in devices.iter().flatten() {
+            let (sampler, there) = (Sampler::new(device)?, narrow.to_device(device)?);
+            let drawn = draw_of(&sampler, &there.copy()?, &choices)?;
+            assert_eq!(drawn, want, "{dtype:?} on {:?}", device.location());
+            let on_device = Rows::new(rows, 1000, device)?;
+            on_device.load(&choices)?;
+            sampler.launch(&there, &on_device)?;
+            let drawn = tokens(&on_device.ids()?.to_vec1()?, &[]).into_iter().map(id);
+            assert_eq!(drawn.collect::<Vec<_>>(), want, "{dtype:?} on {:?}, as rows", device.location());
+        }
+    }
+    Ok(())
+}
+
 fn log_softmax(logits: &[f32]) -> Vec<f64> {
     let most = logits.iter().map(|x| f64::from(*x)).fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = logits.iter().map(|x| (f64::from(*x) - most).exp()).sum();
@@ -231,6 +274,7 @@ fn every_device_draws_the_same() -> Result<()> {
         let rows = rng.pick(&[1, 2, 3, 17, 128, 300, 700]);
         let vocab = rng.pick(&[1, 5, 511, 512, 513, 1024, 7001, 50_000, if rows < 129 { 248_320 } else { 1000 }]);
         let history = 1 + rng.below(70);
+        let dtype = rng.pick(&[DType::F32, DType::BF16, DType::F16]);
         let (mut logits, mut choices) = (vec![], vec![]);
         for _ in 0..rows {
             let (kind, spread, mean) = (rng.below(6), rng.pick(&[0.01, 1., 3., 30.]), rng.pick(&[0., 5., -7.]));
@@ -249,7 +293,7 @@ fn every_device_draws_the_same() -> Result<()> {
             if rng.below(12) == 0 {
                 row[rng.below(vocab)] = rng.pick(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
             }
-            logits.push(row);
+            logits.push(Tensor::new(row, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)?.to_vec1()?);
             let sampling = Sampling {
                 temperature: rng.pick(&[0., 0., 0.7, 1., 1.3, 0.01, 1e-300, 100., 1e9]),
                 top_k: rng.pick(&[0, 0, 1, 2, 20, 50, 300, 5000]),
@@ -270,7 +314,8 @@ fn every_device_draws_the_same() -> Result<()> {
         };
         let first: Vec<Choice> = choices.iter().map(|row| choice(row, 4)).collect();
         let want = draw(&here, &logits, &first, &Device::Cpu)?;
-        assert_eq!(draw(&there, &logits, &first, &device)?, want, "round {round}: {rows} rows of {vocab}");
+        let got = draw_of(&there, &tensor(&logits, &device)?.to_dtype(dtype)?, &first)?;
+        assert_eq!(got, want, "round {round}: {rows} rows of {vocab} in {dtype:?}");
         // Room for rows of nobody too, as in a graph.
         let on_device = Rows::new(rows + 3, history, &device)?.telling(vocab)?;
         on_device.load(&first)?;
@@ -278,10 +323,10 @@ fn every_device_draws_the_same() -> Result<()> {
         for index in 4..8 {
             let now: Vec<Choice> = choices.iter().map(|row| choice(row, index)).collect();
             let drawn = here.draw(&tensor(&logits, &Device::Cpu)?, &now)?;
-            there.launch(&tensor(&padded, &device)?, &on_device)?;
+            there.launch(&tensor(&padded, &device)?.to_dtype(dtype)?, &on_device)?;
             let told = on_device.told()?.map(|told| told.to_vec1()).transpose()?.unwrap_or_default();
             let got = tokens(&on_device.drawn()?.to_vec1()?, &told);
-            let what = format!("round {round}, token {index}: {rows} rows of {vocab}");
+            let what = format!("round {round}, token {index}: {rows} rows of {vocab} in {dtype:?}");
             got.iter().zip(&drawn).for_each(|(got, want)| told_the_same(got, want, &what));
             let want: Vec<_> = drawn.into_iter().map(id).collect();
             let got: Vec<_> = got.into_iter().map(id).collect();

@@ -25,7 +25,7 @@ pub(super) struct StepBuffers {
 /// What a step leaves.
 #[derive(Debug)]
 enum Output {
-    /// `[batch, vocab_size]` in f32.
+    /// `[batch, vocab_size]` as the head gives them.
     Logits(Tensor),
     /// The next tokens, which are the ids of the next step too.
     #[cfg(feature = "cuda")]
@@ -36,7 +36,7 @@ impl StepBuffers {
     /// All rows are padding. A step leaves its logits.
     pub fn new(model: &CausalLm, pool: &SequencePool, batch: usize) -> Result<Self> {
         let ids = Tensor::zeros(batch, DType::U32, &pool.device)?;
-        let logits = Tensor::zeros((batch, model.config.vocab_size), DType::F32, &pool.device)?;
+        let logits = Tensor::zeros((batch, model.config.vocab_size), model.dtype, &pool.device)?;
         Self::with(model, pool, batch, ids, Output::Logits(logits))
     }
 
@@ -84,7 +84,7 @@ impl StepBuffers {
         if let Some(hidden) = &self.hidden {
             hidden.slice_set(&y, 0, 0)?;
         }
-        let x = model.logits_launched(&y, &self.pass.launch)?;
+        let x = model.scores_launched(&y, &self.pass.launch)?;
         match &self.output {
             Output::Logits(logits) => logits.slice_set(&x, 0, 0),
             #[cfg(feature = "cuda")]
@@ -155,10 +155,13 @@ impl StepBuffers {
         self.held = held;
     }
 
-    /// The logits of the first `sequences` rows, a copy that the next step does not touch.
+    /// The logits of the first `sequences` rows in f32, a copy that the next step does not touch.
     pub fn logits(&self, sequences: usize) -> Result<Tensor> {
         match &self.output {
-            Output::Logits(logits) => logits.narrow(0, 0, sequences)?.force_contiguous(),
+            Output::Logits(logits) => match logits.narrow(0, 0, sequences)? {
+                rows if rows.dtype() == DType::F32 => rows.force_contiguous(),
+                rows => rows.to_dtype(DType::F32),
+            },
             #[cfg(feature = "cuda")]
             Output::Drawn(..) => bail!("DecodeGraph: expected a step that leaves logits"),
         }

@@ -117,7 +117,7 @@ impl Blocks {
     }
 
     /// All as one, if they are of one type and width.
-    pub(super) fn one(parts: Vec<Self>) -> Option<Self> {
+    pub(crate) fn one(parts: Vec<Self>) -> Option<Self> {
         let mut stacked = Self::stack(parts);
         stacked.pop().filter(|_| stacked.is_empty())
     }
@@ -130,7 +130,13 @@ impl Blocks {
     /// For our kernels on CUDA, where they take this type and width.
     #[cfg(feature = "cuda")]
     pub(crate) fn packed(&self, device: &Device) -> Result<Option<Packed>> {
-        Packed::new(self.dtype, (self.rows, self.columns), &self.data, device)
+        self.packed_pairs(0, device)
+    }
+
+    /// The same of gates' rows and ups', `paired` of each in turn, for a mixture of experts.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn packed_pairs(&self, paired: usize, device: &Device) -> Result<Option<Packed>> {
+        Packed::new(self.dtype, (self.rows, self.columns), &self.data, paired, device)
     }
 
     /// The numbers, `[rows, columns]` on the CPU: those of a float type in it, others in f32.

@@ -52,7 +52,7 @@ fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> R
 
 /// Whether the long runs are asked for.
 fn soaks() -> bool {
-    std::env::var_os("CANDLE_GDN_SOAK").is_some()
+    std::env::var("CANDLE_GDN_SOAK").is_ok_and(|n| n.parse::<usize>().expect("CANDLE_GDN_SOAK: a number") >= 1000)
 }
 
 fn options(sequences: usize, depth: DraftDepth) -> EngineOptions {

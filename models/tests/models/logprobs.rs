@@ -123,7 +123,7 @@ fn what_is_told_is_the_model_s() -> Result<()> {
                     assert_eq!(told.len(), request.max_new_tokens, "{what}");
                     changed += check(&model, request, told, &what)?;
                 }
-                assert!(changed > 20, "{what}: penalties changed {changed} tokens");
+                assert!(changed > 10, "{what}: penalties changed {changed} tokens");
             }
         }
     }

@@ -2,11 +2,13 @@
 
 mod cpu;
 mod device;
+#[cfg(feature = "cuda")]
+mod packed;
 mod quantized;
 mod weights;
 
 use crate::config::MoeConfig;
-use crate::formats::Source;
+use crate::formats::{ExpertShape, Source};
 use candle_core::{Result, Tensor};
 use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
@@ -14,6 +16,8 @@ use cpu::CpuMoe;
 #[cfg(feature = "cuda")]
 pub(crate) use device::asks_the_host;
 use device::DeviceMoe;
+#[cfg(feature = "cuda")]
+use packed::PackedMoe;
 use quantized::QuantizedMoe;
 
 /// Router, routed experts, and the shared expert where there is one.
@@ -21,6 +25,8 @@ use quantized::QuantizedMoe;
 pub(crate) enum SparseMoe {
     Cpu(CpuMoe),
     Device(DeviceMoe),
+    #[cfg(feature = "cuda")]
+    Packed(Box<PackedMoe>),
     Quantized(Box<QuantizedMoe>),
 }
 
@@ -35,11 +41,18 @@ impl SparseMoe {
 
     /// The same of a source, whose experts may be quantised.
     pub(crate) fn load_from(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<Self> {
-        match QuantizedMoe::load(cfg, hidden, source)? {
-            Some(quantized) => Ok(Self::Quantized(Box::new(quantized))),
-            None if source.keeps_fp8() => Ok(Self::Device(DeviceMoe::load_from(cfg, hidden, source)?)),
-            None => Self::load(cfg, hidden, source.dense()),
+        let shape = ExpertShape { experts: cfg.num_experts, intermediate: cfg.intermediate_size, hidden };
+        let Some(experts) = source.pp("experts").expert_blocks(shape)? else {
+            return match source.keeps_fp8() {
+                true => Ok(Self::Device(DeviceMoe::load_from(cfg, hidden, source)?)),
+                false => Self::load(cfg, hidden, source.dense()),
+            };
+        };
+        #[cfg(feature = "cuda")]
+        if let Some(packed) = PackedMoe::load(cfg, hidden, source, &experts)? {
+            return Ok(Self::Packed(Box::new(packed)));
         }
+        Ok(Self::Quantized(Box::new(QuantizedMoe::load(cfg, shape, source, &experts)?)))
     }
 
     /// `x [.., hidden]` to the same.
@@ -47,6 +60,8 @@ impl SparseMoe {
         match self {
             Self::Cpu(moe) => moe.forward(x),
             Self::Device(moe) => moe.forward(x, launch),
+            #[cfg(feature = "cuda")]
+            Self::Packed(moe) => moe.forward(x, launch),
             Self::Quantized(moe) => moe.forward(x, launch),
         }
     }
@@ -130,6 +145,57 @@ mod tests {
                     assert_eq!(got.dims(), want.dims());
                     let error = (norm(&(got - &want)?)? / norm(&want)?).sqrt();
                     assert!(error < bound, "{dtype:?} {hidden} {shared} {batch}x{tokens}: {error:e}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Quantised experts on CUDA, few tokens at a time and many, against f32 on the CPU with the numbers they stand for.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn packed_experts_and_cpu_kernels_agree() -> Result<()> {
+        use crate::formats::{Blocks, Quantizer};
+        use candle_core::quantized::GgmlDType::{Q4K, Q6K, Q8_0};
+        let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+        let norm = |x: &Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
+        for (dtype, bound) in [(DType::BF16, 6e-3), (DType::F16, 8e-4)] {
+            for (kind, shared) in [(Q4K, 256), (Q6K, 0), (Q8_0, 512)] {
+                let cfg = MoeConfig {
+                    num_experts: 12,
+                    experts_per_token: 3,
+                    intermediate_size: 256,
+                    shared_intermediate_size: shared,
+                    norm_topk_prob: shared > 0,
+                };
+                let hidden = 512;
+                let weights = weights(&cfg, hidden)?.into_iter().filter(|(_, w)| w.elem_count() > 0);
+                let (mut stored, mut meant) = (HashMap::new(), HashMap::new());
+                for (name, weight) in weights {
+                    let weight = (weight * 0.3)?;
+                    let numbers = match name.contains("proj") {
+                        true => Blocks::quantize(&weight, kind)?.tensor()?,
+                        false => weight.clone(),
+                    };
+                    meant.insert(name.clone(), numbers);
+                    stored.insert(name, weight);
+                }
+                let cpu = CpuMoe::load(&cfg, hidden, VarBuilder::from_tensors(meant, DType::F32, &Device::Cpu))?;
+                let source = Source::new(VarBuilder::from_tensors(stored, dtype, &cuda));
+                let source = source.quantized(Quantizer::new(kind)?.into());
+                let moe = SparseMoe::load_from(&cfg, hidden, &source)?;
+                assert!(matches!(moe, SparseMoe::Packed(_)), "{kind:?} {dtype:?}: {moe:?}");
+                for tokens in [1, 2, 9, 16, 17, 100, 256, 257] {
+                    let x = Tensor::randn(0f32, 1., (tokens, hidden), &Device::Cpu)?;
+                    let x = x.to_dtype(dtype)?.to_dtype(DType::F32)?;
+                    let got = moe.forward(&x.to_device(&cuda)?.to_dtype(dtype)?, &Launch::default())?;
+                    let got = got.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                    let want = cpu.forward(&x)?;
+                    assert_eq!(got.dims(), want.dims());
+                    let error = (norm(&(got - &want)?)? / norm(&want)?).sqrt();
+                    // Of many tokens the numbers are rounded to this dtype too, gates, ups and downs.
+                    let bound = if tokens > 256 { 1.5 * bound } else { bound };
+                    assert!(error < bound, "{kind:?} {dtype:?} {tokens}: {error:e}");
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! The mixture of experts with quantised experts, by candle's kernels.
+//! The mixture of experts with quantised experts, by candle's kernels: on the CPU, and on CUDA what ours do not take.
 
 use super::weights::gate_weight;
 use crate::blocks::linear::Linear;
@@ -54,10 +54,9 @@ struct Expert {
 const AT_ONCE: usize = 4096;
 
 impl QuantizedMoe {
-    /// `source` is at `..mlp`; `None` where its experts are dense.
-    pub(crate) fn load(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<Option<Self>> {
-        let shape = ExpertShape { experts: cfg.num_experts, intermediate: cfg.intermediate_size, hidden };
-        let Some(blocks) = source.pp("experts").expert_blocks(shape)? else { return Ok(None) };
+    /// `source` is at `..mlp`.
+    pub(crate) fn load(cfg: &MoeConfig, shape: ExpertShape, source: &Source, experts: &ExpertBlocks) -> Result<Self> {
+        let hidden = shape.hidden;
         let gate = |name: &str, rows: usize| {
             let weight = gate_weight(rows, hidden, source.pp(name).dense())?;
             Linear::dense(weight)
@@ -69,12 +68,12 @@ impl QuantizedMoe {
                 gate: gate("shared_expert_gate", 1)?,
             }),
         };
-        Ok(Some(Self {
+        Ok(Self {
             router: gate("gate", cfg.num_experts)?,
-            experts: Experts::new(&blocks, shape, source.device())?,
+            experts: Experts::new(experts, shape, source.device())?,
             shared,
             cfg: cfg.clone(),
-        }))
+        })
     }
 
     /// `x [.., hidden]` to the same. Where experts are indexed on the device, nothing is asked of the host.
