@@ -31,7 +31,7 @@ DECLARATION = re.compile(r"""\s*(?:
     | (?P<function>[^;{}()]+)\((?P<arguments>[^;{}()]*)\)
     )\s*;""", re.X)
 FIELDS = re.compile(r"\s*(?:const\s+)?(?P<base>\w+)\b(?P<names>.*)", re.S)
-FIELD = re.compile(r"\s*(?P<star>\*?)\s*(?P<name>[A-Za-z_]\w*)\s*")
+FIELD = re.compile(r"\s*(?P<star>\*?)\s*(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<count>\w+)\]\s*)?")
 
 
 class Headers:
@@ -121,7 +121,9 @@ class Headers:
         base, names = self.match(FIELDS, text).group("base", "names")
         found = []
         for part in names.split(","):
-            pointer, name = self.match(FIELD, part).group("star", "name")
+            pointer, name, count = self.match(FIELD, part).group("star", "name", "count")
+            if count and (pointer or argument or returned or count not in self.constants):
+                self.fail(text)
             if pointer and returned and base == "char":
                 kind = C.c_char_p
             elif pointer and not returned and base in POINTED | set(self.structs):
@@ -133,7 +135,7 @@ class Headers:
                 kind = SCALARS.get(base) or self.structs[base]
             else:
                 self.fail(text)
-            found.append((name, kind))
+            found.append((name, kind * self.constants[count] if count else kind))
         return found
 
     def python_names(self):
