@@ -232,8 +232,8 @@ template <typename T> struct Part {
       __syncthreads();
       tokens([&](uint32_t i, uint32_t id, uint32_t) {
         if (!isfinite(kept[i])) return;
-        const Bits bits = M::kInfinity + static_cast<Bits>(i % M::kPlaces) + 1;
-        memcpy(logits + id, &bits, sizeof(bits));
+        // A token that is there twice may have either mark, but not bytes of both: one store.
+        *reinterpret_cast<volatile Bits *>(logits + id) = M::kInfinity + static_cast<Bits>(i % M::kPlaces) + 1;
       });
       __syncthreads();
     }
