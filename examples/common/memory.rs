@@ -3,6 +3,7 @@
 use super::load::{LoadFormat, ModelArgs};
 use super::{tell, Checkpoint};
 use anyhow::{bail, Result};
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
 use candle_gdn_models::{FfnKind, LayerConfig, MixerKind, ModelConfig, Rings};
 
@@ -44,7 +45,12 @@ impl Need {
         let dtype = args.dtype(device);
         let with_head = with_draft_head(config);
         let config = if room.draft_head { &with_head } else { config };
-        let weights = weights(args, checkpoint, config, dtype, device)?;
+        let mut weights = weights(args, checkpoint, config, dtype, device)?;
+        // Its drafts read a copy of `lm_head` in q8_0.
+        if room.draft_head && device.is_cuda() && dtype != DType::F32 && args.quantize.is_none() {
+            let blocks = product(&[config.vocab_size, config.hidden_size]) / GgmlDType::Q8_0.block_size() as u64;
+            weights = weights.saturating_add(blocks * GgmlDType::Q8_0.type_size() as u64);
+        }
         let sequence = config.sequence_bytes(dtype);
         let states = sequence.recurrent.saturating_add(sequence.conv);
         let has_rings = Rings::Auto.of(config, device);

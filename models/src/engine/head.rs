@@ -333,6 +333,7 @@ impl CausalLm {
     /// Each of the batch is a sequence that has seen at least one token, the token that it will be fed next, and how many
     /// tokens are drafted behind it, at least one; fewer where there is no room for them. Returns the drafts, for
     /// [`verify`](Self::verify) behind that next token, and the logits of the first of each, `[batch, vocab_size]` in f32.
+    /// On CUDA in 16 bits up to 8 sequences' logits come from a copy of `lm_head` in q8_0: what a draft is, the model judges with its own.
     ///
     /// The sequences stay as they are.
     ///
