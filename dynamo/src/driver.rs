@@ -129,7 +129,7 @@ fn run(
     router: &Router,
     ready: &(dyn Fn((usize, usize)) + Sync),
 ) -> Result<()> {
-    let checkpoint = Checkpoint::find(&args.model)?;
+    let mut checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let draft_head = checkpoint.draft_head(args.serve.mtp, &config)?;
     let n = args.model.tensor_parallel.get();
