@@ -18,6 +18,7 @@ fn the_head_changes_nothing_but_the_figures() {
         [&[][..], &["--temperature", "0.9", "--top-p", "0.9"], &["--draft", "3"], &["--tensor-parallel", "2"]]
     {
         let with = |mtp: &str| {
+            // On the CPU the first draft of so small a model comes later: only its line is there.
             let prompts = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "-n", "80", "--mtp", mtp];
             generate(&[&prompts[..], sampling].concat())
         };
@@ -28,14 +29,6 @@ fn the_head_changes_nothing_but_the_figures() {
             run.says(&["\nmtp: ", " tokens a step"]);
         }
     }
-}
-
-/// With the demo the CPU drafts nothing in its first quarter of a second.
-#[test]
-fn the_head_drafts_in_the_end() {
-    let [off, auto] = ["off", "auto"].map(|mtp| generate(&["-n", "3000", "--temperature", "0", "--mtp", mtp]));
-    assert_eq!(auto.stdout, off.stdout);
-    auto.says(&["decode: 2999 tokens", "\nmtp: ", " accepted at depth 1, "]);
 }
 
 #[test]
