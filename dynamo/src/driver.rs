@@ -1,7 +1,7 @@
 //! The engine on a thread of its own, or on one for each rank: all of them do what the first one decides.
 
 use crate::blocks::{tell, Blocks, Router};
-use crate::common::{load_model, ranks, Checkpoint, Need, Rank, Room};
+use crate::common::{draft_after, load_model, ranks, Checkpoint, Need, Rank, Room};
 use crate::figures::{Figures, Shared};
 use crate::transfer::State;
 use crate::Args;
@@ -174,6 +174,7 @@ fn load(
     let options = EngineOptions {
         prefill_chunk: args.model.prefill_chunk(&rank.device),
         draft: serve.draft,
+        draft_after: draft_after(serve.mtp, &rank.device),
         prefix_cache: serve.prefix_cache.saturating_mul(1 << 20),
         prefix_recent: serve.prefix_recent,
         prefix_block: serve.prefix_block,

@@ -11,7 +11,7 @@ use candle_gdn_models::{part_of, part_of_safetensors, CausalLm, DraftHeadChoice,
 use candle_nn::VarBuilder;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::num::NonZeroUsize;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Where weights come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -118,6 +118,12 @@ pub fn gpu(ordinal: usize) -> Result<Device> {
         .with_context(|| format!("cannot open GPU {ordinal} (--cpu runs without it)"))?;
     candle_gdn::keep_freed_memory(&device)?;
     Ok(device)
+}
+
+/// How long steps take before the first draft of a head that was not asked for by name. On a CPU the first drafts take milliseconds more
+/// than later ones, to move states and touch memory: in a short run of a small model they would not come back.
+pub fn draft_after(choice: DraftHeadChoice, device: &Device) -> Duration {
+    Duration::from_secs(if choice == DraftHeadChoice::Auto && device.is_cpu() { 2 } else { 0 })
 }
 
 /// To be called while there is one thread: what --algo says goes where every layer looks for it.

@@ -16,7 +16,7 @@ pub mod ranks;
 mod safetensors;
 
 pub use checkpoint::Checkpoint;
-pub use load::{fix_algo, fix_thread_count, load_model, ModelArgs};
+pub use load::{draft_after, fix_algo, fix_thread_count, load_model, ModelArgs};
 pub use memory::{Need, Room};
 pub use progress::bar;
 pub(crate) use ranks::tell;

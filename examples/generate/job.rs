@@ -2,7 +2,7 @@
 
 use super::args::RunArgs;
 use super::common::ranks::Pace;
-use super::common::tell;
+use super::common::{draft_after, tell};
 use super::plan::Plan;
 use super::settings::Settings;
 use anyhow::{Context, Result};
@@ -35,6 +35,7 @@ impl<'a> Job<'a> {
         let options = EngineOptions {
             prefill_chunk: self.prefill_chunk,
             draft: self.run.draft,
+            draft_after: draft_after(self.run.mtp, self.model.device()),
             prefix_cache,
             prefix_block: self.run.prefix_block,
             cuda_graph: self.run.cuda_graph,

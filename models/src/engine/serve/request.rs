@@ -29,6 +29,9 @@ pub struct EngineOptions {
     /// Tokens that the model's draft head drafts at each step, where the model has one: of each sequence those are
     /// checked, or the guesses of [`draft`](Self::draft), whichever promise more.
     pub draft_depth: DraftDepth,
+    /// Where that is [`DraftDepth::Auto`]: how long steps take without drafts before the first draft. It is slower than those that
+    /// follow, by several steps of a small model.
+    pub draft_after: Duration,
     /// Bytes for the states of beginnings that waiting requests share, which are then fed once; 0 keeps none.
     pub prefix_cache: usize,
     /// For requests that come one after the other: the most that a prompt shares with one of so many before it is kept,
@@ -54,6 +57,7 @@ impl EngineOptions {
             prefill_chunk: 1024,
             draft: 0,
             draft_depth: DraftDepth::Auto,
+            draft_after: Duration::ZERO,
             prefix_cache: 0,
             prefix_recent: 0,
             prefix_block: 64,
