@@ -362,7 +362,7 @@ typedef struct gdn_linear_params {
   int32_t overlap;         // GDN_OVERLAP
 } gdn_linear_params;
 #define GDN_LINEAR_ROWS 32
-#define GDN_LINEAR_E4M3_ROWS 16
+#define GDN_LINEAR_E4M3_ROWS 64
 int gdn_linear(const gdn_linear_params *params, cudaStream_t stream);
 
 // gdn_linear with more to say. `swiglu`: w is [2 * outputs, inputs], the gate's rows and then up's, and

@@ -1,10 +1,13 @@
 // gdn_linear: checks, and what to launch.
 #include "../common/launch.cuh"
+#include "many.h"
 #include "plan.cuh"
 
 namespace gdn {
 namespace linear {
 namespace {
+
+constexpr int kFewE4m3 = 16;    // rows, as registers allow
 
 template <typename T, typename W, int NT, From FROM>
 int launch_kernel(const Plan &plan, const LaunchConfig &config, int optin) {
@@ -37,6 +40,22 @@ int check_options(const gdn_linear_options &o, const Card &card) {
   return GDN_OK;
 }
 
+int run(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream);
+
+// More rows beside weights in e4m3 than linear_kernel takes: at once where the device can, else some at a time.
+int run_many(const gdn_linear_params &p, const gdn_linear_options &o, cudaStream_t stream) {
+  const int status = launch_many(p, o, stream);
+  if (status != GDN_BAD_ALGO || o.warps || o.groups || o.cluster || o.blocks) return status;
+  gdn_linear_params part = p;
+  for (int first = 0; first < p.rows; first += kFewE4m3) {
+    part.x = static_cast<const char *>(p.x) + first * p.x_stride * 2;
+    part.y = static_cast<char *>(p.y) + first * p.y_stride * 2;
+    part.rows = p.rows - first < kFewE4m3 ? p.rows - first : kFewE4m3;
+    if (const int failed = run(&part, &o, stream)) return failed;
+  }
+  return GDN_OK;
+}
+
 int run(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream) {
   if (!params || !options) return GDN_NULL_POINTER;
   const gdn_linear_params &p = *params;
@@ -54,6 +73,7 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   if (p.inputs % 64 || !aligned(p.x, 16) || !aligned(p.w, 16) || p.w_stride % (p.scales.ptr ? 16 : 8) ||
       (p.rows > 1 && p.x_stride % 8))
     return GDN_BAD_ALGO;
+  if (p.scales.ptr && !o.swiglu && p.rows > kFewE4m3) return run_many(p, o, stream);
 
   Card card = {};
   int major = 0;

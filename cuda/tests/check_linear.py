@@ -100,7 +100,7 @@ def check_cases(lib):
 
 
 # [(rows, [(inputs, outputs), ..], gaps, swiglu)]
-E4M3_ROWS = (*range(1, 18), 32)
+E4M3_ROWS = (*range(1, 18), 31, 48, 64, 65)
 E4M3_CASES = [
     (E4M3_ROWS, ((2048, 12352), (2560, 1100), (64, 33), (128, 1), (192, 100), (320, 17), (9728, 64), (17408, 48),
                  (2560, 9728), (5120, 2563), (704, 5000)), [(0, 0, 0)], False),
@@ -157,6 +157,11 @@ def check_cuts(lib):
             if case.launch(lib, case.params()) != BAD_ALGO:
                 check_case(lib, f"cut {cut} swiglu {swiglu} e4m3 {e4m3}", case)
             count += 1
+        for rows, cut in itertools.product((17, 50), () if swiglu else cuts_of_many()):
+            case = Case(rows, inputs, outputs, "bf16", seed=count, cut=cut, e4m3=128)
+            if case.launch(lib, case.params()) != BAD_ALGO:
+                check_case(lib, f"cut {cut} of many rows", case)
+            count += 1
     print(f"{count} cuts", flush=True)
 
 
@@ -166,6 +171,11 @@ def check_chain(lib):
         start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
         chain_repeats(f"chain {dtype} rows {rows} hidden {hidden}",
                       lambda i, x, y, overlap: call(lib.gdn_linear, params(x, weights[i % 6], y, dtype, overlap)), start)
+    for dtype, rows, hidden in itertools.product(("bf16", "f16"), (1, 24, 64), (1024, 4096)):
+        scaled = [E4m3(hidden, hidden, 128, hidden ** -0.5, seed) for seed in range(6)]
+        start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
+        chain_repeats(f"chain e4m3 {dtype} rows {rows} hidden {hidden}", lambda i, x, y, overlap: call(
+            lib.gdn_linear, params(x, scaled[i % 6].bytes, y, dtype, overlap, scaled[i % 6].struct())), start)
 
 
 # {status: [(swiglu, warps, groups, cluster, blocks; those left out are 0), ..]} of one row.
@@ -271,15 +281,21 @@ def cuts(swiglu):
                     yield warps, groups, cluster, 16 // (warps * groups)
 
 
+def cuts_of_many():
+    """The same of more than 16 rows beside weights in e4m3: warpgroups along the inputs and the outputs, cluster."""
+    return [(along, 2 // along, cluster, 0) for along in (1, 2) for cluster in (1, 2, 4, 8)]
+
+
 def sweep(lib, names, every_rows, e4m3, best=5):
     """The best cuts of each shape beside the one that the library chooses: graph / graph with overlap."""
     rate = heading("bf16, cold L2; us in a graph / with overlap, by (warps, groups, cluster, blocks)")
     for case, rows in each_case(lib, names, every_rows, rate, e4m3):
         chunks, found = -(-case.inputs // (128 if e4m3 else 64)), []
-        for cut in cuts(case.swiglu):
+        many = e4m3 and rows > 16
+        for cut in cuts_of_many() if many else cuts(case.swiglu):
             parts = cut[0] * cut[2]
             places = -(-(-(-chunks // parts)) // 4) * 4 * parts
-            if chunks / places < 0.7 or case.ours(0, cut)[0]() != OK:
+            if (not many and chunks / places < 0.7) or case.ours(0, cut)[0]() != OK:
                 continue
             found.append((graph_us(case.ours(1, cut), 5), graph_us(case.ours(0, cut), 5), cut))
         chosen = f"{graph_us(case.ours(0)):.2f} / {graph_us(case.ours(1)):.2f}"

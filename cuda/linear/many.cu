@@ -1,0 +1,87 @@
+// How the product of many rows beside weights in e4m3 is divided, and its launch.
+#include "many.h"
+
+#include "../common/launch.cuh"
+#include "many.cuh"
+
+namespace gdn {
+namespace linear {
+namespace {
+
+// Warpgroups of a block along the inputs and along the outputs, blocks of a cluster.
+struct Tiling {
+  int along, groups, cluster;
+};
+
+int chunks_of(const gdn_linear_params &p) { return static_cast<int>(ceil_div(p.inputs, many::kChunk)); }
+int slice_of(const gdn_linear_params &p, const Tiling &t) { return static_cast<int>(ceil_div(chunks_of(p), t.along * t.cluster)); }
+int tiles_of(const gdn_linear_params &p, const Tiling &t) { return static_cast<int>(ceil_div(p.outputs, many::kTile * t.groups)); }
+
+int64_t shared_bytes(const gdn_linear_params &p, const Tiling &t) {
+  return many::kBarriers + 2 * many::kGroups * many::kSums + int64_t{2} * many::kXTile * t.along * slice_of(p, t);
+}
+
+// What goes through a multiprocessor, in bytes: weights, x, and as much as could while sums meet.
+constexpr int64_t kMeeting = 24 << 10;
+int64_t cost(const gdn_linear_params &p, const Tiling &t, int sms) {
+  const int64_t turns = ceil_div(tiles_of(p, t), sms / t.cluster), chunks = int64_t{t.along} * slice_of(p, t);
+  return turns * (chunks * many::kChunk * many::kTile * t.groups + kMeeting) + chunks * 2 * many::kXTile;
+}
+
+bool choose(const gdn_linear_params &p, const gdn_linear_options &o, int sms, int optin, Tiling *best) {
+  int64_t least = INT64_MAX;
+  for (int along = 1; along <= many::kGroups; ++along)
+    for (int cluster = 1; cluster <= 8; cluster *= 2) {
+      const Tiling t = {along, many::kGroups / along, cluster};
+      if ((o.warps && o.warps != along) || (o.groups && o.groups != t.groups) || (o.cluster && o.cluster != cluster)) continue;
+      if (sms < cluster || shared_bytes(p, t) > optin) continue;
+      const int64_t here = cost(p, t, sms);
+      if (here >= least) continue;
+      least = here;
+      *best = t;
+    }
+  return least < INT64_MAX;
+}
+
+template <typename T> int launch_as(const gdn_linear_params &p, const Tiling &t, const LaunchConfig &config, int optin) {
+  many::Args args = {};
+  args.w = p.w;
+  args.x = p.x;
+  args.y = p.y;
+  args.w_row = p.w_stride;
+  args.x_row = p.x_stride * 2;
+  args.y_stride = p.y_stride;
+  args.rows = p.rows;
+  args.outputs = p.outputs;
+  args.halves = p.inputs / 64;
+  args.slice = slice_of(p, t);
+  args.rounds = static_cast<int>(ceil_div(args.slice, many::kChunks));
+  args.tiles = tiles_of(p, t);
+  while (1 << args.cluster_shift < t.cluster) ++args.cluster_shift;
+  args.scales = scale_args(p.scales);
+  return launch_allowed<many::many_kernel<T>>(config, optin, args);
+}
+
+}  // namespace
+
+int launch_many(const gdn_linear_params &p, const gdn_linear_options &options, cudaStream_t stream) {
+  bool sm90a = false;
+  if (const int status = has_sm90a_code(&sm90a)) return status;
+  int sms = 0, optin = 0;
+  if (const int status = sm_count(&sms)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  Tiling t = {};
+  if (!sm90a || !choose(p, options, sms, optin, &t)) return GDN_BAD_ALGO;
+  LaunchConfig config;
+  const int tiles = tiles_of(p, t), wave = sms / t.cluster;
+  config.grid = dim3(t.cluster, tiles < wave ? tiles : wave);
+  config.block = dim3(128, t.along, t.groups);
+  config.shared_bytes = shared_bytes(p, t);
+  config.stream = stream;
+  config.overlap = p.overlap != 0;
+  config.cluster = t.cluster;
+  return p.dtype == GDN_F16 ? launch_as<__half>(p, t, config, optin) : launch_as<__nv_bfloat16>(p, t, config, optin);
+}
+
+}  // namespace linear
+}  // namespace gdn
