@@ -7,8 +7,6 @@ namespace gdn {
 namespace linear {
 namespace {
 
-constexpr int kFewE4m3 = 16;    // rows, as registers allow
-
 template <typename T, typename W, int NT, From FROM>
 int launch_kernel(const Plan &plan, const LaunchConfig &config, int optin) {
   if (const int status = allow_shared_memory(linear_kernel<T, W, NT, FROM>, config.shared_bytes, optin)) return status;
@@ -47,10 +45,10 @@ int run_many(const gdn_linear_params &p, const gdn_linear_options &o, cudaStream
   const int status = launch_many(p, o, stream);
   if (status != GDN_BAD_ALGO || o.warps || o.groups || o.cluster || o.blocks) return status;
   gdn_linear_params part = p;
-  for (int first = 0; first < p.rows; first += kFewE4m3) {
+  for (int first = 0; first < p.rows; first += GDN_LINEAR_E4M3_ROWS) {
     part.x = static_cast<const char *>(p.x) + first * p.x_stride * 2;
     part.y = static_cast<char *>(p.y) + first * p.y_stride * 2;
-    part.rows = p.rows - first < kFewE4m3 ? p.rows - first : kFewE4m3;
+    part.rows = p.rows - first < GDN_LINEAR_E4M3_ROWS ? p.rows - first : GDN_LINEAR_E4M3_ROWS;
     if (const int failed = run(&part, &o, stream)) return failed;
   }
   return GDN_OK;
@@ -62,7 +60,7 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   const gdn_linear_options &o = *options;
   if (p.dtype != GDN_BF16 && p.dtype != GDN_F16) return GDN_BAD_DTYPE;
   // Inputs are addressed by 32-bit offsets in bytes, rows of w by 32-bit numbers up to a grid past the last.
-  const int most = o.swiglu ? GDN_LINEAR_SWIGLU_ROWS : p.scales.ptr ? GDN_LINEAR_E4M3_ROWS : GDN_LINEAR_ROWS;
+  const int most = o.swiglu ? GDN_LINEAR_SWIGLU_ROWS : (p.scales.ptr ? 2 : 1) * GDN_LINEAR_ROWS;
   if (p.rows < 0 || p.rows > most || p.inputs < 1 ||
       p.inputs > (1 << 29) || p.outputs < 0 || p.outputs > (1 << (o.swiglu ? 29 : 30)))
     return GDN_BAD_LENGTH;
@@ -73,7 +71,7 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   if (p.inputs % 64 || !aligned(p.x, 16) || !aligned(p.w, 16) || p.w_stride % (p.scales.ptr ? 16 : 8) ||
       (p.rows > 1 && p.x_stride % 8))
     return GDN_BAD_ALGO;
-  if (p.scales.ptr && !o.swiglu && p.rows > kFewE4m3) return run_many(p, o, stream);
+  if (p.scales.ptr && !o.swiglu && p.rows > GDN_LINEAR_E4M3_ROWS) return run_many(p, o, stream);
 
   Card card = {};
   int major = 0;

@@ -11,7 +11,7 @@ namespace gdn {
 namespace linear {
 namespace many {
 
-constexpr int kRows = 64;                   // of x, the products' columns
+constexpr int kRows = 2 * GDN_LINEAR_ROWS;  // of x, the products' columns
 constexpr int kTile = 64;                   // outputs of a warpgroup
 constexpr int kGroups = 2;                  // warpgroups, each with up to 255 registers a thread
 constexpr int kThreads = 128 * kGroups;

@@ -15,7 +15,7 @@ import math
 
 import harness
 import torch
-from abi import (BAD_ALGO, CODES, LINEAR_E4M3_ROWS, LINEAR_SWIGLU_ROWS, NULL_POINTER, OK, DequantizeParams, LinearOptions,
+from abi import (BAD_ALGO, CODES, LINEAR_ROWS, LINEAR_SWIGLU_ROWS, NULL_POINTER, OK, DequantizeParams, LinearOptions,
                  LinearParams, Scales, fill, stream)
 from e4m3 import E4m3
 from harness import (TYPES, WAYS, bf16, call, chain_repeats, expect, failures, framed, launch, normal, one_by_one,
@@ -115,7 +115,7 @@ def check_e4m3(lib):
     for every_rows, shapes, every_gaps, swiglu in E4M3_CASES:
         for dtype, rows, (inputs, outputs), gaps in itertools.product(("bf16", "f16"), every_rows, shapes, every_gaps):
             case = Case(rows, inputs, outputs, dtype, gaps, next(seeds), swiglu, e4m3=next(blocks))
-            if rows > LINEAR_E4M3_ROWS:
+            if rows > 2 * LINEAR_ROWS:
                 expect("rows of e4m3", lib.gdn_linear_with, case.params, {"BAD_LENGTH": [{}]}, C.byref(case.options))
             else:
                 check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
@@ -256,7 +256,7 @@ def each_case(lib, names, every_rows, rate, e4m3):
             print(f"{name}: {inputs} -> {outputs}{' swiglu' if swiglu else ''}{' e4m3' if e4m3 else ''}: {case.nbytes / 1e6:.1f} MB, floor "
                   f"{case.nbytes / rate * 1e6:.2f}", flush=True)
             for rows in every_rows:
-                if rows <= (LINEAR_SWIGLU_ROWS if swiglu else LINEAR_E4M3_ROWS if e4m3 else rows):
+                if rows <= (LINEAR_SWIGLU_ROWS if swiglu else 2 * LINEAR_ROWS if e4m3 else rows):
                     case.rows(rows)
                     yield case, rows
             del case

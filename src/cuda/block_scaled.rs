@@ -10,12 +10,12 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
 use std::ffi::c_void;
+use std::ops::Range;
 
 const OP: &str = "linear";
 
-/// Rows of x that are multiplied with the bytes, [`gdn::GDN_LINEAR_E4M3_ROWS`] at a time: each time reads a byte a
-/// number, where dequantising for a product reads and writes five.
-const FEW: usize = 48;
+/// Rows of x that are multiplied with the bytes, which are read once: dequantising for a product reads and writes five a number.
+const FEW: usize = 2 * gdn::GDN_LINEAR_ROWS;
 
 /// `x [rows, in]` times the transpose of `weight`; `None` where there are too many rows, or not of pieces of 16 bytes.
 pub fn few_rows(x: &Tensor, weight: &BlockScaled, launch: &Launch) -> Result<Option<Tensor>> {
@@ -60,6 +60,11 @@ pub fn scales_of(weight: &BlockScaled, scales: &Pointer<'_>) -> Result<gdn::Scal
     })
 }
 
+/// `rows` in as many parts as it takes, of up to `most`.
+fn parts(rows: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..rows).step_by(most).map(move |first| first..rows.min(first + most))
+}
+
 struct FewRows<'a> {
     weight: &'a BlockScaled,
     launch: &'a Launch,
@@ -88,7 +93,8 @@ impl CustomOp1 for FewRows<'_> {
         let y = write(&mut out, stream)?;
         let in_e4m3 = weight.bytes().dim(0)?;
         let options = LinearOptions { swiglu: (*swiglu).into(), ..LinearOptions::default() };
-        let run = |first: usize, w: *mut c_void, scales: gdn::Scales, (at, outputs): (usize, usize)| {
+        let run = |rows: Range<usize>, w: *mut c_void, scales: gdn::Scales, (at, outputs): (usize, usize)| {
+            let first = rows.start;
             let params = gdn::LinearParams {
                 x: x.at::<c_void>(layout.start_offset() + first * layout.stride()[0], size).cast_const(),
                 w: w.cast_const(),
@@ -97,7 +103,7 @@ impl CustomOp1 for FewRows<'_> {
                 x_stride: layout.stride()[0] as i64,
                 w_stride: inputs as i64,
                 y_stride: width as i64,
-                rows: int(OP, "rows", gdn::GDN_LINEAR_E4M3_ROWS.min(rows - first))?,
+                rows: int(OP, "rows", rows.len())?,
                 inputs: int(OP, "inputs", inputs)?,
                 outputs: int(OP, "outputs", outputs)?,
                 dtype: dtype_code(dtype),
@@ -107,19 +113,17 @@ impl CustomOp1 for FewRows<'_> {
             // sizes that `BlockScaled` has checked, and writes its columns of its rows of y; the guards outlive the launch.
             check(OP, unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) })
         };
-        for first in (0..rows).step_by(gdn::GDN_LINEAR_E4M3_ROWS) {
-            // The rows in 16 bits first: while this small product runs, the bytes of the large one are being loaded.
-            if let (Some(pointer), Some(below)) = (&below, weight.below()) {
-                run(
-                    first,
-                    pointer.at(below.layout().start_offset(), size),
-                    gdn::NO_SCALES,
-                    (in_e4m3, width - in_e4m3),
-                )?;
+        // The rows in 16 bits first: while this small product runs, the bytes of the large one are being loaded.
+        if let (Some(pointer), Some(below)) = (&below, weight.below()) {
+            for part in parts(rows, gdn::GDN_LINEAR_ROWS) {
+                let w = pointer.at(below.layout().start_offset(), size);
+                run(part, w, gdn::NO_SCALES, (in_e4m3, width - in_e4m3))?;
             }
-            let outputs = if *swiglu { width } else { in_e4m3 };
+        }
+        let outputs = if *swiglu { width } else { in_e4m3 };
+        for part in parts(rows, FEW) {
             let w = bytes.at(weight.bytes().layout().start_offset(), 1);
-            run(first, w, scales_of(weight, &scales)?, (0, outputs))?;
+            run(part, w, scales_of(weight, &scales)?, (0, outputs))?;
         }
         drop(y);
         Ok((out, Shape::from((rows, width))))
