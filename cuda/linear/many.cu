@@ -31,7 +31,7 @@ int64_t cost(const gdn_linear_params &p, const Tiling &t, int sms) {
 bool choose(const gdn_linear_params &p, const gdn_linear_options &o, int sms, int optin, Tiling *best) {
   int64_t least = INT64_MAX;
   for (int along = 1; along <= many::kGroups; ++along)
-    for (int cluster = 1; cluster <= 8; cluster *= 2) {
+    for (int cluster = 2; cluster <= 8; cluster *= 2) {    // NOTES: st.async is illegal in a cluster of one block
       const Tiling t = {along, many::kGroups / along, cluster};
       if ((o.warps && o.warps != along) || (o.groups && o.groups != t.groups) || (o.cluster && o.cluster != cluster)) continue;
       if (sms < cluster || shared_bytes(p, t) > optin) continue;

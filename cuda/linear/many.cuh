@@ -101,9 +101,9 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
       seek();
     }
   };
-  uint4 w[kChunks][4];
-  float scale[kChunks][2];
-  // Past the end of the inputs zeros, beside zeros of x.
+  // Past the end of the inputs old numbers, beside zeros of x. There is no NaN among them: any byte makes a number here.
+  uint4 w[kChunks][4] = {};
+  float scale[kChunks][2] = {};
   const auto fetch = [&](int d) {
     const char *from0 = row0 + d * kChunk, *from8 = row8 + d * kChunk;
     if (2 * d < fetch_live) {
@@ -111,15 +111,10 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
       w[d][2] = ptx::load_stream(from8);
       scale[d][0] = ptx::load_float(scale0 + d);
       scale[d][1] = ptx::load_float(scale8 + d);
-    } else {
-      w[d][0] = w[d][2] = make_uint4(0, 0, 0, 0);
-      scale[d][0] = scale[d][1] = 0.f;
     }
     if (2 * d + 1 < fetch_live) {
       w[d][1] = ptx::load_stream(from0 + 64);
       w[d][3] = ptx::load_stream(from8 + 64);
-    } else {
-      w[d][1] = w[d][3] = make_uint4(0, 0, 0, 0);
     }
   };
   seek();
