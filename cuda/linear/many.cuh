@@ -16,13 +16,22 @@ constexpr int kTile = 64;                   // outputs of a warpgroup
 constexpr int kGroups = 2;                  // warpgroups, each with up to 255 registers a thread
 constexpr int kThreads = 128 * kGroups;
 constexpr int kChunk = 128;                 // inputs, a block of the scales: 128 bytes of a row of weights
-constexpr int kChunks = 4;                  // of a round, which is under way in registers; even, as operands take turns
+#ifndef GDN_STAGES
+#define GDN_STAGES 3
+#endif
+constexpr int kStages = GDN_STAGES;         // chunks under way
+constexpr int kStage = kTile * kGroups * kChunk;
 constexpr int kXTile = kRows * 128;         // bytes of 64 inputs of x
 constexpr int kSums = kTile * kRows * 4;    // bytes of a warpgroup's sums
-constexpr int kBarriers = 1024;             // bytes: two barriers, and tiles begin at multiples of 1024
+constexpr int kScalesAt = 64;               // behind two barriers; 16 numbers of a warp and stage
+
+// Where they begin in shared memory. Tiles of x do at multiples of 1024.
+constexpr int kSumsAt = (kScalesAt + kStages * kGroups * kTile * 4 + 1023) / 1024 * 1024;
+constexpr int kRingAt = kSumsAt + kGroups * kSums;
+constexpr int kXAt = kRingAt + kStages * kStage;
 
 // A block is (128 threads, warpgroups along the inputs, along the outputs), kGroups in all; the grid (cluster, tiles). All warpgroups along
-// the inputs, of all blocks of the cluster, take `slice` chunks each.
+// the inputs, of all blocks of the cluster, take `slice` chunks each, the last ones fewer.
 struct Args {
   const void *w, *x;
   void *y;
@@ -30,7 +39,7 @@ struct Args {
   int64_t y_stride;        // elements
   int32_t rows, outputs;
   int32_t halves;          // of a row: 64 inputs
-  int32_t slice, rounds;   // chunks of a warpgroup, in so many rounds
+  int32_t slice;           // chunks of a warpgroup
   int32_t tiles;           // of 64 outputs for each warpgroup along them
   int32_t cluster_shift;
   ScaleArgs scales;
@@ -63,68 +72,75 @@ __device__ __forceinline__ void store_async_2(uint32_t there, float a, float b, 
 #endif
 }
 
-// One function: weights are under way from its first lines to its last, in registers that no part of it could hand on.
+__device__ __forceinline__ float load_scale(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+// 16 bytes past L1 without registers; L2 fetches the whole line.
+__device__ __forceinline__ void copy_stream(uint32_t to, const void *from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_scale(uint32_t to, const float *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Weights are under way from the first lines to the last, each lane's own to a place that it alone reads.
 template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel(const __grid_constant__ Args a) {
   if constexpr (!ptx::kSm90a) return;
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   const int lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, warp = threadIdx.x / 32;
   const int tid = (threadIdx.z * blockDim.y + threadIdx.y) * 128 + threadIdx.x;
   const int rank = blockIdx.x, parts = blockDim.y << a.cluster_shift, part = rank * blockDim.y + threadIdx.y;
-  const int first = part * a.slice, live = a.halves - 2 * first;
+  const int first = part * a.slice, halves = max(0, min(2 * a.slice, a.halves - 2 * first)), chunks = (halves + 1) / 2;
+  const uint32_t shared = ptx::shared_address(shared_bytes), x_at = shared + kXAt;
 
-  // The stream of weights runs a round in front of their use, over the ends of tiles. A lane has rows g and g + 8 of its warp's 16 and
+  // The stream of weights runs kStages chunks in front of their use, over the ends of tiles. A lane has rows g and g + 8 of its warp's 16 and
   // 16 of 64 inputs, which the units take in an order of ours.
+  const uint32_t ring = shared + kRingAt + tid * 16, scales = shared + kScalesAt + tid / 32 * 64;
   const char *row0 = nullptr, *row8 = nullptr;
-  const float *scale0 = nullptr, *scale8 = nullptr;
-  int fetch_tile = blockIdx.y, fetch_round = 0, fetch_live = 0;
+  const float *scale_row = nullptr;
+  int fetch_tile = blockIdx.y, fetch_chunk = 0, fetch_stage = 0;
   const auto seek = [&] {
     // Outputs past the end read the last row, and are not stored.
-    const int row = (fetch_tile * static_cast<int>(blockDim.z) + threadIdx.z) * kTile + warp * 16 + g;
-    const int last = a.outputs - 1;
+    const int row = (fetch_tile * static_cast<int>(blockDim.z) + threadIdx.z) * kTile + warp * 16, last = a.outputs - 1;
     const char *w = static_cast<const char *>(a.w) + (first * kChunk + t * 16);
-    row0 = w + min(row, last) * a.w_row;
-    row8 = w + min(row + 8, last) * a.w_row;
-    scale0 = a.scales.row(min(row, last)) + first;
-    scale8 = a.scales.row(min(row + 8, last)) + first;
-    fetch_live = fetch_tile < a.tiles ? min(live, 2 * a.slice) : 0;
+    row0 = w + min(row + g, last) * a.w_row;
+    row8 = w + min(row + 8 + g, last) * a.w_row;
+    scale_row = a.scales.row(min(row + lane % 16, last)) + first;
   };
-  const auto advance = [&] {
-    if (++fetch_round < a.rounds) {
-      row0 += kChunks * kChunk;
-      row8 += kChunks * kChunk;
-      scale0 += kChunks;
-      scale8 += kChunks;
-      fetch_live -= 2 * kChunks;
-    } else {
-      fetch_round = 0;
-      fetch_tile += gridDim.y;
-      seek();
+  const auto fetch = [&] {
+    if (fetch_tile < a.tiles && chunks > 0) {
+      const uint32_t to = ring + fetch_stage * kStage;
+      copy_stream(to, row0);
+      copy_stream(to + 2 * kThreads * 16, row8);
+      if (2 * fetch_chunk + 1 < halves) {
+        copy_stream(to + kThreads * 16, row0 + 64);
+        copy_stream(to + 3 * kThreads * 16, row8 + 64);
+      }
+      if (lane < 16) copy_scale(scales + fetch_stage * (kGroups * kTile * 4) + lane * 4, scale_row);
+      row0 += kChunk;
+      row8 += kChunk;
+      ++scale_row;
+      if (++fetch_chunk == chunks) {
+        fetch_chunk = 0;
+        fetch_tile += gridDim.y;
+        seek();
+      }
     }
-  };
-  // Past the end of the inputs old numbers, beside zeros of x. There is no NaN among them: any byte makes a number here.
-  uint4 w[kChunks][4] = {};
-  float scale[kChunks][2] = {};
-  const auto fetch = [&](int d) {
-    const char *from0 = row0 + d * kChunk, *from8 = row8 + d * kChunk;
-    if (2 * d < fetch_live) {
-      w[d][0] = ptx::load_stream(from0);
-      w[d][2] = ptx::load_stream(from8);
-      scale[d][0] = ptx::load_float(scale0 + d);
-      scale[d][1] = ptx::load_float(scale8 + d);
-    }
-    if (2 * d + 1 < fetch_live) {
-      w[d][1] = ptx::load_stream(from0 + 64);
-      w[d][3] = ptx::load_stream(from8 + 64);
-    }
+    ptx::copy_async_commit();
+    fetch_stage = fetch_stage + 1 == kStages ? 0 : fetch_stage + 1;
   };
   seek();
 #pragma unroll
-  for (int d = 0; d < kChunks; ++d) fetch(d);
+  for (int i = 0; i < kStages; ++i) fetch();
 
-  // Two turns' worth of sums that meet in this block, then x.
-  const uint32_t shared = ptx::shared_address(shared_bytes), meet_at = kBarriers, x_at = shared + kBarriers + 2 * kGroups * kSums;
+  const uint32_t full = shared, empty = shared + 8;
   if (tid == 0) {
-    for (int i = 0; i < 2; ++i) ptx::barrier_init(shared + 8 * i, 1);
+    ptx::barrier_init(full, 1);
+    ptx::barrier_init(empty, kThreads / 32 << a.cluster_shift);
     ptx::barriers_initialised();
   }
   ptx::cluster_begin();
@@ -132,19 +148,19 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
   ptx::grid_dependency_launch();
 
   // x: 64 inputs of all rows a tile, in the order of the weights: input 16 t + 4 j + i of a tile is 16 j + 2 t + (0, 1 for i = 1, 3; 8, 9
-  // for i = 0, 2). Rows past the end are the last one again: their sums are not stored.
+  // for i = 0, 2). Rows and inputs past the end are zeros.
   {
-    const int x_tiles = 2 * blockDim.y * a.slice, pieces = x_tiles * kRows * 8, x_halves = a.halves - 2 * rank * static_cast<int>(blockDim.y) * a.slice;
-    const int q = tid % 8;
-    const char *from = static_cast<const char *>(a.x) + (static_cast<int64_t>(rank) * blockDim.y * a.slice * 256 + q * 16);
-    constexpr int kAtOnce = 8;
+    const int x_first = 2 * rank * static_cast<int>(blockDim.y) * a.slice, x_halves = a.halves - x_first;
+    const int pieces = 2 * static_cast<int>(blockDim.y) * a.slice * kRows * 8, q = tid % 8;
+    const char *from = static_cast<const char *>(a.x) + (static_cast<int64_t>(x_first) * 128 + q * 16);
+    constexpr int kAtOnce = 16;
     for (int begin = tid; begin < pieces; begin += kThreads * kAtOnce) {
       uint4 v[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = begin + i * kThreads, r = at / 8 % kRows, tile = at / (8 * kRows);
-        if (at < pieces && tile < x_halves) v[i] = ptx::load_after_wait(from + min(r, a.rows - 1) * a.x_row + tile * 128);
-        else v[i] = make_uint4(0, 0, 0, 0);
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (at < pieces && tile < x_halves && r < a.rows) v[i] = ptx::load_after_wait(from + r * a.x_row + tile * 128);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -161,84 +177,91 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
     ptx::fence_async();
     __syncthreads();
   }
-  advance();
 
   const uint32_t x_here = x_at + threadIdx.y * a.slice * 2 * kXTile;
   const int own_shift = 3 - a.cluster_shift, own = 1 << own_shift;    // tiles of 8 rows whose sums meet in each block
-  int turns = 0;
-  for (int tile = blockIdx.y; tile < a.tiles; tile += gridDim.y, ++turns) {
-    float sum[8][4] = {}, acc[8][4] = {};
-    uint32_t operand[2][4][4];
-    float last0 = 0.f, last8 = 0.f;
-    const auto add = [&] {
+  int turns = 0, stage = 0;
+  float sum[8][4], acc[2][8][4], scale[2][2];
+  uint32_t operand[2][4][4];
+  // Of the chunk before, whose products are done.
+  const auto add = [&](float (&of)[8][4], const float (&scale)[2]) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[n][i] = fmaf(i < 2 ? last0 : last8, acc[n][i], sum[n][i]);
-    };
-    for (int round = 0; round < a.rounds; ++round) {
+      for (int i = 0; i < 4; ++i) sum[n][i] = fmaf(scale[i / 2], of[n][i], sum[n][i]);
+  };
+  const auto step = [&](int chunk, auto number) {
+    constexpr int kThis = decltype(number)::value, kLast = 1 - kThis;
+    ptx::copy_async_wait<kStages - 1>();
+    __syncwarp();
+    const uint32_t here = ring + stage * kStage, scales_here = scales + stage * (kGroups * kTile * 4) + g * 4;
+    const uint4 words[2][2] = {{ptx::load_shared(here), ptx::load_shared(here + 2 * kThreads * 16)},
+                               {ptx::load_shared(here + kThreads * 16), ptx::load_shared(here + 3 * kThreads * 16)}};
+    scale[kThis][0] = load_scale(scales_here);
+    scale[kThis][1] = load_scale(scales_here + 32);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    const uint64_t b = wgmma::tile_of_columns(x_here + chunk * 2 * kXTile);
 #pragma unroll
-      for (int d = 0; d < kChunks; ++d) {
-        const int chunk = round * kChunks + d;
-        if (d > 0 && chunk >= a.slice) break;
-        {
-          const float here0 = scale[d][0], here8 = scale[d][1];
-          const uint64_t b = wgmma::tile_of_columns(x_here + chunk * 2 * kXTile);
+    for (int half = 0; half < 2; ++half) {
+      uint32_t(&m)[4][4] = operand[half];
+      const uint32_t words0[] = {words[half][0].x, words[half][0].y, words[half][0].z, words[half][0].w};
+      const uint32_t words8[] = {words[half][1].x, words[half][1].y, words[half][1].z, words[half][1].w};
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint4 w0 = w[d][half], w8 = w[d][2 + half];
-            const uint32_t words0[] = {w0.x, w0.y, w0.z, w0.w}, words8[] = {w8.x, w8.y, w8.z, w8.w};
-            uint32_t(&m)[4][4] = operand[half];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              spread<T>(words0[j], m[j][0], m[j][2]);
-              spread<T>(words8[j], m[j][1], m[j][3]);
-            }
-            if (half == 1) fetch(d);
-            // The products of the half before, beside which these became numbers.
-            wgmma::hold(m);
-            wgmma::wait<0>();
-            wgmma::hold(acc);
-            if (half == 0) add();
-            wgmma::fence();
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-              wgmma::product<T, false>(acc, m[j], b + wgmma::bytes(half * kXTile + j * 32), half + j > 0);
-            wgmma::commit();
-          }
-          last0 = here0;
-          last8 = here8;
-        }
+      for (int j = 0; j < 4; ++j) {
+        spread<T>(words0[j], m[j][0], m[j][2]);
+        spread<T>(words8[j], m[j][1], m[j][3]);
       }
+      // The products of the half before, beside which these became numbers.
+      wgmma::hold(m);
+      wgmma::wait<0>();
+      wgmma::hold(acc[half == 0 ? kLast : kThis]);
+      wgmma::fence();
 #pragma unroll
-      for (int d = 1; d < kChunks; ++d)
-        if (round * kChunks + d >= a.slice) fetch(d);
-      advance();
+      for (int j = 0; j < 4; ++j)
+        wgmma::product<T, false>(acc[kThis], m[j], b + wgmma::bytes(half * kXTile + j * 32), half + j > 0);
+      wgmma::commit();
+      if (half == 0) {
+        if (chunk > 0) add(acc[kLast], scale[kLast]);
+        __syncwarp();    // all lanes have read the chunk
+        fetch();
+      }
+    }
+  };
+  for (int tile = blockIdx.y; tile < a.tiles; tile += gridDim.y, ++turns) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[n][i] = 0.f;
+    for (int chunk = 0; chunk < chunks; chunk += 2) {
+      step(chunk, std::integral_constant<int, 0>());
+      if (chunk + 1 < chunks) step(chunk + 1, std::integral_constant<int, 1>());
     }
     wgmma::wait<0>();
-    wgmma::hold(acc);
-    add();
+    wgmma::hold(acc[0]);
+    wgmma::hold(acc[1]);
+    if (chunks > 0) {
+      if (chunks % 2) add(acc[0], scale[0]);
+      else add(acc[1], scale[1]);
+    }
 
-    // Every warpgroup sends its sums to the block that stores the rows' outputs. Two turns' worth of room is enough: who sends those of the
-    // next turn but one has had this block's of the next, which it sends after it has read these.
-    const int half = turns & 1;
-    const uint32_t barrier = shared + 8 * half;
-    const uint32_t meet = meet_at + (half * kGroups + threadIdx.z * blockDim.y) * kSums;
-    if (tid == 0) ptx::barrier_expect(barrier, kGroups * kSums);
+    // Every warpgroup sends its sums to the block that stores the rows' outputs, when all of the cluster have read those of the turn before.
+    const uint32_t meet = kSumsAt + threadIdx.z * blockDim.y * kSums;
+    if (tid == 0) ptx::barrier_expect(full, kGroups * kSums);
+    if (turns > 0) ptx::barrier_wait_cluster(empty, (turns - 1) & 1);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const int to = n >> own_shift;
       const uint32_t there = ptx::cluster_address(
           shared + meet + (((part << own_shift) + n - (to << own_shift)) * kTile + warp * 16 + g) * 32 + t * 8, to);
-      const uint32_t barrier_there = ptx::cluster_address(barrier, to);
+      const uint32_t barrier_there = ptx::cluster_address(full, to);
       store_async_2(there, sum[n][0], sum[n][1], barrier_there);
       store_async_2(there + 8 * 32, sum[n][2], sum[n][3], barrier_there);
     }
-    ptx::barrier_wait_cluster(barrier, turns >> 1 & 1);
+    ptx::barrier_wait_cluster(full, turns & 1);
     // In the order of the inputs.
     for (int i = tid; i < static_cast<int>(blockDim.z) * own * kTile; i += kThreads) {
       const int group = i >> (own_shift + 6), n = i >> 6 & (own - 1), output = i & 63;
-      const unsigned char *from = shared_bytes + meet_at + (half * kGroups + group * blockDim.y) * kSums + (n * kTile + output) * 32;
+      const unsigned char *from = shared_bytes + kSumsAt + group * blockDim.y * kSums + (n * kTile + output) * 32;
       float y[8] = {};
       for (int p = 0; p < parts; ++p, from += own * kTile * 32) {
         float x[8];
@@ -252,6 +275,10 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
 #pragma unroll
         for (int r = 0; r < 8; ++r)
           if (row + r < a.rows) static_cast<T *>(a.y)[(row + r) * a.y_stride + at] = from_float<T>(y[r]);
+    }
+    if (tile + static_cast<int>(gridDim.y) < a.tiles) {
+      __syncwarp();
+      if (lane < 1 << a.cluster_shift) ptx::barrier_arrive_at(empty, lane);
     }
   }
 }
