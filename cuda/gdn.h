@@ -362,7 +362,8 @@ typedef struct gdn_linear_params {
   int32_t overlap;         // GDN_OVERLAP
 } gdn_linear_params;
 #define GDN_LINEAR_ROWS 32
-// With scales the rows of a launch; of more it is one on sm_90a, elsewhere several.
+// With scales, what every device takes at once. More are one launch on sm_90a where x fits into the shared memory of a cluster, else two, or refused
+// (GDN_BAD_ALGO) where that is more than twice as many rows.
 #define GDN_LINEAR_E4M3_ROWS 16
 int gdn_linear(const gdn_linear_params *params, cudaStream_t stream);
 

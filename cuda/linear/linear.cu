@@ -40,10 +40,11 @@ int check_options(const gdn_linear_options &o, const Card &card) {
 
 int run(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream);
 
-// More rows beside weights in e4m3 than linear_kernel takes: at once where the device can, else some at a time.
+// More rows beside weights in e4m3 than linear_kernel takes: at once where the device can and x fits; else in two launches, as more would take
+// longer than a product with the numbers in 16 bits.
 int run_many(const gdn_linear_params &p, const gdn_linear_options &o, cudaStream_t stream) {
   const int status = launch_many(p, o, stream);
-  if (status != GDN_BAD_ALGO || o.warps || o.groups || o.cluster || o.blocks) return status;
+  if (status != GDN_BAD_ALGO || o.warps || o.groups || o.cluster || o.blocks || p.rows > 2 * GDN_LINEAR_E4M3_ROWS) return status;
   gdn_linear_params part = p;
   for (int first = 0; first < p.rows; first += GDN_LINEAR_E4M3_ROWS) {
     part.x = static_cast<const char *>(p.x) + first * p.x_stride * 2;
