@@ -16,10 +16,7 @@ constexpr int kTile = 64;                   // outputs of a warpgroup
 constexpr int kGroups = 2;                  // warpgroups, each with up to 255 registers a thread
 constexpr int kThreads = 128 * kGroups;
 constexpr int kChunk = 128;                 // inputs, a block of the scales: 128 bytes of a row of weights
-#ifndef GDN_STAGES
-#define GDN_STAGES 3
-#endif
-constexpr int kStages = GDN_STAGES;         // chunks under way
+constexpr int kStages = 3;                  // chunks under way
 constexpr int kStage = kTile * kGroups * kChunk;
 constexpr int kXTile = kRows * 128;         // bytes of 64 inputs of x
 constexpr int kSums = kTile * kRows * 4;    // bytes of a warpgroup's sums
