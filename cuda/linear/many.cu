@@ -51,13 +51,14 @@ int64_t cost(const gdn_linear_params &p, const Tiling &t, int clusters) {
   return turns * (chunks * many::kChunk * many::kTile * t.groups + kMeeting) + chunks * 2 * many::kXTile;
 }
 
-// The tiling that costs least of those that fit and were asked for, if there is one, and how many clusters to launch.
+// Of the tilings that fit and were asked for, those of the smallest clusters, whose sums meet fastest, and of them the one that costs least; and how many
+// clusters to launch.
 int choose(const gdn_linear_params &p, const gdn_linear_options &o, Tiling *best, int *clusters) {
   int optin = 0;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   int64_t least = INT64_MAX;
-  for (int along = 1; along <= many::kGroups; ++along)
-    for (int cluster = 2; cluster <= 8; cluster *= 2) {    // NOTES: st.async is illegal in a cluster of one block
+  for (int cluster = 2; cluster <= 8 && least == INT64_MAX; cluster *= 2)    // NOTES: st.async is illegal in a cluster of one block
+    for (int along = 1; along <= many::kGroups; ++along) {
       const Tiling t = {along, many::kGroups / along, cluster};
       if ((o.warps && o.warps != along) || (o.groups && o.groups != t.groups) || (o.cluster && o.cluster != cluster)) continue;
       if (shared_bytes(p, t) > optin) continue;
