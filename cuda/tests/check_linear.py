@@ -15,7 +15,7 @@ import math
 
 import harness
 import torch
-from abi import (BAD_ALGO, CODES, LINEAR_ROWS, LINEAR_SWIGLU_ROWS, NULL_POINTER, OK, DequantizeParams, LinearOptions,
+from abi import (BAD_ALGO, CODES, LINEAR_E4M3_ROWS, LINEAR_ROWS, LINEAR_SWIGLU_ROWS, NULL_POINTER, OK, DequantizeParams, LinearOptions,
                  LinearParams, Scales, fill, stream)
 from e4m3 import E4m3
 from harness import (TYPES, WAYS, bf16, call, chain_repeats, expect, failures, framed, launch, normal, one_by_one,
@@ -101,8 +101,9 @@ def check_cases(lib):
 
 # [(rows, [(inputs, outputs), ..], gaps, swiglu)]
 E4M3_ROWS = (*range(1, 18), 31, 48, 64, 65)
+E4M3_INPUTS = 9216    # of more than 32 rows, which a cluster's shared memory holds
 E4M3_CASES = [
-    (E4M3_ROWS, ((2048, 12352), (2560, 1100), (64, 33), (128, 1), (192, 100), (320, 17), (9728, 64), (17408, 48),
+    (E4M3_ROWS, ((2048, 12352), (2560, 1100), (64, 33), (128, 1), (192, 100), (320, 17), (9216, 100), (9728, 64), (17408, 48),
                  (2560, 9728), (5120, 2563), (704, 5000)), [(0, 0, 0)], False),
     (E4M3_ROWS, ((2048, 100), (4096, 33), (704, 500)), [(8, 64, 1), (72, 16, 37)], False),
     ((1, 2, 5, 8), ((2560, 9216), (1024, 3584), (5120, 272), (64, 1), (320, 33), (704, 2131)), [(0, 0, 0), (72, 16, 37)], True),
@@ -117,6 +118,8 @@ def check_e4m3(lib):
             case = Case(rows, inputs, outputs, dtype, gaps, next(seeds), swiglu, e4m3=next(blocks))
             if rows > 2 * LINEAR_ROWS:
                 expect("rows of e4m3", lib.gdn_linear_with, case.params, {"BAD_LENGTH": [{}]}, C.byref(case.options))
+            elif rows > 2 * LINEAR_E4M3_ROWS and (inputs > E4M3_INPUTS or torch.cuda.get_device_capability() != (9, 0)):
+                expect("rows of e4m3 that do not fit", lib.gdn_linear_with, case.params, {"BAD_ALGO": [{}]}, C.byref(case.options))
             else:
                 check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
     case = Case(4, 128, 32, "bf16", e4m3=16)
