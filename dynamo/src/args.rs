@@ -37,7 +37,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value = "16", value_parser = positive)]
     pub batch: usize,
 
-    /// Requests that may wait; further ones are refused, and the frontend tries another worker
+    /// Requests that may wait, at least 2; further ones are refused, and with its --migration-limit the frontend tries
+    /// another worker
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_waiting: usize,
 

@@ -129,7 +129,7 @@ fn run(
     router: &Router,
     ready: &(dyn Fn((usize, usize)) + Sync),
 ) -> Result<()> {
-    let checkpoint = Checkpoint::find(&args.model)?;
+    let mut checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let draft_head = checkpoint.draft_head(args.serve.mtp, &config)?;
     let n = args.model.tensor_parallel.get();
@@ -138,7 +138,7 @@ fn run(
         let (model, options) = load(args, &checkpoint, &config, draft_head, &rank)?;
         let engine = Engine::new(&model, options.clone())?;
         ready((options.max_len, options.prefill_chunk));
-        return Lead::new(&model, engine, &options, Vec::new(), shared, router).run(&messages);
+        return Lead::new(&model, engine, args, Vec::new(), shared, router).run(&messages);
     }
     // Before any rank begins: all of them would say it.
     config.split(n)?;
@@ -152,7 +152,7 @@ fn run(
             let first = first.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (messages, leads) = first.ok_or_else(|| anyhow!("two first ranks"))?;
             ready((options.max_len, options.prefill_chunk));
-            Lead::new(&model, engine, &options, leads, shared, router).run(&messages)
+            Lead::new(&model, engine, args, leads, shared, router).run(&messages)
         } else {
             let decisions = follows.lock().unwrap_or_else(PoisonError::into_inner).pop();
             follow(engine, &decisions.ok_or_else(|| anyhow!("more ranks than there are"))?)
@@ -172,7 +172,6 @@ fn load(
     let part = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;
     let of_rank = part.as_ref().unwrap_or(config);
     let options = EngineOptions {
-        max_waiting: serve.max_waiting,
         prefill_chunk: args.model.prefill_chunk(&rank.device),
         draft: serve.draft,
         prefix_cache: serve.prefix_cache.saturating_mul(1 << 20),
@@ -224,7 +223,8 @@ struct Lead<'a> {
     /// To the other ranks.
     leads: Vec<Sender<Decision>>,
     requests: HashMap<RequestId, InFlight>,
-    max_waiting: usize,
+    /// Requests at most that run and that wait.
+    room: usize,
     blocks: Blocks,
     shared: &'a Shared,
     router: &'a Router,
@@ -245,13 +245,14 @@ impl<'a> Lead<'a> {
     fn new(
         model: &'a CausalLm,
         engine: Engine<&'a CausalLm>,
-        options: &EngineOptions,
+        args: &Args,
         leads: Vec<Sender<Decision>>,
         shared: &'a Shared,
         router: &'a Router,
     ) -> Self {
-        let (blocks, max_waiting) = (Blocks::new(options.prefix_block), options.max_waiting);
-        Self { model, engine, leads, requests: HashMap::new(), max_waiting, blocks, shared, router }
+        let (serve, requests) = (&args.serve, HashMap::new());
+        let (blocks, room) = (Blocks::new(serve.prefix_block), serve.batch.saturating_add(serve.max_waiting));
+        Self { model, engine, leads, requests, room, blocks, shared, router }
     }
 
     /// Until the end is asked for.
@@ -298,7 +299,7 @@ impl<'a> Lead<'a> {
         outputs: mpsc::UnboundedSender<Output>,
         answer: oneshot::Sender<Result<RequestId, Refusal>>,
     ) -> Result<()> {
-        if self.engine.waiting() >= self.max_waiting {
+        if self.requests.len() >= self.room {
             self.shared.count_refused();
             // Who asked may have gone.
             let _ = answer.send(Err(Refusal::Full));

@@ -155,8 +155,12 @@ impl LLMEngine for Worker {
             Some(Ok(running)) => running,
             Some(Err(Refusal::Invalid(why))) => return Err(invalid(why)),
             Some(Err(Refusal::Full)) => {
-                let why = format!("{} requests wait already", self.args.serve.max_waiting);
-                return Err(DynamoError::builder().error_type(ErrorType::WorkerOverloaded).message(why).build());
+                let serve = &self.args.serve;
+                let why = format!("{} requests run and {} wait already", serve.batch, serve.max_waiting);
+                let full = DynamoError::builder().error_type(ErrorType::WorkerOverloaded).message(why).build();
+                // Only where Dynamo's own limit is higher (see `prepare`). As a stream: an error instead of one means to
+                // the frontend that the worker is gone, for seconds.
+                return Ok(Box::pin(futures::stream::once(async { Err(full) })));
             }
             None => return Err(unavailable()),
         };

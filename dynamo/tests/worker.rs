@@ -22,11 +22,39 @@ use std::time::{Duration, Instant};
 
 type Outputs = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
 
-/// The demo on the CPU, so many sequences at once.
+/// The demo in f32 on the CPU, or with `CANDLE_GDN_TEST_DEVICE=cuda` on the first GPU.
+fn on_gpu() -> bool {
+    let gpu = std::env::var("CANDLE_GDN_TEST_DEVICE").is_ok_and(|device| device == "cuda");
+    assert!(!gpu || cfg!(feature = "cuda"), "CANDLE_GDN_TEST_DEVICE=cuda: expected --features cuda");
+    gpu
+}
+
+fn arguments(args: &[&str]) -> Args {
+    let device: &[&str] = if on_gpu() { &["--dtype", "f32"] } else { &["--cpu"] };
+    Args::parse_from(["worker", "--max-seq-len", "512"].iter().chain(device).chain(args))
+}
+
+/// So many sequences at once.
 fn worker(batch: usize, args: &[&str]) -> Worker {
-    let batch = batch.to_string();
-    let base = ["worker", "--cpu", "--max-seq-len", "512", "--batch", &batch];
-    Worker::new(Args::parse_from(base.iter().chain(args))).unwrap().0
+    Worker::new(arguments(&[args, &["--batch", &batch.to_string()]].concat())).unwrap().0
+}
+
+/// Two ranks, where there are devices for them.
+const TWO_RANKS: &[&str] = &["--tensor-parallel", "2"];
+
+fn has_two_devices() -> bool {
+    #[cfg(feature = "nccl")]
+    if on_gpu() {
+        use candle_core::cuda_backend::cudarc::driver::CudaContext;
+        return CudaContext::device_count().unwrap() >= 2;
+    }
+    !on_gpu()
+}
+
+/// Ways to run the same model.
+fn ways() -> Vec<&'static [&'static str]> {
+    let one = [&[][..], &["--draft", "4"], &["--mtp", "on"]];
+    one.into_iter().chain(has_two_devices().then_some(TWO_RANKS)).collect()
 }
 
 fn request(tokens: Vec<u32>, max_tokens: u32) -> PreprocessedRequest {
@@ -53,17 +81,25 @@ async fn stream(worker: &Worker, request: PreprocessedRequest) -> Result<Outputs
 }
 
 async fn tokens(worker: &Worker, request: PreprocessedRequest) -> (Vec<u32>, FinishReason) {
-    let items: Vec<_> = stream(worker, request).await.unwrap().collect().await;
-    let items = items.into_iter().map(Result::unwrap).collect::<Vec<_>>();
+    tokens_or_error(worker, request).await.unwrap()
+}
+
+async fn tokens_or_error(
+    worker: &Worker,
+    request: PreprocessedRequest,
+) -> Result<(Vec<u32>, FinishReason), DynamoError> {
+    let items: Vec<_> = stream(worker, request).await?.collect().await;
+    let items = items.into_iter().collect::<Result<Vec<_>, _>>()?;
     let reason = items.last().and_then(|item| item.finish_reason.clone()).unwrap();
-    (items.into_iter().flat_map(|item| item.token_ids).collect(), reason)
+    Ok((items.into_iter().flat_map(|item| item.token_ids).collect(), reason))
 }
 
 #[tokio::test]
 async fn conformance() {
-    run_conformance(|| worker(4, &[])).await.unwrap();
-    run_conformance(|| worker(4, &["--draft", "4", "--mtp", "on"])).await.unwrap();
-    run_conformance(|| worker(4, &["--tensor-parallel", "2", "--prefix-cache", "0"])).await.unwrap();
+    for args in ways() {
+        run_conformance(|| worker(4, args)).await.unwrap();
+    }
+    run_conformance(|| worker(4, &["--draft", "4", "--mtp", "on", "--prefix-cache", "0"])).await.unwrap();
 }
 
 #[tokio::test]
@@ -75,7 +111,7 @@ async fn together_as_alone_whatever_runs_it() {
         alone.push(tokens(&want, request(prompt(n), 30 + n)).await);
     }
     assert!(alone.iter().enumerate().all(|(n, (tokens, _))| tokens.len() == 30 + n));
-    for args in [&[][..], &["--draft", "4"], &["--mtp", "on"], &["--tensor-parallel", "2"]] {
+    for args in ways() {
         let worker = worker(4, args);
         worker.start(0).await.unwrap();
         let together = join_all((0..12).map(|n| tokens(&worker, request(prompt(n), 30 + n)))).await;
@@ -96,7 +132,7 @@ async fn log_probabilities_come_with_the_tokens() {
     let plain = worker(1, &[]);
     plain.start(0).await.unwrap();
     let mut known: Vec<LLMEngineOutput> = Vec::new();
-    for args in [&[][..], &["--draft", "4"], &["--mtp", "on"], &["--tensor-parallel", "2"]] {
+    for args in ways() {
         let worker = worker(4, args);
         worker.start(0).await.unwrap();
         let counts = [Some(3), None, Some(0), Some(20), None, Some(1)];
@@ -140,16 +176,23 @@ async fn log_probabilities_come_with_the_tokens() {
 
 #[tokio::test]
 async fn a_full_queue_refuses() {
-    let worker = worker(1, &["--max-waiting", "1"]);
-    worker.start(0).await.unwrap();
-    let mut first = stream(&worker, request(prompt(1), 400)).await.unwrap();
-    // It runs: it waits no longer.
-    first.next().await.unwrap().unwrap();
-    let second = stream(&worker, request(prompt(2), 1)).await.unwrap();
-    let error = stream(&worker, request(prompt(3), 1)).await.err().unwrap();
-    assert_eq!(error.error_type(), ErrorType::WorkerOverloaded);
-    drop(first);
-    assert_eq!(second.count().await, 1, "the first one has made room");
+    for (batch, waiting) in [(2, 1), (3, 0)] {
+        let worker = worker(batch, &["--max-waiting", &waiting.to_string()]);
+        worker.start(0).await.unwrap();
+        let room = batch + waiting;
+        // All at once: the engine has seen none of them.
+        let long = join_all((0..room as u32).map(|n| stream(&worker, request(prompt(n), 400)))).await;
+        let mut long: Vec<_> = long.into_iter().map(Result::unwrap).collect();
+        let refused: Vec<_> = stream(&worker, request(prompt(3), 1)).await.unwrap().collect().await;
+        let [Err(error)] = &refused[..] else { panic!("{refused:?}") };
+        assert_eq!(error.error_type(), ErrorType::WorkerOverloaded);
+        long.pop();
+        // Until the engine has seen that one is gone.
+        let end = Instant::now() + Duration::from_secs(10);
+        while tokens_or_error(&worker, request(prompt(3), 1)).await.is_err() {
+            assert!(Instant::now() < end, "one has made room");
+        }
+    }
 }
 
 #[tokio::test]
@@ -228,8 +271,7 @@ async fn a_gguf_file_has_all_that_a_frontend_reads() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("small.gguf");
     gguf_writer::demo().write(&path).unwrap();
-    let args = ["worker", "--cpu", "--max-seq-len", "512", "--model", path.to_str().unwrap()];
-    let (of_file, config) = Worker::new(Args::parse_from(args)).unwrap();
+    let (of_file, config) = Worker::new(arguments(&["--model", path.to_str().unwrap()])).unwrap();
     let card = ModelDeploymentCard::load_from_disk(&config.model_name, None).unwrap();
     let text = "In the beginning God created";
     let encode = |card: &ModelDeploymentCard| card.tokenizer().unwrap().encode(text).unwrap().token_ids().to_vec();

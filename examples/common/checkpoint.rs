@@ -120,8 +120,16 @@ impl Checkpoint {
         Tokenizer::from_bytes(text).map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
     }
 
-    /// Whether the draft head is to be loaded, as `--mtp` says; random weights have one only where it is asked for.
-    pub fn draft_head(&self, choice: DraftHeadChoice, config: &ModelConfig) -> Result<bool> {
+    /// Whether the draft head is to be loaded, as `--mtp` says; random weights have one only where it is asked for. That of a
+    /// GGUF file may be in a file beside it, which has `mtp-` before its name.
+    pub fn draft_head(&mut self, choice: DraftHeadChoice, config: &ModelConfig) -> Result<bool> {
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+        let beside = self.path.with_file_name(format!("mtp-{name}"));
+        if let Some(file) = &mut self.gguf {
+            if choice != DraftHeadChoice::Off && !file.has_draft_head(config) && beside.is_file() {
+                file.add_draft_head(&beside).context("--mtp")?;
+            }
+        }
         let is_here = || match &self.gguf {
             Some(file) => Ok(file.has_draft_head(config)),
             None => self.weights()?.iter().try_fold(false, |found, file| {

@@ -134,7 +134,7 @@ pub struct RunArgs {
 
     /// Let the draft head of the checkpoint draft tokens, to be checked in one pass: as many as save time, none where
     /// none do. auto goes on without where there is no head, on fails
-    #[arg(long, default_value = "off", value_parser = PossibleValuesParser::new(["auto", "on", "off"]).map(head))]
+    #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "on", "off"]).map(head))]
     pub mtp: DraftHeadChoice,
 
     /// Memory for the states of beginnings that prompts share, which are then fed once; 0 keeps none

@@ -52,7 +52,7 @@ fn main() -> ExitCode {
 fn run(args: &Args) -> Result<Stop> {
     // Everything that can be wrong with the arguments comes before the weights, which take long.
     fix_algo(&args.model)?;
-    let checkpoint = Checkpoint::find(&args.model)?;
+    let mut checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let mut settings = Settings::new(&args.sampling, &checkpoint, &config)?;
     let mut tokenizer = checkpoint.tokenizer()?;

@@ -59,7 +59,7 @@ def chat_equals_generate(worker, generate):
             same(got.rstrip("\n"), text, "by curl")
 
     with Stack(worker, [["--cpu"]]) as stack:
-        asyncio.run(by_client(stack))
+        stack.run(by_client)
         by_curl(stack)
     print(f"{len(PROMPTS)} prompts of {LENGTH} tokens by curl and by the openai client are as `generate --chat`")
 
@@ -75,11 +75,15 @@ async def solo(stack, prompts, tokens):
 def drain(worker, _):
     """SIGTERM: what runs ends as it should, and the worker with it."""
     async def main(stack):
-        want = await solo(stack, PROMPTS[:2], 400)
+        want = await solo(stack, PROMPTS[:2], 1000)
         client = stack.client()
-        tasks = [asyncio.create_task(chat(client, prompt, 400, extra_body={"ignore_eos": True})) for prompt in want]
-        while stack.workers[0].metric("requests_running") < len(want):
-            await asyncio.sleep(0.01)
+        # A request that the frontend has no answer of yet would go elsewhere, where there is another worker.
+        began, options = [asyncio.Event() for _ in want], {"extra_body": {"ignore_eos": True}}
+        asked = [chat(client, prompt, 1000, began=event, **options) for prompt, event in zip(want, began)]
+        tasks = [asyncio.create_task(one) for one in asked]
+        for event in began:
+            await event.wait()
+        same(stack.workers[0].metric("requests_running"), len(want), "requests that run")
         stack.workers[0].process.send_signal(signal.SIGTERM)
         for task, text in zip(tasks, want.values()):
             same((await task)[0], text, "while the worker ends")
@@ -87,11 +91,11 @@ def drain(worker, _):
         same(status, 0, "exit status")
 
     with Stack(worker, [["--cpu"]]) as stack:
-        asyncio.run(main(stack))
+        stack.run(main)
     print("after SIGTERM two answers came whole and the worker ended with status 0")
 
 
-def migration(worker, _):
+def migration(worker, _, place=Stack):
     """A worker is killed: its requests end on the other one, and nobody notices."""
     prompts = [f"{prompt} {n}" for n in range(3) for prompt in PROMPTS]
 
@@ -108,12 +112,12 @@ def migration(worker, _):
             same((await task)[0], text, f"{prompt!r} with a worker killed")
         return lost
 
-    with Stack(worker, [["--cpu"]] * 2, ["--migration-limit", "3"]) as stack:
-        lost = asyncio.run(main(stack))
+    with place(worker, [["--cpu"]] * 2, ["--migration-limit", "3"]) as stack:
+        lost = stack.run(main)
     print(f"{len(prompts)} answers are whole; a killed worker had {lost:.0f} of them")
 
 
-def handoff(worker, _):
+def handoff(worker, _, place=Stack):
     """One worker feeds prompts, another completes them."""
     prompts = [f"{prompt} {n} " * (1 + 5 * n) for n in range(4) for prompt in PROMPTS]
 
@@ -123,10 +127,10 @@ def handoff(worker, _):
         return [text for text, _, _ in await asyncio.gather(*tasks)]
 
     args = ["--cpu", "--prefix-cache", "0"]
-    with Stack(worker, [args]) as stack:
-        want = asyncio.run(together(stack))
-    with Stack(worker, [[*args, "--disaggregation-mode", mode] for mode in ("prefill", "decode")]) as stack:
-        same(asyncio.run(together(stack)), want, "by two workers")
+    with place(worker, [args]) as stack:
+        want = stack.run(together)
+    with place(worker, [[*args, "--disaggregation-mode", mode] for mode in ("prefill", "decode")]) as stack:
+        same(stack.run(together), want, "by two workers")
         fed = [one.metric("prompt_tokens_total") for one in stack.workers]
         drawn = [one.metric("decode_tokens_total") for one in stack.workers]
     print(f"{len(prompts)} answers are as one worker's; tokens of prompts fed by the first worker {fed[0]:.0f}, by the "
@@ -136,7 +140,7 @@ def handoff(worker, _):
         sys.exit("expected the first worker to feed all prompts, and the second to complete them")
 
 
-def routing(worker, _):
+def routing(worker, _, place=Stack):
     """Of the tokens that one worker takes from its cache of beginnings, two workers with the router take nearly as many."""
     shuffled, trace = random.Random(1), []
     for group in range(24):
@@ -154,12 +158,12 @@ def routing(worker, _):
         return sum(reused for reused, _ in sums), sum(asked for _, asked in sums), [asked for _, asked in sums]
 
     args = ["--cpu", "--max-seq-len", "4096"]
-    with Stack(worker, [args]) as stack:
-        one, asked, _ = asyncio.run(hits(stack))
-    with Stack(worker, [args] * 2, ["--router-mode", "kv"]) as stack:
-        two, _, shares = asyncio.run(hits(stack))
-    with Stack(worker, [args] * 2) as stack:
-        blind, _, _ = asyncio.run(hits(stack))
+    with place(worker, [args]) as stack:
+        one, asked, _ = stack.run(hits)
+    with place(worker, [args] * 2, ["--router-mode", "kv"]) as stack:
+        two, _, shares = stack.run(hits)
+    with place(worker, [args] * 2) as stack:
+        blind, _, _ = stack.run(hits)
     print(f"{len(trace)} prompts, {asked:.0f} tokens: reused by one worker {one:.0f}, by two with the router {two:.0f} "
           f"({100 * two / one:.1f} %), in turn {blind:.0f} ({100 * blind / one:.1f} %); "
           f"the two were sent {shares[0]:.0f} and {shares[1]:.0f}")
@@ -194,7 +198,7 @@ def overhead(worker, generate):
         return rounds
 
     with Stack(worker, [["--cpu"]]) as stack:
-        rounds = asyncio.run(main(stack))
+        rounds = stack.run(main)
     # The least, as other programs only ever add to it.
     mine, theirs, first, _ = map(min, zip(*rounds))
     print(f"one client, {tokens} tokens, least of {len(rounds)}: generate {mine:.3f} ms a token (of {rounds[0][3]}), "

@@ -26,9 +26,10 @@ MALFORMED = [
     {"messages": []},
     {"messages": [{"role": "user", "content": "word " * 20000}]},
     {"model": "nobody"},
-    {"logprobs": True, "top_logprobs": 2},
-    {"presence_penalty": 1.5},
+    {"logprobs": True, "top_logprobs": 21},
+    {"presence_penalty": 9},
     {"min_p": 0.5},
+    {"n": 2},
 ]
 
 
@@ -36,7 +37,7 @@ def load(worker, _):
     """64 clients with cancelled and malformed requests among theirs: each answer is the one that its prompt gets alone."""
     seconds = float(os.environ.get("LOAD_SECONDS", "600"))
     with Stack(worker, [["--cpu"]]) as stack:
-        asyncio.run(clients(stack, seconds))
+        stack.run(clients, seconds)
 
 
 async def clients(stack, seconds):

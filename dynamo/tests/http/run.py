@@ -4,10 +4,17 @@ what to check, all unless told. dynamo/test builds both and calls this."""
 import sys
 
 import checks
+import limits
 import load
+import logprobs
+import machines
 
 CHECKS = {
     "chat": checks.chat_equals_generate,
+    "logprobs": logprobs.logprobs,
+    "options": limits.options,
+    "full": limits.full,
+    "signals": limits.signals,
     "drain": checks.drain,
     "migration": checks.migration,
     "handoff": checks.handoff,
@@ -16,7 +23,10 @@ CHECKS = {
     "load": load.load,
 }
 
+# Only where it is asked for: of root.
+ON_DEMAND = {"machines": machines.machines}
+
 worker, generate, *names = sys.argv[1:]
 for name in names or CHECKS:
     print(f"== {name}", flush=True)
-    CHECKS[name](worker, generate)
+    (CHECKS | ON_DEMAND)[name](worker, generate)

@@ -1,5 +1,6 @@
 """A frontend and its workers on this machine, as processes of a test."""
 
+import asyncio
 import json
 import os
 import pathlib
@@ -12,6 +13,8 @@ import sys
 import tempfile
 import time
 import urllib.request
+
+import openai
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 MODEL = "demo"
@@ -35,18 +38,21 @@ def get(url):
 
 
 class Worker:
-    def __init__(self, binary, args, env, log):
-        self.port = free_port()
+    def __init__(self, command, host, env, log):
         # The port of health and metrics.
-        env = env | {"DYN_SYSTEM_PORT": str(self.port), "DYN_SYSTEM_HOST": "127.0.0.1"}
-        self.process = subprocess.Popen([binary, *args], env=env, stdout=log, stderr=log)
+        self.port = free_port()
+        self.url = f"http://{host}:{self.port}"
+        env = env | {"DYN_SYSTEM_PORT": str(self.port), "DYN_SYSTEM_HOST": host}
+        self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
-    def metric(self, name):
-        """The sum of a family over its labels."""
-        lines = get(f"http://127.0.0.1:{self.port}/metrics").splitlines()
-        values = [line.rsplit(" ", 1)[1] for line in lines if re.match(rf"candle_gdn_{name}[{{ ]", line)]
+    def metric(self, name, label=""):
+        """The sum of a family over its labels, or over those lines that have this one."""
+        lines = get(f"{self.url}/metrics").splitlines()
+        name = name if name.startswith("dynamo_") else f"candle_gdn_{name}"
+        lines = [line for line in lines if re.match(rf"{name}[{{ ]", line) and label in line]
+        values = [line.rsplit(" ", 1)[1] for line in lines]
         if not values:
-            sys.exit(f"no metric candle_gdn_{name}")
+            sys.exit(f"no metric {name}")
         return sum(map(float, values))
 
     def kill(self):
@@ -60,7 +66,7 @@ class Stack:
     def __init__(self, binary, workers, frontend_args=()):
         """`workers` has the arguments of each."""
         self.binary, self.arguments, self.frontend_args = binary, workers, frontend_args
-        self.workers = []
+        self.workers, self.clients = [], []
 
     def __enter__(self):
         self.folder = tempfile.TemporaryDirectory(prefix="candle-gdn-dynamo-")
@@ -70,18 +76,26 @@ class Stack:
         self.env = os.environ | plane | {"DYN_LOG": os.environ.get("DYN_LOG", "warn"), "NO_PROXY": "*"}
         self.log_path = folder / "log"
         self.log = open(self.log_path, "wb")
-        self.http = free_port()
-        self.url = f"http://127.0.0.1:{self.http}"
-        frontend = [sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self.http)]
-        self.frontend = subprocess.Popen([*frontend, *self.frontend_args], env=self.env, stdout=self.log, stderr=self.log)
+        http = str(free_port())
+        prefix, host, env = self.place(0)
+        self.url = f"http://{host}:{http}"
+        frontend = [sys.executable, "-m", "dynamo.frontend", "--http-host", host, "--http-port", http]
+        command = [*prefix, *frontend, *self.frontend_args]
+        self.frontend = subprocess.Popen(command, env=self.env | env, stdout=self.log, stderr=self.log)
         try:
-            for arguments in self.arguments:
-                self.workers.append(Worker(self.binary, arguments, self.env, self.log))
+            for number, arguments in enumerate(self.arguments, 1):
+                prefix, host, env = self.place(number)
+                command = [*prefix, self.binary, *arguments, "--transfer-host", host]
+                self.workers.append(Worker(command, host, self.env | env, self.log))
             self.wait()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def place(self, number):
+        """Where a process runs, the frontend being number 0: what starts it there, its address, its variables."""
+        return [], "127.0.0.1", {}
 
     def wait(self):
         """Until all workers are known."""
@@ -102,9 +116,20 @@ class Stack:
         sys.exit(f"no model after two minutes\n{self.log_path.read_text()}")
 
     def client(self):
-        import openai
+        client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+        self.clients.append(client)
+        return client
 
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+    def run(self, main, *args):
+        """What `main(self, *args)` does, and then its clients are closed."""
+        async def closing():
+            try:
+                return await main(self, *args)
+            finally:
+                while self.clients:
+                    await self.clients.pop().close()
+
+        return asyncio.run(closing())
 
     def rss(self):
         """MiB of the workers, and of the frontend."""
@@ -125,8 +150,8 @@ class Stack:
         self.folder.cleanup()
 
 
-async def chat(client, content, tokens, stream=True, **options):
-    """The text of an answer, and when its parts came."""
+async def chat(client, content, tokens, stream=True, began=None, **options):
+    """The text of an answer, and when its parts came. The event `began` tells of the first one."""
     options = {"temperature": 0, **options}
     messages = [{"role": "user", "content": content}]
     answer = await client.chat.completions.create(
@@ -139,4 +164,6 @@ async def chat(client, content, tokens, stream=True, **options):
         if part.choices and part.choices[0].delta.content:
             text += part.choices[0].delta.content
             times.append(time.perf_counter())
+            if began:
+                began.set()
     return text, times, None

@@ -224,9 +224,11 @@ impl SequencePool {
     pub(super) fn bound_waiting(&mut self, model: &CausalLm, slots: &[usize]) -> Result<()> {
         match &mut self.head {
             Some(head) if head.idle => {
+                // Each that waits keeps a piece of the heap from being used again: steps of the demo were 2 % slower.
+                let most = if model.device.is_cpu() { 0 } else { WAITING };
                 for &slot in slots {
                     let state = &mut head.slots[slot];
-                    state.forget(state.tokens.len().saturating_sub(WAITING));
+                    state.forget(state.tokens.len().saturating_sub(most));
                 }
                 Ok(())
             }

@@ -4,9 +4,8 @@ use crate::cpu::bytes::Bytes;
 #[cfg(feature = "cuda")]
 use crate::cuda::quantized::Packed;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
-use candle_core::{bail, DType, Device, Result, Shape, Tensor};
-use candle_gdn::plumbing::cpu::{parallel, Shared};
-use candle_gdn::plumbing::host;
+use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
+use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
 use std::borrow::Cow;
 use std::ops::Range;
 
@@ -43,28 +42,22 @@ impl Blocks {
         }
     }
 
-    /// Quantises a matrix of any float dtype, on whichever device it is, whose rows are whole blocks.
+    /// Quantises a matrix in f32, bf16 or f16, on whichever device it is, whose rows are whole blocks.
     pub(crate) fn quantize(matrix: &Tensor, dtype: GgmlDType) -> Result<Self> {
         let (rows, columns) = matrix.dims2()?;
         let Some(row) = row_bytes(dtype, columns) else {
             bail!("expected rows of whole blocks of {dtype:?}, got {columns} values")
         };
         let mut data = vec![0u8; rows * row];
-        let matrix = matrix.to_device(&Device::Cpu)?;
-        let to = Shared::new(&mut data);
-        host::with_f32(&matrix, |matrix| {
-            // candle has one thread for it, and the K types take long.
-            parallel(rows, 8 * columns, |i| {
-                let mut blocks = dtype.cpu_zeros(columns);
-                blocks.from_float(&matrix[i * columns..][..columns]);
-                // SAFETY: each task has a row of its own; the blocks are plain data of just so many bytes.
-                unsafe {
-                    let to = to.part(i * row, row);
-                    assert_eq!(blocks.storage_size_in_bytes(), row);
-                    to.copy_from_slice(std::slice::from_raw_parts(blocks.as_ptr(), row));
-                }
-            });
-        })?;
+        let matrix = matrix.to_device(&Device::Cpu)?.contiguous()?;
+        let (storage, layout) = matrix.storage_and_layout();
+        let range = layout.start_offset()..layout.start_offset() + rows * columns;
+        match &*storage {
+            Storage::Cpu(CpuStorage::F32(x)) => quantize_rows(&x[range], columns, dtype, &mut data),
+            Storage::Cpu(CpuStorage::BF16(x)) => quantize_rows(&x[range], columns, dtype, &mut data),
+            Storage::Cpu(CpuStorage::F16(x)) => quantize_rows(&x[range], columns, dtype, &mut data),
+            _ => bail!("expected a matrix in f32, bf16 or f16, got {:?}", matrix.dtype()),
+        }
         Self::new(dtype, rows, columns, data)
     }
 
@@ -155,6 +148,24 @@ impl Blocks {
         ranges.iter().for_each(|r| data.extend_from_slice(&self.data[r.start * row..r.end * row]));
         Self { rows: ranges.iter().map(Range::len).sum(), data, ..*self }
     }
+}
+
+/// Quantises rows of `columns` numbers. candle has one thread for it and for widening, and the K types take long.
+fn quantize_rows<T: Element>(matrix: &[T], columns: usize, dtype: GgmlDType, data: &mut [u8]) {
+    let rows = matrix.len() / columns.max(1);
+    let row = data.len() / rows.max(1);
+    let to = Shared::new(data);
+    parallel(rows, 8 * columns, |i| {
+        let wide: Vec<f32> = matrix[i * columns..][..columns].iter().map(|x| x.to_f32()).collect();
+        let mut blocks = dtype.cpu_zeros(columns);
+        blocks.from_float(&wide);
+        // SAFETY: each task has a row of its own; the blocks are plain data of just so many bytes.
+        unsafe {
+            let to = to.part(i * row, row);
+            assert_eq!(blocks.storage_size_in_bytes(), row);
+            to.copy_from_slice(std::slice::from_raw_parts(blocks.as_ptr(), row));
+        }
+    });
 }
 
 impl std::fmt::Debug for Blocks {

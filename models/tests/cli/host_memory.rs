@@ -7,9 +7,10 @@ use std::process::{Command, Stdio};
 
 /// The words of those who are refused: Rust's allocator, the system's errors, the handler of Ctrl-C, a rank without the
 /// other.
-const SENTENCES: [&str; 5] = [
+const SENTENCES: [&str; 6] = [
     "memory allocation of ",
     "Cannot allocate memory",
+    "out of memory",
     "Resource temporarily unavailable",
     "system error",
     "one is gone",

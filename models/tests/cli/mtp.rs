@@ -1,6 +1,7 @@
 //! The generate example with the draft head of its checkpoint.
 
 use crate::cli::{fails, generate, Copy};
+use crate::gguf_writer::demo;
 
 const PROMPTS: [&str; 2] = ["And Moses went up from the plains of Moab", "In the beginning God created"];
 
@@ -17,6 +18,7 @@ fn the_head_changes_nothing_but_the_figures() {
         [&[][..], &["--temperature", "0.9", "--top-p", "0.9"], &["--draft", "3"], &["--tensor-parallel", "2"]]
     {
         let with = |mtp: &str| {
+            // On the CPU the first draft of so small a model comes later: only its line is there.
             let prompts = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "-n", "80", "--mtp", mtp];
             generate(&[&prompts[..], sampling].concat())
         };
@@ -24,7 +26,7 @@ fn the_head_changes_nothing_but_the_figures() {
         assert!(!off.stderr.contains("mtp:"), "{off:?}");
         for run in [&auto, &on] {
             assert_eq!(run.stdout, off.stdout, "{sampling:?}");
-            run.says(&["\nmtp: ", " accepted at depth 1, ", " tokens a step"]);
+            run.says(&["\nmtp: ", " tokens a step"]);
         }
     }
 }
@@ -32,12 +34,11 @@ fn the_head_changes_nothing_but_the_figures() {
 #[test]
 fn a_checkpoint_without_a_head() {
     let copy = headless();
-    let args = ["--model", &copy.arg(), "--prompt", PROMPTS[0], "-n", "20"];
-    let auto = [&args[..], &["--mtp", "auto"]].concat();
+    let auto = ["--model", &copy.arg(), "--prompt", PROMPTS[0], "-n", "20"];
     let plain = generate(&auto);
     assert_eq!(plain.stdout, generate(&["--prompt", PROMPTS[0], "-n", "20"]).stdout);
     assert!(!plain.stderr.contains("mtp:"), "{plain:?}");
-    fails("generate", &[&args[..], &["--mtp", "on"]].concat(), 1, &["--mtp on", &copy.arg(), "no draft head"]);
+    fails("generate", &[&auto[..], &["--mtp", "on"]].concat(), 1, &["--mtp on", &copy.arg(), "no draft head"]);
     fails("generate", &["--mtp", "maybe"], 2, &["--mtp", "maybe", "auto"]);
     // Part of one is none that could be loaded.
     copy.weights(|all| {
@@ -45,4 +46,21 @@ fn a_checkpoint_without_a_head() {
         all.insert("mtp.fc.weight".into(), candle_core::Tensor::cat(&[&norm, &norm], 0).expect("a tensor"));
     });
     fails("generate", &auto, 1, &["mtp."]);
+}
+
+#[test]
+fn a_head_beside_a_gguf_file() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let [model, head] = demo().apart();
+    let path = dir.path().join("demo.gguf");
+    model.write(&path).expect("a file");
+    let model = path.display().to_string();
+    let with = |mtp: &str| generate(&["--model", &model, "--prompt", PROMPTS[0], "-n", "30", "--mtp", mtp]);
+    fails("generate", &["--model", &model, "--prompt", "a", "--mtp", "on"], 1, &["--mtp on", "no draft head"]);
+    head.write(&dir.path().join("mtp-demo.gguf")).expect("a file");
+    let (off, on) = (with("off"), with("on"));
+    on.says(&["\nmtp: "]);
+    assert!(!off.stderr.contains("mtp:") && on.stdout == off.stdout, "{off:?} {on:?}");
+    std::fs::copy(&path, dir.path().join("mtp-demo.gguf")).expect("a copy");
+    fails("generate", &["--model", &model, "--prompt", "a"], 1, &["--mtp", "mtp-demo.gguf", "draft head"]);
 }

@@ -12,6 +12,7 @@ mod decode_graph;
 mod device_memory;
 mod draft_engine;
 mod draft_head;
+mod draft_head_formats;
 mod dying_ranks;
 mod engine;
 mod faults;

@@ -139,6 +139,22 @@ impl GgufOfTiny {
         gguf_file::write(&mut std::fs::File::create(path)?, &metadata, &tensors)
     }
 
+    /// The two files that the converter makes of a model where it is told to: without the draft head, and the head with what it
+    /// shares with the model.
+    #[allow(dead_code)]
+    pub fn apart(&self) -> [Self; 2] {
+        let in_metadata = |name: &str| self.metadata.iter().find(|(key, _)| key.ends_with(name)).expect("an entry");
+        let (key, blocks) = in_metadata(".block_count");
+        let layers = blocks.to_u32().expect("a number") - 1;
+        let in_head = |name: &str| name.starts_with(&format!("blk.{layers}."));
+        let [mut model, mut head] = [self.clone(), self.clone()];
+        model.tensors.retain(|name, _| !in_head(name));
+        head.tensors.retain(|name, _| in_head(name) || !name.starts_with("blk."));
+        model.metadata.insert(key.clone(), Value::U32(layers));
+        model.metadata.remove(in_metadata(".nextn_predict_layers").0);
+        [model, head]
+    }
+
     /// The model of the file, on the CPU in f32.
     pub fn load(&self) -> Result<CausalLm> {
         let (_dir, path) = in_a_folder("tiny.gguf");
@@ -322,17 +338,25 @@ pub fn load(path: &Path) -> Result<CausalLm> {
 /// The demo as llama.cpp's converter makes it, with its tokenizer and template.
 #[allow(dead_code)]
 pub fn demo() -> GgufOfTiny {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
-    let json = |name: &str| -> serde_json::Value {
-        serde_json::from_str(&std::fs::read_to_string(format!("{folder}/{name}")).unwrap()).unwrap()
-    };
-    let weights = candle_core::safetensors::load(format!("{folder}/model.safetensors"), &Device::Cpu).unwrap();
-    let weights = weights.into_iter().map(|(name, w)| (name, w.to_dtype(DType::F32).unwrap())).collect();
-    let mut config = json("config.json");
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"].clone();
-    let mut file = GgufOfTiny::new(&Tiny { config, weights }, Layout::Qwen3Next).unwrap();
-    file.add_tokenizer(&json("tokenizer.json"), "gpt-2");
-    let template = json("tokenizer_config.json")["chat_template"].as_str().unwrap().to_string();
+    let mut file = GgufOfTiny::new(&demo_checkpoint(), Layout::Qwen3Next).unwrap();
+    file.add_tokenizer(&of_demo("tokenizer.json"), "gpt-2");
+    let template = of_demo("tokenizer_config.json")["chat_template"].as_str().unwrap().to_string();
     file.metadata.insert("tokenizer.chat_template".into(), Value::String(template));
     file
+}
+
+/// The demo and its draft head, in f32.
+#[allow(dead_code)]
+pub fn demo_checkpoint() -> Tiny {
+    let weights = candle_core::safetensors::load(format!("{DEMO}/model.safetensors"), &Device::Cpu).unwrap();
+    let weights = weights.into_iter().map(|(name, w)| (name, w.to_dtype(DType::F32).unwrap())).collect();
+    let mut config = of_demo("config.json");
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"].clone();
+    Tiny { config, weights }
+}
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
+
+fn of_demo(name: &str) -> serde_json::Value {
+    serde_json::from_str(&std::fs::read_to_string(format!("{DEMO}/{name}")).unwrap()).unwrap()
 }

@@ -15,6 +15,8 @@ const MEASURED: u32 = 2;
 const WORTH: f64 = 1.02;
 /// Steps after which what was not chosen is looked at again, where nothing is drafted and where something is.
 const LOOK_AGAIN: [u32; 2] = [256, 64];
+/// A look that changes nothing doubles the steps to the next one where nothing is drafted, so many times at most.
+const DOUBLINGS: u32 = 2;
 /// Steps that such a look takes: the first brings the head's cache up to date.
 const LOOK: u32 = 2;
 
@@ -79,6 +81,12 @@ pub(super) struct Depths {
     costs: [[Cost; MOST + 1]; BATCHES],
     /// Steps since something else was looked at, by batch.
     since: [u32; BATCHES],
+    /// Looks in a row that changed nothing where nothing is drafted, by batch.
+    vain: [u32; BATCHES],
+    /// Steps take so long without drafts before the first draft.
+    patience: Duration,
+    /// What they took so far.
+    plain: Duration,
 }
 
 impl Depths {
@@ -86,13 +94,24 @@ impl Depths {
         (batch.next_power_of_two().trailing_zeros() as usize).min(BATCHES - 1)
     }
 
+    /// Nothing is drafted before steps took `patience`.
+    pub fn after(patience: Duration) -> Self {
+        Self { patience, ..Self::default() }
+    }
+
     /// A step of `batch` sequences that drafted up to `depth` tokens for each.
     pub fn measured(&mut self, batch: usize, depth: usize, took: Duration) {
+        if depth == 0 {
+            self.plain = self.plain.saturating_add(took);
+        }
         self.costs[Self::of_batch(batch)][depth].add(took.as_secs_f64());
     }
 
     /// Whether drafts for `batch` sequences save time, as far as it is known.
     pub fn pays(&self, batch: usize) -> bool {
+        if self.plain < self.patience {
+            return false;
+        }
         let costs = &self.costs[Self::of_batch(batch)];
         let pays = |(depth, cost): (usize, &Cost)| {
             let tokens = 1. + self.chances.expected(depth);
@@ -106,7 +125,7 @@ impl Depths {
     pub fn choose(&mut self, rows: &[(Chances, usize)]) -> Vec<usize> {
         let at = Self::of_batch(rows.len());
         let costs = &self.costs[at];
-        if costs[0].samples < BASELINE || rows.iter().all(|(_, room)| *room == 0) {
+        if costs[0].samples < BASELINE || self.plain < self.patience || rows.iter().all(|(_, room)| *room == 0) {
             return vec![0; rows.len()];
         }
         let tokens =
@@ -122,14 +141,16 @@ impl Depths {
                 break;
             }
         }
-        let since = &mut self.since[at];
+        let (since, vain) = (&mut self.since[at], &mut self.vain[at]);
         *since += 1;
-        let again = LOOK_AGAIN[usize::from(best > 0)];
+        *vain = if best > 0 { 0 } else { *vain };
+        let again = LOOK_AGAIN[usize::from(best > 0)] << *vain;
         if *since > again {
             // Deeper, or where that was, none: in turn.
             let look = *since - again;
             if look == LOOK {
                 *since = 0;
+                *vain = if best > 0 { 0 } else { DOUBLINGS.min(*vain + 1) };
             }
             best = (best + 1).min(MOST);
         } else if best > 0 && *since == again / 2 {
@@ -218,6 +239,39 @@ mod tests {
                 assert!(got > 0.96 * best, "{right} {each}, {batch}: {got} of {best}");
             }
         }
+    }
+
+    /// Looks grow rare, and what they find is found still.
+    #[test]
+    fn drafts_that_never_pay_are_hardly_tried() {
+        let cost = |depth: usize| 1. + 0.4 * depth as f64;
+        let (_, chosen) = run(20_000, 1, 0.1, cost);
+        let looks = chosen.iter().filter(|depth| **depth > 0).count();
+        assert!(looks <= 2 * (20_000 / 1024 + 5), "{looks}");
+        let mut depths = Depths::default();
+        let mut step = |right: bool| {
+            let depth = depths.choose(&[(depths.chances, usize::MAX)])[0];
+            depths.measured(1, depth, Duration::from_secs_f64(cost(depth)));
+            depths.chances.learn(depth, if right { depth } else { 0 }, 256);
+            depth
+        };
+        (0..5000).for_each(|_| {
+            step(false);
+        });
+        let first = (0..20_000).position(|_| step(true) > 1);
+        assert!(first.is_some_and(|first| first < 10_000), "{first:?}");
+    }
+
+    #[test]
+    fn nothing_is_drafted_before_its_time() {
+        let (mut depths, ms) = (Depths::after(Duration::from_millis(100)), Duration::from_millis(1));
+        for step in 0..100 {
+            assert!(!depths.pays(1) && !depths.pays(2), "{step}");
+            assert_eq!(depths.choose(&[(Chances::default(), 9)]), [0], "{step}");
+            depths.measured(1, 0, ms);
+        }
+        assert!(depths.pays(1));
+        assert_eq!(depths.choose(&[(Chances::default(), 9)]), [1]);
     }
 
     #[test]

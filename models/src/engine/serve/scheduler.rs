@@ -21,6 +21,11 @@ use std::time::{Duration, Instant};
 /// Tokens of the prompt that is fed before the first request.
 const WARM_UP: usize = 512;
 
+/// So long the CPU takes steps without drafts before the first draft of a small model. What the first drafts take more than later
+/// ones, about four milliseconds to move states, touch memory and fetch weights, is as much as many of its steps; and those that follow
+/// were 3 % slower in long runs, why has not been found.
+const PATIENCE: Duration = Duration::from_secs(2);
+
 /// Many requests on one model: each waits until there is room, then its prompt is fed, then it is completed token by
 /// token. While there are prompts to be fed, those passes take the running completions along, a token each.
 ///
@@ -100,6 +105,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         let sampler = Sampler::new(lm.device())?;
         let graphs = Graphs::new(&options, sampler.clone(), lm, &mut pool, &mut events)?;
         warm_up(lm, &mut pool, &sampler, options.prefill_chunk)?;
+        let patience = if lm.device().is_cpu() && is_small(lm) { PATIENCE } else { Duration::ZERO };
         Ok(Self {
             pool,
             graphs,
@@ -117,7 +123,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             told_too_large: false,
             width: Width::default(),
             passing: Vec::new(),
-            depths: Depths::default(),
+            depths: Depths::after(patience),
             took: Vec::new(),
             planned: None,
             landed: Instant::now(),
@@ -291,6 +297,15 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         }
         Ok(sequence)
     }
+}
+
+/// Whether what the draft head does with a prompt takes a good part of what the model does with it.
+fn is_small(model: &CausalLm) -> bool {
+    const PART: usize = 64;
+    let (hidden, attention) = (model.config.hidden_size, &model.config.attention);
+    // Its projection, and keys and values.
+    let head = 2 * hidden * (hidden + attention.num_kv_heads * attention.head_dim);
+    head.saturating_mul(PART) as u64 > model.config.parameters()
 }
 
 /// A prompt that nobody reads, and a draft behind it, in a sequence of its own: on CUDA kernels and libraries are loaded with their first use.

@@ -27,8 +27,12 @@ struct OneFile {
     path: PathBuf,
     file: File,
     content: Content,
+    /// Of a draft head's file, of what it adds.
     len: u64,
 }
+
+/// What a draft head has in its block, and a layer has not.
+const EH_PROJ: &str = ".nextn.eh_proj.weight";
 
 impl GgufFile {
     /// Opens a file. Of a split one any part will do; the others are looked for beside it.
@@ -47,6 +51,29 @@ impl GgufFile {
             }
         }
         Ok(Self { files })
+    }
+
+    /// Adds the draft head of a file of its own, as llama.cpp's converter writes it with `--mtp`: the tensors that this one has not.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), or where the file is of another architecture or has no draft head.
+    pub fn add_draft_head(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        let head = Self::open(&path)?;
+        let architecture =
+            |file: &Self| file.value("general.architecture").and_then(|name| name.to_string().ok().cloned());
+        let (own, other) = (architecture(self), architecture(&head));
+        if own != other {
+            bail!("{}: expected a draft head of architecture {own:?}, got one of {other:?}", head.path().display())
+        }
+        if !head.files.iter().flat_map(|file| file.content.tensor_infos.keys()).any(|name| name.ends_with(EH_PROJ)) {
+            bail!("{}: expected a draft head, got a file without a tensor `blk.N{EH_PROJ}`", head.path().display())
+        }
+        for mut file in head.files {
+            file.content.tensor_infos.retain(|name, _| !self.contains(name));
+            file.len = file.content.tensor_infos.values().filter_map(bytes).sum();
+            self.files.push(file);
+        }
+        Ok(())
     }
 
     /// Bytes of the file, of all parts where it was split.
@@ -71,7 +98,7 @@ impl GgufFile {
 
     /// Whether the block behind the layers of `config`, the file's own, is a draft head.
     pub fn has_draft_head(&self, config: &ModelConfig) -> bool {
-        self.contains(&format!("blk.{}.nextn.eh_proj.weight", config.layers.len()))
+        self.contains(&format!("blk.{}{EH_PROJ}", config.layers.len()))
     }
 
     /// The shape of a tensor, the fastest dimension last.
@@ -179,10 +206,8 @@ impl OneFile {
             Err(e) => bail!("cannot read {name}: {e}"),
         };
         for (tensor, info) in &content.tensor_infos {
-            let (rows, columns) = rows_and_columns(info.shape.dims());
-            let bytes = row_bytes(info.ggml_dtype, columns).and_then(|row| row.checked_mul(rows));
             let start = content.tensor_data_offset.checked_add(info.offset);
-            let Some(end) = bytes.and_then(|bytes| start?.checked_add(bytes as u64)) else {
+            let Some(end) = bytes(info).and_then(|bytes| start?.checked_add(bytes)) else {
                 bail!("{name}: tensor `{tensor}` cannot be: {:?} of {:?}", info.shape, info.ggml_dtype)
             };
             if end > len {
@@ -206,6 +231,12 @@ impl OneFile {
         file.seek(SeekFrom::Start(at))?;
         file.read_exact(to)
     }
+}
+
+/// Of a tensor, if they can be counted.
+fn bytes(info: &TensorInfo) -> Option<u64> {
+    let (rows, columns) = rows_and_columns(info.shape.dims());
+    Some(row_bytes(info.ggml_dtype, columns)?.checked_mul(rows)? as u64)
 }
 
 fn rows_and_columns(dims: &[usize]) -> (usize, usize) {
