@@ -2,6 +2,7 @@
 //! there, as told beforehand.
 
 use crate::gguf::{in_fp8, wide, without_experts};
+use crate::golden::{self, log_softmax};
 use crate::support::{gpus, rel_rms, single_stream_devices};
 use crate::tiny::{Tiny, VOCAB};
 use candle_core::{DType, Device, Result, Tensor};
@@ -51,6 +52,74 @@ fn logits_are_those_of_the_dequantised_model() -> Result<()> {
                     let [kept, dense] = [logits(&kept, parts)?, logits(&dense, parts)?].map(|got| rel_rms(&got, &want));
                     println!("{dtype:?} {parts:?}: {kept:e}, dequantised {dense:e}");
                     assert!(dense < 0.1 && kept < 1.2 * dense, "{dtype:?} {parts:?}: {kept:e}, dequantised {dense:e}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The demo with its weights in f32.
+fn demo() -> Result<Tiny> {
+    let dir = golden::DEMO.dir();
+    let config = std::fs::read_to_string(format!("{dir}/config.json"))?;
+    let weights = candle_core::safetensors::load(format!("{dir}/model.safetensors"), &Device::Cpu)?;
+    let f32s = weights.into_iter().map(|(name, weight)| Ok((name, weight.to_dtype(DType::F32)?)));
+    let config = serde_json::from_str(&config).map_err(candle_core::Error::wrap)?;
+    Ok(Tiny { config, weights: f32s.collect::<Result<_>>()? })
+}
+
+/// Mean negative log-likelihood of the texts' tokens from the second on, fed `part` at a time.
+fn mean_nll(model: &CausalLm, texts: &[Vec<u32>], part: usize) -> Result<f64> {
+    let (mut sum, mut count) = (0., 0);
+    for ids in texts {
+        let mut state = model.new_state(1)?;
+        let mut first = 0;
+        for inputs in ids[..ids.len() - 1].chunks(part) {
+            let x = Tensor::new(inputs, model.device())?.unsqueeze(0)?;
+            let logits = model.forward(&x, &mut state)?.to_dtype(DType::F32)?.squeeze(0)?.to_vec2::<f32>()?;
+            for (i, logits) in logits.iter().enumerate() {
+                sum -= f64::from(log_softmax(logits, ids[first + i + 1]));
+            }
+            first += inputs.len();
+        }
+        count += first;
+    }
+    Ok(sum / count as f64)
+}
+
+/// Perplexity of the demo: of a passage that it has not seen, and of verses that it knows. models/README.md has what this prints.
+#[test]
+fn perplexity_is_that_of_the_dequantised_model() -> Result<()> {
+    let demo = demo()?;
+    let (fp8, wide) = in_fp8(&demo, [128, 128])?;
+    let prompts: Vec<_> = (0..golden::DEMO.prompts()).map(|i| golden::DEMO.prompt(i)).collect::<Result<_>>()?;
+    let unseen = prompts.iter().map(|prompt| prompt.ids.clone()).max_by_key(Vec::len).into_iter().collect::<Vec<_>>();
+    let known: Vec<_> = prompts[..4].iter().map(|prompt| [&prompt.ids[..], &prompt.greedy].concat()).collect();
+    let texts = [unseen, known];
+    let tell = |what: &str, nll: [f64; 2]| println!("{what}: perplexity {:.3}, {:.4}", nll[0].exp(), nll[1].exp());
+    let both = |model: &CausalLm, part: usize| -> Result<[f64; 2]> {
+        Ok([mean_nll(model, &texts[0], part)?, mean_nll(model, &texts[1], part)?])
+    };
+
+    let on_cpu = |tiny: &Tiny| both(&load(tiny, DType::F32, &Device::Cpu)?, usize::MAX);
+    let (trained, dense, kept) = (on_cpu(&demo)?, on_cpu(&wide)?, on_cpu(&fp8)?);
+    tell("CPU, f32, as trained", trained);
+    tell("CPU, f32, dequantised", dense);
+    tell("CPU, f32, fp8", kept);
+    assert_eq!(kept, dense);
+    assert!(dense != trained && dense.iter().zip(trained).all(|(a, b)| (a - b).abs() < 0.1), "{dense:?} {trained:?}");
+    for device in &gpus(single_stream_devices()) {
+        for dtype in [DType::BF16, DType::F16] {
+            let [kept, wide] = [load(&fp8, dtype, device)?, load(&wide, dtype, device)?];
+            for part in [usize::MAX, 64, 16, 1] {
+                let got = [both(&wide, part)?, both(&kept, part)?];
+                let name = |what: &str| format!("CUDA, {dtype:?}, {part} tokens at a time, {what}");
+                tell(&name("dequantised"), got[0]);
+                tell(&name("fp8"), got[1]);
+                for i in 0..2 {
+                    let [rounded, kept] = got.map(|nll| (nll[i] - dense[i]).abs());
+                    assert!(rounded < 0.05 && kept < 0.05, "{dtype:?}, {part} at a time: {rounded} and {kept} off");
                 }
             }
         }
