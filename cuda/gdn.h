@@ -356,12 +356,14 @@ typedef struct gdn_linear_params {
   void *y;                 // written: [rows, outputs], dtype
   gdn_scales scales;       // of w
   int64_t x_stride, w_stride, y_stride;    // elements from row to row
-  int32_t rows;            // 1 to GDN_LINEAR_ROWS, with scales to GDN_LINEAR_E4M3_ROWS
+  int32_t rows;            // 1 to GDN_LINEAR_ROWS, with scales to twice as many
   int32_t inputs, outputs;
   int32_t dtype;           // GDN_BF16 or GDN_F16; sums are f32
   int32_t overlap;         // GDN_OVERLAP
 } gdn_linear_params;
 #define GDN_LINEAR_ROWS 32
+// With scales, what every device takes at once. More are one launch on sm_90a where x fits into the shared memory of a cluster, else two, or refused
+// (GDN_BAD_ALGO) where that is more than twice as many rows.
 #define GDN_LINEAR_E4M3_ROWS 16
 int gdn_linear(const gdn_linear_params *params, cudaStream_t stream);
 

@@ -3,8 +3,8 @@
 use crate::ops::Launch;
 use candle_core::{bail, DType, Result, Tensor};
 
-/// A weight `[out, in]` on CUDA, a byte a number. Up to 48 rows of x are multiplied with it as it is; for more it is
-/// dequantised to x's dtype into memory that is freed behind the product.
+/// A weight `[out, in]` on CUDA, a byte a number. Up to 64 rows of x are multiplied with it as it is, if they fit into the
+/// device's shared memory; for more it is dequantised to x's dtype into memory that is freed behind the product.
 #[derive(Debug, Clone)]
 pub struct BlockScaled {
     bytes: Tensor,

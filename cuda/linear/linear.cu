@@ -1,5 +1,6 @@
 // gdn_linear: checks, and what to launch.
 #include "../common/launch.cuh"
+#include "many.h"
 #include "plan.cuh"
 
 namespace gdn {
@@ -37,13 +38,30 @@ int check_options(const gdn_linear_options &o, const Card &card) {
   return GDN_OK;
 }
 
+int run(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream);
+
+// More rows beside weights in e4m3 than linear_kernel takes: at once where the device can and x fits; else in two launches, as more would take
+// longer than a product with the numbers in 16 bits.
+int run_many(const gdn_linear_params &p, const gdn_linear_options &o, cudaStream_t stream) {
+  const int status = launch_many(p, o, stream);
+  if (status != GDN_BAD_ALGO || o.warps || o.groups || o.cluster || o.blocks || p.rows > 2 * GDN_LINEAR_E4M3_ROWS) return status;
+  gdn_linear_params part = p;
+  for (int first = 0; first < p.rows; first += GDN_LINEAR_E4M3_ROWS) {
+    part.x = static_cast<const char *>(p.x) + first * p.x_stride * 2;
+    part.y = static_cast<char *>(p.y) + first * p.y_stride * 2;
+    part.rows = p.rows - first < GDN_LINEAR_E4M3_ROWS ? p.rows - first : GDN_LINEAR_E4M3_ROWS;
+    if (const int failed = run(&part, &o, stream)) return failed;
+  }
+  return GDN_OK;
+}
+
 int run(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream) {
   if (!params || !options) return GDN_NULL_POINTER;
   const gdn_linear_params &p = *params;
   const gdn_linear_options &o = *options;
   if (p.dtype != GDN_BF16 && p.dtype != GDN_F16) return GDN_BAD_DTYPE;
   // Inputs are addressed by 32-bit offsets in bytes, rows of w by 32-bit numbers up to a grid past the last.
-  const int most = o.swiglu ? GDN_LINEAR_SWIGLU_ROWS : p.scales.ptr ? GDN_LINEAR_E4M3_ROWS : GDN_LINEAR_ROWS;
+  const int most = o.swiglu ? GDN_LINEAR_SWIGLU_ROWS : (p.scales.ptr ? 2 : 1) * GDN_LINEAR_ROWS;
   if (p.rows < 0 || p.rows > most || p.inputs < 1 ||
       p.inputs > (1 << 29) || p.outputs < 0 || p.outputs > (1 << (o.swiglu ? 29 : 30)))
     return GDN_BAD_LENGTH;
@@ -54,6 +72,7 @@ int run(const gdn_linear_params *params, const gdn_linear_options *options, cuda
   if (p.inputs % 64 || !aligned(p.x, 16) || !aligned(p.w, 16) || p.w_stride % (p.scales.ptr ? 16 : 8) ||
       (p.rows > 1 && p.x_stride % 8))
     return GDN_BAD_ALGO;
+  if (p.scales.ptr && !o.swiglu && p.rows > GDN_LINEAR_E4M3_ROWS) return run_many(p, o, stream);
 
   Card card = {};
   int major = 0;

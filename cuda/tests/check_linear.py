@@ -15,7 +15,7 @@ import math
 
 import harness
 import torch
-from abi import (BAD_ALGO, CODES, LINEAR_E4M3_ROWS, LINEAR_SWIGLU_ROWS, NULL_POINTER, OK, DequantizeParams, LinearOptions,
+from abi import (BAD_ALGO, CODES, LINEAR_E4M3_ROWS, LINEAR_ROWS, LINEAR_SWIGLU_ROWS, NULL_POINTER, OK, DequantizeParams, LinearOptions,
                  LinearParams, Scales, fill, stream)
 from e4m3 import E4m3
 from harness import (TYPES, WAYS, bf16, call, chain_repeats, expect, failures, framed, launch, normal, one_by_one,
@@ -100,9 +100,10 @@ def check_cases(lib):
 
 
 # [(rows, [(inputs, outputs), ..], gaps, swiglu)]
-E4M3_ROWS = (*range(1, 18), 32)
+E4M3_ROWS = (*range(1, 18), 31, 48, 64, 65)
+E4M3_INPUTS = 9216    # of more than 32 rows, which a cluster's shared memory holds
 E4M3_CASES = [
-    (E4M3_ROWS, ((2048, 12352), (2560, 1100), (64, 33), (128, 1), (192, 100), (320, 17), (9728, 64), (17408, 48),
+    (E4M3_ROWS, ((2048, 12352), (2560, 1100), (64, 33), (128, 1), (192, 100), (320, 17), (9216, 100), (9728, 64), (17408, 48),
                  (2560, 9728), (5120, 2563), (704, 5000)), [(0, 0, 0)], False),
     (E4M3_ROWS, ((2048, 100), (4096, 33), (704, 500)), [(8, 64, 1), (72, 16, 37)], False),
     ((1, 2, 5, 8), ((2560, 9216), (1024, 3584), (5120, 272), (64, 1), (320, 33), (704, 2131)), [(0, 0, 0), (72, 16, 37)], True),
@@ -115,8 +116,10 @@ def check_e4m3(lib):
     for every_rows, shapes, every_gaps, swiglu in E4M3_CASES:
         for dtype, rows, (inputs, outputs), gaps in itertools.product(("bf16", "f16"), every_rows, shapes, every_gaps):
             case = Case(rows, inputs, outputs, dtype, gaps, next(seeds), swiglu, e4m3=next(blocks))
-            if rows > LINEAR_E4M3_ROWS:
+            if rows > 2 * LINEAR_ROWS:
                 expect("rows of e4m3", lib.gdn_linear_with, case.params, {"BAD_LENGTH": [{}]}, C.byref(case.options))
+            elif rows > 2 * LINEAR_E4M3_ROWS and (inputs > E4M3_INPUTS or torch.cuda.get_device_capability() != (9, 0)):
+                expect("rows of e4m3 that do not fit", lib.gdn_linear_with, case.params, {"BAD_ALGO": [{}]}, C.byref(case.options))
             else:
                 check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
     case = Case(4, 128, 32, "bf16", e4m3=16)
@@ -157,6 +160,11 @@ def check_cuts(lib):
             if case.launch(lib, case.params()) != BAD_ALGO:
                 check_case(lib, f"cut {cut} swiglu {swiglu} e4m3 {e4m3}", case)
             count += 1
+        for rows, cut in itertools.product((17, 50), () if swiglu else cuts_of_many()):
+            case = Case(rows, inputs, outputs, "bf16", seed=count, cut=cut, e4m3=128)
+            if case.launch(lib, case.params()) != BAD_ALGO:
+                check_case(lib, f"cut {cut} of many rows", case)
+            count += 1
     print(f"{count} cuts", flush=True)
 
 
@@ -166,6 +174,11 @@ def check_chain(lib):
         start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
         chain_repeats(f"chain {dtype} rows {rows} hidden {hidden}",
                       lambda i, x, y, overlap: call(lib.gdn_linear, params(x, weights[i % 6], y, dtype, overlap)), start)
+    for dtype, rows, hidden in itertools.product(("bf16", "f16"), (1, 24, 64), (1024, 4096)):
+        scaled = [E4m3(hidden, hidden, 128, hidden ** -0.5, seed) for seed in range(6)]
+        start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
+        chain_repeats(f"chain e4m3 {dtype} rows {rows} hidden {hidden}", lambda i, x, y, overlap: call(
+            lib.gdn_linear, params(x, scaled[i % 6].bytes, y, dtype, overlap, scaled[i % 6].struct())), start)
 
 
 # {status: [(swiglu, warps, groups, cluster, blocks; those left out are 0), ..]} of one row.
@@ -246,7 +259,7 @@ def each_case(lib, names, every_rows, rate, e4m3):
             print(f"{name}: {inputs} -> {outputs}{' swiglu' if swiglu else ''}{' e4m3' if e4m3 else ''}: {case.nbytes / 1e6:.1f} MB, floor "
                   f"{case.nbytes / rate * 1e6:.2f}", flush=True)
             for rows in every_rows:
-                if rows <= (LINEAR_SWIGLU_ROWS if swiglu else LINEAR_E4M3_ROWS if e4m3 else rows):
+                if rows <= (LINEAR_SWIGLU_ROWS if swiglu else 2 * LINEAR_ROWS if e4m3 else rows):
                     case.rows(rows)
                     yield case, rows
             del case
@@ -271,15 +284,21 @@ def cuts(swiglu):
                     yield warps, groups, cluster, 16 // (warps * groups)
 
 
+def cuts_of_many():
+    """The same of more than 16 rows beside weights in e4m3: warpgroups along the inputs and the outputs, cluster."""
+    return [(along, 2 // along, cluster, 0) for along in (1, 2) for cluster in (2, 4, 8)]
+
+
 def sweep(lib, names, every_rows, e4m3, best=5):
     """The best cuts of each shape beside the one that the library chooses: graph / graph with overlap."""
     rate = heading("bf16, cold L2; us in a graph / with overlap, by (warps, groups, cluster, blocks)")
     for case, rows in each_case(lib, names, every_rows, rate, e4m3):
         chunks, found = -(-case.inputs // (128 if e4m3 else 64)), []
-        for cut in cuts(case.swiglu):
+        many = e4m3 and rows > 16
+        for cut in cuts_of_many() if many else cuts(case.swiglu):
             parts = cut[0] * cut[2]
             places = -(-(-(-chunks // parts)) // 4) * 4 * parts
-            if chunks / places < 0.7 or case.ours(0, cut)[0]() != OK:
+            if (not many and chunks / places < 0.7) or case.ours(0, cut)[0]() != OK:
                 continue
             found.append((graph_us(case.ours(1, cut), 5), graph_us(case.ours(0, cut), 5), cut))
         chosen = f"{graph_us(case.ours(0)):.2f} / {graph_us(case.ours(1)):.2f}"

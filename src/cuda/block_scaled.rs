@@ -1,26 +1,32 @@
 //! `gdn_linear` of weights in e4m3, and `gdn_dequantize` for more rows than it takes.
 
-use super::arena::alloc;
+use super::arena::{alloc, finish, undo};
 use super::pointers::{alloc_of, check, dtype_code, int, read, stream_of, write, Pointer};
 use crate::abi::gdn::{self, gdn_dequantize, gdn_linear_with, LinearOptions};
 use crate::block_scaled::BlockScaled;
 use crate::ops::{apply::apply1, Launch};
+use crate::state::threads::Working;
 use crate::{held, held_or_none};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
-use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
-use std::ffi::c_void;
+use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Storage, Tensor};
+use std::ffi::{c_int, c_void};
+use std::ops::Range;
 
 const OP: &str = "linear";
 
-/// Rows of x that are multiplied with the bytes, [`gdn::GDN_LINEAR_E4M3_ROWS`] at a time: each time reads a byte a
-/// number, where dequantising for a product reads and writes five.
-const FEW: usize = 48;
+/// Rows of x that are multiplied with the bytes at most, which reads them once: dequantising for a product reads and writes
+/// five a number.
+const FEW: usize = 2 * gdn::GDN_LINEAR_ROWS;
 
-/// `x [rows, in]` times the transpose of `weight`; `None` where there are too many rows, or not of pieces of 16 bytes.
+/// `x [rows, in]` times the transpose of `weight`; `None` where there are more rows than the device takes of this width, or
+/// not of pieces of 16 bytes.
 pub fn few_rows(x: &Tensor, weight: &BlockScaled, launch: &Launch) -> Result<Option<Tensor>> {
     let takes = (1..=FEW).contains(&x.dim(0)?) && takes(x, weight);
-    takes.then(|| apply1(&FewRows { weight, launch, swiglu: false }, launch.arena.as_ref(), x)).transpose()
+    match takes {
+        true => run(x, weight, launch, false),
+        false => Ok(None),
+    }
 }
 
 /// `silu(x gate^T) * (x up^T)` with the weight's rows those of the gate, then up's; `None` as above, and where up to 8
@@ -30,7 +36,10 @@ pub fn few_rows_swiglu(x: &Tensor, weight: &BlockScaled, launch: &Launch) -> Res
         && weight.below().is_none()
         && weight.outputs().is_multiple_of(2)
         && takes(x, weight);
-    takes.then(|| apply1(&FewRows { weight, launch, swiglu: true }, launch.arena.as_ref(), x)).transpose()
+    match takes {
+        true => run(x, weight, launch, true),
+        false => Ok(None),
+    }
 }
 
 fn takes(x: &Tensor, weight: &BlockScaled) -> bool {
@@ -60,35 +69,26 @@ pub fn scales_of(weight: &BlockScaled, scales: &Pointer<'_>) -> Result<gdn::Scal
     })
 }
 
-struct FewRows<'a> {
-    weight: &'a BlockScaled,
-    launch: &'a Launch,
-    swiglu: bool,
-}
-
-impl CustomOp1 for FewRows<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("{OP}: x: expected a CUDA tensor")
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let Self { weight, launch, swiglu } = self;
-        let (rows, inputs) = layout.shape().dims2()?;
-        let width = if *swiglu { weight.outputs() / 2 } else { weight.outputs() };
-        let (dtype, size, stream) = (x.dtype(), x.dtype().size_in_bytes(), &*stream_of(x)?);
-        let mut out = alloc(launch.arena.as_ref(), x, &[rows, width])?;
-        let x = read(x, stream)?;
-        held!(bytes, weight.bytes(), stream);
-        held!(scales, weight.scales(), stream);
-        held_or_none!(below, weight.below(), stream);
-        let y = write(&mut out, stream)?;
-        let in_e4m3 = weight.bytes().dim(0)?;
-        let options = LinearOptions { swiglu: (*swiglu).into(), ..LinearOptions::default() };
-        let run = |first: usize, w: *mut c_void, scales: gdn::Scales, (at, outputs): (usize, usize)| {
+/// `None` where the kernel does not take so many rows.
+fn run(x: &Tensor, weight: &BlockScaled, launch: &Launch, swiglu: bool) -> Result<Option<Tensor>> {
+    let _working = Working::new(x.device());
+    let (guard, layout) = x.storage_and_layout();
+    let Storage::Cuda(x) = &*guard else { bail!("{OP}: x: expected a CUDA tensor") };
+    let (rows, inputs) = layout.shape().dims2()?;
+    let width = if swiglu { weight.outputs() / 2 } else { weight.outputs() };
+    let (dtype, size, stream) = (x.dtype(), x.dtype().size_in_bytes(), &*stream_of(x)?);
+    let arena = launch.arena.as_ref();
+    let mut out = alloc(arena, x, &[rows, width])?;
+    let x = read(x, stream)?;
+    held!(bytes, weight.bytes(), stream);
+    held!(scales, weight.scales(), stream);
+    held_or_none!(below, weight.below(), stream);
+    let y = write(&mut out, stream)?;
+    let in_e4m3 = weight.bytes().dim(0)?;
+    let options = LinearOptions { swiglu: swiglu.into(), ..LinearOptions::default() };
+    let product =
+        |rows: Range<usize>, w: *mut c_void, scales: gdn::Scales, (at, outputs): (usize, usize)| -> Result<c_int> {
+            let first = rows.start;
             let params = gdn::LinearParams {
                 x: x.at::<c_void>(layout.start_offset() + first * layout.stride()[0], size).cast_const(),
                 w: w.cast_const(),
@@ -97,7 +97,7 @@ impl CustomOp1 for FewRows<'_> {
                 x_stride: layout.stride()[0] as i64,
                 w_stride: inputs as i64,
                 y_stride: width as i64,
-                rows: int(OP, "rows", gdn::GDN_LINEAR_E4M3_ROWS.min(rows - first))?,
+                rows: int(OP, "rows", rows.len())?,
                 inputs: int(OP, "inputs", inputs)?,
                 outputs: int(OP, "outputs", outputs)?,
                 dtype: dtype_code(dtype),
@@ -105,25 +105,26 @@ impl CustomOp1 for FewRows<'_> {
             };
             // SAFETY: the launcher reads the parameters; the kernel reads its rows of x, the weight and its scales, all of
             // sizes that `BlockScaled` has checked, and writes its columns of its rows of y; the guards outlive the launch.
-            check(OP, unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) })
+            Ok(unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) })
         };
-        for first in (0..rows).step_by(gdn::GDN_LINEAR_E4M3_ROWS) {
-            // The rows in 16 bits first: while this small product runs, the bytes of the large one are being loaded.
-            if let (Some(pointer), Some(below)) = (&below, weight.below()) {
-                run(
-                    first,
-                    pointer.at(below.layout().start_offset(), size),
-                    gdn::NO_SCALES,
-                    (in_e4m3, width - in_e4m3),
-                )?;
-            }
-            let outputs = if *swiglu { width } else { in_e4m3 };
-            let w = bytes.at(weight.bytes().layout().start_offset(), 1);
-            run(first, w, scales_of(weight, &scales)?, (0, outputs))?;
+    // The rows in 16 bits first: while this small product runs, the bytes of the large one are being loaded.
+    if let (Some(pointer), Some(below)) = (&below, weight.below()) {
+        for first in (0..rows).step_by(gdn::GDN_LINEAR_ROWS) {
+            let w = pointer.at(below.layout().start_offset(), size);
+            let part = first..rows.min(first + gdn::GDN_LINEAR_ROWS);
+            check(OP, product(part, w, gdn::NO_SCALES, (in_e4m3, width - in_e4m3))?)?;
         }
-        drop(y);
-        Ok((out, Shape::from((rows, width))))
     }
+    let w = bytes.at(weight.bytes().layout().start_offset(), 1);
+    let status = product(0..rows, w, scales_of(weight, &scales)?, (0, if swiglu { width } else { in_e4m3 }))?;
+    drop(y);
+    // Asking beforehand would choose twice.
+    if status == gdn::GDN_BAD_ALGO {
+        undo(arena, out)?;
+        return Ok(None);
+    }
+    check(OP, status)?;
+    finish(arena, out, Shape::from((rows, width))).map(Some)
 }
 
 struct Dense<'a> {

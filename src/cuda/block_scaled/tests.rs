@@ -60,16 +60,29 @@ fn weight(
     (made.with_rows_below(to(rows)).unwrap(), wide)
 }
 
+/// Up to how many are multiplied with the bytes where x fits.
+fn most_rows(device: &Device) -> usize {
+    use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
+    let context = device.as_cuda_device().unwrap().cuda_stream().context().clone();
+    let ask = |attribute| context.attribute(attribute).unwrap();
+    match ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) * 10
+        + ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+    {
+        90 => FEW,
+        _ => 2 * gdn::GDN_LINEAR_E4M3_ROWS,
+    }
+}
+
 #[test]
 fn equals_the_product_in_f64() {
     let Some(device) = device() else { return };
-    // An output's rounding is at most half a unit in its last place; the weights are exact up to 48 rows.
+    // An output's rounding is at most half a unit in its last place; the weights are exact.
     for (dtype, bound) in [(DType::BF16, 4e-3), (DType::F16, 5e-4)] {
         for (inputs, outputs, block_rows, below) in
             [(64, 1, 1, 0), (192, 33, 32, 7), (1024, 100, 128, 0), (2560, 300, 128, 64), (2048, 257, 16, 1)]
         {
             let (weight, wide) = weight(outputs, inputs, block_rows, below, dtype, &device);
-            for rows in (1..=17).chain([32, 33, 48]) {
+            for rows in (1..=17).chain([32, 33, 48, 64]).filter(|rows| *rows <= most_rows(&device)) {
                 // Among other values, which must play no part.
                 let x = numbers(rows + 3, inputs + 8, 0.3).to_dtype(dtype).unwrap();
                 let part = |x: &Tensor| x.narrow(0, 1, rows).unwrap().narrow(1, 8, inputs).unwrap();
@@ -104,6 +117,22 @@ fn many_rows_are_those_of_the_dequantised_weight() {
             let same = x.matmul(&want.to_device(&device).unwrap().t().unwrap()).unwrap();
             assert_eq!(bits(&y), bits(&same), "{dtype:?} {outputs}x{inputs}");
         }
+    }
+}
+
+/// Inputs whose 33 rows do not fit beside the weights' stream.
+#[test]
+fn what_does_not_fit_is_dequantised() {
+    let Some(device) = device() else { return };
+    let (weight, wide) = weight(40, 17408, 128, 0, DType::BF16, &device);
+    for rows in [16, 33, 64] {
+        let x = numbers(rows, 17408, 0.3).to_dtype(DType::BF16).unwrap();
+        let want = x.to_dtype(DType::F64).unwrap().matmul(&wide.t().unwrap()).unwrap();
+        let x = x.to_device(&device).unwrap();
+        assert_eq!(few_rows(&x, &weight, &Launch::default()).unwrap().is_some(), rows == 16, "{rows} rows");
+        let y = weight.forward(&x, &Launch::default().overlapping()).unwrap();
+        let error = error(&y, &want);
+        assert!(error < 8e-3, "{rows} rows: {error}");
     }
 }
 
