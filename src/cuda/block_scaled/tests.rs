@@ -125,14 +125,16 @@ fn many_rows_are_those_of_the_dequantised_weight() {
 fn what_does_not_fit_is_dequantised() {
     let Some(device) = device() else { return };
     let (weight, wide) = weight(40, 17408, 128, 0, DType::BF16, &device);
+    let dense = wide.to_dtype(DType::F32).unwrap().to_dtype(DType::BF16).unwrap().to_dtype(DType::F64).unwrap();
     for rows in [16, 33, 64] {
         let x = numbers(rows, 17408, 0.3).to_dtype(DType::BF16).unwrap();
-        let want = x.to_dtype(DType::F64).unwrap().matmul(&wide.t().unwrap()).unwrap();
+        let fits = rows == 16;
+        let want = x.to_dtype(DType::F64).unwrap().matmul(&if fits { &wide } else { &dense }.t().unwrap()).unwrap();
         let x = x.to_device(&device).unwrap();
-        assert_eq!(few_rows(&x, &weight, &Launch::default()).unwrap().is_some(), rows == 16, "{rows} rows");
+        assert_eq!(few_rows(&x, &weight, &Launch::default()).unwrap().is_some(), fits, "{rows} rows");
         let y = weight.forward(&x, &Launch::default().overlapping()).unwrap();
         let error = error(&y, &want);
-        assert!(error < 8e-3, "{rows} rows: {error}");
+        assert!(error < 4e-3, "{rows} rows: {error}");
     }
 }
 
