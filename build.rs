@@ -47,6 +47,8 @@ mod cuda {
             flags.push(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));
         }
         let cuda = std::env::current_dir().expect("cargo runs build scripts in the package").join("cuda");
+        // By this path others find the headers: a checkout that moved is no longer where it was told to be.
+        println!("cargo:rerun-if-changed={}", cuda.display());
         println!("cargo::metadata=include={}", cuda.display());
         println!("cargo::metadata=capability={lowest}");
         println!("cargo::metadata=flags={}", flags.join(" "));

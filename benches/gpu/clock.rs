@@ -2,6 +2,7 @@
 //! each call), `wall` (the host).
 
 use crate::cupti;
+use crate::parts::{added_us, Activity};
 use crate::record::{Row, Time};
 use anyhow::{bail, Context, Result};
 use candle_core::cuda_backend::cudarc::driver::sys::{
@@ -50,8 +51,41 @@ pub struct Clock {
 /// A row with its times. A clock that was not asked for or failed is `None`; the row's note says which failed.
 pub struct Sample {
     pub row: Row,
-    /// Mean µs a call by kernel name, and how often it ran a call.
-    pub kernels: Vec<(String, f64, f64)>,
+    /// What ran, call after call; empty without CUPTI.
+    pub activities: Vec<Activity>,
+}
+
+/// What one kernel takes in a call, on average.
+pub struct Kernel<'a> {
+    pub name: &'a str,
+    pub launches: f64,
+    /// [`added_us`] of its launches.
+    pub added_us: f64,
+    /// From its launches' begins to their ends.
+    pub us: f64,
+}
+
+impl Sample {
+    /// Each call's activities.
+    pub fn calls(&self) -> impl Iterator<Item = &[Activity]> {
+        self.activities.chunks(self.row.launches.map_or(1, |n| n as usize).max(1))
+    }
+
+    /// Those that add most come first.
+    pub fn kernels(&self) -> Vec<Kernel<'_>> {
+        let calls = self.calls().count() as f64;
+        let mut kernels = BTreeMap::new();
+        for (activity, added) in self.calls().flat_map(|call| call.iter().zip(added_us(call))) {
+            let name = activity.name.as_str();
+            let kernel = kernels.entry(name).or_insert(Kernel { name, launches: 0., added_us: 0., us: 0. });
+            kernel.launches += 1. / calls;
+            kernel.added_us += added / calls;
+            kernel.us += activity.us() / calls;
+        }
+        let mut kernels: Vec<_> = kernels.into_values().collect();
+        kernels.sort_by(|a, b| b.added_us.total_cmp(&a.added_us));
+        kernels
+    }
 }
 
 impl Clock {
@@ -92,7 +126,7 @@ impl Clock {
         self.synchronize()?;
         let estimate = start.elapsed().as_secs_f64() * 1e6 / 3.;
         let reps = ((BUDGET / estimate) as usize).clamp(5, 200);
-        let mut sample = Sample { row, kernels: vec![] };
+        let mut sample = Sample { row, activities: vec![] };
         for tier in [Tier::Gpu, Tier::Event, Tier::Call, Tier::Wall] {
             if !self.tiers.contains(&tier) {
                 continue;
@@ -121,15 +155,8 @@ impl Clock {
             bail!("CUPTI saw {} activities in {reps} calls", activities.len());
         }
         let launches = activities.len() / reps;
-        let mut busy: Vec<f64> = activities.chunks(launches).map(cupti::busy_us).collect();
-        let mut kernels = BTreeMap::<&str, (f64, f64)>::new();
-        for a in &activities {
-            let (us, count) = kernels.entry(&a.name).or_default();
-            *us += a.us() / reps as f64;
-            *count += 1. / reps as f64;
-        }
-        sample.kernels = kernels.into_iter().map(|(name, (us, count))| (name.to_owned(), us, count)).collect();
-        sample.kernels.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let mut busy: Vec<f64> = activities.chunks(launches).map(|call| added_us(call).iter().sum()).collect();
+        sample.activities = activities;
         sample.row.launches = Some(launches as u32);
         sample.row.gpu = Some(Time::of(&mut busy));
         Ok(())

@@ -1,34 +1,8 @@
 //! What ran on the GPU and when, from CUPTI's activity records.
 
-/// One kernel, copy or fill. Times are nanoseconds on the device's clock.
-#[derive(Clone, Debug)]
-pub struct Activity {
-    pub name: String,
-    pub start: u64,
-    pub end: u64,
-}
-
-impl Activity {
-    pub fn us(&self) -> f64 {
-        (self.end - self.start) as f64 / 1e3
-    }
-}
-
-/// How long at least one of them ran: kernels that overlap count once, gaps between launches do not count.
-pub fn busy_us(call: &[Activity]) -> f64 {
-    let mut spans: Vec<(u64, u64)> = call.iter().map(|a| (a.start, a.end)).collect();
-    spans.sort_unstable();
-    let (mut busy, mut until) = (0, 0);
-    for (start, end) in spans {
-        busy += end.max(until) - start.max(until);
-        until = end.max(until);
-    }
-    busy as f64 / 1e3
-}
-
 #[cfg(not(feature = "cupti"))]
 mod collect {
-    use super::Activity;
+    use crate::parts::Activity;
     use anyhow::{bail, Result};
 
     pub fn check() -> Result<()> {
@@ -42,7 +16,7 @@ mod collect {
 
 #[cfg(feature = "cupti")]
 mod collect {
-    use super::Activity;
+    use crate::parts::Activity;
     use anyhow::{anyhow, Context, Result};
     use candle_core::cuda_backend::cudarc::cupti::result::activity as api;
     use candle_core::cuda_backend::cudarc::cupti::sys;

@@ -14,6 +14,7 @@ mod inputs;
 mod layer;
 mod model;
 mod ops;
+mod parts;
 #[path = "../report/record.rs"]
 mod record;
 mod rule;
@@ -79,7 +80,7 @@ struct Args {
     /// Clocks to read [default: all; gpu needs a build with --features cupti]
     #[arg(long, value_delimiter = ',')]
     tiers: Vec<Tier>,
-    /// Print the time of each kernel of a call
+    /// Print by how much each kernel of a call ends after those before it: these times add up to `gpu`
     #[arg(long)]
     kernels: bool,
     /// Folder for gpu.json [default: benches/results/<device>]
@@ -157,10 +158,11 @@ impl Bench {
     }
 
     pub fn push_sample(&mut self, sample: Sample) -> Result<()> {
-        self.push(sample.row)?;
+        self.push(sample.row.clone())?;
         if self.kernels {
-            for (name, us, count) in sample.kernels {
-                println!("      {us:9.2} us  x{count:<4.1} {}", name.chars().take(110).collect::<String>());
+            for k in sample.kernels() {
+                let name: String = k.name.chars().take(110).collect();
+                println!("      {:9.2} us ({:9.2} from begin to end)  x{:<4.1} {name}", k.added_us, k.us, k.launches);
             }
         }
         Ok(())

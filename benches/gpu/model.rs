@@ -4,6 +4,7 @@
 use crate::check::{self, f64s};
 use crate::clock::{Clock, Tier};
 use crate::dummy::Dummy;
+use crate::parts::{parts, ATTENTION, EXPERTS, GDN, HEAD, PROJECTIONS};
 use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::{ensure, Context, Result};
@@ -36,20 +37,28 @@ pub fn config(name: &str) -> Result<ModelConfig> {
     Ok(ModelConfig::from_json(&text)?)
 }
 
-/// Bytes of the weights that a step of `sequences` reads: of the experts as many as so many tokens choose on average where every
-/// choice is as likely as another.
-fn step_bytes(config: &ModelConfig, dtype: DType, sequences: usize) -> u64 {
-    let size = dtype.size_in_bytes();
+/// Bytes of the weights that the parts of a step of `sequences` read: of the experts as many as so many tokens choose on average
+/// where every choice is as likely as another.
+fn weight_bytes(config: &ModelConfig, dtype: DType, sequences: usize) -> [(&'static str, u64); 3] {
+    let (size, hidden) = (dtype.size_in_bytes(), config.hidden_size);
     let weights = if config.fp8.is_some() { config.fp8_weight_bytes(dtype) } else { config.weight_bytes(dtype) };
+    let head = (config.vocab_size * hidden * size) as u64;
     // Of a table of its own each token reads a row.
-    let table = if config.tie_word_embeddings { 0 } else { config.vocab_size * config.hidden_size * size };
-    let idle = config.moe.as_ref().map_or(0., |moe| {
+    let table = if config.tie_word_embeddings { 0 } else { head };
+    let (mut stored, mut read) = (0, 0);
+    if let Some(moe) = &config.moe {
         let layers = config.layers.iter().filter(|layer| layer.ffn == FfnKind::Moe).count();
-        let expert = 3 * config.hidden_size * moe.intermediate_size * if config.fp8.is_some() { 1 } else { size };
-        let unchosen = (1. - moe.experts_per_token as f64 / moe.num_experts as f64).powi(sequences as i32);
-        (layers * moe.num_experts * expert) as f64 * unchosen
-    });
-    weights - table as u64 - idle as u64
+        let matrices =
+            |width: usize| (layers * 3 * hidden * width * if config.fp8.is_some() { 1 } else { size }) as u64;
+        let router = (layers * (moe.num_experts + 1) * hidden) as u64;
+        let chosen = 1. - (1. - moe.experts_per_token as f64 / moe.num_experts as f64).powi(sequences as i32);
+        let experts = matrices(moe.num_experts * moe.intermediate_size);
+        let shared = matrices(moe.shared_intermediate_size);
+        // The router is counted as f32, and read in bf16.
+        stored = experts + shared + 4 * router;
+        read = (experts as f64 * chosen) as u64 + shared + size as u64 * router;
+    }
+    [(PROJECTIONS, weights - table - head - stored), (HEAD, head), (EXPERTS, read)]
 }
 
 struct Case<'a> {
@@ -135,8 +144,11 @@ impl Case<'_> {
 
         let per_sequence = self.model.config().sequence_bytes(self.model.dtype());
         let times = if rings == Rings::Always { 1 } else { 2 }; // read, and written
-        let states = times * (per_sequence.recurrent + per_sequence.conv) + SEEN as u64 * per_sequence.kv_per_token;
-        let bytes = step_bytes(self.model.config(), self.model.dtype(), batch) + batch as u64 * states;
+        let states = batch as u64 * times * (per_sequence.recurrent + per_sequence.conv);
+        let keys = (batch * SEEN) as u64 * per_sequence.kv_per_token;
+        let weights = weight_bytes(self.model.config(), self.model.dtype(), batch);
+        let read: Vec<_> = weights.into_iter().chain([(GDN, states), (ATTENTION, keys)]).collect();
+        let bytes = read.iter().map(|(_, bytes)| bytes).sum();
         let row = |variant: &str| self.row(&what, variant, batch, 1).work(bytes, 0).error("logits", error);
         if !bench.holds(&row("graph"), BOUND)? {
             return Ok(());
@@ -148,11 +160,17 @@ impl Case<'_> {
             true => restore(pool),
             false => Ok(()),
         };
-        self.time(bench, row("graph"), || {
+        let step = || {
             let mut pool = pool.borrow_mut();
             with_room(&mut pool)?;
             graph.borrow_mut().step(self.model, &mut pool, &next).map(|_| ())
-        })?;
+        };
+        let mut sample = self.clock.time(row("graph"), &[Box::new(step)])?;
+        sample.row.parts = parts(sample.calls());
+        for part in &mut sample.row.parts {
+            part.bytes = read.iter().find(|(name, bytes)| *name == part.name && *bytes > 0).map(|(_, bytes)| *bytes);
+        }
+        bench.push_sample(sample)?;
         self.time(bench, row("eager"), || {
             let mut pool = pool.borrow_mut();
             with_room(&mut pool)?;

@@ -98,6 +98,9 @@ pub struct Row {
     pub bytes: Option<u64>,
     pub flop: Option<u64>,
     pub floor_us: Option<f64>,
+    /// What `gpu` is made of, as means a call.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<Part>,
     /// Of what a call passes from kernel to kernel, its output too: memory at the peak.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub between_bytes: Option<u64>,
@@ -115,6 +118,18 @@ pub struct Time {
     pub median: f64,
     pub min: f64,
     pub max: f64,
+}
+
+/// What some kernels of a call do.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Part {
+    pub name: String,
+    pub launches: u32,
+    /// By how many microseconds they end after all that began before them, summed: what overlaps counts once.
+    pub us: f64,
+    /// That they have to read and write.
+    pub bytes: Option<u64>,
 }
 
 /// The sizes that a workload has.
@@ -293,7 +308,7 @@ impl Time {
 }
 
 /// Microseconds to a tenth of a nanosecond, below what any of the clocks tells.
-fn rounded(us: f64) -> f64 {
+pub fn rounded(us: f64) -> f64 {
     (us * 1e4).round() / 1e4
 }
 

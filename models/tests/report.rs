@@ -8,6 +8,9 @@ mod folder;
 mod markdown;
 #[path = "../../benches/report/output.rs"]
 mod output;
+#[allow(dead_code)]
+#[path = "../../benches/gpu/parts.rs"]
+mod parts;
 #[path = "../../benches/report/plots/mod.rs"]
 mod plots;
 #[path = "../../benches/report/rates.rs"]
@@ -24,7 +27,8 @@ mod tables;
 mod timing;
 
 use folder::{File, Folder};
-use record::{cargo_command, date_of, Ceilings, Machine, Row, Run, Shape, Time};
+use parts::{added_us, Activity};
+use record::{cargo_command, date_of, Ceilings, Machine, Part, Row, Run, Shape, Time};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -299,6 +303,70 @@ fn the_command_is_what_a_user_types() {
     let command = of(&["gpu", "decode", "--heads", "16/32", "a b", "--bench"]);
     assert_eq!(command, "cargo bench --features cuda --bench gpu -- decode --heads 16/32 'a b'");
     assert_eq!(of(&["/x/my-tool"]), "cargo bench --features cuda --bench my-tool");
+}
+
+// ---- parts of a call ----
+
+fn activity(name: &str, start: u64, end: u64) -> Activity {
+    Activity { name: name.into(), start, end }
+}
+
+#[test]
+fn what_overlaps_counts_once() {
+    // Waits for the first, then a gap, then one within another.
+    let spans = [(1000, 5000), (2000, 9000), (10_000, 20_000), (12_000, 15_000), (19_000, 21_000)];
+    let call = spans.map(|(start, end)| activity("", start, end));
+    assert_eq!(added_us(&call), [4., 4., 10., 0., 1.]);
+    assert_eq!(call[1].us(), 7.);
+}
+
+#[test]
+fn parts_of_a_step_are_told_by_their_kernels() {
+    let call = |shift: u64| {
+        let names = [
+            "_ZN3gdn8residual44_GLOBAL__N__c6ff9e0b_11_residual_cu_55243eb012packs_kernelI13__nv_bfloat16Li1ELb1EEEvv",
+            "_ZN3gdn6linear13linear_kernelI13__nv_bfloat16S2_Li1ELNS0_4FromE1EEEvNS0_4ArgsE",
+            "_ZN3gdn6replay12token_kernelI13__nv_bfloat16fNS0_6ParamsEEEvv",
+            "_ZN3gdn3moe11down_kernelI13__nv_bfloat16S2_EEvNS0_4ArgsE",
+            "_ZN3gdn9attention10mma_kernelI13__nv_bfloat16Li256ELi1ELi6EEEvv",
+            "nvjet_sm90_tst_128x8_64x12_4x1_v_bz_TNT",
+            "cast_bf16_f32",
+            "_ZN3gdn8",
+        ];
+        let timed = |(i, name): (usize, &&str)| activity(name, 1000 * i as u64, 1000 * i as u64 + 1000 + shift);
+        names.iter().enumerate().map(timed).collect::<Vec<_>>()
+    };
+    let calls = [call(0), call(500)];
+    let found = parts::parts(calls.iter().map(|call| &call[..]));
+    let of = |name: &str| found.iter().filter(|part| part.name == name).map(|p| (p.launches, p.us)).collect::<Vec<_>>();
+    // The first of a call ends half a microsecond later in the second call, and so do all others.
+    assert_eq!(of("residuals, norms, gates"), [(1, 1.25)]);
+    for name in
+        [parts::PROJECTIONS, parts::GDN, parts::EXPERTS, parts::ATTENTION, parts::HEAD, "copies, casts", "others"]
+    {
+        assert_eq!(of(name), [(1, 1.)], "{name}");
+    }
+    assert_eq!(found.len(), 8);
+    assert_eq!(found.iter().map(|part| part.us).sum::<f64>(), 8.25);
+    assert!(parts::parts([].into_iter()).is_empty());
+}
+
+#[test]
+fn the_parts_of_a_step_add_up_to_what_the_host_waits() {
+    let part = |name: &str, launches, us, bytes| Part { name: name.into(), launches, us, bytes };
+    let parts = vec![part("projections", 64, 60., Some(160_000_000)), part("sampler", 1, 15., None)];
+    let row = Row { parts, ..Row::new("model", "4b step B=1", "candle-gdn").variant("graph") };
+    let row = row.work(200_000_000, 0).gpu(us(75.)).wall(us(100.)).launches(65);
+    let table = table_of(vec![gpu("benches/gpu", vec![row, Row::new("model", "4b fork", "candle-gdn").wall(us(9.))])]);
+    let want = "
+        | part                   | launches |  MB | floor | time | of all |
+        | ---------------------- | -------: | --: | ----: | ---: | -----: |
+        | projections            |       64 | 160 |  40.0 | 60.0 |   60 % |
+        | sampler                |        1 |   – |     – | 15.0 |   15 % |
+        | no kernel              |        – |   – |     – | 25.0 |   25 % |
+        | all, as the host waits |       65 | 200 |  50.0 |  100 |  100 % |";
+    assert_table(&table, "Where it goes, 4b step B=1, candle-gdn graph, µs", want);
+    assert_eq!(table.matches("Where it goes").count(), 1);
 }
 
 // ---- statistics ----

@@ -8,6 +8,7 @@ mod generic;
 mod grid;
 mod head;
 mod means;
+mod parts;
 mod speedup;
 
 use crate::compare::{By, Suite};
@@ -59,7 +60,9 @@ pub fn table(folder: &Folder) -> String {
     for name in folder.suites() {
         for cpu in [false, true] {
             if !known(name, cpu) {
-                section(&mut out, folder, name, cpu, By::Workload, generic::table);
+                section(&mut out, folder, name, cpu, By::Workload, |suite| {
+                    generic::table(suite) + &parts::tables(suite)
+                });
             }
         }
     }
