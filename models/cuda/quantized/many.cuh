@@ -43,10 +43,11 @@ __device__ __forceinline__ void cluster_meet() {
 #endif
 }
 
-__device__ __forceinline__ float load_there(uint32_t address, int rank) {
-  float v = 0.f;
+__device__ __forceinline__ float4 load_there(uint32_t address, int rank) {
+  float4 v = {};
 #if __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(ptx::cluster_address(address, rank)) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(ptx::cluster_address(address, rank)) : "memory");
 #endif
   return v;
 }
@@ -166,18 +167,38 @@ __global__ void __launch_bounds__(Shape<TYPE, NT>::kThreads) many_kernel(const _
       for (int e = 0; e < 4; ++e) sums[(8 * n + 2 * t + e % 2) * S::kSums + (s * S::kWarps + warp) * kTile + g + e / 2 * 8] = sum[s][n][e];
   if (a.cluster > 1) cluster_meet();
   else __syncthreads();
-  const auto sum_of = [&](int at) {
-    if (a.cluster == 1) return sums[at];
-    float all = 0.f;
-    for (int r = 0; r < a.cluster; ++r) all += load_there(shared + at * 4, r);
-    return all;
+  // Of four outputs, all blocks' parts before the first is added.
+  const auto sum_of = [&](int at, float (&all)[4]) {
+    float4 parts[kMostBlocks];
+    if (a.cluster == 1) parts[0] = *reinterpret_cast<const float4 *>(sums + at);
+    else {
+#pragma unroll
+      for (int r = 0; r < kMostBlocks; ++r)
+        if (r < a.cluster) parts[r] = load_there(shared + at * 4, r);
+    }
+    all[0] = all[1] = all[2] = all[3] = 0.f;
+#pragma unroll
+    for (int r = 0; r < kMostBlocks; ++r)
+      if (r < a.cluster) {
+        all[0] += parts[r].x;
+        all[1] += parts[r].y;
+        all[2] += parts[r].z;
+        all[3] += parts[r].w;
+      }
   };
   const int width = (a.up ? S::kWarps : S::kTiles) * kTile;
-  for (int i = rank * S::kThreads + threadIdx.x; i < a.rows * width; i += a.cluster * S::kThreads) {
+  for (int i = 4 * (rank * S::kThreads + threadIdx.x); i < a.rows * width; i += 4 * a.cluster * S::kThreads) {
     const int row = i / width, at = i % width, output = group * width + at;
-    float y = sum_of(row * S::kSums + at);
-    if (a.up) y = fast_silu(y) * sum_of(row * S::kSums + width + at);
-    if (output < a.outputs) static_cast<T *>(a.y)[row * a.y_stride + a.column + output] = from_float<T>(y);
+    float y[4], up[4];
+    sum_of(row * S::kSums + at, y);
+    if (a.up) {
+      sum_of(row * S::kSums + width + at, up);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] = fast_silu(y[e]) * up[e];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (output + e < a.outputs) static_cast<T *>(a.y)[row * a.y_stride + a.column + output + e] = from_float<T>(y[e]);
   }
   if (a.cluster > 1) cluster_meet();    // what others read here is here until then
 }
@@ -200,20 +221,34 @@ template <typename T, int TYPE, int NT> int launch_many(ManyArgs args, LaunchCon
   using S = Shape<TYPE, NT>;
   const int groups = static_cast<int>(ceil_div(args.tiles, args.up ? S::kWarps : S::kTiles));
   args.cluster = config.cluster = clusters ? cluster_of(groups, args.units, sms) : 1;
-  if (S::kBytes > optin) return GDN_BAD_ALGO;
   config.grid = dim3(static_cast<unsigned>(groups * args.cluster));
   config.block = dim3(S::kThreads);
   config.shared_bytes = S::kBytes;
   return launch_allowed<many_kernel<T, TYPE, NT>>(config, optin, args);
 }
 
-template <typename T> int run_many(const ManyArgs &args, int type, const LaunchConfig &config, int sms, int optin, bool clusters) {
+// As many rows at a time as there is shared memory for.
+template <typename T> int run_many(ManyArgs args, int type, const LaunchConfig &config, int sms, int optin, bool clusters) {
   return with_type(type, [&](auto kind) {
     constexpr int kType = decltype(kind)::value;
-    if (args.rows <= 16) return launch_many<T, kType, 2>(args, config, sms, optin, clusters);
-    if (args.rows <= 32) return launch_many<T, kType, 4>(args, config, sms, optin, clusters);
-    if (args.rows <= 64) return launch_many<T, kType, 8>(args, config, sms, optin, clusters);
-    return launch_many<T, kType, 16>(args, config, sms, optin, clusters);
+    int left = args.rows;
+    const auto launch = [&](auto nt) {
+      constexpr int kNt = decltype(nt)::value;
+      args.rows = left < 8 * kNt ? left : 8 * kNt;
+      const int status = launch_many<T, kType, kNt>(args, config, sms, optin, clusters);
+      args.x = static_cast<const char *>(args.x) + args.rows * args.x_row;
+      args.y = static_cast<T *>(args.y) + args.rows * args.y_stride;
+      left -= args.rows;
+      return status;
+    };
+    int status = GDN_OK;
+    while (left > 0 && status == GDN_OK) {
+      if (left > 64 && Shape<kType, 16>::kBytes <= optin) status = launch(std::integral_constant<int, 16>{});
+      else if (left > 32 && Shape<kType, 8>::kBytes <= optin) status = launch(std::integral_constant<int, 8>{});
+      else if (left > 16 && Shape<kType, 4>::kBytes <= optin) status = launch(std::integral_constant<int, 4>{});
+      else status = Shape<kType, 2>::kBytes <= optin ? launch(std::integral_constant<int, 2>{}) : static_cast<int>(GDN_BAD_ALGO);
+    }
+    return status;
   });
 }
 

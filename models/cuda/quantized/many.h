@@ -6,8 +6,7 @@
 namespace gdn {
 namespace quantized {
 
-constexpr int kMostRowsOfMany = 128;    // of a launch
-constexpr int kMostBlocks = 8;          // of a cluster
+constexpr int kMostBlocks = 8;    // of a cluster
 
 struct ManyArgs {
   const char *w;
@@ -20,8 +19,8 @@ struct ManyArgs {
   int32_t rows, cluster;
 };
 
-// Of bf16 and f16. `clusters`: whether blocks may form some.
-template <typename T> int run_many(const ManyArgs &args, int type, const LaunchConfig &config, int sms, int optin, bool clusters);
+// Of bf16 and f16, any number of rows. `clusters`: whether blocks may form some.
+template <typename T> int run_many(ManyArgs args, int type, const LaunchConfig &config, int sms, int optin, bool clusters);
 
 }  // namespace quantized
 }  // namespace gdn

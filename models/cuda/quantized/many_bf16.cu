@@ -2,6 +2,6 @@
 
 namespace gdn {
 namespace quantized {
-template int run_many<__nv_bfloat16>(const ManyArgs &, int, const LaunchConfig &, int, int, bool);
+template int run_many<__nv_bfloat16>(ManyArgs, int, const LaunchConfig &, int, int, bool);
 }  // namespace quantized
 }  // namespace gdn

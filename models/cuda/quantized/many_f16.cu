@@ -2,6 +2,6 @@
 
 namespace gdn {
 namespace quantized {
-template int run_many<__half>(const ManyArgs &, int, const LaunchConfig &, int, int, bool);
+template int run_many<__half>(ManyArgs, int, const LaunchConfig &, int, int, bool);
 }  // namespace quantized
 }  // namespace gdn

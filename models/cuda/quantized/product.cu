@@ -230,16 +230,13 @@ int many(const gdn_quantized_params *params, cudaStream_t stream) {
   LaunchConfig config;
   config.stream = stream;
   config.overlap = p.overlap != 0;
-  for (int first = 0; first < p.rows && args.parts > 0; first += kMostRowsOfMany)
-    for (int i = 0; i < args.parts; ++i) {
-      const PartArgs &part = args.part[i];
-      ManyArgs of = {part.w, static_cast<const char *>(p.x) + first * args.x_row, static_cast<char *>(p.y) + first * p.y_stride * dtype_size(p.dtype),
-                     args.x_row, p.y_stride, part.outputs, part.column, part.tiles, part.units, part.up,
-                     p.rows - first < kMostRowsOfMany ? p.rows - first : kMostRowsOfMany, 1};
-      const int status = p.dtype == GDN_BF16 ? run_many<__nv_bfloat16>(of, part.type, config, sms, optin, clusters)
-                                              : run_many<__half>(of, part.type, config, sms, optin, clusters);
-      if (status) return status;
-    }
+  for (int i = 0; i < args.parts; ++i) {
+    const PartArgs &part = args.part[i];
+    const ManyArgs of = {part.w, p.x, p.y, args.x_row, p.y_stride, part.outputs, part.column, part.tiles, part.units, part.up, p.rows, 1};
+    const int status = p.dtype == GDN_BF16 ? run_many<__nv_bfloat16>(of, part.type, config, sms, optin, clusters)
+                                            : run_many<__half>(of, part.type, config, sms, optin, clusters);
+    if (status) return status;
+  }
   return GDN_OK;
 }
 

@@ -1,6 +1,8 @@
 //! Launches of `cuda/gdn_quantized.h`: products with matrices in ggml's types, packed for them.
 
-use crate::abi::quantized::{gdn_quantized, gdn_quantized_many, gdn_quantized_pack, gdn_quantized_rows, gdn_quantized_size};
+use crate::abi::quantized::{
+    gdn_quantized, gdn_quantized_many, gdn_quantized_pack, gdn_quantized_rows, gdn_quantized_size,
+};
 use crate::abi::quantized::{PackParams, QuantizedParams, QuantizedPart, RowsParams};
 use crate::abi::quantized::{GDN_Q4_K, GDN_Q6_K, GDN_Q8_0, GDN_QUANTIZED_PARTS};
 use crate::formats::Tiles;
@@ -135,7 +137,13 @@ fn takes_many(x: &Tensor) -> Result<bool> {
 }
 
 /// By a kernel that reads the packed numbers: which one, the rows of x say.
-fn packed_product(x: &Tensor, parts: &[&Packed], tiles: Option<Tiles>, swiglu: bool, launch: &Launch) -> Result<Tensor> {
+fn packed_product(
+    x: &Tensor,
+    parts: &[&Packed],
+    tiles: Option<Tiles>,
+    swiglu: bool,
+    launch: &Launch,
+) -> Result<Tensor> {
     let (layout, size) = (x.layout(), x.dtype().size_in_bytes());
     let [_, inputs] = *layout.dims() else { bail!("{OP}: x: expected shape [rows, in], got {:?}", layout.dims()) };
     if parts.len() > PARTS || parts.iter().any(|part| part.inputs != inputs) {
