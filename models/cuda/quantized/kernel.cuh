@@ -5,6 +5,7 @@
 #include "common/math.cuh"
 #include "common/ptx.cuh"
 #include "layout.cuh"
+#include "unit.cuh"
 
 namespace gdn {
 namespace quantized {
@@ -77,12 +78,6 @@ __device__ __forceinline__ void load_where(bool active, uint32_t (&b)[4], uint32
                : "+r"(b[0]), "+r"(b[1]), "+r"(b[2]), "+r"(b[3])
                : "r"(address), "r"(static_cast<uint32_t>(active))
                : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_word(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
 }
 
 __device__ __forceinline__ float2 load_floats(uint32_t address) {
@@ -180,23 +175,6 @@ __device__ __forceinline__ void convert_x(const A &a, int rank, uint32_t x_share
     if (row < a.rows) store_fixed(x, x_shared + row * a.x_shared_row, scales_shared + row * a.scales_row, piece);
   }
 }
-
-// A unit in registers, and its place in shared memory may be filled anew.
-template <int TYPE> struct Unit {
-  using F = Format<TYPE>;
-  uint4 pieces[F::kPieces];
-  uint2 record;
-  uint32_t factors;
-
-  __device__ __forceinline__ void load(uint32_t unit, int lane) {
-    factors = 0;
-    if constexpr (TYPE == GDN_Q8_0) record.x = load_word(unit + F::kScalesAt + lane * 4);
-    else record = ptx::load_shared_8(unit + F::kScalesAt + lane * 8);
-    if constexpr (TYPE == GDN_Q6_K) factors = load_word(unit + F::kFactorsAt + lane / 4 * 4);
-#pragma unroll
-    for (int j = 0; j < F::kPieces; ++j) pieces[j] = ptx::load_shared(unit + j * 512 + lane * 16);
-  }
-};
 
 // Of chunk c of a unit and a row of x: what a lane's block adds to the sums of weights' rows g and g + 8. `x` are the lane's operands, `of_x` its block's scale
 // and sum.

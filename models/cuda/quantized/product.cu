@@ -1,5 +1,6 @@
 // gdn_quantized: checks, and how a product is divided over blocks and shared memory.
 #include "common/launch.cuh"
+#include "many.h"
 #include "product.h"
 
 namespace gdn {
@@ -128,12 +129,11 @@ int check_part(const gdn_quantized_params &p, const gdn_quantized_part &part) {
   return GDN_OK;
 }
 
-int run(const gdn_quantized_params *params, cudaStream_t stream) {
-  if (!params) return GDN_NULL_POINTER;
-  const gdn_quantized_params &p = *params;
+// What the parts and x are, of either kernel. Without parts there is nothing to do.
+int arguments(const gdn_quantized_params &p, Args *to) {
+  Args &args = *to;
   if (const int status = check(p)) return status;
   if (p.num_parts > 0 && !p.parts) return GDN_NULL_POINTER;
-  Args args = {};
   int64_t column = 0;
   for (int i = 0; i < p.num_parts; ++i) {
     const gdn_quantized_part &from = p.parts[i];
@@ -150,17 +150,26 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
     column += part.outputs;
   }
   if (column > (1 << 30)) return GDN_BAD_LENGTH;
-  if (p.rows == 0 || column == 0) return GDN_OK;
+  if (p.rows == 0) args.parts = 0;
+  if (args.parts == 0) return GDN_OK;
   if (!p.x || !p.y) return GDN_NULL_POINTER;
   if (!aligned(p.x, 16) || (p.rows > 1 && p.x_stride * dtype_size(p.dtype) % 16)) return GDN_BAD_ALGO;
+  args.x_row = p.x_stride * dtype_size(p.dtype);
+  args.y_stride = p.y_stride;
+  return GDN_OK;
+}
 
+int run(const gdn_quantized_params *params, cudaStream_t stream) {
+  if (!params) return GDN_NULL_POINTER;
+  const gdn_quantized_params &p = *params;
+  Args args = {};
+  if (const int status = arguments(p, &args)) return status;
+  if (args.parts == 0) return GDN_OK;
   int sms = 0, optin = 0, half = 0;
   if (const int status = sm_count(&sms)) return status;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   if (const int status = half_shared_memory(&half)) return status;
   const int64_t size = dtype_size(p.dtype);
-  args.x_row = p.x_stride * size;
-  args.y_stride = p.y_stride;
   args.inputs = p.inputs;
   args.chunks = p.inputs / kChunk;
   if (p.groups > 0) {
@@ -206,8 +215,34 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
   return GDN_OK;
 }
 
+int many(const gdn_quantized_params *params, cudaStream_t stream) {
+  if (!params) return GDN_NULL_POINTER;
+  const gdn_quantized_params &p = *params;
+  Args args = {};
+  if (const int status = arguments(p, &args)) return status;
+  if (p.dtype == GDN_F32) return GDN_BAD_DTYPE;
+  if (p.groups > 0) return GDN_BAD_ALGO;
+  int sms = 0, optin = 0;
+  bool clusters = false;
+  if (const int status = sm_count(&sms)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = has_sm90_code(&clusters)) return status;
+  LaunchConfig config;
+  config.stream = stream;
+  config.overlap = p.overlap != 0;
+  for (int i = 0; i < args.parts; ++i) {
+    const PartArgs &part = args.part[i];
+    const ManyArgs of = {part.w, p.x, p.y, args.x_row, p.y_stride, part.outputs, part.column, part.tiles, part.units, part.up, p.rows, 1};
+    const int status = p.dtype == GDN_BF16 ? run_many<__nv_bfloat16>(of, part.type, config, sms, optin, clusters)
+                                            : run_many<__half>(of, part.type, config, sms, optin, clusters);
+    if (status) return status;
+  }
+  return GDN_OK;
+}
+
 }  // namespace
 }  // namespace quantized
 }  // namespace gdn
 
 extern "C" int gdn_quantized(const gdn_quantized_params *params, cudaStream_t stream) { return gdn::quantized::run(params, stream); }
+extern "C" int gdn_quantized_many(const gdn_quantized_params *params, cudaStream_t stream) { return gdn::quantized::many(params, stream); }

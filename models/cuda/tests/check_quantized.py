@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks gdn_quantized, gdn_quantized_pack and gdn_quantized_rows, through the C ABI, against the product in float64 with the
+"""Checks gdn_quantized, gdn_quantized_many, gdn_quantized_pack and gdn_quantized_rows, through the C ABI, against the product in float64 with the
 numbers that ggml's blocks stand for.
 
     python3 models/cuda/tests/check_quantized.py --only-time --shapes 4b --rows 1,4,8
@@ -101,26 +101,33 @@ class Case:
         return params(self.x, [(part.bytes, part.type, part.outputs) for part in self.parts], self.y, self.dtype, overlap,
                       self.swiglu, self.groups)
 
-    def run(self, lib, overlap=0, graph=False):
+    def ref_many(self):
+        """The products with numbers that are rounded to the dtype first. 3e-5: sums in f32, and a number may fall to the other side of a tie."""
+        w = torch.cat([part.blocks.numbers(torch.float32).to(TYPES[self.dtype]) for part in self.parts])
+        return linear(self.x.double(), w.double(), self.swiglu), 3e-5
+
+    def run(self, f, overlap=0, graph=False):
         self.y_buf.fill_(math.nan)
         p = self.params(overlap)
-        return launch(lambda: call(lib.gdn_quantized, p), graph, replays=2), self.y_buf.clone()
+        return launch(lambda: call(f, p), graph, replays=2), self.y_buf.clone()
 
 
-def check_case(lib, case, more=""):
+def check_case(lib, case, more="", many=False):
     parts = "+".join(f"{part.blocks.name} {part.outputs}" for part in case.parts)
     name = f"{case.dtype} rows {case.x.shape[0]} inputs {case.x.shape[1]} -> {parts}{' swiglu' if case.swiglu else ''}{more}"
-    status, first = case.run(lib)
+    f = lib.gdn_quantized_many if many else lib.gdn_quantized
+    status, first = case.run(f)
     if refused(lib, name, status):
         return
-    ref, of_x = case.ref()
+    ref, of_x = case.ref_many() if many else case.ref()
     error, limit = relative(case.y, ref), rounding(case.dtype, ref.numel()) + of_x + 1e-5
     inside = only_inside(case.y_buf, case.y)
-    equal = all(same(case.run(lib, overlap, graph)[1], first) for overlap, graph in WAYS)
+    equal = all(same(case.run(f, overlap, graph)[1], first) for overlap, graph in WAYS)
     report(name, error <= limit and inside and equal,
            f"{error:.2e} of {limit:.2e}, the same in all ways {equal}, inside {inside}", quiet=True)
 
 
+FEW = 16    # the crate takes gdn_quantized for so many
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 17)
 SHAPES_OF_ALL = ((2560, 1100), (256, 33), (256, 1), (512, 4096), (1024, 17), (4096, 2563), (9216, 300), (17408, 48))
 LARGE = ((2560, 12352), (9216, 2560))
@@ -148,6 +155,36 @@ def check_products(lib):
     print(f"{next(seeds) // 8} products, {len(failures)} failed", flush=True)
 
 
+def check_many(lib):
+    seeds = itertools.count(step=8)
+    shapes = (2560, 1100), (256, 33), (256, 1), (1024, 17), (9216, 300)
+    for name, (inputs, outputs), dtype in itertools.product(NAMES, shapes, ("bf16", "f16")):
+        for rows, gaps in zip((1, 9, 17, 32, 40, 64, 100, 130), itertools.cycle(((0, 0), (8, 3), (72, 37)))):
+            check_case(lib, Case(lib, rows, inputs, [(name, outputs)], dtype, gaps, next(seeds)), " many", True)
+    for name, rows in itertools.product(NAMES, (16, 31, 64, 128)):
+        for inputs, outputs in LARGE:
+            check_case(lib, Case(lib, rows, inputs, [(name, outputs)], "bf16", seed=next(seeds)), " many", True)
+        check_case(lib, Case(lib, rows, 2560, [(name, 2 * 1008)], "f16" if rows == 31 else "bf16", (8, 5), next(seeds), True), " many", True)
+    for rows in (16, 40, 128):
+        parts = [("q4_K", 8192), ("q6_K", 500), ("q8_0", 20), ("q4_K", 64)]
+        check_case(lib, Case(lib, rows, 2560, parts, "bf16", (0, 9), next(seeds)), " many", True)
+    for inputs in (128, 384):
+        check_case(lib, Case(lib, 20, inputs, [("q8_0", 77)], "bf16", seed=next(seeds)), " many", True)
+    for name, at in ((name, at) for name in NAMES for at in SCALES[name]):
+        case = Case(lib, 20, 1024, [(name, 70)], "bf16", seed=at)
+        case.parts[0].blocks.put(35, 1, at, math.nan)
+        case.parts[0] = Packed(lib, case.parts[0].blocks)
+        case.x[7, 1023] = math.nan
+        status, _ = case.run(lib.gdn_quantized_many)
+        bad = case.y.isnan()
+        report(f"many, NaN in {name} at {at} and in x", status == OK and bool(bad[:, 35].all() and bad[7].all()) and int(bad.sum()) == 20 + 69,
+               str(bad.sum(0)), quiet=True)
+    every = [Packed(lib, Blocks("q4_K", 1024, 1024, 1 / 32, seed)) for seed in range(6)]
+    chain_repeats("chain many", lambda i, x, y, overlap: call(lib.gdn_quantized_many, params(
+        x, [(every[i % 6].bytes, every[i % 6].type, 1024)], y, "bf16", overlap)), torch.randn(20, 1024, device="cuda").bfloat16())
+    print(f"{next(seeds) // 8} products of many rows, {len(failures)} failed", flush=True)
+
+
 def check_quick(lib):
     """Every kernel: pack and rows of each type; products of all types in a launch, of each dtype and number of rows, clusters."""
     for name, dtype in zip(NAMES, TYPES):
@@ -161,6 +198,8 @@ def check_quick(lib):
     for name, rows in zip(NAMES, (1, 3, 8)):
         check_case(lib, Case(lib, rows, 1024, [(name, 64)], "bf16", swiglu=True))
         check_case(lib, Case(lib, rows, 9216, [(name, 40)], "bf16", (0, 5)))
+    for (name, dtype), rows in itertools.product((("q4_K", "bf16"), ("q6_K", "f16"), ("q8_0", "bf16"), ("q4_K", "f16")), (3, 20, 40, 100)):
+        check_case(lib, Case(lib, rows, 1024, [(name, 64)], dtype, swiglu=rows == 40), " many", True)
 
 
 def check_rows(lib):
@@ -194,13 +233,13 @@ def check_nan(lib):
         case = Case(lib, 3, 1024, [(name, 70)], "bf16", seed=at)
         case.parts[0].blocks.put(35, 1, at, math.nan)
         case.parts[0] = Packed(lib, case.parts[0].blocks)
-        status, _ = case.run(lib)
+        status, _ = case.run(lib.gdn_quantized)
         bad = case.y.isnan()
         report(f"NaN in {name} at {at}", status == OK and bool(bad[:, 35].all()) and int(bad.sum()) == 3, str(bad.sum(0)), quiet=True)
     for name, dtype, value in itertools.product(NAMES, ("bf16", "f16"), (math.nan, math.inf, -math.inf)):
         case = Case(lib, 6, 1024, [(name, 70)], dtype)
         case.x[2, 1023], case.x[4] = value, 0
-        status, _ = case.run(lib)
+        status, _ = case.run(lib.gdn_quantized)
         bad = case.y.isnan()
         report(f"{value} in x, {name} {dtype}", status == OK and bool(bad[2].all()) and int(bad.sum()) == 70 and
                bool((case.y[4] == 0).all()), str(bad.sum(1)), quiet=True)
@@ -223,6 +262,9 @@ def check_arguments(lib):
         "NULL_POINTER": one_by_one(x=[None], y=[None], parts=[None]),
         "BAD_ALGO": one_by_one(inputs=[384], x=[x + 2], x_stride=[516], groups=[4]) + [dict(groups=3, per_group=1), dict(groups=64, per_group=2)], "BAD_STRIDE": one_by_one(x_stride=[-8], y_stride=[-1]),
         "OK": [dict(rows=0, x=None), dict(num_parts=0, y=None)]})
+    expect("many", lib.gdn_quantized_many, case.params, {
+        "BAD_DTYPE": one_by_one(dtype=[CODES["f32"], 7]), "BAD_LENGTH": one_by_one(rows=[-1]), "NULL_POINTER": one_by_one(x=[None], parts=[None]),
+        "BAD_ALGO": [dict(groups=2, per_group=2)] + one_by_one(x=[x + 2], x_stride=[516]), "OK": [dict(rows=0, x=None), dict(num_parts=0, y=None)]})
     w = packed.bytes
     for want, parts, swiglu in (("BAD_DTYPE", [(w, 3, 64)], 0), ("BAD_LENGTH", [(w, packed.type, -1)], 0),
                                 ("BAD_ALGO", [(w[16:], packed.type, 64)], 0), ("BAD_ALGO", [(w, packed.type, 48)], 1),
@@ -237,7 +279,7 @@ def check_arguments(lib):
         "BAD_DTYPE": one_by_one(dtype=[-1], type=[3]), "BAD_LENGTH": one_by_one(rows=[65, -1]), "BAD_STRIDE": one_by_one(y_stride=[-8]),
         "NULL_POINTER": one_by_one(w=[None], y=[None]), "BAD_ALGO": one_by_one(y_stride=[516], y=[y.data_ptr() + 2], paired=[32]),
         "OK": [dict(rows=0)]})
-    for f in (lib.gdn_quantized, lib.gdn_quantized_pack, lib.gdn_quantized_rows):
+    for f in (lib.gdn_quantized, lib.gdn_quantized_many, lib.gdn_quantized_pack, lib.gdn_quantized_rows):
         report("arguments null", f(None, stream()) == NULL_POINTER, quiet=True)
 
 
@@ -285,9 +327,11 @@ def times(lib, args):
             for rows in args.rows:
                 x, y = bf16(rows, inputs), bf16(rows, outputs)
 
+                f = lib.gdn_quantized_many if rows > FEW else lib.gdn_quantized
+
                 def ours(overlap):
                     calls = [params(x, [(w, NAMES[name], weights)], y, "bf16", overlap, swiglu) for w in every]
-                    return [lambda p=p: call(lib.gdn_quantized, p) for p in calls] * repeat
+                    return [lambda p=p: call(f, p) for p in calls] * repeat
 
                 kernels, overlapped = span_us(ours(0)), graph_us(ours(1))
                 share = lambda us: 100 * nbytes / us / rate * 1e6
@@ -303,6 +347,7 @@ def check(lib, args):
     check_rows(lib)
     check_nan(lib)
     check_products(lib)
+    check_many(lib)
     check_chain(lib)
 
 

@@ -59,5 +59,6 @@ extern "C" {
     pub(crate) fn gdn_quantized_pack(params: *const PackParams, stream: *mut c_void) -> std::ffi::c_int;
     pub(crate) fn gdn_quantized_size(params: *const PackParams, bytes: *mut i64) -> std::ffi::c_int;
     pub(crate) fn gdn_quantized(params: *const QuantizedParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub(crate) fn gdn_quantized_many(params: *const QuantizedParams, stream: *mut c_void) -> std::ffi::c_int;
     pub(crate) fn gdn_quantized_rows(params: *const RowsParams, stream: *mut c_void) -> std::ffi::c_int;
 }

@@ -1,6 +1,8 @@
 //! Launches of `cuda/gdn_quantized.h`: products with matrices in ggml's types, packed for them.
 
-use crate::abi::quantized::{gdn_quantized, gdn_quantized_pack, gdn_quantized_rows, gdn_quantized_size};
+use crate::abi::quantized::{
+    gdn_quantized, gdn_quantized_many, gdn_quantized_pack, gdn_quantized_rows, gdn_quantized_size,
+};
 use crate::abi::quantized::{PackParams, QuantizedParams, QuantizedPart, RowsParams};
 use crate::abi::quantized::{GDN_Q4_K, GDN_Q6_K, GDN_Q8_0, GDN_QUANTIZED_PARTS};
 use crate::formats::Tiles;
@@ -17,6 +19,9 @@ const OP: &str = "quantised matrix";
 /// Rows of x that are multiplied with the packed numbers, 8 at a time: each time reads about half a byte or one a number, where
 /// dequantising for a product reads and writes five.
 pub(crate) const FEW: usize = 16;
+
+/// Rows that are multiplied with numbers of x's dtype made in registers, 128 at a time; more are worth making these numbers once for all.
+const MANY: usize = 256;
 
 /// Inputs that leave room for x, and for the weights under way, in the memory of a multiprocessor.
 const MOST_INPUTS: usize = 1 << 15;
@@ -103,26 +108,42 @@ impl Packed {
 /// side, in x's dtype. Parts are [`PARTS`] at most.
 pub(crate) fn product(x: &Tensor, parts: &[&Packed], tiles: Option<Tiles>, launch: &Launch) -> Result<Tensor> {
     if x.dim(0)? <= FEW {
-        return few_rows(x, parts, tiles, false, launch);
+        return packed_product(x, parts, tiles, false, launch);
     }
-    let rows = parts.iter().map(|part| part.outputs).sum();
-    let Some(first) = parts.first() else { bail!("{OP}: expected a part") };
-    let dense = apply1(&Rows { parts, ids: None, rows, dtype: x.dtype() }, None, &first.bytes)?;
     let x = match tiles {
         Some(tiles) => tiles.apply(x)?,
         None => x.clone(),
     };
+    if takes_many(&x)? {
+        return packed_product(&x, parts, None, false, launch);
+    }
+    let rows = parts.iter().map(|part| part.outputs).sum();
+    let Some(first) = parts.first() else { bail!("{OP}: expected a part") };
+    let dense = apply1(&Rows { parts, ids: None, rows, dtype: x.dtype() }, None, &first.bytes)?;
     x.matmul(&dense.t()?)
 }
 
 /// `silu(x gate^T) * (x up^T)`, the weight's rows being those of the gate, then up's; `None` where there are too many rows
 /// of x or none.
 pub(crate) fn swiglu(x: &Tensor, weight: &Packed, launch: &Launch) -> Result<Option<Tensor>> {
-    let takes = (1..=FEW).contains(&x.dim(0)?) && weight.outputs.is_multiple_of(32);
-    takes.then(|| few_rows(x, &[weight], None, true, launch)).transpose()
+    let takes = (1..=FEW).contains(&x.dim(0)?) || takes_many(x)?;
+    let takes = takes && weight.outputs.is_multiple_of(32);
+    takes.then(|| packed_product(x, &[weight], None, true, launch)).transpose()
 }
 
-fn few_rows(x: &Tensor, parts: &[&Packed], tiles: Option<Tiles>, swiglu: bool, launch: &Launch) -> Result<Tensor> {
+/// Whether `gdn_quantized_many` is for so many rows, in this dtype.
+fn takes_many(x: &Tensor) -> Result<bool> {
+    Ok((FEW + 1..=MANY).contains(&x.dim(0)?) && x.dtype() != DType::F32)
+}
+
+/// By a kernel that reads the packed numbers: which one, the rows of x say.
+fn packed_product(
+    x: &Tensor,
+    parts: &[&Packed],
+    tiles: Option<Tiles>,
+    swiglu: bool,
+    launch: &Launch,
+) -> Result<Tensor> {
     let (layout, size) = (x.layout(), x.dtype().size_in_bytes());
     let [_, inputs] = *layout.dims() else { bail!("{OP}: x: expected shape [rows, in], got {:?}", layout.dims()) };
     if parts.len() > PARTS || parts.iter().any(|part| part.inputs != inputs) {
@@ -130,17 +151,17 @@ fn few_rows(x: &Tensor, parts: &[&Packed], tiles: Option<Tiles>, swiglu: bool, l
     }
     let whole = layout.stride()[1] == 1 && ((layout.stride()[0] | layout.start_offset()) * size).is_multiple_of(16);
     let x = if whole { x.clone() } else { x.force_contiguous()? };
-    apply1(&FewRows { parts, tiles, swiglu, launch }, launch.arena.as_ref(), &x)
+    apply1(&Product { parts, tiles, swiglu, launch }, launch.arena.as_ref(), &x)
 }
 
-struct FewRows<'a> {
+struct Product<'a> {
     parts: &'a [&'a Packed],
     tiles: Option<Tiles>,
     swiglu: bool,
     launch: &'a Launch,
 }
 
-impl CustomOp1 for FewRows<'_> {
+impl CustomOp1 for Product<'_> {
     fn name(&self) -> &'static str {
         OP
     }
@@ -186,7 +207,8 @@ impl CustomOp1 for FewRows<'_> {
         };
         // SAFETY: the launcher reads the parameters and the parts; the kernel reads the rows of x and the matrices, whose sizes are
         // those they were packed with, and writes the rows of y; the guards outlive the launch.
-        check(OP, unsafe { gdn_quantized(&params, stream.cu_stream().cast::<c_void>()) })?;
+        let kernel = if rows <= FEW { gdn_quantized } else { gdn_quantized_many };
+        check(OP, unsafe { kernel(&params, stream.cu_stream().cast::<c_void>()) })?;
         drop(y);
         Ok((out, Shape::from((rows, width))))
     }

@@ -298,7 +298,7 @@ mod tests {
                 let pieces = [0, 2, 4, 1, 3, 5].map(|piece| stored.tensor()?.narrow(1, piece * 128, 128));
                 let weight = Tensor::cat(&pieces.into_iter().collect::<Result<Vec<_>>>()?, 1)?;
                 let linear = Linear::stack(vec![Matrix::Tiled(stored, tiles)], &cuda)?;
-                for rows in [1, 3, 40] {
+                for rows in [1, 3, 40, 300] {
                     let x = (whole_numbers(rows, 768) * 0.0625)?;
                     // For many rows the numbers are rounded to x's dtype first. Worked out in f64, the product is 2.1e-4 off in
                     // f16 then, and of the numbers as they are it would be 1.1e-3 to 1.6e-3.
@@ -322,7 +322,7 @@ mod tests {
                 assert!(error <= bound, "{dtype:?} {rows}: {error:e}");
                 let Linear::Quantized(gate_up) = &each[0] else { panic!("expected it quantised") };
                 let fused = gate_up.swiglu(&x, &launch)?;
-                assert_eq!(fused.is_none(), rows > 16);
+                assert_eq!(fused.is_none(), rows > 16 && dtype == DType::F32);
                 let Some(fused) = fused else { continue };
                 let y = apart[0].to_dtype(DType::F32)?;
                 let want = (y.narrow(1, 0, 128)?.silu()? * y.narrow(1, 128, 128)?)?;
