@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define GDN_MOE_FEW_TOKENS 32  // that GDN_MOE_FEW takes at most
+#define GDN_MOE_FEW_TOKENS 64  // that GDN_MOE_FEW takes at most
 #define GDN_MOE_EXPERTS 1024   // at most
 #define GDN_MOE_TOP_K 16       // at most
 #define GDN_MOE_PACKED_TOKENS 16      // that packed experts take at most,

@@ -42,7 +42,7 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   config.overlap = p.overlap >= 0;
   config.grid = dim3(static_cast<unsigned>(p.hidden / kDownOutputs));
   config.block = dim3(kDownThreads);
-  config.shared_bytes = static_cast<int64_t>(kDownWarps) * p.tokens * kColumn * sizeof(float);
+  config.shared_bytes = sizeof(Table) + static_cast<int64_t>(kDownWarps) * p.tokens * kColumn * sizeof(float);
   return launch_allowed<down_kernel<T, W>>(config, optin, args);
 }
 

@@ -262,8 +262,9 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
 template <typename T, typename W>
 __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_constant__ Args a) {
   constexpr int kUnits = Stored<W>::kUnits, kXBytes = Stored<W>::kXBytes;
-  __shared__ Table table;
-  extern __shared__ __align__(16) float sums[];    // [warps][tokens][kColumn]
+  extern __shared__ __align__(16) unsigned char room[];
+  Table &table = *reinterpret_cast<Table *>(room);
+  float *sums = reinterpret_cast<float *>(room + sizeof(Table));    // [warps][tokens][kColumn]
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
   // NOTES: the choice is older than the kernel before this one, and that one has waited for it. So the weights are
   // under way before the wait.

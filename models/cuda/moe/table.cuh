@@ -13,25 +13,34 @@ __device__ __forceinline__ int group_expert(uint32_t group) { return group >> 16
 __device__ __forceinline__ int group_first(uint32_t group) { return group >> 4 & 0xfff; }
 __device__ __forceinline__ int group_rows(uint32_t group) { return group & 15; }
 
-// One block: the table of few tokens. A warp has a token, and then a thread an expert.
+// One block: the table of few tokens. A warp has a token or two, and then a thread an expert.
 static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid_constant__ Args a) {
-  __shared__ uint32_t takers[GDN_MOE_EXPERTS];    // a bit a token
+  constexpr int kWarps = kSortThreads / 32, kTurns = (GDN_MOE_FEW_TOKENS + kWarps - 1) / kWarps;
+  __shared__ uint32_t takers[kTurns][GDN_MOE_EXPERTS];    // a bit a token
   __shared__ int first_row[GDN_MOE_EXPERTS];
   __shared__ int of_warp[kSortThreads / 32];
-  static_assert(GDN_MOE_FEW_TOKENS <= 32 && GDN_MOE_FEW_TOKENS <= kSortThreads / 32, "a bit and a warp a token");
-  const int tid = threadIdx.x, lane = tid % 32, token = tid / 32, k = a.top_k, pairs = a.tokens * k;
+  static_assert(kWarps == 32, "a bit a warp");
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, k = a.top_k, pairs = a.tokens * k;
   Table &table = *a.table;
-  takers[tid] = 0;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) takers[turn][tid] = 0;
   __syncthreads();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
 
-  Choice choice = {0, 0.f};
-  const bool mine = token < a.tokens && lane < k;
-  if (token < a.tokens) choice = choose(a, token);
-  if (mine) atomicOr(&takers[choice.expert], 1u << token);
+  // Token warp + 32 * turn.
+  Choice choice[kTurns] = {};
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn)
+    if (const int token = warp + turn * kWarps; token < a.tokens) {
+      choice[turn] = choose(a, token);
+      if (lane < k) atomicOr(&takers[turn][choice[turn].expert], 1u << warp);
+    }
   __syncthreads();
-  const int rows = __popc(takers[tid]), groups = (rows + kGroup - 1) / kGroup;
+  int rows = 0;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) rows += __popc(takers[turn][tid]);
+  const int groups = (rows + kGroup - 1) / kGroup;
   const Before before = sum_before(groups << 16 | rows, of_warp);
   const int first = before.mine & 0xffff, routed = before.all >> 16;
   first_row[tid] = first;
@@ -44,16 +53,21 @@ static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid
     table.routed = routed;
     table.groups = routed + shared;
   }
-  if (shared > 0 && token < a.tokens && lane == 31) {
-    table.token[pairs + token] = token;
-    table.weight[pairs + token] = shared_weight(a, token);
+  if (shared > 0 && tid < a.tokens) {
+    table.token[pairs + tid] = tid;
+    table.weight[pairs + tid] = shared_weight(a, tid);
   }
   __syncthreads();
-  if (mine) {
-    const int row = first_row[choice.expert] + __popc(takers[choice.expert] & ((1u << token) - 1));
-    table.token[row] = token;
-    table.weight[row] = choice.weight;
-  }
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn)
+    if (const int token = warp + turn * kWarps; token < a.tokens && lane < k) {
+      const int expert = choice[turn].expert;
+      int row = first_row[expert] + __popc(takers[turn][expert] & ((1u << warp) - 1));
+#pragma unroll
+      for (int earlier = 0; earlier < turn; ++earlier) row += __popc(takers[earlier][expert]);
+      table.token[row] = token;
+      table.weight[row] = choice[turn].weight;
+    }
 }
 
 // The block's copy of the table. A single token's is made here and now, by every block anew: that takes less than one

@@ -218,7 +218,7 @@ def check_quick(lib):
 def check_cases(lib):
     seed = 0
     for io in ("bf16", "f16"):
-        for tokens in (*range(1, 34), 40, 64, 65, 100, 128, 129, 200, 257):
+        for tokens in (*range(1, 34), 40, 63, 64, 65, 100, 128, 129, 200, 257):
             algos = (MOE_FEW, MOE_MANY) if tokens <= MOE_FEW_TOKENS else (MOE_MANY,)
             for algo in algos:
                 for experts, k, hidden, inner, shared in ((16, 4, 256, 64, 64), (8, 8, 128, 128, 0),
@@ -232,7 +232,7 @@ def check_cases(lib):
         for experts, k, router in ((16, 4, "f32"), (300, 10, "bf16")):    # several tokens a warp of choose_kernel
             seed += 1
             check_case(lib, "many blocks", tokens=4100, experts=experts, k=k, io=io, router=router, residual=True, seed=seed)
-        for tokens in (1, 2, 7, 8, 9, 32, 33, 150):
+        for tokens in (1, 2, 7, 8, 9, 32, 33, 64, 150):
             for algo in (MOE_FEW, MOE_MANY) if tokens <= MOE_FEW_TOKENS else (MOE_MANY,):
                 for kw in ({"ties": True}, {"ties": True, "experts": 33, "k": 16}, {"favour": 5},
                            {"favour": 15, "k": 1}, {"experts": 1000, "k": 16, "hidden": 64},
@@ -537,7 +537,7 @@ def check(lib, args):
         check_e4m3(lib)
         check_packed(lib)
         check_models(lib)
-        for tokens in (1, 2, 8, 32, 100):
+        for tokens in (1, 2, 8, 32, 64, 100):
             check_chain(lib, tokens)
         check_arguments(lib)
 
