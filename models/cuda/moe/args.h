@@ -14,8 +14,9 @@ constexpr int kTableRows = GDN_MOE_FEW_TOKENS * (GDN_MOE_TOP_K + 1);
 
 // Few tokens' choices. A row is one token at one expert: those of the routed experts, sorted by expert, then one of each
 // token for the shared expert. A group is up to kGroup rows of one expert.
-struct Table {
+struct alignas(16) Table {
   int32_t routed, groups;          // groups of the routed experts; all
+  int32_t unused[2];               // so that each part is a number of 16 bytes
   uint32_t group[kTableRows];      // expert << 16 | first row << 4 | rows; the shared expert is number `experts`
   float weight[kTableRows];        // of a row
   int32_t token[kTableRows];

@@ -90,11 +90,12 @@ __device__ __forceinline__ float shared_weight(const Args &a, int token) {
 
 constexpr int kSortThreads = GDN_MOE_EXPERTS;    // an expert each
 
-// The sum of what the threads before this one have, and of all; of kSortThreads.
+// The sum of what the threads before this one have, and of all of a block of THREADS. `of_warp`: room for 32.
 struct Before {
   int mine, all;
 };
-__device__ __forceinline__ Before sum_before(int x, int *of_warp) {
+template <int THREADS> __device__ __forceinline__ Before sum_before(int x, int *of_warp) {
+  static_assert(THREADS % 32 == 0 && THREADS <= 32 * 32, "a lane sees the sum of a warp");
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = x;
 #pragma unroll
@@ -104,11 +105,10 @@ __device__ __forceinline__ Before sum_before(int x, int *of_warp) {
   }
   if (lane == 31) of_warp[warp] = sum;
   __syncthreads();
-  const int other = of_warp[lane];
+  const int other = lane < THREADS / 32 ? of_warp[lane] : 0;
   const int before = __reduce_add_sync(0xffffffffu, lane < warp ? other : 0), all = __reduce_add_sync(0xffffffffu, other);
   return {before + sum - x, all};
 }
-static_assert(kSortThreads == 32 * 32, "a warp sees the sums of all");
 
 }  // namespace moe
 }  // namespace gdn

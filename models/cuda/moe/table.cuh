@@ -12,62 +12,102 @@ __device__ __forceinline__ uint32_t group_of(int expert, int first, int rows) {
 __device__ __forceinline__ int group_expert(uint32_t group) { return group >> 16; }
 __device__ __forceinline__ int group_first(uint32_t group) { return group >> 4 & 0xfff; }
 __device__ __forceinline__ int group_rows(uint32_t group) { return group & 15; }
+static_assert(kTableRows <= 0x1000, "a group's first row has 12 bits");
 
-// One block: the table of few tokens. A warp has a token or two, and then a thread an expert.
-static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid_constant__ Args a) {
-  constexpr int kWarps = kSortThreads / 32, kTurns = (GDN_MOE_FEW_TOKENS + kWarps - 1) / kWarps;
-  __shared__ uint32_t takers[kTurns][GDN_MOE_EXPERTS];    // a bit a token
-  __shared__ int first_row[GDN_MOE_EXPERTS];
-  __shared__ int of_warp[kSortThreads / 32];
-  static_assert(kWarps == 32, "a bit a warp");
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, k = a.top_k, pairs = a.tokens * k;
+// What few tokens have chosen, in shared memory.
+struct Choices {
+  int32_t expert[GDN_MOE_FEW_TOKENS][GDN_MOE_TOP_K];
+  float weight[GDN_MOE_FEW_TOKENS][GDN_MOE_TOP_K];
+  float shared_weight[GDN_MOE_FEW_TOKENS];
+};
+
+// Rows of a table that are read, 16 bytes of each part at a time: as many groups too, since their number is read beside them.
+__device__ __forceinline__ int table_end(const Args &a) {
+  return (a.tokens * (a.top_k + (a.shared_inner > 0)) + 3) / 4 * 4;
+}
+
+struct Sorting {
+  static constexpr int kWords = (GDN_MOE_FEW_TOKENS + 31) / 32;
+  uint32_t takers[kWords][GDN_MOE_EXPERTS];    // a bit a token; zero before
+  int32_t first_row[GDN_MOE_EXPERTS];
+  int32_t of_warp[32];
+};
+
+// The table of these choices, by a block of THREADS, which has a barrier between those and this.
+template <int THREADS> __device__ __forceinline__ void write_table(const Args &a, const Choices &choices, Sorting &sorting) {
+  constexpr int kEach = GDN_MOE_EXPERTS / THREADS, kWords = Sorting::kWords;
+  const int tid = threadIdx.x, k = a.top_k, pairs = a.tokens * k;
   Table &table = *a.table;
-#pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) takers[turn][tid] = 0;
+  const auto each_choice = [&](auto go) {
+    for (int i = tid; i < a.tokens * GDN_MOE_TOP_K; i += THREADS)
+      if (const int token = i / GDN_MOE_TOP_K, j = i % GDN_MOE_TOP_K; j < k) go(token, choices.expert[token][j], choices.weight[token][j]);
+  };
+  each_choice([&](int token, int expert, float) { atomicOr(&sorting.takers[token / 32][expert], 1u << token % 32); });
   __syncthreads();
-  ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();
 
-  // Token warp + 32 * turn.
-  Choice choice[kTurns] = {};
+  int rows[kEach], sum = 0;    // of this thread's experts; groups << 16 | rows
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn)
-    if (const int token = warp + turn * kWarps; token < a.tokens) {
-      choice[turn] = choose(a, token);
-      if (lane < k) atomicOr(&takers[turn][choice[turn].expert], 1u << warp);
-    }
-  __syncthreads();
-  int rows = 0;
+  for (int i = 0; i < kEach; ++i) {
+    rows[i] = 0;
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) rows += __popc(takers[turn][tid]);
-  const int groups = (rows + kGroup - 1) / kGroup;
-  const Before before = sum_before(groups << 16 | rows, of_warp);
-  const int first = before.mine & 0xffff, routed = before.all >> 16;
-  first_row[tid] = first;
-  for (int i = 0; i < groups; ++i)
-    table.group[(before.mine >> 16) + i] = group_of(tid, first + i * kGroup, min(rows - i * kGroup, kGroup));
-  const int shared = a.shared_inner > 0 ? (a.tokens + kGroup - 1) / kGroup : 0;
-  if (tid < shared)
-    table.group[routed + tid] = group_of(a.experts, pairs + tid * kGroup, min(a.tokens - tid * kGroup, kGroup));
+    for (int word = 0; word < kWords; ++word) rows[i] += __popc(sorting.takers[word][tid * kEach + i]);
+    sum += (rows[i] + kGroup - 1) / kGroup << 16 | rows[i];
+  }
+  const Before before = sum_before<THREADS>(sum, sorting.of_warp);
+  const int routed = before.all >> 16, shared = a.shared_inner > 0 ? (a.tokens + kGroup - 1) / kGroup : 0;
+  int row = before.mine & 0xffff, group = before.mine >> 16;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    sorting.first_row[tid * kEach + i] = row;
+    for (int first = 0; first < rows[i]; first += kGroup)
+      table.group[group++] = group_of(tid * kEach + i, row + first, min(rows[i] - first, kGroup));
+    row += rows[i];
+  }
+  // Behind the last group and row zeros, to where the table is read.
+  const int end = table_end(a);
+  for (int i = tid; routed + i < end; i += THREADS)
+    table.group[routed + i] = i < shared ? group_of(a.experts, pairs + i * kGroup, min(a.tokens - i * kGroup, kGroup)) : 0;
+  for (int i = tid; pairs + i < end; i += THREADS) {
+    const bool there = shared > 0 && i < a.tokens;
+    table.token[pairs + i] = there ? i : 0;
+    table.weight[pairs + i] = there ? choices.shared_weight[i] : 0.f;
+  }
   if (tid == 0) {
     table.routed = routed;
     table.groups = routed + shared;
   }
-  if (shared > 0 && tid < a.tokens) {
-    table.token[pairs + tid] = tid;
-    table.weight[pairs + tid] = shared_weight(a, tid);
+  __syncthreads();
+  each_choice([&](int token, int expert, float weight) {
+    int to = sorting.first_row[expert];
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      const uint32_t before_it = word < token / 32 ? 0xffffffffu : word > token / 32 ? 0u : (1u << token % 32) - 1;
+      to += __popc(sorting.takers[word][expert] & before_it);
+    }
+    table.token[to] = token;
+    table.weight[to] = weight;
+  });
+}
+
+// One block: the table of few tokens. A warp has a token or two.
+static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid_constant__ Args a) {
+  __shared__ Choices choices;
+  __shared__ Sorting sorting;
+  const int tid = threadIdx.x, lane = tid % 32;
+#pragma unroll
+  for (int word = 0; word < Sorting::kWords; ++word) sorting.takers[word][tid] = 0;
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+  for (int token = tid / 32; token < a.tokens; token += kSortThreads / 32) {
+    const Choice choice = choose(a, token);
+    if (lane < a.top_k) {
+      choices.expert[token][lane] = choice.expert;
+      choices.weight[token][lane] = choice.weight;
+    }
+    if (lane == 31 && a.shared_inner > 0) choices.shared_weight[token] = shared_weight(a, token);
   }
   __syncthreads();
-#pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn)
-    if (const int token = warp + turn * kWarps; token < a.tokens && lane < k) {
-      const int expert = choice[turn].expert;
-      int row = first_row[expert] + __popc(takers[turn][expert] & ((1u << warp) - 1));
-#pragma unroll
-      for (int earlier = 0; earlier < turn; ++earlier) row += __popc(takers[earlier][expert]);
-      table.token[row] = token;
-      table.weight[row] = choice[turn].weight;
-    }
+  write_table<kSortThreads>(a, choices, sorting);
 }
 
 // The block's copy of the table. A single token's is made here and now, by every block anew: that takes less than one
@@ -94,17 +134,17 @@ __device__ __forceinline__ void read_table(const Args &a, Table &table) {
       }
     }
   } else {
-    const Table &from = *a.table;
-    const int routed = from.routed, groups = from.groups, rows = a.tokens * (a.top_k + (a.shared_inner > 0));
-    for (int i = tid; i < rows; i += blockDim.x) {
-      if (i < groups) table.group[i] = from.group[i];
-      table.weight[i] = from.weight[i];
-      table.token[i] = from.token[i];
+    // All of it is under way at once: by way of registers each turn of a thread's would be waited for.
+    const int end = table_end(a);
+    const auto copy = [&](void *to, const void *from) { ptx::copy_async(ptx::shared_address(to), from); };
+    for (int i = tid * 4; i < end; i += blockDim.x * 4) {
+      copy(&table.group[i], &a.table->group[i]);
+      copy(&table.weight[i], &a.table->weight[i]);
+      copy(&table.token[i], &a.table->token[i]);
     }
-    if (tid == 0) {
-      table.routed = routed;
-      table.groups = groups;
-    }
+    if (tid == 0) copy(&table, a.table);
+    ptx::copy_async_commit();
+    ptx::copy_async_wait<0>();
   }
   __syncthreads();
 }
