@@ -22,13 +22,20 @@ struct Choice {
   float weight;
 };
 
-// Of one token, by a whole warp: lane j < k gets the j-th best. PER_LANE * 32 >= experts >= k.
-template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, int token) {
+// The largest, in as few steps one behind the other as it takes.
+template <int N> __device__ __forceinline__ uint32_t most_of(const uint32_t *key) {
+  if constexpr (N == 1)
+    return key[0];
+  else
+    return max(most_of<N / 2>(key), most_of<N / 2>(key + N / 2));
+}
+
+// Of one token, by a whole warp: lane j < k gets the j-th best. Logits are the sums of so many splits. PER_LANE * 32 >= experts >= k.
+template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, const float *logits, int splits) {
   const int lane = threadIdx.x % 32, experts = a.experts, k = a.top_k;
-  const float *logits = a.logits + token * a.logits_stride;
   float logit[PER_LANE] = {};
 #pragma unroll(PER_LANE <= 16 ? 2 : 1)
-  for (int s = 0; s < a.splits; ++s) {
+  for (int s = 0; s < splits; ++s) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       const int e = i * 32 + lane;
@@ -36,13 +43,11 @@ template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, 
     }
     logits += a.split_stride;
   }
-  uint32_t key[PER_LANE], most = 0;
+  uint32_t key[PER_LANE];
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {
-    key[i] = i * 32 + lane < experts ? key_of(logit[i]) : 0;
-    most = max(most, key[i]);
-  }
-  const float top = of_key(__reduce_max_sync(0xffffffffu, most));    // NaN where any is
+  for (int i = 0; i < PER_LANE; ++i) key[i] = i * 32 + lane < experts ? key_of(logit[i]) : 0;
+  uint32_t best = most_of<PER_LANE>(key);
+  const float top = of_key(__reduce_max_sync(0xffffffffu, best));    // NaN where any is
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
@@ -54,18 +59,16 @@ template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, 
   int mine = 0;
   uint32_t mine_key = 0;
   for (int j = 0; j < k; ++j) {
-    uint32_t best = 0, at = 0;
+    const uint32_t most = __reduce_max_sync(0xffffffffu, best);
+    uint32_t at = PER_LANE - 1;    // the first, beside the search over lanes
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i)
-      if (key[i] > best) {
-        best = key[i];
-        at = i;
-      }
-    most = __reduce_max_sync(0xffffffffu, best);
+    for (int i = PER_LANE - 2; i >= 0; --i)
+      if (key[i] == best) at = i;
     const uint32_t expert = __reduce_min_sync(0xffffffffu, best == most ? at * 32 + lane : 0xffffffffu);
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
       if (i * 32 + lane == expert) key[i] = 0;
+    best = most_of<PER_LANE>(key);
     if (lane == j) {
       mine = static_cast<int>(expert);
       mine_key = most;
@@ -75,10 +78,13 @@ template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, 
   return {mine, a.normalise ? divide(p, group_sum(p)) : p};
 }
 
+__device__ __forceinline__ Choice choose(const Args &a, const float *logits, int splits) {
+  if (a.experts <= 256) return choose<8>(a, logits, splits);
+  if (a.experts <= 512) return choose<16>(a, logits, splits);
+  return choose<32>(a, logits, splits);
+}
 __device__ __forceinline__ Choice choose(const Args &a, int token) {
-  if (a.experts <= 256) return choose<8>(a, token);
-  if (a.experts <= 512) return choose<16>(a, token);
-  return choose<32>(a, token);
+  return choose(a, a.logits + token * a.logits_stride, a.splits);
 }
 
 __device__ __forceinline__ float shared_weight(const Args &a, int token) {
