@@ -90,6 +90,7 @@ __device__ __forceinline__ Choice choose(const Args &a, int token) {
 __device__ __forceinline__ float shared_weight(const Args &a, int token) {
   const float *logits = a.logits + token * a.logits_stride + a.experts;
   float logit = 0.f;
+#pragma unroll 2
   for (int s = 0; s < a.splits; ++s) logit += logits[s * a.split_stride];
   return sigmoid(logit);
 }

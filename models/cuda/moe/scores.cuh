@@ -54,16 +54,15 @@ __global__ void __launch_bounds__(kScoreThreads) few_scores_kernel(const __grid_
   int input[kBatch] = {};
   const auto load = [&](int chunk) {
 #pragma unroll
-    for (int d = 0; d < kBatch; ++d)
-      if (chunk + d < end) {
-        const int part = (chunk + d) / of_row;
-        input[d] = (chunk + d - part * of_row) * kScoreInputs + t * 8;
+    for (int d = 0; d < kBatch; ++d) {
+      const int at = min(chunk + d, end - 1), part = at / of_row;
+      input[d] = (at - part * of_row) * kScoreInputs + t * 8;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int64_t row = static_cast<int64_t>(part) * a.scored + min(first_row + g + 8 * half, a.scored - 1);
-          w[d][half] = ptx::load_stream(static_cast<const __nv_bfloat16 *>(a.router) + row * a.hidden + input[d]);
-        }
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = static_cast<int64_t>(part) * a.scored + min(first_row + g + 8 * half, a.scored - 1);
+        w[d][half] = ptx::load_stream(static_cast<const __nv_bfloat16 *>(a.router) + row * a.hidden + input[d]);
       }
+    }
   };
   load(first);
 
@@ -83,13 +82,13 @@ __global__ void __launch_bounds__(kScoreThreads) few_scores_kernel(const __grid_
     if (chunk > first) load(chunk);
     uint4 x[kBatch][GROUPS];
 #pragma unroll
-    for (int d = 0; d < kBatch; ++d)
-      if (chunk + d < end) {
-        const T *from = static_cast<const T *>(a.x) + input[d];
+    for (int d = 0; d < kBatch; ++d) {
+      const T *from = static_cast<const T *>(a.x) + input[d];
 #pragma unroll
-        for (int n = 0; n < GROUPS; ++n)    // past the end the last token, whose sums are not stored
-          x[d][n] = ptx::load_after_wait(from + min(n * 8 + g, a.tokens - 1) * a.x_stride);
-      }
+      for (int n = 0; n < GROUPS; ++n)    // past the end the last token, whose sums are not stored
+        x[d][n] = ptx::load_after_wait(from + min(n * 8 + g, a.tokens - 1) * a.x_stride);
+    }
+    __syncwarp();
 #pragma unroll
     for (int d = 0; d < kBatch; ++d)
       if (chunk + d < end)

@@ -117,20 +117,19 @@ __device__ __forceinline__ void read_table(const Args &a, Table &table) {
   if (a.tokens == 1) {
     if (tid < 32) {
       const Choice choice = choose(a, 0);
-      const bool shared = a.shared_inner > 0;
       if (lane < a.top_k) {
         table.group[lane] = group_of(choice.expert, lane, 1);
         table.weight[lane] = choice.weight;
         table.token[lane] = 0;
       }
-      if (lane == 0) {
-        table.routed = a.top_k;
-        table.groups = a.top_k + shared;
-        if (shared) {
-          table.group[a.top_k] = group_of(a.experts, a.top_k, 1);
-          table.weight[a.top_k] = shared_weight(a, 0);
-          table.token[a.top_k] = 0;
-        }
+    } else if (tid == 32) {    // another warp: it reads logits too, and would do so behind the choice
+      const bool shared = a.shared_inner > 0;
+      table.routed = a.top_k;
+      table.groups = a.top_k + shared;
+      if (shared) {
+        table.group[a.top_k] = group_of(a.experts, a.top_k, 1);
+        table.weight[a.top_k] = shared_weight(a, 0);
+        table.token[a.top_k] = 0;
       }
     }
   } else {
