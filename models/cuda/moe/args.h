@@ -1,6 +1,7 @@
 // What the kernels of the mixture of experts are told.
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "../gdn_moe.h"
@@ -14,12 +15,16 @@ constexpr int kTableRows = GDN_MOE_FEW_TOKENS * (GDN_MOE_TOP_K + 1);
 
 // Few tokens' choices. A row is one token at one expert: those of the routed experts, sorted by expert, then one of each
 // token for the shared expert. A group is up to kGroup rows of one expert.
+// Number i has group i, where there are so many, beside row i: what is copied into shared memory is one piece.
+struct alignas(16) TableEntry {
+  uint32_t group;    // expert << 16 | first row << 4 | rows; the shared expert is number `experts`
+  float weight;      // of the row
+  int32_t token, zero;
+};
 struct alignas(16) Table {
-  int32_t routed, groups;          // groups of the routed experts; all
-  int32_t unused[2];               // so that each part is a number of 16 bytes
-  uint32_t group[kTableRows];      // expert << 16 | first row << 4 | rows; the shared expert is number `experts`
-  float weight[kTableRows];        // of a row
-  int32_t token[kTableRows];
+  int32_t routed, groups;    // groups of the routed experts; all
+  int32_t zero[2];
+  TableEntry entry[kTableRows];
 };
 
 // Many tokens: rows of one expert that a block multiplies at once.
@@ -52,6 +57,11 @@ struct Args {
   int32_t normalise;
   ScaleArgs gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // of weights in e4m3
 };
+
+// Bytes of the table that so many tokens have.
+inline __host__ __device__ int32_t table_bytes(const Args &a) {
+  return static_cast<int32_t>(offsetof(Table, entry) + a.tokens * (a.top_k + (a.shared_inner > 0)) * sizeof(TableEntry));
+}
 
 // The launchers of a dtype, in few.cu, packed.cu, many.cu and scores.cu.
 template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream);

@@ -32,7 +32,7 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   const int64_t resident = static_cast<int64_t>(16 / kWarps) * sms;
   config.grid = dim3(static_cast<unsigned>(tiles < resident ? tiles : resident));
   config.block = dim3(32 * kWarps);
-  config.shared_bytes = Stored<W>::kScaled && p.tokens == 1 ? 2 * static_cast<int64_t>(p.hidden) : 0;
+  config.shared_bytes = table_bytes(args) + (Stored<W>::kScaled && p.tokens == 1 ? 2 * static_cast<int64_t>(p.hidden) : 0);
   auto gate_up = gate_up_kernel<T, W, false>;
   if constexpr (!Stored<W>::kScaled)
     if (p.hidden <= kWarps * kChunks * Stored<W>::kChunk) gate_up = gate_up_kernel<T, W, true>;
@@ -42,7 +42,7 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   config.overlap = p.overlap >= 0;
   config.grid = dim3(static_cast<unsigned>(p.hidden / kDownOutputs));
   config.block = dim3(kDownThreads);
-  config.shared_bytes = sizeof(Table) + static_cast<int64_t>(kDownWarps) * p.tokens * kColumn * sizeof(float);
+  config.shared_bytes = table_bytes(args) + static_cast<int64_t>(kDownWarps) * p.tokens * kColumn * sizeof(float);
   return launch_allowed<down_kernel<T, W>>(config, optin, args);
 }
 

@@ -124,9 +124,10 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
   constexpr int kGateUpWarps = Stored<W>::kWarps, kUnits = Stored<W>::kUnits, kChunk = Stored<W>::kChunk;
   constexpr int kXBytes = Stored<W>::kXBytes;
   static_assert(!ONE_ROUND || !Stored<W>::kScaled, "x beside a round takes as many again as weights do");
-  __shared__ Table table;
   __shared__ float partial[2][kGateUpWarps][kGroup * kColumn];    // of this tile and the last one
-  extern __shared__ __align__(16) unsigned char x_shared[];    // in e4m3 x of one token: pieces of it through L1 would each be waited for
+  extern __shared__ __align__(16) unsigned char room[];
+  Table &table = *reinterpret_cast<Table *>(room);
+  unsigned char *x_shared = room + table_bytes(a);    // in e4m3 x of one token: pieces of it through L1 would each be waited for
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
     if (tile >= tiles) return;
     const bool shared = tile >= routed_tiles;
     const int rest = shared ? tile - routed_tiles : tile, per = shared ? shared_each : each, n = rest / per;
-    group = table.group[shared ? table.routed + n : n];
+    group = table.entry[shared ? table.routed + n : n].group;
     output = (rest - n * per) * kOutputs;
     const char *w = static_cast<const char *>(shared ? a.shared_gate_up : a.gate_up);
     if (!shared) w += group_expert(group) * (static_cast<int64_t>(2 * a.inner) * row_bytes);
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
     // Rows past the end are the last one again: their sums are not stored, and they cost no traffic.
     const char *from = one ? reinterpret_cast<const char *>(x_shared) + x_part
                            : static_cast<const char *>(a.x) + x_part +
-                                 table.token[row + min(g, rows - 1)] * (a.x_stride * static_cast<int64_t>(sizeof(T)));
+                                 table.entry[row + min(g, rows - 1)].token * (a.x_stride * static_cast<int64_t>(sizeof(T)));
     float sum[2][4] = {};
     if constexpr (ONE_ROUND) {
       if (const uint32_t whose = a.tokens == 1 ? 1 : now; whose != held) {
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
   constexpr int kUnits = Stored<W>::kUnits, kXBytes = Stored<W>::kXBytes;
   extern __shared__ __align__(16) unsigned char room[];
   Table &table = *reinterpret_cast<Table *>(room);
-  float *sums = reinterpret_cast<float *>(room + sizeof(Table));    // [warps][tokens][kColumn]
+  float *sums = reinterpret_cast<float *>(room + table_bytes(a));    // [warps][tokens][kColumn]
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
   // NOTES: the choice is older than the kernel before this one, and that one has waited for it. So the weights are
   // under way before the wait.
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
     const int rest = shared ? unit - routed_units : unit, per = shared ? shared_each : each, n = rest / per;
     const int width = shared ? a.shared_inner : a.inner, row_bytes = width * static_cast<int>(sizeof(W));
     const int round = rest - n * per;
-    group = table.group[shared ? table.routed + n : n];
+    group = table.entry[shared ? table.routed + n : n].group;
     x_part = round * kChunks * kXBytes + t * (kXBytes / 8);
     const int part = x_part / kUnits;
     const char *w = static_cast<const char *>(shared ? a.shared_down : a.down);
@@ -335,8 +336,8 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
     for (int i = 0; i < 4; ++i) {
       const int n = 2 * t + i % 2;
       if (n < rows) {
-        float *to = mine + table.token[row + n] * kColumn + g + i / 2 * 8;
-        *to = fmaf(table.weight[row + n], sum[0][i] + sum[1][i], *to);
+        float *to = mine + table.entry[row + n].token * kColumn + g + i / 2 * 8;
+        *to = fmaf(table.entry[row + n].weight, sum[0][i] + sum[1][i], *to);
       }
     }
   }

@@ -15,7 +15,7 @@ using quantized::kTile;
 using quantized::kWarps;
 
 constexpr int kBarriers = kWarps * kMostStages * 8;    // bytes of shared memory, and behind them the table
-constexpr int kBehindTable = kBarriers + (sizeof(Table) + 127) / 128 * 128;
+constexpr int kBehindTable = kBarriers + (sizeof(Table) - (kTableRows - GDN_MOE_PACKED_TOKENS * (GDN_MOE_TOP_K + 1)) * sizeof(TableEntry) + 127) / 128 * 128;
 constexpr int kTurn = 16;          // tiles from one barrier to the next, at most
 constexpr int kTileOutputs = 8;    // of a tile of gate and up: 8 rows of each
 constexpr int kRowOfUnit = 2 * (kChunkOfX + kScalesOfX);    // bytes of a unit's inputs of h
@@ -53,7 +53,7 @@ __device__ __forceinline__ void gate_up_part(const FewArgs &q, const Table &tabl
   const uint32_t shared = ptx::shared_address(shared_bytes);
   const int per = part.tiles, units = part.units, all = groups * per, begin = all * block / blocks, end = all * (block + 1) / blocks;
   const int turns = (end - begin + kTurn - 1) / kTurn, turn = (end - begin + turns - 1) / max(turns, 1);
-  const auto group_of_tile = [&](int tile) { return table.group[first_group + quotient(tile, per)]; };
+  const auto group_of_tile = [&](int tile) { return table.entry[first_group + quotient(tile, per)].group; };
 
   quantized::Ring ring = {shared + q.ring_at + warp * q.stages * F::kBytes, shared + warp * kMostStages * 8, q.stages};
   ring.begin(lane);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void gate_up_part(const FewArgs &q, const Table &tabl
   const char *from = nullptr;
   const auto find = [&] {
     const int group = quotient(fetch_tile, per), in_group = fetch_tile - group * per;
-    const int expert = routed ? group_expert(table.group[first_group + group]) : 0;
+    const int expert = routed ? group_expert(table.entry[first_group + group].group) : 0;
     from = part.w + ((static_cast<int64_t>(expert) * per + in_group) * units + fetch_at) * F::kBytes;
   };
   const auto fetch = [&](int slot) {
@@ -96,13 +96,13 @@ __device__ __forceinline__ void gate_up_part(const FewArgs &q, const Table &tabl
     float *partial = reinterpret_cast<float *>(shared_bytes + q.partial_at + turned * q.partial_size);
     const int tiles = min(turn, end - first), of_turn = tiles * units, from_unit = Walk::begin(warp, of_turn);
     int tile = quotient(from_unit, units), at = from_unit - tile * units, rows = 1;
-    const int *token = nullptr;
+    const TableEntry *entry = nullptr;    // of the first row
     float sum[R][2] = {};
     for (int left = Walk::begin(warp + 1, of_turn) - from_unit; left > 0; --left) {
-      if (R > 1 && (at == 0 || !token)) {
+      if (R > 1 && (at == 0 || !entry)) {
         const uint32_t group = group_of_tile(first + tile);
         rows = group_rows(group);
-        token = table.token + group_first(group);
+        entry = table.entry + group_first(group);
       }
       ring.wait();
       quantized::Unit<TYPE> unit;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void gate_up_part(const FewArgs &q, const Table &tabl
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           if (R > 1 && r >= rows) break;
-          const int row = R == 1 ? 0 : token[r];
+          const int row = R == 1 ? 0 : entry[r].token;
           if constexpr (R > 1) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) quantized::load_where(active, b[i], x_lane + row * q.x_shared_row + chunk * kChunkOfX + 128 * i);
@@ -237,8 +237,8 @@ __device__ __forceinline__ void down_unit(const FewArgs &q, const Table &table, 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float all = group_sum<4>(sum[i]);
-      float *to = sums + table.token[first + r] * kTile + g + 8 * i;
-      if (t == 0) *to = fmaf(table.weight[first + r], all, *to);
+      float *to = sums + table.entry[first + r].token * kTile + g + 8 * i;
+      if (t == 0) *to = fmaf(table.entry[first + r].weight, all, *to);
     }
   }
   __syncwarp();    // all have read the last row
@@ -273,7 +273,7 @@ template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 
       const int bytes = here.part.type == GDN_Q8_0   ? quantized::Format<GDN_Q8_0>::kBytes
                         : here.part.type == GDN_Q4_K ? quantized::Format<GDN_Q4_K>::kBytes
                                                      : quantized::Format<GDN_Q6_K>::kBytes;
-      const int64_t expert = unit < routed_units ? group_expert(table.group[here.group]) : 0;
+      const int64_t expert = unit < routed_units ? group_expert(table.entry[here.group].group) : 0;
       ring.fetch(slot, q.down_stage, here.part.w + ((expert * here.part.tiles + blockIdx.x) * here.part.units + here.at) * bytes, bytes, lane);
     }
     ring.commit();
@@ -288,7 +288,7 @@ template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 
   const uint32_t to_x = shared + kBehindTable + warp * (2 * kRowOfUnit);
   for (int unit = warp; unit < units; unit += kWarps) {
     const Place here = place(unit);
-    const uint32_t group = table.group[here.group];
+    const uint32_t group = table.entry[here.group].group;
     const int inputs = here.part.type == GDN_Q8_0 ? 128 : 256;
     const char *h = static_cast<const char *>(a.h) + here.at * inputs * static_cast<int>(sizeof(T));
     const uint32_t at = ring.at + ring.stage * q.down_stage;

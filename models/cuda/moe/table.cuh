@@ -21,11 +21,6 @@ struct Choices {
   float shared_weight[GDN_MOE_FEW_TOKENS];
 };
 
-// Rows of a table that are read, 16 bytes of each part at a time: as many groups too, since their number is read beside them.
-__device__ __forceinline__ int table_end(const Args &a) {
-  return (a.tokens * (a.top_k + (a.shared_inner > 0)) + 3) / 4 * 4;
-}
-
 struct Sorting {
   static constexpr int kWords = (GDN_MOE_FEW_TOKENS + 31) / 32;
   uint32_t takers[kWords][GDN_MOE_EXPERTS];    // a bit a token; zero before
@@ -60,21 +55,21 @@ template <int THREADS> __device__ __forceinline__ void write_table(const Args &a
   for (int i = 0; i < kEach; ++i) {
     sorting.first_row[tid * kEach + i] = row;
     for (int first = 0; first < rows[i]; first += kGroup)
-      table.group[group++] = group_of(tid * kEach + i, row + first, min(rows[i] - first, kGroup));
+      table.entry[group++].group = group_of(tid * kEach + i, row + first, min(rows[i] - first, kGroup));
     row += rows[i];
   }
-  // Behind the last group and row zeros, to where the table is read.
-  const int end = table_end(a);
-  for (int i = tid; routed + i < end; i += THREADS)
-    table.group[routed + i] = i < shared ? group_of(a.experts, pairs + i * kGroup, min(a.tokens - i * kGroup, kGroup)) : 0;
-  for (int i = tid; pairs + i < end; i += THREADS) {
-    const bool there = shared > 0 && i < a.tokens;
-    table.token[pairs + i] = there ? i : 0;
-    table.weight[pairs + i] = there ? choices.shared_weight[i] : 0.f;
+  // Behind the last group zeros: all entries are read.
+  for (int i = tid; routed + i < pairs + (a.shared_inner > 0 ? a.tokens : 0); i += THREADS)
+    table.entry[routed + i].group = i < shared ? group_of(a.experts, pairs + i * kGroup, min(a.tokens - i * kGroup, kGroup)) : 0;
+  for (int i = tid; i < a.tokens && shared > 0; i += THREADS) {
+    table.entry[pairs + i].token = i;
+    table.entry[pairs + i].zero = 0;
+    table.entry[pairs + i].weight = choices.shared_weight[i];
   }
   if (tid == 0) {
     table.routed = routed;
     table.groups = routed + shared;
+    table.zero[0] = table.zero[1] = 0;
   }
   __syncthreads();
   each_choice([&](int token, int expert, float weight) {
@@ -84,8 +79,9 @@ template <int THREADS> __device__ __forceinline__ void write_table(const Args &a
       const uint32_t before_it = word < token / 32 ? 0xffffffffu : word > token / 32 ? 0u : (1u << token % 32) - 1;
       to += __popc(sorting.takers[word][expert] & before_it);
     }
-    table.token[to] = token;
-    table.weight[to] = weight;
+    table.entry[to].token = token;
+    table.entry[to].zero = 0;
+    table.entry[to].weight = weight;
   });
 }
 
@@ -118,30 +114,25 @@ __device__ __forceinline__ void read_table(const Args &a, Table &table) {
     if (tid < 32) {
       const Choice choice = choose(a, 0);
       if (lane < a.top_k) {
-        table.group[lane] = group_of(choice.expert, lane, 1);
-        table.weight[lane] = choice.weight;
-        table.token[lane] = 0;
+        table.entry[lane].group = group_of(choice.expert, lane, 1);
+        table.entry[lane].weight = choice.weight;
+        table.entry[lane].token = 0;
       }
     } else if (tid == 32) {    // another warp: it reads logits too, and would do so behind the choice
       const bool shared = a.shared_inner > 0;
       table.routed = a.top_k;
       table.groups = a.top_k + shared;
       if (shared) {
-        table.group[a.top_k] = group_of(a.experts, a.top_k, 1);
-        table.weight[a.top_k] = shared_weight(a, 0);
-        table.token[a.top_k] = 0;
+        table.entry[a.top_k].group = group_of(a.experts, a.top_k, 1);
+        table.entry[a.top_k].weight = shared_weight(a, 0);
+        table.entry[a.top_k].token = 0;
       }
     }
   } else {
     // All of it is under way at once: by way of registers each turn of a thread's would be waited for.
-    const int end = table_end(a);
-    const auto copy = [&](void *to, const void *from) { ptx::copy_async(ptx::shared_address(to), from); };
-    for (int i = tid * 4; i < end; i += blockDim.x * 4) {
-      copy(&table.group[i], &a.table->group[i]);
-      copy(&table.weight[i], &a.table->weight[i]);
-      copy(&table.token[i], &a.table->token[i]);
-    }
-    if (tid == 0) copy(&table, a.table);
+    const int pieces = table_bytes(a) / 16;
+    const uint32_t to = ptx::shared_address(&table);
+    for (int i = tid; i < pieces; i += blockDim.x) ptx::copy_async(to + i * 16, reinterpret_cast<const uint4 *>(a.table) + i);
     ptx::copy_async_commit();
     ptx::copy_async_wait<0>();
   }

@@ -16,12 +16,31 @@ use std::ffi::c_void;
 
 const OP: &str = "quantised matrix";
 
-/// Rows of x that are multiplied with the packed numbers, 8 at a time: each time reads about half a byte or one a number, where
-/// dequantising for a product reads and writes five.
-pub(crate) const FEW: usize = 16;
+/// Rows of x that `gdn_quantized` takes at most: 8 are one reading of the weights. The other kernel makes numbers of x's dtype of them,
+/// which costs more than a row, but the same for many; Q4_K's rows cost most in the first (cuda/quantized/README.md).
+pub(crate) const FEW: usize = 8;
+const FEW_OF_Q4_K: usize = 6;
 
-/// Rows that are multiplied with numbers of x's dtype made in registers, 128 at a time; more are worth making these numbers once for all.
-const MANY: usize = 256;
+/// Rows that `gdn_quantized_many` has for one reading of the weights; more are worth storing the numbers once for all.
+const MANY: usize = 128;
+
+/// What multiplies: a kernel that reads the packed numbers, or cuBLAS with all of them dequantised.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    Few,
+    Many,
+    Dense,
+}
+
+fn way(x: &Tensor, parts: &[&Packed]) -> Result<Way> {
+    let f32 = x.dtype() == DType::F32;
+    let few = if !f32 && parts.iter().all(|part| part.kind == GDN_Q4_K) { FEW_OF_Q4_K } else { FEW };
+    Ok(match x.dim(0)? {
+        rows if rows <= few => Way::Few,
+        rows if rows <= MANY && !f32 => Way::Many,
+        _ => Way::Dense,
+    })
+}
 
 /// Inputs that leave room for x, and for the weights under way, in the memory of a multiprocessor.
 const MOST_INPUTS: usize = 1 << 15;
@@ -107,15 +126,13 @@ impl Packed {
 /// `x [rows, inputs]`, whose pieces are in the weights' order but for `tiles`, times the transpose of all parts: their outputs side by
 /// side, in x's dtype. Parts are [`PARTS`] at most.
 pub(crate) fn product(x: &Tensor, parts: &[&Packed], tiles: Option<Tiles>, launch: &Launch) -> Result<Tensor> {
-    if x.dim(0)? <= FEW {
-        return packed_product(x, parts, tiles, false, launch);
-    }
-    let x = match tiles {
-        Some(tiles) => tiles.apply(x)?,
-        None => x.clone(),
+    let way = way(x, parts)?;
+    let (x, tiles) = match tiles {
+        Some(tiles) if way != Way::Few => (tiles.apply(x)?, None),
+        _ => (x.clone(), tiles),
     };
-    if takes_many(&x)? {
-        return packed_product(&x, parts, None, false, launch);
+    if way != Way::Dense {
+        return packed_product(way, &x, parts, tiles, false, launch);
     }
     let rows = parts.iter().map(|part| part.outputs).sum();
     let Some(first) = parts.first() else { bail!("{OP}: expected a part") };
@@ -126,18 +143,13 @@ pub(crate) fn product(x: &Tensor, parts: &[&Packed], tiles: Option<Tiles>, launc
 /// `silu(x gate^T) * (x up^T)`, the weight's rows being those of the gate, then up's; `None` where there are too many rows
 /// of x or none.
 pub(crate) fn swiglu(x: &Tensor, weight: &Packed, launch: &Launch) -> Result<Option<Tensor>> {
-    let takes = (1..=FEW).contains(&x.dim(0)?) || takes_many(x)?;
-    let takes = takes && weight.outputs.is_multiple_of(32);
-    takes.then(|| packed_product(x, &[weight], None, true, launch)).transpose()
+    let way = way(x, &[weight])?;
+    let takes = way != Way::Dense && x.dim(0)? > 0 && weight.outputs.is_multiple_of(32);
+    takes.then(|| packed_product(way, x, &[weight], None, true, launch)).transpose()
 }
 
-/// Whether `gdn_quantized_many` is for so many rows, in this dtype.
-fn takes_many(x: &Tensor) -> Result<bool> {
-    Ok((FEW + 1..=MANY).contains(&x.dim(0)?) && x.dtype() != DType::F32)
-}
-
-/// By a kernel that reads the packed numbers: which one, the rows of x say.
 fn packed_product(
+    way: Way,
     x: &Tensor,
     parts: &[&Packed],
     tiles: Option<Tiles>,
@@ -151,10 +163,11 @@ fn packed_product(
     }
     let whole = layout.stride()[1] == 1 && ((layout.stride()[0] | layout.start_offset()) * size).is_multiple_of(16);
     let x = if whole { x.clone() } else { x.force_contiguous()? };
-    apply1(&Product { parts, tiles, swiglu, launch }, launch.arena.as_ref(), &x)
+    apply1(&Product { way, parts, tiles, swiglu, launch }, launch.arena.as_ref(), &x)
 }
 
 struct Product<'a> {
+    way: Way,
     parts: &'a [&'a Packed],
     tiles: Option<Tiles>,
     swiglu: bool,
@@ -171,7 +184,7 @@ impl CustomOp1 for Product<'_> {
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let Self { parts, tiles, swiglu, launch } = self;
+        let Self { way, parts, tiles, swiglu, launch } = self;
         let (rows, inputs) = layout.shape().dims2()?;
         let all: usize = parts.iter().map(|part| part.outputs).sum();
         let width = if *swiglu { all / 2 } else { all };
@@ -207,7 +220,7 @@ impl CustomOp1 for Product<'_> {
         };
         // SAFETY: the launcher reads the parameters and the parts; the kernel reads the rows of x and the matrices, whose sizes are
         // those they were packed with, and writes the rows of y; the guards outlive the launch.
-        let kernel = if rows <= FEW { gdn_quantized } else { gdn_quantized_many };
+        let kernel = if *way == Way::Few { gdn_quantized } else { gdn_quantized_many };
         check(OP, unsafe { kernel(&params, stream.cu_stream().cast::<c_void>()) })?;
         drop(y);
         Ok((out, Shape::from((rows, width))))
