@@ -30,12 +30,13 @@ template <int N> __device__ __forceinline__ uint32_t most_of(const uint32_t *key
     return max(most_of<N / 2>(key), most_of<N / 2>(key + N / 2));
 }
 
-// Of one token, by a whole warp: lane j < k gets the j-th best. Logits are the sums of so many splits. PER_LANE * 32 >= experts >= k.
-template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, const float *logits, int splits) {
+// Of one token, by a whole warp: lane j < k gets the j-th best. PER_LANE * 32 >= experts >= k.
+template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, int token) {
   const int lane = threadIdx.x % 32, experts = a.experts, k = a.top_k;
+  const float *logits = a.logits + token * a.logits_stride;
   float logit[PER_LANE] = {};
 #pragma unroll(PER_LANE <= 16 ? 2 : 1)
-  for (int s = 0; s < splits; ++s) {
+  for (int s = 0; s < a.splits; ++s) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       const int e = i * 32 + lane;
@@ -78,13 +79,10 @@ template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, 
   return {mine, a.normalise ? divide(p, group_sum(p)) : p};
 }
 
-__device__ __forceinline__ Choice choose(const Args &a, const float *logits, int splits) {
-  if (a.experts <= 256) return choose<8>(a, logits, splits);
-  if (a.experts <= 512) return choose<16>(a, logits, splits);
-  return choose<32>(a, logits, splits);
-}
 __device__ __forceinline__ Choice choose(const Args &a, int token) {
-  return choose(a, a.logits + token * a.logits_stride, a.splits);
+  if (a.experts <= 256) return choose<8>(a, token);
+  if (a.experts <= 512) return choose<16>(a, token);
+  return choose<32>(a, token);
 }
 
 __device__ __forceinline__ float shared_weight(const Args &a, int token) {
@@ -97,12 +95,11 @@ __device__ __forceinline__ float shared_weight(const Args &a, int token) {
 
 constexpr int kSortThreads = GDN_MOE_EXPERTS;    // an expert each
 
-// The sum of what the threads before this one have, and of all of a block of THREADS. `of_warp`: room for 32.
+// The sum of what the threads before this one have, and of all; of kSortThreads.
 struct Before {
   int mine, all;
 };
-template <int THREADS> __device__ __forceinline__ Before sum_before(int x, int *of_warp) {
-  static_assert(THREADS % 32 == 0 && THREADS <= 32 * 32, "a lane sees the sum of a warp");
+__device__ __forceinline__ Before sum_before(int x, int *of_warp) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = x;
 #pragma unroll
@@ -112,10 +109,11 @@ template <int THREADS> __device__ __forceinline__ Before sum_before(int x, int *
   }
   if (lane == 31) of_warp[warp] = sum;
   __syncthreads();
-  const int other = lane < THREADS / 32 ? of_warp[lane] : 0;
+  const int other = of_warp[lane];
   const int before = __reduce_add_sync(0xffffffffu, lane < warp ? other : 0), all = __reduce_add_sync(0xffffffffu, other);
   return {before + sum - x, all};
 }
+static_assert(kSortThreads == 32 * 32, "a warp sees the sums of all");
 
 }  // namespace moe
 }  // namespace gdn

@@ -10,8 +10,13 @@ namespace {
 
 constexpr int64_t kAlign = 256;
 
+// For more tokens 16-bit weights go by tiles: where many tokens choose the same experts, groups of kGroup rows would read these several
+// times. Bytes would cost more there, to be made numbers of.
+constexpr int kFewIn16Bits = 48;
+
 bool few(const gdn_moe_params &p) {
-  return p.algo == GDN_MOE_FEW || (p.algo == GDN_MOE_AUTO && p.tokens <= GDN_MOE_FEW_TOKENS);
+  const int most = p.gate_up_scales.ptr ? GDN_MOE_FEW_TOKENS : kFewIn16Bits;
+  return p.algo == GDN_MOE_FEW || (p.algo == GDN_MOE_AUTO && p.tokens <= most);
 }
 
 int check_sizes(const gdn_moe_params &p) {
