@@ -26,10 +26,11 @@ template <int TYPE, int NT> struct Shape {
 // 128 and more; `offset` takes that away again.
 template <typename T, int TYPE> __device__ __forceinline__ uint2 numbers_of(uint32_t word, float factor, float offset) {
   float v[4];
-  if constexpr (TYPE != GDN_Q4_K) word ^= 0x80808080u;
+  if constexpr (TYPE == GDN_Q8_0) word ^= 0x80808080u;                             // -128 .. 127 to 0 .. 255
+  if constexpr (TYPE == GDN_Q6_K) word = (word >> 2 ^ 0x20202020u) & 0x3f3f3f3fu;    // 4 times -32 .. 31 to 0 .. 63
 #pragma unroll
   for (int b = 0; b < 4; ++b)
-    v[b] = fmaf(__uint_as_float(__byte_perm(word, 0x43000000u, TYPE == GDN_Q4_K ? 0x7044 | b << 8 : 0x7404 | b << 4)), factor, offset);
+    v[b] = fmaf(__uint_as_float(__byte_perm(word, 0x43000000u, TYPE == GDN_Q8_0 ? 0x7404 | b << 4 : 0x7044 | b << 8)), factor, offset);
   Pack<T, 4> made = {{from_float<T>(v[0]), from_float<T>(v[1]), from_float<T>(v[2]), from_float<T>(v[3])}};
   uint2 words;
   memcpy(&words, &made, sizeof(words));
@@ -129,11 +130,17 @@ __global__ void __launch_bounds__(Shape<TYPE, NT>::kThreads) many_kernel(const _
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             const float scale = scales[s].scale[c][row][i * F::kGroups / 4];
-            float factor = 256.f * scale, offset = -32896.f * scale;    // 128 and a byte at 1 / 256, that is 128 too large
-            if constexpr (TYPE == GDN_Q4_K) {
-              factor = scale;
-              offset = fmaf(-128.f, scale, -scales[s].minimum[c][row]);
+            // Exact but for Q4_K's minimum: what `offset` is rounded by, all numbers of a group would be wrong by.
+            float factor = scale, offset = 0.f;
+            if constexpr (TYPE == GDN_Q8_0) {    // the byte is at 1 / 256
+              factor = 256.f * scale;
+              offset = -32896.f * scale;
             }
+            if constexpr (TYPE == GDN_Q6_K) {    // scale is a quarter
+              factor = 4.f * scale;
+              offset = -640.f * scale;
+            }
+            if constexpr (TYPE == GDN_Q4_K) offset = fmaf(-128.f, scale, -scales[s].minimum[c][row]);
 #pragma unroll
             for (int h = 0; h < 2; ++h) w[s][h][row] = numbers_of<T, TYPE>(words[s][4 * i + 2 * h + row], factor, offset);
           }
