@@ -78,6 +78,17 @@ def check_case(lib, name, case):
            f"{error:.2e} of {limit:.2e}, the same in all ways {equal}, inside {inside}", quiet=True)
 
 
+# For compute-sanitizer: each kernel, and matrices of a few tiles.
+QUICK_ROWS, QUICK_NUMBERS = (1, 8, 9, 16, 32, 48, 65), 300_000
+
+
+def every_case(cases, quick):
+    for every_rows, shapes, every_gaps, swiglu in cases:
+        for dtype, rows, (inputs, outputs), gaps in itertools.product(("bf16", "f16"), every_rows, shapes, every_gaps):
+            if not quick or (rows in QUICK_ROWS and inputs * outputs <= QUICK_NUMBERS):
+                yield dtype, rows, inputs, outputs, gaps, swiglu
+
+
 # [(rows, [(inputs, outputs), ..], gaps behind the rows of x, w and y, swiglu)]
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32)
 CASES = [
@@ -90,12 +101,10 @@ CASES = [
 ]
 
 
-def check_cases(lib):
+def check_cases(lib, quick):
     seeds = itertools.count()
-    for every_rows, shapes, every_gaps, swiglu in CASES:
-        for dtype, rows, (inputs, outputs), gaps in itertools.product(("bf16", "f16"), every_rows, shapes, every_gaps):
-            check_case(lib, f"{'swiglu' if swiglu else 'linear'} gaps {gaps}",
-                       Case(rows, inputs, outputs, dtype, gaps, next(seeds), swiglu))
+    for dtype, rows, inputs, outputs, gaps, swiglu in every_case(CASES, quick):
+        check_case(lib, f"{'swiglu' if swiglu else 'linear'} gaps {gaps}", Case(rows, inputs, outputs, dtype, gaps, next(seeds), swiglu))
     print(f"{next(seeds)} shapes, {len(failures)} failed", flush=True)
 
 
@@ -110,18 +119,17 @@ E4M3_CASES = [
 ]
 
 
-def check_e4m3(lib):
+def check_e4m3(lib, quick):
     seeds = itertools.count()
     blocks = itertools.cycle((128, 32, 1, 16))
-    for every_rows, shapes, every_gaps, swiglu in E4M3_CASES:
-        for dtype, rows, (inputs, outputs), gaps in itertools.product(("bf16", "f16"), every_rows, shapes, every_gaps):
-            case = Case(rows, inputs, outputs, dtype, gaps, next(seeds), swiglu, e4m3=next(blocks))
-            if rows > 2 * LINEAR_ROWS:
-                expect("rows of e4m3", lib.gdn_linear_with, case.params, {"BAD_LENGTH": [{}]}, C.byref(case.options))
-            elif rows > 2 * LINEAR_E4M3_ROWS and (inputs > E4M3_INPUTS or torch.cuda.get_device_capability() != (9, 0)):
-                expect("rows of e4m3 that do not fit", lib.gdn_linear_with, case.params, {"BAD_ALGO": [{}]}, C.byref(case.options))
-            else:
-                check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
+    for dtype, rows, inputs, outputs, gaps, swiglu in every_case(E4M3_CASES, quick):
+        case = Case(rows, inputs, outputs, dtype, gaps, next(seeds), swiglu, e4m3=next(blocks))
+        if rows > 2 * LINEAR_ROWS:
+            expect("rows of e4m3", lib.gdn_linear_with, case.params, {"BAD_LENGTH": [{}]}, C.byref(case.options))
+        elif rows > 2 * LINEAR_E4M3_ROWS and (inputs > E4M3_INPUTS or torch.cuda.get_device_capability() != (9, 0)):
+            expect("rows of e4m3 that do not fit", lib.gdn_linear_with, case.params, {"BAD_ALGO": [{}]}, C.byref(case.options))
+        else:
+            check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
     case = Case(4, 128, 32, "bf16", e4m3=16)
     expect("e4m3", lib.gdn_linear, case.params, {
         "BAD_ALGO": one_by_one(inputs=[96], w=[case.w.data_ptr() + 8], w_stride=[136], scales__rows=[0, 3, -1]),
@@ -308,8 +316,8 @@ def sweep(lib, names, every_rows, e4m3, best=5):
 
 def check(lib, args):
     check_arguments(lib)
-    check_cases(lib)
-    check_e4m3(lib)
+    check_cases(lib, args.quick)
+    check_e4m3(lib, args.quick)
     check_dequantize(lib)
     if not args.quick:
         check_cuts(lib)

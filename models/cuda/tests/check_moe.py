@@ -211,6 +211,8 @@ def check_quick(lib):
             for tokens in (1, 3, 11):
                 check_case(lib, f"algo {algo}", quiet=False, tokens=tokens, io=io, algo=algo)
         check_case(lib, "prefill", quiet=False, tokens=70, io=io, residual=True)
+        for tokens, algo in ((1, MOE_FEW), (50, MOE_FEW), (3, MOE_MANY)):
+            check_case(lib, f"e4m3 algo {algo}", quiet=False, tokens=tokens, io=io, algo=algo, e4m3=32)
         for tokens, types in ((1, ("q4_K", "q6_K", "q8_0", "q8_0")), (3, ("q8_0", "q8_0", "q4_K", "q6_K")), (11, ("q6_K", "q4_K", "q6_K", "q4_K"))):
             check_case(lib, f"packed {types}", quiet=False, tokens=tokens, io=io, inner=256, shared=256, packed=types)
 
