@@ -35,9 +35,11 @@ fn of_batch(name: &str, model: &CausalLm, batch: usize) -> Result<()> {
     println!("{name}, {batch} sequences: depth, ms a step, tokens a second (and over none) with drafts accepted by");
     println!("depth      ms{}", ACCEPTED.map(|p| format!("{p:>18}")).concat());
     let [timed, chosen] = [TIMED, CHOSEN].map(|tokens| if batch < 8 { tokens } else { tokens / 2 });
+    let most = PROMPT + timed.max(chosen) + 64;
+    let run = |depth, accepted, tokens| run(model, batch, depth, accepted, tokens, most);
     let mut plain = 0.;
     for depth in 0..=DraftDepth::MOST {
-        let stats = run(model, batch, DraftDepth::Fixed(depth), 0., timed)?;
+        let stats = run(DraftDepth::Fixed(depth), 0., timed)?;
         let seconds = step_seconds(&stats, batch);
         let speed = |p: f32| {
             let tokens: f64 = (0..=depth).map(|d| f64::from(p).powi(d as i32)).sum();
@@ -47,13 +49,17 @@ fn of_batch(name: &str, model: &CausalLm, batch: usize) -> Result<()> {
         let each = ACCEPTED.map(|p| format!("{:>11.0} ({:.2})", speed(p), speed(p) / plain));
         println!("{depth:>5} {:>7.3}{}", 1e3 * seconds, each.concat());
     }
-    // All that it tries on the way counts.
+    // All that it tries on the way counts. As many steps, as long sequences.
+    let speed = |stats: EngineStats| stats.decode.tokens as f64 / stats.decode.time.as_secs_f64();
+    let plain = speed(run(DraftDepth::Fixed(0), 0., chosen)?);
     let each = ACCEPTED.iter().chain(&[0.1]).map(|&p| {
-        let stats = run(model, batch, DraftDepth::Auto, p, chosen)?;
-        let speed = stats.decode.tokens as f64 / stats.decode.time.as_secs_f64();
-        Ok(format!("  accepted {p}: {speed:.0} ({:.2}), {}", speed / plain, stats.head))
+        let stats = run(DraftDepth::Auto, p, chosen)?;
+        Ok(format!("  accepted {p}: {:.0} ({:.2}), {}", speed(stats), speed(stats) / plain, stats.head))
     });
-    println!(" auto, from the first token on:\n{}", each.collect::<Result<Vec<_>>>()?.join("\n"));
+    println!(
+        " auto, from the first token on, over {plain:.0} without drafts:\n{}",
+        each.collect::<Result<Vec<_>>>()?.join("\n")
+    );
     Ok(())
 }
 
@@ -61,12 +67,20 @@ fn step_seconds(stats: &EngineStats, batch: usize) -> f64 {
     stats.decode.time.as_secs_f64() * batch as f64 / stats.head.steps.max(1) as f64
 }
 
-fn run(model: &CausalLm, batch: usize, draft_depth: DraftDepth, accepted: f32, tokens: usize) -> Result<EngineStats> {
+/// In a pool for sequences of up to `most` tokens, which decides how attention is divided.
+fn run(
+    model: &CausalLm,
+    batch: usize,
+    draft_depth: DraftDepth,
+    accepted: f32,
+    tokens: usize,
+    most: usize,
+) -> Result<EngineStats> {
     let options = EngineOptions {
         draft_depth,
         forced_acceptance: Some(accepted),
         prefill_chunk: PROMPT * batch,
-        ..EngineOptions::new(batch, PROMPT + tokens + 64)
+        ..EngineOptions::new(batch, most)
     };
     let mut engine = Engine::new(model, options)?;
     for n in 0..batch {
