@@ -7,7 +7,7 @@ use candle_gdn_models::{
     CausalLm, DraftDepth, Engine, EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Request, RequestId,
     Sampling,
 };
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Below this difference of the two best logits, rounding may choose.
 const MARGIN: f32 = 2e-3;
@@ -137,8 +137,8 @@ fn sampled_text(model: &CausalLm) -> Result<()> {
     Ok(())
 }
 
-/// Draws behind one prompt, against the model's own probabilities: of the second token, which was drafted and verified, behind
-/// the most frequent first one.
+/// Every token drawn behind one prompt, most of which were drafted and verified, against the model's own probabilities behind
+/// those before it.
 #[test]
 fn drafts_leave_the_distribution_as_it_is() -> Result<()> {
     on_every_device(distribution)
@@ -154,29 +154,43 @@ fn distribution(model: &CausalLm) -> Result<()> {
     // A pass that takes in a prompt drafts nothing: so few at once that most are steps.
     let (got, stats) = complete(model, options(2, DraftDepth::Fixed(2)), &requests)?;
     println!("{}", stats.head);
-    let mut of_first: HashMap<u32, Vec<u32>> = HashMap::new();
-    got.iter().for_each(|tokens| of_first.entry(tokens[0]).or_default().push(tokens[1]));
-    let Some((first, seconds)) = of_first.into_iter().max_by_key(|(id, seconds)| (seconds.len(), *id)) else {
-        panic!("expected draws")
-    };
-    let mut pool = model.new_sequences(1, 200)?;
-    let s = pool.begin()?;
-    let logits = model.feed(&mut pool, &[(s, &[&prompt[..], &[first]].concat())])?.squeeze(0)?.to_vec1::<f32>()?;
-    let mut best: Vec<(usize, f64)> = logits.iter().map(|x| f64::from(*x)).enumerate().collect();
-    best.sort_by(|a, b| b.1.total_cmp(&a.1));
-    let weights: Vec<f64> = best[..4].iter().map(|(_, x)| ((x - best[0].1) / 1.5).exp()).collect();
-    let (mut chi, mut counted) = (0., 0);
-    for ((id, _), weight) in best.iter().zip(&weights) {
-        let want = seconds.len() as f64 * weight / weights.iter().sum::<f64>();
-        let got = seconds.iter().filter(|second| **second as usize == *id).count();
-        assert!(want >= 5., "too few draws");
-        chi += (got as f64 - want).powi(2) / want;
-        counted += got;
+    let mut behind: BTreeMap<&[u32], Vec<u32>> = BTreeMap::new();
+    for tokens in &got {
+        (0..tokens.len()).for_each(|n| behind.entry(&tokens[..n]).or_default().push(tokens[n]));
     }
-    println!("chi-square {chi:.1} of {} draws", seconds.len());
-    assert_eq!(counted, seconds.len(), "of the four best");
-    // Of 3 degrees of freedom: more comes once in ten thousand times, and the seeds are always the same.
-    assert!(chi < 21.1, "{chi}");
+    let mut pool = model.new_sequences(1, 200)?;
+    // What came seldom is counted together, by how good it was.
+    let (mut chi, mut freedom, mut rare) = (0., 0, [[0.; 4]; 2]);
+    let distance = |got: &[f64; 4], want: &[f64; 4]| -> f64 {
+        got.iter().zip(want).map(|(got, want)| (got - want).powi(2) / want).sum()
+    };
+    for (before, drawn) in &behind {
+        let s = pool.begin()?;
+        let logits = model.feed(&mut pool, &[(s, &[&prompt[..], before].concat())])?.squeeze(0)?.to_vec1::<f32>()?;
+        pool.end(s)?;
+        let mut best: Vec<(usize, f64)> = logits.iter().map(|x| f64::from(*x)).enumerate().collect();
+        best.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let weight = |n: usize| ((best[n].1 - best[0].1) / 1.5).exp();
+        let all: f64 = (0..4).map(weight).sum();
+        let want: [f64; 4] = std::array::from_fn(|n| drawn.len() as f64 * weight(n) / all);
+        let got: [f64; 4] =
+            std::array::from_fn(|n| drawn.iter().filter(|token| **token as usize == best[n].0).count() as f64);
+        assert_eq!(got.iter().sum::<f64>(), drawn.len() as f64, "of the four best behind {before:?}");
+        if want.iter().all(|want| *want >= 5.) {
+            (chi, freedom) = (chi + distance(&got, &want), freedom + 3);
+        } else {
+            rare = std::array::from_fn(|side| std::array::from_fn(|n| rare[side][n] + [got, want][side][n]));
+        }
+    }
+    if rare[1].iter().all(|want| *want >= 5.) {
+        (chi, freedom) = (chi + distance(&rare[0], &rare[1]), freedom + 3);
+    }
+    let (counted, k) = (behind.values().map(Vec::len).sum::<usize>(), f64::from(freedom));
+    // More comes once in ten thousand times (Wilson and Hilferty), and the seeds are always the same.
+    let bound = k * (1. - 2. / (9. * k) + 3.719 * (2. / (9. * k)).sqrt()).powi(3);
+    println!("chi-square {chi:.1} of {counted} draws, at most {bound:.1}, {freedom} degrees of freedom");
+    assert!(freedom > 20 && counted == 4 * got.len());
+    assert!(chi < bound, "{chi} of {bound}");
     Ok(())
 }
 
