@@ -5,7 +5,7 @@
 
 use crate::pool::{poison_pool, poison_slot};
 use crate::random_layer::{layer, of_128, parts, rows, small};
-use crate::support::{devices, rel_rms, values, Rng};
+use crate::support::{devices, rel_rms, soak, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GdnState, PrefixCache, SlotAllocator, Slots, StatePool, NO_SLOT};
 
@@ -350,7 +350,7 @@ fn a_pool_with_a_ring_serves_thousands_of_calls() {
 }
 
 fn serves_thousands_of_calls(ring: bool) {
-    let wanted = std::env::var("CANDLE_GDN_SOAK").ok().map(|n| n.parse::<usize>().expect("a number of calls"));
+    let wanted = soak();
     let calls = wanted.unwrap_or(2000);
     for device in devices() {
         let mut world = World::new(&device, 20, ring);

@@ -50,6 +50,11 @@ pub fn gpus(devices: Vec<Device>) -> Vec<Device> {
     gpus
 }
 
+/// What `CANDLE_GDN_SOAK` says: how much the tests do that may go on for as long as one likes.
+pub fn soak() -> Option<usize> {
+    std::env::var("CANDLE_GDN_SOAK").ok().map(|n| n.parse().expect("CANDLE_GDN_SOAK: a number"))
+}
+
 fn devices_with(cuda: fn(usize) -> Result<Device>) -> Vec<Device> {
     let wanted = std::env::var("CANDLE_GDN_TEST_DEVICE").unwrap_or_default();
     let cuda = || if cfg!(feature = "cuda") { cuda(0).ok().map(with_dirty_memory) } else { None };

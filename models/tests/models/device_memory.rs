@@ -3,7 +3,7 @@
 
 use crate::faults::completed;
 use crate::golden::DEMO;
-use crate::support::{gpus, single_stream_devices};
+use crate::support::{gpus, single_stream_devices, soak};
 use candle_core::{DType, Result};
 use candle_gdn_models::{Engine, EngineOptions, GraphChoice};
 use std::cell::Cell;
@@ -56,7 +56,7 @@ mod driver {
 
 /// Some of `0..count`, or all.
 fn spread(count: usize) -> impl Iterator<Item = usize> {
-    let tries = std::env::var("CANDLE_GDN_SOAK").ok().map_or(TRIES, |n| n.parse().expect("CANDLE_GDN_SOAK: a number"));
+    let tries = soak().unwrap_or(TRIES);
     (0..count).step_by(count.div_ceil(tries.max(1)).max(1))
 }
 

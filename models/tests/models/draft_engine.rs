@@ -1,7 +1,7 @@
 //! The engine with drafts of the demo's draft head: the text is what it is without.
 
 use crate::golden::{drafted, DEMO};
-use crate::support::single_stream_devices;
+use crate::support::{single_stream_devices, soak};
 use candle_core::{DType, Result};
 use candle_gdn_models::{
     CausalLm, DraftDepth, Engine, EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Request, RequestId,
@@ -52,7 +52,7 @@ fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> R
 
 /// Whether the long runs are asked for.
 fn soaks() -> bool {
-    std::env::var("CANDLE_GDN_SOAK").is_ok_and(|n| n.parse::<usize>().expect("CANDLE_GDN_SOAK: a number") >= 1000)
+    soak().is_some_and(|n| n >= 1000)
 }
 
 fn options(sequences: usize, depth: DraftDepth) -> EngineOptions {

@@ -3,7 +3,7 @@
 
 use crate::golden::DEMO;
 use crate::sequences::{assert_near, tokens, want};
-use crate::support::{single_stream_devices, Rng};
+use crate::support::{single_stream_devices, soak, Rng};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{CausalLm, DecodeGraph, Rings, Sequence, SequencePool, SequenceSnapshot};
@@ -203,7 +203,7 @@ fn random_calls_on_rings() -> Result<()> {
 }
 
 fn calls_on(rings: Rings) -> Result<()> {
-    let calls = std::env::var("CANDLE_GDN_SOAK").ok().map_or(400, |n| n.parse().expect("CANDLE_GDN_SOAK: a number"));
+    let calls = soak().unwrap_or(400);
     single_stream_devices().iter().try_for_each(|device| {
         let model = &model(device)?;
         let mut pool = model.new_sequences_with(CAPACITY, MAX_LEN, rings)?;
