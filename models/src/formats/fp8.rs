@@ -10,6 +10,7 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use half::{bf16, f16};
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it. With `cuts`, `vb` has of each
 /// weight what they say, and all scales.
@@ -214,12 +215,27 @@ fn within_blocks(range: &Range<usize>, size: usize) -> impl Iterator<Item = Rang
         .map(move |block| range.start.max(block * size)..range.end.min((block + 1) * size))
 }
 
-/// The bytes of a tensor in e4m3 on the CPU.
-pub(super) fn bytes_of(weight: &Tensor) -> Result<Vec<u8>> {
+/// The bytes of a tensor in e4m3 on the CPU; `None` where a NaN is among them.
+pub(super) fn bytes_of(weight: &Tensor) -> Result<Option<Vec<u8>>> {
+    const PIECE: usize = 1 << 18;
     let weight = weight.contiguous()?;
     let (storage, layout) = weight.storage_and_layout();
     let Storage::Cpu(CpuStorage::F8E4M3(data)) = &*storage else { bail!("expected a tensor in e4m3 on the CPU") };
-    Ok(data[layout.start_offset()..][..weight.elem_count()].iter().map(|number| number.to_bits()).collect())
+    let data = &data[layout.start_offset()..][..weight.elem_count()];
+    let (mut bytes, is_nan) = (vec![0u8; data.len()], AtomicBool::new(false));
+    let all = Shared::new(&mut bytes);
+    parallel(data.len().div_ceil(PIECE), PIECE, |i| {
+        let from = &data[i * PIECE..data.len().min((i + 1) * PIECE)];
+        // SAFETY: each task has a piece of its own.
+        let to = unsafe { all.part(i * PIECE, from.len()) };
+        let mut found = 0;
+        for (to, number) in to.iter_mut().zip(from) {
+            *to = number.to_bits();
+            found |= u8::from(*to & 0x7f == 0x7f);
+        }
+        is_nan.fetch_or(found != 0, Ordering::Relaxed);
+    });
+    Ok((!is_nan.into_inner()).then_some(bytes))
 }
 
 /// The number that 8 bits are: a sign, 4 bits of exponent and 3 of mantissa, without infinities.
