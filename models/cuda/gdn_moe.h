@@ -24,7 +24,7 @@ extern "C" {
 #define GDN_MOE_PACKED_INPUTS 65536   // and of x as many numbers in all
 
 typedef enum gdn_moe_algo {
-  GDN_MOE_AUTO = 0,
+  GDN_MOE_AUTO = 0,      // few up to 48 tokens, with weights in e4m3 up to 64; more: many
   GDN_MOE_FEW = 1,       // few tokens: the weights of the chosen experts stream once through registers
   GDN_MOE_MANY = 2       // many: rows sorted by expert, then products of tiles
 } gdn_moe_algo;

@@ -52,9 +52,9 @@ typedef struct gdn_quantized_params {
 } gdn_quantized_params;
 int gdn_quantized(const gdn_quantized_params *params, cudaStream_t stream);
 
-// The same for many rows, of bf16 or f16 (GDN_BAD_DTYPE otherwise), without groups (GDN_BAD_ALGO): each number of w is rounded to f32 and then to
-// dtype, and multiplied by x as it is. The weights are read once for 128 rows, or for
-// fewer where a block has little shared memory.
+// The same for many rows, of bf16 or f16 (GDN_BAD_DTYPE otherwise), without groups (GDN_BAD_ALGO): each number of w is rounded to dtype, and multiplied by
+// x as it is. Before that a number of Q4_K is up to 2^-23 of 128 scales and its minimum off; the others are exact. The weights are read once for
+// 128 rows, or for fewer where a block has little shared memory.
 int gdn_quantized_many(const gdn_quantized_params *params, cudaStream_t stream);
 
 // The numbers of packed rows, each rounded to f32 and then to dtype.

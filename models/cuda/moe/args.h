@@ -15,7 +15,7 @@ constexpr int kTableRows = GDN_MOE_FEW_TOKENS * (GDN_MOE_TOP_K + 1);
 
 // Few tokens' choices. A row is one token at one expert: those of the routed experts, sorted by expert, then one of each
 // token for the shared expert. A group is up to kGroup rows of one expert.
-// Number i has group i, where there are so many, beside row i: what is copied into shared memory is one piece.
+// Entry i has row i and, where there are so many groups, group i: so what is copied into shared memory is one piece.
 struct alignas(16) TableEntry {
   uint32_t group;    // expert << 16 | first row << 4 | rows; the shared expert is number `experts`
   float weight;      // of the row
@@ -58,10 +58,9 @@ struct Args {
   ScaleArgs gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // of weights in e4m3
 };
 
-// Bytes of the table that so many tokens have.
-inline __host__ __device__ int32_t table_bytes(const Args &a) {
-  return static_cast<int32_t>(offsetof(Table, entry) + a.tokens * (a.top_k + (a.shared_inner > 0)) * sizeof(TableEntry));
-}
+// Bytes of a table of so many rows, and of all that these tokens have.
+constexpr __host__ __device__ int32_t table_bytes(int rows) { return static_cast<int32_t>(offsetof(Table, entry) + rows * sizeof(TableEntry)); }
+inline __host__ __device__ int32_t table_bytes(const Args &a) { return table_bytes(a.tokens * (a.top_k + (a.shared_inner > 0))); }
 
 // The launchers of a dtype, in few.cu, packed.cu, many.cu and scores.cu.
 template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream);

@@ -16,12 +16,12 @@ use std::ffi::c_void;
 
 const OP: &str = "quantised matrix";
 
-/// Rows of x that `gdn_quantized` takes at most: 8 are one reading of the weights. The other kernel makes numbers of x's dtype of them,
-/// which costs more than a row, but the same for many; Q4_K's rows cost most in the first (cuda/quantized/README.md).
+/// Up to so many rows of x go to `gdn_quantized`, which reads the weights once for 8. In that kernel each row costs time, and with Q4_K the most;
+/// in `gdn_quantized_many` all rows together cost what making numbers of the weights does (cuda/quantized/README.md).
 pub(crate) const FEW: usize = 8;
 const FEW_OF_Q4_K: usize = 6;
 
-/// Rows that `gdn_quantized_many` has for one reading of the weights; more are worth storing the numbers once for all.
+/// Up to so many rows go to `gdn_quantized_many`, which reads the weights once for them. For more rows the numbers are stored, once for all.
 const MANY: usize = 128;
 
 /// What multiplies: a kernel that reads the packed numbers, or cuBLAS with all of them dequantised.
