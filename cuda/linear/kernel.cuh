@@ -35,6 +35,7 @@ template <> struct Beside<E4m3> {
 enum class From {
   kRegisters,   // its part is one round: loaded once, kept over all tiles
   kShared,
+  kHalf,        // the same of one row in bf16 beside weights in e4m3: in f16 there (half_of_block)
   kGlobal       // for when it does not fit
 };
 
@@ -52,7 +53,7 @@ struct Args {
   int32_t slice, rounds;       // chunks of a warp, in so many rounds
   int32_t tiles;               // of 16 << group_shift outputs, with swiglu of 16
   int32_t group_shift;
-  int32_t partial_at, x_at, x_shared_row, meet_at;    // shared memory: bytes
+  int32_t partial_at, x_at, x_shared_row, factors_at, meet_at;    // shared memory: bytes
   ScaleArgs scales;            // of w in e4m3
   int32_t halves;              // of a row, in e4m3: 64 inputs
 };
@@ -65,6 +66,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   [[maybe_unused]] constexpr bool kClusters = FROM != From::kGlobal;    // a larger cluster is what lets x fit
   constexpr bool kScaled = Beside<W>::kScaled;
   constexpr int kXBytes = Beside<W>::kChunkBytes;
+  constexpr bool kHalf = FROM == From::kHalf, kInShared = FROM == From::kShared || kHalf;
+  using Product = std::conditional_t<kHalf, __half, T>;
   static_assert(!kScaled || FROM != From::kRegisters, "x takes as many again as weights do");
 
   // A lane holds, as the matrix units want it, rows g and g + 8 of a tile and a quarter of the inputs. Which quarter is
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   const int block_bytes = kScaled ? min(2 * block_chunks, a.halves - 2 * block_first) * (kXBytes / 2)
                                   : min(block_chunks, a.chunks - block_first) * kXBytes;
 #if __CUDA_ARCH__ >= 900
-  if (FROM == From::kShared || (kClusters && gridDim.x > 1)) {
+  if (kInShared || (kClusters && gridDim.x > 1)) {
     if (tid == 0) {
       for (int i = 0; i < 3; ++i) ptx::barrier_init(shared + 8 * i, 1);
       ptx::barriers_initialised();
@@ -162,7 +165,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   uint4 x[FROM == From::kRegisters ? kChunks : 1][2];
   const char *x_global[NT];
   uint32_t x_shared[NT];
-  if constexpr (FROM == From::kShared) {
+  if constexpr (kInShared) {
     const char *from = static_cast<const char *>(a.x) + block_first * kXBytes;
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.y == 0 && threadIdx.z == 0 && block_bytes > 0) {
@@ -181,6 +184,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
     ptx::copy_async_wait<0>();
     __syncthreads();
 #endif
+    if constexpr (kHalf) {
+      uint4 *x = reinterpret_cast<uint4 *>(shared_bytes + a.x_at);
+      half_of_row([&](int piece) { return x[piece]; }, x, reinterpret_cast<float *>(shared_bytes + a.factors_at), block_bytes / 16, tid,
+                  blockDim.z * blockDim.y * 32);
+      __syncthreads();
+    }
 #pragma unroll
     for (int n = 0; n < NT; ++n)
       x_shared[n] = shared + a.x_at + min(8 * n + g, a.rows - 1) * a.x_shared_row +
@@ -206,9 +215,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   constexpr int kPart = NT * 8 * kColumn;
   // Of x, `at` bytes behind the begin of this warp's part.
   const auto x_of = [&](int n, int at) {
-    if constexpr (FROM == From::kShared) return ptx::load_shared(x_shared[n] + at);
+    if constexpr (kInShared) return ptx::load_shared(x_shared[n] + at);
     else return ptx::load_after_wait(x_global[n] + at);
   };
+  // What chunks of x are divided by.
+  [[maybe_unused]] const float *factors = reinterpret_cast<const float *>(shared_bytes + a.factors_at) + threadIdx.y * a.slice;
   int turns = 0;    // tiles done
 
   for (int tile = blockIdx.y; tile < a.tiles; tile += gridDim.y) {
@@ -231,22 +242,23 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
 #pragma unroll
                   for (int n = 0; n < NT; ++n) b[n] = x_of(n, (chunk + d) * kXBytes + half * (kXBytes / 2) + piece * 16);
                   uint32_t pairs0[2], pairs8[2];
-                  e4m3_pairs<T>(words0[2 * piece], pairs0);
-                  e4m3_pairs<T>(words8[2 * piece], pairs8);
+                  e4m3_pairs<Product>(words0[2 * piece], pairs0);
+                  e4m3_pairs<Product>(words8[2 * piece], pairs8);
 #pragma unroll
                   for (int n = 0; n < NT; ++n)
-                    ptx::mma16816<T>(block[n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].x, b[n].y);
-                  e4m3_pairs<T>(words0[2 * piece + 1], pairs0);
-                  e4m3_pairs<T>(words8[2 * piece + 1], pairs8);
+                    ptx::mma16816<Product>(block[n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].x, b[n].y);
+                  e4m3_pairs<Product>(words0[2 * piece + 1], pairs0);
+                  e4m3_pairs<Product>(words8[2 * piece + 1], pairs8);
 #pragma unroll
                   for (int n = 0; n < NT; ++n)
-                    ptx::mma16816<T>(block[n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].z, b[n].w);
+                    ptx::mma16816<Product>(block[n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].z, b[n].w);
                 }
               }
+            const float factor = kHalf ? factors[chunk + d] : 1.f;
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-              for (int i = 0; i < 4; ++i) sum[0][n][i] = fmaf(scale[d][i / 2], block[n][i], sum[0][n][i]);
+              for (int i = 0; i < 4; ++i) sum[0][n][i] = fmaf(scale[d][i / 2] * factor, block[n][i], sum[0][n][i]);
           }
         } else if (chunk + d < live) {
 #pragma unroll
@@ -258,7 +270,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
               const int at = d * kChunkBytes + half * 64;
               if constexpr (FROM == From::kRegisters)
                 b[n] = x[d][half];
-              else if constexpr (FROM == From::kShared)
+              else if constexpr (kInShared)
                 b[n] = ptx::load_shared(x_shared[n] + chunk * kChunkBytes + at);
               else
                 b[n] = ptx::load_after_wait(x_global[n] + chunk * kChunkBytes + at);

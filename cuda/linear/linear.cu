@@ -16,6 +16,8 @@ int launch_kernel(const Plan &plan, const LaunchConfig &config, int optin) {
 template <typename T, typename W, int NT> int launch_rows(const Plan &plan, const LaunchConfig &config, int optin) {
   if constexpr (NT == 1 && !Beside<W>::kScaled)
     if (plan.from == From::kRegisters) return launch_kernel<T, W, NT, From::kRegisters>(plan, config, optin);
+  if constexpr (NT == 1 && Beside<W>::kScaled && std::is_same_v<T, __nv_bfloat16>)
+    if (plan.from == From::kHalf) return launch_kernel<T, W, NT, From::kHalf>(plan, config, optin);
   if (plan.from == From::kShared) return launch_kernel<T, W, NT, From::kShared>(plan, config, optin);
   return launch_kernel<T, W, NT, From::kGlobal>(plan, config, optin);
 }

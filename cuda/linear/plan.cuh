@@ -110,12 +110,15 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
     // x beside as many blocks as the tiling has on a multiprocessor, each of which costs 1 KB more.
     const int chunk_bytes = problem.scaled() ? Beside<E4m3>::kChunkBytes : Beside<void>::kChunkBytes;
     const int padding = problem.scaled() ? Beside<E4m3>::kPadding : Beside<void>::kPadding;
-    const int64_t row = static_cast<int64_t>(tiling.warps) * args.slice * chunk_bytes + padding, x = row * p.rows;
+    const int64_t chunks = static_cast<int64_t>(tiling.warps) * args.slice, row = chunks * chunk_bytes + padding;
+    const bool half = problem.scaled() && p.rows == 1 && p.dtype == GDN_BF16;
+    const int64_t factors = half ? ceil_div(chunks, 4) * 16 : 0, x = row * p.rows + factors;
     const int beside = tiling.blocks_per_sm > 4 ? 1 : tiling.blocks_per_sm;
     const bool fits = bytes + x <= card.optin && (bytes + x + 1024) * beside <= card.per_sm;
-    args.x_at = static_cast<int>(bytes);
+    args.factors_at = static_cast<int>(bytes);
+    args.x_at = static_cast<int>(bytes + factors);
     args.x_shared_row = static_cast<int>(row);
-    plan.from = fits ? From::kShared : From::kGlobal;
+    plan.from = !fits ? From::kGlobal : half ? From::kHalf : From::kShared;
     if (fits) bytes += x;
   }
   plan.bytes = bytes;
@@ -172,7 +175,7 @@ inline bool plan_swept_e4m3(const Problem &problem, const Card &card, Plan *plan
     if (problem.swiglu) return take(few ? Tiling{3, 2, 1, 2} : Tiling{5, 2, 1, 1});
     if (tiles > 16 * sms) return take({chunks == 16 ? 4 : 3, 2, 1, 2});
     if (!few) return take({5, 2, 1, 1});
-    if (tiles > 5 * sms) return take({5, 1, 1, 3});
+    if (tiles > 5 * sms) return take(chunks == 16 ? Tiling{8, 1, 1, 2} : Tiling{5, 1, 1, 3});
     return take(chunks == 16 ? Tiling{4, 1, 1, 4} : Tiling{3, 1, 1, 5});
   }
   if (problem.swiglu) return false;

@@ -130,6 +130,13 @@ def check_e4m3(lib, quick):
             expect("rows of e4m3 that do not fit", lib.gdn_linear_with, case.params, {"BAD_ALGO": [{}]}, C.byref(case.options))
         else:
             check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
+    # Inputs of all sizes: in bf16 those of a block are divided by a power of two.
+    for rows, inputs, power in itertools.product((1, 5, 8, 9), (64, 320, 4096), (0, 100, -110, None)):
+        case = Case(rows, inputs, 100, "bf16", seed=next(seeds), e4m3=128)
+        of_each = torch.randint(-40, 40, case.x.shape, device="cuda") if power is None else torch.full_like(case.x, power)
+        case.x.copy_(torch.ldexp(case.x.double(), of_each))
+        case.ref = linear(case.x, case.e4m3.exact())
+        check_case(lib, f"e4m3, inputs times 2^{power}", case)
     case = Case(4, 128, 32, "bf16", e4m3=16)
     expect("e4m3", lib.gdn_linear, case.params, {
         "BAD_ALGO": one_by_one(inputs=[96], w=[case.w.data_ptr() + 8], w_stride=[136], scales__rows=[0, 3, -1]),

@@ -55,6 +55,7 @@ struct Args {
   int32_t scored;            // rows of the router: experts, and the shared expert's gate
   int32_t router_parts;
   int32_t normalise;
+  int32_t shared_lines;      // of 128 bytes: the shared expert's gate and up
   ScaleArgs gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // of weights in e4m3
 };
 

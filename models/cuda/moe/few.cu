@@ -32,10 +32,11 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   const int64_t resident = static_cast<int64_t>(16 / kWarps) * sms;
   config.grid = dim3(static_cast<unsigned>(tiles < resident ? tiles : resident));
   config.block = dim3(32 * kWarps);
-  config.shared_bytes = table_bytes(args) + (Stored<W>::kScaled && p.tokens == 1 ? 2 * static_cast<int64_t>(p.hidden) : 0);
-  auto gate_up = gate_up_kernel<T, W, false>;
-  if constexpr (!Stored<W>::kScaled)
-    if (p.hidden <= kWarps * kChunks * Stored<W>::kChunk) gate_up = gate_up_kernel<T, W, true>;
+  // x of one token, and its chunks' factors.
+  const bool one = Stored<W>::kScaled && p.tokens == 1;
+  config.shared_bytes = table_bytes(args) + (one ? 2 * static_cast<int64_t>(p.hidden) + ceil_div(p.hidden, 512) * 16 : 0);
+  const bool kept = Stored<W>::kScaled ? one : p.hidden <= kWarps * kChunks * Stored<W>::kChunk;
+  const auto gate_up = kept ? gate_up_kernel<T, W, true> : gate_up_kernel<T, W, false>;
   if (const int status = allow_shared_memory(gate_up, config.shared_bytes, optin)) return status;
   if (const int status = launch(gate_up, config, args)) return status;
 
@@ -43,7 +44,14 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   config.grid = dim3(static_cast<unsigned>(p.hidden / kDownOutputs));
   config.block = dim3(kDownThreads);
   config.shared_bytes = table_bytes(args) + static_cast<int64_t>(kDownWarps) * p.tokens * kColumn * sizeof(float);
-  return launch_allowed<down_kernel<T, W>>(config, optin, args);
+  if constexpr (Stored<W>::kScaled) {
+    const int64_t of_h = static_cast<int64_t>(p.top_k + 1) * h_shared_bytes(args);
+    if (one && config.shared_bytes + of_h <= optin) {
+      config.shared_bytes += of_h;
+      return launch_allowed<down_kernel<T, W, true>>(config, optin, args);
+    }
+  }
+  return launch_allowed<down_kernel<T, W, false>>(config, optin, args);
 }
 
 template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {

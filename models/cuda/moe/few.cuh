@@ -79,9 +79,11 @@ struct Piece {
   }
 };
 
-// Uses up chunk d in e4m3, of which `live` units are there, with x at this address, in shared memory or not.
+// Uses up chunk d in e4m3, of which `live` units are there, with x at this address, in shared memory or not; x is in T, divided by
+// `factor`.
 template <typename T>
-__device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3> &weights, const char *x, int d, int live) {
+__device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3> &weights, const char *x, int d, int live,
+                                         float factor = 1.f) {
   float block[2][4] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half)
@@ -100,7 +102,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3>
       }
     }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum[0][i] = fmaf(weights.scale[d][i / 2], block[0][i] + block[1][i], sum[0][i]);
+  for (int i = 0; i < 4; ++i) sum[0][i] = fmaf(weights.scale[d][i / 2] * factor, block[0][i] + block[1][i], sum[0][i]);
 }
 
 // Uses up chunk d. Two sums: one alone would be bound by the products' latency.
@@ -114,20 +116,34 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<T> &w
   }
 }
 
+// One token's inputs into shared memory as products beside e4m3 take them, in f16, and the factors of their chunks.
+template <typename T> __device__ __forceinline__ void read_row(const void *from, char *to, float *factors, int inputs, int tid, int threads) {
+  const auto load = [&](int piece) { return ptx::load_after_wait(static_cast<const uint4 *>(from) + piece); };
+  uint4 *pieces = reinterpret_cast<uint4 *>(to);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    half_of_row(load, pieces, factors, inputs / 8, tid, threads);
+  } else {
+    for (int i = tid; i < inputs / 8; i += threads) pieces[i] = load(i);
+    for (int i = tid; i * Stored<E4m3>::kChunk < inputs; i += threads) factors[i] = 1.f;
+  }
+}
+
 // h = silu(gate x) * (up x). A tile is 8 outputs of one group: 8 rows of gate and the same 8 of up, so that a lane has
-// both sums of an output. The warps of a block divide the inputs; blocks stay for several tiles. ONE_ROUND: a warp's
-// part is one, and x stays in registers while the group is the same.
+// both sums of an output. The warps of a block divide the inputs; blocks stay for several tiles. KEPT: x stays where it was read
+// once, in registers while the group is the same, where a warp's part is one round; in e4m3 in shared memory, of one token.
 // One function: weights are under way from its first lines to its last, in registers that no part of it could hand on.
-template <typename T, typename W, bool ONE_ROUND>
+template <typename T, typename W, bool KEPT>
 __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps)
     gate_up_kernel(const __grid_constant__ Args a) {
   constexpr int kGateUpWarps = Stored<W>::kWarps, kUnits = Stored<W>::kUnits, kChunk = Stored<W>::kChunk;
   constexpr int kXBytes = Stored<W>::kXBytes;
-  static_assert(!ONE_ROUND || !Stored<W>::kScaled, "x beside a round takes as many again as weights do");
+  constexpr bool kScaled = Stored<W>::kScaled, kInRegisters = KEPT && !kScaled, kOne = KEPT && kScaled;
   __shared__ float partial[2][kGateUpWarps][kGroup * kColumn];    // of this tile and the last one
   extern __shared__ __align__(16) unsigned char room[];
   Table &table = *reinterpret_cast<Table *>(room);
-  unsigned char *x_shared = room + table_bytes(a);    // in e4m3 x of one token: pieces of it through L1 would each be waited for
+  // In e4m3 x of one token: pieces of it through L1 would each be waited for.
+  char *x_shared = reinterpret_cast<char *>(room + table_bytes(a));
+  float *factors = reinterpret_cast<float *>(x_shared + 2 * a.hidden);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -165,7 +181,7 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
     }
   };
   const auto advance = [&] {
-    if (!ONE_ROUND && (round + 1) * kChunks < slice) {
+    if (!kInRegisters && (round + 1) * kChunks < slice) {
       ++round;
       weights.row0 += kChunks * kChunkBytes;
       weights.live -= kUnits * kChunks;
@@ -183,24 +199,22 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
 #pragma unroll
   for (int d = 0; d < kChunks; ++d) weights.fetch(d);
 
-  const bool one = Stored<W>::kScaled && a.tokens == 1;
-  if (one) {
-    for (int i = tid * 16; i < 2 * a.hidden; i += 32 * kGateUpWarps * 16)
-      *reinterpret_cast<uint4 *>(x_shared + i) = ptx::load_after_wait(static_cast<const char *>(a.x) + i);
+  if constexpr (kOne) {
+    read_row<T>(a.x, x_shared, factors, a.hidden, tid, 32 * kGateUpWarps);
     __syncthreads();
   }
-  Piece x[ONE_ROUND ? kChunks : 1];
+  Piece x[kInRegisters ? kChunks : 1];
   uint32_t held = 0;    // whose rows they are; no group is 0
   int turn = 0;
   while (tile < tiles) {
     const uint32_t now = group;
     const int row = group_first(now), rows = group_rows(now), to = output;
     // Rows past the end are the last one again: their sums are not stored, and they cost no traffic.
-    const char *from = one ? reinterpret_cast<const char *>(x_shared) + x_part
-                           : static_cast<const char *>(a.x) + x_part +
+    const char *from = kOne ? x_shared + x_part
+                            : static_cast<const char *>(a.x) + x_part +
                                  table.entry[row + min(g, rows - 1)].token * (a.x_stride * static_cast<int64_t>(sizeof(T)));
     float sum[2][4] = {};
-    if constexpr (ONE_ROUND) {
+    if constexpr (kInRegisters) {
       if (const uint32_t whose = a.tokens == 1 ? 1 : now; whose != held) {
 #pragma unroll
         for (int d = 0; d < kChunks; ++d)
@@ -214,14 +228,21 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
         weights.fetch(d);
       }
     } else if constexpr (Stored<W>::kScaled) {
+      const float *factor = factors + first;
       for (int left = live; left > live - 2 * slice; left -= 2 * kChunks) {
         advance();
 #pragma unroll
         for (int d = 0; d < kChunks; ++d) {
-          if (2 * d < left) multiply<T>(sum, weights, from + d * kXBytes, d, left - 2 * d);
+          if (2 * d < left) {
+            if constexpr (kOne)
+              multiply<__half>(sum, weights, from + d * kXBytes, d, left - 2 * d, factor[d]);
+            else
+              multiply<T>(sum, weights, from + d * kXBytes, d, left - 2 * d);
+          }
           weights.fetch(d);
         }
         from += kChunks * kXBytes;
+        factor += kChunks;
       }
     } else {
       for (int left = live; left > live - slice; left -= kChunks) {    // as often in every warp
@@ -258,14 +279,19 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
   }
 }
 
+// Bytes of a row of h in shared memory, its chunks' factors behind it.
+constexpr __host__ __device__ int h_shared_bytes(const Args &a) { return 2 * a.h_stride + (a.h_stride + 511) / 512 * 16; }
+
 // y = the weighted sum of down h over a token's rows. A block has 16 outputs of all rows: its warps divide the groups,
-// and rounds of their inputs, and add what they find to sums of their own.
-template <typename T, typename W>
+// and rounds of their inputs, and add what they find to sums of their own. KEPT, in e4m3: h of one token in shared memory.
+template <typename T, typename W, bool KEPT>
 __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_constant__ Args a) {
   constexpr int kUnits = Stored<W>::kUnits, kXBytes = Stored<W>::kXBytes;
   extern __shared__ __align__(16) unsigned char room[];
   Table &table = *reinterpret_cast<Table *>(room);
   float *sums = reinterpret_cast<float *>(room + table_bytes(a));    // [warps][tokens][kColumn]
+  char *h_shared = reinterpret_cast<char *>(sums + kDownWarps * a.tokens * kColumn);
+  const int h_row_bytes = h_shared_bytes(a);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
   // NOTES: the choice is older than the kernel before this one, and that one has waited for it. So the weights are
   // under way before the wait.
@@ -308,11 +334,22 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
   for (int i = lane; i < a.tokens * kColumn; i += 32) mine[i] = 0.f;
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
+  if constexpr (KEPT) {
+    for (int row = warp; row < table.groups; row += kDownWarps) {
+      char *to = h_shared + row * h_row_bytes;
+      read_row<T>(static_cast<const T *>(a.h) + row * int64_t{a.h_stride}, to, reinterpret_cast<float *>(to + 2 * a.h_stride),
+                  row < table.routed ? a.inner : a.shared_inner, lane, 32);
+    }
+    __syncthreads();
+  }
 
   while (unit < units) {
     const int row = group_first(group), rows = group_rows(group), live = weights.live;
-    const char *from = static_cast<const char *>(a.h) + x_part +
-                       (row + min(g, rows - 1)) * (a.h_stride * static_cast<int64_t>(sizeof(T)));
+    const char *from = KEPT ? h_shared + row * h_row_bytes + x_part
+                            : static_cast<const char *>(a.h) + x_part +
+                                  (row + min(g, rows - 1)) * (a.h_stride * static_cast<int64_t>(sizeof(T)));
+    [[maybe_unused]] const float *factor =
+        reinterpret_cast<const float *>(h_shared + row * h_row_bytes + 2 * a.h_stride) + x_part / kXBytes;
     Piece h[Stored<W>::kScaled ? 1 : kChunks];
     if constexpr (!Stored<W>::kScaled) {
 #pragma unroll
@@ -325,7 +362,12 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
 #pragma unroll
     for (int d = 0; d < kChunks; ++d) {
       if constexpr (Stored<W>::kScaled) {
-        if (2 * d < live) multiply<T>(sum, weights, from + d * kXBytes, d, live - 2 * d);
+        if (2 * d < live) {
+          if constexpr (KEPT)
+            multiply<__half>(sum, weights, from + d * kXBytes, d, live - 2 * d, factor[d]);
+          else
+            multiply<T>(sum, weights, from + d * kXBytes, d, live - 2 * d);
+        }
       } else {
         if (d < live) multiply<T>(sum, weights, h[d], d);
       }

@@ -79,6 +79,14 @@ int64_t lay_out(const gdn_moe_params &p, char *base, Args *args) {
   return bytes;
 }
 
+int64_t shared_gate_up_bytes(const gdn_moe_params &p) {
+  const int64_t numbers = int64_t{2} * p.shared_inner * p.hidden;
+  if (!p.quantized) return numbers * (p.gate_up_scales.ptr ? 1 : 2);
+  if (p.shared_inner == 0) return 0;
+  const quantized::Extent unit = quantized::extent(p.shared_gate_up_type);
+  return numbers / (quantized::kTile * unit.unit_inputs) * unit.unit_bytes;
+}
+
 int run(const gdn_moe_params *params, cudaStream_t stream) {
   if (!params) return GDN_NULL_POINTER;
   const gdn_moe_params &p = *params;
@@ -127,6 +135,7 @@ int run(const gdn_moe_params *params, cudaStream_t stream) {
   args.inner = p.inner;
   args.shared_inner = p.shared_inner;
   args.normalise = p.normalise != 0;
+  args.shared_lines = static_cast<int32_t>(shared_gate_up_bytes(p) / 128);
   args.gate_up_scales = scale_args(p.gate_up_scales);
   args.down_scales = scale_args(p.down_scales);
   args.shared_gate_up_scales = scale_args(p.shared_gate_up_scales);

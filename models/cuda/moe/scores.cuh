@@ -68,10 +68,9 @@ __global__ void __launch_bounds__(kScoreThreads) few_scores_kernel(const __grid_
 
   // The memory is idle until the experts are known, all but the shared one: its first weights come into L2 meanwhile.
   if constexpr (GROUPS * 8 <= GDN_MOE_FEW_TOKENS) {
-    const int64_t lines = static_cast<int64_t>(a.shared_inner) * 2 * a.hidden * sizeof(T) / 128;
     const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
-    for (int64_t i = block * kScoreThreads + tid; i < lines; i += blocks * kScoreThreads)
-      prefetch_l2(static_cast<const char *>(a.shared_gate_up) + i * 128);
+    for (int i = block * kScoreThreads + tid; i < a.shared_lines; i += blocks * kScoreThreads)
+      prefetch_l2(static_cast<const char *>(a.shared_gate_up) + i * int64_t{128});
   }
 
   ptx::grid_dependency_wait();
