@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -33,18 +34,20 @@ def run(tool, program, test, gpu, limit):
     command = ["compute-sanitizer", "--tool", tool, *([] if tool == "initcheck" else OURS), "--error-exitcode", "77",
                os.path.abspath(program), "--exact", test]
     env = {**ENV, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=folder,
+                               env=env, start_new_session=True)
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                              timeout=limit, cwd=folder, env=env)
-    except subprocess.TimeoutExpired as e:
-        return f"over {limit:.0f} s", e.output or ""
-    found = SUMMARY.findall(done.stdout)
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)    # the test too, which the sanitizer leaves behind
+        return f"over {limit:.0f} s", process.communicate()[0]
+    found = SUMMARY.findall(output)
     clean = bool(found) and found[-1].startswith("0 ")
-    if not found and " 1 passed" in done.stdout:
+    if not found and " 1 passed" in output:
         return "no kernel", ""
-    if clean and done.returncode == 0:
+    if clean and process.returncode == 0:
         return "clean", ""
-    return found[-1] if found and not clean else f"failed with {done.returncode}", done.stdout
+    return found[-1] if found and not clean else f"failed with {process.returncode}", output
 
 
 def main():
@@ -90,7 +93,7 @@ def main():
                 if output:
                     os.makedirs(args.logs, exist_ok=True)
                     with open(os.path.join(args.logs, "-".join(key).replace("::", "-") + ".txt"), "w", encoding="utf-8") as f:
-                        f.write(output if isinstance(output, str) else output.decode(errors="replace"))
+                        f.write(output)
                 if left >= args.limit or not how.startswith("over"):      # what the end of the run cut off is not done
                     known[key] = how
                     with open(args.done, "a", encoding="utf-8") as f:
