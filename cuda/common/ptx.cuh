@@ -55,6 +55,16 @@ __device__ __forceinline__ void wait_for_flag(const uint32_t *flag, int lane) {
   __syncwarp();
 }
 
+// 8 bytes that another kernel reads while this one runs, as one access; alone, and not with what was written before.
+__device__ __forceinline__ void store_relaxed(void *to, uint64_t x) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
+}
+__device__ __forceinline__ uint64_t load_relaxed(const void *from) {
+  uint64_t x;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }

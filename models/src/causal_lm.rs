@@ -52,10 +52,12 @@ pub struct CausalLm {
     pub(crate) heads: usize,
     pub(crate) other_types: Vec<OtherType>,
     pub(crate) quantized: bool,
+    /// Whether candle's kernels on CUDA multiply with some of the quantised matrices.
+    pub(crate) by_candle: bool,
 }
 
 impl CausalLm {
-    /// Whether matrices are quantised, or were to be: candle's kernels multiply with those.
+    /// Whether matrices are quantised, or were to be.
     pub fn is_quantized(&self) -> bool {
         self.quantized
     }

@@ -218,6 +218,7 @@ impl<'a> Loader<'a> {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             quantized,
             other_types: source.other_types(),
+            by_candle: source.is_by_candle(),
         })
     }
 }

@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   read_table(a, table);
+  share_choice(a, table);
 
   const int chunks = kUnits == 1 ? a.hidden / kChunk : (a.hidden / 64 + 1) / 2, slice = (chunks + kGateUpWarps - 1) / kGateUpWarps;
   const int first = warp * slice;
@@ -293,9 +294,9 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
   char *h_shared = reinterpret_cast<char *>(sums + kDownWarps * a.tokens * kColumn);
   const int h_row_bytes = h_shared_bytes(a);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
-  // NOTES: the choice is older than the kernel before this one, and that one has waited for it. So the weights are
+  // NOTES: of several tokens the table is older than the kernel before this one, and that one has waited for it. So the weights are
   // under way before the wait.
-  read_table(a, table);
+  await_table(a, table);
 
   constexpr int kRound = kChunks * Stored<W>::kChunk;    // inputs
   const int each = (a.inner + kRound - 1) / kRound, shared_each = (a.shared_inner + kRound - 1) / kRound;

@@ -177,6 +177,7 @@ template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 
   if (threadIdx.x >= kFirst)
     quantized::convert_x<T, R>(q, 0, shared + kBehindTable, shared + q.scales_at, threadIdx.x - kFirst, kThreads - kFirst);
   read_table(q.a, table);
+  share_choice(q.a, table);
 
   // Blocks for the shared expert's groups, in proportion to its bytes.
   const auto bytes_of = [&](const PackedArgs &part, int groups) {
@@ -254,8 +255,9 @@ template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 
   const int lane = ptx::kept_lane(), warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
   quantized::Ring ring = {shared + q.down_ring_at + warp * q.down_stages * q.down_stage, shared + warp * kMostStages * 8, q.down_stages};
   ring.begin(lane);
-  // The choice is older than the kernel before this one, and that one has waited for it. So the weights are under way before the wait.
-  read_table(a, table);
+  // Of several tokens the table is older than the kernel before this one, and that one has waited for it. So the weights are under way before
+  // the wait.
+  await_table(a, table);
   const int routed_units = table.routed * q.down.units, units = routed_units + (table.groups - table.routed) * q.shared_down.units;
   struct Place {
     const PackedArgs &part;

@@ -111,5 +111,34 @@ __device__ __forceinline__ void read_table(const Args &a, Table &table) {
   __syncthreads();
 }
 
+// One token's choice for the kernel behind this one, which need not make it again: the first block stores it, an entry by one access,
+// behind read_table(). Until then the entries are zero: the kernel of the logits has cleared them.
+__device__ __forceinline__ uint64_t choice_of(const TableEntry &entry) {
+  return static_cast<uint64_t>(__float_as_uint(entry.weight)) << 32 | entry.group;
+}
+__device__ __forceinline__ void share_choice(const Args &a, const Table &table) {
+  if (const int i = threadIdx.x; a.tokens == 1 && blockIdx.x == 0 && i < table.groups)
+    ptx::store_relaxed(&a.table->entry[i], choice_of(table.entry[i]));
+}
+
+// read_table() in the kernel behind one that shares its choice. It begins when all blocks of that one run, or have run, so that the
+// entries come. Where the caller gave the logits nobody has cleared them.
+__device__ __forceinline__ void await_table(const Args &a, Table &table) {
+  if (a.tokens > 1 || !a.scores) return read_table(a, table);
+  const int tid = threadIdx.x, rows = a.top_k + (a.shared_inner > 0);
+  if (tid < rows) {
+    uint64_t choice;
+    do choice = ptx::load_relaxed(&a.table->entry[tid]);
+    while (choice == 0);
+    table.entry[tid].group = static_cast<uint32_t>(choice);
+    table.entry[tid].weight = __uint_as_float(static_cast<uint32_t>(choice >> 32));
+    table.entry[tid].token = 0;
+  } else if (tid == 32) {
+    table.routed = a.top_k;
+    table.groups = rows;
+  }
+  __syncthreads();
+}
+
 }  // namespace moe
 }  // namespace gdn

@@ -22,7 +22,7 @@ pub(crate) const FEW: usize = 8;
 const FEW_OF_Q4_K: usize = 6;
 
 /// Up to so many rows go to `gdn_quantized_many`, which reads the weights once for them. For more rows the numbers are stored, once for all.
-const MANY: usize = 128;
+pub(crate) const MANY: usize = 128;
 
 /// What multiplies: a kernel that reads the packed numbers, or cuBLAS with all of them dequantised.
 #[derive(Clone, Copy, PartialEq)]
@@ -70,6 +70,11 @@ fn kind_of(dtype: GgmlDType) -> Option<(i32, usize)> {
     }
 }
 
+/// Whether a matrix of this type and so many inputs is packed on CUDA.
+pub(crate) fn packs(dtype: GgmlDType, inputs: usize) -> bool {
+    kind_of(dtype).is_some_and(|(_, multiple)| inputs <= MOST_INPUTS && inputs.is_multiple_of(multiple))
+}
+
 impl Packed {
     /// Of the blocks of a file, on `device`; `None` where the kernels do not take them.
     pub(crate) fn new(
@@ -79,9 +84,8 @@ impl Packed {
         paired: usize,
         device: &Device,
     ) -> Result<Option<Self>> {
-        let Some((kind, multiple)) = kind_of(dtype) else { return Ok(None) };
-        let takes = inputs <= MOST_INPUTS && inputs.is_multiple_of(multiple) && paired.is_multiple_of(8);
-        if !device.is_cuda() || outputs == 0 || !takes {
+        let Some((kind, _)) = kind_of(dtype) else { return Ok(None) };
+        if !device.is_cuda() || outputs == 0 || !packs(dtype, inputs) || !paired.is_multiple_of(8) {
             return Ok(None);
         }
         let blocks = Tensor::from_slice(blocks, blocks.len(), device)?;

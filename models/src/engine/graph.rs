@@ -22,9 +22,22 @@ use std::rc::Rc;
 
 const OP: &str = "DecodeGraph";
 
-/// Rows that candle multiplies with a quantised matrix without a buffer that may move.
+/// An error where a graph of this model may not have so many rows.
+///
+/// candle's buffer for quantised products of more than 8 moves when it grows, and a graph holds its address. Our kernels read packed
+/// weights for so many rows; for more, or in f32 for more than 8, the numbers of a whole matrix would be part of the graph's memory.
 #[cfg(feature = "cuda")]
-pub(super) const QUANTIZED_ROWS: usize = 8;
+pub(super) fn check_rows(op: &str, model: &CausalLm, rows: usize) -> Result<()> {
+    if !model.is_quantized() {
+        return Ok(());
+    }
+    let few = model.by_candle || model.dtype == candle_core::DType::F32;
+    let most = if few { crate::cuda::quantized::FEW } else { crate::cuda::quantized::MANY };
+    if rows > most {
+        bail!("{op}: batch: expected at most {most} rows of this quantised model, got {rows}")
+    }
+    Ok(())
+}
 
 /// One decode step of the whole model, of up to a number of sequences, captured once as a CUDA graph and replayed: one
 /// launch instead of some hundreds. It serves all sequences of a pool as they come, go and grow; ids, slots and
@@ -91,9 +104,9 @@ impl DecodeGraph {
     /// On the CPU; on a device with a stream for each host thread, as `Device::new_cuda` makes them (see
     /// [`single_stream_device`](candle_gdn::single_stream_device)), or one that cannot allocate in stream order; for more than
     /// 32 sequences where experts are in f32, or of widths that are no multiples of 64, and so ask the host; for more than
-    /// 8 of a quantised model; when the pool is another model's, the device is out of memory, or other threads gave it work
-    /// meanwhile. Callers go on with
-    /// [`CausalLm::feed`].
+    /// 128 of a quantised model, or 8 in f32 or where candle's kernels multiply with some of its matrices (types other than q8_0, q4_K and
+    /// q6_K); when the pool is another model's, the device is out of memory, or other threads gave it work meanwhile. Callers go on
+    /// with [`CausalLm::feed`].
     pub fn capture(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
         Self::capture_any(model, pool, batch, None)
     }
@@ -213,10 +226,7 @@ impl DecodeGraph {
         if model.config.moe.as_ref().is_some_and(asks) {
             bail!("{OP}: batch: expected at most 32 sequences of a model with experts in f32, got {batch}")
         }
-        // candle's buffer for quantised products of more rows moves when it grows, and a graph holds its address.
-        if model.is_quantized() && batch > QUANTIZED_ROWS {
-            bail!("{OP}: batch: expected at most {QUANTIZED_ROWS} sequences of a quantised model, got {batch}")
-        }
+        check_rows(OP, model, batch)?;
         let (buffers, landings) = {
             let _working = pool.take()?;
             match sampler {

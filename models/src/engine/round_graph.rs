@@ -141,9 +141,7 @@ impl RoundGraph {
         if model.config.moe.as_ref().is_some_and(asks) {
             bail!("{OP}: expected at most 32 tokens in a round of a model with experts in f32, got {rows}")
         }
-        if model.is_quantized() && rows > super::graph::QUANTIZED_ROWS {
-            bail!("{OP}: expected at most {} tokens of a quantised model, got {rows}", super::graph::QUANTIZED_ROWS)
-        }
+        super::graph::check_rows(OP, model, rows)?;
         let device = pool.device.clone();
         let graph = capture(OP, &device, || buffers.run(model, pool))?;
         Ok(Captured { graph, _group: model.vocabulary.as_ref().map(|vocabulary| vocabulary.group().clone()) })

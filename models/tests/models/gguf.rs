@@ -334,11 +334,39 @@ fn quantised_models_on_cuda() -> Result<()> {
                 near(&eager, "steps");
                 near(&graphed, "graph");
                 assert!(rel_rms(&graphed, &eager) < 1e-5, "{dtype:?}: {:e}", rel_rms(&graphed, &eager));
-                let nine = DecodeGraph::capture(&model, &mut pool, 9);
-                refused(nine, &["at most 8 sequences of a quantised model, got 9"]);
+                match activations {
+                    DType::F32 => {
+                        let nine = DecodeGraph::capture(&model, &mut pool, 9);
+                        refused(nine, &["at most 8 rows of this quantised model, got 9"]);
+                    }
+                    _ => many_graphed(&model)?,
+                }
             }
         }
     }
+    Ok(())
+}
+
+/// Steps of 20 sequences by a graph are those without.
+fn many_graphed(model: &CausalLm) -> Result<()> {
+    const COUNT: usize = 20;
+    let mut pool = model.new_sequences(2 * COUNT, 32)?;
+    let s: Vec<_> = (0..2 * COUNT).map(|_| pool.begin()).collect::<Result<_>>()?;
+    let prompts: Vec<Vec<u32>> = (0..COUNT).map(|i| vec![IDS[i % IDS.len()]; 1 + i % 5]).collect();
+    for half in s.chunks(COUNT) {
+        let fed: Vec<_> = half.iter().zip(&prompts).map(|(&s, prompt)| (s, &prompt[..])).collect();
+        model.feed_only(&mut pool, &fed)?;
+    }
+    let mut graph = DecodeGraph::capture(model, &mut pool, COUNT)?;
+    for (step, &id) in IDS.iter().enumerate() {
+        let ids: Vec<u32> = (0..COUNT as u32).map(|i| (id + i * step as u32) % 8).collect();
+        let fed: Vec<_> = s.iter().zip(&ids).map(|(&s, id)| (s, std::slice::from_ref(id))).collect();
+        let eager = model.feed(&mut pool, &fed)?.flatten_all()?.to_vec1::<f32>()?;
+        let stepped: Vec<_> = s[COUNT..].iter().zip(&ids).map(|(&s, &id)| (s, id)).collect();
+        let graphed = graph.step(model, &mut pool, &stepped)?.flatten_all()?.to_vec1::<f32>()?;
+        assert!(rel_rms(&graphed, &eager) < 1e-5, "20 sequences: {:e}", rel_rms(&graphed, &eager));
+    }
+    refused(DecodeGraph::capture(model, &mut pool, 129), &["at most 128 rows of this quantised model, got 129"]);
     Ok(())
 }
 
