@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kScoreThreads) few_scores_kernel(const __grid_
 
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  // Of one token: the entries of a choice that is not made yet (share_choice).
-  if (a.tokens == 1 && blockIdx.x + blockIdx.y == 0 && tid <= a.top_k) ptx::store_relaxed(&a.table->entry[tid], 0);
+  // One token's choice is not made yet (share_choice). Without a table the way of many tokens follows.
+  if (a.tokens == 1 && a.table && blockIdx.x + blockIdx.y == 0 && tid <= a.top_k) ptx::store_relaxed(&a.table->entry[tid], 0);
 
   float sum[GROUPS][4] = {};
   for (int chunk = first; chunk < end; chunk += kBatch) {
