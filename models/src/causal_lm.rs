@@ -51,15 +51,21 @@ pub struct CausalLm {
     pub(crate) kv_heads: usize,
     pub(crate) heads: usize,
     pub(crate) other_types: Vec<OtherType>,
-    pub(crate) quantized: bool,
-    /// Whether candle's kernels on CUDA multiply with some of the quantised matrices.
-    pub(crate) by_candle: bool,
+    /// Where matrices are quantised, or were to be: whose kernels multiply with them on CUDA.
+    pub(crate) quantized: Option<Kernels>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kernels {
+    Ours,
+    /// Candle's too, with some.
+    Candles,
 }
 
 impl CausalLm {
     /// Whether matrices are quantised, or were to be.
     pub fn is_quantized(&self) -> bool {
-        self.quantized
+        self.quantized.is_some()
     }
 
     /// The matrices that [`Loader::quantize`](crate::Loader::quantize) could not bring into the type that was asked for, and

@@ -6,7 +6,7 @@ use crate::blocks::embeddings::Embeddings;
 use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rotary::Rotary;
-use crate::causal_lm::CausalLm;
+use crate::causal_lm::{CausalLm, Kernels};
 use crate::config::{Family, ModelConfig};
 use crate::formats::{dequantized, GgufFile, GgufWeights, KeptFp8, Quantizer, Source};
 use crate::parallel::{Collective, Vocabulary, WeightCuts};
@@ -216,9 +216,8 @@ impl<'a> Loader<'a> {
             dtype,
             device,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            quantized,
+            quantized: quantized.then(|| if source.is_by_candle() { Kernels::Candles } else { Kernels::Ours }),
             other_types: source.other_types(),
-            by_candle: source.is_by_candle(),
         })
     }
 }

@@ -13,6 +13,8 @@ use super::step::StepBuffers;
 #[cfg(feature = "cuda")]
 use crate::blocks::moe::asks_the_host;
 use crate::causal_lm::CausalLm;
+#[cfg(feature = "cuda")]
+use crate::causal_lm::Kernels;
 use candle_core::{bail, Result, Tensor};
 #[cfg(feature = "cuda")]
 use std::cell::RefCell;
@@ -28,11 +30,11 @@ const OP: &str = "DecodeGraph";
 /// weights for so many rows; for more, or in f32 for more than 8, the numbers of a whole matrix would be part of the graph's memory.
 #[cfg(feature = "cuda")]
 pub(super) fn check_rows(op: &str, model: &CausalLm, rows: usize) -> Result<()> {
-    if !model.is_quantized() {
-        return Ok(());
-    }
-    let few = model.by_candle || model.dtype == candle_core::DType::F32;
-    let most = if few { crate::cuda::quantized::FEW } else { crate::cuda::quantized::MANY };
+    let most = match model.quantized {
+        None => return Ok(()),
+        Some(Kernels::Ours) if model.dtype != candle_core::DType::F32 => crate::cuda::quantized::MANY,
+        Some(_) => crate::cuda::quantized::FEW,
+    };
     if rows > most {
         bail!("{op}: batch: expected at most {most} rows of this quantised model, got {rows}")
     }
