@@ -51,14 +51,16 @@ pub struct CausalLm {
     pub(crate) kv_heads: usize,
     pub(crate) heads: usize,
     pub(crate) other_types: Vec<OtherType>,
-    /// Where matrices are quantised, or were to be: whose kernels multiply with them on CUDA.
+    /// Set where matrices are quantised, or were to be.
     pub(crate) quantized: Option<Kernels>,
 }
 
+/// Whose kernels on CUDA multiply with the quantised matrices of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kernels {
+    /// Ours alone.
     Ours,
-    /// Candle's too, with some.
+    /// Candle's, with some matrices at least.
     Candles,
 }
 

@@ -216,7 +216,7 @@ impl<'a> Loader<'a> {
             dtype,
             device,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            quantized: quantized.then(|| if source.is_by_candle() { Kernels::Candles } else { Kernels::Ours }),
+            quantized: quantized.then(|| if source.needs_candle() { Kernels::Candles } else { Kernels::Ours }),
             other_types: source.other_types(),
         })
     }

@@ -26,8 +26,8 @@ const OP: &str = "DecodeGraph";
 
 /// An error where a graph of this model may not have so many rows.
 ///
-/// candle's buffer for quantised products of more than 8 moves when it grows, and a graph holds its address. Our kernels read packed
-/// weights for so many rows; for more, or in f32 for more than 8, the numbers of a whole matrix would be part of the graph's memory.
+/// candle's buffer for quantised products of more than 8 rows moves when it grows, and a graph holds its address. Our kernels read packed
+/// weights for up to 128 rows, in f32 for 8; for more rows a dequantised copy of each matrix would be part of the graph's memory.
 #[cfg(feature = "cuda")]
 pub(super) fn check_rows(op: &str, model: &CausalLm, rows: usize) -> Result<()> {
     let most = match model.quantized {

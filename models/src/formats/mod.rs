@@ -75,14 +75,14 @@ pub(crate) struct Source<'a> {
     quantizer: Option<Arc<Quantizer>>,
     /// Set where matrices in fp8 stay so.
     kept_fp8: Option<KeptFp8>,
-    /// Set where candle's kernels on CUDA are to multiply with a quantised matrix.
-    by_candle: Arc<AtomicBool>,
+    /// Set where a quantised matrix was taken that is not packed for our kernels on CUDA, so that candle's take it.
+    for_candle: Arc<AtomicBool>,
 }
 
 impl<'a> Source<'a> {
     /// Dense weights.
     pub(crate) fn new(dense: VarBuilder<'a>) -> Self {
-        Self { dense, gguf: None, quantizer: None, kept_fp8: None, by_candle: Default::default() }
+        Self { dense, gguf: None, quantizer: None, kept_fp8: None, for_candle: Default::default() }
     }
 
     /// Matrices in fp8 stay as they are where the kernels take them.
@@ -117,22 +117,22 @@ impl<'a> Source<'a> {
         of_file.chain(self.quantizer.iter().flat_map(|quantizer| quantizer.others())).collect()
     }
 
-    /// Whether candle's kernels on CUDA multiply with a matrix that was taken from here.
-    pub(crate) fn is_by_candle(&self) -> bool {
-        self.by_candle.load(Ordering::Relaxed)
+    /// Whether candle's kernels on CUDA take a quantised matrix from here.
+    pub(crate) fn needs_candle(&self) -> bool {
+        self.for_candle.load(Ordering::Relaxed)
     }
 
-    /// candle's kernels multiply with what was taken from here.
-    pub(crate) fn left_to_candle(&self) {
-        self.by_candle.store(self.device().is_cuda(), Ordering::Relaxed)
+    /// From now on [`needs_candle`](Self::needs_candle), on CUDA.
+    pub(crate) fn leave_to_candle(&self) {
+        self.for_candle.store(self.device().is_cuda(), Ordering::Relaxed)
     }
 
-    /// A matrix that is taken from here.
-    fn taken(&self, matrix: Matrix) -> Matrix {
+    /// The matrix, of which is noted whether our kernels on CUDA take it.
+    fn noted(&self, matrix: Matrix) -> Matrix {
         #[cfg(feature = "cuda")]
         if let Matrix::Blocks(blocks) | Matrix::Tiled(blocks, _) = &matrix {
             if self.device().is_cuda() && !crate::cuda::quantized::packs(blocks.dtype(), blocks.columns()) {
-                self.left_to_candle();
+                self.leave_to_candle();
             }
         }
         matrix
@@ -180,7 +180,7 @@ impl<'a> Source<'a> {
         let path = self.path(name);
         if let Some(gguf) = &self.gguf {
             if let Some(quantized) = gguf.matrix(&path, &[rows, columns])? {
-                return Ok(self.taken(quantized));
+                return Ok(self.noted(quantized));
             }
         }
         if let Some(stored) = self.e4m3(&[rows, columns], name)? {
@@ -192,7 +192,7 @@ impl<'a> Source<'a> {
     /// A matrix that is quantised in its file and can be taken row by row on the model's device.
     pub(crate) fn stored_blocks(&self, rows: usize, columns: usize, name: &str) -> Result<Option<Blocks>> {
         let Some(gguf) = &self.gguf else { return Ok(None) };
-        Ok(match gguf.matrix(&self.path(name), &[rows, columns])?.map(|matrix| self.taken(matrix)) {
+        Ok(match gguf.matrix(&self.path(name), &[rows, columns])?.map(|matrix| self.noted(matrix)) {
             // candle has no CUDA kernel for the others.
             Some(Matrix::Blocks(blocks)) => {
                 let activations = matches!(blocks.dtype(), GgmlDType::Q8_1 | GgmlDType::Q8K);
@@ -210,7 +210,7 @@ impl<'a> Source<'a> {
     /// What a projection has of a matrix that `make` puts together out of [`staged`](Self::staged) weights.
     pub(crate) fn matrix_of(&self, path: &str, make: impl FnOnce() -> Result<Tensor>) -> Result<Matrix> {
         match &self.quantizer {
-            Some(quantizer) => quantizer.matrix(path, make()?, self).map(|matrix| self.taken(matrix)),
+            Some(quantizer) => quantizer.matrix(path, make()?, self).map(|matrix| self.noted(matrix)),
             None => Ok(Matrix::Dense(make()?)),
         }
     }

@@ -57,7 +57,7 @@ impl QuantizedMoe {
     /// `source` is at `..mlp`.
     pub(crate) fn load(cfg: &MoeConfig, shape: ExpertShape, source: &Source, experts: &ExpertBlocks) -> Result<Self> {
         let hidden = shape.hidden;
-        source.left_to_candle();
+        source.leave_to_candle();
         let gate = |name: &str, rows: usize| {
             let weight = gate_weight(rows, hidden, source.pp(name).dense())?;
             Linear::dense(weight)
