@@ -71,11 +71,12 @@ inline ScaleArgs scale_args(const gdn_scales &s) {
   return args;
 }
 
-// Beside one row of x in bf16 the numbers are multiplied in f16: of that one instruction makes two, where two in bf16 take five. A block
-// of 128 inputs is divided by a power of two, its factor, such that the largest is in f16's last binade but one: then all above 2^-29 of
-// that are exact, and the others to 2^-40 of it. More rows would cost more than they save.
+// Beside one row of x in bf16 the weights become numbers in f16, as one instruction makes two of those and five make two in bf16. So x has to
+// be f16 too: each block of 128 inputs is divided by a power of two, the block's factor, that brings its largest input to 2^14 or above, below
+// 2^15. Then inputs above 2^-29 of the largest stay exact, and smaller ones are at most 2^-39 of the largest off. For more rows this
+// conversion would cost more than it saves.
 //
-// 8 inputs of a block, whose 16 pieces are those of 16 lanes side by side; by all lanes of the warp. What is not there is zero.
+// 8 inputs of a block, whose 16 pieces are those of 16 lanes side by side; by all lanes of the warp. Inputs past the end are zero.
 __device__ __forceinline__ uint4 half_of_block(const uint4 &x, float *factor) {
   uint32_t words[] = {x.x, x.y, x.z, x.w}, most = 0;
 #pragma unroll

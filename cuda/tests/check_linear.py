@@ -130,7 +130,7 @@ def check_e4m3(lib, quick):
             expect("rows of e4m3 that do not fit", lib.gdn_linear_with, case.params, {"BAD_ALGO": [{}]}, C.byref(case.options))
         else:
             check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
-    # Inputs of all sizes: in bf16 those of a block are divided by a power of two.
+    # Inputs of all sizes: one row in bf16 is divided by a power of two, block by block.
     for rows, inputs, power in itertools.product((1, 5, 8, 9), (64, 320, 4096), (0, 100, -110, None)):
         case = Case(rows, inputs, 100, "bf16", seed=next(seeds), e4m3=128)
         of_each = torch.randint(-40, 40, case.x.shape, device="cuda") if power is None else torch.full_like(case.x, power)
