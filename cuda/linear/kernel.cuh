@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-              for (int i = 0; i < 4; ++i) sum[0][n][i] = fmaf(scale[d][i / 2] * factor, block[n][i], sum[0][n][i]);
+              for (int i = 0; i < 4; ++i) sum[0][n][i] = fmaf(scale[d][i / 2], block[n][i] * factor, sum[0][n][i]);
           }
         } else if (chunk + d < live) {
 #pragma unroll

@@ -37,7 +37,7 @@ class Case:
     """With swiglu the weight has the gate's rows, then up's. `cut` is how the product is cut: warps, groups, cluster,
     blocks; without it the library chooses. `e4m3`: rows of a block of the weight's scales."""
 
-    def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0, swiglu=False, cut=(0, 0, 0, 0), e4m3=0):
+    def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0, swiglu=False, cut=(0, 0, 0, 0), e4m3=0, size=1.0):
         randn = normal(seed)
         self.dtype, self.options = dtype, LinearOptions(int(swiglu), *cut)
         weights = 2 * outputs if swiglu else outputs
@@ -46,7 +46,7 @@ class Case:
         self.x.copy_(randn(rows, inputs))
         self.scales = None
         if e4m3:
-            self.e4m3 = E4m3(weights, inputs, e4m3, inputs ** -0.5, seed, -(-gaps[1] // 16) * 16)
+            self.e4m3 = E4m3(weights, inputs, e4m3, size * inputs ** -0.5, seed, -(-gaps[1] // 16) * 16)
             self.w, self.scales = self.e4m3.bytes, self.e4m3.struct()
             self.ref = linear(self.x, self.e4m3.exact(), swiglu)
         else:
@@ -130,13 +130,23 @@ def check_e4m3(lib, quick):
             expect("rows of e4m3 that do not fit", lib.gdn_linear_with, case.params, {"BAD_ALGO": [{}]}, C.byref(case.options))
         else:
             check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
-    # Inputs of all sizes: one row in bf16 is divided by a power of two, block by block.
-    for rows, inputs, power in itertools.product((1, 5, 8, 9), (64, 320, 4096), (0, 100, -110, None)):
-        case = Case(rows, inputs, 100, "bf16", seed=next(seeds), e4m3=128)
+    # Inputs of all sizes: one row in bf16 is divided by a power of two, block by block, which times the scale may have no place in f32.
+    for rows, inputs, (power, size) in itertools.product((1, 5, 8, 9), (64, 320, 4096),
+                                                         ((0, 1.0), (100, 1.0), (-110, 1.0), (None, 1.0), (-112, 2.0 ** -13))):
+        case = Case(rows, inputs, 100, "bf16", seed=next(seeds), e4m3=128, size=size)
         of_each = torch.randint(-40, 40, case.x.shape, device="cuda") if power is None else torch.full_like(case.x, power)
         case.x.copy_(torch.ldexp(case.x.double(), of_each))
         case.ref = linear(case.x, case.e4m3.exact())
-        check_case(lib, f"e4m3, inputs times 2^{power}", case)
+        check_case(lib, f"e4m3, inputs times 2^{power}, weights of size {size:.0e}", case)
+    for rows, bad in itertools.product((1, 2, 9, 17), (math.nan, math.inf)):
+        case = Case(rows, 320, 100, "bf16", seed=next(seeds), e4m3=128)
+        case.x[0, 200] = bad
+        want = linear(case.x, case.e4m3.exact())
+        status, _ = case.run(lib)
+        found = case.y.double()
+        shows = torch.equal(found[0].isnan(), want[0].isnan()) and bool((found[0] == want[0])[~want[0].isnan()].all())
+        alone = rows == 1 or relative(found[1:], want[1:]) <= bound("bf16", found[1:].numel())
+        report(f"e4m3, {bad} in the first of {rows} rows", status == OK and shows and alone, f"status {status}, shown {shows}, alone {alone}", quiet=True)
     case = Case(4, 128, 32, "bf16", e4m3=16)
     expect("e4m3", lib.gdn_linear, case.params, {
         "BAD_ALGO": one_by_one(inputs=[96], w=[case.w.data_ptr() + 8], w_stride=[136], scales__rows=[0, 3, -1]),

@@ -102,7 +102,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3>
       }
     }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum[0][i] = fmaf(weights.scale[d][i / 2] * factor, block[0][i] + block[1][i], sum[0][i]);
+  for (int i = 0; i < 4; ++i) sum[0][i] = fmaf(weights.scale[d][i / 2], (block[0][i] + block[1][i]) * factor, sum[0][i]);
 }
 
 // Uses up chunk d. Two sums: one alone would be bound by the products' latency.

@@ -9,6 +9,7 @@ use crate::causal_lm::CausalLm;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_gdn::plumbing::Launch;
 use candle_gdn::{Slots, NO_SLOT};
+use std::cell::RefCell;
 
 /// Inputs and output of a step of up to so many sequences. Rows of nobody are padding.
 #[derive(Debug)]
@@ -16,8 +17,8 @@ pub(super) struct StepBuffers {
     ids: Tensor,
     pass: Pass,
     output: Output,
-    /// `[batch, hidden_size]`, where there is a draft head.
-    hidden: Option<Tensor>,
+    /// What the last norm of the step before left, `[batch, hidden_size]`, where there is a draft head: the next step writes over it.
+    hidden: RefCell<Option<Tensor>>,
     /// What slots of the states, slots of keys and values, and positions hold; empty where that is not known.
     held: [Vec<u32>; 3],
 }
@@ -37,7 +38,7 @@ impl StepBuffers {
     pub fn new(model: &CausalLm, pool: &SequencePool, batch: usize) -> Result<Self> {
         let ids = Tensor::zeros(batch, DType::U32, &pool.device)?;
         let logits = Tensor::zeros((batch, model.config.vocab_size), model.dtype, &pool.device)?;
-        Self::with(model, pool, batch, ids, Output::Logits(logits))
+        Self::with(pool, batch, ids, Output::Logits(logits))
     }
 
     /// All rows are padding. A step draws the next tokens, and `tells` log-probabilities or does not.
@@ -47,10 +48,10 @@ impl StepBuffers {
         if tells {
             rows = rows.telling(model.config.vocab_size)?;
         }
-        Self::with(model, pool, batch, rows.ids()?, Output::Drawn(sampler, rows))
+        Self::with(pool, batch, rows.ids()?, Output::Drawn(sampler, rows))
     }
 
-    fn with(model: &CausalLm, pool: &SequencePool, batch: usize, ids: Tensor, output: Output) -> Result<Self> {
+    fn with(pool: &SequencePool, batch: usize, ids: Tensor, output: Output) -> Result<Self> {
         let device = &pool.device;
         let (nobody, zeros) = (vec![NO_SLOT; batch], vec![0u32; batch]);
         let pass = Pass {
@@ -66,11 +67,7 @@ impl StepBuffers {
             launch: Launch { overlap: true, arena: arena(device)? },
             _working: None,
         };
-        let hidden = match pool.head.is_some() {
-            true => Some(Tensor::zeros((batch, model.config.hidden_size), model.dtype, device)?),
-            false => None,
-        };
-        Ok(Self { ids, pass, output, hidden, held: [nobody.clone(), nobody, zeros] })
+        Ok(Self { ids, pass, output, hidden: RefCell::new(None), held: [nobody.clone(), nobody, zeros] })
     }
 
     /// The launches of a step: what is captured. Each run writes to the places of the one before it.
@@ -81,9 +78,7 @@ impl StepBuffers {
         }
         let x = model.through_layers(&self.ids, &self.pass, pool, Mode::Feed)?;
         let (_, y) = x.norm(&model.norm, &self.pass.launch)?;
-        if let Some(hidden) = &self.hidden {
-            hidden.slice_set(&y, 0, 0)?;
-        }
+        *self.hidden.borrow_mut() = pool.has_head().then(|| y.clone());
         let x = model.scores_launched(&y, &self.pass.launch)?;
         match &self.output {
             Output::Logits(logits) => logits.slice_set(&x, 0, 0),
@@ -94,7 +89,8 @@ impl StepBuffers {
 
     /// The hidden states of the first `sequences` rows of the step before, a copy, for the draft head.
     pub fn hidden(&self, sequences: usize) -> Result<Option<Tensor>> {
-        self.hidden.as_ref().map(|hidden| hidden.narrow(0, 0, sequences)?.force_contiguous()).transpose()
+        let hidden = self.hidden.borrow();
+        hidden.as_ref().map(|hidden| hidden.narrow(0, 0, sequences)?.force_contiguous()).transpose()
     }
 
     /// Uploads the ids of the next step.
