@@ -20,6 +20,7 @@ import time
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
 OURS = ["--kernel-name", "kns=gdn"]    # candle's and cuBLAS' kernels cost most of the time; initcheck must see what they write
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
+REPORTED = re.compile(r"^========= (?!COMPUTE-SANITIZER)\S", re.M)
 ENV = {"CANDLE_GDN_SOAK": "200", **os.environ, "CANDLE_GDN_TEST_DEVICE": "cuda"}    # every kind of call, few of each
 
 
@@ -40,7 +41,8 @@ def run(tool, program, test, gpu, limit):
         output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)    # the test too, which the sanitizer leaves behind
-        return f"over {limit:.0f} s", process.communicate()[0]
+        output, _ = process.communicate()
+        return f"over {limit:.0f} s{', after reports' if REPORTED.search(output) else ''}", output
     found = SUMMARY.findall(output)
     clean = bool(found) and found[-1].startswith("0 ")
     if not found and " 1 passed" in output:

@@ -89,6 +89,7 @@ template <typename T> struct Row : Cutting<T> {
         left.weight -= __shfl_sync(0xffffffffu, weight, 31);
         left.count += __popc(equal);
       }
+      __syncwarp();    // all lanes have read s.at
       if (lane == 0) s.at = token;
     }
     __syncthreads();
