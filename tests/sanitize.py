@@ -20,7 +20,7 @@ import time
 TOOLS = ["memcheck", "racecheck", "initcheck", "synccheck"]
 OURS = ["--kernel-name", "kns=gdn"]    # candle's and cuBLAS' kernels cost most of the time; initcheck must see what they write
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
-REPORTED = re.compile(r"^========= (?!COMPUTE-SANITIZER)\S", re.M)
+REPORTED = re.compile(r"^========= (?!COMPUTE-SANITIZER)\S", re.M)    # any line of the tool but its first
 ENV = {"CANDLE_GDN_SOAK": "200", **os.environ, "CANDLE_GDN_TEST_DEVICE": "cuda"}    # every kind of call, few of each
 
 

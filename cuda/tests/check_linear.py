@@ -35,7 +35,8 @@ def params(x, w, y, dtype, overlap=0, scales=None):
 
 class Case:
     """With swiglu the weight has the gate's rows, then up's. `cut` is how the product is cut: warps, groups, cluster,
-    blocks; without it the library chooses. `e4m3`: rows of a block of the weight's scales."""
+    blocks; without it the library chooses. `e4m3`: rows of a block of the weight's scales;
+    its numbers are of size `size` / sqrt(inputs)."""
 
     def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0, swiglu=False, cut=(0, 0, 0, 0), e4m3=0, size=1.0):
         randn = normal(seed)

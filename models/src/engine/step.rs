@@ -17,7 +17,7 @@ pub(super) struct StepBuffers {
     ids: Tensor,
     pass: Pass,
     output: Output,
-    /// What the last norm of the step before left, `[batch, hidden_size]`, where there is a draft head: the next step writes over it.
+    /// Hidden states `[batch, hidden_size]` of the latest step, where there is a draft head: its last norm's output. The next step writes over it.
     hidden: RefCell<Option<Tensor>>,
     /// What slots of the states, slots of keys and values, and positions hold; empty where that is not known.
     held: [Vec<u32>; 3],
