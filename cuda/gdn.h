@@ -359,7 +359,7 @@ typedef struct gdn_linear_params {
   int32_t rows;            // 1 to GDN_LINEAR_ROWS, with scales to twice as many
   int32_t inputs, outputs;
   int32_t dtype;           // GDN_BF16 or GDN_F16; sums are f32
-  int32_t overlap;         // GDN_OVERLAP
+  int32_t overlap;         // GDN_OVERLAP, GDN_OVERLAP_NEXT
 } gdn_linear_params;
 #define GDN_LINEAR_ROWS 32
 // With scales, what every device takes at once. More are one launch on sm_90a where x fits into the shared memory of a cluster, else two, or refused
@@ -397,6 +397,9 @@ int gdn_dequantize(const gdn_dequantize_params *params, cudaStream_t stream);
 // therefore not write them. In a layer it is the projection. All else happens after the wait, so that the result is the
 // same.
 #define GDN_OVERLAP 1
+// And, of gdn_linear: the launch behind it may begin while the kernel before it still runs, and so neither of the two may write what that launch
+// reads before its wait. For a small product, between a norm and a large product of the same x.
+#define GDN_OVERLAP_NEXT 2
 
 // Profiling inside the kernels of gdn_step and gdn_rule, in a build with -DGDN_PROFILE. A
 // warp of a launch owns a gdn_profile_warp and, right after it, `events_per_warp` gdn_profile_events, of which the first

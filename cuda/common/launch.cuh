@@ -28,6 +28,28 @@ int has_sm90_code(bool *yes);
 // Whether it has the instructions that only sm_90a has: wgmma and setmaxnreg.
 int has_sm90a_code(bool *yes);
 
+// The part of a multiprocessor's memory that launches which overlap prefer as shared memory, in percent; the rest is L1, where loads of
+// weights need room while they are under way.
+//
+// NOTES: a multiprocessor changes the two only when it is empty, and launches that overlap leave no such moment. Left to the driver it is the
+// kernel with the most shared memory that decides for all of a step: README.md has what that cost.
+constexpr int kCarveout = 50;
+
+// Whether a multiprocessor's share of the grid fits there.
+template <typename... P> int fits_carveout(void (*kernel)(P...), const LaunchConfig &config, bool *fits) {
+  int sms = 0, shared = 0, threads = 0;
+  if (const int status = sm_count(&sms)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(&shared)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxThreadsPerMultiProcessor>(&threads)) return status;
+  cudaFuncAttributes of = {};
+  if (const cudaError_t e = cudaFuncGetAttributes(&of, reinterpret_cast<const void *>(kernel))) return cuda_status(e);
+  const auto volume = [](const dim3 &d) { return int64_t{d.x} * d.y * d.z; };
+  const int64_t share = ceil_div(volume(config.grid), sms), room = threads / volume(config.block);
+  const int64_t bytes = static_cast<int64_t>(of.sharedSizeBytes) + config.shared_bytes + 1024;    // 1 KB a block is the system's
+  *fits = (share < room ? share : room) * bytes * 100 <= int64_t{shared} * kCarveout;
+  return GDN_OK;
+}
+
 // Launches `kernel`; returns a gdn_status. Can be captured in a graph: programmatic edges become edges of the graph.
 template <typename... P, typename... A>
 int launch(void (*kernel)(P...), const LaunchConfig &config, A &&...args) {
@@ -36,7 +58,7 @@ int launch(void (*kernel)(P...), const LaunchConfig &config, A &&...args) {
   c.blockDim = config.block;
   c.dynamicSmemBytes = static_cast<size_t>(config.shared_bytes);
   c.stream = config.stream;
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   c.attrs = attributes;
   if (config.overlap) {
     bool yes = false;
@@ -44,6 +66,12 @@ int launch(void (*kernel)(P...), const LaunchConfig &config, A &&...args) {
     if (yes) {
       attributes[c.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attributes[c.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+      bool fits = false;
+      if (const int status = fits_carveout(kernel, config, &fits)) return status;
+      if (fits) {
+        attributes[c.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+        attributes[c.numAttrs++].val.sharedMemCarveout = kCarveout;
+      }
     }
   }
   if (config.cluster > 1) {

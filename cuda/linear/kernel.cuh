@@ -56,6 +56,7 @@ struct Args {
   int32_t partial_at, x_at, x_shared_row, factors_at, meet_at;    // shared memory: bytes
   ScaleArgs scales;            // of w in e4m3
   int32_t halves;              // of a row, in e4m3: 64 inputs
+  int32_t lets_in;             // the next launch, before the wait (GDN_OVERLAP_NEXT)
 };
 
 // T: of x and y. W: of w, T or E4m3. NT: tiles of 8 rows.
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   const int block_bytes = kScaled ? min(2 * block_chunks, a.halves - 2 * block_first) * (kXBytes / 2)
                                   : min(block_chunks, a.chunks - block_first) * kXBytes;
 #if __CUDA_ARCH__ >= 900
-  if (kInShared || (kClusters && gridDim.x > 1)) {
+  if ((kInShared && !kHalf) || (kClusters && gridDim.x > 1)) {
     if (tid == 0) {
       for (int i = 0; i < 3; ++i) ptx::barrier_init(shared + 8 * i, 1);
       ptx::barriers_initialised();
@@ -158,6 +159,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
       __syncthreads();
   }
 #endif
+  if (a.lets_in) ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
 
@@ -167,28 +169,28 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   uint32_t x_shared[NT];
   if constexpr (kInShared) {
     const char *from = static_cast<const char *>(a.x) + block_first * kXBytes;
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.y == 0 && threadIdx.z == 0 && block_bytes > 0) {
-      if (lane == 0) ptx::barrier_expect(shared, a.rows * block_bytes);
-      __syncwarp();
-      if (lane < a.rows)
-        ptx::copy_bulk(shared + a.x_at + lane * a.x_shared_row, from + lane * a.x_row, block_bytes, shared);
-    }
-    if (block_bytes > 0) ptx::barrier_wait(shared, 0);
-#else
-    const int threads = blockDim.z * blockDim.y * 32;
-    for (int r = 0; r < a.rows; ++r)
-      for (int i = tid * 16; i < block_bytes; i += threads * 16)
-        ptx::copy_async(shared + a.x_at + r * a.x_shared_row + i, from + r * a.x_row + i);
-    ptx::copy_async_commit();
-    ptx::copy_async_wait<0>();
-    __syncthreads();
-#endif
     if constexpr (kHalf) {
-      uint4 *x = reinterpret_cast<uint4 *>(shared_bytes + a.x_at);
-      half_of_row([&](int piece) { return x[piece]; }, x, reinterpret_cast<float *>(shared_bytes + a.factors_at), block_bytes / 16, tid,
-                  blockDim.z * blockDim.y * 32);
+      half_of_row([&](int piece) { return ptx::load_after_wait(from + piece * 16); }, reinterpret_cast<uint4 *>(shared_bytes + a.x_at),
+                  reinterpret_cast<float *>(shared_bytes + a.factors_at), block_bytes / 16, tid, blockDim.z * blockDim.y * 32);
       __syncthreads();
+    } else {
+#if __CUDA_ARCH__ >= 900
+      if (threadIdx.y == 0 && threadIdx.z == 0 && block_bytes > 0) {
+        if (lane == 0) ptx::barrier_expect(shared, a.rows * block_bytes);
+        __syncwarp();
+        if (lane < a.rows)
+          ptx::copy_bulk(shared + a.x_at + lane * a.x_shared_row, from + lane * a.x_row, block_bytes, shared);
+      }
+      if (block_bytes > 0) ptx::barrier_wait(shared, 0);
+#else
+      const int threads = blockDim.z * blockDim.y * 32;
+      for (int r = 0; r < a.rows; ++r)
+        for (int i = tid * 16; i < block_bytes; i += threads * 16)
+          ptx::copy_async(shared + a.x_at + r * a.x_shared_row + i, from + r * a.x_row + i);
+      ptx::copy_async_commit();
+      ptx::copy_async_wait<0>();
+      __syncthreads();
+#endif
     }
 #pragma unroll
     for (int n = 0; n < NT; ++n)
@@ -210,7 +212,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   }
   advance();
 
-  constexpr int kSums = NT == 1 && !kScaled ? 2 : 1;    // chains of products: one alone would be bound by their latency
+  // Chains of products: one alone would be bound by their latency. In e4m3 those of a block.
+  constexpr int kSums = NT == 1 && !kScaled ? 2 : 1, kBlockSums = NT == 1 ? 2 : 1;
   float *partial = reinterpret_cast<float *>(shared_bytes + a.partial_at);
   constexpr int kPart = NT * 8 * kColumn;
   // Of x, `at` bytes behind the begin of this warp's part.
@@ -230,7 +233,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
       for (int d = 0; d < kChunks; ++d) {
         if constexpr (kScaled) {
           if (2 * (chunk + d) < live) {
-            float block[NT][4] = {};
+            float block[kBlockSums][NT][4] = {};
 #pragma unroll
             for (int half = 0; half < 2; ++half)
               if (half == 0 || 2 * (chunk + d) + 1 < live) {
@@ -246,19 +249,22 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
                   e4m3_pairs<Product>(words8[2 * piece], pairs8);
 #pragma unroll
                   for (int n = 0; n < NT; ++n)
-                    ptx::mma16816<Product>(block[n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].x, b[n].y);
+                    ptx::mma16816<Product>(block[0][n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].x, b[n].y);
                   e4m3_pairs<Product>(words0[2 * piece + 1], pairs0);
                   e4m3_pairs<Product>(words8[2 * piece + 1], pairs8);
 #pragma unroll
                   for (int n = 0; n < NT; ++n)
-                    ptx::mma16816<Product>(block[n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].z, b[n].w);
+                    ptx::mma16816<Product>(block[kBlockSums - 1][n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].z, b[n].w);
                 }
               }
             const float factor = kHalf ? factors[chunk + d] : 1.f;
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-              for (int i = 0; i < 4; ++i) sum[0][n][i] = fmaf(scale[d][i / 2], block[n][i] * factor, sum[0][n][i]);
+              for (int i = 0; i < 4; ++i) {
+                const float of_block = kBlockSums == 2 ? block[0][n][i] + block[1][n][i] : block[0][n][i];
+                sum[0][n][i] = fmaf(scale[d][i / 2], of_block * factor, sum[0][n][i]);
+              }
           }
         } else if (chunk + d < live) {
 #pragma unroll

@@ -89,6 +89,7 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
   args.chunks = problem.chunks();
   args.scales = scale_args(p.scales);
   args.halves = p.inputs / (kChunkBytes / 2);
+  args.lets_in = (p.overlap & GDN_OVERLAP_NEXT) != 0;
   args.slice = static_cast<int>(ceil_div(args.chunks, tiling.warps * tiling.cluster));
   args.rounds = static_cast<int>(ceil_div(args.slice, kChunks));
   args.group_shift = tiling.groups == 4 ? 2 : tiling.groups - 1;

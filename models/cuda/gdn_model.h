@@ -9,13 +9,12 @@
 extern "C" {
 #endif
 
-// With GDN_OVERLAP, of gdn_residual: the launch behind this one may begin while the kernel before this one still runs. Neither of the
-// two may then write what that launch reads before its wait. In a model it is a projection or the experts, which read weights.
-#define GDN_OVERLAP_NEXT 2
-
 // A residual and the norm behind it:
 //   sum = x + h;   y = sum * rsqrt(mean(sum^2) + eps) * weight
 // The norm is of the sum as it was rounded and stored. Without h it is the norm alone.
+//
+// A launch behind this one that overlaps may begin while the kernel before this one still runs. Neither of the two may write what that launch
+// reads before its wait. In a model it is a projection or the experts, which read weights.
 typedef struct gdn_residual_params {
   const void *x;           // [rows, dim], dtype
   const void *h;           // the same; null: nothing is added, and `sum` is not written
@@ -26,7 +25,7 @@ typedef struct gdn_residual_params {
   int64_t rows;
   int32_t dim;
   int32_t dtype;           // gdn_dtype; arithmetic is f32
-  int32_t overlap;         // GDN_OVERLAP, GDN_OVERLAP_NEXT; the weight is read before the wait
+  int32_t overlap;         // GDN_OVERLAP; the weight is read before the wait
   float eps;
 } gdn_residual_params;
 int gdn_residual(const gdn_residual_params *params, cudaStream_t stream);

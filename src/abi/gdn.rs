@@ -27,6 +27,8 @@ c_header! {
         pub GDN_RING_CAPACITY: usize = 32;
         pub GDN_REPLAY_STEP_TOKENS: usize = 16;
         pub GDN_LINEAR_ROWS: usize = 32;
+        pub GDN_OVERLAP: i32 = 1;
+        pub GDN_OVERLAP_NEXT: i32 = 2;
         pub GDN_LINEAR_E4M3_ROWS: usize = 16;
         pub GDN_SCALE_COLUMNS: usize = 128;
         pub GDN_LINEAR_SWIGLU_ROWS: usize = 8;

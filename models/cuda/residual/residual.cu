@@ -19,11 +19,10 @@ struct Args {
   float mean;    // 1 / dim
 };
 
-// The launch before the wait only where the caller allows it; a second one does nothing.
-__device__ __forceinline__ void let_in_and_wait(int overlap) {
-  if (overlap & GDN_OVERLAP_NEXT) ptx::grid_dependency_launch();
-  ptx::grid_dependency_wait();
+// The next launch first: it has weights to ask for, and this one is short.
+__device__ __forceinline__ void let_in_and_wait() {
   ptx::grid_dependency_launch();
+  ptx::grid_dependency_wait();
 }
 
 // The sum over the block, in all threads and in the order of the warps. One barrier: two turns one after the other use
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(kPackThreads<ITEMS>) packs_kernel(const __grid
 #pragma unroll
       for (int i = 0; i < N / 4; ++i) weight[m][i] = ptx::load_stream(p.weight + at[m] + 4 * i);
   }
-  let_in_and_wait(p.overlap);
+  let_in_and_wait();
 
   int turn = 0;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
@@ -128,7 +127,7 @@ template <typename T, bool ADD>
 __global__ void __launch_bounds__(kMaxThreads) elements_kernel(const __grid_constant__ Args args) {
   __shared__ float parts[2][32];
   const gdn_residual_params &p = args.p;
-  let_in_and_wait(p.overlap);
+  let_in_and_wait();
   int turn = 0;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
     const T *x = static_cast<const T *>(p.x) + row * p.x_stride;

@@ -4,10 +4,7 @@ use std::ffi::c_void;
 
 candle_gdn::c_header! {
     "gdn_model.h";
-    constants {
-        pub(crate) GDN_OVERLAP: i32 = 1;
-        pub(crate) GDN_OVERLAP_NEXT: i32 = 2;
-    }
+    constants {}
     structs {
         pub(crate) struct ResidualParams = gdn_residual_params {
             pub x: *const c_void,

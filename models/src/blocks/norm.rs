@@ -11,19 +11,13 @@ pub(crate) struct RmsNorm {
     /// `1 + w` in f32: the sum has more digits than a bf16 weight can hold.
     scale: Tensor,
     eps: f32,
-    lets_in: bool,
 }
 
 impl RmsNorm {
     /// Reads `weight [dim]` at `vb`.
     pub(crate) fn load(dim: usize, eps: f64, vb: VarBuilder) -> Result<Self> {
         let weight = vb.get_with_hints_dtype(dim, "weight", Default::default(), DType::F32)?;
-        Ok(Self { scale: (weight + 1.0)?, eps: eps as f32, lets_in: false })
-    }
-
-    /// Before what reads only weights before it waits for the norm: it may begin beside the kernel before the norm.
-    pub(crate) fn letting_in(self) -> Self {
-        Self { lets_in: true, ..self }
+        Ok(Self { scale: (weight + 1.0)?, eps: eps as f32 })
     }
 
     /// `1 + w`, `[dim]` in f32.
@@ -46,6 +40,6 @@ impl RmsNorm {
     }
 
     fn op(&self, launch: &Launch) -> Result<AddRmsNorm> {
-        Ok(AddRmsNorm::new(self.eps.into())?.launched(launch).letting_in(self.lets_in))
+        Ok(AddRmsNorm::new(self.eps.into())?.launched(launch))
     }
 }

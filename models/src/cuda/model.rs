@@ -1,6 +1,6 @@
 //! Launches of `cuda/gdn_model.h`: what stands between the mixers of a model.
 
-use crate::abi::model::{gdn_residual, gdn_swiglu, ResidualParams, SwigluParams, GDN_OVERLAP, GDN_OVERLAP_NEXT};
+use crate::abi::model::{gdn_residual, gdn_swiglu, ResidualParams, SwigluParams};
 use crate::ops::{ResidualPlan, SwigluPlan};
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
@@ -32,11 +32,7 @@ pub(crate) fn residual(
         rows: plan.rows as i64,
         dim: int(name, "x", plan.dim)?,
         dtype: dtype_code(dtype),
-        overlap: match (plan.launch.overlap, plan.lets_in) {
-            (false, _) => 0,
-            (true, false) => GDN_OVERLAP,
-            (true, true) => GDN_OVERLAP | GDN_OVERLAP_NEXT,
-        },
+        overlap: plan.launch.overlap.into(),
         eps: plan.eps as f32,
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.

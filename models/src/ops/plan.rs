@@ -22,8 +22,6 @@ pub(crate) struct ResidualPlan {
     /// x's; with h two of it, the sum and the norm.
     pub out_shape: Vec<usize>,
     pub launch: Launch,
-    /// See `AddRmsNorm::letting_in`.
-    pub lets_in: bool,
     pub eps: f64,
 }
 

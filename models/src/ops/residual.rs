@@ -14,7 +14,6 @@ const OP: &str = "add_rms_norm";
 pub struct AddRmsNorm {
     eps: f64,
     launch: Launch,
-    lets_in: bool,
     /// Whether the second argument is added, and not x again.
     add: bool,
 }
@@ -26,20 +25,14 @@ impl AddRmsNorm {
         if !eps.is_finite() || eps < 0.0 {
             bail!("{OP}: eps: expected a finite value of at least 0, got {eps}");
         }
-        Ok(Self { eps, launch: Launch::default(), lets_in: false, add: false })
+        Ok(Self { eps, launch: Launch::default(), add: false })
     }
 
     /// The kernel may begin while the one before it on the stream still runs, and read the weight, which that one must
-    /// not write.
+    /// not write. The launch behind it may begin as early; neither of the two may write what that one reads before it waits.
     pub(crate) fn launched(mut self, launch: &Launch) -> Self {
         self.launch = launch.clone();
         self
-    }
-
-    /// Where launches overlap, the one behind this one may begin while the kernel before this one still runs. Neither of the
-    /// two may write what that one reads before it waits.
-    pub(crate) fn letting_in(self, lets_in: bool) -> Self {
-        Self { lets_in, ..self }
     }
 
     /// `x + h`, and its norm.
@@ -97,7 +90,6 @@ impl AddRmsNorm {
             dim,
             out_shape,
             launch: self.launch.clone(),
-            lets_in: self.lets_in,
             eps: self.eps,
         })
     }
