@@ -25,8 +25,8 @@ constexpr bool kSm90a = false;
 
 // Programmatic dependent launch. After the wait all that the kernels before this one wrote is there; in a plain launch
 // it returns at once. The launch lets the next kernel's blocks begin as soon as every block has called it and there is
-// room. Call it after the wait: the next kernel may then rely on all before this one being complete. The models' gdn_residual
-// alone calls it before.
+// room. Call it after the wait: the next kernel may then rely on all before this one being complete. gdn_residual of
+// the models calls it before, and gdn_linear where its caller allows it (GDN_OVERLAP_NEXT).
 // On older devices, where nothing overlaps, both are empty (see launch.cuh).
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
