@@ -29,10 +29,10 @@ def tests_of(program):
     return [line[: -len(": test")] for line in listed.splitlines() if line.endswith(": test")]
 
 
-def run(tool, program, test, gpu, limit):
+def run(tool, options, program, test, gpu, limit):
     """How it ended, as a word, and the output. A program that launches no kernel has no summary."""
     folder = "models" if os.path.basename(program).startswith(("models", "candle_gdn_models")) else "."
-    command = ["compute-sanitizer", "--tool", tool, *([] if tool == "initcheck" else OURS), "--error-exitcode", "77",
+    command = ["compute-sanitizer", "--tool", tool, *options, *([] if tool == "initcheck" else OURS), "--error-exitcode", "77",
                os.path.abspath(program), "--exact", test]
     env = {**ENV, "CUDA_VISIBLE_DEVICES": str(gpu)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=folder,
@@ -56,6 +56,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="+")
     parser.add_argument("--tools", default=",".join(TOOLS), help="default: all four")
+    parser.add_argument("--options", default="", help="more options of the sanitizer, which --done keeps apart; with racecheck of CUDA "
+                        "13.5 '--racecheck-filter-cluster-id 0' looks at one block or cluster of a launch only")
     parser.add_argument("--jobs", type=int, default=4, help="processes side by side; default 4")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that they share")
     parser.add_argument("--only", default="", help="tests whose names this regular expression finds")
@@ -76,9 +78,11 @@ def main():
     if os.path.exists(args.done):
         with open(args.done, encoding="utf-8") as f:
             known = {tuple(line.split("\t")[:3]): line.rstrip("\n").split("\t")[3] for line in f}
+    options = args.options.split()
+    name_of = lambda tool, program, test: (" ".join([tool, *options]), os.path.basename(program), test)
     todo = [(tool, program, test) for tool in args.tools.split(",") for program in args.programs for test in tests_of(program)
             if re.search(args.only, test)]
-    of_run = [(tool, os.path.basename(program), test) for tool, program, test in todo]
+    of_run = [name_of(*job) for job in todo]
     todo = [job for job, key in zip(todo, of_run) if key not in known]
     begun, lock = time.monotonic(), threading.Lock()
 
@@ -89,12 +93,12 @@ def main():
                 if not todo or left < 10:
                     return
                 tool, program, test = todo.pop(0)
-            how, output = run(tool, program, test, number % args.gpus, min(args.limit, left))
-            key = (tool, os.path.basename(program), test)
+            how, output = run(tool, options, program, test, number % args.gpus, min(args.limit, left))
+            key = name_of(tool, program, test)
             with lock:
                 if output:
                     os.makedirs(args.logs, exist_ok=True)
-                    with open(os.path.join(args.logs, "-".join(key).replace("::", "-") + ".txt"), "w", encoding="utf-8") as f:
+                    with open(os.path.join(args.logs, "-".join(key).replace("::", "-").replace(" ", "") + ".txt"), "w", encoding="utf-8") as f:
                         f.write(output)
                 if left >= args.limit or not how.startswith("over"):      # what the end of the run cut off is not done
                     known[key] = how
