@@ -56,8 +56,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="+")
     parser.add_argument("--tools", default=",".join(TOOLS), help="default: all four")
-    parser.add_argument("--options", default="", help="more options of the sanitizer, which --done keeps apart; with racecheck of CUDA "
-                        "13.5 '--racecheck-filter-cluster-id 0' looks at one block or cluster of a launch only")
+    parser.add_argument("--options", default="", help="more options of the sanitizer, as in --options='--racecheck-filter-cluster-id 0' "
+                        "(CUDA 13.5: racecheck of one block or cluster of each launch); --done records runs with other options apart")
     parser.add_argument("--jobs", type=int, default=4, help="processes side by side; default 4")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that they share")
     parser.add_argument("--only", default="", help="tests whose names this regular expression finds")
@@ -98,7 +98,8 @@ def main():
             with lock:
                 if output:
                     os.makedirs(args.logs, exist_ok=True)
-                    with open(os.path.join(args.logs, "-".join(key).replace("::", "-").replace(" ", "") + ".txt"), "w", encoding="utf-8") as f:
+                    name = "-".join(key).replace("::", "-").replace(" ", "")
+                    with open(os.path.join(args.logs, f"{name}.txt"), "w", encoding="utf-8") as f:
                         f.write(output)
                 if left >= args.limit or not how.startswith("over"):      # what the end of the run cut off is not done
                     known[key] = how

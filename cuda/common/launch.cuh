@@ -28,14 +28,14 @@ int has_sm90_code(bool *yes);
 // Whether it has the instructions that only sm_90a has: wgmma and setmaxnreg.
 int has_sm90a_code(bool *yes);
 
-// The part of a multiprocessor's memory that launches which overlap prefer as shared memory, in percent; the rest is L1, where loads of
-// weights need room while they are under way.
+// The percentage of a multiprocessor's memory that overlapping launches prefer as shared memory. The rest is L1, where loads of weights
+// need room while they are under way.
 //
-// NOTES: a multiprocessor changes the two only when it is empty, and launches that overlap leave no such moment. Left to the driver it is the
-// kernel with the most shared memory that decides for all of a step: README.md has what that cost.
+// NOTES: launches that overlap seldom leave a multiprocessor empty, and only then does it seem to change its split of L1 and shared memory.
+// So a kernel with much shared memory decides for the kernels beside it, unless all prefer the same split (README.md).
 constexpr int kCarveout = 50;
 
-// Whether a multiprocessor's share of the grid fits there.
+// Whether the blocks of this launch that a multiprocessor holds at once need no more shared memory than that.
 template <typename... P> int fits_carveout(void (*kernel)(P...), const LaunchConfig &config, bool *fits) {
   int sms = 0, shared = 0, threads = 0;
   if (const int status = sm_count(&sms)) return status;
