@@ -28,26 +28,29 @@ int has_sm90_code(bool *yes);
 // Whether it has the instructions that only sm_90a has: wgmma and setmaxnreg.
 int has_sm90a_code(bool *yes);
 
-// The percentage of a multiprocessor's memory that overlapping launches prefer as shared memory. The rest is L1, where loads of weights
-// need room while they are under way.
+// The percentage of a multiprocessor's memory that overlapping launches prefer as shared memory, or more where their blocks need more. The rest
+// is L1, where loads of weights need room while they are under way.
 //
 // NOTES: launches that overlap seldom leave a multiprocessor empty, and only then does it seem to change its split of L1 and shared memory.
 // So a kernel with much shared memory decides for the kernels beside it, unless all prefer the same split (README.md).
 constexpr int kCarveout = 50;
 
-// Whether the blocks of this launch that a multiprocessor holds at once need no more shared memory than that.
-template <typename... P> int fits_carveout(void (*kernel)(P...), const LaunchConfig &config, bool *fits) {
+// What this launch prefers: room for the blocks that a multiprocessor has of it. Negative where they do not fit at once, or where that
+// cannot be asked; then the driver decides.
+template <typename... P> int preferred_carveout(void (*kernel)(P...), const LaunchConfig &config) {
   int sms = 0, shared = 0, threads = 0;
-  if (const int status = sm_count(&sms)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(&shared)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxThreadsPerMultiProcessor>(&threads)) return status;
   cudaFuncAttributes of = {};
-  if (const cudaError_t e = cudaFuncGetAttributes(&of, reinterpret_cast<const void *>(kernel))) return cuda_status(e);
+  if (sm_count(&sms) || device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(&shared) ||
+      device_attribute<cudaDevAttrMaxThreadsPerMultiProcessor>(&threads) ||
+      cudaFuncGetAttributes(&of, reinterpret_cast<const void *>(kernel))) {
+    cudaGetLastError();    // the launch goes on without
+    return -1;
+  }
   const auto volume = [](const dim3 &d) { return int64_t{d.x} * d.y * d.z; };
   const int64_t share = ceil_div(volume(config.grid), sms), room = threads / volume(config.block);
   const int64_t bytes = static_cast<int64_t>(of.sharedSizeBytes) + config.shared_bytes + 1024;    // 1 KB a block is the system's
-  *fits = (share < room ? share : room) * bytes * 100 <= int64_t{shared} * kCarveout;
-  return GDN_OK;
+  const int64_t needed = ceil_div((share < room ? share : room) * bytes * 100, shared);
+  return needed > 100 ? -1 : needed > kCarveout ? static_cast<int>(needed) : kCarveout;
 }
 
 // Launches `kernel`; returns a gdn_status. Can be captured in a graph: programmatic edges become edges of the graph.
@@ -66,11 +69,9 @@ int launch(void (*kernel)(P...), const LaunchConfig &config, A &&...args) {
     if (yes) {
       attributes[c.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attributes[c.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-      bool fits = false;
-      if (const int status = fits_carveout(kernel, config, &fits)) return status;
-      if (fits) {
+      if (const int carveout = preferred_carveout(kernel, config); carveout >= 0) {
         attributes[c.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-        attributes[c.numAttrs++].val.sharedMemCarveout = kCarveout;
+        attributes[c.numAttrs++].val.sharedMemCarveout = static_cast<unsigned>(carveout);
       }
     }
   }

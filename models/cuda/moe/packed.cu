@@ -13,20 +13,19 @@ PackedArgs packed_args(const void *w, int type, int rows, int inputs) {
 
 int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// How many units a warp has under way: as many as it has in all, or as there is room for.
-int stages_of(int64_t units, int64_t stage, int64_t room) {
-  int64_t stages = room / (kWarps * stage);
-  if (stages > units) stages = units;
-  return static_cast<int>(stages < kMostStages ? stages : kMostStages);
+// How many units a warp has under way: for one token a single one, which makes room for blocks of the next launch; otherwise as many
+// as it has in all, or as there is room for.
+int stages_of(int rows, int64_t units, int64_t stage, int64_t room) {
+  const int64_t stages = room / (kWarps * stage), wanted = rows == 1 ? 1 : units < kMostStages ? units : kMostStages;
+  return static_cast<int>(stages < wanted ? stages : wanted);
 }
 
 }  // namespace
 
 template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, bool overlap, cudaStream_t stream) {
-  int sms = 0, optin = 0, half = 0;
+  int sms = 0, optin = 0;
   if (const int status = sm_count(&sms)) return status;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
-  if (const int status = quantized::half_shared_memory(&half)) return status;
   FewArgs q = {};
   q.a = args;
   q.gate_up = packed_args(p.gate_up, p.gate_up_type, 2 * p.inner, p.hidden);
@@ -62,8 +61,7 @@ template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, 
   const int units = shared ? static_cast<int>(most(q.gate_up.units, q.shared_gate_up.units)) : q.gate_up.units;
   const int64_t blocks = tiles < sms ? tiles : sms;
   const int64_t most_units = ceil_div((tiles / blocks + 2) * units, kWarps);
-  if (rows == 1) q.stages = stages_of(most_units, stage, half - at);
-  if (q.stages < 1) q.stages = stages_of(most_units, stage, optin - at);
+  q.stages = stages_of(rows, most_units, stage, optin - at);
   if (q.stages < 1) return GDN_BAD_ALGO;
   config.grid = dim3(static_cast<unsigned>(blocks));
   config.shared_bytes = at + q.stages * kWarps * stage;
@@ -77,7 +75,7 @@ template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, 
   q.down_ring_at = static_cast<int32_t>(at);
   q.down_stage = static_cast<int32_t>(shared ? most(bytes(q.down), bytes(q.shared_down)) : bytes(q.down));
   const int64_t down_units = pairs * q.down.units + static_cast<int64_t>(shared_groups) * q.shared_down.units;
-  q.down_stages = stages_of(ceil_div(down_units, kWarps), q.down_stage, (rows == 1 ? half : optin) - at);
+  q.down_stages = stages_of(rows, ceil_div(down_units, kWarps), q.down_stage, optin - at);
   config.overlap = p.overlap >= 0;
   config.grid = dim3(static_cast<unsigned>(p.hidden / kTile));
   config.shared_bytes = at + q.down_stages * kWarps * q.down_stage;

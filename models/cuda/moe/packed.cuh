@@ -165,7 +165,7 @@ __device__ __forceinline__ void gate_up_part(const FewArgs &q, const Table &tabl
   }
 }
 
-// R: rows of a group, at most; 1: of one token, and then a block of the next launch has room beside.
+// R: rows of a group, at most; 1: of one token, and then there is room for another block beside.
 template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 ? 2 : 1) packed_gate_up_kernel(const __grid_constant__ FewArgs q) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   Table &table = *reinterpret_cast<Table *>(shared_bytes + kBarriers);

@@ -11,7 +11,7 @@ namespace gdn {
 namespace quantized {
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
-constexpr int kMostStages = 8;
+constexpr int kMostStages = 2;    // units that a warp has under way. More would take L1 from the launches beside (README.md)
 constexpr int kCluster = 4;    // blocks of a cluster
 constexpr int kMeet = kWarps * kMostStages * 8;        // bytes: behind the rings' barriers that of what blocks of a cluster send each other
 constexpr int kBarriers = kMeet + 16;
@@ -37,7 +37,6 @@ struct Args {
   void *y;
   int64_t x_row, y_stride;     // bytes; elements
   int32_t parts, rows;
-  int32_t beside;              // not 0: there is room for a block of the next launch
   int32_t inputs, chunks;      // of x; that a block has
   int32_t cluster;             // blocks that share the inputs of the same tiles. More than one: one part in one turn, without swiglu
   int32_t groups, per_group, group_size;    // as in gdn_quantized_params
@@ -238,16 +237,9 @@ struct Ring {
 #if __CUDA_ARCH__ >= 900
     ptx::barrier_wait(barriers + 8 * stage, parity);
 #else
-    switch (stages) {
-      case 1: ptx::copy_async_wait<0>(); break;
-      case 2: ptx::copy_async_wait<1>(); break;
-      case 3: ptx::copy_async_wait<2>(); break;
-      case 4: ptx::copy_async_wait<3>(); break;
-      case 5: ptx::copy_async_wait<4>(); break;
-      case 6: ptx::copy_async_wait<5>(); break;
-      case 7: ptx::copy_async_wait<6>(); break;
-      default: ptx::copy_async_wait<7>(); break;
-    }
+    static_assert(kMostStages == 2);
+    if (stages == 1) ptx::copy_async_wait<0>();
+    else ptx::copy_async_wait<1>();
     __syncwarp();
 #endif
   }
@@ -412,8 +404,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   }
 }
 
-// BLOCKS: that fit into a multiprocessor; with two, those of the next launch stand beside these.
-template <typename T, int R, int BLOCKS> __global__ void __launch_bounds__(kThreads, BLOCKS) product_kernel(const __grid_constant__ Args a) {
+template <typename T, int R> __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   int p = 0;
   while (p + 1 < a.parts && static_cast<int>(blockIdx.x) >= a.part[p + 1].first_block) ++p;

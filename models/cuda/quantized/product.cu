@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kMostRows = 8;              // of a launch
 constexpr int kTilesOfOneTurn = 16;       // a block with no more has one turn
-constexpr int kStagesOfHalf = 2;          // of one row, at least, for a block to make do with half the shared memory
 constexpr int kUnitsOfTurn = 4;           // of a warp, at least, where there are several
 constexpr int64_t kPaysCluster = 56 << 10;    // bytes less for the block that has most to read; blocks that read faster than others make up for less
 
@@ -165,10 +164,9 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
   Args args = {};
   if (const int status = arguments(p, &args)) return status;
   if (args.parts == 0) return GDN_OK;
-  int sms = 0, optin = 0, half = 0;
+  int sms = 0, optin = 0;
   if (const int status = sm_count(&sms)) return status;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
-  if (const int status = half_shared_memory(&half)) return status;
   const int64_t size = dtype_size(p.dtype);
   args.inputs = p.inputs;
   args.chunks = p.inputs / kChunk;
@@ -196,13 +194,9 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
   config.block = dim3(kThreads);
   config.stream = stream;
   config.overlap = p.overlap != 0;
-  bool all_q4_k = true;
-  for (int i = 0; i < args.parts; ++i) all_q4_k = all_q4_k && args.part[i].type == GDN_Q4_K;
   for (int64_t first = 0; first < p.rows;) {
     int rows = p.rows - first < kMostRows ? static_cast<int>(p.rows - first) : kMostRows;
-    // One row of Q4_K makes do with half a multiprocessor's memory. The others have more bytes for as much work, and are slower so (README.md).
-    args.beside = rows == 1 && all_q4_k && lay_out(&args, 1, kStagesOfHalf, half, &config.shared_bytes);
-    while (!args.beside && !lay_out(&args, rows, rows == 1 ? 1 : 2, optin, &config.shared_bytes)) {
+    while (!lay_out(&args, rows, rows == 1 ? 1 : 2, optin, &config.shared_bytes)) {
       if (rows == 1) return GDN_BAD_ALGO;
       rows = (rows + 1) / 2;
     }

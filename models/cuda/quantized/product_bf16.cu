@@ -5,7 +5,7 @@ namespace quantized {
 int clusters_at_once(int optin, int *count) {
   static PerDevice known;
   return known.get(count, [&](int, int *value) {
-    const auto kernel = product_kernel<__nv_bfloat16, 1, 1>;
+    const auto kernel = product_kernel<__nv_bfloat16, 1>;
     if (allow_shared_memory(kernel, optin, optin)) return cudaErrorInvalidValue;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
