@@ -353,13 +353,14 @@ typedef struct gdn_linear_params {
   const void *x;           // [rows, inputs], dtype
   const void *w;           // [outputs, inputs], dtype or with scales e4m3, rows contiguous; inputs a multiple of 64, each row
                            // aligned to 16 bytes
-  void *y;                 // written: [rows, outputs], dtype
+  const void *below;       // more rows of w, [outputs_below, inputs], dtype; beside scales only, and not with swiglu
+  void *y;                 // written: [rows, outputs + outputs_below], dtype
   gdn_scales scales;       // of w
-  int64_t x_stride, w_stride, y_stride;    // elements from row to row
+  int64_t x_stride, w_stride, below_stride, y_stride;    // elements from row to row
   int32_t rows;            // 1 to GDN_LINEAR_ROWS, with scales to twice as many
-  int32_t inputs, outputs;
+  int32_t inputs, outputs, outputs_below;
   int32_t dtype;           // GDN_BF16 or GDN_F16; sums are f32
-  int32_t overlap;         // GDN_OVERLAP, GDN_OVERLAP_NEXT
+  int32_t overlap;         // GDN_OVERLAP
 } gdn_linear_params;
 #define GDN_LINEAR_ROWS 32
 // With scales, what every device takes at once. More are one launch on sm_90a where x fits into the shared memory of a cluster, else two, or refused
@@ -397,9 +398,6 @@ int gdn_dequantize(const gdn_dequantize_params *params, cudaStream_t stream);
 // therefore not write them. In a layer it is the projection. All else happens after the wait, so that the result is the
 // same.
 #define GDN_OVERLAP 1
-// And, of gdn_linear: the launch behind it may begin while the kernel before it still runs, and so neither of the two may write what that launch
-// reads before its wait. For a small product, between a norm and a large product of the same x.
-#define GDN_OVERLAP_NEXT 2
 
 // Profiling inside the kernels of gdn_step and gdn_rule, in a build with -DGDN_PROFILE. A
 // warp of a launch owns a gdn_profile_warp and, right after it, `events_per_warp` gdn_profile_events, of which the first

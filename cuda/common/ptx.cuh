@@ -26,7 +26,7 @@ constexpr bool kSm90a = false;
 // Programmatic dependent launch. After the wait all that the kernels before this one wrote is there; in a plain launch
 // it returns at once. The launch lets the next kernel's blocks begin as soon as every block has called it and there is
 // room. Call it after the wait: the next kernel may then rely on all before this one being complete. gdn_residual of
-// the models calls it before, and gdn_linear where its caller allows it (GDN_OVERLAP_NEXT).
+// the models calls it before, and gdn_linear in a small product between a norm and a large product of the same x.
 // On older devices, where nothing overlaps, both are empty (see launch.cuh).
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
@@ -67,6 +67,12 @@ __device__ __forceinline__ uint64_t load_relaxed(const void *from) {
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Made here in every lane, where the compiler would make it in those alone that use it.
+__device__ __forceinline__ uint32_t in_every_lane(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // The lane, by an exchange and not from the thread's number alone: the assembler would read that anew (S2R, some 30 cycles)

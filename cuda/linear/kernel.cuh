@@ -56,14 +56,13 @@ struct Args {
   int32_t partial_at, x_at, x_shared_row, factors_at, meet_at;    // shared memory: bytes
   ScaleArgs scales;            // of w in e4m3
   int32_t halves;              // of a row, in e4m3: 64 inputs
-  int32_t lets_in;             // the next launch, before the wait (GDN_OVERLAP_NEXT)
+  int32_t lets_in;             // the next launch, before the wait
 };
 
-// T: of x and y. W: of w, T or E4m3. NT: tiles of 8 rows.
+// T: of x and y. W: of w, T or E4m3. NT: tiles of 8 rows. This is block `block` of `blocks` along the tiles.
 // One function: weights are under way from its first lines to its last, in registers that no part of it could hand on.
 template <typename T, typename W, int NT, From FROM>
-__global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_constant__ Args a) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
+__device__ __forceinline__ void multiply(const Args &a, int block, int blocks, unsigned char *shared_bytes) {
   [[maybe_unused]] constexpr bool kClusters = FROM != From::kGlobal;    // a larger cluster is what lets x fit
   constexpr bool kScaled = Beside<W>::kScaled;
   constexpr int kXBytes = Beside<W>::kChunkBytes;
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   // The stream of weights runs a round in front of their use, over the ends of tiles.
   const char *row0 = nullptr, *row8 = nullptr;
   [[maybe_unused]] const float *scale0 = nullptr, *scale8 = nullptr;
-  int fetch_tile = blockIdx.y, fetch_round = 0, fetch_live = 0;
+  int fetch_tile = block, fetch_round = 0, fetch_live = 0;
   const auto seek = [&] {
     // Outputs past the end read the last row, and are not stored.
     const int row = fetch_tile * a.tile_rows + threadIdx.z * a.group_rows + g;
@@ -108,7 +107,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
       }
     } else {
       fetch_round = 0;
-      fetch_tile += gridDim.y;
+      fetch_tile += blocks;
       seek();
     }
   };
@@ -225,7 +224,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
   [[maybe_unused]] const float *factors = reinterpret_cast<const float *>(shared_bytes + a.factors_at) + threadIdx.y * a.slice;
   int turns = 0;    // tiles done
 
-  for (int tile = blockIdx.y; tile < a.tiles; tile += gridDim.y) {
+  for (int tile = block; tile < a.tiles; tile += blocks) {
     float sum[kSums][NT][4] = {};
     for (int round = 0; round < (FROM == From::kRegisters ? 1 : a.rounds); ++round) {
       const int chunk = round * kChunks;
@@ -349,6 +348,25 @@ __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_con
     }
     ++turns;
   }
+}
+
+template <typename T, typename W, int NT, From FROM>
+__global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  multiply<T, W, NT, FROM>(a, blockIdx.y, gridDim.y, shared_bytes);
+}
+
+// Rows of w in e4m3, and those below them in the dtype of x: the first blocks have these, a tile each.
+struct PairArgs {
+  Args scaled, below;
+};
+
+template <typename T, From FROM>
+__global__ void __launch_bounds__(kMaxThreads, 1) pair_kernel(const __grid_constant__ PairArgs a) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  const int block = blockIdx.y, of_below = a.below.tiles;
+  if (block < of_below) multiply<T, T, 1, From::kGlobal>(a.below, block, of_below, shared_bytes);
+  else multiply<T, E4m3, 1, FROM>(a.scaled, block - of_below, gridDim.y - of_below, shared_bytes);
 }
 
 }  // namespace linear

@@ -70,6 +70,12 @@ struct Plan {
   Args args;
   From from;
   int64_t bytes;    // of shared memory
+
+  // Of so many tiles: as many blocks, or clusters, as run at once.
+  int64_t blocks(int64_t tiles, const Card &card) const {
+    const int64_t wave = ceil_div(static_cast<int64_t>(card.sms) * tiling.blocks_per_sm, tiling.cluster), most = wave < 65535 ? wave : 65535;
+    return tiles < most ? tiles : most;
+  }
 };
 
 inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &card) {
@@ -89,7 +95,6 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
   args.chunks = problem.chunks();
   args.scales = scale_args(p.scales);
   args.halves = p.inputs / (kChunkBytes / 2);
-  args.lets_in = (p.overlap & GDN_OVERLAP_NEXT) != 0;
   args.slice = static_cast<int>(ceil_div(args.chunks, tiling.warps * tiling.cluster));
   args.rounds = static_cast<int>(ceil_div(args.slice, kChunks));
   args.group_shift = tiling.groups == 4 ? 2 : tiling.groups - 1;

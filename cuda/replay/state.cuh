@@ -28,8 +28,10 @@ template <typename ST, int ROWS> struct StateRows {
   Memory &rows;
   const uint32_t barrier;
 
-  // By all lanes, before they load anything: the fence would wait for it.
-  __device__ __forceinline__ StateRows(Memory &rows, uint64_t &barrier) : rows(rows), barrier(ptx::shared_address(&barrier)) {
+  // By all lanes, before they load anything: the fence would wait for it. Racecheck of CUDA 13.5 reads the address in every lane; the
+  // compiler would set it in lane 0 alone.
+  __device__ __forceinline__ StateRows(Memory &rows, uint64_t &barrier)
+      : rows(rows), barrier(ptx::in_every_lane(ptx::shared_address(&barrier))) {
     if (threadIdx.x % 32 == 0) ptx::barrier_init(this->barrier, 1), ptx::barriers_initialised();
     __syncwarp();
   }

@@ -28,35 +28,42 @@ def bound(dtype, count):
     return rounding(dtype, count) + 2e-5
 
 
-def params(x, w, y, dtype, overlap=0, scales=None):
-    return fill(LinearParams, x=x, w=w, y=y, scales=scales or Scales(), x_stride=x.stride(0), w_stride=w.stride(0), y_stride=y.stride(0),
-                rows=x.shape[0], inputs=x.shape[1], outputs=y.shape[1], dtype=CODES[dtype], overlap=overlap)
+def params(x, w, y, dtype, overlap=0, scales=None, below=None):
+    rows_below = 0 if below is None else below.shape[0]
+    return fill(LinearParams, x=x, w=w, below=below, y=y, scales=scales or Scales(), x_stride=x.stride(0), w_stride=w.stride(0),
+                below_stride=below.stride(0) if rows_below else 0, y_stride=y.stride(0), rows=x.shape[0], inputs=x.shape[1],
+                outputs=y.shape[1] - rows_below, outputs_below=rows_below, dtype=CODES[dtype], overlap=overlap)
 
 
 class Case:
     """With swiglu the weight has the gate's rows, then up's. `cut` is how the product is cut: warps, groups, cluster,
     blocks; without it the library chooses. `e4m3`: rows of a block of the weight's scales;
-    its numbers are of size `size` / sqrt(inputs)."""
+    its numbers are of size `size` / sqrt(inputs). The last `below` outputs are of rows that are not in e4m3."""
 
-    def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0, swiglu=False, cut=(0, 0, 0, 0), e4m3=0, size=1.0):
+    def __init__(self, rows, inputs, outputs, dtype, gaps=(0, 0, 0), seed=0, swiglu=False, cut=(0, 0, 0, 0), e4m3=0, size=1.0, below=0):
         randn = normal(seed)
         self.dtype, self.options = dtype, LinearOptions(int(swiglu), *cut)
         weights = 2 * outputs if swiglu else outputs
         self.x_buf, self.x = framed(rows, inputs, gaps[0], dtype)
         self.y_buf, self.y = framed(rows, outputs, gaps[2], dtype)
         self.x.copy_(randn(rows, inputs))
-        self.scales = None
+        self.scales = self.below = None
         if e4m3:
+            weights -= below
             self.e4m3 = E4m3(weights, inputs, e4m3, size * inputs ** -0.5, seed, -(-gaps[1] // 16) * 16)
             self.w, self.scales = self.e4m3.bytes, self.e4m3.struct()
             self.ref = linear(self.x, self.e4m3.exact(), swiglu)
+            if below:
+                self.below_buf, self.below = framed(below, inputs, gaps[1], dtype)
+                self.below.copy_(randn(below, inputs) * inputs ** -0.5)
+                self.ref = torch.cat([self.ref, linear(self.x, self.below)], 1)
         else:
             self.w_buf, self.w = framed(weights, inputs, gaps[1], dtype)
             self.w.copy_(randn(weights, inputs) * inputs ** -0.5)
             self.ref = linear(self.x, self.w, swiglu)
 
     def params(self, overlap=0):
-        return params(self.x, self.w, self.y, self.dtype, overlap, self.scales)
+        return params(self.x, self.w, self.y, self.dtype, overlap, self.scales, self.below)
 
     def launch(self, lib, p):
         return call(lib.gdn_linear_with, p, C.byref(self.options))
@@ -131,6 +138,15 @@ def check_e4m3(lib, quick):
             expect("rows of e4m3 that do not fit", lib.gdn_linear_with, case.params, {"BAD_ALGO": [{}]}, C.byref(case.options))
         else:
             check_case(lib, f"e4m3 by {case.e4m3.block_rows}{' swiglu' if swiglu else ''} gaps {gaps}", case)
+    # Rows below that are not in e4m3: in the launch of the others, or in one of their own.
+    for dtype, rows, (inputs, outputs, below), gaps in itertools.product(
+            ("bf16", "f16"), (1, 2, 8, 9, 16, 17, 48), ((2048, 12352, 64), (2560, 8000, 96), (5120, 2563, 33), (64, 33, 1), (192, 100, 90)),
+            ((0, 0, 0), (72, 16, 37))):
+        if not quick or (rows in QUICK_ROWS and inputs * outputs <= QUICK_NUMBERS):
+            if rows > 2 * LINEAR_E4M3_ROWS and torch.cuda.get_device_capability() != (9, 0):
+                continue
+            case = Case(rows, inputs, outputs, dtype, gaps, next(seeds), e4m3=next(blocks), below=below)
+            check_case(lib, f"e4m3 by {case.e4m3.block_rows}, {below} rows below, gaps {gaps}", case)
     # Inputs of all sizes: one row in bf16 is divided by a power of two, block by block, which times the scale may have no place in f32.
     for rows, inputs, (power, size) in itertools.product((1, 5, 8, 9), (64, 320, 4096),
                                                          ((0, 1.0), (100, 1.0), (-110, 1.0), (None, 1.0), (-112, 2.0 ** -13))):
@@ -152,6 +168,13 @@ def check_e4m3(lib, quick):
     expect("e4m3", lib.gdn_linear, case.params, {
         "BAD_ALGO": one_by_one(inputs=[96], w=[case.w.data_ptr() + 8], w_stride=[136], scales__rows=[0, 3, -1]),
         "BAD_STRIDE": one_by_one(scales__stride=[-1]), "OK": [dict(rows=0)]})
+    case = Case(4, 128, 32, "bf16", e4m3=16, below=8)
+    expect("rows below", lib.gdn_linear, case.params, {
+        "BAD_LENGTH": one_by_one(outputs_below=[-1, 1 << 30]), "NULL_POINTER": one_by_one(below=[None]),
+        "BAD_ALGO": one_by_one(below=[case.below.data_ptr() + 8], below_stride=[132], scales__ptr=[None]),
+        "BAD_STRIDE": one_by_one(below_stride=[-8]), "OK": [dict(rows=0), dict(outputs_below=0)]})
+    swiglu = LinearOptions(1)
+    expect("rows below with swiglu", lib.gdn_linear_with, case.params, {"BAD_ALGO": [{}]}, C.byref(swiglu))
     print(f"{next(seeds)} shapes in e4m3, {len(failures)} failed", flush=True)
 
 
@@ -195,18 +218,17 @@ def check_cuts(lib):
 
 
 def check_chain(lib):
-    """Two links of three let the next one in before their wait (GDN_OVERLAP_NEXT)."""
-    early = lambda i, overlap: overlap * (3 if i % 3 else 1)
     for dtype, rows, hidden in itertools.product(("bf16", "f16"), (1, 8, 16, 32), (1024, 4096)):
         weights = [(torch.randn(hidden, hidden, device="cuda") * hidden ** -0.5).to(TYPES[dtype]) for _ in range(6)]
         start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
         chain_repeats(f"chain {dtype} rows {rows} hidden {hidden}",
-                      lambda i, x, y, overlap: call(lib.gdn_linear, params(x, weights[i % 6], y, dtype, early(i, overlap))), start)
+                      lambda i, x, y, overlap: call(lib.gdn_linear, params(x, weights[i % 6], y, dtype, overlap)), start)
     for dtype, rows, hidden in itertools.product(("bf16", "f16"), (1, 24, 64), (1024, 4096)):
-        scaled = [E4m3(hidden, hidden, 128, hidden ** -0.5, seed) for seed in range(6)]
+        scaled = [E4m3(hidden - 64 * (seed % 2), hidden, 128, hidden ** -0.5, seed) for seed in range(6)]
+        below = [(torch.randn(64, hidden, device="cuda") * hidden ** -0.5).to(TYPES[dtype]) if i % 2 else None for i in range(6)]
         start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
         chain_repeats(f"chain e4m3 {dtype} rows {rows} hidden {hidden}", lambda i, x, y, overlap: call(
-            lib.gdn_linear, params(x, scaled[i % 6].bytes, y, dtype, early(i, overlap), scaled[i % 6].struct())), start)
+            lib.gdn_linear, params(x, scaled[i % 6].bytes, y, dtype, overlap, scaled[i % 6].struct(), below[i % 6])), start)
 
 
 # {status: [(swiglu, warps, groups, cluster, blocks; those left out are 0), ..]} of one row.

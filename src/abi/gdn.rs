@@ -28,7 +28,6 @@ c_header! {
         pub GDN_REPLAY_STEP_TOKENS: usize = 16;
         pub GDN_LINEAR_ROWS: usize = 32;
         pub GDN_OVERLAP: i32 = 1;
-        pub GDN_OVERLAP_NEXT: i32 = 2;
         pub GDN_LINEAR_E4M3_ROWS: usize = 16;
         pub GDN_SCALE_COLUMNS: usize = 128;
         pub GDN_LINEAR_SWIGLU_ROWS: usize = 8;
@@ -282,14 +281,17 @@ c_header! {
         pub struct LinearParams = gdn_linear_params {
             pub x: *const c_void,
             pub w: *const c_void,
+            pub below: *const c_void,
             pub y: *mut c_void,
             pub scales: Scales,
             pub x_stride: i64,
             pub w_stride: i64,
+            pub below_stride: i64,
             pub y_stride: i64,
             pub rows: i32,
             pub inputs: i32,
             pub outputs: i32,
+            pub outputs_below: i32,
             pub dtype: i32,
             pub overlap: i32,
         }

@@ -2,7 +2,7 @@
 
 use super::arena::{alloc, finish, undo};
 use super::pointers::{alloc_of, check, dtype_code, int, read, stream_of, write, Pointer};
-use crate::abi::gdn::{self, gdn_dequantize, gdn_linear_with, LinearOptions, GDN_OVERLAP, GDN_OVERLAP_NEXT};
+use crate::abi::gdn::{self, gdn_dequantize, gdn_linear_with, LinearOptions};
 use crate::block_scaled::BlockScaled;
 use crate::ops::{apply::apply1, Launch};
 use crate::state::threads::Working;
@@ -10,8 +10,8 @@ use crate::{held, held_or_none};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Storage, Tensor};
-use std::ffi::{c_int, c_void};
-use std::ops::Range;
+use std::ffi::c_void;
+use std::ptr::null;
 
 const OP: &str = "linear";
 
@@ -84,44 +84,32 @@ fn run(x: &Tensor, weight: &BlockScaled, launch: &Launch, swiglu: bool) -> Resul
     held!(scales, weight.scales(), stream);
     held_or_none!(below, weight.below(), stream);
     let y = write(&mut out, stream)?;
-    let in_e4m3 = weight.bytes().dim(0)?;
-    let options = LinearOptions { swiglu: swiglu.into(), ..LinearOptions::default() };
-    let product = |rows: Range<usize>,
-                   w: *mut c_void,
-                   scales: gdn::Scales,
-                   (at, outputs): (usize, usize),
-                   overlap: i32|
-     -> Result<c_int> {
-        let first = rows.start;
-        let params = gdn::LinearParams {
-            x: x.at::<c_void>(layout.start_offset() + first * layout.stride()[0], size).cast_const(),
-            w: w.cast_const(),
-            y: y.at(first * width + at, size),
-            scales,
-            x_stride: layout.stride()[0] as i64,
-            w_stride: inputs as i64,
-            y_stride: width as i64,
-            rows: int(OP, "rows", rows.len())?,
-            inputs: int(OP, "inputs", inputs)?,
-            outputs: int(OP, "outputs", outputs)?,
-            dtype: dtype_code(dtype),
-            overlap: if launch.overlap { overlap } else { 0 },
-        };
-        // SAFETY: the launcher reads the parameters; the kernel reads its rows of x, the weight and its scales, all of
-        // sizes that `BlockScaled` has checked, and writes its columns of its rows of y; the guards outlive the launch.
-        Ok(unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) })
+    let rows_below = match (&below, weight.below()) {
+        (Some(pointer), Some(tensor)) => pointer.at::<c_void>(tensor.layout().start_offset(), size).cast_const(),
+        _ => null(),
     };
-    // The rows in 16 bits first: while this small product waits for x and runs, the bytes of the large one are being loaded.
-    if let (Some(pointer), Some(below)) = (&below, weight.below()) {
-        for first in (0..rows).step_by(gdn::GDN_LINEAR_ROWS) {
-            let w = pointer.at(below.layout().start_offset(), size);
-            let part = first..rows.min(first + gdn::GDN_LINEAR_ROWS);
-            check(OP, product(part, w, gdn::NO_SCALES, (in_e4m3, width - in_e4m3), GDN_OVERLAP | GDN_OVERLAP_NEXT)?)?;
-        }
-    }
-    let w = bytes.at(weight.bytes().layout().start_offset(), 1);
-    let status =
-        product(0..rows, w, scales_of(weight, &scales)?, (0, if swiglu { width } else { in_e4m3 }), GDN_OVERLAP)?;
+    let outputs = if swiglu { width } else { weight.bytes().dim(0)? };
+    let params = gdn::LinearParams {
+        x: x.at::<c_void>(layout.start_offset(), size).cast_const(),
+        w: bytes.at::<c_void>(weight.bytes().layout().start_offset(), 1).cast_const(),
+        below: rows_below,
+        y: y.at(0, size),
+        scales: scales_of(weight, &scales)?,
+        x_stride: layout.stride()[0] as i64,
+        w_stride: inputs as i64,
+        below_stride: inputs as i64,
+        y_stride: width as i64,
+        rows: int(OP, "rows", rows)?,
+        inputs: int(OP, "inputs", inputs)?,
+        outputs: int(OP, "outputs", outputs)?,
+        outputs_below: int(OP, "rows below", width - outputs)?,
+        dtype: dtype_code(dtype),
+        overlap: launch.overlap.into(),
+    };
+    let options = LinearOptions { swiglu: swiglu.into(), ..LinearOptions::default() };
+    // SAFETY: the launcher reads the parameters; the kernels read the rows of x, the weight and its scales, all of sizes that
+    // `BlockScaled` has checked, and write the rows of y; the guards outlive the launches.
+    let status = unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) };
     drop(y);
     // Asking beforehand would choose twice.
     if status == gdn::GDN_BAD_ALGO {

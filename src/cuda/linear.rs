@@ -7,6 +7,7 @@ use crate::ops::{apply2, Launch};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
 use std::ffi::c_void;
+use std::ptr::null;
 
 const OP: &str = "linear";
 
@@ -125,14 +126,17 @@ impl CustomOp2 for FewRows<'_> {
         let params = gdn::LinearParams {
             x: x.at::<c_void>(x_layout.start_offset(), size).cast_const(),
             w: w.at::<c_void>(weight_layout.start_offset(), size).cast_const(),
+            below: null(),
             y: y.at(0, size),
             scales: gdn::NO_SCALES,
             x_stride: x_layout.stride()[0] as i64,
             w_stride: weight_layout.stride()[0] as i64,
+            below_stride: 0,
             y_stride: outputs as i64,
             rows: int(OP, "rows", rows)?,
             inputs: int(OP, "inputs", inputs)?,
             outputs: int(OP, "outputs", outputs)?,
+            outputs_below: 0,
             dtype: dtype_code(dtype),
             overlap: self.launch.overlap.into(),
         };
