@@ -1,4 +1,6 @@
 // gdn_residual: sum = x + h, y = norm(sum) * weight, a block a row. See README.md.
+#include <algorithm>
+
 #include "common/host.cuh"
 #include "common/launch.cuh"
 #include "common/math.cuh"
@@ -11,7 +13,6 @@ namespace residual {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int kThreadsPerSm = 2048;
 template <int ITEMS> constexpr int kPackThreads = ITEMS == 1 ? 1024 : 768;    // leaves the registers for two packs
 
 struct Args {
@@ -75,19 +76,22 @@ __global__ void __launch_bounds__(kPackThreads<ITEMS>) packs_kernel(const __grid
 #pragma unroll
       for (int i = 0; i < N / 4; ++i) weight[m][i] = ptx::load_stream(p.weight + at[m] + 4 * i);
   }
-  let_in_and_wait();
-
-  int turn = 0;
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
+  uint4 raw_x[ITEMS], raw_h[ITEMS];
+  const auto load = [&](int64_t row) {
     const T *x = static_cast<const T *>(p.x) + row * p.x_stride;
     const T *h = static_cast<const T *>(p.h) + row * p.h_stride;
-    uint4 raw_x[ITEMS], raw_h[ITEMS];
 #pragma unroll
     for (int m = 0; m < ITEMS; ++m)
       if (at[m] < p.dim) {
         raw_x[m] = ptx::load_after_wait(x + at[m]);
         if (ADD) raw_h[m] = ptx::load_after_wait(h + at[m]);
       }
+  };
+  let_in_and_wait();
+
+  int turn = 0;
+  load(blockIdx.x);
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
     float v[ITEMS][N], squares = 0.f;
 #pragma unroll
     for (int m = 0; m < ITEMS; ++m) {
@@ -105,6 +109,7 @@ __global__ void __launch_bounds__(kPackThreads<ITEMS>) packs_kernel(const __grid
 #pragma unroll
       for (int i = 0; i < N; ++i) squares = fmaf(v[m][i], v[m][i], squares);
     }
+    if (row + gridDim.x < p.rows) load(row + gridDim.x);    // under way while this row is summed and stored
     const float scale = rsqrtf(block_sum(squares, parts, turn) * args.mean + p.eps);
 #pragma unroll
     for (int m = 0; m < ITEMS; ++m) {
@@ -155,17 +160,24 @@ template <typename T, bool ADD> int launch_rows(const gdn_residual_params &p, in
   const int items = vec && packs > kPackThreads<1> ? 2 : 1;
   const int64_t wanted = ceil_div(vec ? ceil_div(packs, items) : p.dim, 32) * 32;
   const int threads = static_cast<int>(wanted < kMaxThreads ? wanted : kMaxThreads);
-  const int64_t full = static_cast<int64_t>(sms) * (kThreadsPerSm / threads);
-
-  LaunchConfig config;
-  config.grid = dim3(static_cast<unsigned>(p.rows < full ? p.rows : full));
-  config.block = dim3(static_cast<unsigned>(threads));
-  config.stream = stream;
-  config.overlap = p.overlap != 0;
   const Args args = {p, 1.f / p.dim};
-  if (!vec) return launch(elements_kernel<T, ADD>, config, args);
-  if (items == 1) return launch(packs_kernel<T, 1, ADD>, config, args);
-  return launch(packs_kernel<T, 2, ADD>, config, args);
+  const auto launch_kernel = [&](auto *kernel) {
+    // No more blocks than run at once: those that came later would be alone.
+    int64_t blocks = p.rows;
+    if (p.rows > sms) {
+      int fit = 0;
+      if (const cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, 0)) return cuda_status(e);
+      blocks = std::min(p.rows, int64_t{sms} * fit);
+    }
+    LaunchConfig config;
+    config.grid = dim3(static_cast<unsigned>(blocks));
+    config.block = dim3(static_cast<unsigned>(threads));
+    config.stream = stream;
+    config.overlap = p.overlap != 0;
+    return launch(kernel, config, args);
+  };
+  if (!vec) return launch_kernel(elements_kernel<T, ADD>);
+  return items == 1 ? launch_kernel(packs_kernel<T, 1, ADD>) : launch_kernel(packs_kernel<T, 2, ADD>);
 }
 
 int run(const gdn_residual_params *params, cudaStream_t stream) {
