@@ -1,10 +1,12 @@
 // gdn_attention_prepare: RMS norm and rotary position of new queries and keys; keys and values into the cache.
 //
-// A warp a row: a query head, a key head or a value head of one token. The row is loaded before anything else is known of
-// its sequence. Pairs of the rotation lie in different lanes and meet in shared memory.
+// A warp has two rows of a token: two query heads, or a key head and its value head. Of many tokens it has the same rows of every n-th,
+// and loads the next ones while it works. Pairs of the rotation lie in different lanes and meet in shared memory.
 //
 // A value row with an infinity or NaN is kept as zeros, and its key row as NaN: whoever sees the token gets NaN. Products
 // of tiles multiply the rows of tokens that a query does not see with a weight of zero, and zero times NaN is not zero.
+#include <algorithm>
+
 #include "common/launch.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
@@ -15,7 +17,8 @@ namespace gdn {
 namespace attention {
 namespace {
 
-constexpr int kPrepareWarps = 4, kMaxDim = 256;
+constexpr int kMaxDim = 256, kRows = 2;    // of a warp
+constexpr int kWarps = 4, kBlocks = 7;       // of a block; of a multiprocessor
 
 // cos and sin of position * frequency. The product and its reduction to half a turn in f64: in f32 an angle of 200,000
 // would be off by 6e-3. sincospif has no slow path for large arguments, as sinf has.
@@ -25,105 +28,120 @@ __device__ __forceinline__ void angle(int64_t position, float high, float low, f
   sincospif(static_cast<float>(halves - 2.0 * rint(0.5 * halves)), &sine, &cosine);
 }
 
-// N elements a load.
-template <typename T, int N>
-__global__ void __launch_bounds__(32 * kPrepareWarps)
-    prepare_kernel(const __grid_constant__ gdn_attention_prepare_params p) {
-  constexpr int kItems = kMaxDim / (32 * N);
-  __shared__ __align__(16) float rows[kPrepareWarps][kMaxDim];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * kPrepareWarps + warp;
-  const int per_token = p.num_heads + 2 * p.num_kv_heads;
-  const int token = static_cast<int>(item / per_token), row = static_cast<int>(item - int64_t{token} * per_token);
-  const bool query = row < p.num_heads, value = row >= p.num_heads + p.num_kv_heads;
-  const int head = query ? row : value ? row - p.num_heads - p.num_kv_heads : row - p.num_heads;
-  const gdn_heads from = query ? p.q : value ? p.v : p.k;
-  float *const shared = rows[warp];
+// Where column c of a row lies in shared memory. The halves of 8 columns a lane are apart, so that lanes side by side use all banks.
+constexpr int kHalf = kMaxDim / 2 + 16, kPlaces = 2 * kHalf;
+template <int N> __device__ __forceinline__ unsigned place(unsigned c) { return N < 8 ? c : c / 4 % 2 * kHalf + c / 8 * 4 + c % 4; }
 
-  ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();
+// By a warp: its rows of token `begin` and of every `apart`-th behind it, N elements a load. QUERY: of query heads `head` and behind it; else
+// of that key head, and then of its value head. A row behind the last head and columns behind the last are zeros: only loads and stores
+// leave them out.
+template <typename T, int N, bool QUERY>
+__device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params &p, int head, int begin, int apart, float (&shared)[kRows][kPlaces]) {
+  constexpr int kItems = kMaxDim / (32 * N), kRotated = QUERY ? kRows : 1;
+  const int lane = threadIdx.x % 32, left = (QUERY ? p.num_heads : p.num_kv_heads) - head;
+  const gdn_heads &rotated = QUERY ? p.q : p.k;
+  const float mean = 1.f / p.head_dim;
+  const auto column = [&](int m) { return (m * 32 + lane) * N; };
+  const auto at = [&](int m, int i) { return place<N>(column(m)) + i % 4 + i / 4 * kHalf; };
+  float weights[kItems][N];
+#pragma unroll
+  for (int m = 0; m < kItems; ++m) {
+    if (column(m) < p.head_dim) load_weights((QUERY ? p.q_weight : p.k_weight) + column(m), weights[m]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) weights[m][i] += p.zero_centred ? 1.f : 0.f;
+  }
+
   for (int n = blockIdx.y; n < p.seqs.num_seqs; n += gridDim.y) {
     const Tokens tokens = tokens_of(p.seqs, n);
-    if (token >= tokens.count) continue;    // the whole warp
-    const T *x = heads_at<T>(from, n, tokens.first + token, head);
-    Row<T, N> raw[kItems], raw_value[kItems];
+    if (begin >= tokens.count) continue;    // the whole warp
+    const T *x = heads_at<T>(rotated, n, tokens.first + begin, head), *v = heads_at<T>(p.v, n, tokens.first + begin, head);
+    Row<T, N> raw[kRows][kItems] = {};
+    const auto load = [&] {
 #pragma unroll
-    for (int m = 0; m < kItems; ++m)
-      if (const int col = (m * 32 + lane) * N; col < p.head_dim) raw[m] = load_row<T, N>(x + col);
-    if (!query) {
-      const T *v = heads_at<T>(p.v, n, tokens.first + token, head);
+      for (int r = 0; r < kRows; ++r)
 #pragma unroll
-      for (int m = 0; m < kItems; ++m)
-        if (const int col = (m * 32 + lane) * N; col < p.head_dim) raw_value[m] = load_row<T, N>(v + col);
-    }
-
-    const int64_t slot = slot_of(p.cache.slots, n);
-    const int64_t position = static_cast<int64_t>(p.positions[n]) + token;
-    const bool kept = slot >= 0 && position < p.cache.capacity;
-    if (!query && !kept) continue;
-    T *to = nullptr;
-    if (query) to = out_heads_at<T>(p.q_out, n, tokens.first + token, head);
-    else to = static_cast<T *>(value ? p.cache.v : p.cache.k) + cache_offset(p.cache, slot, head) +
-              position * p.cache.token_stride;
-
-    float y[kItems][N];
-    float sum = 0.f;
-#pragma unroll
-    for (int m = 0; m < kItems; ++m) {
-      const bool in = (m * 32 + lane) * N < p.head_dim;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        y[m][i] = in && slot >= 0 ? raw[m][i] : 0.f;
-        sum = fmaf(y[m][i], y[m][i], sum);
-      }
-    }
-    if (!value && slot >= 0) {
-      const float scale = rsqrtf(group_sum(sum) / p.head_dim + p.eps), more = p.zero_centred ? 1.f : 0.f;
-      const float *weights = query ? p.q_weight : p.k_weight;
-      __syncwarp();
+        for (int m = 0; m < kItems; ++m)
+          if (r % kRotated < left && column(m) < p.head_dim)
+            raw[r][m] = load_row<T, N>((r < kRotated ? x + r * rotated.head_stride : v) + column(m));
+      x += apart * rotated.token_stride;
+      v += apart * p.v.token_stride;
+    };
+    const auto store = [&](T *to, const auto &element) {
 #pragma unroll
       for (int m = 0; m < kItems; ++m) {
-        const int col = (m * 32 + lane) * N;
-        if (col >= p.head_dim) continue;
-        float w[N];
-        load_weights(weights + col, w);
+        float y[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) shared[col + i] = y[m][i] * scale * (w[i] + more);
+        for (int i = 0; i < N; ++i) y[i] = element(m, i);
+        if (column(m) < p.head_dim) store_row<T, N>(to + column(m), y);
       }
-      __syncwarp();
-      const int half = p.rotary_dim / 2;
-      for (int i = lane; i < half; i += 32) {
-        float cosine, sine;
-        angle(position, p.inv_freq[i], p.inv_freq_low ? p.inv_freq_low[i] : 0.f, cosine, sine);
-        const float a = shared[i], b = shared[i + half];
-        shared[i] = a * cosine - b * sine;
-        shared[i + half] = a * sine + b * cosine;
-      }
-      __syncwarp();
-#pragma unroll
-      for (int m = 0; m < kItems; ++m)
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-          if ((m * 32 + lane) * N < p.head_dim) y[m][i] = shared[(m * 32 + lane) * N + i];
-    }
-    if (!query) {
-      bool finite = true;
-#pragma unroll
-      for (int m = 0; m < kItems; ++m)
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-          if ((m * 32 + lane) * N < p.head_dim) finite = finite && isfinite(raw_value[m][i]);
-      if (!__all_sync(0xffffffffu, finite)) {
+    };
+    load();
+    const int64_t slot = slot_of(p.cache.slots, n), before = p.positions[n];
+    for (int64_t token = begin; token < tokens.count; token += apart) {
+      const int64_t position = before + token;
+      if (!QUERY && (slot < 0 || position >= p.cache.capacity)) break;
+      const int64_t in_cache = cache_offset(p.cache, slot, head) + position * p.cache.token_stride;
+      bool good = slot >= 0;
+      if constexpr (!QUERY) {
+        float zero = 0.f;    // NaN if a value is infinite or NaN
 #pragma unroll
         for (int m = 0; m < kItems; ++m)
 #pragma unroll
-          for (int i = 0; i < N; ++i) y[m][i] = value ? 0.f : NAN;
+          for (int i = 0; i < N; ++i) zero = fmaf(raw[1][m][i], 0.f, zero);
+        good = __all_sync(0xffffffffu, zero == 0.f);
+        store(static_cast<T *>(p.cache.v) + in_cache, [&](int m, int i) { return good ? raw[1][m][i] : 0.f; });
       }
-    }
+      float sum[kRotated] = {};
 #pragma unroll
-    for (int m = 0; m < kItems; ++m)
-      if (const int col = (m * 32 + lane) * N; col < p.head_dim) store_row<T, N>(to + col, y[m]);
+      for (int r = 0; r < kRotated; ++r)
+#pragma unroll
+        for (int m = 0; m < kItems; ++m)
+#pragma unroll
+          for (int i = 0; i < N; ++i) sum[r] = fmaf(raw[r][m][i], raw[r][m][i], sum[r]);
+#pragma unroll
+      for (int r = 0; r < kRotated; ++r) {
+        const float scale = rsqrtf(group_sum(sum[r]) * mean + p.eps);
+#pragma unroll
+        for (int m = 0; m < kItems; ++m)
+#pragma unroll
+          for (int i = 0; i < N; ++i) shared[r][at(m, i)] = good ? raw[r][m][i] * scale * weights[m][i] : QUERY ? 0.f : NAN;
+      }
+      if (token + apart < tokens.count) load();
+      __syncwarp();
+      const int half = p.rotary_dim / 2;
+#pragma unroll 1
+      for (int i = lane; i < half; i += 32) {
+        float cosine, sine;
+        angle(position, p.inv_freq[i], p.inv_freq_low ? p.inv_freq_low[i] : 0.f, cosine, sine);
+        const unsigned first = place<N>(i), second = place<N>(i + half);
+#pragma unroll
+        for (int r = 0; r < kRotated; ++r) {
+          const float a = shared[r][first], b = shared[r][second];
+          shared[r][first] = a * cosine - b * sine;
+          shared[r][second] = a * sine + b * cosine;
+        }
+      }
+      __syncwarp();
+      T *const to = QUERY ? out_heads_at<T>(p.q_out, n, tokens.first + token, head) : static_cast<T *>(p.cache.k) + in_cache;
+#pragma unroll
+      for (int r = 0; r < kRotated; ++r)
+        if (r < left) store(to + r * p.q_out.head_stride, [&](int m, int i) { return shared[r][at(m, i)]; });
+      __syncwarp();    // the next token's rows go where these were
+    }
   }
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(32 * kWarps, kBlocks) prepare_kernel(const __grid_constant__ gdn_attention_prepare_params p, int apart) {
+  __shared__ __align__(16) float rows[kWarps][kRows][kPlaces];
+  const int warp = threadIdx.x / 32, item = static_cast<int>(blockIdx.x) * kWarps + warp;
+  const int of_queries = (p.num_heads + kRows - 1) / kRows, of_token = of_queries + p.num_kv_heads;
+  const int begin = item / of_token, own = item - begin * of_token;
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+  if (begin >= apart) return;
+  if (own < of_queries) prepare_rows<T, N, true>(p, own * kRows, begin, apart, rows[warp]);
+  else prepare_rows<T, N, false>(p, own - of_queries, begin, apart, rows[warp]);
 }
 
 int check(const gdn_attention_prepare_params &p) {
@@ -136,13 +154,21 @@ int check(const gdn_attention_prepare_params &p) {
   return check_cache(p.cache, p.io_dtype);
 }
 
-template <typename T, int N> int launch_prepare(const gdn_attention_prepare_params &p, cudaStream_t stream) {
-  const int64_t rows = int64_t{max_tokens(p.seqs)} * (p.num_heads + 2 * p.num_kv_heads);
-  const int64_t blocks = ceil_div(rows, kPrepareWarps);
-  if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
-  const unsigned seqs = static_cast<unsigned>(p.seqs.num_seqs < 65535 ? p.seqs.num_seqs : 65535);
-  return launch(prepare_kernel<T, N>,
-                {dim3(static_cast<unsigned>(blocks), seqs), dim3(32 * kPrepareWarps), 0, stream, p.overlap != 0}, p);
+template <typename T> int launch_prepare(const gdn_attention_prepare_params &p, cudaStream_t stream) {
+  int sms = 0;
+  if (const int status = sm_count(&sms)) return status;
+  const int64_t seqs = std::min(p.seqs.num_seqs, 65535), of_token = ceil_div(p.num_heads, kRows) + p.num_kv_heads;
+  // No more warps than run at once.
+  const int64_t apart = std::min<int64_t>(max_tokens(p.seqs), ceil_div(int64_t{sms} * kBlocks * kWarps, of_token * seqs));
+  LaunchConfig config;
+  config.grid = dim3(static_cast<unsigned>(ceil_div(apart * of_token, kWarps)), static_cast<unsigned>(seqs));
+  config.block = dim3(32 * kWarps);
+  config.stream = stream;
+  config.overlap = p.overlap != 0;
+  constexpr int kVec = 16 / sizeof(T);
+  bool vec = true;
+  for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.q_out}) vec = vec && aligned_rows(*x, kVec, p.io_dtype);
+  return launch(vec ? prepare_kernel<T, kVec> : prepare_kernel<T, 1>, config, p, static_cast<int>(apart));
 }
 
 }  // namespace
@@ -161,11 +187,5 @@ extern "C" int gdn_attention_prepare(const gdn_attention_prepare_params *params,
                         static_cast<const void *>(p.q_weight), static_cast<const void *>(p.k_weight)})
     if (!x) return GDN_NULL_POINTER;
   if (p.rotary_dim > 0 && !p.inv_freq) return GDN_NULL_POINTER;
-  return with_dtype(p.io_dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    constexpr int kVec = 16 / sizeof(T);
-    bool vec = true;
-    for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.q_out}) vec = vec && aligned_rows(*x, kVec, p.io_dtype);
-    return vec ? launch_prepare<T, kVec>(p, stream) : launch_prepare<T, 1>(p, stream);
-  });
+  return with_dtype(p.io_dtype, [&](auto type) { return launch_prepare<typename decltype(type)::type>(p, stream); });
 }

@@ -342,10 +342,10 @@ def times_tokens(lib, rate):
 
 
 def times_prompts(lib):
-    """Prompts from position 0: the kernel for few tokens (splits 1), the chooser's, and torch's."""
+    """Prompts from position 0: the kernel for few tokens (splits 1), the chooser's, torch's, and what comes before the scores."""
     print(f"\n{torch.cuda.get_device_name()}; bf16, one prompt from position 0; us (CUPTI) and TFLOP/s, four operations a value, "
           "query and key it sees")
-    print("| layout | T | splits 1 | TFLOP/s | chosen | TFLOP/s | of splits 1 | torch | TFLOP/s |\n|---|---|---|---|---|---|---|---|---|")
+    print("| layout | T | splits 1 | TFLOP/s | chosen | TFLOP/s | of splits 1 | torch | TFLOP/s | prepare |\n" + "|---" * 10 + "|")
     for heads, kv_heads, dim in ((16, 4, 256), (16, 2, 256), (32, 8, 128)):
         for tokens in (512, 2048, 8192, 32768):
             every = [Work(1, tokens, heads, kv_heads, dim, tokens) for _ in range(3 if tokens <= 8192 else 1)]
@@ -353,9 +353,10 @@ def times_prompts(lib):
             flops = 4 * dim * heads * (tokens * (tokens + 1) // 2)
             us = [span_us((calls(lib, every, ("attention",), splits=splits) * count)[:count]) for splits in (1, 0)]
             us.append(torch_us(([w.torch_call(causal=True) for w in every] * count)[:count]))
+            prepare = span_us((calls(lib, every, ("prepare",)) * count)[:count])
             rates = [flops / x / 1e6 for x in us]
             print(f"| {heads}/{kv_heads}x{dim} | {tokens} | {us[0]:.1f} | {rates[0]:.0f} | {us[1]:.1f} | {rates[1]:.0f} | "
-                  f"{us[0] / us[1]:.2f} x | {us[2]:.1f} | {rates[2]:.0f} |", flush=True)
+                  f"{us[0] / us[1]:.2f} x | {us[2]:.1f} | {rates[2]:.0f} | {prepare:.1f} |", flush=True)
             del every
             torch.cuda.empty_cache()
 
