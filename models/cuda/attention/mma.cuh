@@ -6,6 +6,7 @@
 
 #include "output.cuh"
 #include "ring.cuh"
+#include "../pairs.cuh"
 
 namespace gdn {
 namespace attention {
@@ -23,18 +24,6 @@ template <typename T, int DIM, int MT, int SLOTS> struct Mma {
 // compiler and an offset. With (piece ^ row % 8) written out it keeps an address for every step in registers, and spills.
 __device__ __forceinline__ uint32_t beside(uint32_t address, int pieces) {
   return (address ^ (pieces % 8 * 16)) + pieces / 8 * 128;
-}
-
-template <typename T> __device__ __forceinline__ uint32_t pack2(float a, float b) {
-  uint32_t word;
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(a, b);
-    word = *reinterpret_cast<const uint32_t *>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    word = *reinterpret_cast<const uint32_t *>(&pair);
-  }
-  return word;
 }
 
 // One function: queries, sums and scores are registers of all its parts.

@@ -27,7 +27,7 @@ struct alignas(16) Table {
   TableEntry entry[kTableRows];
 };
 
-// Many tokens: rows of one expert that a block multiplies at once.
+// Many tokens: rows of one expert that a block multiplies at once; those of the shared expert come last.
 struct Tile {
   int32_t expert, first, rows, unused;
 };
@@ -46,7 +46,7 @@ struct Args {
   int32_t *row_of_choice;    // [tokens, k]
   int32_t *token_of_row;     // [tokens k]
   Tile *tiles;
-  int32_t *tile_count;
+  int32_t *tile_count;       // tiles; those of routed experts; items that wide_kernel took, of gate and up and of down
   void *rows;                // [rows, hidden]: mlp(x)
   int64_t x_stride, logits_stride, residual_stride, y_stride;
   int64_t split_stride;      // from logits to logits, whose sum they are

@@ -1,7 +1,9 @@
 // Many tokens: launches.
 #include "common/launch.cuh"
+#include "common/tensor_map.h"
 #include "many.cuh"
 #include "sort.cuh"
+#include "wide.cuh"
 
 namespace gdn {
 namespace moe {
@@ -31,6 +33,28 @@ int run_tiles(const gdn_moe_params &p, const Args &args, const LaunchConfig &con
                       : run_tiles<T, W, 128>(p, args, config, optin);
 }
 
+template <typename T, bool GATED> int run_wide(const gdn_moe_params &p, const Args &args, LaunchConfig config, int optin) {
+  int sms = 0;
+  if (const int status = sm_count(&sms)) return status;
+  WideMaps maps = {};
+  const auto make = [&](CUtensorMap *map, const void *weights, int64_t experts, int64_t inner) {
+    const int64_t rows = experts * (GATED ? 2 * inner : p.hidden), inputs = GATED ? p.hidden : inner;
+    return make_tensor_map(map, p.io_dtype, weights, {{inputs, rows, 1, 1}, {inputs, 0, 0}, {kWideInputs, kWideHalf, 1, 1}});
+  };
+  if (const int status = make(&maps.routed, GATED ? p.gate_up : p.down, p.num_experts, p.inner)) return status;
+  if (p.shared_inner > 0)
+    if (const int status = make(&maps.shared, GATED ? p.shared_gate_up : p.shared_down, 1, p.shared_inner)) return status;
+  config.grid = dim3(static_cast<unsigned>(sms));
+  config.block = dim3(kWideThreads);
+  config.shared_bytes = sizeof(WideShared);
+  return launch_allowed<wide_kernel<T, GATED>>(config, optin, args, maps);
+}
+
+template <typename T> int run_wide(const gdn_moe_params &p, const Args &args, const LaunchConfig &config, int optin) {
+  if (const int status = run_wide<T, true>(p, args, config, optin)) return status;
+  return run_wide<T, false>(p, args, config, optin);
+}
+
 }  // namespace
 
 template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
@@ -48,15 +72,21 @@ template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cu
   config.block = dim3(kChooseThreads);
   if (const int status = launch(choose_kernel, config, args, each)) return status;
 
-  const int rows = tile_rows(static_cast<int64_t>(p.tokens) * p.top_k, p.num_experts);
+  const bool scaled = p.gate_up_scales.ptr;
+  int rows = tile_rows(static_cast<int64_t>(p.tokens) * p.top_k, p.num_experts);
+  bool wide = false;    // where an expert has few rows it takes as long as the other kernel
+  if (const int status = has_sm90a_code(&wide)) return status;
+  wide = wide && !scaled && rows > 32;
+  if (wide) rows = kWideRows;
   int columns = 32;
   while (columns < p.num_experts) columns *= 2;
   config.overlap = p.overlap >= 0;
   config.block = dim3(kSortThreads);
   if (const int status = launch(place_kernel, config, args, each, columns, rows)) return status;
 
-  const int status = p.gate_up_scales.ptr ? run_tiles<T, E4m3>(p, args, config, rows, optin)
-                                          : run_tiles<T, T>(p, args, config, rows, optin);
+  const int status = wide     ? run_wide<T>(p, args, config, optin)
+                     : scaled ? run_tiles<T, E4m3>(p, args, config, rows, optin)
+                              : run_tiles<T, T>(p, args, config, rows, optin);
   if (status) return status;
   config.grid = dim3(static_cast<unsigned>(p.tokens));
   config.block = dim3(kSumThreads);

@@ -73,7 +73,7 @@ int64_t lay_out(const gdn_moe_params &p, char *base, Args *args) {
     part(args->row_of_choice, pairs * 4);
     part(args->token_of_row, pairs * 4);
     part(args->tiles, (pairs / each + p.num_experts + ceil_div(tokens, each)) * static_cast<int64_t>(sizeof(Tile)));
-    part(args->tile_count, 4);
+    part(args->tile_count, 4 * 4);
     part(args->rows, rows * p.hidden * dtype_size(p.io_dtype));
   }
   return bytes;

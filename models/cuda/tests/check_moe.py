@@ -210,7 +210,8 @@ def check_quick(lib):
         for algo in (MOE_FEW, MOE_MANY):
             for tokens in (1, 3, 11):
                 check_case(lib, f"algo {algo}", quiet=False, tokens=tokens, io=io, algo=algo)
-        check_case(lib, "prefill", quiet=False, tokens=70, io=io, residual=True)
+        for tokens in (70, 200):
+            check_case(lib, "prefill", quiet=False, tokens=tokens, io=io, residual=True)
         for tokens, algo in ((1, MOE_FEW), (50, MOE_FEW), (3, MOE_MANY)):
             check_case(lib, f"e4m3 algo {algo}", quiet=False, tokens=tokens, io=io, algo=algo, e4m3=32)
         for tokens, types in ((1, ("q4_K", "q6_K", "q8_0", "q8_0")), (3, ("q8_0", "q8_0", "q4_K", "q6_K")), (11, ("q6_K", "q4_K", "q6_K", "q4_K"))):
@@ -419,7 +420,7 @@ def by_kernel(calls):
     for e in device_events(go):
         if "_kernel" in e.name:
             name = e.name.split("_kernel")[0].split("::")[-1].split(" ")[-1]
-            if name == "many":
+            if name in ("many", "wide"):
                 name += " down" if "false" in e.name or "(bool)0" in e.name else " gate_up"
             times.setdefault(name, []).append(e.time_range.elapsed_us())
     return ", ".join(f"{name} {statistics.median(t):.1f}" for name, t in times.items())
