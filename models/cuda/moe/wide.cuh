@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         const WideItem item = shared.item[at.stage];
         const int all_rows = __shfl_sync(0xffffffffu, item.rows, 0), turns = __shfl_sync(0xffffffffu, turns_of(item), 0);
         if (all_rows == 0) break;
+        __syncwarp();    // every lane has read the item before one of them releases the stage
         const int rows = all_rows - first_row;
         if (rows <= 0) {
           for (int turn = 0; turn < turns; ++turn, at.next()) {
