@@ -192,11 +192,13 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       };
       while (true) {
         ptx::barrier_wait(full(at.stage), at.parity);
-        const WideItem item = shared.item[at.stage];
-        const int all_rows = __shfl_sync(0xffffffffu, item.rows, 0), turns = __shfl_sync(0xffffffffu, turns_of(item), 0);
-        if (all_rows == 0) break;
-        __syncwarp();    // every lane has read the item before one of them releases the stage
-        const int rows = all_rows - first_row;
+        // By the lane that releases the stage, for all; so the compiler sees what is the same for a warp.
+        WideItem item = {};
+        if (lane == 0) item = shared.item[at.stage];
+        for (int *field : {&item.expert, &item.first, &item.rows, &item.part}) *field = __shfl_sync(0xffffffffu, *field, 0);
+        if (item.rows == 0) break;
+        const int turns = turns_of(item);
+        const int rows = item.rows - first_row;
         if (rows <= 0) {
           for (int turn = 0; turn < turns; ++turn, at.next()) {
             ptx::barrier_wait(full(at.stage), at.parity);
