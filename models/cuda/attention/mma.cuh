@@ -6,7 +6,7 @@
 
 #include "output.cuh"
 #include "ring.cuh"
-#include "../pairs.cuh"
+#include "../common.cuh"
 
 namespace gdn {
 namespace attention {

@@ -36,14 +36,6 @@ template <int DIM> struct Prompt {
   static_assert(sizeof(Shared) <= 227 * 1024, "shared memory");
 };
 
-// An index that goes round, and the parity of its barrier's phase.
-template <int N> struct Turn {
-  int index = 0, parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == N) index = 0, parity ^= 1;
-  }
-};
-
 __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

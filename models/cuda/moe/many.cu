@@ -74,7 +74,7 @@ template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cu
 
   const bool scaled = p.gate_up_scales.ptr;
   int rows = tile_rows(static_cast<int64_t>(p.tokens) * p.top_k, p.num_experts);
-  bool wide = false;    // where an expert has few rows it takes as long as the other kernel
+  bool wide = false;    // for experts with few rows many_kernel is as fast
   if (const int status = has_sm90a_code(&wide)) return status;
   wide = wide && !scaled && rows > 32;
   if (wide) rows = kWideRows;

@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(kSortThreads)
     const int shared = a.shared_inner > 0 ? (a.tokens + tile_rows - 1) / tile_rows : 0;
     for (int i = tid; i < shared; i += kSortThreads)
       a.tiles[tiles_before.all + i] = {a.experts, pairs + i * tile_rows, min(tile_rows, a.tokens - i * tile_rows), 0};
+    // All tiles, those of routed experts, and twice zero: wide_kernel has taken no item yet.
     if (tid < 4) a.tile_count[tid] = tid < 2 ? tiles_before.all + (tid == 0 ? shared : 0) : 0;
   }
   __syncthreads();

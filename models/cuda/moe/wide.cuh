@@ -1,8 +1,8 @@
 // Products of tiles of rows with their expert's weights in 16 bits, by the instructions of sm_90a: many tokens.
 //
-// A block has up to 128 rows of an expert times 256 rows of its weights, and takes others until none are left. Of its three
-// warpgroups one copies 64 inputs at a time to a ring in shared memory, rows of x by cp.async as they are gathered, weights as boxes
-// of the copy engine; the two others multiply 64 rows each.
+// A block multiplies a tile of up to 128 rows by 256 rows of their expert's weights (many_kernel: by 128), then takes the next tile,
+// until none is left. One of its three warpgroups copies, 64 inputs at a time, into a ring in shared memory: rows of x by cp.async,
+// since they lie apart, and weights by the copy engine. Each of the other two multiplies 64 rows.
 #pragma once
 
 #include <cuda.h>
@@ -10,7 +10,7 @@
 #include "common/convert.cuh"
 #include "common/math.cuh"
 #include "common/wgmma.cuh"
-#include "../pairs.cuh"
+#include "../common.cuh"
 #include "args.h"
 
 namespace gdn {
@@ -19,7 +19,7 @@ namespace moe {
 constexpr int kWideCopyThreads = 128, kWideThreads = kWideCopyThreads + 256;
 constexpr int kWideCopyRegisters = 56, kWideMathRegisters = 224;
 constexpr int kWideRows = 128;
-constexpr int kWideHalf = 128;      // rows of weights in a box: of gate or of up, or half of those of down
+constexpr int kWideHalf = 128;      // rows of weights that one box has: of gate, of up, or half of a tile of down
 constexpr int kWideInputs = 64;     // at a time: 128 bytes of a row
 constexpr int kWideStages = 4;
 constexpr int kWideXTile = kWideRows * 128, kWideBox = kWideHalf * 128;    // bytes
@@ -32,22 +32,14 @@ struct alignas(16) WideItem {
 struct WideShared {
   alignas(1024) uint8_t x[kWideStages][kWideXTile];
   uint8_t w[kWideStages][2 * kWideBox];
-  uint64_t full[kWideStages], free[kWideStages];    // of a stage: all is there; nobody reads it any more
-  WideItem item[kWideStages];                       // what the stage begins, where it begins one
+  uint64_t full[kWideStages], free[kWideStages];    // of a stage: its tiles have come; no warp reads them any more
+  WideItem item[kWideStages];                       // of the stages with the first inputs of an item: that item
   int taken;                                        // the number of the next item
 };
 
 // The weights of all experts and of the shared one: [rows, inputs].
 struct WideMaps {
   CUtensorMap routed, shared;
-};
-
-struct WideTurn {
-  int stage = 0;
-  uint32_t parity = 0;    // of the stage's barriers
-  __device__ __forceinline__ void next() {
-    if (++stage == kWideStages) stage = 0, parity ^= 1;
-  }
 };
 
 // Of four lanes side by side each has four words: word i of lane t goes to word t of lane i.
@@ -74,7 +66,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     const auto full = [&](int stage) { return ptx::shared_address(shared.full) + 8 * stage; };
     const auto free = [&](int stage) { return ptx::shared_address(shared.free) + 8 * stage; };
     const int tid = threadIdx.x, lane = tid % 32;
-    const int warpgroup = __shfl_sync(0xffffffffu, tid / 128, 0);    // so that the compiler sees it is a warp's
+    const int warpgroup = __shfl_sync(0xffffffffu, tid / 128, 0);    // by an exchange, so that the compiler knows all lanes have the same
     if (tid == 0) {
       for (int s = 0; s < kWideStages; ++s) {
         ptx::barrier_init(full(s), kWideCopyThreads / 32 + 1);    // a warp's rows of x; the weights
@@ -121,12 +113,12 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         }
       };
 
-      WideTurn to, ready;    // the stage to fill, and the one before, whose rows of x are waited for a turn later
+      Turn<kWideStages> to, ready;    // the stage to fill; the stage before, whose rows of x have not been waited for
       bool begun = false;
       const auto announce = [&] {
         ptx::fence_async();
         __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(full(ready.stage));
+        if (lane == 0) ptx::barrier_arrive(full(ready.index));
         ready.next();
       };
       WideItem item = item_of(blockIdx.x);
@@ -143,17 +135,17 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         const int turns = turns_of(item);
         WideItem next;
         for (int turn = 0; turn < turns; ++turn) {
-          ptx::barrier_wait(free(to.stage), to.parity ^ 1);
+          ptx::barrier_wait(free(to.index), to.parity ^ 1);
           if (tid == 0) {
-            if (turn == 0) shared.item[to.stage] = item;
-            const uint32_t w = w_tiles + to.stage * 2 * kWideBox;
-            ptx::barrier_expect(full(to.stage), 2 * kWideBox);
-            ptx::copy_box(w, map, turn * kWideInputs, first_weight, 0, 0, full(to.stage));
-            ptx::copy_box(w + kWideBox, map, turn * kWideInputs, second_weight, 0, 0, full(to.stage));
+            if (turn == 0) shared.item[to.index] = item;
+            const uint32_t w = w_tiles + to.index * 2 * kWideBox;
+            ptx::barrier_expect(full(to.index), 2 * kWideBox);
+            ptx::copy_box(w, map, turn * kWideInputs, first_weight, 0, 0, full(to.index));
+            ptx::copy_box(w + kWideBox, map, turn * kWideInputs, second_weight, 0, 0, full(to.index));
           }
 #pragma unroll
           for (int i = 0; i < kCopies; ++i) {
-            ptx::copy_async_or_zero(to_row + to.stage * kWideXTile + i * kApart * 128, x[i], copy_row + kApart * i < item.rows ? 16 : 0);
+            ptx::copy_async_or_zero(to_row + to.index * kWideXTile + i * kApart * 128, x[i], copy_row + kApart * i < item.rows ? 16 : 0);
             x[i] += 128;
           }
           ptx::copy_async_commit();
@@ -177,41 +169,42 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         ptx::copy_async_wait<0>();
         announce();
       }
-      ptx::barrier_wait(free(to.stage), to.parity ^ 1);
+      ptx::barrier_wait(free(to.index), to.parity ^ 1);
       if (tid == 0) {
-        shared.item[to.stage].rows = 0;
-        ptx::barrier_arrive(full(to.stage));
+        shared.item[to.index].rows = 0;
+        ptx::barrier_arrive(full(to.index));
       }
       announce();
     } else {
       more_registers<kWideMathRegisters>();
       const int first_row = (warpgroup - 1) * 64, warp = tid % 128 / 32, g = lane >> 2, t = lane & 3;
-      WideTurn at;
+      Turn<kWideStages> at;
       const auto release = [&](int stage) {
         if (lane == 0) ptx::barrier_arrive(free(stage));
       };
       while (true) {
-        ptx::barrier_wait(full(at.stage), at.parity);
-        // By the lane that releases the stage, for all; so the compiler sees what is the same for a warp.
+        ptx::barrier_wait(full(at.index), at.parity);
+        // Lane 0 releases the stage, so lane 0 reads the item, and hands it to the others. By the exchange the compiler also knows that
+        // all lanes have the same.
         WideItem item = {};
-        if (lane == 0) item = shared.item[at.stage];
+        if (lane == 0) item = shared.item[at.index];
         for (int *field : {&item.expert, &item.first, &item.rows, &item.part}) *field = __shfl_sync(0xffffffffu, *field, 0);
         if (item.rows == 0) break;
         const int turns = turns_of(item);
         const int rows = item.rows - first_row;
         if (rows <= 0) {
           for (int turn = 0; turn < turns; ++turn, at.next()) {
-            ptx::barrier_wait(full(at.stage), at.parity);
-            release(at.stage);
+            ptx::barrier_wait(full(at.index), at.parity);
+            release(at.index);
           }
           continue;
         }
         float acc[2 * kWideHalf / 8][4];
         int before = 0;
         for (int turn = 0; turn < turns; ++turn, at.next()) {
-          ptx::barrier_wait(full(at.stage), at.parity);
-          const uint64_t x = wgmma::tile_of_columns(x_tiles + at.stage * kWideXTile + first_row * 128);
-          const uint64_t w = wgmma::tile_of_columns(w_tiles + at.stage * 2 * kWideBox);
+          ptx::barrier_wait(full(at.index), at.parity);
+          const uint64_t x = wgmma::tile_of_columns(x_tiles + at.index * kWideXTile + first_row * 128);
+          const uint64_t w = wgmma::tile_of_columns(w_tiles + at.index * 2 * kWideBox);
           wgmma::fence();
 #pragma unroll
           for (int k = 0; k < kWideInputs / 16; ++k)
@@ -219,7 +212,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
           wgmma::commit();
           wgmma::wait<1>();
           if (turn > 0) release(before);
-          before = at.stage;
+          before = at.index;
         }
         wgmma::wait<0>();
         wgmma::hold(acc);

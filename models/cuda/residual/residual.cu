@@ -162,7 +162,7 @@ template <typename T, bool ADD> int launch_rows(const gdn_residual_params &p, in
   const int threads = static_cast<int>(wanted < kMaxThreads ? wanted : kMaxThreads);
   const Args args = {p, 1.f / p.dim};
   const auto launch_kernel = [&](auto *kernel) {
-    // No more blocks than run at once: those that came later would be alone.
+    // No more blocks than run at once, so that none begins when the others end.
     int64_t blocks = p.rows;
     if (p.rows > sms) {
       int fit = 0;

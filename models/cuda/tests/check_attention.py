@@ -342,7 +342,7 @@ def times_tokens(lib, rate):
 
 
 def times_prompts(lib):
-    """Prompts from position 0: the kernel for few tokens (splits 1), the chooser's, torch's, and what comes before the scores."""
+    """Prompts from position 0: the kernel for few tokens (splits 1), the chooser's, torch's, and gdn_attention_prepare."""
     print(f"\n{torch.cuda.get_device_name()}; bf16, one prompt from position 0; us (CUPTI) and TFLOP/s, four operations a value, "
           "query and key it sees")
     print("| layout | T | splits 1 | TFLOP/s | chosen | TFLOP/s | of splits 1 | torch | TFLOP/s | prepare |\n" + "|---" * 10 + "|")

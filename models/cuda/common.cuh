@@ -1,4 +1,4 @@
-// Two numbers of bf16 or f16 in a word.
+// What the kernels of several folders here share.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 namespace gdn {
 
-// Rounded to nearest, by one instruction.
+// Two numbers of bf16 or f16 in a word, rounded to nearest by one instruction.
 template <typename T> __device__ __forceinline__ uint32_t pack2(float a, float b) {
   uint32_t word;
   if constexpr (std::is_same_v<T, __half>) {
@@ -21,5 +21,13 @@ template <typename T> __device__ __forceinline__ uint32_t pack2(float a, float b
   }
   return word;
 }
+
+// The number of a ring's stage, and the parity of its barriers' phase.
+template <int STAGES> struct Turn {
+  int index = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++index == STAGES) index = 0, parity ^= 1;
+  }
+};
 
 }  // namespace gdn
