@@ -2,12 +2,12 @@
 //! against the machine's memory.
 //!
 //! `cargo bench --bench cpu`; `CANDLE_NUM_THREADS` and `RAYON_NUM_THREADS` set the threads. Every contender's result is
-//! checked against the other's first. What was run is written to benches/results, for `cargo bench --bench report`.
+//! checked against the other's first. What was run is written to benches/results, for `benches/report.py`.
 
 mod gguf;
 mod model;
 mod ops;
-#[path = "../report/record.rs"]
+#[path = "../src/record.rs"]
 mod record;
 mod results;
 mod rule;

@@ -15,7 +15,7 @@ mod layer;
 mod model;
 mod ops;
 mod parts;
-#[path = "../report/record.rs"]
+#[path = "../src/record.rs"]
 mod record;
 mod rule;
 #[path = "../tensor_ops.rs"]
