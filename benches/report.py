@@ -363,7 +363,7 @@ def contest(s, only):
         for (l2, end), g in works.groupby([works.l2, ends]):
             others = [c for c in [*peers(s), "reference"] if c in g]
             times = {"floor": g.floor, OURS: g.ours, **{p: g[p] for p in others}}
-            ratios = {f"/ {p}": g.ours / g[p] for p in others} | {"/ best": g.ours / g.best}
+            ratios = {f"/ {p}": g.ours / g[p] for p in others} | ({"/ best": g.ours / g.best} if len(others) > 1 else {})
             size = f"{end:g}" if decode else f"≤ {end}" if end < np.inf else f"> {BUCKETS[-1]}"
             rows.append({"B" if decode else "tokens": size, "L2": l2, "workloads": len(g),
                          **{n: digits(x.median()) for n, x in times.items()}, **{n: ratio(geomean(x)) for n, x in ratios.items()}})
@@ -430,7 +430,9 @@ def section(name, s, everything, full):
     known = (ON_CPU if s.cpu.iloc[0] else SUITES).get(name)
     only = None if full else (known and known[2]) or best_clock(s)
     if known is None:
-        if not full and name == "model":
+        if not full and name == "hard":
+            s = s[s.batch > 1]
+        elif not full and name == "model":
             s = s[s.workload.str.contains(" step .*rings$") & (s.variant == "graph") | s.workload.str.contains(" prompt ")]
         return generic(s, name == "model") + parts(s)
     if name.startswith(("contest", "harness")):
@@ -468,8 +470,7 @@ def page(name, runs, df, full, plots):
 
 def plots(df, full):
     """{file: (title, subtitle, x, y, {series: values by place}, (suite, source))} of all plots that have data."""
-    found = {}
-    sequence = lambda rows: rows[rows.batch.fillna(1) == 1].set_index("tokens")
+    found, sequence = {}, lambda rows: rows[rows.batch.fillna(1) == 1].set_index("tokens")
     token = lambda rows: rows[rows.tokens == 1].set_index("batch")
     # Suite, file, title, x, the rows with their places on the x axis, the series, and whether the short report has it.
     kinds = [("decode", "decode", "Decode, one token of each sequence", "sequences", token, times, True),

@@ -152,17 +152,18 @@ class Packed(unittest.TestCase):
             return {"definition": "d", "solution": solution, "evaluation": e,
                     "workload": {"uuid": "decode-1", "axes": {"batch_size": 4}, "inputs": {}}}
         with tempfile.TemporaryDirectory() as folder:
-            lines = [trace("candle_gdn_decode", 9.0), trace("candle_gdn_decode", 0.01), trace("flashinfer_decode", 0.02),
+            lines = [trace("candle_gdn_decode", 9.0), trace("candle_gdn_decode", 0.01), trace("flashinfer_decode_in_place", 0.02),
                      trace("other", 0, "RUNTIME_ERROR")]
             pack.write(folder, "traces/gdn/d.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-            out = os.path.join(folder, "out.md")
-            text = quiet(report, folder, "--out", out)
-            with open(out, encoding="utf-8") as f:
-                whole = f.read()
-        self.assertIn("| candle_gdn_decode | 1 of 1 | 10 | - | - | - | 100 | 1.0e-04 |", text)
-        self.assertIn("| flashinfer_decode | 1 of 1 | 20 | 0.5 | 0.5 | 0.5 | 50 | 1.0e-04 |", text)
-        self.assertIn("| other | 0 of 1 RUNTIME_ERROR | - | - | - | - | - | - |", text)
-        self.assertIn("| 1 | B=4 | 10.0 | 20.0 | RUNTIME_ERROR |", whole)
+            out = os.path.join(folder, "out.json")
+            quiet(report, folder, "--out", out)
+            run = load(out)
+        self.assertEqual((run["tool"], run["date"], run["machine"]["device"]), ("flashinfer-bench", "2026-11-22", "NVIDIA H200"))
+        found = {(r["contender"], r["variant"]): (r["call"] and r["call"]["median"], r["error"], r["note"]) for r in run["rows"]}
+        self.assertEqual({(r["suite"], r["workload"]) for r in run["rows"]}, {("harness-decode", "#1 B=4")})
+        self.assertEqual(found, {
+            ("candle-gdn", None): (10, {"absolute": 1e-4}, ""), ("reference", None): (1000, None, ""),
+            ("flashinfer", "in_place"): (20, {"absolute": 1e-4}, ""), ("other", None): (None, None, "failed: RUNTIME_ERROR")})
 
 
 class References(unittest.TestCase):
