@@ -26,7 +26,7 @@ matplotlib.rcParams.update({"backend": "Agg", "svg.hashsalt": "candle-gdn", "svg
 from matplotlib import pyplot
 
 RESULTS = Path(__file__).resolve().parent / "results"
-OURS = "candle-gdn"
+CRATE = "candle-gdn"
 GAP = "–"
 CLOCKS = ["gpu", "event", "call", "wall"]       # of which the first that was measured ranks best; host is a part of wall
 SHAPE = ["hk", "hv", "k", "v", "hidden", "channels"]
@@ -121,7 +121,7 @@ def arranged(df):
     df["title"], df["slug"] = zip(*(names(row) for row in df.itertuples()))
     known = [(ON_CPU if cpu else SUITES).get(suite) for suite, cpu in zip(df.suite, df.cpu)]
     df["by"] = [k[0] if k else "workload" for k in known]
-    df["peer"] = (df.contender != OURS) & ~(df.contender.isin(BASELINES) & df.suite.isin(set(SUITES) - {"projections"}))
+    df["peer"] = (df.contender != CRATE) & ~(df.contender.isin(BASELINES) & df.suite.isin(set(SUITES) - {"projections"}))
     tokens = df.tokens.fillna(df.total_tokens)
     by_tokens = df.by.isin(["T", "T×B"])
     df["size"], df["size2"] = tokens.where(by_tokens, df.batch).fillna(0), df.batch.where(by_tokens, tokens).fillna(0)
@@ -134,7 +134,7 @@ def arranged(df):
     df["label"] = df.label.mask(same | df.label.str.contains("nan"), pd.Series(own, df.index))
     twins = df.groupby(["suite", "source", "contender", "variant"]).tool.transform("nunique") > 1
     df["name"] = (df.contender + " " + df.variant).str.strip() + (" (" + df.tool + ")").where(twins, "")
-    df["has_auto"] = (df.auto & (df.contender == OURS)).groupby(df.work).transform("any")
+    df["has_auto"] = (df.auto & (df.contender == CRATE)).groupby(df.work).transform("any")
     return df.sort_values([*SHAPE, "l2", "size", "size2", "workload"], na_position="first", kind="stable", ignore_index=True)
 
 
@@ -156,15 +156,15 @@ def standing(s, clock):
     timed = s[s[clock].notna()]
     fastest = lambda rows: rows.loc[rows.groupby("work", sort=False)[clock].idxmin()].set_index("work")
     works = s.drop_duplicates("work").set_index("work")[["suite", "title", "label", "l2", "workload", *SIZES]].copy()
-    ours = fastest(timed[(timed.contender == OURS) & (timed.auto | ~timed.has_auto)])
-    works["ours"] = ours[clock]
-    for name in sorted(set(s.contender) - {OURS}):
+    crate = fastest(timed[(timed.contender == CRATE) & (timed.auto | ~timed.has_auto)])
+    works["crate"] = crate[clock]
+    for name in sorted(set(s.contender) - {CRATE}):
         works[name] = fastest(timed[timed.contender == name])[clock]
     best = fastest(timed[timed.peer])
     works["best"], works["best_name"] = best[clock], best["name"]
     # Ours if it has one: others may count bytes of their own.
-    works["floor"] = s.sort_values("contender", key=lambda c: c != OURS, kind="stable").groupby("work").floor_us.first()
-    row = ours if (s.contender == OURS).any() else best
+    works["floor"] = s.sort_values("contender", key=lambda c: c != CRATE, kind="stable").groupby("work").floor_us.first()
+    row = crate if (s.contender == CRATE).any() else best
     works["copy_rate"], works["matmul_rate"], works["rated"] = row.bytes / row[clock] / 1e3, row.flop / row[clock] / 1e6, row[clock]
     works["of_copy"], works["of_matmul"] = works.copy_rate / row["copy"], works.matmul_rate / row.matmul
     return works
@@ -177,11 +177,11 @@ def peers(s):
 def columns(s):
     """{name: contender}, ours first."""
     found = s.drop_duplicates("name")[["name", "contender"]]
-    return dict(found.sort_values("contender", key=lambda c: c.map(lambda x: (x != OURS, x)), kind="stable").values)
+    return dict(found.sort_values("contender", key=lambda c: c.map(lambda x: (x != CRATE, x)), kind="stable").values)
 
 
-def clocks(s, ours=False):
-    return [c for c in CLOCKS if s.loc[(s.contender == OURS) | (not ours), c].notna().any()]
+def clocks(s, crate=False):
+    return [c for c in CLOCKS if s.loc[(s.contender == CRATE) | (not crate), c].notna().any()]
 
 
 def best_clock(s):
@@ -237,15 +237,15 @@ def grid(s, rate, only=None):
 
 def grid_of(g, clock, rate):
     works, named = standing(g, clock), columns(g)
-    ours, others = ([n for n, c in named.items() if (c == OURS) == own] for own in (True, False))
+    crate, others = ([n for n, c in named.items() if (c == CRATE) == own] for own in (True, False))
     times, autos = (g.pivot(index="work", columns="name", values=v).reindex(works.index) for v in (clock, "auto"))
     out = pd.DataFrame({g.by.iloc[0].replace("T×B", "B×T"): works.label, "L2": works.l2})
     # A clock that counts the host's work says nothing of the kernel's rate.
     rated = clock in ("gpu", "event") or g.cpu.iloc[0]
     if rated:
         out["floor"] = works.floor.map(digits)
-    for name in ours:
-        star = (autos[name].fillna(False).astype(bool) & times[name].notna()).map({True: "*" * (len(ours) > 1), False: ""})
+    for name in crate:
+        star = (autos[name].fillna(False).astype(bool) & times[name].notna()).map({True: "*" * (len(crate) > 1), False: ""})
         out[name] = times[name].map(digits) + star
     if rated and rate in ("copy", "matmul"):
         out["GB/s" if rate == "copy" else "TFLOP/s"] = works[f"{rate}_rate"].map(digits)
@@ -256,13 +256,13 @@ def grid_of(g, clock, rate):
         out["% of floor"] = (works.floor / works.rated).map(percent)
     for name in others:
         out[name] = times[name].map(digits)
-    if clock != "host" and ours:
+    if clock != "host" and crate:
         for name in peers(g):
-            out[f"/ {name}"] = (works.ours / works[name]).map(ratio)
+            out[f"/ {name}"] = (works.crate / works[name]).map(ratio)
         if len(peers(g)) > 1:
-            out["/ best"] = (works.ours / works.best).map(ratio)
+            out["/ best"] = (works.crate / works.best).map(ratio)
         for name in (n for n in others if named[n] not in peers(g)):
-            out[f"× {name}"] = (times[name] / works.ours).map(digits)
+            out[f"× {name}"] = (times[name] / works.crate).map(digits)
     return out
 
 
@@ -298,7 +298,7 @@ def geomeans(s, only):
         for l2, group in works.groupby("l2"):
             shapes = list(group.groupby("title", sort=False)) if works.title.nunique() > 1 else []
             for title, g in [*shapes, ("all", group)]:
-                ratios = {p: g.ours / g[p] for p in peers(s)} | {"best peer": g.ours / g.best}
+                ratios = {p: g.crate / g[p] for p in peers(s)} | {"best peer": g.crate / g.best}
                 means = {p: f"{geomean(r):.2f} ({r.count()})" if r.count() else "" for p, r in ratios.items()}
                 rows += [{"heads": title, "L2": l2, **means}] * any(means.values())
         out += table(pd.DataFrame(rows), f"Geometric means of ours over each peer's (number of works), {clock}")
@@ -362,8 +362,8 @@ def contest(s, only):
         ends = works.batch if decode else works.total_tokens.map(lambda n: next((end for end in BUCKETS if n <= end), np.inf))
         for (l2, end), g in works.groupby([works.l2, ends]):
             others = [c for c in [*peers(s), "reference"] if c in g]
-            times = {"floor": g.floor, OURS: g.ours, **{p: g[p] for p in others}}
-            ratios = {f"/ {p}": g.ours / g[p] for p in others} | ({"/ best": g.ours / g.best} if len(others) > 1 else {})
+            times = {"floor": g.floor, CRATE: g.crate, **{p: g[p] for p in others}}
+            ratios = {f"/ {p}": g.crate / g[p] for p in others} | ({"/ best": g.crate / g.best} if len(others) > 1 else {})
             size = f"{end:g}" if decode else f"≤ {end}" if end < np.inf else f"> {BUCKETS[-1]}"
             rows.append({"B" if decode else "tokens": size, "L2": l2, "workloads": len(g),
                          **{n: digits(x.median()) for n, x in times.items()}, **{n: ratio(geomean(x)) for n, x in ratios.items()}})
@@ -379,8 +379,8 @@ def contest(s, only):
 
 def ranks(s):
     """How each clock ranks the same kernels. benches/timing.md says what that means."""
-    ours, auto = s.contender == OURS, s.variant == "auto"
-    again = (ours & ~auto).groupby(s.work).transform("any") & ours & auto
+    crate, auto = s.contender == CRATE, s.variant == "auto"
+    again = (crate & ~auto).groupby(s.work).transform("any") & crate & auto
     rows = s[s.l2.isin(["", "cold"]) & s.gpu.notna() & s.call.notna() & ~again]
     rows = rows[rows.groupby("work").gpu.transform("count") > 1]
     if rows.empty:
@@ -403,11 +403,11 @@ def gaps(df, full):
     if not suites:
         return ""
     works = pd.concat(suites)
-    works["factor"] = works.ours / works.best
+    works["factor"] = works.crate / works.best
     worst = works[works.factor.notna() & (full | (works.factor > 1.005))].sort_values("factor", ascending=False, kind="stable")
     worst = worst.groupby(["source", "suite"]).head(4).head(16)
     frame = {**{name: worst[name] for name in ("suite", "source", "workload")}, "L2": worst.l2, "clock": worst.clock,
-             "ours": worst.ours.map(digits), "best peer": worst.best.map(digits), "ours / best": worst.factor.map(ratio),
+             "ours": worst.crate.map(digits), "best peer": worst.best.map(digits), "ours / best": worst.factor.map(ratio),
              "peer": worst.best_name}
     return "\n## Largest gaps\n" + table(pd.DataFrame(frame), "µs") if len(worst) else ""
 
@@ -501,7 +501,7 @@ def plots(df, full):
 
 def times(g, clock, place):
     works = place(standing(g, clock))
-    return "time, µs", {OURS: works.ours, **{p: works[p] for p in peers(g)}, "floor": works.floor}
+    return "time, µs", {CRATE: works.crate, **{p: works[p] for p in peers(g)}, "floor": works.floor}
 
 
 def chain(g, clock, place):

@@ -67,10 +67,10 @@ class Report(unittest.TestCase):
             self.assertIn(line, [" ".join(found.split()) for found in page.splitlines()])
 
     def test_comparison(self):
-        ours = [decode(8, "candle-gdn", 11, variant="a"), decode(8, "candle-gdn", 12, variant="b", auto=True),
+        crate = [decode(8, "candle-gdn", 11, variant="a"), decode(8, "candle-gdn", 12, variant="b", auto=True),
                 decode(1, "candle-gdn", 4, variant="a", auto=True, launches=1, error={"o": 1.2e-3}),
                 decode(1, "candle-gdn", 5, variant="b", launches=2, error={"o": None}), decode(1, "candle-gdn", 3, l2="warm", variant="a")]
-        page = self.page(run("benches/peers", ours + [
+        page = self.page(run("benches/peers", crate + [
             decode(8, "fi", 10, host=20, wall=30), decode(1, "fi", 5, includes="gates", error={"o": 2e-3}),
             decode(1, "fla", note="not installed\nbacktrace"), decode(1, "torch", 100)]))
         self.lines(page, "# box0", "16/32, gpu, µs:", "16/32, host, µs:", "- fla: not installed (1 of 1 rows)",

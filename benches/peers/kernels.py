@@ -91,9 +91,9 @@ def short(name):
 def line(work, name, variant, kernels):
     total = lambda key: sum(kernel[key] for kernel in kernels)
     longest = sorted(kernels, key=lambda kernel: -kernel["ns"])[:LONGEST]
-    told = ", ".join(f"`{kernel['name']}` {kernel['ns'] / 1e3:.1f}" for kernel in longest)
+    names = ", ".join(f"`{kernel['name']}` {kernel['ns'] / 1e3:.1f}" for kernel in longest)
     return (f"| {work} | {name} {variant} | {len(kernels)} | {total('ns') / 1e3:.1f} | {total('read') / 1e6:.1f} | "
-            f"{total('written') / 1e6:.1f} | {told} |")
+            f"{total('written') / 1e6:.1f} | {names} |")
 
 
 def main():

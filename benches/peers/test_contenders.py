@@ -162,30 +162,30 @@ class Contenders(unittest.TestCase):
     LAYERS = [work([1, 1], 16, 32, "layer", True), work([3], 16, 32, "layer")]
 
     def test_ours(self):
-        ours = contenders.load("candle-gdn")("", "cpu")
-        self.assertRegex(ours.version, r"^\d+\.\d+")
-        self.agree(ours, [*self.SHAPES, *self.DECODES, work([64], 2, 2)], "auto", (4e-3, 1e-6))
+        crate = contenders.load("candle-gdn")("", "cpu")
+        self.assertRegex(crate.version, r"^\d+\.\d+")
+        self.agree(crate, [*self.SHAPES, *self.DECODES, work([64], 2, 2)], "auto", (4e-3, 1e-6))
         for w in (*self.LAYERS, work([17], 16, 32, "layer")):
             for variant in ("auto", "recurrent_128", *(v for v in contenders.APART if contenders.takes("", v, w))):
-                self.agree(ours, [w], variant, (2e-2, 2e-2))
+                self.agree(crate, [w], variant, (2e-2, 2e-2))
         with self.assertRaisesRegex(RuntimeError, "gdn_rule: no such kernel"):
-            self.errors(ours, work([4]), "recurrent")
-        with mock.patch.object(ours, "launch"):     # outputs that nothing wrote are found
-            self.assertEqual(self.errors(ours, work([4]), "auto")[0], {"o": math.inf, "state": math.inf})
+            self.errors(crate, work([4]), "recurrent")
+        with mock.patch.object(crate, "launch"):     # outputs that nothing wrote are found
+            self.assertEqual(self.errors(crate, work([4]), "auto")[0], {"o": math.inf, "state": math.inf})
 
     def test_child_process(self):
         """child.run as it is, with the GPU's part replaced."""
-        ours, lines = contenders.load("candle-gdn")("", "cpu"), []
+        crate, lines = contenders.load("candle-gdn")("", "cpu"), []
         again = work([4], 1, 2, "contest-prefill", l2norm=False, draw=2, timed=False)
         items = [{"workload": w.to_json(), "variant": v}
                  for w, v in ((work([4]), "auto"), (work([4]), "recurrent"), (again, "auto"))]
         props = types.SimpleNamespace(L2_cache_size=1 << 20)
         with mock.patch("torch.cuda.empty_cache"), mock.patch("torch.cuda.get_device_properties", return_value=props), \
-                mock.patch.object(contenders, "load", return_value=lambda lib: ours), \
+                mock.patch.object(contenders, "load", return_value=lambda lib: crate), \
                 mock.patch.object(timing, "measure", return_value={"gpu": timing.spread([1.0]), "note": ""}):
             spec = {"contender": "candle-gdn", "lib": "", "task": "time", "items": items}
             self.assertEqual(child.run(spec, lambda **line: lines.append(line)), 0)
-        self.assertEqual(lines[0], {"info": {"version": ours.version}})
+        self.assertEqual(lines[0], {"info": {"version": crate.version}})
         rows = [line for line in lines if "row" in line]
         self.assertEqual([(r["row"], r.get("gpu", {}).get("median"), r["note"]) for r in rows], [
             (0, 1.0, ""), (1, None, "failed: RuntimeError: gdn_rule: no such kernel"), (2, None, "passes the contest's tolerance")])

@@ -236,7 +236,7 @@ for i, item in enumerate(spec["items"]):
 
 class Children(unittest.TestCase):
     def run_stub(self, bad, contender="stub", batches=(1, 2, 3, 4, 5), silence=5, limit=60):
-        said = []
+        messages = []
         items = [(w, "") for w in workloads.select("decode", ["1/2"], list(batches)) if w.l2 == "cold"]
         with tempfile.TemporaryDirectory() as folder:
             stub = os.path.join(folder, "stub.py")
@@ -245,8 +245,8 @@ class Children(unittest.TestCase):
             starter = lambda spec, env, log: subprocess.Popen([sys.executable, stub, spec], env=env, stdout=log,
                                                               stderr=log, start_new_session=True)
             results, version = children.run_items("time", contender, items, None, silence, time.monotonic() + limit,
-                                                  starter=starter, complain=said.append)
-        return [r["gpu"]["median"] if "gpu" in r else r["note"] for r in results], version, said
+                                                  starter=starter, complain=messages.append)
+        return [r["gpu"]["median"] if "gpu" in r else r["note"] for r in results], version, messages
 
     def test_what_each_item_costs(self):
         died, late = "failed: its process died of SIGSEGV", "not run: the time limit was reached"
@@ -259,16 +259,16 @@ class Children(unittest.TestCase):
                  [died] * 5 + ["not run: its process had died 5 times"] * 3),
                 ({}, {"limit": -1}, [late] * 5)):
             with self.subTest(bad, **options):
-                rows, version, said = self.run_stub(bad, **options)
+                rows, version, messages = self.run_stub(bad, **options)
                 self.assertEqual((rows, version), (want, None if "limit" in options else "1.2"))
-                self.assertEqual(any("1/2 B=2" in line for line in said), 2 in bad.get("segfault", []))
+                self.assertEqual(any("1/2 B=2" in line for line in messages), 2 in bad.get("segfault", []))
         rows, _, _ = self.run_stub({"slow": [1, 2, 3, 4, 5]}, limit=1.4)
         self.assertEqual((rows[0], rows[-1]), (1, late))
 
         self.assertEqual(self.run_stub({}, "absent")[0], ["absent is not usable here"] * 5)
-        rows, _, said = self.run_stub({}, "stillborn")
+        rows, _, messages = self.run_stub({}, "stillborn")
         self.assertEqual(rows, ["not run: its process ended with status 5"] * 5)
-        self.assertIn("no such library", said[-1])
+        self.assertIn("no such library", messages[-1])
 
     def test_absent_peer(self):
         """The real child process, without the package."""
@@ -310,13 +310,11 @@ class Records(unittest.TestCase):
             self.assertEqual(os.listdir(os.path.dirname(path)), ["peers-decode.json"])
 
     def test_summary(self):
-        text = records.summary("decode", self.rows())
-        for part in ("(0.50)", "our gpu time over theirs, geometric mean (works): fla 0.500 (1)", "gap: fla, 4/8 B=4 cold: failed: x"):
-            self.assertIn(part, text)
-        self.assertLessEqual(max(map(len, text.splitlines())), 120)
-        hard = [{**row, "gpu": None, "event": None, "error": {"o": 4e-3, "state": None}, "note": ""} for row in self.rows()[:1]]
-        text = records.summary("hard", hard)
-        self.assertEqual([part in text for part in ("o 4.0e-03", "state", "gap")], [True, False, False])
+        self.assertEqual(records.summary("decode", self.rows()).splitlines(), [
+            "decode: our gpu time over theirs, geometric mean (works): fla 0.500 (1)",
+            "  gap: fla, 4/8 B=4 cold: failed: x"])
+        hard = [{**row, "gpu": None, "event": None, "note": ""} for row in self.rows()[:1]]
+        self.assertEqual(records.summary("hard", hard), "hard: our gpu time over theirs, geometric mean (works): none")
 
     def test_commit(self):
         for folder, variable, want in ((HERE, "abc", "abc"), (tempfile.gettempdir(), "", "unknown")):
@@ -387,9 +385,9 @@ class Whole(unittest.TestCase):
             jobs[contender, items[0][0].suite, items[0][0].hk, items[0][0].hv] = items, env
             return [{"note": "failed: x"}] + [{}] * (len(items) - 1), None
         args = bench.arguments(["decode", "prefill", "contest-prefill", "layer", "--shapes", "4/8,16/32"])[0]
-        said = []
+        messages = []
         with mock.patch("children.run_items", compiled):
-            bench.compile_ahead(bench.plan(args), math.inf, args, said.append)
+            bench.compile_ahead(bench.plan(args), math.inf, args, messages.append)
         self.assertEqual(sorted(jobs), sorted(
             [("flashinfer", "decode", 4, 8), ("flashinfer", "decode", 16, 32), ("fla", "decode", 4, 8),
              ("fla", "decode", 16, 32), ("fla", "layer", 16, 32), ("fla", "contest-prefill", 4, 8),
@@ -398,7 +396,7 @@ class Whole(unittest.TestCase):
         items, env = jobs["fla", "contest-prefill", 4, 8]
         self.assertEqual((len(items), env["FLA_CACHE_RESULTS"]), (90, "0"))
         self.assertEqual(len(jobs["flashinfer", "decode", 4, 8][0]), 9)
-        self.assertIn(f"in 0 s, {len(jobs)} processes", said[0])
+        self.assertIn(f"in 0 s, {len(jobs)} processes", messages[0])
 
     def test_interruption_keeps_what_there_is(self):
         def stopped(task, contender, items, lib, silence, deadline, results=None, **kw):
@@ -455,8 +453,8 @@ class Gguf(unittest.TestCase):
             self.assertEqual([line.split(" | ")[1:] for line in gguf.lines(__file__, best)],
                              [["prompt 16", "4,000.0", "8,000.0", "0.50 |"], ["decode 4", "4,000.0", "2,000.0", "2.00 |"]])
             with open(os.path.join(folder, "said"), encoding="utf-8") as f:
-                ours = f"--gguf {__file__} --prompts 16,128,512 --decode 64 --depth 128 --repeats 2"
-                self.assertEqual(f.readline().split(" ", 1)[1].strip(), ours)
+                crate = f"--gguf {__file__} --prompts 16,128,512 --decode 64 --depth 128 --repeats 2"
+                self.assertEqual(f.readline().split(" ", 1)[1].strip(), crate)
             with open(os.path.join(folder, "bin", "said"), encoding="utf-8") as f:
                 self.assertEqual(len(f.readlines()), 4)
 
