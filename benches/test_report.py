@@ -136,11 +136,12 @@ class Report(unittest.TestCase):
         self.assertTrue(all(word in words for word in ("candle-gdn", "a<b", "floor", "time, µs", "L2 cold")), words)
 
     def test_compare(self):
-        before, after = (self.folder(run("benches/gpu", [decode(1, "candle-gdn", a, wall=9), decode(8, "candle-gdn", b)]))
-                         for a, b in ((10, 20), (10.05, 22)))
+        before, after = (self.folder(run("benches/gpu", [decode(1, "candle-gdn", a, wall=9), decode(8, "candle-gdn", b),
+                                                             decode(64, "candle-gdn", c, wall=8)]))
+                         for a, b, c in ((10, 20, 5), (10.05, 22, None)))       # of the last the wall alone is in both
         status, out, _ = self.program("--compare", before, after)
         self.assertEqual(status, 0)
-        self.lines(out, "| benches/gpu | decode | candle-gdn | 2 | 1.051 | 1.005 | 1.100 |",
+        self.lines(out, "| benches/gpu | decode | candle-gdn | 3 | 1.034 | 1.000 | 1.100 |",
                    "| decode | 16/32 B=8 | candle-gdn | cold | gpu | 20.0 | 22.0 | 1.100 |")
 
     def test_errors(self):
