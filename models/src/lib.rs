@@ -64,6 +64,7 @@ mod memory;
 mod ops;
 mod parallel;
 mod state;
+mod weights;
 
 pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};

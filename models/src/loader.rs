@@ -3,12 +3,11 @@
 use crate::blocks::decoder::DecoderLayer;
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
-use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rotary::Rotary;
 use crate::causal_lm::{CausalLm, Kernels};
 use crate::config::{Family, ModelConfig};
-use crate::formats::{dequantized, GgufFile, GgufWeights, KeptFp8, Quantizer, Source};
+use crate::formats::{dequantized, place, Fp8Format, GgufFile, GgufWeights, Quantizer, Source};
 use crate::parallel::{Collective, Vocabulary, WeightCuts};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result};
@@ -144,10 +143,10 @@ impl<'a> Loader<'a> {
         let keeps = vb.device().is_cuda() && sixteen_bits && self.quantize.is_none();
         let fp8 = self.config.fp8.as_ref().filter(|_| keeps);
         let mut source = Source::new(vb);
-        if let Some(kept) = fp8.and_then(|fp8| KeptFp8::new(fp8, self.group.is_some())) {
-            source = source.keeping_fp8(kept);
+        if let Some(format) = fp8.and_then(|fp8| Fp8Format::new(fp8, self.group.is_some())) {
+            source = source.with_format(format);
         }
-        self.load_from(source)
+        self.load_from(source, false)
     }
 
     /// From a GGUF file; see [`CausalLm::load_gguf`].
@@ -158,18 +157,21 @@ impl<'a> Loader<'a> {
         let config = self.config;
         let cuts = self.group.as_ref().map(|group| WeightCuts::new(config, &**group)).transpose()?;
         let weights = GgufWeights::new(file, config, config.family != Family::Qwen3Next, cuts);
-        self.load_from(Source::gguf(weights, dtype, device))
+        let quantized = weights.is_quantized();
+        let dense = VarBuilder::from_backend(Box::new(weights.clone()), dtype, device.clone());
+        self.load_from(Source::new(dense).with_format(weights).from_file(), quantized)
     }
 
-    fn load_from(mut self, source: Source) -> Result<CausalLm> {
+    /// `quantized`: whether some matrices are, as they are stored.
+    fn load_from(mut self, source: Source, quantized: bool) -> Result<CausalLm> {
         static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
         let (dtype, device) = (source.dtype(), source.device().clone());
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             bail!("dtype: expected F32, BF16 or F16, got {dtype:?}")
         }
-        let quantized = source.is_quantized() || self.quantize.is_some();
+        let quantized = quantized || self.quantize.is_some();
         let source = match self.quantize {
-            Some(to) => source.quantized(Arc::new(Quantizer::new(to)?)),
+            Some(to) => source.quantized(Quantizer::new(to)?),
             None => source,
         };
         let is_here = |p: &&&str| source.pp(p).contains("embed_tokens.weight");
@@ -191,7 +193,7 @@ impl<'a> Loader<'a> {
         }
         let head = match tied {
             Some(tied) => tied,
-            None => Linear::load(&source.pp("lm_head"), config.hidden_size, config.vocab_size)?,
+            None => place::load(&source.pp("lm_head"), config.hidden_size, config.vocab_size)?,
         };
         let draft_head = match self.draft_head {
             DraftHeadChoice::Off => None,
@@ -202,6 +204,10 @@ impl<'a> Loader<'a> {
             _ => Some(DraftHead::load(config, &source, group.clone())?.with_copy_of(&head)?),
         };
         let vocabulary = group.map(|group| Vocabulary::new(group, whole.vocab_size, &device)).transpose()?;
+        let uses_candle = head.uses_candle()
+            || embeddings.uses_candle()
+            || layers.iter().any(|layer| layer.uses_candle)
+            || draft_head.as_ref().is_some_and(DraftHead::uses_candle);
         Ok(CausalLm {
             embeddings,
             layers,
@@ -216,7 +222,7 @@ impl<'a> Loader<'a> {
             dtype,
             device,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            quantized: quantized.then(|| if source.needs_candle() { Kernels::Candles } else { Kernels::Ours }),
+            quantized: quantized.then(|| if uses_candle { Kernels::Candles } else { Kernels::Ours }),
             other_types: source.other_types(),
         })
     }

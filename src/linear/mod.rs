@@ -1,136 +1,108 @@
-//! A dense projection without bias, by the kernels of this crate where they are the fastest.
+//! Dense products without bias, by the kernels of this crate where they are the fastest.
 
-use crate::block_scaled::BlockScaled;
-use crate::cpu::matmul::{multiply, Product, Weights};
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod plan;
+
+use crate::cpu::matmul::{self, Product, Weights};
 use crate::host;
 use crate::ops::Launch;
 use candle_core::{bail, Module, Result, Tensor};
 use std::sync::Arc;
 
-/// `y = x wᵀ` with a weight `[out, in]` in f32, bf16 or f16.
+/// A dense weight `[out, in]` in f32, bf16 or f16, which multiplies `y = x wᵀ`.
 ///
 /// On the CPU the weight is packed when it is made, for products of this crate; matrices in f32 that bf16 or f16 holds
-/// exactly are kept in it. On CUDA up to 32 rows in bf16 and f16 take a kernel of this crate where it is faster than
-/// cuBLAS, which takes the rest.
+/// exactly are kept in it. On CUDA up to 32 rows in bf16 and f16 use a kernel of this crate where it is faster than
+/// cuBLAS, which multiplies the rest.
 #[derive(Debug, Clone)]
-pub struct Linear(Weight);
+pub struct DenseWeight(Storage);
 
-/// Where the weight lies.
 #[derive(Debug, Clone)]
-pub enum Weight {
+enum Storage {
     /// Packed for the CPU kernels.
-    Packed(Arc<Weights>),
+    Panels(Arc<Weights>),
     /// As it was given, on a device.
     Tensor(Tensor),
-    /// In e4m3, on CUDA.
-    BlockScaled(BlockScaled),
 }
 
-impl Linear {
+impl DenseWeight {
     /// # Errors
     /// When the weight is no matrix of a float dtype.
     pub fn new(weight: Tensor) -> Result<Self> {
         if weight.rank() != 2 {
-            bail!("Linear: weight: expected shape [out, in], got {:?}", weight.dims());
+            bail!("DenseWeight: weight: expected shape [out, in], got {:?}", weight.dims());
         }
         Ok(Self(match weight.device().is_cpu() {
-            true => Weight::Packed(Arc::new(host::pack(&weight)?)),
-            false => Weight::Tensor(weight),
+            true => Storage::Panels(Arc::new(host::pack(&weight)?)),
+            false => Storage::Tensor(weight),
         }))
     }
 
     /// Width of y.
     pub fn outputs(&self) -> usize {
         match &self.0 {
-            Weight::Packed(weights) => weights.outputs(),
-            Weight::Tensor(weight) => weight.dims()[0],
-            Weight::BlockScaled(weight) => weight.outputs(),
+            Storage::Panels(weights) => weights.outputs(),
+            Storage::Tensor(weight) => weight.dims()[0],
         }
     }
 
     /// Width of x.
     pub fn inputs(&self) -> usize {
         match &self.0 {
-            Weight::Packed(weights) => weights.inputs(),
-            Weight::Tensor(weight) => weight.dims()[1],
-            Weight::BlockScaled(weight) => weight.inputs(),
-        }
-    }
-
-    #[doc(hidden)]
-    pub fn weight(&self) -> &Weight {
-        &self.0
-    }
-
-    /// `silu(gate) * up` of `x [rows, in]` in one kernel, the weight's rows being the gate's, then up's; `None` where none
-    /// takes them or a product and a kernel behind it are faster.
-    #[cfg(feature = "cuda")]
-    #[doc(hidden)]
-    pub fn swiglu_if_faster(&self, x: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
-        match &self.0 {
-            Weight::Packed(_) => Ok(None),
-            Weight::Tensor(weight) => crate::cuda::linear::few_rows_swiglu_if_faster(x, weight, launch),
-            Weight::BlockScaled(weight) => crate::cuda::block_scaled::few_rows_swiglu(x, weight, launch),
+            Storage::Panels(weights) => weights.inputs(),
+            Storage::Tensor(weight) => weight.dims()[1],
         }
     }
 
     /// `x [.., in]` of the weight's dtype to `[.., out]`. With `launch.overlap` a CUDA kernel may read the weight while
     /// the kernel before it on the stream still runs, which must therefore not write it.
-    #[doc(hidden)]
-    pub fn forward_launched(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
+    pub(crate) fn multiply(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let mut dims = x.dims().to_vec();
         let inputs = dims.pop().unwrap_or(0);
         if inputs != self.inputs() {
-            bail!("Linear: x: expected shape [.., {}], got {:?}", self.inputs(), x.dims());
+            bail!("DenseWeight: x: expected shape [.., {}], got {:?}", self.inputs(), x.dims());
         }
         dims.push(self.outputs());
         match &self.0 {
-            Weight::Packed(weights) => {
+            Storage::Panels(weights) => {
                 let [y] = host::with_f32(x, |x| products(x, [weights]))?;
                 host::tensor(y, dims, x.dtype())
             }
-            Weight::Tensor(weight) => {
+            Storage::Tensor(weight) => {
                 // One product of all rows: a batched one would read the weight once per sequence.
                 let rows = x.elem_count() / inputs.max(1);
-                rows_by_weight(&x.reshape((rows, inputs))?, weight, launch)?.reshape(dims)
-            }
-            Weight::BlockScaled(weight) => {
-                let rows = x.elem_count() / inputs.max(1);
-                weight.forward(&x.reshape((rows, inputs))?, launch)?.reshape(dims)
+                multiply(&x.reshape((rows, inputs))?, weight, launch)?.reshape(dims)
             }
         }
     }
 }
 
-impl From<BlockScaled> for Linear {
-    fn from(weight: BlockScaled) -> Self {
-        Self(Weight::BlockScaled(weight))
-    }
-}
-
-impl Module for Linear {
+impl Module for DenseWeight {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_launched(x, &Launch::default())
+        self.multiply(x, &Launch::default())
     }
 }
 
-/// `x [rows, in]` times the transpose of `weight [out, in]`, by the kernel for few rows where it takes them.
-fn rows_by_weight(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Tensor> {
+/// `x [rows, in]` times the transpose of `weight [out, in]` on one device, by the kernel for few rows where it is faster.
+pub fn multiply(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(y) = crate::cuda::linear::few_rows_if_faster(x, weight, launch)? {
-        return Ok(y);
+    if plan::kernel_wins(x.dim(0)?, x.dim(1)?, weight.dim(0)?, launch.overlap) {
+        if let Some(y) = cuda::multiply(x, weight, launch)? {
+            return Ok(y);
+        }
     }
     let _ = launch; // a GEMM waits for all before it
     x.matmul(&weight.t()?)
 }
 
-/// The products of `x [rows, in]` with each of the weights, `[rows, out]`.
+/// The products of `x [rows, in]` with each of the weights, `[rows, out]`, on the CPU.
 pub fn products<const N: usize>(x: &[f32], weights: [&Weights; N]) -> [Vec<f32>; N] {
     let mut outs = weights.map(|w| vec![0f32; x.len() / w.inputs() * w.outputs()]);
     let mut jobs = Vec::with_capacity(N);
     for (weights, out) in weights.into_iter().zip(&mut outs) {
         jobs.push(Product { x, rows: None, weights, matrix: 0, out });
     }
-    multiply(&mut jobs);
+    matmul::multiply(&mut jobs);
     outs
 }

@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
   for (int i = tid; i < a.tokens * kDownOutputs; i += kDownThreads) {
     const int token = i / kDownOutputs, j = i % kDownOutputs;
     const int64_t output = static_cast<int64_t>(blockIdx.x) * kDownOutputs + j;
-    float y = a.residual ? to_float(static_cast<const T *>(a.residual)[token * a.residual_stride + output]) : 0.f;
+    float y = 0.f;
 #pragma unroll
     for (int p = 0; p < kDownWarps; ++p) y += sums[(p * a.tokens + token) * kColumn + j];
     static_cast<T *>(a.y)[token * a.y_stride + output] = from_float<T>(y);

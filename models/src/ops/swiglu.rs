@@ -1,7 +1,7 @@
 //! The gate of a feed-forward.
 
 use super::plan::{RowsLayout, SwigluPlan};
-use crate::cpu::swiglu::activate;
+use crate::weights::cpu::swiglu::activate;
 use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use candle_gdn::plumbing::cpu::Element;
 use candle_gdn::plumbing::*;

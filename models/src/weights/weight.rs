@@ -1,188 +1,168 @@
-//! A projection without bias: dense by candle-gdn's kernels, or quantised.
+//! How the numbers of a matrix are stored.
 
-use crate::cpu::bytes::Bytes;
+use super::cpu::bytes::Bytes;
 #[cfg(feature = "cuda")]
-use crate::cuda::quantized::Packed;
-#[cfg(feature = "cuda")]
-use crate::formats::Blocks;
-use crate::formats::{E4m3Rows, Matrix, Quantized, Source};
-#[cfg(feature = "cuda")]
-use candle_core::quantized::GgmlDType;
+use super::cuda::packed::Packed;
+use super::{E4m3, Tiles};
 use candle_core::quantized::QTensor;
-#[cfg(feature = "cuda")]
-use candle_core::DType;
-use candle_core::{bail, Device, Module, Result, Tensor};
+use candle_core::{bail, DType, Result, Tensor};
 use candle_gdn::plumbing::cpu::matmul::Weights;
-use candle_gdn::plumbing::{BlockScaled, Launch, Launched, Weight};
-use candle_gdn::Projection;
+use candle_gdn::plumbing::host;
 use std::sync::Arc;
 
-/// `y = x wᵀ`, the weight `[out, in]` in the model's dtype or quantised.
+/// A matrix `[out, in]`, or those of all experts of a layer one below the other, ready to multiply. Clones share the numbers.
 #[derive(Debug, Clone)]
-pub(crate) enum Linear {
-    Dense(candle_gdn::Linear),
-    /// In ggml's types, all or some of its rows.
-    Quantized(Quantized),
+pub(crate) enum Weight {
+    /// In the model's dtype, on a device.
+    Dense(Tensor),
+    /// In f32, bf16 or f16, packed for the CPU's kernels.
+    Panels(Arc<Weights>),
+    /// In e4m3 with a scale for each block, on CUDA.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    E4m3(E4m3),
+    /// In q8_0, packed for the CPU's kernels.
+    Bytes(Arc<Bytes>),
+    /// In q8_0, q4_K or q6_K, packed for our kernels on CUDA.
+    #[cfg(feature = "cuda")]
+    Packed(Arc<Packed>),
+    /// In any ggml type, by candle's kernels.
+    Ggml(Arc<QTensor>),
+    /// With columns in another order.
+    Tiled(Arc<Weight>, Tiles),
+    /// The rows of several weights, one below the other.
+    Stacked(Arc<[Weight]>),
 }
 
-impl Linear {
-    /// The projection whose `weight [outputs, inputs]` stands at `source`.
-    pub fn load(source: &Source, inputs: usize, outputs: usize) -> Result<Self> {
-        Self::stack(vec![source.matrix(outputs, inputs, "weight")?], source.device())
-    }
+/// Inputs of a matrix in ggml's types, at most.
+const MAX_GGML_INPUTS: usize = 1 << 18;
 
+impl Weight {
+    /// A dense matrix in the model's dtype: packed on the CPU, as it is elsewhere.
     pub fn dense(weight: Tensor) -> Result<Self> {
-        candle_gdn::Linear::new(weight).map(Self::Dense)
+        let _ = weight.dims2()?;
+        Ok(match weight.device().is_cpu() {
+            true => Self::Panels(Arc::new(host::pack(&weight)?)),
+            false => Self::Dense(weight),
+        })
     }
 
-    /// One projection of the rows of all parts, one below the other.
-    pub fn stack(parts: Vec<Matrix>, device: &Device) -> Result<Self> {
-        if parts.iter().any(|part| matches!(part, Matrix::E4m3(_))) {
-            return Self::block_scaled(parts, device);
+    /// A matrix for candle's kernels, `[out, in]`, or `[experts, out, in]`.
+    pub fn ggml(weight: Arc<QTensor>) -> Result<Self> {
+        let inputs = weight.shape().dims().last().copied().unwrap_or(0);
+        if inputs > MAX_GGML_INPUTS {
+            bail!("quantised matrix: expected at most {MAX_GGML_INPUTS} inputs, got {inputs}")
         }
-        let dense = parts.iter().map(|part| match part {
-            Matrix::Dense(weight) => Some(weight),
+        // Before any graph is captured that points to candle's buffer.
+        #[cfg(feature = "cuda")]
+        grow_workspace(&weight.device())?;
+        Ok(Self::Ggml(weight))
+    }
+
+    /// The rows of all weights, one below the other.
+    pub fn stack(mut weights: Vec<Weight>) -> Self {
+        match weights.len() {
+            1 => weights.remove(0),
+            _ => Self::Stacked(weights.into()),
+        }
+    }
+
+    pub fn outputs(&self) -> usize {
+        match self {
+            Self::Dense(weight) => weight.dims()[0],
+            Self::Panels(weights) => weights.outputs(),
+            Self::E4m3(weight) => weight.outputs(),
+            Self::Bytes(weight) => weight.rows(),
+            #[cfg(feature = "cuda")]
+            Self::Packed(weight) => weight.outputs(),
+            Self::Ggml(weight) => weight.shape().dims()[0],
+            Self::Tiled(weight, _) => weight.outputs(),
+            Self::Stacked(weights) => weights.iter().map(Self::outputs).sum(),
+        }
+    }
+
+    pub fn inputs(&self) -> usize {
+        match self {
+            Self::Dense(weight) => weight.dims()[1],
+            Self::Panels(weights) => weights.inputs(),
+            Self::E4m3(weight) => weight.inputs(),
+            Self::Bytes(weight) => weight.columns(),
+            #[cfg(feature = "cuda")]
+            Self::Packed(weight) => weight.inputs(),
+            Self::Ggml(weight) => weight.shape().dims().last().copied().unwrap_or(0),
+            Self::Tiled(weight, _) => weight.inputs(),
+            Self::Stacked(weights) => weights.first().map_or(0, Self::inputs),
+        }
+    }
+
+    /// A view of `count` rows from `first` on; `None` where the storage has no such views.
+    pub fn rows(&self, first: usize, count: usize) -> Result<Option<Self>> {
+        Ok(match self {
+            Self::Dense(weight) => Some(Self::Dense(weight.narrow(0, first, count)?)),
+            Self::E4m3(weight) => Some(Self::E4m3(weight.rows(first, count)?)),
             _ => None,
-        });
-        match dense.collect::<Option<Vec<_>>>() {
-            Some(weights) => match *weights {
-                [weight] => Self::dense(weight.clone()),
-                ref weights => Self::dense(Tensor::cat(weights, 0)?),
-            },
-            None => Quantized::new(parts, device).map(Self::Quantized),
+        })
+    }
+
+    /// The numbers where they are packed for the CPU.
+    pub fn panels(&self) -> Option<&Arc<Weights>> {
+        match self {
+            Self::Panels(weights) => Some(weights),
+            _ => None,
         }
     }
 
-    /// The same of parts of which some are in e4m3: all stay as they are where the dense ones are last.
-    fn block_scaled(parts: Vec<Matrix>, device: &Device) -> Result<Self> {
-        let (mut stored, mut below, mut in_order) = (Vec::new(), Vec::new(), true);
-        for part in &parts {
-            match part {
-                Matrix::E4m3(rows) => {
-                    in_order &= below.is_empty();
-                    stored.push(rows.clone());
-                }
-                Matrix::Dense(rows) => below.push(rows.clone()),
-                part => bail!("a projection in e4m3: expected its other rows dense, got {part:?}"),
+    /// Whether candle's kernels on CUDA multiply some of it.
+    pub fn uses_candle(&self) -> bool {
+        match self {
+            Self::Ggml(weight) => weight.device().is_cuda(),
+            Self::Tiled(weight, _) => weight.uses_candle(),
+            Self::Stacked(weights) => weights.iter().any(Self::uses_candle),
+            _ => false,
+        }
+    }
+
+    /// The rows `ids [n]` of a table, `[n, in]` in `dtype`. Those past the end are zeros, but for [`Weight::Dense`] and
+    /// [`Weight::Ggml`], which have no such rows.
+    pub fn lookup(&self, ids: &Tensor, dtype: DType) -> Result<Tensor> {
+        match self {
+            Self::Dense(table) => table.index_select(ids, 0),
+            Self::Panels(weights) => self.read_rows(ids, dtype, |row, to| weights.read_row(row, to)),
+            Self::Bytes(bytes) => self.read_rows(ids, dtype, |row, to| bytes.read_row(row, to)),
+            #[cfg(feature = "cuda")]
+            Self::Packed(table) => table.rows(ids, dtype),
+            Self::Ggml(table) => table.embedding(ids)?.to_dtype(dtype),
+            Self::E4m3(_) | Self::Tiled(..) | Self::Stacked(_) => bail!("table: expected one matrix, got {self:?}"),
+        }
+    }
+
+    fn read_rows(&self, ids: &Tensor, dtype: DType, read: impl Fn(usize, &mut [f32])) -> Result<Tensor> {
+        let (count, columns) = (self.outputs(), self.inputs());
+        let ids = ids.to_dtype(DType::U32)?.to_vec1::<u32>()?;
+        let mut rows = vec![0f32; ids.len() * columns];
+        for (id, row) in ids.iter().zip(rows.chunks_exact_mut(columns)) {
+            if (*id as usize) < count {
+                read(*id as usize, row);
             }
         }
-        let Some(dtype) = below.first().map(Tensor::dtype) else {
-            return Ok(Self::Dense(E4m3Rows::stack(&stored)?.on(device)?.into()));
-        };
-        if in_order {
-            let weight = E4m3Rows::stack(&stored)?.on(device)?;
-            return Ok(Self::Dense(weight.with_rows_below(Tensor::cat(&below, 0)?)?.into()));
-        }
-        let dense = parts.into_iter().filter_map(|part| match part {
-            Matrix::E4m3(rows) => Some(rows.dense(dtype, device)),
-            Matrix::Dense(rows) => Some(Ok(rows)),
-            _ => None,
-        });
-        Self::dense(Tensor::cat(&dense.collect::<Result<Vec<_>>>()?, 0)?)
-    }
-
-    /// The weight where it is in e4m3, all of it.
-    pub fn e4m3(&self) -> Option<&BlockScaled> {
-        match self {
-            Self::Dense(linear) => match linear.weight() {
-                Weight::BlockScaled(weight) if weight.below().is_none() => Some(weight),
-                _ => None,
-            },
-            Self::Quantized(_) => None,
-        }
-    }
-
-    /// Of a quantised weight `[out, in]` that is in use elsewhere, too.
-    pub fn shared(weight: Arc<QTensor>) -> Result<Self> {
-        Quantized::shared(weight).map(Self::Quantized)
-    }
-
-    /// The same in q8_0, half of the bytes to read; `None` where it has no more already, or no kernel of ours takes it so.
-    #[cfg(feature = "cuda")]
-    pub fn rounded(&self) -> Result<Option<Self>> {
-        const CHUNK: usize = 1 << 14;
-        let Some(weight) = self.tensor().filter(|w| matches!(w.dtype(), DType::BF16 | DType::F16)) else {
-            return Ok(None);
-        };
-        let (rows, columns) = weight.dims2()?;
-        if !columns.is_multiple_of(GgmlDType::Q8_0.block_size()) {
-            return Ok(None);
-        }
-        let chunk = |first| Blocks::quantize(&weight.narrow(0, first, CHUNK.min(rows - first))?, GgmlDType::Q8_0);
-        let chunks = (0..rows).step_by(CHUNK).map(chunk).collect::<Result<Vec<_>>>()?;
-        let packed = Blocks::one(chunks).map(|blocks| blocks.packed(weight.device())).transpose()?;
-        Ok(packed.flatten().map(|packed| Self::packed_blocks(Arc::new(packed))))
-    }
-
-    /// Of bytes that are in use elsewhere, too.
-    pub fn of_bytes(bytes: Arc<Bytes>) -> Self {
-        Self::Quantized(Quantized::of_bytes(bytes))
-    }
-
-    /// One projection of the rows of all, which share their weights; `None` where no launch takes quantised ones so.
-    #[cfg(feature = "cuda")]
-    pub fn joined(all: &[&Self]) -> Option<Self> {
-        let quantized = all.iter().map(|each| match each {
-            Self::Quantized(weight) => Some(weight),
-            Self::Dense(_) => None,
-        });
-        Quantized::joined(&quantized.collect::<Option<Vec<_>>>()?).map(Self::Quantized)
-    }
-
-    /// Of a quantised weight that is packed for CUDA, and in use elsewhere, too.
-    #[cfg(feature = "cuda")]
-    pub fn packed_blocks(weight: Arc<Packed>) -> Self {
-        Self::Quantized(Quantized::packed(weight))
-    }
-
-    /// The weight where it is packed for the CPU.
-    pub fn packed(&self) -> Option<&Arc<Weights>> {
-        match self {
-            Self::Dense(linear) => match linear.weight() {
-                Weight::Packed(weights) => Some(weights),
-                Weight::Tensor(_) | Weight::BlockScaled(_) => None,
-            },
-            Self::Quantized(_) => None,
-        }
-    }
-
-    /// The weight where it is a dense tensor on a device.
-    #[cfg(feature = "cuda")]
-    pub fn tensor(&self) -> Option<&Tensor> {
-        match self {
-            Self::Dense(linear) => match linear.weight() {
-                Weight::Tensor(weight) => Some(weight),
-                Weight::Packed(_) | Weight::BlockScaled(_) => None,
-            },
-            Self::Quantized(_) => None,
-        }
-    }
-
-    /// As [`candle_gdn::Linear::forward_launched`].
-    pub fn forward_launched(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
-        match self {
-            Self::Dense(linear) => linear.forward_launched(x, launch),
-            Self::Quantized(weight) => weight.forward_launched(x, launch),
-        }
+        host::tensor(rows, (ids.len(), columns), dtype)
     }
 }
 
-impl Module for Linear {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_launched(x, &Launch::default())
+/// candle's products of up to 8 rows share a buffer of the device, which grows with them and moves when it does. Captured
+/// graphs point to it: it gets the size of the widest product, 2.4 MB, once.
+#[cfg(feature = "cuda")]
+fn grow_workspace(device: &candle_core::Device) -> Result<()> {
+    use candle_core::cuda_backend::DeviceId;
+    use candle_core::quantized::GgmlDType;
+    use std::sync::{Mutex, PoisonError};
+    static GROWN: Mutex<Vec<DeviceId>> = Mutex::new(Vec::new());
+    let candle_core::Device::Cuda(cuda) = device else { return Ok(()) };
+    let mut grown = GROWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if !grown.contains(&cuda.id()) {
+        // Eight rows: the kernels for that many columns of x multiply two rows at a time, and there must be both.
+        let wide = |device| Tensor::zeros((8, MAX_GGML_INPUTS), DType::F32, device);
+        wide(device)?.apply_op1_no_bwd(&QTensor::quantize(&wide(device)?, GgmlDType::Q8_0)?)?;
+        grown.push(cuda.id());
     }
-}
-
-impl From<Linear> for Projection {
-    fn from(linear: Linear) -> Self {
-        match linear {
-            Linear::Dense(linear) => linear.into(),
-            Linear::Quantized(weight) => Self::Launched(Arc::new(weight)),
-        }
-    }
-}
-
-/// `a [n, k]` times the transpose of `b [m, k]`.
-pub(crate) fn matmul_t(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    a.matmul(&b.t()?)
+    Ok(())
 }

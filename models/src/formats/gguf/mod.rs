@@ -10,14 +10,15 @@ mod wanted;
 pub use file::GgufFile;
 
 use super::blocks::{float, row_bytes, Blocks};
+use super::experts::{by_expert, ExpertBlocks};
 use super::quantize::Others;
-use super::{Matrix, OtherType};
+use super::{path, ExpertShape, Format, OtherType, Stored, StoredExperts};
 use crate::config::ModelConfig;
 use crate::parallel::WeightCuts;
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
-use candle_nn::Init;
+use candle_nn::{Init, VarBuilder};
 use file::joined;
 use names::{place, Heads, Place, Value};
 use std::ops::Range;
@@ -45,36 +46,31 @@ impl<'a> GgufWeights<'a> {
     ///
     /// A part whose columns are not whole blocks cannot stay as it is: it becomes `Q8_0`, which adds little to what any
     /// such type has lost, or is left to the dense weights where it is not whole blocks of that either.
-    pub(crate) fn matrix(&self, name: &str, shape: &[usize]) -> Result<Option<Matrix>> {
+    fn stored(&self, name: &str, shape: &[usize]) -> Result<Option<Stored>> {
         let wanted = self.wanted(name, shape)?;
         let dtype = self.file.dtype(&wanted.place.tensor).filter(|dtype| float(*dtype).is_none());
         let Some(dtype) = dtype else { return Ok(None) };
         let Some(columns) = &wanted.columns else {
-            return self.read(&wanted, None, dtype).map(Matrix::Blocks).map(Some);
+            return self.read(&wanted, None, dtype).map(Stored::Blocks).map(Some);
         };
         let read = |columns: &[Range<usize>], otherwise| self.read(&wanted, Some(columns), otherwise);
         if are_whole_blocks(dtype, columns) {
-            return read(columns, dtype).map(Matrix::Blocks).map(Some);
+            return read(columns, dtype).map(Stored::Blocks).map(Some);
         }
         if let Some((columns, tiles)) = wanted.tiled.as_ref().filter(|(columns, _)| are_whole_blocks(dtype, columns)) {
-            return Ok(Some(Matrix::Tiled(read(columns, dtype)?, *tiles)));
+            return Ok(Some(Stored::Tiled(read(columns, dtype)?, *tiles)));
         }
         let other = Some(GgmlDType::Q8_0).filter(|q8_0| row_bytes(*q8_0, length(columns)).is_some());
         self.others.add(name, other);
-        other.map(|other| read(columns, other).map(Matrix::Blocks)).transpose()
+        other.map(|other| read(columns, other).map(Stored::Blocks)).transpose()
     }
 
     pub(crate) fn is_quantized(&self) -> bool {
         self.file.is_quantized()
     }
 
-    /// The matrices that could not keep the type of the file.
-    pub(super) fn others(&self) -> Vec<OtherType> {
-        self.others.all()
-    }
-
     /// Whether it has the weight, in a tensor of its own.
-    pub(crate) fn contains(&self, name: &str) -> bool {
+    fn contains(&self, name: &str) -> bool {
         self.place(name).is_ok()
     }
 
@@ -158,7 +154,33 @@ impl<'a> GgufWeights<'a> {
     }
 }
 
-/// For all that takes dense weights.
+impl Format for GgufWeights<'_> {
+    fn matrix(&self, weights: &VarBuilder, name: &str, shape: &[usize]) -> Result<Option<Stored>> {
+        self.stored(&path(weights, name), shape)
+    }
+
+    fn experts(&self, weights: &VarBuilder, shape: ExpertShape) -> Result<Option<StoredExperts>> {
+        let ExpertShape { experts: n, intermediate, hidden } = shape;
+        let stored = |name: &str, rows: usize, columns: usize| -> Result<Option<Blocks>> {
+            Ok(self.stored(&path(weights, name), &[n, rows, columns])?.and_then(Stored::blocks))
+        };
+        let gate_up = match self.contains(&path(weights, "gate_proj")) {
+            true => {
+                let [gate, up] = ["gate_proj", "up_proj"].map(|name| stored(name, intermediate, hidden));
+                gate?.zip(up?).map(|(gate, up)| by_expert(gate, up, shape))
+            }
+            false => stored("gate_up_proj", 2 * intermediate, hidden)?.map(|both| vec![both]),
+        };
+        let down = stored("down_proj", hidden, intermediate)?;
+        Ok(gate_up.zip(down).map(|(gate_up, down)| StoredExperts::Blocks(ExpertBlocks { gate_up, down })))
+    }
+
+    fn other_types(&self) -> Vec<OtherType> {
+        self.others.all()
+    }
+}
+
+/// For all that is loaded dense.
 impl SimpleBackend for GgufWeights<'_> {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         self.dense(&shape, name)?.to_device(device)?.to_dtype(dtype)

@@ -1,10 +1,10 @@
 //! What is read of a tensor for a weight, or for a rank's part of one.
 
 use super::super::blocks::row_bytes;
-use super::super::Tiles;
 use super::file::joined;
 use super::names::Place;
 use crate::parallel::{DimRanges, RowsOrColumns};
+use crate::weights::Tiles;
 use candle_core::quantized::GgmlDType;
 use std::ops::Range;
 
