@@ -46,7 +46,7 @@ pub struct CausalLm {
     pub(crate) device: Device,
     /// Tells the states of two models apart.
     pub(crate) id: usize,
-    /// Of which this model has a part, where others have the rest.
+    /// Of which this model has a shard, where others have the rest.
     pub(crate) vocabulary: Option<Vocabulary>,
     pub(crate) kv_heads: usize,
     pub(crate) heads: usize,
@@ -71,7 +71,7 @@ impl CausalLm {
     }
 
     /// The matrices that [`Loader::quantize`](crate::Loader::quantize) could not bring into the type that was asked for, and
-    /// those of which a rank's part ([`Loader::group`](crate::Loader::group)) could not keep that of its file.
+    /// those of which a rank's shard ([`Loader::group`](crate::Loader::group)) could not keep that of its file.
     pub fn other_types(&self) -> &[OtherType] {
         &self.other_types
     }

@@ -82,5 +82,5 @@ pub use ops::{
     add_rms_norm, attention_decode, attention_prepare, rms_norm, rotary_frequencies, swiglu, AddRmsNorm,
     AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions, Swiglu,
 };
-pub use parallel::{part_of, part_of_safetensors, Collective, LocalRank};
+pub use parallel::{shard_of, shard_of_safetensors, Collective, LocalRank};
 pub use state::ModelState;

@@ -26,7 +26,7 @@ impl Matrices for LayerWeights<'_, '_> {
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.source.contains(name) || self.source.names_file() && name == "in_proj_qkv.weight"
+        self.source.contains(name) || self.source.is_one_file() && name == "in_proj_qkv.weight"
     }
 
     fn matrix(&self, rows: usize, columns: usize, name: &str) -> Result<Stored> {

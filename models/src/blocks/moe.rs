@@ -280,7 +280,8 @@ impl Experts {
         }
         let weight = |rows: &Blocks, expert: usize| {
             let count = rows.rows() / n;
-            place::blocks(&rows.select_rows(&[expert * count..(expert + 1) * count]), device)
+            let range = expert * count..(expert + 1) * count;
+            place::blocks(&rows.select_rows(std::slice::from_ref(&range)), device)
         };
         let each = (0..n).map(|expert| {
             let gate_up = blocks.gate_up.iter().map(|rows| weight(rows, expert)).collect::<Result<Vec<_>>>()?;

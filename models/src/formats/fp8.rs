@@ -1,9 +1,9 @@
-//! Checkpoints in e4m3 with one scale for each block of a matrix, whole or a rank's part: dequantised as they are loaded, or
+//! Checkpoints in e4m3 with one scale for each block of a matrix, whole or a rank's shard: dequantised as they are loaded, or
 //! as they are stored, for what stays so.
 
 use super::{E4m3Rows, ExpertRows, ExpertShape, Format, Stored, StoredExperts};
 use crate::config::Fp8Config;
-use crate::parallel::{RowsOrColumns, WeightCuts};
+use crate::parallel::{RowsOrColumns, WeightShards};
 use crate::weights::BLOCK_COLUMNS;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
 use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
@@ -13,14 +13,14 @@ use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it. With `cuts`, `vb` has of each
+/// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it. With `shards`, `vb` has of each
 /// weight what they say, and all scales.
 ///
 /// A weight that is asked for in [`DType::F8E4M3`] comes as it is stored, and its scales as `[rows, blocks of columns]`: those
-/// of each row of the part.
-pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, cuts: Option<WeightCuts>) -> VarBuilder<'a> {
+/// of each row of the shard.
+pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, shards: Option<WeightShards>) -> VarBuilder<'a> {
     let (dtype, device) = (vb.dtype(), vb.device().clone());
-    VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone(), cuts }), dtype, device)
+    VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone(), shards }), dtype, device)
 }
 
 /// Matrices in e4m3 that stay so on CUDA, of a checkpoint that [`dequantized`] reads.
@@ -96,7 +96,7 @@ impl Fp8Format {
 struct Fp8<'a> {
     vb: VarBuilder<'a>,
     config: Fp8Config,
-    cuts: Option<WeightCuts>,
+    shards: Option<WeightShards>,
 }
 
 impl Fp8<'_> {
@@ -109,16 +109,16 @@ impl Fp8<'_> {
         name.strip_suffix(".weight").is_none_or(|module| !self.config.converts(module))
     }
 
-    /// What a part of shape `dims` has of the weight.
+    /// What a shard of shape `dims` has of the weight.
     fn taken(&self, name: &str, dims: &[usize]) -> Result<(Matrices, Taken)> {
-        let cut = self.cuts.as_ref().and_then(|cuts| cuts.ranges_of(name, dims));
-        let whole = cut.as_ref().map_or_else(|| dims.to_vec(), |cut| cut.whole(dims));
+        let slice = self.shards.as_ref().and_then(|shards| shards.ranges_of(name, dims));
+        let whole = slice.as_ref().map_or_else(|| dims.to_vec(), |slice| slice.whole(dims));
         let (lead, n, k) = match *whole {
             [ref lead @ .., n, k] => (lead.to_vec(), n, k),
             _ => bail!("{name}_scale_inv: expected a scale for a matrix, got one for {name} {whole:?}"),
         };
         let (all_rows, all_columns) = (0..lead.iter().product::<usize>() * n, 0..k);
-        let taken = match cut.map(|cut| cut.rows_or_columns(&whole)) {
+        let taken = match slice.map(|slice| slice.rows_or_columns(&whole)) {
             Some(RowsOrColumns::Rows(rows)) => Taken { rows, columns: Vec::from([all_columns]) },
             Some(RowsOrColumns::Columns(columns)) => Taken { rows: Vec::from([all_rows]), columns },
             None => Taken { rows: Vec::from([all_rows]), columns: Vec::from([all_columns]) },
@@ -133,7 +133,7 @@ impl Fp8<'_> {
         host.get_with_hints_dtype(shape, name, init, DType::F32)?.flatten_all()?.to_vec1::<f32>()
     }
 
-    /// Those of each row of a part, `shape` in blocks of columns.
+    /// Those of each row of a shard, `shape` in blocks of columns.
     fn scales_of_rows(&self, shape: Shape, weight: &str, init: Init) -> Result<Tensor> {
         let [rows, columns] = self.config.weight_block_size;
         if columns != BLOCK_COLUMNS {
@@ -217,7 +217,7 @@ struct Blocks<'a> {
     scale: &'a [f32],
 }
 
-/// What a part has of them: rows, of all matrices one below the other, and columns.
+/// What a shard has of them: rows, of all matrices one below the other, and columns.
 struct Taken {
     rows: Vec<Range<usize>>,
     columns: Vec<Range<usize>>,

@@ -14,14 +14,14 @@ pub(crate) struct Source<'a> {
     stored: Option<Arc<dyn Format + 'a>>,
     /// What becomes of the other matrices.
     quantizer: Option<Arc<Quantizer>>,
-    /// Whether all is in one file that explains what it lacks.
-    names_file: bool,
+    /// Whether all weights are in one file, whose errors say best what it lacks.
+    is_one_file: bool,
 }
 
 impl<'a> Source<'a> {
     /// Dense weights.
     pub(crate) fn new(dense: VarBuilder<'a>) -> Self {
-        Self { dense, stored: None, quantizer: None, names_file: false }
+        Self { dense, stored: None, quantizer: None, is_one_file: false }
     }
 
     /// Matrices stay in `format` where it has them.
@@ -29,9 +29,9 @@ impl<'a> Source<'a> {
         Self { stored: Some(Arc::new(format)), ..self }
     }
 
-    /// A missing weight is better explained by reading it.
-    pub(crate) fn from_file(self) -> Self {
-        Self { names_file: true, ..self }
+    /// All weights are in one file, whose errors say best what it lacks.
+    pub(crate) fn in_one_file(self) -> Self {
+        Self { is_one_file: true, ..self }
     }
 
     /// Matrices that no format has are quantised.
@@ -82,9 +82,8 @@ impl<'a> Source<'a> {
         self.dense.contains_tensor(name)
     }
 
-    /// Whether a missing weight is better explained by reading it.
-    pub(crate) fn names_file(&self) -> bool {
-        self.names_file
+    pub(crate) fn is_one_file(&self) -> bool {
+        self.is_one_file
     }
 
     /// Whether dense matrices are quantised.

@@ -41,7 +41,7 @@ fn every_block_has_its_scale() -> Result<()> {
 fn only_listed_projections_are_plain() {
     let vb = VarBuilder::from_tensors(HashMap::new(), DType::F32, &Device::Cpu);
     let listed = config(&["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.2.self_attn", "up_proj"]);
-    let fp8 = Fp8 { vb, config: listed, cuts: None };
+    let fp8 = Fp8 { vb, config: listed, shards: None };
     for (name, plain) in [
         ("model.layers.0.mlp.gate_proj.weight", false),
         ("model.layers.1.mlp.gate_proj.weight", true),

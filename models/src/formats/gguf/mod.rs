@@ -14,7 +14,7 @@ use super::experts::{by_expert, ExpertBlocks};
 use super::quantize::Others;
 use super::{path, ExpertShape, Format, OtherType, Stored, StoredExperts};
 use crate::config::ModelConfig;
-use crate::parallel::WeightCuts;
+use crate::parallel::WeightShards;
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -30,16 +30,16 @@ use wanted::{are_whole_blocks, length, Wanted};
 pub(crate) struct GgufWeights<'a> {
     file: &'a GgufFile,
     heads: Heads,
-    /// What a rank has of each weight, where it has a part.
-    cuts: Option<Arc<WeightCuts>>,
+    /// What a rank has of each weight, where it has a shard.
+    shards: Option<Arc<WeightShards>>,
     others: Arc<Others>,
 }
 
 impl<'a> GgufWeights<'a> {
-    /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `cuts` each weight is the part of it.
-    pub(crate) fn new(file: &'a GgufFile, config: &ModelConfig, tiled: bool, cuts: Option<WeightCuts>) -> Self {
+    /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `shards` each weight is the shard of it.
+    pub(crate) fn new(file: &'a GgufFile, config: &ModelConfig, tiled: bool, shards: Option<WeightShards>) -> Self {
         let heads = Heads { config: config.gdn.clone(), layers: config.layers.len(), tiled };
-        Self { file, heads, cuts: cuts.map(Arc::new), others: Arc::default() }
+        Self { file, heads, shards: shards.map(Arc::new), others: Arc::default() }
     }
 
     /// A matrix `[.., rows, columns]` whose type is a quantised one; `None` for others.
@@ -88,8 +88,8 @@ impl<'a> GgufWeights<'a> {
     /// not looked at, but for the last, which says what a row is.
     fn wanted(&self, name: &str, shape: &[usize]) -> Result<Wanted> {
         let place = self.place(name)?;
-        let cut = self.cuts.as_ref().and_then(|cuts| cuts.ranges_of(name, shape));
-        let whole = cut.as_ref().map_or_else(|| shape.to_vec(), |cut| cut.whole(shape));
+        let slice = self.shards.as_ref().and_then(|shards| shards.ranges_of(name, shape));
+        let whole = slice.as_ref().map_or_else(|| shape.to_vec(), |slice| slice.whole(shape));
         let stored = self.file.shape(&place.tensor).unwrap_or_default();
         let taken = place.rows.as_ref().map(|rows| length(&rows.ranges));
         let model = stored.iter().enumerate().map(|(i, n)| taken.filter(|_| i == 0).unwrap_or(*n));
@@ -102,7 +102,7 @@ impl<'a> GgufWeights<'a> {
                 place.tensor
             )
         }
-        Ok(Wanted::new(place, &whole, cut))
+        Ok(Wanted::new(place, &whole, slice))
     }
 
     /// The rows that are wanted, of them `columns`, and in `otherwise` where these are not whole blocks.
@@ -187,7 +187,7 @@ impl SimpleBackend for GgufWeights<'_> {
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        if self.cuts.is_some() {
+        if self.shards.is_some() {
             bail!("{name}: which part of it a rank has depends on its shape, and none was asked for")
         }
         let place = self.place(name)?;
