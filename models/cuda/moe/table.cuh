@@ -50,10 +50,10 @@ static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid
   for (int word = 0; word < kWords; ++word) rows += __popc(takers[word][tid]);
   const int groups = (rows + kGroup - 1) / kGroup, shared_groups = (of_shared + kGroup - 1) / kGroup;
   const Before before = sum_before(groups << 16 | rows, of_warp);
-  const int first = before.mine & 0xffff, routed = before.all >> 16;
+  const int first = before.prefix & 0xffff, routed = before.all >> 16;
   first_row[tid] = first;
   for (int i = 0; i < groups; ++i)
-    table.entry[(before.mine >> 16) + i].group = group_of(tid, first + i * kGroup, min(rows - i * kGroup, kGroup));
+    table.entry[(before.prefix >> 16) + i].group = group_of(tid, first + i * kGroup, min(rows - i * kGroup, kGroup));
   // Behind the last group zeros: all entries are read.
   for (int i = tid; routed + i < pairs + of_shared; i += kSortThreads)
     table.entry[routed + i].group = i < shared_groups ? group_of(a.experts, pairs + i * kGroup, min(of_shared - i * kGroup, kGroup)) : 0;
