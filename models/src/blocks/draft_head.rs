@@ -6,7 +6,7 @@ use super::norm::RmsNorm;
 use crate::config::{LayerConfig, MixerKind, ModelConfig};
 use crate::formats::{place, Source};
 use crate::parallel::Collective;
-use crate::weights::Weight;
+use crate::weights::{plan, Weight};
 use candle_core::{bail, Result, Tensor, D};
 use candle_gdn::plumbing::Launch;
 use std::sync::Arc;
@@ -24,9 +24,6 @@ pub(crate) struct DraftHead {
     /// judges.
     lm_head: Option<Weight>,
 }
-
-/// Rows for which the kernel reads such a matrix once.
-const FEW: usize = 8;
 
 impl DraftHead {
     /// Whether `source`, the root of a checkpoint, has one.
@@ -67,7 +64,7 @@ impl DraftHead {
 
     /// The copy, where so many rows are faster by it.
     pub(crate) fn copy_for(&self, rows: usize) -> Option<&Weight> {
-        self.lm_head.as_ref().filter(|_| rows <= FEW)
+        self.lm_head.as_ref().filter(|_| rows <= plan::FEW)
     }
 
     /// What the layer takes: of the embeddings of tokens and the hidden states before them, `[tokens, hidden]` each.

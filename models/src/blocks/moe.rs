@@ -108,7 +108,7 @@ impl SparseMoe {
     pub(crate) fn uses_candle(&self) -> bool {
         let experts = match &self.experts {
             Experts::Stacked(experts) => experts.uses_candle(),
-            Experts::Each(experts) => experts.iter().any(Mlp::uses_candle),
+            Experts::Each(_) => true,
         };
         experts || self.shared.as_ref().is_some_and(Mlp::uses_candle)
     }
