@@ -4,12 +4,12 @@ use crate::blocks::decoder::DecoderLayer;
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
 use crate::blocks::kv_cache::CacheShape;
-use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::blocks::rotary::Rotary;
 use crate::config::ModelConfig;
 use crate::formats::OtherType;
 use crate::parallel::Vocabulary;
+use crate::weights::Weight;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::plumbing::{Launch, Working};
 
@@ -39,14 +39,14 @@ pub struct CausalLm {
     pub(crate) layers: Vec<DecoderLayer>,
     pub(crate) draft_head: Option<DraftHead>,
     pub(crate) norm: RmsNorm,
-    pub(crate) head: Linear,
+    pub(crate) head: Weight,
     pub(crate) rotary: Rotary,
     pub(crate) config: ModelConfig,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
     /// Tells the states of two models apart.
     pub(crate) id: usize,
-    /// Of which this model has a part, where others have the rest.
+    /// Of which this model has a shard, where others have the rest.
     pub(crate) vocabulary: Option<Vocabulary>,
     pub(crate) kv_heads: usize,
     pub(crate) heads: usize,
@@ -71,7 +71,7 @@ impl CausalLm {
     }
 
     /// The matrices that [`Loader::quantize`](crate::Loader::quantize) could not bring into the type that was asked for, and
-    /// those of which a rank's part ([`Loader::group`](crate::Loader::group)) could not keep that of its file.
+    /// those of which a rank's shard ([`Loader::group`](crate::Loader::group)) could not keep that of its file.
     pub fn other_types(&self) -> &[OtherType] {
         &self.other_types
     }
@@ -133,7 +133,7 @@ impl CausalLm {
         self.scores_by(head.copy_for(hidden.dim(0)?).unwrap_or(&self.head), hidden, launch)
     }
 
-    fn scores_by(&self, head: &Linear, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
+    fn scores_by(&self, head: &Weight, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
         let _working = Working::new(&self.device);
         if hidden.elem_count() == 0 {
             let mut dims = hidden.dims().to_vec();
@@ -141,7 +141,7 @@ impl CausalLm {
             dims.push(self.config.vocab_size);
             return Tensor::zeros(dims, self.dtype, &self.device);
         }
-        let logits = head.forward_launched(&hidden.contiguous()?, launch)?;
+        let logits = head.multiply(&hidden.contiguous()?, launch)?;
         match &self.vocabulary {
             Some(vocabulary) => vocabulary.gather(&logits),
             None => Ok(logits),

@@ -64,6 +64,7 @@ mod memory;
 mod ops;
 mod parallel;
 mod state;
+mod weights;
 
 pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
@@ -78,8 +79,8 @@ pub use formats::{GgufFile, OtherType};
 pub use loader::{DraftHeadChoice, Loader};
 pub use memory::SequenceBytes;
 pub use ops::{
-    add_rms_norm, attention_decode, attention_prepare, rms_norm, rotary_frequencies, swiglu, AddRmsNorm,
-    AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions, Swiglu,
+    add_rms_norm, attention_decode, attention_prepare, rms_norm, rotary_frequencies, AddRmsNorm, AttentionCache,
+    AttentionDecode, AttentionPrepare, PrepareOptions, Swiglu,
 };
-pub use parallel::{part_of, part_of_safetensors, Collective, LocalRank};
+pub use parallel::{shard_of, shard_of_safetensors, Collective, LocalRank};
 pub use state::ModelState;

@@ -145,11 +145,13 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
   char *x_shared = reinterpret_cast<char *>(room + table_bytes(a));
   float *factors = reinterpret_cast<float *>(x_shared + 2 * a.hidden);
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane >> 2, t = lane & 3;
+  // Wait for x and the table of groups.
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   read_table(a, table);
   share_choice(a, table);
 
+  // Divide the inputs over the warps, and the groups into tiles.
   const int chunks = kUnits == 1 ? a.hidden / kChunk : (a.hidden / 64 + 1) / 2, slice = (chunks + kGateUpWarps - 1) / kGateUpWarps;
   const int first = warp * slice;
   const int live = kUnits == 1 ? min(slice, chunks - first) : min(2 * slice, a.hidden / 64 - 2 * first);
@@ -162,7 +164,7 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
   Weights<W> weights;
   uint32_t group = 0;
   int tile = blockIdx.x, round = 0, output = 0;
-  const auto seek = [&] {
+  const auto start_group = [&] {
     weights.live = 0;
     if (tile >= tiles) return;
     const bool shared = tile >= routed_tiles;
@@ -193,10 +195,11 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
     } else {
       round = 0;
       tile += gridDim.x;
-      seek();
+      start_group();
     }
   };
-  seek();
+  // Start the first round of weights.
+  start_group();
 #pragma unroll
   for (int d = 0; d < kChunks; ++d) weights.fetch(d);
 
@@ -214,6 +217,7 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
     const char *from = kOne ? x_shared + x_part
                             : static_cast<const char *>(a.x) + x_part +
                                  table.entry[row + min(g, rows - 1)].token * (a.x_stride * static_cast<int64_t>(sizeof(T)));
+    // Multiply: from registers, in e4m3, or from global memory.
     float sum[2][4] = {};
     if constexpr (kInRegisters) {
       if (const uint32_t whose = a.tokens == 1 ? 1 : now; whose != held) {
@@ -261,10 +265,11 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
     }
 
     // The sums of all parts meet, in the order of the inputs. One barrier: those of the last tile lie elsewhere.
-    float *mine = partial[turn][warp];
+    float *warp_sums = partial[turn][warp];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) mine[(2 * t + i % 2) * kColumn + g + i / 2 * 8] = sum[0][i] + sum[1][i];
+    for (int i = 0; i < 4; ++i) warp_sums[(2 * t + i % 2) * kColumn + g + i / 2 * 8] = sum[0][i] + sum[1][i];
     __syncthreads();
+    // Store silu(gate) * up.
     if (tid < rows * kOutputs) {
       const int n = tid / kOutputs, j = tid % kOutputs;
       float gate = 0.f, up = 0.f;
@@ -302,10 +307,11 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
   const int each = (a.inner + kRound - 1) / kRound, shared_each = (a.shared_inner + kRound - 1) / kRound;
   const int routed_units = table.routed * each, units = routed_units + (table.groups - table.routed) * shared_each;
 
+  // The stream of weights: a unit is a round of a group's inputs.
   Weights<W> weights;
   uint32_t group = 0;
   int unit = warp, x_part = 0;    // bytes of a row of h before this round
-  const auto seek = [&] {
+  const auto start_group = [&] {
     weights.live = 0;
     if (unit >= units) return;
     const bool shared = unit >= routed_units;
@@ -328,11 +334,13 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
       weights.scale8 = scales.row(row + 8) + round * kChunks;
     }
   };
-  seek();
+  // Start the first unit, and clear the warp's sums.
+  start_group();
 #pragma unroll
   for (int d = 0; d < kChunks; ++d) weights.fetch(d);
-  float *mine = sums + warp * a.tokens * kColumn;
-  for (int i = lane; i < a.tokens * kColumn; i += 32) mine[i] = 0.f;
+  float *warp_sums = sums + warp * a.tokens * kColumn;
+  for (int i = lane; i < a.tokens * kColumn; i += 32) warp_sums[i] = 0.f;
+  // Wait for h.
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   if constexpr (KEPT) {
@@ -351,6 +359,7 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
                                   (row + min(g, rows - 1)) * (a.h_stride * static_cast<int64_t>(sizeof(T)));
     [[maybe_unused]] const float *factor =
         reinterpret_cast<const float *>(h_shared + row * h_row_bytes + 2 * a.h_stride) + x_part / kXBytes;
+    // Load h of the unit, start the next one, and multiply.
     Piece h[Stored<W>::kScaled ? 1 : kChunks];
     if constexpr (!Stored<W>::kScaled) {
 #pragma unroll
@@ -358,7 +367,7 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
         if (d < live) h[d].load(from + d * kChunkBytes);
     }
     unit += kDownWarps;
-    seek();
+    start_group();
     float sum[2][4] = {};
 #pragma unroll
     for (int d = 0; d < kChunks; ++d) {
@@ -379,16 +388,17 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
     for (int i = 0; i < 4; ++i) {
       const int n = 2 * t + i % 2;
       if (n < rows) {
-        float *to = mine + table.entry[row + n].token * kColumn + g + i / 2 * 8;
+        float *to = warp_sums + table.entry[row + n].token * kColumn + g + i / 2 * 8;
         *to = fmaf(table.entry[row + n].weight, sum[0][i] + sum[1][i], *to);
       }
     }
   }
+  // Add the sums of all warps, and store.
   __syncthreads();
   for (int i = tid; i < a.tokens * kDownOutputs; i += kDownThreads) {
     const int token = i / kDownOutputs, j = i % kDownOutputs;
     const int64_t output = static_cast<int64_t>(blockIdx.x) * kDownOutputs + j;
-    float y = a.residual ? to_float(static_cast<const T *>(a.residual)[token * a.residual_stride + output]) : 0.f;
+    float y = 0.f;
 #pragma unroll
     for (int p = 0; p < kDownWarps; ++p) y += sums[(p * a.tokens + token) * kColumn + j];
     static_cast<T *>(a.y)[token * a.y_stride + output] = from_float<T>(y);

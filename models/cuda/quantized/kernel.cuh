@@ -266,6 +266,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   }
   const int begin = block * part.each + min(block, part.more), end = begin + part.each + (block < part.more);
 
+  // Initialise the barriers of the warp's ring and of the cluster.
   Ring ring = {shared + a.ring_at + warp * part.stages * F::kBytes, shared + warp * kMostStages * 8, part.stages};
   const int own = (end - begin) * a.rows * (kTile / kCluster);    // of the cluster's values, that this block adds up
   if (a.cluster > 1 && threadIdx.x == 0) ptx::barrier_init(shared + kMeet, 1);
@@ -277,7 +278,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   // The stream of units runs in front of their use, over the ends of turns. Units are left out behind those of a gate, up to up's, and in a cluster behind those that this block has of a tile.
   int fetch_first = begin, fetch_left = 0, to_gap = 0, gap = 0;
   const char *from = nullptr;
-  const auto seek = [&] {
+  const auto start_matrix = [&] {
     const Walk walk(part, min(part.turn, end - fetch_first), warp);
     fetch_left = walk.left;
     from = part.w + (static_cast<int64_t>(fetch_first) * a.cluster * part.units + walk.at) * F::kBytes;
@@ -294,7 +295,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
     fetch_first += part.turn;
   };
   const auto fetch = [&](int slot) {
-    while (fetch_left == 0 && fetch_first < end) seek();
+    while (fetch_left == 0 && fetch_first < end) start_matrix();
     if (fetch_left > 0) {
       ring.fetch(slot, F::kBytes, from, F::kBytes, lane);
       --fetch_left;
@@ -306,8 +307,10 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
     }
     ring.commit();
   };
+  // Start the weights: they depend on no other launch.
   for (int i = 0; i < part.stages; ++i) fetch(i);
 
+  // Wait for the launch before this one, which writes x, and convert x to fixed point in shared memory.
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   const uint32_t x_shared = shared + kBarriers, scales_shared = shared + a.scales_at;
@@ -326,8 +329,10 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
     const Walk walk(part, tiles, warp);
     int tile = quotient(walk.at, part.units), at = walk.at - tile * part.units;    // of the tile's units
     float sum[R][2] = {};
+    // Multiply: the warp's units of these tiles.
     for (int left = walk.left; left > 0; --left) {
       ring.wait();
+      // Read a unit, and refill its slot.
       Unit<TYPE> unit;
       unit.load(ring.at + ring.stage * F::kBytes, lane);
       if constexpr (R == 1) {
@@ -337,6 +342,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
       __syncwarp();    // all have read the unit
       fetch(ring.stage);
       ring.next();
+      // Unpack it chunk by chunk, and add its products.
       const Scales<TYPE> scales = scales_of<TYPE>(unit.record, unit.factors);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
@@ -354,6 +360,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
           add_products<TYPE>(sum[r], words, scales, c, b[R == 1 ? 2 * c : 0], b[R == 1 ? 2 * c + 1 : 1], of_x);
         }
       }
+      // End of a tile: write the warp's sums.
       if (++at == part.units || left == 1) {    // the warp's last of this tile
         float *to = partial + (warp + tile) * (R * kTile) + g;
         at = 0;
@@ -390,6 +397,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
       value = threadIdx.x + rank * own;
       values = rank * own + own;
     }
+    // Store, through SwiGLU where the rows are those of a gate and of an up.
     for (int i = value; i < values; i += kThreads) {
       const int tile = R == 1 ? i / kTile : quotient(i, a.rows * kTile), at = i - tile * (a.rows * kTile), row = at / kTile;
       const int output = (first + tile) * kTile + at % kTile;

@@ -2,11 +2,11 @@
 //! CPU's kernel on them. `engine/kv.rs` runs it on the caches of a pool.
 
 use super::norm::RmsNorm;
-use crate::blocks::linear::Linear;
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::cpu::attention::{append_all, run_all, Attention, Cache, OnCache, Positions};
-use crate::formats::{E4m3Rows, Matrix, Source};
+use crate::formats::{place, Source};
 use crate::ops::rotary_frequencies;
+use crate::weights::Weight;
 use candle_core::{Module, Result, Tensor};
 use candle_gdn::plumbing::cpu::Element;
 use candle_gdn::plumbing::host;
@@ -15,13 +15,13 @@ use candle_gdn::plumbing::products;
 /// One layer's attention.
 #[derive(Debug, Clone)]
 pub(crate) struct GatedAttention {
-    pub(crate) q_proj: Linear,
-    pub(crate) k_proj: Linear,
-    pub(crate) v_proj: Linear,
-    pub(crate) o_proj: Linear,
+    pub(crate) q_proj: Weight,
+    pub(crate) k_proj: Weight,
+    pub(crate) v_proj: Weight,
+    pub(crate) o_proj: Weight,
     /// The rows of q_proj, k_proj and v_proj, which are views of it; not on the CPU, whose products are packed, and quantised
     /// only where one launch takes them.
-    pub(crate) qkv_proj: Option<Linear>,
+    pub(crate) qkv_proj: Option<Weight>,
     pub(crate) q_norm: RmsNorm,
     pub(crate) k_norm: RmsNorm,
     /// As [`crate::ops::AttentionPrepare`] takes them.
@@ -47,47 +47,30 @@ impl GatedAttention {
         let sizes = [a.num_heads * 2 * d, a.num_kv_heads * d, a.num_kv_heads * d];
         let device = source.device();
         let get = |name: &str, rows: usize| source.pp(name).matrix(rows, h, "weight");
-        let parts = (get("q_proj", sizes[0])?, get("k_proj", sizes[1])?, get("v_proj", sizes[2])?);
-        let (qkv_proj, [q_proj, k_proj, v_proj]) = match parts {
-            (Matrix::Dense(q), Matrix::Dense(k), Matrix::Dense(v)) if !device.is_cpu() => {
-                let all = Tensor::cat(&[q, k, v], 0)?;
-                let rows = |start: usize, n: usize| Linear::dense(all.narrow(0, start, n)?);
-                let views = [rows(0, sizes[0])?, rows(sizes[0], sizes[1])?, rows(sizes[0] + sizes[1], sizes[2])?];
-                (Some(Linear::dense(all)?), views)
-            }
-            (Matrix::E4m3(q), Matrix::E4m3(k), Matrix::E4m3(v)) => {
-                let all = E4m3Rows::stack(&[q, k, v])?.on(device)?;
-                let rows = |start: usize, n: usize| all.rows(start, n).map(|rows| Linear::Dense(rows.into()));
-                let views = [rows(0, sizes[0])?, rows(sizes[0], sizes[1])?, rows(sizes[0] + sizes[1], sizes[2])?];
-                (Some(Linear::Dense(all.into())), views)
-            }
-            (q, k, v) => {
-                let linear = |part: Matrix| Linear::stack(vec![part], device);
-                let each = [linear(q)?, linear(k)?, linear(v)?];
-                #[cfg(feature = "cuda")]
-                let all = Linear::joined(&each.each_ref());
-                #[cfg(not(feature = "cuda"))]
-                let all = None;
-                (all, each)
-            }
-        };
+        let matrices = [get("q_proj", sizes[0])?, get("k_proj", sizes[1])?, get("v_proj", sizes[2])?];
+        let (qkv_proj, [q_proj, k_proj, v_proj]) = place::together_and_each(matrices, device)?;
         Ok(Self {
             q_proj,
             k_proj,
             v_proj,
             qkv_proj,
             frequencies: rotary_frequencies(&a.rope_inv_freq, device)?,
-            o_proj: Linear::load(&source.pp("o_proj"), a.num_heads * d, h)?,
+            o_proj: place::load(&source.pp("o_proj"), a.num_heads * d, h)?,
             q_norm: RmsNorm::load(d, eps, source.pp("q_norm").dense())?,
             k_norm: RmsNorm::load(d, eps, source.pp("k_norm").dense())?,
             cfg: a.clone(),
         })
     }
 
+    /// Whether candle's kernels on CUDA multiply some of its weights.
+    pub(crate) fn uses_candle(&self) -> bool {
+        [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj].into_iter().any(Weight::uses_candle)
+    }
+
     /// `x [.., hidden]` to `[rows, heads, q and gate]`, and keys and values `[rows, kv_heads, head_dim]`.
     pub(crate) fn project_cpu(&self, x: &Tensor) -> Result<[Vec<f32>; 3]> {
-        let (Some(q), Some(k), Some(v)) = (self.q_proj.packed(), self.k_proj.packed(), self.v_proj.packed()) else {
-            let out = |proj: &Linear| host::with_f32(&proj.forward(x)?, <[f32]>::to_vec);
+        let (Some(q), Some(k), Some(v)) = (self.q_proj.panels(), self.k_proj.panels(), self.v_proj.panels()) else {
+            let out = |proj: &Weight| host::with_f32(&proj.forward(x)?, <[f32]>::to_vec);
             return Ok([out(&self.q_proj)?, out(&self.k_proj)?, out(&self.v_proj)?]);
         };
         host::with_f32(x, |x| products(x, [q, k, v]))
@@ -95,8 +78,8 @@ impl GatedAttention {
 
     /// `x [.., hidden]` to keys and values alone.
     pub(crate) fn project_kv_cpu(&self, x: &Tensor) -> Result<[Vec<f32>; 2]> {
-        let (Some(k), Some(v)) = (self.k_proj.packed(), self.v_proj.packed()) else {
-            let out = |proj: &Linear| host::with_f32(&proj.forward(x)?, <[f32]>::to_vec);
+        let (Some(k), Some(v)) = (self.k_proj.panels(), self.v_proj.panels()) else {
+            let out = |proj: &Weight| host::with_f32(&proj.forward(x)?, <[f32]>::to_vec);
             return Ok([out(&self.k_proj)?, out(&self.v_proj)?]);
         };
         host::with_f32(x, |x| products(x, [k, v]))

@@ -3,9 +3,7 @@
 pub(crate) mod attention;
 pub(crate) mod logprobs;
 pub(crate) mod model;
-pub(crate) mod moe;
 #[cfg(feature = "nccl")]
 pub(crate) mod nccl;
-pub(crate) mod quantized;
 pub(crate) mod round;
 pub(crate) mod sampling;

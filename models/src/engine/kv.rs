@@ -259,7 +259,7 @@ impl GatedAttention {
         launch: &Launch,
     ) -> Result<()> {
         let heads = (x.dim(0)?, self.cfg.num_kv_heads, self.cfg.head_dim);
-        let [k, v] = [&self.k_proj, &self.v_proj].map(|proj| proj.forward_launched(x, launch)?.reshape(heads));
+        let [k, v] = [&self.k_proj, &self.v_proj].map(|proj| proj.multiply(x, launch)?.reshape(heads));
         let (k, v) = (k?, v?);
         self.prepare(cache, cu_seqlens, launch)?.forward(&k, &k, &v).map(drop)
     }
@@ -294,7 +294,7 @@ impl GatedAttention {
         let (heads, kv_heads, d) = (self.cfg.num_heads, self.cfg.num_kv_heads, self.cfg.head_dim);
         let all = match &self.qkv_proj {
             // No kernel of a pass writes a weight, and none but `advance`, behind the last layer, a position.
-            Some(proj) => proj.forward_launched(x, launch)?,
+            Some(proj) => proj.multiply(x, launch)?,
             None => {
                 let parts = [&self.q_proj, &self.k_proj, &self.v_proj].map(|proj| proj.forward(x));
                 let [q, k, v] = parts;
@@ -312,6 +312,6 @@ impl GatedAttention {
         }
         let q = self.prepare(cache, cu_seqlens, launch)?.forward(&q, &k, &v)?;
         let o = decode.forward(&q, Some(&gate))?;
-        self.o_proj.forward_launched(&o.reshape((tokens, heads * d))?, launch)
+        self.o_proj.multiply(&o.reshape((tokens, heads * d))?, launch)
     }
 }

@@ -11,7 +11,7 @@ pub use attention::{
     PrepareOptions,
 };
 pub use residual::{add_rms_norm, rms_norm, AddRmsNorm};
-pub use swiglu::{swiglu, Swiglu};
+pub use swiglu::Swiglu;
 
 #[cfg(feature = "cuda")]
 pub(crate) use plan::{AttentionPlan, ResidualPlan, SwigluPlan};

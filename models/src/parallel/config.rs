@@ -4,11 +4,11 @@ use crate::config::{FfnKind, ModelConfig};
 use candle_core::{bail, Result};
 
 impl ModelConfig {
-    /// The configuration of the part that each of `ranks` has: fewer heads, narrower feed-forwards, fewer rows of the
+    /// The configuration of the shard that each of `ranks` has: fewer heads, narrower feed-forwards, fewer rows of the
     /// vocabulary; the width of the model is the whole one.
     ///
     /// # Errors
-    /// Where the parts would not be equal: the message names what `ranks` does not divide.
+    /// Where the shards would not be equal: the message names what `ranks` does not divide.
     pub fn split(&self, ranks: usize) -> Result<Self> {
         let n = ranks;
         if n == 0 {

@@ -1,6 +1,6 @@
 //! One model over several devices: tensor parallelism.
 //!
-//! Every rank holds a part of each layer and runs all tokens through it: of Gated DeltaNet a range of key heads with
+//! Every rank holds a shard of each layer and runs all tokens through it: of Gated DeltaNet a range of key heads with
 //! their value heads, of softmax attention a range of query heads with the key-value heads they read (which ranks share
 //! where there are more ranks than those), of every MLP and every expert a range of the inner width, and a range of the
 //! vocabulary. What a mixer or a feed-forward gives is summed over the ranks, twice a layer; norms, routers and small
@@ -10,15 +10,15 @@
 //! blocks where these fall so ([`Loader::group`](crate::Loader::group) says what else).
 
 mod config;
-mod cut;
 mod local;
+mod shards;
 mod vocabulary;
 mod weights;
 
-pub(crate) use cut::{DimRanges, RowsOrColumns, WeightCuts};
 pub use local::LocalRank;
+pub(crate) use shards::{DimRanges, RowsOrColumns, WeightShards};
 pub(crate) use vocabulary::Vocabulary;
-pub use weights::{part_of, part_of_safetensors};
+pub use weights::{shard_of, shard_of_safetensors};
 
 use candle_core::{bail, Result, Tensor};
 
@@ -53,23 +53,23 @@ pub trait Collective: std::fmt::Debug + Send + Sync {
     }
 }
 
-/// One of several equal parts.
+/// One of several equal shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct Shard {
     pub rank: usize,
     pub size: usize,
 }
 
-impl Part {
+impl Shard {
     pub fn of_rank(group: &dyn Collective) -> Result<Self> {
-        let part = Self { rank: group.rank(), size: group.size() };
-        if part.rank >= part.size {
-            bail!("rank: expected one below {}, got {}", part.size, part.rank)
+        let shard = Self { rank: group.rank(), size: group.size() };
+        if shard.rank >= shard.size {
+            bail!("rank: expected one below {}, got {}", shard.size, shard.rank)
         }
-        Ok(part)
+        Ok(shard)
     }
 
-    /// Its part of `0..total`, which the number of parts divides.
+    /// Its shard of `0..total`, which the number of shards divides.
     pub fn range(self, total: usize) -> std::ops::Range<usize> {
         let each = total / self.size;
         self.rank * each..(self.rank + 1) * each

@@ -1,6 +1,6 @@
 //! A vocabulary whose rows, of the embedding and of the head, are spread over the ranks.
 
-use super::{Collective, Part};
+use super::{Collective, Shard};
 use candle_core::{Device, Result, Tensor};
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ pub(crate) struct Vocabulary {
 
 impl Vocabulary {
     pub fn new(group: Arc<dyn Collective>, vocab_size: usize, device: &Device) -> Result<Self> {
-        let own = Part::of_rank(&*group)?.range(vocab_size);
+        let own = Shard::of_rank(&*group)?.range(vocab_size);
         let row = |id: usize| if own.contains(&id) { id - own.start } else { own.len() } as u32;
         Ok(Self { row_of: Tensor::from_iter((0..vocab_size).map(row), device)?, group })
     }

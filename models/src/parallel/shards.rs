@@ -1,16 +1,16 @@
 //! Which rows or columns of each weight a rank has.
 
-use super::{Collective, Part};
+use super::{Collective, Shard};
 use crate::config::ModelConfig;
 use candle_core::Result;
 use std::ops::Range;
 
-/// A rank's part of the weights of a model.
+/// A rank's shard of the weights of a model.
 #[derive(Debug, Clone)]
-pub(crate) struct WeightCuts {
+pub(crate) struct WeightShards {
     /// Of the whole model.
     config: ModelConfig,
-    part: Part,
+    shard: Shard,
 }
 
 /// Ranges along one dimension, kept in this order.
@@ -22,7 +22,7 @@ pub(crate) struct DimRanges {
     pub ranges: Vec<Range<usize>>,
 }
 
-/// A cut of matrices.
+/// A slice of matrices.
 #[derive(Debug, PartialEq)]
 pub(crate) enum RowsOrColumns {
     /// Of all matrices one below the other.
@@ -31,9 +31,9 @@ pub(crate) enum RowsOrColumns {
 }
 
 impl DimRanges {
-    /// The shape of the whole, of which `part` is that of a part.
-    pub fn whole(&self, part: &[usize]) -> Vec<usize> {
-        let mut whole = part.to_vec();
+    /// The shape of the whole, of which `shard` is that of a shard.
+    pub fn whole(&self, shard: &[usize]) -> Vec<usize> {
+        let mut whole = shard.to_vec();
         whole[self.dim] = self.of;
         whole
     }
@@ -52,29 +52,29 @@ impl DimRanges {
     }
 }
 
-impl WeightCuts {
+impl WeightShards {
     /// # Errors
     /// Where the model cannot be divided so.
     pub fn new(config: &ModelConfig, group: &dyn Collective) -> Result<Self> {
         config.split(group.size())?;
-        Ok(Self { config: config.clone(), part: Part::of_rank(group)? })
+        Ok(Self { config: config.clone(), shard: Shard::of_rank(group)? })
     }
 
     /// What the rank has of a weight, of which it asks for `shape`; nothing where it has all of it.
     pub fn ranges_of(&self, name: &str, shape: &[usize]) -> Option<DimRanges> {
-        let (c, a, part) = (&self.config.gdn, &self.config.attention, self.part);
+        let (c, a, shard) = (&self.config.gdn, &self.config.attention, self.shard);
         let name = name.strip_suffix(".weight").unwrap_or(name);
-        let mut parts = name.rsplit('.');
-        let (last, above) = (parts.next()?, parts.next().unwrap_or_default());
+        let mut names = name.rsplit('.');
+        let (last, above) = (names.next()?, names.next().unwrap_or_default());
         let along = |dim: usize| {
-            let of = shape.get(dim)? * part.size;
-            Some(DimRanges { dim, of, ranges: vec![part.range(of)] })
+            let of = shape.get(dim)? * shard.size;
+            Some(DimRanges { dim, of, ranges: vec![shard.range(of)] })
         };
-        // q, k and v, or the gate and up: each has its part.
+        // q, k and v, or the gate and up: each has its shard.
         let sections = |dim: usize, sizes: &[usize]| {
             let mut start = 0;
             let ranges = sizes.iter().map(|size| {
-                let range = part.range(*size);
+                let range = shard.range(*size);
                 start += size;
                 start - size + range.start..start - size + range.end
             });
@@ -87,8 +87,8 @@ impl WeightCuts {
             ("linear_attn", "in_proj_qkv" | "conv1d") => sections(0, &[c.key_size(), c.key_size(), c.value_size()]),
             ("linear_attn", "out_proj") => along(1),
             ("self_attn", "q_proj") => along(0),
-            ("self_attn", "k_proj" | "v_proj") if part.size.is_multiple_of(a.num_kv_heads) => {
-                let head = part.rank * a.num_kv_heads / part.size;
+            ("self_attn", "k_proj" | "v_proj") if shard.size.is_multiple_of(a.num_kv_heads) => {
+                let head = shard.rank * a.num_kv_heads / shard.size;
                 let range = head * a.head_dim..(head + 1) * a.head_dim;
                 Some(DimRanges { dim: 0, of: a.num_kv_heads * a.head_dim, ranges: vec![range] })
             }
@@ -96,7 +96,7 @@ impl WeightCuts {
             ("self_attn", "o_proj") => along(1),
             // All experts in one tensor.
             ("experts", "gate_up_proj") => {
-                let inner = shape.get(1)? / 2 * part.size;
+                let inner = shape.get(1)? / 2 * shard.size;
                 sections(1, &[inner, inner])
             }
             ("experts", "gate_proj" | "up_proj") => along(1),
@@ -117,9 +117,9 @@ mod tests {
     #[test]
     fn rows_of_vectors_matrices_and_experts() {
         let rows = |whole: &[usize], dim: usize, ranges: &[Range<usize>]| {
-            let cut = DimRanges { dim, of: 6, ranges: ranges.to_vec() };
-            assert_eq!(cut.whole(whole), whole);
-            match cut.rows_or_columns(whole) {
+            let slice = DimRanges { dim, of: 6, ranges: ranges.to_vec() };
+            assert_eq!(slice.whole(whole), whole);
+            match slice.rows_or_columns(whole) {
                 RowsOrColumns::Rows(rows) => rows,
                 RowsOrColumns::Columns(columns) => panic!("columns {columns:?}"),
             }
@@ -129,8 +129,8 @@ mod tests {
         // Channels of a convolution.
         assert_eq!(rows(&[6, 1, 4], 0, &[2..4]), [2..4]);
         assert_eq!(rows(&[2, 6, 9], 1, &[0..1, 4..5]), [0..1, 4..5, 6..7, 10..11]);
-        let cut = DimRanges { dim: 2, of: 6, ranges: vec![2..4] };
-        assert_eq!(cut.rows_or_columns(&[2, 9, 6]), RowsOrColumns::Columns(vec![2..4]));
+        let slice = DimRanges { dim: 2, of: 6, ranges: vec![2..4] };
+        assert_eq!(slice.rows_or_columns(&[2, 9, 6]), RowsOrColumns::Columns(vec![2..4]));
     }
 
     #[test]
@@ -140,9 +140,10 @@ mod tests {
         assert_eq!(config.attention.num_kv_heads, 2);
         let heads: Vec<_> = (0..4)
             .map(|rank| {
-                let cuts = WeightCuts { config: config.clone(), part: Part { rank, size: 4 } };
-                cuts.ranges_of("model.layers.3.self_attn.k_proj.weight", &[256, 2048])
-                    .map(|cut| cut.ranges[0].start / 256)
+                let shards = WeightShards { config: config.clone(), shard: Shard { rank, size: 4 } };
+                shards
+                    .ranges_of("model.layers.3.self_attn.k_proj.weight", &[256, 2048])
+                    .map(|slice| slice.ranges[0].start / 256)
             })
             .collect();
         assert_eq!(heads, [Some(0), Some(0), Some(1), Some(1)]);
