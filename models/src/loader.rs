@@ -1,15 +1,15 @@
 //! How a model is loaded: whole or a rank's part, from a checkpoint or a GGUF file, quantised on the way or not.
 
+use crate::blocks::attention::Rotary;
 use crate::blocks::decoder::DecoderLayer;
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
 use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
-use crate::blocks::rotary::Rotary;
 use crate::causal_lm::{CausalLm, Kernels};
 use crate::config::{Family, ModelConfig};
 use crate::formats::{dequantized, GgufFile, GgufWeights, KeptFp8, Quantizer, Source};
-use crate::parallel::{Collective, Vocabulary, WeightCuts};
+use crate::parallel::{Collective, Vocabulary, WeightShards};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result};
 use candle_nn::VarBuilder;
@@ -106,8 +106,8 @@ impl<'a> Loader<'a> {
     /// the same order, each on a state or pool of its own, which holds its heads; logits are those of the whole, the same
     /// on all ranks. A model that cannot be divided so ([`ModelConfig::split`]) is an error when it is loaded.
     ///
-    /// A checkpoint's weights are then what [`part_of`](crate::part_of) or
-    /// [`part_of_safetensors`](crate::part_of_safetensors) give; of matrices in fp8 those parts stay so that have a multiple of 128
+    /// A checkpoint's weights are then what [`shard`](crate::shard) or
+    /// [`shard_safetensors`](crate::shard_safetensors) return; of matrices in fp8 those parts stay so that have a multiple of 128
     /// columns. A GGUF file is given whole: of each tensor the rank keeps
     /// its rows or columns, quantised as they are. Only where its columns are not whole blocks of their type, as a K type's
     /// 256 values may not divide the width of a part, they become [`Q8_0`](GgmlDType::Q8_0), or dense where 32 does not
@@ -156,7 +156,7 @@ impl<'a> Loader<'a> {
     /// As [`CausalLm::load_gguf`], or a type that matrices cannot be quantised to.
     pub fn load_gguf(self, file: &GgufFile, dtype: DType, device: &Device) -> Result<CausalLm> {
         let config = self.config;
-        let cuts = self.group.as_ref().map(|group| WeightCuts::new(config, &**group)).transpose()?;
+        let cuts = self.group.as_ref().map(|group| WeightShards::new(config, &**group)).transpose()?;
         let weights = GgufWeights::new(file, config, config.family != Family::Qwen3Next, cuts);
         self.load_from(Source::gguf(weights, dtype, device))
     }

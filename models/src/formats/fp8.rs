@@ -2,7 +2,7 @@
 //! as they are stored, for what stays so.
 
 use crate::config::Fp8Config;
-use crate::parallel::{RowsOrColumns, WeightCuts};
+use crate::parallel::{RowsOrColumns, WeightShards};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
 use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
 use candle_gdn::plumbing::BLOCK_COLUMNS;
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 ///
 /// A weight that is asked for in [`DType::F8E4M3`] comes as it is stored, and its scales as `[rows, blocks of columns]`: those
 /// of each row of the part.
-pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, cuts: Option<WeightCuts>) -> VarBuilder<'a> {
+pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, cuts: Option<WeightShards>) -> VarBuilder<'a> {
     let (dtype, device) = (vb.dtype(), vb.device().clone());
     VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone(), cuts }), dtype, device)
 }
@@ -45,7 +45,7 @@ impl KeptFp8 {
 struct Fp8<'a> {
     vb: VarBuilder<'a>,
     config: Fp8Config,
-    cuts: Option<WeightCuts>,
+    cuts: Option<WeightShards>,
 }
 
 impl Fp8<'_> {

@@ -8,7 +8,15 @@ use candle_gdn::plumbing::*;
 
 const OP: &str = "swiglu";
 
-/// `silu(gate) * up` of the two halves of each row, as a [`CustomOp1`]; see [`swiglu`].
+/// The gate of a SwiGLU feed-forward: `gate * sigmoid(gate) * up` of rows `[gate | up]`, the
+/// output of one projection of stacked weights. A [`CustomOp1`].
+///
+/// | tensor | shape | dtype |
+/// |---|---|---|
+/// | `gate_up` | `[.., 2 * columns]`; may be a strided view | f32, bf16 or f16 |
+/// | result | `[.., columns]`, contiguous | as gate_up |
+///
+/// Everything between reading and the last rounding is f32.
 #[derive(Debug, Clone, Default)]
 pub struct Swiglu {
     launch: Launch,
@@ -95,20 +103,4 @@ impl CustomOp1 for Swiglu {
         let out = crate::cuda::model::swiglu(&plan, gate_up)?;
         Ok((out, Shape::from(plan.out_shape)))
     }
-}
-
-/// The gate of a SwiGLU feed-forward: `gate * sigmoid(gate) * up` of rows `[gate | up]`, as one projection of stacked
-/// weights gives them.
-///
-/// | tensor | shape | dtype |
-/// |---|---|---|
-/// | `gate_up` | `[.., 2 * columns]`; may be a strided view | f32, bf16 or f16 |
-/// | result | `[.., columns]`, contiguous | as gate_up |
-///
-/// Everything between reading and the last rounding is f32.
-///
-/// # Errors
-/// When the dtype or shape does not fit; the message says what was expected and what came.
-pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
-    Swiglu::new().forward(gate_up)
 }

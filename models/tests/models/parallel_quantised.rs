@@ -11,9 +11,7 @@ use crate::support::{refused, rel_rms, values};
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Tensor};
-use candle_gdn_models::{
-    part_of, part_of_safetensors, CausalLm, Collective, GgufFile, LocalRank, ModelConfig, OtherType,
-};
+use candle_gdn_models::{shard, shard_safetensors, CausalLm, Collective, GgufFile, LocalRank, ModelConfig, OtherType};
 use candle_nn::VarBuilder;
 use std::path::Path;
 use std::sync::Arc;
@@ -116,7 +114,7 @@ fn part_of_safetensors_with(
     to: Option<GgmlDType>,
 ) -> Result<CausalLm> {
     // SAFETY: nobody writes the files.
-    let part = unsafe { part_of_safetensors(files, config, &*group, DType::F32, &CPU)? };
+    let part = unsafe { shard_safetensors(files, config, &*group, DType::F32, &CPU)? };
     CausalLm::loader(config).group(group).quantize(to).load(part)
 }
 
@@ -136,7 +134,7 @@ fn parts_are_quantised_as_they_load() -> Result<()> {
     let config = ModelConfig::from_json(&tiny.config.to_string())?;
     for rank in on_ranks(2, |group| {
         let vb = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &CPU);
-        let part = part_of(vb, &config, &*group)?;
+        let part = shard(vb, &config, &*group)?;
         let part = CausalLm::loader(&config).group(group).quantize(GgmlDType::Q4K).load(part)?;
         Ok(part.other_types().to_vec())
     }) {
@@ -179,7 +177,7 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
         for group in LocalRank::group(2) {
             for dtype in [DType::F32, DType::BF16] {
                 // SAFETY: nobody writes to the folder.
-                let part = unsafe { part_of_safetensors(&files, &config, &group, dtype, &CPU)? };
+                let part = unsafe { shard_safetensors(&files, &config, &group, dtype, &CPU)? };
                 for (name, scales) in &fp8.weights {
                     let Some(name) = name.strip_suffix("_scale_inv") else { continue };
                     let whole = &dequantized.weights[name];
@@ -224,7 +222,7 @@ fn parts_of_fp8_experts_in_one_tensor() -> Result<()> {
         fused.weights.insert(name(&format!("{weight}_scale_inv")), Tensor::stack(&scales, 0)?);
         let part = |group: &LocalRank, shape: &[usize]| {
             let vb = VarBuilder::from_tensors(fused.weights.clone(), DType::F32, &CPU);
-            part_of(vb, &config, group)?.get(shape, &name(weight))
+            shard(vb, &config, group)?.get(shape, &name(weight))
         };
         let whole = part(&LocalRank::group(1)[0], wide.dims())?;
         assert!(rel_rms(&values(&whole), &values(&wide)) < 0.05);

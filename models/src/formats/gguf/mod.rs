@@ -13,7 +13,7 @@ use super::blocks::{float, row_bytes, Blocks};
 use super::quantize::Others;
 use super::{Matrix, OtherType};
 use crate::config::ModelConfig;
-use crate::parallel::WeightCuts;
+use crate::parallel::WeightShards;
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -30,13 +30,13 @@ pub(crate) struct GgufWeights<'a> {
     file: &'a GgufFile,
     heads: Heads,
     /// What a rank has of each weight, where it has a part.
-    cuts: Option<Arc<WeightCuts>>,
+    cuts: Option<Arc<WeightShards>>,
     others: Arc<Others>,
 }
 
 impl<'a> GgufWeights<'a> {
     /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `cuts` each weight is the part of it.
-    pub(crate) fn new(file: &'a GgufFile, config: &ModelConfig, tiled: bool, cuts: Option<WeightCuts>) -> Self {
+    pub(crate) fn new(file: &'a GgufFile, config: &ModelConfig, tiled: bool, cuts: Option<WeightShards>) -> Self {
         let heads = Heads { config: config.gdn.clone(), layers: config.layers.len(), tiled };
         Self { file, heads, cuts: cuts.map(Arc::new), others: Arc::default() }
     }

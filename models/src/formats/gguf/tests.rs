@@ -3,7 +3,7 @@
 use super::super::{Blocks, Matrix};
 use super::{GgufFile, GgufWeights};
 use crate::config::ModelConfig;
-use crate::parallel::{Collective, LocalRank, WeightCuts};
+use crate::parallel::{Collective, LocalRank, WeightShards};
 use candle_core::quantized::{gguf_file, GgmlDType, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -125,7 +125,7 @@ fn parts_are_parts_of_the_whole() -> Result<()> {
         for (tiled, ranks) in [(false, 2), (true, 2), (true, 4)] {
             let whole = GgufWeights::new(&file, &config, tiled, None);
             for group in LocalRank::group(ranks) {
-                let cuts = WeightCuts::new(&config, &group)?;
+                let cuts = WeightShards::new(&config, &group)?;
                 let part = GgufWeights::new(&file, &config, tiled, Some(cuts));
                 let mut others = Vec::new();
                 for (name, _, shape, shared) in weights() {
@@ -176,7 +176,7 @@ fn half_a_small_block_is_dense() -> Result<()> {
     (config.gdn.num_key_heads, config.gdn.num_value_heads, config.attention.num_heads) = (16, 16, 16);
     config.vocab_size = 48;
     let group = LocalRank::group(16).remove(5);
-    let part = GgufWeights::new(&file, &config, false, Some(WeightCuts::new(&config, &group)?));
+    let part = GgufWeights::new(&file, &config, false, Some(WeightShards::new(&config, &group)?));
     let name = "model.layers.0.mlp.shared_expert.down_proj.weight";
     assert!(part.matrix(name, &[HIDDEN, 16])?.is_none());
     assert_eq!(
