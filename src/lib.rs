@@ -51,7 +51,6 @@
 
 #[macro_use]
 mod abi;
-mod block_scaled;
 #[allow(missing_docs)]
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -71,7 +70,7 @@ pub use device::{keep_freed_memory, single_stream_device};
 pub use layer::{
     Accepted, CheckpointPlan, Checkpoints, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection,
 };
-pub use linear::Linear;
+pub use linear::DenseWeight;
 pub use ops::{
     causal_conv1d, checkpoint_rows, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place,
     gdn_step_in_place, Algo, CausalConv1d, CuSeqlens, GateActivation, GatedRmsNorm, Gates, GdnDecode, GdnPrefill,

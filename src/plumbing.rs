@@ -28,9 +28,8 @@ pub fn cu_seqlens_on_device(cu_seqlens: &crate::CuSeqlens) -> &Tensor {
     cu_seqlens.tensor()
 }
 
-pub use crate::block_scaled::{BlockScaled, BLOCK_COLUMNS};
-pub use crate::layer::{deinterleaved, no_tokens, Launched};
-pub use crate::linear::{products, Weight};
+pub use crate::layer::{no_tokens, select_rows, Matrices, Project};
+pub use crate::linear::{multiply, products};
 pub use crate::ops::apply::{apply1, apply2, apply3};
 pub use crate::ops::check::*;
 pub use crate::ops::in_place::*;
@@ -44,9 +43,7 @@ pub use crate::state::threads::{LastThread, Working};
 /// The same for CUDA.
 #[cfg(feature = "cuda")]
 pub mod cuda {
-    pub use crate::cuda::arena::{alloc, undo, with_workspace};
-    pub use crate::cuda::block_scaled::scales_of;
-    pub use crate::cuda::linear::{few_rows, few_rows_if_faster};
+    pub use crate::cuda::arena::{alloc, finish, undo, with_workspace};
     pub use crate::cuda::pointers::*;
     pub use crate::cuda::testing;
     pub use crate::cuda::turns::{capture, is_per_thread, Turn};

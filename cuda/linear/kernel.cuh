@@ -19,20 +19,20 @@ constexpr int kColumn = 20;                     // floats from column to column 
 constexpr int kBarriers = 32;                   // bytes: of x, and two of what blocks of a cluster send each other
 
 // How x lies beside weights of type W.
-template <typename W> struct Beside {
+template <typename W> struct WeightLayout {
   static constexpr bool kScaled = false;
   static constexpr int kChunkBytes = linear::kChunkBytes;    // of a row of x
   static constexpr int kPadding = 64;    // bytes after a row of x in shared memory, so that rows 2i and 2i + 1 lie in
                                          // different halves of the banks
 };
-template <> struct Beside<E4m3> {
+template <> struct WeightLayout<E4m3> {
   static constexpr bool kScaled = true;
   static constexpr int kChunkBytes = 2 * linear::kChunkBytes;
   static constexpr int kPadding = 16;    // a quad reads every second piece of 16 bytes
 };
 
 // Where a warp finds its part of x.
-enum class From {
+enum class XSource {
   kRegisters,   // its part is one round: loaded once, kept over all tiles
   kShared,
   kHalf,        // the same of one row in bf16 beside weights in e4m3: in f16 there (half_of_block)
@@ -61,14 +61,14 @@ struct Args {
 
 // T: of x and y. W: of w, T or E4m3. NT: tiles of 8 rows. This is block `block` of `blocks` along the tiles.
 // One function: weights are under way from its first lines to its last, in registers that no part of it could hand on.
-template <typename T, typename W, int NT, From FROM>
+template <typename T, typename W, int NT, XSource SOURCE>
 __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, unsigned char *shared_bytes) {
-  [[maybe_unused]] constexpr bool kClusters = FROM != From::kGlobal;    // a larger cluster is what lets x fit
-  constexpr bool kScaled = Beside<W>::kScaled;
-  constexpr int kXBytes = Beside<W>::kChunkBytes;
-  constexpr bool kHalf = FROM == From::kHalf, kInShared = FROM == From::kShared || kHalf;
+  [[maybe_unused]] constexpr bool kClusters = SOURCE != XSource::kGlobal;    // a larger cluster is what lets x fit
+  constexpr bool kScaled = WeightLayout<W>::kScaled;
+  constexpr int kXBytes = WeightLayout<W>::kChunkBytes;
+  constexpr bool kHalf = SOURCE == XSource::kHalf, kInShared = SOURCE == XSource::kShared || kHalf;
   using Product = std::conditional_t<kHalf, __half, T>;
-  static_assert(!kScaled || FROM != From::kRegisters, "x takes as many again as weights do");
+  static_assert(!kScaled || SOURCE != XSource::kRegisters, "x takes as many again as weights do");
 
   // A lane holds, as the matrix units want it, rows g and g + 8 of a tile and a quarter of the inputs. Which quarter is
   // free as long as x has the same: 8 in a row, so that they come by one load. Of 32 inputs a lane's 16 bytes are
@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
   const char *row0 = nullptr, *row8 = nullptr;
   [[maybe_unused]] const float *scale0 = nullptr, *scale8 = nullptr;
   int fetch_tile = block, fetch_round = 0, fetch_live = 0;
-  const auto seek = [&] {
+  const auto start_tile = [&] {
     // Outputs past the end read the last row, and are not stored.
     const int row = fetch_tile * a.tile_rows + threadIdx.z * a.group_rows + g;
     const char *w = static_cast<const char *>(a.w) + (first * kChunkBytes + t * 16);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
     fetch_live = fetch_tile < a.tiles ? live : 0;
   };
   const auto advance = [&] {
-    if (FROM != From::kRegisters && ++fetch_round < a.rounds) {
+    if (SOURCE != XSource::kRegisters && ++fetch_round < a.rounds) {
       row0 += kChunks * kChunkBytes;
       row8 += kChunks * kChunkBytes;
       fetch_live -= kScaled ? 2 * kChunks : kChunks;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
     } else {
       fetch_round = 0;
       fetch_tile += blocks;
-      seek();
+      start_tile();
     }
   };
 
@@ -137,7 +137,8 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
     }
   };
 
-  seek();
+  // Start the first round of weights: they depend on no other launch.
+  start_tile();
 #pragma unroll
   for (int d = 0; d < kChunks; ++d) fetch(d);
 
@@ -146,6 +147,7 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
   const int block_chunks = static_cast<int>(blockDim.y) * a.slice;
   const int block_bytes = kScaled ? min(2 * block_chunks, a.halves - 2 * block_first) * (kXBytes / 2)
                                   : min(block_chunks, a.chunks - block_first) * kXBytes;
+  // Initialise the barriers of x and of the cluster.
 #if __CUDA_ARCH__ >= 900
   if ((kInShared && !kHalf) || (kClusters && gridDim.x > 1)) {
     if (tid == 0) {
@@ -158,12 +160,13 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
       __syncthreads();
   }
 #endif
+  // Wait for the launch before this one, which writes x.
   if (a.lets_in) ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
 
-  // x. Rows past the end are the last one again: their sums are not stored, and they cost no traffic.
-  uint4 x[FROM == From::kRegisters ? kChunks : 1][2];
+  // Load x, to shared memory, to registers or not yet. Rows past the end are the last one again: their sums are not stored, and they cost no traffic.
+  uint4 x[SOURCE == XSource::kRegisters ? kChunks : 1][2];
   const char *x_global[NT];
   uint32_t x_shared[NT];
   if constexpr (kInShared) {
@@ -200,7 +203,7 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
     for (int n = 0; n < NT; ++n)
       x_global[n] =
           static_cast<const char *>(a.x) + (first * kXBytes + t * (kXBytes / 8)) + min(8 * n + g, a.rows - 1) * a.x_row;
-    if constexpr (FROM == From::kRegisters) {
+    if constexpr (SOURCE == XSource::kRegisters) {
 #pragma unroll
       for (int d = 0; d < kChunks; ++d)
         if (d < live) {
@@ -215,18 +218,19 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
   constexpr int kSums = NT == 1 && !kScaled ? 2 : 1, kBlockSums = NT == 1 ? 2 : 1;
   float *partial = reinterpret_cast<float *>(shared_bytes + a.partial_at);
   constexpr int kPart = NT * 8 * kColumn;
-  // Of x, `at` bytes behind the begin of this warp's part.
-  const auto x_of = [&](int n, int at) {
-    if constexpr (kInShared) return ptx::load_shared(x_shared[n] + at);
-    else return ptx::load_after_wait(x_global[n] + at);
+  // x, `offset` bytes after the start of this warp's inputs.
+  const auto x_of = [&](int n, int offset) {
+    if constexpr (kInShared) return ptx::load_shared(x_shared[n] + offset);
+    else return ptx::load_after_wait(x_global[n] + offset);
   };
   // What chunks of x are divided by.
   [[maybe_unused]] const float *factors = reinterpret_cast<const float *>(shared_bytes + a.factors_at) + threadIdx.y * a.slice;
   int turns = 0;    // tiles done
 
   for (int tile = block; tile < a.tiles; tile += blocks) {
+    // Multiply: a round of chunks, whose registers are refilled for the next round as they are used.
     float sum[kSums][NT][4] = {};
-    for (int round = 0; round < (FROM == From::kRegisters ? 1 : a.rounds); ++round) {
+    for (int round = 0; round < (SOURCE == XSource::kRegisters ? 1 : a.rounds); ++round) {
       const int chunk = round * kChunks;
 #pragma unroll
       for (int d = 0; d < kChunks; ++d) {
@@ -272,13 +276,13 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
             uint4 b[NT];
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-              const int at = d * kChunkBytes + half * 64;
-              if constexpr (FROM == From::kRegisters)
+              const int offset = d * kChunkBytes + half * 64;
+              if constexpr (SOURCE == XSource::kRegisters)
                 b[n] = x[d][half];
               else if constexpr (kInShared)
-                b[n] = ptx::load_shared(x_shared[n] + chunk * kChunkBytes + at);
+                b[n] = ptx::load_shared(x_shared[n] + chunk * kChunkBytes + offset);
               else
-                b[n] = ptx::load_after_wait(x_global[n] + chunk * kChunkBytes + at);
+                b[n] = ptx::load_after_wait(x_global[n] + chunk * kChunkBytes + offset);
             }
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
@@ -292,25 +296,26 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
       advance();
     }
 
-    // The sums of all parts meet, in the order of the inputs.
+    // Add the sums of all warps along the inputs, in the order of the inputs.
     if (turns > 0) __syncthreads();    // those of the last tile have been read
-    float *mine = partial + warp * kPart;
+    float *warp_sums = partial + warp * kPart;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        mine[(8 * n + 2 * t + i % 2) * kColumn + g + i / 2 * 8] =
+        warp_sums[(8 * n + 2 * t + i % 2) * kColumn + g + i / 2 * 8] =
             kSums == 2 ? sum[0][n][i] + sum[1][n][i] : sum[0][n][i];
     __syncthreads();
     const int threads = blockDim.z * blockDim.y * 32, shift = 4 + a.group_shift, values = a.rows << shift;
     const auto sum_parts = [&](int i) {
       const int output = i & ((1 << shift) - 1), row = i >> shift;
-      const float *at = partial + ((output >> 4) * blockDim.y * NT * 8 + row) * kColumn + (output & 15);
+      const float *sums = partial + ((output >> 4) * blockDim.y * NT * 8 + row) * kColumn + (output & 15);
       float y = 0.f;
 #pragma unroll 8
-      for (int p = 0; p < static_cast<int>(blockDim.y); ++p) y += at[p * kPart];
+      for (int p = 0; p < static_cast<int>(blockDim.y); ++p) y += sums[p * kPart];
       return y;
     };
+    // Store: through the cluster, as SwiGLU of two halves, or as it is.
     const auto store = [&](int i, float y) {
       const int output = (tile << shift) + (i & ((1 << shift) - 1)), row = i >> shift;
       if (output < a.outputs) static_cast<T *>(a.y)[row * a.y_stride + output] = from_float<T>(y);
@@ -339,8 +344,8 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
 #endif
     if (a.swiglu) {
       for (int i = tid; i < a.rows * kTile; i += threads) {
-        const int output = tile * kTile + i % kTile, row = i / kTile, at = row * 2 * kTile + i % kTile;
-        const float y = fast_silu(sum_parts(at)) * sum_parts(at + kTile);
+        const int output = tile * kTile + i % kTile, row = i / kTile, gate = row * 2 * kTile + i % kTile;
+        const float y = fast_silu(sum_parts(gate)) * sum_parts(gate + kTile);
         if (output < a.outputs) static_cast<T *>(a.y)[row * a.y_stride + output] = from_float<T>(y);
       }
     } else {
@@ -350,10 +355,10 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
   }
 }
 
-template <typename T, typename W, int NT, From FROM>
+template <typename T, typename W, int NT, XSource SOURCE>
 __global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  multiply<T, W, NT, FROM>(a, blockIdx.y, gridDim.y, shared_bytes);
+  multiply<T, W, NT, SOURCE>(a, blockIdx.y, gridDim.y, shared_bytes);
 }
 
 // Rows of w in e4m3, and those below them in the dtype of x: the first blocks have these, a tile each.
@@ -361,12 +366,12 @@ struct PairArgs {
   Args scaled, below;
 };
 
-template <typename T, From FROM>
+template <typename T, XSource SOURCE>
 __global__ void __launch_bounds__(kMaxThreads, 1) pair_kernel(const __grid_constant__ PairArgs a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const int block = blockIdx.y, of_below = a.below.tiles;
-  if (block < of_below) multiply<T, T, 1, From::kGlobal>(a.below, block, of_below, shared_bytes);
-  else multiply<T, E4m3, 1, FROM>(a.scaled, block - of_below, gridDim.y - of_below, shared_bytes);
+  if (block < of_below) multiply<T, T, 1, XSource::kGlobal>(a.below, block, of_below, shared_bytes);
+  else multiply<T, E4m3, 1, SOURCE>(a.scaled, block - of_below, gridDim.y - of_below, shared_bytes);
 }
 
 }  // namespace linear

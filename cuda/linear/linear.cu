@@ -7,36 +7,36 @@ namespace gdn {
 namespace linear {
 namespace {
 
-template <typename T, typename W, int NT, From FROM>
+template <typename T, typename W, int NT, XSource SOURCE>
 int launch_kernel(const Plan &plan, const LaunchConfig &config, int optin) {
-  if (const int status = allow_shared_memory(linear_kernel<T, W, NT, FROM>, config.shared_bytes, optin)) return status;
-  return launch(linear_kernel<T, W, NT, FROM>, config, plan.args);
+  if (const int status = allow_shared_memory(linear_kernel<T, W, NT, SOURCE>, config.shared_bytes, optin)) return status;
+  return launch(linear_kernel<T, W, NT, SOURCE>, config, plan.args);
 }
 
 constexpr int kPairRows = 8;
 
-template <typename T> int launch_pair(From from, const PairArgs &args, const LaunchConfig &config, int optin) {
+template <typename T> int launch_pair(XSource source, const PairArgs &args, const LaunchConfig &config, int optin) {
   const auto with = [&](auto *kernel) {
     if (const int status = allow_shared_memory(kernel, config.shared_bytes, optin)) return status;
     return launch(kernel, config, args);
   };
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    if (from == From::kHalf) return with(pair_kernel<T, From::kHalf>);
-  return with(pair_kernel<T, From::kShared>);
+    if (source == XSource::kHalf) return with(pair_kernel<T, XSource::kHalf>);
+  return with(pair_kernel<T, XSource::kShared>);
 }
 
 template <typename T, typename W, int NT> int launch_rows(const Plan &plan, const LaunchConfig &config, int optin) {
-  if constexpr (NT == 1 && !Beside<W>::kScaled)
-    if (plan.from == From::kRegisters) return launch_kernel<T, W, NT, From::kRegisters>(plan, config, optin);
-  if constexpr (NT == 1 && Beside<W>::kScaled && std::is_same_v<T, __nv_bfloat16>)
-    if (plan.from == From::kHalf) return launch_kernel<T, W, NT, From::kHalf>(plan, config, optin);
-  if (plan.from == From::kShared) return launch_kernel<T, W, NT, From::kShared>(plan, config, optin);
-  return launch_kernel<T, W, NT, From::kGlobal>(plan, config, optin);
+  if constexpr (NT == 1 && !WeightLayout<W>::kScaled)
+    if (plan.x_source == XSource::kRegisters) return launch_kernel<T, W, NT, XSource::kRegisters>(plan, config, optin);
+  if constexpr (NT == 1 && WeightLayout<W>::kScaled && std::is_same_v<T, __nv_bfloat16>)
+    if (plan.x_source == XSource::kHalf) return launch_kernel<T, W, NT, XSource::kHalf>(plan, config, optin);
+  if (plan.x_source == XSource::kShared) return launch_kernel<T, W, NT, XSource::kShared>(plan, config, optin);
+  return launch_kernel<T, W, NT, XSource::kGlobal>(plan, config, optin);
 }
 
 template <typename T, typename W> int launch_any(const Plan &plan, const LaunchConfig &config, int nt, int optin) {
   if (nt == 1) return launch_rows<T, W, 1>(plan, config, optin);
-  if constexpr (!Beside<W>::kScaled)
+  if constexpr (!WeightLayout<W>::kScaled)
     if (nt == 4) return launch_rows<T, W, 4>(plan, config, optin);
   return launch_rows<T, W, 2>(plan, config, optin);
 }
@@ -126,7 +126,7 @@ int run(const gdn_linear_params &p, const gdn_linear_options &o, bool lets_in, c
     if (const int status = check_options(o, card)) return status;
     const int groups = o.groups ? o.groups : o.swiglu ? 2 : 1, resident = kMaxWarps / (o.warps * groups);
     plan = make_plan(problem, {o.warps, groups, o.cluster ? o.cluster : 1, o.blocks ? o.blocks : resident}, card);
-    if (plan.tiling.cluster > 1 && plan.from == From::kGlobal) return GDN_BAD_ALGO;
+    if (plan.tiling.cluster > 1 && plan.x_source == XSource::kGlobal) return GDN_BAD_ALGO;
   } else {
     plan = nt == 1 ? plan_few(problem, card) : plan_many(problem, card);
   }
@@ -149,14 +149,14 @@ int run_pair(const gdn_linear_params &p, const gdn_linear_params &below, cudaStr
   if (const int status = card_of(problem, {}, &card)) return status;
   const Plan plan = plan_few(problem, card), of_below = make_plan({below, false}, plan.tiling, card);
   const int64_t tiles = of_below.args.tiles, blocks = plan.blocks(plan.args.tiles + tiles, card);
-  *done = plan.from != From::kGlobal && plan.tiling.cluster == 1 && 4 * tiles <= blocks;    // the others are left enough
+  *done = plan.x_source != XSource::kGlobal && plan.tiling.cluster == 1 && 4 * tiles <= blocks;    // the others are left enough
   if (!*done) return GDN_OK;
   LaunchConfig config = config_of(plan, p, card, stream);
   config.grid.y = static_cast<unsigned>(blocks);
   if (of_below.bytes > plan.bytes) config.shared_bytes = of_below.bytes;
   const PairArgs args = {plan.args, of_below.args};
-  return p.dtype == GDN_BF16 ? launch_pair<__nv_bfloat16>(plan.from, args, config, card.optin)
-                             : launch_pair<__half>(plan.from, args, config, card.optin);
+  return p.dtype == GDN_BF16 ? launch_pair<__nv_bfloat16>(plan.x_source, args, config, card.optin)
+                             : launch_pair<__half>(plan.x_source, args, config, card.optin);
 }
 
 int run(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream) {

@@ -100,7 +100,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
   const char *row0 = nullptr, *row8 = nullptr;
   const float *scale_row = nullptr;
   int fetch_tile = blockIdx.y, fetch_chunk = 0, fetch_stage = 0;
-  const auto seek = [&] {
+  const auto start_tile = [&] {
     // Outputs past the end read the last row, and are not stored.
     const int row = (fetch_tile * static_cast<int>(blockDim.z) + threadIdx.z) * kTile + warp * 16, last = a.outputs - 1;
     const char *w = static_cast<const char *>(a.w) + (first * kChunk + t * 16);
@@ -124,13 +124,13 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
       if (++fetch_chunk == chunks) {
         fetch_chunk = 0;
         fetch_tile += gridDim.y;
-        seek();
+        start_tile();
       }
     }
     ptx::copy_async_commit();
     fetch_stage = fetch_stage + 1 == kStages ? 0 : fetch_stage + 1;
   };
-  seek();
+  start_tile();
 #pragma unroll
   for (int i = 0; i < kStages; ++i) fetch();
 
@@ -155,14 +155,14 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
       uint4 v[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int at = begin + i * kThreads, r = at / 8 % kRows, tile = at / (8 * kRows);
+        const int unit = begin + i * kThreads, r = unit / 8 % kRows, tile = unit / (8 * kRows);
         v[i] = make_uint4(0, 0, 0, 0);
-        if (at < pieces && tile < x_halves && r < a.rows) v[i] = ptx::load_after_wait(from + r * a.x_row + tile * 128);
+        if (unit < pieces && tile < x_halves && r < a.rows) v[i] = ptx::load_after_wait(from + r * a.x_row + tile * 128);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int at = begin + i * kThreads, r = at / 8 % kRows, tile = at / (8 * kRows);
-        if (at < pieces) {
+        const int unit = begin + i * kThreads, r = unit / 8 % kRows, tile = unit / (8 * kRows);
+        if (unit < pieces) {
           const uint32_t to = x_at + tile * kXTile + r * 128 + (q / 2) * 4;
           const uint32_t words[4] = {__byte_perm(v[i].x, v[i].y, 0x7632), __byte_perm(v[i].x, v[i].y, 0x5410),
                                      __byte_perm(v[i].z, v[i].w, 0x7632), __byte_perm(v[i].z, v[i].w, 0x5410)};
@@ -267,11 +267,11 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
 #pragma unroll
         for (int r = 0; r < 8; ++r) y[r] += x[r];
       }
-      const int at = (tile * static_cast<int>(blockDim.z) + group) * kTile + output, row = 8 * (rank * own + n);
-      if (at < a.outputs)
+      const int column = (tile * static_cast<int>(blockDim.z) + group) * kTile + output, row = 8 * (rank * own + n);
+      if (column < a.outputs)
 #pragma unroll
         for (int r = 0; r < 8; ++r)
-          if (row + r < a.rows) static_cast<T *>(a.y)[(row + r) * a.y_stride + at] = from_float<T>(y[r]);
+          if (row + r < a.rows) static_cast<T *>(a.y)[(row + r) * a.y_stride + column] = from_float<T>(y[r]);
     }
     if (tile + static_cast<int>(gridDim.y) < a.tiles) {
       __syncwarp();

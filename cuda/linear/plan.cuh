@@ -68,7 +68,7 @@ inline int fit_warps(int chunks, int wanted, int cluster, int most) {
 struct Plan {
   Tiling tiling;
   Args args;
-  From from;
+  XSource x_source;
   int64_t bytes;    // of shared memory
 
   // Of so many tiles: as many blocks, or clusters, as run at once.
@@ -111,11 +111,11 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
   bytes += static_cast<int64_t>(warps) * nt * 8 * kColumn * sizeof(float);
   args.meet_at = static_cast<int>(bytes);
   if (tiling.cluster > 1) bytes += ceil_div(2 * p.rows * kTile * tiling.groups * sizeof(float), 16) * 16;
-  plan.from = From::kRegisters;
+  plan.x_source = XSource::kRegisters;
   if (nt > 1 || args.rounds > 1 || problem.scaled()) {
     // x beside as many blocks as the tiling has on a multiprocessor, each of which costs 1 KB more.
-    const int chunk_bytes = problem.scaled() ? Beside<E4m3>::kChunkBytes : Beside<void>::kChunkBytes;
-    const int padding = problem.scaled() ? Beside<E4m3>::kPadding : Beside<void>::kPadding;
+    const int chunk_bytes = problem.scaled() ? WeightLayout<E4m3>::kChunkBytes : WeightLayout<void>::kChunkBytes;
+    const int padding = problem.scaled() ? WeightLayout<E4m3>::kPadding : WeightLayout<void>::kPadding;
     const int64_t chunks = static_cast<int64_t>(tiling.warps) * args.slice, row = chunks * chunk_bytes + padding;
     const bool half = problem.scaled() && p.rows == 1 && p.dtype == GDN_BF16;
     const int64_t factors = half ? ceil_div(chunks, 4) * 16 : 0, x = row * p.rows + factors;
@@ -124,7 +124,7 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
     args.factors_at = static_cast<int>(bytes);
     args.x_at = static_cast<int>(bytes + factors);
     args.x_shared_row = static_cast<int>(row);
-    plan.from = !fits ? From::kGlobal : half ? From::kHalf : From::kShared;
+    plan.x_source = !fits ? XSource::kGlobal : half ? XSource::kHalf : XSource::kShared;
     if (fits) bytes += x;
   }
   plan.bytes = bytes;
@@ -152,7 +152,7 @@ inline bool plan_swept(const Problem &problem, const Card &card, Plan *plan) {
   const int chunks = problem.chunks();
   const auto take = [&](const Tiling &tiling) {
     *plan = make_plan(problem, tiling, card);
-    return plan->from != From::kGlobal;
+    return plan->x_source != XSource::kGlobal;
   };
   // 40 to 64 chunks, 2,560 to 4,096 inputs of 16 bits: one large block, whose warps have all their bytes under way in one round or two.
   if (chunks >= 40 && chunks <= 64)
@@ -175,7 +175,7 @@ inline bool plan_swept_e4m3(const Problem &problem, const Card &card, Plan *plan
   const bool few = problem.p.rows <= 2;
   const auto take = [&](const Tiling &tiling) {
     *plan = make_plan(problem, tiling, card);
-    return plan->from != From::kGlobal;
+    return plan->x_source != XSource::kGlobal;
   };
   if (chunks == 16 || chunks == 20) {    // 2,048 and 2,560 inputs
     if (problem.swiglu) return take(few ? Tiling{3, 2, 1, 2} : Tiling{5, 2, 1, 1});
@@ -210,14 +210,14 @@ inline Plan plan_few(const Problem &problem, const Card &card) {
     Plan plan;
     for (int blocks = most / warps; blocks > 0; --blocks) {
       plan = make_plan(problem, {warps, groups, 1, blocks}, card);
-      if (plan.from != From::kGlobal) break;
+      if (plan.x_source != XSource::kGlobal) break;
     }
-    if (plan.from == From::kGlobal) plan = make_plan(problem, {warps, groups, 1, most / warps}, card);
+    if (plan.x_source == XSource::kGlobal) plan = make_plan(problem, {warps, groups, 1, most / warps}, card);
     const int64_t places = static_cast<int64_t>(plan.args.rounds) * kChunks * warps;
     const int64_t slots = static_cast<int64_t>(card.sms) * plan.tiling.blocks_per_sm, rest = tiles % slots;
     const double each = static_cast<double>(warps) * groups * chunks / places / card.sms;
     double time = (tiles - rest) / busy(each * slots) + (rest ? rest / busy(each * rest) : 0);
-    if (plan.from == From::kGlobal) time /= kThroughCaches;
+    if (plan.x_source == XSource::kGlobal) time /= kThroughCaches;
     if (best_places == 0 || time < best_time || (time == best_time && places < best_places)) {
       best = plan;
       best_time = time;
@@ -239,7 +239,7 @@ inline Plan plan_many(const Problem &problem, const Card &card) {
     tiling.blocks_per_sm = blocks_per_sm;
     tiling.warps = fit_warps(problem.chunks(), tiling.warps, cluster, kMaxWarps / tiling.groups);
     plan = make_plan(problem, tiling, card);
-    return plan.from != From::kGlobal;
+    return plan.x_source != XSource::kGlobal;
   };
   // Where x does not fit: one block a multiprocessor, then fewer inputs a block.
   const int begin = card.clusters ? line->tiling.cluster : 1, most = card.clusters ? 8 : 1;

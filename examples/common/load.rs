@@ -7,7 +7,7 @@ use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
 use candle_gdn::Algo;
-use candle_gdn_models::{shard, shard_safetensors, CausalLm, DraftHeadChoice, ModelConfig};
+use candle_gdn_models::{shard_of, shard_of_safetensors, CausalLm, DraftHeadChoice, ModelConfig};
 use candle_nn::VarBuilder;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::num::NonZeroUsize;
@@ -163,7 +163,7 @@ pub fn load_model(
             let files = &checkpoint.weights()?;
             // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
             let vb = match &rank.group {
-                Some(group) => unsafe { shard_safetensors(files, config, &**group, dtype, device)? },
+                Some(group) => unsafe { shard_of_safetensors(files, config, &**group, dtype, device)? },
                 None => unsafe { VarBuilder::from_mmaped_safetensors(files, dtype, device)? },
             };
             Ok(loader.load(vb)?)
@@ -171,7 +171,7 @@ pub fn load_model(
         (LoadFormat::Dummy, _) => {
             let vb = VarBuilder::from_backend(Box::new(Dummy::new(config, device)?), dtype, device.clone());
             let vb = match &rank.group {
-                Some(group) => shard(vb, config, &**group)?,
+                Some(group) => shard_of(vb, config, &**group)?,
                 None => vb,
             };
             Ok(loader.load(vb)?)

@@ -4,7 +4,7 @@
 //
 // Of E experts a token takes the k with the largest logits, with the softmax of all E as weights:
 //   p = softmax(router x);  w_e = p_e, or p_e / (the sum of the k chosen)
-//   y = residual + sum over chosen e of w_e mlp_e(x) + sigmoid(shared_gate x) mlp_shared(x)
+//   y = sum over chosen e of w_e mlp_e(x) + sigmoid(shared_gate x) mlp_shared(x)
 //   mlp(x) = down (silu(gate x) * (up x))
 // Of equal logits the lower expert is taken; a NaN counts as the largest, and makes all weights of its token NaN.
 #ifndef CANDLE_GDN_MOE_H
@@ -35,7 +35,6 @@ typedef struct gdn_moe_params {
   const void *x;               // [tokens, hidden], io_dtype
   const void *router;          // [router_parts, num_experts, hidden] in bf16, and the router is the sum of the parts; with a
                                // shared expert one more row of each, its gate
-  const float *logits;         // null, or router x: [tokens, num_experts (+ 1)]; router is then not read
   const void *gate_up;         // [num_experts, 2 inner, hidden], io_dtype: the gate's rows, then up's
   const void *down;            // [num_experts, hidden, inner], io_dtype
   const void *shared_gate_up;  // [2 shared_inner, hidden], io_dtype
@@ -46,11 +45,10 @@ typedef struct gdn_moe_params {
   int32_t quantized;           // not 0: all the four are packed as gdn_quantized_pack() does, aligned to 128, each of its own type; the gates and
                                // ups `paired`. For few tokens alone. hidden, inner and shared_inner are what these types take
   int32_t gate_up_type, down_type, shared_gate_up_type, shared_down_type;    // gdn_quantized_type
-  const void *residual;        // null, or [tokens, hidden], io_dtype; may be y itself
   void *y;                     // written: [tokens, hidden], io_dtype; must not overlap x
   void *workspace;             // gdn_moe_workspace() bytes of device memory, aligned to 256. Its contents mean nothing
   int64_t workspace_bytes;     // before and after
-  int64_t x_stride, logits_stride, residual_stride, y_stride;    // elements from token to token
+  int64_t x_stride, y_stride;  // elements from token to token
   int32_t tokens, hidden, num_experts, top_k;
   int32_t inner;
   int32_t shared_inner;        // 0: no shared expert

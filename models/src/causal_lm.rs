@@ -4,11 +4,11 @@ use crate::blocks::attention::{CacheShape, Rotary};
 use crate::blocks::decoder::DecoderLayer;
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
-use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::config::ModelConfig;
 use crate::formats::OtherType;
 use crate::parallel::Vocabulary;
+use crate::weights::Weight;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::plumbing::{Launch, Working};
 
@@ -38,14 +38,14 @@ pub struct CausalLm {
     pub(crate) layers: Vec<DecoderLayer>,
     pub(crate) draft_head: Option<DraftHead>,
     pub(crate) norm: RmsNorm,
-    pub(crate) head: Linear,
+    pub(crate) head: Weight,
     pub(crate) rotary: Rotary,
     pub(crate) config: ModelConfig,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
     /// Tells the states of two models apart.
     pub(crate) id: usize,
-    /// Of which this model has a part, where others have the rest.
+    /// Of which this model has a shard, where others have the rest.
     pub(crate) vocabulary: Option<Vocabulary>,
     pub(crate) kv_heads: usize,
     pub(crate) heads: usize,
@@ -70,7 +70,7 @@ impl CausalLm {
     }
 
     /// The matrices that [`Loader::quantize`](crate::Loader::quantize) could not bring into the type that was asked for, and
-    /// those of which a rank's part ([`Loader::group`](crate::Loader::group)) could not keep that of its file.
+    /// those of which a rank's shard ([`Loader::group`](crate::Loader::group)) could not keep that of its file.
     pub fn other_types(&self) -> &[OtherType] {
         &self.other_types
     }
@@ -132,7 +132,7 @@ impl CausalLm {
         self.scores_by(head.copy_for(hidden.dim(0)?).unwrap_or(&self.head), hidden, launch)
     }
 
-    fn scores_by(&self, head: &Linear, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
+    fn scores_by(&self, head: &Weight, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
         let _working = Working::new(&self.device);
         if hidden.elem_count() == 0 {
             let mut dims = hidden.dims().to_vec();
@@ -140,7 +140,7 @@ impl CausalLm {
             dims.push(self.config.vocab_size);
             return Tensor::zeros(dims, self.dtype, &self.device);
         }
-        let logits = head.forward_launched(&hidden.contiguous()?, launch)?;
+        let logits = head.multiply(&hidden.contiguous()?, launch)?;
         match &self.vocabulary {
             Some(vocabulary) => vocabulary.gather(&logits),
             None => Ok(logits),

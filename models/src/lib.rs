@@ -64,6 +64,7 @@ mod memory;
 mod ops;
 mod parallel;
 mod state;
+mod weights;
 
 pub use blocks::attention::{rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
 pub use blocks::norm::AddRmsNorm;
@@ -78,7 +79,7 @@ pub use formats::{GgufFile, OtherType};
 pub use loader::{DraftHeadChoice, Loader};
 pub use memory::SequenceBytes;
 pub use ops::Swiglu;
-pub use parallel::{shard, shard_safetensors, Collective, LocalRank};
+pub use parallel::{shard_of, shard_of_safetensors, Collective, LocalRank};
 #[cfg(feature = "nccl")]
 pub use parallel::{NcclId, NcclRank};
 pub use state::ModelState;

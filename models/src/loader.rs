@@ -1,14 +1,13 @@
-//! How a model is loaded: whole or a rank's part, from a checkpoint or a GGUF file, quantised on the way or not.
+//! How a model is loaded: whole or a rank's shard, from a checkpoint or a GGUF file, quantised on the way or not.
 
 use crate::blocks::attention::Rotary;
 use crate::blocks::decoder::DecoderLayer;
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
-use crate::blocks::linear::Linear;
 use crate::blocks::norm::RmsNorm;
 use crate::causal_lm::{CausalLm, Kernels};
 use crate::config::{Family, ModelConfig};
-use crate::formats::{dequantized, GgufFile, GgufWeights, KeptFp8, Quantizer, Source};
+use crate::formats::{dequantized, place, Fp8Format, GgufFile, GgufWeights, Quantizer, Source};
 use crate::parallel::{Collective, Vocabulary, WeightShards};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result};
@@ -45,7 +44,7 @@ impl CausalLm {
         Self::loader(config).load_gguf(file, dtype, device)
     }
 
-    /// The same with options: quantised, a rank's part, or with progress.
+    /// The same with options: quantised, a rank's shard, or with progress.
     ///
     /// ```no_run
     /// # fn load(config: &candle_gdn_models::ModelConfig, vb: candle_nn::VarBuilder) -> candle_core::Result<()> {
@@ -95,22 +94,22 @@ impl<'a> Loader<'a> {
     /// projections of Gated DeltaNet layers, a few rows that all else hangs on, become `Q8_0` whatever is asked for.
     /// Norms, the convolution and the router of experts are never quantised.
     ///
-    /// A rank of several quantises its part of each matrix, whose width is what counts then.
+    /// A rank of several quantises its shard of each matrix, whose width is what counts then.
     pub fn quantize(mut self, to: impl Into<Option<GgmlDType>>) -> Self {
         self.quantize = to.into();
         self
     }
 
-    /// Loads a rank's part of the model, whose others the other ranks of `group` load at the same time with the same
+    /// Loads a rank's shard of the model, whose others the other ranks of `group` load at the same time with the same
     /// options: tensor parallelism. The config stays that of the whole model. From then on all ranks make the same calls in
     /// the same order, each on a state or pool of its own, which holds its heads; logits are those of the whole, the same
     /// on all ranks. A model that cannot be divided so ([`ModelConfig::split`]) is an error when it is loaded.
     ///
-    /// A checkpoint's weights are then what [`shard`](crate::shard) or
-    /// [`shard_safetensors`](crate::shard_safetensors) return; of matrices in fp8 those parts stay so that have a multiple of 128
+    /// A checkpoint's weights are then what [`shard_of`](crate::shard_of) or
+    /// [`shard_of_safetensors`](crate::shard_of_safetensors) give; of matrices in fp8 those parts stay so that have a multiple of 128
     /// columns. A GGUF file is given whole: of each tensor the rank keeps
     /// its rows or columns, quantised as they are. Only where its columns are not whole blocks of their type, as a K type's
-    /// 256 values may not divide the width of a part, they become [`Q8_0`](GgmlDType::Q8_0), or dense where 32 does not
+    /// 256 values may not divide the width of a shard, they become [`Q8_0`](GgmlDType::Q8_0), or dense where 32 does not
     /// divide it either; [`CausalLm::other_types`] tells which did.
     pub fn group(mut self, group: impl Into<Option<Arc<dyn Collective>>>) -> Self {
         self.group = group.into();
@@ -118,7 +117,7 @@ impl<'a> Loader<'a> {
     }
 
     /// Whether the checkpoint's draft head is loaded too, for [`CausalLm::draft`]. It becomes what the layers become:
-    /// quantised, or a rank's part. [`CausalLm::has_draft_head`] tells whether there is one.
+    /// quantised, or a rank's shard. [`CausalLm::has_draft_head`] tells whether there is one.
     pub fn draft_head(mut self, choice: DraftHeadChoice) -> Self {
         self.draft_head = choice;
         self
@@ -144,10 +143,10 @@ impl<'a> Loader<'a> {
         let keeps = vb.device().is_cuda() && sixteen_bits && self.quantize.is_none();
         let fp8 = self.config.fp8.as_ref().filter(|_| keeps);
         let mut source = Source::new(vb);
-        if let Some(kept) = fp8.and_then(|fp8| KeptFp8::new(fp8, self.group.is_some())) {
-            source = source.keeping_fp8(kept);
+        if let Some(format) = fp8.and_then(|fp8| Fp8Format::new(fp8, self.group.is_some())) {
+            source = source.with_format(format);
         }
-        self.load_from(source)
+        self.load_from(source, false)
     }
 
     /// From a GGUF file; see [`CausalLm::load_gguf`].
@@ -156,20 +155,23 @@ impl<'a> Loader<'a> {
     /// As [`CausalLm::load_gguf`], or a type that matrices cannot be quantised to.
     pub fn load_gguf(self, file: &GgufFile, dtype: DType, device: &Device) -> Result<CausalLm> {
         let config = self.config;
-        let cuts = self.group.as_ref().map(|group| WeightShards::new(config, &**group)).transpose()?;
-        let weights = GgufWeights::new(file, config, config.family != Family::Qwen3Next, cuts);
-        self.load_from(Source::gguf(weights, dtype, device))
+        let shards = self.group.as_ref().map(|group| WeightShards::new(config, &**group)).transpose()?;
+        let weights = GgufWeights::new(file, config, config.family != Family::Qwen3Next, shards);
+        let quantized = weights.is_quantized();
+        let dense = VarBuilder::from_backend(Box::new(weights.clone()), dtype, device.clone());
+        self.load_from(Source::new(dense).with_format(weights).in_one_file(), quantized)
     }
 
-    fn load_from(mut self, source: Source) -> Result<CausalLm> {
+    /// `quantized`: whether some matrices are, as they are stored.
+    fn load_from(mut self, source: Source, quantized: bool) -> Result<CausalLm> {
         static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
         let (dtype, device) = (source.dtype(), source.device().clone());
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             bail!("dtype: expected F32, BF16 or F16, got {dtype:?}")
         }
-        let quantized = source.is_quantized() || self.quantize.is_some();
+        let quantized = quantized || self.quantize.is_some();
         let source = match self.quantize {
-            Some(to) => source.quantized(Arc::new(Quantizer::new(to)?)),
+            Some(to) => source.quantized(Quantizer::new(to)?),
             None => source,
         };
         let is_here = |p: &&&str| source.pp(p).contains("embed_tokens.weight");
@@ -191,7 +193,7 @@ impl<'a> Loader<'a> {
         }
         let head = match tied {
             Some(tied) => tied,
-            None => Linear::load(&source.pp("lm_head"), config.hidden_size, config.vocab_size)?,
+            None => place::load(&source.pp("lm_head"), config.hidden_size, config.vocab_size)?,
         };
         let draft_head = match self.draft_head {
             DraftHeadChoice::Off => None,
@@ -202,6 +204,10 @@ impl<'a> Loader<'a> {
             _ => Some(DraftHead::load(config, &source, group.clone())?.with_copy_of(&head)?),
         };
         let vocabulary = group.map(|group| Vocabulary::new(group, whole.vocab_size, &device)).transpose()?;
+        let uses_candle = head.uses_candle()
+            || embeddings.uses_candle()
+            || layers.iter().any(|layer| layer.uses_candle)
+            || draft_head.as_ref().is_some_and(DraftHead::uses_candle);
         Ok(CausalLm {
             embeddings,
             layers,
@@ -216,7 +222,7 @@ impl<'a> Loader<'a> {
             dtype,
             device,
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            quantized: quantized.then(|| if source.needs_candle() { Kernels::Candles } else { Kernels::Ours }),
+            quantized: quantized.then_some(if uses_candle { Kernels::Candles } else { Kernels::Ours }),
             other_types: source.other_types(),
         })
     }

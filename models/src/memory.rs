@@ -1,10 +1,11 @@
 //! What a model takes, told from its configuration alone.
 
 use crate::config::{Family, FfnKind, LayerConfig, MixerKind, ModelConfig};
-use crate::formats::KeptFp8;
+use crate::formats::Fp8Format;
+use crate::weights::BLOCK_COLUMNS;
 use candle_core::quantized::GgmlDType;
 use candle_core::DType;
-use candle_gdn::plumbing::{BLOCK_COLUMNS, RING_ROWS};
+use candle_gdn::plumbing::RING_ROWS;
 
 /// Bytes of device memory that one sequence of a model takes; see [`ModelConfig::sequence_bytes`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,13 +98,13 @@ impl ModelConfig {
 
     /// Number, rows and columns of the matrices that stay in fp8.
     fn fp8_matrices(&self) -> impl Iterator<Item = [usize; 3]> + '_ {
-        let kept = self.fp8.as_ref().and_then(|config| Some((config, KeptFp8::new(config, true)?)));
+        let kept = self.fp8.as_ref().and_then(|config| Some((config, Fp8Format::new(config, true)?)));
         kept.into_iter().flat_map(move |(config, kept)| {
             let layers = self.layers.iter().enumerate();
             layers.flat_map(move |(i, layer)| {
                 let kept = kept.clone();
                 let stays = move |&(module, [_, _, columns]): &(&str, [usize; 3])| {
-                    config.converts(&format!("layers.{i}.{module}")) && kept.takes(columns)
+                    config.converts(&format!("layers.{i}.{module}")) && kept.keeps(columns)
                 };
                 let mut experts = self.expert_matrices(layer);
                 // All of them or none.

@@ -195,10 +195,10 @@ pub fn with_workspace<R>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::linear::few_rows;
     use super::super::pointers::{read, stream_of};
     use super::super::testing;
     use super::*;
+    use crate::linear::cuda::multiply;
     use crate::ops::Launch;
 
     fn address(tensor: &Tensor) -> u64 {
@@ -222,7 +222,7 @@ mod tests {
         let weight = numbers(64, 0.7, &device);
         let arena = Arena::new(&device).unwrap();
         let placed = Launch { overlap: false, arena: Some(arena.clone()) };
-        let product = |x: &Tensor, launch: &Launch| few_rows(x, &weight, launch).unwrap().expect("a shape it takes");
+        let product = |x: &Tensor, launch: &Launch| multiply(x, &weight, launch).unwrap().expect("a shape it takes");
         let values = |x: &Tensor| x.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
         let (mut places, mut undone) = (vec![], vec![]);
         for pass in 0..3 {
@@ -269,7 +269,7 @@ mod tests {
         let arena = Arena::new(&device).unwrap();
         let launch = Launch { overlap: false, arena: Some(arena.clone()) };
         arena.begin_pass();
-        let y = few_rows(&x, &weight, &launch).unwrap().expect("a shape it takes");
+        let y = multiply(&x, &weight, &launch).unwrap().expect("a shape it takes");
         let first = |y: &Tensor| y.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()[0][0];
         launch.next_layer();
         assert!(first(&y).is_finite());

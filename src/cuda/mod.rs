@@ -4,9 +4,7 @@
 //! launch allocates its output and, where its kernel asks for one, a workspace, unless an [`arena::Arena`] has them.
 
 pub mod arena;
-pub mod block_scaled;
 mod conv;
-pub mod linear;
 mod norm;
 #[allow(missing_docs)] // for `plumbing` only
 pub mod pointers;

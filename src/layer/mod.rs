@@ -3,15 +3,16 @@
 mod checkpoints;
 mod config;
 mod forward;
+mod load;
 mod projection;
 mod verify;
 
 pub use checkpoints::{CheckpointPlan, Checkpoints};
 pub use config::GdnConfig;
-pub use projection::{deinterleaved, InProjection, Launched, Projection};
+pub use load::{select_rows, Matrices};
+pub use projection::{InProjection, Project, Projection};
 pub use verify::{no_tokens, Accepted, Drafted};
 
-use crate::linear::Linear;
 use crate::ops::ring::{Cursors, Ring};
 use crate::ops::{
     check_device, check_float, check_shape, check_state_dtype, fused_sizes, Algo, RuleOptions, StepAlgo, StepOptions,
@@ -19,7 +20,6 @@ use crate::ops::{
 use crate::reference::Dims;
 use crate::state::{GdnState, PoolRing, StatePool};
 use candle_core::{bail, DType, Result, Tensor};
-use candle_nn::VarBuilder;
 
 const OP: &str = "GatedDeltaNet";
 
@@ -65,43 +65,6 @@ pub struct GatedDeltaNet {
 }
 
 impl GatedDeltaNet {
-    /// Loads the layer from the weights under `vb`, which stands at `..linear_attn`.
-    ///
-    /// Both layouts of published checkpoints are recognised by their names: Qwen3-Next's `in_proj_qkvz` and `in_proj_ba`
-    /// (interleaved by key head) or the split `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` of Qwen3.5 and
-    /// later. Both become one projection.
-    ///
-    /// # Errors
-    /// When the config does not fit together, or a weight is missing or misshapen (the message names it).
-    pub fn load(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
-        config.check()?;
-        let (c, hidden, heads) = (config, config.hidden_size, config.num_value_heads);
-        let get = |rows: usize, name: &str| vb.get((rows, hidden), name);
-        let in_proj = if vb.contains_tensor("in_proj_qkvz.weight") {
-            let qkvz = get(c.conv_channels() + c.value_size(), "in_proj_qkvz.weight")?;
-            let ba = get(2 * heads, "in_proj_ba.weight")?;
-            Tensor::cat(&[deinterleaved(c, &qkvz, c.qkvz_sizes())?, deinterleaved(c, &ba, c.ba_sizes())?], 0)?
-        } else if vb.contains_tensor("in_proj_qkv.weight") {
-            let (qkv, z) = (get(c.conv_channels(), "in_proj_qkv.weight")?, get(c.value_size(), "in_proj_z.weight")?);
-            Tensor::cat(&[qkv, z, get(heads, "in_proj_b.weight")?, get(heads, "in_proj_a.weight")?], 0)?
-        } else {
-            bail!(
-                "no Gated DeltaNet under `{0}`: expected the weight `{0}.in_proj_qkvz.weight` (Qwen3-Next) or \
-                 `{0}.in_proj_qkv.weight` (Qwen3.5 and later), found neither",
-                vb.prefix()
-            );
-        };
-        let parts = GdnParts {
-            in_proj: InProjection::Fused(Linear::new(in_proj)?.into()),
-            conv_weight: vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?,
-            a_log: vb.get(heads, "A_log")?,
-            dt_bias: vb.get(heads, "dt_bias")?,
-            norm_weight: vb.get(c.value_head_dim, "norm.weight")?,
-            out_proj: Linear::new(vb.get((hidden, c.value_size()), "out_proj.weight")?)?.into(),
-        };
-        Self::new(config, parts)
-    }
-
     /// The layer of these parts: for projections that are not dense, or weights from elsewhere.
     ///
     /// Which kernel runs the rule, the environment variable [`Algo::VARIABLE`] says, read here; see

@@ -1,7 +1,7 @@
 //! What the layer projects with, and what a projection of its input gives.
 
 use super::config::GdnConfig;
-use crate::linear::Linear;
+use crate::linear::DenseWeight;
 use crate::ops::{Gates, Launch};
 use candle_core::{bail, Module, Result, Tensor, D};
 use std::sync::Arc;
@@ -10,47 +10,65 @@ use std::sync::Arc;
 ///
 /// ```
 /// use candle_core::{quantized::{GgmlDType, QMatMul, QTensor}, DType, Device, Tensor};
-/// use candle_gdn::{Linear, Projection};
+/// use candle_gdn::{DenseWeight, Projection};
 ///
 /// # fn main() -> candle_core::Result<()> {
 /// let weight = Tensor::zeros((64, 256), DType::F32, &Device::Cpu)?;
-/// let dense = Projection::from(Linear::new(weight.clone())?);
+/// let dense = Projection::from(DenseWeight::new(weight.clone())?);
 /// let quantised = Projection::module(QMatMul::from_qtensor(QTensor::quantize(&weight, GgmlDType::Q4K)?)?);
 /// # let _ = (dense, quantised);
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Clone)]
-pub enum Projection {
-    /// A dense weight, by this crate's kernels.
-    Dense(Linear),
-    /// Anything else: a quantised matrix, one with a LoRA, one of several ranks. It takes and gives the layer's dtype.
-    Module(Arc<dyn Module + Send + Sync>),
-    /// The same by kernels that are launched as the layer says.
-    #[doc(hidden)]
-    Launched(Arc<dyn Launched + Send + Sync>),
+pub struct Projection(Arc<dyn Project + Send + Sync>);
+
+/// A product whose kernel is launched as the layer says.
+#[doc(hidden)]
+pub trait Project {
+    /// `x [.., in]` to `[.., out]` in x's dtype.
+    fn project(&self, x: &Tensor, launch: &Launch) -> Result<Tensor>;
+
+    /// Outputs and inputs, where they are known.
+    fn shape(&self) -> Option<[usize; 2]> {
+        None
+    }
 }
 
-/// What [`Linear::forward_launched`] is of another weight.
-#[doc(hidden)]
-pub trait Launched {
-    /// `x [.., in]` to `[.., out]` in x's dtype.
-    fn forward_launched(&self, x: &Tensor, launch: &Launch) -> Result<Tensor>;
+struct ModuleProjection<M>(M);
+
+impl<M: Module> Project for ModuleProjection<M> {
+    /// A module's launches wait for all before them.
+    fn project(&self, x: &Tensor, _: &Launch) -> Result<Tensor> {
+        self.0.forward(x)
+    }
+}
+
+impl Project for DenseWeight {
+    fn project(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
+        self.multiply(x, launch)
+    }
+
+    fn shape(&self) -> Option<[usize; 2]> {
+        Some([self.outputs(), self.inputs()])
+    }
 }
 
 impl Projection {
-    /// Of any module.
+    /// Of any module: a quantised matrix, one with a LoRA, one of several ranks. It takes and returns the layer's dtype.
     pub fn module(module: impl Module + Send + Sync + 'static) -> Self {
-        Self::Module(Arc::new(module))
+        Self(Arc::new(ModuleProjection(module)))
     }
 
-    /// `x [.., in]` to `[.., outputs]`. A module's launches wait for all before them.
+    /// Of another weight with kernels of its own.
+    #[doc(hidden)]
+    pub fn new(weight: impl Project + Send + Sync + 'static) -> Self {
+        Self(Arc::new(weight))
+    }
+
+    /// `x [.., in]` to `[.., outputs]`.
     pub(super) fn forward(&self, name: &str, x: &Tensor, outputs: usize, launch: &Launch) -> Result<Tensor> {
-        let y = match self {
-            Self::Dense(linear) => linear.forward_launched(x, launch)?,
-            Self::Module(module) => module.forward(x)?,
-            Self::Launched(weight) => weight.forward_launched(x, launch)?,
-        };
+        let y = self.0.project(x, launch)?;
         let rank = x.rank() - 1;
         if y.dims().len() != rank + 1 || y.dims()[..rank] != x.dims()[..rank] || y.dims()[rank] != outputs {
             let want = [&x.dims()[..rank], &[outputs]].concat();
@@ -62,11 +80,10 @@ impl Projection {
         Ok(y)
     }
 
-    /// What is known of a dense one's sizes.
+    /// That the sizes fit, where they are known.
     pub(super) fn check(&self, name: &str, outputs: usize, inputs: usize) -> Result<()> {
-        match self {
-            Self::Dense(linear) if (linear.outputs(), linear.inputs()) != (outputs, inputs) => {
-                let got = [linear.outputs(), linear.inputs()];
+        match self.0.shape() {
+            Some(got) if got != [outputs, inputs] => {
                 bail!("GatedDeltaNet: {name}: expected a weight of shape {:?}, got {got:?}", [outputs, inputs])
             }
             _ => Ok(()),
@@ -74,19 +91,27 @@ impl Projection {
     }
 }
 
-impl From<Linear> for Projection {
-    fn from(linear: Linear) -> Self {
-        Self::Dense(linear)
+impl From<DenseWeight> for Projection {
+    fn from(weight: DenseWeight) -> Self {
+        Self::new(weight)
+    }
+}
+
+/// A layer without a bias, whose weight has no gradient, becomes a [`DenseWeight`]; any other stays the module that it is.
+impl From<candle_nn::Linear> for Projection {
+    fn from(linear: candle_nn::Linear) -> Self {
+        if linear.bias().is_none() && !linear.weight().track_op() {
+            if let Ok(weight) = DenseWeight::new(linear.weight().clone()) {
+                return weight.into();
+            }
+        }
+        Self::module(linear)
     }
 }
 
 impl std::fmt::Debug for Projection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Dense(linear) => f.debug_tuple("Dense").field(linear).finish(),
-            Self::Module(_) => f.write_str("Module(..)"),
-            Self::Launched(_) => f.write_str("Launched(..)"),
-        }
+        write!(f, "Projection({:?})", self.0.shape())
     }
 }
 
@@ -181,24 +206,6 @@ fn by_key_head<const N: usize>(c: &GdnConfig, x: &Tensor, sizes: [usize; N]) -> 
         Ok(parts) => Ok(parts),
         Err(_) => bail!("GatedDeltaNet: in_proj: expected {N} parts"),
     }
-}
-
-/// The rows of an interleaved weight `[HK * sum of sizes, hidden_size]` part after part, as
-/// [`InProjection::Fused`] has them: `sizes` are [`GdnConfig::qkvz_sizes`] or [`GdnConfig::ba_sizes`].
-#[doc(hidden)]
-pub fn deinterleaved<const N: usize>(c: &GdnConfig, weight: &Tensor, sizes: [usize; N]) -> Result<Tensor> {
-    let (rows, hidden) = weight.dims2()?;
-    let each = sizes.iter().sum::<usize>();
-    if rows != c.num_key_heads * each {
-        bail!("GatedDeltaNet: in_proj: expected {} rows, got {rows}", c.num_key_heads * each);
-    }
-    let heads = weight.reshape((c.num_key_heads, each, hidden))?;
-    let mut start = 0;
-    let parts = sizes.map(|size| {
-        start += size;
-        heads.narrow(1, start - size, size)?.reshape((c.num_key_heads * size, hidden))
-    });
-    Tensor::cat(&parts.into_iter().collect::<Result<Vec<_>>>()?, 0)
 }
 
 /// What the input projection gave: tensors that the columns are views of.

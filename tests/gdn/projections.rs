@@ -6,7 +6,7 @@ use crate::support::{devices, refused, rel_rms, values};
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_gdn::{
-    Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Linear, Projection, Slots,
+    Accepted, CuSeqlens, DenseWeight, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, Slots,
     CHECKPOINT_MULTIPLE,
 };
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ use std::collections::HashMap;
 type Weights = HashMap<String, Tensor>;
 
 fn dense(weight: &Tensor) -> Projection {
-    Linear::new(weight.clone()).unwrap().into()
+    DenseWeight::new(weight.clone()).unwrap().into()
 }
 
 fn module(weight: &Tensor) -> Projection {

@@ -2,8 +2,8 @@
 
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::{DenseWeight, GdnParts, InProjection, Projection};
 use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig};
-use candle_gdn::{GdnParts, InProjection, Linear, Projection};
 use candle_nn::VarBuilder;
 
 #[test]
@@ -40,7 +40,7 @@ fn the_layer_in_a_model() -> Result<()> {
         a_log: vb.get(config.num_value_heads, "A_log")?,
         dt_bias: vb.get(config.num_value_heads, "dt_bias")?,
         norm_weight: vb.get(config.value_head_dim, "norm.weight")?,
-        out_proj: Linear::new(out_proj_weight)?.into(), // a dense weight: the fast kernels of this crate
+        out_proj: DenseWeight::new(out_proj_weight)?.into(), // a dense weight: the fast kernels of this crate
     };
     let layer = GatedDeltaNet::new(&config, parts)?;
     assert_eq!(layer.forward(&x, &mut layer.new_state(batch)?)?.dims(), x.dims());

@@ -34,10 +34,9 @@ struct Tile {
 
 // Pointers of gdn_moe_params, and into the workspace.
 struct Args {
-  const void *x, *router, *gate_up, *down, *shared_gate_up, *shared_down, *residual;
-  const float *logits;
+  const void *x, *router, *gate_up, *down, *shared_gate_up, *shared_down;
   void *y;
-  float *scores;             // what `logits` points to, where it is to be written
+  float *logits;             // of all splits: [splits, tokens, logits_stride]
   void *h;                   // [rows, h_stride]: silu(gate) * up
   Table *table;
   int32_t *chosen;           // [tokens, k]
@@ -48,7 +47,7 @@ struct Args {
   Tile *tiles;
   int32_t *tile_count;       // tiles; those of routed experts; items that wide_kernel took, of gate and up and of down
   void *rows;                // [rows, hidden]: mlp(x)
-  int64_t x_stride, logits_stride, residual_stride, y_stride;
+  int64_t x_stride, logits_stride, y_stride;
   int64_t split_stride;      // from logits to logits, whose sum they are
   int32_t splits;
   int32_t tokens, hidden, experts, top_k, inner, shared_inner, h_stride;

@@ -57,8 +57,8 @@ template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, 
   }
   sum = group_sum(sum);
 
-  int mine = 0;
-  uint32_t mine_key = 0;
+  int chosen = 0;
+  uint32_t chosen_key = 0;
   for (int j = 0; j < k; ++j) {
     const uint32_t most = __reduce_max_sync(0xffffffffu, best);
     uint32_t at = PER_LANE - 1;    // the first, beside the search over lanes
@@ -71,12 +71,12 @@ template <int PER_LANE> __device__ __forceinline__ Choice choose(const Args &a, 
       if (i * 32 + lane == expert) key[i] = 0;
     best = most_of<PER_LANE>(key);
     if (lane == j) {
-      mine = static_cast<int>(expert);
-      mine_key = most;
+      chosen = static_cast<int>(expert);
+      chosen_key = most;
     }
   }
-  const float p = lane < k ? divide(__expf(of_key(mine_key) - top), sum) : 0.f;
-  return {mine, a.normalise ? divide(p, group_sum(p)) : p};
+  const float p = lane < k ? divide(__expf(of_key(chosen_key) - top), sum) : 0.f;
+  return {chosen, a.normalise ? divide(p, group_sum(p)) : p};
 }
 
 __device__ __forceinline__ Choice choose(const Args &a, int token) {
@@ -97,7 +97,7 @@ constexpr int kSortThreads = GDN_MOE_EXPERTS;    // an expert each
 
 // The sum of what the threads before this one have, and of all; of kSortThreads.
 struct Before {
-  int mine, all;
+  int prefix, all;
 };
 __device__ __forceinline__ Before sum_before(int x, int *of_warp) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

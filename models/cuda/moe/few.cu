@@ -12,11 +12,8 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   LaunchConfig config;
   config.stream = stream;
-  config.overlap = p.overlap > 0;
-  if (!p.logits) {
-    if (const int status = run_scores<T>(p, args, stream)) return status;
-    config.overlap = p.overlap >= 0;
-  }
+  if (const int status = run_scores<T>(p, args, stream)) return status;
+  config.overlap = p.overlap >= 0;
   if (p.tokens > 1) {
     config.grid = dim3(1);
     config.block = dim3(kSortThreads);

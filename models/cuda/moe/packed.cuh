@@ -187,8 +187,8 @@ template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 
     return static_cast<float>(groups * part.tiles) * static_cast<float>(unit);
   };
   const int of_shared = table.groups - table.routed, grid = static_cast<int>(gridDim.x);
-  const float mine = bytes_of(q.gate_up, table.routed), theirs = bytes_of(q.shared_gate_up, of_shared);
-  const int share = of_shared == 0 ? 0 : min(grid - 1, 1 + static_cast<int>(static_cast<float>(grid) * __fdividef(theirs, mine + theirs)));
+  const float routed_weight_bytes = bytes_of(q.gate_up, table.routed), shared_weight_bytes = bytes_of(q.shared_gate_up, of_shared);
+  const int share = of_shared == 0 ? 0 : min(grid - 1, 1 + static_cast<int>(static_cast<float>(grid) * __fdividef(shared_weight_bytes, routed_weight_bytes + shared_weight_bytes)));
   const int routed_blocks = grid - share;
   const bool is_shared = static_cast<int>(blockIdx.x) >= routed_blocks;
   const PackedArgs &part = is_shared ? q.shared_gate_up : q.gate_up;
@@ -307,7 +307,7 @@ template <typename T, int R> __global__ void __launch_bounds__(kThreads, R == 1 
   for (int i = threadIdx.x; i < a.tokens * kTile; i += kThreads) {
     const int token = i / kTile;
     const int64_t output = static_cast<int64_t>(blockIdx.x) * kTile + i % kTile;
-    float y = a.residual ? to_float(static_cast<const T *>(a.residual)[token * a.residual_stride + output]) : 0.f;
+    float y = 0.f;
 #pragma unroll
     for (int p = 0; p < kWarps; ++p) y += all_sums[p * a.tokens * kTile + i];
     static_cast<T *>(a.y)[token * a.y_stride + output] = from_float<T>(y);

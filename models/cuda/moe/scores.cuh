@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kScoreThreads) few_scores_kernel(const __grid_
     for (int i = 0; i < 4; ++i) partial[warp][(n * 8 + 2 * t + i % 2) * kScoreColumn + g + i / 2 * 8] = sum[n][i];
   __syncthreads();
   const int j = tid % kScoreRows;
-  float *to = a.scores + blockIdx.y * a.split_stride + first_row + j;
+  float *to = a.logits + blockIdx.y * a.split_stride + first_row + j;
   if (first_row + j < a.scored)
     for (int token = tid / kScoreRows; token < a.tokens; token += kScoreThreads / kScoreRows) {
       float all = 0.f;
@@ -256,7 +256,7 @@ template <typename T> __global__ void __launch_bounds__(kGemmThreads, 1) scores_
   }
   ptx::copy_async_wait<0>();
 
-  float *scores = a.scores + blockIdx.y * a.split_stride;
+  float *scores = a.logits + blockIdx.y * a.split_stride;
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll

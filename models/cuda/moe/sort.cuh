@@ -62,12 +62,12 @@ __global__ void __launch_bounds__(kSortThreads)
   __syncthreads();
   const int count = rows_of[tid];
   const Before rows = sum_before(count, of_warp);
-  first_row[tid] += rows.mine;
+  first_row[tid] += rows.prefix;
   if (block == 0) {
     const int tiles = (count + tile_rows - 1) / tile_rows;
     const Before tiles_before = sum_before(tiles, tiles_of_warp);
     for (int i = 0; i < tiles; ++i)
-      a.tiles[tiles_before.mine + i] = {tid, rows.mine + i * tile_rows, min(tile_rows, count - i * tile_rows), 0};
+      a.tiles[tiles_before.prefix + i] = {tid, rows.prefix + i * tile_rows, min(tile_rows, count - i * tile_rows), 0};
     const int shared = a.shared_inner > 0 ? (a.tokens + tile_rows - 1) / tile_rows : 0;
     for (int i = tid; i < shared; i += kSortThreads)
       a.tiles[tiles_before.all + i] = {a.experts, pairs + i * tile_rows, min(tile_rows, a.tokens - i * tile_rows), 0};

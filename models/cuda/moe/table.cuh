@@ -50,10 +50,10 @@ static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid
   for (int word = 0; word < kWords; ++word) rows += __popc(takers[word][tid]);
   const int groups = (rows + kGroup - 1) / kGroup, shared_groups = (of_shared + kGroup - 1) / kGroup;
   const Before before = sum_before(groups << 16 | rows, of_warp);
-  const int first = before.mine & 0xffff, routed = before.all >> 16;
+  const int first = before.prefix & 0xffff, routed = before.all >> 16;
   first_row[tid] = first;
   for (int i = 0; i < groups; ++i)
-    table.entry[(before.mine >> 16) + i].group = group_of(tid, first + i * kGroup, min(rows - i * kGroup, kGroup));
+    table.entry[(before.prefix >> 16) + i].group = group_of(tid, first + i * kGroup, min(rows - i * kGroup, kGroup));
   // Behind the last group zeros: all entries are read.
   for (int i = tid; routed + i < pairs + of_shared; i += kSortThreads)
     table.entry[routed + i].group = i < shared_groups ? group_of(a.experts, pairs + i * kGroup, min(of_shared - i * kGroup, kGroup)) : 0;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void read_table(const Args &a, Table &table) {
   __syncthreads();
 }
 
-// One token's choice for the kernel behind this one, which need not make it again: the first block stores it, an entry by one access,
-// behind read_table(). Until then the entries are zero: the kernel of the logits has cleared them.
+// Stores one token's choice for the next kernel, which then need not repeat it: the first block writes each entry by one access,
+// after read_table(). Until then the entries are zero: the kernel of the logits has cleared them.
 __device__ __forceinline__ uint64_t choice_of(const TableEntry &entry) {
   return static_cast<uint64_t>(__float_as_uint(entry.weight)) << 32 | entry.group;
 }
@@ -121,10 +121,10 @@ __device__ __forceinline__ void share_choice(const Args &a, const Table &table) 
     ptx::store_relaxed(&a.table->entry[i], choice_of(table.entry[i]));
 }
 
-// read_table() in the kernel behind one that shares its choice. It begins when all blocks of that one run, or have run, so that the
-// entries come. Where the caller gave the logits nobody has cleared them.
+// read_table() in the kernel after one that shares its choice. It begins when all blocks of that one run, or have run, so the
+// entries will be written.
 __device__ __forceinline__ void await_table(const Args &a, Table &table) {
-  if (a.tokens > 1 || !a.scores) return read_table(a, table);
+  if (a.tokens > 1) return read_table(a, table);
   const int tid = threadIdx.x, rows = a.top_k + (a.shared_inner > 0);
   if (tid < rows) {
     uint64_t choice;

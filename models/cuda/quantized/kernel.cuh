@@ -277,7 +277,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
   // The stream of units runs in front of their use, over the ends of turns. Units are left out behind those of a gate, up to up's, and in a cluster behind those that this block has of a tile.
   int fetch_first = begin, fetch_left = 0, to_gap = 0, gap = 0;
   const char *from = nullptr;
-  const auto seek = [&] {
+  const auto start_matrix = [&] {
     const Walk walk(part, min(part.turn, end - fetch_first), warp);
     fetch_left = walk.left;
     from = part.w + (static_cast<int64_t>(fetch_first) * a.cluster * part.units + walk.at) * F::kBytes;
@@ -294,7 +294,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
     fetch_first += part.turn;
   };
   const auto fetch = [&](int slot) {
-    while (fetch_left == 0 && fetch_first < end) seek();
+    while (fetch_left == 0 && fetch_first < end) start_matrix();
     if (fetch_left > 0) {
       ring.fetch(slot, F::kBytes, from, F::kBytes, lane);
       --fetch_left;

@@ -97,10 +97,10 @@ template <int TYPE> __device__ __forceinline__ Scales<TYPE> scales_of(uint2 reco
     made.scale[0][0][0] = half_bits(record.x & 0xffff);
     made.scale[0][1][0] = half_bits(record.x >> 16);
   } else if constexpr (TYPE == GDN_Q4_K) {
-    const float mine = half_bits(__byte_perm(record.x, record.y, 0x0073));
+    const float lane_factor = half_bits(__byte_perm(record.x, record.y, 0x0073));
     float d[4];    // of row g, its dmin, of row g + 8, its dmin
 #pragma unroll
-    for (int i = 0; i < 4; ++i) d[i] = __shfl_sync(0xffffffffu, mine, i, 4);
+    for (int i = 0; i < 4; ++i) d[i] = __shfl_sync(0xffffffffu, lane_factor, i, 4);
     const uint32_t words[2] = {record.x, record.y};
 #pragma unroll
     for (int c = 0; c < 2; ++c)

@@ -84,8 +84,8 @@ template <int TYPE> __global__ void pack_kernel(const __grid_constant__ PackArgs
       if (const uint8_t *p = block_of(row, 32 * t)) scales |= bytes2(p) << 16 * row;
     reinterpret_cast<uint32_t *>(to + F::kScalesAt)[lane] = scales;
   } else if constexpr (TYPE == GDN_Q4_K) {
-    const uint8_t *mine = block_of(t / 2, 0);
-    const uint32_t factor = mine ? bytes2(mine + t % 2 * 2) : 0;
+    const uint8_t *block = block_of(t / 2, 0);
+    const uint32_t factor = block ? bytes2(block + t % 2 * 2) : 0;
     for (int c = 0; c < 2; ++c) {
       uint32_t word = (factor >> 8 * c & 255) << 24;
       for (int row = 0; row < 2; ++row)
@@ -120,7 +120,7 @@ template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constan
   __shared__ __align__(16) T room[kPackWarps][kTile * kRow];
   const int lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kPackWarps + threadIdx.x / 32;
-  T *mine = room[threadIdx.x / 32];
+  T *warp_room = room[threadIdx.x / 32];
   if (at >= static_cast<int64_t>(a.ids ? a.rows : a.tiles) * a.units) return;
   const int64_t from = at / a.units, u = at % a.units;
   const int64_t id = a.ids ? a.ids[from] : 0, tile = a.ids ? id / kTile : from;
@@ -140,7 +140,7 @@ template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constan
     for (int row = 0; row < 2; ++row) {
       if (a.ids && !zeros && id % kTile != g + 8 * row) continue;
       if (zeros && (g | row)) continue;
-      T *y = a.ids ? static_cast<T *>(a.y) + from * a.y_stride + u * F::kInputs + c * kChunk + 32 * t : mine + (g + 8 * row) * kRow + 32 * t;
+      T *y = a.ids ? static_cast<T *>(a.y) + from * a.y_stride + u * F::kInputs + c * kChunk + 32 * t : warp_room + (g + 8 * row) * kRow + 32 * t;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float v[8];
@@ -164,7 +164,7 @@ template <typename T, int TYPE> __global__ void rows_kernel(const __grid_constan
       const int64_t output = tile * kTile + row;
       if (output >= a.rows) break;
       T *y = static_cast<T *>(a.y) + unpaired(static_cast<int32_t>(output), a.paired) * a.y_stride + u * F::kInputs + c * kChunk + piece;
-      *reinterpret_cast<uint4 *>(y) = *reinterpret_cast<const uint4 *>(mine + row * kRow + piece);
+      *reinterpret_cast<uint4 *>(y) = *reinterpret_cast<const uint4 *>(warp_room + row * kRow + piece);
     }
     __syncwarp();
   }

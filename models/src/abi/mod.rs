@@ -9,7 +9,6 @@ pub(crate) mod c_layout;
 pub(crate) mod logprobs;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod model;
-#[cfg(any(feature = "cuda", test))]
 pub(crate) mod moe;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod quantized;

@@ -1,7 +1,7 @@
 //! One decoder layer: a token mixer and a feed-forward, each behind a norm and a residual.
 
 use super::attention::GatedAttention;
-use super::gdn::gated_delta_net;
+use super::gdn;
 use super::mlp::Mlp;
 use super::moe::SparseMoe;
 use super::norm::RmsNorm;
@@ -19,8 +19,10 @@ pub(crate) struct DecoderLayer {
     pub(crate) mixer: Mixer,
     post_norm: RmsNorm,
     ffn: Ffn,
-    /// The other ranks, where this one has a part of the layer.
+    /// The other ranks, where this one has a shard of the layer.
     group: Option<Arc<dyn Collective>>,
+    /// Whether candle's kernels on CUDA multiply some of its weights.
+    pub(crate) uses_candle: bool,
 }
 
 /// What a token takes from those before it.
@@ -48,25 +50,36 @@ impl DecoderLayer {
     /// `source` is at `..layers.{i}`.
     pub(crate) fn load(cfg: &ModelConfig, layer: &LayerConfig, source: &Source) -> Result<Self> {
         let norm = |name: &str| RmsNorm::load(cfg.hidden_size, cfg.rms_norm_eps, source.pp(name).dense());
-        let mixer = match layer.mixer {
-            MixerKind::LinearAttention => Mixer::Linear(gated_delta_net(&cfg.gdn, &source.pp("linear_attn"))?),
-            MixerKind::FullAttention => Mixer::Full(GatedAttention::load(cfg, &source.pp("self_attn"))?),
+        let (mixer, uses_candle) = match layer.mixer {
+            MixerKind::LinearAttention => {
+                let (layer, uses_candle) = gdn::load(&cfg.gdn, &source.pp("linear_attn"))?;
+                (Mixer::Linear(layer), uses_candle)
+            }
+            MixerKind::FullAttention => {
+                let attention = GatedAttention::load(cfg, &source.pp("self_attn"))?;
+                let uses_candle = attention.uses_candle();
+                (Mixer::Full(attention), uses_candle)
+            }
         };
         let ffn = match (layer.ffn, &cfg.moe) {
             (FfnKind::Dense { intermediate_size }, _) => {
-                Ffn::Dense(Mlp::load_from(cfg.hidden_size, intermediate_size, &source.pp("mlp"))?)
+                Ffn::Dense(Mlp::load(cfg.hidden_size, intermediate_size, &source.pp("mlp"))?)
             }
-            (FfnKind::Moe, Some(moe)) => {
-                Ffn::Moe(Box::new(SparseMoe::load_from(moe, cfg.hidden_size, &source.pp("mlp"))?))
-            }
+            (FfnKind::Moe, Some(moe)) => Ffn::Moe(Box::new(SparseMoe::load(moe, cfg.hidden_size, &source.pp("mlp"))?)),
             (FfnKind::Moe, None) => bail!("config: a layer uses experts but `moe` is absent"),
         };
+        let uses_candle = uses_candle
+            || match &ffn {
+                Ffn::Dense(mlp) => mlp.uses_candle(),
+                Ffn::Moe(moe) => moe.uses_candle(),
+            };
         Ok(Self {
             input_norm: norm("input_layernorm")?,
             mixer,
             post_norm: norm("post_attention_layernorm")?,
             ffn,
             group: None,
+            uses_candle,
         })
     }
 

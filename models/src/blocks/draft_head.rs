@@ -2,11 +2,11 @@
 //! after that.
 
 use super::decoder::{DecoderLayer, Residual};
-use super::linear::Linear;
 use super::norm::RmsNorm;
 use crate::config::{LayerConfig, MixerKind, ModelConfig};
-use crate::formats::Source;
+use crate::formats::{place, Source};
 use crate::parallel::Collective;
+use crate::weights::Weight;
 use candle_core::{bail, Result, Tensor, D};
 use candle_gdn::plumbing::Launch;
 use std::sync::Arc;
@@ -17,12 +17,12 @@ pub(crate) struct DraftHead {
     norm_embedding: RmsNorm,
     norm_hidden: RmsNorm,
     /// `[hidden, 2 * hidden]`: of the embedding, then of the hidden state.
-    fc: Linear,
+    fc: Weight,
     pub(crate) layer: DecoderLayer,
     pub(crate) norm: RmsNorm,
     /// The model's `lm_head` rounded to 8 bits: reading it is most of what a draft takes, and what a draft is rounded to the model
     /// judges.
-    lm_head: Option<Linear>,
+    lm_head: Option<Weight>,
 }
 
 /// Rows for which the kernel reads such a matrix once.
@@ -43,7 +43,7 @@ impl DraftHead {
         Ok(Self {
             norm_embedding: norm("pre_fc_norm_embedding")?,
             norm_hidden: norm("pre_fc_norm_hidden")?,
-            fc: Linear::load(&mtp.pp("fc"), 2 * h, h)?,
+            fc: place::load(&mtp.pp("fc"), 2 * h, h)?,
             layer: DecoderLayer::load(config, &layer, &mtp.pp("layers").pp(0))?.in_group(group),
             norm: norm("norm")?,
             lm_head: None,
@@ -51,17 +51,22 @@ impl DraftHead {
     }
 
     /// With a copy of `lm_head` of its own, where that is read faster.
-    pub(crate) fn with_copy_of(self, lm_head: &Linear) -> Result<Self> {
+    pub(crate) fn with_copy_of(self, lm_head: &Weight) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        return Ok(Self { lm_head: lm_head.rounded()?, ..self });
+        return Ok(Self { lm_head: place::rounded(lm_head)?, ..self });
         #[cfg(not(feature = "cuda"))]
         let _ = lm_head;
         #[cfg(not(feature = "cuda"))]
         Ok(self)
     }
 
+    /// Whether candle's kernels on CUDA multiply some of its weights.
+    pub(crate) fn uses_candle(&self) -> bool {
+        self.fc.uses_candle() || self.layer.uses_candle
+    }
+
     /// The copy, where so many rows are faster by it.
-    pub(crate) fn copy_for(&self, rows: usize) -> Option<&Linear> {
+    pub(crate) fn copy_for(&self, rows: usize) -> Option<&Weight> {
         self.lm_head.as_ref().filter(|_| rows <= FEW)
     }
 
@@ -70,6 +75,6 @@ impl DraftHead {
         let embedded = self.norm_embedding.forward(embedded, launch)?;
         let hidden = self.norm_hidden.forward(hidden, launch)?;
         let both = Tensor::cat(&[embedded, hidden], D::Minus1)?;
-        Ok(Residual::new(self.fc.forward_launched(&both, launch)?))
+        Ok(Residual::new(self.fc.multiply(&both, launch)?))
     }
 }

@@ -1,44 +1,23 @@
-//! The rows that tokens begin as.
+//! The table of token embeddings.
 
-use crate::blocks::linear::Linear;
 use crate::config::ModelConfig;
-use crate::cpu::bytes::Bytes;
-#[cfg(feature = "cuda")]
-use crate::cuda::quantized::Packed;
-use crate::formats::Source;
-use candle_core::quantized::QTensor;
+use crate::formats::{place, Source, Stored};
+use crate::weights::Weight;
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Result, Tensor};
-use candle_gdn::plumbing::cpu::matmul::Weights;
-use candle_gdn::plumbing::host;
-use std::sync::Arc;
 
-/// A table, and what its rows come as.
+/// A table `[vocab_size, hidden_size]`, and the dtype of its rows.
 #[derive(Debug)]
 pub(crate) struct Embeddings {
-    table: Table,
-    hidden_size: usize,
+    table: Weight,
     dtype: DType,
+    outside: Option<Outside>,
 }
 
+/// Reads a row of zeros past the end of a table that cannot be padded.
 #[derive(Debug)]
-enum Table {
-    /// `[vocab_size, hidden_size]`
-    Dense(Tensor),
-    /// Those of the head, which packs them for its products: another copy would be large.
-    Head(Arc<Weights>),
-    /// Those of the head in q8_0, which lays them out for its products.
-    Bytes(Arc<Bytes>),
-    /// As a file had them; the head shares them where they are tied.
-    Quantized(Arc<QTensor>, Option<Behind>),
-    /// The same, packed for our kernels.
-    #[cfg(feature = "cuda")]
-    Packed(Arc<Packed>),
-}
-
-/// What stands for a row of zeros behind the last one of a table that can have none more.
-#[derive(Debug)]
-struct Behind {
-    /// The row to take for each, and for the one behind the last any: `[rows + 1]`
+struct Outside {
+    /// The row to read for each id, any for the one past the end: `[rows + 1]`
     row: Tensor,
     /// What it is multiplied by: ones, and a zero. `[rows + 1, 1]` in f32
     factor: Tensor,
@@ -46,92 +25,59 @@ struct Behind {
 
 impl Embeddings {
     /// Those of the model at `text`, and its head where it is the same matrix.
-    pub(crate) fn load(config: &ModelConfig, text: &Source) -> Result<(Self, Option<Linear>)> {
-        let (table, head) = Table::load(config, text)?;
-        Ok((Self { table, hidden_size: config.hidden_size, dtype: text.dtype() }, head))
-    }
-
-    /// With a row of zeros behind the last, for tokens of other ranks.
-    pub(crate) fn in_group(self) -> Result<Self> {
-        let table = match self.table {
-            Table::Dense(table) => Table::Dense(table.pad_with_zeros(0, 0, 1)?),
-            Table::Head(weights) => Table::Head(weights),
-            Table::Bytes(bytes) => Table::Bytes(bytes),
-            #[cfg(feature = "cuda")]
-            Table::Packed(table) => Table::Packed(table),
-            Table::Quantized(table, _) => {
-                let behind = Behind::new(&table)?;
-                Table::Quantized(table, Some(behind))
+    pub(crate) fn load(config: &ModelConfig, text: &Source) -> Result<(Self, Option<Weight>)> {
+        let (rows, columns, name) = (config.vocab_size, config.hidden_size, "embed_tokens.weight");
+        let (tied, device) = (config.tie_word_embeddings, text.device());
+        let stored = text.stored(rows, columns, name)?.and_then(Stored::blocks);
+        // candle has no CUDA kernel for the types of activations.
+        let activations = |dtype| matches!(dtype, GgmlDType::Q8_1 | GgmlDType::Q8K);
+        let (table, head) = match stored.filter(|blocks| device.is_cpu() || !activations(blocks.dtype())) {
+            Some(blocks) => {
+                let table = place::blocks(&blocks, device)?;
+                (table.clone(), tied.then_some(table))
+            }
+            None => {
+                let table = text.get((rows, columns), name)?;
+                let head = match (tied, text.quantizes()) {
+                    (true, true) => Some(place::stack(vec![text.matrix(rows, columns, name)?], device)?),
+                    (true, false) => Some(Weight::dense(table.clone())?),
+                    (false, _) => None,
+                };
+                // The head's packed copy: another one would be large.
+                let shared = head.as_ref().filter(|head| head.panels().is_some());
+                (shared.cloned().unwrap_or(Weight::Dense(table)), head)
             }
         };
-        Ok(Self { table, ..self })
+        Ok((Self { table, dtype: text.dtype(), outside: None }, head))
+    }
+
+    /// With a row of zeros after the last, for tokens of other ranks.
+    pub(crate) fn in_group(self) -> Result<Self> {
+        Ok(match &self.table {
+            Weight::Dense(table) => Self { table: Weight::Dense(table.pad_with_zeros(0, 0, 1)?), ..self },
+            Weight::Ggml(table) => {
+                let (rows, device) = (table.shape().dims2()?.0, table.device());
+                let row = Tensor::from_iter((0..rows as u32).chain([0]), &device)?;
+                let factor = (0..=rows).map(|row| if row < rows { 1f32 } else { 0. });
+                let factor = Tensor::from_iter(factor, &device)?.reshape((rows + 1, 1))?;
+                Self { outside: Some(Outside { row, factor }), ..self }
+            }
+            _ => self,
+        })
+    }
+
+    pub(crate) fn uses_candle(&self) -> bool {
+        self.table.uses_candle()
     }
 
     /// `ids [tokens]` to `[tokens, hidden_size]`.
     pub(crate) fn rows(&self, ids: &Tensor) -> Result<Tensor> {
-        match &self.table {
-            Table::Dense(table) => table.index_select(ids, 0),
-            Table::Head(weights) => self.read(ids, weights.outputs(), |row, to| weights.read_row(row, to)),
-            Table::Bytes(bytes) => self.read(ids, bytes.rows(), |row, to| bytes.read_row(row, to)),
-            #[cfg(feature = "cuda")]
-            Table::Packed(table) => table.rows(ids, self.dtype),
-            Table::Quantized(table, None) => table.embedding(ids)?.to_dtype(self.dtype),
-            Table::Quantized(table, Some(behind)) => {
-                let rows = table.embedding(&behind.row.index_select(ids, 0)?)?;
-                rows.broadcast_mul(&behind.factor.index_select(ids, 0)?)?.to_dtype(self.dtype)
+        match &self.outside {
+            None => self.table.lookup(ids, self.dtype),
+            Some(Outside { row, factor }) => {
+                let rows = self.table.lookup(&row.index_select(ids, 0)?, DType::F32)?;
+                rows.broadcast_mul(&factor.index_select(ids, 0)?)?.to_dtype(self.dtype)
             }
         }
-    }
-
-    /// The rows that `read` gives, of which there are `count`; behind the last are zeros.
-    fn read(&self, ids: &Tensor, count: usize, read: impl Fn(usize, &mut [f32])) -> Result<Tensor> {
-        let ids = ids.to_dtype(DType::U32)?.to_vec1::<u32>()?;
-        let mut rows = vec![0f32; ids.len() * self.hidden_size];
-        for (id, row) in ids.iter().zip(rows.chunks_exact_mut(self.hidden_size)) {
-            if (*id as usize) < count {
-                read(*id as usize, row);
-            }
-        }
-        host::tensor(rows, (ids.len(), self.hidden_size), self.dtype)
-    }
-}
-
-impl Table {
-    fn load(config: &ModelConfig, text: &Source) -> Result<(Self, Option<Linear>)> {
-        let (rows, columns, name) = (config.vocab_size, config.hidden_size, "embed_tokens.weight");
-        let tied = config.tie_word_embeddings;
-        if let Some(table) = text.stored_blocks(rows, columns, name)? {
-            if let Some(bytes) = (tied && text.device().is_cpu()).then(|| table.bytes()).flatten() {
-                let bytes = Arc::new(bytes);
-                return Ok((Self::Bytes(bytes.clone()), Some(Linear::of_bytes(bytes))));
-            }
-            #[cfg(feature = "cuda")]
-            if let Some(packed) = table.packed(text.device())?.map(Arc::new) {
-                return Ok((Self::Packed(packed.clone()), tied.then(|| Linear::packed_blocks(packed))));
-            }
-            let table = Arc::new(table.qtensor((rows, columns), text.device())?);
-            return Ok((Self::Quantized(table.clone(), None), tied.then(|| Linear::shared(table)).transpose()?));
-        }
-        let table = text.get((rows, columns), name)?;
-        if !tied {
-            return Ok((Self::Dense(table), None));
-        }
-        let head = match text.quantizes() {
-            true => Linear::stack(vec![text.matrix(rows, columns, name)?], text.device())?,
-            false => Linear::dense(table.clone())?,
-        };
-        Ok(match head.packed() {
-            Some(weights) => (Self::Head(weights.clone()), Some(head)),
-            None => (Self::Dense(table), Some(head)),
-        })
-    }
-}
-
-impl Behind {
-    fn new(table: &QTensor) -> Result<Self> {
-        let (rows, device) = (table.shape().dims2()?.0, table.device());
-        let row = Tensor::from_iter((0..rows as u32).chain([0]), &device)?;
-        let factor = Tensor::from_iter((0..=rows).map(|row| if row < rows { 1f32 } else { 0. }), &device)?;
-        Ok(Self { row, factor: factor.reshape((rows + 1, 1))? })
     }
 }

@@ -1,88 +1,50 @@
 //! The dense SwiGLU feed-forward.
 
-use crate::blocks::linear::Linear;
-use crate::cpu::swiglu::{swiglu, MlpRows, Swiglu};
-use crate::formats::{Matrix, Source};
-use crate::ops::Swiglu as SwigluOp;
+use crate::formats::{place, Source};
+use crate::weights::cpu::swiglu::{swiglu, MlpRows, Mlps};
+use crate::weights::Weight;
 use candle_core::{Result, Tensor};
-use candle_gdn::plumbing::host;
-use candle_gdn::plumbing::{BlockScaled, Launch};
-use candle_nn::VarBuilder;
-use std::sync::Arc;
+use candle_gdn::plumbing::{host, Launch};
 
-/// `down(silu(gate(x)) * up(x))`.
+/// `down(silu(gate(x)) * up(x))`, or all experts of a layer.
 #[derive(Debug, Clone)]
-pub(crate) enum Mlp {
-    Cpu(Arc<Swiglu>),
-    /// The gate's rows, then up's.
-    Device {
-        gate_up: Linear,
-        down: Linear,
-    },
+pub(crate) struct Mlp {
+    /// The gate's rows, then up's; of several experts one after the other.
+    pub gate_up: Weight,
+    pub down: Weight,
 }
 
 impl Mlp {
-    /// `source` is at `..mlp` or `..shared_expert`; its matrices may be quantised, or in fp8.
-    pub(crate) fn load_from(hidden: usize, intermediate: usize, source: &Source) -> Result<Self> {
-        let device = source.device();
+    /// `source` is at `..mlp` or `..shared_expert`.
+    pub(crate) fn load(hidden: usize, intermediate: usize, source: &Source) -> Result<Self> {
         let get = |name: &str, rows: usize, columns: usize| source.pp(name).matrix(rows, columns, "weight");
-        let gate_up = [get("gate_proj", intermediate, hidden)?, get("up_proj", intermediate, hidden)?];
-        Ok(match (gate_up, get("down_proj", hidden, intermediate)?) {
-            ([Matrix::Dense(gate), Matrix::Dense(up)], Matrix::Dense(down)) if device.is_cpu() => {
-                let gate_up = host::pack(&Tensor::cat(&[gate, up], 0)?)?;
-                Self::Cpu(Arc::new(Swiglu::new(gate_up, host::pack(&down)?)))
-            }
-            (gate_up, down) => Self::Device {
-                gate_up: Linear::stack(gate_up.into(), device)?,
-                down: Linear::stack(vec![down], device)?,
-            },
-        })
+        let gate_up = vec![get("gate_proj", intermediate, hidden)?, get("up_proj", intermediate, hidden)?];
+        let down = vec![get("down_proj", hidden, intermediate)?];
+        let [gate_up, down] = [gate_up, down].map(|matrices| place::stack(matrices, source.device()));
+        Ok(Self { gate_up: gate_up?, down: down? })
     }
 
-    /// Both matrices, where they are in e4m3.
-    pub(crate) fn e4m3(&self) -> Option<[&BlockScaled; 2]> {
-        match self {
-            Self::Device { gate_up, down } => Some([gate_up.e4m3()?, down.e4m3()?]),
-            Self::Cpu(_) => None,
-        }
+    pub(crate) fn weights(&self) -> [&Weight; 2] {
+        [&self.gate_up, &self.down]
     }
 
-    pub(crate) fn load_cpu(hidden: usize, intermediate: usize, vb: VarBuilder) -> Result<Arc<Swiglu>> {
-        let get = |name: &str, out: usize, in_: usize| vb.pp(name).get((out, in_), "weight");
-        let gate_up = [get("gate_proj", intermediate, hidden)?, get("up_proj", intermediate, hidden)?];
-        let gate_up = host::pack(&Tensor::cat(&gate_up, 0)?)?;
-        Ok(Arc::new(Swiglu::new(gate_up, host::pack(&get("down_proj", hidden, intermediate)?)?)))
+    pub(crate) fn uses_candle(&self) -> bool {
+        self.weights().into_iter().any(Weight::uses_candle)
+    }
+
+    /// Both matrices where they are packed for the CPU.
+    pub(crate) fn panels(&self) -> Option<Mlps<'_>> {
+        Some(Mlps { gate_up: self.gate_up.panels()?, down: self.down.panels()? })
     }
 
     /// `x [.., hidden]` to the same. No kernel of a pass writes a weight, so that its launches may overlap.
     pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
-        match self {
-            Self::Cpu(mlps) => {
-                let mut out = vec![0f32; x.elem_count()];
-                let call = MlpRows { mlps, index: 0, rows: None, out: &mut out };
-                host::with_f32(x, |x| swiglu(x, &mut [call]))?;
-                host::tensor(out, x.dims(), x.dtype())
-            }
-            Self::Device { gate_up, down } => down.forward_launched(&gated(gate_up, x, launch)?, launch),
-        }
-    }
-}
-
-/// `silu(gate(x)) * up(x)`; in one kernel with the projection where one takes it.
-fn gated(gate_up: &Linear, x: &Tensor, launch: &Launch) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    {
-        let mut dims = x.dims().to_vec();
-        let hidden = dims.pop().unwrap_or(0);
-        let rows = x.reshape((x.elem_count() / hidden.max(1), hidden))?;
-        let fused = match gate_up {
-            Linear::Dense(projection) => projection.swiglu_if_faster(&rows, launch)?,
-            Linear::Quantized(projection) => projection.swiglu(&rows, launch)?,
+        let Some(mlps) = self.panels() else {
+            return self.down.multiply(&self.gate_up.swiglu(x, launch)?, launch);
         };
-        if let Some(y) = fused {
-            dims.push(y.dim(1)?);
-            return y.reshape(dims);
-        }
+        let mut out = vec![0f32; x.elem_count()];
+        let call = MlpRows { mlps, index: 0, rows: None, out: &mut out };
+        host::with_f32(x, |x| swiglu(x, &mut [call]))?;
+        host::tensor(out, x.dims(), x.dtype())
     }
-    SwigluOp::new().launched(launch).forward(&gate_up.forward_launched(x, launch)?)
 }

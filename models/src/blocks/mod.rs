@@ -5,7 +5,6 @@ pub(crate) mod decoder;
 pub(crate) mod draft_head;
 pub(crate) mod embeddings;
 pub(crate) mod gdn;
-pub(crate) mod linear;
 pub(crate) mod mlp;
 pub(crate) mod moe;
 pub(crate) mod norm;

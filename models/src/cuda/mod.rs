@@ -2,7 +2,5 @@
 
 pub(crate) mod logprobs;
 pub(crate) mod model;
-pub(crate) mod moe;
-pub(crate) mod quantized;
 pub(crate) mod round;
 pub(crate) mod sampling;

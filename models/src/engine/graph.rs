@@ -10,11 +10,11 @@ use super::sampling::tokens;
 use super::sampling::{Choice, Sampler, Token};
 #[cfg(feature = "cuda")]
 use super::step::StepBuffers;
-#[cfg(feature = "cuda")]
-use crate::blocks::moe::asks_the_host;
 use crate::causal_lm::CausalLm;
 #[cfg(feature = "cuda")]
 use crate::causal_lm::Kernels;
+#[cfg(feature = "cuda")]
+use crate::weights::plan::routed_on_host;
 use candle_core::{bail, Result, Tensor};
 #[cfg(feature = "cuda")]
 use std::cell::RefCell;
@@ -32,8 +32,8 @@ const OP: &str = "DecodeGraph";
 pub(super) fn check_rows(op: &str, model: &CausalLm, rows: usize) -> Result<()> {
     let most = match model.quantized {
         None => return Ok(()),
-        Some(Kernels::Ours) if model.dtype != candle_core::DType::F32 => crate::cuda::quantized::MANY,
-        Some(_) => crate::cuda::quantized::FEW,
+        Some(Kernels::Ours) if model.dtype != candle_core::DType::F32 => crate::weights::plan::MANY,
+        Some(_) => crate::weights::plan::FEW,
     };
     if rows > most {
         bail!("{op}: batch: expected at most {most} rows of this quantised model, got {rows}")
@@ -224,7 +224,7 @@ impl DecodeGraph {
         batch: usize,
         sampler: Option<(&Sampler, bool)>,
     ) -> Result<Self> {
-        let asks = |moe| asks_the_host(moe, model.config.hidden_size, model.dtype, batch);
+        let asks = |moe| routed_on_host(moe, model.config.hidden_size, model.dtype, batch);
         if model.config.moe.as_ref().is_some_and(asks) {
             bail!("{OP}: batch: expected at most 32 sequences of a model with experts in f32, got {batch}")
         }

@@ -8,9 +8,9 @@ use super::pool::{Sequence, SequencePool};
 use super::round::{RoundBuffers, Start, OP};
 use super::sampling::{tokens, Choice, Sampler, Token};
 use crate::abi::logprobs::TOLD_WORDS;
-#[cfg(feature = "cuda")]
-use crate::blocks::moe::asks_the_host;
 use crate::causal_lm::CausalLm;
+#[cfg(feature = "cuda")]
+use crate::weights::plan::routed_on_host;
 use candle_core::{bail, Result};
 #[cfg(feature = "cuda")]
 use std::cell::RefCell;
@@ -137,7 +137,7 @@ impl RoundGraph {
 
     #[cfg(feature = "cuda")]
     fn captured(model: &CausalLm, pool: &mut SequencePool, rows: usize, buffers: &RoundBuffers) -> Result<Captured> {
-        let asks = |moe| asks_the_host(moe, model.config.hidden_size, model.dtype, rows);
+        let asks = |moe| routed_on_host(moe, model.config.hidden_size, model.dtype, rows);
         if model.config.moe.as_ref().is_some_and(asks) {
             bail!("{OP}: expected at most 32 tokens in a round of a model with experts in f32, got {rows}")
         }

@@ -1,8 +1,5 @@
 //! Matrices as ggml stores them, on the host: rows of whole blocks, which can be moved about without being read.
 
-use crate::cpu::bytes::Bytes;
-#[cfg(feature = "cuda")]
-use crate::cuda::quantized::Packed;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
 use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
@@ -73,9 +70,9 @@ impl Blocks {
         self.columns
     }
 
-    /// For products on the CPU, where it has instructions for this type.
-    pub(crate) fn bytes(&self) -> Option<Bytes> {
-        (self.dtype == GgmlDType::Q8_0).then(|| Bytes::new(self.rows, self.columns, &self.data))?
+    /// The bytes as ggml has them, row by row.
+    pub(super) fn data(&self) -> &[u8] {
+        &self.data
     }
 
     fn row_bytes(&self) -> usize {
@@ -118,18 +115,6 @@ impl Blocks {
     /// `shape`, whose last dimension is a row, on `device`.
     pub(crate) fn qtensor(&self, shape: impl Into<Shape>, device: &Device) -> Result<QTensor> {
         QTensor::new(QStorage::from_data(Cow::Borrowed(&self.data), device, self.dtype)?, shape)
-    }
-
-    /// For our kernels on CUDA, where they take this type and width.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn packed(&self, device: &Device) -> Result<Option<Packed>> {
-        self.packed_pairs(0, device)
-    }
-
-    /// The same of gates' rows and ups', `paired` of each in turn, for a mixture of experts.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn packed_pairs(&self, paired: usize, device: &Device) -> Result<Option<Packed>> {
-        Packed::new(self.dtype, (self.rows, self.columns), &self.data, paired, device)
     }
 
     /// The numbers, `[rows, columns]` on the CPU: those of a float type in it, others in f32.
@@ -175,59 +160,4 @@ impl std::fmt::Debug for Blocks {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn matrix(rows: usize, columns: usize) -> Tensor {
-        let w: Vec<f32> = (0..rows * columns).map(|i| (i as f32 * 0.61).sin()).collect();
-        Tensor::from_vec(w, (rows, columns), &Device::Cpu).unwrap()
-    }
-
-    fn values(x: &Tensor) -> Vec<Vec<f32>> {
-        x.to_dtype(DType::F32).unwrap().to_vec2().unwrap()
-    }
-
-    #[test]
-    fn quantises_as_candle_does() -> Result<()> {
-        for dtype in [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::Q5_1] {
-            let blocks = Blocks::quantize(&matrix(70, 512), dtype)?;
-            assert_eq!(blocks.data, *QTensor::quantize(&matrix(70, 512), dtype)?.data()?, "{dtype:?}");
-            let bf16 = matrix(3, 512).to_dtype(DType::BF16)?;
-            assert_eq!(Blocks::quantize(&bf16, dtype)?.data, *QTensor::quantize(&bf16, dtype)?.data()?);
-        }
-        assert!(Blocks::quantize(&matrix(2, 48), GgmlDType::Q8_0).is_err());
-        Ok(())
-    }
-
-    /// Moving blocks about is moving numbers about.
-    #[test]
-    fn rows_and_columns_move_exactly() -> Result<()> {
-        for dtype in [GgmlDType::F32, GgmlDType::F16, GgmlDType::Q8_0, GgmlDType::Q4K] {
-            let blocks = Blocks::quantize(&matrix(6, 768), dtype)?;
-            let wide = values(&blocks.tensor()?);
-            let rows = blocks.select_rows(&[4..6, 0..1, 0..1]);
-            assert_eq!(values(&rows.tensor()?), [4, 5, 0, 0].map(|row| wide[row].clone()));
-            let order = [512..768, 0..256];
-            let moved = blocks.select_columns(&order).unwrap();
-            let want = wide.iter().map(|row| order.clone().map(|range| row[range].to_vec()).concat());
-            assert_eq!(values(&moved.tensor()?), want.collect::<Vec<_>>());
-            // Half a block cannot be taken.
-            assert_eq!(blocks.select_columns(&[0..256, 384..512]).is_none(), dtype == GgmlDType::Q4K);
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn only_what_is_alike_is_stacked() -> Result<()> {
-        let of = |rows, columns, dtype| Blocks::quantize(&matrix(rows, columns), dtype);
-        use GgmlDType::{Q4_0, Q8_0};
-        let parts = vec![of(2, 64, Q8_0)?, of(3, 64, Q8_0)?, of(1, 64, Q4_0)?, of(1, 32, Q4_0)?, of(4, 32, Q4_0)?];
-        let rows: Vec<_> = Blocks::stack(parts.clone()).iter().map(Blocks::rows).collect();
-        assert_eq!(rows, [5, 1, 5]);
-        let both = Blocks::one(parts[..2].to_vec()).unwrap();
-        let want = Tensor::cat(&[parts[0].tensor()?, parts[1].tensor()?], 0)?;
-        assert_eq!(values(&both.tensor()?), values(&want));
-        assert!(Blocks::one(parts).is_none());
-        Ok(())
-    }
-}
+mod tests;

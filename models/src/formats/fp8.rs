@@ -1,51 +1,102 @@
-//! Checkpoints in e4m3 with one scale for each block of a matrix, whole or a rank's part: dequantised as they are loaded, or
+//! Checkpoints in e4m3 with one scale for each block of a matrix, whole or a rank's shard: dequantised as they are loaded, or
 //! as they are stored, for what stays so.
 
+use super::{E4m3Rows, ExpertRows, ExpertShape, Format, Stored, StoredExperts};
 use crate::config::Fp8Config;
 use crate::parallel::{RowsOrColumns, WeightShards};
+use crate::weights::BLOCK_COLUMNS;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
 use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
-use candle_gdn::plumbing::BLOCK_COLUMNS;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it. With `cuts`, `vb` has of each
+/// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it. With `shards`, `vb` has of each
 /// weight what they say, and all scales.
 ///
 /// A weight that is asked for in [`DType::F8E4M3`] comes as it is stored, and its scales as `[rows, blocks of columns]`: those
-/// of each row of the part.
-pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, cuts: Option<WeightShards>) -> VarBuilder<'a> {
+/// of each row of the shard.
+pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, shards: Option<WeightShards>) -> VarBuilder<'a> {
     let (dtype, device) = (vb.dtype(), vb.device().clone());
-    VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone(), cuts }), dtype, device)
+    VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone(), shards }), dtype, device)
 }
 
-/// Which matrices stay in e4m3 on CUDA.
+/// Matrices in e4m3 that stay so on CUDA, of a checkpoint that [`dequantized`] reads.
 #[derive(Debug, Clone)]
-pub(crate) struct KeptFp8 {
-    /// Of several ranks each has a part.
-    parts: bool,
+pub(crate) struct Fp8Format {
+    /// Whether each of several ranks has a shard.
+    shards: bool,
 }
 
-impl KeptFp8 {
+impl Fp8Format {
     /// `None` where blocks have other widths than the kernels'.
-    pub(crate) fn new(config: &Fp8Config, parts: bool) -> Option<Self> {
-        (config.weight_block_size[1] == BLOCK_COLUMNS).then_some(Self { parts })
+    pub(crate) fn new(config: &Fp8Config, shards: bool) -> Option<Self> {
+        (config.weight_block_size[1] == BLOCK_COLUMNS).then_some(Self { shards })
     }
 
-    /// Whether the kernels take matrices, or parts, of so many columns. A part may have been cut across its columns, which
-    /// must then be whole blocks.
-    pub(crate) fn takes(&self, columns: usize) -> bool {
-        columns > 0 && columns.is_multiple_of(if self.parts { BLOCK_COLUMNS } else { 64 })
+    /// Whether the kernels support matrices, or shards, of so many columns. A shard may have been cut across its columns,
+    /// which must then be whole blocks.
+    pub(crate) fn keeps(&self, columns: usize) -> bool {
+        columns > 0 && columns.is_multiple_of(if self.shards { BLOCK_COLUMNS } else { 64 })
+    }
+}
+
+impl Format for Fp8Format {
+    /// Several matrices `[.., rows, columns]` are one below the other.
+    fn matrix(&self, weights: &VarBuilder, name: &str, shape: &[usize]) -> Result<Option<Stored>> {
+        Ok(self.rows(weights, name, shape)?.map(Stored::E4m3))
+    }
+
+    /// All of them, or none.
+    fn experts(&self, weights: &VarBuilder, shape: ExpertShape) -> Result<Option<StoredExperts>> {
+        let room = |(n, rows, columns)| ExpertRows::new(n * rows, columns, weights.device());
+        let [of_gate_up, of_down] = shape.stacked();
+        let (mut gate_up, mut down) = (room(of_gate_up)?, room(of_down)?);
+        let push = |to: &mut ExpertRows, weights: &VarBuilder, name: &str, shape: &[usize]| -> Result<bool> {
+            let rows = self.rows(weights, name, shape)?;
+            rows.iter().try_for_each(|rows| to.push(rows))?;
+            Ok(rows.is_some())
+        };
+        if weights.contains_tensor("gate_up_proj") {
+            let all = push(&mut gate_up, weights, "gate_up_proj", &<[usize; 3]>::from(of_gate_up))?
+                && push(&mut down, weights, "down_proj", &<[usize; 3]>::from(of_down))?;
+            return Ok(if all { Some(StoredExperts::E4m3([gate_up.finish()?, down.finish()?])) } else { None });
+        }
+        for (j, (name, rows, columns)) in (0..shape.experts).flat_map(|j| shape.matrices().map(|m| (j, m))) {
+            let to = if name == "down_proj" { &mut down } else { &mut gate_up };
+            if !push(to, &weights.pp(j).pp(name), "weight", &[rows, columns])? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(StoredExperts::E4m3([gate_up.finish()?, down.finish()?])))
+    }
+}
+
+impl Fp8Format {
+    /// `None` where the matrix is not stored so, or the kernels do not support its columns or numbers.
+    fn rows(&self, weights: &VarBuilder, name: &str, shape: &[usize]) -> Result<Option<E4m3Rows>> {
+        let ([.., columns], scale) = (shape, format!("{name}_scale_inv")) else { return Ok(None) };
+        if !self.keeps(*columns) || !weights.contains_tensor(&scale) {
+            return Ok(None);
+        }
+        let host = weights.clone().set_device(Device::Cpu);
+        let get =
+            |shape: &[usize], name: &str, dtype| host.get_with_hints_dtype(shape, name, Default::default(), dtype);
+        // The kernels know no NaN.
+        let Some(bytes) = bytes_of(&get(shape, name, DType::F8E4M3)?)? else { return Ok(None) };
+        let (blocks, rows) = (columns.div_ceil(BLOCK_COLUMNS), bytes.len() / columns);
+        let scales = get(&[&shape[..shape.len() - 1], &[blocks]].concat(), &scale, DType::F32)?;
+        let bytes = Tensor::from_vec(bytes, (rows, *columns), &Device::Cpu)?;
+        Ok(Some(E4m3Rows::new(bytes, scales.reshape((rows, blocks))?)))
     }
 }
 
 struct Fp8<'a> {
     vb: VarBuilder<'a>,
     config: Fp8Config,
-    cuts: Option<WeightShards>,
+    shards: Option<WeightShards>,
 }
 
 impl Fp8<'_> {
@@ -58,16 +109,16 @@ impl Fp8<'_> {
         name.strip_suffix(".weight").is_none_or(|module| !self.config.converts(module))
     }
 
-    /// What a part of shape `dims` has of the weight.
+    /// What a shard of shape `dims` has of the weight.
     fn taken(&self, name: &str, dims: &[usize]) -> Result<(Matrices, Taken)> {
-        let cut = self.cuts.as_ref().and_then(|cuts| cuts.ranges_of(name, dims));
-        let whole = cut.as_ref().map_or_else(|| dims.to_vec(), |cut| cut.whole(dims));
+        let slice = self.shards.as_ref().and_then(|shards| shards.ranges_of(name, dims));
+        let whole = slice.as_ref().map_or_else(|| dims.to_vec(), |slice| slice.whole(dims));
         let (lead, n, k) = match *whole {
             [ref lead @ .., n, k] => (lead.to_vec(), n, k),
             _ => bail!("{name}_scale_inv: expected a scale for a matrix, got one for {name} {whole:?}"),
         };
         let (all_rows, all_columns) = (0..lead.iter().product::<usize>() * n, 0..k);
-        let taken = match cut.map(|cut| cut.rows_or_columns(&whole)) {
+        let taken = match slice.map(|slice| slice.rows_or_columns(&whole)) {
             Some(RowsOrColumns::Rows(rows)) => Taken { rows, columns: Vec::from([all_columns]) },
             Some(RowsOrColumns::Columns(columns)) => Taken { rows: Vec::from([all_rows]), columns },
             None => Taken { rows: Vec::from([all_rows]), columns: Vec::from([all_columns]) },
@@ -82,7 +133,7 @@ impl Fp8<'_> {
         host.get_with_hints_dtype(shape, name, init, DType::F32)?.flatten_all()?.to_vec1::<f32>()
     }
 
-    /// Those of each row of a part, `shape` in blocks of columns.
+    /// Those of each row of a shard, `shape` in blocks of columns.
     fn scales_of_rows(&self, shape: Shape, weight: &str, init: Init) -> Result<Tensor> {
         let [rows, columns] = self.config.weight_block_size;
         if columns != BLOCK_COLUMNS {
@@ -166,7 +217,7 @@ struct Blocks<'a> {
     scale: &'a [f32],
 }
 
-/// What a part has of them: rows, of all matrices one below the other, and columns.
+/// What a shard has of them: rows, of all matrices one below the other, and columns.
 struct Taken {
     rows: Vec<Range<usize>>,
     columns: Vec<Range<usize>>,
@@ -216,7 +267,7 @@ fn within_blocks(range: &Range<usize>, size: usize) -> impl Iterator<Item = Rang
 }
 
 /// The bytes of a tensor in e4m3 on the CPU; `None` where a NaN is among them.
-pub(super) fn bytes_of(weight: &Tensor) -> Result<Option<Vec<u8>>> {
+fn bytes_of(weight: &Tensor) -> Result<Option<Vec<u8>>> {
     const PIECE: usize = 1 << 18;
     let weight = weight.contiguous()?;
     let (storage, layout) = weight.storage_and_layout();
@@ -253,65 +304,4 @@ pub(super) fn e4m3(bits: u8) -> f32 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::HashMap;
-
-    fn config(listed: &[&str]) -> Fp8Config {
-        Fp8Config {
-            weight_block_size: [2, 3],
-            modules_to_not_convert: listed.iter().map(|name| name.to_string()).collect(),
-        }
-    }
-
-    #[test]
-    fn the_numbers_of_e4m3() {
-        assert_eq!(
-            [0x00, 0x01, 0x07, 0x08, 0x38, 0x39, 0x7e].map(e4m3),
-            [0., 2f32.powi(-9), 7. * 2f32.powi(-9), 2f32.powi(-6), 1., 1.125, 448.]
-        );
-        assert_eq!(e4m3(0xb8), -1.);
-        assert!(e4m3(0x7f).is_nan() && e4m3(0xff).is_nan());
-    }
-
-    /// Two matrices of [3, 4] in blocks of [2, 3]: neither divides.
-    #[test]
-    fn every_block_has_its_scale() -> Result<()> {
-        let ones = Tensor::ones((2, 3, 4), DType::F32, &Device::Cpu)?.to_dtype(DType::F8E4M3)?;
-        let scales = Tensor::arange(1f32, 9., &Device::Cpu)?.reshape((2, 2, 2))?;
-        let weights = HashMap::from([("w".to_string(), ones), ("w_scale_inv".to_string(), scales)]);
-        for dtype in [DType::F32, DType::BF16, DType::F16] {
-            let vb = VarBuilder::from_tensors(weights.clone(), dtype, &Device::Cpu);
-            let got = dequantized(vb, &config(&[]), None).get((2, 3, 4), "w")?;
-            assert_eq!(got.dtype(), dtype);
-            let want = [
-                [[1f32, 1., 1., 2.], [1., 1., 1., 2.], [3., 3., 3., 4.]],
-                [[5., 5., 5., 6.], [5., 5., 5., 6.], [7., 7., 7., 8.]],
-            ];
-            assert_eq!(got.to_dtype(DType::F32)?.to_vec3::<f32>()?, want.map(|m| m.map(|row| row.to_vec()).to_vec()));
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn only_listed_projections_are_plain() {
-        let vb = VarBuilder::from_tensors(HashMap::new(), DType::F32, &Device::Cpu);
-        let listed = config(&["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.2.self_attn", "up_proj"]);
-        let fp8 = Fp8 { vb, config: listed, cuts: None };
-        for (name, plain) in [
-            ("model.layers.0.mlp.gate_proj.weight", false),
-            ("model.layers.1.mlp.gate_proj.weight", true),
-            ("model.language_model.layers.1.mlp.gate_proj.weight", true),
-            ("model.layers.2.self_attn.q_proj.weight", true),
-            ("model.layers.3.self_attn.q_proj.weight", false),
-            ("model.layers.3.mlp.up_proj.weight", true),
-            ("model.layers.0.linear_attn.in_proj_qkvz.weight", false),
-            ("model.layers.0.linear_attn.in_proj_ba.weight", true),
-            ("model.layers.0.mlp.gate.weight", true),
-            ("model.layers.0.linear_attn.A_log", true),
-            ("lm_head.weight", true),
-        ] {
-            assert_eq!(fp8.may_be_plain(name), plain, "{name}");
-        }
-    }
-}
+mod tests;

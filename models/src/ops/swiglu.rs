@@ -1,22 +1,20 @@
 //! The gate of a feed-forward.
 
 use super::plan::{RowsLayout, SwigluPlan};
-use crate::cpu::swiglu::activate;
+use crate::weights::cpu::swiglu::activate;
 use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use candle_gdn::plumbing::cpu::Element;
 use candle_gdn::plumbing::*;
 
 const OP: &str = "swiglu";
 
-/// The gate of a SwiGLU feed-forward: `gate * sigmoid(gate) * up` of rows `[gate | up]`, the
-/// output of one projection of stacked weights. A [`CustomOp1`].
+/// The gate of a SwiGLU feed-forward, as a [`CustomOp1`]: `gate * sigmoid(gate) * up` of rows `[gate | up]`, as one projection
+/// of stacked weights gives them. Everything between reading and the last rounding is f32.
 ///
 /// | tensor | shape | dtype |
 /// |---|---|---|
 /// | `gate_up` | `[.., 2 * columns]`; may be a strided view | f32, bf16 or f16 |
 /// | result | `[.., columns]`, contiguous | as gate_up |
-///
-/// Everything between reading and the last rounding is f32.
 #[derive(Debug, Clone, Default)]
 pub struct Swiglu {
     launch: Launch,

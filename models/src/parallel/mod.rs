@@ -13,16 +13,16 @@ mod config;
 mod local;
 #[cfg(feature = "nccl")]
 mod nccl;
-mod ranges;
+mod shards;
 mod vocabulary;
 mod weights;
 
 pub use local::LocalRank;
 #[cfg(feature = "nccl")]
 pub use nccl::{NcclId, NcclRank};
-pub(crate) use ranges::{DimRanges, RowsOrColumns, WeightShards};
+pub(crate) use shards::{DimRanges, RowsOrColumns, WeightShards};
 pub(crate) use vocabulary::Vocabulary;
-pub use weights::{shard, shard_safetensors};
+pub use weights::{shard_of, shard_of_safetensors};
 
 use candle_core::{bail, Result, Tensor};
 

@@ -1,6 +1,6 @@
 //! A rank's shard of a checkpoint: the rows or columns of each weight that its shard of the model has.
 
-use super::ranges::{DimRanges, WeightShards};
+use super::shards::{DimRanges, WeightShards};
 use super::Collective;
 use crate::config::ModelConfig;
 use crate::formats::dequantized;
@@ -30,19 +30,19 @@ struct ShardedWeights<'a> {
 ///
 /// # Errors
 /// When the model cannot be divided among the ranks ([`ModelConfig::split`]).
-pub fn shard<'a>(weights: VarBuilder<'a>, config: &ModelConfig, group: &dyn Collective) -> Result<VarBuilder<'a>> {
+pub fn shard_of<'a>(weights: VarBuilder<'a>, config: &ModelConfig, group: &dyn Collective) -> Result<VarBuilder<'a>> {
     let (dtype, device) = (weights.dtype(), weights.device().clone());
     sharded(Whole::Weights(weights), config, group, dtype, &device)
 }
 
-/// [`shard`] of safetensors files in `dtype` on `device`. The files are mapped, and nothing that other ranks have is read.
+/// [`shard_of`] of safetensors files in `dtype` on `device`. The files are mapped, and nothing that other ranks have is read.
 ///
 /// # Safety
 /// The files must not change while the mapping lives.
 ///
 /// # Errors
-/// As [`shard`], or a file that cannot be mapped.
-pub unsafe fn shard_safetensors<P: AsRef<Path>>(
+/// As [`shard_of`], or a file that cannot be mapped.
+pub unsafe fn shard_of_safetensors<P: AsRef<Path>>(
     files: &[P],
     config: &ModelConfig,
     group: &dyn Collective,

@@ -8,7 +8,7 @@ use crate::support::{devices, refused, rel_rms, Rng};
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{shard, CausalLm, DraftHeadChoice, ModelConfig, Sequence, SequencePool};
+use candle_gdn_models::{shard_of, CausalLm, DraftHeadChoice, ModelConfig, Sequence, SequencePool};
 use candle_nn::VarBuilder;
 
 /// Bound on logits and log-probabilities against transformers.
@@ -253,7 +253,7 @@ fn a_head_in_parts_is_the_whole() -> Result<()> {
             let got = on_ranks(ranks, |group| {
                 let config = ModelConfig::from_json(&tiny.config.to_string())?;
                 let whole = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &Device::Cpu);
-                let part = shard(whole, &config, &*group)?;
+                let part = shard_of(whole, &config, &*group)?;
                 drafts(&CausalLm::loader(&config).group(group).draft_head(DraftHeadChoice::On).load(part)?)
             });
             for rank in got {

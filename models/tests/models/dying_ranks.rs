@@ -120,7 +120,7 @@ mod gpus {
     use crate::sequences::{assert_near, want};
     use crate::support::{gpus, single_stream_devices};
     use candle_core::{DType, Device};
-    use candle_gdn_models::{shard, DecodeGraph, NcclId, NcclRank};
+    use candle_gdn_models::{shard_of, DecodeGraph, NcclId, NcclRank};
 
     /// How long a GPU waits for another one: longer than one that lives ever takes, on a machine busy with other tests too.
     const LIMIT: Duration = Duration::from_secs(5);
@@ -136,7 +136,7 @@ mod gpus {
 
     fn part(device: &Device, group: Arc<dyn Collective>) -> Result<CausalLm> {
         let config = DEMO.config()?;
-        let weights = shard(DEMO.weights(DType::F32, device)?, &config, &*group)?;
+        let weights = shard_of(DEMO.weights(DType::F32, device)?, &config, &*group)?;
         CausalLm::loader(&config).group(group).load(weights)
     }
 

@@ -10,7 +10,7 @@ use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_gdn::plumbing::Working;
 use candle_gdn_models::{
-    rotary_frequencies, shard, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
+    rotary_frequencies, shard_of, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
     Engine, EngineOptions, Event, FinishReason, GraphChoice, ModelConfig, PrepareOptions, Request, Sequence,
     SequencePool,
 };
@@ -87,7 +87,7 @@ fn model(device: &Device, group: &Arc<Faulty>) -> Result<CausalLm> {
         }
         false => (DEMO.config()?, DEMO.weights(DType::F32, device)?),
     };
-    let weights = shard(weights, &config, &*group)?;
+    let weights = shard_of(weights, &config, &*group)?;
     CausalLm::loader(&config).group(group).load(weights)
 }
 

@@ -5,7 +5,9 @@ use crate::sequences::takes_rings;
 use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{shard, shard_safetensors, CausalLm, Collective, LocalRank, ModelConfig, Rings, SequencePool};
+use candle_gdn_models::{
+    shard_of, shard_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig, Rings, SequencePool,
+};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 
@@ -86,7 +88,7 @@ pub fn four_heads() -> Tiny {
 pub fn parts_of(tiny: &Tiny, group: Arc<dyn Collective>) -> Result<CausalLm> {
     let config = ModelConfig::from_json(&tiny.config.to_string())?;
     let whole = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &Device::Cpu);
-    let part = shard(whole, &config, &*group)?;
+    let part = shard_of(whole, &config, &*group)?;
     CausalLm::loader(&config).group(group).load(part)
 }
 
@@ -107,7 +109,7 @@ fn parts_are_the_whole() -> Result<()> {
 fn from_files(of: &Goldens, group: Arc<dyn Collective>) -> Result<CausalLm> {
     let (config, files) = (of.config()?, [of.dir() + "/model.safetensors"]);
     // SAFETY: nobody writes the goldens.
-    let part = unsafe { shard_safetensors(&files, &config, &*group, DType::F32, &Device::Cpu)? };
+    let part = unsafe { shard_of_safetensors(&files, &config, &*group, DType::F32, &Device::Cpu)? };
     CausalLm::loader(&config).group(group).load(part)
 }
 

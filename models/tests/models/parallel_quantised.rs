@@ -11,7 +11,9 @@ use crate::support::{refused, rel_rms, values};
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Tensor};
-use candle_gdn_models::{shard, shard_safetensors, CausalLm, Collective, GgufFile, LocalRank, ModelConfig, OtherType};
+use candle_gdn_models::{
+    shard_of, shard_of_safetensors, CausalLm, Collective, GgufFile, LocalRank, ModelConfig, OtherType,
+};
 use candle_nn::VarBuilder;
 use std::path::Path;
 use std::sync::Arc;
@@ -107,14 +109,14 @@ fn parts_of_large_blocks() -> Result<()> {
     Ok(())
 }
 
-fn part_of_safetensors_with(
+fn shard_of_safetensors_with(
     files: &[String],
     config: &ModelConfig,
     group: Arc<dyn Collective>,
     to: Option<GgmlDType>,
 ) -> Result<CausalLm> {
     // SAFETY: nobody writes the files.
-    let part = unsafe { shard_safetensors(files, config, &*group, DType::F32, &CPU)? };
+    let part = unsafe { shard_of_safetensors(files, config, &*group, DType::F32, &CPU)? };
     CausalLm::loader(config).group(group).quantize(to).load(part)
 }
 
@@ -125,7 +127,7 @@ fn parts_are_quantised_as_they_load() -> Result<()> {
     let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &CPU)? };
     let whole = CausalLm::loader(&config).quantize(GgmlDType::Q8_0).load(vb)?;
     check("demo", &whole, 2, ROUNDED, |group| {
-        let part = part_of_safetensors_with(&files, &config, group, Some(GgmlDType::Q8_0))?;
+        let part = shard_of_safetensors_with(&files, &config, group, Some(GgmlDType::Q8_0))?;
         assert!(part.is_quantized() && part.other_types().is_empty());
         Ok(part)
     });
@@ -134,7 +136,7 @@ fn parts_are_quantised_as_they_load() -> Result<()> {
     let config = ModelConfig::from_json(&tiny.config.to_string())?;
     for rank in on_ranks(2, |group| {
         let vb = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &CPU);
-        let part = shard(vb, &config, &*group)?;
+        let part = shard_of(vb, &config, &*group)?;
         let part = CausalLm::loader(&config).group(group).quantize(GgmlDType::Q4K).load(part)?;
         Ok(part.other_types().to_vec())
     }) {
@@ -177,7 +179,7 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
         for group in LocalRank::group(2) {
             for dtype in [DType::F32, DType::BF16] {
                 // SAFETY: nobody writes to the folder.
-                let part = unsafe { shard_safetensors(&files, &config, &group, dtype, &CPU)? };
+                let part = unsafe { shard_of_safetensors(&files, &config, &group, dtype, &CPU)? };
                 for (name, scales) in &fp8.weights {
                     let Some(name) = name.strip_suffix("_scale_inv") else { continue };
                     let whole = &dequantized.weights[name];
@@ -196,9 +198,9 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
         }
         assert!(off_the_border > 50, "{off_the_border}");
         assert!(block != [128, 128] || stored > 50, "{stored}");
-        let part = |group| part_of_safetensors_with(&files, &config, group, None);
+        let part = |group| shard_of_safetensors_with(&files, &config, group, None);
         check("fp8", &dequantized.model()?, 2, BOUND, part);
-        let q8_0 = |group| part_of_safetensors_with(&files, &config, group, Some(GgmlDType::Q8_0));
+        let q8_0 = |group| shard_of_safetensors_with(&files, &config, group, Some(GgmlDType::Q8_0));
         assert!(on_ranks(2, |group| run_steps(&q8_0(group)?, 2)).into_iter().all(|ran| ran.is_ok()));
         drop(dir);
     }
@@ -222,7 +224,7 @@ fn parts_of_fp8_experts_in_one_tensor() -> Result<()> {
         fused.weights.insert(name(&format!("{weight}_scale_inv")), Tensor::stack(&scales, 0)?);
         let part = |group: &LocalRank, shape: &[usize]| {
             let vb = VarBuilder::from_tensors(fused.weights.clone(), DType::F32, &CPU);
-            shard(vb, &config, group)?.get(shape, &name(weight))
+            shard_of(vb, &config, group)?.get(shape, &name(weight))
         };
         let whole = part(&LocalRank::group(1)[0], wide.dims())?;
         assert!(rel_rms(&values(&whole), &values(&wide)) < 0.05);

@@ -3,7 +3,7 @@
 use super::cpu::{run_all, Attention, Cache, Call, Positions};
 use super::kv_cache::{typed, CpuCaches};
 use super::{Angles, AttentionCache, AttentionDecode, AttentionPrepare, GatedAttention, PrepareOptions};
-use crate::blocks::linear::Linear;
+use crate::weights::Weight;
 use candle_core::{bail, Module, Result, Tensor, D};
 use candle_gdn::plumbing::cpu::Element;
 use candle_gdn::plumbing::{host, products, Launch};
@@ -24,11 +24,11 @@ pub(crate) struct CpuTokens<'a> {
 }
 
 /// `x [.., hidden]` by each of the projections, in f32.
-fn project<const N: usize>(x: &Tensor, projections: [&Linear; N]) -> Result<[Vec<f32>; N]> {
-    let packed: Vec<_> =
-        projections.iter().filter_map(|projection| projection.packed().map(|packed| &**packed)).collect();
-    if let Ok(packed) = <[_; N]>::try_from(packed) {
-        return host::with_f32(x, |x| products(x, packed));
+fn project<const N: usize>(x: &Tensor, projections: [&Weight; N]) -> Result<[Vec<f32>; N]> {
+    let panels: Vec<_> =
+        projections.iter().filter_map(|projection| projection.panels().map(|panels| &**panels)).collect();
+    if let Ok(panels) = <[_; N]>::try_from(panels) {
+        return host::with_f32(x, |x| products(x, panels));
     }
     let mut out = [(); N].map(|()| Vec::new());
     for (out, projection) in out.iter_mut().zip(projections) {
@@ -102,7 +102,7 @@ impl GatedAttention {
         launch: &Launch,
     ) -> Result<()> {
         let heads = (x.dim(0)?, self.cfg.num_kv_heads, self.cfg.head_dim);
-        let [k, v] = [&self.k_proj, &self.v_proj].map(|proj| proj.forward_launched(x, launch)?.reshape(heads));
+        let [k, v] = [&self.k_proj, &self.v_proj].map(|proj| proj.multiply(x, launch)?.reshape(heads));
         let (k, v) = (k?, v?);
         self.prepare(cache, cu_seqlens, launch)?.forward(&k, &k, &v).map(drop)
     }
@@ -137,7 +137,7 @@ impl GatedAttention {
         let (heads, kv_heads, d) = (self.cfg.num_heads, self.cfg.num_kv_heads, self.cfg.head_dim);
         let all = match &self.qkv_proj {
             // Launches may overlap: no kernel of a pass writes a weight, and only `advance`, after the last layer, a position.
-            Some(proj) => proj.forward_launched(x, launch)?,
+            Some(proj) => proj.multiply(x, launch)?,
             None => {
                 let [q, k, v] = [&self.q_proj, &self.k_proj, &self.v_proj].map(|proj| proj.forward(x));
                 Tensor::cat(&[q?, k?, v?], D::Minus1)?
@@ -154,6 +154,6 @@ impl GatedAttention {
         }
         let q = self.prepare(cache, cu_seqlens, launch)?.forward(&q, &k, &v)?;
         let o = decode.forward(&q, Some(&gate))?;
-        self.o_proj.forward_launched(&o.reshape((tokens, heads * d))?, launch)
+        self.o_proj.multiply(&o.reshape((tokens, heads * d))?, launch)
     }
 }

@@ -10,14 +10,15 @@ mod wanted;
 pub use file::GgufFile;
 
 use super::blocks::{float, row_bytes, Blocks};
+use super::experts::{by_expert, ExpertBlocks};
 use super::quantize::Others;
-use super::{Matrix, OtherType};
+use super::{path, ExpertShape, Format, OtherType, Stored, StoredExperts};
 use crate::config::ModelConfig;
 use crate::parallel::WeightShards;
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
-use candle_nn::Init;
+use candle_nn::{Init, VarBuilder};
 use file::joined;
 use names::{place, Heads, Place, Value};
 use std::ops::Range;
@@ -29,52 +30,47 @@ use wanted::{are_whole_blocks, length, Wanted};
 pub(crate) struct GgufWeights<'a> {
     file: &'a GgufFile,
     heads: Heads,
-    /// What a rank has of each weight, where it has a part.
-    cuts: Option<Arc<WeightShards>>,
+    /// What a rank has of each weight, where it has a shard.
+    shards: Option<Arc<WeightShards>>,
     others: Arc<Others>,
 }
 
 impl<'a> GgufWeights<'a> {
-    /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `cuts` each weight is the part of it.
-    pub(crate) fn new(file: &'a GgufFile, config: &ModelConfig, tiled: bool, cuts: Option<WeightShards>) -> Self {
+    /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `shards` each weight is the shard of it.
+    pub(crate) fn new(file: &'a GgufFile, config: &ModelConfig, tiled: bool, shards: Option<WeightShards>) -> Self {
         let heads = Heads { config: config.gdn.clone(), layers: config.layers.len(), tiled };
-        Self { file, heads, cuts: cuts.map(Arc::new), others: Arc::default() }
+        Self { file, heads, shards: shards.map(Arc::new), others: Arc::default() }
     }
 
     /// A matrix `[.., rows, columns]` whose type is a quantised one; `None` for others.
     ///
     /// A part whose columns are not whole blocks cannot stay as it is: it becomes `Q8_0`, which adds little to what any
     /// such type has lost, or is left to the dense weights where it is not whole blocks of that either.
-    pub(crate) fn matrix(&self, name: &str, shape: &[usize]) -> Result<Option<Matrix>> {
+    fn stored(&self, name: &str, shape: &[usize]) -> Result<Option<Stored>> {
         let wanted = self.wanted(name, shape)?;
         let dtype = self.file.dtype(&wanted.place.tensor).filter(|dtype| float(*dtype).is_none());
         let Some(dtype) = dtype else { return Ok(None) };
         let Some(columns) = &wanted.columns else {
-            return self.read(&wanted, None, dtype).map(Matrix::Blocks).map(Some);
+            return self.read(&wanted, None, dtype).map(Stored::Blocks).map(Some);
         };
         let read = |columns: &[Range<usize>], otherwise| self.read(&wanted, Some(columns), otherwise);
         if are_whole_blocks(dtype, columns) {
-            return read(columns, dtype).map(Matrix::Blocks).map(Some);
+            return read(columns, dtype).map(Stored::Blocks).map(Some);
         }
         if let Some((columns, tiles)) = wanted.tiled.as_ref().filter(|(columns, _)| are_whole_blocks(dtype, columns)) {
-            return Ok(Some(Matrix::Tiled(read(columns, dtype)?, *tiles)));
+            return Ok(Some(Stored::Tiled(read(columns, dtype)?, *tiles)));
         }
         let other = Some(GgmlDType::Q8_0).filter(|q8_0| row_bytes(*q8_0, length(columns)).is_some());
         self.others.add(name, other);
-        other.map(|other| read(columns, other).map(Matrix::Blocks)).transpose()
+        other.map(|other| read(columns, other).map(Stored::Blocks)).transpose()
     }
 
     pub(crate) fn is_quantized(&self) -> bool {
         self.file.is_quantized()
     }
 
-    /// The matrices that could not keep the type of the file.
-    pub(super) fn others(&self) -> Vec<OtherType> {
-        self.others.all()
-    }
-
     /// Whether it has the weight, in a tensor of its own.
-    pub(crate) fn contains(&self, name: &str) -> bool {
+    fn contains(&self, name: &str) -> bool {
         self.place(name).is_ok()
     }
 
@@ -92,8 +88,8 @@ impl<'a> GgufWeights<'a> {
     /// not looked at, but for the last, which says what a row is.
     fn wanted(&self, name: &str, shape: &[usize]) -> Result<Wanted> {
         let place = self.place(name)?;
-        let cut = self.cuts.as_ref().and_then(|cuts| cuts.ranges_of(name, shape));
-        let whole = cut.as_ref().map_or_else(|| shape.to_vec(), |cut| cut.whole(shape));
+        let slice = self.shards.as_ref().and_then(|shards| shards.ranges_of(name, shape));
+        let whole = slice.as_ref().map_or_else(|| shape.to_vec(), |slice| slice.whole(shape));
         let stored = self.file.shape(&place.tensor).unwrap_or_default();
         let taken = place.rows.as_ref().map(|rows| length(&rows.ranges));
         let model = stored.iter().enumerate().map(|(i, n)| taken.filter(|_| i == 0).unwrap_or(*n));
@@ -106,7 +102,7 @@ impl<'a> GgufWeights<'a> {
                 place.tensor
             )
         }
-        Ok(Wanted::new(place, &whole, cut))
+        Ok(Wanted::new(place, &whole, slice))
     }
 
     /// The rows that are wanted, of them `columns`, and in `otherwise` where these are not whole blocks.
@@ -158,14 +154,40 @@ impl<'a> GgufWeights<'a> {
     }
 }
 
-/// For all that takes dense weights.
+impl Format for GgufWeights<'_> {
+    fn matrix(&self, weights: &VarBuilder, name: &str, shape: &[usize]) -> Result<Option<Stored>> {
+        self.stored(&path(weights, name), shape)
+    }
+
+    fn experts(&self, weights: &VarBuilder, shape: ExpertShape) -> Result<Option<StoredExperts>> {
+        let ExpertShape { experts: n, intermediate, hidden } = shape;
+        let stored = |name: &str, rows: usize, columns: usize| -> Result<Option<Blocks>> {
+            Ok(self.stored(&path(weights, name), &[n, rows, columns])?.and_then(Stored::blocks))
+        };
+        let gate_up = match self.contains(&path(weights, "gate_proj")) {
+            true => {
+                let [gate, up] = ["gate_proj", "up_proj"].map(|name| stored(name, intermediate, hidden));
+                gate?.zip(up?).map(|(gate, up)| by_expert(gate, up, shape))
+            }
+            false => stored("gate_up_proj", 2 * intermediate, hidden)?.map(|both| vec![both]),
+        };
+        let down = stored("down_proj", hidden, intermediate)?;
+        Ok(gate_up.zip(down).map(|(gate_up, down)| StoredExperts::Blocks(ExpertBlocks { gate_up, down })))
+    }
+
+    fn other_types(&self) -> Vec<OtherType> {
+        self.others.all()
+    }
+}
+
+/// For all that is loaded dense.
 impl SimpleBackend for GgufWeights<'_> {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         self.dense(&shape, name)?.to_device(device)?.to_dtype(dtype)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        if self.cuts.is_some() {
+        if self.shards.is_some() {
             bail!("{name}: which part of it a rank has depends on its shape, and none was asked for")
         }
         let place = self.place(name)?;

@@ -1,6 +1,6 @@
 //! Where llama.cpp's converter puts the weights of these models, and what it does to them.
 
-use super::super::Tiles;
+use crate::weights::Tiles;
 use candle_gdn::GdnConfig;
 use std::ops::Range;
 

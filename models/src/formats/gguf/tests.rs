@@ -1,6 +1,6 @@
-//! A rank's part of each weight against that of the whole: to the bit.
+//! A rank's shard of each weight against that of the whole: to the bit.
 
-use super::super::{Blocks, Matrix};
+use super::super::{Blocks, Format, Stored};
 use super::{GgufFile, GgufWeights};
 use crate::config::ModelConfig;
 use crate::parallel::{Collective, LocalRank, WeightShards};
@@ -98,12 +98,12 @@ fn write(path: &std::path::Path, dtype: GgmlDType) -> Result<()> {
 }
 
 /// The numbers of a matrix, its columns in the model's order.
-fn values(matrix: Matrix) -> Result<Tensor> {
+fn values(matrix: Stored) -> Result<Tensor> {
     match matrix {
-        Matrix::Dense(x) => Ok(x),
-        Matrix::E4m3(rows) => rows.dense(DType::F32, &Device::Cpu),
-        Matrix::Blocks(blocks) => blocks.tensor(),
-        Matrix::Tiled(blocks, t) => {
+        Stored::Dense(x) => Ok(x),
+        Stored::E4m3(rows) => rows.dense(DType::F32, &Device::Cpu),
+        Stored::Blocks(blocks) => blocks.tensor(),
+        Stored::Tiled(blocks, t) => {
             let pieces = blocks.tensor()?.reshape((blocks.rows(), t.per_group, t.groups, t.size))?;
             pieces.transpose(1, 2)?.contiguous()?.reshape((blocks.rows(), blocks.columns()))
         }
@@ -125,8 +125,8 @@ fn parts_are_parts_of_the_whole() -> Result<()> {
         for (tiled, ranks) in [(false, 2), (true, 2), (true, 4)] {
             let whole = GgufWeights::new(&file, &config, tiled, None);
             for group in LocalRank::group(ranks) {
-                let cuts = WeightShards::new(&config, &group)?;
-                let part = GgufWeights::new(&file, &config, tiled, Some(cuts));
+                let shards = WeightShards::new(&config, &group)?;
+                let part = GgufWeights::new(&file, &config, tiled, Some(shards));
                 let mut others = Vec::new();
                 for (name, _, shape, shared) in weights() {
                     let (name, what) =
@@ -141,11 +141,11 @@ fn parts_are_parts_of_the_whole() -> Result<()> {
                     }
                     let last = want.rank() - 1;
                     let flat = want.flatten_to(last - 1)?;
-                    let got = part.matrix(&name, want.dims())?.unwrap_or_else(|| panic!("{what}: not quantised"));
+                    let got = part.stored(&name, want.dims())?.unwrap_or_else(|| panic!("{what}: not quantised"));
                     let kept = flat.dim(1)?.is_multiple_of(dtype.block_size())
                         && !(tiled && ranks == 4 && dtype == Q4K && name.contains("out_proj"));
                     let is_tiled = tiled && dtype == Q4K && kept && name.contains("out_proj");
-                    assert_eq!(matches!(got, Matrix::Tiled(..)), is_tiled, "{what}");
+                    assert_eq!(matches!(got, Stored::Tiled(..)), is_tiled, "{what}");
                     let want = match kept {
                         true => flat,
                         false => {
@@ -155,10 +155,10 @@ fn parts_are_parts_of_the_whole() -> Result<()> {
                     };
                     assert_eq!(bits(&values(got)?)?, bits(&want)?, "{what}");
                 }
-                let told: Vec<_> = part.others().into_iter().map(|other| other.name).collect();
-                assert_eq!(told, others, "{dtype:?}, {tiled}, {ranks}");
+                let listed: Vec<_> = part.other_types().into_iter().map(|other| other.name).collect();
+                assert_eq!(listed, others, "{dtype:?}, {tiled}, {ranks}");
                 assert_eq!(others.is_empty(), dtype != Q4K);
-                assert!(part.others().iter().all(|other| other.dtype == Some(Q8_0)));
+                assert!(part.other_types().iter().all(|other| other.dtype == Some(Q8_0)));
             }
         }
     }
@@ -178,9 +178,9 @@ fn half_a_small_block_is_dense() -> Result<()> {
     let group = LocalRank::group(16).remove(5);
     let part = GgufWeights::new(&file, &config, false, Some(WeightShards::new(&config, &group)?));
     let name = "model.layers.0.mlp.shared_expert.down_proj.weight";
-    assert!(part.matrix(name, &[HIDDEN, 16])?.is_none());
+    assert!(part.stored(name, &[HIDDEN, 16])?.is_none());
     assert_eq!(
-        part.others().iter().map(|other| (other.name.as_str(), other.dtype)).collect::<Vec<_>>(),
+        part.other_types().iter().map(|other| (other.name.as_str(), other.dtype)).collect::<Vec<_>>(),
         [(name, None)]
     );
     let whole = GgufWeights::new(&file, &config, false, None).dense(&(HIDDEN, INNER[1]).into(), name)?;

@@ -1,10 +1,10 @@
-//! What is read of a tensor for a weight, or for a rank's part of one.
+//! What is read of a tensor for a weight, or for a rank's shard of one.
 
 use super::super::blocks::row_bytes;
-use super::super::Tiles;
 use super::file::joined;
 use super::names::Place;
 use crate::parallel::{DimRanges, RowsOrColumns};
+use crate::weights::Tiles;
 use candle_core::quantized::GgmlDType;
 use std::ops::Range;
 
@@ -20,9 +20,9 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Of a weight of shape `whole` all, or what `cut` has.
-    pub fn new(place: Place, whole: &[usize], cut: Option<DimRanges>) -> Self {
-        let (rows, columns) = match cut.map(|cut| cut.rows_or_columns(whole)) {
+    /// Of a weight of shape `whole` all, or what `slice` has.
+    pub fn new(place: Place, whole: &[usize], slice: Option<DimRanges>) -> Self {
+        let (rows, columns) = match slice.map(|slice| slice.rows_or_columns(whole)) {
             Some(RowsOrColumns::Rows(rows)) => (Some(rows), None),
             Some(RowsOrColumns::Columns(columns)) => (None, Some(columns)),
             None => (None, None),

@@ -1,22 +1,20 @@
 //! Matrices in e4m3 with a scale for each block, which stay so on CUDA.
 
-use crate::ops::Launch;
 use candle_core::{bail, DType, Result, Tensor};
 
-/// A weight `[out, in]` on CUDA, a byte a number. Up to 64 rows of x are multiplied with it as it is, if they fit into the
-/// device's shared memory; for more it is dequantised to x's dtype into memory that is freed behind the product.
+/// A weight `[out, in]` on CUDA, a byte a number. Its kernel multiplies up to 64 rows of x as it is stored, if they fit into
+/// the device's shared memory; for more it is dequantised to x's dtype into memory that is freed after the product.
 #[derive(Debug, Clone)]
-pub struct BlockScaled {
+pub(crate) struct E4m3 {
     bytes: Tensor,
     scales: Tensor,
     block_rows: usize,
-    below: Option<Tensor>,
 }
 
 /// Columns of a block.
-pub const BLOCK_COLUMNS: usize = crate::abi::gdn::GDN_SCALE_COLUMNS;
+pub(crate) const BLOCK_COLUMNS: usize = candle_gdn::plumbing::abi::gdn::GDN_SCALE_COLUMNS;
 
-impl BlockScaled {
+impl E4m3 {
     /// Numbers in e4m3, `bytes [out, in]` in u8, none of them NaN. `(i, j)` is to be multiplied by `(i / block_rows, j / 128)`
     /// of `scales [ceil(out / block_rows), ceil(in / 128)]` in f32. `in` is a multiple of 64.
     ///
@@ -39,20 +37,7 @@ impl BlockScaled {
                 bail!("weight in e4m3: expected contiguous tensors on one CUDA device, got {tensor:?}")
             }
         }
-        Ok(Self { bytes, scales, block_rows, below: None })
-    }
-
-    /// The same with the rows of `below [rows, in]`, in x's dtype, under its own.
-    ///
-    /// # Errors
-    /// When it has another width or is not contiguous on the same device.
-    pub fn with_rows_below(self, below: Tensor) -> Result<Self> {
-        let fits =
-            below.rank() == 2 && below.dims()[1] == self.inputs() && matches!(below.dtype(), DType::BF16 | DType::F16);
-        if self.below.is_some() || !fits || !below.is_contiguous() || !below.device().same_device(self.bytes.device()) {
-            bail!("weight in e4m3: rows below it: expected shape [rows, {}] in 16 bits, got {below:?}", self.inputs())
-        }
-        Ok(Self { below: Some(below), ..self })
+        Ok(Self { bytes, scales, block_rows })
     }
 
     /// A view of `count` rows from `first` on, where a block begins.
@@ -68,54 +53,31 @@ impl BlockScaled {
             bytes: self.bytes.narrow(0, first, count)?,
             scales: self.scales.narrow(0, first / self.block_rows, blocks)?,
             block_rows: self.block_rows,
-            below: None,
         })
     }
 
-    /// Width of y.
     pub fn outputs(&self) -> usize {
-        self.bytes.dims()[0] + self.below.as_ref().map_or(0, |below| below.dims()[0])
+        self.bytes.dims()[0]
     }
 
-    /// Width of x.
     pub fn inputs(&self) -> usize {
         self.bytes.dims()[1]
     }
 
-    /// `[out, in]` in u8, without the rows below.
+    /// `[out, in]` in u8.
+    #[cfg(feature = "cuda")]
     pub fn bytes(&self) -> &Tensor {
         &self.bytes
     }
 
     /// `[ceil(out / block_rows), ceil(in / 128)]` in f32.
+    #[cfg(feature = "cuda")]
     pub fn scales(&self) -> &Tensor {
         &self.scales
     }
 
-    /// Rows of a block.
+    #[cfg(feature = "cuda")]
     pub fn block_rows(&self) -> usize {
         self.block_rows
-    }
-
-    /// Rows below, in 16 bits.
-    pub fn below(&self) -> Option<&Tensor> {
-        self.below.as_ref()
-    }
-
-    /// `x [rows, in]` times the transpose of the weight. With `launch.overlap` the weight is read while the kernel before
-    /// this one on the stream may still run.
-    pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        {
-            match crate::cuda::block_scaled::few_rows(x, self, launch)? {
-                Some(y) => Ok(y),
-                None => x.matmul(&crate::cuda::block_scaled::dense(self, x.dtype())?.t()?),
-            }
-        }
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = launch;
-            bail!("weight in e4m3: expected a build with CUDA, x is {x:?}")
-        }
     }
 }

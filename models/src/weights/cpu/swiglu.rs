@@ -6,17 +6,17 @@ use candle_gdn::plumbing::cpu::{parallel, Shared};
 use pulp::{Simd, WithSimd};
 
 /// MLPs of one shape.
-#[derive(Debug)]
-pub(crate) struct Swiglu {
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Mlps<'a> {
     /// `[2 * inner, hidden]` each, the gate's rows, then up's.
-    gate_up: Weights,
+    pub gate_up: &'a Weights,
     /// `[hidden, inner]` each.
-    down: Weights,
+    pub down: &'a Weights,
 }
 
 /// Rows that go through one of the MLPs.
 pub(crate) struct MlpRows<'a> {
-    pub mlps: &'a Swiglu,
+    pub mlps: Mlps<'a>,
     /// Which of them.
     pub index: usize,
     /// Which rows of x, in this order; all of them if absent.
@@ -25,12 +25,7 @@ pub(crate) struct MlpRows<'a> {
     pub out: &'a mut [f32],
 }
 
-impl Swiglu {
-    pub fn new(gate_up: Weights, down: Weights) -> Self {
-        assert_eq!((gate_up.outputs(), gate_up.inputs()), (2 * down.inputs(), down.outputs()));
-        Self { gate_up, down }
-    }
-
+impl Mlps<'_> {
     /// Width of what goes in and comes out.
     pub fn hidden(&self) -> usize {
         self.down.outputs()
@@ -53,7 +48,7 @@ pub(crate) fn swiglu(x: &[f32], calls: &mut [MlpRows<'_>]) {
     for (call, size) in calls.iter().zip(&sizes) {
         let (out, tail) = rest.split_at_mut(2 * size);
         rest = tail;
-        products.push(Product { x, rows: call.rows, weights: &call.mlps.gate_up, matrix: call.index, out });
+        products.push(Product { x, rows: call.rows, weights: call.mlps.gate_up, matrix: call.index, out });
     }
     multiply(&mut products);
 
@@ -68,7 +63,7 @@ pub(crate) fn swiglu(x: &[f32], calls: &mut [MlpRows<'_>]) {
     for (call, size) in calls.iter_mut().zip(&sizes) {
         let (x, tail) = rest.split_at(*size);
         rest = tail;
-        products.push(Product { x, rows: None, weights: &call.mlps.down, matrix: call.index, out: &mut *call.out });
+        products.push(Product { x, rows: None, weights: call.mlps.down, matrix: call.index, out: &mut *call.out });
     }
     multiply(&mut products);
 }
@@ -112,14 +107,14 @@ mod tests {
         (0..n).map(|i| (i as f32 * a + a).sin()).collect()
     }
 
-    struct Drawn {
+    struct Random {
         gate_up: Vec<f32>,
         down: Vec<f32>,
         hidden: usize,
         inner: usize,
     }
 
-    impl Drawn {
+    impl Random {
         fn new(count: usize, hidden: usize, inner: usize) -> Self {
             Self {
                 gate_up: wave(count * 2 * inner * hidden, 0.37),
@@ -129,10 +124,9 @@ mod tests {
             }
         }
 
-        fn pack(&self, count: usize) -> Swiglu {
+        fn pack(&self, count: usize) -> [Weights; 2] {
             let (h, i) = (self.hidden, self.inner);
-            let gate_up = Weights::pack_f32(&self.gate_up, count, 2 * i, h);
-            Swiglu::new(gate_up, Weights::pack_f32(&self.down, count, h, i))
+            [Weights::pack_f32(&self.gate_up, count, 2 * i, h), Weights::pack_f32(&self.down, count, h, i)]
         }
 
         /// The definition, in f64.
@@ -156,8 +150,9 @@ mod tests {
     #[test]
     fn experts_and_a_dense_mlp_in_one_call() {
         let (count, hidden, tokens) = (3, 20, 11);
-        let (experts, dense) = (Drawn::new(count, hidden, 9), Drawn::new(1, hidden, 35));
-        let (packed_experts, packed_dense) = (experts.pack(count), dense.pack(1));
+        let (experts, dense) = (Random::new(count, hidden, 9), Random::new(1, hidden, 35));
+        let packed = [experts.pack(count), dense.pack(1)];
+        let [packed_experts, packed_dense] = packed.each_ref().map(|[gate_up, down]| Mlps { gate_up, down });
         let x = wave(tokens * hidden, 0.53);
         let rows: [&[u32]; 2] = [&[10, 3, 3], &[0]];
         let mut outs = [vec![f32::NAN; 3 * hidden], vec![f32::NAN; hidden], vec![f32::NAN; tokens * hidden]];
@@ -165,9 +160,9 @@ mod tests {
         swiglu(
             &x,
             &mut [
-                MlpRows { mlps: &packed_experts, index: 2, rows: Some(rows[0]), out: a },
-                MlpRows { mlps: &packed_experts, index: 0, rows: Some(rows[1]), out: b },
-                MlpRows { mlps: &packed_dense, index: 0, rows: None, out: c },
+                MlpRows { mlps: packed_experts, index: 2, rows: Some(rows[0]), out: a },
+                MlpRows { mlps: packed_experts, index: 0, rows: Some(rows[1]), out: b },
+                MlpRows { mlps: packed_dense, index: 0, rows: None, out: c },
             ],
         );
         let row = |i: u32| &x[i as usize * hidden..][..hidden];

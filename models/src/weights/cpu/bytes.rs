@@ -85,6 +85,10 @@ impl Bytes {
         self.rows
     }
 
+    pub(crate) fn columns(&self) -> usize {
+        self.blocks * BLOCK
+    }
+
     /// The numbers of a row.
     pub(crate) fn read_row(&self, row: usize, to: &mut [f32]) {
         assert!(row < self.rows && to.len() == self.blocks * BLOCK);

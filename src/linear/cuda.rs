@@ -1,8 +1,8 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
-use super::arena::alloc;
-use super::pointers::{check, dtype_code, int, read, stream_of, write};
 use crate::abi::gdn::{self, gdn_linear_with, LinearOptions};
+use crate::cuda::arena::alloc;
+use crate::cuda::pointers::{check, dtype_code, int, read, stream_of, write};
 use crate::ops::{apply2, Launch};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
@@ -11,92 +11,37 @@ use std::ptr::null;
 
 const OP: &str = "linear";
 
-/// Where the kernel beats cuBLAS on an H200 (`cuda/linear/README.md`): it gains most where its launch may overlap.
-fn wins(rows: usize, inputs: usize, outputs: usize, overlap: bool) -> bool {
-    let most = match (inputs.is_multiple_of(2048), overlap) {
-        (true, true) => 16,
-        (true, false) => 8,
-        (false, true) if inputs < LARGE => 8,
-        (false, true) if outputs <= LARGE => 4,
-        (false, true) => 1,
-        (false, false) if inputs < LARGE => 4,
-        (false, false) => 0,
-    };
-    rows <= most
-}
-
-/// Inputs that do not divide into 2048: from so many on cuBLAS is as fast for more than a row.
-const LARGE: usize = 4096;
-
-/// The same where SwiGLU follows, which is another launch behind cuBLAS.
-fn swiglu_wins(rows: usize, inputs: usize) -> bool {
-    rows <= if inputs < LARGE || inputs.is_multiple_of(2048) { 8 } else { 4 }
-}
-
-/// What becomes of the outputs.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Outputs {
-    Plain,
-    /// The first half of the weight's rows is the gate of the other.
-    Swiglu,
-}
-
-/// `x [rows, in]` times the transpose of `weight [out, in]`; `None` where the kernel does not take them or cuBLAS is
-/// faster. With `launch.overlap` the weight is read while the kernel before this one on the stream may still run.
-pub fn few_rows_if_faster(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
-    match wins(x.dim(0)?, x.dim(1)?, weight.dim(0)?, launch.overlap) {
-        true => few_rows(x, weight, launch),
-        false => Ok(None),
-    }
-}
-
-/// `silu(x gate^T) * (x up^T)` with the weight's rows those of the gate, then up's, in a launch that overlaps as with
-/// [`few_rows_if_faster`]; `None` where the kernel does not take them or a product and a kernel behind it are faster.
-pub fn few_rows_swiglu_if_faster(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
-    match swiglu_wins(x.dim(0)?, x.dim(1)?) {
-        true => few_rows_with(x, weight, launch, Outputs::Swiglu),
-        false => Ok(None),
-    }
-}
-
-/// `x [rows, in]` times the transpose of `weight [out, in]`; `None` where the kernel does not take them.
-pub fn few_rows(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
-    few_rows_with(x, weight, launch, Outputs::Plain)
-}
-
-fn few_rows_with(x: &Tensor, weight: &Tensor, launch: &Launch, what: Outputs) -> Result<Option<Tensor>> {
+/// `x [rows, in]` times the transpose of `weight [out, in]`; `None` where the kernel does not support them. With
+/// `launch.overlap` the weight is read while the kernel before this one on the stream may still run.
+pub fn multiply(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Option<Tensor>> {
     let (rows, inputs) = x.dims2()?;
     let (outputs, weight_inputs) = weight.dims2()?;
-    // Rows of 16-byte pieces; the kernel has no gradient.
-    let whole = |layout: &Layout| {
+    // Rows of 16-byte units; the kernel has no gradient.
+    let aligned = |layout: &Layout| {
         let stride = layout.stride();
         stride[1] == 1 && (stride[0] | layout.start_offset()) & 7 == 0
     };
-    let takes = x.device().is_cuda()
+    let supported = x.device().is_cuda()
         && weight.device().same_device(x.device())
         && matches!(x.dtype(), DType::BF16 | DType::F16)
         && weight.dtype() == x.dtype()
-        && match what {
-            Outputs::Plain => (1..=gdn::GDN_LINEAR_ROWS).contains(&rows),
-            Outputs::Swiglu => (1..=gdn::GDN_LINEAR_SWIGLU_ROWS).contains(&rows) && outputs.is_multiple_of(2),
-        }
+        && (1..=gdn::GDN_LINEAR_ROWS).contains(&rows)
         && inputs == weight_inputs
         && inputs > 0
         && inputs % 64 == 0
         && outputs > 0
-        && whole(x.layout())
-        && whole(weight.layout())
+        && aligned(x.layout())
+        && aligned(weight.layout())
         && !x.track_op()
         && !weight.track_op();
-    match takes {
-        true => apply2(&FewRows { launch, what }, launch.arena.as_ref(), x, weight).map(Some),
+    match supported {
+        true => apply2(&FewRows { launch }, launch.arena.as_ref(), x, weight).map(Some),
         false => Ok(None),
     }
 }
 
 struct FewRows<'a> {
     launch: &'a Launch,
-    what: Outputs,
 }
 
 impl CustomOp2 for FewRows<'_> {
@@ -115,9 +60,7 @@ impl CustomOp2 for FewRows<'_> {
         weight: &CudaStorage,
         weight_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let ((rows, inputs), (weights, _)) = (x_layout.shape().dims2()?, weight_layout.shape().dims2()?);
-        let swiglu = self.what == Outputs::Swiglu;
-        let outputs = if swiglu { weights / 2 } else { weights };
+        let ((rows, inputs), (outputs, _)) = (x_layout.shape().dims2()?, weight_layout.shape().dims2()?);
         let (dtype, size) = (x.dtype(), x.dtype().size_in_bytes());
         let stream = &*stream_of(x)?;
         let mut out = alloc(self.launch.arena.as_ref(), x, &[rows, outputs])?;
@@ -140,10 +83,9 @@ impl CustomOp2 for FewRows<'_> {
             dtype: dtype_code(dtype),
             overlap: self.launch.overlap.into(),
         };
-        let options = LinearOptions { swiglu: swiglu.into(), ..LinearOptions::default() };
         // SAFETY: the launcher reads the parameters; the kernel reads `rows` rows of x and all of the weight, both of
         // `inputs` elements as their layouts say, and writes the rows of y; the guards outlive the launch.
-        check(OP, unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) })?;
+        check(OP, unsafe { gdn_linear_with(&params, &LinearOptions::default(), stream.cu_stream().cast::<c_void>()) })?;
         drop(y);
         Ok((out, Shape::from((rows, outputs))))
     }
@@ -151,8 +93,8 @@ impl CustomOp2 for FewRows<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::device;
     use super::*;
+    use crate::cuda::testing::device;
     use candle_core::Device;
 
     /// Smooth enough to be anything, and no two alike.
@@ -182,7 +124,7 @@ mod tests {
                     let want = x_here.matmul(&w_here.t().unwrap()).unwrap();
                     device.synchronize().unwrap();
                     for overlap in [false, true] {
-                        let y = few_rows(&x, &w, &Launch { overlap, arena: None })
+                        let y = multiply(&x, &w, &Launch { overlap, arena: None })
                             .unwrap()
                             .expect("a shape that the kernel takes");
                         let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
@@ -195,38 +137,10 @@ mod tests {
     }
 
     #[test]
-    fn swiglu_equals_its_definition_in_f64() {
-        let Some(device) = device() else { return };
-        for (dtype, bound) in [(DType::BF16, 4e-3), (DType::F16, 5e-4)] {
-            for (inputs, outputs) in [(64, 1), (192, 33), (1024, 100), (2560, 257)] {
-                for rows in [1, 2, 7, 8] {
-                    let on = |x: Tensor| {
-                        let x = x.to_dtype(dtype).unwrap();
-                        (x.to_dtype(DType::F64).unwrap(), x.to_device(&device).unwrap())
-                    };
-                    let scale = (inputs as f64).powf(-0.5);
-                    let (x_here, x) = on(numbers(rows, inputs, 0.3));
-                    let (w_here, w) = on((numbers(2 * outputs, inputs, 0.7) * scale).unwrap());
-                    let both = x_here.matmul(&w_here.t().unwrap()).unwrap();
-                    let (gate, up) = (both.narrow(1, 0, outputs).unwrap(), both.narrow(1, outputs, outputs).unwrap());
-                    let want = (gate.silu().unwrap() * up).unwrap();
-                    let y = few_rows_with(&x, &w, &Launch::default().overlapping(), Outputs::Swiglu)
-                        .unwrap()
-                        .expect("a shape that the kernel takes");
-                    assert_eq!(y.dims(), [rows, outputs]);
-                    let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
-                    let error = norm(&(&y - &want).unwrap()) / norm(&want);
-                    assert!(error < bound, "{dtype:?} {rows}x{inputs} -> {outputs}: {error}");
-                }
-            }
-        }
-    }
-
-    #[test]
     fn leaves_other_shapes_to_matmul() {
         let Some(device) = device() else { return };
         let of = |rows: usize, inputs: usize, dtype| Tensor::zeros((rows, inputs), dtype, &device).unwrap();
-        let takes = |x: &Tensor, w: &Tensor| few_rows(x, w, &Launch::default()).unwrap().is_some();
+        let takes = |x: &Tensor, w: &Tensor| multiply(x, w, &Launch::default()).unwrap().is_some();
         let (x, w) = (of(4, 128, DType::BF16), of(16, 128, DType::BF16));
         assert!(takes(&x, &w));
         assert!(!takes(&of(33, 128, DType::BF16), &w));

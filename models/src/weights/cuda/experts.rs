@@ -1,118 +1,85 @@
 //! Launches of `cuda/gdn_moe.h`: the mixture of experts, routing and all.
 
+use crate::abi::moe::GDN_MOE_AUTO;
 use crate::abi::moe::{gdn_moe, gdn_moe_workspace, MoeParams};
-use crate::abi::moe::{GDN_MOE_AUTO, GDN_MOE_EXPERTS, GDN_MOE_PACKED_INPUTS, GDN_MOE_PACKED_TOKENS, GDN_MOE_TOP_K};
-use crate::cuda::quantized::Packed;
+use crate::weights::cuda::linear::scales_of;
+use crate::weights::{E4m3, Weight};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
 use candle_gdn::plumbing::abi::gdn::NO_SCALES;
-use candle_gdn::plumbing::cuda::scales_of;
 use candle_gdn::plumbing::cuda::{alloc, check, dtype_code, int, read, stream_of, with_workspace, write, Pointer};
-use candle_gdn::plumbing::{apply1, BlockScaled, Launch};
+use candle_gdn::plumbing::{apply1, Launch};
 use candle_gdn::{held, held_or_none};
 use std::ffi::c_void;
 
 const OP: &str = "sparse_moe";
 
-/// Whether the kernels take experts of these sizes.
-pub(crate) fn takes(dtype: DType, hidden: usize, experts: usize, top_k: usize, widths: [usize; 2]) -> bool {
-    matches!(dtype, DType::BF16 | DType::F16)
-        && hidden.is_multiple_of(64)
-        && widths[0] > 0
-        && widths.iter().all(|width| width.is_multiple_of(64) && width.saturating_mul(hidden) <= 1 << 29)
-        && (1..=GDN_MOE_EXPERTS).contains(&experts)
-        && (1..=GDN_MOE_TOP_K.min(experts)).contains(&top_k)
-}
-
-/// Tokens of a call with packed experts, at most; none where it takes none.
-pub(crate) fn packed_tokens(hidden: usize) -> usize {
-    GDN_MOE_PACKED_TOKENS.min(GDN_MOE_PACKED_INPUTS / hidden.max(1))
-}
-
-/// One of the experts' weights; all of a layer are of one kind.
-#[derive(Clone, Copy)]
-pub(crate) enum Weight<'a> {
-    Dense(&'a Tensor),
-    E4m3(&'a BlockScaled),
-    /// Few tokens ([`packed_tokens`]) take these.
-    Packed(&'a Packed),
-}
-
-impl<'a> Weight<'a> {
-    /// Whether x may be in `dtype`.
-    pub fn multiplies(self, dtype: DType) -> bool {
-        match self {
-            Self::Dense(weight) => weight.dtype() == dtype,
-            Self::E4m3(weight) => weight.below().is_none(),
-            Self::Packed(_) => true,
-        }
-    }
-
-    /// The numbers, or their bytes.
-    fn tensor(self) -> &'a Tensor {
-        match self {
-            Self::Dense(weight) => weight,
-            Self::E4m3(weight) => weight.bytes(),
-            Self::Packed(weight) => weight.bytes().0,
-        }
-    }
-
-    fn scales(self) -> Option<&'a BlockScaled> {
-        match self {
-            Self::Dense(_) | Self::Packed(_) => None,
-            Self::E4m3(weight) => Some(weight),
-        }
-    }
-
-    /// Rows and columns.
-    fn dims(self) -> Result<(usize, usize)> {
-        match self {
-            Self::Packed(weight) => Ok((weight.outputs(), weight.inputs())),
-            _ => self.tensor().dims2(),
-        }
-    }
-
-    fn packed_type(self) -> Option<i32> {
-        match self {
-            Self::Packed(weight) => Some(weight.bytes().1),
-            _ => None,
-        }
+/// Whether the kernels read a weight beside x in `dtype`.
+fn supports(weight: &Weight, dtype: DType) -> bool {
+    match weight {
+        Weight::Dense(weight) => weight.dtype() == dtype,
+        Weight::E4m3(_) | Weight::Packed(_) => true,
+        _ => false,
     }
 }
 
-/// The weights of a layer, contiguous, all but the router in the dtype of x, in e4m3 or packed.
+/// The tensor of a weight's numbers, or of their bytes.
+fn tensor(weight: &Weight) -> Result<&Tensor> {
+    match weight {
+        Weight::Dense(weight) => Ok(weight),
+        Weight::E4m3(weight) => Ok(weight.bytes()),
+        Weight::Packed(weight) => Ok(weight.bytes().0),
+        weight => bail!("{OP}: expected experts dense, in e4m3 or packed, got {weight:?}"),
+    }
+}
+
+fn e4m3(weight: &Weight) -> Option<&E4m3> {
+    match weight {
+        Weight::E4m3(weight) => Some(weight),
+        _ => None,
+    }
+}
+
+fn packed_type(weight: &Weight) -> Option<i32> {
+    match weight {
+        Weight::Packed(weight) => Some(weight.bytes().1),
+        _ => None,
+    }
+}
+
+/// The weights of a layer, contiguous: all but the router in one storage, dense in the dtype of x, in e4m3 or packed.
 pub(crate) struct Moe<'a> {
-    /// `[parts, experts, hidden]` in bf16, whose sum it is ([`parts_of`]); with a shared expert one row more, its gate.
+    /// `[terms, experts, hidden]` in bf16, whose sum it is ([`bf16_terms`]); with a shared expert one row more, its gate.
     pub router: &'a Tensor,
     /// `[experts * 2 * inner, hidden]`, per expert the gate's rows, then up's.
-    pub gate_up: Weight<'a>,
+    pub gate_up: &'a Weight,
     /// `[experts * hidden, inner]`
-    pub down: Weight<'a>,
+    pub down: &'a Weight,
     /// The same two of the shared expert.
-    pub shared: Option<[Weight<'a>; 2]>,
+    pub shared: Option<[&'a Weight; 2]>,
     pub experts: usize,
     pub top_k: usize,
     pub normalise: bool,
 }
 
-/// `router [rows, hidden]` in f32 as `[parts, rows, hidden]` in bf16, whose sum it is: one part where bf16 holds it, as it
+/// `router [rows, hidden]` in f32 as `[terms, rows, hidden]` in bf16, whose sum it is: one term where bf16 holds it, as it
 /// does of a checkpoint in bf16, and at most three.
-pub(crate) fn parts_of(router: &Tensor) -> Result<Tensor> {
-    let (mut rest, mut parts) = (router.clone(), Vec::new());
-    while parts.is_empty() || (parts.len() < 3 && rest.abs()?.max_all()?.to_scalar::<f32>()? > 0.) {
-        let part = rest.to_dtype(DType::BF16)?;
-        rest = (rest - part.to_dtype(DType::F32)?)?;
-        parts.push(part);
+pub(crate) fn bf16_terms(router: &Tensor) -> Result<Tensor> {
+    let (mut rest, mut terms) = (router.clone(), Vec::new());
+    while terms.is_empty() || (terms.len() < 3 && rest.abs()?.max_all()?.to_scalar::<f32>()? > 0.) {
+        let term = rest.to_dtype(DType::BF16)?;
+        rest = (rest - term.to_dtype(DType::F32)?)?;
+        terms.push(term);
     }
-    Tensor::stack(&parts, 0)
+    Tensor::stack(&terms, 0)
 }
 
 /// `x [tokens, hidden]` to the same.
 ///
 /// Weights are read while the kernel before it on the stream may still run, which must therefore not write them.
 pub(crate) fn forward(x: &Tensor, moe: &Moe<'_>, launch: &Launch) -> Result<Tensor> {
-    let whole = |layout: &Layout| layout.stride()[1] == 1 && (layout.stride()[0] | layout.start_offset()) & 7 == 0;
-    let x = if whole(x.layout()) { x.clone() } else { x.contiguous()? };
+    let aligned = |layout: &Layout| layout.stride()[1] == 1 && (layout.stride()[0] | layout.start_offset()) & 7 == 0;
+    let x = if aligned(x.layout()) { x.clone() } else { x.contiguous()? };
     moe.check(&x)?;
     apply1(&SparseMoe { moe, launch }, launch.arena.as_ref(), &x)
 }
@@ -132,25 +99,24 @@ impl Moe<'_> {
         };
         let scored = self.experts + usize::from(self.shared.is_some());
         expect("router", self.router, DType::BF16, &[self.router.dim(0)?, scored, hidden])?;
-        let dtype = if self.gate_up.scales().is_some() { DType::U8 } else { x.dtype() };
-        let matrix = |name: &str, weight: Weight<'_>, paired: usize, rows: usize, columns: usize| match weight {
+        let mut all = [self.gate_up, self.down].into_iter().chain(self.shared.into_iter().flatten());
+        let storage = std::mem::discriminant(self.gate_up);
+        if !all.all(|weight| std::mem::discriminant(weight) == storage && supports(weight, x.dtype())) {
+            bail!("{OP}: expected all weights in {:?}, all in e4m3 or all packed", x.dtype())
+        }
+        let dtype = if e4m3(self.gate_up).is_some() { DType::U8 } else { x.dtype() };
+        let matrix = |name: &str, weight: &Weight, paired: usize, rows: usize, columns: usize| match weight {
             Weight::Packed(packed) if packed.is(rows, columns, paired) => Ok(()),
             Weight::Packed(packed) => bail!("{OP}: {name}: expected [{rows}, {columns}], packed, got {packed:?}"),
-            weight => expect(name, weight.tensor(), dtype, &[rows, columns]),
+            weight => expect(name, tensor(weight)?, dtype, &[rows, columns]),
         };
-        let pair = |[gate_up, down]: [Weight<'_>; 2], count: usize| {
-            let (_, inner) = down.dims()?;
+        let pair = |[gate_up, down]: [&Weight; 2], count: usize| {
+            let inner = down.inputs();
             matrix("gate_up", gate_up, inner, count * 2 * inner, hidden)?;
             matrix("down", down, 0, count * hidden, inner)
         };
         pair([self.gate_up, self.down], self.experts)?;
-        self.shared.map_or(Ok(()), |shared| pair(shared, 1))?;
-        let mut all = [self.gate_up, self.down].into_iter().chain(self.shared.into_iter().flatten());
-        let packed = self.gate_up.packed_type().is_some();
-        match all.all(|weight| weight.packed_type().is_some() == packed) {
-            true => Ok(()),
-            false => bail!("{OP}: expected all weights packed, or none"),
-        }
+        self.shared.map_or(Ok(()), |shared| pair(shared, 1))
     }
 }
 
@@ -178,32 +144,32 @@ impl CustomOp1 for SparseMoe<'_> {
         held!(router, moe.router, stream);
         let [shared_gate_up, shared_down] = [0, 1].map(|i| moe.shared.map(|both| both[i]));
         let weights = [Some(moe.gate_up), Some(moe.down), shared_gate_up, shared_down];
-        let [gate_up, down, shared_gate_up, shared_down] = weights.map(|weight| weight.map(Weight::tensor));
-        let of = |i: usize| weights[i].and_then(Weight::scales).map(BlockScaled::scales);
+        let numbers = |i: usize| weights[i].map(tensor).transpose();
+        let (gate_up, down, shared_gate_up, shared_down) = (numbers(0)?, numbers(1)?, numbers(2)?, numbers(3)?);
+        let scales_tensor = |i: usize| weights[i].and_then(e4m3).map(E4m3::scales);
         held_or_none!(gate_up_at, gate_up, stream);
         held_or_none!(down_at, down, stream);
         held_or_none!(shared_gate_up_at, shared_gate_up, stream);
         held_or_none!(shared_down_at, shared_down, stream);
-        held_or_none!(gate_up_scales, of(0), stream);
-        held_or_none!(down_scales, of(1), stream);
-        held_or_none!(shared_gate_up_scales, of(2), stream);
-        held_or_none!(shared_down_scales, of(3), stream);
+        held_or_none!(gate_up_scales, scales_tensor(0), stream);
+        held_or_none!(down_scales, scales_tensor(1), stream);
+        held_or_none!(shared_gate_up_scales, scales_tensor(2), stream);
+        held_or_none!(shared_down_scales, scales_tensor(3), stream);
         let start = |p: &Pointer<'_>, tensor: &Tensor| -> *const c_void {
             p.at(tensor.layout().start_offset(), tensor.dtype().size_in_bytes())
         };
         let start_if = |p: &Option<Pointer<'_>>, tensor: Option<&Tensor>| {
             p.as_ref().zip(tensor).map_or(std::ptr::null(), |(p, tensor)| start(p, tensor))
         };
-        let scales = |p: &Option<Pointer<'_>>, i: usize| match (p, weights[i].and_then(Weight::scales)) {
+        let scales = |p: &Option<Pointer<'_>>, i: usize| match (p, weights[i].and_then(e4m3)) {
             (Some(p), Some(weight)) => scales_of(weight, p),
             _ => Ok(NO_SCALES),
         };
-        let shared_inner = moe.shared.map_or(Ok(0), |[_, down]| Ok::<_, candle_core::Error>(down.dims()?.1))?;
-        let type_of = |i: usize| weights[i].and_then(Weight::packed_type).unwrap_or(0);
+        let shared_inner = moe.shared.map_or(0, |[_, down]| down.inputs());
+        let type_of = |i: usize| weights[i].and_then(packed_type).unwrap_or(0);
         let mut params = MoeParams {
             x: x.at(layout.start_offset(), size),
             router: start(&router, moe.router),
-            logits: std::ptr::null(),
             gate_up: start_if(&gate_up_at, gate_up),
             down: start_if(&down_at, down),
             shared_gate_up: start_if(&shared_gate_up_at, shared_gate_up),
@@ -212,27 +178,24 @@ impl CustomOp1 for SparseMoe<'_> {
             down_scales: scales(&down_scales, 1)?,
             shared_gate_up_scales: scales(&shared_gate_up_scales, 2)?,
             shared_down_scales: scales(&shared_down_scales, 3)?,
-            quantized: moe.gate_up.packed_type().is_some().into(),
+            quantized: packed_type(moe.gate_up).is_some().into(),
             gate_up_type: type_of(0),
             down_type: type_of(1),
             shared_gate_up_type: type_of(2),
             shared_down_type: type_of(3),
-            residual: std::ptr::null(),
             y: y.at(0, size),
             workspace: std::ptr::null_mut(),
             workspace_bytes: 0,
             x_stride: layout.stride()[0] as i64,
-            logits_stride: 0,
-            residual_stride: 0,
             y_stride: hidden as i64,
             tokens: int(OP, "tokens", tokens)?,
             hidden: int(OP, "hidden", hidden)?,
             num_experts: int(OP, "experts", moe.experts)?,
             top_k: int(OP, "experts of a token", moe.top_k)?,
-            inner: int(OP, "inner", moe.down.dims()?.1)?,
+            inner: int(OP, "inner", moe.down.inputs())?,
             shared_inner: int(OP, "inner", shared_inner)?,
             io_dtype: dtype_code(dtype),
-            router_parts: int(OP, "parts of the router", moe.router.dim(0)?)?,
+            router_parts: int(OP, "terms of the router", moe.router.dim(0)?)?,
             normalise: moe.normalise.into(),
             algo: GDN_MOE_AUTO,
             overlap: 1,
@@ -255,17 +218,17 @@ mod tests {
     use super::*;
     use candle_core::Device;
 
-    /// A router is the sum of its parts, bit for bit, and has no more of them than it takes.
+    /// A router is the sum of its terms, bit for bit, and has no more of them than it takes.
     #[test]
-    fn parts_of_a_router() -> Result<()> {
+    fn terms_of_a_router() -> Result<()> {
         let router = Tensor::randn(0f32, 0.02, (5, 64), &Device::Cpu)?;
         for (dtype, count) in [(DType::BF16, 1), (DType::F16, 2), (DType::F32, 3)] {
             let router = router.to_dtype(dtype)?.to_dtype(DType::F32)?;
-            let parts = parts_of(&router)?;
-            assert_eq!((parts.dims(), parts.dtype()), ([count, 5, 64].as_slice(), DType::BF16));
+            let terms = bf16_terms(&router)?;
+            assert_eq!((terms.dims(), terms.dtype()), ([count, 5, 64].as_slice(), DType::BF16));
             let mut sum = Tensor::zeros((5, 64), DType::F32, &Device::Cpu)?;
             for i in 0..count {
-                sum = (sum + parts.get(i)?.to_dtype(DType::F32)?)?;
+                sum = (sum + terms.get(i)?.to_dtype(DType::F32)?)?;
             }
             assert_eq!(sum.to_vec2::<f32>()?, router.to_vec2::<f32>()?, "{dtype:?}");
         }

@@ -1,0 +1,5 @@
+//! Products on the CPU.
+
+pub(crate) mod bytes;
+pub(crate) mod experts;
+pub(crate) mod swiglu;

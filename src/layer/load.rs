@@ -1,0 +1,125 @@
+//! A layer out of a checkpoint, in either of the layouts that are published.
+
+use super::{GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
+use crate::linear::DenseWeight;
+use candle_core::{bail, Result, Shape, Tensor};
+use candle_nn::VarBuilder;
+use std::ops::Range;
+
+/// The weights of one layer, by their names under `..linear_attn`: whatever number format their matrices are in.
+pub trait Matrices {
+    /// A matrix `[rows, columns]` before a projection is made of it.
+    type Matrix;
+    /// Where the layer is, for messages.
+    fn prefix(&self) -> String;
+    /// Whether there is a matrix of this name.
+    fn contains(&self, name: &str) -> bool;
+    /// The matrix `[rows, columns]` of this name.
+    fn matrix(&self, rows: usize, columns: usize, name: &str) -> Result<Self::Matrix>;
+    /// The rows of `matrix` in the order of `ranges`.
+    fn select_rows(&self, matrix: Self::Matrix, ranges: &[Range<usize>]) -> Result<Self::Matrix>;
+    /// One projection of the rows of all matrices.
+    fn projection(&self, matrices: Vec<Self::Matrix>) -> Result<Projection>;
+    /// A weight that is no matrix, dense.
+    fn tensor(&self, shape: Shape, name: &str) -> Result<Tensor>;
+}
+
+impl Matrices for VarBuilder<'_> {
+    type Matrix = Tensor;
+
+    fn prefix(&self) -> String {
+        VarBuilder::prefix(self)
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.contains_tensor(name)
+    }
+
+    fn matrix(&self, rows: usize, columns: usize, name: &str) -> Result<Tensor> {
+        self.get((rows, columns), name)
+    }
+
+    fn select_rows(&self, matrix: Tensor, ranges: &[Range<usize>]) -> Result<Tensor> {
+        select_rows(&matrix, ranges)
+    }
+
+    fn projection(&self, matrices: Vec<Tensor>) -> Result<Projection> {
+        Ok(DenseWeight::new(Tensor::cat(&matrices, 0)?)?.into())
+    }
+
+    fn tensor(&self, shape: Shape, name: &str) -> Result<Tensor> {
+        self.get(shape, name)
+    }
+}
+
+/// The rows of `matrix [rows, ..]` in the order of `ranges`.
+pub fn select_rows(matrix: &Tensor, ranges: &[Range<usize>]) -> Result<Tensor> {
+    let rows = ranges.iter().map(|range| matrix.narrow(0, range.start, range.len()));
+    Tensor::cat(&rows.collect::<Result<Vec<_>>>()?, 0)
+}
+
+impl GatedDeltaNet {
+    /// Loads the layer from the weights under `vb`, which stands at `..linear_attn`.
+    ///
+    /// Both layouts of published checkpoints are recognised by their names: Qwen3-Next's `in_proj_qkvz` and `in_proj_ba`
+    /// (interleaved by key head) or the split `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` of Qwen3.5 and
+    /// later. Both become one projection.
+    ///
+    /// # Errors
+    /// When the config does not fit together, or a weight is missing or misshapen (the message names it).
+    pub fn load(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
+        Self::load_from(config, &vb)
+    }
+
+    /// [`GatedDeltaNet::load`] with matrices of any number format.
+    #[doc(hidden)]
+    pub fn load_from<M: Matrices>(config: &GdnConfig, weights: &M) -> Result<Self> {
+        config.check()?;
+        let (c, heads) = (config, config.num_value_heads);
+        let get = |rows: usize, name: &str| weights.matrix(rows, c.hidden_size, name);
+        let by_section = |rows: usize, name: &str, sizes: &[usize]| {
+            weights.select_rows(get(rows, name)?, &sections(c.num_key_heads, sizes))
+        };
+        let in_proj = if weights.contains("in_proj_qkvz.weight") {
+            vec![
+                by_section(c.conv_channels() + c.value_size(), "in_proj_qkvz.weight", &c.qkvz_sizes())?,
+                by_section(2 * heads, "in_proj_ba.weight", &c.ba_sizes())?,
+            ]
+        } else if weights.contains("in_proj_qkv.weight") {
+            vec![
+                get(c.conv_channels(), "in_proj_qkv.weight")?,
+                get(c.value_size(), "in_proj_z.weight")?,
+                get(heads, "in_proj_b.weight")?,
+                get(heads, "in_proj_a.weight")?,
+            ]
+        } else {
+            bail!(
+                "no Gated DeltaNet under `{0}`: expected the weight `{0}.in_proj_qkvz.weight` (Qwen3-Next) or \
+                 `{0}.in_proj_qkv.weight` (Qwen3.5 and later), found neither",
+                weights.prefix()
+            );
+        };
+        let out_proj = weights.matrix(c.hidden_size, c.value_size(), "out_proj.weight")?;
+        let parts = GdnParts {
+            in_proj: InProjection::Fused(weights.projection(in_proj)?),
+            conv_weight: weights.tensor((c.conv_channels(), 1, c.conv_kernel).into(), "conv1d.weight")?,
+            a_log: weights.tensor(heads.into(), "A_log")?,
+            dt_bias: weights.tensor(heads.into(), "dt_bias")?,
+            norm_weight: weights.tensor(c.value_head_dim.into(), "norm.weight")?,
+            out_proj: weights.projection(vec![out_proj])?,
+        };
+        Self::new(config, parts)
+    }
+}
+
+/// Where the rows of each section are in a matrix that has, for each of `heads`, `sizes` rows of the sections in turn.
+fn sections(heads: usize, sizes: &[usize]) -> Vec<Range<usize>> {
+    let per_head: usize = sizes.iter().sum();
+    let mut first = 0;
+    let mut ranges = Vec::with_capacity(heads * sizes.len());
+    for size in sizes {
+        ranges.extend((0..heads).map(|head| head * per_head + first..head * per_head + first + size));
+        first += size;
+    }
+    ranges
+}

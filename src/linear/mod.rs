@@ -1,0 +1,108 @@
+//! Dense products without bias, by the kernels of this crate where they are the fastest.
+
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod plan;
+
+use crate::cpu::matmul::{self, Product, Weights};
+use crate::host;
+use crate::ops::Launch;
+use candle_core::{bail, Module, Result, Tensor};
+use std::sync::Arc;
+
+/// A dense weight `[out, in]` in f32, bf16 or f16, which multiplies `y = x wᵀ`.
+///
+/// On the CPU the weight is packed when it is made, for products of this crate; matrices in f32 that bf16 or f16 holds
+/// exactly are kept in it. On CUDA up to 32 rows in bf16 and f16 use a kernel of this crate where it is faster than
+/// cuBLAS, which multiplies the rest.
+#[derive(Debug, Clone)]
+pub struct DenseWeight(Storage);
+
+#[derive(Debug, Clone)]
+enum Storage {
+    /// Packed for the CPU kernels.
+    Panels(Arc<Weights>),
+    /// As it was given, on a device.
+    Tensor(Tensor),
+}
+
+impl DenseWeight {
+    /// # Errors
+    /// When the weight is no matrix of a float dtype.
+    pub fn new(weight: Tensor) -> Result<Self> {
+        if weight.rank() != 2 {
+            bail!("DenseWeight: weight: expected shape [out, in], got {:?}", weight.dims());
+        }
+        Ok(Self(match weight.device().is_cpu() {
+            true => Storage::Panels(Arc::new(host::pack(&weight)?)),
+            false => Storage::Tensor(weight),
+        }))
+    }
+
+    /// Width of y.
+    pub fn outputs(&self) -> usize {
+        match &self.0 {
+            Storage::Panels(weights) => weights.outputs(),
+            Storage::Tensor(weight) => weight.dims()[0],
+        }
+    }
+
+    /// Width of x.
+    pub fn inputs(&self) -> usize {
+        match &self.0 {
+            Storage::Panels(weights) => weights.inputs(),
+            Storage::Tensor(weight) => weight.dims()[1],
+        }
+    }
+
+    /// `x [.., in]` of the weight's dtype to `[.., out]`. With `launch.overlap` a CUDA kernel may read the weight while
+    /// the kernel before it on the stream still runs, which must therefore not write it.
+    pub(crate) fn multiply(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
+        let mut dims = x.dims().to_vec();
+        let inputs = dims.pop().unwrap_or(0);
+        if inputs != self.inputs() {
+            bail!("DenseWeight: x: expected shape [.., {}], got {:?}", self.inputs(), x.dims());
+        }
+        dims.push(self.outputs());
+        match &self.0 {
+            Storage::Panels(weights) => {
+                let [y] = host::with_f32(x, |x| products(x, [weights]))?;
+                host::tensor(y, dims, x.dtype())
+            }
+            Storage::Tensor(weight) => {
+                // One product of all rows: a batched one would read the weight once per sequence.
+                let rows = x.elem_count() / inputs.max(1);
+                multiply(&x.reshape((rows, inputs))?, weight, launch)?.reshape(dims)
+            }
+        }
+    }
+}
+
+impl Module for DenseWeight {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.multiply(x, &Launch::default())
+    }
+}
+
+/// `x [rows, in]` times the transpose of `weight [out, in]` on one device, by the kernel for few rows where it is faster.
+pub fn multiply(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if plan::kernel_wins(x.dim(0)?, x.dim(1)?, weight.dim(0)?, launch.overlap) {
+        if let Some(y) = cuda::multiply(x, weight, launch)? {
+            return Ok(y);
+        }
+    }
+    let _ = launch; // a GEMM waits for all before it
+    x.matmul(&weight.t()?)
+}
+
+/// The products of `x [rows, in]` with each of the weights, `[rows, out]`, on the CPU.
+pub fn products<const N: usize>(x: &[f32], weights: [&Weights; N]) -> [Vec<f32>; N] {
+    let mut outs = weights.map(|w| vec![0f32; x.len() / w.inputs() * w.outputs()]);
+    let mut jobs = Vec::with_capacity(N);
+    for (weights, out) in weights.into_iter().zip(&mut outs) {
+        jobs.push(Product { x, rows: None, weights, matrix: 0, out });
+    }
+    matmul::multiply(&mut jobs);
+    outs
+}
