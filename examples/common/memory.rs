@@ -5,7 +5,7 @@ use super::{tell, Checkpoint};
 use anyhow::{bail, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
-use candle_gdn_models::{FfnKind, LayerConfig, MixerKind, ModelConfig, Rings};
+use candle_gdn_models::{FfnKind, MixerKind, ModelConfig, Rings};
 
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;
@@ -110,8 +110,12 @@ impl Need {
 
 /// The draft head is one more softmax layer, and a projection that is small beside it.
 fn with_draft_head(config: &ModelConfig) -> ModelConfig {
-    let head = config.layers.last().map(|last| LayerConfig { mixer: MixerKind::FullAttention, ffn: last.ffn });
-    ModelConfig { layers: config.layers.iter().copied().chain(head).collect(), ..config.clone() }
+    let mut config = config.clone();
+    if let Some(mut head) = config.layers.last().copied() {
+        head.mixer = MixerKind::FullAttention;
+        config.layers.push(head);
+    }
+    config
 }
 
 /// Bytes of the weights, of all ranks' together unless `config` is a rank's.
@@ -154,7 +158,7 @@ fn pass(config: &ModelConfig, prefill_chunk: usize, room: &Room) -> u64 {
             let routed = product(&[moe.experts_per_token, 4 * moe.intermediate_size + 3 * hidden]);
             routed.saturating_add(product(&[4, moe.shared_intermediate_size]))
         }
-        (FfnKind::Moe, None) => 0,
+        _ => 0,
     });
     let widest = ffn.max().unwrap_or(0).max(linear).max(full).saturating_add(product(&[6, hidden]));
     let tokens = product(&[room.sequences, room.max_len]).min(prefill_chunk as u64);
@@ -173,7 +177,7 @@ fn dequantised(config: &ModelConfig) -> u64 {
     let full = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim;
     let ffn = config.layers.iter().map(|layer| match layer.ffn {
         FfnKind::Dense { intermediate_size } => intermediate_size.saturating_mul(2),
-        FfnKind::Moe => config.moe.as_ref().map_or(0, |moe| 2 * moe.shared_intermediate_size),
+        _ => config.moe.as_ref().map_or(0, |moe| 2 * moe.shared_intermediate_size),
     });
     product(&[ffn.max().unwrap_or(0).max(linear).max(full), config.hidden_size, 2])
 }

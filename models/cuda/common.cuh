@@ -1,4 +1,4 @@
-// What the kernels of several folders here share.
+// Shared by kernels of several folders here.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,8 +22,8 @@ template <typename T> __device__ __forceinline__ uint32_t pack2(float a, float b
   return word;
 }
 
-// The number of a ring's stage, and the parity of its barriers' phase.
-template <int STAGES> struct Turn {
+// A stage of a pipeline, and the parity of its barriers' phase.
+template <int STAGES> struct Stage {
   int index = 0, parity = 0;
   __device__ __forceinline__ void next() {
     if (++index == STAGES) index = 0, parity ^= 1;

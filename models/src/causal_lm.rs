@@ -1,11 +1,10 @@
 //! The causal language model of the Qwen3-Next family.
 
+use crate::blocks::attention::{CacheShape, Rotary};
 use crate::blocks::decoder::DecoderLayer;
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
-use crate::blocks::kv_cache::CacheShape;
 use crate::blocks::norm::RmsNorm;
-use crate::blocks::rotary::Rotary;
 use crate::config::ModelConfig;
 use crate::formats::OtherType;
 use crate::parallel::Vocabulary;

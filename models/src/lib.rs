@@ -24,8 +24,8 @@
 //!   head_dim]` of its own and positions that all layers share;
 //!   [`AttentionPrepare`] on views of one projection, then
 //!   [`AttentionDecode`].
-//! * After the last layer [`AttentionCache::advance`](crate::ops::AttentionCache::advance) once: not before, since all
-//!   layers read the same positions.
+//! * After the last layer [`AttentionCache::advance`] once: not before, since all layers read the same positions. These ops
+//!   run on CUDA.
 //! * Drafts: [`GatedDeltaNet::verify`](candle_gdn::GatedDeltaNet::verify) and
 //!   [`GatedDeltaNet::commit`](candle_gdn::GatedDeltaNet::commit) on spare slots. Keys and values need nothing: behind a
 //!   sequence's position anything may lie, and the next pass writes over it.
@@ -66,10 +66,10 @@ mod parallel;
 mod state;
 mod weights;
 
+pub use blocks::attention::{rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
+pub use blocks::norm::AddRmsNorm;
 pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
-#[cfg(feature = "nccl")]
-pub use cuda::nccl::{NcclId, NcclRank};
 pub use engine::{
     DecodeGraph, DraftDepth, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
     GraphChoice, HeadTally, Logprobs, Meter, PrefixTally, Request, RequestId, Rings, Sampling, Sequence, SequencePool,
@@ -78,9 +78,8 @@ pub use engine::{
 pub use formats::{GgufFile, OtherType};
 pub use loader::{DraftHeadChoice, Loader};
 pub use memory::SequenceBytes;
-pub use ops::{
-    add_rms_norm, attention_decode, attention_prepare, rms_norm, rotary_frequencies, AddRmsNorm, AttentionCache,
-    AttentionDecode, AttentionPrepare, PrepareOptions, Swiglu,
-};
+pub use ops::Swiglu;
 pub use parallel::{shard_of, shard_of_safetensors, Collective, LocalRank};
+#[cfg(feature = "nccl")]
+pub use parallel::{NcclId, NcclRank};
 pub use state::ModelState;

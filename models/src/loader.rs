@@ -1,10 +1,10 @@
 //! How a model is loaded: whole or a rank's shard, from a checkpoint or a GGUF file, quantised on the way or not.
 
+use crate::blocks::attention::Rotary;
 use crate::blocks::decoder::DecoderLayer;
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
 use crate::blocks::norm::RmsNorm;
-use crate::blocks::rotary::Rotary;
 use crate::causal_lm::{CausalLm, Kernels};
 use crate::config::{Family, ModelConfig};
 use crate::formats::{dequantized, place, Fp8Format, GgufFile, GgufWeights, Quantizer, Source};

@@ -1,4 +1,4 @@
-// gdn_advance: the new tokens are old ones from now on.
+// gdn_advance: adds the new tokens to the positions.
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "cache.cuh"

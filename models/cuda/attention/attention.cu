@@ -28,16 +28,16 @@ int check(const gdn_attention_params &p) {
 }
 
 struct Choice {
-  bool prompt;      // the kernel for prompts; else:
+  bool prompt;      // the kernel for prompts; if not:
   Kernel kernel;
   Plan plan;
   int64_t bytes;    // of workspace
   int optin;
 };
 
-// What a tile of keys takes, in the time that a multiprocessor's part of the memory's rate needs for it: a block that waits
-// for its bytes; one that is alone on its multiprocessor; the multiprocessor. With many rows it is arithmetic, which two
-// blocks of a multiprocessor share and those of others do not.
+// The time of a tile of keys, in units of the time that a multiprocessor's part of the memory's rate needs for it: of a block
+// that waits for its bytes; of one that is alone on its multiprocessor; of the multiprocessor. With many rows it is arithmetic,
+// which two blocks of a multiprocessor share.
 struct TileTimes {
   double waiting, alone, busy;
   bool arithmetic;
@@ -50,8 +50,8 @@ constexpr TileTimes tile_times(int rows) {
                       : TileTimes{1.3, 3.7, 2.75, true};
 }
 
-// Shares of the keys with which all is done first. A block costs about a tile more than its own (its beginning, its partial
-// sums); the combination is a launch and its blocks.
+// The fastest number of shares of the keys. A block costs about a tile more than its own (its start, its partial sums); the
+// combination costs a launch and its blocks.
 int choose_splits(int64_t groups, int64_t tiles, const TileTimes &t, int64_t rows, int dim, int sms, int64_t resident) {
   int best = 1;
   double least = 0.;
@@ -68,11 +68,11 @@ int choose_splits(int64_t groups, int64_t tiles, const TileTimes &t, int64_t row
   return best;
 }
 
-// Whether the kernel for prompts is done first: a wave of its blocks, of one a multiprocessor, takes as long as the others take
-// for so many blocks of 64 rows a multiprocessor, whatever the number of keys. Those share the keys, and fill the device with
-// fewer rows.
+// Whether the kernel for prompts is faster. A wave of its blocks, one a multiprocessor, takes as long as kPromptWave blocks of 64
+// rows a multiprocessor of the other kernel, for any number of keys. The other divides the keys, and fills the device with fewer
+// rows.
 constexpr double kPromptWave = 0.45;
-bool prompt_pays(const gdn_attention_params &p, int64_t rows, int sms) {
+bool prompt_is_faster(const gdn_attention_params &p, int64_t rows, int sms) {
   const int64_t blocks = prompt_tiles(p, rows, kPromptRows);
   return rows >= kPromptRows && blocks <= kMaxBlocks &&
          static_cast<double>(ceil_div(blocks, sms) * sms) * kPromptWave <= static_cast<double>(prompt_tiles(p, rows, 64));
@@ -93,7 +93,7 @@ int choose(const gdn_attention_params &p, Choice *c) {
   plan.max_tokens = tokens;
   plan.scale = p.scale * 1.4426950408889634f;
 
-  c->prompt = p.splits == 0 && prompt_pays(p, rows, sms) && prompt_takes(p) && plan.group.divides(rows + kPromptRows) &&
+  c->prompt = p.splits == 0 && prompt_is_faster(p, rows, sms) && prompt_supports(p) && plan.group.divides(rows + kPromptRows) &&
               plan.group.divides(p.num_heads);
   if (c->prompt) {
     c->bytes = 0;
@@ -112,13 +112,13 @@ int choose(const gdn_attention_params &p, Choice *c) {
   } else {
     k = {dim, rows <= 16 ? 16 : rows <= 32 ? 32 : 64, 4, 2};
     if (k.bytes() > c->optin) k.rows = 32;
-    // More on their way where two such blocks still fit.
-    const Kernel more = {dim, 16, 6, 2};
-    if (k.rows == 16 && kBlocks * (more.bytes() + 1024) <= shared && more.bytes() <= c->optin) k = more;
+    // More tiles in flight where two such blocks still fit.
+    const Kernel deeper = {dim, 16, 6, 2};
+    if (k.rows == 16 && kBlocks * (deeper.bytes() + 1024) <= shared && deeper.bytes() <= c->optin) k = deeper;
   }
   if (k.bytes() > c->optin) return GDN_BAD_ALGO;
 
-  // 1 KB a block is the system's.
+  // CUDA reserves 1 KB a block.
   const int64_t fit = shared / (k.bytes() + 1024), resident = sms * (fit < 1 ? 1 : fit < kBlocks ? fit : kBlocks);
   const int64_t row_tiles = ceil_div(rows, k.rows);
   const int64_t groups = int64_t{p.seqs.num_seqs} * p.num_kv_heads * row_tiles;
@@ -126,8 +126,8 @@ int choose(const gdn_attention_params &p, Choice *c) {
   const int64_t tiles = ceil_div(max_len, k.keys()), all_rows = int64_t{p.seqs.num_seqs} * tokens * p.num_heads;
   plan.splits = p.splits ? p.splits : choose_splits(groups, tiles, tile_times(k.rows), all_rows, p.head_dim, sms, resident);
   plan.by_splits = Divisor::of(plan.splits);
-  // Blocks that take their places early take them unevenly, two on one multiprocessor and none on another: where they
-  // live long that costs more than a launch.
+  // Blocks that start early are placed unevenly, two on one multiprocessor and none on another: if they run long that costs
+  // more than a launch.
   plan.overlap = p.overlap && ceil_div(tiles, plan.splits) <= kBriefTiles;
   plan.row_tiles = static_cast<int>(row_tiles);
   plan.rows_a_tile = k.rows;

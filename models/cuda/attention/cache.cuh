@@ -1,4 +1,4 @@
-// What both kernels of this folder share: checks of their arguments, where rows of the cache lie, how long a sequence is.
+// Shared by the kernels of this folder: checks of arguments, addresses in the cache, lengths of sequences.
 #pragma once
 
 #include "common/host.cuh"
@@ -8,12 +8,12 @@
 namespace gdn {
 namespace attention {
 
-// Position 0 of a head of k; that of v lies as far from its beginning.
+// The offset of position 0 of a head, in k and in v.
 __device__ __forceinline__ int64_t cache_offset(const gdn_kv_cache &c, int64_t slot, int head) {
   return slot * c.slots.slot_stride + head * c.head_stride;
 }
 
-// Tokens in the cache before the new ones, which find room up to the capacity.
+// Tokens in the cache before the new ones, at most its capacity.
 __device__ __forceinline__ int position_of(const gdn_kv_cache &c, const uint32_t *positions, int n) {
   return static_cast<int>(min(positions[n], static_cast<uint32_t>(c.capacity)));
 }

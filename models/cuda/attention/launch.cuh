@@ -1,4 +1,4 @@
-// Host side: the grid of the attention kernel, and the combination behind it.
+// Host side: the grid of the attention kernel, and the combination after it.
 #pragma once
 
 #include "attention.h"
@@ -24,7 +24,7 @@ template <typename T, int DIM, int MT, int SLOTS>
 int launch_mma(const gdn_attention_params &p, const Plan &plan, int optin, cudaStream_t stream) {
   constexpr Kernel kernel = {DIM, 16 * MT, SLOTS, 2};
   using M = Mma<T, DIM, MT, SLOTS>;
-  static_assert(kernel.bytes() == M::kBytes && kernel.keys() == M::kKeys, "the chooser knows sizes as they are");
+  static_assert(kernel.bytes() == M::kBytes && kernel.keys() == M::kKeys, "the chooser's sizes are the kernel's");
   return launch_both<T, mma_kernel<T, DIM, MT, SLOTS>>(p, plan, M::kBytes, optin, stream);
 }
 
@@ -48,7 +48,7 @@ int launch_mma(const gdn_attention_params &p, const Plan &plan, const Kernel &ke
 template <int DIM> int launch_scalar(const gdn_attention_params &p, const Plan &plan, int optin, cudaStream_t stream) {
   using S = Scalar<DIM>;
   constexpr Kernel kernel = {DIM, S::kRows, S::kSlots, 4};
-  static_assert(kernel.bytes() == S::kBytes && kernel.keys() == S::kKeys, "the chooser knows sizes as they are");
+  static_assert(kernel.bytes() == S::kBytes && kernel.keys() == S::kKeys, "the chooser's sizes are the kernel's");
   return launch_both<float, scalar_kernel<DIM>>(p, plan, S::kBytes, optin, stream);
 }
 

@@ -1,7 +1,7 @@
 // bf16 and f16: both products on tensor cores (mma.sync), softmax and sums in f32.
 //
-// Of a tile of keys each of the four warps makes the scores of a quarter, for all rows of the block; then each makes all
-// weights anew from the scores, which costs less than another exchange, and adds the values of a quarter of the columns.
+// Each of the four warps computes the scores of a quarter of a tile's keys, for all rows of the block. Then each computes all
+// weights from the scores, which costs less than another exchange, and adds the values of a quarter of the columns.
 #pragma once
 
 #include "output.cuh"
@@ -20,13 +20,14 @@ template <typename T, int DIM, int MT, int SLOTS> struct Mma {
   static constexpr int kBytes = kScores + kRows * kStride * static_cast<int>(sizeof(float));
 };
 
-// The address `pieces` after one in a row of a tile; their numbers share no bit. NOTES: as a flip of bits known to the
-// compiler and an offset. With (piece ^ row % 8) written out it keeps an address for every step in registers, and spills.
-__device__ __forceinline__ uint32_t beside(uint32_t address, int pieces) {
+// The address of the piece `pieces` after that of `address` in a row of a tile; the two numbers share no bit. NOTES: a constant
+// flip of bits and an offset. With (piece ^ row % 8) written out the compiler keeps an address for every step in registers, and
+// spills.
+__device__ __forceinline__ uint32_t later_piece(uint32_t address, int pieces) {
   return (address ^ (pieces % 8 * 16)) + pieces / 8 * 128;
 }
 
-// One function: queries, sums and scores are registers of all its parts.
+// One function: its steps share the registers of queries, sums and scores.
 template <typename T, int DIM, int MT, int SLOTS>
 __global__ void __launch_bounds__(kThreads, 2)
     mma_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan) {
@@ -43,6 +44,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(128) uint8_t smem[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
 
+  // Find the block's rows and keys, and start its first tiles.
   Block b(p, plan);
   if (b.rows == 0) {
     ptx::grid_dependency_wait();
@@ -52,13 +54,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   R ring(smem, p, b);
   ring.start(b.position);
 
-  // Queries, in the layout of a tile of keys.
+  // Load the queries, in the layout of a tile of keys.
   const uint32_t base = ptx::shared_address(smem), queries = base + M::kQ;
   constexpr int kLoads = M::kRows * R::kPieces / kThreads, kRowStep = kThreads / R::kPieces;
   {
     const int piece = threadIdx.x % R::kPieces, row = threadIdx.x / R::kPieces;
     uint4 x[kLoads];
-    // All on their way before the first is used.
+    // All loads before the first use.
 #pragma unroll
     for (int c = 0; c < kLoads; ++c) {
       const int r = row + c * kRowStep;
@@ -72,12 +74,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       *reinterpret_cast<uint4 *>(smem + M::kQ + r * M::kRowBytes + (piece ^ r % 8) * 16) = x[c];
     }
   }
-  // Of this lane's rows in tiles of queries, keys and values, the piece it begins with.
-  const uint32_t my_query = queries + lane % 16 * M::kRowBytes + (lane / 16 ^ lane % 8) * 16;
-  const uint32_t my_key = (warp * kTiles * 8 + lane % 8) * M::kRowBytes + (lane / 8 ^ lane % 8) * 16;
-  const uint32_t my_value = beside(lane % 16 * M::kRowBytes + lane % 8 * 16, warp * kColumns + lane / 16);
+  // The first piece of this lane's rows in tiles of queries, keys and values.
+  const uint32_t lane_query = queries + lane % 16 * M::kRowBytes + (lane / 16 ^ lane % 8) * 16;
+  const uint32_t lane_key = (warp * kTiles * 8 + lane % 8) * M::kRowBytes + (lane / 8 ^ lane % 8) * 16;
+  const uint32_t lane_value = later_piece(lane % 16 * M::kRowBytes + lane % 8 * 16, warp * kColumns + lane / 16);
   const auto load_query = [&](uint32_t(&a)[4], int mt, int step) {
-    ptx::load_matrices(a, beside(my_query, 2 * step) + mt * 16 * M::kRowBytes);
+    ptx::load_matrices(a, later_piece(lane_query, 2 * step) + mt * 16 * M::kRowBytes);
   };
   uint32_t kept[kKeep ? kSteps : 1][4];
   if constexpr (kKeep) {
@@ -86,7 +88,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int s = 0; s < kSteps; ++s) load_query(kept[s], 0, s);
   }
 
-  int seen[MT][2];    // keys of this lane's rows
+  // Running maximum and sums of this lane's rows.
+  int seen[MT][2];    // keys that the rows see
   float largest[MT][2], total[MT][2], acc[MT][kColumns][4];
 #pragma unroll
   for (int mt = 0; mt < MT; ++mt) {
@@ -106,14 +109,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int tile = b.first_tile; tile < b.end_tile; ++tile) {
     const int pass = 2 * (tile - b.first_tile);
 
-    const uint32_t keys = base + ring.next(pass) + my_key;
+    // Scores of the warp's keys, to shared memory.
+    const uint32_t keys = base + ring.next(pass) + lane_key;
     {
       float sum[kChains][MT][kTiles][4] = {};
 #pragma unroll
       for (int two = 0; two < kSteps / 2; ++two) {
         uint32_t key[kTiles][4];
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) ptx::load_matrices(key[t], beside(keys, 4 * two) + t * 8 * M::kRowBytes);
+        for (int t = 0; t < kTiles; ++t) ptx::load_matrices(key[t], later_piece(keys, 4 * two) + t * 8 * M::kRowBytes);
 #pragma unroll
         for (int s = 2 * two; s < 2 * two + 2; ++s)
 #pragma unroll
@@ -142,13 +146,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
             for (int c = 1; c < kChains; ++c) x[i] += sum[c][mt][t][i];
           }
-          float *to = scores + (mt * 16 + lane / 4) * M::kStride + (warp * kTiles + t) * 8 + 2 * quad;
-          *reinterpret_cast<float2 *>(to) = make_float2(x[0], x[1]);
-          *reinterpret_cast<float2 *>(to + 8 * M::kStride) = make_float2(x[2], x[3]);
+          float *row = scores + (mt * 16 + lane / 4) * M::kStride + (warp * kTiles + t) * 8 + 2 * quad;
+          *reinterpret_cast<float2 *>(row) = make_float2(x[0], x[1]);
+          *reinterpret_cast<float2 *>(row + 8 * M::kStride) = make_float2(x[2], x[3]);
         }
     }
 
-    const uint32_t values = base + ring.next(pass + 1) + my_value;
+    // Weights from the scores, and their products with the values of the warp's columns.
+    const uint32_t values = base + ring.next(pass + 1) + lane_value;
 #pragma unroll
     for (int begin = 0; begin < MT; begin += kTogether) {
       uint32_t weight[kTogether][kKeySteps][4];
@@ -157,18 +162,18 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int mt = begin + m;
-          const float *from = scores + (mt * 16 + h * 8 + lane / 4) * M::kStride + 2 * quad;
-          const int left = seen[mt][h] - tile * M::kKeys - 2 * quad;    // keys from this lane's first on
+          const float *row = scores + (mt * 16 + h * 8 + lane / 4) * M::kStride + 2 * quad;
+          const int visible = seen[mt][h] - tile * M::kKeys - 2 * quad;    // keys from this lane's first on
           float x[kKeySteps][4];
           float most = largest[mt][h];
 #pragma unroll
           for (int s = 0; s < kKeySteps; ++s) {
-            const float2 near = *reinterpret_cast<const float2 *>(from + 16 * s);
-            const float2 far = *reinterpret_cast<const float2 *>(from + 16 * s + 8);
-            x[s][0] = 16 * s < left ? near.x * plan.scale : -INFINITY;
-            x[s][1] = 16 * s + 1 < left ? near.y * plan.scale : -INFINITY;
-            x[s][2] = 16 * s + 8 < left ? far.x * plan.scale : -INFINITY;
-            x[s][3] = 16 * s + 9 < left ? far.y * plan.scale : -INFINITY;
+            const float2 near = *reinterpret_cast<const float2 *>(row + 16 * s);
+            const float2 far = *reinterpret_cast<const float2 *>(row + 16 * s + 8);
+            x[s][0] = 16 * s < visible ? near.x * plan.scale : -INFINITY;
+            x[s][1] = 16 * s + 1 < visible ? near.y * plan.scale : -INFINITY;
+            x[s][2] = 16 * s + 8 < visible ? far.x * plan.scale : -INFINITY;
+            x[s][3] = 16 * s + 9 < visible ? far.y * plan.scale : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) most = fmaxf(most, x[s][i]);
           }
@@ -194,12 +199,13 @@ __global__ void __launch_bounds__(kThreads, 2)
             acc[mt][c][2 * h + 1] *= keep;
           }
         }
+      // Add the weighted values.
 #pragma unroll
       for (int s = 0; s < kKeySteps; ++s)
 #pragma unroll
         for (int c = 0; c < kColumns; c += 2) {
           uint32_t value[4];
-          ptx::load_matrices_trans(value, beside(values, c) + 16 * s * M::kRowBytes);
+          ptx::load_matrices_trans(value, later_piece(values, c) + 16 * s * M::kRowBytes);
 #pragma unroll
           for (int m = 0; m < kTogether; ++m) {
             const uint32_t(&w)[4] = weight[m][s];
@@ -210,6 +216,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
 
+  // Store the rows, gated, or their partial sums.
 #pragma unroll
   for (int mt = 0; mt < MT; ++mt)
 #pragma unroll

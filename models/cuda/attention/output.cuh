@@ -1,4 +1,4 @@
-// Where a row of a block ends: gated in o, or as a partial sum.
+// The destination of a row of a block: o, gated, or a partial sum.
 #pragma once
 
 #include "common/convert.cuh"
@@ -26,15 +26,15 @@ template <typename T> struct Output {
     }
   }
 
-  // The gates of N neighbouring columns from `at` on. Apart from store(), whose stores no load would pass.
-  template <int N> __device__ __forceinline__ void load_gate(int at, float (&g)[N]) const {
-    if (gate) load_pack<T, N>(gate + at, g);
+  // The gates of N neighbouring columns from `column` on. Not in store(): the compiler moves no load before its stores.
+  template <int N> __device__ __forceinline__ void load_gate(int column, float (&g)[N]) const {
+    if (gate) load_pack<T, N>(gate + column, g);
   }
 
-  // N neighbouring values from column `at` on, and their gates.
-  template <int N> __device__ __forceinline__ void store(int at, const float (&x)[N], const float (&g)[N]) const {
+  // Stores N neighbouring values from `column` on, times their gates.
+  template <int N> __device__ __forceinline__ void store(int column, const float (&x)[N], const float (&g)[N]) const {
     if (partial) {
-      store_pack<float, N>(partial + at, x);
+      store_pack<float, N>(partial + column, x);
       return;
     }
     float y[N];
@@ -43,15 +43,15 @@ template <typename T> struct Output {
       y[i] = factor == 0.f ? 0.f : x[i] * factor;
       if (gate) y[i] *= fast_sigmoid(g[i]);
     }
-    store_pack<T, N>(o + at, y);
+    store_pack<T, N>(o + column, y);
   }
 };
 
 // The largest score and the sum of weights of a row, for the combination.
 __device__ __forceinline__ void store_sums(const gdn_attention_params &p, const Plan &plan, const Block &b, int row,
                                            float largest, float total) {
-  const int64_t at = partial_row(plan, p.num_heads, b.n, b.token(plan, row), b.head(plan, row));
-  plan.sums[at * plan.splits + b.split] = make_float2(largest, total);
+  const int64_t sums_row = partial_row(plan, p.num_heads, b.n, b.token(plan, row), b.head(plan, row));
+  plan.sums[sums_row * plan.splits + b.split] = make_float2(largest, total);
 }
 
 }  // namespace attention

@@ -1,10 +1,11 @@
 // gdn_attention_prepare: RMS norm and rotary position of new queries and keys; keys and values into the cache.
 //
-// A warp has two rows of a token: two query heads, or a key head and its value head. Of many tokens it has the same rows of every n-th,
-// and loads the next ones while it works. Pairs of the rotation lie in different lanes and meet in shared memory.
+// A warp has two rows of a token: two query heads, or a key head and its value head. With many tokens it has the same rows of
+// every n-th token, and loads the next ones while it works. Pairs of the rotation are in different lanes and are exchanged
+// through shared memory.
 //
-// A value row with an infinity or NaN is kept as zeros, and its key row as NaN: whoever sees the token gets NaN. Products
-// of tiles multiply the rows of tokens that a query does not see with a weight of zero, and zero times NaN is not zero.
+// A value row with an infinity or NaN is stored as zeros, and its key row as NaN: every query that sees the token gets NaN.
+// Products of tiles multiply the rows of tokens that a query does not see by a weight of zero, and zero times NaN is NaN.
 #include <algorithm>
 
 #include "common/launch.cuh"
@@ -28,21 +29,23 @@ __device__ __forceinline__ void angle(int64_t position, float high, float low, f
   sincospif(static_cast<float>(halves - 2.0 * rint(0.5 * halves)), &sine, &cosine);
 }
 
-// Where column c of a row lies in shared memory. The halves of 8 columns a lane are apart, so that lanes side by side use all banks.
-constexpr int kHalf = kMaxDim / 2 + 16, kPlaces = 2 * kHalf;
-template <int N> __device__ __forceinline__ unsigned place(unsigned c) { return N < 8 ? c : c / 4 % 2 * kHalf + c / 8 * 4 + c % 4; }
+// The index of column c of a row in shared memory. The halves of 8 columns a lane are apart, so that neighbouring lanes use all
+// banks.
+constexpr int kHalf = kMaxDim / 2 + 16, kRowSize = 2 * kHalf;
+template <int N> __device__ __forceinline__ unsigned shared_column(unsigned c) { return N < 8 ? c : c / 4 % 2 * kHalf + c / 8 * 4 + c % 4; }
 
-// By a warp: its rows of token `begin` and of every `apart`-th behind it, N elements a load. QUERY: of query heads `head` and behind it; else
-// of that key head, and then of its value head. A row behind the last head and columns behind the last are zeros: only loads and stores
-// leave them out.
+// A warp's rows of token `begin` and of every `step`-th after it, N elements a load. QUERY: query heads `head` and the next; else
+// that key head and its value head. A row past the last head and columns past the last are zeros: only loads and stores skip
+// them.
 template <typename T, int N, bool QUERY>
-__device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params &p, int head, int begin, int apart, float (&shared)[kRows][kPlaces]) {
+__device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params &p, int head, int begin, int step, float (&shared)[kRows][kRowSize]) {
   constexpr int kItems = kMaxDim / (32 * N), kRotated = QUERY ? kRows : 1;
-  const int lane = threadIdx.x % 32, left = (QUERY ? p.num_heads : p.num_kv_heads) - head;
+  const int lane = threadIdx.x % 32, rows = (QUERY ? p.num_heads : p.num_kv_heads) - head;
   const gdn_heads &rotated = QUERY ? p.q : p.k;
   const float mean = 1.f / p.head_dim;
   const auto column = [&](int m) { return (m * 32 + lane) * N; };
-  const auto at = [&](int m, int i) { return place<N>(column(m)) + i % 4 + i / 4 * kHalf; };
+  const auto index = [&](int m, int i) { return shared_column<N>(column(m)) + i % 4 + i / 4 * kHalf; };
+  // Load the weights.
   float weights[kItems][N];
 #pragma unroll
   for (int m = 0; m < kItems; ++m) {
@@ -61,26 +64,27 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
       for (int r = 0; r < kRows; ++r)
 #pragma unroll
         for (int m = 0; m < kItems; ++m)
-          if (r % kRotated < left && column(m) < p.head_dim)
+          if (r % kRotated < rows && column(m) < p.head_dim)
             raw[r][m] = load_row<T, N>((r < kRotated ? x + r * rotated.head_stride : v) + column(m));
-      x += apart * rotated.token_stride;
-      v += apart * p.v.token_stride;
+      x += step * rotated.token_stride;
+      v += step * p.v.token_stride;
     };
-    const auto store = [&](T *to, const auto &element) {
+    const auto store = [&](T *row, const auto &element) {
 #pragma unroll
       for (int m = 0; m < kItems; ++m) {
         float y[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) y[i] = element(m, i);
-        if (column(m) < p.head_dim) store_row<T, N>(to + column(m), y);
+        if (column(m) < p.head_dim) store_row<T, N>(row + column(m), y);
       }
     };
     load();
     const int64_t slot = slot_of(p.cache.slots, n), before = p.positions[n];
-    for (int64_t token = begin; token < tokens.count; token += apart) {
+    for (int64_t token = begin; token < tokens.count; token += step) {
       const int64_t position = before + token;
       if (!QUERY && (slot < 0 || position >= p.cache.capacity)) break;
       const int64_t in_cache = cache_offset(p.cache, slot, head) + position * p.cache.token_stride;
+      // Append the value.
       bool good = slot >= 0;
       if constexpr (!QUERY) {
         float zero = 0.f;    // NaN if a value is infinite or NaN
@@ -91,6 +95,7 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
         good = __all_sync(0xffffffffu, zero == 0.f);
         store(static_cast<T *>(p.cache.v) + in_cache, [&](int m, int i) { return good ? raw[1][m][i] : 0.f; });
       }
+      // Norm, to shared memory.
       float sum[kRotated] = {};
 #pragma unroll
       for (int r = 0; r < kRotated; ++r)
@@ -104,16 +109,17 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
 #pragma unroll
         for (int m = 0; m < kItems; ++m)
 #pragma unroll
-          for (int i = 0; i < N; ++i) shared[r][at(m, i)] = good ? raw[r][m][i] * scale * weights[m][i] : QUERY ? 0.f : NAN;
+          for (int i = 0; i < N; ++i) shared[r][index(m, i)] = good ? raw[r][m][i] * scale * weights[m][i] : QUERY ? 0.f : NAN;
       }
-      if (token + apart < tokens.count) load();
+      if (token + step < tokens.count) load();
       __syncwarp();
+      // Rotation.
       const int half = p.rotary_dim / 2;
 #pragma unroll 1
       for (int i = lane; i < half; i += 32) {
         float cosine, sine;
         angle(position, p.inv_freq[i], p.inv_freq_low ? p.inv_freq_low[i] : 0.f, cosine, sine);
-        const unsigned first = place<N>(i), second = place<N>(i + half);
+        const unsigned first = shared_column<N>(i), second = shared_column<N>(i + half);
 #pragma unroll
         for (int r = 0; r < kRotated; ++r) {
           const float a = shared[r][first], b = shared[r][second];
@@ -122,26 +128,27 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
         }
       }
       __syncwarp();
-      T *const to = QUERY ? out_heads_at<T>(p.q_out, n, tokens.first + token, head) : static_cast<T *>(p.cache.k) + in_cache;
+      // Store the queries, or append the key.
+      T *const out = QUERY ? out_heads_at<T>(p.q_out, n, tokens.first + token, head) : static_cast<T *>(p.cache.k) + in_cache;
 #pragma unroll
       for (int r = 0; r < kRotated; ++r)
-        if (r < left) store(to + r * p.q_out.head_stride, [&](int m, int i) { return shared[r][at(m, i)]; });
-      __syncwarp();    // the next token's rows go where these were
+        if (r < rows) store(out + r * p.q_out.head_stride, [&](int m, int i) { return shared[r][index(m, i)]; });
+      __syncwarp();    // before the next token's rows overwrite these
     }
   }
 }
 
 template <typename T, int N>
-__global__ void __launch_bounds__(32 * kWarps, kBlocks) prepare_kernel(const __grid_constant__ gdn_attention_prepare_params p, int apart) {
-  __shared__ __align__(16) float rows[kWarps][kRows][kPlaces];
+__global__ void __launch_bounds__(32 * kWarps, kBlocks) prepare_kernel(const __grid_constant__ gdn_attention_prepare_params p, int step) {
+  __shared__ __align__(16) float rows[kWarps][kRows][kRowSize];
   const int warp = threadIdx.x / 32, item = static_cast<int>(blockIdx.x) * kWarps + warp;
-  const int of_queries = (p.num_heads + kRows - 1) / kRows, of_token = of_queries + p.num_kv_heads;
-  const int begin = item / of_token, own = item - begin * of_token;
+  const int query_items = (p.num_heads + kRows - 1) / kRows, token_items = query_items + p.num_kv_heads;
+  const int begin = item / token_items, token_item = item - begin * token_items;
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  if (begin >= apart) return;
-  if (own < of_queries) prepare_rows<T, N, true>(p, own * kRows, begin, apart, rows[warp]);
-  else prepare_rows<T, N, false>(p, own - of_queries, begin, apart, rows[warp]);
+  if (begin >= step) return;
+  if (token_item < query_items) prepare_rows<T, N, true>(p, token_item * kRows, begin, step, rows[warp]);
+  else prepare_rows<T, N, false>(p, token_item - query_items, begin, step, rows[warp]);
 }
 
 int check(const gdn_attention_prepare_params &p) {
@@ -157,18 +164,18 @@ int check(const gdn_attention_prepare_params &p) {
 template <typename T> int launch_prepare(const gdn_attention_prepare_params &p, cudaStream_t stream) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
-  const int64_t seqs = std::min(p.seqs.num_seqs, 65535), of_token = ceil_div(p.num_heads, kRows) + p.num_kv_heads;
+  const int64_t seqs = std::min(p.seqs.num_seqs, 65535), token_items = ceil_div(p.num_heads, kRows) + p.num_kv_heads;
   // No more warps than run at once.
-  const int64_t apart = std::min<int64_t>(max_tokens(p.seqs), ceil_div(int64_t{sms} * kBlocks * kWarps, of_token * seqs));
+  const int64_t step = std::min<int64_t>(max_tokens(p.seqs), ceil_div(int64_t{sms} * kBlocks * kWarps, token_items * seqs));
   LaunchConfig config;
-  config.grid = dim3(static_cast<unsigned>(ceil_div(apart * of_token, kWarps)), static_cast<unsigned>(seqs));
+  config.grid = dim3(static_cast<unsigned>(ceil_div(step * token_items, kWarps)), static_cast<unsigned>(seqs));
   config.block = dim3(32 * kWarps);
   config.stream = stream;
   config.overlap = p.overlap != 0;
   constexpr int kVec = 16 / sizeof(T);
   bool vec = true;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.q_out}) vec = vec && aligned_rows(*x, kVec, p.io_dtype);
-  return launch(vec ? prepare_kernel<T, kVec> : prepare_kernel<T, 1>, config, p, static_cast<int>(apart));
+  return launch(vec ? prepare_kernel<T, kVec> : prepare_kernel<T, 1>, config, p, static_cast<int>(step));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The kernel for prompts: what it takes, and tensor maps of keys and values.
+// The kernel for prompts: the arguments that it supports, and tensor maps of keys and values.
 #include "prompt.h"
 
 #include "common/launch.cuh"
@@ -27,16 +27,16 @@ int64_t prompt_tiles(const gdn_attention_params &p, int64_t rows, int64_t rows_a
   return (all < each ? all : each) * p.num_kv_heads;
 }
 
-bool prompt_takes(const gdn_attention_params &p) {
+bool prompt_supports(const gdn_attention_params &p) {
   const gdn_kv_cache &c = p.cache;
   constexpr int64_t kFar = int64_t{1} << 39;    // elements: a stride of a map is less than 2^40 bytes
   const bool map = (c.capacity <= 1 || c.token_stride > 0) && (p.num_kv_heads == 1 || c.head_stride > 0) &&
                    (c.slots.num_slots <= 1 || c.slots.slot_stride > 0) && c.token_stride < kFar && c.head_stride < kFar &&
                    c.slots.slot_stride < kFar && c.slots.num_slots <= 0x7fffffff;
   const bool rows = aligned_rows(p.o, 8, p.io_dtype) && (!p.gate.ptr || aligned_rows(p.gate, 8, p.io_dtype));
-  bool yes = false;
-  // The largest score is looked for before it is scaled.
-  return p.io_dtype != GDN_F32 && p.scale > 0.f && map && rows && has_sm90a_code(&yes) == GDN_OK && yes;
+  bool found = false;
+  // A positive scale: the kernel finds the largest score before it scales.
+  return p.io_dtype != GDN_F32 && p.scale > 0.f && map && rows && has_sm90a_code(&found) == GDN_OK && found;
 }
 
 int launch_prompt(const gdn_attention_params &p, const Plan &plan, int optin, cudaStream_t stream) {

@@ -6,13 +6,14 @@
 namespace gdn {
 namespace attention {
 
-// The 16-byte piece `piece` of row `row` in a tile of `rows` rows: 64 columns after the other, each with the 128-byte swizzle.
+// The address of the 16-byte piece `piece` of row `row` in a tile of `rows` rows: blocks of 64 columns one after another, each
+// with the 128-byte swizzle.
 __device__ __forceinline__ uint32_t piece_in(uint32_t tile, int rows, int row, int piece) {
   return tile + piece / 8 * (rows * 128) + row * 128 + (piece % 8 ^ row % 8) * 16;
 }
 
-// x[64, 8 N] = q k^T of a tile of 64 queries and one of 8 N keys, committed as a group and under way when this returns.
-template <typename T, int DIM, int N> __device__ __forceinline__ void ask_scores(float (&x)[N][4], uint32_t queries, uint32_t keys) {
+// Starts x[64, 8 N] = q k^T of a tile of 64 queries and one of 8 N keys, committed as a group.
+template <typename T, int DIM, int N> __device__ __forceinline__ void start_scores(float (&x)[N][4], uint32_t queries, uint32_t keys) {
   const uint64_t a = wgmma::tile_of_columns(queries), b = wgmma::tile_of_columns(keys);
   wgmma::hold(x);
   wgmma::fence();
@@ -24,9 +25,9 @@ template <typename T, int DIM, int N> __device__ __forceinline__ void ask_scores
   wgmma::commit();
 }
 
-// x[64, DIM] += the weights of 16 N keys times their values; likewise.
+// Starts x[64, DIM] += the weights of 16 N keys times their values; likewise.
 template <typename T, int N, int M>
-__device__ __forceinline__ void ask_values(float (&x)[M][4], const uint32_t (&weight)[N][4], uint32_t values) {
+__device__ __forceinline__ void start_values(float (&x)[M][4], const uint32_t (&weight)[N][4], uint32_t values) {
   const uint64_t b = wgmma::tile_of_rows(values, 16 * N * 128);
   wgmma::hold(x);
   wgmma::fence();

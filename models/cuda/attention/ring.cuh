@@ -7,7 +7,7 @@
 namespace gdn {
 namespace attention {
 
-// Tiles of 16 KB, keys and values in turn, SLOTS of them on their way or in use. The 16-byte piece `c` of row `r` of a tile
+// Tiles of 16 KB, keys and values alternately, SLOTS of them being copied or in use. The 16-byte piece `c` of row `r` of a tile
 // lies at c ^ r % 8, so that eight rows of a column are in different banks. Rows past the last key and columns past
 // head_dim are zero.
 template <typename T, int DIM, int SLOTS> struct Ring {
@@ -16,8 +16,8 @@ template <typename T, int DIM, int SLOTS> struct Ring {
   static constexpr int kBytes = SLOTS * kTileBytes;
   static constexpr int kRowStep = kThreads / kPieces, kCopies = kKeys / kRowStep;
 
-  const T *from_keys, *from_values;    // this thread's piece of row 0 of the share
-  uint32_t to;         // and in slot 0
+  const T *global_keys, *global_values;    // this thread's piece of row 0 of the share
+  uint32_t shared_piece;                   // its place in slot 0
   int64_t token_stride;
   int first, count;    // key of row 0; tiles of keys and values together
   int keys, row;
@@ -32,45 +32,45 @@ template <typename T, int DIM, int SLOTS> struct Ring {
     column = piece * kVec < p.head_dim;
     const int64_t offset = cache_offset(p.cache, max(b.slot, static_cast<int64_t>(0)), b.kv_head) +
                            (first + row) * token_stride + piece * kVec;
-    from_keys = static_cast<const T *>(p.cache.k) + offset;
-    from_values = static_cast<const T *>(p.cache.v) + offset;
-    to = ptx::shared_address(smem) + row * (DIM * sizeof(T)) + piece * 16;
+    global_keys = static_cast<const T *>(p.cache.k) + offset;
+    global_values = static_cast<const T *>(p.cache.v) + offset;
+    shared_piece = ptx::shared_address(smem) + row * (DIM * sizeof(T)) + piece * 16;
   }
 
-  // Copies of tile `i` begin. kRowStep divides 8 or is a multiple of it, so that r % 8 takes few values a thread.
-  __device__ __forceinline__ void ask(int i, int slot) {
+  // Starts the copies of tile `i`. kRowStep divides 8 or is a multiple of it, so that r % 8 takes few values a thread.
+  __device__ __forceinline__ void copy_tile(int i, int slot) {
     if (i < count) {
       const int key = i / 2 * kKeys + row;    // in the share
-      const T *x = (i % 2 ? from_values : from_keys) + i / 2 * kKeys * token_stride;
-      const uint32_t base = to + slot * kTileBytes;
+      const T *x = (i % 2 ? global_values : global_keys) + i / 2 * kKeys * token_stride;
+      const uint32_t base = shared_piece + slot * kTileBytes;
 #pragma unroll
       for (int c = 0; c < kCopies; ++c, x += kRowStep * token_stride) {
         const int r = c * kRowStep;
         const bool in = column && first + key + r < keys;
-        const uint32_t at = base + r * (DIM * sizeof(T));
+        const uint32_t address = base + r * (DIM * sizeof(T));
         // Row r + row: its pieces are exchanged by flipping three bits of the address.
-        ptx::copy_async_or_zero(at ^ ((row + r) % 8 * 16), x, in ? 16 : 0);
+        ptx::copy_async_or_zero(address ^ ((row + r) % 8 * 16), x, in ? 16 : 0);
       }
     }
     ptx::copy_async_commit();    // empty past the end, so that one count fits all
   }
 
-  // The first SLOTS - 1 tiles. Those of old keys alone begin before the wait for the kernel that writes the new ones.
+  // Starts the first SLOTS - 1 tiles. Tiles of old keys alone start before the wait for the kernel that writes the new ones.
   __device__ __forceinline__ void start(int position) {
     int i = 0;
-    for (; i < SLOTS - 1 && i < count && first + (i / 2 + 1) * kKeys <= position; ++i) ask(i, i);
+    for (; i < SLOTS - 1 && i < count && first + (i / 2 + 1) * kKeys <= position; ++i) copy_tile(i, i);
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
-    for (; i < SLOTS - 1; ++i) ask(i, i);
+    for (; i < SLOTS - 1; ++i) copy_tile(i, i);
   }
 
-  // Where tile `i` lies, which is there for all threads then, as is what they wrote before. The tile before it has been
-  // read by all, and its slot is filled anew.
+  // The offset of tile `i`, complete and visible to all threads, as are their earlier writes to shared memory. All threads have
+  // read the tile before it, and its slot is refilled.
   __device__ __forceinline__ uint32_t next(int i) {
     ptx::copy_async_wait<SLOTS - 2>();
     __syncthreads();
     const int slot = used;
-    ask(i + SLOTS - 1, slot == 0 ? SLOTS - 1 : slot - 1);
+    copy_tile(i + SLOTS - 1, slot == 0 ? SLOTS - 1 : slot - 1);
     used = slot + 1 == SLOTS ? 0 : slot + 1;
     return slot * kTileBytes;
   }

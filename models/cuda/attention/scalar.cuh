@@ -1,4 +1,4 @@
-// f32: everything in f32 on the ordinary cores. Exact to f32 and no faster than it has to be.
+// f32: all in f32 on the ordinary cores. Made for exactness, not for speed.
 #pragma once
 
 #include "output.cuh"
@@ -15,7 +15,7 @@ template <int DIM> struct Scalar {
   static constexpr int kBytes = kKeep + kRows * 4;
 };
 
-// One function: queries and sums are registers of all its parts.
+// One function: its steps share the registers of sums.
 template <int DIM>
 __global__ void __launch_bounds__(kThreads, 2)
     scalar_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan) {
@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(128) uint8_t smem[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
+  // Find the block's rows and keys, and start its first tiles.
   Block b(p, plan);
   if (b.rows == 0) {
     ptx::grid_dependency_wait();
@@ -36,16 +37,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   typename S::R ring(smem, p, b);
   ring.start(b.position);
 
+  // Load the queries.
   float *const queries = reinterpret_cast<float *>(smem + S::kQ);
   float *const scores = reinterpret_cast<float *>(smem + S::kScores);
   float *const keeps = reinterpret_cast<float *>(smem + S::kKeep);
-  for (int at = threadIdx.x; at < S::kRows * DIM; at += kThreads) {
-    const int row = at / DIM, column = at % DIM;
+  for (int i = threadIdx.x; i < S::kRows * DIM; i += kThreads) {
+    const int row = i / DIM, column = i % DIM;
     const bool in = b.first_row + row < b.rows && column < p.head_dim && b.keys > 0;
-    queries[at] = in ? heads_at<float>(p.q, b.n, b.tokens.first + b.token(plan, row), b.head(plan, row))[column] : 0.f;
+    queries[i] = in ? heads_at<float>(p.q, b.n, b.tokens.first + b.token(plan, row), b.head(plan, row))[column] : 0.f;
   }
 
-  // Of the rows warp * kWarpRows + r; the same in all lanes.
+  // Running maximum and sum of the rows warp * kWarpRows + r; the same in all lanes.
   float largest[kWarpRows], total[kWarpRows];
 #pragma unroll
   for (int r = 0; r < kWarpRows; ++r) largest[r] = -INFINITY, total[r] = 0.f;
@@ -54,13 +56,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   for (int tile = b.first_tile; tile < b.end_tile; ++tile) {
     const int pass = 2 * (tile - b.first_tile);
+    // Scores, to shared memory.
     const uint8_t *keys = smem + ring.next(pass);
     {
       const int key = threadIdx.x % S::kKeys, row = threadIdx.x / S::kKeys;
-      const uint8_t *from = keys + key * DIM * 4;
+      const uint8_t *key_row = keys + key * DIM * 4;
       float sum[kEach] = {};
       for (int c = 0; c < DIM / 4; ++c) {
-        const float4 k = *reinterpret_cast<const float4 *>(from + (c ^ key % 8) * 16);
+        const float4 k = *reinterpret_cast<const float4 *>(key_row + (c ^ key % 8) * 16);
 #pragma unroll
         for (int e = 0; e < kEach; ++e) {
           const float4 q = *reinterpret_cast<const float4 *>(queries + (row + e * kRowStep) * DIM + c * 4);
@@ -71,14 +74,15 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int e = 0; e < kEach; ++e) scores[key * S::kStride + row + e * kRowStep] = sum[e];
     }
 
+    // Weights in place of the scores.
     const uint8_t *values = smem + ring.next(pass + 1);
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
       const int row = warp * kWarpRows + r, seen = b.seen(plan, row) - tile * S::kKeys;
-      constexpr int kMine = (S::kKeys + 31) / 32;
-      float x[kMine], most = largest[r];
+      constexpr int kLaneKeys = (S::kKeys + 31) / 32;
+      float x[kLaneKeys], most = largest[r];
 #pragma unroll
-      for (int m = 0; m < kMine; ++m) {
+      for (int m = 0; m < kLaneKeys; ++m) {
         const int key = m * 32 + lane;
         x[m] = key < seen && key < S::kKeys ? scores[key * S::kStride + row] * plan.scale : -INFINITY;
         most = fmaxf(most, x[m]);
@@ -89,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       largest[r] = most;
       float added = 0.f;
 #pragma unroll
-      for (int m = 0; m < kMine; ++m) {
+      for (int m = 0; m < kLaneKeys; ++m) {
         x[m] = power_of_two(x[m] - zero);
         added += x[m];
         if (m * 32 + lane < S::kKeys) scores[(m * 32 + lane) * S::kStride + row] = x[m];
@@ -99,15 +103,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     __syncthreads();
 
+    // Add the weighted values of the thread's columns.
 #pragma unroll
     for (int r = 0; r < kSumRows; ++r)
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) acc[r][c] *= keeps[sum_row + r];
     for (int key = 0; key < S::kKeys; ++key) {
-      const float *from = reinterpret_cast<const float *>(values + key * DIM * 4 + (column / 4 ^ key % 8) * 16) + column % 4;
+      const float *value = reinterpret_cast<const float *>(values + key * DIM * 4 + (column / 4 ^ key % 8) * 16) + column % 4;
       float v[kColumns];
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) v[c] = from[c];
+      for (int c = 0; c < kColumns; ++c) v[c] = value[c];
 #pragma unroll
       for (int r = 0; r < kSumRows; r += 4) {
         const float4 w = *reinterpret_cast<const float4 *>(scores + key * S::kStride + sum_row + r);
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
 
-  // The threads of a row's columns learn its sum of weights.
+  // Exchange the sums of weights.
   __syncthreads();
 #pragma unroll
   for (int r = 0; r < kWarpRows; ++r) {
@@ -129,6 +134,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (lane == 0 && plan.splits > 1 && b.first_row + row < b.rows) store_sums(p, plan, b, row, largest[r], total[r]);
   }
   __syncthreads();
+
+  // Store the rows, gated, or their partial sums.
 #pragma unroll
   for (int r = 0; r < kSumRows; ++r) {
     const int row = sum_row + r;

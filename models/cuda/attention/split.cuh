@@ -1,4 +1,4 @@
-// How the work of gdn_attention is divided: which rows and keys a block has, and where it leaves its part of a sum.
+// The division of the work of gdn_attention: the rows and keys of a block, and the place of its partial sums.
 //
 // The rows of a sequence and kv head are its new tokens times the query heads of the kv head, token by token. A block has
 // `rows_a_tile` of them and one share of their keys. Shares follow from the length on the device, not from the plan's:
@@ -13,8 +13,8 @@ namespace attention {
 constexpr int kThreads = 128, kWarps = 4;
 constexpr int kMaxSplits = 256;
 
-// Quotients of what the host knows, by a multiplication. NOTES: a division is some 40 instructions one after the other, and
-// five of them stood before the first load of a block that lives for a few us.
+// Division by a number that the host knows, as a multiplication. NOTES: a division is about 40 dependent instructions, and five
+// of them would precede the first load of a block that runs for a few us.
 struct Divisor {
   uint32_t value, inverse;    // ceil(2^32 / value): exact for x * value < 2^32
 
@@ -31,21 +31,21 @@ struct Divisor {
 };
 
 constexpr int kCombineThreads = 256;
-// Shares that a block reads side by side. Few of them leave room for more columns, and more blocks than a wave cost more
-// than the sums.
+// Shares that a block reads at once. Few of them leave room for more columns: with many, the blocks exceed a wave, which costs
+// more than the sums.
 constexpr int kManySides = 16, kFewSides = 4;
 
 // Columns of a row that a block has, four a thread.
 constexpr int combine_columns(int sides) { return kCombineThreads / sides * 4; }
-// By the shares there may be.
+// By the largest number of shares.
 constexpr int combine_sides(int splits) { return splits <= 2 * kFewSides ? kFewSides : kManySides; }
 
-// What a launch needs beside its parameters.
+// The arguments of a launch besides its parameters.
 struct Plan {
   int32_t splits;          // shares of the keys at most
   Divisor by_splits;
   int32_t row_tiles;       // of a sequence and kv head, the longest
-  bool search;             // of the kernel for prompts: a block looks for its tile among those that there are
+  bool search;             // of the kernel for prompts: a block finds its tile from the lengths on the device
   int32_t rows_a_tile, keys_a_tile;    // powers of two; of the second the logarithm too
   int32_t keys_bits;
   Divisor group;           // query heads a kv head
@@ -85,7 +85,7 @@ struct Rows {
 
   __device__ __forceinline__ Rows(const gdn_attention_params &p, const Plan &plan, int n, int kv_head, int row_tile)
       : n(n), kv_head(kv_head) {
-    // All that is read of the sequence at once.
+    // All loads about the sequence together.
     position = position_of(p.cache, p.positions, n);
     slot = slot_of(p.cache.slots, n);
     tokens = tokens_of(p.seqs, n);
@@ -100,8 +100,8 @@ struct Rows {
 
   // Keys that a row of this tile sees.
   __device__ __forceinline__ int seen(const Plan &plan, int row) const {
-    const int at = first_row + row;
-    return at < rows ? min(position + plan.group.quotient(at) + 1, keys) : 0;
+    const int index = first_row + row;
+    return index < rows ? min(position + plan.group.quotient(index) + 1, keys) : 0;
   }
   __device__ __forceinline__ int token(const Plan &plan, int row) const {
     return plan.group.quotient(first_row + row);
@@ -111,7 +111,7 @@ struct Rows {
   }
 };
 
-// What one block does: such a tile and a share of its keys.
+// The work of one block: such a tile and a share of its keys.
 struct Block : Rows {
   int split, first_tile, end_tile;
 
@@ -126,7 +126,7 @@ struct Block : Rows {
     if (rows == 0) return;
     const Shares shares(plan, keys);
     first_tile = split * shares.each, end_tile = min(first_tile + shares.each, shares.tiles);
-    // Without any key the first share still says that its rows are zero.
+    // Without any key the first share still writes zeros.
     if (split > 0 && first_tile >= shares.tiles) rows = 0;
   }
 };

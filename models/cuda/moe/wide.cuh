@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         }
       };
 
-      Turn<kWideStages> to, ready;    // the stage to fill; the stage before, whose rows of x have not been waited for
+      Stage<kWideStages> to, ready;    // the stage to fill; the stage before, whose rows of x have not been waited for
       bool begun = false;
       const auto announce = [&] {
         ptx::fence_async();
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     } else {
       more_registers<kWideMathRegisters>();
       const int first_row = (warpgroup - 1) * 64, warp = tid % 128 / 32, g = lane >> 2, t = lane & 3;
-      Turn<kWideStages> at;
+      Stage<kWideStages> at;
       const auto release = [&](int stage) {
         if (lane == 0) ptx::barrier_arrive(free(stage));
       };

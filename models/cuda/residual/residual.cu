@@ -5,6 +5,7 @@
 #include "common/launch.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
+#include "../common.cuh"
 #include "../gdn_model.h"
 #include "norm/rows.cuh"
 
@@ -20,20 +21,20 @@ struct Args {
   float mean;    // 1 / dim
 };
 
-// The next launch first: it has weights to ask for, and this one is short.
-__device__ __forceinline__ void let_in_and_wait() {
+// The next launch may start at once: it loads weights, and this one is short.
+__device__ __forceinline__ void launch_next_and_wait() {
   ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
 }
 
-// The sum over the block, in all threads and in the order of the warps. One barrier: two turns one after the other use
-// different halves of `parts`.
-__device__ __forceinline__ float block_sum(float x, float (&parts)[2][32], int turn) {
+// The sum over the block, in all threads and in the order of the warps. One barrier: consecutive rows use different halves of
+// `parts`.
+__device__ __forceinline__ float block_sum(float x, float (&parts)[2][32], int half) {
   x = group_sum(x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  if (lane == 0) parts[turn][warp] = x;
+  if (lane == 0) parts[half][warp] = x;
   __syncthreads();
-  return group_sum(lane < warps ? parts[turn][lane] : 0.f);
+  return group_sum(lane < warps ? parts[half][lane] : 0.f);
 }
 
 // 16 bytes as the elements that they are.
@@ -43,20 +44,13 @@ template <typename T, int N> __device__ __forceinline__ void unpack(const uint4 
   for (int i = 0; i < N; ++i) x[i] = row[i];
 }
 
-// Rounded by pairs: one by one would take eight instructions of a quarter of the rate.
+// Rounded in pairs: one by one would take eight instructions at a quarter of the rate.
 template <typename T, int N> __device__ __forceinline__ uint4 pack(const float (&x)[N]) {
   uint32_t word[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      word[i] = __float_as_uint(x[i]);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-      word[i] = *reinterpret_cast<const uint32_t *>(&pair);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-      word[i] = *reinterpret_cast<const uint32_t *>(&pair);
-    }
+    if constexpr (sizeof(T) == 4) word[i] = __float_as_uint(x[i]);
+    else word[i] = pack2<T>(x[2 * i], x[2 * i + 1]);
   }
   return {word[0], word[1], word[2], word[3]};
 }
@@ -67,14 +61,15 @@ __global__ void __launch_bounds__(kPackThreads<ITEMS>) packs_kernel(const __grid
   constexpr int N = 16 / sizeof(T);
   __shared__ float parts[2][32];
   const gdn_residual_params &p = args.p;
-  int at[ITEMS];
+  // Load the weights.
+  int column[ITEMS];
   uint4 weight[ITEMS][N / 4];
 #pragma unroll
   for (int m = 0; m < ITEMS; ++m) {
-    at[m] = (m * blockDim.x + threadIdx.x) * N;
-    if (at[m] < p.dim)
+    column[m] = (m * blockDim.x + threadIdx.x) * N;
+    if (column[m] < p.dim)
 #pragma unroll
-      for (int i = 0; i < N / 4; ++i) weight[m][i] = ptx::load_stream(p.weight + at[m] + 4 * i);
+      for (int i = 0; i < N / 4; ++i) weight[m][i] = ptx::load_stream(p.weight + column[m] + 4 * i);
   }
   uint4 raw_x[ITEMS], raw_h[ITEMS];
   const auto load = [&](int64_t row) {
@@ -82,20 +77,21 @@ __global__ void __launch_bounds__(kPackThreads<ITEMS>) packs_kernel(const __grid
     const T *h = static_cast<const T *>(p.h) + row * p.h_stride;
 #pragma unroll
     for (int m = 0; m < ITEMS; ++m)
-      if (at[m] < p.dim) {
-        raw_x[m] = ptx::load_after_wait(x + at[m]);
-        if (ADD) raw_h[m] = ptx::load_after_wait(h + at[m]);
+      if (column[m] < p.dim) {
+        raw_x[m] = ptx::load_after_wait(x + column[m]);
+        if (ADD) raw_h[m] = ptx::load_after_wait(h + column[m]);
       }
   };
-  let_in_and_wait();
+  launch_next_and_wait();
 
-  int turn = 0;
+  int half = 0;
   load(blockIdx.x);
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, half ^= 1) {
+    // Sum, and its squares.
     float v[ITEMS][N], squares = 0.f;
 #pragma unroll
     for (int m = 0; m < ITEMS; ++m) {
-      if (at[m] >= p.dim) continue;
+      if (column[m] >= p.dim) continue;
       unpack<T, N>(raw_x[m], v[m]);
       if (ADD) {
         float more[N];
@@ -103,17 +99,18 @@ __global__ void __launch_bounds__(kPackThreads<ITEMS>) packs_kernel(const __grid
 #pragma unroll
         for (int i = 0; i < N; ++i) v[m][i] += more[i];
         const uint4 rounded = pack<T, N>(v[m]);
-        *reinterpret_cast<uint4 *>(static_cast<T *>(p.sum) + row * p.sum_stride + at[m]) = rounded;
+        *reinterpret_cast<uint4 *>(static_cast<T *>(p.sum) + row * p.sum_stride + column[m]) = rounded;
         unpack<T, N>(rounded, v[m]);
       }
 #pragma unroll
       for (int i = 0; i < N; ++i) squares = fmaf(v[m][i], v[m][i], squares);
     }
-    if (row + gridDim.x < p.rows) load(row + gridDim.x);    // under way while this row is summed and stored
-    const float scale = rsqrtf(block_sum(squares, parts, turn) * args.mean + p.eps);
+    if (row + gridDim.x < p.rows) load(row + gridDim.x);    // during the rest of this row
+    // Norm.
+    const float scale = rsqrtf(block_sum(squares, parts, half) * args.mean + p.eps);
 #pragma unroll
     for (int m = 0; m < ITEMS; ++m) {
-      if (at[m] >= p.dim) continue;
+      if (column[m] >= p.dim) continue;
 #pragma unroll
       for (int i = 0; i < N; i += 4) {
         const uint4 w = weight[m][i / 4];
@@ -122,19 +119,19 @@ __global__ void __launch_bounds__(kPackThreads<ITEMS>) packs_kernel(const __grid
         v[m][i + 2] *= scale * __uint_as_float(w.z);
         v[m][i + 3] *= scale * __uint_as_float(w.w);
       }
-      *reinterpret_cast<uint4 *>(static_cast<T *>(p.y) + row * p.y_stride + at[m]) = pack<T, N>(v[m]);
+      *reinterpret_cast<uint4 *>(static_cast<T *>(p.y) + row * p.y_stride + column[m]) = pack<T, N>(v[m]);
     }
   }
 }
 
-// Any row: element by element, read twice. The second time a thread reads what it wrote itself.
+// Any row: element by element, read twice. The second time a thread reads its own writes.
 template <typename T, bool ADD>
 __global__ void __launch_bounds__(kMaxThreads) elements_kernel(const __grid_constant__ Args args) {
   __shared__ float parts[2][32];
   const gdn_residual_params &p = args.p;
-  let_in_and_wait();
-  int turn = 0;
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
+  launch_next_and_wait();
+  int half = 0;
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x, half ^= 1) {
     const T *x = static_cast<const T *>(p.x) + row * p.x_stride;
     const T *h = static_cast<const T *>(p.h) + row * p.h_stride;
     T *sum = static_cast<T *>(p.sum) + row * p.sum_stride, *y = static_cast<T *>(p.y) + row * p.y_stride;
@@ -144,7 +141,7 @@ __global__ void __launch_bounds__(kMaxThreads) elements_kernel(const __grid_cons
       if (ADD) sum[i] = v = from_float<T>(to_float<T>(v) + to_float<T>(h[i]));
       squares = fmaf(to_float<T>(v), to_float<T>(v), squares);
     }
-    const float scale = rsqrtf(block_sum(squares, parts, turn) * args.mean + p.eps);
+    const float scale = rsqrtf(block_sum(squares, parts, half) * args.mean + p.eps);
     for (int i = threadIdx.x; i < p.dim; i += blockDim.x)
       y[i] = from_float<T>(to_float<T>(ADD ? sum[i] : x[i]) * (scale * p.weight[i]));
   }
@@ -162,7 +159,7 @@ template <typename T, bool ADD> int launch_rows(const gdn_residual_params &p, in
   const int threads = static_cast<int>(wanted < kMaxThreads ? wanted : kMaxThreads);
   const Args args = {p, 1.f / p.dim};
   const auto launch_kernel = [&](auto *kernel) {
-    // No more blocks than run at once, so that none begins when the others end.
+    // No more blocks than run at once.
     int64_t blocks = p.rows;
     if (p.rows > sms) {
       int fit = 0;

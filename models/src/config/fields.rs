@@ -3,9 +3,10 @@
 use candle_core::{bail, Result};
 use serde_json::{Map, Value};
 
-/// One object of a `config.json`; `path` is where it stands, for the messages.
+/// One object of a `config.json`.
 pub(super) struct Fields<'a> {
     map: &'a Map<String, Value>,
+    /// Its name in messages, with a dot at the end; empty at the root.
     path: String,
 }
 
@@ -27,32 +28,46 @@ impl<'a> Fields<'a> {
         self.map.get(key).filter(|v| !v.is_null())
     }
 
-    pub(super) fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Fields { map, path: format!("{}{key}.", self.path) })),
-            Some(other) => self.wrong(key, "an object", other),
-        }
-    }
-
     pub(super) fn wrong<T>(&self, key: &str, expected: &str, got: &Value) -> Result<T> {
         bail!("config: `{}`: expected {expected}, got {got}", self.name(key))
     }
 
-    fn missing<T>(&self, key: &str, expected: &str) -> Result<T> {
-        bail!("config: `{}` is missing: expected {expected}", self.name(key))
+    /// `key` as `read` converts it; `None` of `read` is a value of another type.
+    pub(super) fn opt<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        read: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match read(value) {
+            None => self.wrong(key, expected, value),
+            value => Ok(value),
+        }
+    }
+
+    pub(super) fn required<T>(&self, key: &str, expected: &str, value: Option<T>) -> Result<T> {
+        match value {
+            Some(value) => Ok(value),
+            None => bail!("config: `{}` is missing: expected {expected}", self.name(key)),
+        }
     }
 
     /// A count that must be there and be at least one.
     pub(super) fn count(&self, key: &str) -> Result<usize> {
-        match self.opt_uint(key)? {
-            Some(0) => self.wrong(key, "a positive integer", &Value::from(0)),
-            Some(n) => Ok(n),
-            None => self.missing(key, "a positive integer"),
+        let expected = "a positive integer";
+        match self.required(key, expected, self.opt_uint(key)?)? {
+            0 => self.wrong(key, expected, &Value::from(0)),
+            n => Ok(n),
         }
     }
 
-    /// The same, and at most `most`.
+    /// The same, or `default` where it is absent.
+    pub(super) fn count_or(&self, key: &str, default: usize) -> Result<usize> {
+        self.get(key).map_or(Ok(default), |_| self.count(key))
+    }
+
+    /// A count of at most `most`.
     pub(super) fn count_up_to(&self, key: &str, most: usize) -> Result<usize> {
         match self.count(key)? {
             n if n > most => self.wrong(key, &format!("a positive integer up to {most}"), &n.into()),
@@ -60,67 +75,45 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Sizes are multiplied with each other later: the bound is far below the overflow of usize.
     pub(super) fn opt_uint(&self, key: &str) -> Result<Option<usize>> {
-        match self.get(key) {
-            None => Ok(None),
-            // Sizes are multiplied with each other later: far below the overflow of usize.
-            Some(v) => match v.as_u64() {
-                Some(n) if n < 1 << 31 => Ok(Some(n as usize)),
-                _ => self.wrong(key, "an integer from 0 to 2^31 - 1", v),
-            },
-        }
+        let read = |v: &Value| v.as_u64().filter(|n| *n < 1 << 31).map(|n| n as usize);
+        self.opt(key, "an integer from 0 to 2^31 - 1", read)
     }
 
     pub(super) fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(v) => match v.as_f64() {
-                Some(x) => Ok(Some(x)),
-                None => self.wrong(key, "a number", v),
-            },
-        }
+        self.opt(key, "a number", Value::as_f64)
     }
 
     pub(super) fn bool_or(&self, key: &str, default: bool) -> Result<bool> {
-        match self.get(key) {
-            None => Ok(default),
-            Some(Value::Bool(b)) => Ok(*b),
-            Some(other) => self.wrong(key, "true or false", other),
-        }
+        Ok(self.opt(key, "true or false", Value::as_bool)?.unwrap_or(default))
     }
 
     pub(super) fn opt_str(&self, key: &str) -> Result<Option<&'a str>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::String(s)) => Ok(Some(s)),
-            Some(other) => self.wrong(key, "a string", other),
-        }
+        self.opt(key, "a string", Value::as_str)
     }
 
     pub(super) fn str(&self, key: &str) -> Result<&'a str> {
-        match self.opt_str(key)? {
-            Some(s) => Ok(s),
-            None => self.missing(key, "a string"),
-        }
+        self.required(key, "a string", self.opt_str(key)?)
     }
 
     pub(super) fn opt_list(&self, key: &str) -> Result<Option<&'a [Value]>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Array(list)) => Ok(Some(list)),
-            Some(other) => self.wrong(key, "a list", other),
-        }
+        self.opt(key, "a list", |v| v.as_array().map(Vec::as_slice))
     }
 
-    /// A list of layer numbers, empty when absent.
-    pub(super) fn indices(&self, key: &str) -> Result<Vec<usize>> {
-        let mut out = Vec::new();
-        for v in self.opt_list(key)?.unwrap_or_default() {
-            match v.as_u64() {
-                Some(i) => out.push(i as usize),
-                None => return self.wrong(key, "a list of layer numbers", v),
-            }
-        }
-        Ok(out)
+    pub(super) fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
+        let map = self.opt(key, "an object", Value::as_object)?;
+        Ok(map.map(|map| Fields { map, path: format!("{}.", self.name(key)) }))
+    }
+
+    /// The items of a list as `read` converts them; empty where the list is absent.
+    pub(super) fn list_of<T>(
+        &self,
+        key: &str,
+        expected: &str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Vec<T>> {
+        let items = self.opt_list(key)?.unwrap_or_default();
+        items.iter().map(|item| read(item).map_or_else(|| self.wrong(key, expected, item), Ok)).collect()
     }
 }

@@ -14,8 +14,8 @@ const ARCHITECTURES: &[(&str, Family)] =
 impl ModelConfig {
     /// Reads the configuration of the model in a GGUF file.
     ///
-    /// The file says nothing of the output gate and of the weights of chosen experts: they are what all models of these
-    /// architectures have, SiLU and scaled to sum to one. Layers that predict further tokens are left out.
+    /// The output gate and the scale of the chosen experts' weights are not in the file: all models of these architectures have
+    /// SiLU and weights that sum to one. Layers that predict further tokens are skipped.
     ///
     /// # Errors
     /// An unknown architecture, a missing, ill-typed or contradictory entry, or rope scaling. The message names the file,
@@ -126,7 +126,7 @@ impl Entries<'_> {
         }
     }
 
-    /// As config.json has it: the shortest decimal that is this f32.
+    /// The same number as in config.json: the shortest decimal that rounds to this f32.
     fn float(&self, name: &str) -> Result<f64> {
         match self.get(name) {
             Some(Value::F32(x)) if x.is_finite() => Ok(x.to_string().parse().unwrap_or(f64::from(*x))),
@@ -138,7 +138,7 @@ impl Entries<'_> {
     fn attention(&self) -> Result<AttentionConfig> {
         let num_heads = self.heads("attention.head_count")?;
         let num_kv_heads = match self.get("attention.head_count_kv") {
-            // By layer, with 0 where there is no softmax attention.
+            // A number a layer, 0 for layers without softmax attention.
             Some(Value::Array(list)) => {
                 let mut counts: Vec<u64> = list.iter().filter_map(|v| v.to_u64().ok()).filter(|n| *n > 0).collect();
                 counts.dedup();
@@ -220,24 +220,21 @@ impl Entries<'_> {
         if layers > MAX_LAYERS {
             return self.wrong("block_count", &format!("at most {MAX_LAYERS} layers"));
         }
-        let kind = |linear: bool| match linear {
-            true => MixerKind::LinearAttention,
-            false => MixerKind::FullAttention,
-        };
         if let Some(list) = self.get("attention.recurrent_layers") {
             let list: Option<Vec<bool>> = match list {
                 Value::Array(list) => list.iter().map(|v| v.to_bool().ok()).collect(),
                 _ => None,
             };
+            let kind = |linear: &bool| if *linear { MixerKind::LinearAttention } else { MixerKind::FullAttention };
             return match list {
-                Some(list) if list.len() >= layers => Ok(list[..layers].iter().map(|linear| kind(*linear)).collect()),
+                Some(list) if list.len() >= layers => Ok(list[..layers].iter().map(kind).collect()),
                 _ => self.wrong("attention.recurrent_layers", &format!("{layers} booleans")),
             };
         }
-        let interval = match self.opt_uint("full_attention_interval")? {
+        let interval = match self.get("full_attention_interval") {
             None => FULL_ATTENTION_INTERVAL,
             Some(_) => self.count("full_attention_interval")?,
         };
-        Ok((1..=layers).map(|i| kind(!i.is_multiple_of(interval))).collect())
+        Ok(MixerKind::by_interval(layers, interval))
     }
 }

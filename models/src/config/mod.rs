@@ -1,4 +1,4 @@
-//! `config.json` of the Qwen3-Next family, or the metadata of a GGUF file, checked and in the terms of this crate.
+//! The configuration of a model, read from `config.json` of the Qwen3-Next family or from a GGUF file, and checked.
 
 mod fields;
 mod gguf;
@@ -10,6 +10,7 @@ use candle_gdn::GdnConfig;
 
 /// Which published family a configuration belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Family {
     /// Qwen3-Next: flat configuration, fused and interleaved `in_proj_qkvz` and `in_proj_ba`.
     Qwen3Next,
@@ -21,6 +22,7 @@ pub enum Family {
 
 /// What mixes the tokens of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MixerKind {
     /// Gated DeltaNet (`linear_attention`).
     LinearAttention,
@@ -28,8 +30,17 @@ pub enum MixerKind {
     FullAttention,
 }
 
+impl MixerKind {
+    /// The kinds of `layers` layers of which every `interval`-th has softmax attention.
+    fn by_interval(layers: usize, interval: usize) -> Vec<Self> {
+        let kind = |i: usize| if i.is_multiple_of(interval) { Self::FullAttention } else { Self::LinearAttention };
+        (1..=layers).map(kind).collect()
+    }
+}
+
 /// The feed-forward part of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum FfnKind {
     /// One SwiGLU MLP of the given inner width.
     Dense {
@@ -42,6 +53,7 @@ pub enum FfnKind {
 
 /// One decoder layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LayerConfig {
     /// Token mixer.
     pub mixer: MixerKind,
@@ -51,6 +63,7 @@ pub struct LayerConfig {
 
 /// Sizes of the gated softmax attention.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct AttentionConfig {
     /// Query heads.
     pub num_heads: usize,
@@ -66,10 +79,11 @@ pub struct AttentionConfig {
 
 /// Sizes of the mixture of experts.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct MoeConfig {
     /// Routed experts.
     pub num_experts: usize,
-    /// Experts that a token takes.
+    /// Experts of a token.
     pub experts_per_token: usize,
     /// Inner width of a routed expert.
     pub intermediate_size: usize,
@@ -81,6 +95,7 @@ pub struct MoeConfig {
 
 /// How the matrices of a checkpoint in fp8 (e4m3) are stored.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Fp8Config {
     /// Rows and columns of the blocks that have one scale each, `{weight}_scale_inv`.
     pub weight_block_size: [usize; 2],
@@ -89,11 +104,11 @@ pub struct Fp8Config {
 }
 
 impl Fp8Config {
-    /// Whether the weight of a projection is in fp8; false for what the list does not tell of: gates and embeddings.
+    /// Whether the weight of a projection is in fp8; false for gates and embeddings, which are never listed.
     pub fn converts(&self, module: &str) -> bool {
         let projection = ["_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"].iter().any(|end| module.ends_with(end));
-        // From the layer on: a list may or may not have the wrapper's prefix.
-        let inner = |name: &str| name.find("layers.").map_or(name.to_string(), |at| name[at..].to_string());
+        // The name from the layer on: a list may or may not have the wrapper's prefix.
+        let inner = |name: &str| name.find("layers.").map_or(name.to_string(), |start| name[start..].to_string());
         let (module, listed) = (inner(module), &self.modules_to_not_convert);
         let within = |listed: String| {
             module == listed || module.starts_with(&(listed.clone() + ".")) || {
@@ -107,6 +122,7 @@ impl Fp8Config {
 
 /// A whole model. Made by [`ModelConfig::from_json`] or [`ModelConfig::from_gguf`], which check that the parts agree.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct ModelConfig {
     /// Published family.
     pub family: Family,
@@ -114,7 +130,7 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// Model width.
     pub hidden_size: usize,
-    /// Positions the model is made for; a longer sequence is an error.
+    /// The longest sequence; a longer one is an error.
     pub max_position_embeddings: usize,
     /// Epsilon of every RMS norm.
     pub rms_norm_eps: f64,
@@ -130,6 +146,6 @@ pub struct ModelConfig {
     pub layers: Vec<LayerConfig>,
     /// Tokens that end a text; may be empty.
     pub eos_token_ids: Vec<u32>,
-    /// Set where the checkpoint is in fp8: see [`CausalLm::load`](crate::CausalLm::load) for what becomes of it.
+    /// Set where the checkpoint is in fp8: see [`CausalLm::load`](crate::CausalLm::load) for how such weights are kept.
     pub fp8: Option<Fp8Config>,
 }

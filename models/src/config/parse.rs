@@ -54,15 +54,12 @@ impl ModelConfig {
             bail!("config: `model_type`: expected one of {}, got {model_type:?}", known.join(", "))
         };
         check_architecture(&root)?;
-        let text = if nested {
-            match root.object("text_config")? {
-                Some(text) => text,
-                None => {
-                    bail!("config: `text_config` is missing: expected an object with the text model of {model_type}")
-                }
+        let text = match nested {
+            true => {
+                let expected = format!("an object with the text model of {model_type}");
+                root.required("text_config", &expected, root.object("text_config")?)?
             }
-        } else {
-            Fields::root(&value)?
+            false => Fields::root(&value)?,
         };
         check_unsupported(&root)?;
         if nested {
@@ -150,13 +147,8 @@ fn fp8(f: &Fields) -> Result<Option<Fp8Config>> {
             return q.wrong("weight_block_size", "two positive integers", got);
         }
     };
-    let mut modules_to_not_convert = Vec::new();
-    for module in q.opt_list("modules_to_not_convert")?.unwrap_or_default() {
-        match module.as_str() {
-            Some(module) => modules_to_not_convert.push(module.to_string()),
-            None => return q.wrong("modules_to_not_convert", "a list of strings", module),
-        }
-    }
+    let module = |v: &Value| v.as_str().map(str::to_string);
+    let modules_to_not_convert = q.list_of("modules_to_not_convert", "a list of strings", module)?;
     Ok(Some(Fp8Config { weight_block_size, modules_to_not_convert }))
 }
 
@@ -272,57 +264,40 @@ fn layers(f: &Fields, has_experts: bool) -> Result<Vec<LayerConfig>> {
         return f.wrong("num_hidden_layers", &expected, &n.into());
     }
     let mixers = mixers(f, n)?;
-    let mlp_only = f.indices("mlp_only_layers")?;
+    let index = |v: &Value| v.as_u64().map(|i| i as usize);
+    let mlp_only = f.list_of("mlp_only_layers", "a list of layer numbers", index)?;
     if let Some(i) = mlp_only.iter().find(|&&i| i >= n) {
         bail!("config: `mlp_only_layers`: expected layer numbers below `num_hidden_layers` ({n}), got {i}")
     }
-    let step = match f.opt_uint("decoder_sparse_step")? {
-        None => 1,
-        Some(_) => f.count("decoder_sparse_step")?,
+    let step = f.count_or("decoder_sparse_step", 1)?;
+    let ffn = |i: usize| match has_experts && !mlp_only.contains(&i) && (i + 1).is_multiple_of(step) {
+        true => Ok(FfnKind::Moe),
+        false => f.count("intermediate_size").map(|intermediate_size| FfnKind::Dense { intermediate_size }),
     };
-    let mut layers = Vec::with_capacity(n);
-    for (i, mixer) in mixers.into_iter().enumerate() {
-        let sparse = has_experts && !mlp_only.contains(&i) && (i + 1).is_multiple_of(step);
-        let ffn =
-            if sparse { FfnKind::Moe } else { FfnKind::Dense { intermediate_size: f.count("intermediate_size")? } };
-        layers.push(LayerConfig { mixer, ffn });
-    }
-    Ok(layers)
+    mixers.into_iter().enumerate().map(|(i, mixer)| Ok(LayerConfig { mixer, ffn: ffn(i)? })).collect()
 }
 
 fn mixers(f: &Fields, n: usize) -> Result<Vec<MixerKind>> {
     let Some(list) = f.opt_list("layer_types")? else {
-        let interval = match f.opt_uint("full_attention_interval")? {
-            None => FULL_ATTENTION_INTERVAL,
-            Some(_) => f.count("full_attention_interval")?,
-        };
-        return Ok((1..=n)
-            .map(|i| match i % interval {
-                0 => MixerKind::FullAttention,
-                _ => MixerKind::LinearAttention,
-            })
-            .collect());
+        return Ok(MixerKind::by_interval(n, f.count_or("full_attention_interval", FULL_ATTENTION_INTERVAL)?));
     };
     if list.len() != n {
         bail!("config: `layer_types`: expected `num_hidden_layers` ({n}) entries, got {}", list.len())
     }
     let kind = |v: &Value| match v.as_str() {
-        Some("linear_attention") => Ok(MixerKind::LinearAttention),
-        Some("full_attention") => Ok(MixerKind::FullAttention),
-        _ => f.wrong("layer_types", "\"linear_attention\" or \"full_attention\"", v),
+        Some("linear_attention") => Some(MixerKind::LinearAttention),
+        Some("full_attention") => Some(MixerKind::FullAttention),
+        _ => None,
     };
-    list.iter().map(kind).collect()
+    f.list_of("layer_types", "\"linear_attention\" or \"full_attention\"", kind)
 }
 
 /// A field that holds one id, a list of them, or nothing.
 fn token_ids(f: &Fields, key: &str) -> Result<Vec<u32>> {
-    let one = |v: &Value| match v.as_u64().map(u32::try_from) {
-        Some(Ok(id)) => Ok(id),
-        _ => f.wrong(key, "a token id or a list of them", v),
-    };
+    let expected = "a token id or a list of them";
+    let id = |v: &Value| v.as_u64().and_then(|id| u32::try_from(id).ok());
     match f.get(key) {
-        None => Ok(Vec::new()),
-        Some(Value::Array(list)) => list.iter().map(one).collect(),
-        Some(v) => Ok(vec![one(v)?]),
+        Some(Value::Array(_)) => f.list_of(key, expected, id),
+        _ => Ok(f.opt(key, expected, id)?.into_iter().collect()),
     }
 }

@@ -1,45 +1,11 @@
 //! Launches of `cuda/gdn_model.h`: what stands between the mixers of a model.
 
-use crate::abi::model::{gdn_residual, gdn_swiglu, ResidualParams, SwigluParams};
-use crate::ops::{ResidualPlan, SwigluPlan};
+use crate::abi::model::{gdn_swiglu, SwigluParams};
+use crate::ops::SwigluPlan;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use candle_gdn::plumbing::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
 use std::ffi::c_void;
-
-/// The norm; with h the sum before it, one behind the other.
-pub(crate) fn residual(
-    plan: &ResidualPlan,
-    x: &CudaStorage,
-    h: &CudaStorage,
-    weight: &CudaStorage,
-) -> Result<CudaStorage> {
-    let (name, dtype, size) = ("add_rms_norm", x.dtype(), x.dtype().size_in_bytes());
-    let stream = &*stream_of(x)?;
-    let mut out = alloc(plan.launch.arena.as_ref(), x, &plan.out_shape)?;
-    let (x, h, weight) = (read(x, stream)?, read(h, stream)?, read(weight, stream)?);
-    let to = write(&mut out, stream)?;
-    let params = ResidualParams {
-        x: x.at::<c_void>(plan.x.offset, size),
-        h: plan.h.map_or(std::ptr::null(), |at| h.at::<c_void>(at.offset, size).cast_const()),
-        sum: if plan.h.is_some() { to.at(0, size) } else { std::ptr::null_mut() },
-        y: to.at(if plan.h.is_some() { plan.rows * plan.dim } else { 0 }, size),
-        weight: weight.at(plan.weight_offset, 4),
-        x_stride: plan.x.stride as i64,
-        h_stride: plan.h.map_or(0, |at| at.stride) as i64,
-        sum_stride: plan.dim as i64,
-        y_stride: plan.dim as i64,
-        rows: plan.rows as i64,
-        dim: int(name, "x", plan.dim)?,
-        dtype: dtype_code(dtype),
-        overlap: plan.launch.overlap.into(),
-        eps: plan.eps as f32,
-    };
-    // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
-    check(name, unsafe { gdn_residual(&params, stream.cu_stream().cast::<c_void>()) })?;
-    drop(to);
-    Ok(out)
-}
 
 /// `silu(gate) * up` of the halves of each row.
 pub(crate) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaStorage> {

@@ -8,9 +8,9 @@
 use super::kv::{KvRows, KvSlots};
 use super::pool::{Sequence, SequencePool};
 use super::sampling::Token;
+use crate::blocks::attention::Angles;
 use crate::blocks::decoder::{Mixer, Residual};
 use crate::blocks::draft_head::DraftHead;
-use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, DType, Result, Tensor, D};
 use candle_gdn::plumbing::Launch;

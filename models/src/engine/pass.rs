@@ -3,8 +3,8 @@
 use super::kept::Recent;
 use super::kv::{KvRows, KvSlots};
 use super::pool::{LayerSlots, SequencePool};
+use crate::blocks::attention::Angles;
 use crate::blocks::decoder::{Mixer, Residual};
-use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result, Tensor};
 use candle_gdn::plumbing::{no_tokens, Arena, Launch, Move, Working};

@@ -163,17 +163,6 @@ impl CausalLm {
     /// # Errors
     /// As [`new_sequences`](Self::new_sequences), or when rings are asked for that a layer has no kernels for.
     pub fn new_sequences_with(&self, sequences: usize, max_len: usize, rings: Rings) -> Result<SequencePool> {
-        self.new_sequences_as(sequences, max_len, rings, false)
-    }
-
-    /// With `tensors` keys and values lie as on CUDA whatever the device: for tests.
-    pub(super) fn new_sequences_as(
-        &self,
-        sequences: usize,
-        max_len: usize,
-        rings: Rings,
-        tensors: bool,
-    ) -> Result<SequencePool> {
         for (arg, value) in [("sequences", sequences), ("max_len", max_len)] {
             if value == 0 {
                 bail!("new_sequences: {arg}: expected at least 1, got 0")
@@ -194,13 +183,13 @@ impl CausalLm {
                     LayerSlots::Linear(gdn.new_ring_pool_sharing(sequences, DType::F32, cursors)?)
                 }
                 (Mixer::Linear(gdn), None) => LayerSlots::Linear(gdn.new_pool(sequences)?),
-                (Mixer::Full(_), _) => LayerSlots::Full(KvSlots::new(&shape, sequences, tensors)?),
+                (Mixer::Full(_), _) => LayerSlots::Full(KvSlots::new(&shape, sequences)?),
             })
         });
         let layers = layers.collect::<Result<Vec<_>>>()?;
         let head = match self.has_draft_head() {
             true => Some(HeadSlots {
-                kv: KvSlots::new(&shape, sequences, tensors)?,
+                kv: KvSlots::new(&shape, sequences)?,
                 idle: false,
                 slots: vec![HeadState::default(); sequences],
             }),

@@ -91,7 +91,7 @@ fn assert_near(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Two pools of one model that see the same, in the two layouts.
+/// Two pools of one model that see the same, without and with rings.
 struct Both {
     model: CausalLm,
     pools: [SequencePool; 2],
@@ -100,11 +100,7 @@ struct Both {
 impl Both {
     fn new() -> Result<Self> {
         let model = model()?;
-        let pools = [
-            model.new_sequences_as(4, 200, Rings::Never, false)?,
-            model.new_sequences_as(4, 200, Rings::Always, true)?,
-        ];
-        assert!(pools[0].uses_panels() && !pools[1].uses_panels());
+        let pools = [model.new_sequences_with(4, 200, Rings::Never)?, model.new_sequences_with(4, 200, Rings::Always)?];
         Ok(Self { model, pools })
     }
 
@@ -247,7 +243,7 @@ fn steps_on_fixed_buffers_are_feeds() -> Result<()> {
 
 fn fixed_buffers(rings: Rings) -> Result<()> {
     let model = model()?;
-    let mut pools = [model.new_sequences_as(4, 64, Rings::Never, false)?, model.new_sequences_as(4, 64, rings, true)?];
+    let mut pools = [model.new_sequences_with(4, 64, Rings::Never)?, model.new_sequences_with(4, 64, rings)?];
     let mut buffers = StepBuffers::new(&model, &pools[1], 3)?;
     buffers.run(&model, &mut pools[1])?; // padding only, as before a capture
     let mut sequences = vec![];
@@ -331,19 +327,16 @@ fn a_pass_that_fails_breaks_its_sequences_only() -> Result<()> {
 fn a_pool_that_grows_forgets_nothing() -> Result<()> {
     let model = model()?;
     let tokens: Vec<u32> = (0..60).map(|i| i * 5 % VOCAB as u32).collect();
-    for tensors in [false, true] {
-        let (mut small, mut large) =
-            (model.new_sequences_as(2, 8, Rings::Auto, tensors)?, model.new_sequences_as(2, 64, Rings::Auto, tensors)?);
-        let (s, l) = ([small.begin()?, small.begin()?], [large.begin()?, large.begin()?]);
-        for (i, part) in [0..7, 7..20, 20..60].into_iter().enumerate() {
-            small.grow_to([8, 32, 64][i])?;
-            let more = &tokens[part];
-            let got = model.feed_hidden(&mut small, &[(s[0], more), (s[1], &more[1..])])?;
-            let want = model.feed_hidden(&mut large, &[(l[0], more), (l[1], &more[1..])])?;
-            assert_near(&got, &want, "grown")?;
-        }
-        assert!(model.feed(&mut small, &[(s[0], &[1; 5])]).is_err(), "there is room for 64");
+    let (mut small, mut large) = (model.new_sequences(2, 8)?, model.new_sequences(2, 64)?);
+    let (s, l) = ([small.begin()?, small.begin()?], [large.begin()?, large.begin()?]);
+    for (i, part) in [0..7, 7..20, 20..60].into_iter().enumerate() {
+        small.grow_to([8, 32, 64][i])?;
+        let more = &tokens[part];
+        let got = model.feed_hidden(&mut small, &[(s[0], more), (s[1], &more[1..])])?;
+        let want = model.feed_hidden(&mut large, &[(l[0], more), (l[1], &more[1..])])?;
+        assert_near(&got, &want, "grown")?;
     }
+    assert!(model.feed(&mut small, &[(s[0], &[1; 5])]).is_err(), "there is room for 64");
     Ok(())
 }
 

@@ -1,17 +1,10 @@
-//! The operations between the Gated DeltaNet layers: one file each, with the `CustomOp` struct, its checks and its
-//! dispatch to the CPU or CUDA kernel.
+//! The gate of the feed-forward as an op.
 
-mod attention;
 mod plan;
-mod residual;
 mod swiglu;
 
-pub use attention::{
-    attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare,
-    PrepareOptions,
-};
-pub use residual::{add_rms_norm, rms_norm, AddRmsNorm};
 pub use swiglu::Swiglu;
 
+pub(crate) use plan::RowsLayout;
 #[cfg(feature = "cuda")]
-pub(crate) use plan::{AttentionPlan, ResidualPlan, SwigluPlan};
+pub(crate) use plan::SwigluPlan;

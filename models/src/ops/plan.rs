@@ -1,6 +1,6 @@
-//! Checked calls, as the kernels' launches read them: sizes and places, nothing left to refuse.
+//! Checked calls in the form that launches read: sizes and places.
 
-use candle_gdn::plumbing::{HeadsLayout, Launch, SequencePlan};
+use candle_gdn::plumbing::Launch;
 
 /// Rows of one length at one distance.
 #[derive(Debug, Clone, Copy)]
@@ -8,21 +8,6 @@ use candle_gdn::plumbing::{HeadsLayout, Launch, SequencePlan};
 pub(crate) struct RowsLayout {
     pub offset: usize,
     pub stride: usize,
-}
-
-/// A checked call of residual and norm.
-#[derive(Debug, Clone)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub(crate) struct ResidualPlan {
-    pub x: RowsLayout,
-    pub h: Option<RowsLayout>,
-    pub weight_offset: usize,
-    pub rows: usize,
-    pub dim: usize,
-    /// x's; with h two of it, the sum and the norm.
-    pub out_shape: Vec<usize>,
-    pub launch: Launch,
-    pub eps: f64,
 }
 
 /// A checked call of SwiGLU.
@@ -35,17 +20,4 @@ pub(crate) struct SwigluPlan {
     pub columns: usize,
     pub out_shape: Vec<usize>,
     pub launch: Launch,
-}
-
-/// A checked call of one half of attention.
-#[derive(Debug, Clone)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-pub(crate) struct AttentionPlan {
-    /// q, k, v; of a decode q and the gate.
-    pub inputs: [HeadsLayout; 3],
-    pub seqs: SequencePlan,
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub dim: usize,
-    pub out_shape: Vec<usize>,
 }

@@ -4,7 +4,7 @@ use super::Collective;
 use candle_core::{bail, DType, Result, Tensor};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// A rank among host threads, whose tensors are on the CPU. When one is dropped, those that wait for it get an error.
+/// A rank that is a host thread, with tensors on the CPU. When one is dropped, ranks that wait for it get an error.
 ///
 /// ```
 /// # fn main() -> candle_core::Result<()> {
@@ -29,58 +29,58 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 pub struct LocalRank {
     rank: usize,
     size: usize,
-    meeting: Arc<Meeting>,
+    shared: Arc<Shared>,
 }
 
 #[derive(Debug, Default)]
-struct Meeting {
-    round: Mutex<Round>,
-    turned: Condvar,
+struct Shared {
+    exchange: Mutex<Exchange>,
+    complete: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Round {
-    /// What the ranks brought to this one.
-    brought: Vec<Option<Tensor>>,
-    /// What they brought to the last one.
-    taken: Vec<Tensor>,
+struct Exchange {
+    /// The ranks' inputs of this exchange.
+    inputs: Vec<Option<Tensor>>,
+    /// All inputs of the last exchange.
+    results: Vec<Tensor>,
     number: u64,
+    /// Whether a rank was dropped.
     gone: bool,
 }
 
 impl LocalRank {
     /// All ranks of a group of `size`, first to last.
     pub fn group(size: usize) -> Vec<Self> {
-        let meeting = Arc::new(Meeting::default());
-        meeting.lock().brought = vec![None; size];
-        (0..size).map(|rank| Self { rank, size, meeting: meeting.clone() }).collect()
+        let shared = Arc::new(Shared::default());
+        shared.lock().inputs = vec![None; size];
+        (0..size).map(|rank| Self { rank, size, shared: shared.clone() }).collect()
     }
 
-    /// What all ranks bring, once they all have.
+    /// The inputs of all ranks, once they all have called this.
     fn exchange(&self, x: &Tensor) -> Result<Vec<Tensor>> {
-        let meeting = &*self.meeting;
-        let mut round = meeting.lock();
-        let number = round.number;
-        round.brought[self.rank] = Some(x.clone());
-        if round.brought.iter().all(Option::is_some) {
-            round.taken = round.brought.iter_mut().filter_map(Option::take).collect();
-            round.number += 1;
-            meeting.turned.notify_all();
+        let mut exchange = self.shared.lock();
+        let number = exchange.number;
+        exchange.inputs[self.rank] = Some(x.clone());
+        if exchange.inputs.iter().all(Option::is_some) {
+            exchange.results = exchange.inputs.iter_mut().filter_map(Option::take).collect();
+            exchange.number += 1;
+            self.shared.complete.notify_all();
         }
-        while round.number == number && !round.gone {
-            round = meeting.turned.wait(round).unwrap_or_else(PoisonError::into_inner);
+        while exchange.number == number && !exchange.gone {
+            exchange = self.shared.complete.wait(exchange).unwrap_or_else(PoisonError::into_inner);
         }
-        if round.number == number {
+        if exchange.number == number {
             bail!("rank {}: expected all {} ranks to go on, but one is gone", self.rank, self.size)
         }
-        // The next round turns only when this rank has come to it.
-        Ok(round.taken.clone())
+        // The next exchange completes, and replaces these, only after this rank has called it.
+        Ok(exchange.results.clone())
     }
 }
 
-impl Meeting {
-    fn lock(&self) -> MutexGuard<'_, Round> {
-        self.round.lock().unwrap_or_else(PoisonError::into_inner)
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Exchange> {
+        self.exchange.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -109,7 +109,7 @@ impl Collective for LocalRank {
 
 impl Drop for LocalRank {
     fn drop(&mut self) {
-        self.meeting.lock().gone = true;
-        self.meeting.turned.notify_all();
+        self.shared.lock().gone = true;
+        self.shared.complete.notify_all();
     }
 }

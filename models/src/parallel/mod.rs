@@ -1,34 +1,38 @@
 //! One model over several devices: tensor parallelism.
 //!
-//! Every rank holds a shard of each layer and runs all tokens through it: of Gated DeltaNet a range of key heads with
-//! their value heads, of softmax attention a range of query heads with the key-value heads they read (which ranks share
-//! where there are more ranks than those), of every MLP and every expert a range of the inner width, and a range of the
-//! vocabulary. What a mixer or a feed-forward gives is summed over the ranks, twice a layer; norms, routers and small
-//! gates are on every rank.
+//! Every rank holds a shard of each layer and runs all tokens through it: a range of key heads with their value heads of
+//! Gated DeltaNet, a range of query heads with their key-value heads of softmax attention (ranks share a key-value head if
+//! there are more ranks than those), a range of the inner width of every MLP and every expert, and a range of the vocabulary.
+//! The outputs of mixers and feed-forwards are summed over the ranks, twice a layer; norms, routers and small gates are on
+//! every rank.
 //!
-//! Weights may be quantised, in a GGUF file or as they load: rows are divided as they are, columns at the borders of their
-//! blocks where these fall so ([`Loader::group`](crate::Loader::group) says what else).
+//! Weights may be quantised, in a GGUF file or as they load: rows are divided without change, columns at the borders of their
+//! blocks if the borders of the shards are such ([`Loader::group`](crate::Loader::group) explains the other case).
 
 mod config;
 mod local;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod shards;
 mod vocabulary;
 mod weights;
 
 pub use local::LocalRank;
+#[cfg(feature = "nccl")]
+pub use nccl::{NcclId, NcclRank};
 pub(crate) use shards::{DimRanges, RowsOrColumns, WeightShards};
 pub(crate) use vocabulary::Vocabulary;
 pub use weights::{shard_of, shard_of_safetensors};
 
 use candle_core::{bail, Result, Tensor};
 
-/// What the ranks of a model do together. All of them make the same calls in the same order; what comes back is the
-/// same on all, bit for bit.
+/// The communication of a model's ranks. All of them make the same calls in the same order; the results are the same on
+/// all, bit for bit.
 pub trait Collective: std::fmt::Debug + Send + Sync {
-    /// Which of the ranks this is, below [`size`](Self::size).
+    /// The number of this rank, below [`size`](Self::size).
     fn rank(&self) -> usize;
 
-    /// How many there are.
+    /// The number of ranks.
     fn size(&self) -> usize;
 
     /// The sum of the ranks' `x`, which have one shape and dtype.
@@ -43,8 +47,8 @@ pub trait Collective: std::fmt::Debug + Send + Sync {
     /// When a rank is gone.
     fn all_gather(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Returns when all that this rank asked for is done. Models call it at the end of each pass: on a GPU the calls
-    /// above return before the ranks have met.
+    /// Returns when all calls of this rank have finished. Models call it at the end of each pass: on a GPU the calls
+    /// above return before the ranks have exchanged anything.
     ///
     /// # Errors
     /// When a rank is gone.
@@ -69,7 +73,7 @@ impl Shard {
         Ok(shard)
     }
 
-    /// Its shard of `0..total`, which the number of shards divides.
+    /// Its range of `0..total`, which the number of shards divides.
     pub fn range(self, total: usize) -> std::ops::Range<usize> {
         let each = total / self.size;
         self.rank * each..(self.rank + 1) * each

@@ -1,14 +1,14 @@
-//! Which rows or columns of each weight a rank has.
+//! The rows or columns of each weight that a rank has.
 
 use super::{Collective, Shard};
 use crate::config::ModelConfig;
 use candle_core::Result;
 use std::ops::Range;
 
-/// A rank's shard of the weights of a model.
+/// A rank's shards of the weights of a model.
 #[derive(Debug, Clone)]
 pub(crate) struct WeightShards {
-    /// Of the whole model.
+    /// That of the whole model.
     config: ModelConfig,
     shard: Shard,
 }
@@ -17,28 +17,28 @@ pub(crate) struct WeightShards {
 #[derive(Debug, PartialEq)]
 pub(crate) struct DimRanges {
     pub dim: usize,
-    /// Length of the dimension in the whole.
+    /// Length of the dimension in the whole weight.
     pub of: usize,
     pub ranges: Vec<Range<usize>>,
 }
 
-/// A slice of matrices.
+/// A shard of matrices.
 #[derive(Debug, PartialEq)]
 pub(crate) enum RowsOrColumns {
-    /// Of all matrices one below the other.
+    /// Numbered over all matrices, one below the other.
     Rows(Vec<Range<usize>>),
     Columns(Vec<Range<usize>>),
 }
 
 impl DimRanges {
-    /// The shape of the whole, of which `shard` is that of a shard.
+    /// The shape of the whole weight from that of a shard.
     pub fn whole(&self, shard: &[usize]) -> Vec<usize> {
         let mut whole = shard.to_vec();
         whole[self.dim] = self.of;
         whole
     }
 
-    /// What it is of the matrices that a weight of shape `whole` is. A vector has rows of one number.
+    /// The same as rows or columns of the matrices in a weight of shape `whole`. A vector has rows of one number.
     pub fn rows_or_columns(self, whole: &[usize]) -> RowsOrColumns {
         let last = whole.len().saturating_sub(1);
         if self.dim == last && self.dim > 0 {
@@ -46,7 +46,7 @@ impl DimRanges {
         }
         let each: usize = whole.get(self.dim + 1..last).unwrap_or_default().iter().product();
         let matrices: usize = whole[..self.dim].iter().product();
-        let row = |i: usize, place: usize| (i * self.of + place) * each;
+        let row = |i: usize, index: usize| (i * self.of + index) * each;
         let of_matrix = |i: usize| self.ranges.iter().map(move |r| row(i, r.start)..row(i, r.end));
         RowsOrColumns::Rows((0..matrices).flat_map(of_matrix).collect())
     }
@@ -54,23 +54,23 @@ impl DimRanges {
 
 impl WeightShards {
     /// # Errors
-    /// Where the model cannot be divided so.
+    /// When the model cannot be divided among the ranks.
     pub fn new(config: &ModelConfig, group: &dyn Collective) -> Result<Self> {
         config.split(group.size())?;
         Ok(Self { config: config.clone(), shard: Shard::of_rank(group)? })
     }
 
-    /// What the rank has of a weight, of which it asks for `shape`; nothing where it has all of it.
+    /// The rank's ranges of a weight whose shard has `shape`; `None` where every rank has the whole weight.
     pub fn ranges_of(&self, name: &str, shape: &[usize]) -> Option<DimRanges> {
         let (c, a, shard) = (&self.config.gdn, &self.config.attention, self.shard);
         let name = name.strip_suffix(".weight").unwrap_or(name);
-        let mut names = name.rsplit('.');
-        let (last, above) = (names.next()?, names.next().unwrap_or_default());
+        let mut parts = name.rsplit('.');
+        let (last, above) = (parts.next()?, parts.next().unwrap_or_default());
         let along = |dim: usize| {
             let of = shape.get(dim)? * shard.size;
             Some(DimRanges { dim, of, ranges: vec![shard.range(of)] })
         };
-        // q, k and v, or the gate and up: each has its shard.
+        // q, k and v, or gate and up: a range of each.
         let sections = |dim: usize, sizes: &[usize]| {
             let mut start = 0;
             let ranges = sizes.iter().map(|size| {
@@ -81,7 +81,7 @@ impl WeightShards {
             Some(DimRanges { dim, ranges: ranges.collect(), of: sizes.iter().sum() })
         };
         match (above, last) {
-            // By key head, and so are the value heads that belong to them.
+            // By key head, with the value heads that belong to it.
             ("linear_attn", "in_proj_qkvz" | "in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a") => along(0),
             ("linear_attn", "A_log" | "dt_bias") => along(0),
             ("linear_attn", "in_proj_qkv" | "conv1d") => sections(0, &[c.key_size(), c.key_size(), c.value_size()]),
@@ -117,9 +117,9 @@ mod tests {
     #[test]
     fn rows_of_vectors_matrices_and_experts() {
         let rows = |whole: &[usize], dim: usize, ranges: &[Range<usize>]| {
-            let slice = DimRanges { dim, of: 6, ranges: ranges.to_vec() };
-            assert_eq!(slice.whole(whole), whole);
-            match slice.rows_or_columns(whole) {
+            let kept = DimRanges { dim, of: 6, ranges: ranges.to_vec() };
+            assert_eq!(kept.whole(whole), whole);
+            match kept.rows_or_columns(whole) {
                 RowsOrColumns::Rows(rows) => rows,
                 RowsOrColumns::Columns(columns) => panic!("columns {columns:?}"),
             }
@@ -129,8 +129,8 @@ mod tests {
         // Channels of a convolution.
         assert_eq!(rows(&[6, 1, 4], 0, &[2..4]), [2..4]);
         assert_eq!(rows(&[2, 6, 9], 1, &[0..1, 4..5]), [0..1, 4..5, 6..7, 10..11]);
-        let slice = DimRanges { dim: 2, of: 6, ranges: vec![2..4] };
-        assert_eq!(slice.rows_or_columns(&[2, 9, 6]), RowsOrColumns::Columns(vec![2..4]));
+        let kept = DimRanges { dim: 2, of: 6, ranges: vec![2..4] };
+        assert_eq!(kept.rows_or_columns(&[2, 9, 6]), RowsOrColumns::Columns(vec![2..4]));
     }
 
     #[test]
@@ -143,7 +143,7 @@ mod tests {
                 let shards = WeightShards { config: config.clone(), shard: Shard { rank, size: 4 } };
                 shards
                     .ranges_of("model.layers.3.self_attn.k_proj.weight", &[256, 2048])
-                    .map(|slice| slice.ranges[0].start / 256)
+                    .map(|kept| kept.ranges[0].start / 256)
             })
             .collect();
         assert_eq!(heads, [Some(0), Some(0), Some(1), Some(1)]);

@@ -1,14 +1,14 @@
-//! A vocabulary whose rows, of the embedding and of the head, are spread over the ranks.
+//! A vocabulary whose rows, in the embedding and in the head, are divided among the ranks.
 
 use super::{Collective, Shard};
 use candle_core::{Device, Result, Tensor};
 use std::sync::Arc;
 
-/// What a rank knows of the vocabulary besides its own rows.
+/// The ranks' exchange of embeddings and logits.
 #[derive(Debug, Clone)]
 pub(crate) struct Vocabulary {
     group: Arc<dyn Collective>,
-    /// Of each token its row on this rank, `[vocab_size]` in u32; of those of other ranks the one behind the last.
+    /// The row of each token on this rank, `[vocab_size]` in u32; one past the last row for tokens of other ranks.
     row_of: Tensor,
 }
 
@@ -19,7 +19,7 @@ impl Vocabulary {
         Ok(Self { row_of: Tensor::from_iter((0..vocab_size).map(row), device)?, group })
     }
 
-    /// The embeddings of `ids [tokens]`: `rows` gives those of rows of this rank, and zeros for the one behind the last.
+    /// The embeddings of `ids [tokens]`: `rows` returns those of this rank's rows, and zeros for the row past the last.
     pub fn embed(&self, ids: &Tensor, rows: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         self.group.all_reduce(&rows(&self.row_of.index_select(ids, 0)?)?)
     }
@@ -28,7 +28,7 @@ impl Vocabulary {
         &self.group
     }
 
-    /// `logits [.., rows]` of this rank's rows to those of all, `[.., vocab_size]`.
+    /// `logits [.., rows]` of this rank to those of all ranks, `[.., vocab_size]`.
     pub fn gather(&self, logits: &Tensor) -> Result<Tensor> {
         let mut dims = logits.dims().to_vec();
         let own = dims.pop().unwrap_or(0);

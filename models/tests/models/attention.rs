@@ -1,12 +1,9 @@
 //! Attention over a cache: its two ops against the definition in f64.
 
-use crate::support::{devices, poison, refused, rel_rms, rounded, values, Rng};
+use crate::support::{devices, gpus, poison, refused, rel_rms, rounded, values, Rng};
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_gdn::{CuSeqlens, NO_SLOT};
-use candle_gdn_models::{
-    attention_decode, attention_prepare, rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare,
-    PrepareOptions,
-};
+use candle_gdn_models::{rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
 
 // Large enough to be missed.
 const EPS: f64 = 0.03;
@@ -290,7 +287,7 @@ impl Drawn {
 #[test]
 fn attention_is_the_definition() {
     let mut seed = 0;
-    for device in devices() {
+    for device in gpus(devices()) {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             for (heads, kv_heads, dim) in [(2, 2, 64), (4, 1, 128), (16, 2, 256), (6, 2, 24), (3, 1, 200)] {
                 for (before, lens) in [
@@ -318,7 +315,7 @@ fn attention_is_the_definition() {
 /// Enough keys that CUDA shares them out.
 #[test]
 fn attention_over_many_keys() {
-    for device in devices() {
+    for device in gpus(devices()) {
         for dtype in [DType::F32, DType::BF16] {
             for before in [1000, 2047] {
                 Case { dtype, ..Case::new(&[before], &[1], 4, 1, 256, before as u64) }.check(&device);
@@ -331,7 +328,7 @@ fn attention_over_many_keys() {
 #[test]
 fn attention_token_by_token_is_the_whole() -> Result<()> {
     let (heads, kv_heads, dim, tokens) = (4, 2, 64, 40);
-    for device in devices() {
+    for device in gpus(devices()) {
         let rng = &mut Rng::new(7);
         let mut normal = |shape: &[usize]| -> Result<Tensor> {
             rounded(&rng.normals(shape.iter().product()), shape, DType::F32)?.0.to_device(&device)
@@ -351,9 +348,10 @@ fn attention_token_by_token_is_the_whole() -> Result<()> {
             for &part in parts {
                 let held = AttentionCache::new(&cache.0, &cache.1, &cache.2)?;
                 let [q, k, v, gate] = [&q, &k, &v, &gate].map(|x| x.narrow(1, start, part).unwrap());
-                let q =
-                    attention_prepare(&q, &k, &v, &held, &weight, &weight, &frequencies, PrepareOptions::default())?;
-                out.push(attention_decode(&q, Some(&gate), &held, None)?);
+                let options = PrepareOptions::default();
+                let prepare = AttentionPrepare::new(&held, &weight, &weight, &frequencies, options)?;
+                let q = prepare.forward(&q, &k, &v)?;
+                out.push(AttentionDecode::new(&held, None)?.forward(&q, Some(&gate))?);
                 held.advance(part)?;
                 start += part;
             }
@@ -384,8 +382,7 @@ fn attention_refuses() -> Result<()> {
         refused(result, &[want]);
     }
     let cache = AttentionCache::new(&k, &v, &positions(&[0, 6]))?;
-    let decode = |q: &Tensor| attention_decode(q, None, &cache, None);
-    refused(decode(&zeros(&[2, 3, 4, 16])), &["positions: expected room for 3 tokens in 8, got 6 at 1"]);
+    let decode = |q: &Tensor| AttentionDecode::new(&cache, None)?.forward(q, None);
     refused(decode(&zeros(&[2, 1, 3, 16])), &["q: expected a multiple of 2 heads"]);
     refused(decode(&zeros(&[3, 1, 4, 16])), &["expected 3 slots"]);
     refused(decode(&zeros(&[2, 1, 4, 8])), &["q: expected shape"]);
@@ -394,10 +391,12 @@ fn attention_refuses() -> Result<()> {
     refused(decode(&bf16), &["q: expected dtype F32"]);
     let (q, new, weight) = (zeros(&[2, 1, 4, 16]), zeros(&[2, 1, 2, 16]), zeros(&[16]));
     let prepare = |k: &Tensor, inv_freq: &Tensor| {
-        attention_prepare(&q, k, &new, &cache, &weight, &weight, inv_freq, PrepareOptions::default())
+        AttentionPrepare::new(&cache, &weight, &weight, inv_freq, PrepareOptions::default())?.forward(&q, k, &new)
     };
     refused(prepare(&new, &zeros(&[9])), &["inv_freq: expected shape [pairs]"]);
     refused(prepare(&k.narrow(2, 0, 1)?.transpose(1, 2)?, &zeros(&[4])), &["shares its storage with k"]);
-    assert!(prepare(&new, &zeros(&[2, 4])).is_ok());
+    refused(prepare(&new, &zeros(&[2, 4])), &["q: expected a tensor on CUDA"]);
+    refused(decode(&q), &["q: expected a tensor on CUDA"]);
+    refused(cache.advance(1), &["positions: expected a tensor on CUDA"]);
     Ok(())
 }

@@ -2,10 +2,22 @@
 
 use crate::support::{devices, poison, refused, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{add_rms_norm, rms_norm, Swiglu};
+use candle_gdn_models::{AddRmsNorm, Swiglu};
 
 const DTYPES: [(DType, f64); 3] = [(DType::F32, 1e-6), (DType::BF16, 4e-3), (DType::F16, 5e-4)];
 const EPS: f64 = 1e-6;
+
+fn add_rms_norm(x: &Tensor, h: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    AddRmsNorm::new(eps)?.forward(x, h, weight)
+}
+
+fn rms_norm(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    AddRmsNorm::new(EPS)?.norm(x, weight)
+}
+
+fn swiglu(x: &Tensor) -> Result<Tensor> {
+    Swiglu::new().forward(x)
+}
 
 fn norm(x: &[f64], weight: &[f64]) -> Vec<f64> {
     x.chunks(weight.len())
@@ -60,7 +72,7 @@ fn check_residual(rng: &mut Rng, device: &Device, dtype: DType, bound: f64, dims
     assert_eq!(values(&sum), sum_want, "{what}");
     let error = rel_rms(&values(&y), &norm(&sum_want, &w_values));
     assert!(error < bound, "{what}: {error:e}");
-    let y = rms_norm(&x, &w, EPS)?;
+    let y = rms_norm(&x, &w)?;
     let error = rel_rms(&values(&y), &norm(&values(&x), &w_values));
     assert!(error < bound, "{what}, norm alone: {error:e}");
     Ok(())
@@ -95,7 +107,7 @@ fn gates() -> Result<()> {
                         let want = gated(&values(&x), columns);
                         let x = placed(&x, gap, shift, &device)?;
                         poison(rows * columns, dtype, &device)?;
-                        let y = Swiglu::new().forward(&x)?;
+                        let y = swiglu(&x)?;
                         assert_eq!((y.dims(), y.dtype()), (&[rows, columns][..], dtype));
                         let error = rel_rms(&values(&y), &want);
                         assert!(error < bound, "{dtype:?} on {device:?}, {rows}x{columns}, gap {gap}: {error:e}");
@@ -120,7 +132,7 @@ fn leading_dimensions_of_any_strides() -> Result<()> {
             let twice: Vec<f64> = values(&x).iter().map(|x| 2.0 * x).collect();
             assert_eq!(values(&sum), twice);
             assert!(rel_rms(&values(&y), &norm(&twice, &w_values)) < 1e-6);
-            let g = Swiglu::new().forward(&x)?;
+            let g = swiglu(&x)?;
             assert_eq!(g.dims()[..2], x.dims()[..2]);
             assert!(rel_rms(&values(&g), &gated(&values(&x), 32)) < 1e-6);
         }
@@ -135,8 +147,8 @@ fn no_rows() -> Result<()> {
         let w = Tensor::ones(64, DType::F32, &device)?;
         let (sum, y) = add_rms_norm(&x, &x, &w, EPS)?;
         assert_eq!((sum.dims(), y.dims()), (&[0, 64][..], &[0, 64][..]));
-        assert_eq!(rms_norm(&x, &w, EPS)?.dims(), [0, 64]);
-        assert_eq!(Swiglu::new().forward(&x)?.dims(), [0, 32]);
+        assert_eq!(rms_norm(&x, &w)?.dims(), [0, 64]);
+        assert_eq!(swiglu(&x)?.dims(), [0, 32]);
     }
     Ok(())
 }
@@ -163,7 +175,7 @@ fn nan_is_seen() -> Result<()> {
             (numbers[0], numbers[1]) = (-1e4, 1e4);
             let x = Tensor::from_slice(&numbers, (2, 16), &Device::Cpu)?.to_dtype(dtype)?;
             let up = values(&x)[9];
-            let y = values(&Swiglu::new().forward(&x.to_device(&device)?)?);
+            let y = values(&swiglu(&x.to_device(&device)?)?);
             let nans: Vec<_> = y.iter().enumerate().filter(|(_, y)| y.is_nan()).map(|(i, _)| i).collect();
             assert_eq!(nans, [3, 8 + 4], "{dtype:?}");
             assert_eq!(y[0].abs(), 0.0);
@@ -183,8 +195,8 @@ fn what_does_not_fit_is_refused() -> Result<()> {
     add(&x, &x, &w.to_dtype(DType::BF16)?, EPS, "weight: expected dtype F32");
     add(&x, &x, &w.narrow(0, 0, 5)?, EPS, "weight: expected shape [6]");
     add(&x, &x, &w, -1.0, "eps");
-    refused(rms_norm(&x.to_dtype(DType::U32)?, &w, EPS), &["x: expected dtype"]);
-    refused(Swiglu::new().forward(&x.narrow(1, 0, 5)?), &["gate_up: expected shape"]);
-    refused(Swiglu::new().forward(&x.to_dtype(DType::F64)?), &["gate_up: expected dtype"]);
+    refused(rms_norm(&x.to_dtype(DType::U32)?, &w), &["x: expected dtype"]);
+    refused(swiglu(&x.narrow(1, 0, 5)?), &["gate_up: expected shape"]);
+    refused(swiglu(&x.to_dtype(DType::F64)?), &["gate_up: expected dtype"]);
     Ok(())
 }

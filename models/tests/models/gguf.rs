@@ -143,7 +143,8 @@ fn configurations_are_those_of_the_checkpoints() -> Result<()> {
     ] {
         let Some(path) = converted(&format!("{name}.gguf")) else { continue };
         let got = ModelConfig::from_gguf(&GgufFile::open(path)?)?;
-        let want = ModelConfig { eos_token_ids: got.eos_token_ids.clone(), ..goldens.config()? };
+        let mut want = goldens.config()?;
+        want.eos_token_ids = got.eos_token_ids.clone();
         assert_eq!(got.eos_token_ids, [0], "{name}");
         assert_eq!(got, want, "{name}");
     }
@@ -163,9 +164,9 @@ fn own_files_have_the_configuration_of_the_model() -> Result<()> {
         file.metadata.insert("tokenizer.ggml.eot_token_id".into(), Value::U32(7));
         file.write(&path)?;
         let got = ModelConfig::from_gguf(&GgufFile::open(&path)?)?;
-        let want = ModelConfig::from_json(&tiny.config.to_string())?;
-        let family = if layout == Layout::Qwen3_5 { Family::Qwen3_5Moe } else { Family::Qwen3Next };
-        assert_eq!(got, ModelConfig { family, ..want });
+        let mut want = ModelConfig::from_json(&tiny.config.to_string())?;
+        want.family = if layout == Layout::Qwen3_5 { Family::Qwen3_5Moe } else { Family::Qwen3Next };
+        assert_eq!(got, want);
     }
     Ok(())
 }

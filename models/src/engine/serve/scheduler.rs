@@ -129,7 +129,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     #[cfg(test)]
     pub(in crate::engine) fn as_with_graphs(&mut self) -> Result<()> {
         let EngineOptions { sequences, max_len, draft_depth, .. } = self.options;
-        self.pool = self.model.borrow().new_sequences_as(sequences, max_len, crate::Rings::Always, true)?;
+        self.pool = self.model.borrow().new_sequences_with(sequences, max_len, crate::Rings::Always)?;
         if draft_depth == DraftDepth::Fixed(0) {
             self.pool.forget_head();
         }

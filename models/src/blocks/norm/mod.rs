@@ -1,6 +1,12 @@
 //! RMS norm with a zero-centred weight, as every norm of these models but the gated one.
 
-use crate::ops::AddRmsNorm;
+pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod op;
+
+pub use op::AddRmsNorm;
+
 use candle_core::{DType, Result, Tensor};
 use candle_gdn::plumbing::Launch;
 use candle_nn::VarBuilder;
@@ -29,7 +35,7 @@ impl RmsNorm {
         self.eps
     }
 
-    /// `x [.., dim]` to the same shape and dtype. No kernel of a pass writes a scale, so that the launch may overlap.
+    /// `x [.., dim]` to the same shape and dtype. The launch may overlap: no kernel of a pass writes a scale.
     pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         self.op(launch)?.norm(x, &self.scale)
     }

@@ -1,9 +1,9 @@
 //! All-reduce and all-gather of GPUs by NCCL.
 //!
-//! The library is looked for when a group is made, not when the program is linked or started: builds do not need it, and
-//! where it is missing only those who ask for several GPUs hear of it.
+//! The library is loaded when a group is made, not when the program is linked or started: builds do not need it, and its
+//! absence is an error for several GPUs only.
 
-use crate::parallel::Collective;
+use super::Collective;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::{cuStreamQuery, CUresult};
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
@@ -16,13 +16,13 @@ use std::sync::{mpsc, Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 const OP: &str = "NCCL";
-/// Names another file.
+/// The environment variable that names another file.
 const VARIABLE: &str = "CANDLE_GDN_NCCL";
 const FILE: &str = "libnccl.so.2";
-/// How long ranks wait for one another, unless told.
+/// How long ranks wait for one another by default.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What the ranks of a group know each other by: made by one of them, handed to all.
+/// Identifies a group: made by one of its ranks, passed to all.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct NcclId([c_char; 128]);
@@ -38,7 +38,7 @@ struct Api {
     all_reduce: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> c_int,
     all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> c_int,
     get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
-    /// What the pointers lie in.
+    /// Keeps the functions loaded.
     _library: Library,
 }
 
@@ -82,7 +82,7 @@ impl Api {
 }
 
 impl NcclId {
-    /// A new one.
+    /// The id of a new group.
     ///
     /// # Errors
     /// Where NCCL cannot be loaded (`libnccl.so.2`, or what `CANDLE_GDN_NCCL` names), or has no network to meet on.
@@ -95,8 +95,8 @@ impl NcclId {
 }
 
 /// A rank that is a GPU, with a host thread or process of its own. Its calls go to the device's stream and can be
-/// captured as part of a CUDA graph. Kernels of NCCL wait for the other ranks for ever: where one is gone, a thread of the
-/// host ends them after a limit, and every later call is an error.
+/// captured as part of a CUDA graph. Kernels of NCCL wait for the other ranks for ever: if one is gone, a thread of the
+/// host aborts them after a limit, and every later call is an error.
 #[derive(Debug)]
 pub struct NcclRank {
     rank: usize,
@@ -111,7 +111,7 @@ struct Communicator {
     comm: Comm,
     /// When the last call began.
     last: Mutex<Instant>,
-    /// A rank did not come: the communicator is no more.
+    /// A rank did not answer within the limit, and the communicator was aborted.
     gone: AtomicBool,
     limit_ms: AtomicU64,
     stream: Arc<CudaStream>,
@@ -123,7 +123,7 @@ unsafe impl Send for Communicator {}
 unsafe impl Sync for Communicator {}
 
 impl Communicator {
-    /// That of rank `rank` of `size`, once all have come.
+    /// Joins as rank `rank` of `size`; returns when all have joined.
     fn join(id: NcclId, rank: usize, size: usize, limit: Duration, stream: Arc<CudaStream>) -> Result<Self> {
         let (api, mut comm) = (Api::get()?, std::ptr::null_mut());
         stream.context().bind_to_thread().map_err(Error::wrap)?;
@@ -155,31 +155,31 @@ impl Communicator {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         *last = Instant::now();
         self.check()?;
-        // A call that was ended from beside fails with an error of NCCL's own.
+        // A call that the watching thread aborted fails with an error of NCCL's own.
         call(Api::get()?, self.comm).map_err(|e| self.check().err().unwrap_or(e))
     }
 
-    /// Watches from a thread of its own, until the communicator is dropped.
+    /// Watches on a thread of its own, until the communicator is dropped.
     fn watch(self: &Arc<Self>) -> Result<()> {
         /// How long a call may hold the communicator before it counts as one that waits.
         const PATIENCE: Duration = Duration::from_millis(500);
         let (watched, mut blocked) = (Arc::downgrade(self), None);
         let watch = move || loop {
             std::thread::sleep(PATIENCE / 5);
-            let Some(it) = watched.upgrade() else { return };
-            // A call that waits for room in the stream, behind kernels that wait for a rank, holds the lock.
-            let free = it.last.try_lock();
+            let Some(communicator) = watched.upgrade() else { return };
+            // A call holds the lock while it waits for room in the stream, which kernels that wait for a rank occupy.
+            let free = communicator.last.try_lock();
             let waits = match &free {
                 Ok(last) => {
                     blocked = None;
-                    last.elapsed() > it.limit() && it.is_busy()
+                    last.elapsed() > communicator.limit() && communicator.is_busy()
                 }
-                Err(_) => blocked.get_or_insert_with(Instant::now).elapsed() > it.limit().max(PATIENCE),
+                Err(_) => blocked.get_or_insert_with(Instant::now).elapsed() > communicator.limit().max(PATIENCE),
             };
-            it.gone.store(waits, Ordering::Release);
+            communicator.gone.store(waits, Ordering::Release);
             drop(free);
             if waits {
-                return it.abort();
+                return communicator.abort();
             }
         };
         std::thread::Builder::new().name("candle-gdn-nccl".into()).spawn(watch).map_err(Error::wrap)?;
@@ -188,13 +188,13 @@ impl Communicator {
 
     fn abort(&self) {
         if let Ok(api) = Api::get() {
-            // SAFETY: the one call that NCCL allows beside another; none begins any more, and it comes once. An error here
-            // has nobody to go to.
+            // SAFETY: NCCL allows this call, and no other, during another; none begins any more, and this one is made once. There
+            // is no caller to return an error to.
             let _ = unsafe { (api.comm_abort)(self.comm) };
         }
     }
 
-    /// Whether the stream has work to do.
+    /// Whether the stream has unfinished work.
     fn is_busy(&self) -> bool {
         let bound = self.stream.context().bind_to_thread().is_ok();
         // SAFETY: the stream lives; its context is current.
@@ -212,7 +212,7 @@ impl Drop for Communicator {
             std::thread::yield_now();
         }
         if let (false, Ok(api)) = (gone, Api::get()) {
-            // SAFETY: destroyed once. An error here has nobody to go to.
+            // SAFETY: destroyed once. There is no caller to return an error to.
             let _ = unsafe { (api.comm_destroy)(self.comm) };
         }
     }
@@ -239,8 +239,8 @@ impl NcclRank {
         if rank >= size {
             bail!("{OP}: rank: expected one below {size}, got {rank}")
         }
-        // NCCL waits for the others for ever, and nothing ends that but the end of the process (what it calls non-blocking
-        // would start a thread for every sum later on): a thread of its own waits, and is left behind at the limit.
+        // NCCL waits for the others for ever, and only the end of the process stops that (its non-blocking mode would start a
+        // thread for every later sum): a thread of its own waits, and is abandoned at the limit.
         let (stream, (joins, waits)) = (cuda.cuda_stream(), mpsc::channel());
         let join = move || {
             if let Err(mpsc::SendError(Ok(late))) = joins.send(Communicator::join(id, rank, size, limit, stream)) {
@@ -257,7 +257,7 @@ impl NcclRank {
         Ok(Self { rank, size, device: device.clone(), comm })
     }
 
-    /// How long the ranks wait for one that does not come to a call, 60 seconds unless told: longer than any pass takes.
+    /// How long the ranks wait for one that does not make a call, 60 seconds by default: longer than any pass.
     pub fn with_limit(self, limit: Duration) -> Self {
         self.comm.limit_ms.store(limit.as_millis() as u64, Ordering::Relaxed);
         self
@@ -291,11 +291,11 @@ impl Collective for NcclRank {
 
     fn settle(&self) -> Result<()> {
         let done = self.comm.stream.record_event(None).map_err(Error::wrap)?;
-        self.comm.with(|_, _| Ok(()))?; // from now on the watching thread counts
+        self.comm.with(|_, _| Ok(()))?; // the watching thread's limit starts here
         while !done.try_is_complete().map_err(Error::wrap)? {
             std::thread::yield_now();
         }
-        // Nobody goes on with what kernels left that were ended.
+        // Results of aborted kernels must not be used.
         self.comm.check()
     }
 }

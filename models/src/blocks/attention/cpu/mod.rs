@@ -4,7 +4,7 @@
 //! that memory does not grow with the context. The cache holds the keys in panels of [`PANEL`] tokens, `[token / PANEL, dim,
 //! PANEL]`: scores and outputs are then both products that add whole vectors, as in [`candle_gdn::plumbing::cpu::matmul`].
 
-use crate::cpu::rms_norm::norm_row;
+use crate::blocks::norm::cpu::norm_row;
 use candle_gdn::plumbing::cpu::matmul::PANEL;
 use candle_gdn::plumbing::cpu::simd::dispatch;
 use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
@@ -14,7 +14,7 @@ use std::ops::Range;
 mod queries;
 mod rows;
 
-use queries::{Merge, Queries, QueriesTask, To};
+use queries::{Destination, Merge, Queries, QueriesTask};
 
 /// Keys of a block: a multiple of [`PANEL`].
 const BLOCK: usize = 128;
@@ -26,19 +26,18 @@ const SPLIT: usize = 1024;
 /// Head counts and size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shape {
-    pub batch: usize,
     pub heads: usize,
     /// Divides `heads`.
     pub kv_heads: usize,
     pub dim: usize,
 }
 
-/// Keys and values of the tokens so far, all sequences of one length.
+/// Keys and values of one sequence's tokens so far.
 #[derive(Debug)]
 pub(crate) struct Cache<T> {
-    /// `[batch, kv_heads, capacity / PANEL, dim, PANEL]`
+    /// `[kv_heads, capacity / PANEL, dim, PANEL]`
     keys: Vec<T>,
-    /// `[batch, kv_heads, capacity, padded dim]`
+    /// `[kv_heads, capacity, padded dim]`
     values: Vec<T>,
     /// A multiple of [`PANEL`].
     capacity: usize,
@@ -62,7 +61,7 @@ impl<T: Element> Cache<T> {
             return;
         }
         let capacity = tokens.next_power_of_two().max(FIRST).min(max_tokens.max(tokens)).next_multiple_of(PANEL);
-        let heads = self.shape.batch * self.shape.kv_heads;
+        let heads = self.shape.kv_heads;
         let grow = |old: &[T], row: usize| {
             let mut new = vec![T::ZERO; heads * capacity * row];
             let used = self.len.next_multiple_of(PANEL) * row;
@@ -80,7 +79,7 @@ impl<T: Element> Cache<T> {
         self.capacity = capacity;
     }
 
-    /// The keys and values of a head of a sequence.
+    /// The keys and values of a head.
     fn head(&self, index: usize) -> (&[T], &[T]) {
         let (keys, values) = (self.capacity * self.shape.dim, self.capacity * self.padded_dim());
         (&self.keys[index * keys..][..keys], &self.values[index * values..][..values])
@@ -102,45 +101,47 @@ pub(crate) struct Positions<'a> {
 impl Positions<'_> {
     /// Norm of a head, then rotation to the position of the call's token `t`.
     #[inline(always)]
-    fn apply(&self, x: &[f32], scale: &[f32], t: usize, to: &mut [f32]) {
-        norm_row(x, scale, self.eps, to);
+    fn apply(&self, x: &[f32], scale: &[f32], t: usize, out: &mut [f32]) {
+        norm_row(x, scale, self.eps, out);
         let (cos, sin) = (&self.cos[t * self.pairs..][..self.pairs], &self.sin[t * self.pairs..][..self.pairs]);
-        let (first, rest) = to.split_at_mut(self.pairs);
+        let (first, rest) = out.split_at_mut(self.pairs);
         for (((a, b), c), s) in first.iter_mut().zip(rest).zip(cos).zip(sin) {
             (*a, *b) = (*a * c - *b * s, *a * s + *b * c);
         }
     }
 }
 
-/// The next tokens of every sequence.
+/// The next tokens of a sequence.
 pub(crate) struct Attention<'a> {
-    /// `[batch * tokens, heads, q and gate]`
+    /// `[tokens, heads, q and gate]`; empty where the tokens are only appended.
     pub q_gate: &'a [f32],
-    /// `[batch * tokens, kv_heads, dim]`
+    /// `[tokens, kv_heads, dim]`
     pub k: &'a [f32],
     pub v: &'a [f32],
     pub positions: Positions<'a>,
     pub tokens: usize,
+    /// The cache grows to no more than this in advance.
     pub max_tokens: usize,
 }
 
-/// Next tokens, the cache that they follow, and where their outputs go.
-pub(crate) struct OnCache<'a, T> {
+/// The next tokens of a sequence, the cache that they follow, and where their outputs go.
+pub(crate) struct Call<'a, T> {
     pub attention: Attention<'a>,
     pub cache: &'a mut Cache<T>,
+    /// `sigmoid(gate) * attention`, `[tokens, heads, dim]`; empty where the tokens are only appended.
     pub out: &'a mut [f32],
 }
 
-/// A value row with an infinity or NaN is kept as zeros, and its key row as NaN: whoever sees the token gets NaN. Products
-/// of tiles multiply the rows of tokens that a query does not see with a weight of zero, and zero times NaN is not zero.
-pub(super) fn mark_unfinite<K: Element, V: Element>(key: &mut [K], value: &mut [V]) {
+/// Stores a value row that has an infinity or NaN as zeros, and its key row as NaN: every query that sees the token gets NaN.
+/// Products of tiles multiply the rows of tokens that a query does not see by a weight of zero, and zero times NaN is NaN.
+fn mark_unfinite<V: Element>(key: &mut [f32], value: &mut [V]) {
     if value.iter().any(|x| !x.to_f32().is_finite()) {
         value.fill(V::ZERO);
-        key.fill(K::from_f32(f32::NAN));
+        key.fill(f32::NAN);
     }
 }
 
-/// How a call's work is shared out.
+/// How the work of a call is divided.
 struct Plan<'a, T> {
     attention: &'a Attention<'a>,
     cache: &'a Cache<T>,
@@ -166,7 +167,7 @@ impl<'a, T: Element> Plan<'a, T> {
     }
 
     fn tasks(&self) -> usize {
-        self.cache.shape.batch * self.cache.shape.kv_heads * self.blocks * self.splits
+        self.cache.shape.kv_heads * self.blocks * self.splits
     }
 
     /// Elementary steps of a task.
@@ -197,12 +198,14 @@ impl<'a, T: Element> Plan<'a, T> {
             tokens: first..self.attention.tokens.min(first + self.block),
             keys: part * self.split..self.cache.len.min((part + 1) * self.split),
         };
-        let to = match self.splits {
-            1 => To::Out(&self.out),
+        let out = match self.splits {
+            1 => Destination::Final(&self.out),
             // SAFETY: each task owns its part.
-            _ => To::Partial(unsafe { partials.part((head * self.splits + part) * self.partial(), self.partial()) }),
+            _ => Destination::Partial(unsafe {
+                partials.part((head * self.splits + part) * self.partial(), self.partial())
+            }),
         };
-        dispatch(QueriesTask { queries, to });
+        dispatch(QueriesTask { queries, out });
     }
 
     fn merge(&self, partials: &[f32]) {
@@ -217,15 +220,16 @@ impl<'a, T: Element> Plan<'a, T> {
     }
 }
 
-/// Runs calls on caches of their own, their tasks shared out together: a batch of short ones wakes the threads once.
-pub(crate) fn run_all<T: Element>(mut calls: Vec<OnCache<'_, T>>) {
-    calls.retain(|call| call.attention.tokens * call.cache.shape.batch > 0);
-    for OnCache { attention, cache, out } in &mut calls {
+/// Appends the tokens of each call to its cache and, where it has queries, computes their attention. The tasks of all calls
+/// are divided together: a batch of short ones wakes the threads once.
+pub(crate) fn run_all<T: Element>(mut calls: Vec<Call<'_, T>>) {
+    for Call { attention, cache, out } in &mut calls {
         attention.check(cache.shape, out);
         attention.append(cache);
     }
+    calls.retain(|call| !call.out.is_empty());
     let mut plans: Vec<Plan<'_, T>> = Vec::with_capacity(calls.len());
-    for OnCache { attention, cache, out } in &mut calls {
+    for Call { attention, cache, out } in &mut calls {
         let first = plans.last().map_or(0, |plan| plan.first + plan.tasks());
         plans.push(Plan::new(attention, cache, out, first));
     }
@@ -241,36 +245,21 @@ pub(crate) fn run_all<T: Element>(mut calls: Vec<OnCache<'_, T>>) {
     plans.iter().zip(&partials).for_each(|(plan, partials)| plan.merge(partials));
 }
 
-/// Appends the tokens of calls on caches of their own, of which nobody asks for the attention: queries are not looked at.
-pub(crate) fn append_all<T: Element>(calls: Vec<(Attention<'_>, &mut Cache<T>)>) {
-    for (attention, cache) in calls {
-        attention.append(cache);
-    }
-}
-
 impl Attention<'_> {
-    /// Appends to the cache and writes `sigmoid(gate) * attention`, `[batch * tokens, heads, dim]`.
-    #[cfg(test)]
-    pub fn run<T: Element>(self, cache: &mut Cache<T>, out: &mut [f32]) {
-        run_all(vec![OnCache { attention: self, cache, out }]);
-    }
-
-    fn check(&self, shape: Shape, out: &[f32]) {
-        let Shape { batch, heads, kv_heads, dim } = shape;
-        let rows = batch * self.tokens;
-        assert_eq!(self.q_gate.len(), rows * heads * 2 * dim);
-        assert_eq!((self.k.len(), self.v.len()), (rows * kv_heads * dim, rows * kv_heads * dim));
-        assert_eq!(out.len(), rows * heads * dim);
+    fn check(&self, Shape { heads, kv_heads, dim }: Shape, out: &[f32]) {
+        let (queries, keys) = (self.tokens * heads * dim, self.tokens * kv_heads * dim);
+        assert!(out.is_empty() && self.q_gate.is_empty() || out.len() == queries && self.q_gate.len() == 2 * queries);
+        assert_eq!((self.k.len(), self.v.len()), (keys, keys));
     }
 
     fn append<T: Element>(&self, cache: &mut Cache<T>) {
         cache.reserve(cache.len + self.tokens, self.max_tokens);
-        let Cache { capacity, len, shape: Shape { batch, kv_heads, dim, .. }, .. } = *cache;
+        let Cache { capacity, len, shape: Shape { kv_heads, dim, .. }, .. } = *cache;
         let padded = cache.padded_dim();
         let (keys, values) = (Shared::new(&mut cache.keys), Shared::new(&mut cache.values));
         // A panel of keys belongs to one task.
         let panels = len / PANEL..(len + self.tokens).div_ceil(PANEL);
-        parallel(batch * kv_heads * panels.len(), 4 * self.tokens.min(PANEL) * dim, |task| {
+        parallel(kv_heads * panels.len(), 4 * self.tokens.min(PANEL) * dim, |task| {
             let (head, panel) = (task / panels.len(), panels.start + task % panels.len());
             let first = len.max(panel * PANEL);
             let tokens = first..(len + self.tokens).min((panel + 1) * PANEL);
@@ -291,11 +280,10 @@ impl Attention<'_> {
 struct Append<'a, 'b, T> {
     attention: &'a Attention<'b>,
     kv_heads: usize,
-    /// Of all sequences.
     head: usize,
     /// Tokens of the call.
     new: Range<usize>,
-    /// Of the first of them in the panel.
+    /// The panel's column of the first of them.
     column: usize,
     keys: &'a mut [T],
     values: &'a mut [T],
@@ -307,11 +295,11 @@ impl<T: Element> WithSimd for Append<'_, '_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
-        let Attention { k, v, positions, tokens, .. } = self.attention;
+        let Attention { k, v, positions, .. } = self.attention;
         let dim = positions.k_scale.len();
         let mut key = vec![0f32; dim];
         for (i, t) in self.new.enumerate() {
-            let row = ((self.head / self.kv_heads * tokens + t) * self.kv_heads + self.head % self.kv_heads) * dim;
+            let row = (t * self.kv_heads + self.head) * dim;
             positions.apply(&k[row..][..dim], positions.k_scale, t, &mut key);
             let value = &mut self.values[i * self.padded..][..dim];
             value.iter_mut().zip(&v[row..][..dim]).for_each(|(to, &x)| *to = T::from_f32(x));

@@ -7,7 +7,9 @@ fn wave(n: usize, a: f32) -> Vec<f32> {
     (0..n).map(|i| (i as f32 * a + a).sin() * 1.5).collect()
 }
 
+/// Sequences of one length.
 struct Case {
+    batch: usize,
     shape: Shape,
     pairs: usize,
     q_gate: Vec<f32>,
@@ -21,10 +23,11 @@ struct Case {
 }
 
 impl Case {
-    fn new(shape: Shape, pairs: usize, tokens: usize) -> Self {
-        let Shape { batch, heads, kv_heads, dim } = shape;
+    fn new(batch: usize, shape: Shape, pairs: usize, tokens: usize) -> Self {
+        let Shape { heads, kv_heads, dim } = shape;
         let rows = batch * tokens;
         Self {
+            batch,
             shape,
             pairs,
             q_gate: wave(rows * heads * 2 * dim, 0.371),
@@ -38,41 +41,45 @@ impl Case {
         }
     }
 
-    /// The calls of tokens `parts`, one after the other: `[batch, tokens, heads, dim]`.
+    /// The call of `tokens` tokens of a sequence from `start` on.
+    fn attention(&self, sequence: usize, start: usize, tokens: usize) -> Attention<'_> {
+        let Shape { heads, kv_heads, dim } = self.shape;
+        let rows =
+            |width: usize| (sequence * self.tokens + start) * width..(sequence * self.tokens + start + tokens) * width;
+        let angles = start * self.pairs..(start + tokens) * self.pairs;
+        Attention {
+            q_gate: &self.q_gate[rows(heads * 2 * dim)],
+            k: &self.k[rows(kv_heads * dim)],
+            v: &self.v[rows(kv_heads * dim)],
+            positions: Positions {
+                q_scale: &self.q_scale,
+                k_scale: &self.k_scale,
+                eps: 1e-6,
+                cos: &self.cos[angles.clone()],
+                sin: &self.sin[angles],
+                pairs: self.pairs,
+            },
+            tokens,
+            max_tokens: self.tokens + 5,
+        }
+    }
+
+    /// All sequences, by calls of `parts` tokens one after the other: `[batch, tokens, heads, dim]`.
     fn run<T: Element>(&self, parts: &[usize]) -> Vec<f32> {
-        let Shape { batch, heads, kv_heads, dim } = self.shape;
-        let mut cache = Cache::<T>::new(self.shape);
-        let mut out = vec![f32::NAN; batch * self.tokens * heads * dim];
+        let row = self.shape.heads * self.shape.dim;
+        let mut caches: Vec<Cache<T>> = (0..self.batch).map(|_| Cache::new(self.shape)).collect();
+        let mut out = vec![f32::NAN; self.batch * self.tokens * row];
         let mut start = 0;
         for &tokens in parts {
-            let pick = |x: &[f32], row: usize| -> Vec<f32> {
-                (0..batch).flat_map(|b| x[(b * self.tokens + start) * row..][..tokens * row].to_vec()).collect()
-            };
-            let angles = start * self.pairs..(start + tokens) * self.pairs;
-            let mut part = vec![f32::NAN; batch * tokens * heads * dim];
-            let attention = Attention {
-                q_gate: &pick(&self.q_gate, heads * 2 * dim),
-                k: &pick(&self.k, kv_heads * dim),
-                v: &pick(&self.v, kv_heads * dim),
-                positions: Positions {
-                    q_scale: &self.q_scale,
-                    k_scale: &self.k_scale,
-                    eps: 1e-6,
-                    cos: &self.cos[angles.clone()],
-                    sin: &self.sin[angles],
-                    pairs: self.pairs,
-                },
-                tokens,
-                max_tokens: self.tokens + 5,
-            };
-            attention.run(&mut cache, &mut part);
-            for b in 0..batch {
-                let row = heads * dim;
-                out[(b * self.tokens + start) * row..][..tokens * row]
-                    .copy_from_slice(&part[b * tokens * row..][..tokens * row]);
-            }
+            let sequences = caches.iter_mut().zip(out.chunks_exact_mut(self.tokens * row)).enumerate();
+            let calls = sequences.map(|(n, (cache, out))| Call {
+                attention: self.attention(n, start, tokens),
+                cache,
+                out: &mut out[start * row..][..tokens * row],
+            });
+            run_all(calls.collect());
             start += tokens;
-            assert_eq!(cache.len, start);
+            assert!(caches.iter().all(|cache| cache.len == start));
         }
         out
     }
@@ -91,9 +98,9 @@ impl Case {
 
     /// The definition.
     fn naive(&self) -> Vec<f32> {
-        let Shape { batch, heads, kv_heads, dim } = self.shape;
+        let Shape { heads, kv_heads, dim } = self.shape;
         let mut out = Vec::new();
-        for b in 0..batch {
+        for b in 0..self.batch {
             let row = |t: usize| b * self.tokens + t;
             let keys: Vec<Vec<f64>> = (0..self.tokens * kv_heads)
                 .map(|i| self.placed(&self.k[(row(0) * kv_heads + i) * dim..][..dim], &self.k_scale, i / kv_heads))
@@ -133,7 +140,7 @@ fn is_the_definition_however_the_tokens_come() {
     for (batch, heads, kv_heads, dim, pairs, tokens) in
         [(1, 4, 2, 8, 2, 70), (2, 3, 1, 33, 16, 40), (1, 2, 2, 64, 32, 200), (3, 6, 2, 5, 0, 9), (1, 64, 1, 4, 1, 33)]
     {
-        let case = Case::new(Shape { batch, heads, kv_heads, dim }, pairs, tokens);
+        let case = Case::new(batch, Shape { heads, kv_heads, dim }, pairs, tokens);
         let want = case.naive();
         let ones = vec![1; tokens];
         let uneven = [1, tokens - 8, 0, 5, 2];
@@ -148,7 +155,7 @@ fn is_the_definition_however_the_tokens_come() {
 #[test]
 fn a_long_context_in_parts() {
     let tokens = 2 * SPLIT + 200;
-    let case = Case::new(Shape { batch: 2, heads: 2, kv_heads: 1, dim: 6 }, 3, tokens);
+    let case = Case::new(2, Shape { heads: 2, kv_heads: 1, dim: 6 }, 3, tokens);
     let want = case.naive();
     for parts in [&[tokens][..], &[tokens - 3, 1, 2], &[SPLIT, 20, tokens - SPLIT - 20]] {
         assert_close(&case.run::<f32>(parts), &want, 2e-6);
@@ -157,63 +164,70 @@ fn a_long_context_in_parts() {
 
 #[test]
 fn a_reset_cache_is_a_new_one() {
-    let case = Case::new(Shape { batch: 1, heads: 2, kv_heads: 1, dim: 8 }, 2, 40);
+    let case = Case::new(1, Shape { heads: 2, kv_heads: 1, dim: 8 }, 2, 40);
     let mut cache = Cache::<f32>::new(case.shape);
-    // What an earlier sequence left behind must not matter, whatever it is.
+    // Whatever an earlier sequence has written must not matter.
     cache.reserve(100, 100);
     cache.keys.fill(f32::NAN);
-    let (zeros, len) = (cache.values.len(), 40);
-    cache.values[..zeros].fill(f32::NAN);
+    cache.values.fill(f32::NAN);
     cache.truncate(0);
-    let attention = Attention {
-        q_gate: &case.q_gate,
-        k: &case.k,
-        v: &case.v,
-        positions: Positions {
-            q_scale: &case.q_scale,
-            k_scale: &case.k_scale,
-            eps: 1e-6,
-            cos: &case.cos,
-            sin: &case.sin,
-            pairs: case.pairs,
-        },
-        tokens: len,
-        max_tokens: 100,
-    };
-    let mut out = vec![f32::NAN; case.run::<f32>(&[40]).len()];
-    attention.run(&mut cache, &mut out);
+    let mut out = vec![f32::NAN; 40 * 2 * 8];
+    run_all(vec![Call { attention: case.attention(0, 0, 40), cache: &mut cache, out: &mut out }]);
     assert_close(&out, &case.naive(), 2e-6);
+}
+
+#[test]
+fn tokens_without_queries_are_only_appended() {
+    let case = Case::new(1, Shape { heads: 2, kv_heads: 1, dim: 8 }, 2, 40);
+    let (mut cache, mut out) = (Cache::<f32>::new(case.shape), vec![f32::NAN; 2 * 8]);
+    let attention = Attention { q_gate: &[], ..case.attention(0, 0, 39) };
+    run_all(vec![Call { attention, cache: &mut cache, out: &mut [] }]);
+    run_all(vec![Call { attention: case.attention(0, 39, 1), cache: &mut cache, out: &mut out }]);
+    assert_close(&out, &case.naive()[39 * 2 * 8..], 2e-6);
+}
+
+/// Queries before it do not change, all later ones become NaN.
+#[test]
+fn a_value_that_is_not_finite_reaches_the_queries_that_see_it() {
+    fn check<T: Element>(dim: usize, tokens: usize, wrong: f32, in_keys: bool) {
+        let (heads, bad) = (4, tokens / 2);
+        let mut case = Case::new(1, Shape { heads, kv_heads: 2, dim }, 1, tokens);
+        let want = case.run::<T>(&[tokens]);
+        let rows = if in_keys { &mut case.k } else { &mut case.v };
+        // In the first key head, which the first two heads read.
+        rows[bad * 2 * dim + 1] = wrong;
+        let got = case.run::<T>(&[tokens]);
+        for (token, (got, want)) in got.chunks(heads * dim).zip(want.chunks(heads * dim)).enumerate() {
+            match token < bad {
+                true => assert_eq!(got, want, "token {token} of {tokens}"),
+                false => assert!(got[..2 * dim].iter().any(|x| x.is_nan()), "token {token} of {tokens}"),
+            }
+        }
+    }
+    for (dim, tokens) in [(64, 4), (128, 7), (256, 130), (8, 300)] {
+        for (wrong, in_keys) in [(f32::NAN, false), (f32::INFINITY, false), (f32::NAN, true), (f32::INFINITY, true)] {
+            check::<f32>(dim, tokens, wrong, in_keys);
+            check::<f16>(dim, tokens, wrong, in_keys);
+            check::<bf16>(dim, tokens, wrong, in_keys);
+        }
+    }
 }
 
 /// The tiles differ between instruction sets, and a machine picks only one of them.
 #[test]
 fn every_instruction_set_gives_the_same() {
-    let case = Case::new(Shape { batch: 1, heads: 4, kv_heads: 2, dim: 40 }, 8, 50);
+    let case = Case::new(1, Shape { heads: 4, kv_heads: 2, dim: 40 }, 8, 50);
     let want = case.naive();
     let run = |vectorize: &dyn Fn(QueriesTask<'_, '_, '_, f32>)| {
         let mut cache = Cache::<f32>::new(case.shape);
         let mut out = vec![f32::NAN; want.len()];
-        let attention = Attention {
-            q_gate: &case.q_gate,
-            k: &case.k,
-            v: &case.v,
-            positions: Positions {
-                q_scale: &case.q_scale,
-                k_scale: &case.k_scale,
-                eps: 1e-6,
-                cos: &case.cos,
-                sin: &case.sin,
-                pairs: case.pairs,
-            },
-            tokens: case.tokens,
-            max_tokens: case.tokens,
-        };
+        let attention = case.attention(0, 0, case.tokens);
         attention.append(&mut cache);
         let shared = Shared::new(&mut out);
         for head in 0..2 {
             let queries =
                 Queries { attention: &attention, cache: &cache, head, tokens: 0..case.tokens, keys: 0..cache.len };
-            vectorize(QueriesTask { queries, to: To::Out(&shared) });
+            vectorize(QueriesTask { queries, out: Destination::Final(&shared) });
         }
         assert_close(&out, &want, 2e-6);
     };

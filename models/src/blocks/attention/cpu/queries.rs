@@ -1,6 +1,6 @@
 //! Some queries of a key head over a range of keys.
 
-use super::{Attention, Cache, Shape, BLOCK};
+use super::{Attention, Cache, BLOCK};
 use candle_gdn::plumbing::cpu::matmul::{add_products, load_row, store_row, PANEL};
 use candle_gdn::plumbing::cpu::simd::{exp, sigmoid};
 use candle_gdn::plumbing::cpu::{Element, Shared};
@@ -11,7 +11,7 @@ use std::ops::Range;
 pub(super) struct Queries<'a, 'b, T> {
     pub attention: &'a Attention<'b>,
     pub cache: &'a Cache<T>,
-    /// Key head, of all sequences.
+    /// Key head.
     pub head: usize,
     pub tokens: Range<usize>,
     pub keys: Range<usize>,
@@ -28,10 +28,8 @@ impl<T: Element> Queries<'_, '_, T> {
 
     /// Token and, over all tokens of the call, head of query `i`.
     fn place(&self, i: usize) -> (usize, usize) {
-        let Shape { heads, kv_heads, .. } = self.cache.shape;
         let t = self.tokens.start + i / self.group();
-        let head = self.head % kv_heads * self.group() + i % self.group();
-        (t, (self.head / kv_heads * self.attention.tokens + t) * heads + head)
+        (t, t * self.cache.shape.heads + self.head * self.group() + i % self.group())
     }
 
     /// How many of the keys query `i` sees, itself included.
@@ -39,28 +37,29 @@ impl<T: Element> Queries<'_, '_, T> {
         self.cache.len - self.attention.tokens + self.place(i).0 + 1
     }
 
-    /// Query `i` divided by `total` and gated.
+    /// Writes query `i`, divided by `total` and gated.
     #[inline(always)]
     fn store(&self, i: usize, o: &[f32], total: f32, out: &Shared<'_, f32>) {
         let (dim, (_, head)) = (self.cache.shape.dim, self.place(i));
         let gate = &self.attention.q_gate[(2 * head + 1) * dim..][..dim];
         // SAFETY: each query has one task.
-        let to = unsafe { out.part(head * dim, dim) };
+        let out = unsafe { out.part(head * dim, dim) };
         let factor = 1.0 / total;
-        to.iter_mut().zip(o).zip(gate).for_each(|((to, o), g)| *to = o * factor * sigmoid(*g));
+        out.iter_mut().zip(o).zip(gate).for_each(|((out, o), g)| *out = o * factor * sigmoid(*g));
     }
 }
 
-pub(super) enum To<'a, 'b> {
-    /// The end: all keys are in the range.
-    Out(&'a Shared<'b, f32>),
+/// Where the outputs of a task go.
+pub(super) enum Destination<'a, 'b> {
+    /// All keys are in the task's range: its outputs are divided, gated and final.
+    Final(&'a Shared<'b, f32>),
     /// `[queries, dim + 2]`: the weighted sum, the maximum and the total of the weights.
     Partial(&'a mut [f32]),
 }
 
 pub(super) struct QueriesTask<'a, 'b, 'c, T> {
     pub queries: Queries<'a, 'b, T>,
-    pub to: To<'a, 'c>,
+    pub out: Destination<'a, 'c>,
 }
 
 /// What a task works on: all `[queries, ..]`.
@@ -89,7 +88,7 @@ impl<T: Element> WithSimd for QueriesTask<'_, '_, '_, T> {
 impl<T: Element> QueriesTask<'_, '_, '_, T> {
     #[inline(always)]
     fn run<S: Simd, const M: usize, const N: usize>(self, simd: S) {
-        let Self { queries, to } = self;
+        let Self { queries, out } = self;
         let (count, dim, padded) = (queries.count(), queries.cache.shape.dim, queries.cache.padded_dim());
         let mut ws = Workspace {
             q: vec![0.0; count * dim],
@@ -122,17 +121,17 @@ impl<T: Element> QueriesTask<'_, '_, '_, T> {
                 _ => {}
             }
         }
-        match to {
-            To::Out(out) => {
+        match out {
+            Destination::Final(out) => {
                 for (i, (o, (_, total))) in ws.o.chunks_exact(padded).zip(&ws.running).enumerate() {
                     queries.store(i, &o[..dim], *total, out);
                 }
             }
-            To::Partial(to) => {
-                let rows = to.chunks_exact_mut(dim + 2).zip(ws.o.chunks_exact(padded));
-                for ((to, o), (max, total)) in rows.zip(&ws.running) {
-                    to[..dim].copy_from_slice(&o[..dim]);
-                    (to[dim], to[dim + 1]) = (*max, *total);
+            Destination::Partial(out) => {
+                let rows = out.chunks_exact_mut(dim + 2).zip(ws.o.chunks_exact(padded));
+                for ((out, o), (max, total)) in rows.zip(&ws.running) {
+                    out[..dim].copy_from_slice(&o[..dim]);
+                    (out[dim], out[dim + 1]) = (*max, *total);
                 }
             }
         }

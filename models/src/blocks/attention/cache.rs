@@ -1,10 +1,23 @@
-//! The cache of one layer, and its checks.
+//! The cache of one layer on a device, its checks, and the advance of its positions.
 
-use crate::cpu::cached_attention::{CacheRows, Cached};
-use crate::ops::plan::AttentionPlan;
 use candle_core::{bail, DType, Device, Layout, Result, Tensor};
 use candle_gdn::plumbing::*;
 use candle_gdn::{CuSeqlens, Slots};
+
+const ADVANCE: &str = "attention_advance";
+
+/// A checked call of one of the two ops.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(super) struct AttentionPlan {
+    /// q, k and v of [`super::AttentionPrepare`]; q, the gate and the gate again of [`super::AttentionDecode`].
+    pub inputs: [HeadsLayout; 3],
+    pub seqs: SequencePlan,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub dim: usize,
+    pub out_shape: Vec<usize>,
+}
 
 /// Keys and values of one softmax layer, and how many tokens of each sequence they hold.
 ///
@@ -15,7 +28,8 @@ use candle_gdn::{CuSeqlens, Slots};
 ///
 /// D is a multiple of 8 up to 256. All are read on the device and keep their addresses: a captured CUDA graph replays
 /// for growing sequences. The ops do not change `positions`: all layers of a model share one tensor, and after the last
-/// one [`AttentionCache::advance`] adds the new tokens.
+/// one [`AttentionCache::advance`] adds the new tokens. The ops on it run on CUDA; models on the CPU have caches and a kernel
+/// of their own.
 #[derive(Debug, Clone)]
 pub struct AttentionCache {
     pub(super) k: Tensor,
@@ -57,14 +71,14 @@ impl AttentionCache {
         Ok(Self { k: k.clone(), v: v.clone(), positions: positions.clone(), slots: None })
     }
 
-    /// Sequence `n` uses slot `slots[n]`; see [`candle_gdn::GdnDecode::with_slots`]. What is read is written: `slots` has one
-    /// map, since keys and values stay where they are.
+    /// Sequence `n` uses slot `slots[n]`; see [`candle_gdn::GdnDecode::with_slots`]. `slots` has one map, for reads and
+    /// writes: keys and values stay where they are.
     pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
         self.slots = Some(slots.into());
         self
     }
 
-    /// Positions a slot has room for.
+    /// Tokens that a slot has room for.
     pub fn capacity(&self) -> usize {
         self.k.dims()[2]
     }
@@ -111,7 +125,7 @@ impl AttentionCache {
         Ok((lead, seqs, heads))
     }
 
-    /// Nothing is written where `key` lies.
+    /// Refuses an input that lies in the storage `key` of the cache.
     pub(super) fn check_not_written(&self, op: &str, arg: &str, key: usize) -> Result<()> {
         for (cache, tensor) in [("k of the cache", &self.k), ("v of the cache", &self.v)] {
             check_not_written(op, (arg, key), (cache, storage_key(tensor)))?;
@@ -119,32 +133,39 @@ impl AttentionCache {
         Ok(())
     }
 
-    /// Calls `run` with the cache as the CPU kernels take it; there the host sees the positions, and whether they find
-    /// room.
-    pub(super) fn cpu<R>(
-        &self,
-        op: &str,
-        plan: &AttentionPlan,
-        cu_seqlens: Option<&CuSeqlens>,
-        run: impl FnOnce(Cached) -> Result<R>,
-    ) -> Result<R> {
-        let slots = cpu_slots(op, self.slots.as_ref(), plan.seqs.num_slots)?;
-        let positions = self.positions.to_vec1::<u32>()?;
-        let stride = self.k.stride();
-        let (slots, seqs) = (slots.of_stride(stride[0]), plan.seqs.cpu(cu_seqlens));
-        for (n, &position) in positions.iter().enumerate() {
-            let (tokens, capacity) = (seqs.range(n).1, self.capacity());
-            if slots.offsets(n).is_some() && position as usize + tokens > capacity {
-                bail!("{op}: positions: expected room for {tokens} tokens in {capacity}, got {position} at {n}");
-            }
-        }
-        let rows = CacheRows { head_stride: stride[1], token_stride: stride[2], capacity: self.capacity() };
-        let AttentionPlan { heads, kv_heads, dim, .. } = *plan;
-        run(Cached { seqs, slots, positions: &positions, rows, heads, kv_heads, dim })
+    /// After the last layer of a forward pass: its `tokens` new tokens of every sequence are in the cache. In place, for
+    /// all holders of this `positions`; padding does not change.
+    ///
+    /// # Errors
+    /// When the slots do not fit, or the cache is not on CUDA.
+    pub fn advance(&self, tokens: usize) -> Result<()> {
+        self.advance_by(tokens, None)
     }
 
-    #[cfg(feature = "cuda")]
-    pub(crate) fn parts(&self) -> (&Tensor, &Tensor, &Tensor) {
-        (&self.k, &self.v, &self.positions)
+    /// The same for packed tokens.
+    ///
+    /// # Errors
+    /// When the sequences or slots do not fit, or the cache is not on CUDA.
+    pub fn advance_packed(&self, cu_seqlens: &CuSeqlens) -> Result<()> {
+        self.advance_by(cu_seqlens.total_tokens(), Some(cu_seqlens))
+    }
+
+    fn advance_by(&self, tokens: usize, cu_seqlens: Option<&CuSeqlens>) -> Result<()> {
+        let sequences = self.positions.elem_count();
+        let packed = cu_seqlens.is_some();
+        let (lead, dims) = if packed { (Lead::Packed, vec![tokens]) } else { (Lead::Batched, vec![sequences, tokens]) };
+        let seqs = SequencePlan::new((ADVANCE, "tokens"), (lead, &dims), cu_seqlens, self.slots.as_ref(), &self.k)?;
+        if seqs.count != sequences {
+            bail!("{ADVANCE}: cu_seqlens: expected {sequences} sequences (as positions), got {}", seqs.count);
+        }
+        if let Some(slots) = &self.slots {
+            let positions = ("positions", storage_key(&self.positions));
+            check_not_written(ADVANCE, ("slots", storage_key(slots.read())), positions)?;
+        }
+        #[cfg(feature = "cuda")]
+        if self.device().is_cuda() {
+            return if sequences == 0 { Ok(()) } else { self.advance_cuda(ADVANCE, &seqs, cu_seqlens) };
+        }
+        bail!("{ADVANCE}: positions: expected a tensor on CUDA, got one on {:?}", self.device().location())
     }
 }

@@ -1,4 +1,4 @@
-//! Tokens of a cache out as rows, in again, and forgotten from the end: snapshots, forks and drafts.
+//! Copies of a cache's tokens as rows, and the removal of its last tokens: for snapshots, forks and drafts.
 
 use super::{Cache, Shape};
 use candle_gdn::plumbing::cpu::matmul::PANEL;
@@ -6,12 +6,12 @@ use candle_gdn::plumbing::cpu::Element;
 use std::ops::Range;
 
 impl<T: Element> Cache<T> {
-    /// Tokens of each sequence.
+    /// Tokens held.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Forgets all but the first `tokens`.
+    /// Keeps the first `tokens`.
     pub fn truncate(&mut self, tokens: usize) {
         self.len = self.len.min(tokens);
     }
@@ -21,18 +21,21 @@ impl<T: Element> Cache<T> {
         (self.keys.len() + self.values.len()) * size_of::<T>()
     }
 
-    /// Bytes that room for so many tokens takes.
-    pub fn bytes_of(shape: Shape, tokens: usize) -> usize {
-        let rows = shape.batch * shape.kv_heads * tokens.next_multiple_of(PANEL);
-        rows * (shape.dim + shape.dim.next_multiple_of(PANEL)) * size_of::<T>()
+    /// Bytes of such a cache with room for `tokens` tokens.
+    pub fn bytes_of(&self, tokens: usize) -> usize {
+        self.shape.kv_heads * tokens.next_multiple_of(PANEL) * (self.shape.dim + self.padded_dim()) * size_of::<T>()
     }
 
-    /// Keys and values of a range of tokens, `[batch, kv_heads, tokens, dim]`.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Keys and values of a range of tokens, `[kv_heads, tokens, dim]`.
     pub fn read_rows(&self, tokens: Range<usize>) -> [Vec<T>; 2] {
-        let Shape { batch, kv_heads, dim, .. } = self.shape;
+        let Shape { kv_heads, dim, .. } = self.shape;
         let tokens = tokens.start..tokens.end.min(self.len);
-        let mut out = [(); 2].map(|()| Vec::with_capacity(batch * kv_heads * tokens.len() * dim));
-        for head in 0..batch * kv_heads {
+        let mut out = [(); 2].map(|()| Vec::with_capacity(kv_heads * tokens.len() * dim));
+        for head in 0..kv_heads {
             let (keys, values) = self.head(head);
             for token in tokens.clone() {
                 let column = token / PANEL * PANEL * dim + token % PANEL;
@@ -43,10 +46,10 @@ impl<T: Element> Cache<T> {
         out
     }
 
-    /// Appends `tokens` tokens: rows as [`Cache::read_rows`] gives them.
+    /// Appends `tokens` tokens, rows in the layout of [`Cache::read_rows`].
     pub fn append_rows(&mut self, [keys, values]: [&[T]; 2], tokens: usize, max_tokens: usize) {
-        let Shape { batch, kv_heads, dim, .. } = self.shape;
-        assert_eq!((keys.len(), values.len()), (batch * kv_heads * tokens * dim, batch * kv_heads * tokens * dim));
+        let Shape { kv_heads, dim, .. } = self.shape;
+        assert_eq!([keys.len(), values.len()], [kv_heads * tokens * dim; 2]);
         self.reserve(self.len + tokens, max_tokens);
         let (padded, capacity) = (self.padded_dim(), self.capacity);
         for (i, (key, value)) in keys.chunks_exact(dim).zip(values.chunks_exact(dim)).enumerate() {

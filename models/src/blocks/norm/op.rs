@@ -1,21 +1,47 @@
-//! A residual and the norm behind it.
+//! A residual and the norm of its sum.
 
-use super::plan::{ResidualPlan, RowsLayout};
-use crate::cpu::rms_norm::rms_norm as cpu_rms_norm;
+use super::cpu::rms_norm;
+use crate::ops::RowsLayout;
 use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 use candle_gdn::plumbing::cpu::Element;
 use candle_gdn::plumbing::*;
 
 const OP: &str = "add_rms_norm";
 
-/// A sum and its RMS norm in one pass, or the norm alone, as a [`CustomOp3`] over (x, h, weight); see
-/// [`add_rms_norm`] and [`rms_norm`].
+/// A residual and the norm of its sum in one pass over memory, or the norm alone, as a [`CustomOp3`] over (x, h, weight):
+///
+/// ```text
+/// sum = x + h;   y = sum * rsqrt(mean(sum^2) + eps) * weight
+/// ```
+///
+/// | tensor | shape | dtype |
+/// |---|---|---|
+/// | `x`, `h` | `[.., dim]`; may be strided views | f32, bf16 or f16 |
+/// | `weight` | `[dim]`; `1 + w` where the model's weight w is zero-centred | f32 |
+/// | results `(sum, y)` | as x, views of one tensor | as x |
+///
+/// Arithmetic is f32; the norm is that of the sum rounded to x's dtype.
 #[derive(Debug, Clone)]
 pub struct AddRmsNorm {
     eps: f64,
     launch: Launch,
-    /// Whether the second argument is added, and not x again.
+    /// Whether the second argument is added; if not, it is x again.
     add: bool,
+}
+
+/// A checked call.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(super) struct ResidualPlan {
+    pub x: RowsLayout,
+    pub h: Option<RowsLayout>,
+    pub weight_offset: usize,
+    pub rows: usize,
+    pub dim: usize,
+    /// x's; with h two of it, the sum and the norm.
+    pub out_shape: Vec<usize>,
+    pub launch: Launch,
+    pub eps: f64,
 }
 
 impl AddRmsNorm {
@@ -29,7 +55,7 @@ impl AddRmsNorm {
     }
 
     /// The kernel may begin while the one before it on the stream still runs, and read the weight, which that one must
-    /// not write. The launch behind it may begin as early; neither of the two may write what that one reads before it waits.
+    /// not write. The next launch may begin as early; neither of the two may write what that one reads before it waits.
     pub(crate) fn launched(mut self, launch: &Launch) -> Self {
         self.launch = launch.clone();
         self
@@ -100,10 +126,10 @@ impl AddRmsNorm {
         let (x, weight) = (&x[plan.x.offset..][..n], &weight[plan.weight_offset..][..plan.dim]);
         let mut out = vec![0f32; plan.out_shape.iter().product()];
         let (sum, y) = out.split_at_mut(if self.add { n } else { 0 });
-        if let Some(at) = plan.h {
-            sum.iter_mut().zip(x).zip(&h[at.offset..]).for_each(|((sum, x), h)| *sum = x + h);
+        if let Some(rows) = plan.h {
+            sum.iter_mut().zip(x).zip(&h[rows.offset..]).for_each(|((sum, x), h)| *sum = x + h);
         }
-        cpu_rms_norm(if self.add { sum } else { x }, weight, self.eps as f32, y);
+        rms_norm(if self.add { sum } else { x }, weight, self.eps as f32, y);
         out
     }
 
@@ -111,12 +137,12 @@ impl AddRmsNorm {
     fn cpu_run_half<T: Element>(&self, plan: &ResidualPlan, x: &[T], h: &[T], weight: &[f32]) -> Vec<T> {
         let x = &x[plan.x.offset..][..plan.rows * plan.dim];
         let mut out: Vec<T> = match plan.h {
-            Some(at) => x.iter().zip(&h[at.offset..]).map(|(x, h)| T::from_f32(x.to_f32() + h.to_f32())).collect(),
+            Some(rows) => x.iter().zip(&h[rows.offset..]).map(|(x, h)| T::from_f32(x.to_f32() + h.to_f32())).collect(),
             None => vec![],
         };
         let wide: Vec<f32> = if self.add { &out } else { x }.iter().map(|x| x.to_f32()).collect();
         let mut y = vec![0f32; wide.len()];
-        cpu_rms_norm(&wide, &weight[plan.weight_offset..][..plan.dim], self.eps as f32, &mut y);
+        rms_norm(&wide, &weight[plan.weight_offset..][..plan.dim], self.eps as f32, &mut y);
         out.extend(y.into_iter().map(T::from_f32));
         out
     }
@@ -159,36 +185,7 @@ impl CustomOp3 for AddRmsNorm {
         wl: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         let plan = self.plan(xl, hl, wl)?;
-        let out = crate::cuda::model::residual(&plan, x, h, weight)?;
+        let out = super::cuda::residual(&plan, x, h, weight)?;
         Ok((out, Shape::from(plan.out_shape)))
     }
-}
-
-/// A residual and the norm behind it, in one pass over memory:
-///
-/// ```text
-/// sum = x + h;   y = sum * rsqrt(mean(sum^2) + eps) * weight
-/// ```
-///
-/// | tensor | shape | dtype |
-/// |---|---|---|
-/// | `x`, `h` | `[.., dim]`; may be strided views | f32, bf16 or f16 |
-/// | `weight` | `[dim]`; `1 + w` where the model's weight w is zero-centred | f32 |
-/// | results `(sum, y)` | as x, views of one tensor | as x |
-///
-/// Arithmetic is f32; the norm is of the sum as it was rounded to x's dtype.
-///
-/// # Errors
-/// When a shape, dtype or device does not fit; the message names the argument, what was expected and what came.
-pub fn add_rms_norm(x: &Tensor, h: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
-    AddRmsNorm::new(eps)?.forward(x, h, weight)
-}
-
-/// RMS norm over the last dimension, `x * rsqrt(mean(x^2) + eps) * weight`, in x's dtype with f32 arithmetic in one
-/// pass; shapes, dtypes and errors as of [`add_rms_norm`].
-///
-/// # Errors
-/// When a shape, dtype or device does not fit; the message names the argument, what was expected and what came.
-pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    AddRmsNorm::new(eps)?.norm(x, weight)
 }

@@ -17,8 +17,8 @@ pub(crate) fn rms_norm(x: &[f32], scale: &[f32], eps: f32, out: &mut [f32]) {
     parallel(rows.div_ceil(ROWS), ROWS * dim / 4, |task| {
         let range = task * ROWS * dim..rows.min((task + 1) * ROWS) * dim;
         // SAFETY: each task owns its rows.
-        let to = unsafe { out.part(range.start, range.len()) };
-        dispatch(Rows { x: &x[range], scale, eps, to });
+        let out = unsafe { out.part(range.start, range.len()) };
+        dispatch(Rows { x: &x[range], scale, eps, out });
     });
 }
 
@@ -26,7 +26,7 @@ struct Rows<'a> {
     x: &'a [f32],
     scale: &'a [f32],
     eps: f32,
-    to: &'a mut [f32],
+    out: &'a mut [f32],
 }
 
 impl WithSimd for Rows<'_> {
@@ -35,17 +35,17 @@ impl WithSimd for Rows<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
         let dim = self.scale.len();
-        for (x, to) in self.x.chunks_exact(dim).zip(self.to.chunks_exact_mut(dim)) {
-            norm_row(x, self.scale, self.eps, to);
+        for (x, out) in self.x.chunks_exact(dim).zip(self.out.chunks_exact_mut(dim)) {
+            norm_row(x, self.scale, self.eps, out);
         }
     }
 }
 
 /// One row.
 #[inline(always)]
-pub(super) fn norm_row(x: &[f32], scale: &[f32], eps: f32, to: &mut [f32]) {
+pub(crate) fn norm_row(x: &[f32], scale: &[f32], eps: f32, out: &mut [f32]) {
     let factor = 1.0 / (sum_of_squares(x) / x.len() as f32 + eps).sqrt();
-    to.iter_mut().zip(x).zip(scale).for_each(|((to, x), s)| *to = x * factor * s);
+    out.iter_mut().zip(x).zip(scale).for_each(|((out, x), s)| *out = x * factor * s);
 }
 
 #[cfg(test)]

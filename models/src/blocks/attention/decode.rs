@@ -1,0 +1,119 @@
+//! The half after the append: attention of new tokens over the cache.
+
+use super::cache::{AttentionCache, AttentionPlan};
+use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_gdn::plumbing::*;
+use candle_gdn::CuSeqlens;
+
+const DECODE: &str = "attention_decode";
+
+/// Softmax attention of new tokens over a cache to which [`super::AttentionPrepare`] has appended them, as a [`CustomOp2`]
+/// over (q, gate): each token over itself and all before it, times an output gate.
+///
+/// ```text
+/// o = sigmoid(gate) * softmax(scale * q k^T) v
+/// ```
+///
+/// | tensor | shape | dtype |
+/// |---|---|---|
+/// | `q` | `[batch, tokens, H, D]`, or `[batch, H, D]` for one token | f32, bf16 or f16 |
+/// | `gate` | as q, the last two may be merged; may be a strided view | as q |
+/// | result o | as q, contiguous | as q |
+///
+/// `cache.positions` are those of the `AttentionPrepare`: tokens before these. Query head `h` reads key head `h / (H / HKV)`.
+/// Any number of tokens a sequence; up to 16, as in decode and the verification of drafts, have a kernel of their own. The keys
+/// of a sequence are divided among blocks, whose number follows from sizes that the host knows; the lengths are read on the
+/// device. Scores, softmax and sums are f32; in bf16 and f16 the weights are rounded before they multiply the values on the
+/// tensor cores. A padding row's result is zero. Runs on CUDA.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub struct AttentionDecode {
+    pub(super) cache: AttentionCache,
+    pub(super) scale: f64,
+    pub(super) cu_seqlens: Option<CuSeqlens>,
+    pub(super) max_len: usize,
+    /// Whether the second argument is a gate; if not, it is q again.
+    pub(super) gated: bool,
+    pub(super) launch: Launch,
+}
+
+impl AttentionDecode {
+    /// `scale` multiplies the scores; `None` is `D^-0.5`.
+    ///
+    /// # Errors
+    /// When the scale is not finite.
+    pub fn new(cache: &AttentionCache, scale: Option<f64>) -> Result<Self> {
+        let scale = scale.unwrap_or((cache.dim() as f64).powf(-0.5));
+        if !scale.is_finite() {
+            bail!("{DECODE}: scale: expected a finite value, got {scale}");
+        }
+        Ok(Self { cache: cache.clone(), scale, cu_seqlens: None, max_len: 0, gated: true, launch: Launch::default() })
+    }
+
+    /// The tokens of all sequences are packed, `[tokens, ..]`.
+    pub fn with_cu_seqlens(mut self, cu_seqlens: &CuSeqlens) -> Self {
+        self.cu_seqlens = Some(cu_seqlens.clone());
+        self
+    }
+
+    /// The longest sequence, its new tokens included; by default the cache's capacity. It decides how the work is divided, and
+    /// the result is right for any value.
+    pub fn with_max_len(mut self, max_len: usize) -> Self {
+        self.max_len = max_len;
+        self
+    }
+
+    /// The kernel may begin while the one before it on the stream still runs, and read the slots, the positions and the
+    /// old keys and values, which that one must not write. [`super::AttentionPrepare`] does not.
+    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
+        self.launch = launch.clone();
+        self
+    }
+
+    /// Applies the op: o, contiguous, in the shape and dtype of q.
+    ///
+    /// # Errors
+    /// When a rank, shape, dtype or device does not fit; the message names the argument, what was expected and what came.
+    pub fn forward(&self, q: &Tensor, gate: Option<&Tensor>) -> Result<Tensor> {
+        let q = dense_rows(q)?;
+        let second = gate.map_or(Ok(q.clone()), dense_rows)?;
+        for (arg, tensor) in [("q", &q), ("gate", &second)] {
+            check_dtype(DECODE, arg, tensor.dtype(), self.cache.k.dtype())?;
+            check_device(DECODE, arg, tensor, self.cache.device())?;
+        }
+        apply2(&Self { gated: gate.is_some(), ..self.clone() }, self.launch.arena.as_ref(), &q, &second)
+    }
+
+    fn plan(&self, q: &Layout, gate: &Layout) -> Result<AttentionPlan> {
+        let (lead, seqs, heads) = self.cache.sequences((DECODE, "q"), q, self.cu_seqlens.as_ref())?;
+        let (dim, lead_dims) = (self.cache.dim(), &q.dims()[..lead.rank()]);
+        let q_layout = heads_layout(DECODE, "q", q, lead, lead_dims, (heads, dim))?;
+        let gate = heads_layout(DECODE, "gate", gate, lead, lead_dims, (heads, dim))?;
+        let (kv_heads, out_shape) = (self.cache.kv_heads(), q.dims().to_vec());
+        Ok(AttentionPlan { inputs: [q_layout, gate, gate], seqs, heads, kv_heads, dim, out_shape })
+    }
+}
+
+impl CustomOp2 for AttentionDecode {
+    fn name(&self) -> &'static str {
+        DECODE
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, q: &Layout, _: &CpuStorage, gate: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.plan(q, gate)?;
+        bail!("{DECODE}: q: expected a tensor on CUDA, got one on the CPU")
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &candle_core::CudaStorage,
+        ql: &Layout,
+        gate: &candle_core::CudaStorage,
+        gl: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        let plan = self.plan(ql, gl)?;
+        let out = self.decode_cuda(DECODE, &plan, q, self.gated.then_some(gate))?;
+        Ok((out, Shape::from(plan.out_shape)))
+    }
+}

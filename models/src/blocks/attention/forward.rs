@@ -1,0 +1,159 @@
+//! The layer on new tokens of some sequences: projections, append, attention, output projection.
+
+use super::cpu::{run_all, Attention, Cache, Call, Positions};
+use super::kv_cache::{typed, CpuCaches};
+use super::{Angles, AttentionCache, AttentionDecode, AttentionPrepare, GatedAttention, PrepareOptions};
+use crate::weights::Weight;
+use candle_core::{bail, Module, Result, Tensor, D};
+use candle_gdn::plumbing::cpu::Element;
+use candle_gdn::plumbing::{host, products, Launch};
+use candle_gdn::CuSeqlens;
+
+/// The new tokens of a pass on the CPU.
+pub(crate) struct CpuTokens<'a> {
+    /// Slot, and tokens before the pass, of each sequence.
+    pub rows: &'a [(usize, usize)],
+    /// New tokens of each sequence.
+    pub lengths: &'a [usize],
+    /// Angles of all new tokens.
+    pub angles: &'a Angles,
+    /// The most tokens of a sequence.
+    pub max_tokens: usize,
+    /// Whether attention follows the append.
+    pub attend: bool,
+}
+
+/// `x [.., hidden]` by each of the projections, in f32.
+fn project<const N: usize>(x: &Tensor, projections: [&Weight; N]) -> Result<[Vec<f32>; N]> {
+    let panels: Vec<_> =
+        projections.iter().filter_map(|projection| projection.panels().map(|panels| &**panels)).collect();
+    if let Ok(panels) = <[_; N]>::try_from(panels) {
+        return host::with_f32(x, |x| products(x, panels));
+    }
+    let mut out = [(); N].map(|()| Vec::new());
+    for (out, projection) in out.iter_mut().zip(projections) {
+        *out = host::with_f32(&projection.forward(x)?, <[f32]>::to_vec)?;
+    }
+    Ok(out)
+}
+
+impl GatedAttention {
+    /// `x [tokens, hidden]`, packed, to the same; `None` where the tokens are only appended.
+    pub(crate) fn forward_cpu(&self, x: &Tensor, new: CpuTokens<'_>, caches: &mut CpuCaches) -> Result<Option<Tensor>> {
+        typed!(caches, caches => self.forward_typed(x, new, caches))
+    }
+
+    /// One product for all sequences, then each on its cache, the work of all divided together.
+    fn forward_typed<T: Element>(
+        &self,
+        x: &Tensor,
+        new: CpuTokens<'_>,
+        caches: &mut [Cache<T>],
+    ) -> Result<Option<Tensor>> {
+        let (tokens, kv_width) = (x.dim(0)?, self.cfg.num_kv_heads * self.cfg.head_dim);
+        let (width, [q_gate, k, v]) = match new.attend {
+            true => (self.cfg.num_heads * self.cfg.head_dim, project(x, [&self.q_proj, &self.k_proj, &self.v_proj])?),
+            false => (0, project(x, [&self.k_proj, &self.v_proj]).map(|[k, v]| [Vec::new(), k, v])?),
+        };
+        let pairs = new.angles.cos.len() / tokens;
+        let mut o = vec![0f32; tokens * width];
+        host::with_f32s([self.q_norm.scale(), self.k_norm.scale()], |[q_scale, k_scale]| {
+            let mut caches: Vec<Option<&mut Cache<T>>> = caches.iter_mut().map(Some).collect();
+            let (mut rest, mut first) = (&mut o[..], 0);
+            let mut calls = Vec::with_capacity(new.rows.len());
+            for (&(slot, position), &tokens) in new.rows.iter().zip(new.lengths) {
+                let Some(cache) = caches.get_mut(slot).and_then(Option::take) else {
+                    bail!("attention: expected each slot once, got {slot}")
+                };
+                cache.truncate(position);
+                if cache.len() != position {
+                    bail!("attention: expected {position} tokens in slot {slot}, got {}", cache.len())
+                }
+                let rows = |width: usize| first * width..(first + tokens) * width;
+                let positions = Positions {
+                    q_scale,
+                    k_scale,
+                    eps: self.q_norm.eps(),
+                    cos: &new.angles.cos[rows(pairs)],
+                    sin: &new.angles.sin[rows(pairs)],
+                    pairs,
+                };
+                let (q_gate, k, v) = (&q_gate[rows(2 * width)], &k[rows(kv_width)], &v[rows(kv_width)]);
+                let (out, behind) = rest.split_at_mut(tokens * width);
+                let attention = Attention { q_gate, k, v, positions, tokens, max_tokens: new.max_tokens };
+                calls.push(Call { attention, cache, out });
+                (rest, first) = (behind, first + tokens);
+            }
+            run_all(calls);
+            Ok(())
+        })??;
+        match new.attend {
+            true => self.o_proj.forward(&host::tensor(o, (tokens, width), x.dtype())?).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Appends keys and values alone. The keys stand in for the queries, whose result is dropped.
+    pub(crate) fn append_cuda(
+        &self,
+        x: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        cache: &AttentionCache,
+        launch: &Launch,
+    ) -> Result<()> {
+        let heads = (x.dim(0)?, self.cfg.num_kv_heads, self.cfg.head_dim);
+        let [k, v] = [&self.k_proj, &self.v_proj].map(|proj| proj.multiply(x, launch)?.reshape(heads));
+        let (k, v) = (k?, v?);
+        self.prepare(cache, cu_seqlens, launch)?.forward(&k, &k, &v).map(drop)
+    }
+
+    fn prepare(
+        &self,
+        cache: &AttentionCache,
+        cu_seqlens: Option<&CuSeqlens>,
+        launch: &Launch,
+    ) -> Result<AttentionPrepare> {
+        // The norms' scales are 1 + w already.
+        let options = PrepareOptions { eps: f64::from(self.q_norm.eps()), zero_centred: false };
+        let (q_scale, k_scale) = (self.q_norm.scale(), self.k_norm.scale());
+        let prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?.launched(launch);
+        Ok(match cu_seqlens {
+            Some(cu_seqlens) => prepare.with_cu_seqlens(cu_seqlens),
+            None => prepare,
+        })
+    }
+
+    /// `x [tokens, hidden]`, packed, to the same, by ops that read slots and positions on the device. The columns of the one
+    /// projection stay where they are.
+    pub(crate) fn forward_cuda(
+        &self,
+        x: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        cache: &AttentionCache,
+        max_len: usize,
+        launch: &Launch,
+    ) -> Result<Tensor> {
+        let (tokens, _) = x.dims2()?;
+        let (heads, kv_heads, d) = (self.cfg.num_heads, self.cfg.num_kv_heads, self.cfg.head_dim);
+        let all = match &self.qkv_proj {
+            // Launches may overlap: no kernel of a pass writes a weight, and only `advance`, after the last layer, a position.
+            Some(proj) => proj.multiply(x, launch)?,
+            None => {
+                let [q, k, v] = [&self.q_proj, &self.k_proj, &self.v_proj].map(|proj| proj.forward(x));
+                Tensor::cat(&[q?, k?, v?], D::Minus1)?
+            }
+        };
+        // Heads [q | gate], then k, then v.
+        let pairs = all.reshape((tokens, heads + kv_heads, 2 * d))?.narrow(1, 0, heads)?;
+        let (q, gate) = (pairs.narrow(2, 0, d)?, pairs.narrow(2, d, d)?);
+        let rows = all.reshape((tokens, 2 * (heads + kv_heads), d))?;
+        let (k, v) = (rows.narrow(1, 2 * heads, kv_heads)?, rows.narrow(1, 2 * heads + kv_heads, kv_heads)?);
+        let mut decode = AttentionDecode::new(cache, None)?.with_max_len(max_len).launched(launch);
+        if let Some(cu_seqlens) = cu_seqlens {
+            decode = decode.with_cu_seqlens(cu_seqlens);
+        }
+        let q = self.prepare(cache, cu_seqlens, launch)?.forward(&q, &k, &v)?;
+        let o = decode.forward(&q, Some(&gate))?;
+        self.o_proj.multiply(&o.reshape((tokens, heads * d))?, launch)
+    }
+}

@@ -1,0 +1,90 @@
+//! Keys and values of one attention layer on the CPU, a cache a slot.
+
+use super::cpu::{Cache, Shape};
+use candle_core::{DType, Device, Result, Tensor, WithDType};
+use candle_gdn::plumbing::cpu::Element;
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Sizes of one sequence's keys and values, and their device.
+#[derive(Debug, Clone)]
+pub(crate) struct CacheShape {
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) max_len: usize,
+    pub(crate) dtype: DType,
+    pub(crate) device: Device,
+}
+
+/// In the layout of the CPU's kernel.
+#[derive(Debug)]
+pub(crate) enum CpuCaches {
+    F32(Vec<Cache<f32>>),
+    BF16(Vec<Cache<bf16>>),
+    F16(Vec<Cache<f16>>),
+}
+
+/// `$run` on the caches of whichever type.
+macro_rules! typed {
+    ($caches:expr, $typed:ident => $run:expr) => {
+        match $caches {
+            CpuCaches::F32($typed) => $run,
+            CpuCaches::BF16($typed) => $run,
+            CpuCaches::F16($typed) => $run,
+        }
+    };
+}
+pub(crate) use typed;
+
+impl CpuCaches {
+    pub(crate) fn new(sizes: &CacheShape, slots: usize) -> Self {
+        let CacheShape { heads, kv_heads, head_dim: dim, .. } = *sizes;
+        let shape = Shape { heads, kv_heads, dim };
+        match sizes.dtype {
+            DType::BF16 => Self::BF16((0..slots).map(|_| Cache::new(shape)).collect()),
+            DType::F16 => Self::F16((0..slots).map(|_| Cache::new(shape)).collect()),
+            _ => Self::F32((0..slots).map(|_| Cache::new(shape)).collect()),
+        }
+    }
+
+    /// Bytes held.
+    pub(crate) fn size_in_bytes(&self) -> usize {
+        typed!(self, caches => caches.iter().map(Cache::size_in_bytes).sum())
+    }
+
+    /// Bytes of one cache with room for `tokens` tokens.
+    pub(crate) fn bytes_of(&self, tokens: usize) -> usize {
+        typed!(self, caches => caches.first().map_or(0, |cache| cache.bytes_of(tokens)))
+    }
+
+    /// Copies of keys and values of a range of tokens, `[1, kv_heads, tokens, head_dim]`.
+    pub(crate) fn read_rows(&self, slot: usize, tokens: Range<usize>) -> Result<[Tensor; 2]> {
+        typed!(self, caches => read_rows(&caches[slot], tokens))
+    }
+
+    /// Replaces the tokens from `start` on by rows in the layout of [`CpuCaches::read_rows`].
+    pub(crate) fn write_rows(&mut self, slot: usize, start: usize, rows: [&Tensor; 2], max_len: usize) -> Result<()> {
+        typed!(self, caches => write_rows(&mut caches[slot], start, rows, max_len))
+    }
+}
+
+fn read_rows<T: Element + WithDType>(cache: &Cache<T>, tokens: Range<usize>) -> Result<[Tensor; 2]> {
+    let Shape { kv_heads, dim, .. } = cache.shape();
+    let shape = (1, kv_heads, tokens.len(), dim);
+    let [k, v] = cache.read_rows(tokens);
+    Ok([Tensor::from_vec(k, shape, &Device::Cpu)?, Tensor::from_vec(v, shape, &Device::Cpu)?])
+}
+
+fn write_rows<T: Element + WithDType>(
+    cache: &mut Cache<T>,
+    start: usize,
+    [k, v]: [&Tensor; 2],
+    max_len: usize,
+) -> Result<()> {
+    let tokens = k.dim(2)?;
+    let (k, v) = (k.flatten_all()?.to_vec1::<T>()?, v.flatten_all()?.to_vec1::<T>()?);
+    cache.truncate(start);
+    cache.append_rows([&k, &v], tokens, max_len);
+    Ok(())
+}

@@ -1,0 +1,71 @@
+//! Softmax attention with an output gate, norms on queries and keys, and partial rotary positions: the layer, its kernel on
+//! the CPU, and its two ops on CUDA, before and after the append to the cache.
+
+mod cache;
+pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod decode;
+mod forward;
+mod kv_cache;
+mod prepare;
+mod rotary;
+
+pub use cache::AttentionCache;
+pub use decode::AttentionDecode;
+pub(crate) use forward::CpuTokens;
+pub(crate) use kv_cache::{CacheShape, CpuCaches};
+pub use prepare::{rotary_frequencies, AttentionPrepare, PrepareOptions};
+pub(crate) use rotary::{Angles, Rotary};
+
+use super::norm::RmsNorm;
+use crate::config::{AttentionConfig, ModelConfig};
+use crate::formats::{place, Source};
+use crate::weights::Weight;
+use candle_core::{Result, Tensor};
+
+/// One layer's attention.
+#[derive(Debug, Clone)]
+pub(crate) struct GatedAttention {
+    pub(crate) q_proj: Weight,
+    pub(crate) k_proj: Weight,
+    pub(crate) v_proj: Weight,
+    pub(crate) o_proj: Weight,
+    /// The rows of q_proj, k_proj and v_proj, which are views of it. `None` on the CPU, whose products are packed, and for
+    /// quantised matrices that one launch cannot multiply.
+    pub(crate) qkv_proj: Option<Weight>,
+    pub(crate) q_norm: RmsNorm,
+    pub(crate) k_norm: RmsNorm,
+    /// In the layout of [`AttentionPrepare`].
+    pub(crate) frequencies: Tensor,
+    pub(crate) cfg: AttentionConfig,
+}
+
+impl GatedAttention {
+    /// `source` is at `..self_attn`.
+    pub(crate) fn load(cfg: &ModelConfig, source: &Source) -> Result<Self> {
+        let (h, eps, a) = (cfg.hidden_size, cfg.rms_norm_eps, &cfg.attention);
+        let d = a.head_dim;
+        let sizes = [a.num_heads * 2 * d, a.num_kv_heads * d, a.num_kv_heads * d];
+        let device = source.device();
+        let get = |name: &str, rows: usize| source.pp(name).matrix(rows, h, "weight");
+        let matrices = [get("q_proj", sizes[0])?, get("k_proj", sizes[1])?, get("v_proj", sizes[2])?];
+        let (qkv_proj, [q_proj, k_proj, v_proj]) = place::together_and_each(matrices, device)?;
+        Ok(Self {
+            q_proj,
+            k_proj,
+            v_proj,
+            qkv_proj,
+            frequencies: rotary_frequencies(&a.rope_inv_freq, device)?,
+            o_proj: place::load(&source.pp("o_proj"), a.num_heads * d, h)?,
+            q_norm: RmsNorm::load(d, eps, source.pp("q_norm").dense())?,
+            k_norm: RmsNorm::load(d, eps, source.pp("k_norm").dense())?,
+            cfg: a.clone(),
+        })
+    }
+
+    /// Whether candle's kernels on CUDA multiply some of its weights.
+    pub(crate) fn uses_candle(&self) -> bool {
+        [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj].into_iter().any(Weight::uses_candle)
+    }
+}
