@@ -13,7 +13,7 @@ int launch_combination(const gdn_rule_params &p, Plan plan, int optin, cudaStrea
   c.stream = stream;
   c.overlap = true;
   c.cluster = CLUSTER;
-  const int64_t blocks = ceil_div(p.head_v, ROWS) * p.num_v_heads * plan.slots * CLUSTER;
+  const int64_t blocks = ceil_div(p.common.head_v, ROWS) * p.common.num_v_heads * plan.slots * CLUSTER;
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   c.grid = dim3(static_cast<unsigned>(blocks));
   c.block = dim3(C::kThreads);
@@ -26,12 +26,12 @@ int launch_combination(const gdn_rule_params &p, Plan plan, int optin, cudaStrea
 template <int KK> int launch_combine_as(const gdn_rule_params &p, const Plan &plan, int optin, cudaStream_t stream) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
-  const int64_t heads = static_cast<int64_t>(p.num_v_heads) * plan.slots;
-  const auto blocks = [&](int rows, int cluster) { return ceil_div(p.head_v, rows) * heads * cluster; };
+  const int64_t heads = static_cast<int64_t>(p.common.num_v_heads) * plan.slots;
+  const auto blocks = [&](int rows, int cluster) { return ceil_div(p.common.head_v, rows) * heads * cluster; };
   if constexpr (KK == 128) {
     bool clusters = false;
     if (const int status = has_sm90_code(&clusters)) return status;
-    if (clusters && p.head_k == KK) {
+    if (clusters && p.common.head_k == KK) {
       if (blocks(16, 2) <= sms) return launch_combination<KK, 16, 2, 2, true>(p, plan, optin, stream);
       if (blocks(32, 2) <= 2 * sms) return launch_combination<KK, 32, 2, 2, true>(p, plan, optin, stream);
       return launch_combination<KK, 64, 2, 1, true>(p, plan, optin, stream);
@@ -46,7 +46,7 @@ template <int KK> int launch_combine_as(const gdn_rule_params &p, const Plan &pl
 int launch_combine(const gdn_rule_params &p, const Plan &plan, cudaStream_t stream) {
   int optin = 0;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
-  return p.head_k > 64 ? launch_combine_as<128>(p, plan, optin, stream) : launch_combine_as<64>(p, plan, optin, stream);
+  return p.common.head_k > 64 ? launch_combine_as<128>(p, plan, optin, stream) : launch_combine_as<64>(p, plan, optin, stream);
 }
 
 }  // namespace chunk

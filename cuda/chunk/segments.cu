@@ -84,11 +84,11 @@ class Search {
  public:
   Search(const gdn_rule_params &p, int64_t longest, bool sm90, int sms, bool has_wide)
       : p_(p), cost_(sm90 ? kCosts90 : kCosts80), longest_(longest), places_(sm90 ? sms : 2 * sms), widths_(has_wide ? 2 : 1) {
-    const gdn_sequences &s = p.seqs;
+    const gdn_sequences &s = p.common.seqs;
     const int64_t fitting = s.cu_seqlens && s.max_tokens_per_seq > 0 ? s.total_tokens / s.max_tokens_per_seq : s.num_seqs;
     mixed_ = fitting < s.num_seqs && s.num_seqs <= kMostMixed;
     long_ones_ = !mixed_ ? s.num_seqs : fitting > 1 ? fitting : 1;
-    heads_ = long_ones_ * p.num_v_heads;
+    heads_ = long_ones_ * p.common.num_v_heads;
     if (mixed_ && fitting > 0) other_tokens_ = s.total_tokens - fitting * s.max_tokens_per_seq;
   }
 

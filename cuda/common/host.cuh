@@ -35,10 +35,10 @@ inline bool aligned_tokens(const gdn_heads &x, int64_t n, int dtype) {
 }
 
 // Rows of states can be read and written `n` elements at a time, when K is a multiple of n.
-inline bool aligned_state(const gdn_rule_params &p, int64_t n) {
+inline bool aligned_state(const gdn_common &p, int64_t n) {
   const int64_t bytes = n * dtype_size(p.state_dtype);
-  return aligned(p.state_in, bytes) && aligned(p.state_out, bytes) && aligned(p.token_states, bytes) &&
-         p.in_slots.slot_stride % n == 0 && p.out_slots.slot_stride % n == 0;
+  return aligned(p.state_in, bytes) && aligned(p.state_out, bytes) && p.in_slots.slot_stride % n == 0 &&
+         p.out_slots.slot_stride % n == 0;
 }
 
 inline int check_sequences(const gdn_sequences &s) {
@@ -56,9 +56,21 @@ inline int check_slots(const gdn_slots &s) {
   return GDN_OK;
 }
 
+// The checks that gdn_rule, gdn_step and the ring share.
+inline int check_common(const gdn_common &p) {
+  for (const int32_t dtype : {p.io_dtype, p.gate_dtype, p.state_dtype})
+    if (!valid_dtype(dtype)) return GDN_BAD_DTYPE;
+  if (p.num_k_heads < 1 || p.num_v_heads < 1 || p.num_v_heads % p.num_k_heads != 0) return GDN_BAD_HEADS;
+  if (p.head_k < 1 || p.head_k > 256 || p.head_v < 1 || p.head_v > 256) return GDN_BAD_HEAD_DIM;
+  if (const int status = check_sequences(p.seqs)) return status;
+  if (const int status = check_slots(p.in_slots)) return status;
+  if (const int status = check_slots(p.out_slots)) return status;
+  return valid_strides(p.a) && valid_strides(p.b) ? GDN_OK : GDN_BAD_STRIDE;
+}
+
 // A sequence without tokens leaves its state where it is, so that nothing is to be copied.
-inline bool state_in_place(const void *in, const void *out, const gdn_slots &a, const gdn_slots &b) {
-  return in == out && a.slots == b.slots && a.slot_stride == b.slot_stride;
+inline bool state_in_place(const gdn_common &p) {
+  return p.state_in == p.state_out && p.in_slots.slots == p.out_slots.slots && p.in_slots.slot_stride == p.out_slots.slot_stride;
 }
 
 inline int check_scales(const gdn_scales &s) {

@@ -6,9 +6,9 @@
 namespace gdn {
 
 // K = V = 128, q and k aligned to four elements, the state to 16 bytes.
-bool recurrent_128_takes(const gdn_rule_params &p);
+bool recurrent_128_supports(const gdn_rule_params &p);
 
-// Both take checked parameters.
+// Both for checked parameters.
 int launch_recurrent_128(const gdn_rule_params &p, cudaStream_t stream);
 int launch_recurrent(const gdn_rule_params &p, cudaStream_t stream);
 

@@ -4,16 +4,16 @@
 
 namespace gdn {
 
-bool recurrent_128_takes(const gdn_rule_params &p) {
-  return p.head_k == 128 && p.head_v == 128 && recurrent::aligned_states(p) && aligned_rows(p.q, 4, p.io_dtype) &&
-         aligned_rows(p.k, 4, p.io_dtype);
+bool recurrent_128_supports(const gdn_rule_params &p) {
+  return p.common.head_k == 128 && p.common.head_v == 128 && aligned_state(p.common, 4) && aligned_rows(p.q, 4, p.common.io_dtype) &&
+         aligned_rows(p.k, 4, p.common.io_dtype);
 }
 
 int launch_recurrent_128(const gdn_rule_params &p, cudaStream_t stream) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
-  const int64_t heads = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads;
-  return with_dtypes(p, [&](auto io, auto state) {
+  const int64_t heads = static_cast<int64_t>(p.common.seqs.num_seqs) * p.common.num_v_heads;
+  return with_dtypes(p.common, [&](auto io, auto state) {
     using T = typename decltype(io)::type;
     using ST = typename decltype(state)::type;
     // Blocks of 16, 32 or 64 rows: 8, 4 or 2 a head. All stay resident from start to end, so that a second wave would

@@ -192,7 +192,7 @@ impl Ring {
         }
         #[cfg(feature = "cuda")]
         if state.device().is_cuda() {
-            return crate::cuda::ring::fold(self, state, &slots.in_u32()?, to);
+            return crate::cuda::ring::flush(self, state, &slots.in_u32()?, to);
         }
         super::ring_cpu::fold(self, state, slots, to)
     }
