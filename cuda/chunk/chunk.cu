@@ -9,26 +9,6 @@
 
 namespace gdn {
 namespace chunk {
-namespace {
-
-bool supports(const gdn_rule_params &p) {
-  const gdn_common &c = p.common;
-  for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.o})
-    if (!aligned_rows(*x, 8, c.io_dtype)) return false;
-  return (c.io_dtype == GDN_BF16 || c.io_dtype == GDN_F16) && c.head_k <= 128 && c.head_k % 8 == 0 && c.head_v % 8 == 0 && aligned_state(c, 2);
-}
-
-// Whether a tensor map can describe it: no dimension of more than one element is repeated by a stride of zero. One without tokens
-// is never read.
-bool has_map(const gdn_heads &x, int32_t heads, const gdn_sequences &s) {
-  const bool packed = s.cu_seqlens != nullptr;
-  const int32_t tokens = packed ? s.total_tokens : s.tokens_per_seq;
-  return tokens == 0 || ((heads == 1 || x.head_stride > 0) && (tokens <= 1 || x.token_stride > 0) &&
-         (packed || s.num_seqs <= 1 || x.seq_stride > 0));
-}
-
-}  // namespace
-
 int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
@@ -98,16 +78,6 @@ template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s
 }
 
 }  // namespace chunk
-
-bool chunked_sm80_supports(const gdn_rule_params &p) { return chunk::supports(p); }
-
-bool chunked_sm90_supports(const gdn_rule_params &p) {
-  bool yes = false;
-  using chunk::has_map;
-  const bool maps = has_map(p.q, p.common.num_k_heads, p.common.seqs) && has_map(p.k, p.common.num_k_heads, p.common.seqs) && has_map(p.v, p.common.num_v_heads, p.common.seqs) &&
-                    has_map(p.o, p.common.num_v_heads, p.common.seqs);
-  return maps && chunk::supports(p) && has_sm90a_code(&yes) == GDN_OK && yes;
-}
 
 int chunked_workspace(const gdn_rule_params &p, int32_t algo, int64_t *bytes) {
   chunk::Schedule s;

@@ -5,10 +5,6 @@
 
 namespace gdn {
 
-// Whether GDN_CHUNKED_SM80 supports checked parameters, and GDN_CHUNKED_SM90, on the current device.
-bool chunked_sm80_supports(const gdn_rule_params &p);
-bool chunked_sm90_supports(const gdn_rule_params &p);
-
 // Bytes of workspace of either.
 int chunked_workspace(const gdn_rule_params &p, int32_t algo, int64_t *bytes);
 

@@ -1,16 +1,16 @@
-// gdn_ring_step, gdn_ring_flush: check the parameters and choose the kernel, from sizes the host knows; gdn_ring_advance.
+// gdn_ring_step, gdn_ring_flush: check the parameters and launch; gdn_ring_advance.
 #include "ring.h"
 
 #include "../common/convert.cuh"
-#include "../common/host.cuh"
 #include "../common/launch.cuh"
+#include "../plan.h"
 #include "entries.cuh"
 
 namespace gdn {
 namespace ring {
 namespace {
 
-using step::kMaxOffset;
+using plan::kMaxOffset;
 
 bool short_strides(const gdn_heads &x) {
   return valid_strides(x) && x.seq_stride <= kMaxOffset && x.token_stride <= kMaxOffset && x.head_stride <= kMaxOffset;
@@ -59,30 +59,6 @@ bool any_null(const gdn_ring_step_params &p) {
   return max_tokens(p.common.seqs) > 0 && (!layer.x.ptr || !layer.z.ptr || !layer.out.ptr || !p.common.a.ptr || !p.common.b.ptr);
 }
 
-// Sizes and alignments of the kernels, for checked parameters.
-bool supports(const gdn_common &p, const gdn_ring &ring) {
-  return p.head_k == kDim && p.head_v == kDim && aligned_state(p, 16 / dtype_size(p.state_dtype)) && aligned(ring.keys, 16) &&
-         aligned(ring.updates, 16) && ring.keys_stride % (16 / dtype_size(p.io_dtype)) == 0 && ring.updates_stride % 4 == 0;
-}
-
-bool supports(const gdn_ring_step_params &p) {
-  const int64_t io = 16 / dtype_size(p.common.io_dtype);
-  return supports(p.common, p.ring) && p.common.state_in == p.common.state_out && p.layer.conv_width == 4 &&
-         aligned_tokens(p.layer.x, io, p.common.io_dtype) && aligned_rows(p.layer.z, io, p.common.io_dtype);
-}
-
-// The kernel of one token reads four channels at a time.
-int choose(const gdn_ring_step_params &p, int *algo) {
-  *algo = p.algo;
-  if (p.algo == GDN_RING_MMA) return GDN_OK;
-  const gdn_sequences &seqs = p.common.seqs;
-  const bool fma = !seqs.cu_seqlens && seqs.tokens_per_seq <= 1 && aligned(p.layer.conv_weight, 16) &&
-                   aligned(p.inputs, 4 * dtype_size(p.common.io_dtype)) && p.inputs_stride % 4 == 0;
-  if (p.algo == GDN_RING_FMA) return fma ? GDN_OK : GDN_BAD_ALGO;
-  *algo = fma ? GDN_RING_FMA : GDN_RING_MMA;
-  return GDN_OK;
-}
-
 __global__ void advance_kernel(const __grid_constant__ gdn_ring_advance_params p) {
   const uint32_t n = blockIdx.x * blockDim.x + threadIdx.x;
   if (n >= static_cast<uint32_t>(p.seqs.num_seqs)) return;
@@ -109,9 +85,8 @@ extern "C" int gdn_ring_step(const gdn_ring_step_params *params, cudaStream_t st
   if (const int status = ring::check(p)) return status;
   if (p.common.seqs.num_seqs == 0) return GDN_OK;
   if (ring::any_null(p)) return GDN_NULL_POINTER;
-  if (!ring::supports(p)) return GDN_BAD_ALGO;
-  int algo = GDN_RING_AUTO;
-  if (const int status = ring::choose(p, &algo)) return status;
+  const int32_t algo = plan::ring_algo(p);
+  if (algo == GDN_RING_AUTO) return GDN_BAD_ALGO;
   return with_dtype(p.common.io_dtype, [&](auto io) { return ring::launch_step<typename decltype(io)::type>(p, algo, stream); });
 }
 
@@ -122,7 +97,7 @@ extern "C" int gdn_ring_flush(const gdn_ring_flush_params *params, cudaStream_t 
   if (const int status = ring::check(p.common, p.ring)) return status;
   if (p.common.seqs.num_seqs == 0) return GDN_OK;
   if (ring::any_null(p.common, p.ring)) return GDN_NULL_POINTER;
-  if (!ring::supports(p.common, p.ring)) return GDN_BAD_ALGO;
+  if (!plan::ring_supports(p.common, p.ring)) return GDN_BAD_ALGO;
   return with_dtype(p.common.io_dtype, [&](auto io) { return ring::launch_flush<typename decltype(io)::type>(p, stream); });
 }
 

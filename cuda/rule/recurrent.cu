@@ -1,5 +1,5 @@
 // GDN_RECURRENT: any K and V up to 256, any alignment.
-#include "recurrent.h"
+#include "rule.h"
 
 #include "../common/convert.cuh"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "recurrent.cuh"
-#include "recurrent.h"
+#include "rule.h"
 
 namespace gdn {
 namespace recurrent {

@@ -11,8 +11,6 @@
 namespace gdn {
 namespace step {
 
-constexpr int64_t kMaxOffset = 0xffffffffLL;
-
 // Sizes that the host derives for a kernel.
 struct Sizes {
   uint32_t ratio;            // value heads a key head

@@ -26,10 +26,10 @@ __device__ __forceinline__ const gdn_heads &output_of(const gdn_step_params &p) 
 struct Record {
   int32_t ratio;
   static constexpr int q = 0, k = kDim;
-  __host__ __device__ __forceinline__ int v(int h) const { return (2 + h) * kDim; }
-  __host__ __device__ __forceinline__ int gates(int h) const { return (2 + ratio) * kDim + 2 * h; }
-  __host__ __device__ __forceinline__ int kq() const { return (2 + ratio) * kDim + 2 * ratio; }
-  __host__ __device__ __forceinline__ int size() const { return (2 + ratio) * kDim + (2 * ratio + 4) / 4 * 4; }
+  __device__ __forceinline__ int v(int h) const { return (2 + h) * kDim; }
+  __device__ __forceinline__ int gates(int h) const { return (2 + ratio) * kDim + 2 * h; }
+  __device__ __forceinline__ int kq() const { return (2 + ratio) * kDim + 2 * ratio; }
+  constexpr __host__ __device__ __forceinline__ int size() const { return (2 + ratio) * kDim + (2 * ratio + 4) / 4 * 4; }
 };
 
 // A row of q or of a key, four elements a lane: divided by its norm, and q times its scale.

@@ -3,14 +3,13 @@
 
 #include "launch.cuh"
 #include "split.cuh"
-#include "step.h"
 
 namespace gdn {
 namespace step {
 
 template <typename T, typename ST, int ROWS> int launch_split(const gdn_step_params &p, cudaStream_t stream) {
   const gdn_common &c = p.common;
-  const int blocks = c.num_v_heads / c.num_k_heads * (kDim / (kSplitWarps * kGroups * ROWS));
+  const int blocks = plan::ratio_of(c) * (kDim / (kSplitWarps * kGroups * ROWS));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(c.num_k_heads), static_cast<unsigned>(c.seqs.num_seqs));
   return with_gate<T>(c.gate_dtype, [&](auto gate) {
     using G = typename decltype(gate)::type;
@@ -20,8 +19,8 @@ template <typename T, typename ST, int ROWS> int launch_split(const gdn_step_par
   });
 }
 
-template <typename T> int launch_step(const gdn_step_params &p, const Choice &choice, cudaStream_t stream) {
-  const bool many = p.common.seqs.cu_seqlens || p.common.seqs.tokens_per_seq != 1, overlap = p.layer.overlap != 0;
+template <typename T> int launch_step(const gdn_step_params &p, const plan::Step &choice, cudaStream_t stream) {
+  const bool many = !plan::one_token(p.common.seqs), overlap = p.layer.overlap != 0;
   return with_state_dtype(p.common.state_dtype, [&](auto state) {
     using ST = typename decltype(state)::type;
     const bool heads = choice.algo == GDN_STEP_HEADS;
