@@ -48,11 +48,7 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
 // The kernels in order.
 template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s, bool sm90, cudaStream_t stream) {
   Plan plan = {};
-  plan.segments = s.segments;
-  plan.first_chunks = s.first_chunks;
-  plan.segment_chunks = s.segment_chunks;
-  plan.mixed = s.mixed;
-  plan.slots = s.slots, plan.long_tokens = s.long_tokens;
+  static_cast<Cuts &>(plan) = s;
   plan.keep_state = state_in_place(p.common);
   Record *records = static_cast<Record *>(p.workspace);
   plan.records = records;

@@ -157,6 +157,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   Shared &shared = *reinterpret_cast<Shared *>(raw_shared);
   ptx::grid_dependency_launch();
 
+  // The block's rows, and the sequence of its slot.
   const unsigned rank = blockIdx.x % kCluster;    // in the cluster
   const int tiles = (p.common.head_v + C::kRows - 1) / C::kRows, block = static_cast<int>(blockIdx.x / kCluster);
   const int row0 = block % tiles * C::kRows, head = block / tiles % p.common.num_v_heads, slot = block / tiles / p.common.num_v_heads;
@@ -166,6 +167,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     ptx::grid_dependency_wait();
     return;
   }
+  // Barriers of the cluster; wait for the passes.
   const int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread / 32, 0), lane = thread % 32;
   const int part = warp % kParts, group = warp / kParts, g = lane / 4, c = lane % 4;
   if (kCluster > 1) {
@@ -185,7 +187,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 #pragma unroll
   for (int i = 1; i < kCluster; ++i) peers[i] = ptx::cluster_address(ptx::shared_address(raw_shared), (rank + i) % kCluster);
 
-  // M: this lane's columns, of k in units. The units of this block's own columns come first.
+  // Load M: this lane's columns, k in units. The units of this block's own columns come first.
   const int column = static_cast<int>(rank) * kColumns + group * 16 * kTiles + kPack * g;
   const bool inside = C::kExact || column < head_k;    // with the others of the lane, as sizes are multiples of 8
   const int k0 = part * C::kSlice + c * (kUnit / 4);
@@ -204,6 +206,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) load_unit(i, u, lane_m, true);
 
+  // Load the state after the first segment.
   const float *first = first_at(p, plan, slot, head) + row0 * head_k;
   for (int i = thread; i < C::kRows * KK / 4; i += C::kThreads) {
     const int row = i / (KK / 4), at = i % (KK / 4) * 4;
@@ -214,12 +217,13 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   __syncthreads();
 
   GDN_PROFILED(stamps.lap(profile::kLoadState);)
-  // N: rows 2 c and the next of the tiles that this warp sums up.
+  // Segment by segment. N: rows 2 c and the next of the tiles that this warp sums up.
   const int row = row0 + 8 * kDone * part + 2 * c;
   float *place = transfer_at(p, plan, slot, 1, head) + row * head_k + column;
   for (int segment = 1; segment < last; ++segment, place += one_segment) {
     const unsigned now = (segment - 1) % 2u;
     lane_m += one_segment;
+    // Load N.
     float next[kDone][2][kPack] = {};
 #pragma unroll
     for (int t = 0; t < kDone; ++t)
@@ -229,6 +233,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 
     if (kCluster > 1 && segment > 1 && thread == 0)
       ptx::barrier_expect(arrived + 8 * now, C::kRows * (KK - kColumns) * 4);
+    // Products with the state; M of the next segment is loaded where this one's was used.
     float acc[C::kSums][kRowTiles][kTiles][4] = {};
 #pragma unroll
     for (int i = 0; i < kCluster; ++i) {
@@ -256,7 +261,8 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 #pragma unroll
           for (int e = 0; e < 4; ++e) acc[0][t][i][e] += acc[sum][t][i][e];
 
-    if (kParts > 1) {    // parts of k: to the warp whose tiles they are
+    // Sum the parts of k, in the warp that owns the tiles.
+    if (kParts > 1) {
       const auto partial = [&](int owner, int t, int i) -> float4 & {    // t in the order above
         const int of_owner = ((t / kDone - 1) * C::kGroups + group) * kDone + t % kDone;
         return shared.partial[((owner * (kParts - 1) * C::kGroups * kDone + of_owner) * kTiles + i) * 32 + lane];
@@ -285,7 +291,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
 #pragma unroll
         for (int e = 0; e < kPack; ++e) next[t][r][e] += acc[0][t][e / 2][2 * (e % 2) + r];
 
-    // Into the other state, which nobody reads any more: not even another block, as all of what it made of it has come.
+    // Store the new state into the other buffer. No block reads that any more: all that others computed from it has arrived.
     if (segment + 1 < last) {
 #pragma unroll
       for (int t = 0; t < kDone; ++t)

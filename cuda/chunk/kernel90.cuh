@@ -15,7 +15,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   if (threadIdx.x == 0) block.init_barriers();
   if constexpr (PASS != kRounds) {
     if (block.is_padding()) {
-      ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
+      ptx::grid_dependency_wait();    // dependent launches rely on all earlier kernels being complete
       block.clear_rows(threadIdx.x, S::kThreads);
       GDN_PROFILED(block.stamps.lap(profile::kPadding);)
       return;

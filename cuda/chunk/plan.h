@@ -6,13 +6,17 @@
 namespace gdn {
 namespace chunk {
 
-struct Schedule {
-  int32_t segments;
+// How sequences are cut.
+struct Cuts {
+  int32_t segments;                        // of a sequence at most
   int32_t first_chunks, segment_chunks;    // of the first segment, and of the others
   // Sequences of more than `long_tokens`, at most `slots` of them, begin first, and no others are cut. Not mixed: each sequence
   // has a slot, and may be cut.
   bool mixed;
   int32_t slots, long_tokens;
+};
+
+struct Schedule : Cuts {
   int32_t tile_rows;            // value rows of a block of the scan
   int32_t first_rows;           // and of the first pass, where there is more than one segment
   int32_t places;               // blocks that go through several heads each (scan.cuh); 0: one a block
@@ -39,14 +43,9 @@ struct Rounds {
   float *states;           // of each, [rows of a block, head_k]
 };
 
-// What the kernels are told.
-struct Plan {
+// What the kernels need of it.
+struct Plan : Cuts {
   int32_t v_tiles;          // blocks a head
-  int32_t segments;         // parts of a sequence
-  int32_t first_chunks;     // chunks of the first
-  int32_t segment_chunks;   // and of each but the last that follows
-  bool mixed;               // as in Schedule
-  int32_t slots, long_tokens;
   bool keep_state;          // a sequence without tokens need not copy its state
   const Record *records;
   float *transfers;         // context parallelism: see context.cuh

@@ -69,10 +69,11 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   using Stage = typename Shared::Stage;
   constexpr uint32_t kV = offsetof(Stage, v), kInverse = offsetof(Stage, inverse), kFactors = offsetof(Stage, factors);
 
+  // The block's stretch.
   const Stretch s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, 0);
   const int64_t in_slot = slot_of(p.common.in_slots, s.n), out_slot = slot_of(p.common.out_slots, s.n);
   if (in_slot < 0 || out_slot < 0) {
-    ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
+    ptx::grid_dependency_wait();    // dependent launches rely on all earlier kernels being complete
     if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows, threadIdx.x, kThreads);
     GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
@@ -93,7 +94,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   const T *v = heads_at<T>(p.v, s.n, token0, s.head) + (s.identity ? 0 : s.row0);
   const Record *record = plan.records + (first_chunk(p.common.seqs, s.n) + s.begin) * p.common.num_v_heads + s.head;
 
-  // What the chain needs of chunk i, and what its output needs: a group of copies each, empty past the last chunk.
+  // Copies of chunk i for the chain of states, and for its output: a group of copies each, empty past the last chunk.
   auto load_chain = [&](int i) {
     if (i < chunks) {
       const uint32_t stage = stages + i % 2 * static_cast<uint32_t>(sizeof(Stage));
@@ -119,6 +120,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   };
 
   GDN_PROFILED(stamps.lap(profile::kSetup);)
+  // Load the state.
   float state[KK / 8][4];
   begin_state<AnyState, PASS>(state, p, plan, s, kTileRows, row0, lane);
   GDN_PROFILED(stamps.lap(profile::kLoadState);)
@@ -128,6 +130,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   T *o = PASS != kTransfer ? out_heads_at<T>(p.o, s.n, token0, s.head) + row0 : nullptr;
   load_chain(0);
   for (int i = 0; i < chunks; ++i) {
+    // Start the copies of q and of the next chunk; wait for this one.
     load_out(i);
     load_chain(i + 1);
     GDN_PROFILED(stamps.lap(profile::kLoadQkv, i);)
@@ -137,6 +140,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
     __syncthreads();
     GDN_PROFILED(stamps.lap(profile::kWaitTiles); if (i == 0) stamps.wait(profile::kWaitState, state);)
 
+    // U = V^T - S K^T, V' = U inverse^T.
     uint32_t operand[KK / 16][4];
     to_operand<T>(operand, state);
     float u[8][4] = {};
@@ -150,6 +154,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
 #pragma unroll
     for (int j = 0; j < 4; ++j) product_columns<T>(values, half[j], stage + kInverse, j, by_piece);
     GDN_PROFILED(stamps.lap(profile::kCorrect);)
+    // The new state.
     to_operand<T>(half, values);
     scale_columns(values, factors.write, lane);
     uint32_t written[4][4];
@@ -163,6 +168,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
     for (int j = 0; j < 4; ++j) product_rows<T>(state, written[j], stage, j, by_row);
     GDN_PROFILED(stamps.lap(profile::kUpdate);)
 
+    // The output.
     if (PASS != kTransfer) {
       ptx::copy_async_wait<1>();
       __syncthreads();

@@ -31,7 +31,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
   int group, warp, lane;
   // Of the stretch; token0 counts from the sequence's begin.
   int token0, chunks, tokens, key_head, map_n, map_token;
-  bool values;    // there are some: not where kTransfer runs the identity
+  bool values;    // false where kTransfer runs the identity
   GDN_PROFILED(profile::LeanStamps stamps;)
 
   __device__ __forceinline__ Block90(const gdn_rule_params &params, const Plan &made, const Maps &of, Shared &memory)
@@ -278,6 +278,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     const int lane = __shfl_sync(0xffffffffu, kept, kept) & 31;
     TokenGates &gates = shared.gates[at.index];
     Matrices &m = shared.matrices[of.index];
+    // Wait for k and q; K K^T.
     full.wait(at);
     GDN_PROFILED(stamps.lap(profile::kWaitTiles, i);)
     const int count = tokens - i * kChunk;
@@ -285,6 +286,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     float x[8][4];    // K K^T, then Q K^T
     multiply_by_itself<T, KK>(x, stage);
     GDN_PROFILED(stamps.lap(profile::kKeys);)
+    // Wait for the gates and a free buffer.
     gated.wait(at);
     GDN_PROFILED(stamps.lap(profile::kWaitGates);)
     free.wait_before(of);
@@ -292,6 +294,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     wgmma::wait<0>();
     wgmma::hold(x);
     GDN_PROFILED(stamps.lap(profile::kWaitKeys);)
+    // L: norms, decays.
     const uint32_t inverse = ptx::shared_address(m.inverse), l = inverse + kImageBytes;
     uint32_t left_blocks[2][4];
     RowDecays decays;
@@ -308,6 +311,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     }
     if (PASS != kTransfer && !S::kWide) multiply_tiles<T, KK>(x, stage + S::kQ, stage);    // while L is inverted
     GDN_PROFILED(stamps.lap(profile::kLower);)
+    // Invert I + L.
     invert64<T, true>(l, m.blocks[warp], left_blocks, inverse, warp, lane,
                       {kMakerBarrier + maker, kPairBarrier + maker, kHalfBarrier + maker}, [&] { key_factors(gates, m.factors, warp, lane); });
     GDN_PROFILED(stamps.lap(profile::kInvert);)
@@ -321,7 +325,8 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
       decays = {{d.x, d.y}, {d.z, d.w}, {end.x, end.y}};
     }
     GDN_PROFILED(if (S::kWide && PASS != kTransfer) stamps.lap(profile::kAttention);)
-    normed.wait(at);    // kTransfer too, or those warps could fall two turns behind
+    // The attention: Q K^T, norms and decays.
+    normed.wait(at);    // kTransfer too, or those warps could lag by two turns
     GDN_PROFILED(stamps.lap(profile::kWaitNorms);)
     if (PASS != kTransfer) {
       query_factors(gates, m.factors, warp, again);

@@ -56,6 +56,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     const Turn<S::kBuffers> &of = turns.second();
     const uint32_t stage = stages + at.index * S::kStage, matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices));
     const Factors &factors = shared.matrices[of.index].factors;
+    // Wait for k and the matrices; S K^T.
     float values[8][4];
     ptx::barrier_wait(full + 8 * at.index, at.parity);
     ptx::barrier_wait(ready + 8 * of.index, of.parity);
@@ -66,6 +67,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       if (i > 0) ptx::barrier_arrive(left + 8 * (value ^ 1));
       ptx::barrier_arrive(stated);
     }
+    // U: wait for v, subtract.
     const bool copied = PASS != kTransfer || !s.identity;
     if (copied) ptx::barrier_wait(valued + 8 * value, value_parity);
     GDN_PROFILED(stamps.lap(profile::kWaitValues);)
@@ -78,6 +80,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
 #pragma unroll
     for (int m = 1; m < 4; ++m) subtract_from_values<T>(values, load_values(value_tile(value), factors.read, m, warp, lane), m);
     if (PASS == kTransfer && copied) ptx::barrier_arrive(left + 8 * value);
+    // V' = U inverse^T.
     {
       uint32_t u[4][4];
       to_operand<T>(u, values);
@@ -87,11 +90,12 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     scale(state, decay);
     wgmma::hold(state);
     const float4 first_write = column_factors(factors.write, 0, lane);
-    // Over by now. Asked for here and not before S Q^T, where its latency would show.
+    // Complete by now. The wait is here and not before S Q^T, where its latency would show.
     if (PASS != kTransfer) ptx::barrier_wait(stated, value);
     wgmma::wait<0>();
     wgmma::hold(values);
     GDN_PROFILED(stamps.lap(profile::kWaitWritten);)
+    // Operands of V'; S Q^T, the new state and V' attention^T are started.
     uint32_t plain[4][4], written[4][4];
     float out[8][4];
     if constexpr (PASS != kTransfer) {
@@ -116,6 +120,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       multiply_rows<T>(out, plain, matrices + kImageBytes, true);
     }
     GDN_PROFILED(stamps.lap(profile::kOut);)
+    // Wait for the state, then for the output; store it where v was.
     if constexpr (PASS != kTransfer) {
       wgmma::wait<1>();
       wgmma::hold(state);

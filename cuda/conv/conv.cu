@@ -1,6 +1,15 @@
 // gdn_conv: checks the parameters and calls the launcher of the input type.
+#include "../common/convert.cuh"
 #include "../common/host.cuh"
-#include "conv.h"
+
+namespace gdn {
+namespace conv {
+
+// One translation unit an input type.
+template <typename T> int launch_conv(const gdn_conv_params &p, int sms, cudaStream_t stream);
+
+}  // namespace conv
+}  // namespace gdn
 
 extern "C" int gdn_conv(const gdn_conv_params *params, cudaStream_t stream) {
   using namespace gdn;
@@ -22,10 +31,5 @@ extern "C" int gdn_conv(const gdn_conv_params *params, cudaStream_t stream) {
 
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
-  switch (p.io_dtype) {
-    case GDN_F32: return launch_conv_f32(p, sms, stream);
-    case GDN_BF16: return launch_conv_bf16(p, sms, stream);
-    case GDN_F16: return launch_conv_f16(p, sms, stream);
-  }
-  return GDN_BAD_DTYPE;
+  return with_dtype(p.io_dtype, [&](auto io) { return conv::launch_conv<typename decltype(io)::type>(p, sms, stream); });
 }

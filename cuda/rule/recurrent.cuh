@@ -54,7 +54,7 @@ template <int E, int ROWS, bool AHEAD> struct Shape {
 
 // Prepares tokens first .. first + count of the sequence. This warp takes kAtOnce of every `warps` * kAtOnce, so that
 // their loads and reductions overlap; the last warp does the gates of all tokens besides, a lane a token.
-// One function: raw rows are registers from the loads at its begin to the norms at its end.
+// One function: raw rows are in registers from the loads to the norms.
 template <typename T, int E, int ROWS, bool EXACT, bool AHEAD>
 __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Plan &plan, int n, int64_t first,
                                              int count, int head, int row0, int warp, int warps, float *stage
@@ -66,6 +66,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
   const int key_head = head / (p.common.num_v_heads / p.common.num_k_heads);
   const int head_k = EXACT ? S::kK : p.common.head_k, head_v = EXACT ? S::kK : p.common.head_v;
 
+  // Load the gates, a lane a token.
   const bool gates = warp == warps - 1 && lane < count;
   uint32_t raw_a = 0, raw_b = 0;
   float a_log = 0.f, dt_bias = 0.f;
@@ -79,6 +80,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
   }
 
   for (int t0 = warp * kN; t0 < count; t0 += warps * kN) {
+    // Load k, q and v of kN tokens.
     Raw4<T> raw_k[kN][kParts], raw_q[kN][kParts];
     T v[kN][kVs];
     const T *kp = heads_at<T>(p.k, n, first + t0, key_head), *qp = heads_at<T>(p.q, n, first + t0, key_head);
@@ -103,6 +105,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
     }
     GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
     GDN_PROFILED(stamps.wait(profile::kWaitQkv, raw_k, raw_q, v);)
+    // Norms and k.q.
     float k[kN][kParts][4], q[kN][kParts][4], qq[kN], kq[kN];
     SquareSum kk[kN];
 #pragma unroll
@@ -127,6 +130,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
         qq[u] += __shfl_xor_sync(0xffffffffu, qq[u], d);
         kq[u] += __shfl_xor_sync(0xffffffffu, kq[u], d);
       }
+    // Store the records.
 #pragma unroll
     for (int u = 0; u < kN; ++u) {
       const Factor k_scale = p.common.l2norm ? inverse_root(kk[u], p.common.l2_eps) : Factor{1.f, 0.f};
@@ -151,6 +155,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
     }
     GDN_PROFILED(stamps.lap(profile::kNormalise);)
   }
+  // Compute the gates.
   GDN_PROFILED(if (warp == warps - 1) stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
   if (gates) {
     float *record = stage + lane * S::kRecord;
@@ -164,7 +169,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
 
 // EXACT: K = V = 128 (E = 16) with aligned q, k and state, so that nothing is guarded. AHEAD: producer warps prepare the
 // next stage; without them it is the decode kernel, whose registers go to loads of the state.
-// One function: the state is in registers of all its parts, some of which are lambdas.
+// One function: the state is in registers of all its parts; three parts are lambdas.
 template <typename T, typename ST, int E, int ROWS, bool EXACT, bool AHEAD>
 __global__ void __launch_bounds__(Shape<E, ROWS, AHEAD>::kThreads, EXACT && AHEAD ? 2 : 1)
 recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {
@@ -175,6 +180,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   GDN_PROFILED(const profile::Role role = threadIdx.x / 32 < kConsumers ? profile::kConsumer : profile::kProducer;
                profile::Stamps stamps(plan.profile, AHEAD ? role : profile::kRecurrent);)
 
+  // The block's tile of rows, head and sequence.
   int block = blockIdx.x;
   const int row0 = block % plan.v_tiles * S::kTile;
   block /= plan.v_tiles;
@@ -195,11 +201,13 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   }
   if (seq.count <= 0 && plan.keep_state) return;
 
+  // Roles and lanes.
   const int stage_size = AHEAD ? S::kMaxStage : plan.stage;
   const bool consumer = !AHEAD || warp < kConsumers;
   const int part = lane % kLanes;                                        // which eighth of a row
   const int tile_row = (warp * (32 / kLanes) + lane / kLanes) * ROWS;    // first of this thread's rows in the tile
 
+  // The state: load, store, and stages of tokens.
   float state[ROWS][E];
   auto load_state = [&] {
     if (!consumer) return;
@@ -262,6 +270,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   T *o = out_heads_at<T>(p.o, n, seq.first, head) + row0 + tile_row + part;    // written by lanes part < ROWS
   const bool writes = consumer && part < ROWS && row0 + tile_row + part < head_v;
 
+  // Stage by stage.
   load_state();
   for (int t0 = 0, parity = 0; t0 < seq.count; t0 += stage_size, parity ^= 1) {
     // Without producers there is one buffer, and all warps fill it before each stage.
@@ -273,6 +282,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
     }
     if (AHEAD && !consumer && t0 + stage_size < seq.count)
       stage(t0 + stage_size, warp - kConsumers, warps - kConsumers, smem + (parity ^ 1) * stage_floats);
+    // Token by token.
     if (consumer) {
       GDN_PROFILED(stamps.at(t0);)
       GDN_PROFILED(if (t0 == 0) stamps.wait(profile::kWaitState, state);)
@@ -291,6 +301,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) v[r] = record[2 * S::kK + tile_row + r];
 
+        // Decay.
         scale *= gates.x;
         if (scale < kMinScale) {
 #pragma unroll
@@ -301,6 +312,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
         }
         const float inverse = __fdividef(1.f, scale);    // one ulp; the scale is far from subnormal
 
+        // S k and S q.
         float sk[ROWS], sq[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
@@ -320,6 +332,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
             sk[r] += __shfl_xor_sync(0xffffffffu, sk[r], d);
             sq[r] += __shfl_xor_sync(0xffffffffu, sq[r], d);
           }
+        // Update and output.
         float out = 0.f;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {

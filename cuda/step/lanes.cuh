@@ -103,12 +103,12 @@ __device__ __forceinline__ float update(float (&state)[4][kEach], const float (&
       sums[i] = (upper ? sums[i + half] : sums[i]) + other;
     }
   }
-  const float mine = decay * sums[0], d = beta * (v - mine);    // of S k in the even lanes, of S q in the odd
+  const float own = decay * sums[0], d = beta * (v - own);    // of S k in the even lanes, of S q in the odd
   float o = 0.f;
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const float e = __shfl_sync(0xffffffffu, d, 2 * r, kLanes);
-    if (part / 2 == r) o = fmaf(e, kq, mine);
+    if (part / 2 == r) o = fmaf(e, kq, own);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) state[r][i] = fmaf(e, k[i], decay * state[r][i]);
   }

@@ -158,6 +158,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
       ptx::grid_dependency_launch();
       GDN_PROFILED(stamps.lap(profile::kWaitKernel);)
     }
+    // Load the first inputs and the gates, then the state.
     if (has && tokens > 0) now = raw(input(warp, 0));
     uint32_t raw_a = 0, raw_b = 0;
     auto load_gates = [&](int i) {
@@ -180,9 +181,11 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
     } else {
       load_state();
     }
+    // Compute the first group and the gates.
     if (has) make(warp);
     if (gate >= 0) make_gates(gate);
 
+    // Further groups and gates.
     for (int group = warp + kWarps; group < groups; group += kWarps) {
       request_window(group);
       if (tokens > 0) now = raw(input(group, 0));

@@ -17,7 +17,7 @@ namespace step {
 constexpr int kSplitWarps = 4;
 
 // ROWS a lane group, so 16 ROWS value rows a block and 8 / ROWS blocks a head.
-// One function: loads are under way from its first lines to its last, in registers that no part of it could hand on.
+// One function: loads are under way from its first lines to its last, in registers that its parts could not pass on.
 template <typename T, typename G, typename ST, int ROWS>
 __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     const __grid_constant__ gdn_step_params p, const __grid_constant__ Sizes sizes
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     ptx::barrier_expect(all_squares, sizeof(squares));
   }
   __syncwarp();
-  ptx::cluster_begin_arrive();    // that all blocks run, before one writes into another
+  ptx::cluster_begin_arrive();    // all blocks must run before one writes into another
   if (in_slot >= num_slots_of(common.in_slots) || out_slot >= num_slots_of(common.out_slots)) {    // padding, for all blocks of the cluster
     ptx::grid_dependency_wait();
     if (threadIdx.x < kTile) *out_row_at<T>(p.layer.out, n, head, split * kTile + threadIdx.x) = from_float<T>(0.f);
@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
   }
+  // Load the state.
   const uint32_t tile_row = (warp * kGroups + lane / kLanes) * ROWS, row0 = split * kTile + tile_row;
   const uint32_t within = (head * kDim + row0) * kDim;
   const ST *in = state_at<ST>(common.state_in, common.in_slots, in_slot) + within;
@@ -63,10 +64,11 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   for (int r = 0; r < ROWS; ++r)
 #pragma unroll
     for (int j = 0; j < L::kChunks; ++j) raw_state[r][j] = L::load(in + r * kDim, part, j);
-  __syncwarp();    // what follows is not to be moved above these loads
+  __syncwarp();    // later loads stay after these
   GDN_PROFILED(stamps.lap(profile::kLoadState);)
 
-  // Warps 0 and 1 make q and k, warp 2 the rows of v (a lane four channels, as far as they go), warp 3 the gates.
+  // Load the convolution's window and weights: warps 0 and 1 those of q and k, warp 2 those of v (a lane four channels), warp 3
+  // the gates' parameters.
   const uint32_t key = key_head * kDim;
   const uint32_t channel =
       (warp == 0 ? key : warp == 1 ? sizes.keys + key : 2 * sizes.keys + head * kDim + split * kTile) + 4 * lane;
@@ -95,6 +97,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   if (part < ROWS) raw_z = *row_at<T>(p.layer.z, n, head, out_row);
 
   GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
+  // Convolution.
   float window[kWidth][4];
   if (active) {
     GDN_PROFILED(stamps.wait(profile::kWaitQkv, old, now);)
@@ -123,6 +126,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   GDN_PROFILED(stamps.lap(profile::kBarrier); stamps.wait(profile::kWaitState, raw_state);)
   if (threadIdx.x == 0) ptx::barrier_arrive_at(all_read, 0);
 
+  // The rule.
   float k[kEach], q[kEach], state[ROWS][kEach], v[ROWS], o[ROWS];
   L::slice(shared_k, part, k);
   L::slice(shared_q, part, q);
@@ -135,6 +139,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   normalise_and_update(common, state, k, q, v, shared_gates.x, shared_gates.y, o);
   GDN_PROFILED(stamps.lap(profile::kUpdate);)
 
+  // Send the squares to the other blocks of the head; store the state.
   float square = 0.f, out = 0.f;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -154,6 +159,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   GDN_PROFILED(stamps.lap(profile::kStoreState);)
   ptx::barrier_wait_cluster(all_squares, 0);
   GDN_PROFILED(stamps.lap(profile::kBarrier);)
+  // Norm.
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kSplits; ++i)
@@ -163,7 +169,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     *out_row_at<T>(p.layer.out, n, head, out_row) = from_float<T>(out * rsqrtf(sum * (1.f / kDim) + p.layer.norm_eps) * factor);
   GDN_PROFILED(stamps.lap(profile::kOutput);)
 
-  // The rows of v are this block's alone; those of q and k all blocks had to read first.
+  // Store the convolution's state: v belongs to this block alone, q and k all blocks must have read.
   if (active && (warp == 2 || rank == 0)) {
     if (warp < 2) ptx::barrier_wait_cluster(all_read, 0);
     T *conv = static_cast<T *>(p.conv_out) + (static_cast<uint64_t>(out_slot) * static_cast<uint32_t>(p.conv_out_stride) + channel);
