@@ -70,7 +70,7 @@ template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s
   if (s.segments > 2) {
     if (const int status = launch_combine(p, plan, stream)) return status;
   }
-  return scan(s.places > 0 ? kRounds : kWhole);
+  return scan(s.places > 0 ? kSeveral : kWhole);
 }
 
 }  // namespace chunk

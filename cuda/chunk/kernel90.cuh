@@ -13,7 +13,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   Block block(p, plan, maps, *reinterpret_cast<typename S::Shared *>(raw_shared));
   if (threadIdx.x == 0) block.init_barriers();
-  if constexpr (PASS != kRounds) {
+  if constexpr (PASS != kSeveral) {
     if (block.is_padding()) {
       ptx::grid_dependency_wait();    // dependent launches rely on all earlier kernels being complete
       block.clear_rows(threadIdx.x, S::kThreads);
@@ -29,12 +29,12 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   __syncthreads();
   block.enter_stretch();
   block.values = PASS != kTransfer || !block.s.identity;
-  GDN_PROFILED(if (PASS != kRounds) block.stamps.lap(profile::kSetup);)
+  GDN_PROFILED(if (PASS != kSeveral) block.stamps.lap(profile::kSetup);)
 
   if (block.group == 0) {    // four warps that go their own ways, those with most to do beside the makers' warps with least
     fewer_registers<S::kSingleRegisters>();
     const int kept = ptx::lane_here();
-    Turn<S::kStages> at;
+    Phase<S::kStages> at;
     if (block.warp == kLoadWarp) block.run_loader(at);
     else if (block.warp == kGateWarp) block.run_gates(at, kept);
     else block.run_norms(at, kept);

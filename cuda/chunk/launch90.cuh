@@ -34,7 +34,7 @@ int launch_pass90(const gdn_rule_params &p, const Schedule &s, Plan plan, const 
   const int32_t rows = scan_rows(s, PASS);
   int64_t blocks = scan_blocks(p, s, PASS);
   plan.v_tiles = static_cast<int32_t>(ceil_div(p.common.head_v, rows));
-  if (PASS == kRounds) {
+  if (PASS == kSeveral) {
     if (const int status = begin_rounds(p, s, blocks, &plan.rounds, stream)) return status;
     blocks = s.places;
   }
@@ -52,7 +52,7 @@ int launch_pass90(const gdn_rule_params &p, const Schedule &s, Plan plan, const 
 template <typename T, typename ST>
 int launch_sm90(const gdn_rule_params &p, const Schedule &s, const Plan &plan, const Maps &maps, Pass pass, cudaStream_t stream) {
   if (pass == kFirst) return launch_pass90<T, ST, kFirst>(p, s, plan, maps, stream);
-  return pass == kRounds ? launch_pass90<T, ST, kRounds>(p, s, plan, maps, stream) : launch_pass90<T, ST, kWhole>(p, s, plan, maps, stream);
+  return pass == kSeveral ? launch_pass90<T, ST, kSeveral>(p, s, plan, maps, stream) : launch_pass90<T, ST, kWhole>(p, s, plan, maps, stream);
 }
 
 }  // namespace chunk

@@ -9,10 +9,10 @@
 namespace gdn {
 namespace chunk {
 
-// One function: products are under way between its parts, which are the lambdas; ptxas has to see that nobody touches their registers.
+// One function: products are under way between its parts, the lambdas; ptxas must see that no other code touches their registers.
 template <typename T, typename ST, int KK, Pass PASS>
 __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 1>::Shared &shared,
-                                            const Stretch &s, MathTurns<Shape90<KK, 1>> &turns, int warp, int lane
+                                            const Stretch &s, MathPhases<Shape90<KK, 1>> &phases, int warp, int lane
                                             GDN_PROFILED(, profile::LeanStamps &stamps)) {
   using S = Shape90<KK, 1>;
   const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
@@ -25,11 +25,11 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   begin_state<ST, PASS>(state, p, plan, s, 64, row0, lane);
   GDN_PROFILED(stamps.lap(profile::kLoadState); stamps.wait(profile::kWaitState, state);)
 
-  uint32_t stage = 0;                   // of the chunk at hand
-  const Factors *factors = nullptr;     // its
-  uint32_t matrices = 0;                // its
-  Turn<S::kStages> at = turns.chunk.first;
-  Turn<S::kBuffers> of = turns.chunk.second();
+  uint32_t stage = 0;                   // of the current chunk, as the next two
+  const Factors *factors = nullptr;
+  uint32_t matrices = 0;
+  Phase<S::kStages> at = phases.chunk.first;
+  Phase<S::kBuffers> of = phases.chunk.second();
   float out[8][4], values[8][4];        // O^T and V' of the chunk
   uint32_t operand[KK / 16][4];         // the state before it
 
@@ -70,7 +70,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     wgmma::hold(values);
     GDN_PROFILED(stamps.lap(profile::kWaitWritten);)
   };
-  // The new state, and the rest of O, of which the first is waited for.
+  // The new state and the rest of O; waits for the state.
   const auto end_chunk = [&] {
     uint32_t plain[4][4], written[4][4];
     if (PASS != kTransfer) to_operand<T>(plain, values);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     wgmma::hold(state);
     GDN_PROFILED(stamps.lap(profile::kWaitState2);)
   };
-  // Stage and matrices are free, and the output is where v was.
+  // Frees stage and matrices; the output is in the place of v.
   const auto leave_chunk = [&](const uint32_t (&packed)[4][4], uint32_t stage, int at, int of) {
     ptx::barrier_arrive(free + 8 * of);
     if (PASS != kTransfer) {
@@ -103,8 +103,8 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     begin_chunk(GDN_PROFILED(0));
     begin_out();
     middle_of_chunk();
-    // NOTES: a turn of the loop begins and ends with no product under way, and not with a chunk: ptxas does not follow products
-    // from one turn to the next, and would wait for each of them.
+    // NOTES: an iteration begins and ends with no product under way, and not with a chunk: ptxas does not follow products from one
+    // iteration to the next, and would wait for each of them.
     for (int i = 0; i < chunks - 1; ++i) {
       end_chunk();
       const uint32_t before = stage;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     at.next();
     of.next();
   }
-  if (PASS == kRounds) turns.chunk = {at, of};
+  if (PASS == kSeveral) phases.chunk = {at, of};
   ptx::grid_dependency_wait();
   end_state<ST, PASS>(state, p, plan, s, 64, row0, lane);
   GDN_PROFILED(stamps.lap(profile::kStoreState);)

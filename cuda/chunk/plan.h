@@ -1,4 +1,4 @@
-// What the host decides of a call of the chunk form, what the kernels are told of it, and their launchers.
+// The host's decisions for a call of the chunk form, the kernels' parameters made of them, and the launchers.
 #pragma once
 
 #include "../common/profile.cuh"
@@ -18,11 +18,11 @@ struct Cuts {
 
 struct Schedule : Cuts {
   int32_t tile_rows;            // value rows of a block of the scan
-  int32_t first_rows;           // and of the first pass, where there is more than one segment
-  int32_t places;               // blocks that go through several heads each (scan.cuh); 0: one a block
+  int32_t first_rows;           // the same of the first pass, where there is more than one segment
+  int32_t places;               // blocks that process several heads each; 0: one head a block
   int64_t chunks;               // records of a value head
   int64_t record_bytes, transfer_bytes;
-  int64_t split_bytes;          // places: of heads split in two, if there are
+  int64_t split_bytes;          // with places: for heads split in two
 
   int64_t bytes() const { return record_bytes + transfer_bytes + split_bytes; }
 };
@@ -32,18 +32,18 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s);
 struct Record;    // layout.cuh
 struct Maps;      // maps.h
 
-// More heads than multiprocessors: a block, a `place`, goes through several. Either every places-th of them, or what lies between
-// place T and (place + 1) T of all jobs in a row, T = jobs / places, so that all places are busy to the end and not only in whole
-// rounds (McNaughton's rule): a place first runs the part of a head that its begin splits off, then whole ones, then the part that
-// its end splits off, whose other part the next place ran first.
+// With more heads than multiprocessors a block, a `place`, processes several. Either every places-th of them, or the interval from
+// place T to (place + 1) T of all jobs in a row, T = jobs / places, so that all places are busy to the end and not only in whole
+// rounds (McNaughton's rule): a place first runs the part of a head after its begin, then whole heads, then the part of a head
+// before its end, whose other part the next place ran first.
 struct Rounds {
   int32_t jobs, places;
-  bool split;              // the latter
-  uint32_t *flags;         // split: of each place, eight: a warp's rows of what it runs first are there
-  float *states;           // of each, [rows of a block, head_k]
+  bool split;              // heads are split (the second way)
+  uint32_t *flags;         // split: eight a place: a warp's rows of its first part are stored
+  float *states;           // split: [rows of a block, head_k] a place
 };
 
-// What the kernels need of it.
+// The kernels' parameters.
 struct Plan : Cuts {
   int32_t v_tiles;          // blocks a head
   bool keep_state;          // a sequence without tokens need not copy its state
@@ -53,10 +53,10 @@ struct Plan : Cuts {
   GDN_PROFILED(profile::Target profile;)
 };
 
-// What a block does with its stretch.
+// What a block does with its stretch of chunks.
 enum Pass {
   kWhole,      // o and the final state: of a sequence in one segment, or of those behind the first
-  kRounds,     // of sequences in one segment, several for a block, which is then a place
+  kSeveral,     // of sequences in one segment, several for a block, which is then a place
   kFirst,      // of the first segment, while
   kTransfer    // what the others add to a state and make of one is found (context.cuh)
 };

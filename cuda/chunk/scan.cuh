@@ -69,13 +69,13 @@ __device__ __forceinline__ void to_operands(uint32_t (&plain)[4][4], uint32_t (&
   }
 }
 
-// Pieces 2 `warp` and the next of a token's row in a V tile belong to one warp: this lane's row address for four matrices
-// of tokens 0 .. 15; those of the next 16 lie 2048 bytes further.
+// 16-byte runs 2 `warp` and the next of a token's row in a V tile belong to one warp: this lane's row address for four matrices
+// of tokens 0 .. 15; those of the next 16 are 2048 bytes further.
 __device__ __forceinline__ uint32_t value_rows(uint32_t tile, int warp, int lane) {
   return tile_at(tile, lanes_by_piece(lane), 0, warp % 4);
 }
 
-// sk becomes U: V^T - sk diag(read). By pieces of 16 tokens, so that the first may be loaded before sk is there.
+// sk becomes U: V^T - sk diag(read). By 16 tokens at a time, so that the first may be loaded before sk is complete.
 struct ValuePiece {
   uint32_t v[4];
   float4 factors;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void subtract_from_values(float (&sk)[8][4], uint32_t
   for (int m = 0; m < 4; ++m) subtract_from_values<T>(sk, load_values(v_tile, read, m, warp, lane), m);
 }
 
-// O^T, and that to this warp's part of the V tile, which nobody else reads.
+// O^T in 16 bits, and its store into this warp's part of the V tile, which no other warp reads.
 template <typename T> __device__ __forceinline__ void pack_out(uint32_t (&x)[4][4], const float (&o)[8][4]) {
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void put_out(const float (&o)[8][4], uint32_t v_tile,
   put_out(x, v_tile, warp, lane);
 }
 
-// From there to the rows of o.
+// From the V tile to the rows of o.
 template <typename T>
 __device__ __forceinline__ void take_out(uint32_t v_tile, int warp, int lane, T *to, int64_t stride, int count, int values) {
   __syncwarp();
@@ -209,7 +209,7 @@ __device__ __forceinline__ int begin_of_segment(const Plan &plan, int segment) {
   return segment == 0 ? 0 : plan.first_chunks + (segment - 1) * plan.segment_chunks;
 }
 
-// How many of the segments a sequence of so many chunks has.
+// The number of segments of a sequence of `chunks` chunks.
 __device__ __forceinline__ int segments_of(const Plan &plan, int chunks) {
   const int behind = chunks - plan.first_chunks;
   return behind <= 0 ? 1 : 1 + (behind + plan.segment_chunks - 1) / plan.segment_chunks;
@@ -236,8 +236,8 @@ __device__ __forceinline__ float *first_at(const gdn_rule_params &p, const Plan 
   return plan.transfers + (static_cast<int64_t>(slot) * p.common.num_v_heads + head) * p.common.head_v * p.common.head_k;
 }
 
-// Of a `segment` between the first and the last: what it adds, then the state after it, a matrix [head_v, head_k]; followed by
-// what it makes of a state, [head_k, head_k].
+// For a `segment` between the first and the last: its N, later the state after it, a matrix [head_v, head_k]; followed by its M,
+// [head_k, head_k].
 __device__ __forceinline__ float *transfer_at(const gdn_rule_params &p, const Plan &plan, int slot, int segment, int head) {
   const int64_t item = (static_cast<int64_t>(slot) * (plan.segments - 2) + segment - 1) * p.common.num_v_heads + head;
   return first_at(p, plan, plan.slots, 0) + item * (p.common.head_v + p.common.head_k) * p.common.head_k;
@@ -283,7 +283,7 @@ template <Pass PASS>
 __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Plan &plan, int tile_rows, unsigned block, int round) {
   Stretch s;
   Part part = {block, -1, 0, false};
-  if (PASS == kRounds) part = part_of(plan.rounds, static_cast<int>(block), round), block = part.job;
+  if (PASS == kSeveral) part = part_of(plan.rounds, static_cast<int>(block), round), block = part.job;
   if (PASS == kTransfer) block -= first_blocks(p, plan);
   if (PASS == kFirst && block >= first_blocks(p, plan)) block -= transfer_blocks(p, plan, tile_rows);
   const int tiles = PASS == kTransfer ? transfer_tiles(p, plan, tile_rows) : plan.v_tiles;
@@ -291,7 +291,7 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   block /= tiles;
   s.head = static_cast<int>(block % p.common.num_v_heads);
   block /= p.common.num_v_heads;
-  if (PASS == kFirst || PASS == kRounds || plan.segments == 1) {
+  if (PASS == kFirst || PASS == kSeveral || plan.segments == 1) {
     s.segment = 0;
     s.slot = static_cast<int>(block);
   } else {
@@ -301,7 +301,7 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   }
   s.identity = PASS == kTransfer && tile >= plan.v_tiles;
   s.row0 = (s.identity ? tile - plan.v_tiles : tile) * tile_rows;
-  const bool mixed = PASS != kRounds && plan.mixed;
+  const bool mixed = PASS != kSeveral && plan.mixed;
   const bool whole = mixed && s.slot >= plan.slots;    // behind the slots each sequence once more, if it is not long
   const int found = whole ? s.slot - plan.slots : mixed ? sequence_of_slot(p.common.seqs, plan, s.slot) : s.slot;
   s.n = max(found, 0);
@@ -312,7 +312,7 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   s.split = -1;
   if (PASS == kTransfer && s.end == chunks) s.end = s.begin;    // nothing follows that would need it
   if (found < 0 || (whole && s.seq.count > plan.long_tokens)) s.segment = 1, s.begin = s.end = 0;    // idle
-  if (PASS == kRounds && part.split >= 0) {
+  if (PASS == kSeveral && part.split >= 0) {
     const int first = (chunks * part.share + plan.rounds.places / 2) / plan.rounds.places;
     if (part.second) s.segment = 1, s.begin = first;
     else s.end = first;
@@ -342,7 +342,7 @@ __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         state[t][i] = s.identity && row0 + lane / 4 + i / 2 * 8 == 8 * t + 2 * (lane % 4) + i % 2 ? 1.f : 0.f;
-  } else if (PASS == kRounds && s.segment > 0 && s.split >= 0) {
+  } else if (PASS == kSeveral && s.segment > 0 && s.split >= 0) {
     const int row = row0 - s.row0;
     ptx::wait_for_flag(plan.rounds.flags + 8 * s.split + row / 16, lane);
     load_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.common.head_v - s.row0), p.common.head_k, lane);
@@ -373,7 +373,7 @@ __device__ __forceinline__ void end_state(const float (&state)[N][4], const gdn_
     });
   } else if (PASS == kFirst) {
     store_state(state, first_at(p, plan, s.slot, s.head), row0, p.common.head_v, p.common.head_k, lane);
-  } else if (PASS == kRounds) {
+  } else if (PASS == kSeveral) {
     const int row = row0 - s.row0;
     store_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.common.head_v - s.row0), p.common.head_k, lane);
     ptx::set_flag(plan.rounds.flags + 8 * s.split + row / 16, lane);

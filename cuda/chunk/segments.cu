@@ -115,10 +115,10 @@ class Search {
       const BlockCosts &cost = cost_.of(w == 1);
       const int64_t jobs = heads_ * v_tiles(w);
       if (jobs <= places_ || jobs > kMostJobs * places_) continue;
-      const double turns = static_cast<double>(jobs) / static_cast<double>(places_), head = static_cast<double>(longest_) * cost.chunk;
+      const double phases = static_cast<double>(jobs) / static_cast<double>(places_), head = static_cast<double>(longest_) * cost.chunk;
       for (const bool split : {false, true}) {
-        const double length = split ? turns : static_cast<double>(ceil_div(jobs, places_));
-        const double changes = split ? turns + 1. : length - 1.;
+        const double length = split ? phases : static_cast<double>(ceil_div(jobs, places_));
+        const double changes = split ? phases + 1. : length - 1.;
         if (split && longest_ < kSplitChunks) continue;
         Segments s;
         s.first_chunks = s.chunks = longest_;

@@ -1,4 +1,4 @@
-// How a block of the kernel for sm_90a is made up: its warpgroups, their registers, what lies in shared memory.
+// The layout of a block of the kernel for sm_90a: its warpgroups, their registers, its shared memory.
 #pragma once
 
 #include "maps.h"
@@ -8,15 +8,15 @@
 namespace gdn {
 namespace chunk {
 
-// An index that goes round, and the parity of its barrier's phase.
-template <int N> struct Turn {
+// An index into a cyclic buffer, and the parity of its barrier's phase.
+template <int N> struct Phase {
   int parity = 0, index = 0;
   __device__ __forceinline__ void next() {
     if (++index == N) index = 0, parity ^= 1;
   }
 };
 
-// Barriers in shared memory, one for each place of a ring.
+// Barriers in shared memory, one for each place of a cyclic buffer.
 struct Barriers {
   uint32_t address;
 
@@ -26,24 +26,24 @@ struct Barriers {
   __device__ __forceinline__ void arrive(int i) const { ptx::barrier_arrive((*this)[i]); }
   __device__ __forceinline__ void wait(int i, uint32_t parity) const { ptx::barrier_wait((*this)[i], parity); }
 
-  // For what this turn of the ring is given.
-  template <int N> __device__ __forceinline__ void wait(const Turn<N> &at) const { ptx::barrier_wait(address + 8 * at.index, at.parity); }
-  // For the end of what the turn before it was given; the first time round there is nothing to wait for.
-  template <int N> __device__ __forceinline__ void wait_before(const Turn<N> &at) const { ptx::barrier_wait(address + 8 * at.index, at.parity ^ 1); }
+  // Waits for this phase's data.
+  template <int N> __device__ __forceinline__ void wait(const Phase<N> &at) const { ptx::barrier_wait(address + 8 * at.index, at.parity); }
+  // Waits until the previous phase's data has been read; returns at once in the first round.
+  template <int N> __device__ __forceinline__ void wait_before(const Phase<N> &at) const { ptx::barrier_wait(address + 8 * at.index, at.parity ^ 1); }
 };
 
-// The block's barriers that have a number, beside __syncthreads()'s: a maker's 128 threads, and of its warps those that invert
-// (inverse.cuh); its second maker has the next number of each.
+// The block's named barriers, beside the one of __syncthreads(): the 128 threads of a maker, and those of its warps that invert
+// (inverse.cuh). The second maker has the next number of each.
 enum NamedBarrier { kMakerBarrier = 1, kPairBarrier = 6, kHalfBarrier = 8 };
 
-// Of the first warpgroup; its other warps make the norms of q.
+// Warps of the first warpgroup; its other warps compute the norms of q.
 enum SingleWarp { kGateWarp = 2, kLoadWarp = 3 };
 
-// Two turns, of as few registers as there are different ones.
-template <int A, int B> struct Turns {
-  Turn<A> first;
-  Turn<B> other;
-  __device__ __forceinline__ const Turn<B> &second() const {
+// Two phases, of as few registers as there are different ones.
+template <int A, int B> struct Phases {
+  Phase<A> first;
+  Phase<B> other;
+  __device__ __forceinline__ const Phase<B> &second() const {
     if constexpr (A == B) return first;
     else return other;
   }
@@ -63,8 +63,8 @@ template <int KK> struct Stage90<KK, 2> {
   uint8_t q[KK / 64 * kTileBytes];
 };
 
-// NM warpgroups of arithmetic: one is the narrow form, two are the wide one. Two more make the matrices, each of every second
-// chunk.
+// NM warpgroups of arithmetic: one in the narrow form, two in the wide one. Two more compute the matrices, each those of every
+// second chunk.
 template <int KK, int NM> struct Shape90 {
   using Stage = Stage90<KK, NM>;
   static constexpr bool kWide = NM == 2;
@@ -76,7 +76,7 @@ template <int KK, int NM> struct Shape90 {
   static constexpr int kOuts = kWide ? kValues : kStages;    // tiles of v
   static constexpr uint32_t kQ = offsetof(Stage, q), kStage = sizeof(Stage);
 
-  // Of a thread in each kind of warpgroup; all together no more than the block is launched with, a multiple of 8 for each.
+  // Registers a thread in each kind of warpgroup, multiples of 8; together at most what the block is launched with.
   static constexpr int kSingleRegisters = kWide ? 32 : 40, kMakerRegisters = kWide ? 64 : 112;
   static constexpr int kMathRegisters = kWide ? 160 : 240;
   static_assert(kSingleRegisters + kMakers * kMakerRegisters + NM * kMathRegisters <=
@@ -89,22 +89,23 @@ template <int KK, int NM> struct Shape90 {
     Matrices matrices[kBuffers];
     alignas(kWide ? 1024 : 16) uint8_t state[kWide ? NM * KK / 64 * kTileBytes : 16];    // wide: as an operand
     TokenGates gates[kStages];
-    float4 decays[kWide ? kMakers : 1][kWide ? 128 : 1];    // wide: what makers have no registers for while they invert
+    float4 decays[kWide ? kMakers : 1][kWide ? 128 : 1];    // wide: makers have no registers for these while they invert
     float2 more_decays[kWide ? kMakers : 1][kWide ? 128 : 1];
-    int4 out[kOuts];    // of each tile of v, for the thread that copies: the box of o that leaves from there
-    // Of a stage: tiles are there; gates; norms of q; gates are not read any more, nor tiles. Of v's: the tile is there; v has
-    // been read, and o is where it was. Of a warpgroup of arithmetic: its rows of the state. Of a buffer: inverse and factors are
-    // there; wide: the attention too; nobody reads it any more.
+    int4 out[kOuts];    // for each tile of v: the box of o that the copying thread stores from it
+    // Barriers. Of a stage: its tiles have arrived (full), its gates (gated), its norms of q (normed); its gates have been read
+    // (used), its tiles too (empty). Of a tile of v: it has arrived (valued); v has been read and o is in its place (drained). Of a
+    // warpgroup of arithmetic: its rows of the state are in shared memory (stated). Of a buffer: inverse and factors are there
+    // (ready), wide: the attention too (attended); all has been read (free).
     uint64_t full[kStages], gated[kStages], normed[kStages], used[kStages], empty[kStages];
-    uint64_t valued[kValues], left[kValues], stated[NM];
+    uint64_t valued[kValues], drained[kValues], stated[NM];
     uint64_t ready[kBuffers], attended[kBuffers], free[kBuffers];
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "shared memory");
 };
 
-// Where the arithmetic is in its rings, and how many chunks that is.
-template <typename S> struct MathTurns {
-  Turns<S::kStages, S::kBuffers> chunk;
+// The position of the arithmetic in its buffers, and the number of chunks so far.
+template <typename S> struct MathPhases {
+  Phases<S::kStages, S::kBuffers> chunk;
   int chunks = 0;
 };
 

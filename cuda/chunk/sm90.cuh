@@ -5,8 +5,8 @@
 //   - a warpgroup of four single warps: one loads q, k and v and stores o (bulk tensor copies), one makes the gates, two the norms
 //     of q,
 //   - two warpgroups, the makers, that make the matrices of a chunk, each of every second one.
-// They pass on, by barriers in shared memory (shape90.cuh): stages (copied tiles and what belongs to their tokens) and matrices.
-// A role is a function here, its name `run_` and who it is.
+// They hand over stages (copied tiles, gates and norms of their tokens) and matrices by barriers in shared memory (shape90.cuh).
+// Each role is a function `run_<role>`.
 #pragma once
 
 #include "narrow.cuh"
@@ -15,7 +15,7 @@
 namespace gdn {
 namespace chunk {
 
-// What every thread of a block knows: its stretch, and where what is passed on lies.
+// What every thread of a block knows: its stretch, and the addresses of stages and matrices.
 template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
   using S = Shape90<KK, NM>;
   using Shared = typename S::Shared;
@@ -26,7 +26,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
   const Maps &maps;
   Shared &shared;
   uint32_t stages;
-  Barriers full, gated, normed, used, empty, valued, left, ready, attended, free;
+  Barriers full, gated, normed, used, empty, valued, drained, ready, attended, free;
   Stretch s;
   int group, warp, lane;
   // Of the stretch; token0 counts from the sequence's begin.
@@ -36,11 +36,11 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 
   __device__ __forceinline__ Block90(const gdn_rule_params &params, const Plan &made, const Maps &of, Shared &memory)
       : p(params), plan(made), maps(of), shared(memory), stages(ptx::shared_address(memory.stage)), full(memory.full),
-        gated(memory.gated), normed(memory.normed), used(memory.used), empty(memory.empty), valued(memory.valued), left(memory.left),
+        gated(memory.gated), normed(memory.normed), used(memory.used), empty(memory.empty), valued(memory.valued), drained(memory.drained),
         ready(memory.ready), attended(memory.attended), free(memory.free)
         GDN_PROFILED(, stamps(made.profile, role_of(threadIdx.x / 32))) {
     s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, 0);
-    // The same for a warp, which the compiler must see: products in a branch it takes for divergent are waited for one by one.
+    // Uniform for a warp, and the compiler must see it: in a branch that it considers divergent it waits for each product.
     group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
     warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 % 4, 0), lane = ptx::kept_lane();
   }
@@ -55,7 +55,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 
   // ---- set-up ----
 
-  // By one thread. Every thread arrives for itself, which costs no more than one for its warp would.
+  // By one thread. Every thread arrives by itself, which costs no more than one arrival a warp.
   __device__ __forceinline__ void init_barriers() {
     for (int i = 0; i < S::kStages; ++i) {
       full.init(i, 1);
@@ -72,7 +72,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     if (S::kWide)
       for (int i = 0; i < S::kValues; ++i) {
         valued.init(i, 1);
-        left.init(i, 128 * NM);
+        drained.init(i, 128 * NM);
       }
     if (S::kWide)
       for (int i = 0; i < NM; ++i) Barriers(shared.stated).init(i, 128);
@@ -85,7 +85,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows, thread, threads);
   }
 
-  // Where there are no values none are copied: the tiles are zero from the begin.
+  // Without values no copies come: the tiles are set to zero once.
   __device__ __forceinline__ void clear_values() {
     for (int i = 0; i < (S::kWide ? S::kValues : S::kStages); ++i) {
       uint8_t *tiles;
@@ -103,9 +103,9 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     map_n = p.common.seqs.cu_seqlens ? 0 : s.n, map_token = static_cast<int>(s.seq.first) + token0;
   }
 
-  // What a role does with each of the block's stretches, the same for all roles. Turns go on from one to the next.
+  // Runs a role over each of the block's stretches, the same for all roles. Phases continue from one to the next.
   template <typename F> __device__ __forceinline__ void each_stretch(F &&run) {
-    if constexpr (PASS != kRounds) {
+    if constexpr (PASS != kSeveral) {
       run(0);
     } else {
       const int rounds = rounds_of(plan.rounds, blockIdx.x);
@@ -124,12 +124,12 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     }
   }
 
-  // Wide, where registers are short.
-  static __device__ __forceinline__ int anew(int lane, uint32_t address) { return S::kWide ? ptx::anew(lane, address) : lane; }
+  // For the wide form, which has few registers.
+  static __device__ __forceinline__ int recompute_lane(int lane, uint32_t address) { return S::kWide ? ptx::recompute_lane(lane, address) : lane; }
 
   // ---- the loader: a lane ----
 
-  // k and q of chunk i, side by side, and all that `barrier` waits for.
+  // Copies k and q of chunk i, side by side, and sets the bytes that `barrier` expects.
   __device__ __forceinline__ void copy_keys(int i, uint32_t stage, uint32_t barrier) const {
     constexpr int kWidth = KK / 64, kBoxes = PASS != kTransfer ? 2 * kWidth : kWidth;
     ptx::barrier_expect(barrier, (kBoxes + (!S::kWide && values)) * kTileBytes);
@@ -138,7 +138,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
       ptx::copy_box(stage + h * kTileBytes, h < kWidth ? &maps.k : &maps.q, h % kWidth * 64, key_head, map_token + i * kChunk, map_n, barrier);
   }
 
-  // Its v, and o, which leaves by where v was.
+  // Copies its v, and stores o from the place of v.
   __device__ __forceinline__ void copy_values(int i, uint32_t tiles, uint32_t barrier) const {
     if (S::kWide) ptx::barrier_expect(barrier, NM * kTileBytes);
 #pragma unroll 1
@@ -153,16 +153,16 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     for (int h = 0; h < NM; ++h) ptx::store_box(tiles + h * kTileBytes, &maps.o, to.x + 64 * h, to.y, to.z, to.w);
     ptx::stores_read();
   }
-  __device__ __forceinline__ void note_out(int tile, int i) const {    // the stretch's last chunk leaves by rows
+  __device__ __forceinline__ void note_out(int tile, int i) const {    // the stretch's last chunk is stored by rows
     if (PASS != kTransfer)
       shared.out[tile] = make_int4(i + 1 < chunks ? s.row0 : -1, s.head, map_token + i * kChunk, map_n);
   }
 
-  __device__ __forceinline__ void run_loader(Turn<S::kStages> &at) {
-    Turn<S::kValues> value;
+  __device__ __forceinline__ void run_loader(Phase<S::kStages> &at) {
+    Phase<S::kValues> value;
     if (lane == 0)
       for (int i = 0; i < S::kOuts; ++i) shared.out[i].x = -1;
-    // When nobody reads a tile any more, the output is where v was.
+    // A tile that has been read holds the output, in the place of v.
     each_stretch([&](int) {
       if (lane == 0)
 #pragma unroll 1
@@ -181,9 +181,9 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
             }
             at.next();
           }
-          if (S::kWide && values && i > 0) {    // behind q and k of the next chunk, which are wanted before
+          if (S::kWide && values && i > 0) {    // after q and k of the next chunk, which are needed first
             const uint32_t tiles = ptx::shared_address(shared.values[value.index]);
-            left.wait_before(value);
+            drained.wait_before(value);
             GDN_PROFILED(stamps.lap(profile::kWaitFree, i - 1);)
             store_out(value.index, tiles);
             copy_values(i - 1, tiles, valued[value.index]);
@@ -197,7 +197,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 #pragma unroll 1
       for (int i = 0; i < S::kOuts; ++i) {
         if constexpr (S::kWide) {
-          if (shared.out[value.index].x >= 0) left.wait_before(value);
+          if (shared.out[value.index].x >= 0) drained.wait_before(value);
           store_out(value.index, ptx::shared_address(shared.values[value.index]));
           value.next();
         } else {
@@ -211,7 +211,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 
   // ---- gates: a warp; norms of q: two ----
 
-  __device__ __forceinline__ void run_gates(Turn<S::kStages> &at, int kept) {
+  __device__ __forceinline__ void run_gates(Phase<S::kStages> &at, int kept) {
     each_stretch([&](int) {
       const float rate = -expf(p.common.a_log[s.head]) * 1.44269504f, dt_bias = static_cast<const float *>(p.common.dt_bias)[s.head];
       GatesAt from = gates_at(p, s.n, s.seq.first + token0, s.head);
@@ -219,7 +219,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
       GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
 #pragma unroll 1
       for (int i = 0; i < chunks; ++i, at.next()) {
-        const int lane = anew(kept, full[at.index]), count = tokens - i * kChunk;
+        const int lane = recompute_lane(kept, full[at.index]), count = tokens - i * kChunk;
         used.wait_before(at);
         GDN_PROFILED(stamps.lap(profile::kWaitFree, i);)
         finish_gates(p, raw, rate, dt_bias, count, lane, shared.gates[at.index], [&] {
@@ -232,7 +232,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     });
   }
 
-  __device__ __forceinline__ void run_norms(Turn<S::kStages> &at, int kept) {
+  __device__ __forceinline__ void run_norms(Phase<S::kStages> &at, int kept) {
     each_stretch([&](int) {
 #pragma unroll 1
       for (int i = 0; i < chunks; ++i, at.next()) {
@@ -249,7 +249,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 
   // ---- a maker: a warpgroup ----
 
-  // What follows the sequence is not its own, and may be anything: zero, in tiles side by side.
+  // Rows after the end of the sequence belong to others: set them to zero, in tiles side by side.
   static __device__ __forceinline__ void clear_tail(uint8_t *tiles, uint32_t bytes, int count) {
 #pragma unroll 1
     for (uint32_t piece = threadIdx.x % 128; piece < bytes / 16; piece += 128)
@@ -257,13 +257,13 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
   }
 
   // The tiles of a sequence's last chunk, of `count` tokens; `chunk` counts over all stretches.
-  __device__ __forceinline__ void clear_tails(const Turn<S::kStages> &at, int chunk, int count, int maker) {
+  __device__ __forceinline__ void clear_tails(const Phase<S::kStages> &at, int chunk, int count, int maker) {
     clear_tail(shared.stage[at.index].k, S::kStage, count);
     if (S::kWide && values) {
-      // Makers do not follow v chunk by chunk, and a parity does not tell this use of the tile from the one before last: they
-      // wait for the end of the last one first.
+      // Makers do not follow v chunk by chunk, and a parity does not distinguish this use of the tile from the one before last:
+      // they first wait for the end of the last use.
       const int value = chunk % S::kValues, parity = chunk / S::kValues % 2;
-      left.wait(value, parity ^ 1);
+      drained.wait(value, parity ^ 1);
       valued.wait(value, parity);
       clear_tail(shared.values[value], NM * kTileBytes, count);
     }
@@ -271,10 +271,10 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     ptx::group_barrier<128>(kMakerBarrier + maker);
   }
 
-  __device__ __forceinline__ void make_matrices(const Turn<S::kStages> &at, const Turn<S::kBuffers> &of, int i, int before, int maker,
+  __device__ __forceinline__ void make_matrices(const Phase<S::kStages> &at, const Phase<S::kBuffers> &of, int i, int before, int maker,
                                                 int kept) {
     const uint32_t stage = stages + at.index * S::kStage;
-    // By an exchange: wherever ptxas is short of registers it would read the lane's number anew, some 50 cycles.
+    // By an exchange: where ptxas is short of registers it would read the lane's number again, about 50 cycles.
     const int lane = __shfl_sync(0xffffffffu, kept, kept) & 31;
     TokenGates &gates = shared.gates[at.index];
     Matrices &m = shared.matrices[of.index];
@@ -315,8 +315,8 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     invert64<T, true>(l, m.blocks[warp], left_blocks, inverse, warp, lane,
                       {kMakerBarrier + maker, kPairBarrier + maker, kHalfBarrier + maker}, [&] { key_factors(gates, m.factors, warp, lane); });
     GDN_PROFILED(stamps.lap(profile::kInvert);)
-    const int again = anew(lane, stage);    // or what follows from it would be kept, and spilled, while L is inverted
-    if (S::kWide && PASS != kTransfer) {    // has no registers for two things at once, but the inverse is wanted first
+    const int again = recompute_lane(lane, stage);    // or values that depend on it would be kept, and spilled, while L is inverted
+    if (S::kWide && PASS != kTransfer) {    // the inverse is needed first, and there are no registers for both at once
       ptx::fence_async();
       ready.arrive(of.index);
       multiply_tiles<T, KK>(x, stage + S::kQ, stage);
@@ -326,7 +326,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     }
     GDN_PROFILED(if (S::kWide && PASS != kTransfer) stamps.lap(profile::kAttention);)
     // The attention: Q K^T, norms and decays.
-    normed.wait(at);    // kTransfer too, or those warps could lag by two turns
+    normed.wait(at);    // kTransfer too, or those warps could lag by two phases
     GDN_PROFILED(stamps.lap(profile::kWaitNorms);)
     if (PASS != kTransfer) {
       query_factors(gates, m.factors, warp, again);
@@ -346,11 +346,11 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
   __device__ __forceinline__ void run_maker(int maker) {
     const int kept = ptx::lane_here();
     int before = 0;    // chunks of the stretches before
-    Turns<S::kStages, S::kBuffers> turns;
+    Phases<S::kStages, S::kBuffers> phases;
     each_stretch([&](int) {
-      for (int i = 0; i < chunks; ++i, turns.next())
+      for (int i = 0; i < chunks; ++i, phases.next())
         if ((before + i) % S::kMakers == maker)
-          make_matrices(turns.first, turns.second(), i, before, maker, kept);
+          make_matrices(phases.first, phases.second(), i, before, maker, kept);
       before += chunks;
     });
   }
@@ -358,16 +358,16 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
   // ---- arithmetic: a warpgroup for 64 value rows ----
 
   __device__ __forceinline__ void run_math() {
-    // The state has time until the first matrices are there. Where many ask for theirs at once it lets k and q go first: 64 tokens
-    // of 64 heads take 0.2 us less.
+    // The state is not needed before the first matrices. Where many blocks load theirs at once k and q go first: 64 tokens of 64
+    // heads take 0.2 us less.
     if (PASS == kWhole && gridDim.x > 96 && s.segment == 0 && chunks > 0) full.wait(0, 0);
     GDN_PROFILED(stamps.lap(profile::kWaitTiles);)
-    MathTurns<S> turns;
+    MathPhases<S> phases;
     each_stretch([&](int round) {
       if constexpr (S::kWide)
-        wide_scan<T, ST, KK, PASS>(p, plan, shared, s, round, turns, group - S::kMath, warp, ptx::lane_here() GDN_PROFILED(, stamps));
+        wide_scan<T, ST, KK, PASS>(p, plan, shared, s, round, phases, group - S::kMath, warp, ptx::lane_here() GDN_PROFILED(, stamps));
       else
-        narrow_scan<T, ST, KK, PASS>(p, plan, shared, s, turns, warp, ptx::lane_here() GDN_PROFILED(, stamps));
+        narrow_scan<T, ST, KK, PASS>(p, plan, shared, s, phases, warp, ptx::lane_here() GDN_PROFILED(, stamps));
     });
   }
 };

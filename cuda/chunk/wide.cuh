@@ -9,10 +9,10 @@
 namespace gdn {
 namespace chunk {
 
-// One function: products are under way between its parts; ptxas has to see that nobody touches their registers.
+// One function: products are under way between its parts; ptxas must see that no other code touches their registers.
 template <typename T, typename ST, int KK, Pass PASS>
 __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 2>::Shared &shared,
-                                          const Stretch &s, int round, MathTurns<Shape90<KK, 2>> &at_begin, int part, int warp,
+                                          const Stretch &s, int round, MathPhases<Shape90<KK, 2>> &at_begin, int part, int warp,
                                           int lane GDN_PROFILED(, profile::LeanStamps &stamps)) {
   using S = Shape90<KK, 2>;
   const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
@@ -20,7 +20,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   const uint32_t ready = ptx::shared_address(shared.ready), attended = ptx::shared_address(shared.attended);
   const uint32_t free = ptx::shared_address(shared.free);
   const uint32_t image = ptx::shared_address(shared.state) + part * (KK / 64 * kTileBytes);
-  const uint32_t valued = ptx::shared_address(shared.valued), left = ptx::shared_address(shared.left);
+  const uint32_t valued = ptx::shared_address(shared.valued), drained = ptx::shared_address(shared.drained);
   const uint32_t values_at = ptx::shared_address(shared.values) + part * kTileBytes;
   const uint32_t stated = ptx::shared_address(shared.stated) + 8 * part;
   const int chunks = s.end - s.begin;
@@ -29,13 +29,13 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   begin_state<ST, PASS>(state, p, plan, s, 128, s.row0 + 64 * part + 16 * warp, lane);
   GDN_PROFILED(stamps.lap(profile::kLoadState);)
 
-  Turns<S::kStages, S::kBuffers> turns = at_begin.chunk;
+  Phases<S::kStages, S::kBuffers> phases = at_begin.chunk;
   const int before = at_begin.chunks;
-  // Where v of a chunk is and its output will be.
+  // The tile of v of a chunk, and later of its output.
   const auto value_tile = [&](int index) { return values_at + index * (2 * kTileBytes); };
   static_assert(S::kValues == 2);
   uint32_t operand[KK / 16][4];    // the state, for S K^T
-  const auto state_to_operands = [&](auto half) {    // of half of the columns, and to shared memory for S Q^T
+  const auto state_to_operands = [&](auto half) {    // half of the columns, and to shared memory for S Q^T
 #pragma unroll
     for (int k = half.value * KK / 32; k < (half.value + 1) * KK / 32; ++k) {
       operand[k][0] = pack2_here<T>(state[2 * k][0], state[2 * k][1]);
@@ -52,8 +52,8 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   GDN_PROFILED(stamps.lap(profile::kWaitState);)    // no register to wait in before it is packed
   const auto one_chunk = [&](int i) {
     const int value = (before + i) % 2, value_parity = (before + i) / 2 % 2;
-    const Turn<S::kStages> &at = turns.first;
-    const Turn<S::kBuffers> &of = turns.second();
+    const Phase<S::kStages> &at = phases.first;
+    const Phase<S::kBuffers> &of = phases.second();
     const uint32_t stage = stages + at.index * S::kStage, matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices));
     const Factors &factors = shared.matrices[of.index].factors;
     // Wait for k and the matrices; S K^T.
@@ -64,7 +64,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     multiply_rows<T>(values, operand, stage, false);
     if (PASS != kTransfer) {
       ptx::fence_async();    // of the output of the chunk before too
-      if (i > 0) ptx::barrier_arrive(left + 8 * (value ^ 1));
+      if (i > 0) ptx::barrier_arrive(drained + 8 * (value ^ 1));
       ptx::barrier_arrive(stated);
     }
     // U: wait for v, subtract.
@@ -79,7 +79,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     subtract_from_values<T>(values, first, 0);
 #pragma unroll
     for (int m = 1; m < 4; ++m) subtract_from_values<T>(values, load_values(value_tile(value), factors.read, m, warp, lane), m);
-    if (PASS == kTransfer && copied) ptx::barrier_arrive(left + 8 * value);
+    if (PASS == kTransfer && copied) ptx::barrier_arrive(drained + 8 * value);
     // V' = U inverse^T.
     {
       uint32_t u[4][4];
@@ -100,7 +100,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     float out[8][4];
     if constexpr (PASS != kTransfer) {
       to_operands<T>(plain, written, values, first_write, factors.write, lane);
-      // NOTES: the wait keeps ptxas from asking for S Q^T before V' is rounded, for which there are no registers.
+      // NOTES: the wait keeps ptxas from starting S Q^T before V' is rounded, for which there are no registers.
       GDN_PROFILED(stamps.lap(profile::kPackWritten);)
       ptx::barrier_wait(attended + 8 * of.index, of.parity);
       GDN_PROFILED(stamps.lap(profile::kWaitAttention);)
@@ -141,23 +141,23 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       state_to_operands(First());
       state_to_operands(Second());
     }
-    turns.next();
+    phases.next();
     GDN_PROFILED(stamps.lap(profile::kSendOut);)
   };
 
 #pragma unroll 1
   for (int i = 0; i < chunks; ++i) one_chunk(i);
   // NOTES: computed a second time, so that the loop holds no register for what only the end needs.
-  const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
+  const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::reread_block(), round);
   const int row0 = again.row0 + 64 * part + 16 * warp, token0 = (again.end - 1) * kChunk;
   const int last = (before + chunks - 1) % 2;
   if (PASS != kTransfer && chunks > 0)    // the last chunk may be cut off by the sequence's end
     take_out<T>(value_tile(last), warp, lane, out_heads_at<T>(p.o, again.n, again.seq.first + token0, again.head) + row0, p.o.token_stride,
                 again.seq.count - token0, p.common.head_v - row0);
-  if constexpr (PASS == kRounds) {
+  if constexpr (PASS == kSeveral) {
     ptx::fence_async();    // the next v comes where this output was written
-    if (chunks > 0) ptx::barrier_arrive(left + 8 * last);
-    at_begin = {turns, before + chunks};
+    if (chunks > 0) ptx::barrier_arrive(drained + 8 * last);
+    at_begin = {phases, before + chunks};
   }
   ptx::grid_dependency_wait();
   end_state<ST, PASS>(state, p, plan, again, 128, row0, lane);

@@ -72,14 +72,14 @@ template <typename T, int N, int G> struct Ahead {
   int64_t stride;
 
   __device__ __forceinline__ Ahead(Row<T, N> *, int64_t stride) : stride(stride) {}
-  __device__ __forceinline__ void begin(const T *rows, int left) {
+  __device__ __forceinline__ void begin(const T *rows, int remaining) {
     from = rows;
-    load_group(next, from, stride, left);
+    load_group(next, from, stride, remaining);
   }
-  __device__ __forceinline__ void take(Row<T, N> (&rows)[G], int left) {
+  __device__ __forceinline__ void take(Row<T, N> (&rows)[G], int remaining) {
 #pragma unroll
     for (int u = 0; u < G; ++u) rows[u] = next[u];
-    load_group(next, from, stride, left - G);
+    load_group(next, from, stride, remaining - G);
   }
 };
 
@@ -91,11 +91,11 @@ template <typename T, int N, int G, int ROWS> struct Tile {
   int64_t stride;
 
   __device__ __forceinline__ Tile(Row<T, N> *shared, int64_t stride) : first(ptx::shared_address(shared + threadIdx.x)), stride(stride) {}
-  __device__ __forceinline__ void begin(const T *rows, int left) {
+  __device__ __forceinline__ void begin(const T *rows, int remaining) {
     at = first;
 #pragma unroll
     for (int u = 0; u < ROWS; ++u, rows += stride) {
-      if (u < left) ptx::copy_async_8(first + u * (8 * kThreads), rows);
+      if (u < remaining) ptx::copy_async_8(first + u * (8 * kThreads), rows);
       if (u % G == G - 1) ptx::copy_async_commit();
     }
   }
@@ -110,21 +110,21 @@ template <typename T, int N, int G, int ROWS> struct Tile {
   }
 };
 
-// `left` tokens, which `source` has begun.
+// `remaining` tokens, which `source` has begun.
 template <bool SILU, typename T, int W, int N, int G, typename Source>
-__device__ __forceinline__ void walk(Source &source, T *y, int64_t y_stride, int left, const float (&weight)[N * W],
+__device__ __forceinline__ void walk(Source &source, T *y, int64_t y_stride, int remaining, const float (&weight)[N * W],
                                      float (&window)[W - 1][N]) {
 #pragma unroll 1
-  for (; left > 0; left -= G) {
+  for (; remaining > 0; remaining -= G) {
     Row<T, N> rows[G];
-    source.take(rows, left);
-    if (left >= G) {
+    source.take(rows, remaining);
+    if (remaining >= G) {
 #pragma unroll
       for (int u = 0; u < G; ++u, y += y_stride) token<SILU, T, W, N>(rows[u], weight, window, y);
     } else {
 #pragma unroll
       for (int u = 0; u < G; ++u, y += y_stride) {
-        if (u >= left) break;
+        if (u >= remaining) break;
         token<SILU, T, W, N>(rows[u], weight, window, y);
       }
     }
@@ -150,14 +150,14 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
   __shared__ Row<T, N> shared[Source::kShared];
   Source source(shared, x_stride);
   int64_t t0 = static_cast<int64_t>(first_run) * plan.run;
-  const auto left = [&] { return static_cast<int>(min(static_cast<int64_t>(plan.run), seq.count - t0)); };
-  source.begin(x + t0 * x_stride, left());
+  const auto remaining = [&] { return static_cast<int>(min(static_cast<int64_t>(plan.run), seq.count - t0)); };
+  source.begin(x + t0 * x_stride, remaining());
 
   const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
   if (in_slot < 0 || out_slot < 0) {    // padding
     const float zero[N] = {};
     for (; t0 < seq.count; t0 += step)
-      for (int64_t t = t0; t < t0 + left(); ++t) store_row(y + t * y_stride, zero);
+      for (int64_t t = t0; t < t0 + remaining(); ++t) store_row(y + t * y_stride, zero);
     return;
   }
   const T *old_state = static_cast<const T *>(p.state_in) + in_slot * p.in_slots.slot_stride + channel;
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
     for (int j = 0; j < W - 1; ++j)
 #pragma unroll
       for (int i = 0; i < N; ++i) window[j][i] = before[j][i];
-    const int tokens = left();
+    const int tokens = remaining();
     if (p.silu) walk<true, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
     else walk<false, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
     // More runs than the host foresaw are taken in turn.
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
     const T *from = x + (t0 - (W - 1)) * x_stride;
 #pragma unroll
     for (int j = 0; j < W - 1; ++j, from += x_stride) before[j] = load_row<T, N>(from);
-    source.begin(from, left());
+    source.begin(from, remaining());
   }
 
   if (first_run == 0) {

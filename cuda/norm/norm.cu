@@ -42,10 +42,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Row<T, N> xs[ITEMS][kTokens<ITEMS>], zs[ITEMS][kTokens<ITEMS>];
 #pragma unroll
   for (int m = 0; m < ITEMS; ++m) {
-    const int left = col + m * LANES * N < p.head_v ? count : 0;
+    const int remaining = col + m * LANES * N < p.head_v ? count : 0;
     const T *from_x = x + m * LANES * N, *from_z = z + m * LANES * N;
-    load_group(xs[m], from_x, p.x.token_stride, left);
-    load_group(zs[m], from_z, p.z.token_stride, left);
+    load_group(xs[m], from_x, p.x.token_stride, remaining);
+    load_group(zs[m], from_z, p.z.token_stride, remaining);
   }
 
   float weight[ITEMS][N] = {};
