@@ -388,7 +388,7 @@ typedef struct gdn_profile_event {
 #define GDN_PROFILE_CHUNK 0x40000000u
 
 // From now on launches of the calling thread on the current device write into `buffer` (device memory, zeroed, aligned
-// to 16 bytes, `bytes` long) until it is set anew; null ends it. The caller keeps the buffer alive and reads it when
+// to 16 bytes, `bytes` long) until the next call; null ends it. The caller keeps the buffer alive and reads it when
 // the launches are done. A launch with more warps than the buffer has room left for is refused with GDN_PROFILE_BUFFER.
 // Not for graphs: a replay would write where its capture did. GDN_NO_PROFILE in any other build.
 int gdn_profile_set(void *buffer, uint64_t bytes, uint32_t events_per_warp);

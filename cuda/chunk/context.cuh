@@ -5,7 +5,7 @@
 // others but the last, all at once; this kernel goes through them and puts the state after each in the place of its N.
 //
 // Transposed, S^T <- M^T S^T + N^T, the left operand is M, which comes from memory right into the registers that hold it as an
-// operand: those of a segment are read anew for the next one as soon as they are used, a whole step ahead. Only the state is
+// operand: they are loaded for the next segment as soon as they are used, a whole step ahead. Only the state is
 // in shared memory. A cluster shares the columns of M, so that it leaves L2 less often; blocks then send each other the columns
 // that they made, and begin a step with their own.
 #pragma once
@@ -58,8 +58,7 @@ template <int N> struct alignas(4 * N) Pack {
   float x[N];
 };
 
-// Of what the kernel before this one wrote; `x` stays where there is nothing. Volatile, as a prefetch that is to stay where it is
-// written.
+// Loads data that the kernel before this one wrote; `x` stays as it is unless `there`. Volatile: a prefetch that must not move.
 template <int N> __device__ __forceinline__ void load_floats(float (&x)[N], const float *from, bool there) {
   static_assert(N == 2 || N == 4);
   if constexpr (N == 2)
@@ -143,7 +142,7 @@ __device__ __forceinline__ void combine_unit(float (&acc)[C::kSums][C::kRowTiles
   }
 }
 
-// One function: M, the state and the sums are registers of all its parts.
+// One function: its parts share M, the state and the sums in registers.
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads)
 combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan) {

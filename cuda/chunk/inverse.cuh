@@ -139,29 +139,30 @@ __device__ __forceinline__ void store_transpose(uint32_t at, const uint32_t (&x)
 #endif
 }
 
-// The half of group_barrier() of those that wait for nothing: what they wrote before is seen by those that wait.
+// The half of group_barrier() without a wait: earlier writes are visible to the threads that wait.
 template <int THREADS> __device__ __forceinline__ void group_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-// Barriers of the block that a warpgroup needs: all its threads at `all`, and two between some warps. Nobody else uses them.
+// Named barriers of the block for one warpgroup alone: all its threads at `all`, and two between some of its warps.
 struct InverseBarriers {
   int all, pair, half;
 };
 
-// The image of the inverse. Before it each warp has put what L has in its diagonal block to `block`, which may lie
-// where the warp's rows of the image will, and what is left of it by blocks of 16: the last one of warps 1 and 3 into the f16
-// tile `l`, others of warps 2 and 3 packed in `left`. `l` ends with blocks that are not L's. The caller's next barrier of all
-// warps ends all reads of it. `meanwhile` is called where warps 0 and 1 have nothing to do. Not SPLIT: by barriers of all alone.
+// Computes the image of the inverse. Before, each warp has stored its diagonal block of L to `block`, which may overlap the warp's
+// rows of the image, and the blocks of 16 left of it: the last one of warps 1 and 3 in the f16 tile `l`, others of warps 2 and 3
+// packed in `left`. `l` ends with blocks that are not L's. The caller's next barrier of all warps ends all reads of it.
+// `meanwhile` is called where warps 0 and 1 are idle. Without SPLIT all barriers are of all warps.
 //
-// With X the inverse, by blocks of 16: X10 and X32 are a merge of blocks of 16 by warps 1 and 3, from the left: what a warp can
-// multiply before it knows of others it does. The merge of 32 goes by transposes, so that a warp has its rows of L and of X as
-// right operands in registers as they are: T = C A', of which warp 2 hands its rows to warp 3, then X = -B' T.
-// One function: blocks of L and of the inverse are registers of all its parts, which are the lambdas.
+// With X the inverse, by blocks of 16: warps 1 and 3 merge blocks of 16 into X10 and X32, from the left: a warp first multiplies
+// what depends on no other warp. The merge of 32 uses transposes, so that a warp's rows of L and of X are right operands in
+// registers without conversion: T = C A', of which warp 2 passes its rows to warp 3, then X = -B' T.
+// One function: its parts, the lambdas, share blocks of L and of the inverse in registers.
 template <typename T, bool SPLIT, typename Meanwhile>
 __device__ __forceinline__ void invert64(uint32_t l, float *block, const uint32_t (&left)[2][4], uint32_t image, int warp, int lane,
                                          const InverseBarriers &barriers, const Meanwhile &meanwhile) {
   const uint32_t by_row = lanes_by_row(lane), l_rows = l + 2048 * warp, rows = image + 2048 * warp;
+  // Invert the diagonal block.
   const Triangle t = invert16(block, lane);
   const PackedTriangle own = {pack2<__half>(t.top[0], t.top[1]), pack2<__half>(t.low[0], t.low[1]), pack2<__half>(t.end[0], t.end[1])};
   store_block(tile_at(l_rows, by_row, 0, warp), {own.top, own.low, 0, own.end}, lane);
@@ -175,6 +176,7 @@ __device__ __forceinline__ void invert64(uint32_t l, float *block, const uint32_
   } else {
     set_to_zero(low);
   }
+  // Merge blocks of 16.
   ptx::group_barrier<128>(barriers.all);    // the diagonal blocks are there
   if (warp % 2) {
     float y[2][4] = {};
@@ -198,6 +200,7 @@ __device__ __forceinline__ void invert64(uint32_t l, float *block, const uint32_
   store_block(tile_at(rows, by_row, 0, warp),
               {pack2<T>(t.top[0], t.top[1]), pack2<T>(t.low[0], t.low[1]), 0, pack2<T>(t.end[0], t.end[1])}, lane);
 
+  // Merge blocks of 32.
   float x[4][4];    // T^T of the blocks of columns 1 and 0, then the same of X
   uint32_t a[4], c[2][4];
   const uint32_t zero[4] = {}, by_piece = lanes_by_piece(lane);

@@ -1,4 +1,4 @@
-// What both kernels of the chunk form agree on: tiles in shared memory, and the workspace between them.
+// The common layouts of both kernels of the chunk form: tiles in shared memory, and the workspace.
 #pragma once
 
 #include "../common/convert.cuh"
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t tile_at(uint32_t tile, uint32_t lanes, int r
 __device__ __forceinline__ uint32_t lanes_by_piece(int lane) { return tile_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2); }
 __device__ __forceinline__ uint32_t lanes_by_row(int lane) { return tile_offset(lane % 16, lane / 16); }
 
-// Copies `count` rows of `size` elements into a tile PIECES pieces wide, by THREADS threads; what is past either is zero.
+// Copies `count` rows of `size` elements into a tile PIECES pieces wide, by THREADS threads; elements past either are zero.
 template <typename T, int PIECES, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t tile, const T *rows, int64_t stride, int count, int size, int thread) {
   constexpr int kRows = THREADS / PIECES;    // at once

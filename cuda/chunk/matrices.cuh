@@ -13,10 +13,10 @@ namespace chunk {
 struct TokenGates {
   float c[kChunk];            // running sum of the log2 decay
   float weight[kChunk];       // beta; then, by norms_of_diagonal(), times the reciprocal norm: the factor of all that k_j writes
-  float before[kChunk];       // 2^c: what is left of the state before the chunk
-  float after[kChunk];        // 2^(c of the last - c): what is left of the token after the chunk
+  float before[kChunk];       // 2^c: the decay of the state before the chunk, up to the token
+  float after[kChunk];        // 2^(c of the last - c): the decay of the token, up to the end of the chunk
   float since[kChunk];        // 2^(c - c of the last before its block of 16)
-  float until[3][kChunk];     // 2^(c of token 16 w + 15 - c) up to that token, then 0: what is left of it after the block;
+  float until[3][kChunk];     // 2^(c of token 16 w + 15 - c) up to that token, then 0: its decay up to the end of the block;
                               // then, by norms_of_diagonal(), times the weight
   float k_norm[kChunk];       // reciprocal norms
   float q_norm[kChunk];       // times the scale
@@ -85,8 +85,8 @@ __device__ __forceinline__ float sigmoid_fast(float x) {
 
 // `rate` is -exp(A_log) log2(e); taken() may load the next ones.
 //
-// NOTES: loops that are not unrolled, here and in the norms: these warps have time, and what all warps of a block run in turn must
-// fit the instruction cache.
+// NOTES: loops are not unrolled, here and in the norms: these warps have time, and the code of all warps of a block must fit the
+// instruction cache.
 template <typename F>
 __device__ __forceinline__ void finish_gates(const gdn_rule_params &p, RawGates raw, float rate, float dt_bias, int count,
                                              int lane, TokenGates &to, const F &taken) {

@@ -1,4 +1,4 @@
-// What the scans for sm_80 and sm_90a share: a warp's 16 value rows of the state, its elementwise work and its accesses to
+// The common part of the scans for sm_80 and sm_90a: a warp's 16 value rows of the state, its elementwise work and its accesses to
 // global memory. In both a warp holds its rows as the accumulators of mma16816 and wgmma, side by side:
 // x[t] = columns 8 t + 2 (lane % 4), + 1 of row lane / 4, then of row lane / 4 + 8.
 //
@@ -49,8 +49,8 @@ template <int N> __device__ __forceinline__ void scale_columns(float (&x)[N][4],
   for (int m = 0; m < N / 2; ++m) scale_columns(x, m, column_factors(factors, m, lane));
 }
 
-// A operands of x, and of x with a factor a column, pair by pair, so that x goes as the operands come. `first` are the factors
-// of the first two tiles.
+// A operands of x, and of x with a factor a column, pair by pair, so that x's registers are freed as the operands are made.
+// `first` are the factors of the first two tiles.
 template <typename T>
 __device__ __forceinline__ void to_operands(uint32_t (&plain)[4][4], uint32_t (&scaled)[4][4], const float (&x)[8][4],
                                             const float4 &first, const float *factors, int lane) {
@@ -302,7 +302,7 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   s.identity = PASS == kTransfer && tile >= plan.v_tiles;
   s.row0 = (s.identity ? tile - plan.v_tiles : tile) * tile_rows;
   const bool mixed = PASS != kSeveral && plan.mixed;
-  const bool whole = mixed && s.slot >= plan.slots;    // behind the slots each sequence once more, if it is not long
+  const bool whole = mixed && s.slot >= plan.slots;    // after the slots come all sequences that are not long
   const int found = whole ? s.slot - plan.slots : mixed ? sequence_of_slot(p.common.seqs, plan, s.slot) : s.slot;
   s.n = max(found, 0);
   s.seq = tokens_of(p.common.seqs, s.n);
@@ -310,7 +310,7 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   s.begin = begin_of_segment(plan, s.segment);
   s.end = whole ? chunks : min(chunks, begin_of_segment(plan, s.segment + 1));
   s.split = -1;
-  if (PASS == kTransfer && s.end == chunks) s.end = s.begin;    // nothing follows that would need it
+  if (PASS == kTransfer && s.end == chunks) s.end = s.begin;    // no later segment needs it
   if (found < 0 || (whole && s.seq.count > plan.long_tokens)) s.segment = 1, s.begin = s.end = 0;    // idle
   if (PASS == kSeveral && part.split >= 0) {
     const int first = (chunks * part.share + plan.rounds.places / 2) / plan.rounds.places;

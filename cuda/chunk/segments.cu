@@ -1,4 +1,4 @@
-// How sequences are cut into segments: what minimises a model of the passes on the card.
+// How sequences are cut into segments: the choice with the least time in a model of the passes. No CUDA: a test compiles it as C++.
 #include "segments.h"
 
 #include <algorithm>
@@ -13,15 +13,15 @@ namespace {
 struct BlockCosts {
   double chunk, begin;                      // of a block of the scan: a chunk; its begin and its end
   double transfer_chunk, transfer_begin;    // the same of the transfer pass
-  double begin_hidden;    // how much of the begin of the blocks behind the combination is done while that runs
-  double next_block;      // until a place that was left has its next block, where `begin` is not of such
+  double begin_hidden;    // the part of the begin of the blocks after the combination that overlaps it
+  double next_block;      // from the end of a block to the next one at its place, where `begin` does not include it
 };
 struct Costs {
   BlockCosts rows_64, rows_128;    // by the value rows of a block
-  double combine;                  // the combination,
-  double combine_segment;          // for each segment that it goes through,
-  double combine_head;             // and for each of those and each head
-  double next_head;                // from one head to the next, in a block that goes through several
+  double combine;                  // the combination
+  double combine_segment;          // the same for each segment
+  double combine_head;             // the same for each segment and head
+  double next_head;                // from one head to the next, in a block that processes several
 
   constexpr const BlockCosts &of(bool wide) const { return wide ? rows_128 : rows_64; }
 };
@@ -39,7 +39,7 @@ constexpr Costs costs_sm90() {
   return c;
 }
 
-// There is no block of 128 value rows in this model, nor one that goes through several heads.
+// Without blocks of 128 value rows, and without blocks of several heads.
 constexpr Costs costs_sm80() {
   Costs c = {};
   c.rows_64.chunk = 4.3, c.rows_64.begin = 4.;
@@ -53,13 +53,13 @@ constexpr double kSplitCost = 2.;          // microseconds more where heads are 
 constexpr int64_t kSplitChunks = 8;        // a head of fewer chunks is not split
 constexpr int64_t kMostJobs = 64;          // of a place
 constexpr int64_t kMostSegments = 33;
-constexpr int64_t kSegmentChunks = 4;      // a segment has at least so many
+constexpr int64_t kSegmentChunks = 4;      // of a segment at least
 constexpr int kMostTransfers = 4;          // of a place, one after the other, beside the first segment
 constexpr int64_t kMostMixed = 256;        // sequences among which blocks look for the long ones
-constexpr double kIdleBlock = 1.;          // microseconds of a block that finds nothing to do
+constexpr double kIdleBlock = 1.;          // microseconds of a block without work
 
-// When all is done if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`, which take
-// `again` between two blocks.
+// The end of all blocks if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`, with
+// `again` between two blocks of a place.
 double makespan(int64_t late, double long_block, int64_t brief, double brief_block, int64_t places, double again) {
   const int64_t rounds = late / places, last = late % places;
   const double begin = static_cast<double>(rounds) * long_block, end = begin + (last > 0 ? long_block : 0.);
@@ -77,8 +77,8 @@ double makespan(int64_t late, double long_block, int64_t brief, double brief_blo
   return best < end ? end : best;
 }
 
-// The best of what has been considered, by the model's time. Packed sequences may be of different lengths, which the device alone
-// knows: as many as fit are taken to be of the longest, and the others to share what is left.
+// The best choice considered so far, by the model's time. The lengths of packed sequences are known to the device alone: the model
+// assumes as many of the longest length as fit, and that the others share the remaining tokens.
 class Search {
  public:
   Search(const gdn_rule_params &p, int64_t longest, bool sm90, int sms, bool has_wide)
@@ -91,7 +91,7 @@ class Search {
     if (mixed_ && fitting > 0) other_tokens_ = s.total_tokens - fitting * s.max_tokens_per_seq;
   }
 
-  // One segment, a block a head; where there are more than places, those of long sequences begin first.
+  // One segment, a block a head; with more blocks than places those of long sequences begin first.
   void consider_one() {
     Segments one;
     one.first_chunks = one.chunks = longest_;
@@ -107,8 +107,8 @@ class Search {
     }
   }
 
-  // One segment, and several heads a block (scan.cuh). For lengths that are known: otherwise blocks that come as there is room
-  // are balanced better.
+  // One segment, and several heads a block (plan.h). For known lengths only: otherwise the scheduler of the device balances blocks
+  // better.
   void consider_rounds() {
     if (p_.common.seqs.cu_seqlens) return;
     for (int w = 0; w < widths_; ++w) {
@@ -128,7 +128,7 @@ class Search {
     }
   }
 
-  // `n` segments, of which the first has as many chunks as take the time of the transfers beside it.
+  // `n` segments; the first has as many chunks as take the time of the transfers beside it.
   void consider_segments(int64_t n) {
     const double step = cost_.combine_segment + cost_.combine_head * static_cast<double>(heads_);
     for (int w = 0; w < widths_; ++w) {
@@ -162,7 +162,7 @@ class Search {
     }
   }
 
-  // More blocks than two rounds of places do not pay: all that is cut off is done again.
+  // More blocks than two rounds of places do not pay: all after the first segment is computed twice.
   int64_t most_segments() const { return 2 + 2 * places_ / (heads_ * v_tiles(widths_ - 1)); }
 
   const Segments &best() const { return best_; }
@@ -178,10 +178,10 @@ class Search {
     return static_cast<double>(chunks) * cost.chunk + cost.begin;
   }
 
-  // How many sequences may have more than so many tokens.
+  // The number of sequences that may have more than `tokens` tokens.
   int64_t slots_for(int64_t tokens) const { return std::min(int64_t{p_.common.seqs.num_seqs}, p_.common.seqs.total_tokens / (tokens + 1)); }
 
-  // When blocks that take `work` in all, and the other sequences, of which none is `longest` tokens long, have shared the places.
+  // The end of blocks of `work` in all, and of the other sequences, all shorter than `longest` tokens, on all places together.
   double shared(double work, int w, int64_t longest) const {
     const BlockCosts &cost = cost_.of(w == 1);
     const double others = static_cast<double>(p_.common.seqs.num_seqs - long_ones_), chunks = static_cast<double>(other_tokens_) / GDN_CHUNK;
@@ -191,7 +191,7 @@ class Search {
     return std::max(last, all / static_cast<double>(places_) + 0.5 * last);
   }
 
-  // If it is better: a sequence is cut for more than the model may be wrong by.
+  // Keeps a better choice; to cut a sequence it must be better by more than the model's error.
   void take(const Segments &s, int w, double time) {
     if (time_ >= 0. && time >= time_ - (s.count > 1 && best_.count == 1 ? kModelError : 0.)) return;
     time_ = time, best_ = s;

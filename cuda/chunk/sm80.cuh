@@ -56,7 +56,7 @@ template <int BYTES, int THREADS> __device__ __forceinline__ void copy_bytes(uin
   }
 }
 
-// One function: state and operands are registers of all its parts.
+// One function: its parts share state and operands in registers.
 template <typename T, int KK, int WARPS, Pass PASS>
 __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan &plan) {
   GDN_PROFILED(profile::LeanStamps stamps(plan.profile, profile::kScanWarp);)

@@ -2,10 +2,9 @@
 //
 // A thread owns N neighbouring channels (one where alignment or little work asks for it) and a run of tokens; its window of
 // the last W - 1 inputs lives in registers, so that an input is read once per run, plus W - 1 inputs before the run.
-// Inputs come a group of rows at a time, one group ahead of the one at work; long ones in short runs, of which all is on its
-// way at once.
-// Only the thread that owns a sequence's first run reads the old state, and that same thread writes the new one, after
-// all it had to read: with state_in == state_out no other thread can see either.
+// Inputs are loaded a group of rows at a time, one group ahead; long ones in short runs, each loaded at once.
+// Only the thread that owns a sequence's first run reads the old state, and the same thread writes the new one after all its
+// reads: with state_in == state_out no other thread accesses either.
 #pragma once
 
 #include "../common/convert.cuh"
@@ -64,7 +63,7 @@ __device__ __forceinline__ void token(const Row<T, N> &row, const float (&weight
   store_row(y, out);
 }
 
-// A run's rows on their way to its thread, in groups of G. Here a group in registers, while the one before is at work.
+// The source of a run's rows, in groups of G: the next group in registers, while the current one is processed.
 template <typename T, int N, int G> struct Ahead {
   static constexpr int kShared = 1;    // rows in shared memory
   Row<T, N> next[G];
@@ -83,7 +82,7 @@ template <typename T, int N, int G> struct Ahead {
   }
 };
 
-// Here all of a run of up to ROWS, in shared memory, each row where only its thread looks: it waits for its own copies alone.
+// The same with all rows of a run, up to ROWS, in shared memory, private to the thread: it waits for its own copies alone.
 template <typename T, int N, int G, int ROWS> struct Tile {
   static constexpr int kShared = ROWS * kThreads, kGroups = ROWS / G;
   static_assert(sizeof(Row<T, N>) == 8 && ROWS % G == 0, "whole groups of rows of 8 bytes");
@@ -100,7 +99,7 @@ template <typename T, int N, int G, int ROWS> struct Tile {
     }
   }
   __device__ __forceinline__ void take(Row<T, N> (&rows)[G], int) {
-    ptx::copy_async_commit();    // of nothing: as many groups are younger than the one that is taken, whichever it is
+    ptx::copy_async_commit();    // an empty group: always the same number of groups is younger than the one that is taken
     ptx::copy_async_wait<kGroups>();
 #pragma unroll
     for (int u = 0; u < G; ++u, at += 8 * kThreads) {
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
   const T *x = static_cast<const T *>(p.x.ptr) + n * p.x.seq_stride + seq.first * x_stride + channel;
   T *y = static_cast<T *>(const_cast<void *>(p.y.ptr)) + n * p.y.seq_stride + seq.first * y_stride + channel;
 
-  // The first inputs are on their way before anything else is asked for.
+  // Load the first inputs before anything else.
   __shared__ Row<T, N> shared[Source::kShared];
   Source source(shared, x_stride);
   int64_t t0 = static_cast<int64_t>(first_run) * plan.run;
@@ -188,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
     const int tokens = remaining();
     if (p.silu) walk<true, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
     else walk<false, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
-    // More runs than the host foresaw are taken in turn.
+    // Further runs, where the grid has fewer than the sequence.
     t0 += step;
     if (t0 >= seq.count) break;
     const T *from = x + (t0 - (W - 1)) * x_stride;
@@ -198,8 +197,8 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
   }
 
   if (first_run == 0) {
-    // The last W - 1 of (old state, inputs): at hand when the sequence was one run, else read anew. All is read before
-    // any is written, because a short sequence moves rows within the state. The conversions are exact both ways.
+    // The last W - 1 of (old state, inputs): in registers when the sequence was one run, else read again. All reads
+    // precede all writes, because a short sequence moves rows within the state. The conversions are exact both ways.
     if (seq.count <= 0 || seq.count > plan.run) {
 #pragma unroll
       for (int j = 0; j < W - 1; ++j) {
@@ -225,8 +224,8 @@ template <typename T, int W, int N> int launch(const gdn_conv_params &p, int sms
   const int64_t room = (least > kWaves ? least : kWaves) * full / columns;
   int64_t run = ceil_div(ceil_div(tokens, room > 1 ? room : 1), S::kGroup) * S::kGroup;
   if (run < S::kMinRun) run = S::kMinRun;
-  // Of inputs of several fillings of the card short runs, in order, so that what is on its way lies close together: 16 tokens
-  // each take 9 % less at 8192 tokens of 8192 channels than one filling of 168.
+  // Inputs that fill the card several times have short runs, in order, so that concurrent loads are close together: runs of 16
+  // tokens take 9 % less time at 8192 tokens of 8192 channels than one filling with runs of 168.
   void (*kernel)(gdn_conv_params, Plan) = conv_kernel<T, W, N, Ahead<T, N, S::kGroup>>;
   if constexpr (N * sizeof(T) == 8) {
     if (run >= 2 * kTileTokens) run = kTileTokens, kernel = conv_kernel<T, W, N, Tile<T, N, S::kGroup, kTileTokens>>;
@@ -249,7 +248,7 @@ template <typename T, int W> int with_width(const gdn_conv_params &p, int sms, c
   const bool vec = p.channels % kVec == 0 && aligned_tokens(p.x, kVec, p.io_dtype) &&
                    aligned_tokens(p.y, kVec, p.io_dtype) && aligned(p.state_in, kBytes) && aligned(p.state_out, kBytes) &&
                    p.in_slots.slot_stride % kVec == 0 && p.out_slots.slot_stride % kVec == 0;
-  // Wide threads, but for so little work that they would leave most of the card idle.
+  // Wide threads, unless the work is so little that they would leave most of the card idle.
   const int64_t rows = static_cast<int64_t>(p.seqs.num_seqs) * max_tokens(p.seqs);
   if (vec && rows >= ceil_div(512LL * sms, p.channels)) return launch<T, W, kVec>(p, sms, stream);
   return launch<T, W, 1>(p, sms, stream);

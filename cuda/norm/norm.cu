@@ -1,7 +1,7 @@
 // gdn_norm: gated RMSNorm, out = x * rsqrt(mean(x^2) + eps) * weight * act(z).
 //
-// A row is shared by the fewest lanes (a power of two) that can read it in one pass of 16 bytes a lane. They take the
-// rows of one head at up to kTokens tokens, all of which are on their way before the first is used.
+// A row is shared by the fewest lanes (a power of two) that can read it in one pass of 16 bytes a lane. They process the
+// rows of one head at up to kTokens tokens, and load all before the first is used.
 #include "../common/host.cuh"
 #include "../common/launch.cuh"
 #include "../common/math.cuh"
@@ -29,7 +29,7 @@ struct Plan {
 template <typename T, int N, int ITEMS, int LANES>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     norm_kernel(const __grid_constant__ gdn_norm_params p, const __grid_constant__ Plan plan) {
-  // The last tokens first: what came before them may have written those last, and L2 still has them.
+  // The last tokens first: the kernel before may have written those last, so that L2 still has them.
   const uint32_t group = (gridDim.x - 1 - blockIdx.x) * (kThreads / LANES) + threadIdx.x / LANES;
   const uint32_t piece = plan.divide ? __umulhi(group, plan.divide) : group / plan.heads;
   const uint32_t head = group - piece * plan.heads, first = piece * plan.each;
