@@ -25,7 +25,7 @@ static_assert(sizeof(gdn_profile_warp) == 64 && sizeof(gdn_profile_event) == 16,
 
 namespace {
 
-// What is left of the calling thread's buffer.
+// The free part of the calling thread's buffer.
 struct Buffer {
   char *next = nullptr;
   uint64_t warps = 0;

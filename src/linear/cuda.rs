@@ -1,6 +1,6 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
-use crate::abi::gdn::{self, gdn_linear_with, LinearOptions};
+use crate::abi::{self as gdn, gdn_linear_with, LinearOptions};
 use crate::cuda::arena::alloc;
 use crate::cuda::pointers::{check, dtype_code, int, read, stream_of, write};
 use crate::ops::{apply2, Launch};
