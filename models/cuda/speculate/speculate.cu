@@ -1,17 +1,17 @@
-// gdn_round_begin, gdn_round_end: a block a sequence.
+// gdn_speculate_begin, gdn_speculate_end: a block a sequence.
 #include "common/host.cuh"
 #include "common/launch.cuh"
-#include "../gdn_round.h"
+#include "../gdn_speculate.h"
 
 namespace gdn {
-namespace round {
+namespace speculate {
 namespace {
 
 constexpr int kThreads = 128;
 constexpr int kMostTokens = 16;
 
-__global__ void __launch_bounds__(kThreads) begin_kernel(const __grid_constant__ gdn_round_params p) {
-  const int first = blockIdx.x * p.tokens, from = first + static_cast<int>(p.stayed[blockIdx.x]) - 1;
+__global__ void __launch_bounds__(kThreads) begin_kernel(const __grid_constant__ gdn_speculate_params p) {
+  const int first = blockIdx.x * p.tokens, from = first + static_cast<int>(p.accepted[blockIdx.x]) - 1;
   const gdn_sampling_row row = p.rows[from];
   const bool penalised = row.scale >= 0. && row.window > 0;
   if (penalised) {
@@ -47,62 +47,62 @@ __device__ __forceinline__ float chance(uint32_t sequence, uint32_t position) {
   return static_cast<float>((x ^ x >> 16) >> 8) * 0x1p-24f;
 }
 
-__global__ void __launch_bounds__(kThreads) end_kernel(const __grid_constant__ gdn_round_params p) {
+__global__ void __launch_bounds__(kThreads) end_kernel(const __grid_constant__ gdn_speculate_params p) {
   const int n = blockIdx.x * kThreads + threadIdx.x;
   if (n >= p.seqs) return;
   const int first = n * p.tokens;
   if (p.rows[first].scale < 0.) return;
   uint32_t *ids = p.ids + first, *drawn = p.drawn + first, *chosen = p.chosen + first;
-  uint32_t stays = 1;
-  for (; stays < static_cast<uint32_t>(p.tokens); ++stays) {
-    if (p.forced >= 0.f) {
-      if (!(chance(n, p.positions[n] + stays) < p.forced)) break;
-      drawn[stays - 1] = chosen[stays - 1] = ids[stays];
-    } else if (drawn[stays - 1] != ids[stays]) {
+  uint32_t accepted = 1;
+  for (; accepted < static_cast<uint32_t>(p.tokens); ++accepted) {
+    if (p.forced_acceptance >= 0.f) {
+      if (!(chance(n, p.positions[n] + accepted) < p.forced_acceptance)) break;
+      drawn[accepted - 1] = chosen[accepted - 1] = ids[accepted];
+    } else if (drawn[accepted - 1] != ids[accepted]) {
       break;
     }
   }
   uint32_t *out = p.out + static_cast<int64_t>(n) * (1 + p.tokens);
-  out[0] = stays;
+  out[0] = accepted;
   for (int i = 0; i < p.tokens; ++i) out[1 + i] = drawn[i];
-  const uint32_t head = p.head[n] + p.stayed[n];
-  p.head[n] = head;
-  p.behind[n] = head + stays;
-  p.positions[n] += stays;
-  p.stayed[n] = stays;
-  p.last[n] = first + stays - 1;
-  ids[0] = chosen[stays - 1];
+  const uint32_t head = p.head_len[n] + p.accepted[n];
+  p.head_len[n] = head;
+  p.head_end[n] = head + accepted;
+  p.positions[n] += accepted;
+  p.accepted[n] = accepted;
+  p.last[n] = first + accepted - 1;
+  ids[0] = chosen[accepted - 1];
 }
 
-int check(const gdn_round_params *params) {
+int check(const gdn_speculate_params *params) {
   if (!params) return GDN_NULL_POINTER;
-  const gdn_round_params &p = *params;
+  const gdn_speculate_params &p = *params;
   if (p.seqs < 0 || p.tokens < 1 || p.tokens > kMostTokens || p.history < 0) return GDN_BAD_LENGTH;
   for (const void *x : {static_cast<const void *>(p.ids), static_cast<const void *>(p.rows),
                         static_cast<const void *>(p.chosen), static_cast<const void *>(p.drawn),
-                        static_cast<const void *>(p.stayed), static_cast<const void *>(p.last),
-                        static_cast<const void *>(p.positions), static_cast<const void *>(p.head),
-                        static_cast<const void *>(p.behind), static_cast<const void *>(p.out)})
+                        static_cast<const void *>(p.accepted), static_cast<const void *>(p.last),
+                        static_cast<const void *>(p.positions), static_cast<const void *>(p.head_len),
+                        static_cast<const void *>(p.head_end), static_cast<const void *>(p.out)})
     if (!x) return GDN_NULL_POINTER;
   return p.history > 0 && !p.recent ? GDN_NULL_POINTER : GDN_OK;
 }
 
 }  // namespace
-}  // namespace round
+}  // namespace speculate
 }  // namespace gdn
 
-extern "C" int gdn_round_begin(const gdn_round_params *params, cudaStream_t stream) {
+extern "C" int gdn_speculate_begin(const gdn_speculate_params *params, cudaStream_t stream) {
   using namespace gdn;
-  using namespace gdn::round;
-  if (const int status = round::check(params)) return status;
+  using namespace gdn::speculate;
+  if (const int status = speculate::check(params)) return status;
   if (params->seqs == 0) return GDN_OK;
   return launch(begin_kernel, {dim3(static_cast<unsigned>(params->seqs)), dim3(kThreads), 0, stream}, *params);
 }
 
-extern "C" int gdn_round_end(const gdn_round_params *params, cudaStream_t stream) {
+extern "C" int gdn_speculate_end(const gdn_speculate_params *params, cudaStream_t stream) {
   using namespace gdn;
-  using namespace gdn::round;
-  if (const int status = round::check(params)) return status;
+  using namespace gdn::speculate;
+  if (const int status = speculate::check(params)) return status;
   if (params->seqs == 0) return GDN_OK;
   const dim3 grid(static_cast<unsigned>(ceil_div(params->seqs, kThreads)));
   return launch(end_kernel, {grid, dim3(kThreads), 0, stream}, *params);

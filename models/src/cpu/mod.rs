@@ -3,9 +3,6 @@
 pub(crate) mod attention;
 pub(crate) mod bytes;
 pub(crate) mod cached_attention;
-pub(crate) mod logprobs;
 pub(crate) mod moe;
 pub(crate) mod rms_norm;
-pub(crate) mod round;
-pub(crate) mod sampling;
 pub(crate) mod swiglu;

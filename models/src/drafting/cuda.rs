@@ -1,60 +1,71 @@
-//! Launches of `cuda/gdn_round.h`: before and after the tokens of a round are drawn.
+//! Launches of `cuda/gdn_speculate.h`: the bookkeeping of a speculative step.
 
-use crate::abi::round::{gdn_round_begin, gdn_round_end, RoundParams};
 use crate::abi::sampling::ROW_WORDS;
+use crate::abi::speculate::{gdn_speculate_begin, gdn_speculate_end, SpeculateParams};
 use candle_core::{Result, Tensor};
 use candle_gdn::plumbing::cuda::{check, int, stream_of, write};
 use candle_gdn::plumbing::in_place_cuda;
 use std::ffi::c_void;
 
-const NAME: &str = "round";
+const NAME: &str = "speculate";
 
-/// Which of the two.
+/// Before the tokens are drawn, and after.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Half {
+pub(super) enum Half {
     Begin,
     End,
 }
 
-/// `words` are those of [`RoundWords`](crate::engine), `rows` those of [`Rows`](crate::engine) with room for `history` recent tokens.
-pub(crate) fn round(
+/// Sizes of a speculative step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    pub sequences: usize,
+    /// Tokens of each sequence.
+    pub tokens: usize,
+    /// The most recent tokens of a row.
+    pub history: usize,
+}
+
+/// `words` are those of [`SpeculativeBuffers`](super::speculative_buffers::SpeculativeBuffers), `rows` those of
+/// [`Rows`](crate::sampling::rows::Rows). `forced_acceptance` is the chance that a draft is accepted whatever was drawn.
+pub(super) fn speculate(
     half: Half,
     words: &Tensor,
     rows: &Tensor,
-    [seqs, tokens, history]: [usize; 3],
-    forced: f32,
+    Sizes { sequences, tokens, history }: Sizes,
+    forced_acceptance: Option<f32>,
 ) -> Result<()> {
     in_place_cuda(NAME, words, |(words, layout)| {
         in_place_cuda(NAME, rows, |(rows, rows_layout)| {
             let stream = &*stream_of(words)?;
             let (words, rows) = (write(words, stream)?, write(rows, stream)?);
-            let (first, count) = (rows_layout.start_offset(), seqs * tokens);
+            let (first, count) = (rows_layout.start_offset(), sequences * tokens);
             let chosen = first + count * ROW_WORDS;
             // In the order of the words.
-            let each = |i: usize| words.at::<u32>(layout.start_offset() + i * seqs, 4);
-            let params = RoundParams {
-                stayed: each(0),
-                last: each(1),
-                positions: each(2),
-                head: each(3),
-                behind: each(4),
-                ids: each(5),
-                out: each(5 + tokens),
+            let column = |i: usize| words.at::<u32>(layout.start_offset() + i * sequences, 4);
+            let params = SpeculateParams {
+                accepted: column(0),
+                last: column(1),
+                positions: column(2),
+                head_len: column(3),
+                head_end: column(4),
+                ids: column(5),
+                out: column(5 + tokens),
                 rows: rows.at(first, 4),
                 chosen: rows.at(chosen, 4),
                 drawn: rows.at(chosen + count, 4),
                 recent: rows.at(chosen + 2 * count, 4),
-                seqs: int(NAME, "sequences", seqs)?,
+                seqs: int(NAME, "sequences", sequences)?,
                 tokens: int(NAME, "tokens", tokens)?,
                 history: int(NAME, "history", history)?,
-                forced,
+                forced_acceptance: forced_acceptance.unwrap_or(-1.),
             };
             let stream = stream.cu_stream().cast::<c_void>();
             // SAFETY: every pointer lies in buffers made for so many sequences and tokens, and the guards outlive the launch.
             check(NAME, unsafe {
                 match half {
-                    Half::Begin => gdn_round_begin(&params, stream),
-                    Half::End => gdn_round_end(&params, stream),
+                    Half::Begin => gdn_speculate_begin(&params, stream),
+                    Half::End => gdn_speculate_end(&params, stream),
                 }
             })
         })

@@ -1,188 +1,35 @@
-//! Drafts of the model's draft head, and what it remembers of each sequence.
-//!
-//! The head's token `j` is made of the model's hidden state at `j` and token `j + 1`: of a sequence that has seen `n`
-//! tokens it can know `n - 1`, and the last hidden state waits for the token that comes next. Hidden states of prompts go
-//! into its keys and values with each pass. Those of single tokens and of accepted drafts wait for the next draft, and take
-//! no pass of their own.
+//! Passes of the draft head: drafts, and hidden states that enter its cache.
 
-use super::kv::{KvRows, KvSlots};
-use super::pool::{Sequence, SequencePool};
-use super::sampling::Token;
-use crate::blocks::decoder::{Mixer, Residual};
+use super::head_state::{HeadSlots, Rows};
+use crate::blocks::decoder::Mixer;
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
+use crate::sequences::kv::{KvRows, KvSlots};
+use crate::sequences::pool::{Sequence, SequencePool};
 use candle_core::{bail, DType, Result, Tensor, D};
 use candle_gdn::plumbing::Launch;
 use candle_gdn::{CuSeqlens, Slots};
-use std::ops::Range;
 
 const DRAFT: &str = "draft";
 
-/// Hidden states that wait at most, before they take a pass after all: this bounds their memory.
+/// The most hidden states that wait before they take a pass of their own: this bounds their memory.
 const WAITING: usize = 64;
-/// Pieces that are put together by copies; more are looked up by their rows.
-const COPIES: usize = 4;
 
-/// Of all sequences of a pool.
-#[derive(Debug)]
-pub(super) struct HeadSlots {
-    pub kv: KvSlots,
-    /// Whether hidden states are not worth a pass of the head: of those that wait all but the last are forgotten then. Drafts know
-    /// less of a sequence for it, and nothing else does.
-    pub idle: bool,
-    pub slots: Vec<HeadState>,
-}
-
-/// Of one sequence.
-#[derive(Debug, Default, Clone)]
-pub(super) struct HeadState {
-    /// Tokens in the head's cache.
-    pub len: usize,
-    /// The model's hidden states from there on, one of each token.
-    waiting: Vec<Rows>,
-    /// The tokens behind these: of all but the last.
-    tokens: Vec<u32>,
-    /// One more token is in the cache, if this is the one that comes next.
-    pub next: Option<u32>,
-}
-
-/// Some rows of a tensor.
-#[derive(Debug, Clone)]
-struct Rows {
-    of: Tensor,
-    range: Range<usize>,
-}
-
-impl HeadState {
-    /// Of a sequence of which nothing waits but the last hidden state, `[1, hidden]`.
-    pub fn after(len: usize, last: Tensor) -> Self {
-        let waiting = vec![Rows { of: last, range: 0..1 }];
-        Self { len: len - 1, waiting, tokens: Vec::new(), next: None }
-    }
-
-    /// The tokens that wait: the last hidden state waits for the one behind them.
-    pub fn tokens(&self) -> &[u32] {
-        &self.tokens
-    }
-
-    /// Copies the hidden states that wait to row `at` of a tensor.
-    pub fn copy_waiting(&self, to: &Tensor, mut at: usize) -> Result<()> {
-        for rows in &self.waiting {
-            to.slice_set(&rows.of.narrow(0, rows.range.start, rows.range.len())?, 0, at)?;
-            at += rows.range.len();
+/// `rows` are the slots, and the tokens in each before the new ones.
+fn kv_rows(model: &CausalLm, kv: &KvSlots, rows: Vec<(usize, usize)>, lengths: &[usize]) -> Result<KvRows> {
+    if let KvSlots::Panels(..) = kv {
+        let mut angles = Angles::default();
+        for ((_, position), tokens) in rows.iter().zip(lengths) {
+            model.rotary.append(*position, *tokens, &mut angles);
         }
-        Ok(())
+        return Ok(KvRows::Host { rows, angles });
     }
-
-    /// The model was fed `tokens`, and these are its hidden states.
-    fn push(&mut self, tokens: &[u32], rows: impl IntoIterator<Item = Rows>) {
-        match (self.waiting.is_empty(), self.next.take()) {
-            // Before the first token there is no hidden state.
-            (true, _) => self.tokens = tokens[1..].to_vec(),
-            (false, Some(next)) if next == tokens[0] => {
-                self.len += 1;
-                self.waiting.clear();
-                self.tokens = tokens[1..].to_vec();
-            }
-            (false, _) => self.tokens.extend(tokens),
-        }
-        self.waiting.extend(rows);
-    }
-
-    /// The first `count` of what waits are in the cache.
-    fn cached(&mut self, count: usize) {
-        self.len += count;
-        self.forget(count);
-    }
-
-    /// The first `count` of what waits are not to wait any more.
-    fn forget(&mut self, mut count: usize) {
-        self.tokens.drain(..count);
-        self.waiting.retain_mut(|rows| {
-            let gone = count.min(rows.range.len());
-            (rows.range.start, count) = (rows.range.start + gone, count - gone);
-            !rows.range.is_empty()
-        });
-    }
-
-    /// A copy that keeps no more memory than its own.
-    pub fn own(&self) -> Result<Self> {
-        let own = |rows: &Rows| {
-            let of = rows.of.narrow(0, rows.range.start, rows.range.len())?.force_contiguous()?;
-            Ok(Rows { range: 0..rows.range.len(), of })
-        };
-        let waiting = self.waiting.iter().map(own).collect::<Result<_>>()?;
-        Ok(Self { waiting, next: None, ..self.clone() })
-    }
-
-    pub fn size_in_bytes(&self) -> usize {
-        self.waiting.iter().map(|rows| rows.of.elem_count() * rows.of.dtype().size_in_bytes()).sum()
-    }
-}
-
-impl HeadSlots {
-    /// Slots, and tokens in each before the new ones.
-    fn rows(&self, model: &CausalLm, rows: Vec<(usize, usize)>, lengths: &[usize]) -> Result<KvRows> {
-        if let KvSlots::Panels(..) = self.kv {
-            let mut angles = Angles::default();
-            for ((_, position), tokens) in rows.iter().zip(lengths) {
-                model.rotary.append(*position, *tokens, &mut angles);
-            }
-            return Ok(KvRows::Host { rows, angles });
-        }
-        let max_len = rows.iter().zip(lengths).map(|((_, at), new)| at + new).max().unwrap_or(0);
-        let [slots, positions]: [Vec<u32>; 2] =
-            [rows.iter().map(|row| row.0 as u32).collect(), rows.iter().map(|row| row.1 as u32).collect()];
-        let slots = Slots::new(&slots, &model.device)?;
-        Ok(KvRows::Device { slots, positions: Tensor::new(positions, &model.device)?, max_len })
-    }
-
-    /// The first `counts` of what waits in the slots, packed.
-    fn hidden(&self, slots: &[usize], counts: &[usize]) -> Result<Tensor> {
-        let mut pieces: Vec<Rows> = Vec::new();
-        for (&slot, &count) in slots.iter().zip(counts) {
-            let mut left = count;
-            for rows in &self.slots[slot].waiting {
-                let range = rows.range.start..rows.range.start + left.min(rows.range.len());
-                left -= range.len();
-                match pieces.last_mut() {
-                    _ if range.is_empty() => {}
-                    Some(last) if last.of.id() == rows.of.id() && last.range.end == range.start => {
-                        last.range.end = range.end;
-                    }
-                    _ => pieces.push(Rows { of: rows.of.clone(), range }),
-                }
-            }
-            if left > 0 {
-                bail!("{DRAFT}: expected {count} hidden states in slot {slot}, got {}", count - left)
-            }
-        }
-        if let [one] = pieces.as_slice() {
-            return one.of.narrow(0, one.range.start, one.range.len());
-        }
-        if pieces.len() <= COPIES {
-            let pieces = pieces.iter().map(|rows| rows.of.narrow(0, rows.range.start, rows.range.len()));
-            return Tensor::cat(&pieces.collect::<Result<Vec<_>>>()?, 0);
-        }
-        let (mut sources, mut rows): (Vec<(Tensor, usize)>, Vec<u32>) = (Vec::new(), Vec::new());
-        let mut end = 0;
-        for piece in &pieces {
-            let known = sources.iter().find(|(of, _)| of.id() == piece.of.id());
-            let first = known.map_or(end, |(_, first)| *first);
-            if first == end {
-                end += piece.of.dim(0)?;
-                sources.push((piece.of.clone(), first));
-            }
-            rows.extend(piece.range.clone().map(|row| (first + row) as u32));
-        }
-        let sources: Vec<Tensor> = sources.into_iter().map(|(of, _)| of).collect();
-        let rows = Tensor::new(rows, sources[0].device())?;
-        match sources.as_slice() {
-            [one] => one.index_select(&rows, 0),
-            all => Tensor::cat(all, 0)?.index_select(&rows, 0),
-        }
-    }
+    let max_len = rows.iter().zip(lengths).map(|((_, at), new)| at + new).max().unwrap_or(0);
+    let [slots, positions]: [Vec<u32>; 2] =
+        [rows.iter().map(|row| row.0 as u32).collect(), rows.iter().map(|row| row.1 as u32).collect()];
+    let slots = Slots::new(&slots, &model.device)?;
+    Ok(KvRows::Device { slots, positions: Tensor::new(positions, &model.device)?, max_len })
 }
 
 /// Boundaries of packed tokens; `None` where each sequence has one.
@@ -194,8 +41,8 @@ fn boundaries(model: &CausalLm, lengths: &[usize]) -> Result<Option<CuSeqlens>> 
 }
 
 impl SequencePool {
-    /// After a pass of the model that gave `hidden`, packed, and of it the `last` row of each sequence.
-    pub(super) fn heard<'a>(
+    /// After a pass of the model with the packed hidden states `hidden`; `last` has the last row of each sequence.
+    pub(crate) fn feed_head<'a>(
         &mut self,
         model: &CausalLm,
         slots: &[usize],
@@ -207,46 +54,52 @@ impl SequencePool {
         let (mut first, mut full) = (0, Vec::new());
         for (row, (&slot, tokens)) in slots.iter().zip(tokens).enumerate() {
             let state = &mut head.slots[slot];
-            let before = Rows { of: hidden.clone(), range: first..first + tokens.len() - 1 };
-            // Of a long prompt the last row alone waits, and not with all others.
-            let last = Rows { of: last.clone(), range: row..row + 1 };
+            let before = Rows { tensor: hidden.clone(), range: first..first + tokens.len() - 1 };
+            // Of a long prompt the last row alone waits, so that the others can be freed.
+            let last = Rows { tensor: last.clone(), range: row..row + 1 };
             state.push(tokens, [before, last].into_iter().filter(|rows| !rows.range.is_empty()));
             first += tokens.len();
             if !head.idle && !state.tokens.is_empty() && tokens.len() > 1 {
                 full.push(slot);
             }
         }
-        self.digest(model, &full)?;
+        self.fill_head(model, &full)?;
         self.bound_waiting(model, slots)
     }
 
-    /// Where many hidden states wait they go into the head's cache, or are forgotten.
-    pub(super) fn bound_waiting(&mut self, model: &CausalLm, slots: &[usize]) -> Result<()> {
+    /// Where many hidden states wait, they enter the head's cache or are dropped.
+    pub(crate) fn bound_waiting(&mut self, model: &CausalLm, slots: &[usize]) -> Result<()> {
         match &mut self.head {
             Some(head) if head.idle => {
-                // Each that waits keeps a piece of the heap from being used again: steps of the demo were 2 % slower.
+                // Each that waits keeps heap memory from being reused: steps of the demo were 2 % slower.
                 let most = if model.device.is_cpu() { 0 } else { WAITING };
                 for &slot in slots {
                     let state = &mut head.slots[slot];
-                    state.forget(state.tokens.len().saturating_sub(most));
+                    state.drop_waiting(state.tokens.len().saturating_sub(most));
                 }
                 Ok(())
             }
-            _ => self.digest_to(model, slots, WAITING),
+            _ => self.fill_head_from(model, slots, WAITING),
         }
     }
 
-    /// In none of these slots more than `most` hidden states wait.
-    pub(super) fn digest_to(&mut self, model: &CausalLm, slots: &[usize], most: usize) -> Result<()> {
+    /// Where `most` hidden states or more wait in a slot, they enter the head's cache.
+    pub(crate) fn fill_head_from(&mut self, model: &CausalLm, slots: &[usize], most: usize) -> Result<()> {
         let Some(head) = &self.head else { return Ok(()) };
         let full = |slot: &usize| head.slots[*slot].tokens.len() >= most;
         let full: Vec<usize> = slots.iter().copied().filter(full).collect();
-        self.digest(model, &full)
+        self.fill_head(model, &full)
     }
 
-    /// A round on the device took in what waited in a slot, and `drawn` came of it; of what waits now the hidden states are the
-    /// rows of a tensor from one on, or with the next round that has begun already.
-    pub(super) fn landed(&mut self, slot: usize, drawn: &[Token], hidden: Option<(&Tensor, usize)>) {
+    /// After a speculative step on the device, which fed the head what waited in a slot and drew `drawn`. `hidden` has the new hidden
+    /// states from a row on; None where another step that was launched before feeds them.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn end_speculative(
+        &mut self,
+        slot: usize,
+        drawn: &[crate::sampling::Token],
+        hidden: Option<(&Tensor, usize)>,
+    ) {
         let entry = &mut self.entries[slot];
         (entry.len, entry.broken) = (entry.len + drawn.len(), hidden.is_none());
         let Some(head) = &mut self.head else { return };
@@ -255,12 +108,13 @@ impl SequencePool {
         state.next = None;
         // All but the last one drawn were drafts, which the model was fed.
         state.tokens = drawn[..drawn.len().saturating_sub(1)].iter().flatten().map(|drawn| drawn.id).collect();
-        let rows = |(of, first): (&Tensor, usize)| Rows { of: of.clone(), range: first..first + drawn.len() };
+        let rows =
+            |(tensor, first): (&Tensor, usize)| Rows { tensor: tensor.clone(), range: first..first + drawn.len() };
         state.waiting = hidden.into_iter().map(rows).collect();
     }
 
-    /// What waits in these slots goes into the head's cache, but for the last hidden state of each.
-    pub(super) fn digest(&mut self, model: &CausalLm, full: &[usize]) -> Result<()> {
+    /// What waits in these slots enters the head's cache, except for the last hidden state of each.
+    pub(crate) fn fill_head(&mut self, model: &CausalLm, full: &[usize]) -> Result<()> {
         let (Some(head), Some(draft_head)) = (&mut self.head, &model.draft_head) else { return Ok(()) };
         if full.is_empty() {
             return Ok(());
@@ -271,9 +125,9 @@ impl SequencePool {
         let cu_seqlens = boundaries(model, &counts)?;
         let hidden = head.hidden(full, &counts)?;
         let x = draft_head.input(&model.embed(&Tensor::new(ids, &model.device)?)?, &hidden, &launch)?;
-        let x = draft_head.layer.mixer_input(x, &launch)?;
+        let x = draft_head.layer.input_norm(x, &launch)?.1;
         let at = full.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
-        let rows = head.rows(model, at, &counts)?;
+        let rows = kv_rows(model, &head.kv, at, &counts)?;
         let Mixer::Full(attention) = &draft_head.layer.mixer else { bail!("{DRAFT}: expected a softmax layer") };
         attention.append_slots(&x, cu_seqlens.as_ref(), &rows, &mut head.kv, &launch)?;
         for (&slot, &count) in full.iter().zip(&counts) {
@@ -282,8 +136,8 @@ impl SequencePool {
         Ok(())
     }
 
-    /// After single tokens, or drafts of which some were accepted: `rows` of `hidden` are those of each sequence's tokens.
-    pub(super) fn heard_later<'a>(
+    /// After single tokens, or drafts that were accepted in part: each sequence's tokens, and the row of `hidden` where theirs begin.
+    pub(crate) fn feed_head_later<'a>(
         &mut self,
         slots: &[usize],
         tokens: impl Iterator<Item = (&'a [u32], usize)>,
@@ -292,22 +146,22 @@ impl SequencePool {
         let Some(head) = &mut self.head else { return };
         for (&slot, (tokens, first)) in slots.iter().zip(tokens) {
             if !tokens.is_empty() {
-                head.slots[slot].push(tokens, [Rows { of: hidden.clone(), range: first..first + tokens.len() }]);
+                head.slots[slot].push(tokens, [Rows { tensor: hidden.clone(), range: first..first + tokens.len() }]);
             }
         }
     }
 
-    /// A step of which the head does not learn: what it is fed next it takes for what follows what it knows.
+    /// After a step whose hidden states the head does not get. It treats the next ones as if they followed those that it has.
     #[cfg(feature = "cuda")]
-    pub(super) fn unheard(&mut self, slots: &[usize]) {
+    pub(crate) fn skip_head(&mut self, slots: &[usize]) {
         let Some(head) = &mut self.head else { return };
         for &slot in slots {
-            let HeadState { waiting, tokens, next, .. } = &mut head.slots[slot];
-            (*next, _, _) = (None, waiting.clear(), tokens.clear());
+            let state = &mut head.slots[slot];
+            (state.next, _, _) = (None, state.waiting.clear(), state.tokens.clear());
         }
     }
 
-    /// Whether a hidden state waits for each of these sequences, without which there are no drafts.
+    /// Whether each of these sequences has a hidden state to draft from.
     pub(crate) fn can_draft(&self, mut sequences: impl Iterator<Item = Sequence>) -> bool {
         let waits = |head: &HeadSlots, s: Sequence| !head.slots[s.slot as usize].waiting.is_empty();
         self.head.as_ref().is_some_and(|head| sequences.all(|s| waits(head, s)))
@@ -317,36 +171,36 @@ impl SequencePool {
         self.head.is_some()
     }
 
-    /// Whether hidden states of prompts and of many single tokens are not worth a pass of the head for now.
+    /// Sets whether hidden states are not worth a pass of the head for now.
     pub(crate) fn set_head_idle(&mut self, idle: bool) {
         if let Some(head) = &mut self.head {
             head.idle = idle;
         }
     }
 
-    /// Without memory for drafts of the head.
-    pub(crate) fn forget_head(&mut self) {
+    /// Frees the memory of the draft head: no drafts from now on.
+    pub(crate) fn drop_head(&mut self) {
         self.head = None;
     }
 }
 
 impl CausalLm {
-    /// What the draft head ([`Loader::draft_head`](crate::Loader::draft_head)) takes for the tokens behind the next one.
-    /// Each of the batch is a sequence that has seen at least one token, the token that it will be fed next, and how many
-    /// tokens are drafted behind it, at least one; fewer where there is no room for them. Returns the drafts, for
-    /// [`verify`](Self::verify) behind that next token, and the logits of the first of each, `[batch, vocab_size]` in f32.
-    /// On CUDA in 16 bits up to 8 sequences' logits come from a copy of `lm_head` in q8_0: what a draft is, the model judges with its own.
+    /// Drafts of the draft head ([`Loader::draft_head`](crate::Loader::draft_head)). Each entry of the batch is a sequence with
+    /// at least one token, the token that it will be fed next, and how many tokens are drafted after that one, at least
+    /// one; fewer where there is no room. Returns the drafts, for [`verify`](Self::verify) after that next token, and
+    /// the logits of the first of each, `[batch, vocab_size]` in f32. On CUDA in 16 bits the logits of up to 8 sequences come
+    /// from a copy of `lm_head` in q8_0; the model verifies drafts with its own.
     ///
     /// The sequences stay as they are.
     ///
     /// # Errors
     /// When the model has no draft head, the batch is empty, a handle is none of a sequence of this pool, comes twice or
-    /// has seen no token or has no room for one more, nothing is asked for, or an id is outside the vocabulary; or when the device refuses.
+    /// has seen no token or has no room for one more, no draft is requested, an id is outside the vocabulary, or the device refuses.
     pub fn draft(&self, pool: &mut SequencePool, batch: &[(Sequence, u32, usize)]) -> Result<(Vec<Vec<u32>>, Tensor)> {
         let (slots, depths) = self.draft_slots(pool, batch)?;
         let next: Vec<u32> = batch.iter().map(|(_, next, _)| *next).collect();
         self.check_ids(DRAFT, [&next[..]].into_iter())?;
-        let _working = pool.take()?;
+        let _working = pool.working()?;
         let (Some(head), Some(draft_head)) = (&mut pool.head, &self.draft_head) else {
             bail!("{DRAFT}: model: expected one with a draft head, got one without")
         };
@@ -402,7 +256,7 @@ impl CausalLm {
         Ok((slots, depths))
     }
 
-    /// [`Self::head_pass`] of tokens behind those that the slots have: of the last token of each.
+    /// [`Self::head_pass`] of tokens after those in the slots: the result of the last token of each.
     fn head_of_slots(
         &self,
         draft_head: &DraftHead,
@@ -411,7 +265,7 @@ impl CausalLm {
         at: Vec<(usize, usize)>,
         counts: &[usize],
     ) -> Result<Tensor> {
-        let (cu_seqlens, rows) = (boundaries(self, counts)?, head.rows(self, at, counts)?);
+        let (cu_seqlens, rows) = (boundaries(self, counts)?, kv_rows(self, &head.kv, at, counts)?);
         let last = match &cu_seqlens {
             Some(cu) => {
                 let last: Vec<u32> = cu.as_slice()[1..].iter().map(|end| end - 1).collect();
@@ -425,7 +279,7 @@ impl CausalLm {
 
     /// Packed tokens and the hidden states before them through the head: of the `last` rows, or of all, what is the next
     /// hidden state, normed.
-    pub(super) fn head_pass(
+    pub(crate) fn head_pass(
         &self,
         draft_head: &DraftHead,
         kv: &mut KvSlots,
@@ -435,13 +289,14 @@ impl CausalLm {
         launch: &Launch,
     ) -> Result<Tensor> {
         launch.next_layer();
-        let x: Residual = draft_head.input(&self.embed(ids)?, hidden, launch)?;
-        let mix = |mixer: &Mixer, x: &Tensor| match mixer {
-            Mixer::Full(attention) => attention.forward_slots(x, cu_seqlens, rows, kv, launch),
-            Mixer::Linear(_) => bail!("{DRAFT}: expected a softmax layer"),
+        let x = draft_head.input(&self.embed(ids)?, hidden, launch)?;
+        let (sum, y) = draft_head.layer.input_norm(x, launch)?;
+        let Mixer::Full(attention) = &draft_head.layer.mixer else { bail!("{DRAFT}: expected a softmax layer") };
+        let h = attention.forward_slots(&y, cu_seqlens, rows, kv, launch)?;
+        let x = match last {
+            Some(last) => draft_head.layer.feed_forward_rows(&sum, h, last, launch)?,
+            None => draft_head.layer.feed_forward(&sum, h, launch)?,
         };
-        let last = |x: &Tensor| last.map_or_else(|| Ok(x.clone()), |last| x.index_select(last, 0));
-        let x = draft_head.layer.around_rows(x, launch, mix, last)?;
         Ok(x.norm(&draft_head.norm, launch)?.1)
     }
 }

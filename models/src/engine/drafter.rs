@@ -1,182 +1,159 @@
-//! Drafts for the next step: of each row the better of a guess from its text and what the draft head says.
+//! Drafts for the next step: for each row the better of a look-up in its text and the draft head.
 
-use super::depth::{Chances, MOST};
-use super::guess::guess;
-use super::row::Row;
-use super::scheduler::Engine;
-use crate::CausalLm;
+use super::batch::Row;
+use super::core::Context;
+use super::options::{DraftDepth, EngineOptions};
+use super::request::RequestId;
+use super::stats::EngineStats;
+use crate::drafting::depth::{Chances, Depths, MOST};
+use crate::drafting::lookup::look_up;
+use crate::sequences::SequencePool;
 use candle_core::{Device, Result, Tensor};
-use std::borrow::Borrow;
 use std::time::Duration;
 
-/// Steps between two in which ranks agree on what these took.
+/// Steps between two agreements of the ranks on the times of steps.
 const AGREE: usize = 16;
-/// Draws of one sequence, and of all, that its chances remember.
+/// Drafts of one sequence, and of all, that acceptance is averaged over.
 const MEMORY: [u32; 2] = [32, 256];
 
-/// How many tokens the model's draft head drafts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DraftDepth {
-    /// As many as were worth their time, by what steps took and which drafts were right; none where none are.
-    Auto,
-    /// So many at each step, at most [`DraftDepth::MOST`]; 0 for none.
-    Fixed(usize),
+#[derive(Debug)]
+pub(super) struct Drafter {
+    /// The most drafts by look-up.
+    lookup: usize,
+    depth: DraftDepth,
+    depths: Depths,
+    /// Steps that `depths` does not know yet: sequences, depth, time.
+    measured: Vec<(usize, usize, Duration)>,
+    /// The depths of these requests at the next step, where they were chosen before.
+    planned: Option<(Vec<RequestId>, Vec<usize>)>,
 }
 
-impl DraftDepth {
-    /// The most that are drafted at a step.
-    pub const MOST: usize = MOST;
-}
-
-/// How well the drafts of the draft head did, by depth: the first token drafted at a step, the second, and so on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct HeadTally {
-    /// Tokens drafted.
-    pub drafted: [usize; MOST],
-    /// Those that were right, and all before them.
-    pub accepted: [usize; MOST],
-    /// Tokens that decode steps gave, summed over the sequences.
-    pub tokens: usize,
-    /// These steps, summed over the sequences.
-    pub steps: usize,
-}
-
-impl std::fmt::Display for HeadTally {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        let Self { drafted, accepted, tokens, steps } = self;
-        let depths = drafted.iter().take_while(|drafted| **drafted > 0).count();
-        write!(f, "mtp: ")?;
-        for depth in 0..depths {
-            let percent = 100. * accepted[depth] as f64 / drafted[depth] as f64;
-            write!(f, "{percent:.0} % of {} accepted at depth {}, ", drafted[depth], depth + 1)?;
-        }
-        if depths == 0 {
-            write!(f, "nothing drafted, ")?;
-        }
-        write!(f, "{:.2} tokens a step", *tokens as f64 / (*steps).max(1) as f64)
-    }
-}
-
-/// Tokens drafted for each row.
-pub(super) struct Drafted {
-    pub tokens: Vec<Vec<u32>>,
-    pub tried: Vec<Tried>,
-}
-
-/// What was drafted for a row.
+/// The drafts of a row.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tried {
-    /// Tokens.
     pub count: usize,
-    /// Whether they are a guess from the text.
-    pub guessed: bool,
+    /// Whether they come from the text, not from the draft head.
+    pub by_lookup: bool,
 }
 
-impl<M: Borrow<CausalLm>> Engine<M> {
-    /// How many tokens the head drafts for each row at the next step, if no guess is better.
-    pub(super) fn plan(&mut self) -> Vec<usize> {
+impl Drafter {
+    pub fn new(options: &EngineOptions) -> Self {
+        let depths = Depths::after(options.draft_after);
+        Self { lookup: options.draft, depth: options.draft_depth, depths, measured: Vec::new(), planned: None }
+    }
+
+    /// Whether drafts are looked up in the text.
+    pub fn looks_up(&self) -> bool {
+        self.lookup > 0
+    }
+
+    /// The acceptance that a new sequence begins with.
+    pub fn chances_of_a_sequence(&self) -> Chances {
+        self.depths.chances.for_a_sequence()
+    }
+
+    /// How many tokens the head drafts for each row at the next step, unless a look-up is better.
+    pub fn plan(&mut self, rows: &[Row], pool: &mut SequencePool) -> Vec<usize> {
         match self.planned.take() {
-            Some((planned, depths)) if self.rows.iter().map(|row| &row.id).eq(&planned) => depths,
+            Some((planned, depths)) if rows.iter().map(|row| &row.id).eq(&planned) => depths,
             _ => {
-                self.rest_head();
-                self.depths_of_rows()
+                self.rest_head(rows.len(), pool);
+                self.choose_depths(rows, pool)
             }
         }
     }
 
-    /// For all rows, up to as many tokens as are of use: those of the head, or of a guess.
-    pub(super) fn drafts(&mut self, depths: &[usize]) -> Result<Drafted> {
-        let draft = self.options.draft;
-        let guess = |row: &Row| guess(&row.tokens, draft.min(row.worth).min(row.room()));
-        let mut tokens: Vec<Vec<u32>> = self.rows.iter().map(guess).collect();
-        let mut depths = depths.to_vec();
-        for ((row, tokens), depth) in self.rows.iter().zip(&mut tokens).zip(&mut depths) {
-            let head = row.chances.expected(*depth);
-            match tokens.is_empty() || row.guesses.expected(tokens.len().min(MOST)) < head {
-                true if *depth > 0 => tokens.clear(),
-                _ => *depth = 0,
-            }
-        }
-        let guessed: Vec<bool> = tokens.iter().map(|tokens| !tokens.is_empty()).collect();
-        let asked = self.rows.iter().zip(&depths).filter(|(_, depth)| **depth > 0);
-        let batch: Vec<_> = asked.map(|(row, depth)| (row.sequence, row.last(), *depth)).collect();
-        if !batch.is_empty() {
-            let (drafts, _) = self.model.borrow().draft(&mut self.pool, &batch)?;
-            let empty = tokens.iter_mut().zip(&depths).filter(|(_, depth)| **depth > 0);
-            empty.zip(drafts).for_each(|((to, _), draft)| *to = draft);
-        }
-        let tried = tokens.iter().zip(guessed).map(|(tokens, guessed)| Tried { count: tokens.len(), guessed });
-        Ok(Drafted { tried: tried.collect(), tokens })
+    /// Keeps a plan that the step after the current one will need.
+    pub fn keep_plan(&mut self, requests: Vec<RequestId>, depths: Vec<usize>) {
+        self.planned = Some((requests, depths));
     }
 
-    /// Where drafts save no time the head takes none for what it is not asked about either.
-    pub(super) fn rest_head(&mut self) {
-        let idle = match self.options.draft_depth {
-            DraftDepth::Auto => !self.depths.pays(self.filling.len() + self.rows.len()),
-            DraftDepth::Fixed(_) => false,
-        };
-        self.pool.set_head_idle(idle);
+    /// Where drafts of this many sequences save no time, the head takes no passes of its own either.
+    pub fn rest_head(&self, sequences: usize, pool: &mut SequencePool) {
+        pool.set_head_idle(self.depth == DraftDepth::Auto && !self.depths.pays(sequences));
     }
 
-    fn depths_of_rows(&mut self) -> Vec<usize> {
-        if !self.pool.has_head() {
-            return vec![0; self.rows.len()];
+    fn choose_depths(&mut self, rows: &[Row], pool: &SequencePool) -> Vec<usize> {
+        if !pool.has_head() {
+            return vec![0; rows.len()];
         }
-        match self.options.draft_depth {
-            DraftDepth::Fixed(depth) => self.rows.iter().map(|row| depth.min(MOST).min(row.room())).collect(),
+        match self.depth {
+            DraftDepth::Fixed(depth) => rows.iter().map(|row| depth.min(MOST).min(row.room())).collect(),
             DraftDepth::Auto => {
-                let rows: Vec<(Chances, usize)> = self.rows.iter().map(|row| (row.chances, row.room())).collect();
+                let rows: Vec<(Chances, usize)> = rows.iter().map(|row| (row.head_chances, row.room())).collect();
                 self.depths.choose(&rows)
             }
         }
     }
 
-    /// How the drafts did.
-    pub(super) fn count(&mut self, tried: &[Tried], drawn: &[usize]) {
-        let (drafts, head) = (&mut self.stats.drafts, &mut self.stats.head);
-        for ((row, tried), &drawn) in self.rows.iter_mut().zip(tried).zip(drawn) {
-            // The last one drawn was not among the drafts.
-            let (count, right) = (tried.count, drawn.saturating_sub(1));
-            for (steps, tokens) in [(&mut drafts.steps, &mut drafts.tokens), (&mut head.steps, &mut head.tokens)] {
-                (*steps, *tokens) = (*steps + 1, *tokens + drawn);
+    /// The drafts of all rows, by look-up or, up to `depths`, by the head.
+    pub fn draft(&self, depths: &[usize], rows: &[Row], cx: &mut Context<'_>) -> Result<(Vec<Vec<u32>>, Vec<Tried>)> {
+        let look_up = |row: &Row| look_up(&row.tokens, self.lookup.min(row.lookup_depth).min(row.room()));
+        let mut drafts: Vec<Vec<u32>> = rows.iter().map(look_up).collect();
+        let mut depths = depths.to_vec();
+        for ((row, draft), depth) in rows.iter().zip(&mut drafts).zip(&mut depths) {
+            let head = row.head_chances.expected(*depth);
+            match draft.is_empty() || row.lookup_chances.expected(draft.len().min(MOST)) < head {
+                true if *depth > 0 => draft.clear(),
+                _ => *depth = 0,
             }
-            // What came behind the end of a completion says nothing.
-            let judged = if row.finished.is_some() { count.min(right) } else { count };
-            if tried.guessed {
-                row.worth = 2 * right + 1;
-                row.guesses.learn(judged.min(MOST), right.min(MOST), MEMORY[0]);
-                (drafts.guessed, drafts.right) = (drafts.guessed + count, drafts.right + right);
+        }
+        let by_lookup: Vec<bool> = drafts.iter().map(|draft| !draft.is_empty()).collect();
+        let by_head = rows.iter().zip(&depths).filter(|(_, depth)| **depth > 0);
+        let batch: Vec<_> = by_head.map(|(row, depth)| (row.sequence, row.last(), *depth)).collect();
+        if !batch.is_empty() {
+            let (tokens, _) = cx.model.draft(cx.pool, &batch)?;
+            let empty = drafts.iter_mut().zip(&depths).filter(|(_, depth)| **depth > 0);
+            empty.zip(tokens).for_each(|((draft, _), tokens)| *draft = tokens);
+        }
+        let tried = drafts.iter().zip(by_lookup).map(|(draft, by_lookup)| Tried { count: draft.len(), by_lookup });
+        let tried = tried.collect();
+        Ok((drafts, tried))
+    }
+
+    /// Records what each row drafted, and how many tokens it accepted: drafts, and one token more.
+    pub fn count(&mut self, rows: &mut [Row], tried: &[Tried], accepted: &[usize], stats: &mut EngineStats) {
+        let (lookup, head) = (&mut stats.drafts, &mut stats.head);
+        for ((row, tried), &tokens) in rows.iter_mut().zip(tried).zip(accepted) {
+            let (count, right) = (tried.count, tokens.saturating_sub(1));
+            for (sum_steps, sum_tokens) in
+                [(&mut lookup.steps, &mut lookup.tokens), (&mut head.steps, &mut head.tokens)]
+            {
+                (*sum_steps, *sum_tokens) = (*sum_steps + 1, *sum_tokens + tokens);
+            }
+            // Drafts after the end of a completion were not verified.
+            let verified = if row.finished.is_some() { count.min(right) } else { count };
+            if tried.by_lookup {
+                row.lookup_depth = 2 * right + 1;
+                row.lookup_chances.learn(verified.min(MOST), right.min(MOST), MEMORY[0]);
+                (lookup.guessed, lookup.right) = (lookup.guessed + count, lookup.right + right);
             } else {
-                row.chances.learn(judged, right, MEMORY[0]);
-                self.depths.chances.learn(judged, right, MEMORY[1]);
+                row.head_chances.learn(verified, right, MEMORY[0]);
+                self.depths.chances.learn(verified, right, MEMORY[1]);
                 head.drafted[..count].iter_mut().for_each(|n| *n += 1);
                 head.accepted[..right.min(MOST)].iter_mut().for_each(|n| *n += 1);
             }
         }
     }
 
-    /// What a step of so many sequences and up to so many drafts each took.
-    pub(super) fn measured(&mut self, (sequences, depth): (usize, usize), took: Duration) -> Result<()> {
-        if self.pool.has_head() && self.options.draft_depth == DraftDepth::Auto {
-            self.took.push((sequences, depth, took));
+    /// Records the time of a step of so many sequences with up to `depth` drafts each.
+    pub fn measured(&mut self, sequences: usize, depth: usize, time: Duration, cx: &Context<'_>) -> Result<()> {
+        if cx.pool.has_head() && self.depth == DraftDepth::Auto {
+            self.measured.push((sequences, depth, time));
         }
-        self.agree()
-    }
-
-    /// Steps of several ranks take what they take together: all of them must choose alike.
-    fn agree(&mut self) -> Result<()> {
-        let group = self.model.borrow().vocabulary.as_ref().map(|vocabulary| vocabulary.group());
-        let mut took = match group {
-            Some(_) if self.took.len() < AGREE => return Ok(()),
-            _ => std::mem::take(&mut self.took),
+        // All ranks must choose alike: they sum the times of their steps.
+        let group = cx.model.vocabulary.as_ref().map(|vocabulary| vocabulary.group());
+        let mut measured = match group {
+            Some(_) if self.measured.len() < AGREE => return Ok(()),
+            _ => std::mem::take(&mut self.measured),
         };
         if let Some(group) = group {
-            let seconds: Vec<f32> = took.iter().map(|(_, _, took)| took.as_secs_f32()).collect();
-            let sum = group.all_reduce(&Tensor::new(seconds, self.model.borrow().device())?)?;
+            let seconds: Vec<f32> = measured.iter().map(|(_, _, time)| time.as_secs_f32()).collect();
+            let sum = group.all_reduce(&Tensor::new(seconds, cx.model.device())?)?;
             let sum = sum.to_device(&Device::Cpu)?.to_vec1::<f32>()?;
-            took.iter_mut().zip(sum).for_each(|(took, sum)| took.2 = Duration::from_secs_f32(sum.max(0.)));
+            measured.iter_mut().zip(sum).for_each(|(step, sum)| step.2 = Duration::from_secs_f32(sum.max(0.)));
         }
-        took.into_iter().for_each(|(batch, depth, took)| self.depths.measured(batch, depth, took));
+        measured.into_iter().for_each(|(batch, depth, time)| self.depths.measured(batch, depth, time));
         Ok(())
     }
 }

@@ -1,138 +1,157 @@
-//! Decode steps recorded as CUDA graphs.
+//! The graphs of decode steps, by their sizes.
 
-use super::request::{EngineOptions, Event, GraphChoice};
-use super::DraftDepth;
-use crate::engine::round_graph::RoundGraph;
-use crate::engine::sampling::Sampler;
-use crate::{CausalLm, DecodeGraph, SequencePool};
-use candle_core::{Error, Result};
+use super::event::Event;
+use super::options::{DraftDepth, EngineOptions, GraphChoice};
+use crate::sampling::Sampler;
+use crate::sequences::step_graph::StepGraph;
+use crate::sequences::SequencePool;
+use crate::CausalLm;
+use candle_core::Result;
+use std::cell::RefCell;
+use std::fmt::Debug;
+use std::rc::Rc;
 
-/// A graph costs what its full number of sequences does: as sequences end, narrower ones take over.
+/// Makes graphs.
+pub(crate) trait Capture: Debug {
+    /// # Errors
+    /// When a step of this size cannot be captured.
+    fn capture(
+        &self,
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        sampler: &Sampler,
+        size: StepSize,
+    ) -> Result<Rc<RefCell<dyn StepGraph>>>;
+}
+
+/// The size of a decode step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepSize {
+    /// The most sequences.
+    pub sequences: usize,
+    /// Drafts of each sequence by the draft head; 0 for a plain step.
+    pub depth: usize,
+    /// Whether rows may request log-probabilities.
+    pub logprobs: bool,
+}
+
+/// CUDA graphs.
+#[derive(Debug)]
+pub(super) struct CudaGraphs {
+    /// The chance that a draft is accepted, whatever was drawn.
+    pub forced_acceptance: Option<f32>,
+}
+
+impl Capture for CudaGraphs {
+    fn capture(
+        &self,
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        sampler: &Sampler,
+        size: StepSize,
+    ) -> Result<Rc<RefCell<dyn StepGraph>>> {
+        crate::sequences::decode_graph::check(model, pool, size.sequences)?;
+        let _ = (self.forced_acceptance, sampler);
+        #[cfg(not(feature = "cuda"))]
+        candle_core::bail!("DecodeGraph: expected a build with the feature `cuda`");
+        #[cfg(feature = "cuda")]
+        {
+            use crate::drafting::speculative_graph::SpeculativeGraph;
+            use crate::sequences::captured_step::CapturedStep;
+            let StepSize { sequences, depth, logprobs } = size;
+            if depth == 0 {
+                let graph = CapturedStep::drawing(model, pool, sequences, sampler, logprobs)?;
+                return Ok(Rc::new(RefCell::new(graph)));
+            }
+            let size = (sequences, depth);
+            let graph = SpeculativeGraph::new(model, pool, size, sampler, self.forced_acceptance, logprobs)?;
+            Ok(Rc::new(RefCell::new(graph)))
+        }
+    }
+}
+
+/// A graph costs as much as its full number of sequences: as sequences end, narrower graphs replace it.
 #[derive(Debug)]
 pub(super) struct Graphs {
     choice: GraphChoice,
-    sampler: Sampler,
-    /// For so many sequences at most.
+    source: Box<dyn Capture>,
+    /// The most sequences.
     most: usize,
-    captured: Vec<DecodeGraph>,
-    /// No graph this wide can be had, and none that tells log-probabilities.
-    refused: [Option<usize>; 2],
-    /// Rounds with the draft head.
-    rounds: Vec<RoundGraph>,
-    /// None of so many tokens can be had, and none that tells.
-    refused_round: [Option<usize>; 2],
-    /// See [`EngineOptions`].
-    forced: Option<f32>,
-    /// For tests: rounds without graphs.
-    pub rounds_without_graph: bool,
+    captured: Vec<(StepSize, Rc<RefCell<dyn StepGraph>>)>,
+    /// No graph of this many tokens can be captured: of plain and of speculative steps, without and with log-probabilities.
+    refused: [[Option<usize>; 2]; 2],
 }
 
 impl Graphs {
-    /// For all sequences of a pool, and rounds of the depth that will be asked for, captured before anything is fed: [`GraphChoice::On`] fails here if it has to, and no
-    /// request waits for a capture.
+    /// Captures graphs for all sequences of a pool, and speculative ones of the depth that will be used, before anything is fed:
+    /// [`GraphChoice::On`] fails here if it must, and no request waits for a capture.
     pub fn new(
         options: &EngineOptions,
-        sampler: Sampler,
+        source: Box<dyn Capture>,
+        sampler: &Sampler,
         model: &CausalLm,
         pool: &mut SequencePool,
         events: &mut Vec<Event>,
     ) -> Result<Self> {
-        // Nobody who did not ask for a graph misses one on the CPU.
+        // On the CPU the lack of a graph is no news.
         let choice = match options.cuda_graph {
             GraphChoice::Auto if model.device().is_cpu() => GraphChoice::Off,
             choice => choice,
         };
         let most = pool.capacity();
-        let mut graphs = Self {
-            choice,
-            sampler,
-            most,
-            captured: Vec::new(),
-            refused: [None; 2],
-            rounds: Vec::new(),
-            refused_round: [None; 2],
-            forced: options.forced_acceptance,
-            rounds_without_graph: false,
-        };
+        let mut graphs = Self { choice, source, most, captured: Vec::new(), refused: [[None; 2]; 2] };
         let depth = match options.draft_depth {
             DraftDepth::Fixed(depth) => depth.min(DraftDepth::MOST),
-            // Others as they are tried.
+            // Others when they are tried.
             DraftDepth::Auto => 1,
         };
         let narrower = (0..usize::BITS).rev().map(|bit| 1 << bit).filter(|width| *width < most);
-        for width in [most].into_iter().chain(narrower) {
-            graphs.find((width, false), model, pool, events)?;
-            if depth > 0 && pool.has_head() {
-                graphs.find_round((width, depth, false), model, pool, events)?;
+        for sequences in [most].into_iter().chain(narrower) {
+            for depth in [0, depth] {
+                if depth == 0 || pool.has_head() {
+                    let size = StepSize { sequences, depth, logprobs: false };
+                    graphs.find_or_capture(size, sampler, model, pool, events)?;
+                }
             }
         }
         Ok(graphs)
     }
 
-    /// The graph for a step of so many sequences that tells log-probabilities or does not, if there is one. Those that tell are
-    /// captured when somebody asks, so that nobody else pays for them.
-    pub fn find(
+    /// The graph for a step of this size, if there can be one. Graphs with log-probabilities are captured when a request needs them, so
+    /// that others do not pay for them.
+    pub fn find_or_capture(
         &mut self,
-        (sequences, tells): (usize, bool),
+        size: StepSize,
+        sampler: &Sampler,
         model: &CausalLm,
         pool: &mut SequencePool,
         events: &mut Vec<Event>,
-    ) -> Result<Option<&mut DecodeGraph>> {
-        let width = sequences.next_power_of_two().min(self.most);
-        if self.choice == GraphChoice::Off || self.refused[usize::from(tells)].is_some_and(|refused| width >= refused) {
+    ) -> Result<Option<Rc<RefCell<dyn StepGraph>>>> {
+        let size = StepSize { sequences: size.sequences.next_power_of_two().min(self.most), ..size };
+        if let Some((_, graph)) = self.captured.iter().find(|(captured, _)| *captured == size) {
+            return Ok(Some(graph.clone()));
+        }
+        let tokens = size.sequences * (size.depth + 1);
+        let refused = &mut self.refused[usize::from(size.depth > 0)];
+        let limit = refused[usize::from(size.logprobs)];
+        if self.choice == GraphChoice::Off || limit.is_some_and(|limit| tokens >= limit) {
             return Ok(None);
         }
-        let fits = |graph: &DecodeGraph| graph.batch() == width && graph.tells() == tells;
-        if let Some(i) = self.captured.iter().position(fits) {
-            return Ok(Some(&mut self.captured[i]));
-        }
-        match DecodeGraph::capture_drawing(model, pool, width, &self.sampler, tells) {
-            Ok(graph) => self.captured.push(graph),
-            Err(e) if self.choice == GraphChoice::On => return Err(e),
+        match self.source.capture(model, pool, sampler, size) {
+            Ok(graph) => {
+                self.captured.push((size, graph.clone()));
+                Ok(Some(graph))
+            }
+            Err(e) if self.choice == GraphChoice::On => Err(e),
             Err(e) => {
-                if self.refused == [None; 2] {
-                    events.push(no_graph(width, &e));
+                if *refused == [None; 2] {
+                    // An error may have a backtrace.
+                    let why = e.to_string().lines().next().unwrap_or_default().to_string();
+                    events.push(Event::NoGraph { sequences: size.sequences, why });
                 }
-                self.refused[usize::from(tells)] = Some(width);
+                refused[usize::from(size.logprobs)] = Some(tokens);
+                Ok(None)
             }
         }
-        Ok(self.captured.iter_mut().find(|graph| fits(graph)))
     }
-
-    /// The graph for a round of so many sequences with so many drafts each, if there is one, as [`find`](Self::find).
-    pub fn find_round(
-        &mut self,
-        (sequences, depth, tells): (usize, usize, bool),
-        model: &CausalLm,
-        pool: &mut SequencePool,
-        events: &mut Vec<Event>,
-    ) -> Result<Option<&mut RoundGraph>> {
-        let width = sequences.next_power_of_two().min(self.most);
-        let size = (width, depth);
-        let fits = |round: &RoundGraph| round.size() == size && round.tells() == tells;
-        if let Some(i) = self.rounds.iter().position(fits) {
-            return Ok(Some(&mut self.rounds[i]));
-        }
-        let tokens = width * (depth + 1);
-        let off = self.choice == GraphChoice::Off && !self.rounds_without_graph;
-        if off || self.refused_round[usize::from(tells)].is_some_and(|refused| tokens >= refused) {
-            return Ok(None);
-        }
-        match RoundGraph::new(model, pool, size, &self.sampler, self.forced, tells) {
-            Ok(round) => self.rounds.push(round),
-            Err(e) if self.choice == GraphChoice::On => return Err(e),
-            Err(e) => {
-                if self.refused_round == [None; 2] {
-                    events.push(no_graph(width, &e));
-                }
-                self.refused_round[usize::from(tells)] = Some(tokens);
-            }
-        }
-        Ok(self.rounds.iter_mut().find(|round| fits(round)))
-    }
-}
-
-fn no_graph(sequences: usize, e: &Error) -> Event {
-    // An error may bring a backtrace.
-    Event::NoGraph { sequences, why: e.to_string().lines().next().unwrap_or_default().to_string() }
 }

@@ -1,15 +1,16 @@
-//! Beginnings that prompts share, to be fed once.
+//! Prefixes that prompts share, fed once.
 
-use super::request::Event;
+use super::event::Event;
+use super::stats::PrefixTally;
 use candle_core::Result;
 use candle_gdn::PrefixCache;
 use std::collections::VecDeque;
 
-/// The states after beginnings of prompts, and how much they were of use.
+/// The states after prefixes of prompts.
 ///
-/// Only the states that a waiting prompt will ask for are kept: those at the ends of common beginnings. A prompt that shares
-/// more with one being fed now than is in the cache waits for it. Where prompts come one after the other, the last ones
-/// stand for those to come: the most that a prompt shares with one of them is kept, and its own end.
+/// Only the states that a waiting prompt will use are kept: those at the ends of common prefixes. A prompt that shares more with
+/// a prompt being fed than is in the cache waits for it. Where prompts come one after the other, the last ones stand
+/// for those to come: the longest prefix that a prompt shares with one of them is kept, and its own end.
 #[derive(Debug)]
 pub(super) struct Prefixes<V> {
     /// None where the budget is 0.
@@ -17,7 +18,7 @@ pub(super) struct Prefixes<V> {
     /// The last prompts, at most `most_recent` of them.
     recent: VecDeque<Vec<u32>>,
     most_recent: usize,
-    /// Tokens that came from the cache, and those of the prompts that began.
+    /// Tokens that came from the cache, and all tokens of the prompts that began.
     reused: usize,
     asked: usize,
 }
@@ -29,22 +30,22 @@ impl<V> Prefixes<V> {
         Ok(Self { cache, recent: VecDeque::new(), most_recent, reused: 0, asked: 0 })
     }
 
-    /// Tokens that two prompts begin with, in whole blocks, and without the last token of each: it must be fed, as
-    /// logits come from nowhere else.
+    /// The length of the common prefix of two prompts, in whole blocks. It excludes the last token of each prompt, which must
+    /// be fed to get its logits.
     fn common(&self, a: &[u32], b: &[u32]) -> usize {
         let Some(cache) = &self.cache else { return 0 };
         let blocks = |prompt| usable(prompt).chunks_exact(cache.block());
         blocks(a).zip(blocks(b)).take_while(|(a, b)| a == b).count() * cache.block()
     }
 
-    /// Where the state of `prompt`, fed from `from` on, is to be kept for one of `waiting` or for one to come.
-    pub fn cuts<'p>(&mut self, prompt: &[u32], from: usize, waiting: impl Iterator<Item = &'p [u32]>) -> Vec<usize> {
+    /// The positions where the state of `prompt`, fed from `start` on, is kept for one of `waiting` or for one to come.
+    pub fn cuts<'p>(&mut self, prompt: &[u32], start: usize, waiting: impl Iterator<Item = &'p [u32]>) -> Vec<usize> {
         let common = |other: &[u32]| self.common(prompt, other);
         let mut cuts: Vec<usize> = waiting.map(common).collect();
-        // Where the prompt leaves all of them: a state for each would make many short passes of a long prompt.
+        // The longest one only: a state for each would make many short passes of a long prompt.
         cuts.extend(self.recent.iter().map(|other| common(other)).max());
         cuts.extend((self.most_recent > 0).then(|| common(prompt)));
-        cuts.retain(|at| *at > from);
+        cuts.retain(|position| *position > start);
         cuts.sort_unstable();
         cuts.dedup();
         if self.cache.is_some() && self.most_recent > 0 {
@@ -54,9 +55,9 @@ impl<V> Prefixes<V> {
         cuts
     }
 
-    /// Whether one of the prompts `fed`, so far up to the tokens given, will leave a longer beginning of `prompt` in
-    /// the cache than it has now.
-    pub fn coming<'p>(&self, prompt: &[u32], mut fed: impl Iterator<Item = (&'p [u32], usize)>) -> bool {
+    /// Whether one of the prompts being fed, each with the tokens fed so far, will put a longer prefix of `prompt` into the cache
+    /// than there is now.
+    pub fn will_keep<'p>(&self, prompt: &[u32], mut fed: impl Iterator<Item = (&'p [u32], usize)>) -> bool {
         let Some(cache) = &self.cache else { return false };
         let cached = cache.peek(usable(prompt));
         fed.any(|(other, done)| {
@@ -65,7 +66,7 @@ impl<V> Prefixes<V> {
         })
     }
 
-    /// The longest beginning of `prompt` that is there; counted as used.
+    /// The longest prefix of `prompt` in the cache; counts as used.
     pub fn find(&mut self, prompt: &[u32]) -> Option<(usize, &V)> {
         self.asked += prompt.len();
         let found = self.cache.as_mut()?.longest(usable(prompt))?;
@@ -73,7 +74,7 @@ impl<V> Prefixes<V> {
         Some(found)
     }
 
-    /// Keeps the state after `prefix`: false where one state is more than the budget. Tells what is new, and what had to go.
+    /// Keeps the state after `prefix`; false where it is larger than the budget. Reports what is new and what was dropped.
     pub fn keep(&mut self, prefix: &[u32], state: V, bytes: usize, events: &mut Vec<Event>) -> Result<bool> {
         let Some(cache) = &mut self.cache else { return Ok(true) };
         let is_new = cache.peek(prefix) < prefix.len();
@@ -90,21 +91,6 @@ impl<V> Prefixes<V> {
             self.cache.as_ref().map_or((0, 0, 0), |cache| (cache.hits(), cache.misses(), cache.size_in_bytes()));
         PrefixTally { reused: self.reused, asked: self.asked, hits, misses, bytes }
     }
-}
-
-/// What the cache of beginnings was good for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PrefixTally {
-    /// Prompt tokens that came from the cache.
-    pub reused: usize,
-    /// Prompt tokens of all requests that began.
-    pub asked: usize,
-    /// Requests that found a beginning.
-    pub hits: u64,
-    /// Requests that found none.
-    pub misses: u64,
-    /// Bytes held now.
-    pub bytes: usize,
 }
 
 /// All but the last token.

@@ -1,225 +1,342 @@
-//! Steps whose tokens the host has not read: the next one begins before.
+//! Decode steps: one token of every row, or more where drafts are accepted.
+//!
+//! A step that is a graph can be in flight: launched, with tokens that the host has not read. The next step is launched before
+//! they are.
 
-use super::drafting::Tried;
+use super::batch::{Batch, Row};
+use super::core::Context;
+use super::drafter::{Drafter, Tried};
+use super::event::Event;
+use super::graphs::{Capture, Graphs, StepSize};
+use super::options::EngineOptions;
+use super::recovery::Recovery;
 use super::request::RequestId;
-use super::row::Row;
-use super::scheduler::Engine;
-use crate::engine::graph::{Coming, Next};
-use crate::engine::round_graph::Round;
-use crate::engine::sampling::Token;
-use crate::{CausalLm, Sequence};
-use candle_core::{bail, Result};
-use std::borrow::Borrow;
+use crate::sampling::{Sampler, Sampling, Token};
+use crate::sequences::step_graph::{Pending, Step, StepGraph};
+use crate::sequences::{Sequence, SequencePool};
+use crate::CausalLm;
+use candle_core::Result;
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::time::Instant;
 
-/// A decode step that was launched. What a request that has ended since drew in it is dropped.
+/// Tokens of the prompt that is fed before the first request.
+const WARM_UP: usize = 512;
+
 #[derive(Debug)]
-pub(super) struct Flight {
-    /// Of the step's rows; those that are left are in this order.
+pub(super) struct Stepper {
+    graphs: Graphs,
+    sampler: Sampler,
+    in_flight: Option<InFlight>,
+    /// When the tokens of the last step were read.
+    finished: Instant,
+}
+
+/// A step that was launched. Tokens of requests that have ended since are dropped.
+#[derive(Debug)]
+struct InFlight {
+    /// The requests of the step's rows. The rows that remain are in this order.
     requests: Vec<RequestId>,
     sequences: Vec<Sequence>,
-    /// Tokens that the head drafts for each.
+    /// Drafts of each by the draft head.
     depth: usize,
-    /// Whether one of them asked for log-probabilities.
-    tells: bool,
-    drawn: Drawn,
+    drawing: Drawing,
     launched: Instant,
 }
 
 #[derive(Debug)]
-enum Drawn {
-    /// By a step without a graph, which the host has waited for.
-    Here(Vec<Token>),
-    Coming(Coming),
-    Round(Round),
+enum Drawing {
+    /// A step without a graph, which the host has waited for.
+    Done(Vec<Token>),
+    Graph(Rc<RefCell<dyn StepGraph>>, Box<dyn Pending>),
 }
 
-impl<M: Borrow<CausalLm>> Engine<M> {
-    /// Drafts of each row that a step without the host is to have: none, or as many as a round that there is; nothing where
-    /// the host is to see the drafts.
-    pub(super) fn flight_depth(&mut self, depths: &[usize]) -> Result<Option<usize>> {
-        if self.options.draft > 0 {
-            return Ok(None);
+/// How the next step runs.
+enum Plan {
+    /// The host makes or sees the drafts.
+    OnHost,
+    Launch(Option<Rc<RefCell<dyn StepGraph>>>, usize),
+}
+
+impl Stepper {
+    /// Captures graphs and runs every kernel once: on CUDA kernels and libraries are loaded with their first use.
+    pub fn new(
+        options: &EngineOptions,
+        source: Box<dyn Capture>,
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        events: &mut Vec<Event>,
+    ) -> Result<Self> {
+        let sampler = Sampler::new(model.device())?;
+        let graphs = Graphs::new(options, source, &sampler, model, pool, events)?;
+        if model.device().is_cuda() {
+            warm_up(model, pool, &sampler, options.prefill_chunk)?;
         }
-        let (depth, rows) = (depths.iter().copied().max().unwrap_or(0), self.rows.len());
-        if depth == 0 || !self.pool.can_draft(self.rows.iter().map(|row| row.sequence)) {
-            return Ok(Some(0));
-        }
-        // A round goes on behind the end of a completion, of which a snapshot may be wanted.
-        if !self.has_room(depth + 1) || self.rows.iter().any(|row| row.request.snapshot_end) {
-            return Ok(None);
-        }
-        let size = (rows, depth, self.tells());
-        let round = self.graphs.find_round(size, self.model.borrow(), &mut self.pool, &mut self.events)?.is_some();
-        Ok(round.then_some(depth))
+        Ok(Self { graphs, sampler, in_flight: None, finished: Instant::now() })
     }
 
-    /// Whether somebody asks for log-probabilities.
-    fn tells(&self) -> bool {
-        self.rows.iter().any(|row| row.request.logprobs.is_some())
+    pub fn sampler(&self) -> &Sampler {
+        &self.sampler
     }
 
-    /// Whether each row has room for so many more tokens.
-    fn has_room(&self, tokens: usize) -> bool {
-        self.rows.iter().all(|row| row.tokens.len() - 1 + tokens <= self.pool.max_len())
+    /// Drops the step in flight. Its tokens are drawn again later, by the same random numbers.
+    pub fn discard(&mut self) {
+        self.in_flight = None;
     }
 
-    /// What the step in flight drew. Where a graph runs the steps, the next one is launched before the host reads that, if it
-    /// may. Returns how many tokens there were.
-    pub(super) fn take_flight(&mut self, may_go_ahead: bool) -> Result<usize> {
-        let Some(flight) = self.flight.take() else { return Ok(0) };
-        let ahead = match may_go_ahead && self.goes_ahead(&flight)? {
-            true => self.launch_ahead(&flight).map(Some),
-            false => Ok(None),
-        };
-        // What has been drawn is not lost by a launch that fails.
-        let took = self.take_drawn(&flight, !matches!(ahead, Ok(Some(_))))?;
-        self.flight = ahead?;
-        // From when the device could begin with it.
-        let since = flight.launched.max(self.landed);
-        self.landed = Instant::now();
-        let size = (flight.requests.len(), flight.depth);
-        self.measured(size, self.landed - since)?;
-        Ok(took)
+    /// One step of all completions; after a failed pass of some, those that waited before first.
+    pub fn decode(
+        &mut self,
+        batch: &mut Batch,
+        drafter: &mut Drafter,
+        recovery: &mut Recovery,
+        cx: &mut Context<'_>,
+    ) -> Result<()> {
+        let waiting = batch.rows.split_off(recovery.limit().min(batch.rows.len()));
+        recovery.begin(batch.ids().collect());
+        let done = self.decode_batch(batch, drafter, waiting.is_empty(), cx);
+        batch.rows.splice(0..0, waiting);
+        done
     }
 
-    /// Takes what a step drew that the next pass does not follow: prompts go in, say, or guesses are to be checked.
-    pub(super) fn land(&mut self) -> Result<()> {
-        let (start, Some(flight)) = (Instant::now(), self.flight.take()) else { return Ok(()) };
-        let took = self.take_drawn(&flight, true)?;
-        self.stats.decode.add(took, start.elapsed());
-        self.retire()
-    }
-
-    pub(super) fn launch(&mut self, depth: usize) -> Result<Flight> {
-        let batch: Vec<_> = self.rows.iter().map(|row| (row.sequence, row.choice(&[]))).collect();
-        let sequences: Vec<Sequence> = batch.iter().map(|(sequence, _)| *sequence).collect();
-        let requests = self.rows.iter().map(|row| row.id).collect();
-        let tells = self.tells();
-        if depth > 0 {
-            let (drawn, launched) = self.launch_round(&sequences, depth)?;
-            return Ok(Flight { requests, sequences, depth, tells, drawn, launched });
-        }
-        let model = self.model.borrow();
-        let graph = self.graphs.find((batch.len(), tells), model, &mut self.pool, &mut self.events)?;
-        let launched = Instant::now();
-        let drawn = match graph {
-            Some(graph) => Drawn::Coming(graph.draw(model, &mut self.pool, Next::Of(&batch))?),
-            None => {
-                let (sequences, choices): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
-                let last: Vec<u32> = self.rows.iter().map(Row::last).collect();
-                let fed: Vec<_> = sequences.into_iter().zip(last.chunks(1)).collect();
-                let logits = model.feed(&mut self.pool, &fed)?;
-                Drawn::Here(self.sampler.draw(&logits, &choices)?)
+    fn decode_batch(
+        &mut self,
+        batch: &mut Batch,
+        drafter: &mut Drafter,
+        may_run_ahead: bool,
+        cx: &mut Context<'_>,
+    ) -> Result<()> {
+        let start = Instant::now();
+        if self.in_flight.is_none() {
+            let depths = drafter.plan(&batch.rows, cx.pool);
+            match self.plan(&depths, batch, drafter, cx)? {
+                Plan::Launch(graph, depth) => self.in_flight = Some(self.launch(graph, depth, batch, cx)?),
+                Plan::OnHost => return self.decode_on_host(&depths, batch, drafter, start, cx),
             }
-        };
-        Ok(Flight { requests, sequences, depth, tells, drawn, launched })
-    }
-
-    fn launch_round(&mut self, sequences: &[Sequence], depth: usize) -> Result<(Drawn, Instant)> {
-        let (model, size) = (self.model.borrow(), (sequences.len(), depth, self.tells()));
-        let round = self.graphs.find_round(size, model, &mut self.pool, &mut self.events)?;
-        let Some(round) = round else { bail!("Engine: expected the graph of a round") };
-        let (rows, launched) = (&self.rows, Instant::now());
-        let choices = || rows.iter().map(|row| row.choice(&[])).collect();
-        Ok((Drawn::Round(round.launch(model, &mut self.pool, sequences, choices)?), launched))
-    }
-
-    /// Whether the step after `flight` is known but for its tokens: it has the same rows and drafts as many, each row goes on unless
-    /// it drew a token that ends it, and there are no guesses to be made from these tokens.
-    fn goes_ahead(&mut self, flight: &Flight) -> Result<bool> {
-        let follows = match flight.drawn {
-            Drawn::Here(_) => self.ahead_without_graph,
-            Drawn::Coming(_) | Drawn::Round(_) => true,
-        };
-        let same = self.rows.iter().map(|row| row.id).eq(flight.requests.iter().copied());
-        if !follows || !same || self.options.draft > 0 || !self.rows.iter().all(Row::goes_on) {
-            return Ok(false);
         }
-        let depths = self.plan();
+        let accepted = self.finish_step(batch, drafter, may_run_ahead, cx)?;
+        cx.stats.decode.add(accepted, start.elapsed());
+        Ok(())
+    }
+
+    /// How a step with these depths of drafts runs.
+    fn plan(&mut self, depths: &[usize], batch: &Batch, drafter: &Drafter, cx: &mut Context<'_>) -> Result<Plan> {
+        if drafter.looks_up() {
+            return Ok(Plan::OnHost);
+        }
         let depth = depths.iter().copied().max().unwrap_or(0);
-        let goes = match flight.depth {
-            0 => depth == 0,
-            // As many tokens as the step may bring, and as the next one has.
-            drafted => depth == drafted && self.has_room(2 * (drafted + 1)) && self.still_holds(flight)?,
-        };
-        if !goes {
-            self.planned = Some((flight.requests.clone(), depths));
+        if depth == 0 || !cx.pool.can_draft(batch.sequences()) {
+            return Ok(Plan::Launch(self.graph(0, batch, cx)?, 0));
         }
-        Ok(goes)
+        // A speculative graph runs past the end of a completion, of which a snapshot may be requested.
+        if !batch.has_room(depth + 1, cx.pool.max_len()) || batch.rows.iter().any(|row| row.request.snapshot_end) {
+            return Ok(Plan::OnHost);
+        }
+        Ok(match self.graph(depth, batch, cx)? {
+            Some(graph) => Plan::Launch(Some(graph), depth),
+            None => Plan::OnHost,
+        })
     }
 
-    /// Whether the graph of a round finds all that the next one reads.
-    fn still_holds(&mut self, flight: &Flight) -> Result<bool> {
-        let (model, size) = (self.model.borrow(), (flight.sequences.len(), flight.depth, flight.tells));
-        let round = self.graphs.find_round(size, model, &mut self.pool, &mut self.events)?;
-        Ok(round.is_some_and(|round| round.holds(&self.pool, &flight.sequences)))
+    fn graph(
+        &mut self,
+        depth: usize,
+        batch: &Batch,
+        cx: &mut Context<'_>,
+    ) -> Result<Option<Rc<RefCell<dyn StepGraph>>>> {
+        let size = StepSize { sequences: batch.rows.len(), depth, logprobs: batch.logprobs() };
+        self.graphs.find_or_capture(size, &self.sampler, cx.model, cx.pool, cx.events)
     }
 
-    fn launch_ahead(&mut self, flight: &Flight) -> Result<Flight> {
-        let Flight { requests, sequences, depth, tells, .. } = flight;
-        let (requests, sequences, depth, tells) = (requests.clone(), sequences.clone(), *depth, *tells);
+    fn launch(
+        &self,
+        graph: Option<Rc<RefCell<dyn StepGraph>>>,
+        depth: usize,
+        batch: &Batch,
+        cx: &mut Context<'_>,
+    ) -> Result<InFlight> {
+        let (requests, sequences): (Vec<_>, Vec<_>) = (batch.ids().collect(), batch.sequences().collect());
+        let choices: Vec<_> = batch.rows.iter().map(|row| row.choice(&[])).collect();
         let launched = Instant::now();
-        let drawn = match &flight.drawn {
-            Drawn::Coming(_) => {
-                let model = self.model.borrow();
-                let graph = self.graphs.find((sequences.len(), tells), model, &mut self.pool, &mut self.events)?;
-                let Some(graph) = graph else { bail!("Engine: expected the graph of the step before") };
-                Drawn::Coming(graph.draw(model, &mut self.pool, Next::Same(&sequences))?)
+        let drawing = match graph {
+            Some(graph) => {
+                let pending = graph.borrow_mut().launch(cx.model, cx.pool, &sequences, Some(&choices))?;
+                Drawing::Graph(graph, pending)
             }
-            Drawn::Round(_) => self.launch_round(&sequences, depth)?.0,
-            // As a graph does: what no number follows is token 0.
-            Drawn::Here(drawn) => {
-                let model = self.model.borrow();
-                let tokens: Vec<u32> = drawn.iter().map(|token| token.as_ref().map_or(0, |token| token.id)).collect();
-                let rows = self.rows.iter().zip(tokens.chunks(1));
-                let fed: Vec<_> = rows.clone().map(|(row, token)| (row.sequence, token)).collect();
-                let choices: Vec<_> = rows.map(|(row, token)| row.choice(token)).collect();
-                let logits = model.feed(&mut self.pool, &fed)?;
-                Drawn::Here(self.sampler.draw(&logits, &choices)?)
+            None => {
+                let last: Vec<u32> = batch.rows.iter().map(Row::last).collect();
+                let fed: Vec<_> = sequences.iter().copied().zip(last.chunks(1)).collect();
+                Drawing::Done(self.sampler.draw(&cx.model.feed(cx.pool, &fed)?, &choices)?)
             }
         };
-        Ok(Flight { requests, sequences, depth, tells, drawn, launched })
+        Ok(InFlight { requests, sequences, depth, drawing, launched })
     }
 
-    /// What a step drew goes to its rows; it is the `last` one that was launched. How many tokens there were.
-    fn take_drawn(&mut self, flight: &Flight, last: bool) -> Result<usize> {
-        let one = |token: &Token| vec![token.clone()];
-        let model = self.model.borrow();
-        let drawn: Vec<Vec<Token>> = match &flight.drawn {
-            Drawn::Here(drawn) => drawn.iter().map(one).collect(),
-            Drawn::Coming(coming) => coming.read()?.iter().map(one).collect(),
-            Drawn::Round(round) => round.read()?,
+    /// Reads the tokens of the step in flight, after launching the next one where it may run ahead. Returns how many tokens were
+    /// accepted.
+    fn finish_step(
+        &mut self,
+        batch: &mut Batch,
+        drafter: &mut Drafter,
+        may_run_ahead: bool,
+        cx: &mut Context<'_>,
+    ) -> Result<usize> {
+        let Some(in_flight) = self.in_flight.take() else { return Ok(0) };
+        let ahead = match &in_flight.drawing {
+            Drawing::Graph(graph, _) if may_run_ahead && in_flight.runs_ahead(graph, batch, drafter, cx) => {
+                in_flight.launch_ahead(graph, cx).map(Some)
+            }
+            _ => Ok(None),
         };
-        let (sequences, tells) = (flight.requests.len(), flight.tells);
-        match &flight.drawn {
-            Drawn::Here(_) => {}
-            Drawn::Coming(_) if !last || !self.pool.has_head() => {}
-            Drawn::Coming(_) => {
-                let row_of = |row: &Row| flight.requests.iter().position(|id| *id == row.id);
-                let fed = self.rows.iter().filter_map(|row| Some((row_of(row)?, row.sequence, row.last())));
-                let fed: Vec<_> = fed.collect();
-                if let Some(graph) = self.graphs.find((sequences, tells), model, &mut self.pool, &mut self.events)? {
-                    graph.hear(model, &mut self.pool, &fed)?;
-                }
-            }
-            Drawn::Round(_) => {
-                let size = (sequences, flight.depth, tells);
-                let round = self.graphs.find_round(size, model, &mut self.pool, &mut self.events)?;
-                let Some(round) = round else { bail!("Engine: expected the graph of a round") };
-                round.land(&mut self.pool, &flight.sequences, &drawn, last)?;
-            }
+        // Tokens that were drawn are not lost when the launch of the next step fails.
+        let accepted = in_flight.accept(!matches!(ahead, Ok(Some(_))), batch, drafter, cx)?;
+        self.in_flight = ahead?;
+        // Since when the device could begin with the step.
+        let since = in_flight.launched.max(self.finished);
+        self.finished = Instant::now();
+        drafter.measured(in_flight.requests.len(), in_flight.depth, self.finished - since, cx)?;
+        Ok(accepted)
+    }
+
+    /// Reads the tokens of the step in flight where another kind of pass follows.
+    pub fn collect(&mut self, batch: &mut Batch, drafter: &mut Drafter, cx: &mut Context<'_>) -> Result<()> {
+        let (start, Some(in_flight)) = (Instant::now(), self.in_flight.take()) else { return Ok(()) };
+        let accepted = in_flight.accept(true, batch, drafter, cx)?;
+        cx.stats.decode.add(accepted, start.elapsed());
+        batch.retire(cx)
+    }
+
+    /// Drafts that the host sees, and the pass that verifies them.
+    fn decode_on_host(
+        &mut self,
+        depths: &[usize],
+        batch: &mut Batch,
+        drafter: &mut Drafter,
+        start: Instant,
+        cx: &mut Context<'_>,
+    ) -> Result<()> {
+        let (drafts, tried) = drafter.draft(depths, &batch.rows, cx)?;
+        if drafts.iter().all(Vec::is_empty) {
+            let graph = self.graph(0, batch, cx)?;
+            self.in_flight = Some(self.launch(graph, 0, batch, cx)?);
+            let accepted = self.finish_step(batch, drafter, false, cx)?;
+            cx.stats.decode.add(accepted, start.elapsed());
+            return Ok(());
         }
-        let mut rows = self.rows.iter_mut().peekable();
-        let mut took = Vec::with_capacity(drawn.len());
-        for (id, drawn) in flight.requests.iter().zip(&drawn) {
+        let accepted = self.verify(&drafts, batch, cx)?;
+        let time = start.elapsed();
+        cx.stats.decode.add(accepted.iter().sum(), time);
+        self.finished = Instant::now();
+        drafter.count(&mut batch.rows, &tried, &accepted, cx.stats);
+        if !tried.iter().any(|tried| tried.by_lookup) {
+            let depth = tried.iter().map(|tried| tried.count).max().unwrap_or(0);
+            drafter.measured(accepted.len(), depth, time, cx)?;
+        }
+        Ok(())
+    }
+
+    /// How many tokens each row accepted: its drafts as long as they equal the tokens drawn, and the token after them.
+    fn verify(&self, drafts: &[Vec<u32>], batch: &mut Batch, cx: &mut Context<'_>) -> Result<Vec<usize>> {
+        let rows = batch.rows.iter().zip(drafts);
+        let tokens: Vec<Vec<u32>> = rows.map(|(row, draft)| [&[row.last()], &draft[..]].concat()).collect();
+        let rows = batch.rows.iter().zip(&tokens);
+        let fed: Vec<(Sequence, &[u32])> = rows.map(|(row, tokens)| (row.sequence, tokens.as_slice())).collect();
+        let (logits, verified) = cx.model.verify(cx.pool, &fed)?;
+        let rows = batch.rows.iter().zip(drafts);
+        let choices: Vec<_> =
+            rows.flat_map(|(row, draft)| (0..=draft.len()).map(|n| row.choice(&draft[..n]))).collect();
+        let drawn = self.sampler.draw(&logits, &choices)?;
+        let (mut drawn, mut accepted) = (drawn.as_slice(), Vec::with_capacity(drafts.len()));
+        for (row, draft) in batch.rows.iter_mut().zip(drafts) {
+            let (own, others) = drawn.split_at(draft.len() + 1);
+            accepted.push(row.accept(own, draft, cx.events));
+            drawn = others;
+        }
+        // As many as were fed: the last token drawn replaces the token that the row began with, and is fed next.
+        cx.model.accept(cx.pool, verified, &accepted)?;
+        Ok(accepted)
+    }
+}
+
+impl InFlight {
+    /// Whether the next step is known but for its tokens: it has the same rows and as many drafts, no row can end except by the token
+    /// that it drew, and no drafts are looked up in these tokens.
+    fn runs_ahead(
+        &self,
+        graph: &Rc<RefCell<dyn StepGraph>>,
+        batch: &Batch,
+        drafter: &mut Drafter,
+        cx: &mut Context<'_>,
+    ) -> bool {
+        let same = batch.ids().eq(self.requests.iter().copied());
+        if !same || drafter.looks_up() || !batch.rows.iter().all(Row::can_run_ahead) {
+            return false;
+        }
+        let depths = drafter.plan(&batch.rows, cx.pool);
+        let depth = depths.iter().copied().max().unwrap_or(0);
+        // Room for the tokens of this step and the next one.
+        let has_room = depth == 0 || batch.has_room(2 * (depth + 1), cx.pool.max_len());
+        let ready = || graph.borrow().is_ready(cx.model, cx.pool, &self.sequences);
+        let runs = depth == self.depth && has_room && ready();
+        if !runs {
+            drafter.keep_plan(self.requests.clone(), depths);
+        }
+        runs
+    }
+
+    /// The next step of the same rows.
+    fn launch_ahead(&self, graph: &Rc<RefCell<dyn StepGraph>>, cx: &mut Context<'_>) -> Result<Self> {
+        let launched = Instant::now();
+        let pending = graph.borrow_mut().launch(cx.model, cx.pool, &self.sequences, None)?;
+        let (requests, sequences) = (self.requests.clone(), self.sequences.clone());
+        Ok(Self { requests, sequences, depth: self.depth, drawing: Drawing::Graph(graph.clone(), pending), launched })
+    }
+
+    /// Waits for the tokens and gives them to their rows; `is_last` is whether no step was launched after this one. Returns how many
+    /// tokens were accepted.
+    fn accept(&self, is_last: bool, batch: &mut Batch, drafter: &mut Drafter, cx: &mut Context<'_>) -> Result<usize> {
+        let drawn: Vec<Vec<Token>> = match &self.drawing {
+            Drawing::Done(drawn) => drawn.iter().map(|token| vec![token.clone()]).collect(),
+            Drawing::Graph(graph, pending) => {
+                let drawn = pending.read()?;
+                let mut rows = batch.rows.iter().peekable();
+                let fed = |id: &RequestId| rows.next_if(|row| row.id == *id).map(Row::last);
+                let fed: Vec<_> = self.requests.iter().map(fed).collect();
+                let step = Step { sequences: &self.sequences, fed: &fed, drawn: &drawn, is_last };
+                graph.borrow().end(cx.model, cx.pool, &step)?;
+                drawn
+            }
+        };
+        let mut rows = batch.rows.iter_mut().peekable();
+        let mut accepted = Vec::with_capacity(drawn.len());
+        for (id, drawn) in self.requests.iter().zip(&drawn) {
             if let Some(row) = rows.next_if(|row| row.id == *id) {
                 // All but the last one were drafts.
                 let drafts: Vec<u32> = drawn[..drawn.len() - 1].iter().flatten().map(|drawn| drawn.id).collect();
-                took.push(row.take(drawn, &drafts, &mut self.events));
+                accepted.push(row.accept(drawn, &drafts, cx.events));
             }
         }
-        self.count(&vec![Tried { count: flight.depth, guessed: false }; took.len()], &took);
-        Ok(took.iter().sum())
+        let tried = vec![Tried { count: self.depth, by_lookup: false }; accepted.len()];
+        drafter.count(&mut batch.rows, &tried, &accepted, cx.stats);
+        Ok(accepted.iter().sum())
     }
+}
+
+/// A prompt, and a draft after it, in a sequence of its own.
+fn warm_up(model: &CausalLm, pool: &mut SequencePool, sampler: &Sampler, prefill_chunk: usize) -> Result<()> {
+    let sequence = pool.begin()?;
+    let prompt = vec![0; WARM_UP.min(prefill_chunk).min(pool.max_len().saturating_sub(2).max(1))];
+    let random =
+        Sampling { temperature: 1., top_p: 0.5, ..Sampling::default() }.choice(0, 0, prompt.len(), &prompt, &[]);
+    let drawn = model.feed(pool, &[(sequence, &prompt)]).and_then(|logits| {
+        sampler.draw(&logits, &[random])?;
+        if pool.has_head() && prompt.len() + 2 <= pool.max_len() {
+            let (tokens, _) = model.draft(pool, &[(sequence, 0, 1)])?;
+            let (_, drafts) = model.verify(pool, &[(sequence, &[0, tokens[0][0]])])?;
+            model.accept(pool, drafts, &[1])?;
+        }
+        Ok(())
+    });
+    pool.end(sequence)?;
+    drawn
 }

@@ -1,17 +1,20 @@
-//! The next token of a row, as `models/cuda/sampling` chooses it: weights are whole numbers, so that their sums are the
-//! same in any order, and made by operations that round the same everywhere.
+//! The next token of a row and its log-probabilities, as `models/cuda/sampling` and `models/cuda/logprobs` compute them.
+//!
+//! Weights of tokens are whole numbers, so that their sums are the same in any order. The operations that make them round
+//! the same everywhere.
 
+use super::{Drawn, Logprobs};
 use crate::abi::sampling::SamplingRow;
 use std::collections::HashMap;
 use std::f32::consts::LN_2;
 
-/// Of the most likely token.
+/// The weight of the most likely token.
 const HEAVIEST: u64 = 1 << 38;
 
-/// The token that `row` chooses by its logits, and None where one of them is not finite. Those of `recent`, the tokens that
-/// its penalties concern, the latest last, are overwritten. Of equal logits the one of the lower id counts as more likely.
-pub(crate) fn draw(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) -> Option<u32> {
-    // Looked for without stopping: that is many logits an instruction.
+/// The token that `row` chooses by its logits, None where one of them is not finite. `recent` has the tokens that the penalties
+/// concern, the latest last; their logits are overwritten. Of equal logits the one of the lower id counts as more likely.
+fn draw(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) -> Option<u32> {
+    // Without an early end, so that one instruction checks many logits.
     if logits.iter().fold(false, |found, x| found | !x.is_finite()) {
         return None;
     }
@@ -34,28 +37,37 @@ pub(crate) fn draw(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) -> Opt
         kept.retain(|token| token.rank >= cut);
     }
     let total: u64 = kept.iter().map(|token| token.weight).sum();
-    let mut left = ((u128::from(random_bits(row.seed, row.index)) * u128::from(total)) >> 64) as u64;
+    let mut rest = ((u128::from(random_bits(row.seed, row.index)) * u128::from(total)) >> 64) as u64;
     for token in &kept {
-        if left < token.weight {
+        if rest < token.weight {
             return Some(!token.rank as u32);
         }
-        left -= token.weight;
+        rest -= token.weight;
     }
     None
 }
 
+/// [`draw`], with the log-probabilities that the row requests. They are those of the logits before penalties.
+pub(super) fn draw_with_logprobs(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) -> Option<Drawn> {
+    if row.likeliest == 0 {
+        return draw(logits, row, recent).map(|id| Drawn { id, logprobs: None });
+    }
+    let raw = logits.to_vec();
+    let id = draw(logits, row, recent)?;
+    let softmax = LogSoftmax::new(&raw, row.likeliest as usize - 1);
+    let logprob = |id: u32| softmax.logprob(raw[id as usize]);
+    let likeliest = softmax.likeliest.iter().map(|&id| (id, logprob(id))).collect();
+    Some(Drawn { id, logprobs: Some(Box::new(Logprobs { token: logprob(id), likeliest })) })
+}
+
 /// A token that can be drawn.
 struct Token {
-    /// The order of its logit, and the complement of its id: no two are equal.
     rank: u64,
     weight: u64,
 }
 
 fn weighed(logits: &[f32], best: f32, scale: f64) -> Vec<Token> {
-    let tokens = logits.iter().enumerate().map(|(id, &x)| Token {
-        rank: u64::from(ordered(x) as u32 ^ (1 << 31)) << 32 | u64::from(!(id as u32)),
-        weight: weight(x, best, scale),
-    });
+    let tokens = logits.iter().enumerate().map(|(id, &x)| Token { rank: rank(id, x), weight: weight(x, best, scale) });
     tokens.filter(|token| token.weight > 0).collect()
 }
 
@@ -96,8 +108,13 @@ fn penalise(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) {
     }
 }
 
-/// Integers in the order of `f32::total_cmp`, of which the greatest is found faster.
-pub(crate) fn ordered(x: f32) -> i32 {
+/// The order of a logit, then the complement of its id: no two ranks are equal.
+fn rank(id: usize, logit: f32) -> u64 {
+    u64::from(ordered(logit) as u32 ^ (1 << 31)) << 32 | u64::from(!(id as u32))
+}
+
+/// Integers in the order of `f32::total_cmp`, whose maximum is found faster.
+fn ordered(x: f32) -> i32 {
     let bits = x.to_bits() as i32;
     bits ^ ((bits >> 31) as u32 >> 1) as i32
 }
@@ -134,30 +151,37 @@ fn random_bits(seed: u64, index: u64) -> u64 {
     u64::from(c[1]) << 32 | u64::from(c[0])
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The terms of a row's log-softmax, and the ids of its likeliest tokens.
+#[derive(Debug)]
+pub(super) struct LogSoftmax {
+    most: f32,
+    log_sum: f64,
+    pub likeliest: Vec<u32>,
+}
 
-    /// Of the authors' own table of known answers.
-    #[test]
-    fn random_numbers_are_philox() {
-        assert_eq!(random_bits(0, 0), 0xe169_c58d_6627_e8d5);
-        assert_ne!(random_bits(1, 0), random_bits(0, 1));
+impl LogSoftmax {
+    /// Of finite logits, with so many of the likeliest tokens, the likeliest first; of equal ones the lower id comes first.
+    pub fn new(logits: &[f32], likeliest: usize) -> Self {
+        let most = logits.iter().fold(f32::NEG_INFINITY, |most, x| most.max(*x));
+        let sum: f64 = logits.iter().map(|x| f64::from((x - most).exp())).sum();
+        let mut ranks: Vec<u64> = Vec::new();
+        if likeliest > 0 {
+            ranks.extend(logits.iter().enumerate().map(|(id, x)| rank(id, *x)));
+            if likeliest < ranks.len() {
+                ranks.select_nth_unstable_by(likeliest - 1, |a, b| b.cmp(a));
+                ranks.truncate(likeliest);
+            }
+            ranks.sort_unstable_by(|a, b| b.cmp(a));
+        }
+        Self { most, log_sum: sum.ln(), likeliest: ranks.into_iter().map(|rank| !rank as u32).collect() }
     }
 
-    #[test]
-    fn weights_are_powers_of_two() {
-        for (temperature, best) in [(1., 0f32), (0.7, 23.5), (30., -8.)] {
-            let scale = std::f64::consts::LOG2_E / temperature;
-            for i in 0..2000 {
-                let x = best - 0.013 * i as f32;
-                let want = ((f64::from(x) - f64::from(best)) / temperature).exp() * HEAVIEST as f64;
-                let got = weight(x, best, scale) as f64;
-                assert!((got - want).abs() <= 1. + 4e-7 * want, "{x} below {best} at {temperature}: {got}, not {want}");
-            }
-        }
-        assert_eq!(weight(f32::MIN, f32::MAX, 1e-9), 0);
-        assert_eq!([weight(1., 1., f64::INFINITY), weight(0.5, 1., f64::INFINITY)], [HEAVIEST, 0]);
-        assert_eq!(weight(0.5, 1., f64::MIN_POSITIVE), HEAVIEST);
+    /// The log-probability of a token with this logit.
+    pub fn logprob(&self, logit: f32) -> f32 {
+        (f64::from(logit) - f64::from(self.most) - self.log_sum) as f32
     }
 }
+
+#[cfg(test)]
+#[path = "cpu_tests.rs"]
+mod tests;

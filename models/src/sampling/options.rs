@@ -1,26 +1,26 @@
 //! How tokens are chosen.
 
+use super::Choice;
 use crate::abi::sampling::SamplingRow;
-use crate::engine::sampling::Choice;
 use std::f64::consts::LOG2_E;
 
 /// How the next token is chosen.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// Flatness of the distribution; 0 takes the most likely token.
+    /// Flatness of the distribution; 0 chooses the most likely token.
     pub temperature: f64,
-    /// The choice is among so many of the most likely tokens; 0 is all.
+    /// The choice is among this many of the most likely tokens; 0 means all.
     pub top_k: usize,
-    /// The choice is among the most likely tokens that together have this probability; 1 is all.
+    /// The choice is among the most likely tokens that together have this probability; 1 means all.
     pub top_p: f64,
-    /// Makes tokens that occurred lately, in the prompt too, less likely: their logits are divided by it, those below 0
+    /// Makes tokens that occurred recently, in the prompt too, less likely: positive logits are divided by it, negative ones
     /// multiplied. 1 does nothing.
     pub repeat_penalty: f32,
-    /// How many of the last tokens that penalty looks at.
+    /// How many of the last tokens that penalty concerns.
     pub repeat_last_n: usize,
-    /// Taken off the logits of tokens that are in the completion so far, after the repeat penalty; 0 does nothing.
+    /// Subtracted from the logits of tokens in the completion so far, after the repeat penalty; 0 does nothing.
     pub presence_penalty: f32,
-    /// Taken off them as many times as they are in it.
+    /// Subtracted once for each time that a token occurs in the completion; 0 does nothing.
     pub frequency_penalty: f32,
 }
 
@@ -40,18 +40,11 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// The choice of token number `index` of a request, behind `tokens` and then `more`, which are of at most `most` in all.
-    /// Its random number is that of the seed and the index: neither the other requests nor a guess change it.
-    pub(in crate::engine) fn choice(
-        &self,
-        seed: u64,
-        index: usize,
-        most: usize,
-        tokens: &[u32],
-        more: &[u32],
-    ) -> Choice {
+    /// How token number `index` of a request is chosen after `tokens` and then `more`, at most `most` tokens in all. Its random
+    /// number follows from the seed and the index: neither other requests nor drafts change it.
+    pub(crate) fn choice(&self, seed: u64, index: usize, most: usize, tokens: &[u32], more: &[u32]) -> Choice {
         let repeats = if self.repeat_penalty == 1. { 0 } else { self.repeat_last_n.min(most) };
-        // The completion grows behind what is sent to the device.
+        // On the device the completion grows after what is uploaded.
         let all = tokens.len() + more.len();
         let (window, own) = match self.presence_penalty == 0. && self.frequency_penalty == 0. {
             true => (repeats, 0),
@@ -61,7 +54,7 @@ impl Sampling {
         let mut recent: Vec<u32> = tokens.iter().chain(more).skip(all - known).copied().collect();
         let last = recent.pop().unwrap_or(0);
         let drawn = match self.temperature > 0. {
-            // The numbers of a greedy row stay the same from token to token.
+            // A greedy row needs no random number.
             false => SamplingRow::GREEDY,
             true => SamplingRow {
                 // Not 0 however flat: that is the most likely token.
@@ -97,8 +90,8 @@ impl SplitMix64 {
         Self(seed)
     }
 
-    /// The seed of number `n` of several sequences that share a seed: number 0 has that itself. Not `seed + n`, whose
-    /// generators give the same numbers, one shifted against the other.
+    /// The seed of sequence number `n` of several that share a seed; number 0 has that seed itself. `seed + n` would give
+    /// generators of the same numbers, shifted by `n`.
     pub fn seed(seed: u64, n: usize) -> u64 {
         if n == 0 {
             seed

@@ -1,7 +1,8 @@
 //! What is drawn from given logits: as often as it should be, and the same on every device.
 
-use super::sampling::{tokens, Choice, Drawn, Rows, Sampler, Token};
-use super::Sampling;
+#[cfg(feature = "cuda")]
+use super::rows::{tokens, Rows};
+use super::{Choice, Drawn, Sampler, Sampling, Token};
 use candle_core::{DType, Device, Result, Tensor};
 
 /// Numbers for tests.
@@ -142,7 +143,7 @@ fn penalties_are_of_the_last_tokens() {
     }
 }
 
-/// Token after token by penalties of every kind, as their definitions have it: from choices, and from rows that a launch moves on.
+/// Token after token by penalties of every kind, as their definitions have it.
 #[test]
 fn penalties_are_as_they_are_defined() -> Result<()> {
     const VOCAB: usize = 40;
@@ -158,8 +159,7 @@ fn penalties_are_as_they_are_defined() -> Result<()> {
             ..Sampling::default()
         };
         let prompt: Vec<u32> = (0..1 + case % 9).map(|i| ((case + 7 * i) % VOCAB) as u32).collect();
-        let (mut tokens, rows) = (prompt.clone(), Rows::new(1, most, &Device::Cpu)?);
-        rows.load(&[s.choice(0, 0, most, &tokens, &[])])?;
+        let mut tokens = prompt.clone();
         for index in 0..50 {
             // Few tokens are likely, so that they come again and again.
             let logits: Vec<f32> = (0..VOCAB).map(|i| (rng.normal() + if i < 6 { 2. } else { 0. }) as f32).collect();
@@ -180,8 +180,6 @@ fn penalties_are_as_they_are_defined() -> Result<()> {
             let choice = s.choice(0, index, most, &tokens, &[]);
             assert_eq!(draw(&sampler, std::slice::from_ref(&logits), &[choice], &Device::Cpu)?, [Some(best)], "{s:?}");
             changed += usize::from(logits.iter().any(|x| *x > logits[best as usize]));
-            sampler.launch(&tensor(&[logits], &Device::Cpu)?, &rows)?;
-            assert_eq!(rows.ids()?.to_vec1::<u32>()?, [best], "{s:?}, token {index}");
             tokens.push(best);
         }
     }
@@ -203,18 +201,11 @@ fn log_probabilities_are_of_the_logits() -> Result<()> {
         let mut order: Vec<u32> = (0..vocab as u32).collect();
         order.sort_by(|a, b| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b)));
         order.truncate(count);
-        let rows = Rows::new(1, 100, &Device::Cpu)?.telling(vocab)?;
-        rows.load(&[choice.clone()])?;
-        let (sampler, of) = (Sampler::new(&Device::Cpu)?, tensor(&[logits], &Device::Cpu)?);
-        sampler.launch(&of, &rows)?;
-        let told = rows.told()?.map(|told| told.to_vec1()).transpose()?.unwrap_or_default();
-        let moved = tokens(&rows.ids()?.to_vec1()?, &told);
-        for token in sampler.draw(&of, &[choice])?.into_iter().chain(moved) {
-            let Ok(Drawn { id, logprobs: Some(told) }) = token else { panic!("{token:?}") };
-            assert!((f64::from(told.token) - want[id as usize]).abs() < 1e-5, "{told:?}");
-            assert_eq!(told.likeliest.iter().map(|(id, _)| *id).collect::<Vec<_>>(), order);
-            assert!(told.likeliest.iter().all(|(id, x)| (f64::from(*x) - want[*id as usize]).abs() < 1e-5), "{told:?}");
-        }
+        let token = Sampler::new(&Device::Cpu)?.draw(&tensor(&[logits], &Device::Cpu)?, &[choice])?.remove(0);
+        let Ok(Drawn { id, logprobs: Some(got) }) = token else { panic!("{token:?}") };
+        assert!((f64::from(got.token) - want[id as usize]).abs() < 1e-5, "{got:?}");
+        assert_eq!(got.likeliest.iter().map(|(id, _)| *id).collect::<Vec<_>>(), order);
+        assert!(got.likeliest.iter().all(|(id, x)| (f64::from(*x) - want[*id as usize]).abs() < 1e-5), "{got:?}");
     }
     Ok(())
 }
@@ -248,11 +239,14 @@ fn every_dtype_gives_the_same_tokens() -> Result<()> {
             let (sampler, there) = (Sampler::new(device)?, narrow.to_device(device)?);
             let drawn = draw_of(&sampler, &there.copy()?, &choices)?;
             assert_eq!(drawn, want, "{dtype:?} on {:?}", device.location());
-            let on_device = Rows::new(rows, 1000, device)?;
-            on_device.load(&choices)?;
-            sampler.launch(&there, &on_device)?;
-            let drawn = tokens(&on_device.ids()?.to_vec1()?, &[]).into_iter().map(id);
-            assert_eq!(drawn.collect::<Vec<_>>(), want, "{dtype:?} on {:?}, as rows", device.location());
+            #[cfg(feature = "cuda")]
+            if device.is_cuda() {
+                let on_device = Rows::new(rows, 1000, device)?;
+                on_device.load(&choices)?;
+                sampler.launch(&there, &on_device)?;
+                let drawn = tokens(&on_device.ids()?.to_vec1()?, &[]).into_iter().map(id);
+                assert_eq!(drawn.collect::<Vec<_>>(), want, "{dtype:?} on {:?}, as rows", device.location());
+            }
         }
     }
     Ok(())
@@ -316,18 +310,18 @@ fn every_device_draws_the_same() -> Result<()> {
         let want = draw(&here, &logits, &first, &Device::Cpu)?;
         let got = draw_of(&there, &tensor(&logits, &device)?.to_dtype(dtype)?, &first)?;
         assert_eq!(got, want, "round {round}: {rows} rows of {vocab} in {dtype:?}");
-        // Room for rows of nobody too, as in a graph.
-        let on_device = Rows::new(rows + 3, history, &device)?.telling(vocab)?;
+        // Room for padding rows too, as in a graph.
+        let on_device = Rows::new(rows + 3, history, &device)?.with_logprobs(vocab)?;
         on_device.load(&first)?;
         let padded = [logits.clone(), vec![vec![f32::NAN; vocab]; 3]].concat();
         for index in 4..8 {
             let now: Vec<Choice> = choices.iter().map(|row| choice(row, index)).collect();
             let drawn = here.draw(&tensor(&logits, &Device::Cpu)?, &now)?;
             there.launch(&tensor(&padded, &device)?.to_dtype(dtype)?, &on_device)?;
-            let told = on_device.told()?.map(|told| told.to_vec1()).transpose()?.unwrap_or_default();
-            let got = tokens(&on_device.drawn()?.to_vec1()?, &told);
+            let logprobs = on_device.logprobs()?.map(|words| words.to_vec1()).transpose()?.unwrap_or_default();
+            let got = tokens(&on_device.drawn()?.to_vec1()?, &logprobs);
             let what = format!("round {round}, token {index}: {rows} rows of {vocab} in {dtype:?}");
-            got.iter().zip(&drawn).for_each(|(got, want)| told_the_same(got, want, &what));
+            got.iter().zip(&drawn).for_each(|(got, want)| same_logprobs(got, want, &what));
             let want: Vec<_> = drawn.into_iter().map(id).collect();
             let got: Vec<_> = got.into_iter().map(id).collect();
             assert_eq!(got[..rows], want, "{what}");
@@ -342,7 +336,7 @@ fn every_device_draws_the_same() -> Result<()> {
 }
 
 #[cfg(feature = "cuda")]
-fn told_the_same(got: &Token, want: &Token, what: &str) {
+fn same_logprobs(got: &Token, want: &Token, what: &str) {
     let (Ok(got), Ok(want)) = (got, want) else { return };
     match (&got.logprobs, &want.logprobs) {
         (None, None) => {}

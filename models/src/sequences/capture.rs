@@ -19,7 +19,7 @@ use std::sync::Arc;
 ///   once, in the first run, and kept; inside a capture a missing one is an error, and so is any copy to the host.
 /// * With event tracking cudarc lets the stream wait for events recorded outside, which a capture does not permit.
 /// * The first run loads modules and lets cuBLAS choose its kernels.
-pub(super) fn capture(op: &str, device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<CudaGraph> {
+pub(crate) fn capture(op: &str, device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<CudaGraph> {
     let Device::Cuda(device) = device else { bail!("{op}: expected a CUDA device, got {:?}", device.location()) };
     let stream = device.cuda_stream();
     // Driver 580 hangs or crashes when a host thread ends whose own stream was captured.

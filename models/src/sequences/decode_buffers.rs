@@ -3,33 +3,33 @@
 use super::kv::KvRows;
 use super::pass::{arena, Mode, Pass};
 use super::pool::SequencePool;
-#[cfg(feature = "cuda")]
-use super::sampling::{Choice, Rows, Sampler};
 use crate::causal_lm::CausalLm;
+use crate::sampling::rows::Rows;
+use crate::sampling::{Choice, Sampler};
 use candle_core::{bail, DType, Result, Tensor};
 use candle_gdn::plumbing::Launch;
 use candle_gdn::{Slots, NO_SLOT};
 use std::cell::RefCell;
 
-/// Inputs and output of a step of up to so many sequences. Rows of nobody are padding.
+/// Inputs and output of a step of up to so many sequences; the others are padding.
 #[derive(Debug)]
 pub(super) struct StepBuffers {
     ids: Tensor,
     pass: Pass,
     output: Output,
-    /// Hidden states `[batch, hidden_size]` of the latest step, where there is a draft head: its last norm's output. The next step writes over it.
+    /// Hidden states `[batch, hidden_size]` of the latest step after the last norm, where there is a draft head. The next step
+    /// overwrites them.
     hidden: RefCell<Option<Tensor>>,
-    /// What slots of the states, slots of keys and values, and positions hold; empty where that is not known.
+    /// The values of the state slots, the slots of keys and values, and the positions; empty where they are not known.
     held: [Vec<u32>; 3],
 }
 
-/// What a step leaves.
+/// The output of a step.
 #[derive(Debug)]
 enum Output {
-    /// `[batch, vocab_size]` as the head gives them.
+    /// `[batch, vocab_size]` in the dtype of the head.
     Logits(Tensor),
-    /// The next tokens, which are the ids of the next step too.
-    #[cfg(feature = "cuda")]
+    /// The next tokens, which are also the ids of the next step.
     Drawn(Sampler, Rows),
 }
 
@@ -41,25 +41,30 @@ impl StepBuffers {
         Self::with(pool, batch, ids, Output::Logits(logits))
     }
 
-    /// All rows are padding. A step draws the next tokens, and `tells` log-probabilities or does not.
-    #[cfg(feature = "cuda")]
-    pub fn drawing(model: &CausalLm, pool: &SequencePool, batch: usize, sampler: Sampler, tells: bool) -> Result<Self> {
+    /// All rows are padding. A step draws the next tokens, with log-probabilities or without.
+    pub fn drawing(
+        model: &CausalLm,
+        pool: &SequencePool,
+        batch: usize,
+        sampler: Sampler,
+        logprobs: bool,
+    ) -> Result<Self> {
         let mut rows = Rows::new(batch, pool.max_len, &pool.device)?;
-        if tells {
-            rows = rows.telling(model.config.vocab_size)?;
+        if logprobs {
+            rows = rows.with_logprobs(model.config.vocab_size)?;
         }
         Self::with(pool, batch, rows.ids()?, Output::Drawn(sampler, rows))
     }
 
     fn with(pool: &SequencePool, batch: usize, ids: Tensor, output: Output) -> Result<Self> {
         let device = &pool.device;
-        let (nobody, zeros) = (vec![NO_SLOT; batch], vec![0u32; batch]);
+        let (padding, zeros) = (vec![NO_SLOT; batch], vec![0u32; batch]);
         let pass = Pass {
             lengths: vec![1; batch],
             cu_seqlens: None,
-            states: Slots::new(&nobody, device)?,
+            states: Slots::new(&padding, device)?,
             kv: KvRows::Device {
-                slots: Slots::new(&nobody, device)?,
+                slots: Slots::new(&padding, device)?,
                 positions: Tensor::new(&zeros[..], device)?,
                 // The kernels read how long each sequence is; their number of blocks follows from this.
                 max_len: pool.max_len,
@@ -67,12 +72,11 @@ impl StepBuffers {
             launch: Launch { overlap: true, arena: arena(device)? },
             _working: None,
         };
-        Ok(Self { ids, pass, output, hidden: RefCell::new(None), held: [nobody.clone(), nobody, zeros] })
+        Ok(Self { ids, pass, output, hidden: RefCell::new(None), held: [padding.clone(), padding, zeros] })
     }
 
-    /// The launches of a step: what is captured. Each run writes to the places of the one before it.
+    /// The launches of a step: what is captured. Each run writes to the same memory.
     pub fn run(&self, model: &CausalLm, pool: &mut SequencePool) -> Result<()> {
-        #[cfg(feature = "cuda")]
         if let Some(arena) = &self.pass.launch.arena {
             arena.begin_pass();
         }
@@ -82,7 +86,6 @@ impl StepBuffers {
         let x = model.scores_launched(&y, &self.pass.launch)?;
         match &self.output {
             Output::Logits(logits) => logits.slice_set(&x, 0, 0),
-            #[cfg(feature = "cuda")]
             Output::Drawn(sampler, rows) => sampler.launch(&x, rows),
         }
     }
@@ -100,8 +103,7 @@ impl StepBuffers {
         upload(&self.ids, &ids)
     }
 
-    /// Uploads the ids of the next step, and how it draws. Without it these are what the step before left.
-    #[cfg(feature = "cuda")]
+    /// Uploads the ids of the next step, and how it draws. Without this call both follow from the step before.
     pub fn load_choices(&self, choices: &[Choice]) -> Result<()> {
         match &self.output {
             Output::Drawn(_, rows) => rows.load(choices),
@@ -109,8 +111,7 @@ impl StepBuffers {
         }
     }
 
-    /// Uploads what a step of the sequences in `slots` reads besides, where it is not there already: after a step of the same
-    /// sequences it is.
+    /// Uploads what else a step of the sequences in `slots` reads, unless a step of the same sequences left it there.
     pub fn load(&mut self, pool: &SequencePool, slots: &[usize]) -> Result<()> {
         let batch = self.pass.lengths.len();
         let padded = |padding: u32, value: &dyn Fn(usize) -> u32| -> Vec<u32> {
@@ -140,13 +141,13 @@ impl StepBuffers {
         Ok(())
     }
 
-    /// Before the step: if it fails, nothing is known of the buffers.
-    pub fn running(&mut self) -> [Vec<u32>; 3] {
+    /// Before the step: if it fails, the contents of the buffers are unknown.
+    pub fn begin(&mut self) -> [Vec<u32>; 3] {
         std::mem::take(&mut self.held)
     }
 
     /// After it: the positions advanced on the device.
-    pub fn ran(&mut self, mut held: [Vec<u32>; 3], sequences: usize) {
+    pub fn end(&mut self, mut held: [Vec<u32>; 3], sequences: usize) {
         held[2].iter_mut().take(sequences).for_each(|position| *position += 1);
         self.held = held;
     }
@@ -158,25 +159,14 @@ impl StepBuffers {
                 rows if rows.dtype() == DType::F32 => rows.force_contiguous(),
                 rows => rows.to_dtype(DType::F32),
             },
-            #[cfg(feature = "cuda")]
             Output::Drawn(..) => bail!("DecodeGraph: expected a step that leaves logits"),
         }
     }
 
-    /// What the tokens are drawn by.
-    #[cfg(feature = "cuda")]
-    pub fn sampler(&self) -> Result<Sampler> {
-        match &self.output {
-            Output::Drawn(sampler, _) => Ok(sampler.clone()),
-            Output::Logits(_) => bail!("DecodeGraph: expected a step that draws"),
-        }
-    }
-
-    /// The tokens that the rows drew, `[batch]`, and what is told of them, if there is such: the next step writes over both.
-    #[cfg(feature = "cuda")]
+    /// The tokens drawn, `[batch]`, then log-probabilities where they may be requested. The next step overwrites both.
     pub fn drawn(&self) -> Result<Vec<Tensor>> {
         match &self.output {
-            Output::Drawn(_, rows) => Ok([rows.drawn()?].into_iter().chain(rows.told()?).collect()),
+            Output::Drawn(_, rows) => Ok([rows.drawn()?].into_iter().chain(rows.logprobs()?).collect()),
             Output::Logits(_) => bail!("DecodeGraph: expected a step that draws"),
         }
     }

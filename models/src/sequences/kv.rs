@@ -16,7 +16,7 @@ use std::ops::Range;
 /// A slot's tokens end where the sequence's length says: what lies behind, of a draft that was not accepted, is
 /// overwritten by the next pass.
 #[derive(Debug)]
-pub(super) enum KvSlots {
+pub(crate) enum KvSlots {
     /// On the CPU: a cache a slot, in the layout of the kernel there, that grows with its sequence.
     Panels(Vec<KvCache>, CacheShape),
     /// Elsewhere: `[slots, kv_heads, max_len, head_dim]`.
@@ -25,7 +25,7 @@ pub(super) enum KvSlots {
 
 /// Which sequences a pass has, as attention needs it.
 #[derive(Debug)]
-pub(super) enum KvRows {
+pub(crate) enum KvRows {
     /// Slot and tokens before the pass; the angles of all new tokens.
     Host { rows: Vec<(usize, usize)>, angles: Angles },
     /// The same on the device, and the longest length after the pass.
@@ -33,9 +33,9 @@ pub(super) enum KvRows {
 }
 
 impl KvSlots {
-    /// `shape` is of one sequence; `tensors` asks for the layout of other devices on the CPU too.
-    pub fn new(shape: &CacheShape, slots: usize, tensors: bool) -> Result<Self> {
-        if shape.device.is_cpu() && !tensors {
+    /// `shape` is of one sequence.
+    pub fn new(shape: &CacheShape, slots: usize) -> Result<Self> {
+        if shape.device.is_cpu() {
             return Ok(Self::Panels((0..slots).map(|_| KvCache::new(shape)).collect(), shape.clone()));
         }
         let dims = (slots, shape.kv_heads, shape.max_len, shape.head_dim);
@@ -154,7 +154,7 @@ typed!(f32 => F32, bf16 => BF16, f16 => F16);
 
 impl GatedAttention {
     /// `x [tokens, hidden]`, packed, to the same. Without `cu_seqlens` every sequence has one token.
-    pub(super) fn forward_slots(
+    pub(crate) fn forward_slots(
         &self,
         x: &Tensor,
         cu_seqlens: Option<&CuSeqlens>,
@@ -169,7 +169,7 @@ impl GatedAttention {
     }
 
     /// Appends keys and values alone.
-    pub(super) fn append_slots(
+    pub(crate) fn append_slots(
         &self,
         x: &Tensor,
         cu_seqlens: Option<&CuSeqlens>,

@@ -2,9 +2,9 @@
 
 mod host;
 
-use super::head::HeadState;
-use super::kept::Piece;
+use super::kv_segment::KvSegment;
 use super::pool::{LayerSlots, Sequence, SequencePool};
+use crate::drafting::head_state::HeadState;
 use candle_core::{bail, Result};
 use candle_gdn::plumbing::LastThread;
 use candle_gdn::GdnState;
@@ -12,21 +12,20 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const OP: &str = "SequencePool";
 
-/// A sequence as it was, apart from any pool: made by [`SequencePool::snapshot`] and
-/// [`CausalLm::feed_with_checkpoints`](super::super::CausalLm::feed_with_checkpoints), put back by
-/// [`SequencePool::restore`] into any pool of the model, as often as wanted.
+/// A copy of a sequence outside of any pool: made by [`SequencePool::snapshot`], put back by [`SequencePool::restore`] into
+/// any pool of the model, any number of times.
 ///
-/// The states of the Gated DeltaNet layers are its own. Keys and values lie in pieces, each from where the one before
-/// ends, which snapshots of one sequence share: a further one copies only the tokens since the last that still lives.
+/// The states of the Gated DeltaNet layers are its own. Keys and values lie in segments that snapshots of one sequence share:
+/// a further snapshot copies only the tokens after the last segment that still exists.
 #[derive(Debug)]
 pub struct SequenceSnapshot {
     model: usize,
     len: usize,
     /// One a Gated DeltaNet layer.
     states: Vec<GdnState>,
-    /// Of the draft head, without its keys and values, which lie in the pieces too.
+    /// That of the draft head, whose keys and values lie in the segments too.
     head: Option<HeadState>,
-    pieces: Vec<Arc<Piece>>,
+    segments: Vec<Arc<KvSegment>>,
 }
 
 impl SequenceSnapshot {
@@ -42,13 +41,13 @@ impl SequenceSnapshot {
 
     /// Bytes of device memory that it keeps, those it shares with others included.
     pub fn size_in_bytes(&self) -> usize {
-        self.states_bytes() + self.pieces.iter().map(|piece| piece.size_in_bytes()).sum::<usize>()
+        self.states_bytes() + self.segments.iter().map(|segment| segment.size_in_bytes()).sum::<usize>()
     }
 
-    /// Bytes that it adds to a shorter snapshot of the same sequence: its states and the last piece. The budget of a
+    /// Bytes that it adds to a shorter snapshot of the same sequence: its states and the last segment. The budget of a
     /// [`PrefixCache`](candle_gdn::PrefixCache) that holds all of a prompt's checkpoints is kept by this number.
     pub fn bytes_added(&self) -> usize {
-        self.states_bytes() + self.pieces.last().map_or(0, |piece| piece.size_in_bytes())
+        self.states_bytes() + self.segments.last().map_or(0, |segment| segment.size_in_bytes())
     }
 
     fn states_bytes(&self) -> usize {
@@ -63,7 +62,7 @@ impl SequencePool {
     /// # Errors
     /// When the handle is none of a sequence of this pool, a pass failed on it, or the device is out of memory.
     pub fn snapshot(&self, s: Sequence) -> Result<SequenceSnapshot> {
-        let slot = self.sound_slot("snapshot", s)?;
+        let slot = self.usable_slot("snapshot", s)?;
         let (state, len) = (self.entries[slot].state, self.entries[slot].len);
         let states = self.layers.iter().filter_map(|layer| match layer {
             LayerSlots::Linear(states) => Some(states.snapshot(state)),
@@ -72,41 +71,29 @@ impl SequencePool {
         let states = states.collect::<Result<Vec<_>>>()?;
         let head = self.head.as_ref().map(|head| &head.slots[slot]);
         let head = self.thread.reading(&self.device, || head.map(HeadState::own).transpose())?;
-        self.snapshot_of(slot, len, states, head)
-    }
-
-    /// With the states that the slot's sequence had after `len` tokens, no fewer than in its last snapshot.
-    pub(super) fn snapshot_of(
-        &self,
-        slot: usize,
-        len: usize,
-        states: Vec<GdnState>,
-        head: Option<HeadState>,
-    ) -> Result<SequenceSnapshot> {
-        let mut known = self.entries[slot].pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut pieces: Vec<Arc<Piece>> = known.iter().map_while(Weak::upgrade).collect();
-        pieces.truncate(pieces.partition_point(|piece| piece.end <= len));
-        let start = pieces.last().map_or(0, |piece| piece.end);
+        let mut known = self.entries[slot].segments.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut segments: Vec<Arc<KvSegment>> = known.iter().map_while(Weak::upgrade).collect();
+        segments.truncate(segments.partition_point(|segment| segment.end <= len));
+        let start = segments.last().map_or(0, |segment| segment.end);
         let kv = self.layers.iter().filter_map(|layer| match layer {
             LayerSlots::Full(kv) if start < len => Some(kv.read(slot, start..len)),
             _ => None,
         });
         let layers = self.thread.reading(&self.device, || kv.collect::<Result<Vec<_>>>())?;
         let (head_start, head_end) =
-            (pieces.last().map_or(0, |piece| piece.head_end), head.as_ref().map_or(0, |head| head.len));
+            (segments.last().map_or(0, |segment| segment.head_end), head.as_ref().map_or(0, |head| head.len));
         let kv = self.head.as_ref().filter(|_| head_start < head_end).map(|head| &head.kv);
         let read = || kv.map(|kv| kv.read(slot, head_start..head_end)).transpose();
-        let of_head = self.thread.reading(&self.device, read)?;
-        if !layers.is_empty() || of_head.is_some() {
+        let head_kv = self.thread.reading(&self.device, read)?;
+        if !layers.is_empty() || head_kv.is_some() {
             let thread = LastThread::default();
-            pieces.push(Arc::new(Piece { end: len, layers, head_end, head: of_head, thread }));
+            segments.push(Arc::new(KvSegment { end: len, layers, head_end, head: head_kv, thread }));
         }
-        *known = pieces.iter().map(Arc::downgrade).collect();
-        Ok(SequenceSnapshot { model: self.model, len, states, head, pieces })
+        *known = segments.iter().map(Arc::downgrade).collect();
+        Ok(SequenceSnapshot { model: self.model, len, states, head, segments })
     }
 
-    /// The sequence goes on from the snapshot, whatever it was fed before and also where a pass failed on it. The
-    /// snapshot stays as it is.
+    /// The sequence goes on from the snapshot, whatever it was fed before, also where a failed pass broke it.
     ///
     /// # Errors
     /// When the handle is none of a sequence of this pool, the snapshot is of another model or longer than sequences
@@ -123,8 +110,8 @@ impl SequencePool {
         if self.head.is_some() && snapshot.head.is_none() {
             bail!("{OP}: restore: snapshot: expected one with the draft head's state, got one without")
         }
-        let _working = self.take()?;
-        self.about_to_write(&[slot]);
+        let _working = self.working()?;
+        self.begin_write(&[slot]);
         let state = self.entries[slot].state;
         let mut states = snapshot.states.iter();
         for layer in &mut self.layers {
@@ -133,28 +120,28 @@ impl SequencePool {
             to.restore(state, from)?;
         }
         let (mut at, mut head_at) = (0, 0);
-        for piece in &snapshot.pieces {
-            let mut from = piece.layers.iter();
-            piece.thread.reading(&self.device, || {
+        for segment in &snapshot.segments {
+            let mut from = segment.layers.iter();
+            segment.thread.reading(&self.device, || {
                 for layer in &mut self.layers {
                     let LayerSlots::Full(kv) = layer else { continue };
                     let Some([k, v]) = from.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
                     kv.write(slot, at, [k, v])?;
                 }
-                match (&mut self.head, &piece.head) {
+                match (&mut self.head, &segment.head) {
                     (Some(head), Some([k, v])) => head.kv.write(slot, head_at, [k, v]),
                     _ => Ok(()),
                 }
             })?;
-            (at, head_at) = (piece.end, piece.head_end);
+            (at, head_at) = (segment.end, segment.head_end);
         }
         if let (Some(head), Some(state)) = (&mut self.head, &snapshot.head) {
             head.slots[slot] = state.clone();
         }
         let entry = &mut self.entries[slot];
         entry.len = snapshot.len;
-        entry.pieces = Mutex::new(snapshot.pieces.iter().map(Arc::downgrade).collect());
-        self.written(&[slot], &[0]);
+        entry.segments = Mutex::new(snapshot.segments.iter().map(Arc::downgrade).collect());
+        self.end_write(&[slot], &[0]);
         Ok(())
     }
 
@@ -164,14 +151,14 @@ impl SequencePool {
     /// When the handle is none of a sequence of this pool, a pass failed on it, all slots are in use, or the device
     /// refuses.
     pub fn fork(&mut self, s: Sequence) -> Result<Sequence> {
-        let from = self.sound_slot("fork", s)?;
+        let from = self.usable_slot("fork", s)?;
         let slot = self.take_slot()?;
         match self.copy(from, slot as usize) {
             Ok(()) => {
                 let entry = &self.entries[from];
-                let pieces = entry.pieces.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                let segments = entry.segments.lock().unwrap_or_else(PoisonError::into_inner).clone();
                 let fork = self.begun(slot, entry.len);
-                self.entries[slot as usize].pieces = Mutex::new(pieces);
+                self.entries[slot as usize].segments = Mutex::new(segments);
                 if let Some(head) = &mut self.head {
                     head.slots[slot as usize] = head.slots[from].clone();
                 }
@@ -185,7 +172,7 @@ impl SequencePool {
     }
 
     fn copy(&mut self, from: usize, to: usize) -> Result<()> {
-        let _working = self.take()?;
+        let _working = self.working()?;
         let (len, states) = (self.entries[from].len, [from, to].map(|slot| self.entries[slot].state));
         for layer in &mut self.layers {
             match layer {

@@ -1,7 +1,8 @@
-//! Drafted tokens: through the model at once, and then only some of them stay.
+//! Drafts: verified in one pass, then accepted in part.
 
+use super::new_pool::Lease;
 use super::pass::{Draft, Mode, Pass};
-use super::pool::{unique, Lease, Sequence, SequencePool};
+use super::pool::{unique, Sequence, SequencePool};
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
 use candle_gdn::plumbing::RING_TOKENS;
@@ -10,15 +11,15 @@ use candle_gdn::{Accepted, CuSeqlens, Drafted, Slots};
 const VERIFY: &str = "verify";
 const ACCEPT: &str = "accept";
 
-/// Drafted tokens that went through the model and of which none is part of a sequence yet: made by
-/// [`CausalLm::verify`], for [`CausalLm::accept`]. Dropped without it they leave no trace.
+/// Drafted tokens that went through the model and are not part of a sequence yet: made by [`CausalLm::verify`], for
+/// [`CausalLm::accept`]. When they are dropped, the sequences are as before.
 ///
-/// It keeps one more state of every Gated DeltaNet layer for each of its sequences, and a projection of each token; where
-/// states have rings ([`Rings`](super::Rings)) and no draft has more than 16 tokens, neither.
+/// They keep a second state of every Gated DeltaNet layer for each of their sequences, and a projection of each token. Where
+/// states have rings ([`StateLayout`](super::StateLayout)) and no draft has more than 16 tokens, they keep neither.
 #[derive(Debug)]
 pub struct Drafts {
     sequences: Vec<Sequence>,
-    /// Of the sequences when they were verified.
+    /// The sequences' versions when they were verified.
     versions: Vec<u64>,
     cu_seqlens: CuSeqlens,
     states: Slots,
@@ -27,7 +28,7 @@ pub struct Drafts {
     /// `None` in place, in rings.
     lease: Option<Lease>,
     /// The tokens and their hidden states, where there is a draft head.
-    heard: Option<(Vec<Vec<u32>>, Tensor)>,
+    head_input: Option<(Vec<Vec<u32>>, Tensor)>,
 }
 
 impl Drafts {
@@ -36,40 +37,40 @@ impl Drafts {
         self.cu_seqlens.lengths().collect()
     }
 
-    /// Bytes of device memory held, without the states, which are the pool's.
+    /// Bytes of device memory held, without the states, which belong to the pool.
     pub fn size_in_bytes(&self) -> usize {
         self.layers.iter().map(Drafted::size_in_bytes).sum()
     }
 }
 
 impl CausalLm {
-    /// Feeds each sequence a draft, tokens that it may be about to have, and returns the logits of every one of them,
-    /// packed in the order of the batch: `[tokens of all, vocab_size]` in f32. The sequences stay as they are until
-    /// [`accept`](Self::accept); feeding one before voids the drafts.
+    /// Feeds each sequence a draft and returns the logits of all its tokens, packed in the order of the batch:
+    /// `[tokens of all, vocab_size]` in f32. The sequences stay as they are until [`accept`](Self::accept); feeding one
+    /// before invalidates the drafts.
     ///
-    /// Usually the first token of a draft is one that is certain, the last one sampled: row `i` then judges token `i +
-    /// 1`.
+    /// Usually the first token of a draft is certain, the last one sampled: row `i` then verifies token `i + 1`.
     ///
-    /// The first time, and when more sequences than ever before have drafts, each Gated DeltaNet layer's states are
-    /// moved to a larger allocation, one state more for each sequence of the batch.
+    /// Without rings, each Gated DeltaNet layer's states move to a larger allocation when more sequences than ever before
+    /// have drafts: one more state for each.
     ///
     /// # Errors
-    /// As [`feed`](Self::feed); the sequences are unchanged by any, but for what fails half-way where states have rings.
+    /// As [`feed`](Self::feed). Errors leave the sequences unchanged, except for a pass that fails half-way where states have
+    /// rings.
     pub fn verify(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<(Tensor, Drafts)> {
         let slots = pool.batch_slots(VERIFY, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         let ids = self.packed_ids(VERIFY, batch.iter().map(|(_, tokens)| *tokens))?;
-        let _working = pool.take()?;
+        let _working = pool.working()?;
         let lengths: Vec<usize> = batch.iter().map(|(_, tokens)| tokens.len()).collect();
         let in_place = pool.cursors.is_some() && lengths.iter().all(|len| *len <= RING_TOKENS);
-        let lease = if in_place { None } else { Some(self.lend_states(pool, slots.len())?) };
+        let lease = if in_place { None } else { Some(self.lease_states(pool, slots.len())?) };
         let drafts = lease.as_ref().map_or(Draft::InPlace, |lease| Draft::To(&lease.slots));
         let pass = Pass::new(self, pool, &slots, lengths, drafts)?;
-        // Keys and values of an earlier draft are overwritten: that one is void.
+        // Keys and values of an earlier draft are overwritten: it is invalid.
         for &slot in &slots {
             pool.entries[slot].version = unique();
         }
         if in_place {
-            pool.about_to_write(&slots); // rings that are full are folded
+            pool.begin_write(&slots); // full rings are flushed
         }
         let mut layers = vec![];
         let x = self.through_layers(&ids, &pass, pool, Mode::Verify(&mut layers))?;
@@ -77,7 +78,7 @@ impl CausalLm {
         let logits = self.logits_launched(&hidden, &pass.launch)?;
         self.settle()?;
         if in_place {
-            pool.written(&slots, &vec![0; slots.len()]);
+            pool.end_write(&slots, &vec![0; slots.len()]);
         }
         let versions = slots.iter().map(|&slot| pool.entries[slot].version).collect();
         let Pass { cu_seqlens: Some(cu_seqlens), states, .. } = pass else {
@@ -85,24 +86,24 @@ impl CausalLm {
         };
         let sequences = batch.iter().map(|(sequence, _)| *sequence).collect();
         let tokens = batch.iter().map(|(_, tokens)| tokens.to_vec()).collect();
-        let heard = pool.head.is_some().then_some((tokens, hidden));
-        Ok((logits, Drafts { sequences, versions, cu_seqlens, states, layers, lease, heard }))
+        let head_input = pool.head.is_some().then_some((tokens, hidden));
+        Ok((logits, Drafts { sequences, versions, cu_seqlens, states, layers, lease, head_input }))
     }
 
-    /// Of draft `n` the first `accepted[n]` tokens stay, 0 to all. Each sequence is then as if only those had been fed:
-    /// the accepted tokens of a draft cut short are fed again in the Gated DeltaNet layers, in one call each and
-    /// without their projections.
+    /// Accepts the first `accepted[n]` tokens of draft `n`, 0 to all. Each sequence is then as if only those had been fed. Without
+    /// rings the Gated DeltaNet layers are fed the accepted tokens of a partly rejected draft again, in one call each and
+    /// without the projections.
     ///
     /// # Errors
     /// When there are not as many counts as drafts or one is larger than its draft, the pool is not that of the
-    /// drafts, or one of the sequences was changed since. The sequences are unchanged by any, and the drafts are gone.
+    /// drafts, or one of the sequences was changed since. Errors leave the sequences unchanged; the drafts are dropped.
     pub fn accept(&self, pool: &mut SequencePool, drafts: Drafts, accepted: &[usize]) -> Result<()> {
         if self.id != pool.model {
             bail!("{ACCEPT}: pool: expected one that this model made, got one of another model")
         }
         let mut slots = Vec::with_capacity(drafts.sequences.len());
         for (n, (sequence, version)) in drafts.sequences.iter().zip(&drafts.versions).enumerate() {
-            let slot = pool.sound_slot(ACCEPT, *sequence)?;
+            let slot = pool.usable_slot(ACCEPT, *sequence)?;
             if pool.entries[slot].version != *version {
                 bail!(
                     "{ACCEPT}: drafts: expected sequences as they were verified, got one that was changed since at {n}"
@@ -120,25 +121,25 @@ impl CausalLm {
             }
         }
         if accepted.iter().all(|&count| count == 0) {
-            return Ok(()); // all is as it was
+            return Ok(()); // nothing changes
         }
-        let Drafts { cu_seqlens, states, layers, mut lease, heard, .. } = drafts;
-        let _working = pool.take()?;
+        let Drafts { cu_seqlens, states, layers, mut lease, head_input, .. } = drafts;
+        let _working = pool.working()?;
         let plan = Accepted::new(&cu_seqlens, &states, accepted)?;
         let cursors = pool.cursors.clone();
-        let parts = self.gated_delta_nets().zip(&layers).zip(pool.state_pools());
-        for ((gdn, drafted), states) in parts {
+        let layers = self.gated_delta_nets().zip(&layers).zip(pool.state_pools());
+        for ((gdn, drafted), states) in layers {
             gdn.commit(drafted, &plan, states)?;
         }
         if let Some((cursors, gdn)) = cursors.zip(self.gated_delta_nets().next()) {
             plan.advance(gdn, &cursors)?;
         }
-        if let Some((tokens, hidden)) = &heard {
+        if let Some((tokens, hidden)) = &head_input {
             let first = cu_seqlens.as_slice().iter().map(|first| *first as usize);
             let tokens = tokens.iter().zip(accepted).map(|(tokens, count)| &tokens[..*count]);
-            pool.heard_later(&slots, tokens.zip(first), hidden);
+            pool.feed_head_later(&slots, tokens.zip(first), hidden);
         }
-        // Nothing fails from here on: each sequence takes the slot that was written, if there is another, and gives its own.
+        // Nothing fails from here on. Without rings each sequence swaps its slot for the one that was written.
         for (n, (&slot, count)) in slots.iter().zip(accepted).enumerate() {
             let entry = &mut pool.entries[slot];
             if let Some(lease) = &mut lease {

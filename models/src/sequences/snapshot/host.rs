@@ -1,6 +1,6 @@
 //! Snapshots as tensors of the host, for the engine of another process.
 
-use super::{Piece, SequenceSnapshot};
+use super::{KvSegment, SequenceSnapshot};
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result, Tensor};
 use candle_gdn::plumbing::LastThread;
@@ -27,14 +27,14 @@ impl SequenceSnapshot {
             tensors.insert(format!("conv.{i}"), state.conv().to_device(&Device::Cpu)?);
             tensors.insert(format!("recurrent.{i}"), state.recurrent().to_device(&Device::Cpu)?);
         }
-        for i in 0..self.pieces.first().map_or(0, |piece| piece.layers.len()) {
+        for i in 0..self.segments.first().map_or(0, |segment| segment.layers.len()) {
             for (part, name) in ["k", "v"].into_iter().enumerate() {
-                let on_host = |piece: &Arc<Piece>| {
-                    let tensor = &piece.layers[i][part];
-                    piece.thread.reading(tensor.device(), || tensor.to_device(&Device::Cpu))
+                let on_host = |segment: &Arc<KvSegment>| {
+                    let tensor = &segment.layers[i][part];
+                    segment.thread.reading(tensor.device(), || tensor.to_device(&Device::Cpu))
                 };
-                let pieces = self.pieces.iter().map(on_host).collect::<Result<Vec<_>>>()?;
-                tensors.insert(format!("{name}.{i}"), Tensor::cat(&pieces, 2)?);
+                let segments = self.segments.iter().map(on_host).collect::<Result<Vec<_>>>()?;
+                tensors.insert(format!("{name}.{i}"), Tensor::cat(&segments, 2)?);
             }
         }
         Ok(tensors)
@@ -80,8 +80,8 @@ impl CausalLm {
             Ok([k, v])
         };
         let layers = (0..self.layers.len() - states.len()).map(layer).collect::<Result<Vec<_>>>()?;
-        let piece = Piece { end: len, layers, head_end: 0, head: None, thread: LastThread::default() };
-        let pieces = if piece.layers.is_empty() { Vec::new() } else { vec![Arc::new(piece)] };
-        Ok(SequenceSnapshot { model: self.id, len, states, head: None, pieces })
+        let segment = KvSegment { end: len, layers, head_end: 0, head: None, thread: LastThread::default() };
+        let segments = if segment.layers.is_empty() { Vec::new() } else { vec![Arc::new(segment)] };
+        Ok(SequenceSnapshot { model: self.id, len, states, head: None, segments })
     }
 }
