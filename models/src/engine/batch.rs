@@ -39,7 +39,7 @@ impl Batch {
     }
 
     /// Ends the completions that have finished.
-    pub fn retire(&mut self, cx: &mut Context<'_>) -> Result<()> {
+    pub fn retire(&mut self, cx: &mut Context) -> Result<()> {
         for row in std::mem::take(&mut self.rows) {
             let Some(mut reason) = row.finished.clone() else {
                 self.rows.push(row);
@@ -58,13 +58,7 @@ impl Batch {
 
     /// After a failed pass: the request `lost` ends with its error. The others that the pass broke get new sequences and are fed
     /// the same tokens again, so that their next tokens are the same as without the failure.
-    pub fn recover(
-        &mut self,
-        lost: Option<RequestId>,
-        error: &Error,
-        chunk: usize,
-        cx: &mut Context<'_>,
-    ) -> Result<()> {
+    pub fn recover(&mut self, lost: Option<RequestId>, error: &Error, chunk: usize, cx: &mut Context) -> Result<()> {
         for mut row in std::mem::take(&mut self.rows) {
             let fed = row.tokens.len() - 1;
             if lost == Some(row.id) {
@@ -85,7 +79,7 @@ impl Batch {
     }
 
     /// The sequence of the request, if it is being completed, after its snapshot.
-    pub fn remove(&mut self, id: RequestId, cx: &mut Context<'_>) -> Option<Sequence> {
+    pub fn remove(&mut self, id: RequestId, cx: &mut Context) -> Option<Sequence> {
         let index = self.rows.iter().position(|row| row.id == id)?;
         let row = self.rows.remove(index);
         // Without memory for a snapshot there is none.
@@ -159,7 +153,7 @@ impl Row {
     }
 
     /// The snapshot at the end of a completion, where it was requested.
-    fn final_snapshot(&self, cx: &mut Context<'_>) -> Result<()> {
+    fn final_snapshot(&self, cx: &mut Context) -> Result<()> {
         if self.request.snapshot_end {
             let snapshot = Arc::new(cx.pool.snapshot(self.sequence)?);
             cx.events.push(Event::Snapshot { id: self.id, snapshot });
@@ -168,7 +162,7 @@ impl Row {
     }
 
     /// A new sequence that was fed the same tokens.
-    fn feed_again(&self, chunk: usize, cx: &mut Context<'_>) -> Result<Sequence> {
+    fn feed_again(&self, chunk: usize, cx: &mut Context) -> Result<Sequence> {
         let snapshot = self.request.resume.as_deref();
         let sequence = cx.begin(snapshot)?;
         let rest = &self.tokens[snapshot.map_or(0, SequenceSnapshot::len)..self.tokens.len() - 1];

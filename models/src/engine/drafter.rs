@@ -87,7 +87,7 @@ impl Drafter {
     }
 
     /// The drafts of all rows, by look-up or, up to `depths`, by the head.
-    pub fn draft(&self, depths: &[usize], rows: &[Row], cx: &mut Context<'_>) -> Result<(Vec<Vec<u32>>, Vec<Tried>)> {
+    pub fn draft(&self, depths: &[usize], rows: &[Row], cx: &mut Context) -> Result<(Vec<Vec<u32>>, Vec<Tried>)> {
         let look_up = |row: &Row| look_up(&row.tokens, self.lookup.min(row.lookup_depth).min(row.room()));
         let mut drafts: Vec<Vec<u32>> = rows.iter().map(look_up).collect();
         let mut depths = depths.to_vec();
@@ -137,7 +137,7 @@ impl Drafter {
     }
 
     /// Records the time of a step of so many sequences with up to `depth` drafts each.
-    pub fn measured(&mut self, sequences: usize, depth: usize, time: Duration, cx: &Context<'_>) -> Result<()> {
+    pub fn measured(&mut self, sequences: usize, depth: usize, time: Duration, cx: &Context) -> Result<()> {
         if cx.pool.has_head() && self.depth == DraftDepth::Auto {
             self.measured.push((sequences, depth, time));
         }

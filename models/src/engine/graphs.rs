@@ -3,13 +3,11 @@
 use super::event::Event;
 use super::options::{DraftDepth, EngineOptions, GraphChoice};
 use crate::sampling::Sampler;
-use crate::sequences::step_graph::StepGraph;
+use crate::sequences::step_graph::SharedGraph;
 use crate::sequences::SequencePool;
 use crate::CausalLm;
 use candle_core::Result;
-use std::cell::RefCell;
 use std::fmt::Debug;
-use std::rc::Rc;
 
 /// Makes graphs.
 pub(crate) trait Capture: Debug {
@@ -21,7 +19,7 @@ pub(crate) trait Capture: Debug {
         pool: &mut SequencePool,
         sampler: &Sampler,
         size: StepSize,
-    ) -> Result<Rc<RefCell<dyn StepGraph>>>;
+    ) -> Result<SharedGraph>;
 }
 
 /// The size of a decode step.
@@ -49,7 +47,7 @@ impl Capture for CudaGraphs {
         pool: &mut SequencePool,
         sampler: &Sampler,
         size: StepSize,
-    ) -> Result<Rc<RefCell<dyn StepGraph>>> {
+    ) -> Result<SharedGraph> {
         crate::sequences::decode_graph::check(model, pool, size.sequences)?;
         let _ = (self.forced_acceptance, sampler);
         #[cfg(not(feature = "cuda"))]
@@ -58,6 +56,7 @@ impl Capture for CudaGraphs {
         {
             use crate::drafting::speculative_graph::SpeculativeGraph;
             use crate::sequences::captured_step::CapturedStep;
+            use std::{cell::RefCell, rc::Rc};
             let StepSize { sequences, depth, logprobs } = size;
             if depth == 0 {
                 let graph = CapturedStep::drawing(model, pool, sequences, sampler, logprobs)?;
@@ -77,7 +76,7 @@ pub(super) struct Graphs {
     source: Box<dyn Capture>,
     /// The most sequences.
     most: usize,
-    captured: Vec<(StepSize, Rc<RefCell<dyn StepGraph>>)>,
+    captured: Vec<(StepSize, SharedGraph)>,
     /// No graph of this many tokens can be captured: of plain and of speculative steps, without and with log-probabilities.
     refused: [[Option<usize>; 2]; 2],
 }
@@ -126,7 +125,7 @@ impl Graphs {
         model: &CausalLm,
         pool: &mut SequencePool,
         events: &mut Vec<Event>,
-    ) -> Result<Option<Rc<RefCell<dyn StepGraph>>>> {
+    ) -> Result<Option<SharedGraph>> {
         let size = StepSize { sequences: size.sequences.next_power_of_two().min(self.most), ..size };
         if let Some((_, graph)) = self.captured.iter().find(|(captured, _)| *captured == size) {
             return Ok(Some(graph.clone()));

@@ -52,10 +52,14 @@ pub struct EngineMessages(Receiver<Message>);
 /// Watches an engine from its own thread.
 pub trait Observer {
     /// An event that belongs to no request.
-    fn event(&mut self, event: Event);
+    fn event(&mut self, event: Event) {
+        let _ = event;
+    }
 
     /// Called after each message and each step.
-    fn progress(&mut self, progress: Progress);
+    fn progress(&mut self, progress: Progress) {
+        let _ = progress;
+    }
 }
 
 /// The load of an engine.
@@ -72,11 +76,7 @@ pub struct Progress {
 }
 
 /// Nobody watches.
-impl Observer for () {
-    fn event(&mut self, _: Event) {}
-
-    fn progress(&mut self, _: Progress) {}
-}
+impl Observer for () {}
 
 /// What the first of several ranks did, which the others repeat.
 #[derive(Clone)]

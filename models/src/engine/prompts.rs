@@ -76,7 +76,7 @@ impl Prompts {
 
     /// Admits waiting requests as far as there is room. A request that shares a prefix with a prompt being fed waits until that
     /// is in the cache; others may overtake it.
-    pub fn admit(&mut self, queue: &mut Queue, cx: &mut Context<'_>) -> Result<()> {
+    pub fn admit(&mut self, queue: &mut Queue, cx: &mut Context) -> Result<()> {
         let mut index = 0;
         while let Some(request) = queue.get(index).filter(|_| cx.pool.available() > 0) {
             let fed = self.filling.iter().map(|f| (f.request.tokens.as_slice(), f.done));
@@ -112,7 +112,7 @@ impl Prompts {
         sampler: &Sampler,
         drafter: &mut Drafter,
         recovery: &mut Recovery,
-        cx: &mut Context<'_>,
+        cx: &mut Context,
     ) -> Result<()> {
         let start = Instant::now();
         drafter.rest_head(self.filling.len() + batch.rows.len(), cx.pool);
@@ -165,7 +165,7 @@ impl Prompts {
     }
 
     /// Keeps the states of the first `chunks` prompts that other prompts begin with, and makes the snapshots requested.
-    fn keep(&mut self, chunks: usize, cx: &mut Context<'_>) -> Result<()> {
+    fn keep(&mut self, chunks: usize, cx: &mut Context) -> Result<()> {
         for filling in &self.filling[..chunks] {
             if filling.request.snapshot_at == Some(filling.done) {
                 let snapshot = Arc::new(cx.pool.snapshot(filling.sequence)?);
@@ -184,7 +184,7 @@ impl Prompts {
     }
 
     /// After a failed pass: the request `lost` ends with its error. The others that the pass broke begin anew.
-    pub fn recover(&mut self, lost: Option<RequestId>, error: &Error, cx: &mut Context<'_>) -> Result<()> {
+    pub fn recover(&mut self, lost: Option<RequestId>, error: &Error, cx: &mut Context) -> Result<()> {
         for mut filling in std::mem::take(&mut self.filling) {
             let intact = cx.is_intact(filling.sequence, filling.done) && !filling.is_done();
             if intact && lost != Some(filling.id) {
@@ -210,7 +210,7 @@ impl Prompts {
     }
 
     /// Prompts that are fed become completions, from the token drawn after each.
-    fn complete(&mut self, drawn: &[Token], batch: &mut Batch, drafter: &Drafter, cx: &mut Context<'_>) {
+    fn complete(&mut self, drawn: &[Token], batch: &mut Batch, drafter: &Drafter, cx: &mut Context) {
         let all = std::mem::take(&mut self.filling);
         let (done, filling): (Vec<_>, Vec<_>) = all.into_iter().partition(Filling::is_done);
         self.filling = filling;

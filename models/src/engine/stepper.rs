@@ -12,12 +12,10 @@ use super::options::EngineOptions;
 use super::recovery::Recovery;
 use super::request::RequestId;
 use crate::sampling::{Sampler, Sampling, Token};
-use crate::sequences::step_graph::{Pending, Step, StepGraph};
+use crate::sequences::step_graph::{Pending, SharedGraph, Step};
 use crate::sequences::{Sequence, SequencePool};
 use crate::CausalLm;
 use candle_core::Result;
-use std::cell::RefCell;
-use std::rc::Rc;
 use std::time::Instant;
 
 /// Tokens of the prompt that is fed before the first request.
@@ -48,14 +46,14 @@ struct InFlight {
 enum Drawing {
     /// A step without a graph, which the host has waited for.
     Done(Vec<Token>),
-    Graph(Rc<RefCell<dyn StepGraph>>, Box<dyn Pending>),
+    Graph(SharedGraph, Box<dyn Pending>),
 }
 
 /// How the next step runs.
 enum Plan {
     /// The host makes or sees the drafts.
     OnHost,
-    Launch(Option<Rc<RefCell<dyn StepGraph>>>, usize),
+    Launch(Option<SharedGraph>, usize),
 }
 
 impl Stepper {
@@ -90,7 +88,7 @@ impl Stepper {
         batch: &mut Batch,
         drafter: &mut Drafter,
         recovery: &mut Recovery,
-        cx: &mut Context<'_>,
+        cx: &mut Context,
     ) -> Result<()> {
         let waiting = batch.rows.split_off(recovery.limit().min(batch.rows.len()));
         recovery.begin(batch.ids().collect());
@@ -104,7 +102,7 @@ impl Stepper {
         batch: &mut Batch,
         drafter: &mut Drafter,
         may_run_ahead: bool,
-        cx: &mut Context<'_>,
+        cx: &mut Context,
     ) -> Result<()> {
         let start = Instant::now();
         if self.in_flight.is_none() {
@@ -120,7 +118,7 @@ impl Stepper {
     }
 
     /// How a step with these depths of drafts runs.
-    fn plan(&mut self, depths: &[usize], batch: &Batch, drafter: &Drafter, cx: &mut Context<'_>) -> Result<Plan> {
+    fn plan(&mut self, depths: &[usize], batch: &Batch, drafter: &Drafter, cx: &mut Context) -> Result<Plan> {
         if drafter.looks_up() {
             return Ok(Plan::OnHost);
         }
@@ -138,23 +136,12 @@ impl Stepper {
         })
     }
 
-    fn graph(
-        &mut self,
-        depth: usize,
-        batch: &Batch,
-        cx: &mut Context<'_>,
-    ) -> Result<Option<Rc<RefCell<dyn StepGraph>>>> {
+    fn graph(&mut self, depth: usize, batch: &Batch, cx: &mut Context) -> Result<Option<SharedGraph>> {
         let size = StepSize { sequences: batch.rows.len(), depth, logprobs: batch.logprobs() };
         self.graphs.find_or_capture(size, &self.sampler, cx.model, cx.pool, cx.events)
     }
 
-    fn launch(
-        &self,
-        graph: Option<Rc<RefCell<dyn StepGraph>>>,
-        depth: usize,
-        batch: &Batch,
-        cx: &mut Context<'_>,
-    ) -> Result<InFlight> {
+    fn launch(&self, graph: Option<SharedGraph>, depth: usize, batch: &Batch, cx: &mut Context) -> Result<InFlight> {
         let (requests, sequences): (Vec<_>, Vec<_>) = (batch.ids().collect(), batch.sequences().collect());
         let choices: Vec<_> = batch.rows.iter().map(|row| row.choice(&[])).collect();
         let launched = Instant::now();
@@ -179,7 +166,7 @@ impl Stepper {
         batch: &mut Batch,
         drafter: &mut Drafter,
         may_run_ahead: bool,
-        cx: &mut Context<'_>,
+        cx: &mut Context,
     ) -> Result<usize> {
         let Some(in_flight) = self.in_flight.take() else { return Ok(0) };
         let ahead = match &in_flight.drawing {
@@ -199,7 +186,7 @@ impl Stepper {
     }
 
     /// Reads the tokens of the step in flight where another kind of pass follows.
-    pub fn collect(&mut self, batch: &mut Batch, drafter: &mut Drafter, cx: &mut Context<'_>) -> Result<()> {
+    pub fn collect(&mut self, batch: &mut Batch, drafter: &mut Drafter, cx: &mut Context) -> Result<()> {
         let (start, Some(in_flight)) = (Instant::now(), self.in_flight.take()) else { return Ok(()) };
         let accepted = in_flight.accept(true, batch, drafter, cx)?;
         cx.stats.decode.add(accepted, start.elapsed());
@@ -213,7 +200,7 @@ impl Stepper {
         batch: &mut Batch,
         drafter: &mut Drafter,
         start: Instant,
-        cx: &mut Context<'_>,
+        cx: &mut Context,
     ) -> Result<()> {
         let (drafts, tried) = drafter.draft(depths, &batch.rows, cx)?;
         if drafts.iter().all(Vec::is_empty) {
@@ -236,7 +223,7 @@ impl Stepper {
     }
 
     /// How many tokens each row accepted: its drafts as long as they equal the tokens drawn, and the token after them.
-    fn verify(&self, drafts: &[Vec<u32>], batch: &mut Batch, cx: &mut Context<'_>) -> Result<Vec<usize>> {
+    fn verify(&self, drafts: &[Vec<u32>], batch: &mut Batch, cx: &mut Context) -> Result<Vec<usize>> {
         let rows = batch.rows.iter().zip(drafts);
         let tokens: Vec<Vec<u32>> = rows.map(|(row, draft)| [&[row.last()], &draft[..]].concat()).collect();
         let rows = batch.rows.iter().zip(&tokens);
@@ -261,13 +248,7 @@ impl Stepper {
 impl InFlight {
     /// Whether the next step is known but for its tokens: it has the same rows and as many drafts, no row can end except by the token
     /// that it drew, and no drafts are looked up in these tokens.
-    fn runs_ahead(
-        &self,
-        graph: &Rc<RefCell<dyn StepGraph>>,
-        batch: &Batch,
-        drafter: &mut Drafter,
-        cx: &mut Context<'_>,
-    ) -> bool {
+    fn runs_ahead(&self, graph: &SharedGraph, batch: &Batch, drafter: &mut Drafter, cx: &mut Context) -> bool {
         let same = batch.ids().eq(self.requests.iter().copied());
         if !same || drafter.looks_up() || !batch.rows.iter().all(Row::can_run_ahead) {
             return false;
@@ -285,7 +266,7 @@ impl InFlight {
     }
 
     /// The next step of the same rows.
-    fn launch_ahead(&self, graph: &Rc<RefCell<dyn StepGraph>>, cx: &mut Context<'_>) -> Result<Self> {
+    fn launch_ahead(&self, graph: &SharedGraph, cx: &mut Context) -> Result<Self> {
         let launched = Instant::now();
         let pending = graph.borrow_mut().launch(cx.model, cx.pool, &self.sequences, None)?;
         let (requests, sequences) = (self.requests.clone(), self.sequences.clone());
@@ -294,7 +275,7 @@ impl InFlight {
 
     /// Waits for the tokens and gives them to their rows; `is_last` is whether no step was launched after this one. Returns how many
     /// tokens were accepted.
-    fn accept(&self, is_last: bool, batch: &mut Batch, drafter: &mut Drafter, cx: &mut Context<'_>) -> Result<usize> {
+    fn accept(&self, is_last: bool, batch: &mut Batch, drafter: &mut Drafter, cx: &mut Context) -> Result<usize> {
         let drawn: Vec<Vec<Token>> = match &self.drawing {
             Drawing::Done(drawn) => drawn.iter().map(|token| vec![token.clone()]).collect(),
             Drawing::Graph(graph, pending) => {

@@ -6,7 +6,7 @@ use super::stats::{DraftTally, PrefixTally};
 use super::{DraftDepth, Engine, EngineOptions, Event, FinishReason, GraphChoice, Request, RequestId};
 use crate::drafting::lookup::look_up;
 use crate::sampling::{Choice, Logprobs, Sampler, Sampling, Token};
-use crate::sequences::step_graph::{Pending, Step, StepGraph};
+use crate::sequences::step_graph::{Pending, SharedGraph, Step, StepGraph};
 use crate::sequences::tests::{model, VOCAB};
 use crate::sequences::{Sequence, SequencePool};
 use crate::CausalLm;
@@ -154,13 +154,7 @@ enum Steps {
 struct HostGraphs;
 
 impl Capture for HostGraphs {
-    fn capture(
-        &self,
-        _: &CausalLm,
-        _: &mut SequencePool,
-        sampler: &Sampler,
-        size: StepSize,
-    ) -> Result<Rc<RefCell<dyn StepGraph>>> {
+    fn capture(&self, _: &CausalLm, _: &mut SequencePool, sampler: &Sampler, size: StepSize) -> Result<SharedGraph> {
         let (sampler, depth) = (sampler.clone(), size.depth);
         Ok(Rc::new(RefCell::new(HostStep { sampler, depth, sequences: vec![], choices: vec![] })))
     }

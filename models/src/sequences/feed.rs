@@ -25,7 +25,9 @@ impl CausalLm {
         let (x, pass) = self.run_pass(FEED, pool, batch, &slots)?;
         let logits = match pool.head.is_some() {
             true => self.logits_launched(&self.final_norm(pool, &slots, batch, x, &pass)?.1, &pass.launch)?,
-            false => self.head_of(pass.last_rows(x)?, &pass.launch)?,
+            false => {
+                self.logits_launched(&x.rows(|x| pass.last_rows(x))?.norm(&self.norm, &pass.launch)?.1, &pass.launch)?
+            }
         };
         self.end_pass(pool, &slots, pass)?;
         Ok(logits)
@@ -67,7 +69,7 @@ impl CausalLm {
         pass: &Pass,
     ) -> Result<(Tensor, Tensor)> {
         let (_, hidden) = x.norm(&self.norm, &pass.launch)?;
-        let last = pass.last_rows_of(&hidden)?;
+        let last = pass.last_rows(&hidden)?;
         pool.feed_head(self, slots, batch.iter().map(|(_, tokens)| *tokens), &hidden, &last)?;
         Ok((hidden, last))
     }

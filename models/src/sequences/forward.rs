@@ -5,7 +5,7 @@ use super::pool::{LayerSlots, SequencePool};
 use crate::blocks::decoder::{Mixer, Residual};
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
-use candle_gdn::plumbing::{no_tokens, Launch, Move};
+use candle_gdn::plumbing::{no_tokens, Move};
 use candle_gdn::{CuSeqlens, GatedDeltaNet, StatePool};
 
 impl CausalLm {
@@ -54,12 +54,6 @@ impl CausalLm {
             }
         }
         Ok(x)
-    }
-
-    /// Last norm and head of some rows: `[rows, vocab_size]` in f32.
-    pub(crate) fn head_of(&self, x: Residual, launch: &Launch) -> Result<Tensor> {
-        let (_, y) = x.norm(&self.norm, launch)?;
-        self.logits_launched(&y, launch)
     }
 
     /// An error for an id outside the vocabulary, which would be undefined behaviour in a GPU gather.

@@ -2,7 +2,6 @@
 
 use super::kv::{KvRows, KvSlots};
 use super::pool::{LayerSlots, SequencePool, Uploaded};
-use crate::blocks::decoder::Residual;
 use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{Device, Result, Tensor};
@@ -112,8 +111,8 @@ impl Pass {
         }
     }
 
-    /// [`last_rows`](Self::last_rows) of a tensor.
-    pub fn last_rows_of(&self, x: &Tensor) -> Result<Tensor> {
+    /// The rows of the last token of each sequence.
+    pub fn last_rows(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.cu_seqlens, self.lengths.as_slice()) {
             (None, _) => Ok(x.clone()),
             // A copy, which may outlive all other rows.
@@ -121,19 +120,6 @@ impl Pass {
             (Some(cu), _) => {
                 let last: Vec<u32> = cu.as_slice()[1..].iter().map(|end| end - 1).collect();
                 x.index_select(&Tensor::new(last, cu.device())?, 0)
-            }
-        }
-    }
-
-    /// The rows of the last token of each sequence.
-    pub fn last_rows(&self, x: Residual) -> Result<Residual> {
-        match (&self.cu_seqlens, self.lengths.as_slice()) {
-            (None, _) => Ok(x),
-            (Some(_), [one]) => x.rows(|x| x.narrow(0, one - 1, 1)),
-            (Some(cu), _) => {
-                let last: Vec<u32> = cu.as_slice()[1..].iter().map(|end| end - 1).collect();
-                let last = Tensor::new(last, cu.device())?;
-                x.rows(|x| x.index_select(&last, 0))
             }
         }
     }

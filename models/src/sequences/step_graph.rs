@@ -4,7 +4,9 @@ use super::pool::{Sequence, SequencePool};
 use crate::causal_lm::CausalLm;
 use crate::sampling::{Choice, Token};
 use candle_core::Result;
+use std::cell::RefCell;
 use std::fmt::Debug;
+use std::rc::Rc;
 
 /// A decode step that draws the next tokens on the device. What the next step of the same sequences reads lies there too, so that it
 /// can be launched before the host reads these tokens.
@@ -28,6 +30,9 @@ pub(crate) trait StepGraph: Debug {
     /// Updates the pool after a step whose tokens were read. Sequences that have ended since are skipped.
     fn end(&self, model: &CausalLm, pool: &mut SequencePool, step: &Step<'_>) -> Result<()>;
 }
+
+/// A graph that a step in flight holds too.
+pub(crate) type SharedGraph = Rc<RefCell<dyn StepGraph>>;
 
 /// A step that has run. Only CUDA graphs read it.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
