@@ -76,13 +76,8 @@ fn run(
     tokens: usize,
     most: usize,
 ) -> Result<EngineStats> {
-    let options = EngineOptions {
-        draft_depth,
-        forced_acceptance: Some(accepted),
-        prefill_chunk: PROMPT * batch,
-        ..EngineOptions::new(batch, most)
-    };
-    let mut engine = Engine::new(model, options)?;
+    let options = EngineOptions { draft_depth, prefill_chunk: PROMPT * batch, ..EngineOptions::new(batch, most) };
+    let mut engine = Engine::with_forced_acceptance(model, options, accepted)?;
     for n in 0..batch {
         engine.submit(Request::new(ids(model, n, PROMPT), tokens))?;
     }

@@ -9,7 +9,7 @@ use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::{ensure, Context, Result};
 use candle_core::DType;
-use candle_gdn_models::{CausalLm, DecodeGraph, FfnKind, ModelConfig, Rings, Sequence, SequencePool};
+use candle_gdn_models::{CausalLm, DecodeGraph, FfnKind, ModelConfig, Sequence, SequencePool, StateLayout};
 use candle_nn::VarBuilder;
 use std::cell::RefCell;
 use std::path::Path;
@@ -79,11 +79,11 @@ pub fn model(bench: &mut Bench, names: &[String], ordinal: usize) -> Result<()> 
         let loaded = CausalLm::load(&config, vb)?;
         let case = Case { name, model: &loaded, clock: &clock };
         for batch in bench.choice.batches(&DECODE) {
-            case.decode(bench, batch, Rings::Never)?;
-            case.decode(bench, batch, Rings::Always)?;
+            case.decode(bench, batch, StateLayout::Plain)?;
+            case.decode(bench, batch, StateLayout::Ring)?;
         }
-        case.between(bench, Rings::Never)?;
-        case.between(bench, Rings::Always)?;
+        case.between(bench, StateLayout::Plain)?;
+        case.between(bench, StateLayout::Ring)?;
         let fits = |tokens: &usize| *tokens < config.max_position_embeddings;
         for tokens in bench.choice.tokens(&PREFILL).into_iter().filter(fits) {
             case.prefill(bench, tokens)?;
@@ -104,7 +104,7 @@ impl Case<'_> {
     }
 
     /// Sequences that have seen [`SEEN`] tokens.
-    fn pool(&self, sequences: usize, spare: usize, rings: Rings) -> Result<(SequencePool, Vec<Sequence>)> {
+    fn pool(&self, sequences: usize, spare: usize, rings: StateLayout) -> Result<(SequencePool, Vec<Sequence>)> {
         let mut pool = self.model.new_sequences_with(sequences + spare, SEEN + STEPS, rings)?;
         let all = (0..sequences).map(|_| pool.begin()).collect::<candle_core::Result<Vec<_>>>()?;
         for (n, s) in all.iter().enumerate() {
@@ -124,7 +124,7 @@ impl Case<'_> {
         })
     }
 
-    fn decode(&self, bench: &mut Bench, batch: usize, rings: Rings) -> Result<()> {
+    fn decode(&self, bench: &mut Bench, batch: usize, rings: StateLayout) -> Result<()> {
         let what = format!("step B={batch}{}", with(rings));
         let (mut pool, all) = self.pool(batch, 0, rings)?;
         let mut graph = DecodeGraph::capture(self.model, &mut pool, batch)?;
@@ -143,7 +143,7 @@ impl Case<'_> {
         let error = check::error(&got, &f64s(&got)?, &f64s(&want)?)?;
 
         let per_sequence = self.model.config().sequence_bytes(self.model.dtype());
-        let times = if rings == Rings::Always { 1 } else { 2 }; // read, and written
+        let times = if rings == StateLayout::Ring { 1 } else { 2 }; // read, and written
         let states = batch as u64 * times * (per_sequence.recurrent + per_sequence.conv);
         let keys = (batch * SEEN) as u64 * per_sequence.kv_per_token;
         let weights = weight_bytes(self.model.config(), self.model.dtype(), batch);
@@ -179,7 +179,7 @@ impl Case<'_> {
     }
 
     /// One sequence: what is done besides its steps. Times by the host's clock.
-    fn between(&self, bench: &mut Bench, rings: Rings) -> Result<()> {
+    fn between(&self, bench: &mut Bench, rings: StateLayout) -> Result<()> {
         let (pool, all) = self.pool(1, 1, rings)?;
         let (pool, s) = (RefCell::new(pool), all[0]);
         let bytes = pool.borrow().snapshot(s)?.bytes_added() as u64;
@@ -227,8 +227,8 @@ impl Case<'_> {
     }
 }
 
-fn with(rings: Rings) -> &'static str {
-    if rings == Rings::Always {
+fn with(rings: StateLayout) -> &'static str {
+    if rings == StateLayout::Ring {
         ", rings"
     } else {
         ""

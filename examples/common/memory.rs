@@ -5,7 +5,7 @@ use super::{tell, Checkpoint};
 use anyhow::{bail, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
-use candle_gdn_models::{FfnKind, MixerKind, ModelConfig, Rings};
+use candle_gdn_models::{FfnKind, MixerKind, ModelConfig, StateLayout};
 
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;
@@ -53,7 +53,7 @@ impl Need {
         }
         let sequence = config.sequence_bytes(dtype);
         let states = sequence.recurrent.saturating_add(sequence.conv);
-        let has_rings = Rings::Auto.of(config, device);
+        let has_rings = StateLayout::Auto.has_ring(config, device);
         // The head's drafts are short enough for rings. Elsewhere they have states of their own, as all drafts.
         let of_drafts = if room.draft_head && !has_rings { room.sequences.saturating_mul(2) } else { 0 };
         let spare_states = room.spare_states.max(of_drafts);

@@ -29,7 +29,7 @@ typedef struct gdn_logprobs_params {
   const uint32_t *ids;             // [rows], as of gdn_sampling_params
   const uint32_t *drawn;           // [rows]
   const uint32_t *recent;          // [rows, history]
-  gdn_logprobs_row *told;          // written: [rows]; of nobody's rows nothing, of rows that do not ask `likeliest`
+  gdn_logprobs_row *out;          // written: [rows]; nothing of padding rows, `likeliest` alone of rows that do not ask
   float *raw;                      // [rows, history]: logits of recent tokens, from the first launch to the second
   uint32_t *parts;                 // so many words as gdn_logprobs_words says, from the first launch to the second
   int64_t logits_stride;           // elements from row to row

@@ -15,7 +15,7 @@ extern "C" {
 
 // How a row's token is chosen. On the device, so that one graph serves all; a launch moves it on to the next token.
 typedef struct gdn_sampling_row {
-  double scale;     // log2(e) / temperature; 0: the most likely token; negative: nobody's row, of which nothing is read or written
+  double scale;     // log2(e) / temperature; 0: the most likely token; negative: a padding row, neither read nor written
   double top_p;     // the choice is among the most likely tokens that together have this probability; 1: all
   uint64_t seed;    // of the random numbers, with the index
   uint64_t index;   // of the token among those of its request

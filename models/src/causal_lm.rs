@@ -1,7 +1,7 @@
 //! The causal language model of the Qwen3-Next family.
 
 use crate::blocks::attention::{CacheShape, Rotary};
-use crate::blocks::decoder::DecoderLayer;
+use crate::blocks::decoder::{DecoderLayer, Mixer};
 use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
 use crate::blocks::norm::RmsNorm;
@@ -11,6 +11,7 @@ use crate::parallel::Vocabulary;
 use crate::weights::Weight;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::plumbing::{Launch, Working};
+use candle_gdn::GatedDeltaNet;
 
 /// Embedding, decoder layers, last norm and head.
 ///
@@ -43,14 +44,14 @@ pub struct CausalLm {
     pub(crate) config: ModelConfig,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
-    /// Tells the states of two models apart.
+    /// Unique in the process, so that a state of another model is noticed.
     pub(crate) id: usize,
-    /// Of which this model has a shard, where others have the rest.
+    /// The vocabulary's shard of this rank, where there are several.
     pub(crate) vocabulary: Option<Vocabulary>,
     pub(crate) kv_heads: usize,
     pub(crate) heads: usize,
     pub(crate) other_types: Vec<OtherType>,
-    /// Set where matrices are quantised, or were to be.
+    /// Set where matrices are quantised, or quantising was requested.
     pub(crate) quantized: Option<Kernels>,
 }
 
@@ -64,23 +65,23 @@ pub(crate) enum Kernels {
 }
 
 impl CausalLm {
-    /// Whether matrices are quantised, or were to be.
+    /// Whether matrices are quantised, or quantising was requested.
     pub fn is_quantized(&self) -> bool {
         self.quantized.is_some()
     }
 
-    /// The matrices that [`Loader::quantize`](crate::Loader::quantize) could not bring into the type that was asked for, and
-    /// those of which a rank's shard ([`Loader::group`](crate::Loader::group)) could not keep that of its file.
+    /// The matrices that [`Loader::quantize`](crate::Loader::quantize) could not bring into the requested type, and those whose
+    /// shard ([`Loader::group`](crate::Loader::group)) could not keep the type of its file.
     pub fn other_types(&self) -> &[OtherType] {
         &self.other_types
     }
 
-    /// Whether it has the checkpoint's draft head ([`Loader::draft_head`](crate::Loader::draft_head)).
+    /// Whether the model has the checkpoint's draft head ([`Loader::draft_head`](crate::Loader::draft_head)).
     pub fn has_draft_head(&self) -> bool {
         self.draft_head.is_some()
     }
 
-    /// The configuration it was loaded with.
+    /// The configuration that the model was loaded with.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -95,7 +96,14 @@ impl CausalLm {
         &self.device
     }
 
-    /// Of the keys and values of one softmax layer and one sequence.
+    pub(crate) fn gated_delta_nets(&self) -> impl Iterator<Item = &GatedDeltaNet> {
+        self.layers.iter().filter_map(|layer| match &layer.mixer {
+            Mixer::Linear(gdn) => Some(gdn),
+            Mixer::Full(_) => None,
+        })
+    }
+
+    /// The keys and values of one sequence in one softmax layer.
     pub(crate) fn cache_shape(&self, max_len: usize) -> CacheShape {
         CacheShape {
             heads: self.heads,
@@ -112,22 +120,22 @@ impl CausalLm {
         self.logits_launched(hidden, &Launch::default().overlapping())
     }
 
-    /// At the end of a pass: every rank was there for all of it.
+    /// At the end of a pass: an error where another rank did not take part in all of it.
     pub(crate) fn settle(&self) -> Result<()> {
         self.vocabulary.as_ref().map_or(Ok(()), |vocabulary| vocabulary.group().settle())
     }
 
-    /// No kernel of a pass writes a weight, so that the launch may overlap.
+    /// [`logits`](Self::logits) with the launch options of a pass.
     pub(crate) fn logits_launched(&self, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
         self.scores_launched(hidden, launch)?.to_dtype(DType::F32)
     }
 
-    /// The logits as the head's product gives them, for those that read any dtype.
+    /// The logits in the dtype of the head's product.
     pub(crate) fn scores_launched(&self, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
         self.scores_by(&self.head, hidden, launch)
     }
 
-    /// The same for drafts, of rows `[rows, hidden_size]`.
+    /// [`scores_launched`](Self::scores_launched) of drafts: `hidden [rows, hidden_size]`.
     pub(crate) fn draft_scores(&self, head: &DraftHead, hidden: &Tensor, launch: &Launch) -> Result<Tensor> {
         self.scores_by(head.copy_for(hidden.dim(0)?).unwrap_or(&self.head), hidden, launch)
     }

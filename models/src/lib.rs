@@ -7,13 +7,14 @@
 //! [`ModelConfig::from_json`] and [`CausalLm::load`] recognise. Weights may be quantised: in a GGUF file
 //! ([`CausalLm::load_gguf`]), in fp8, or as they are loaded ([`Loader::quantize`]).
 //!
-//! A batch of sequences of one length goes through [`CausalLm::forward`] with a [`ModelState`]. Sequences that come
-//! and go, of any lengths, forked, restored, or with drafts, go through [`CausalLm::feed`] with a [`SequencePool`];
-//! and on CUDA a decode step of those is one launch as a [`DecodeGraph`]. [`Engine`] schedules requests on all of that.
+//! * A script calls [`CausalLm::forward`] with a [`ModelState`]: a batch of sequences of one length.
+//! * A server gives [`Request`]s to an [`Engine`], or from other threads to an [`EngineHandle`], and receives [`Event`]s.
+//!
+//! Below the engine, [`CausalLm::feed`] with a [`SequencePool`] feeds sequences of any lengths that come and go, are forked, restored
+//! or have drafts. On CUDA a decode step of them is one launch, a [`DecodeGraph`].
 //!
 //! # Authors of other models
-//! What [`SequencePool`] and [`DecodeGraph`] are made of is public, and holds for any model with Gated DeltaNet and
-//! softmax layers.
+//! The parts of [`SequencePool`] and [`DecodeGraph`] are public and serve any model with Gated DeltaNet and softmax layers.
 //!
 //! A pass: tokens packed, `[tokens, hidden]`; one [`CuSeqlens`](candle_gdn::CuSeqlens) and one [`Slots`](candle_gdn::Slots) for
 //! all layers.
@@ -27,8 +28,8 @@
 //! * After the last layer [`AttentionCache::advance`] once: not before, since all layers read the same positions. These ops
 //!   run on CUDA.
 //! * Drafts: [`GatedDeltaNet::verify`](candle_gdn::GatedDeltaNet::verify) and
-//!   [`GatedDeltaNet::commit`](candle_gdn::GatedDeltaNet::commit) on spare slots. Keys and values need nothing: behind a
-//!   sequence's position anything may lie, and the next pass writes over it.
+//!   [`GatedDeltaNet::commit`](candle_gdn::GatedDeltaNet::commit) on spare slots. Keys and values need no cleanup: entries past
+//!   a sequence's length are ignored and overwritten.
 //!
 //! A captured step (cudarc's `begin_capture` and `end_capture` on the device's stream):
 //! * The device is one of [`single_stream_device`](candle_gdn::single_stream_device): a stream that belongs to a host thread,
@@ -37,10 +38,10 @@
 //! * Ids, slots and positions are tensors that stay where they are. New values go in with
 //!   [`Slots::set`](candle_gdn::Slots::set) and `slice_set`, before the launch; positions advance in the graph. Everything
 //!   else a sequence has, its length above all, is read on the device, so that one graph serves growing sequences.
-//! * Rows of nobody have [`NO_SLOT`](candle_gdn::NO_SLOT): no state is read or written for them, and what they hold has
-//!   only to be finite. All rows so is what to warm up with: nothing changes.
-//! * The output is copied inside to a tensor made before. A tensor that is made inside and kept would be the graph's to
-//!   overwrite; one that is older must not be dropped inside, since its release cannot be captured.
+//! * Padding rows have [`NO_SLOT`](candle_gdn::NO_SLOT): no state is read or written for them, and their values only have
+//!   to be finite. Warm up with padding alone: then nothing changes.
+//! * The output is copied to a tensor that was made before the capture. A tensor made inside and kept would be overwritten by
+//!   the graph. An older tensor must not be dropped inside, since its release cannot be captured.
 //! * No copy to or from the host inside: no `to_vec1`, `Tensor::new`, [`CuSeqlens`](candle_gdn::CuSeqlens) or
 //!   [`Slots`](candle_gdn::Slots). candle uploads shapes for some kernels: hold the guard of
 //!   `CudaDevice::enable_cuda_graph_htod_cache` from before the first warm-up round to the end of the capture.
@@ -54,15 +55,17 @@ mod abi;
 mod blocks;
 mod causal_lm;
 mod config;
-mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod drafting;
 mod engine;
 mod formats;
 mod loader;
 mod memory;
 mod ops;
 mod parallel;
+mod sampling;
+mod sequences;
 mod state;
 mod weights;
 
@@ -71,9 +74,8 @@ pub use blocks::norm::AddRmsNorm;
 pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 pub use engine::{
-    DecodeGraph, DraftDepth, DraftTally, Drafts, Engine, EngineHandle, EngineOptions, EngineStats, Event, FinishReason,
-    GraphChoice, HeadTally, Logprobs, Meter, PrefixTally, Request, RequestId, Rings, Sampling, Sequence, SequencePool,
-    SequenceSnapshot, SplitMix64, Submitted,
+    DraftDepth, Engine, EngineHandle, EngineMessages, EngineOptions, EngineStats, Event, FinishReason, Follower,
+    Followers, GraphChoice, Observer, Progress, Request, RequestId, Submission, Submitted,
 };
 pub use formats::{GgufFile, OtherType};
 pub use loader::{DraftHeadChoice, Loader};
@@ -82,4 +84,6 @@ pub use ops::Swiglu;
 pub use parallel::{shard_of, shard_of_safetensors, Collective, LocalRank};
 #[cfg(feature = "nccl")]
 pub use parallel::{NcclId, NcclRank};
+pub use sampling::{Logprobs, Sampling, SplitMix64};
+pub use sequences::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot, StateLayout};
 pub use state::ModelState;

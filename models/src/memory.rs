@@ -14,7 +14,7 @@ pub struct SequenceBytes {
     pub recurrent: u64,
     /// Inputs that the convolutions look back at, `[width - 1, channels]` a Gated DeltaNet layer.
     pub conv: u64,
-    /// What stands beside the recurrent states of a pool with [`Rings`](crate::Rings): of 32 tokens the convolution's inputs,
+    /// What stands beside the recurrent states of a pool with [`StateLayout`](crate::StateLayout): of 32 tokens the convolution's inputs,
     /// keys, and in f32 updates and decays.
     pub ring: u64,
     /// Keys and values of the softmax layers for each token that there is room for.

@@ -1,7 +1,7 @@
 //! A batch of sequences of one length: the model as a function of ids, on a pool of its own.
 
 use crate::causal_lm::CausalLm;
-use crate::engine::{Sequence, SequencePool};
+use crate::sequences::{Sequence, SequencePool};
 use candle_core::{bail, DType, Result, Tensor};
 
 const OP: &str = "forward";
@@ -50,7 +50,7 @@ impl ModelState {
         if batch != self.batch() {
             bail!("ids: expected the batch of the state ({}), got {batch}", self.batch())
         }
-        if self.sequences.iter().any(|sequence| self.pool.sound_slot(OP, *sequence).is_err()) {
+        if self.sequences.iter().any(|sequence| self.pool.usable_slot(OP, *sequence).is_err()) {
             bail!("state: an earlier forward pass failed half-way; call reset() first")
         }
         let (seen, most) = (self.position, model.config.max_position_embeddings);
@@ -72,7 +72,7 @@ impl CausalLm {
             bail!("batch: expected at least 1, got 0")
         }
         let mut pool = self.new_sequences(batch, FIRST_LEN)?;
-        pool.forget_head();
+        pool.drop_head();
         let sequences = (0..batch).map(|_| pool.begin()).collect::<Result<_>>()?;
         Ok(ModelState { pool, sequences, position: 0 })
     }

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) begin_kernel(const __grid_constant__
   const int number = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const gdn_sampling_row row = p.state[number];
   if (row.scale < 0.) return;
-  if (blockIdx.x == 0 && threadIdx.x == 0) p.told[number].likeliest = row.likeliest;
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.out[number].likeliest = row.likeliest;
   if (row.likeliest == 0) return;
   const T *logits = static_cast<const T *>(p.logits) + number * p.logits_stride;
   if (row.window > 0) {
@@ -137,16 +137,16 @@ __global__ void __launch_bounds__(kThreads) end_kernel(const __grid_constant__ g
 #pragma unroll
   for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);
   const float log_sum = logf(sum);
-  gdn_logprobs_row &told = p.told[number];
-  if (lane == 0) told.drawn = (drawn - most) - log_sum;
+  gdn_logprobs_row &out = p.out[number];
+  if (lane == 0) out.drawn = (drawn - most) - log_sum;
 
   uint64_t heads[2] = {key(0, 0), key(1, 0)};
   uint32_t at[2] = {0, 0};
   for (uint32_t i = 0; i < rounds; ++i) {
     const uint64_t found = greatest(heads[0] > heads[1] ? heads[0] : heads[1]);
     if (lane == 0) {
-      told.ids[i] = found == 0 ? GDN_NO_TOKEN : id_of(found);
-      told.logprobs[i] = (logit_of(found) - most) - log_sum;
+      out.ids[i] = found == 0 ? GDN_NO_TOKEN : id_of(found);
+      out.logprobs[i] = (logit_of(found) - most) - log_sum;
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -161,7 +161,7 @@ int check(const gdn_logprobs_params *params) {
   if (p.logits_stride < 0) return GDN_BAD_STRIDE;
   if (p.rows == 0) return GDN_OK;
   for (const void *x : {p.logits, static_cast<const void *>(p.state), static_cast<const void *>(p.ids),
-                        static_cast<const void *>(p.drawn), static_cast<const void *>(p.told),
+                        static_cast<const void *>(p.drawn), static_cast<const void *>(p.out),
                         static_cast<const void *>(p.parts)})
     if (!x) return GDN_NULL_POINTER;
   return p.history > 0 && (!p.recent || !p.raw) ? GDN_NULL_POINTER : GDN_OK;

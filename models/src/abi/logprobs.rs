@@ -24,7 +24,7 @@ candle_gdn::c_header! {
             pub ids: *const u32,
             pub drawn: *const u32,
             pub recent: *const u32,
-            pub told: *mut LogprobsRow,
+            pub out: *mut LogprobsRow,
             pub raw: *mut f32,
             pub parts: *mut u32,
             pub logits_stride: i64,
@@ -37,7 +37,8 @@ candle_gdn::c_header! {
 }
 
 /// u32 of a [`LogprobsRow`], as it lies on a device.
-pub(crate) const TOLD_WORDS: usize = size_of::<LogprobsRow>() / 4;
+#[cfg(feature = "cuda")]
+pub(crate) const LOGPROBS_WORDS: usize = size_of::<LogprobsRow>() / 4;
 
 #[cfg(feature = "cuda")]
 extern "C" {

@@ -12,6 +12,6 @@ pub(crate) mod model;
 pub(crate) mod moe;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod quantized;
-#[cfg(any(feature = "cuda", test))]
-pub(crate) mod round;
 pub(crate) mod sampling;
+#[cfg(any(feature = "cuda", test))]
+pub(crate) mod speculate;

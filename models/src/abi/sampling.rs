@@ -63,8 +63,10 @@ impl SamplingRow {
     };
 
     /// A row of padding.
-    pub(crate) const NOBODY: Self = Self { scale: -1., ..Self::GREEDY };
+    #[cfg(feature = "cuda")]
+    pub(crate) const PADDING: Self = Self { scale: -1., ..Self::GREEDY };
 
+    #[cfg(all(test, feature = "cuda"))]
     pub(crate) fn from_words(words: &[u32; ROW_WORDS]) -> Self {
         let long = |i: usize| u64::from(words[i]) | u64::from(words[i + 1]) << 32;
         Self {
@@ -85,6 +87,7 @@ impl SamplingRow {
         }
     }
 
+    #[cfg(feature = "cuda")]
     pub(crate) fn words(&self) -> [u32; ROW_WORDS] {
         let [a, b, c, d] = [self.scale.to_bits(), self.top_p.to_bits(), self.seed, self.index]
             .map(|long| [long as u32, (long >> 32) as u32]);
@@ -98,6 +101,7 @@ impl SamplingRow {
 }
 
 /// u32 of a [`SamplingRow`], as it lies on a device.
+#[cfg(feature = "cuda")]
 pub(crate) const ROW_WORDS: usize = size_of::<SamplingRow>() / 4;
 
 #[cfg(feature = "cuda")]

@@ -1,4 +1,4 @@
-//! One decoder layer: a token mixer and a feed-forward, each behind a norm and a residual.
+//! One decoder layer: a token mixer and a feed-forward, each after a norm and with a residual.
 
 use super::attention::GatedAttention;
 use super::gdn;
@@ -25,7 +25,7 @@ pub(crate) struct DecoderLayer {
     pub(crate) uses_candle: bool,
 }
 
-/// What a token takes from those before it.
+/// How a token reads the tokens before it.
 #[derive(Debug)]
 pub(crate) enum Mixer {
     Linear(GatedDeltaNet),
@@ -38,8 +38,8 @@ enum Ffn {
     Moe(Box<SparseMoe>),
 }
 
-/// What runs from layer to layer: the sum so far, and what the last feed-forward adds to it, which the next norm does
-/// in passing.
+/// What goes from layer to layer: the sum so far, and the output of the last feed-forward, which the kernel of the next norm
+/// adds to it.
 #[derive(Debug)]
 pub(crate) struct Residual {
     sum: Tensor,
@@ -83,49 +83,48 @@ impl DecoderLayer {
         })
     }
 
-    /// The layer as a part of one, whose others `group` has.
+    /// The layer as one of the shards of `group`.
     pub(crate) fn in_group(self, group: Option<Arc<dyn Collective>>) -> Self {
         Self { group, ..self }
     }
 
-    /// The layer with `mix` for the token mixer: `x [.., hidden]` to the same.
-    pub(crate) fn around(
-        &self,
-        x: Residual,
-        launch: &Launch,
-        mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
-    ) -> Result<Residual> {
-        self.around_rows(x, launch, mix, |x| Ok(x.clone()))
+    /// The residual sum, and its norm, which the token mixer reads.
+    pub(crate) fn input_norm(&self, x: Residual, launch: &Launch) -> Result<(Tensor, Tensor)> {
+        x.norm(&self.input_norm, launch)
     }
 
-    /// [`around`](Self::around) of which only some `rows` go on behind the token mixer.
-    pub(crate) fn around_rows(
+    /// The layer after its token mixer, whose output is `mixed` (of this rank's shard): `[.., hidden]` each.
+    pub(crate) fn feed_forward(&self, sum: &Tensor, mixed: Tensor, launch: &Launch) -> Result<Residual> {
+        let mixed = self.all_reduce(mixed)?;
+        self.feed_forward_of(sum, &mixed, launch)
+    }
+
+    /// [`feed_forward`](Self::feed_forward) of some rows alone.
+    pub(crate) fn feed_forward_rows(
         &self,
-        x: Residual,
+        sum: &Tensor,
+        mixed: Tensor,
+        rows: &Tensor,
         launch: &Launch,
-        mix: impl FnOnce(&Mixer, &Tensor) -> Result<Tensor>,
-        rows: impl Fn(&Tensor) -> Result<Tensor>,
     ) -> Result<Residual> {
-        let (x, y) = x.norm(&self.input_norm, launch)?;
-        let (x, h) = (rows(&x)?, rows(&self.sum(mix(&self.mixer, &y)?)?)?);
-        let (sum, y) = self.post_norm.forward_sum(&x, &h, launch)?;
+        let mixed = self.all_reduce(mixed)?.index_select(rows, 0)?;
+        self.feed_forward_of(&sum.index_select(rows, 0)?, &mixed, launch)
+    }
+
+    fn feed_forward_of(&self, sum: &Tensor, mixed: &Tensor, launch: &Launch) -> Result<Residual> {
+        let (sum, y) = self.post_norm.forward_sum(sum, mixed, launch)?;
         let h = match &self.ffn {
             Ffn::Dense(mlp) => mlp.forward(&y, launch)?,
             Ffn::Moe(moe) => moe.forward(&y, launch)?,
         };
-        Ok(Residual { sum, add: Some(self.sum(h)?) })
+        Ok(Residual { sum, add: Some(self.all_reduce(h)?) })
     }
 
-    /// What the token mixer takes of `x`.
-    pub(crate) fn mixer_input(&self, x: Residual, launch: &Launch) -> Result<Tensor> {
-        Ok(x.norm(&self.input_norm, launch)?.1)
-    }
-
-    /// Over the ranks.
-    fn sum(&self, part: Tensor) -> Result<Tensor> {
+    /// The sum over the ranks.
+    fn all_reduce(&self, shard: Tensor) -> Result<Tensor> {
         match &self.group {
-            Some(group) => group.all_reduce(&part),
-            None => Ok(part),
+            Some(group) => group.all_reduce(&shard),
+            None => Ok(shard),
         }
     }
 }

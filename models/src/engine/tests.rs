@@ -1,353 +1,28 @@
-//! The way of CUDA on the CPU: keys and values as tensors, positions on the device, a step on fixed buffers.
+//! The engine with steps ahead of the host, and the parts that need no model.
 
-use super::pool::{Sequence, SequencePool};
-use super::step::StepBuffers;
-use crate::causal_lm::CausalLm;
-use crate::config::ModelConfig;
-use crate::engine::{
-    DraftDepth, Engine, EngineOptions, Event, FinishReason, Logprobs, Request, RequestId, Rings, Sampling,
-};
-use crate::loader::DraftHeadChoice;
-use candle_core::{DType, Device, Result, Tensor, D};
-use candle_nn::VarBuilder;
+use super::graphs::{Capture, StepSize};
+use super::prefixes::Prefixes;
+use super::stats::{DraftTally, PrefixTally};
+use super::{DraftDepth, Engine, EngineOptions, Event, FinishReason, GraphChoice, Request, RequestId};
+use crate::drafting::lookup::look_up;
+use crate::sampling::{Choice, Logprobs, Sampler, Sampling, Token};
+use crate::sequences::step_graph::{Pending, SharedGraph, Step, StepGraph};
+use crate::sequences::tests::{model, VOCAB};
+use crate::sequences::{Sequence, SequencePool};
+use crate::CausalLm;
+use candle_core::Result;
+use std::cell::RefCell;
 use std::collections::HashMap;
+use std::rc::Rc;
 
-const VOCAB: usize = 24;
-const HIDDEN: usize = 16;
-
-/// A softmax layer between two of Gated DeltaNet, and one behind.
-fn model() -> Result<CausalLm> {
-    model_of(0.4)
-}
-
-/// With matrices of the layers so large. Where they are small the next token is above all one of the last token, and the draft
-/// head of such a model knows it.
-fn model_of(size: f64) -> Result<CausalLm> {
-    let json = serde_json::json!({
-        "model_type": "qwen3_next", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 24,
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu",
-        "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.25, "tie_word_embeddings": false, "linear_conv_kernel_dim": 4,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    });
-    let mut weights = HashMap::new();
-    let mut add = |name: String, dims: &[usize]| -> Result<()> {
-        let size = if name.contains("_proj") { size as f32 } else { 0.4 };
-        weights.insert(name, Tensor::randn(0f32, size, dims, &Device::Cpu)?);
-        Ok(())
-    };
-    add("model.embed_tokens.weight".into(), &[VOCAB, HIDDEN])?;
-    add("model.norm.weight".into(), &[HIDDEN])?;
-    add("lm_head.weight".into(), &[VOCAB, HIDDEN])?;
-    for i in 0..4 {
-        let mut add = |name: &str, dims: &[usize]| add(format!("model.layers.{i}.{name}"), dims);
-        add("input_layernorm.weight", &[HIDDEN])?;
-        add("post_attention_layernorm.weight", &[HIDDEN])?;
-        for (name, rows, columns) in [("gate", 24, HIDDEN), ("up", 24, HIDDEN), ("down", HIDDEN, 24)] {
-            add(&format!("mlp.{name}_proj.weight"), &[rows, columns])?;
-        }
-        if i % 2 == 1 {
-            for (name, rows) in [("q", 2 * 4 * 16), ("k", 2 * 16), ("v", 2 * 16)] {
-                add(&format!("self_attn.{name}_proj.weight"), &[rows, HIDDEN])?;
-            }
-            add("self_attn.o_proj.weight", &[HIDDEN, 4 * 16])?;
-            add("self_attn.q_norm.weight", &[16])?;
-            add("self_attn.k_norm.weight", &[16])?;
-        } else {
-            add("linear_attn.in_proj_qkvz.weight", &[2 * 16 + 2 * 32, HIDDEN])?;
-            add("linear_attn.in_proj_ba.weight", &[8, HIDDEN])?;
-            add("linear_attn.conv1d.weight", &[2 * 16 + 32, 1, 4])?;
-            add("linear_attn.A_log", &[4])?;
-            add("linear_attn.dt_bias", &[4])?;
-            add("linear_attn.norm.weight", &[8])?;
-            add("linear_attn.out_proj.weight", &[HIDDEN, 32])?;
-        }
-    }
-    // A draft head like the last layer.
-    let last = weights
-        .iter()
-        .filter_map(|(name, x)| Some((format!("mtp.layers.0.{}", name.strip_prefix("model.layers.3.")?), x.clone())));
-    let last: Vec<(String, Tensor)> = last.collect();
-    weights.extend(last);
-    // Of the embedding all, of the hidden state so much.
-    let of_hidden = Tensor::randn(0f32, size as f32, (HIDDEN, HIDDEN), &Device::Cpu)?;
-    let fc = Tensor::cat(&[Tensor::eye(HIDDEN, DType::F32, &Device::Cpu)?, of_hidden], 1)?;
-    weights.insert("mtp.fc.weight".into(), fc);
-    weights.insert("mtp.pre_fc_norm_embedding.weight".into(), Tensor::zeros(HIDDEN, DType::F32, &Device::Cpu)?);
-    weights.insert("mtp.pre_fc_norm_hidden.weight".into(), Tensor::randn(0f32, 0.4, HIDDEN, &Device::Cpu)?);
-    weights.insert("mtp.norm.weight".into(), weights["model.norm.weight"].clone());
-    let config = ModelConfig::from_json(&json.to_string())?;
-    let vb = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
-    CausalLm::loader(&config).draft_head(DraftHeadChoice::On).load(vb)
-}
-
-#[track_caller]
-fn assert_near(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
-    assert_eq!(got.dims(), want.dims(), "{what}");
-    let error = (got - want)?.abs()?.flatten_all()?.max(D::Minus1)?.to_scalar::<f32>()?;
-    assert!(error < 1e-3, "{what}: {error:e}");
-    Ok(())
-}
-
-/// Two pools of one model that see the same, without and with rings.
-struct Both {
-    model: CausalLm,
-    pools: [SequencePool; 2],
-}
-
-impl Both {
-    fn new() -> Result<Self> {
-        let model = model()?;
-        let pools = [model.new_sequences_with(4, 200, Rings::Never)?, model.new_sequences_with(4, 200, Rings::Always)?];
-        Ok(Self { model, pools })
-    }
-
-    fn begin(&mut self) -> Result<[Sequence; 2]> {
-        Ok([self.pools[0].begin()?, self.pools[1].begin()?])
-    }
-
-    fn feed(&mut self, batch: &[([Sequence; 2], &[u32])]) -> Result<()> {
-        let mut logits = vec![];
-        for (i, pool) in self.pools.iter_mut().enumerate() {
-            let batch: Vec<_> = batch.iter().map(|(s, tokens)| (s[i], *tokens)).collect();
-            logits.push(self.model.feed(pool, &batch)?);
-        }
-        assert_near(&logits[1], &logits[0], "feed")
-    }
-
-    fn verify(&mut self, batch: &[([Sequence; 2], &[u32])], accepted: &[usize]) -> Result<()> {
-        let mut logits = vec![];
-        for (i, pool) in self.pools.iter_mut().enumerate() {
-            let batch: Vec<_> = batch.iter().map(|(s, tokens)| (s[i], *tokens)).collect();
-            let (all, drafts) = self.model.verify(pool, &batch)?;
-            logits.push(all);
-            self.model.accept(pool, drafts, accepted)?;
-        }
-        assert_near(&logits[1], &logits[0], "verify")
-    }
-
-    fn draft(&mut self, batch: &[([Sequence; 2], u32)]) -> Result<()> {
-        let mut logits = vec![];
-        for (i, pool) in self.pools.iter_mut().enumerate() {
-            let batch: Vec<_> = batch.iter().map(|(s, next)| (s[i], *next, 1)).collect();
-            logits.push(self.model.draft(pool, &batch)?.1);
-        }
-        assert_near(&logits[1], &logits[0], "draft")
-    }
-}
-
-#[test]
-fn tensors_are_as_panels() -> Result<()> {
-    let mut both = Both::new()?;
-    let (a, b, c) = (both.begin()?, both.begin()?, both.begin()?);
-    let prompt: Vec<u32> = (0..70).map(|i| i * 7 % VOCAB as u32).collect();
-    both.feed(&[(a, &prompt), (b, &[1]), (c, &prompt[..20])])?;
-    for t in 0..3 {
-        both.feed(&[(c, &[t]), (a, &[t + 1]), (b, &[t + 2])])?; // the second finds its inputs on the device
-    }
-    both.feed(&[(a, &[1]), (c, &[2])])?;
-    both.feed(&[(a, &[1, 2, 3]), (c, &[2, 1, 4])])?;
-    for accepted in [[0, 3], [1, 2], [4, 0], [4, 3]] {
-        both.draft(&[(b, 1), (a, 4)])?;
-        both.verify(&[(a, &[4, 5, 6, 7]), (b, &[1, 2, 3])], &accepted)?;
-        both.feed(&[(a, &[9]), (b, &[8])])?;
-    }
-    let fork = [both.pools[0].fork(a[0])?, both.pools[1].fork(a[1])?];
-    let snapshots = [both.pools[0].snapshot(a[0])?, both.pools[1].snapshot(a[1])?];
-    both.feed(&[(a, &[1; 30]), (fork, &[2; 30])])?;
-    for (i, pool) in both.pools.iter_mut().enumerate() {
-        pool.restore(b[i], &snapshots[i])?;
-        pool.end(c[i])?;
-    }
-    both.feed(&[(fork, &[3]), (b, &[3])])?;
-    both.draft(&[(fork, 7), (a, 2), (b, 7)])?;
-    // A snapshot is the same in either layout.
-    for (i, pool) in both.pools.iter_mut().enumerate() {
-        pool.restore(b[i], &snapshots[1 - i])?;
-    }
-    both.feed(&[(fork, &[3]), (b, &[3])])?;
-    let c = both.begin()?;
-    let mut kept = vec![];
-    for (i, pool) in both.pools.iter_mut().enumerate() {
-        kept.push(both.model.feed_with_checkpoints(pool, c[i], &[&prompt[..], &prompt].concat(), 64)?);
-    }
-    assert_near(&kept[1].0, &kept[0].0, "feed_with_checkpoints")?;
-    for index in 0..2 {
-        for (i, pool) in both.pools.iter_mut().enumerate() {
-            pool.restore(a[i], &kept[i].1[index].1)?;
-        }
-        both.draft(&[(a, 5)])?;
-        both.feed(&[(a, &[5])])?;
-        both.draft(&[(a, 6)])?;
-    }
-    Ok(())
-}
-
-/// In any order: what the next step finds on the device must be right for it.
-#[test]
-fn tensors_are_as_panels_whatever_comes() -> Result<()> {
-    let mut seed = 12345u64;
-    let mut below = move |n: usize| {
-        seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (seed >> 33) as usize % n
-    };
-    let mut both = Both::new()?;
-    let mut live = vec![both.begin()?];
-    let mut snapshots = vec![];
-    for _ in 0..250 {
-        // Up to three sequences, seldom in another order than before.
-        let (first, count) = (below(8) / 7 % live.len(), 1 + below(3).min(live.len() - 1));
-        let most = [1, 1, 1, 5, 20][below(5)];
-        let chosen: Vec<[Sequence; 2]> = (0..count).map(|i| live[(first + i) % live.len()]).collect();
-        let tokens: Vec<Vec<u32>> =
-            chosen.iter().map(|_| (0..1 + below(most)).map(|_| below(VOCAB) as u32).collect()).collect();
-        let batch: Vec<_> = chosen.iter().copied().zip(tokens.iter().map(Vec::as_slice)).collect();
-        let s = live[below(live.len())];
-        match below(12) {
-            0 if live.len() < 4 => live.push(both.begin()?),
-            1 if live.len() < 4 => live.push([both.pools[0].fork(s[0])?, both.pools[1].fork(s[1])?]),
-            2 => snapshots.push([both.pools[0].snapshot(s[0])?, both.pools[1].snapshot(s[1])?]),
-            3 if !snapshots.is_empty() => {
-                let from = &snapshots[below(snapshots.len())];
-                both.pools[0].restore(s[0], &from[0])?;
-                both.pools[1].restore(s[1], &from[1])?;
-            }
-            4 | 5 => {
-                let accepted: Vec<usize> = tokens.iter().map(|draft| below(draft.len() + 1)).collect();
-                both.verify(&batch, &accepted)?;
-            }
-            _ => both.feed(&batch)?,
-        }
-        // Room for what comes next.
-        if let Some(long) = live.iter().position(|s| both.pools[0].len(s[0]).is_ok_and(|len| len > 150)) {
-            let s = live.swap_remove(long);
-            both.pools[0].end(s[0])?;
-            both.pools[1].end(s[1])?;
-            if live.is_empty() {
-                live.push(both.begin()?);
-            }
-        }
-        for s in &live {
-            assert_eq!(both.pools[0].len(s[0])?, both.pools[1].len(s[1])?);
-        }
-    }
-    Ok(())
-}
-
-#[test]
-fn steps_on_fixed_buffers_are_feeds() -> Result<()> {
-    [Rings::Never, Rings::Always].into_iter().try_for_each(fixed_buffers)
-}
-
-fn fixed_buffers(rings: Rings) -> Result<()> {
-    let model = model()?;
-    let mut pools = [model.new_sequences_with(4, 64, Rings::Never)?, model.new_sequences_with(4, 64, rings)?];
-    let mut buffers = StepBuffers::new(&model, &pools[1], 3)?;
-    buffers.run(&model, &mut pools[1])?; // padding only, as before a capture
-    let mut sequences = vec![];
-    for n in 0..4 {
-        let both = [pools[0].begin()?, pools[1].begin()?];
-        for i in 0..2 {
-            model.feed_only(&mut pools[i], &[(both[i], &[n, 3, n + 1])])?;
-        }
-        sequences.push(both);
-    }
-    let rounds: [&[usize]; 9] =
-        [&[0, 1, 2], &[0, 1, 2], &[0, 1], &[0, 1], &[2, 0, 3], &[3], &[3], &[3, 1, 0], &[3, 1, 0]];
-    for (id, round) in rounds.into_iter().enumerate() {
-        if id == 6 {
-            // Other slots of the states for one of them, and a length that jumps.
-            for i in 0..2 {
-                let (_, drafts) = model.verify(&mut pools[i], &[(sequences[3][i], &[4, 5, 6])])?;
-                model.accept(&mut pools[i], drafts, &[2])?;
-            }
-        }
-        if id == 7 {
-            for i in 0..2 {
-                let snapshot = pools[i].snapshot(sequences[2][i])?;
-                pools[i].restore(sequences[0][i], &snapshot)?;
-            }
-        }
-        let ids: Vec<u32> = (0..round.len()).map(|n| (n + id) as u32).collect();
-        let batch: Vec<_> =
-            round.iter().zip(&ids).map(|(&n, id)| (sequences[n][0], std::slice::from_ref(id))).collect();
-        let want = model.feed(&mut pools[0], &batch)?;
-        let pool = &mut pools[1];
-        let slots = round.iter().map(|&n| pool.slot("test", sequences[n][1])).collect::<Result<Vec<_>>>()?;
-        buffers.load_ids(&ids)?;
-        buffers.load(pool, &slots)?;
-        pool.about_to_write(&slots);
-        let held = buffers.running();
-        buffers.run(&model, pool)?;
-        buffers.ran(held, slots.len());
-        let got = buffers.logits(slots.len())?;
-        if let Some(hidden) = buffers.hidden(slots.len())? {
-            pool.heard(&model, &slots, ids.chunks(1), &hidden, &hidden)?;
-        }
-        pool.written(&slots, &vec![1; slots.len()]);
-        assert_near(&got, &want, &format!("step {id}"))?;
-        let mut drafted = vec![];
-        for (i, pool) in pools.iter_mut().enumerate() {
-            let batch: Vec<_> = round.iter().map(|&n| (sequences[n][i], 5, 1)).collect();
-            drafted.push(model.draft(pool, &batch)?.1);
-        }
-        assert_near(&drafted[1], &drafted[0], &format!("draft {id}"))?;
-        let pool = &mut pools[1];
-        assert_eq!(pool.len(sequences[round[0]][1])?, pools[0].len(sequences[round[0]][0])?);
-    }
-    Ok(())
-}
-
-#[test]
-fn a_pass_that_fails_breaks_its_sequences_only() -> Result<()> {
-    let model = model()?;
-    let mut pool = model.new_sequences(2, 64)?;
-    let (a, b) = (pool.begin()?, pool.begin()?);
-    model.feed_only(&mut pool, &[(a, &[1, 2]), (b, &[3])])?;
-    let snapshot = pool.snapshot(a)?;
-    pool.about_to_write(&[a.slot as usize]); // and nothing after
-    let broken = |result: Result<()>| assert!(result.unwrap_err().to_string().contains("failed half-way"));
-    broken(model.feed_only(&mut pool, &[(b, &[1]), (a, &[1])]));
-    broken(pool.fork(a).map(drop));
-    broken(pool.snapshot(a).map(drop));
-    broken(model.verify(&mut pool, &[(a, &[1])]).map(drop));
-    model.feed_only(&mut pool, &[(b, &[1])])?;
-    pool.restore(a, &snapshot)?;
-    model.feed_only(&mut pool, &[(b, &[1]), (a, &[1])])?;
-    pool.about_to_write(&[a.slot as usize]);
-    pool.end(a)?;
-    let a = pool.begin()?;
-    model.feed_only(&mut pool, &[(a, &[1])])
-}
-
-/// As the state behind `forward` does.
-#[test]
-fn a_pool_that_grows_forgets_nothing() -> Result<()> {
-    let model = model()?;
-    let tokens: Vec<u32> = (0..60).map(|i| i * 5 % VOCAB as u32).collect();
-    let (mut small, mut large) = (model.new_sequences(2, 8)?, model.new_sequences(2, 64)?);
-    let (s, l) = ([small.begin()?, small.begin()?], [large.begin()?, large.begin()?]);
-    for (i, part) in [0..7, 7..20, 20..60].into_iter().enumerate() {
-        small.grow_to([8, 32, 64][i])?;
-        let more = &tokens[part];
-        let got = model.feed_hidden(&mut small, &[(s[0], more), (s[1], &more[1..])])?;
-        let want = model.feed_hidden(&mut large, &[(l[0], more), (l[1], &more[1..])])?;
-        assert_near(&got, &want, "grown")?;
-    }
-    assert!(model.feed(&mut small, &[(s[0], &[1; 5])]).is_err(), "there is room for 64");
-    Ok(())
-}
-
-/// What a run brings: each request's tokens, snapshots' lengths, end and log-probabilities.
-type Ends = HashMap<RequestId, (Vec<u32>, Vec<usize>, Option<FinishReason>, Vec<Told>)>;
+/// The results of a run: each request's tokens, snapshots' lengths, end and log-probabilities.
+type Ends = HashMap<RequestId, (Vec<u32>, Vec<usize>, Option<FinishReason>, Vec<Reported>)>;
 
 /// Log-probabilities, which are the same within rounding.
 #[derive(Clone, Debug)]
-struct Told(Option<Box<Logprobs>>);
+struct Reported(Option<Box<Logprobs>>);
 
-impl PartialEq for Told {
+impl PartialEq for Reported {
     fn eq(&self, other: &Self) -> bool {
         let near = |a: f32, b: f32| (a - b).abs() < 1e-4;
         match (&self.0, &other.0) {
@@ -370,7 +45,7 @@ fn note(events: Vec<Event>, all: &mut Ends) {
             Event::Token { id, token, logprobs } => {
                 let all = all.entry(id).or_default();
                 all.0.push(token);
-                all.3.push(Told(logprobs));
+                all.3.push(Reported(logprobs));
             }
             Event::Snapshot { id, snapshot } => all.entry(id).or_default().1.push(snapshot.len()),
             Event::Finished { id, reason } => {
@@ -386,7 +61,7 @@ fn note(events: Vec<Event>, all: &mut Ends) {
 /// want snapshots or do not.
 #[test]
 fn a_step_ahead_changes_nothing() -> Result<()> {
-    let model = model_of(0.1)?;
+    let model = model(0.1)?;
     let request = |n: u32| {
         let sampling = match n % 3 {
             0 => Sampling::default(),
@@ -406,16 +81,16 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
         let most = [50, 3, 17, 1, 2][n as usize % 5];
         Request { sampling, stop, seed: n.into(), snapshot_end: n % 8 == 5, logprobs, ..Request::new(prompt, most) }
     };
-    let (mut rounds, mut accepted) = (0, 0);
+    let (mut drafted, mut accepted) = (0, 0);
     let mut run = |sequences: usize, how: Steps, cancelled: &[(usize, u64)]| {
-        let depth = if let Steps::Rounds(depth) = how { depth } else { DraftDepth::Auto };
-        let options = EngineOptions { prefill_chunk: 8, draft_depth: depth, ..EngineOptions::new(sequences, 40) };
-        let mut engine = Engine::new(&model, options)?;
-        match how {
-            Steps::Waiting => {}
-            Steps::Ahead => engine.ahead_without_graph = true,
-            Steps::Rounds(_) => engine.as_with_graphs()?,
-        }
+        let options = EngineOptions { prefill_chunk: 8, ..EngineOptions::new(sequences, 40) };
+        let mut engine = match how {
+            Steps::Waiting => Engine::new(&model, options)?,
+            Steps::Graphs(draft_depth) => {
+                let options = EngineOptions { draft_depth, cuda_graph: GraphChoice::On, ..options };
+                Engine::with_capture(&model, options, Box::new(HostGraphs))?
+            }
+        };
         let (mut all, mut ids) = (Ends::new(), vec![]);
         for step in 0.. {
             // New ones come now and then.
@@ -434,8 +109,8 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
                 (0..sequences).try_for_each(|_| engine.submit(Request::new(vec![1], 2)).map(drop))?;
                 engine.step()?;
                 assert_eq!(engine.waiting(), 0);
-                if let Steps::Rounds(_) = how {
-                    rounds += engine.stats().head.drafted[1];
+                if let Steps::Graphs(_) = how {
+                    drafted += engine.stats().head.drafted[1];
                     accepted += engine.stats().head.accepted[1];
                 }
                 break;
@@ -447,8 +122,8 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
     let ended = |reason: FinishReason| want.iter().filter(|end| end.2.as_ref() == Some(&reason)).count();
     assert!(ended(FinishReason::Stop) > 0 && ended(FinishReason::MaxLen) > 1 && ended(FinishReason::MaxNewTokens) > 4);
     for sequences in [1, 3, 6] {
-        let fixed = [0, 1, 2, 3, 7].map(|depth| Steps::Rounds(DraftDepth::Fixed(depth)));
-        for how in [Steps::Waiting, Steps::Ahead, Steps::Rounds(DraftDepth::Auto)].into_iter().chain(fixed) {
+        let fixed = [0, 1, 2, 3, 7].map(|depth| Steps::Graphs(DraftDepth::Fixed(depth)));
+        for how in [Steps::Waiting, Steps::Graphs(DraftDepth::Auto)].into_iter().chain(fixed) {
             assert_eq!(run(sequences, how, &[])?, want, "{sequences} sequences, {how:?}");
             let cancelled = [(3, 0), (7, 2), (12, 3), (21, 6), (22, 7), (40, 12), (41, 15), (60, 20)];
             let got = run(sequences, how, &cancelled)?;
@@ -460,7 +135,7 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
             }
         }
     }
-    println!("{accepted} of {rounds} accepted at depth 2");
+    println!("{accepted} of {drafted} accepted at depth 2");
     assert!(accepted > 30);
     Ok(())
 }
@@ -468,9 +143,180 @@ fn a_step_ahead_changes_nothing() -> Result<()> {
 /// How decode steps run.
 #[derive(Clone, Copy, Debug)]
 enum Steps {
-    /// The host sees what one drew before the next one.
+    /// The host sees the tokens of a step before the next one.
     Waiting,
-    Ahead,
-    /// As with graphs, with rounds of the draft head.
-    Rounds(DraftDepth),
+    /// Steps run ahead of the host, with so many drafts.
+    Graphs(DraftDepth),
+}
+
+/// Graphs whose steps run on the host as they are launched: before the engine reads the tokens of the step before.
+#[derive(Debug)]
+struct HostGraphs;
+
+impl Capture for HostGraphs {
+    fn capture(&self, _: &CausalLm, _: &mut SequencePool, sampler: &Sampler, size: StepSize) -> Result<SharedGraph> {
+        let (sampler, depth) = (sampler.clone(), size.depth);
+        Ok(Rc::new(RefCell::new(HostStep { sampler, depth, sequences: vec![], choices: vec![] })))
+    }
+}
+
+#[derive(Debug)]
+struct HostStep {
+    sampler: Sampler,
+    depth: usize,
+    sequences: Vec<Sequence>,
+    /// How each sequence chooses its next token.
+    choices: Vec<Choice>,
+}
+
+#[derive(Debug)]
+struct HostTokens(Vec<Vec<Token>>);
+
+impl Pending for HostTokens {
+    fn read(&self) -> Result<Vec<Vec<Token>>> {
+        Ok(self.0.clone())
+    }
+}
+
+/// A choice for the token after `id`, as a kernel advances its rows.
+fn advance(choice: &mut Choice, id: u32) {
+    choice.row.index += u64::from(choice.row.scale > 0.);
+    if choice.row.window > 0 {
+        choice.recent.push(choice.last);
+        choice.row.seen += 1;
+        if choice.recent.len() >= choice.row.window as usize {
+            choice.recent.remove(0);
+        }
+    }
+    choice.last = id;
+}
+
+impl StepGraph for HostStep {
+    fn is_ready(&self, _: &CausalLm, _: &SequencePool, sequences: &[Sequence]) -> bool {
+        self.sequences == sequences
+    }
+
+    fn launch(
+        &mut self,
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        sequences: &[Sequence],
+        choices: Option<&[Choice]>,
+    ) -> Result<Box<dyn Pending>> {
+        match choices {
+            Some(choices) => (self.sequences, self.choices) = (sequences.to_vec(), choices.to_vec()),
+            None => assert_eq!(self.sequences, sequences),
+        }
+        let batch = sequences.iter().zip(&self.choices).map(|(s, choice)| (*s, choice.last, self.depth));
+        let drafts = match self.depth {
+            0 => vec![vec![]; sequences.len()],
+            _ => model.draft(pool, &batch.collect::<Vec<_>>())?.0,
+        };
+        let fed: Vec<Vec<u32>> =
+            self.choices.iter().zip(&drafts).map(|(choice, draft)| [&[choice.last], &draft[..]].concat()).collect();
+        let batch: Vec<_> = sequences.iter().copied().zip(fed.iter().map(Vec::as_slice)).collect();
+        let (logits, verified) = match self.depth {
+            0 => (model.feed(pool, &batch)?, None),
+            _ => model.verify(pool, &batch).map(|(logits, verified)| (logits, Some(verified)))?,
+        };
+        let mut choices = vec![];
+        for (choice, draft) in self.choices.iter().zip(&drafts) {
+            let mut choice = choice.clone();
+            choices.push(choice.clone());
+            for id in draft {
+                advance(&mut choice, *id);
+                choices.push(choice.clone());
+            }
+        }
+        let mut rows = self.sampler.draw(&logits, &choices)?.into_iter();
+        let mut drawn: Vec<Vec<Token>> = vec![];
+        for (choice, draft) in self.choices.iter_mut().zip(&drafts) {
+            let rows: Vec<Token> = rows.by_ref().take(1 + draft.len()).collect();
+            let id = |token: &Token| token.as_ref().map_or(0, |drawn| drawn.id);
+            let accepted = 1 + rows.iter().zip(draft).take_while(|(row, draft)| id(row) == **draft).count();
+            rows[..accepted].iter().for_each(|row| advance(choice, id(row)));
+            drawn.push(rows[..accepted].to_vec());
+        }
+        if let Some(verified) = verified {
+            model.accept(pool, verified, &drawn.iter().map(Vec::len).collect::<Vec<_>>())?;
+        }
+        Ok(Box::new(HostTokens(drawn)))
+    }
+
+    fn end(&self, _: &CausalLm, _: &mut SequencePool, _: &Step<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn look_up_follows_the_latest_match() {
+    assert_eq!(look_up(&[1, 2, 3, 9, 8, 5, 1, 2, 3], 2), [9, 8]);
+    assert_eq!(look_up(&[1, 2, 3, 9, 4, 2, 3, 7, 7, 2, 3], 1), [7], "two tokens, the later place");
+    assert_eq!(look_up(&[1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1), [7], "three tokens go before a later two");
+    assert_eq!(look_up(&[5, 6, 5], 4), [6, 5, 6, 5], "in a circle");
+    assert_eq!(look_up(&[5, 5], 3), [5, 5, 5]);
+    assert!(look_up(&[1, 2, 3], 3).is_empty(), "nothing like it before");
+    assert!(look_up(&[1, 1], 0).is_empty());
+    assert_eq!((look_up(&[], 3), look_up(&[1], 3)), (vec![], vec![]));
+    let tally = DraftTally { guessed: 60, right: 34, tokens: 57, steps: 30 };
+    assert_eq!(tally.to_string(), "draft: 34 of 60 tokens accepted (57 %), 1.9 tokens a step");
+    assert_eq!(DraftTally::default().to_string(), "draft: 0 of 0 tokens accepted (0 %), 0.0 tokens a step");
+}
+
+#[test]
+fn prompts_wait_for_what_they_share() {
+    let mut prefixes = Prefixes::new(2, 100, 0).unwrap();
+    let (a, b) = ([1, 2, 3, 4, 5], [1, 2, 3, 4]);
+    // Four tokens agree, but one of `b` must be fed.
+    assert_eq!(prefixes.cuts(&a, 0, [&b[..], &a[..], &[7, 8]].into_iter()), [2, 4]);
+    assert_eq!(prefixes.cuts(&a, 2, [&b[..]].into_iter()), [] as [usize; 0]);
+    assert!(prefixes.will_keep(&b, [(&a[..], 1)].into_iter()));
+    assert!(!prefixes.will_keep(&b, [(&a[..], 2)].into_iter()), "not kept");
+    assert_eq!(prefixes.find(&a), None);
+    let mut events = vec![];
+    assert!(prefixes.keep(&a[..2], "two", 60, &mut events).unwrap());
+    assert!(!prefixes.will_keep(&b, [(&a[..], 1)].into_iter()), "it is there");
+    assert_eq!(prefixes.find(&b), Some((2, &"two")));
+    assert!(!prefixes.keep(&a[..4], "four", 1 << 20, &mut events).unwrap(), "more than the budget");
+    assert_eq!(prefixes.tally(), PrefixTally { reused: 2, asked: 9, hits: 1, misses: 1, bytes: 60 });
+    let mut none = Prefixes::new(2, 0, 0).unwrap();
+    assert_eq!((none.keep(&a[..2], 0, 1, &mut events).unwrap(), none.find(&a)), (true, None));
+    assert!(!none.will_keep(&b, [(&a[..], 0)].into_iter()));
+}
+
+#[test]
+fn the_last_prompts_stand_for_those_to_come() {
+    let mut prefixes = Prefixes::<u8>::new(2, 100, 2).unwrap();
+    let none = || [].into_iter();
+    assert_eq!(prefixes.cuts(&[1, 2, 3, 4, 5], 0, none()), [4], "its own end");
+    assert_eq!(prefixes.cuts(&[1, 2, 7, 8, 9, 10], 0, none()), [2, 4], "where it leaves the first one");
+    assert_eq!(prefixes.cuts(&[5, 6, 7], 0, none()), [2]);
+    assert_eq!(prefixes.cuts(&[1, 2, 3, 4, 6], 0, none()), [2, 4]);
+    assert_eq!(prefixes.cuts(&[5, 6, 8, 9, 1], 0, none()), [2, 4]);
+    let last = [1, 2, 7, 8, 1, 1, 1];
+    assert_eq!(prefixes.cuts(&last, 0, none()), [2, 6], "not 4: the second one is forgotten");
+    assert_eq!(prefixes.cuts(&last, 6, none()), [] as [usize; 0]);
+    assert_eq!(prefixes.cuts(&[1, 2, 9, 9, 9], 0, none()), [2, 4]);
+    assert_eq!(prefixes.cuts(&[1, 2, 3, 4, 9], 0, none()), [2, 4]);
+    assert_eq!(prefixes.cuts(&[1, 2, 3, 4, 5, 6, 7], 0, none()), [4, 6], "the most");
+}
+
+#[test]
+fn what_is_kept_and_dropped_is_reported() {
+    let mut prefixes = Prefixes::new(2, 100, 0).unwrap();
+    let mut reported = |prefix: &[u32], bytes| {
+        let mut events = vec![];
+        prefixes.keep(prefix, (), bytes, &mut events).unwrap();
+        let prefixes = events.into_iter().map(|event| match event {
+            Event::PrefixKept { tokens } => (true, tokens),
+            Event::PrefixDropped { tokens } => (false, tokens),
+            other => panic!("{other:?}"),
+        });
+        prefixes.collect::<Vec<_>>()
+    };
+    assert_eq!(reported(&[1, 2], 40), [(true, vec![1, 2])]);
+    assert_eq!(reported(&[1, 2, 3, 4], 40), [(true, vec![1, 2, 3, 4])]);
+    assert_eq!(reported(&[1, 2], 50), [], "in its own place");
+    assert_eq!(reported(&[5, 6], 40), [(false, vec![1, 2, 3, 4]), (true, vec![5, 6])]);
+    assert_eq!(reported(&[5, 6], 101), [(false, vec![5, 6])], "too large now");
 }

@@ -5,7 +5,7 @@ use crate::common::dummy::Dummy;
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Shape, Tensor};
-use candle_gdn_models::{CausalLm, ModelConfig, Rings};
+use candle_gdn_models::{CausalLm, ModelConfig, StateLayout};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use serde_json::json;
@@ -150,7 +150,7 @@ fn random_weights_make_a_model_of_either_family() -> Result<()> {
         let pool = model.new_sequences(3, 64)?;
         let bytes = config.sequence_bytes(DType::F32);
         assert_eq!(bytes.total(64), pool.bytes_per_sequence() as u64, "{name}");
-        let ring = model.new_sequences_with(3, 64, Rings::Always)?;
+        let ring = model.new_sequences_with(3, 64, StateLayout::Ring)?;
         assert_eq!(bytes.total(64) + bytes.ring, ring.bytes_per_sequence() as u64, "{name}, with rings");
 
         let ids = Tensor::arange(0u32, 60, &Device::Cpu)?.reshape((1, 60))?;

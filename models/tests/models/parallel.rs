@@ -6,7 +6,7 @@ use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{
-    shard_of, shard_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig, Rings, SequencePool,
+    shard_of, shard_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig, SequencePool, StateLayout,
 };
 use candle_nn::VarBuilder;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub fn run(model: &CausalLm) -> Result<(Vec<f32>, Vec<u32>)> {
 pub fn run_steps(model: &CausalLm, steps: usize) -> Result<(Vec<f32>, Vec<u32>)> {
     let ids = Tensor::from_slice(&PROMPT, (1, PROMPT.len()), model.device())?;
     let logits = model.forward(&ids, &mut model.new_state(1)?)?.flatten_all()?.to_vec1()?;
-    let kinds = [Some(Rings::Never), takes_rings(model).then_some(Rings::Always)];
+    let kinds = [Some(StateLayout::Plain), takes_rings(model).then_some(StateLayout::Ring)];
     let pool = |rings| model.new_sequences_with(2, PROMPT.len() + steps, rings);
     let mut pools: Vec<SequencePool> = kinds.into_iter().flatten().map(pool).collect::<Result<_>>()?;
     let (mut fed, mut text) = (PROMPT.to_vec(), vec![]);

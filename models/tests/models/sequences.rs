@@ -4,7 +4,7 @@ use crate::golden::{max_diff, DEMO};
 use crate::support::{devices, refused, rel_rms, Rng};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, Rings, Sequence, SequencePool};
+use candle_gdn_models::{CausalLm, Sequence, SequencePool, StateLayout};
 
 /// Rounding of other kernels, on logits up to about 20 large.
 const LOGITS: f32 = 1e-3;
@@ -22,11 +22,11 @@ fn on_every_device(test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
 }
 
 /// On pools without rings and with them, where there are kernels for the model.
-fn on_every_pool(test: impl Fn(&CausalLm, Rings) -> Result<()>) -> Result<()> {
+fn on_every_pool(test: impl Fn(&CausalLm, StateLayout) -> Result<()>) -> Result<()> {
     on_every_device(|model| {
-        test(model, Rings::Never)?;
+        test(model, StateLayout::Plain)?;
         match takes_rings(model) {
-            true => test(model, Rings::Always),
+            true => test(model, StateLayout::Ring),
             false => Ok(()),
         }
     })
@@ -219,7 +219,7 @@ fn drafts_leave_no_trace_and_are_void_after_a_change() -> Result<()> {
         drop(model.verify(&mut pool, &[(a, &[9, 9, 9])])?);
         check(model, &mut pool, a, &[1, 2, 3], "a draft dropped")?;
         let grown = pool.size_in_bytes();
-        assert_eq!(grown > bytes, rings == Rings::Never); // a ring has room for drafts
+        assert_eq!(grown > bytes, rings == StateLayout::Plain); // a ring has room for drafts
         let stale = model.verify(&mut pool, &[(a, &[8, 8])])?.1;
         model.feed_only(&mut pool, &[(a, &[5])])?;
         refused(model.accept(&mut pool, stale, &[2]), &["accept", "changed since at 0"]);
@@ -242,46 +242,6 @@ fn drafts_leave_no_trace_and_are_void_after_a_change() -> Result<()> {
             model.accept(&mut pool, drafts, &[0, 1])?;
             check(model, &mut pool, b, &[1], "a new one")?;
             pool.end(b)?;
-        }
-        Ok(())
-    })
-}
-
-#[test]
-fn checkpoints_are_snapshots_along_the_way() -> Result<()> {
-    on_every_pool(|model, rings| {
-        let prompt = tokens(&mut Rng::new(5), 300, model);
-        let mut pool = model.new_sequences_with(2, 400, rings)?;
-        // From the beginning, from between two blocks, and pieces too short for any.
-        for (start, end, positions) in [
-            (0, 300, &[64, 128, 192, 256][..]),
-            (0, 64, &[64]),
-            (70, 128, &[128]),
-            (70, 300, &[128, 192, 256]),
-            (10, 30, &[]),
-            (63, 65, &[64]),
-            (128, 191, &[]),
-        ] {
-            let s = pool.begin()?;
-            if start > 0 {
-                model.feed_only(&mut pool, &[(s, &prompt[..start])])?;
-            }
-            let (logits, snapshots) = model.feed_with_checkpoints(&mut pool, s, &prompt[start..end], 64)?;
-            assert_near(&logits.squeeze(0)?.to_vec1()?, &want(model, &prompt[..end])?, "logits");
-            assert_eq!(snapshots.iter().map(|(at, _)| *at).collect::<Vec<_>>(), positions, "{start}..{end}");
-            let other = pool.begin()?;
-            for (at, snapshot) in &snapshots {
-                assert_eq!(snapshot.len(), *at);
-                pool.restore(other, snapshot)?;
-                check(model, &mut pool, other, &prompt[..*at], &format!("{start}..{end} at {at}"))?;
-            }
-            check(model, &mut pool, s, &prompt[..end], &format!("{start}..{end}"))?;
-            pool.end(other)?;
-            pool.end(s)?;
-        }
-        let s = pool.begin()?;
-        for block in [0, 63, 100] {
-            refused(model.feed_with_checkpoints(&mut pool, s, &[1], block), &["block", "multiple of 64"]);
         }
         Ok(())
     })
@@ -318,11 +278,7 @@ fn refusals_change_nothing() -> Result<()> {
             refused(model.feed(&mut pool, batch), &["expected", part]);
             refused(model.feed_only(&mut pool, batch), &["expected", part]);
             refused(model.verify(&mut pool, batch), &["expected", part]);
-            if let [(s, tokens)] = batch {
-                refused(model.feed_with_checkpoints(&mut pool, *s, tokens, 64), &["expected", part]);
-            }
         }
-        refused(model.feed_with_checkpoints(&mut pool, a, &[1, vocab], 64), &["below vocab_size"]);
         refused(other_model.feed(&mut pool, &[(a, &[1])]), &["pool", "another model"]);
         let snapshot = pool.snapshot(a)?;
         for s in [old, foreign] {
@@ -354,7 +310,7 @@ fn bytes_are_as_documented() -> Result<()> {
     on_every_device(|model| {
         let (c, a) = (&model.config().gdn, &model.config().attention);
         for max_len in [32, 100] {
-            let mut pool = model.new_sequences_with(3, max_len, Rings::Never)?;
+            let mut pool = model.new_sequences_with(3, max_len, StateLayout::Plain)?;
             let linear = 4 * c.num_value_heads * c.value_head_dim * c.key_head_dim
                 + 4 * (c.conv_kernel - 1)
                     * (2 * c.num_key_heads * c.key_head_dim + c.num_value_heads * c.value_head_dim);

@@ -6,7 +6,7 @@ use crate::sequences::{assert_near, tokens, want};
 use crate::support::{single_stream_devices, soak, Rng};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, DecodeGraph, Rings, Sequence, SequencePool, SequenceSnapshot};
+use candle_gdn_models::{CausalLm, DecodeGraph, Sequence, SequencePool, SequenceSnapshot, StateLayout};
 
 const CAPACITY: usize = 5;
 const MAX_LEN: usize = 150;
@@ -21,7 +21,7 @@ struct World<'a> {
     snapshots: Vec<(SequenceSnapshot, Vec<u32>)>,
     ended: Vec<Sequence>,
     /// How often each kind of call came to pass.
-    done: [usize; 11],
+    done: [usize; 10],
 }
 
 impl World<'_> {
@@ -142,21 +142,8 @@ impl World<'_> {
                     self.sequences[*n].1.extend(&draft[..accepted]);
                 }
             }
-            9 => {
-                let Some((n, new)) = self.batch(MAX_LEN).pop() else { return Ok(()) };
-                let s = self.sequences[n].0;
-                let before = self.sequences[n].1.clone();
-                let (logits, kept) = model.feed_with_checkpoints(&mut self.pool, s, &new, 64)?;
-                let all = [&before[..], &new].concat();
-                assert_eq!(kept.len(), all.len() / 64 - before.len() / 64);
-                self.fed(vec![(n, new)], &logits, "feed_with_checkpoints")?;
-                for (at, snapshot) in kept {
-                    self.snapshots.push((snapshot, all[..at].to_vec()));
-                }
-                self.forget();
-            }
-            10 if !self.ended.is_empty() => {
-                let old = self.ended[self.done[10] % self.ended.len()];
+            9 if !self.ended.is_empty() => {
+                let old = self.ended[self.done[9] % self.ended.len()];
                 assert!(model.feed(&mut self.pool, &[(old, &[1])]).is_err());
                 assert!(self.pool.end(old).is_err());
             }
@@ -194,15 +181,15 @@ fn model(device: &Device) -> Result<CausalLm> {
 
 #[test]
 fn random_calls() -> Result<()> {
-    calls_on(Rings::Never)
+    calls_on(StateLayout::Plain)
 }
 
 #[test]
 fn random_calls_on_rings() -> Result<()> {
-    calls_on(Rings::Always)
+    calls_on(StateLayout::Ring)
 }
 
-fn calls_on(rings: Rings) -> Result<()> {
+fn calls_on(rings: StateLayout) -> Result<()> {
     let calls = soak().unwrap_or(400);
     single_stream_devices().iter().try_for_each(|device| {
         let model = &model(device)?;
@@ -217,7 +204,7 @@ fn calls_on(rings: Rings) -> Result<()> {
             sequences: vec![],
             snapshots: vec![],
             ended: vec![],
-            done: [0; 11],
+            done: [0; 10],
         };
         for n in 0..calls {
             world.call().map_err(|e| e.context(format!("call {n}")))?;

@@ -1,0 +1,57 @@
+//! What all parts of an engine work on.
+
+use super::event::{Event, FinishReason};
+use super::request::RequestId;
+use super::stats::EngineStats;
+use crate::sequences::{Sequence, SequencePool, SequenceSnapshot};
+use crate::CausalLm;
+use candle_core::{Error, Result};
+use std::borrow::Borrow;
+
+/// The model, its sequences, and the results of the current step.
+#[derive(Debug)]
+pub(super) struct Core<M> {
+    pub model: M,
+    pub pool: SequencePool,
+    pub events: Vec<Event>,
+    pub stats: EngineStats,
+}
+
+/// A [`Core`] during a call.
+pub(super) struct Context<'a> {
+    pub model: &'a CausalLm,
+    pub pool: &'a mut SequencePool,
+    pub events: &'a mut Vec<Event>,
+    pub stats: &'a mut EngineStats,
+}
+
+impl<M: Borrow<CausalLm>> Core<M> {
+    pub fn context(&mut self) -> Context<'_> {
+        let Self { model, pool, events, stats } = self;
+        Context { model: M::borrow(model), pool, events, stats }
+    }
+}
+
+impl Context<'_> {
+    /// A new sequence, after the tokens of `snapshot` if there is one.
+    pub fn begin(&mut self, snapshot: Option<&SequenceSnapshot>) -> Result<Sequence> {
+        let sequence = self.pool.begin()?;
+        if let Some(snapshot) = snapshot {
+            if let Err(e) = self.pool.restore(sequence, snapshot) {
+                self.pool.end(sequence)?;
+                return Err(e);
+            }
+        }
+        Ok(sequence)
+    }
+
+    /// A request without a sequence ends.
+    pub fn fail(&mut self, id: RequestId, error: &Error) {
+        self.events.push(Event::Finished { id, reason: FinishReason::Failed(error.to_string()) });
+    }
+
+    /// Whether no pass broke the sequence, and it has just this many tokens.
+    pub fn is_intact(&self, sequence: Sequence, fed: usize) -> bool {
+        self.pool.usable_slot("Engine", sequence).is_ok() && self.pool.len(sequence).is_ok_and(|len| len == fed)
+    }
+}

@@ -1,0 +1,325 @@
+//! An engine on a thread of its own, driven by messages from others.
+
+use super::engine::Engine;
+use super::event::{Event, FinishReason};
+use super::options::EngineOptions;
+use super::request::{Request, RequestId};
+use super::stats::EngineStats;
+use crate::CausalLm;
+use candle_core::{Error, Result};
+use std::borrow::Borrow;
+use std::collections::HashMap;
+use std::sync::mpsc::{channel, Receiver, Sender, TryRecvError};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// Sends requests to an [`Engine`] that another thread owns; any number of threads may have a copy. When the last one is dropped,
+/// the engine finishes its requests and its thread ends.
+#[derive(Clone, Debug)]
+pub struct EngineHandle {
+    messages: Sender<Message>,
+}
+
+/// A request that was accepted.
+#[derive(Debug)]
+pub struct Submitted {
+    /// For [`EngineHandle::cancel`].
+    pub id: RequestId,
+    /// Its events, [`Event::Finished`] last. Dropping the receiver cancels the request.
+    pub events: Receiver<Event>,
+}
+
+/// A request, and what happens to its results. All of it is called on the engine's thread.
+pub struct Submission {
+    /// Makes the request, by the engine's model.
+    pub request: Box<dyn FnOnce(&CausalLm) -> Result<Request> + Send>,
+    /// Receives the id, or why the request was refused. False, where the submitter has gone, cancels the request.
+    pub answer: Box<dyn FnOnce(Result<RequestId>) -> bool + Send>,
+    /// Receives the request's events of each step, [`Event::Finished`] last. False, where the receiver has gone, cancels the request.
+    pub events: Box<dyn FnMut(Vec<Event>) -> bool + Send>,
+}
+
+enum Message {
+    Submit(Submission),
+    Cancel(RequestId),
+    Stop,
+}
+
+/// The messages of an [`EngineHandle`], for the thread that owns the engine.
+#[derive(Debug)]
+pub struct EngineMessages(Receiver<Message>);
+
+/// Watches an engine from its own thread.
+pub trait Observer {
+    /// An event that belongs to no request.
+    fn event(&mut self, event: Event) {
+        let _ = event;
+    }
+
+    /// Called after each message and each step.
+    fn progress(&mut self, progress: Progress) {
+        let _ = progress;
+    }
+}
+
+/// The load of an engine.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Progress {
+    /// What was done so far.
+    pub stats: EngineStats,
+    /// Requests that wait for room.
+    pub waiting: usize,
+    /// Requests that run.
+    pub running: usize,
+    /// Tokens of the prompts and completions of both.
+    pub tokens: usize,
+}
+
+/// Nobody watches.
+impl Observer for () {}
+
+/// What the first of several ranks did, which the others repeat.
+#[derive(Clone)]
+enum Command {
+    Submit(Arc<Request>),
+    Cancel(RequestId),
+    Step,
+}
+
+/// The first rank's way to the engines of the others; empty where it is alone.
+#[derive(Default)]
+pub struct Followers(Vec<Sender<Command>>);
+
+/// The engine of a rank that repeats what the first one does.
+pub struct Follower(Receiver<Command>);
+
+impl Followers {
+    /// For `count` ranks besides the first.
+    pub fn new(count: usize) -> (Self, Vec<Follower>) {
+        let (senders, followers) = (0..count).map(|_| channel()).map(|(to, from)| (to, Follower(from))).unzip();
+        (Self(senders), followers)
+    }
+
+    fn send(&self, command: impl Fn() -> Command) -> Result<()> {
+        let ended = |_| Error::Msg("Engine: expected all ranks, one has ended".into());
+        self.0.iter().try_for_each(|follower| follower.send(command()).map_err(ended))
+    }
+}
+
+impl Follower {
+    /// Repeats what the first rank does until that ends.
+    ///
+    /// # Errors
+    /// As [`Engine::step`].
+    pub fn follow<M: Borrow<CausalLm>>(self, mut engine: Engine<M>) -> Result<()> {
+        while let Ok(command) = self.0.recv() {
+            match command {
+                // The first rank answers: here it is refused for the same reason.
+                Command::Submit(request) => drop(engine.submit((*request).clone())),
+                Command::Cancel(id) => drop(engine.cancel(id)?),
+                Command::Step => drop(engine.step()?),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl EngineHandle {
+    /// A handle and the messages that it sends, for [`EngineMessages::drive`] on a thread of the caller's.
+    pub fn new() -> (Self, EngineMessages) {
+        let (sender, receiver) = channel();
+        (Self { messages: sender }, EngineMessages(receiver))
+    }
+
+    /// Starts a thread. `model` makes or gives the model there: on CUDA a model belongs to the thread that runs it.
+    ///
+    /// # Errors
+    /// When no thread can be started, or as [`Engine::new`] and `model`.
+    pub fn spawn(
+        model: impl FnOnce() -> Result<CausalLm> + Send + 'static,
+        options: EngineOptions,
+    ) -> Result<(Self, JoinHandle<()>)> {
+        let ((handle, messages), (started, start)) = (Self::new(), channel());
+        let run = move || match model().and_then(|model| Engine::new(model, options)) {
+            Ok(engine) => {
+                let _ = started.send(Ok(()));
+                let mut driver = Driver::new(engine, Followers::default(), ());
+                if let Err(e) = driver.run(&messages.0) {
+                    driver.fail_all(&e);
+                }
+            }
+            Err(e) => drop(started.send(Err(e))),
+        };
+        let thread = std::thread::Builder::new().name("engine".into()).spawn(run)?;
+        start.recv().map_err(|_| gone())??;
+        Ok((handle, thread))
+    }
+
+    /// Sends a request and waits until it is accepted or refused, at most for one step of the model.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`], or when the engine has ended.
+    pub fn submit(&self, request: Request) -> Result<Submitted> {
+        let ((sender, events), (answer, answered)) = (channel(), channel());
+        self.send(Submission {
+            request: Box::new(|_| Ok(request)),
+            answer: Box::new(move |id| answer.send(id).is_ok()),
+            events: Box::new(move |events| events.into_iter().all(|event| sender.send(event).is_ok())),
+        })?;
+        let id = answered.recv().map_err(|_| gone())??;
+        Ok(Submitted { id, events })
+    }
+
+    /// [`submit`](Self::submit) without waiting, for callers with channels of their own.
+    ///
+    /// # Errors
+    /// When the engine has ended.
+    pub fn send(&self, submission: Submission) -> Result<()> {
+        self.messages.send(Message::Submit(submission)).map_err(|_| gone())
+    }
+
+    /// Ends a request before the next step, unless it has ended.
+    pub fn cancel(&self, id: RequestId) {
+        // An engine that has ended has no requests.
+        let _ = self.messages.send(Message::Cancel(id));
+    }
+
+    /// Ends the engine's thread before the next step, with all requests.
+    pub fn stop(&self) {
+        let _ = self.messages.send(Message::Stop);
+    }
+}
+
+fn gone() -> Error {
+    Error::Msg("Engine: expected a running engine, its thread has ended".into())
+}
+
+impl EngineMessages {
+    /// Runs the engine on this thread until it is stopped, or all handles are dropped and nothing is left to do.
+    ///
+    /// # Errors
+    /// As [`Engine::step`], or when a rank has ended.
+    pub fn drive<M: Borrow<CausalLm>>(
+        self,
+        engine: Engine<M>,
+        followers: Followers,
+        observer: impl Observer,
+    ) -> Result<()> {
+        Driver::new(engine, followers, observer).run(&self.0)
+    }
+}
+
+/// A request that was accepted and has not ended.
+struct Running {
+    events: Box<dyn FnMut(Vec<Event>) -> bool + Send>,
+    /// Tokens of the prompt and of the completion so far.
+    tokens: usize,
+    /// The results of this step.
+    new: Vec<Event>,
+}
+
+struct Driver<M: Borrow<CausalLm>, O> {
+    engine: Engine<M>,
+    followers: Followers,
+    observer: O,
+    running: HashMap<RequestId, Running>,
+}
+
+impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
+    fn new(engine: Engine<M>, followers: Followers, observer: O) -> Self {
+        Self { engine, followers, observer, running: HashMap::new() }
+    }
+
+    fn run(&mut self, messages: &Receiver<Message>) -> Result<()> {
+        loop {
+            let message = match self.engine.is_idle() {
+                true => messages.recv().map_err(|_| TryRecvError::Disconnected),
+                false => messages.try_recv(),
+            };
+            match message {
+                Ok(Message::Submit(submission)) => self.submit(submission)?,
+                Ok(Message::Cancel(id)) => self.cancel(id)?,
+                Ok(Message::Stop) => return Ok(()),
+                Err(TryRecvError::Disconnected) if self.engine.is_idle() => return Ok(()),
+                Err(_) => self.step()?,
+            }
+            self.report();
+        }
+    }
+
+    fn submit(&mut self, Submission { request, answer, events }: Submission) -> Result<()> {
+        let id = match request(self.engine.model()) {
+            Ok(request) => {
+                self.followers.send(|| Command::Submit(Arc::new(request.clone())))?;
+                let tokens = request.tokens.len();
+                let id = self.engine.submit(request);
+                if let Ok(id) = id {
+                    self.running.insert(id, Running { events, tokens, new: Vec::new() });
+                }
+                id
+            }
+            Err(e) => Err(e),
+        };
+        let accepted = id.as_ref().ok().copied();
+        // Before the answer, so that the submitter finds its request in the figures.
+        self.report();
+        match (answer(id), accepted) {
+            (false, Some(id)) => self.cancel(id),
+            _ => Ok(()),
+        }
+    }
+
+    fn cancel(&mut self, id: RequestId) -> Result<()> {
+        if self.running.contains_key(&id) {
+            self.followers.send(|| Command::Cancel(id))?;
+            self.engine.cancel(id)?;
+        }
+        Ok(())
+    }
+
+    fn step(&mut self) -> Result<()> {
+        self.followers.send(|| Command::Step)?;
+        let mut changed = Vec::new();
+        for event in self.engine.step()? {
+            let id = match &event {
+                Event::Token { id, .. } | Event::Snapshot { id, .. } | Event::Finished { id, .. } => *id,
+                _ => {
+                    self.observer.event(event);
+                    continue;
+                }
+            };
+            let Some(running) = self.running.get_mut(&id) else { continue };
+            running.tokens += usize::from(matches!(event, Event::Token { .. }));
+            if running.new.is_empty() {
+                changed.push(id);
+            }
+            running.new.push(event);
+        }
+        for id in changed {
+            let Some(running) = self.running.get_mut(&id) else { continue };
+            let new = std::mem::take(&mut running.new);
+            let has_ended = matches!(new.last(), Some(Event::Finished { .. }));
+            let has_gone = !(running.events)(new);
+            if has_gone && !has_ended {
+                self.cancel(id)?;
+            }
+            if has_gone || has_ended {
+                self.running.remove(&id);
+            }
+        }
+        Ok(())
+    }
+
+    fn report(&mut self) {
+        let (waiting, all) = (self.engine.waiting(), self.running.len());
+        let tokens = self.running.values().map(|running| running.tokens).sum();
+        let progress = Progress { stats: self.engine.stats(), waiting, running: all.saturating_sub(waiting), tokens };
+        self.observer.progress(progress);
+    }
+
+    fn fail_all(&mut self, error: &Error) {
+        for (id, mut running) in self.running.drain() {
+            (running.events)(vec![Event::Finished { id, reason: FinishReason::Failed(error.to_string()) }]);
+        }
+    }
+}

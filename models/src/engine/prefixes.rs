@@ -1,0 +1,99 @@
+//! Prefixes that prompts share, fed once.
+
+use super::event::Event;
+use super::stats::PrefixTally;
+use candle_core::Result;
+use candle_gdn::PrefixCache;
+use std::collections::VecDeque;
+
+/// The states after prefixes of prompts.
+///
+/// Only the states that a waiting prompt will use are kept: those at the ends of common prefixes. A prompt that shares more with
+/// a prompt being fed than is in the cache waits for it. Where prompts come one after the other, the last ones stand
+/// for those to come: the longest prefix that a prompt shares with one of them is kept, and its own end.
+#[derive(Debug)]
+pub(super) struct Prefixes<V> {
+    /// None where the budget is 0.
+    cache: Option<PrefixCache<V>>,
+    /// The last prompts, at most `most_recent` of them.
+    recent: VecDeque<Vec<u32>>,
+    most_recent: usize,
+    /// Tokens that came from the cache, and all tokens of the prompts that began.
+    reused: usize,
+    asked: usize,
+}
+
+impl<V> Prefixes<V> {
+    /// At most `budget` bytes; 0 keeps nothing.
+    pub fn new(block: usize, budget: usize, most_recent: usize) -> Result<Self> {
+        let cache = if budget > 0 { Some(PrefixCache::new(block, budget)?) } else { None };
+        Ok(Self { cache, recent: VecDeque::new(), most_recent, reused: 0, asked: 0 })
+    }
+
+    /// The length of the common prefix of two prompts, in whole blocks. It excludes the last token of each prompt, which must
+    /// be fed to get its logits.
+    fn common(&self, a: &[u32], b: &[u32]) -> usize {
+        let Some(cache) = &self.cache else { return 0 };
+        let blocks = |prompt| usable(prompt).chunks_exact(cache.block());
+        blocks(a).zip(blocks(b)).take_while(|(a, b)| a == b).count() * cache.block()
+    }
+
+    /// The positions where the state of `prompt`, fed from `start` on, is kept for one of `waiting` or for one to come.
+    pub fn cuts<'p>(&mut self, prompt: &[u32], start: usize, waiting: impl Iterator<Item = &'p [u32]>) -> Vec<usize> {
+        let common = |other: &[u32]| self.common(prompt, other);
+        let mut cuts: Vec<usize> = waiting.map(common).collect();
+        // The longest one only: a state for each would make many short passes of a long prompt.
+        cuts.extend(self.recent.iter().map(|other| common(other)).max());
+        cuts.extend((self.most_recent > 0).then(|| common(prompt)));
+        cuts.retain(|position| *position > start);
+        cuts.sort_unstable();
+        cuts.dedup();
+        if self.cache.is_some() && self.most_recent > 0 {
+            self.recent.truncate(self.most_recent - 1);
+            self.recent.push_front(prompt.to_vec());
+        }
+        cuts
+    }
+
+    /// Whether one of the prompts being fed, each with the tokens fed so far, will put a longer prefix of `prompt` into the cache
+    /// than there is now.
+    pub fn will_keep<'p>(&self, prompt: &[u32], mut fed: impl Iterator<Item = (&'p [u32], usize)>) -> bool {
+        let Some(cache) = &self.cache else { return false };
+        let cached = cache.peek(usable(prompt));
+        fed.any(|(other, done)| {
+            let common = self.common(prompt, other);
+            common > cached && common > done
+        })
+    }
+
+    /// The longest prefix of `prompt` in the cache; counts as used.
+    pub fn find(&mut self, prompt: &[u32]) -> Option<(usize, &V)> {
+        self.asked += prompt.len();
+        let found = self.cache.as_mut()?.longest(usable(prompt))?;
+        self.reused += found.0;
+        Some(found)
+    }
+
+    /// Keeps the state after `prefix`; false where it is larger than the budget. Reports what is new and what was dropped.
+    pub fn keep(&mut self, prefix: &[u32], state: V, bytes: usize, events: &mut Vec<Event>) -> Result<bool> {
+        let Some(cache) = &mut self.cache else { return Ok(true) };
+        let is_new = cache.peek(prefix) < prefix.len();
+        let drop = |tokens| events.push(Event::PrefixDropped { tokens });
+        let kept = cache.insert_telling(prefix, state, bytes, drop)?;
+        if kept && is_new {
+            events.push(Event::PrefixKept { tokens: prefix.to_vec() });
+        }
+        Ok(kept)
+    }
+
+    pub fn tally(&self) -> PrefixTally {
+        let (hits, misses, bytes) =
+            self.cache.as_ref().map_or((0, 0, 0), |cache| (cache.hits(), cache.misses(), cache.size_in_bytes()));
+        PrefixTally { reused: self.reused, asked: self.asked, hits, misses, bytes }
+    }
+}
+
+/// All but the last token.
+fn usable(prompt: &[u32]) -> &[u32] {
+    &prompt[..prompt.len().saturating_sub(1)]
+}

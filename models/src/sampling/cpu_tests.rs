@@ -1,0 +1,26 @@
+//! Random numbers and weights by their definitions.
+
+use super::*;
+
+/// Of the authors' own table of known answers.
+#[test]
+fn random_numbers_are_philox() {
+    assert_eq!(random_bits(0, 0), 0xe169_c58d_6627_e8d5);
+    assert_ne!(random_bits(1, 0), random_bits(0, 1));
+}
+
+#[test]
+fn weights_are_powers_of_two() {
+    for (temperature, best) in [(1., 0f32), (0.7, 23.5), (30., -8.)] {
+        let scale = std::f64::consts::LOG2_E / temperature;
+        for i in 0..2000 {
+            let x = best - 0.013 * i as f32;
+            let want = ((f64::from(x) - f64::from(best)) / temperature).exp() * HEAVIEST as f64;
+            let got = weight(x, best, scale) as f64;
+            assert!((got - want).abs() <= 1. + 4e-7 * want, "{x} below {best} at {temperature}: {got}, not {want}");
+        }
+    }
+    assert_eq!(weight(f32::MIN, f32::MAX, 1e-9), 0);
+    assert_eq!([weight(1., 1., f64::INFINITY), weight(0.5, 1., f64::INFINITY)], [HEAVIEST, 0]);
+    assert_eq!(weight(0.5, 1., f64::MIN_POSITIVE), HEAVIEST);
+}

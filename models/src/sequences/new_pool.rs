@@ -1,0 +1,140 @@
+//! Makes a [`SequencePool`], and grows its states for drafts.
+
+use super::kv::KvSlots;
+use super::pool::{unique, Entry, LayerSlots, SequencePool};
+use crate::blocks::decoder::Mixer;
+use crate::causal_lm::CausalLm;
+use crate::config::ModelConfig;
+use crate::drafting::head_state::{HeadSlots, HeadState};
+use candle_core::{bail, DType, Device, Result};
+use candle_gdn::plumbing::{Cursors, LastThread};
+use candle_gdn::SlotAllocator;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How the states of the Gated DeltaNet layers lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StateLayout {
+    /// With rings on CUDA, where the kernels support the model's heads; else plain.
+    #[default]
+    Auto,
+    /// With a ring of the latest tokens beside each state: a decode step reads the state and writes it with every sixteenth token,
+    /// and drafts of up to 16 tokens need no second state.
+    Ring,
+    /// States alone.
+    Plain,
+}
+
+impl StateLayout {
+    /// Whether states of such a model have rings.
+    pub fn has_ring(self, config: &ModelConfig, device: &Device) -> bool {
+        let c = &config.gdn;
+        let supported = (c.key_head_dim, c.value_head_dim, c.conv_kernel) == (128, 128, 4);
+        match self {
+            StateLayout::Ring => true,
+            StateLayout::Plain => false,
+            StateLayout::Auto => supported && device.is_cuda(),
+        }
+    }
+}
+
+/// Slots of the state pools for the states of drafts, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    pub slots: Vec<u32>,
+    home: Arc<Mutex<Vec<u32>>>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.home.lock().unwrap_or_else(PoisonError::into_inner).append(&mut self.slots);
+    }
+}
+
+impl CausalLm {
+    /// Room for `sequences` sequences at once, each of at most `max_len` tokens or `max_position_embeddings`, if that
+    /// is less. See [`SequencePool::bytes_per_sequence`] for what that takes.
+    ///
+    /// # Errors
+    /// When either is 0, or the device is out of memory.
+    pub fn new_sequences(&self, sequences: usize, max_len: usize) -> Result<SequencePool> {
+        self.new_sequences_with(sequences, max_len, StateLayout::Auto)
+    }
+
+    /// [`new_sequences`](Self::new_sequences) with another layout of the states than [`StateLayout::Auto`].
+    ///
+    /// # Errors
+    /// As [`new_sequences`](Self::new_sequences), or when a layer has no kernels for rings.
+    pub fn new_sequences_with(&self, sequences: usize, max_len: usize, layout: StateLayout) -> Result<SequencePool> {
+        for (arg, value) in [("sequences", sequences), ("max_len", max_len)] {
+            if value == 0 {
+                bail!("new_sequences: {arg}: expected at least 1, got 0")
+            }
+        }
+        let max_len = max_len.min(self.config.max_position_embeddings);
+        let shape = self.cache_shape(max_len);
+        let slots = SlotAllocator::new(sequences)?;
+        // A layer whose kernel was chosen supports no ring.
+        let supported = layout == StateLayout::Ring || self.gated_delta_nets().all(|gdn| gdn.takes_ring());
+        let cursors = match supported && layout.has_ring(&self.config, &self.device) {
+            true => Some(Cursors::new(sequences, &self.device)?),
+            false => None,
+        };
+        let layers = self.layers.iter().map(|layer| {
+            Ok(match (&layer.mixer, &cursors) {
+                (Mixer::Linear(gdn), Some(cursors)) => {
+                    LayerSlots::Linear(gdn.new_ring_pool_sharing(sequences, DType::F32, cursors)?)
+                }
+                (Mixer::Linear(gdn), None) => LayerSlots::Linear(gdn.new_pool(sequences)?),
+                (Mixer::Full(_), _) => LayerSlots::Full(KvSlots::new(&shape, sequences)?),
+            })
+        });
+        let layers = layers.collect::<Result<Vec<_>>>()?;
+        let head = match self.has_draft_head() {
+            true => Some(HeadSlots {
+                kv: KvSlots::new(&shape, sequences)?,
+                idle: false,
+                slots: vec![HeadState::default(); sequences],
+            }),
+            false => None,
+        };
+        let entries = (0..sequences as u32).map(|state| Entry { state, ..Entry::default() }).collect();
+        Ok(SequencePool {
+            model: self.id,
+            layers,
+            head,
+            cursors,
+            entries,
+            slots,
+            spares: Arc::default(),
+            states: sequences,
+            max_len,
+            device: self.device.clone(),
+            memory: unique(),
+            uploaded: None,
+            thread: LastThread::default(),
+        })
+    }
+
+    /// Makes room for drafts of `count` sequences in every Gated DeltaNet layer. Memory grows, and moves, at most to
+    /// the most that were ever asked for at once.
+    pub(crate) fn lease_states(&self, pool: &mut SequencePool, count: usize) -> Result<Lease> {
+        let spares = pool.spares.clone();
+        let missing = count.saturating_sub(spares.lock().unwrap_or_else(PoisonError::into_inner).len());
+        if missing > 0 {
+            pool.memory = unique();
+            for layer in &mut pool.layers {
+                if let LayerSlots::Linear(states) = layer {
+                    states.grow(states.capacity().max(pool.states + missing))?;
+                }
+            }
+            let new = pool.states as u32..(pool.states + missing) as u32;
+            spares.lock().unwrap_or_else(PoisonError::into_inner).extend(new);
+            pool.states += missing;
+        }
+        let mut free = spares.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(from) = free.len().checked_sub(count) else { bail!("SequencePool: expected {count} spare states") };
+        let slots = free.split_off(from);
+        drop(free);
+        Ok(Lease { slots, home: spares })
+    }
+}

@@ -1,0 +1,198 @@
+//! Sequences copied: to another slot, out of the pool, and back.
+
+mod host;
+
+use super::kv_segment::KvSegment;
+use super::pool::{LayerSlots, Sequence, SequencePool};
+use crate::drafting::head_state::HeadState;
+use candle_core::{bail, Result};
+use candle_gdn::plumbing::LastThread;
+use candle_gdn::GdnState;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+const OP: &str = "SequencePool";
+
+/// A copy of a sequence outside of any pool: made by [`SequencePool::snapshot`], put back by [`SequencePool::restore`] into
+/// any pool of the model, any number of times.
+///
+/// The states of the Gated DeltaNet layers are its own. Keys and values lie in segments that snapshots of one sequence share:
+/// a further snapshot copies only the tokens after the last segment that still exists.
+#[derive(Debug)]
+pub struct SequenceSnapshot {
+    model: usize,
+    len: usize,
+    /// One a Gated DeltaNet layer.
+    states: Vec<GdnState>,
+    /// That of the draft head, whose keys and values lie in the segments too.
+    head: Option<HeadState>,
+    segments: Vec<Arc<KvSegment>>,
+}
+
+impl SequenceSnapshot {
+    /// Tokens that the sequence had seen.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it had seen none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes of device memory that it keeps, those it shares with others included.
+    pub fn size_in_bytes(&self) -> usize {
+        self.states_bytes() + self.segments.iter().map(|segment| segment.size_in_bytes()).sum::<usize>()
+    }
+
+    /// Bytes that it adds to a shorter snapshot of the same sequence: its states and the last segment. The budget of a
+    /// [`PrefixCache`](candle_gdn::PrefixCache) that holds all of a prompt's checkpoints is kept by this number.
+    pub fn bytes_added(&self) -> usize {
+        self.states_bytes() + self.segments.last().map_or(0, |segment| segment.size_in_bytes())
+    }
+
+    fn states_bytes(&self) -> usize {
+        let head = self.head.iter().map(HeadState::size_in_bytes);
+        self.states.iter().map(GdnState::size_in_bytes).chain(head).sum()
+    }
+}
+
+impl SequencePool {
+    /// A copy of the sequence that later passes do not touch.
+    ///
+    /// # Errors
+    /// When the handle is none of a sequence of this pool, a pass failed on it, or the device is out of memory.
+    pub fn snapshot(&self, s: Sequence) -> Result<SequenceSnapshot> {
+        let slot = self.usable_slot("snapshot", s)?;
+        let (state, len) = (self.entries[slot].state, self.entries[slot].len);
+        let states = self.layers.iter().filter_map(|layer| match layer {
+            LayerSlots::Linear(states) => Some(states.snapshot(state)),
+            LayerSlots::Full(_) => None,
+        });
+        let states = states.collect::<Result<Vec<_>>>()?;
+        let head = self.head.as_ref().map(|head| &head.slots[slot]);
+        let head = self.thread.reading(&self.device, || head.map(HeadState::own).transpose())?;
+        let mut known = self.entries[slot].segments.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut segments: Vec<Arc<KvSegment>> = known.iter().map_while(Weak::upgrade).collect();
+        segments.truncate(segments.partition_point(|segment| segment.end <= len));
+        let start = segments.last().map_or(0, |segment| segment.end);
+        let kv = self.layers.iter().filter_map(|layer| match layer {
+            LayerSlots::Full(kv) if start < len => Some(kv.read(slot, start..len)),
+            _ => None,
+        });
+        let layers = self.thread.reading(&self.device, || kv.collect::<Result<Vec<_>>>())?;
+        let (head_start, head_end) =
+            (segments.last().map_or(0, |segment| segment.head_end), head.as_ref().map_or(0, |head| head.len));
+        let kv = self.head.as_ref().filter(|_| head_start < head_end).map(|head| &head.kv);
+        let read = || kv.map(|kv| kv.read(slot, head_start..head_end)).transpose();
+        let head_kv = self.thread.reading(&self.device, read)?;
+        if !layers.is_empty() || head_kv.is_some() {
+            let thread = LastThread::default();
+            segments.push(Arc::new(KvSegment { end: len, layers, head_end, head: head_kv, thread }));
+        }
+        *known = segments.iter().map(Arc::downgrade).collect();
+        Ok(SequenceSnapshot { model: self.model, len, states, head, segments })
+    }
+
+    /// The sequence goes on from the snapshot, whatever it was fed before, also where a failed pass broke it.
+    ///
+    /// # Errors
+    /// When the handle is none of a sequence of this pool, the snapshot is of another model or longer than sequences
+    /// here can be, or the device refuses.
+    pub fn restore(&mut self, s: Sequence, snapshot: &SequenceSnapshot) -> Result<()> {
+        let slot = self.slot("restore", s)?;
+        if snapshot.model != self.model {
+            bail!("{OP}: restore: snapshot: expected one of the pool's model, got one of another")
+        }
+        if snapshot.len > self.max_len {
+            let (max_len, len) = (self.max_len, snapshot.len);
+            bail!("{OP}: restore: snapshot: expected at most {max_len} tokens, got {len}")
+        }
+        if self.head.is_some() && snapshot.head.is_none() {
+            bail!("{OP}: restore: snapshot: expected one with the draft head's state, got one without")
+        }
+        let _working = self.working()?;
+        self.begin_write(&[slot]);
+        let state = self.entries[slot].state;
+        let mut states = snapshot.states.iter();
+        for layer in &mut self.layers {
+            let LayerSlots::Linear(to) = layer else { continue };
+            let Some(from) = states.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
+            to.restore(state, from)?;
+        }
+        let (mut at, mut head_at) = (0, 0);
+        for segment in &snapshot.segments {
+            let mut from = segment.layers.iter();
+            segment.thread.reading(&self.device, || {
+                for layer in &mut self.layers {
+                    let LayerSlots::Full(kv) = layer else { continue };
+                    let Some([k, v]) = from.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
+                    kv.write(slot, at, [k, v])?;
+                }
+                match (&mut self.head, &segment.head) {
+                    (Some(head), Some([k, v])) => head.kv.write(slot, head_at, [k, v]),
+                    _ => Ok(()),
+                }
+            })?;
+            (at, head_at) = (segment.end, segment.head_end);
+        }
+        if let (Some(head), Some(state)) = (&mut self.head, &snapshot.head) {
+            head.slots[slot] = state.clone();
+        }
+        let entry = &mut self.entries[slot];
+        entry.len = snapshot.len;
+        entry.segments = Mutex::new(snapshot.segments.iter().map(Arc::downgrade).collect());
+        self.end_write(&[slot], &[0]);
+        Ok(())
+    }
+
+    /// A new sequence that has seen the same tokens.
+    ///
+    /// # Errors
+    /// When the handle is none of a sequence of this pool, a pass failed on it, all slots are in use, or the device
+    /// refuses.
+    pub fn fork(&mut self, s: Sequence) -> Result<Sequence> {
+        let from = self.usable_slot("fork", s)?;
+        let slot = self.take_slot()?;
+        match self.copy(from, slot as usize) {
+            Ok(()) => {
+                let entry = &self.entries[from];
+                let segments = entry.segments.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                let fork = self.begun(slot, entry.len);
+                self.entries[slot as usize].segments = Mutex::new(segments);
+                if let Some(head) = &mut self.head {
+                    head.slots[slot as usize] = head.slots[from].clone();
+                }
+                Ok(fork)
+            }
+            Err(error) => {
+                self.return_slot(slot)?;
+                Err(error)
+            }
+        }
+    }
+
+    fn copy(&mut self, from: usize, to: usize) -> Result<()> {
+        let _working = self.working()?;
+        let (len, states) = (self.entries[from].len, [from, to].map(|slot| self.entries[slot].state));
+        for layer in &mut self.layers {
+            match layer {
+                LayerSlots::Linear(pool) => pool.copy(states[0], states[1])?,
+                LayerSlots::Full(_) if len == 0 => {}
+                LayerSlots::Full(kv) => {
+                    let [k, v] = kv.read(from, 0..len)?;
+                    kv.write(to, 0, [&k, &v])?;
+                }
+            }
+        }
+        if let Some(head) = &mut self.head {
+            // With the token that is there in case it comes next.
+            let state = &head.slots[from];
+            let tokens = state.len + usize::from(state.next.is_some());
+            if tokens > 0 {
+                let [k, v] = head.kv.read(from, 0..tokens)?;
+                head.kv.write(to, 0, [&k, &v])?;
+            }
+        }
+        Ok(())
+    }
+}

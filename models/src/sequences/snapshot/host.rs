@@ -1,0 +1,87 @@
+//! Snapshots as tensors of the host, for the engine of another process.
+
+use super::{KvSegment, SequenceSnapshot};
+use crate::causal_lm::CausalLm;
+use candle_core::{bail, Device, Result, Tensor};
+use candle_gdn::plumbing::LastThread;
+use candle_gdn::GdnState;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+const OP: &str = "SequenceSnapshot";
+
+impl SequenceSnapshot {
+    /// Copies on the host, by name: `conv.{i}` and `recurrent.{i}` of Gated DeltaNet layer `i`, shaped as in
+    /// [`GdnState`], `k.{i}` and `v.{i}` of softmax layer `i`, `[1, kv_heads, tokens, head_dim]`.
+    ///
+    /// # Errors
+    /// When the snapshot has a draft head's state, or the device refuses.
+    pub fn to_host(&self) -> Result<HashMap<String, Tensor>> {
+        if self.head.is_some() {
+            bail!("{OP}: to_host: expected one without a draft head's state")
+        }
+        let mut tensors = HashMap::new();
+        for (i, state) in self.states.iter().enumerate() {
+            // A copy of its own is read by the thread that makes it.
+            let state = state.snapshot()?;
+            tensors.insert(format!("conv.{i}"), state.conv().to_device(&Device::Cpu)?);
+            tensors.insert(format!("recurrent.{i}"), state.recurrent().to_device(&Device::Cpu)?);
+        }
+        for i in 0..self.segments.first().map_or(0, |segment| segment.layers.len()) {
+            for (part, name) in ["k", "v"].into_iter().enumerate() {
+                let on_host = |segment: &Arc<KvSegment>| {
+                    let tensor = &segment.layers[i][part];
+                    segment.thread.reading(tensor.device(), || tensor.to_device(&Device::Cpu))
+                };
+                let segments = self.segments.iter().map(on_host).collect::<Result<Vec<_>>>()?;
+                tensors.insert(format!("{name}.{i}"), Tensor::cat(&segments, 2)?);
+            }
+        }
+        Ok(tensors)
+    }
+}
+
+impl CausalLm {
+    /// The snapshot of a sequence of `len` tokens whose [`SequenceSnapshot::to_host`] this is, by this model loaded elsewhere
+    /// with the same dtype.
+    ///
+    /// # Errors
+    /// When a tensor is missing, or has another shape or dtype than here, when this model has a draft head, or the device
+    /// refuses.
+    pub fn snapshot_from_host(&self, len: usize, tensors: &HashMap<String, Tensor>) -> Result<SequenceSnapshot> {
+        if self.has_draft_head() {
+            bail!("{OP}: snapshot_from_host: expected a model without a draft head")
+        }
+        let named = |name: String| match tensors.get(&name) {
+            Some(tensor) => Ok(tensor),
+            None => bail!("{OP}: snapshot_from_host: expected a tensor {name}"),
+        };
+        let put = |to: &Tensor, name: String| {
+            let from = named(name.clone())?;
+            if from.dims() != to.dims() || from.dtype() != to.dtype() {
+                let (want, got) = ((to.dtype(), to.dims()), (from.dtype(), from.dims()));
+                bail!("{OP}: snapshot_from_host: {name}: expected {want:?}, got {got:?}")
+            }
+            to.slice_set(&from.to_device(&self.device)?, 0, 0)
+        };
+        let state = |(i, gdn): (usize, &candle_gdn::GatedDeltaNet)| -> Result<GdnState> {
+            let state = gdn.new_state(1)?;
+            put(state.conv(), format!("conv.{i}"))?;
+            put(state.recurrent(), format!("recurrent.{i}"))?;
+            Ok(state)
+        };
+        let states = self.gated_delta_nets().enumerate().map(state).collect::<Result<Vec<_>>>()?;
+        let shape = self.cache_shape(len);
+        let layer = |i: usize| -> Result<[Tensor; 2]> {
+            let zeros = || Tensor::zeros((1, shape.kv_heads, len, shape.head_dim), shape.dtype, &self.device);
+            let (k, v) = (zeros()?, zeros()?);
+            put(&k, format!("k.{i}"))?;
+            put(&v, format!("v.{i}"))?;
+            Ok([k, v])
+        };
+        let layers = (0..self.layers.len() - states.len()).map(layer).collect::<Result<Vec<_>>>()?;
+        let segment = KvSegment { end: len, layers, head_end: 0, head: None, thread: LastThread::default() };
+        let segments = if segment.layers.is_empty() { Vec::new() } else { vec![Arc::new(segment)] };
+        Ok(SequenceSnapshot { model: self.id, len, states, head: None, segments })
+    }
+}
