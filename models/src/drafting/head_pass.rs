@@ -3,7 +3,7 @@
 use super::head_state::{HeadSlots, Rows};
 use crate::blocks::decoder::Mixer;
 use crate::blocks::draft_head::DraftHead;
-use crate::blocks::rotary::Angles;
+use crate::blocks::attention::Angles;
 use crate::causal_lm::CausalLm;
 use crate::sequences::kv::{KvRows, KvSlots};
 use crate::sequences::pool::{Sequence, SequencePool};

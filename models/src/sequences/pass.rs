@@ -2,7 +2,7 @@
 
 use super::kv::{KvRows, KvSlots};
 use super::pool::{LayerSlots, SequencePool, Uploaded};
-use crate::blocks::rotary::Angles;
+use crate::blocks::attention::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{Device, Result, Tensor};
 #[cfg(feature = "cuda")]
