@@ -150,7 +150,7 @@ def errors(contender, work, case):
     if work.suite == "projections":
         return {"o": contender.projections_error(case)}, ""
     o, state = case.result()
-    want = case.math if work.suite == "layer" else reference.rule_by_chunks(*case.math, work.lens, DIM ** -0.5)
+    want = case.math if work.suite == "layer" else reference.packed_recurrence(*case.math, work.lens, DIM ** -0.5)
     found = {"o": reference.relative(o, want[0]), "state": reference.relative(state, want[1])}
     if not work.suite.startswith("contest"):
         return found, ""

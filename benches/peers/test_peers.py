@@ -182,13 +182,11 @@ class Reference(unittest.TestCase):
         scale = x["k"].shape[-1] ** -0.5
         want = by_tokens(**x, lens=lens, options=(False, 0.0, scale, 1.0))
         g = reference.log_decay(x["a"], x["a_log"], x["dt_bias"])
-        for limit in (1 << 27, 1):          # all heads at once, and one by one
-            with mock.patch.object(reference, "LIMIT", limit):
-                got = reference.rule_by_chunks(x["q"], x["k"], x["v"], g, x["b"].sigmoid(), x["state"], lens, scale)
-            for part, wanted in zip(got, want):
-                self.assertLess(reference.relative(part, wanted), bound, (lens, x["k"].shape, limit))
+        got = reference.packed_recurrence(x["q"], x["k"], x["v"], g, x["b"].sigmoid(), x["state"], lens, scale)
+        for part, wanted in zip(got, want):
+            self.assertLess(reference.relative(part, wanted), bound, (lens, x["k"].shape))
 
-    def test_chunks_equal_tokens(self):
+    def test_packed_equals_one_by_one(self):
         for lens in ([1] * 5, [64], [130, 0, 3, 64, 65, 1], [200], [0, 0]):
             for hk, hv in ((2, 4), (3, 3), (1, 4)):
                 self.compare(self.inputs(lens, hk, hv, 24, 40), lens, 1e-12)
@@ -710,7 +708,7 @@ class CandleGdn(unittest.TestCase):
 
 
 def rule_f32(q, k, v, g, beta, state, lens, scale):
-    o, s = reference.rule_by_chunks(q, k, v, g, beta, state, lens, scale)
+    o, s = reference.packed_recurrence(q, k, v, g, beta, state, lens, scale)
     return o.bfloat16(), s.float()
 
 

@@ -34,6 +34,46 @@ FIELDS = re.compile(r"\s*(?:const\s+)?(?P<base>\w+)\b(?P<names>.*)", re.S)
 FIELD = re.compile(r"\s*(?P<star>\*?)\s*(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<count>\w+)\]\s*)?")
 
 
+class Struct(C.Structure):
+    """A struct of the headers. A name that is no field of its own is looked for in its nested structs: p.algo may be
+    p.common.algo, and p.ring__keys is p.ring.keys. A tensor stands for its address, and the struct keeps it alive. A name
+    that is nowhere, or in two places, is an error."""
+    room = None     # of workspace()
+
+    @classmethod
+    def path(cls, name):
+        """The fields that lead to `name`."""
+        first, _, rest = name.partition("__")
+        kinds = dict(cls._fields_)
+        if first in kinds:
+            return [first] + (kinds[first].path(rest) if rest else [])
+        found = [[field, *kind.path(name)] for field, kind in cls._fields_ if issubclass(kind, Struct) and kind.has(name)]
+        if len(found) != 1:
+            raise AttributeError(f"{cls.__name__} has {len(found)} fields {name}")
+        return found[0]
+
+    @classmethod
+    def has(cls, name):
+        try:
+            return bool(cls.path(name))
+        except AttributeError:
+            return False
+
+    def __getattr__(self, name):
+        value = self
+        for field in self.path(name):
+            value = C.Structure.__getattribute__(value, field)
+        return value
+
+    def __setattr__(self, name, value):
+        if name == "room":
+            return C.Structure.__setattr__(self, name, value)
+        *path, field = self.path(name)
+        inner = getattr(self, "__".join(path)) if path else self
+        self.__dict__.setdefault("kept", {})[name] = value
+        C.Structure.__setattr__(inner, field, value.data_ptr() if hasattr(value, "data_ptr") else value)
+
+
 class Headers:
     """What the headers declare, by C names: `constants` (of enums too), `enums` {name: [members]}, `structs` and
     `functions` {name: (argument types, result type)}. Whatever it does not know is an error."""
@@ -45,7 +85,7 @@ class Headers:
             with open(path, encoding="utf-8") as f:
                 texts[os.path.basename(path)] = path, f.read()
 
-        def read(header):    # behind those that it includes, as a compiler would
+        def read(header):    # after the headers that it includes, as a compiler does
             path, text = texts.pop(header)
             for included in re.findall(r'#include "(\w+\.h)"', text):
                 if included in texts:
@@ -105,7 +145,7 @@ class Headers:
             if rest.strip() or name in self.structs:
                 self.fail(f"{name}: {rest}")
             fields = [field for part in parts for field in self.fields(part)]
-            self.structs[name] = type(python_name(name), (C.Structure,), {"_fields_": fields, "c_name": name})
+            self.structs[name] = type(python_name(name), (Struct,), {"_fields_": fields})
         elif function:
             [(name, result)] = self.fields(function, returned=True)
             kinds = [self.fields(part, argument=True) for part in arguments.split(",")]
@@ -231,28 +271,18 @@ def stream():
     return torch.cuda.current_stream().cuda_stream
 
 
-def ptr(x):
-    return None if x is None else x.data_ptr()
-
-
 def fill(struct, **fields):
-    """A struct by the names of its header, which keeps alive what it points to. Tensors stand for their addresses; what is
-    left out is null or 0."""
-    made = struct(**{name: ptr(x) if hasattr(x, "data_ptr") else x for name, x in fields.items()})
-    made.fields = fields
-    return made
+    """A struct with these fields, see Struct; the others are null or 0."""
+    return struct(**fields)
 
 
 def columns(x, first=0, head_stride=0, tokens_per_seq=0):
     """Heads that begin at column `first` of x [token, column]; `tokens_per_seq` 0: packed."""
-    made = Heads(ptr=x.data_ptr() + first * x.element_size(), seq_stride=tokens_per_seq * x.stride(0),
-                 token_stride=x.stride(0), head_stride=head_stride)
-    made.tensor = x
-    return made
+    return Heads(ptr=x[:, first:], seq_stride=tokens_per_seq * x.stride(0), token_stride=x.stride(0), head_stride=head_stride)
 
 
 def heads(x, tokens_per_seq=0):
-    """Of a tensor [token, head, dim] or [token, head] (the gates)."""
+    """Heads of a tensor [token, head, dim], or [token, head] for gates."""
     return columns(x, 0, x.stride(1), tokens_per_seq)
 
 
@@ -273,12 +303,12 @@ def rule_params(**fields):
     return fill(RuleParams, **{"l2_eps": 1e-6, "scale": fields["head_k"] ** -0.5, "beta_scale": 1.0, **fields})
 
 
-def workspace(query, *params, device="cuda"):
-    """Gives launches that run one after the other a workspace, large enough for any of them by `query`, a function of the
-    library. They keep it alive.
+def workspace(query, *params, device=None):
+    """Gives launches that run one after the other one workspace, as large as the largest that `query`, a function of the
+    library, requires. They keep it alive.
 
-    All its bytes are 0xff, so that what is read before it is written is NaN; the last GUARD are past what a launch is
-    told of. Parameters that are refused get none: the launch says why."""
+    All its bytes are 0xff, so that what is read before it is written is NaN; the last GUARD bytes lie past the size that a
+    launch is given. Parameters that are refused get no workspace: the launch reports why."""
     import torch
     sizes = []
     for p in params:
@@ -288,7 +318,7 @@ def workspace(query, *params, device="cuda"):
     first = -room.data_ptr() % 256
     room = room[first:first + max(sizes) + GUARD]
     for p, size in zip(params, sizes):
-        p.workspace, p.workspace_bytes, p.room = (ptr(room) if size else None), size, room
+        p.workspace, p.workspace_bytes, p.room = (room if size else None), size, room
     return room
 
 

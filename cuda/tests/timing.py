@@ -298,3 +298,24 @@ def heading(text):
     rate = copy_rate()
     print(f"\n{torch.cuda.get_device_name()}, copy {rate / 1e12:.2f} TB/s; {text}", flush=True)
     return rate
+
+
+def compare(title, table):
+    """Prints times. A row of the table is (label, the bytes that a call has to move, {name: calls, or words}); after each row its
+    memory is freed. A list of lists of calls is a cycle: the mean over the lists of the median of each counts."""
+    rate = heading(f"{title}\n  us a call: kernels (CUPTI) / in a graph, share of the copy rate; the floor is all bytes at that rate")
+    for label, nbytes, variants in table:
+        floor, found, kinds = nbytes / rate * 1e6, [], None
+        for name, calls in variants.items():
+            try:
+                if not isinstance(calls, str):
+                    kinds = calls if isinstance(calls[0], list) else [calls]
+                    kernels = statistics.mean(span_us(often(kind)) for kind in kinds)
+                    in_graph = graph_us([call for turn in zip(*kinds) for call in turn], 5)
+                    calls = f"{kernels:.2f} / {in_graph:.2f} ({100 * floor / kernels:.0f} %)"
+            except RuntimeError as e:       # where torch has no memory or no kernel for it
+                calls = one_line(e, 40)
+            found.append(f"{name} {calls}")
+        print(f"  {label:32s} floor {floor:8.2f}   " + "   ".join(found), flush=True)
+        del variants, calls, kinds
+        torch.cuda.empty_cache()
