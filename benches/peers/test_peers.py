@@ -20,6 +20,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(os.path.dirname(os.path.dirname(HERE)), "cuda", "tests")]
 
 import abi
+import clocks
 import bench
 import child
 import children
@@ -219,10 +220,10 @@ class Timing(unittest.TestCase):
         self.assertEqual(timing.spans(events[:1], 2), (None, [2.5]))
 
     def test_sets(self):
-        self.assertEqual(timing.sets_for(1000, "warm", 60e6), 1)
-        self.assertEqual(timing.sets_for(1 << 30, "cold", 60 << 20), 2)
-        self.assertEqual(timing.sets_for(2 << 20, "cold", 60 << 20), 90)
-        self.assertEqual(timing.sets_for(1, "cold", 60 << 20), timing.MAX_SETS)
+        self.assertEqual(clocks.sets_for(1000, "warm", 60e6), 1)
+        self.assertEqual(clocks.sets_for(1 << 30, "cold", 60 << 20), 2)
+        self.assertEqual(clocks.sets_for(2 << 20, "cold", 60 << 20), 90)
+        self.assertEqual(clocks.sets_for(1, "cold", 60 << 20), clocks.MAX_SETS)
 
     def test_measure(self):
         """With the GPU's part stood in for: the buffers rotate over all tiers."""
@@ -240,10 +241,10 @@ class Timing(unittest.TestCase):
             self.assertEqual(len(order), n + 1, "events around each single call")
             return 20.0
 
-        with mock.patch.multiple(timing, device_activities=activities, capture=lambda calls: mock.Mock(),
+        with mock.patch.multiple(clocks, device_activities=activities, capture=lambda calls: mock.Mock(),
                                  event_us=lambda graph: 12.0, elapsed_us=elapsed, WARM_UP=0.0), \
                 mock.patch("torch.cuda.synchronize"):
-            row = timing.measure(calls)
+            row = clocks.measure(calls)
         self.assertEqual(row["call"], {"median": 20.0, "min": 20.0, "max": 20.0})
         self.assertEqual([b - a for a, b in zip(order, order[1:]) if (b - a) % 7 != 1], [])
         self.assertEqual((row["launches"], row["gpu"]["median"]), (2, 15.0))
@@ -252,10 +253,10 @@ class Timing(unittest.TestCase):
 
         def broken(calls):
             raise RuntimeError("operation not permitted when stream is capturing")
-        with mock.patch.multiple(timing, device_activities=lambda *_: [(0, 1.0)] * 3, capture=broken, elapsed_us=elapsed,
+        with mock.patch.multiple(clocks, device_activities=lambda *_: [(0, 1.0)] * 3, capture=broken, elapsed_us=elapsed,
                                  WARM_UP=0.0), \
                 mock.patch("torch.cuda.synchronize"):
-            row = timing.measure(calls)
+            row = clocks.measure(calls)
         self.assertIsNone(row["event"])
         self.assertIn("no CUDA graph (RuntimeError: operation not permitted", row["note"])
         self.assertIn("gpu is a mean", row["note"])
@@ -331,7 +332,7 @@ class Children(unittest.TestCase):
 
 class Records(unittest.TestCase):
     def rows(self):
-        times = lambda us: {"gpu": timing.spread([us, us + 1, us + 2]), "event": timing.spread([us + 2]),
+        times = lambda us: {"gpu": clocks.spread([us, us + 1, us + 2]), "event": clocks.spread([us + 2]),
                             "error": {"o": 1e-3, "state": 1e-7}, "launches": 1, "includes": "gates"}
         works = [w for w in workloads.select("decode", ["4/8"], [1, 4]) if w.l2 == "cold"]
         return [records.row(works[0], "candle-gdn", "auto", times(3), CEILINGS),
@@ -384,7 +385,7 @@ class Records(unittest.TestCase):
     def test_shared_times(self):
         works = [w for w in workloads.select("contest-decode") if len(w.lens) == 4][:4]
         fine, bad = {"error": {"o": 1e-3}, "note": "passes"}, {"error": {"o": 1.0}, "note": "not timed, over"}
-        results = [{**fine, "gpu": timing.spread([3.0])}, fine, bad, {"note": "not usable"}]
+        results = [{**fine, "gpu": clocks.spread([3.0])}, fine, bad, {"note": "not usable"}]
         rows = [records.row(w, "fla", "", r, CEILINGS) for w, r in zip(works, results)]
         records.share_times(rows, works)
         self.assertEqual([r["gpu"] is not None for r in rows], [True, True, False, False])
@@ -412,7 +413,7 @@ class Whole(unittest.TestCase):
     def fake(task, contender, items, lib, silence, deadline, env=None, complain=None, results=None):
         for i, (w, _) in enumerate(items):
             us = records.floor_us(*workloads.cost(w), CEILINGS) * (1.1 + len(contender) / 20) + 2
-            tiers = {} if not w.timed else {"gpu": timing.spread([us]), "event": timing.spread([us + 1]), "launches": 1}
+            tiers = {} if not w.timed else {"gpu": clocks.spread([us]), "event": clocks.spread([us + 1]), "launches": 1}
             results[i] = {**tiers, "error": {"o": 1e-3, "state": 1e-7}, "note": "", "includes": "gates"}
         if contender == "flashqla":
             results[:] = [{"note": "flashqla is not usable here: ModuleNotFoundError"}] * len(items)
@@ -461,7 +462,7 @@ class Whole(unittest.TestCase):
 
     def test_interruption_keeps_what_there_is(self):
         def stopped(task, contender, items, lib, silence, deadline, results=None, **kw):
-            results[0] = {"gpu": timing.spread([3.0]), "note": ""}
+            results[0] = {"gpu": clocks.spread([3.0]), "note": ""}
             raise KeyboardInterrupt
         code, _, files = self.run_all("decode", "--quick", times=stopped)
         self.assertEqual(code, 130)
@@ -694,7 +695,7 @@ class CandleGdn(unittest.TestCase):
         with mock.patch.multiple("torch.cuda", synchronize=mock.DEFAULT, empty_cache=mock.DEFAULT), \
                 mock.patch("torch.cuda.get_device_properties", return_value=props), \
                 mock.patch.object(contenders, "load", return_value=lambda lib: self.contender), \
-                mock.patch.object(timing, "measure", return_value={"gpu": timing.spread([1.0]), "note": ""}):
+                mock.patch.object(clocks, "measure", return_value={"gpu": clocks.spread([1.0]), "note": ""}):
             code = child.run({"contender": "candle-gdn", "lib": "", "task": "time", "items": items},
                              lambda **line: lines.append(line))
         self.assertEqual(code, 0)

@@ -20,11 +20,6 @@ def turns(cases, **values):
     return [{**case, **{name: value[i % len(value)] for name, value in values.items()}} for i, case in enumerate(cases)]
 
 
-def seeded(cases, first=0):
-    """The cases, each with a seed of its own."""
-    return [{"seed": first + i, **case} for i, case in enumerate(cases)]
-
-
 def words(case):
     """A case in words. Long lists are cut."""
     shown = lambda value: value if len(value) < 60 else f"{value[:50]}.."

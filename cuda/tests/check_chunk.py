@@ -11,26 +11,24 @@ alone. A case over the fixed bound may be hard for any kernel with operands of 1
 (reference.rule_in_16_bits), bounds it, and stands in its line, after "hard".
 """
 import ctypes as C
+import functools
 import random
 import subprocess
 import sys
 import time
-from functools import partial
 
 import harness
 import torch
-from abi import ALGO_NAMES, AUTO, CHUNKED_SM80, CHUNKED_SM90, NULL_POINTER, OK, RECURRENT_128, RuleParams, workspace
+from abi import ALGO_NAMES, AUTO, CHUNKED_SM80, CHUNKED_SM90, NULL_POINTER, OK, RECURRENT_128
 from cases import every, rows, words
-from harness import CHUNKED_BOUND, add, call, expect, launch, one_by_one, report, same, words_of
+from harness import CHUNKED_BOUND, Launch, add, call, expect, group, launch, one_by_one, report, same, verify, words_of
 from reference import relative
-from rule_case import REPEATS, RuleCase, rule_calls, worst_seen
-from timing import cold_sets, compare, stamped
+from rule_case import REPEATS, RuleCase, once, rule, worst_seen
 
 ALGOS = [CHUNKED_SM80, CHUNKED_SM90]
 # Rows of NaN around the tokens, and without cu_seqlens between the sequences; a gap after every row. The default gap of the
 # slots is what the header asks of the alignment of states and no more.
-Case = partial(RuleCase, padding_by_either=True, x_frame=(0, 8), o_frame=(0, 8), gates_gap=3, margin=3,
-               between=2, by_head=True)
+FRAMED = dict(padding_by_either=True, x_frame=(0, 8), o_frame=(0, 8), gates_gap=3, margin=3, between=2, by_head=True)
 ODD_O = dict(o_frame=(8, 24))
 IO = ["bf16", "f16"]
 MIXED = [0, 3, 65, 0, 1, 17, 130, 64, 0]
@@ -44,6 +42,18 @@ QUICK = [dict(lens=[130], hk=1, hv=2), dict(lens=[0, 5, 70, 64, 1], slots="moved
          dict(lens=[1] * 40 + [300, 2], hk=1, hv=2, segments=(0, 3)),
          # Several heads a block; heads cut in two.
          dict(lens=[130] * 9, hk=8, hv=16, slots="moved", algos=1), dict(lens=[520] * 9, hk=8, hv=16, algos=1)]
+
+
+def chunked(lib, **case):
+    return rule(lib, **{**FRAMED, **case})
+
+
+def by_algos(cases, algos):
+    """The cases, each by all kernels, or by its last `algos`, and by all of its `segments`."""
+    for seed, case in enumerate(cases):
+        case = {"seed": seed, **case}
+        for algo in algos[-case.pop("algos", 2):]:
+            yield from ({**case, "algo": algo, "segments": n} for n in case.get("segments", (0,)))
 
 
 def named():
@@ -110,23 +120,18 @@ def checked(args):
 
 
 def check_named(lib, args):
-    for given in QUICK if args.quick else named():
-        case, algos = {**given}, checked(args)
-        segments, ways, last = case.pop("segments", (0,)), case.pop("ways", harness.ONCE), case.pop("algos", len(algos))
-        Case(**case).check(lib, words(given), algos[-last:], segments, ways)
+    group(chunked, lambda: by_algos(named(), checked(args)), by_algos(QUICK, checked(args)))(lib, args)
 
 
 def check_resume(lib, args):
     """Two launches over the parts of every sequence are one over the whole."""
-    for total, cuts in () if args.quick else ((200, (1, 37, 63, 64, 65, 100, 199)), (1000, (333, 640))):
-        c = Case([total] * 3, slots="permuted")
+    for total, cut in () if args.quick else [(200, n) for n in (1, 37, 63, 64, 65, 100, 199)] + [(1000, 333), (1000, 640)]:
         for algo in checked(args):
-            for cut in cuts:
-                c.buffers()
-                outputs = c.outputs(algo)
-                first, second = (c.params(lib, algo, window=window) for window in ((0, cut), (cut, total)))
-                harness.verify(lib, f"{total} tokens cut at {cut} {ALGO_NAMES[algo]}", lambda p, s: lib.gdn_rule(C.byref(first), s) or lib.gdn_rule(p, s),
-                               second, outputs, after=c.after)
+            c = once(RuleCase, lens=[total] * 3, slots="permuted", **FRAMED)
+            c.buffers()
+            first, second = (c.params(lib, algo, window=window) for window in ((0, cut), (cut, total)))
+            both = lambda p, stream: lib.gdn_rule(C.byref(first), stream) or lib.gdn_rule(p, stream)
+            verify(lib, f"{total} tokens cut at {cut} {ALGO_NAMES[algo]}", Launch(both, second, lambda: c.outputs(algo), after=c.after))
 
 
 COPIES = """
@@ -144,7 +149,7 @@ def check_busy(lib, args):
     """The same bits while other processes copy: a wait that is not for all it should be for shows where copies come late."""
     algos, others = checked(args), []
     seconds = args.busy if args.busy is not None else 0 if args.quick else 10
-    cases = [Case([tokens] * n, hk=8, hv=heads) for tokens in (97, 150, 340, 600) for n, heads in ((9, 16), (3, 32))] if seconds else []
+    cases = [RuleCase([tokens] * n, hk=8, hv=heads, **FRAMED) for tokens in (97, 150, 340, 600) for n, heads in ((9, 16), (3, 32))] if seconds else []
     first, runs, differing = {}, dict.fromkeys(algos, 0), dict.fromkeys(algos, 0)
     end = time.monotonic() + seconds
     try:
@@ -167,7 +172,7 @@ def check_busy(lib, args):
 
 
 def check_status(lib, args):
-    c = Case([1000, 0, 130])
+    c = RuleCase([1000, 0, 130], **FRAMED)
     c.buffers()
     size = C.c_int64(0)
     for algo in checked(args):
@@ -180,7 +185,7 @@ def check_status(lib, args):
             "BAD_LENGTH": one_by_one(total_tokens=[-1], max_tokens_per_seq=[-1], segments=[-1])})
 
         # From sizes alone: pointers that are not there yet change nothing.
-        p = c.params(None, algo, 3)
+        p = c.params(lib, algo, 3)
         assert lib.gdn_rule_workspace(C.byref(p), C.byref(size)) == OK
         need = size.value
         for x in ("q", "k", "v", "a", "b", "o"):
@@ -194,7 +199,7 @@ def check_status(lib, args):
         report("workspace of null", lib.gdn_rule_workspace(None, C.byref(size)) == NULL_POINTER
                and lib.gdn_rule_workspace(C.byref(p), None) == NULL_POINTER)
     chosen = C.c_int32(AUTO)
-    status = lib.gdn_rule_choice(C.byref(c.params(None, AUTO)), C.byref(chosen))
+    status = lib.gdn_rule_choice(C.byref(c.params(lib, AUTO)), C.byref(chosen))
     report("choice of auto", status == OK and chosen.value != AUTO, ALGO_NAMES[chosen.value])
 
 
@@ -204,7 +209,7 @@ EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
 
 
 def random_case(seed):
-    """(Case, segments, the case in words) by its number."""
+    """A case by its number."""
     r = random.Random(seed)
     lens = [r.choice(EDGES) if r.random() < 0.6 else r.randint(0, 400) for _ in range(r.randint(1, 8))]
     heads = r.choice([*HEADS[1:], dict(hk=1, hv=1), dict(hk=4, hv=8)])
@@ -215,16 +220,13 @@ def random_case(seed):
     # Now and then equal lengths without cu_seqlens, where rows of NaN stand between the sequences.
     if r.random() < 0.2:
         lens, case["varlen"], case["slack"] = [lens[0]] * len(lens), False, 0
-    case.update(lens=lens, **heads, **size)
-    return Case(**case, seed=seed), r.choice((0, 1, 2, 3)), f"seed {seed} {case}"
+    return {**case, "lens": lens, **heads, **size, "seed": seed, "segments": (r.choice((0, 1, 2, 3)),)}
 
 
 def check_random(lib, args):
-    for i in range(args.random if args.random is not None else 0 if args.quick else 1000):
-        c, segments, text = random_case(args.seed + i)
-        c.check(lib, f"random {text}", checked(args), (segments,))
-        if (i + 1) % 100 == 0:
-            print(f"     {i + 1} random batches, {len(harness.failures)} checks failed", flush=True)
+    count = args.random if args.random is not None else 0 if args.quick else 1000
+    cases = [random_case(args.seed + i) for i in range(count)]
+    group(chunked, by_algos(cases, checked(args)), by_algos(cases, checked(args)))(lib, args)
     for (algo, name), (whole, worst) in sorted(worst_seen.items()):
         print(f"largest error of {name}, {ALGO_NAMES[algo]}: {whole:.1e} of a case, {worst:.1e} of a head")
 
@@ -235,48 +237,49 @@ CELLS = ["1x64", "1x128", "1x512", "1x2048", "1x8192", "1x32768", "4x2048", "4x8
 
 
 def select(text):
-    """[(HK/HV, cell)] of "16/32:1x8192,4x8192,4/8", heads alone being all cells; "all" is of all heads that there are peers' times of."""
+    """Cases of "16/32:1x8192,4x8192,4/8", heads alone being all cells, or of "all"."""
     found, heads = [], None
     for word in ("16/32,4/8,16/16,16/48,16/64" if text == "all" else text).replace(",", " ").split():
         if "/" in word:
             heads, _, word = word.partition(":")
         if heads is None or word and word not in CELLS:
             raise SystemExit(f"'{word}' is not one of {', '.join(CELLS)}, after heads such as 16/32:")
-        found += [(heads, cell) for cell in ([word] if word else CELLS)]
+        for cell in [word] if word else CELLS:
+            (hk, hv), (batch, tokens) = map(int, heads.split("/")), map(int, cell.split("x"))
+            found.append(dict(lens=[tokens] * batch, hk=hk, hv=hv))
     return found
 
 
-def result(lib, timed, algo):
-    """o and the final state of a call by this kernel, elsewhere than where the call writes them; or why there is none."""
-    p = RuleParams.from_buffer_copy(timed.params)
-    o, state = (torch.full_like(x, float("nan")) for x in (timed.case.o, timed.case.state_out))
-    p.o__ptr, p.state_out, p.algo = o, state, algo
-    workspace(lib.gdn_rule_workspace, p)
-    status = launch(lambda: call(lib.gdn_rule, p))
-    return (o, state) if status == OK else lib.gdn_status_string(status).decode()
+@functools.cache
+def stamps_room():
+    return torch.zeros(1 << 31, dtype=torch.uint8)
 
 
-def times(lib, args):
-    """Whatever is timed is compared with GDN_RECURRENT_128 before."""
-    def variants(shape, nbytes):
-        want = None
-        for algo, segments in ((algo, n) for algo in wanted(args) for n in args.segments):
-            calls = rule_calls(lib, **shape, dim=128, algo=algo, sets=cold_sets(nbytes), segments=segments)
-            want, got = want or result(lib, calls[0], RECURRENT_128), result(lib, calls[0], algo)
-            name = ALGO_NAMES[algo] + (f", {segments} segments" if segments else "")
-            if not isinstance(got, str):
-                error = max(map(relative, got, want))
-                report(f"timed {words(shape)} {name}", error <= CHUNKED_BOUND, f"{error:.1e}")
-                got = stamped(lib, calls, args.stamps) if args.stamps else calls
-            yield name, got
+def timed(lib, stamps=0, **case):
+    """A launch that was compared with GDN_RECURRENT_128, where it is the first of its shape. With `stamps` it records that many events a
+    warp at most."""
+    def stamped(p, stream):
+        lib.gdn_profile_set(stamps_room().data_ptr(), stamps_room().numel(), stamps)
+        status = lib.gdn_rule(p, stream)
+        lib.gdn_profile_set(None, 0, 0)
+        return status
 
-    def table():
-        for heads, cell in select(args.cells):
-            shape = dict(zip(("hk", "hv", "batch", "tokens"), map(int, f"{heads}/{cell}".replace("x", "/").split("/"))))
-            nbytes = shape["batch"] * (shape["tokens"] * 4 * (shape["hk"] + shape["hv"]) * 128 + shape["hv"] * 128 * 128 * 4)
-            yield f"{heads} {cell}", nbytes, dict(variants(shape, nbytes))
+    if case["seed"] == 0:
+        left = []
+        for algo in (RECURRENT_128, case["algo"]):
+            x = rule(lib, **{**case, "algo": algo})
+            ok = launch(lambda: call(x.f, x.params)) == OK
+            left.append((x.keep.o.clone(), x.keep.state_out.clone()))
+        error = max(map(relative, *reversed(left)))
+        report(f"timed {words(case)}", ok and error <= CHUNKED_BOUND, f"{error:.1e}")
+    x = rule(lib, **case)
+    x.f = stamped if stamps else x.f
+    return x
 
-    compare("prefill, cold L2, bf16, f32 state, K = V = 128", table())
+
+def times(args):
+    return [("prefill, bf16, f32 state, K = V = 128", timed, every(select(args.cells), algo=wanted(args), segments=args.segments,
+                                                                        stamps=args.stamps))]
 
 
 OPTIONS = [

@@ -1,22 +1,16 @@
 #!/usr/bin/env python3
 """gdn_ring_step, gdn_ring_flush, gdn_ring_advance and gdn_ring_inputs, over the pair (state, ring), against the plain recurrence in
 float64: one token and several, flushes, drafts taken back, moved states, long runs.
-
-The times are of whole cycles from flush to flush, beside gdn_step and, where it can be imported, FlashInfer's ring.
 """
-import importlib
-import inspect
-
 import harness
 import torch
-from abi import RING_AUTO, RING_FMA, RING_MMA, RING_STEP_TOKENS, RingInputsParams, RingFlushParams, fill, sequences
+from abi import RING_AUTO, RING_FMA, RING_MMA, RING_STEP_TOKENS, RingAdvanceParams, RingFlushParams, fill, sequences
 from cases import every, rows, words
 from check_rule import HEADS, IO
 from check_step import Case
-from harness import STATE_BOUND, WAYS, add, bf16, call, expect, null_params, one_by_one, report, u32
+from harness import WAYS, Launch, add, call, expect, null_params, one_by_one, report, u32
 from reference import relative
 from ring_case import DIM, Sequences
-from timing import calls_of, cold_sets, compare, one_line
 
 ALGOS = [RING_FMA, RING_MMA]
 
@@ -144,7 +138,7 @@ def drift(lib, tokens, state, decay, n=2, hk=2, hv=4):
         p.in_slots__slot_stride = p.out_slots__slot_stride = plain.state.stride(0)
         p.conv_in_stride = p.conv_out_stride = kept.stride(0)
         assert not call(lib.gdn_ring_step, ring) and not call(lib.gdn_step, p)
-        advance = fill(harness.abi.RingAdvanceParams, spans=s.spans, seqs=seqs, capacity=s.capacity, max_entries=s.entries, **s.where(s.slots, 0))
+        advance = fill(RingAdvanceParams, spans=s.spans, seqs=seqs, capacity=s.capacity, max_entries=s.entries, **s.where(s.slots, 0))
         assert not call(lib.gdn_ring_advance, advance)
         for name, value in (("ring", o[0].double().view_as(want) - want), ("plain", o[1].double().view_as(want) - want), ("want", want)):
             square[name] += value.pow(2).sum()
@@ -167,7 +161,7 @@ def check_drift(lib, args):
 
 def check_status(lib, args):
     s = Sequences(lib, 2, 2, 4)
-    drawn, o = s.draw(4), bf16(8, 4 * DIM)
+    drawn, o = s.draw(4), torch.empty(8, 4 * DIM, dtype=torch.bfloat16)
     expect("ring step", lib.gdn_ring_step, lambda: s.params(drawn, o, sequences([4] * 2), s.slots), {
         "BAD_DTYPE": one_by_one(io_dtype=[9], gate_dtype=[9], state_dtype=[2, 3], conv_dtype=[9], norm_dtype=[9]),
         "BAD_HEADS": [dict(num_k_heads=3)],
@@ -198,95 +192,29 @@ def check_status(lib, args):
     null_params(lib.gdn_ring_step, lib.gdn_ring_flush, lib.gdn_ring_advance, lib.gdn_ring_inputs)
 
 
-# ---- times: a list of lists of calls is a cycle, a list for each length of the ring ----
+# ---- times ----
 
-HK, HV = 16, 32
-
-
-def filled(lib, batch, state, seed):
-    """Sequences with rings full of numbers."""
-    s = Sequences(lib, batch, HK, HV, state=state, seed=seed)
-    s.ring_keys.normal_()
-    s.updates.normal_(0, 0.02)
+def timed(lib, batch, tokens, state="f32", algo=RING_AUTO, length=None, flush=False, seed=0):
+    """A launch on rings full of numbers: all of this length, or every length of a cycle at once."""
+    s = Sequences(lib, batch, 16, 32, state=state, algo=algo, seed=seed)
+    for x in (s.ring_keys, s.updates, s.inputs):
+        x.normal_(0, 0.02)
     s.decays.fill_(-0.1)
-    s.inputs.normal_()
-    return s
+    s.spans = u32([(7 * i) % s.capacity << 16 | (tokens * (i % (s.entries // tokens) + 1) if length is None else length) for i in range(batch)])
+    seqs = sequences([tokens] * batch)
+    p = fill(RingFlushParams, seqs=seqs, **s.common(s.slots)) if flush else s.params(
+        s.draw(tokens), torch.empty(batch * tokens, 32 * DIM, dtype=torch.bfloat16), seqs, s.slots)
+    return Launch(lib.gdn_ring_flush if flush else lib.gdn_ring_step, p, nbytes=s.state.numel() * s.state.element_size(), keep=s)
 
 
-def lengths_of(batch, tokens, alike=False, entries=16):
-    """Of the launches of a cycle the ring's length of each sequence: all alike, or every length at once, or one after the other where
-    sequences are too few."""
-    lengths = range(tokens, entries + 1, tokens)
-    if alike:
-        return [[length] * batch for length in lengths]
-    return [[lengths[(i + turn) % len(lengths)] for i in range(batch)] for turn in range(4 if batch >= entries else len(lengths))]
-
-
-def ring_calls(lib, sets, tokens, algo=RING_AUTO, lengths=None, f="gdn_ring_step"):
-    batch, capacity = sets[0].n, sets[0].capacity
-    kinds = []
-    for each in lengths or lengths_of(batch, tokens):
-        spans = u32([(7 * i) % capacity << 16 | length for i, length in enumerate(each)])
-        params = []
-        for s in sets:
-            s.spans, s.algo = spans, algo
-            rows = s.draw(tokens)
-            p = s.params(rows, bf16(batch * tokens, HV * DIM), sequences([tokens] * batch), s.slots)
-            params.append((getattr(lib, f), p if f == "gdn_ring_step" else fill(RingFlushParams, seqs=sequences([0] * batch), **s.common(s.slots))))
-        kinds.append(calls_of(lib, params))
-    return kinds
-
-
-def plain_calls(lib, batch, tokens, state, count):
-    cases = [Case([tokens] * batch, HK, HV, state=state, seed=seed) for seed in range(count)]
-    for c in cases:
-        c.buffers()
-    return calls_of(lib, [(lib.gdn_step, c.params(None, 0)) for c in cases])
-
-
-def flashinfer_calls(batch, tokens, count):
-    """FlashInfer's ring, states and updates in bf16; it compiles its kernel for each shape. Or why there is none."""
-    for suffix, ring_rows in (("_flush", 32), ("", 16)):
-        try:
-            module = importlib.import_module(f"flashinfer.gdn_kernels.gdn_decode_bf16_wy_ucache{suffix}")
-            f = getattr(module, f"gated_delta_rule_mtp_ucache{suffix}")
-            known = inspect.signature(f).parameters
-            break
-        except Exception as e:      # not installed, or another version
-            why = one_line(e, 60)
-    else:
-        return why
-    ring_rows, index, kinds = ring_rows if "cache_base" in known else 16, torch.arange(batch, dtype=torch.int32), []
-    sets = [dict(q=bf16(batch, tokens, HK, DIM), k=bf16(batch, tokens, HK, DIM), v=bf16(batch, tokens, HV, DIM), b=bf16(batch, tokens, HV),
-                 initial_state_source=0.3 * bf16(batch, HV, DIM, DIM), initial_state_indices=index, k_cache=bf16(batch, HK, ring_rows, DIM),
-                 u_cache=0.02 * bf16(batch, HV, ring_rows, DIM), g_cache=torch.full((batch, HV, ring_rows), -0.1).cumsum(2), scale=DIM ** -0.5,
-                 output=bf16(batch, tokens, HV, DIM), cache_base=torch.zeros_like(index), restart_hist_on_flush=False) for _ in range(count)]
-    for each in lengths_of(batch, tokens):
-        fields = [{**s, "hist_len": torch.tensor(each, dtype=torch.int32)} for s in sets]
-        kinds.append([lambda x={name: v for name, v in x.items() if name in known}, more=(bf16(HV), bf16(batch, tokens, HV), bf16(HV)): f(*more, **x)
-                      for x in fields])
-    return kinds
-
-
-def times(lib, args):
-    def table(shapes):
-        for shape in shapes:
-            batch, tokens, state = shape["batch"], shape["tokens"], shape["state"]
-            nbytes = batch * HV * DIM * DIM * (4 if state == "f32" else 2)
-            sets = [filled(lib, batch, state, seed) for seed in range(cold_sets(nbytes))]
-            found = {"step": plain_calls(lib, batch, tokens, state, len(sets)), "ring": ring_calls(lib, sets, tokens),
-                     "lengths alike": ring_calls(lib, sets, tokens, lengths=lengths_of(batch, tokens, True))}
-            if tokens == 1:
-                found.update({name: ring_calls(lib, sets, 1, algo) for name, algo in (("fma", RING_FMA), ("mma", RING_MMA))})
-                found.update({f"length {n}": ring_calls(lib, sets, 1, lengths=[[n] * batch]) for n in (0, 8, 15, 16)})
-                found["flush"] = ring_calls(lib, sets, 1, lengths=[[16] * batch], f="gdn_ring_flush")
-            elif state == "bf16":
-                found["FlashInfer"] = flashinfer_calls(batch, tokens, len(sets))
-            yield words(shape), nbytes, found
-
-    compare("cycles from flush to flush, bf16 inputs, cold L2, HK/HV 16/32; the floor is one read of the state",
-            table(every(tokens=1, state=["f32", "bf16"], batch=[1, 2, 4, 8, 16, 32, 64, 128, 256]) +
-                  every(tokens=[4, 8, 16], state=["f32", "bf16"], batch=[1, 32, 256])))
+def times(args):
+    """The floor is one read of the state."""
+    batches = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    return [("one token, rings of every length", timed, every(tokens=1, state=["f32", "bf16"], batch=batches)),
+            ("one token, by kernel", timed, every(tokens=1, algo=ALGOS, batch=batches)),
+            ("one token by the ring's length; 16 flushes", timed, every(tokens=1, batch=[1, 64, 256], length=[0, 8, 15, 16])),
+            ("the flush", timed, every(tokens=1, state=["f32", "bf16"], batch=[1, 64, 256], length=16, flush=True)),
+            ("several tokens", timed, every(tokens=[4, 8, 16], state=["f32", "bf16"], batch=[1, 32, 256]))]
 
 
 GROUPS = {"cases": check_cases, "inputs": check_inputs, "drift": check_drift, "status": check_status}

@@ -10,14 +10,12 @@ import math
 import harness
 import reference
 import torch
-from abi import (ALGO_NAMES, AUTO, BAD_ALGO, CODES, DECODE_128, GATES_READY, NULL_POINTER, RECURRENT, RECURRENT_128, columns, stream)
-from cases import every, rows, words
-from harness import Output, expect, one_by_one, report, verify
-from rule_case import REPEATS, RuleCase, rule_calls
-from timing import cold_sets, compare
+from abi import (ALGO_NAMES, AUTO, BAD_ALGO, CODES, DECODE_128, GATES_READY, RECURRENT, RECURRENT_128, columns)
+from cases import every, rows
+from harness import Launch, Output, expect, group, null_params, one_by_one, report, verify
+from rule_case import REPEATS, RuleCase, rule
 
 UNALIGNED = [RECURRENT, AUTO]       # what takes rows at any address
-DECODES = [DECODE_128, AUTO, RECURRENT_128, RECURRENT]
 MIXED = [0, 3, 65, 0, 1, 17, 130, 0]
 IO = ["f32", "bf16", "f16"]
 # Elements before the rows of q, k, v and of o, and columns after each.
@@ -25,8 +23,23 @@ FRAMES = {"fused": (0, 0), "padded": (8, 8), "odd": (1, 3), "apart": (0, 0)}
 HEADS = [(16, 16), (16, 32), (16, 48), (16, 64), (2, 8), (1, 8), (4, 8)]
 
 
+def tokens(lib, layout="fused", slots="identity", **case):
+    """A launch of any head size and length."""
+    frame = FRAMES[layout]
+    return rule(lib, x_frame=frame, o_frame=frame, apart=layout == "apart", slots="moved" if slots == "odd" else slots,
+                slot_gap=1 if slots == "odd" else 4, **case)
+
+
+def by_algos(cases):
+    """The cases, each by all kernels that take it, or by its `algos`."""
+    for seed, case in enumerate(cases):
+        case = {"seed": seed, **case}
+        fast = [RECURRENT_128] * ({case.get(x, 128) for x in "kv"} == {128})
+        for algo in case.pop("algos", None) or [RECURRENT, AUTO, *fast]:
+            yield {**case, "algo": algo}
+
+
 def any_size():
-    """Cases of any head size and length."""
     yield from every(io=IO, lens=[[n] * 2 for n in (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130, 1000)])
     yield from every(rows("hk hv", (2, 2), (2, 4), (1, 3), (2, 8), (1, 8)), io=IO, lens=[[33, 20]])
     yield from every(rows("k v", (96, 192), (64, 128), (128, 64), (32, 32), (256, 256), (40, 72), (1, 1), (7, 3), (129, 250)),
@@ -57,25 +70,17 @@ QUICK = [*every([dict(lens=[1] * 3), dict(lens=[0, 3, 37, 1, 16], slots="moved")
          dict(lens=[5, 33], k=40, v=72, layout="odd", slots="odd"), dict(lens=[19, 0], k=256, v=256, hk=1, hv=1)]
 
 
-def check_rule(lib, args):
-    for given in QUICK if args.quick else any_size():
-        case = {**given}
-        layout, slots, algos, ways = (case.pop(name, usual) for name, usual in (
-            ("layout", "fused"), ("slots", "identity"), ("algos", None), ("ways", harness.ONCE)))
-        frame = FRAMES[layout]
-        c = RuleCase(**case, x_frame=frame, o_frame=frame, apart=layout == "apart", slots="moved" if slots == "odd" else slots,
-                     slot_gap=1 if slots == "odd" else 4)
-        fast = [RECURRENT_128] if (c.k, c.v) == (128, 128) else []
-        c.check(lib, f"rule {words(given)}", algos or [RECURRENT, AUTO, *fast], ways=ways)
+DECODE_QUICK = [dict(lens=[1] * 3, hk=16, hv=32, slots="moved"), *every(lens=[[1]], state=["f32", "bf16"]), dict(lens=[5] * 3),
+                dict(lens=[5, 0, 16], slots="shared")]
 
 
-def decodes(quick):
-    """Cases of GDN_DECODE_128, up to 16 tokens."""
-    yield dict(lens=[1] * (3 if quick else 40), hk=16, hv=32, slots="moved")
-    yield from every(lens=[[1]], state=["f32", "bf16"])
-    yield from [dict(lens=[5] * 3), dict(lens=[5, 0, 16], slots="shared")]
-    if quick:
-        return
+def decode(lib, **case):
+    """A launch of up to 16 tokens a sequence."""
+    return rule(lib, kind=Decode, slot_gap=8, **case)
+
+
+def decodes():
+    yield from [dict(lens=[1] * 40, hk=16, hv=32, slots="moved"), *DECODE_QUICK]
     types = every(io=IO, state=["f32", "bf16"])
     batches = [dict(lens=[1]), dict(lens=[1] * 2, beta_scale=2.0), dict(lens=[1] * 5, slots="shared"), dict(lens=[1] * 9, l2norm=False)]
     yield from every(types, rows("hk hv", *HEADS), batches)
@@ -90,11 +95,8 @@ class Decode(RuleCase):
     by_sequence = True
 
 
-def check_decode(lib, args):
-    for i, given in enumerate(decodes(args.quick)):
-        case = {**given}
-        ways = case.pop("ways", harness.ONCE)
-        Decode(**case, slot_gap=8, seed=i).check(lib, f"decode {words(given)}", DECODES, ways=ways)
+def by_decoders(cases):
+    return [{"seed": seed, **case, "algo": algo} for seed, case in enumerate(cases) for algo in (DECODE_128, AUTO, RECURRENT_128, RECURRENT)]
 
 
 # ---- what GDN_RECURRENT alone takes, by itself and together ----
@@ -142,7 +144,7 @@ def check_option(lib, options, lens, **kw):
     status = lib.gdn_rule_choice(C.byref(p), C.byref(refused))
     p.algo = AUTO
     report(f"choice of {name}", (chosen.value, status) == (RECURRENT, BAD_ALGO), f"{ALGO_NAMES[chosen.value]}, status {status}")
-    verify(lib, name, lib.gdn_rule, p, [o, state, *rest], after=c.after)
+    verify(lib, name, Launch(lib.gdn_rule, p, lambda: [o, state, *rest], after=c.after))
 
 
 def wide(c, pool):
@@ -176,34 +178,21 @@ def check_status(lib, args):
             dict(algo=RECURRENT_128, state_in=None), dict(algo=RECURRENT_128, gates=GATES_READY),
             dict(algo=RECURRENT_128, head_k=64), dict(algo=RECURRENT_128, state_in=c.state_in.data_ptr() + 4)],
         "NULL_POINTER": one_by_one(q__ptr=[None], dt_bias=[None], a_log=[None])})
-    report("status null params", lib.gdn_rule(None, stream()) == NULL_POINTER)
+    null_params(lib.gdn_rule)
     report("status text", lib.gdn_status_string(1000 + 2).decode() != lib.gdn_status_string(12345678).decode())
 
 
-def times(lib, args):
-    def decode():
-        for batch in (1, 4, 8, 32, 64, 128, 256):
-            nbytes = batch * 32 * 128 * 128 * 4 * 2
-            make = lambda state, algo: rule_calls(lib, batch, 1, 16, 32, 128, algo, cold_sets(nbytes, most=96), state=state)
-            ready = make("f32", AUTO)
-            for c in ready:
-                c.params.gates = GATES_READY
-            yield f"decode B={batch}", nbytes, {"f32": make("f32", AUTO), "bf16 state": make("bf16", AUTO), "ready gates": ready}
-
-    def prefill():
-        shapes = every(rows("batch tokens", (1, 16), (1, 64), (1, 512), (1, 2048), (1, 8192), (4, 2048), (8, 1024)),
-                       rows("hk hv dim", (16, 32, 128))) + every(
-                           rows("hk hv dim", (4, 8, 128), (16, 64, 128), (16, 16, 256), (30, 30, 96)), batch=1, tokens=2048)
-        for shape in shapes:
-            nbytes = shape["batch"] * shape["tokens"] * 4 * (shape["hk"] + shape["hv"]) * shape["dim"]
-            algos = [RECURRENT, AUTO] + [RECURRENT_128] * (shape["dim"] == 128)
-            yield words(shape), nbytes, {ALGO_NAMES[algo]: rule_calls(lib, algo=algo, sets=2, **shape) for algo in algos}
-
-    compare("the rule, HK/HV 16/32, K = V = 128, bf16, cold L2", decode())
-    compare("prefill, bf16", prefill())
+def times(args):
+    decode_shapes = every(lens=[[1] * n for n in (1, 4, 8, 32, 64, 128, 256)], hk=16, hv=32, state=["f32", "bf16"])
+    shapes = every(lens=[[16], [64], [512], [2048], [8192], [2048] * 4, [1024] * 8], hk=16, hv=32, algo=[RECURRENT, RECURRENT_128, AUTO]) + every(
+        rows("hk hv k v", (4, 8, 128, 128), (16, 64, 128, 128), (16, 16, 256, 256), (30, 30, 96, 96)), lens=[[2048]], algo=[RECURRENT, AUTO])
+    several = every(lens=[[t] * n for n in (1, 4, 16, 64) for t in (2, 4, 8, 16)], hk=16, hv=32, algo=[DECODE_128, RECURRENT_128])
+    return [("decode, bf16", rule, decode_shapes), ("several tokens", rule, several), ("prefill, bf16", rule, shapes)]
 
 
-GROUPS = {"rule": check_rule, "decode": check_decode, "options": check_options, "status": check_status}
+GROUPS = {"rule": group(tokens, lambda: by_algos(any_size()), list(by_algos(QUICK))),
+          "decode": group(decode, lambda: by_decoders(decodes()), by_decoders(DECODE_QUICK)),
+          "options": check_options, "status": check_status}
 
 if __name__ == "__main__":
     harness.program(__doc__, GROUPS, times)

@@ -1,20 +1,15 @@
 #!/usr/bin/env python3
-"""The fused decode step, gdn_step, through the C ABI against float64: all variants, 1 to 16 tokens, states in f32 and bf16.
-
-The times are of the step beside the kernels that it replaces, and of whole layers.
-"""
+"""The fused decode step, gdn_step, through the C ABI against float64: all variants, 1 to 16 tokens, states in f32 and bf16."""
 import ctypes as C
 
 import harness
 import reference
 import torch
-from abi import (AUTO, CODES, DECODE_128, LINEAR_ROWS, OK, RECURRENT_128, STEP_AUTO, STEP_HEADS, STEP_NAMES, STEP_SPLIT, STEP_WHOLE, ConvParams,
-                 LinearParams, NormParams, StepParams, columns, fill, sequences, slots, workspace)
-from cases import every, rows, words
+from abi import (AUTO, CODES, OK, STEP_AUTO, STEP_HEADS, STEP_NAMES, STEP_SPLIT, STEP_WHOLE, StepParams, columns, fill)
+from cases import every, rows
 from check_rule import HEADS, IO
-from harness import TYPES, WAYS, Output, bf16, call, expect, one_by_one, rows_of, verify
-from rule_case import RuleCase
-from timing import calls_of, cold_sets, compare
+from harness import TYPES, WAYS, Launch, Output, expect, group, one_by_one, rows_of
+from rule_case import RuleCase, once
 
 DIM = 128
 
@@ -63,25 +58,37 @@ class Case(RuleCase):
                     conv_in_stride=stride, conv_out_stride=stride, conv_width=4, conv_dtype=CODES[self.conv],
                     norm_dtype=CODES[self.norm], sigmoid=int(self.sigmoid), overlap=overlap, norm_eps=1e-6, **self.fields(algo))
 
-    def rule_params(self, lib, algo):
-        return super().params(lib, algo)
 
-    def algos(self, lib):
-        """The variants that take this case here."""
-        found = [STEP_AUTO]
-        for algo in (STEP_WHOLE, STEP_SPLIT, STEP_HEADS):
-            chosen = C.c_int32(-1)
-            assert lib.gdn_step_choice(C.byref(self.params(lib, algo)), C.byref(chosen)) == OK
-            found += [algo] * (chosen.value == algo)
-        return found
+def step(lib, algo=STEP_AUTO, **case):
+    """A launch of gdn_step."""
+    c = once(Case, **{**case, **({"norm": case["io"]} if case.get("norm") == "io" else {})})
+    c.buffers()
+    states = 2 * len(c.lens) * c.size * c.pool.element_size()
+    return Launch(lib.gdn_step, c.params(lib, algo), c.outputs, after=c.after, keep=c, nbytes=states)
 
 
-def cases(quick):
-    yield dict(lens=[1] * 3, hk=16, hv=32, slots="moved")
-    yield from every(lens=[[1]], state=["f32", "bf16"])
-    yield from [dict(lens=[5] * 3), dict(lens=[5, 0, 16], slots="shared")]
-    if quick:
-        return
+def by_variants(cases):
+    """The cases, each by all variants: those that do not take it here choose themselves another one, and are left out."""
+    return [{"seed": seed, **case, "algo": algo} for seed, case in enumerate(cases) for algo in (STEP_AUTO, STEP_WHOLE, STEP_SPLIT, STEP_HEADS)]
+
+
+def check_step(lib, args):
+    def taken(case):
+        chosen = C.c_int32(-1)
+        p = step(lib, **{name: x for name, x in case.items() if name != "ways"}).params
+        assert lib.gdn_step_choice(C.byref(p), C.byref(chosen)) == OK
+        return case["algo"] in (STEP_AUTO, chosen.value)
+
+    table = by_variants(QUICK if args.quick else cases())
+    group(step, lambda: filter(taken, table), filter(taken, table))(lib, args)
+
+
+QUICK = [dict(lens=[1] * 3, hk=16, hv=32, slots="moved"), *every(lens=[[1]], state=["f32", "bf16"]), dict(lens=[5] * 3),
+         dict(lens=[5, 0, 16], slots="shared")]
+
+
+def cases():
+    yield from QUICK
     types = every(io=IO, state=["f32", "bf16"])
     batches = [dict(lens=[1]), dict(lens=[1] * 2, beta_scale=2.0, sigmoid=True, gap=8), dict(lens=[1] * 5, slots="shared", norm="io"),
                dict(lens=[1] * 9, l2norm=False, conv="f32"), dict(lens=[1] * 33)]
@@ -90,19 +97,6 @@ def cases(quick):
     yield from every(types, lens=[[0, 1, 16, 7, 0]], hv=6, slots="moved")
     yield from every(rows("io gate", ("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("f32", "bf16")), lens=[[1] * 4])
     yield from every(lens=[[1], [1] * 9, [1] * 64, [4] * 8], hk=16, hv=32, ways=WAYS)
-
-
-def check_step(lib, args):
-    for i, given in enumerate(cases(args.quick)):
-        case = {**given}
-        ways = case.pop("ways", harness.ONCE)
-        if case.get("norm") == "io":
-            case["norm"] = case["io"]
-        c = Case(**case, seed=i)
-        c.buffers()
-        for algo in c.algos(lib):
-            c.buffers()
-            verify(lib, f"step {words(given)} {STEP_NAMES[algo]}", lib.gdn_step, c.params(lib, algo), c.outputs(), ways, after=c.after)
 
 
 def check_status(lib, args):
@@ -120,70 +114,9 @@ def check_status(lib, args):
         "OK": [dict(num_seqs=0)]})
 
 
-# ---- times ----
-
-def launches(lib, batch, hk, hv, tokens=1, most=64):
-    """{name: calls} of the step and of the kernels that it replaces, each on sets of its own."""
-    found = {name: [] for name in ("rule", "step", "conv", "norm", "recurrent_128")}
-    for seed in range(cold_sets(2 * batch * hv * DIM * DIM * 4, most=most)):
-        c = Case([tokens] * batch, hk, hv, seed=seed)
-        c.buffers()
-        where, o = slots(None, batch, c.conv_size), columns(c.o, 0, DIM)
-        found["conv"].append((lib.gdn_conv, fill(
-            ConvParams, x=columns(c.x, 0, 0, tokens), y=columns(bf16(batch * tokens, c.channels), 0, 0, tokens), weight=c.conv_weight,
-            state_in=c.conv_in, state_out=c.conv_in, in_slots=where, out_slots=where, seqs=sequences([tokens] * batch),
-            channels=c.channels, width=4, io_dtype=CODES["bf16"], weight_dtype=CODES["bf16"], silu=1)))
-        found["norm"].append((lib.gdn_norm, fill(
-            NormParams, x=o, z=columns(c.x[:, c.channels:], 0, DIM), out=o, weight=c.norm_weight, tokens=batch * tokens, heads=hv, head_v=DIM,
-            io_dtype=CODES["bf16"], weight_dtype=CODES["f32"], eps=1e-6)))
-        for name, algo in (("rule", DECODE_128), ("recurrent_128", RECURRENT_128)):
-            found[name].append((lib.gdn_rule, c.rule_params(None, algo)))
-        found["step"].append((lib.gdn_step, c.params(None, STEP_AUTO)))
-    for name in ("rule", "recurrent_128"):
-        workspace(lib.gdn_rule_workspace, *(p for _, p in found[name]))
-    return {name: calls_of(lib, every) for name, every in found.items()}
-
-
-def layers(lib, batch, hidden=2048, hk=16, hv=32, count=6):
-    """{name: calls of whole layers}, one after the other with weights and states of their own; one set of them."""
-    width, value = (2 * hk + hv) * DIM + hv * DIM + 2 * hv, hv * DIM
-    w_in, w_out = ([bf16(*shape) * 0.02 for _ in range(count)] for shape in ((width, hidden), (hidden, value)))
-    cases = [Case([1] * batch, hk, hv, seed=i) for i in range(count)]
-    for c in cases:
-        c.buffers()
-    x = [bf16(batch, hidden) for _ in range(count + 1)]
-    proj, out = bf16(batch, width), bf16(batch, value)
-
-    def linear(a, w, y, ours, overlap):
-        if not ours:
-            return torch.matmul(a, w.t(), out=y)
-        p = fill(LinearParams, x=a, w=w, y=y, x_stride=a.stride(0), w_stride=w.stride(0), y_stride=y.stride(0), rows=batch,
-                 inputs=w.shape[1], outputs=w.shape[0], dtype=CODES["bf16"], overlap=overlap)
-        assert call(lib.gdn_linear, p) == OK
-
-    def layer(i, ours, overlap):
-        channels = cases[i].channels
-        linear(x[i], w_in[i], proj, ours[0], overlap)
-        p = cases[i].params(None, STEP_AUTO, overlap)
-        p.x, p.z = columns(proj, 0, 0, 1), columns(proj, channels, DIM, 1)
-        p.b, p.a = columns(proj, channels + value, 1, 1), columns(proj, channels + value + hv, 1, 1)
-        p.out = columns(out, 0, DIM, 1)
-        assert call(lib.gdn_step, p) == OK
-        linear(out, w_out[i], x[i + 1], ours[1], overlap)
-
-    kinds = {"cuBLAS": (False, False), "ours": (True, True), "cuBLAS in, ours out": (False, True)}
-    return {f"{name}{', overlapped' * overlap}": [lambda i=i: layer(i, ours, overlap) for i in range(count)]
-            for name, ours in kinds.items() for overlap in (0, 1) if batch <= LINEAR_ROWS or not any(ours)}
-
-
-def times(lib, args):
-    shapes = every(rows("hk hv", (16, 32)), batch=[1, 2, 4, 8, 16, 32, 64, 128, 256]) + every(
-        rows("hk hv", (16, 48), (2, 8)), batch=[1, 4, 16, 64]) + every(
-            rows("hk hv", (16, 32)), batch=[1, 4, 16, 64], tokens=[2, 4, 8, 16], most=24)
-    nbytes = lambda case: 2 * case["batch"] * case["hv"] * DIM * DIM * 4
-    compare("the step and the kernels that it replaces, bf16, cold L2", ((words(x), nbytes(x), launches(lib, **x)) for x in shapes))
-    compare("whole layers, hidden 2048, HK/HV 16/32, bf16: projections by gdn_linear or cuBLAS, and the step",
-            ((f"B={batch}", nbytes(dict(batch=batch, hv=32)) + 2 * 2048 * 16448, layers(lib, batch)) for batch in (1, 2, 4, 8, 16, 32, 64, 128)))
+def times(args):
+    return [("the step, bf16, HK/HV 16/32", step, every(lens=[[t] * n for t in (1, 4, 16) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)], hk=16, hv=32)),
+            ("the step, other heads", step, every(rows("hk hv", (16, 48), (2, 8)), lens=[[1] * n for n in (1, 4, 16, 64)]))]
 
 
 GROUPS = {"step": check_step, "status": check_status}

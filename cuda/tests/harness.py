@@ -10,8 +10,10 @@ from collections import namedtuple
 from itertools import accumulate
 
 import abi
+import timing
 import torch
 from abi import NO_SLOT, OK, stream
+from cases import words
 from reference import relative
 
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -43,9 +45,9 @@ def words_of(text):
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def program(doc, groups, times, models=False, options=(), self_test=None):
-    """A check program. `groups`: {name: check(lib, arguments)}; times(lib, arguments). It ends with 1 where a check failed.
-    `options`: (name, the keywords of add_argument) of this program alone."""
+def program(doc, groups, times=lambda args: [], models=False, options=(), self_test=None):
+    """A check program, which ends with 1 where a check failed. `groups`: {name: check(lib, arguments)}; times(arguments):
+    [(title, make, table of cases), ..]; `options`: (name, the keywords of add_argument) of this program alone."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small set of cases, for compute-sanitizer")
     parser.add_argument("--only", default="", metavar="REGEX", help=f"some of the checks: {', '.join(groups)}")
@@ -69,8 +71,8 @@ def program(doc, groups, times, models=False, options=(), self_test=None):
                 check(lib, args)
                 print(f"{name}: {lines - before[0]} checks, {len(failures) - before[1]} failed", flush=True)
         print(f"{lines} checks, {len(failures)} failed", *(f"  failed: {name}" for name in failures), sep="\n")
-    if args.time or args.only_time:
-        times(lib, args)
+    for title, make, table in times(args) if args.time or args.only_time else ():
+        timing.compare(lib, title, make, table, words)
     sys.exit(1 if failures else 0)
 
 
@@ -111,11 +113,6 @@ def normal(seed):
 
 def nan(*shape, dtype):
     return torch.full(shape, math.nan, dtype=TYPES[dtype])
-
-
-def bf16(*shape):
-    """Random, for the times."""
-    return torch.randn(*shape).bfloat16()
 
 
 def u32(values):
@@ -229,35 +226,61 @@ class Output:
         return fine, f"{self.name} {text}" if text else ""
 
 
+class Launch:
+    """Parameters of a launch, what it has to leave, and what a time is held against. `outputs`: makes the list of Outputs, before the
+    launch; after(): what else is wrong with the result, a list of words. `replays` of a graph: more than one only where a launch reads
+    nothing that it writes. `nbytes` is what it has to move."""
+
+    def __init__(self, f, params, outputs=list, more=(), after=list, replays=1, nbytes=0, keep=None):
+        self.f, self.params, self.outputs, self.more, self.after = f, params, outputs, more, after
+        self.replays, self.nbytes, self.keep, self.overlaps = replays, nbytes, keep, type(params).has("overlap")
+
+    def run(self):
+        status = call(self.f, self.params, *self.more)
+        assert status == OK, f"status {status}"
+
+    def set_overlap(self, overlap):
+        if self.overlaps:
+            self.params.overlap = overlap
+
+
 ONCE = ((0, False),)
 WAYS = ((0, False), (1, False), (0, True), (1, True))
 
 
-def verify(lib, name, f, params, outputs, ways=ONCE, more=(), after=lambda: [], replays=1, quiet=True):
-    """Launches `params` in all of the `ways`, (overlap, from a graph): each has to leave the same bits, those of the first are
-    judged, and nothing behind the workspace may be written. after(): more that is wrong, a list of words. `replays`: of a graph, more
-    than one only where a launch reads nothing that it writes."""
-    first, wrong, texts = None, [], []
+def verify(lib, name, x, ways=ONCE):
+    """Launches x in all of the `ways`, (overlap, from a graph): each has to leave the same bits, those of the first are judged, and
+    nothing past the workspace may be written."""
+    outputs, first, wrong, texts = x.outputs(), None, [], []
     for overlap, graph in ways:
-        if overlap or type(params).has("overlap"):
-            params.overlap = overlap
-        for x in outputs:
-            x.buffer.copy_(x.before)
-        status = launch(lambda: call(f, params, *more), graph, replays if graph else 1)
+        x.set_overlap(overlap)
+        for out in outputs:
+            out.buffer.copy_(out.before)
+        status = launch(lambda: call(x.f, x.params, *x.more), graph, x.replays if graph else 1)
         if status != OK:
             return report(name, False, lib.gdn_status_string(status).decode())
-        if params.room is not None and not bool((params.room[params.workspace_bytes:] == 0xFF).all()):
+        room = x.params.room
+        if room is not None and not bool((room[x.params.workspace_bytes:] == 0xFF).all()):
             wrong.append("wrote past its workspace")
         if first is None:
-            judged = [x.judge() for x in outputs]
+            judged = [out.judge() for out in outputs]
             texts = [text for _, text in judged if text]
-            wrong += after() + [f"({x.name})" for x, (fine, _) in zip(outputs, judged) if not fine]
-        if len(ways) > 1:
-            left = [x.buffer.clone() for x in outputs]
-            if first is not None and not same(left, first):
-                wrong.append(f"other bits with overlap {overlap}, graph {graph}")
-        first = first or (left if len(ways) > 1 else True)
-    report(name, not wrong, ", ".join(texts + wrong), quiet)
+            wrong += x.after() + [f"({out.name})" for out, (fine, _) in zip(outputs, judged) if not fine]
+        left = [out.buffer.clone() for out in outputs] if len(ways) > 1 else []
+        if first is not None and not same(left, first):
+            wrong.append(f"other bits with overlap {overlap}, graph {graph}")
+        first = left if first is None else first
+    report(name, not wrong, ", ".join(texts + wrong))
+
+
+def group(make, table, quick=(), ways=ONCE):
+    """The check of a table of cases: make(lib, **case) is a Launch. A case may have `ways` of its own."""
+    def check(lib, args):
+        for i, given in enumerate(quick if args.quick else table() if callable(table) else table):
+            case = {"seed": i, **given}
+            every_way = case.pop("ways", ways)
+            verify(lib, f"{make.__name__} {words(given)}", make(lib, **case), every_way)
+    return check
 
 
 def expect(what, f, params, table, *more):
@@ -286,7 +309,7 @@ def one_by_one(**fields):
 
 def null_params(*functions):
     for f in functions:
-        report(f"{f.__name__} of null", f(None, *[None] * (len(f.argtypes) - 2), stream()) == abi.NULL_POINTER)
+        report(f"{f.__name__} of null", f(None, *[None] * (len(f.argtypes) - 1)) == abi.NULL_POINTER)
 
 
 def chain_repeats(name, link, start, reference_overlap=0, links=24):

@@ -8,9 +8,9 @@ import math
 import harness
 import reference
 import torch
-from abi import (CODES, NO_SLOT, RING_AUTO, RING_MMA, Ring, RingAdvanceParams, RingFlushParams, RingInputsParams, RingStepParams, columns, fill,
+from abi import (CODES, NO_SLOT, RING_AUTO, Ring, RingAdvanceParams, RingFlushParams, RingInputsParams, RingStepParams, columns, fill,
                  sequences, slots)
-from harness import O_BOUND, ONCE, STATE_BOUND, TYPES, Output, cu_seqlens, nan, normal, u32, verify
+from harness import O_BOUND, ONCE, STATE_BOUND, TYPES, Launch, Output, cu_seqlens, nan, normal, u32, verify
 from rule_case import gates, shorter, uniform
 
 DIM, WIDTH = 128, 4
@@ -163,8 +163,9 @@ class Sequences:
         rounded = 0.0 if self.state_dtype == "f32" else STATE_BOUND[self.state_dtype]     # a flush rounds the state
         outputs = [Output("o", o, inside, want.flatten(0, 1)[taken].flatten(1), max(O_BOUND[self.io], rounded) * 1.5),
                    self.states_of(flushing, outs), *(Output(name, getattr(self, name), mask) for name, mask in written.items())]
-        verify(self.lib, self.label(f"step of {tokens}"), self.lib.gdn_ring_step, self.params(rows, o, seqs, outs), outputs, self.ways,
-               after=lambda: ["padding not zero"] if bool((o[:-1, :self.hv * DIM][padding] != 0).any()) else [])
+        after = lambda: ["padding not zero"] if bool((o[inside][padding] != 0).any()) else []
+        verify(self.lib, self.label(f"step of {tokens}"), Launch(self.lib.gdn_ring_step, self.params(rows, o, seqs, outs), lambda: outputs, after=after),
+               self.ways)
         if self.state_dtype != "f32":
             self.round_references(flushing, outs)
         self.advance(seqs, each, stay, accepted, outs)
@@ -182,7 +183,7 @@ class Sequences:
                  max_entries=self.entries, flushed=int(flushed), **self.where(outs, 0))
         self.slots = list(outs)
         want = u32([head << 16 | length for head, length in zip(self.head, self.length)])
-        verify(self.lib, self.label("advance"), self.lib.gdn_ring_advance, p, [Output("spans", self.spans, slice(None), want)])
+        verify(self.lib, self.label("advance"), Launch(self.lib.gdn_ring_advance, p, lambda: [Output("spans", self.spans, slice(None), want)]))
 
     def follow(self, drawn, tokens, stay):
         """The recurrence over the tokens that stay, and the last inputs."""
@@ -214,7 +215,8 @@ class Sequences:
         kept = [Output(name, getattr(self, name)) for name in ("ring_keys", "updates", "decays", "inputs", "spans")]
         for outs, buffer, more in ((order, other, [Output("input states", self.state)]), (self.slots, self.state, [])):
             p = fill(RingFlushParams, seqs=seqs, **self.common(outs, buffer))
-            verify(self.lib, self.label("flush"), self.lib.gdn_ring_flush, p, [self.states_of(self.live, outs, buffer), *kept, *more], self.ways[::2])
+            verify(self.lib, self.label("flush"), Launch(self.lib.gdn_ring_flush, p, lambda: [self.states_of(self.live, outs, buffer), *kept, *more]),
+                   self.ways[::2])
         if self.state_dtype != "f32":
             self.round_references(self.live, self.slots)
         self.advance(seqs, [0] * self.n, [0] * self.n, None, self.slots, flushed=True)
@@ -234,7 +236,7 @@ class Sequences:
         """The last inputs go out to plain states."""
         p, plain = self.inputs_params()
         want, owned = self.past[self.live].flatten(1), [self.slots[i] for i in self.live]
-        verify(self.lib, self.label("inputs out"), self.lib.gdn_ring_inputs, p, [Output("window", plain, (owned, slice(want.shape[1])), want)])
+        verify(self.lib, self.label("inputs out"), Launch(self.lib.gdn_ring_inputs, p, lambda: [Output("window", plain, (owned, slice(want.shape[1])), want)]))
 
     def window_round_trip(self, width, channels):
         """Into rings of other inputs and out again: the rows before the next entry and no others are written."""
@@ -249,6 +251,6 @@ class Sequences:
             row(want)[self.window(slot, width)] = plain[slot, :size].view(width - 1, channels)
             row(index)[self.window(slot, width)] = True
         name = self.label(f"inputs, width {width}, {channels} channels")
-        verify(self.lib, f"{name}, in", self.lib.gdn_ring_inputs, p, [Output("rings", rings, index, want[index]), Output("window", plain)])
+        verify(self.lib, f"{name}, in", Launch(self.lib.gdn_ring_inputs, p, lambda: [Output("rings", rings, index, want[index]), Output("window", plain)]))
         p, back = self.inputs_params(width, rings, channels)
-        verify(self.lib, f"{name}, out", self.lib.gdn_ring_inputs, p, [Output("window", back, (owned, slice(size)), plain[owned, :size])])
+        verify(self.lib, f"{name}, out", Launch(self.lib.gdn_ring_inputs, p, lambda: [Output("window", back, (owned, slice(size)), plain[owned, :size])]))

@@ -3,15 +3,13 @@
 Whatever a launch must not read holds NaN, whatever it writes held NaN before, and all else is compared bit by bit.
 """
 import ctypes as C
-import itertools
 from functools import partial
 from itertools import accumulate
 
 import reference
 import torch
-from abi import ALGO_NAMES, AUTO, CHUNK, CHUNKED_SM80, CODES, columns, rule_params, sequences, slots, workspace
-from harness import CHUNKED_BOUND, O_BOUND, ONCE, STATE_BOUND, TYPES, Output, cu_seqlens, nan, normal, place, verify
-from timing import calls_of
+from abi import AUTO, CHUNKED_SM80, CODES, columns, rule_params, sequences, slots, workspace
+from harness import CHUNKED_BOUND, O_BOUND, ONCE, STATE_BOUND, TYPES, Launch, Output, cu_seqlens, nan, normal, place
 
 WORST = 4           # a (sequence, head) may have so many times the bound of its case
 worst_seen = {}     # {(algo, name of the output): [largest error of a case, of a (sequence, head)]}
@@ -201,14 +199,13 @@ class RuleCase:
             l2norm=int(self.l2norm), algo=algo, l2_eps=1e-6, scale=self.k ** -0.5, beta_scale=self.beta_scale)
 
     def params(self, lib, algo, segments=0, window=None):
-        """`window`: of every sequence the tokens from .. to alone. Without a library there is no workspace."""
+        """`window`: of every sequence the tokens from .. to alone."""
         start, lens = (window[0], [window[1] - window[0]] * len(self.lens)) if window else (0, None)
         view = lambda x, dim: columns(x[self.margin + start:], 0, dim, self.per_seq)
         q, k, v = self.qkv
         p = rule_params(q=view(q, self.k), k=view(k, self.k), v=view(v, self.v), o=view(self.o, self.v), segments=segments,
                         **self.fields(algo, start, lens))
-        if lib:
-            workspace(lib.gdn_rule_workspace, p)
+        workspace(lib.gdn_rule_workspace, p)
         return p
 
     def after(self):
@@ -231,14 +228,28 @@ class RuleCase:
         seen[:] = max(seen[0], whole), max(seen[1], worst)
         return passes, text
 
-    def check(self, lib, name, algos, segments=(0,), ways=ONCE, quiet=True):
-        for algo, n in itertools.product(algos, segments):
-            self.buffers()
-            p, chosen = self.params(lib, algo, n), C.c_int32(algo)
-            if algo == AUTO:
-                lib.gdn_rule_choice(C.byref(p), C.byref(chosen))
-            label = f"{name} {self.io}/{self.state} {ALGO_NAMES[algo]}" + (f" segments {n}" if n else "")
-            verify(lib, label, lib.gdn_rule, p, self.outputs(chosen.value), ways, after=self.after, quiet=quiet)
+
+made = {}
+
+
+def once(kind, **case):
+    """A case, made anew only where it is not the last one: several launches of it share its reference."""
+    key = kind, repr(case)
+    if made.get("key") != key:
+        made.update(key=key, case=kind(**case))
+    return made["case"]
+
+
+def rule(lib, algo=AUTO, segments=0, kind=RuleCase, **case):
+    """A launch of gdn_rule."""
+    c = once(kind, **case)
+    c.buffers()
+    p, chosen = c.params(lib, algo, segments), C.c_int32(algo)
+    if algo == AUTO:
+        lib.gdn_rule_choice(C.byref(p), C.byref(chosen))
+    states = 2 * len(c.lens) * c.size * c.pool.element_size()
+    return Launch(lib.gdn_rule, p, lambda: c.outputs(chosen.value), after=c.after, keep=c,
+                  nbytes=states + sum(c.lens) * 2 * (c.hk * c.k + c.hv * c.v) * c.x.element_size())
 
 
 def relative_root(squares, norms):
@@ -247,17 +258,3 @@ def relative_root(squares, norms):
     if squares.numel() == 0:
         return 0.0, 0.0
     return ratio(squares.sum(), norms.sum()).item(), ratio(squares, norms).max().item()
-
-
-def rule_calls(lib, batch, tokens, hk, hv, dim, algo, sets, segments=0, state="f32"):
-    """For the times: calls that each touch other memory than the last, but for the workspace; `sets` is enough of them to
-    pass the L2 cache. A call's `params` and `case` are its own; its states are updated in place."""
-    cases = [RuleCase([tokens] * batch, hk, hv, dim, dim, state=state, seed=seed) for seed in range(sets)]
-    for case in cases:
-        case.buffers()
-    params = [case.params(None, algo, segments) for case in cases]
-    workspace(lib.gdn_rule_workspace, *params)
-    calls = calls_of(lib, [(lib.gdn_rule, p) for p in params])
-    for one, one.params, one.case in zip(calls, params, cases):
-        pass
-    return calls

@@ -4,7 +4,6 @@ Caches hold NaN wherever no token is, slots that no sequence has are NaN through
 the gaps of strided tensors.
 """
 import abi
-import harness
 import reference
 import torch
 from abi import CODES, NO_SLOT, AdvanceParams, AttentionParams, AttentionPrepareParams, KvCache, fill, sequences, workspace

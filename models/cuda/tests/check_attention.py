@@ -2,7 +2,6 @@
 """Checks gdn_attention_prepare, gdn_attention and gdn_advance, through the C ABI, against softmax attention in float64.
 
     python3 models/cuda/tests/check_attention.py --only prompts           # checks of prompts alone
-    python3 models/cuda/tests/check_attention.py --only-time --prompts    # times of prompts alone
     python3 models/cuda/tests/check_attention.py --self-test              # of the reference alone
 
 An error is ||x - ref|| / ||ref||. All that must not be written is compared bit by bit.
@@ -13,12 +12,11 @@ import math
 import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
-from abi import NULL_POINTER, OK, workspace
+from abi import NULL_POINTER, OK
 from attention_case import Case, run, self_test
-from cases import every, rows, seeded, turns, words
-from harness import WAYS, call, capture, expect, launch, normal, one_by_one, report, same, u32
+from cases import every, rows, turns, words
+from harness import WAYS, Launch, call, capture, expect, launch, normal, one_by_one, report, same, u32
 from reference import attention, relative, rotary
-from timing import calls_of, cold_sets, compare, often
 
 # Rounding of o, 2^-9 / sqrt(3) in bf16 at most; that of the weights before they multiply the values, which is as large
 # for a single key and averages out over many; and what q and the cache were rounded to is the reference's input too.
@@ -62,8 +60,8 @@ def judge(case, q, caches, o, guard):
 
 def check_table(lib, table, again=()):
     """All cases; those of `again` have to leave the same bits in all ways to launch."""
-    for given in [*table, *again]:
-        case = Case(**given)
+    for seed, given in enumerate([*table, *again]):
+        case = Case(**{"seed": seed, **given})
         name = f"attention {words(given)}"
         status, *left = run(lib, case)
         report(name, *(judge(case, *left) if status == OK else (False, lib.gdn_status_string(status).decode())))
@@ -98,8 +96,7 @@ def prompts(io):
         heads, kv_heads = ((16, 4), (16, 1), (8, 8), (24, 4))[seed % 4]
         yield dict(before=before, lens=[tokens] * len(before), heads=heads, kv_heads=kv_heads, slots=seed % 2 == 0, gated=seed % 5 != 0,
                    capacity=(max(before) + tokens + 700) if seed % 3 else None, gap=8 * (seed % 2), transposed=seed % 7 == 0, seed=seed, **case)
-    for case in seeded(every(dim=[8, 16, 40, 72, 80, 96, 136, 160, 192, 200, 248])):
-        yield dict(before=[61, 0, 130], lens=[333] * 3, heads=16, kv_heads=4, io=io, **case)
+    yield from every(dim=[8, 16, 40, 72, 80, 96, 136, 160, 192, 200, 248], before=[[61, 0, 130]], lens=[[333] * 3], heads=16, kv_heads=4, io=io)
     for capacity in (1000, 961, 896, 80):
         yield dict(before=[capacity - 70, 0, 60, 5], lens=[200] * 4, heads=16, kv_heads=4, dim=256, io=io, capacity=capacity)
     yield from every(rows("before lens heads kv_heads dim", ([0], [2048], 16, 4, 256), ([30000], [512], 16, 2, 256)), io=io)
@@ -145,10 +142,10 @@ NAMED = [
 def cases():
     shapes = every(rows("heads kv_heads", (2, 2), (4, 2), (16, 2), (16, 4), (16, 1), (12, 4), (6, 1), (3, 3)),
                                                         io=IO, dim=[64, 128, 256], lens=[[n] * 4 for n in (1, 2, 3, 4, 8, 16)], splits=[0, 1, 4])
-    yield from seeded(turns(shapes, before=([0, 31, 200, 513], [15, 16, 17, 64], [127, 128, 1, 90]), slots=(False, True),
+    yield from (turns(shapes, before=([0, 31, 200, 513], [15, 16, 17, 64], [127, 128, 1, 90]), slots=(False, True),
                             gated=(False, True, True, True, True), gap=(0, 8, 16)))
     dims = every(io=IO, dim=[8, 16, 24, 40, 72, 80, 96, 120, 136, 160, 192, 200, 248], before=[[61, 0, 130]], heads=6, kv_heads=2)
-    yield from seeded(every(dims, [dict(lens=[3] * 3, splits=2), dict(lens=[1] * 3, rotary=0)]))
+    yield from (every(dims, [dict(lens=[3] * 3, splits=2), dict(lens=[1] * 3, rotary=0)]))
     yield from (dict(lens=[2] * 3, rotary=case["dim"], low=False, **case) for case in dims)
     for length in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096):
         yield from every([dict(before=[length - 1], lens=[1], capacity=length, **WIDE),
@@ -238,57 +235,36 @@ def check_status(lib, args):
 # ---- times ----
 
 class Work(Case):
-    """`length` tokens a sequence, of which the last `tokens` are new, in caches that are full of numbers."""
+    """For `attention` or `prepare` alone: `length` tokens a sequence, of which the last `tokens` are new, in caches full of numbers."""
 
-    def __init__(self, batch, length, heads, kv_heads, dim, tokens=1):
-        super().__init__([length - tokens] * batch, [tokens] * batch, heads, kv_heads, dim, capacity=length, low=False)
+    def __init__(self, batch, length, tokens=1, **case):
+        super().__init__([length - tokens] * batch, [tokens] * batch, capacity=length, low=False, **case)
         for pool in self.pools:
             pool.normal_()
         self.q_out, self.o = self.empty().normal_(), self.empty()
-
-    def torch_call(self):
-        q = self.q_out.view(len(self.lens), self.lens[0], self.heads, self.dim).transpose(1, 2)
-        return lambda: torch.nn.functional.scaled_dot_product_attention(q, *self.pools, is_causal=self.lens[0] > 16, enable_gqa=True)
+        self.nbytes = 2 * self.pools[0].numel() * self.pools[0].element_size()
 
 
-def calls(lib, works, *names, overlap=0, splits=0):
-    """A call each; they share one workspace, as the layers of a model do."""
-    launches, attentions = [], []
-    for work in works:
-        work.overlap, work.splits = overlap, splits
-        attentions.append(work.attention_params(lib, work.q_out, work.o))
-        each = {"prepare": (lib.gdn_attention_prepare, work.prepare_params(work.q_out)), "attention": (lib.gdn_attention, attentions[-1])}
-        launches.append([each[name] for name in names])
-    workspace(lib.gdn_attention_workspace, *attentions)
-    return often(calls_of(lib, launches), 3)
+def timed(lib, prepare=False, **case):
+    work = Work(**case)
+    if prepare:
+        return Launch(lib.gdn_attention_prepare, work.prepare_params(work.q_out), nbytes=3 * work.x.numel(), keep=work)
+    return Launch(lib.gdn_attention, work.attention_params(lib, work.q_out, work.o), nbytes=work.nbytes, keep=work)
 
 
-def times(lib, args):
-    """Of prompts "splits 1" is the kernel for few tokens; of few tokens the splits are what the chooser has to find."""
-    def table(shapes, splits=(), both=True):
-        for shape in shapes:
-            nbytes = 4 * shape["batch"] * shape["length"] * shape["kv_heads"] * shape["dim"]
-            works = [Work(**shape) for _ in range(1 if nbytes > 5e8 else cold_sets(nbytes))]
-            found = {"attention": calls(lib, works, "attention"), "prepare": calls(lib, works, "prepare")}
-            if both:
-                found.update({f"both, overlap {n}": calls(lib, works, "prepare", "attention", overlap=n) for n in (0, 1)})
-            found.update({f"splits {n}": calls(lib, works, "attention", splits=n) for n in splits})
-            yield words(shape), nbytes, {**found, "torch": [work.torch_call() for work in works]}
-
+def times(args):
+    """The floor is one read of keys and values. Of prompts "splits 1" is the kernel for few tokens."""
     layouts = rows("heads kv_heads dim", (16, 2, 256), (16, 4, 256), (8, 2, 256))
-    if not args.prompts:
-        compare("one new token, bf16, cold L2", table(every(layouts, batch=[1, 4, 16, 64], length=[512, 2048, 8192, 32768])))
-        drafts = every(layouts[:1], rows("batch length", (1, 2048), (1, 32768), (16, 8192)), tokens=[2, 4, 8, 16])
-        compare("several tokens (verification of drafts)", table(drafts))
-        some = rows("batch length", (1, 512), (1, 2048), (1, 8192), (1, 32768), (4, 2048), (4, 8192), (16, 8192), (64, 2048))
-        compare("splits", table(every(layouts[:1], some), (1, 2, 4, 8, 16, 33, 66, 132, 256), False))
-    compare("prompts from position 0", table(
-        every(rows("heads kv_heads dim", (16, 4, 256), (16, 2, 256), (32, 8, 128)), rows("length tokens", *[(n, n) for n in (512, 2048, 8192, 32768)]),
-              batch=1), (1,), False))
+    one = every(layouts, batch=[1, 4, 16, 64], length=[512, 2048, 8192, 32768])
+    drafts = every(layouts[:1], rows("batch length", (1, 2048), (1, 32768), (16, 8192)), tokens=[2, 4, 8, 16])
+    splits = every(layouts[:1], rows("batch length", (1, 512), (1, 2048), (1, 8192), (1, 32768), (4, 8192), (16, 8192), (64, 2048)),
+                   splits=[1, 2, 4, 8, 16, 33, 66, 132, 256])
+    prompts = every(rows("heads kv_heads dim", (16, 4, 256), (16, 2, 256), (32, 8, 128)), rows("length tokens", *[(n, n) for n in (512, 2048, 8192, 32768)]), batch=1)
+    return [("one new token, bf16", timed, one), ("prepare, one token", timed, every(one, prepare=True)), ("several tokens", timed, drafts),
+            ("splits", timed, splits), ("prompts", timed, every(prompts, splits=[0, 1])), ("prepare, prompts", timed, every(prompts, prepare=True))]
 
 
 GROUPS = {"cases": check_cases, "prompts": check_prompts, "growth": check_growth, "advance": check_advance, "status": check_status}
 
 if __name__ == "__main__":
-    harness.program(__doc__, GROUPS, times, models=True, self_test=self_test, options=[
-        ("--prompts", dict(action="store_true", help="times of prompts alone"))])
+    harness.program(__doc__, GROUPS, times, models=True, self_test=self_test)

@@ -18,11 +18,10 @@ import torch
 from abi import CODES, OK, QuantizedPackParams, QuantizedParams, QuantizedPart, QuantizedRowsParams, fill
 from cases import every, rows, turns, words
 from ggml import BYTES, INPUTS, NAMES, SCALES, Blocks, packed_room, self_test
-from harness import (TYPES, WAYS, Frame, Output, bf16, call, chain_repeats, expect, launch, normal, null_params, one_by_one, report,
-                     rounding, u32, verify)
-from linear_case import SHAPES
+from harness import (TYPES, WAYS, Frame, Launch, Output, call, chain_repeats, expect, group, launch, normal, null_params, one_by_one, report,
+                     rounding, u32, verify, words_of)
+from linear_case import SHAPES, SWIGLU_SHAPES
 from reference import linear
-from timing import compare
 
 FEW = 8    # rows for which gdn_quantized reads the weights once
 TYPES_OF_ALL = list(NAMES)
@@ -38,9 +37,8 @@ class Packed:
         tiles = -(-blocks.outputs // 16) * 16
         assert size.value == tiles * blocks.inputs // INPUTS[blocks.name] * BYTES[blocks.name], "as many bytes as the file has"
         self.bytes = packed_room(size.value)
-        p = self.pack_params()
-        verify(lib, f"pack {blocks.name} {blocks.outputs}x{blocks.inputs}", lib.gdn_quantized_pack, p,
-               [Output("bytes", self.bytes, slice(size.value))])
+        verify(lib, f"pack {blocks.name} {blocks.outputs}x{blocks.inputs}",
+               Launch(lib.gdn_quantized_pack, self.pack_params(), lambda: [Output("bytes", self.bytes, slice(size.value))]))
 
     def pack_params(self):
         b = self.blocks
@@ -95,15 +93,19 @@ class Case:
         parts = [(part.bytes, part.type, part.outputs) for part in self.parts]
         return params(self.x.view, parts, self.y.view, self.dtype, overlap, self.swiglu, self.groups)
 
-    def check(self, name):
+    def outputs(self):
         ref, of_x = self.ref_many() if self.many else self.ref()
-        output = Output("y", self.y.buffer, self.y.index, ref, rounding(self.dtype, ref.numel()) + of_x + 1e-5)
-        verify(self.lib, f"{self.f.__name__} {name}", self.f, self.params(), [output], WAYS, replays=2)
+        return [Output("y", self.y.buffer, self.y.index, ref, rounding(self.dtype, ref.numel()) + of_x + 1e-5)]
 
     def bad(self):
         """Which outputs are NaN, after a launch; None where it was refused."""
         p = self.params()
         return self.y.view.isnan() if launch(lambda: call(self.f, p)) == OK else None
+
+
+def quantized(lib, **case):
+    c = Case(lib, **case)
+    return Launch(c.f, c.params(), c.outputs, replays=2, nbytes=sum(part.bytes.numel() for part in c.parts), keep=c)
 
 
 GAPS = ((0, 0), (8, 3), (72, 37))
@@ -153,20 +155,12 @@ def quick():
         yield dict(rows=case["n"], inputs=1024, parts=[(case["name"], 64)], dtype=case["dtype"], swiglu=case["n"] == 40, many=True)
 
 
-def group(table, many=False, small=False):
-    """The check of a table."""
-    def check(lib, args):
-        for seed, case in enumerate(table() if small or not args.quick else ()):
-            Case(lib, **{"many": many, **case}, seed=seed).check(words(case))
-    return check
-
-
 def check_rows(lib, args):
     """Bit for bit: each number is rounded to f32, and then once."""
     def check(name, packed, want, dtype, gap=0, ids=None):
         y = Frame(*want.shape, dtype, gap)
         verify(lib, f"rows {name} {dtype} {words(dict(shape=tuple(want.shape), gap=gap, ids=ids is not None, paired=packed.paired))}",
-               lib.gdn_quantized_rows, packed.rows_params(y.view, dtype, ids), [Output("y", y.buffer, y.index, want)])
+               Launch(lib.gdn_quantized_rows, packed.rows_params(y.view, dtype, ids), lambda: [Output("y", y.buffer, y.index, want)]))
 
     shapes = ((33, 256),) if args.quick else ((1, 256), (33, 768), (300, 2560))
     for name, dtype, (outputs, inputs), gap in itertools.product(NAMES, TYPES, shapes, (0, 16)):
@@ -240,7 +234,7 @@ def check_status(lib, args):
         "BAD_DTYPE": one_by_one(type=[-1, 3]), "BAD_LENGTH": one_by_one(outputs=[-1], inputs=[0]),
         "NULL_POINTER": [dict(to=None), {"from": None}], "BAD_ALGO": one_by_one(inputs=[128], to=[w.data_ptr() + 16], paired=[4, 24]),
         "OK": [dict(outputs=0)]})
-    y = bf16(4, 512)
+    y = torch.empty(4, 512, dtype=torch.bfloat16)
     expect("rows", lib.gdn_quantized_rows, lambda: packed.rows_params(y, "bf16"), {
         "BAD_DTYPE": one_by_one(dtype=[-1], type=[3]), "BAD_LENGTH": one_by_one(rows=[65, -1]), "BAD_STRIDE": one_by_one(y_stride=[-8]),
         "NULL_POINTER": one_by_one(w=[None], y=[None]), "BAD_ALGO": one_by_one(y_stride=[516], y=[y.data_ptr() + 2], paired=[32]),
@@ -248,26 +242,18 @@ def check_status(lib, args):
     null_params(lib.gdn_quantized, lib.gdn_quantized_many, lib.gdn_quantized_pack, lib.gdn_quantized_rows)
 
 
-def times(lib, args):
-    def table():
-        for name, (inputs, outputs, swiglu) in itertools.product(args.types, (shape for key in args.shapes for shape in SHAPES[key])):
-            weights = 2 * outputs if swiglu else outputs
-            nbytes = -(-weights // 16) * 16 * inputs // INPUTS[name] * BYTES[name]
-            every_w = [torch.randint(0, 256, (nbytes + 128,), dtype=torch.uint8) for _ in range(int(2.4e8 / nbytes) + 2)]
-            every_w = [buffer[-buffer.data_ptr() % 128:] for buffer in every_w]
-            for n in args.rows:
-                x, y, f = bf16(n, inputs), bf16(n, outputs), lib.gdn_quantized_many if n > FEW else lib.gdn_quantized
-                calls = lambda overlap: [lambda p=params(x, [(w, NAMES[name], weights)], y, "bf16", overlap, swiglu): call(f, p) for w in every_w]
-                yield f"{name} {inputs} -> {outputs}{' swiglu' if swiglu else ''} rows {n}", nbytes, {"": calls(0), "overlapped": calls(1)}
-
-    compare("products of packed weights, bf16, cold L2", table())
+def times(args):
+    rows = [dict(rows=n, many=n > FEW) for n in args.rows]
+    table = lambda shapes, **more: [{**case, **count} for case in of_types([x for name in args.shapes for x in shapes[name]], **more)
+                                    for count in rows if case["parts"][0][0] in args.types]
+    paired = {name: [(inputs, 2 * outputs) for inputs, outputs in shapes] for name, shapes in SWIGLU_SHAPES.items()}
+    return [("packed weights, bf16", quantized, table(SHAPES)), ("SwiGLU", quantized, table(paired, swiglu=True))]
 
 
-GROUPS = {"quick": group(quick, small=True), "rows": check_rows, "nan": check_nan, "products": group(products), "many": group(many_rows, True),
-          "chain": check_chain, "status": check_status}
+GROUPS = {"quick": group(quantized, quick, list(quick()), WAYS), "rows": check_rows, "nan": check_nan, "products": group(quantized, products, (), WAYS),
+          "many": group(quantized, lambda: every(list(many_rows()), many=True), (), WAYS), "chain": check_chain, "status": check_status}
 
 if __name__ == "__main__":
-    words_of = harness.words_of
     harness.program(__doc__, GROUPS, times, models=True, self_test=self_test, options=[
         ("--shapes", dict(type=words_of, default=["4b"], help="of " + ", ".join(SHAPES))),
         ("--types", dict(type=words_of, default=TYPES_OF_ALL, help="of " + ", ".join(NAMES))),

@@ -10,10 +10,9 @@ import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
 from abi import CODES, OK, ResidualParams, SwigluParams, fill
-from cases import every, rows, seeded, words
-from harness import TYPES, WAYS, Frame, Output, bf16, call, expect, nan, normal, null_params, one_by_one, report, rounding, same, verify
-from reference import rms_norm, swiglu
-from timing import calls_of, cold_sets, compare
+from cases import every, rows
+from harness import TYPES, WAYS, Frame, Launch, Output, call, expect, group, nan, normal, null_params, one_by_one, report, rounding, same
+from reference import rms_norm, swiglu as gated
 
 EPS = 1e-6
 IO = list(TYPES)
@@ -31,19 +30,34 @@ def swiglu_params(gate, up, out, dtype, overlap=0):
                 out_stride=out.stride(0), rows=out.shape[0], columns=out.shape[1], dtype=CODES[dtype], overlap=overlap)
 
 
-def check_residual(lib, args):
-    dims = [2560, 1024, 77] if args.quick else [1, 7, 8, 77, 256, 1024, 2048, 2560, 4096, 5120, 6144, 8200, 12288, 12296, 20000]
-    frames = rows("gaps shift", ((0, 0, 0, 0), 0), ((8, 16, 24, 32), 0), ((1, 3, 0, 5), 1))
-    for case in seeded(every(frames, dtype=IO, dim=dims, rows=[1, 33] if args.quick else [1, 2, 3, 32, 33, 700], add=[True, False])):
-        count, dim, dtype, add, randn = case["rows"], case["dim"], case["dtype"], case["add"], normal(case["seed"])
-        frame = lambda i, values=None: Frame(count, dim, dtype, case["gaps"][i], case["shift"], values)
-        x, h, total, y = frame(0, randn(count, dim) * 3), frame(1, randn(count, dim)), frame(2), frame(3)
-        weight, want = 1 + 0.3 * randn(dim), x.view + h.view if add else x.view
-        p = residual_params(x.view, h.view if add else None, total.view if add else None, y.view, weight, dtype)
-        bound = rounding(dtype, count * dim) + 2e-6
-        verify(lib, f"residual {words(case)}", lib.gdn_residual, p, [
-            Output("y", y.buffer, y.index, rms_norm(want, weight, EPS), bound),
-            Output("sum", total.buffer, total.index if add else None, want)], WAYS, replays=2)
+def residual(lib, rows, dim, dtype="bf16", add=True, gaps=(0, 0, 0, 0), shift=0, seed=0):
+    randn = normal(seed)
+    frame = lambda i, values=None: Frame(rows, dim, dtype, gaps[i], shift, values)
+    x, h, total, y = frame(0, randn(rows, dim) * 3), frame(1, randn(rows, dim)), frame(2), frame(3)
+    weight = 1 + 0.3 * randn(dim)
+    p = residual_params(x.view, h.view if add else None, total.view if add else None, y.view, weight, dtype)
+
+    def outputs():
+        want = x.view + h.view if add else x.view
+        return [Output("y", y.buffer, y.index, rms_norm(want, weight, EPS), rounding(dtype, rows * dim) + 2e-6),
+                Output("sum", total.buffer, total.index if add else None, want)]
+
+    return Launch(lib.gdn_residual, p, outputs, replays=2, nbytes=(4 if add else 2) * x.view.numel() * x.view.element_size())
+
+
+def swiglu(lib, rows, columns, dtype="bf16", gaps=(0, 0), shift=0, seed=0):
+    both = Frame(rows, 2 * columns, dtype, gaps[0], shift, normal(seed)(rows, 2 * columns) * 4)
+    gate, up, out = both.view[:, :columns], both.view[:, columns:], Frame(rows, columns, dtype, gaps[1], shift)
+    return Launch(lib.gdn_swiglu, swiglu_params(gate, up, out.view, dtype), lambda: [
+        Output("out", out.buffer, out.index, gated(gate, up), rounding(dtype, rows * columns) + 2e-6)], replays=2,
+        nbytes=3 * out.view.numel() * out.view.element_size())
+
+
+FRAMES = rows("gaps shift", ((0, 0, 0, 0), 0), ((8, 16, 24, 32), 0), ((1, 3, 0, 5), 1))
+GATED_FRAMES = rows("gaps shift", ((0, 0), 0), ((8, 16), 0), ((1, 3), 1))
+RESIDUALS = every(FRAMES, dtype=IO, dim=[1, 7, 8, 77, 256, 1024, 2048, 2560, 4096, 5120, 6144, 8200, 12288, 12296, 20000],
+                  rows=[1, 2, 3, 32, 33, 700], add=[True, False])
+SWIGLUS = every(GATED_FRAMES, dtype=IO, columns=[1, 8, 77, 512, 3584, 6144, 9216, 17408], rows=[1, 2, 32, 33, 700])
 
 
 def check_in_place(lib, args):
@@ -58,17 +72,6 @@ def check_in_place(lib, args):
         assert call(lib.gdn_residual, residual_params(c, None, None, c, weight, dtype)) == OK
         torch.cuda.synchronize()
         report(f"residual {dtype} {dim} in place", same([a, b, c], [out[0], out[1], out[1]]), "other bits")
-
-
-def check_swiglu(lib, args):
-    columns = [9216, 77] if args.quick else [1, 8, 77, 512, 3584, 6144, 9216, 17408]
-    frames = rows("gaps shift", ((0, 0), 0), ((8, 16), 0), ((1, 3), 1))
-    for case in seeded(every(frames, dtype=IO, columns=columns, rows=[1, 33] if args.quick else [1, 2, 32, 33, 700])):
-        count, width, dtype, gaps, shift = case["rows"], case["columns"], case["dtype"], case["gaps"], case["shift"]
-        both = Frame(count, 2 * width, dtype, gaps[0], shift, normal(case["seed"])(count, 2 * width) * 4)
-        gate, up, out = both.view[:, :width], both.view[:, width:], Frame(count, width, dtype, gaps[1], shift)
-        verify(lib, f"swiglu {words(case)}", lib.gdn_swiglu, swiglu_params(gate, up, out.view, dtype), [
-            Output("out", out.buffer, out.index, swiglu(gate, up), rounding(dtype, count * width) + 2e-6)], WAYS, replays=2)
 
 
 def check_nan(lib, args):
@@ -106,29 +109,15 @@ def check_status(lib, args):
     null_params(lib.gdn_residual, lib.gdn_swiglu)
 
 
-def times(lib, args):
-    functional, counts = torch.nn.functional, (1, 8, 32, 512, 8192)
-
-    def residual(dim, count):
-        weight, half = torch.ones(dim), torch.ones(dim, dtype=torch.bfloat16)
-        data = [[bf16(count, dim) for _ in range(4)] for _ in range(cold_sets(count * dim * 8, least=2))]
-        found = {name: calls_of(lib, [(lib.gdn_residual, residual_params(*x, weight, "bf16", overlap)) for x in data])
-                 for name, overlap in (("", 0), ("overlapped", 1))}
-        return f"residual {count} x {dim}", count * dim * 8, {
-            **found, "torch": [lambda x=x, h=h: functional.rms_norm(x + h, (dim,), half, EPS) for x, h, _, _ in data]}
-
-    def gated(width, count):
-        data = [(bf16(count, 2 * width), bf16(count, width)) for _ in range(cold_sets(count * width * 6, least=2))]
-        found = {name: calls_of(lib, [(lib.gdn_swiglu, swiglu_params(b[:, :width], b[:, width:], out, "bf16", overlap)) for b, out in data])
-                 for name, overlap in (("", 0), ("overlapped", 1))}
-        return f"swiglu {count} x {width}", count * width * 6, {
-            **found, "torch": [lambda b=b: functional.silu(b[:, :width]) * b[:, width:] for b, _ in data]}
-
-    compare("residual and norm, bf16, cold L2", (residual(dim, count) for dim in (1024, 2048, 2560, 5120) for count in counts))
-    compare("SwiGLU, bf16, cold L2", (gated(width, count) for width in (3584, 6144, 9216, 17408) for count in counts))
+def times(args):
+    counts = [1, 8, 32, 512, 8192]
+    return [("residual and norm, bf16", residual, every(dim=[1024, 2048, 2560, 5120], rows=counts)),
+            ("SwiGLU, bf16", swiglu, every(columns=[3584, 6144, 9216, 17408], rows=counts))]
 
 
-GROUPS = {"residual": check_residual, "in place": check_in_place, "swiglu": check_swiglu, "nan": check_nan, "status": check_status}
+GROUPS = {"residual": group(residual, RESIDUALS, every(FRAMES, dtype=IO, dim=[2560, 1024, 77], rows=[1, 33], add=[True, False]), WAYS),
+          "swiglu": group(swiglu, SWIGLUS, every(GATED_FRAMES, dtype=IO, columns=[9216, 77], rows=[1, 33]), WAYS),
+          "in place": check_in_place, "nan": check_nan, "status": check_status}
 
 if __name__ == "__main__":
     harness.program(__doc__, GROUPS, times, models=True)

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Products of few rows with weights in e4m3 and with SwiGLU, and gdn_dequantize, through the C ABI against float64.
 
-    python3 models/cuda/tests/check_scaled.py --only-time --shapes 4b --rows 1,8 [--dense]    # with weights in e4m3, or in bf16
-    python3 models/cuda/tests/check_scaled.py --only-time --sweep --shapes 4b                 # and the best ways to cut the product
+    python3 models/cuda/tests/check_scaled.py --only-time --shapes 4b --rows 1,8 [--sweep]    # all ways to cut the product
 
 An error is ||y - ref|| / ||ref||; the numbers of e4m3 are exact. Everything around inputs and outputs holds NaN.
 """
@@ -13,13 +12,12 @@ import math
 import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
-from abi import (BAD_ALGO, CODES, LINEAR_E4M3_ROWS, LINEAR_ROWS, LINEAR_SWIGLU_ROWS, OK, DequantizeParams, LinearOptions, LinearParams,
-                 fill)
+from abi import (CODES, LINEAR_E4M3_ROWS, LINEAR_ROWS, LINEAR_SWIGLU_ROWS, OK, DequantizeParams, LinearOptions, LinearParams, fill)
 from cases import every, turns
 from check_linear import cuts
 from e4m3 import E4m3
-from harness import TYPES, Frame, Output, call, expect, launch, one_by_one, report, rounding, verify
-from linear_case import Dense, Product, check_chain, options, small, times as times_of
+from harness import TYPES, WAYS, Frame, Launch, Output, call, expect, group, launch, one_by_one, report, rounding, verify
+from linear_case import SHAPES, SWIGLU_SHAPES, Dense, check_chain, options, product, small, taken
 from reference import linear, relative
 
 CLUSTER_INPUTS = 9216    # of more than 32 rows, which a cluster's shared memory holds
@@ -48,37 +46,32 @@ class Scaled:
         self.stored = E4m3(outputs - below, inputs, block, size * inputs ** -0.5, seed, -(-gap // 16) * 16)
         scales, w = self.stored.struct(), self.stored.bytes
         self.numbers = self.stored.exact()
-        self.fields = dict(w=w, w_stride=w.stride(0), scales=scales, outputs_below=below)
+        self.fields, self.nbytes = dict(w=w, w_stride=w.stride(0), scales=scales, outputs_below=below), outputs * inputs + below * inputs
         if below:
             dense = Dense(below, inputs, dtype, gap, seed + 1)
             self.numbers = torch.cat([self.numbers, dense.numbers.double()])
             self.fields.update(below=dense.numbers, below_stride=dense.numbers.stride(0))
 
 
-def product(lib, rows, shape, dtype="bf16", gaps=(0, 0, 0), block=128, swiglu=False, below=0, size=1.0, seed=0, cut=(0, 0, 0, 0), x=None):
-    """A weight in e4m3, or with block 0 in `dtype`. `cut`: how the product is divided; zeros leave it to the library."""
-    inputs, outputs = shape
-    weight, all_outputs = seed, 2 * outputs if swiglu else outputs
-    if isinstance(seed, int):
-        weight = Scaled(all_outputs, inputs, dtype, block, gaps[1], seed, size, below) if block else Dense(all_outputs, inputs, dtype, gaps[1], seed)
-    weight.fields["outputs"] = outputs - below
-    return Product(lib, LinearParams, "gdn_linear_with", weight, rows, dtype, gaps[::2], seed if isinstance(seed, int) else 0, swiglu,
-                   (C.byref(LinearOptions(int(swiglu), *cut)),), x)
+def stored(lib, rows, shape, dtype="bf16", gaps=(0, 0, 0), block=128, swiglu=False, below=0, size=1.0, seed=0, cut=(0, 0, 0, 0), x=None):
+    """A launch with a weight in e4m3, or with block 0 in `dtype`. `cut`: how the product is divided; zeros leave it to the library."""
+    (inputs, outputs), count = shape, shape[1] * (2 if swiglu else 1)
+    weight = Scaled(count, inputs, dtype, block, gaps[1], seed, size, below) if block else Dense(count, inputs, dtype, gaps[1], seed)
+    return product(LinearParams, lib.gdn_linear_with, weight, rows, dtype, gaps[::2], seed, swiglu,
+                   (C.byref(LinearOptions(int(swiglu), *cut)),), x, outputs - below)
 
 
 def check_cases(lib, args):
-    many = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    for seed, case in enumerate(CASES + SWIGLU):
-        rows, (inputs, outputs) = case["rows"], case["shape"]
-        if not small(rows, inputs, outputs, args.quick):
-            continue
-        p = product(lib, **case, seed=seed)
-        if case["block"] and rows > 2 * LINEAR_ROWS:
-            expect("rows of e4m3", p.f, p.params, {"BAD_LENGTH": [{}]}, *p.more)
-        elif case["block"] and rows > 2 * LINEAR_E4M3_ROWS and (inputs > CLUSTER_INPUTS or not many):
-            expect("rows of e4m3 that do not fit", p.f, p.params, {"BAD_ALGO": [{}]}, *p.more)
+    table = [{"seed": seed, **case} for seed, case in enumerate(CASES + SWIGLU)]
+    few = [case for case in table if case["rows"] <= (2 * LINEAR_E4M3_ROWS if case["block"] else LINEAR_ROWS)]
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    for case in small(table) if args.quick else table:
+        refused = "BAD_LENGTH" if case["rows"] > 2 * LINEAR_ROWS else "BAD_ALGO" if not on_hopper or case["shape"][0] > CLUSTER_INPUTS else None
+        if case not in few and refused:
+            x = stored(lib, **case)
+            expect(f"{refused} of {case}", x.f, lambda: x.params, {refused: [{}]}, *x.more)
         else:
-            p.check(f"e4m3 by {case['block']}, {case.get('below', 0)} below, gaps {case['gaps']}")
+            group(stored, [case], [case], WAYS)(lib, args)
 
 
 def check_sizes(lib, args):
@@ -89,34 +82,28 @@ def check_sizes(lib, args):
         seed = next(seeds)
         x = harness.normal(seed)(rows, inputs).bfloat16().double()
         x = torch.ldexp(x, torch.randint(-40, 40, x.shape) if power is None else torch.full(x.shape, power))
-        product(lib, rows, (inputs, 100), size=size, seed=seed, x=x).check(f"e4m3, inputs times 2^{power}, weights of size {size:.0e}")
+        verify(lib, f"e4m3, {rows} x {inputs} inputs times 2^{power}, weights of size {size:.0e}",
+               stored(lib, rows, (inputs, 100), size=size, seed=seed, x=x), WAYS)
     for rows, bad in itertools.product((1, 2, 9, 17), (math.nan, math.inf)):
-        p = product(lib, rows, (320, 100), seed=next(seeds))
-        p.x.view[0, 200] = bad
-        want = linear(p.x.view, p.weight.numbers)
-        params = p.params()
-        status, found = launch(lambda: p.launch(params)), p.y.view.double()
+        p = stored(lib, rows, (320, 100), seed=next(seeds))
+        p.x[0, 200] = bad
+        want = linear(p.x, p.weight.numbers)
+        status, found = launch(lambda: call(p.f, p.params, *p.more)), p.y.double()
         shows = torch.equal(found[0].isnan(), want[0].isnan()) and bool((found[0] == want[0])[~want[0].isnan()].all())
         alone = rows == 1 or relative(found[1:], want[1:]) <= rounding("bf16", found[1:].numel()) + 2e-5
         report(f"e4m3, {bad} in the first of {rows} rows", status == OK and shows and alone, f"status {status}, shown {shows}, alone {alone}")
 
 
-def check_dequantize(lib, args):
+def dequantize(lib, shape, block, dtype="bf16", gap=0, seed=0):
     """Bit for bit: each number is rounded to f32, and then once."""
-    def params():
-        return fill(DequantizeParams, w=weight.bytes, scales=weight.struct(), y=y.view, w_stride=weight.bytes.stride(0),
-                    y_stride=y.view.stride(0), outputs=outputs, inputs=inputs, dtype=CODES[dtype])
+    weight, y = E4m3(*shape, block, 1.0, seed, gap), Frame(*shape, dtype, gap)
+    p = fill(DequantizeParams, w=weight.bytes, scales=weight.struct(), y=y.view, w_stride=weight.bytes.stride(0),
+             y_stride=y.view.stride(0), outputs=shape[0], inputs=shape[1], dtype=CODES[dtype])
+    return Launch(lib.gdn_dequantize, p, lambda: [Output("y", y.buffer, y.index, weight.numbers().to(TYPES[dtype]))], replays=2,
+                  nbytes=3 * shape[0] * shape[1], keep=(weight, y))
 
-    for dtype, (outputs, inputs), block_rows, gap in itertools.product(
-            DTYPES, ((1, 16), (33, 192), (300, 2560), (129, 4112)), (128, 4, 1), (0, 16)):
-        weight, y = E4m3(outputs, inputs, block_rows, 1.0, inputs, gap), Frame(outputs, inputs, dtype, gap)
-        verify(lib, f"dequantize {dtype} {outputs}x{inputs} by {block_rows} gap {gap}", lib.gdn_dequantize, params(),
-               [Output("y", y.buffer, y.index, weight.numbers().to(TYPES[dtype]))], ((0, False), (0, True)))
-    expect("dequantize", lib.gdn_dequantize, params, {
-        "BAD_DTYPE": one_by_one(dtype=[0, 7]), "BAD_LENGTH": one_by_one(outputs=[-1], inputs=[-16]),
-        "NULL_POINTER": one_by_one(w=[None], y=[None], scales__ptr=[None]),
-        "BAD_ALGO": one_by_one(inputs=[40], w=[weight.bytes.data_ptr() + 8], y_stride=[68], w_stride=[72]),
-        "BAD_STRIDE": one_by_one(w_stride=[-16], y_stride=[-8]), "OK": [dict(outputs=0, w=None)]})
+
+DEQUANTIZED = every(shape=[(1, 16), (33, 192), (300, 2560), (129, 4112)], block=[128, 4, 1], dtype=DTYPES, gap=[0, 16])
 
 
 def cuts_of_many():
@@ -126,50 +113,50 @@ def cuts_of_many():
 
 def check_cuts(lib, args):
     """Every way that the sweep measures."""
-    shapes = ((2560, 4104), False), ((9216, 200), False), ((320, 77), False), ((2560, 1030), True)
-    few = [(shape, swiglu, *rest) for shape, swiglu in shapes for rest in itertools.product((1, 7), cuts(swiglu=swiglu), (0, 128))]
-    many = [(shape, False, *rest, 128) for shape, swiglu in shapes if not swiglu for rest in itertools.product((17, 50), cuts_of_many())]
-    for seed, (shape, swiglu, rows, cut, block) in enumerate(() if args.quick else few + many):
-        if block or swiglu:
-            p = product(lib, rows, shape, swiglu=swiglu, block=block, seed=seed, cut=cut)
-            if p.taken():
-                p.check(f"cut {cut} e4m3 by {block}")
+    shapes = [(2560, 4104), (9216, 200), (320, 77)]
+    table = (every(shape=shapes, rows=[1, 7], cut=cuts()) + every(shape=shapes, rows=[17, 50], cut=cuts_of_many()) +
+             every(shape=(2560, 1030), swiglu=True, rows=[1, 7], cut=cuts(True), block=[0, 128]))
+    group(stored, lambda: (case for case in table if taken(stored(lib, **case))), ways=WAYS)(lib, args)
 
 
 def check_chains(lib, args):
-    for dtype, rows, hidden in () if args.quick else itertools.product(DTYPES, (1, 24, 64), (1024, 4096)):
-        products = [product(lib, rows, (hidden, hidden), dtype, below=64 * (seed % 2), seed=seed) for seed in range(6)]
-        check_chain("e4m3", products, rows, hidden, dtype)
+    for case in () if args.quick else every(dtype=DTYPES, rows=[1, 24, 64], shape=[(1024, 1024), (4096, 4096)]):
+        check_chain(f"e4m3 {case}", [stored(lib, below=64 * (seed % 2), seed=seed, **case) for seed in range(6)])
 
 
 def check_status(lib, args):
-    case = product(lib, 4, (128, 32), block=16)
-    w = case.weight.fields["w"].data_ptr()
-    expect("e4m3", case.f, case.params, {
-        "BAD_ALGO": one_by_one(inputs=[96], w=[w + 8], w_stride=[136], scales__rows=[0, 3, -1]),
+    case = stored(lib, 4, (128, 32), block=16)
+    params = lambda: case.params_of(case.x, case.y)
+    expect("e4m3", case.f, params, {
+        "BAD_ALGO": one_by_one(inputs=[96], w=[case.weight.fields["w"].data_ptr() + 8], w_stride=[136], scales__rows=[0, 3, -1]),
         "BAD_STRIDE": one_by_one(scales__stride=[-1]), "OK": [dict(rows=0)]}, *case.more)
-    case = product(lib, 4, (128, 32), block=16, below=8)
-    expect("rows below", case.f, case.params, {
+    case = stored(lib, 4, (128, 32), block=16, below=8)
+    expect("rows below", case.f, params, {
         "BAD_LENGTH": one_by_one(outputs_below=[-1, 1 << 30]), "NULL_POINTER": one_by_one(below=[None]),
         "BAD_ALGO": one_by_one(below=[case.weight.fields["below"].data_ptr() + 8], below_stride=[132], scales__ptr=[None]),
         "BAD_STRIDE": one_by_one(below_stride=[-8]), "OK": [dict(rows=0), dict(outputs_below=0)]}, *case.more)
-    expect("rows below with swiglu", case.f, case.params, {"BAD_ALGO": [{}]}, C.byref(LinearOptions(1)))
+    expect("rows below with swiglu", case.f, params, {"BAD_ALGO": [{}]}, C.byref(LinearOptions(1)))
     for rows, status, cut in ((8, "OK", ()), (1, "BAD_ALGO", (9,)), (1, "BAD_ALGO", (4, 1)), (1, "BAD_ALGO", (4, 2, 2)), (9, "BAD_LENGTH", ())):
-        case = product(lib, rows, (128, 32), block=0, swiglu=True)
-        expect(f"swiglu of {rows} rows, cut {cut}", case.f, case.params, {status: [{}]}, C.byref(LinearOptions(1, *cut)))
+        case = stored(lib, rows, (128, 32), block=0, swiglu=True)
+        expect(f"swiglu of {rows} rows, cut {cut}", case.f, params, {status: [{}]}, C.byref(LinearOptions(1, *cut)))
+    x = dequantize(lib, (129, 4112), 1, "f16", 16)
+    w = x.keep[0].bytes.data_ptr()
+    expect("dequantize", x.f, lambda: dequantize(lib, (129, 4112), 1, "f16", 16).params, {
+        "BAD_DTYPE": one_by_one(dtype=[0, 7]), "BAD_LENGTH": one_by_one(outputs=[-1], inputs=[-16]),
+        "NULL_POINTER": one_by_one(w=[None], y=[None], scales__ptr=[None]),
+        "BAD_ALGO": one_by_one(inputs=[40], w=[w + 8], y_stride=[68], w_stride=[72]),
+        "BAD_STRIDE": one_by_one(w_stride=[-16], y_stride=[-8]), "OK": [dict(outputs=0, w=None)]})
 
 
-def times(lib, args):
-    block = 0 if args.dense else 128
-    make = lambda inputs, outputs, swiglu, rows, seed, cut: product(
-        lib, rows, (inputs, outputs), swiglu=bool(swiglu), block=block, seed=seed, cut=cut or (0, 0, 0, 0))
-    takes = lambda rows, swiglu: rows <= (LINEAR_SWIGLU_ROWS if swiglu else 2 * LINEAR_ROWS if block else LINEAR_ROWS)
-    ways = lambda rows, inputs, swiglu: cuts_of_many() if block and rows > 16 else cuts(rows, inputs // (2 if block else 1), swiglu)
-    times_of("bf16" if args.dense else "e4m3, torch's in bf16", args, make, 1 if block else 2, takes, args.sweep, ways)
+def times(args):
+    table = lambda shapes, rows, more, **kinds: every(shape=[x for name in args.shapes for x in shapes[name]], rows=[n for n in args.rows if rows[0] < n <= rows[1]],
+                                                      cut=[(0, 0, 0, 0), *(more if args.sweep else [])], **kinds)
+    return [("e4m3", stored, table(SHAPES, (0, 16), cuts())), ("e4m3, many rows", stored, table(SHAPES, (16, 2 * LINEAR_ROWS), cuts_of_many())),
+            ("SwiGLU", stored, table(SWIGLU_SHAPES, (0, LINEAR_SWIGLU_ROWS), cuts(True), swiglu=True, block=[0, 128]))]
 
 
-GROUPS = {"products": check_cases, "sizes": check_sizes, "dequantize": check_dequantize, "cuts": check_cuts, "chain": check_chains,
-          "status": check_status}
+GROUPS = {"products": check_cases, "sizes": check_sizes, "dequantize": group(dequantize, DEQUANTIZED, DEQUANTIZED, ((0, False), (0, True))),
+          "cuts": check_cuts, "chain": check_chains, "status": check_status}
 
 if __name__ == "__main__":
-    harness.program(__doc__, GROUPS, times, options=[*options([1, 2, 4, 8, 16, 32]), ("--dense", dict(action="store_true", help="times of bf16"))])
+    harness.program(__doc__, GROUPS, times, options=options())

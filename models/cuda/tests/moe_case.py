@@ -1,12 +1,11 @@
 """A mixture of experts for check_moe.py: its definition in float64, a case, and its launches."""
 import math
 
-import harness
 import reference
 import torch
 from abi import CODES, MOE_AUTO, MOE_FEW, MOE_FEW_TOKENS, MoeParams, QuantizedPackParams, fill, workspace
 from e4m3 import E4m3
-from ggml import NAMES as PACKED, Blocks, packed_room
+from ggml import BYTES, INPUTS, NAMES as PACKED, Blocks, packed_room
 from harness import TYPES, Frame, call, launch, normal, u32
 
 WEIGHTS = "gate_up", "down", "shared_gate_up", "shared_down"
@@ -102,6 +101,13 @@ class Case:
             p = fill(QuantizedPackParams, **{"from": blocks.bytes}, to=self.stored[name], type=PACKED[blocks.name],
                      outputs=blocks.outputs, inputs=blocks.inputs, paired=paired)
             assert not launch(lambda: call(lib.gdn_quantized_pack, p))
+
+    def nbytes(self):
+        """What a launch has to read: the router, the chosen experts once, the shared one."""
+        used = min(self.experts, self.tokens * self.k)      # as if no two tokens had an expert in common
+        number = lambda name: BYTES[self.packed[name]] / INPUTS[self.packed[name]] if self.packed else 1 if self.stored else 2
+        pair = lambda count, gate_up, down: count * (2 * number(gate_up) + number(down))
+        return self.hidden * (2 * (self.experts + 1) + pair(used * self.inner, *WEIGHTS[:2]) + pair(self.shared, *WEIGHTS[2:]))
 
     def fields(self, **changes):
         """The struct of a launch, without a workspace."""
