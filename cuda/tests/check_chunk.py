@@ -3,7 +3,7 @@
 
     python3 cuda/tests/check_chunk.py --random 5000    # instead of 1000; --seed N starts at another one
     python3 cuda/tests/check_chunk.py --busy 60        # seconds, instead of 10, while other processes use the card
-    python3 cuda/tests/check_chunk.py --only-time --cells 16/32:1x8192,4x8192 --algo chunked_sm90 --segments 0,1,4
+    python3 cuda/tests/check_chunk.py --only-time --cases 'hk=16 hv=32 algo=5' --stamps 4096
 
 An error is relative RMS, ||x - ref|| / ||ref||, of a whole case and of its worst (sequence, head); for o, ||ref|| is at
 least what a query of no particular direction would have read, since one that is orthogonal to the state reads rounding
@@ -21,7 +21,7 @@ import harness
 import torch
 from abi import ALGO_NAMES, AUTO, CHUNKED_SM80, CHUNKED_SM90, NULL_POINTER, OK, RECURRENT_128
 from cases import every, rows, words
-from harness import CHUNKED_BOUND, Launch, add, call, expect, group, launch, one_by_one, report, same, verify, words_of
+from harness import CHUNKED_BOUND, Launch, add, call, expect, group, launch, one_by_one, report, same, verify
 from reference import relative
 from rule_case import REPEATS, RuleCase, once, rule, worst_seen
 
@@ -103,30 +103,19 @@ def hard():
                       dict(v_size=4e3), dict(l2norm=False), dict(l2norm=False, beta_scale=2.0, decay="none")], io=IO, lens=[lens])
 
 
-def wanted(args):
-    """The algorithms that --algo names and this device has."""
-    for name in args.algo:
-        if name not in ALGO_NAMES:
-            raise SystemExit(f"unknown algo '{name}'; there are {', '.join(ALGO_NAMES)}")
-    algos = [ALGO_NAMES.index(name) for name in args.algo]
-    if CHUNKED_SM90 in algos and torch.cuda.get_device_capability() != (9, 0):
-        print("chunked_sm90 is for sm_90 alone: left out")
-        algos.remove(CHUNKED_SM90)
-    return algos
-
-
-def checked(args):
-    return [algo for algo in wanted(args) if algo in ALGOS]
+def algos_here():
+    """The kernels that this device has."""
+    return ALGOS if torch.cuda.get_device_capability() == (9, 0) else ALGOS[:1]
 
 
 def check_named(lib, args):
-    group(chunked, lambda: by_algos(named(), checked(args)), by_algos(QUICK, checked(args)))(lib, args)
+    group(chunked, lambda: by_algos(named(), algos_here()), by_algos(QUICK, algos_here()))(lib, args)
 
 
 def check_resume(lib, args):
     """Two launches over the parts of every sequence are one over the whole."""
     for total, cut in () if args.quick else [(200, n) for n in (1, 37, 63, 64, 65, 100, 199)] + [(1000, 333), (1000, 640)]:
-        for algo in checked(args):
+        for algo in algos_here():
             c = once(RuleCase, lens=[total] * 3, slots="permuted", **FRAMED)
             c.buffers()
             first, second = (c.params(lib, algo, window=window) for window in ((0, cut), (cut, total)))
@@ -147,7 +136,7 @@ while True:
 
 def check_busy(lib, args):
     """The same bits while other processes copy: a wait that is not for all it should be for shows where copies come late."""
-    algos, others = checked(args), []
+    algos, others = algos_here(), []
     seconds = args.busy if args.busy is not None else 0 if args.quick else 10
     cases = [RuleCase([tokens] * n, hk=8, hv=heads, **FRAMED) for tokens in (97, 150, 340, 600) for n, heads in ((9, 16), (3, 32))] if seconds else []
     first, runs, differing = {}, dict.fromkeys(algos, 0), dict.fromkeys(algos, 0)
@@ -175,7 +164,7 @@ def check_status(lib, args):
     c = RuleCase([1000, 0, 130], **FRAMED)
     c.buffers()
     size = C.c_int64(0)
-    for algo in checked(args):
+    for algo in algos_here():
         expect(ALGO_NAMES[algo], lib.gdn_rule, lambda: c.params(lib, algo, 3), {
             "OK": [{}],
             "BAD_ALGO": one_by_one(
@@ -226,29 +215,12 @@ def random_case(seed):
 def check_random(lib, args):
     count = args.random if args.random is not None else 0 if args.quick else 1000
     cases = [random_case(args.seed + i) for i in range(count)]
-    group(chunked, by_algos(cases, checked(args)), by_algos(cases, checked(args)))(lib, args)
+    group(chunked, by_algos(cases, algos_here()), by_algos(cases, algos_here()))(lib, args)
     for (algo, name), (whole, worst) in sorted(worst_seen.items()):
         print(f"largest error of {name}, {ALGO_NAMES[algo]}: {whole:.1e} of a case, {worst:.1e} of a head")
 
 
 # ---- times ----
-
-CELLS = ["1x64", "1x128", "1x512", "1x2048", "1x8192", "1x32768", "4x2048", "4x8192", "8x1024"]
-
-
-def select(text):
-    """Cases of "16/32:1x8192,4x8192,4/8", heads alone being all cells, or of "all"."""
-    found, heads = [], None
-    for word in ("16/32,4/8,16/16,16/48,16/64" if text == "all" else text).replace(",", " ").split():
-        if "/" in word:
-            heads, _, word = word.partition(":")
-        if heads is None or word and word not in CELLS:
-            raise SystemExit(f"'{word}' is not one of {', '.join(CELLS)}, after heads such as 16/32:")
-        for cell in [word] if word else CELLS:
-            (hk, hv), (batch, tokens) = map(int, heads.split("/")), map(int, cell.split("x"))
-            found.append(dict(lens=[tokens] * batch, hk=hk, hv=hv))
-    return found
-
 
 @functools.cache
 def stamps_room():
@@ -278,23 +250,18 @@ def timed(lib, stamps=0, **case):
 
 
 def times(args):
-    return [("prefill, bf16, f32 state, K = V = 128", timed, every(select(args.cells), algo=wanted(args), segments=args.segments,
-                                                                        stamps=args.stamps))]
+    heads = rows("hk hv", (16, 32), (4, 8), (16, 16), (16, 48), (16, 64))
+    lens = [[64], [128], [512], [2048], [8192], [32768], [2048] * 4, [8192] * 4, [1024] * 8]
+    return [("prefill, bf16, f32 state, K = V = 128", timed, every(heads, algo=algos_here(), lens=lens, stamps=args.stamps)),
+            ("segments", timed, every(heads[:2], algo=algos_here(), segments=[1, 2, 4, 8], lens=[[2048], [8192]], stamps=args.stamps))]
 
 
 OPTIONS = [
     ("--random", dict(type=int, metavar="N", help="that many random batches; default 1000, with --quick none")),
     ("--seed", dict(type=int, default=0, help="of the first random batch")),
     ("--busy", dict(type=float, metavar="S", help="seconds of launches beside other processes; default 10, with --quick none")),
-    ("--algo", dict(type=words_of, default=[ALGO_NAMES[a] for a in ALGOS], metavar="NAME,…",
-                    help="chunked_sm80, chunked_sm90; for the times others too")),
-    ("--segments", dict(type=lambda text: [int(x) for x in words_of(text)], default=[0], metavar="N,…",
-                        help="of the times; default 0, the kernel's own choice")),
     ("--stamps", dict(type=int, default=0, metavar="N",
-                      help="of the times: record that many events a warp; for a library built with -DGDN_PROFILE")),
-    ("--cells", dict(default="16/32,4/8", metavar="HK/HV[:NxT,…] …",
-                     help="of the times: heads, or some lengths of them, apart by spaces or by ',' before heads; 'all'")),
-]
+                      help="of the times: record that many events a warp; for a library built with -DGDN_PROFILE"))]
 GROUPS = {"named": check_named, "resume": check_resume, "status": check_status, "random": check_random, "busy": check_busy}
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks gdn_linear, products of few rows with dense weights, through the C ABI against float64.
 
-    python3 cuda/tests/check_linear.py --only-time --shapes 4b,27b --rows 1,8
-    python3 cuda/tests/check_linear.py --only-time --sweep --shapes 4b    # all ways to cut the product
+    python3 cuda/tests/check_linear.py --only-time --cases 'rows=(1|8) shape=.2560'
+    python3 cuda/tests/check_linear.py --only-time --sweep --cases rows=1    # all ways to cut the product
 
 An error is ||y - ref|| / ||ref||. Everything around inputs and outputs holds NaN.
 """
@@ -10,10 +10,10 @@ import ctypes as C
 import itertools
 
 import harness
-from abi import LINEAR_ROWS, LinearOptions, LinearParams
+from abi import LinearOptions, LinearParams
 from cases import every
 from harness import WAYS, expect, group, null_params, one_by_one
-from linear_case import SHAPES, Dense, check_chain, options, product, small, taken
+from linear_case import SHAPES, SWEEP, Dense, check_chain, product, small, taken
 
 ROWS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32]
 CASES = (every(dtype=["bf16", "f16"], rows=ROWS, shape=[
@@ -62,11 +62,10 @@ def check_status(lib, args):
 
 
 def times(args):
-    shapes, rows = [shape for name in args.shapes for shape in SHAPES[name]], [n for n in args.rows if n <= LINEAR_ROWS]
-    return [("products, bf16", linear, every(shape=shapes, rows=rows, cut=[None, *(cuts() if args.sweep else [])]))]
+    return [("products, bf16", linear, every(rows=[1, 2, 4, 8, 16, 32], shape=SHAPES, cut=[None, *(cuts() if args.sweep else [])]))]
 
 
 GROUPS = {"products": group(linear, CASES, small(CASES), WAYS), "cuts": check_cuts, "chain": check_chains, "status": check_status}
 
 if __name__ == "__main__":
-    harness.program(__doc__, GROUPS, times, options=options())
+    harness.program(__doc__, GROUPS, times, options=SWEEP)

@@ -22,7 +22,7 @@ O_BOUND = {"f32": 1e-5, "bf16": 4e-3, "f16": 1e-3}
 # A state of 16 bits is the f32 result rounded once: in bf16 half a unit in the last of 8 bits, 1.7e-3 RMS over a binade.
 STATE_BOUND = {"f32": 1e-5, "bf16": 2e-3, "f16": 3e-4}
 CHUNKED_BOUND = 5e-3    # o and state of the chunk forms: they round inside, see reference.rule_in_16_bits
-device = "cuda" if torch.cuda.is_available() else "cpu"     # "cpu": for the tests of the references
+device = "cuda" if torch.cuda.is_available() else "cpu"     # "cpu": for trials of the checks themselves
 torch.set_default_device(device)
 failures = []
 lines = 0
@@ -40,29 +40,20 @@ def report(name, ok, text="", quiet=True):
         print(f"{'ok  ' if ok else 'FAIL'} {name}: {text}", flush=True)
 
 
-def words_of(text):
-    """A list on the command line."""
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def program(doc, groups, times=lambda args: [], models=False, options=(), self_test=None):
+def program(doc, groups, times=lambda args: [], models=False, options=()):
     """A check program, which ends with 1 where a check failed. `groups`: {name: check(lib, arguments)}; times(arguments):
     [(title, make, table of cases), ..]; `options`: (name, the keywords of add_argument) of this program alone."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small set of cases, for compute-sanitizer")
     parser.add_argument("--only", default="", metavar="REGEX", help=f"some of the checks: {', '.join(groups)}")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="of tables, checks and times, the cases whose words match")
     parser.add_argument("--time", action="store_true", help="print times after the checks")
     parser.add_argument("--only-time", action="store_true", help="print times and check nothing but what is timed")
     parser.add_argument("--lib", help="the shared library: loaded when it is there, else built there")
     parser.add_argument("--nvcc", default="", help="further arguments for nvcc")
-    if self_test:
-        parser.add_argument("--self-test", action="store_true", help="check the reference; needs no GPU")
     for name, keywords in options:
         parser.add_argument(name, **keywords)
     args = parser.parse_args()
-    if self_test and args.self_test:
-        self_test()
-        return print("the reference holds")
     lib = library(args, models)
     if not args.only_time:
         for name, check in groups.items():
@@ -72,7 +63,7 @@ def program(doc, groups, times=lambda args: [], models=False, options=(), self_t
                 print(f"{name}: {lines - before[0]} checks, {len(failures) - before[1]} failed", flush=True)
         print(f"{lines} checks, {len(failures)} failed", *(f"  failed: {name}" for name in failures), sep="\n")
     for title, make, table in times(args) if args.time or args.only_time else ():
-        timing.compare(lib, title, make, table, words)
+        timing.compare(lib, title, make, [case for case in table if re.search(args.cases, words(case))], words)
     sys.exit(1 if failures else 0)
 
 
@@ -277,6 +268,8 @@ def group(make, table, quick=(), ways=ONCE):
     """The check of a table of cases: make(lib, **case) is a Launch. A case may have `ways` of its own."""
     def check(lib, args):
         for i, given in enumerate(quick if args.quick else table() if callable(table) else table):
+            if not re.search(args.cases, words(given)):
+                continue
             case = {"seed": i, **given}
             every_way = case.pop("ways", ways)
             verify(lib, f"{make.__name__} {words(given)}", make(lib, **case), every_way)

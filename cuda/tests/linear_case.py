@@ -1,16 +1,16 @@
 """A product of few rows, for the programs that check dense weights (check_linear.py) and the models' stored weights and SwiGLU."""
 from abi import BAD_ALGO, CODES, fill
-from harness import Frame, Launch, Output, call, chain_repeats, normal, rounding, words_of
+from harness import Frame, Launch, Output, call, chain_repeats, normal, rounding
 from reference import linear
 
 QUICK_ROWS, QUICK_NUMBERS = (1, 8, 9, 16, 32, 48, 65), 300_000      # for compute-sanitizer: each kernel, matrices of a few tiles
-# (inputs, outputs) of the models' layers: projections of both mixers in and out, feed-forward, head; and of those with SwiGLU.
-SHAPES = {"4b": [(2560, 18432), (9216, 2560), (2560, 12352), (4096, 2560), (2560, 10240), (2560, 248320)],
-          "2b": [(2048, 2048), (2048, 6144), (6144, 2048), (2048, 248320)],
-          "0.8b": [(1024, 7168), (3584, 1024), (1024, 8224), (1024, 5120), (2048, 1024), (1024, 248320)],
-          "35b": [(2048, 12352), (4096, 2048), (2048, 9216), (512, 2048), (2048, 248320)],
-          "27b": [(5120, 34816), (17408, 5120), (5120, 16480), (6144, 5120), (5120, 14336)]}
-SWIGLU_SHAPES = {"4b": [(2560, 9216)], "2b": [(2048, 6144)], "0.8b": [(1024, 3584)], "35b": [(2048, 512)], "27b": [(5120, 17408)]}
+# (inputs, outputs) of the layers of models of 4B, 0.8B, 35B and 27B: projections of both mixers in and out, feed-forward, head; and of those
+# with SwiGLU.
+SHAPES = [(2560, 18432), (9216, 2560), (2560, 12352), (4096, 2560), (2560, 10240), (2560, 248320),
+          (1024, 7168), (3584, 1024), (1024, 8224), (1024, 5120), (2048, 1024), (1024, 248320),
+          (2048, 12352), (4096, 2048), (2048, 9216), (512, 2048), (2048, 248320),
+          (5120, 34816), (17408, 5120), (5120, 16480), (6144, 5120), (5120, 14336)]
+SWIGLU_SHAPES = [(2560, 9216), (1024, 3584), (2048, 512), (5120, 17408)]
 
 
 def small(cases):
@@ -62,7 +62,4 @@ def check_chain(name, products):
     chain_repeats(f"chain {name}", link, products[0].x.contiguous())
 
 
-def options(*more):
-    return [("--sweep", dict(action="store_true", help="times of all ways to cut the product")),
-            ("--shapes", dict(type=words_of, default=list(SHAPES), help="of " + ", ".join(SHAPES))),
-            ("--rows", dict(type=lambda text: [int(rows) for rows in words_of(text)], default=[1, 2, 4, 8, 16, 32])), *more]
+SWEEP = [("--sweep", dict(action="store_true", help="times of all ways to cut the product"))]

@@ -4,7 +4,6 @@ Caches hold NaN wherever no token is, slots that no sequence has are NaN through
 the gaps of strided tensors.
 """
 import abi
-import reference
 import torch
 from abi import CODES, NO_SLOT, AdvanceParams, AttentionParams, AttentionPrepareParams, KvCache, fill, sequences, workspace
 from harness import TYPES, call, cu_seqlens, launch, nan, normal, rows_of, shuffled, u32
@@ -106,29 +105,3 @@ def run(lib, case, graph=False):
     first, second = case.prepare_params(q, caches), case.attention_params(lib, q, o, caches)
     status = launch(lambda: call(lib.gdn_attention_prepare, first) or call(lib.gdn_attention, second), graph)
     return status, q, caches, o, bool((second.room[second.workspace_bytes:] == 0xFF).all())
-
-
-def self_test():
-    """The reference against torch's attention and complex numbers, and what a launch would get; runs anywhere."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 4, 8).double(), torch.randn(10, 2, 8).double(), torch.randn(10, 2, 8).double()
-    for first in (7, 100):
-        seen = torch.arange(10) <= first + torch.arange(3)[:, None]
-        want = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))), attn_mask=seen, scale=0.3)
-        assert (reference.attention(q, k, v, first, 0.3).transpose(0, 1) - want).abs().max() < 1e-12
-    x = torch.randn(5, 2, 16)
-    at, freq = torch.arange(5) + 3, torch.tensor([1.0, 0.01])
-    y = reference.rotary(x, torch.zeros(16), freq, at, 0.0, True)
-    n = x.double() / x.double().pow(2).mean(-1, keepdim=True).sqrt()
-    assert (y[..., 4:] - n[..., 4:]).abs().max() < 1e-12
-    turned = torch.complex(n[..., :2], n[..., 2:4]) * torch.exp(1j * at[:, None, None].double() * freq.double())
-    assert (torch.complex(y[..., :2], y[..., 2:4]) - turned).abs().max() < 1e-12
-    for kw in ({}, {"slots": True}, {"slots": True, "varlen": True}, {"gap": 8, "transposed": True}):
-        c = Case([5, 0, 9], [2, 2, 2], 4, 2, 32, **kw)
-        assert c.total == 6 and torch.equal(c.x[:, :c.dim], c.q[:, 0]) and torch.equal(c.x[:, c.dim:2 * c.dim], c.gate[:, 0])
-        assert c.k.stride(0) == c.x.stride(0) and c.caches[0].shape == (c.num_slots, 2, c.capacity, 32)
-        params, first = c.prepare_params(c.empty()), c.caches[0][c.slots[c.live[0]]]
-        assert params.cache.head_stride == c.caches[0].stride(1)
-        assert first[:, :5].isfinite().all() and first[:, 5:].isnan().all()
-        assert params.seqs.num_seqs == 3 and params.rotary_dim == 8

@@ -2,7 +2,6 @@
 """Checks gdn_attention_prepare, gdn_attention and gdn_advance, through the C ABI, against softmax attention in float64.
 
     python3 models/cuda/tests/check_attention.py --only prompts           # checks of prompts alone
-    python3 models/cuda/tests/check_attention.py --self-test              # of the reference alone
 
 An error is ||x - ref|| / ||ref||. All that must not be written is compared bit by bit.
 """
@@ -13,7 +12,7 @@ import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
 from abi import NULL_POINTER, OK
-from attention_case import Case, run, self_test
+from attention_case import Case, run
 from cases import every, rows, turns, words
 from harness import WAYS, Launch, call, capture, expect, launch, normal, one_by_one, report, same, u32
 from reference import attention, relative, rotary
@@ -267,4 +266,4 @@ def times(args):
 GROUPS = {"cases": check_cases, "prompts": check_prompts, "growth": check_growth, "advance": check_advance, "status": check_status}
 
 if __name__ == "__main__":
-    harness.program(__doc__, GROUPS, times, models=True, self_test=self_test)
+    harness.program(__doc__, GROUPS, times, models=True)

@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """Checks gdn_moe, through the C ABI, against a mixture of experts in float64.
 
-    python3 models/cuda/tests/check_moe.py --self-test  # of the reference alone, on the CPU
-
 An error is the largest over tokens of ||y - ref|| / ||ref||. Outputs hold NaN before a launch, as does everything around
 them, around x and in the workspace. Tokens whose k-th and next logit differ by less than f32 can tell do not count, but where
 they are equal.
@@ -16,7 +14,7 @@ from abi import (MOE_EXPERTS, MOE_FEW, MOE_FEW_TOKENS, MOE_MANY, MOE_PACKED_INPU
 from cases import every, rows, turns
 from check_residual import residual_params
 from harness import ONCE, WAYS, Launch, Output, call, chain_repeats, expect, group, null_params, one_by_one, report
-from moe_case import Case, self_test
+from moe_case import Case
 
 # Rounding of y, at most 2^-7 / sqrt(12) of it in bf16, and as much of silu(gate) * up before the last product; MOE_MANY
 # rounds each expert's output too. Narrow cases average little. Weights in e4m3 are exact, for MOE_MANY rounded as the
@@ -167,4 +165,4 @@ GROUPS = {"cases": group(moe, cases, list(quick())), "e4m3": group(moe, e4m3), "
           "quick": group(moe, quick), "chain": check_chain, "status": check_status}
 
 if __name__ == "__main__":
-    harness.program(__doc__, GROUPS, times, models=True, self_test=self_test)
+    harness.program(__doc__, GROUPS, times, models=True)

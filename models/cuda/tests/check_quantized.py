@@ -2,8 +2,7 @@
 """Checks gdn_quantized, gdn_quantized_many, gdn_quantized_pack and gdn_quantized_rows, through the C ABI, against the product in float64
 with the numbers that ggml's blocks stand for.
 
-    python3 models/cuda/tests/check_quantized.py --only-time --shapes 4b --rows 1,4,8
-    python3 models/cuda/tests/check_quantized.py --self-test    # the reference, without a GPU
+    python3 models/cuda/tests/check_quantized.py --only-time --cases "rows=(1|8) .*'q4_K', 12352"
 
 An error is ||y - ref|| / ||ref||: the output's rounding, what x in fixed point adds (Case.ref), and 1e-5 of the sums in f32. Everything
 around x and the outputs holds NaN.
@@ -17,9 +16,9 @@ import harness
 import torch
 from abi import CODES, OK, QuantizedPackParams, QuantizedParams, QuantizedPart, QuantizedRowsParams, fill
 from cases import every, rows, turns, words
-from ggml import BYTES, INPUTS, NAMES, SCALES, Blocks, packed_room, self_test
+from ggml import BYTES, INPUTS, NAMES, SCALES, Blocks, packed_room
 from harness import (TYPES, WAYS, Frame, Launch, Output, call, chain_repeats, expect, group, launch, normal, null_params, one_by_one, report,
-                     rounding, u32, verify, words_of)
+                     rounding, u32, verify)
 from linear_case import SHAPES, SWIGLU_SHAPES
 from reference import linear
 
@@ -243,18 +242,13 @@ def check_status(lib, args):
 
 
 def times(args):
-    rows = [dict(rows=n, many=n > FEW) for n in args.rows]
-    table = lambda shapes, **more: [{**case, **count} for case in of_types([x for name in args.shapes for x in shapes[name]], **more)
-                                    for count in rows if case["parts"][0][0] in args.types]
-    paired = {name: [(inputs, 2 * outputs) for inputs, outputs in shapes] for name, shapes in SWIGLU_SHAPES.items()}
-    return [("packed weights, bf16", quantized, table(SHAPES)), ("SwiGLU", quantized, table(paired, swiglu=True))]
+    rows = [dict(rows=n, many=n > FEW) for n in (1, 2, 4, 8, 32)]
+    return [("packed weights, bf16", quantized, every(rows, of_types(SHAPES))),
+            ("SwiGLU", quantized, every(rows, of_types([(inputs, 2 * outputs) for inputs, outputs in SWIGLU_SHAPES], swiglu=True)))]
 
 
 GROUPS = {"quick": group(quantized, quick, list(quick()), WAYS), "rows": check_rows, "nan": check_nan, "products": group(quantized, products, (), WAYS),
           "many": group(quantized, lambda: every(list(many_rows()), many=True), (), WAYS), "chain": check_chain, "status": check_status}
 
 if __name__ == "__main__":
-    harness.program(__doc__, GROUPS, times, models=True, self_test=self_test, options=[
-        ("--shapes", dict(type=words_of, default=["4b"], help="of " + ", ".join(SHAPES))),
-        ("--types", dict(type=words_of, default=TYPES_OF_ALL, help="of " + ", ".join(NAMES))),
-        ("--rows", dict(type=lambda text: [int(n) for n in words_of(text)], default=[1, 2, 4, 8]))])
+    harness.program(__doc__, GROUPS, times, models=True)

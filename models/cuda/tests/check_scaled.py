@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Products of few rows with weights in e4m3 and with SwiGLU, and gdn_dequantize, through the C ABI against float64.
 
-    python3 models/cuda/tests/check_scaled.py --only-time --shapes 4b --rows 1,8 [--sweep]    # all ways to cut the product
+    python3 models/cuda/tests/check_scaled.py --only-time --cases rows=1 [--sweep]    # all ways to cut the product
 
 An error is ||y - ref|| / ||ref||; the numbers of e4m3 are exact. Everything around inputs and outputs holds NaN.
 """
@@ -12,12 +12,12 @@ import math
 import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
-from abi import (CODES, LINEAR_E4M3_ROWS, LINEAR_ROWS, LINEAR_SWIGLU_ROWS, OK, DequantizeParams, LinearOptions, LinearParams, fill)
+from abi import (CODES, LINEAR_E4M3_ROWS, LINEAR_ROWS, OK, DequantizeParams, LinearOptions, LinearParams, fill)
 from cases import every, turns
 from check_linear import cuts
 from e4m3 import E4m3
 from harness import TYPES, WAYS, Frame, Launch, Output, call, expect, group, launch, one_by_one, report, rounding, verify
-from linear_case import SHAPES, SWIGLU_SHAPES, Dense, check_chain, options, product, small, taken
+from linear_case import SHAPES, SWEEP, SWIGLU_SHAPES, Dense, check_chain, product, small, taken
 from reference import linear, relative
 
 CLUSTER_INPUTS = 9216    # of more than 32 rows, which a cluster's shared memory holds
@@ -149,14 +149,13 @@ def check_status(lib, args):
 
 
 def times(args):
-    table = lambda shapes, rows, more, **kinds: every(shape=[x for name in args.shapes for x in shapes[name]], rows=[n for n in args.rows if rows[0] < n <= rows[1]],
-                                                      cut=[(0, 0, 0, 0), *(more if args.sweep else [])], **kinds)
-    return [("e4m3", stored, table(SHAPES, (0, 16), cuts())), ("e4m3, many rows", stored, table(SHAPES, (16, 2 * LINEAR_ROWS), cuts_of_many())),
-            ("SwiGLU", stored, table(SWIGLU_SHAPES, (0, LINEAR_SWIGLU_ROWS), cuts(True), swiglu=True, block=[0, 128]))]
+    table = lambda shapes, rows, more, **kinds: every(rows=rows, shape=shapes, cut=[(0, 0, 0, 0), *(more if args.sweep else [])], **kinds)
+    return [("e4m3", stored, table(SHAPES, [1, 2, 4, 8, 16], cuts())), ("e4m3, many rows", stored, table(SHAPES, [32, 64], cuts_of_many())),
+            ("SwiGLU", stored, table(SWIGLU_SHAPES, [1, 2, 4, 8], cuts(True), swiglu=True, block=[0, 128]))]
 
 
 GROUPS = {"products": check_cases, "sizes": check_sizes, "dequantize": group(dequantize, DEQUANTIZED, DEQUANTIZED, ((0, False), (0, True))),
           "cuts": check_cuts, "chain": check_chains, "status": check_status}
 
 if __name__ == "__main__":
-    harness.program(__doc__, GROUPS, times, options=options())
+    harness.program(__doc__, GROUPS, times, options=SWEEP)

@@ -59,23 +59,3 @@ class Blocks:
             scale = b[..., 192:208].contiguous().view(torch.int8).to(dtype)
             n = self.half(208).to(dtype)[..., None] * (scale[..., None] * q)
         return n.reshape(self.outputs, self.inputs)
-def self_test():
-    """Blocks of a few known bytes."""
-    for name in NAMES:
-        blocks = Blocks(name, 2, 512, 1.0, 1)
-        for at in SCALES[name]:
-            blocks.put(slice(None), slice(None), at, 0.5)
-        n, b = blocks.numbers(), blocks.bytes.int()
-        if name == "q8_0":
-            assert n[1, 40] == 0.5 * (b[1, 1, 2 + 8] - 256 * (b[1, 1, 2 + 8] > 127))
-        elif name == "q4_K":    # input 100 is in the upper nibbles of the second 32 bytes, input 200 in the lower of the last
-            s = b[1, 1, 4:16]
-            assert n[1, 256 + 100] == 0.5 * (s[3] & 63) * (b[1, 1, 16 + 32 + 4] >> 4) - 0.5 * (s[7] & 63)
-            scale, minimum = s[10] & 15 | s[2] >> 6 << 4, s[10] >> 4 | s[6] >> 6 << 4
-            assert n[1, 256 + 200] == 0.5 * scale * (b[1, 1, 16 + 96 + 8] & 15) - 0.5 * minimum
-        else:                   # input 200: the upper half's third quarter
-            scale = b[1, 1, 192 + 12] - 256 * (b[1, 1, 192 + 12] > 127)
-            q = (b[1, 1, 64 + 8] >> 4) | (b[1, 1, 128 + 32 + 8] >> 4 & 3) << 4
-            assert n[1, 256 + 200] == 0.5 * scale * (q - 32)
-
-

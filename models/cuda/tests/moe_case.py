@@ -128,33 +128,3 @@ class Case:
         p = self.fields()
         workspace(lib.gdn_moe_workspace, p)
         return p
-
-
-def self_test():
-    """The reference against all experts of every token, those that were not chosen with a weight of zero; runs anywhere."""
-    torch.manual_seed(0)
-
-    def expert(x, gate_up, down):
-        gate, up = (x @ gate_up.double().T).chunk(2, 1)
-        return (gate / (1 + (-gate).exp()) * up) @ down.double().T
-
-    for kw in ({}, {"ties": True}, {"favour": 2}, {"shared": 0, "normalise": False}, {"gaps": (8, 3)}):
-        case = Case(5, 64, 6, 2, 64, **{"shared": 64, **kw})
-        x = case.x.view.double()
-        logits = (x @ case.distinct.double().T)[:, case.row]
-        assert relative_to(logits, x @ case.router.double().T) < 1e-12
-        weights = torch.zeros(5, 6, dtype=torch.float64)
-        for t in range(5):
-            chosen = sorted(range(6), key=lambda e: (-logits[t, e].item(), e))[:2]
-            p = logits[t, :6].exp() / logits[t, :6].exp().sum()
-            weights[t, chosen] = p[chosen] / (p[chosen].sum() if case.normalise else 1.0)
-        want = sum(weights[:, e, None] * expert(x, case.gate_up[e], case.down[e]) for e in range(6))
-        if case.shared:
-            want += expert(x, case.shared_gate_up, case.shared_down) / (1 + (-logits[:, 6:]).exp())
-        y, sure = case.reference()
-        assert sure.all() and (y - want).abs().max() < 1e-9, kw
-        assert "favour" not in kw or weights[:, 2].all()
-
-
-def relative_to(x, ref):
-    return (x - ref).abs().max() / ref.abs().max()
