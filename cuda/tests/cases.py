@@ -1,5 +1,6 @@
 """Tables of cases: all combinations of some values, and their names. Needs no torch."""
 import itertools
+import random
 
 
 def every(*tables, **axes):
@@ -15,9 +16,10 @@ def rows(names, *values):
     return [dict(zip(names, value if len(names) > 1 else (value,))) for value in values]
 
 
-def turns(cases, **values):
-    """The cases, each with one value of each list, by turns."""
-    return [{**case, **{name: value[i % len(value)] for name, value in values.items()}} for i, case in enumerate(cases)]
+def drawn(cases, **values):
+    """The cases, each with a value drawn from each list: always the same ones, and in no step with the axes."""
+    draws = {name: random.Random(name) for name in values}
+    return [{**case, **{name: draws[name].choice(some) for name, some in values.items()}} for case in cases]
 
 
 def words(case):

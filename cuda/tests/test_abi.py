@@ -68,7 +68,8 @@ class Cases(unittest.TestCase):
     def test_tables(self):
         table = cases.every(cases.rows("a b", (1, 2), (3, 4)), c=[5, 6], d=(7, 8))
         self.assertEqual(table[1], dict(a=1, b=2, c=6, d=(7, 8)))
-        self.assertEqual([case["e"] for case in cases.turns(table, e=(0, 1, 2))], [0, 1, 2, 0])
+        several = cases.drawn(cases.every(a=list(range(20))), e=(0, 1, 2))
+        self.assertEqual(({case["e"] for case in several}, several), ({0, 1, 2}, cases.drawn(cases.every(a=list(range(20))), e=(0, 1, 2))))
         self.assertEqual(cases.words(dict(lens=[1, 2], seed=3, io="f32")), "lens=[1,2] io=f32")
 
 

@@ -11,7 +11,7 @@ import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
 from abi import (MOE_EXPERTS, MOE_FEW, MOE_FEW_TOKENS, MOE_MANY, MOE_PACKED_INPUTS, MOE_PACKED_TOKENS, MOE_TOP_K, NULL_POINTER)
-from cases import every, rows, turns
+from cases import every, rows, drawn
 from check_residual import residual_params
 from harness import ONCE, WAYS, Launch, Output, call, chain_repeats, expect, group, null_params, one_by_one, report
 from moe_case import Case
@@ -58,7 +58,7 @@ GAPS = tuple((8 * (i % 3), i % 4) for i in range(12))
 
 
 def cases():
-    yield from (turns(algos_of(every([*SIZES, dict(experts=1, k=1, hidden=64, inner=64, shared=64)],
+    yield from drawn(algos_of(every([*SIZES, dict(experts=1, k=1, hidden=64, inner=64, shared=64)],
                                            tokens=[*range(1, 34), 40, 63, 64, 65, 100, 128, 129, 200, 257], io=IO)),
                             router=("f32", "bf16"), normalise=(True, False, True), gaps=GAPS))
     # Several tokens a warp of choose_kernel.
@@ -75,14 +75,14 @@ def cases():
 def models():
     """The shapes that matter, and that every launch gives the same bits."""
     sizes = dict(hidden=2048, inner=512, shared=512, ways=REPEATED)
-    yield from (turns(every(rows("experts k", (256, 8), (512, 10)), tokens=[1, 2, 4, 8, 16, 31, 32, 33, 64, 65, 96, 512, 2048], **sizes),
+    yield from drawn(every(rows("experts k", (256, 8), (512, 10)), tokens=[1, 2, 4, 8, 16, 31, 32, 33, 64, 65, 96, 512, 2048], **sizes),
                             router=("bf16", "f32")))
-    yield from (every(tokens=[1, 2, 8, 32, 33, 512], experts=512, k=10, e4m3=128, **sizes))
-    yield from (every(tokens=[1, 2, 8, 16], experts=256, k=8, packed=PACKED[3], **sizes))
+    yield from every(tokens=[1, 2, 8, 32, 33, 512], experts=512, k=10, e4m3=128, **sizes))
+    yield from every(tokens=[1, 2, 8, 16], experts=256, k=8, packed=PACKED[3], **sizes))
 
 
 def e4m3():
-    yield from (turns(algos_of(every([*SIZES, dict(experts=8, k=2, hidden=2112, inner=64, shared=64)],
+    yield from drawn(algos_of(every([*SIZES, dict(experts=8, k=2, hidden=2112, inner=64, shared=64)],
                                            tokens=[*range(1, 18), 31, 32, 33, 64, 100, 129, 257], io=IO)), gaps=GAPS, e4m3=(128, 64, 16, 1)))
 
 
@@ -90,10 +90,10 @@ def packed():
     sizes = rows("experts k hidden inner shared", (16, 4, 256, 256, 256), (8, 8, 512, 512, 0), (60, 3, 1280, 256, 512), (300, 10, 256, 768, 256),
                  (1, 1, 256, 256, 1280), (8, 2, 4096, 256, 256))
     tokens = list(range(1, MOE_PACKED_TOKENS + 1))
-    yield from (turns(every(sizes, tokens=tokens, io=IO), normalise=(True, False, True), ways=(REPEATED, ONCE, ONCE, ONCE), packed=PACKED,
+    yield from drawn(every(sizes, tokens=tokens, io=IO), normalise=(True, False, True), ways=(REPEATED, ONCE, ONCE, ONCE), packed=PACKED,
                             gaps=GAPS))
     for n in tokens:
-        yield from (turns(every([dict(favour=5), dict(ties=True), dict(broken=(0,)), dict(broken=(n - 1,), shared=512)], tokens=n, inner=256,
+        yield from drawn(every([dict(favour=5), dict(ties=True), dict(broken=(0,)), dict(broken=(n - 1,), shared=512)], tokens=n, inner=256,
                                       io=IO), packed=PACKED))
     yield from every(inner=[128, 384], shared=128, tokens=5, hidden=384, packed=PACKED[1])      # of q8_0 alone
 

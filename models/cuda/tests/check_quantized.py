@@ -15,7 +15,7 @@ import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
 from abi import CODES, OK, QuantizedPackParams, QuantizedParams, QuantizedPart, QuantizedRowsParams, fill
-from cases import every, rows, turns, words
+from cases import every, rows, drawn, words
 from ggml import BYTES, INPUTS, NAMES, SCALES, Blocks, packed_room
 from harness import (TYPES, WAYS, Frame, Launch, Output, call, chain_repeats, expect, group, launch, normal, null_params, one_by_one, report,
                      rounding, u32, verify)
@@ -121,7 +121,7 @@ def of_types(shapes, **more):
 
 
 def products():
-    few = turns(of_types([(2560, 1100), (256, 33), (256, 1), (512, 4096), (1024, 17), (4096, 2563), (9216, 300), (17408, 48)], dtype=list(TYPES),
+    few = drawn(of_types([(2560, 1100), (256, 33), (256, 1), (512, 4096), (1024, 17), (4096, 2563), (9216, 300), (17408, 48)], dtype=list(TYPES),
                          rows=[1, 2, 3, 4, 5, 7, 8, 9, 17]), gaps=GAPS)
     yield from ({**case, "outliers": case["rows"] % 2 == 0} for case in few)
     yield from of_types(LARGE, rows=[1, 3, 8])
@@ -136,7 +136,7 @@ def products():
 
 
 def many_rows():
-    yield from turns(of_types([(2560, 1100), (256, 33), (256, 1), (1024, 17), (9216, 300)], dtype=["bf16", "f16"],
+    yield from drawn(of_types([(2560, 1100), (256, 33), (256, 1), (1024, 17), (9216, 300)], dtype=["bf16", "f16"],
                               rows=[1, 9, 17, 32, 40, 64, 100, 130]), gaps=GAPS)
     yield from of_types(LARGE, rows=[16, 31, 64, 128])
     for case in of_types([(2560, 2 * 1008)], rows=[16, 31, 64, 128], gaps=(8, 5), swiglu=True):

@@ -13,7 +13,7 @@ import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
 from abi import (CODES, LINEAR_E4M3_ROWS, LINEAR_ROWS, OK, DequantizeParams, LinearOptions, LinearParams, fill)
-from cases import every, turns
+from cases import every, drawn
 from check_linear import cuts
 from e4m3 import E4m3
 from harness import TYPES, WAYS, Frame, Launch, Output, call, expect, group, launch, one_by_one, report, rounding, verify
@@ -24,13 +24,13 @@ CLUSTER_INPUTS = 9216    # of more than 32 rows, which a cluster's shared memory
 ROWS = [*range(1, 18), 31, 48, 64, 65]
 PLAIN, GAPS = [(0, 0, 0)], [(0, 0, 0), (72, 16, 37)]
 DTYPES = ["bf16", "f16"]
-CASES = turns(
+CASES = drawn(
     every(dtype=DTYPES, rows=ROWS, gaps=PLAIN, shape=[
         (2048, 12352), (2560, 1100), (64, 33), (128, 1), (192, 100), (320, 17), (9216, 100), (9728, 64), (17408, 48), (2560, 9728), (5120, 2563),
         (704, 5000)]) +
     every(dtype=DTYPES, rows=ROWS, gaps=[(8, 64, 1), (72, 16, 37)], shape=[(2048, 100), (4096, 33), (704, 500)]) +
     every(dtype=DTYPES, rows=[1, 2, 5, 8], gaps=GAPS, swiglu=True, shape=[(2560, 9216), (1024, 3584), (5120, 272), (64, 1), (320, 33), (704, 2131)]),
-    block=(128, 32, 1, 16)) + turns(
+    block=(128, 32, 1, 16)) + drawn(
         # Rows below that are not in e4m3: in the launch of the others, or in one of their own.
         every([dict(shape=shape, below=below) for shape, below in (((2048, 12352), 64), ((2560, 8000), 96), ((5120, 2563), 33), ((64, 33), 1),
                                                                    ((192, 100), 90))], dtype=DTYPES, rows=[1, 2, 8, 9, 16, 17, 48], gaps=GAPS),
