@@ -142,9 +142,9 @@ def cases():
     shapes = every(rows("heads kv_heads", (2, 2), (4, 2), (16, 2), (16, 4), (16, 1), (12, 4), (6, 1), (3, 3)),
                                                         io=IO, dim=[64, 128, 256], lens=[[n] * 4 for n in (1, 2, 3, 4, 8, 16)], splits=[0, 1, 4])
     yield from drawn(shapes, before=([0, 31, 200, 513], [15, 16, 17, 64], [127, 128, 1, 90]), slots=(False, True),
-                            gated=(False, True, True, True, True), gap=(0, 8, 16)))
+                            gated=(False, True, True, True, True), gap=(0, 8, 16))
     dims = every(io=IO, dim=[8, 16, 24, 40, 72, 80, 96, 120, 136, 160, 192, 200, 248], before=[[61, 0, 130]], heads=6, kv_heads=2)
-    yield from every(dims, [dict(lens=[3] * 3, splits=2), dict(lens=[1] * 3, rotary=0)]))
+    yield from every(dims, [dict(lens=[3] * 3, splits=2), dict(lens=[1] * 3, rotary=0)])
     yield from (dict(lens=[2] * 3, rotary=case["dim"], low=False, **case) for case in dims)
     for length in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096):
         yield from every([dict(before=[length - 1], lens=[1], capacity=length, **WIDE),

@@ -60,7 +60,7 @@ GAPS = tuple((8 * (i % 3), i % 4) for i in range(12))
 def cases():
     yield from drawn(algos_of(every([*SIZES, dict(experts=1, k=1, hidden=64, inner=64, shared=64)],
                                            tokens=[*range(1, 34), 40, 63, 64, 65, 100, 128, 129, 200, 257], io=IO)),
-                            router=("f32", "bf16"), normalise=(True, False, True), gaps=GAPS))
+                            router=("f32", "bf16"), normalise=(True, False, True), gaps=GAPS)
     # Several tokens a warp of choose_kernel.
     yield from every(rows("experts k router", (16, 4, "f32"), (300, 10, "bf16")), io=IO, tokens=4100)
     options = [dict(ties=True), dict(ties=True, experts=33, k=16), dict(favour=5), dict(favour=15, k=1), dict(experts=1000, k=16, hidden=64),
@@ -76,14 +76,14 @@ def models():
     """The shapes that matter, and that every launch gives the same bits."""
     sizes = dict(hidden=2048, inner=512, shared=512, ways=REPEATED)
     yield from drawn(every(rows("experts k", (256, 8), (512, 10)), tokens=[1, 2, 4, 8, 16, 31, 32, 33, 64, 65, 96, 512, 2048], **sizes),
-                            router=("bf16", "f32")))
-    yield from every(tokens=[1, 2, 8, 32, 33, 512], experts=512, k=10, e4m3=128, **sizes))
-    yield from every(tokens=[1, 2, 8, 16], experts=256, k=8, packed=PACKED[3], **sizes))
+                            router=("bf16", "f32"))
+    yield from every(tokens=[1, 2, 8, 32, 33, 512], experts=512, k=10, e4m3=128, **sizes)
+    yield from every(tokens=[1, 2, 8, 16], experts=256, k=8, packed=PACKED[3], **sizes)
 
 
 def e4m3():
     yield from drawn(algos_of(every([*SIZES, dict(experts=8, k=2, hidden=2112, inner=64, shared=64)],
-                                           tokens=[*range(1, 18), 31, 32, 33, 64, 100, 129, 257], io=IO)), gaps=GAPS, e4m3=(128, 64, 16, 1)))
+                                           tokens=[*range(1, 18), 31, 32, 33, 64, 100, 129, 257], io=IO)), gaps=GAPS, e4m3=(128, 64, 16, 1))
 
 
 def packed():
@@ -91,10 +91,10 @@ def packed():
                  (1, 1, 256, 256, 1280), (8, 2, 4096, 256, 256))
     tokens = list(range(1, MOE_PACKED_TOKENS + 1))
     yield from drawn(every(sizes, tokens=tokens, io=IO), normalise=(True, False, True), ways=(REPEATED, ONCE, ONCE, ONCE), packed=PACKED,
-                            gaps=GAPS))
+                            gaps=GAPS)
     for n in tokens:
         yield from drawn(every([dict(favour=5), dict(ties=True), dict(broken=(0,)), dict(broken=(n - 1,), shared=512)], tokens=n, inner=256,
-                                      io=IO), packed=PACKED))
+                                      io=IO), packed=PACKED)
     yield from every(inner=[128, 384], shared=128, tokens=5, hidden=384, packed=PACKED[1])      # of q8_0 alone
 
 
