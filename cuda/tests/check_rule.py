@@ -15,7 +15,7 @@ from cases import every, rows
 from harness import Launch, Output, expect, group, null_params, one_by_one, report, verify
 from rule_case import REPEATS, RuleCase, rule
 
-UNALIGNED = [RECURRENT, AUTO]       # what takes rows at any address
+UNALIGNED = (RECURRENT, AUTO)       # what takes rows at any address
 MIXED = [0, 3, 65, 0, 1, 17, 130, 0]
 IO = ["f32", "bf16", "f16"]
 # Elements before the rows of q, k, v and of o, and columns after each.
@@ -58,8 +58,8 @@ def any_size():
     yield from every([dict(lens=[130, 300], decay="mixed, 64"), dict(lens=[1000], decay="none"), dict(lens=[130], qk_size=1e-3),
                       dict(lens=[130, 31], l2norm=False)], io=IO)
     yield from every(gate=IO, io=["f32", "bf16"], lens=[[33]])
-    yield dict(lens=[1] * 70000, hk=1, hv=1, k=8, v=8, algos=[RECURRENT])
-    yield dict(lens=[i % 3 for i in range(66000)], hk=1, hv=1, k=8, v=4, algos=[RECURRENT])
+    yield dict(lens=[1] * 70000, hk=1, hv=1, k=8, v=8, algos=(RECURRENT,))
+    yield dict(lens=[i % 3 for i in range(66000)], hk=1, hv=1, k=8, v=4, algos=(RECURRENT,))
     yield from every(rows("lens", [50] * 20, [1] * 300, [1] * 20), hk=4, hv=8)
     yield dict(lens=[50], hk=1, hv=1)
     yield from every(rows("lens", [4] * 3, [5] * 3), io="f32", slots="shared")
