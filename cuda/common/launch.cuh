@@ -1,5 +1,5 @@
-// Launches: also clusters, and such as overlap the kernel before them. A launch reports its own error; plain <<<>>> only
-// leaves one to cudaGetLastError(), which also returns what an earlier call of somebody else left there.
+// Launches, also of clusters, and those that overlap the kernel before them. A launch returns its own error; plain <<<>>> only
+// leaves it to cudaGetLastError(), which may also return the error of an unrelated earlier call.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,6 +28,14 @@ int has_sm90_code(bool *yes);
 // Whether it has the instructions that only sm_90a has: wgmma and setmaxnreg.
 int has_sm90a_code(bool *yes);
 
+// All that the choosers know of the current device.
+inline int current_device(Device *d) {
+  if (const int status = sm_count(&d->sms)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&d->shared_bytes)) return status;
+  if (const int status = has_sm90_code(&d->sm90)) return status;
+  return has_sm90a_code(&d->sm90a);
+}
+
 // The percentage of a multiprocessor's memory that overlapping launches prefer as shared memory, or more where their blocks need more. The rest
 // is L1, where loads of weights need room while they are under way.
 //
@@ -35,8 +43,8 @@ int has_sm90a_code(bool *yes);
 // So a kernel with much shared memory decides for the kernels beside it, unless all prefer the same split (README.md).
 constexpr int kCarveout = 50;
 
-// What this launch prefers: room for the blocks that a multiprocessor has of it. Negative where they do not fit at once, or where that
-// cannot be asked; then the driver decides.
+// The carveout that this launch prefers: room for all its blocks on a multiprocessor. Negative where they do not fit at once, or where
+// the query fails; then the driver decides.
 template <typename... P> int preferred_carveout(void (*kernel)(P...), const LaunchConfig &config) {
   int sms = 0, shared = 0, threads = 0;
   cudaFuncAttributes of = {};
@@ -87,7 +95,7 @@ int launch(void (*kernel)(P...), const LaunchConfig &config, A &&...args) {
 }
 
 // The same for a kernel that may need more than 48 KB of dynamic shared memory, which it must be allowed first: once a
-// device and not at every launch. A context that was destroyed and made anew has forgotten it; then the launch says so.
+// device and not at every launch. A context that was destroyed and created again has lost it; then the launch fails and repeats it.
 template <auto *KERNEL, typename... A> int launch_allowed(const LaunchConfig &config, int optin, A &&...args) {
   static PerDevice allowed;
   const auto allow = [&] { return allow_shared_memory(KERNEL, config.shared_bytes, optin); };

@@ -69,13 +69,13 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Made here in every lane, where the compiler would make it in those alone that use it.
+// Computed in every lane, where the compiler would compute it only in those that use it.
 __device__ __forceinline__ uint32_t in_every_lane(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// The lane, by an exchange and not from the thread's number alone: the assembler would read that anew (S2R, some 30 cycles)
+// The lane, by an exchange and not from the thread's number alone: the assembler would read that again (S2R, about 30 cycles)
 // wherever registers are short.
 __device__ __forceinline__ int kept_lane() {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -84,8 +84,8 @@ __device__ __forceinline__ int kept_lane() {
 
 // ---- loads of 16 bytes ----
 
-// Past L1, and L2 fetches whole lines. Of what no kernel writes while this one runs, not even the one before it under overlap. No "memory" clobber: it may
-// pass other accesses, but not another volatile instruction.
+// Past L1, and L2 fetches whole lines. For data that no kernel writes while this one runs, nor the kernel before it under overlap.
+// No "memory" clobber: it may pass other accesses, but not another volatile instruction.
 //
 // NOTES: not ld.global.nc. ptxas (13.0) moves griddepcontrol.wait up above such loads, as they depend on no store, and
 // nothing would be under way during the wait; it does not above these.
@@ -96,7 +96,7 @@ __device__ __forceinline__ uint4 load_stream(const void *p) {
   return v;
 }
 
-// Of what the kernel before this one wrote: the coherent path, and not before a wait that stands above it.
+// For data that the kernel before this one wrote: the coherent path, and not before a wait above it.
 __device__ __forceinline__ uint4 load_after_wait(const void *p) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -104,7 +104,7 @@ __device__ __forceinline__ uint4 load_after_wait(const void *p) {
   return v;
 }
 
-// The same of one number, through L1: a scale of many weights.
+// The same for one number, through L1: a scale of many weights.
 __device__ __forceinline__ float load_float(const float *p) {
   float x;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(p));
@@ -215,8 +215,8 @@ __device__ __forceinline__ void mma1688_tf32(float (&acc)[4], const float (&a)[4
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   GDN_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// What this thread initialised is seen by the copy engine too; other threads still need a barrier of the block. It takes long:
-// once for all.
+// Makes this thread's barrier_init() visible to the copy engine; other threads still need a barrier of the block. It takes long:
+// once for all barriers.
 __device__ __forceinline__ void barriers_initialised() { GDN_SM90("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Arrives, with `bytes` to come from copies or store_async() before the phase is over. They may be there already.
@@ -228,25 +228,25 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   GDN_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// blockIdx.x, read where it stands: what follows from it is worked out anew and not kept in registers.
-__device__ __forceinline__ unsigned block_anew() {
+// blockIdx.x, read at this place: what depends on it is computed again and not kept in registers.
+__device__ __forceinline__ unsigned reread_block() {
   unsigned x;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
   return x;
 }
 
-// The lane, in a register from here on and not from the kernel's begin.
+// The lane, in a register from here on and not from the begin of the kernel.
 __device__ __forceinline__ int lane_here() {
   int x;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(x));
   return x & 31;    // so that divisions of it are shifts
 }
 
-// `lane`, by way of a shared address that changes from turn to turn of a loop: what follows from it is worked out in each turn,
-// in a few instructions, where ptxas would keep it in registers that it has not.
-__device__ __forceinline__ int anew(int lane, uint32_t address) { return (lane | static_cast<int>(address >> 31)) & 31; }
+// `lane`, through a shared address that changes in each iteration of a loop: what depends on it is computed in each iteration, in a
+// few instructions, where ptxas would keep it in registers that it does not have.
+__device__ __forceinline__ int recompute_lane(int lane, uint32_t address) { return (lane | static_cast<int>(address >> 31)) & 31; }
 
-// What this thread wrote to shared memory before this is seen by wgmma and bulk copies after it.
+// Makes this thread's earlier writes to shared memory visible to later wgmma and bulk copies.
 __device__ __forceinline__ void fence_async() { GDN_SM90("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Until the phase of this parity is over: the first has parity 0.
@@ -280,7 +280,7 @@ __device__ __forceinline__ void store_box(uint32_t from, const void *map, int c0
            : "memory");
 }
 
-// Until this thread's boxes have been read, so that what they were stored from may be written.
+// Waits until this thread's boxes have been read, so that their shared memory may be written.
 __device__ __forceinline__ void stores_read() { GDN_SM90("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // The reverses of load_matrices() and load_matrices_trans().
@@ -296,7 +296,7 @@ __device__ __forceinline__ void store_matrices_trans(uint32_t row, const uint32_
            : "memory");
 }
 
-// The same for what other blocks of the cluster sent.
+// The same for data that other blocks of the cluster sent.
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   GDN_SM90(
       "{\n.reg .pred done;\n"

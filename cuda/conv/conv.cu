@@ -1,6 +1,15 @@
 // gdn_conv: checks the parameters and calls the launcher of the input type.
+#include "../common/convert.cuh"
 #include "../common/host.cuh"
-#include "conv.h"
+
+namespace gdn {
+namespace conv {
+
+// One translation unit an input type.
+template <typename T> int launch_conv(const gdn_conv_params &p, int sms, cudaStream_t stream);
+
+}  // namespace conv
+}  // namespace gdn
 
 extern "C" int gdn_conv(const gdn_conv_params *params, cudaStream_t stream) {
   using namespace gdn;
@@ -17,15 +26,10 @@ extern "C" int gdn_conv(const gdn_conv_params *params, cudaStream_t stream) {
 
   const int32_t tokens = max_tokens(p.seqs);
   if (p.seqs.num_seqs == 0 || p.channels == 0) return GDN_OK;
-  if (tokens == 0 && state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots)) return GDN_OK;
+  if (tokens == 0 && state_in_place(p)) return GDN_OK;
   if (!p.weight || !p.state_in || !p.state_out || (tokens > 0 && (!p.x.ptr || !p.y.ptr))) return GDN_NULL_POINTER;
 
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
-  switch (p.io_dtype) {
-    case GDN_F32: return launch_conv_f32(p, sms, stream);
-    case GDN_BF16: return launch_conv_bf16(p, sms, stream);
-    case GDN_F16: return launch_conv_f16(p, sms, stream);
-  }
-  return GDN_BAD_DTYPE;
+  return with_dtype(p.io_dtype, [&](auto io) { return conv::launch_conv<typename decltype(io)::type>(p, sms, stream); });
 }

@@ -1,6 +1,4 @@
 // The convolution for bf16 inputs.
 #include "kernel.cuh"
 
-int gdn::launch_conv_bf16(const gdn_conv_params &p, int sms, cudaStream_t stream) {
-  return conv::with_dtype_of_io<__nv_bfloat16>(p, sms, stream);
-}
+template int gdn::conv::launch_conv<__nv_bfloat16>(const gdn_conv_params &, int, cudaStream_t);

@@ -14,36 +14,18 @@
 #include "../common/ptx.cuh"
 #include "../common/sequences.cuh"
 #include "../norm/rows.cuh"
-#include "conv.h"
-
-// Open to a sweep by -D (README.md).
-#ifndef GDN_CONV_CHANNELS
-#define GDN_CONV_CHANNELS 4   // a thread, where rows are aligned for it and it is at most 16 bytes
-#endif
-#ifndef GDN_CONV_GROUP
-#define GDN_CONV_GROUP 4      // rows a load group
-#endif
-#ifndef GDN_CONV_ACROSS
-#define GDN_CONV_ACROSS 128   // threads of a block side by side over channels; the rest of its 128 are further runs
-#endif
-#ifndef GDN_CONV_WAVES
-#define GDN_CONV_WAVES 1      // fillings of the card, at least, that inputs are cut into
-#endif
-#ifndef GDN_CONV_MAX_RUN
-#define GDN_CONV_MAX_RUN 256
-#endif
-#ifndef GDN_CONV_TILE
-#define GDN_CONV_TILE 16      // tokens a run of long inputs
-#endif
-#ifndef GDN_CONV_REGISTERS
-#define GDN_CONV_REGISTERS 32 // a thread's, besides weights, window, rows and two a tap
-#endif
 
 namespace gdn {
 namespace conv {
 
-constexpr int kThreads = 128;
-constexpr int kAcross = GDN_CONV_ACROSS, kRunsPerBlock = kThreads / kAcross;
+// Measured (README.md).
+constexpr int kThreads = 128, kAcross = 128;    // of a block, and those of them side by side over channels; the rest are further runs
+constexpr int kChannels = 4;      // a thread, where rows are aligned for it and it is at most 16 bytes
+constexpr int kGroupRows = 4;     // a load group
+constexpr int kWaves = 1;         // fillings of the card, at least, that inputs are cut into
+constexpr int kMaxRun = 256, kTileTokens = 16;    // tokens a run, and of a run of long inputs
+constexpr int kSpareRegisters = 32;    // of a thread, besides weights, window, rows and two a tap
+constexpr int kRunsPerBlock = kThreads / kAcross;
 constexpr int64_t kMaxGridYZ = 65535;
 
 struct Plan {
@@ -54,11 +36,11 @@ struct Plan {
 
 // What a kernel is made of.
 template <typename T, int W, int N> struct Shape {
-  static constexpr int kGroup = N * sizeof(T) >= 8 ? GDN_CONV_GROUP : 8;
+  static constexpr int kGroup = N * sizeof(T) >= 8 ? kGroupRows : 8;
   // A run is no shorter than this, nor than W - 1: only a first run may reach the old state.
   static constexpr int kMinRun = kGroup >= 8 || W - 1 > 4 ? 8 : 4;
   static constexpr int kRowWords = N * sizeof(T) >= 4 ? N * sizeof(T) / 4 : 1;
-  static constexpr int kRegisters = N * (2 * W - 1) + 2 * kGroup * kRowWords + 2 * W + GDN_CONV_REGISTERS;
+  static constexpr int kRegisters = N * (2 * W - 1) + 2 * kGroup * kRowWords + 2 * W + kSpareRegisters;
   static constexpr int kFit = 65536 / (kThreads * kRegisters);
   static constexpr int kBlocks = kFit < 1 ? 1 : kFit > 8 ? 8 : kFit;    // a multiprocessor
 };
@@ -90,14 +72,14 @@ template <typename T, int N, int G> struct Ahead {
   int64_t stride;
 
   __device__ __forceinline__ Ahead(Row<T, N> *, int64_t stride) : stride(stride) {}
-  __device__ __forceinline__ void begin(const T *rows, int left) {
+  __device__ __forceinline__ void begin(const T *rows, int remaining) {
     from = rows;
-    load_group(next, from, stride, left);
+    load_group(next, from, stride, remaining);
   }
-  __device__ __forceinline__ void take(Row<T, N> (&rows)[G], int left) {
+  __device__ __forceinline__ void take(Row<T, N> (&rows)[G], int remaining) {
 #pragma unroll
     for (int u = 0; u < G; ++u) rows[u] = next[u];
-    load_group(next, from, stride, left - G);
+    load_group(next, from, stride, remaining - G);
   }
 };
 
@@ -109,11 +91,11 @@ template <typename T, int N, int G, int ROWS> struct Tile {
   int64_t stride;
 
   __device__ __forceinline__ Tile(Row<T, N> *shared, int64_t stride) : first(ptx::shared_address(shared + threadIdx.x)), stride(stride) {}
-  __device__ __forceinline__ void begin(const T *rows, int left) {
+  __device__ __forceinline__ void begin(const T *rows, int remaining) {
     at = first;
 #pragma unroll
     for (int u = 0; u < ROWS; ++u, rows += stride) {
-      if (u < left) ptx::copy_async_8(first + u * (8 * kThreads), rows);
+      if (u < remaining) ptx::copy_async_8(first + u * (8 * kThreads), rows);
       if (u % G == G - 1) ptx::copy_async_commit();
     }
   }
@@ -128,21 +110,21 @@ template <typename T, int N, int G, int ROWS> struct Tile {
   }
 };
 
-// `left` tokens, which `source` has begun.
+// `remaining` tokens, which `source` has begun.
 template <bool SILU, typename T, int W, int N, int G, typename Source>
-__device__ __forceinline__ void walk(Source &source, T *y, int64_t y_stride, int left, const float (&weight)[N * W],
+__device__ __forceinline__ void walk(Source &source, T *y, int64_t y_stride, int remaining, const float (&weight)[N * W],
                                      float (&window)[W - 1][N]) {
 #pragma unroll 1
-  for (; left > 0; left -= G) {
+  for (; remaining > 0; remaining -= G) {
     Row<T, N> rows[G];
-    source.take(rows, left);
-    if (left >= G) {
+    source.take(rows, remaining);
+    if (remaining >= G) {
 #pragma unroll
       for (int u = 0; u < G; ++u, y += y_stride) token<SILU, T, W, N>(rows[u], weight, window, y);
     } else {
 #pragma unroll
       for (int u = 0; u < G; ++u, y += y_stride) {
-        if (u >= left) break;
+        if (u >= remaining) break;
         token<SILU, T, W, N>(rows[u], weight, window, y);
       }
     }
@@ -168,14 +150,14 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
   __shared__ Row<T, N> shared[Source::kShared];
   Source source(shared, x_stride);
   int64_t t0 = static_cast<int64_t>(first_run) * plan.run;
-  const auto left = [&] { return static_cast<int>(min(static_cast<int64_t>(plan.run), seq.count - t0)); };
-  source.begin(x + t0 * x_stride, left());
+  const auto remaining = [&] { return static_cast<int>(min(static_cast<int64_t>(plan.run), seq.count - t0)); };
+  source.begin(x + t0 * x_stride, remaining());
 
   const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
   if (in_slot < 0 || out_slot < 0) {    // padding
     const float zero[N] = {};
     for (; t0 < seq.count; t0 += step)
-      for (int64_t t = t0; t < t0 + left(); ++t) store_row(y + t * y_stride, zero);
+      for (int64_t t = t0; t < t0 + remaining(); ++t) store_row(y + t * y_stride, zero);
     return;
   }
   const T *old_state = static_cast<const T *>(p.state_in) + in_slot * p.in_slots.slot_stride + channel;
@@ -203,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
     for (int j = 0; j < W - 1; ++j)
 #pragma unroll
       for (int i = 0; i < N; ++i) window[j][i] = before[j][i];
-    const int tokens = left();
+    const int tokens = remaining();
     if (p.silu) walk<true, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
     else walk<false, T, W, N, G>(source, y + t0 * y_stride, y_stride, tokens, weight, window);
     // More runs than the host foresaw are taken in turn.
@@ -212,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
     const T *from = x + (t0 - (W - 1)) * x_stride;
 #pragma unroll
     for (int j = 0; j < W - 1; ++j, from += x_stride) before[j] = load_row<T, N>(from);
-    source.begin(from, left());
+    source.begin(from, remaining());
   }
 
   if (first_run == 0) {
@@ -232,22 +214,22 @@ __global__ void __launch_bounds__(kThreads, Shape<T, W, N>::kBlocks)
 
 template <typename T, int W, int N> int launch(const gdn_conv_params &p, int sms, cudaStream_t stream) {
   using S = Shape<T, W, N>;
-  static_assert(S::kMinRun >= W - 1 && GDN_CONV_TILE >= W - 1, "a later run would need the old state");
+  static_assert(S::kMinRun >= W - 1 && kTileTokens >= W - 1, "a later run would need the old state");
   // One run a thread the card has room for, so that inputs are read twice as rarely as can be; of very long inputs
   // several, all full.
   const int64_t tokens = max_tokens(p.seqs) > 0 ? max_tokens(p.seqs) : 1;
   const int64_t channel_blocks = ceil_div(p.channels, kAcross * N);
   const int64_t all_columns = channel_blocks * p.seqs.num_seqs, columns = all_columns < kMaxBlocks ? all_columns : kMaxBlocks;
   const int64_t full = static_cast<int64_t>(sms) * S::kBlocks * kRunsPerBlock;
-  const int64_t least = ceil_div(columns * tokens, GDN_CONV_MAX_RUN * full);
-  const int64_t room = (least > GDN_CONV_WAVES ? least : GDN_CONV_WAVES) * full / columns;
+  const int64_t least = ceil_div(columns * tokens, kMaxRun * full);
+  const int64_t room = (least > kWaves ? least : kWaves) * full / columns;
   int64_t run = ceil_div(ceil_div(tokens, room > 1 ? room : 1), S::kGroup) * S::kGroup;
   if (run < S::kMinRun) run = S::kMinRun;
   // Of inputs of several fillings of the card short runs, in order, so that what is on its way lies close together: 16 tokens
   // each take 9 % less at 8192 tokens of 8192 channels than one filling of 168.
   void (*kernel)(gdn_conv_params, Plan) = conv_kernel<T, W, N, Ahead<T, N, S::kGroup>>;
   if constexpr (N * sizeof(T) == 8) {
-    if (run >= 2 * GDN_CONV_TILE) run = GDN_CONV_TILE, kernel = conv_kernel<T, W, N, Tile<T, N, S::kGroup, GDN_CONV_TILE>>;
+    if (run >= 2 * kTileTokens) run = kTileTokens, kernel = conv_kernel<T, W, N, Tile<T, N, S::kGroup, kTileTokens>>;
   }
   int64_t run_blocks = ceil_div(ceil_div(tokens, run), kRunsPerBlock);
   if (run_blocks > kMaxGridYZ) run_blocks = kMaxGridYZ;
@@ -262,7 +244,7 @@ template <typename T, int W, int N> int launch(const gdn_conv_params &p, int sms
 }
 
 template <typename T, int W> int with_width(const gdn_conv_params &p, int sms, cudaStream_t stream) {
-  constexpr int kMost = 16 / sizeof(T), kVec = GDN_CONV_CHANNELS < kMost ? GDN_CONV_CHANNELS : kMost;
+  constexpr int kMost = 16 / sizeof(T), kVec = kChannels < kMost ? kChannels : kMost;
   constexpr int kBytes = kVec * sizeof(T);
   const bool vec = p.channels % kVec == 0 && aligned_tokens(p.x, kVec, p.io_dtype) &&
                    aligned_tokens(p.y, kVec, p.io_dtype) && aligned(p.state_in, kBytes) && aligned(p.state_out, kBytes) &&
@@ -273,7 +255,7 @@ template <typename T, int W> int with_width(const gdn_conv_params &p, int sms, c
   return launch<T, W, 1>(p, sms, stream);
 }
 
-template <typename T> int with_dtype_of_io(const gdn_conv_params &p, int sms, cudaStream_t stream) {
+template <typename T> int launch_conv(const gdn_conv_params &p, int sms, cudaStream_t stream) {
   switch (p.width) {
     case 2: return with_width<T, 2>(p, sms, stream);
     case 3: return with_width<T, 3>(p, sms, stream);

@@ -7,24 +7,13 @@
 #include "../common/math.cuh"
 #include "rows.cuh"
 
-// Open to a sweep by -D (README.md).
-#ifndef GDN_NORM_THREADS
-#define GDN_NORM_THREADS 128
-#endif
-#ifndef GDN_NORM_TOKENS
-#define GDN_NORM_TOKENS 4
-#endif
-#ifndef GDN_NORM_BLOCKS
-#define GDN_NORM_BLOCKS (896 / GDN_NORM_THREADS)
-#endif
-
 namespace gdn {
 namespace norm {
 
-constexpr int kThreads = GDN_NORM_THREADS;
-// Tokens a group of lanes, at most; a lane of several loads a row takes fewer.
-template <int ITEMS> constexpr int kTokens = GDN_NORM_TOKENS / ITEMS < 1 ? 1 : GDN_NORM_TOKENS / ITEMS;
-constexpr int kBlocks = GDN_NORM_BLOCKS;    // a multiprocessor
+// Measured (README.md): threads a block, blocks a multiprocessor, and tokens a group of lanes, at most; a lane of several loads a
+// row has fewer.
+constexpr int kThreads = 128, kBlocks = 896 / kThreads, kMaxTokens = 4;
+template <int ITEMS> constexpr int kTokens = kMaxTokens / ITEMS < 1 ? 1 : kMaxTokens / ITEMS;
 
 struct Plan {
   const void *x, *z;    // of the first token of this launch
@@ -53,10 +42,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Row<T, N> xs[ITEMS][kTokens<ITEMS>], zs[ITEMS][kTokens<ITEMS>];
 #pragma unroll
   for (int m = 0; m < ITEMS; ++m) {
-    const int left = col + m * LANES * N < p.head_v ? count : 0;
+    const int remaining = col + m * LANES * N < p.head_v ? count : 0;
     const T *from_x = x + m * LANES * N, *from_z = z + m * LANES * N;
-    load_group(xs[m], from_x, p.x.token_stride, left);
-    load_group(zs[m], from_z, p.z.token_stride, left);
+    load_group(xs[m], from_x, p.x.token_stride, remaining);
+    load_group(zs[m], from_z, p.z.token_stride, remaining);
   }
 
   float weight[ITEMS][N] = {};

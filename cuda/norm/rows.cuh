@@ -56,12 +56,12 @@ template <typename T, int N> __device__ __forceinline__ void store_row(T *to, co
   }
 }
 
-// The next rows, of which `left` exist.
+// The next rows, of which `remaining` exist.
 template <typename T, int N, int G>
-__device__ __forceinline__ void load_group(Row<T, N> (&rows)[G], const T *&from, int64_t stride, int left) {
+__device__ __forceinline__ void load_group(Row<T, N> (&rows)[G], const T *&from, int64_t stride, int remaining) {
 #pragma unroll
   for (int u = 0; u < G; ++u) {
-    if (u < left) rows[u] = load_row<T, N>(from);
+    if (u < remaining) rows[u] = load_row<T, N>(from);
     from += stride;
   }
 }

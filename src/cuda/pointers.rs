@@ -1,6 +1,6 @@
 //! Device pointers of candle's storages, and the plain structs of the C ABI made of them.
 
-use crate::abi::gdn;
+use crate::abi as gdn;
 use crate::ops::{CudaWritten, HeadsLayout, SequencePlan};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};

@@ -201,9 +201,6 @@ impl Rule {
             gates: &self.gates,
             slots,
             cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-            token_states: self.token_states.as_ref(),
-            checkpoints: self.checkpoints.as_ref().map(|to| &to.tensor),
-            checkpoint_tokens: self.checkpoints.as_ref().map_or(0, |to| to.every),
         }
     }
 

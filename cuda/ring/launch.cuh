@@ -1,0 +1,52 @@
+// Grids of this folder's kernels.
+#pragma once
+
+#include "../common/convert.cuh"
+#include "../common/launch.cuh"
+#include "flush_kernel.cuh"
+#include "ring.h"
+#include "token.cuh"
+#include "tokens.cuh"
+
+namespace gdn {
+namespace ring {
+
+// Blocks of `rows` rows of a head.
+inline dim3 grid_of(const gdn_common &p, int rows) {
+  return dim3(kDim / rows, static_cast<unsigned>(p.num_v_heads), static_cast<unsigned>(p.seqs.num_seqs));
+}
+
+template <typename T, typename ST, int MAX> int launch_tokens(const gdn_ring_step_params &p, const Sizes &sizes, cudaStream_t stream) {
+  using S = TokensShared<T, ST, MAX>;
+  int optin = 0;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (sizeof(S) > static_cast<size_t>(optin)) return GDN_BAD_ALGO;
+  return launch_allowed<tokens_kernel<T, ST, MAX>>(
+      {grid_of(p.common, kDim), dim3(32 * S::kWarps), sizeof(S), stream, p.layer.overlap != 0}, optin, p, sizes);
+}
+
+template <typename T> int launch_step(const gdn_ring_step_params &p, int algo, cudaStream_t stream) {
+  const Sizes sizes = step::sizes_of(p.common);
+  return with_state_dtype(p.common.state_dtype, [&](auto state) {
+    using ST = typename decltype(state)::type;
+    if (algo == GDN_RING_FMA) {
+      constexpr int kBytes = kDim * kDim * sizeof(ST);
+      return launch_allowed<token_kernel<T, ST>>(
+          {grid_of(p.common, kDim), dim3(32 * kTokenWarps), kBytes, stream, p.layer.overlap != 0}, kBytes, p, sizes);
+    }
+    const int32_t tokens = max_tokens(p.common.seqs);
+    return tokens <= 4   ? launch_tokens<T, ST, 4>(p, sizes, stream)
+           : tokens <= 8 ? launch_tokens<T, ST, 8>(p, sizes, stream)
+                         : launch_tokens<T, ST, 16>(p, sizes, stream);
+  });
+}
+
+template <typename T> int launch_flush(const gdn_ring_flush_params &p, cudaStream_t stream) {
+  return with_state_dtype(p.common.state_dtype, [&](auto state) {
+    using ST = typename decltype(state)::type;
+    return launch(flush_kernel<T, ST>, {grid_of(p.common, kFlushRows), dim3(32 * kFlushWarps), 0, stream}, p, step::sizes_of(p.common));
+  });
+}
+
+}  // namespace ring
+}  // namespace gdn

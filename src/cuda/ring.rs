@@ -1,0 +1,190 @@
+//! `gdn_ring_step`, and what else moves rings: flushes, the convolution's windows, heads and lengths.
+
+use super::arena::alloc;
+use super::pointers::{check, dtype_code, int, read, stream_of, write, Pointer};
+use super::rule::{common_of, sequences};
+use super::step::StepArgs;
+use crate::abi as gdn;
+use crate::ops::ring::{Move, Ring, Window, RING_ROWS, RING_WINDOW};
+use crate::ops::{in_place_cuda, in_place_cuda_if_any, CuSeqlens, CudaWritten, Slots};
+use crate::{held, held_slots, held_u32};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+use candle_core::{CudaStorage, Result, Tensor};
+use std::ffi::c_void;
+
+const OP: &str = "ring";
+
+/// The pointers of a ring that is written.
+struct Written<'a> {
+    ring: gdn::Ring,
+    inputs: *mut c_void,
+    inputs_stride: i64,
+    _guards: [Pointer<'a>; 4],
+}
+
+/// `run` with all tensors of the ring but the spans held for writing.
+fn with_ring<R>(
+    ring: &Ring,
+    stream: &CudaStream,
+    spans: *const u32,
+    run: impl FnOnce(&Written<'_>) -> Result<R>,
+) -> Result<R> {
+    in_place_cuda(OP, &ring.keys, |keys| {
+        in_place_cuda(OP, &ring.updates, |updates| {
+            in_place_cuda(OP, &ring.decays, |decays| {
+                in_place_cuda(OP, &ring.inputs, |inputs| {
+                    let strides = [&keys, &updates, &decays, &inputs].map(|(_, layout)| layout.stride()[0] as i64);
+                    let [keys, updates, decays, inputs] = [keys, updates, decays, inputs].map(|(storage, layout)| {
+                        let size = storage.dtype().size_in_bytes();
+                        Ok::<_, candle_core::Error>((write(storage, stream)?, layout.start_offset(), size))
+                    });
+                    let (keys, updates, decays, inputs) = (keys?, updates?, decays?, inputs?);
+                    let start =
+                        |(pointer, offset, size): &(Pointer<'_>, usize, usize)| pointer.at::<c_void>(*offset, *size);
+                    run(&Written {
+                        ring: gdn::Ring {
+                            keys: start(&keys),
+                            updates: start(&updates).cast(),
+                            decays: start(&decays).cast(),
+                            spans,
+                            keys_stride: strides[0],
+                            updates_stride: strides[1],
+                            decays_stride: strides[2],
+                            capacity: RING_ROWS as i32,
+                            max_entries: RING_WINDOW as i32,
+                        },
+                        inputs: start(&inputs),
+                        inputs_stride: strides[3],
+                        _guards: [keys.0, updates.0, decays.0, inputs.0],
+                    })
+                })
+            })
+        })
+    })
+}
+
+fn addressed((slots_read, slots_write): (*const u32, *const u32), num_slots: usize, stride: usize) -> [gdn::Slots; 2] {
+    [slots_read, slots_write].map(|slots| gdn::Slots { slots, num_slots: num_slots as i64, slot_stride: stride as i64 })
+}
+
+/// Runs the step over the pair of the state and its ring.
+pub(crate) fn step(args: &StepArgs<'_>, ring: &Ring, state: &Tensor) -> Result<CudaStorage> {
+    in_place_cuda(args.name, state, |state| launch_step(args, ring, state))
+}
+
+fn launch_step(args: &StepArgs<'_>, ring: &Ring, (state, layout): CudaWritten<'_>) -> Result<CudaStorage> {
+    let (stream, arena) = (&*stream_of(args.x)?, args.plan.launch.arena.as_ref());
+    let mut out = alloc(arena, args.x, &args.out_shape())?;
+    let to = write(&mut out, stream)?;
+    let state_dtype = state.dtype();
+    let state = write(state, stream)?;
+    let cursors = ring.cursors.tensor();
+    held!(spans, cursors, stream);
+    args.with_layer(stream, &to, (&state, layout, state_dtype), |common, layer| {
+        with_ring(ring, stream, spans.at(0, 4), |written| {
+            let params = gdn::RingStepParams {
+                common,
+                layer,
+                ring: written.ring,
+                inputs: written.inputs,
+                inputs_stride: written.inputs_stride,
+                algo: gdn::GDN_RING_AUTO,
+            };
+            // SAFETY: every pointer reaches what the plan and the ring were checked for, and the guards outlive the launch.
+            check(args.name, unsafe { gdn::gdn_ring_step(&params, stream.cu_stream().cast::<c_void>()) })
+        })
+    })?;
+    drop((to, state));
+    Ok(out)
+}
+
+/// See [`Ring::fold`]; slots are u32.
+pub(crate) fn flush(ring: &Ring, state: &Tensor, slots: &Slots, to: Option<&Tensor>) -> Result<()> {
+    let dims = ring.dims()?;
+    in_place_cuda(OP, state, |(storage, layout)| {
+        in_place_cuda_if_any(OP, to, |to| {
+            let stream = &*stream_of(storage)?;
+            let (dtype, count) = (storage.dtype(), slots.len());
+            let state = write(storage, stream)?;
+            let other_pool = to.map(|(storage, layout)| Ok::<_, candle_core::Error>((write(storage, stream)?, layout)));
+            let other_pool = other_pool.transpose()?;
+            held_slots!(slots, Some(slots), stream);
+            let mut common = common_of(OP, dims, ring.keys.dtype(), (&state, layout, dtype))?;
+            common.seqs = sequences(int(OP, "sequences", count)?, 0, std::ptr::null());
+            [common.in_slots, common.out_slots] = addressed(slots, layout.dims()[0], layout.stride()[0]);
+            if let Some((pointer, layout)) = &other_pool {
+                common.state_out = pointer.at(layout.start_offset(), dtype.size_in_bytes());
+                common.out_slots.num_slots = layout.dims()[0] as i64;
+                common.out_slots.slot_stride = layout.stride()[0] as i64;
+            }
+            let cursors = ring.cursors.tensor();
+            held!(spans, cursors, stream);
+            with_ring(ring, stream, spans.at(0, 4), |written| {
+                let params = gdn::RingFlushParams { common, ring: written.ring };
+                // SAFETY: as above.
+                check(OP, unsafe { gdn::gdn_ring_flush(&params, stream.cu_stream().cast::<c_void>()) })
+            })
+        })
+    })
+}
+
+/// See [`Ring::window`]; slots are u32.
+pub(crate) fn window(ring: &Ring, conv_state: &Tensor, slots: &Slots, to: Window) -> Result<()> {
+    in_place_cuda(OP, conv_state, |(storage, layout)| {
+        let stream = &*stream_of(storage)?;
+        let (dtype, count) = (storage.dtype(), slots.len());
+        let (num_slots, width, channels) = (layout.dims()[0], layout.dims()[1] + 1, layout.dims()[2]);
+        let state = write(storage, stream)?;
+        held_slots!(slots, Some(slots), stream);
+        let [mut in_slots, out_slots] = addressed(slots, num_slots, layout.stride()[0]);
+        in_slots.num_slots = ring.inputs.dims()[0] as i64;
+        let cursors = ring.cursors.tensor();
+        held!(spans, cursors, stream);
+        in_place_cuda(OP, &ring.inputs, |(inputs, inputs_layout)| {
+            let inputs = write(inputs, stream)?;
+            let params = gdn::RingInputsParams {
+                inputs: inputs.at(inputs_layout.start_offset(), dtype.size_in_bytes()),
+                conv_state: state.at(layout.start_offset(), dtype.size_in_bytes()),
+                spans: spans.at(0, 4),
+                in_slots,
+                out_slots,
+                inputs_stride: inputs_layout.stride()[0] as i64,
+                num_seqs: int(OP, "sequences", count)?,
+                channels: int(OP, "channels", channels)?,
+                conv_width: width as i32,
+                capacity: RING_ROWS as i32,
+                io_dtype: dtype_code(dtype),
+                to_ring: (to == Window::ToRing).into(),
+            };
+            // SAFETY: as above.
+            check(OP, unsafe { gdn::gdn_ring_inputs(&params, stream.cu_stream().cast::<c_void>()) })
+        })
+    })
+}
+
+/// Moves heads and lengths after a call; slots are u32.
+pub(crate) fn advance(cursors: &Tensor, slots: &Slots, moved: Move<'_>) -> Result<()> {
+    in_place_cuda(OP, cursors, |(storage, layout)| {
+        let stream = &*stream_of(storage)?;
+        let (count, num_slots) = (slots.len(), layout.dims()[0]);
+        let cursors = write(storage, stream)?;
+        held_slots!(slots, Some(slots), stream);
+        let [in_slots, out_slots] = addressed(slots, num_slots, 1);
+        held_u32!(cu_seqlens, moved.cu_seqlens.map(CuSeqlens::tensor), stream);
+        held_u32!(accepted, moved.accepted, stream);
+        let tokens = moved.cu_seqlens.map_or(moved.each, CuSeqlens::max_len);
+        let params = gdn::RingAdvanceParams {
+            spans: cursors.at(layout.start_offset(), 4),
+            accepted,
+            in_slots,
+            out_slots,
+            seqs: sequences(int(OP, "sequences", count)?, int(OP, "tokens", tokens)?, cu_seqlens),
+            capacity: RING_ROWS as i32,
+            max_entries: RING_WINDOW as i32,
+            flushed: moved.fold.into(),
+        };
+        // SAFETY: as above.
+        check(OP, unsafe { gdn::gdn_ring_advance(&params, stream.cu_stream().cast::<c_void>()) })
+    })
+}
