@@ -30,9 +30,9 @@ def probe(spec, say):
     if why:
         say(fatal=why)
         return 1
-    import timing
+    import clocks
     import torch
-    say(info={"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "ceilings": timing.ceilings()})
+    say(info={"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "ceilings": clocks.ceilings()})
     return 0
 
 
@@ -104,11 +104,11 @@ def compile_only(contender, work, variant):
 
 def time_one(contender, work, variant):
     """Checks set 0, then times all sets. Further draws of a shape are checked alone."""
-    import timing
+    import clocks
     import torch
     from workloads import touched
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    sets = 1 if not work.timed else timing.sets_for(touched(work), work.l2, l2_bytes)
+    sets = 1 if not work.timed else clocks.sets_for(touched(work), work.l2, l2_bytes)
     case = case_of(contender, work, variant, sets)
     case.calls[0]()
     torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def time_one(contender, work, variant):
         torch.cuda.empty_cache()
         if work.suite == "layer":
             row["between_bytes"] = case.between + allocated(case.calls[0])
-        times = timing.measure(case.calls)
+        times = clocks.measure(case.calls)
         note = "; ".join(n for n in (note, times.pop("note")) if n)
         row.update(times)
     row["note"] = note
@@ -150,7 +150,7 @@ def errors(contender, work, case):
     if work.suite == "projections":
         return {"o": contender.projections_error(case)}, ""
     o, state = case.result()
-    want = case.math if work.suite == "layer" else reference.rule_by_chunks(*case.math, work.lens, DIM ** -0.5)
+    want = case.math if work.suite == "layer" else reference.packed_recurrence(*case.math, work.lens, DIM ** -0.5)
     found = {"o": reference.relative(o, want[0]), "state": reference.relative(state, want[1])}
     if not work.suite.startswith("contest"):
         return found, ""

@@ -39,13 +39,13 @@ def items(name, works):
 def run_calls(name, works, lib):
     """What ncu watches: each call once, after others that fill the cache with their own, between marks."""
     import child
-    import timing
+    import clocks
     import torch
     torch.set_grad_enabled(False)
     contender = contenders.load(name)(lib)
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     for work, variant in items(name, works):
-        sets = timing.sets_for(workloads.touched(work), "cold", l2_bytes)
+        sets = clocks.sets_for(workloads.touched(work), "cold", l2_bytes)
         case = child.case_of(contender, work, variant, sets)
         for call in [*case.calls, *case.calls]:
             call()

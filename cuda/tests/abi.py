@@ -23,120 +23,110 @@ HEADERS = [os.path.join(CUDA, "gdn.h"), *sorted(glob.glob(os.path.join(MODELS, "
 
 SCALARS = {"int": C.c_int, "int32_t": C.c_int32, "uint32_t": C.c_uint32, "int64_t": C.c_int64, "uint64_t": C.c_uint64,
            "float": C.c_float, "double": C.c_double}
-POINTED = {"void", "char", *SCALARS}
-NESTED = ("common", "layer")    # structs whose fields are fields of the outer struct too, in Python
-NUMBER = re.compile(r"(0[xX][0-9a-fA-F]+|\d+)u?")
-DECLARATION = re.compile(r"""\s*(?:
-    (?P<stream>typedef\s+struct\s+CUstream_st\s*\*\s*cudaStream_t)
-    | typedef\s+(?P<kind>enum|struct)\s+(?P<name>\w+)\s*\{(?P<body>[^{}]*)\}\s*(?P=name)
-    | (?P<function>[^;{}()]+)\((?P<arguments>[^;{}()]*)\)
-    )\s*;""", re.X)
-FIELDS = re.compile(r"\s*(?:const\s+)?(?P<base>\w+)\b(?P<names>.*)", re.S)
-FIELD = re.compile(r"\s*(?P<star>\*?)\s*(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<count>\w+)\]\s*)?")
+DECLARATION = re.compile(r"""
+    \#define\s+(?P<constant>\w+)\s+(?P<value>\w+)[ ]*\n
+    | typedef\s+(?P<kind>enum|struct)\s+(?P<name>\w+)\s*\{(?P<body>[^{}]*)\}\s*(?P=name)\s*;
+    | (?P<result>int|const\s+char\s*\*)\s*(?P<function>gdn_\w+)\((?P<arguments>[^()]*)\)\s*;
+    | (?P<other>\#\w*.*\n | extern\s+"C"\s*\{ | \} | typedef\s+struct\s+\w+\s*\*\s*cudaStream_t\s*;)""", re.X)
+
+
+class Struct(C.Structure):
+    """A struct of the headers. A name that is no field of its own is looked for in its nested structs: p.algo may be
+    p.common.algo, and p.ring__keys is p.ring.keys. A tensor stands for its address, and the struct keeps it alive. A name
+    that is nowhere, or in two places, is an error."""
+    room = None     # of workspace()
+
+    @classmethod
+    def path(cls, name):
+        """The fields that lead to `name`."""
+        first, _, rest = name.partition("__")
+        kinds = dict(cls._fields_)
+        if first in kinds:
+            return [first] + (kinds[first].path(rest) if rest else [])
+        found = [[field, *kind.path(name)] for field, kind in cls._fields_ if issubclass(kind, Struct) and kind.has(name)]
+        if len(found) != 1:
+            raise AttributeError(f"{cls.__name__} has {len(found)} fields {name}")
+        return found[0]
+
+    @classmethod
+    def has(cls, name):
+        try:
+            return bool(cls.path(name))
+        except AttributeError:
+            return False
+
+    def __getattr__(self, name):
+        value = self
+        for field in self.path(name):
+            value = C.Structure.__getattribute__(value, field)
+        return value
+
+    def __setattr__(self, name, value):
+        if name == "room":
+            return C.Structure.__setattr__(self, name, value)
+        *path, field = self.path(name)
+        inner = getattr(self, "__".join(path)) if path else self
+        self.__dict__.setdefault("kept", {})[name] = value
+        C.Structure.__setattr__(inner, field, value.data_ptr() if hasattr(value, "data_ptr") else value)
 
 
 class Headers:
     """What the headers declare, by C names: `constants` (of enums too), `enums` {name: [members]}, `structs` and
-    `functions` {name: (argument types, result type)}. Whatever it does not know is an error."""
+    `functions` {name: (argument types, result type)}. What it does not know is an error."""
 
     def __init__(self, paths):
         self.constants, self.enums, self.structs, self.functions = {}, {}, {}, {}
         texts = {}
         for path in paths:
             with open(path, encoding="utf-8") as f:
-                texts[os.path.basename(path)] = path, f.read()
+                texts[os.path.basename(path)] = f.read()
 
-        def read(header):    # behind those that it includes, as a compiler would
-            path, text = texts.pop(header)
+        def read(header):    # after the headers that it includes, as a compiler does
+            text = texts.pop(header)
             for included in re.findall(r'#include "(\w+\.h)"', text):
                 if included in texts:
                     read(included)
-            self.read(text, path)
+            self.read(text)
 
         while texts:
             read(next(iter(texts)))
 
-    def read(self, text, name="header"):
-        self.name = name
-        text = self.without_directives(re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)).rstrip()
-        at = 0
-        while at < len(text):
-            found = self.match(DECLARATION, text, at)
+    def read(self, text):
+        text, end = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S).strip() + "\n", 0
+        while text[end:].strip():
+            end = re.compile(r"\s*").match(text, end).end()
+            found = DECLARATION.match(text, end)
+            if not found:
+                raise ValueError(f"not understood: {text[end:end + 200]}")
             self.declare(**found.groupdict())
-            at = found.end()
+            end = found.end()
 
-    def fail(self, what):
-        raise ValueError(f"{self.name}: not understood: {what}")
-
-    def match(self, pattern, text, at=None):
-        """The match of the whole text, or of what begins at a place in it."""
-        return (pattern.fullmatch(text) if at is None else pattern.match(text, at)) or self.fail(text[at or 0:][:200])
-
-    def without_directives(self, text):
-        """The lines that are C alone; keeps constants, and leaves out what stands in #ifdef __cplusplus."""
-        open_blocks, kept = [], []
-        for line in text.splitlines():
-            words = line.split()
-            skipped = "__cplusplus" in open_blocks
-            if not line.lstrip().startswith("#"):
-                kept += [] if skipped else [line]
-            elif words[0] in ("#ifdef", "#ifndef") and len(words) == 2:
-                guard = words[0] == "#ifndef" and words[1].endswith("_H") and not open_blocks
-                if not guard and words != ["#ifdef", "__cplusplus"]:
-                    self.fail(line)
-                open_blocks.append(words[1])
-            elif words == ["#endif"] and open_blocks:
-                open_blocks.pop()
-            elif words[0] == "#define" and len(words) == 3 and NUMBER.fullmatch(words[2]) and not skipped:
-                self.constant(words[1], words[2])
-            elif words[:1] != ["#include"] and not (words[0] == "#define" and words[1:] == open_blocks):
-                self.fail(line)
-        if open_blocks:
-            self.fail("a conditional without its #endif")
-        return "\n".join(kept)
-
-    def declare(self, stream, kind, name, body, function, arguments):
-        if kind == "enum":
-            members = [self.match(re.compile(r"\s*(\w+)\s*=\s*(\w+)\s*"), part).groups() for part in body.split(",")]
-            for member, value in members:
-                self.constant(member, value)
+    def declare(self, constant, value, kind, name, body, result, function, arguments, other):
+        if constant:
+            self.constants[constant] = int(value.rstrip("u"), 0)
+        elif kind == "enum":
+            members = [[word.strip() for word in part.split("=")] for part in body.split(",")]
             self.enums[name] = [member for member, _ in members]
+            self.constants.update((member, int(value, 0)) for member, value in members)
         elif kind == "struct":
-            *parts, rest = body.split(";")
-            if rest.strip() or name in self.structs:
-                self.fail(f"{name}: {rest}")
-            fields = [field for part in parts for field in self.fields(part)]
-            nested = [field for field, _ in fields if field in NESTED]
-            self.structs[name] = type(python_name(name), (C.Structure,), {"_anonymous_": nested, "_fields_": fields, "c_name": name})
+            fields = [field for part in body.split(";")[:-1] for field in self.fields(part)]
+            self.structs[name] = type(python_name(name), (Struct,), {"_fields_": fields})
         elif function:
-            [(name, result)] = self.fields(function, returned=True)
-            kinds = [self.fields(part, argument=True) for part in arguments.split(",")]
-            self.functions[name] = [kind for [(_, kind)] in kinds], result
+            kinds = [self.fields(part, argument=True)[0][1] for part in arguments.split(",")]
+            self.functions[function] = kinds, C.c_int if result == "int" else C.c_char_p
 
-    def constant(self, name, value):
-        if not NUMBER.fullmatch(value) or name in self.constants:
-            self.fail(f"{name} {value}")
-        self.constants[name] = int(value.rstrip("u"), 0)
-
-    def fields(self, text, argument=False, returned=False):
+    def fields(self, text, argument=False):
         """[(name, type)] of `const float *x, *y`. Pointers are addresses; those of arguments know what they point to."""
-        base, names = self.match(FIELDS, text).group("base", "names")
-        found = []
+        base, names = re.fullmatch(r"\s*(?:const\s+)?(\w+)\b(.*)", text, re.S).groups()
+        known, found = {**SCALARS, **self.structs}, []
         for part in names.split(","):
-            pointer, name, count = self.match(FIELD, part).group("star", "name", "count")
-            if count and (pointer or argument or returned or count not in self.constants):
-                self.fail(text)
-            if pointer and returned and base == "char":
-                kind = C.c_char_p
-            elif pointer and not returned and base in POINTED | set(self.structs):
-                pointed = SCALARS.get(base) or self.structs.get(base)
-                kind = C.POINTER(pointed) if argument and pointed else C.c_void_p
-            elif not pointer and base == "cudaStream_t" and argument:
+            star, name, count = re.fullmatch(r"\s*(\*?)\s*([A-Za-z_]\w*)\s*(?:\[(\w+)\]\s*)?", part).groups()
+            if argument and base == "cudaStream_t":
                 kind = C.c_void_p
-            elif not pointer and base in (SCALARS if argument or returned else {**SCALARS, **self.structs}):
-                kind = SCALARS.get(base) or self.structs[base]
+            elif star:
+                kind = C.POINTER(known[base]) if argument and base in known else C.c_void_p if base in ("void", *known) else known[base]
             else:
-                self.fail(text)
+                kind = known[base]
             found.append((name, kind * self.constants[count] if count else kind))
         return found
 
@@ -233,28 +223,18 @@ def stream():
     return torch.cuda.current_stream().cuda_stream
 
 
-def ptr(x):
-    return None if x is None else x.data_ptr()
-
-
 def fill(struct, **fields):
-    """A struct by the names of its header, which keeps alive what it points to. Tensors stand for their addresses; what is
-    left out is null or 0."""
-    made = struct(**{name: ptr(x) if hasattr(x, "data_ptr") else x for name, x in fields.items()})
-    made.fields = fields
-    return made
+    """A struct with these fields, see Struct; the others are null or 0."""
+    return struct(**fields)
 
 
 def columns(x, first=0, head_stride=0, tokens_per_seq=0):
     """Heads that begin at column `first` of x [token, column]; `tokens_per_seq` 0: packed."""
-    made = Heads(ptr=x.data_ptr() + first * x.element_size(), seq_stride=tokens_per_seq * x.stride(0),
-                 token_stride=x.stride(0), head_stride=head_stride)
-    made.tensor = x
-    return made
+    return Heads(ptr=x[:, first:], seq_stride=tokens_per_seq * x.stride(0), token_stride=x.stride(0), head_stride=head_stride)
 
 
 def heads(x, tokens_per_seq=0):
-    """Of a tensor [token, head, dim] or [token, head] (the gates)."""
+    """Heads of a tensor [token, head, dim], or [token, head] for gates."""
     return columns(x, 0, x.stride(1), tokens_per_seq)
 
 
@@ -275,12 +255,12 @@ def rule_params(**fields):
     return fill(RuleParams, **{"l2_eps": 1e-6, "scale": fields["head_k"] ** -0.5, "beta_scale": 1.0, **fields})
 
 
-def workspace(query, *params, device="cuda"):
-    """Gives launches that run one after the other a workspace, large enough for any of them by `query`, a function of the
-    library. They keep it alive.
+def workspace(query, *params, device=None):
+    """Gives launches that run one after the other one workspace, as large as the largest that `query`, a function of the
+    library, requires. They keep it alive.
 
-    All its bytes are 0xff, so that what is read before it is written is NaN; the last GUARD are past what a launch is
-    told of. Parameters that are refused get none: the launch says why."""
+    All its bytes are 0xff, so that what is read before it is written is NaN; the last GUARD bytes lie past the size that a
+    launch is given. Parameters that are refused get no workspace: the launch reports why."""
     import torch
     sizes = []
     for p in params:
@@ -290,7 +270,7 @@ def workspace(query, *params, device="cuda"):
     first = -room.data_ptr() % 256
     room = room[first:first + max(sizes) + GUARD]
     for p, size in zip(params, sizes):
-        p.workspace, p.workspace_bytes, p.room = (ptr(room) if size else None), size, room
+        p.workspace, p.workspace_bytes, p.room = (room if size else None), size, room
     return room
 
 

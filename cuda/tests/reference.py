@@ -1,15 +1,13 @@
 """What the kernels compute, in float64 on whatever device the tensors are. Needs torch, no GPU.
 
-`rule` is the definition, token by token. `rule_by_chunks` is the same for long inputs; benches/peers/test_peers.py holds
-the two together. `rule_in_16_bits` is what operands of 16 bits make of an input: it bounds the chunk forms where it is hard.
+`recurrence` is the definition, token by token; `rule` is the same from raw gates. `rule_in_16_bits` is what operands of 16 bits make
+of an input: it bounds the chunk forms where an input is hard.
 """
 import math
 
 import torch
 
 CHUNK = 64
-# Elements of the largest tensor that rule_by_chunks makes at a time: value heads are taken in groups.
-LIMIT = 1 << 27
 
 
 def relative(x, ref):
@@ -40,14 +38,18 @@ def log_decay(a, a_log, dt_bias):
 
 
 def rule(q, k, v, a, b, a_log, dt_bias, state, lens, l2norm, eps, scale, beta_scale, typical=None):
-    """[N, T, H, D] and [N, T, HV] in float64, state [N, HV, V, K]; tokens past a sequence's length change nothing.
-    `typical` [N, T, HV], where given, gets ||S|| ||q|| / sqrt(K): the length of o for a q of no particular direction."""
-    ratio = v.shape[2] // k.shape[2]
+    """recurrence() of raw gates, and of q and k before their norm."""
     if l2norm:
         q, k = unit(q, eps), unit(k, eps)
-    q, k = (q * scale).repeat_interleave(ratio, 2), k.repeat_interleave(ratio, 2)
-    g = log_decay(a, a_log, dt_bias).exp()
-    beta = beta_scale * torch.sigmoid(b)
+    return recurrence(q, k, v, log_decay(a, a_log, dt_bias), beta_scale * torch.sigmoid(b), state, lens, scale, typical)
+
+
+def recurrence(q, k, v, g, beta, state, lens, scale, typical=None):
+    """o [N, T, HV, V] and the final states of q and k [N, T, HK, K], v [N, T, HV, V], the log decay g and beta [N, T, HV] in float64,
+    state [N, HV, V, K]; tokens past a sequence's length change nothing. `typical` [N, T, HV], where given, gets
+    ||S|| ||q|| / sqrt(K): the length of o for a q of no particular direction."""
+    ratio = v.shape[2] // k.shape[2]
+    q, k, g = (q * scale).repeat_interleave(ratio, 2), k.repeat_interleave(ratio, 2), g.exp()
     o = torch.zeros_like(v)
     for t in range(v.shape[1]):
         live = (t < lens).view(-1, 1, 1, 1)
@@ -62,79 +64,12 @@ def rule(q, k, v, a, b, a_log, dt_bias, state, lens, l2norm, eps, scale, beta_sc
     return o, state
 
 
-def chunk_table(lens, chunk):
-    """Splits packed sequences into chunks: token indices [chunks, chunk], `tokens` where there is none, and the number
-    of each sequence's first chunk."""
-    tokens, rows, first, at = sum(lens), [], [], 0
-    for length in lens:
-        first.append(len(rows))
-        for start in range(0, length, chunk):
-            row = torch.arange(at + start, at + start + chunk)
-            rows.append(torch.where(row < at + length, row, tokens))
-        at += length
-    return (torch.stack(rows) if rows else torch.empty(0, chunk, dtype=torch.long)), first
-
-
-def rule_by_chunks(q, k, v, g, beta, state, lens, scale):
-    """o [tokens, HV, V] and the final states [sequence, HV, V, K]: the chunk form over all heads and chunks at once, and a
-    loop over chunks for the state alone.
-
-    q and k [tokens, HK, K] as the recurrence takes them (normalised where it normalises); v [tokens, HV, V]; g, the log
-    decay, and beta [tokens, HV]; state [sequence, HV, V, K]; any dtype. Sequences lie one after the other and may be
-    empty.
-    """
-    chunk = min(CHUNK, max(max(lens), 1))
-    table, first = chunk_table(lens, chunk)
-    table = table.to(v.device)
-    ratio = v.shape[1] // k.shape[1]
-    out, final = torch.empty(v.shape, dtype=torch.float64, device=v.device), state.double().clone()
-    widest = max(table.numel() * max(chunk, k.shape[2] + v.shape[2]), len(lens) * v.shape[2] * k.shape[2], 1)
-    step = max(1, LIMIT // (widest * ratio))        # key heads at a time
-    for h in range(0, k.shape[1], step):
-        keys = slice(h, h + step)
-        values = slice(h * ratio, (h + step) * ratio)
-        o, final[:, values] = _heads(q[:, keys].repeat_interleave(ratio, 1), k[:, keys].repeat_interleave(ratio, 1),
-                                     v[:, values], g[:, values], beta[:, values], final[:, values], lens, scale, table,
-                                     first)
-        out[:, values] = o
-    return out, final
-
-
-def _heads(q, k, v, g, beta, state, lens, scale, table, first):
-    """rule_by_chunks for heads that all fit, q and k repeated to the value heads. [chunk, head, token, ...] inside."""
-    chunk, tokens = table.shape[1], v.shape[0]
-    pad = lambda x: torch.cat([x.double(), x.new_zeros((1, *x.shape[1:]), dtype=torch.float64)])[table].transpose(1, 2)
-    # A token past the end has k = v = 0, beta = 0 and g = 0: it changes nothing.
-    q, k, v, g, beta = pad(q) * scale, pad(k), pad(v), pad(g), pad(beta)
-    c = g.cumsum(-1)
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril()
-    decay = (c[..., :, None] - c[..., None, :]).masked_fill(~lower, -torch.inf).exp()
-    mix = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
-    right = torch.cat([beta[..., None] * v, (beta * c.exp())[..., None] * k], -1)
-    # (I + L) [U | W] = [beta V | beta e^c K]; the solver takes the diagonal to be one.
-    solved = torch.linalg.solve_triangular(mix, right, upper=False, unitriangular=True)
-    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inner = (q @ k.mT) * decay
-    q = c.exp()[..., None] * q
-    last = c[..., -1:]
-    k = (last - c).exp()[..., None] * k
-    last = last.exp()[..., None]
-
-    out = torch.empty_like(v)
-    state = state.clone()
-    counts = [-(-length // chunk) for length in lens]
-    for i in range(max(counts, default=0)):
-        live = [n for n, count in enumerate(counts) if count > i]
-        rows = torch.tensor([first[n] + i for n in live], device=v.device)
-        seqs = torch.tensor(live, device=v.device)
-        s = state[seqs]
-        fresh = u[rows] - w[rows] @ s.mT
-        out[rows] = q[rows] @ s.mT + inner[rows] @ fresh
-        state[seqs] = last[rows] * s + fresh.mT @ k[rows]
-
-    flat = torch.empty(tokens + 1, *out.transpose(1, 2).shape[2:], dtype=torch.float64, device=v.device)
-    flat[table] = out.transpose(1, 2)
-    return flat[:tokens], state
+def packed_recurrence(q, k, v, g, beta, state, lens, scale):
+    """recurrence() of sequences one after the other: tensors [token, ..] of any dtype."""
+    pad = lambda x: torch.nn.utils.rnn.pad_sequence(x.double().split(lens), batch_first=True)
+    counts = torch.tensor(lens, device=v.device)
+    o, final = recurrence(*map(pad, (q, k, v, g, beta)), state.double(), counts, scale)
+    return o[torch.arange(max(lens), device=v.device) < counts[:, None]], final
 
 
 # ---- the rule with operands of 16 bits ----
@@ -193,10 +128,10 @@ def inverted(l):
     return torch.cat([torch.cat([a, torch.zeros_like(a)], -1), torch.cat([-c, b], -1)], -2)
 
 
-# ---- what stands around it ----
+# ---- the other kernels ----
 
 def conv(past, x, weight, with_silu=True):
-    """(y, the inputs to keep): x [.., token, channel] behind past [.., width - 1, channel], weight [channel, width]."""
+    """(y, the inputs to keep): x [.., token, channel] after past [.., width - 1, channel], weight [channel, width]."""
     length, width = x.shape[-2], weight.shape[1]
     inputs = torch.cat([past, x], -2)
     y = sum(inputs[..., j:j + length, :].double() * weight[:, j].double() for j in range(width))
@@ -220,3 +155,30 @@ def linear(x, weight, with_swiglu=False):
     """x w^T; with SwiGLU the weight has the gate's rows, then up's."""
     y = x.double() @ weight.double().T
     return swiglu(*y.chunk(2, 1)) if with_swiglu else y
+
+
+def rotary(x, weight, inv_freq, positions, eps, zero_centred):
+    """x [tokens, heads, dim], positions [tokens]: RMS norm, then rotation of values i and i + pairs."""
+    x = rms_norm(x, weight.double() + (1.0 if zero_centred else 0.0), eps)
+    pairs = inv_freq.numel()
+    angle = positions.double()[:, None, None] * inv_freq.double()
+    a, b = x[..., :pairs], x[..., pairs:2 * pairs]
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos(), x[..., 2 * pairs:]], -1)
+
+
+def attention(q, k, v, first, scale, gate=None):
+    """q [tokens, heads, dim] at positions first + t, k and v [keys, kv_heads, dim]: every query sees keys up to its own
+    position, or all there are."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    parts = []
+    step = max(1, (1 << 27) // max(k.shape[0] * k.shape[1], 1))    # scores of so many queries fit
+    for part in q.split(step):
+        scores = torch.einsum("thd,jhd->htj", part, k) * scale
+        seen = torch.arange(k.shape[0], device=q.device)[None] <= first + torch.arange(part.shape[0], device=q.device)[:, None]
+        p = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+        parts.append(torch.einsum("htj,jhd->thd", p, v))
+        first += part.shape[0]
+    o = torch.cat(parts)
+    return o if gate is None else o * torch.sigmoid(gate.double())

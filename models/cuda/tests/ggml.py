@@ -11,6 +11,12 @@ STEPS = {"q8_0": 1 / 73, "q4_K": 1 / 300, "q6_K": 1 / 1400}    # a scale with wh
 MULTIPLE = {"q8_0": 128, "q4_K": 256, "q6_K": 256}    # inputs that are packed
 
 
+def packed_room(count):
+    """Bytes at a multiple of 128 for so many, with others after them."""
+    buffer = torch.full((count + 256,), 0xEE, dtype=torch.uint8)
+    return buffer[-buffer.data_ptr() % 128:]
+
+
 class Blocks:
     """Random bytes [outputs, blocks of a row, bytes], with scales of such size that the numbers are of size `scale`."""
 
@@ -18,14 +24,14 @@ class Blocks:
         gen = torch.Generator(device=harness.device).manual_seed(seed)
         self.name, self.outputs, self.inputs = name, outputs, inputs
         shape = outputs, inputs // INPUTS[name]
-        self.bytes = torch.randint(0, 256, (*shape, BYTES[name]), generator=gen, device=harness.device, dtype=torch.uint8)
+        self.bytes = torch.randint(0, 256, (*shape, BYTES[name]), generator=gen, dtype=torch.uint8)
         for at in SCALES[name]:
-            half = 0.5 + torch.rand(*shape, generator=gen, device=harness.device)
+            half = 0.5 + torch.rand(*shape, generator=gen)
             self.put(slice(None), slice(None), at, half * (scale * STEPS[name]))
 
     def put(self, output, block, at, value):
         """An f16 number of some blocks."""
-        value = torch.as_tensor(value, device=harness.device).half()
+        value = torch.as_tensor(value).half()
         there = self.bytes[output, block, at:at + 2]
         there.copy_(value.reshape(*value.shape, 1).view(torch.uint8).expand_as(there))
 

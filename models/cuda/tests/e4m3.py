@@ -19,13 +19,13 @@ class E4m3:
 
     def __init__(self, rows, columns, block_rows, scale, seed, gap=0):
         gen = torch.Generator(device=harness.device).manual_seed(seed)
-        draw = lambda *shape: torch.randint(0, 254, shape, generator=gen, device=harness.device)
+        draw = lambda *shape: torch.randint(0, 254, shape, generator=gen)
         drawn = draw(rows, columns)
-        self.buf = torch.full((rows + 4, columns + gap), 0x7F, device=harness.device, dtype=torch.uint8)
+        self.buf = torch.full((rows + 4, columns + gap), 0x7F, dtype=torch.uint8)
         self.bytes = self.buf[2:2 + rows, :columns]
         self.bytes.copy_(drawn + (drawn >= 127))    # past one NaN, and below the other
         blocks = -(-rows // block_rows), -(-columns // SCALE_COLUMNS)
-        self.scales = torch.full((blocks[0], blocks[1] + 1), float("nan"), device=harness.device)
+        self.scales = torch.full((blocks[0], blocks[1] + 1), float("nan"))
         self.scales[:, :-1] = (0.5 + draw(*blocks) / 254) * (scale / 120)
         self.block_rows = block_rows
 
