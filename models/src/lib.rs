@@ -75,7 +75,7 @@ pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, Mixer
 pub use cuda::nccl::{NcclId, NcclRank};
 pub use engine::{
     DraftDepth, Engine, EngineHandle, EngineMessages, EngineOptions, EngineStats, Event, FinishReason, Follower,
-    Followers, GraphChoice, Observer, Progress, Request, RequestId, Submission, Submitted,
+    Followers, GraphChoice, MakeRequest, Observer, Progress, Request, RequestId, Submission, Submitted,
 };
 pub use formats::{GgufFile, OtherType};
 pub use loader::{DraftHeadChoice, Loader};
