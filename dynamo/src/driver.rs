@@ -173,7 +173,7 @@ fn run(
     let follows = Mutex::new(follows);
     ranks::run(n, args.model.on_cpu(), |rank| {
         let (model, options) = load(args, &checkpoint, &config, draft_head, rank)?;
-        let engine = Engine::new(&model, options.clone())?;
+        let mut engine = Engine::new(&model, options.clone())?;
         if ranks::is_first() {
             let first = first.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (messages, leads) = first.ok_or_else(|| anyhow!("two first ranks"))?;
@@ -181,7 +181,7 @@ fn run(
             Ok(messages.drive(engine, leads, Watch::new(args, shared, router))?)
         } else {
             let follower = follows.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            Ok(follower.ok_or_else(|| anyhow!("more ranks than there are"))?.follow(engine)?)
+            Ok(follower.ok_or_else(|| anyhow!("more ranks than there are"))?.follow(&mut engine)?)
         }
     })
 }

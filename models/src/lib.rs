@@ -75,7 +75,7 @@ pub use causal_lm::CausalLm;
 pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 pub use engine::{
     DraftDepth, Engine, EngineHandle, EngineMessages, EngineOptions, EngineStats, Event, FinishReason, Follower,
-    Followers, GraphChoice, Observer, Progress, Request, RequestId, Submission, Submitted,
+    Followers, GraphChoice, MakeRequest, Observer, Progress, Request, RequestId, Submission, Submitted,
 };
 pub use formats::{GgufFile, OtherType};
 pub use loader::{DraftHeadChoice, Loader};

@@ -7,10 +7,12 @@ mod skipped;
 
 use candle_core::{DType, Device, Result};
 use candle_gdn_models::{
-    CausalLm, Engine, EngineHandle, EngineOptions, Event, FinishReason, Request, RequestId, Sampling,
+    CausalLm, Engine, EngineHandle, EngineOptions, Event, FinishReason, Followers, Observer, Progress, Request,
+    RequestId, Sampling, Submission,
 };
 use golden::DEMO;
 use std::collections::HashMap;
+use std::sync::mpsc::channel;
 use std::sync::Arc;
 
 const PROMPTS: [&[u32]; 4] = [&[49, 68, 7, 12, 90], &[300, 301], &[5; 40], &[17, 400, 23, 23, 500, 81, 2]];
@@ -189,5 +191,68 @@ fn a_thread_serves_others() -> Result<()> {
     assert!(engine.submit(Request::new(vec![1; 3000], 1)).is_err());
     drop(engine);
     thread.join().expect("no panic");
+    Ok(())
+}
+
+/// The last report of an engine, and all prefixes kept.
+#[derive(Default)]
+struct Seen {
+    progress: Progress,
+    kept: Vec<Vec<u32>>,
+}
+
+impl Observer for &mut Seen {
+    fn event(&mut self, event: Event) {
+        match event {
+            Event::PrefixKept { tokens } => self.kept.push(tokens),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn progress(&mut self, progress: Progress) {
+        self.progress = progress;
+    }
+}
+
+/// A second engine does what the first one is asked to do; requests are made on the first one's thread, and refused there.
+#[test]
+fn a_follower_repeats_the_first_engine() -> Result<()> {
+    let model = &model()?;
+    let options = EngineOptions { prefix_cache: 1 << 24, prefix_recent: 1, ..EngineOptions::new(2, 200) };
+    let ((handle, messages), (followers, mut follow)) = (EngineHandle::new(), Followers::new(1));
+    let follower = follow.pop().expect("a follower");
+    let (mut seen, engine) = (Seen::default(), Engine::new(model, options.clone())?);
+    let second = std::thread::scope(|scope| -> Result<_> {
+        let second = scope.spawn(|| -> Result<_> {
+            let mut engine = Engine::new(model, options)?;
+            follower.follow(&mut engine)?;
+            Ok(engine.stats())
+        });
+        let ((events, results), (answer, answers)) = (channel(), channel());
+        for n in 0..3 {
+            let (events, answer) = (events.clone(), answer.clone());
+            let prompt = move |model: &CausalLm| match n {
+                1 => candle_core::bail!("not now"),
+                _ => Ok(Request::new((0..70).map(|i| i % model.config().vocab_size as u32).collect(), 5)),
+            };
+            handle.send(Submission {
+                request: Box::new(prompt),
+                answer: Box::new(move |id| answer.send(id.map_err(|e| e.to_string())).is_ok()),
+                events: Box::new(move |new| events.send(new).is_ok()),
+            })?;
+        }
+        drop((events, answer, handle));
+        messages.drive(engine, followers, &mut seen)?;
+        let answers: Vec<_> = answers.iter().collect();
+        assert!(answers[0].is_ok() && answers[2].is_ok(), "{answers:?}");
+        assert!(answers[1].as_ref().is_err_and(|why| why.starts_with("not now")), "{answers:?}");
+        let tokens = results.iter().flatten().filter(|event| matches!(event, Event::Token { .. })).count();
+        assert_eq!(tokens, 10);
+        second.join().expect("no panic")
+    })?;
+    assert_eq!((seen.progress.waiting, seen.progress.running, seen.progress.tokens), (0, 0, 0));
+    assert_eq!(seen.kept, [(0..64).collect::<Vec<u32>>()]);
+    assert_eq!(second.decode.tokens, seen.progress.stats.decode.tokens);
+    assert_eq!(second.prompt.tokens, seen.progress.stats.prompt.tokens);
     Ok(())
 }

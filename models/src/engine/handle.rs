@@ -29,10 +29,13 @@ pub struct Submitted {
     pub events: Receiver<Event>,
 }
 
+/// Makes a request, by the engine's model.
+pub type MakeRequest = Box<dyn FnOnce(&CausalLm) -> Result<Request> + Send>;
+
 /// A request, and what happens to its results. All of it is called on the engine's thread.
 pub struct Submission {
-    /// Makes the request, by the engine's model.
-    pub request: Box<dyn FnOnce(&CausalLm) -> Result<Request> + Send>,
+    /// Makes the request.
+    pub request: MakeRequest,
     /// Receives the id, or why the request was refused. False, where the submitter has gone, cancels the request.
     pub answer: Box<dyn FnOnce(Result<RequestId>) -> bool + Send>,
     /// Receives the request's events of each step, [`Event::Finished`] last. False, where the receiver has gone, cancels the request.
@@ -111,7 +114,7 @@ impl Follower {
     ///
     /// # Errors
     /// As [`Engine::step`].
-    pub fn follow<M: Borrow<CausalLm>>(self, mut engine: Engine<M>) -> Result<()> {
+    pub fn follow<M: Borrow<CausalLm>>(self, engine: &mut Engine<M>) -> Result<()> {
         while let Ok(command) = self.0.recv() {
             match command {
                 // The first rank answers: here it is refused for the same reason.

@@ -25,7 +25,9 @@ mod tests;
 
 pub use engine::Engine;
 pub use event::{Event, FinishReason};
-pub use handle::{EngineHandle, EngineMessages, Follower, Followers, Observer, Progress, Submission, Submitted};
+pub use handle::{
+    EngineHandle, EngineMessages, Follower, Followers, MakeRequest, Observer, Progress, Submission, Submitted,
+};
 pub use options::{DraftDepth, EngineOptions, GraphChoice};
 pub use request::{Request, RequestId};
 pub use stats::EngineStats;
