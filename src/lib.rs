@@ -68,13 +68,11 @@ pub mod reference;
 mod state;
 
 pub use device::{keep_freed_memory, single_stream_device};
-pub use layer::{
-    Accepted, CheckpointPlan, Checkpoints, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection,
-};
+pub use layer::{Accepted, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
 pub use linear::Linear;
 pub use ops::{
-    causal_conv1d, checkpoint_rows, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place,
+    causal_conv1d, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place,
     gdn_step_in_place, Algo, CausalConv1d, CuSeqlens, GateActivation, GatedRmsNorm, Gates, GdnDecode, GdnPrefill,
-    GdnStep, RuleOptions, Slots, StepAlgo, StepOptions, CHECKPOINT_MULTIPLE, NO_SLOT,
+    GdnStep, RuleOptions, Slots, StepAlgo, StepOptions, NO_SLOT,
 };
 pub use state::{GdnState, PrefixCache, SlotAllocator, StatePool};

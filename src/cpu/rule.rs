@@ -29,19 +29,13 @@ pub struct Rule<'a, T> {
 }
 
 impl<T: Element> Rule<'_, T> {
-    /// Writes o, contiguous `[tokens, HV, V]`, and advances `state`, `[slot, HV, V, K]` with contiguous slots; copies of
-    /// the state go where `copies` says.
-    pub fn run<S: Stored>(&self, out: &mut [T], state: &mut [S], copies: Copies<'_, S>) {
+    /// Writes o, contiguous `[tokens, HV, V]`, and advances `state`, `[slot, HV, V, K]` with contiguous slots.
+    pub fn run<S: Stored>(&self, out: &mut [T], state: &mut [S]) {
         let Dims { value_heads, key_dim, value_dim, .. } = self.dims;
         let head_size = value_dim * key_dim;
         let tasks = self.seqs.count * value_heads;
         let work = head_size * (self.seqs.total_tokens().div_ceil(self.seqs.count.max(1)));
         let (out, state) = (Shared::new(out), Shared::new(state));
-        let copies = SharedCopies {
-            every_token: copies.every_token.map(Shared::new),
-            checkpoints: copies.checkpoints.map(Shared::new),
-            every: copies.every,
-        };
         parallel(tasks, work, |task| {
             let (n, h) = (task / value_heads, task % value_heads);
             match self.slots.offsets(n) {
@@ -50,44 +44,23 @@ impl<T: Element> Rule<'_, T> {
                 Some((from, to)) => {
                     let head = h * head_size;
                     let state = unsafe { state.part_from(from + head, to + head, head_size) };
-                    self.head(n, h, &out, state, &copies);
+                    self.head(n, h, &out, state);
                 }
                 None => self.zero(n, h, &out),
             }
         });
     }
 
-    fn head<S: Stored>(&self, n: usize, h: usize, out: &Shared<'_, T>, state: &mut [S], copies: &SharedCopies<'_, S>) {
+    fn head<S: Stored>(&self, n: usize, h: usize, out: &Shared<'_, T>, state: &mut [S]) {
         let (first, tokens) = self.seqs.range(n);
         if tokens == 0 {
             return;
         }
         let key_head = h / (self.dims.value_heads / self.dims.key_heads);
         let head = Head { rule: self, n, h, key_head, first, tokens, out_token: self.seqs.out_token(n), out };
-        S::in_f32(state, |state| {
-            let store = |to: &Shared<'_, S>, row: usize, state: &[f32]| {
-                let start = (row * self.dims.value_heads + h) * state.len();
-                // SAFETY: a head of a token, and so of a checkpoint, belongs to one task.
-                S::store(state, unsafe { to.part(start, state.len()) });
-            };
-            let keep = |done: usize, state: &[f32]| {
-                if let Some(to) = &copies.checkpoints {
-                    store(to, head.out_token / copies.every + done / copies.every - 1, state);
-                }
-            };
-            let every = copies.checkpoints.as_ref().map_or(usize::MAX, |_| copies.every);
-            let marks = Marks { every, keep: &keep };
-            if let Some(to) = &copies.every_token {
-                // A pass over several tokens never has the states between them.
-                head.steps(state, |done, state| {
-                    store(to, head.out_token + done - 1, state);
-                    marks.after(done, state);
-                });
-            } else if tokens >= TRANSPOSE_FROM {
-                head.passes(state, marks);
-            } else {
-                head.steps(state, |_, _| {});
-            }
+        S::in_f32(state, |state| match tokens >= TRANSPOSE_FROM {
+            true => head.passes(state),
+            false => head.steps(state),
         });
     }
 
@@ -98,44 +71,6 @@ impl<T: Element> Rule<'_, T> {
             // SAFETY: a token's head belongs to one task.
             unsafe { out.part((t * value_heads + h) * value_dim, value_dim) }.fill(T::ZERO);
         }
-    }
-}
-
-/// Where copies of the state go.
-pub struct Copies<'a, S> {
-    /// Contiguous `[tokens, HV, V, K]`: the state after every token.
-    pub every_token: Option<&'a mut [S]>,
-    /// Contiguous `[rows, HV, V, K]`: the state after every `every` tokens of a sequence. With `f` its first token of all,
-    /// row `f / every + j` is that after `(j + 1) * every`.
-    pub checkpoints: Option<&'a mut [S]>,
-    /// A multiple of [`AT_ONCE`]; read only with `checkpoints`.
-    pub every: usize,
-}
-
-/// The same for all tasks.
-struct SharedCopies<'a, S> {
-    every_token: Option<Shared<'a, S>>,
-    checkpoints: Option<Shared<'a, S>>,
-    every: usize,
-}
-
-/// Token counts at which the state is kept: multiples of `every`, itself one of [`AT_ONCE`] or more than there are tokens.
-#[derive(Clone, Copy)]
-struct Marks<'a> {
-    every: usize,
-    keep: &'a dyn Fn(usize, &[f32]),
-}
-
-impl Marks<'_> {
-    /// Keeps the state after `done` tokens if it is to be kept.
-    fn after(self, done: usize, state: &[f32]) {
-        if self.reached(done) {
-            (self.keep)(done, state);
-        }
-    }
-
-    fn reached(self, done: usize) -> bool {
-        done.is_multiple_of(self.every)
     }
 }
 
@@ -189,8 +124,8 @@ impl<T: Element> Head<'_, '_, T> {
         to.iter_mut().zip(o).for_each(|(to, &o)| *to = T::from_f32(o));
     }
 
-    /// Token by token over the state as it lies, which `after` sees after each with the number of tokens done.
-    fn steps(&self, state: &mut [f32], after: impl Fn(usize, &[f32])) {
+    /// Token by token over the state as it lies.
+    fn steps(&self, state: &mut [f32]) {
         let Dims { key_dim, value_dim, .. } = self.rule.dims;
         let mut rows = vec![0.0; 2 * key_dim + value_dim];
         let (q, rest) = rows.split_at_mut(key_dim);
@@ -200,13 +135,11 @@ impl<T: Element> Head<'_, '_, T> {
             let (log_decay, beta) = self.gate(i);
             dispatch(Step { q, k, v_to_o: v, log_decay, beta, state });
             self.store(i, v);
-            after(i + 1, state);
         }
     }
 
-    /// A few tokens at a time over a transposed state. No pass goes over a mark, which are multiples of
-    /// [`AT_ONCE`].
-    fn passes(&self, state: &mut [f32], marks: Marks<'_>) {
+    /// A few tokens at a time over a transposed state.
+    fn passes(&self, state: &mut [f32]) {
         let Dims { key_dim, value_dim, .. } = self.rule.dims;
         let row = padded(value_dim);
         let mut transposed = TransposedState::new(state, key_dim, value_dim);
@@ -229,10 +162,6 @@ impl<T: Element> Head<'_, '_, T> {
                 self.store(i + j, &v[j * row..][..value_dim]);
             }
             i += count;
-            if marks.reached(i) {
-                transposed.store(state);
-                marks.after(i, state);
-            }
         }
         transposed.store(state);
     }

@@ -65,14 +65,6 @@ pub fn write<'a>(storage: &'a mut CudaStorage, stream: &'a CudaStream) -> Result
     })
 }
 
-/// The same for a tensor that there may be, with where it lies.
-pub fn write_if_any<'a>(
-    to: Option<CudaWritten<'a>>,
-    stream: &'a CudaStream,
-) -> Result<Option<(Pointer<'a>, &'a Layout)>> {
-    to.map(|(storage, layout)| Ok((write(storage, stream)?, layout))).transpose()
-}
-
 /// An output of which every element will be written. At least one element, since CUDA allocates no empty block.
 pub fn alloc(like: &CudaStorage, shape: &[usize]) -> Result<CudaStorage> {
     alloc_of(like.device(), like.dtype(), shape)

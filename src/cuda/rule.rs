@@ -2,10 +2,10 @@
 
 use super::arena::with_workspace;
 use super::pointers::Pointer;
-use super::pointers::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, write, write_if_any};
+use super::pointers::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, write};
 use crate::abi::gdn;
-use crate::ops::{in_place_cuda, in_place_cuda_if_any, Algo, CudaWritten, Gates, RulePlan, Slots};
-use crate::{held, held_or_none, held_slots, held_u32};
+use crate::ops::{in_place_cuda, Algo, CudaWritten, Gates, RulePlan, Slots};
+use crate::{held, held_slots, held_u32};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, DType, Layout, Result, Tensor};
@@ -21,46 +21,20 @@ pub(crate) struct RuleArgs<'a> {
     pub gates: &'a Gates,
     pub slots: Option<&'a Slots>,
     pub cu_seqlens: Option<&'a Tensor>,
-    pub token_states: Option<&'a Tensor>,
-    pub checkpoints: Option<&'a Tensor>,
-    /// Tokens from one checkpoint to the next.
-    pub checkpoint_tokens: usize,
-}
-
-/// Where copies of the state go.
-struct Copies<'a> {
-    token_states: Option<(&'a Pointer<'a>, &'a Layout)>,
-    checkpoints: Option<(&'a Pointer<'a>, &'a Layout)>,
 }
 
 /// Runs the rule with `state` updated in place and returns o.
 pub(crate) fn rule(args: &RuleArgs<'_>, state: &Tensor) -> Result<CudaStorage> {
-    let name = args.name;
-    in_place_cuda(name, state, |state| {
-        in_place_cuda_if_any(name, args.token_states, |token_states| {
-            in_place_cuda_if_any(name, args.checkpoints, |to| launch(args, state, token_states, to))
-        })
-    })
+    in_place_cuda(args.name, state, |state| launch(args, state))
 }
 
-fn launch(
-    args: &RuleArgs<'_>,
-    (state, layout): CudaWritten<'_>,
-    token_states: Option<CudaWritten<'_>>,
-    checkpoints: Option<CudaWritten<'_>>,
-) -> Result<CudaStorage> {
+fn launch(args: &RuleArgs<'_>, (state, layout): CudaWritten<'_>) -> Result<CudaStorage> {
     let stream = &*stream_of(args.q)?;
     let mut out = alloc(args.q, &args.plan.out_shape)?;
     let o = write(&mut out, stream)?;
     let state_dtype = state.dtype();
     let state = write(state, stream)?;
-    let token_states = write_if_any(token_states, stream)?;
-    let checkpoints = write_if_any(checkpoints, stream)?;
-    let copies = Copies {
-        token_states: token_states.as_ref().map(|(p, layout)| (p, *layout)),
-        checkpoints: checkpoints.as_ref().map(|(p, layout)| (p, *layout)),
-    };
-    with_params(args, stream, &o, (&state, layout, state_dtype), copies, |params| {
+    with_params(args, stream, &o, (&state, layout, state_dtype), |params| {
         // SAFETY: the launcher reads the parameters and writes the one number.
         check(args.name, unsafe { gdn::gdn_rule_workspace(params, &mut params.workspace_bytes) })?;
         let bytes = usize::try_from(params.workspace_bytes).unwrap_or(0);
@@ -70,7 +44,7 @@ fn launch(
             check(args.name, unsafe { gdn::gdn_rule(params, stream.cu_stream().cast::<c_void>()) })
         })
     })?;
-    drop((o, state, token_states, checkpoints));
+    drop((o, state));
     Ok(out)
 }
 
@@ -80,13 +54,7 @@ pub(crate) fn rule_choice(args: &RuleArgs<'_>, state: &Tensor) -> Result<Algo> {
     held!(pointer, state, stream);
     let (mut algo, nowhere) = (0, read(args.q, stream)?); // no kernel is chosen by where o lies
     let state = (&pointer, state.layout(), state.dtype());
-    held_or_none!(token_states, args.token_states, stream);
-    held_or_none!(checkpoints, args.checkpoints, stream);
-    let copies = Copies {
-        token_states: token_states.as_ref().zip(args.token_states).map(|(p, t)| (p, t.layout())),
-        checkpoints: checkpoints.as_ref().zip(args.checkpoints).map(|(p, t)| (p, t.layout())),
-    };
-    with_params(args, stream, &nowhere, state, copies, |params| {
+    with_params(args, stream, &nowhere, state, |params| {
         // SAFETY: the launcher reads the parameters and writes the one number.
         check(args.name, unsafe { gdn::gdn_rule_choice(params, &mut algo) })
     })?;
@@ -116,7 +84,6 @@ fn with_params<R>(
     stream: &CudaStream,
     o: &Pointer<'_>,
     (state, layout, state_dtype): (&Pointer<'_>, &Layout, DType),
-    copies: Copies<'_>,
     f: impl FnOnce(&mut gdn::RuleParams) -> Result<R>,
 ) -> Result<R> {
     let RuleArgs { name, plan, q, k, v, gates, slots, cu_seqlens, .. } = *args;
@@ -130,9 +97,6 @@ fn with_params<R>(
     held_u32!(cu_seqlens, cu_seqlens, stream);
     let state_size = state_dtype.size_in_bytes();
     let state_ptr: *mut c_void = state.at(layout.start_offset(), state_size);
-    let copy = |to: Option<(&Pointer<'_>, &Layout)>| -> *mut c_void {
-        to.map_or(std::ptr::null_mut(), |(p, layout)| p.at(layout.start_offset(), state_size))
-    };
     let (seqs, in_slots, out_slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
     f(&mut gdn::RuleParams {
         q: heads(&q, plan.q, dtype),
@@ -145,8 +109,8 @@ fn with_params<R>(
         o: dense(o, plan.seqs.tokens, dims.value_heads, dims.value_dim),
         state_in: state_ptr,
         state_out: state_ptr,
-        token_states: copy(copies.token_states),
-        checkpoints: copy(copies.checkpoints),
+        token_states: std::ptr::null_mut(),
+        checkpoints: std::ptr::null_mut(),
         workspace: std::ptr::null_mut(),
         workspace_bytes: 0,
         in_slots,
@@ -165,7 +129,7 @@ fn with_params<R>(
         gates: gdn::GDN_GATES_RAW,
         l2norm: plan.options.l2norm.into(),
         algo: algo_code(plan.options.algo),
-        checkpoint_tokens: int(name, "every", args.checkpoint_tokens)?,
+        checkpoint_tokens: 0,
         segments: int(name, "segments", plan.options.segments)?,
         l2_eps: plan.options.l2_eps as f32,
         scale: plan.scale as f32,

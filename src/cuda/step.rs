@@ -2,10 +2,10 @@
 
 use super::arena::{alloc, undo};
 use super::pointers::Pointer;
-use super::pointers::{addressing, check, dense, dtype_code, heads, int, read, stream_of, write, write_if_any};
+use super::pointers::{addressing, check, dense, dtype_code, heads, int, read, stream_of, write};
 use crate::abi::gdn;
-use crate::ops::{in_place_cuda, in_place_cuda_if_any, CudaWritten, GateActivation, Gates, Slots, StepAlgo, StepPlan};
-use crate::{held, held_or_none, held_slots, held_u32};
+use crate::ops::{in_place_cuda, CudaWritten, GateActivation, Gates, Slots, StepAlgo, StepPlan};
+use crate::{held, held_slots, held_u32};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, DType, Layout, Result, Tensor};
@@ -22,24 +22,18 @@ pub(crate) struct StepArgs<'a> {
     pub gates: &'a Gates,
     pub slots: Option<&'a Slots>,
     pub cu_seqlens: Option<&'a Tensor>,
-    pub token_states: Option<&'a Tensor>,
 }
 
 /// Runs the step with both states updated in place; `None` where no fused kernel takes it.
 pub(crate) fn run(args: &StepArgs<'_>, conv_state: &Tensor, state: &Tensor) -> Result<Option<CudaStorage>> {
     let name = args.name;
-    in_place_cuda(name, conv_state, |conv| {
-        in_place_cuda(name, state, |state| {
-            in_place_cuda_if_any(name, args.token_states, |to| launch(args, conv, state, to))
-        })
-    })
+    in_place_cuda(name, conv_state, |conv| in_place_cuda(name, state, |state| launch(args, conv, state)))
 }
 
 fn launch(
     args: &StepArgs<'_>,
     (conv, conv_layout): CudaWritten<'_>,
     (state, layout): CudaWritten<'_>,
-    token_states: Option<CudaWritten<'_>>,
 ) -> Result<Option<CudaStorage>> {
     let (stream, arena) = (&*stream_of(args.x)?, args.plan.launch.arena.as_ref());
     let (dims, seqs) = (args.plan.rule.dims, args.plan.rule.seqs);
@@ -47,17 +41,12 @@ fn launch(
     let to = write(&mut out, stream)?;
     let state_dtype = state.dtype();
     let (conv, state) = (write(conv, stream)?, write(state, stream)?);
-    let token_states = write_if_any(token_states, stream)?;
-    let states = States {
-        conv: (&conv, conv_layout),
-        state: (&state, layout, state_dtype),
-        token_states: token_states.as_ref().map(|(p, layout)| (p, *layout)),
-    };
+    let states = States { conv: (&conv, conv_layout), state: (&state, layout, state_dtype) };
     let status = with_params(args, stream, &to, states, |params| {
         // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
         unsafe { gdn::gdn_step(params, stream.cu_stream().cast::<c_void>()) }
     })?;
-    drop((to, conv, state, token_states));
+    drop((to, conv, state));
     // Asking beforehand would choose twice.
     if status == gdn::GDN_BAD_ALGO {
         undo(arena, out)?;
@@ -72,12 +61,7 @@ pub(crate) fn choice(args: &StepArgs<'_>, conv_state: &Tensor, state: &Tensor) -
     let stream = &*stream_of(args.x)?;
     held!(conv, conv_state, stream);
     held!(pointer, state, stream);
-    held_or_none!(token_states, args.token_states, stream);
-    let states = States {
-        conv: (&conv, conv_state.layout()),
-        state: (&pointer, state.layout(), state.dtype()),
-        token_states: token_states.as_ref().zip(args.token_states).map(|(p, t)| (p, t.layout())),
-    };
+    let states = States { conv: (&conv, conv_state.layout()), state: (&pointer, state.layout(), state.dtype()) };
     // The output is an allocation of its own, aligned as any is.
     let (mut algo, nowhere) = (0, read(args.x, stream)?);
     let status = with_params(args, stream, &nowhere, states, |params| {
@@ -98,7 +82,6 @@ pub(crate) fn choice(args: &StepArgs<'_>, conv_state: &Tensor, state: &Tensor) -
 struct States<'a> {
     conv: (&'a Pointer<'a>, &'a Layout),
     state: (&'a Pointer<'a>, &'a Layout, DType),
-    token_states: Option<(&'a Pointer<'a>, &'a Layout)>,
 }
 
 /// `f` with the parameter struct, whose pointers live as long as `f` runs.
@@ -109,7 +92,7 @@ fn with_params<R>(
     states: States<'_>,
     f: impl FnOnce(&gdn::StepParams) -> R,
 ) -> Result<R> {
-    let StepArgs { name, plan, x, z, conv_weight, norm_weight, gates, slots, cu_seqlens, token_states: _ } = *args;
+    let StepArgs { name, plan, x, z, conv_weight, norm_weight, gates, slots, cu_seqlens } = *args;
     let (dims, rule, options) = (plan.rule.dims, &plan.rule, &plan.options);
     let (dtype, conv_dtype, norm_dtype) = (x.dtype(), conv_weight.dtype(), norm_weight.dtype());
     let gate_dtype = gates.a.dtype();
@@ -125,7 +108,6 @@ fn with_params<R>(
     let state_size = state_dtype.size_in_bytes();
     let conv_ptr: *mut c_void = conv.at(conv_layout.start_offset(), dtype.size_in_bytes());
     let state_ptr: *mut c_void = state.at(layout.start_offset(), state_size);
-    let token_states = states.token_states.map_or(std::ptr::null_mut(), |(p, l)| p.at(l.start_offset(), state_size));
     let (seqs, in_slots, out_slots) = addressing(name, &rule.seqs, cu_seqlens, slots, layout)?;
     let conv_stride = conv_layout.stride()[0] as i64;
     Ok(f(&gdn::StepParams {
@@ -142,7 +124,7 @@ fn with_params<R>(
         conv_out: conv_ptr,
         state_in: state_ptr,
         state_out: state_ptr,
-        token_states,
+        token_states: std::ptr::null_mut(),
         in_slots,
         out_slots,
         conv_in_stride: conv_stride,

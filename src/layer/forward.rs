@@ -26,8 +26,6 @@ pub(super) struct On<'a> {
     pub slots: Option<&'a Slots>,
     /// Where tokens are packed.
     pub cu_seqlens: Option<&'a CuSeqlens>,
-    /// Where the recurrent states after every so many tokens go.
-    pub checkpoints: Option<(&'a Tensor, usize)>,
     /// The tokens are drafts in place on a ring: they take the step, however many they are.
     pub drafts: bool,
     pub launch: &'a Launch,
@@ -38,7 +36,7 @@ impl<'a> On<'a> {
     pub fn pool(pool: &'a StatePool, slots: &'a Slots, cu_seqlens: Option<&'a CuSeqlens>) -> Self {
         const LAUNCH: &Launch = &Launch { overlap: false, arena: None };
         let (states, ring) = (pool.states(), pool.ring());
-        Self { states, ring, slots: Some(slots), cu_seqlens, checkpoints: None, drafts: false, launch: LAUNCH }
+        Self { states, ring, slots: Some(slots), cu_seqlens, drafts: false, launch: LAUNCH }
     }
 }
 
@@ -61,8 +59,7 @@ impl GatedDeltaNet {
         }
         let _working = state.take()?;
         let launch = &Launch::default();
-        let on =
-            On { states: state, ring: None, slots: None, cu_seqlens: None, checkpoints: None, drafts: false, launch };
+        let on = On { states: state, ring: None, slots: None, cu_seqlens: None, drafts: false, launch };
         self.feed(&self.project(x, tokens, launch)?, tokens, on)
     }
 
@@ -249,9 +246,6 @@ impl GatedDeltaNet {
         if let Some(slots) = on.slots {
             conv = conv.with_slots(slots);
             rule = rule.with_slots(slots);
-        }
-        if let Some((to, every)) = on.checkpoints {
-            rule = rule.with_checkpoints(to, every);
         }
         // Before the convolution writes its state.
         rule.check_algo(p.qkv.dtype(), (c.key_head_dim, c.value_head_dim), longest)?;

@@ -1,12 +1,10 @@
 //! The Gated DeltaNet layer: projection, convolution, rule, gated norm, output projection.
 
-mod checkpoints;
 mod config;
 mod forward;
 mod projection;
 mod verify;
 
-pub use checkpoints::{CheckpointPlan, Checkpoints};
 pub use config::GdnConfig;
 pub use projection::{deinterleaved, InProjection, Launched, Projection};
 pub use verify::{no_tokens, Accepted, Drafted};

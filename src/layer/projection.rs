@@ -247,14 +247,6 @@ impl Projected {
         Self::new(c, outputs, &self.gates.a_log, &self.gates.dt_bias)
     }
 
-    /// A tensor whose rows begin with q, k and v.
-    pub fn rows(&self) -> &Tensor {
-        match &self.outputs {
-            Outputs::Fused(all) => all,
-            Outputs::Split { qkv, .. } => qkv,
-        }
-    }
-
     /// Bytes of device memory held.
     pub fn size_in_bytes(&self) -> usize {
         let bytes = |x: &Tensor| x.elem_count() * x.dtype().size_in_bytes();

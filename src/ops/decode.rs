@@ -35,16 +35,6 @@ impl GdnDecode {
         self
     }
 
-    /// Every call also writes the new states into `token_states`: `[batch, HV, V, K]`, contiguous, in the state's dtype
-    /// and on its device. It is written in place, as the state is, and may share its storage with no other argument;
-    /// rows of padding are left as they are. The chunk forms do not write it. All this is checked when the op is applied.
-    ///
-    /// What [`crate::GdnPrefill::with_token_states`] is to several tokens: for callers that take tokens back.
-    pub fn with_token_states(mut self, token_states: &Tensor) -> Self {
-        self.0.token_states = Some(token_states.clone());
-        self
-    }
-
     /// Applies the op: o, `[batch, HV, V]` in q's dtype.
     ///
     /// # Errors

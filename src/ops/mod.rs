@@ -3,9 +3,7 @@
 pub mod apply;
 #[allow(missing_docs)] // for `plumbing` only
 pub mod check;
-mod checkpoints;
 mod conv;
-mod copies;
 mod copy_slot;
 mod decode;
 #[allow(missing_docs)] // for `plumbing` only
@@ -24,7 +22,6 @@ pub mod slots;
 mod step;
 mod step_run;
 
-pub use checkpoints::{checkpoint_rows, CHECKPOINT_MULTIPLE};
 pub use conv::{causal_conv1d, CausalConv1d};
 pub use decode::{gdn_decode, gdn_decode_in_place, GdnDecode};
 pub use norm::{gated_rms_norm, GatedRmsNorm};

@@ -1,9 +1,6 @@
 //! Any number of tokens of each sequence.
 
 use super::check::Lead;
-use super::checkpoints::Checkpoints;
-#[cfg(doc)]
-use super::checkpoints::CHECKPOINT_MULTIPLE;
 use super::options::{Algo, Gates, RuleOptions};
 use super::rule::{custom_op3, Rule};
 use super::sequences::CuSeqlens;
@@ -32,62 +29,6 @@ impl GdnPrefill {
     /// [`crate::GdnDecode::with_slots`].
     pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
         self.0.slots = Some(slots.into());
-        self
-    }
-
-    /// Every call also writes the state after each token into `token_states`, from where a caller takes it back when a
-    /// speculated token is refused: `[batch, tokens, HV, V, K]`, or packed `[tokens, HV, V, K]`, contiguous, in the
-    /// state's dtype and on its device. It is written in place, as the state is, and may share its storage with no
-    /// other argument; rows of padding are left as they are. The chunk forms have no state between the tokens of a chunk
-    /// and are refused. All this is checked when the op is applied.
-    ///
-    /// The row of a sequence's last token is its new state, bit for bit. With a bf16 state the rows are rounded copies
-    /// of one that is f32 until the call ends.
-    pub fn with_token_states(mut self, token_states: &Tensor) -> Self {
-        self.0.token_states = Some(token_states.clone());
-        self
-    }
-
-    /// Every call also writes the state after every `every` tokens of a sequence into `checkpoints`, for prefix caching: a
-    /// later call goes on from any of them as it would from the state of a call that ended there.
-    ///
-    /// `checkpoints` is `[rows, HV, V, K]`, contiguous, in the state's dtype and on its device, with at least
-    /// `total / every` rows for the `total` tokens of all sequences of a call; [`checkpoint_rows`](crate::checkpoint_rows)
-    /// says which are whose. It is written in place, as the state is, and may share its storage with no other argument;
-    /// rows of padding and of nobody are left as they are. `every` is a multiple of [`CHECKPOINT_MULTIPLE`]. All this is
-    /// checked when the op is applied.
-    ///
-    /// With a bf16 state the rows are rounded copies of one that is f32 until the call ends.
-    ///
-    /// ```
-    /// use candle_core::{DType, Device, Tensor};
-    /// use candle_gdn::{checkpoint_rows, GdnPrefill, Gates, RuleOptions};
-    ///
-    /// # fn main() -> candle_core::Result<()> {
-    /// # let device = &Device::Cpu;
-    /// let (batch, tokens, heads, dim, every) = (2, 200, 1, 32, 64);
-    /// # let randn = |shape: &[usize]| Tensor::randn(0f32, 1., shape, device);
-    /// # let q = randn(&[batch, tokens, heads, dim])?;
-    /// # let gates = Gates {
-    /// #     a: randn(&[batch, tokens, heads])?,
-    /// #     b: randn(&[batch, tokens, heads])?,
-    /// #     a_log: randn(&[heads])?,
-    /// #     dt_bias: randn(&[heads])?,
-    /// # };
-    /// # let state = Tensor::zeros((batch, heads, dim, dim), DType::F32, device)?;
-    /// let checkpoints = Tensor::zeros((batch * tokens / every, heads, dim, dim), DType::F32, device)?;
-    /// let op = GdnPrefill::new(gates, &state, None, RuleOptions::default())?.with_checkpoints(&checkpoints, every);
-    /// op.forward(&q, &q, &q)?;
-    /// // The states of the second sequence after 64, 128 and 192 tokens.
-    /// let rows = checkpoint_rows(tokens, tokens, every);
-    /// assert_eq!(rows, 3..6);
-    /// let after_128 = checkpoints.get(rows.start + 1)?;
-    /// # assert_eq!(after_128.dims(), [heads, dim, dim]);
-    /// # Ok(())
-    /// # }
-    /// ```
-    pub fn with_checkpoints(mut self, checkpoints: &Tensor, every: usize) -> Self {
-        self.0.checkpoints = Some(Checkpoints { tensor: checkpoints.clone(), every });
         self
     }
 

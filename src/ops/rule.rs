@@ -2,7 +2,6 @@
 
 use super::apply::apply3;
 use super::check::*;
-use super::checkpoints::Checkpoints;
 use super::options::{Algo, Gates, RuleOptions};
 use super::plan::RulePlan;
 use super::sequences::{CuSeqlens, SequencePlan};
@@ -24,8 +23,6 @@ pub(super) struct Rule {
     pub state: Tensor,
     pub slots: Option<Slots>,
     pub cu_seqlens: Option<CuSeqlens>,
-    pub token_states: Option<Tensor>,
-    pub checkpoints: Option<Checkpoints>,
     pub options: RuleOptions,
 }
 
@@ -40,9 +37,7 @@ impl Rule {
         options: RuleOptions,
     ) -> Result<Self> {
         let (state, cu_seqlens) = (state.clone(), cu_seqlens.cloned());
-        let rule =
-            Self { name, lead, gates, state, slots: None, cu_seqlens, token_states: None, checkpoints: None, options };
-        rule.check()
+        Self { name, lead, gates, state, slots: None, cu_seqlens, options }.check()
     }
 
     /// Checks that need only what the op holds.
@@ -92,7 +87,7 @@ impl Rule {
             check_float(self.name, arg, tensor.dtype())?;
             check_dtype(self.name, arg, tensor.dtype(), q.dtype())?;
             check_device(self.name, arg, tensor, self.state.device())?;
-            self.check_not_written(arg, storage_key(tensor))?;
+            check_not_state(self.name, arg, storage_key(tensor), &self.state)?;
         }
         apply3(op, None, &q, &k, &v)
     }
@@ -129,8 +124,6 @@ impl Rule {
         let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
         let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
         self.check_algo(dtype, (key_dim, value_dim), seqs.max_tokens)?;
-        self.check_token_states(lead_dims)?;
-        self.check_checkpoints(seqs.total_tokens)?;
         Ok(RulePlan {
             dims: Dims { key_heads, value_heads, key_dim, value_dim },
             seqs,
@@ -177,7 +170,7 @@ impl Rule {
         let [(q, ql), (k, kl), (v, vl)] = args;
         let plan = self.plan(q.dtype(), [ql, kl, vl])?;
         for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
-            self.check_not_written(arg, std::ptr::from_ref(storage).addr())?;
+            check_not_state(self.name, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
             check_dtype(self.name, arg, storage.dtype(), q.dtype())?;
         }
         let slots = self.slots.as_ref().map(Slots::in_u32).transpose()?;
@@ -201,9 +194,6 @@ impl Rule {
             gates: &self.gates,
             slots,
             cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-            token_states: self.token_states.as_ref(),
-            checkpoints: self.checkpoints.as_ref().map(|to| &to.tensor),
-            checkpoint_tokens: self.checkpoints.as_ref().map_or(0, |to| to.every),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The run of a rule on the CPU.
 
 use super::check::*;
-use super::in_place::{in_place_cpu, in_place_cpu_if_any, CpuWritten};
+use super::in_place::{in_place_cpu, CpuWritten};
 use super::options::Gates;
 use super::plan::RulePlan;
 use super::rule::Rule;
@@ -15,18 +15,13 @@ impl Rule {
         let [(q, ql), (k, kl), (v, vl)] = args;
         let plan = self.plan(storage_dtype(q), [ql, kl, vl])?;
         for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
-            self.check_not_written(arg, std::ptr::from_ref(storage).addr())?;
+            check_not_state(self.name, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
             check_dtype(self.name, arg, storage_dtype(storage), storage_dtype(q))?;
         }
         let gates = self.cpu_gates(&plan)?;
         let slots = cpu_slots(self.name, self.slots.as_ref(), plan.seqs.num_slots)?;
         let run = CpuRun { rule: self, plan: &plan, q, k, v, gates, slots };
-        let checkpoints = self.checkpoints.as_ref().map(|to| &to.tensor);
-        let out = in_place_cpu(self.name, &self.state, |state| {
-            in_place_cpu_if_any(self.name, self.token_states.as_ref(), |token_states| {
-                in_place_cpu_if_any(self.name, checkpoints, |to| run.run(state, token_states, to))
-            })
-        })?;
+        let out = in_place_cpu(self.name, &self.state, |state| run.run(state))?;
         Ok((out, Shape::from(plan.out_shape)))
     }
 
@@ -66,40 +61,25 @@ struct CpuRun<'a> {
 }
 
 impl CpuRun<'_> {
-    fn run(
-        &self,
-        state: CpuWritten<'_>,
-        token_states: Option<CpuWritten<'_>>,
-        checkpoints: Option<CpuWritten<'_>>,
-    ) -> Result<CpuStorage> {
+    fn run(&self, state: CpuWritten<'_>) -> Result<CpuStorage> {
         match storage_dtype(state.0) {
-            DType::BF16 => self.stored::<bf16>(state, token_states, checkpoints),
-            _ => self.stored::<f32>(state, token_states, checkpoints),
+            DType::BF16 => self.stored::<bf16>(state),
+            _ => self.stored::<f32>(state),
         }
     }
 
-    fn stored<S: cpu::Stored>(
-        &self,
-        state: CpuWritten<'_>,
-        token_states: Option<CpuWritten<'_>>,
-        checkpoints: Option<CpuWritten<'_>>,
-    ) -> Result<CpuStorage> {
+    fn stored<S: cpu::Stored>(&self, state: CpuWritten<'_>) -> Result<CpuStorage> {
         let (op, stride) = (self.rule.name, state.1.stride()[0]);
         let state = (elements::<S>((op, "state"), state)?, stride);
-        let copies = cpu::rule::Copies {
-            every_token: token_states.map(|t| elements::<S>((op, "token_states"), t)).transpose()?,
-            checkpoints: checkpoints.map(|t| elements::<S>((op, "checkpoints"), t)).transpose()?,
-            every: self.rule.checkpoints.as_ref().map_or(0, |to| to.every),
-        };
         Ok(match (self.q, self.k, self.v) {
             (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => {
-                CpuStorage::F32(self.kernel::<f32, S>([q, k, v], state, copies))
+                CpuStorage::F32(self.kernel::<f32, S>([q, k, v], state))
             }
             (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => {
-                CpuStorage::BF16(self.kernel::<bf16, S>([q, k, v], state, copies))
+                CpuStorage::BF16(self.kernel::<bf16, S>([q, k, v], state))
             }
             (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => {
-                CpuStorage::F16(self.kernel::<f16, S>([q, k, v], state, copies))
+                CpuStorage::F16(self.kernel::<f16, S>([q, k, v], state))
             }
             _ => bail!("{op}: q: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(self.q)),
         })
@@ -109,7 +89,6 @@ impl CpuRun<'_> {
         &self,
         [q, k, v]: [&[T]; 3],
         (state, stride): (&mut [S], usize),
-        copies: cpu::rule::Copies<'_, S>,
     ) -> Vec<T> {
         let plan = self.plan;
         let mut out = vec![T::ZERO; plan.out_shape.iter().product()];
@@ -125,7 +104,7 @@ impl CpuRun<'_> {
             l2_eps: plan.options.l2_eps,
             scale: plan.scale,
         };
-        rule.run(&mut out, state, copies);
+        rule.run(&mut out, state);
         out
     }
 }

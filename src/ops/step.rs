@@ -129,14 +129,6 @@ impl GdnStep {
         Ok(self)
     }
 
-    /// Every call also writes the state after each token into `token_states`: `[batch, HV, V, K]`, or with several
-    /// tokens `[batch, tokens, HV, V, K]`; see [`crate::GdnPrefill::with_token_states`]. The convolution's state after
-    /// a token is the last of its old inputs and of qkv up to there, which the caller has.
-    pub fn with_token_states(mut self, token_states: &Tensor) -> Self {
-        self.rule.token_states = Some(token_states.clone());
-        self
-    }
-
     /// The state is only read, and the tokens are appended to the ring of its slots, whose cursors are for the caller to move;
     /// the convolution's state is any memory of its shape. Up to 16 tokens a sequence.
     pub(crate) fn with_ring(mut self, ring: &Ring) -> Self {
@@ -187,7 +179,7 @@ impl GdnStep {
             "conv_weight" => check_weight_dtype(OP, arg, dtype, io)?,
             _ => check_dtype(OP, arg, dtype, io)?,
         }
-        self.rule.check_not_written(arg, key)?;
+        check_not_state(OP, arg, key, &self.rule.state)?;
         check_not_conv_state(arg, key, &self.conv_state)
     }
 
@@ -264,12 +256,6 @@ impl GdnStep {
         if algo == StepAlgo::Split && (tokens > 1 || lead == Lead::Packed) {
             let packed = if lead == Lead::Packed { " packed" } else { "" };
             bail!("{OP}: algo: Split takes one token a sequence, got {tokens}{packed}");
-        }
-
-        if let Some(to) = &self.rule.token_states {
-            for (arg, tensor) in [("conv_state", &self.conv_state), ("norm_weight", &self.norm_weight)] {
-                check_not_written(OP, (arg, storage_key(tensor)), ("token_states", storage_key(to)))?;
-            }
         }
 
         let x_heads = heads_layout(OP, "qkv", x, lead, lead_dims, (1, channels))?;

@@ -82,7 +82,6 @@ impl GdnStep {
             gates: &self.rule.gates,
             slots,
             cu_seqlens: self.rule.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-            token_states: self.rule.token_states.as_ref(),
         }
     }
 }

@@ -5,7 +5,6 @@
 //! `CANDLE_GDN_GOLDENS` names the folder of the full golden files (default: the thinned ones of this repository).
 //! `CANDLE_GDN_SOAK` sets the number of calls of the soak tests.
 
-mod checkpoints;
 mod conv_norm;
 mod errors;
 mod faults;
@@ -35,5 +34,4 @@ mod stored_state;
 mod support;
 mod tensor_cores;
 mod threads;
-mod token_states;
 mod verify;

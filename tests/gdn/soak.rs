@@ -124,18 +124,22 @@ impl World {
             }
             None => (self.allocator.allocate([&mut self.pool]).unwrap(), 0),
         };
-        let cu = CuSeqlens::from_lengths(&[tokens.len() - done], &self.device).unwrap();
-        let plan = self.layer.checkpoint_plan(&cu, BLOCK).unwrap();
         let slots = Slots::new(&[slot], &self.device).unwrap();
         self.calls.push(format!("begin {slot}: {done} known, {} fed", tokens.len() - done));
-        let x = self.x(&tokens[done..]);
-        let (y, kept) = self.layer.forward_with_checkpoints(&x, &plan, &slots, &mut self.pool).unwrap();
-        for index in 0..plan.count(0) {
-            let state = kept.snapshot(0, index).unwrap();
-            let bytes = state.size_in_bytes();
-            self.cache.insert(&tokens[..done + (index + 1) * BLOCK], state, bytes).unwrap();
+        // Cut where a state goes to the cache.
+        let mut y = vec![];
+        for start in (done..tokens.len()).step_by(BLOCK) {
+            let end = tokens.len().min(start + BLOCK);
+            let cu = CuSeqlens::from_lengths(&[end - start], &self.device).unwrap();
+            let x = self.x(&tokens[start..end]);
+            y.extend(values(&self.layer.forward_slots(&x, Some(&cu), &slots, &mut self.pool).unwrap()));
+            if end == start + BLOCK {
+                let state = self.pool.snapshot(slot).unwrap();
+                let bytes = state.size_in_bytes();
+                self.cache.insert(&tokens[..end], state, bytes).unwrap();
+            }
         }
-        self.sequences.push(Sequence { slot, tokens, y: values(&y), y_from: done });
+        self.sequences.push(Sequence { slot, tokens, y, y_from: done });
     }
 
     /// Some sequences and padding go on: one token each, or any number. One of them may go on in another slot, beside

@@ -1,6 +1,6 @@
 //! The step: convolution, rule and gated norm as one op, against the definition in f64 and against the three ops.
 
-use crate::slot_pool::{Around, SlotPool, UNTOUCHED};
+use crate::slot_pool::SlotPool;
 use crate::step_args::StepArgs;
 use crate::support::{devices, gated_norm, poison, rel_rms, rounded, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
@@ -28,7 +28,6 @@ struct Case {
     /// Of the weights of the convolution and of the norm: f32 instead of `dtype`.
     f32_weights: bool,
     state_dtype: DType,
-    token_states: bool,
     /// Slots in a shuffled order with padding for every third sequence but the first, instead of views of the pools.
     slots: bool,
     gate: GateActivation,
@@ -52,7 +51,6 @@ impl Case {
             gate_dtype: DType::F32,
             f32_weights: false,
             state_dtype: DType::F32,
-            token_states: false,
             slots: false,
             gate: GateActivation::Silu,
             beta_scale: 1.0,
@@ -131,10 +129,8 @@ impl Case {
         let (out_bound, state_bound) = self.bounds(algo == StepAlgo::Composed);
         let case = format!("{algo:?} on {:?}: {self:?}", device.location());
         let (out, state) = (rel_rms(&got.out, &want.out), rel_rms(&got.state, &want.state));
-        let token_states = rel_rms(&got.token_states, &want.token_states);
         assert!(out <= out_bound, "out is off by {out:e}, {case}");
         assert!(state <= state_bound, "state is off by {state:e}, {case}");
-        assert!(token_states <= state_bound, "token states are off by {token_states:e}, {case}");
         // Inputs are kept as they came.
         assert!(got.conv == want.conv, "the convolution's state is off, {case}");
 
@@ -152,13 +148,12 @@ impl Case {
     }
 }
 
-/// Outputs of all tokens, states by sequence (of those that have one), and the states after every token of them.
+/// Outputs of all tokens, and states by sequence (of those that have one).
 #[derive(Debug, Default, PartialEq)]
 struct Results {
     out: Vec<f64>,
     conv: Vec<f64>,
     state: Vec<f64>,
-    token_states: Vec<f64>,
 }
 
 #[derive(Clone, Copy)]
@@ -240,9 +235,6 @@ impl Drawn {
                 let o = gated_delta_rule(dims, constants, &[0, 1], one, &mut state);
                 let z = &self.z[row * size..][..size];
                 results.out.extend(gated_norm(&o, z, &self.norm_weight, NORM_EPS, case.gate));
-                if case.token_states {
-                    results.token_states.extend_from_slice(&state);
-                }
             }
             results.conv.extend_from_slice(&inputs[tokens * channels..]);
             results.state.extend(state);
@@ -287,10 +279,6 @@ impl Drawn {
         let view = |pool: &SlotPool| if case.slots { Ok(pool.all.clone()) } else { pool.all.narrow(0, 1, case.batch) };
         let (conv, state) = (view(&conv_pool)?, view(&state_pool)?);
         let slots = case.slots.then(|| conv_pool.slots()).transpose()?;
-        let kept = if case.token_states { case.batch * case.len() * case.state_size() } else { 0 };
-        let kept = Around::new(kept, 3 * key_dim, case.state_dtype, device)?;
-        let token_shape = [&lead[..], &shape].concat();
-        let token_states = case.token_states.then(|| kept.view()?.reshape(token_shape)).transpose()?;
 
         if device.is_cuda() {
             poison(case.batch * case.len() * case.values(), dtype, device)?;
@@ -299,7 +287,6 @@ impl Drawn {
             Way::Step => {
                 let mut op = GdnStep::new(gates, &norm_weight, &conv, &state, case.options())?;
                 op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
-                op = token_states.as_ref().map_or(op.clone(), |to| op.with_token_states(to));
                 (op.algo(&qkv, &z, &conv_weight)?, op.forward(&qkv, &z, &conv_weight)?)
             }
             Way::Ops => {
@@ -314,12 +301,10 @@ impl Drawn {
                 let o = if case.tokens.is_none() {
                     let mut op = GdnDecode::new(gates, &state, options)?;
                     op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
-                    op = token_states.as_ref().map_or(op.clone(), |to| op.with_token_states(to));
                     op.forward(&q, &k, &v)?
                 } else {
                     let mut op = GdnPrefill::new(gates, &state, None, options)?;
                     op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
-                    op = token_states.as_ref().map_or(op.clone(), |to| op.with_token_states(to));
                     op.forward(&q, &k, &v)?
                 };
                 let out = gated_rms_norm(&o, &z, &norm_weight, NORM_EPS, case.gate)?;
@@ -330,14 +315,7 @@ impl Drawn {
 
         // What sequences own, and nothing else, is written.
         let (conv, state) = (conv_pool.states(), state_pool.states());
-        let mut results = Results { out: values(&out), conv, state, token_states: vec![] };
-        let all = kept.check("token states");
-        for (rows, slot) in all.chunks(case.len() * case.state_size()).zip(&map) {
-            match slot {
-                Some(_) => results.token_states.extend_from_slice(rows),
-                None => assert!(rows.iter().all(|&x| x == UNTOUCHED), "padding's token states were touched: {case:?}"),
-            }
-        }
+        let results = Results { out: values(&out), conv, state };
         for (n, slot) in map.iter().enumerate() {
             let row = &results.out[n * case.len() * case.values()..][..case.len() * case.values()];
             assert!(slot.is_some() || row.iter().all(|&x| x == 0.0), "padding's output is not zero: {case:?}");
@@ -372,7 +350,6 @@ fn equals_its_definition_and_the_three_ops() {
                         gate_dtype: if bit(1) { dtype } else { DType::F32 },
                         f32_weights: bit(2),
                         state_dtype: if bit(3) { DType::BF16 } else { DType::F32 },
-                        token_states: bit(4) && batch * tokens <= 80,
                         slots: bit(5),
                         gate: if bit(6) { GateActivation::Sigmoid } else { GateActivation::Silu },
                         beta_scale: if bit(7) { 2.0 } else { 1.0 },
@@ -416,8 +393,7 @@ fn every_variant_and_option() {
                 Case { l2norm: false, ..plain.clone() },
                 Case { scale: Some(0.3), ..plain.clone() },
                 Case { slots: true, ..half.clone() },
-                Case { token_states: true, ..plain.clone() },
-                Case { token_states: true, state_dtype: DType::BF16, slots: true, ..half.clone() },
+                Case { state_dtype: DType::BF16, slots: true, ..half.clone() },
                 Case { f32_weights: true, ..half },
                 plain,
             ];
@@ -439,7 +415,7 @@ fn what_no_fused_kernel_takes_is_composed() {
             for case in [
                 Case { dims: of(64, 64), ..case.clone() },
                 Case { dims: of(96, 96), slots: true, ..case.clone() },
-                Case { dims: of(64, 128), token_states: true, ..case.clone() },
+                Case { dims: of(64, 128), ..case.clone() },
                 Case { width: 3, ..case.clone() },
                 Case { width: 2, gate: GateActivation::Sigmoid, ..case.clone() },
                 Case { before: 3, state_dtype: DType::BF16, ..case.clone() },
@@ -500,28 +476,6 @@ fn any_split_gives_the_same() {
                 assert!(out < out_bound && state < 1e-5, "{dtype:?} {cuts:?}: out {out:e}, state {state:e}");
                 assert!(got.1 == whole.1, "{dtype:?} {cuts:?}: the convolution's state");
             }
-        }
-    }
-}
-
-/// The state after a sequence's last token is its new state, bit for bit, and asking for them changes nothing else.
-#[test]
-fn token_states_change_nothing_else() {
-    for device in devices() {
-        for (tokens, state_dtype) in [(1, DType::F32), (6, DType::F32), (16, DType::BF16)] {
-            let case = Case { state_dtype, dtype: DType::BF16, token_states: true, ..Case::new(2, 3, tokens, 4) };
-            let drawn = Drawn::new(&case);
-            let (_, with) = drawn.run(&case, &device, Way::Step).unwrap();
-            let size = case.state_size();
-            for n in 0..3 {
-                let last = &with.token_states[((n + 1) * tokens - 1) * size..][..size];
-                assert!(last == &with.state[n * size..][..size], "{case:?}");
-            }
-            let (_, without) = drawn.run(&Case { token_states: false, ..case.clone() }, &device, Way::Step).unwrap();
-            // On the CPU the kernel for many tokens goes another way without them.
-            let near = |a: &[f64], b: &[f64], bound| rel_rms(a, b) <= bound;
-            assert!(near(&with.out, &without.out, 4e-3) && with.conv == without.conv, "{case:?}");
-            assert!(near(&with.state, &without.state, 1e-5 + f64::from(tokens as u32 / 16) / 256.0), "{case:?}");
         }
     }
 }

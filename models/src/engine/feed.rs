@@ -1,16 +1,12 @@
 //! Tokens of some sequences through the model.
 
-use super::head::HeadState;
 use super::pass::{Draft, Mode, Pass};
 use super::pool::{LayerSlots, Sequence, SequencePool};
-use super::snapshot::SequenceSnapshot;
 use crate::blocks::decoder::Residual;
 use crate::causal_lm::CausalLm;
-use candle_core::{bail, Result, Tensor};
-use candle_gdn::{Checkpoints, CuSeqlens, CHECKPOINT_MULTIPLE};
+use candle_core::{Result, Tensor};
 
 const FEED: &str = "feed";
-const CHECKPOINTS: &str = "feed_with_checkpoints";
 
 impl CausalLm {
     /// Feeds each sequence its next tokens, at least one, behind what it has seen, and returns the logits of the last
@@ -97,75 +93,6 @@ impl CausalLm {
         pool.written(slots, &pass.lengths);
         pass.keep_for_next(pool, slots);
         Ok(())
-    }
-
-    /// [`feed`](Self::feed) of one sequence, and besides snapshots of it at every position that is a multiple of
-    /// `block` tokens, in order, for a [`PrefixCache`](candle_gdn::PrefixCache). `block` is a multiple of
-    /// [`CHECKPOINT_MULTIPLE`].
-    /// The logits are `[1, vocab_size]`.
-    ///
-    /// The states along the way come out of the same pass; only where the sequence stands between two multiples, the
-    /// tokens up to the next one are a pass of their own.
-    ///
-    /// # Errors
-    /// As [`feed`](Self::feed), or when `block` is no such multiple.
-    pub fn feed_with_checkpoints(
-        &self,
-        pool: &mut SequencePool,
-        sequence: Sequence,
-        tokens: &[u32],
-        block: usize,
-    ) -> Result<(Tensor, Vec<(usize, SequenceSnapshot)>)> {
-        if block == 0 || !block.is_multiple_of(CHECKPOINT_MULTIPLE) {
-            bail!("{CHECKPOINTS}: block: expected a positive multiple of {CHECKPOINT_MULTIPLE} tokens, got {block}")
-        }
-        let slots = pool.batch_slots(CHECKPOINTS, self.id, [(sequence, tokens.len())].into_iter())?;
-        self.check_ids(CHECKPOINTS, [tokens].into_iter())?;
-        let at = pool.entries[slots[0]].len;
-        let (first, rest) = tokens.split_at((at.next_multiple_of(block) - at).min(tokens.len()));
-        let mut snapshots = vec![];
-        if !first.is_empty() {
-            let logits = match rest {
-                [] => Some(self.feed(pool, &[(sequence, first)])?),
-                _ => {
-                    self.feed_only(pool, &[(sequence, first)])?;
-                    None
-                }
-            };
-            if (at + first.len()).is_multiple_of(block) {
-                snapshots.push((at + first.len(), pool.snapshot(sequence)?));
-            }
-            if let Some(logits) = logits {
-                return Ok((logits, snapshots));
-            }
-        }
-        let at = at + first.len();
-        let ids = self.packed_ids(CHECKPOINTS, [rest].into_iter())?;
-        let mut pass = Pass::new(self, pool, &slots, vec![rest.len()], Draft::No)?;
-        let cu_seqlens = match pass.cu_seqlens.take() {
-            Some(cu_seqlens) => cu_seqlens,
-            None => CuSeqlens::from_lengths(&pass.lengths, &self.device)?,
-        };
-        let plan = self.gated_delta_nets().next().map(|gdn| gdn.checkpoint_plan(&cu_seqlens, block)).transpose()?;
-        pass.cu_seqlens = Some(cu_seqlens);
-        let mut kept: Vec<Checkpoints> = vec![];
-        pool.about_to_write(&slots);
-        let mode = plan.as_ref().map_or(Mode::Feed, |plan| Mode::Checkpoints(plan, &mut kept));
-        let x = self.through_layers(&ids, &pass, pool, mode)?;
-        let (hidden, last) = self.heard(pool, &slots, &[(sequence, rest)], x, &pass)?;
-        let logits = self.logits_launched(&last, &pass.launch)?;
-        self.advanced(pool, &slots, pass)?;
-        for index in 0..rest.len() / block {
-            let states = kept.iter().map(|checkpoints| checkpoints.snapshot(0, index));
-            let row = (index + 1) * block;
-            let head = match pool.head.is_some() {
-                true => Some(HeadState::after(at + row, hidden.narrow(0, row - 1, 1)?.force_contiguous()?)),
-                false => None,
-            };
-            let snapshot = pool.snapshot_of(slots[0], at + row, states.collect::<Result<_>>()?, head)?;
-            snapshots.push((at + row, snapshot));
-        }
-        Ok((logits, snapshots))
     }
 
     pub(super) fn gated_delta_nets(&self) -> impl Iterator<Item = &candle_gdn::GatedDeltaNet> {

@@ -55,12 +55,6 @@ struct Rows {
 }
 
 impl HeadState {
-    /// Of a sequence of which nothing waits but the last hidden state, `[1, hidden]`.
-    pub fn after(len: usize, last: Tensor) -> Self {
-        let waiting = vec![Rows { of: last, range: 0..1 }];
-        Self { len: len - 1, waiting, tokens: Vec::new(), next: None }
-    }
-
     /// The tokens that wait: the last hidden state waits for the one behind them.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens

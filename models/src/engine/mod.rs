@@ -6,8 +6,7 @@
 //! * [`CausalLm::feed`](super::CausalLm::feed) takes tokens of any number of sequences, prompts and single tokens
 //!   mixed, in one pass over packed tokens.
 //! * [`CausalLm::verify`](super::CausalLm::verify) and [`CausalLm::accept`](super::CausalLm::accept) feed drafts of
-//!   which a part may stay; [`CausalLm::feed_with_checkpoints`](super::CausalLm::feed_with_checkpoints) keeps
-//!   snapshots along a prompt for a [`PrefixCache`](candle_gdn::PrefixCache).
+//!   which a part may stay.
 //! * [`Engine`] schedules requests on all of that: prompts in, tokens out as they come.
 //! * [`DecodeGraph`] is a decode step of the whole model as one CUDA graph.
 //!

@@ -8,7 +8,7 @@ use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result, Tensor};
 use candle_gdn::plumbing::{no_tokens, Arena, Launch, Move, Working};
-use candle_gdn::{CheckpointPlan, Checkpoints, CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
+use candle_gdn::{CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
 
 /// What all layers of a pass share.
 #[derive(Debug)]
@@ -32,8 +32,6 @@ pub(super) enum Mode<'a> {
     Feed,
     /// They stay, and the drafts' are in other slots.
     Verify(&'a mut Vec<Drafted>),
-    /// They advance, and those along the way are kept.
-    Checkpoints(&'a CheckpointPlan, &'a mut Vec<Checkpoints>),
 }
 
 /// Whether the tokens of a pass are drafts.
@@ -148,11 +146,6 @@ impl Pass {
             (Mode::Verify(kept), Some(cu)) => {
                 let (y, drafted) = gdn.verify_launched(x, cu, &self.states, pool, &self.launch)?;
                 kept.push(drafted);
-                Ok(y)
-            }
-            (Mode::Checkpoints(plan, kept), Some(_)) => {
-                let (y, checkpoints) = gdn.forward_with_checkpoints(x, plan, &self.states, pool)?;
-                kept.push(checkpoints);
                 Ok(y)
             }
             (_, None) => bail!("sequences: expected boundaries of packed tokens"),

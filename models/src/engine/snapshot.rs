@@ -12,9 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const OP: &str = "SequencePool";
 
-/// A sequence as it was, apart from any pool: made by [`SequencePool::snapshot`] and
-/// [`CausalLm::feed_with_checkpoints`](super::super::CausalLm::feed_with_checkpoints), put back by
-/// [`SequencePool::restore`] into any pool of the model, as often as wanted.
+/// A sequence as it was, apart from any pool: made by [`SequencePool::snapshot`] and put back by [`SequencePool::restore`] into any pool of the model, as often as wanted.
 ///
 /// The states of the Gated DeltaNet layers are its own. Keys and values lie in pieces, each from where the one before
 /// ends, which snapshots of one sequence share: a further one copies only the tokens since the last that still lives.

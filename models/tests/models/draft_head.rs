@@ -155,25 +155,6 @@ fn sequences_keep_what_the_head_saw() -> Result<()> {
 }
 
 #[test]
-fn checkpoints_of_a_prompt_have_the_heads_part() -> Result<()> {
-    on_every_device(|model| {
-        let prompt: Vec<u32> = (0..200).map(|i| i * 37 % 1024).collect();
-        let mut pool = model.new_sequences(2, 300)?;
-        let (a, b) = (pool.begin()?, pool.begin()?);
-        model.feed_only(&mut pool, &[(a, &prompt[..10])])?;
-        let (_, snapshots) = model.feed_with_checkpoints(&mut pool, a, &prompt[10..], 64)?;
-        assert_eq!(snapshots.iter().map(|(at, _)| *at).collect::<Vec<_>>(), [64, 128, 192]);
-        for (at, snapshot) in snapshots {
-            pool.restore(b, &snapshot)?;
-            check(model, &mut pool, &[(b, prompt[..at].to_vec())], &format!("snapshot at {at}"))?;
-            model.feed_only(&mut pool, &[(b, &[5, 6])])?;
-            check(model, &mut pool, &[(b, [&prompt[..at], &[5, 6]].concat())], &format!("behind {at}"))?;
-        }
-        check(model, &mut pool, &[(a, prompt)], "the prompt")
-    })
-}
-
-#[test]
 fn what_cannot_be_drafted_is_refused() -> Result<()> {
     let model = DEMO.model_with_head(DType::F32, &Device::Cpu)?;
     let mut pool = model.new_sequences(2, 8)?;

@@ -248,46 +248,6 @@ fn drafts_leave_no_trace_and_are_void_after_a_change() -> Result<()> {
 }
 
 #[test]
-fn checkpoints_are_snapshots_along_the_way() -> Result<()> {
-    on_every_pool(|model, rings| {
-        let prompt = tokens(&mut Rng::new(5), 300, model);
-        let mut pool = model.new_sequences_with(2, 400, rings)?;
-        // From the beginning, from between two blocks, and pieces too short for any.
-        for (start, end, positions) in [
-            (0, 300, &[64, 128, 192, 256][..]),
-            (0, 64, &[64]),
-            (70, 128, &[128]),
-            (70, 300, &[128, 192, 256]),
-            (10, 30, &[]),
-            (63, 65, &[64]),
-            (128, 191, &[]),
-        ] {
-            let s = pool.begin()?;
-            if start > 0 {
-                model.feed_only(&mut pool, &[(s, &prompt[..start])])?;
-            }
-            let (logits, snapshots) = model.feed_with_checkpoints(&mut pool, s, &prompt[start..end], 64)?;
-            assert_near(&logits.squeeze(0)?.to_vec1()?, &want(model, &prompt[..end])?, "logits");
-            assert_eq!(snapshots.iter().map(|(at, _)| *at).collect::<Vec<_>>(), positions, "{start}..{end}");
-            let other = pool.begin()?;
-            for (at, snapshot) in &snapshots {
-                assert_eq!(snapshot.len(), *at);
-                pool.restore(other, snapshot)?;
-                check(model, &mut pool, other, &prompt[..*at], &format!("{start}..{end} at {at}"))?;
-            }
-            check(model, &mut pool, s, &prompt[..end], &format!("{start}..{end}"))?;
-            pool.end(other)?;
-            pool.end(s)?;
-        }
-        let s = pool.begin()?;
-        for block in [0, 63, 100] {
-            refused(model.feed_with_checkpoints(&mut pool, s, &[1], block), &["block", "multiple of 64"]);
-        }
-        Ok(())
-    })
-}
-
-#[test]
 fn refusals_change_nothing() -> Result<()> {
     on_every_device(|model| {
         let vocab = model.config().vocab_size as u32;
@@ -318,11 +278,7 @@ fn refusals_change_nothing() -> Result<()> {
             refused(model.feed(&mut pool, batch), &["expected", part]);
             refused(model.feed_only(&mut pool, batch), &["expected", part]);
             refused(model.verify(&mut pool, batch), &["expected", part]);
-            if let [(s, tokens)] = batch {
-                refused(model.feed_with_checkpoints(&mut pool, *s, tokens, 64), &["expected", part]);
-            }
         }
-        refused(model.feed_with_checkpoints(&mut pool, a, &[1, vocab], 64), &["below vocab_size"]);
         refused(other_model.feed(&mut pool, &[(a, &[1])]), &["pool", "another model"]);
         let snapshot = pool.snapshot(a)?;
         for s in [old, foreign] {

@@ -146,13 +146,10 @@ impl World<'_> {
                 let Some((n, new)) = self.batch(MAX_LEN).pop() else { return Ok(()) };
                 let s = self.sequences[n].0;
                 let before = self.sequences[n].1.clone();
-                let (logits, kept) = model.feed_with_checkpoints(&mut self.pool, s, &new, 64)?;
                 let all = [&before[..], &new].concat();
-                assert_eq!(kept.len(), all.len() / 64 - before.len() / 64);
-                self.fed(vec![(n, new)], &logits, "feed_with_checkpoints")?;
-                for (at, snapshot) in kept {
-                    self.snapshots.push((snapshot, all[..at].to_vec()));
-                }
+                let logits = model.feed(&mut self.pool, &[(s, &new)])?;
+                self.fed(vec![(n, new)], &logits, "feed")?;
+                self.snapshots.push((self.pool.snapshot(s)?, all));
                 self.forget();
             }
             10 if !self.ended.is_empty() => {
