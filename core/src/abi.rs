@@ -1,11 +1,11 @@
-//! The C ABI of the CUDA kernels in Rust, one file a header. It is plain data, compiled on every machine, so that the
-//! tests compare it with the headers wherever there is a C compiler.
-#![allow(missing_docs)]
+//! What every header of the C ABI shares: constants, structs, the text of a status. It is plain data, compiled on every
+//! machine, so that the tests compare it with `cuda/gdn.h` wherever there is a C compiler.
+
+use std::ffi::c_void;
 
 /// Declares the constants and the `#[repr(C)]` structs of a header, each field once, and a test that compares all of them
 /// with the C compiler's (`crate::abi::c_layout`).
 #[allow(clippy::crate_in_macro_def)] // each crate includes the comparison at this path, for its tests alone
-#[doc(hidden)]
 #[macro_export]
 macro_rules! c_header {
     (
@@ -52,5 +52,65 @@ macro_rules! c_header {
 
 #[cfg(test)]
 #[path = "../../tests/support/c_layout.rs"]
-pub(crate) mod c_layout;
-pub mod gdn;
+mod c_layout;
+
+c_header! {
+    "gdn.h";
+    constants {
+        pub GDN_F32: i32 = 0;
+        pub GDN_BF16: i32 = 1;
+        pub GDN_F16: i32 = 2;
+        pub GDN_OK: i32 = 0;
+        pub GDN_BAD_ALGO: i32 = 7;
+        pub GDN_CUDA_ERROR: i32 = 1000;
+        pub GDN_NO_SLOT: u32 = u32::MAX;
+    }
+    structs {
+        #[derive(Clone, Copy)]
+        pub struct Heads = gdn_heads {
+            pub ptr: *const c_void,
+            pub seq_stride: i64,
+            pub token_stride: i64,
+            pub head_stride: i64,
+        }
+        #[derive(Clone, Copy)]
+        pub struct Sequences = gdn_sequences {
+            pub cu_seqlens: *const u32,
+            pub num_seqs: i32,
+            pub tokens_per_seq: i32,
+            pub max_tokens_per_seq: i32,
+            pub total_tokens: i32,
+        }
+        #[derive(Clone, Copy)]
+        pub struct Slots = gdn_slots {
+            pub slots: *const u32,
+            pub num_slots: i64,
+            pub slot_stride: i64,
+        }
+    }
+}
+
+/// What `gdn_status_string` says of the statuses of this ABI. A launch's own error comes as [`GDN_CUDA_ERROR`] and its number.
+pub fn status_text(status: i32) -> String {
+    let text = match status {
+        0 => "success",
+        1 => "a dtype is none of f32, bf16, f16",
+        2 => "a required pointer is null",
+        3 => "the number of key heads does not divide the number of value heads, or one is not positive",
+        4 => "a head size is outside 1..256",
+        5 => "a count is negative, or past what the grid can hold",
+        6 => "the convolution width is outside 2..8",
+        7 => "the kernel asked for does not take this shape, alignment or device",
+        8 => "a stride is negative",
+        9 => "built without GDN_PROFILE",
+        10 => "the profile buffer is not aligned to 16 bytes, or has no room for the warps of this launch",
+        11 => "the workspace is null, not aligned to 256 bytes or smaller than gdn_rule_workspace says",
+        1002 => "CUDA error 2: out of memory",
+        1209 => "CUDA error 209: no kernel image is available for execution on the device",
+        1700 => "CUDA error 700: an illegal memory access was encountered",
+        1719 => "CUDA error 719: unspecified launch failure",
+        status if status > GDN_CUDA_ERROR => return format!("CUDA error {}", status - GDN_CUDA_ERROR),
+        _ => "unknown status",
+    };
+    text.to_owned()
+}

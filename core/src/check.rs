@@ -1,4 +1,5 @@
-//! Checks of arguments, shared by the ops. Every refusal names the op, the argument, what was expected and what came.
+//! Checks of arguments, shared by the ops, and the layouts they find. Every refusal names the op, the argument, what was
+//! expected and what came.
 
 use crate::cpu;
 use candle_core::{bail, CpuStorage, DType, Device, Layout, Result, Storage, Tensor};
@@ -208,5 +209,44 @@ pub fn dense_rows(tensor: &Tensor) -> Result<Tensor> {
         Some(1) | None => Ok(tensor.clone()),
         Some(_) if tensor.dims().last() == Some(&1) => Ok(tensor.clone()),
         Some(_) => tensor.contiguous(),
+    }
+}
+
+/// The stride with which the leading dimensions count through as one, if there is such a stride.
+pub fn token_stride(dims: &[usize], stride: &[usize]) -> Option<usize> {
+    let mut counted: Option<(usize, usize)> = None; // (innermost stride, tokens so far)
+    for (&dim, &stride) in dims.iter().zip(stride).rev() {
+        match counted {
+            _ if dim == 1 => {}
+            None => counted = Some((stride, dim)),
+            Some((inner, tokens)) if stride == inner * tokens => counted = Some((inner, tokens * dim)),
+            Some(_) => return None,
+        }
+    }
+    Some(counted.map_or(0, |(inner, _)| inner))
+}
+
+/// The tensor itself where its rows are dense and its `lead` first dimensions count through, otherwise a copy.
+pub fn uniform_tokens(tensor: &Tensor, lead: usize) -> Result<Tensor> {
+    let tensor = dense_rows(tensor)?;
+    let lead = lead.min(tensor.rank());
+    if token_stride(&tensor.dims()[..lead], &tensor.stride()[..lead]).is_some() {
+        Ok(tensor)
+    } else {
+        tensor.contiguous()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::token_stride;
+
+    #[test]
+    fn leading_dimensions_that_count_through() {
+        assert_eq!(token_stride(&[2, 5], &[50, 10]), Some(10));
+        assert_eq!(token_stride(&[2, 5], &[60, 10]), None);
+        assert_eq!(token_stride(&[1, 5], &[7, 10]), Some(10));
+        assert_eq!(token_stride(&[3, 1], &[20, 9]), Some(20));
+        assert_eq!(token_stride(&[], &[]), Some(0));
     }
 }

@@ -1,8 +1,8 @@
 //! Sequence boundaries of packed tokens.
 
-use super::check::Lead;
-use super::slots::Slots;
+use crate::check::Lead;
 use crate::cpu;
+use crate::Slots;
 use candle_core::{bail, Device, Result, Tensor};
 use std::sync::Arc;
 
@@ -91,9 +91,8 @@ impl CuSeqlens {
         self.device.device()
     }
 
-    /// The running totals on the device, u32. Not public: kernels trust the values, which were checked on the host, and
-    /// who has a tensor can write into it.
-    pub(crate) fn tensor(&self) -> &Tensor {
+    /// The running totals on the device, u32: to be read. Kernels trust the values, which were checked on the host.
+    pub fn tensor(&self) -> &Tensor {
         &self.device
     }
 }

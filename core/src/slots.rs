@@ -1,9 +1,12 @@
 //! Which slots of a state pool the sequences of a call read and write.
 
-use super::check::check_device;
+use crate::check::check_device;
 use crate::cpu;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Storage, Tensor};
 use std::sync::Arc;
+
+#[cfg(test)]
+mod tests;
 
 /// Marks a padding row in a slot map: it reads and writes no state, and its output is zero. In an i64 map it is -1.
 pub const NO_SLOT: u32 = u32::MAX;
@@ -122,7 +125,7 @@ impl Slots {
     }
 
     /// Those that are written, to be read as well.
-    pub(crate) fn written(&self) -> Self {
+    pub fn written(&self) -> Self {
         let host = self.host.as_ref().map(|host| match &host.write {
             Some(write) => Arc::new(Host { read: write.clone(), write: None, end: host.end }),
             None => host.clone(),
@@ -269,60 +272,5 @@ fn cpu_values(op: &str, map: &Tensor) -> Result<Vec<u32>> {
             data[range].iter().enumerate().map(narrow).collect()
         }
         _ => bail!("{op}: slots: expected a u32 or i64 tensor on the CPU"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn host(read: &[u32], write: Option<&[u32]>) -> Result<Host> {
-        Host::new("op: slots", read, write)
-    }
-
-    #[test]
-    fn values_are_checked() {
-        let error = |read: &[u32], write: Option<&[u32]>| host(read, write).unwrap_err().to_string();
-        assert!(host(&[2, NO_SLOT, 0, NO_SLOT], None).unwrap().check_range("op", 3).is_ok());
-        let past = host(&[0, 3], None).unwrap().check_range("op", 3).unwrap_err().to_string();
-        assert!(past.contains("op: slots: expected values below 3 (the state's slots), got 3 at 1"), "{past}");
-        assert!(error(&[1, 1], None).contains("op: slots: expected distinct values, got 1 a second time at 1"));
-        // A fork: one slot read by three, of which none writes it.
-        assert!(host(&[1, 1, 1], Some(&[0, 2, 3])).is_ok());
-        assert!(error(&[1, 1], Some(&[0, 0])).contains("got 0 a second time at 1"));
-        assert!(error(&[1, 1], Some(&[1, 0])).contains("got 1, read at 1 and written at 0"));
-        assert!(error(&[1, 2], Some(&[2, 3])).contains("got 2, read at 1 and written at 0"));
-        assert!(error(&[1], Some(&[2, 3])).contains("as many slots to write as to read (1), got 2"));
-        // Each its own, next to each other and in place; padding by either map takes part in nothing.
-        assert!(host(&[1, 3], Some(&[2, 3])).is_ok());
-        let padded = host(&[1, NO_SLOT, 9], Some(&[0, 0, NO_SLOT])).unwrap();
-        assert!(padded.check_range("op", 2).is_ok());
-        assert!(host(&[], None).unwrap().check_range("op", 0).is_ok());
-    }
-
-    #[test]
-    fn set_keeps_the_memory_and_the_old_values_on_error() {
-        let mut slots = Slots::from_to(&[0, 1], &[2, 3], &Device::Cpu).unwrap();
-        let memory = slots.read().clone();
-        slots.set(&[4, 4], &[5, NO_SLOT]).unwrap();
-        assert_eq!(memory.to_vec1::<u32>().unwrap(), [4, 4]);
-        assert_eq!(slots.on_host(), Some((&[4, 4][..], &[5, NO_SLOT][..])));
-        for (read, write) in [(&[1, 1][..], &[2, 2][..]), (&[1][..], &[2][..]), (&[1, 1][..], &[2][..])] {
-            assert!(slots.set(read, write).is_err());
-            assert_eq!(memory.to_vec1::<u32>().unwrap(), [4, 4]);
-        }
-        let mut same = Slots::new(&[0, 1], &Device::Cpu).unwrap();
-        assert!(same.set(&[0, 1], &[1, 0]).unwrap_err().to_string().contains("slots: set"));
-        same.set(&[7, 8], &[7, 8]).unwrap();
-        assert_eq!(same.write().to_vec1::<u32>().unwrap(), [7, 8]);
-    }
-
-    #[test]
-    fn i64_maps_have_minus_one() {
-        let read = |values: &[i64]| cpu_values("op", &Tensor::new(values, &Device::Cpu).unwrap());
-        assert_eq!(read(&[3, -1, 0]).unwrap(), [3, NO_SLOT, 0]);
-        for bad in [-2, i64::from(u32::MAX), 1 << 32] {
-            assert!(read(&[bad]).unwrap_err().to_string().contains("op: slots: expected -1 or a slot"), "{bad}");
-        }
     }
 }

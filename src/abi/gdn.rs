@@ -1,16 +1,11 @@
 //! `cuda/gdn.h`, field for field.
 
+pub use candle_gdn_core::abi::*;
 use std::ffi::c_void;
 
-c_header! {
+candle_gdn_core::c_header! {
     "gdn.h";
     constants {
-        pub GDN_F32: i32 = 0;
-        pub GDN_BF16: i32 = 1;
-        pub GDN_F16: i32 = 2;
-        pub GDN_OK: i32 = 0;
-        pub GDN_BAD_ALGO: i32 = 7;
-        pub GDN_NO_SLOT: u32 = u32::MAX;
         pub GDN_AUTO: i32 = 0;
         pub GDN_RECURRENT: i32 = 1;
         pub GDN_RECURRENT_128: i32 = 2;
@@ -35,27 +30,6 @@ c_header! {
         pub GDN_PROFILE_CHUNK: u32 = 1 << 30;
     }
     structs {
-        #[derive(Clone, Copy)]
-        pub struct Heads = gdn_heads {
-            pub ptr: *const c_void,
-            pub seq_stride: i64,
-            pub token_stride: i64,
-            pub head_stride: i64,
-        }
-        #[derive(Clone, Copy)]
-        pub struct Sequences = gdn_sequences {
-            pub cu_seqlens: *const u32,
-            pub num_seqs: i32,
-            pub tokens_per_seq: i32,
-            pub max_tokens_per_seq: i32,
-            pub total_tokens: i32,
-        }
-        #[derive(Clone, Copy)]
-        pub struct Slots = gdn_slots {
-            pub slots: *const u32,
-            pub num_slots: i64,
-            pub slot_stride: i64,
-        }
         pub struct RuleParams = gdn_rule_params {
             pub q: Heads,
             pub k: Heads,
@@ -359,6 +333,7 @@ extern "C" {
         stream: *mut c_void,
     ) -> std::ffi::c_int;
     pub fn gdn_dequantize(params: *const DequantizeParams, stream: *mut c_void) -> std::ffi::c_int;
+    #[cfg(test)]
     pub fn gdn_status_string(status: std::ffi::c_int) -> *const std::ffi::c_char;
     #[cfg(feature = "profile")]
     pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> std::ffi::c_int;

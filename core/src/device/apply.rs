@@ -1,10 +1,10 @@
 //! Custom ops on tensors: candle's way on the CPU, a shorter one on CUDA, whose outputs an arena may place.
 
-#[cfg(feature = "cuda")]
-use super::check::storage_key;
 use super::launch::Arena;
 #[cfg(feature = "cuda")]
-use crate::state::threads::Working;
+use super::Working;
+#[cfg(feature = "cuda")]
+use crate::check::storage_key;
 #[cfg(feature = "cuda")]
 use candle_core::Storage;
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, Result, Tensor};
@@ -24,7 +24,7 @@ pub fn apply3<C: CustomOp3>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tenso
         let z_storage = z_guard.as_deref().unwrap_or(if keys[2] == keys[0] { &*x_guard } else { y_storage });
         if let [Storage::Cuda(a), Storage::Cuda(b), Storage::Cuda(c)] = [&*x_guard, y_storage, z_storage] {
             let (out, shape) = op.cuda_fwd(a, x.layout(), b, y.layout(), c, z.layout())?;
-            return crate::cuda::arena::finish(arena, out, shape);
+            return super::arena::finish(arena, out, shape);
         }
     }
     let _ = arena;
@@ -41,7 +41,7 @@ pub fn apply2<C: CustomOp2>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tenso
         let y_guard = (!shared).then(|| y.storage_and_layout().0);
         if let [Storage::Cuda(a), Storage::Cuda(b)] = [&*x_guard, y_guard.as_deref().unwrap_or(&*x_guard)] {
             let (out, shape) = op.cuda_fwd(a, x.layout(), b, y.layout())?;
-            return crate::cuda::arena::finish(arena, out, shape);
+            return super::arena::finish(arena, out, shape);
         }
     }
     let _ = arena;
@@ -56,7 +56,7 @@ pub fn apply1<C: CustomOp1>(op: &C, arena: Option<&Arena>, x: &Tensor) -> Result
         let guard = x.storage_and_layout().0;
         if let Storage::Cuda(storage) = &*guard {
             let (out, shape) = op.cuda_fwd(storage, x.layout())?;
-            return crate::cuda::arena::finish(arena, out, shape);
+            return super::arena::finish(arena, out, shape);
         }
     }
     let _ = arena;

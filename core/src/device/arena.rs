@@ -1,7 +1,7 @@
 //! Outputs that stay where they are from pass to pass, for a pass that is captured as a graph.
 
+use super::in_place_cuda;
 use super::pointers::write;
-use crate::ops::in_place_cuda;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::op::BackpropOp;
@@ -10,9 +10,12 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+#[cfg(test)]
+mod tests;
+
 const NAME: &str = "arena";
 
-/// What the ops of a pass write, kept from one pass to the next; an op finds it in its [`Launch`](crate::ops::Launch).
+/// What the ops of a pass write, kept from one pass to the next; an op finds it in its [`Launch`](super::Launch).
 ///
 /// In a graph every allocation is a node, and so is its release. Between two kernels they keep the second from
 /// beginning while the first still runs: some 2 µs a kernel. The first pass with an arena allocates; those after it,
@@ -29,7 +32,7 @@ struct Outputs {
     /// Shared by all that need one: each kernel waits for those before it before it writes.
     workspace: Option<Tensor>,
     /// What a tensor holds while an op has its storage. Lost by an op that fails; then nothing is placed any more.
-    stand_in: Option<CudaStorage>,
+    placeholder: Option<CudaStorage>,
     layer: usize,
     /// Outputs of the layer so far.
     count: usize,
@@ -45,8 +48,8 @@ impl Arena {
     /// When the device is none of CUDA, or out of memory.
     pub fn new(device: &Device) -> Result<Self> {
         let Device::Cuda(device) = device else { bail!("{NAME}: expected a CUDA device, got {:?}", device.location()) };
-        let stand_in = CudaStorage::wrap_cuda_slice(device.alloc_zeros::<f32>(1)?, device.clone());
-        Ok(Self(Arc::new(Mutex::new(Outputs { stand_in: Some(stand_in), ..Outputs::default() }))))
+        let placeholder = CudaStorage::wrap_cuda_slice(device.alloc_zeros::<f32>(1)?, device.clone());
+        Ok(Self(Arc::new(Mutex::new(Outputs { placeholder: Some(placeholder), ..Outputs::default() }))))
     }
 
     /// A pass begins. What the one before it returned must not be an output that this one writes again.
@@ -63,7 +66,7 @@ impl Arena {
         outputs.layer += 1;
         outputs.count = 0;
         #[cfg(debug_assertions)]
-        outputs.spoil();
+        outputs.fill_with_nan();
     }
 
     fn outputs(&self) -> MutexGuard<'_, Outputs> {
@@ -78,12 +81,12 @@ impl Outputs {
         let key = (self.layer % 2, self.count, dtype, shape.to_vec());
         self.count += 1;
         let tensor = self.tensors.get(&key).cloned();
-        let taken = match (&tensor, self.stand_in.take()) {
-            (Some(tensor), Some(stand_in)) => {
-                Some(in_place_cuda(NAME, tensor, |(storage, _)| Ok(std::mem::replace(storage, stand_in)))?)
+        let taken = match (&tensor, self.placeholder.take()) {
+            (Some(tensor), Some(placeholder)) => {
+                Some(in_place_cuda(NAME, tensor, |(storage, _)| Ok(std::mem::replace(storage, placeholder)))?)
             }
-            (_, stand_in) => {
-                self.stand_in = stand_in;
+            (_, placeholder) => {
+                self.placeholder = placeholder;
                 None
             }
         };
@@ -93,11 +96,11 @@ impl Outputs {
 
     /// Gives the pending tensor its storage back.
     fn put(&mut self, tensor: &Tensor, storage: CudaStorage) -> Result<()> {
-        self.stand_in = Some(in_place_cuda(NAME, tensor, |(held, _)| Ok(std::mem::replace(held, storage)))?);
+        self.placeholder = Some(in_place_cuda(NAME, tensor, |(held, _)| Ok(std::mem::replace(held, storage)))?);
         Ok(())
     }
 
-    /// An op that took a storage and never finished: its tensor holds the stand-in, which nobody may write.
+    /// An op that took a storage and never finished: its tensor holds the placeholder, which nobody may write.
     fn forget_failed(&mut self) {
         if let Some((key, Some(_))) = self.pending.take() {
             self.tensors.remove(&key);
@@ -106,7 +109,7 @@ impl Outputs {
 
     /// Fills what this layer will write with NaN.
     #[cfg(debug_assertions)]
-    fn spoil(&self) {
+    fn fill_with_nan(&self) {
         use candle_core::cuda_backend::cudarc::driver::result::memset_d8_async;
         for ((parity, _, dtype, _), tensor) in &self.tensors {
             if *parity == self.layer % 2 {
@@ -191,89 +194,4 @@ pub fn with_workspace<R>(
         }
     };
     in_place_cuda(NAME, &tensor, |(storage, _)| launch(write(storage, stream)?.at(0, 4)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::linear::few_rows;
-    use super::super::pointers::{read, stream_of};
-    use super::super::testing;
-    use super::*;
-    use crate::ops::Launch;
-
-    fn address(tensor: &Tensor) -> u64 {
-        let (storage, _) = tensor.storage_and_layout();
-        let Storage::Cuda(storage) = &*storage else { unreachable!("a tensor on CUDA") };
-        let stream = stream_of(storage).unwrap();
-        let pointer = read(storage, &stream).unwrap();
-        pointer.at::<c_void>(0, 4).addr() as u64
-    }
-
-    /// `[rows, 64]` of small numbers, no two rows alike.
-    fn numbers(rows: usize, seed: f64, device: &Device) -> Tensor {
-        let values: Vec<f64> = (0..rows * 64).map(|i| (seed + i as f64 * 0.61).sin()).collect();
-        let values = Tensor::from_vec(values, (rows, 64), &Device::Cpu).unwrap();
-        values.to_dtype(DType::BF16).unwrap().to_device(device).unwrap()
-    }
-
-    #[test]
-    fn passes_write_the_same_places() {
-        let Some(device) = testing::device() else { return };
-        let weight = numbers(64, 0.7, &device);
-        let arena = Arena::new(&device).unwrap();
-        let placed = Launch { overlap: false, arena: Some(arena.clone()) };
-        let product = |x: &Tensor, launch: &Launch| few_rows(x, &weight, launch).unwrap().expect("a shape it takes");
-        let values = |x: &Tensor| x.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
-        let (mut places, mut undone) = (vec![], vec![]);
-        for pass in 0..3 {
-            let x = numbers(3, f64::from(pass), &device);
-            let alone = Launch::default();
-            let want = [product(&x, &alone), product(&product(&x, &alone), &alone)].map(|x| values(&x));
-            let mut here = vec![];
-            arena.begin_pass();
-            // Of two layers later it is the place of the first again; another shape has one of its own.
-            for layer in 0..4 {
-                placed.next_layer();
-                let y = product(&x, &placed);
-                let z = product(&y, &placed);
-                assert_eq!([values(&y), values(&z)], want, "pass {pass}, layer {layer}");
-                product(&x.narrow(0, 0, 2 - layer % 2).unwrap(), &placed);
-                // An op that does not run after all leaves its place to the next pass.
-                let taken = {
-                    let (storage, _) = x.storage_and_layout();
-                    let Storage::Cuda(storage) = &*storage else { unreachable!("a tensor on CUDA") };
-                    alloc(Some(&arena), storage, &[3, 64]).unwrap()
-                };
-                match pass {
-                    1 => undo(Some(&arena), taken).unwrap(),
-                    _ => undone.push(address(&finish(Some(&arena), taken, Shape::from((3, 64))).unwrap())),
-                }
-                here.extend([address(&y), address(&z)]);
-            }
-            assert_eq!(here[..4], here[4..]);
-            places.push(here);
-        }
-        assert_eq!(places[0], places[1]);
-        assert_eq!(places[1], places[2]);
-        assert_eq!(undone[..4], undone[4..]);
-        // Without the arena nothing is placed.
-        assert_ne!(address(&product(&numbers(3, 0.1, &device), &Launch::default())), places[0][0]);
-    }
-
-    /// Whoever holds an output for longer than two layers reads NaN, in builds that check.
-    #[test]
-    #[cfg(debug_assertions)]
-    fn an_output_held_too_long_is_nan() {
-        let Some(device) = testing::device() else { return };
-        let (x, weight) = (numbers(3, 0.3, &device), numbers(64, 0.7, &device));
-        let arena = Arena::new(&device).unwrap();
-        let launch = Launch { overlap: false, arena: Some(arena.clone()) };
-        arena.begin_pass();
-        let y = few_rows(&x, &weight, &launch).unwrap().expect("a shape it takes");
-        let first = |y: &Tensor| y.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()[0][0];
-        launch.next_layer();
-        assert!(first(&y).is_finite());
-        launch.next_layer();
-        assert!(first(&y).is_nan());
-    }
 }

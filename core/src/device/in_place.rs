@@ -1,6 +1,17 @@
 //! Tensors that an op writes in place: the one way to do so, through candle's own machinery, so that its locks hold.
+//!
+//! A thread takes locks in this order, any of which it may leave out:
+//! 1. the shared stream ([`Working`]), which a thread that captures a graph has for itself;
+//! 2. the storages of an op's arguments, in their order, a storage that two of them share once;
+//! 3. the states that it writes: the convolution's, then the recurrent one;
+//! 4. the tensors that it holds and reads: weights, gates, slots, boundaries;
+//! 5. a ring's tensors, which it writes: keys, updates, decays, inputs.
+//!
+//! The arena, and under it the tensor that it lends, is locked after the states and released before the next lock is taken.
+//! An op refuses arguments that share a storage with what it writes before it locks anything of 3: the thread would wait for
+//! itself.
 
-use crate::state::threads::Working;
+use super::Working;
 use candle_core::{bail, CpuStorage, InplaceOp1, Layout, Result, Tensor};
 use std::cell::RefCell;
 

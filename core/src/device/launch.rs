@@ -27,7 +27,7 @@ impl Launch {
 }
 
 #[cfg(feature = "cuda")]
-pub use crate::cuda::arena::Arena;
+pub use super::arena::Arena;
 
 /// Outputs that stay where they are from pass to pass, on CUDA.
 #[cfg(not(feature = "cuda"))]

@@ -1,4 +1,32 @@
-//! CUDA devices as programs that serve a model want them: one stream, and memory that is kept.
+//! Everything that knows candle's storages: how a kernel is launched, where its output goes, what it writes in place, and
+//! CUDA devices as programs that serve a model want them.
+
+mod apply;
+#[cfg(feature = "cuda")]
+mod arena;
+mod in_place;
+mod launch;
+#[cfg(feature = "cuda")]
+mod pointers;
+#[cfg(feature = "cuda")]
+mod stream_lock;
+#[cfg(feature = "cuda")]
+mod testing;
+mod threads;
+
+pub use apply::{apply1, apply2, apply3};
+pub use in_place::*;
+pub use launch::{Arena, Launch};
+pub use threads::{LastThread, Working};
+
+/// The same for CUDA.
+#[cfg(feature = "cuda")]
+pub mod cuda {
+    pub use super::arena::{alloc, undo, with_workspace};
+    pub use super::pointers::*;
+    pub use super::stream_lock::{capture, is_per_thread, StreamGuard};
+    pub use super::testing;
+}
 
 use candle_core::{Device, Result};
 

@@ -1,12 +1,13 @@
 //! Device pointers of candle's storages, and the plain structs of the C ABI made of them.
 
-use crate::abi::gdn;
-use crate::ops::{CudaWritten, HeadsLayout, SequencePlan};
+use crate::abi;
+use crate::check::HeadsLayout;
+use crate::SequencePlan;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use candle_core::{bail, CudaDevice, CudaStorage, DType, Layout, Result};
 use half::{bf16, f16};
-use std::ffi::{c_int, CStr};
+use std::ffi::c_int;
 use std::sync::Arc;
 
 /// A device address and the guard that orders its use on the stream.
@@ -86,14 +87,14 @@ pub fn alloc_of(device: &CudaDevice, dtype: DType, shape: &[usize]) -> Result<Cu
 
 pub fn dtype_code(dtype: DType) -> i32 {
     match dtype {
-        DType::BF16 => gdn::GDN_BF16,
-        DType::F16 => gdn::GDN_F16,
-        _ => gdn::GDN_F32,
+        DType::BF16 => abi::GDN_BF16,
+        DType::F16 => abi::GDN_F16,
+        _ => abi::GDN_F32,
     }
 }
 
-pub fn heads(pointer: &Pointer<'_>, layout: HeadsLayout, dtype: DType) -> gdn::Heads {
-    gdn::Heads {
+pub fn heads(pointer: &Pointer<'_>, layout: HeadsLayout, dtype: DType) -> abi::Heads {
+    abi::Heads {
         ptr: pointer.at(layout.offset, dtype.size_in_bytes()),
         seq_stride: layout.seq_stride as i64,
         token_stride: layout.token_stride as i64,
@@ -102,9 +103,9 @@ pub fn heads(pointer: &Pointer<'_>, layout: HeadsLayout, dtype: DType) -> gdn::H
 }
 
 /// A contiguous output `[tokens, heads, dim]`; `tokens` per sequence is zero where they are packed.
-pub fn dense(pointer: &Pointer<'_>, tokens: usize, heads: usize, dim: usize) -> gdn::Heads {
+pub fn dense(pointer: &Pointer<'_>, tokens: usize, heads: usize, dim: usize) -> abi::Heads {
     let row = (heads * dim) as i64;
-    gdn::Heads { ptr: pointer.at(0, 0), seq_stride: tokens as i64 * row, token_stride: row, head_stride: dim as i64 }
+    abi::Heads { ptr: pointer.at(0, 0), seq_stride: tokens as i64 * row, token_stride: row, head_stride: dim as i64 }
 }
 
 /// The sequences of a launch, and the slots that it reads and those that it writes: of one state, whose layout is
@@ -115,8 +116,8 @@ pub fn addressing(
     cu_seqlens: *const u32,
     (read, write): (*const u32, *const u32),
     state: &Layout,
-) -> Result<(gdn::Sequences, gdn::Slots, gdn::Slots)> {
-    let sequences = gdn::Sequences {
+) -> Result<(abi::Sequences, abi::Slots, abi::Slots)> {
+    let sequences = abi::Sequences {
         cu_seqlens,
         num_seqs: int(op, "sequences", seqs.count)?,
         tokens_per_seq: int(op, "tokens", seqs.tokens)?,
@@ -124,7 +125,7 @@ pub fn addressing(
         total_tokens: int(op, "tokens of all sequences", seqs.total_tokens)?,
     };
     let (num_slots, slot_stride) = (seqs.num_slots as i64, state.stride()[0] as i64);
-    let of = |slots| gdn::Slots { slots, num_slots, slot_stride };
+    let of = |slots| abi::Slots { slots, num_slots, slot_stride };
     Ok((sequences, of(read), of(write)))
 }
 
@@ -133,12 +134,10 @@ pub fn int(op: &str, arg: &str, value: usize) -> Result<i32> {
 }
 
 pub fn check(op: &str, status: c_int) -> Result<()> {
-    if status == gdn::GDN_OK {
+    if status == abi::GDN_OK {
         return Ok(());
     }
-    // SAFETY: the function returns a static string for every status.
-    let why = unsafe { CStr::from_ptr(gdn::gdn_status_string(status)) };
-    bail!("{op}: CUDA kernel refused with status {status}: {}", why.to_string_lossy())
+    bail!("{op}: CUDA kernel refused with status {status}: {}", abi::status_text(status))
 }
 
 /// The stream of a storage, with its context current on this thread for the launcher's runtime calls.
@@ -148,9 +147,7 @@ pub fn stream_of(storage: &CudaStorage) -> Result<Arc<CudaStream>> {
     Ok(stream)
 }
 
-/// `$name`: a pointer to a tensor that the op holds, by [`read`], which is to be in scope. Its guards live to the end of
-/// the enclosing block.
-#[doc(hidden)]
+/// `$name`: a pointer to a tensor that the op holds. Its guards live to the end of the enclosing block.
 #[macro_export]
 macro_rules! held {
     ($name:ident, $tensor:expr, $stream:expr) => {
@@ -158,18 +155,17 @@ macro_rules! held {
         let candle_core::Storage::Cuda(storage) = &*guard else {
             candle_core::bail!("{}: expected a CUDA tensor", stringify!($name))
         };
-        let $name = read(storage, $stream)?;
+        let $name = $crate::device::cuda::read(storage, $stream)?;
     };
 }
 
 /// `$name`: a pointer to an optional tensor.
-#[doc(hidden)]
 #[macro_export]
 macro_rules! held_or_none {
     ($name:ident, $tensor:expr, $stream:expr) => {
         let guard = $tensor.map(|t| t.storage_and_layout().0);
         let $name = match guard.as_deref() {
-            Some(candle_core::Storage::Cuda(storage)) => Some(read(storage, $stream)?),
+            Some(candle_core::Storage::Cuda(storage)) => Some($crate::device::cuda::read(storage, $stream)?),
             Some(_) => candle_core::bail!("{}: expected a CUDA tensor", stringify!($name)),
             None => None,
         };
@@ -177,7 +173,6 @@ macro_rules! held_or_none {
 }
 
 /// `$name`: a pointer to an optional u32 tensor, null where there is none.
-#[doc(hidden)]
 #[macro_export]
 macro_rules! held_u32 {
     ($name:ident, $tensor:expr, $stream:expr) => {
@@ -188,7 +183,6 @@ macro_rules! held_u32 {
 }
 
 /// `$name`: pointers to the slots read and written, which are u32; null where there are none.
-#[doc(hidden)]
 #[macro_export]
 macro_rules! held_slots {
     ($name:ident, $slots:expr, $stream:expr) => {

@@ -47,12 +47,12 @@ impl LastThread {
 
 /// While it lives, this thread may give the device work: no other thread captures a graph on its stream, which would
 /// take that work in instead of running it. Costs nothing where this thread has one already, and on other devices than
-/// those of [`single_stream_device`](crate::single_stream_device).
+/// those of [`single_stream_device`](super::single_stream_device).
 #[derive(Debug)]
 #[must_use = "another thread may capture a graph as soon as it is dropped"]
 pub struct Working {
     #[cfg(feature = "cuda")]
-    _turn: Option<crate::cuda::turns::Turn>,
+    _guard: Option<super::stream_lock::StreamGuard>,
     /// Of this thread: not `Send`.
     thread: PhantomData<*mut ()>,
 }
@@ -64,7 +64,7 @@ impl Working {
         let _ = device;
         Self {
             #[cfg(feature = "cuda")]
-            _turn: crate::cuda::turns::work(device),
+            _guard: super::stream_lock::launch(device),
             thread: PhantomData,
         }
     }
@@ -74,7 +74,7 @@ impl Working {
 fn wait_for_all_streams(device: &Device) -> Result<()> {
     if let Device::Cuda(device) = device {
         let stream = device.cuda_stream();
-        if crate::cuda::turns::is_per_thread(&stream) {
+        if super::stream_lock::is_per_thread(&stream) {
             stream.context().synchronize().map_err(candle_core::Error::wrap)?;
         }
     }

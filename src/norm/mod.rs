@@ -69,31 +69,6 @@ impl GatedRmsNorm {
     }
 }
 
-/// The stride with which the leading dimensions count through as one, if there is such a stride.
-pub fn token_stride(dims: &[usize], stride: &[usize]) -> Option<usize> {
-    let mut counted: Option<(usize, usize)> = None; // (innermost stride, tokens so far)
-    for (&dim, &stride) in dims.iter().zip(stride).rev() {
-        match counted {
-            _ if dim == 1 => {}
-            None => counted = Some((stride, dim)),
-            Some((inner, tokens)) if stride == inner * tokens => counted = Some((inner, tokens * dim)),
-            Some(_) => return None,
-        }
-    }
-    Some(counted.map_or(0, |(inner, _)| inner))
-}
-
-/// The tensor itself where its rows are dense and its `lead` first dimensions count through, otherwise a copy.
-pub fn uniform_tokens(tensor: &Tensor, lead: usize) -> Result<Tensor> {
-    let tensor = dense_rows(tensor)?;
-    let lead = lead.min(tensor.rank());
-    if token_stride(&tensor.dims()[..lead], &tensor.stride()[..lead]).is_some() {
-        Ok(tensor)
-    } else {
-        tensor.contiguous()
-    }
-}
-
 fn flat_layout(arg: &str, layout: &Layout, lead: &[usize], (heads, dim): (usize, usize)) -> Result<HeadsLayout> {
     let (dims, stride, r) = (layout.dims(), layout.stride(), lead.len());
     let fits = dims.len() > r && dims[..r] == *lead && (dims[r..] == [heads, dim] || dims[r..] == [heads * dim]);
@@ -195,18 +170,4 @@ impl GatedRmsNorm {
 /// When a rank, shape, dtype or device does not fit; the message names the argument, what was expected and what came.
 pub fn gated_rms_norm(x: &Tensor, z: &Tensor, weight: &Tensor, eps: f64, gate: GateActivation) -> Result<Tensor> {
     GatedRmsNorm::new(eps, gate)?.forward(x, z, weight)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::token_stride;
-
-    #[test]
-    fn leading_dimensions_that_count_through() {
-        assert_eq!(token_stride(&[2, 5], &[50, 10]), Some(10));
-        assert_eq!(token_stride(&[2, 5], &[60, 10]), None);
-        assert_eq!(token_stride(&[1, 5], &[7, 10]), Some(10));
-        assert_eq!(token_stride(&[3, 1], &[20, 9]), Some(20));
-        assert_eq!(token_stride(&[], &[]), Some(0));
-    }
 }
