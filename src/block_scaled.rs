@@ -14,7 +14,7 @@ pub struct BlockScaled {
 }
 
 /// Columns of a block.
-pub const BLOCK_COLUMNS: usize = crate::abi::gdn::GDN_SCALE_COLUMNS;
+pub const BLOCK_COLUMNS: usize = crate::abi::GDN_SCALE_COLUMNS;
 
 impl BlockScaled {
     /// Numbers in e4m3, `bytes [out, in]` in u8, none of them NaN. `(i, j)` is to be multiplied by `(i / block_rows, j / 128)`

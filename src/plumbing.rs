@@ -13,7 +13,9 @@ pub mod cpu {
 
 /// The C ABI of the kernels.
 pub mod abi {
-    pub use crate::abi::gdn;
+    pub mod gdn {
+        pub use crate::abi::*;
+    }
 }
 
 /// Tensors on the CPU as plain slices.

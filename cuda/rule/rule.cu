@@ -1,8 +1,8 @@
 // gdn_rule: checks the parameters and chooses the kernel, from sizes the host knows.
 #include "../common/host.cuh"
-#include "../decode/decode.h"
-#include "../prefill/prefill.h"
-#include "../recurrent/recurrent.h"
+#include "decode.h"
+#include "../chunk/chunk.h"
+#include "recurrent.h"
 
 namespace gdn {
 namespace {

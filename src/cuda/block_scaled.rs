@@ -2,7 +2,7 @@
 
 use super::arena::{alloc, finish, undo};
 use super::pointers::{alloc_of, check, dtype_code, int, read, stream_of, write, Pointer};
-use crate::abi::gdn::{self, gdn_dequantize, gdn_linear_with, LinearOptions};
+use crate::abi::{self as gdn, gdn_dequantize, gdn_linear_with, LinearOptions};
 use crate::block_scaled::BlockScaled;
 use crate::ops::{apply::apply1, Launch};
 use crate::state::threads::Working;

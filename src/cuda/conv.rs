@@ -1,7 +1,7 @@
 //! `gdn_conv`: the causal convolution.
 
 use super::pointers::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, write};
-use crate::abi::gdn;
+use crate::abi as gdn;
 use crate::ops::{in_place_cuda, ConvPlan, Slots};
 use crate::{held_slots, held_u32};
 use candle_core::backend::BackendStorage;

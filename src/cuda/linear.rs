@@ -2,7 +2,7 @@
 
 use super::arena::alloc;
 use super::pointers::{check, dtype_code, int, read, stream_of, write};
-use crate::abi::gdn::{self, gdn_linear_with, LinearOptions};
+use crate::abi::{self as gdn, gdn_linear_with, LinearOptions};
 use crate::ops::{apply2, Launch};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};

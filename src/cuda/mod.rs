@@ -12,7 +12,7 @@ mod norm;
 pub mod pointers;
 #[cfg(feature = "profile")]
 pub(crate) mod profile;
-pub(crate) mod replay;
+pub(crate) mod ring;
 mod rule;
 pub(crate) mod step;
 #[doc(hidden)]

@@ -1,7 +1,7 @@
 //! `gdn_norm`: the gated norm.
 
 use super::pointers::{alloc, check, dense, dtype_code, heads, int, read, stream_of, write};
-use crate::abi::gdn;
+use crate::abi as gdn;
 use crate::ops::NormPlan;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};

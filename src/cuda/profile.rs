@@ -1,7 +1,7 @@
 //! The profile buffer on the device: allocated, registered for the launches of a closure, and read back.
 
 use super::pointers::check;
-use crate::abi::gdn;
+use crate::abi as gdn;
 use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
 use candle_core::{bail, CudaDevice, Error, Result};
 use std::ffi::{c_char, CStr};

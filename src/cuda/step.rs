@@ -3,7 +3,7 @@
 use super::arena::{alloc, undo};
 use super::pointers::Pointer;
 use super::pointers::{addressing, check, dense, dtype_code, heads, int, read, stream_of, write};
-use crate::abi::gdn;
+use crate::abi as gdn;
 use crate::ops::{in_place_cuda, CudaWritten, GateActivation, Gates, Slots, StepAlgo, StepPlan};
 use crate::{held, held_slots, held_u32};
 use candle_core::backend::BackendStorage;

@@ -28,7 +28,7 @@ mod trace;
 pub use clock::Clock;
 pub use table::{RoleRow, ScopeRow, Table};
 
-use crate::abi::gdn::{ProfileEvent, ProfileWarp, GDN_CHUNK, GDN_PROFILE_CHUNK, GDN_PROFILE_LEAN};
+use crate::abi::{ProfileEvent, ProfileWarp, GDN_CHUNK, GDN_PROFILE_CHUNK, GDN_PROFILE_LEAN};
 use candle_core::{bail, Device, Result};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -143,7 +143,7 @@ impl CustomOp3 for GdnStep {
         if let Some(ring) = &self.ring {
             let slots = self.rule.slots.as_ref().map(Slots::in_u32).transpose()?;
             let args = self.cuda_args(&call.plan, slots.as_ref(), [x, z, w]);
-            return Ok((crate::cuda::replay::step(&args, ring, &self.rule.state)?, call.out_shape));
+            return Ok((crate::cuda::ring::step(&args, ring, &self.rule.state)?, call.out_shape));
         }
         if self.may_fuse(&call.plan) {
             let slots = self.rule.slots.as_ref().map(Slots::in_u32).transpose()?;

@@ -72,7 +72,7 @@ impl Cursors {
         }
         #[cfg(feature = "cuda")]
         if tensor.device().is_cuda() {
-            return crate::cuda::replay::advance(&tensor, &slots.in_u32()?, moved);
+            return crate::cuda::ring::advance(&tensor, &slots.in_u32()?, moved);
         }
         let host = cpu_slots(OP, Some(slots), tensor.elem_count())?;
         let accepted = moved.accepted.map(Tensor::to_vec1::<u32>).transpose()?;
@@ -192,7 +192,7 @@ impl Ring {
         }
         #[cfg(feature = "cuda")]
         if state.device().is_cuda() {
-            return crate::cuda::replay::fold(self, state, &slots.in_u32()?, to);
+            return crate::cuda::ring::fold(self, state, &slots.in_u32()?, to);
         }
         super::ring_cpu::fold(self, state, slots, to)
     }
@@ -206,7 +206,7 @@ impl Ring {
         }
         #[cfg(feature = "cuda")]
         if conv_state.device().is_cuda() {
-            return crate::cuda::replay::window(self, conv_state, &slots.in_u32()?, to);
+            return crate::cuda::ring::window(self, conv_state, &slots.in_u32()?, to);
         }
         super::ring_cpu::window(self, conv_state, slots, to)
     }

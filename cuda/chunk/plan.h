@@ -1,0 +1,78 @@
+// What the host decides of a call of the chunk form, what the kernels are told of it, and their launchers.
+#pragma once
+
+#include "../common/profile.cuh"
+
+namespace gdn {
+namespace chunk {
+
+struct Schedule {
+  int32_t segments;
+  int32_t first_chunks, segment_chunks;    // of the first segment, and of the others
+  // Sequences of more than `long_tokens`, at most `slots` of them, begin first, and no others are cut. Not mixed: each sequence
+  // has a slot, and may be cut.
+  bool mixed;
+  int32_t slots, long_tokens;
+  int32_t tile_rows;            // value rows of a block of the scan
+  int32_t first_rows;           // and of the first pass, where there is more than one segment
+  int32_t places;               // blocks that go through several heads each (scan.cuh); 0: one a block
+  int64_t chunks;               // records of a value head
+  int64_t record_bytes, transfer_bytes;
+  int64_t split_bytes;          // places: of heads split in two, if there are
+
+  int64_t bytes() const { return record_bytes + transfer_bytes + split_bytes; }
+};
+
+int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s);
+
+struct Record;    // layout.cuh
+struct Maps;      // maps.h
+
+// More heads than multiprocessors: a block, a `place`, goes through several. Either every places-th of them, or what lies between
+// place T and (place + 1) T of all jobs in a row, T = jobs / places, so that all places are busy to the end and not only in whole
+// rounds (McNaughton's rule): a place first runs the part of a head that its begin splits off, then whole ones, then the part that
+// its end splits off, whose other part the next place ran first.
+struct Rounds {
+  int32_t jobs, places;
+  bool split;              // the latter
+  uint32_t *flags;         // split: of each place, eight: a warp's rows of what it runs first are there
+  float *states;           // of each, [rows of a block, head_k]
+};
+
+// What the kernels are told.
+struct Plan {
+  int32_t v_tiles;          // blocks a head
+  int32_t segments;         // parts of a sequence
+  int32_t first_chunks;     // chunks of the first
+  int32_t segment_chunks;   // and of each but the last that follows
+  bool mixed;               // as in Schedule
+  int32_t slots, long_tokens;
+  bool keep_state;          // a sequence without tokens need not copy its state
+  const Record *records;
+  float *transfers;         // context parallelism: see context.cuh
+  Rounds rounds;
+  GDN_PROFILED(profile::Target profile;)
+};
+
+// What a block does with its stretch.
+enum Pass {
+  kWhole,      // o, checkpoints and the final state: of a sequence in one segment, or of those behind the first
+  kRounds,     // of sequences in one segment, several for a block, which is then a place
+  kFirst,      // of the first segment, while
+  kTransfer    // what the others add to a state and make of one is found (context.cuh)
+};
+
+// The kernels of one pass. A translation unit for each combination of types, so that they compile side by side; all that is of
+// sm_90a alone, or of mma.sync alone, is in one of them.
+template <typename T, typename ST>
+int launch_sm90(const gdn_rule_params &p, const Schedule &s, const Plan &plan, const Maps &maps, Pass pass, cudaStream_t stream);
+template <typename T> int launch_sm80(const gdn_rule_params &p, const Schedule &s, const Plan &plan, Pass pass, cudaStream_t stream);
+
+// The records of all chunks, for launch_sm80.
+template <typename T> int launch_prepare(const gdn_rule_params &p, const Schedule &s, Record *records, cudaStream_t stream);
+
+// The states between segments (context.cuh).
+int launch_combine(const gdn_rule_params &p, const Plan &plan, cudaStream_t stream);
+
+}  // namespace chunk
+}  // namespace gdn

@@ -1,0 +1,230 @@
+// How sequences are cut into segments: what minimises a model of the passes on the card.
+#include "segments.h"
+
+#include <algorithm>
+
+#include "../common/host.cuh"
+#include "layout.cuh"
+
+namespace gdn {
+namespace chunk {
+namespace {
+
+// Measured on an H200 (README.md), in microseconds.
+struct BlockCosts {
+  double chunk, begin;                      // of a block of the scan: a chunk; its begin and its end
+  double transfer_chunk, transfer_begin;    // the same of the transfer pass
+  double begin_hidden;    // how much of the begin of the blocks behind the combination is done while that runs
+  double next_block;      // until a place that was left has its next block, where `begin` is not of such
+};
+struct Costs {
+  BlockCosts rows_64, rows_128;    // by the value rows of a block
+  double combine;                  // the combination,
+  double combine_segment;          // for each segment that it goes through,
+  double combine_head;             // and for each of those and each head
+  double next_head;                // from one head to the next, in a block that goes through several
+
+  constexpr const BlockCosts &of(bool wide) const { return wide ? rows_128 : rows_64; }
+};
+
+constexpr Costs costs_sm90() {
+  Costs c = {};
+  c.rows_64.chunk = 1.77, c.rows_64.begin = 6.5;
+  c.rows_64.transfer_chunk = 1.12, c.rows_64.transfer_begin = 6.5;
+  c.rows_64.begin_hidden = 1., c.rows_64.next_block = 4.5;
+  c.rows_128.chunk = 2.6, c.rows_128.begin = 13.;
+  c.rows_128.transfer_chunk = 1.48, c.rows_128.transfer_begin = 10.;
+  c.rows_128.begin_hidden = 5.;
+  c.combine = 2.7, c.combine_segment = 0.9, c.combine_head = 0.08;
+  c.next_head = 3.;
+  return c;
+}
+
+// There is no block of 128 value rows in this model, nor one that goes through several heads.
+constexpr Costs costs_sm80() {
+  Costs c = {};
+  c.rows_64.chunk = 4.3, c.rows_64.begin = 4.;
+  c.rows_64.transfer_chunk = 2.2, c.rows_64.transfer_begin = 4.;
+  c.combine = 3., c.combine_segment = 1., c.combine_head = 0.06;
+  return c;
+}
+
+constexpr double kModelError = 4.;         // microseconds by which the model may be wrong: a sequence is cut for more
+constexpr double kSplitCost = 2.;          // microseconds more where heads are split
+constexpr int64_t kSplitChunks = 8;        // a head of fewer chunks is not split
+constexpr int64_t kMostJobs = 64;          // of a place
+constexpr int64_t kMostSegments = 33;
+constexpr int64_t kSegmentChunks = 4;      // a segment has at least so many
+constexpr int kMostTransfers = 4;          // of a place, one after the other, beside the first segment
+constexpr int64_t kMostMixed = 256;        // sequences among which blocks look for the long ones
+constexpr double kIdleBlock = 1.;          // microseconds of a block that finds nothing to do
+
+// When all is done if `late` blocks of `long_block` each begin first, then `brief` blocks of `brief_block`, on `places`, which take
+// `again` between two blocks.
+double makespan(int64_t late, double long_block, int64_t brief, double brief_block, int64_t places, double again) {
+  const int64_t rounds = late / places, last = late % places;
+  const double begin = static_cast<double>(rounds) * long_block, end = begin + (last > 0 ? long_block : 0.);
+  double best = -1.;
+  const double each = brief_block + again;
+  for (const double from : {begin - again, begin + long_block}) {    // a brief block ends last: one beside, or behind, the long ones
+    for (int64_t k = 0; k <= ceil_div(brief, places - last) + 1; ++k) {
+      const double at = from + static_cast<double>(k) * each;
+      if (at < end || (best >= 0. && at >= best)) continue;
+      const int64_t beside = static_cast<int64_t>((at - begin + again) / each + 1e-6);
+      const int64_t behind = last > 0 ? static_cast<int64_t>((at - end) / each + 1e-6) : 0;
+      if ((places - last) * beside + last * behind >= brief) best = at;
+    }
+  }
+  return best < end ? end : best;
+}
+
+// The best of what has been considered, by the model's time. Packed sequences may be of different lengths, which the device alone
+// knows: as many as fit are taken to be of the longest, and the others to share what is left.
+class Search {
+ public:
+  Search(const gdn_rule_params &p, int64_t longest, bool sm90, int sms, bool has_wide)
+      : p_(p), cost_(sm90 ? kCosts90 : kCosts80), longest_(longest), places_(sm90 ? sms : 2 * sms), widths_(has_wide ? 2 : 1) {
+    const gdn_sequences &s = p.seqs;
+    const int64_t fitting = s.cu_seqlens && s.max_tokens_per_seq > 0 ? s.total_tokens / s.max_tokens_per_seq : s.num_seqs;
+    mixed_ = fitting < s.num_seqs && s.num_seqs <= kMostMixed;
+    long_ones_ = !mixed_ ? s.num_seqs : fitting > 1 ? fitting : 1;
+    heads_ = long_ones_ * p.num_v_heads;
+    if (mixed_ && fitting > 0) other_tokens_ = s.total_tokens - fitting * s.max_tokens_per_seq;
+  }
+
+  // One segment, a block a head; where there are more than places, those of long sequences begin first.
+  void consider_one() {
+    Segments one;
+    one.first_chunks = one.chunks = longest_;
+    const int64_t blocks = int64_t{p_.seqs.num_seqs} * p_.num_v_heads * v_tiles(0);
+    if (mixed_ && blocks > places_) {
+      one.long_tokens = p_.seqs.max_tokens_per_seq / 4;
+      one.slots = slots_for(one.long_tokens);
+    }
+    for (int w = 0; w < widths_; ++w) {
+      const double block = scan(w, longest_), longs = static_cast<double>(heads_ * v_tiles(w));
+      const double rounds = static_cast<double>(ceil_div(heads_ * v_tiles(w), places_));
+      take(one, w, std::max(rounds * block, mixed_ ? shared(longs * block, w, one.long_tokens) : 0.));
+    }
+  }
+
+  // One segment, and several heads a block (scan.cuh). For lengths that are known: otherwise blocks that come as there is room
+  // are balanced better.
+  void consider_rounds() {
+    if (p_.seqs.cu_seqlens) return;
+    for (int w = 0; w < widths_; ++w) {
+      const BlockCosts &cost = cost_.of(w == 1);
+      const int64_t jobs = heads_ * v_tiles(w);
+      if (jobs <= places_ || jobs > kMostJobs * places_) continue;
+      const double turns = static_cast<double>(jobs) / static_cast<double>(places_), head = static_cast<double>(longest_) * cost.chunk;
+      for (const bool split : {false, true}) {
+        const double length = split ? turns : static_cast<double>(ceil_div(jobs, places_));
+        const double changes = split ? turns + 1. : length - 1.;
+        if (split && longest_ < kSplitChunks) continue;
+        Segments s;
+        s.first_chunks = s.chunks = longest_;
+        s.rounds = true, s.split = split;
+        take(s, w, length * head + changes * cost_.next_head + cost.begin + (split ? kSplitCost : 0.));
+      }
+    }
+  }
+
+  // `n` segments, of which the first has as many chunks as take the time of the transfers beside it.
+  void consider_segments(int64_t n) {
+    const double step = cost_.combine_segment + cost_.combine_head * static_cast<double>(heads_);
+    for (int w = 0; w < widths_; ++w) {
+      const BlockCosts &cost = cost_.of(w == 1);
+      const int64_t each_slot = v_tiles(w) + (n - 2) * (v_tiles(w) + k_tiles(w)), transfers = heads_ * (n - 2) * (v_tiles(w) + k_tiles(w));
+      for (int k = 1; k <= kMostTransfers; ++k) {
+        const double each = static_cast<double>(longest_) / static_cast<double>(n - 1), per = k * cost.transfer_chunk;
+        const double lost = (k - 1) * cost.next_block;
+        const double first = (per * each + k * cost.transfer_begin + lost - cost.begin) / (cost.chunk + per / static_cast<double>(n - 1));
+        Segments s;
+        s.count = n, s.wide_first = w == 1;
+        s.first_chunks = static_cast<int64_t>(first + 0.5);
+        if (s.first_chunks < 1) s.first_chunks = 1;
+        s.chunks = longest_ > s.first_chunks ? ceil_div(longest_ - s.first_chunks, n - 1) : 1;
+        const double transfer = static_cast<double>(s.chunks) * cost.transfer_chunk + cost.transfer_begin;
+        const double scan_first = scan(w, s.first_chunks);
+        double joined = makespan(heads_ * v_tiles(w), scan_first, transfers, transfer, places_, cost.next_block);
+        if (mixed_) {
+          const int64_t longer = slots_for(s.first_chunks * kChunk);
+          if (longer < p_.seqs.num_seqs) s.slots = longer, s.long_tokens = s.first_chunks * kChunk;
+          const double idle = static_cast<double>((longer - long_ones_) * p_.num_v_heads * each_slot) * kIdleBlock;
+          const double work = static_cast<double>(heads_ * v_tiles(w)) * scan_first + static_cast<double>(transfers) * transfer + idle;
+          joined = std::max(joined, shared(work, w, s.first_chunks * kChunk));
+        }
+        for (int last = 0; last < widths_; ++last) {
+          const double rounds = static_cast<double>(ceil_div(heads_ * v_tiles(last) * (n - 1), places_));
+          take(s, last, joined + cost_.combine + static_cast<double>(n - 2) * step + rounds * scan(last, s.chunks) -
+                            cost_.of(last == 1).begin_hidden);
+        }
+      }
+    }
+  }
+
+  // More blocks than two rounds of places do not pay: all that is cut off is done again.
+  int64_t most_segments() const { return 2 + 2 * places_ / (heads_ * v_tiles(widths_ - 1)); }
+
+  const Segments &best() const { return best_; }
+
+ private:
+  static constexpr Costs kCosts90 = costs_sm90(), kCosts80 = costs_sm80();
+
+  int64_t v_tiles(int w) const { return ceil_div(p_.head_v, w == 1 ? 128 : 64); }
+  int64_t k_tiles(int w) const { return ceil_div(p_.head_k, w == 1 ? 128 : 64); }
+
+  double scan(int w, int64_t chunks) const {
+    const BlockCosts &cost = cost_.of(w == 1);
+    return static_cast<double>(chunks) * cost.chunk + cost.begin;
+  }
+
+  // How many sequences may have more than so many tokens.
+  int64_t slots_for(int64_t tokens) const { return std::min(int64_t{p_.seqs.num_seqs}, p_.seqs.total_tokens / (tokens + 1)); }
+
+  // When blocks that take `work` in all, and the other sequences, of which none is `longest` tokens long, have shared the places.
+  double shared(double work, int w, int64_t longest) const {
+    const BlockCosts &cost = cost_.of(w == 1);
+    const double others = static_cast<double>(p_.seqs.num_seqs - long_ones_), chunks = static_cast<double>(other_tokens_) / kChunk;
+    const double each = static_cast<double>(p_.num_v_heads * v_tiles(w));
+    const double all = work + each * (others * (cost.begin + 0.5 * cost.chunk) + chunks * cost.chunk);
+    const double last = scan(w, ceil_div(std::min(longest, other_tokens_), kChunk));
+    return std::max(last, all / static_cast<double>(places_) + 0.5 * last);
+  }
+
+  // If it is better: a sequence is cut for more than the model may be wrong by.
+  void take(const Segments &s, int w, double time) {
+    if (time_ >= 0. && time >= time_ - (s.count > 1 && best_.count == 1 ? kModelError : 0.)) return;
+    time_ = time, best_ = s;
+    best_.wide = w == 1;
+  }
+
+  const gdn_rule_params &p_;
+  const Costs &cost_;
+  const int64_t longest_, places_;
+  const int widths_;
+  bool mixed_;
+  int64_t long_ones_, heads_;    // sequences of the longest length, and their heads
+  int64_t other_tokens_ = 0;     // of the others
+  double time_ = -1.;    // of the best; below zero where there is none
+  Segments best_;
+};
+
+}  // namespace
+
+Segments choose_segments(const gdn_rule_params &p, int64_t longest, bool sm90, int sms, bool has_wide) {
+  Search search(p, longest, sm90, sms, has_wide);
+  if (p.segments > 1) {
+    search.consider_segments(p.segments);
+    return search.best();
+  }
+  search.consider_one();
+  if (sm90) search.consider_rounds();
+  if (p.segments == 0)
+    for (int64_t n = 3; n <= kMostSegments && n <= search.most_segments() && n * kSegmentChunks <= longest; ++n)
+      search.consider_segments(n);
+  return search.best();
+}
+
+}  // namespace chunk
+}  // namespace gdn

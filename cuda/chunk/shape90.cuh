@@ -1,0 +1,112 @@
+// How a block of the kernel for sm_90a is made up: its warpgroups, their registers, what lies in shared memory.
+#pragma once
+
+#include "maps.h"
+#include "matrices.cuh"
+#include "scan.cuh"
+
+namespace gdn {
+namespace chunk {
+
+// An index that goes round, and the parity of its barrier's phase.
+template <int N> struct Turn {
+  int parity = 0, index = 0;
+  __device__ __forceinline__ void next() {
+    if (++index == N) index = 0, parity ^= 1;
+  }
+};
+
+// Barriers in shared memory, one for each place of a ring.
+struct Barriers {
+  uint32_t address;
+
+  template <int N> __device__ __forceinline__ explicit Barriers(uint64_t (&barriers)[N]) : address(ptx::shared_address(barriers)) {}
+  __device__ __forceinline__ uint32_t operator[](int i) const { return address + 8 * i; }
+  __device__ __forceinline__ void init(int i, uint32_t arrivals) const { ptx::barrier_init((*this)[i], arrivals); }
+  __device__ __forceinline__ void arrive(int i) const { ptx::barrier_arrive((*this)[i]); }
+  __device__ __forceinline__ void wait(int i, uint32_t parity) const { ptx::barrier_wait((*this)[i], parity); }
+
+  // For what this turn of the ring is given.
+  template <int N> __device__ __forceinline__ void wait(const Turn<N> &at) const { ptx::barrier_wait(address + 8 * at.index, at.parity); }
+  // For the end of what the turn before it was given; the first time round there is nothing to wait for.
+  template <int N> __device__ __forceinline__ void wait_before(const Turn<N> &at) const { ptx::barrier_wait(address + 8 * at.index, at.parity ^ 1); }
+};
+
+// The block's barriers that have a number, beside __syncthreads()'s: a maker's 128 threads, and of its warps those that invert
+// (inverse.cuh); its second maker has the next number of each.
+enum NamedBarrier { kMakerBarrier = 1, kPairBarrier = 6, kHalfBarrier = 8 };
+
+// Of the first warpgroup; its other warps make the norms of q.
+enum SingleWarp { kGateWarp = 2, kLoadWarp = 3 };
+
+// Two turns, of as few registers as there are different ones.
+template <int A, int B> struct Turns {
+  Turn<A> first;
+  Turn<B> other;
+  __device__ __forceinline__ const Turn<B> &second() const {
+    if constexpr (A == B) return first;
+    else return other;
+  }
+  __device__ __forceinline__ void next() {
+    first.next();
+    if constexpr (A != B) other.next();
+  }
+};
+
+template <int KK, int NM> struct Stage90 {
+  alignas(1024) uint8_t k[KK / 64 * kTileBytes];
+  uint8_t q[KK / 64 * kTileBytes];
+  uint8_t v[kTileBytes];
+};
+template <int KK> struct Stage90<KK, 2> {
+  alignas(1024) uint8_t k[KK / 64 * kTileBytes];
+  uint8_t q[KK / 64 * kTileBytes];
+};
+
+// NM warpgroups of arithmetic: one is the narrow form, two are the wide one. Two more make the matrices, each of every second
+// chunk.
+template <int KK, int NM> struct Shape90 {
+  using Stage = Stage90<KK, NM>;
+  static constexpr bool kWide = NM == 2;
+  static constexpr int kMakers = 2, kMath = 1 + kMakers;    // the latter is the first warpgroup of arithmetic
+  static constexpr int kThreads = 128 * (kMath + NM);
+  static constexpr int kBuffers = 3;
+  static constexpr int kStages = kWide ? 3 : 4;
+  static constexpr int kValues = kWide ? 2 : 1;             // wide: v has stages of its own, which are also o's way out
+  static constexpr int kOuts = kWide ? kValues : kStages;    // tiles of v
+  static constexpr uint32_t kQ = offsetof(Stage, q), kStage = sizeof(Stage);
+
+  // Of a thread in each kind of warpgroup; all together no more than the block is launched with, a multiple of 8 for each.
+  static constexpr int kSingleRegisters = kWide ? 32 : 40, kMakerRegisters = kWide ? 64 : 112;
+  static constexpr int kMathRegisters = kWide ? 160 : 240;
+  static_assert(kSingleRegisters + kMakers * kMakerRegisters + NM * kMathRegisters <=
+                    kThreads / 128 * (65536 / kThreads / 8 * 8),
+                "registers");
+
+  struct Shared {
+    Stage stage[kStages];
+    alignas(1024) uint8_t values[kWide ? kValues : 1][kWide ? NM * kTileBytes : 1024];
+    Matrices matrices[kBuffers];
+    alignas(kWide ? 1024 : 16) uint8_t state[kWide ? NM * KK / 64 * kTileBytes : 16];    // wide: as an operand
+    TokenGates gates[kStages];
+    float4 decays[kWide ? kMakers : 1][kWide ? 128 : 1];    // wide: what makers have no registers for while they invert
+    float2 more_decays[kWide ? kMakers : 1][kWide ? 128 : 1];
+    int4 out[kOuts];    // of each tile of v, for the thread that copies: the box of o that leaves from there
+    // Of a stage: tiles are there; gates; norms of q; gates are not read any more, nor tiles. Of v's: the tile is there; v has
+    // been read, and o is where it was. Of a warpgroup of arithmetic: its rows of the state. Of a buffer: inverse and factors are
+    // there; wide: the attention too; nobody reads it any more.
+    uint64_t full[kStages], gated[kStages], normed[kStages], used[kStages], empty[kStages];
+    uint64_t valued[kValues], left[kValues], stated[NM];
+    uint64_t ready[kBuffers], attended[kBuffers], free[kBuffers];
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024, "shared memory");
+};
+
+// Where the arithmetic is in its rings, and how many chunks that is.
+template <typename S> struct MathTurns {
+  Turns<S::kStages, S::kBuffers> chunk;
+  int chunks = 0;
+};
+
+}  // namespace chunk
+}  // namespace gdn

@@ -1,4 +1,0 @@
-// gdn_step for f16 inputs.
-#include "step.cuh"
-
-template int gdn::decode::launch_step_as<__half>(const FusedParams &, const Choice &, cudaStream_t);

@@ -1,4 +1,0 @@
-// gdn_step for f32 inputs.
-#include "step.cuh"
-
-template int gdn::decode::launch_step_as<float>(const FusedParams &, const Choice &, cudaStream_t);

@@ -1,4 +1,0 @@
-// GDN_RECURRENT for inputs of 16 bits.
-#include "any.cuh"
-
-template int gdn::recurrent::launch_any<gdn::Any16>(const gdn_rule_params &, cudaStream_t);

@@ -1,4 +1,0 @@
-// GDN_RECURRENT for f32 inputs.
-#include "any.cuh"
-
-template int gdn::recurrent::launch_any<float>(const gdn_rule_params &, cudaStream_t);

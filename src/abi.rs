@@ -1,0 +1,360 @@
+//! `cuda/gdn.h`, field for field. It is plain data, compiled on every machine, so that the tests compare it with the header
+//! wherever there is a C compiler.
+#![allow(missing_docs)]
+
+pub use candle_gdn_core::abi::*;
+use std::ffi::c_void;
+
+#[cfg(test)]
+#[path = "../tests/support/c_layout.rs"]
+pub(crate) mod c_layout;
+
+candle_gdn_core::c_header! {
+    "gdn.h";
+    constants {
+        pub GDN_AUTO: i32 = 0;
+        pub GDN_RECURRENT: i32 = 1;
+        pub GDN_RECURRENT_128: i32 = 2;
+        pub GDN_DECODE_128: i32 = 3;
+        pub GDN_CHUNKED_SM80: i32 = 4;
+        pub GDN_CHUNKED_SM90: i32 = 5;
+        pub GDN_GATES_RAW: i32 = 0;
+        pub GDN_CHUNK: usize = 64;
+        pub GDN_STEP_AUTO: i32 = 0;
+        pub GDN_STEP_WHOLE: i32 = 1;
+        pub GDN_STEP_SPLIT: i32 = 2;
+        pub GDN_STEP_HEADS: i32 = 3;
+        pub GDN_RING_WINDOW: usize = 16;
+        pub GDN_RING_CAPACITY: usize = 32;
+        pub GDN_REPLAY_STEP_TOKENS: usize = 16;
+        pub GDN_LINEAR_ROWS: usize = 32;
+        pub GDN_OVERLAP: i32 = 1;
+        pub GDN_LINEAR_E4M3_ROWS: usize = 16;
+        pub GDN_SCALE_COLUMNS: usize = 128;
+        pub GDN_LINEAR_SWIGLU_ROWS: usize = 8;
+        pub GDN_PROFILE_LEAN: u32 = 1 << 31;
+        pub GDN_PROFILE_CHUNK: u32 = 1 << 30;
+    }
+    structs {
+        pub struct RuleParams = gdn_rule_params {
+            pub q: Heads,
+            pub k: Heads,
+            pub v: Heads,
+            pub a: Heads,
+            pub b: Heads,
+            pub a_log: *const f32,
+            pub dt_bias: *const c_void,
+            pub o: Heads,
+            pub state_in: *const c_void,
+            pub state_out: *mut c_void,
+            pub token_states: *mut c_void,
+            pub checkpoints: *mut c_void,
+            pub workspace: *mut c_void,
+            pub workspace_bytes: i64,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub head_stride: i64,
+            pub seqs: Sequences,
+            pub counts: *const u32,
+            pub num_k_heads: i32,
+            pub num_v_heads: i32,
+            pub head_k: i32,
+            pub head_v: i32,
+            pub io_dtype: i32,
+            pub gate_dtype: i32,
+            pub state_dtype: i32,
+            pub dt_bias_dtype: i32,
+            pub gates: i32,
+            pub l2norm: i32,
+            pub algo: i32,
+            pub checkpoint_tokens: i32,
+            pub segments: i32,
+            pub l2_eps: f32,
+            pub scale: f32,
+            pub beta_scale: f32,
+        }
+        pub struct ConvParams = gdn_conv_params {
+            pub x: Heads,
+            pub y: Heads,
+            pub weight: *const c_void,
+            pub state_in: *const c_void,
+            pub state_out: *mut c_void,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub seqs: Sequences,
+            pub channels: i32,
+            pub width: i32,
+            pub io_dtype: i32,
+            pub weight_dtype: i32,
+            pub silu: i32,
+        }
+        pub struct NormParams = gdn_norm_params {
+            pub x: Heads,
+            pub z: Heads,
+            pub out: Heads,
+            pub weight: *const c_void,
+            pub tokens: i64,
+            pub heads: i32,
+            pub head_v: i32,
+            pub io_dtype: i32,
+            pub weight_dtype: i32,
+            pub sigmoid: i32,
+            pub eps: f32,
+        }
+        pub struct StepParams = gdn_step_params {
+            pub x: Heads,
+            pub z: Heads,
+            pub a: Heads,
+            pub b: Heads,
+            pub out: Heads,
+            pub conv_weight: *const c_void,
+            pub norm_weight: *const c_void,
+            pub a_log: *const f32,
+            pub dt_bias: *const f32,
+            pub conv_in: *const c_void,
+            pub conv_out: *mut c_void,
+            pub state_in: *const c_void,
+            pub state_out: *mut c_void,
+            pub token_states: *mut c_void,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub conv_in_stride: i64,
+            pub conv_out_stride: i64,
+            pub seqs: Sequences,
+            pub num_k_heads: i32,
+            pub num_v_heads: i32,
+            pub head_k: i32,
+            pub head_v: i32,
+            pub conv_width: i32,
+            pub io_dtype: i32,
+            pub gate_dtype: i32,
+            pub state_dtype: i32,
+            pub conv_dtype: i32,
+            pub norm_dtype: i32,
+            pub l2norm: i32,
+            pub sigmoid: i32,
+            pub algo: i32,
+            pub overlap: i32,
+            pub l2_eps: f32,
+            pub scale: f32,
+            pub beta_scale: f32,
+            pub norm_eps: f32,
+        }
+        #[derive(Clone, Copy)]
+        pub struct Ring = gdn_ring {
+            pub keys: *mut c_void,
+            pub updates: *mut f32,
+            pub decays: *mut f32,
+            pub cursors: *const u32,
+            pub keys_stride: i64,
+            pub updates_stride: i64,
+            pub decays_stride: i64,
+            pub capacity: i32,
+            pub window: i32,
+        }
+        pub struct ReplayParams = gdn_replay_params {
+            pub q: Heads,
+            pub k: Heads,
+            pub v: Heads,
+            pub a: Heads,
+            pub b: Heads,
+            pub o: Heads,
+            pub a_log: *const f32,
+            pub dt_bias: *const f32,
+            pub state_in: *const c_void,
+            pub state_out: *mut c_void,
+            pub counts: *const u32,
+            pub cu_seqlens: *const u32,
+            pub ring: Ring,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub num_seqs: i32,
+            pub tokens_per_seq: i32,
+            pub num_k_heads: i32,
+            pub num_v_heads: i32,
+            pub head_k: i32,
+            pub head_v: i32,
+            pub io_dtype: i32,
+            pub gate_dtype: i32,
+            pub state_dtype: i32,
+            pub l2norm: i32,
+            pub fold: i32,
+            pub algo: i32,
+            pub l2_eps: f32,
+            pub scale: f32,
+            pub beta_scale: f32,
+        }
+        pub struct ReplayStepParams = gdn_replay_step_params {
+            pub x: Heads,
+            pub z: Heads,
+            pub a: Heads,
+            pub b: Heads,
+            pub out: Heads,
+            pub conv_weight: *const c_void,
+            pub norm_weight: *const c_void,
+            pub a_log: *const f32,
+            pub dt_bias: *const f32,
+            pub inputs: *mut c_void,
+            pub state_in: *const c_void,
+            pub state_out: *mut c_void,
+            pub counts: *const u32,
+            pub cu_seqlens: *const u32,
+            pub ring: Ring,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub inputs_stride: i64,
+            pub num_seqs: i32,
+            pub tokens_per_seq: i32,
+            pub num_k_heads: i32,
+            pub num_v_heads: i32,
+            pub head_k: i32,
+            pub head_v: i32,
+            pub conv_width: i32,
+            pub io_dtype: i32,
+            pub gate_dtype: i32,
+            pub state_dtype: i32,
+            pub conv_dtype: i32,
+            pub norm_dtype: i32,
+            pub l2norm: i32,
+            pub fold: i32,
+            pub sigmoid: i32,
+            pub overlap: i32,
+            pub algo: i32,
+            pub l2_eps: f32,
+            pub scale: f32,
+            pub beta_scale: f32,
+            pub norm_eps: f32,
+        }
+        pub struct ReplayAdvanceParams = gdn_replay_advance_params {
+            pub cursors: *mut u32,
+            pub counts: *const u32,
+            pub cu_seqlens: *const u32,
+            pub accepted: *const u32,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub num_seqs: i32,
+            pub tokens_per_seq: i32,
+            pub capacity: i32,
+            pub window: i32,
+            pub fold: i32,
+        }
+        pub struct ReplayWindowParams = gdn_replay_window_params {
+            pub inputs: *mut c_void,
+            pub window: *mut c_void,
+            pub cursors: *const u32,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub inputs_stride: i64,
+            pub num_seqs: i32,
+            pub channels: i32,
+            pub conv_width: i32,
+            pub capacity: i32,
+            pub io_dtype: i32,
+            pub to_ring: i32,
+        }
+        #[derive(Clone, Copy)]
+        pub struct Scales = gdn_scales {
+            pub ptr: *const f32,
+            pub stride: i64,
+            pub rows: i32,
+        }
+        pub struct LinearParams = gdn_linear_params {
+            pub x: *const c_void,
+            pub w: *const c_void,
+            pub below: *const c_void,
+            pub y: *mut c_void,
+            pub scales: Scales,
+            pub x_stride: i64,
+            pub w_stride: i64,
+            pub below_stride: i64,
+            pub y_stride: i64,
+            pub rows: i32,
+            pub inputs: i32,
+            pub outputs: i32,
+            pub outputs_below: i32,
+            pub dtype: i32,
+            pub overlap: i32,
+        }
+        #[derive(Default)]
+        pub struct LinearOptions = gdn_linear_options {
+            pub swiglu: i32,
+            pub warps: i32,
+            pub groups: i32,
+            pub cluster: i32,
+            pub blocks: i32,
+        }
+        pub struct DequantizeParams = gdn_dequantize_params {
+            pub w: *const c_void,
+            pub scales: Scales,
+            pub y: *mut c_void,
+            pub w_stride: i64,
+            pub y_stride: i64,
+            pub outputs: i32,
+            pub inputs: i32,
+            pub dtype: i32,
+        }
+        pub struct ProfileWarp = gdn_profile_warp {
+            pub launch: u32,
+            pub role: u32,
+            pub sm: u32,
+            pub block: u32,
+            pub warp: u32,
+            pub count: u32,
+            pub dropped: u32,
+            pub reserved: u32,
+            pub begin_ns: u64,
+            pub begin_cycles: u64,
+            pub end_cycles: u64,
+            pub end_ns: u64,
+        }
+        pub struct ProfileEvent = gdn_profile_event {
+            pub scope: u32,
+            pub token: u32,
+            pub begin: u32,
+            pub cycles: u32,
+        }
+    }
+}
+
+/// Of a matrix that is not in e4m3.
+#[allow(dead_code)]
+pub const NO_SCALES: Scales = Scales { ptr: std::ptr::null(), stride: 0, rows: 0 };
+
+#[cfg(feature = "cuda")]
+extern "C" {
+    pub fn gdn_rule(params: *const RuleParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_rule_choice(params: *const RuleParams, algo: *mut i32) -> std::ffi::c_int;
+    pub fn gdn_rule_workspace(params: *const RuleParams, bytes: *mut i64) -> std::ffi::c_int;
+    pub fn gdn_conv(params: *const ConvParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_step_choice(params: *const StepParams, algo: *mut i32) -> std::ffi::c_int;
+    pub fn gdn_replay(params: *const ReplayParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_replay_step(params: *const ReplayStepParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_replay_advance(params: *const ReplayAdvanceParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_replay_window(params: *const ReplayWindowParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_linear_with(
+        params: *const LinearParams,
+        options: *const LinearOptions,
+        stream: *mut c_void,
+    ) -> std::ffi::c_int;
+    pub fn gdn_dequantize(params: *const DequantizeParams, stream: *mut c_void) -> std::ffi::c_int;
+    #[cfg(test)]
+    pub fn gdn_status_string(status: std::ffi::c_int) -> *const std::ffi::c_char;
+    #[cfg(feature = "profile")]
+    pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> std::ffi::c_int;
+    #[cfg(feature = "profile")]
+    pub fn gdn_profile_scope(scope: u32) -> *const std::ffi::c_char;
+    #[cfg(feature = "profile")]
+    pub fn gdn_profile_role(role: u32) -> *const std::ffi::c_char;
+}
+
+#[cfg(all(test, feature = "cuda"))]
+#[test]
+fn statuses_have_the_same_text_in_rust() {
+    for status in (-1..=12).chain([GDN_CUDA_ERROR]) {
+        // SAFETY: the function returns a static string for every status.
+        let c = unsafe { std::ffi::CStr::from_ptr(gdn_status_string(status)) };
+        assert_eq!(candle_gdn_core::abi::status_text(status), c.to_string_lossy(), "{status}");
+    }
+}
