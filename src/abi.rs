@@ -19,14 +19,16 @@ candle_gdn_core::c_header! {
         pub GDN_CHUNKED_SM80: i32 = 4;
         pub GDN_CHUNKED_SM90: i32 = 5;
         pub GDN_GATES_RAW: i32 = 0;
+        pub GDN_GATES_READY: i32 = 1;
         pub GDN_CHUNK: usize = 64;
         pub GDN_STEP_AUTO: i32 = 0;
         pub GDN_STEP_WHOLE: i32 = 1;
         pub GDN_STEP_SPLIT: i32 = 2;
         pub GDN_STEP_HEADS: i32 = 3;
-        pub GDN_RING_WINDOW: usize = 16;
+        pub GDN_RING_ENTRIES: usize = 16;
         pub GDN_RING_CAPACITY: usize = 32;
-        pub GDN_REPLAY_STEP_TOKENS: usize = 16;
+        pub GDN_RING_STEP_TOKENS: usize = 16;
+        pub GDN_RING_AUTO: i32 = 0;
         pub GDN_LINEAR_ROWS: usize = 32;
         pub GDN_OVERLAP: i32 = 1;
         pub GDN_LINEAR_E4M3_ROWS: usize = 16;
@@ -36,26 +38,17 @@ candle_gdn_core::c_header! {
         pub GDN_PROFILE_CHUNK: u32 = 1 << 30;
     }
     structs {
-        pub struct RuleParams = gdn_rule_params {
-            pub q: Heads,
-            pub k: Heads,
-            pub v: Heads,
+        #[derive(Clone, Copy)]
+        pub struct Common = gdn_common {
             pub a: Heads,
             pub b: Heads,
             pub a_log: *const f32,
             pub dt_bias: *const c_void,
-            pub o: Heads,
             pub state_in: *const c_void,
             pub state_out: *mut c_void,
-            pub token_states: *mut c_void,
-            pub checkpoints: *mut c_void,
-            pub workspace: *mut c_void,
-            pub workspace_bytes: i64,
             pub in_slots: Slots,
             pub out_slots: Slots,
-            pub head_stride: i64,
             pub seqs: Sequences,
-            pub counts: *const u32,
             pub num_k_heads: i32,
             pub num_v_heads: i32,
             pub head_k: i32,
@@ -63,15 +56,25 @@ candle_gdn_core::c_header! {
             pub io_dtype: i32,
             pub gate_dtype: i32,
             pub state_dtype: i32,
-            pub dt_bias_dtype: i32,
-            pub gates: i32,
             pub l2norm: i32,
-            pub algo: i32,
-            pub checkpoint_tokens: i32,
-            pub segments: i32,
             pub l2_eps: f32,
             pub scale: f32,
             pub beta_scale: f32,
+        }
+        pub struct RuleParams = gdn_rule_params {
+            pub common: Common,
+            pub q: Heads,
+            pub k: Heads,
+            pub v: Heads,
+            pub o: Heads,
+            pub workspace: *mut c_void,
+            pub workspace_bytes: i64,
+            pub head_stride: i64,
+            pub counts: *const u32,
+            pub dt_bias_dtype: i32,
+            pub gates: i32,
+            pub algo: i32,
+            pub segments: i32,
         }
         pub struct ConvParams = gdn_conv_params {
             pub x: Heads,
@@ -101,147 +104,67 @@ candle_gdn_core::c_header! {
             pub sigmoid: i32,
             pub eps: f32,
         }
-        pub struct StepParams = gdn_step_params {
+        #[derive(Clone, Copy)]
+        pub struct Layer = gdn_layer {
             pub x: Heads,
             pub z: Heads,
-            pub a: Heads,
-            pub b: Heads,
             pub out: Heads,
             pub conv_weight: *const c_void,
             pub norm_weight: *const c_void,
-            pub a_log: *const f32,
-            pub dt_bias: *const f32,
-            pub conv_in: *const c_void,
-            pub conv_out: *mut c_void,
-            pub state_in: *const c_void,
-            pub state_out: *mut c_void,
-            pub token_states: *mut c_void,
-            pub in_slots: Slots,
-            pub out_slots: Slots,
-            pub conv_in_stride: i64,
-            pub conv_out_stride: i64,
-            pub seqs: Sequences,
-            pub num_k_heads: i32,
-            pub num_v_heads: i32,
-            pub head_k: i32,
-            pub head_v: i32,
             pub conv_width: i32,
-            pub io_dtype: i32,
-            pub gate_dtype: i32,
-            pub state_dtype: i32,
             pub conv_dtype: i32,
             pub norm_dtype: i32,
-            pub l2norm: i32,
             pub sigmoid: i32,
-            pub algo: i32,
-            pub overlap: i32,
-            pub l2_eps: f32,
-            pub scale: f32,
-            pub beta_scale: f32,
             pub norm_eps: f32,
+            pub overlap: i32,
+        }
+        pub struct StepParams = gdn_step_params {
+            pub common: Common,
+            pub layer: Layer,
+            pub conv_in: *const c_void,
+            pub conv_out: *mut c_void,
+            pub conv_in_stride: i64,
+            pub conv_out_stride: i64,
+            pub algo: i32,
         }
         #[derive(Clone, Copy)]
         pub struct Ring = gdn_ring {
             pub keys: *mut c_void,
             pub updates: *mut f32,
             pub decays: *mut f32,
-            pub cursors: *const u32,
+            pub spans: *const u32,
             pub keys_stride: i64,
             pub updates_stride: i64,
             pub decays_stride: i64,
             pub capacity: i32,
-            pub window: i32,
+            pub max_entries: i32,
         }
-        pub struct ReplayParams = gdn_replay_params {
-            pub q: Heads,
-            pub k: Heads,
-            pub v: Heads,
-            pub a: Heads,
-            pub b: Heads,
-            pub o: Heads,
-            pub a_log: *const f32,
-            pub dt_bias: *const f32,
-            pub state_in: *const c_void,
-            pub state_out: *mut c_void,
-            pub counts: *const u32,
-            pub cu_seqlens: *const u32,
+        pub struct RingStepParams = gdn_ring_step_params {
+            pub common: Common,
+            pub layer: Layer,
             pub ring: Ring,
-            pub in_slots: Slots,
-            pub out_slots: Slots,
-            pub num_seqs: i32,
-            pub tokens_per_seq: i32,
-            pub num_k_heads: i32,
-            pub num_v_heads: i32,
-            pub head_k: i32,
-            pub head_v: i32,
-            pub io_dtype: i32,
-            pub gate_dtype: i32,
-            pub state_dtype: i32,
-            pub l2norm: i32,
-            pub fold: i32,
-            pub algo: i32,
-            pub l2_eps: f32,
-            pub scale: f32,
-            pub beta_scale: f32,
-        }
-        pub struct ReplayStepParams = gdn_replay_step_params {
-            pub x: Heads,
-            pub z: Heads,
-            pub a: Heads,
-            pub b: Heads,
-            pub out: Heads,
-            pub conv_weight: *const c_void,
-            pub norm_weight: *const c_void,
-            pub a_log: *const f32,
-            pub dt_bias: *const f32,
             pub inputs: *mut c_void,
-            pub state_in: *const c_void,
-            pub state_out: *mut c_void,
-            pub counts: *const u32,
-            pub cu_seqlens: *const u32,
-            pub ring: Ring,
-            pub in_slots: Slots,
-            pub out_slots: Slots,
             pub inputs_stride: i64,
-            pub num_seqs: i32,
-            pub tokens_per_seq: i32,
-            pub num_k_heads: i32,
-            pub num_v_heads: i32,
-            pub head_k: i32,
-            pub head_v: i32,
-            pub conv_width: i32,
-            pub io_dtype: i32,
-            pub gate_dtype: i32,
-            pub state_dtype: i32,
-            pub conv_dtype: i32,
-            pub norm_dtype: i32,
-            pub l2norm: i32,
-            pub fold: i32,
-            pub sigmoid: i32,
-            pub overlap: i32,
             pub algo: i32,
-            pub l2_eps: f32,
-            pub scale: f32,
-            pub beta_scale: f32,
-            pub norm_eps: f32,
         }
-        pub struct ReplayAdvanceParams = gdn_replay_advance_params {
-            pub cursors: *mut u32,
-            pub counts: *const u32,
-            pub cu_seqlens: *const u32,
+        pub struct RingFlushParams = gdn_ring_flush_params {
+            pub common: Common,
+            pub ring: Ring,
+        }
+        pub struct RingAdvanceParams = gdn_ring_advance_params {
+            pub spans: *mut u32,
             pub accepted: *const u32,
             pub in_slots: Slots,
             pub out_slots: Slots,
-            pub num_seqs: i32,
-            pub tokens_per_seq: i32,
+            pub seqs: Sequences,
             pub capacity: i32,
-            pub window: i32,
-            pub fold: i32,
+            pub max_entries: i32,
+            pub flushed: i32,
         }
-        pub struct ReplayWindowParams = gdn_replay_window_params {
+        pub struct RingInputsParams = gdn_ring_inputs_params {
             pub inputs: *mut c_void,
-            pub window: *mut c_void,
-            pub cursors: *const u32,
+            pub conv_state: *mut c_void,
+            pub spans: *const u32,
             pub in_slots: Slots,
             pub out_slots: Slots,
             pub inputs_stride: i64,
@@ -316,7 +239,11 @@ candle_gdn_core::c_header! {
     }
 }
 
-/// Of a matrix that is not in e4m3.
+/// The gates and their strides where a launch reads none.
+#[allow(dead_code)]
+pub const NO_HEADS: Heads = Heads { ptr: std::ptr::null(), seq_stride: 0, token_stride: 0, head_stride: 0 };
+
+/// The scales of a matrix that is not in e4m3.
 #[allow(dead_code)]
 pub const NO_SCALES: Scales = Scales { ptr: std::ptr::null(), stride: 0, rows: 0 };
 
@@ -329,10 +256,10 @@ extern "C" {
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_step_choice(params: *const StepParams, algo: *mut i32) -> std::ffi::c_int;
-    pub fn gdn_replay(params: *const ReplayParams, stream: *mut c_void) -> std::ffi::c_int;
-    pub fn gdn_replay_step(params: *const ReplayStepParams, stream: *mut c_void) -> std::ffi::c_int;
-    pub fn gdn_replay_advance(params: *const ReplayAdvanceParams, stream: *mut c_void) -> std::ffi::c_int;
-    pub fn gdn_replay_window(params: *const ReplayWindowParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ring_step(params: *const RingStepParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ring_flush(params: *const RingFlushParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ring_advance(params: *const RingAdvanceParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ring_inputs(params: *const RingInputsParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_linear_with(
         params: *const LinearParams,
         options: *const LinearOptions,

@@ -1,7 +1,7 @@
 //! Matrices in e4m3 with a scale for each block, which stay so on CUDA.
 
-use crate::ops::Launch;
 use candle_core::{bail, DType, Result, Tensor};
+use candle_gdn_core::device::Launch;
 
 /// A weight `[out, in]` on CUDA, a byte a number. Up to 64 rows of x are multiplied with it as it is, if they fit into the
 /// device's shared memory; for more it is dequantised to x's dtype into memory that is freed behind the product.

@@ -1,10 +1,10 @@
 //! A dense projection without bias, by the kernels of this crate where they are the fastest.
 
 use crate::block_scaled::BlockScaled;
-use crate::cpu::matmul::{multiply, Product, Weights};
-use crate::host;
-use crate::ops::Launch;
 use candle_core::{bail, Module, Result, Tensor};
+use candle_gdn_core::cpu::matmul::{multiply, Product, Weights};
+use candle_gdn_core::device::Launch;
+use candle_gdn_core::host;
 use std::sync::Arc;
 
 /// `y = x wᵀ` with a weight `[out, in]` in f32, bf16 or f16.

@@ -2,7 +2,8 @@
 //! expected and what came.
 
 use crate::cpu;
-use candle_core::{bail, CpuStorage, DType, Device, Layout, Result, Storage, Tensor};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{bail, CpuStorage, CudaDevice, DType, Device, Layout, Result, Storage, Tensor};
 
 /// Where the rows of a tensor `[sequence, token, head, dim]` lie, in elements of its storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +25,70 @@ pub fn heads<T>(data: &[T], layout: HeadsLayout) -> cpu::Heads<'_, T> {
 }
 
 pub fn storage_dtype(storage: &CpuStorage) -> DType {
-    candle_core::backend::BackendStorage::dtype(storage)
+    BackendStorage::dtype(storage)
+}
+
+/// An argument of an op on whichever device it lies: what the op's one check of a call needs.
+#[derive(Clone, Copy)]
+pub struct Arg<'a> {
+    pub name: &'a str,
+    pub dtype: DType,
+    pub layout: &'a Layout,
+    /// Where the storage lies: equal for tensors that share one.
+    storage: usize,
+    /// `None` on the CPU.
+    device: Option<&'a CudaDevice>,
+}
+
+impl<'a> Arg<'a> {
+    pub fn cpu(name: &'a str, storage: &CpuStorage, layout: &'a Layout) -> Self {
+        let key = std::ptr::from_ref(storage).addr();
+        Self { name, dtype: storage_dtype(storage), layout, storage: key, device: None }
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn cuda(name: &'a str, storage: &'a candle_core::CudaStorage, layout: &'a Layout) -> Self {
+        let key = std::ptr::from_ref(storage).addr();
+        Self { name, dtype: storage.dtype(), layout, storage: key, device: Some(storage.device()) }
+    }
+
+    pub fn tensor(name: &'a str, tensor: &'a Tensor) -> Self {
+        let device = match tensor.device() {
+            Device::Cuda(device) => Some(device),
+            _ => None,
+        };
+        Self { name, dtype: tensor.dtype(), layout: tensor.layout(), storage: storage_key(tensor), device }
+    }
+
+    /// On `device`, and in no storage of a tensor that the op writes in place, given with its name.
+    pub fn check_place(&self, op: &str, device: &Device, written: &[(&str, &Tensor)]) -> Result<()> {
+        let fits = match (self.device, device) {
+            (None, device) => !device.is_cuda(),
+            (Some(own), Device::Cuda(device)) => own.same_device(device),
+            _ => false,
+        };
+        if !fits {
+            let own = self.device.map_or(candle_core::DeviceLocation::Cpu, CudaDevice::location);
+            bail!("{op}: {}: expected a tensor on {:?}, got one on {own:?}", self.name, device.location());
+        }
+        for (name, tensor) in written {
+            check_not_in(op, self.name, self.storage, name, tensor)?;
+        }
+        Ok(())
+    }
+
+    /// On the device of another argument.
+    pub fn check_same_device(&self, op: &str, other: Arg<'_>) -> Result<()> {
+        let location = |arg: &Arg<'_>| arg.device.map_or(candle_core::DeviceLocation::Cpu, CudaDevice::location);
+        let fits = match (self.device, other.device) {
+            (Some(own), Some(device)) => own.same_device(device),
+            (own, device) => own.is_none() && device.is_none(),
+        };
+        if !fits {
+            bail!("{op}: {}: expected a tensor on {:?}, got one on {:?}", self.name, location(&other), location(self));
+        }
+        Ok(())
+    }
 }
 
 /// The dimensions in front of the heads.
@@ -187,15 +251,15 @@ pub fn storage_key(tensor: &Tensor) -> usize {
     }
 }
 
-/// The state is written while the inputs are read, so none of them may share its storage.
-pub fn check_not_state(op: &str, arg: &str, key: usize, state: &Tensor) -> Result<()> {
-    if key == storage_key(state) {
-        bail!("{op}: {arg}: shares its storage with the state, which is written in place; pass a copy");
+/// What is written in place is read by nobody else: no argument may share the storage of `tensor`.
+pub fn check_not_in(op: &str, arg: &str, key: usize, name: &str, tensor: &Tensor) -> Result<()> {
+    if key == storage_key(tensor) {
+        bail!("{op}: {arg}: shares its storage with {name}, which is written in place; pass a copy");
     }
     Ok(())
 }
 
-/// The same for what a call writes besides the state: the argument `written`, whose storage is `storage`.
+/// The same of the argument `written`, whose storage is `storage`, where it is the one to blame.
 pub fn check_not_written(op: &str, (arg, key): (&str, usize), (written, storage): (&str, usize)) -> Result<()> {
     if key == storage {
         bail!("{op}: {written}: shares its storage with {arg}; it is written in place: pass a tensor of its own");

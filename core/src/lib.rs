@@ -17,5 +17,7 @@ pub mod host;
 mod sequences;
 mod slots;
 
+pub use check::*;
+pub use device::*;
 pub use sequences::{CuSeqlens, SequencePlan};
 pub use slots::{cpu_slots, CpuSlots, Slots, NO_SLOT};

@@ -81,6 +81,11 @@ impl CuSeqlens {
         (count > 0 && self.max_len.checked_mul(count) == Some(self.total_tokens())).then_some(self.max_len)
     }
 
+    /// Whether the other is a clone of this one.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.host, &other.host)
+    }
+
     /// The running totals.
     pub fn as_slice(&self) -> &[u32] {
         &self.host

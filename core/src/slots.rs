@@ -124,6 +124,11 @@ impl Slots {
         self.read.id() == self.write.id()
     }
 
+    /// Whether the other is a clone of this one, or was made of the same tensors.
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.read.id() == other.read.id() && self.write.id() == other.write.id()
+    }
+
     /// Those that are written, to be read as well.
     pub fn written(&self) -> Self {
         let host = self.host.as_ref().map(|host| match &host.write {

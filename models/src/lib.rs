@@ -63,6 +63,8 @@ mod loader;
 mod memory;
 mod ops;
 mod parallel;
+mod prefix_cache;
+mod slot_allocator;
 mod state;
 
 pub use causal_lm::CausalLm;

@@ -15,20 +15,8 @@ mod tests;
 /// Prefixes are found by a hash of their blocks and then compared token by token, so that no collision gives the value of
 /// other tokens. The tokens are kept once a block: a prefix refers to the one a block shorter, which stays as long as
 /// a longer one needs it, though its value may have gone. They do not count towards the budget.
-///
-/// ```
-/// use candle_gdn::PrefixCache;
-///
-/// let mut cache = PrefixCache::new(2, 1000).unwrap();
-/// cache.insert(&[1, 2], "a", 100).unwrap();
-/// cache.insert(&[1, 2, 3, 4], "b", 100).unwrap();
-/// assert_eq!(cache.longest(&[1, 2, 3, 4, 5]), Some((4, &"b")));
-/// assert_eq!(cache.longest(&[1, 2, 9, 9]), Some((2, &"a")));
-/// assert_eq!(cache.longest(&[7, 8]), None);
-/// assert_eq!((cache.hits(), cache.misses()), (2, 1));
-/// ```
 #[derive(Debug)]
-pub struct PrefixCache<V> {
+pub(crate) struct PrefixCache<V> {
     block: usize,
     budget: usize,
     bytes: usize,
@@ -127,19 +115,11 @@ impl<V> PrefixCache<V> {
     }
 
     /// Keeps `value` of `bytes` for the prefix `tokens`, in place of one that it had, and drops those used longest ago
-    /// until all are within the budget. Returns whether it was kept: a value larger than the whole budget is not, and
-    /// nothing is dropped for it but what the prefix had.
+    /// until all are within the budget; `dropped` gets each prefix that is left without a value. Returns whether it was
+    /// kept: a value larger than the whole budget is not, and nothing is dropped for it but what the prefix had.
     ///
     /// # Errors
     /// When `tokens` is empty or does not end at a block.
-    pub fn insert(&mut self, tokens: &[u32], value: V, bytes: usize) -> Result<bool> {
-        self.insert_telling(tokens, value, bytes, drop)
-    }
-
-    /// As [`Self::insert`], and tells `dropped` each prefix that is left without a value.
-    ///
-    /// # Errors
-    /// As [`Self::insert`].
     pub fn insert_telling(
         &mut self,
         tokens: &[u32],
@@ -183,37 +163,14 @@ impl<V> PrefixCache<V> {
         Ok(keep)
     }
 
-    /// Drops every value; the counters stay.
-    pub fn clear(&mut self) {
-        self.nodes.clear();
-        self.by_hash.clear();
-        self.by_use.clear();
-        (self.bytes, self.count) = (0, 0);
-    }
-
     /// Tokens a block.
     pub fn block(&self) -> usize {
         self.block
     }
 
-    /// Prefixes that have a value.
-    pub fn len(&self) -> usize {
-        self.count
-    }
-
-    /// Whether none has.
-    pub fn is_empty(&self) -> bool {
-        self.count == 0
-    }
-
-    /// Bytes of all values together, as [`Self::insert`] was told.
+    /// Bytes of all values together, as [`Self::insert_telling`] was given.
     pub fn size_in_bytes(&self) -> usize {
         self.bytes
-    }
-
-    /// Bytes that it may hold.
-    pub fn budget(&self) -> usize {
-        self.budget
     }
 
     /// Calls of [`Self::longest`] that found a prefix.

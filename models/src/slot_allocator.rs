@@ -1,7 +1,9 @@
 //! Who has which slot.
 
-use super::StatePool;
 use candle_core::{bail, Result};
+
+#[cfg(test)]
+mod tests;
 
 const OP: &str = "SlotAllocator";
 
@@ -9,7 +11,7 @@ const OP: &str = "SlotAllocator";
 ///
 /// It lives on the host and holds no state itself.
 #[derive(Debug)]
-pub struct SlotAllocator {
+pub(crate) struct SlotAllocator {
     /// Those not handed out; the last is the next.
     free: Vec<u32>,
     used: Vec<bool>,
@@ -25,22 +27,6 @@ impl SlotAllocator {
             bail!("{OP}: capacity: expected at most {}, got {capacity}", i32::MAX);
         };
         Ok(Self { free: (0..end).rev().collect(), used: vec![false; capacity] })
-    }
-
-    /// A slot for a new sequence, zeroed in each of `pools`: those of all layers. Whatever its last owner left there is
-    /// gone.
-    ///
-    /// # Errors
-    /// When no slot is free, a pool has fewer slots than this, or a device refuses. No slot is taken then.
-    pub fn allocate<'a>(&mut self, pools: impl IntoIterator<Item = &'a mut StatePool>) -> Result<u32> {
-        let slot = self.allocate_unset()?;
-        for pool in pools {
-            if let Err(error) = pool.zero(slot) {
-                self.free(slot)?;
-                return Err(error);
-            }
-        }
-        Ok(slot)
     }
 
     /// A slot with whatever its last owner left there: for callers that write it before it is read, as the target of a
@@ -68,11 +54,6 @@ impl SlotAllocator {
         }
         self.free.push(slot);
         Ok(())
-    }
-
-    /// Whether the slot is handed out.
-    pub fn is_used(&self, slot: u32) -> bool {
-        self.used.get(slot as usize).copied().unwrap_or(false)
     }
 
     /// Slots in use.

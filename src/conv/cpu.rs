@@ -1,9 +1,8 @@
 //! Depthwise causal convolution over time, then SiLU: `y[t, c] = silu(sum_j w[c, j] x[t - width + 1 + j, c])`. The
 //! inputs before the sequence come from the state, which then takes the last `width - 1` inputs of this call.
 
-use super::element::Element;
-use super::simd::{dispatch, silu};
-use super::view::{parallel, Heads, Sequences, Shared, Slots};
+use candle_gdn_core::cpu::simd::{dispatch, silu};
+use candle_gdn_core::cpu::{parallel, Element, Heads, Sequences, Shared, Slots};
 use pulp::{Simd, WithSimd};
 
 /// Tokens and channels of one task.
@@ -41,13 +40,13 @@ impl<T: Element, W: Element> Conv<'_, T, W> {
             let channels = CHANNEL_TILE.min(self.channels - channel);
             let tile = Tile { conv: self, n, first, tokens, channel, channels, state, out: &out };
             match self.width {
-                2 => dispatch(Of::<2, _>(tile)),
-                3 => dispatch(Of::<3, _>(tile)),
-                4 => dispatch(Of::<4, _>(tile)),
-                5 => dispatch(Of::<5, _>(tile)),
-                6 => dispatch(Of::<6, _>(tile)),
-                7 => dispatch(Of::<7, _>(tile)),
-                8 => dispatch(Of::<8, _>(tile)),
+                2 => dispatch(OfWidth::<2, _>(tile)),
+                3 => dispatch(OfWidth::<3, _>(tile)),
+                4 => dispatch(OfWidth::<4, _>(tile)),
+                5 => dispatch(OfWidth::<5, _>(tile)),
+                6 => dispatch(OfWidth::<6, _>(tile)),
+                7 => dispatch(OfWidth::<7, _>(tile)),
+                8 => dispatch(OfWidth::<8, _>(tile)),
                 width => unreachable!("a width of {width} was let in"),
             }
         });
@@ -84,9 +83,9 @@ struct Tile<'a, 'b, T, W> {
 }
 
 /// A tile of a convolution whose width the compiler knows, so that the loop over the weights vectorises.
-struct Of<const WIDTH: usize, X>(X);
+struct OfWidth<const WIDTH: usize, X>(X);
 
-impl<const WIDTH: usize, T: Element, W: Element> WithSimd for Of<WIDTH, Tile<'_, '_, T, W>> {
+impl<const WIDTH: usize, T: Element, W: Element> WithSimd for OfWidth<WIDTH, Tile<'_, '_, T, W>> {
     type Output = ();
 
     #[inline(always)]

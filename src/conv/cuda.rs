@@ -1,36 +1,29 @@
 //! `gdn_conv`: the causal convolution.
 
-use super::pointers::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, write};
+use super::{CausalConv1d, ConvPlan, OP};
 use crate::abi as gdn;
-use crate::ops::{in_place_cuda, ConvPlan, Slots};
-use crate::{held_slots, held_u32};
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, Result, Tensor};
+use candle_core::{CudaStorage, Result};
+use candle_gdn_core::device::cuda::*;
+use candle_gdn_core::device::in_place_cuda;
+use candle_gdn_core::{held_slots, held_u32, CuSeqlens, Slots};
 use std::ffi::c_void;
 
-/// Runs the causal convolution with `state` updated in place and returns y.
-pub(crate) fn conv(
-    plan: &ConvPlan,
-    x: &CudaStorage,
-    weight: &CudaStorage,
-    state: &Tensor,
-    slots: Option<&Slots>,
-    cu_seqlens: Option<&Tensor>,
-    silu: bool,
-) -> Result<CudaStorage> {
-    let name = "causal_conv1d";
-    in_place_cuda(name, state, |(state, layout)| {
+/// Runs a checked call with the state updated in place and returns y.
+pub(super) fn run(op: &CausalConv1d, plan: &ConvPlan, x: &CudaStorage, weight: &CudaStorage) -> Result<CudaStorage> {
+    let slots = op.slots.as_ref().map(Slots::in_u32).transpose()?;
+    in_place_cuda(OP, &op.state, |(state, layout)| {
         let (dtype, weight_dtype) = (x.dtype(), weight.dtype());
         let stream = &*stream_of(x)?;
-        let mut out = alloc(x, &plan.out_shape)?;
+        let mut out = alloc_of(x.device(), dtype, plan.out_shape.dims())?;
 
         let (x, weight) = (read(x, stream)?, read(weight, stream)?);
-        held_slots!(slots, slots, stream);
-        held_u32!(cu_seqlens, cu_seqlens, stream);
+        held_slots!(slots, slots.as_ref(), stream);
+        held_u32!(cu_seqlens, op.cu_seqlens.as_ref().map(CuSeqlens::tensor), stream);
         let y = write(&mut out, stream)?;
         let state = write(state, stream)?;
         let state_ptr: *mut c_void = state.at(layout.start_offset(), dtype.size_in_bytes());
-        let (seqs, in_slots, out_slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
+        let (seqs, in_slots, out_slots) = addressing(OP, &plan.seqs, cu_seqlens, slots, layout)?;
         let params = gdn::ConvParams {
             x: heads(&x, plan.x, dtype),
             y: dense(&y, plan.seqs.tokens, 1, plan.channels),
@@ -40,14 +33,14 @@ pub(crate) fn conv(
             in_slots,
             out_slots,
             seqs,
-            channels: int(name, "channels", plan.channels)?,
+            channels: int(OP, "channels", plan.channels)?,
             width: plan.width as i32,
             io_dtype: dtype_code(dtype),
             weight_dtype: dtype_code(weight_dtype),
-            silu: silu.into(),
+            silu: op.silu.into(),
         };
         // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
-        check(name, unsafe { gdn::gdn_conv(&params, stream.cu_stream().cast::<c_void>()) })?;
+        check(OP, unsafe { gdn::gdn_conv(&params, stream.cu_stream().cast::<c_void>()) })?;
         drop((y, state));
         Ok(out)
     })

@@ -1,12 +1,14 @@
-//! The short causal convolution in front of the rule.
+//! The short causal convolution before the rule.
 
-use super::check::*;
-use super::in_place::{in_place_cpu, CpuWritten};
-use super::plan::ConvPlan;
-use super::sequences::{CuSeqlens, SequencePlan};
-use super::slots::{cpu_slots, CpuSlots, Slots};
-use crate::cpu;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_gdn_core::check::*;
+use candle_gdn_core::cpu::Element;
+use candle_gdn_core::device::{apply2, elements, in_place_cpu, CpuWritten};
+use candle_gdn_core::{cpu_slots, CpuSlots, CuSeqlens, SequencePlan, Slots};
 use half::{bf16, f16};
 
 const OP: &str = "causal_conv1d";
@@ -19,6 +21,16 @@ pub struct CausalConv1d {
     slots: Option<Slots>,
     cu_seqlens: Option<CuSeqlens>,
     silu: bool,
+}
+
+/// A checked call.
+struct ConvPlan {
+    x: HeadsLayout,
+    channels: usize,
+    width: usize,
+    seqs: SequencePlan,
+    weight_offset: usize,
+    out_shape: Shape,
 }
 
 impl CausalConv1d {
@@ -35,19 +47,18 @@ impl CausalConv1d {
         if let Some(cu) = cu_seqlens {
             check_device(OP, "cu_seqlens", cu.tensor(), state.device())?;
         }
-        Ok(Self { state: state.clone(), slots: None, cu_seqlens: cu_seqlens.cloned(), silu })
+        Ok(Self::unchecked(state, cu_seqlens, None, silu))
+    }
+
+    /// An op on arguments that a layer or a step has checked.
+    pub(crate) fn unchecked(state: &Tensor, cu_seqlens: Option<&CuSeqlens>, slots: Option<&Slots>, silu: bool) -> Self {
+        Self { state: state.clone(), slots: slots.cloned(), cu_seqlens: cu_seqlens.cloned(), silu }
     }
 
     /// Sequence `n` uses slot `slots[n]` of the state, or reads one slot and writes another; see
-    /// [`crate::GdnDecode::with_slots`].
+    /// [`GdnDecode::with_slots`](crate::ops::GdnDecode::with_slots).
     pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
         self.slots = Some(slots.into());
-        self
-    }
-
-    /// As if made with `cu_seqlens`, which is on the state's device.
-    pub(super) fn packed(mut self, cu_seqlens: &CuSeqlens) -> Self {
-        self.cu_seqlens = Some(cu_seqlens.clone());
         self
     }
 
@@ -56,17 +67,16 @@ impl CausalConv1d {
     /// # Errors
     /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
     pub fn forward(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        let (x, weight) = (dense_rows(x)?, weight.contiguous()?);
-        check_dtype(OP, "x", x.dtype(), self.state.dtype())?;
-        check_weight_dtype(OP, "weight", weight.dtype(), x.dtype())?;
-        for (arg, tensor) in [("x", &x), ("weight", &weight)] {
-            check_device(OP, arg, tensor, self.state.device())?;
-            check_not_state(OP, arg, storage_key(tensor), &self.state)?;
-        }
-        x.apply_op2_no_bwd(&weight, self)
+        apply2(self, None, &dense_rows(x)?, &weight.contiguous()?)
     }
 
-    fn plan(&self, x: &Layout, weight: &Layout) -> Result<ConvPlan> {
+    fn plan(&self, x: Arg<'_>, weight: Arg<'_>) -> Result<ConvPlan> {
+        check_dtype(OP, "x", x.dtype, self.state.dtype())?;
+        check_weight_dtype(OP, "weight", weight.dtype, x.dtype)?;
+        for arg in [x, weight] {
+            arg.check_place(OP, self.state.device(), &[("the state", &self.state)])?;
+        }
+        let (x, weight) = (x.layout, weight.layout);
         let (_, history, channels) = self.state.dims3()?;
         let width = history + 1;
         if !(2..=8).contains(&width) || channels == 0 {
@@ -95,7 +105,7 @@ impl CausalConv1d {
             width,
             seqs,
             weight_offset: weight.start_offset(),
-            out_shape: x.dims().to_vec(),
+            out_shape: x.shape().clone(),
         })
     }
 }
@@ -106,14 +116,11 @@ impl CustomOp2 for CausalConv1d {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, weight: &CpuStorage, wl: &Layout) -> Result<(CpuStorage, Shape)> {
-        let plan = self.plan(xl, wl)?;
-        for (arg, storage) in [("x", x), ("weight", weight)] {
-            check_not_state(OP, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
-        }
+        let plan = self.plan(Arg::cpu("x", x, xl), Arg::cpu("weight", weight, wl))?;
         let slots = cpu_slots(OP, self.slots.as_ref(), plan.seqs.num_slots)?;
         let run = CpuRun { op: self, plan: &plan, x, weight, slots };
         let out = in_place_cpu(OP, &self.state, |state| run.run(state))?;
-        Ok((out, Shape::from(plan.out_shape)))
+        Ok((out, plan.out_shape))
     }
 
     #[cfg(feature = "cuda")]
@@ -124,15 +131,8 @@ impl CustomOp2 for CausalConv1d {
         weight: &candle_core::CudaStorage,
         wl: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let plan = self.plan(xl, wl)?;
-        for (arg, storage) in [("x", x), ("weight", weight)] {
-            check_not_state(OP, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
-        }
-        check_dtype(OP, "x", candle_core::backend::BackendStorage::dtype(x), self.state.dtype())?;
-        let slots = self.slots.as_ref().map(Slots::in_u32).transpose()?;
-        let cu = self.cu_seqlens.as_ref().map(CuSeqlens::tensor);
-        let out = crate::cuda::conv(&plan, x, weight, &self.state, slots.as_ref(), cu, self.silu)?;
-        Ok((out, Shape::from(plan.out_shape)))
+        let plan = self.plan(Arg::cuda("x", x, xl), Arg::cuda("weight", weight, wl))?;
+        Ok((cuda::run(self, &plan, x, weight)?, plan.out_shape))
     }
 }
 
@@ -162,27 +162,22 @@ impl CpuRun<'_> {
         })
     }
 
-    fn typed<T: cpu::Element, W: cpu::Element>(
-        &self,
-        x: &[T],
-        weight: &[W],
-        (state, layout): CpuWritten<'_>,
-    ) -> Result<Vec<T>> {
+    fn typed<T: Element, W: Element>(&self, x: &[T], weight: &[W], (state, layout): CpuWritten<'_>) -> Result<Vec<T>> {
         let plan = self.plan;
-        let Some(state) = T::slice_mut(state) else { bail!("{OP}: state: expected x's dtype") };
-        let mut out = vec![T::ZERO; plan.out_shape.iter().product()];
-        let conv = cpu::conv::Conv {
+        let stride = layout.stride()[0];
+        let state = elements::<T>((OP, "state"), (state, layout))?;
+        let mut out = vec![T::ZERO; plan.out_shape.elem_count()];
+        let conv = cpu::Conv {
             x: heads(x, plan.x),
             weight: &weight[plan.weight_offset..],
             channels: plan.channels,
             width: plan.width,
             seqs: plan.seqs.cpu(self.op.cu_seqlens.as_ref()),
-            slots: self.slots.of_stride(layout.stride()[0]),
+            slots: self.slots.of_stride(stride),
             max_tokens: plan.seqs.max_tokens,
             silu: self.op.silu,
         };
-        let start = layout.start_offset().min(state.len());
-        conv.run(&mut out, &mut state[start..]);
+        conv.run(&mut out, state);
         Ok(out)
     }
 }

@@ -1,15 +1,15 @@
 //! `gdn_linear` of weights in e4m3, and `gdn_dequantize` for more rows than it takes.
 
-use super::arena::{alloc, finish, undo};
-use super::pointers::{alloc_of, check, dtype_code, int, read, stream_of, write, Pointer};
 use crate::abi::{self as gdn, gdn_dequantize, gdn_linear_with, LinearOptions};
 use crate::block_scaled::BlockScaled;
-use crate::ops::{apply::apply1, Launch};
-use crate::state::threads::Working;
-use crate::{held, held_or_none};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Storage, Tensor};
+use candle_gdn_core::device::cuda::{
+    alloc, alloc_of, check, dtype_code, finish, int, read, stream_of, undo, write, Pointer,
+};
+use candle_gdn_core::device::{apply1, Launch, Working};
+use candle_gdn_core::{held, held_or_none};
 use std::ffi::c_void;
 use std::ptr::null;
 

@@ -1,11 +1,10 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
-use super::arena::alloc;
-use super::pointers::{check, dtype_code, int, read, stream_of, write};
 use crate::abi::{self as gdn, gdn_linear_with, LinearOptions};
-use crate::ops::{apply2, Launch};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
+use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
+use candle_gdn_core::device::{apply2, Launch};
 use std::ffi::c_void;
 use std::ptr::null;
 
@@ -151,9 +150,9 @@ impl CustomOp2 for FewRows<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::device;
     use super::*;
     use candle_core::Device;
+    use candle_gdn_core::device::cuda::testing::device;
 
     /// Smooth enough to be anything, and no two alike.
     fn numbers(rows: usize, columns: usize, seed: f64) -> Tensor {

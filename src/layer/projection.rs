@@ -2,8 +2,9 @@
 
 use super::config::GdnConfig;
 use crate::linear::Linear;
-use crate::ops::{Gates, Launch};
+use crate::rule::Gates;
 use candle_core::{bail, Module, Result, Tensor, D};
+use candle_gdn_core::device::Launch;
 use std::sync::Arc;
 
 /// A projection `[.., in]` to `[.., out]` of a [`GatedDeltaNet`](crate::GatedDeltaNet).
@@ -27,7 +28,6 @@ pub enum Projection {
     /// Anything else: a quantised matrix, one with a LoRA, one of several ranks. It takes and gives the layer's dtype.
     Module(Arc<dyn Module + Send + Sync>),
     /// The same by kernels that are launched as the layer says.
-    #[doc(hidden)]
     Launched(Arc<dyn Launched + Send + Sync>),
 }
 

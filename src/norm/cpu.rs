@@ -1,8 +1,7 @@
 //! Gated RMSNorm per head: `out = x * rsqrt(mean(x^2) + eps) * weight * act(z)`.
 
-use super::element::Element;
-use super::simd::{dispatch, sigmoid, silu, sum_of_squares};
-use super::view::{parallel, Heads, Shared};
+use candle_gdn_core::cpu::simd::{dispatch, sigmoid, silu, sum_of_squares};
+use candle_gdn_core::cpu::{parallel, Element, Heads, Shared};
 use pulp::{Simd, WithSimd};
 
 /// Rows of one task.

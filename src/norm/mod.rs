@@ -1,20 +1,44 @@
-//! The gated norm behind the rule.
+//! The gated norm after the rule.
 
-use super::apply::apply3;
-use super::check::*;
-use super::options::GateActivation;
-use super::plan::NormPlan;
-use crate::cpu;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::{bail, CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
+use candle_gdn_core::check::*;
+use candle_gdn_core::cpu::Element;
+use candle_gdn_core::device::apply3;
 use half::{bf16, f16};
 
 const OP: &str = "gated_rms_norm";
+
+/// Activation of an output gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum GateActivation {
+    /// `z * sigmoid(z)`
+    #[default]
+    Silu,
+    /// `sigmoid(z)`
+    Sigmoid,
+}
 
 /// RMS norm of each head times an activated gate, as a [`CustomOp3`] over (x, z, weight); see [`gated_rms_norm`].
 #[derive(Debug, Clone, Copy)]
 pub struct GatedRmsNorm {
     eps: f64,
     gate: GateActivation,
+}
+
+/// A checked call.
+struct NormPlan {
+    x: HeadsLayout,
+    z: HeadsLayout,
+    tokens: usize,
+    heads: usize,
+    dim: usize,
+    weight_offset: usize,
+    out_shape: Shape,
 }
 
 impl GatedRmsNorm {
@@ -32,11 +56,6 @@ impl GatedRmsNorm {
     /// # Errors
     /// When a dtype, shape or device does not fit; the message names the argument.
     pub fn forward(&self, x: &Tensor, z: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        check_float(OP, "x", x.dtype())?;
-        check_dtype(OP, "z", z.dtype(), x.dtype())?;
-        check_weight_dtype(OP, "weight", weight.dtype(), x.dtype())?;
-        check_device(OP, "z", z, x.device())?;
-        check_device(OP, "weight", weight, x.device())?;
         if x.rank() < 2 {
             bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
         }
@@ -45,7 +64,14 @@ impl GatedRmsNorm {
         apply3(self, None, &x, &z, &weight)
     }
 
-    fn plan(&self, x: &Layout, z: &Layout, weight: &Layout) -> Result<NormPlan> {
+    fn plan(&self, [x, z, weight]: [Arg<'_>; 3]) -> Result<NormPlan> {
+        check_float(OP, "x", x.dtype)?;
+        check_dtype(OP, "z", z.dtype, x.dtype)?;
+        check_weight_dtype(OP, "weight", weight.dtype, x.dtype)?;
+        for arg in [z, weight] {
+            arg.check_same_device(OP, x)?;
+        }
+        let (x, z, weight) = (x.layout, z.layout, weight.layout);
         let rank = x.dims().len();
         if rank < 2 {
             bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
@@ -64,7 +90,7 @@ impl GatedRmsNorm {
             heads,
             dim,
             weight_offset: weight.start_offset(),
-            out_shape: x.dims().to_vec(),
+            out_shape: x.shape().clone(),
         })
     }
 }
@@ -101,7 +127,8 @@ impl CustomOp3 for GatedRmsNorm {
         wl: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         use CpuStorage::{BF16, F16, F32};
-        let plan = self.plan(xl, zl, wl)?;
+        let args = [Arg::cpu("x", x, xl), Arg::cpu("z", z, zl), Arg::cpu("weight", weight, wl)];
+        let plan = self.plan(args)?;
         let out = match (x, z, weight) {
             (F32(x), F32(z), F32(w)) => F32(self.run(&plan, x, z, w)),
             (BF16(x), BF16(z), BF16(w)) => BF16(self.run::<bf16, bf16>(&plan, x, z, w)),
@@ -115,7 +142,7 @@ impl CustomOp3 for GatedRmsNorm {
                 storage_dtype(w)
             ),
         };
-        Ok((out, Shape::from(plan.out_shape)))
+        Ok((out, plan.out_shape))
     }
 
     #[cfg(feature = "cuda")]
@@ -128,16 +155,16 @@ impl CustomOp3 for GatedRmsNorm {
         weight: &candle_core::CudaStorage,
         wl: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let plan = self.plan(xl, zl, wl)?;
-        let out = crate::cuda::norm(&plan, x, z, weight, self.eps, self.gate == GateActivation::Sigmoid)?;
-        Ok((out, Shape::from(plan.out_shape)))
+        let args = [Arg::cuda("x", x, xl), Arg::cuda("z", z, zl), Arg::cuda("weight", weight, wl)];
+        let plan = self.plan(args)?;
+        Ok((cuda::run(self, &plan, x, z, weight)?, plan.out_shape))
     }
 }
 
 impl GatedRmsNorm {
-    fn run<T: cpu::Element, W: cpu::Element>(&self, plan: &NormPlan, x: &[T], z: &[T], weight: &[W]) -> Vec<T> {
-        let mut out = vec![T::ZERO; plan.out_shape.iter().product()];
-        let norm = cpu::norm::Norm {
+    fn run<T: Element, W: Element>(&self, plan: &NormPlan, x: &[T], z: &[T], weight: &[W]) -> Vec<T> {
+        let mut out = vec![T::ZERO; plan.out_shape.elem_count()];
+        let norm = cpu::Norm {
             x: heads(x, plan.x),
             z: heads(z, plan.z),
             weight: &weight[plan.weight_offset..plan.weight_offset + plan.dim],

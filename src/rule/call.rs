@@ -1,49 +1,75 @@
-//! What decode and prefill share: the checks of their arguments, and the launch on CUDA.
+//! What decode and prefill share: the one check of a call's arguments, and the plan of its launch.
 
-use super::apply::apply3;
-use super::check::*;
-use super::options::{Algo, Gates, RuleOptions};
-use super::plan::RulePlan;
-use super::sequences::{CuSeqlens, SequencePlan};
-use super::slots::Slots;
-use crate::reference::Dims;
-use candle_core::{bail, DType, Layout, Result, Tensor};
-#[cfg(feature = "cuda")]
-use candle_core::{Shape, Storage};
-
-/// Most tokens of a sequence that [`Algo::Decode128`] takes.
-const DECODE_128_TOKENS: usize = 16;
+use super::options::{Gates, RuleOptions};
+use crate::algo::Algo;
+use crate::plan::refuses_rule;
+use crate::sizes::HeadSizes;
+use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use candle_gdn_core::check::*;
+use candle_gdn_core::device::apply3;
+use candle_gdn_core::{CuSeqlens, SequencePlan, Slots};
 
 /// The gated delta rule with everything but q, k and v.
 #[derive(Debug, Clone)]
-pub(super) struct Rule {
+pub(crate) struct Rule {
     pub name: &'static str,
-    pub lead: Lead,
-    pub gates: Gates,
+    pub gates: RuleGates,
     pub state: Tensor,
+    /// Sequences begin at zero, and the state is only written.
+    pub from_zeros: bool,
     pub slots: Option<Slots>,
     pub cu_seqlens: Option<CuSeqlens>,
     pub options: RuleOptions,
 }
 
+/// The gates of a call.
+#[derive(Debug, Clone)]
+pub(crate) struct RuleGates {
+    /// The decay input, or the log decay where there is no `raw`.
+    pub a: Tensor,
+    /// The beta input, or beta.
+    pub b: Tensor,
+    /// `a_log` and `dt_bias`.
+    pub raw: Option<[Tensor; 2]>,
+}
+
+impl From<Gates> for RuleGates {
+    fn from(Gates { a, b, a_log, dt_bias }: Gates) -> Self {
+        Self { a, b, raw: Some([a_log, dt_bias]) }
+    }
+}
+
+impl RuleGates {
+    /// All tensors by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        let raw = self.raw.iter().flat_map(|[a_log, dt_bias]| [("a_log", a_log), ("dt_bias", dt_bias)]);
+        [("a", &self.a), ("b", &self.b)].into_iter().chain(raw)
+    }
+}
+
+/// A checked call: sizes and addresses, nothing left to refuse.
+#[derive(Debug, Clone)]
+pub(crate) struct RulePlan {
+    pub sizes: HeadSizes,
+    pub seqs: SequencePlan,
+    pub q: HeadsLayout,
+    pub k: HeadsLayout,
+    pub v: HeadsLayout,
+    pub a: HeadsLayout,
+    pub b: HeadsLayout,
+    pub out_shape: Shape,
+    pub scale: f64,
+}
+
 impl Rule {
-    /// A call on `state` with sequence `n` in slot `n`, its gates, state and options checked.
-    pub fn new(
-        name: &'static str,
-        lead: Lead,
-        gates: Gates,
-        state: &Tensor,
-        cu_seqlens: Option<&CuSeqlens>,
-        options: RuleOptions,
-    ) -> Result<Self> {
-        let (state, cu_seqlens) = (state.clone(), cu_seqlens.cloned());
-        Self { name, lead, gates, state, slots: None, cu_seqlens, options }.check()
+    /// A call on `state` with sequence `n` in slot `n`, unchecked.
+    pub fn new(name: &'static str, gates: RuleGates, state: &Tensor, options: RuleOptions) -> Self {
+        Self { name, gates, state: state.clone(), from_zeros: false, slots: None, cu_seqlens: None, options }
     }
 
     /// Checks that need only what the op holds.
-    fn check(self) -> Result<Self> {
+    pub fn checked(self) -> Result<Self> {
         let (op, device) = (self.name, self.state.device());
-        let Gates { a, b, a_log, dt_bias } = &self.gates;
         check_state_dtype(op, "state", self.state.dtype())?;
         let (_, heads, ..) = match self.state.dims4() {
             Ok(dims) => dims,
@@ -53,13 +79,13 @@ impl Rule {
             ),
         };
         check_state_strides(op, "state", self.state.layout())?;
+        let RuleGates { a, b, raw } = &self.gates;
         check_float(op, "a", a.dtype())?;
         check_dtype(op, "b", b.dtype(), a.dtype())?;
-        for (arg, tensor) in [("a", a), ("b", b), ("a_log", a_log), ("dt_bias", dt_bias)] {
-            check_device(op, arg, tensor, device)?;
-            check_not_state(op, arg, storage_key(tensor), &self.state)?;
+        for (arg, tensor) in self.gates.tensors() {
+            Arg::tensor(arg, tensor).check_place(op, device, &[("the state", &self.state)])?;
         }
-        for (arg, tensor) in [("a_log", a_log), ("dt_bias", dt_bias)] {
+        for (arg, tensor) in ["a_log", "dt_bias"].into_iter().zip(raw.iter().flatten()) {
             check_dtype(op, arg, tensor.dtype(), DType::F32)?;
             check_shape(op, arg, tensor, &[heads])?;
             check_contiguous(op, arg, tensor)?;
@@ -81,20 +107,24 @@ impl Rule {
     }
 
     /// Runs the op on q, k and v, copying only those whose rows are not contiguous.
-    pub fn forward<C: candle_core::CustomOp3>(&self, op: &C, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let (q, k, v) = (dense_rows(q)?, dense_rows(k)?, dense_rows(v)?);
-        for (arg, tensor) in [("q", &q), ("k", &k), ("v", &v)] {
-            check_float(self.name, arg, tensor.dtype())?;
-            check_dtype(self.name, arg, tensor.dtype(), q.dtype())?;
-            check_device(self.name, arg, tensor, self.state.device())?;
-            check_not_state(self.name, arg, storage_key(tensor), &self.state)?;
-        }
-        apply3(op, None, &q, &k, &v)
+    pub fn forward<C: CustomOp3>(&self, op: &C, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        apply3(op, None, &dense_rows(q)?, &dense_rows(k)?, &dense_rows(v)?)
     }
 
-    /// Checks the three layouts, of tensors of one dtype, against the state.
-    pub fn plan(&self, dtype: DType, [q, k, v]: [&Layout; 3]) -> Result<RulePlan> {
-        let (op, lead) = (self.name, self.lead);
+    /// Checks a call: the three arguments against each other and against what the op holds.
+    pub fn plan(&self, lead: Lead, args: [Arg<'_>; 3]) -> Result<RulePlan> {
+        let op = self.name;
+        for arg in args {
+            check_float(op, arg.name, arg.dtype)?;
+            check_dtype(op, arg.name, arg.dtype, args[0].dtype)?;
+            arg.check_place(op, self.state.device(), &[("the state", &self.state)])?;
+        }
+        self.plan_layouts(lead, args[0].dtype, args.map(|arg| arg.layout))
+    }
+
+    /// The same of layouts of tensors that were checked, of one dtype.
+    pub fn plan_layouts(&self, lead: Lead, dtype: DType, [q, k, v]: [&Layout; 3]) -> Result<RulePlan> {
+        let op = self.name;
         let (_, value_heads, value_dim, key_dim) = self.state.dims4()?;
         if !(1..=256).contains(&key_dim) || !(1..=256).contains(&value_dim) || value_heads == 0 {
             bail!(
@@ -125,88 +155,58 @@ impl Rule {
         let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
         self.check_algo(dtype, (key_dim, value_dim), seqs.max_tokens)?;
         Ok(RulePlan {
-            dims: Dims { key_heads, value_heads, key_dim, value_dim },
+            sizes: HeadSizes { key_heads, value_heads, key_dim, value_dim },
             seqs,
             q: heads("q", q, (key_heads, key_dim))?,
             k: heads("k", k, (key_heads, key_dim))?,
             v: heads("v", v, (value_heads, value_dim))?,
             a: gate("a", &self.gates.a)?,
             b: gate("b", &self.gates.b)?,
-            out_shape: lead_dims.iter().copied().chain([value_heads, value_dim]).collect(),
+            out_shape: lead_dims.iter().copied().chain([value_heads, value_dim]).collect::<Vec<_>>().into(),
             scale: self.options.scale.unwrap_or((key_dim as f64).powf(-0.5)),
-            options: self.options,
         })
     }
 
-    /// The kernel asked for against the sizes and the dtype of q.
-    pub fn check_algo(&self, dtype: DType, (key_dim, value_dim): (usize, usize), max_tokens: usize) -> Result<()> {
+    /// The kernel that was asked for against the sizes and the dtype of q.
+    pub fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
         let (op, algo) = (self.name, self.options.algo);
-        if matches!(algo, Algo::Recurrent128 | Algo::Decode128) && (key_dim, value_dim) != (128, 128) {
-            bail!("{op}: algo: {algo:?} takes heads of size 128, got {key_dim} (K) and {value_dim} (V)");
+        if let Some(why) = refuses_rule(algo, dtype, sizes, longest) {
+            bail!("{op}: algo: {algo:?} {why}");
         }
-        if algo == Algo::Decode128 && max_tokens > DECODE_128_TOKENS {
-            bail!("{op}: algo: Decode128 takes up to {DECODE_128_TOKENS} tokens a sequence, got {max_tokens}");
-        }
-        if algo.on_tensor_cores() {
-            if !matches!(dtype, DType::BF16 | DType::F16) {
-                bail!("{op}: algo: {algo:?} takes q, k and v in bf16 or f16, got {dtype:?}");
-            }
-            if key_dim > 128 || key_dim % 8 != 0 || value_dim % 8 != 0 {
-                bail!(
-                    "{op}: algo: {algo:?} takes head sizes that are multiples of 8 and K up to 128, got {key_dim} (K) \
-                     and {value_dim} (V)"
-                );
-            }
+        let plain = self.gates.raw.is_some() && !self.from_zeros;
+        if !plain && !matches!(algo, Algo::Auto | Algo::Recurrent) {
+            bail!("{op}: algo: {algo:?} takes raw gates and an initial state; Auto and Recurrent take any");
         }
         Ok(())
+    }
+
+    pub fn cpu_fwd(&self, lead: Lead, args: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+        let [(q, ql), (k, kl), (v, vl)] = args;
+        let plan = self.plan(lead, [Arg::cpu("q", q, ql), Arg::cpu("k", k, kl), Arg::cpu("v", v, vl)])?;
+        Ok((super::cpu::run(self, &plan, [q, k, v])?, plan.out_shape))
     }
 
     #[cfg(feature = "cuda")]
     pub fn cuda_fwd(
         &self,
+        lead: Lead,
         args: [(&candle_core::CudaStorage, &Layout); 3],
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
         let [(q, ql), (k, kl), (v, vl)] = args;
-        let plan = self.plan(q.dtype(), [ql, kl, vl])?;
-        for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
-            check_not_state(self.name, arg, std::ptr::from_ref(storage).addr(), &self.state)?;
-            check_dtype(self.name, arg, storage.dtype(), q.dtype())?;
-        }
-        let slots = self.slots.as_ref().map(Slots::in_u32).transpose()?;
-        let out = crate::cuda::rule(&self.cuda_args(&plan, slots.as_ref(), [q, k, v]), &self.state)?;
-        Ok((out, Shape::from(plan.out_shape)))
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_args<'a>(
-        &'a self,
-        plan: &'a RulePlan,
-        slots: Option<&'a Slots>,
-        [q, k, v]: [&'a candle_core::CudaStorage; 3],
-    ) -> crate::cuda::RuleArgs<'a> {
-        crate::cuda::RuleArgs {
-            name: self.name,
-            plan,
-            q,
-            k,
-            v,
-            gates: &self.gates,
-            slots,
-            cu_seqlens: self.cu_seqlens.as_ref().map(CuSeqlens::tensor),
-        }
+        let plan = self.plan(lead, [Arg::cuda("q", q, ql), Arg::cuda("k", k, kl), Arg::cuda("v", v, vl)])?;
+        Ok((super::cuda::run(self, &plan, [q, k, v])?, plan.out_shape))
     }
 
     /// The variant that [`Self::forward`] runs for these tensors.
-    pub fn algo(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Algo> {
+    pub fn algo(&self, lead: Lead, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Algo> {
         let (q, k, v) = (dense_rows(q)?, dense_rows(k)?, dense_rows(v)?);
-        let plan = self.plan(q.dtype(), [q.layout(), k.layout(), v.layout()])?;
+        let plan = self.plan(lead, [Arg::tensor("q", &q), Arg::tensor("k", &k), Arg::tensor("v", &v)])?;
         #[cfg(feature = "cuda")]
         {
+            use candle_core::Storage;
             let guards = [q.storage_and_layout().0, k.storage_and_layout().0, v.storage_and_layout().0];
             if let [Storage::Cuda(q), Storage::Cuda(k), Storage::Cuda(v)] = [&*guards[0], &*guards[1], &*guards[2]] {
-                let slots = self.slots.as_ref().map(Slots::in_u32).transpose()?;
-                return crate::cuda::rule_choice(&self.cuda_args(&plan, slots.as_ref(), [q, k, v]), &self.state);
+                return super::cuda::choice(self, &plan, [q, k, v]);
             }
         }
         drop(plan);
@@ -214,7 +214,7 @@ impl Rule {
     }
 }
 
-/// `CustomOp3` over (q, k, v) for a struct around a [`Rule`].
+/// `CustomOp3` over (q, k, v) for an op with a [`Rule`] and a `lead`.
 macro_rules! custom_op3 {
     ($op:ty) => {
         impl candle_core::CustomOp3 for $op {
@@ -231,7 +231,7 @@ macro_rules! custom_op3 {
                 v: &candle_core::CpuStorage,
                 vl: &candle_core::Layout,
             ) -> Result<(candle_core::CpuStorage, candle_core::Shape)> {
-                self.0.cpu_fwd([(q, ql), (k, kl), (v, vl)])
+                self.0.cpu_fwd(self.lead(), [(q, ql), (k, kl), (v, vl)])
             }
 
             #[cfg(feature = "cuda")]
@@ -244,7 +244,7 @@ macro_rules! custom_op3 {
                 v: &candle_core::CudaStorage,
                 vl: &candle_core::Layout,
             ) -> Result<(candle_core::CudaStorage, candle_core::Shape)> {
-                self.0.cuda_fwd([(q, ql), (k, kl), (v, vl)])
+                self.0.cuda_fwd(self.lead(), [(q, ql), (k, kl), (v, vl)])
             }
         }
     };

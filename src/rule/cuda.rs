@@ -1,66 +1,67 @@
-//! `gdn_rule`: the gated delta rule.
+//! `gdn_rule`: the gated delta rule, and what its launches have in common with those of the step and the ring.
 
-use super::arena::with_workspace;
-use super::pointers::Pointer;
-use super::pointers::{addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, write};
+use super::call::{Rule, RulePlan};
 use crate::abi as gdn;
-use crate::ops::{in_place_cuda, Algo, CudaWritten, Gates, RulePlan, Slots};
-use crate::{held, held_slots, held_u32};
+use crate::algo::Algo;
+use crate::sizes::HeadSizes;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::{bail, CudaStorage, DType, Layout, Result, Tensor};
+use candle_core::{bail, CudaStorage, DType, Layout, Result};
+use candle_gdn_core::device::cuda::*;
+use candle_gdn_core::device::{in_place_cuda, CudaWritten};
+use candle_gdn_core::{held, held_or_none, held_slots, held_u32, CuSeqlens, Slots};
 use std::ffi::c_void;
+use std::ptr::{null, null_mut};
 
-/// What the rule needs besides its state.
-pub(crate) struct RuleArgs<'a> {
-    pub name: &'static str,
-    pub plan: &'a RulePlan,
-    pub q: &'a CudaStorage,
-    pub k: &'a CudaStorage,
-    pub v: &'a CudaStorage,
-    pub gates: &'a Gates,
-    pub slots: Option<&'a Slots>,
-    pub cu_seqlens: Option<&'a Tensor>,
+/// A state on the device: where it is, its layout and its dtype.
+pub(crate) type State<'a> = (&'a Pointer<'a>, &'a Layout, DType);
+
+/// Runs a checked call with the state updated in place and returns o.
+pub(super) fn run(rule: &Rule, plan: &RulePlan, qkv: [&CudaStorage; 3]) -> Result<CudaStorage> {
+    let slots = rule.slots.as_ref().map(Slots::in_u32).transpose()?;
+    in_place_cuda(rule.name, &rule.state, |state| launch(rule, plan, slots.as_ref(), qkv, state))
 }
 
-/// Runs the rule with `state` updated in place and returns o.
-pub(crate) fn rule(args: &RuleArgs<'_>, state: &Tensor) -> Result<CudaStorage> {
-    in_place_cuda(args.name, state, |state| launch(args, state))
-}
-
-fn launch(args: &RuleArgs<'_>, (state, layout): CudaWritten<'_>) -> Result<CudaStorage> {
-    let stream = &*stream_of(args.q)?;
-    let mut out = alloc(args.q, &args.plan.out_shape)?;
+fn launch(
+    rule: &Rule,
+    plan: &RulePlan,
+    slots: Option<&Slots>,
+    qkv: [&CudaStorage; 3],
+    (state, layout): CudaWritten<'_>,
+) -> Result<CudaStorage> {
+    let stream = &*stream_of(qkv[0])?;
+    let mut out = alloc_of(qkv[0].device(), qkv[0].dtype(), plan.out_shape.dims())?;
     let o = write(&mut out, stream)?;
     let state_dtype = state.dtype();
     let state = write(state, stream)?;
-    with_params(args, stream, &o, (&state, layout, state_dtype), |params| {
+    with_params(rule, plan, slots, qkv, &o, (&state, layout, state_dtype), stream, |params| {
         // SAFETY: the launcher reads the parameters and writes the one number.
-        check(args.name, unsafe { gdn::gdn_rule_workspace(params, &mut params.workspace_bytes) })?;
+        check(rule.name, unsafe { gdn::gdn_rule_workspace(params, &mut params.workspace_bytes) })?;
         let bytes = usize::try_from(params.workspace_bytes).unwrap_or(0);
-        with_workspace(None, args.q.device(), stream, bytes, |workspace| {
+        with_workspace(None, qkv[0].device(), stream, bytes, |workspace| {
             params.workspace = workspace;
             // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
-            check(args.name, unsafe { gdn::gdn_rule(params, stream.cu_stream().cast::<c_void>()) })
+            check(rule.name, unsafe { gdn::gdn_rule(params, stream.cu_stream().cast::<c_void>()) })
         })
     })?;
     drop((o, state));
     Ok(out)
 }
 
-/// The kernel that [`rule`] would run.
-pub(crate) fn rule_choice(args: &RuleArgs<'_>, state: &Tensor) -> Result<Algo> {
-    let stream = &*stream_of(args.q)?;
-    held!(pointer, state, stream);
-    let (mut algo, nowhere) = (0, read(args.q, stream)?); // no kernel is chosen by where o lies
-    let state = (&pointer, state.layout(), state.dtype());
-    with_params(args, stream, &nowhere, state, |params| {
+/// The kernel that [`run`] would launch.
+pub(super) fn choice(rule: &Rule, plan: &RulePlan, qkv: [&CudaStorage; 3]) -> Result<Algo> {
+    let slots = rule.slots.as_ref().map(Slots::in_u32).transpose()?;
+    let stream = &*stream_of(qkv[0])?;
+    held!(pointer, rule.state, stream);
+    let (mut algo, output) = (0, read(qkv[0], stream)?); // where o lies chooses no kernel
+    let state = (&pointer, rule.state.layout(), rule.state.dtype());
+    with_params(rule, plan, slots.as_ref(), qkv, &output, state, stream, |params| {
         // SAFETY: the launcher reads the parameters and writes the one number.
-        check(args.name, unsafe { gdn::gdn_rule_choice(params, &mut algo) })
+        check(rule.name, unsafe { gdn::gdn_rule_choice(params, &mut algo) })
     })?;
     match ALGOS.iter().find(|(_, code)| *code == algo) {
         Some((algo, _)) => Ok(*algo),
-        None => bail!("{}: the kernels chose an unknown algorithm, {algo}", args.name),
+        None => bail!("{}: the kernels chose an unknown algorithm, {algo}", rule.name),
     }
 }
 
@@ -75,64 +76,120 @@ const ALGOS: [(Algo, i32); 6] = [
 ];
 
 fn algo_code(algo: Algo) -> i32 {
-    ALGOS.iter().find(|(a, _)| *a == algo).map_or(-1, |(_, code)| *code) // -1 is refused by the launcher
+    // -1 is refused by the launcher.
+    ALGOS.iter().find(|(a, _)| *a == algo.of_rule()).map_or(-1, |(_, code)| *code)
 }
 
 /// `f` with the parameter struct, whose pointers live as long as `f` runs.
+#[allow(clippy::too_many_arguments)] // a call, and where it runs
 fn with_params<R>(
-    args: &RuleArgs<'_>,
-    stream: &CudaStream,
+    rule: &Rule,
+    plan: &RulePlan,
+    slots: Option<&Slots>,
+    [q, k, v]: [&CudaStorage; 3],
     o: &Pointer<'_>,
-    (state, layout, state_dtype): (&Pointer<'_>, &Layout, DType),
+    state: State<'_>,
+    stream: &CudaStream,
     f: impl FnOnce(&mut gdn::RuleParams) -> Result<R>,
 ) -> Result<R> {
-    let RuleArgs { name, plan, q, k, v, gates, slots, cu_seqlens, .. } = *args;
-    let (dims, dtype, gate_dtype) = (plan.dims, q.dtype(), gates.a.dtype());
+    let dtype = q.dtype();
     let (q, k, v) = (read(q, stream)?, read(k, stream)?, read(v, stream)?);
+    with_common(rule, plan, slots, dtype, state, stream, |common| {
+        f(&mut gdn::RuleParams {
+            common,
+            q: heads(&q, plan.q, dtype),
+            k: heads(&k, plan.k, dtype),
+            v: heads(&v, plan.v, dtype),
+            o: dense(o, plan.seqs.tokens, plan.sizes.value_heads, plan.sizes.value_dim),
+            workspace: null_mut(),
+            workspace_bytes: 0,
+            head_stride: 0,
+            counts: null(),
+            dt_bias_dtype: gdn::GDN_F32,
+            gates: if rule.gates.raw.is_some() { gdn::GDN_GATES_RAW } else { gdn::GDN_GATES_READY },
+            algo: algo_code(rule.options.algo),
+            segments: int(rule.name, "segments", rule.options.segments)?,
+        })
+    })
+}
+
+/// `f` with what the launches of the rule, the step and the ring have in common, the state updated in place. Its pointers live
+/// as long as `f` runs.
+pub(crate) fn with_common<R>(
+    rule: &Rule,
+    plan: &RulePlan,
+    slots: Option<&Slots>,
+    io_dtype: DType,
+    state: State<'_>,
+    stream: &CudaStream,
+    f: impl FnOnce(gdn::Common) -> Result<R>,
+) -> Result<R> {
+    let (gates, gate_dtype) = (&rule.gates, rule.gates.a.dtype());
     held!(a, gates.a, stream);
     held!(b, gates.b, stream);
-    held!(a_log, gates.a_log, stream);
-    held!(dt_bias, gates.dt_bias, stream);
+    let raw = gates.raw.as_ref();
+    held_or_none!(a_log, raw.map(|[a_log, _]| a_log), stream);
+    held_or_none!(dt_bias, raw.map(|[_, dt_bias]| dt_bias), stream);
+    let start = |pointer: Option<&Pointer<'_>>, i: usize| match (pointer, raw) {
+        (Some(pointer), Some(raw)) => pointer.at::<c_void>(raw[i].layout().start_offset(), 4),
+        _ => null_mut(),
+    };
     held_slots!(slots, slots, stream);
-    held_u32!(cu_seqlens, cu_seqlens, stream);
-    let state_size = state_dtype.size_in_bytes();
-    let state_ptr: *mut c_void = state.at(layout.start_offset(), state_size);
-    let (seqs, in_slots, out_slots) = addressing(name, &plan.seqs, cu_seqlens, slots, layout)?;
-    f(&mut gdn::RuleParams {
-        q: heads(&q, plan.q, dtype),
-        k: heads(&k, plan.k, dtype),
-        v: heads(&v, plan.v, dtype),
+    held_u32!(cu_seqlens, rule.cu_seqlens.as_ref().map(CuSeqlens::tensor), stream);
+    let common = common_of(rule.name, plan.sizes, io_dtype, state)?;
+    let (seqs, in_slots, out_slots) = addressing(rule.name, &plan.seqs, cu_seqlens, slots, state.1)?;
+    f(gdn::Common {
         a: heads(&a, plan.a, gate_dtype),
         b: heads(&b, plan.b, gate_dtype),
-        a_log: a_log.at(gates.a_log.layout().start_offset(), 4),
-        dt_bias: dt_bias.at(gates.dt_bias.layout().start_offset(), 4),
-        o: dense(o, plan.seqs.tokens, dims.value_heads, dims.value_dim),
-        state_in: state_ptr,
-        state_out: state_ptr,
-        token_states: std::ptr::null_mut(),
-        checkpoints: std::ptr::null_mut(),
-        workspace: std::ptr::null_mut(),
-        workspace_bytes: 0,
+        a_log: start(a_log.as_ref(), 0).cast(),
+        dt_bias: start(dt_bias.as_ref(), 1),
+        state_in: if rule.from_zeros { null() } else { common.state_in },
         in_slots,
         out_slots,
-        head_stride: 0,
         seqs,
-        counts: std::ptr::null(),
-        num_k_heads: int(name, "key heads", dims.key_heads)?,
-        num_v_heads: int(name, "value heads", dims.value_heads)?,
-        head_k: dims.key_dim as i32,
-        head_v: dims.value_dim as i32,
-        io_dtype: dtype_code(dtype),
         gate_dtype: dtype_code(gate_dtype),
-        state_dtype: dtype_code(state_dtype),
-        dt_bias_dtype: gdn::GDN_F32,
-        gates: gdn::GDN_GATES_RAW,
-        l2norm: plan.options.l2norm.into(),
-        algo: algo_code(plan.options.algo),
-        checkpoint_tokens: 0,
-        segments: int(name, "segments", plan.options.segments)?,
-        l2_eps: plan.options.l2_eps as f32,
+        l2norm: rule.options.l2norm.into(),
+        l2_eps: rule.options.l2_eps as f32,
         scale: plan.scale as f32,
-        beta_scale: plan.options.beta_scale as f32,
+        beta_scale: rule.options.beta_scale as f32,
+        ..common
     })
+}
+
+/// The same for a launch that has a state updated in place and no tokens, still without sequences and slots.
+pub(crate) fn common_of(
+    name: &str,
+    sizes: HeadSizes,
+    io_dtype: DType,
+    (state, layout, dtype): State<'_>,
+) -> Result<gdn::Common> {
+    let state: *mut c_void = state.at(layout.start_offset(), dtype.size_in_bytes());
+    let slots = gdn::Slots { slots: null(), num_slots: 0, slot_stride: 0 };
+    Ok(gdn::Common {
+        a: gdn::NO_HEADS,
+        b: gdn::NO_HEADS,
+        a_log: null(),
+        dt_bias: null(),
+        state_in: state,
+        state_out: state,
+        in_slots: slots,
+        out_slots: slots,
+        seqs: sequences(0, 0, null()),
+        num_k_heads: int(name, "key heads", sizes.key_heads)?,
+        num_v_heads: int(name, "value heads", sizes.value_heads)?,
+        head_k: sizes.key_dim as i32,
+        head_v: sizes.value_dim as i32,
+        io_dtype: dtype_code(io_dtype),
+        gate_dtype: gdn::GDN_F32,
+        state_dtype: dtype_code(dtype),
+        l2norm: 0,
+        l2_eps: 0.0,
+        scale: 1.0,
+        beta_scale: 1.0,
+    })
+}
+
+/// Sequences of the same length, or with `cu_seqlens` of that length at most.
+pub(crate) fn sequences(count: i32, tokens: i32, cu_seqlens: *const u32) -> gdn::Sequences {
+    gdn::Sequences { cu_seqlens, num_seqs: count, tokens_per_seq: tokens, max_tokens_per_seq: tokens, total_tokens: 0 }
 }

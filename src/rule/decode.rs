@@ -1,10 +1,13 @@
 //! One token of each sequence.
 
-use super::check::Lead;
-use super::options::{Algo, Gates, RuleOptions};
-use super::rule::{custom_op3, Rule};
-use super::slots::Slots;
+use super::call::{custom_op3, Rule, RuleGates};
+use super::options::{Gates, RuleOptions};
+use crate::algo::Algo;
 use candle_core::{Result, Tensor};
+use candle_gdn_core::check::Lead;
+use candle_gdn_core::Slots;
+
+const OP: &str = "gdn_decode";
 
 /// The gated delta rule for one new token of each sequence, as a
 /// [`CustomOp3`](candle_core::CustomOp3) over (q, k, v); see
@@ -12,7 +15,7 @@ use candle_core::{Result, Tensor};
 ///
 /// It has no backward pass: `backward()` through it gives candle's "backward is not supported" error.
 #[derive(Debug, Clone)]
-pub struct GdnDecode(pub(super) Rule);
+pub struct GdnDecode(Rule);
 
 impl GdnDecode {
     /// Checks the gates and the state.
@@ -20,13 +23,22 @@ impl GdnDecode {
     /// # Errors
     /// When a dtype, shape or device does not fit; the message names the argument.
     pub fn new(gates: Gates, state: &Tensor, options: RuleOptions) -> Result<Self> {
-        Rule::new("gdn_decode", Lead::Decode, gates, state, None, options).map(Self)
+        Rule::new(OP, gates.into(), state, options).checked().map(Self)
+    }
+
+    /// With gates that the caller computed; see [`GdnPrefill::with_ready_gates`](super::GdnPrefill::with_ready_gates).
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_ready_gates(log_decay: Tensor, beta: Tensor, state: &Tensor, options: RuleOptions) -> Result<Self> {
+        let gates = RuleGates { a: log_decay, b: beta, raw: None };
+        Rule::new(OP, gates, state, options).checked().map(Self)
     }
 
     /// Row `n` of the batch uses slot `slots[n]` of the state, which may then hold any number of slots. With [`Slots`]
     /// it may read one slot and write another.
     ///
-    /// A tensor of slots is u32 or i64, `[batch]`, on the state's device. [`NO_SLOT`](crate::NO_SLOT) (-1 in i64) marks
+    /// A tensor of slots is u32 or i64, `[batch]`, on the state's device. [`NO_SLOT`](candle_gdn_core::NO_SLOT) (-1 in i64) marks
     /// a padding row: it reads and writes no state and its output is zero. On the CPU a slot out of range or used twice
     /// is an error; on CUDA the host does not see the values of a tensor: one out of range is treated as padding, and
     /// one used twice leaves that slot undefined.
@@ -48,7 +60,11 @@ impl GdnDecode {
     /// # Errors
     /// As [`Self::forward`].
     pub fn algo(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Algo> {
-        self.0.algo(q, k, v)
+        self.0.algo(self.lead(), q, k, v)
+    }
+
+    fn lead(&self) -> Lead {
+        Lead::Decode
     }
 }
 
@@ -90,21 +106,4 @@ pub fn gdn_decode_in_place(
     options: RuleOptions,
 ) -> Result<Tensor> {
     GdnDecode::new(gates.clone(), state, options)?.forward(q, k, v)
-}
-
-/// [`gdn_decode_in_place`] on a copy of the state: returns o and the new state.
-///
-/// # Errors
-/// As [`gdn_decode_in_place`].
-pub fn gdn_decode(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    gates: &Gates,
-    state: &Tensor,
-    options: RuleOptions,
-) -> Result<(Tensor, Tensor)> {
-    let state = state.force_contiguous()?;
-    let out = gdn_decode_in_place(q, k, v, gates, &state, options)?;
-    Ok((out, state))
 }

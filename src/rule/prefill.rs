@@ -1,11 +1,13 @@
 //! Any number of tokens of each sequence.
 
-use super::check::Lead;
-use super::options::{Algo, Gates, RuleOptions};
-use super::rule::{custom_op3, Rule};
-use super::sequences::CuSeqlens;
-use super::slots::Slots;
+use super::call::{custom_op3, Rule, RuleGates};
+use super::options::{Gates, RuleOptions};
+use crate::algo::Algo;
 use candle_core::{DType, Result, Tensor};
+use candle_gdn_core::check::Lead;
+use candle_gdn_core::{CuSeqlens, Slots};
+
+const OP: &str = "gdn_prefill";
 
 /// The gated delta rule over any number of tokens of each sequence, as a
 /// [`CustomOp3`](candle_core::CustomOp3) over (q, k, v); see
@@ -13,7 +15,7 @@ use candle_core::{DType, Result, Tensor};
 ///
 /// It has no backward pass: `backward()` through it gives candle's "backward is not supported" error.
 #[derive(Debug, Clone)]
-pub struct GdnPrefill(pub(super) Rule);
+pub struct GdnPrefill(Rule);
 
 impl GdnPrefill {
     /// Checks the gates and the state. With `cu_seqlens` the tokens of all sequences are packed along one dimension.
@@ -21,14 +23,55 @@ impl GdnPrefill {
     /// # Errors
     /// When a dtype, shape or device does not fit; the message names the argument.
     pub fn new(gates: Gates, state: &Tensor, cu_seqlens: Option<&CuSeqlens>, options: RuleOptions) -> Result<Self> {
-        let lead = if cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched };
-        Rule::new("gdn_prefill", lead, gates, state, cu_seqlens, options).map(Self)
+        Self::of(Rule::new(OP, gates.into(), state, options), cu_seqlens).0.checked().map(Self)
+    }
+
+    /// With gates that the caller computed: the log decay (0 or less) and beta, both `[.., HV]` with the leading dimensions
+    /// of v, in one of f32, bf16 and f16; `beta_scale` is not applied. For layers whose gates have another formula, and for
+    /// training. [`Algo::Auto`] and [`Algo::Recurrent`] support it.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_ready_gates(
+        log_decay: Tensor,
+        beta: Tensor,
+        state: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        options: RuleOptions,
+    ) -> Result<Self> {
+        let gates = RuleGates { a: log_decay, b: beta, raw: None };
+        Self::of(Rule::new(OP, gates, state, options), cu_seqlens).0.checked().map(Self)
+    }
+
+    /// An op on arguments that a layer has checked.
+    pub(crate) fn unchecked(
+        gates: Gates,
+        state: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        slots: Option<&Slots>,
+        options: RuleOptions,
+    ) -> Self {
+        let mut op = Self::of(Rule::new(OP, gates.into(), state, options), cu_seqlens);
+        op.0.slots = slots.cloned();
+        op
+    }
+
+    fn of(mut rule: Rule, cu_seqlens: Option<&CuSeqlens>) -> Self {
+        rule.cu_seqlens = cu_seqlens.cloned();
+        Self(rule)
     }
 
     /// Sequence `n` uses slot `slots[n]` of the state, or reads one slot and writes another; see
-    /// [`crate::GdnDecode::with_slots`].
+    /// [`GdnDecode::with_slots`](super::GdnDecode::with_slots).
     pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
         self.0.slots = Some(slots.into());
+        self
+    }
+
+    /// Every sequence begins at a zero state: the state is only written, whatever it held. [`Algo::Auto`] and
+    /// [`Algo::Recurrent`] support it.
+    pub fn without_initial_state(mut self) -> Self {
+        self.0.from_zeros = true;
         self
     }
 
@@ -40,9 +83,9 @@ impl GdnPrefill {
         self.0.forward(self, q, k, v)
     }
 
-    /// Refuses what the kernel asked for does not take of a call with these sizes.
-    pub(crate) fn check_algo(&self, dtype: DType, dims: (usize, usize), max_tokens: usize) -> Result<()> {
-        self.0.check_algo(dtype, dims, max_tokens)
+    /// Refuses a call with these sizes that the kernel asked for does not support.
+    pub(crate) fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
+        self.0.check_algo(dtype, sizes, longest)
     }
 
     /// Which kernel [`Self::forward`] runs for these tensors: never [`Algo::Auto`].
@@ -50,13 +93,21 @@ impl GdnPrefill {
     /// # Errors
     /// As [`Self::forward`].
     pub fn algo(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Algo> {
-        self.0.algo(q, k, v)
+        self.0.algo(self.lead(), q, k, v)
+    }
+
+    fn lead(&self) -> Lead {
+        if self.0.cu_seqlens.is_some() {
+            Lead::Packed
+        } else {
+            Lead::Batched
+        }
     }
 }
 
 custom_op3!(GdnPrefill);
 
-/// Any number of tokens of each sequence through the gated delta rule (formula: [`crate::gdn_decode_in_place`]),
+/// Any number of tokens of each sequence through the gated delta rule (formula: [`gdn_decode_in_place`](super::gdn_decode_in_place)),
 /// starting from `state` and leaving the new one in it.
 ///
 /// | tensor | without `cu_seqlens` | with `cu_seqlens` (packed) | dtype |
@@ -86,22 +137,4 @@ pub fn gdn_prefill_in_place(
     options: RuleOptions,
 ) -> Result<Tensor> {
     GdnPrefill::new(gates.clone(), state, cu_seqlens, options)?.forward(q, k, v)
-}
-
-/// [`gdn_prefill_in_place`] on a copy of the state: returns o and the new state.
-///
-/// # Errors
-/// As [`gdn_prefill_in_place`].
-pub fn gdn_prefill(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    gates: &Gates,
-    state: &Tensor,
-    cu_seqlens: Option<&CuSeqlens>,
-    options: RuleOptions,
-) -> Result<(Tensor, Tensor)> {
-    let state = state.force_contiguous()?;
-    let out = gdn_prefill_in_place(q, k, v, gates, &state, cu_seqlens, options)?;
-    Ok((out, state))
 }

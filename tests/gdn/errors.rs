@@ -2,12 +2,10 @@
 
 use crate::semantics::Args;
 use crate::step_args::StepArgs;
-use crate::support::{devices, refused};
+use crate::support::{devices, gdn_decode, gdn_prefill, refused};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::{
-    causal_conv1d, gated_rms_norm, gdn_decode, gdn_prefill, Algo, CausalConv1d, CuSeqlens, GateActivation, Gates,
-    GdnDecode, GdnPrefill, RuleOptions, StepAlgo,
-};
+use candle_gdn::ops::{causal_conv1d, gated_rms_norm, CausalConv1d, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens, GateActivation};
 
 fn zeros(shape: &[usize], device: &Device) -> Tensor {
     Tensor::zeros(shape, DType::F32, device).unwrap()
@@ -101,7 +99,7 @@ fn rule_shapes() {
         let prefill = |n: usize| {
             let (k, ab, heads) = (z(&[1, n, 1, 128]), z(&[1, n, 1]), z(&[1]));
             let gates = Gates { a: ab.clone(), b: ab, a_log: heads.clone(), dt_bias: heads };
-            let options = RuleOptions { algo: Algo::Decode128, ..good.options };
+            let options = RuleOptions::with(|o| o.algo = Algo::Decode128);
             gdn_prefill(&k, &k, &k, &gates, &z(&[1, 1, 128, 128]), None, options)
         };
         refused(prefill(17), &["gdn_prefill: algo: Decode128 takes up to 16 tokens a sequence, got 17"]);
@@ -220,8 +218,8 @@ fn small_step(device: &Device) -> StepArgs {
 }
 
 /// K = V = 128, for the kernels that want it; `tokens` a sequence.
-fn step_of_128(tokens: usize, algo: StepAlgo, device: &Device) -> StepArgs {
-    StepArgs::new(&[3, tokens], 3, [128, 128], |shape| zeros(shape, device)).with(|s| s.options.algo = algo)
+fn step_of_128(tokens: usize, algo: Algo, device: &Device) -> StepArgs {
+    StepArgs::new(&[3, tokens], 3, [128, 128], |shape| zeros(shape, device)).with(|s| s.options.rule.algo = algo)
 }
 
 /// Refuses the change with a sentence that begins with the op's name and the first of `parts`.
@@ -304,28 +302,29 @@ fn step_options_and_dtypes() {
         refused(good.qkv.apply_op3_no_bwd(&half, &good.conv_weight, &op), &["gdn_step: z:", "F16"]);
         refused(good.qkv.apply_op3_no_bwd(&good.z, &good.qkv, &op), &["gdn_step: conv_weight:", "[3, 192]"]);
 
-        for algo in [StepAlgo::Whole, StepAlgo::Split, StepAlgo::Heads] {
+        for algo in [Algo::StepWhole, Algo::StepSplit, Algo::StepHeads] {
             let sentence = format!("algo: {algo:?} takes heads of size 128 and a convolution of width 4");
-            refuses(&good, |s| s.options.algo = algo, &[&sentence, "got 16 (K), 32 (V) and 4"]);
+            refuses(&good, |s| s.options.rule.algo = algo, &[&sentence, "got 16 (K), 32 (V) and 4"]);
             let narrow = (zeros(&[3, 2, 1024], device), zeros(&[1024, 3], device));
             let wide = step_of_128(1, algo, device);
             refuses(&wide, |s| (s.conv, s.conv_weight) = narrow, &[&sentence, "got 128 (K), 128 (V) and 3"]);
         }
-        let several = step_of_128(2, StepAlgo::Split, device);
-        refuses(&several, |_| (), &["algo: Split takes one token a sequence, got 2"]);
+        let several = step_of_128(2, Algo::StepSplit, device);
+        refuses(&several, |_| (), &["algo: StepSplit takes one token a sequence, got 2"]);
         // What only a device refuses: rows that begin anywhere.
-        let good = step_of_128(1, StepAlgo::Whole, device);
+        let good = step_of_128(1, Algo::StepWhole, device);
         let off = zeros(&[3, 1, 1025], device).narrow(2, 1, 1024).unwrap();
         let off = good.with(|s| s.qkv = off);
         if device.is_cuda() {
-            let sentence = "gdn_step: algo: Whole does not take these tensors on this device: expected rows of qkv, z";
+            let sentence =
+                "gdn_step: algo: StepWhole does not take these tensors on this device: expected rows of qkv, z";
             refused(off.run(), &[sentence, "Auto takes any"]);
             refused(off.op().unwrap().algo(&off.qkv, &off.z, &off.conv_weight), &[sentence]);
         } else {
             off.run().unwrap();
         }
-        let auto = off.with(|s| s.options.algo = StepAlgo::Auto);
-        assert_eq!(auto.op().unwrap().algo(&auto.qkv, &auto.z, &auto.conv_weight).unwrap(), StepAlgo::Composed);
+        let auto = off.with(|s| s.options.rule.algo = Algo::Auto);
+        assert_eq!(auto.op().unwrap().algo(&auto.qkv, &auto.z, &auto.conv_weight).unwrap(), Algo::Unfused);
         good.run().unwrap();
     }
 }

@@ -19,9 +19,11 @@ mod projections;
 mod properties;
 mod random_layer;
 mod readme;
+mod ready_gates;
 mod ring;
 mod rule_case;
 mod semantics;
+mod server;
 mod sixteen_bits;
 #[path = "../support/skipped.rs"]
 mod skipped;

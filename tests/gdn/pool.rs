@@ -3,7 +3,7 @@
 use crate::random_layer::{feed, from_scratch, layer, of_128, packed, parts, rows, small};
 use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{CuSeqlens, SlotAllocator, Slots, StatePool, NO_SLOT};
+use candle_gdn::{CuSeqlens, PoolOptions, Slots, StatePool, NO_SLOT};
 
 /// NaN in every slot: whoever reads one that is not his shows it.
 pub fn poison_pool(pool: &StatePool) {
@@ -53,10 +53,10 @@ fn sequences_in_a_pool_are_those_on_their_own() {
         for (config, dtype, state_dtype, bound) in &cases {
             let layer = layer(config, *dtype, &device, 1);
             let rng = &mut Rng::new(7);
-            let mut pool = layer.new_pool_as(7, *state_dtype).unwrap();
+            let mut pool = layer.new_pool_with(7, &PoolOptions::default().dtype(*state_dtype)).unwrap();
             poison_pool(&pool);
-            let mut allocator = SlotAllocator::new(7).unwrap();
-            let slots: Vec<u32> = (0..4).map(|_| allocator.allocate([&mut pool]).unwrap()).collect();
+            let slots: Vec<u32> = (0..4).collect();
+            slots.iter().for_each(|slot| pool.zero(*slot).unwrap());
             let (mut fed, mut y) = (vec![vec![]; 4], vec![vec![]; 4]);
             for call in calls {
                 let x: Vec<_> = call.iter().map(|(_, n)| rows(rng, *n, config.hidden_size)).collect();
@@ -128,47 +128,17 @@ fn equal_lengths_are_a_batch() {
 }
 
 #[test]
-fn a_slot_handed_out_is_zero() {
+fn a_slot_is_made_zero() {
     for device in devices() {
         let layer = layer(&small(), DType::F32, &device, 3);
         for dtype in [DType::F32, DType::BF16] {
-            let mut pools = [layer.new_pool_as(3, dtype).unwrap(), layer.new_pool_as(3, dtype).unwrap()];
-            pools.iter().for_each(poison_pool);
-            let mut allocator = SlotAllocator::new(3).unwrap();
-            let slot = allocator.allocate(&mut pools).unwrap();
-            for pool in &pools {
-                assert!(parts(&pool.snapshot(slot).unwrap()).concat().iter().all(|x| x.to_bits() == 0));
-                let others = (0..3).filter(|s| *s != slot);
-                others.for_each(|s| assert!(parts(&pool.snapshot(s).unwrap()).concat().iter().all(|x| x.is_nan())));
-            }
+            let mut pool = layer.new_pool_with(3, &PoolOptions::default().dtype(dtype)).unwrap();
+            poison_pool(&pool);
+            pool.zero(1).unwrap();
+            assert!(parts(&pool.snapshot(1).unwrap()).concat().iter().all(|x| x.to_bits() == 0));
+            [0, 2].map(|s| assert!(parts(&pool.snapshot(s).unwrap()).concat().iter().all(|x| x.is_nan())));
         }
     }
-}
-
-#[test]
-fn the_allocator_keeps_count() {
-    let device = Device::Cpu;
-    let layer = layer(&small(), DType::F32, &device, 3);
-    let mut pool = layer.new_pool(2).unwrap();
-    let mut allocator = SlotAllocator::new(3).unwrap();
-    assert_eq!((allocator.len(), allocator.available(), allocator.capacity()), (0, 3, 3));
-    let slots: Vec<u32> = (0..2).map(|_| allocator.allocate([&mut pool]).unwrap()).collect();
-    assert_eq!(slots, [0, 1]);
-    // The third slot is none of the pool's: it stays free.
-    refused(allocator.allocate([&mut pool]), &["StatePool: zero: expected a slot below 2, got 2"]);
-    assert_eq!((allocator.len(), allocator.is_used(2), allocator.is_used(9)), (2, false, false));
-    assert_eq!(allocator.allocate_unset().unwrap(), 2);
-    refused(allocator.allocate_unset(), &["SlotAllocator: allocate: expected a free slot, all 3 are in use"]);
-    refused(allocator.allocate([&mut pool]), &["SlotAllocator: allocate: expected a free slot"]);
-    allocator.free(1).unwrap();
-    refused(allocator.free(1), &["SlotAllocator: free: expected a slot in use, got 1, which is free"]);
-    refused(allocator.free(3), &["SlotAllocator: free: expected a slot below 3, got 3"]);
-    refused(allocator.free(NO_SLOT), &["SlotAllocator: free: expected a slot below 3"]);
-    assert_eq!(allocator.allocate([&mut pool]).unwrap(), 1);
-    assert!(!allocator.is_empty());
-    (0..3).for_each(|slot| allocator.free(slot).unwrap());
-    assert!(allocator.is_empty());
-    refused(SlotAllocator::new(1 << 31), &["SlotAllocator: capacity: expected at most 2147483647"]);
 }
 
 /// Copies within a pool and in and out of it: bit for bit, and nothing else moves.
@@ -177,7 +147,7 @@ fn fork_snapshot_and_restore() {
     for device in devices() {
         for (config, dtype) in [(small(), DType::F32), (of_128(), DType::BF16)] {
             let layer = layer(&config, DType::F32, &device, 4);
-            let mut pool = layer.new_pool_as(4, dtype).unwrap();
+            let mut pool = layer.new_pool_with(4, &PoolOptions::default().dtype(dtype)).unwrap();
             poison_pool(&pool);
             pool.zero(1).unwrap();
             let rows = rows(&mut Rng::new(2), 20, config.hidden_size);
@@ -274,6 +244,9 @@ fn what_is_refused_leaves_the_pool_as_it_was() {
         let run = layer.forward_slots(&x, Some(&cu), &slots, &mut wrong);
         refused(run, &["GatedDeltaNet: pool: expected states of conv [3, 128]"]);
         refused(layer.new_pool(0), &["GatedDeltaNet: capacity: expected at least 1 slot, got 0"]);
-        refused(layer.new_pool_as(1, DType::F16), &["expected dtype f32 or bf16, got F16"]);
+        refused(
+            layer.new_pool_with(1, &PoolOptions::default().dtype(DType::F16)),
+            &["expected dtype f32 or bf16, got F16"],
+        );
     }
 }

@@ -4,8 +4,9 @@ use crate::sixteen_bits;
 use crate::slot_pool::SlotPool;
 use crate::support::{has, on_tensor_cores, poison, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::ops::{Gates, GdnDecode, GdnPrefill, RuleOptions};
 use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
-use candle_gdn::{Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens};
 
 /// How the decay input is drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -144,7 +145,9 @@ impl Case {
 
     fn options(&self) -> RuleOptions {
         let Self { l2norm, beta_scale, algo, segments, .. } = *self;
-        RuleOptions { l2norm, beta_scale, algo, segments, ..RuleOptions::default() }
+        RuleOptions::with(|o| {
+            (o.l2norm, o.beta_scale, o.algo, o.segments) = (l2norm, beta_scale, algo, segments);
+        })
     }
 
     /// Whether sequence `n` has no state.

@@ -4,11 +4,11 @@ use crate::slot_pool::SlotPool;
 use crate::step_args::StepArgs;
 use crate::support::{devices, gated_norm, poison, rel_rms, rounded, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
-use candle_gdn::{
-    causal_conv1d, gated_rms_norm, CausalConv1d, GateActivation, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions,
-    StepAlgo, StepOptions,
+use candle_gdn::ops::{
+    causal_conv1d, gated_rms_norm, CausalConv1d, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions, StepOptions,
 };
+use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
+use candle_gdn::{Algo, GateActivation};
 use std::convert::identity;
 
 // Large enough to be missed, and no two constants alike.
@@ -36,7 +36,7 @@ struct Case {
     scale: Option<f64>,
     /// Columns in front of qkv: 3 or 8. The kernels read four at once.
     before: usize,
-    algo: StepAlgo,
+    algo: Algo,
     seed: u64,
 }
 
@@ -57,7 +57,7 @@ impl Case {
             l2norm: true,
             scale: None,
             before: 8,
-            algo: StepAlgo::Auto,
+            algo: Algo::Auto,
             seed,
         }
     }
@@ -93,8 +93,11 @@ impl Case {
 
     fn options(&self) -> StepOptions {
         let Self { l2norm, scale, beta_scale, gate, algo, .. } = *self;
-        let rule = RuleOptions { l2norm, l2_eps: L2_EPS, scale, beta_scale, ..RuleOptions::default() };
-        StepOptions { rule, norm_eps: NORM_EPS, gate, algo }
+        StepOptions::with(|o| {
+            (o.norm_eps, o.gate) = (NORM_EPS, gate);
+            (o.rule.l2norm, o.rule.l2_eps, o.rule.scale) = (l2norm, L2_EPS, scale);
+            (o.rule.beta_scale, o.rule.algo) = (beta_scale, algo);
+        })
     }
 
     /// The slot of each sequence; `None` is padding.
@@ -122,11 +125,11 @@ impl Case {
     }
 
     /// Runs it and compares with the definition. Returns how it ran.
-    fn check(&self, device: &Device) -> StepAlgo {
+    fn check(&self, device: &Device) -> Algo {
         let drawn = Drawn::new(self);
         let (algo, got) = drawn.run(self, device, Way::Step).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
         let want = drawn.reference(self);
-        let (out_bound, state_bound) = self.bounds(algo == StepAlgo::Composed);
+        let (out_bound, state_bound) = self.bounds(algo == Algo::Unfused);
         let case = format!("{algo:?} on {:?}: {self:?}", device.location());
         let (out, state) = (rel_rms(&got.out, &want.out), rel_rms(&got.state, &want.state));
         assert!(out <= out_bound, "out is off by {out:e}, {case}");
@@ -135,7 +138,7 @@ impl Case {
         assert!(got.conv == want.conv, "the convolution's state is off, {case}");
 
         let (_, ops) = drawn.run(self, device, Way::Ops).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
-        if algo == StepAlgo::Composed {
+        if algo == Algo::Unfused {
             assert!(got == ops, "not bit for bit what the three ops give, {case}");
         } else {
             let (out_ops, state_ops) = self.bounds(true);
@@ -242,7 +245,7 @@ impl Drawn {
         results
     }
 
-    fn run(&self, case: &Case, device: &Device, way: Way) -> Result<(StepAlgo, Results)> {
+    fn run(&self, case: &Case, device: &Device, way: Way) -> Result<(Algo, Results)> {
         let Dims { value_heads, value_dim, key_dim, .. } = case.dims;
         let (lead, dtype) = (case.lead(), case.dtype);
         let tensor = |x: &[f64], shape: &[usize], dtype| rounded(x, shape, dtype)?.0.to_device(device);
@@ -297,7 +300,8 @@ impl Drawn {
                 let column = |start, n| y.narrow(lead.len(), start, n);
                 let (q, k) = (column(0, case.keys())?, column(case.keys(), case.keys())?);
                 let v = column(2 * case.keys(), case.values())?;
-                let options = case.options().rule;
+                let mut options = case.options().rule;
+                options.algo = Algo::Auto;
                 let o = if case.tokens.is_none() {
                     let mut op = GdnDecode::new(gates, &state, options)?;
                     op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
@@ -308,7 +312,7 @@ impl Drawn {
                     op.forward(&q, &k, &v)?
                 };
                 let out = gated_rms_norm(&o, &z, &norm_weight, NORM_EPS, case.gate)?;
-                (StepAlgo::Composed, out.reshape([&lead[..], &[case.values()]].concat())?)
+                (Algo::Unfused, out.reshape([&lead[..], &[case.values()]].concat())?)
             }
         };
         assert_eq!((out.dims(), out.dtype()), (&[&lead[..], &[case.values()]].concat()[..], dtype));
@@ -324,9 +328,9 @@ impl Drawn {
     }
 }
 
-/// Whether the device has the clusters that [`StepAlgo::Split`] and [`StepAlgo::Heads`] need.
+/// Whether the device has the clusters that [`Algo::StepSplit`] and [`Algo::StepHeads`] need.
 fn has_clusters(device: &Device) -> bool {
-    let case = Case { algo: StepAlgo::Split, ..Case::new(1, 1, 1, 1) };
+    let case = Case { algo: Algo::StepSplit, ..Case::new(1, 1, 1, 1) };
     device.is_cuda() && Drawn::new(&case).run(&case, device, Way::Step).is_ok()
 }
 
@@ -357,7 +361,7 @@ fn equals_its_definition_and_the_three_ops() {
                         ..Case::new(ratio, batch, tokens, seed)
                     };
                     let algo = case.check(&device);
-                    assert_eq!(algo == StepAlgo::Composed, device.is_cpu(), "{case:?}");
+                    assert_eq!(algo == Algo::Unfused, device.is_cpu(), "{case:?}");
                 }
             }
         }
@@ -370,17 +374,17 @@ fn every_variant_and_option() {
     for device in devices() {
         let clusters = has_clusters(&device);
         for (algo, ratio, tokens) in [
-            (StepAlgo::Whole, 2, 1),
-            (StepAlgo::Whole, 3, 6),
-            (StepAlgo::Split, 1, 1),
-            (StepAlgo::Split, 4, 1),
-            (StepAlgo::Heads, 2, 1),
-            (StepAlgo::Heads, 8, 1),
-            (StepAlgo::Heads, 3, 6),
-            (StepAlgo::Composed, 2, 1),
-            (StepAlgo::Composed, 2, 6),
+            (Algo::StepWhole, 2, 1),
+            (Algo::StepWhole, 3, 6),
+            (Algo::StepSplit, 1, 1),
+            (Algo::StepSplit, 4, 1),
+            (Algo::StepHeads, 2, 1),
+            (Algo::StepHeads, 8, 1),
+            (Algo::StepHeads, 3, 6),
+            (Algo::Unfused, 2, 1),
+            (Algo::Unfused, 2, 6),
         ] {
-            if matches!(algo, StepAlgo::Split | StepAlgo::Heads) && device.is_cuda() && !clusters {
+            if matches!(algo, Algo::StepSplit | Algo::StepHeads) && device.is_cuda() && !clusters {
                 continue;
             }
             let plain = Case { algo, ..Case::new(ratio, 4, tokens, 77) };
@@ -399,7 +403,7 @@ fn every_variant_and_option() {
             ];
             for case in cases {
                 let got = case.check(&device);
-                assert_eq!(got, if device.is_cpu() { StepAlgo::Composed } else { algo }, "{case:?}");
+                assert_eq!(got, if device.is_cpu() { Algo::Unfused } else { algo }, "{case:?}");
             }
         }
     }
@@ -420,7 +424,7 @@ fn what_no_fused_kernel_takes_is_composed() {
                 Case { width: 2, gate: GateActivation::Sigmoid, ..case.clone() },
                 Case { before: 3, state_dtype: DType::BF16, ..case.clone() },
             ] {
-                assert_eq!(case.check(&device), StepAlgo::Composed, "{case:?}");
+                assert_eq!(case.check(&device), Algo::Unfused, "{case:?}");
             }
         }
     }
@@ -429,10 +433,10 @@ fn what_no_fused_kernel_takes_is_composed() {
 #[test]
 fn runs_repeat_bit_for_bit() {
     for device in devices() {
-        for algo in StepAlgo::ALL {
+        for algo in Algo::STEP {
             for (batch, tokens) in [(1, 1), (33, 1), (2, 16)] {
-                let clustered = matches!(algo, StepAlgo::Split | StepAlgo::Heads);
-                if clustered && !device.is_cpu() && !has_clusters(&device) || algo == StepAlgo::Split && tokens > 1 {
+                let clustered = matches!(algo, Algo::StepSplit | Algo::StepHeads);
+                if clustered && !device.is_cpu() && !has_clusters(&device) || algo == Algo::StepSplit && tokens > 1 {
                     continue;
                 }
                 let case = Case { algo, dtype: DType::BF16, ..Case::new(2, batch, tokens, 8) };

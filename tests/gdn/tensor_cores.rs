@@ -5,8 +5,9 @@ use crate::rule_case::{Case, Decay, Form};
 use crate::semantics::{args, options, tensor_cores, Args};
 use crate::support::{devices, refused, rel_rms, values, APART, HALVES, TENSOR_CORES};
 use candle_core::{DType, Tensor};
+use candle_gdn::ops::{Gates, GdnPrefill};
 use candle_gdn::reference::Dims;
-use candle_gdn::{Algo, Gates, GdnPrefill};
+use candle_gdn::Algo;
 
 const LENGTHS: [usize; 7] = [0, 1, 63, 64, 65, 130, 200];
 const HEAD_SIZES: [(usize, usize); 8] =

@@ -12,6 +12,8 @@
 //! itself.
 
 use super::Working;
+use crate::check::storage_dtype;
+use crate::cpu::Element;
 use candle_core::{bail, CpuStorage, InplaceOp1, Layout, Result, Tensor};
 use std::cell::RefCell;
 
@@ -53,17 +55,12 @@ pub fn in_place_cpu<R>(op: &'static str, tensor: &Tensor, run: impl FnOnce(CpuWr
     })
 }
 
-/// [`in_place_cpu`] on a tensor that there may be. candle refuses to write an empty tensor in place for its zero
-/// strides, so that one counts as none.
-pub fn in_place_cpu_if_any<R>(
-    op: &'static str,
-    tensor: Option<&Tensor>,
-    run: impl FnOnce(Option<CpuWritten<'_>>) -> Result<R>,
-) -> Result<R> {
-    match tensor.filter(|tensor| tensor.elem_count() > 0) {
-        Some(tensor) => in_place_cpu(op, tensor, |to| run(Some(to))),
-        None => run(None),
-    }
+/// The elements of a tensor from its first on.
+pub fn elements<'a, S: Element>((op, arg): (&str, &str), (storage, layout): CpuWritten<'a>) -> Result<&'a mut [S]> {
+    let dtype = storage_dtype(storage);
+    let Some(data) = S::slice_mut(storage) else { bail!("{op}: {arg}: expected another dtype than {dtype:?}") };
+    let start = layout.start_offset().min(data.len());
+    Ok(&mut data[start..])
 }
 
 /// [`in_place`] on CUDA.
@@ -79,7 +76,8 @@ pub fn in_place_cuda<R>(
     })
 }
 
-/// [`in_place_cuda`] on a tensor that there may be; an empty one counts as none.
+/// [`in_place_cuda`] on a tensor that there may be. candle refuses to write an empty tensor in place for its zero strides, so
+/// that one counts as none.
 #[cfg(feature = "cuda")]
 pub fn in_place_cuda_if_any<R>(
     op: &'static str,

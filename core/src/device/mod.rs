@@ -22,7 +22,7 @@ pub use threads::{LastThread, Working};
 /// The same for CUDA.
 #[cfg(feature = "cuda")]
 pub mod cuda {
-    pub use super::arena::{alloc, undo, with_workspace};
+    pub use super::arena::{alloc, finish, undo, with_workspace};
     pub use super::pointers::*;
     pub use super::stream_lock::{capture, is_per_thread, StreamGuard};
     pub use super::testing;

@@ -4,7 +4,7 @@ use super::linear::Linear;
 use crate::formats::{Matrix, Source};
 use candle_core::{bail, Result};
 use candle_gdn::plumbing::deinterleaved;
-use candle_gdn::{GatedDeltaNet, GdnConfig, GdnParts, InProjection};
+use candle_gdn::{Algo, GatedDeltaNet, GdnConfig, GdnParts, InProjection};
 
 /// The layer at `source`, which stands at `..linear_attn`: its matrices dense or quantised.
 pub(crate) fn gated_delta_net(config: &GdnConfig, source: &Source) -> Result<GatedDeltaNet> {
@@ -28,7 +28,7 @@ pub(crate) fn gated_delta_net(config: &GdnConfig, source: &Source) -> Result<Gat
         norm_weight: source.get(c.value_head_dim, "norm.weight")?,
         out_proj: Linear::load(&source.pp("out_proj"), c.value_size(), c.hidden_size)?.into(),
     };
-    GatedDeltaNet::new(config, parts)
+    Ok(GatedDeltaNet::new(config, parts)?.with_algo(Algo::from_env()?))
 }
 
 /// Qwen3-Next: rows by key head, put in order before they are quantised.

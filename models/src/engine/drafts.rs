@@ -4,8 +4,7 @@ use super::pass::{Draft, Mode, Pass};
 use super::pool::{unique, Lease, Sequence, SequencePool};
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
-use candle_gdn::plumbing::RING_TOKENS;
-use candle_gdn::{Accepted, CuSeqlens, Drafted, Slots};
+use candle_gdn::{Accepted, CuSeqlens, Drafted, RingSpans};
 
 const VERIFY: &str = "verify";
 const ACCEPT: &str = "accept";
@@ -21,7 +20,6 @@ pub struct Drafts {
     /// Of the sequences when they were verified.
     versions: Vec<u64>,
     cu_seqlens: CuSeqlens,
-    states: Slots,
     /// One a Gated DeltaNet layer.
     layers: Vec<Drafted>,
     /// `None` in place, in rings.
@@ -60,7 +58,7 @@ impl CausalLm {
         let ids = self.packed_ids(VERIFY, batch.iter().map(|(_, tokens)| *tokens))?;
         let _working = pool.take()?;
         let lengths: Vec<usize> = batch.iter().map(|(_, tokens)| tokens.len()).collect();
-        let in_place = pool.cursors.is_some() && lengths.iter().all(|len| *len <= RING_TOKENS);
+        let in_place = pool.cursors.is_some() && lengths.iter().all(|len| *len <= RingSpans::MAX_TOKENS);
         let lease = if in_place { None } else { Some(self.lend_states(pool, slots.len())?) };
         let drafts = lease.as_ref().map_or(Draft::InPlace, |lease| Draft::To(&lease.slots));
         let pass = Pass::new(self, pool, &slots, lengths, drafts)?;
@@ -80,13 +78,13 @@ impl CausalLm {
             pool.written(&slots, &vec![0; slots.len()]);
         }
         let versions = slots.iter().map(|&slot| pool.entries[slot].version).collect();
-        let Pass { cu_seqlens: Some(cu_seqlens), states, .. } = pass else {
+        let Pass { cu_seqlens: Some(cu_seqlens), .. } = pass else {
             bail!("{VERIFY}: expected boundaries of packed tokens")
         };
         let sequences = batch.iter().map(|(sequence, _)| *sequence).collect();
         let tokens = batch.iter().map(|(_, tokens)| tokens.to_vec()).collect();
         let heard = pool.head.is_some().then_some((tokens, hidden));
-        Ok((logits, Drafts { sequences, versions, cu_seqlens, states, layers, lease, heard }))
+        Ok((logits, Drafts { sequences, versions, cu_seqlens, layers, lease, heard }))
     }
 
     /// Of draft `n` the first `accepted[n]` tokens stay, 0 to all. Each sequence is then as if only those had been fed:
@@ -122,16 +120,17 @@ impl CausalLm {
         if accepted.iter().all(|&count| count == 0) {
             return Ok(()); // all is as it was
         }
-        let Drafts { cu_seqlens, states, layers, mut lease, heard, .. } = drafts;
+        let Drafts { cu_seqlens, layers, mut lease, heard, .. } = drafts;
         let _working = pool.take()?;
-        let plan = Accepted::new(&cu_seqlens, &states, accepted)?;
-        let cursors = pool.cursors.clone();
+        let plan = layers.first().map(|drafted| Accepted::new(drafted, accepted)).transpose()?;
         let parts = self.gated_delta_nets().zip(&layers).zip(pool.state_pools());
         for ((gdn, drafted), states) in parts {
-            gdn.commit(drafted, &plan, states)?;
+            if let Some(plan) = &plan {
+                gdn.commit(drafted, plan, states)?;
+            }
         }
-        if let Some((cursors, gdn)) = cursors.zip(self.gated_delta_nets().next()) {
-            plan.advance(gdn, &cursors)?;
+        if let (Some(cursors), Some(plan), Some(gdn)) = (&pool.cursors, &plan, self.gated_delta_nets().next()) {
+            plan.advance_rings(gdn, cursors)?;
         }
         if let Some((tokens, hidden)) = &heard {
             let first = cu_seqlens.as_slice().iter().map(|first| *first as usize);

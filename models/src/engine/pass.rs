@@ -7,7 +7,7 @@ use crate::blocks::decoder::{Mixer, Residual};
 use crate::blocks::rotary::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result, Tensor};
-use candle_gdn::plumbing::{no_tokens, Arena, Launch, Move, Working};
+use candle_gdn::plumbing::{Arena, Launch, Working};
 use candle_gdn::{CuSeqlens, Drafted, GatedDeltaNet, Slots, StatePool};
 
 /// What all layers of a pass share.
@@ -138,13 +138,12 @@ impl Pass {
     }
 
     fn layer(&self, gdn: &GatedDeltaNet, x: &Tensor, pool: &mut StatePool, mode: &mut Mode<'_>) -> Result<Tensor> {
+        pool.launch_with(&self.launch);
         match (mode, &self.cu_seqlens) {
-            (Mode::Feed, None) => {
-                gdn.forward_slots_launched(&x.unsqueeze(1)?, None, &self.states, pool, &self.launch)?.squeeze(1)
-            }
-            (Mode::Feed, cu) => gdn.forward_slots_launched(x, cu.as_ref(), &self.states, pool, &self.launch),
+            (Mode::Feed, None) => gdn.forward_slots(&x.unsqueeze(1)?, None, &self.states, pool)?.squeeze(1),
+            (Mode::Feed, cu) => gdn.forward_slots(x, cu.as_ref(), &self.states, pool),
             (Mode::Verify(kept), Some(cu)) => {
-                let (y, drafted) = gdn.verify_launched(x, cu, &self.states, pool, &self.launch)?;
+                let (y, drafted) = gdn.verify(x, cu, &self.states, pool)?;
                 kept.push(drafted);
                 Ok(y)
             }
@@ -191,9 +190,9 @@ impl CausalLm {
             let cu = pass.cu_seqlens.as_ref();
             match (&mode, cu) {
                 (Mode::Verify(_), Some(cu)) if pass.states.in_place() => {
-                    cursors.advance(&pass.states, Move::draft(cu, &no_tokens(&pass.states)?))?;
+                    cursors.draft(&pass.states, cu)?;
                 }
-                _ => cursors.advance(&pass.states, gdn.ring_move(cu, cu.map_or(1, CuSeqlens::max_len)))?,
+                _ => gdn.advance_rings(cursors, &pass.states, cu, cu.map_or(1, CuSeqlens::max_len))?,
             }
         }
         if !matches!(mode, Mode::Verify(_)) {

@@ -6,16 +6,17 @@ use super::kv::KvSlots;
 use crate::blocks::decoder::Mixer;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
-use candle_core::{bail, DType, Device, Result};
-use candle_gdn::plumbing::{Cursors, LastThread, Working};
-use candle_gdn::{SlotAllocator, StatePool};
+use crate::slot_allocator::SlotAllocator;
+use candle_core::{bail, Device, Result};
+use candle_gdn::plumbing::{LastThread, Working};
+use candle_gdn::{PoolOptions, RingSpans, StatePool};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const OP: &str = "SequencePool";
 
 /// Whether the states of the Gated DeltaNet layers have rings beside them
-/// ([`GatedDeltaNet::new_ring_pool`](candle_gdn::GatedDeltaNet::new_ring_pool)): a decode step then reads a state and writes it with
+/// ([`PoolOptions::ring`](candle_gdn::PoolOptions::ring)): a decode step then reads a state and writes it with
 /// every sixteenth token, and drafts of up to 16 tokens need no second state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Rings {
@@ -83,7 +84,7 @@ pub struct SequencePool {
     /// Of the draft head, where the model has one.
     pub(super) head: Option<HeadSlots>,
     /// Of the rings beside the states of all Gated DeltaNet layers, where they have them.
-    pub(super) cursors: Option<Cursors>,
+    pub(super) cursors: Option<RingSpans>,
     pub(super) entries: Vec<Entry>,
     slots: SlotAllocator,
     /// Slots of the state pools that no sequence has.
@@ -183,15 +184,15 @@ impl CausalLm {
         let shape = self.cache_shape(max_len);
         let slots = SlotAllocator::new(sequences)?;
         // A layer whose kernel was chosen takes none.
-        let takes = rings == Rings::Always || self.gated_delta_nets().all(|gdn| gdn.takes_ring());
+        let takes = rings == Rings::Always || self.gated_delta_nets().all(|gdn| gdn.supports_ring());
         let cursors = match takes && rings.of(&self.config, &self.device) {
-            true => Some(Cursors::new(sequences, &self.device)?),
+            true => Some(RingSpans::new(sequences, &self.device)?),
             false => None,
         };
         let layers = self.layers.iter().map(|layer| {
             Ok(match (&layer.mixer, &cursors) {
                 (Mixer::Linear(gdn), Some(cursors)) => {
-                    LayerSlots::Linear(gdn.new_ring_pool_sharing(sequences, DType::F32, cursors)?)
+                    LayerSlots::Linear(gdn.new_pool_with(sequences, &PoolOptions::default().shared_ring(cursors))?)
                 }
                 (Mixer::Linear(gdn), None) => LayerSlots::Linear(gdn.new_pool(sequences)?),
                 (Mixer::Full(_), _) => LayerSlots::Full(KvSlots::new(&shape, sequences, tensors)?),

@@ -12,7 +12,7 @@ use super::sampling::{Choice, Rows, Sampler};
 use crate::causal_lm::CausalLm;
 use crate::cpu::round::Round;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_gdn::plumbing::{Launch, Move};
+use candle_gdn::plumbing::Launch;
 use candle_gdn::{CuSeqlens, Slots, NO_SLOT};
 
 pub(super) const OP: &str = "round";
@@ -132,7 +132,7 @@ impl RoundBuffers {
         self.sampler.launch(&model.scores_launched(&y, launch)?, &self.rows)?;
         self.around_draw(false)?;
         match (&pool.cursors, &self.pass.cu_seqlens) {
-            (Some(cursors), Some(cu)) => cursors.advance(&self.pass.states, Move::accept(cu, &self.part(0, 1)?)),
+            (Some(cursors), Some(cu)) => cursors.accept(&self.pass.states, cu, &self.part(0, 1)?),
             _ => bail!("{OP}: expected a pool with rings"),
         }
     }

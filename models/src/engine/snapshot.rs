@@ -44,7 +44,7 @@ impl SequenceSnapshot {
     }
 
     /// Bytes that it adds to a shorter snapshot of the same sequence: its states and the last piece. The budget of a
-    /// [`PrefixCache`](candle_gdn::PrefixCache) that holds all of a prompt's checkpoints is kept by this number.
+    /// prefix cache that holds all of a prompt's checkpoints is kept by this number.
     pub fn bytes_added(&self) -> usize {
         self.states_bytes() + self.pieces.last().map_or(0, |piece| piece.size_in_bytes())
     }

@@ -3,6 +3,23 @@
 use super::*;
 use proptest::prelude::*;
 
+impl<V> PrefixCache<V> {
+    fn insert(&mut self, tokens: &[u32], value: V, bytes: usize) -> Result<bool> {
+        self.insert_telling(tokens, value, bytes, drop)
+    }
+
+    fn clear(&mut self) {
+        self.nodes.clear();
+        self.by_hash.clear();
+        self.by_use.clear();
+        (self.bytes, self.count) = (0, 0);
+    }
+
+    fn len(&self) -> usize {
+        self.count
+    }
+}
+
 /// Prefixes and values, the one used longest ago first.
 struct Model {
     block: usize,

@@ -1,6 +1,6 @@
-use super::super::testing::device;
 use super::*;
 use candle_core::Device;
+use candle_gdn_core::device::cuda::testing::device;
 
 /// Smooth enough to be anything, and no two alike.
 fn numbers(rows: usize, columns: usize, seed: f64) -> Tensor {

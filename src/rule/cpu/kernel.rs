@@ -2,12 +2,11 @@
 //! one or a few at a time. A chunk form was slower at every length, by 1.2 times or more: in f32 it has more arithmetic,
 //! and the CPU needs no large matrices to be busy.
 
-use super::element::{Element, Stored};
 use super::recurrent::Step;
-use super::simd::dispatch;
 use super::transposed::{padded, TransposedState, AT_ONCE};
-use super::view::{parallel, prefetch, Heads, Sequences, Shared, Slots};
-use crate::reference::Dims;
+use crate::sizes::HeadSizes;
+use candle_gdn_core::cpu::simd::dispatch;
+use candle_gdn_core::cpu::{parallel, prefetch, Element, Heads, Sequences, Shared, Slots, Stored};
 use pulp::{Simd, WithSimd};
 
 /// From this many tokens on it pays to transpose a head's state and back.
@@ -15,7 +14,7 @@ const TRANSPOSE_FROM: usize = 8;
 
 /// Everything but the output and the state.
 pub struct Rule<'a, T> {
-    pub dims: Dims,
+    pub sizes: HeadSizes,
     pub q: Heads<'a, T>,
     pub k: Heads<'a, T>,
     pub v: Heads<'a, T>,
@@ -23,6 +22,8 @@ pub struct Rule<'a, T> {
     pub gates: &'a [(f32, f32)],
     pub seqs: Sequences<'a>,
     pub slots: Slots<'a>,
+    /// Sequences begin at zero, and the state is only written.
+    pub from_zeros: bool,
     pub l2norm: bool,
     pub l2_eps: f64,
     pub scale: f64,
@@ -31,7 +32,7 @@ pub struct Rule<'a, T> {
 impl<T: Element> Rule<'_, T> {
     /// Writes o, contiguous `[tokens, HV, V]`, and advances `state`, `[slot, HV, V, K]` with contiguous slots.
     pub fn run<S: Stored>(&self, out: &mut [T], state: &mut [S]) {
-        let Dims { value_heads, key_dim, value_dim, .. } = self.dims;
+        let HeadSizes { value_heads, key_dim, value_dim, .. } = self.sizes;
         let head_size = value_dim * key_dim;
         let tasks = self.seqs.count * value_heads;
         let work = head_size * (self.seqs.total_tokens().div_ceil(self.seqs.count.max(1)));
@@ -53,10 +54,13 @@ impl<T: Element> Rule<'_, T> {
 
     fn head<S: Stored>(&self, n: usize, h: usize, out: &Shared<'_, T>, state: &mut [S]) {
         let (first, tokens) = self.seqs.range(n);
+        if self.from_zeros {
+            state.fill(S::ZERO);
+        }
         if tokens == 0 {
             return;
         }
-        let key_head = h / (self.dims.value_heads / self.dims.key_heads);
+        let key_head = h / (self.sizes.value_heads / self.sizes.key_heads);
         let head = Head { rule: self, n, h, key_head, first, tokens, out_token: self.seqs.out_token(n), out };
         S::in_f32(state, |state| match tokens >= TRANSPOSE_FROM {
             true => head.passes(state),
@@ -65,7 +69,7 @@ impl<T: Element> Rule<'_, T> {
     }
 
     fn zero(&self, n: usize, h: usize, out: &Shared<'_, T>) {
-        let Dims { value_heads, value_dim, .. } = self.dims;
+        let HeadSizes { value_heads, value_dim, .. } = self.sizes;
         let first = self.seqs.out_token(n);
         for t in first..first + self.seqs.range(n).1 {
             // SAFETY: a token's head belongs to one task.
@@ -92,18 +96,18 @@ impl<T: Element> Head<'_, '_, T> {
     fn load(&self, i: usize, q: &mut [f32], k: &mut [f32], v: &mut [f32]) {
         let (rule, t) = (self.rule, self.first + i);
         let key = |heads: &Heads<'_, T>, to, scale| {
-            let row = heads.row(self.n, t, self.key_head, rule.dims.key_dim);
+            let row = heads.row(self.n, t, self.key_head, rule.sizes.key_dim);
             dispatch(LoadKey { row, to, rule, scale });
         };
         key(&rule.q, q, rule.scale);
         key(&rule.k, k, 1.0);
-        v.iter_mut().zip(rule.v.row(self.n, t, self.h, rule.dims.value_dim)).for_each(|(v, x)| *v = x.to_f32());
+        v.iter_mut().zip(rule.v.row(self.n, t, self.h, rule.sizes.value_dim)).for_each(|(v, x)| *v = x.to_f32());
     }
 
     /// Asks for the rows of tokens to come. Those of one head lie a whole token apart, each on pages of its own, where no
     /// hardware looks ahead.
     fn prefetch(&self, tokens: std::ops::Range<usize>) {
-        let Dims { key_dim, value_dim, .. } = self.rule.dims;
+        let HeadSizes { key_dim, value_dim, .. } = self.rule.sizes;
         for i in tokens.start..tokens.end.min(self.tokens) {
             let t = self.first + i;
             prefetch(self.rule.q.row(self.n, t, self.key_head, key_dim));
@@ -114,11 +118,11 @@ impl<T: Element> Head<'_, '_, T> {
 
     /// Log decay and beta of token `i`.
     fn gate(&self, i: usize) -> (f32, f32) {
-        self.rule.gates[(self.out_token + i) * self.rule.dims.value_heads + self.h]
+        self.rule.gates[(self.out_token + i) * self.rule.sizes.value_heads + self.h]
     }
 
     fn store(&self, i: usize, o: &[f32]) {
-        let Dims { value_heads, value_dim, .. } = self.rule.dims;
+        let HeadSizes { value_heads, value_dim, .. } = self.rule.sizes;
         // SAFETY: a token's head belongs to one task.
         let to = unsafe { self.out.part(((self.out_token + i) * value_heads + self.h) * value_dim, value_dim) };
         to.iter_mut().zip(o).for_each(|(to, &o)| *to = T::from_f32(o));
@@ -126,7 +130,7 @@ impl<T: Element> Head<'_, '_, T> {
 
     /// Token by token over the state as it lies.
     fn steps(&self, state: &mut [f32]) {
-        let Dims { key_dim, value_dim, .. } = self.rule.dims;
+        let HeadSizes { key_dim, value_dim, .. } = self.rule.sizes;
         let mut rows = vec![0.0; 2 * key_dim + value_dim];
         let (q, rest) = rows.split_at_mut(key_dim);
         let (k, v) = rest.split_at_mut(key_dim);
@@ -140,7 +144,7 @@ impl<T: Element> Head<'_, '_, T> {
 
     /// A few tokens at a time over a transposed state.
     fn passes(&self, state: &mut [f32]) {
-        let Dims { key_dim, value_dim, .. } = self.rule.dims;
+        let HeadSizes { key_dim, value_dim, .. } = self.rule.sizes;
         let row = padded(value_dim);
         let mut transposed = TransposedState::new(state, key_dim, value_dim);
         let (mut q, mut k) = (vec![0.0; AT_ONCE * key_dim], vec![0.0; AT_ONCE * key_dim]);

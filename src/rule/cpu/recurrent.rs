@@ -1,7 +1,7 @@
 //! One value head, token by token. The state row is read once: with `sk = S k` and `sq = S q` of the old state,
 //! `d = beta (v - e^g sk)`, `o = e^g sq + d (k . q)` and `S <- e^g S + d k^T`.
 
-use super::simd::{dot, dot2_x4, scale_add};
+use candle_gdn_core::cpu::simd::{dot, dot2_x4, scale_add};
 use pulp::{Simd, WithSimd};
 
 /// One token of one value head.

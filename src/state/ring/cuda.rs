@@ -1,18 +1,16 @@
-//! `gdn_replay_step`, and what moves its rings: folds, windows, cursors.
+//! `gdn_ring_step`, and what else moves rings: flushes, the convolution's windows, spans.
 
-use super::arena::alloc;
-use super::pointers::{check, dense, dtype_code, heads, int, read, stream_of, write, Pointer};
-use super::step::StepArgs;
+use super::{Ring, RingMove, Window, OP, RING_ENTRIES, RING_ROWS};
 use crate::abi as gdn;
-use crate::ops::ring::{Move, Ring, Window, RING_ROWS, RING_WINDOW};
-use crate::ops::{in_place_cuda, in_place_cuda_if_any, CuSeqlens, CudaWritten, GateActivation, Slots};
-use crate::{held, held_slots, held_u32};
+use crate::rule::cuda::{common_of, sequences};
+use crate::step::cuda::StepCall;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{CudaStorage, Result, Tensor};
+use candle_gdn_core::device::cuda::*;
+use candle_gdn_core::device::{in_place_cuda, in_place_cuda_if_any, CudaWritten};
+use candle_gdn_core::{held, held_slots, held_u32, CuSeqlens, Slots};
 use std::ffi::c_void;
-
-const OP: &str = "ring";
 
 /// The pointers of a ring that is written.
 struct Written<'a> {
@@ -22,11 +20,11 @@ struct Written<'a> {
     _guards: [Pointer<'a>; 4],
 }
 
-/// `run` with all tensors of the ring but the cursors held for writing.
+/// `run` with all tensors of the ring but the spans held for writing.
 fn with_ring<R>(
     ring: &Ring,
     stream: &CudaStream,
-    cursors: *const u32,
+    spans: *const u32,
     run: impl FnOnce(&Written<'_>) -> Result<R>,
 ) -> Result<R> {
     in_place_cuda(OP, &ring.keys, |keys| {
@@ -39,21 +37,21 @@ fn with_ring<R>(
                         Ok::<_, candle_core::Error>((write(storage, stream)?, layout.start_offset(), size))
                     });
                     let (keys, updates, decays, inputs) = (keys?, updates?, decays?, inputs?);
-                    let at =
+                    let start =
                         |(pointer, offset, size): &(Pointer<'_>, usize, usize)| pointer.at::<c_void>(*offset, *size);
                     run(&Written {
                         ring: gdn::Ring {
-                            keys: at(&keys),
-                            updates: at(&updates).cast(),
-                            decays: at(&decays).cast(),
-                            cursors,
+                            keys: start(&keys),
+                            updates: start(&updates).cast(),
+                            decays: start(&decays).cast(),
+                            spans,
                             keys_stride: strides[0],
                             updates_stride: strides[1],
                             decays_stride: strides[2],
                             capacity: RING_ROWS as i32,
-                            window: RING_WINDOW as i32,
+                            max_entries: RING_ENTRIES as i32,
                         },
-                        inputs: at(&inputs),
+                        inputs: start(&inputs),
                         inputs_stride: strides[3],
                         _guards: [keys.0, updates.0, decays.0, inputs.0],
                     })
@@ -68,145 +66,69 @@ fn addressed((slots_read, slots_write): (*const u32, *const u32), num_slots: usi
 }
 
 /// Runs the step over the pair of the state and its ring.
-pub(crate) fn step(args: &StepArgs<'_>, ring: &Ring, state: &Tensor) -> Result<CudaStorage> {
-    in_place_cuda(args.name, state, |state| launch_step(args, ring, state))
+pub(crate) fn step(call: &StepCall<'_>, ring: &Ring) -> Result<CudaStorage> {
+    let rule = &call.step.rule;
+    in_place_cuda(rule.name, &rule.state, |state| launch_step(call, ring, state))
 }
 
-fn launch_step(args: &StepArgs<'_>, ring: &Ring, (state, layout): CudaWritten<'_>) -> Result<CudaStorage> {
-    let StepArgs { name, plan, x, z, conv_weight, norm_weight, gates, slots, cu_seqlens, .. } = *args;
-    let (stream, arena) = (&*stream_of(x)?, plan.launch.arena.as_ref());
-    let (dims, rule, options) = (plan.rule.dims, &plan.rule, &plan.options);
-    let mut out = alloc(arena, x, &[rule.seqs.total_tokens, dims.value_heads, dims.value_dim])?;
+fn launch_step(call: &StepCall<'_>, ring: &Ring, (state, layout): CudaWritten<'_>) -> Result<CudaStorage> {
+    let stream = &*stream_of(call.x)?;
+    let mut out = call.alloc()?;
     let to = write(&mut out, stream)?;
-    let (state_dtype, num_slots, stride) = (state.dtype(), layout.dims()[0], layout.stride()[0]);
+    let state_dtype = state.dtype();
     let state = write(state, stream)?;
-    let (dtype, conv_dtype, norm_dtype) = (x.dtype(), conv_weight.dtype(), norm_weight.dtype());
-    let gate_dtype = gates.a.dtype();
-    let (x, z, weight) = (read(x, stream)?, read(z, stream)?, read(conv_weight, stream)?);
-    held!(norm, norm_weight, stream);
-    held!(a, gates.a, stream);
-    held!(b, gates.b, stream);
-    held!(a_log, gates.a_log, stream);
-    held!(dt_bias, gates.dt_bias, stream);
-    held_slots!(slots, slots, stream);
-    held_u32!(cu_seqlens, cu_seqlens, stream);
-    let cursors = ring.cursors.tensor();
-    held!(cursors, cursors, stream);
-    let state_ptr: *mut c_void = state.at(layout.start_offset(), state_dtype.size_in_bytes());
-    let [in_slots, out_slots] = addressed(slots, num_slots, stride);
-    with_ring(ring, stream, cursors.at(0, 4), |written| {
-        let params = gdn::ReplayStepParams {
-            x: heads(&x, plan.x, dtype),
-            z: heads(&z, plan.z, dtype),
-            a: heads(&a, rule.a, gate_dtype),
-            b: heads(&b, rule.b, gate_dtype),
-            out: dense(&to, rule.seqs.tokens, dims.value_heads, dims.value_dim),
-            conv_weight: weight.at(plan.conv_weight_offset, conv_dtype.size_in_bytes()),
-            norm_weight: norm.at(norm_weight.layout().start_offset(), norm_dtype.size_in_bytes()),
-            a_log: a_log.at(gates.a_log.layout().start_offset(), 4),
-            dt_bias: dt_bias.at(gates.dt_bias.layout().start_offset(), 4),
-            inputs: written.inputs,
-            state_in: state_ptr,
-            state_out: state_ptr,
-            counts: std::ptr::null(),
-            cu_seqlens,
-            ring: written.ring,
-            in_slots,
-            out_slots,
-            inputs_stride: written.inputs_stride,
-            num_seqs: int(name, "sequences", rule.seqs.count)?,
-            tokens_per_seq: int(name, "tokens", rule.seqs.max_tokens)?,
-            num_k_heads: int(name, "key heads", dims.key_heads)?,
-            num_v_heads: int(name, "value heads", dims.value_heads)?,
-            head_k: dims.key_dim as i32,
-            head_v: dims.value_dim as i32,
-            conv_width: plan.conv_width as i32,
-            io_dtype: dtype_code(dtype),
-            gate_dtype: dtype_code(gate_dtype),
-            state_dtype: dtype_code(state_dtype),
-            conv_dtype: dtype_code(conv_dtype),
-            norm_dtype: dtype_code(norm_dtype),
-            l2norm: options.rule.l2norm.into(),
-            fold: 0,
-            sigmoid: (options.gate == GateActivation::Sigmoid).into(),
-            overlap: plan.launch.overlap.into(),
-            algo: gdn::GDN_AUTO,
-            l2_eps: options.rule.l2_eps as f32,
-            scale: rule.scale as f32,
-            beta_scale: options.rule.beta_scale as f32,
-            norm_eps: options.norm_eps as f32,
-        };
-        // SAFETY: every pointer reaches what the plan and the ring were checked for, and the guards outlive the launch.
-        check(name, unsafe { gdn::gdn_replay_step(&params, stream.cu_stream().cast::<c_void>()) })
+    let spans = ring.spans.tensor();
+    held!(spans, spans, stream);
+    call.with_layer(stream, &to, (&state, layout, state_dtype), |common, layer| {
+        with_ring(ring, stream, spans.at(0, 4), |written| {
+            let params = gdn::RingStepParams {
+                common,
+                layer,
+                ring: written.ring,
+                inputs: written.inputs,
+                inputs_stride: written.inputs_stride,
+                algo: gdn::GDN_RING_AUTO,
+            };
+            // SAFETY: every pointer reaches what the plan and the ring were checked for, and the guards outlive the launch.
+            check(OP, unsafe { gdn::gdn_ring_step(&params, stream.cu_stream().cast::<c_void>()) })
+        })
     })?;
     drop((to, state));
     Ok(out)
 }
 
-/// See [`Ring::fold`]; slots are u32.
-pub(crate) fn fold(ring: &Ring, state: &Tensor, slots: &Slots, to: Option<&Tensor>) -> Result<()> {
-    let dims = ring.dims()?;
+/// See [`Ring::flush`]; slots are u32.
+pub(super) fn flush(ring: &Ring, state: &Tensor, slots: &Slots, to: Option<&Tensor>) -> Result<()> {
+    let sizes = ring.sizes()?;
     in_place_cuda(OP, state, |(storage, layout)| {
         in_place_cuda_if_any(OP, to, |to| {
             let stream = &*stream_of(storage)?;
-            let (dtype, io_dtype) = (storage.dtype(), ring.keys.dtype());
-            let (count, num_slots, stride) = (slots.len(), layout.dims()[0], layout.stride()[0]);
+            let (dtype, count) = (storage.dtype(), slots.len());
             let state = write(storage, stream)?;
-            let state_ptr: *mut c_void = state.at(layout.start_offset(), dtype.size_in_bytes());
-            let apart = to.map(|(storage, layout)| Ok::<_, candle_core::Error>((write(storage, stream)?, layout)));
-            let apart = apart.transpose()?;
+            let other_pool = to.map(|(storage, layout)| Ok::<_, candle_core::Error>((write(storage, stream)?, layout)));
+            let other_pool = other_pool.transpose()?;
             held_slots!(slots, Some(slots), stream);
-            let [in_slots, mut out_slots] = addressed(slots, num_slots, stride);
-            let mut state_out = state_ptr;
-            if let Some((pointer, layout)) = &apart {
-                state_out = pointer.at(layout.start_offset(), dtype.size_in_bytes());
-                (out_slots.num_slots, out_slots.slot_stride) = (layout.dims()[0] as i64, layout.stride()[0] as i64);
+            let mut common = common_of(OP, sizes, ring.keys.dtype(), (&state, layout, dtype))?;
+            common.seqs = sequences(int(OP, "sequences", count)?, 0, std::ptr::null());
+            [common.in_slots, common.out_slots] = addressed(slots, layout.dims()[0], layout.stride()[0]);
+            if let Some((pointer, layout)) = &other_pool {
+                common.state_out = pointer.at(layout.start_offset(), dtype.size_in_bytes());
+                common.out_slots.num_slots = layout.dims()[0] as i64;
+                common.out_slots.slot_stride = layout.stride()[0] as i64;
             }
-            let cursors = ring.cursors.tensor();
-            held!(cursors, cursors, stream);
-            let none = gdn::Heads { ptr: std::ptr::null(), seq_stride: 0, token_stride: 0, head_stride: 0 };
-            with_ring(ring, stream, cursors.at(0, 4), |written| {
-                let params = gdn::ReplayParams {
-                    q: none,
-                    k: none,
-                    v: none,
-                    a: none,
-                    b: none,
-                    o: none,
-                    a_log: std::ptr::null(),
-                    dt_bias: std::ptr::null(),
-                    state_in: state_ptr,
-                    state_out,
-                    counts: std::ptr::null(),
-                    cu_seqlens: std::ptr::null(),
-                    ring: written.ring,
-                    in_slots,
-                    out_slots,
-                    num_seqs: int(OP, "sequences", count)?,
-                    tokens_per_seq: 0,
-                    num_k_heads: int(OP, "key heads", dims.key_heads)?,
-                    num_v_heads: int(OP, "value heads", dims.value_heads)?,
-                    head_k: dims.key_dim as i32,
-                    head_v: dims.value_dim as i32,
-                    io_dtype: dtype_code(io_dtype),
-                    gate_dtype: gdn::GDN_F32,
-                    state_dtype: dtype_code(dtype),
-                    l2norm: 0,
-                    fold: 1,
-                    algo: gdn::GDN_AUTO,
-                    l2_eps: 0.0,
-                    scale: 1.0,
-                    beta_scale: 1.0,
-                };
-                // SAFETY: as above; there are no tokens.
-                check(OP, unsafe { gdn::gdn_replay(&params, stream.cu_stream().cast::<c_void>()) })
+            let spans = ring.spans.tensor();
+            held!(spans, spans, stream);
+            with_ring(ring, stream, spans.at(0, 4), |written| {
+                let params = gdn::RingFlushParams { common, ring: written.ring };
+                // SAFETY: as above.
+                check(OP, unsafe { gdn::gdn_ring_flush(&params, stream.cu_stream().cast::<c_void>()) })
             })
         })
     })
 }
 
-/// See [`Ring::window`]; slots are u32.
-pub(crate) fn window(ring: &Ring, conv_state: &Tensor, slots: &Slots, to: Window) -> Result<()> {
+/// See [`Ring::copy_window`]; slots are u32.
+pub(super) fn copy_window(ring: &Ring, conv_state: &Tensor, slots: &Slots, to: Window) -> Result<()> {
     in_place_cuda(OP, conv_state, |(storage, layout)| {
         let stream = &*stream_of(storage)?;
         let (dtype, count) = (storage.dtype(), slots.len());
@@ -215,14 +137,14 @@ pub(crate) fn window(ring: &Ring, conv_state: &Tensor, slots: &Slots, to: Window
         held_slots!(slots, Some(slots), stream);
         let [mut in_slots, out_slots] = addressed(slots, num_slots, layout.stride()[0]);
         in_slots.num_slots = ring.inputs.dims()[0] as i64;
-        let cursors = ring.cursors.tensor();
-        held!(cursors, cursors, stream);
+        let spans = ring.spans.tensor();
+        held!(spans, spans, stream);
         in_place_cuda(OP, &ring.inputs, |(inputs, inputs_layout)| {
             let inputs = write(inputs, stream)?;
-            let params = gdn::ReplayWindowParams {
+            let params = gdn::RingInputsParams {
                 inputs: inputs.at(inputs_layout.start_offset(), dtype.size_in_bytes()),
-                window: state.at(layout.start_offset(), dtype.size_in_bytes()),
-                cursors: cursors.at(0, 4),
+                conv_state: state.at(layout.start_offset(), dtype.size_in_bytes()),
+                spans: spans.at(0, 4),
                 in_slots,
                 out_slots,
                 inputs_stride: inputs_layout.stride()[0] as i64,
@@ -234,35 +156,33 @@ pub(crate) fn window(ring: &Ring, conv_state: &Tensor, slots: &Slots, to: Window
                 to_ring: (to == Window::ToRing).into(),
             };
             // SAFETY: as above.
-            check(OP, unsafe { gdn::gdn_replay_window(&params, stream.cu_stream().cast::<c_void>()) })
+            check(OP, unsafe { gdn::gdn_ring_inputs(&params, stream.cu_stream().cast::<c_void>()) })
         })
     })
 }
 
-/// Moves cursors behind a call; slots are u32.
-pub(crate) fn advance(cursors: &Tensor, slots: &Slots, moved: Move<'_>) -> Result<()> {
-    in_place_cuda(OP, cursors, |(storage, layout)| {
+/// Moves spans after a call; slots are u32.
+pub(super) fn advance(spans: &Tensor, slots: &Slots, moved: RingMove<'_>) -> Result<()> {
+    in_place_cuda(OP, spans, |(storage, layout)| {
         let stream = &*stream_of(storage)?;
         let (count, num_slots) = (slots.len(), layout.dims()[0]);
-        let cursors = write(storage, stream)?;
+        let spans = write(storage, stream)?;
         held_slots!(slots, Some(slots), stream);
         let [in_slots, out_slots] = addressed(slots, num_slots, 1);
         held_u32!(cu_seqlens, moved.cu_seqlens.map(CuSeqlens::tensor), stream);
         held_u32!(accepted, moved.accepted, stream);
-        let params = gdn::ReplayAdvanceParams {
-            cursors: cursors.at(layout.start_offset(), 4),
-            counts: std::ptr::null(),
-            cu_seqlens,
+        let tokens = moved.cu_seqlens.map_or(moved.tokens, CuSeqlens::max_len);
+        let params = gdn::RingAdvanceParams {
+            spans: spans.at(layout.start_offset(), 4),
             accepted,
             in_slots,
             out_slots,
-            num_seqs: int(OP, "sequences", count)?,
-            tokens_per_seq: int(OP, "tokens", moved.cu_seqlens.map_or(moved.each, CuSeqlens::max_len))?,
+            seqs: sequences(int(OP, "sequences", count)?, int(OP, "tokens", tokens)?, cu_seqlens),
             capacity: RING_ROWS as i32,
-            window: RING_WINDOW as i32,
-            fold: moved.fold.into(),
+            max_entries: RING_ENTRIES as i32,
+            flushed: moved.flush.into(),
         };
         // SAFETY: as above.
-        check(OP, unsafe { gdn::gdn_replay_advance(&params, stream.cu_stream().cast::<c_void>()) })
+        check(OP, unsafe { gdn::gdn_ring_advance(&params, stream.cu_stream().cast::<c_void>()) })
     })
 }

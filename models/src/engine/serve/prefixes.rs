@@ -1,8 +1,8 @@
 //! Beginnings that prompts share, to be fed once.
 
 use super::request::Event;
+use crate::prefix_cache::PrefixCache;
 use candle_core::Result;
-use candle_gdn::PrefixCache;
 use std::collections::VecDeque;
 
 /// The states after beginnings of prompts, and how much they were of use.
