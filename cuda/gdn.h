@@ -32,18 +32,17 @@ typedef enum gdn_status {
   GDN_NULL_POINTER = 2,     // a required pointer is null
   GDN_BAD_HEADS = 3,        // num_k_heads does not divide num_v_heads, or one of them is not positive
   GDN_BAD_HEAD_DIM = 4,     // a head size outside 1..256
-  GDN_BAD_LENGTH = 5,       // a negative count, or one past what the grid can hold
+  GDN_BAD_LENGTH = 5,       // a negative count, or one past what the grid or an index can hold
   GDN_BAD_CONV_WIDTH = 6,   // a convolution width outside 2..8
-  GDN_BAD_ALGO = 7,         // the kernel asked for does not take this shape or device
+  GDN_BAD_ALGO = 7,         // the requested kernel does not support this shape, alignment or device
   GDN_BAD_STRIDE = 8,       // a negative stride
   GDN_NO_PROFILE = 9,       // built without GDN_PROFILE
   GDN_PROFILE_BUFFER = 10,  // the profile buffer is misaligned, or has no room for the warps of the launch
   GDN_BAD_WORKSPACE = 11,   // the workspace is null, misaligned or smaller than gdn_rule_workspace says
-  GDN_BAD_CHECKPOINTS = 12, // checkpoint_tokens is not a positive multiple of GDN_CHUNK
   GDN_CUDA_ERROR = 1000
 } gdn_status;
 
-// Says in English what a status means. Never null.
+// The meaning of a status in English. Never null.
 const char *gdn_status_string(int status);
 
 // A tensor [sequence, token, head, dim] with a contiguous last dimension. Packed (varlen) tensors have seq_stride 0.
@@ -79,6 +78,26 @@ typedef struct gdn_slots {
   int64_t slot_stride;  // elements from one slot to the next
 } gdn_slots;
 
+// What gdn_rule, gdn_step, gdn_ring_step and gdn_ring_flush have in common: heads, gates, states and sequences.
+typedef struct gdn_common {
+  gdn_heads a, b;          // [.., num_v_heads], gate_dtype; head_stride counts from head to head
+  const float *a_log;      // [num_v_heads]
+  const void *dt_bias;     // [num_v_heads], f32; gdn_rule also supports 16 bits (dt_bias_dtype)
+  const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype; may equal state_out
+  void *state_out;         // written, same shape
+  gdn_slots in_slots;      // how state_in is addressed
+  gdn_slots out_slots;     // how state_out is addressed
+  gdn_sequences seqs;
+  int32_t num_k_heads, num_v_heads, head_k, head_v;
+  int32_t io_dtype;        // gdn_dtype of q, k, v and the output
+  int32_t gate_dtype;      // gdn_dtype of a, b
+  int32_t state_dtype;     // GDN_F32 or GDN_BF16: how states are stored; all arithmetic is in f32. gdn_rule also supports GDN_F16
+  int32_t l2norm;          // normalise q and k in the kernel
+  float l2_eps;            // inside the root, added to the sum of squares
+  float scale;             // multiplies q after the norm
+  float beta_scale;        // 1, or 2 for models with negative eigenvalues
+} gdn_common;
+
 typedef enum gdn_algo {
   GDN_AUTO = 0,
   GDN_RECURRENT = 1,       // token by token, any head size
@@ -95,54 +114,31 @@ typedef enum gdn_algo {
 #define GDN_CHUNK 64
 
 typedef enum gdn_gates {
-  GDN_GATES_RAW = 0,       // a and b as the model's projections leave them
+  GDN_GATES_RAW = 0,       // a and b are the model's projections, unchanged
   GDN_GATES_READY = 1      // a is g, the log of the decay, and b is beta; a_log, dt_bias and beta_scale are not read
 } gdn_gates;
 
 // The gated delta rule over any number of tokens per sequence. Decode is tokens_per_seq = 1.
 //
-// GDN_RECURRENT alone takes, and GDN_AUTO then chooses it: no state_in or no state_out, counts, a head_stride, states in f16,
-// ready gates, dt_bias in 16 bits.
+// GDN_RECURRENT alone supports these extras, and GDN_AUTO then chooses it:
+//   ready gates                    for layers that compute their own gates, as Kimi's and the peers' functions do, and for training
+//   state_in or state_out null     for calls without an initial state, and for callers that need only the outputs
+//   counts                         for engines that pad a batch: the device knows the lengths, the host does not
+//   head_stride, f16 states, dt_bias in 16 bits    for the state pools and weights of other engines
 typedef struct gdn_rule_params {
+  gdn_common common;       // state_in null: zeros; state_out null: not written
   gdn_heads q, k;          // [.., num_k_heads, head_k], io_dtype
   gdn_heads v;             // [.., num_v_heads, head_v], io_dtype
-  gdn_heads a, b;          // [.., num_v_heads], gate_dtype; head_stride counts from head to head
-  const float *a_log;      // [num_v_heads]
-  const void *dt_bias;     // [num_v_heads], dt_bias_dtype
   gdn_heads o;             // written: [.., num_v_heads, head_v], io_dtype
-  const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype; may equal state_out; null: zeros
-  void *state_out;         // same shape; null: not written
-  void *token_states;      // null, or written: the state after every token, [token, num_v_heads, head_v, head_k] in
-                           // state_dtype and contiguous; token t of sequence n is row n * tokens_per_seq + t, or with
-                           // cu_seqlens row cu_seqlens[n] + t. Rows of padding are left as they are. Not by the chunk
-                           // forms.
-  void *checkpoints;       // null, or written: the state after every `checkpoint_tokens` tokens of a sequence,
-                           // [row, num_v_heads, head_v, head_k] in state_dtype and contiguous. With f the first token of
-                           // sequence n (cu_seqlens[n], or n * tokens_per_seq), the state after its token
-                           // (j + 1) * checkpoint_tokens - 1 is row f / checkpoint_tokens + j, so that there are at most
-                           // total / checkpoint_tokens rows. Other rows are left as they are.
   void *workspace;         // gdn_rule_workspace() bytes of device memory, aligned to 256; may be null where that is 0.
   int64_t workspace_bytes; // Its contents mean nothing before and after
-  gdn_slots in_slots;      // how state_in is addressed
-  gdn_slots out_slots;     // how state_out is addressed
   int64_t head_stride;     // of state_in and state_out, elements from one head to the next; 0: head_v * head_k
-  gdn_sequences seqs;
-  const uint32_t *counts;  // null, or [num_seqs]: sequence n has no more than counts[n] tokens; rows of o past them are left as
-                           // they are
-  int32_t num_k_heads, num_v_heads, head_k, head_v;
-  int32_t io_dtype;        // gdn_dtype of q, k, v, o
-  int32_t gate_dtype;      // gdn_dtype of a, b
-  int32_t state_dtype;     // gdn_dtype: how states are stored; all arithmetic is in f32
+  const uint32_t *counts;  // null, or [num_seqs]: sequence n has at most counts[n] tokens; later rows of o stay as they are
   int32_t dt_bias_dtype;   // gdn_dtype
   int32_t gates;           // gdn_gates
-  int32_t l2norm;          // normalise q and k here
   int32_t algo;            // gdn_algo
-  int32_t checkpoint_tokens;  // a multiple of GDN_CHUNK; read only with checkpoints
-  int32_t segments;        // context parallelism of the chunk forms: 0 chooses, 1 is none, n cuts a sequence
-                           // of max_tokens into n parts, of which those behind the first run side by side
-  float l2_eps;            // inside the root, added to the sum of squares
-  float scale;             // multiplies q after the norm
-  float beta_scale;        // 1, or 2 for models with negative eigenvalues
+  int32_t segments;        // context parallelism of the chunk forms: 0 chooses, 1 is none, n cuts a sequence of the longest
+                           // length into n segments, of which all after the first run side by side
 } gdn_rule_params;
 int gdn_rule(const gdn_rule_params *params, cudaStream_t stream);
 // Which kernel gdn_rule would launch for these parameters on the current device: a gdn_algo other than GDN_AUTO.
@@ -179,11 +175,23 @@ typedef struct gdn_norm_params {
 } gdn_norm_params;
 int gdn_norm(const gdn_norm_params *params, cudaStream_t stream);
 
+// What gdn_step and gdn_ring_step have in common: the inputs of a layer between its two projections.
+typedef struct gdn_layer {
+  gdn_heads x;             // [sequence, token, channels], io_dtype: q | k | v by head; head_stride is not read
+  gdn_heads z;             // [.., num_v_heads, head_v], io_dtype
+  gdn_heads out;           // written: [.., num_v_heads, head_v], io_dtype
+  const void *conv_weight; // [channels, conv_width], conv_dtype
+  const void *norm_weight; // [head_v], norm_dtype
+  int32_t conv_width, conv_dtype, norm_dtype;
+  int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
+  float norm_eps;
+  int32_t overlap;         // GDN_OVERLAP
+} gdn_layer;
+
 // One decode step of a layer between its two projections, in one launch: the convolution and its state, SiLU, the L2
-// norms, the gates, the rule and its state, and the gated norm. What gdn_conv, gdn_rule and gdn_norm do one after the
-// other, without rounding what passes between them. Takes 1 to 16 tokens a sequence, K = V = 128, a convolution of width
-// 4, rows aligned to 4 elements, states and conv_weight to 16 bytes (GDN_BAD_ALGO otherwise: gdn_step_choice tells
-// beforehand).
+// norms, the gates, the rule and its state, and the gated norm: gdn_conv, gdn_rule and gdn_norm in one kernel, without
+// rounding in between. 1 to 16 tokens a sequence, K = V = 128, a convolution of width 4, rows aligned to 4 elements,
+// states and conv_weight to 16 bytes (GDN_BAD_ALGO otherwise: gdn_step_choice tells beforehand).
 typedef enum gdn_step_algo {
   GDN_STEP_AUTO = 0,
   GDN_STEP_WHOLE = 1,      // a block a (sequence, key head)
@@ -192,152 +200,101 @@ typedef enum gdn_step_algo {
 } gdn_step_algo;
 
 typedef struct gdn_step_params {
-  gdn_heads x;             // [sequence, token, channels], io_dtype: q | k | v by head; head_stride is not read
-  gdn_heads z;             // [.., num_v_heads, head_v], io_dtype
-  gdn_heads a, b;          // [.., num_v_heads], gate_dtype
-  gdn_heads out;           // written: [.., num_v_heads, head_v], io_dtype
-  const void *conv_weight; // [channels, conv_width], conv_dtype
-  const void *norm_weight; // [head_v], norm_dtype
-  const float *a_log;      // [num_v_heads]
-  const float *dt_bias;    // [num_v_heads]
-  const void *conv_in;     // [slot, conv_width - 1, channels], io_dtype; may equal conv_out
-  void *conv_out;
-  const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype; may equal state_out
-  void *state_out;
-  void *token_states;      // as in gdn_rule_params
-  gdn_slots in_slots;      // how state_in is addressed; conv_in by the same slots
-  gdn_slots out_slots;     // how state_out is addressed; conv_out by the same slots
+  gdn_common common;
+  gdn_layer layer;
+  const void *conv_in;     // [slot, conv_width - 1, channels], io_dtype; slots as state_in's; may equal conv_out
+  void *conv_out;          // written, slots as state_out's
   int64_t conv_in_stride, conv_out_stride;    // elements from one slot of a convolution state to the next
-  gdn_sequences seqs;
-  int32_t num_k_heads, num_v_heads, head_k, head_v, conv_width;
-  int32_t io_dtype, gate_dtype, state_dtype, conv_dtype, norm_dtype;
-  int32_t l2norm;          // normalise q and k
-  int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
   int32_t algo;            // gdn_step_algo
-  int32_t overlap;         // GDN_OVERLAP
-  float l2_eps, scale, beta_scale, norm_eps;
 } gdn_step_params;
 int gdn_step(const gdn_step_params *params, cudaStream_t stream);
-// Which variant gdn_step would launch on the current device: a gdn_step_algo, or GDN_STEP_AUTO where none takes it.
+// Which variant gdn_step would launch on the current device: a gdn_step_algo, or GDN_STEP_AUTO where none supports it.
 int gdn_step_choice(const gdn_step_params *params, int32_t *algo);
 
-// The rule over the pair (state, ring), for decode and for the check of drafted tokens: the state S0 is read by every launch
-// and written only where the ring is full. The ring holds the tokens since S0, of each its key k_j, its update e_j and its log
-// decay g_j:  S = exp(g_1 + .. + g_P) S0 + sum_j exp(g_(j + 1) + .. + g_P) e_j k_j^T. A launch appends the tokens of a sequence
-// to its ring, or folds the ring into the state first: where both together are more than `window`, where in and out slot
-// differ, or where `fold` asks for it. It is decided on the device, sequence by sequence.
+// The rule over the pair (state, ring), for decode and for the verification of drafted tokens: a launch reads the state S0,
+// and writes it only where the ring is full. The ring holds the tokens since S0, of each its key k_j, its update e_j and its
+// log decay g_j:  S = exp(g_1 + .. + g_P) S0 + sum_j exp(g_(j + 1) + .. + g_P) e_j k_j^T. A step appends the tokens of a
+// sequence to its ring. It first flushes the ring into the state where both together exceed `max_entries`, or where in and
+// out slot differ. The device decides it, sequence by sequence.
 //
-// Where the ring of a slot begins and how long it is stands in its cursor, which no launch of gdn_replay writes: the layers of
-// a model share one, and gdn_replay_advance moves it once they are all done. To take back drafted tokens is to advance by
-// fewer. A cursor of 0 is an empty ring; then the state alone is all there is.
-#define GDN_RING_WINDOW 16
+// The head and the length of a ring are in `spans`, which no step writes: the layers of a model share them, and
+// gdn_ring_advance moves them after all layers are done. Rejected drafts are taken back by advancing by fewer tokens. A span of
+// 0 is an empty ring: the state alone holds everything.
+#define GDN_RING_ENTRIES 16
 #define GDN_RING_CAPACITY 32
-#define GDN_REPLAY_TOKENS 16
 typedef struct gdn_ring {
-  void *keys;              // [slot, num_k_heads, capacity, head_k], io_dtype: keys as they came, before the norm
-  float *updates;          // [slot, num_v_heads, capacity, head_v]: e_j, which has the key's norm in it
+  void *keys;              // [slot, num_k_heads, capacity, head_k], io_dtype: raw keys, before the norm
+  float *updates;          // [slot, num_v_heads, capacity, head_v]: e_j, which contains the key's norm
   float *decays;           // [slot, num_v_heads, capacity]: g_j
-  const uint32_t *cursors; // [slot]: first << 16 | length; entry j is row (first + j) % capacity
+  const uint32_t *spans;   // [slot]: head << 16 | length; entry j is row (head + j) % capacity
   int64_t keys_stride, updates_stride, decays_stride;    // elements from one slot to the next
-  int32_t capacity;        // rows, at most GDN_RING_CAPACITY: window + tokens_per_seq at least, so that what a launch appends
-                           // is never where another block still reads
-  int32_t window;          // entries in use at most, 1 to GDN_RING_WINDOW
+  int32_t capacity;        // rows, at most GDN_RING_CAPACITY and at least max_entries + tokens, so that a step never
+                           // overwrites a row that another block still reads
+  int32_t max_entries;     // length at most, 1 to GDN_RING_ENTRIES
 } gdn_ring;
 
-typedef enum gdn_replay_algo {
-  GDN_REPLAY_AUTO = 0,
-  GDN_REPLAY_FMA = 1,      // one token
-  GDN_REPLAY_MMA = 2       // any number of tokens, products on tensor cores
-} gdn_replay_algo;
+// One decode step of a layer over (state, ring), or the verification of drafted tokens: the convolution, SiLU, the rule and the
+// gated norm. The convolution's output is rounded to io_dtype, as by gdn_conv. Its window is a ring too: the input of a token
+// is in the row of the token's entry, and the last three inputs before an empty ring are in the rows before its head.
+//
+// K = V = 128, up to GDN_RING_STEP_TOKENS tokens, max_entries of 3 or more. The state is updated in place (state_in equals
+// state_out). Strides are below 2^32; rows of x and z, states, keys and updates are aligned to 16 bytes. With cu_seqlens a
+// sequence has at most max_tokens_per_seq tokens.
+#define GDN_RING_STEP_TOKENS 16
+typedef enum gdn_ring_algo {
+  GDN_RING_AUTO = 0,
+  GDN_RING_FMA = 1,        // one token a sequence, without cu_seqlens; conv_weight aligned to 16 bytes, rows of `inputs` to 4
+                           // elements
+  GDN_RING_MMA = 2         // any number of tokens, products on tensor cores
+} gdn_ring_algo;
 
-// K = V = 128, up to GDN_REPLAY_TOKENS tokens. Strides are below 2^32; rows of q, k and v, states, keys and updates are aligned
-// to 16 bytes. A sequence of padding gets zeros in o; rows past its count are left as they are.
-typedef struct gdn_replay_params {
-  gdn_heads q, k, v;       // [sequence, token, head, dim], io_dtype
-  gdn_heads a, b;          // [sequence, token, num_v_heads], gate_dtype
-  gdn_heads o;             // written: [sequence, token, num_v_heads, head_v], io_dtype
-  const float *a_log;      // [num_v_heads]
-  const float *dt_bias;    // [num_v_heads]
-  const void *state_in;    // [slot, num_v_heads, head_v, head_k], state_dtype
-  void *state_out;         // the same, written where a sequence is folded; unlike state_in only with `fold`
-  const uint32_t *counts;  // null, or of each sequence the tokens that it has, tokens_per_seq at most
-  const uint32_t *cu_seqlens;    // null, or [num_seqs + 1]: tokens are packed, those of sequence n from cu_seqlens[n] on and
-                           // tokens_per_seq at most; counts and seq_strides are then not read. On tensor cores only
-  gdn_ring ring;           // read by the slots of in_slots, appended to by those of out_slots
-  gdn_slots in_slots, out_slots;
-  int32_t num_seqs, tokens_per_seq;
-  int32_t num_k_heads, num_v_heads, head_k, head_v;
-  int32_t io_dtype, gate_dtype;
-  int32_t state_dtype;     // GDN_F32, GDN_BF16 or GDN_F16
-  int32_t l2norm;
-  int32_t fold;            // fold all: with tokens_per_seq 0 the state is then all there is
-  int32_t algo;            // gdn_replay_algo
-  float l2_eps, scale, beta_scale;    // as in gdn_rule_params
-} gdn_replay_params;
-int gdn_replay(const gdn_replay_params *params, cudaStream_t stream);
-
-// One decode step of a layer between its two projections over (state, ring), or the check of drafted tokens: the convolution,
-// SiLU, and what gdn_replay and gdn_norm do. What the convolution leaves is rounded to io_dtype, as gdn_conv does. Its window is a
-// ring too: the input of a token is kept in the row of the token's entry, and the last three before an empty ring are in the
-// rows before `first`. Up to GDN_REPLAY_STEP_TOKENS tokens, a window of 3 or more, and the rest as gdn_replay; rows of z are
-// aligned to 16 bytes too.
-#define GDN_REPLAY_STEP_TOKENS 16
-typedef struct gdn_replay_step_params {
-  gdn_heads x;             // [sequence, token, channels], io_dtype: q | k | v by head; head_stride is not read
-  gdn_heads z;             // [.., num_v_heads, head_v], io_dtype
-  gdn_heads a, b;          // [.., num_v_heads], gate_dtype
-  gdn_heads out;           // written: [.., num_v_heads, head_v], io_dtype
-  const void *conv_weight; // [channels, conv_width], conv_dtype
-  const void *norm_weight; // [head_v], norm_dtype
-  const float *a_log;      // [num_v_heads]
-  const float *dt_bias;    // [num_v_heads]
-  void *inputs;            // [slot, capacity, channels], io_dtype: read and appended to as the ring is
-  const void *state_in;    // as in gdn_replay_params, and so on
-  void *state_out;
-  const uint32_t *counts, *cu_seqlens;
-  gdn_ring ring;
-  gdn_slots in_slots, out_slots;
+typedef struct gdn_ring_step_params {
+  gdn_common common;
+  gdn_layer layer;         // with overlap the kernel before this one must not write spans, rings or `inputs` either
+  gdn_ring ring;           // read at the slots of in_slots, appended to at those of out_slots
+  void *inputs;            // [slot, capacity, channels], io_dtype: read and appended to as the ring
   int64_t inputs_stride;   // elements from one slot to the next
-  int32_t num_seqs, tokens_per_seq;
-  int32_t num_k_heads, num_v_heads, head_k, head_v, conv_width;
-  int32_t io_dtype, gate_dtype, state_dtype, conv_dtype, norm_dtype;
-  int32_t l2norm, fold;
-  int32_t sigmoid;         // the gate of the norm is sigmoid(z) instead of silu(z)
-  int32_t overlap;         // GDN_OVERLAP; the kernel before must not write cursors, counts and rings, `inputs` too, either
-  int32_t algo;            // GDN_REPLAY_AUTO, _MMA, or _FMA, which takes conv_weight aligned to 16 bytes and rows of
-                           // `inputs` to 4 elements
-  float l2_eps, scale, beta_scale, norm_eps;
-} gdn_replay_step_params;
-int gdn_replay_step(const gdn_replay_step_params *params, cudaStream_t stream);
+  int32_t algo;            // gdn_ring_algo
+} gdn_ring_step_params;
+int gdn_ring_step(const gdn_ring_step_params *params, cudaStream_t stream);
 
-// Moves the cursors behind the launches of a step, from the slots that they read to those that they wrote. Fields of the same
-// name as they had; `accepted` (null: all) is how many of each sequence's tokens stay.
-typedef struct gdn_replay_advance_params {
-  uint32_t *cursors;
-  const uint32_t *counts, *cu_seqlens, *accepted;
+// Flushes rings into states: state_out = the state of (state_in, ring). An empty ring copies the state if it moves. Writes no
+// span (gdn_ring_advance with `flushed` does). K = V = 128, alignments and strides as for gdn_ring_step; gates, tokens, l2norm
+// and scales are not read.
+typedef struct gdn_ring_flush_params {
+  gdn_common common;       // state_out may be another pool
+  gdn_ring ring;           // read at the slots of in_slots
+} gdn_ring_flush_params;
+int gdn_ring_flush(const gdn_ring_flush_params *params, cudaStream_t stream);
+
+// Moves the spans after the launches of a step, from the slots that the step read to those that it wrote. Fields have the
+// step's values; `accepted` (null: all) is how many of each sequence's tokens stay.
+typedef struct gdn_ring_advance_params {
+  uint32_t *spans;
+  const uint32_t *accepted;
   gdn_slots in_slots, out_slots;    // slot_stride is not read
-  int32_t num_seqs, tokens_per_seq;
-  int32_t capacity, window;
-  int32_t fold;
-} gdn_replay_advance_params;
-int gdn_replay_advance(const gdn_replay_advance_params *params, cudaStream_t stream);
+  gdn_sequences seqs;
+  int32_t capacity, max_entries;
+  int32_t flushed;         // the rings have been flushed (gdn_ring_flush): they are empty before the tokens
+} gdn_ring_advance_params;
+int gdn_ring_advance(const gdn_ring_advance_params *params, cudaStream_t stream);
 
-// The convolution's window of a ring, as gdn_conv keeps it: copies the last inputs before the next entry out of the rings of
-// in_slots (`to_ring` 0), or into those of out_slots, whatever their length. Before which entry, the cursors of in_slots say in
-// either case: so what goes out, through gdn_conv and into the ring again stands where it stood, before the ring that
-// gdn_replay_advance leaves behind a fold. For prefill behind a ring, snapshots and restores. Of padding nothing is copied.
-typedef struct gdn_replay_window_params {
-  void *inputs;            // as in gdn_replay_step_params
-  void *window;            // [out slot, conv_width - 1, channels], io_dtype, oldest first; rows and channels contiguous
-  const uint32_t *cursors;
-  gdn_slots in_slots, out_slots;    // out_slots' slot_stride is the window's; the other is not read
+// Copies the convolution's window between a ring and the plain state of gdn_conv: the last inputs before the next entry, out
+// of the rings of in_slots (`to_ring` 0), or into those of out_slots, whatever their length. The position comes from the spans
+// of in_slots in both directions. A window that is copied out, run through gdn_conv and copied back lands at the same position.
+// For prefill over a ring, snapshots and restores. Padding is not copied.
+typedef struct gdn_ring_inputs_params {
+  void *inputs;            // as in gdn_ring_step_params
+  void *conv_state;        // [out slot, conv_width - 1, channels], io_dtype, oldest first; rows and channels contiguous
+  const uint32_t *spans;
+  gdn_slots in_slots, out_slots;    // out_slots' slot_stride is conv_state's; the other is not read
   int64_t inputs_stride;   // elements from one slot to the next
   int32_t num_seqs, channels, conv_width;
   int32_t capacity;        // rows, more than conv_width
   int32_t io_dtype;
   int32_t to_ring;
-} gdn_replay_window_params;
-int gdn_replay_window(const gdn_replay_window_params *params, cudaStream_t stream);
+} gdn_ring_inputs_params;
+int gdn_ring_inputs(const gdn_ring_inputs_params *params, cudaStream_t stream);
 
 // Of a matrix [n, k] in e4m3, a byte a number: the number (i, j) is its byte's times ptr[i / rows * stride + j / GDN_SCALE_COLUMNS].
 // What a byte of NaN stands for is left open.

@@ -62,22 +62,23 @@ gdn_rule_params rule(const Arguments &x, int64_t sequences, bool packed) {
   p.q = heads(x.q, packed);
   p.k = heads(x.k, packed);
   p.v = heads(x.v, packed);
-  p.a = heads(x.a, packed);
-  p.b = heads(x.b, packed);
   p.o = heads(x.output, packed);
-  p.a_log = address<float>(x.A_log);
-  p.dt_bias = address<float>(x.dt_bias);
-  p.state_in = address<void>(x.state);
-  p.state_out = address<void>(x.new_state);
-  p.in_slots = p.out_slots = {nullptr, sequences, HV * D * D};
-  p.seqs.num_seqs = static_cast<int32_t>(sequences);
-  p.num_k_heads = HK;
-  p.num_v_heads = HV;
-  p.head_k = p.head_v = D;
-  p.io_dtype = p.gate_dtype = GDN_BF16;
-  p.state_dtype = GDN_F32;
-  p.scale = static_cast<float>(x.scale == 0. ? kDefaultScale : x.scale);
-  p.beta_scale = 1.f;
+  gdn_common &c = p.common;
+  c.a = heads(x.a, packed);
+  c.b = heads(x.b, packed);
+  c.a_log = address<float>(x.A_log);
+  c.dt_bias = address<float>(x.dt_bias);
+  c.state_in = address<void>(x.state);
+  c.state_out = address<void>(x.new_state);
+  c.in_slots = c.out_slots = {nullptr, sequences, HV * D * D};
+  c.seqs.num_seqs = static_cast<int32_t>(sequences);
+  c.num_k_heads = HK;
+  c.num_v_heads = HV;
+  c.head_k = c.head_v = D;
+  c.io_dtype = c.gate_dtype = GDN_BF16;
+  c.state_dtype = GDN_F32;
+  c.scale = static_cast<float>(x.scale == 0. ? kDefaultScale : x.scale);
+  c.beta_scale = 1.f;
   return p;
 }
 
@@ -101,7 +102,7 @@ void decode(TensorView q, TensorView k, TensorView v, TensorView state, TensorVi
   expect("b", b, device, kBf16, {n, 1, HV});
   expect("output", output, device, kBf16, {n, 1, HV, D});
   gdn_rule_params p = rule({q, k, v, state, A_log, a, dt_bias, b, scale, output, new_state}, n, false);
-  p.seqs.tokens_per_seq = 1;    // no kernel for one token needs a workspace
+  p.common.seqs.tokens_per_seq = 1;    // no kernel for one token needs a workspace
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
   check("gdn_rule", gdn_rule(&p, current_stream(device)));
 }
@@ -119,17 +120,17 @@ void prefill(TensorView q, TensorView k, TensorView v, TensorView state, TensorV
   expect("output", output, device, kBf16, {tokens, HV, D});
   gdn_rule_params p = rule({q, k, v, state, A_log, a, dt_bias, b, scale, output, new_state}, bounds - 1, true);
   // How long the longest sequence is only the GPU knows.
-  p.seqs.max_tokens_per_seq = p.seqs.total_tokens = static_cast<int32_t>(tokens);
+  p.common.seqs.max_tokens_per_seq = p.common.seqs.total_tokens = static_cast<int32_t>(tokens);
 
   // One allocation: the workspace, which follows from sizes alone, and behind it cu_seqlens as gdn_rule takes it.
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  p.seqs.cu_seqlens = address<uint32_t>(cu_seqlens);
+  p.common.seqs.cu_seqlens = address<uint32_t>(cu_seqlens);
   check("gdn_rule_workspace", gdn_rule_workspace(&p, &p.workspace_bytes));
   const int64_t narrowed = (p.workspace_bytes + 255) / 256 * 256;
   const Tensor room = Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, {narrowed + bounds * int64_t{sizeof(uint32_t)}}, kByte, device);
   p.workspace = room.data_ptr();
   uint32_t *cu = reinterpret_cast<uint32_t *>(static_cast<char *>(room.data_ptr()) + narrowed);
-  p.seqs.cu_seqlens = cu;
+  p.common.seqs.cu_seqlens = cu;
 
   const cudaStream_t stream = current_stream(device);
   gdn::LaunchConfig config;

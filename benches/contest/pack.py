@@ -27,8 +27,7 @@ from safetensors.torch import save_file
 
 KINDS = ("decode", "prefill")
 # What gdn_rule is linked of. The harness compiles it without --expt-relaxed-constexpr.
-UNITS = ["common/code.cu", "common/status.cu", "common/tensor_map.cu", "decode/decode.cu", "prefill/*.cu", "recurrent/*.cu",
-         "rule/*.cu"]
+UNITS = ["common/code.cu", "common/status.cu", "common/tensor_map.cu", "chunk/*.cu", "rule/*.cu"]
 BINDING = "benches/contest/binding.cu"
 INCLUDE = re.compile(r'^#include "(.*)"', re.M)
 

@@ -75,7 +75,7 @@ fn part(kernel: &str) -> &'static str {
     match own[digits..].get(..length).unwrap_or_default() {
         "linear" | "quantized" => PROJECTIONS,
         "moe" => EXPERTS,
-        "conv" | "decode" | "replay" | "recurrent" | "prefill" | "norm" => GDN,
+        "conv" | "step" | "ring" | "recurrent" | "chunk" | "norm" => GDN,
         "attention" => ATTENTION,
         "residual" | "swiglu" => "residuals, norms, gates",
         "sampling" | "logprobs" | "round" => "sampler",

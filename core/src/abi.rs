@@ -98,9 +98,9 @@ pub fn status_text(status: i32) -> String {
         2 => "a required pointer is null",
         3 => "the number of key heads does not divide the number of value heads, or one is not positive",
         4 => "a head size is outside 1..256",
-        5 => "a count is negative, or past what the grid can hold",
+        5 => "a count is negative, or past what the grid or an index can hold",
         6 => "the convolution width is outside 2..8",
-        7 => "the kernel asked for does not take this shape, alignment or device",
+        7 => "the requested kernel does not support this shape, alignment or device",
         8 => "a stride is negative",
         9 => "built without GDN_PROFILE",
         10 => "the profile buffer is not aligned to 16 bytes, or has no room for the warps of this launch",
@@ -113,4 +113,21 @@ pub fn status_text(status: i32) -> String {
         _ => "unknown status",
     };
     text.to_owned()
+}
+
+#[cfg(test)]
+#[test]
+fn statuses_have_the_text_of_the_kernels() {
+    let header = include_str!("../../cuda/gdn.h").split("typedef enum gdn_status {").nth(1).expect("the statuses");
+    let texts = include_str!("../../cuda/common/status.cu").replace('\n', " ");
+    let mut seen = 0;
+    for line in header.lines().map_while(|line| if line.contains("GDN_CUDA_ERROR") { None } else { Some(line.trim()) })
+    {
+        let Some((name, rest)) = line.split_once(" = ") else { continue };
+        let status = rest.split([',', ' ']).next().and_then(|number| number.parse().ok()).expect("a number");
+        let case = texts.split(&format!("case {name}:")).nth(1).unwrap_or_else(|| panic!("{name} has no text"));
+        assert_eq!(case.split('"').nth(1), Some(&*status_text(status)), "{name}");
+        seen += 1;
+    }
+    assert!(seen > 10, "{seen}");
 }

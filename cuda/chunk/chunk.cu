@@ -9,59 +9,39 @@
 
 namespace gdn {
 namespace chunk {
-namespace {
-
-bool takes(const gdn_rule_params &p) {
-  const bool io = p.io_dtype == GDN_BF16 || p.io_dtype == GDN_F16;
-  return io && !p.token_states && p.head_k <= 128 && p.head_k % 8 == 0 && p.head_v % 8 == 0 && aligned_state(p, 2) &&
-         aligned(p.checkpoints, 2 * dtype_size(p.state_dtype)) && aligned_rows(p.q, 8, p.io_dtype) &&
-         aligned_rows(p.k, 8, p.io_dtype) && aligned_rows(p.v, 8, p.io_dtype) && aligned_rows(p.o, 8, p.io_dtype);
-}
-
-// Whether a tensor map can describe it: no dimension of more than one element is repeated by a stride of zero. One without tokens
-// is never read.
-bool has_map(const gdn_heads &x, int32_t heads, const gdn_sequences &s) {
-  const bool packed = s.cu_seqlens != nullptr;
-  const int32_t tokens = packed ? s.total_tokens : s.tokens_per_seq;
-  return tokens == 0 || ((heads == 1 || x.head_stride > 0) && (tokens <= 1 || x.token_stride > 0) &&
-         (packed || s.num_seqs <= 1 || x.seq_stride > 0));
-}
-
-}  // namespace
-
 int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
-  const int64_t longest = ceil_div(max_tokens(p.seqs), kChunk), heads = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads;
-  s->chunks = p.seqs.cu_seqlens ? p.seqs.total_tokens / kChunk + p.seqs.num_seqs : longest * p.seqs.num_seqs;
+  const int64_t longest = ceil_div(max_tokens(p.common.seqs), kChunk), heads = static_cast<int64_t>(p.common.seqs.num_seqs) * p.common.num_v_heads;
+  s->chunks = p.common.seqs.cu_seqlens ? p.common.seqs.total_tokens / kChunk + p.common.seqs.num_seqs : longest * p.common.seqs.num_seqs;
   if (longest == 0) s->chunks = 0;
-  s->record_bytes = sm90 ? 0 : ceil_div(s->chunks * p.num_v_heads * static_cast<int64_t>(sizeof(Record)), 256) * 256;
+  s->record_bytes = sm90 ? 0 : ceil_div(s->chunks * p.common.num_v_heads * static_cast<int64_t>(sizeof(Record)), 256) * 256;
 
-  const bool has_wide = p.head_k > 64 && p.head_v > 64;    // blocks of 128 value rows
+  const bool has_wide = p.common.head_k > 64 && p.common.head_v > 64;    // blocks of 128 value rows
   Segments segments;
   if (heads > 0) segments = choose_segments(p, longest, sm90, sms, sm90 && has_wide);
   s->first_chunks = static_cast<int32_t>(segments.first_chunks < 1 ? 1 : segments.first_chunks);
   s->segment_chunks = static_cast<int32_t>(segments.chunks < 1 ? 1 : segments.chunks);
   s->mixed = segments.slots > 0;
-  s->slots = s->mixed ? static_cast<int32_t>(segments.slots) : p.seqs.num_seqs;
+  s->slots = s->mixed ? static_cast<int32_t>(segments.slots) : p.common.seqs.num_seqs;
   s->long_tokens = static_cast<int32_t>(segments.long_tokens);
   const int64_t behind = longest - s->first_chunks;
   s->segments = static_cast<int32_t>(1 + (behind > 0 ? ceil_div(behind, s->segment_chunks) : 0));
   // [V, K] after the first; [V + K, K] of each that is neither it nor the last.
-  const int64_t rows = s->segments > 1 ? p.head_v + (s->segments - 2) * (p.head_v + p.head_k) : 0;
-  s->transfer_bytes = rows * s->slots * p.num_v_heads * p.head_k * static_cast<int64_t>(sizeof(float));
+  const int64_t rows = s->segments > 1 ? p.common.head_v + (s->segments - 2) * (p.common.head_v + p.common.head_k) : 0;
+  s->transfer_bytes = rows * s->slots * p.common.num_v_heads * p.common.head_k * static_cast<int64_t>(sizeof(float));
 
   if (!sm90) {    // more rows a block read the keys less often, where blocks would not all run at once
     int optin = 0;
     if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
     const int64_t side_by_side = s->segments > 1 ? s->segments - 1 : 1;
-    segments.wide = has_wide && side_by_side * heads * ceil_div(p.head_v, 64) > 2 * sms && optin >= 120 * 1024;
+    segments.wide = has_wide && side_by_side * heads * ceil_div(p.common.head_v, 64) > 2 * sms && optin >= 120 * 1024;
   }
   s->tile_rows = segments.wide ? 128 : 64;
   s->first_rows = segments.wide_first ? 128 : 64;
   s->places = segments.rounds ? sms : 0;
   // At most places - 1 heads are split: flags of 8 warps, and states.
-  s->split_bytes = segments.split ? sms * (8 * int64_t{sizeof(uint32_t)} + int64_t{s->tile_rows} * p.head_k * int64_t{sizeof(float)}) : 0;
+  s->split_bytes = segments.split ? sms * (8 * int64_t{sizeof(uint32_t)} + int64_t{s->tile_rows} * p.common.head_k * int64_t{sizeof(float)}) : 0;
   return GDN_OK;
 }
 
@@ -73,7 +53,7 @@ template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s
   plan.segment_chunks = s.segment_chunks;
   plan.mixed = s.mixed;
   plan.slots = s.slots, plan.long_tokens = s.long_tokens;
-  plan.keep_state = state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots);
+  plan.keep_state = state_in_place(p.common);
   Record *records = static_cast<Record *>(p.workspace);
   plan.records = records;
   plan.transfers = reinterpret_cast<float *>(static_cast<uint8_t *>(p.workspace) + s.record_bytes);
@@ -85,7 +65,7 @@ template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s
   }
   const auto scan = [&](Pass pass) {
     if (!sm90) return launch_sm80<T>(p, s, plan, pass, stream);
-    return p.state_dtype == GDN_BF16 ? launch_sm90<T, __nv_bfloat16>(p, s, plan, maps, pass, stream)
+    return p.common.state_dtype == GDN_BF16 ? launch_sm90<T, __nv_bfloat16>(p, s, plan, maps, pass, stream)
                                      : launch_sm90<T, float>(p, s, plan, maps, pass, stream);
   };
   if (s.segments > 1) {
@@ -98,16 +78,6 @@ template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s
 }
 
 }  // namespace chunk
-
-bool chunked_sm80_takes(const gdn_rule_params &p) { return chunk::takes(p); }
-
-bool chunked_sm90_takes(const gdn_rule_params &p) {
-  bool yes = false;
-  using chunk::has_map;
-  const bool maps = has_map(p.q, p.num_k_heads, p.seqs) && has_map(p.k, p.num_k_heads, p.seqs) && has_map(p.v, p.num_v_heads, p.seqs) &&
-                    has_map(p.o, p.num_v_heads, p.seqs);
-  return maps && chunk::takes(p) && has_sm90a_code(&yes) == GDN_OK && yes;
-}
 
 int chunked_workspace(const gdn_rule_params &p, int32_t algo, int64_t *bytes) {
   chunk::Schedule s;
@@ -122,7 +92,7 @@ int launch_chunked(const gdn_rule_params &p, int32_t algo, cudaStream_t stream) 
   if (const int status = chunk::make_schedule(p, sm90, &s)) return status;
   const int64_t bytes = s.bytes();
   if (bytes > 0 && (!p.workspace || !aligned(p.workspace, 256) || p.workspace_bytes < bytes)) return GDN_BAD_WORKSPACE;
-  return p.io_dtype == GDN_F16 ? chunk::launch_all<__half>(p, s, sm90, stream) : chunk::launch_all<__nv_bfloat16>(p, s, sm90, stream);
+  return p.common.io_dtype == GDN_F16 ? chunk::launch_all<__half>(p, s, sm90, stream) : chunk::launch_all<__nv_bfloat16>(p, s, sm90, stream);
 }
 
 }  // namespace gdn

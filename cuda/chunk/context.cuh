@@ -158,11 +158,11 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   ptx::grid_dependency_launch();
 
   const unsigned rank = blockIdx.x % kCluster;    // in the cluster
-  const int tiles = (p.head_v + C::kRows - 1) / C::kRows, block = static_cast<int>(blockIdx.x / kCluster);
-  const int row0 = block % tiles * C::kRows, head = block / tiles % p.num_v_heads, slot = block / tiles / p.num_v_heads;
-  const int found = plan.mixed ? sequence_of_slot(p.seqs, plan, slot) : slot, n = max(found, 0);
-  const int last = segments_of(plan, (tokens_of(p.seqs, n).count + kChunk - 1) / kChunk) - 1;
-  if (found < 0 || slot_of(p.in_slots, n) < 0 || slot_of(p.out_slots, n) < 0 || last < 2) {
+  const int tiles = (p.common.head_v + C::kRows - 1) / C::kRows, block = static_cast<int>(blockIdx.x / kCluster);
+  const int row0 = block % tiles * C::kRows, head = block / tiles % p.common.num_v_heads, slot = block / tiles / p.common.num_v_heads;
+  const int found = plan.mixed ? sequence_of_slot(p.common.seqs, plan, slot) : slot, n = max(found, 0);
+  const int last = segments_of(plan, (tokens_of(p.common.seqs, n).count + kChunk - 1) / kChunk) - 1;
+  if (found < 0 || slot_of(p.common.in_slots, n) < 0 || slot_of(p.common.out_slots, n) < 0 || last < 2) {
     ptx::grid_dependency_wait();
     return;
   }
@@ -179,7 +179,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   GDN_PROFILED(stamps.lap(profile::kSetup);)
   ptx::grid_dependency_wait();
   GDN_PROFILED(stamps.lap(profile::kWaitKernel);)
-  const int head_k = C::kExact ? KK : p.head_k;
+  const int head_k = C::kExact ? KK : p.common.head_k;
   const uint32_t arrived = ptx::shared_address(shared.arrived);
   uint32_t peers[kCluster];    // shared memory of the others, the first after this block's
 #pragma unroll
@@ -190,8 +190,8 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   const bool inside = C::kExact || column < head_k;    // with the others of the lane, as sizes are multiples of 8
   const int k0 = part * C::kSlice + c * (kUnit / 4);
   float m[kCluster * kUnits][kUnit / 4][kPack] = {};
-  const float *lane_m = transfer_at(p, plan, slot, 1, head) + (p.head_v + k0) * head_k + column;
-  const int64_t one_segment = static_cast<int64_t>(p.num_v_heads) * (p.head_v + head_k) * head_k;
+  const float *lane_m = transfer_at(p, plan, slot, 1, head) + (p.common.head_v + k0) * head_k + column;
+  const int64_t one_segment = static_cast<int64_t>(p.common.num_v_heads) * (p.common.head_v + head_k) * head_k;
   const auto load_unit = [&](int i, int u, const float *from, bool there) {
     const int k = static_cast<int>((rank + i) % kCluster) * kColumns;
     from += k * head_k + kUnit * u * head_k;
@@ -208,7 +208,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   for (int i = thread; i < C::kRows * KK / 4; i += C::kThreads) {
     const int row = i / (KK / 4), at = i % (KK / 4) * 4;
     float x[4] = {};
-    detail::load_floats(x, first + row * head_k + at, row0 + row < p.head_v && at < head_k);
+    detail::load_floats(x, first + row * head_k + at, row0 + row < p.common.head_v && at < head_k);
     *reinterpret_cast<float4 *>(&shared.state[0][detail::state_place<KK>(row, at)]) = make_float4(x[0], x[1], x[2], x[3]);
   }
   __syncthreads();
@@ -225,7 +225,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     for (int t = 0; t < kDone; ++t)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        detail::load_floats(next[t][r], place + (8 * t + r) * head_k, inside && row + 8 * t + r < p.head_v);
+        detail::load_floats(next[t][r], place + (8 * t + r) * head_k, inside && row + 8 * t + r < p.common.head_v);
 
     if (kCluster > 1 && segment > 1 && thread == 0)
       ptx::barrier_expect(arrived + 8 * now, C::kRows * (KK - kColumns) * 4);
@@ -307,7 +307,7 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     for (int t = 0; t < kDone; ++t)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if (inside && row + 8 * t + r < p.head_v) {
+        if (inside && row + 8 * t + r < p.common.head_v) {
           Floats x;
 #pragma unroll
           for (int e = 0; e < kPack; ++e) x.x[e] = next[t][r][e];

@@ -19,7 +19,7 @@ int launch_scan80(const gdn_rule_params &p, Plan plan, LaunchConfig c, int optin
 
 template <typename T> int launch_sm80(const gdn_rule_params &p, const Schedule &s, const Plan &schedule, Pass pass, cudaStream_t stream) {
   Plan plan = schedule;
-  plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, scan_rows(s, pass)));
+  plan.v_tiles = static_cast<int32_t>(ceil_div(p.common.head_v, scan_rows(s, pass)));
   int optin = 0;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   LaunchConfig c;
@@ -27,7 +27,7 @@ template <typename T> int launch_sm80(const gdn_rule_params &p, const Schedule &
   c.stream = stream;
   c.overlap = true;
   const bool first = pass == kFirst;
-  if (p.head_k <= 64)
+  if (p.common.head_k <= 64)
     return first ? launch_scan80<T, 64, 4, kFirst>(p, plan, c, optin) : launch_scan80<T, 64, 4, kWhole>(p, plan, c, optin);
   if (first) return launch_scan80<T, 128, 4, kFirst>(p, plan, c, optin);
   return s.tile_rows == 128 ? launch_scan80<T, 128, 8, kWhole>(p, plan, c, optin) : launch_scan80<T, 128, 4, kWhole>(p, plan, c, optin);
@@ -46,10 +46,10 @@ int launch_prepare_as(const gdn_rule_params &p, Record *records, LaunchConfig c)
 
 template <typename T> int launch_prepare(const gdn_rule_params &p, const Schedule &s, Record *records, cudaStream_t stream) {
   LaunchConfig c;
-  if (const int status = scan_grid(s.chunks * p.num_k_heads, &c)) return status;
+  if (const int status = scan_grid(s.chunks * p.common.num_k_heads, &c)) return status;
   c.stream = stream;
-  const bool several = p.num_v_heads > p.num_k_heads;
-  if (p.head_k <= 64)
+  const bool several = p.common.num_v_heads > p.common.num_k_heads;
+  if (p.common.head_k <= 64)
     return several ? launch_prepare_as<T, 64, 2>(p, records, c) : launch_prepare_as<T, 64, 1>(p, records, c);
   return several ? launch_prepare_as<T, 128, 2>(p, records, c) : launch_prepare_as<T, 128, 1>(p, records, c);
 }

@@ -33,7 +33,7 @@ template <typename T, typename ST, Pass PASS>
 int launch_pass90(const gdn_rule_params &p, const Schedule &s, Plan plan, const Maps &maps, cudaStream_t stream) {
   const int32_t rows = scan_rows(s, PASS);
   int64_t blocks = scan_blocks(p, s, PASS);
-  plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, rows));
+  plan.v_tiles = static_cast<int32_t>(ceil_div(p.common.head_v, rows));
   if (PASS == kRounds) {
     if (const int status = begin_rounds(p, s, blocks, &plan.rounds, stream)) return status;
     blocks = s.places;
@@ -44,7 +44,7 @@ int launch_pass90(const gdn_rule_params &p, const Schedule &s, Plan plan, const 
   if (const int status = scan_grid(blocks, &c)) return status;
   c.stream = stream;
   c.overlap = PASS == kWhole && s.segments > 1;
-  if (p.head_k <= 64) return launch_scan90<T, ST, 64, 1, PASS>(p, plan, maps, c, optin);
+  if (p.common.head_k <= 64) return launch_scan90<T, ST, 64, 1, PASS>(p, plan, maps, c, optin);
   return rows == 128 ? launch_scan90<T, ST, 128, 2, PASS>(p, plan, maps, c, optin)
                      : launch_scan90<T, ST, 128, 1, PASS>(p, plan, maps, c, optin);
 }

@@ -53,10 +53,10 @@ struct GatesAt {
   __device__ __forceinline__ void next() { a += kChunk * a_step, b += kChunk * b_step; }
 };
 __device__ __forceinline__ GatesAt gates_at(const gdn_rule_params &p, int n, int64_t first, int head) {
-  const int shift = p.gate_dtype == GDN_F32 ? 2 : 1;
-  return {static_cast<const uint8_t *>(p.a.ptr) + (heads_offset(p.a, n, first, head) << shift),
-          static_cast<const uint8_t *>(p.b.ptr) + (heads_offset(p.b, n, first, head) << shift),
-          p.a.token_stride << shift, p.b.token_stride << shift};
+  const int shift = p.common.gate_dtype == GDN_F32 ? 2 : 1;
+  return {static_cast<const uint8_t *>(p.common.a.ptr) + (heads_offset(p.common.a, n, first, head) << shift),
+          static_cast<const uint8_t *>(p.common.b.ptr) + (heads_offset(p.common.b, n, first, head) << shift),
+          p.common.a.token_stride << shift, p.common.b.token_stride << shift};
 }
 __device__ __forceinline__ RawGates load_gates(const gdn_rule_params &p, const GatesAt &at, int count, int lane) {
   RawGates g = {};
@@ -64,8 +64,8 @@ __device__ __forceinline__ RawGates load_gates(const gdn_rule_params &p, const G
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     if (2 * lane + i < count) {
-      g.a[i] = raw_load_any(a + i * at.a_step, 0, p.gate_dtype);
-      g.b[i] = raw_load_any(b + i * at.b_step, 0, p.gate_dtype);
+      g.a[i] = raw_load_any(a + i * at.a_step, 0, p.common.gate_dtype);
+      g.b[i] = raw_load_any(b + i * at.b_step, 0, p.common.gate_dtype);
     }
   return g;
 }
@@ -94,9 +94,9 @@ __device__ __forceinline__ void finish_gates(const gdn_rule_params &p, RawGates 
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const bool there = 2 * lane + i < count;
-    const float decay = rate * softplus_fast(raw_to_float(raw.a[0], p.gate_dtype) + dt_bias);
+    const float decay = rate * softplus_fast(raw_to_float(raw.a[0], p.common.gate_dtype) + dt_bias);
     g[0] = g[1], g[1] = !there ? 0.f : decay < kLeastDecay ? kLeastDecay : decay;    // fmaxf would hide a NaN
-    b[0] = b[1], b[1] = (there ? p.beta_scale : 0.f) * sigmoid_fast(raw_to_float(raw.b[0], p.gate_dtype));
+    b[0] = b[1], b[1] = (there ? p.common.beta_scale : 0.f) * sigmoid_fast(raw_to_float(raw.b[0], p.common.gate_dtype));
     raw.a[0] = raw.a[1], raw.b[0] = raw.b[1];
   }
   taken();

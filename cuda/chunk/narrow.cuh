@@ -120,8 +120,6 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
       begin_out();
       leave_chunk(packed, before, before_at, before_of);
       GDN_PROFILED(stamps.lap(profile::kSendOut);)
-      checkpoint<ST, PASS>(state, p, s, i, row0, lane);
-      GDN_PROFILED(if (PASS != kTransfer && p.checkpoints) stamps.lap(profile::kCheckpoint);)
       middle_of_chunk();
     }
     end_chunk();
@@ -132,13 +130,12 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
       const int token0 = (s.end - 1) * kChunk;
       put_out<T>(out, tile, warp, lane);
       take_out<T>(tile, warp, lane, out_heads_at<T>(p.o, s.n, s.seq.first + token0, s.head) + row0, p.o.token_stride,
-                  s.seq.count - token0, p.head_v - row0);
+                  s.seq.count - token0, p.common.head_v - row0);
       ptx::fence_async();    // the next v comes where this output was written
     }
     ptx::barrier_arrive(free + 8 * of.index);
     ptx::barrier_arrive(empty + 8 * at.index);
     GDN_PROFILED(stamps.lap(profile::kSendOut);)
-    checkpoint<ST, PASS>(state, p, s, chunks - 1, row0, lane);
     at.next();
     of.next();
   }

@@ -56,7 +56,7 @@ struct Plan {
 
 // What a block does with its stretch.
 enum Pass {
-  kWhole,      // o, checkpoints and the final state: of a sequence in one segment, or of those behind the first
+  kWhole,      // o and the final state: of a sequence in one segment, or of those behind the first
   kRounds,     // of sequences in one segment, several for a block, which is then a place
   kFirst,      // of the first segment, while
   kTransfer    // what the others add to a state and make of one is found (context.cuh)

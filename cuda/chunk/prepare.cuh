@@ -53,20 +53,20 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records
   ptx::grid_dependency_launch();
 
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.num_k_heads));
-  const unsigned chunk = blockIdx.x / static_cast<unsigned>(p.num_k_heads);
-  const int n = sequence_of_chunk(p.seqs, chunk);
-  const Tokens seq = tokens_of(p.seqs, n);
-  const int64_t t0 = (chunk - first_chunk(p.seqs, n)) * kChunk;
+  const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.common.num_k_heads));
+  const unsigned chunk = blockIdx.x / static_cast<unsigned>(p.common.num_k_heads);
+  const int n = sequence_of_chunk(p.common.seqs, chunk);
+  const Tokens seq = tokens_of(p.common.seqs, n);
+  const int64_t t0 = (chunk - first_chunk(p.common.seqs, n)) * kChunk;
   if (t0 >= seq.count) return;
   const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), seq.count - t0));
   const int64_t first = seq.first + t0;
-  const int each = p.num_v_heads / p.num_k_heads;
+  const int each = p.common.num_v_heads / p.common.num_k_heads;
 
   GDN_PROFILED(stamps.lap(profile::kSetup);)
   const uint32_t k_tile = ptx::shared_address(s.k), q_tile = ptx::shared_address(s.q);
-  copy_tile<T, KK / 8, 128 * GROUPS>(k_tile, heads_at<T>(p.k, n, first, key_head), p.k.token_stride, count, p.head_k, threadIdx.x);
-  copy_tile<T, KK / 8, 128 * GROUPS>(q_tile, heads_at<T>(p.q, n, first, key_head), p.q.token_stride, count, p.head_k, threadIdx.x);
+  copy_tile<T, KK / 8, 128 * GROUPS>(k_tile, heads_at<T>(p.k, n, first, key_head), p.k.token_stride, count, p.common.head_k, threadIdx.x);
+  copy_tile<T, KK / 8, 128 * GROUPS>(q_tile, heads_at<T>(p.q, n, first, key_head), p.q.token_stride, count, p.common.head_k, threadIdx.x);
   ptx::copy_async_commit();
   GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
   TokenGates &gates = s.gates[group];
@@ -74,7 +74,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records
   auto make_gates = [&](int head) {
     if (warp != 0) return;
     const RawGates raw = load_gates(p, gates_at(p, n, first, head), count, lane);
-    finish_gates(p, raw, -expf(p.a_log[head]) * 1.44269504f, static_cast<const float *>(p.dt_bias)[head], count, lane, gates, [] {});
+    finish_gates(p, raw, -expf(p.common.a_log[head]) * 1.44269504f, static_cast<const float *>(p.common.dt_bias)[head], count, lane, gates, [] {});
   };
   if (group < each) make_gates(key_head * each + group);
   GDN_PROFILED(stamps.lap(profile::kGates);)
@@ -92,12 +92,12 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records
     float kk[8][4] = {}, qk[8][4] = {};
     triangular_products<T, KK>(kk, qk, k_tile, q_tile, warp, lane);
     if (thread < kChunk)
-      gates.q_norm[thread] = thread < count ? row_norm<T, KK>(q_tile, thread, p.l2norm, p.l2_eps, p.scale) : 0.f;
+      gates.q_norm[thread] = thread < count ? row_norm<T, KK>(q_tile, thread, p.common.l2norm, p.common.l2_eps, p.common.scale) : 0.f;
     if (h != group) ptx::group_barrier<128>(kGroupBarrier + group);    // warp 0's gates are there
     GDN_PROFILED(stamps.lap(profile::kProducts);)
     const uint32_t inverse = ptx::shared_address(m.inverse), l = ptx::shared_address(m.attention);
     const OwnBlock own = own_block(kk, warp);
-    norms_of_diagonal(own, count, p.l2norm, p.l2_eps, gates, warp, lane);
+    norms_of_diagonal(own, count, p.common.l2norm, p.common.l2_eps, gates, warp, lane);
     ptx::group_barrier<128>(kGroupBarrier + group);
     RowDecays decays = row_decays(gates, warp, lane);
     uint32_t left[2][4];
@@ -113,7 +113,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records
     ptx::group_barrier<128>(kGroupBarrier + group);
     GDN_PROFILED(stamps.lap(profile::kAttention);)
     const uint4 *from = reinterpret_cast<const uint4 *>(&m);
-    uint4 *to = reinterpret_cast<uint4 *>(records + static_cast<int64_t>(chunk) * p.num_v_heads + head);
+    uint4 *to = reinterpret_cast<uint4 *>(records + static_cast<int64_t>(chunk) * p.common.num_v_heads + head);
 #pragma unroll
     for (int i = 0; i < 2 * kImageBytes / 16 / 128; ++i) to[thread + 128 * i] = from[thread + 128 * i];
     if (thread < static_cast<int>(sizeof(Factors) / 16))

@@ -188,7 +188,7 @@ __device__ __forceinline__ void store_state(const float (&s)[N][4], ST *state, i
 template <typename T>
 __device__ __forceinline__ void zero_rows(const gdn_rule_params &p, int n, const Tokens &seq, int head, int row0, int rows, int thread,
                                           int threads) {
-  const int pieces = min(rows, p.head_v - row0) / kPiece;
+  const int pieces = min(rows, p.common.head_v - row0) / kPiece;
   for (int64_t i = thread; i < static_cast<int64_t>(seq.count) * pieces; i += threads)
     *reinterpret_cast<uint4 *>(out_heads_at<T>(p.o, n, seq.first + i / pieces, head) + row0 + i % pieces * kPiece) =
         make_uint4(0, 0, 0, 0);
@@ -233,25 +233,25 @@ __device__ __forceinline__ int sequence_of_slot(const gdn_sequences &s, const Pl
 
 // The state after the first segment: a matrix [head_v, head_k].
 __device__ __forceinline__ float *first_at(const gdn_rule_params &p, const Plan &plan, int slot, int head) {
-  return plan.transfers + (static_cast<int64_t>(slot) * p.num_v_heads + head) * p.head_v * p.head_k;
+  return plan.transfers + (static_cast<int64_t>(slot) * p.common.num_v_heads + head) * p.common.head_v * p.common.head_k;
 }
 
 // Of a `segment` between the first and the last: what it adds, then the state after it, a matrix [head_v, head_k]; followed by
 // what it makes of a state, [head_k, head_k].
 __device__ __forceinline__ float *transfer_at(const gdn_rule_params &p, const Plan &plan, int slot, int segment, int head) {
-  const int64_t item = (static_cast<int64_t>(slot) * (plan.segments - 2) + segment - 1) * p.num_v_heads + head;
-  return first_at(p, plan, plan.slots, 0) + item * (p.head_v + p.head_k) * p.head_k;
+  const int64_t item = (static_cast<int64_t>(slot) * (plan.segments - 2) + segment - 1) * p.common.num_v_heads + head;
+  return first_at(p, plan, plan.slots, 0) + item * (p.common.head_v + p.common.head_k) * p.common.head_k;
 }
 
 // The launch of kFirst, with blocks of `rows` value rows: first segments, then kTransfer's blocks, then sequences that are not cut.
 __device__ __forceinline__ unsigned first_blocks(const gdn_rule_params &p, const Plan &plan) {
-  return static_cast<unsigned>(plan.v_tiles) * p.num_v_heads * plan.slots;
+  return static_cast<unsigned>(plan.v_tiles) * p.common.num_v_heads * plan.slots;
 }
 __device__ __forceinline__ int transfer_tiles(const gdn_rule_params &p, const Plan &plan, int rows) {
-  return plan.v_tiles + (p.head_k + rows - 1) / rows;
+  return plan.v_tiles + (p.common.head_k + rows - 1) / rows;
 }
 __device__ __forceinline__ unsigned transfer_blocks(const gdn_rule_params &p, const Plan &plan, int rows) {
-  return static_cast<unsigned>(transfer_tiles(p, plan, rows)) * p.num_v_heads * plan.slots * (plan.segments - 2);
+  return static_cast<unsigned>(transfer_tiles(p, plan, rows)) * p.common.num_v_heads * plan.slots * (plan.segments - 2);
 }
 __device__ __forceinline__ bool is_transfer(const gdn_rule_params &p, const Plan &plan, int rows, unsigned block) {
   const unsigned begin = first_blocks(p, plan);
@@ -289,8 +289,8 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   const int tiles = PASS == kTransfer ? transfer_tiles(p, plan, tile_rows) : plan.v_tiles;
   int tile = static_cast<int>(block % tiles);
   block /= tiles;
-  s.head = static_cast<int>(block % p.num_v_heads);
-  block /= p.num_v_heads;
+  s.head = static_cast<int>(block % p.common.num_v_heads);
+  block /= p.common.num_v_heads;
   if (PASS == kFirst || PASS == kRounds || plan.segments == 1) {
     s.segment = 0;
     s.slot = static_cast<int>(block);
@@ -303,9 +303,9 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   s.row0 = (s.identity ? tile - plan.v_tiles : tile) * tile_rows;
   const bool mixed = PASS != kRounds && plan.mixed;
   const bool whole = mixed && s.slot >= plan.slots;    // behind the slots each sequence once more, if it is not long
-  const int found = whole ? s.slot - plan.slots : mixed ? sequence_of_slot(p.seqs, plan, s.slot) : s.slot;
+  const int found = whole ? s.slot - plan.slots : mixed ? sequence_of_slot(p.common.seqs, plan, s.slot) : s.slot;
   s.n = max(found, 0);
-  s.seq = tokens_of(p.seqs, s.n);
+  s.seq = tokens_of(p.common.seqs, s.n);
   const int chunks = (s.seq.count + kChunk - 1) / kChunk;
   s.begin = begin_of_segment(plan, s.segment);
   s.end = whole ? chunks : min(chunks, begin_of_segment(plan, s.segment + 1));
@@ -330,7 +330,7 @@ template <Pass PASS> __device__ __forceinline__ bool is_idle(const Stretch &s, c
 
 // Between the two parts of a head, by a block of `tile_rows`.
 __device__ __forceinline__ float *split_at(const gdn_rule_params &p, const Plan &plan, const Stretch &s, int tile_rows) {
-  return plan.rounds.states + static_cast<int64_t>(s.split) * tile_rows * p.head_k;
+  return plan.rounds.states + static_cast<int64_t>(s.split) * tile_rows * p.common.head_k;
 }
 
 template <typename ST, Pass PASS, int N>
@@ -345,52 +345,37 @@ __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule
   } else if (PASS == kRounds && s.segment > 0 && s.split >= 0) {
     const int row = row0 - s.row0;
     ptx::wait_for_flag(plan.rounds.flags + 8 * s.split + row / 16, lane);
-    load_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+    load_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.common.head_v - s.row0), p.common.head_k, lane);
   } else if (PASS == kWhole && s.segment > 0) {
     ptx::grid_dependency_wait();
     const float *from = s.segment > 1 ? transfer_at(p, plan, s.slot, s.segment - 1, s.head) : first_at(p, plan, s.slot, s.head);
-    load_state(state, from, row0, p.head_v, p.head_k, lane);
+    load_state(state, from, row0, p.common.head_v, p.common.head_k, lane);
   } else {
-    with_state_type<ST>(p.state_dtype, [&](auto type) {
+    with_state_type<ST>(p.common.state_dtype, [&](auto type) {
       using S = typename decltype(type)::type;
-      const S *from = static_cast<const S *>(p.state_in) + slot_of(p.in_slots, s.n) * p.in_slots.slot_stride;
-      load_state(state, from + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+      const S *from = static_cast<const S *>(p.common.state_in) + slot_of(p.common.in_slots, s.n) * p.common.in_slots.slot_stride;
+      load_state(state, from + static_cast<int64_t>(s.head) * p.common.head_v * p.common.head_k, row0, p.common.head_v, p.common.head_k, lane);
     });
   }
-}
-
-// After chunk i of the stretch.
-template <typename ST, Pass PASS, int N>
-__device__ __forceinline__ void checkpoint(const float (&state)[N][4], const gdn_rule_params &p, const Stretch &s, int i, int row0,
-                                           int lane) {
-  if (PASS == kTransfer || !p.checkpoints) return;
-  const int done = (s.begin + i + 1) * kChunk;
-  if (done % p.checkpoint_tokens != 0 || done > s.seq.count) return;
-  const int64_t first = p.seqs.cu_seqlens ? s.seq.first : static_cast<int64_t>(s.n) * p.seqs.tokens_per_seq;
-  const int64_t row = (first / p.checkpoint_tokens + done / p.checkpoint_tokens - 1) * p.num_v_heads + s.head;
-  with_state_type<ST>(p.state_dtype, [&](auto type) {
-    using S = typename decltype(type)::type;
-    store_state(state, static_cast<S *>(p.checkpoints) + row * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
-  });
 }
 
 template <typename ST, Pass PASS, int N>
 __device__ __forceinline__ void end_state(const float (&state)[N][4], const gdn_rule_params &p, const Plan &plan,
                                           const Stretch &s, int tile_rows, int row0, int lane) {
   if (PASS == kTransfer) {
-    float *to = transfer_at(p, plan, s.slot, s.segment, s.head) + (s.identity ? p.head_v * p.head_k : 0);
-    store_state(state, to, row0, s.identity ? p.head_k : p.head_v, p.head_k, lane);
+    float *to = transfer_at(p, plan, s.slot, s.segment, s.head) + (s.identity ? p.common.head_v * p.common.head_k : 0);
+    store_state(state, to, row0, s.identity ? p.common.head_k : p.common.head_v, p.common.head_k, lane);
   } else if (s.end * kChunk >= s.seq.count) {
-    with_state_type<ST>(p.state_dtype, [&](auto type) {
+    with_state_type<ST>(p.common.state_dtype, [&](auto type) {
       using S = typename decltype(type)::type;
-      S *to = static_cast<S *>(p.state_out) + slot_of(p.out_slots, s.n) * p.out_slots.slot_stride;
-      store_state(state, to + static_cast<int64_t>(s.head) * p.head_v * p.head_k, row0, p.head_v, p.head_k, lane);
+      S *to = static_cast<S *>(p.common.state_out) + slot_of(p.common.out_slots, s.n) * p.common.out_slots.slot_stride;
+      store_state(state, to + static_cast<int64_t>(s.head) * p.common.head_v * p.common.head_k, row0, p.common.head_v, p.common.head_k, lane);
     });
   } else if (PASS == kFirst) {
-    store_state(state, first_at(p, plan, s.slot, s.head), row0, p.head_v, p.head_k, lane);
+    store_state(state, first_at(p, plan, s.slot, s.head), row0, p.common.head_v, p.common.head_k, lane);
   } else if (PASS == kRounds) {
     const int row = row0 - s.row0;
-    store_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.head_v - s.row0), p.head_k, lane);
+    store_state(state, split_at(p, plan, s, tile_rows), row, min(tile_rows, p.common.head_v - s.row0), p.common.head_k, lane);
     ptx::set_flag(plan.rounds.flags + 8 * s.split + row / 16, lane);
   }
 }

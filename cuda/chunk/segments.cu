@@ -3,8 +3,7 @@
 
 #include <algorithm>
 
-#include "../common/host.cuh"
-#include "layout.cuh"
+#include "../common/checks.h"
 
 namespace gdn {
 namespace chunk {
@@ -84,11 +83,11 @@ class Search {
  public:
   Search(const gdn_rule_params &p, int64_t longest, bool sm90, int sms, bool has_wide)
       : p_(p), cost_(sm90 ? kCosts90 : kCosts80), longest_(longest), places_(sm90 ? sms : 2 * sms), widths_(has_wide ? 2 : 1) {
-    const gdn_sequences &s = p.seqs;
+    const gdn_sequences &s = p.common.seqs;
     const int64_t fitting = s.cu_seqlens && s.max_tokens_per_seq > 0 ? s.total_tokens / s.max_tokens_per_seq : s.num_seqs;
     mixed_ = fitting < s.num_seqs && s.num_seqs <= kMostMixed;
     long_ones_ = !mixed_ ? s.num_seqs : fitting > 1 ? fitting : 1;
-    heads_ = long_ones_ * p.num_v_heads;
+    heads_ = long_ones_ * p.common.num_v_heads;
     if (mixed_ && fitting > 0) other_tokens_ = s.total_tokens - fitting * s.max_tokens_per_seq;
   }
 
@@ -96,9 +95,9 @@ class Search {
   void consider_one() {
     Segments one;
     one.first_chunks = one.chunks = longest_;
-    const int64_t blocks = int64_t{p_.seqs.num_seqs} * p_.num_v_heads * v_tiles(0);
+    const int64_t blocks = int64_t{p_.common.seqs.num_seqs} * p_.common.num_v_heads * v_tiles(0);
     if (mixed_ && blocks > places_) {
-      one.long_tokens = p_.seqs.max_tokens_per_seq / 4;
+      one.long_tokens = p_.common.seqs.max_tokens_per_seq / 4;
       one.slots = slots_for(one.long_tokens);
     }
     for (int w = 0; w < widths_; ++w) {
@@ -111,7 +110,7 @@ class Search {
   // One segment, and several heads a block (scan.cuh). For lengths that are known: otherwise blocks that come as there is room
   // are balanced better.
   void consider_rounds() {
-    if (p_.seqs.cu_seqlens) return;
+    if (p_.common.seqs.cu_seqlens) return;
     for (int w = 0; w < widths_; ++w) {
       const BlockCosts &cost = cost_.of(w == 1);
       const int64_t jobs = heads_ * v_tiles(w);
@@ -148,11 +147,11 @@ class Search {
         const double scan_first = scan(w, s.first_chunks);
         double joined = makespan(heads_ * v_tiles(w), scan_first, transfers, transfer, places_, cost.next_block);
         if (mixed_) {
-          const int64_t longer = slots_for(s.first_chunks * kChunk);
-          if (longer < p_.seqs.num_seqs) s.slots = longer, s.long_tokens = s.first_chunks * kChunk;
-          const double idle = static_cast<double>((longer - long_ones_) * p_.num_v_heads * each_slot) * kIdleBlock;
+          const int64_t longer = slots_for(s.first_chunks * GDN_CHUNK);
+          if (longer < p_.common.seqs.num_seqs) s.slots = longer, s.long_tokens = s.first_chunks * GDN_CHUNK;
+          const double idle = static_cast<double>((longer - long_ones_) * p_.common.num_v_heads * each_slot) * kIdleBlock;
           const double work = static_cast<double>(heads_ * v_tiles(w)) * scan_first + static_cast<double>(transfers) * transfer + idle;
-          joined = std::max(joined, shared(work, w, s.first_chunks * kChunk));
+          joined = std::max(joined, shared(work, w, s.first_chunks * GDN_CHUNK));
         }
         for (int last = 0; last < widths_; ++last) {
           const double rounds = static_cast<double>(ceil_div(heads_ * v_tiles(last) * (n - 1), places_));
@@ -171,8 +170,8 @@ class Search {
  private:
   static constexpr Costs kCosts90 = costs_sm90(), kCosts80 = costs_sm80();
 
-  int64_t v_tiles(int w) const { return ceil_div(p_.head_v, w == 1 ? 128 : 64); }
-  int64_t k_tiles(int w) const { return ceil_div(p_.head_k, w == 1 ? 128 : 64); }
+  int64_t v_tiles(int w) const { return ceil_div(p_.common.head_v, w == 1 ? 128 : 64); }
+  int64_t k_tiles(int w) const { return ceil_div(p_.common.head_k, w == 1 ? 128 : 64); }
 
   double scan(int w, int64_t chunks) const {
     const BlockCosts &cost = cost_.of(w == 1);
@@ -180,15 +179,15 @@ class Search {
   }
 
   // How many sequences may have more than so many tokens.
-  int64_t slots_for(int64_t tokens) const { return std::min(int64_t{p_.seqs.num_seqs}, p_.seqs.total_tokens / (tokens + 1)); }
+  int64_t slots_for(int64_t tokens) const { return std::min(int64_t{p_.common.seqs.num_seqs}, p_.common.seqs.total_tokens / (tokens + 1)); }
 
   // When blocks that take `work` in all, and the other sequences, of which none is `longest` tokens long, have shared the places.
   double shared(double work, int w, int64_t longest) const {
     const BlockCosts &cost = cost_.of(w == 1);
-    const double others = static_cast<double>(p_.seqs.num_seqs - long_ones_), chunks = static_cast<double>(other_tokens_) / kChunk;
-    const double each = static_cast<double>(p_.num_v_heads * v_tiles(w));
+    const double others = static_cast<double>(p_.common.seqs.num_seqs - long_ones_), chunks = static_cast<double>(other_tokens_) / GDN_CHUNK;
+    const double each = static_cast<double>(p_.common.num_v_heads * v_tiles(w));
     const double all = work + each * (others * (cost.begin + 0.5 * cost.chunk) + chunks * cost.chunk);
-    const double last = scan(w, ceil_div(std::min(longest, other_tokens_), kChunk));
+    const double last = scan(w, ceil_div(std::min(longest, other_tokens_), GDN_CHUNK));
     return std::max(last, all / static_cast<double>(places_) + 0.5 * last);
   }
 

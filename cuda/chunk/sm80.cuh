@@ -70,7 +70,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   constexpr uint32_t kV = offsetof(Stage, v), kInverse = offsetof(Stage, inverse), kFactors = offsetof(Stage, factors);
 
   const Stretch s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, 0);
-  const int64_t in_slot = slot_of(p.in_slots, s.n), out_slot = slot_of(p.out_slots, s.n);
+  const int64_t in_slot = slot_of(p.common.in_slots, s.n), out_slot = slot_of(p.common.out_slots, s.n);
   if (in_slot < 0 || out_slot < 0) {
     ptx::grid_dependency_wait();    // also where nothing is done: what follows relies on all before being complete
     if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows, threadIdx.x, kThreads);
@@ -88,20 +88,20 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   const int row0 = s.row0 + 16 * warp;
   const uint32_t v_offset = kV + warp / 4 * kTileBytes;
 
-  const int key_head = s.head / (p.num_v_heads / p.num_k_heads);
+  const int key_head = s.head / (p.common.num_v_heads / p.common.num_k_heads);
   const T *k = heads_at<T>(p.k, s.n, token0, key_head), *q = heads_at<T>(p.q, s.n, token0, key_head);
   const T *v = heads_at<T>(p.v, s.n, token0, s.head) + (s.identity ? 0 : s.row0);
-  const Record *record = plan.records + (first_chunk(p.seqs, s.n) + s.begin) * p.num_v_heads + s.head;
+  const Record *record = plan.records + (first_chunk(p.common.seqs, s.n) + s.begin) * p.common.num_v_heads + s.head;
 
   // What the chain needs of chunk i, and what its output needs: a group of copies each, empty past the last chunk.
   auto load_chain = [&](int i) {
     if (i < chunks) {
       const uint32_t stage = stages + i % 2 * static_cast<uint32_t>(sizeof(Stage));
       const int count = tokens - i * kChunk;
-      const Record *r = record + static_cast<int64_t>(i) * p.num_v_heads;
-      copy_tile<T, KK / 8, kThreads>(stage, k + i * kChunk * p.k.token_stride, p.k.token_stride, count, p.head_k, thread);
+      const Record *r = record + static_cast<int64_t>(i) * p.common.num_v_heads;
+      copy_tile<T, KK / 8, kThreads>(stage, k + i * kChunk * p.k.token_stride, p.k.token_stride, count, p.common.head_k, thread);
       copy_tile<T, 8 * ((WARPS + 3) / 4), kThreads>(stage + kV, v + i * kChunk * p.v.token_stride, p.v.token_stride, count,
-                                                    s.identity ? 0 : p.head_v - s.row0, thread);
+                                                    s.identity ? 0 : p.common.head_v - s.row0, thread);
       copy_bytes<kImageBytes, kThreads>(stage + kInverse, r->inverse, thread);
       copy_bytes<sizeof(Factors), kThreads>(stage + kFactors, &r->factors, thread);
     }
@@ -110,8 +110,8 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   auto load_out = [&](int i) {
     if (PASS == kTransfer) return;
     if (i < chunks) {
-      const Record *r = record + static_cast<int64_t>(i) * p.num_v_heads;
-      copy_tile<T, KK / 8, kThreads>(q_tile, q + i * kChunk * p.q.token_stride, p.q.token_stride, tokens - i * kChunk, p.head_k,
+      const Record *r = record + static_cast<int64_t>(i) * p.common.num_v_heads;
+      copy_tile<T, KK / 8, kThreads>(q_tile, q + i * kChunk * p.q.token_stride, p.q.token_stride, tokens - i * kChunk, p.common.head_k,
                                      thread);
       copy_bytes<kImageBytes, kThreads>(attention, r->attention, thread);
     }
@@ -176,10 +176,8 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
       GDN_PROFILED(stamps.lap(profile::kOut);)
       put_out<T>(out, stage + v_offset, warp, lane);
       take_out<T>(stage + v_offset, warp, lane, o + static_cast<int64_t>(i) * kChunk * p.o.token_stride, p.o.token_stride,
-                  tokens - i * kChunk, p.head_v - row0);
+                  tokens - i * kChunk, p.common.head_v - row0);
       GDN_PROFILED(stamps.lap(profile::kSendOut);)
-      checkpoint<AnyState, PASS>(state, p, s, i, row0, lane);
-      GDN_PROFILED(if (p.checkpoints) stamps.lap(profile::kCheckpoint);)
     }
     __syncthreads();    // the next copies go where this chunk was
     GDN_PROFILED(stamps.lap(profile::kBarrier);)

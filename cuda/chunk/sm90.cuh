@@ -79,7 +79,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     ptx::barriers_initialised();
   }
 
-  __device__ __forceinline__ bool is_padding() const { return slot_of(p.in_slots, s.n) < 0 || slot_of(p.out_slots, s.n) < 0; }
+  __device__ __forceinline__ bool is_padding() const { return slot_of(p.common.in_slots, s.n) < 0 || slot_of(p.common.out_slots, s.n) < 0; }
 
   __device__ __forceinline__ void clear_rows(int thread, int threads) const {
     if (PASS != kTransfer && s.segment == 0) zero_rows<T>(p, s.n, s.seq, s.head, s.row0, kTileRows, thread, threads);
@@ -99,8 +99,8 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
   __device__ __forceinline__ void enter_stretch() {
     token0 = s.begin * kChunk;
     chunks = s.end - s.begin, tokens = s.seq.count - token0;
-    key_head = s.head / (p.num_v_heads / p.num_k_heads);
-    map_n = p.seqs.cu_seqlens ? 0 : s.n, map_token = static_cast<int>(s.seq.first) + token0;
+    key_head = s.head / (p.common.num_v_heads / p.common.num_k_heads);
+    map_n = p.common.seqs.cu_seqlens ? 0 : s.n, map_token = static_cast<int>(s.seq.first) + token0;
   }
 
   // What a role does with each of the block's stretches, the same for all roles. Turns go on from one to the next.
@@ -213,7 +213,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 
   __device__ __forceinline__ void run_gates(Turn<S::kStages> &at, int kept) {
     each_stretch([&](int) {
-      const float rate = -expf(p.a_log[s.head]) * 1.44269504f, dt_bias = static_cast<const float *>(p.dt_bias)[s.head];
+      const float rate = -expf(p.common.a_log[s.head]) * 1.44269504f, dt_bias = static_cast<const float *>(p.common.dt_bias)[s.head];
       GatesAt from = gates_at(p, s.n, s.seq.first + token0, s.head);
       RawGates raw = load_gates(p, from, tokens, kept);
       GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
@@ -239,7 +239,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
         full.wait(at);
         GDN_PROFILED(stamps.lap(profile::kWaitTiles, i);)
         if (PASS != kTransfer)
-          norms_of_rows<T, KK>(stages + at.index * S::kStage + S::kQ, tokens - i * kChunk, p.l2norm, p.l2_eps, p.scale,
+          norms_of_rows<T, KK>(stages + at.index * S::kStage + S::kQ, tokens - i * kChunk, p.common.l2norm, p.common.l2_eps, p.common.scale,
                                shared.gates[at.index].q_norm, 32 * warp, kept);
         normed.arrive(at.index);
         GDN_PROFILED(stamps.lap(profile::kNormalise);)
@@ -297,7 +297,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     RowDecays decays;
     {
       const OwnBlock own = own_block(x, warp);
-      norms_of_diagonal(own, count, p.l2norm, p.l2_eps, gates, warp, lane);
+      norms_of_diagonal(own, count, p.common.l2norm, p.common.l2_eps, gates, warp, lane);
       ptx::group_barrier<128>(kMakerBarrier + maker);
       decays = row_decays(gates, warp, lane);
       decay_keys(x, own, gates, decays, l, m.blocks[warp], left_blocks, warp, lane);

@@ -140,24 +140,15 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
     GDN_PROFILED(stamps.lap(profile::kSendOut);)
   };
 
-  // NOTES: an inner loop up to the next checkpoint: with a branch that reads the state in it ptxas finds too few registers, and
-  // waits for each product. What only checkpoints and the end need is worked out anew, so that the loop holds no register for it.
 #pragma unroll 1
-  for (int i = 0; i < chunks;) {
-    const int stop = PASS != kTransfer && p.checkpoints ? i + 1 : chunks;
-#pragma unroll 1
-    for (; i < stop; ++i) one_chunk(i);
-    if (PASS == kTransfer) continue;
-    const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
-    checkpoint<ST, PASS>(state, p, again, i - 1, again.row0 + 64 * part + 16 * warp, lane);
-    GDN_PROFILED(if (p.checkpoints) stamps.lap(profile::kCheckpoint);)
-  }
+  for (int i = 0; i < chunks; ++i) one_chunk(i);
+  // NOTES: computed a second time, so that the loop holds no register for what only the end needs.
   const Stretch again = stretch_of<PASS>(p, plan, 128, ptx::block_anew(), round);
   const int row0 = again.row0 + 64 * part + 16 * warp, token0 = (again.end - 1) * kChunk;
   const int last = (before + chunks - 1) % 2;
   if (PASS != kTransfer && chunks > 0)    // the last chunk may be cut off by the sequence's end
     take_out<T>(value_tile(last), warp, lane, out_heads_at<T>(p.o, again.n, again.seq.first + token0, again.head) + row0, p.o.token_stride,
-                again.seq.count - token0, p.head_v - row0);
+                again.seq.count - token0, p.common.head_v - row0);
   if constexpr (PASS == kRounds) {
     ptx::fence_async();    // the next v comes where this output was written
     if (chunks > 0) ptx::barrier_arrive(left + 8 * last);

@@ -169,7 +169,7 @@ template <typename F> int with_state_dtype(int dtype, F &&fn) {
 }
 
 // Both of them: fn(Type<T>, Type<ST>).
-template <typename F> int with_dtypes(const gdn_rule_params &p, F &&fn) {
+template <typename F> int with_dtypes(const gdn_common &p, F &&fn) {
   return with_dtype(p.io_dtype, [&](auto io) {
     return with_state_dtype(p.state_dtype, [&](auto state) { return fn(io, state); });
   });

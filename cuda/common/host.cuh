@@ -1,76 +1,15 @@
-// Host side: argument checks, questions to the current device, and the end of a launch.
+// Host side: questions to the current device, and the end of a launch.
 #pragma once
 
 #include <cuda_runtime.h>
-#include <stdint.h>
 
 #include <atomic>
-#include <initializer_list>
 
-#include "../gdn.h"
+#include "checks.h"
 
 namespace gdn {
 
 inline int cuda_status(cudaError_t e) { return e == cudaSuccess ? GDN_OK : GDN_CUDA_ERROR + static_cast<int>(e); }
-
-inline bool valid_dtype(int dtype) { return dtype >= GDN_F32 && dtype <= GDN_F16; }
-
-inline int64_t dtype_size(int dtype) { return dtype == GDN_F32 ? 4 : 2; }
-
-inline bool valid_strides(const gdn_heads &x) {
-  return x.seq_stride >= 0 && x.token_stride >= 0 && x.head_stride >= 0;
-}
-
-inline bool aligned(const void *p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
-
-// Every row of the tensor can be read `n` elements at a time.
-inline bool aligned_rows(const gdn_heads &x, int64_t n, int dtype) {
-  return aligned(x.ptr, n * dtype_size(dtype)) && x.seq_stride % n == 0 && x.token_stride % n == 0 &&
-         x.head_stride % n == 0;
-}
-
-// The same for a tensor without heads.
-inline bool aligned_tokens(const gdn_heads &x, int64_t n, int dtype) {
-  return aligned(x.ptr, n * dtype_size(dtype)) && x.seq_stride % n == 0 && x.token_stride % n == 0;
-}
-
-// Rows of states can be read and written `n` elements at a time, when K is a multiple of n.
-inline bool aligned_state(const gdn_rule_params &p, int64_t n) {
-  const int64_t bytes = n * dtype_size(p.state_dtype);
-  return aligned(p.state_in, bytes) && aligned(p.state_out, bytes) && aligned(p.token_states, bytes) &&
-         p.in_slots.slot_stride % n == 0 && p.out_slots.slot_stride % n == 0;
-}
-
-inline int check_sequences(const gdn_sequences &s) {
-  if (s.num_seqs < 0) return GDN_BAD_LENGTH;
-  if (s.cu_seqlens ? s.max_tokens_per_seq < 0 : s.tokens_per_seq < 0) return GDN_BAD_LENGTH;
-  return GDN_OK;
-}
-
-// No sequence is longer than this.
-inline int32_t max_tokens(const gdn_sequences &s) { return s.cu_seqlens ? s.max_tokens_per_seq : s.tokens_per_seq; }
-
-inline int check_slots(const gdn_slots &s) {
-  if (s.num_slots < 0) return GDN_BAD_LENGTH;
-  if (s.slot_stride < 0) return GDN_BAD_STRIDE;
-  return GDN_OK;
-}
-
-// A sequence without tokens leaves its state where it is, so that nothing is to be copied.
-inline bool state_in_place(const void *in, const void *out, const gdn_slots &a, const gdn_slots &b) {
-  return in == out && a.slots == b.slots && a.slot_stride == b.slot_stride;
-}
-
-inline int check_scales(const gdn_scales &s) {
-  if (!s.ptr) return GDN_OK;
-  if (s.stride < 0) return GDN_BAD_STRIDE;
-  return s.rows > 0 && (s.rows & (s.rows - 1)) == 0 && aligned(s.ptr, 4) ? GDN_OK : GDN_BAD_ALGO;
-}
-
-// A dimension of a grid that may go past 65535 is its x.
-constexpr int64_t kMaxBlocks = 0x7fffffff;
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A fact that never changes for a device, by its ordinal: asked once, whoever asks. Races write the same value.
 struct PerDevice {

@@ -28,6 +28,14 @@ int has_sm90_code(bool *yes);
 // Whether it has the instructions that only sm_90a has: wgmma and setmaxnreg.
 int has_sm90a_code(bool *yes);
 
+// All that the choosers know of the current device.
+inline int current_device(Device *d) {
+  if (const int status = sm_count(&d->sms)) return status;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&d->shared_bytes)) return status;
+  if (const int status = has_sm90_code(&d->sm90)) return status;
+  return has_sm90a_code(&d->sm90a);
+}
+
 // The percentage of a multiprocessor's memory that overlapping launches prefer as shared memory, or more where their blocks need more. The rest
 // is L1, where loads of weights need room while they are under way.
 //

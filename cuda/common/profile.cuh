@@ -58,7 +58,6 @@
   X(kOut, "O")                           /* wide: S Q^T waited for, scaled, the rest asked for */   \
   X(kWaitState2, "wait: new state")                                                                 \
   X(kSendOut, "o to its tile")           /* waited for; wide: S packed too */                       \
-  X(kCheckpoint, "checkpoint")                                                                      \
   X(kCombine, "combine")                 /* a segment's state from the one before */
 
 // What a warp is in its block.
@@ -96,6 +95,7 @@ struct Target {
 
 // Gives a launch its part of the calling thread's buffer.
 int attach(Target &target, int64_t blocks, int threads);
+inline int attach(Target &target, dim3 grid, int threads) { return attach(target, int64_t{grid.x} * grid.y * grid.z, threads); }
 
 // A word that depends on every value given, so that it is there when they are.
 __device__ __forceinline__ uint32_t bits_of(uint32_t x) { return x; }

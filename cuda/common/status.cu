@@ -8,16 +8,15 @@ extern "C" const char *gdn_status_string(int status) {
     case GDN_NULL_POINTER: return "a required pointer is null";
     case GDN_BAD_HEADS: return "the number of key heads does not divide the number of value heads, or one is not positive";
     case GDN_BAD_HEAD_DIM: return "a head size is outside 1..256";
-    case GDN_BAD_LENGTH: return "a count is negative, or past what the grid can hold";
+    case GDN_BAD_LENGTH: return "a count is negative, or past what the grid or an index can hold";
     case GDN_BAD_CONV_WIDTH: return "the convolution width is outside 2..8";
-    case GDN_BAD_ALGO: return "the kernel asked for does not take this shape, alignment or device";
+    case GDN_BAD_ALGO: return "the requested kernel does not support this shape, alignment or device";
     case GDN_BAD_STRIDE: return "a stride is negative";
     case GDN_NO_PROFILE: return "built without GDN_PROFILE";
     case GDN_PROFILE_BUFFER:
       return "the profile buffer is not aligned to 16 bytes, or has no room for the warps of this launch";
     case GDN_BAD_WORKSPACE:
       return "the workspace is null, not aligned to 256 bytes or smaller than gdn_rule_workspace says";
-    case GDN_BAD_CHECKPOINTS: return "the tokens between checkpoints are not a positive multiple of 64";
   }
   if (status > GDN_CUDA_ERROR) {
     const char *s = cudaGetErrorString(static_cast<cudaError_t>(status - GDN_CUDA_ERROR));

@@ -17,7 +17,7 @@ extern "C" int gdn_conv(const gdn_conv_params *params, cudaStream_t stream) {
 
   const int32_t tokens = max_tokens(p.seqs);
   if (p.seqs.num_seqs == 0 || p.channels == 0) return GDN_OK;
-  if (tokens == 0 && state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots)) return GDN_OK;
+  if (tokens == 0 && state_in_place(p)) return GDN_OK;
   if (!p.weight || !p.state_in || !p.state_out || (tokens > 0 && (!p.x.ptr || !p.y.ptr))) return GDN_NULL_POINTER;
 
   int sms = 0;

@@ -1,8 +1,8 @@
-// What the fused step does before the rule: the convolution.
+// The convolution of a step over the ring.
 //
-// The convolution's window is a ring too, of its inputs as they came, in the rows of the ring's entries: behind the row of a
-// token stand those of the tokens before it, folded or not, until they are overwritten a whole turn later. So the cursor says
-// where the window is, and a draft that is taken back leaves it with the ring.
+// The convolution's window is a ring too, of its raw inputs, in the rows of the ring's entries: before the row of a token are
+// those of the tokens before it, flushed or not, until they are overwritten a whole capacity later. So the span says where the
+// window is, and a rejected draft takes its inputs back together with its entries.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -14,104 +14,111 @@ namespace ring {
 
 using step::kWidth;    // of the convolution
 
-// The rule's, which has none.
-struct NoConvolution {
-  template <typename... A> __device__ __forceinline__ explicit NoConvolution(A &&...) {}
+// A channel of the inputs of a slot, by row of the ring.
+template <typename T> struct Inputs {
+  T *const first;
+  const uint32_t channels;
+
+  __device__ __forceinline__ Inputs(const gdn_ring_step_params &p, const Sizes &sizes, uint32_t slot, uint32_t channel)
+      : first(static_cast<T *>(p.inputs) + (static_cast<uint64_t>(slot) * static_cast<uint32_t>(p.inputs_stride) + channel)),
+        channels(sizes.channels) {}
+  __device__ __forceinline__ T *row(uint32_t row) const { return first + static_cast<uint64_t>(row) * channels; }
 };
 
-// Channels of a value head: k, q and v, an element of each of them a thread.
+// Several tokens: the channels of a value head (k, q and v) over the threads of a block, one channel a thread and pass.
 template <typename T, int MAX, int THREADS> struct Convolution {
-  static constexpr int kTurns = (3 * kDim + THREADS - 1) / THREADS;
-  const StepParams &p;
+  static constexpr int kPasses = (3 * kDim + THREADS - 1) / THREADS;
+  const gdn_ring_step_params &p;
+  const Sizes &sizes;
   const Tokens tokens;
   const uint32_t head, key_head;
-  T fresh[kTurns][MAX], past[kTurns][kWidth - 1];
-  uint32_t weight[kTurns][kWidth];
+  T input[kPasses][MAX], window[kPasses][kWidth - 1];
+  uint32_t weight[kPasses][kWidth];
 
-  __device__ __forceinline__ Convolution(const StepParams &p, const Tokens &tokens, uint32_t head, uint32_t key_head)
-      : p(p), tokens(tokens), head(head), key_head(key_head) {}
+  __device__ __forceinline__ Convolution(const gdn_ring_step_params &p, const Sizes &sizes, const Tokens &tokens, uint32_t head,
+                                         uint32_t key_head)
+      : p(p), sizes(sizes), tokens(tokens), head(head), key_head(key_head) {}
 
-  static __device__ __forceinline__ int unit(int turn) { return static_cast<int>(threadIdx.x) + turn * THREADS; }
-  static __device__ __forceinline__ bool some(int turn) { return kTurns * THREADS == 3 * kDim || unit(turn) < 3 * kDim; }
+  static __device__ __forceinline__ int unit(int pass) { return static_cast<int>(threadIdx.x) + pass * THREADS; }
+  static __device__ __forceinline__ bool active(int pass) { return kPasses * THREADS == 3 * kDim || unit(pass) < 3 * kDim; }
   // 0: k, 1: q, 2: v.
-  static __device__ __forceinline__ int kind(int turn) { return unit(turn) / kDim; }
+  static __device__ __forceinline__ int kind(int pass) { return unit(pass) / kDim; }
 
-  __device__ __forceinline__ uint32_t channel(int turn) const {
-    const uint32_t first = kind(turn) == 1 ? key_head : kind(turn) == 0 ? p.key_heads + key_head : 2 * p.key_heads + head;
-    return first * kDim + unit(turn) % kDim;
-  }
-
-  __device__ __forceinline__ T *inputs(uint32_t slot, uint32_t row, int turn) const {
-    return static_cast<T *>(p.inputs) + (static_cast<uint64_t>(slot) * p.inputs_stride + static_cast<uint64_t>(row) * p.channels +
-                                         channel(turn));
+  __device__ __forceinline__ uint32_t channel(int pass) const {
+    const uint32_t key_heads = p.common.num_k_heads;
+    const uint32_t first = kind(pass) == 1 ? key_head : kind(pass) == 0 ? key_heads + key_head : 2 * key_heads + head;
+    return first * kDim + unit(pass) % kDim;
   }
 
   __device__ __forceinline__ void load_weights() {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      if (!some(turn)) continue;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!active(pass)) continue;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
-        weight[turn][i] = raw_load_any(p.conv_weight, static_cast<int64_t>(channel(turn)) * kWidth + i, p.conv_dtype);
+        weight[pass][i] = raw_load_any(p.layer.conv_weight, static_cast<int64_t>(channel(pass)) * kWidth + i, p.layer.conv_dtype);
     }
   }
 
-  __device__ __forceinline__ void load_fresh() {
+  __device__ __forceinline__ void load_inputs() {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      if (!some(turn)) continue;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!active(pass)) continue;
+      const T *row = tokens.row<T>(p.layer.x, 0, 0) + channel(pass);
 #pragma unroll
-      for (int t = 0; t < MAX; ++t)
-        if (t < static_cast<int>(tokens.count)) fresh[turn][t] = tokens.of<T>(p.q, t, 0)[channel(turn)];
+      for (int t = 0; t < MAX; ++t, row += static_cast<uint32_t>(p.layer.x.token_stride))
+        if (t < static_cast<int>(tokens.count)) input[pass][t] = *row;
     }
   }
 
-  __device__ __forceinline__ void load_past(const Entries &ring, uint32_t slot) {
+  __device__ __forceinline__ void load_window(const Entries &ring, uint32_t slot) {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      if (!some(turn)) continue;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!active(pass)) continue;
+      const Inputs<T> inputs(p, sizes, slot, channel(pass));
 #pragma unroll
-      for (int i = 0; i < kWidth - 1; ++i) past[turn][i] = *inputs(slot, ring.row_before(kWidth - 1 - i), turn);
+      for (int i = 0; i < kWidth - 1; ++i) window[pass][i] = *inputs.row(ring.row_before(kWidth - 1 - i));
     }
   }
 
-  // Rounded as the convolution alone would store it.
+  // Rounded to T, as gdn_conv stores it.
   template <typename S> __device__ __forceinline__ void run(S &shared, const Entries &ring) const {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      if (!some(turn)) continue;
-      float window[kWidth], taps[kWidth];
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!active(pass)) continue;
+      float x[kWidth], taps[kWidth];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) taps[i] = raw_to_float(weight[turn][i], p.conv_dtype);
+      for (int i = 0; i < kWidth; ++i) taps[i] = raw_to_float(weight[pass][i], p.layer.conv_dtype);
 #pragma unroll
-      for (int i = 0; i < kWidth - 1; ++i) window[i] = to_float(past[turn][i]);
+      for (int i = 0; i < kWidth - 1; ++i) x[i] = to_float(window[pass][i]);
 #pragma unroll
       for (int t = 0; t < MAX; ++t) {
         if (t >= static_cast<int>(ring.count)) break;
-        window[kWidth - 1] = to_float(fresh[turn][t]);
+        x[kWidth - 1] = to_float(input[pass][t]);
         float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) sum = fmaf(taps[i], window[i], sum);
+        for (int i = 0; i < kWidth; ++i) sum = fmaf(taps[i], x[i], sum);
 #pragma unroll
-        for (int i = 0; i < kWidth - 1; ++i) window[i] = window[i + 1];
-        const int d = unit(turn) % kDim;
-        (kind(turn) == 2 ? shared.v[t] : shared.tokens[2 * t + kind(turn)])[d] = from_float<T>(fast_silu(sum));
+        for (int i = 0; i < kWidth - 1; ++i) x[i] = x[i + 1];
+        const int d = unit(pass) % kDim;
+        (kind(pass) == 2 ? shared.v[t] : shared.tokens[2 * t + kind(pass)])[d] = from_float<T>(fast_silu(sum));
       }
     }
   }
 
-  // Appends the inputs; with them those of the window, where a state moves. The first value head of a key head has q and k.
-  __device__ __forceinline__ void keep(const Entries &ring, uint32_t slot, bool moved) const {
-    const bool first = head == key_head * p.ratio.ratio;
+  // Appends the inputs, and where a state moves its window. The first value head of a key head writes q and k.
+  __device__ __forceinline__ void append(const Entries &ring, uint32_t slot, bool moved) const {
+    const bool first = head == key_head * sizes.ratio;
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      if (!some(turn) || (kind(turn) != 2 && !first)) continue;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (!active(pass) || (kind(pass) != 2 && !first)) continue;
+      const Inputs<T> inputs(p, sizes, slot, channel(pass));
 #pragma unroll
       for (int t = 0; t < MAX; ++t)
-        if (t < static_cast<int>(ring.count)) *inputs(slot, ring.row(ring.length + t), turn) = fresh[turn][t];
+        if (t < static_cast<int>(ring.count)) *inputs.row(ring.row(ring.length + t)) = input[pass][t];
       if (moved) {
 #pragma unroll
-        for (int i = 0; i < kWidth - 1; ++i) *inputs(slot, ring.row_before(kWidth - 1 - i), turn) = past[turn][i];
+        for (int i = 0; i < kWidth - 1; ++i) *inputs.row(ring.row_before(kWidth - 1 - i)) = window[pass][i];
       }
     }
   }
@@ -119,68 +126,67 @@ template <typename T, int MAX, int THREADS> struct Convolution {
 
 // One token: channels of q, k and v by warps 0, 1 and 2, four of them a lane.
 template <typename T> struct TokenConvolution {
-  const StepParams &p;
+  const gdn_ring_step_params &p;
+  const Sizes &sizes;
   const uint32_t n;
   const int kind, first;       // q, k, v; the first of the four
-  const bool some;
+  const bool active;
   const uint32_t channel;
   step::RawTaps taps;
-  Raw4<T> past[kWidth - 1], fresh = {};
+  Raw4<T> window[kWidth - 1], input = {};
 
-  __device__ __forceinline__ TokenConvolution(const StepParams &p, uint32_t n, uint32_t head, uint32_t key_head, int warp, int lane)
-      : p(p), n(n), kind(warp), first(4 * lane), some(warp < 3),
+  __device__ __forceinline__ TokenConvolution(const gdn_ring_step_params &p, const Sizes &sizes, uint32_t n, uint32_t head,
+                                              uint32_t key_head, int warp, int lane)
+      : p(p), sizes(sizes), n(n), kind(warp), first(4 * lane), active(warp < 3),
         channel((warp == 0   ? key_head
-                 : warp == 1 ? p.key_heads + key_head
-                             : 2 * p.key_heads + head) * kDim + first) {}
-
-  __device__ __forceinline__ T *inputs(uint32_t slot, uint32_t row) const {
-    return static_cast<T *>(p.inputs) +
-           (static_cast<uint64_t>(slot) * p.inputs_stride + static_cast<uint64_t>(row) * p.channels + channel);
-  }
+                 : warp == 1 ? p.common.num_k_heads + key_head
+                             : 2 * p.common.num_k_heads + head) * kDim + first) {}
 
   __device__ __forceinline__ void load_weights() {
-    if (some) taps.load(p.conv_weight, static_cast<int>(channel), p.conv_dtype);
+    if (active) taps.load(p.layer.conv_weight, static_cast<int>(channel), p.layer.conv_dtype);
   }
 
-  __device__ __forceinline__ void load_past(const Entries &ring, uint32_t slot) {
-    if (!some) return;
+  __device__ __forceinline__ void load_window(const Entries &ring, uint32_t slot) {
+    if (!active) return;
+    const Inputs<T> inputs(p, sizes, slot, channel);
 #pragma unroll
-    for (int i = 0; i < kWidth - 1; ++i) past[i] = raw_load4(inputs(slot, ring.row_before(kWidth - 1 - i)), 0, 4, true);
+    for (int i = 0; i < kWidth - 1; ++i) window[i] = raw_load4(inputs.row(ring.row_before(kWidth - 1 - i)), 0, 4, true);
   }
 
-  __device__ __forceinline__ void load_fresh() {
-    if (some) fresh = raw_load4(p.q.at<T>(n, 0, 0) + channel, 0, 4, true);
+  __device__ __forceinline__ void load_input() {
+    if (active) input = raw_load4(static_cast<const T *>(p.layer.x.ptr) + row_index(p.layer.x, n, 0, 0) + channel, 0, 4, true);
   }
 
-  // Rounded as the convolution alone would store it.
+  // Rounded to T, as gdn_conv stores it.
   template <typename S> __device__ __forceinline__ void run(S &shared) const {
-    if (!some) return;
+    if (!active) return;
     float tap[4][kWidth], y[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c)
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) tap[c][i] = taps.at(c, i, p.conv_dtype), here(tap[c][i]);    // before inputs are there
+      for (int i = 0; i < kWidth; ++i) tap[c][i] = taps.at(c, i, p.layer.conv_dtype), compute_now(tap[c][i]);    // before inputs arrive
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) sum = fmaf(tap[c][i], raw_to_float(i < kWidth - 1 ? past[i] : fresh, c), sum);
+      for (int i = 0; i < kWidth; ++i) sum = fmaf(tap[c][i], raw_to_float(i < kWidth - 1 ? window[i] : input, c), sum);
       y[c] = to_float(from_float<T>(fast_silu(sum)));
     }
-    float *const to = kind == 0 ? shared.q : kind == 1 ? shared.k : shared.v;
-    *reinterpret_cast<float4 *>(to + first) = make_float4(y[0], y[1], y[2], y[3]);
+    float *const row = kind == 0 ? shared.q : kind == 1 ? shared.k : shared.v;
+    *reinterpret_cast<float4 *>(row + first) = make_float4(y[0], y[1], y[2], y[3]);
   }
 
-  // Appends the input; with it those of the window, where a state moves. `keys`: whether this block has q and k to append too.
-  __device__ __forceinline__ void keep(const Entries &ring, uint32_t slot, bool moved, bool keys) const {
-    if (!some || (kind != 2 && !keys)) return;
+  // Appends the input, and where a state moves its window. `stores_key`: this block appends q and k too.
+  __device__ __forceinline__ void append(const Entries &ring, uint32_t slot, bool moved, bool stores_key) const {
+    if (!active || (kind != 2 && !stores_key)) return;
+    const Inputs<T> inputs(p, sizes, slot, channel);
     const auto store = [&](uint32_t row, const Raw4<T> &x) {
-      *reinterpret_cast<Pack<uint32_t, sizeof(T)> *>(inputs(slot, row)) = reinterpret_cast<const Pack<uint32_t, sizeof(T)> &>(x);
+      *reinterpret_cast<Pack<uint32_t, sizeof(T)> *>(inputs.row(row)) = reinterpret_cast<const Pack<uint32_t, sizeof(T)> &>(x);
     };
-    if (ring.count) store(ring.row(ring.length), fresh);
+    if (ring.count) store(ring.row(ring.length), input);
     if (moved) {
 #pragma unroll
-      for (int i = 0; i < kWidth - 1; ++i) store(ring.row_before(kWidth - 1 - i), past[i]);
+      for (int i = 0; i < kWidth - 1; ++i) store(ring.row_before(kWidth - 1 - i), window[i]);
     }
   }
 };

@@ -1,21 +1,21 @@
-// The fold of a ring into a state on tensor cores: the update of 16 rows by 128 columns is a product over the entries, of
-// which a window has as many as a product takes at once.
+// The flush of a ring into a state on tensor cores: the update of 16 rows by 128 columns is a product over the entries, of
+// which a ring has as many as one product sums.
 //
-// A lane must be left with the columns that it has of the state, eight in a row, where the product's layout gives it two of
-// every eight. So the columns of the keys are laid down in an order in which those two of four products are neighbours.
+// A lane must end with the columns that it has of the state, eight in a row, where the product's layout gives it two of
+// every eight. So the columns of the keys are stored in an order in which the pairs of four products are neighbours.
 #pragma once
 
-#include "pieces.cuh"
+#include "fragments.cuh"
 
 namespace gdn {
 namespace ring {
 
 // The keys' terms, entry by entry. Rows are 16 bytes more than a multiple of 128 apart, for ldmatrix.
-template <typename T> struct FoldKeys {
-  static constexpr int kTerms = Piece<T>::kTerms;
-  alignas(16) uint32_t terms[kTerms][kWindow][kDim / 2 + 4];
+template <typename T> struct FlushKeys {
+  static constexpr int kTerms = Fragment<T>::kTerms;
+  alignas(16) uint32_t terms[kTerms][kEntries][kDim / 2 + 4];
 
-  // Of entry j, columns `column` and the next: x and y. All entries of a window are to be put, with zeros past the last.
+  // Stores columns `column` and the next of entry j: x and y. All kEntries must be stored, with zeros after the last.
   __device__ __forceinline__ void put(int j, int column, float x, float y) {
     uint32_t w[kTerms];
     split(x, y, w);
@@ -23,15 +23,16 @@ template <typename T> struct FoldKeys {
     for (int t = 0; t < kTerms; ++t) terms[t][j][column / 32 * 16 + column % 8 / 2 * 4 + column / 8 % 4] = w[t];
   }
 
-  // All of them, by all threads, from rows of T. A barrier belongs before and behind it.
-  __device__ __forceinline__ void fill(const T *keys, int stride, int length, int thread, int threads) {
-    for (int i = thread; i < kWindow * kDim / 8; i += threads) {
+  // Stores all entries, by all threads, from rows of T: key(j) is where that of entry j begins. The caller has a barrier before
+  // and after it.
+  template <typename Key> __device__ __forceinline__ void fill(const Key &key, int length, int thread, int threads) {
+    for (int i = thread; i < kEntries * kDim / 8; i += threads) {
       const int j = i / (kDim / 8), run = i % (kDim / 8), m = run / 4, c = run % 4;
       uint32_t w[kTerms][4] = {};
       if (j < length) {
-        Piece<T> piece;
-        piece.load(keys + j * stride + 8 * run);
-        piece.terms(w);
+        Fragment<T> fragment;
+        fragment.load(key(j) + 8 * run);
+        fragment.terms(w);
       }
 #pragma unroll
       for (int t = 0; t < kTerms; ++t)
@@ -44,12 +45,12 @@ template <typename T> struct FoldKeys {
 // The entry that is the x-th, 0 .. 3, of lane % 4 = c in an operand of a product over entries.
 __device__ __forceinline__ int entry_of(int x, int c) { return 2 * c + x % 2 + x / 2 * 8; }
 
-// Two rows of a lane, eight below each other, as that operand: what they add to the state by the lane's entries.
-template <int TERMS> struct FoldUpdates {
+// Two rows of a lane, eight apart, as that operand: the updates of the lane's entries.
+template <int TERMS> struct FlushUpdates {
   uint32_t low[TERMS][2], high[TERMS][2];
 
   // update(x, half): by the x-th entry.
-  template <typename F> __device__ __forceinline__ explicit FoldUpdates(F &&update) {
+  template <typename F> __device__ __forceinline__ explicit FlushUpdates(F &&update) {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       uint32_t a[TERMS], b[TERMS];
@@ -61,10 +62,10 @@ template <int TERMS> struct FoldUpdates {
   }
 };
 
-// s[half][..] += updates times keys, of this lane's piece m in both rows. With a state of 16 bits, of which two terms are enough,
-// the products add to s where they are; what a tensor core cuts off of an f32 state would add up.
+// s[half][..] += updates times keys, for this lane's fragment m in both rows. With a state of 16 bits, for which two terms are
+// enough, the products are added to s in the tensor core; for an f32 state its truncation errors would accumulate.
 template <typename T, int TERMS>
-__device__ __forceinline__ void fold_piece(float (&s)[2][8], const FoldUpdates<TERMS> &updates, const FoldKeys<T> &keys, int m,
+__device__ __forceinline__ void flush_fragment(float (&s)[2][8], const FlushUpdates<TERMS> &updates, const FlushKeys<T> &keys, int m,
                                            int lane) {
 #pragma unroll
   for (int pair = 0; pair < 4; pair += 2) {
@@ -76,8 +77,8 @@ __device__ __forceinline__ void fold_piece(float (&s)[2][8], const FoldUpdates<T
         for (int i = 0; i < 4; ++i) acc[x][i] = s[i / 2][2 * (pair + x) + i % 2];
     }
 #pragma unroll
-    for (int j = 0; j < FoldKeys<T>::kTerms; ++j) {
-      uint32_t b[4];    // of the first product's columns and of the next one's
+    for (int j = 0; j < FlushKeys<T>::kTerms; ++j) {
+      uint32_t b[4];    // the columns of this product and of the next one
       ptx::load_matrices_trans(b, ptx::shared_address(&keys.terms[j][lane % 16][16 * m + 4 * (pair + lane / 16)]));
 #pragma unroll
       for (int i = 0; i < TERMS; ++i) {
@@ -92,33 +93,33 @@ __device__ __forceinline__ void fold_piece(float (&s)[2][8], const FoldUpdates<T
     for (int x = 0; x < 2; ++x)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float &to = s[i / 2][2 * (pair + x) + i % 2];
-        if constexpr (TERMS < 3) to = acc[x][i];
-        else to += acc[x][i] + rest[x][i];
+        float &sum = s[i / 2][2 * (pair + x) + i % 2];
+        if constexpr (TERMS < 3) sum = acc[x][i];
+        else sum += acc[x][i] + rest[x][i];
       }
   }
 }
 
-// Folds 16 rows of `rows` on and writes them from `out` on.
+// Flushes the 16 rows that begin at `rows` and writes them to `out`.
 template <typename ST, typename T, int TERMS>
-__device__ __forceinline__ void fold_rows(const ST (*rows)[kDim], ST *out, float state_left, const FoldKeys<T> &keys,
-                                          const FoldUpdates<TERMS> &updates, int lane) {
-  using P = Piece<ST>;
+__device__ __forceinline__ void flush_rows(const ST (*rows)[kDim], ST *out, float state_decay, const FlushKeys<T> &keys,
+                                          const FlushUpdates<TERMS> &updates, int lane) {
+  using F = Fragment<ST>;
   const int row = lane / 4, c = lane % 4;
 #pragma unroll
-  for (int m = 0; m < kPieces; ++m) {
+  for (int m = 0; m < kFragments; ++m) {
     float s[2][8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      P piece;
-      piece.load(rows[row + 8 * half] + 8 * c + m * kPieceStep);
-      piece.floats(s[half]);
+      F fragment;
+      fragment.load(rows[row + 8 * half] + 8 * c + m * kFragmentStep);
+      fragment.floats(s[half]);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) s[half][i] *= state_left;
+      for (int i = 0; i < 8; ++i) s[half][i] *= state_decay;
     }
-    fold_piece(s, updates, keys, m, lane);
+    flush_fragment(s, updates, keys, m, lane);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) P::store(out + (row + 8 * half) * kDim + 8 * c + m * kPieceStep, s[half]);
+    for (int half = 0; half < 2; ++half) F::store(out + (row + 8 * half) * kDim + 8 * c + m * kFragmentStep, s[half]);
   }
 }
 

@@ -1,20 +1,14 @@
 // The launchers of this folder by input type, each in a translation unit of its own.
 #pragma once
 
-#include "../gdn.h"
+#include "../step/compact.cuh"
 
 namespace gdn {
 namespace ring {
 
-struct Params;
-struct StepParams;
-
-template <typename T>
-int launch_as(const Params &params, int num_seqs, int state_dtype, int algo, cudaStream_t stream);
-
-template <typename T>
-int launch_step_as(const StepParams &params, int num_seqs, int state_dtype, int algo, bool overlap,
-                   cudaStream_t stream);
+// Both for checked parameters; `algo` is GDN_RING_FMA or GDN_RING_MMA.
+template <typename T> int launch_step(const gdn_ring_step_params &p, int algo, cudaStream_t stream);
+template <typename T> int launch_flush(const gdn_ring_flush_params &p, cudaStream_t stream);
 
 }  // namespace ring
 }  // namespace gdn

@@ -1,83 +1,75 @@
-// Several tokens a sequence, decode's drafts above all. A warp has 16 or 32 rows of a head. The state, which only a fold changes, is
-// multiplied with k and q of all tokens at once on tensor cores; so are the ring's keys and the new keys, once a block, and the
-// ring's updates with those products. What is left of the rule is a recurrence over the new tokens in each row by itself, of
-// which four lanes have every fourth token each.
+// The step of several tokens a sequence, above all decode's drafts. A warp has 16 or 32 rows of a head. The state, which only a
+// flush changes, is multiplied with k and q of all tokens at once on tensor cores; so are the ring's keys and the new keys, once a
+// block, and the ring's updates with those products. What remains of the rule is a recurrence over the new tokens in each row by
+// itself, of which four lanes have every fourth token each.
 #pragma once
 
+#include "conv.cuh"
 #include "flush.cuh"
 #include "state.cuh"
-#include "conv.cuh"
 
 namespace gdn {
 namespace ring {
 
-// Tiles of 16 rows a warp, and warps of a block: whole heads for the step, whose norm is over them, and where what all rows need
-// of a head takes as long as they do.
+// Tiles of 16 rows a warp, and warps of a block, which has a whole head: the norm is over it.
 template <typename ST, int MAX> constexpr int kTiles = sizeof(ST) == 2 && MAX < 16 ? 2 : 1;
-template <typename ST, int MAX, typename GIVEN>
-constexpr int kTokensWarps = kStep<GIVEN> || MAX == 16 ? 8 / kTiles<ST, MAX> : 4;
+template <typename ST, int MAX> constexpr int kTokensWarps = 8 / kTiles<ST, MAX>;
 
 // Blocks that a multiprocessor must have registers for.
 template <typename T, int WARPS> constexpr int kTokensBlocks = (sizeof(T) == 4 ? 8 : 16) / WARPS;
 
 // Shared memory of a block for up to MAX tokens.
-template <typename T, typename ST, int WARPS, int MAX> struct TokensShared {
+template <typename T, typename ST, int MAX> struct TokensShared {
+  static constexpr int kWarps = kTokensWarps<ST, MAX>;
   using State = StateRows<ST, 16 * kTiles<ST, MAX>>;
-  // With 16 tokens rows are closer and meet banks twice: a step with an f32 state then fits in 99 KB.
-  static constexpr int kRows = 16 * kTiles<ST, MAX> * WARPS, kStride = MAX == 16 ? kDim + 16 / sizeof(T) : kRowStride<T>;
-  alignas(128) typename State::Memory state[WARPS];
+  // With 16 tokens rows are closer and some bank is read twice: a step with an f32 state then fits in 99 KB.
+  static constexpr int kStride = MAX == 16 ? kDim + 16 / sizeof(T) : kRowStride<T>;
+  alignas(128) typename State::Memory state[kWarps];
   union {
     alignas(16) T tokens[2 * MAX][kStride];    // k and q of token t in rows 2 t and 2 t + 1
-    FoldKeys<T> fold;                          // when the tokens are done
+    FlushKeys<T> flush;                        // after the last use of tokens
   };
-  alignas(16) T keys[kWindow][kDim];           // of the ring
-  alignas(16) float updates[kWindow][kRows + 4];
-  alignas(16) T v[MAX][kRows];                 // and then o
+  alignas(16) T keys[kEntries][kDim];          // of the ring
+  alignas(16) float updates[kEntries][kDim + 4];
+  alignas(16) T v[MAX][kDim];                  // and then o
   // k_j . k and k_j . q of the ring's entries, in rows 2 t and 2 t + 1, so far apart that lanes meet few banks twice.
-  alignas(16) float of_ring[2 * MAX][kWindow + (MAX == 16 ? 4 : 8)];
-  float2 of_tokens[MAX][MAX + 1];              // the same of new tokens, with the decay between; 0 where a token is not before
-  alignas(16) float entry_left[kWindow];       // before the new tokens
-  float state_left;
-  float token_left[MAX], log_step[MAX], beta[MAX], q_scale[MAX];
+  alignas(16) float of_ring[2 * MAX][kEntries + (MAX == 16 ? 4 : 8)];
+  float2 of_tokens[MAX][MAX + 1];              // the same of new tokens, times the decay between them; 0 where a token is not before
+  alignas(16) float entry_decay[kEntries];     // the decay from an entry, and from the state, up to the new tokens
+  float state_decay;
+  float token_decay[MAX], log_step[MAX], beta[MAX], q_scale[MAX];    // token_decay: from the ring up to a token
   Factor k_scale[MAX];
-  uint64_t arrived[WARPS];    // the state, a warp's rows
+  uint64_t arrived[kWarps];    // the state, a warp's rows
   uint64_t tokens_arrived, entries_arrived;
-};
-
-template <typename T, typename ST, int WARPS, int MAX> struct TokensStepShared : TokensShared<T, ST, WARPS, MAX> {
   alignas(16) T z[MAX][kDim];
-  float squares[WARPS][MAX];    // of a warp's rows of o, summed
+  float squares[kWarps][MAX];    // of a warp's rows of o, summed
 };
 
-template <typename T, typename ST, int MAX, typename GIVEN, int WARPS = kTokensWarps<ST, MAX, GIVEN>>
-using TokensSharedOf =
-    std::conditional_t<kStep<GIVEN>, TokensStepShared<T, ST, WARPS, MAX>, TokensShared<T, ST, WARPS, MAX>>;
-
-// Products of 16 rows, `stride` apart from `rows` on and no further than the last, with k and q of all tokens: of this lane's
-// rows lane / 4 and 8 further with token 4 i + lane % 4, k and q.
+// Products of 16 rows, `stride` apart from `rows` on and clamped to the last, with k and q of all tokens: this lane's are those of
+// rows lane / 4 and lane / 4 + 8 with k and q of token 4 i + lane % 4.
 template <typename T, int MAX, typename S>
 __device__ __forceinline__ void key_products(float (&acc)[MAX / 4][4], const S &shared, const T *rows, int stride, int last,
                                              int lane) {
-  using P = Piece<T>;
+  using F = Fragment<T>;
   const int row = lane / 4, c = lane % 4;
   const T *low = rows + min(row, last) * stride + 8 * c, *high = rows + min(row + 8, last) * stride + 8 * c;
   float rest[MAX / 4][4] = {};
 #pragma unroll
-  for (int m = 0; m < kPieces; ++m) {
-    P piece;
-    uint32_t a[P::kTerms][4], b[P::kTerms][4], token[P::kTerms][4];
-    piece.load(low + m * kPieceStep);
-    piece.terms(a);
-    piece.load(high + m * kPieceStep);
-    piece.terms(b);
+  for (int m = 0; m < kFragments; ++m) {
+    F fragment;
+    uint32_t a[F::kTerms][4], b[F::kTerms][4], token[F::kTerms][4];
+    fragment.load(low + m * kFragmentStep);
+    fragment.terms(a);
+    fragment.load(high + m * kFragmentStep);
+    fragment.terms(b);
 #pragma unroll
     for (int i = 0; i < MAX / 4; ++i) {
-      piece.load(shared.tokens[8 * i + row] + 8 * c + m * kPieceStep);
-      piece.terms(token);
+      fragment.load(shared.tokens[8 * i + row] + 8 * c + m * kFragmentStep);
+      fragment.terms(token);
       multiply(acc[i], rest[i], a, b, token);
     }
   }
-  if constexpr (P::kTerms > 1) {
+  if constexpr (F::kTerms > 1) {
 #pragma unroll
     for (int i = 0; i < MAX / 4; ++i)
 #pragma unroll
@@ -85,114 +77,191 @@ __device__ __forceinline__ void key_products(float (&acc)[MAX / 4][4], const S &
   }
 }
 
-// The rule with Params, the fused step with StepParams.
-template <typename T, typename ST, int MAX, typename GIVEN>
-__global__ void __launch_bounds__(32 * kTokensWarps<ST, MAX, GIVEN>, (kTokensBlocks<T, kTokensWarps<ST, MAX, GIVEN>>))
-tokens_kernel(const __grid_constant__ GIVEN p) {
-  constexpr bool STEP = kStep<GIVEN>;
-  constexpr int WARPS = kTokensWarps<ST, MAX, GIVEN>, TILES = kTiles<ST, MAX>, kThreads = 32 * WARPS, kTokens = MAX / 4;
-  using S = TokensSharedOf<T, ST, MAX, GIVEN>;
-  constexpr int ROWS = S::kRows, kWarpRows = 16 * TILES;
-  using P = Piece<ST>;
-  using K = Piece<T>;
-  extern __shared__ __align__(128) unsigned char tokens_shared[];
-  S &shared = *reinterpret_cast<S *>(tokens_shared);
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, c = lane % 4;
-  const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = p.ratio.of(head), row0 = blockIdx.x * ROWS;
-  // Which warps copy rows of tokens and of entries, and make the gates and what decays leave.
-  constexpr int kCopyTokens = 0, kGates = 1, kDecays = 2, kCopyEntries = 3;
-  const RowCopies token_rows(shared.tokens_arrived, warp == kCopyTokens), entry_rows(shared.entries_arrived, warp == kCopyEntries);
-  const typename S::State state(shared.state[warp], shared.arrived[warp]);
-  const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
-  const Tokens tokens(p, n);
-  if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding
-    if constexpr (STEP) ptx::grid_dependency_wait();
-    for (uint32_t i = thread; i < tokens.count * ROWS; i += kThreads)
-      tokens.template of<T>(p.o, i / ROWS, head)[row0 + i % ROWS] = from_float<T>(0.f);
-    return;
+// The factors of k and q of all tokens by `warps` warps, four rows at a time, eight lanes a row.
+template <typename T, int MAX, typename S>
+__device__ __forceinline__ void norms_of_tokens(S &shared, const gdn_common &p, int warp, int warps, int lane) {
+  const int part = lane % kLanes;
+  for (int job = warp; job < MAX / 2; job += warps) {
+    const bool is_q = job % 2;
+    const int t = job / 2 * kGroups + lane / kLanes;
+    SquareSum sum;
+#pragma unroll
+    for (int run = 0; run < kEach / 8; ++run) {
+      float y[8];
+      Fragment<T> fragment;
+      fragment.load(shared.tokens[2 * t + is_q] + 8 * (part + kLanes * run));
+      fragment.floats(y);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum.add_square(y[i]);
+    }
+#pragma unroll
+    for (int d = kLanes / 2; d > 0; d /= 2) sum.add_lane(d);
+    if (part == 0 && !is_q) shared.k_scale[t] = p.l2norm ? inverse_root(sum, p.l2_eps) : Factor{1.f, 0.f};
+    if (part == 0 && is_q) shared.q_scale[t] = p.l2norm ? rsqrtf(sum.hi + p.l2_eps) * p.scale : p.scale;
   }
-  const uint32_t cursor = p.cursors[in_slot];
-  const uint32_t warp_row0 = row0 + kWarpRows * warp, within = (head * kDim + warp_row0) * kDim;
-  __syncwarp();    // what follows is not to be moved above this
+}
 
-  constexpr uint32_t kRowBytes = kDim * sizeof(T), kRowsBytes = ROWS * sizeof(T), kUpdateBytes = ROWS * sizeof(float);
-  float a = 0.f, b = 0.f, decay = 0.f, a_log = 0.f, dt_bias = 0.f;
-  if (warp == kGates && p.tokens) a_log = p.a_log[head], dt_bias = p.dt_bias[head];
-  float weight[TILES][2];    // of the norm, for this lane's rows
-  std::conditional_t<STEP, Convolution<T, MAX, kThreads>, NoConvolution> convolution(p, tokens, head, key_head);
-  // What the kernel before this one may have written.
-  const auto load_inputs = [&] {
-    if constexpr (STEP) {
-      ptx::grid_dependency_wait();
-      ptx::grid_dependency_launch();
-      convolution.load_fresh();
-      if (warp == kCopyTokens) {
-        token_rows.expect(tokens.count * kRowBytes);
-        if (lane < static_cast<int>(tokens.count)) token_rows.copy<kRowBytes>(shared.z[lane], tokens.template of<T>(p.z, lane, head));
-      }
-    } else if (warp == kCopyTokens) {
-      token_rows.expect(tokens.count * (2 * kRowBytes + kRowsBytes));
-      if (lane < static_cast<int>(2 * tokens.count))
-        token_rows.copy<kRowBytes>(shared.tokens[lane], tokens.template of<T>(lane % 2 ? p.q : p.k, lane / 2, key_head));
-      if (lane < static_cast<int>(tokens.count))
-        token_rows.copy<kRowsBytes>(shared.v[lane], tokens.template of<T>(p.v, lane, head) + row0);
+// Products of the new keys with k and q of all tokens, times the decay from one to the other, by one warp. A token's product with
+// itself is for q alone.
+template <typename T, int MAX, typename S> __device__ __forceinline__ void products_of_tokens(S &shared, int count, int lane) {
+  const int row = lane / 4, c = lane % 4;
+  float acc[MAX / 4][4] = {};
+  key_products<T, MAX>(acc, shared, shared.tokens[0], 2 * S::kStride, MAX - 1, lane);
+#pragma unroll
+  for (int i = 0; i < MAX / 4; ++i)
+#pragma unroll
+    for (int half = 0; half < (MAX > 8 ? 2 : 1); ++half) {
+      const int t = 4 * i + c, key = row + 8 * half;
+      if (key >= MAX) continue;
+      float sum = 0.f;
+#pragma unroll
+      for (int m = 1; m < MAX; ++m)
+        if (m > key && m <= t && m < count) sum += shared.log_step[m];
+      const float decay = expf(sum);
+      const bool used = key <= t && t < count;
+      shared.of_tokens[t][key] = {used && key < t ? decay * acc[i][2 * half] : 0.f, used ? decay * acc[i][2 * half + 1] : 0.f};
     }
-    if (warp == kGates && lane < static_cast<int>(tokens.count)) {
-      a = load_any(p.a.ptr, p.a.index(tokens.seq, tokens.first + lane, head), p.gate_dtype);
-      b = load_any(p.b.ptr, p.b.index(tokens.seq, tokens.first + lane, head), p.gate_dtype);
-    }
-  };
-  bool early = true;    // inputs before the wait for the cursor, where there is nothing else to wait for
-  if constexpr (STEP) {
-    convolution.load_weights();
+}
+
+// From S k and S q (x and y) of a lane's rows to updates and outputs, token by token: an update is subtracted from later tokens'
+// S k, and added to their S q, once it is known.
+template <typename T, int MAX, int TILES, typename S>
+__device__ __forceinline__ void solve_updates(float2 (&x)[TILES][2][MAX / 4], const S &shared, int count, int first_row, int c) {
+  constexpr int kTokens = MAX / 4;
+  float k_both[kTokens];    // beta |k|^-2
+#pragma unroll
+  for (int i = 0; i < kTokens; ++i) {
+    const int t = 4 * i + c;
+    const Factor k_scale = shared.k_scale[t];
+    const float beta = shared.beta[t];
+    k_both[i] = k_scale.times(k_scale.times(beta));
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        weight[tile][half] = load_any(p.norm_weight, warp_row0 + 16 * tile + row + 8 * half, p.norm_dtype);
-    early = !p.overlap;
+      for (int half = 0; half < 2; ++half) {
+        float &e = x[tile][half][i].x;
+        e = k_scale.times(beta * (to_float(shared.v[t][first_row + 16 * tile + 8 * half]) - k_scale.times(e)));
+      }
   }
-  if (early) load_inputs();
-  const bool moved = p.apart || in_slot != out_slot;
-  const Entries ring(p, n, cursor, moved);
-  if (ring.count == 0 && !ring.fold) {
-    if constexpr (STEP) {
-      ptx::grid_dependency_wait();    // for those that wait for this launch
-    }
-    if (early && warp == kCopyTokens) token_rows.wait();    // before the block's shared memory is another's
+#pragma unroll
+  for (int t = 0; t < MAX; ++t) {
+    if (t >= count) break;
+    float2 products[kTokens];
+#pragma unroll
+    for (int i = t / 4; i < kTokens; ++i) products[i] = shared.of_tokens[4 * i + c][t], products[i].x *= k_both[i];
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float e = __shfl_sync(0xffffffffu, x[tile][half][t / 4].x, t % 4, 4);
+#pragma unroll
+        for (int i = t / 4; i < kTokens; ++i) {
+          float2 &sums = x[tile][half][i];
+          sums.x = fmaf(-products[i].x, e, sums.x), sums.y = fmaf(products[i].y, e, sums.y);
+        }
+      }
+  }
+}
+
+// One function: the state's products, the updates and the flush share registers.
+template <typename T, typename ST, int MAX>
+__global__ void __launch_bounds__(32 * kTokensWarps<ST, MAX>, (kTokensBlocks<T, kTokensWarps<ST, MAX>>))
+tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_constant__ Sizes sizes) {
+  using S = TokensShared<T, ST, MAX>;
+  constexpr int WARPS = S::kWarps, TILES = kTiles<ST, MAX>, kThreads = 32 * WARPS, kTokens = MAX / 4, kWarpRows = 16 * TILES;
+  using F = Fragment<ST>;
+  using K = Fragment<T>;
+  extern __shared__ __align__(128) unsigned char tokens_shared[];
+  S &shared = *reinterpret_cast<S *>(tokens_shared);
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, c = lane % 4;
+  const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = sizes.key_head(head);
+  const gdn_common &common = p.common;
+  // Which warps copy rows of tokens and of entries, and compute the gates and the products of decays.
+  constexpr int kCopyTokens = 0, kGates = 1, kDecays = 2, kCopyEntries = 3;
+  const RowCopies token_rows(shared.tokens_arrived, warp == kCopyTokens), entry_rows(shared.entries_arrived, warp == kCopyEntries);
+  const typename S::State state(shared.state[warp], shared.arrived[warp]);
+
+  // Slots, tokens and spans.
+  const uint32_t in_slot = step::slot_number(common.in_slots, n), out_slot = step::slot_number(common.out_slots, n);
+  const Tokens tokens(common.seqs, n);
+  if (in_slot >= step::num_slots_of(common.in_slots) || out_slot >= step::num_slots_of(common.out_slots)) {    // padding
+    ptx::grid_dependency_wait();
+    for (uint32_t i = thread; i < tokens.count * kDim; i += kThreads)
+      tokens.out_row<T>(p.layer.out, i / kDim, head)[i % kDim] = from_float<T>(0.f);
     return;
   }
+  const uint32_t span = p.ring.spans[in_slot];
+  const uint32_t warp_row0 = kWarpRows * warp, within = (head * kDim + warp_row0) * kDim;
+  __syncwarp();    // later loads stay after this
+
+  // Load the weights, then the inputs, unless these come from a kernel that may still run.
+  constexpr uint32_t kRowBytes = kDim * sizeof(T), kUpdateBytes = kDim * sizeof(float);
+  float a = 0.f, b = 0.f, decay = 0.f, a_log = 0.f, dt_bias = 0.f;
+  if (warp == kGates) a_log = common.a_log[head], dt_bias = static_cast<const float *>(common.dt_bias)[head];
+  float weight[TILES][2];    // of the norm, for this lane's rows
+  Convolution<T, MAX, kThreads> convolution(p, sizes, tokens, head, key_head);
+  const auto load_inputs = [&] {
+    ptx::grid_dependency_wait();
+    ptx::grid_dependency_launch();
+    convolution.load_inputs();
+    if (warp == kCopyTokens) {
+      token_rows.expect(tokens.count * kRowBytes);
+      if (lane < static_cast<int>(tokens.count)) token_rows.copy<kRowBytes>(shared.z[lane], tokens.row<T>(p.layer.z, lane, head));
+    }
+    if (warp == kGates && lane < static_cast<int>(tokens.count)) {
+      a = load_any(common.a.ptr, tokens.index(common.a, lane, head), common.gate_dtype);
+      b = load_any(common.b.ptr, tokens.index(common.b, lane, head), common.gate_dtype);
+    }
+  };
+  convolution.load_weights();
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      weight[tile][half] = load_any(p.layer.norm_weight, warp_row0 + 16 * tile + row + 8 * half, p.layer.norm_dtype);
+  if (!p.layer.overlap) load_inputs();
+
+  const bool moved = in_slot != out_slot;
+  const Entries ring(p.ring, span, tokens.count, moved);
+  if (ring.count == 0 && !ring.flush) {
+    ptx::grid_dependency_wait();    // dependent launches rely on all earlier kernels being complete
+    if (!p.layer.overlap && warp == kCopyTokens) token_rows.wait();    // before another block gets the shared memory
+    return;
+  }
+
+  // Load the entries.
   const int length = static_cast<int>(ring.length), count = static_cast<int>(ring.count);
-  if constexpr (STEP) convolution.load_past(ring, in_slot);
+  convolution.load_window(ring, in_slot);
   if (warp == kCopyEntries) {
     entry_rows.expect(ring.length * (kRowBytes + kUpdateBytes));
-    const T *from = keys_of<T>(p, in_slot, key_head);
-    const int run = min(length, static_cast<int>(ring.capacity - ring.first));    // before the ring begins again
-    copy_run(shared.keys[0], from + ring.first * kDim, run * kRowBytes, entry_rows.barrier);
-    if (run < length) copy_run(shared.keys[run], from, (length - run) * kRowBytes, entry_rows.barrier);
-    if (lane < length)
-      entry_rows.copy<kUpdateBytes>(shared.updates[lane], updates_of(p, in_slot, head) + (ring.row(lane) * kDim + row0));
+    const T *keys = keys_of<T>(p.ring, in_slot, key_head);
+    const int run = min(length, static_cast<int>(ring.capacity - ring.head));    // up to the last row
+    copy_run(shared.keys[0], keys + ring.head * kDim, run * kRowBytes, entry_rows.barrier);
+    if (run < length) copy_run(shared.keys[run], keys, (length - run) * kRowBytes, entry_rows.barrier);
+    if (lane < length) entry_rows.copy<kUpdateBytes>(shared.updates[lane], updates_of(p.ring, in_slot, head) + ring.row(lane) * kDim);
   }
-  if (warp == kDecays && lane < length) decay = decays_of(p, in_slot, head)[ring.row(lane)];
-  // The state behind the entries: they are waited for first.
+  if (warp == kDecays && lane < length) decay = decays_of(p.ring, in_slot, head)[ring.row(lane)];
+
+  // Load the state, after the entries, which are waited for first.
   __syncwarp();
-  state.load(static_cast<const ST *>(p.state_in) + (static_cast<uint64_t>(in_slot) * p.in.stride + within));
-  if (!early) load_inputs();
+  state.load(step::state_at<ST>(common.state_in, common.in_slots, in_slot) + within);
+  if (p.layer.overlap) load_inputs();
   __syncwarp();
-  if constexpr (STEP) {
-    convolution.run(shared, ring);
-    convolution.keep(ring, out_slot, moved);
-  }
+
+  // Convolution.
+  convolution.run(shared, ring);
+  convolution.append(ring, out_slot, moved);
 #if __CUDA_ARCH__ < 900
   ptx::copy_async_wait<0>();
 #endif
   __syncthreads();
   token_rows.wait();
 
+  // Products of keys, gates, decays and norms.
   if (warp == 0) {
     entry_rows.wait();
     float acc[kTokens][4] = {};
-    key_products<T, MAX>(acc, shared, shared.keys[0], kDim, kWindow - 1, lane);
+    key_products<T, MAX>(acc, shared, shared.keys[0], kDim, kEntries - 1, lane);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
 #pragma unroll
@@ -209,61 +278,29 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
       if (lane >= d) sum += before;
     }
     if (lane < MAX) {
-      shared.log_step[lane] = log_step, shared.token_left[lane] = expf(sum);
-      shared.beta[lane] = p.beta_scale * sigmoid(b);
+      shared.log_step[lane] = log_step, shared.token_decay[lane] = expf(sum);
+      shared.beta[lane] = common.beta_scale * sigmoid(b);
     }
-    if (blockIdx.x == 0 && lane < count) decays_of(p, out_slot, head)[ring.row(length + lane)] = log_step;
+    if (lane < count) decays_of(p.ring, out_slot, head)[ring.row(length + lane)] = log_step;
     __syncwarp();
-    float acc[kTokens][4] = {};
-    key_products<T, MAX>(acc, shared, shared.tokens[0], 2 * S::kStride, MAX - 1, lane);
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i)
-#pragma unroll
-      for (int half = 0; half < (MAX > 8 ? 2 : 1); ++half) {
-        const int t = 4 * i + c, from = row + 8 * half;
-        if (from >= MAX) continue;
-        float sum = 0.f;
-#pragma unroll
-        for (int m = 1; m < MAX; ++m)
-          if (m > from && m <= t && m < count) sum += shared.log_step[m];
-        const float left = expf(sum);
-        const bool some = from <= t && t < count;    // a token's own is for q alone
-        shared.of_tokens[t][from] = {some && from < t ? left * acc[i][2 * half] : 0.f, some ? left * acc[i][2 * half + 1] : 0.f};
-      }
+    products_of_tokens<T, MAX>(shared, count, lane);
   } else {
     if (warp == kDecays) {
-      const Left left(decay, lane);
-      if (lane < kWindow) shared.entry_left[lane] = left.entry;
-      if (lane == 0) shared.state_left = left.state;
+      const DecayProducts products(decay, lane);
+      if (lane < kEntries) shared.entry_decay[lane] = products.entry;
+      if (lane == 0) shared.state_decay = products.state;
     }
-    // k or q of four tokens at a time, eight lanes a token.
-    const int part = lane % kLanes;
-    for (int job = warp - 2; job < MAX / 2; job += WARPS - 2) {
-      const bool is_q = job % 2;
-      const int t = job / 2 * kGroups + lane / kLanes;
-      SquareSum sum;
-#pragma unroll
-      for (int run = 0; run < kEach / 8; ++run) {
-        float y[8];
-        K piece;
-        piece.load(shared.tokens[2 * t + is_q] + 8 * (part + kLanes * run));
-        piece.floats(y);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum.add_square(y[i]);
-      }
-#pragma unroll
-      for (int d = kLanes / 2; d > 0; d /= 2) sum.add_lane(d);
-      if (part == 0 && !is_q) shared.k_scale[t] = p.l2norm ? inverse_root(sum, p.l2_eps) : Factor{1.f, 0.f};
-      if (part == 0 && is_q) shared.q_scale[t] = p.l2norm ? rsqrtf(sum.hi + p.l2_eps) * p.scale : p.scale;
-    }
+    norms_of_tokens<T, MAX>(shared, common, warp - 2, WARPS - 2, lane);
   }
-  // What the ring gets of a key head, by the first of its value heads.
-  if (blockIdx.x == 0 && head == key_head * p.ratio.ratio) {
+
+  // Append the keys, by the first value head of a key head.
+  if (head == key_head * sizes.ratio) {
     constexpr int kChunk = 16 / sizeof(T), kRowChunks = kDim / kChunk;
-    T *const to = keys_of<T>(p, out_slot, key_head);
+    T *const keys = keys_of<T>(p.ring, out_slot, key_head);
     for (int i = thread; i < count * kRowChunks; i += kThreads) {
-      const int t = i / kRowChunks, at = i % kRowChunks * kChunk;
-      *reinterpret_cast<uint4 *>(to + ring.row(length + t) * kDim + at) = *reinterpret_cast<const uint4 *>(&shared.tokens[2 * t][at]);
+      const int t = i / kRowChunks, column = i % kRowChunks * kChunk;
+      *reinterpret_cast<uint4 *>(keys + ring.row(length + t) * kDim + column) =
+          *reinterpret_cast<const uint4 *>(&shared.tokens[2 * t][column]);
     }
   }
   __syncthreads();
@@ -275,18 +312,19 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
   for (int i = 0; i < kTokens; ++i)
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      const float2 of = *reinterpret_cast<const float2 *>(&shared.of_ring[8 * i + row][2 * c + 8 * s]);
-      split(of.x, of.y, of_ring[i][s]);
+      const float2 products = *reinterpret_cast<const float2 *>(&shared.of_ring[8 * i + row][2 * c + 8 * s]);
+      split(products.x, products.y, of_ring[i][s]);
     }
-  const auto decayed = [&](int tile) {
-    return FoldUpdates<kTerms>([&](int e, int half) {
+  const auto decayed_updates = [&](int tile) {
+    return FlushUpdates<kTerms>([&](int e, int half) {
       const int j = entry_of(e, c);
-      return j < length ? shared.entry_left[j] * shared.updates[j][kWarpRows * warp + 16 * tile + row + 8 * half] : 0.f;
+      return j < length ? shared.entry_decay[j] * shared.updates[j][kWarpRows * warp + 16 * tile + row + 8 * half] : 0.f;
     });
   };
   entry_rows.wait();
-  const float state_left = shared.state_left;
-  // S k and S q of this lane's rows and its tokens 4 i + c.
+  const float state_decay = shared.state_decay;
+
+  // Products of the state and the ring with k and q: of this lane's rows with its tokens 4 i + c.
   float2 x[TILES][2][kTokens];
   state.wait();
 #pragma unroll
@@ -294,26 +332,26 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
     const auto rows = &shared.state[warp][16 * tile + row];
     float acc[kTokens][4] = {}, rest[kTokens][4] = {};
 #pragma unroll
-    for (int m = 0; m < kPieces; ++m) {
-      P piece;
-      uint32_t a[P::kTerms][4], b[P::kTerms][4], token[K::kTerms][4];
-      piece.load(rows[0] + 8 * c + m * kPieceStep), piece.terms(a);
-      piece.load(rows[8] + 8 * c + m * kPieceStep), piece.terms(b);
+    for (int m = 0; m < kFragments; ++m) {
+      F fragment;
+      uint32_t low[F::kTerms][4], high[F::kTerms][4], token[K::kTerms][4];
+      fragment.load(rows[0] + 8 * c + m * kFragmentStep), fragment.terms(low);
+      fragment.load(rows[8] + 8 * c + m * kFragmentStep), fragment.terms(high);
 #pragma unroll
       for (int i = 0; i < kTokens; ++i) {
-        K piece;
-        piece.load(shared.tokens[8 * i + row] + 8 * c + m * kPieceStep);
-        piece.terms(token);
-        multiply(acc[i], rest[i], a, b, token);
+        K key;
+        key.load(shared.tokens[8 * i + row] + 8 * c + m * kFragmentStep);
+        key.terms(token);
+        multiply(acc[i], rest[i], low, high, token);
       }
     }
-    const FoldUpdates<kTerms> updates = decayed(tile);
+    const FlushUpdates<kTerms> updates = decayed_updates(tile);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-      float sum[4] = {};    // with an f32 state of the leading terms, which are to be rounded and not cut off
+      float sum[4] = {};    // with an f32 state of the leading terms, which must be rounded and not truncated
 #pragma unroll
       for (int y = 0; y < 4; ++y)
-        acc[i][y] = state_left * (P::kTerms * K::kTerms > 1 ? acc[i][y] + rest[i][y] : acc[i][y]);
+        acc[i][y] = state_decay * (F::kTerms * K::kTerms > 1 ? acc[i][y] + rest[i][y] : acc[i][y]);
 #pragma unroll
       for (int u = 0; u < kTerms; ++u)
 #pragma unroll
@@ -324,91 +362,52 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
 #pragma unroll
         for (int y = 0; y < 4; ++y) acc[i][y] += sum[y];
       }
-      const float left = shared.token_left[4 * i + c];
+      const float token_decay = shared.token_decay[4 * i + c];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) x[tile][half][i] = {left * acc[i][2 * half], left * acc[i][2 * half + 1]};
+      for (int half = 0; half < 2; ++half) x[tile][half][i] = {token_decay * acc[i][2 * half], token_decay * acc[i][2 * half + 1]};
     }
   }
 
-  // From S k to updates: what a token takes of those before it is taken off when it is their turn.
-  {
-    float k_both[kTokens];    // beta |k|^-2
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      const int t = 4 * i + c;
-      const Factor k_scale = shared.k_scale[t];
-      const float beta = shared.beta[t];
-      k_both[i] = k_scale.times(k_scale.times(beta));
-#pragma unroll
-      for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float &e = x[tile][half][i].x;
-          e = k_scale.times(beta * (to_float(shared.v[t][kWarpRows * warp + 16 * tile + row + 8 * half]) - k_scale.times(e)));
-        }
-    }
-#pragma unroll
-    for (int t = 0; t < MAX; ++t) {
-      if (t >= count) break;
-      float2 of[kTokens];
-#pragma unroll
-      for (int i = t / 4; i < kTokens; ++i) of[i] = shared.of_tokens[4 * i + c][t], of[i].x *= k_both[i];
-#pragma unroll
-      for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float e = __shfl_sync(0xffffffffu, x[tile][half][t / 4].x, t % 4, 4);
-#pragma unroll
-          for (int i = t / 4; i < kTokens; ++i) {
-            float2 &to = x[tile][half][i];
-            to.x = fmaf(-of[i].x, e, to.x), to.y = fmaf(of[i].y, e, to.y);
-          }
-        }
-    }
-  }
-  float *const to = updates_of(p, out_slot, head) + warp_row0 + row;
+  // Updates and outputs.
+  solve_updates<T, MAX, TILES>(x, shared, count, kWarpRows * warp + row, c);
+  float *const updates = updates_of(p.ring, out_slot, head) + warp_row0 + row;
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     const int t = 4 * i + c;
     const float q_scale = shared.q_scale[t];
-    float *const entry = to + ring.row(length + t) * kDim;
+    float *const entry = updates + ring.row(length + t) * kDim;
     float square = 0.f;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float2 &both = x[tile][half][i];
-        if (t < count) entry[16 * tile + 8 * half] = both.x;
-        both.y *= q_scale;
-        square = fmaf(both.y, both.y, square);
+        float2 &update = x[tile][half][i];
+        if (t < count) entry[16 * tile + 8 * half] = update.x;
+        update.y *= q_scale;
+        square = fmaf(update.y, update.y, square);
       }
-    if constexpr (STEP) {
 #pragma unroll
-      for (int d = 4; d < 32; d *= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
-      if (row == 0) shared.squares[warp][t] = square;
-    }
+    for (int d = 4; d < 32; d *= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
+    if (row == 0) shared.squares[warp][t] = square;
   }
-  if constexpr (STEP) __syncthreads();
+  __syncthreads();
+
+  // Norm and store.
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     const int t = 4 * i + c;
-    float scale = 1.f;
-    if constexpr (STEP) {
-      float sum = 0.f;
+    float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) sum += shared.squares[w][t];
-      scale = rsqrtf(sum * (1.f / kDim) + p.norm_eps);
-    }
+    for (int w = 0; w < WARPS; ++w) sum += shared.squares[w][t];
+    const float scale = rsqrtf(sum * (1.f / kDim) + p.layer.norm_eps);
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = kWarpRows * warp + 16 * tile + row + 8 * half;
         float o = x[tile][half][i].y;
-        if constexpr (STEP) {
-          const float gate = to_float(shared.z[t][r]);
-          o *= scale * weight[tile][half] * (p.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
-        }
+        const float gate = to_float(shared.z[t][r]);
+        o *= scale * weight[tile][half] * (p.layer.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
         shared.v[t][r] = from_float<T>(o);
       }
   }
@@ -416,18 +415,20 @@ tokens_kernel(const __grid_constant__ GIVEN p) {
   {
     constexpr int kAtOnce = 32 / kWarpRows;
     const int r = lane % kWarpRows;
-    T *o = tokens.template of<T>(p.o, lane / kWarpRows, head) + warp_row0 + r;
-    for (int t = lane / kWarpRows; t < count; t += kAtOnce, o += kAtOnce * p.o.token) *o = shared.v[t][kWarpRows * warp + r];
+    T *o = tokens.out_row<T>(p.layer.out, lane / kWarpRows, head) + warp_row0 + r;
+    for (int t = lane / kWarpRows; t < count; t += kAtOnce, o += kAtOnce * static_cast<uint32_t>(p.layer.out.token_stride))
+      *o = shared.v[t][kWarpRows * warp + r];
   }
-  if (!ring.fold) return;
 
-  __syncthreads();    // the tokens are done
-  shared.fold.fill(shared.keys[0], kDim, length, thread, kThreads);
+  // Flush.
+  if (!ring.flush) return;
+  __syncthreads();    // the last use of tokens
+  shared.flush.fill([&](int j) { return shared.keys[j]; }, length, thread, kThreads);
   __syncthreads();
-  ST *out = static_cast<ST *>(p.state_out) + (static_cast<uint64_t>(out_slot) * p.out.stride + within);
+  ST *out = const_cast<ST *>(step::state_at<ST>(common.state_out, common.out_slots, out_slot)) + within;
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
-    fold_rows<ST, T>(shared.state[warp] + 16 * tile, out + 16 * tile * kDim, state_left, shared.fold, decayed(tile), lane);
+    flush_rows<ST, T>(shared.state[warp] + 16 * tile, out + 16 * tile * kDim, state_decay, shared.flush, decayed_updates(tile), lane);
 }
 
 }  // namespace ring

@@ -1,36 +1,39 @@
 // GDN_DECODE_128: up to 16 tokens, K = V = 128.
-#include "decode.h"
+#include "decode.cuh"
 
-#include "../step/plan.cuh"
+#include "../plan.h"
+#include "../step/launch.cuh"
+#include "rule.h"
 
 namespace gdn {
+namespace step {
+namespace {
 
-bool decode_128_takes(const gdn_rule_params &p) {
-  return p.head_k == 128 && p.head_v == 128 && max_tokens(p.seqs) <= kDecode128Tokens && p.seqs.num_seqs <= 65535 &&
-         aligned_state(p, p.state_dtype == GDN_F32 ? 4 : 8) && aligned_rows(p.q, 8, p.io_dtype) &&
-         aligned_rows(p.k, 8, p.io_dtype) && aligned_rows(p.v, 4, p.io_dtype);
-}
-
-int launch_decode_128(const gdn_rule_params &p, cudaStream_t stream) {
-  using namespace step;
-  int sms = 0;
-  if (const int status = sm_count(&sms)) return status;
-  const int64_t heads = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads;
-  const bool many = p.seqs.cu_seqlens || p.seqs.tokens_per_seq != 1;
-  return with_dtypes(p, [&](auto io, auto state) {
-    using T = typename decltype(io)::type;
-    using ST = typename decltype(state)::type;
-    // All bounds were measured (README.md).
-    if (many) return launch_whole<T, ST, Unit::kRule, true, 2>(p, stream);
-    SmallParams small;
-    if (make_small(p, &small)) {
-      if (heads <= sms * 5 / 4) return launch_warp<T, ST, 1, 4>(p, small, stream);
-      if constexpr (sizeof(ST) == 2) return launch_warp<T, ST, 4, 1>(p, small, stream);
-      else if (heads <= sms * 5 / 2) return launch_warp<T, ST, 4, 2>(p, small, stream);
-      else return launch_warp<T, ST, 2, 1>(p, small, stream);
-    }
-    return launch_whole<T, ST, Unit::kRule, false, 2>(p, stream, false, 2);
+template <typename T, typename ST, int ROWS, int WARPS> int launch_decode(const gdn_rule_params &p, cudaStream_t stream) {
+  const gdn_common &c = p.common;
+  const dim3 grid(kDim / (kGroups * ROWS * WARPS), static_cast<unsigned>(c.num_v_heads), static_cast<unsigned>(c.seqs.num_seqs));
+  return with_gate<T>(c.gate_dtype, [&](auto gate) {
+    using G = typename decltype(gate)::type;
+    GDN_PROFILED(profile::Target target; if (const int status = profile::attach(target, grid, 32 * WARPS)) return status;)
+    return launch(decode_kernel<T, G, ST, ROWS, WARPS>, {grid, dim3(32 * WARPS), 0, stream}, p, sizes_of(c) GDN_PROFILED(, target));
   });
 }
 
+}  // namespace
+}  // namespace step
 }  // namespace gdn
+
+int gdn::launch_decode_128(const gdn_rule_params &p, cudaStream_t stream) {
+  using namespace step;
+  int sms = 0;
+  if (const int status = sm_count(&sms)) return status;
+  const plan::DecodeShape shape = plan::decode_shape(plan::heads_of(p.common), p.common.state_dtype, sms);
+  return with_dtypes(p.common, [&](auto io, auto state) {
+    using T = typename decltype(io)::type;
+    using ST = typename decltype(state)::type;
+    if (!plan::one_token(p.common.seqs)) return launch_whole<T, ST, Unit::kRule, true, 2>(p, stream);
+    if (shape.rows == 1) return launch_decode<T, ST, 1, 4>(p, stream);
+    if constexpr (sizeof(ST) == 2) return launch_decode<T, ST, 4, 1>(p, stream);
+    else return shape.rows == 4 ? launch_decode<T, ST, 4, 2>(p, stream) : launch_decode<T, ST, 2, 1>(p, stream);
+  });
+}

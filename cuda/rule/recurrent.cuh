@@ -34,7 +34,7 @@ struct Plan {
   bool vec_qk;        // q and k rows can be read four elements at a time
   bool vec_state;     // state rows can be read and written 16 bytes at a time
   bool ready;         // GDN_GATES_READY
-  int64_t head_stride;    // of states, not of their copies
+  int64_t head_stride;    // of states
   bool keep_state;    // a sequence without tokens need not copy its state
   GDN_PROFILED(profile::Target profile;)
 };
@@ -63,18 +63,18 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
   constexpr int kN = S::kAtOnce, kParts = S::kParts, kVs = (S::kTile + 31) / 32;
   constexpr int kV = 2 * S::kK, kScalars = kV + S::kTile;    // where v and decay, beta, k.q stand in a record
   const int lane = threadIdx.x % 32;
-  const int key_head = head / (p.num_v_heads / p.num_k_heads);
-  const int head_k = EXACT ? S::kK : p.head_k, head_v = EXACT ? S::kK : p.head_v;
+  const int key_head = head / (p.common.num_v_heads / p.common.num_k_heads);
+  const int head_k = EXACT ? S::kK : p.common.head_k, head_v = EXACT ? S::kK : p.common.head_v;
 
   const bool gates = warp == warps - 1 && lane < count;
   uint32_t raw_a = 0, raw_b = 0;
   float a_log = 0.f, dt_bias = 0.f;
   if (gates) {
-    raw_a = raw_load_any(p.a.ptr, heads_offset(p.a, n, first + lane, head), p.gate_dtype);
-    raw_b = raw_load_any(p.b.ptr, heads_offset(p.b, n, first + lane, head), p.gate_dtype);
+    raw_a = raw_load_any(p.common.a.ptr, heads_offset(p.common.a, n, first + lane, head), p.common.gate_dtype);
+    raw_b = raw_load_any(p.common.b.ptr, heads_offset(p.common.b, n, first + lane, head), p.common.gate_dtype);
     if (EXACT || !plan.ready) {
-      a_log = p.a_log[head];
-      dt_bias = EXACT ? static_cast<const float *>(p.dt_bias)[head] : load_any(p.dt_bias, head, p.dt_bias_dtype);
+      a_log = p.common.a_log[head];
+      dt_bias = EXACT ? static_cast<const float *>(p.common.dt_bias)[head] : load_any(p.common.dt_bias, head, p.dt_bias_dtype);
     }
   }
 
@@ -112,8 +112,8 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
       for (int m = 0; m < kParts; ++m)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          k[u][m][c] = raw_to_float(raw_k[u][m], c, p.io_dtype);
-          q[u][m][c] = raw_to_float(raw_q[u][m], c, p.io_dtype);
+          k[u][m][c] = raw_to_float(raw_k[u][m], c, p.common.io_dtype);
+          q[u][m][c] = raw_to_float(raw_q[u][m], c, p.common.io_dtype);
           kk[u].add_square(k[u][m][c]);
           qq[u] = fmaf(q[u][m][c], q[u][m][c], qq[u]);
           kq[u] = fmaf(k[u][m][c], q[u][m][c], kq[u]);
@@ -129,8 +129,8 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
       }
 #pragma unroll
     for (int u = 0; u < kN; ++u) {
-      const Factor k_scale = p.l2norm ? inverse_root(kk[u], p.l2_eps) : Factor{1.f, 0.f};
-      const float q_scale = p.l2norm ? rsqrtf(qq[u] + p.l2_eps) * p.scale : p.scale;
+      const Factor k_scale = p.common.l2norm ? inverse_root(kk[u], p.common.l2_eps) : Factor{1.f, 0.f};
+      const float q_scale = p.common.l2norm ? rsqrtf(qq[u] + p.common.l2_eps) * p.common.scale : p.common.scale;
       if (t0 + u < count) {
         float *record = stage + (t0 + u) * S::kRecord;
 #pragma unroll
@@ -145,7 +145,7 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
         }
 #pragma unroll
         for (int m = 0; m < kVs; ++m)
-          if (lane + 32 * m < S::kTile) record[kV + lane + 32 * m] = to_float(v[u][m], p.io_dtype);
+          if (lane + 32 * m < S::kTile) record[kV + lane + 32 * m] = to_float(v[u][m], p.common.io_dtype);
         if (lane == 0) record[kScalars + 2] = kq[u] * k_scale.hi * q_scale;
       }
     }
@@ -154,10 +154,10 @@ __device__ __forceinline__ void stage_tokens(const gdn_rule_params &p, const Pla
   GDN_PROFILED(if (warp == warps - 1) stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
   if (gates) {
     float *record = stage + lane * S::kRecord;
-    const float a = raw_to_float(raw_a, p.gate_dtype), b = raw_to_float(raw_b, p.gate_dtype);
+    const float a = raw_to_float(raw_a, p.common.gate_dtype), b = raw_to_float(raw_b, p.common.gate_dtype);
     const bool ready = !EXACT && plan.ready;
     record[kScalars] = expf(ready ? a : log_decay(a, dt_bias, -expf(a_log)));
-    record[kScalars + 1] = ready ? b : p.beta_scale * sigmoid(b);
+    record[kScalars + 1] = ready ? b : p.common.beta_scale * sigmoid(b);
   }
   GDN_PROFILED(if (warp == warps - 1) stamps.lap(profile::kGates);)
 }
@@ -171,25 +171,25 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   using S = Shape<E, ROWS, AHEAD>;
   constexpr int kVecs = E / 4;
   extern __shared__ __align__(16) float smem[];
-  const int head_k = EXACT ? S::kK : p.head_k, head_v = EXACT ? S::kK : p.head_v;
+  const int head_k = EXACT ? S::kK : p.common.head_k, head_v = EXACT ? S::kK : p.common.head_v;
   GDN_PROFILED(const profile::Role role = threadIdx.x / 32 < kConsumers ? profile::kConsumer : profile::kProducer;
                profile::Stamps stamps(plan.profile, AHEAD ? role : profile::kRecurrent);)
 
   int block = blockIdx.x;
   const int row0 = block % plan.v_tiles * S::kTile;
   block /= plan.v_tiles;
-  const int head = block % p.num_v_heads, n = block / p.num_v_heads;
+  const int head = block % p.common.num_v_heads, n = block / p.common.num_v_heads;
 
-  Tokens seq = tokens_of(p.seqs, n);
+  Tokens seq = tokens_of(p.common.seqs, n);
   if (!EXACT && p.counts) seq.count = static_cast<int32_t>(min(p.counts[n], static_cast<uint32_t>(seq.count)));
-  const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
+  const int64_t in_slot = slot_of(p.common.in_slots, n), out_slot = slot_of(p.common.out_slots, n);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   GDN_PROFILED(stamps.lap(profile::kSetup);)
 
   if (in_slot < 0 || out_slot < 0) {    // padding
     const int rows = min(S::kTile, head_v - row0);
     for (int64_t i = threadIdx.x; i < static_cast<int64_t>(seq.count) * rows; i += blockDim.x)
-      out_heads_at<T>(p.o, n, seq.first + i / rows, head)[row0 + i % rows] = from_float<T>(0.f, p.io_dtype);
+      out_heads_at<T>(p.o, n, seq.first + i / rows, head)[row0 + i % rows] = from_float<T>(0.f, p.common.io_dtype);
     GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
   }
@@ -203,9 +203,9 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
   float state[ROWS][E];
   auto load_state = [&] {
     if (!consumer) return;
-    with_state_type<ST>(p.state_dtype, [&](auto type) {
+    with_state_type<ST>(p.common.state_dtype, [&](auto type) {
       using S = typename decltype(type)::type;
-      const S *in = static_cast<const S *>(p.state_in) + in_slot * p.in_slots.slot_stride + head * plan.head_stride;
+      const S *in = static_cast<const S *>(p.common.state_in) + in_slot * p.common.in_slots.slot_stride + head * plan.head_stride;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int row = row0 + tile_row + r;
@@ -220,7 +220,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
             for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
           } else {
             float x[4] = {0.f, 0.f, 0.f, 0.f};
-            if (row < head_v && p.state_in) load4(sp, i, head_k, plan.vec_state, x);
+            if (row < head_v && p.common.state_in) load4(sp, i, head_k, plan.vec_state, x);
 #pragma unroll
             for (int c = 0; c < 4; ++c) state[r][4 * j + c] = x[c];
           }
@@ -237,10 +237,10 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
                                            worker, workers, to GDN_PROFILED(, stamps));
   };
   float scale = 1.f;
-  auto store_state = [&](void *states, int64_t slot, int64_t within) {    // where it begins, in elements
-    with_state_type<ST>(p.state_dtype, [&](auto type) {
+  auto store_state = [&] {
+    with_state_type<ST>(p.common.state_dtype, [&](auto type) {
       using S = typename decltype(type)::type;
-      S *to = static_cast<S *>(states) + slot + within;
+      S *to = static_cast<S *>(p.common.state_out) + out_slot * p.common.out_slots.slot_stride + head * plan.head_stride;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int row = row0 + tile_row + r;
@@ -330,21 +330,7 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
           const float y = fmaf(d, gates.z, scale * sq[r]);
           if (part == r) out = y;
         }
-        if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out, p.io_dtype);
-        if (p.token_states) {
-          const int64_t token = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
-          store_state(p.token_states, 0, ((token + t0 + t) * p.num_v_heads + head) * head_v * head_k);
-        }
-      }
-      // Checkpoints lie at multiples of GDN_CHUNK, which are ends of stages; decode never gets there.
-      if constexpr (AHEAD) {
-        static_assert(GDN_CHUNK % S::kMaxStage == 0, "a checkpoint inside a stage");
-        const int done = t0 + count;
-        if (p.checkpoints && done % p.checkpoint_tokens == 0) {
-          const int64_t token = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
-          const int64_t row = token / p.checkpoint_tokens + done / p.checkpoint_tokens - 1;
-          store_state(p.checkpoints, 0, (row * p.num_v_heads + head) * head_v * head_k);
-        }
+        if (writes) o[(t0 + t) * p.o.token_stride] = from_float<T>(out, p.common.io_dtype);
       }
       GDN_PROFILED(stamps.lap(profile::kUpdate);)
     }
@@ -352,30 +338,25 @@ recurrent_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constan
     GDN_PROFILED(stamps.lap(profile::kBarrier);)
   }
 
-  if (consumer && (EXACT || p.state_out)) {
-    store_state(p.state_out, out_slot * p.out_slots.slot_stride, head * plan.head_stride);
+  if (consumer && (EXACT || p.common.state_out)) {
+    store_state();
     GDN_PROFILED(stamps.lap(profile::kStoreState);)
   }
-}
-
-// Rows of states and of all their copies can be read and written four elements at a time, when K is a multiple of 4.
-inline bool aligned_states(const gdn_rule_params &p) {
-  return aligned_state(p, 4) && aligned(p.checkpoints, 4 * dtype_size(p.state_dtype));
 }
 
 template <typename T, typename ST, int E, int ROWS, bool EXACT, bool AHEAD>
 int launch_as(const gdn_rule_params &p, cudaStream_t stream) {
   using S = Shape<E, ROWS, AHEAD>;
   Plan plan;
-  plan.v_tiles = static_cast<int32_t>(ceil_div(p.head_v, S::kTile));
-  plan.vec_qk = p.head_k % 4 == 0 && aligned_rows(p.q, 4, p.io_dtype) && aligned_rows(p.k, 4, p.io_dtype);
-  plan.vec_state = p.head_k % 4 == 0 && aligned_states(p) && p.head_stride % 4 == 0;
+  plan.v_tiles = static_cast<int32_t>(ceil_div(p.common.head_v, S::kTile));
+  plan.vec_qk = p.common.head_k % 4 == 0 && aligned_rows(p.q, 4, p.common.io_dtype) && aligned_rows(p.k, 4, p.common.io_dtype);
+  plan.vec_state = p.common.head_k % 4 == 0 && aligned_state(p.common, 4) && p.head_stride % 4 == 0;
   plan.ready = p.gates == GDN_GATES_READY;
-  plan.head_stride = p.head_stride ? p.head_stride : static_cast<int64_t>(p.head_v) * p.head_k;
-  plan.keep_state = state_in_place(p.state_in, p.state_out, p.in_slots, p.out_slots);
-  const int32_t tokens = max_tokens(p.seqs);
+  plan.head_stride = p.head_stride ? p.head_stride : static_cast<int64_t>(p.common.head_v) * p.common.head_k;
+  plan.keep_state = state_in_place(p.common);
+  const int32_t tokens = max_tokens(p.common.seqs);
   plan.stage = AHEAD || tokens > S::kMaxStage ? S::kMaxStage : tokens < 1 ? 1 : tokens;
-  const int64_t blocks = static_cast<int64_t>(p.seqs.num_seqs) * p.num_v_heads * plan.v_tiles;
+  const int64_t blocks = static_cast<int64_t>(p.common.seqs.num_seqs) * p.common.num_v_heads * plan.v_tiles;
   if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
   GDN_PROFILED(if (const int status = profile::attach(plan.profile, blocks, S::kThreads)) return status;)
   const int64_t bytes = (AHEAD ? 2 : 1) * plan.stage * S::kRecord * static_cast<int64_t>(sizeof(float));

@@ -120,8 +120,8 @@ __device__ __forceinline__ float update(float (&state)[4][kEach], const float (&
 //
 // NOTES: the key's factor to more than f32, see SquareSum. It multiplies sums here and not elements; their rounding differs
 // from token to token, so that it does not add up either.
-template <int ROWS, typename P>
-__device__ __forceinline__ void normalise_and_update(const P &p, float (&state)[ROWS][kEach], const float (&k)[kEach],
+template <int ROWS>
+__device__ __forceinline__ void normalise_and_update(const gdn_common &p, float (&state)[ROWS][kEach], const float (&k)[kEach],
                                                      const float (&q)[kEach], const float (&v)[ROWS], float decay, float beta,
                                                      float (&o)[ROWS]) {
   SquareSum kk;

@@ -9,7 +9,6 @@
 #include "../common/profile.cuh"
 #include "../common/ptx.cuh"
 #include "../common/sequences.cuh"
-#include "fused.h"
 #include "lanes.cuh"
 #include "raw.cuh"
 #include "stream.cuh"
@@ -17,21 +16,24 @@
 namespace gdn {
 namespace step {
 
-template <bool FUSED> using ParamsOf = std::conditional_t<FUSED, FusedParams, gdn_rule_params>;
+template <bool FUSED> using ParamsOf = std::conditional_t<FUSED, gdn_step_params, gdn_rule_params>;
+
+__device__ __forceinline__ const gdn_heads &output_of(const gdn_rule_params &p) { return p.o; }
+__device__ __forceinline__ const gdn_heads &output_of(const gdn_step_params &p) { return p.layer.out; }
 
 // A token in shared memory, in floats: q, k, v of the block's value heads (in whose place o comes later), decay and beta
 // a head, and k.q.
 struct Record {
   int32_t ratio;
   static constexpr int q = 0, k = kDim;
-  __host__ __device__ __forceinline__ int v(int h) const { return (2 + h) * kDim; }
-  __host__ __device__ __forceinline__ int gates(int h) const { return (2 + ratio) * kDim + 2 * h; }
-  __host__ __device__ __forceinline__ int kq() const { return (2 + ratio) * kDim + 2 * ratio; }
-  __host__ __device__ __forceinline__ int size() const { return (2 + ratio) * kDim + (2 * ratio + 4) / 4 * 4; }
+  __device__ __forceinline__ int v(int h) const { return (2 + h) * kDim; }
+  __device__ __forceinline__ int gates(int h) const { return (2 + ratio) * kDim + 2 * h; }
+  __device__ __forceinline__ int kq() const { return (2 + ratio) * kDim + 2 * ratio; }
+  constexpr __host__ __device__ __forceinline__ int size() const { return (2 + ratio) * kDim + (2 * ratio + 4) / 4 * 4; }
 };
 
 // A row of q or of a key, four elements a lane: divided by its norm, and q times its scale.
-template <typename P> __device__ __forceinline__ void normalise(const P &p, bool key, float (&y)[4]) {
+__device__ __forceinline__ void normalise(const gdn_common &p, bool key, float (&y)[4]) {
   if (key) {
     SquareSum kk;
 #pragma unroll
@@ -49,7 +51,7 @@ template <typename P> __device__ __forceinline__ void normalise(const P &p, bool
   }
 }
 
-// CLUSTER: other blocks read the convolution's state of q and k too, so that it is kept back.
+// CLUSTER: other blocks read the convolution's state of q and k too, so that it is stored last.
 template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
   const ParamsOf<FUSED> &p;
   const Record layout;
@@ -59,44 +61,48 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
   int64_t in_slot, out_slot;
   int key_head, head0, warp, lane;
   GDN_PROFILED(profile::Stamps &stamps;)
-  Raw4<T> raw_z = {};    // of the first row whose norm this warp will make
+  Raw4<T> raw_z = {};    // of the first row that this warp will normalise
 
-
-  // Group 0 is q, group 1 is k, the others are the value heads. Row pointers of this lane's four channels.
-  __device__ __forceinline__ const T *input(int group, int t) const {
-    const T *row = group == 0   ? heads_at<T>(p.q, n, seq.first + t, key_head)
-                   : group == 1 ? heads_at<T>(p.k, n, seq.first + t, key_head)
-                                : heads_at<T>(p.v, n, seq.first + t, head0 + group - 2);
-    return row + 4 * lane;
-  }
-
+  // Group 0 is q, group 1 is k, the others are the value heads. This lane's four channels.
   __device__ __forceinline__ int channel(int group) const {
-    const int kk = p.num_k_heads * kDim;
+    const int kk = p.common.num_k_heads * kDim;
     return (group == 0   ? key_head * kDim
             : group == 1 ? kk + key_head * kDim
                          : 2 * kk + (head0 + group - 2) * kDim) +
            4 * lane;
   }
+  __device__ __forceinline__ int channels() const { return (2 * p.common.num_k_heads + p.common.num_v_heads) * kDim; }
+
+  __device__ __forceinline__ const T *input(int group, int t) const {
+    if constexpr (FUSED) {
+      return heads_at<T>(p.layer.x, n, seq.first + t, 0) + channel(group);
+    } else {
+      const T *row = group == 0   ? heads_at<T>(p.q, n, seq.first + t, key_head)
+                     : group == 1 ? heads_at<T>(p.k, n, seq.first + t, key_head)
+                                  : heads_at<T>(p.v, n, seq.first + t, head0 + group - 2);
+      return row + 4 * lane;
+    }
+  }
 
   static __device__ __forceinline__ Raw4<T> raw(const T *p) { return raw_load4(p, 0, 4, true); }
 
   __device__ __forceinline__ void put(float *record, int group, float (&y)[4]) const {
-    if (group < 2) normalise(p, group == 1, y);
+    if (group < 2) normalise(p.common, group == 1, y);
     *reinterpret_cast<float4 *>(record + group * kDim + 4 * lane) = make_float4(y[0], y[1], y[2], y[3]);
   }
 
-  // `load_state` runs when the first loads have been asked for and before they are used.
+  // `load_state` runs between the first loads and their use.
   template <typename Load> __device__ __forceinline__ void operator()(Load &&load_state) {
     const int groups = 2 + layout.ratio, tokens = MANY ? seq.count : 1;
     RawTaps taps;
     Raw4<T> old[kWidth - 1], now = {};
-    auto ask_old = [&](int group) {
+    auto request_window = [&](int group) {
       if constexpr (FUSED) {
         const int c = channel(group);
-        taps.load(p.conv_weight, c, p.conv_dtype);
+        taps.load(p.layer.conv_weight, c, p.layer.conv_dtype);
         const T *from = static_cast<const T *>(p.conv_in) + in_slot * p.conv_in_stride + c;
 #pragma unroll
-        for (int j = 0; j < kWidth - 1; ++j) old[j] = raw(from + j * p.channels);
+        for (int j = 0; j < kWidth - 1; ++j) old[j] = raw(from + j * channels());
       }
     };
     auto make = [&](int group) {
@@ -119,7 +125,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
             window[kWidth - 1][c] = y[c];
             float sum = 0.f;
 #pragma unroll
-            for (int j = 0; j < kWidth; ++j) sum = fmaf(taps.at(c, j, p.conv_dtype), window[j][c], sum);
+            for (int j = 0; j < kWidth; ++j) sum = fmaf(taps.at(c, j, p.layer.conv_dtype), window[j][c], sum);
             y[c] = fast_silu(sum);
 #pragma unroll
             for (int j = 0; j < kWidth - 1; ++j) window[j][c] = window[j + 1][c];
@@ -131,46 +137,46 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
         if (!CLUSTER || group >= 2) {
           T *to = static_cast<T *>(p.conv_out) + out_slot * p.conv_out_stride + channel(group);
 #pragma unroll
-          for (int j = 0; j < kWidth - 1; ++j) store_pack<T, 4>(to + j * p.channels, window[j]);
+          for (int j = 0; j < kWidth - 1; ++j) store_pack<T, 4>(to + j * channels(), window[j]);
         }
       }
       GDN_PROFILED(stamps.lap(FUSED ? profile::kConvolve : profile::kNormalise);)
     };
 
-    // A warp's first group, and the gates in the last warp.
+    // Load a warp's first group, and the gates in the last warp.
     const bool has = warp < groups;    // without tokens the convolution's state may still have to move
     float a_log = 0.f, dt_bias = 0.f;
     const int gate = warp == kWarps - 1 && lane < tokens * layout.ratio ? lane : -1;
-    const auto ask_rates = [&](int i) {
-      a_log = p.a_log[head0 + i % layout.ratio], dt_bias = static_cast<const float *>(p.dt_bias)[head0 + i % layout.ratio];
+    const auto load_rates = [&](int i) {
+      a_log = p.common.a_log[head0 + i % layout.ratio], dt_bias = static_cast<const float *>(p.common.dt_bias)[head0 + i % layout.ratio];
     };
-    if (gate >= 0) ask_rates(gate);
-    if (has) ask_old(warp);
+    if (gate >= 0) load_rates(gate);
+    if (has) request_window(warp);
     if constexpr (FUSED) {
-      if (p.overlap) load_state();    // not written by the kernel before this one
+      if (p.layer.overlap) load_state();    // not written by the kernel before this one
       ptx::grid_dependency_wait();
       ptx::grid_dependency_launch();
       GDN_PROFILED(stamps.lap(profile::kWaitKernel);)
     }
     if (has && tokens > 0) now = raw(input(warp, 0));
     uint32_t raw_a = 0, raw_b = 0;
-    auto ask_gates = [&](int i) {
+    auto load_gates = [&](int i) {
       const int64_t t = seq.first + i / layout.ratio;
       const int head = head0 + i % layout.ratio;
-      raw_a = raw_load_any(p.a.ptr, heads_offset(p.a, n, t, head), p.gate_dtype);
-      raw_b = raw_load_any(p.b.ptr, heads_offset(p.b, n, t, head), p.gate_dtype);
+      raw_a = raw_load_any(p.common.a.ptr, heads_offset(p.common.a, n, t, head), p.common.gate_dtype);
+      raw_b = raw_load_any(p.common.b.ptr, heads_offset(p.common.b, n, t, head), p.common.gate_dtype);
     };
     auto make_gates = [&](int i) {
       GDN_PROFILED(stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
       float *gates = records + i / layout.ratio * layout.size() + layout.gates(i % layout.ratio);
-      gates[0] = expf(log_decay(raw_to_float(raw_a, p.gate_dtype), dt_bias, -expf(a_log)));
-      gates[1] = p.beta_scale * sigmoid(raw_to_float(raw_b, p.gate_dtype));
+      gates[0] = expf(log_decay(raw_to_float(raw_a, p.common.gate_dtype), dt_bias, -expf(a_log)));
+      gates[1] = p.common.beta_scale * sigmoid(raw_to_float(raw_b, p.common.gate_dtype));
       GDN_PROFILED(stamps.lap(profile::kGates);)
     };
-    if (gate >= 0) ask_gates(gate);
+    if (gate >= 0) load_gates(gate);
     if constexpr (FUSED) {
       if (warp < tokens * layout.ratio) raw_z = raw(z_row(warp));
-      if (!p.overlap) load_state();
+      if (!p.layer.overlap) load_state();
     } else {
       load_state();
     }
@@ -178,21 +184,21 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
     if (gate >= 0) make_gates(gate);
 
     for (int group = warp + kWarps; group < groups; group += kWarps) {
-      ask_old(group);
+      request_window(group);
       if (tokens > 0) now = raw(input(group, 0));
       make(group);
     }
     if (warp == kWarps - 1) {
       for (int i = gate + 32; gate >= 0 && i < tokens * layout.ratio; i += 32) {
-        ask_rates(i);
-        ask_gates(i);
+        load_rates(i);
+        load_gates(i);
         make_gates(i);
       }
     }
   }
 
-  // The convolution's new state of q or k: the last inputs of (old state, tokens), read anew when all have used them.
-  __device__ __forceinline__ void keep(int group) const {
+  // The convolution's new state of q or k: the last inputs of (old state, tokens), read again after all blocks have used them.
+  __device__ __forceinline__ void store_window(int group) const {
     const int tokens = MANY ? seq.count : 1, c = channel(group);
     const T *from = static_cast<const T *>(p.conv_in) + in_slot * p.conv_in_stride + c;
     T *to = static_cast<T *>(p.conv_out) + out_slot * p.conv_out_stride + c;
@@ -200,13 +206,13 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
 #pragma unroll
     for (int j = 0; j < kWidth - 1; ++j) {
       const int t = tokens - (kWidth - 1) + j;
-      rows[j] = *reinterpret_cast<const Pack<T, 4> *>(t < 0 ? from + (t + kWidth - 1) * p.channels : input(group, t));
+      rows[j] = *reinterpret_cast<const Pack<T, 4> *>(t < 0 ? from + (t + kWidth - 1) * channels() : input(group, t));
     }
 #pragma unroll
-    for (int j = 0; j < kWidth - 1; ++j) *reinterpret_cast<Pack<T, 4> *>(to + j * p.channels) = rows[j];
+    for (int j = 0; j < kWidth - 1; ++j) *reinterpret_cast<Pack<T, 4> *>(to + j * channels()) = rows[j];
   }
 
-  // k.q of every token, when there are too many for each warp to make them for itself.
+  // k.q of every token, where each warp would need too long to compute them for itself.
   __device__ __forceinline__ void products() const {
     for (int t = warp; t < seq.count; t += kWarps) {
       float *record = records + t * layout.size();
@@ -219,7 +225,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
 
   // Row i of the output: value head head0 + i % ratio of token i / ratio.
   __device__ __forceinline__ const T *z_row(int i) const {
-    return heads_at<T>(p.z, n, seq.first + i / layout.ratio, head0 + i % layout.ratio) + 4 * lane;
+    return heads_at<T>(p.layer.z, n, seq.first + i / layout.ratio, head0 + i % layout.ratio) + 4 * lane;
   }
 
   // The gated norm of o, which stands where v stood: a warp a row.
@@ -228,21 +234,21 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
     Raw4<T> z = raw_z;
     float weight[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) weight[c] = load_any(p.norm_weight, 4 * lane + c, p.norm_dtype);
+    for (int c = 0; c < 4; ++c) weight[c] = load_any(p.layer.norm_weight, 4 * lane + c, p.layer.norm_dtype);
     for (int i = warp; i < rows; i += kWarps) {
       if (i != warp) z = raw(z_row(i));
       const float4 o = *reinterpret_cast<const float4 *>(records + i / layout.ratio * layout.size() +
                                                          layout.v(i % layout.ratio) + 4 * lane);
       const float x[4] = {o.x, o.y, o.z, o.w};
       const float sum = group_sum(fmaf(o.x, o.x, o.y * o.y) + fmaf(o.z, o.z, o.w * o.w));
-      const float scale = rsqrtf(sum * (1.f / kDim) + p.norm_eps);
+      const float scale = rsqrtf(sum * (1.f / kDim) + p.layer.norm_eps);
       float y[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const float gate = raw_to_float(z, c);
-        y[c] = x[c] * scale * weight[c] * (p.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
+        y[c] = x[c] * scale * weight[c] * (p.layer.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
       }
-      store_pack<T, 4>(out_heads_at<T>(p.o, n, seq.first + i / layout.ratio, head0 + i % layout.ratio) + 4 * lane, y);
+      store_pack<T, 4>(out_heads_at<T>(p.layer.out, n, seq.first + i / layout.ratio, head0 + i % layout.ratio) + 4 * lane, y);
     }
   }
 };

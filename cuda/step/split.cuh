@@ -9,7 +9,7 @@
 #include "../common/ptx.cuh"
 #include "../common/profile.cuh"
 #include "prepare.cuh"
-#include "small.h"
+#include "compact.cuh"
 
 namespace gdn {
 namespace step {
@@ -20,20 +20,22 @@ constexpr int kSplitWarps = 4;
 // One function: loads are under way from its first lines to its last, in registers that no part of it could hand on.
 template <typename T, typename G, typename ST, int ROWS>
 __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
-    const __grid_constant__ SmallFused p GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
+    const __grid_constant__ gdn_step_params p, const __grid_constant__ Sizes sizes
+        GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
   if (!ptx::kSm90) return;
   GDN_PROFILED(profile::Stamps stamps(target, profile::kStep);)
   using L = Lanes<ST>;
   constexpr int kTile = kSplitWarps * kGroups * ROWS, kSplits = kDim / kTile;
-  __shared__ __align__(16) float q_at[kDim], k_at[kDim], v_at[kTile];
-  __shared__ float2 gates_at;
+  __shared__ __align__(16) float shared_q[kDim], shared_k[kDim], shared_v[kTile];
+  __shared__ float2 shared_gates;
   __shared__ float squares[kSplits][kSplitWarps];    // of all blocks of the head, sent by them
   // The squares; and at block 0, where all blocks arrive when they have read the convolution's state.
   __shared__ __align__(8) uint64_t arrived[2];
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes;
   const uint32_t rank = blockIdx.x, n = blockIdx.z, key_head = blockIdx.y;    // the cluster is the grid's x
-  const uint32_t split = rank % kSplits, head = key_head * p.ratio.ratio + rank / kSplits;
-  const uint32_t in_slot = p.in.of(n), out_slot = p.out.of(n);
+  const uint32_t split = rank % kSplits, head = key_head * sizes.ratio + rank / kSplits;
+  const gdn_common &common = p.common;
+  const uint32_t in_slot = slot_number(common.in_slots, n), out_slot = slot_number(common.out_slots, n);
   const uint32_t all_squares = ptx::shared_address(&arrived[0]), all_read = ptx::shared_address(&arrived[1]);
   if (threadIdx.x == 0) {
     ptx::barrier_init(all_squares, 1);
@@ -43,18 +45,18 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   }
   __syncwarp();
   ptx::cluster_begin_arrive();    // that all blocks run, before one writes into another
-  if (in_slot >= p.in.count || out_slot >= p.out.count) {    // padding, for all blocks of the cluster
+  if (in_slot >= num_slots_of(common.in_slots) || out_slot >= num_slots_of(common.out_slots)) {    // padding, for all blocks of the cluster
     ptx::grid_dependency_wait();
-    if (threadIdx.x < kTile) *p.o.out<T>(n, head, split * kTile + threadIdx.x) = from_float<T>(0.f);
+    if (threadIdx.x < kTile) *out_row_at<T>(p.layer.out, n, head, split * kTile + threadIdx.x) = from_float<T>(0.f);
     ptx::cluster_begin_wait();
     GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
   }
   const uint32_t tile_row = (warp * kGroups + lane / kLanes) * ROWS, row0 = split * kTile + tile_row;
   const uint32_t within = (head * kDim + row0) * kDim;
-  const ST *in = static_cast<const ST *>(p.state_in) + (static_cast<uint64_t>(in_slot) * p.in.stride + within);
+  const ST *in = state_at<ST>(common.state_in, common.in_slots, in_slot) + within;
   // With `overlap` the state does not wait for the kernel before this one.
-  if (!p.overlap) ptx::grid_dependency_wait();
+  if (!p.layer.overlap) ptx::grid_dependency_wait();
   GDN_PROFILED(stamps.lap(profile::kSetup);)
   uint4 raw_state[ROWS][L::kChunks];
 #pragma unroll
@@ -67,34 +69,34 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   // Warps 0 and 1 make q and k, warp 2 the rows of v (a lane four channels, as far as they go), warp 3 the gates.
   const uint32_t key = key_head * kDim;
   const uint32_t channel =
-      (warp == 0 ? key : warp == 1 ? p.keys + key : 2 * p.keys + head * kDim + split * kTile) + 4 * lane;
-  const bool mine = warp < 2 || (warp == 2 && 4 * lane < kTile);
+      (warp == 0 ? key : warp == 1 ? sizes.keys + key : 2 * sizes.keys + head * kDim + split * kTile) + 4 * lane;
+  const bool active = warp < 2 || (warp == 2 && 4 * lane < kTile);
   RawTaps taps;
   Raw4<T> old[kWidth - 1], now = {};
   float a_log = 0.f, dt_bias = 0.f;
-  if (mine) {
-    const T *from = static_cast<const T *>(p.conv_in) + (static_cast<uint64_t>(in_slot) * p.conv_in_stride + channel);
+  if (active) {
+    const T *from = static_cast<const T *>(p.conv_in) + (static_cast<uint64_t>(in_slot) * static_cast<uint32_t>(p.conv_in_stride) + channel);
 #pragma unroll
-    for (int j = 0; j < kWidth - 1; ++j) old[j] = raw_load4(from + j * p.channels, 0, 4, true);
-    taps.load(p.conv_weight, channel, p.conv_dtype);
+    for (int j = 0; j < kWidth - 1; ++j) old[j] = raw_load4(from + j * sizes.channels, 0, 4, true);
+    taps.load(p.layer.conv_weight, channel, p.layer.conv_dtype);
   }
-  if (warp == 3) a_log = p.a_log[head], dt_bias = p.dt_bias[head];
+  if (warp == 3) a_log = common.a_log[head], dt_bias = static_cast<const float *>(common.dt_bias)[head];
   const uint32_t out_row = row0 + part;    // lanes part < ROWS write a row each
-  const float weight = part < ROWS ? load_any(p.norm_weight, out_row, p.norm_dtype) : 0.f;
+  const float weight = part < ROWS ? load_any(p.layer.norm_weight, out_row, p.layer.norm_dtype) : 0.f;
   GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
-  if (p.overlap) ptx::grid_dependency_wait();
+  if (p.layer.overlap) ptx::grid_dependency_wait();
   GDN_PROFILED(stamps.lap(profile::kWaitKernel);)
   ptx::grid_dependency_launch();
 
-  if (mine) now = raw_load4(p.q.at<T>(n, 0, channel), 0, 4, true);    // x begins with q
+  if (active) now = raw_load4(row_at<T>(p.layer.x, n, 0, channel), 0, 4, true);    // x begins with q
   G raw_a = {}, raw_b = {};
-  if (warp == 3) raw_a = *p.a.at<G>(n, head), raw_b = *p.b.at<G>(n, head);
+  if (warp == 3) raw_a = *row_at<G>(common.a, n, head), raw_b = *row_at<G>(common.b, n, head);
   T raw_z = {};
-  if (part < ROWS) raw_z = *p.z.at<T>(n, head, out_row);
+  if (part < ROWS) raw_z = *row_at<T>(p.layer.z, n, head, out_row);
 
   GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
   float window[kWidth][4];
-  if (mine) {
+  if (active) {
     GDN_PROFILED(stamps.wait(profile::kWaitQkv, old, now);)
     float y[4];
 #pragma unroll
@@ -103,18 +105,18 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         window[j][c] = raw_to_float(j < kWidth - 1 ? old[j] : now, c);
-        sum = fmaf(taps.at(c, j, p.conv_dtype), window[j][c], sum);
+        sum = fmaf(taps.at(c, j, p.layer.conv_dtype), window[j][c], sum);
       }
       y[c] = fast_silu(sum);
     }
-    float *to = warp == 0 ? q_at : warp == 1 ? k_at : v_at;
+    float *to = warp == 0 ? shared_q : warp == 1 ? shared_k : shared_v;
     *reinterpret_cast<float4 *>(to + 4 * lane) = make_float4(y[0], y[1], y[2], y[3]);
     GDN_PROFILED(stamps.lap(profile::kConvolve);)
   }
   GDN_PROFILED(if (warp == 3) stamps.wait(profile::kWaitGates, raw_a, raw_b, a_log, dt_bias);)
   if (warp == 3 && lane == 0)
-    gates_at = make_float2(expf(log_decay(to_float(raw_a), dt_bias, -expf(a_log))),
-                           p.beta_scale * sigmoid(to_float(raw_b)));
+    shared_gates = make_float2(expf(log_decay(to_float(raw_a), dt_bias, -expf(a_log))),
+                           common.beta_scale * sigmoid(to_float(raw_b)));
   GDN_PROFILED(if (warp == 3) stamps.lap(profile::kGates);)
   __syncthreads();
   ptx::cluster_begin_wait();
@@ -122,15 +124,15 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   if (threadIdx.x == 0) ptx::barrier_arrive_at(all_read, 0);
 
   float k[kEach], q[kEach], state[ROWS][kEach], v[ROWS], o[ROWS];
-  L::slice(k_at, part, k);
-  L::slice(q_at, part, q);
+  L::slice(shared_k, part, k);
+  L::slice(shared_q, part, q);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    v[r] = v_at[tile_row + r];
+    v[r] = shared_v[tile_row + r];
 #pragma unroll
     for (int j = 0; j < L::kChunks; ++j) L::unpack(raw_state[r][j], &state[r][j * L::kVec]);
   }
-  normalise_and_update(p, state, k, q, v, gates_at.x, gates_at.y, o);
+  normalise_and_update(common, state, k, q, v, shared_gates.x, shared_gates.y, o);
   GDN_PROFILED(stamps.lap(profile::kUpdate);)
 
   float square = 0.f, out = 0.f;
@@ -143,16 +145,11 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   square += __shfl_xor_sync(0xffffffffu, square, 16);
   if (lane < kSplits) ptx::send(&squares[split][warp], square, all_squares, rank / kSplits * kSplits + lane);
 
-  ST *to = static_cast<ST *>(p.state_out) + (static_cast<uint64_t>(out_slot) * p.out.stride + within);
+  ST *to = const_cast<ST *>(state_at<ST>(common.state_out, common.out_slots, out_slot)) + within;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) L::store(to + r * kDim, part, state[r]);
-  if (p.token_states) {
-    ST *copy = static_cast<ST *>(p.token_states) + (static_cast<uint64_t>(n) * p.heads * kDim * kDim + within);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) L::store(copy + r * kDim, part, state[r]);
-  }
   const float gate = to_float(raw_z);
-  const float factor = weight * (p.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
+  const float factor = weight * (p.layer.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
 
   GDN_PROFILED(stamps.lap(profile::kStoreState);)
   ptx::barrier_wait_cluster(all_squares, 0);
@@ -163,15 +160,15 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
 #pragma unroll
     for (int w = 0; w < kSplitWarps; ++w) sum += squares[i][w];
   if (part < ROWS)
-    *p.o.out<T>(n, head, out_row) = from_float<T>(out * rsqrtf(sum * (1.f / kDim) + p.norm_eps) * factor);
+    *out_row_at<T>(p.layer.out, n, head, out_row) = from_float<T>(out * rsqrtf(sum * (1.f / kDim) + p.layer.norm_eps) * factor);
   GDN_PROFILED(stamps.lap(profile::kOutput);)
 
   // The rows of v are this block's alone; those of q and k all blocks had to read first.
-  if (mine && (warp == 2 || rank == 0)) {
+  if (active && (warp == 2 || rank == 0)) {
     if (warp < 2) ptx::barrier_wait_cluster(all_read, 0);
-    T *conv = static_cast<T *>(p.conv_out) + (static_cast<uint64_t>(out_slot) * p.conv_out_stride + channel);
+    T *conv = static_cast<T *>(p.conv_out) + (static_cast<uint64_t>(out_slot) * static_cast<uint32_t>(p.conv_out_stride) + channel);
 #pragma unroll
-    for (int j = 0; j < kWidth - 1; ++j) store_pack<T, 4>(conv + j * p.channels, window[j + 1]);
+    for (int j = 0; j < kWidth - 1; ++j) store_pack<T, 4>(conv + j * sizes.channels, window[j + 1]);
   }
   GDN_PROFILED(stamps.lap(profile::kStoreConv);)
 }

@@ -1,4 +1,4 @@
 // gdn_step for bf16 inputs.
 #include "step.cuh"
 
-template int gdn::step::launch_step_as<__nv_bfloat16>(const FusedParams &, const Choice &, cudaStream_t);
+template int gdn::step::launch_step<__nv_bfloat16>(const gdn_step_params &, const plan::Step &, cudaStream_t);

@@ -1,4 +1,4 @@
 // gdn_step for f16 inputs.
 #include "step.cuh"
 
-template int gdn::step::launch_step_as<__half>(const FusedParams &, const Choice &, cudaStream_t);
+template int gdn::step::launch_step<__half>(const gdn_step_params &, const plan::Step &, cudaStream_t);

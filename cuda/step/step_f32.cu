@@ -1,4 +1,4 @@
 // gdn_step for f32 inputs.
 #include "step.cuh"
 
-template int gdn::step::launch_step_as<float>(const FusedParams &, const Choice &, cudaStream_t);
+template int gdn::step::launch_step<float>(const gdn_step_params &, const plan::Step &, cudaStream_t);

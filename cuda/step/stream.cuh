@@ -1,4 +1,4 @@
-// How a warp streams its pieces of states through shared memory.
+// How a warp streams its tiles of states through shared memory.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -9,49 +9,49 @@ namespace step {
 
 constexpr int kWarps = 4;
 
-// DEPTH pieces under way, of ROWS rows a lane group. The warps' pieces lie side by side. Every lane copies what it will use
+// DEPTH tiles under way, of ROWS rows a lane group. The warps' tiles lie side by side. Every lane copies what it will use
 // itself and stores from registers: no lane waits for another.
-template <typename ST, int ROWS, int DEPTH> struct Ring {
+template <typename ST, int ROWS, int DEPTH> struct StateStream {
   using L = Lanes<ST>;
-  static constexpr int kPieceRows = kGroups * ROWS;
-  static constexpr int kPieces = kDim / kWarps / kPieceRows;      // of a head, a warp
-  static constexpr int kStep = kWarps * kPieceRows * kDim;        // elements from a warp's piece to its next
+  static constexpr int kTileRows = kGroups * ROWS;
+  static constexpr int kTiles = kDim / kWarps / kTileRows;      // of a head, a warp
+  static constexpr int kStep = kWarps * kTileRows * kDim;        // elements from a warp's tile to its next
   static constexpr int kChunks = ROWS * L::kChunks, kBytes = kWarps * DEPTH * kChunks * 512;
 
-  const ST *in;    // this lane group's first row of piece 0
+  const ST *in;    // this lane group's first row of tile 0
   ST *out;
-  int pieces, part;
-  uint4 *at;       // this lane's chunk 0 of slot 0
+  int tiles, part;
+  uint4 *chunks;   // this lane's chunk 0 of slot 0
 
-  __device__ __forceinline__ Ring(uint8_t *smem, const ST *in, ST *out, int pieces, int warp, int lane)
-      : in(in + lane / kLanes * ROWS * kDim), out(out + lane / kLanes * ROWS * kDim), pieces(pieces), part(lane % kLanes),
-        at(reinterpret_cast<uint4 *>(smem) + warp * DEPTH * kChunks * 32 + lane) {}
+  __device__ __forceinline__ StateStream(uint8_t *smem, const ST *in, ST *out, int tiles, int warp, int lane)
+      : in(in + lane / kLanes * ROWS * kDim), out(out + lane / kLanes * ROWS * kDim), tiles(tiles), part(lane % kLanes),
+        chunks(reinterpret_cast<uint4 *>(smem) + warp * DEPTH * kChunks * 32 + lane) {}
 
-  __device__ __forceinline__ void ask(int i) {
-    if (i < pieces) {
-      const ST *from = in + i * kStep;
-      const uint32_t to = ptx::shared_address(at + i % DEPTH * kChunks * 32);
+  __device__ __forceinline__ void request(int i) {
+    if (i < tiles) {
+      const ST *source = in + i * kStep;
+      const uint32_t target = ptx::shared_address(chunks + i % DEPTH * kChunks * 32);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c)
-        ptx::copy_async(to + c * 512, from + c / L::kChunks * kDim + L::column(part, c % L::kChunks));
+        ptx::copy_async(target + c * 512, source + c / L::kChunks * kDim + L::column(part, c % L::kChunks));
     }
     ptx::copy_async_commit();    // empty past the end, so that one count fits all
   }
 
   __device__ __forceinline__ void start() {
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) ask(i);
+    for (int i = 0; i < DEPTH; ++i) request(i);
   }
 
   __device__ __forceinline__ void read(int i, float (&state)[ROWS][kEach]) {
     ptx::copy_async_wait<DEPTH - 1>();
 #pragma unroll
     for (int c = 0; c < kChunks; ++c)
-      L::unpack(at[(i % DEPTH * kChunks + c) * 32], &state[c / L::kChunks][c % L::kChunks * L::kVec]);
+      L::unpack(chunks[(i % DEPTH * kChunks + c) * 32], &state[c / L::kChunks][c % L::kChunks * L::kVec]);
   }
 
   __device__ __forceinline__ void write(int i, const float (&state)[ROWS][kEach]) {
-    ask(i + DEPTH);
+    request(i + DEPTH);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) L::store(out + i * kStep + r * kDim, part, state[r]);
   }

@@ -1,16 +1,15 @@
 // A block holds whole heads: one value head (the rule alone), or all value heads of a key head (the fused step, where
 // they share the convolution of q and k and its state). 1 to 16 tokens.
 //
-// A warp owns 32 of the 128 value rows. It streams them through a ring in shared memory, eight rows a piece, each lane
-// copying what it will use itself, so that no warp waits for another: the ring only makes the loads of a whole head fit in
-// flight at once, which registers could not. What all warps need (q and k normalised, v, gates) is prepared once, while
-// the state is on its way, and its loads are the first to be asked for: behind the state they would arrive last.
+// A warp owns 32 of the 128 value rows. It streams them through shared memory, eight rows a tile, each lane copying what it
+// will use itself, so that no warp waits for another: registers could not hold the loads of a whole head in flight. What all
+// warps need (q and k normalised, v, gates) is prepared once, while the state is under way. Its loads come first: after the
+// state's they would arrive last.
 #pragma once
 
 #include "../common/host.cuh"
 #include "../common/profile.cuh"
 #include "../common/sequences.cuh"
-#include "fused.h"
 #include "lanes.cuh"
 #include "prepare.cuh"
 #include "stream.cuh"
@@ -22,12 +21,12 @@ namespace step {
 // with the others in the other blocks of its cluster, where there are too few key heads to fill the card.
 enum class Unit { kRule, kKeyHead, kValueHead };
 
-// Rows a lane group holds of a piece: more have more arithmetic in work at once, fewer leave room for more blocks. Measured.
+// Rows a lane group holds of a tile: more have more arithmetic in work at once, fewer leave room for more blocks. Measured.
 template <Unit UNIT, bool MANY> constexpr int kRows = MANY && UNIT != Unit::kRule ? 4 : 2;
 
-constexpr int kHeader = 16;    // bytes between the ring and the records, of which a barrier takes eight
+constexpr int kHeader = 16;    // bytes between the tiles and the records; a barrier has eight of them
 
-// One function: its parts share the ring, the barriers and the registers of every value row.
+// One function: its parts share the tiles, the barriers and the registers of every value row.
 template <typename T, typename ST, Unit UNIT, bool MANY, int DEPTH>
 __global__ void __launch_bounds__(32 * kWarps, 4)
 whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
@@ -37,15 +36,15 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
   GDN_PROFILED(profile::Stamps stamps(target, FUSED ? profile::kStep : profile::kDecode);)
   using L = Lanes<ST>;
   constexpr int ROWS = kRows<UNIT, MANY>;
-  using R = Ring<ST, ROWS, DEPTH>;
+  using R = StateStream<ST, ROWS, DEPTH>;
   extern __shared__ __align__(128) uint8_t smem[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes;
   const int unit = blockIdx.x, n = blockIdx.y;    // neighbours in memory run side by side
-  const int shared_by = p.num_v_heads / p.num_k_heads;
+  const int shared_by = p.common.num_v_heads / p.common.num_k_heads;
   const int ratio = UNIT == Unit::kKeyHead ? shared_by : 1;    // value heads of this block
   const int head0 = unit * ratio, key_head = UNIT == Unit::kKeyHead ? unit : unit / shared_by;
 
-  // At the first block of a cluster: where all arrive when they have read the convolution's state.
+  // At the first block of a cluster: all blocks arrive when they have read the convolution's state.
   const uint32_t all_read = ptx::shared_address(smem + R::kBytes);
   if constexpr (CLUSTER) {
     if (threadIdx.x == 0) {
@@ -53,33 +52,35 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
       ptx::barriers_initialised();
     }
     __syncwarp();
-    ptx::cluster_begin_arrive();    // that all blocks run, before one writes into another
+    ptx::cluster_begin_arrive();    // all blocks must run before one writes into another
   }
 
-  const Tokens seq = MANY ? tokens_of(p.seqs, n) : Tokens{0, 1};
-  const int64_t in_slot = slot_of(p.in_slots, n), out_slot = slot_of(p.out_slots, n);
+  const Tokens seq = MANY ? tokens_of(p.common.seqs, n) : Tokens{0, 1};
+  const int64_t in_slot = slot_of(p.common.in_slots, n), out_slot = slot_of(p.common.out_slots, n);
+  const gdn_heads &o_heads = output_of(p);
   if (in_slot < 0 || out_slot < 0) {    // padding
     if constexpr (FUSED) ptx::grid_dependency_wait();
     for (int i = threadIdx.x; i < seq.count * ratio * kDim; i += 32 * kWarps)
-      out_heads_at<T>(p.o, n, seq.first + i / (ratio * kDim), head0)[i / kDim % ratio * p.o.head_stride + i % kDim] =
+      out_heads_at<T>(o_heads, n, seq.first + i / (ratio * kDim), head0)[i / kDim % ratio * o_heads.head_stride + i % kDim] =
           from_float<T>(0.f);
     if constexpr (CLUSTER) ptx::cluster_begin_wait();
     GDN_PROFILED(stamps.lap(profile::kPadding);)
     return;
   }
 
+  // Prepare the tokens, the state's loads under way.
   float *const records = reinterpret_cast<float *>(smem + R::kBytes + kHeader);
   const Record layout{ratio};
-  const int64_t within = (static_cast<int64_t>(head0) * kDim + warp * R::kPieceRows) * kDim;
-  const int pieces = ratio * R::kPieces;
-  R ring(smem, static_cast<const ST *>(p.state_in) + in_slot * p.in_slots.slot_stride + within,
-            static_cast<ST *>(p.state_out) + out_slot * p.out_slots.slot_stride + within, pieces, warp, lane);
+  const int64_t within = (static_cast<int64_t>(head0) * kDim + warp * R::kTileRows) * kDim;
+  const int tiles = ratio * R::kTiles;
+  R stream(smem, static_cast<const ST *>(p.common.state_in) + in_slot * p.common.in_slots.slot_stride + within,
+            static_cast<ST *>(p.common.state_out) + out_slot * p.common.out_slots.slot_stride + within, tiles, warp, lane);
   Prepare<T, FUSED, CLUSTER, MANY> prepare{p, layout, records, n, seq, in_slot,
                                            out_slot, key_head, head0, warp, lane GDN_PROFILED(, stamps)};
   GDN_PROFILED(stamps.lap(profile::kSetup);)
   prepare([&] {
     GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
-    ring.start();
+    stream.start();
     GDN_PROFILED(stamps.lap(profile::kLoadState);)
   });
   __syncthreads();
@@ -94,6 +95,7 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
 
   GDN_PROFILED(stamps.lap(profile::kBarrier);)
 
+  // The rule, tile by tile.
   float k[kEach], q[kEach], kq[1] = {0.f};
   if constexpr (!MANY) {
     L::slice(records + layout.k, part, k);
@@ -101,11 +103,11 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
     kq[0] = dot(k, q);
     row_sums(kq);
   }
-  for (int i = 0; i < pieces; ++i) {
+  for (int i = 0; i < tiles; ++i) {
     float state[ROWS][kEach];
-    ring.read(i, state);
+    stream.read(i, state);
     GDN_PROFILED(stamps.wait(profile::kWaitState, state);)
-    const int h = i / R::kPieces, row = (i % R::kPieces * kWarps + warp) * R::kPieceRows + lane / kLanes * ROWS;
+    const int h = i / R::kTiles, row = (i % R::kTiles * kWarps + warp) * R::kTileRows + lane / kLanes * ROWS;
     for (int t = 0; t < (MANY ? seq.count : 1); ++t) {
       float *record = records + t * layout.size();
       if constexpr (MANY) {
@@ -114,47 +116,42 @@ whole_kernel(const __grid_constant__ ParamsOf<UNIT != Unit::kRule> p
         kq[0] = record[layout.kq()];
       }
       const float2 gates = *reinterpret_cast<const float2 *>(record + layout.gates(h));
-      // Which row's o this lane gets, if any, and o itself.
-      const int mine = ROWS == 4 ? part / 2 : part;
-      const bool has = ROWS == 4 ? part % 2 == 1 : part < ROWS;
-      float *const at = record + layout.v(h) + row;
+      // This lane computes o of row out_row, if has_row.
+      const int out_row = ROWS == 4 ? part / 2 : part;
+      const bool has_row = ROWS == 4 ? part % 2 == 1 : part < ROWS;
+      float *const values = record + layout.v(h) + row;
       float o;
       if constexpr (ROWS == 4) {
-        o = update(state, k, q, at[mine], gates.x, gates.y, kq[0], part);
+        o = update(state, k, q, values[out_row], gates.x, gates.y, kq[0], part);
       } else {
-        const float v[ROWS] = {at[0], at[1]};
+        const float v[ROWS] = {values[0], values[1]};
         float both[ROWS];
         update(state, k, q, v, gates.x, gates.y, kq[0], both);
         o = part == 0 ? both[0] : both[1];
       }
       if constexpr (FUSED) {
-        __syncwarp();    // all lanes have read v, in whose place o comes
-        if (has) at[mine] = o;
+        __syncwarp();    // all lanes have read v, which o replaces
+        if (has_row) values[out_row] = o;
       } else {
-        if (has) out_heads_at<T>(p.o, n, seq.first + t, head0)[row + mine] = from_float<T>(o);
-      }
-      if (p.token_states) {
-        const int64_t first = p.seqs.cu_seqlens ? seq.first : static_cast<int64_t>(n) * p.seqs.tokens_per_seq;
-        ST *copy = static_cast<ST *>(p.token_states) + within + i * R::kStep + lane / kLanes * ROWS * kDim +
-                   (first + t) * p.num_v_heads * kDim * kDim;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) L::store(copy + r * kDim, part, state[r]);
+        if (has_row) out_heads_at<T>(o_heads, n, seq.first + t, head0)[row + out_row] = from_float<T>(o);
       }
     }
     GDN_PROFILED(stamps.lap(profile::kUpdate);)
-    ring.write(i, state);
+    stream.write(i, state);
     GDN_PROFILED(stamps.lap(profile::kStoreState);)
   }
+  // Norm.
   if constexpr (FUSED) {
     __syncthreads();
     GDN_PROFILED(stamps.lap(profile::kBarrier);)
     prepare.norm();
     GDN_PROFILED(stamps.lap(profile::kOutput);)
   }
+  // The convolution's state of q and k.
   if constexpr (CLUSTER) {
     if (unit % shared_by == 0 && warp < 2) {
       ptx::barrier_wait_cluster(all_read, 0);
-      prepare.keep(warp);
+      prepare.store_window(warp);
     }
     GDN_PROFILED(stamps.lap(profile::kStoreConv);)
   }

@@ -24,6 +24,7 @@ HEADERS = [os.path.join(CUDA, "gdn.h"), *sorted(glob.glob(os.path.join(MODELS, "
 SCALARS = {"int": C.c_int, "int32_t": C.c_int32, "uint32_t": C.c_uint32, "int64_t": C.c_int64, "uint64_t": C.c_uint64,
            "float": C.c_float, "double": C.c_double}
 POINTED = {"void", "char", *SCALARS}
+NESTED = ("common", "layer")    # structs whose fields are fields of the outer struct too, in Python
 NUMBER = re.compile(r"(0[xX][0-9a-fA-F]+|\d+)u?")
 DECLARATION = re.compile(r"""\s*(?:
     (?P<stream>typedef\s+struct\s+CUstream_st\s*\*\s*cudaStream_t)
@@ -105,7 +106,8 @@ class Headers:
             if rest.strip() or name in self.structs:
                 self.fail(f"{name}: {rest}")
             fields = [field for part in parts for field in self.fields(part)]
-            self.structs[name] = type(python_name(name), (C.Structure,), {"_fields_": fields, "c_name": name})
+            nested = [field for field, _ in fields if field in NESTED]
+            self.structs[name] = type(python_name(name), (C.Structure,), {"_anonymous_": nested, "_fields_": fields, "c_name": name})
         elif function:
             [(name, result)] = self.fields(function, returned=True)
             kinds = [self.fields(part, argument=True) for part in arguments.split(",")]

@@ -26,13 +26,13 @@ def expected(file, arch):
     """Instructions that the machine code of a file must have, and those that it must not."""
     newer, hopper = int(arch.rstrip("af")) >= 90, arch == "90a"
     of_clusters = [CLUSTERS, SENT]
-    if file == "prefill/sm80_bf16.cu":
+    if file == "chunk/sm80_bf16.cu":
         return [PRODUCTS, COPIES], [WARPGROUPS]
-    if file == "prefill/sm90_bf16_f32.cu":
+    if file == "chunk/sm90_bf16_f32.cu":
         return ([WARPGROUPS, TMA], []) if hopper else ([], [WARPGROUPS, PRODUCTS])
-    if file == "prefill/combine.cu":
+    if file == "chunk/combine.cu":
         return ["HMMA.1688", *(of_clusters if newer else [])], ([] if newer else of_clusters)
-    if file == "decode/step_bf16.cu":
+    if file == "step/step_bf16.cu":
         return [COPIES, *(of_clusters if newer else [])], ([] if newer else of_clusters)
     return [], []
 

@@ -20,7 +20,7 @@ const OP: &str = "SequencePool";
 /// every sixteenth token, and drafts of up to 16 tokens need no second state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Rings {
-    /// On CUDA, where the kernels take the model's heads: measured to be faster from one sequence on (cuda/replay/README.md).
+    /// On CUDA, where the kernels take the model's heads: measured to be faster from one sequence on (cuda/ring/README.md).
     #[default]
     Auto,
     /// Always: for tests.

@@ -1,6 +1,7 @@
 //! Where the entries of each slot's ring lie: its head and its length.
 
 use super::OP;
+use crate::abi::{GDN_RING_CAPACITY, GDN_RING_ENTRIES};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Tensor};
 use candle_gdn_core::check::check_device;
 use candle_gdn_core::device::in_place_cpu;
@@ -11,10 +12,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 mod tests;
 
 /// Entries at most before they are flushed into the state.
-pub const RING_ENTRIES: usize = 16;
+pub const RING_ENTRIES: usize = GDN_RING_ENTRIES;
 
 /// Rows that entries take in turn: what a call appends is never where another block of it still reads.
-pub const RING_ROWS: usize = 32;
+pub const RING_ROWS: usize = GDN_RING_CAPACITY;
 
 /// Most tokens of a sequence that a call may append.
 pub const RING_TOKENS: usize = RING_ROWS - RING_ENTRIES;

@@ -1,9 +1,9 @@
-// Operands of m16n8k16 products in pieces of eight elements. Lane l of a warp holds, of row (or column) l / 4 of 128 elements,
-// the pieces that begin at 8 (l % 4) + 32 m. Which elements a product calls its k-th does not matter as long as both operands
-// agree: so every lane loads runs of 16 bytes, and nothing is shuffled.
+// Operands of m16n8k16 products in fragments of eight elements. Lane l of a warp holds, of row (or column) l / 4 of 128 elements,
+// the fragments that begin at 8 (l % 4) + 32 m. Which elements a product calls its k-th does not matter as long as both operands
+// agree: so every lane loads runs of 16 bytes, without shuffles.
 //
-// Elements wider than bf16 are taken apart into bf16 terms whose sum they are, exactly: f16 into two, f32 into three. Products
-// of terms are exact; those below the last bit of f32 are left out.
+// Elements wider than bf16 are split into bf16 terms whose sum they are, exactly: f16 into two, f32 into three. Products of
+// terms are exact; those below the last bit of f32 are skipped.
 #pragma once
 
 #include "../common/convert.cuh"
@@ -13,9 +13,9 @@
 namespace gdn {
 namespace ring {
 
-constexpr int kPieces = 4, kPieceStep = 32;
+constexpr int kFragments = 4, kFragmentStep = 32;
 
-// The bf16 terms of two floats, a word of both each; what a term leaves is the next one's.
+// The bf16 terms of two floats, a word of both each. Each term has the leading bits of what remains.
 template <int TERMS> __device__ __forceinline__ void split(float x, float y, uint32_t (&w)[TERMS]) {
 #pragma unroll
   for (int i = 0; i < TERMS; ++i) {
@@ -25,7 +25,7 @@ template <int TERMS> __device__ __forceinline__ void split(float x, float y, uin
   }
 }
 
-template <typename E> struct Piece {
+template <typename E> struct Fragment {
   static constexpr int kTerms = std::is_same_v<E, float> ? 3 : std::is_same_v<E, __half> ? 2 : 1;
   static constexpr int kLoads = sizeof(E) / 2, kEach = 8 / kLoads;
   uint4 raw[kLoads];
@@ -45,9 +45,23 @@ template <typename E> struct Piece {
     }
   }
 
+  // Sixteen bytes as floats.
+  static __device__ __forceinline__ void unpack(const uint4 &words, float *x) {
+    if constexpr (std::is_same_v<E, __half>) {
+      const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 both = __half22float2(reinterpret_cast<const __half2 &>(w[i]));
+        x[2 * i] = both.x, x[2 * i + 1] = both.y;
+      }
+    } else {
+      step::Lanes<E>::unpack(words, x);
+    }
+  }
+
   __device__ __forceinline__ void floats(float (&x)[8]) const {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) unpack<E>(raw[i], &x[i * kEach]);
+    for (int i = 0; i < kLoads; ++i) unpack(raw[i], &x[i * kEach]);
   }
 
   // Words of two elements each.
@@ -68,8 +82,8 @@ template <typename E> struct Piece {
   }
 };
 
-// acc + rest += a b over the sixteen rows `low` and `high` (8 below it) of a and the eight columns of b, for one piece of each.
-// The terms' leading products are summed apart from the others: a sum in a tensor core is cut off, not rounded.
+// acc + rest += a b over the sixteen rows `low` and `high` (8 after it) of a and the eight columns of b, for one fragment of each.
+// The terms' leading products are summed apart from the others: a tensor core truncates its sums, it does not round them.
 template <int AS, int BS>
 __device__ __forceinline__ void multiply(float (&acc)[4], float (&rest)[4], const uint32_t (&low)[AS][4],
                                          const uint32_t (&high)[AS][4], const uint32_t (&b)[BS][4]) {
@@ -85,7 +99,7 @@ __device__ __forceinline__ void multiply(float (&acc)[4], float (&rest)[4], cons
     }
 }
 
-// Rows of 128 elements in shared memory, so far apart that the lanes of a piece's load meet no bank twice.
+// Rows of 128 elements in shared memory, so far apart that the lanes of a fragment's load meet no bank twice.
 template <typename E> constexpr int kRowStride = kDim + (sizeof(E) == 4 ? 4 : 32);
 
 }  // namespace ring

@@ -1,4 +1,0 @@
-// gdn_replay for f16 inputs.
-#include "launch.cuh"
-
-template int gdn::ring::launch_as<__half>(const Params &, int, int, int, cudaStream_t);

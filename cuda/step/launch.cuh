@@ -1,0 +1,42 @@
+// Host side of the kernels that hold whole heads: shared memory and grids.
+#pragma once
+
+#include "../common/host.cuh"
+#include "../common/launch.cuh"
+#include "../common/profile.cuh"
+#include "../plan.h"
+#include "compact.cuh"
+#include "whole.cuh"
+
+namespace gdn {
+namespace step {
+
+static_assert(StateStream<float, 2, 4>::kBytes == plan::kWholeTiles && kHeader == plan::kWholeHeader, "plan.h has the most bytes of a form");
+static_assert(Record{1}.size() == plan::token_floats(1) && Record{4}.size() == plan::token_floats(4), "plan.h has the size of a token");
+
+// `blocks`: at most so many a multiprocessor, 0 for as many as fit.
+template <typename T, typename ST, Unit UNIT, bool MANY, int DEPTH>
+int launch_whole(const ParamsOf<UNIT != Unit::kRule> &p, cudaStream_t stream, bool overlap = false, int blocks = 0) {
+  const int ratio = UNIT == Unit::kKeyHead ? plan::ratio_of(p.common) : 1;
+  int64_t bytes = plan::whole_bytes(ratio, p.common.seqs) - plan::kWholeTiles + StateStream<ST, kRows<UNIT, MANY>, DEPTH>::kBytes;
+  int optin = 0;
+  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (bytes > optin) return GDN_BAD_ALGO;
+  // 1 KB a block is the system's.
+  if (blocks && optin / blocks - 1024 > bytes) bytes = optin / blocks / 1024 * 1024 - 1024;
+  const dim3 grid(static_cast<unsigned>(UNIT == Unit::kKeyHead ? p.common.num_k_heads : p.common.num_v_heads),
+                  static_cast<unsigned>(p.common.seqs.num_seqs));
+  const int cluster = UNIT == Unit::kValueHead ? plan::ratio_of(p.common) : 1;
+  GDN_PROFILED(profile::Target target; if (const int status = profile::attach(target, grid, 32 * kWarps)) return status;)
+  return launch_allowed<whole_kernel<T, ST, UNIT, MANY, DEPTH>>({grid, dim3(32 * kWarps), bytes, stream, overlap, cluster}, optin,
+                                                                p GDN_PROFILED(, target));
+}
+
+// fn(Type<G>) for the gates' type, where it is T or f32.
+template <typename T, typename F> int with_gate(int gate_dtype, F &&fn) {
+  if (!std::is_same_v<T, float> && gate_dtype != GDN_F32) return fn(Type<T>{});
+  return fn(Type<float>{});
+}
+
+}  // namespace step
+}  // namespace gdn
