@@ -5,7 +5,7 @@ use crate::random_layer::{layer, of_128, packed, rows};
 use crate::support::{devices, gpus, rel_rms, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::ops::{causal_conv1d, Gates, GdnStep, StepOptions};
-use candle_gdn::{GdnConfig, Slots, NO_SLOT};
+use candle_gdn::{Slots, NO_SLOT};
 
 /// candle counts the elements of a copy or a fill in 32 bits.
 #[test]

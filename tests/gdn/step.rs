@@ -5,7 +5,7 @@ use crate::step_args::StepArgs;
 use crate::support::{devices, gated_norm, poison, rel_rms, rounded, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::ops::{
-    causal_conv1d, gated_rms_norm, CausalConv1d, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions, StepOptions,
+    causal_conv1d, gated_rms_norm, CausalConv1d, Gates, GdnDecode, GdnPrefill, GdnStep, StepOptions,
 };
 use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
 use candle_gdn::{Algo, GateActivation};
