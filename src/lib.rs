@@ -50,6 +50,8 @@
 mod abi;
 mod algo;
 mod block_scaled;
+#[cfg(feature = "cuda")]
+mod common;
 mod conv;
 #[cfg(feature = "cuda")]
 mod cuda;

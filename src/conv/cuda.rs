@@ -1,6 +1,6 @@
 //! `gdn_conv`: the causal convolution.
 
-use super::{CausalConv1d, ConvPlan, OP};
+use super::op::{CausalConv1d, ConvPlan, OP};
 use crate::abi as gdn;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};

@@ -1,6 +1,6 @@
 //! `gdn_norm`: the gated norm.
 
-use super::{GateActivation, GatedRmsNorm, NormPlan, OP};
+use super::op::{GateActivation, GatedRmsNorm, NormPlan, OP};
 use crate::abi as gdn;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};

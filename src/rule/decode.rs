@@ -1,6 +1,7 @@
 //! One token of each sequence.
 
-use super::call::{custom_op3, Rule, RuleGates};
+use super::call::{Rule, RuleGates};
+use super::dispatch::custom_op3;
 use super::options::{Gates, RuleOptions};
 use crate::algo::Algo;
 use candle_core::{Result, Tensor};

@@ -5,6 +5,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod decode;
+mod dispatch;
 mod options;
 mod prefill;
 

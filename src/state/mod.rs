@@ -7,9 +7,9 @@ mod ring;
 pub(crate) use pool::PoolRing;
 pub use pool::{PoolOptions, StatePool};
 #[cfg(feature = "cuda")]
-pub(crate) use ring::cuda as ring_cuda;
+pub(crate) use ring::with_ring;
 pub use ring::RingSpans;
-pub(crate) use ring::{Ring, RingMove, Window, RING_TOKENS};
+pub(crate) use ring::{ring_get, ring_set, Ring, RingMove, Window, RING_ROWS, RING_TOKENS};
 
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_gdn_core::device::{LastThread, Working};

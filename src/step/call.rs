@@ -1,20 +1,15 @@
-//! A step's one check of a call, and how it runs: as one kernel on CUDA where that supports it, else as convolution, rule and
-//! norm one after the other.
+//! The one check of a step's calls.
 
-use super::{GdnStep, OP};
-use crate::algo::Algo;
-use crate::conv::CausalConv1d;
-use crate::norm::GatedRmsNorm;
+use super::op::{GdnStep, OP};
 use crate::plan::{refuses_step, STEP_TOKENS};
 use crate::rule::RulePlan;
-use candle_core::{bail, CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{bail, Layout, Result, Shape};
 use candle_gdn_core::check::*;
-use candle_gdn_core::cpu_slots;
 
 /// A checked call.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(crate) struct StepPlan {
-    lead: Lead,
+    pub lead: Lead,
     /// q, k and v in it are columns of the convolution's output.
     pub rule: RulePlan,
     pub x: HeadsLayout,
@@ -22,10 +17,10 @@ pub(crate) struct StepPlan {
     pub conv_weight_offset: usize,
     pub conv_width: usize,
     /// qkv as `[batch, tokens, channels]`, or packed `[tokens, channels]`.
-    conv_x: Layout,
+    pub conv_x: Layout,
     /// q, k and v in the convolution's output.
-    columns: [Layout; 3],
-    out_shape: Shape,
+    pub columns: [Layout; 3],
+    pub out_shape: Shape,
 }
 
 /// Sizes of heads and convolution.
@@ -94,7 +89,7 @@ impl GdnStep {
     }
 
     /// Checks a call: qkv, z and the convolution's weight against each other and against what the op holds.
-    fn plan(&self, args: [Arg<'_>; 3]) -> Result<StepPlan> {
+    pub(super) fn plan(&self, args: [Arg<'_>; 3]) -> Result<StepPlan> {
         self.check_args(args)?;
         let [x, z, conv_weight] = args.map(|arg| arg.layout);
         let Sizes { key_heads, value_heads, key_dim, value_dim, width, channels } = self.sizes()?;
@@ -140,131 +135,5 @@ impl GdnStep {
             columns,
             out_shape: lead_dims.iter().copied().chain([value_size]).collect::<Vec<_>>().into(),
         })
-    }
-}
-
-impl GdnStep {
-    /// How a call on these tensors runs.
-    pub(super) fn choice(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<Algo> {
-        let args = [("qkv", qkv), ("z", z), ("conv_weight", conv_weight)];
-        let plan = self.plan(args.map(|(name, tensor)| Arg::tensor(name, tensor)))?;
-        #[cfg(feature = "cuda")]
-        if self.may_fuse(&plan) {
-            let guards = args.map(|(_, tensor)| tensor.storage_and_layout().0);
-            if let [Storage::Cuda(x), Storage::Cuda(z), Storage::Cuda(w)] = [&*guards[0], &*guards[1], &*guards[2]] {
-                return match super::cuda::StepCall::new(self, &plan, [x, z, w])?.choice()? {
-                    Some(algo) => Ok(algo),
-                    None => self.unfused(),
-                };
-            }
-        }
-        drop(plan);
-        Ok(Algo::Unfused)
-    }
-
-    /// Whether to ask for a fused kernel.
-    #[cfg(feature = "cuda")]
-    fn may_fuse(&self, plan: &StepPlan) -> bool {
-        let RulePlan { sizes, seqs, .. } = &plan.rule;
-        self.algo.may_fuse()
-            && crate::plan::has_fused_step(sizes.key_dim, sizes.value_dim, plan.conv_width)
-            && seqs.total_tokens > 0
-    }
-
-    /// What runs where no fused kernel supports the call.
-    #[cfg(feature = "cuda")]
-    fn unfused(&self) -> Result<Algo> {
-        let besides = match self.algo {
-            Algo::StepWhole => "",
-            Algo::StepSplit => ", compute capability 9.0, 1 to 4 value heads a key head, gates in f32 or as qkv",
-            Algo::StepHeads => ", compute capability 9.0, 2 to 8 value heads a key head",
-            _ => return Ok(Algo::Unfused),
-        };
-        bail!(
-            "{OP}: algo: {:?} does not take these tensors on this device: expected rows of qkv, z and conv_state at \
-             multiples of 4 elements, state and conv_weight at multiples of 16 bytes{besides}; Auto takes any",
-            self.algo
-        )
-    }
-
-    fn conv(&self) -> CausalConv1d {
-        CausalConv1d::unchecked(&self.conv_state, self.rule.cu_seqlens.as_ref(), self.rule.slots.as_ref(), true)
-    }
-
-    fn norm(&self) -> Result<GatedRmsNorm> {
-        GatedRmsNorm::new(self.norm_eps, self.gate)
-    }
-}
-
-impl CustomOp3 for GdnStep {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        z: &CpuStorage,
-        zl: &Layout,
-        w: &CpuStorage,
-        wl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let plan = self.plan([Arg::cpu("qkv", x, xl), Arg::cpu("z", z, zl), Arg::cpu("conv_weight", w, wl)])?;
-        // Before anything is written.
-        cpu_slots(OP, self.rule.slots.as_ref(), plan.rule.seqs.num_slots)?;
-        let [q, k, v] = &plan.columns;
-        let (o, o_shape) = match (&self.ring, &self.rule.slots) {
-            (Some(ring), Some(slots)) => {
-                ring.append_inputs(
-                    &self.conv_state,
-                    slots,
-                    (x, plan.x),
-                    &plan.rule.seqs,
-                    self.rule.cu_seqlens.as_ref(),
-                )?;
-                let (y, _) = self.conv().with_slots(slots.written()).cpu_fwd(x, &plan.conv_x, w, wl)?;
-                (ring.step(&self.rule, &plan.rule, &y)?, plan.rule.out_shape.clone())
-            }
-            _ => {
-                let (y, _) = self.conv().cpu_fwd(x, &plan.conv_x, w, wl)?;
-                self.rule.cpu_fwd(plan.lead, [(&y, q), (&y, k), (&y, v)])?
-            }
-        };
-        let (norm_weight, layout) = self.norm_weight.storage_and_layout();
-        let Storage::Cpu(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CPU tensor") };
-        let (out, _) = self.norm()?.cpu_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
-        Ok((out, plan.out_shape))
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &candle_core::CudaStorage,
-        xl: &Layout,
-        z: &candle_core::CudaStorage,
-        zl: &Layout,
-        w: &candle_core::CudaStorage,
-        wl: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use super::cuda::StepCall;
-        let plan = self.plan([Arg::cuda("qkv", x, xl), Arg::cuda("z", z, zl), Arg::cuda("conv_weight", w, wl)])?;
-        if let Some(ring) = &self.ring {
-            let out = crate::state::ring_cuda::step(&StepCall::new(self, &plan, [x, z, w])?, ring)?;
-            return Ok((out, plan.out_shape));
-        }
-        if self.may_fuse(&plan) {
-            if let Some(out) = StepCall::new(self, &plan, [x, z, w])?.run()? {
-                return Ok((out, plan.out_shape));
-            }
-            self.unfused()?;
-        }
-        let (y, _) = self.conv().cuda_fwd(x, &plan.conv_x, w, wl)?;
-        let [q, k, v] = &plan.columns;
-        let (o, o_shape) = self.rule.cuda_fwd(plan.lead, [(&y, q), (&y, k), (&y, v)])?;
-        let (norm_weight, layout) = self.norm_weight.storage_and_layout();
-        let Storage::Cuda(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CUDA tensor") };
-        let (out, _) = self.norm()?.cuda_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
-        Ok((out, plan.out_shape))
     }
 }

@@ -1,11 +1,12 @@
 //! `gdn_step`: convolution, rule and gated norm of a few tokens in one launch.
 
 use super::call::StepPlan;
-use super::GdnStep;
+use super::op::GdnStep;
 use crate::abi as gdn;
 use crate::algo::Algo;
+use crate::common::State;
 use crate::norm::GateActivation;
-use crate::rule::cuda::{with_common, State};
+use crate::rule::cuda::with_common;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, Layout, Result};
@@ -15,7 +16,7 @@ use candle_gdn_core::{held, Slots};
 use std::ffi::c_void;
 
 /// A checked call of a step on CUDA.
-pub(crate) struct StepCall<'a> {
+pub(super) struct StepCall<'a> {
     pub step: &'a GdnStep,
     pub plan: &'a StepPlan,
     /// In u32.

@@ -1,154 +1,31 @@
-//! What a layer does between its two projections, for a few tokens: convolution, rule and gated norm as one op.
+//! What a layer does between its two projections, for a few tokens: convolution, rule and gated norm as one op. It runs as one
+//! kernel on CUDA where there is one for the call, else as the three one after the other.
 
 mod call;
 #[cfg(feature = "cuda")]
-pub(crate) mod cuda;
+mod cuda;
+mod op;
+mod ring_cpu;
+#[cfg(feature = "cuda")]
+mod ring_cuda;
+
+pub use op::{GdnStep, StepOptions};
 
 use crate::algo::Algo;
-use crate::norm::{GateActivation, GatedRmsNorm};
-use crate::rule::{Gates, Rule, RuleOptions};
-use crate::state::Ring;
-use candle_core::{bail, Result, Tensor};
-use candle_gdn_core::check::*;
-use candle_gdn_core::device::{apply3, Launch};
-use candle_gdn_core::{CuSeqlens, Slots};
-
-const OP: &str = "gdn_step";
-
-/// A decode step of a layer between its two projections, as a [`CustomOp3`](candle_core::CustomOp3) over
-/// (qkv, z, conv_weight); see [`gdn_step_in_place`] for shapes. The op holds both states and updates them when it is applied.
-///
-/// It has no backward pass: `backward()` through it gives candle's "backward is not supported" error.
-#[derive(Debug, Clone)]
-pub struct GdnStep {
-    /// Its kernel is that of a step whose parts run one by one.
-    pub(crate) rule: Rule,
-    algo: Algo,
-    conv_state: Tensor,
-    norm_weight: Tensor,
-    norm_eps: f64,
-    gate: GateActivation,
-    /// With one the state is only read, and what would be written is appended to it.
-    ring: Option<Ring>,
-    pub(crate) launch: Launch,
-}
-
-/// Constants of a [`GdnStep`]: those of the rule and of the gated norm. The default is Qwen3-Next's.
-#[derive(Debug, Clone, Copy, PartialEq)]
-#[non_exhaustive]
-pub struct StepOptions {
-    /// Those of the rule; its `algo` is the step's.
-    pub rule: RuleOptions,
-    /// Added to the mean square in the gated norm. Default 1e-6.
-    pub norm_eps: f64,
-    /// Activation of the output gate z. Default SiLU.
-    pub gate: GateActivation,
-}
-
-impl Default for StepOptions {
-    fn default() -> Self {
-        Self { rule: RuleOptions::default(), norm_eps: 1e-6, gate: GateActivation::Silu }
-    }
-}
-
-impl StepOptions {
-    /// The default with some fields changed.
-    pub fn with(change: impl FnOnce(&mut Self)) -> Self {
-        let mut options = Self::default();
-        change(&mut options);
-        options
-    }
-}
+use crate::conv::CausalConv1d;
+use crate::norm::GatedRmsNorm;
+use crate::rule::Gates;
+#[cfg(feature = "cuda")]
+use crate::rule::RulePlan;
+#[cfg(feature = "cuda")]
+use call::StepPlan;
+use candle_core::{bail, CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
+use candle_gdn_core::check::Arg;
+use candle_gdn_core::cpu_slots;
+use candle_gdn_core::device::apply3;
+use op::OP;
 
 impl GdnStep {
-    /// Checks the gates, the norm's weight `[V]` and the states: `conv_state` `[batch, width - 1, channels]`, `state`
-    /// `[batch, HV, V, K]`.
-    ///
-    /// # Errors
-    /// When a dtype, shape or device does not fit; the message names the argument.
-    pub fn new(
-        gates: Gates,
-        norm_weight: &Tensor,
-        conv_state: &Tensor,
-        state: &Tensor,
-        options: StepOptions,
-    ) -> Result<Self> {
-        let rule = Rule::new(OP, gates.into(), state, options.rule).checked()?;
-        check_float(OP, "conv_state", conv_state.dtype())?;
-        if conv_state.rank() != 3 {
-            bail!("{OP}: conv_state: expected shape [slots, width - 1, channels], got {:?}", conv_state.dims());
-        }
-        check_state_strides(OP, "conv_state", conv_state.layout())?;
-        check_weight_dtype(OP, "norm_weight", norm_weight.dtype(), conv_state.dtype())?;
-        check_shape(OP, "norm_weight", norm_weight, &[state.dims()[2]])?;
-        for (arg, tensor) in [("conv_state", conv_state), ("norm_weight", norm_weight)] {
-            Arg::tensor(arg, tensor).check_place(OP, state.device(), &[("the state", state)])?;
-        }
-        for (arg, tensor) in rule.gates.tensors().chain([("norm_weight", norm_weight)]) {
-            check_not_in(OP, arg, storage_key(tensor), "conv_state", conv_state)?;
-        }
-        GatedRmsNorm::new(options.norm_eps, options.gate).map_err(|_| {
-            candle_core::Error::msg(format!(
-                "{OP}: norm_eps: expected a finite value of at least 0, got {}",
-                options.norm_eps
-            ))
-        })?;
-        Ok(Self::unchecked(rule, &norm_weight.contiguous()?, conv_state, options))
-    }
-
-    /// An op on arguments that a layer has checked.
-    pub(crate) fn unchecked(mut rule: Rule, norm_weight: &Tensor, conv_state: &Tensor, options: StepOptions) -> Self {
-        let algo = options.rule.algo;
-        rule.options.algo = algo.of_rule();
-        Self {
-            rule,
-            algo,
-            conv_state: conv_state.clone(),
-            norm_weight: norm_weight.clone(),
-            norm_eps: options.norm_eps,
-            gate: options.gate,
-            ring: None,
-            launch: Launch::default(),
-        }
-    }
-
-    /// The rule of a step on arguments that a layer has checked.
-    pub(crate) fn unchecked_rule(gates: Gates, state: &Tensor, options: RuleOptions) -> Rule {
-        Rule::new(OP, gates.into(), state, options)
-    }
-
-    /// Sequence `n` uses slot `slots[n]` of both states, or reads one slot and writes another; see
-    /// [`GdnDecode::with_slots`](crate::ops::GdnDecode::with_slots).
-    pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
-        self.rule.slots = Some(slots.into());
-        self
-    }
-
-    /// The tokens of all sequences are packed along one dimension: qkv is `[tokens, channels]`, z and the result
-    /// `[tokens, HV * V]`, the gates `[tokens, HV]`. Sequences have up to 16 tokens each and may be empty.
-    ///
-    /// # Errors
-    /// When `cu_seqlens` is not on the state's device.
-    pub fn with_cu_seqlens(mut self, cu_seqlens: &CuSeqlens) -> Result<Self> {
-        check_device(OP, "cu_seqlens", cu_seqlens.tensor(), self.rule.state.device())?;
-        self.rule.cu_seqlens = Some(cu_seqlens.clone());
-        Ok(self)
-    }
-
-    /// The state is only read, and the tokens are appended to the rings of its slots, whose spans the caller moves; the
-    /// convolution's state is any memory of its shape. Up to 16 tokens a sequence.
-    pub(crate) fn with_ring(mut self, ring: &Ring) -> Self {
-        self.ring = Some(ring.clone());
-        self
-    }
-
-    /// How the kernel is launched. With `overlap` it may read the weights, the old states and the slots, which are u32,
-    /// while the kernel before it on the stream still runs, which must therefore write none of them.
-    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
-        self.launch = launch.clone();
-        self
-    }
-
     /// Applies the op: `[batch, HV * V]`, or with several tokens `[batch, tokens, HV * V]`, in qkv's dtype.
     ///
     /// # Errors
@@ -167,28 +44,123 @@ impl GdnStep {
         self.choice(&qkv, &z, &conv_weight)
     }
 
-    /// The tensors as the op takes them, copied only where their rows are not contiguous, or where the sequences and
-    /// tokens of z do not count through.
-    fn prepare(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<[Tensor; 3]> {
-        let z = uniform_tokens(z, qkv.rank().saturating_sub(1))?;
-        let (mut qkv, mut z, conv_weight) = (dense_rows(qkv)?, z, conv_weight.contiguous()?);
-        if self.ring.is_some() {
-            // Its kernel takes rows at multiples of 16 bytes.
-            for x in [&mut qkv, &mut z] {
-                if !on_16_bytes(x) {
-                    *x = x.force_contiguous()?;
-                }
+    /// How a call on these tensors runs.
+    pub(super) fn choice(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<Algo> {
+        let args = [("qkv", qkv), ("z", z), ("conv_weight", conv_weight)];
+        let plan = self.plan(args.map(|(name, tensor)| Arg::tensor(name, tensor)))?;
+        #[cfg(feature = "cuda")]
+        if self.may_fuse(&plan) {
+            let guards = args.map(|(_, tensor)| tensor.storage_and_layout().0);
+            if let [Storage::Cuda(x), Storage::Cuda(z), Storage::Cuda(w)] = [&*guards[0], &*guards[1], &*guards[2]] {
+                return match cuda::StepCall::new(self, &plan, [x, z, w])?.choice()? {
+                    Some(algo) => Ok(algo),
+                    None => self.unfused(),
+                };
             }
         }
-        Ok([qkv, z, conv_weight])
+        drop(plan);
+        Ok(Algo::Unfused)
+    }
+
+    /// Whether to ask for a fused kernel.
+    #[cfg(feature = "cuda")]
+    fn may_fuse(&self, plan: &StepPlan) -> bool {
+        let RulePlan { sizes, seqs, .. } = &plan.rule;
+        self.algo.may_fuse()
+            && crate::plan::has_fused_step(sizes.key_dim, sizes.value_dim, plan.conv_width)
+            && seqs.total_tokens > 0
+    }
+
+    /// What runs where no fused kernel supports the call.
+    #[cfg(feature = "cuda")]
+    fn unfused(&self) -> Result<Algo> {
+        let besides = match self.algo {
+            Algo::StepWhole => "",
+            Algo::StepSplit => ", compute capability 9.0, 1 to 4 value heads a key head, gates in f32 or as qkv",
+            Algo::StepHeads => ", compute capability 9.0, 2 to 8 value heads a key head",
+            _ => return Ok(Algo::Unfused),
+        };
+        bail!(
+            "{OP}: algo: {:?} does not take these tensors on this device: expected rows of qkv, z and conv_state at \
+             multiples of 4 elements, state and conv_weight at multiples of 16 bytes{besides}; Auto takes any",
+            self.algo
+        )
+    }
+
+    fn conv(&self) -> CausalConv1d {
+        CausalConv1d::unchecked(&self.conv_state, self.rule.cu_seqlens.as_ref(), self.rule.slots.as_ref(), true)
+    }
+
+    fn norm(&self) -> Result<GatedRmsNorm> {
+        GatedRmsNorm::new(self.norm_eps, self.gate)
     }
 }
 
-/// Whether all rows begin at multiples of 16 bytes.
-fn on_16_bytes(x: &Tensor) -> bool {
-    let (layout, each) = (x.layout(), 16 / x.dtype().size_in_bytes());
-    let Some((_, lead)) = layout.stride().split_last() else { return true };
-    layout.start_offset().is_multiple_of(each) && lead.iter().all(|stride| stride.is_multiple_of(each))
+impl CustomOp3 for GdnStep {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        z: &CpuStorage,
+        zl: &Layout,
+        w: &CpuStorage,
+        wl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let plan = self.plan([Arg::cpu("qkv", x, xl), Arg::cpu("z", z, zl), Arg::cpu("conv_weight", w, wl)])?;
+        // Before anything is written.
+        cpu_slots(OP, self.rule.slots.as_ref(), plan.rule.seqs.num_slots)?;
+        let [q, k, v] = &plan.columns;
+        let (o, o_shape) = match (&self.ring, &self.rule.slots) {
+            (Some(ring), Some(slots)) => {
+                ring_cpu::append_inputs(ring, &self.conv_state, slots, (x, &plan), self.rule.cu_seqlens.as_ref())?;
+                let (y, _) = self.conv().with_slots(slots.written()).cpu_fwd(x, &plan.conv_x, w, wl)?;
+                (ring_cpu::run(ring, &self.rule, &plan.rule, &y)?, plan.rule.out_shape.clone())
+            }
+            _ => {
+                let (y, _) = self.conv().cpu_fwd(x, &plan.conv_x, w, wl)?;
+                self.rule.cpu_fwd(plan.lead, [(&y, q), (&y, k), (&y, v)])?
+            }
+        };
+        let (norm_weight, layout) = self.norm_weight.storage_and_layout();
+        let Storage::Cpu(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CPU tensor") };
+        let (out, _) = self.norm()?.cpu_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
+        Ok((out, plan.out_shape))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &candle_core::CudaStorage,
+        xl: &Layout,
+        z: &candle_core::CudaStorage,
+        zl: &Layout,
+        w: &candle_core::CudaStorage,
+        wl: &Layout,
+    ) -> Result<(candle_core::CudaStorage, Shape)> {
+        use cuda::StepCall;
+        let plan = self.plan([Arg::cuda("qkv", x, xl), Arg::cuda("z", z, zl), Arg::cuda("conv_weight", w, wl)])?;
+        if let Some(ring) = &self.ring {
+            let out = ring_cuda::run(&StepCall::new(self, &plan, [x, z, w])?, ring)?;
+            return Ok((out, plan.out_shape));
+        }
+        if self.may_fuse(&plan) {
+            if let Some(out) = StepCall::new(self, &plan, [x, z, w])?.run()? {
+                return Ok((out, plan.out_shape));
+            }
+            self.unfused()?;
+        }
+        let (y, _) = self.conv().cuda_fwd(x, &plan.conv_x, w, wl)?;
+        let [q, k, v] = &plan.columns;
+        let (o, o_shape) = self.rule.cuda_fwd(plan.lead, [(&y, q), (&y, k), (&y, v)])?;
+        let (norm_weight, layout) = self.norm_weight.storage_and_layout();
+        let Storage::Cuda(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CUDA tensor") };
+        let (out, _) = self.norm()?.cuda_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
+        Ok((out, plan.out_shape))
+    }
 }
 
 /// A decode step of a layer between its two projections: [`causal_conv1d`](crate::ops::causal_conv1d) with SiLU, the gated

@@ -11,7 +11,7 @@ mod pointers;
 #[cfg(feature = "cuda")]
 mod stream_lock;
 #[cfg(feature = "cuda")]
-mod testing;
+pub mod testing;
 mod threads;
 
 pub use apply::{apply1, apply2, apply3};

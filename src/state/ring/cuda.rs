@@ -1,31 +1,31 @@
-//! `gdn_ring_step`, and what else moves rings: flushes, the convolution's windows, spans.
+//! What moves rings on CUDA besides the step: flushes, the convolution's windows, spans.
 
-use super::{Ring, RingMove, Window, OP, RING_ENTRIES, RING_ROWS};
+use super::spans::{RingMove, RING_ENTRIES, RING_ROWS};
+use super::tensors::{Ring, Window, OP};
 use crate::abi as gdn;
-use crate::rule::cuda::{common_of, sequences};
-use crate::step::cuda::StepCall;
+use crate::common::{common_of, sequences};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::{CudaStorage, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_gdn_core::device::cuda::*;
-use candle_gdn_core::device::{in_place_cuda, in_place_cuda_if_any, CudaWritten};
+use candle_gdn_core::device::{in_place_cuda, in_place_cuda_if_any};
 use candle_gdn_core::{held, held_slots, held_u32, CuSeqlens, Slots};
 use std::ffi::c_void;
 
 /// The pointers of a ring that is written.
-struct Written<'a> {
-    ring: gdn::Ring,
-    inputs: *mut c_void,
-    inputs_stride: i64,
+pub(crate) struct WrittenRing<'a> {
+    pub ring: gdn::Ring,
+    pub inputs: *mut c_void,
+    pub inputs_stride: i64,
     _guards: [Pointer<'a>; 4],
 }
 
 /// `run` with all tensors of the ring but the spans held for writing.
-fn with_ring<R>(
+pub(crate) fn with_ring<R>(
     ring: &Ring,
     stream: &CudaStream,
     spans: *const u32,
-    run: impl FnOnce(&Written<'_>) -> Result<R>,
+    run: impl FnOnce(&WrittenRing<'_>) -> Result<R>,
 ) -> Result<R> {
     in_place_cuda(OP, &ring.keys, |keys| {
         in_place_cuda(OP, &ring.updates, |updates| {
@@ -39,7 +39,7 @@ fn with_ring<R>(
                     let (keys, updates, decays, inputs) = (keys?, updates?, decays?, inputs?);
                     let start =
                         |(pointer, offset, size): &(Pointer<'_>, usize, usize)| pointer.at::<c_void>(*offset, *size);
-                    run(&Written {
+                    run(&WrittenRing {
                         ring: gdn::Ring {
                             keys: start(&keys),
                             updates: start(&updates).cast(),
@@ -63,38 +63,6 @@ fn with_ring<R>(
 
 fn addressed((slots_read, slots_write): (*const u32, *const u32), num_slots: usize, stride: usize) -> [gdn::Slots; 2] {
     [slots_read, slots_write].map(|slots| gdn::Slots { slots, num_slots: num_slots as i64, slot_stride: stride as i64 })
-}
-
-/// Runs the step over the pair of the state and its ring.
-pub(crate) fn step(call: &StepCall<'_>, ring: &Ring) -> Result<CudaStorage> {
-    let rule = &call.step.rule;
-    in_place_cuda(rule.name, &rule.state, |state| launch_step(call, ring, state))
-}
-
-fn launch_step(call: &StepCall<'_>, ring: &Ring, (state, layout): CudaWritten<'_>) -> Result<CudaStorage> {
-    let stream = &*stream_of(call.x)?;
-    let mut out = call.alloc()?;
-    let to = write(&mut out, stream)?;
-    let state_dtype = state.dtype();
-    let state = write(state, stream)?;
-    let spans = ring.spans.tensor();
-    held!(spans, spans, stream);
-    call.with_layer(stream, &to, (&state, layout, state_dtype), |common, layer| {
-        with_ring(ring, stream, spans.at(0, 4), |written| {
-            let params = gdn::RingStepParams {
-                common,
-                layer,
-                ring: written.ring,
-                inputs: written.inputs,
-                inputs_stride: written.inputs_stride,
-                algo: gdn::GDN_RING_AUTO,
-            };
-            // SAFETY: every pointer reaches what the plan and the ring were checked for, and the guards outlive the launch.
-            check(OP, unsafe { gdn::gdn_ring_step(&params, stream.cu_stream().cast::<c_void>()) })
-        })
-    })?;
-    drop((to, state));
-    Ok(out)
 }
 
 /// See [`Ring::flush`]; slots are u32.

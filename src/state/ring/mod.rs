@@ -14,73 +14,27 @@
 
 mod cpu;
 #[cfg(feature = "cuda")]
-pub(crate) mod cuda;
+mod cuda;
 mod spans;
+mod tensors;
+#[cfg(test)]
+mod tests;
 
-pub use spans::RingSpans;
+pub(crate) use cpu::{get as ring_get, set as ring_set};
 #[cfg(feature = "cuda")]
-use spans::RING_ENTRIES;
+pub(crate) use cuda::with_ring;
+pub use spans::RingSpans;
 pub(crate) use spans::{RingMove, RING_ROWS, RING_TOKENS};
+pub(crate) use tensors::{Ring, Window};
 
-use crate::sizes::HeadSizes;
-use candle_core::{DType, Result, Tensor};
-use candle_gdn_core::Slots;
-
-const OP: &str = "ring";
-
-/// The tensors of a ring; all are written in place. Slots lie one after the other.
-#[derive(Debug, Clone)]
-pub(crate) struct Ring {
-    /// `[slots, HK, RING_ROWS, K]`, the dtype of the inputs: keys as they came.
-    pub keys: Tensor,
-    /// `[slots, HV, RING_ROWS, V]`, f32.
-    pub updates: Tensor,
-    /// `[slots, HV, RING_ROWS]`, f32: log decays.
-    pub decays: Tensor,
-    /// `[slots, RING_ROWS, channels]`, the dtype of the inputs: those of the convolution, in the rows of their entries.
-    pub inputs: Tensor,
-    pub spans: RingSpans,
-}
+use candle_core::{bail, CpuStorage, DType, Result, Tensor};
+use candle_gdn_core::check::check_device;
+use candle_gdn_core::device::in_place_cpu;
+use candle_gdn_core::{cpu_slots, CuSeqlens, Slots};
+use spans::Span;
+use tensors::OP;
 
 impl Ring {
-    pub fn new(slots: usize, sizes: HeadSizes, channels: usize, dtype: DType, spans: RingSpans) -> Result<Self> {
-        let device = &spans.tensor().device().clone();
-        let HeadSizes { key_heads, value_heads, key_dim, value_dim } = sizes;
-        Ok(Self {
-            keys: Tensor::zeros((slots, key_heads, RING_ROWS, key_dim), dtype, device)?,
-            updates: Tensor::zeros((slots, value_heads, RING_ROWS, value_dim), DType::F32, device)?,
-            decays: Tensor::zeros((slots, value_heads, RING_ROWS), DType::F32, device)?,
-            inputs: Tensor::zeros((slots, RING_ROWS, channels), dtype, device)?,
-            spans,
-        })
-    }
-
-    /// All but the spans.
-    pub fn tensors(&self) -> [&Tensor; 4] {
-        [&self.keys, &self.updates, &self.decays, &self.inputs]
-    }
-
-    /// Room for `slots` slots; what is there stays.
-    pub fn grow(&mut self, slots: usize) -> Result<()> {
-        let grown = |tensor: &Tensor| {
-            let shape = [&[slots], &tensor.dims()[1..]].concat();
-            let grown = Tensor::zeros(shape, tensor.dtype(), tensor.device())?;
-            for slot in 0..tensor.dims()[0] {
-                grown.slice_set(&tensor.narrow(0, slot, 1)?, 0, slot)?;
-            }
-            Ok::<_, candle_core::Error>(grown)
-        };
-        let [keys, updates, decays, inputs] = self.tensors().map(grown);
-        (self.keys, self.updates, self.decays, self.inputs) = (keys?, updates?, decays?, inputs?);
-        self.spans.grow(slots)
-    }
-
-    pub fn sizes(&self) -> Result<HeadSizes> {
-        let (_, key_heads, _, key_dim) = self.keys.dims4()?;
-        let (_, value_heads, _, value_dim) = self.updates.dims4()?;
-        Ok(HeadSizes { key_heads, value_heads, key_dim, value_dim })
-    }
-
     /// Flushes the rings of the slots read into their states, which go to the slots written: of `state`, or of the tensor
     /// `to`. The caller moves the spans.
     pub fn flush(&self, state: &Tensor, slots: &Slots, to: Option<&Tensor>) -> Result<()> {
@@ -109,9 +63,56 @@ impl Ring {
     }
 }
 
-/// Where a window goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Window {
-    ToState,
-    ToRing,
+impl RingSpans {
+    /// After a call that appended drafts, of which none counts yet, to the rings of `slots`: entries that no longer fit were
+    /// flushed before them.
+    ///
+    /// # Errors
+    /// When the slots do not fit, or the device refuses.
+    pub fn draft(&self, slots: &Slots, cu_seqlens: &CuSeqlens) -> Result<()> {
+        let device = slots.read().device();
+        let none = match slots.is_empty() {
+            true => Tensor::zeros(1, DType::U32, device)?.narrow(0, 0, 0)?,
+            false => Tensor::zeros(slots.len(), DType::U32, device)?,
+        };
+        self.accept(slots, cu_seqlens, &none)
+    }
+
+    /// Of the drafts that wait in the rings of `slots` the first `accepted[n]` of sequence `n` count. `accepted` is
+    /// `[sequences]` in u32 on the device.
+    ///
+    /// # Errors
+    /// When the slots or the counts do not fit, or the device refuses.
+    pub fn accept(&self, slots: &Slots, cu_seqlens: &CuSeqlens, accepted: &Tensor) -> Result<()> {
+        self.advance(slots, RingMove { accepted: Some(accepted), ..RingMove::append(Some(cu_seqlens), 0) })
+    }
+
+    /// Moves the spans after a call, from the slots that it read to those that it wrote.
+    pub(crate) fn advance(&self, slots: &Slots, moved: RingMove<'_>) -> Result<()> {
+        let tensor = self.tensor();
+        slots.check(OP, slots.len(), tensor.elem_count(), tensor.device())?;
+        if slots.is_empty() {
+            return Ok(());
+        }
+        if let Some(accepted) = moved.accepted {
+            check_device(OP, "accepted", accepted, tensor.device())?;
+        }
+        #[cfg(feature = "cuda")]
+        if tensor.device().is_cuda() {
+            return cuda::advance(&tensor, &slots.in_u32()?, moved);
+        }
+        let host = cpu_slots(OP, Some(slots), tensor.elem_count())?;
+        let accepted = moved.accepted.map(Tensor::to_vec1::<u32>).transpose()?;
+        in_place_cpu(OP, &tensor, |(storage, layout)| {
+            let CpuStorage::U32(spans) = storage else { bail!("{OP}: expected spans in u32") };
+            let spans = &mut spans[layout.start_offset()..];
+            let maps = host.of_stride(1);
+            for (n, (read, write)) in (0..slots.len()).filter_map(|n| Some((n, maps.numbers(n)?))) {
+                let tokens = moved.tokens(n);
+                let kept = accepted.as_ref().map_or(tokens, |accepted| tokens.min(accepted[n] as usize));
+                spans[write] = Span::from_bits(spans[read]).after(tokens, kept, moved.flush, read != write).to_bits();
+            }
+            Ok(())
+        })
+    }
 }

@@ -1,15 +1,9 @@
 //! Where the entries of each slot's ring lie: its head and its length.
 
-use super::OP;
 use crate::abi::{GDN_RING_CAPACITY, GDN_RING_ENTRIES};
-use candle_core::{bail, CpuStorage, DType, Device, Result, Tensor};
-use candle_gdn_core::check::check_device;
-use candle_gdn_core::device::in_place_cpu;
-use candle_gdn_core::{cpu_slots, CuSeqlens, Slots};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn_core::CuSeqlens;
 use std::sync::{Arc, Mutex, PoisonError};
-
-#[cfg(test)]
-mod tests;
 
 /// Entries at most before they are flushed into the state.
 pub const RING_ENTRIES: usize = GDN_RING_ENTRIES;
@@ -30,7 +24,7 @@ pub struct RingSpans(
 
 /// A ring's head, the row of its first entry, and its length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
+pub(crate) struct Span {
     pub head: usize,
     pub length: usize,
 }
@@ -40,7 +34,7 @@ impl Span {
         Self { head: (bits >> 16) as usize, length: (bits & 0xffff) as usize }
     }
 
-    fn to_bits(self) -> u32 {
+    pub fn to_bits(self) -> u32 {
         (self.head as u32) << 16 | self.length as u32
     }
 
@@ -60,7 +54,7 @@ impl Span {
     }
 
     /// The span after a call with so many tokens, of which `kept` stay.
-    fn after(self, tokens: usize, kept: usize, flush: bool, moved: bool) -> Self {
+    pub fn after(self, tokens: usize, kept: usize, flush: bool, moved: bool) -> Self {
         match flush || moved || self.length + tokens > RING_ENTRIES {
             true => Self { head: self.row(self.length), length: kept },
             false => Self { length: self.length + kept, ..self },
@@ -111,58 +105,6 @@ impl RingSpans {
         let span = tensor.narrow(0, from, 1)?.force_contiguous()?;
         tensor.slice_set(&span, 0, to)
     }
-
-    /// After a call that appended drafts, of which none counts yet, to the rings of `slots`: entries that no longer fit were
-    /// flushed before them.
-    ///
-    /// # Errors
-    /// When the slots do not fit, or the device refuses.
-    pub fn draft(&self, slots: &Slots, cu_seqlens: &CuSeqlens) -> Result<()> {
-        let device = slots.read().device();
-        let none = match slots.is_empty() {
-            true => Tensor::zeros(1, DType::U32, device)?.narrow(0, 0, 0)?,
-            false => Tensor::zeros(slots.len(), DType::U32, device)?,
-        };
-        self.accept(slots, cu_seqlens, &none)
-    }
-
-    /// Of the drafts that wait in the rings of `slots` the first `accepted[n]` of sequence `n` count. `accepted` is
-    /// `[sequences]` in u32 on the device.
-    ///
-    /// # Errors
-    /// When the slots or the counts do not fit, or the device refuses.
-    pub fn accept(&self, slots: &Slots, cu_seqlens: &CuSeqlens, accepted: &Tensor) -> Result<()> {
-        self.advance(slots, RingMove { accepted: Some(accepted), ..RingMove::append(Some(cu_seqlens), 0) })
-    }
-
-    /// Moves the spans after a call, from the slots that it read to those that it wrote.
-    pub(crate) fn advance(&self, slots: &Slots, moved: RingMove<'_>) -> Result<()> {
-        let tensor = self.tensor();
-        slots.check(OP, slots.len(), tensor.elem_count(), tensor.device())?;
-        if slots.is_empty() {
-            return Ok(());
-        }
-        if let Some(accepted) = moved.accepted {
-            check_device(OP, "accepted", accepted, tensor.device())?;
-        }
-        #[cfg(feature = "cuda")]
-        if tensor.device().is_cuda() {
-            return super::cuda::advance(&tensor, &slots.in_u32()?, moved);
-        }
-        let host = cpu_slots(OP, Some(slots), tensor.elem_count())?;
-        let accepted = moved.accepted.map(Tensor::to_vec1::<u32>).transpose()?;
-        in_place_cpu(OP, &tensor, |(storage, layout)| {
-            let CpuStorage::U32(spans) = storage else { bail!("{OP}: expected spans in u32") };
-            let spans = &mut spans[layout.start_offset()..];
-            let maps = host.of_stride(1);
-            for (n, (read, write)) in (0..slots.len()).filter_map(|n| Some((n, maps.numbers(n)?))) {
-                let tokens = moved.tokens(n);
-                let kept = accepted.as_ref().map_or(tokens, |accepted| tokens.min(accepted[n] as usize));
-                spans[write] = Span::from_bits(spans[read]).after(tokens, kept, moved.flush, read != write).to_bits();
-            }
-            Ok(())
-        })
-    }
 }
 
 /// What a call did to the rings of its sequences.
@@ -189,7 +131,7 @@ impl<'a> RingMove<'a> {
         Self { cu_seqlens: None, tokens: 0, accepted: None, flush: true }
     }
 
-    fn tokens(&self, n: usize) -> usize {
+    pub fn tokens(&self, n: usize) -> usize {
         self.cu_seqlens.map_or(self.tokens, |cu| (cu.as_slice()[n + 1] - cu.as_slice()[n]) as usize)
     }
 }

@@ -1,6 +1,7 @@
 //! Heads and lengths: rows that go round, and the token with which a ring is flushed.
 
 use super::*;
+use candle_core::Device;
 
 #[test]
 fn rows_go_round() {
