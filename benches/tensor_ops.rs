@@ -7,7 +7,7 @@
 #![allow(dead_code)]
 
 use candle_core::{DType, Result, Tensor, D};
-use candle_gdn::Gates;
+use candle_gdn::ops::Gates;
 use candle_nn::ops::sigmoid;
 
 /// Tokens that are computed at once.

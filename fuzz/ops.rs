@@ -3,10 +3,8 @@
 #![no_main]
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::{
-    causal_conv1d, gated_rms_norm, CuSeqlens, GateActivation, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions,
-    Slots, StepOptions, NO_SLOT,
-};
+use candle_gdn::ops::{causal_conv1d, gated_rms_norm, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions, StepOptions};
+use candle_gdn::{CuSeqlens, GateActivation, Slots, NO_SLOT};
 use libfuzzer_sys::fuzz_target;
 
 /// The input's bytes, zeros behind its end.

@@ -2,69 +2,16 @@
 //! wherever there is a C compiler.
 #![allow(missing_docs)]
 
+pub use candle_gdn_core::abi::*;
 use std::ffi::c_void;
-
-/// Declares the constants and the `#[repr(C)]` structs of a header, each field once, and a test that compares all of them
-/// with the C compiler's (`crate::abi::c_layout`).
-#[allow(clippy::crate_in_macro_def)] // each crate includes the comparison at this path, for its tests alone
-#[doc(hidden)]
-#[macro_export]
-macro_rules! c_header {
-    (
-        $header:literal;
-        constants { $($const_vis:vis $constant:ident: $const_type:ty = $value:expr;)* }
-        structs {
-            $(
-                $(#[$attribute:meta])*
-                $struct_vis:vis struct $name:ident = $c_name:ident { $($field_vis:vis $field:ident: $type:ty,)* }
-            )*
-        }
-    ) => {
-        $(
-            #[doc = concat!("`", stringify!($constant), "`")]
-            #[allow(dead_code)]
-            $const_vis const $constant: $const_type = $value;
-        )*
-        $(
-            #[doc = concat!("`", stringify!($c_name), "`")]
-            #[repr(C)]
-            #[allow(dead_code)]
-            $(#[$attribute])*
-            $struct_vis struct $name { $($field_vis $field: $type,)* }
-        )*
-
-        #[cfg(test)]
-        #[test]
-        #[allow(clippy::vec_init_then_push)] // a header has any number of constants, none among them
-        fn is_what_the_header_says() {
-            use std::mem::{offset_of, size_of};
-            let mut lines = vec![];
-            $(lines.push((stringify!($constant).to_owned(), vec![$constant as i64]));)*
-            $(
-                lines.push((concat!("struct ", stringify!($c_name)).to_owned(), vec![size_of::<$name>() as i64]));
-                $(
-                    let place = vec![offset_of!($name, $field) as i64, size_of::<$type>() as i64];
-                    lines.push((concat!(stringify!($c_name), ".", stringify!($field)).to_owned(), place));
-                )*
-            )*
-            crate::abi::c_layout::compare($header, &lines);
-        }
-    };
-}
 
 #[cfg(test)]
 #[path = "../tests/support/c_layout.rs"]
 pub(crate) mod c_layout;
 
-c_header! {
+candle_gdn_core::c_header! {
     "gdn.h";
     constants {
-        pub GDN_F32: i32 = 0;
-        pub GDN_BF16: i32 = 1;
-        pub GDN_F16: i32 = 2;
-        pub GDN_OK: i32 = 0;
-        pub GDN_BAD_ALGO: i32 = 7;
-        pub GDN_NO_SLOT: u32 = u32::MAX;
         pub GDN_AUTO: i32 = 0;
         pub GDN_RECURRENT: i32 = 1;
         pub GDN_RECURRENT_128: i32 = 2;
@@ -72,6 +19,7 @@ c_header! {
         pub GDN_CHUNKED_SM80: i32 = 4;
         pub GDN_CHUNKED_SM90: i32 = 5;
         pub GDN_GATES_RAW: i32 = 0;
+        pub GDN_GATES_READY: i32 = 1;
         pub GDN_CHUNK: usize = 64;
         pub GDN_STEP_AUTO: i32 = 0;
         pub GDN_STEP_WHOLE: i32 = 1;
@@ -90,27 +38,6 @@ c_header! {
         pub GDN_PROFILE_CHUNK: u32 = 1 << 30;
     }
     structs {
-        #[derive(Clone, Copy)]
-        pub struct Heads = gdn_heads {
-            pub ptr: *const c_void,
-            pub seq_stride: i64,
-            pub token_stride: i64,
-            pub head_stride: i64,
-        }
-        #[derive(Clone, Copy)]
-        pub struct Sequences = gdn_sequences {
-            pub cu_seqlens: *const u32,
-            pub num_seqs: i32,
-            pub tokens_per_seq: i32,
-            pub max_tokens_per_seq: i32,
-            pub total_tokens: i32,
-        }
-        #[derive(Clone, Copy)]
-        pub struct Slots = gdn_slots {
-            pub slots: *const u32,
-            pub num_slots: i64,
-            pub slot_stride: i64,
-        }
         #[derive(Clone, Copy)]
         pub struct Common = gdn_common {
             pub a: Heads,
@@ -339,7 +266,6 @@ extern "C" {
         stream: *mut c_void,
     ) -> std::ffi::c_int;
     pub fn gdn_dequantize(params: *const DequantizeParams, stream: *mut c_void) -> std::ffi::c_int;
-    pub fn gdn_status_string(status: std::ffi::c_int) -> *const std::ffi::c_char;
     #[cfg(feature = "profile")]
     pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> std::ffi::c_int;
     #[cfg(feature = "profile")]

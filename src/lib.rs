@@ -2,19 +2,17 @@
 //!
 //! * [`GatedDeltaNet`] is the layer: load it from a checkpoint, give it a [`GdnState`], call `forward` with any number
 //!   of tokens.
-//! * A server keeps the states of its sequences in the slots of a [`StatePool`], one a layer, which a [`SlotAllocator`]
-//!   hands out: [`GatedDeltaNet::forward_slots`] takes packed sequences of any lengths, prompts and decode steps in one
-//!   call; [`PrefixCache`] keeps the states along a prompt for the next one that begins alike; and
-//!   [`GatedDeltaNet::verify`] feeds drafted tokens that may be taken back. [`GatedDeltaNet::new_ring_pool`] makes a pool whose
-//!   decode does not write its states with every token.
-//! * The ops are for authors of their own layer: [`gdn_decode_in_place`] and [`gdn_prefill_in_place`] are the rule,
-//!   [`causal_conv1d`] and [`gated_rms_norm`] stand before and behind it, and [`gdn_step_in_place`] is all three for up
-//!   to 16 tokens, on CUDA in one kernel. All run on the CPU and, with the `cuda` feature, on CUDA.
+//! * A server keeps the states of its sequences in the slots of a [`StatePool`], one a layer:
+//!   [`GatedDeltaNet::forward_slots`] takes packed sequences of any lengths, prompts and decode steps in one call, and
+//!   [`GatedDeltaNet::verify`] feeds drafted tokens that may be taken back. With [`PoolOptions::ring`] decode does not write a
+//!   state with every token.
+//! * [`ops`] is for authors of their own layer: the gated delta rule, the convolution before it, the norm after it, and all
+//!   three as one step. All run on the CPU and, with the `cuda` feature, on CUDA.
 //! * [`mod@reference`] is the rule in `f64` that every kernel is tested against.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
-//! use candle_gdn::{gdn_prefill_in_place, Gates, RuleOptions};
+//! use candle_gdn::ops::{gdn_prefill_in_place, Gates, RuleOptions};
 //!
 //! # fn main() -> candle_core::Result<()> {
 //! let (batch, tokens, key_heads, value_heads, dim) = (1, 10, 2, 4, 128);
@@ -38,8 +36,8 @@
 //! # Threads
 //! Layers, states and pools are `Send` and `Sync`. A layer is only read: any number of host threads may share one. What
 //! writes a state or a pool takes it by `&mut`, so that one thread at a time does: several that serve one pool put it
-//! behind a `Mutex`, or each have a pool of their own. The tensors of a state or pool (`conv()`, `recurrent()`) are views:
-//! who keeps one sees later writes, whichever thread makes them. A state on another device than the layer's weights is
+//! in a `Mutex`, or each have a pool of their own. The tensors of a state or pool (`conv()`, `recurrent()`) are views:
+//! a view that you keep shows later writes, from any thread. A state on another device than the layer's weights is
 //! refused.
 //!
 //! A CUDA device that `Device::new_cuda` makes has a stream for each host thread, and nothing orders what two threads
@@ -49,31 +47,47 @@
 //! keeps candle's matrix products apart, whose handle they share. CUDA graphs need such a device.
 #![warn(missing_docs)]
 
-#[macro_use]
 mod abi;
-#[allow(missing_docs)]
-mod cpu;
+mod algo;
+#[cfg(feature = "cuda")]
+mod common;
+mod conv;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod device;
-mod host;
 mod layer;
 mod linear;
-mod ops;
+mod norm;
+mod plan;
 #[doc(hidden)]
 pub mod plumbing;
+#[cfg(any(feature = "profile", test))]
 pub mod profile;
 pub mod reference;
+mod rule;
+mod sizes;
 mod state;
+mod step;
 
-pub use device::{keep_freed_memory, single_stream_device};
-pub use layer::{
-    Accepted, CheckpointPlan, Checkpoints, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection,
-};
+/// The ops, for authors of their own layer. Each is a struct that candle applies as a custom op, and a function.
+pub mod ops {
+    pub use crate::conv::{causal_conv1d, CausalConv1d};
+    pub use crate::norm::{gated_rms_norm, GatedRmsNorm};
+    pub use crate::rule::{gdn_decode_in_place, gdn_prefill_in_place, Gates, GdnDecode, GdnPrefill, RuleOptions};
+    pub use crate::step::{gdn_step_in_place, GdnStep, StepOptions};
+}
+
+pub use algo::Algo;
+pub use candle_core;
+pub use candle_gdn_core::device::{keep_freed_memory, single_stream_device, Launch};
+pub use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
+pub use layer::{Accepted, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
 pub use linear::DenseWeight;
-pub use ops::{
-    causal_conv1d, checkpoint_rows, gated_rms_norm, gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place,
-    gdn_step_in_place, Algo, CausalConv1d, CuSeqlens, GateActivation, GatedRmsNorm, Gates, GdnDecode, GdnPrefill,
-    GdnStep, RuleOptions, Slots, StepAlgo, StepOptions, CHECKPOINT_MULTIPLE, NO_SLOT,
-};
-pub use state::{GdnState, PrefixCache, SlotAllocator, StatePool};
+pub use norm::GateActivation;
+pub use state::{GdnState, PoolOptions, RingSpans, StatePool};
+
+// Until the models import the internal crate.
+#[doc(hidden)]
+pub use candle_gdn_core::c_header;
+#[cfg(feature = "cuda")]
+#[doc(hidden)]
+pub use candle_gdn_core::{held, held_or_none, held_slots, held_u32};

@@ -1,8 +1,8 @@
 //! The profile example as a program.
+#![cfg(feature = "profile")]
 
 #[path = "support/program.rs"]
 mod program;
-#[cfg(feature = "profile")]
 #[path = "support/skipped.rs"]
 mod skipped;
 
@@ -20,16 +20,6 @@ fn refused(args: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-#[cfg(not(feature = "profile"))]
-fn without_the_feature_it_says_how_to_build() {
-    let (code, stderr) = refused(&[]);
-    assert_eq!(code, Some(1));
-    assert!(stderr.contains("built without the `profile` feature"), "{stderr}");
-    assert!(stderr.contains("cargo run --release --features profile --example profile"), "{stderr}");
-}
-
-#[test]
-#[cfg(feature = "profile")]
 fn decode_takes_one_token() {
     let (code, stderr) = refused(&["--op", "decode", "--tokens", "2"]);
     assert_eq!(code, Some(1));
@@ -37,7 +27,6 @@ fn decode_takes_one_token() {
 }
 
 #[test]
-#[cfg(feature = "profile")]
 fn a_kernel_of_another_op_is_named() {
     for (op, algo) in [("decode", "split"), ("prefill", "composed"), ("step", "chunked_sm90")] {
         let (code, stderr) = refused(&["--op", op, "--algo", algo]);
@@ -48,7 +37,6 @@ fn a_kernel_of_another_op_is_named() {
 
 /// Every kernel that an op has, and what Auto takes at the defaults.
 #[test]
-#[cfg(feature = "profile")]
 fn every_kernel_is_profiled() {
     let chunked = ["auto", "recurrent", "recurrent_128", "chunked_sm80", "chunked_sm90"];
     let decode = ["auto", "recurrent", "recurrent_128", "decode_128"];

@@ -4,7 +4,8 @@ use crate::record::{Row, Shape};
 use crate::results::{Suite, Work};
 use crate::{assert_close, randn};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::{causal_conv1d, gated_rms_norm, GateActivation};
+use candle_gdn::ops::{causal_conv1d, gated_rms_norm};
+use candle_gdn::GateActivation;
 use candle_nn::ops::silu;
 use criterion::{Criterion, Throughput};
 

@@ -4,7 +4,7 @@ use crate::record::{Row, Shape};
 use crate::results::{Suite, Work};
 use crate::{assert_close, randn, tensor_ops};
 use candle_core::Tensor;
-use candle_gdn::{gdn_decode_in_place, gdn_prefill_in_place, Gates, RuleOptions};
+use candle_gdn::ops::{gdn_decode_in_place, gdn_prefill_in_place, Gates, RuleOptions};
 use criterion::{Criterion, Throughput};
 
 const HEADS: usize = 32;

@@ -5,7 +5,8 @@
 use crate::layer;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{gdn_decode_in_place, gdn_step_in_place, Algo, Gates, GdnDecode, RuleOptions, StepOptions};
+use candle_gdn::ops::{gdn_decode_in_place, gdn_step_in_place, Gates, GdnDecode, RuleOptions, StepOptions};
+use candle_gdn::Algo;
 use std::time::Instant;
 
 const CALLS: usize = 1000;
@@ -51,7 +52,10 @@ fn calls(device: &Device, batch: usize, time: &dyn Fn(&str, Call<'_>) -> Result<
     let conv_state = Tensor::zeros((batch, 3, channels), DType::BF16, device)?;
     let (taps, norm) = (randn(&[channels, 4])?, Tensor::ones(dim, DType::F32, device)?);
 
-    let options = RuleOptions { algo: Algo::from_env()?, ..RuleOptions::default() };
+    let options = {
+        let algo = Algo::from_env()?;
+        RuleOptions::with(|o| o.algo = algo)
+    };
     time("gdn_decode_in_place", &|| gdn_decode_in_place(&q, &k, &v, &gates, &state, options).map(|_| ()))?;
     let op = GdnDecode::new(gates.clone(), &state, options)?;
     time("GdnDecode::forward", &|| op.forward(&q, &k, &v).map(|_| ()))?;

@@ -3,7 +3,7 @@
 use crate::workloads::{Heads, Work};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::Gates;
+use candle_gdn::ops::Gates;
 
 /// One set of inputs. q, k and v lie side by side in the rows of one tensor, the gates in another, as a layer has them.
 pub struct Inputs {

@@ -6,7 +6,7 @@ use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Algo, GateActivation, GatedDeltaNet, GdnConfig, GdnState};
+use candle_gdn::{Algo, GatedDeltaNet, GdnConfig, GdnState};
 use candle_nn::VarBuilder;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -24,17 +24,7 @@ const PROJECTIONS: [usize; 14] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2
 const LAYER_BOUND: f64 = 2e-2;
 
 fn config() -> GdnConfig {
-    GdnConfig {
-        hidden_size: HIDDEN,
-        num_key_heads: 16,
-        num_value_heads: HEADS,
-        key_head_dim: 128,
-        value_head_dim: 128,
-        conv_kernel: 4,
-        rms_norm_eps: 1e-6,
-        output_gate: GateActivation::Silu,
-        beta_scale: 1.,
-    }
+    GdnConfig::new(HIDDEN, (16, 128), (HEADS, 128))
 }
 
 fn weights(device: &Device, dtype: DType) -> Result<HashMap<String, Tensor>> {

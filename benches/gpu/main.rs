@@ -195,7 +195,7 @@ impl Bench {
 
 fn algos(names: &[String]) -> Result<Vec<Algo>> {
     if names.iter().any(|name| name == "all") {
-        return Ok(Algo::ALL.to_vec());
+        return Ok(Algo::RULE.to_vec());
     }
     if names.is_empty() {
         return Ok(vec![Algo::from_env()?]);

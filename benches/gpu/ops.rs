@@ -6,7 +6,8 @@ use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::Result;
 use candle_core::Tensor;
-use candle_gdn::{causal_conv1d, gated_rms_norm, GateActivation};
+use candle_gdn::ops::{causal_conv1d, gated_rms_norm};
+use candle_gdn::GateActivation;
 
 const CHANNELS: usize = 8192;
 const WIDTH: usize = 4;

@@ -8,11 +8,12 @@ use crate::workloads::{Heads, Work};
 use crate::{tensor_ops, Bench};
 use anyhow::{Context, Result};
 use candle_core::Tensor;
-use candle_gdn::{Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::ops::{Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens};
 
 /// The op on one set of inputs, which it updates in place; the sequences' boundaries are on the device already.
 fn op(work: &Work, x: &Inputs, algo: Algo, cu: &CuSeqlens) -> candle_core::Result<Op> {
-    let options = RuleOptions { algo, l2norm: !work.contest(), ..RuleOptions::default() };
+    let options = RuleOptions::with(|o| (o.algo, o.l2norm) = (algo, !work.contest()));
     Ok(if work.decode() {
         Op::Decode(GdnDecode::new(x.gates.clone(), &x.state, options)?)
     } else {

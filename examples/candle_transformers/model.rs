@@ -2,7 +2,7 @@
 //! softmax attention with an output gate; each has a mixture of experts after it.
 
 use candle_core::{Context, DType, Device, Result, Tensor};
-use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig, GdnState};
+use candle_gdn::{GatedDeltaNet, GdnConfig, GdnState};
 use candle_nn::{func, kv_cache::KvCache, ops, rotary_emb::rope, Func, RmsNorm, VarBuilder};
 use candle_transformers::models::with_tracing::{linear_no_bias, Embedding, Linear};
 use candle_transformers::utils::{build_additive_causal_mask, repeat_kv};
@@ -46,17 +46,10 @@ struct RopeParameters {
 
 impl Config {
     fn linear_attention(&self) -> GdnConfig {
-        GdnConfig {
-            hidden_size: self.hidden_size,
-            num_key_heads: self.linear_num_key_heads,
-            num_value_heads: self.linear_num_value_heads,
-            key_head_dim: self.linear_key_head_dim,
-            value_head_dim: self.linear_value_head_dim,
-            conv_kernel: self.linear_conv_kernel_dim,
-            rms_norm_eps: self.rms_norm_eps,
-            output_gate: GateActivation::Silu,
-            beta_scale: 1.,
-        }
+        let key_heads = (self.linear_num_key_heads, self.linear_key_head_dim);
+        let value_heads = (self.linear_num_value_heads, self.linear_value_head_dim);
+        let config = GdnConfig::new(self.hidden_size, key_heads, value_heads);
+        config.with(|c| (c.conv_kernel, c.rms_norm_eps) = (self.linear_conv_kernel_dim, self.rms_norm_eps))
     }
 }
 

@@ -3,7 +3,7 @@
 use anyhow::{bail, Context, Result};
 use candle_core::DType;
 use candle_gdn::profile::Limits;
-use candle_gdn::{Algo, StepAlgo};
+use candle_gdn::Algo;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -15,12 +15,8 @@ const CHUNK: usize = 64;
 const MOST_BYTES: usize = 2 << 30;
 
 /// Those of a step but for `auto`.
-const STEP_ALGOS: [(&str, StepAlgo); 4] = [
-    ("whole", StepAlgo::Whole),
-    ("split", StepAlgo::Split),
-    ("heads", StepAlgo::Heads),
-    ("composed", StepAlgo::Composed),
-];
+const STEP_ALGOS: [(&str, Algo); 4] =
+    [("whole", Algo::StepWhole), ("split", Algo::StepSplit), ("heads", Algo::StepHeads), ("composed", Algo::Unfused)];
 
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 pub enum Op {
@@ -73,7 +69,7 @@ pub struct Args {
     /// The kernel; whole, split, heads and composed are those of a step; or all that take the inputs, each with files of its
     /// own [default: auto, or for decode and prefill the variable CANDLE_GDN_ALGO]
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(
-          ["all"].into_iter().chain(Algo::ALL.map(Algo::name)).chain(STEP_ALGOS.map(|a| a.0))))]
+          ["all"].into_iter().chain(Algo::RULE.map(Algo::name)).chain(STEP_ALGOS.map(|a| a.0))))]
     algo: Option<String>,
 
     /// Events a warp may record [default: enough, unless the buffer would pass 2 GiB]
@@ -117,7 +113,7 @@ impl Args {
     pub fn each(&self) -> Vec<Self> {
         let names: Vec<_> = match (self.algo.as_deref(), self.op) {
             (Some("all"), Op::Step) => STEP_ALGOS.map(|a| a.0).into(),
-            (Some("all"), _) => Algo::ALL.into_iter().filter(|algo| *algo != Algo::Auto).map(Algo::name).collect(),
+            (Some("all"), _) => Algo::RULE.into_iter().filter(|algo| *algo != Algo::Auto).map(Algo::name).collect(),
             _ => return vec![self.clone()],
         };
         let one = |name: &str| Self {
@@ -136,9 +132,9 @@ impl Args {
     }
 
     /// Of a step.
-    pub fn step_algo(&self) -> Result<StepAlgo> {
+    pub fn step_algo(&self) -> Result<Algo> {
         let name = self.algo.as_deref().unwrap_or("auto");
-        let auto = [("auto", StepAlgo::Auto)];
+        let auto = [("auto", Algo::Auto)];
         let found = STEP_ALGOS.iter().chain(&auto).find(|a| a.0 == name);
         found.map(|a| a.1).with_context(|| format!("--algo: {name} is not for --op step"))
     }

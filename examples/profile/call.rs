@@ -3,7 +3,8 @@
 use crate::args::{Args, Op};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Algo, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions, StepOptions};
+use candle_gdn::ops::{Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions, StepOptions};
+use candle_gdn::Algo;
 
 /// Of the convolution.
 const WIDTH: usize = 4;

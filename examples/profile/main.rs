@@ -41,9 +41,6 @@ fn main() -> ExitCode {
 
 /// Events dropped.
 fn run(args: &Args) -> Result<u64> {
-    if !cfg!(feature = "profile") {
-        bail!("built without the `profile` feature: cargo run --release --features profile --example profile -- --help")
-    }
     let (tokens, each) = (args.tokens()?, args.each());
     each.iter().try_for_each(Args::check_algo)?;
     let device = Device::new_cuda(0).context("no CUDA device")?;

@@ -64,8 +64,10 @@ mod loader;
 mod memory;
 mod ops;
 mod parallel;
+mod prefix_cache;
 mod sampling;
 mod sequences;
+mod slot_allocator;
 mod state;
 mod weights;
 

@@ -5,7 +5,7 @@ use crate::formats::Fp8Format;
 use crate::weights::BLOCK_COLUMNS;
 use candle_core::quantized::GgmlDType;
 use candle_core::DType;
-use candle_gdn::plumbing::RING_ROWS;
+use candle_gdn::RingSpans;
 
 /// Bytes of device memory that one sequence of a model takes; see [`ModelConfig::sequence_bytes`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,7 +87,7 @@ impl ModelConfig {
         SequenceBytes {
             recurrent: product(&[linear, c.num_value_heads, c.value_head_dim, c.key_head_dim, 4]),
             conv: product(&[linear, c.conv_kernel.saturating_sub(1), size]).saturating_mul(self.conv_channels()),
-            ring: product(&[linear, RING_ROWS]).saturating_mul(
+            ring: product(&[linear, RingSpans::ROWS]).saturating_mul(
                 product(&[c.num_key_heads, c.key_head_dim, size])
                     .saturating_add(self.conv_channels().saturating_mul(size as u64))
                     .saturating_add(product(&[c.num_value_heads, c.value_head_dim.saturating_add(1), 4])),

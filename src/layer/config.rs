@@ -1,10 +1,26 @@
 //! Sizes of the layer.
 
-use crate::ops::GateActivation;
+use crate::norm::GateActivation;
+use crate::sizes::HeadSizes;
 use candle_core::{bail, Result};
+use serde::de::{Deserialize, Deserializer, Error};
 
 /// Sizes and constants of a [`GatedDeltaNet`](crate::GatedDeltaNet) layer.
+///
+/// It is deserialized from a checkpoint's `config.json`, of Qwen3-Next or of Qwen3.5 and later, whose text model is nested
+/// in `text_config`:
+///
+/// ```
+/// # fn main() -> anyhow::Result<()> {
+/// let json = r#"{ "text_config": { "hidden_size": 2048, "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4,
+///     "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128 } }"#;
+/// let config: candle_gdn::GdnConfig = serde_json::from_str(json)?;
+/// assert_eq!(config, candle_gdn::GdnConfig::new(2048, (16, 128), (32, 128)));
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct GdnConfig {
     /// Width of the model.
     pub hidden_size: usize,
@@ -23,10 +39,36 @@ pub struct GdnConfig {
     /// Activation of the output gate z.
     pub output_gate: GateActivation,
     /// Multiplies `sigmoid(b)`: 1, or 2 for models whose state transition may have negative eigenvalues.
-    pub beta_scale: f32,
+    pub beta_scale: f64,
 }
 
 impl GdnConfig {
+    /// A layer of Qwen3-Next's kind: count and size of the key heads, and of the value heads. A convolution of width 4, an
+    /// epsilon of 1e-6, a SiLU gate and a beta scale of 1; other values go into the fields.
+    pub fn new(
+        hidden_size: usize,
+        (key_heads, key_dim): (usize, usize),
+        (value_heads, value_dim): (usize, usize),
+    ) -> Self {
+        Self {
+            hidden_size,
+            num_key_heads: key_heads,
+            num_value_heads: value_heads,
+            key_head_dim: key_dim,
+            value_head_dim: value_dim,
+            conv_kernel: 4,
+            rms_norm_eps: 1e-6,
+            output_gate: GateActivation::Silu,
+            beta_scale: 1.0,
+        }
+    }
+
+    /// The same with some fields changed.
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
     /// HK * K
     pub fn key_size(&self) -> usize {
         self.num_key_heads * self.key_head_dim
@@ -42,17 +84,24 @@ impl GdnConfig {
         2 * self.key_size() + self.value_size()
     }
 
-    /// Rows of q, k, v and z that a key head has in an interleaved checkpoint.
-    #[doc(hidden)]
+    /// Rows of q, k, v and z that a key head has in an interleaved checkpoint (Qwen3-Next's `in_proj_qkvz`).
     pub fn qkvz_sizes(&self) -> [usize; 4] {
         let value = self.num_value_heads / self.num_key_heads * self.value_head_dim;
         [self.key_head_dim, self.key_head_dim, value, value]
     }
 
-    /// Rows of b and a, the same.
-    #[doc(hidden)]
+    /// Rows of b and a that a key head has in an interleaved checkpoint (Qwen3-Next's `in_proj_ba`).
     pub fn ba_sizes(&self) -> [usize; 2] {
         [self.num_value_heads / self.num_key_heads; 2]
+    }
+
+    pub(crate) fn head_sizes(&self) -> HeadSizes {
+        HeadSizes {
+            key_heads: self.num_key_heads,
+            value_heads: self.num_value_heads,
+            key_dim: self.key_head_dim,
+            value_dim: self.value_head_dim,
+        }
     }
 
     pub(super) fn check(&self) -> Result<()> {
@@ -82,3 +131,54 @@ impl GdnConfig {
         Ok(())
     }
 }
+
+/// The keys of a `config.json` that a layer needs.
+#[derive(serde::Deserialize)]
+struct Keys {
+    text_config: Option<Box<Keys>>,
+    hidden_size: Option<usize>,
+    linear_num_key_heads: Option<usize>,
+    linear_num_value_heads: Option<usize>,
+    linear_key_head_dim: Option<usize>,
+    linear_value_head_dim: Option<usize>,
+    linear_conv_kernel_dim: Option<usize>,
+    rms_norm_eps: Option<f64>,
+    output_gate_type: Option<String>,
+}
+
+/// From `config.json`; an error names the key.
+impl<'de> Deserialize<'de> for GdnConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let root = Keys::deserialize(deserializer)?;
+        let keys = match root.text_config {
+            Some(text) => *text,
+            None => root,
+        };
+        let need = |key: &'static str, value: Option<usize>| value.ok_or_else(|| D::Error::missing_field(key));
+        let heads = |count: &'static str, n, dim: &'static str, d| Ok::<_, D::Error>((need(count, n)?, need(dim, d)?));
+        let key =
+            heads("linear_num_key_heads", keys.linear_num_key_heads, "linear_key_head_dim", keys.linear_key_head_dim)?;
+        let value = heads(
+            "linear_num_value_heads",
+            keys.linear_num_value_heads,
+            "linear_value_head_dim",
+            keys.linear_value_head_dim,
+        )?;
+        let mut config = Self::new(need("hidden_size", keys.hidden_size)?, key, value);
+        config.conv_kernel = need("linear_conv_kernel_dim", keys.linear_conv_kernel_dim)?;
+        config.rms_norm_eps = keys.rms_norm_eps.unwrap_or(config.rms_norm_eps);
+        config.output_gate = match keys.output_gate_type.as_deref() {
+            None | Some("silu" | "swish") => GateActivation::Silu,
+            Some("sigmoid") => GateActivation::Sigmoid,
+            Some(other) => {
+                return Err(D::Error::custom(format!("output_gate_type: expected silu or sigmoid, got {other:?}")))
+            }
+        };
+        config.check().map_err(D::Error::custom)?;
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+#[path = "config_tests.rs"]
+mod tests;

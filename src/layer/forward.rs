@@ -2,23 +2,20 @@
 
 use super::projection::Projected;
 use super::{GatedDeltaNet, OP};
-use crate::ops::ring::{Move, Ring, Window};
-use crate::ops::{CausalConv1d, CuSeqlens, GatedRmsNorm, GdnPrefill, GdnStep, Launch, Slots, STEP_TOKENS};
-use crate::state::threads::Working;
-use crate::state::{GdnState, PoolRing, StatePool};
+use crate::conv::CausalConv1d;
+use crate::norm::GatedRmsNorm;
+use crate::plan;
+use crate::rule::GdnPrefill;
+use crate::state::{GdnState, PoolRing, Ring, RingMove, RingSpans, StatePool, Window};
+use crate::step::GdnStep;
 use candle_core::{bail, Result, Tensor};
+use candle_gdn_core::device::{Launch, Working};
+use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
+use std::sync::atomic::Ordering;
 
-/// Tokens a sequence up to which a call takes the fused step on CUDA. With more, convolution, rule and norm one by one are
-/// faster (`auto` and `unfused` of the suite `layer`, benches/chain.md).
-pub(super) const FUSED_TOKENS: usize = 8;
-
-/// Sequences up to which the launches of one token overlap. With more tokens, or more rows than `gdn_linear` is taken for,
-/// the step's blocks only stand in the way of the products' (benches/chain.md).
-const OVERLAP_ROWS: usize = 16;
-
-/// What a call runs on.
+/// The states, slots and boundaries of a call.
 #[derive(Clone, Copy)]
-pub(super) struct On<'a> {
+pub(super) struct Call<'a> {
     pub states: &'a GdnState,
     /// The ring beside the states of a pool that has one.
     pub ring: Option<&'a PoolRing>,
@@ -26,19 +23,16 @@ pub(super) struct On<'a> {
     pub slots: Option<&'a Slots>,
     /// Where tokens are packed.
     pub cu_seqlens: Option<&'a CuSeqlens>,
-    /// Where the recurrent states after every so many tokens go.
-    pub checkpoints: Option<(&'a Tensor, usize)>,
     /// The tokens are drafts in place on a ring: they take the step, however many they are.
     pub drafts: bool,
     pub launch: &'a Launch,
 }
 
-impl<'a> On<'a> {
-    /// Slots of a pool, in u32.
-    pub fn pool(pool: &'a StatePool, slots: &'a Slots, cu_seqlens: Option<&'a CuSeqlens>) -> Self {
-        const LAUNCH: &Launch = &Launch { overlap: false, arena: None };
-        let (states, ring) = (pool.states(), pool.ring());
-        Self { states, ring, slots: Some(slots), cu_seqlens, checkpoints: None, drafts: false, launch: LAUNCH }
+impl<'a> Call<'a> {
+    /// On slots of a pool, which are in u32.
+    pub fn of_pool(pool: &'a StatePool, slots: &'a Slots, cu_seqlens: Option<&'a CuSeqlens>) -> Self {
+        let (states, ring, launch) = (pool.states(), pool.ring(), pool.launch());
+        Self { states, ring, slots: Some(slots), cu_seqlens, drafts: false, launch }
     }
 }
 
@@ -61,9 +55,8 @@ impl GatedDeltaNet {
         }
         let _working = state.take()?;
         let launch = &Launch::default();
-        let on =
-            On { states: state, ring: None, slots: None, cu_seqlens: None, checkpoints: None, drafts: false, launch };
-        self.feed(&self.project(x, tokens, launch)?, tokens, on)
+        let call = Call { states: state, ring: None, slots: None, cu_seqlens: None, drafts: false, launch };
+        self.feed(&self.project(x, tokens, launch)?, tokens, call)
     }
 
     /// Feeds the next tokens of sequences whose states lie in a pool: sequence `n` goes on from slot `slots.read()[n]`
@@ -71,11 +64,10 @@ impl GatedDeltaNet {
     ///
     /// x is `[batch, tokens, hidden_size]`; or with `cu_seqlens` packed, `[tokens of all, hidden_size]`, sequences of any
     /// lengths, some of which begin, go on with many tokens, or have one. y has x's shape. Where no sequence has more than
-    /// 8 tokens (on the CPU 16) the call takes the decode step ([`GdnStep`]). A sequence of no tokens has its state copied
+    /// 8 tokens (on the CPU 16) the call takes the decode step ([`GdnStep`](crate::ops::GdnStep)). A sequence of no tokens has its state copied
     /// where the slots differ. Rows of padding are zero in y, whatever finite numbers they hold in x.
     ///
-    /// A sequence that begins needs a slot that is zero, as [`SlotAllocator::allocate`](crate::SlotAllocator::allocate)
-    /// hands it out.
+    /// A sequence that begins needs a slot that is zero ([`StatePool::zero`]).
     ///
     /// # Errors
     /// When x, the slots or the pool do not fit; the message says what was expected. The pool is then unchanged, unless
@@ -87,26 +79,8 @@ impl GatedDeltaNet {
         slots: &Slots,
         pool: &mut StatePool,
     ) -> Result<Tensor> {
-        self.forward_slots_launched(x, cu_seqlens, slots, pool, &Launch::default())
-    }
-
-    /// [`forward_slots`](Self::forward_slots) with a say in how its kernels are launched. They overlap by themselves where
-    /// that is right.
-    #[doc(hidden)]
-    pub fn forward_slots_launched(
-        &self,
-        x: &Tensor,
-        cu_seqlens: Option<&CuSeqlens>,
-        slots: &Slots,
-        pool: &mut StatePool,
-        launch: &Launch,
-    ) -> Result<Tensor> {
         match self.begin_slots(x, cu_seqlens, slots, pool)? {
-            Some((slots, _working)) => {
-                let on = On { launch, ..On::pool(pool, &slots, cu_seqlens) };
-                let (y, _) = self.run_slots(x, on)?;
-                Ok(y)
-            }
+            Some((slots, _working)) => Ok(self.run_slots(x, Call::of_pool(pool, &slots, cu_seqlens))?.0),
             None => Ok(x.clone()),
         }
     }
@@ -139,120 +113,123 @@ impl GatedDeltaNet {
     }
 
     /// Checked tokens on slots: y, and what the projection gave.
-    pub(super) fn run_slots(&self, x: &Tensor, on: On<'_>) -> Result<(Tensor, Projected)> {
+    pub(super) fn run_slots(&self, x: &Tensor, call: Call<'_>) -> Result<(Tensor, Projected)> {
         // Equal lengths as a batch, for which the step has kernels of its own.
-        if let Some(len) = on.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| self.steps(*len, on)) {
+        if let Some(len) = call.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| self.takes_step(*len, call)) {
             let batch = x.dims()[0] / len;
-            let p = self.project(&x.reshape((batch, len, x.dims()[1]))?, len, on.launch)?;
-            let y = self.feed(&p, len, On { cu_seqlens: None, ..on })?;
-            self.advance(len, on)?;
+            let p = self.project(&x.reshape((batch, len, x.dims()[1]))?, len, call.launch)?;
+            let y = self.feed(&p, len, Call { cu_seqlens: None, ..call })?;
+            self.advance(len, call)?;
             return Ok((y.flatten(0, 1)?, p.packed(&self.config)?));
         }
-        let longest = on.cu_seqlens.map_or_else(|| x.dims()[1], CuSeqlens::max_len);
-        let p = self.project(x, longest, on.launch)?;
-        let y = self.feed(&p, longest, on)?;
-        self.advance(longest, on)?;
+        let longest = call.cu_seqlens.map_or_else(|| x.dims()[1], CuSeqlens::max_len);
+        let p = self.project(x, longest, call.launch)?;
+        let y = self.feed(&p, longest, call)?;
+        self.advance(longest, call)?;
         Ok((y, p))
     }
 
-    /// Moves the cursors of a pool whose own they are.
-    fn advance(&self, longest: usize, on: On<'_>) -> Result<()> {
-        match (on.ring, on.slots) {
-            (Some(PoolRing { ring, own: true }), Some(slots)) if !on.drafts => {
-                ring.cursors.advance(slots, self.ring_move(on.cu_seqlens, longest))
+    /// Moves the spans of a pool that has its own.
+    fn advance(&self, longest: usize, call: Call<'_>) -> Result<()> {
+        match (call.ring, call.slots) {
+            (Some(PoolRing { ring, own: true }), Some(slots)) if !call.drafts => {
+                self.advance_rings(&ring.spans, slots, call.cu_seqlens, longest)
             }
             _ => Ok(()),
         }
     }
 
-    /// What a call with so many tokens a sequence at most does to rings.
-    #[doc(hidden)]
-    pub fn ring_move<'a>(&self, cu_seqlens: Option<&'a CuSeqlens>, longest: usize) -> Move<'a> {
-        match self.fuses(longest) {
-            true => Move::append(cu_seqlens, longest),
-            false => Move::fold(),
-        }
+    /// Moves the spans that the pools of several layers share after [`Self::forward_slots`] in all of them: of the same
+    /// slots and boundaries, with at most `longest` tokens a sequence.
+    ///
+    /// # Errors
+    /// When the slots do not fit the spans, or the device refuses.
+    pub fn advance_rings(
+        &self,
+        spans: &RingSpans,
+        slots: &Slots,
+        cu_seqlens: Option<&CuSeqlens>,
+        longest: usize,
+    ) -> Result<()> {
+        spans.advance(
+            slots,
+            match self.fuses(longest) {
+                true => RingMove::append(cu_seqlens, longest),
+                false => RingMove::flush(),
+            },
+        )
     }
 
-    /// Whether the fused step runs calls of at most so many tokens a sequence.
+    /// Whether calls of at most so many tokens a sequence take the step.
     pub(super) fn fuses(&self, longest: usize) -> bool {
-        longest <= if self.conv_weight.device().is_cuda() { FUSED_TOKENS } else { STEP_TOKENS }
+        plan::takes_step(longest, self.conv_weight.device().is_cuda())
     }
 
-    /// Whether the fused step runs this call.
-    fn steps(&self, longest: usize, on: On<'_>) -> bool {
-        self.fuses(longest) || on.drafts
+    /// Whether this call takes the step.
+    fn takes_step(&self, longest: usize, call: Call<'_>) -> bool {
+        self.fuses(longest) || call.drafts
     }
 
-    /// The input projection of x `[lead.., hidden_size]`, `longest` being the most tokens of a sequence. In a step its
-    /// launch may overlap the one before it: no launch of a layer writes a weight (since `new` waited for those that did),
-    /// and this one writes no state.
+    /// The input projection of x `[lead.., hidden_size]`, `longest` being the most tokens of a sequence. In a step its launch
+    /// may overlap the one before it: no launch of a layer writes a weight, and this one writes no state.
     fn project(&self, x: &Tensor, longest: usize, launch: &Launch) -> Result<Projected> {
-        let launch = &launched(launch, x, longest);
-        let outputs = self.in_proj.forward(&self.config, &x.contiguous()?, launch)?;
+        let mut launch = launched(launch, x, longest);
+        // The layer's first launch waits for whatever wrote the weights, and so does every later one.
+        launch.overlap &= self.launched.swap(true, Ordering::Relaxed);
+        let outputs = self.in_proj.forward(&self.config, &x.contiguous()?, &launch)?;
         Projected::new(&self.config, outputs, &self.a_log, &self.dt_bias)
     }
 
     /// What follows the projection, with y; `longest` is the most tokens of a sequence.
-    fn feed(&self, p: &Projected, longest: usize, on: On<'_>) -> Result<Tensor> {
-        if self.steps(longest, on) {
-            let launch = launched(on.launch, &p.z, longest);
-            let y = self.step(p, on)?.launched(&launch).forward(&p.qkv, &p.z, &self.conv_weight)?;
+    fn feed(&self, p: &Projected, longest: usize, call: Call<'_>) -> Result<Tensor> {
+        if self.takes_step(longest, call) {
+            let launch = launched(call.launch, &p.z, longest);
+            let y = self.step(p, call).launched(&launch).forward(&p.qkv, &p.z, &self.conv_weight)?;
             return self.out_proj.forward("out_proj", &y, self.config.hidden_size, &launch);
         }
         let c = &self.config;
-        let o = match (on.ring, on.slots) {
-            (Some(PoolRing { ring, .. }), Some(slots)) => self.behind_ring(p, longest, on, (ring, slots))?,
-            _ => self.rule(p, longest, on)?,
+        let o = match (call.ring, call.slots) {
+            (Some(PoolRing { ring, .. }), Some(slots)) => self.rule_after_flush(p, longest, call, (ring, slots))?,
+            _ => self.rule(p, longest, call)?,
         };
         let o = GatedRmsNorm::new(c.rms_norm_eps, c.output_gate)?.forward(&o, &p.z, &self.norm_weight)?;
-        self.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, on.launch)
+        self.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, call.launch)
     }
 
-    /// [`Self::rule`] on states whose rings are folded first; their windows go out of the rings and into them again.
-    pub(super) fn behind_ring(
+    /// [`Self::rule`] on states whose rings are flushed first; their windows go out of the rings and into them again.
+    pub(super) fn rule_after_flush(
         &self,
         p: &Projected,
         longest: usize,
-        on: On<'_>,
+        call: Call<'_>,
         (ring, slots): (&Ring, &Slots),
     ) -> Result<Tensor> {
-        let GdnState { conv, recurrent, .. } = on.states;
-        ring.fold(recurrent, slots, None)?;
-        ring.window(conv, slots, Window::ToState)?;
-        let o = self.rule(p, longest, On { slots: Some(&slots.written()), ..on })?;
-        ring.window(conv, slots, Window::ToRing)?;
+        let GdnState { conv, recurrent, .. } = call.states;
+        ring.flush(recurrent, slots, None)?;
+        ring.copy_window(conv, slots, Window::ToState)?;
+        let o = self.rule(p, longest, Call { slots: Some(&slots.written()), ..call })?;
+        ring.copy_window(conv, slots, Window::ToRing)?;
         Ok(o)
     }
 
-    /// Convolution, rule and norm for up to 16 tokens a sequence.
-    pub(super) fn step(&self, p: &Projected, on: On<'_>) -> Result<GdnStep> {
-        let (conv, recurrent) = (&on.states.conv, &on.states.recurrent);
-        let mut step = GdnStep::new(p.gates.clone(), &self.norm_weight, conv, recurrent, self.options)?;
-        if let Some(slots) = on.slots {
-            step = step.with_slots(slots);
-        }
-        if let Some(PoolRing { ring, .. }) = on.ring {
-            step = step.with_ring(ring);
-        }
-        match on.cu_seqlens {
-            Some(cu_seqlens) => step.with_cu_seqlens(cu_seqlens),
-            None => Ok(step),
+    /// Convolution, rule and norm for up to 16 tokens a sequence. The layer has checked what the op holds.
+    pub(super) fn step(&self, p: &Projected, call: Call<'_>) -> GdnStep {
+        let (conv, recurrent) = (&call.states.conv, &call.states.recurrent);
+        let mut rule = GdnStep::unchecked_rule(p.gates.clone(), recurrent, self.options.rule);
+        (rule.slots, rule.cu_seqlens) = (call.slots.cloned(), call.cu_seqlens.cloned());
+        let step = GdnStep::unchecked(rule, &self.norm_weight, conv, self.options);
+        match call.ring {
+            Some(PoolRing { ring, .. }) => step.with_ring(ring),
+            None => step,
         }
     }
 
     /// Convolution and rule for any number of tokens: o. `longest` is the most tokens of a sequence.
-    pub(super) fn rule(&self, p: &Projected, longest: usize, on: On<'_>) -> Result<Tensor> {
-        let c = &self.config;
-        let mut conv = CausalConv1d::new(&on.states.conv, on.cu_seqlens, true)?;
-        let mut rule = GdnPrefill::new(p.gates.clone(), &on.states.recurrent, on.cu_seqlens, self.options.rule)?;
-        if let Some(slots) = on.slots {
-            conv = conv.with_slots(slots);
-            rule = rule.with_slots(slots);
-        }
-        if let Some((to, every)) = on.checkpoints {
-            rule = rule.with_checkpoints(to, every);
-        }
+    pub(super) fn rule(&self, p: &Projected, longest: usize, call: Call<'_>) -> Result<Tensor> {
+        let (c, mut options) = (&self.config, self.options.rule);
+        options.algo = options.algo.of_rule();
+        let conv = CausalConv1d::unchecked(&call.states.conv, call.cu_seqlens, call.slots, true);
+        let rule = GdnPrefill::unchecked(p.gates.clone(), &call.states.recurrent, call.cu_seqlens, call.slots, options);
         // Before the convolution writes its state.
         rule.check_algo(p.qkv.dtype(), (c.key_head_dim, c.value_head_dim), longest)?;
         let qkv = conv.forward(&p.qkv, &self.conv_weight)?;
@@ -342,7 +319,7 @@ impl GatedDeltaNet {
 
 /// How a layer's kernels of x `[sequences, ..]` are launched, `longest` being the most tokens of a sequence.
 fn launched(launch: &Launch, x: &Tensor, longest: usize) -> Launch {
-    Launch { overlap: longest == 1 && x.dims()[0] <= OVERLAP_ROWS, ..launch.clone() }
+    Launch { overlap: plan::overlaps(longest, x.dims()[0]), ..launch.clone() }
 }
 
 /// What sequences of no tokens leave: their states, where they are not written to where they were read.
@@ -359,7 +336,7 @@ fn copy_states(slots: &Slots, pool: &mut StatePool) -> Result<()> {
         None => bail!("{OP}: slots: expected them made from host values for a call without tokens"),
     };
     // In any order: none is read after it was written.
-    for (from, to) in read.into_iter().zip(write).filter(|(r, w)| *r != crate::NO_SLOT && *w != crate::NO_SLOT) {
+    for (from, to) in read.into_iter().zip(write).filter(|(r, w)| *r != NO_SLOT && *w != NO_SLOT) {
         pool.copy(from, to)?;
     }
     Ok(())

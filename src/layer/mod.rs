@@ -1,25 +1,25 @@
 //! The Gated DeltaNet layer: projection, convolution, rule, gated norm, output projection.
 
-mod checkpoints;
 mod config;
 mod forward;
 mod load;
 mod projection;
 mod verify;
 
-pub use checkpoints::{CheckpointPlan, Checkpoints};
 pub use config::GdnConfig;
 pub use load::{select_rows, Matrices};
 pub use projection::{InProjection, Project, Projection};
-pub use verify::{no_tokens, Accepted, Drafted};
+pub use verify::{Accepted, Drafted};
 
-use crate::ops::ring::{Cursors, Ring};
-use crate::ops::{
-    check_device, check_float, check_shape, check_state_dtype, fused_sizes, Algo, RuleOptions, StepAlgo, StepOptions,
-};
-use crate::reference::Dims;
-use crate::state::{GdnState, PoolRing, StatePool};
+use crate::algo::Algo;
+use crate::plan;
+use crate::rule::RuleOptions;
+use crate::state::{GdnState, PoolOptions, PoolRing, Ring, RingSpans, StatePool};
+use crate::step::StepOptions;
 use candle_core::{bail, DType, Result, Tensor};
+use candle_gdn_core::check::{check_device, check_float, check_shape, check_state_dtype};
+use std::sync::atomic::AtomicBool;
+use std::sync::Arc;
 
 const OP: &str = "GatedDeltaNet";
 
@@ -45,7 +45,7 @@ pub struct GdnParts {
 /// ```text
 /// [q k v | z | b | a] = in_proj(x)
 /// q, k, v = silu(causal_conv1d([q k v]))
-/// o = gated_delta_rule(q, k, v, a, b)          // crate::gdn_prefill_in_place
+/// o = gated_delta_rule(q, k, v, a, b)          // crate::ops::gdn_prefill_in_place
 /// y = out_proj(rms_norm(o) * act(z))
 /// ```
 ///
@@ -62,17 +62,18 @@ pub struct GatedDeltaNet {
     norm_weight: Tensor,
     out_proj: Projection,
     options: StepOptions,
+    /// A launch of the layer has waited for those that wrote the weights: `project` overlaps none before.
+    launched: Arc<AtomicBool>,
 }
 
 impl GatedDeltaNet {
+    /// Tokens a sequence up to which a call takes the fused step on CUDA.
+    pub const STEP_TOKENS: usize = plan::FUSED_TOKENS;
+
     /// The layer of these parts: for projections that are not dense, or weights from elsewhere.
     ///
-    /// Which kernel runs the rule, the environment variable [`Algo::VARIABLE`] says, read here; see
-    /// [`GatedDeltaNet::with_algo`].
-    ///
     /// # Errors
-    /// When the config does not fit together, or a part does not fit the config (the message names it), or the variable
-    /// names no kernel.
+    /// When the config does not fit together, or a part does not fit the config (the message names it).
     pub fn new(config: &GdnConfig, parts: GdnParts) -> Result<Self> {
         config.check()?;
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = parts;
@@ -89,31 +90,28 @@ impl GatedDeltaNet {
             check_device(OP, arg, tensor, conv_weight.device())?;
             tensor.to_dtype(DType::F32)?.contiguous()
         };
-        let layer = Self {
+        Ok(Self {
             a_log: vector("a_log", &a_log, config.num_value_heads)?,
             dt_bias: vector("dt_bias", &dt_bias, config.num_value_heads)?,
             norm_weight: vector("norm_weight", &norm_weight, config.value_head_dim)?,
             in_proj,
             out_proj,
-            options: StepOptions {
-                rule: RuleOptions { beta_scale: f64::from(config.beta_scale), ..RuleOptions::default() },
-                norm_eps: config.rms_norm_eps,
-                gate: config.output_gate,
-                ..StepOptions::default()
-            },
+            options: StepOptions::with(|options| {
+                options.rule = RuleOptions::with(|rule| rule.beta_scale = config.beta_scale);
+                options.norm_eps = config.rms_norm_eps;
+                options.gate = config.output_gate;
+            }),
             config: config.clone(),
             conv_weight,
-        };
-        // What wrote the weights is done before any launch reads them early.
-        layer.conv_weight.device().synchronize()?;
-        Ok(layer.with_algo(Algo::from_env()?))
+            launched: Arc::default(),
+        })
     }
 
-    /// The layer with another choice of the rule's kernel: [`Algo::Auto`], or one that then runs every call, those of few
-    /// tokens as [`StepAlgo::Composed`]. A call that the kernel does not take is an error.
+    /// The layer with another choice of kernel: [`Algo::Auto`]; one of the rule, which then runs every call, those of few
+    /// tokens with convolution and norm one by one; or one of the step, for calls of few tokens. A call that the kernel does
+    /// not support is an error. Programs have [`Algo::from_env`].
     pub fn with_algo(mut self, algo: Algo) -> Self {
         self.options.rule.algo = algo;
-        self.options.algo = if algo == Algo::Auto { StepAlgo::Auto } else { StepAlgo::Composed };
         self
     }
 
@@ -151,75 +149,52 @@ impl GatedDeltaNet {
         )
     }
 
-    /// States for `capacity` sequences that come and go, on the weights' device, their recurrent part in f32. All slots
-    /// are zero.
+    /// States for `capacity` sequences that come and go, on the weights' device, with [`PoolOptions::default`]. All slots are
+    /// zero.
     ///
     /// # Errors
     /// When `capacity` is zero, or the device is out of memory.
     pub fn new_pool(&self, capacity: usize) -> Result<StatePool> {
-        self.new_pool_as(capacity, DType::F32)
+        self.new_pool_with(capacity, &PoolOptions::default())
     }
 
-    /// The same with the recurrent part in `recurrent`, f32 or bf16; see [`GatedDeltaNet::new_state_as`].
+    /// The same with options.
     ///
     /// # Errors
-    /// When `capacity` is zero, the device is out of memory, or on another dtype.
-    pub fn new_pool_as(&self, capacity: usize, recurrent: DType) -> Result<StatePool> {
-        if capacity == 0 {
-            bail!("GatedDeltaNet: capacity: expected at least 1 slot, got 0");
-        }
-        Ok(StatePool::new(self.new_state_as(capacity, recurrent)?, None))
-    }
-
-    /// As [`GatedDeltaNet::new_pool_as`], with a ring beside the states: decode reads a state with every token and writes it
-    /// with every sixteenth. In between a ring of the slot keeps of each token its key, its correction of the state and its
-    /// decay, from which outputs are made as well; in exact arithmetic it is the same function. What does that is
-    /// [`GatedDeltaNet::forward_slots`] of up to 8 tokens a sequence and [`GatedDeltaNet::verify`] in place of up to 16. Everything
-    /// else folds the rings of its sequences first. A ring takes about half the memory of an f32 state.
-    ///
-    /// On CUDA it is faster than a plain pool from about 8 sequences on, and for drafts. On the CPU, where a core's caches hold a
-    /// state between reading and writing it, it is not.
-    ///
-    /// # Errors
-    /// When `capacity` is zero, the device is out of memory, on another dtype, where [`GatedDeltaNet::with_algo`] chose a kernel, or
+    /// As [`Self::new_pool`], on another dtype than f32 and bf16; and with a ring where [`Self::with_algo`] chose a kernel, or
     /// on CUDA where heads are not of 128 or the convolution's width is not 4.
-    pub fn new_ring_pool(&self, capacity: usize, recurrent: DType) -> Result<StatePool> {
-        let cursors = Cursors::new(capacity, self.conv_weight.device())?;
-        self.ring_pool(capacity, recurrent, cursors, true)
-    }
-
-    /// With cursors that pools of other layers have too, and that move when the caller moves them.
-    #[doc(hidden)]
-    pub fn new_ring_pool_sharing(&self, capacity: usize, recurrent: DType, cursors: &Cursors) -> Result<StatePool> {
-        self.ring_pool(capacity, recurrent, cursors.clone(), false)
-    }
-
-    fn ring_pool(&self, capacity: usize, recurrent: DType, cursors: Cursors, own: bool) -> Result<StatePool> {
+    pub fn new_pool_with(&self, capacity: usize, options: &PoolOptions) -> Result<StatePool> {
         if capacity == 0 {
             bail!("GatedDeltaNet: capacity: expected at least 1 slot, got 0");
         }
-        self.check_ring()?;
-        let states = self.new_state_as(capacity, recurrent)?;
-        let c = &self.config;
-        let dims = Dims {
-            key_heads: c.num_key_heads,
-            value_heads: c.num_value_heads,
-            key_dim: c.key_head_dim,
-            value_dim: c.value_head_dim,
+        if options.ring {
+            self.check_ring()?;
+        }
+        let states = self.new_state_as(capacity, options.dtype.unwrap_or(DType::F32))?;
+        let ring = match options.ring {
+            true => {
+                let own = options.spans.is_none();
+                let spans = match &options.spans {
+                    Some(spans) => spans.clone(),
+                    None => RingSpans::new(capacity, self.conv_weight.device())?,
+                };
+                let (c, dtype) = (&self.config, self.conv_weight.dtype());
+                Some(PoolRing { ring: Ring::new(capacity, c.head_sizes(), c.conv_channels(), dtype, spans)?, own })
+            }
+            false => None,
         };
-        let ring = Ring::new(capacity, dims, c.conv_channels(), self.conv_weight.dtype(), cursors)?;
-        Ok(StatePool::new(states, Some(PoolRing { ring, own })))
+        Ok(StatePool::new(states, ring))
     }
 
-    /// Whether [`GatedDeltaNet::new_ring_pool`] has kernels for this layer.
-    #[doc(hidden)]
-    pub fn takes_ring(&self) -> bool {
+    /// Whether [`Self::new_pool_with`] supports a ring for this layer.
+    pub fn supports_ring(&self) -> bool {
         self.check_ring().is_ok()
     }
 
     fn check_ring(&self) -> Result<()> {
         let (c, algo) = (&self.config, self.options.rule.algo);
-        if self.conv_weight.device().is_cuda() && !fused_sizes(c.key_head_dim, c.value_head_dim, c.conv_kernel) {
+        let fused = plan::has_fused_step(c.key_head_dim, c.value_head_dim, c.conv_kernel);
+        if self.conv_weight.device().is_cuda() && !fused {
             bail!(
                 "GatedDeltaNet: ring: expected heads of 128 and a convolution of width 4 on CUDA, got {} (K), {} (V) and {}",
                 c.key_head_dim,
@@ -228,7 +203,7 @@ impl GatedDeltaNet {
             );
         }
         if algo != Algo::Auto {
-            bail!("GatedDeltaNet: ring: expected no choice of the rule's kernel, since a ring has its own, got {algo}");
+            bail!("GatedDeltaNet: ring: expected no choice of kernel, since a ring has its own, got {algo}");
         }
         Ok(())
     }

@@ -2,8 +2,9 @@
 
 use super::config::GdnConfig;
 use crate::linear::DenseWeight;
-use crate::ops::{Gates, Launch};
+use crate::rule::Gates;
 use candle_core::{bail, Module, Result, Tensor, D};
+use candle_gdn_core::device::Launch;
 use std::sync::Arc;
 
 /// A projection `[.., in]` to `[.., out]` of a [`GatedDeltaNet`](crate::GatedDeltaNet).
@@ -252,14 +253,6 @@ impl Projected {
             }
         };
         Self::new(c, outputs, &self.gates.a_log, &self.gates.dt_bias)
-    }
-
-    /// A tensor whose rows begin with q, k and v.
-    pub fn rows(&self) -> &Tensor {
-        match &self.outputs {
-            Outputs::Fused(all) => all,
-            Outputs::Split { qkv, .. } => qkv,
-        }
     }
 
     /// Bytes of device memory held.

@@ -1,20 +1,21 @@
 //! Several drafted tokens at once, of which only some may stay.
 
-use super::forward::{On, FUSED_TOKENS};
+use super::forward::Call;
 use super::projection::Projected;
 use super::{GatedDeltaNet, OP};
-use crate::ops::ring::{Cursors, Move, RING_TOKENS};
-use crate::ops::{CuSeqlens, Launch, Slots, NO_SLOT};
-use crate::state::{PoolRing, StatePool};
-use candle_core::{bail, Result, Tensor};
+use crate::plan::FUSED_TOKENS;
+use crate::state::{PoolRing, RingSpans, StatePool, RING_TOKENS};
+use candle_core::{bail, DType, Device, Result, Tensor};
+use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
 
-/// What a layer keeps of a verify pass until [`GatedDeltaNet::commit`]: the projections of the drafted tokens, no state; in place on
-/// a ring nothing.
+/// What a layer keeps of a verify pass until [`GatedDeltaNet::commit`]: its slots and boundaries, and the projections of the
+/// drafted tokens, no state; in place on a ring no projections either.
 #[derive(Debug)]
 pub struct Drafted {
     /// `None` where there were no tokens, or where they are in a ring.
     projected: Option<Projected>,
     cu_seqlens: CuSeqlens,
+    slots: Slots,
     in_place: bool,
 }
 
@@ -25,99 +26,104 @@ impl Drafted {
     }
 }
 
-/// How many drafted tokens of each sequence stay. Made once a batch and used for every layer.
+/// How many drafted tokens of each sequence stay. Made once a batch, from what any layer drafted, and used for every layer.
 #[derive(Debug)]
 pub struct Accepted {
-    /// Tokens of each sequence that were drafted.
-    drafted: Vec<usize>,
-    how: How,
+    /// Those of the verify pass.
+    cu_seqlens: CuSeqlens,
+    slots: Slots,
+    update: Update,
 }
 
+/// How states become those after the accepted tokens.
 #[derive(Debug)]
-enum How {
-    /// The sequences to be fed anew, and between them, as padding, all other tokens; none where all tokens stay.
-    Anew(Option<(CuSeqlens, Slots)>),
-    /// In place, entries of rings begin to count.
-    InPlace { cu_seqlens: CuSeqlens, slots: Slots, accepted: Tensor },
+enum Update {
+    /// The sequences that are fed again, and between them, as padding, all other tokens; none where all tokens stay.
+    Feed(Option<(CuSeqlens, Slots)>),
+    /// In place, entries of rings begin to count: how many.
+    Count(Tensor),
 }
 
 impl Accepted {
-    /// `accepted[n]` of the tokens of sequence `n` stay, of a verify pass with these boundaries and slots.
+    /// `accepted[n]` of the tokens of sequence `n` stay.
     ///
     /// # Errors
     /// When there are not as many counts as sequences, one is larger than its sequence's tokens, or the slots were not
     /// made from host values.
-    pub fn new(cu_seqlens: &CuSeqlens, slots: &Slots, accepted: &[usize]) -> Result<Self> {
+    pub fn new(drafted: &Drafted, accepted: &[usize]) -> Result<Self> {
+        let Drafted { cu_seqlens, slots, in_place, .. } = drafted;
         let Some((read, write)) = slots.on_host() else {
             bail!("Accepted: slots: expected them made from host values, got tensors");
         };
-        let sequences = cu_seqlens.num_sequences();
-        for (arg, len) in [("accepted", accepted.len()), ("slots", slots.len())] {
-            if len != sequences {
-                bail!("Accepted: {arg}: expected {sequences} (one for each sequence), got {len}");
-            }
+        let (sequences, device) = (cu_seqlens.num_sequences(), slots.read().device());
+        if accepted.len() != sequences {
+            bail!("Accepted: accepted: expected {sequences} (one for each sequence), got {}", accepted.len());
         }
-        let device = slots.read().device();
-        if slots.in_place() {
-            return Self::in_place(cu_seqlens, slots, accepted);
-        }
-        // Of the calls that feed anew: the tokens of each sequence and its slots, padding for those that are not fed.
-        let (mut lengths, mut from, mut to) = (vec![], vec![], vec![]);
-        let drafted: Vec<usize> = cu_seqlens.lengths().collect();
-        let mut any = false;
-        for (n, (&drafted, &stay)) in drafted.iter().zip(accepted).enumerate() {
-            if stay > drafted {
-                bail!("Accepted: accepted: expected at most {drafted} (the tokens of sequence {n}), got {stay}");
-            }
-            let mut rest = drafted;
-            if stay < drafted && read[n] != NO_SLOT && write[n] != NO_SLOT {
-                any = true;
-                rest -= stay;
-                lengths.push(stay);
-                from.push(read[n]);
-                to.push(write[n]);
-            }
-            // Pieces as short as a step, so that only what is fed decides how it is fed.
-            while rest > 0 {
-                lengths.push(rest.min(FUSED_TOKENS));
-                from.push(NO_SLOT);
-                to.push(NO_SLOT);
-                rest -= rest.min(FUSED_TOKENS);
-            }
-        }
-        let replay = match any {
-            true => Some((CuSeqlens::from_lengths(&lengths, device)?, Slots::from_to(&from, &to, device)?)),
-            false => None,
-        };
-        Ok(Self { drafted, how: How::Anew(replay) })
-    }
-
-    fn in_place(cu_seqlens: &CuSeqlens, slots: &Slots, accepted: &[usize]) -> Result<Self> {
-        let drafted: Vec<usize> = cu_seqlens.lengths().collect();
-        for (n, (drafted, stay)) in drafted.iter().zip(accepted).enumerate() {
-            if stay > drafted {
+        for (n, (drafted, stay)) in cu_seqlens.lengths().zip(accepted).enumerate() {
+            if *stay > drafted {
                 bail!("Accepted: accepted: expected at most {drafted} (the tokens of sequence {n}), got {stay}");
             }
         }
-        let accepted: Vec<u32> = accepted.iter().map(|&stay| stay as u32).collect();
-        let accepted = match accepted.is_empty() {
-            true => Tensor::zeros(1, candle_core::DType::U32, slots.read().device())?.narrow(0, 0, 0)?,
-            false => Tensor::new(&accepted[..], slots.read().device())?,
+        let update = match in_place {
+            true => Update::Count(counts(accepted, device)?),
+            false => Update::Feed(fed_again(cu_seqlens, (read, write), accepted, device)?),
         };
-        Ok(Self { drafted, how: How::InPlace { cu_seqlens: cu_seqlens.clone(), slots: slots.clone(), accepted } })
+        Ok(Self { cu_seqlens: cu_seqlens.clone(), slots: slots.clone(), update })
     }
 
-    /// Moves the cursors of rings behind [`GatedDeltaNet::commit`] in all layers that share them.
-    #[doc(hidden)]
-    pub fn advance(&self, layer: &GatedDeltaNet, cursors: &Cursors) -> Result<()> {
-        match &self.how {
-            How::Anew(None) => Ok(()),
-            How::Anew(Some((cu_seqlens, slots))) => {
-                cursors.advance(slots, layer.ring_move(Some(cu_seqlens), cu_seqlens.max_len()))
+    /// Moves spans that the pools of several layers share, after [`GatedDeltaNet::commit`] in all of them.
+    ///
+    /// # Errors
+    /// When the slots do not fit the spans, or the device refuses.
+    pub fn advance_rings(&self, layer: &GatedDeltaNet, spans: &RingSpans) -> Result<()> {
+        match &self.update {
+            Update::Feed(None) => Ok(()),
+            Update::Feed(Some((cu_seqlens, slots))) => {
+                layer.advance_rings(spans, slots, Some(cu_seqlens), cu_seqlens.max_len())
             }
-            How::InPlace { cu_seqlens, slots, accepted } => cursors.advance(slots, Move::accept(cu_seqlens, accepted)),
+            Update::Count(accepted) => spans.accept(&self.slots, &self.cu_seqlens, accepted),
         }
     }
+}
+
+fn counts(accepted: &[usize], device: &Device) -> Result<Tensor> {
+    let accepted: Vec<u32> = accepted.iter().map(|&stay| stay as u32).collect();
+    match accepted.is_empty() {
+        true => Tensor::zeros(1, DType::U32, device)?.narrow(0, 0, 0),
+        false => Tensor::new(&accepted[..], device),
+    }
+}
+
+/// The call that feeds accepted tokens again: the tokens of each sequence and its slots, padding for those that are not fed.
+fn fed_again(
+    cu_seqlens: &CuSeqlens,
+    (read, write): (&[u32], &[u32]),
+    accepted: &[usize],
+    device: &Device,
+) -> Result<Option<(CuSeqlens, Slots)>> {
+    let (mut lengths, mut from, mut to) = (vec![], vec![], vec![]);
+    let mut any = false;
+    for (n, (drafted, &stay)) in cu_seqlens.lengths().zip(accepted).enumerate() {
+        let mut rest = drafted;
+        if stay < drafted && read[n] != NO_SLOT && write[n] != NO_SLOT {
+            any = true;
+            rest -= stay;
+            lengths.push(stay);
+            from.push(read[n]);
+            to.push(write[n]);
+        }
+        // Padding as short as a step, so that only what is fed decides how it is fed.
+        while rest > 0 {
+            lengths.push(rest.min(FUSED_TOKENS));
+            from.push(NO_SLOT);
+            to.push(NO_SLOT);
+            rest -= rest.min(FUSED_TOKENS);
+        }
+    }
+    Ok(match any {
+        true => Some((CuSeqlens::from_lengths(&lengths, device)?, Slots::from_to(&from, &to, device)?)),
+        false => None,
+    })
 }
 
 impl GatedDeltaNet {
@@ -126,7 +132,7 @@ impl GatedDeltaNet {
     /// slot that a sequence reads stays as it is, so that it needs one more while its draft is verified, and no copy of a
     /// state a token.
     ///
-    /// On a pool with a ring ([`GatedDeltaNet::new_ring_pool`]) drafts of up to 16 tokens are verified in place: `slots` are
+    /// On a pool with a ring ([`PoolOptions::ring`](crate::PoolOptions::ring)) drafts of up to 16 tokens are verified in place: `slots` are
     /// made by [`Slots::new`], the tokens wait in the ring, and [`GatedDeltaNet::commit`] only says how many of them count. A
     /// draft without a commit leaves no trace.
     ///
@@ -142,37 +148,21 @@ impl GatedDeltaNet {
         slots: &Slots,
         pool: &mut StatePool,
     ) -> Result<(Tensor, Drafted)> {
-        self.verify_launched(x, cu_seqlens, slots, pool, &Launch::default())
-    }
-
-    /// [`verify`](Self::verify) with a say in how its kernels are launched.
-    ///
-    /// # Errors
-    /// As [`verify`](Self::verify).
-    #[doc(hidden)]
-    pub fn verify_launched(
-        &self,
-        x: &Tensor,
-        cu_seqlens: &CuSeqlens,
-        slots: &Slots,
-        pool: &mut StatePool,
-        launch: &Launch,
-    ) -> Result<(Tensor, Drafted)> {
         let in_place = pool.has_ring() && slots.in_place() && cu_seqlens.max_len() <= RING_TOKENS;
         if !in_place {
             check_other_slots(slots, pool.has_ring())?;
         }
-        let drafted = |projected| Drafted { projected, cu_seqlens: cu_seqlens.clone(), in_place };
+        let drafted = |projected| Drafted { projected, cu_seqlens: cu_seqlens.clone(), slots: slots.clone(), in_place };
         let Some((slots, _working)) = self.begin_slots(x, Some(cu_seqlens), slots, pool)? else {
             return Ok((x.clone(), drafted(None)));
         };
-        let on = On { drafts: in_place, launch, ..On::pool(pool, &slots, Some(cu_seqlens)) };
-        let (y, projected) = self.run_slots(x, on)?;
+        let call = Call { drafts: in_place, ..Call::of_pool(pool, &slots, Some(cu_seqlens)) };
+        let (y, projected) = self.run_slots(x, call)?;
         if !in_place {
             return Ok((y, drafted(Some(projected))));
         }
         if let Some(PoolRing { ring, own: true }) = pool.ring() {
-            ring.cursors.advance(&slots, Move::draft(cu_seqlens, &no_tokens(&slots)?))?;
+            ring.spans.draft(&slots, cu_seqlens)?;
         }
         Ok((y, drafted(None)))
     }
@@ -182,46 +172,46 @@ impl GatedDeltaNet {
     /// next draft: the caller swaps the two numbers, whatever was accepted. In place on a ring there is but one slot: a draft is
     /// committed once, and before anything else is fed to its sequences.
     ///
-    /// A sequence whose tokens all stay costs nothing. The others' accepted tokens are fed anew from the slot that was
+    /// A sequence whose tokens all stay costs nothing. The others' accepted tokens are fed again from the slot that was
     /// read, all in one call, and without the projections, which were kept. The state is what a call with that many tokens
     /// leaves: on the CPU bit for bit; on CUDA too where the same kernel runs, which may depend on the number of
     /// sequences.
     ///
     /// # Errors
-    /// When the pass had other boundaries or the pool does not fit.
+    /// When `accepted` is of another pass, or the pool does not fit.
     pub fn commit(&self, drafted: &Drafted, accepted: &Accepted, pool: &mut StatePool) -> Result<()> {
-        if !drafted.cu_seqlens.lengths().eq(accepted.drafted.iter().copied()) {
-            bail!("{OP}: accepted: expected counts for the sequences that were drafted, got others");
+        if !drafted.cu_seqlens.is_same(&accepted.cu_seqlens) || !drafted.slots.is_same(&accepted.slots) {
+            bail!("{OP}: accepted: expected counts for the sequences that were drafted, got those of another pass");
         }
-        if drafted.in_place != matches!(accepted.how, How::InPlace { .. }) || (drafted.in_place && !pool.has_ring()) {
-            bail!("{OP}: accepted: expected the slots that were drafted on, got others");
+        if drafted.in_place && !pool.has_ring() {
+            bail!("{OP}: pool: expected the one that was drafted on, got one without a ring");
         }
         self.check_pool(pool)?;
         let _working = pool.states_mut().take()?;
-        if let (How::Anew(Some((cu_seqlens, slots))), Some(p)) = (&accepted.how, &drafted.projected) {
+        if let (Update::Feed(Some((cu_seqlens, slots))), Some(p)) = (&accepted.update, &drafted.projected) {
             slots.check(OP, slots.len(), pool.capacity(), self.conv_weight.device())?;
-            self.feed_anew(p, cu_seqlens.max_len(), On::pool(pool, slots, Some(cu_seqlens)))?;
+            self.feed_again(p, cu_seqlens.max_len(), Call::of_pool(pool, slots, Some(cu_seqlens)))?;
         }
         match pool.ring() {
-            Some(PoolRing { ring, own: true }) => accepted.advance(self, &ring.cursors),
+            Some(PoolRing { ring, own: true }) => accepted.advance_rings(self, &ring.spans),
             _ => Ok(()),
         }
     }
 
-    fn feed_anew(&self, p: &Projected, longest: usize, on: On<'_>) -> Result<()> {
+    fn feed_again(&self, p: &Projected, longest: usize, call: Call<'_>) -> Result<()> {
         if self.fuses(longest) {
-            self.step(p, on)?.forward(&p.qkv, &p.z, &self.conv_weight)?;
+            self.step(p, call).forward(&p.qkv, &p.z, &self.conv_weight)?;
             return Ok(());
         }
-        match (on.ring, on.slots) {
-            (Some(PoolRing { ring, .. }), Some(slots)) => self.behind_ring(p, longest, on, (ring, slots))?,
-            _ => self.rule(p, longest, on)?,
+        match (call.ring, call.slots) {
+            (Some(PoolRing { ring, .. }), Some(slots)) => self.rule_after_flush(p, longest, call, (ring, slots))?,
+            _ => self.rule(p, longest, call)?,
         };
         Ok(())
     }
 }
 
-/// Of a draft that is not in a ring.
+/// A draft that is not in a ring needs other slots to write than to read.
 fn check_other_slots(slots: &Slots, ring: bool) -> Result<()> {
     let more = if ring { format!("; in place a ring takes up to {RING_TOKENS} tokens") } else { String::new() };
     if let Some((read, write)) = slots.on_host() {
@@ -233,10 +223,4 @@ fn check_other_slots(slots: &Slots, ring: bool) -> Result<()> {
         bail!("{OP}: slots: expected other slots to write than to read, got one tensor for both{more}");
     }
     Ok(())
-}
-
-/// None of the sequences' tokens stays yet.
-#[doc(hidden)]
-pub fn no_tokens(slots: &Slots) -> Result<Tensor> {
-    Tensor::zeros(slots.len(), candle_core::DType::U32, slots.read().device())
 }

@@ -1,11 +1,10 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
 use crate::abi::{self as gdn, gdn_linear_with, LinearOptions};
-use crate::cuda::arena::alloc;
-use crate::cuda::pointers::{check, dtype_code, int, read, stream_of, write};
-use crate::ops::{apply2, Launch};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
+use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
+use candle_gdn_core::device::{apply2, Launch};
 use std::ffi::c_void;
 use std::ptr::null;
 
@@ -94,8 +93,8 @@ impl CustomOp2 for FewRows<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::testing::device;
     use candle_core::Device;
+    use candle_gdn_core::device::cuda::testing::device;
 
     /// Smooth enough to be anything, and no two alike.
     fn numbers(rows: usize, columns: usize, seed: f64) -> Tensor {

@@ -4,10 +4,10 @@
 pub mod cuda;
 pub mod plan;
 
-use crate::cpu::matmul::{self, Product, Weights};
-use crate::host;
-use crate::ops::Launch;
 use candle_core::{bail, Module, Result, Tensor};
+use candle_gdn_core::cpu::matmul::{products, Weights};
+use candle_gdn_core::device::Launch;
+use candle_gdn_core::host;
 use std::sync::Arc;
 
 /// A dense weight `[out, in]` in f32, bf16 or f16, which multiplies `y = x wᵀ`.
@@ -94,15 +94,4 @@ pub fn multiply(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Tensor> 
     }
     let _ = launch; // a GEMM waits for all before it
     x.matmul(&weight.t()?)
-}
-
-/// The products of `x [rows, in]` with each of the weights, `[rows, out]`, on the CPU.
-pub fn products<const N: usize>(x: &[f32], weights: [&Weights; N]) -> [Vec<f32>; N] {
-    let mut outs = weights.map(|w| vec![0f32; x.len() / w.inputs() * w.outputs()]);
-    let mut jobs = Vec::with_capacity(N);
-    for (weights, out) in weights.into_iter().zip(&mut outs) {
-        jobs.push(Product { x, rows: None, weights, matrix: 0, out });
-    }
-    matmul::multiply(&mut jobs);
-    outs
 }

@@ -29,7 +29,9 @@ pub use clock::Clock;
 pub use table::{RoleRow, ScopeRow, Table};
 
 use crate::abi::{ProfileEvent, ProfileWarp, GDN_CHUNK, GDN_PROFILE_CHUNK, GDN_PROFILE_LEAN};
-use candle_core::{bail, Device, Result};
+#[cfg(feature = "profile")]
+use candle_core::Device;
+use candle_core::{bail, Result};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
@@ -130,21 +132,14 @@ impl Event {
 /// recorded, and neither are replays of a CUDA graph; do not capture one here.
 ///
 /// # Errors
-/// When the crate was built without the `profile` feature, when `device` is not a CUDA device, when the buffer cannot
+/// When `device` is not a CUDA device, when the buffer cannot
 /// be allocated, when the launches need more than `limits.warps` warps ("has no room for the warps of this launch"),
 /// and with whatever error `launches` returns. Dropped events are not an error: see [`Table::dropped`].
+#[cfg(feature = "profile")]
 pub fn record<T>(device: &Device, limits: Limits, launches: impl FnOnce() -> Result<T>) -> Result<(T, Profile)> {
-    if !cfg!(feature = "profile") {
-        bail!("profile: candle-gdn was built without the `profile` feature")
-    }
     if limits.warps == 0 {
         bail!("profile: limits: expected room for at least one warp, got {limits:?}")
     }
-    on_cuda(device, limits, launches)
-}
-
-#[cfg(feature = "profile")]
-fn on_cuda<T>(device: &Device, limits: Limits, launches: impl FnOnce() -> Result<T>) -> Result<(T, Profile)> {
     let Device::Cuda(device) = device else { bail!("profile: expected a CUDA device, got {:?}", device.location()) };
     let Some(bytes) = limits.bytes() else { bail!("profile: limits: a buffer of {limits:?} is too large") };
     let (value, written) = crate::cuda::profile::record(device, bytes, limits.events_per_warp, launches)?;
@@ -152,19 +147,12 @@ fn on_cuda<T>(device: &Device, limits: Limits, launches: impl FnOnce() -> Result
     Ok((value, Profile::decode(&written, limits.events_per_warp, &Names { scopes, roles })?))
 }
 
-#[cfg(not(feature = "profile"))]
-fn on_cuda<T>(_: &Device, _: Limits, _: impl FnOnce() -> Result<T>) -> Result<(T, Profile)> {
-    unreachable!("refused above")
-}
-
 /// Names by their number in the buffer.
-#[cfg_attr(not(any(feature = "profile", test)), allow(dead_code))]
 pub(crate) struct Names {
     pub scopes: Vec<&'static str>,
     pub roles: Vec<&'static str>,
 }
 
-#[cfg_attr(not(any(feature = "profile", test)), allow(dead_code))]
 impl Profile {
     /// From a buffer laid out as `cuda/gdn.h` says, zero where nothing was written.
     pub(crate) fn decode(buffer: &[u8], events_per_warp: usize, names: &Names) -> Result<Self> {

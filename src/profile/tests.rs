@@ -284,14 +284,6 @@ fn the_table_as_json() {
 }
 
 #[test]
-#[cfg(not(feature = "profile"))]
-fn without_the_feature_it_says_so() {
-    let error = record(&Device::Cpu, Limits::default(), || Ok(())).unwrap_err();
-    let message = error.to_string();
-    assert!(message.starts_with("profile: candle-gdn was built without the `profile` feature"), "{message}");
-}
-
-#[test]
 #[cfg(feature = "profile")]
 fn the_cpu_is_refused() {
     let error = record(&Device::Cpu, Limits::default(), || Ok(())).unwrap_err();

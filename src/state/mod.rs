@@ -1,17 +1,18 @@
 //! What a layer remembers of each sequence.
 
-mod allocator;
+mod copy_slot;
 mod pool;
-mod prefix;
-pub(crate) mod threads;
+mod ring;
 
-pub use allocator::SlotAllocator;
 pub(crate) use pool::PoolRing;
-pub use pool::StatePool;
-pub use prefix::PrefixCache;
+pub use pool::{PoolOptions, StatePool};
+#[cfg(feature = "cuda")]
+pub(crate) use ring::with_ring;
+pub use ring::RingSpans;
+pub(crate) use ring::{ring_get, ring_set, Ring, RingMove, Window, RING_ROWS, RING_TOKENS};
 
 use candle_core::{bail, DType, Device, Result, Tensor};
-use threads::{LastThread, Working};
+use candle_gdn_core::device::{LastThread, Working};
 
 /// The state of one Gated DeltaNet layer for a batch of sequences: the last inputs of the convolution and the
 /// recurrent matrix of every value head. Its size does not depend on how many tokens were fed.

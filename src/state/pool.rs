@@ -1,10 +1,11 @@
 //! The states of many sequences in one layer, by slot.
 
-use super::threads::Working;
+use super::copy_slot::copy_slot;
+use super::ring::{Ring, RingSpans, Window, RING_ROWS};
 use super::GdnState;
-use crate::ops::ring::{Ring, Window, RING_ROWS};
-use crate::ops::Slots;
-use candle_core::{bail, Result, Tensor};
+use candle_core::{bail, DType, Result, Tensor};
+use candle_gdn_core::device::Launch;
+use candle_gdn_core::Slots;
 
 const OP: &str = "StatePool";
 
@@ -12,27 +13,26 @@ const OP: &str = "StatePool";
 /// convolution's and the recurrent one. Made by [`GatedDeltaNet::new_pool`](crate::GatedDeltaNet::new_pool), advanced by
 /// [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots). Its memory never grows.
 ///
-/// Which slot is whose is for a [`SlotAllocator`](crate::SlotAllocator), which zeroes a slot when it hands it out. One
-/// sequence's state goes out and in as a [`GdnState`] of batch 1, which [`GatedDeltaNet`](crate::GatedDeltaNet) also
-/// takes by itself. For several host threads see the [crate's notes](crate#threads).
+/// The caller says which sequence has which slot, the same in the pools of all layers, and zeroes a slot before a sequence
+/// begins in it ([`StatePool::zero`]). One sequence's state goes out and in as a [`GdnState`] of batch 1, which
+/// [`GatedDeltaNet`](crate::GatedDeltaNet) also takes by itself. For several host threads see the
+/// [crate's notes](crate#threads).
 ///
-/// A pool with a ring ([`GatedDeltaNet::new_ring_pool`](crate::GatedDeltaNet::new_ring_pool)) serves the same calls. Its decode
-/// steps read a state and write it only with every sixteenth token, and drafts are verified without a second slot.
+/// A pool with a ring ([`PoolOptions::ring`]) serves the same calls. Its decode steps read a state and write it only with
+/// every sixteenth token, and drafts are verified without a second slot.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Result, Tensor};
-/// # use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GateActivation, GdnConfig, SlotAllocator, Slots};
+/// # use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, Slots};
 /// # use candle_nn::VarBuilder;
 /// # fn main() -> Result<()> {
 /// # let device = &Device::Cpu;
-/// # let config = GdnConfig { hidden_size: 32, num_key_heads: 2, num_value_heads: 4, key_head_dim: 16,
-/// #     value_head_dim: 16, conv_kernel: 4, rms_norm_eps: 1e-6, output_gate: GateActivation::Silu, beta_scale: 1.0 };
+/// # let config = GdnConfig::new(32, (2, 16), (4, 16));
 /// # let layer = GatedDeltaNet::load(&config, VarBuilder::zeros(DType::F32, device))?;
 /// # let x = |tokens: usize| Tensor::zeros((tokens, 32), DType::F32, device);
-/// // One allocator for the model, one pool a layer.
-/// let mut allocator = SlotAllocator::new(8)?;
+/// // One pool a layer. All slots are zero.
 /// let mut pool = layer.new_pool(8)?;
-/// let (a, b) = (allocator.allocate([&mut pool])?, allocator.allocate([&mut pool])?);
+/// let (a, b) = (0, 1);
 ///
 /// // Two prompts, of 100 and 7 tokens; then a token of the one beside a prompt that goes on.
 /// let cu = CuSeqlens::from_lengths(&[100, 7], device)?;
@@ -44,11 +44,12 @@ const OP: &str = "StatePool";
 /// layer.forward_slots(&x(2)?.unsqueeze(1)?, None, &Slots::new(&[a, b], device)?, &mut pool)?;
 ///
 /// // Four drafted tokens of `a`, of which two are accepted. From then on its state is in the other slot.
-/// let spare = allocator.allocate_unset()?;
+/// let spare = 2;
 /// let (cu, slots) = (CuSeqlens::from_lengths(&[4], device)?, Slots::from_to(&[a], &[spare], device)?);
 /// let (_y, drafted) = layer.verify(&x(4)?, &cu, &slots, &mut pool)?;
-/// layer.commit(&drafted, &Accepted::new(&cu, &slots, &[2])?, &mut pool)?;
-/// allocator.free(a)?;
+/// layer.commit(&drafted, &Accepted::new(&drafted, &[2])?, &mut pool)?;
+/// // A new sequence begins in the slot that is free.
+/// pool.zero(a)?;
 /// # Ok(())
 /// # }
 /// ```
@@ -57,22 +58,69 @@ pub struct StatePool {
     /// Its batch is the slots. With a ring the convolution's part is memory for calls that need it plain.
     states: GdnState,
     ring: Option<PoolRing>,
+    launch: Launch,
 }
 
-/// What stands beside states that decode does not write.
+/// How a pool keeps its states; see [`GatedDeltaNet::new_pool_with`](crate::GatedDeltaNet::new_pool_with). The default is
+/// f32 without a ring.
+#[derive(Debug, Clone, Default)]
+pub struct PoolOptions {
+    pub(crate) dtype: Option<DType>,
+    pub(crate) ring: bool,
+    pub(crate) spans: Option<RingSpans>,
+}
+
+impl PoolOptions {
+    /// The dtype of the recurrent part, f32 or bf16; see [`GatedDeltaNet::new_state_as`](crate::GatedDeltaNet::new_state_as).
+    pub fn dtype(mut self, dtype: DType) -> Self {
+        self.dtype = Some(dtype);
+        self
+    }
+
+    /// With a ring buffer beside each state. Decode reads a state with every token and writes it with every sixteenth; between
+    /// two writes the ring keeps the key, the update and the decay of each new token, and outputs are computed from the state
+    /// plus the ring. In exact arithmetic it is the same function.
+    /// [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots) of up to 8 tokens a sequence appends to it, and so
+    /// does [`GatedDeltaNet::verify`](crate::GatedDeltaNet::verify) in place of up to 16 drafts; every other call flushes the
+    /// rings of its sequences first. A ring takes about half the memory of an f32 state. It is made for CUDA, where it is
+    /// faster than a pool without; on the CPU it is not.
+    pub fn ring(mut self) -> Self {
+        self.ring = true;
+        self
+    }
+
+    /// With a ring whose spans the pools of other layers share. The caller moves them once a pass, after the last layer:
+    /// [`GatedDeltaNet::advance_rings`](crate::GatedDeltaNet::advance_rings), [`RingSpans::draft`], [`RingSpans::accept`].
+    pub fn shared_ring(mut self, spans: &RingSpans) -> Self {
+        (self.ring, self.spans) = (true, Some(spans.clone()));
+        self
+    }
+}
+
+/// The ring of a pool.
 #[derive(Debug)]
 pub(crate) struct PoolRing {
     pub ring: Ring,
-    /// The cursors are this pool's alone: each call moves them. Those of several pools their owner moves.
+    /// The spans are this pool's alone: each call moves them. Those of several pools their owner moves.
     pub own: bool,
 }
 
 impl StatePool {
     pub(crate) fn new(states: GdnState, ring: Option<PoolRing>) -> Self {
-        Self { states, ring }
+        Self { states, ring, launch: Launch::default() }
     }
 
-    /// Whether a ring stands beside the states: see [`GatedDeltaNet::new_ring_pool`](crate::GatedDeltaNet::new_ring_pool).
+    /// For engines: how the kernels of later calls on this pool are launched, until this is called again. It changes no
+    /// result. A pass that is captured as a CUDA graph gives an arena for the outputs.
+    pub fn launch_with(&mut self, launch: &Launch) {
+        self.launch = launch.clone();
+    }
+
+    pub(crate) fn launch(&self) -> &Launch {
+        &self.launch
+    }
+
+    /// Whether there is a ring beside the states: see [`PoolOptions::ring`].
     pub fn has_ring(&self) -> bool {
         self.ring.is_some()
     }
@@ -126,7 +174,7 @@ impl StatePool {
         if let Some(PoolRing { ring, .. }) = &self.ring {
             let history = self.states.conv.dims()[1];
             ring.inputs.narrow(0, slot, 1)?.narrow(1, RING_ROWS - history, history)?.zero_set()?;
-            ring.cursors.clear(slot)?;
+            ring.spans.clear(slot)?;
         }
         Ok(())
     }
@@ -142,13 +190,13 @@ impl StatePool {
             return Ok(());
         }
         for tensor in [&self.states.conv, &self.states.recurrent] {
-            crate::ops::copy_slot("StatePool: copy", tensor, from, to)?;
+            copy_slot("StatePool: copy", tensor, from, to)?;
         }
         if let Some(PoolRing { ring, .. }) = &self.ring {
             for tensor in ring.tensors() {
-                crate::ops::copy_slot("StatePool: copy", tensor, from, to)?;
+                copy_slot("StatePool: copy", tensor, from, to)?;
             }
-            ring.cursors.copy(from, to)?;
+            ring.spans.copy(from, to)?;
         }
         Ok(())
     }
@@ -175,12 +223,6 @@ impl StatePool {
         Ok(())
     }
 
-    /// Before this thread hands the device work on the pool: waits for what another thread handed it.
-    #[doc(hidden)]
-    pub fn take(&mut self) -> Result<Working> {
-        self.states.take()
-    }
-
     /// A copy of the state in a slot that later calls do not touch, on the same device, of batch 1.
     ///
     /// # Errors
@@ -191,8 +233,8 @@ impl StatePool {
         let copy = self.states.zeros_like(1)?;
         self.states.reading(|| {
             let slots = Slots::from_to(&[slot], &[0], self.states.recurrent.device())?;
-            ring.fold(&self.states.recurrent, &slots, Some(&copy.recurrent))?;
-            ring.window(&copy.conv, &slots, Window::ToState)
+            ring.flush(&self.states.recurrent, &slots, Some(&copy.recurrent))?;
+            ring.copy_window(&copy.conv, &slots, Window::ToState)
         })?;
         Ok(copy)
     }
@@ -207,8 +249,9 @@ impl StatePool {
         self.states.put(OP, number, snapshot, 1)?;
         if let Some(PoolRing { ring, .. }) = &self.ring {
             let _working = self.states.take()?;
-            ring.cursors.clear(number)?;
-            ring.window(&self.states.conv, &Slots::new(&[slot], self.states.recurrent.device())?, Window::ToRing)?;
+            ring.spans.clear(number)?;
+            let slots = Slots::new(&[slot], self.states.recurrent.device())?;
+            ring.copy_window(&self.states.conv, &slots, Window::ToRing)?;
         }
         Ok(())
     }

@@ -3,7 +3,8 @@
 use crate::slot_pool::SlotPool;
 use crate::support::{devices, gated_norm, poison, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{causal_conv1d, gated_rms_norm, CausalConv1d, CuSeqlens, GateActivation};
+use candle_gdn::ops::{causal_conv1d, gated_rms_norm, CausalConv1d};
+use candle_gdn::{CuSeqlens, GateActivation};
 use proptest::prelude::*;
 
 fn bound(dtype: DType) -> f64 {

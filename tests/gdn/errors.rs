@@ -1,13 +1,11 @@
 //! Nonsense in, a sentence out: every refusal names the op, the argument, what was expected and what came.
 
-use crate::semantics::{Args, Argument, ARGUMENTS};
+use crate::semantics::Args;
 use crate::step_args::StepArgs;
-use crate::support::{devices, refused};
+use crate::support::{devices, gdn_decode, gdn_prefill, refused};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::{
-    causal_conv1d, gated_rms_norm, gdn_decode, gdn_prefill, Algo, CausalConv1d, CuSeqlens, GateActivation, Gates,
-    GdnDecode, GdnPrefill, RuleOptions, StepAlgo,
-};
+use candle_gdn::ops::{causal_conv1d, gated_rms_norm, CausalConv1d, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens, GateActivation};
 
 fn zeros(shape: &[usize], device: &Device) -> Tensor {
     Tensor::zeros(shape, DType::F32, device).unwrap()
@@ -62,30 +60,6 @@ impl Rule {
     fn op(&self) -> Result<GdnPrefill> {
         GdnPrefill::new(self.args.gates.clone(), &self.args.state, None, self.options)
     }
-
-    pub fn prefill(&self, complete: impl FnOnce(GdnPrefill) -> GdnPrefill) -> Result<Tensor> {
-        complete(self.op()?).forward(&self.args.q, &self.args.k, &self.args.v)
-    }
-
-    /// Refuses every argument inside the storage of what `complete` has the op write, here of `shape`: it would be
-    /// overwritten, or deadlock on candle's lock.
-    pub fn shares_nothing(&self, what: &str, shape: &[usize], complete: fn(GdnPrefill, &Tensor) -> GdnPrefill) {
-        let pool = zeros(&[1 << 16], self.args.q.device());
-        let inside = |shape: &[usize]| pool.narrow(0, 0, shape.iter().product()).unwrap().reshape(shape).unwrap();
-        let to = inside(shape);
-        let run = |rule: &Self| rule.prefill(|op| complete(op, &to));
-        let sentence = |name: &str| format!("{what}: shares its storage with {name}; it is written in place");
-        run(self).unwrap();
-        let state: (&str, Argument) = ("state", |x| &mut x.state);
-        for (name, argument) in ARGUMENTS.into_iter().chain([state]) {
-            let moved = self.with(|x| *argument(x) = inside(argument(x).dims()));
-            refused(run(&moved), &[&sentence(name)]);
-        }
-        // The same through the bare CustomOp, which sees storages only.
-        let op = complete(self.op().unwrap(), &to);
-        let q = inside(self.args.q.dims());
-        refused(q.apply_op3_no_bwd(&self.args.k, &self.args.v, &op), &[&sentence("q")]);
-    }
 }
 
 #[test]
@@ -125,34 +99,13 @@ fn rule_shapes() {
         let prefill = |n: usize| {
             let (k, ab, heads) = (z(&[1, n, 1, 128]), z(&[1, n, 1]), z(&[1]));
             let gates = Gates { a: ab.clone(), b: ab, a_log: heads.clone(), dt_bias: heads };
-            let options = RuleOptions { algo: Algo::Decode128, ..good.options };
+            let options = RuleOptions::with(|o| o.algo = Algo::Decode128);
             gdn_prefill(&k, &k, &k, &gates, &z(&[1, 1, 128, 128]), None, options)
         };
         refused(prefill(17), &["gdn_prefill: algo: Decode128 takes up to 16 tokens a sequence, got 17"]);
         if device.is_cpu() {
             prefill(16).unwrap(); // on CUDA the kernel's own tests say so
         }
-    }
-}
-
-/// What kernels on tensor cores say of them is among those kernels' tests.
-#[test]
-fn token_states() {
-    for device in &devices() {
-        let z = |shape: &[usize]| zeros(shape, device);
-        let good = Rule::new(&[2, 3], 2, device);
-        let run = |rule: &Rule, to: &Tensor| rule.prefill(|op| op.with_token_states(to));
-        let states = z(&[2, 3, 4, 32, 16]);
-        run(&good, &states).unwrap();
-        let with = |to: &Tensor, part: &str| refused(run(&good, to), &["gdn_prefill: token_states: expected", part]);
-        with(&z(&[2, 2, 4, 32, 16]), "shape [2, 3, 4, 32, 16], got [2, 2, 4, 32, 16]");
-        with(&z(&[6, 4, 32, 16]), "shape [2, 3, 4, 32, 16], got [6, 4, 32, 16]");
-        with(&states.to_dtype(DType::BF16).unwrap(), "expected dtype F32, got BF16");
-        with(&z(&[2, 3, 4, 16, 32]).transpose(3, 4).unwrap(), "expected a contiguous tensor, got strides");
-        let half = good.with(|x| to(&mut x.state, DType::BF16));
-        refused(run(&half, &states), &["token_states: expected dtype BF16, got F32"]);
-        Rule::new(&[1, 3], 1, device)
-            .shares_nothing("token_states", &[1, 3, 4, 32, 16], |op, to| op.with_token_states(to));
     }
 }
 
@@ -217,9 +170,6 @@ fn devices_must_agree() {
     good.refuses(|x| x.gates = cpu.gates.clone(), &["a:", "Cpu"]);
     good.refuses(|x| x.q = cpu.q.clone(), &["q:", "Cpu"]);
     good.refuses(|x| x.state = cpu.state.clone(), &["a:", "Cuda"]);
-    let Args { q, k, v, gates, state } = &good.args;
-    let op = GdnDecode::new(gates.clone(), state, good.options).unwrap().with_token_states(&cpu.state);
-    refused(op.forward(q, k, v), &["token_states:", "Cpu"]);
 }
 
 #[test]
@@ -268,8 +218,8 @@ fn small_step(device: &Device) -> StepArgs {
 }
 
 /// K = V = 128, for the kernels that want it; `tokens` a sequence.
-fn step_of_128(tokens: usize, algo: StepAlgo, device: &Device) -> StepArgs {
-    StepArgs::new(&[3, tokens], 3, [128, 128], |shape| zeros(shape, device)).with(|s| s.options.algo = algo)
+fn step_of_128(tokens: usize, algo: Algo, device: &Device) -> StepArgs {
+    StepArgs::new(&[3, tokens], 3, [128, 128], |shape| zeros(shape, device)).with(|s| s.options.rule.algo = algo)
 }
 
 /// Refuses the change with a sentence that begins with the op's name and the first of `parts`.
@@ -352,34 +302,35 @@ fn step_options_and_dtypes() {
         refused(good.qkv.apply_op3_no_bwd(&half, &good.conv_weight, &op), &["gdn_step: z:", "F16"]);
         refused(good.qkv.apply_op3_no_bwd(&good.z, &good.qkv, &op), &["gdn_step: conv_weight:", "[3, 192]"]);
 
-        for algo in [StepAlgo::Whole, StepAlgo::Split, StepAlgo::Heads] {
+        for algo in [Algo::StepWhole, Algo::StepSplit, Algo::StepHeads] {
             let sentence = format!("algo: {algo:?} takes heads of size 128 and a convolution of width 4");
-            refuses(&good, |s| s.options.algo = algo, &[&sentence, "got 16 (K), 32 (V) and 4"]);
+            refuses(&good, |s| s.options.rule.algo = algo, &[&sentence, "got 16 (K), 32 (V) and 4"]);
             let narrow = (zeros(&[3, 2, 1024], device), zeros(&[1024, 3], device));
             let wide = step_of_128(1, algo, device);
             refuses(&wide, |s| (s.conv, s.conv_weight) = narrow, &[&sentence, "got 128 (K), 128 (V) and 3"]);
         }
-        let several = step_of_128(2, StepAlgo::Split, device);
-        refuses(&several, |_| (), &["algo: Split takes one token a sequence, got 2"]);
+        let several = step_of_128(2, Algo::StepSplit, device);
+        refuses(&several, |_| (), &["algo: StepSplit takes one token a sequence, got 2"]);
         // What only a device refuses: rows that begin anywhere.
-        let good = step_of_128(1, StepAlgo::Whole, device);
+        let good = step_of_128(1, Algo::StepWhole, device);
         let off = zeros(&[3, 1, 1025], device).narrow(2, 1, 1024).unwrap();
         let off = good.with(|s| s.qkv = off);
         if device.is_cuda() {
-            let sentence = "gdn_step: algo: Whole does not take these tensors on this device: expected rows of qkv, z";
+            let sentence =
+                "gdn_step: algo: StepWhole does not take these tensors on this device: expected rows of qkv, z";
             refused(off.run(), &[sentence, "Auto takes any"]);
             refused(off.op().unwrap().algo(&off.qkv, &off.z, &off.conv_weight), &[sentence]);
         } else {
             off.run().unwrap();
         }
-        let auto = off.with(|s| s.options.algo = StepAlgo::Auto);
-        assert_eq!(auto.op().unwrap().algo(&auto.qkv, &auto.z, &auto.conv_weight).unwrap(), StepAlgo::Composed);
+        let auto = off.with(|s| s.options.rule.algo = Algo::Auto);
+        assert_eq!(auto.op().unwrap().algo(&auto.qkv, &auto.z, &auto.conv_weight).unwrap(), Algo::Unfused);
         good.run().unwrap();
     }
 }
 
 #[test]
-fn step_slots_and_token_states() {
+fn step_slots() {
     for device in &devices() {
         let good = small_step(device);
         let slots = |slots: &Tensor| good.forward(|op| op.with_slots(slots));
@@ -390,16 +341,10 @@ fn step_slots_and_token_states() {
             refused(slots(&Tensor::new(&[0u32, 1, 3], device).unwrap()), &["gdn_step: slots:", "got 3 at 2"]);
             refused(slots(&Tensor::new(&[1u32, 0, 1], device).unwrap()), &["gdn_step: slots:", "distinct"]);
         }
-        let to = |to: &Tensor| good.forward(|op| op.with_token_states(to));
-        to(&zeros(&[3, 4, 32, 16], device)).unwrap();
-        let sentence = "gdn_step: token_states: expected shape [3, 4, 32, 16], got [3, 1, 4, 32, 16]";
-        refused(to(&zeros(&[3, 1, 4, 32, 16], device)), &[sentence]);
-        let half = zeros(&[3, 4, 32, 16], device).to_dtype(DType::BF16).unwrap();
-        refused(to(&half), &["gdn_step: token_states: expected dtype F32, got BF16"]);
     }
 }
 
-/// Three tensors are written, and no argument may lie in one of them, nor they in each other.
+/// Two tensors are written, and no argument may lie in one of them, nor they in each other.
 #[test]
 fn step_storages() {
     for device in &devices() {
@@ -436,14 +381,6 @@ fn step_storages() {
         }
         refused(moved(&state_inside, |s| &mut s.conv).run(), &[&shares("conv_state", "the state")]);
 
-        let to = inside(&good.state);
-        let run = |s: &StepArgs| s.forward(|op| op.with_token_states(&to));
-        run(&good).unwrap();
-        let both: [(&str, Part); 2] = [("state", |s| &mut s.state), ("conv_state", |s| &mut s.conv)];
-        for (name, argument) in arguments.into_iter().chain(both) {
-            let sentence = format!("gdn_step: token_states: shares its storage with {name}; it is written in place");
-            refused(run(&moved(&good, argument)), &[&sentence]);
-        }
         // The same through the bare CustomOp, which sees storages only.
         let op = state_inside.op().unwrap();
         let z = inside(&good.z);

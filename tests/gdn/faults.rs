@@ -4,13 +4,14 @@
 use crate::random_layer::{layer, of_128, packed, rows};
 use crate::support::{devices, gpus, rel_rms, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::{causal_conv1d, Gates, GdnConfig, GdnStep, Slots, StepOptions, NO_SLOT};
+use candle_gdn::ops::{causal_conv1d, Gates, GdnStep, StepOptions};
+use candle_gdn::{Slots, NO_SLOT};
 
 /// candle counts the elements of a copy or a fill in 32 bits.
 #[test]
 fn states_of_more_than_32_bits() -> Result<()> {
     for device in gpus(devices()) {
-        let config = GdnConfig { num_key_heads: 16, num_value_heads: 32, ..of_128() };
+        let config = of_128().with(|c| (c.num_key_heads, c.num_value_heads) = (16, 32));
         let (sequences, last) = (8192, 8191);
         let mut state = layer(&config, DType::BF16, &device, 1).new_state_as(sequences, DType::BF16)?;
         assert_eq!(state.recurrent().elem_count(), 1 << 32);

@@ -1,12 +1,11 @@
 //! The golden files: ops from a float64 recurrence, layers from transformers in float32.
 
 use crate::sixteen_bits;
-use crate::support::{devices, golden, has, on_tensor_cores, rel_rms, values, TENSOR_CORES};
+use crate::support::{devices, gdn_decode, golden, has, on_tensor_cores, rel_rms, values, TENSOR_CORES};
 use candle_core::{DType, Device, Tensor};
+use candle_gdn::ops::{Gates, GdnPrefill, RuleOptions};
 use candle_gdn::reference::{Constants, Dims, Inputs};
-use candle_gdn::{
-    gdn_decode, Algo, CuSeqlens, GateActivation, GatedDeltaNet, Gates, GdnConfig, GdnPrefill, RuleOptions,
-};
+use candle_gdn::{Algo, CuSeqlens, GatedDeltaNet, GdnConfig};
 use candle_nn::VarBuilder;
 use safetensors::SafeTensors;
 use serde::Deserialize;
@@ -35,7 +34,7 @@ fn ops() {
                 let get = |name: &str| tensors[&format!("{i}.{name}")].clone();
                 let io = |name: &str| get(name).to_dtype(dtype).unwrap();
                 let gates = Gates { a: get("a"), b: get("b"), a_log: get("A_log"), dt_bias: get("dt_bias") };
-                let options = |algo| RuleOptions { l2norm: case.l2norm, algo, ..RuleOptions::default() };
+                let options = |algo| RuleOptions::with(|o| (o.l2norm, o.algo) = (case.l2norm, algo));
                 let (q, k, v, state) = (io("q"), io("k"), io("v"), get("state"));
                 let cu = CuSeqlens::from_lengths(&case.seqs, &device).unwrap();
                 let check = |what: &str, ran: Algo, o: &Tensor, new_state: &Tensor| {
@@ -96,17 +95,6 @@ fn cost_of_sixteen_bits(case: &OpCase, dtype: DType, get: impl Fn(&str) -> Tenso
     (o, state)
 }
 
-#[derive(Deserialize)]
-struct LayerConfig {
-    hidden_size: usize,
-    linear_num_key_heads: usize,
-    linear_num_value_heads: usize,
-    linear_key_head_dim: usize,
-    linear_value_head_dim: usize,
-    linear_conv_kernel_dim: usize,
-    rms_norm_eps: f64,
-}
-
 pub struct LayerGolden {
     pub layer: GatedDeltaNet,
     pub tensors: HashMap<String, Tensor>,
@@ -117,18 +105,7 @@ pub struct LayerGolden {
 pub fn layer_golden(name: &str, dtype: DType, device: &Device) -> LayerGolden {
     let bytes = std::fs::read(golden(&format!("{name}.safetensors"))).unwrap();
     let metadata = metadata(&bytes);
-    let c: LayerConfig = serde_json::from_str(&metadata["config"]).unwrap();
-    let config = GdnConfig {
-        hidden_size: c.hidden_size,
-        num_key_heads: c.linear_num_key_heads,
-        num_value_heads: c.linear_num_value_heads,
-        key_head_dim: c.linear_key_head_dim,
-        value_head_dim: c.linear_value_head_dim,
-        conv_kernel: c.linear_conv_kernel_dim,
-        rms_norm_eps: c.rms_norm_eps,
-        output_gate: GateActivation::Silu,
-        beta_scale: 1.0,
-    };
+    let config: GdnConfig = serde_json::from_str(&metadata["config"]).unwrap();
     let tensors = candle_core::safetensors::load_buffer(&bytes, device).unwrap();
     let vb = VarBuilder::from_tensors(tensors.clone(), dtype, device);
     let layer = GatedDeltaNet::load(&config, vb.pp("w")).unwrap();

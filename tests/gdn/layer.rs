@@ -9,7 +9,7 @@ use candle_nn::VarBuilder;
 use std::collections::HashMap;
 
 pub fn config() -> GdnConfig {
-    GdnConfig { hidden_size: 24, num_value_heads: 6, value_head_dim: 32, ..small() }
+    small().with(|c| (c.hidden_size, c.num_value_heads, c.value_head_dim) = (24, 6, 32))
 }
 
 /// Random weights in the split layout, and the same ones interleaved by key head.
@@ -152,8 +152,8 @@ fn bf16_state() {
 #[test]
 fn any_split_gives_the_same_in_every_dtype() {
     // No constant is a default of the ops.
-    let of_128 = GdnConfig { rms_norm_eps: 0.05, beta_scale: 2.0, ..of_128() };
-    let sigmoid = GdnConfig { output_gate: GateActivation::Sigmoid, ..of_128.clone() };
+    let of_128 = of_128().with(|c| (c.rms_norm_eps, c.beta_scale) = (0.05, 2.0));
+    let sigmoid = of_128.clone().with(|c| c.output_gate = GateActivation::Sigmoid);
     let small = vec![vec![0, 1, 70], vec![0, 3, 3, 64, 70], vec![0, 65, 70], (0..=70).collect()];
     let large =
         vec![vec![0, 20, 21, 40], vec![0, 16, 32, 40], vec![0, 17, 19, 24, 40], vec![0, 8, 17, 40], (0..=40).collect()];
@@ -168,7 +168,7 @@ fn any_split_gives_the_same_in_every_dtype() {
                 let x = Tensor::randn(0f32, 1., (3, tokens, c.hidden_size), &device).unwrap().to_dtype(dtype).unwrap();
                 let whole = in_parts(&layer, &x, &[0, tokens]);
                 if c.beta_scale != 1.0 {
-                    let beta_1 = GdnConfig { beta_scale: 1.0, ..c.clone() };
+                    let beta_1 = c.clone().with(|c| c.beta_scale = 1.0);
                     let [beta_1, ..] =
                         in_parts(&load_with(&beta_1, &weights, dtype, &device).unwrap(), &x, &[0, tokens]);
                     assert!(rel_rms(&beta_1, &whole[0]) > 10.0 * bound, "beta_scale does not show");
@@ -205,7 +205,7 @@ fn bf16_layer_stays_close_to_f32() {
 #[test]
 fn a_forced_kernel_gives_the_same() {
     for device in devices() {
-        for algo in Algo::ALL.into_iter().filter(|algo| has(&device, *algo)) {
+        for algo in Algo::RULE.into_iter().filter(|algo| has(&device, *algo)) {
             let dtype = dtype_for(algo);
             let layer = random_layer::layer(&of_128(), dtype, &device, 5);
             let tokens = if algo == Algo::Decode128 { 16 } else { 70 };

@@ -5,7 +5,6 @@
 //! `CANDLE_GDN_GOLDENS` names the folder of the full golden files (default: the thinned ones of this repository).
 //! `CANDLE_GDN_SOAK` sets the number of calls of the soak tests.
 
-mod checkpoints;
 mod conv_norm;
 mod errors;
 mod faults;
@@ -20,9 +19,11 @@ mod projections;
 mod properties;
 mod random_layer;
 mod readme;
+mod ready_gates;
 mod ring;
 mod rule_case;
 mod semantics;
+mod server;
 mod sixteen_bits;
 #[path = "../support/skipped.rs"]
 mod skipped;
@@ -35,5 +36,4 @@ mod stored_state;
 mod support;
 mod tensor_cores;
 mod threads;
-mod token_states;
 mod verify;

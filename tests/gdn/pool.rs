@@ -2,8 +2,8 @@
 
 use crate::random_layer::{feed, from_scratch, layer, of_128, packed, parts, rows, small};
 use crate::support::{devices, refused, rel_rms, values, Rng};
-use candle_core::{DType, Device, Tensor};
-use candle_gdn::{CuSeqlens, SlotAllocator, Slots, StatePool, NO_SLOT};
+use candle_core::{DType, Tensor};
+use candle_gdn::{CuSeqlens, PoolOptions, Slots, StatePool, NO_SLOT};
 
 /// NaN in every slot: whoever reads one that is not his shows it.
 pub fn poison_pool(pool: &StatePool) {
@@ -53,10 +53,10 @@ fn sequences_in_a_pool_are_those_on_their_own() {
         for (config, dtype, state_dtype, bound) in &cases {
             let layer = layer(config, *dtype, &device, 1);
             let rng = &mut Rng::new(7);
-            let mut pool = layer.new_pool_as(7, *state_dtype).unwrap();
+            let mut pool = layer.new_pool_with(7, &PoolOptions::default().dtype(*state_dtype)).unwrap();
             poison_pool(&pool);
-            let mut allocator = SlotAllocator::new(7).unwrap();
-            let slots: Vec<u32> = (0..4).map(|_| allocator.allocate([&mut pool]).unwrap()).collect();
+            let slots: Vec<u32> = (0..4).collect();
+            slots.iter().for_each(|slot| pool.zero(*slot).unwrap());
             let (mut fed, mut y) = (vec![vec![]; 4], vec![vec![]; 4]);
             for call in calls {
                 let x: Vec<_> = call.iter().map(|(_, n)| rows(rng, *n, config.hidden_size)).collect();
@@ -128,47 +128,19 @@ fn equal_lengths_are_a_batch() {
 }
 
 #[test]
-fn a_slot_handed_out_is_zero() {
+fn a_slot_is_made_zero() {
     for device in devices() {
         let layer = layer(&small(), DType::F32, &device, 3);
         for dtype in [DType::F32, DType::BF16] {
-            let mut pools = [layer.new_pool_as(3, dtype).unwrap(), layer.new_pool_as(3, dtype).unwrap()];
-            pools.iter().for_each(poison_pool);
-            let mut allocator = SlotAllocator::new(3).unwrap();
-            let slot = allocator.allocate(&mut pools).unwrap();
-            for pool in &pools {
-                assert!(parts(&pool.snapshot(slot).unwrap()).concat().iter().all(|x| x.to_bits() == 0));
-                let others = (0..3).filter(|s| *s != slot);
-                others.for_each(|s| assert!(parts(&pool.snapshot(s).unwrap()).concat().iter().all(|x| x.is_nan())));
+            let mut pool = layer.new_pool_with(3, &PoolOptions::default().dtype(dtype)).unwrap();
+            poison_pool(&pool);
+            pool.zero(1).unwrap();
+            assert!(parts(&pool.snapshot(1).unwrap()).concat().iter().all(|x| x.to_bits() == 0));
+            for other in [0, 2] {
+                assert!(parts(&pool.snapshot(other).unwrap()).concat().iter().all(|x| x.is_nan()));
             }
         }
     }
-}
-
-#[test]
-fn the_allocator_keeps_count() {
-    let device = Device::Cpu;
-    let layer = layer(&small(), DType::F32, &device, 3);
-    let mut pool = layer.new_pool(2).unwrap();
-    let mut allocator = SlotAllocator::new(3).unwrap();
-    assert_eq!((allocator.len(), allocator.available(), allocator.capacity()), (0, 3, 3));
-    let slots: Vec<u32> = (0..2).map(|_| allocator.allocate([&mut pool]).unwrap()).collect();
-    assert_eq!(slots, [0, 1]);
-    // The third slot is none of the pool's: it stays free.
-    refused(allocator.allocate([&mut pool]), &["StatePool: zero: expected a slot below 2, got 2"]);
-    assert_eq!((allocator.len(), allocator.is_used(2), allocator.is_used(9)), (2, false, false));
-    assert_eq!(allocator.allocate_unset().unwrap(), 2);
-    refused(allocator.allocate_unset(), &["SlotAllocator: allocate: expected a free slot, all 3 are in use"]);
-    refused(allocator.allocate([&mut pool]), &["SlotAllocator: allocate: expected a free slot"]);
-    allocator.free(1).unwrap();
-    refused(allocator.free(1), &["SlotAllocator: free: expected a slot in use, got 1, which is free"]);
-    refused(allocator.free(3), &["SlotAllocator: free: expected a slot below 3, got 3"]);
-    refused(allocator.free(NO_SLOT), &["SlotAllocator: free: expected a slot below 3"]);
-    assert_eq!(allocator.allocate([&mut pool]).unwrap(), 1);
-    assert!(!allocator.is_empty());
-    (0..3).for_each(|slot| allocator.free(slot).unwrap());
-    assert!(allocator.is_empty());
-    refused(SlotAllocator::new(1 << 31), &["SlotAllocator: capacity: expected at most 2147483647"]);
 }
 
 /// Copies within a pool and in and out of it: bit for bit, and nothing else moves.
@@ -177,7 +149,7 @@ fn fork_snapshot_and_restore() {
     for device in devices() {
         for (config, dtype) in [(small(), DType::F32), (of_128(), DType::BF16)] {
             let layer = layer(&config, DType::F32, &device, 4);
-            let mut pool = layer.new_pool_as(4, dtype).unwrap();
+            let mut pool = layer.new_pool_with(4, &PoolOptions::default().dtype(dtype)).unwrap();
             poison_pool(&pool);
             pool.zero(1).unwrap();
             let rows = rows(&mut Rng::new(2), 20, config.hidden_size);
@@ -214,85 +186,6 @@ fn fork_snapshot_and_restore() {
             let other = if dtype == DType::F32 { DType::BF16 } else { DType::F32 };
             let other = layer.new_state_as(1, other).unwrap();
             refused(pool.restore(0, &other), &["StatePool: restore: recurrent: expected", "got"]);
-        }
-    }
-}
-
-/// The states along the way are those of calls that end there, in every sequence of a mixed batch, and cost nothing.
-#[test]
-fn checkpoints_are_states_of_prefixes() {
-    let lengths = [130, 1, 64, 0, 63, 200, 16];
-    for device in devices() {
-        for (config, dtype, every) in
-            [(small(), DType::F32, 64), (of_128(), DType::F32, 128), (of_128(), DType::BF16, 64)]
-        {
-            let layer = layer(&config, DType::F32, &device, 5);
-            let rng = &mut Rng::new(3);
-            let x: Vec<_> = lengths.iter().map(|n| rows(rng, *n, config.hidden_size)).collect();
-            let before = rows(rng, 10, config.hidden_size);
-            let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
-            let all = packed(x.iter().flatten(), DType::F32, &device);
-            let read = [2, 3, NO_SLOT, 5, 6, 2, 8];
-            let slots = Slots::from_to(&read, &[0, 3, 4, 5, 6, 1, 8], &device).unwrap();
-            let plan = layer.checkpoint_plan(&cu, every).unwrap();
-            let run = |plan: Option<&candle_gdn::CheckpointPlan>| {
-                let mut pool = layer.new_pool_as(9, dtype).unwrap();
-                // Sequences 0 and 5 go on from one that has begun; the others begin.
-                feed(&layer, &before, 2, &mut pool);
-                let (y, checkpoints) = match plan {
-                    Some(plan) => {
-                        let (y, checkpoints) = layer.forward_with_checkpoints(&all, plan, &slots, &mut pool).unwrap();
-                        (y, Some(checkpoints))
-                    }
-                    None => (layer.forward_slots(&all, Some(&cu), &slots, &mut pool).unwrap(), None),
-                };
-                ([values(&y), values(pool.conv()), values(pool.recurrent())], checkpoints)
-            };
-            let (with, checkpoints) = run(Some(&plan));
-            assert!(with == run(None).0, "asking changes the results");
-            let checkpoints = checkpoints.unwrap();
-            let row = layer.new_pool_as(1, dtype).unwrap().size_in_bytes();
-            assert_eq!(checkpoints.size_in_bytes(), cu.total_tokens() / every * row);
-            for (n, x) in x.iter().enumerate() {
-                assert_eq!(checkpoints.plan().count(n), lengths[n] / every);
-                for index in 0..lengths[n] / every {
-                    if read[n] == NO_SLOT {
-                        continue;
-                    }
-                    let fed: Vec<_> = match n {
-                        0 | 5 => before.iter().chain(&x[..(index + 1) * every]).cloned().collect(),
-                        _ => x[..(index + 1) * every].to_vec(),
-                    };
-                    let mut state = checkpoints.snapshot(n, index).unwrap();
-                    assert_eq!(state.size_in_bytes(), row);
-                    let (_, want) = from_scratch(&layer, &fed, dtype, &device);
-                    let bound = if dtype == DType::BF16 { 2e-2 } else { 1e-5 };
-                    for (got, want) in parts(&state).iter().zip(parts(&want)) {
-                        near(&format!("sequence {n}, checkpoint {index}"), got, &want, bound);
-                    }
-                    // And a sequence goes on from there.
-                    if (index + 1) * every < lengths[n] {
-                        let rest = packed(&x[(index + 1) * every..], DType::F32, &device).unsqueeze(0).unwrap();
-                        let y = values(&layer.forward(&rest, &mut state).unwrap());
-                        let end = cu.as_slice()[n + 1] as usize * config.hidden_size;
-                        near("y", &y, &with[0][end - y.len()..end], bound);
-                    }
-                }
-                refused(checkpoints.snapshot(n, lengths[n] / every), &["Checkpoints: snapshot: expected one of the"]);
-            }
-            refused(checkpoints.snapshot(7, 0), &["Checkpoints: snapshot: expected one of the 0 of sequence 7"]);
-            refused(layer.checkpoint_plan(&cu, 32), &["every: expected a positive multiple of 64 tokens, got 32"]);
-            refused(layer.checkpoint_plan(&cu, 0), &["every: expected a positive multiple of 64 tokens, got 0"]);
-
-            // None is reached: nothing is held.
-            let short = CuSeqlens::from_lengths(&[16; 8], &device).unwrap();
-            let plan = layer.checkpoint_plan(&short, 64).unwrap();
-            let x = packed(&rows(rng, 128, config.hidden_size), DType::F32, &device);
-            let mut pool = layer.new_pool(8).unwrap();
-            let slots = Slots::new(&[0, 1, 2, 3, 4, 5, 6, 7], &device).unwrap();
-            let (_, none) = layer.forward_with_checkpoints(&x, &plan, &slots, &mut pool).unwrap();
-            assert_eq!((none.size_in_bytes(), none.plan().count(3), none.plan().every()), (0, 0, 64));
-            refused(none.snapshot(0, 0), &["Checkpoints: snapshot: expected one of the 0 of sequence 0, got 0"]);
         }
     }
 }
@@ -353,6 +246,9 @@ fn what_is_refused_leaves_the_pool_as_it_was() {
         let run = layer.forward_slots(&x, Some(&cu), &slots, &mut wrong);
         refused(run, &["GatedDeltaNet: pool: expected states of conv [3, 128]"]);
         refused(layer.new_pool(0), &["GatedDeltaNet: capacity: expected at least 1 slot, got 0"]);
-        refused(layer.new_pool_as(1, DType::F16), &["expected dtype f32 or bf16, got F16"]);
+        refused(
+            layer.new_pool_with(1, &PoolOptions::default().dtype(DType::F16)),
+            &["expected dtype f32 or bf16, got F16"],
+        );
     }
 }

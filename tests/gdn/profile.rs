@@ -1,10 +1,11 @@
 //! What the kernels stamp, on a GPU; those of the chunk forms and of the step: profile_more.
 
 use crate::semantics::{args, options, Args};
-use crate::support::{devices, values};
+use crate::support::{devices, gdn_decode, gdn_prefill, values};
 use candle_core::{bail, DType, Device, Tensor};
+use candle_gdn::ops::{GdnDecode, RuleOptions};
 use candle_gdn::profile::{record, Launch, Limits, Profile, Warp};
-use candle_gdn::{gdn_decode, gdn_prefill, Algo, GdnDecode, RuleOptions};
+use candle_gdn::Algo;
 use serde_json::Value;
 use std::collections::BTreeMap;
 

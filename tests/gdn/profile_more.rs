@@ -6,7 +6,7 @@ use crate::step_args::StepArgs;
 use crate::support::{has, values};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::profile::{record, Launch, Limits, Warp};
-use candle_gdn::{Algo, StepAlgo};
+use candle_gdn::Algo;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -212,12 +212,12 @@ fn a_trace_holds_all_launches() {
 fn every_kernel_of_the_step_is_stamped() {
     for device in gpus() {
         let sm90 = has(&device, Algo::ChunkedSm90);
-        for algo in [StepAlgo::Whole, StepAlgo::Split, StepAlgo::Heads] {
-            if algo != StepAlgo::Whole && !sm90 {
+        for algo in [Algo::StepWhole, Algo::StepSplit, Algo::StepHeads] {
+            if algo != Algo::StepWhole && !sm90 {
                 continue;
             }
             let randn = |shape: &[usize]| Tensor::randn(0f32, 1., shape, &device).unwrap();
-            let step = StepArgs::new(&[3], 3, [128, 128], randn).with(|step| step.options.algo = algo);
+            let step = StepArgs::new(&[3], 3, [128, 128], randn).with(|step| step.options.rule.algo = algo);
             let step = step.in_dtype(DType::BF16);
             let [plain, recorded] = [(); 2].map(|()| step.copied());
             let out = plain.forward(|op| op).unwrap();

@@ -2,28 +2,18 @@
 
 use crate::support::{values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig, GdnState, Slots, StatePool};
+use candle_gdn::{GatedDeltaNet, GdnConfig, GdnState, Slots, StatePool};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
 
 /// A width that a small test is quick with.
 pub fn small() -> GdnConfig {
-    GdnConfig {
-        hidden_size: 32,
-        num_key_heads: 2,
-        num_value_heads: 4,
-        key_head_dim: 16,
-        value_head_dim: 16,
-        conv_kernel: 4,
-        rms_norm_eps: 1e-6,
-        output_gate: GateActivation::Silu,
-        beta_scale: 1.0,
-    }
+    GdnConfig::new(32, (2, 16), (4, 16))
 }
 
 /// Heads of 128, which the fused kernels take.
 pub fn of_128() -> GdnConfig {
-    GdnConfig { hidden_size: 64, key_head_dim: 128, value_head_dim: 128, ..small() }
+    GdnConfig::new(64, (2, 128), (4, 128))
 }
 
 /// A layer and inputs whose projection is exact in f32 and bf16 sums of any order: multiples of 1/64 times multiples of

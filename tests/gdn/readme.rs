@@ -3,7 +3,7 @@
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::{DenseWeight, GdnParts, InProjection, Projection};
-use candle_gdn::{GateActivation, GatedDeltaNet, GdnConfig};
+use candle_gdn::{GatedDeltaNet, GdnConfig};
 use candle_nn::VarBuilder;
 
 #[test]
@@ -11,17 +11,7 @@ fn the_layer_in_a_model() -> Result<()> {
     let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
     let (batch, x) = (1, Tensor::zeros((1, 3, 2048), DType::F32, &Device::Cpu)?);
 
-    let config = GdnConfig {
-        hidden_size: 2048,
-        num_key_heads: 16,
-        num_value_heads: 32,
-        key_head_dim: 128,
-        value_head_dim: 128,
-        conv_kernel: 4,
-        rms_norm_eps: 1e-6,
-        output_gate: GateActivation::Silu,
-        beta_scale: 1.0,
-    };
+    let config = GdnConfig::new(2048, (16, 128), (32, 128));
     let layer = GatedDeltaNet::load(&config, vb.pp("linear_attn"))?; // weight names of Qwen3-Next or of Qwen3.5
     let mut state = layer.new_state(batch)?; // zero, on the device of the weights
     let y = layer.forward(&x, &mut state)?; // x and y: [batch, tokens, hidden_size]

@@ -4,7 +4,7 @@ use crate::pool::{poison_pool, poison_slot};
 use crate::random_layer::{feed, layer, of_128, packed, parts, rows, small};
 use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Accepted, Algo, CuSeqlens, GatedDeltaNet, GdnConfig, Slots, StatePool, NO_SLOT};
+use candle_gdn::{Accepted, Algo, CuSeqlens, GatedDeltaNet, GdnConfig, PoolOptions, Slots, StatePool, NO_SLOT};
 
 /// A layer, its two pools, and what is fed to both.
 struct Pair {
@@ -20,8 +20,8 @@ struct Pair {
 impl Pair {
     fn new(config: &GdnConfig, dtype: DType, state: DType, device: &Device, capacity: usize) -> Self {
         let layer = layer(config, dtype, device, 3);
-        let plain = layer.new_pool_as(capacity, state).unwrap();
-        let ring = layer.new_ring_pool(capacity, state).unwrap();
+        let plain = layer.new_pool_with(capacity, &PoolOptions::default().dtype(state)).unwrap();
+        let ring = layer.new_pool_with(capacity, &PoolOptions::default().dtype(state).ring()).unwrap();
         assert!(ring.has_ring() && !plain.has_ring() && ring.size_in_bytes() > plain.size_in_bytes());
         let bound = if dtype == DType::F32 && state == DType::F32 { 1e-5 } else { 2e-2 };
         let mut pair = Self { layer, plain, ring, dtype, device: device.clone(), rng: Rng::new(9), bound };
@@ -69,7 +69,7 @@ fn cases() -> Vec<(GdnConfig, DType, DType, Vec<Device>)> {
     vec![
         (small(), f32, f32, cpu()),
         (
-            GdnConfig { conv_kernel: 7, num_key_heads: 4, key_head_dim: 7, value_head_dim: 5, ..small() },
+            small().with(|c| (c.conv_kernel, c.num_key_heads, c.key_head_dim, c.value_head_dim) = (7, 4, 7, 5)),
             f32,
             f32,
             cpu(),
@@ -78,7 +78,7 @@ fn cases() -> Vec<(GdnConfig, DType, DType, Vec<Device>)> {
         (of_128(), bf16, f32, all()),
         (of_128(), DType::F16, f32, all()),
         (of_128(), bf16, bf16, all()),
-        (GdnConfig { num_key_heads: 1, num_value_heads: 3, ..of_128() }, bf16, f32, all()),
+        (of_128().with(|c| (c.num_key_heads, c.num_value_heads) = (1, 3)), bf16, f32, all()),
     ]
 }
 
@@ -175,7 +175,7 @@ fn drafts_in_place() {
                 let (y, kept) = pair.layer.verify(&x, &cu, &slots, &mut pair.ring).unwrap();
                 assert_eq!(kept.size_in_bytes(), 0);
                 let y = values(&y);
-                pair.layer.commit(&kept, &Accepted::new(&cu, &slots, &accepted).unwrap(), &mut pair.ring).unwrap();
+                pair.layer.commit(&kept, &Accepted::new(&kept, &accepted).unwrap(), &mut pair.ring).unwrap();
                 let (mut first, hidden) = (0, config.hidden_size);
                 for (n, draft) in draft.iter().enumerate() {
                     let want = match accepted[n] {
@@ -205,12 +205,11 @@ fn drafts_in_other_slots() {
                 let draft = rows(&mut pair.rng, lengths.iter().sum(), config.hidden_size);
                 let slots = Slots::from_to(&read, &write, &device).unwrap();
                 let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
-                let counts = Accepted::new(&cu, &slots, &accepted).unwrap();
                 let x = packed(&draft, dtype, &device);
                 let mut y = vec![];
                 for pool in [&mut pair.plain, &mut pair.ring] {
                     let (of_all, kept) = pair.layer.verify(&x, &cu, &slots, pool).unwrap();
-                    pair.layer.commit(&kept, &counts, pool).unwrap();
+                    pair.layer.commit(&kept, &Accepted::new(&kept, &accepted).unwrap(), pool).unwrap();
                     y.push(values(&of_all));
                 }
                 pair.near(&format!("round {round}, {lengths:?}"), &y[1], &y[0]);
@@ -247,9 +246,15 @@ fn it_does_not_drift() {
 fn refusals() {
     for device in devices() {
         let layer = layer(&of_128(), DType::F32, &device, 1);
-        refused(layer.new_ring_pool(0, DType::F32), &["GatedDeltaNet: capacity: expected at least 1 slot, got 0"]);
-        refused(layer.new_ring_pool(1, DType::F16), &["expected dtype f32 or bf16, got F16"]);
-        let mut ring = layer.new_ring_pool(3, DType::F32).unwrap();
+        refused(
+            layer.new_pool_with(0, &PoolOptions::default().dtype(DType::F32).ring()),
+            &["GatedDeltaNet: capacity: expected at least 1 slot, got 0"],
+        );
+        refused(
+            layer.new_pool_with(1, &PoolOptions::default().dtype(DType::F16).ring()),
+            &["expected dtype f32 or bf16, got F16"],
+        );
+        let mut ring = layer.new_pool_with(3, &PoolOptions::default().dtype(DType::F32).ring()).unwrap();
         let cu = CuSeqlens::from_lengths(&[17], &device).unwrap();
         let x = Tensor::zeros((17, 64), DType::F32, &device).unwrap();
         let slots = Slots::new(&[0], &device).unwrap();
@@ -258,17 +263,21 @@ fn refusals() {
         let short = CuSeqlens::from_lengths(&[4], &device).unwrap();
         let x = x.narrow(0, 0, 4).unwrap();
         let (_, kept) = layer.verify(&x, &short, &slots, &mut ring).unwrap();
-        refused(Accepted::new(&short, &slots, &[5]), &["expected at most 4 (the tokens of sequence 0), got 5"]);
-        let accepted = Accepted::new(&short, &slots, &[2]).unwrap();
+        refused(Accepted::new(&kept, &[5]), &["expected at most 4 (the tokens of sequence 0), got 5"]);
+        let accepted = Accepted::new(&kept, &[2]).unwrap();
         let mut plain = layer.new_pool(3).unwrap();
-        refused(layer.commit(&kept, &accepted, &mut plain), &["expected the slots that were drafted on, got others"]);
+        refused(
+            layer.commit(&kept, &accepted, &mut plain),
+            &["pool: expected the one that was drafted on, got one without"],
+        );
         let moved = Slots::from_to(&[0], &[1], &device).unwrap();
-        let other = Accepted::new(&short, &moved, &[2]).unwrap();
-        refused(layer.commit(&kept, &other, &mut ring), &["expected the slots that were drafted on, got others"]);
+        let (_, other) = layer.verify(&x, &short, &moved, &mut ring).unwrap();
+        let other = Accepted::new(&other, &[2]).unwrap();
+        refused(layer.commit(&kept, &other, &mut ring), &["got those of another pass"]);
         // A chosen kernel, before the pool is made and after.
         let chosen = layer.clone().with_algo(Algo::Recurrent);
-        let why = &["ring: expected no choice of the rule's kernel", "got recurrent"];
-        refused(chosen.new_ring_pool(1, DType::F32), why);
+        let why = &["ring: expected no choice of kernel", "got recurrent"];
+        refused(chosen.new_pool_with(1, &PoolOptions::default().dtype(DType::F32).ring()), why);
         let before = parts(&ring.snapshot(0).unwrap());
         let x = Tensor::ones((1, 40, 64), DType::F32, &device).unwrap();
         refused(chosen.forward_slots(&x, None, &slots, &mut ring), why);
@@ -276,7 +285,7 @@ fn refusals() {
         if device.is_cuda() {
             let small = crate::random_layer::layer(&small(), DType::F32, &device, 1);
             refused(
-                small.new_ring_pool(1, DType::F32),
+                small.new_pool_with(1, &PoolOptions::default().dtype(DType::F32).ring()),
                 &["ring: expected heads of 128 and a convolution of width 4 on CUDA"],
             );
         }

@@ -1,11 +1,12 @@
 //! One random case of the rule: its inputs in a chosen layout on a device, its result, and the reference's.
 
 use crate::sixteen_bits;
-use crate::slot_pool::{Around, SlotPool, UNTOUCHED};
+use crate::slot_pool::SlotPool;
 use crate::support::{has, on_tensor_cores, poison, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::ops::{Gates, GdnDecode, GdnPrefill, RuleOptions};
 use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
-use candle_gdn::{checkpoint_rows, Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens};
 
 /// How the decay input is drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,10 +42,6 @@ pub struct Case {
     pub gate_dtype: DType,
     /// f32 or bf16: how the state is stored. It is drawn so that either holds it.
     pub state_dtype: DType,
-    /// Whether the state after every token is asked for.
-    pub token_states: bool,
-    /// The state after every so many tokens is asked for; not of decode.
-    pub checkpoints: Option<usize>,
     pub form: Form,
     /// The states are slots of a larger pool, in a shuffled order; a pool view where false.
     pub slots: bool,
@@ -71,8 +68,6 @@ impl Case {
             dtype: DType::F32,
             gate_dtype: DType::F32,
             state_dtype: DType::F32,
-            token_states: false,
-            checkpoints: None,
             form: Form::Dense,
             slots: false,
             padding: false,
@@ -91,19 +86,17 @@ impl Case {
     /// Most that o and the states may be off where `algo` ran: f32 1e-5 on all; with bf16 or f16 inputs the output's
     /// rounding (4e-3, 5e-4) and 1e-5 on the states; where tensor cores multiply in bf16 or f16 5e-3 on all, on inputs that
     /// are hard for 16 bits, or where products cancel, more ([`Self::check`]).
-    fn bounds(&self, algo: Algo) -> [f64; 4] {
-        let (o, state) = match self.dtype {
-            _ if on_tensor_cores(algo) => (5e-3, 5e-3),
-            DType::BF16 => (4e-3, 1e-5),
-            DType::F16 => (5e-4, 1e-5),
-            _ => (1e-5, 1e-5),
-        };
-        [o, state, state, state]
+    fn bounds(&self, algo: Algo) -> [f64; 2] {
+        match self.dtype {
+            _ if on_tensor_cores(algo) => [5e-3, 5e-3],
+            DType::BF16 => [4e-3, 1e-5],
+            DType::F16 => [5e-4, 1e-5],
+            _ => [1e-5, 1e-5],
+        }
     }
 
-    /// What operands of 16 bits cost on this input, as relative RMS errors of o, of the state, of the token states and of
-    /// the checkpoints.
-    pub fn cost_of_sixteen_bits(&self) -> [f64; 4] {
+    /// What operands of 16 bits cost on this input, as relative RMS errors of o and of the state.
+    pub fn cost_of_sixteen_bits(&self) -> [f64; 2] {
         let drawn = Drawn::new(self).unwrap();
         let exact = drawn.reference(self, None);
         sixteen_bits::cost(|draw| drawn.reference(self, Some(draw)).errors(&exact))
@@ -111,7 +104,7 @@ impl Case {
 
     /// What the last place of f32 operands is worth on this input, as relative RMS errors: hardly anything, but where a
     /// single product of q and k nearly cancels. q, k and v move by half a unit of it, up or down.
-    fn cost_of_f32(&self, drawn: &Drawn) -> [f64; 4] {
+    fn cost_of_f32(&self, drawn: &Drawn) -> [f64; 2] {
         let mut rng = Rng::new(self.seed ^ 0xf32);
         let mut moved = drawn.clone();
         for x in moved.q.iter_mut().chain(&mut moved.k).chain(&mut moved.v) {
@@ -128,13 +121,12 @@ impl Case {
         }
         let drawn = Drawn::new(self).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
         let (algo, got) = drawn.run(self, device).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
-        self.check_last_token_states(&got);
         // A bf16 state starts exact and is rounded at the end, which takes o nothing and adds to an element of the state at
         // most half a unit of its last place, 2^-8 of it.
         let stored = if self.state_dtype == DType::BF16 { 2f64.powi(-8) } else { 0.0 };
         let (errors, bounds) = (got.errors(&drawn.reference(self, None)), self.bounds(algo));
         let mut costs = None;
-        for (i, what) in ["o", "state", "token states", "checkpoints"].iter().enumerate() {
+        for (i, what) in ["o", "state"].iter().enumerate() {
             let (error, mut bound, stored) = (errors[i], bounds[i], if i == 0 { 0.0 } else { stored });
             if error > bound + stored {
                 bound = match on_tensor_cores(algo) {
@@ -147,27 +139,15 @@ impl Case {
         }
     }
 
-    /// The state after a sequence's last token is its new state, bit for bit.
-    fn check_last_token_states(&self, got: &Results) {
-        let Dims { value_heads, value_dim, key_dim, .. } = self.dims;
-        let (size, mut end) = (value_heads * value_dim * key_dim, 0);
-        for (n, &length) in self.lengths.iter().enumerate() {
-            end += length;
-            if self.token_states && length > 0 && !self.is_padding(n) {
-                let (last, state) = (&got.token_states[(end - 1) * size..][..size], &got.state[n * size..][..size]);
-                let same = last.iter().zip(state).all(|(x, y)| x.to_bits() == y.to_bits());
-                assert!(same, "the last token state of sequence {n} is not its state: {self:?}");
-            }
-        }
-    }
-
     pub fn tokens(&self) -> usize {
         self.lengths.iter().sum()
     }
 
     fn options(&self) -> RuleOptions {
         let Self { l2norm, beta_scale, algo, segments, .. } = *self;
-        RuleOptions { l2norm, beta_scale, algo, segments, ..RuleOptions::default() }
+        RuleOptions::with(|o| {
+            (o.l2norm, o.beta_scale, o.algo, o.segments) = (l2norm, beta_scale, algo, segments);
+        })
     }
 
     /// Whether sequence `n` has no state.
@@ -190,20 +170,16 @@ impl Case {
 /// sums are that much larger than the root of the squares.
 const F32_SUMS: f64 = 8.0;
 
-/// o, the new states by sequence (of padding as they were), and, empty where not asked for, the states after every token
-/// and the checkpoints of all sequences, one after the other.
+/// o, and the new states by sequence (of padding as they were).
 struct Results {
     o: Vec<f64>,
     state: Vec<f64>,
-    token_states: Vec<f64>,
-    checkpoints: Vec<f64>,
 }
 
 impl Results {
-    /// Relative RMS errors of o, of the state, of the token states and of the checkpoints.
-    fn errors(&self, want: &Self) -> [f64; 4] {
-        let error = |of: fn(&Self) -> &Vec<f64>| rel_rms(of(self), of(want));
-        [error(|r| &r.o), error(|r| &r.state), error(|r| &r.token_states), error(|r| &r.checkpoints)]
+    /// Relative RMS errors of o and of the state.
+    fn errors(&self, want: &Self) -> [f64; 2] {
+        [rel_rms(&self.o, &want.o), rel_rms(&self.state, &want.state)]
     }
 }
 
@@ -290,48 +266,31 @@ impl Drawn {
             beta_scale: case.beta_scale,
         };
         let head = value_heads * value_dim * key_dim;
-        let mut results = Results { o: vec![], state: self.state.clone(), token_states: vec![], checkpoints: vec![] };
+        let mut results = Results { o: vec![], state: self.state.clone() };
         for (n, (first, tokens)) in case.ranges().into_iter().enumerate() {
             if case.is_padding(n) {
                 results.o.resize(results.o.len() + tokens * value_heads * value_dim, 0.0);
-                let kept = if case.token_states { tokens * head } else { 0 };
-                results.token_states.resize(results.token_states.len() + kept, UNTOUCHED);
-                let kept = case.checkpoints.map_or(0, |every| tokens / every * head);
-                results.checkpoints.resize(results.checkpoints.len() + kept, UNTOUCHED);
                 continue;
             }
             let state = &mut results.state[n * head..][..head];
-            // The state is seen at the ends of pieces only.
-            let piece = if case.token_states { 1 } else { case.checkpoints.unwrap_or(tokens).max(1) };
-            for start in (0..tokens).step_by(piece) {
-                let (t, count) = (first + start, piece.min(tokens - start));
-                let part = |x, size| part(x, t * size, count * size);
-                let inputs = Inputs {
-                    q: part(&self.q, key_heads * key_dim),
-                    k: part(&self.k, key_heads * key_dim),
-                    v: part(&self.v, value_heads * value_dim),
-                    a: part(&self.a, value_heads),
-                    b: part(&self.b, value_heads),
-                    a_log: &self.a_log,
-                    dt_bias: &self.dt_bias,
-                };
-                let cu_seqlens = &[0, count];
-                results.o.extend(match rounded {
-                    None => gated_delta_rule(case.dims, constants, cu_seqlens, inputs, state),
-                    Some(draw) => {
-                        let draw = draw << 32 | t as u64;
-                        sixteen_bits::gated_delta_rule(
-                            case.dtype, draw, case.dims, constants, cu_seqlens, inputs, state,
-                        )
-                    }
-                });
-                if case.token_states {
-                    results.token_states.extend_from_slice(state);
+            let part = |x, size| part(x, first * size, tokens * size);
+            let inputs = Inputs {
+                q: part(&self.q, key_heads * key_dim),
+                k: part(&self.k, key_heads * key_dim),
+                v: part(&self.v, value_heads * value_dim),
+                a: part(&self.a, value_heads),
+                b: part(&self.b, value_heads),
+                a_log: &self.a_log,
+                dt_bias: &self.dt_bias,
+            };
+            let cu_seqlens = &[0, tokens];
+            results.o.extend(match rounded {
+                None => gated_delta_rule(case.dims, constants, cu_seqlens, inputs, state),
+                Some(draw) => {
+                    let draw = draw << 32 | first as u64;
+                    sixteen_bits::gated_delta_rule(case.dtype, draw, case.dims, constants, cu_seqlens, inputs, state)
                 }
-                if case.checkpoints.is_some_and(|every| (start + count) % every == 0) {
-                    results.checkpoints.extend_from_slice(state);
-                }
-            }
+            });
         }
         results
     }
@@ -420,28 +379,17 @@ impl Drawn {
         let state = if case.slots { pool.all.clone() } else { pool.all.narrow(0, 2, sequences)? };
         let slots = case.slots.then(|| pool.slots()).transpose()?;
 
-        let token_rows = if case.token_states { tokens } else { 0 };
-        let token_states = Around::new(token_rows * head, 3 * key_dim, case.state_dtype, device)?;
-        let token_shape = [&lead[..], &[value_heads, value_dim, key_dim]].concat();
-        let token_view = case.token_states.then(|| token_states.view()?.reshape(token_shape)).transpose()?;
-        let checkpoint_count = case.checkpoints.map_or(0, |every| tokens / every);
-        let checkpoints = Around::new(checkpoint_count * head, 3 * key_dim, case.state_dtype, device)?;
-        let checkpoint_view = checkpoints.view()?.reshape((checkpoint_count, value_heads, value_dim, key_dim))?;
-
         if device.is_cuda() {
             poison(tokens * value_heads * value_dim, case.dtype, device)?;
         }
         let (o, algo) = if decode {
             let mut op = GdnDecode::new(gates, &state, case.options())?;
             op = slots.map_or(op.clone(), |slots| op.with_slots(&slots));
-            op = token_view.map_or(op.clone(), |to| op.with_token_states(&to));
             (op.forward(&q, &k, &v)?, op.algo(&q, &k, &v)?)
         } else {
             let cu = case.packed.then(|| CuSeqlens::from_lengths(&case.lengths, device)).transpose()?;
             let mut op = GdnPrefill::new(gates, &state, cu.as_ref(), case.options())?;
             op = slots.map_or(op.clone(), |slots| op.with_slots(&slots));
-            op = token_view.map_or(op.clone(), |to| op.with_token_states(&to));
-            op = case.checkpoints.map_or(op.clone(), |every| op.with_checkpoints(&checkpoint_view, every));
             (op.forward(&q, &k, &v)?, op.algo(&q, &k, &v)?)
         };
         assert_eq!(o.dims(), [&lead[..], &[value_heads, value_dim]].concat());
@@ -458,18 +406,6 @@ impl Drawn {
             let zero = o[first * size..][..tokens * size].iter().all(|&x| x == 0.0);
             assert!(zero || !case.is_padding(n), "o of padding is not zero");
         }
-        let token_states = token_states.check("token states");
-        let rows = checkpoints.check("checkpoints");
-        let (mut checkpoints, mut next) = (vec![], 0);
-        let untouched = |rows: &[f64]| assert!(rows.iter().all(|&x| x == UNTOUCHED), "a checkpoint of nobody");
-        for (first, tokens) in case.ranges() {
-            let Some(every) = case.checkpoints else { break };
-            let range = checkpoint_rows(first, tokens, every);
-            untouched(&rows[next * head..range.start * head]);
-            checkpoints.extend_from_slice(&rows[range.start * head..range.end * head]);
-            next = range.end;
-        }
-        untouched(&rows[next * head..]);
-        Ok((algo, Results { o, state: new_state, token_states, checkpoints }))
+        Ok((algo, Results { o, state: new_state }))
     }
 }

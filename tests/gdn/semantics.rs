@@ -1,13 +1,13 @@
 //! What an op promises besides its numbers: who is written, who is not, what is refused, what repeats.
 
 use crate::rule_case::{Case, Form};
-use crate::support::{devices, dtype_for, f32_algos, has, refused, rel_rms, values, APART, HALVES, TENSOR_CORES};
-use candle_core::{DType, Device, Tensor, Var};
-use candle_gdn::reference::Dims;
-use candle_gdn::{
-    gdn_decode, gdn_decode_in_place, gdn_prefill, gdn_prefill_in_place, Algo, CuSeqlens, Gates, GdnDecode, GdnPrefill,
-    RuleOptions,
+use crate::support::{
+    devices, dtype_for, f32_algos, gdn_decode, gdn_prefill, has, refused, rel_rms, values, APART, HALVES, TENSOR_CORES,
 };
+use candle_core::{DType, Device, Tensor, Var};
+use candle_gdn::ops::{gdn_decode_in_place, gdn_prefill_in_place, Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::reference::Dims;
+use candle_gdn::{Algo, CuSeqlens};
 use std::convert::identity;
 
 #[derive(Clone)]
@@ -93,7 +93,7 @@ impl Args {
 }
 
 pub fn options(algo: Algo) -> RuleOptions {
-    RuleOptions { algo, ..RuleOptions::default() }
+    RuleOptions::with(|o| o.algo = algo)
 }
 
 /// The kernels on tensor cores that the device has.
@@ -230,7 +230,7 @@ fn runs_repeat_bit_for_bit() {
             for segments in segments {
                 let x = args(2, tokens, &device).in_dtype(dtype);
                 let run = || {
-                    let (o, state) = x.prefilled(None, RuleOptions { segments, ..options(algo) });
+                    let (o, state) = x.prefilled(None, RuleOptions::with(|o| (o.segments, o.algo) = (segments, algo)));
                     (values(&o), values(&state))
                 };
                 let first = run();
@@ -277,7 +277,7 @@ fn nan_is_not_hidden() {
             let spot = (0..tokens * 4).map(|i| if i == at * 4 + 1 { f32::NAN } else { 0.0 });
             let spot = Tensor::from_vec(spot.collect::<Vec<_>>(), (1, tokens, 4), &device).unwrap();
             x.gates.a = (&x.gates.a + &spot).unwrap();
-            let (o, state) = x.prefilled(None, RuleOptions { segments, ..options(algo) });
+            let (o, state) = x.prefilled(None, RuleOptions::with(|o| (o.segments, o.algo) = (segments, algo)));
             for h in 0..4 {
                 let mut all = values(&o.narrow(2, h, 1).unwrap().narrow(1, at, tokens - at).unwrap());
                 all.extend(values(&state.narrow(1, h, 1).unwrap()));

@@ -3,9 +3,6 @@
 use crate::support::{rounded, values};
 use candle_core::{DType, Device, Result, Tensor};
 
-/// What no kernel writes, where the states along the way go.
-pub const UNTOUCHED: f64 = 9.0;
-
 /// States of sequences in slots of a pool that has more of them; those of nobody hold 7.
 pub struct SlotPool {
     pub all: Tensor,
@@ -48,33 +45,5 @@ impl SlotPool {
         owned.clone().for_each(|slot| rest[slot].fill(7.0));
         assert!(rest.iter().all(|&x| x == 7.0), "a slot of nobody was touched");
         owned.flat_map(|slot| all[slot].to_vec()).collect()
-    }
-}
-
-/// Elements that a kernel writes, between some that belong to nobody.
-pub struct Around {
-    all: Tensor,
-    spare: usize,
-    len: usize,
-}
-
-impl Around {
-    pub fn new(len: usize, spare: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let all = Tensor::full(UNTOUCHED as f32, len + 2 * spare, device)?.to_dtype(dtype)?;
-        Ok(Self { all, spare, len })
-    }
-
-    pub fn view(&self) -> Result<Tensor> {
-        self.all.narrow(0, self.spare, self.len)
-    }
-
-    /// The elements, once it is seen that nothing else was written.
-    pub fn check(&self, what: &str) -> Vec<f64> {
-        let all = values(&self.all);
-        let (before, rest) = all.split_at(self.spare);
-        let (view, after) = rest.split_at(self.len);
-        let untouched = before.iter().chain(after).all(|&x| x == UNTOUCHED);
-        assert!(untouched, "what lies around the {what} was touched");
-        view.to_vec()
     }
 }

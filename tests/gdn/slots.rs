@@ -4,7 +4,8 @@ use crate::semantics::{args, options};
 use crate::step_args::StepArgs;
 use crate::support::{devices, dtype_for, has, poison, refused, rel_rms, to_device, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Algo, CausalConv1d, CuSeqlens, GdnPrefill, RuleOptions, Slots, StepAlgo, NO_SLOT};
+use candle_gdn::ops::{CausalConv1d, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens, Slots, NO_SLOT};
 use std::convert::identity;
 
 const CAPACITY: usize = 9;
@@ -90,13 +91,13 @@ fn maps(device: &Device) -> [(&'static str, Slots); 3] {
 
 /// In one piece, alone as in a batch.
 fn in_one_piece(algo: Algo) -> RuleOptions {
-    RuleOptions { segments: 1, ..options(algo) }
+    RuleOptions::with(|o| (o.segments, o.algo) = (1, algo))
 }
 
 #[test]
 fn the_rule_reads_one_slot_and_writes_another() {
     for device in devices() {
-        for algo in Algo::ALL.into_iter().filter(|algo| has(&device, *algo)) {
+        for algo in Algo::RULE.into_iter().filter(|algo| has(&device, *algo)) {
             for state_dtype in [DType::F32, DType::BF16] {
                 let lengths: &[usize] = if algo == Algo::Decode128 { &[1, 7] } else { &[1, 7, 70] };
                 for &tokens in lengths {
@@ -129,7 +130,7 @@ fn decode_reads_one_slot_and_writes_another() {
 #[test]
 fn packed_sequences_read_one_slot_and_write_another() {
     for device in devices() {
-        for algo in Algo::ALL.into_iter().filter(|algo| has(&device, *algo)) {
+        for algo in Algo::RULE.into_iter().filter(|algo| has(&device, *algo)) {
             let lengths = [if algo == Algo::Decode128 { 16 } else { 70 }, 0, 5, 3, 9];
             let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
             let (x, o) = (args(1, cu.total_tokens(), &device).in_dtype(dtype_for(algo)).packed(), in_one_piece(algo));
@@ -180,14 +181,14 @@ fn the_convolution_reads_one_slot_and_writes_another() {
 fn the_step_reads_one_slot_and_writes_another() {
     for device in devices() {
         let randn = |shape: &[usize]| Tensor::randn(0f32, 1., shape, &device).unwrap();
-        for algo in StepAlgo::ALL {
+        for algo in Algo::STEP {
             for lengths in [[1; 5], [3; 5], [16, 0, 5, 1, 9]] {
                 let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
                 let total = cu.total_tokens();
-                if algo == StepAlgo::Split && cu.max_len() > 1 {
+                if algo == Algo::StepSplit && cu.max_len() > 1 {
                     continue;
                 }
-                let x = StepArgs::new(&[total], 1, [128, 128], randn).with(|x| x.options.algo = algo);
+                let x = StepArgs::new(&[total], 1, [128, 128], randn).with(|x| x.options.rule.algo = algo);
                 let before = [&x.conv, &x.state].map(|state| pool(&state.dims()[1..], DType::F32, &device, 5));
                 let on = |states: &[Tensor]| x.with(|x| (x.conv, x.state) = (states[0].clone(), states[1].clone()));
                 let alone = |n: usize, states: &[Tensor]| {
@@ -195,7 +196,7 @@ fn the_step_reads_one_slot_and_writes_another() {
                     on(states).map(|t| part(t).unwrap()).forward(identity).unwrap()
                 };
                 let batched = (cu.max_len() * 5 == total).then_some(false);
-                let packed = (algo != StepAlgo::Split).then_some(true);
+                let packed = (algo != Algo::StepSplit).then_some(true);
                 for packed in packed.into_iter().chain(batched) {
                     let shaped = |t: &Tensor| match packed {
                         true => t.clone(),
@@ -269,16 +270,16 @@ fn what_is_refused() {
 #[test]
 fn what_a_packed_step_refuses() {
     for device in &devices() {
-        let step = |lengths: &[usize], qkv: &[usize], algo: StepAlgo| {
+        let step = |lengths: &[usize], qkv: &[usize], algo: Algo| {
             let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device).unwrap();
             let cu = CuSeqlens::from_lengths(lengths, device)?;
             let step = StepArgs::new(&[lengths.iter().sum()], 2, [128, 128], zeros).with(|s| {
                 (s.qkv, s.z) = (zeros(qkv), zeros(&[&qkv[..qkv.len() - 1], &[512]].concat()));
-                s.options.algo = algo;
+                s.options.rule.algo = algo;
             });
             step.op()?.with_cu_seqlens(&cu)?.forward(&step.qkv, &step.z, &step.conv_weight)
         };
-        let auto = StepAlgo::Auto;
+        let auto = Algo::Auto;
         assert_eq!(step(&[16, 3], &[19, 1024], auto).unwrap().dims(), [19, 512]);
         let shape = "gdn_step: qkv: expected shape [tokens, 1024], got";
         refused(step(&[17, 2], &[19, 1024], auto), &["gdn_step: qkv: expected at most 16 tokens a sequence, got 17"]);
@@ -286,7 +287,7 @@ fn what_a_packed_step_refuses() {
         refused(step(&[2, 2], &[4, 1023], auto), &[shape, "[4, 1023]"]);
         refused(step(&[2, 1], &[4, 1024], auto), &["gdn_step:", "expected"]);
         refused(step(&[1, 1, 1], &[3, 1024], auto), &["gdn_step: state: expected 3 slots", "got 2"]);
-        refused(step(&[1, 1], &[2, 1024], StepAlgo::Split), &["Split takes one token a sequence, got 1 packed"]);
+        refused(step(&[1, 1], &[2, 1024], Algo::StepSplit), &["StepSplit takes one token a sequence, got 1 packed"]);
     }
     let Some(gpu) = devices().into_iter().find(Device::is_cuda) else { return };
     let here = CuSeqlens::from_lengths(&[1], &Device::Cpu).unwrap();

@@ -1,14 +1,14 @@
 //! The step: convolution, rule and gated norm as one op, against the definition in f64 and against the three ops.
 
-use crate::slot_pool::{Around, SlotPool, UNTOUCHED};
+use crate::slot_pool::SlotPool;
 use crate::step_args::StepArgs;
 use crate::support::{devices, gated_norm, poison, rel_rms, rounded, values, Rng};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
-use candle_gdn::{
-    causal_conv1d, gated_rms_norm, CausalConv1d, GateActivation, Gates, GdnDecode, GdnPrefill, GdnStep, RuleOptions,
-    StepAlgo, StepOptions,
+use candle_gdn::ops::{
+    causal_conv1d, gated_rms_norm, CausalConv1d, Gates, GdnDecode, GdnPrefill, GdnStep, StepOptions,
 };
+use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
+use candle_gdn::{Algo, GateActivation};
 use std::convert::identity;
 
 // Large enough to be missed, and no two constants alike.
@@ -28,7 +28,6 @@ struct Case {
     /// Of the weights of the convolution and of the norm: f32 instead of `dtype`.
     f32_weights: bool,
     state_dtype: DType,
-    token_states: bool,
     /// Slots in a shuffled order with padding for every third sequence but the first, instead of views of the pools.
     slots: bool,
     gate: GateActivation,
@@ -37,7 +36,7 @@ struct Case {
     scale: Option<f64>,
     /// Columns in front of qkv: 3 or 8. The kernels read four at once.
     before: usize,
-    algo: StepAlgo,
+    algo: Algo,
     seed: u64,
 }
 
@@ -52,14 +51,13 @@ impl Case {
             gate_dtype: DType::F32,
             f32_weights: false,
             state_dtype: DType::F32,
-            token_states: false,
             slots: false,
             gate: GateActivation::Silu,
             beta_scale: 1.0,
             l2norm: true,
             scale: None,
             before: 8,
-            algo: StepAlgo::Auto,
+            algo: Algo::Auto,
             seed,
         }
     }
@@ -95,8 +93,11 @@ impl Case {
 
     fn options(&self) -> StepOptions {
         let Self { l2norm, scale, beta_scale, gate, algo, .. } = *self;
-        let rule = RuleOptions { l2norm, l2_eps: L2_EPS, scale, beta_scale, ..RuleOptions::default() };
-        StepOptions { rule, norm_eps: NORM_EPS, gate, algo }
+        StepOptions::with(|o| {
+            (o.norm_eps, o.gate) = (NORM_EPS, gate);
+            (o.rule.l2norm, o.rule.l2_eps, o.rule.scale) = (l2norm, L2_EPS, scale);
+            (o.rule.beta_scale, o.rule.algo) = (beta_scale, algo);
+        })
     }
 
     /// The slot of each sequence; `None` is padding.
@@ -124,22 +125,20 @@ impl Case {
     }
 
     /// Runs it and compares with the definition. Returns how it ran.
-    fn check(&self, device: &Device) -> StepAlgo {
+    fn check(&self, device: &Device) -> Algo {
         let drawn = Drawn::new(self);
         let (algo, got) = drawn.run(self, device, Way::Step).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
         let want = drawn.reference(self);
-        let (out_bound, state_bound) = self.bounds(algo == StepAlgo::Composed);
+        let (out_bound, state_bound) = self.bounds(algo == Algo::Unfused);
         let case = format!("{algo:?} on {:?}: {self:?}", device.location());
         let (out, state) = (rel_rms(&got.out, &want.out), rel_rms(&got.state, &want.state));
-        let token_states = rel_rms(&got.token_states, &want.token_states);
         assert!(out <= out_bound, "out is off by {out:e}, {case}");
         assert!(state <= state_bound, "state is off by {state:e}, {case}");
-        assert!(token_states <= state_bound, "token states are off by {token_states:e}, {case}");
         // Inputs are kept as they came.
         assert!(got.conv == want.conv, "the convolution's state is off, {case}");
 
         let (_, ops) = drawn.run(self, device, Way::Ops).unwrap_or_else(|e| panic!("{e}\n{self:?}"));
-        if algo == StepAlgo::Composed {
+        if algo == Algo::Unfused {
             assert!(got == ops, "not bit for bit what the three ops give, {case}");
         } else {
             let (out_ops, state_ops) = self.bounds(true);
@@ -152,13 +151,12 @@ impl Case {
     }
 }
 
-/// Outputs of all tokens, states by sequence (of those that have one), and the states after every token of them.
+/// Outputs of all tokens, and states by sequence (of those that have one).
 #[derive(Debug, Default, PartialEq)]
 struct Results {
     out: Vec<f64>,
     conv: Vec<f64>,
     state: Vec<f64>,
-    token_states: Vec<f64>,
 }
 
 #[derive(Clone, Copy)]
@@ -240,9 +238,6 @@ impl Drawn {
                 let o = gated_delta_rule(dims, constants, &[0, 1], one, &mut state);
                 let z = &self.z[row * size..][..size];
                 results.out.extend(gated_norm(&o, z, &self.norm_weight, NORM_EPS, case.gate));
-                if case.token_states {
-                    results.token_states.extend_from_slice(&state);
-                }
             }
             results.conv.extend_from_slice(&inputs[tokens * channels..]);
             results.state.extend(state);
@@ -250,7 +245,7 @@ impl Drawn {
         results
     }
 
-    fn run(&self, case: &Case, device: &Device, way: Way) -> Result<(StepAlgo, Results)> {
+    fn run(&self, case: &Case, device: &Device, way: Way) -> Result<(Algo, Results)> {
         let Dims { value_heads, value_dim, key_dim, .. } = case.dims;
         let (lead, dtype) = (case.lead(), case.dtype);
         let tensor = |x: &[f64], shape: &[usize], dtype| rounded(x, shape, dtype)?.0.to_device(device);
@@ -287,10 +282,6 @@ impl Drawn {
         let view = |pool: &SlotPool| if case.slots { Ok(pool.all.clone()) } else { pool.all.narrow(0, 1, case.batch) };
         let (conv, state) = (view(&conv_pool)?, view(&state_pool)?);
         let slots = case.slots.then(|| conv_pool.slots()).transpose()?;
-        let kept = if case.token_states { case.batch * case.len() * case.state_size() } else { 0 };
-        let kept = Around::new(kept, 3 * key_dim, case.state_dtype, device)?;
-        let token_shape = [&lead[..], &shape].concat();
-        let token_states = case.token_states.then(|| kept.view()?.reshape(token_shape)).transpose()?;
 
         if device.is_cuda() {
             poison(case.batch * case.len() * case.values(), dtype, device)?;
@@ -299,7 +290,6 @@ impl Drawn {
             Way::Step => {
                 let mut op = GdnStep::new(gates, &norm_weight, &conv, &state, case.options())?;
                 op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
-                op = token_states.as_ref().map_or(op.clone(), |to| op.with_token_states(to));
                 (op.algo(&qkv, &z, &conv_weight)?, op.forward(&qkv, &z, &conv_weight)?)
             }
             Way::Ops => {
@@ -310,34 +300,26 @@ impl Drawn {
                 let column = |start, n| y.narrow(lead.len(), start, n);
                 let (q, k) = (column(0, case.keys())?, column(case.keys(), case.keys())?);
                 let v = column(2 * case.keys(), case.values())?;
-                let options = case.options().rule;
+                let mut options = case.options().rule;
+                options.algo = Algo::Auto;
                 let o = if case.tokens.is_none() {
                     let mut op = GdnDecode::new(gates, &state, options)?;
                     op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
-                    op = token_states.as_ref().map_or(op.clone(), |to| op.with_token_states(to));
                     op.forward(&q, &k, &v)?
                 } else {
                     let mut op = GdnPrefill::new(gates, &state, None, options)?;
                     op = slots.as_ref().map_or(op.clone(), |slots| op.with_slots(slots));
-                    op = token_states.as_ref().map_or(op.clone(), |to| op.with_token_states(to));
                     op.forward(&q, &k, &v)?
                 };
                 let out = gated_rms_norm(&o, &z, &norm_weight, NORM_EPS, case.gate)?;
-                (StepAlgo::Composed, out.reshape([&lead[..], &[case.values()]].concat())?)
+                (Algo::Unfused, out.reshape([&lead[..], &[case.values()]].concat())?)
             }
         };
         assert_eq!((out.dims(), out.dtype()), (&[&lead[..], &[case.values()]].concat()[..], dtype));
 
         // What sequences own, and nothing else, is written.
         let (conv, state) = (conv_pool.states(), state_pool.states());
-        let mut results = Results { out: values(&out), conv, state, token_states: vec![] };
-        let all = kept.check("token states");
-        for (rows, slot) in all.chunks(case.len() * case.state_size()).zip(&map) {
-            match slot {
-                Some(_) => results.token_states.extend_from_slice(rows),
-                None => assert!(rows.iter().all(|&x| x == UNTOUCHED), "padding's token states were touched: {case:?}"),
-            }
-        }
+        let results = Results { out: values(&out), conv, state };
         for (n, slot) in map.iter().enumerate() {
             let row = &results.out[n * case.len() * case.values()..][..case.len() * case.values()];
             assert!(slot.is_some() || row.iter().all(|&x| x == 0.0), "padding's output is not zero: {case:?}");
@@ -346,9 +328,9 @@ impl Drawn {
     }
 }
 
-/// Whether the device has the clusters that [`StepAlgo::Split`] and [`StepAlgo::Heads`] need.
+/// Whether the device has the clusters that [`Algo::StepSplit`] and [`Algo::StepHeads`] need.
 fn has_clusters(device: &Device) -> bool {
-    let case = Case { algo: StepAlgo::Split, ..Case::new(1, 1, 1, 1) };
+    let case = Case { algo: Algo::StepSplit, ..Case::new(1, 1, 1, 1) };
     device.is_cuda() && Drawn::new(&case).run(&case, device, Way::Step).is_ok()
 }
 
@@ -372,7 +354,6 @@ fn equals_its_definition_and_the_three_ops() {
                         gate_dtype: if bit(1) { dtype } else { DType::F32 },
                         f32_weights: bit(2),
                         state_dtype: if bit(3) { DType::BF16 } else { DType::F32 },
-                        token_states: bit(4) && batch * tokens <= 80,
                         slots: bit(5),
                         gate: if bit(6) { GateActivation::Sigmoid } else { GateActivation::Silu },
                         beta_scale: if bit(7) { 2.0 } else { 1.0 },
@@ -380,7 +361,7 @@ fn equals_its_definition_and_the_three_ops() {
                         ..Case::new(ratio, batch, tokens, seed)
                     };
                     let algo = case.check(&device);
-                    assert_eq!(algo == StepAlgo::Composed, device.is_cpu(), "{case:?}");
+                    assert_eq!(algo == Algo::Unfused, device.is_cpu(), "{case:?}");
                 }
             }
         }
@@ -393,17 +374,17 @@ fn every_variant_and_option() {
     for device in devices() {
         let clusters = has_clusters(&device);
         for (algo, ratio, tokens) in [
-            (StepAlgo::Whole, 2, 1),
-            (StepAlgo::Whole, 3, 6),
-            (StepAlgo::Split, 1, 1),
-            (StepAlgo::Split, 4, 1),
-            (StepAlgo::Heads, 2, 1),
-            (StepAlgo::Heads, 8, 1),
-            (StepAlgo::Heads, 3, 6),
-            (StepAlgo::Composed, 2, 1),
-            (StepAlgo::Composed, 2, 6),
+            (Algo::StepWhole, 2, 1),
+            (Algo::StepWhole, 3, 6),
+            (Algo::StepSplit, 1, 1),
+            (Algo::StepSplit, 4, 1),
+            (Algo::StepHeads, 2, 1),
+            (Algo::StepHeads, 8, 1),
+            (Algo::StepHeads, 3, 6),
+            (Algo::Unfused, 2, 1),
+            (Algo::Unfused, 2, 6),
         ] {
-            if matches!(algo, StepAlgo::Split | StepAlgo::Heads) && device.is_cuda() && !clusters {
+            if matches!(algo, Algo::StepSplit | Algo::StepHeads) && device.is_cuda() && !clusters {
                 continue;
             }
             let plain = Case { algo, ..Case::new(ratio, 4, tokens, 77) };
@@ -416,14 +397,13 @@ fn every_variant_and_option() {
                 Case { l2norm: false, ..plain.clone() },
                 Case { scale: Some(0.3), ..plain.clone() },
                 Case { slots: true, ..half.clone() },
-                Case { token_states: true, ..plain.clone() },
-                Case { token_states: true, state_dtype: DType::BF16, slots: true, ..half.clone() },
+                Case { state_dtype: DType::BF16, slots: true, ..half.clone() },
                 Case { f32_weights: true, ..half },
                 plain,
             ];
             for case in cases {
                 let got = case.check(&device);
-                assert_eq!(got, if device.is_cpu() { StepAlgo::Composed } else { algo }, "{case:?}");
+                assert_eq!(got, if device.is_cpu() { Algo::Unfused } else { algo }, "{case:?}");
             }
         }
     }
@@ -439,12 +419,12 @@ fn what_no_fused_kernel_takes_is_composed() {
             for case in [
                 Case { dims: of(64, 64), ..case.clone() },
                 Case { dims: of(96, 96), slots: true, ..case.clone() },
-                Case { dims: of(64, 128), token_states: true, ..case.clone() },
+                Case { dims: of(64, 128), ..case.clone() },
                 Case { width: 3, ..case.clone() },
                 Case { width: 2, gate: GateActivation::Sigmoid, ..case.clone() },
                 Case { before: 3, state_dtype: DType::BF16, ..case.clone() },
             ] {
-                assert_eq!(case.check(&device), StepAlgo::Composed, "{case:?}");
+                assert_eq!(case.check(&device), Algo::Unfused, "{case:?}");
             }
         }
     }
@@ -453,10 +433,10 @@ fn what_no_fused_kernel_takes_is_composed() {
 #[test]
 fn runs_repeat_bit_for_bit() {
     for device in devices() {
-        for algo in StepAlgo::ALL {
+        for algo in Algo::STEP {
             for (batch, tokens) in [(1, 1), (33, 1), (2, 16)] {
-                let clustered = matches!(algo, StepAlgo::Split | StepAlgo::Heads);
-                if clustered && !device.is_cpu() && !has_clusters(&device) || algo == StepAlgo::Split && tokens > 1 {
+                let clustered = matches!(algo, Algo::StepSplit | Algo::StepHeads);
+                if clustered && !device.is_cpu() && !has_clusters(&device) || algo == Algo::StepSplit && tokens > 1 {
                     continue;
                 }
                 let case = Case { algo, dtype: DType::BF16, ..Case::new(2, batch, tokens, 8) };
@@ -500,28 +480,6 @@ fn any_split_gives_the_same() {
                 assert!(out < out_bound && state < 1e-5, "{dtype:?} {cuts:?}: out {out:e}, state {state:e}");
                 assert!(got.1 == whole.1, "{dtype:?} {cuts:?}: the convolution's state");
             }
-        }
-    }
-}
-
-/// The state after a sequence's last token is its new state, bit for bit, and asking for them changes nothing else.
-#[test]
-fn token_states_change_nothing_else() {
-    for device in devices() {
-        for (tokens, state_dtype) in [(1, DType::F32), (6, DType::F32), (16, DType::BF16)] {
-            let case = Case { state_dtype, dtype: DType::BF16, token_states: true, ..Case::new(2, 3, tokens, 4) };
-            let drawn = Drawn::new(&case);
-            let (_, with) = drawn.run(&case, &device, Way::Step).unwrap();
-            let size = case.state_size();
-            for n in 0..3 {
-                let last = &with.token_states[((n + 1) * tokens - 1) * size..][..size];
-                assert!(last == &with.state[n * size..][..size], "{case:?}");
-            }
-            let (_, without) = drawn.run(&Case { token_states: false, ..case.clone() }, &device, Way::Step).unwrap();
-            // On the CPU the kernel for many tokens goes another way without them.
-            let near = |a: &[f64], b: &[f64], bound| rel_rms(a, b) <= bound;
-            assert!(near(&with.out, &without.out, 4e-3) && with.conv == without.conv, "{case:?}");
-            assert!(near(&with.state, &without.state, 1e-5 + f64::from(tokens as u32 / 16) / 256.0), "{case:?}");
         }
     }
 }

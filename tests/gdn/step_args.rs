@@ -2,7 +2,7 @@
 
 use crate::support::values;
 use candle_core::{DType, Result, Tensor};
-use candle_gdn::{gdn_step_in_place, Gates, GdnStep, StepOptions};
+use candle_gdn::ops::{gdn_step_in_place, Gates, GdnStep, StepOptions};
 
 /// HK 2, HV 4, a convolution of width 4.
 #[derive(Clone)]

@@ -3,8 +3,9 @@
 use crate::semantics::{args, options, tensor_cores, Args};
 use crate::support::{assert_rounded, devices, dtype_for, f32_algos, on_tensor_cores, rel_rms, rounded, values, Rng};
 use candle_core::{DType, Device, Tensor};
+use candle_gdn::ops::{gdn_decode_in_place, Gates, RuleOptions};
 use candle_gdn::reference::{gated_delta_rule, Constants, Dims, Inputs};
-use candle_gdn::{gdn_decode_in_place, Algo, CuSeqlens, Gates, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens};
 use std::convert::identity;
 
 /// From a start that bf16 holds, the same call on an f32 state gives the same o, and rounded the same state: arithmetic
@@ -41,7 +42,7 @@ fn it_is_the_f32_state_rounded() {
                     [start.to_dtype(DType::F32).unwrap(), start].map(|state| run(Args { state, ..x.clone() }))
                 };
                 for &segments in segments {
-                    let options = RuleOptions { segments, ..options(algo) };
+                    let options = RuleOptions::with(|o| (o.segments, o.algo) = (segments, algo));
                     let what = format!("{algo:?}, {tokens} tokens, {segments} segments");
                     same(&what, both(&|x| x.prefilled(None, options)));
                 }

@@ -3,8 +3,9 @@
 #[path = "../support/devices.rs"]
 mod devices;
 
-use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Algo, GateActivation, Gates, GdnPrefill, RuleOptions};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn::ops::{gdn_decode_in_place, gdn_prefill_in_place, Gates, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens, GateActivation};
 pub use devices::*;
 use std::path::PathBuf;
 
@@ -20,7 +21,7 @@ pub fn on_tensor_cores(algo: Algo) -> bool {
 
 /// The kernels that take f32.
 pub fn f32_algos() -> impl Iterator<Item = Algo> {
-    Algo::ALL.into_iter().filter(|algo| !on_tensor_cores(*algo))
+    Algo::RULE.into_iter().filter(|algo| !on_tensor_cores(*algo))
 }
 
 /// What `algo` is tested with where one dtype must do.
@@ -41,7 +42,7 @@ pub fn has(device: &Device, algo: Algo) -> bool {
     let x = zeros(&[1, 64, 1, 128], DType::BF16);
     let (ab, heads) = (zeros(&[1, 64, 1], DType::F32), zeros(&[1], DType::F32));
     let gates = Gates { a: ab.clone(), b: ab, a_log: heads.clone(), dt_bias: heads };
-    let options = RuleOptions { algo, ..RuleOptions::default() };
+    let options = RuleOptions::with(|o| o.algo = algo);
     let op = GdnPrefill::new(gates, &zeros(&[1, 1, 128, 128], DType::F32), None, options).unwrap();
     match op.algo(&x, &x, &x) {
         Ok(_) => true,
@@ -83,4 +84,31 @@ pub fn assert_rounded(what: &str, got: &[f64], exact: &[f64]) {
         let half = (-8.0f64).exp2() * (got.abs().max(exact.abs()));
         assert!((got - exact).abs() <= half + 1e-5 * rms, "{what}: {got} for {exact}");
     }
+}
+
+/// [`gdn_decode_in_place`] on a copy of the state: o and the new state.
+pub fn gdn_decode(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    gates: &Gates,
+    state: &Tensor,
+    options: RuleOptions,
+) -> Result<(Tensor, Tensor)> {
+    let state = state.force_contiguous()?;
+    Ok((gdn_decode_in_place(q, k, v, gates, &state, options)?, state))
+}
+
+/// [`gdn_prefill_in_place`] on a copy of the state: o and the new state.
+pub fn gdn_prefill(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    gates: &Gates,
+    state: &Tensor,
+    cu_seqlens: Option<&CuSeqlens>,
+    options: RuleOptions,
+) -> Result<(Tensor, Tensor)> {
+    let state = state.force_contiguous()?;
+    Ok((gdn_prefill_in_place(q, k, v, gates, &state, cu_seqlens, options)?, state))
 }

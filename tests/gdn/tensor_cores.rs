@@ -5,8 +5,9 @@ use crate::rule_case::{Case, Decay, Form};
 use crate::semantics::{args, options, tensor_cores, Args};
 use crate::support::{devices, refused, rel_rms, values, APART, HALVES, TENSOR_CORES};
 use candle_core::{DType, Tensor};
+use candle_gdn::ops::{Gates, GdnPrefill};
 use candle_gdn::reference::Dims;
-use candle_gdn::{Algo, Gates, GdnPrefill};
+use candle_gdn::Algo;
 
 const LENGTHS: [usize; 7] = [0, 1, 63, 64, 65, 130, 200];
 const HEAD_SIZES: [(usize, usize); 8] =
@@ -51,7 +52,7 @@ fn head_ratios_and_layouts() {
                             let case = case(algo, dims(2, ratio, (128, 128)), &lengths);
                             let case = Case { packed, form, state_dtype, gate_dtype, ..case };
                             case.check(&device);
-                            Case { slots: true, checkpoints: Some(64), ..case }.check(&device);
+                            Case { slots: true, ..case }.check(&device);
                         }
                     }
                 }
@@ -95,7 +96,7 @@ fn segments() {
                         let case = Case { packed, segments, decay, ..case(algo, dims(1, 2, (128, 128)), &lengths) };
                         case.check(&device);
                         let slots = Case { slots: true, padding: true, form: Form::Projection, ..case };
-                        Case { checkpoints: Some(128), state_dtype: DType::BF16, ..slots }.check(&device);
+                        Case { state_dtype: DType::BF16, ..slots }.check(&device);
                     }
                 }
                 for sizes in [(64, 64), (96, 192)] {
@@ -116,7 +117,7 @@ fn long_sequences_among_short_ones() {
             for segments in [0, 1, 3] {
                 let case = Case { segments, ..case(algo, dims(1, 2, (128, 128)), &lengths) };
                 case.check(&device);
-                Case { slots: true, padding: true, checkpoints: Some(64), ..case }.check(&device);
+                Case { slots: true, padding: true, ..case }.check(&device);
             }
         }
     }
@@ -134,7 +135,7 @@ fn what_lies_around_plays_no_part() {
                         for segments in [0, 2] {
                             let case = case(algo, dims(2, 2, sizes), &lengths);
                             let case = Case { packed, form, segments, slots: true, padding: true, ..case };
-                            Case { checkpoints: Some(64), ..case }.check(&device);
+                            case.check(&device);
                         }
                     }
                 }
@@ -155,7 +156,7 @@ fn one_token_through_the_decode_op() {
     }
 }
 
-/// `Auto` has no kernel for f32 there, and none that has the states between tokens.
+/// `Auto` has no kernel for f32 there, and none for rows that begin anywhere.
 #[test]
 fn auto_knows_what_they_do_not_take() {
     for device in devices() {
@@ -164,10 +165,7 @@ fn auto_knows_what_they_do_not_take() {
             let auto = |x: &Args| GdnPrefill::new(x.gates.clone(), &x.state, None, options(Algo::Auto)).unwrap();
             let algo = auto(&x).algo(&x.q, &x.k, &x.v).unwrap();
             assert!(!TENSOR_CORES.contains(&algo), "f32, {tokens} tokens: {algo:?}");
-            let to = Tensor::zeros((1, tokens, 4, 128, 128), DType::F32, &device).unwrap();
             let half = args(1, tokens, &device).in_dtype(DType::BF16);
-            let algo = auto(&half).with_token_states(&to).algo(&half.q, &half.k, &half.v).unwrap();
-            assert!(!TENSOR_CORES.contains(&algo), "token states, {tokens} tokens: {algo:?}");
             // Rows that begin anywhere.
             let odd = |t: &Tensor| {
                 let wide =
@@ -209,12 +207,6 @@ fn what_they_do_not_take_is_refused_with_a_sentence() {
                 let got = format!("got {key_dim} (K) and {value_dim} (V)");
                 refused(run(algo, DType::BF16, (key_dim, value_dim)), &[&sizes, &got]);
             }
-
-            let x = args(1, 70, device).in_dtype(DType::F16);
-            let to = Tensor::zeros((1, 70, 4, 128, 128), DType::F32, device).unwrap();
-            let op = GdnPrefill::new(x.gates.clone(), &x.state, None, options(algo)).unwrap();
-            let sentence = "gdn_prefill: token_states: expected an algo that goes token by token, got";
-            refused(op.with_token_states(&to).forward(&x.q, &x.k, &x.v), &[sentence, &format!("{algo:?}")]);
         }
     }
 }

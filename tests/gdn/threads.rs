@@ -3,7 +3,7 @@
 use crate::random_layer::{layer, of_128, packed, rows, small};
 use crate::support::{devices, refused, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{GatedDeltaNet, GdnState, PrefixCache, SlotAllocator, Slots, StatePool};
+use candle_gdn::{GatedDeltaNet, GdnState, Slots, StatePool};
 use std::sync::Mutex;
 use std::thread::scope;
 
@@ -16,9 +16,7 @@ fn states_may_move_and_be_shared() {
     both::<GdnState>();
     both::<StatePool>();
     both::<GatedDeltaNet>();
-    both::<SlotAllocator>();
     both::<Slots>();
-    both::<PrefixCache<GdnState>>();
 }
 
 fn inputs(hidden: usize) -> Vec<Vec<Vec<f32>>> {

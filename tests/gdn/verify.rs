@@ -4,7 +4,7 @@ use crate::pool::{poison_pool, poison_slot};
 use crate::random_layer::{feed, layer, of_128, packed, parts, rows, small};
 use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, Slots, StatePool, NO_SLOT};
+use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GdnConfig, PoolOptions, Slots, StatePool, NO_SLOT};
 
 struct Case {
     config: GdnConfig,
@@ -27,7 +27,7 @@ impl Sequence {
 
     /// State and next outputs where `accepted` tokens of the draft were all that was fed, in calls of so many tokens.
     fn want(&self, layer: &GatedDeltaNet, case: &Case, accepted: usize, a_call: usize) -> Want {
-        let mut pool = layer.new_pool_as(1, case.state_dtype).unwrap();
+        let mut pool = layer.new_pool_with(1, &PoolOptions::default().dtype(case.state_dtype)).unwrap();
         feed(layer, &self.before, 0, &mut pool);
         for x in self.draft[..accepted].chunks(a_call.max(1)) {
             feed(layer, x, 0, &mut pool);
@@ -63,7 +63,7 @@ fn cases() -> Vec<Case> {
         case(small(), f32, f32, 16),
         case(small(), f32, f32, 20),
         case(small(), f32, bf16, 6),
-        case(GdnConfig { conv_kernel: 7, ..small() }, f32, f32, 9),
+        case(small().with(|c| c.conv_kernel = 7), f32, f32, 9),
         case(of_128(), f32, f32, 4),
         case(of_128(), f32, f32, 16),
         case(of_128(), bf16, f32, 8),
@@ -83,7 +83,7 @@ fn every_count_is_as_if_no_more_had_been_fed() {
             let bound = if dtype == DType::F32 && state_dtype == DType::F32 { 1e-5 } else { 2e-2 };
             let sequences: Vec<_> =
                 (0..count).map(|n| Sequence::new(rng, 1 + n % 3, drafted, config.hidden_size)).collect();
-            let mut pool = layer.new_pool_as(2 * count + 1, state_dtype).unwrap();
+            let mut pool = layer.new_pool_with(2 * count + 1, &PoolOptions::default().dtype(state_dtype)).unwrap();
             poison_pool(&pool);
             let read: Vec<u32> = (0..count as u32).collect();
             let write: Vec<u32> = (0..count as u32).map(|n| 2 * count as u32 - n).collect();
@@ -103,7 +103,7 @@ fn every_count_is_as_if_no_more_had_been_fed() {
             assert!(kept.size_in_bytes() <= count * drafted * 16 * config.hidden_size * config.num_value_heads * 4);
 
             let counts: Vec<usize> = (0..count).collect();
-            let accepted = Accepted::new(&cu, &slots, &counts).unwrap();
+            let accepted = Accepted::new(&kept, &counts).unwrap();
             layer.commit(&kept, &accepted, &mut pool).unwrap();
             // Nobody needs the other slots from here on.
             read.iter().for_each(|slot| poison_slot(&pool, *slot));
@@ -160,7 +160,7 @@ fn drafts_differ_in_length() {
             let before = [0, 1, 2].map(|slot| parts(&pool.snapshot(slot).unwrap()));
             let (_, kept) = layer.verify(&x, &cu, &slots, &mut pool).unwrap();
             let counts = [longest - 1, 0, 3, 1, 4];
-            let accepted = Accepted::new(&cu, &slots, &counts).unwrap();
+            let accepted = Accepted::new(&kept, &counts).unwrap();
             layer.commit(&kept, &accepted, &mut pool).unwrap();
             for n in [0, 1, 2, 4] {
                 let want = sequences[n].want(&layer, &case, counts[n], longest);
@@ -193,20 +193,20 @@ fn what_is_refused() {
         let tensor = Tensor::new(&[0u32, 1], device).unwrap();
         refused(verify(&Slots::from(&tensor), &mut pool), &["slots: expected other slots to write than to read"]);
 
-        let new = |cu: &CuSeqlens, slots: &Slots, counts: &[usize]| Accepted::new(cu, slots, counts);
-        refused(new(&cu, &slots, &[1]), &["Accepted: accepted: expected 2 (one for each sequence), got 1"]);
-        let most = "Accepted: accepted: expected at most 3 (the tokens of sequence 1), got 4";
-        refused(new(&cu, &slots, &[1, 4]), &[most]);
-        let three = CuSeqlens::from_lengths(&[2, 3, 1], device).unwrap();
-        refused(new(&three, &slots, &[1, 1, 1]), &["Accepted: slots: expected 3 (one for each sequence), got 2"]);
-        let tensors = Slots::from_tensors(slots.read(), slots.write());
-        refused(new(&cu, &tensors, &[1, 1]), &["Accepted: slots: expected them made from host values"]);
-
         let (_, kept) = verify(&slots, &mut pool).unwrap();
-        let other = CuSeqlens::from_lengths(&[3, 2], device).unwrap();
-        let accepted = new(&other, &slots, &[1, 1]).unwrap();
+        refused(Accepted::new(&kept, &[1]), &["Accepted: accepted: expected 2 (one for each sequence), got 1"]);
+        let most = "Accepted: accepted: expected at most 3 (the tokens of sequence 1), got 4";
+        refused(Accepted::new(&kept, &[1, 4]), &[most]);
+        let tensors = Slots::from_tensors(slots.read(), slots.write());
+        let (_, of_tensors) = verify(&tensors, &mut pool).unwrap();
+        refused(Accepted::new(&of_tensors, &[1, 1]), &["Accepted: slots: expected them made from host values"]);
+
+        // Counts of another pass, though of the same lengths and slots.
+        let equal = Slots::from_to(&[0, 1], &[2, 3], device).unwrap();
+        let (_, other) = verify(&equal, &mut pool).unwrap();
+        let accepted = Accepted::new(&other, &[1, 1]).unwrap();
         refused(layer.commit(&kept, &accepted, &mut pool), &["accepted: expected counts for the sequences that were"]);
-        let accepted = new(&cu, &slots, &[1, 1]).unwrap();
+        let accepted = Accepted::new(&kept, &[1, 1]).unwrap();
         let mut short = layer.new_pool(1).unwrap();
         refused(layer.commit(&kept, &accepted, &mut short), &["slots: expected values below 1"]);
     }

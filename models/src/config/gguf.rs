@@ -5,7 +5,7 @@ use super::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfi
 use crate::formats::GgufFile;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{bail, Result};
-use candle_gdn::{GateActivation, GdnConfig};
+use candle_gdn::GdnConfig;
 
 /// `general.architecture` and its family.
 const ARCHITECTURES: &[(&str, Family)] =
@@ -176,17 +176,10 @@ impl Entries<'_> {
         if !inner.is_multiple_of(num_value_heads) {
             return self.wrong("ssm.inner_size", &format!("a multiple of the time step rank, {num_value_heads}"));
         }
-        Ok(GdnConfig {
-            hidden_size,
-            num_key_heads,
-            num_value_heads,
-            key_head_dim: self.heads("ssm.state_size")?,
-            value_head_dim: inner / num_value_heads,
-            conv_kernel: self.heads("ssm.conv_kernel")?,
-            rms_norm_eps,
-            output_gate: GateActivation::Silu,
-            beta_scale: 1.0,
-        })
+        let key_heads = (num_key_heads, self.heads("ssm.state_size")?);
+        let config = GdnConfig::new(hidden_size, key_heads, (num_value_heads, inner / num_value_heads));
+        let conv_kernel = self.heads("ssm.conv_kernel")?;
+        Ok(config.with(|c| (c.conv_kernel, c.rms_norm_eps) = (conv_kernel, rms_norm_eps)))
     }
 
     fn moe(&self, family: Family) -> Result<Option<MoeConfig>> {

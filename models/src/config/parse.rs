@@ -222,17 +222,11 @@ fn gdn(f: &Fields, hidden_size: usize, rms_norm_eps: f64) -> Result<GdnConfig> {
         Some("sigmoid") => GateActivation::Sigmoid,
         Some(other) => return f.wrong("output_gate_type", "\"silu\" or \"sigmoid\"", &Value::from(other)),
     };
-    Ok(GdnConfig {
-        hidden_size,
-        num_key_heads,
-        num_value_heads,
-        key_head_dim: f.count_up_to("linear_key_head_dim", MAX_HEADS)?,
-        value_head_dim: f.count_up_to("linear_value_head_dim", MAX_HEADS)?,
-        conv_kernel: f.count_up_to("linear_conv_kernel_dim", MAX_HEADS)?,
-        rms_norm_eps,
-        output_gate,
-        beta_scale: 1.0,
-    })
+    let key_heads = (num_key_heads, f.count_up_to("linear_key_head_dim", MAX_HEADS)?);
+    let value_heads = (num_value_heads, f.count_up_to("linear_value_head_dim", MAX_HEADS)?);
+    let conv_kernel = f.count_up_to("linear_conv_kernel_dim", MAX_HEADS)?;
+    let config = GdnConfig::new(hidden_size, key_heads, value_heads);
+    Ok(config.with(|c| (c.conv_kernel, c.rms_norm_eps, c.output_gate) = (conv_kernel, rms_norm_eps, output_gate)))
 }
 
 fn moe(f: &Fields, family: Family) -> Result<Option<MoeConfig>> {

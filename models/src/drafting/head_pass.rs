@@ -1,9 +1,9 @@
 //! Passes of the draft head: drafts, and hidden states that enter its cache.
 
 use super::head_state::{HeadSlots, Rows};
+use crate::blocks::attention::Angles;
 use crate::blocks::decoder::Mixer;
 use crate::blocks::draft_head::DraftHead;
-use crate::blocks::attention::Angles;
 use crate::causal_lm::CausalLm;
 use crate::sequences::kv::{KvRows, KvSlots};
 use crate::sequences::pool::{Sequence, SequencePool};

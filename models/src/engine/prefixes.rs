@@ -2,8 +2,8 @@
 
 use super::event::Event;
 use super::stats::PrefixTally;
+use crate::prefix_cache::PrefixCache;
 use candle_core::Result;
-use candle_gdn::PrefixCache;
 use std::collections::VecDeque;
 
 /// The states after prefixes of prompts.

@@ -4,9 +4,10 @@ use super::kv::KvSlots;
 use super::kv_segment::KvSegment;
 use crate::causal_lm::CausalLm;
 use crate::drafting::head_state::{HeadSlots, HeadState};
+use crate::slot_allocator::SlotAllocator;
 use candle_core::{bail, Device, Result, Tensor};
-use candle_gdn::plumbing::{Cursors, LastThread, Working};
-use candle_gdn::{SlotAllocator, Slots, StatePool};
+use candle_gdn::plumbing::{LastThread, Working};
+use candle_gdn::{RingSpans, StatePool};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 

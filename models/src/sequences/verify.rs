@@ -5,8 +5,7 @@ use super::pass::{Draft, Mode, Pass};
 use super::pool::{unique, Sequence, SequencePool};
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
-use candle_gdn::plumbing::RING_TOKENS;
-use candle_gdn::{Accepted, CuSeqlens, Drafted, Slots};
+use candle_gdn::{Accepted, CuSeqlens, Drafted, RingSpans};
 
 const VERIFY: &str = "verify";
 const ACCEPT: &str = "accept";
@@ -22,7 +21,6 @@ pub struct Drafts {
     /// The sequences' versions when they were verified.
     versions: Vec<u64>,
     cu_seqlens: CuSeqlens,
-    states: Slots,
     /// One a Gated DeltaNet layer.
     layers: Vec<Drafted>,
     /// `None` in place, in rings.
@@ -81,7 +79,7 @@ impl CausalLm {
             pool.end_write(&slots, &vec![0; slots.len()]);
         }
         let versions = slots.iter().map(|&slot| pool.entries[slot].version).collect();
-        let Pass { cu_seqlens: Some(cu_seqlens), states, .. } = pass else {
+        let Pass { cu_seqlens: Some(cu_seqlens), .. } = pass else {
             bail!("{VERIFY}: expected boundaries of packed tokens")
         };
         let sequences = batch.iter().map(|(sequence, _)| *sequence).collect();
@@ -123,16 +121,18 @@ impl CausalLm {
         if accepted.iter().all(|&count| count == 0) {
             return Ok(()); // nothing changes
         }
-        let Drafts { cu_seqlens, states, layers, mut lease, head_input, .. } = drafts;
+        let Drafts { cu_seqlens, layers, mut lease, head_input, .. } = drafts;
         let _working = pool.working()?;
-        let plan = Accepted::new(&cu_seqlens, &states, accepted)?;
-        let cursors = pool.cursors.clone();
+        let plan = layers.first().map(|drafted| Accepted::new(drafted, accepted)).transpose()?;
+        let spans = pool.spans.clone();
         let layers = self.gated_delta_nets().zip(&layers).zip(pool.state_pools());
         for ((gdn, drafted), states) in layers {
-            gdn.commit(drafted, &plan, states)?;
+            if let Some(plan) = &plan {
+                gdn.commit(drafted, plan, states)?;
+            }
         }
-        if let Some((cursors, gdn)) = cursors.zip(self.gated_delta_nets().next()) {
-            plan.advance(gdn, &cursors)?;
+        if let (Some(cursors), Some(plan), Some(gdn)) = (&pool.cursors, &plan, self.gated_delta_nets().next()) {
+            plan.advance_rings(gdn, cursors)?;
         }
         if let Some((tokens, hidden)) = &head_input {
             let first = cu_seqlens.as_slice().iter().map(|first| *first as usize);

@@ -167,20 +167,9 @@ impl Heads {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_gdn::GateActivation;
 
     fn heads(tiled: bool) -> Heads {
-        let config = GdnConfig {
-            hidden_size: 8,
-            num_key_heads: 2,
-            num_value_heads: 6,
-            key_head_dim: 3,
-            value_head_dim: 4,
-            conv_kernel: 4,
-            rms_norm_eps: 1e-6,
-            output_gate: GateActivation::Silu,
-            beta_scale: 1.0,
-        };
+        let config = GdnConfig::new(8, (2, 3), (6, 4));
         Heads { config, layers: 8, tiled }
     }
 

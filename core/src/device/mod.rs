@@ -1,0 +1,101 @@
+//! Everything that knows candle's storages: how a kernel is launched, where its output goes, what it writes in place, and
+//! CUDA devices as programs that serve a model want them.
+
+mod apply;
+#[cfg(feature = "cuda")]
+mod arena;
+mod in_place;
+mod launch;
+#[cfg(feature = "cuda")]
+mod pointers;
+#[cfg(feature = "cuda")]
+mod stream_lock;
+#[cfg(feature = "cuda")]
+pub mod testing;
+mod threads;
+
+pub use apply::{apply1, apply2, apply3};
+pub use in_place::*;
+pub use launch::{Arena, Launch};
+pub use threads::{LastThread, Working};
+
+/// The same for CUDA.
+#[cfg(feature = "cuda")]
+pub mod cuda {
+    pub use super::arena::{alloc, finish, undo, with_workspace};
+    pub use super::pointers::*;
+    pub use super::stream_lock::{capture, is_per_thread, StreamGuard};
+    pub use super::testing;
+}
+
+use candle_core::{Device, Result};
+
+/// CUDA device `ordinal`, all of whose work goes to one stream, whichever host thread it comes from.
+///
+/// A device that `Device::new_cuda` makes has a stream for each host thread. Those cannot be captured as CUDA graphs
+/// (the driver hangs or crashes when such a thread ends), and what two threads launch is not ordered.
+/// `Device::new_cuda_with_stream` has one stream, but cudarc then guards every tensor with events, which cost the host
+/// time and keep kernels from overlapping; on this device they are off, as one stream needs none.
+///
+/// Tensors of it and of another candle device on the same GPU meet only after `Device::synchronize`, and nobody may add
+/// streams to its context.
+///
+/// # Errors
+/// Without the feature `cuda`, or where there is no such GPU.
+pub fn single_stream_device(ordinal: usize) -> Result<Device> {
+    let device = Device::new_cuda_with_stream(ordinal)?;
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = &device {
+        // SAFETY: the context is this device's own and new: every allocation to come is made, used and freed on its one
+        // stream.
+        unsafe { device.cuda_stream().context().disable_event_tracking() };
+    }
+    Ok(device)
+}
+
+/// Lets a CUDA device keep the memory that is freed instead of returning it to the system at every synchronisation.
+///
+/// candle allocates from the device's stream-ordered pool, which by default gives back all that is free whenever the
+/// host waits for the device. The next allocation then has to map memory anew, which can take longer than the kernels it
+/// is for: a program that runs in a loop should call this once. It holds for the whole process and device; a limit that
+/// someone has set already is left alone. What is kept counts as used for other processes.
+///
+/// Does nothing on other devices, or where the device has no such pool.
+///
+/// # Errors
+/// When the driver refuses.
+pub fn keep_freed_memory(device: &Device) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        return cuda(device);
+    }
+    let _ = device;
+    Ok(())
+}
+
+#[cfg(feature = "cuda")]
+fn cuda(device: &candle_core::CudaDevice) -> Result<()> {
+    use candle_core::cuda_backend::cudarc::driver::result::{device::get_mem_pool, mem_pool};
+    use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    use candle_core::Error;
+
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    if !context.has_async_alloc() {
+        return Ok(());
+    }
+    context.bind_to_thread().map_err(Error::wrap)?;
+    let mut bytes = 0u64;
+    // SAFETY: the device is candle's, the pool its current one, and the attribute a u64.
+    unsafe {
+        let pool = get_mem_pool(context.cu_device()).map_err(Error::wrap)?;
+        mem_pool::get_attribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, (&raw mut bytes).cast())
+            .map_err(Error::wrap)?;
+        if bytes == 0 {
+            bytes = u64::MAX;
+            mem_pool::set_attribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, (&raw mut bytes).cast())
+                .map_err(Error::wrap)?;
+        }
+    }
+    Ok(())
+}

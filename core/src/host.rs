@@ -1,0 +1,86 @@
+//! Tensors on the CPU as plain slices, for the kernels in [`crate::cpu`].
+
+use crate::check::{heads, HeadsLayout};
+use crate::cpu::matmul::Weights;
+use crate::cpu::{Element, Sequences};
+use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
+use half::{bf16, f16};
+
+/// Calls `f` with the values of a tensor on the CPU in f32, row by row.
+pub fn with_f32<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
+    with_f32s([x], |[x]| f(x))
+}
+
+/// [`with_f32`] of several tensors.
+pub fn with_f32s<const N: usize, R>(x: [&Tensor; N], f: impl FnOnce([&[f32]; N]) -> R) -> Result<R> {
+    let mut dense = x.map(Tensor::clone);
+    for x in &mut dense {
+        *x = x.to_dtype(DType::F32)?.contiguous()?;
+    }
+    let guards = dense.each_ref().map(Tensor::storage_and_layout);
+    let mut slices = [&[][..]; N];
+    for (slice, (storage, layout)) in slices.iter_mut().zip(&guards) {
+        let Storage::Cpu(CpuStorage::F32(data)) = &**storage else { bail!("expected a tensor on the CPU") };
+        *slice = &data[layout.start_offset()..][..layout.shape().elem_count()];
+    }
+    Ok(f(slices))
+}
+
+/// The tensor of `data`, in `dtype`.
+pub fn tensor(data: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    Tensor::from_vec(data, shape.into(), &Device::Cpu)?.to_dtype(dtype)
+}
+
+/// The weights `[n, k]` or `[count, n, k]` of a float dtype, packed for the CPU's products.
+pub fn pack(weights: &Tensor) -> Result<Weights> {
+    let (count, n, k) = match *weights.dims() {
+        [n, k] => (1, n, k),
+        [count, n, k] => (count, n, k),
+        ref dims => bail!("weight: expected two or three dimensions, got {dims:?}"),
+    };
+    let weights = weights.contiguous()?;
+    let (storage, layout) = weights.storage_and_layout();
+    let range = layout.start_offset()..layout.start_offset() + count * n * k;
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(data)) => Ok(Weights::pack_f32(&data[range], count, n, k)),
+        Storage::Cpu(CpuStorage::BF16(data)) => Ok(Weights::pack_half(&data[range], count, n, k)),
+        Storage::Cpu(CpuStorage::F16(data)) => Ok(Weights::pack_half(&data[range], count, n, k)),
+        _ => bail!("weight: expected f32, bf16 or f16 on the CPU, got {:?}", weights.dtype()),
+    }
+}
+
+/// The rows of `[sequence, token, heads, dim]` on the CPU in f32, `[tokens, heads, dim]` in the packed order of sequences.
+pub fn rows(
+    storage: &CpuStorage,
+    layout: HeadsLayout,
+    seqs: Sequences<'_>,
+    (count, dim): (usize, usize),
+) -> Result<Vec<f32>> {
+    fn widen<T: Element>(x: &[T], layout: HeadsLayout, seqs: Sequences<'_>, (count, dim): (usize, usize)) -> Vec<f32> {
+        let x = heads(x, layout);
+        let mut out = Vec::with_capacity(seqs.total_tokens() * count * dim);
+        for n in 0..seqs.count {
+            let (first, tokens) = seqs.range(n);
+            for (t, h) in (first..first + tokens).flat_map(|t| (0..count).map(move |h| (t, h))) {
+                out.extend(x.row(n, t, h, dim).iter().map(|x| x.to_f32()));
+            }
+        }
+        out
+    }
+    Ok(match storage {
+        CpuStorage::F32(x) => widen(x, layout, seqs, (count, dim)),
+        CpuStorage::BF16(x) => widen(x, layout, seqs, (count, dim)),
+        CpuStorage::F16(x) => widen(x, layout, seqs, (count, dim)),
+        _ => bail!("expected dtype f32, bf16 or f16"),
+    })
+}
+
+/// A storage of `dtype` with these numbers.
+pub fn storage(data: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
+    Ok(match dtype {
+        DType::F32 => CpuStorage::F32(data),
+        DType::BF16 => CpuStorage::BF16(data.into_iter().map(<bf16 as Element>::from_f32).collect()),
+        DType::F16 => CpuStorage::F16(data.into_iter().map(<f16 as Element>::from_f32).collect()),
+        dtype => bail!("expected dtype f32, bf16 or f16, got {dtype:?}"),
+    })
+}

@@ -1,0 +1,272 @@
+//! What was computed for the beginnings of token sequences, to be used again.
+
+use candle_core::{bail, Result};
+use std::collections::{BTreeMap, HashMap};
+
+#[cfg(test)]
+mod tests;
+
+/// Values for prefixes of token sequences that end at multiples of a block of tokens, up to a budget of bytes; those
+/// that were used longest ago go first.
+///
+/// A server keeps the states after each block of a prompt here and begins the next prompt at the longest prefix that it
+/// shares. A plain structure on the host: what a value is, and what it holds on which device, is for the caller.
+///
+/// Prefixes are found by a hash of their blocks and then compared token by token, so that no collision gives the value of
+/// other tokens. The tokens are kept once a block: a prefix refers to the one a block shorter, which stays as long as
+/// a longer one needs it, though its value may have gone. They do not count towards the budget.
+#[derive(Debug)]
+pub(crate) struct PrefixCache<V> {
+    block: usize,
+    budget: usize,
+    bytes: usize,
+    /// Of nodes with values.
+    count: usize,
+    nodes: HashMap<u64, Node<V>>,
+    /// By the hash of the prefix: nodes that may be it.
+    by_hash: HashMap<u64, Vec<u64>>,
+    /// By time of last use: nodes with values.
+    by_use: BTreeMap<u64, u64>,
+    /// Counts nodes and uses, so that none comes twice.
+    clock: u64,
+    hits: u64,
+    misses: u64,
+    hash: fn(u64, &[u32]) -> u64,
+}
+
+/// A prefix: the last of its blocks, and the node of the blocks before.
+#[derive(Debug)]
+struct Node<V> {
+    parent: Option<u64>,
+    hash: u64,
+    tokens: Box<[u32]>,
+    /// Longer prefixes that refer to this one.
+    children: usize,
+    value: Option<Held<V>>,
+}
+
+#[derive(Debug)]
+struct Held<V> {
+    value: V,
+    bytes: usize,
+    used: u64,
+}
+
+impl<V> PrefixCache<V> {
+    /// For values at multiples of `block` tokens, of up to `budget` bytes together.
+    ///
+    /// # Errors
+    /// When `block` is zero.
+    pub fn new(block: usize, budget: usize) -> Result<Self> {
+        if block == 0 {
+            bail!("PrefixCache: block: expected at least 1 token, got 0");
+        }
+        Ok(Self {
+            block,
+            budget,
+            bytes: 0,
+            count: 0,
+            nodes: HashMap::new(),
+            by_hash: HashMap::new(),
+            by_use: BTreeMap::new(),
+            clock: 0,
+            hits: 0,
+            misses: 0,
+            hash: chain,
+        })
+    }
+
+    /// The longest prefix of `tokens` that has a value: how many tokens it has, and the value, which counts as used now.
+    /// Counts a hit or a miss.
+    ///
+    /// To leave at least one token to be fed, as a model needs to give logits, ask without the last one.
+    pub fn longest(&mut self, tokens: &[u32]) -> Option<(usize, &V)> {
+        let (mut at, mut hash, mut best) = (None, 0, None);
+        for (i, block) in tokens.chunks_exact(self.block).enumerate() {
+            hash = (self.hash)(hash, block);
+            let Some(id) = self.child(at, hash, block) else { break };
+            if self.nodes[&id].value.is_some() {
+                best = Some((id, (i + 1) * self.block));
+            }
+            at = Some(id);
+        }
+        let Some((id, len)) = best else {
+            self.misses += 1;
+            return None;
+        };
+        self.hits += 1;
+        self.touch(id);
+        let held = self.nodes.get(&id)?.value.as_ref()?;
+        Some((len, &held.value))
+    }
+
+    /// How many tokens [`Self::longest`] would find, without counting or using anything.
+    pub fn peek(&self, tokens: &[u32]) -> usize {
+        let (mut at, mut hash, mut best) = (None, 0, 0);
+        for (i, block) in tokens.chunks_exact(self.block).enumerate() {
+            hash = (self.hash)(hash, block);
+            let Some(id) = self.child(at, hash, block) else { break };
+            if self.nodes[&id].value.is_some() {
+                best = (i + 1) * self.block;
+            }
+            at = Some(id);
+        }
+        best
+    }
+
+    /// Keeps `value` of `bytes` for the prefix `tokens`, in place of one that it had, and drops those used longest ago
+    /// until all are within the budget; `dropped` gets each prefix that is left without a value. Returns whether it was
+    /// kept: a value larger than the whole budget is not, and nothing is dropped for it but what the prefix had.
+    ///
+    /// # Errors
+    /// When `tokens` is empty or does not end at a block.
+    pub fn insert_telling(
+        &mut self,
+        tokens: &[u32],
+        value: V,
+        bytes: usize,
+        mut dropped: impl FnMut(Vec<u32>),
+    ) -> Result<bool> {
+        if tokens.is_empty() || !tokens.len().is_multiple_of(self.block) {
+            bail!(
+                "PrefixCache: tokens: expected a positive multiple of {} (the block), got {}",
+                self.block,
+                tokens.len()
+            );
+        }
+        let (mut at, mut hash) = (None, 0);
+        for block in tokens.chunks_exact(self.block) {
+            hash = (self.hash)(hash, block);
+            at = Some(match self.child(at, hash, block) {
+                Some(id) => id,
+                None => self.grow(at, hash, block),
+            });
+        }
+        let Some(id) = at else { return Ok(false) };
+        let had_one = self.take_value(id);
+        let keep = bytes <= self.budget;
+        if !keep && had_one {
+            dropped(tokens.to_vec());
+        }
+        if keep {
+            self.clock += 1;
+            let used = self.clock;
+            if let Some(node) = self.nodes.get_mut(&id) {
+                node.value = Some(Held { value, bytes, used });
+            }
+            self.by_use.insert(used, id);
+            self.bytes += bytes;
+            self.count += 1;
+            self.evict(dropped);
+        }
+        self.prune(id);
+        Ok(keep)
+    }
+
+    /// Tokens a block.
+    pub fn block(&self) -> usize {
+        self.block
+    }
+
+    /// Bytes of all values together, as [`Self::insert_telling`] was given.
+    pub fn size_in_bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Calls of [`Self::longest`] that found a prefix.
+    pub fn hits(&self) -> u64 {
+        self.hits
+    }
+
+    /// Calls of [`Self::longest`] that found none.
+    pub fn misses(&self) -> u64 {
+        self.misses
+    }
+
+    /// The prefix that `block` makes of the one at `parent`.
+    fn child(&self, parent: Option<u64>, hash: u64, block: &[u32]) -> Option<u64> {
+        let same = |id: &&u64| {
+            let node = &self.nodes[*id];
+            node.parent == parent && *node.tokens == *block
+        };
+        self.by_hash.get(&hash)?.iter().find(same).copied()
+    }
+
+    fn grow(&mut self, parent: Option<u64>, hash: u64, block: &[u32]) -> u64 {
+        self.clock += 1;
+        let id = self.clock;
+        self.nodes.insert(id, Node { parent, hash, tokens: block.into(), children: 0, value: None });
+        self.by_hash.entry(hash).or_default().push(id);
+        if let Some(parent) = parent.and_then(|id| self.nodes.get_mut(&id)) {
+            parent.children += 1;
+        }
+        id
+    }
+
+    fn touch(&mut self, id: u64) {
+        self.clock += 1;
+        let now = self.clock;
+        if let Some(held) = self.nodes.get_mut(&id).and_then(|node| node.value.as_mut()) {
+            self.by_use.remove(&held.used);
+            held.used = now;
+            self.by_use.insert(now, id);
+        }
+    }
+
+    /// The tokens of the node's prefix.
+    fn prefix(&self, id: u64) -> Vec<u32> {
+        let before = |node: &&Node<V>| node.parent.and_then(|id| self.nodes.get(&id));
+        let nodes: Vec<_> = std::iter::successors(self.nodes.get(&id), before).collect();
+        nodes.iter().rev().flat_map(|node| node.tokens.iter().copied()).collect()
+    }
+
+    /// Takes the node's value away, not the node. False where it had none.
+    fn take_value(&mut self, id: u64) -> bool {
+        let Some(held) = self.nodes.get_mut(&id).and_then(|node| node.value.take()) else { return false };
+        self.by_use.remove(&held.used);
+        self.bytes -= held.bytes;
+        self.count -= 1;
+        true
+    }
+
+    fn evict(&mut self, mut dropped: impl FnMut(Vec<u32>)) {
+        while self.bytes > self.budget {
+            let Some((_, &id)) = self.by_use.first_key_value() else { break };
+            dropped(self.prefix(id));
+            self.take_value(id);
+            self.prune(id);
+        }
+    }
+
+    /// Removes the node, and those before it, as far as nobody needs them.
+    fn prune(&mut self, id: u64) {
+        let mut at = Some(id);
+        while let Some(id) = at {
+            match self.nodes.get(&id) {
+                Some(node) if node.children == 0 && node.value.is_none() => {}
+                _ => break,
+            }
+            let Some(node) = self.nodes.remove(&id) else { break };
+            if let Some(same) = self.by_hash.get_mut(&node.hash) {
+                same.retain(|other| *other != id);
+                if same.is_empty() {
+                    self.by_hash.remove(&node.hash);
+                }
+            }
+            if let Some(parent) = node.parent.and_then(|id| self.nodes.get_mut(&id)) {
+                parent.children -= 1;
+            }
+            at = node.parent;
+        }
+    }
+}
+
+/// FNV-1a over the tokens of a block, from the hash of the blocks before, mixed at the end: it only has to spread, since
+/// the tokens are compared.
+fn chain(before: u64, block: &[u32]) -> u64 {
+    let mut hash = before ^ 0xcbf2_9ce4_8422_2325;
+    for token in block {
+        hash = (hash ^ u64::from(*token)).wrapping_mul(0x0100_0000_01b3);
+    }
+    hash ^ hash >> 32
+}

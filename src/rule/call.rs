@@ -1,0 +1,176 @@
+//! What decode and prefill share: the one check of a call's arguments, and the plan of its launch.
+
+use super::options::{Gates, RuleOptions};
+use crate::algo::Algo;
+use crate::plan::refuses_rule;
+use crate::sizes::HeadSizes;
+use candle_core::{bail, DType, Layout, Result, Shape, Tensor};
+use candle_gdn_core::check::*;
+use candle_gdn_core::{CuSeqlens, SequencePlan, Slots};
+
+/// The gated delta rule with everything but q, k and v.
+#[derive(Debug, Clone)]
+pub(crate) struct Rule {
+    pub name: &'static str,
+    pub gates: RuleGates,
+    pub state: Tensor,
+    /// Sequences begin at zero, and the state is only written.
+    pub from_zeros: bool,
+    pub slots: Option<Slots>,
+    pub cu_seqlens: Option<CuSeqlens>,
+    pub options: RuleOptions,
+}
+
+/// The gates of a call.
+#[derive(Debug, Clone)]
+pub(crate) struct RuleGates {
+    /// The decay input, or the log decay where there is no `raw`.
+    pub a: Tensor,
+    /// The beta input, or beta.
+    pub b: Tensor,
+    /// `a_log` and `dt_bias`.
+    pub raw: Option<[Tensor; 2]>,
+}
+
+impl From<Gates> for RuleGates {
+    fn from(Gates { a, b, a_log, dt_bias }: Gates) -> Self {
+        Self { a, b, raw: Some([a_log, dt_bias]) }
+    }
+}
+
+impl RuleGates {
+    /// All tensors by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
+        let raw = self.raw.iter().flat_map(|[a_log, dt_bias]| [("a_log", a_log), ("dt_bias", dt_bias)]);
+        [("a", &self.a), ("b", &self.b)].into_iter().chain(raw)
+    }
+}
+
+/// A checked call: sizes and addresses, nothing left to refuse.
+#[derive(Debug, Clone)]
+pub(crate) struct RulePlan {
+    pub sizes: HeadSizes,
+    pub seqs: SequencePlan,
+    pub q: HeadsLayout,
+    pub k: HeadsLayout,
+    pub v: HeadsLayout,
+    pub a: HeadsLayout,
+    pub b: HeadsLayout,
+    pub out_shape: Shape,
+    pub scale: f64,
+}
+
+impl Rule {
+    /// A call on `state` with sequence `n` in slot `n`, unchecked.
+    pub fn new(name: &'static str, gates: RuleGates, state: &Tensor, options: RuleOptions) -> Self {
+        Self { name, gates, state: state.clone(), from_zeros: false, slots: None, cu_seqlens: None, options }
+    }
+
+    /// Checks that need only what the op holds.
+    pub fn checked(self) -> Result<Self> {
+        let (op, device) = (self.name, self.state.device());
+        check_state_dtype(op, "state", self.state.dtype())?;
+        let (_, heads, ..) = match self.state.dims4() {
+            Ok(dims) => dims,
+            Err(_) => bail!(
+                "{op}: state: expected shape [slots, value_heads, value_dim, key_dim], got {:?}",
+                self.state.dims()
+            ),
+        };
+        check_state_strides(op, "state", self.state.layout())?;
+        let RuleGates { a, b, raw } = &self.gates;
+        check_float(op, "a", a.dtype())?;
+        check_dtype(op, "b", b.dtype(), a.dtype())?;
+        for (arg, tensor) in self.gates.tensors() {
+            Arg::tensor(arg, tensor).check_place(op, device, &[("the state", &self.state)])?;
+        }
+        for (arg, tensor) in ["a_log", "dt_bias"].into_iter().zip(raw.iter().flatten()) {
+            check_dtype(op, arg, tensor.dtype(), DType::F32)?;
+            check_shape(op, arg, tensor, &[heads])?;
+            check_contiguous(op, arg, tensor)?;
+        }
+        let RuleOptions { l2_eps, scale, beta_scale, .. } = self.options;
+        if !l2_eps.is_finite() || l2_eps < 0.0 {
+            bail!("{op}: l2_eps: expected a finite value of at least 0, got {l2_eps}");
+        }
+        if !scale.unwrap_or(1.0).is_finite() {
+            bail!("{op}: scale: expected a finite value, got {scale:?}");
+        }
+        if !(beta_scale > 0.0 && beta_scale <= 2.0) {
+            bail!("{op}: beta_scale: expected a value above 0 and up to 2, got {beta_scale}");
+        }
+        if let Some(cu) = &self.cu_seqlens {
+            check_device(op, "cu_seqlens", cu.tensor(), device)?;
+        }
+        Ok(self)
+    }
+
+    /// Checks a call: the three arguments against each other and against what the op holds.
+    pub fn plan(&self, lead: Lead, args: [Arg<'_>; 3]) -> Result<RulePlan> {
+        let op = self.name;
+        for arg in args {
+            check_float(op, arg.name, arg.dtype)?;
+            check_dtype(op, arg.name, arg.dtype, args[0].dtype)?;
+            arg.check_place(op, self.state.device(), &[("the state", &self.state)])?;
+        }
+        self.plan_layouts(lead, args[0].dtype, args.map(|arg| arg.layout))
+    }
+
+    /// The same of layouts of tensors that were checked, of one dtype.
+    pub fn plan_layouts(&self, lead: Lead, dtype: DType, [q, k, v]: [&Layout; 3]) -> Result<RulePlan> {
+        let op = self.name;
+        let (_, value_heads, value_dim, key_dim) = self.state.dims4()?;
+        if !(1..=256).contains(&key_dim) || !(1..=256).contains(&value_dim) || value_heads == 0 {
+            bail!(
+                "{op}: state: expected at least one head and head sizes of 1 to 256, got shape {:?}",
+                self.state.dims()
+            );
+        }
+        let r = lead.rank();
+        let key_heads = match q.dims().get(r..) {
+            Some([heads, dim]) if *dim == key_dim => *heads,
+            Some([merged]) if merged % key_dim == 0 => merged / key_dim,
+            _ => bail!(
+                "{op}: q: expected shape [{lead}, key_heads, {key_dim}] or [{lead}, key_heads * {key_dim}], got {:?}",
+                q.dims(),
+                lead = lead.names()
+            ),
+        };
+        if key_heads == 0 || value_heads % key_heads != 0 {
+            bail!(
+                "{op}: q: expected a number of key heads that divides the {value_heads} value heads, got {key_heads}"
+            );
+        }
+        let lead_dims = &q.dims()[..r];
+        let heads = |arg, layout, sizes| heads_layout(op, arg, layout, lead, lead_dims, sizes);
+        let gate = |arg, tensor: &Tensor| gate_layout(op, arg, tensor.layout(), lead, lead_dims, value_heads);
+
+        let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
+        let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
+        self.check_algo(dtype, (key_dim, value_dim), seqs.max_tokens)?;
+        Ok(RulePlan {
+            sizes: HeadSizes { key_heads, value_heads, key_dim, value_dim },
+            seqs,
+            q: heads("q", q, (key_heads, key_dim))?,
+            k: heads("k", k, (key_heads, key_dim))?,
+            v: heads("v", v, (value_heads, value_dim))?,
+            a: gate("a", &self.gates.a)?,
+            b: gate("b", &self.gates.b)?,
+            out_shape: lead_dims.iter().copied().chain([value_heads, value_dim]).collect::<Vec<_>>().into(),
+            scale: self.options.scale.unwrap_or((key_dim as f64).powf(-0.5)),
+        })
+    }
+
+    /// The kernel that was asked for against the sizes and the dtype of q.
+    pub fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
+        let (op, algo) = (self.name, self.options.algo);
+        if let Some(why) = refuses_rule(algo, dtype, sizes, longest) {
+            bail!("{op}: algo: {algo:?} {why}");
+        }
+        let plain = self.gates.raw.is_some() && !self.from_zeros;
+        if !plain && !matches!(algo, Algo::Auto | Algo::Recurrent) {
+            bail!("{op}: algo: {algo:?} takes raw gates and an initial state; Auto and Recurrent take any");
+        }
+        Ok(())
+    }
+}

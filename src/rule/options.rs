@@ -1,0 +1,53 @@
+//! What a caller may choose about the rule.
+
+use crate::algo::Algo;
+use candle_core::Tensor;
+
+/// Constants of the gated delta rule. The default is Qwen3-Next's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct RuleOptions {
+    /// Divide q and k by their L2 norm inside the kernel. Default true.
+    pub l2norm: bool,
+    /// Added to the sum of squares, inside the root. Default 1e-6.
+    pub l2_eps: f64,
+    /// Multiplies q after the norm. Default `None`: `K^-0.5`.
+    pub scale: Option<f64>,
+    /// Multiplies `sigmoid(b)`: 1 (default), or 2 for models whose state transition may have negative eigenvalues.
+    pub beta_scale: f64,
+    /// Which kernel runs.
+    pub algo: Algo,
+    /// Context parallelism of [`Algo::ChunkedSm80`] and [`Algo::ChunkedSm90`] on CUDA: how many segments a sequence is cut
+    /// into that run side by side, which pays for few long sequences. 0 (default) chooses, 1 is none. Ignored elsewhere.
+    pub segments: usize,
+}
+
+impl Default for RuleOptions {
+    fn default() -> Self {
+        Self { l2norm: true, l2_eps: 1e-6, scale: None, beta_scale: 1.0, algo: Algo::Auto, segments: 0 }
+    }
+}
+
+impl RuleOptions {
+    /// The default with some fields changed.
+    pub fn with(change: impl FnOnce(&mut Self)) -> Self {
+        let mut options = Self::default();
+        change(&mut options);
+        options
+    }
+}
+
+/// The gates of the rule, raw as the projections and the checkpoint give them:
+/// `g = -exp(a_log) * softplus(a + dt_bias)` is the log decay, `beta = beta_scale * sigmoid(b)`.
+/// They are computed in f32 inside the kernel.
+#[derive(Debug, Clone)]
+pub struct Gates {
+    /// Decay input, `[.., HV]` with the same leading dimensions as v, f32, bf16 or f16; may be a strided view.
+    pub a: Tensor,
+    /// Beta input, same shape and dtype as `a`.
+    pub b: Tensor,
+    /// `[HV]`, f32.
+    pub a_log: Tensor,
+    /// `[HV]`, f32.
+    pub dt_bias: Tensor,
+}
