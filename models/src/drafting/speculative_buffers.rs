@@ -13,8 +13,8 @@ use crate::sequences::kv::KvRows;
 use crate::sequences::pass::{arena, Mode, Pass};
 use crate::sequences::pool::SequencePool;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_gdn::plumbing::{Launch, Move};
 use candle_gdn::{CuSeqlens, Slots, NO_SLOT};
+use candle_gdn_core::device::Launch;
 
 pub(super) const OP: &str = "speculative step";
 
@@ -63,7 +63,7 @@ impl SpeculativeBuffers {
         forced_acceptance: Option<f32>,
         logprobs: bool,
     ) -> Result<Self> {
-        if pool.cursors.is_none() {
+        if pool.spans.is_none() {
             bail!("{OP}: pool: expected one with rings, where drafts are accepted by their number")
         }
         let (device, tokens) = (&pool.device, depth + 1);
@@ -130,8 +130,8 @@ impl SpeculativeBuffers {
         self.hidden.slice_set(&y, 0, 0)?;
         self.sampler.launch(&model.scores_launched(&y, launch)?, &self.rows)?;
         self.bookkeeping(Half::End)?;
-        match (&pool.cursors, &self.pass.cu_seqlens) {
-            (Some(cursors), Some(cu)) => cursors.advance(&self.pass.states, Move::accept(cu, &self.columns(0, 1)?)),
+        match (&pool.spans, &self.pass.cu_seqlens) {
+            (Some(spans), Some(cu)) => spans.accept(&self.pass.states, cu, &self.columns(0, 1)?),
             _ => bail!("{OP}: expected a pool with rings"),
         }
     }

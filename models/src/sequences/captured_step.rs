@@ -5,9 +5,9 @@ use super::decode_buffers::StepBuffers;
 use super::pool::{Sequence, SequencePool};
 use super::readback::{Layout, PendingTokens, Readbacks};
 use super::step_graph::{Pending, Step, StepGraph};
-use crate::blocks::moe::asks_the_host;
 use crate::causal_lm::{CausalLm, Kernels};
 use crate::sampling::{Choice, Sampler};
+use crate::weights::plan::{routed_on_host, FEW, MANY};
 use candle_core::cuda_backend::cudarc::driver::CudaGraph;
 use candle_core::{bail, DType, Error, Result, Tensor};
 use std::sync::Arc;
@@ -42,14 +42,14 @@ impl ModelGraph {
         rows: usize,
         work: impl Fn(&mut SequencePool) -> Result<()>,
     ) -> Result<Self> {
-        let asks = |moe| asks_the_host(moe, model.config.hidden_size, model.dtype, rows);
+        let asks = |moe| routed_on_host(moe, model.config.hidden_size, model.dtype, rows);
         if model.config.moe.as_ref().is_some_and(asks) {
             bail!("{op}: batch: expected at most 32 tokens of a model with experts in f32, got {rows}")
         }
         let most = match model.quantized {
             None => usize::MAX,
-            Some(Kernels::Ours) if model.dtype != DType::F32 => crate::cuda::quantized::MANY,
-            Some(_) => crate::cuda::quantized::FEW,
+            Some(Kernels::Ours) if model.dtype != DType::F32 => MANY,
+            Some(_) => FEW,
         };
         if rows > most {
             bail!("{op}: batch: expected at most {most} rows of this quantised model, got {rows}")

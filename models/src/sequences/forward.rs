@@ -5,7 +5,6 @@ use super::pool::{LayerSlots, SequencePool};
 use crate::blocks::decoder::{Mixer, Residual};
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Result, Tensor};
-use candle_gdn::plumbing::{no_tokens, Move};
 use candle_gdn::{CuSeqlens, GatedDeltaNet, StatePool};
 
 impl CausalLm {
@@ -33,13 +32,13 @@ impl CausalLm {
             x = layer.feed_forward(&sum, h, launch)?;
         }
         launch.next_layer();
-        if let Some((cursors, gdn)) = pool.cursors.as_ref().zip(self.gated_delta_nets().next()) {
+        if let Some((spans, gdn)) = pool.spans.as_ref().zip(self.gated_delta_nets().next()) {
             let cu = pass.cu_seqlens.as_ref();
             match (&mode, cu) {
                 (Mode::Verify(_), Some(cu)) if pass.states.in_place() => {
-                    cursors.advance(&pass.states, Move::draft(cu, &no_tokens(&pass.states)?))?;
+                    spans.draft(&pass.states, cu)?;
                 }
-                _ => cursors.advance(&pass.states, gdn.ring_move(cu, cu.map_or(1, CuSeqlens::max_len)))?,
+                _ => gdn.advance_rings(spans, &pass.states, cu, cu.map_or(1, CuSeqlens::max_len))?,
             }
         }
         if !matches!(mode, Mode::Verify(_)) {
@@ -77,14 +76,12 @@ impl CausalLm {
 }
 
 fn linear(gdn: &GatedDeltaNet, x: &Tensor, pass: &Pass, states: &mut StatePool, mode: &mut Mode<'_>) -> Result<Tensor> {
-    let launch = &pass.launch;
+    states.launch_with(&pass.launch);
     match (mode, &pass.cu_seqlens) {
-        (Mode::Feed, None) => {
-            gdn.forward_slots_launched(&x.unsqueeze(1)?, None, &pass.states, states, launch)?.squeeze(1)
-        }
-        (Mode::Feed, cu) => gdn.forward_slots_launched(x, cu.as_ref(), &pass.states, states, launch),
+        (Mode::Feed, None) => gdn.forward_slots(&x.unsqueeze(1)?, None, &pass.states, states)?.squeeze(1),
+        (Mode::Feed, cu) => gdn.forward_slots(x, cu.as_ref(), &pass.states, states),
         (Mode::Verify(kept), Some(cu)) => {
-            let (y, drafted) = gdn.verify_launched(x, cu, &pass.states, states, launch)?;
+            let (y, drafted) = gdn.verify(x, cu, &pass.states, states)?;
             kept.push(drafted);
             Ok(y)
         }

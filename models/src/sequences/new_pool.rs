@@ -6,9 +6,10 @@ use crate::blocks::decoder::Mixer;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
 use crate::drafting::head_state::{HeadSlots, HeadState};
+use crate::slot_allocator::SlotAllocator;
 use candle_core::{bail, DType, Device, Result};
-use candle_gdn::plumbing::{Cursors, LastThread};
-use candle_gdn::SlotAllocator;
+use candle_gdn::plumbing::LastThread;
+use candle_gdn::{PoolOptions, RingSpans};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How the states of the Gated DeltaNet layers lie.
@@ -74,15 +75,15 @@ impl CausalLm {
         let shape = self.cache_shape(max_len);
         let slots = SlotAllocator::new(sequences)?;
         // A layer whose kernel was chosen supports no ring.
-        let supported = layout == StateLayout::Ring || self.gated_delta_nets().all(|gdn| gdn.takes_ring());
-        let cursors = match supported && layout.has_ring(&self.config, &self.device) {
-            true => Some(Cursors::new(sequences, &self.device)?),
+        let supported = layout == StateLayout::Ring || self.gated_delta_nets().all(|gdn| gdn.supports_ring());
+        let spans = match supported && layout.has_ring(&self.config, &self.device) {
+            true => Some(RingSpans::new(sequences, &self.device)?),
             false => None,
         };
         let layers = self.layers.iter().map(|layer| {
-            Ok(match (&layer.mixer, &cursors) {
-                (Mixer::Linear(gdn), Some(cursors)) => {
-                    LayerSlots::Linear(gdn.new_ring_pool_sharing(sequences, DType::F32, cursors)?)
+            Ok(match (&layer.mixer, &spans) {
+                (Mixer::Linear(gdn), Some(spans)) => {
+                    LayerSlots::Linear(gdn.new_pool_with(sequences, &PoolOptions::default().shared_ring(spans))?)
                 }
                 (Mixer::Linear(gdn), None) => LayerSlots::Linear(gdn.new_pool(sequences)?),
                 (Mixer::Full(_), _) => LayerSlots::Full(KvSlots::new(&shape, sequences)?),
@@ -102,7 +103,7 @@ impl CausalLm {
             model: self.id,
             layers,
             head,
-            cursors,
+            spans,
             entries,
             slots,
             spares: Arc::default(),

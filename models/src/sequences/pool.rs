@@ -7,7 +7,7 @@ use crate::drafting::head_state::{HeadSlots, HeadState};
 use crate::slot_allocator::SlotAllocator;
 use candle_core::{bail, Device, Result, Tensor};
 use candle_gdn::plumbing::{LastThread, Working};
-use candle_gdn::{RingSpans, StatePool};
+use candle_gdn::{RingSpans, Slots, StatePool};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
@@ -55,7 +55,7 @@ pub struct SequencePool {
     /// That of the draft head, where the model has one.
     pub(crate) head: Option<HeadSlots>,
     /// Where the rings of all Gated DeltaNet layers begin, where they have rings.
-    pub(crate) cursors: Option<Cursors>,
+    pub(crate) spans: Option<RingSpans>,
     pub(crate) entries: Vec<Entry>,
     pub(super) slots: SlotAllocator,
     /// Slots of the state pools that no sequence has.

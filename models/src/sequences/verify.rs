@@ -59,7 +59,7 @@ impl CausalLm {
         let ids = self.packed_ids(VERIFY, batch.iter().map(|(_, tokens)| *tokens))?;
         let _working = pool.working()?;
         let lengths: Vec<usize> = batch.iter().map(|(_, tokens)| tokens.len()).collect();
-        let in_place = pool.cursors.is_some() && lengths.iter().all(|len| *len <= RING_TOKENS);
+        let in_place = pool.spans.is_some() && lengths.iter().all(|len| *len <= RingSpans::MAX_TOKENS);
         let lease = if in_place { None } else { Some(self.lease_states(pool, slots.len())?) };
         let drafts = lease.as_ref().map_or(Draft::InPlace, |lease| Draft::To(&lease.slots));
         let pass = Pass::new(self, pool, &slots, lengths, drafts)?;
@@ -85,7 +85,7 @@ impl CausalLm {
         let sequences = batch.iter().map(|(sequence, _)| *sequence).collect();
         let tokens = batch.iter().map(|(_, tokens)| tokens.to_vec()).collect();
         let head_input = pool.head.is_some().then_some((tokens, hidden));
-        Ok((logits, Drafts { sequences, versions, cu_seqlens, states, layers, lease, head_input }))
+        Ok((logits, Drafts { sequences, versions, cu_seqlens, layers, lease, head_input }))
     }
 
     /// Accepts the first `accepted[n]` tokens of draft `n`, 0 to all. Each sequence is then as if only those had been fed. Without
@@ -124,15 +124,14 @@ impl CausalLm {
         let Drafts { cu_seqlens, layers, mut lease, head_input, .. } = drafts;
         let _working = pool.working()?;
         let plan = layers.first().map(|drafted| Accepted::new(drafted, accepted)).transpose()?;
-        let spans = pool.spans.clone();
         let layers = self.gated_delta_nets().zip(&layers).zip(pool.state_pools());
         for ((gdn, drafted), states) in layers {
             if let Some(plan) = &plan {
                 gdn.commit(drafted, plan, states)?;
             }
         }
-        if let (Some(cursors), Some(plan), Some(gdn)) = (&pool.cursors, &plan, self.gated_delta_nets().next()) {
-            plan.advance_rings(gdn, cursors)?;
+        if let (Some(spans), Some(plan), Some(gdn)) = (&pool.spans, &plan, self.gated_delta_nets().next()) {
+            plan.advance_rings(gdn, spans)?;
         }
         if let Some((tokens, hidden)) = &head_input {
             let first = cu_seqlens.as_slice().iter().map(|first| *first as usize);
