@@ -63,6 +63,7 @@ mod linear;
 mod ops;
 #[doc(hidden)]
 pub mod plumbing;
+#[cfg(any(feature = "profile", test))]
 pub mod profile;
 pub mod reference;
 mod state;

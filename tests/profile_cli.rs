@@ -1,12 +1,9 @@
 //! The profile example as a program.
 
-#[path = "support/program.rs"]
-mod program;
 #[cfg(feature = "profile")]
-#[path = "support/skipped.rs"]
-mod skipped;
+use candle_gdn_testing::skipped;
 
-use program::program;
+use candle_gdn_testing::program::program;
 
 /// Exit status and stderr; nothing may be on stdout.
 fn refused(args: &[&str]) -> (Option<i32>, String) {

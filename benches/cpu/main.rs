@@ -2,17 +2,13 @@
 //! against the machine's memory.
 //!
 //! `cargo bench --bench cpu`; `CANDLE_NUM_THREADS` and `RAYON_NUM_THREADS` set the threads. Every contender's result is
-//! checked against the other's first. What was run is written to benches/results, for `cargo bench --bench report`.
+//! checked against the other's first. What was run is written to benches/results.
 
 mod gguf;
 mod model;
 mod ops;
-#[path = "../report/record.rs"]
-mod record;
 mod results;
 mod rule;
-#[path = "../tensor_ops.rs"]
-mod tensor_ops;
 
 use candle_core::{Device, Tensor};
 use criterion::Criterion;

@@ -2,11 +2,11 @@
 
 use crate::check::{self, f64s};
 use crate::clock::Call;
-use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::Result;
 use candle_core::Tensor;
 use candle_gdn::{causal_conv1d, gated_rms_norm, GateActivation};
+use candle_gdn_benches::record::{Row, Shape};
 
 const CHANNELS: usize = 8192;
 const WIDTH: usize = 4;

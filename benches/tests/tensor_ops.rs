@@ -1,15 +1,9 @@
 //! The baseline of the benchmarks, the rule in tensor operations, against the op.
 
-#[path = "../../tests/support/devices.rs"]
-mod devices;
-#[path = "../../tests/support/skipped.rs"]
-mod skipped;
-#[path = "../../benches/tensor_ops.rs"]
-mod tensor_ops;
-
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::{gdn_prefill, Gates, RuleOptions};
-use devices::{devices, rel_rms, values};
+use candle_gdn_benches::tensor_ops;
+use candle_gdn_testing::devices::{devices, rel_rms, values};
 
 /// q, k, v, gates and state of sequences of equal lengths, with decays as a model has them.
 fn inputs(

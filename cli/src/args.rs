@@ -1,6 +1,6 @@
 //! Command line.
 
-use super::common::ModelArgs;
+use crate::ModelArgs;
 use candle_gdn_models::{DraftHeadChoice, GraphChoice};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::Parser;

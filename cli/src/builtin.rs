@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 macro_rules! files {
     ($($name:literal),* $(,)?) => {
-        &[$(($name, include_bytes!(concat!("../generate/", $name)))),*]
+        &[$(($name, include_bytes!(concat!("../../examples/generate/", $name)))),*]
     };
 }
 

@@ -1,6 +1,6 @@
 //! The chat template of a tokenizer.
 
-use super::common::{gguf_tokenizer, Checkpoint};
+use crate::{gguf_tokenizer, Checkpoint};
 use anyhow::{bail, Context, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value as JinjaValue};

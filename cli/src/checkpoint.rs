@@ -1,7 +1,7 @@
 //! A checkpoint on disk: a directory with config.json, tokenizer and safetensors, or a GGUF file.
 
-use super::load::{LoadFormat, ModelArgs};
-use super::{builtin, gguf_tokenizer, hub, safetensors};
+use crate::load::{LoadFormat, ModelArgs};
+use crate::{builtin, gguf_tokenizer, hub, safetensors};
 use anyhow::{bail, Context, Result};
 use candle_gdn_models::{DraftHeadChoice, GgufFile, ModelConfig};
 use std::collections::{BTreeSet, HashMap};

@@ -1,7 +1,7 @@
 //! Checkpoints from the Hugging Face hub, kept in its usual cache.
 
-use super::checkpoint::shard_names;
-use super::tell;
+use crate::checkpoint::shard_names;
+use crate::status;
 use anyhow::{bail, Context, Result};
 use hf_hub::api::sync::{ApiBuilder, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
@@ -33,7 +33,7 @@ pub fn fetch(id: &str, revision: &str, weights: bool) -> Result<PathBuf> {
         // Without the hub, a checkpoint fetched earlier still works.
         Err(e) => match Cache::from_env().repo(repo).get("config.json") {
             Some(config) => {
-                tell!("hub: {e}; using the cached files of {id}");
+                status!("hub: {e}; using the cached files of {id}");
                 return parent(&config);
             }
             None => return Err(e).with_context(|| format!("hub: cannot list {id} at revision {revision}")),

@@ -1,23 +1,22 @@
-//! What the examples share: finding a checkpoint, checking its files, loading the model.
+//! What the programs share: the command line of a model, its checkpoint and tokenizer, the memory it needs, its ranks.
 
-// Each example uses its part of this.
-#![allow(dead_code, unused_imports)]
-
+pub mod args;
 mod builtin;
+pub mod chat;
 mod checkpoint;
 pub mod dummy;
 pub mod gguf_tokenizer;
-mod gpu_count;
 mod hub;
 mod load;
 mod memory;
+pub mod plan;
 mod progress;
 pub mod ranks;
 mod safetensors;
+pub mod settings;
 
 pub use checkpoint::Checkpoint;
-pub use load::{draft_after, fix_algo, fix_thread_count, load_model, ModelArgs};
+pub use load::{draft_after, fix_thread_count, load_model, LoadFormat, ModelArgs};
 pub use memory::{Need, Room};
 pub use progress::bar;
-pub(crate) use ranks::tell;
 pub use ranks::{is_first, Rank};

@@ -1,8 +1,8 @@
 //! Device, dtype, and the model.
 
-use super::dummy::Dummy;
-use super::memory::weights;
-use super::{bar, tell, Checkpoint, Rank};
+use crate::dummy::Dummy;
+use crate::memory::weights;
+use crate::{bar, status, Checkpoint, Rank};
 use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
@@ -106,7 +106,12 @@ impl ModelArgs {
         self.prefill_chunk.map_or(if device.is_cpu() { 1024 } else { 8192 }, NonZeroUsize::get)
     }
 
-    /// Of weights and activations.
+    /// The kernel of the gated delta rule: `--algo`, else the variable `CANDLE_GDN_ALGO`, else auto.
+    pub fn algo(&self) -> Result<Algo> {
+        Ok(self.algo.map_or_else(Algo::from_env, Ok)?)
+    }
+
+    /// The dtype of weights and activations.
     pub fn dtype(&self, device: &Device) -> DType {
         self.dtype.unwrap_or(if device.is_cpu() { DType::F32 } else { DType::BF16 })
     }
@@ -124,13 +129,6 @@ pub fn gpu(ordinal: usize) -> Result<Device> {
 /// than later ones, to move states and touch memory: in a short run of a small model they would not come back.
 pub fn draft_after(choice: DraftHeadChoice, device: &Device) -> Duration {
     Duration::from_secs(if choice == DraftHeadChoice::Auto && device.is_cpu() { 2 } else { 0 })
-}
-
-/// To be called while there is one thread: what --algo says goes where every layer looks for it.
-pub fn fix_algo(args: &ModelArgs) -> Result<()> {
-    let algo = args.algo.map_or_else(Algo::from_env, Ok)?;
-    std::env::set_var(Algo::VARIABLE, algo.name());
-    Ok(())
 }
 
 /// To be called first, while there is one thread: candle asks for the number of threads at every
@@ -155,7 +153,7 @@ pub fn load_model(
     let bar = bar("loading", config.layers.len(), "layers");
     let progress = |done: usize, _| bar.set_position(done as u64);
     let head = if draft_head { DraftHeadChoice::On } else { DraftHeadChoice::Off };
-    let loader = CausalLm::loader(config).quantize(args.quantize).group(rank.group.clone());
+    let loader = CausalLm::loader(config).algo(args.algo()?).quantize(args.quantize).group(rank.group.clone());
     let loader = loader.draft_head(head).progress(progress);
     let load = || match (args.load_format, checkpoint.gguf()) {
         (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(loader.load_gguf(file, dtype, device)?),
@@ -182,7 +180,7 @@ pub fn load_model(
     if let [other, ..] = model.other_types() {
         let what = other.dtype.map_or("dense".to_string(), |dtype| format!("{dtype:?}"));
         let count = model.other_types().len();
-        tell!("{count} matrices are of another type, for want of whole blocks: {} is {what}", other.name);
+        status!("{count} matrices are of another type, for want of whole blocks: {} is {what}", other.name);
     }
     let place = match (&rank.group, device.is_cpu()) {
         (None, true) => "the CPU".to_string(),
@@ -198,6 +196,6 @@ pub fn load_model(
     let bytes = weights(args, checkpoint, part.as_ref().unwrap_or(config), dtype, device)?;
     let rate = bytes as f64 / 1e9 / seconds;
     let each = if part.is_some() { " each" } else { "" };
-    tell!("loaded {random}{dtype:?} weights{matrices} on {place} in {seconds:.2} s, {rate:.2} GB/s{each}");
+    status!("loaded {random}{dtype:?} weights{matrices} on {place} in {seconds:.2} s, {rate:.2} GB/s{each}");
     Ok(model)
 }

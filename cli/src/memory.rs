@@ -1,7 +1,7 @@
 //! Is there room? Asked before anything is loaded.
 
-use super::load::{LoadFormat, ModelArgs};
-use super::{tell, Checkpoint};
+use crate::load::{LoadFormat, ModelArgs};
+use crate::{status, Checkpoint};
 use anyhow::{bail, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
@@ -94,7 +94,7 @@ impl Need {
         let parts = format!("{weights} weights, {states} states, {kv} keys and values, about {working} to work with");
         let place = if device.is_cpu() { "the machine" } else { "the GPU" };
         let Some(free) = free(device).map(Size) else {
-            tell!("memory: {total} on {place}: {parts}");
+            status!("memory: {total} on {place}: {parts}");
             return Ok(());
         };
         if total.0 > free.0 {
@@ -103,7 +103,7 @@ impl Need {
                  smaller: --max-seq-len, --batch, --quantize"
             )
         }
-        tell!("memory: {total} of the {free} free on {place}: {parts}");
+        status!("memory: {total} of the {free} free on {place}: {parts}");
         Ok(())
     }
 }

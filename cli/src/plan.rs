@@ -1,7 +1,7 @@
 //! How much runs at once, and how long it may get.
 
-use super::args::Args;
-use super::common::Room;
+use crate::args::Args;
+use crate::Room;
 use candle_gdn_models::ModelConfig;
 
 /// MiB for the states of common beginnings, where several prompts may have some.

@@ -1,6 +1,6 @@
 //! A progress bar on stderr; nothing is drawn when that is not a terminal.
 
-use super::is_first;
+use crate::is_first;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 pub fn bar(what: &'static str, len: usize, unit: &str) -> ProgressBar {

@@ -1,6 +1,6 @@
 //! One run on several devices: a thread a rank, and all of them do the same.
 
-use anyhow::{bail, Context, Result};
+use anyhow::{bail, Result};
 use candle_core::Device;
 use candle_gdn_models::{Collective, LocalRank};
 use std::cell::Cell;
@@ -18,16 +18,16 @@ pub fn is_first() -> bool {
     RANK.get() == 0
 }
 
-/// A line on stderr, from the first rank only. Where nobody takes it the program goes on: `eprintln` would panic.
-macro_rules! tell {
+/// Writes a line to stderr, from the first rank only. Where stderr is closed the program goes on: `eprintln` would panic.
+#[macro_export]
+macro_rules! status {
     ($($arg:tt)*) => {
-        if $crate::common::is_first() {
+        if $crate::is_first() {
             use std::io::Write as _;
             let _ = writeln!(std::io::stderr(), $($arg)*);
         }
     };
 }
-pub(crate) use tell;
 
 /// A rank of a run.
 pub struct Rank {
@@ -127,7 +127,7 @@ fn makers(n: usize, cpu: bool) -> Result<Vec<Maker>> {
 
 #[cfg(feature = "nccl")]
 fn gpus(n: usize) -> Result<Vec<Maker>> {
-    use super::gpu_count::expect_gpus;
+    use anyhow::Context;
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
     use candle_gdn_models::{NcclId, NcclRank};
 
@@ -136,7 +136,7 @@ fn gpus(n: usize) -> Result<Vec<Maker>> {
     let id = NcclId::new().context("--tensor-parallel")?;
     let rank = move |number: usize| -> Maker {
         Box::new(move || {
-            let device = super::load::gpu(number)?;
+            let device = crate::load::gpu(number)?;
             let group: Arc<dyn Collective> = Arc::new(NcclRank::new(id, number, n, &device)?);
             Ok((device, group))
         })
@@ -147,4 +147,35 @@ fn gpus(n: usize) -> Result<Vec<Maker>> {
 #[cfg(not(feature = "nccl"))]
 fn gpus(_: usize) -> Result<Vec<Maker>> {
     bail!("--tensor-parallel: this build cannot use several GPUs: --features nccl makes one that can (--cpu divides the CPU)")
+}
+
+/// An error where `ranks`, which need a GPU each, are more than `gpus`.
+#[cfg(any(feature = "nccl", test))]
+fn expect_gpus(ranks: usize, gpus: usize) -> Result<()> {
+    let here = match gpus {
+        _ if ranks <= gpus => return Ok(()),
+        0 => "none is".to_string(),
+        1 => "1 is".to_string(),
+        gpus => format!("{gpus} are"),
+    };
+    bail!(
+        "--tensor-parallel {ranks}: expected at most as many ranks as there are GPUs, and here {here} \
+         (CUDA_VISIBLE_DEVICES may hide some; --cpu divides the CPU)"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rank_has_a_gpu() {
+        for (ranks, gpus) in [(1, 1), (2, 2), (2, 8)] {
+            assert!(expect_gpus(ranks, gpus).is_ok());
+        }
+        for (ranks, gpus, here) in [(4, 2, "here 2 are"), (2, 1, "here 1 is"), (1, 0, "here none is")] {
+            let message = expect_gpus(ranks, gpus).expect_err("too few").to_string();
+            assert!(message.contains(here) && message.contains(&format!("--tensor-parallel {ranks}:")), "{message}");
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! `generation_config.json`: what ends a text, and how the authors of a model sample from it.
 
-use super::args::SamplingArgs;
-use super::common::Checkpoint;
+use crate::args::SamplingArgs;
+use crate::Checkpoint;
 use anyhow::{bail, Context, Result};
 use candle_gdn_models::{ModelConfig, Sampling};
 use serde_json::Value;

@@ -1,7 +1,7 @@
 //! Command line.
 
-use crate::common::ModelArgs;
-use crate::generate::args::{block, drafted, graph, head, positive, SamplingArgs};
+use candle_gdn_cli::ModelArgs;
+use candle_gdn_cli::args::{block, drafted, graph, head, positive, SamplingArgs};
 use candle_gdn_models::{DraftHeadChoice, GraphChoice};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::Parser;

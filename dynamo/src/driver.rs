@@ -1,7 +1,7 @@
 //! The engine on a thread of its own, or on one for each rank: all of them do what the first one decides.
 
 use crate::blocks::{tell, Blocks, Router};
-use crate::common::{draft_after, load_model, ranks, Checkpoint, Need, Rank, Room};
+use candle_gdn_cli::{draft_after, load_model, ranks, Checkpoint, Need, Rank, Room};
 use crate::figures::{Figures, Shared};
 use crate::transfer::State;
 use crate::Args;

@@ -3,10 +3,10 @@
 use crate::asked::{asked, invalid, Asked, Ends, Kind};
 use crate::blocks::Router;
 use crate::card::Card;
-use crate::common::Checkpoint;
+use candle_gdn_cli::Checkpoint;
 use crate::driver::{Driver, Output, Refusal, Running};
 use crate::figures::Shared;
-use crate::generate::settings::Settings;
+use candle_gdn_cli::settings::Settings;
 use crate::transfer::{fetch, Shelf, State};
 use crate::Args;
 use anyhow::ensure;

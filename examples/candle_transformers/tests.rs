@@ -1,22 +1,12 @@
 //! The model of examples/candle_transformers against transformers, and the program around it.
 
-#[path = "support/cli.rs"]
-mod cli;
-#[path = "../../tests/support/devices.rs"]
-mod devices;
-#[path = "support/golden.rs"]
-mod golden;
-#[path = "../../examples/candle_transformers/model.rs"]
-mod model;
-#[path = "../../tests/support/skipped.rs"]
-mod skipped;
-
 use candle_core::{safetensors, DType, Device, Result, Tensor};
+use candle_gdn_models_testing::demo::{Copy, DEMO};
+use candle_gdn_models_testing::golden::{self, argmax, log_softmax};
+use candle_gdn_testing::devices::{devices, rel_rms};
+use candle_gdn_testing::program;
 use candle_nn::VarBuilder;
-use cli::{Copy, DEMO};
-use devices::{devices, rel_rms};
-use golden::{argmax, log_softmax};
-use model::ModelForCausalLM;
+use qwen3_next::{Config, ModelForCausalLM};
 use tokenizers::Tokenizer;
 
 /// Bound on the relative RMS error in f32.
@@ -26,7 +16,7 @@ const MARGIN: f32 = 1e-3;
 
 fn demo(dtype: DType, device: &Device) -> Result<ModelForCausalLM> {
     let config = std::fs::read_to_string(format!("{DEMO}/config.json"))?;
-    let config: model::Config = serde_json::from_str(&config).expect("a config");
+    let config: Config = serde_json::from_str(&config).expect("a config");
     assert_eq!(config.eos_token_id, 0);
     // SAFETY: nobody writes to the files of the repository during the tests.
     let vb = unsafe { VarBuilder::from_mmaped_safetensors(&[format!("{DEMO}/model.safetensors")], dtype, device)? };
@@ -151,19 +141,19 @@ fn the_program_continues_a_text() -> Result<()> {
 
     for model in [DEMO, &shards.arg()] {
         let args = ["--model", model, "--prompt", &start, "-n", "16", "--temperature", "0"];
-        let run = cli::run("candle_transformers", &args);
+        let run = program::run("candle_transformers", &args);
         assert_eq!(run.code, Some(0), "{run:?}");
         assert_eq!(run.stdout, format!("{start}{}\n", text(&want.greedy[..16])));
     }
     // It has no option for the rule's kernel.
-    let mut forced = cli::command("candle_transformers");
+    let mut forced = program::command("candle_transformers");
     forced.args(["--model", DEMO, "--prompt", &start]).env("CANDLE_GDN_ALGO", "chunked_sm80");
-    cli::Run::of(forced.output().expect("the example starts"))
+    program::Run::of(forced.output().expect("the example starts"))
         .says(&["algo: ChunkedSm80 takes q, k and v in bf16 or f16, got F32"]);
     let sampled = |seed: &str| {
         let args =
             ["--model", DEMO, "--prompt", &start, "-n", "16", "--temperature", "2", "--top-p", "0.9", "--seed", seed];
-        cli::run("candle_transformers", &args).stdout
+        program::run("candle_transformers", &args).stdout
     };
     assert_eq!(sampled("1"), sampled("1"));
     assert_ne!(sampled("1"), sampled("2"));

@@ -51,6 +51,5 @@ macro_rules! c_header {
 }
 
 #[cfg(test)]
-#[path = "../../tests/support/c_layout.rs"]
-pub(crate) mod c_layout;
+pub(crate) use candle_gdn_testing::c_layout;
 pub mod gdn;

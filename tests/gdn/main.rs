@@ -24,8 +24,6 @@ mod ring;
 mod rule_case;
 mod semantics;
 mod sixteen_bits;
-#[path = "../support/skipped.rs"]
-mod skipped;
 mod slot_pool;
 mod slots;
 mod soak;
@@ -37,3 +35,5 @@ mod tensor_cores;
 mod threads;
 mod token_states;
 mod verify;
+
+use candle_gdn_testing::skipped;

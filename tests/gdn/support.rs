@@ -1,11 +1,8 @@
 //! Kernels to test, golden files and a bound; beside them what the tests of the models use too.
 
-#[path = "../support/devices.rs"]
-mod devices;
-
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::{Algo, GateActivation, Gates, GdnPrefill, RuleOptions};
-pub use devices::*;
+pub use candle_gdn_testing::devices::*;
 use std::path::PathBuf;
 
 /// The kernels that multiply in bf16 or f16 and take nothing else.

@@ -1,23 +1,13 @@
 //! The files of a checkpoint, cut off at every length: an error names the file, and a part is never taken for the whole.
 
-#[path = "../../../examples/generate/args.rs"]
-#[allow(dead_code)]
-mod args;
-#[path = "../../../examples/generate/chat.rs"]
-#[allow(dead_code)]
-mod chat;
-#[path = "../../../examples/generate/settings.rs"]
-#[allow(dead_code)]
-mod settings;
-
 use crate::cli::Copy;
-use crate::common::{self, Checkpoint};
 use crate::generate::sharded;
 use anyhow::Result;
-use args::Args;
-use chat::Template;
+use candle_gdn_cli::args::Args;
+use candle_gdn_cli::chat::Template;
+use candle_gdn_cli::settings::Settings;
+use candle_gdn_cli::Checkpoint;
 use clap::Parser;
-use settings::Settings;
 use std::collections::BTreeSet;
 use std::fs::{read, File};
 

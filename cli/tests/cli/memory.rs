@@ -1,10 +1,10 @@
 //! What a model takes, as told before it is loaded.
 
 use crate::cli::{fails, generate, Copy, DEMO};
-use crate::common::dummy::Dummy;
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Shape, Tensor};
+use candle_gdn_cli::dummy::Dummy;
 use candle_gdn_models::{CausalLm, ModelConfig, Rings};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};

@@ -1,0 +1,6 @@
+//! What the tests of all packages share.
+
+pub mod c_layout;
+pub mod devices;
+pub mod program;
+pub mod skipped;
