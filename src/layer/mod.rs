@@ -104,12 +104,10 @@ impl GatedDeltaNet {
 
     /// The layer of these parts: for projections that are not dense, or weights from elsewhere.
     ///
-    /// Which kernel runs the rule, the environment variable [`Algo::VARIABLE`] says, read here; see
-    /// [`GatedDeltaNet::with_algo`].
+    /// [`GatedDeltaNet::with_algo`] forces a kernel.
     ///
     /// # Errors
-    /// When the config does not fit together, or a part does not fit the config (the message names it), or the variable
-    /// names no kernel.
+    /// When the config does not fit together, or a part does not fit the config (the message names it).
     pub fn new(config: &GdnConfig, parts: GdnParts) -> Result<Self> {
         config.check()?;
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = parts;
@@ -143,7 +141,7 @@ impl GatedDeltaNet {
         };
         // What wrote the weights is done before any launch reads them early.
         layer.conv_weight.device().synchronize()?;
-        Ok(layer.with_algo(Algo::from_env()?))
+        Ok(layer)
     }
 
     /// The layer with another choice of the rule's kernel: [`Algo::Auto`], or one that then runs every call, those of few

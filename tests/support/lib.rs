@@ -4,3 +4,5 @@ pub mod c_layout;
 pub mod devices;
 pub mod program;
 pub mod skipped;
+#[cfg(target_os = "linux")]
+pub mod streams;
