@@ -7,4 +7,4 @@ cd "$(dirname "$0")/.."
 cargo bench --features cupti --bench gpu
 cargo bench --features cupti --bench gpu -- decode prefill --algo all --heads 16/32 --file gpu-algos.json
 python3 benches/peers/bench.py --warm-up-compile
-cargo bench --bench report
+python3 benches/report.py

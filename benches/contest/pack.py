@@ -106,30 +106,30 @@ def tensors(work):
 
 def workload(folder, kind, work):
     """Writes its tensors; the line of the format."""
-    of, uuid = definition(kind), f"{kind}-{work.name.split()[0][1:]}"
-    path = f"blob/workloads/{of['op_type']}/{of['name']}/{uuid}.safetensors"
+    wanted, uuid = definition(kind), f"{kind}-{work.name.split()[0][1:]}"
+    path = f"blob/workloads/{wanted['op_type']}/{wanted['name']}/{uuid}.safetensors"
     saved = {name: x.contiguous() for name, x in tensors(work).items()}
     os.makedirs(os.path.join(folder, os.path.dirname(path)), exist_ok=True)
     save_file(saved, os.path.join(folder, path))
 
-    inputs = {name: {"type": "random"} for name in of["inputs"]}
+    inputs = {name: {"type": "random"} for name in wanted["inputs"]}
     inputs.update({name: {"type": "safetensors", "path": path, "tensor_key": name} for name in saved})
     inputs["scale"] = {"type": "scalar", "value": workloads.DIM ** -0.5}
-    return {"definition": of["name"], "solution": None, "evaluation": None,
+    return {"definition": wanted["name"], "solution": None, "evaluation": None,
             "workload": {"uuid": uuid, "axes": axes(work), "inputs": inputs}}
 
 
 def pack(folder, number=None):
     for kind in KINDS:
-        of = definition(kind)
+        wanted = definition(kind)
         works = workloads.select(f"contest-{kind}", number=number)
         lines = [json.dumps(workload(folder, kind, work)) for work in works]
-        write(folder, f"definitions/{of['op_type']}/{of['name']}.json", json.dumps(of, indent=2))
-        write(folder, f"workloads/{of['op_type']}/{of['name']}.jsonl", "".join(line + "\n" for line in lines))
-        print(f"{of['name']}: {len(lines)} workloads")
+        write(folder, f"definitions/{wanted['op_type']}/{wanted['name']}.json", json.dumps(wanted, indent=2))
+        write(folder, f"workloads/{wanted['op_type']}/{wanted['name']}.jsonl", "".join(line + "\n" for line in lines))
+        print(f"{wanted['name']}: {len(lines)} workloads")
     for kind, made in solutions():
-        of = definition(kind)
-        path = f"solutions/{made['author']}/{of['op_type']}/{of['name']}/{made['name']}"
+        wanted = definition(kind)
+        path = f"solutions/{made['author']}/{wanted['op_type']}/{wanted['name']}/{made['name']}"
         # Ours is also what the contest takes: one solution.json.
         write(folder, f"{path}/solution.json", json.dumps(made, indent=2))
         print(f"{path}/solution.json: {len(made['sources'])} files")

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""What flashinfer-bench found in a folder of pack.py: a table of each definition, then of each workload.
+"""What flashinfer-bench found in a folder of pack.py, as a record of benches/README.md:
 
-    python3 benches/contest/report.py FOLDER
+    python3 benches/contest/report.py FOLDER && python3 benches/report.py
 
-Prints the first, and writes both to benches/results/<device>/flashinfer-bench.md. All figures are the harness's own.
+Writes benches/results/<device>/flashinfer-bench.json, suites harness-decode and harness-prefill. All figures are the harness's
+own: a latency is its mean, so minimum and maximum are the same number. `reference` is the reference in float64 of each
+definition, over which the harness forms its speedup.
 """
 import argparse
 import glob
 import json
-import math
 import os
 import sys
 
@@ -16,100 +17,62 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 TOP = os.path.dirname(os.path.dirname(HERE))
 sys.path.insert(0, os.path.join(TOP, "benches", "peers"))
 
+import contest
 import records
+from workloads import DIM
 
-OURS = "candle_gdn"
 
-
-def traces(folder):
-    """{definition: {solution: {workload: evaluation}}}, the last where there are several; and {workload: axes}."""
-    found, axes = {}, {}
+def evaluations(folder):
+    """{(kind, solution, number): (axes, evaluation)}, the last where there are several."""
+    found = {}
     for path in sorted(glob.glob(os.path.join(folder, "traces", "**", "*.jsonl"), recursive=True)):
         with open(path, encoding="utf-8") as f:
-            for line in filter(str.strip, f):
-                trace = json.loads(line)
-                workload = trace["workload"]
-                found.setdefault(trace["definition"], {}).setdefault(trace["solution"], {})[workload["uuid"]] = trace["evaluation"]
-                axes[workload["uuid"]] = workload["axes"]
-    return found, axes
+            for trace in map(json.loads, filter(str.strip, f)):
+                kind, _, number = trace["workload"]["uuid"].rpartition("-")
+                found[kind, trace["solution"], int(number)] = trace["workload"]["axes"], trace["evaluation"]
+    return found
 
 
-def passed(evaluations):
-    return {uuid: e for uuid, e in evaluations.items() if e["status"] == "PASSED"}
+def row(kind, contender, variant, number, axes, ms, error, note=""):
+    batch, total = axes.get("batch_size", axes.get("num_seqs")), axes.get("total_seq_len", axes.get("batch_size"))
+    us = None if ms is None else {name: round(1e3 * ms, 3) for name in ("median", "min", "max")}
+    return {"suite": f"harness-{kind}", "workload": f"#{number} " + (f"B={batch}" if kind == "decode" else f"{batch}:{total}"),
+            "contender": contender, "variant": variant or None, "call": us, "error": error, "note": note,
+            "shape": {"hk": contest.HK, "hv": contest.HV, "k": DIM, "v": DIM, "batch": batch, "total_tokens": total}}
 
 
-def mean(values):
-    """Geometric; - of nothing."""
-    values = list(values)
-    return f"{math.exp(sum(map(math.log, values)) / len(values)):.3g}" if values else "-"
-
-
-def latency(evaluation):
-    return 1e3 * evaluation["performance"]["latency_ms"]
-
-
-def size(axes):
-    return f"B={axes['batch_size']}" if "batch_size" in axes else f"{axes['num_seqs']}:{axes['total_seq_len']}"
-
-
-def table(head, rows):
-    yield "| " + " | ".join(head) + " |"
-    yield "|" + " --- |" + " ---: |" * (len(head) - 1)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
-
-
-def summary(solutions):
-    ours = passed(next((e for name, e in solutions.items() if name.startswith(OURS)), {}))
-    head = ["solution", "passed", "latency, µs", "ours over theirs", "least", "most", "speedup over the reference",
-            "largest error"]
-    rows = []
-    for name, evaluations in sorted(solutions.items()):
-        fine = passed(evaluations)
-        ratios = [latency(ours[uuid]) / latency(e) for uuid, e in fine.items() if uuid in ours and not name.startswith(OURS)]
-        wrong = sorted({e["status"] for e in evaluations.values()} - {"PASSED"})
-        errors = [e["correctness"]["max_absolute_error"] for e in fine.values()]
-        rows.append([name, " ".join([f"{len(fine)} of {len(evaluations)}", *wrong]), mean(map(latency, fine.values())),
-                     mean(ratios), *(f"{f(ratios):.3g}" if ratios else "-" for f in (min, max)),
-                     mean(e["performance"]["speedup_factor"] for e in fine.values()),
-                     f"{max(errors):.1e}" if errors else "-"])
-    return table(head, rows)
-
-
-def workloads(solutions, axes):
-    names = sorted(solutions)
-    uuids = sorted({uuid for e in solutions.values() for uuid in e}, key=lambda uuid: int(uuid.rpartition("-")[2]))
-
-    def cell(name, uuid):
-        e = solutions[name].get(uuid)
-        return "-" if not e else f"{latency(e):.1f}" if e["status"] == "PASSED" else e["status"]
-
-    return table(["workload", "size", *names],
-                 ([uuid.rpartition("-")[2], size(axes[uuid]), *(cell(name, uuid) for name in names)] for uuid in uuids))
+def rows(found):
+    reference = set()
+    for (kind, solution, number), (axes, e) in sorted(found.items(), key=lambda item: (item[0][0], item[0][2], item[0][1])):
+        # candle_gdn_decode, flashinfer_decode_in_place
+        contender, _, variant = solution.partition(f"_{kind}")
+        names = contender.replace("_", "-"), variant.strip("_")
+        if e["status"] != "PASSED":
+            yield row(kind, *names, number, axes, None, None, f"failed: {e['status']}")
+            continue
+        speed = e["performance"]
+        yield row(kind, *names, number, axes, speed["latency_ms"], {"absolute": e["correctness"]["max_absolute_error"]})
+        if (kind, number) not in reference:
+            reference.add((kind, number))
+            yield row(kind, "reference", "", number, axes, speed["reference_latency_ms"], None)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
-    parser.add_argument("--out", metavar="FILE", help="default: benches/results/<device>/flashinfer-bench.md")
+    parser.add_argument("--out", metavar="FILE", help="default: benches/results/<device>/flashinfer-bench.json")
     args = parser.parse_args(argv)
-    found, axes = traces(args.folder)
+    found = evaluations(args.folder)
     if not found:
         parser.error(f"no traces in {args.folder}: flashinfer-bench run --local {args.folder} writes them")
-    first = next(e for solutions in found.values() for evaluations in solutions.values() for e in evaluations.values())
+    _, first = next(iter(found.values()))
     device, libs = first["environment"]["hardware"], first["environment"]["libs"]
-    short, long = [], []
-    for name, solutions in sorted(found.items()):
-        short += [f"\n## {name}\n", *summary(solutions)]
-        long += [f"\n## {name}: latency of each workload, µs\n", *workloads(solutions, axes)]
-    about = [f"# flashinfer-bench, {device}\n",
-             f"Commit {records.commit(TOP)}, {first['timestamp'][:10]}; " + ", ".join(f"{k} {v}" for k, v in sorted(libs.items())) +
-             ". What is measured: benches/README.md. Means over workloads are geometric."]
-    out = args.out or os.path.join(TOP, "benches", "results", records.slug(device), "flashinfer-bench.md")
-    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
-    with open(out, "w", encoding="utf-8") as f:
-        f.write("\n".join(about + short + long) + "\n")
-    print("\n".join(short))
+    head = records.header("flashinfer-bench", "flashinfer-bench run --local FOLDER", TOP, {"device": device, "cuda": libs.get("cuda")},
+                          {}, libs)
+    head["date"] = first["timestamp"][:10]
+    out = args.out or os.path.join(TOP, "benches", "results", records.slug(device), "flashinfer-bench.json")
+    records.save(out, head, list(rows(found)))
+    print(out)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,13 @@ import unittest
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 
+try:
+    import torch, safetensors.torch
+except ImportError as e:
+    raise unittest.SkipTest(f"{e}: nothing here runs without it")
 import pack
 import reference
 import report
-import torch
 import workloads
 from safetensors.torch import load_file
 
@@ -47,8 +50,8 @@ def run_of(kind):
 
 
 def arguments_of(kind):
-    of = pack.definition(kind)
-    return [*of["inputs"], *of["outputs"]]
+    wanted = pack.definition(kind)
+    return [*wanted["inputs"], *wanted["outputs"]]
 
 
 def load(path):
@@ -67,7 +70,7 @@ class Packed(unittest.TestCase):
         quiet(pack, cls.root, "--workload", "1")
 
     def files(self, folder, ending):
-        return sorted(os.path.join(at, name) for at, _, names in os.walk(os.path.join(self.root, folder)) for name in names
+        return sorted(os.path.join(place, name) for place, _, names in os.walk(os.path.join(self.root, folder)) for name in names
                       if name.endswith(ending))
 
     def lines(self):
@@ -77,15 +80,15 @@ class Packed(unittest.TestCase):
 
     def test_tensors_are_what_the_definition_says(self):
         for line in self.lines():
-            of, work = pack.definition(line["definition"].split("_")[1]), line["workload"]
-            self.assertEqual(list(work["inputs"]), list(of["inputs"]))
-            sizes = {name: axis.get("value", work["axes"].get(name)) for name, axis in of["axes"].items()}
-            self.assertEqual({name for name, axis in of["axes"].items() if axis["type"] == "var"}, set(work["axes"]))
+            wanted, work = pack.definition(line["definition"].split("_")[1]), line["workload"]
+            self.assertEqual(list(work["inputs"]), list(wanted["inputs"]))
+            sizes = {name: axis.get("value", work["axes"].get(name)) for name, axis in wanted["axes"].items()}
+            self.assertEqual({name for name, axis in wanted["axes"].items() if axis["type"] == "var"}, set(work["axes"]))
             for name, spec in work["inputs"].items():
                 if spec["type"] == "safetensors":
                     x = load_file(os.path.join(self.root, spec["path"]))[spec["tensor_key"]]
-                    self.assertEqual(list(x.shape), [sizes[axis] for axis in of["inputs"][name]["shape"]], name)
-                    self.assertEqual(x.dtype, TYPES[of["inputs"][name]["dtype"]], name)
+                    self.assertEqual(list(x.shape), [sizes[axis] for axis in wanted["inputs"][name]["shape"]], name)
+                    self.assertEqual(x.dtype, TYPES[wanted["inputs"][name]["dtype"]], name)
                     if name in "qk":
                         self.assertLess((x.float().norm(dim=-1) - 1).abs().max(), 0.01)
                 else:
@@ -111,9 +114,9 @@ class Packed(unittest.TestCase):
             path, _, entry = s["spec"]["entry_point"].partition("::")
             kind = s["definition"].split("_")[1]
             if s["spec"]["language"] == "cuda":
-                for at, text in sources.items():
+                for place, text in sources.items():
                     for name in pack.INCLUDE.findall(text):
-                        self.assertIn(os.path.normpath(os.path.join(os.path.dirname(at), name)), sources, at)
+                        self.assertIn(os.path.normpath(os.path.join(os.path.dirname(place), name)), sources, place)
                 found = re.search(rf"^void {entry}\((.*?)\) {{", sources[path], re.M | re.S).group(1)
                 names = [part.split()[-1] for part in found.split(",")]
                 self.assertIn(f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({entry}, {entry});", sources[path])
@@ -127,18 +130,18 @@ class Packed(unittest.TestCase):
     def test_the_harness_takes_it(self):
         found = flashinfer_bench.TraceSet.from_path(self.root)
         self.assertEqual(len(found.definitions), 2)
-        for name, of in found.definitions.items():
+        for name, wanted in found.definitions.items():
             [trace] = found.workloads[name]
-            kept = load_safetensors(of, trace.workload, found.root)
-            inputs = gen_inputs(of, trace.workload, "cpu", kept)
+            kept = load_safetensors(wanted, trace.workload, found.root)
+            inputs = gen_inputs(wanted, trace.workload, "cpu", kept)
             space = {}
-            exec(of.reference, space)
-            shapes = of.get_output_shapes(of.get_axes_values_from_inputs(inputs))
-            for x, shape, dtype in zip(space["run"](*inputs), shapes, of.torch_output_dtypes, strict=True):
+            exec(wanted.reference, space)
+            shapes = wanted.get_output_shapes(wanted.get_axes_values_from_inputs(inputs))
+            for x, shape, dtype in zip(space["run"](*inputs), shapes, wanted.torch_output_dtypes, strict=True):
                 self.assertEqual((list(x.shape), x.dtype), (shape, dtype))
                 self.assertTrue(x.isfinite().all())
-            ours = found.get_solution(f"candle_gdn_{name.split('_')[1]}")
-            self.assertTrue(TVMFFIBuilder().can_build(ours))
+            crate = found.get_solution(f"candle_gdn_{name.split('_')[1]}")
+            self.assertTrue(TVMFFIBuilder().can_build(crate))
 
     def test_report(self):
         with self.assertRaises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as text:
@@ -152,17 +155,18 @@ class Packed(unittest.TestCase):
             return {"definition": "d", "solution": solution, "evaluation": e,
                     "workload": {"uuid": "decode-1", "axes": {"batch_size": 4}, "inputs": {}}}
         with tempfile.TemporaryDirectory() as folder:
-            lines = [trace("candle_gdn_decode", 9.0), trace("candle_gdn_decode", 0.01), trace("flashinfer_decode", 0.02),
+            lines = [trace("candle_gdn_decode", 9.0), trace("candle_gdn_decode", 0.01), trace("flashinfer_decode_in_place", 0.02),
                      trace("other", 0, "RUNTIME_ERROR")]
             pack.write(folder, "traces/gdn/d.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-            out = os.path.join(folder, "out.md")
-            text = quiet(report, folder, "--out", out)
-            with open(out, encoding="utf-8") as f:
-                whole = f.read()
-        self.assertIn("| candle_gdn_decode | 1 of 1 | 10 | - | - | - | 100 | 1.0e-04 |", text)
-        self.assertIn("| flashinfer_decode | 1 of 1 | 20 | 0.5 | 0.5 | 0.5 | 50 | 1.0e-04 |", text)
-        self.assertIn("| other | 0 of 1 RUNTIME_ERROR | - | - | - | - | - | - |", text)
-        self.assertIn("| 1 | B=4 | 10.0 | 20.0 | RUNTIME_ERROR |", whole)
+            out = os.path.join(folder, "out.json")
+            quiet(report, folder, "--out", out)
+            run = load(out)
+        self.assertEqual((run["tool"], run["date"], run["machine"]["device"]), ("flashinfer-bench", "2026-11-22", "NVIDIA H200"))
+        found = {(r["contender"], r["variant"]): (r["call"] and r["call"]["median"], r["error"], r["note"]) for r in run["rows"]}
+        self.assertEqual({(r["suite"], r["workload"]) for r in run["rows"]}, {("harness-decode", "#1 B=4")})
+        self.assertEqual(found, {
+            ("candle-gdn", None): (10, {"absolute": 1e-4}, ""), ("reference", None): (1000, None, ""),
+            ("flashinfer", "in_place"): (20, {"absolute": 1e-4}, ""), ("other", None): (None, None, "failed: RUNTIME_ERROR")})
 
 
 class References(unittest.TestCase):

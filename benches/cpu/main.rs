@@ -2,7 +2,7 @@
 //! against the machine's memory.
 //!
 //! `cargo bench --bench cpu`; `CANDLE_NUM_THREADS` and `RAYON_NUM_THREADS` set the threads. Every contender's result is
-//! checked against the other's first. What was run is written to benches/results.
+//! checked against the other's first. What was run is written to benches/results, for `benches/report.py`.
 
 mod gguf;
 mod model;

@@ -8,7 +8,7 @@
 
 Suites: decode, prefill, contest-decode, contest-prefill, layer, projections. Needs a GPU, nvcc and torch; a peer that
 is not installed, does not compile or dies leaves gaps. Each contender runs in processes of its own, one at a time.
-Writes peers-<suite>.json under --out and prints a table. Protocol and format: benches/README.md.
+Writes peers-<suite>.json under --out and prints a summary. Protocol and format: benches/README.md.
 
 torch and torch-compile are PyTorch's own operations: the rule, on the few shapes of --quick, and the layer around our kernel
 of the rule. A speedup is over these.
@@ -231,13 +231,13 @@ def bench(args, parser, todo, lib, deadline):
                     "time", name, items, lib, args.shape_limit, min(deadline, start + args.contender_limit),
                     complain=say, results=results)
             finally:        # an interrupted run keeps what it has
-                mine = [records.row(w, name, v, r or {"note": "not run: interrupted"}, ceilings)
+                own_rows = [records.row(w, name, v, r or {"note": "not run: interrupted"}, ceilings)
                         for (w, v), r in zip(items, results)]
-                records.share_times(mine, [w for w, _ in items])
-                rows += mine
+                records.share_times(own_rows, [w for w, _ in items])
+                rows += own_rows
                 write()
-            done = sum(bool(records.done(suite, r)) for r in mine)
-            say(f"{suite}: {name}, {done} of {len(mine)} rows in {time.monotonic() - start:.0f} s")
+            done = sum(bool(records.done(suite, r)) for r in own_rows)
+            say(f"{suite}: {name}, {done} of {len(own_rows)} rows in {time.monotonic() - start:.0f} s")
         print(records.summary(suite, in_order(rows, parts)), flush=True)
     say(f"written to {os.path.relpath(out)}")
     return 0

@@ -50,20 +50,20 @@ class Watched:
     def follow(self, on_line, silence, deadline, done=lambda: False):
         """Until it ends, is silent for `silence` seconds, or `deadline` passes. Returns what ended it: "", itself.
         Once all is `done` it may not linger."""
-        heard = time.monotonic()
+        last_line = time.monotonic()
         try:
             while True:
                 over = self.process.poll() is not None
                 for line in self.lines():
                     on_line(line)
-                    heard = time.monotonic()
+                    last_line = time.monotonic()
                 if over:
                     return ""
                 if time.monotonic() > deadline:
                     return "the time limit was reached"
-                if done() and time.monotonic() - heard > FAREWELL:
+                if done() and time.monotonic() - last_line > FAREWELL:
                     return ""
-                if time.monotonic() - heard > silence:
+                if time.monotonic() - last_line > silence:
                     return f"no result within {silence:g} s"
                 time.sleep(POLL)
         finally:

@@ -42,12 +42,12 @@ def arguments(argv):
 def commands(args, file):
     """What runs each contender once."""
     prompts = ["--prompts", args.prompts] if args.prompts else []
-    ours = [args.ours, "--gguf", file, *prompts, "--decode", args.decode, "--depth", args.depth]
+    own = [args.ours, "--gguf", file, *prompts, "--decode", args.decode, "--depth", args.depth]
     # Prompts have nothing before them: tests of their own depth are runs of their own.
-    theirs = [args.bench, "-m", file, "-t", args.threads, "-o", "json", "-r", args.repeats]
-    runs = [[*theirs, "-p", args.prompts, "-n", 0]] if args.prompts else []
-    runs += [[*theirs, "-p", 0, "-n", args.decode, "-d", args.depth]] if args.decode else []
-    return {"candle-gdn": [[*ours, "--repeats", args.repeats]], "llama.cpp": runs}
+    peer = [args.bench, "-m", file, "-t", args.threads, "-o", "json", "-r", args.repeats]
+    runs = [[*peer, "-p", args.prompts, "-n", 0]] if args.prompts else []
+    runs += [[*peer, "-p", 0, "-n", args.decode, "-d", args.depth]] if args.decode else []
+    return {"candle-gdn": [[*own, "--repeats", args.repeats]], "llama.cpp": runs}
 
 
 def time_file(args, file, say):
@@ -67,9 +67,9 @@ def time_file(args, file, say):
 
 def lines(file, best):
     """Rows of a table in Markdown."""
-    ours, theirs = best["candle-gdn"], best["llama.cpp"]
-    for key in ours:
-        rate = [sum(key) / times[key] * 1e6 for times in (ours, theirs)]
+    own, peer = best["candle-gdn"], best["llama.cpp"]
+    for key in own:
+        rate = [sum(key) / times[key] * 1e6 for times in (own, peer)]
         what = f"prompt {key[0]}" if key[0] else f"decode {key[1]}"
         yield f"| {os.path.basename(file)} | {what} | {rate[0]:,.1f} | {rate[1]:,.1f} | {rate[0] / rate[1]:.2f} |"
 

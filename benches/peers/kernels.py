@@ -88,12 +88,12 @@ def short(name):
     return name.split("::")[-1].strip() or "?"
 
 
-def line(name, variant, kernels):
+def line(work, name, variant, kernels):
     total = lambda key: sum(kernel[key] for kernel in kernels)
     longest = sorted(kernels, key=lambda kernel: -kernel["ns"])[:LONGEST]
-    told = ", ".join(f"`{kernel['name']}` {kernel['ns'] / 1e3:.1f}" for kernel in longest)
-    return (f"| {name} {variant} | {len(kernels)} | {total('ns') / 1e3:.1f} | {total('read') / 1e6:.1f} | "
-            f"{total('written') / 1e6:.1f} | {told} |")
+    names = ", ".join(f"`{kernel['name']}` {kernel['ns'] / 1e3:.1f}" for kernel in longest)
+    return (f"| {work} | {name} {variant} | {len(kernels)} | {total('ns') / 1e3:.1f} | {total('read') / 1e6:.1f} | "
+            f"{total('written') / 1e6:.1f} | {names} |")
 
 
 def main():
@@ -112,17 +112,15 @@ def main():
         return run_calls(args.calls, works, args.lib)
     if not shutil.which("ncu"):
         p.error("no ncu on the PATH")
-    tables = {work.name: [] for work in works}
+    lines = {work.name: [] for work in works}
     for name in NAMES:
         for (work, variant), kernels in zip(items(name, works), profiled(name, args.works, args.lib), strict=True):
-            tables[work.name].append(line(name, variant, kernels))
+            lines[work.name].append(line(work.name, name, variant, kernels))
     import torch
     device = torch.cuda.get_device_name()
     command = f"python3 benches/peers/kernels.py --lib LIB --works {args.works}"
-    out = [f"# The kernels of a layer's call\n\n{device}, commit {records.commit(TOP)}, `{command}`: Nsight Compute, kernel by kernel.\n"]
-    for name, lines in tables.items():
-        out += [f"\n## {name}\n", "| form | kernels | µs in all | MB read | MB written | the longest, µs |", "|---|--:|--:|--:|--:|---|",
-                *lines]
+    out = [f"# The kernels of a layer's call\n\n{device}, commit {records.commit(TOP)}, `{command}`: Nsight Compute, kernel by kernel.\n",
+           "| work | form | kernels | µs in all | MB read | MB written | the longest, µs |", "|---|---|--:|--:|--:|--:|---|", *sum(lines.values(), [])]
     folder = args.out or os.path.join(TOP, "benches", "results", records.slug(device))
     os.makedirs(folder, exist_ok=True)
     text = "\n".join(out) + "\n"

@@ -101,14 +101,14 @@ def median(r, tier):
     return r[tier]["median"] if r and r.get(tier) else None
 
 
-def label(col):
-    return " ".join(filter(None, col))
+def label(column):
+    return " ".join(filter(None, column))
 
 
-def ours(cols):
+def own_column(columns):
     """Our column: Algo::Auto where it ran; for the projections the one wide product, which is what the layer does."""
     known = ("candle-gdn", "auto"), ("torch", "one")
-    return next((c for c in (*known, *cols) if c in cols and (c[0] == "candle-gdn" or c[0] == "torch" and c[1])), None)
+    return next((c for c in (*known, *columns) if c in columns and (c[0] == "candle-gdn" or c[0] == "torch" and c[1])), None)
 
 
 def done(suite, r):
@@ -117,41 +117,19 @@ def done(suite, r):
 
 
 def summary(suite, rows):
-    """A table of gpu / event times with our gpu time over each peer's, then the geometric means of these. Further draws of
-    a shape are left out of the table and counted in the means. Of the hard suite the errors. The tables of `cargo bench
-    --bench report` tell more."""
-    works, ratios, gaps, hard = {}, {}, {}, suite == "hard"
+    """The geometric means of our gpu time over the time of each other column, and the gaps. benches/report.py makes tables."""
+    works, ratios, gaps = {}, {}, {}
     for r in rows:
-        col = r["contender"], r["variant"]
-        works.setdefault((r["workload"], r["l2"]), {})[col] = r
+        column = r["contender"], r["variant"]
+        works.setdefault((r["workload"], r["l2"]), {})[column] = median(r, "gpu")
         if not done(suite, r):
-            gaps.setdefault((label(col), r["note"]), []).append(f"{r['workload']} {r['l2']}")
-    cols = list(dict.fromkeys((r["contender"], r["variant"]) for r in rows))
-    mine = ours(cols)
-    body = [["", "floor", *map(label, cols)]]
-    for (name, l2), cells in works.items():
-        line = [f"{name} {l2}", f"{next(iter(cells.values()))['floor_us']:.1f}"]
-        us = median(cells.get(mine), "gpu")
-        for col in cols:
-            if hard:
-                error = (cells.get(col) or {}).get("error") or {}
-                line.append(", ".join(f"{name} {e:.1e}" for name, e in error.items() if e is not None) or "-")
-                continue
-            gpu, event = (median(cells.get(col), tier) for tier in ("gpu", "event"))
-            line.append(f"{gpu:.2f} / " + (f"{event:.2f}" if event else "-") if gpu else "-")
-            if gpu and us and col != mine and col[0] != "candle-gdn":
-                line[-1] += f" ({us / gpu:.2f})"
-                ratios.setdefault(col, []).append(us / gpu)
-        if not all("the same shape" in r["note"] for r in cells.values()):
-            body.append(line)
-    widths = [max(map(len, column)) for column in zip(*body)]
-    lines = [f"{suite}: relative RMS errors" if hard else
-             f"{suite}: µs a call, kernels (CUPTI) / CUDA graph; in brackets our kernels' time over theirs"]
-    lines += ["  " + "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths)))
-              for line in body]
+            gaps.setdefault((label(column), r["note"]), []).append(f"{r['workload']} {r['l2']}")
+    own = own_column(list(dict.fromkeys((r["contender"], r["variant"]) for r in rows)))
+    for times in works.values():
+        for column, us in times.items():
+            if us and times.get(own) and column[0] != "candle-gdn" and column != own:
+                ratios.setdefault(column, []).append(times[own] / us)
     means = [f"{label(c)} {statistics.geometric_mean(v):.3f} ({len(v)})" for c, v in ratios.items()]
-    if means:
-        lines.append("  our gpu time over theirs, geometric mean (works): " + ", ".join(means))
-    for (who, note), names in gaps.items():
-        lines.append(f"  gap: {who}, {names[0] if len(names) == 1 else f'{len(names)} rows'}: {note}")
-    return "\n".join(lines)
+    lines = [f"{suite}: our gpu time over theirs, geometric mean (works): {', '.join(means) or 'none'}"]
+    return "\n".join(lines + [f"  gap: {who}, {names[0] if len(names) == 1 else f'{len(names)} rows'}: {note}"
+                              for (who, note), names in gaps.items()])

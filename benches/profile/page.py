@@ -17,14 +17,15 @@ PAGE = os.path.join(os.path.dirname(HERE), "profile.md")
 
 INTRO = """# Where the cycles go
 
-Made by `benches/profile/run.sh`; do not edit. Each trace is of one call with cold L2, four multiprocessors of it, and opens at
-<https://ui.perfetto.dev> (a track for each warp). Kernels with stamps are slower: read shares, not times. A share is of the
-lives of all warps of a role. In the chunk forms a scope contains what stamping the one before it took; elsewhere that is
-unstamped. What the scopes mean: `cuda/common/profile.cuh`.
+Made by `benches/profile/run.sh`; do not edit. Each trace is of one call with a cold L2 cache and four multiprocessors, and opens at
+<https://ui.perfetto.dev> with a track for each warp. Stamps make kernels slower: read shares, not times. A share is of the lives
+of all warps of a role; cycles are the median of one passage. A table has the largest scope of each role and of all, `all multiprocessors` has every
+scope. In the chunk forms a scope contains the cost of the stamp before it; elsewhere that cost is unstamped. The scopes are
+explained in `cuda/common/profile.cuh`, commits are in [about.tsv]({folder}/about.tsv).
 """
 
 WIDTH, LABEL, ROW, TOP = 1000, 170, 14, 26
-WINDOW_US, MOST_TRACKS = 12.0, 24
+WINDOW_US, MOST_TRACKS, MOST_SCOPES = 12.0, 24, 6
 WAIT = "#d9d9d9"
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#393b79",
            "#637939", "#8c6d31", "#843c39", "#7b4173", "#3182bd", "#e6550d", "#31a354", "#756bb1", "#636363")
@@ -75,27 +76,21 @@ def percent(share):
     return f"{100 * share:.1f} %"
 
 
-def sentence(role, found):
-    """What a role does most, and what it waits for."""
-    waiting = {name: share for name, (share, _) in found.items() if waits(name)}
-    working = {name: share for name, (share, _) in found.items() if not waits(name)}
-    most = lambda x: " and ".join(f"`{name}` {percent(share)}" for name, share in sorted(x.items(), key=lambda i: -i[1])[:2])
-    text = f"- **{role}**: at work {percent(sum(working.values()))}"
-    text += f" (most: {most(working)})" if working else ""
-    return text + (f", waiting {percent(sum(waiting.values()))} (most: {most(waiting)})" if waiting else "")
-
-
 def table(roles):
-    """Rows of scopes, a column for each role: share, and the median cycles of a passage."""
+    """Rows of work, waits and the largest scopes, a column for each role: share, and the median cycles of a passage."""
     found = {role: shares(warps) for role, warps in roles.items()}
-    scopes = list(dict.fromkeys(name for role in found.values() for name in role))
+    largest = lambda scope: -max(scopes[scope][0] for scopes in found.values() if scope in scopes)
+    names = sorted({name for scopes in found.values() for name in scopes}, key=lambda name: (largest(name), name))
+    first = {max(scopes, key=lambda name: scopes[name][0]) for scopes in found.values() if scopes}     # of each role
+    names = sorted(names, key=lambda name: name not in first)[:MOST_SCOPES]
     lines = ["| scope | " + " | ".join(f"{role}: share | cycles" for role in found) + " |", "|---" * (1 + 2 * len(found)) + "|"]
-    for scope in scopes:
-        cells = [f"{percent(found[r][scope][0])} | {found[r][scope][1]}" if scope in found[r] else " | " for r in found]
-        lines.append(f"| {scope} | " + " | ".join(cells) + " |")
-    rest = [1 - sum(share for share, _ in found[r].values()) for r in found]
-    lines.append("| (unstamped) | " + " | ".join(f"{percent(max(share, 0))} | " for share in rest) + " |")
-    return lines, [sentence(role, scopes) for role, scopes in found.items()]
+    for what, waiting in (("all work", False), ("all waits", True)):
+        sums = [sum(share for name, (share, _) in scopes.items() if waits(name) == waiting) for scopes in found.values()]
+        lines.append(f"| {what} | " + " | ".join(f"{percent(share)} | " for share in sums) + " |")
+    for name in names:
+        cells = [f"{percent(scopes[name][0])} | {scopes[name][1]}" if name in scopes else " | " for scopes in found.values()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def window(warps):
@@ -126,9 +121,9 @@ def picture(warps):
              f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
              f'<text x="{LABEL}" y="16">multiprocessor {sm}, {end - begin:.1f} µs from {begin:.1f} µs on</text>']
     for i, track in enumerate(tracks):
-        mine, y = [w for w in warps if w.track == track], TOP + ROW * i
-        lines.append(f'<text x="{LABEL - 6}" y="{y + 10}" text-anchor="end">{escape(mine[0].role)} {mine[0].number}</text>')
-        for scope in (s for w in mine for s in w.scopes):
+        row, y = [w for w in warps if w.track == track], TOP + ROW * i
+        lines.append(f'<text x="{LABEL - 6}" y="{y + 10}" text-anchor="end">{escape(row[0].role)} {row[0].number}</text>')
+        for scope in (s for w in row for s in w.scopes):
             left, right = max(scope.begin, begin), min(scope.end, end)
             if right > left:
                 fill = WAIT if waits(scope.name) else colours[scope.name]
@@ -141,22 +136,21 @@ def picture(warps):
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def section(folder, name, device, commit, command, call):
-    """The page's part of one trace; writes its picture."""
+def section(folder, name, device, _commit, command, call):
+    """The section of one trace; writes its picture."""
     warps = read(os.path.join(folder, f"{name}.json.gz"))
     with open(os.path.join(folder, f"{name}.svg"), "w") as file:
         file.write(picture(warps))
-    at = os.path.relpath(folder, os.path.dirname(PAGE))
-    lines = [f"## {name}", f"{call}. {device}, commit {commit}, `{command}`: [trace]({at}/{name}.json.gz), "
-             f"[all multiprocessors]({at}/{name}-table.json).", "", f"![{name}]({at}/{name}.svg)", ""]
+    link = f"{os.path.relpath(folder, os.path.dirname(PAGE))}/{name}"
+    lines = [f"## {name}", "", f"{call}. {device}, `{command}`: [trace]({link}.json.gz), [all multiprocessors]({link}-table.json).", "",
+             f"![{name}]({link}.svg)", ""]
     launches = sorted({w.launch for w in warps})
     for launch in launches:
-        mine = [w for w in warps if w.launch == launch]
+        found = [w for w in warps if w.launch == launch]
         if len(launches) > 1:
-            blocks = len({w.block for w in mine})
+            blocks = len({w.block for w in found})
             lines += [f"### Launch {launch + 1} of {len(launches)} ({blocks} blocks in the trace)", ""]
-        rows, sentences = table(by_role(mine))
-        lines += [*sentences, "", *rows, ""]
+        lines += [*table(by_role(found)), ""]
     return lines
 
 
@@ -167,9 +161,10 @@ def main():
     args = parser.parse_args()
     with open(os.path.join(args.folder, "about.tsv")) as file:
         about = [line.rstrip("\n").split("\t") for line in file]
-    lines = [INTRO]
+    folder = os.path.abspath(args.folder)
+    lines = [INTRO.format(folder=os.path.relpath(folder, os.path.dirname(PAGE)))]
     for row in about:
-        lines += section(os.path.abspath(args.folder), *row)
+        lines += section(folder, *row)
     with open(args.page, "w") as file:
         file.write("\n".join(lines).rstrip() + "\n")
 

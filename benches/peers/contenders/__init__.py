@@ -42,8 +42,8 @@ COMPILE_AHEAD_ENV = {"fla": {"FLA_CACHE_RESULTS": "0"}}
 
 def variants(name, suite, algos=("auto",)):
     """The variants of a contender in a suite; none where it has no part in it."""
-    mine = CONTENDERS[name][2].get(suite, [])
-    return [v for v in mine if v in algos or v not in ALGOS] if name == "candle-gdn" else mine
+    own = CONTENDERS[name][2].get(suite, [])
+    return [v for v in own if v in algos or v not in ALGOS] if name == "candle-gdn" else own
 
 
 def takes(name, variant, work):

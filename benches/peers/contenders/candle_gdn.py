@@ -75,8 +75,8 @@ class CandleGdn:
         o = torch.empty(sets, work.tokens, work.hv * DIM, device=self.device, dtype=BF16)
         out = d.state if work.decode else torch.empty_like(d.state)
         cu = None if work.decode else cumulative(work, torch.int32, self.device)
-        of = lambda parts, i: [part[i] for part in parts]
-        params = [rule_params(work, ALGOS[variant], of(mixed, i), of(ba, i), o[i], d.state[i], out[i], d.a_log, d.dt_bias, cu)
+        pick = lambda parts, i: [part[i] for part in parts]
+        params = [rule_params(work, ALGOS[variant], pick(mixed, i), pick(ba, i), o[i], d.state[i], out[i], d.a_log, d.dt_bias, cu)
                   for i in range(sets)]
         # One for all calls, as an allocator would hand it out.
         abi.workspace(self.lib.gdn_rule_workspace, *params, device=self.device)

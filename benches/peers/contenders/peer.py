@@ -34,17 +34,17 @@ def allocating_prefill(work, sets, device, prefill, outputs):
     # One cu_seqlens for all sets: what it derives from the lengths is kept by the tensor's identity.
     cu = cumulative(work, torch.int64, device)
     state = d.state.mT.contiguous()
-    left = {}
+    results = {}
 
     def call(i):
         args = [x[i:i + 1] for x in (q, k, d.v, g, beta)]
 
         def run():
-            left[i] = prefill(*args, scale=DIM ** -0.5, initial_state=state[i], cu_seqlens=cu, output_final_state=True)
+            results[i] = prefill(*args, scale=DIM ** -0.5, initial_state=state[i], cu_seqlens=cu, output_final_state=True)
         return run
 
     def result():
-        o, final = outputs(left[0])
+        o, final = outputs(results[0])
         return o[0], final.mT
 
     poison_allocator(output_bytes(work), device)

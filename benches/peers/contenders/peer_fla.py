@@ -32,20 +32,20 @@ class Fla(Peer):
         if not work.decode:
             return allocating_prefill(work, sets, self.device, self.chunk, self.own)
         d = draw(work, sets, self.device)
-        left, math = {}, raw_math(d, work)
+        results, math = {}, raw_math(d, work)
 
         def call(i):
             q, k, v, a, b = (x[i].unsqueeze(1) for x in (d.q, d.k, d.v, d.a, d.b))
 
             def run():
-                left[i] = self.recurrent(
+                results[i] = self.recurrent(
                     q, k, v, g=a, beta=b, scale=DIM ** -0.5, initial_state=d.state[i], output_final_state=True,
                     use_qk_l2norm_in_kernel=work.l2norm, use_gate_in_kernel=True, A_log=d.a_log, dt_bias=d.dt_bias,
                     use_beta_sigmoid_in_kernel=True, state_v_first=True)
             return run
 
         poison_allocator(output_bytes(work), self.device)
-        return Case([call(i) for i in range(sets)], math, lambda: (left[0][0][:, 0], left[0][1]))
+        return Case([call(i) for i in range(sets)], math, lambda: (results[0][0][:, 0], results[0][1]))
 
     @staticmethod
     def own(found):
@@ -69,7 +69,7 @@ class Fla(Peer):
         cache = torch.cat([d.conv_state[:, :, :1], d.conv_state], 2).mT        # [set, sequence, channels, 4]
         caches = [[c.contiguous() for c in cache[i].split(parts, 1)] for i in range(sets)]
         weights = [d.conv[i].split(parts, 0) for i in range(sets)]
-        left = {}
+        results = {}
 
         def convolve(x, i, j):
             if work.decode:
@@ -91,11 +91,11 @@ class Fla(Peer):
                               output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
                               A_log=d.a_log, dt_bias=d.dt_bias, use_beta_sigmoid_in_kernel=True, state_v_first=True)
                 o = rms_norm_gated(o, heads(z), d.norm[i], None, activation="swish", eps=1e-6)
-                left[i] = torch.nn.functional.linear(o.flatten(-2), d.w_out[i]), final
+                results[i] = torch.nn.functional.linear(o.flatten(-2), d.w_out[i]), final
             return run
 
         def result():
-            y, final = self.own(left[0])
+            y, final = self.own(results[0])
             return y.flatten(0, 1), final
 
         poison_allocator(output_bytes(work), self.device)

@@ -85,7 +85,7 @@ class TensorOps(Peer):
 
     def rule_case(self, work, variant, sets):
         d = draw(work, sets, self.device)
-        math, left = raw_math(d, work), {}
+        math, results = raw_math(d, work), {}
         # [set, sequence, token, ..] of equal lengths.
         lead = (len(work.lens),) if work.decode else (len(work.lens), work.lens[0])
         inputs = [x.unflatten(1, lead) for x in (d.q, d.k, d.v, d.a, d.b)]
@@ -94,11 +94,11 @@ class TensorOps(Peer):
             args = *(x[i] for x in inputs), d.a_log, d.dt_bias, d.state[i]
 
             def run():
-                left[i] = (self.decode(*args), d.state[i]) if work.decode else self.prefill(*args)
+                results[i] = (self.decode(*args), d.state[i]) if work.decode else self.prefill(*args)
             return run
 
         def result():
-            o, state = left[0]
+            o, state = results[0]
             return o.reshape(work.tokens, work.hv, DIM), state
 
         poison_allocator(output_bytes(work), self.device)

@@ -42,7 +42,7 @@ def output_side(o, z, norm, weight):
 
 class TorchLayer:
     def __init__(self, lib_path, device, compiled):
-        self.ours, self.device = CandleGdn(lib_path, device), device
+        self.crate, self.device = CandleGdn(lib_path, device), device
         self.convolution = convolve_by_terms if compiled else convolve
         self.input_side, self.output_side = (
             torch.compile(f, dynamic=False) if compiled else f for f in (input_side, output_side))
@@ -66,8 +66,8 @@ class TorchLayer:
 
         # One workspace for all calls, as an allocator would hand it out.
         first = rule(0, [rows(d.channels)], rows(work.hv), rows(work.hv), rows(d.values))
-        abi.workspace(self.ours.lib.gdn_rule_workspace, first, device=self.device)
-        left = {}
+        abi.workspace(self.crate.lib.gdn_rule_workspace, first, device=self.device)
+        results = {}
 
         def call(i):
             x = d.x[i].view(n, per_seq, layer.HIDDEN)
@@ -78,9 +78,9 @@ class TorchLayer:
                 o = rows(d.values)
                 params = rule(i, *([y.flatten(0, 1) for y in qkv], *(y.flatten(0, 1) for y in (b, a))), o)
                 params.workspace, params.workspace_bytes = first.workspace, first.workspace_bytes
-                self.ours.launch("gdn_rule", params)
-                left[i] = self.output_side(o.view(n, per_seq, -1), z, d.norm[i], d.w_out[i]), first.room
+                self.crate.launch("gdn_rule", params)
+                results[i] = self.output_side(o.view(n, per_seq, -1), z, d.norm[i], d.w_out[i]), first.room
             return run
 
         return layer.LayerCase([call(i) for i in range(sets)], layer.reference(work, d, state_in),
-                               lambda: (left[0][0].flatten(0, 1), d.state[0]), first.workspace_bytes)
+                               lambda: (results[0][0].flatten(0, 1), d.state[0]), first.workspace_bytes)
