@@ -6,13 +6,13 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::Parser;
 use std::path::PathBuf;
 
-/// More tokens at once cost more than the few that are right are worth.
+/// More drafts at once cost more than the accepted ones save.
 const MOST_DRAFTED: usize = 64;
 
-/// Tokens of a completion, unless told.
+/// Tokens of a completion, by default.
 const SAMPLE_LEN: usize = 128;
 
-/// The states of prompts are kept at multiples of this: where the chunks of a prefill begin, whatever was fed before.
+/// The prefix cache keeps states at multiples of this, where the chunks of a prefill begin.
 const CHUNK: usize = 64;
 
 /// Completes texts with a Qwen3-Next model. The completions go to stdout, everything else to
@@ -115,7 +115,7 @@ pub struct SamplingArgs {
     pub repeat_last_n: usize,
 }
 
-/// How the model is run: none of it changes what the model says, but for the rounding of sums.
+/// How the model runs. This changes no completion, except by the rounding of sums.
 #[derive(clap::Args, Debug)]
 pub struct RunArgs {
     /// Prompts that run at once at most; the others follow as these end [default: all]
@@ -127,30 +127,30 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", value_parser = positive)]
     pub max_seq_len: Option<usize>,
 
-    /// Tokens to guess at most at each step, from what followed the last tokens earlier in the text, and to check in
-    /// one pass; fewer where guesses were wrong. 0 guesses none
+    /// Tokens to draft at most at each step, from what followed the last tokens earlier in the text, and to verify in one
+    /// pass; fewer where drafts were rejected. 0 drafts none
     #[arg(long, value_name = "N", default_value = "0", value_parser = drafted)]
     pub draft: usize,
 
-    /// Let the draft head of the checkpoint draft tokens, to be checked in one pass: as many as save time, none where
-    /// none do. auto goes on without where there is no head, on fails
+    /// Let the draft head of the checkpoint draft tokens, to be verified in one pass: as many as save time, none where none
+    /// do. Without a head auto runs without drafts, and on fails
     #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "on", "off"]).map(head))]
     pub mtp: DraftHeadChoice,
 
-    /// Memory for the states of beginnings that prompts share, which are then fed once; 0 keeps none
+    /// Memory for the states of prefixes that prompts share, which then run once; 0 keeps none
     /// [default: 256 with several prompts, else 0]
     #[arg(long, value_name = "MIB")]
     pub prefix_cache: Option<usize>,
 
-    /// Shared beginnings are cut to a multiple of this, itself a multiple of 64
+    /// Shared prefixes are cut to a multiple of this, itself a multiple of 64
     #[arg(long, value_name = "TOKENS", default_value = "64", value_parser = block)]
     pub prefix_block: usize,
 
-    /// Tell how many tokens came from --prefix-cache
+    /// Report how many tokens came from --prefix-cache
     #[arg(long)]
     pub show_cache: bool,
 
-    /// Record a decode step once and replay it, on a GPU: auto goes on without where that cannot be, on fails
+    /// Capture a decode step as a CUDA graph and replay it: where that is impossible auto runs without, and on fails
     #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "on", "off"]).map(graph))]
     pub cuda_graph: GraphChoice,
 }

@@ -1,4 +1,4 @@
-//! The files that the programs carry in themselves: the demo checkpoint, and the configurations of published models.
+//! The files that are built into the programs: the demo checkpoint, and the configurations of published models.
 
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -24,8 +24,8 @@ const FILES: &[(&str, &[u8])] = files![
     "configs/qwen3.5-4b.json",
 ];
 
-/// Where they lie: in the checkout that the program was built from, or where that is gone, in the user's cache, into which
-/// they are written once.
+/// The folder of these files: in the checkout that the program was built from, or where that is gone, in the user's cache, into
+/// which they are written once.
 pub fn folder() -> Result<PathBuf> {
     let checkout = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate"));
     if checkout.join(FILES[0].0).is_file() {

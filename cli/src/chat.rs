@@ -11,12 +11,12 @@ use serde_json::{Serializer, Value};
 
 const NAME: &str = "chat";
 
-/// Steps of a template: some hundreds a message.
+/// Steps that a template may run: it needs some hundreds a message.
 const FUEL: u64 = 1_000_000;
 /// Bytes that it may write, more than any model reads.
-const MOST: usize = 64 << 20;
+const MAX_BYTES: usize = 64 << 20;
 
-/// Who says what.
+/// A message of a chat.
 #[derive(Clone, Debug)]
 pub struct Message {
     pub role: &'static str,
@@ -35,13 +35,13 @@ impl Message {
 
 pub struct Template {
     env: Environment<'static>,
-    /// Special tokens that templates ask for.
+    /// Special tokens that templates use.
     bos: String,
     eos: String,
 }
 
 impl Template {
-    /// That of the checkpoint; None where it has none.
+    /// The template of the checkpoint; None where it has none.
     pub fn find(checkpoint: &Checkpoint) -> Result<Option<Self>> {
         let (text, [bos, eos]) = match checkpoint.gguf() {
             Some(file) => {
@@ -64,7 +64,7 @@ impl Template {
         Ok(Some(Self { env, bos, eos }))
     }
 
-    /// As [`Template::find`], where there must be one.
+    /// As [`Template::find`]; a missing template is an error.
     pub fn load(checkpoint: &Checkpoint) -> Result<Self> {
         let Some(template) = Self::find(checkpoint).context("--chat")? else {
             bail!(
@@ -76,7 +76,7 @@ impl Template {
         Ok(template)
     }
 
-    /// The text of `messages`, and of the opening of an answer if that is to follow.
+    /// The text of `messages`, and with `answer` the opening of the next answer.
     pub fn render(&self, messages: &[Message], answer: bool) -> Result<String> {
         let message = |m: &Message| context! { role => m.role, content => m.content.as_str() };
         let messages: Vec<JinjaValue> = messages.iter().map(message).collect();
@@ -92,13 +92,13 @@ impl Template {
     }
 }
 
-/// What a template wrote, up to [`MOST`] bytes.
+/// What a template wrote, up to [`MAX_BYTES`].
 struct Limited(Vec<u8>);
 
 impl std::io::Write for Limited {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        if self.0.len() + bytes.len() > MOST {
-            return Err(std::io::Error::other(format!("expected at most {MOST} bytes of text")));
+        if self.0.len() + bytes.len() > MAX_BYTES {
+            return Err(std::io::Error::other(format!("expected at most {MAX_BYTES} bytes of text")));
         }
         self.0.write(bytes)
     }
@@ -125,7 +125,7 @@ fn token(value: &Value) -> &str {
     value.as_str().or(value["content"].as_str()).unwrap_or_default()
 }
 
-/// As transformers sets Jinja up: templates are written for that.
+/// Jinja with the settings of transformers, which templates are written for.
 fn environment() -> Result<Environment<'static>, Error> {
     let mut env = Environment::new();
     env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);

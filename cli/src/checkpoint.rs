@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 pub struct Checkpoint {
-    /// The config.json, beside which the other files lie, or a GGUF file, which has all in it.
+    /// The config.json, with the other files in its folder, or a GGUF file.
     path: PathBuf,
     gguf: Option<GgufFile>,
     format: LoadFormat,
 }
 
 impl Checkpoint {
-    /// What `--model` names; the demo when it is not given.
+    /// The checkpoint that `--model` names; the demo where it is not given.
     pub fn find(args: &ModelArgs) -> Result<Self> {
         let format = args.load_format;
         let Some(model) = args.model.as_deref() else { return Self::in_dir(&builtin::folder()?.join("demo"), format) };
@@ -62,7 +62,7 @@ impl Checkpoint {
         Ok(Self { path, gguf: None, format })
     }
 
-    /// For messages.
+    /// Its name in messages.
     pub fn name(&self) -> std::path::Display<'_> {
         match self.gguf {
             Some(_) => self.path.display(),
@@ -70,12 +70,12 @@ impl Checkpoint {
         }
     }
 
-    /// The file that has all in it.
+    /// The GGUF file, if it is one.
     pub fn gguf(&self) -> Option<&GgufFile> {
         self.gguf.as_ref()
     }
 
-    /// A text file of a directory, and where it is; None where it is not there.
+    /// The text of a file in the directory, and its path; None where it is missing.
     pub fn text(&self, name: &str) -> Result<Option<(String, PathBuf)>> {
         if self.gguf.is_some() {
             return Ok(None);
@@ -88,7 +88,7 @@ impl Checkpoint {
         }
     }
 
-    /// Where its files lie.
+    /// The folder of its files.
     pub fn dir(&self) -> &Path {
         self.path.parent().unwrap_or(&self.path)
     }
@@ -102,7 +102,7 @@ impl Checkpoint {
         ModelConfig::from_json(&text).with_context(|| self.path.display().to_string())
     }
 
-    /// None where weights are made up and there is no tokenizer; where a checkpoint is expected that is an error.
+    /// Its tokenizer. A missing one is None where weights are made up, else an error.
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
         if let Some(file) = &self.gguf {
             return gguf_tokenizer::tokenizer(file).map(Some);
@@ -120,8 +120,8 @@ impl Checkpoint {
         Tokenizer::from_bytes(text).map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
     }
 
-    /// Whether the draft head is to be loaded, as `--mtp` says; random weights have one only where it is asked for. That of a
-    /// GGUF file may be in a file beside it, which has `mtp-` before its name.
+    /// Whether to load the draft head, as `--mtp` says. Random weights have one only with `--mtp on`. The head of a GGUF file
+    /// may be in a second file, named `mtp-` and the name of the first.
     pub fn draft_head(&mut self, choice: DraftHeadChoice, config: &ModelConfig) -> Result<bool> {
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
         let beside = self.path.with_file_name(format!("mtp-{name}"));
@@ -146,7 +146,7 @@ impl Checkpoint {
         }
     }
 
-    /// Whether the weights come with 16 bits each, up to small ones.
+    /// Whether all large weights have 16 bits.
     pub fn is_sixteen_bits(&self) -> Result<bool> {
         if self.format == LoadFormat::Dummy {
             return Ok(true);
@@ -154,7 +154,7 @@ impl Checkpoint {
         self.weights()?.iter().try_fold(true, |narrow, file| Ok(narrow & safetensors::is_sixteen_bits(file)?))
     }
 
-    /// The weight files, each checked to be there and whole, and none to have a tensor of another.
+    /// The weight files. Each must be there and whole, and no tensor may be in two of them.
     pub fn weights(&self) -> Result<Vec<PathBuf>> {
         let index = self.dir().join("model.safetensors.index.json");
         let single = self.dir().join("model.safetensors");
@@ -170,7 +170,7 @@ impl Checkpoint {
         let mut file_of = HashMap::new();
         for file in &files {
             for tensor in safetensors::tensors(file)? {
-                // Of two, which one were read would be chance.
+                // Which of two is read would be chance.
                 if let Some(other) = file_of.insert(tensor.clone(), file) {
                     bail!("{} and {} both have a tensor {tensor}", other.display(), file.display())
                 }

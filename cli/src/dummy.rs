@@ -1,4 +1,4 @@
-//! Random weights: what a model is timed with where its checkpoint is not at hand.
+//! Random weights, to time a model without its checkpoint.
 
 use candle_core::{bail, DType, Device, Error, Result, Shape, Tensor};
 use candle_gdn_models::{Family, Fp8Config, ModelConfig};
@@ -8,9 +8,8 @@ use float8::F8E4M3;
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-/// Values made at a time, in f32: the experts of a layer together would take gigabytes of it, and small pieces take the
-/// same memory again.
-const PIECE: usize = 1 << 22;
+/// Values made at a time, in f32: the experts of a layer together would need gigabytes.
+const CHUNK: usize = 1 << 22;
 const SEED: u64 = 299792458;
 
 /// What the names of weights end with; the experts of a layer come as one tensor.
@@ -23,8 +22,8 @@ const MOST: f32 = 448.;
 /// What the name of a weight's scales ends with.
 const SCALE: &str = "_scale_inv";
 
-/// A checkpoint that has whatever the model asks for, in the layout of its family. Each weight is made on the model's
-/// device, the same in every run, and of such size that activations stay as in a trained model.
+/// A checkpoint with every weight of a model, in the layout of its family. Each weight is made on the model's device, is the same
+/// in every run, and keeps activations in the range of a trained model.
 pub struct Dummy {
     family: Family,
     tied: bool,
@@ -78,13 +77,13 @@ impl SimpleBackend for Dummy {
             return Tensor::full(scale, shape, device)?.to_dtype(dtype);
         }
         let (len, range) = (shape.elem_count(), range(name, shape.dims()));
-        let piece = |first: usize| uniform(name, first, PIECE.min(len - first), range, device)?.to_dtype(dtype);
-        if len <= PIECE {
-            return piece(0)?.reshape(shape);
+        let chunk = |first: usize| uniform(name, first, CHUNK.min(len - first), range, device)?.to_dtype(dtype);
+        if len <= CHUNK {
+            return chunk(0)?.reshape(shape);
         }
         let all = Tensor::zeros(len, dtype, device)?;
-        for first in (0..len).step_by(PIECE) {
-            all.slice_set(&piece(first)?, 0, first)?;
+        for first in (0..len).step_by(CHUNK) {
+            all.slice_set(&chunk(first)?, 0, first)?;
         }
         all.reshape(shape)
     }
@@ -108,7 +107,7 @@ impl SimpleBackend for Dummy {
     }
 }
 
-/// Between which numbers the values lie.
+/// The lowest and the highest value of a weight.
 fn range(name: &str, dims: &[usize]) -> [f32; 2] {
     let last = name.rsplit('.').next().unwrap_or(name);
     match (last, dims) {
@@ -126,13 +125,13 @@ fn range(name: &str, dims: &[usize]) -> [f32; 2] {
     }
 }
 
-/// The values from the place `first` on, `[len]` in f32: such as bf16 holds, as published weights are. Packed for the CPU they
-/// take half of the memory, and a router's are one matrix in bf16.
+/// The values from index `first` on, `[len]` in f32, each exact in bf16 as published weights are: the CPU then packs them in half
+/// of the memory.
 fn uniform(name: &str, first: usize, len: usize, [low, high]: [f32; 2], device: &Device) -> Result<Tensor> {
     if !device.is_cpu() {
         return Tensor::rand(low, high, len, device)?.to_dtype(DType::BF16)?.to_dtype(DType::F32);
     }
-    // candle's generator there has no seed. The hash is taken from the numbers of the places, so that it vectorises.
+    // candle's generator on the CPU has no seed. A hash of the index vectorises.
     let seed = name.bytes().fold(SEED as u32, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193));
     let step = (high - low) / (1u32 << 24) as f32;
     let value = |i: usize| {

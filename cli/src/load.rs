@@ -1,4 +1,4 @@
-//! Device, dtype, and the model.
+//! The command line of a model: its device, dtype and weights, and how it is loaded.
 
 use crate::dummy::Dummy;
 use crate::memory::weights;
@@ -22,7 +22,7 @@ pub enum LoadFormat {
     Dummy,
 }
 
-/// Types of quantised matrices, by the names that llama.cpp gives them, and other ways to write those.
+/// Types of quantised matrices: the name of the option, the name that llama.cpp gives it, the type.
 const QUANTISED: [(&str, &str, GgmlDType); 10] = [
     ("q4_0", "q4_0", GgmlDType::Q4_0),
     ("q4_1", "q4_1", GgmlDType::Q4_1),
@@ -74,7 +74,7 @@ pub struct ModelArgs {
     pub cpu: bool,
 
     /// Kernel that runs the gated delta rule, whatever the shape: recurrent, recurrent_128, decode_128, chunked_sm80 or
-    /// chunked_sm90; a shape that it does not take is an error [default: the variable CANDLE_GDN_ALGO, or auto]
+    /// chunked_sm90; a shape that it does not support is an error [default: the variable CANDLE_GDN_ALGO, or auto]
     #[arg(long, value_name = "NAME")]
     algo: Option<Algo>,
 
@@ -101,7 +101,7 @@ impl ModelArgs {
         self.cpu || !candle_core::utils::cuda_is_available()
     }
 
-    /// Tokens of prompts that run in one pass. Weights are read once a pass, of which a GPU wants fewer.
+    /// Tokens of prompts that run in one pass. A pass reads all weights, so that a GPU has larger ones.
     pub fn prefill_chunk(&self, device: &Device) -> usize {
         self.prefill_chunk.map_or(if device.is_cpu() { 1024 } else { 8192 }, NonZeroUsize::get)
     }
@@ -125,14 +125,14 @@ pub fn gpu(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// How long steps take before the first draft of a head that was not asked for by name. On a CPU the first drafts take milliseconds more
-/// than later ones, to move states and touch memory: in a short run of a small model they would not come back.
+/// How long decoding runs before the first draft of a head that `--mtp on` did not ask for. On a CPU the first drafts take milliseconds
+/// more than later ones, to move states and touch memory: a short run of a small model would not regain them.
 pub fn draft_after(choice: DraftHeadChoice, device: &Device) -> Duration {
     Duration::from_secs(if choice == DraftHeadChoice::Auto && device.is_cpu() { 2 } else { 0 })
 }
 
-/// To be called first, while there is one thread: candle asks for the number of threads at every
-/// matrix product, and looks it up in /proc/cpuinfo unless this variable tells it.
+/// Sets rayon's number of threads. Call it first, while there is one thread: candle needs the number at every matrix product, and
+/// reads /proc/cpuinfo where this variable is not set.
 pub fn fix_thread_count() {
     const VARIABLE: &str = "RAYON_NUM_THREADS";
     if std::env::var_os(VARIABLE).is_none() {
@@ -140,7 +140,7 @@ pub fn fix_thread_count() {
     }
 }
 
-/// Loads the weights, memory-mapped, or makes them up, with a progress bar; those of the draft head too, where it is wanted.
+/// Loads the memory-mapped weights, or makes them up, with a progress bar. `draft_head`: those of the draft head too.
 pub fn load_model(
     args: &ModelArgs,
     checkpoint: &Checkpoint,

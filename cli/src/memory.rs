@@ -1,4 +1,4 @@
-//! Is there room? Asked before anything is loaded.
+//! Whether a run fits into memory, checked before anything is loaded.
 
 use crate::load::{LoadFormat, ModelArgs};
 use crate::{status, Checkpoint};
@@ -10,7 +10,7 @@ use candle_gdn_models::{FfnKind, LayerConfig, MixerKind, ModelConfig, Rings};
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;
 
-/// What a run takes, in bytes.
+/// The memory that a run needs, in bytes.
 pub struct Need {
     weights: u64,
     states: u64,
@@ -18,19 +18,19 @@ pub struct Need {
     working: u64,
 }
 
-/// What there is room for at once.
+/// What must fit at once.
 pub struct Room {
     pub sequences: usize,
-    /// Tokens of a sequence.
+    /// Tokens of one sequence.
     pub max_len: usize,
     /// States of the Gated DeltaNet layers besides those of the sequences.
     pub spare_states: usize,
-    /// Sequences copied.
+    /// Snapshots of sequences.
     pub snapshots: usize,
-    /// Bytes of a cache of beginnings, and how many there can be.
+    /// Bytes of the prefix cache, and how many prefixes it can have.
     pub cache: usize,
-    pub beginnings: usize,
-    /// Whether the draft head is there too.
+    pub prefixes: usize,
+    /// Whether the draft head is loaded.
     pub draft_head: bool,
 }
 
@@ -54,22 +54,22 @@ impl Need {
         let sequence = config.sequence_bytes(dtype);
         let states = sequence.recurrent.saturating_add(sequence.conv);
         let has_rings = Rings::Auto.of(config, device);
-        // The head's drafts are short enough for rings. Elsewhere they have states of their own, as all drafts.
-        let of_drafts = if room.draft_head && !has_rings { room.sequences.saturating_mul(2) } else { 0 };
-        let spare_states = room.spare_states.max(of_drafts);
+        // The head's drafts fit into rings. Without rings each draft needs states of its own.
+        let draft_states = if room.draft_head && !has_rings { room.sequences.saturating_mul(2) } else { 0 };
+        let spare_states = room.spare_states.max(draft_states);
         let rings = match has_rings {
             true => sequence.ring.saturating_mul(room.sequences.saturating_add(spare_states) as u64),
             false => 0,
         };
         let all = room.sequences.saturating_add(spare_states).saturating_add(room.snapshots) as u64;
-        let cache = sequence.total(room.max_len).saturating_mul(room.beginnings as u64).min(room.cache as u64);
+        let cache = sequence.total(room.max_len).saturating_mul(room.prefixes as u64).min(room.cache as u64);
         // Snapshots of one sequence share their keys and values.
-        let kept = room.sequences.saturating_add(room.snapshots.min(1));
+        let caches = room.sequences.saturating_add(room.snapshots.min(1));
         let pass = pass(config, args.prefill_chunk(device), room);
         Ok(Self {
             weights,
             states: states.saturating_mul(all).saturating_add(rings).saturating_add(cache),
-            kv: sequence.kv_per_token.saturating_mul(product(&[kept, room.max_len])),
+            kv: sequence.kv_per_token.saturating_mul(product(&[caches, room.max_len])),
             working: if device.is_cpu() {
                 pass.max(unpacked(config, dtype))
             } else {
@@ -82,12 +82,15 @@ impl Need {
         [self.weights, self.states, self.kv, self.working].into_iter().fold(0, u64::saturating_add)
     }
 
-    /// Whether the device has as much memory free, as far as the system tells.
+    /// Whether the device has enough free memory; true where the system does not say.
     pub fn fits(&self, device: &Device) -> bool {
         free(device).is_none_or(|free| self.total() <= free)
     }
 
-    /// Says what it takes and what there is. An error where it cannot fit.
+    /// Reports what the run needs and what is free.
+    ///
+    /// # Errors
+    /// When the run cannot fit.
     pub fn check(&self, device: &Device) -> Result<()> {
         let Self { weights, states, kv, working } = *self;
         let [weights, states, kv, working, total] = [weights, states, kv, working, self.total()].map(Size);
@@ -114,7 +117,7 @@ fn with_draft_head(config: &ModelConfig) -> ModelConfig {
     ModelConfig { layers: config.layers.iter().copied().chain(head).collect(), ..config.clone() }
 }
 
-/// Bytes of the weights, of all ranks' together unless `config` is a rank's.
+/// Bytes of the weights: those of one rank where `config` is a rank's, else of all ranks.
 pub fn weights(
     args: &ModelArgs,
     checkpoint: &Checkpoint,
@@ -126,15 +129,14 @@ pub fn weights(
         return Ok(config.quantized_weight_bytes(dtype, to));
     }
     if let (LoadFormat::Auto, Some(file)) = (args.load_format, checkpoint.gguf()) {
-        // Quantised matrices stay as they are in the file, and what is not is little, or of 16 bits as here. So is what
-        // each rank has whole.
+        // Quantised matrices keep their size in the file. What is not quantised is small, and so is what each rank has whole.
         return Ok(file.size_in_bytes().div_ceil(args.tensor_parallel.get() as u64));
     }
     if device.is_cuda() && dtype != DType::F32 {
         return Ok(config.fp8_weight_bytes(dtype));
     }
     if device.is_cpu() && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
-        // Only a table that is no head is not packed.
+        // Everything is packed but an embedding table that is not the head.
         let table = product(&[config.vocab_size, config.hidden_size, 2]);
         let unpacked = if config.tie_word_embeddings { 0 } else { table };
         return Ok(config.weight_bytes(DType::BF16).saturating_add(unpacked));
@@ -142,7 +144,7 @@ pub fn weights(
     Ok(config.weight_bytes(dtype))
 }
 
-/// An estimate of what the widest pass holds beside its layers' weights and states: rows in f32 between two steps.
+/// An estimate of the activations of the widest pass: rows in f32 between two operations.
 fn pass(config: &ModelConfig, prefill_chunk: usize, room: &Room) -> u64 {
     let (gdn, attention, hidden) = (&config.gdn, &config.attention, config.hidden_size);
     let keys = product(&[4, gdn.num_key_heads, gdn.key_head_dim]);
@@ -163,7 +165,7 @@ fn pass(config: &ModelConfig, prefill_chunk: usize, room: &Room) -> u64 {
     rows.saturating_add(product(&[room.sequences, config.vocab_size, 12]))
 }
 
-/// The largest matrix in fp8 as a product of many rows has it: in 16 bits, while it runs.
+/// Bytes of the largest fp8 matrix in 16 bits: a product of many rows dequantises it while it runs.
 fn dequantised(config: &ModelConfig) -> u64 {
     if config.fp8.is_none() {
         return 0;
@@ -178,7 +180,7 @@ fn dequantised(config: &ModelConfig) -> u64 {
     product(&[ffn.max().unwrap_or(0).max(linear).max(full), config.hidden_size, 2])
 }
 
-/// The largest weights that the CPU holds twice at a time, as they come and packed.
+/// Bytes of the largest weights that the CPU holds twice at a time: as read, and packed.
 fn unpacked(config: &ModelConfig, dtype: DType) -> u64 {
     let head = product(&[config.vocab_size, config.hidden_size]);
     let experts = config.moe.as_ref().map(|moe| [moe.num_experts, 3, moe.intermediate_size, config.hidden_size]);
@@ -189,7 +191,7 @@ fn product(factors: &[usize]) -> u64 {
     factors.iter().fold(1, |product, &factor| product.saturating_mul(factor as u64))
 }
 
-/// Bytes that a program could still have, where the system tells.
+/// Free memory in bytes, where the system says.
 fn free(device: &Device) -> Option<u64> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device {
@@ -204,7 +206,7 @@ fn free(device: &Device) -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024))
 }
 
-/// Bytes in words.
+/// A number of bytes, written in MiB or GiB.
 struct Size(u64);
 
 impl std::fmt::Display for Size {

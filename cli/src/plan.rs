@@ -4,28 +4,28 @@ use crate::args::Args;
 use crate::Room;
 use candle_gdn_models::ModelConfig;
 
-/// MiB for the states of common beginnings, where several prompts may have some.
+/// MiB of the prefix cache, where several prompts may share prefixes.
 const PREFIX_CACHE: usize = 256;
 
-/// Tokens of a talk that there is room for, unless told.
+/// Tokens of a talk that fit, by default.
 const TALK_LEN: usize = 32768;
 
-/// States of beginnings of a talk that are kept at once, besides that of its end.
+/// Snapshots of prefixes of a talk that are kept at once, besides that of its end.
 pub const SNAPSHOTS: usize = 2;
 
 pub struct Plan {
     /// Sequences at once.
     pub batch: usize,
-    /// Tokens of a sequence that there is room for.
+    /// Tokens of a sequence that fit.
     pub max_len: usize,
-    /// Tokens that a sequence can be fed, and, to be read before that number, who says so.
+    /// Tokens that a sequence may have, and words before this number in a message.
     pub positions: usize,
     pub positions_of: &'static str,
-    /// Bytes for the states of common beginnings.
+    /// Bytes of the prefix cache.
     pub cache: usize,
-    /// How many of these there can be.
-    beginnings: usize,
-    /// Whether drafts are verified, for which states are held twice.
+    /// Prefixes that it can have.
+    prefixes: usize,
+    /// Whether drafts are verified, which needs each state twice.
     drafts: bool,
     /// Whether the draft head is to be loaded.
     pub draft_head: bool,
@@ -50,7 +50,7 @@ impl Plan {
             positions,
             positions_of,
             cache: cache.saturating_mul(1 << 20),
-            beginnings: prompts.len().saturating_sub(1),
+            prefixes: prompts.len().saturating_sub(1),
             drafts: run.draft > 0,
             draft_head,
             // The end once more while the next one is made.
@@ -59,9 +59,9 @@ impl Plan {
     }
 
     pub fn room(&self, draft_head: bool) -> Room {
-        let Self { batch, max_len, cache, beginnings, drafts, snapshots, .. } = *self;
+        let Self { batch, max_len, cache, prefixes, drafts, snapshots, .. } = *self;
         // While the pool grows for drafts, the old one is still there.
         let spare_states = if drafts { batch.saturating_mul(2) } else { 0 };
-        Room { sequences: batch, max_len, spare_states, snapshots, cache, beginnings, draft_head }
+        Room { sequences: batch, max_len, spare_states, snapshots, cache, prefixes, draft_head }
     }
 }

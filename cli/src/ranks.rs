@@ -32,19 +32,19 @@ macro_rules! status {
 /// A rank of a run.
 pub struct Rank {
     pub device: Device,
-    /// The others, if there are any.
+    /// The other ranks, if there are any.
     pub group: Option<Arc<dyn Collective>>,
     pub pace: Pace,
 }
 
 impl Rank {
-    /// One that is alone.
+    /// The only rank.
     pub fn single(device: Device) -> Self {
         Self { device, group: None, pace: Pace::default() }
     }
 }
 
-/// What the ranks must decide alike though only the first one can: it sees Ctrl-C, and what becomes of stdout.
+/// Decisions that all ranks must share though only the first one can make them: it sees Ctrl-C and a closed stdout.
 #[derive(Default)]
 pub struct Pace {
     decisions: Option<Arc<Decisions>>,
@@ -75,8 +75,8 @@ impl Pace {
     }
 }
 
-/// `run` on `n` ranks, on the GPUs 0 to n - 1 or all on the CPU. The first rank's result; where any rank fails the program
-/// ends, since the others would wait for it.
+/// Calls `run` on `n` ranks, on the GPUs 0 to n - 1 or all on the CPU, and returns the first rank's result. Where a rank fails
+/// the program exits, since the others would wait for it.
 pub fn run<R: Send>(n: usize, cpu: bool, run: impl Fn(&Rank) -> Result<R> + Sync) -> Result<R> {
     let makers = makers(n, cpu)?;
     let decisions = Arc::new(Decisions::default());
@@ -114,7 +114,7 @@ pub fn run<R: Send>(n: usize, cpu: bool, run: impl Fn(&Rank) -> Result<R> + Sync
     })
 }
 
-/// Makes a rank, on its own thread: all of them at the same time, since they meet there.
+/// Makes a rank on its own thread. All are made at the same time, since each waits for the others.
 type Maker = Box<dyn FnOnce() -> Result<(Device, Arc<dyn Collective>)> + Send>;
 
 fn makers(n: usize, cpu: bool) -> Result<Vec<Maker>> {

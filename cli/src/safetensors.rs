@@ -1,4 +1,4 @@
-//! Is a safetensors file whole? Asked before it is mapped, so that the answer names the file.
+//! Whether a safetensors file is whole, checked before it is mapped, so that the error names the file.
 
 use anyhow::{bail, Context, Result};
 use std::fs::File;
@@ -21,7 +21,7 @@ pub fn is_sixteen_bits(path: &Path) -> Result<bool> {
     Ok(!header(path)?.values().any(wide))
 }
 
-/// What the file says of its tensors, if it is whole.
+/// The header of the file, if the file is whole.
 fn header(path: &Path) -> Result<Header> {
     let name = path.display();
     let mut file = File::open(path).with_context(|| format!("cannot open {name}"))?;

@@ -1,4 +1,4 @@
-//! `generation_config.json`: what ends a text, and how the authors of a model sample from it.
+//! `generation_config.json`: the tokens that end a text, and the sampling that the authors of a model recommend.
 
 use crate::args::SamplingArgs;
 use crate::Checkpoint;
@@ -14,7 +14,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The command line first, then the checkpoint, then the most likely token.
+    /// Each option is that of the command line, else of the checkpoint; without either, the most likely token is chosen.
     pub fn new(args: &SamplingArgs, checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
         let (file, path) = match checkpoint.text("generation_config.json")? {
             Some((text, path)) => {
@@ -25,7 +25,7 @@ impl Settings {
         };
         let mut eos: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
         eos.extend(ids(&file["eos_token_id"]).with_context(|| path)?);
-        // A bound on the candidates asks for a random choice among them.
+        // A bound on the candidates implies a random choice among them.
         let bounded = args.top_k.is_some() || args.top_p.is_some();
         let samples = file["do_sample"].as_bool().unwrap_or(false);
         let number = |key: &str| file[key].as_f64().filter(|x| *x > 0.);

@@ -189,7 +189,7 @@ fn load(
             spare_states: if serve.draft > 0 { options.sequences.saturating_mul(2) } else { 0 },
             snapshots: 0,
             cache: options.prefix_cache,
-            beginnings: usize::MAX,
+            prefixes: usize::MAX,
             draft_head,
         };
         Need::new(&args.model, checkpoint, of_rank, &room, &rank.device)
