@@ -1,38 +1,23 @@
 //! Everything that `generate` reads before any weight: the command line and the files of a checkpoint. The first byte of an
 //! input says which of them the rest is; the others are the demo's.
 #![no_main]
-#![allow(dead_code)]
 
-#[path = "../examples/generate/args.rs"]
-mod args;
-#[path = "../examples/generate/chat.rs"]
-mod chat;
-#[path = "../examples/common/mod.rs"]
-mod common;
-#[path = "../models/tests/support/gguf_writer.rs"]
-mod gguf_writer;
-#[path = "../examples/generate/plan.rs"]
-mod plan;
 mod seeds;
-#[path = "../examples/generate/settings.rs"]
-mod settings;
-#[path = "../models/tests/support/tiny.rs"]
-mod tiny;
 
-use args::Args;
 use candle_core::{DType, Device};
+use candle_gdn_cli::args::Args;
+use candle_gdn_cli::chat::{Message, Template};
+use candle_gdn_cli::plan::Plan;
+use candle_gdn_cli::settings::Settings;
+use candle_gdn_cli::{Checkpoint, Need};
 use candle_gdn_models::CausalLm;
-use chat::{Message, Template};
+use candle_gdn_models_testing::demo::DEMO;
 use clap::Parser;
-use common::{Checkpoint, Need};
 use libfuzzer_sys::{fuzz_target, Corpus};
-use plan::Plan;
-use settings::Settings;
 use std::path::Path;
 use std::sync::LazyLock;
 use tempfile::TempDir;
 
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
 /// By the first byte; an index of shards beside the weights, GGUF files of both layouts, a template as a file.
 const FILES: [&str; 9] = [
     "arguments",

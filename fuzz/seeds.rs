@@ -1,9 +1,9 @@
 //! What the fuzzing of `inputs` begins with: the demo's files, command lines, and GGUF files of both layouts.
 
-use crate::gguf_writer::{GgufOfTiny, Layout};
-use crate::tiny::Tiny;
-use crate::DEMO;
 use candle_core::quantized::GgmlDType;
+use candle_gdn_models_testing::demo::DEMO;
+use candle_gdn_models_testing::gguf_writer::{GgufOfTiny, Layout};
+use candle_gdn_models_testing::tiny::Tiny;
 use std::path::Path;
 
 /// Into the folder that `SEEDS` names, if it is set.

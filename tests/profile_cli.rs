@@ -1,12 +1,10 @@
 //! The profile example as a program.
 #![cfg(feature = "profile")]
 
-#[path = "support/program.rs"]
-mod program;
-#[path = "support/skipped.rs"]
-mod skipped;
+#[cfg(feature = "profile")]
+use candle_gdn_testing::skipped;
 
-use program::program;
+use candle_gdn_testing::program::program;
 
 /// Exit status and stderr; nothing may be on stdout.
 fn refused(args: &[&str]) -> (Option<i32>, String) {

@@ -7,12 +7,8 @@
 mod gguf;
 mod model;
 mod ops;
-#[path = "../src/record.rs"]
-mod record;
 mod results;
 mod rule;
-#[path = "../tensor_ops.rs"]
-mod tensor_ops;
 
 use candle_core::{Device, Tensor};
 use criterion::Criterion;

@@ -1,9 +1,9 @@
 //! The demo checkpoint end to end, as `llama-bench` runs it: a prompt of 512 tokens, and 128 tokens one by one.
 
-use crate::record::{Row, Shape};
 use crate::results::{Suite, Work};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
+use candle_gdn_benches::record::{Row, Shape};
 use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
 use criterion::{Criterion, Throughput};

@@ -1,11 +1,11 @@
 //! The convolution and the gated norm at Qwen3-Next's sizes, and how fast the memory is.
 
-use crate::record::{Row, Shape};
 use crate::results::{Suite, Work};
 use crate::{assert_close, randn};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::ops::{causal_conv1d, gated_rms_norm};
 use candle_gdn::GateActivation;
+use candle_gdn_benches::record::{Row, Shape};
 use candle_nn::ops::silu;
 use criterion::{Criterion, Throughput};
 

@@ -1,7 +1,7 @@
 //! What criterion measured, as a record of benches/README.md.
 
-use crate::record::{host_cpu, results_folder, Ceilings, Machine, Row, Run, Time};
 use anyhow::{Context, Result};
+use candle_gdn_benches::record::{host_cpu, results_folder, Ceilings, Machine, Row, Run, Time};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion};
 use serde::Deserialize;

@@ -1,10 +1,11 @@
 //! The gated delta rule: 32 heads of 128 in f32, as llama.cpp times its own.
 
-use crate::record::{Row, Shape};
 use crate::results::{Suite, Work};
-use crate::{assert_close, randn, tensor_ops};
+use crate::{assert_close, randn};
 use candle_core::Tensor;
 use candle_gdn::ops::{gdn_decode_in_place, gdn_prefill_in_place, Gates, RuleOptions};
+use candle_gdn_benches::record::{Row, Shape};
+use candle_gdn_benches::tensor_ops;
 use criterion::{Criterion, Throughput};
 
 const HEADS: usize = 32;

@@ -1,11 +1,11 @@
 //! What this card does at best, measured in the same run as everything that is held against it.
 
 use crate::clock::Clock;
-use crate::record::Ceilings;
 use anyhow::{Context, Result};
 use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::cudarc::nvrtc::compile_ptx;
 use candle_core::{DType, Device, Tensor};
+use candle_gdn_benches::record::Ceilings;
 
 /// A block copies 16 KiB, four loads of 16 bytes in flight a thread: the plain streaming kernel at its best. It and the
 /// driver's copy are within a few per cent of each other; the better one counts. candle's own copies and element-wise

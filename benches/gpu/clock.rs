@@ -2,14 +2,14 @@
 //! each call), `wall` (the host).
 
 use crate::cupti;
-use crate::parts::{added_us, Activity};
-use crate::record::{Row, Time};
 use anyhow::{bail, Context, Result};
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUdevice_attribute, CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode,
 };
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream};
 use candle_core::{CudaDevice, Device};
+use candle_gdn_benches::parts::{added_us, Activity};
+use candle_gdn_benches::record::{Row, Time};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;

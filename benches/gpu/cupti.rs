@@ -2,8 +2,8 @@
 
 #[cfg(not(feature = "cupti"))]
 mod collect {
-    use crate::parts::Activity;
     use anyhow::{bail, Result};
+    use candle_gdn_benches::parts::Activity;
 
     pub fn check() -> Result<()> {
         bail!("this program was built without CUPTI: build it with --features cupti, or ask for --tiers event,wall")
@@ -16,11 +16,11 @@ mod collect {
 
 #[cfg(feature = "cupti")]
 mod collect {
-    use crate::parts::Activity;
     use anyhow::{anyhow, Context, Result};
     use candle_core::cuda_backend::cudarc::cupti::result::activity as api;
     use candle_core::cuda_backend::cudarc::cupti::sys;
     use candle_core::cuda_backend::cudarc::driver::sys::CUcontext;
+    use candle_gdn_benches::parts::Activity;
     use std::alloc::{alloc, dealloc, Layout};
     use std::ffi::CStr;
     use std::sync::{Mutex, OnceLock};

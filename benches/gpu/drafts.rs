@@ -1,10 +1,10 @@
 //! Whole models with random weights and a draft head in an engine: what a step costs by sequences and depth, and how fast
 //! text comes where drafts are taken for right with a given chance. Times by the host's clock; nothing is kept.
 
-use crate::dummy::Dummy;
 use crate::model::{config, ids};
 use crate::Bench;
 use anyhow::{bail, Result};
+use candle_gdn_cli::dummy::Dummy;
 use candle_gdn_models::{
     CausalLm, DraftDepth, DraftHeadChoice, Engine, EngineOptions, EngineStats, Event, FinishReason, Request,
 };

@@ -2,11 +2,11 @@
 
 use crate::check::{self, f64s};
 use crate::clock::Call;
-use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::{Algo, GatedDeltaNet, GdnConfig, GdnState};
+use candle_gdn_benches::record::{Row, Shape};
 use candle_nn::VarBuilder;
 use std::cell::RefCell;
 use std::collections::HashMap;

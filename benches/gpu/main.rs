@@ -7,28 +7,21 @@ mod check;
 mod clock;
 mod cupti;
 mod drafts;
-#[path = "../../examples/common/dummy.rs"]
-mod dummy;
 mod host;
 mod inputs;
 mod layer;
 mod model;
 mod ops;
-mod parts;
-#[path = "../src/record.rs"]
-mod record;
 mod rule;
-#[path = "../tensor_ops.rs"]
-mod tensor_ops;
 mod workloads;
 
 use anyhow::{anyhow, ensure, Context, Result};
 use candle_core::{DType, Device};
 use candle_gdn::Algo;
+use candle_gdn_benches::record::{self, Machine, Row, Run, Time};
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, ValueEnum};
 use clock::{Call, Clock, Sample, Tier};
-use record::{Machine, Row, Run, Time};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use workloads::{Choice, Work};

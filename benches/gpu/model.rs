@@ -3,12 +3,12 @@
 
 use crate::check::{self, f64s};
 use crate::clock::{Clock, Tier};
-use crate::dummy::Dummy;
-use crate::parts::{parts, ATTENTION, EXPERTS, GDN, HEAD, PROJECTIONS};
-use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::{ensure, Context, Result};
 use candle_core::DType;
+use candle_gdn_benches::parts::{parts, ATTENTION, EXPERTS, GDN, HEAD, PROJECTIONS};
+use candle_gdn_benches::record::{Row, Shape};
+use candle_gdn_cli::dummy::Dummy;
 use candle_gdn_models::{CausalLm, DecodeGraph, FfnKind, ModelConfig, Sequence, SequencePool, StateLayout};
 use candle_nn::VarBuilder;
 use std::cell::RefCell;

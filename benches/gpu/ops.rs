@@ -2,12 +2,12 @@
 
 use crate::check::{self, f64s};
 use crate::clock::Call;
-use crate::record::{Row, Shape};
 use crate::Bench;
 use anyhow::Result;
 use candle_core::Tensor;
 use candle_gdn::ops::{causal_conv1d, gated_rms_norm};
 use candle_gdn::GateActivation;
+use candle_gdn_benches::record::{Row, Shape};
 
 const CHANNELS: usize = 8192;
 const WIDTH: usize = 4;

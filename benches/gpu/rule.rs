@@ -3,13 +3,14 @@
 use crate::check::{self, Wrong};
 use crate::clock::Call;
 use crate::inputs::Inputs;
-use crate::record::Row;
 use crate::workloads::{Heads, Work};
-use crate::{tensor_ops, Bench};
+use crate::Bench;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use candle_gdn::ops::{Gates, GdnDecode, GdnPrefill, RuleOptions};
 use candle_gdn::{Algo, CuSeqlens};
+use candle_gdn_benches::record::Row;
+use candle_gdn_benches::tensor_ops;
 
 /// The op on one set of inputs, which it updates in place; the sequences' boundaries are on the device already.
 fn op(work: &Work, x: &Inputs, algo: Algo, cu: &CuSeqlens) -> candle_core::Result<Op> {

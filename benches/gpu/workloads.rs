@@ -1,7 +1,7 @@
 //! What is measured: the grids of each suite.
 
-use crate::record::Shape;
 use anyhow::{ensure, Context, Result};
+use candle_gdn_benches::record::Shape;
 use clap::builder::RangedU64ValueParser;
 use serde::Deserialize;
 use std::str::FromStr;

@@ -10,10 +10,7 @@
 //! run.write("benches/results/h200/gpu.json".as_ref())?;
 //! ```
 
-// Each benchmark uses its part of this.
-#![allow(dead_code)]
-
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -182,19 +179,6 @@ impl Run {
         self.rows.push(row);
     }
 
-    pub fn read(path: &Path) -> Result<Run> {
-        #[derive(Deserialize)]
-        struct Head {
-            schema: u32,
-        }
-        let name = path.display();
-        let text = std::fs::read_to_string(path).with_context(|| format!("{name}: cannot be read"))?;
-        // Before the rest, which another schema may name differently.
-        let head: Head = serde_json::from_str(&text).with_context(|| format!("{name}: no benchmark record"))?;
-        ensure!(head.schema == SCHEMA, "{name}: schema {}, expected {SCHEMA}", head.schema);
-        serde_json::from_str(&text).with_context(|| format!("{name}: not as benches/README.md says"))
-    }
-
     /// JSON with a row a line, so that a diff shows which rows changed.
     pub fn to_json(&self) -> Result<String> {
         let mut json = serde_json::to_string_pretty(&Run { rows: vec![], ..self.clone() })?;
@@ -327,7 +311,7 @@ pub fn git_commit() -> String {
         out.status.success().then(|| String::from_utf8_lossy(&out.stdout).trim().to_string())
     };
     let hash = git(&["rev-parse", "--short", "HEAD"]);
-    let changes = git(&["status", "--porcelain", "--", ".", ":(exclude)benches/results"]);
+    let changes = git(&["status", "--porcelain", "--", ":/", ":(top,exclude)benches/results"]);
     hash.zip(changes).map_or("unknown".into(), |(hash, changes)| hash + if changes.is_empty() { "" } else { "+" })
 }
 
@@ -353,7 +337,7 @@ pub fn date_of(seconds: u64) -> String {
 pub fn results_folder(device: &str) -> PathBuf {
     let dashed = device.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "-");
     let slug = dashed.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-");
-    [env!("CARGO_MANIFEST_DIR"), "..", "benches", "results", &slug].iter().collect()
+    [env!("CARGO_MANIFEST_DIR"), "results", &slug].iter().collect()
 }
 
 /// The CPU model, or `unknown`.

@@ -1,7 +1,7 @@
 //! Command line.
 
-use crate::common::ModelArgs;
-use crate::generate::args::{block, drafted, graph, head, positive, SamplingArgs};
+use candle_gdn_cli::ModelArgs;
+use candle_gdn_cli::args::{block, drafted, graph, head, positive, SamplingArgs};
 use candle_gdn_models::{DraftHeadChoice, GraphChoice};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::Parser;
@@ -46,11 +46,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value = "8192", value_parser = positive)]
     pub max_seq_len: usize,
 
-    /// Memory for the states of beginnings that prompts share, which are then fed once; 0 keeps none
+    /// Memory for the states of prefixes that prompts share, which then run once; 0 keeps none
     #[arg(long, value_name = "MIB", default_value_t = 1024)]
     pub prefix_cache: usize,
 
-    /// Shared beginnings are cut to a multiple of this, itself a multiple of 64; the router's blocks have this length
+    /// Shared prefixes are cut to a multiple of this, itself a multiple of 64; the router's blocks have this length
     #[arg(long, value_name = "TOKENS", default_value = "64", value_parser = block)]
     pub prefix_block: usize,
 

@@ -1,6 +1,6 @@
 //! What a request of Dynamo's asks of the engine.
 
-use crate::generate::settings::Settings;
+use candle_gdn_cli::settings::Settings;
 use candle_gdn_models::{Request, Sampling, SplitMix64};
 use dynamo_backend_common::{BackendError, DynamoError, ErrorType, PreprocessedRequest, SamplingOptions};
 use std::collections::BTreeSet;

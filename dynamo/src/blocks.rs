@@ -1,4 +1,4 @@
-//! The engine's beginnings as the blocks that Dynamo's router knows.
+//! The engine's prefixes as the blocks that Dynamo's router knows.
 
 use dynamo_backend_common::KvEventPublisher;
 use dynamo_llm::kv_router::protocols::{
@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 /// Which blocks are of a beginning that the engine keeps.
 ///
-/// The router counts blocks from a prompt's start. The engine has states at the ends of beginnings only, so the blocks
+/// The router counts blocks from a prompt's start. The engine has states at the ends of prefixes only, so the blocks
 /// before such an end are told too: a prompt that leaves a beginning inside is sent where that is, and finds a state there
 /// from the next prompt on.
 #[derive(Debug)]

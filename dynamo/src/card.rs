@@ -1,6 +1,6 @@
 //! The files of which Dynamo makes a model's card: tokenizer, chat template, and what ends a text.
 
-use crate::common::{gguf_tokenizer, Checkpoint};
+use candle_gdn_cli::{gguf_tokenizer, Checkpoint};
 use anyhow::{Context, Result};
 use candle_gdn_models::ModelConfig;
 use serde_json::json;

@@ -1,7 +1,7 @@
 //! The engine on a thread of its own, or on one for each rank: all ranks repeat what the first one does.
 
 use crate::blocks::{tell, Blocks, Router};
-use crate::common::{draft_after, load_model, ranks, Checkpoint, Need, Rank, Room};
+use candle_gdn_cli::{draft_after, load_model, ranks, Checkpoint, Need, Rank, Room};
 use crate::figures::{Figures, Shared};
 use crate::transfer::State;
 use crate::Args;
@@ -215,7 +215,7 @@ fn load(
             spare_states: if serve.draft > 0 { options.sequences.saturating_mul(2) } else { 0 },
             snapshots: 0,
             cache: options.prefix_cache,
-            beginnings: usize::MAX,
+            prefixes: usize::MAX,
             draft_head,
         };
         Need::new(&args.model, checkpoint, of_rank, &room, &rank.device)

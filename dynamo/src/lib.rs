@@ -1,18 +1,13 @@
 //! Models of the Qwen3-Next family as workers of NVIDIA Dynamo: see the README.
 
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod args;
 mod asked;
 mod blocks;
 mod card;
-// Files of weights are mapped there.
-#[allow(unsafe_code)]
-#[path = "../../examples/common/mod.rs"]
-mod common;
 mod driver;
 mod figures;
-mod generate;
 mod transfer;
 mod worker;
 
@@ -25,13 +20,12 @@ const LIMITS: [&str; 2] = ["DYN_ENGINE_REQUEST_LIMIT", "DYN_DYNAMO_REQUEST_QUEUE
 /// Of the latter Dynamo has no fewer.
 const QUEUE: usize = 2;
 
-/// To be called first, while there is one thread: numbers of threads, names of kernels and Dynamo's limits are looked up in
-/// the environment.
+/// To be called first, while there is one thread: the number of threads and Dynamo's limits are looked up in the environment.
 ///
 /// # Errors
-/// When a name is none of a kernel.
+/// When `--algo` or `CANDLE_GDN_ALGO` names no kernel.
 pub fn prepare(args: &Args) -> anyhow::Result<()> {
-    common::fix_thread_count();
+    candle_gdn_cli::fix_thread_count();
     // What is refused there is refused at once, and the worker is asked again after a second; after an error of the
     // engine's it would be taken for dead.
     if LIMITS.iter().all(|name| std::env::var_os(name).is_none()) {
@@ -40,5 +34,5 @@ pub fn prepare(args: &Args) -> anyhow::Result<()> {
             std::env::set_var(name, value.to_string());
         }
     }
-    common::fix_algo(&args.model)
+    args.model.algo().map(drop)
 }

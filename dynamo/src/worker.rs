@@ -3,10 +3,10 @@
 use crate::asked::{asked, invalid, Asked, Ends, Kind};
 use crate::blocks::Router;
 use crate::card::Card;
-use crate::common::Checkpoint;
+use candle_gdn_cli::Checkpoint;
 use crate::driver::{Driver, Output, Refusal, Running};
 use crate::figures::Shared;
-use crate::generate::settings::Settings;
+use candle_gdn_cli::settings::Settings;
 use crate::transfer::{fetch, Shelf, State};
 use crate::Args;
 use anyhow::ensure;
@@ -103,7 +103,7 @@ impl Worker {
         fetched.await.map_err(|e| tracing::warn!("the prompt is fed here: {e:#}")).ok()
     }
 
-    fn has_beginnings(&self) -> bool {
+    fn has_prefixes(&self) -> bool {
         self.args.serve.prefix_cache > 0
     }
 }
@@ -126,7 +126,7 @@ impl LLMEngine for Worker {
         *self.driver.write().await = Some(driver);
         let llm = LlmRegistration {
             context_length: u32::try_from(max_len).ok(),
-            kv_cache_block_size: self.has_beginnings().then_some(self.args.serve.prefix_block as u32),
+            kv_cache_block_size: self.has_prefixes().then_some(self.args.serve.prefix_block as u32),
             total_kv_blocks: Some(self.shared.total_blocks()),
             max_num_seqs: Some(self.args.serve.batch as u64),
             max_num_batched_tokens: Some(chunk as u64),
@@ -190,7 +190,7 @@ impl LLMEngine for Worker {
     }
 
     async fn kv_event_sources(&self) -> Result<Vec<KvEventSource>, DynamoError> {
-        if !self.has_beginnings() {
+        if !self.has_prefixes() {
             return Ok(Vec::new());
         }
         let router = self.router.clone();

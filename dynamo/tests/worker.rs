@@ -1,12 +1,5 @@
 //! The contract, without Dynamo's frontend: the conformance kit, and what it does not look at.
 
-#[path = "../../models/tests/support/gguf_writer.rs"]
-#[allow(dead_code)]
-mod gguf_writer;
-#[path = "../../models/tests/support/tiny.rs"]
-#[allow(dead_code)]
-mod tiny;
-
 use candle_gdn_dynamo::{Args, Worker};
 use clap::Parser;
 use dynamo_backend_common::testing::{mock_context, run_conformance};
@@ -270,7 +263,7 @@ async fn a_prompt_is_fed_here_and_completed_there() {
 async fn a_gguf_file_has_all_that_a_frontend_reads() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("small.gguf");
-    gguf_writer::demo().write(&path).unwrap();
+    candle_gdn_models_testing::gguf_writer::demo().write(&path).unwrap();
     let (of_file, config) = Worker::new(arguments(&["--model", path.to_str().unwrap()])).unwrap();
     let card = ModelDeploymentCard::load_from_disk(&config.model_name, None).unwrap();
     let text = "In the beginning God created";

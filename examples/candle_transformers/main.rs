@@ -1,7 +1,5 @@
 //! Text from a Qwen3-Next checkpoint, the small one of this repository where no other is named.
 
-mod model;
-
 use anyhow::{ensure, Context, Error, Result};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
@@ -56,13 +54,13 @@ fn print(text: &str) -> Result<()> {
 fn run(args: &Args) -> Result<()> {
     let device = if args.cpu { Device::Cpu } else { Device::cuda_if_available(0)? };
     let dtype = if device.is_cuda() { DType::BF16 } else { DType::F32 };
-    let config: model::Config = serde_json::from_slice(&std::fs::read(args.model.join("config.json"))?)?;
+    let config: qwen3_next::Config = serde_json::from_slice(&std::fs::read(args.model.join("config.json"))?)?;
     let tokenizer = Tokenizer::from_file(args.model.join("tokenizer.json")).map_err(Error::msg)?;
     let mut files = std::fs::read_dir(&args.model)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
     files.retain(|file| file.extension().is_some_and(|extension| extension == "safetensors"));
     // SAFETY: sound as long as nobody writes to the files.
     let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, dtype, &device)? };
-    let mut model = model::ModelForCausalLM::new(&config, vb)?;
+    let mut model = qwen3_next::ModelForCausalLM::new(&config, vb)?;
 
     let mut sampler = LogitsProcessor::new(args.seed, args.temperature, args.top_p);
     let mut text = tokenizer.decode_stream(true);

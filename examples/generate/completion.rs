@@ -1,9 +1,9 @@
 //! One completion as text.
 
 use super::output::Output;
-use super::plan::Plan;
 use super::stream::TextStream;
 use anyhow::{bail, Result};
+use candle_gdn_cli::plan::Plan;
 use candle_gdn_models::FinishReason;
 use tokenizers::Tokenizer;
 

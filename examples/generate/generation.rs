@@ -1,10 +1,10 @@
 //! From prompts to completions, and what is told at the end.
 
-use super::common::{bar, tell};
 use super::completion::{Completion, Stop};
 use super::job::{Job, MIB};
 use super::output::Output;
 use anyhow::Result;
+use candle_gdn_cli::{bar, status};
 use candle_gdn_models::{CausalLm, Engine, Event, RequestId};
 use indicatif::ProgressBar;
 use std::sync::atomic::Ordering;
@@ -80,7 +80,7 @@ impl<'a> Generation<'a> {
             self.fed = true;
             self.bar.finish_and_clear();
             if !self.output.several() {
-                tell!("prompt: {}", stats.prompt);
+                status!("prompt: {}", stats.prompt);
             }
         }
     }
@@ -110,9 +110,9 @@ impl<'a> Generation<'a> {
     fn report(&self, stop: Stop) {
         let several = self.output.several();
         if several {
-            tell!("prompt: {}", self.engine.stats().prompt);
+            status!("prompt: {}", self.engine.stats().prompt);
         } else if stop == Stop::Interrupted && self.engine.unfed() > 0 {
-            tell!("prompt: {} of {} tokens, interrupted", self.bar.position(), self.job.prompts[0].len());
+            status!("prompt: {} of {} tokens, interrupted", self.bar.position(), self.job.prompts[0].len());
             return;
         }
         self.output.end_line();
@@ -126,7 +126,7 @@ impl<'a> Generation<'a> {
                     format!("{hits} of {} prompts hit, {held:.1} MiB held", hits + prefixes.misses)
                 }
             };
-            tell!("cache: {} of {} prompt tokens reused, {rest}", prefixes.reused, prefixes.asked);
+            status!("cache: {} of {} prompt tokens reused, {rest}", prefixes.reused, prefixes.asked);
         }
         self.output.last_line();
     }

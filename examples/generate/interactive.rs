@@ -1,13 +1,13 @@
 //! A talk: lines in, answers out, and only what is new is fed.
 
-use super::common::tell;
 use super::completion::{Completion, Stop};
 use super::job::Job;
 use super::output::Output;
-use super::plan::SNAPSHOTS;
 use super::prompt;
 use super::talk::{common, Talk};
 use anyhow::{Context, Result};
+use candle_gdn_cli::plan::SNAPSHOTS;
+use candle_gdn_cli::status;
 use candle_gdn_models::{CausalLm, Engine, Event, Request, RequestId, SequenceSnapshot};
 use indicatif::ProgressBar;
 use std::io::{BufRead, IsTerminal, Write};
@@ -48,7 +48,7 @@ impl<'a> Interactive<'a> {
     /// Until the input ends, or somebody ends it.
     pub fn run(mut self) -> Result<Stop> {
         if !self.talk.is_chat() {
-            tell!("no chat template: your lines and what the model makes of them are one text");
+            status!("no chat template: your lines and what the model makes of them are one text");
         }
         let stop = loop {
             match self.read()? {
@@ -65,7 +65,7 @@ impl<'a> Interactive<'a> {
                 }
             }
         };
-        tell!("prompt: {}", self.engine.stats().prompt);
+        status!("prompt: {}", self.engine.stats().prompt);
         self.job.tell_decode(&self.engine);
         Ok(stop)
     }
@@ -82,7 +82,7 @@ impl<'a> Interactive<'a> {
                 return Ok(Line::Quit);
             }
             let Ok(line) = String::from_utf8(line) else {
-                tell!("left out: a line that is not UTF-8");
+                status!("left out: a line that is not UTF-8");
                 continue;
             };
             match line.trim() {
@@ -98,7 +98,7 @@ impl<'a> Interactive<'a> {
     fn answer(&mut self, message: &str) -> Result<Option<Stop>> {
         let prompt = self.talk.ask(message)?;
         if let Err(e) = prompt::check(&prompt.tokens, self.job.model.config(), Some(self.job.plan.positions)) {
-            tell!("left out: {e:#}; /reset begins anew");
+            status!("left out: {e:#}; /reset begins anew");
             return Ok(None);
         }
         // The last token is fed in any case: logits come from nowhere else.
@@ -114,7 +114,7 @@ impl<'a> Interactive<'a> {
         let mut completion = Completion::new(0, self.job.tokenizer);
         let stop = self.complete(id, &mut completion, &mut output)?;
         if completion.tokens.is_empty() && stop == Stop::Interrupted {
-            tell!("stopped: interrupted before the answer, the message is left out");
+            status!("stopped: interrupted before the answer, the message is left out");
             return Ok(None);
         }
         self.answers += 1;
@@ -142,7 +142,7 @@ impl<'a> Interactive<'a> {
         }
         if self.job.run.show_cache {
             let why = if rewritten { ", as it is not what was fed before" } else { "" };
-            tell!("cache: {} of {prompt} tokens kept{why}", self.memory.tokens.len());
+            status!("cache: {} of {prompt} tokens kept{why}", self.memory.tokens.len());
         }
     }
 

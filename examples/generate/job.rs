@@ -1,11 +1,11 @@
 //! What is to be done, and the engine that does it.
 
-use super::args::RunArgs;
-use super::common::ranks::Pace;
-use super::common::{draft_after, tell};
-use super::plan::Plan;
-use super::settings::Settings;
 use anyhow::{Context, Result};
+use candle_gdn_cli::args::RunArgs;
+use candle_gdn_cli::plan::Plan;
+use candle_gdn_cli::ranks::Pace;
+use candle_gdn_cli::settings::Settings;
+use candle_gdn_cli::{draft_after, status};
 use candle_gdn_models::{CausalLm, Engine, EngineOptions, Event, GraphChoice, Request, SplitMix64};
 use std::sync::atomic::AtomicBool;
 use tokenizers::Tokenizer;
@@ -76,12 +76,12 @@ impl<'a> Job<'a> {
 
     /// The figures of a run.
     pub fn tell_decode(&self, engine: &Engine<&CausalLm>) {
-        tell!("decode: {}", engine.stats().decode);
+        status!("decode: {}", engine.stats().decode);
         if self.run.draft > 0 {
-            tell!("{}", engine.stats().drafts);
+            status!("{}", engine.stats().drafts);
         }
         if self.model.has_draft_head() {
-            tell!("{}", engine.stats().head);
+            status!("{}", engine.stats().head);
         }
     }
 }

@@ -1,31 +1,25 @@
 //! Completes texts with a model of the Qwen3-Next family: `cargo run --release --example generate`.
 
-mod args;
-mod chat;
-#[path = "../common/mod.rs"]
-mod common;
 mod completion;
 mod generation;
 mod interactive;
 mod job;
 mod output;
-mod plan;
 mod prompt;
-mod settings;
 mod stream;
 mod talk;
 
 use anyhow::{bail, Result};
-use args::Args;
+use candle_gdn_cli::args::Args;
+use candle_gdn_cli::plan::Plan;
+use candle_gdn_cli::settings::Settings;
+use candle_gdn_cli::{fix_thread_count, is_first, load_model, ranks, status, Checkpoint, Need, Rank};
 use candle_gdn_models::{DraftHeadChoice, ModelConfig};
 use clap::Parser;
-use common::{fix_algo, fix_thread_count, is_first, load_model, ranks, tell, Checkpoint, Need, Rank};
 use completion::Stop;
 use generation::Generation;
 use interactive::Interactive;
 use job::Job;
-use plan::Plan;
-use settings::Settings;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use talk::Talk;
@@ -43,7 +37,7 @@ fn main() -> ExitCode {
         Ok(Stop::Interrupted) => ExitCode::from(INTERRUPTED),
         Ok(_) => ExitCode::SUCCESS,
         Err(e) => {
-            tell!("error: {e:#}");
+            status!("error: {e:#}");
             ExitCode::FAILURE
         }
     }
@@ -51,7 +45,7 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> Result<Stop> {
     // Everything that can be wrong with the arguments comes before the weights, which take long.
-    fix_algo(&args.model)?;
+    args.model.algo()?;
     let mut checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let mut settings = Settings::new(&args.sampling, &checkpoint, &config)?;

@@ -1,7 +1,7 @@
 //! What goes to stdout, and when.
 
-use super::common::{is_first, tell};
 use anyhow::{Context, Result};
+use candle_gdn_cli::{is_first, status};
 use indicatif::ProgressBar;
 use std::io::{ErrorKind, IsTerminal, Write};
 
@@ -84,7 +84,7 @@ impl Output {
 
     /// A line on stderr.
     pub fn say(&self, line: &str) {
-        self.bar.suspend(|| tell!("{line}"));
+        self.bar.suspend(|| status!("{line}"));
     }
 
     fn print_next(&mut self) -> Result<()> {
@@ -120,7 +120,7 @@ impl Output {
     /// Ends the last line of a single completion, where it and the figures share a terminal.
     pub fn end_line(&self) {
         if !self.several() && self.any && std::io::stdout().is_terminal() {
-            tell!();
+            status!();
         }
     }
 }

@@ -1,9 +1,9 @@
 //! The tokens of the prompts.
 
-use super::args::{PromptArgs, RunArgs};
-use super::chat::{Message, Template};
-use super::common::{tell, Checkpoint};
 use anyhow::{anyhow, bail, Context, Result};
+use candle_gdn_cli::args::{PromptArgs, RunArgs};
+use candle_gdn_cli::chat::{Message, Template};
+use candle_gdn_cli::{status, Checkpoint};
 use candle_gdn_models::{ModelConfig, SplitMix64};
 use std::path::Path;
 use tokenizers::Tokenizer;
@@ -105,7 +105,7 @@ fn texts(args: &PromptArgs) -> Result<Vec<String>> {
     if args.chat {
         bail!("--chat: expected a message in --prompt or --prompt-file")
     }
-    tell!("prompt: {DEFAULT_PROMPT}");
+    status!("prompt: {DEFAULT_PROMPT}");
     Ok(vec![DEFAULT_PROMPT.to_string()])
 }
 

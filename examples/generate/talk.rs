@@ -1,8 +1,8 @@
 //! What is said in a talk, and how it becomes tokens.
 
-use super::chat::{Message, Template};
-use super::common::Checkpoint;
 use anyhow::{anyhow, bail, Context, Result};
+use candle_gdn_cli::chat::{Message, Template};
+use candle_gdn_cli::Checkpoint;
 use tokenizers::Tokenizer;
 
 pub struct Talk<'a> {

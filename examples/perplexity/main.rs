@@ -1,13 +1,11 @@
 //! How well a model of the Qwen3-Next family predicts a text: one JSON line a token on stdout,
 //! from the second token on, then one with the sum of it.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod score;
 
 use anyhow::{anyhow, bail, Context, Result};
+use candle_gdn_cli::{fix_thread_count, load_model, status, Checkpoint, ModelArgs, Need, Rank, Room};
 use clap::Parser;
-use common::{fix_algo, fix_thread_count, load_model, tell, Checkpoint, ModelArgs, Need, Rank, Room};
 use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -37,14 +35,14 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) if is_closed_output(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            tell!("error: {e:#}");
+            status!("error: {e:#}");
             ExitCode::FAILURE
         }
     }
 }
 
 fn run(args: &Args) -> Result<()> {
-    fix_algo(&args.model)?;
+    args.model.algo()?;
     let checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let (ids, source) = tokens(args, &checkpoint)?;
@@ -64,8 +62,7 @@ fn run(args: &Args) -> Result<()> {
     let rank = Rank::single(args.model.device()?);
     // Keys and values grow by doubling.
     let max_len = ids.len().next_power_of_two().min(limit);
-    let room =
-        Room { sequences: 1, max_len, spare_states: 0, snapshots: 0, cache: 0, beginnings: 0, draft_head: false };
+    let room = Room { sequences: 1, max_len, spare_states: 0, snapshots: 0, cache: 0, prefixes: 0, draft_head: false };
     Need::new(&args.model, &checkpoint, &config, &room, &rank.device)?.check(&rank.device)?;
     let model = load_model(&args.model, &checkpoint, &config, false, &rank)?;
     let mut out = BufWriter::new(std::io::stdout().lock());

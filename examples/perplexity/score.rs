@@ -1,8 +1,8 @@
 //! Log-probabilities of a token sequence.
 
-use super::common::{bar, tell};
 use anyhow::{bail, Result};
 use candle_core::{Device, Tensor};
+use candle_gdn_cli::{bar, status};
 use candle_gdn_models::CausalLm;
 use std::time::Instant;
 
@@ -39,7 +39,7 @@ pub fn score(model: &CausalLm, ids: &[u32], chunk: usize, mut emit: impl FnMut(u
     }
     bar.finish_and_clear();
     let seconds = start.elapsed().as_secs_f64();
-    tell!("scored {} tokens in {seconds:.3} s, {:.1} tokens/s", ids.len(), ids.len() as f64 / seconds);
+    status!("scored {} tokens in {seconds:.3} s, {:.1} tokens/s", ids.len(), ids.len() as f64 / seconds);
     Ok(total)
 }
 

@@ -1,18 +1,16 @@
 //! The command line.
 
+// A build without the feature only checks it.
+#![cfg_attr(not(feature = "profile"), allow(dead_code))]
+
 use anyhow::{bail, Context, Result};
 use candle_core::DType;
+#[cfg(feature = "profile")]
 use candle_gdn::profile::Limits;
 use candle_gdn::Algo;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 use std::path::{Path, PathBuf};
-
-/// Tokens of a chunk.
-const CHUNK: usize = 64;
-
-/// The profile buffer is not made larger than this on its own.
-const MOST_BYTES: usize = 2 << 30;
 
 /// Those of a step but for `auto`.
 const STEP_ALGOS: [(&str, Algo); 4] =
@@ -74,7 +72,7 @@ pub struct Args {
 
     /// Events a warp may record [default: enough, unless the buffer would pass 2 GiB]
     #[arg(long, value_name = "N")]
-    events: Option<usize>,
+    pub events: Option<usize>,
 
     /// Where the trace goes
     #[arg(long, value_name = "FILE", default_value = "profile.json")]
@@ -137,34 +135,6 @@ impl Args {
         let auto = [("auto", Algo::Auto)];
         let found = STEP_ALGOS.iter().chain(&auto).find(|a| a.0 == name);
         found.map(|a| a.1).with_context(|| format!("--algo: {name} is not for --op step"))
-    }
-
-    /// Room for the kernels of a call by `algo`; `None`: of a step.
-    pub fn limits(&self, tokens: usize, algo: Option<Algo>) -> Limits {
-        let (heads, chunks) = (self.batch.saturating_mul(self.heads.1), tokens.div_ceil(CHUNK));
-        let scopes = chunks.saturating_mul(12);
-        let tiles = heads.saturating_mul(self.dim.div_ceil(64));
-        // Beside a block for each tile: segments fill the card about once a pass, of which there are three.
-        let scan_warps = tiles.saturating_mul(16).saturating_add(1 << 14);
-        let (warps, events) = match algo {
-            // A block of eight warps for each chunk of a key head, and the scan.
-            Some(Algo::ChunkedSm80) => {
-                let records = self.batch.saturating_mul(self.heads.0).saturating_mul(chunks).saturating_mul(8);
-                (scan_warps.saturating_add(records), scopes)
-            }
-            // A block runs several heads where there are more than multiprocessors, of which a card with sm_90a has more
-            // than 64.
-            Some(Algo::ChunkedSm90) => (scan_warps, (2 + tiles / 64).saturating_mul(scopes.saturating_add(16))),
-            // The smallest tiles have 16 rows, the largest blocks eight warps. A block of the step may hold all value heads of
-            // a key head, each in four pieces with three scopes.
-            _ => {
-                let heads_of_key = if algo.is_none() { self.heads.1.div_ceil(self.heads.0) } else { 0 };
-                let events = tokens.div_ceil(16).saturating_mul(24).saturating_add(heads_of_key.saturating_mul(16));
-                (heads.saturating_mul(self.dim.div_ceil(16) * 8), events)
-            }
-        };
-        let most = (MOST_BYTES / 16 / warps.max(1)).max(32);
-        Limits { warps, events_per_warp: self.events.unwrap_or_else(|| events.min(most - 32).saturating_add(32)) }
     }
 }
 

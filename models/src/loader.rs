@@ -11,6 +11,7 @@ use crate::formats::{dequantized, place, Fp8Format, GgufFile, GgufWeights, Quant
 use crate::parallel::{Collective, Vocabulary, WeightShards};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result};
+use candle_gdn::Algo;
 use candle_nn::VarBuilder;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
@@ -58,7 +59,14 @@ impl CausalLm {
     /// # }
     /// ```
     pub fn loader(config: &ModelConfig) -> Loader<'_> {
-        Loader { config, quantize: None, group: None, draft_head: DraftHeadChoice::Off, progress: Box::new(|_, _| ()) }
+        Loader {
+            config,
+            algo: Algo::Auto,
+            quantize: None,
+            group: None,
+            draft_head: DraftHeadChoice::Off,
+            progress: Box::new(|_, _| ()),
+        }
     }
 }
 
@@ -77,6 +85,7 @@ pub enum DraftHeadChoice {
 /// Options of loading a model, made by [`CausalLm::loader`].
 pub struct Loader<'a> {
     config: &'a ModelConfig,
+    algo: Algo,
     quantize: Option<GgmlDType>,
     group: Option<Arc<dyn Collective>>,
     draft_head: DraftHeadChoice,
@@ -84,6 +93,12 @@ pub struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
+    /// Sets the kernel that runs the rule in all Gated DeltaNet layers ([`GatedDeltaNet::with_algo`](candle_gdn::GatedDeltaNet::with_algo)).
+    pub fn algo(mut self, algo: Algo) -> Self {
+        self.algo = algo;
+        self
+    }
+
     /// Quantises the matrices of all projections, in fp8 or not and embeddings aside, to this type, one by one as they are read: memory
     /// holds the quantised model and one tensor of the checkpoint at a time. `None`, the default, leaves them as they are.
     /// In a GGUF file it concerns what is not quantised there.
@@ -188,7 +203,7 @@ impl<'a> Loader<'a> {
         let mut layers = Vec::with_capacity(config.layers.len());
         for (i, layer) in config.layers.iter().enumerate() {
             let layer = DecoderLayer::load(config, layer, &text.pp("layers").pp(i))?;
-            layers.push(layer.in_group(group.clone()));
+            layers.push(layer.in_group(group.clone()).with_algo(self.algo));
             (self.progress)(i + 1, config.layers.len());
         }
         let head = match tied {

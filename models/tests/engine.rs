@@ -1,16 +1,11 @@
 //! The engine on the demo checkpoint: what each request gets, whatever else runs.
 
-#[path = "support/golden.rs"]
-mod golden;
-#[path = "../../tests/support/skipped.rs"]
-mod skipped;
-
 use candle_core::{DType, Device, Result};
 use candle_gdn_models::{
     CausalLm, Engine, EngineHandle, EngineOptions, Event, FinishReason, Followers, Observer, Progress, Request,
     RequestId, Sampling, Submission,
 };
-use golden::DEMO;
+use candle_gdn_models_testing::golden::DEMO;
 use std::collections::HashMap;
 use std::sync::mpsc::channel;
 use std::sync::Arc;

@@ -72,6 +72,8 @@ impl GatedDeltaNet {
 
     /// The layer of these parts: for projections that are not dense, or weights from elsewhere.
     ///
+    /// [`GatedDeltaNet::with_algo`] forces a kernel.
+    ///
     /// # Errors
     /// When the config does not fit together, or a part does not fit the config (the message names it).
     pub fn new(config: &GdnConfig, parts: GdnParts) -> Result<Self> {

@@ -25,8 +25,6 @@ mod rule_case;
 mod semantics;
 mod server;
 mod sixteen_bits;
-#[path = "../support/skipped.rs"]
-mod skipped;
 mod slot_pool;
 mod slots;
 mod soak;
@@ -37,3 +35,5 @@ mod support;
 mod tensor_cores;
 mod threads;
 mod verify;
+
+use candle_gdn_testing::skipped;

@@ -1,12 +1,9 @@
 //! Kernels to test, golden files and a bound; beside them what the tests of the models use too.
 
-#[path = "../support/devices.rs"]
-mod devices;
-
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::ops::{gdn_decode_in_place, gdn_prefill_in_place, Gates, GdnPrefill, RuleOptions};
 use candle_gdn::{Algo, CuSeqlens, GateActivation};
-pub use devices::*;
+pub use candle_gdn_testing::devices::*;
 use std::path::PathBuf;
 
 /// The kernels that multiply in bf16 or f16 and take nothing else.

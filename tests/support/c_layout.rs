@@ -26,12 +26,11 @@ pub fn compare(header: &str, lines: &[(String, Vec<i64>)]) {
     let dir = tempfile::tempdir().expect("a folder");
     let (source, binary) = (dir.path().join("layout.c"), dir.path().join("layout"));
     std::fs::write(&source, program).expect("a file");
-    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
     let mut compile = Command::new(&compiler);
-    // The models' headers include the kernels' own, which stand beside the package.
-    for include in ["cuda", "../cuda"] {
-        compile.arg("-I").arg(package.join(include));
+    for include in ["cuda", "models/cuda"] {
+        compile.arg("-I").arg(root.join(include));
     }
     let compiled = compile.args(["-std=c11", "-Wall", "-Werror", "-o"]).arg(&binary).arg(&source).output();
     let compiled = compiled.unwrap_or_else(|error| panic!("{compiler}: {error}: no C compiler"));

@@ -1,8 +1,5 @@
 //! Devices, random numbers, the error measure, and errors that are wanted.
 
-// Each test program uses its part of this.
-#![allow(dead_code)]
-
 use crate::skipped::skipped;
 use candle_core::{DType, Device, Result, Tensor};
 use std::cell::RefCell;
@@ -32,6 +29,7 @@ pub fn single_stream_devices() -> Vec<Device> {
 static GPU: RwLock<()> = RwLock::new(());
 
 /// What a test's thread holds of it, until the thread ends.
+#[expect(dead_code, reason = "a guard is held, not read")]
 enum Turn {
     Shared(RwLockReadGuard<'static, ()>),
     Alone(RwLockWriteGuard<'static, ()>),

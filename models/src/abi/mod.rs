@@ -4,8 +4,7 @@
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod attention;
 #[cfg(test)]
-#[path = "../../../tests/support/c_layout.rs"]
-pub(crate) mod c_layout;
+pub(crate) use candle_gdn_testing::c_layout;
 pub(crate) mod logprobs;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod model;

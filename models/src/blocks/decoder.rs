@@ -10,7 +10,7 @@ use crate::formats::Source;
 use crate::parallel::Collective;
 use candle_core::{bail, Result, Tensor};
 use candle_gdn::plumbing::Launch;
-use candle_gdn::GatedDeltaNet;
+use candle_gdn::{Algo, GatedDeltaNet};
 use std::sync::Arc;
 
 #[derive(Debug)]
@@ -86,6 +86,14 @@ impl DecoderLayer {
     /// The layer as one of the shards of `group`.
     pub(crate) fn in_group(self, group: Option<Arc<dyn Collective>>) -> Self {
         Self { group, ..self }
+    }
+
+    /// The layer with this choice of the rule's kernel.
+    pub(crate) fn with_algo(mut self, algo: Algo) -> Self {
+        if let Mixer::Linear(layer) = self.mixer {
+            self.mixer = Mixer::Linear(layer.with_algo(algo));
+        }
+        self
     }
 
     /// The residual sum, and its norm, which the token mixer reads.

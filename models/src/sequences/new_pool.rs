@@ -7,7 +7,7 @@ use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
 use crate::drafting::head_state::{HeadSlots, HeadState};
 use crate::slot_allocator::SlotAllocator;
-use candle_core::{bail, DType, Device, Result};
+use candle_core::{bail, Device, Result};
 use candle_gdn::plumbing::LastThread;
 use candle_gdn::{PoolOptions, RingSpans};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,7 +1,6 @@
 //! Matrices in e4m3 with a scale for each block, which stay so on CUDA.
 
 use candle_core::{bail, DType, Result, Tensor};
-use candle_gdn_core::device::Launch;
 
 /// A weight `[out, in]` on CUDA, a byte a number. Its kernel multiplies up to 64 rows of x as it is stored, if they fit into
 /// the device's shared memory; for more it is dequantised to x's dtype into memory that is freed after the product.

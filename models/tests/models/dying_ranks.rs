@@ -129,7 +129,7 @@ mod gpus {
         let count = candle_core::cuda_backend::cudarc::driver::CudaContext::device_count().unwrap_or(0);
         let two = count >= 2 && !gpus(single_stream_devices()).is_empty();
         if !two {
-            crate::skipped::skipped("fewer than two GPUs");
+            candle_gdn_testing::skipped::skipped("fewer than two GPUs");
         }
         two
     }

@@ -1,9 +1,8 @@
 //! Weights that are quantised: models from GGUF files against the goldens and against safetensors, quantisation and
 //! dequantisation at load, and what is refused. On the CPU, but for one test of the kernels on CUDA.
 
-use crate::gguf_tokenizer;
 use crate::gguf_writer::{dequantized, in_a_folder, load, Files, GgufOfTiny, Layout};
-use crate::golden::{argmax, max_diff, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::golden::{argmax, converted, max_diff, DEMO, QWEN3_5, QWEN3_5_MOE};
 use crate::support::{gpus, refused, rel_rms, single_stream_devices};
 use crate::tiny::{self, Tiny};
 use candle_core::quantized::gguf_file::Value;
@@ -11,22 +10,11 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{CausalLm, DecodeGraph, Family, GgufFile, ModelConfig, ModelState};
 use candle_nn::VarBuilder;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const CPU: Device = Device::Cpu;
 const LAYOUTS: [Layout; 3] = [Layout::Qwen3Next, Layout::OldQwen3Next, Layout::Qwen3_5];
 const IDS: [u32; 9] = [3, 1, 4, 1, 5, 9, 2, 6, 31];
-
-/// A file that llama.cpp's converter made, where `CANDLE_GDN_GOLDENS` has it.
-pub fn converted(name: &str) -> Option<PathBuf> {
-    let Some(dir) = std::env::var_os("CANDLE_GDN_GOLDENS") else {
-        eprintln!("skipped: {name} is only among the full golden files (CANDLE_GDN_GOLDENS)");
-        return None;
-    };
-    let path = PathBuf::from(dir).join("gguf").join(name);
-    assert!(path.exists(), "{} is missing", path.display());
-    Some(path)
-}
 
 /// Wide enough for blocks of 256, with three value heads to a key head. All experts are chosen: which ones would be is
 /// a matter of rounding. Its matrices are small enough not to make much of little.
@@ -686,94 +674,4 @@ fn fp8_without_its_scales_is_refused() -> Result<()> {
         refused(with("weight_block_size", sizes), &[name, "two positive integers"]);
     }
     Ok(())
-}
-
-/// King James, and what is hard for splitting.
-const TEXTS: &[&str] = &[
-    "In the beginning God created the heaven and the earth. And the earth was without form, and void; and darkness was \
-     upon the face of the deep. And the Spirit of God moved upon the face of the waters.",
-    "And God said, Let there be light: and there was light.\n\nAnd God saw the light, that it was good:  and God \
-     divided the light from the darkness.\n",
-    "The LORD is my shepherd; I shall not want.\t23:1 -- 1611!? (\"selah\") don't WE'LL thou'rt 'tis",
-    "<|im_start|>user\nWho art thou?<|im_end|>\n<|im_start|>assistant\n",
-    "  leading, trailing   \n \r\n x",
-    "\u{3b1}\u{301}\u{928}\u{92e}\u{938}\u{94d}\u{924}\u{947} \u{5e9}\u{5dc}\u{5d5}\u{5dd} \u{1f54a}\u{fe0f} na\u{ef}ve 1234567",
-    "",
-];
-
-fn tokens_of(tokenizer: &tokenizers::Tokenizer) -> Vec<Vec<u32>> {
-    TEXTS.iter().map(|text| tokenizer.encode(*text, false).expect("ids").get_ids().to_vec()).collect()
-}
-
-#[test]
-fn tokenizers_of_files_are_those_of_the_checkpoints() -> Result<()> {
-    let want = tokenizers::Tokenizer::from_file(DEMO.dir() + "/tokenizer.json").expect("the demo's tokenizer");
-    for name in ["demo-f16.gguf", "demo-q8_0.gguf"] {
-        let Some(path) = converted(name) else { continue };
-        let file = GgufFile::open(path)?;
-        let got = gguf_tokenizer::tokenizer(&file).expect("a tokenizer");
-        assert_eq!(tokens_of(&got), tokens_of(&want));
-        for i in 0..DEMO.prompts() {
-            let ids = DEMO.prompt(i)?.ids;
-            let text = want.decode(&ids, false).expect("text");
-            assert_eq!(got.decode(&ids, false).expect("text"), text);
-            assert_eq!(got.encode(text, false).expect("ids").get_ids(), ids);
-        }
-        // Special tokens are left out where they are not asked for.
-        assert_eq!(got.decode(&[1, 2, 0], true).expect("text"), "");
-        assert_eq!(gguf_tokenizer::special_token(&file, "eos"), Some("<|endoftext|>"));
-        assert!(gguf_tokenizer::chat_template(&file).is_some_and(|template| template.contains("<|im_start|>")));
-    }
-    Ok(())
-}
-
-/// Out of the demo's own tokenizer.json: what the converter writes of it.
-fn with_tokenizer(pre: &str) -> Result<(tempfile::TempDir, PathBuf, GgufOfTiny)> {
-    let json = std::fs::read_to_string(DEMO.dir() + "/tokenizer.json")?;
-    let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
-    let mut file = GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3Next)?;
-    file.add_tokenizer(&json, pre);
-    file.metadata.insert("tokenizer.ggml.eos_token_id".into(), Value::U32(0));
-    let (dir, path) = in_a_folder("tokens.gguf");
-    Ok((dir, path, file))
-}
-
-#[test]
-fn each_way_of_splitting() -> Result<()> {
-    let want = tokenizers::Tokenizer::from_file(DEMO.dir() + "/tokenizer.json").expect("the demo's tokenizer");
-    for pre in ["gpt-2", "qwen2", "qwen35"] {
-        let (_dir, path, file) = with_tokenizer(pre)?;
-        file.write(&path)?;
-        let got = gguf_tokenizer::tokenizer(&GgufFile::open(&path)?).expect("a tokenizer");
-        if pre == "gpt-2" {
-            assert_eq!(tokens_of(&got), tokens_of(&want));
-        }
-        // However it was split, the text comes back, in the normal form where there is one.
-        for text in TEXTS {
-            let ids = got.encode(*text, false).expect("ids");
-            let back = got.decode(ids.get_ids(), false).expect("text");
-            if pre == "gpt-2" || text.is_ascii() {
-                assert_eq!(back, *text, "{pre}");
-            }
-        }
-        let pieces = |text: &str| got.encode(text, false).expect("ids").get_offsets().len();
-        // Digits one by one, but for gpt-2.
-        assert!(pre == "gpt-2" || pieces("1234") == 4, "{pre}");
-    }
-    let (_dir, path, mut file) = with_tokenizer("llama-bpe")?;
-    let bad = |file: &GgufOfTiny, parts: &[&str]| -> Result<()> {
-        file.write(&path)?;
-        let tokenizer = gguf_tokenizer::tokenizer(&GgufFile::open(&path)?);
-        refused(tokenizer.map_err(|e| candle_core::Error::Msg(format!("{e:#}"))), parts);
-        Ok(())
-    };
-    bad(&file, &["tokens.gguf", "`tokenizer.ggml.pre`", "qwen35", "llama-bpe"])?;
-    file.metadata.insert("tokenizer.ggml.pre".into(), Value::String("qwen2".into()));
-    for key in ["model", "pre", "tokens", "merges", "token_type"].map(|key| format!("tokenizer.ggml.{key}")) {
-        let mut without = file.clone();
-        without.metadata.remove(&key);
-        bad(&without, &["tokens.gguf", &key, "is missing"])?;
-    }
-    file.metadata.insert("tokenizer.ggml.model".into(), Value::String("llama".into()));
-    bad(&file, &["`tokenizer.ggml.model`", "gpt2", "llama"])
 }

@@ -19,12 +19,6 @@ mod faults;
 mod fp8;
 mod fused;
 mod gguf;
-#[path = "../../../examples/common/gguf_tokenizer.rs"]
-mod gguf_tokenizer;
-#[path = "../support/gguf_writer.rs"]
-mod gguf_writer;
-#[path = "../support/golden.rs"]
-mod golden;
 mod logprobs;
 mod model;
 mod moe;
@@ -32,9 +26,6 @@ mod parallel;
 mod parallel_quantised;
 mod sequences;
 mod sequences_soak;
-#[path = "../../../tests/support/skipped.rs"]
-mod skipped;
-#[path = "../../../tests/support/devices.rs"]
-mod support;
-#[path = "../support/tiny.rs"]
-mod tiny;
+
+use candle_gdn_models_testing::{gguf_writer, golden, tiny};
+use candle_gdn_testing::devices as support;

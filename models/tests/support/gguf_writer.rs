@@ -1,5 +1,6 @@
 //! GGUF files out of a [`Tiny`], as llama.cpp's converter makes them of these models.
 
+use crate::demo::DEMO;
 use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -354,8 +355,6 @@ pub fn demo_checkpoint() -> Tiny {
     config["rope_theta"] = config["rope_parameters"]["rope_theta"].clone();
     Tiny { config, weights }
 }
-
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
 
 fn of_demo(name: &str) -> serde_json::Value {
     serde_json::from_str(&std::fs::read_to_string(format!("{DEMO}/{name}")).unwrap()).unwrap()

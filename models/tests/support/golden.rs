@@ -1,12 +1,10 @@
 //! Checkpoints of known numbers, and what transformers makes of them as its users load them: in float32.
 
-// Each test program uses its part of this.
-#![allow(dead_code)]
-
-use crate::skipped::skipped;
 use candle_core::{safetensors::MmapedSafetensors, DType, Device, Result};
 use candle_gdn_models::{CausalLm, DraftHeadChoice, ModelConfig};
+use candle_gdn_testing::skipped::skipped;
 use candle_nn::VarBuilder;
+use std::path::PathBuf;
 
 /// A checkpoint and its goldens; paths below the repository, or below the folder of the full golden files.
 pub struct Goldens {
@@ -67,9 +65,20 @@ pub fn drafted(i: usize) -> Result<Drafted> {
 /// runs in the checkout there.
 fn path(name: &str) -> String {
     let full = std::env::var("CANDLE_GDN_GOLDENS").map(|dir| format!("{dir}/{name}")).ok();
-    let places = [Some(format!("{}/../{name}", env!("CARGO_MANIFEST_DIR"))), full, Some(name.to_owned())];
+    let places = [Some(format!("{}/../../../{name}", env!("CARGO_MANIFEST_DIR"))), full, Some(name.to_owned())];
     let exists = |place: &String| std::path::Path::new(place).exists();
     places.into_iter().flatten().find(exists).unwrap_or_else(|| name.to_owned())
+}
+
+/// A file that llama.cpp's converter made, where `CANDLE_GDN_GOLDENS` has it.
+pub fn converted(name: &str) -> Option<PathBuf> {
+    let Some(dir) = std::env::var_os("CANDLE_GDN_GOLDENS") else {
+        skipped(format!("{name} is only among the full golden files (CANDLE_GDN_GOLDENS)"));
+        return None;
+    };
+    let path = PathBuf::from(dir).join("gguf").join(name);
+    assert!(path.exists(), "{} is missing", path.display());
+    Some(path)
 }
 
 /// The most likely token; of equals the first.

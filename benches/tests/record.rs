@@ -1,0 +1,127 @@
+//! The record that benchmarks write, and what a call's time is made of.
+
+use candle_gdn_benches::parts::{added_us, parts, Activity, ATTENTION, EXPERTS, GDN, HEAD, PROJECTIONS};
+use candle_gdn_benches::record::{cargo_command, date_of, Ceilings, Machine, Row, Run, Time, SCHEMA};
+
+#[test]
+fn a_time_is_of_its_samples() {
+    assert_eq!(Time::of(&mut [3., 1., 2.]), Time { median: 2., min: 1., max: 3. });
+    assert_eq!(Time::of(&mut [4., 1., 2., 3.]), Time { median: 2.5, min: 1., max: 4. });
+    assert_eq!(Time::of(&mut [0.12344, 0.12346]), Time { median: 0.1235, min: 0.1234, max: 0.1235 });
+}
+
+#[test]
+fn a_record_comes_back_as_it_was_written() {
+    let row = |contender: &str| Row::new("decode", "16/32 B=1", contender).gpu(Time::of(&mut [4.]));
+    let rows = vec![
+        row("candle-gdn").work(4_000_000, 0).auto(true).error("o", 1e-3).error("state", f64::NAN),
+        row("fla").event(Time::of(&mut [6.])).wall(None).includes("gates").launches(2).note("slow").note("no wall"),
+    ];
+    let mut run = Run::new("benches/gpu", Machine { device: "NVIDIA H200".into(), ..Machine::default() });
+    run.ceilings.copy_gb_s = Some(4000.);
+    rows.into_iter().for_each(|row| run.push(row));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a/b/peers.json");
+    run.write(&path).unwrap();
+    assert_eq!(run.rows[0].floor_us, Some(1.));
+    assert_eq!(run.rows[0].error["state"], None);
+    assert_eq!(run.rows[1].note, "slow; no wall");
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert_eq!(serde_json::from_str::<Run>(&text).unwrap(), run);
+    assert_eq!(text.lines().filter(|line| line.contains("\"suite\":\"decode\"")).count(), 2, "{text}");
+    let empty = Run { rows: vec![], ..run };
+    assert_eq!(serde_json::from_str::<Run>(&empty.to_json().unwrap()).unwrap(), empty);
+}
+
+#[test]
+fn the_example_of_the_readme_is_a_record() {
+    let readme = include_str!("../README.md");
+    let example = readme.split("```json").nth(1).and_then(|rest| rest.split("```").next()).expect("an example");
+    let run: Run = serde_json::from_str(example).unwrap();
+    assert_eq!((run.schema, run.tool.as_str(), run.machine.threads), (SCHEMA, "benches/gpu", Some(2)));
+    let row = &run.rows[0];
+    assert_eq!((row.shape.hk, row.shape.total_tokens, row.launches), (Some(16), Some(1), Some(1)));
+    assert_eq!((row.auto, row.gpu.unwrap().median, row.error["o"]), (true, 3.8, Some(0.0012)));
+}
+
+#[test]
+fn null_is_absent() {
+    let text = r#"{ "suite": "conv", "workload": "x", "contender": "y", "variant": null, "auto": null, "l2": null,
+        "shape": null, "gpu": null, "floor_us": null, "error": null, "note": null, "launches": null }"#;
+    assert_eq!(serde_json::from_str::<Row>(text).unwrap(), Row::new("conv", "x", "y"));
+}
+
+#[test]
+fn the_floor_is_the_larger_of_memory_and_arithmetic() {
+    let ceilings = Ceilings { copy_gb_s: Some(4000.), matmul_tflop_s: Some(800.) };
+    assert_eq!(ceilings.floor_us(Some(4_000_000), Some(1_600_000_000)), Some(2.));
+    assert_eq!(ceilings.floor_us(Some(8_000_000), Some(800_000_000)), Some(2.));
+    assert_eq!(ceilings.floor_us(None, Some(0)), None);
+    assert_eq!(Ceilings::default().floor_us(Some(1), Some(1)), None);
+}
+
+#[test]
+fn dates_of_unix_times() {
+    let days = [(0, "1970-01-01"), (951_782_400, "2000-02-29"), (951_868_800, "2000-03-01")];
+    let later = [(1_798_761_599, "2026-12-31"), (1_798_761_600, "2027-01-01"), (4_107_542_400, "2100-03-01")];
+    for (seconds, date) in days.into_iter().chain(later) {
+        assert_eq!(date_of(seconds), date);
+    }
+}
+
+#[test]
+fn the_command_is_what_a_user_types() {
+    let of = |args: &[&str]| cargo_command(" --features cuda", args.iter().map(|arg| arg.to_string()));
+    assert_eq!(
+        of(&["gpu", "decode", "--out", "/somewhere", "--quick"]),
+        "cargo bench --features cuda --bench gpu -- decode --quick"
+    );
+    assert_eq!(of(&["gpu", "--out=/somewhere"]), "cargo bench --features cuda --bench gpu");
+    let program = "/somewhere/deps/gpu-0123456789abcdef";
+    assert_eq!(of(&[program, "--bench"]), "cargo bench --features cuda --bench gpu");
+    let command = of(&["gpu", "decode", "--heads", "16/32", "a b", "--bench"]);
+    assert_eq!(command, "cargo bench --features cuda --bench gpu -- decode --heads 16/32 'a b'");
+    assert_eq!(of(&["/x/my-tool"]), "cargo bench --features cuda --bench my-tool");
+}
+
+fn activity(name: &str, start: u64, end: u64) -> Activity {
+    Activity { name: name.into(), start, end }
+}
+
+#[test]
+fn what_overlaps_counts_once() {
+    // Waits for the first, then a gap, then one within another.
+    let spans = [(1000, 5000), (2000, 9000), (10_000, 20_000), (12_000, 15_000), (19_000, 21_000)];
+    let call = spans.map(|(start, end)| activity("", start, end));
+    assert_eq!(added_us(&call), [4., 4., 10., 0., 1.]);
+    assert_eq!(call[1].us(), 7.);
+}
+
+#[test]
+fn parts_of_a_step_are_told_by_their_kernels() {
+    let call = |shift: u64| {
+        let names = [
+            "_ZN3gdn8residual44_GLOBAL__N__c6ff9e0b_11_residual_cu_55243eb012packs_kernelI13__nv_bfloat16Li1ELb1EEEvv",
+            "_ZN3gdn6linear13linear_kernelI13__nv_bfloat16S2_Li1ELNS0_4FromE1EEEvNS0_4ArgsE",
+            "_ZN3gdn6replay12token_kernelI13__nv_bfloat16fNS0_6ParamsEEEvv",
+            "_ZN3gdn3moe11down_kernelI13__nv_bfloat16S2_EEvNS0_4ArgsE",
+            "_ZN3gdn9attention10mma_kernelI13__nv_bfloat16Li256ELi1ELi6EEEvv",
+            "nvjet_sm90_tst_128x8_64x12_4x1_v_bz_TNT",
+            "cast_bf16_f32",
+            "_ZN3gdn8",
+        ];
+        let timed = |(i, name): (usize, &&str)| activity(name, 1000 * i as u64, 1000 * i as u64 + 1000 + shift);
+        names.iter().enumerate().map(timed).collect::<Vec<_>>()
+    };
+    let calls = [call(0), call(500)];
+    let found = parts(calls.iter().map(|call| &call[..]));
+    let of = |name: &str| found.iter().filter(|part| part.name == name).map(|p| (p.launches, p.us)).collect::<Vec<_>>();
+    // The first of a call ends half a microsecond later in the second call, and so do all others.
+    assert_eq!(of("residuals, norms, gates"), [(1, 1.25)]);
+    for name in [PROJECTIONS, GDN, EXPERTS, ATTENTION, HEAD, "copies, casts", "others"] {
+        assert_eq!(of(name), [(1, 1.)], "{name}");
+    }
+    assert_eq!(found.len(), 8);
+    assert_eq!(found.iter().map(|part| part.us).sum::<f64>(), 8.25);
+    assert!(parts([].into_iter()).is_empty());
+}

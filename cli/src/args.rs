@@ -1,0 +1,207 @@
+//! Command line.
+
+use crate::ModelArgs;
+use candle_gdn_models::{DraftHeadChoice, GraphChoice};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::Parser;
+use std::path::PathBuf;
+
+/// More drafts at once cost more than the accepted ones save.
+const MOST_DRAFTED: usize = 64;
+
+/// Tokens of a completion, by default.
+const SAMPLE_LEN: usize = 128;
+
+/// The prefix cache keeps states at multiples of this, where the chunks of a prefill begin.
+const CHUNK: usize = 64;
+
+/// Completes texts with a Qwen3-Next model. The completions go to stdout, everything else to
+/// stderr. Without arguments: the demo checkpoint and an opening that it knows. One prompt's
+/// completion is printed as it comes; those of several are printed whole, in the order of the
+/// prompts, each under a line "==> prompt 2 <==". Ctrl-C ends after the current step with exit
+/// status 130.
+#[derive(Parser, Debug)]
+#[command(
+    version,
+    after_help = "Sampling options that are not given come from the checkpoint's \
+generation_config.json; without one, the most likely token is taken (--temperature 0).
+
+--batch, --draft, --mtp, --prefix-cache, --prefill-chunk and --cuda-graph change the rounding of sums and nothing else: in \
+bf16 and f16 a close choice can fall another way."
+)]
+pub struct Args {
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    #[command(flatten)]
+    pub prompts: PromptArgs,
+
+    /// Tokens to generate at most, for each prompt [default: 128, with --interactive as many as there is room for]
+    #[arg(short = 'n', long, value_name = "N")]
+    sample_len: Option<usize>,
+
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+impl Args {
+    /// Tokens to generate at most.
+    pub fn sample_len(&self) -> usize {
+        self.sample_len.unwrap_or(if self.prompts.interactive { usize::MAX } else { SAMPLE_LEN })
+    }
+}
+
+/// What is completed.
+#[derive(clap::Args, Debug)]
+pub struct PromptArgs {
+    /// Text to complete, or the message with --chat; may be given several times
+    /// [default: an opening that the demo knows]
+    #[arg(long, conflicts_with_all = ["prompt_file", "prompts_file"])]
+    pub prompt: Vec<String>,
+
+    /// File with the text to complete
+    #[arg(long, value_name = "FILE", conflicts_with = "prompts_file")]
+    pub prompt_file: Option<PathBuf>,
+
+    /// File with a text to complete on every line; empty lines are left out
+    #[arg(long, value_name = "FILE")]
+    pub prompts_file: Option<PathBuf>,
+
+    /// Put each prompt through the tokenizer's chat template, as a user's message
+    #[arg(long)]
+    pub chat: bool,
+
+    /// Talk: each line of the input is a message, and the model remembers what was said. /reset begins anew, /quit or
+    /// the end of the input ends; Ctrl-C stops an answer, and twice the program. Without a chat template the lines and
+    /// their completions are one text
+    #[arg(long, conflicts_with_all = ["prompt", "prompt_file", "prompts_file"])]
+    pub interactive: bool,
+
+    /// N made-up tokens for a prompt, --batch times (or once), to see how long it takes: no text is printed, and no
+    /// token ends a completion
+    #[arg(long, value_name = "N", value_parser = positive,
+          conflicts_with_all = ["prompt", "prompt_file", "prompts_file", "chat", "interactive"])]
+    pub prompt_tokens: Option<usize>,
+}
+
+/// How tokens are chosen.
+#[derive(clap::Args, Debug)]
+pub struct SamplingArgs {
+    /// Flatness of the distribution; 0 takes the most likely token
+    #[arg(long, allow_negative_numbers = true, value_parser = temperature)]
+    pub temperature: Option<f64>,
+
+    /// Choose among the K most likely tokens; 0 chooses among all
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+
+    /// Choose among the most likely tokens that together have probability P
+    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = probability)]
+    pub top_p: Option<f64>,
+
+    /// Seed of the random choices; each of several prompts draws from a generator of its own
+    #[arg(long, default_value_t = 299792458)]
+    pub seed: u64,
+
+    /// Makes tokens that occurred lately less likely; 1 does nothing
+    #[arg(long, allow_negative_numbers = true, value_parser = penalty)]
+    pub repeat_penalty: Option<f32>,
+
+    /// How many of the last tokens --repeat-penalty looks at
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub repeat_last_n: usize,
+}
+
+/// How the model runs. This changes no completion, except by the rounding of sums.
+#[derive(clap::Args, Debug)]
+pub struct RunArgs {
+    /// Prompts that run at once at most; the others follow as these end [default: all]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub batch: Option<usize>,
+
+    /// Tokens of prompt and completion together that there is room for, or of all that is said with --interactive
+    /// [default: the longest prompt and -n, or 32768, within the positions of the model]
+    #[arg(long, value_name = "N", value_parser = positive)]
+    pub max_seq_len: Option<usize>,
+
+    /// Tokens to draft at most at each step, from what followed the last tokens earlier in the text, and to verify in one
+    /// pass; fewer where drafts were rejected. 0 drafts none
+    #[arg(long, value_name = "N", default_value = "0", value_parser = drafted)]
+    pub draft: usize,
+
+    /// Let the draft head of the checkpoint draft tokens, to be verified in one pass: as many as save time, none where none
+    /// do. Without a head auto runs without drafts, and on fails
+    #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "on", "off"]).map(head))]
+    pub mtp: DraftHeadChoice,
+
+    /// Memory for the states of prefixes that prompts share, which then run once; 0 keeps none
+    /// [default: 256 with several prompts, else 0]
+    #[arg(long, value_name = "MIB")]
+    pub prefix_cache: Option<usize>,
+
+    /// Shared prefixes are cut to a multiple of this, itself a multiple of 64
+    #[arg(long, value_name = "TOKENS", default_value = "64", value_parser = block)]
+    pub prefix_block: usize,
+
+    /// Report how many tokens came from --prefix-cache
+    #[arg(long)]
+    pub show_cache: bool,
+
+    /// Capture a decode step as a CUDA graph and replay it: where that is impossible auto runs without, and on fails
+    #[arg(long, default_value = "auto", value_parser = PossibleValuesParser::new(["auto", "on", "off"]).map(graph))]
+    pub cuda_graph: GraphChoice,
+}
+
+pub fn graph(choice: String) -> GraphChoice {
+    match choice.as_str() {
+        "on" => GraphChoice::On,
+        "off" => GraphChoice::Off,
+        _ => GraphChoice::Auto,
+    }
+}
+
+pub fn head(choice: String) -> DraftHeadChoice {
+    match choice.as_str() {
+        "on" => DraftHeadChoice::On,
+        "off" => DraftHeadChoice::Off,
+        _ => DraftHeadChoice::Auto,
+    }
+}
+
+fn temperature(s: &str) -> Result<f64, String> {
+    number(s, "a number of at least 0", |x| x >= 0.)
+}
+
+fn probability(s: &str) -> Result<f64, String> {
+    number(s, "a number in (0, 1]", |x| x > 0. && x <= 1.)
+}
+
+fn penalty(s: &str) -> Result<f32, String> {
+    number(s, "a number above 0", |x| x > 0.).map(|x| x as f32)
+}
+
+fn number(s: &str, expected: &str, valid: impl Fn(f64) -> bool) -> Result<f64, String> {
+    match s.parse::<f64>() {
+        Ok(x) if x.is_finite() && valid(x) => Ok(x),
+        _ => Err(format!("expected {expected}")),
+    }
+}
+
+pub fn positive(s: &str) -> Result<usize, String> {
+    whole(s, "a whole number of at least 1", |n| n > 0)
+}
+
+pub fn drafted(s: &str) -> Result<usize, String> {
+    whole(s, &format!("a whole number of 0 to {MOST_DRAFTED}"), |n| n <= MOST_DRAFTED)
+}
+
+pub fn block(s: &str) -> Result<usize, String> {
+    whole(s, &format!("a positive multiple of {CHUNK}"), |n| n > 0 && n % CHUNK == 0)
+}
+
+fn whole(s: &str, expected: &str, valid: impl Fn(usize) -> bool) -> Result<usize, String> {
+    s.parse().ok().filter(|n| valid(*n)).ok_or(format!("expected {expected}"))
+}

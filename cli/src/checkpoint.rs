@@ -1,0 +1,199 @@
+//! A checkpoint on disk: a directory with config.json, tokenizer and safetensors, or a GGUF file.
+
+use crate::load::{LoadFormat, ModelArgs};
+use crate::{builtin, gguf_tokenizer, hub, safetensors};
+use anyhow::{bail, Context, Result};
+use candle_gdn_models::{DraftHeadChoice, GgufFile, ModelConfig};
+use std::collections::{BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+use tokenizers::Tokenizer;
+
+pub struct Checkpoint {
+    /// The config.json, with the other files in its folder, or a GGUF file.
+    path: PathBuf,
+    gguf: Option<GgufFile>,
+    format: LoadFormat,
+}
+
+impl Checkpoint {
+    /// The checkpoint that `--model` names; the demo where it is not given.
+    pub fn find(args: &ModelArgs) -> Result<Self> {
+        let format = args.load_format;
+        let Some(model) = args.model.as_deref() else { return Self::in_dir(&builtin::folder()?.join("demo"), format) };
+        let path = Path::new(model);
+        if path.is_dir() {
+            return Self::in_dir(path, format);
+        }
+        let dummy = format == LoadFormat::Dummy;
+        if path.is_file() {
+            let gguf = match path.extension().is_some_and(|ext| ext == "gguf") {
+                true => Some(GgufFile::open(path).context("--model")?),
+                false if dummy => None,
+                false => bail!("--model: expected a directory, a hub id, or a file with the ending gguf, got {model}"),
+            };
+            return Ok(Self { path: path.to_path_buf(), gguf, format });
+        }
+        if hub::is_id(model) {
+            let dir = hub::fetch(model, &args.revision, !dummy)
+                .with_context(|| format!("--model: no directory {model}, so taken as a hub id"))?;
+            return Self::in_dir(&dir, format);
+        }
+        if let Some(name) = builtin::known_models().find(|name| name.eq_ignore_ascii_case(model)) {
+            let path = builtin::folder()?.join(format!("configs/{name}.json"));
+            if !dummy {
+                bail!("--model: {model} is known without weights only: --load-format dummy makes some up")
+            }
+            return Ok(Self { path, gguf: None, format });
+        }
+        if dummy {
+            bail!(
+                "--model: no directory and no file {model}, not a hub id of the form owner/name, and not one of {}",
+                builtin::known_models().collect::<Vec<_>>().join(", ")
+            )
+        }
+        bail!("--model: no directory {model}, and not a hub id of the form owner/name")
+    }
+
+    fn in_dir(dir: &Path, format: LoadFormat) -> Result<Self> {
+        let path = dir.join("config.json");
+        if !path.is_file() {
+            bail!("--model: {} has no config.json", dir.display())
+        }
+        Ok(Self { path, gguf: None, format })
+    }
+
+    /// Its name in messages.
+    pub fn name(&self) -> std::path::Display<'_> {
+        match self.gguf {
+            Some(_) => self.path.display(),
+            None => self.dir().display(),
+        }
+    }
+
+    /// The GGUF file, if it is one.
+    pub fn gguf(&self) -> Option<&GgufFile> {
+        self.gguf.as_ref()
+    }
+
+    /// The text of a file in the directory, and its path; None where it is missing.
+    pub fn text(&self, name: &str) -> Result<Option<(String, PathBuf)>> {
+        if self.gguf.is_some() {
+            return Ok(None);
+        }
+        let path = self.dir().join(name);
+        match std::fs::read_to_string(&path) {
+            Ok(text) => Ok(Some((text, path))),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e).with_context(|| format!("cannot read {}", path.display())),
+        }
+    }
+
+    /// The folder of its files.
+    pub fn dir(&self) -> &Path {
+        self.path.parent().unwrap_or(&self.path)
+    }
+
+    pub fn config(&self) -> Result<ModelConfig> {
+        if let Some(file) = &self.gguf {
+            return Ok(ModelConfig::from_gguf(file)?);
+        }
+        let text =
+            std::fs::read_to_string(&self.path).with_context(|| format!("cannot read {}", self.path.display()))?;
+        ModelConfig::from_json(&text).with_context(|| self.path.display().to_string())
+    }
+
+    /// Its tokenizer. A missing one is None where weights are made up, else an error.
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
+        if let Some(file) = &self.gguf {
+            return gguf_tokenizer::tokenizer(file).map(Some);
+        }
+        let path = self.dir().join("tokenizer.json");
+        if !path.is_file() {
+            return match self.format {
+                LoadFormat::Dummy => Ok(None),
+                LoadFormat::Auto => bail!("{} is missing", path.display()),
+            };
+        }
+        let text = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        // tokenizers 0.23 panics where the JSON of a decoder is not valid.
+        serde_json::from_slice::<serde_json::Value>(&text).with_context(|| path.display().to_string())?;
+        Tokenizer::from_bytes(text).map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
+    }
+
+    /// Whether to load the draft head, as `--mtp` says. Random weights have one only with `--mtp on`. The head of a GGUF file
+    /// may be in a second file, named `mtp-` and the name of the first.
+    pub fn draft_head(&mut self, choice: DraftHeadChoice, config: &ModelConfig) -> Result<bool> {
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+        let beside = self.path.with_file_name(format!("mtp-{name}"));
+        if let Some(file) = &mut self.gguf {
+            if choice != DraftHeadChoice::Off && !file.has_draft_head(config) && beside.is_file() {
+                file.add_draft_head(&beside).context("--mtp")?;
+            }
+        }
+        let is_here = || match &self.gguf {
+            Some(file) => Ok(file.has_draft_head(config)),
+            None => self.weights()?.iter().try_fold(false, |found, file| {
+                Ok(found || safetensors::tensors(file)?.iter().any(|name| name == "mtp.fc.weight"))
+            }),
+        };
+        match (choice, self.format) {
+            (DraftHeadChoice::Off, _) | (DraftHeadChoice::Auto, LoadFormat::Dummy) => Ok(false),
+            (DraftHeadChoice::Auto, LoadFormat::Auto) => is_here(),
+            (DraftHeadChoice::On, LoadFormat::Auto) if !is_here()? => {
+                bail!("--mtp on: {} has no draft head (mtp.*)", self.name())
+            }
+            (DraftHeadChoice::On, _) => Ok(true),
+        }
+    }
+
+    /// Whether all large weights have 16 bits.
+    pub fn is_sixteen_bits(&self) -> Result<bool> {
+        if self.format == LoadFormat::Dummy {
+            return Ok(true);
+        }
+        self.weights()?.iter().try_fold(true, |narrow, file| Ok(narrow & safetensors::is_sixteen_bits(file)?))
+    }
+
+    /// The weight files. Each must be there and whole, and no tensor may be in two of them.
+    pub fn weights(&self) -> Result<Vec<PathBuf>> {
+        let index = self.dir().join("model.safetensors.index.json");
+        let single = self.dir().join("model.safetensors");
+        let files: Vec<PathBuf> = if index.is_file() {
+            let text = std::fs::read_to_string(&index).with_context(|| format!("cannot read {}", index.display()))?;
+            let names = shard_names(&text).with_context(|| index.display().to_string())?;
+            names.iter().map(|name| self.dir().join(name)).collect()
+        } else if single.is_file() {
+            vec![single]
+        } else {
+            bail!("{} has neither model.safetensors nor model.safetensors.index.json", self.dir().display())
+        };
+        let mut file_of = HashMap::new();
+        for file in &files {
+            for tensor in safetensors::tensors(file)? {
+                // Which of two is read would be chance.
+                if let Some(other) = file_of.insert(tensor.clone(), file) {
+                    bail!("{} and {} both have a tensor {tensor}", other.display(), file.display())
+                }
+            }
+        }
+        Ok(files)
+    }
+}
+
+/// The distinct files of a `model.safetensors.index.json`.
+pub(super) fn shard_names(index: &str) -> Result<BTreeSet<String>> {
+    let index: serde_json::Value = serde_json::from_str(index).context("not valid JSON")?;
+    let Some(map) = index["weight_map"].as_object() else { bail!("`weight_map`: expected an object") };
+    let mut names = BTreeSet::new();
+    for (tensor, file) in map {
+        // A name with a path in it would leave the directory.
+        match file.as_str() {
+            Some(name) if Path::new(name).file_name() == Some(name.as_ref()) => names.insert(name.to_string()),
+            _ => bail!("`weight_map`: expected a file name for {tensor}, got {file}"),
+        };
+    }
+    if names.is_empty() {
+        bail!("`weight_map`: expected at least one file, got none")
+    }
+    Ok(names)
+}

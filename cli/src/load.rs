@@ -1,0 +1,201 @@
+//! The command line of a model: its device, dtype and weights, and how it is loaded.
+
+use crate::dummy::Dummy;
+use crate::memory::weights;
+use crate::{bar, status, Checkpoint, Rank};
+use anyhow::{Context, Error, Result};
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device};
+use candle_gdn::Algo;
+use candle_gdn_models::{shard_of, shard_of_safetensors, CausalLm, DraftHeadChoice, ModelConfig};
+use candle_nn::VarBuilder;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use std::num::NonZeroUsize;
+use std::time::{Duration, Instant};
+
+/// Where weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum LoadFormat {
+    /// The checkpoint's files
+    Auto,
+    /// Random ones, to time a model by its config.json alone
+    Dummy,
+}
+
+/// Types of quantised matrices: the name of the option, the name that llama.cpp gives it, the type.
+const QUANTISED: [(&str, &str, GgmlDType); 10] = [
+    ("q4_0", "q4_0", GgmlDType::Q4_0),
+    ("q4_1", "q4_1", GgmlDType::Q4_1),
+    ("q5_0", "q5_0", GgmlDType::Q5_0),
+    ("q5_1", "q5_1", GgmlDType::Q5_1),
+    ("q8_0", "q8_0", GgmlDType::Q8_0),
+    ("q2k", "q2_k", GgmlDType::Q2K),
+    ("q3k", "q3_k", GgmlDType::Q3K),
+    ("q4k", "q4_k", GgmlDType::Q4K),
+    ("q5k", "q5_k", GgmlDType::Q5K),
+    ("q6k", "q6_k", GgmlDType::Q6K),
+];
+
+fn quantised() -> impl TypedValueParser<Value = GgmlDType> {
+    let values = QUANTISED.map(|(name, alias, _)| PossibleValue::new(name).alias(alias));
+    PossibleValuesParser::new(values).map(|given| {
+        let found = QUANTISED.into_iter().find(|(name, alias, _)| given == *name || given == *alias);
+        found.expect("one of the possible values").2
+    })
+}
+
+/// The arguments that say what runs where.
+#[derive(clap::Args, Debug)]
+pub struct ModelArgs {
+    /// Directory of a checkpoint, its id on the Hugging Face hub (owner/name), or a GGUF file; with --load-format dummy
+    /// also a config.json, or the short name of a published model, as in qwen3.5-4b
+    /// [default: the demo that comes with the repository]
+    #[arg(long, value_name = "DIR|ID|FILE")]
+    pub model: Option<String>,
+
+    /// Where the weights come from
+    #[arg(long, value_enum, default_value = "auto")]
+    pub load_format: LoadFormat,
+
+    /// Revision on the hub: a branch, a tag or a commit
+    #[arg(long, default_value = "main")]
+    pub revision: String,
+
+    /// Quantise the matrices as they are loaded, those that are not so already; embeddings stay as they are
+    #[arg(long, value_parser = quantised())]
+    pub quantize: Option<GgmlDType>,
+
+    /// Number format of weights and activations [default: bf16 on a GPU, f32 on the CPU]
+    #[arg(long, value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|name| name.parse::<DType>()))]
+    dtype: Option<DType>,
+
+    /// Run on the CPU even if there is a GPU
+    #[arg(long)]
+    pub cpu: bool,
+
+    /// Kernel that runs the gated delta rule, whatever the shape: recurrent, recurrent_128, decode_128, chunked_sm80 or
+    /// chunked_sm90; a shape that it does not support is an error [default: the variable CANDLE_GDN_ALGO, or auto]
+    #[arg(long, value_name = "NAME")]
+    algo: Option<Algo>,
+
+    /// Tokens of prompts that run in one pass: bounds the memory, not the result [default: 8192 on a GPU, 1024 on the CPU]
+    #[arg(long, value_name = "N")]
+    prefill_chunk: Option<NonZeroUsize>,
+
+    /// Divide the model over N GPUs of this machine; with --cpu over N threads that act as devices
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub tensor_parallel: NonZeroUsize,
+}
+
+impl ModelArgs {
+    /// The first GPU if the build and the machine have one, else the CPU.
+    pub fn device(&self) -> Result<Device> {
+        if self.on_cpu() {
+            return Ok(Device::Cpu);
+        }
+        gpu(0)
+    }
+
+    /// Whether the run is on the CPU.
+    pub fn on_cpu(&self) -> bool {
+        self.cpu || !candle_core::utils::cuda_is_available()
+    }
+
+    /// Tokens of prompts that run in one pass. A pass reads all weights, so that a GPU has larger ones.
+    pub fn prefill_chunk(&self, device: &Device) -> usize {
+        self.prefill_chunk.map_or(if device.is_cpu() { 1024 } else { 8192 }, NonZeroUsize::get)
+    }
+
+    /// The kernel of the gated delta rule: `--algo`, else the variable `CANDLE_GDN_ALGO`, else auto.
+    pub fn algo(&self) -> Result<Algo> {
+        Ok(self.algo.map_or_else(Algo::from_env, Ok)?)
+    }
+
+    /// The dtype of weights and activations.
+    pub fn dtype(&self, device: &Device) -> DType {
+        self.dtype.unwrap_or(if device.is_cpu() { DType::F32 } else { DType::BF16 })
+    }
+}
+
+/// One of the machine's GPUs.
+pub fn gpu(ordinal: usize) -> Result<Device> {
+    let device = candle_gdn::single_stream_device(ordinal)
+        .with_context(|| format!("cannot open GPU {ordinal} (--cpu runs without it)"))?;
+    candle_gdn::keep_freed_memory(&device)?;
+    Ok(device)
+}
+
+/// How long decoding runs before the first draft of a head that `--mtp on` did not ask for. On a CPU the first drafts take milliseconds
+/// more than later ones, to move states and touch memory: a short run of a small model would not regain them.
+pub fn draft_after(choice: DraftHeadChoice, device: &Device) -> Duration {
+    Duration::from_secs(if choice == DraftHeadChoice::Auto && device.is_cpu() { 2 } else { 0 })
+}
+
+/// Sets rayon's number of threads. Call it first, while there is one thread: candle needs the number at every matrix product, and
+/// reads /proc/cpuinfo where this variable is not set.
+pub fn fix_thread_count() {
+    const VARIABLE: &str = "RAYON_NUM_THREADS";
+    if std::env::var_os(VARIABLE).is_none() {
+        std::env::set_var(VARIABLE, candle_core::utils::get_num_threads().to_string());
+    }
+}
+
+/// Loads the memory-mapped weights, or makes them up, with a progress bar. `draft_head`: those of the draft head too.
+pub fn load_model(
+    args: &ModelArgs,
+    checkpoint: &Checkpoint,
+    config: &ModelConfig,
+    draft_head: bool,
+    rank: &Rank,
+) -> Result<CausalLm> {
+    let (start, device) = (Instant::now(), &rank.device);
+    let dtype = args.dtype(device);
+    let bar = bar("loading", config.layers.len(), "layers");
+    let progress = |done: usize, _| bar.set_position(done as u64);
+    let head = if draft_head { DraftHeadChoice::On } else { DraftHeadChoice::Off };
+    let loader = CausalLm::loader(config).algo(args.algo()?).quantize(args.quantize).group(rank.group.clone());
+    let loader = loader.draft_head(head).progress(progress);
+    let load = || match (args.load_format, checkpoint.gguf()) {
+        (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(loader.load_gguf(file, dtype, device)?),
+        (LoadFormat::Auto, None) => {
+            let files = &checkpoint.weights()?;
+            // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
+            let vb = match &rank.group {
+                Some(group) => unsafe { shard_of_safetensors(files, config, &**group, dtype, device)? },
+                None => unsafe { VarBuilder::from_mmaped_safetensors(files, dtype, device)? },
+            };
+            Ok(loader.load(vb)?)
+        }
+        (LoadFormat::Dummy, _) => {
+            let vb = VarBuilder::from_backend(Box::new(Dummy::new(config, device)?), dtype, device.clone());
+            let vb = match &rank.group {
+                Some(group) => shard_of(vb, config, &**group)?,
+                None => vb,
+            };
+            Ok(loader.load(vb)?)
+        }
+    };
+    let model = load().with_context(|| format!("cannot load {}", checkpoint.name()))?;
+    bar.finish_and_clear();
+    if let [other, ..] = model.other_types() {
+        let what = other.dtype.map_or("dense".to_string(), |dtype| format!("{dtype:?}"));
+        let count = model.other_types().len();
+        status!("{count} matrices are of another type, for want of whole blocks: {} is {what}", other.name);
+    }
+    let place = match (&rank.group, device.is_cpu()) {
+        (None, true) => "the CPU".to_string(),
+        (None, false) => "the GPU".to_string(),
+        (Some(group), true) => format!("{} threads", group.size()),
+        (Some(group), false) => format!("{} GPUs", group.size()),
+    };
+    let random = if args.load_format == LoadFormat::Dummy { "random " } else { "" };
+    let matrices = args.quantize.map_or(String::new(), |to| format!(", matrices {to:?},"));
+    device.synchronize()?;
+    let seconds = start.elapsed().as_secs_f64();
+    let part = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;
+    let bytes = weights(args, checkpoint, part.as_ref().unwrap_or(config), dtype, device)?;
+    let rate = bytes as f64 / 1e9 / seconds;
+    let each = if part.is_some() { " each" } else { "" };
+    status!("loaded {random}{dtype:?} weights{matrices} on {place} in {seconds:.2} s, {rate:.2} GB/s{each}");
+    Ok(model)
+}

@@ -1,0 +1,224 @@
+//! Whether a run fits into memory, checked before anything is loaded.
+
+use crate::load::{LoadFormat, ModelArgs};
+use crate::{status, Checkpoint};
+use anyhow::{bail, Result};
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device};
+use candle_gdn_models::{FfnKind, MixerKind, ModelConfig, StateLayout};
+
+/// Kernels and workspaces of libraries, on a GPU.
+const LIBRARIES: u64 = 512 << 20;
+
+/// The memory that a run needs, in bytes.
+pub struct Need {
+    weights: u64,
+    states: u64,
+    kv: u64,
+    working: u64,
+}
+
+/// What must fit at once.
+pub struct Room {
+    pub sequences: usize,
+    /// Tokens of one sequence.
+    pub max_len: usize,
+    /// States of the Gated DeltaNet layers besides those of the sequences.
+    pub spare_states: usize,
+    /// Snapshots of sequences.
+    pub snapshots: usize,
+    /// Bytes of the prefix cache, and how many prefixes it can have.
+    pub cache: usize,
+    pub prefixes: usize,
+    /// Whether the draft head is loaded.
+    pub draft_head: bool,
+}
+
+impl Need {
+    pub fn new(
+        args: &ModelArgs,
+        checkpoint: &Checkpoint,
+        config: &ModelConfig,
+        room: &Room,
+        device: &Device,
+    ) -> Result<Self> {
+        let dtype = args.dtype(device);
+        let with_head = with_draft_head(config);
+        let config = if room.draft_head { &with_head } else { config };
+        let mut weights = weights(args, checkpoint, config, dtype, device)?;
+        // Its drafts read a copy of `lm_head` in q8_0.
+        if room.draft_head && device.is_cuda() && dtype != DType::F32 && args.quantize.is_none() {
+            let blocks = product(&[config.vocab_size, config.hidden_size]) / GgmlDType::Q8_0.block_size() as u64;
+            weights = weights.saturating_add(blocks * GgmlDType::Q8_0.type_size() as u64);
+        }
+        let sequence = config.sequence_bytes(dtype);
+        let states = sequence.recurrent.saturating_add(sequence.conv);
+        let has_rings = StateLayout::Auto.has_ring(config, device);
+        // The head's drafts fit into rings. Without rings each draft needs states of its own.
+        let draft_states = if room.draft_head && !has_rings { room.sequences.saturating_mul(2) } else { 0 };
+        let spare_states = room.spare_states.max(draft_states);
+        let rings = match has_rings {
+            true => sequence.ring.saturating_mul(room.sequences.saturating_add(spare_states) as u64),
+            false => 0,
+        };
+        let all = room.sequences.saturating_add(spare_states).saturating_add(room.snapshots) as u64;
+        let cache = sequence.total(room.max_len).saturating_mul(room.prefixes as u64).min(room.cache as u64);
+        // Snapshots of one sequence share their keys and values.
+        let caches = room.sequences.saturating_add(room.snapshots.min(1));
+        let pass = pass(config, args.prefill_chunk(device), room);
+        Ok(Self {
+            weights,
+            states: states.saturating_mul(all).saturating_add(rings).saturating_add(cache),
+            kv: sequence.kv_per_token.saturating_mul(product(&[caches, room.max_len])),
+            working: if device.is_cpu() {
+                pass.max(unpacked(config, dtype))
+            } else {
+                pass.saturating_add(LIBRARIES).saturating_add(dequantised(config))
+            },
+        })
+    }
+
+    fn total(&self) -> u64 {
+        [self.weights, self.states, self.kv, self.working].into_iter().fold(0, u64::saturating_add)
+    }
+
+    /// Whether the device has enough free memory; true where the system does not say.
+    pub fn fits(&self, device: &Device) -> bool {
+        free(device).is_none_or(|free| self.total() <= free)
+    }
+
+    /// Reports what the run needs and what is free.
+    ///
+    /// # Errors
+    /// When the run cannot fit.
+    pub fn check(&self, device: &Device) -> Result<()> {
+        let Self { weights, states, kv, working } = *self;
+        let [weights, states, kv, working, total] = [weights, states, kv, working, self.total()].map(Size);
+        let parts = format!("{weights} weights, {states} states, {kv} keys and values, about {working} to work with");
+        let place = if device.is_cpu() { "the machine" } else { "the GPU" };
+        let Some(free) = free(device).map(Size) else {
+            status!("memory: {total} on {place}: {parts}");
+            return Ok(());
+        };
+        if total.0 > free.0 {
+            bail!(
+                "the run needs {total} of memory ({parts}) and {place} has {free} free; \
+                 smaller: --max-seq-len, --batch, --quantize"
+            )
+        }
+        status!("memory: {total} of the {free} free on {place}: {parts}");
+        Ok(())
+    }
+}
+
+/// The draft head is one more softmax layer, and a projection that is small beside it.
+fn with_draft_head(config: &ModelConfig) -> ModelConfig {
+    let mut config = config.clone();
+    if let Some(mut head) = config.layers.last().copied() {
+        head.mixer = MixerKind::FullAttention;
+        config.layers.push(head);
+    }
+    config
+}
+
+/// Bytes of the weights: those of one rank where `config` is a rank's, else of all ranks.
+pub fn weights(
+    args: &ModelArgs,
+    checkpoint: &Checkpoint,
+    config: &ModelConfig,
+    dtype: DType,
+    device: &Device,
+) -> Result<u64> {
+    if let Some(to) = args.quantize {
+        return Ok(config.quantized_weight_bytes(dtype, to));
+    }
+    if let (LoadFormat::Auto, Some(file)) = (args.load_format, checkpoint.gguf()) {
+        // Quantised matrices keep their size in the file. What is not quantised is small, and so is what each rank has whole.
+        return Ok(file.size_in_bytes().div_ceil(args.tensor_parallel.get() as u64));
+    }
+    if device.is_cuda() && dtype != DType::F32 {
+        return Ok(config.fp8_weight_bytes(dtype));
+    }
+    if device.is_cpu() && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
+        // Everything is packed but an embedding table that is not the head.
+        let table = product(&[config.vocab_size, config.hidden_size, 2]);
+        let unpacked = if config.tie_word_embeddings { 0 } else { table };
+        return Ok(config.weight_bytes(DType::BF16).saturating_add(unpacked));
+    }
+    Ok(config.weight_bytes(dtype))
+}
+
+/// An estimate of the activations of the widest pass: rows in f32 between two operations.
+fn pass(config: &ModelConfig, prefill_chunk: usize, room: &Room) -> u64 {
+    let (gdn, attention, hidden) = (&config.gdn, &config.attention, config.hidden_size);
+    let keys = product(&[4, gdn.num_key_heads, gdn.key_head_dim]);
+    let linear = keys.saturating_add(product(&[4, gdn.num_value_heads, gdn.value_head_dim]));
+    let full = product(&[6, attention.num_heads, attention.head_dim]);
+    let ffn = config.layers.iter().map(|layer| match (layer.ffn, &config.moe) {
+        (FfnKind::Dense { intermediate_size }, _) => product(&[4, intermediate_size]),
+        (FfnKind::Moe, Some(moe)) => {
+            let routed = product(&[moe.experts_per_token, 4 * moe.intermediate_size + 3 * hidden]);
+            routed.saturating_add(product(&[4, moe.shared_intermediate_size]))
+        }
+        _ => 0,
+    });
+    let widest = ffn.max().unwrap_or(0).max(linear).max(full).saturating_add(product(&[6, hidden]));
+    let tokens = product(&[room.sequences, room.max_len]).min(prefill_chunk as u64);
+    let rows = tokens.saturating_mul(widest).saturating_mul(4);
+    // Logits in the model's dtype, in f32, and as the sampler has them.
+    rows.saturating_add(product(&[room.sequences, config.vocab_size, 12]))
+}
+
+/// Bytes of the largest fp8 matrix in 16 bits: a product of many rows dequantises it while it runs.
+fn dequantised(config: &ModelConfig) -> u64 {
+    if config.fp8.is_none() {
+        return 0;
+    }
+    let (gdn, attention) = (&config.gdn, &config.attention);
+    let linear = 2 * gdn.num_key_heads * gdn.key_head_dim + 2 * gdn.num_value_heads * (gdn.value_head_dim + 1);
+    let full = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim;
+    let ffn = config.layers.iter().map(|layer| match layer.ffn {
+        FfnKind::Dense { intermediate_size } => intermediate_size.saturating_mul(2),
+        _ => config.moe.as_ref().map_or(0, |moe| 2 * moe.shared_intermediate_size),
+    });
+    product(&[ffn.max().unwrap_or(0).max(linear).max(full), config.hidden_size, 2])
+}
+
+/// Bytes of the largest weights that the CPU holds twice at a time: as read, and packed.
+fn unpacked(config: &ModelConfig, dtype: DType) -> u64 {
+    let head = product(&[config.vocab_size, config.hidden_size]);
+    let experts = config.moe.as_ref().map(|moe| [moe.num_experts, 3, moe.intermediate_size, config.hidden_size]);
+    head.max(experts.map_or(0, |factors| product(&factors))).saturating_mul(dtype.size_in_bytes() as u64)
+}
+
+fn product(factors: &[usize]) -> u64 {
+    factors.iter().fold(1, |product, &factor| product.saturating_mul(factor as u64))
+}
+
+/// Free memory in bytes, where the system says.
+fn free(device: &Device) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        let (free, _) = device.cuda_stream().context().mem_get_info().ok()?;
+        return Some(free as u64);
+    }
+    if !device.is_cpu() {
+        return None;
+    }
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024))
+}
+
+/// A number of bytes, written in MiB or GiB.
+struct Size(u64);
+
+impl std::fmt::Display for Size {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let (bytes, gib) = (self.0 as f64, (1u64 << 30) as f64);
+        match bytes >= gib {
+            true => write!(f, "{:.1} GiB", bytes / gib),
+            false => write!(f, "{:.1} MiB", bytes / (1 << 20) as f64),
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Whether a safetensors file is whole, checked before it is mapped, so that the error names the file.
+
+use anyhow::{bail, Context, Result};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+type Header = serde_json::Map<String, serde_json::Value>;
+
+/// The names of its tensors, if the length of `path` is what its header describes.
+pub fn tensors(path: &Path) -> Result<Vec<String>> {
+    Ok(header(path)?.into_iter().map(|(name, _)| name).filter(|name| name != "__metadata__").collect())
+}
+
+/// Whether no matrix of the file has numbers of 32 bits or more.
+pub fn is_sixteen_bits(path: &Path) -> Result<bool> {
+    let wide = |info: &serde_json::Value| {
+        let rank = info["shape"].as_array().map_or(0, Vec::len);
+        rank > 1 && matches!(info["dtype"].as_str(), Some("F32" | "F64"))
+    };
+    Ok(!header(path)?.values().any(wide))
+}
+
+/// The header of the file, if the file is whole.
+fn header(path: &Path) -> Result<Header> {
+    let name = path.display();
+    let mut file = File::open(path).with_context(|| format!("cannot open {name}"))?;
+    let len = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
+    let mut size = [0u8; 8];
+    if len < 8 {
+        bail!("{name} is truncated: {len} bytes are no safetensors file")
+    }
+    file.read_exact(&mut size).with_context(|| format!("cannot read {name}"))?;
+    let header_len = u64::from_le_bytes(size);
+    if header_len > len - 8 {
+        bail!("{name} is truncated or no safetensors file: a header of {header_len} bytes in a file of {len}")
+    }
+    let mut header = vec![0u8; header_len as usize];
+    file.read_exact(&mut header).with_context(|| format!("cannot read {name}"))?;
+    let header: Header =
+        serde_json::from_slice(&header).with_context(|| format!("{name} is no safetensors file: its header"))?;
+    let mut end = 0;
+    for (tensor, info) in header.iter().filter(|(k, _)| *k != "__metadata__") {
+        match info["data_offsets"][1].as_u64() {
+            Some(e) => end = e.max(end),
+            None => bail!("{name} is no safetensors file: no data_offsets for {tensor}"),
+        }
+    }
+    let expected = end.saturating_add(8 + header_len);
+    if len < expected {
+        bail!("{name} is truncated: its header describes {expected} bytes, the file has {len}")
+    }
+    if len > expected {
+        bail!("{name} is damaged: its header describes {expected} bytes, the file has {len}")
+    }
+    Ok(header)
+}

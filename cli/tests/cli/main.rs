@@ -1,0 +1,19 @@
+//! The generate and perplexity examples as a user runs them, on the CPU.
+
+mod chat;
+mod cli;
+mod cut_files;
+mod faults;
+mod generate;
+mod gguf;
+mod host_memory;
+mod hub;
+mod interrupts;
+mod many;
+mod memory;
+mod mtp;
+mod output;
+mod parallel;
+mod perplexity;
+
+use candle_gdn_models_testing::{gguf_writer, golden, tiny};

@@ -1,0 +1,6 @@
+//! Checkpoints for the tests of models and programs.
+
+pub mod demo;
+pub mod gguf_writer;
+pub mod golden;
+pub mod tiny;
