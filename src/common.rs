@@ -1,8 +1,8 @@
 //! The part that the C ABI's launches of the rule, the step and the ring share.
 
-use crate::abi as gdn;
 use crate::sizes::HeadSizes;
 use candle_core::{DType, Layout, Result};
+use candle_gdn_core::abi as gdn;
 use candle_gdn_core::device::cuda::{dtype_code, int, Pointer};
 use std::ffi::c_void;
 use std::ptr::null;

@@ -47,7 +47,6 @@
 //! keeps candle's matrix products apart, whose handle they share. CUDA graphs need such a device.
 #![warn(missing_docs)]
 
-mod abi;
 mod algo;
 #[cfg(feature = "cuda")]
 mod common;
@@ -58,8 +57,6 @@ mod layer;
 mod linear;
 mod norm;
 mod plan;
-#[doc(hidden)]
-pub mod plumbing;
 #[cfg(any(feature = "profile", test))]
 pub mod profile;
 pub mod reference;
@@ -68,26 +65,26 @@ mod sizes;
 mod state;
 mod step;
 
+/// What a number format of weights implements so that the layer can use it: a product, and a source of a layer's matrices.
+pub mod formats {
+    pub use crate::layer::{select_rows, Matrices, Project};
+}
+
 /// The ops, for authors of their own layer. Each is a struct that candle applies as a custom op, and a function.
 pub mod ops {
     pub use crate::conv::{causal_conv1d, CausalConv1d};
+    pub use crate::linear::multiply;
     pub use crate::norm::{gated_rms_norm, GatedRmsNorm};
     pub use crate::rule::{gdn_decode_in_place, gdn_prefill_in_place, Gates, GdnDecode, GdnPrefill, RuleOptions};
     pub use crate::step::{gdn_step_in_place, GdnStep, StepOptions};
+    pub use candle_gdn_core::device::Launch;
 }
 
 pub use algo::Algo;
 pub use candle_core;
-pub use candle_gdn_core::device::{keep_freed_memory, single_stream_device, Launch};
+pub use candle_gdn_core::device::{keep_freed_memory, single_stream_device};
 pub use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
 pub use layer::{Accepted, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
 pub use linear::DenseWeight;
 pub use norm::GateActivation;
 pub use state::{GdnState, PoolOptions, RingSpans, StatePool};
-
-// Until the models import the internal crate.
-#[doc(hidden)]
-pub use candle_gdn_core::c_header;
-#[cfg(feature = "cuda")]
-#[doc(hidden)]
-pub use candle_gdn_core::{held, held_or_none, held_slots, held_u32};

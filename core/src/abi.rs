@@ -1,5 +1,5 @@
-//! What every header of the C ABI shares: constants, structs, the text of a status. It is plain data, compiled on every
-//! machine, so that the tests compare it with `cuda/gdn.h` wherever there is a C compiler.
+//! `cuda/gdn.h` in Rust, field for field, and the text of a status. It is plain data, compiled on every machine, so that the
+//! tests compare it with the header wherever there is a C compiler.
 
 use std::ffi::c_void;
 
@@ -64,6 +64,30 @@ c_header! {
         pub GDN_BAD_ALGO: i32 = 7;
         pub GDN_CUDA_ERROR: i32 = 1000;
         pub GDN_NO_SLOT: u32 = u32::MAX;
+        pub GDN_AUTO: i32 = 0;
+        pub GDN_RECURRENT: i32 = 1;
+        pub GDN_RECURRENT_128: i32 = 2;
+        pub GDN_DECODE_128: i32 = 3;
+        pub GDN_CHUNKED_SM80: i32 = 4;
+        pub GDN_CHUNKED_SM90: i32 = 5;
+        pub GDN_GATES_RAW: i32 = 0;
+        pub GDN_GATES_READY: i32 = 1;
+        pub GDN_CHUNK: usize = 64;
+        pub GDN_STEP_AUTO: i32 = 0;
+        pub GDN_STEP_WHOLE: i32 = 1;
+        pub GDN_STEP_SPLIT: i32 = 2;
+        pub GDN_STEP_HEADS: i32 = 3;
+        pub GDN_RING_ENTRIES: usize = 16;
+        pub GDN_RING_CAPACITY: usize = 32;
+        pub GDN_RING_STEP_TOKENS: usize = 16;
+        pub GDN_RING_AUTO: i32 = 0;
+        pub GDN_LINEAR_ROWS: usize = 32;
+        pub GDN_OVERLAP: i32 = 1;
+        pub GDN_LINEAR_E4M3_ROWS: usize = 16;
+        pub GDN_SCALE_COLUMNS: usize = 128;
+        pub GDN_LINEAR_SWIGLU_ROWS: usize = 8;
+        pub GDN_PROFILE_LEAN: u32 = 1 << 31;
+        pub GDN_PROFILE_CHUNK: u32 = 1 << 30;
     }
     structs {
         #[derive(Clone, Copy)]
@@ -87,7 +111,237 @@ c_header! {
             pub num_slots: i64,
             pub slot_stride: i64,
         }
+        #[derive(Clone, Copy)]
+        pub struct Common = gdn_common {
+            pub a: Heads,
+            pub b: Heads,
+            pub a_log: *const f32,
+            pub dt_bias: *const c_void,
+            pub state_in: *const c_void,
+            pub state_out: *mut c_void,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub seqs: Sequences,
+            pub num_k_heads: i32,
+            pub num_v_heads: i32,
+            pub head_k: i32,
+            pub head_v: i32,
+            pub io_dtype: i32,
+            pub gate_dtype: i32,
+            pub state_dtype: i32,
+            pub l2norm: i32,
+            pub l2_eps: f32,
+            pub scale: f32,
+            pub beta_scale: f32,
+        }
+        pub struct RuleParams = gdn_rule_params {
+            pub common: Common,
+            pub q: Heads,
+            pub k: Heads,
+            pub v: Heads,
+            pub o: Heads,
+            pub workspace: *mut c_void,
+            pub workspace_bytes: i64,
+            pub head_stride: i64,
+            pub counts: *const u32,
+            pub dt_bias_dtype: i32,
+            pub gates: i32,
+            pub algo: i32,
+            pub segments: i32,
+        }
+        pub struct ConvParams = gdn_conv_params {
+            pub x: Heads,
+            pub y: Heads,
+            pub weight: *const c_void,
+            pub state_in: *const c_void,
+            pub state_out: *mut c_void,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub seqs: Sequences,
+            pub channels: i32,
+            pub width: i32,
+            pub io_dtype: i32,
+            pub weight_dtype: i32,
+            pub silu: i32,
+        }
+        pub struct NormParams = gdn_norm_params {
+            pub x: Heads,
+            pub z: Heads,
+            pub out: Heads,
+            pub weight: *const c_void,
+            pub tokens: i64,
+            pub heads: i32,
+            pub head_v: i32,
+            pub io_dtype: i32,
+            pub weight_dtype: i32,
+            pub sigmoid: i32,
+            pub eps: f32,
+        }
+        #[derive(Clone, Copy)]
+        pub struct Layer = gdn_layer {
+            pub x: Heads,
+            pub z: Heads,
+            pub out: Heads,
+            pub conv_weight: *const c_void,
+            pub norm_weight: *const c_void,
+            pub conv_width: i32,
+            pub conv_dtype: i32,
+            pub norm_dtype: i32,
+            pub sigmoid: i32,
+            pub norm_eps: f32,
+            pub overlap: i32,
+        }
+        pub struct StepParams = gdn_step_params {
+            pub common: Common,
+            pub layer: Layer,
+            pub conv_in: *const c_void,
+            pub conv_out: *mut c_void,
+            pub conv_in_stride: i64,
+            pub conv_out_stride: i64,
+            pub algo: i32,
+        }
+        #[derive(Clone, Copy)]
+        pub struct Ring = gdn_ring {
+            pub keys: *mut c_void,
+            pub updates: *mut f32,
+            pub decays: *mut f32,
+            pub spans: *const u32,
+            pub keys_stride: i64,
+            pub updates_stride: i64,
+            pub decays_stride: i64,
+            pub capacity: i32,
+            pub max_entries: i32,
+        }
+        pub struct RingStepParams = gdn_ring_step_params {
+            pub common: Common,
+            pub layer: Layer,
+            pub ring: Ring,
+            pub inputs: *mut c_void,
+            pub inputs_stride: i64,
+            pub algo: i32,
+        }
+        pub struct RingFlushParams = gdn_ring_flush_params {
+            pub common: Common,
+            pub ring: Ring,
+        }
+        pub struct RingAdvanceParams = gdn_ring_advance_params {
+            pub spans: *mut u32,
+            pub accepted: *const u32,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub seqs: Sequences,
+            pub capacity: i32,
+            pub max_entries: i32,
+            pub flushed: i32,
+        }
+        pub struct RingInputsParams = gdn_ring_inputs_params {
+            pub inputs: *mut c_void,
+            pub conv_state: *mut c_void,
+            pub spans: *const u32,
+            pub in_slots: Slots,
+            pub out_slots: Slots,
+            pub inputs_stride: i64,
+            pub num_seqs: i32,
+            pub channels: i32,
+            pub conv_width: i32,
+            pub capacity: i32,
+            pub io_dtype: i32,
+            pub to_ring: i32,
+        }
+        #[derive(Clone, Copy)]
+        pub struct Scales = gdn_scales {
+            pub ptr: *const f32,
+            pub stride: i64,
+            pub rows: i32,
+        }
+        pub struct LinearParams = gdn_linear_params {
+            pub x: *const c_void,
+            pub w: *const c_void,
+            pub below: *const c_void,
+            pub y: *mut c_void,
+            pub scales: Scales,
+            pub x_stride: i64,
+            pub w_stride: i64,
+            pub below_stride: i64,
+            pub y_stride: i64,
+            pub rows: i32,
+            pub inputs: i32,
+            pub outputs: i32,
+            pub outputs_below: i32,
+            pub dtype: i32,
+            pub overlap: i32,
+        }
+        #[derive(Default)]
+        pub struct LinearOptions = gdn_linear_options {
+            pub swiglu: i32,
+            pub warps: i32,
+            pub groups: i32,
+            pub cluster: i32,
+            pub blocks: i32,
+        }
+        pub struct DequantizeParams = gdn_dequantize_params {
+            pub w: *const c_void,
+            pub scales: Scales,
+            pub y: *mut c_void,
+            pub w_stride: i64,
+            pub y_stride: i64,
+            pub outputs: i32,
+            pub inputs: i32,
+            pub dtype: i32,
+        }
+        pub struct ProfileWarp = gdn_profile_warp {
+            pub launch: u32,
+            pub role: u32,
+            pub sm: u32,
+            pub block: u32,
+            pub warp: u32,
+            pub count: u32,
+            pub dropped: u32,
+            pub reserved: u32,
+            pub begin_ns: u64,
+            pub begin_cycles: u64,
+            pub end_cycles: u64,
+            pub end_ns: u64,
+        }
+        pub struct ProfileEvent = gdn_profile_event {
+            pub scope: u32,
+            pub token: u32,
+            pub begin: u32,
+            pub cycles: u32,
+        }
     }
+}
+
+/// The gates and their strides where a launch reads none.
+#[allow(dead_code)]
+pub const NO_HEADS: Heads = Heads { ptr: std::ptr::null(), seq_stride: 0, token_stride: 0, head_stride: 0 };
+
+/// The scales of a matrix that is not in e4m3.
+#[allow(dead_code)]
+pub const NO_SCALES: Scales = Scales { ptr: std::ptr::null(), stride: 0, rows: 0 };
+
+#[cfg(feature = "cuda")]
+extern "C" {
+    pub fn gdn_rule(params: *const RuleParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_rule_choice(params: *const RuleParams, algo: *mut i32) -> std::ffi::c_int;
+    pub fn gdn_rule_workspace(params: *const RuleParams, bytes: *mut i64) -> std::ffi::c_int;
+    pub fn gdn_conv(params: *const ConvParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_step_choice(params: *const StepParams, algo: *mut i32) -> std::ffi::c_int;
+    pub fn gdn_ring_step(params: *const RingStepParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ring_flush(params: *const RingFlushParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ring_advance(params: *const RingAdvanceParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ring_inputs(params: *const RingInputsParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_linear_with(
+        params: *const LinearParams,
+        options: *const LinearOptions,
+        stream: *mut c_void,
+    ) -> std::ffi::c_int;
+    pub fn gdn_dequantize(params: *const DequantizeParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> std::ffi::c_int;
+    pub fn gdn_profile_scope(scope: u32) -> *const std::ffi::c_char;
+    pub fn gdn_profile_role(role: u32) -> *const std::ffi::c_char;
 }
 
 /// What `gdn_status_string` says of the statuses of this ABI. A launch's own error comes as [`GDN_CUDA_ERROR`] and its number.

@@ -10,8 +10,8 @@ use crate::formats::OtherType;
 use crate::parallel::Vocabulary;
 use crate::weights::Weight;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::plumbing::{Launch, Working};
 use candle_gdn::GatedDeltaNet;
+use candle_gdn_core::{Launch, Working};
 
 /// Embedding, decoder layers, last norm and head.
 ///

@@ -1,9 +1,9 @@
 //! `gdn_conv`: the causal convolution.
 
 use super::op::{CausalConv1d, ConvPlan, OP};
-use crate::abi as gdn;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
+use candle_gdn_core::abi as gdn;
 use candle_gdn_core::device::cuda::*;
 use candle_gdn_core::device::in_place_cuda;
 use candle_gdn_core::{held_slots, held_u32, CuSeqlens, Slots};

@@ -1,8 +1,8 @@
 //! The profile buffer on the device: allocated, registered for the launches of a closure, and read back.
 
-use crate::abi as gdn;
 use candle_core::cuda_backend::cudarc::driver::DevicePtrMut;
 use candle_core::{bail, CudaDevice, Error, Result};
+use candle_gdn_core::abi as gdn;
 use candle_gdn_core::device::cuda::check;
 use std::ffi::{c_char, CStr};
 

@@ -1,8 +1,8 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
-use crate::abi::{self as gdn, gdn_linear_with, LinearOptions};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
+use candle_gdn_core::abi::{self as gdn, gdn_linear_with, LinearOptions};
 use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
 use candle_gdn_core::device::{apply2, Launch};
 use std::ffi::c_void;

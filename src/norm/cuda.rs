@@ -1,9 +1,9 @@
 //! `gdn_norm`: the gated norm.
 
 use super::op::{GateActivation, GatedRmsNorm, NormPlan, OP};
-use crate::abi as gdn;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
+use candle_gdn_core::abi as gdn;
 use candle_gdn_core::device::cuda::*;
 use std::ffi::c_void;
 

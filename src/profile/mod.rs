@@ -28,10 +28,10 @@ mod trace;
 pub use clock::Clock;
 pub use table::{RoleRow, ScopeRow, Table};
 
-use crate::abi::{ProfileEvent, ProfileWarp, GDN_CHUNK, GDN_PROFILE_CHUNK, GDN_PROFILE_LEAN};
 #[cfg(feature = "profile")]
 use candle_core::Device;
 use candle_core::{bail, Result};
+use candle_gdn_core::abi::{ProfileEvent, ProfileWarp, GDN_CHUNK, GDN_PROFILE_CHUNK, GDN_PROFILE_LEAN};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 

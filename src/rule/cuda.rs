@@ -1,12 +1,12 @@
 //! `gdn_rule`: the gated delta rule, and what its launches have in common with those of the step and the ring.
 
 use super::call::{Rule, RulePlan};
-use crate::abi as gdn;
 use crate::algo::Algo;
 use crate::common::{common_of, State};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, DType, Result};
+use candle_gdn_core::abi as gdn;
 use candle_gdn_core::device::cuda::*;
 use candle_gdn_core::device::{in_place_cuda, CudaWritten};
 use candle_gdn_core::{held, held_or_none, held_slots, held_u32, CuSeqlens, Slots};

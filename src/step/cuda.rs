@@ -2,7 +2,6 @@
 
 use super::call::StepPlan;
 use super::op::GdnStep;
-use crate::abi as gdn;
 use crate::algo::Algo;
 use crate::common::State;
 use crate::norm::GateActivation;
@@ -10,6 +9,7 @@ use crate::rule::cuda::with_common;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, Layout, Result};
+use candle_gdn_core::abi as gdn;
 use candle_gdn_core::device::cuda::*;
 use candle_gdn_core::device::{in_place_cuda, CudaWritten};
 use candle_gdn_core::{held, Slots};

@@ -1,10 +1,10 @@
 //! `gdn_ring_step`: a step whose state is only read.
 
 use super::cuda::StepCall;
-use crate::abi as gdn;
 use crate::state::{with_ring, Ring};
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
+use candle_gdn_core::abi as gdn;
 use candle_gdn_core::device::cuda::{check, stream_of, write};
 use candle_gdn_core::device::{in_place_cuda, CudaWritten};
 use candle_gdn_core::held;

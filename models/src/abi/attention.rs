@@ -1,9 +1,9 @@
 //! `models/cuda/gdn_attention.h`, field for field.
 
-use candle_gdn::plumbing::abi::gdn;
+use candle_gdn_core::abi as gdn;
 use std::ffi::c_void;
 
-candle_gdn::c_header! {
+candle_gdn_core::c_header! {
     "gdn_attention.h";
     constants {}
     structs {

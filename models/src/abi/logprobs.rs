@@ -5,7 +5,7 @@ use super::sampling::SamplingRow;
 #[cfg(any(feature = "cuda", test))]
 use std::ffi::c_void;
 
-candle_gdn::c_header! {
+candle_gdn_core::c_header! {
     "gdn_logprobs.h";
     constants {
         pub(crate) GDN_MOST_LIKELIEST: usize = 20;

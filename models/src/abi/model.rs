@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-candle_gdn::c_header! {
+candle_gdn_core::c_header! {
     "gdn_model.h";
     constants {}
     structs {

@@ -1,9 +1,9 @@
 //! `models/cuda/gdn_moe.h`, field for field.
 
-use candle_gdn::plumbing::abi::gdn::Scales;
+use candle_gdn_core::abi::Scales;
 use std::ffi::c_void;
 
-candle_gdn::c_header! {
+candle_gdn_core::c_header! {
     "gdn_moe.h";
     constants {
         pub(crate) GDN_MOE_AUTO: i32 = 0;

@@ -2,7 +2,7 @@
 
 use super::sampling::SamplingRow;
 
-candle_gdn::c_header! {
+candle_gdn_core::c_header! {
     "gdn_speculate.h";
     constants {}
     structs {

@@ -9,8 +9,8 @@ use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig};
 use crate::formats::Source;
 use crate::parallel::Collective;
 use candle_core::{bail, Result, Tensor};
-use candle_gdn::plumbing::Launch;
 use candle_gdn::{Algo, GatedDeltaNet};
+use candle_gdn_core::Launch;
 use std::sync::Arc;
 
 #[derive(Debug)]

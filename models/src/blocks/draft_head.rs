@@ -8,7 +8,7 @@ use crate::formats::{place, Source};
 use crate::parallel::Collective;
 use crate::weights::{plan, Weight};
 use candle_core::{bail, Result, Tensor, D};
-use candle_gdn::plumbing::Launch;
+use candle_gdn_core::Launch;
 use std::sync::Arc;
 
 /// One softmax layer behind a projection of both; embedding and `lm_head` are the model's.

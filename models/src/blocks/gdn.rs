@@ -2,7 +2,7 @@
 
 use crate::formats::{place, Source, Stored};
 use candle_core::{Result, Shape, Tensor};
-use candle_gdn::plumbing::Matrices;
+use candle_gdn::formats::Matrices;
 use candle_gdn::{GatedDeltaNet, GdnConfig, Projection};
 use std::cell::Cell;
 use std::ops::Range;

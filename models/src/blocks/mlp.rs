@@ -4,7 +4,7 @@ use crate::formats::{place, Source};
 use crate::weights::cpu::swiglu::{swiglu, MlpRows, Mlps};
 use crate::weights::Weight;
 use candle_core::{Result, Tensor};
-use candle_gdn::plumbing::{host, Launch};
+use candle_gdn_core::{host, Launch};
 
 /// `down(silu(gate(x)) * up(x))`, or all experts of a layer.
 #[derive(Debug, Clone)]

@@ -11,8 +11,9 @@ use crate::weights::cuda::experts::{self as kernels, bf16_terms, Moe};
 use crate::weights::grouped::{self, chosen_experts};
 use crate::weights::{plan, Weight};
 use candle_core::{DType, Result, Tensor};
-use candle_gdn::plumbing::cpu::matmul::Weights;
-use candle_gdn::plumbing::{host, products, Launch};
+use candle_gdn_core::cpu::matmul::products;
+use candle_gdn_core::cpu::matmul::Weights;
+use candle_gdn_core::{host, Launch};
 use std::sync::Arc;
 
 /// Router, routed experts, and the shared expert where there is one.

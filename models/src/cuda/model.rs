@@ -4,7 +4,7 @@ use crate::abi::model::{gdn_swiglu, SwigluParams};
 use crate::ops::SwigluPlan;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
-use candle_gdn::plumbing::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
+use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
 use std::ffi::c_void;
 
 /// `silu(gate) * up` of the halves of each row.

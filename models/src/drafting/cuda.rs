@@ -3,8 +3,8 @@
 use crate::abi::sampling::ROW_WORDS;
 use crate::abi::speculate::{gdn_speculate_begin, gdn_speculate_end, SpeculateParams};
 use candle_core::{Result, Tensor};
-use candle_gdn::plumbing::cuda::{check, int, stream_of, write};
-use candle_gdn::plumbing::in_place_cuda;
+use candle_gdn_core::device::cuda::{check, int, stream_of, write};
+use candle_gdn_core::in_place_cuda;
 use std::ffi::c_void;
 
 const NAME: &str = "speculate";

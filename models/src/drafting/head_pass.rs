@@ -8,8 +8,8 @@ use crate::causal_lm::CausalLm;
 use crate::sequences::kv::{KvRows, KvSlots};
 use crate::sequences::pool::{Sequence, SequencePool};
 use candle_core::{bail, DType, Result, Tensor, D};
-use candle_gdn::plumbing::Launch;
 use candle_gdn::{CuSeqlens, Slots};
+use candle_gdn_core::Launch;
 
 const DRAFT: &str = "draft";
 

@@ -152,7 +152,7 @@ fn chances_are_even() {
 /// The kernels write the same words, for steps of every kind.
 #[test]
 fn speculative_steps_are_the_same_in_rust() -> Result<()> {
-    let Some(device) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+    let Some(device) = candle_gdn_core::device::cuda::testing::device() else { return Ok(()) };
     let mut rng = SplitMix64::new(17);
     let mut below = |n: usize| (rng.next() % n as u64) as usize;
     for case in 0..40 {

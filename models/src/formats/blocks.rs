@@ -2,7 +2,7 @@
 
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
-use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
+use candle_gdn_core::cpu::{parallel, Element, Shared};
 use std::borrow::Cow;
 use std::ops::Range;
 

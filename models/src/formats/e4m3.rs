@@ -3,7 +3,7 @@
 use super::fp8::e4m3;
 use crate::weights::{E4m3, BLOCK_COLUMNS};
 use candle_core::{bail, DType, Device, Result, Tensor};
-use candle_gdn::plumbing::select_rows;
+use candle_gdn::formats::select_rows;
 use std::ops::Range;
 
 /// Rows in e4m3, each with its scales, so that they can be put in any order.

@@ -6,7 +6,7 @@ use crate::config::Fp8Config;
 use crate::parallel::{RowsOrColumns, WeightShards};
 use crate::weights::BLOCK_COLUMNS;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor, WithDType};
-use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
+use candle_gdn_core::cpu::{parallel, Element, Shared};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use half::{bf16, f16};

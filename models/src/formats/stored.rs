@@ -3,7 +3,7 @@
 use super::{Blocks, E4m3Rows};
 use crate::weights::Tiles;
 use candle_core::{bail, Result, Tensor};
-use candle_gdn::plumbing::select_rows;
+use candle_gdn::formats::select_rows;
 use std::ops::Range;
 
 /// A matrix before it is a weight: its rows can still be put in another order and below those of others.

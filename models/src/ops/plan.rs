@@ -1,6 +1,6 @@
 //! Checked calls in the form that launches read: sizes and places.
 
-use candle_gdn::plumbing::Launch;
+use candle_gdn_core::Launch;
 
 /// Rows of one length at one distance.
 #[derive(Debug, Clone, Copy)]

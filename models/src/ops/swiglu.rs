@@ -3,8 +3,8 @@
 use super::plan::{RowsLayout, SwigluPlan};
 use crate::weights::cpu::swiglu::activate;
 use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
-use candle_gdn::plumbing::cpu::Element;
-use candle_gdn::plumbing::*;
+use candle_gdn_core::cpu::Element;
+use candle_gdn_core::*;
 
 const OP: &str = "swiglu";
 

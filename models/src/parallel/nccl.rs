@@ -8,7 +8,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::{cuStreamQuery, CUresult};
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor};
-use candle_gdn::plumbing::cuda::{alloc, read, stream_of, write};
+use candle_gdn_core::device::cuda::{alloc, read, stream_of, write};
 use libloading::Library;
 use std::ffi::{c_char, c_int, c_void, CStr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

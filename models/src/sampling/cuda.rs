@@ -3,8 +3,8 @@
 use crate::abi::logprobs::{gdn_logprobs_begin, gdn_logprobs_end, gdn_logprobs_words, LogprobsParams, LOGPROBS_WORDS};
 use crate::abi::sampling::{gdn_sampling, gdn_sampling_workspace, SamplingParams, ROW_WORDS};
 use candle_core::{bail, DType, Device, Error, Result, Tensor};
-use candle_gdn::plumbing::cuda::{check, dtype_code, int, stream_of, write};
-use candle_gdn::plumbing::in_place_cuda;
+use candle_gdn_core::device::cuda::{check, dtype_code, int, stream_of, write};
+use candle_gdn_core::in_place_cuda;
 use std::ffi::c_void;
 
 const SAMPLING: &str = "sampling";

@@ -92,7 +92,7 @@ impl Sampler {
 
 /// [`Sampler::draw`] on a device.
 pub(super) fn draw(sampler: &Sampler, logits: &Tensor, choices: &[Choice]) -> Result<Vec<Token>> {
-    let _working = candle_gdn::plumbing::Working::new(logits.device());
+    let _working = candle_gdn_core::Working::new(logits.device());
     let history = choices.iter().map(|choice| choice.row.window as usize).max().unwrap_or(0);
     let mut rows = Rows::new(choices.len(), history, logits.device())?;
     if choices.iter().any(|choice| choice.row.likeliest > 0) {

@@ -216,7 +216,7 @@ fn every_dtype_gives_the_same_tokens() -> Result<()> {
     let devices = [
         Some(Device::Cpu),
         #[cfg(feature = "cuda")]
-        candle_gdn::plumbing::cuda::testing::device(),
+        candle_gdn_core::device::cuda::testing::device(),
     ];
     let mut rng = Rng(crate::SplitMix64::new(11));
     let (rows, vocab) = (40, 1500);
@@ -262,7 +262,7 @@ fn log_softmax(logits: &[f32]) -> Vec<f64> {
 #[test]
 #[cfg(feature = "cuda")]
 fn every_device_draws_the_same() -> Result<()> {
-    let Some(device) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+    let Some(device) = candle_gdn_core::device::cuda::testing::device() else { return Ok(()) };
     let (mut rng, here, there) = (Rng(crate::SplitMix64::new(5)), Sampler::new(&Device::Cpu)?, Sampler::new(&device)?);
     for round in 0..60 {
         let rows = rng.pick(&[1, 2, 3, 17, 128, 300, 700]);

@@ -3,14 +3,14 @@
 use candle_core::cuda_backend::cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError};
 use candle_core::{bail, Device, Error, Result};
-use candle_gdn::plumbing::cuda::{capture as take_turn, is_per_thread};
+use candle_gdn_core::device::cuda::{capture as take_turn, is_per_thread};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The launches of `work`, which runs four times: twice as it is, then captured twice. All that it allocates it must free.
 ///
 /// Whatever any thread gives the stream meanwhile would be captured too, and not run. Calls of this crate wait
-/// ([`candle_gdn::plumbing::Working`]). Of others the second capture tells: it has other contents than the first.
+/// ([`candle_gdn_core::Working`]). Of others the second capture tells: it has other contents than the first.
 ///
 /// How candle 0.11 and cudarc 0.19 behave meanwhile:
 /// * An allocation becomes a node of the graph, and so does its release, so that temporaries have fixed addresses in

@@ -7,8 +7,8 @@ use crate::causal_lm::CausalLm;
 use crate::sampling::rows::Rows;
 use crate::sampling::{Choice, Sampler};
 use candle_core::{bail, DType, Result, Tensor};
-use candle_gdn::plumbing::Launch;
 use candle_gdn::{Slots, NO_SLOT};
+use candle_gdn_core::Launch;
 use std::cell::RefCell;
 
 /// Inputs and output of a step of up to so many sequences; the others are padding.

@@ -44,7 +44,7 @@ impl DecodeGraph {
     ///
     /// Calls of other host threads that use this device through this crate or `candle-gdn` wait meanwhile. Work that others
     /// launch through candle itself, also reading or dropping a tensor, would become part of the graph instead of running:
-    /// CUDA refuses it, or the capture notices it and fails. [`Working`](candle_gdn::plumbing::Working) keeps captures
+    /// CUDA refuses it, or the capture notices it and fails. [`Working`](candle_gdn_core::Working) keeps captures
     /// away from such work. Nor may another thread wait for the whole GPU (`cuCtxSynchronize`, which making a candle device
     /// does too): CUDA fails both that and the capture.
     ///

@@ -2,8 +2,8 @@
 
 use crate::blocks::attention::{Angles, AttentionCache, CacheShape, CpuCaches, CpuTokens, GatedAttention};
 use candle_core::{bail, DType, Result, Tensor};
-use candle_gdn::plumbing::Launch;
 use candle_gdn::{CuSeqlens, Slots};
+use candle_gdn_core::Launch;
 use std::ops::Range;
 
 /// Entries past a sequence's length, of a draft that was not accepted, are ignored and overwritten by the next pass.

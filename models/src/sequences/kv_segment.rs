@@ -1,7 +1,7 @@
 //! Keys and values of a snapshot.
 
 use candle_core::Tensor;
-use candle_gdn::plumbing::LastThread;
+use candle_gdn_core::LastThread;
 
 /// Keys and values of some tokens in all softmax layers.
 #[derive(Debug)]

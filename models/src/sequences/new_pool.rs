@@ -8,8 +8,8 @@ use crate::config::ModelConfig;
 use crate::drafting::head_state::{HeadSlots, HeadState};
 use crate::slot_allocator::SlotAllocator;
 use candle_core::{bail, Device, Result};
-use candle_gdn::plumbing::LastThread;
 use candle_gdn::{PoolOptions, RingSpans};
+use candle_gdn_core::LastThread;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How the states of the Gated DeltaNet layers lie.

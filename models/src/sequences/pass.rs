@@ -5,10 +5,10 @@ use super::pool::{LayerSlots, SequencePool, Uploaded};
 use crate::blocks::attention::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{Device, Result, Tensor};
-#[cfg(feature = "cuda")]
-use candle_gdn::plumbing::Arena;
-use candle_gdn::plumbing::{Launch, Working};
 use candle_gdn::{CuSeqlens, Drafted, Slots};
+#[cfg(feature = "cuda")]
+use candle_gdn_core::Arena;
+use candle_gdn_core::{Launch, Working};
 
 /// What all layers of a pass share.
 #[derive(Debug)]

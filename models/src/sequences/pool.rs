@@ -6,8 +6,8 @@ use crate::causal_lm::CausalLm;
 use crate::drafting::head_state::{HeadSlots, HeadState};
 use crate::slot_allocator::SlotAllocator;
 use candle_core::{bail, Device, Result, Tensor};
-use candle_gdn::plumbing::{LastThread, Working};
 use candle_gdn::{RingSpans, Slots, StatePool};
+use candle_gdn_core::{LastThread, Working};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 

@@ -6,7 +6,7 @@ use crate::sampling::rows::tokens;
 use crate::sampling::Token;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, PinnedHostSlice};
 use candle_core::{bail, Device, Error, Result, Storage, Tensor};
-use candle_gdn::plumbing::Working;
+use candle_gdn_core::Working;
 use std::cell::RefCell;
 use std::rc::Rc;
 

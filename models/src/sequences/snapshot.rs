@@ -6,8 +6,8 @@ use super::kv_segment::KvSegment;
 use super::pool::{LayerSlots, Sequence, SequencePool};
 use crate::drafting::head_state::HeadState;
 use candle_core::{bail, Result};
-use candle_gdn::plumbing::LastThread;
 use candle_gdn::GdnState;
+use candle_gdn_core::LastThread;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const OP: &str = "SequencePool";

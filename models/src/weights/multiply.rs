@@ -5,8 +5,11 @@ use super::cuda::{linear, packed};
 use super::Weight;
 use crate::ops::Swiglu;
 use candle_core::{bail, DType, Module, Result, Tensor};
-use candle_gdn::plumbing::{host, multiply, products, Launch, Project};
+use candle_gdn::formats::Project;
+use candle_gdn::ops::multiply;
 use candle_gdn::Projection;
+use candle_gdn_core::cpu::matmul::products;
+use candle_gdn_core::{host, Launch};
 
 impl Weight {
     /// `x [.., in]` times the transpose of the weight: `[.., out]` in x's dtype. With `launch.overlap` the weight is read

@@ -5,7 +5,7 @@
 use crate::abi::moe::{GDN_MOE_EXPERTS, GDN_MOE_PACKED_INPUTS, GDN_MOE_PACKED_TOKENS, GDN_MOE_TOP_K};
 use crate::config::MoeConfig;
 use candle_core::DType;
-use candle_gdn::plumbing::abi::gdn::{GDN_LINEAR_ROWS, GDN_LINEAR_SWIGLU_ROWS};
+use candle_gdn_core::abi::{GDN_LINEAR_ROWS, GDN_LINEAR_SWIGLU_ROWS};
 
 /// How the kernels of a product read its weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

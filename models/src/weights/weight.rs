@@ -6,8 +6,8 @@ use super::cuda::packed::Packed;
 use super::{E4m3, Tiles};
 use candle_core::quantized::QTensor;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_gdn::plumbing::cpu::matmul::Weights;
-use candle_gdn::plumbing::host;
+use candle_gdn_core::cpu::matmul::Weights;
+use candle_gdn_core::host;
 use std::sync::Arc;
 
 /// A matrix `[out, in]`, or those of all experts of a layer one below the other, ready to multiply. Clones share the numbers.

@@ -8,7 +8,7 @@ use crate::support::{devices, gpus, single_stream_devices, values, Rng};
 use crate::tiny::Tiny;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
-use candle_gdn::plumbing::Working;
+use candle_gdn_core::Working;
 use candle_gdn_models::{
     rotary_frequencies, shard_of, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
     Engine, EngineOptions, Event, FinishReason, GraphChoice, ModelConfig, PrepareOptions, Request, Sequence,

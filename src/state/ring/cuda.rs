@@ -2,11 +2,11 @@
 
 use super::spans::{RingMove, RING_ENTRIES, RING_ROWS};
 use super::tensors::{Ring, Window, OP};
-use crate::abi as gdn;
 use crate::common::{common_of, sequences};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{Result, Tensor};
+use candle_gdn_core::abi as gdn;
 use candle_gdn_core::device::cuda::*;
 use candle_gdn_core::device::{in_place_cuda, in_place_cuda_if_any};
 use candle_gdn_core::{held, held_slots, held_u32, CuSeqlens, Slots};

@@ -1,7 +1,7 @@
 //! Where the entries of each slot's ring lie: its head and its length.
 
-use crate::abi::{GDN_RING_CAPACITY, GDN_RING_ENTRIES};
 use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn_core::abi::{GDN_RING_CAPACITY, GDN_RING_ENTRIES};
 use candle_gdn_core::CuSeqlens;
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -1,8 +1,8 @@
 //! The cache of one layer on a device, its checks, and the advance of its positions.
 
 use candle_core::{bail, DType, Device, Layout, Result, Tensor};
-use candle_gdn::plumbing::*;
 use candle_gdn::{CuSeqlens, Slots};
+use candle_gdn_core::*;
 
 const ADVANCE: &str = "attention_advance";
 

@@ -7,12 +7,12 @@ use crate::abi::attention::{gdn_advance, gdn_attention, gdn_attention_prepare, g
 use crate::abi::attention::{AdvanceParams, AttentionParams, KvCache, PrepareParams};
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Layout, Result};
-use candle_gdn::plumbing::abi::gdn;
-use candle_gdn::plumbing::cuda::{
+use candle_gdn_core::abi as gdn;
+use candle_gdn_core::device::cuda::{
     addressing, alloc, check, dense, dtype_code, heads, int, read, stream_of, with_workspace, write, Pointer,
 };
-use candle_gdn::plumbing::{cu_seqlens_on_device, in_place_cuda, SequencePlan};
-use candle_gdn::{held, held_slots, held_u32, CuSeqlens, Slots};
+use candle_gdn_core::{held, held_slots, held_u32, CuSeqlens, Slots};
+use candle_gdn_core::{in_place_cuda, SequencePlan};
 use std::ffi::c_void;
 
 impl AttentionPlan {
@@ -61,7 +61,7 @@ impl AttentionCache {
             let stream = &*stream_of(positions)?;
             let positions = write(positions, stream)?;
             held_slots!(slots, slots.as_ref(), stream);
-            held_u32!(cu_seqlens, cu_seqlens.map(cu_seqlens_on_device), stream);
+            held_u32!(cu_seqlens, cu_seqlens.map(candle_gdn::CuSeqlens::tensor), stream);
             let (seqs, slots, _) = addressing(name, seqs, cu_seqlens, slots, self.k.layout())?;
             let params = AdvanceParams { positions: positions.at(layout.start_offset(), 4), slots, seqs, overlap: 0 };
             // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
@@ -104,7 +104,7 @@ impl AttentionPrepare {
         held!(k_weight, self.k_weight, stream);
         held!(frequencies, self.inv_freq, stream);
         held_slots!(slots, slots.as_ref(), stream);
-        held_u32!(cu_seqlens, self.cu_seqlens.as_ref().map(cu_seqlens_on_device), stream);
+        held_u32!(cu_seqlens, self.cu_seqlens.as_ref().map(candle_gdn::CuSeqlens::tensor), stream);
         let caches = [(&keys, keys_layout), (&values, values_layout)];
         let (cache, seqs) = self.cache.addresses((name, &plan.seqs, dtype), caches, slots, cu_seqlens)?;
         let first = self.inv_freq.layout().start_offset();
@@ -159,7 +159,7 @@ impl AttentionDecode {
         held!(values, v, stream);
         held!(positions, counts, stream);
         held_slots!(slots, slots.as_ref(), stream);
-        held_u32!(cu_seqlens, self.cu_seqlens.as_ref().map(cu_seqlens_on_device), stream);
+        held_u32!(cu_seqlens, self.cu_seqlens.as_ref().map(candle_gdn::CuSeqlens::tensor), stream);
         let caches = [(&keys, k.layout()), (&values, v.layout())];
         let (cache, seqs) = self.cache.addresses((name, &plan.seqs, dtype), caches, slots, cu_seqlens)?;
         let absent = gdn::Heads { ptr: std::ptr::null(), seq_stride: 0, token_stride: 0, head_stride: 0 };

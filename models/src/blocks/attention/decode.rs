@@ -2,8 +2,8 @@
 
 use super::cache::{AttentionCache, AttentionPlan};
 use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
-use candle_gdn::plumbing::*;
 use candle_gdn::CuSeqlens;
+use candle_gdn_core::*;
 
 const DECODE: &str = "attention_decode";
 

@@ -5,9 +5,10 @@ use super::kv_cache::{typed, CpuCaches};
 use super::{Angles, AttentionCache, AttentionDecode, AttentionPrepare, GatedAttention, PrepareOptions};
 use crate::weights::Weight;
 use candle_core::{bail, Module, Result, Tensor, D};
-use candle_gdn::plumbing::cpu::Element;
-use candle_gdn::plumbing::{host, products, Launch};
 use candle_gdn::CuSeqlens;
+use candle_gdn_core::cpu::matmul::products;
+use candle_gdn_core::cpu::Element;
+use candle_gdn_core::{host, Launch};
 
 /// The new tokens of a pass on the CPU.
 pub(crate) struct CpuTokens<'a> {

@@ -2,7 +2,7 @@
 
 use super::cpu::{Cache, Shape};
 use candle_core::{DType, Device, Result, Tensor, WithDType};
-use candle_gdn::plumbing::cpu::Element;
+use candle_gdn_core::cpu::Element;
 use half::{bf16, f16};
 use std::ops::Range;
 

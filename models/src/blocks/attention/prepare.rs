@@ -2,8 +2,8 @@
 
 use super::cache::{AttentionCache, AttentionPlan};
 use candle_core::{bail, CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
-use candle_gdn::plumbing::*;
 use candle_gdn::CuSeqlens;
+use candle_gdn_core::*;
 
 const PREPARE: &str = "attention_prepare";
 

@@ -71,7 +71,7 @@ fn general_and_cpu_kernels_agree() -> Result<()> {
 #[cfg(feature = "cuda")]
 #[test]
 fn cuda_kernels_and_cpu_kernels_agree() -> Result<()> {
-    let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+    let Some(cuda) = candle_gdn_core::device::cuda::testing::device() else { return Ok(()) };
     let norm = |x: &Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
     for (dtype, bound) in [(DType::BF16, 6e-3), (DType::F16, 8e-4)] {
         for (hidden, shared) in [(128, 64), (320, 0), (2112, 128)] {
@@ -108,7 +108,7 @@ fn cuda_kernels_and_cpu_kernels_agree() -> Result<()> {
 fn packed_experts_and_cpu_kernels_agree() -> Result<()> {
     use crate::formats::{Blocks, Quantizer};
     use candle_core::quantized::GgmlDType::{Q4K, Q6K, Q8_0};
-    let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+    let Some(cuda) = candle_gdn_core::device::cuda::testing::device() else { return Ok(()) };
     let norm = |x: &Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
     for (dtype, bound) in [(DType::BF16, 6e-3), (DType::F16, 8e-4)] {
         for (kind, shared) in [(Q4K, 256), (Q6K, 0), (Q8_0, 512)] {

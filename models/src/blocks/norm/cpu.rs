@@ -1,7 +1,7 @@
 //! RMS norm of rows: `out = x * rsqrt(mean(x^2) + eps) * scale`.
 
-use candle_gdn::plumbing::cpu::simd::{dispatch, sum_of_squares};
-use candle_gdn::plumbing::cpu::{parallel, Shared};
+use candle_gdn_core::cpu::simd::{dispatch, sum_of_squares};
+use candle_gdn_core::cpu::{parallel, Shared};
 use pulp::{Simd, WithSimd};
 
 /// Rows of one task.

@@ -8,7 +8,7 @@ mod op;
 pub use op::AddRmsNorm;
 
 use candle_core::{DType, Result, Tensor};
-use candle_gdn::plumbing::Launch;
+use candle_gdn_core::Launch;
 use candle_nn::VarBuilder;
 
 /// `x / sqrt(mean(x²) + eps) * (1 + w)` over the last dimension, computed in f32.

@@ -3,8 +3,8 @@
 use super::cpu::rms_norm;
 use crate::ops::RowsLayout;
 use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
-use candle_gdn::plumbing::cpu::Element;
-use candle_gdn::plumbing::*;
+use candle_gdn_core::cpu::Element;
+use candle_gdn_core::*;
 
 const OP: &str = "add_rms_norm";
 

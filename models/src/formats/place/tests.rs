@@ -2,7 +2,7 @@ use super::*;
 use crate::weights::Tiles;
 use candle_core::{DType, Module};
 #[cfg(feature = "cuda")]
-use candle_gdn::plumbing::Launch;
+use candle_gdn_core::Launch;
 
 /// Whole numbers that candle's rounding to 8 bits leaves as they are, the largest of 32 being 127; and so is their sum,
 /// which CUDA keeps in f16, being small: all but the last two of 32 are pairs with a sum of zero.
@@ -39,7 +39,7 @@ fn check(linear: &Weight, x: &Tensor, weight: &Tensor) -> Result<()> {
 #[cfg(feature = "cuda")]
 #[test]
 fn products_on_cuda() -> Result<()> {
-    let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+    let Some(cuda) = candle_gdn_core::device::cuda::testing::device() else { return Ok(()) };
     use GgmlDType::{Q2K, Q3K, Q4K, Q4_0, Q4_1, Q5K, Q5_0, Q5_1, Q6K, Q8_0};
     for columns in [256, 1024, 1280] {
         for dtype in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {
@@ -66,7 +66,7 @@ fn products_on_cuda() -> Result<()> {
 #[cfg(feature = "cuda")]
 #[test]
 fn packed_matrices_on_cuda() -> Result<()> {
-    let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+    let Some(cuda) = candle_gdn_core::device::cuda::testing::device() else { return Ok(()) };
     use GgmlDType::{Q4K, Q6K, Q8_0};
     let launch = Launch::default();
     let values = |x: &Tensor| x.to_dtype(DType::F32)?.to_vec2::<f32>();

@@ -3,8 +3,8 @@
 use super::{KvSegment, SequenceSnapshot};
 use crate::causal_lm::CausalLm;
 use candle_core::{bail, Device, Result, Tensor};
-use candle_gdn::plumbing::LastThread;
 use candle_gdn::GdnState;
+use candle_gdn_core::LastThread;
 use std::collections::HashMap;
 use std::sync::Arc;
 

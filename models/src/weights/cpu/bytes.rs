@@ -7,7 +7,7 @@
 
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 
-use candle_gdn::plumbing::cpu::{parallel, Pages, Shared};
+use candle_gdn_core::cpu::{parallel, Pages, Shared};
 use half::f16;
 use pulp::bytemuck::Zeroable;
 

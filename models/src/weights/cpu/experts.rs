@@ -1,7 +1,7 @@
 //! What a mixture of experts needs besides its MLPs: the router's probabilities before them and the weighted sum behind.
 
-use candle_gdn::plumbing::cpu::simd::{axpy, dispatch, exp, sigmoid};
-use candle_gdn::plumbing::cpu::{parallel, Shared};
+use candle_gdn_core::cpu::simd::{axpy, dispatch, exp, sigmoid};
+use candle_gdn_core::cpu::{parallel, Shared};
 use pulp::{Simd, WithSimd};
 
 /// Tokens of one task.

@@ -1,8 +1,8 @@
 //! The SwiGLU feed-forward, `down(silu(gate(x)) * up(x))`, of one MLP or of many experts at a time.
 
-use candle_gdn::plumbing::cpu::matmul::{multiply, Product, Weights};
-use candle_gdn::plumbing::cpu::simd::{dispatch, silu};
-use candle_gdn::plumbing::cpu::{parallel, Shared};
+use candle_gdn_core::cpu::matmul::{multiply, Product, Weights};
+use candle_gdn_core::cpu::simd::{dispatch, silu};
+use candle_gdn_core::cpu::{parallel, Shared};
 use pulp::{Simd, WithSimd};
 
 /// MLPs of one shape.

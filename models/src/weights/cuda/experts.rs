@@ -6,10 +6,10 @@ use crate::weights::cuda::linear::scales_of;
 use crate::weights::{E4m3, Weight};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
-use candle_gdn::plumbing::abi::gdn::NO_SCALES;
-use candle_gdn::plumbing::cuda::{alloc, check, dtype_code, int, read, stream_of, with_workspace, write, Pointer};
-use candle_gdn::plumbing::{apply1, Launch};
-use candle_gdn::{held, held_or_none};
+use candle_gdn_core::abi::NO_SCALES;
+use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, with_workspace, write, Pointer};
+use candle_gdn_core::{apply1, Launch};
+use candle_gdn_core::{held, held_or_none};
 use std::ffi::c_void;
 
 const OP: &str = "sparse_moe";

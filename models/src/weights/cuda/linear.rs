@@ -5,12 +5,12 @@ use crate::weights::E4m3;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Storage, Tensor};
-use candle_gdn::plumbing::abi::gdn::{self, gdn_dequantize, gdn_linear_with, LinearOptions};
-use candle_gdn::plumbing::cuda::{
+use candle_gdn_core::abi::{self as gdn, gdn_dequantize, gdn_linear_with, LinearOptions};
+use candle_gdn_core::device::cuda::{
     alloc, alloc_of, check, dtype_code, finish, int, read, stream_of, undo, write, Pointer,
 };
-use candle_gdn::plumbing::{apply1, Launch, Working};
-use candle_gdn::{held, held_or_none};
+use candle_gdn_core::{apply1, Launch, Working};
+use candle_gdn_core::{held, held_or_none};
 use std::ffi::c_void;
 use std::ptr::null;
 

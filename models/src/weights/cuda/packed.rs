@@ -10,9 +10,9 @@ use crate::weights::Tiles;
 use candle_core::backend::BackendStorage;
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor};
-use candle_gdn::plumbing::cuda::{alloc, alloc_of, check, dtype_code, int, read, stream_of, write, Pointer};
-use candle_gdn::plumbing::{apply1, Launch};
-use candle_gdn::{held, held_u32};
+use candle_gdn_core::device::cuda::{alloc, alloc_of, check, dtype_code, int, read, stream_of, write, Pointer};
+use candle_gdn_core::{apply1, Launch};
+use candle_gdn_core::{held, held_u32};
 use std::ffi::c_void;
 
 const OP: &str = "quantised matrix";

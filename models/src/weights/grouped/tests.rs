@@ -16,7 +16,7 @@ fn whole_numbers(rows: usize, columns: usize) -> Result<Tensor> {
 #[test]
 fn each_token_has_the_experts_that_it_chose() -> Result<()> {
     use GgmlDType::{Q2K, Q3K, Q4K, Q5K, Q6K, Q8_0};
-    let Some(cuda) = candle_gdn::plumbing::cuda::testing::device() else { return Ok(()) };
+    let Some(cuda) = candle_gdn_core::device::cuda::testing::device() else { return Ok(()) };
     let shape = ExpertShape { experts: 5, intermediate: 256, hidden: 512 };
     let ExpertShape { experts: n, intermediate, hidden } = shape;
     for dtype in [Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {

@@ -2,12 +2,12 @@
 //!
 //! Keys and values are taken a block at a time with a running maximum and sum (Milakov and Gimelshein, arXiv 1805.02867), so
 //! that memory does not grow with the context. The cache holds the keys in panels of [`PANEL`] tokens, `[token / PANEL, dim,
-//! PANEL]`: scores and outputs are then both products that add whole vectors, as in [`candle_gdn::plumbing::cpu::matmul`].
+//! PANEL]`: scores and outputs are then both products that add whole vectors, as in [`candle_gdn_core::cpu::matmul`].
 
 use crate::blocks::norm::cpu::norm_row;
-use candle_gdn::plumbing::cpu::matmul::PANEL;
-use candle_gdn::plumbing::cpu::simd::dispatch;
-use candle_gdn::plumbing::cpu::{parallel, Element, Shared};
+use candle_gdn_core::cpu::matmul::PANEL;
+use candle_gdn_core::cpu::simd::dispatch;
+use candle_gdn_core::cpu::{parallel, Element, Shared};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 

@@ -1,9 +1,9 @@
 //! Some queries of a key head over a range of keys.
 
 use super::{Attention, Cache, BLOCK};
-use candle_gdn::plumbing::cpu::matmul::{add_products, load_row, store_row, PANEL};
-use candle_gdn::plumbing::cpu::simd::{exp, sigmoid};
-use candle_gdn::plumbing::cpu::{Element, Shared};
+use candle_gdn_core::cpu::matmul::{add_products, load_row, store_row, PANEL};
+use candle_gdn_core::cpu::simd::{exp, sigmoid};
+use candle_gdn_core::cpu::{Element, Shared};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 

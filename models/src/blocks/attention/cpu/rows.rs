@@ -1,8 +1,8 @@
 //! Copies of a cache's tokens as rows, and the removal of its last tokens: for snapshots, forks and drafts.
 
 use super::{Cache, Shape};
-use candle_gdn::plumbing::cpu::matmul::PANEL;
-use candle_gdn::plumbing::cpu::Element;
+use candle_gdn_core::cpu::matmul::PANEL;
+use candle_gdn_core::cpu::Element;
 use std::ops::Range;
 
 impl<T: Element> Cache<T> {

@@ -1,6 +1,6 @@
 use super::*;
 use candle_core::Device;
-use candle_gdn::plumbing::cuda::testing::device;
+use candle_gdn_core::device::cuda::testing::device;
 
 /// Rows that are multiplied with the bytes at most.
 const MAX_ROWS: usize = 2 * gdn::GDN_LINEAR_ROWS;
