@@ -23,7 +23,7 @@ pub fn drafts(bench: &Bench, names: &[String], ordinal: usize) -> Result<()> {
         let config = config(name)?;
         let weights = Box::new(Dummy::new(&config, &device)?);
         let vb = VarBuilder::from_backend(weights, bench.dtype, device.clone());
-        let model = CausalLm::loader(&config).draft_head(DraftHeadChoice::On).load(vb)?;
+        let model = CausalLm::loader(&config).algo(bench.layer_algo()).draft_head(DraftHeadChoice::On).load(vb)?;
         for batch in bench.choice.batches(&BATCHES) {
             of_batch(name, &model, batch)?;
         }

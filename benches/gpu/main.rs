@@ -106,6 +106,14 @@ pub struct Bench {
 }
 
 impl Bench {
+    /// The rule's kernel in the layers of whole models.
+    pub fn layer_algo(&self) -> Algo {
+        match self.algos[..] {
+            [algo] => algo,
+            _ => Algo::Auto,
+        }
+    }
+
     fn rules(&mut self, works: Vec<Work>) -> Result<()> {
         works.iter().try_for_each(|work| rule::run(self, work))
     }
@@ -249,10 +257,6 @@ fn bench(args: Args) -> Result<usize> {
         "{:15} {:22} {:15} {:4} {:>2} {:>10} {:>10} {:>10} {:>10} {:>9} {:>9}",
         "suite", "workload", "variant", "L2", "n", "gpu", "event", "call", "wall", "host", "floor"
     );
-    if let [algo] = algos[..] {
-        // The layers of whole models look for it here; after `Run::new`, which tells what the user set.
-        std::env::set_var(Algo::VARIABLE, algo.name());
-    }
     let all_algos = args.algo.iter().any(|name| name == "all");
     let (choice, kernels) = (args.choice, args.kernels);
     let mut bench = Bench { device, dtype, algos, all_algos, choice, clock, failures: 0, kernels, run, path };

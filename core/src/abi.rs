@@ -4,8 +4,7 @@
 use std::ffi::c_void;
 
 /// Declares the constants and the `#[repr(C)]` structs of a header, each field once, and a test that compares all of them
-/// with the C compiler's (`crate::abi::c_layout`).
-#[allow(clippy::crate_in_macro_def)] // each crate includes the comparison at this path, for its tests alone
+/// with the C compiler's (`candle_gdn_testing::c_layout`).
 #[macro_export]
 macro_rules! c_header {
     (
@@ -45,14 +44,10 @@ macro_rules! c_header {
                     lines.push((concat!(stringify!($c_name), ".", stringify!($field)).to_owned(), place));
                 )*
             )*
-            crate::abi::c_layout::compare($header, &lines);
+            candle_gdn_testing::c_layout::compare($header, &lines);
         }
     };
 }
-
-#[cfg(test)]
-#[path = "../../tests/support/c_layout.rs"]
-mod c_layout;
 
 c_header! {
     "gdn.h";

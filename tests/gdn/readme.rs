@@ -1,28 +1,37 @@
 //! The README's examples: what stands there stands here too, and compiles.
 
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_gdn::{DenseWeight, GdnParts, InProjection, Projection};
 use candle_gdn::{GatedDeltaNet, GdnConfig};
 use candle_nn::VarBuilder;
 
 #[test]
-fn the_layer_in_a_model() -> Result<()> {
-    let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
-    let (batch, x) = (1, Tensor::zeros((1, 3, 2048), DType::F32, &Device::Cpu)?);
+fn the_layer_in_a_model() -> anyhow::Result<()> {
+    let dir = "examples/generate/demo"; // any checkpoint of the family; this one is in the repository
+    let device = Device::cuda_if_available(0)?;
+    let config: GdnConfig = serde_json::from_str(&std::fs::read_to_string(format!("{dir}/config.json"))?)?;
+    let vb =
+        unsafe { VarBuilder::from_mmaped_safetensors(&[format!("{dir}/model.safetensors")], DType::BF16, &device)? };
+    let layer = GatedDeltaNet::load(&config, vb.pp("model.layers.0.linear_attn"))?; // names of Qwen3-Next or of Qwen3.5
 
-    let config = GdnConfig::new(2048, (16, 128), (32, 128));
-    let layer = GatedDeltaNet::load(&config, vb.pp("linear_attn"))?; // weight names of Qwen3-Next or of Qwen3.5
-    let mut state = layer.new_state(batch)?; // zero, on the device of the weights
-    let y = layer.forward(&x, &mut state)?; // x and y: [batch, tokens, hidden_size]
+    let mut state = layer.new_state(1)?; // one sequence, all zeros, on the device of the weights
+    let x = Tensor::randn(0f32, 1., (1, 7, config.hidden_size), &device)?.to_dtype(DType::BF16)?;
+    let y = layer.forward(&x, &mut state)?; // a prompt of 7 tokens: [1, 7, hidden_size]
     assert_eq!(y.dims(), x.dims());
+    let y = layer.forward(&y.narrow(1, 6, 1)?, &mut state)?; // one more token, from the state: [1, 1, hidden_size]
+    assert_eq!(y.dims(), [1, 1, config.hidden_size]);
+    Ok(())
+}
 
-    let vb = vb.pp("other");
+#[test]
+fn projections_of_your_own() -> candle_core::Result<()> {
+    let (vb, x) = (VarBuilder::zeros(DType::F32, &Device::Cpu), Tensor::zeros((1, 3, 2048), DType::F32, &Device::Cpu)?);
+    let config = GdnConfig::new(2048, (16, 128), (32, 128));
     let inner = config.key_size() * 2 + config.value_size() * 2 + config.num_value_heads * 2;
     let in_proj_weight = Tensor::zeros((inner, config.hidden_size), DType::F32, &Device::Cpu)?;
     let out_proj_weight = Tensor::zeros((config.hidden_size, config.value_size()), DType::F32, &Device::Cpu)?;
-    // The rows of in_proj_weight are those of q, k, v, z, b and a, in this order. QMatMul takes and returns f32: the other
-    // weights of this layer are f32 too, or a Module of yours converts before and after it.
+    // The rows of in_proj_weight are those of q, k, v, z, b and a, in this order. QMatMul works in f32, so all weights here are f32.
     let qmatmul = QMatMul::from_qtensor(QTensor::quantize(&in_proj_weight, GgmlDType::Q4K)?)?;
     let parts = GdnParts {
         in_proj: InProjection::Fused(Projection::module(qmatmul)), // or Interleaved { .. }, or Split { .. }
@@ -33,7 +42,7 @@ fn the_layer_in_a_model() -> Result<()> {
         out_proj: DenseWeight::new(out_proj_weight)?.into(), // a dense weight: the fast kernels of this crate
     };
     let layer = GatedDeltaNet::new(&config, parts)?;
-    assert_eq!(layer.forward(&x, &mut layer.new_state(batch)?)?.dims(), x.dims());
+    assert_eq!(layer.forward(&x, &mut layer.new_state(1)?)?.dims(), x.dims());
     Ok(())
 }
 
@@ -47,4 +56,26 @@ fn what_the_readme_shows_is_what_compiles() {
     for statement in blocks.iter().flat_map(|block| block.split_inclusive(';')) {
         assert!(here.contains(&squeezed(statement)), "not compiled: {statement}");
     }
+}
+
+/// Pages for readers: folder pages have at most 60 lines, package pages 150; no commit hash outside the result files.
+#[test]
+fn pages_stay_short() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let files = std::process::Command::new("git").args(["ls-files", "*.md"]).current_dir(root).output().unwrap().stdout;
+    let is_hash = |word: &str| {
+        let hex = word.len() == 7 && word.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
+        hex && word.bytes().any(|b| b.is_ascii_digit()) && word.bytes().any(|b| b.is_ascii_lowercase())
+    };
+    let mut pages = 0;
+    for page in String::from_utf8(files).unwrap().lines().filter(|page| !page.starts_with("benches/results/")) {
+        let text = std::fs::read_to_string(root.join(page)).unwrap();
+        let folder = (page.starts_with("cuda/") || page.starts_with("models/cuda/")) && page.ends_with("README.md");
+        let lines = text.lines().count();
+        assert!(lines <= if folder { 60 } else { 150 }, "{page}: {lines} lines");
+        let hash = text.split(|c: char| !c.is_ascii_alphanumeric()).find(|word| is_hash(word));
+        assert_eq!(hash, None, "{page}: a commit hash");
+        pages += 1;
+    }
+    assert!(pages > 20, "{pages} pages: not a git checkout");
 }

@@ -3,8 +3,6 @@
 
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod attention;
-#[cfg(test)]
-pub(crate) use candle_gdn_testing::c_layout;
 pub(crate) mod logprobs;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod model;
