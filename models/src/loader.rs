@@ -223,7 +223,7 @@ impl<'a> Loader<'a> {
             || embeddings.uses_candle()
             || layers.iter().any(|layer| layer.uses_candle)
             || draft_head.as_ref().is_some_and(DraftHead::uses_candle);
-        Ok(CausalLm {
+        let model = CausalLm {
             embeddings,
             layers,
             draft_head,
@@ -239,6 +239,9 @@ impl<'a> Loader<'a> {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             quantized: quantized.then_some(if uses_candle { Kernels::Candles } else { Kernels::Ours }),
             other_types: source.other_types(),
-        })
+        };
+        // Overlapping launches read weights early, from any host thread: all of them are written before the first launch.
+        model.device.synchronize()?;
+        Ok(model)
     }
 }
