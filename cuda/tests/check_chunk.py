@@ -93,7 +93,7 @@ def hard():
     # At beta 2 errors grow with every token: short enough that what 16 bits cost stays far below one.
     for io, keys, (beta_scale, plain, cut) in ((io, keys, x) for io in IO for keys in ("repeated", "alternating", "parallel")
                                                for x in ((1.0, lens, [1000]), (2.0, [130, 64, 5], [130]))):
-        # In bf16 the roundings alone leave nothing of o there (prefill/README.md): nothing to check.
+        # In bf16 the roundings alone leave nothing of o there (reference.py): nothing to check.
         if (io, keys, beta_scale) != ("bf16", "alternating", 2.0):
             hardest = dict(io=io, keys=keys, beta=20.0, beta_scale=beta_scale, decay="none")
             yield from [dict(lens=plain, **hardest), dict(lens=cut, segments=(3,), **hardest)]
