@@ -65,7 +65,8 @@ def named():
     yield from every(types, slots=SLOTS, state=["f32", "bf16"], lens=[MIXED, [100] * 5, [0] * 5])
     yield from every(types, lens=[[150, 20]], gate=["f32", "bf16", "f16"])
     yield from every(types, [dict(lens=[64] * 3, varlen=True), dict(lens=MIXED, slack=500)])
-    yield from hard()
+    # Always the same draw: what operands of 16 bits cost such inputs depends on it.
+    yield from every(list(hard()), seed=0)
     # Segments are cut by the longest; shorter ones have parts that are empty.
     yield from every(lens=[[1000], [1000] * 3, [1000, 130, 0, 1, 64, 999]], slots=["identity", "moved"], segments=(1, 2, 3, 5))
     # Long sequences among short ones: they begin first, and are cut alone.

@@ -96,7 +96,10 @@ class Decode(RuleCase):
 
 
 def by_decoders(cases):
-    return [{"seed": seed, **case, "algo": algo} for seed, case in enumerate(cases) for algo in (DECODE_128, AUTO, RECURRENT_128, RECURRENT)]
+    """The cases, each by all kernels that support it: GDN_DECODE_128 requires the gates of one token in f32 or in the type of q, k and v."""
+    for seed, case in enumerate(cases):
+        fast = [DECODE_128] * (case.get("gate", "f32") in ("f32", case.get("io", "bf16")))
+        yield from ({"seed": seed, **case, "algo": algo} for algo in (*fast, AUTO, RECURRENT_128, RECURRENT))
 
 
 # ---- what GDN_RECURRENT alone takes, by itself and together ----
@@ -176,7 +179,8 @@ def check_status(lib, args):
         "BAD_STRIDE": one_by_one(out_slots__slot_stride=[-1], q__token_stride=[-1], head_stride=[-1, 128 * 128 - 1]),
         "BAD_ALGO": one_by_one(algo=[len(ALGO_NAMES), -1]) + [
             dict(algo=RECURRENT_128, state_in=None), dict(algo=RECURRENT_128, gates=GATES_READY),
-            dict(algo=RECURRENT_128, head_k=64), dict(algo=RECURRENT_128, state_in=c.state_in.data_ptr() + 4)],
+            dict(algo=RECURRENT_128, head_k=64), dict(algo=RECURRENT_128, state_in=c.state_in.data_ptr() + 4),
+            dict(algo=DECODE_128, tokens_per_seq=1, gate_dtype=CODES["f16"])],
         "NULL_POINTER": one_by_one(q__ptr=[None], dt_bias=[None], a_log=[None])})
     null_params(lib.gdn_rule)
     report("status text", lib.gdn_status_string(1000 + 2).decode() != lib.gdn_status_string(12345678).decode())
@@ -191,7 +195,7 @@ def times(args):
 
 
 GROUPS = {"rule": group(tokens, lambda: by_algos(any_size()), list(by_algos(QUICK))),
-          "decode": group(decode, lambda: by_decoders(decodes()), by_decoders(DECODE_QUICK)),
+          "decode": group(decode, lambda: by_decoders(decodes()), list(by_decoders(DECODE_QUICK))),
           "options": check_options, "status": check_status}
 
 if __name__ == "__main__":
