@@ -179,8 +179,7 @@ def check_status(lib, args):
         "BAD_STRIDE": one_by_one(out_slots__slot_stride=[-1], q__token_stride=[-1], head_stride=[-1, 128 * 128 - 1]),
         "BAD_ALGO": one_by_one(algo=[len(ALGO_NAMES), -1]) + [
             dict(algo=RECURRENT_128, state_in=None), dict(algo=RECURRENT_128, gates=GATES_READY),
-            dict(algo=RECURRENT_128, head_k=64), dict(algo=RECURRENT_128, state_in=c.state_in.data_ptr() + 4),
-            dict(algo=DECODE_128, tokens_per_seq=1, gate_dtype=CODES["f16"])],
+            dict(algo=RECURRENT_128, head_k=64), dict(algo=RECURRENT_128, state_in=c.state_in.data_ptr() + 4)],
         "NULL_POINTER": one_by_one(q__ptr=[None], dt_bias=[None], a_log=[None])})
     null_params(lib.gdn_rule)
     report("status text", lib.gdn_status_string(1000 + 2).decode() != lib.gdn_status_string(12345678).decode())
