@@ -65,7 +65,8 @@ def named():
     yield from every(types, slots=SLOTS, state=["f32", "bf16"], lens=[MIXED, [100] * 5, [0] * 5])
     yield from every(types, lens=[[150, 20]], gate=["f32", "bf16", "f16"])
     yield from every(types, [dict(lens=[64] * 3, varlen=True), dict(lens=MIXED, slack=500)])
-    yield from hard()
+    # Always the same draw: what operands of 16 bits cost such inputs depends on it.
+    yield from every(list(hard()), seed=0)
     # Segments are cut by the longest; shorter ones have parts that are empty.
     yield from every(lens=[[1000], [1000] * 3, [1000, 130, 0, 1, 64, 999]], slots=["identity", "moved"], segments=(1, 2, 3, 5))
     # Long sequences among short ones: they begin first, and are cut alone.
@@ -93,7 +94,7 @@ def hard():
     # At beta 2 errors grow with every token: short enough that what 16 bits cost stays far below one.
     for io, keys, (beta_scale, plain, cut) in ((io, keys, x) for io in IO for keys in ("repeated", "alternating", "parallel")
                                                for x in ((1.0, lens, [1000]), (2.0, [130, 64, 5], [130]))):
-        # In bf16 the roundings alone leave nothing of o there (prefill/README.md): nothing to check.
+        # In bf16 the roundings alone leave nothing of o there (reference.py): nothing to check.
         if (io, keys, beta_scale) != ("bf16", "alternating", 2.0):
             hardest = dict(io=io, keys=keys, beta=20.0, beta_scale=beta_scale, decay="none")
             yield from [dict(lens=plain, **hardest), dict(lens=cut, segments=(3,), **hardest)]

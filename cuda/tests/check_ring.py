@@ -2,6 +2,8 @@
 """gdn_ring_step, gdn_ring_flush, gdn_ring_advance and gdn_ring_inputs, over the pair (state, ring), against the plain recurrence in
 float64: one token and several, flushes, drafts taken back, moved states, long runs.
 """
+import re
+
 import harness
 import torch
 from abi import RING_AUTO, RING_FMA, RING_MMA, RING_STEP_TOKENS, RingAdvanceParams, RingFlushParams, fill, sequences
@@ -101,7 +103,8 @@ def check_cases(lib, args):
         table = [*every(algo=ALGOS, plan=["staggered", "moves"], n=3, hk=1, hv=2, slots=True),
                  *every(state=["f32", "bf16"], plan="verification", n=3, hk=1, hv=2, slots=True), dict(plan="moves", n=3, hk=2, hv=4, slots=True)]
     for case in table if args.quick else cases():
-        run(lib, **case)
+        if re.search(args.cases, words(case)):
+            run(lib, **case)
 
 
 def check_inputs(lib, args):

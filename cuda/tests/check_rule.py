@@ -96,7 +96,10 @@ class Decode(RuleCase):
 
 
 def by_decoders(cases):
-    return [{"seed": seed, **case, "algo": algo} for seed, case in enumerate(cases) for algo in (DECODE_128, AUTO, RECURRENT_128, RECURRENT)]
+    """The cases, each by all kernels that support it: GDN_DECODE_128 requires the gates of one token in f32 or in the type of q, k and v."""
+    for seed, case in enumerate(cases):
+        fast = [DECODE_128] * (case.get("gate", "f32") in ("f32", case.get("io", "bf16")))
+        yield from ({"seed": seed, **case, "algo": algo} for algo in (*fast, AUTO, RECURRENT_128, RECURRENT))
 
 
 # ---- what GDN_RECURRENT alone takes, by itself and together ----
@@ -191,7 +194,7 @@ def times(args):
 
 
 GROUPS = {"rule": group(tokens, lambda: by_algos(any_size()), list(by_algos(QUICK))),
-          "decode": group(decode, lambda: by_decoders(decodes()), by_decoders(DECODE_QUICK)),
+          "decode": group(decode, lambda: by_decoders(decodes()), list(by_decoders(DECODE_QUICK))),
           "options": check_options, "status": check_status}
 
 if __name__ == "__main__":

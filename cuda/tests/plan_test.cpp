@@ -90,6 +90,12 @@ void rules() {
   expect("a repeated k has no tensor map", 0, plan::rule_algo(p, true, kH200), GDN_CHUNKED_SM80);
   p = rule(16, 32, 128, 2, 1), p.q.seq_stride = 1LL << 32;
   expect("offsets of more than 32 bits", 0, plan::rule_algo(p, true, kH200), GDN_RECURRENT_128);
+  p = rule(16, 32, 128, 1, 1), p.common.gate_dtype = GDN_F32;
+  expect("gates in f32", 0, plan::rule_algo(p, true, kH200), GDN_DECODE_128);
+  p.common.gate_dtype = GDN_F16;
+  expect("gates of a third type", 0, plan::rule_algo(p, true, kH200), GDN_RECURRENT_128);
+  p.algo = GDN_DECODE_128;
+  expect("gates of a third type", 1, plan::rule_algo(p, true, kH200), GDN_AUTO);
 
   for (const auto &r : {plan::DecodeShape{165, 1}, {166, 4}, {330, 4}, {331, 2}})
     expect("decode, f32 state", r.rows, plan::decode_shape(r.rows, GDN_F32, 132).rows, r.warps);

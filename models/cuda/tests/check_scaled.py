@@ -48,7 +48,7 @@ class Scaled:
         self.numbers = self.stored.exact()
         self.fields, self.nbytes = dict(w=w, w_stride=w.stride(0), scales=scales, outputs_below=below), outputs * inputs + below * inputs
         if below:
-            dense = Dense(below, inputs, dtype, gap, seed + 1)
+            dense = Dense(below, inputs, dtype, gap, seed + 2)    # x is drawn from seed + 1
             self.numbers = torch.cat([self.numbers, dense.numbers.double()])
             self.fields.update(below=dense.numbers, below_stride=dense.numbers.stride(0))
 
