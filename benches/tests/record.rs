@@ -103,7 +103,7 @@ fn parts_of_a_step_are_told_by_their_kernels() {
         let names = [
             "_ZN3gdn8residual44_GLOBAL__N__c6ff9e0b_11_residual_cu_55243eb012packs_kernelI13__nv_bfloat16Li1ELb1EEEvv",
             "_ZN3gdn6linear13linear_kernelI13__nv_bfloat16S2_Li1ELNS0_4FromE1EEEvNS0_4ArgsE",
-            "_ZN3gdn6replay12token_kernelI13__nv_bfloat16fNS0_6ParamsEEEvv",
+            "_ZN3gdn4ring12token_kernelI13__nv_bfloat16fEEvv",
             "_ZN3gdn3moe11down_kernelI13__nv_bfloat16S2_EEvNS0_4ArgsE",
             "_ZN3gdn9attention10mma_kernelI13__nv_bfloat16Li256ELi1ELi6EEEvv",
             "nvjet_sm90_tst_128x8_64x12_4x1_v_bz_TNT",
