@@ -296,58 +296,28 @@ typedef struct gdn_ring_inputs_params {
 } gdn_ring_inputs_params;
 int gdn_ring_inputs(const gdn_ring_inputs_params *params, cudaStream_t stream);
 
-// Of a matrix [n, k] in e4m3, a byte a number: the number (i, j) is its byte's times ptr[i / rows * stride + j / GDN_SCALE_COLUMNS].
-// What a byte of NaN stands for is left open.
-#define GDN_SCALE_COLUMNS 128
-typedef struct gdn_scales {
-  const float *ptr;        // null: the matrix is not in e4m3
-  int64_t stride;          // elements
-  int32_t rows;            // a power of two
-} gdn_scales;
-
 // y = x w^T for few rows of x, as in decode, where reading w is all the work.
 typedef struct gdn_linear_params {
   const void *x;           // [rows, inputs], dtype
-  const void *w;           // [outputs, inputs], dtype or with scales e4m3, rows contiguous; inputs a multiple of 64, each row
-                           // aligned to 16 bytes
-  const void *below;       // more rows of w, [outputs_below, inputs], dtype; beside scales only, and not with swiglu
-  void *y;                 // written: [rows, outputs + outputs_below], dtype
-  gdn_scales scales;       // of w
-  int64_t x_stride, w_stride, below_stride, y_stride;    // elements from row to row
-  int32_t rows;            // 1 to GDN_LINEAR_ROWS, with scales to twice as many
-  int32_t inputs, outputs, outputs_below;
+  const void *w;           // [outputs, inputs], dtype, rows contiguous; inputs a multiple of 64, each row aligned to 16 bytes
+  void *y;                 // written: [rows, outputs], dtype
+  int64_t x_stride, w_stride, y_stride;    // elements from row to row
+  int32_t rows;            // 1 to GDN_LINEAR_ROWS
+  int32_t inputs, outputs;
   int32_t dtype;           // GDN_BF16 or GDN_F16; sums are f32
-  int32_t overlap;         // GDN_OVERLAP
+  int32_t overlap;         // GDN_OVERLAP, or with it GDN_OVERLAP_NEXT
 } gdn_linear_params;
 #define GDN_LINEAR_ROWS 32
-// With scales, what every device takes at once. More are one launch on sm_90a where x fits into the shared memory of a cluster, else two, or refused
-// (GDN_BAD_ALGO) where that is more than twice as many rows.
-#define GDN_LINEAR_E4M3_ROWS 16
 int gdn_linear(const gdn_linear_params *params, cudaStream_t stream);
 
-// gdn_linear with more to say. `swiglu`: w is [2 * outputs, inputs], the gate's rows and then up's, and
-// y = silu(x gate^T) * (x up^T), unrounded up to the store; up to GDN_LINEAR_SWIGLU_ROWS rows. The others are how the
-// product is divided, for measurements; 0 chooses, and what the device does not take is refused (GDN_BAD_ALGO).
+// How a product is divided, for measurements. 0 chooses, and what the device does not support is refused (GDN_BAD_ALGO).
 typedef struct gdn_linear_options {
-  int32_t swiglu;
-  int32_t warps;           // of a block along the inputs, 1 to 16
-  int32_t groups;          // of 16 outputs in a block: 1, 2 or 4; with swiglu always 2, one of them up's
+  int32_t warps;           // of a block along the inputs, 1 to 16; 0: the others are not read
+  int32_t groups;          // of 16 outputs in a block: 1, 2 or 4
   int32_t cluster;         // blocks that share the inputs of a tile: 1, or 2, 4 or 8 on sm_90
   int32_t blocks;          // of a multiprocessor in the grid
 } gdn_linear_options;
-#define GDN_LINEAR_SWIGLU_ROWS 8
 int gdn_linear_with(const gdn_linear_params *params, const gdn_linear_options *options, cudaStream_t stream);
-
-// y = the numbers of a matrix in e4m3, each rounded once: for products of many rows.
-typedef struct gdn_dequantize_params {
-  const void *w;           // [outputs, inputs], e4m3; inputs a multiple of 16, w and y and their rows aligned to 16 bytes
-  gdn_scales scales;
-  void *y;                 // written: [outputs, inputs], dtype
-  int64_t w_stride, y_stride;    // elements from row to row
-  int32_t outputs, inputs;
-  int32_t dtype;           // GDN_BF16 or GDN_F16
-} gdn_dequantize_params;
-int gdn_dequantize(const gdn_dequantize_params *params, cudaStream_t stream);
 
 // On sm_90 and later a launch may begin while the kernel before it on the stream is still running (programmatic
 // dependent launch). With `overlap` non-zero the launch does so, and reads what no kernel writes (the weights), and for
@@ -355,6 +325,9 @@ int gdn_dequantize(const gdn_dequantize_params *params, cudaStream_t stream);
 // therefore not write them. In a layer it is the projection. All else happens after the wait, so that the result is the
 // same.
 #define GDN_OVERLAP 1
+// Beside it, of gdn_linear: a launch after this one that overlaps may begin before this one has waited. Then the kernel before this
+// one must not write what that launch reads before its wait either.
+#define GDN_OVERLAP_NEXT 2
 
 // Profiling inside the kernels of gdn_step and gdn_rule, in a build with -DGDN_PROFILE. A
 // warp of a launch owns a gdn_profile_warp and, right after it, `events_per_warp` gdn_profile_events, of which the first

@@ -78,9 +78,6 @@ c_header! {
         pub GDN_RING_AUTO: i32 = 0;
         pub GDN_LINEAR_ROWS: usize = 32;
         pub GDN_OVERLAP: i32 = 1;
-        pub GDN_LINEAR_E4M3_ROWS: usize = 16;
-        pub GDN_SCALE_COLUMNS: usize = 128;
-        pub GDN_LINEAR_SWIGLU_ROWS: usize = 8;
         pub GDN_PROFILE_LEAN: u32 = 1 << 31;
         pub GDN_PROFILE_CHUNK: u32 = 1 << 30;
     }
@@ -243,46 +240,18 @@ c_header! {
             pub io_dtype: i32,
             pub to_ring: i32,
         }
-        #[derive(Clone, Copy)]
-        pub struct Scales = gdn_scales {
-            pub ptr: *const f32,
-            pub stride: i64,
-            pub rows: i32,
-        }
         pub struct LinearParams = gdn_linear_params {
             pub x: *const c_void,
             pub w: *const c_void,
-            pub below: *const c_void,
             pub y: *mut c_void,
-            pub scales: Scales,
             pub x_stride: i64,
             pub w_stride: i64,
-            pub below_stride: i64,
             pub y_stride: i64,
             pub rows: i32,
             pub inputs: i32,
             pub outputs: i32,
-            pub outputs_below: i32,
             pub dtype: i32,
             pub overlap: i32,
-        }
-        #[derive(Default)]
-        pub struct LinearOptions = gdn_linear_options {
-            pub swiglu: i32,
-            pub warps: i32,
-            pub groups: i32,
-            pub cluster: i32,
-            pub blocks: i32,
-        }
-        pub struct DequantizeParams = gdn_dequantize_params {
-            pub w: *const c_void,
-            pub scales: Scales,
-            pub y: *mut c_void,
-            pub w_stride: i64,
-            pub y_stride: i64,
-            pub outputs: i32,
-            pub inputs: i32,
-            pub dtype: i32,
         }
         pub struct ProfileWarp = gdn_profile_warp {
             pub launch: u32,
@@ -311,10 +280,6 @@ c_header! {
 #[allow(dead_code)]
 pub const NO_HEADS: Heads = Heads { ptr: std::ptr::null(), seq_stride: 0, token_stride: 0, head_stride: 0 };
 
-/// The scales of a matrix that is not in e4m3.
-#[allow(dead_code)]
-pub const NO_SCALES: Scales = Scales { ptr: std::ptr::null(), stride: 0, rows: 0 };
-
 #[cfg(feature = "cuda")]
 extern "C" {
     pub fn gdn_rule(params: *const RuleParams, stream: *mut c_void) -> std::ffi::c_int;
@@ -328,12 +293,7 @@ extern "C" {
     pub fn gdn_ring_flush(params: *const RingFlushParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_ring_advance(params: *const RingAdvanceParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_ring_inputs(params: *const RingInputsParams, stream: *mut c_void) -> std::ffi::c_int;
-    pub fn gdn_linear_with(
-        params: *const LinearParams,
-        options: *const LinearOptions,
-        stream: *mut c_void,
-    ) -> std::ffi::c_int;
-    pub fn gdn_dequantize(params: *const DequantizeParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_linear(params: *const LinearParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_profile_set(buffer: *mut c_void, bytes: u64, events_per_warp: u32) -> std::ffi::c_int;
     pub fn gdn_profile_scope(scope: u32) -> *const std::ffi::c_char;
     pub fn gdn_profile_role(role: u32) -> *const std::ffi::c_char;

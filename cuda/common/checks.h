@@ -69,12 +69,6 @@ template <typename P> bool state_in_place(const P &p) {
   return p.state_in == p.state_out && p.in_slots.slots == p.out_slots.slots && p.in_slots.slot_stride == p.out_slots.slot_stride;
 }
 
-inline int check_scales(const gdn_scales &s) {
-  if (!s.ptr) return GDN_OK;
-  if (s.stride < 0) return GDN_BAD_STRIDE;
-  return s.rows > 0 && (s.rows & (s.rows - 1)) == 0 && aligned(s.ptr, 4) ? GDN_OK : GDN_BAD_ALGO;
-}
-
 // A dimension of a grid that may go past 65535 is its x.
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 

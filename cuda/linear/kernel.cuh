@@ -3,14 +3,13 @@
 #pragma once
 
 #include "../common/convert.cuh"
-#include "../common/e4m3.cuh"
 #include "../common/math.cuh"
 #include "../common/ptx.cuh"
 
 namespace gdn {
 namespace linear {
 
-constexpr int kChunkBytes = 128;                // of a row of weights: 64 inputs, in e4m3 128
+constexpr int kChunkBytes = 128;                // of a row of weights
 constexpr int kTile = 16;                       // outputs of a warp
 constexpr int kChunks = 4;                      // chunks of a round, which is under way in registers
 constexpr int kMaxThreads = 512;                // leaves 128 registers a thread
@@ -18,29 +17,15 @@ constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kColumn = 20;                     // floats from column to column of partial sums: 16, without conflicts
 constexpr int kBarriers = 32;                   // bytes: of x, and two of what blocks of a cluster send each other
 
-// How x lies beside weights of type W.
-template <typename W> struct WeightLayout {
-  static constexpr bool kScaled = false;
-  static constexpr int kChunkBytes = linear::kChunkBytes;    // of a row of x
-  static constexpr int kPadding = 64;    // bytes after a row of x in shared memory, so that rows 2i and 2i + 1 lie in
-                                         // different halves of the banks
-};
-template <> struct WeightLayout<E4m3> {
-  static constexpr bool kScaled = true;
-  static constexpr int kChunkBytes = 2 * linear::kChunkBytes;
-  static constexpr int kPadding = 16;    // a quad reads every second piece of 16 bytes
-};
-
 // Where a warp finds its part of x.
 enum class XSource {
   kRegisters,   // its part is one round: loaded once, kept over all tiles
   kShared,
-  kHalf,        // the same of one row in bf16 beside weights in e4m3: in f16 there (half_of_block)
   kGlobal       // for when it does not fit
 };
 
 // A block is (32 lanes, warps along the inputs, groups of outputs), the grid (cluster, tiles). All warps along the
-// inputs, of all blocks of the cluster, take `slice` chunks each.
+// inputs, of all blocks of the cluster, take `slice` chunks each. A layout of weights or an epilogue that needs more extends it.
 struct Args {
   const void *w, *x;
   void *y;
@@ -48,41 +33,94 @@ struct Args {
   int64_t y_stride;            // elements
   int32_t rows, outputs;
   int32_t tile_rows, group_rows, last_row;    // of w: from tile to tile, from group to group, the last there is
-  int32_t swiglu;              // group 0 has the gate's rows, group 1 up's: y = silu(gate) * up
-  int32_t chunks;              // of a row
+  int32_t parts;               // of a row: of a layout's chunks, the last of which may have fewer
   int32_t slice, rounds;       // chunks of a warp, in so many rounds
-  int32_t tiles;               // of 16 << group_shift outputs, with swiglu of 16
+  int32_t tiles;               // of 16 << group_shift outputs, of 16 where the rows of w of two groups make one output
   int32_t group_shift;
-  int32_t partial_at, x_at, x_shared_row, factors_at, meet_at;    // shared memory: bytes
-  ScaleArgs scales;            // of w in e4m3
-  int32_t halves;              // of a row, in e4m3: 64 inputs
+  int32_t partial_at, x_at, x_shared_row, meet_at;    // shared memory: bytes
   int32_t lets_in;             // the next launch, before the wait
 };
 
-// T: of x and y. W: of w, T or E4m3. NT: tiles of 8 rows. This is block `block` of `blocks` along the tiles.
+// A layout of weights, here T as it is: the registers of a lane's weights that are under way, how they come and how they are multiplied.
+template <typename T> struct Dense {
+  static constexpr int kChunkInputs = 64;
+  static constexpr int kElementBytes = 2;
+  static constexpr int kParts = 1;                 // of a chunk, see Args
+  static constexpr int kXBytes = kChunkBytes;      // of a row of x beside a chunk
+  static constexpr int kXPadding = 64;             // bytes after a row of x in shared memory, so that rows 2i and 2i + 1 lie in
+                                                   // different halves of the banks
+  static constexpr bool kConvertsX = false;        // x is not copied to shared memory but converted, by convert_x()
+  // Chains of products: one alone would be bound by their latency.
+  template <int NT> static constexpr int kSums = NT == 1 ? 2 : 1;
+
+  uint4 w[kChunks][4];    // of row g, the first and the second half of the chunk; of row g + 8
+
+  // A tile begins, of these rows of w, at this chunk.
+  template <typename A> __device__ __forceinline__ void start_tile(const A &, int, int, int) {}
+  __device__ __forceinline__ void advance() {}    // by a round
+
+  // Chunk d of a round that has `live` parts.
+  __device__ __forceinline__ void fetch(int d, int live, const char *from0, const char *from8) {
+    if (d < live) {
+      w[d][0] = ptx::load_stream(from0);
+      w[d][1] = ptx::load_stream(from0 + 64);
+      w[d][2] = ptx::load_stream(from8);
+      w[d][3] = ptx::load_stream(from8 + 64);
+    }
+  }
+
+  // Chunk d of the round that begins with `chunk` of a warp's, which has `live` parts. x_of(n, round, offset): 16 bytes of x, as many bytes after
+  // those beside the warp's first chunk as both say.
+  template <int NT, int SUMS, typename A, typename X>
+  __device__ __forceinline__ void multiply(float (&sum)[SUMS][NT][4], const A &, const unsigned char *, int d, int chunk, int live, const X &x_of) {
+    if (chunk + d < live) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 w0 = w[d][half], w8 = w[d][2 + half];
+        uint4 b[NT];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) b[n] = x_of(n, chunk * kXBytes, d * kXBytes + half * 64);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          ptx::mma16816<T>(sum[0][n], w0.x, w8.x, w0.y, w8.y, b[n].x, b[n].y);
+          ptx::mma16816<T>(sum[SUMS - 1][n], w0.z, w8.z, w0.w, w8.w, b[n].z, b[n].w);
+        }
+      }
+    }
+  }
+};
+
+// An epilogue, here none: stores a tile's sums, sum_of(i), as they are, store(i, y), for every thread `tid` of `threads`.
+struct StoreSums {
+  template <typename T, typename A, typename Sum, typename Store>
+  static __device__ __forceinline__ void store_tile(const A &, int, int values, int tid, int threads, const Sum &sum_of, const Store &store) {
+    for (int i = tid; i < values; i += threads) store(i, sum_of(i));
+  }
+};
+
+// T: of x and y. A: Args or more. WEIGHTS: their layout. NT: tiles of 8 rows. This is block `block` of `blocks` along the tiles.
 // One function: weights are under way from its first lines to its last, in registers that no part of it could hand on.
-template <typename T, typename W, int NT, XSource SOURCE>
-__device__ __forceinline__ void multiply(const Args &a, int block, int blocks, unsigned char *shared_bytes) {
+template <typename T, typename WEIGHTS, typename EPILOGUE, int NT, XSource SOURCE, typename A>
+__device__ __forceinline__ void multiply(const A &a, int block, int blocks, unsigned char *shared_bytes) {
   [[maybe_unused]] constexpr bool kClusters = SOURCE != XSource::kGlobal;    // a larger cluster is what lets x fit
-  constexpr bool kScaled = WeightLayout<W>::kScaled;
-  constexpr int kXBytes = WeightLayout<W>::kChunkBytes;
-  constexpr bool kHalf = SOURCE == XSource::kHalf, kInShared = SOURCE == XSource::kShared || kHalf;
-  using Product = std::conditional_t<kHalf, __half, T>;
-  static_assert(!kScaled || SOURCE != XSource::kRegisters, "x takes as many again as weights do");
+  constexpr int kParts = WEIGHTS::kParts, kXBytes = WEIGHTS::kXBytes;
+  constexpr bool kInShared = SOURCE == XSource::kShared, kCopied = kInShared && !WEIGHTS::kConvertsX;
+  static_assert(kXBytes == kChunkBytes || SOURCE != XSource::kRegisters, "x takes as many as weights do");
+  static_assert(kInShared || !WEIGHTS::kConvertsX, "converted to shared memory");
 
   // A lane holds, as the matrix units want it, rows g and g + 8 of a tile and a quarter of the inputs. Which quarter is
   // free as long as x has the same: 8 in a row, so that they come by one load. Of 32 inputs a lane's 16 bytes are
   // k = 8t .. 8t + 7; the units take words 0 and 1 for k = 2t, 2t + 1 and 2t + 8, 2t + 9 of a first product, and words
-  // 2 and 3 of a second. In e4m3 they are 16 of 64 inputs, and each word makes both words of a product.
+  // 2 and 3 of a second.
   const int lane = threadIdx.x, g = lane >> 2, t = lane & 3;
   const int rank = blockIdx.x, part = rank * blockDim.y + threadIdx.y;
-  // Chunks to do, in e4m3 halves, of which the last chunk may have one; < 1: none here.
+  // Parts of chunks to do; < 1: none here.
   const int first = part * a.slice;
-  const int live = kScaled ? min(2 * a.slice, a.halves - 2 * first) : min(a.slice, a.chunks - first);
+  const int live = min(kParts * a.slice, a.parts - kParts * first);
 
   // The stream of weights runs a round in front of their use, over the ends of tiles.
+  WEIGHTS weights;
   const char *row0 = nullptr, *row8 = nullptr;
-  [[maybe_unused]] const float *scale0 = nullptr, *scale8 = nullptr;
   int fetch_tile = block, fetch_round = 0, fetch_live = 0;
   const auto start_tile = [&] {
     // Outputs past the end read the last row, and are not stored.
@@ -90,21 +128,15 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
     const char *w = static_cast<const char *>(a.w) + (first * kChunkBytes + t * 16);
     row0 = w + min(row, a.last_row) * a.w_row;
     row8 = w + min(row + 8, a.last_row) * a.w_row;
-    if constexpr (kScaled) {
-      scale0 = a.scales.row(min(row, a.last_row)) + first;
-      scale8 = a.scales.row(min(row + 8, a.last_row)) + first;
-    }
+    weights.start_tile(a, min(row, a.last_row), min(row + 8, a.last_row), first);
     fetch_live = fetch_tile < a.tiles ? live : 0;
   };
   const auto advance = [&] {
     if (SOURCE != XSource::kRegisters && ++fetch_round < a.rounds) {
       row0 += kChunks * kChunkBytes;
       row8 += kChunks * kChunkBytes;
-      fetch_live -= kScaled ? 2 * kChunks : kChunks;
-      if constexpr (kScaled) {
-        scale0 += kChunks;
-        scale8 += kChunks;
-      }
+      fetch_live -= kParts * kChunks;
+      weights.advance();
     } else {
       fetch_round = 0;
       fetch_tile += blocks;
@@ -112,30 +144,9 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
     }
   };
 
-  uint4 w[kChunks][4];    // of row g, the first and the second half of the chunk; of row g + 8
-  [[maybe_unused]] float scale[kScaled ? kChunks : 1][2];
   const uint32_t shared = ptx::shared_address(shared_bytes);
   const int warp = threadIdx.z * blockDim.y + threadIdx.y;
-  const auto fetch = [&](int d) {
-    const char *from0 = row0 + d * kChunkBytes, *from8 = row8 + d * kChunkBytes;
-    if constexpr (kScaled) {
-      if (2 * d < fetch_live) {
-        w[d][0] = ptx::load_stream(from0);
-        w[d][2] = ptx::load_stream(from8);
-        scale[d][0] = ptx::load_float(scale0 + d);
-        scale[d][1] = ptx::load_float(scale8 + d);
-      }
-      if (2 * d + 1 < fetch_live) {
-        w[d][1] = ptx::load_stream(from0 + 64);
-        w[d][3] = ptx::load_stream(from8 + 64);
-      }
-    } else if (d < fetch_live) {
-      w[d][0] = ptx::load_stream(from0);
-      w[d][1] = ptx::load_stream(from0 + 64);
-      w[d][2] = ptx::load_stream(from8);
-      w[d][3] = ptx::load_stream(from8 + 64);
-    }
-  };
+  const auto fetch = [&](int d) { weights.fetch(d, fetch_live, row0 + d * kChunkBytes, row8 + d * kChunkBytes); };
 
   // Start the first round of weights: they depend on no other launch.
   start_tile();
@@ -145,11 +156,10 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
   const int tid = warp * 32 + lane;
   const int block_first = rank * blockDim.y * a.slice;
   const int block_chunks = static_cast<int>(blockDim.y) * a.slice;
-  const int block_bytes = kScaled ? min(2 * block_chunks, a.halves - 2 * block_first) * (kXBytes / 2)
-                                  : min(block_chunks, a.chunks - block_first) * kXBytes;
+  const int block_bytes = min(kParts * block_chunks, a.parts - kParts * block_first) * (kXBytes / kParts);
   // Initialise the barriers of x and of the cluster.
 #if __CUDA_ARCH__ >= 900
-  if ((kInShared && !kHalf) || (kClusters && gridDim.x > 1)) {
+  if (kCopied || (kClusters && gridDim.x > 1)) {
     if (tid == 0) {
       for (int i = 0; i < 3; ++i) ptx::barrier_init(shared + 8 * i, 1);
       ptx::barriers_initialised();
@@ -171,9 +181,8 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
   uint32_t x_shared[NT];
   if constexpr (kInShared) {
     const char *from = static_cast<const char *>(a.x) + block_first * kXBytes;
-    if constexpr (kHalf) {
-      half_of_row([&](int piece) { return ptx::load_after_wait(from + piece * 16); }, reinterpret_cast<uint4 *>(shared_bytes + a.x_at),
-                  reinterpret_cast<float *>(shared_bytes + a.factors_at), block_bytes / 16, tid, blockDim.z * blockDim.y * 32);
+    if constexpr (!kCopied) {
+      WEIGHTS::convert_x(a, from, block_bytes, shared_bytes, tid, blockDim.z * blockDim.y * 32);
       __syncthreads();
     } else {
 #if __CUDA_ARCH__ >= 900
@@ -214,17 +223,14 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
   }
   advance();
 
-  // Chains of products: one alone would be bound by their latency. In e4m3 those of a block.
-  constexpr int kSums = NT == 1 && !kScaled ? 2 : 1, kBlockSums = NT == 1 ? 2 : 1;
+  constexpr int kSums = WEIGHTS::template kSums<NT>;
   float *partial = reinterpret_cast<float *>(shared_bytes + a.partial_at);
   constexpr int kPart = NT * 8 * kColumn;
-  // x, `offset` bytes after the start of this warp's inputs.
-  const auto x_of = [&](int n, int offset) {
-    if constexpr (kInShared) return ptx::load_shared(x_shared[n] + offset);
-    else return ptx::load_after_wait(x_global[n] + offset);
+  const auto x_of = [&](int n, int round, int offset) {
+    if constexpr (SOURCE == XSource::kRegisters) return x[offset / kXBytes][offset / 64 % 2];
+    else if constexpr (kInShared) return ptx::load_shared(x_shared[n] + round + offset);
+    else return ptx::load_after_wait(x_global[n] + round + offset);
   };
-  // What chunks of x are divided by.
-  [[maybe_unused]] const float *factors = reinterpret_cast<const float *>(shared_bytes + a.factors_at) + threadIdx.y * a.slice;
   int turns = 0;    // tiles done
 
   for (int tile = block; tile < a.tiles; tile += blocks) {
@@ -234,63 +240,7 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
       const int chunk = round * kChunks;
 #pragma unroll
       for (int d = 0; d < kChunks; ++d) {
-        if constexpr (kScaled) {
-          if (2 * (chunk + d) < live) {
-            float block[kBlockSums][NT][4] = {};
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-              if (half == 0 || 2 * (chunk + d) + 1 < live) {
-                const uint4 w0 = w[d][half], w8 = w[d][2 + half];
-                const uint32_t words0[] = {w0.x, w0.y, w0.z, w0.w}, words8[] = {w8.x, w8.y, w8.z, w8.w};
-#pragma unroll
-                for (int piece = 0; piece < 2; ++piece) {
-                  uint4 b[NT];
-#pragma unroll
-                  for (int n = 0; n < NT; ++n) b[n] = x_of(n, (chunk + d) * kXBytes + half * (kXBytes / 2) + piece * 16);
-                  uint32_t pairs0[2], pairs8[2];
-                  e4m3_pairs<Product>(words0[2 * piece], pairs0);
-                  e4m3_pairs<Product>(words8[2 * piece], pairs8);
-#pragma unroll
-                  for (int n = 0; n < NT; ++n)
-                    ptx::mma16816<Product>(block[0][n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].x, b[n].y);
-                  e4m3_pairs<Product>(words0[2 * piece + 1], pairs0);
-                  e4m3_pairs<Product>(words8[2 * piece + 1], pairs8);
-#pragma unroll
-                  for (int n = 0; n < NT; ++n)
-                    ptx::mma16816<Product>(block[kBlockSums - 1][n], pairs0[0], pairs8[0], pairs0[1], pairs8[1], b[n].z, b[n].w);
-                }
-              }
-            const float factor = kHalf ? factors[chunk + d] : 1.f;
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                const float of_block = kBlockSums == 2 ? block[0][n][i] + block[1][n][i] : block[0][n][i];
-                sum[0][n][i] = fmaf(scale[d][i / 2], of_block * factor, sum[0][n][i]);
-              }
-          }
-        } else if (chunk + d < live) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const uint4 w0 = w[d][half], w8 = w[d][2 + half];
-            uint4 b[NT];
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-              const int offset = d * kChunkBytes + half * 64;
-              if constexpr (SOURCE == XSource::kRegisters)
-                b[n] = x[d][half];
-              else if constexpr (kInShared)
-                b[n] = ptx::load_shared(x_shared[n] + chunk * kChunkBytes + offset);
-              else
-                b[n] = ptx::load_after_wait(x_global[n] + chunk * kChunkBytes + offset);
-            }
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-              ptx::mma16816<T>(sum[0][n], w0.x, w8.x, w0.y, w8.y, b[n].x, b[n].y);
-              ptx::mma16816<T>(sum[kSums - 1][n], w0.z, w8.z, w0.w, w8.w, b[n].z, b[n].w);
-            }
-          }
-        }
+        weights.multiply(sum, a, shared_bytes, d, chunk, live, x_of);
         fetch(d);
       }
       advance();
@@ -315,7 +265,7 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
       for (int p = 0; p < static_cast<int>(blockDim.y); ++p) y += sums[p * kPart];
       return y;
     };
-    // Store: through the cluster, as SwiGLU of two halves, or as it is.
+    // Store: through the cluster, or by the epilogue.
     const auto store = [&](int i, float y) {
       const int output = (tile << shift) + (i & ((1 << shift) - 1)), row = i >> shift;
       if (output < a.outputs) static_cast<T *>(a.y)[row * a.y_stride + output] = from_float<T>(y);
@@ -342,36 +292,15 @@ __device__ __forceinline__ void multiply(const Args &a, int block, int blocks, u
       }
     } else
 #endif
-    if (a.swiglu) {
-      for (int i = tid; i < a.rows * kTile; i += threads) {
-        const int output = tile * kTile + i % kTile, row = i / kTile, gate = row * 2 * kTile + i % kTile;
-        const float y = fast_silu(sum_parts(gate)) * sum_parts(gate + kTile);
-        if (output < a.outputs) static_cast<T *>(a.y)[row * a.y_stride + output] = from_float<T>(y);
-      }
-    } else {
-      for (int i = tid; i < values; i += threads) store(i, sum_parts(i));
-    }
+    EPILOGUE::template store_tile<T>(a, tile, values, tid, threads, sum_parts, store);
     ++turns;
   }
 }
 
-template <typename T, typename W, int NT, XSource SOURCE>
-__global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_constant__ Args a) {
+template <typename A, typename T, typename WEIGHTS, typename EPILOGUE, int NT, XSource SOURCE>
+__global__ void __launch_bounds__(kMaxThreads, 1) linear_kernel(const __grid_constant__ A a) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  multiply<T, W, NT, SOURCE>(a, blockIdx.y, gridDim.y, shared_bytes);
-}
-
-// Rows of w in e4m3, and those below them in the dtype of x: the first blocks have these, a tile each.
-struct PairArgs {
-  Args scaled, below;
-};
-
-template <typename T, XSource SOURCE>
-__global__ void __launch_bounds__(kMaxThreads, 1) pair_kernel(const __grid_constant__ PairArgs a) {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  const int block = blockIdx.y, of_below = a.below.tiles;
-  if (block < of_below) multiply<T, T, 1, XSource::kGlobal>(a.below, block, of_below, shared_bytes);
-  else multiply<T, E4m3, 1, SOURCE>(a.scaled, block - of_below, gridDim.y - of_below, shared_bytes);
+  multiply<T, WEIGHTS, EPILOGUE, NT, SOURCE>(a, blockIdx.y, gridDim.y, shared_bytes);
 }
 
 }  // namespace linear

@@ -17,18 +17,26 @@ struct Card {
   bool clusters;
 };
 
-// A problem: its parameters, and whether the outputs are pairs that meet in SwiGLU.
+// What the choice depends on of a layout of weights: see Dense.
+struct WeightSizes {
+  int chunk_inputs, element_bytes, parts, x_bytes, x_padding;
+};
+template <typename WEIGHTS> constexpr WeightSizes sizes_of() {
+  return {WEIGHTS::kChunkInputs, WEIGHTS::kElementBytes, WEIGHTS::kParts, WEIGHTS::kXBytes, WEIGHTS::kXPadding};
+}
+
 struct Problem {
   const gdn_linear_params &p;
-  bool swiglu;
+  WeightSizes weights;
+  bool paired;            // w has twice as many rows: two, `outputs` apart, make an output
+  int chunk_extra = 0;    // bytes in front of x in shared memory, for each chunk of a block
 
-  bool scaled() const { return p.scales.ptr != nullptr; }
-  int chunks() const { return static_cast<int>(ceil_div(p.inputs, scaled() ? kChunkBytes : kChunkBytes / 2)); }
+  int chunks() const { return static_cast<int>(ceil_div(p.inputs, weights.chunk_inputs)); }
   int columns() const { return p.rows <= 8 ? 1 : p.rows <= 16 ? 2 : 4; }    // tiles of 8 rows
-  int64_t tiles(int groups) const { return ceil_div(p.outputs, kTile * (swiglu ? 1 : groups)); }
+  int64_t tiles(int groups) const { return ceil_div(p.outputs, kTile * (paired ? 1 : groups)); }
 };
 
-// How a product is tiling. A tile is 16 * groups outputs; `warps` times `cluster` warps share its inputs.
+// How a product is divided. A tile is 16 * groups outputs; `warps` times `cluster` warps share its inputs.
 struct Tiling {
   int warps;           // along the inputs, in a block
   int groups;          // of 16 outputs, in a block: 1, 2 or 4
@@ -69,7 +77,8 @@ struct Plan {
   Tiling tiling;
   Args args;
   XSource x_source;
-  int64_t bytes;    // of shared memory
+  int64_t bytes;       // of shared memory
+  int64_t extra_at;    // there: Problem::chunk_extra
 
   // Of so many tiles: as many blocks, or clusters, as run at once.
   int64_t blocks(int64_t tiles, const Card &card) const {
@@ -87,22 +96,19 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
   args.w = p.w;
   args.x = p.x;
   args.y = p.y;
-  args.w_row = p.w_stride * (problem.scaled() ? 1 : 2);
+  args.w_row = p.w_stride * problem.weights.element_bytes;
   args.x_row = p.x_stride * 2;
   args.y_stride = p.y_stride;
   args.rows = p.rows;
   args.outputs = p.outputs;
-  args.chunks = problem.chunks();
-  args.scales = scale_args(p.scales);
-  args.halves = p.inputs / (kChunkBytes / 2);
-  args.slice = static_cast<int>(ceil_div(args.chunks, tiling.warps * tiling.cluster));
+  args.parts = static_cast<int>(ceil_div(p.inputs, problem.weights.chunk_inputs / problem.weights.parts));
+  args.slice = static_cast<int>(ceil_div(problem.chunks(), tiling.warps * tiling.cluster));
   args.rounds = static_cast<int>(ceil_div(args.slice, kChunks));
   args.group_shift = tiling.groups == 4 ? 2 : tiling.groups - 1;
   args.tiles = static_cast<int>(problem.tiles(tiling.groups));
-  args.swiglu = problem.swiglu;
-  args.tile_rows = problem.swiglu ? kTile : kTile * tiling.groups;
-  args.group_rows = problem.swiglu ? p.outputs : kTile;
-  args.last_row = (problem.swiglu ? 2 : 1) * p.outputs - 1;
+  args.tile_rows = problem.paired ? kTile : kTile * tiling.groups;
+  args.group_rows = problem.paired ? p.outputs : kTile;
+  args.last_row = (problem.paired ? 2 : 1) * p.outputs - 1;
 
   // Barriers, partial sums, what blocks of a cluster send each other, x.
   const int warps = tiling.warps * tiling.groups;
@@ -112,19 +118,16 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
   args.meet_at = static_cast<int>(bytes);
   if (tiling.cluster > 1) bytes += ceil_div(2 * p.rows * kTile * tiling.groups * sizeof(float), 16) * 16;
   plan.x_source = XSource::kRegisters;
-  if (nt > 1 || args.rounds > 1 || problem.scaled()) {
+  if (nt > 1 || args.rounds > 1 || problem.weights.x_bytes > kChunkBytes) {
     // x beside as many blocks as the tiling has on a multiprocessor, each of which costs 1 KB more.
-    const int chunk_bytes = problem.scaled() ? WeightLayout<E4m3>::kChunkBytes : WeightLayout<void>::kChunkBytes;
-    const int padding = problem.scaled() ? WeightLayout<E4m3>::kPadding : WeightLayout<void>::kPadding;
-    const int64_t chunks = static_cast<int64_t>(tiling.warps) * args.slice, row = chunks * chunk_bytes + padding;
-    const bool half = problem.scaled() && p.rows == 1 && p.dtype == GDN_BF16;
-    const int64_t factors = half ? ceil_div(chunks, 4) * 16 : 0, x = row * p.rows + factors;
+    const int64_t chunks = static_cast<int64_t>(tiling.warps) * args.slice, row = chunks * problem.weights.x_bytes + problem.weights.x_padding;
+    const int64_t extra = ceil_div(chunks * problem.chunk_extra, 16) * 16, x = row * p.rows + extra;
     const int beside = tiling.blocks_per_sm > 4 ? 1 : tiling.blocks_per_sm;
     const bool fits = bytes + x <= card.optin && (bytes + x + 1024) * beside <= card.per_sm;
-    args.factors_at = static_cast<int>(bytes);
-    args.x_at = static_cast<int>(bytes + factors);
+    plan.extra_at = bytes;
+    args.x_at = static_cast<int>(bytes + extra);
     args.x_shared_row = static_cast<int>(row);
-    plan.x_source = !fits ? XSource::kGlobal : half ? XSource::kHalf : XSource::kShared;
+    plan.x_source = fits ? XSource::kShared : XSource::kGlobal;
     if (fits) bytes += x;
   }
   plan.bytes = bytes;
@@ -134,7 +137,7 @@ inline Plan make_plan(const Problem &problem, const Tiling &tiling, const Card &
 // Up to 8 rows, inputs that divide into 32 chunks, for which the kernel was measured first. Few outputs: a tile a
 // multiprocessor, with all its bytes under way at once. Many: small blocks, that wait for each other less.
 inline Plan plan_even(const Problem &problem, const Card &card) {
-  const int groups = problem.swiglu ? 2 : 1, most = kMaxWarps / groups;
+  const int groups = problem.paired ? 2 : 1, most = kMaxWarps / groups;
   const bool many = problem.tiles(groups) > 2 * card.sms;
   const int warps = fit_warps(problem.chunks(), many ? 8 / groups : most, 1, most);
   return make_plan(problem, {warps, groups, 1, many ? 2 : 1}, card);
@@ -156,9 +159,9 @@ inline bool plan_swept(const Problem &problem, const Card &card, Plan *plan) {
   };
   // 40 to 64 chunks, 2,560 to 4,096 inputs of 16 bits: one large block, whose warps have all their bytes under way in one round or two.
   if (chunks >= 40 && chunks <= 64)
-    return take(problem.swiglu ? Tiling{7, 2, 1, 1} : Tiling{fit_warps(chunks, 10, 1, kMaxWarps), 1, 1, 1});
+    return take(problem.paired ? Tiling{7, 2, 1, 1} : Tiling{fit_warps(chunks, 10, 1, kMaxWarps), 1, 1, 1});
   // Few outputs of many inputs: blocks of a cluster share these, so that every multiprocessor has as much to read.
-  if (problem.swiglu || !card.clusters || problem.chunks() < kManyChunks || problem.tiles(1) > 2 * int64_t{card.sms}) return false;
+  if (problem.paired || !card.clusters || problem.chunks() < kManyChunks || problem.tiles(1) > 2 * int64_t{card.sms}) return false;
   for (const Tiling &tiling : {Tiling{5, 1, 4, 3}, Tiling{5, 1, 2, 3}, Tiling{12, 1, 2, 1}}) {
     const int parts = tiling.warps * tiling.cluster;
     const int64_t places = ceil_div(ceil_div(chunks, parts), kChunks) * kChunks * parts;
@@ -167,40 +170,12 @@ inline bool plan_swept(const Problem &problem, const Card &card, Plan *plan) {
   return false;
 }
 
-// The same for weights in e4m3, whose chunks are 128 inputs. Rows past the second cost shared memory's time, which larger blocks
-// with fewer copies of x save.
-inline bool plan_swept_e4m3(const Problem &problem, const Card &card, Plan *plan) {
-  const int chunks = problem.chunks();
-  const int64_t tiles = problem.tiles(1), sms = card.sms;
-  const bool few = problem.p.rows <= 2;
-  const auto take = [&](const Tiling &tiling) {
-    *plan = make_plan(problem, tiling, card);
-    return plan->x_source != XSource::kGlobal;
-  };
-  if (chunks == 16 || chunks == 20) {    // 2,048 and 2,560 inputs
-    if (problem.swiglu) return take(few ? Tiling{3, 2, 1, 2} : Tiling{5, 2, 1, 1});
-    if (tiles > 16 * sms) return take({chunks == 16 ? 4 : 3, 2, 1, 2});
-    if (!few) return take({5, 2, 1, 1});
-    if (tiles > 5 * sms) return take(chunks == 16 ? Tiling{8, 1, 1, 2} : Tiling{5, 1, 1, 3});
-    return take(chunks == 16 ? Tiling{4, 1, 1, 4} : Tiling{3, 1, 1, 5});
-  }
-  if (problem.swiglu) return false;
-  if (chunks == 32) {    // 4,096
-    if (few || (tiles <= sms && !card.clusters)) return take({8, 1, 1, 2});
-    return take(tiles > sms ? Tiling{8, 2, 1, 1} : Tiling{4, 2, 2, 2});
-  }
-  if (card.clusters && chunks >= 64 && chunks <= 80 && tiles <= 2 * sms)    // 8,192 to 10,240, few outputs
-    return take(few ? Tiling{5, 1, 2, 3} : Tiling{12, 1, 2, 1});
-  return false;
-}
-
 // Up to 8 rows, any other inputs: of all numbers of warps along them the one that is done first, all tiles but the rest
 // of the last turn with the card full. The empty places of rounds are not under way. Of equals the one with fewer of
 // them, then the smaller.
 inline Plan plan_few(const Problem &problem, const Card &card) {
-  const int chunks = problem.chunks(), groups = problem.swiglu ? 2 : 1, most = kMaxWarps / groups;
+  const int chunks = problem.chunks(), groups = problem.paired ? 2 : 1, most = kMaxWarps / groups;
   Plan best = {};
-  if (problem.scaled() && plan_swept_e4m3(problem, card, &best)) return best;
   if (chunks % 32 == 0) return plan_even(problem, card);
   const int64_t tiles = problem.tiles(groups);
   if (plan_swept(problem, card, &best)) return best;

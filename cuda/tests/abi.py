@@ -196,7 +196,7 @@ def build(path, extra=(), models=False):
     gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in targets]
     base = ["nvcc", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "--default-stream", "per-thread", "-I", CUDA,
             "-Xcompiler", "-fPIC,-Wall", *gencode, *extra]
-    patterns = [(MODELS, "*", "*.cu"), (CUDA, "common", "*.cu")] if models else [(CUDA, "*", "*.cu")]
+    patterns = [(MODELS, "*", "*.cu"), *((CUDA, folder, "*.cu") for folder in ("common", "linear"))] if models else [(CUDA, "*", "*.cu")]
     sources = sorted(source for pattern in patterns for source in glob.glob(os.path.join(*pattern)))
     with tempfile.TemporaryDirectory() as folder:
         objects = [os.path.join(folder, f"{i}.o") for i in range(len(sources))]

@@ -24,7 +24,7 @@ CASES = (every(dtype=["bf16", "f16"], rows=ROWS, shape=[
 
 def linear(lib, rows, shape, dtype="bf16", gaps=(0, 0, 0), cut=None, seed=0):
     """`cut` is how the product is divided: warps, groups, cluster, blocks; without it the library chooses."""
-    f, more = (lib.gdn_linear_with, (C.byref(LinearOptions(0, *cut)),)) if cut else (lib.gdn_linear, ())
+    f, more = (lib.gdn_linear_with, (C.byref(LinearOptions(*cut)),)) if cut else (lib.gdn_linear, ())
     return product(LinearParams, f, Dense(shape[1], shape[0], dtype, gaps[1], seed), rows, dtype, gaps[::2], seed, more=more)
 
 

@@ -12,6 +12,7 @@
 
 #include "gdn.h"
 #include "gdn_quantized.h"
+#include "gdn_scaled.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -2,11 +2,10 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
-use candle_gdn_core::abi::{self as gdn, gdn_linear_with, LinearOptions};
+use candle_gdn_core::abi::{self as gdn, gdn_linear};
 use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
 use candle_gdn_core::device::{apply2, Launch};
 use std::ffi::c_void;
-use std::ptr::null;
 
 const OP: &str = "linear";
 
@@ -68,23 +67,19 @@ impl CustomOp2 for FewRows<'_> {
         let params = gdn::LinearParams {
             x: x.at::<c_void>(x_layout.start_offset(), size).cast_const(),
             w: w.at::<c_void>(weight_layout.start_offset(), size).cast_const(),
-            below: null(),
             y: y.at(0, size),
-            scales: gdn::NO_SCALES,
             x_stride: x_layout.stride()[0] as i64,
             w_stride: weight_layout.stride()[0] as i64,
-            below_stride: 0,
             y_stride: outputs as i64,
             rows: int(OP, "rows", rows)?,
             inputs: int(OP, "inputs", inputs)?,
             outputs: int(OP, "outputs", outputs)?,
-            outputs_below: 0,
             dtype: dtype_code(dtype),
             overlap: self.launch.overlap.into(),
         };
         // SAFETY: the launcher reads the parameters; the kernel reads `rows` rows of x and all of the weight, both of
         // `inputs` elements as their layouts say, and writes the rows of y; the guards outlive the launch.
-        check(OP, unsafe { gdn_linear_with(&params, &LinearOptions::default(), stream.cu_stream().cast::<c_void>()) })?;
+        check(OP, unsafe { gdn_linear(&params, stream.cu_stream().cast::<c_void>()) })?;
         drop(y);
         Ok((out, Shape::from((rows, outputs))))
     }

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 #include "../gdn_moe.h"
-#include "common/e4m3.cuh"
+#include "../scaled/e4m3.cuh"
 
 namespace gdn {
 namespace moe {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Products of few rows with weights in e4m3 and with SwiGLU, and gdn_dequantize, through the C ABI against float64.
+"""gdn_scaled, products of few rows with weights in e4m3 and with SwiGLU, and gdn_dequantize, through the C ABI against float64.
 
     python3 models/cuda/tests/check_scaled.py --only-time --cases rows=1 [--sweep]    # all ways to cut the product
 
@@ -12,7 +12,7 @@ import math
 import common    # noqa: F401 - the path of cuda/tests
 import harness
 import torch
-from abi import (CODES, LINEAR_E4M3_ROWS, LINEAR_ROWS, OK, DequantizeParams, LinearOptions, LinearParams, fill)
+from abi import (CODES, OK, SCALED_FEW_ROWS, SCALED_ROWS, SWIGLU_ROWS, DequantizeParams, LinearOptions, ScaledParams, fill)
 from cases import every, drawn
 from check_linear import cuts
 from e4m3 import E4m3
@@ -57,16 +57,16 @@ def stored(lib, rows, shape, dtype="bf16", gaps=(0, 0, 0), block=128, swiglu=Fal
     """A launch with a weight in e4m3, or with block 0 in `dtype`. `cut`: how the product is divided; zeros leave it to the library."""
     (inputs, outputs), count = shape, shape[1] * (2 if swiglu else 1)
     weight = Scaled(count, inputs, dtype, block, gaps[1], seed, size, below) if block else Dense(count, inputs, dtype, gaps[1], seed)
-    return product(LinearParams, lib.gdn_linear_with, weight, rows, dtype, gaps[::2], seed, swiglu,
-                   (C.byref(LinearOptions(int(swiglu), *cut)),), x, outputs - below)
+    weight.fields["swiglu"] = int(swiglu)
+    return product(ScaledParams, lib.gdn_scaled, weight, rows, dtype, gaps[::2], seed, swiglu, (C.byref(LinearOptions(*cut)),), x, outputs - below)
 
 
 def check_cases(lib, args):
     table = [{"seed": seed, **case} for seed, case in enumerate(CASES + SWIGLU)]
-    few = [case for case in table if case["rows"] <= (2 * LINEAR_E4M3_ROWS if case["block"] else LINEAR_ROWS)]
+    few = [case for case in table if case["rows"] <= (2 * SCALED_FEW_ROWS if case["block"] else SWIGLU_ROWS)]
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     for case in small(table) if args.quick else table:
-        refused = "BAD_LENGTH" if case["rows"] > 2 * LINEAR_ROWS else "BAD_ALGO" if not on_hopper or case["shape"][0] > CLUSTER_INPUTS else None
+        refused = "BAD_LENGTH" if case["rows"] > SCALED_ROWS else "BAD_ALGO" if not on_hopper or case["shape"][0] > CLUSTER_INPUTS else None
         if case not in few and refused:
             x = stored(lib, **case)
             expect(f"{refused} of {case}", x.f, lambda: x.params, {refused: [{}]}, *x.more)
@@ -133,12 +133,12 @@ def check_status(lib, args):
     case = stored(lib, 4, (128, 32), block=16, below=8)
     expect("rows below", case.f, params, {
         "BAD_LENGTH": one_by_one(outputs_below=[-1, 1 << 30]), "NULL_POINTER": one_by_one(below=[None]),
-        "BAD_ALGO": one_by_one(below=[case.weight.fields["below"].data_ptr() + 8], below_stride=[132], scales__ptr=[None]),
+        "BAD_ALGO": one_by_one(below=[case.weight.fields["below"].data_ptr() + 8], below_stride=[132], scales__ptr=[None], swiglu=[1]),
         "BAD_STRIDE": one_by_one(below_stride=[-8]), "OK": [dict(rows=0), dict(outputs_below=0)]}, *case.more)
-    expect("rows below with swiglu", case.f, params, {"BAD_ALGO": [{}]}, C.byref(LinearOptions(1)))
     for rows, status, cut in ((8, "OK", ()), (1, "BAD_ALGO", (9,)), (1, "BAD_ALGO", (4, 1)), (1, "BAD_ALGO", (4, 2, 2)), (9, "BAD_LENGTH", ())):
         case = stored(lib, rows, (128, 32), block=0, swiglu=True)
-        expect(f"swiglu of {rows} rows, cut {cut}", case.f, params, {status: [{}]}, C.byref(LinearOptions(1, *cut)))
+        expect(f"swiglu of {rows} rows, cut {cut}", case.f, params, {status: [{}]}, C.byref(LinearOptions(*cut)))
+    expect("no scales, no swiglu", case.f, lambda: case.params_of(case.x[:8], case.y[:8]), {"BAD_ALGO": [dict(swiglu=0)]}, None)
     x = dequantize(lib, (129, 4112), 1, "f16", 16)
     w = x.keep[0].bytes.data_ptr()
     expect("dequantize", x.f, lambda: dequantize(lib, (129, 4112), 1, "f16", 16).params, {
@@ -158,4 +158,4 @@ GROUPS = {"products": check_cases, "sizes": check_sizes, "dequantize": group(deq
           "cuts": check_cuts, "chain": check_chains, "status": check_status}
 
 if __name__ == "__main__":
-    harness.program(__doc__, GROUPS, times, options=SWEEP)
+    harness.program(__doc__, GROUPS, times, models=True, options=SWEEP)

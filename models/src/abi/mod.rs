@@ -10,5 +10,6 @@ pub(crate) mod moe;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod quantized;
 pub(crate) mod sampling;
+pub(crate) mod scaled;
 #[cfg(any(feature = "cuda", test))]
 pub(crate) mod speculate;

@@ -1,6 +1,6 @@
 //! `models/cuda/gdn_moe.h`, field for field.
 
-use candle_gdn_core::abi::Scales;
+use super::scaled::Scales;
 use std::ffi::c_void;
 
 candle_gdn_core::c_header! {

@@ -12,7 +12,7 @@ pub(crate) struct E4m3 {
 }
 
 /// Columns of a block.
-pub(crate) const BLOCK_COLUMNS: usize = candle_gdn_core::abi::GDN_SCALE_COLUMNS;
+pub(crate) const BLOCK_COLUMNS: usize = crate::abi::scaled::GDN_SCALE_COLUMNS;
 
 impl E4m3 {
     /// Numbers in e4m3, `bytes [out, in]` in u8, none of them NaN. `(i, j)` is to be multiplied by `(i / block_rows, j / 128)`

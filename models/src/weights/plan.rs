@@ -3,9 +3,9 @@
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 use crate::abi::moe::{GDN_MOE_EXPERTS, GDN_MOE_PACKED_INPUTS, GDN_MOE_PACKED_TOKENS, GDN_MOE_TOP_K};
+use crate::abi::scaled::{GDN_SCALED_ROWS, GDN_SWIGLU_ROWS};
 use crate::config::MoeConfig;
 use candle_core::DType;
-use candle_gdn_core::abi::{GDN_LINEAR_ROWS, GDN_LINEAR_SWIGLU_ROWS};
 
 /// How the kernels of a product read its weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub(crate) fn packed(rows: usize, dtype: DType, all_q4_k: bool) -> Kernel {
 /// refuse a width that does not fit into the device's shared memory.
 pub(crate) fn e4m3(rows: usize) -> Kernel {
     match rows {
-        _ if rows <= 2 * GDN_LINEAR_ROWS => Kernel::Few,
+        _ if rows <= GDN_SCALED_ROWS => Kernel::Few,
         _ => Kernel::Dequantised,
     }
 }
@@ -51,7 +51,7 @@ pub(crate) fn dense_swiglu_wins(rows: usize, inputs: usize) -> bool {
 
 /// Whether the kernel for up to 8 rows can end in SwiGLU.
 pub(crate) fn swiglu_fits(rows: usize, outputs: usize) -> bool {
-    (1..=GDN_LINEAR_SWIGLU_ROWS).contains(&rows) && outputs.is_multiple_of(2)
+    (1..=GDN_SWIGLU_ROWS).contains(&rows) && outputs.is_multiple_of(2)
 }
 
 /// Whether the kernels of a mixture of experts on CUDA support a layer, `dtype` being that of x.

@@ -2,11 +2,11 @@
 
 use crate::abi::moe::GDN_MOE_AUTO;
 use crate::abi::moe::{gdn_moe, gdn_moe_workspace, MoeParams};
+use crate::abi::scaled::NO_SCALES;
 use crate::weights::cuda::linear::scales_of;
 use crate::weights::{E4m3, Weight};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
-use candle_gdn_core::abi::NO_SCALES;
 use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, with_workspace, write, Pointer};
 use candle_gdn_core::{apply1, Launch};
 use candle_gdn_core::{held, held_or_none};

@@ -1,11 +1,12 @@
-//! `gdn_linear` of weights in e4m3 and of dense ones that end in SwiGLU, and `gdn_dequantize`.
+//! `gdn_scaled`, products with weights in e4m3 and dense ones that end in SwiGLU, and `gdn_dequantize`.
 
+use crate::abi::scaled::{self as abi, gdn_dequantize, gdn_scaled};
 use crate::weights::plan::{self, Kernel};
 use crate::weights::E4m3;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Storage, Tensor};
-use candle_gdn_core::abi::{self as gdn, gdn_dequantize, gdn_linear_with, LinearOptions};
+use candle_gdn_core::abi::GDN_BAD_ALGO;
 use candle_gdn_core::device::cuda::{
     alloc, alloc_of, check, dtype_code, finish, int, read, stream_of, undo, write, Pointer,
 };
@@ -82,9 +83,9 @@ fn is_below(below: &Tensor, weight: &E4m3) -> bool {
 }
 
 /// The scales of a weight, whose pointer is held.
-pub(crate) fn scales_of(weight: &E4m3, scales: &Pointer<'_>) -> Result<gdn::Scales> {
+pub(crate) fn scales_of(weight: &E4m3, scales: &Pointer<'_>) -> Result<abi::Scales> {
     let layout = weight.scales().layout();
-    Ok(gdn::Scales {
+    Ok(abi::Scales {
         ptr: scales.at::<f32>(layout.start_offset(), 4).cast_const(),
         stride: layout.stride()[0] as i64,
         rows: int(OP, "rows of a block", weight.block_rows())?,
@@ -118,7 +119,7 @@ impl Product<'_> {
         held_or_none!(scales, self.scales.map(E4m3::scales), stream);
         held_or_none!(below_at, below, stream);
         let y = write(&mut out, stream)?;
-        let params = gdn::LinearParams {
+        let params = abi::ScaledParams {
             x: x.at::<c_void>(layout.start_offset(), size).cast_const(),
             w: w.at::<c_void>(weight.layout().start_offset(), weight.dtype().size_in_bytes()).cast_const(),
             below: match (&below_at, below) {
@@ -130,7 +131,7 @@ impl Product<'_> {
             y: y.at(0, size),
             scales: match (&scales, self.scales) {
                 (Some(pointer), Some(weight)) => scales_of(weight, pointer)?,
-                _ => gdn::NO_SCALES,
+                _ => abi::NO_SCALES,
             },
             x_stride: layout.stride()[0] as i64,
             w_stride: weight.layout().stride()[0] as i64,
@@ -140,16 +141,16 @@ impl Product<'_> {
             inputs: int(OP, "inputs", inputs)?,
             outputs: int(OP, "outputs", outputs)?,
             outputs_below: int(OP, "rows below", width - outputs)?,
+            swiglu: self.swiglu.into(),
             dtype: dtype_code(dtype),
             overlap: launch.overlap.into(),
         };
-        let options = LinearOptions { swiglu: self.swiglu.into(), ..LinearOptions::default() };
         // SAFETY: the launcher reads the parameters; the kernels read the rows of x, the weight, its scales and the rows below,
         // whose sizes were checked, and write the rows of y; the guards outlive the launches.
-        let status = unsafe { gdn_linear_with(&params, &options, stream.cu_stream().cast::<c_void>()) };
+        let status = unsafe { gdn_scaled(&params, null(), stream.cu_stream().cast::<c_void>()) };
         drop(y);
         // Asking beforehand would choose twice.
-        if status == gdn::GDN_BAD_ALGO && self.scales.is_some() {
+        if status == GDN_BAD_ALGO && self.scales.is_some() {
             undo(arena, out)?;
             return Ok(None);
         }
@@ -192,7 +193,7 @@ impl CustomOp1 for Dequantize<'_> {
         held!(scales, weight.scales(), stream);
         held_or_none!(below_at, *below, stream);
         let y = write(&mut out, stream)?;
-        let params = gdn::DequantizeParams {
+        let params = abi::DequantizeParams {
             w: bytes.at::<c_void>(layout.start_offset(), 1).cast_const(),
             scales: scales_of(weight, &scales)?,
             y: y.at(0, size),

@@ -3,7 +3,7 @@ use candle_core::Device;
 use candle_gdn_core::device::cuda::testing::device;
 
 /// Rows that are multiplied with the bytes at most.
-const MAX_ROWS: usize = 2 * gdn::GDN_LINEAR_ROWS;
+const MAX_ROWS: usize = abi::GDN_SCALED_ROWS;
 
 /// Smooth enough to be anything, and no two alike.
 fn numbers(rows: usize, columns: usize, seed: f64) -> Tensor {
@@ -72,7 +72,7 @@ fn most_rows(device: &Device) -> usize {
         + ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
     {
         90 => MAX_ROWS,
-        _ => 2 * gdn::GDN_LINEAR_E4M3_ROWS,
+        _ => 2 * abi::GDN_SCALED_FEW_ROWS,
     }
 }
 

@@ -1,9 +1,9 @@
 // gdn_dequantize: a matrix in e4m3 as the numbers that it stands for.
-#include "../common/e4m3.cuh"
-#include "../common/launch.cuh"
+#include "common/launch.cuh"
+#include "e4m3.cuh"
 
 namespace gdn {
-namespace linear {
+namespace scaled {
 namespace {
 
 constexpr int kPiece = 16;      // inputs of a thread: 16 bytes
@@ -36,12 +36,12 @@ template <typename T> __global__ void __launch_bounds__(kThreads) dequantize_ker
 }
 
 }  // namespace
-}  // namespace linear
+}  // namespace scaled
 }  // namespace gdn
 
 extern "C" int gdn_dequantize(const gdn_dequantize_params *params, cudaStream_t stream) {
   using namespace gdn;
-  using namespace gdn::linear;
+  using namespace gdn::scaled;
   if (!params) return GDN_NULL_POINTER;
   const gdn_dequantize_params &p = *params;
   if (p.dtype != GDN_BF16 && p.dtype != GDN_F16) return GDN_BAD_DTYPE;

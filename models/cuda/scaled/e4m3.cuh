@@ -1,8 +1,10 @@
 // Weights in e4m3: a sign, 4 bits of exponent and 3 of mantissa, with a scale for each block of a matrix (gdn_scales).
 #pragma once
 
-#include "convert.cuh"
-#include "ptx.cuh"
+#include "../gdn_scaled.h"
+#include "common/checks.h"
+#include "common/convert.cuh"
+#include "common/ptx.cuh"
 
 namespace gdn {
 
@@ -64,6 +66,12 @@ struct ScaleArgs {
 
   __device__ __forceinline__ const float *row(int64_t i) const { return ptr + (i >> shift) * stride; }
 };
+
+inline int check_scales(const gdn_scales &s) {
+  if (!s.ptr) return GDN_OK;
+  if (s.stride < 0) return GDN_BAD_STRIDE;
+  return s.rows > 0 && (s.rows & (s.rows - 1)) == 0 && aligned(s.ptr, 4) ? GDN_OK : GDN_BAD_ALGO;
+}
 
 inline ScaleArgs scale_args(const gdn_scales &s) {
   ScaleArgs args = {s.ptr, s.stride, 0};

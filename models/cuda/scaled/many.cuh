@@ -1,17 +1,17 @@
-// The product of gdn_linear for up to 64 rows beside weights in e4m3, on sm_90a: they stream once through registers into wgmma,
+// The product of gdn_scaled for up to 64 rows beside weights in e4m3, on sm_90a: they stream once through registers into wgmma,
 // as its left operand. See README.md.
 #pragma once
 
-#include "../common/convert.cuh"
-#include "../common/e4m3.cuh"
-#include "../common/ptx.cuh"
-#include "../common/wgmma.cuh"
+#include "common/convert.cuh"
+#include "common/ptx.cuh"
+#include "common/wgmma.cuh"
+#include "e4m3.cuh"
 
 namespace gdn {
-namespace linear {
+namespace scaled {
 namespace many {
 
-constexpr int kRows = 2 * GDN_LINEAR_ROWS;  // of x, the products' columns
+constexpr int kRows = GDN_SCALED_ROWS;  // of x, the products' columns
 constexpr int kTile = 64;                   // outputs of a warpgroup
 constexpr int kGroups = 2;                  // warpgroups, each with up to 255 registers a thread
 constexpr int kThreads = 128 * kGroups;
@@ -281,5 +281,5 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
 }
 
 }  // namespace many
-}  // namespace linear
+}  // namespace scaled
 }  // namespace gdn

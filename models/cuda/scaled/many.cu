@@ -1,11 +1,11 @@
 // How the product of many rows beside weights in e4m3 is divided, and its launch.
 #include "many.h"
 
-#include "../common/launch.cuh"
+#include "common/launch.cuh"
 #include "many.cuh"
 
 namespace gdn {
-namespace linear {
+namespace scaled {
 namespace {
 
 // Warpgroups of a block along the inputs and along the outputs, blocks of a cluster.
@@ -13,11 +13,11 @@ struct Tiling {
   int along, groups, cluster;
 };
 
-int chunks_of(const gdn_linear_params &p) { return static_cast<int>(ceil_div(p.inputs, many::kChunk)); }
-int slice_of(const gdn_linear_params &p, const Tiling &t) { return static_cast<int>(ceil_div(chunks_of(p), t.along * t.cluster)); }
-int tiles_of(const gdn_linear_params &p, const Tiling &t) { return static_cast<int>(ceil_div(p.outputs, many::kTile * t.groups)); }
+int chunks_of(const gdn_scaled_params &p) { return static_cast<int>(ceil_div(p.inputs, many::kChunk)); }
+int slice_of(const gdn_scaled_params &p, const Tiling &t) { return static_cast<int>(ceil_div(chunks_of(p), t.along * t.cluster)); }
+int tiles_of(const gdn_scaled_params &p, const Tiling &t) { return static_cast<int>(ceil_div(p.outputs, many::kTile * t.groups)); }
 
-int64_t shared_bytes(const gdn_linear_params &p, const Tiling &t) {
+int64_t shared_bytes(const gdn_scaled_params &p, const Tiling &t) {
   return many::kXAt + int64_t{2} * many::kXTile * t.along * slice_of(p, t);
 }
 
@@ -46,14 +46,14 @@ int most_clusters(int size, int optin, int *value) {
 
 // What goes through a multiprocessor, in bytes: weights, x, and as much as could while sums meet.
 constexpr int64_t kMeeting = 24 << 10;
-int64_t cost(const gdn_linear_params &p, const Tiling &t, int clusters) {
+int64_t cost(const gdn_scaled_params &p, const Tiling &t, int clusters) {
   const int64_t turns = ceil_div(tiles_of(p, t), clusters), chunks = int64_t{t.along} * slice_of(p, t);
   return turns * (chunks * many::kChunk * many::kTile * t.groups + kMeeting) + chunks * 2 * many::kXTile;
 }
 
 // Of the tilings that fit and were asked for, those of the smallest clusters, whose sums meet fastest, and of them the one that costs least; and how many
 // clusters to launch.
-int choose(const gdn_linear_params &p, const gdn_linear_options &o, Tiling *best, int *clusters) {
+int choose(const gdn_scaled_params &p, const gdn_linear_options &o, Tiling *best, int *clusters) {
   int optin = 0;
   if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
   int64_t least = INT64_MAX;
@@ -74,7 +74,7 @@ int choose(const gdn_linear_params &p, const gdn_linear_options &o, Tiling *best
   return least < INT64_MAX ? GDN_OK : GDN_BAD_ALGO;
 }
 
-template <typename T> int launch_as(const gdn_linear_params &p, const Tiling &t, const LaunchConfig &config, int optin) {
+template <typename T> int launch_as(const gdn_scaled_params &p, const Tiling &t, const LaunchConfig &config, int optin) {
   many::Args args = {};
   args.w = p.w;
   args.x = p.x;
@@ -94,7 +94,7 @@ template <typename T> int launch_as(const gdn_linear_params &p, const Tiling &t,
 
 }  // namespace
 
-int launch_many(const gdn_linear_params &p, const gdn_linear_options &options, cudaStream_t stream) {
+int launch_many(const gdn_scaled_params &p, const gdn_linear_options &options, cudaStream_t stream) {
   bool sm90a = false;
   if (const int status = has_sm90a_code(&sm90a)) return status;
   if (!sm90a) return GDN_BAD_ALGO;
@@ -113,5 +113,5 @@ int launch_many(const gdn_linear_params &p, const gdn_linear_options &options, c
   return p.dtype == GDN_F16 ? launch_as<__half>(p, t, config, optin) : launch_as<__nv_bfloat16>(p, t, config, optin);
 }
 
-}  // namespace linear
+}  // namespace scaled
 }  // namespace gdn
