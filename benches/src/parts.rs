@@ -73,12 +73,12 @@ fn part(kernel: &str) -> &'static str {
     let digits = own.find(|c: char| !c.is_ascii_digit()).unwrap_or(0);
     let length = own[..digits].parse().unwrap_or(0);
     match own[digits..].get(..length).unwrap_or_default() {
-        "linear" | "quantized" => PROJECTIONS,
+        "linear" | "scaled" | "quantized" => PROJECTIONS,
         "moe" => EXPERTS,
-        "conv" | "step" | "ring" | "recurrent" | "chunk" | "norm" => GDN,
+        "conv" | "step" | "ring" | "rule" | "chunk" | "norm" => GDN,
         "attention" => ATTENTION,
         "residual" | "swiglu" => "residuals, norms, gates",
-        "sampling" | "logprobs" | "round" => "sampler",
+        "sampling" | "logprobs" | "speculate" => "sampler",
         _ => "others",
     }
 }
