@@ -137,5 +137,4 @@ impl FromStr for Algo {
 }
 
 #[cfg(test)]
-#[path = "algo_tests.rs"]
 mod tests;

@@ -48,11 +48,7 @@
 #![warn(missing_docs)]
 
 mod algo;
-#[cfg(feature = "cuda")]
-mod common;
 mod conv;
-#[cfg(feature = "cuda")]
-mod cuda;
 mod layer;
 mod linear;
 mod norm;
@@ -61,7 +57,6 @@ mod plan;
 pub mod profile;
 pub mod reference;
 mod rule;
-mod sizes;
 mod state;
 mod step;
 

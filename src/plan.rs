@@ -81,5 +81,4 @@ pub fn refuses_step(
 }
 
 #[cfg(test)]
-#[path = "plan_tests.rs"]
 mod tests;

@@ -259,13 +259,7 @@ impl GatedDeltaNet {
             bail!("{OP}: x: expected shape [{total}, {hidden}] (cu_seqlens has the tokens), got {:?}", x.dims());
         }
         self.check_x(x)?;
-        if !cu_seqlens.device().same_device(self.conv_weight.device()) {
-            bail!(
-                "{OP}: cu_seqlens: expected a tensor on {:?} (the weights' device), got one on {:?}",
-                self.conv_weight.device().location(),
-                cu_seqlens.device().location()
-            );
-        }
+        self.check_on_device("cu_seqlens", cu_seqlens.tensor())?;
         Ok(total)
     }
 

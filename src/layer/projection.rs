@@ -24,10 +24,12 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct Projection(Arc<dyn Project + Send + Sync>);
 
-/// A product whose kernel is launched as the layer says.
-#[doc(hidden)]
+/// A weight with kernels of its own, which are launched as the layer says. A [`Projection`] is made of it by [`Projection::new`].
 pub trait Project {
-    /// `x [.., in]` to `[.., out]` in x's dtype.
+    /// `x [.., in]` to `[.., out]` in x's dtype. A kernel that cannot overlap or place its output ignores `launch`.
+    ///
+    /// # Errors
+    /// When x does not fit, or the device refuses.
     fn project(&self, x: &Tensor, launch: &Launch) -> Result<Tensor>;
 
     /// Outputs and inputs, where they are known.
@@ -61,8 +63,7 @@ impl Projection {
         Self(Arc::new(ModuleProjection(module)))
     }
 
-    /// Of another weight with kernels of its own.
-    #[doc(hidden)]
+    /// Of a weight with kernels of its own.
     pub fn new(weight: impl Project + Send + Sync + 'static) -> Self {
         Self(Arc::new(weight))
     }

@@ -3,7 +3,7 @@
 use super::options::{Gates, RuleOptions};
 use crate::algo::Algo;
 use crate::plan::refuses_rule;
-use crate::sizes::HeadSizes;
+use crate::reference::Dims;
 use candle_core::{bail, DType, Layout, Result, Shape, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::{CuSeqlens, SequencePlan, Slots};
@@ -49,7 +49,7 @@ impl RuleGates {
 /// A checked call: sizes and addresses, nothing left to refuse.
 #[derive(Debug, Clone)]
 pub(crate) struct RulePlan {
-    pub sizes: HeadSizes,
+    pub sizes: Dims,
     pub seqs: SequencePlan,
     pub q: HeadsLayout,
     pub k: HeadsLayout,
@@ -149,7 +149,7 @@ impl Rule {
         let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
         self.check_algo(dtype, (key_dim, value_dim), seqs.max_tokens)?;
         Ok(RulePlan {
-            sizes: HeadSizes { key_heads, value_heads, key_dim, value_dim },
+            sizes: Dims { key_heads, value_heads, key_dim, value_dim },
             seqs,
             q: heads("q", q, (key_heads, key_dim))?,
             k: heads("k", k, (key_heads, key_dim))?,

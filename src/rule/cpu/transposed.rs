@@ -16,7 +16,6 @@ use candle_gdn_core::cpu::simd::{dispatch, dot};
 use pulp::{Simd, WithSimd};
 
 #[cfg(test)]
-#[path = "transposed_tests.rs"]
 mod tests;
 
 /// Tokens of a pass.
