@@ -62,3 +62,31 @@ pub fn apply1<C: CustomOp1>(op: &C, arena: Option<&Arena>, x: &Tensor) -> Result
     let _ = arena;
     x.apply_op1_no_bwd(op)
 }
+
+/// candle's custom op for `$op`, of the name `$name`: each argument's storage with its layout goes to the op's own
+/// `on_cpu([(storage, layout), ..])` or `on_cuda`, which return an output and its shape.
+#[macro_export]
+macro_rules! custom_op {
+    ($trait:ident for $op:ty, $name:expr, $($arg:ident $layout:ident),+) => {
+        impl candle_core::$trait for $op {
+            fn name(&self) -> &'static str {
+                $name
+            }
+
+            fn cpu_fwd(
+                &self,
+                $($arg: &candle_core::CpuStorage, $layout: &candle_core::Layout,)+
+            ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
+                self.on_cpu([$(($arg, $layout)),+])
+            }
+
+            #[cfg(feature = "cuda")]
+            fn cuda_fwd(
+                &self,
+                $($arg: &candle_core::CudaStorage, $layout: &candle_core::Layout,)+
+            ) -> candle_core::Result<(candle_core::CudaStorage, candle_core::Shape)> {
+                self.on_cuda([$(($arg, $layout)),+])
+            }
+        }
+    };
+}
