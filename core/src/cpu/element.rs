@@ -13,8 +13,6 @@ pub trait Element: Copy + Send + Sync + 'static {
     fn from_f32(x: f32) -> Self;
     /// The storage as a slice of this type, when it is of this type.
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
-    /// The same to read.
-    fn slice(storage: &CpuStorage) -> Option<&[Self]>;
 
     /// The first elements of `from`, as many as a vector has lanes.
     #[inline(always)]
@@ -58,12 +56,6 @@ macro_rules! element {
                     _ => None,
                 }
             }
-            fn slice(storage: &CpuStorage) -> Option<&[Self]> {
-                match storage {
-                    CpuStorage::$variant(data) => Some(data),
-                    _ => None,
-                }
-            }
         }
     };
 }
@@ -102,27 +94,14 @@ fn widen_f16(x: f16) -> f32 {
 
 /// An element of a stored state.
 pub trait Stored: Element {
-    /// `f` on the state in f32: on itself where it is, else on a copy that is rounded back.
+    /// `f` on the state in f32: on itself where it is, else on a copy that is rounded back to nearest even.
     fn in_f32(state: &mut [Self], f: impl FnOnce(&mut [f32]));
-    /// `f` on the state in f32, which it does not change.
-    fn with_f32(state: &[Self], f: impl FnOnce(&[f32]));
-    /// `to <- from`, rounded to nearest even.
-    fn store(from: &[f32], to: &mut [Self]);
 }
 
 impl Stored for f32 {
     #[inline(always)]
     fn in_f32(state: &mut [f32], f: impl FnOnce(&mut [f32])) {
         f(state);
-    }
-
-    #[inline(always)]
-    fn with_f32(state: &[f32], f: impl FnOnce(&[f32])) {
-        f(state);
-    }
-
-    fn store(from: &[f32], to: &mut [f32]) {
-        to.copy_from_slice(from);
     }
 }
 
@@ -131,17 +110,7 @@ impl Stored for bf16 {
         let mut copy = vec![0.0; state.len()];
         dispatch(Convert { from: state, to: &mut copy, one: widen_bf16 });
         f(&mut copy);
-        Self::store(&copy, state);
-    }
-
-    fn with_f32(state: &[bf16], f: impl FnOnce(&[f32])) {
-        let mut copy = vec![0.0; state.len()];
-        dispatch(Convert { from: state, to: &mut copy, one: widen_bf16 });
-        f(&copy);
-    }
-
-    fn store(from: &[f32], to: &mut [bf16]) {
-        dispatch(Convert { from, to, one: round_bf16 });
+        dispatch(Convert { from: &copy, to: state, one: round_bf16 });
     }
 }
 

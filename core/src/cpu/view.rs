@@ -120,16 +120,6 @@ impl<'a, T> Shared<'a, T> {
         std::slice::from_raw_parts_mut(self.ptr.add(start), len)
     }
 
-    /// A part to be read.
-    ///
-    /// # Safety
-    /// No live part that is written may overlap.
-    #[inline(always)]
-    pub unsafe fn view(&self, start: usize, len: usize) -> &[T] {
-        assert!(start <= self.len && len <= self.len - start, "part out of range");
-        std::slice::from_raw_parts(self.ptr.add(start), len)
-    }
-
     /// The part at `to` with a copy of the `len` elements at `from`, where they are not the same.
     ///
     /// # Safety
