@@ -243,7 +243,7 @@ pub fn storage_key(tensor: &Tensor) -> usize {
     }
 }
 
-/// What is written in place is read by nobody else: no argument may share the storage of `tensor`.
+/// What is written in place is read by no other argument: no argument may share the storage of `tensor`.
 pub fn check_not_in(op: &str, arg: &str, key: usize, name: &str, tensor: &Tensor) -> Result<()> {
     if key == storage_key(tensor) {
         bail!("{op}: {arg}: shares its storage with {name}, which is written in place; pass a copy");

@@ -58,7 +58,7 @@ impl Project for DenseWeight {
 }
 
 impl Projection {
-    /// Of any module: a quantised matrix, one with a LoRA, one of several ranks. It takes and returns the layer's dtype.
+    /// Of any module: a quantised matrix, one with a LoRA, one of several ranks. Its input and output have the layer's dtype.
     pub fn module(module: impl Module + Send + Sync + 'static) -> Self {
         Self(Arc::new(ModuleProjection(module)))
     }
@@ -117,8 +117,8 @@ impl std::fmt::Debug for Projection {
     }
 }
 
-/// The input projection, in one piece or in the checkpoint's own. The first is the fastest: its outputs are read where
-/// they lie. The pieces' outputs are copied where they have to be put together.
+/// The input projection, as one matrix or as the matrices of a checkpoint. The first is the fastest: its outputs are read where
+/// they lie. The outputs of several are copied where the layer needs them side by side.
 ///
 /// K, V, HK and HV are the head sizes and head counts of the config, `kd = HK * K`, `vd = HV * V`, `r = HV / HK`.
 #[derive(Debug, Clone)]

@@ -161,7 +161,7 @@ impl Rule {
         })
     }
 
-    /// The kernel that was asked for against the sizes and the dtype of q.
+    /// The chosen kernel against the sizes and the dtype of q.
     pub fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
         let (op, algo) = (self.name, self.options.algo);
         if let Some(why) = refuses_rule(algo, dtype, sizes, longest) {
@@ -169,7 +169,7 @@ impl Rule {
         }
         let plain = self.gates.raw.is_some() && !self.from_zeros;
         if !plain && !matches!(algo, Algo::Auto | Algo::Recurrent) {
-            bail!("{op}: algo: {algo:?} takes raw gates and an initial state; Auto and Recurrent take any");
+            bail!("{op}: algo: {algo:?} supports raw gates and an initial state; Auto and Recurrent support any");
         }
         Ok(())
     }

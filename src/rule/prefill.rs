@@ -84,7 +84,7 @@ impl GdnPrefill {
         self.0.forward(self, q, k, v)
     }
 
-    /// Refuses a call with these sizes that the kernel asked for does not support.
+    /// Refuses a call with these sizes that the chosen kernel does not support.
     pub(crate) fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
         self.0.check_algo(dtype, sizes, longest)
     }

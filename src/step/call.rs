@@ -92,7 +92,7 @@ impl GdnStep {
         };
         if tokens > STEP_TOKENS {
             bail!(
-                "{OP}: qkv: expected at most {STEP_TOKENS} tokens a sequence, got {tokens}; gdn_prefill_in_place takes \
+                "{OP}: qkv: expected at most {STEP_TOKENS} tokens a sequence, got {tokens}; gdn_prefill_in_place supports \
                  any number"
             );
         }

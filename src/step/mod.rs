@@ -81,8 +81,8 @@ impl GdnStep {
             _ => return Ok(Algo::Unfused),
         };
         bail!(
-            "{OP}: algo: {:?} does not take these tensors on this device: expected rows of qkv, z and conv_state at \
-             multiples of 4 elements, state and conv_weight at multiples of 16 bytes{besides}; Auto takes any",
+            "{OP}: algo: {:?} does not support these tensors on this device: expected rows of qkv, z and conv_state at \
+             multiples of 4 elements, state and conv_weight at multiples of 16 bytes{besides}; Auto supports any",
             self.algo
         )
     }

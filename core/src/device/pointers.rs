@@ -34,7 +34,7 @@ macro_rules! with_slice {
                 let $slice = $storage.$method::<$type>()?;
                 $body
             })+
-            dtype => bail!("candle-gdn: no CUDA kernel takes dtype {dtype:?}"),
+            dtype => bail!("candle-gdn: no CUDA kernel supports dtype {dtype:?}"),
         }
     };
 }

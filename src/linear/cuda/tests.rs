@@ -33,7 +33,7 @@ fn equals_the_product_in_f64() {
                 for overlap in [false, true] {
                     let y = multiply(&x, &w, &Launch { overlap, arena: None })
                         .unwrap()
-                        .expect("a shape that the kernel takes");
+                        .expect("a shape that the kernel supports");
                     let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
                     let error = norm(&(&y - &want).unwrap()) / norm(&want);
                     assert!(error < bound, "{dtype:?} {rows}x{inputs} -> {outputs}: {error}");
@@ -47,13 +47,13 @@ fn equals_the_product_in_f64() {
 fn leaves_other_shapes_to_matmul() {
     let Some(device) = device() else { return };
     let of = |rows: usize, inputs: usize, dtype| Tensor::zeros((rows, inputs), dtype, &device).unwrap();
-    let takes = |x: &Tensor, w: &Tensor| multiply(x, w, &Launch::default()).unwrap().is_some();
+    let supports = |x: &Tensor, w: &Tensor| multiply(x, w, &Launch::default()).unwrap().is_some();
     let (x, w) = (of(4, 128, DType::BF16), of(16, 128, DType::BF16));
-    assert!(takes(&x, &w));
-    assert!(!takes(&of(33, 128, DType::BF16), &w));
-    assert!(!takes(&of(0, 128, DType::BF16), &w));
-    assert!(!takes(&of(4, 128, DType::F32), &of(16, 128, DType::F32)));
-    assert!(!takes(&of(4, 96, DType::BF16), &of(16, 96, DType::BF16)));
+    assert!(supports(&x, &w));
+    assert!(!supports(&of(33, 128, DType::BF16), &w));
+    assert!(!supports(&of(0, 128, DType::BF16), &w));
+    assert!(!supports(&of(4, 128, DType::F32), &of(16, 128, DType::F32)));
+    assert!(!supports(&of(4, 96, DType::BF16), &of(16, 96, DType::BF16)));
     let off = of(4, 192, DType::BF16).narrow(1, 4, 128).unwrap();
-    assert!(!takes(&off, &w));
+    assert!(!supports(&off, &w));
 }

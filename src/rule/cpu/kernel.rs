@@ -104,8 +104,8 @@ impl<T: Element> Head<'_, '_, T> {
         v.iter_mut().zip(rule.v.row(self.n, t, self.h, rule.sizes.value_dim)).for_each(|(v, x)| *v = x.to_f32());
     }
 
-    /// Asks for the rows of tokens to come. Those of one head lie a whole token apart, each on pages of its own, where no
-    /// hardware looks ahead.
+    /// Prefetches the rows of the next tokens. Those of one head lie a whole token apart, each on pages of its own, where no
+    /// hardware prefetches.
     fn prefetch(&self, tokens: std::ops::Range<usize>) {
         let Dims { key_dim, value_dim, .. } = self.rule.sizes;
         for i in tokens.start..tokens.end.min(self.tokens) {

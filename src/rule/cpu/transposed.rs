@@ -119,7 +119,7 @@ impl<const N: usize> Pass<'_, N> {
         for i in 0..N {
             log_decay += self.gates[i].0;
             s.decay[i] = log_decay.exp();
-            // Summed anew from token i down, since a ratio of running products may be 0 / 0.
+            // Summed again from token i down, since a ratio of running products may be 0 / 0.
             let mut between = 0.0;
             for j in (0..=i).rev() {
                 let decay = f32::exp(between);

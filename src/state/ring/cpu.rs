@@ -1,4 +1,4 @@
-//! Rings on the CPU: plain f32 loops, for tests of everything around rings. Engines take them on CUDA alone, since a core's
+//! Rings on the CPU: plain f32 loops, for tests of everything around rings. Engines use them on CUDA alone, since a core's
 //! caches hold a state between reading and writing it.
 
 use super::spans::{Span, RING_ROWS};
