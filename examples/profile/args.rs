@@ -5,8 +5,6 @@
 
 use anyhow::{bail, Context, Result};
 use candle_core::DType;
-#[cfg(feature = "profile")]
-use candle_gdn::profile::Limits;
 use candle_gdn::Algo;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Parser, ValueEnum};

@@ -41,7 +41,7 @@ impl Call {
         let step = || -> Result<_> { Ok([randn(&[args.batch, WIDTH - 1, channels])?, randn(&[dim])?]) };
         let (mut rule_options, mut step_options) = (RuleOptions::default(), StepOptions::default());
         match args.op {
-            Op::Step => step_options.algo = args.step_algo()?,
+            Op::Step => step_options.rule.algo = args.step_algo()?,
             _ => rule_options.algo = args.algo()?,
         }
         Ok(Self {
