@@ -10,7 +10,7 @@ use std::str::FromStr;
 /// the names of `cuda/gdn.h` in lower case: `recurrent_128`.
 ///
 /// A [`GdnStep`](crate::ops::GdnStep) with a kernel of the rule runs convolution, rule and norm one after the other; the
-/// rule refuses a kernel of the step, and a layer takes it for its steps alone.
+/// rule refuses a kernel of the step, and a layer uses it for its steps alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Algo {
@@ -27,9 +27,9 @@ pub enum Algo {
     Decode128,
     /// Chunk by chunk (64 tokens) on tensor cores, f32 sums: q, k and v in bf16 or f16, K up to 128, both head sizes
     /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes, which `Auto` checks and this refuses;
-    /// `Auto` takes it where it wins. o and the state are within 5e-3 (relative RMS) of exact arithmetic; where a few keys
+    /// `Auto` uses it where it is the fastest. o and the state are within 5e-3 (relative RMS) of exact arithmetic; where a few keys
     /// repeat over hundreds of tokens without decay at beta near 2 they are not, as 16-bit operands do not suffice there,
-    /// and [`Algo::Recurrent`] should be asked for.
+    /// and [`Algo::Recurrent`] is the one to choose.
     ChunkedSm80,
     /// `ChunkedSm80` with the instructions of compute capability 9.0, which no other device has: refused there.
     ChunkedSm90,
@@ -59,7 +59,7 @@ impl Algo {
     /// The environment variable by which a program's user forces a kernel; the library does not read it by itself.
     pub const VARIABLE: &str = "CANDLE_GDN_ALGO";
 
-    /// What [`Algo::VARIABLE`] asks for: `Auto` where it is not set or empty. For programs.
+    /// The kernel that [`Algo::VARIABLE`] names: `Auto` where it is not set or empty. For programs.
     ///
     /// # Errors
     /// When it is no name of a variant; the message has the names.
@@ -137,5 +137,4 @@ impl FromStr for Algo {
 }
 
 #[cfg(test)]
-#[path = "algo_tests.rs"]
 mod tests;

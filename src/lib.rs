@@ -3,7 +3,7 @@
 //! * [`GatedDeltaNet`] is the layer: load it from a checkpoint, give it a [`GdnState`], call `forward` with any number
 //!   of tokens.
 //! * A server keeps the states of its sequences in the slots of a [`StatePool`], one a layer:
-//!   [`GatedDeltaNet::forward_slots`] takes packed sequences of any lengths, prompts and decode steps in one call, and
+//!   [`GatedDeltaNet::forward_slots`] feeds packed sequences of any lengths, prompts and decode steps in one call, and
 //!   [`GatedDeltaNet::verify`] feeds drafted tokens that may be taken back. With [`PoolOptions::ring`] decode does not write a
 //!   state with every token.
 //! * [`ops`] is for authors of their own layer: the gated delta rule, the convolution before it, the norm after it, and all
@@ -33,26 +33,11 @@
 //! # }
 //! ```
 //!
-//! # Threads
-//! Layers, states and pools are `Send` and `Sync`. A layer is only read: any number of host threads may share one. What
-//! writes a state or a pool takes it by `&mut`, so that one thread at a time does: several that serve one pool put it
-//! in a `Mutex`, or each have a pool of their own. The tensors of a state or pool (`conv()`, `recurrent()`) are views:
-//! a view that you keep shows later writes, from any thread. A state on another device than the layer's weights is
-//! refused.
-//!
-//! A CUDA device that `Device::new_cuda` makes has a stream for each host thread, and nothing orders what two threads
-//! launch. There a thread that takes over a state or pool from another one waits for the device once; other tensors that
-//! it was handed, the inputs and [`Slots`] among them, are for the caller to wait for (`Device::synchronize`). Threads that
-//! use a device at the same time should make it with [`single_stream_device`]: then all share one stream, which also
-//! keeps candle's matrix products apart, whose handle they share. CUDA graphs need such a device.
+//! Several host threads: see [`StatePool`](StatePool#threads).
 #![warn(missing_docs)]
 
 mod algo;
-#[cfg(feature = "cuda")]
-mod common;
 mod conv;
-#[cfg(feature = "cuda")]
-mod cuda;
 mod layer;
 mod linear;
 mod norm;
@@ -61,7 +46,6 @@ mod plan;
 pub mod profile;
 pub mod reference;
 mod rule;
-mod sizes;
 mod state;
 mod step;
 

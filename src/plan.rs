@@ -4,10 +4,10 @@
 use crate::algo::Algo;
 use candle_core::DType;
 
-/// Most tokens of a sequence that a step takes.
+/// Most tokens of a sequence that a step supports.
 pub const STEP_TOKENS: usize = 16;
 
-/// Tokens a sequence up to which a call of a layer takes the fused step on CUDA. With more, convolution, rule and norm one by
+/// Tokens a sequence up to which a call of a layer uses the fused step on CUDA. With more, convolution, rule and norm one by
 /// one are faster (the suite `layer`, benches/chain.md).
 pub const FUSED_TOKENS: usize = 8;
 
@@ -15,14 +15,14 @@ pub const FUSED_TOKENS: usize = 8;
 /// running (benches/chain.md).
 const OVERLAP_SEQUENCES: usize = 16;
 
-/// Most tokens of a sequence that [`Algo::Decode128`] takes.
+/// Most tokens of a sequence that [`Algo::Decode128`] supports.
 const DECODE_128_TOKENS: usize = 16;
 
 /// The sizes that the fused steps are made for: of a head, and of the convolution.
 const FUSED_DIM: usize = 128;
 const FUSED_WIDTH: usize = 4;
 
-/// Whether a layer's call of at most `longest` tokens a sequence takes the step.
+/// Whether a layer's call of at most `longest` tokens a sequence uses the step.
 pub fn takes_step(longest: usize, cuda: bool) -> bool {
     longest <= if cuda { FUSED_TOKENS } else { STEP_TOKENS }
 }
@@ -37,21 +37,23 @@ pub fn has_fused_step(key_dim: usize, value_dim: usize, width: usize) -> bool {
     (key_dim, value_dim, width) == (FUSED_DIM, FUSED_DIM, FUSED_WIDTH)
 }
 
-/// Why the rule's kernel that was asked for does not take a call; `None` where it may.
+/// Why the rule's kernel that was chosen does not support a call; `None` where it may.
 pub fn refuses_rule(algo: Algo, dtype: DType, (key_dim, value_dim): (usize, usize), longest: usize) -> Option<String> {
     match algo {
         Algo::Recurrent128 | Algo::Decode128 if (key_dim, value_dim) != (128, 128) => {
-            Some(format!("takes heads of size 128, got {key_dim} (K) and {value_dim} (V)"))
+            Some(format!("supports heads of size 128, got {key_dim} (K) and {value_dim} (V)"))
         }
         Algo::Decode128 if longest > DECODE_128_TOKENS => {
-            Some(format!("takes up to {DECODE_128_TOKENS} tokens a sequence, got {longest}"))
+            Some(format!("supports up to {DECODE_128_TOKENS} tokens a sequence, got {longest}"))
         }
         Algo::ChunkedSm80 | Algo::ChunkedSm90 if !matches!(dtype, DType::BF16 | DType::F16) => {
-            Some(format!("takes q, k and v in bf16 or f16, got {dtype:?}"))
+            Some(format!("supports q, k and v in bf16 or f16, got {dtype:?}"))
         }
-        Algo::ChunkedSm80 | Algo::ChunkedSm90 if key_dim > 128 || key_dim % 8 != 0 || value_dim % 8 != 0 => Some(
-            format!("takes head sizes that are multiples of 8 and K up to 128, got {key_dim} (K) and {value_dim} (V)"),
-        ),
+        Algo::ChunkedSm80 | Algo::ChunkedSm90 if key_dim > 128 || key_dim % 8 != 0 || value_dim % 8 != 0 => {
+            Some(format!(
+                "supports head sizes that are multiples of 8 and K up to 128, got {key_dim} (K) and {value_dim} (V)"
+            ))
+        }
         Algo::StepWhole | Algo::StepSplit | Algo::StepHeads => Some("is a kernel of gdn_step".to_owned()),
         _ => None,
     }
@@ -69,17 +71,16 @@ pub fn refuses_step(
     }
     if !has_fused_step(key_dim, value_dim, width) {
         return Some(format!(
-            "takes heads of size {FUSED_DIM} and a convolution of width {FUSED_WIDTH}, got {key_dim} (K), {value_dim} (V) \
+            "supports heads of size {FUSED_DIM} and a convolution of width {FUSED_WIDTH}, got {key_dim} (K), {value_dim} (V) \
              and {width}"
         ));
     }
     if algo == Algo::StepSplit && (longest > 1 || packed) {
         let packed = if packed { " packed" } else { "" };
-        return Some(format!("takes one token a sequence, got {longest}{packed}"));
+        return Some(format!("supports one token a sequence, got {longest}{packed}"));
     }
     None
 }
 
 #[cfg(test)]
-#[path = "plan_tests.rs"]
 mod tests;

@@ -41,13 +41,13 @@ pub struct Arg<'a> {
 }
 
 impl<'a> Arg<'a> {
-    pub fn cpu(name: &'a str, storage: &CpuStorage, layout: &'a Layout) -> Self {
+    pub fn cpu(name: &'a str, (storage, layout): (&CpuStorage, &'a Layout)) -> Self {
         let key = std::ptr::from_ref(storage).addr();
         Self { name, dtype: storage_dtype(storage), layout, storage: key, device: None }
     }
 
     #[cfg(feature = "cuda")]
-    pub fn cuda(name: &'a str, storage: &'a candle_core::CudaStorage, layout: &'a Layout) -> Self {
+    pub fn cuda(name: &'a str, (storage, layout): (&'a candle_core::CudaStorage, &'a Layout)) -> Self {
         let key = std::ptr::from_ref(storage).addr();
         Self { name, dtype: storage.dtype(), layout, storage: key, device: Some(storage.device()) }
     }
@@ -60,6 +60,11 @@ impl<'a> Arg<'a> {
         Self { name, dtype: tensor.dtype(), layout: tensor.layout(), storage: storage_key(tensor), device }
     }
 
+    /// Where it lies.
+    pub fn device(&self) -> Device {
+        self.device.map_or(Device::Cpu, |device| Device::Cuda(device.clone()))
+    }
+
     /// On `device`, and in no storage of a tensor that the op writes in place, given with its name.
     pub fn check_place(&self, op: &str, device: &Device, written: &[(&str, &Tensor)]) -> Result<()> {
         let fits = match (self.device, device) {
@@ -68,24 +73,11 @@ impl<'a> Arg<'a> {
             _ => false,
         };
         if !fits {
-            let own = self.device.map_or(candle_core::DeviceLocation::Cpu, CudaDevice::location);
+            let own = self.device().location();
             bail!("{op}: {}: expected a tensor on {:?}, got one on {own:?}", self.name, device.location());
         }
         for (name, tensor) in written {
             check_not_in(op, self.name, self.storage, name, tensor)?;
-        }
-        Ok(())
-    }
-
-    /// On the device of another argument.
-    pub fn check_same_device(&self, op: &str, other: Arg<'_>) -> Result<()> {
-        let location = |arg: &Arg<'_>| arg.device.map_or(candle_core::DeviceLocation::Cpu, CudaDevice::location);
-        let fits = match (self.device, other.device) {
-            (Some(own), Some(device)) => own.same_device(device),
-            (own, device) => own.is_none() && device.is_none(),
-        };
-        if !fits {
-            bail!("{op}: {}: expected a tensor on {:?}, got one on {:?}", self.name, location(&other), location(self));
         }
         Ok(())
     }
@@ -251,7 +243,7 @@ pub fn storage_key(tensor: &Tensor) -> usize {
     }
 }
 
-/// What is written in place is read by nobody else: no argument may share the storage of `tensor`.
+/// What is written in place is read by no other argument: no argument may share the storage of `tensor`.
 pub fn check_not_in(op: &str, arg: &str, key: usize, name: &str, tensor: &Tensor) -> Result<()> {
     if key == storage_key(tensor) {
         bail!("{op}: {arg}: shares its storage with {name}, which is written in place; pass a copy");

@@ -75,6 +75,20 @@ pub fn rows(
     })
 }
 
+/// `len` values of a storage from element `start` on, in f32.
+pub fn values(storage: &CpuStorage, start: usize, len: usize) -> Result<Vec<f32>> {
+    fn widen<T: Element>(x: &[T]) -> Vec<f32> {
+        x.iter().map(|x| x.to_f32()).collect()
+    }
+    let range = start..start + len;
+    Ok(match storage {
+        CpuStorage::F32(x) => widen(&x[range]),
+        CpuStorage::BF16(x) => widen(&x[range]),
+        CpuStorage::F16(x) => widen(&x[range]),
+        _ => bail!("expected dtype f32, bf16 or f16"),
+    })
+}
+
 /// A storage of `dtype` with these numbers.
 pub fn storage(data: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
     Ok(match dtype {

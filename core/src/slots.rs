@@ -243,7 +243,7 @@ impl Host {
 pub struct CpuSlots(Option<Host>);
 
 impl CpuSlots {
-    /// As the kernels take them, for a state whose slots are `stride` apart.
+    /// As the kernels read them, for a state whose slots are `stride` apart.
     pub fn of_stride(&self, stride: usize) -> cpu::Slots<'_> {
         let (read, write) = match &self.0 {
             Some(host) => (Some(&host.read[..]), Some(host.write.as_deref().unwrap_or(&host.read))),

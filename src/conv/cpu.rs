@@ -1,5 +1,5 @@
 //! Depthwise causal convolution over time, then SiLU: `y[t, c] = silu(sum_j w[c, j] x[t - width + 1 + j, c])`. The
-//! inputs before the sequence come from the state, which then takes the last `width - 1` inputs of this call.
+//! inputs before the sequence come from the state, which then holds the last `width - 1` inputs of this call.
 
 use candle_gdn_core::cpu::simd::{dispatch, silu};
 use candle_gdn_core::cpu::{parallel, Element, Heads, Sequences, Shared, Slots};

@@ -1,6 +1,6 @@
 //! `gdn_conv`: the causal convolution.
 
-use super::op::{CausalConv1d, ConvPlan, OP};
+use super::{CausalConv1d, ConvPlan, OP};
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use candle_gdn_core::abi as gdn;

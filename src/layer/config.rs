@@ -1,7 +1,7 @@
 //! Sizes of the layer.
 
 use crate::norm::GateActivation;
-use crate::sizes::HeadSizes;
+use crate::reference::Dims;
 use candle_core::{bail, Result};
 use serde::de::{Deserialize, Deserializer, Error};
 
@@ -95,8 +95,8 @@ impl GdnConfig {
         [self.num_value_heads / self.num_key_heads; 2]
     }
 
-    pub(crate) fn head_sizes(&self) -> HeadSizes {
-        HeadSizes {
+    pub(crate) fn head_sizes(&self) -> Dims {
+        Dims {
             key_heads: self.num_key_heads,
             value_heads: self.num_value_heads,
             key_dim: self.key_head_dim,
@@ -180,5 +180,4 @@ impl<'de> Deserialize<'de> for GdnConfig {
 }
 
 #[cfg(test)]
-#[path = "config_tests.rs"]
 mod tests;

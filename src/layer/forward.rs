@@ -23,7 +23,7 @@ pub(super) struct Call<'a> {
     pub slots: Option<&'a Slots>,
     /// Where tokens are packed.
     pub cu_seqlens: Option<&'a CuSeqlens>,
-    /// The tokens are drafts in place on a ring: they take the step, however many they are.
+    /// The tokens are drafts in place on a ring: the call uses the step, however many they are.
     pub drafts: bool,
     pub launch: &'a Launch,
 }
@@ -39,7 +39,7 @@ impl<'a> Call<'a> {
 impl GatedDeltaNet {
     /// Feeds the next tokens of every sequence: x and y are `[batch, tokens, hidden_size]` in the weights' dtype.
     ///
-    /// Any number of tokens continues the state: a prompt whole, in pieces, or token by token gives the same.
+    /// Any number of tokens continues the state: a prompt whole, in parts, or token by token gives the same.
     ///
     /// # Errors
     /// When x or the state does not fit; the message says what was expected. The state is then unchanged, unless the
@@ -64,7 +64,7 @@ impl GatedDeltaNet {
     ///
     /// x is `[batch, tokens, hidden_size]`; or with `cu_seqlens` packed, `[tokens of all, hidden_size]`, sequences of any
     /// lengths, some of which begin, go on with many tokens, or have one. y has x's shape. Where no sequence has more than
-    /// 8 tokens (on the CPU 16) the call takes the decode step ([`GdnStep`](crate::ops::GdnStep)). A sequence of no tokens has its state copied
+    /// 8 tokens (on the CPU 16) the call uses the decode step ([`GdnStep`](crate::ops::GdnStep)). A sequence of no tokens has its state copied
     /// where the slots differ. Rows of padding are zero in y, whatever finite numbers they hold in x.
     ///
     /// A sequence that begins needs a slot that is zero ([`StatePool::zero`]).
@@ -160,12 +160,12 @@ impl GatedDeltaNet {
         )
     }
 
-    /// Whether calls of at most so many tokens a sequence take the step.
+    /// Whether calls of at most so many tokens a sequence use the step.
     pub(super) fn fuses(&self, longest: usize) -> bool {
         plan::takes_step(longest, self.conv_weight.device().is_cuda())
     }
 
-    /// Whether this call takes the step.
+    /// Whether this call uses the step.
     fn takes_step(&self, longest: usize, call: Call<'_>) -> bool {
         self.fuses(longest) || call.drafts
     }
@@ -259,13 +259,7 @@ impl GatedDeltaNet {
             bail!("{OP}: x: expected shape [{total}, {hidden}] (cu_seqlens has the tokens), got {:?}", x.dims());
         }
         self.check_x(x)?;
-        if !cu_seqlens.device().same_device(self.conv_weight.device()) {
-            bail!(
-                "{OP}: cu_seqlens: expected a tensor on {:?} (the weights' device), got one on {:?}",
-                self.conv_weight.device().location(),
-                cu_seqlens.device().location()
-            );
-        }
+        self.check_on_device("cu_seqlens", cu_seqlens.tensor())?;
         Ok(total)
     }
 

@@ -12,15 +12,15 @@ pub trait Matrices {
     type Matrix;
     /// Where the layer is, for messages.
     fn prefix(&self) -> String;
-    /// Whether there is a matrix of this name.
+    /// Whether there is a weight of this name, such as `in_proj_qkv.weight`.
     fn contains(&self, name: &str) -> bool;
-    /// The matrix `[rows, columns]` of this name.
+    /// The matrix `[rows, columns]` of this name; an error names one that is missing or has another shape.
     fn matrix(&self, rows: usize, columns: usize, name: &str) -> Result<Self::Matrix>;
     /// The rows of `matrix` in the order of `ranges`.
     fn select_rows(&self, matrix: Self::Matrix, ranges: &[Range<usize>]) -> Result<Self::Matrix>;
-    /// One projection of the rows of all matrices.
+    /// One projection whose outputs are the rows of all matrices, in this order.
     fn projection(&self, matrices: Vec<Self::Matrix>) -> Result<Projection>;
-    /// A weight that is no matrix, dense.
+    /// A dense weight of any shape, such as `A_log`.
     fn tensor(&self, shape: Shape, name: &str) -> Result<Tensor>;
 }
 
@@ -52,7 +52,10 @@ impl Matrices for VarBuilder<'_> {
     }
 }
 
-/// The rows of `matrix [rows, ..]` in the order of `ranges`.
+/// The rows of `matrix [rows, ..]` in the order of `ranges`, copied.
+///
+/// # Errors
+/// When a range lies outside the matrix.
 pub fn select_rows(matrix: &Tensor, ranges: &[Range<usize>]) -> Result<Tensor> {
     let rows = ranges.iter().map(|range| matrix.narrow(0, range.start, range.len()));
     Tensor::cat(&rows.collect::<Result<Vec<_>>>()?, 0)
@@ -71,8 +74,10 @@ impl GatedDeltaNet {
         Self::load_from(config, &vb)
     }
 
-    /// [`GatedDeltaNet::load`] with matrices of any number format.
-    #[doc(hidden)]
+    /// [`GatedDeltaNet::load`] with matrices of any number format, which `weights` knows.
+    ///
+    /// # Errors
+    /// As [`GatedDeltaNet::load`].
     pub fn load_from<M: Matrices>(config: &GdnConfig, weights: &M) -> Result<Self> {
         config.check()?;
         let (c, heads) = (config, config.num_value_heads);

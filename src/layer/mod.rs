@@ -50,7 +50,7 @@ pub struct GdnParts {
 /// ```
 ///
 /// The weights' dtype (f32, bf16 or f16) is the dtype of x and y; gates and norms are f32, and so is the recurrent
-/// state unless [`GatedDeltaNet::new_state_as`] was asked for bf16.
+/// state unless [`GatedDeltaNet::new_state_as`] made it in bf16.
 #[derive(Debug, Clone)]
 pub struct GatedDeltaNet {
     config: GdnConfig,
@@ -67,7 +67,7 @@ pub struct GatedDeltaNet {
 }
 
 impl GatedDeltaNet {
-    /// Tokens a sequence up to which a call takes the fused step on CUDA.
+    /// Tokens a sequence up to which a call uses the fused step on CUDA.
     pub const STEP_TOKENS: usize = plan::FUSED_TOKENS;
 
     /// The layer of these parts: for projections that are not dense, or weights from elsewhere.

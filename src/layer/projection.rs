@@ -24,10 +24,12 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct Projection(Arc<dyn Project + Send + Sync>);
 
-/// A product whose kernel is launched as the layer says.
-#[doc(hidden)]
+/// A weight with kernels of its own, which are launched as the layer says. A [`Projection`] is made of it by [`Projection::new`].
 pub trait Project {
-    /// `x [.., in]` to `[.., out]` in x's dtype.
+    /// `x [.., in]` to `[.., out]` in x's dtype. A kernel that cannot overlap or place its output ignores `launch`.
+    ///
+    /// # Errors
+    /// When x does not fit, or the device refuses.
     fn project(&self, x: &Tensor, launch: &Launch) -> Result<Tensor>;
 
     /// Outputs and inputs, where they are known.
@@ -56,13 +58,12 @@ impl Project for DenseWeight {
 }
 
 impl Projection {
-    /// Of any module: a quantised matrix, one with a LoRA, one of several ranks. It takes and returns the layer's dtype.
+    /// Of any module: a quantised matrix, one with a LoRA, one of several ranks. Its input and output have the layer's dtype.
     pub fn module(module: impl Module + Send + Sync + 'static) -> Self {
         Self(Arc::new(ModuleProjection(module)))
     }
 
-    /// Of another weight with kernels of its own.
-    #[doc(hidden)]
+    /// Of a weight with kernels of its own.
     pub fn new(weight: impl Project + Send + Sync + 'static) -> Self {
         Self(Arc::new(weight))
     }
@@ -116,8 +117,8 @@ impl std::fmt::Debug for Projection {
     }
 }
 
-/// The input projection, in one piece or in the checkpoint's own. The first is the fastest: its outputs are read where
-/// they lie. The pieces' outputs are copied where they have to be put together.
+/// The input projection, as one matrix or as the matrices of a checkpoint. The first is the fastest: its outputs are read where
+/// they lie. The outputs of several are copied where the layer needs them side by side.
 ///
 /// K, V, HK and HV are the head sizes and head counts of the config, `kd = HK * K`, `vd = HV * V`, `r = HV / HK`.
 #[derive(Debug, Clone)]

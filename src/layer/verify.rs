@@ -136,7 +136,7 @@ impl GatedDeltaNet {
     /// made by [`Slots::new`], the tokens wait in the ring, and [`GatedDeltaNet::commit`] only says how many of them count. A
     /// draft without a commit leaves no trace.
     ///
-    /// Up to 8 tokens a sequence (on the CPU 16) take the decode step, more the chunk forms.
+    /// Up to 8 tokens a sequence (on the CPU 16) use the decode step, more tokens the chunk forms.
     ///
     /// # Errors
     /// As [`GatedDeltaNet::forward_slots`], or where the host knows the slots and a sequence writes the slot it reads, unless
@@ -213,7 +213,7 @@ impl GatedDeltaNet {
 
 /// A draft that is not in a ring needs other slots to write than to read.
 fn check_other_slots(slots: &Slots, ring: bool) -> Result<()> {
-    let more = if ring { format!("; in place a ring takes up to {RING_TOKENS} tokens") } else { String::new() };
+    let more = if ring { format!("; in place a ring supports up to {RING_TOKENS} tokens") } else { String::new() };
     if let Some((read, write)) = slots.on_host() {
         let same = |(_, (r, w)): &(usize, (&u32, &u32))| r == w && **r != NO_SLOT;
         if let Some((n, (slot, _))) = read.iter().zip(write).enumerate().find(same) {

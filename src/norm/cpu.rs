@@ -8,11 +8,11 @@ use pulp::{Simd, WithSimd};
 const ROWS: usize = 16;
 
 /// Everything but the output.
-pub struct Norm<'a, T, W> {
+pub struct Norm<'a, T> {
     pub x: Heads<'a, T>,
     pub z: Heads<'a, T>,
     /// `[dim]`
-    pub weight: &'a [W],
+    pub weight: &'a [f32],
     pub tokens: usize,
     pub heads: usize,
     pub eps: f32,
@@ -20,12 +20,11 @@ pub struct Norm<'a, T, W> {
     pub sigmoid: bool,
 }
 
-impl<T: Element, W: Element> Norm<'_, T, W> {
+impl<T: Element> Norm<'_, T> {
     /// Writes `out`, contiguous `[tokens, heads, dim]`.
     pub fn run(&self, out: &mut [T]) {
         let dim = self.weight.len();
         let rows = self.tokens * self.heads;
-        let weight: Vec<f32> = self.weight.iter().map(|w| w.to_f32()).collect();
         let out = Shared::new(out);
         parallel(rows.div_ceil(ROWS), 4 * ROWS * dim, |task| {
             let first = task * ROWS;
@@ -37,7 +36,7 @@ impl<T: Element, W: Element> Norm<'_, T, W> {
                 dispatch(Row {
                     x: self.x.row(0, token, head, dim),
                     z: self.z.row(0, token, head, dim),
-                    weight: &weight,
+                    weight: self.weight,
                     to,
                     eps: self.eps,
                     sigmoid: self.sigmoid,

@@ -1,6 +1,6 @@
 //! `gdn_norm`: the gated norm.
 
-use super::op::{GateActivation, GatedRmsNorm, NormPlan, OP};
+use super::{GateActivation, GatedRmsNorm, NormPlan, OP};
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use candle_gdn_core::abi as gdn;

@@ -3,18 +3,57 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod op;
 
-pub use op::{GateActivation, GatedRmsNorm};
-
-use candle_core::{bail, CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
+#[cfg(doc)]
+use candle_core::CustomOp3;
+use candle_core::{bail, CpuStorage, Layout, Result, Shape, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::cpu::Element;
 use candle_gdn_core::device::apply3;
-use half::{bf16, f16};
-use op::{NormPlan, OP};
+use candle_gdn_core::{custom_op, host};
+
+const OP: &str = "gated_rms_norm";
+
+/// Activation of an output gate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum GateActivation {
+    /// `z * sigmoid(z)`
+    #[default]
+    Silu,
+    /// `sigmoid(z)`
+    Sigmoid,
+}
+
+/// RMS norm of each head times an activated gate, as a [`CustomOp3`] over (x, z, weight); see
+/// [`gated_rms_norm`].
+#[derive(Debug, Clone, Copy)]
+pub struct GatedRmsNorm {
+    eps: f64,
+    gate: GateActivation,
+}
+
+/// A checked call.
+struct NormPlan {
+    pub x: HeadsLayout,
+    pub z: HeadsLayout,
+    pub tokens: usize,
+    pub heads: usize,
+    pub dim: usize,
+    pub weight_offset: usize,
+    pub out_shape: Shape,
+}
 
 impl GatedRmsNorm {
+    /// # Errors
+    /// When `eps` is negative or not finite.
+    pub fn new(eps: f64, gate: GateActivation) -> Result<Self> {
+        if !eps.is_finite() || eps < 0.0 {
+            bail!("{OP}: eps: expected a finite value of at least 0, got {eps}");
+        }
+        Ok(Self { eps, gate })
+    }
+
     /// Applies the op: the result has x's shape and dtype, contiguous.
     ///
     /// # Errors
@@ -28,12 +67,55 @@ impl GatedRmsNorm {
         apply3(self, None, &x, &z, &weight)
     }
 
-    fn run<T: Element, W: Element>(&self, plan: &NormPlan, x: &[T], z: &[T], weight: &[W]) -> Vec<T> {
+    fn plan(&self, [x, z, weight]: [Arg<'_>; 3]) -> Result<NormPlan> {
+        check_float(OP, "x", x.dtype)?;
+        check_dtype(OP, "z", z.dtype, x.dtype)?;
+        check_weight_dtype(OP, "weight", weight.dtype, x.dtype)?;
+        for arg in [z, weight] {
+            arg.check_place(OP, &x.device(), &[])?;
+        }
+        let (x, z, weight) = (x.layout, z.layout, weight.layout);
+        let rank = x.dims().len();
+        if rank < 2 {
+            bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
+        }
+        let (lead, heads, dim) = (&x.dims()[..rank - 2], x.dims()[rank - 2], x.dims()[rank - 1]);
+        if !(1..=256).contains(&dim) {
+            bail!("{OP}: x: expected heads of size 1 to 256, got shape {:?}", x.dims());
+        }
+        if weight.dims() != [dim] || !weight.is_contiguous() {
+            bail!("{OP}: weight: expected a contiguous tensor of shape {:?}, got {:?}", [dim], weight.dims());
+        }
+        Ok(NormPlan {
+            x: flat_layout("x", x, lead, (heads, dim))?,
+            z: flat_layout("z", z, lead, (heads, dim))?,
+            tokens: lead.iter().product(),
+            heads,
+            dim,
+            weight_offset: weight.start_offset(),
+            out_shape: x.shape().clone(),
+        })
+    }
+
+    pub(crate) fn on_cpu(&self, [x, z, weight]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+        use CpuStorage::{BF16, F16, F32};
+        let plan = self.plan([Arg::cpu("x", x), Arg::cpu("z", z), Arg::cpu("weight", weight)])?;
+        let weight = &host::values(weight.0, plan.weight_offset, plan.dim)?[..];
+        let out = match (x.0, z.0) {
+            (F32(x), F32(z)) => F32(self.run(&plan, x, z, weight)),
+            (BF16(x), BF16(z)) => BF16(self.run(&plan, x, z, weight)),
+            (F16(x), F16(z)) => F16(self.run(&plan, x, z, weight)),
+            (x, z) => bail!("{OP}: z: expected dtype {:?}, got {:?}", storage_dtype(x), storage_dtype(z)),
+        };
+        Ok((out, plan.out_shape))
+    }
+
+    fn run<T: Element>(&self, plan: &NormPlan, x: &[T], z: &[T], weight: &[f32]) -> Vec<T> {
         let mut out = vec![T::ZERO; plan.out_shape.elem_count()];
         let norm = cpu::Norm {
             x: heads(x, plan.x),
             z: heads(z, plan.z),
-            weight: &weight[plan.weight_offset..plan.weight_offset + plan.dim],
+            weight,
             tokens: plan.tokens,
             heads: plan.heads,
             eps: self.eps as f32,
@@ -42,55 +124,34 @@ impl GatedRmsNorm {
         norm.run(&mut out);
         out
     }
-}
-
-impl CustomOp3 for GatedRmsNorm {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        z: &CpuStorage,
-        zl: &Layout,
-        weight: &CpuStorage,
-        wl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        use CpuStorage::{BF16, F16, F32};
-        let args = [Arg::cpu("x", x, xl), Arg::cpu("z", z, zl), Arg::cpu("weight", weight, wl)];
-        let plan = self.plan(args)?;
-        let out = match (x, z, weight) {
-            (F32(x), F32(z), F32(w)) => F32(self.run(&plan, x, z, w)),
-            (BF16(x), BF16(z), BF16(w)) => BF16(self.run::<bf16, bf16>(&plan, x, z, w)),
-            (BF16(x), BF16(z), F32(w)) => BF16(self.run::<bf16, f32>(&plan, x, z, w)),
-            (F16(x), F16(z), F16(w)) => F16(self.run::<f16, f16>(&plan, x, z, w)),
-            (F16(x), F16(z), F32(w)) => F16(self.run::<f16, f32>(&plan, x, z, w)),
-            (x, z, w) => bail!(
-                "{OP}: x, z, weight: expected one float dtype (weight may be f32), got {:?}, {:?} and {:?}",
-                storage_dtype(x),
-                storage_dtype(z),
-                storage_dtype(w)
-            ),
-        };
-        Ok((out, plan.out_shape))
-    }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(
+    pub(crate) fn on_cuda(
         &self,
-        x: &candle_core::CudaStorage,
-        xl: &Layout,
-        z: &candle_core::CudaStorage,
-        zl: &Layout,
-        weight: &candle_core::CudaStorage,
-        wl: &Layout,
+        [x, z, weight]: [(&candle_core::CudaStorage, &Layout); 3],
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let args = [Arg::cuda("x", x, xl), Arg::cuda("z", z, zl), Arg::cuda("weight", weight, wl)];
-        let plan = self.plan(args)?;
-        Ok((cuda::run(self, &plan, x, z, weight)?, plan.out_shape))
+        let plan = self.plan([Arg::cuda("x", x), Arg::cuda("z", z), Arg::cuda("weight", weight)])?;
+        Ok((cuda::run(self, &plan, x.0, z.0, weight.0)?, plan.out_shape))
     }
+}
+
+custom_op!(CustomOp3 for GatedRmsNorm, OP, x x_layout, z z_layout, weight weight_layout);
+
+fn flat_layout(arg: &str, layout: &Layout, lead: &[usize], (heads, dim): (usize, usize)) -> Result<HeadsLayout> {
+    let (dims, stride, r) = (layout.dims(), layout.stride(), lead.len());
+    let fits = dims.len() > r && dims[..r] == *lead && (dims[r..] == [heads, dim] || dims[r..] == [heads * dim]);
+    if !fits {
+        let want: Vec<_> = lead.iter().copied().chain([heads, dim]).collect();
+        bail!("{OP}: {arg}: expected shape {want:?} (the last two may be merged), got {dims:?}");
+    }
+    let Some(token_stride) = token_stride(&dims[..r], &stride[..r]) else {
+        bail!("{OP}: {arg}: expected leading dimensions with one common stride, got {stride:?}");
+    };
+    if stride[dims.len() - 1] != 1 && dims[dims.len() - 1] > 1 {
+        bail!("{OP}: {arg}: expected a contiguous last dimension, got strides {stride:?}");
+    }
+    let head_stride = if dims.len() == r + 1 { dim } else { stride[r] };
+    Ok(HeadsLayout { offset: layout.start_offset(), seq_stride: 0, token_stride, head_stride })
 }
 
 /// RMS norm of each head, times its weight, times an activated gate (Qwen3-Next's `linear_attn.norm`):

@@ -4,7 +4,7 @@ use super::{Launch, Warp};
 use std::collections::HashMap;
 
 /// The multiprocessors' clock as the device's global timer sees it.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct Clock {
     /// Cycles a nanosecond.
     pub ghz: f64,

@@ -20,6 +20,8 @@
 //! Convolution and norm have no stamps.
 
 mod clock;
+#[cfg(feature = "profile")]
+mod record;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -142,8 +144,8 @@ pub fn record<T>(device: &Device, limits: Limits, launches: impl FnOnce() -> Res
     }
     let Device::Cuda(device) = device else { bail!("profile: expected a CUDA device, got {:?}", device.location()) };
     let Some(bytes) = limits.bytes() else { bail!("profile: limits: a buffer of {limits:?} is too large") };
-    let (value, written) = crate::cuda::profile::record(device, bytes, limits.events_per_warp, launches)?;
-    let [scopes, roles] = crate::cuda::profile::names();
+    let (value, written) = record::record(device, bytes, limits.events_per_warp, launches)?;
+    let [scopes, roles] = record::names();
     Ok((value, Profile::decode(&written, limits.events_per_warp, &Names { scopes, roles })?))
 }
 

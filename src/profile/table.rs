@@ -2,11 +2,11 @@
 
 use super::clock::Time;
 use super::{Clock, Launch, Warp};
-use serde_json::{json, Value};
+use serde::Serialize;
 use std::collections::{BTreeSet, HashMap};
 
 /// Cycles of a launch by role and scope.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Table {
     /// Blocks that ran.
     pub blocks: usize,
@@ -31,7 +31,7 @@ pub struct Table {
 }
 
 /// The warps of one role.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RoleRow {
     /// The role.
     pub role: &'static str,
@@ -48,7 +48,7 @@ pub struct RoleRow {
 }
 
 /// One scope in the warps of one role.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ScopeRow {
     /// The scope.
     pub scope: &'static str,
@@ -164,25 +164,7 @@ fn percentile(sorted: &[u64], part: f64) -> u64 {
 impl Table {
     /// The table as JSON: the fields of this struct by their names, `null` for `None`.
     pub fn json(&self) -> String {
-        let scope = |row: &ScopeRow| {
-            json!({
-                "scope": row.scope, "count": row.count, "median": row.median, "p95": row.p95, "max": row.max,
-                "total": row.total, "share": row.share,
-            })
-        };
-        let role = |row: &RoleRow| {
-            json!({
-                "role": row.role, "warps": row.warps, "median_lifetime": row.median_lifetime,
-                "total_lifetime": row.total_lifetime, "unstamped": row.unstamped,
-                "scopes": row.scopes.iter().map(scope).collect::<Vec<_>>(),
-            })
-        };
-        let clock = |c: Clock| json!({ "ghz": c.ghz, "relative_error": c.relative_error, "step_ns": c.step_ns });
-        let table = json!({
-            "blocks": self.blocks, "warps": self.warps, "multiprocessors": self.multiprocessors, "events": self.events,
-            "dropped": self.dropped, "span_us": self.span_us, "span_cycles": self.span_cycles,
-            "clock": self.clock.map_or(Value::Null, clock), "roles": self.roles.iter().map(role).collect::<Vec<_>>(),
-        });
+        let table = serde_json::to_value(self).expect("numbers and names are JSON");
         format!("{table:#}\n")
     }
 }

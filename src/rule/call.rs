@@ -3,7 +3,7 @@
 use super::options::{Gates, RuleOptions};
 use crate::algo::Algo;
 use crate::plan::refuses_rule;
-use crate::sizes::HeadSizes;
+use crate::reference::Dims;
 use candle_core::{bail, DType, Layout, Result, Shape, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::{CuSeqlens, SequencePlan, Slots};
@@ -49,7 +49,7 @@ impl RuleGates {
 /// A checked call: sizes and addresses, nothing left to refuse.
 #[derive(Debug, Clone)]
 pub(crate) struct RulePlan {
-    pub sizes: HeadSizes,
+    pub sizes: Dims,
     pub seqs: SequencePlan,
     pub q: HeadsLayout,
     pub k: HeadsLayout,
@@ -149,7 +149,7 @@ impl Rule {
         let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
         self.check_algo(dtype, (key_dim, value_dim), seqs.max_tokens)?;
         Ok(RulePlan {
-            sizes: HeadSizes { key_heads, value_heads, key_dim, value_dim },
+            sizes: Dims { key_heads, value_heads, key_dim, value_dim },
             seqs,
             q: heads("q", q, (key_heads, key_dim))?,
             k: heads("k", k, (key_heads, key_dim))?,
@@ -161,7 +161,7 @@ impl Rule {
         })
     }
 
-    /// The kernel that was asked for against the sizes and the dtype of q.
+    /// The chosen kernel against the sizes and the dtype of q.
     pub fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
         let (op, algo) = (self.name, self.options.algo);
         if let Some(why) = refuses_rule(algo, dtype, sizes, longest) {
@@ -169,7 +169,7 @@ impl Rule {
         }
         let plain = self.gates.raw.is_some() && !self.from_zeros;
         if !plain && !matches!(algo, Algo::Auto | Algo::Recurrent) {
-            bail!("{op}: algo: {algo:?} takes raw gates and an initial state; Auto and Recurrent take any");
+            bail!("{op}: algo: {algo:?} supports raw gates and an initial state; Auto and Recurrent support any");
         }
         Ok(())
     }

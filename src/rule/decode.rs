@@ -1,10 +1,10 @@
 //! One token of each sequence.
 
 use super::call::{Rule, RuleGates};
-use super::dispatch::custom_op3;
+use super::dispatch::rule_op;
 use super::options::{Gates, RuleOptions};
 use crate::algo::Algo;
-use candle_core::{Result, Tensor};
+use candle_core::{Layout, Result, Shape, Tensor};
 use candle_gdn_core::check::Lead;
 use candle_gdn_core::Slots;
 
@@ -69,7 +69,7 @@ impl GdnDecode {
     }
 }
 
-custom_op3!(GdnDecode);
+rule_op!(GdnDecode);
 
 /// One token of each sequence through the gated delta rule (Yang et al., *Gated Delta Networks*, arXiv 2412.06464),
 /// updating `state` in place.

@@ -12,21 +12,19 @@ impl Rule {
         apply3(op, None, &dense_rows(q)?, &dense_rows(k)?, &dense_rows(v)?)
     }
 
-    pub fn cpu_fwd(&self, lead: Lead, args: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
-        let [(q, ql), (k, kl), (v, vl)] = args;
-        let plan = self.plan(lead, [Arg::cpu("q", q, ql), Arg::cpu("k", k, kl), Arg::cpu("v", v, vl)])?;
-        Ok((super::cpu::run(self, &plan, [q, k, v])?, plan.out_shape))
+    pub fn on_cpu(&self, lead: Lead, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+        let plan = self.plan(lead, [Arg::cpu("q", q), Arg::cpu("k", k), Arg::cpu("v", v)])?;
+        Ok((super::cpu::run(self, &plan, [q.0, k.0, v.0])?, plan.out_shape))
     }
 
     #[cfg(feature = "cuda")]
-    pub fn cuda_fwd(
+    pub fn on_cuda(
         &self,
         lead: Lead,
-        args: [(&candle_core::CudaStorage, &Layout); 3],
+        [q, k, v]: [(&candle_core::CudaStorage, &Layout); 3],
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let [(q, ql), (k, kl), (v, vl)] = args;
-        let plan = self.plan(lead, [Arg::cuda("q", q, ql), Arg::cuda("k", k, kl), Arg::cuda("v", v, vl)])?;
-        Ok((super::cuda::run(self, &plan, [q, k, v])?, plan.out_shape))
+        let plan = self.plan(lead, [Arg::cuda("q", q), Arg::cuda("k", k), Arg::cuda("v", v)])?;
+        Ok((super::cuda::run(self, &plan, [q.0, k.0, v.0])?, plan.out_shape))
     }
 
     /// The variant that [`Self::forward`] runs for these tensors.
@@ -46,39 +44,24 @@ impl Rule {
     }
 }
 
-/// `CustomOp3` over (q, k, v) for an op with a [`Rule`] and a `lead`.
-macro_rules! custom_op3 {
-    ($op:ty) => {
-        impl candle_core::CustomOp3 for $op {
-            fn name(&self) -> &'static str {
-                self.0.name
-            }
-
-            fn cpu_fwd(
-                &self,
-                q: &candle_core::CpuStorage,
-                ql: &candle_core::Layout,
-                k: &candle_core::CpuStorage,
-                kl: &candle_core::Layout,
-                v: &candle_core::CpuStorage,
-                vl: &candle_core::Layout,
-            ) -> Result<(candle_core::CpuStorage, candle_core::Shape)> {
-                self.0.cpu_fwd(self.lead(), [(q, ql), (k, kl), (v, vl)])
+/// A custom op over (q, k, v) for a struct around a [`Rule`] that has a `lead`.
+macro_rules! rule_op {
+    ($op:ident) => {
+        impl $op {
+            fn on_cpu(&self, args: [(&candle_core::CpuStorage, &Layout); 3]) -> Result<(candle_core::CpuStorage, Shape)> {
+                self.0.on_cpu(self.lead(), args)
             }
 
             #[cfg(feature = "cuda")]
-            fn cuda_fwd(
+            fn on_cuda(
                 &self,
-                q: &candle_core::CudaStorage,
-                ql: &candle_core::Layout,
-                k: &candle_core::CudaStorage,
-                kl: &candle_core::Layout,
-                v: &candle_core::CudaStorage,
-                vl: &candle_core::Layout,
-            ) -> Result<(candle_core::CudaStorage, candle_core::Shape)> {
-                self.0.cuda_fwd(self.lead(), [(q, ql), (k, kl), (v, vl)])
+                args: [(&candle_core::CudaStorage, &Layout); 3],
+            ) -> Result<(candle_core::CudaStorage, Shape)> {
+                self.0.on_cuda(self.lead(), args)
             }
         }
+
+        candle_gdn_core::custom_op!(CustomOp3 for $op, OP, q q_layout, k k_layout, v v_layout);
     };
 }
-pub(super) use custom_op3;
+pub(super) use rule_op;

@@ -1,10 +1,10 @@
 //! Any number of tokens of each sequence.
 
 use super::call::{Rule, RuleGates};
-use super::dispatch::custom_op3;
+use super::dispatch::rule_op;
 use super::options::{Gates, RuleOptions};
 use crate::algo::Algo;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Layout, Result, Shape, Tensor};
 use candle_gdn_core::check::Lead;
 use candle_gdn_core::{CuSeqlens, Slots};
 
@@ -84,7 +84,7 @@ impl GdnPrefill {
         self.0.forward(self, q, k, v)
     }
 
-    /// Refuses a call with these sizes that the kernel asked for does not support.
+    /// Refuses a call with these sizes that the chosen kernel does not support.
     pub(crate) fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
         self.0.check_algo(dtype, sizes, longest)
     }
@@ -106,7 +106,7 @@ impl GdnPrefill {
     }
 }
 
-custom_op3!(GdnPrefill);
+rule_op!(GdnPrefill);
 
 /// Any number of tokens of each sequence through the gated delta rule (formula: [`gdn_decode_in_place`](super::gdn_decode_in_place)),
 /// starting from `state` and leaving the new one in it.

@@ -20,8 +20,8 @@ use candle_gdn_core::device::{LastThread, Working};
 /// A new state is zero, which is the state of a sequence that has not begun. Every `forward` of the layer advances it
 /// in place. It is not `Clone`, because a clone of a tensor shares its memory: [`GdnState::snapshot`] copies.
 ///
-/// [`StatePool`] holds those of many sequences that come and go. For several host threads see the
-/// [crate's notes](crate#threads).
+/// [`StatePool`] holds those of many sequences that come and go. For several host threads see
+/// [there](StatePool#threads).
 #[derive(Debug)]
 pub struct GdnState {
     /// `[batch, width - 1, channels]`, the layer's dtype: the last inputs, oldest first.
@@ -66,7 +66,7 @@ impl GdnState {
         &self.conv
     }
 
-    /// The recurrent part: `[batch, HV, V, K]`, f32 unless it was asked for in bf16.
+    /// The recurrent part: `[batch, HV, V, K]`, f32 unless it was made in bf16.
     pub fn recurrent(&self) -> &Tensor {
         &self.recurrent
     }

@@ -15,8 +15,7 @@ const OP: &str = "StatePool";
 ///
 /// The caller says which sequence has which slot, the same in the pools of all layers, and zeroes a slot before a sequence
 /// begins in it ([`StatePool::zero`]). One sequence's state goes out and in as a [`GdnState`] of batch 1, which
-/// [`GatedDeltaNet`](crate::GatedDeltaNet) also takes by itself. For several host threads see the
-/// [crate's notes](crate#threads).
+/// [`GatedDeltaNet`](crate::GatedDeltaNet) also feeds by itself.
 ///
 /// A pool with a ring ([`PoolOptions::ring`]) serves the same calls. Its decode steps read a state and write it only with
 /// every sixteenth token, and drafts are verified without a second slot.
@@ -34,7 +33,7 @@ const OP: &str = "StatePool";
 /// let mut pool = layer.new_pool(8)?;
 /// let (a, b) = (0, 1);
 ///
-/// // Two prompts, of 100 and 7 tokens; then a token of the one beside a prompt that goes on.
+/// // Two prompts, of 100 and 7 tokens; then one more token of `a` together with more of `b`.
 /// let cu = CuSeqlens::from_lengths(&[100, 7], device)?;
 /// layer.forward_slots(&x(107)?, Some(&cu), &Slots::new(&[a, b], device)?, &mut pool)?;
 /// let cu = CuSeqlens::from_lengths(&[1, 30], device)?;
@@ -53,6 +52,19 @@ const OP: &str = "StatePool";
 /// # Ok(())
 /// # }
 /// ```
+///
+/// # Threads
+/// Layers, states and pools are `Send` and `Sync`. A layer is only read: any number of host threads may share one. What
+/// writes a state or a pool has it by `&mut`, so that one thread at a time does: several that serve one pool put it
+/// in a `Mutex`, or each have a pool of their own. The tensors of a state or pool (`conv()`, `recurrent()`) are views:
+/// a view that you keep shows later writes, from any thread. A state on another device than the layer's weights is
+/// refused.
+///
+/// A CUDA device that `Device::new_cuda` makes has a stream for each host thread, and nothing orders what two threads
+/// launch. There a thread that takes over a state or pool from another one waits for the device once; other tensors that
+/// it was handed, the inputs and [`Slots`] among them, are for the caller to wait for (`Device::synchronize`). Threads that
+/// use a device at the same time should make it with [`single_stream_device`](crate::single_stream_device): then all share one stream, which also
+/// keeps candle's matrix products apart, whose handle they share. CUDA graphs need such a device.
 #[derive(Debug)]
 pub struct StatePool {
     /// Its batch is the slots. With a ring the convolution's part is memory for calls that need it plain.

@@ -2,6 +2,7 @@
 
 use super::op::{GdnStep, OP};
 use crate::plan::{refuses_step, STEP_TOKENS};
+use crate::reference::Dims;
 use crate::rule::RulePlan;
 use candle_core::{bail, Layout, Result, Shape};
 use candle_gdn_core::check::*;
@@ -23,19 +24,9 @@ pub(crate) struct StepPlan {
     pub out_shape: Shape,
 }
 
-/// Sizes of heads and convolution.
-struct Sizes {
-    key_heads: usize,
-    value_heads: usize,
-    key_dim: usize,
-    value_dim: usize,
-    width: usize,
-    channels: usize,
-}
-
 impl GdnStep {
-    /// The sizes that the states have.
-    fn sizes(&self) -> Result<Sizes> {
+    /// The sizes that the states have: of the heads, the convolution's width and its channels.
+    fn sizes(&self) -> Result<(Dims, usize, usize)> {
         let (conv_slots, history, channels) = self.conv_state.dims3()?;
         let (slots, value_heads, value_dim, key_dim) = self.rule.state.dims4()?;
         let (width, value_size) = (history + 1, value_heads * value_dim);
@@ -61,7 +52,7 @@ impl GdnStep {
                  heads, got {channels}, which is {key_heads} key heads"
             );
         }
-        Ok(Sizes { key_heads, value_heads, key_dim, value_dim, width, channels })
+        Ok((Dims { key_heads, value_heads, key_dim, value_dim }, width, channels))
     }
 
     fn lead(&self, x: &Layout, channels: usize) -> Result<Lead> {
@@ -92,7 +83,7 @@ impl GdnStep {
     pub(super) fn plan(&self, args: [Arg<'_>; 3]) -> Result<StepPlan> {
         self.check_args(args)?;
         let [x, z, conv_weight] = args.map(|arg| arg.layout);
-        let Sizes { key_heads, value_heads, key_dim, value_dim, width, channels } = self.sizes()?;
+        let (Dims { key_heads, value_heads, key_dim, value_dim }, width, channels) = self.sizes()?;
         let (lead, value_size) = (self.lead(x, channels)?, value_heads * value_dim);
         let lead_dims = &x.dims()[..lead.rank()];
         let tokens = match &self.rule.cu_seqlens {
@@ -101,7 +92,7 @@ impl GdnStep {
         };
         if tokens > STEP_TOKENS {
             bail!(
-                "{OP}: qkv: expected at most {STEP_TOKENS} tokens a sequence, got {tokens}; gdn_prefill_in_place takes \
+                "{OP}: qkv: expected at most {STEP_TOKENS} tokens a sequence, got {tokens}; gdn_prefill_in_place supports \
                  any number"
             );
         }

@@ -3,9 +3,8 @@
 use super::call::StepPlan;
 use super::op::GdnStep;
 use crate::algo::Algo;
-use crate::common::State;
 use crate::norm::GateActivation;
-use crate::rule::cuda::with_common;
+use crate::rule::cuda::{with_common, State};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, Layout, Result};

@@ -19,10 +19,10 @@ use crate::rule::Gates;
 use crate::rule::RulePlan;
 #[cfg(feature = "cuda")]
 use call::StepPlan;
-use candle_core::{bail, CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{bail, CpuStorage, Layout, Result, Shape, Storage, Tensor};
 use candle_gdn_core::check::Arg;
-use candle_gdn_core::cpu_slots;
 use candle_gdn_core::device::apply3;
+use candle_gdn_core::{cpu_slots, custom_op};
 use op::OP;
 
 impl GdnStep {
@@ -81,8 +81,8 @@ impl GdnStep {
             _ => return Ok(Algo::Unfused),
         };
         bail!(
-            "{OP}: algo: {:?} does not take these tensors on this device: expected rows of qkv, z and conv_state at \
-             multiples of 4 elements, state and conv_weight at multiples of 16 bytes{besides}; Auto takes any",
+            "{OP}: algo: {:?} does not support these tensors on this device: expected rows of qkv, z and conv_state at \
+             multiples of 4 elements, state and conv_weight at multiples of 16 bytes{besides}; Auto supports any",
             self.algo
         )
     }
@@ -94,74 +94,56 @@ impl GdnStep {
     fn norm(&self) -> Result<GatedRmsNorm> {
         GatedRmsNorm::new(self.norm_eps, self.gate)
     }
-}
 
-impl CustomOp3 for GdnStep {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        z: &CpuStorage,
-        zl: &Layout,
-        w: &CpuStorage,
-        wl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let plan = self.plan([Arg::cpu("qkv", x, xl), Arg::cpu("z", z, zl), Arg::cpu("conv_weight", w, wl)])?;
+    fn on_cpu(&self, [x, z, w]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+        let plan = self.plan([Arg::cpu("qkv", x), Arg::cpu("z", z), Arg::cpu("conv_weight", w)])?;
         // Before anything is written.
         cpu_slots(OP, self.rule.slots.as_ref(), plan.rule.seqs.num_slots)?;
-        let [q, k, v] = &plan.columns;
+        let (x, [q, k, v]) = (x.0, &plan.columns);
         let (o, o_shape) = match (&self.ring, &self.rule.slots) {
             (Some(ring), Some(slots)) => {
                 ring_cpu::append_inputs(ring, &self.conv_state, slots, (x, &plan), self.rule.cu_seqlens.as_ref())?;
-                let (y, _) = self.conv().with_slots(slots.written()).cpu_fwd(x, &plan.conv_x, w, wl)?;
+                let (y, _) = self.conv().with_slots(slots.written()).on_cpu([(x, &plan.conv_x), w])?;
                 (ring_cpu::run(ring, &self.rule, &plan.rule, &y)?, plan.rule.out_shape.clone())
             }
             _ => {
-                let (y, _) = self.conv().cpu_fwd(x, &plan.conv_x, w, wl)?;
-                self.rule.cpu_fwd(plan.lead, [(&y, q), (&y, k), (&y, v)])?
+                let (y, _) = self.conv().on_cpu([(x, &plan.conv_x), w])?;
+                self.rule.on_cpu(plan.lead, [(&y, q), (&y, k), (&y, v)])?
             }
         };
         let (norm_weight, layout) = self.norm_weight.storage_and_layout();
         let Storage::Cpu(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CPU tensor") };
-        let (out, _) = self.norm()?.cpu_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
+        let (out, _) = self.norm()?.on_cpu([(&o, &Layout::contiguous(o_shape)), z, (norm_weight, layout)])?;
         Ok((out, plan.out_shape))
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(
+    fn on_cuda(
         &self,
-        x: &candle_core::CudaStorage,
-        xl: &Layout,
-        z: &candle_core::CudaStorage,
-        zl: &Layout,
-        w: &candle_core::CudaStorage,
-        wl: &Layout,
+        [x, z, w]: [(&candle_core::CudaStorage, &Layout); 3],
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        use cuda::StepCall;
-        let plan = self.plan([Arg::cuda("qkv", x, xl), Arg::cuda("z", z, zl), Arg::cuda("conv_weight", w, wl)])?;
+        let plan = self.plan([Arg::cuda("qkv", x), Arg::cuda("z", z), Arg::cuda("conv_weight", w)])?;
+        let call = || cuda::StepCall::new(self, &plan, [x.0, z.0, w.0]);
         if let Some(ring) = &self.ring {
-            let out = ring_cuda::run(&StepCall::new(self, &plan, [x, z, w])?, ring)?;
-            return Ok((out, plan.out_shape));
+            return Ok((ring_cuda::run(&call()?, ring)?, plan.out_shape));
         }
         if self.may_fuse(&plan) {
-            if let Some(out) = StepCall::new(self, &plan, [x, z, w])?.run()? {
+            if let Some(out) = call()?.run()? {
                 return Ok((out, plan.out_shape));
             }
             self.unfused()?;
         }
-        let (y, _) = self.conv().cuda_fwd(x, &plan.conv_x, w, wl)?;
+        let (y, _) = self.conv().on_cuda([(x.0, &plan.conv_x), w])?;
         let [q, k, v] = &plan.columns;
-        let (o, o_shape) = self.rule.cuda_fwd(plan.lead, [(&y, q), (&y, k), (&y, v)])?;
+        let (o, o_shape) = self.rule.on_cuda(plan.lead, [(&y, q), (&y, k), (&y, v)])?;
         let (norm_weight, layout) = self.norm_weight.storage_and_layout();
         let Storage::Cuda(norm_weight) = &*norm_weight else { bail!("{OP}: norm_weight: expected a CUDA tensor") };
-        let (out, _) = self.norm()?.cuda_fwd(&o, &Layout::contiguous(o_shape), z, zl, norm_weight, layout)?;
+        let (out, _) = self.norm()?.on_cuda([(&o, &Layout::contiguous(o_shape)), z, (norm_weight, layout)])?;
         Ok((out, plan.out_shape))
     }
 }
+
+custom_op!(CustomOp3 for GdnStep, OP, x x_layout, z z_layout, w w_layout);
 
 /// A decode step of a layer between its two projections: [`causal_conv1d`](crate::ops::causal_conv1d) with SiLU, the gated
 /// delta rule ([`gdn_decode_in_place`](crate::ops::gdn_decode_in_place) has its formula) and

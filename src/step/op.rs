@@ -145,13 +145,13 @@ impl GdnStep {
         self
     }
 
-    /// The tensors as the op takes them, copied only where their rows are not contiguous, or where the sequences and
+    /// The tensors as the kernels read them, copied only where their rows are not contiguous, or where the sequences and
     /// tokens of z do not count through.
     pub(super) fn prepare(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<[Tensor; 3]> {
         let z = uniform_tokens(z, qkv.rank().saturating_sub(1))?;
         let (mut qkv, mut z, conv_weight) = (dense_rows(qkv)?, z, conv_weight.contiguous()?);
         if self.ring.is_some() {
-            // Its kernel takes rows at multiples of 16 bytes.
+            // Its kernel reads rows at multiples of 16 bytes.
             for x in [&mut qkv, &mut z] {
                 if !on_16_bytes(x) {
                     *x = x.force_contiguous()?;

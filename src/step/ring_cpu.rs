@@ -2,8 +2,8 @@
 
 use super::call::StepPlan;
 use super::op::OP;
+use crate::reference::Dims;
 use crate::rule::{log_decay_and_beta, Rule, RulePlan};
-use crate::sizes::HeadSizes;
 use crate::state::{ring_get, ring_set, Ring, Window, RING_ROWS};
 use candle_core::{CpuStorage, Result, Tensor};
 use candle_gdn_core::check::storage_dtype;
@@ -38,7 +38,7 @@ pub fn append_inputs(
 /// Convolved q, k and v, `qkv`, through the rule of a checked step: o, with the tokens appended to the rings; rings that are
 /// full are flushed first.
 pub fn run(ring: &Ring, rule: &Rule, plan: &RulePlan, qkv: &CpuStorage) -> Result<CpuStorage> {
-    let HeadSizes { key_heads, value_heads, key_dim, value_dim } = plan.sizes;
+    let Dims { key_heads, value_heads, key_dim, value_dim } = plan.sizes;
     let (seqs, gates) = (plan.seqs.cpu(rule.cu_seqlens.as_ref()), log_decay_and_beta(rule, plan)?);
     let q = host::rows(qkv, plan.q, seqs, (key_heads, key_dim))?;
     let k = host::rows(qkv, plan.k, seqs, (key_heads, key_dim))?;

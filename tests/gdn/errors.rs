@@ -94,7 +94,7 @@ fn rule_shapes() {
         options(|o| o.scale = Some(f64::NAN), &["scale", "NaN"]);
         options(|o| o.beta_scale = 3.0, &["beta_scale", "got 3"]);
         options(|o| o.algo = Algo::Recurrent128, &["algo", "Recurrent128", "16"]);
-        options(|o| o.algo = Algo::Decode128, &["gdn_decode: algo: Decode128 takes heads of size 128, got 16"]);
+        options(|o| o.algo = Algo::Decode128, &["gdn_decode: algo: Decode128 supports heads of size 128, got 16"]);
 
         let prefill = |n: usize| {
             let (k, ab, heads) = (z(&[1, n, 1, 128]), z(&[1, n, 1]), z(&[1]));
@@ -102,7 +102,7 @@ fn rule_shapes() {
             let options = RuleOptions::with(|o| o.algo = Algo::Decode128);
             gdn_prefill(&k, &k, &k, &gates, &z(&[1, 1, 128, 128]), None, options)
         };
-        refused(prefill(17), &["gdn_prefill: algo: Decode128 takes up to 16 tokens a sequence, got 17"]);
+        refused(prefill(17), &["gdn_prefill: algo: Decode128 supports up to 16 tokens a sequence, got 17"]);
         if device.is_cpu() {
             prefill(16).unwrap(); // on CUDA the kernel's own tests say so
         }
@@ -245,7 +245,7 @@ fn step_shapes() {
             (s.gates.a, s.gates.b) = (z(&[3, n, 4]), z(&[3, n, 4]));
         };
         assert_eq!(good.with(|s| tokens(s, 16)).run().unwrap().dims(), [3, 16, 128]);
-        let most = "qkv: expected at most 16 tokens a sequence, got 17; gdn_prefill_in_place takes any number";
+        let most = "qkv: expected at most 16 tokens a sequence, got 17; gdn_prefill_in_place supports any number";
         refuses(&good, |s| tokens(s, 17), &[most]);
         refuses(&good, |s| s.z = z(&[3, 127]), &["z: expected shape [3, 4, 32] or [3, 128], got [3, 127]"]);
         refuses(&good, |s| s.z = z(&[3, 1, 128]), &["z:", "[3, 1, 128]"]);
@@ -303,22 +303,22 @@ fn step_options_and_dtypes() {
         refused(good.qkv.apply_op3_no_bwd(&good.z, &good.qkv, &op), &["gdn_step: conv_weight:", "[3, 192]"]);
 
         for algo in [Algo::StepWhole, Algo::StepSplit, Algo::StepHeads] {
-            let sentence = format!("algo: {algo:?} takes heads of size 128 and a convolution of width 4");
+            let sentence = format!("algo: {algo:?} supports heads of size 128 and a convolution of width 4");
             refuses(&good, |s| s.options.rule.algo = algo, &[&sentence, "got 16 (K), 32 (V) and 4"]);
             let narrow = (zeros(&[3, 2, 1024], device), zeros(&[1024, 3], device));
             let wide = step_of_128(1, algo, device);
             refuses(&wide, |s| (s.conv, s.conv_weight) = narrow, &[&sentence, "got 128 (K), 128 (V) and 3"]);
         }
         let several = step_of_128(2, Algo::StepSplit, device);
-        refuses(&several, |_| (), &["algo: StepSplit takes one token a sequence, got 2"]);
+        refuses(&several, |_| (), &["algo: StepSplit supports one token a sequence, got 2"]);
         // What only a device refuses: rows that begin anywhere.
         let good = step_of_128(1, Algo::StepWhole, device);
         let off = zeros(&[3, 1, 1025], device).narrow(2, 1, 1024).unwrap();
         let off = good.with(|s| s.qkv = off);
         if device.is_cuda() {
             let sentence =
-                "gdn_step: algo: StepWhole does not take these tensors on this device: expected rows of qkv, z";
-            refused(off.run(), &[sentence, "Auto takes any"]);
+                "gdn_step: algo: StepWhole does not support these tensors on this device: expected rows of qkv, z";
+            refused(off.run(), &[sentence, "Auto supports any"]);
             refused(off.op().unwrap().algo(&off.qkv, &off.z, &off.conv_weight), &[sentence]);
         } else {
             off.run().unwrap();

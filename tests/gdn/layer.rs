@@ -230,9 +230,9 @@ fn a_forced_kernel_gives_the_same() {
 fn a_forced_kernel_that_does_not_take_a_call_is_an_error() {
     for device in devices() {
         for (algo, tokens, sentence) in [
-            (Algo::Decode128, 17, "gdn_prefill: algo: Decode128 takes up to 16 tokens a sequence, got 17"),
-            (Algo::ChunkedSm80, 17, "gdn_prefill: algo: ChunkedSm80 takes q, k and v in bf16 or f16, got F32"),
-            (Algo::ChunkedSm90, 3, "gdn_step: algo: ChunkedSm90 takes q, k and v in bf16 or f16, got F32"),
+            (Algo::Decode128, 17, "gdn_prefill: algo: Decode128 supports up to 16 tokens a sequence, got 17"),
+            (Algo::ChunkedSm80, 17, "gdn_prefill: algo: ChunkedSm80 supports q, k and v in bf16 or f16, got F32"),
+            (Algo::ChunkedSm90, 3, "gdn_step: algo: ChunkedSm90 supports q, k and v in bf16 or f16, got F32"),
         ] {
             let layer = random_layer::layer(&of_128(), DType::F32, &device, 5).with_algo(algo);
             let mut state = layer.new_state(1).unwrap();

@@ -259,7 +259,10 @@ fn refusals() {
         let x = Tensor::zeros((17, 64), DType::F32, &device).unwrap();
         let slots = Slots::new(&[0], &device).unwrap();
         let long = layer.verify(&x, &cu, &slots, &mut ring);
-        refused(long, &["slots: expected other slots to write than to read", "in place a ring takes up to 16 tokens"]);
+        refused(
+            long,
+            &["slots: expected other slots to write than to read", "in place a ring supports up to 16 tokens"],
+        );
         let short = CuSeqlens::from_lengths(&[4], &device).unwrap();
         let x = x.narrow(0, 0, 4).unwrap();
         let (_, kept) = layer.verify(&x, &short, &slots, &mut ring).unwrap();

@@ -287,7 +287,7 @@ fn what_a_packed_step_refuses() {
         refused(step(&[2, 2], &[4, 1023], auto), &[shape, "[4, 1023]"]);
         refused(step(&[2, 1], &[4, 1024], auto), &["gdn_step:", "expected"]);
         refused(step(&[1, 1, 1], &[3, 1024], auto), &["gdn_step: state: expected 3 slots", "got 2"]);
-        refused(step(&[1, 1], &[2, 1024], Algo::StepSplit), &["StepSplit takes one token a sequence, got 1 packed"]);
+        refused(step(&[1, 1], &[2, 1024], Algo::StepSplit), &["StepSplit supports one token a sequence, got 1 packed"]);
     }
     let Some(gpu) = devices().into_iter().find(Device::is_cuda) else { return };
     let here = CuSeqlens::from_lengths(&[1], &Device::Cpu).unwrap();

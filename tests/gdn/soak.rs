@@ -5,7 +5,6 @@
 
 use crate::pool::{poison_pool, poison_slot};
 use crate::random_layer::{layer, of_128, parts, rows, small};
-use crate::server::{Allocator, Prefixes};
 use crate::support::{devices, rel_rms, soak, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GdnState, PoolOptions, Slots, StatePool, NO_SLOT};
@@ -32,13 +31,16 @@ struct World {
     device: Device,
     rng: Rng,
     embedding: Vec<Vec<f32>>,
-    /// Beginnings that prompts share.
+    /// Prefixes that prompts share.
     documents: Vec<Vec<u32>>,
     pool: StatePool,
-    allocator: Allocator,
+    /// Slots that no sequence has; the last is the next.
+    free: Vec<u32>,
     sequences: Vec<Sequence>,
     snapshots: Vec<(GdnState, Vec<u32>)>,
-    cache: Prefixes,
+    /// The states after some prefixes; the oldest goes first.
+    cache: Vec<(Vec<u32>, GdnState)>,
+    hits: usize,
     worst: f64,
     /// How often each kind of call came to pass.
     done: [usize; 7],
@@ -64,10 +66,11 @@ impl World {
             embedding,
             documents: vec![],
             pool,
-            allocator: Allocator::new(CAPACITY),
+            free: (0..CAPACITY as u32).rev().collect(),
             sequences: vec![],
             snapshots: vec![],
-            cache: Prefixes::new(5),
+            cache: vec![],
+            hits: 0,
             worst: 0.0,
             done: [0; 7],
             calls: vec![],
@@ -94,8 +97,15 @@ impl World {
         Tensor::from_vec(flat, (tokens.len(), hidden), &self.device).unwrap()
     }
 
+    fn slots(&self, read: &[u32], write: &[u32]) -> Slots {
+        match read == write {
+            true => Slots::new(read, &self.device).unwrap(),
+            false => Slots::from_to(read, write, &self.device).unwrap(),
+        }
+    }
+
     /// A few of the sequences, in any order.
-    fn some(&mut self) -> Vec<usize> {
+    fn choose(&mut self) -> Vec<usize> {
         let mut all: Vec<usize> = (0..self.sequences.len()).collect();
         for i in (1..all.len()).rev() {
             let j = self.below(i + 1);
@@ -108,7 +118,7 @@ impl World {
 
     /// A prompt: some of a document, some tokens of its own. What the cache has of it is not fed again.
     fn begin(&mut self) {
-        if self.allocator.available() == 0 || self.sequences.len() >= CAPACITY - 3 {
+        if self.free.is_empty() || self.sequences.len() >= CAPACITY - 3 {
             return;
         }
         let document = self.below(3);
@@ -116,13 +126,18 @@ impl World {
         let own = 1 + self.below(40);
         let mut tokens = self.documents[document][..shared].to_vec();
         tokens.extend(self.draw(own));
-        let (slot, done) = match self.cache.longest(&tokens[..tokens.len() - 1]) {
-            Some((done, state)) => {
-                let slot = self.allocator.allocate_unset().unwrap();
+        let slot = self.free.pop().unwrap();
+        let known = self.cache.iter().filter(|(prefix, _)| tokens[..tokens.len() - 1].starts_with(prefix));
+        let done = match known.max_by_key(|(prefix, _)| prefix.len()) {
+            Some((prefix, state)) => {
                 self.pool.restore(slot, state).unwrap();
-                (slot, done)
+                self.hits += 1;
+                prefix.len()
             }
-            None => (self.allocator.allocate(&mut self.pool), 0),
+            None => {
+                self.pool.zero(slot).unwrap();
+                0
+            }
         };
         let slots = Slots::new(&[slot], &self.device).unwrap();
         self.calls.push(format!("begin {slot}: {done} known, {} fed", tokens.len() - done));
@@ -134,7 +149,9 @@ impl World {
             let x = self.x(&tokens[start..end]);
             y.extend(values(&self.layer.forward_slots(&x, Some(&cu), &slots, &mut self.pool).unwrap()));
             if end == start + BLOCK {
-                self.cache.insert(&tokens[..end], self.pool.snapshot(slot).unwrap());
+                self.cache.retain(|(prefix, _)| *prefix != tokens[..end]);
+                self.cache.push((tokens[..end].to_vec(), self.pool.snapshot(slot).unwrap()));
+                self.cache.drain(..self.cache.len().saturating_sub(5));
             }
         }
         self.sequences.push(Sequence { slot, tokens, y, y_from: done });
@@ -143,8 +160,8 @@ impl World {
     /// Some sequences and padding go on: one token each, or any number. One of them may go on in another slot, beside
     /// the sequence it was, which stays.
     fn feed(&mut self, one_each: bool) {
-        let mut chosen = self.some();
-        let fork = !one_each && self.allocator.available() > 1 && self.below(3) == 0;
+        let mut chosen = self.choose();
+        let fork = !one_each && self.free.len() > 1 && self.below(3) == 0;
         chosen.retain(|n| self.sequences[*n].tokens.len() < LONGEST);
         let (mut fed, mut read, mut write, mut lengths) = (vec![], vec![], vec![], vec![]);
         for (i, &n) in chosen.iter().enumerate() {
@@ -159,7 +176,7 @@ impl World {
             fed.push(self.draw(count));
             lengths.push(count);
             read.push(self.sequences[n].slot);
-            let to = if fork && i == 0 { self.allocator.allocate_unset().unwrap() } else { self.sequences[n].slot };
+            let to = if fork && i == 0 { self.free.pop().unwrap() } else { self.sequences[n].slot };
             if fork && i == 0 {
                 self.sequences.push(Sequence { slot: to, ..self.sequences[n].clone() });
             }
@@ -168,10 +185,7 @@ impl World {
         if fed.is_empty() {
             return;
         }
-        let slots = match read == write {
-            true => Slots::new(&read, &self.device).unwrap(),
-            false => Slots::from_to(&read, &write, &self.device).unwrap(),
-        };
+        let slots = self.slots(&read, &write);
         self.calls.push(format!("feed {read:?} -> {write:?}: {lengths:?}"));
         let x = self.x(&fed.concat());
         let y = if one_each && self.below(2) == 0 {
@@ -198,7 +212,7 @@ impl World {
 
     fn fork(&mut self) {
         let n = self.below(self.sequences.len());
-        let Some(slot) = self.allocator.allocate_unset() else { return };
+        let Some(slot) = self.free.pop() else { return };
         self.calls.push(format!("copy {} -> {slot}", self.sequences[n].slot));
         self.pool.copy(self.sequences[n].slot, slot).unwrap();
         self.sequences.push(Sequence { slot, ..self.sequences[n].clone() });
@@ -226,9 +240,9 @@ impl World {
     }
 
     fn verify(&mut self) {
-        let mut chosen = self.some();
+        let mut chosen = self.choose();
         chosen.retain(|n| self.sequences[*n].tokens.len() < LONGEST);
-        chosen.truncate(self.allocator.available());
+        chosen.truncate(self.free.len());
         if chosen.is_empty() {
             return;
         }
@@ -241,12 +255,9 @@ impl World {
         let in_place = self.pool.has_ring() && !long;
         let write: Vec<u32> = match in_place {
             true => read.clone(),
-            false => chosen.iter().map(|_| self.allocator.allocate_unset().unwrap()).collect(),
+            false => chosen.iter().map(|_| self.free.pop().unwrap()).collect(),
         };
-        let slots = match in_place {
-            true => Slots::new(&read, &self.device).unwrap(),
-            false => Slots::from_to(&read, &write, &self.device).unwrap(),
-        };
+        let slots = self.slots(&read, &write);
         let lengths: Vec<usize> = drafts.iter().map(Vec::len).collect();
         let cu = CuSeqlens::from_lengths(&lengths, &self.device).unwrap();
         self.calls.push(format!("verify {read:?} -> {write:?}: {lengths:?}, {accepted:?} accepted"));
@@ -276,7 +287,7 @@ impl World {
     }
 
     fn give_back(&mut self, slot: u32) {
-        self.allocator.free(slot);
+        self.free.push(slot);
         poison_slot(&self.pool, slot);
     }
 
@@ -322,7 +333,7 @@ impl World {
             }
         };
         self.done[done] += 1;
-        assert_eq!(self.allocator.len(), self.sequences.len(), "slots and sequences");
+        assert_eq!(CAPACITY - self.free.len(), self.sequences.len(), "slots and sequences");
         if !self.sequences.is_empty() {
             let n = self.below(self.sequences.len());
             self.check(n);
@@ -372,13 +383,13 @@ fn serves_thousands_of_calls(ring: bool) {
             device.location(),
             world.worst,
             world.done,
-            world.cache.hits
+            world.hits
         );
-        assert!(world.done.iter().all(|n| *n > 0) && world.cache.hits > 0, "{:?}", world.done);
+        assert!(world.done.iter().all(|n| *n > 0) && world.hits > 0, "{:?}", world.done);
         while !world.sequences.is_empty() {
             world.end(0);
         }
-        assert_eq!(world.allocator.len(), 0);
+        assert_eq!(world.free.len(), CAPACITY);
         assert_eq!(world.pool.size_in_bytes(), bytes);
         // All that is left is poison.
         let left = [world.pool.conv(), world.pool.recurrent()].map(values).concat();

@@ -200,9 +200,10 @@ fn what_they_do_not_take_is_refused_with_a_sentence() {
             op.algo(&k, &k, &v).and_then(|_| op.forward(&k, &k, &v))
         };
         for algo in TENSOR_CORES {
-            let dtypes = format!("gdn_prefill: algo: {algo:?} takes q, k and v in bf16 or f16, got F32");
+            let dtypes = format!("gdn_prefill: algo: {algo:?} supports q, k and v in bf16 or f16, got F32");
             refused(run(algo, DType::F32, (128, 128)), &[&dtypes]);
-            let sizes = format!("gdn_prefill: algo: {algo:?} takes head sizes that are multiples of 8 and K up to 128");
+            let sizes =
+                format!("gdn_prefill: algo: {algo:?} supports head sizes that are multiples of 8 and K up to 128");
             for (key_dim, value_dim) in [(136, 128), (124, 128), (128, 124), (256, 256), (1, 17)] {
                 let got = format!("got {key_dim} (K) and {value_dim} (V)");
                 refused(run(algo, DType::BF16, (key_dim, value_dim)), &[&sizes, &got]);

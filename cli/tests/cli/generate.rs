@@ -83,7 +83,7 @@ fn a_forced_kernel_says_the_same() {
     // What takes no f32 shows that it was asked.
     let refused = |run: Run| {
         assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{run:?}");
-        run.says(&["algo: ChunkedSm80 takes q, k and v in bf16 or f16, got F32"]);
+        run.says(&["algo: ChunkedSm80 supports q, k and v in bf16 or f16, got F32"]);
     };
     refused(with(None, &["--algo", "chunked_sm80"]));
     refused(with(Some("chunked_sm80"), &[]));

@@ -78,7 +78,7 @@ fn a_forced_kernel_scores_the_same() {
     let args = ["--token-ids", "49,68,7"];
     assert_eq!(score(&[&args[..], &["--algo", "recurrent"]].concat()), score(&args));
     let args = [&args[..], &["--algo", "chunked_sm80"]].concat();
-    fails("perplexity", &args, 1, &["algo: ChunkedSm80 takes q, k and v in bf16 or f16, got F32"]);
+    fails("perplexity", &args, 1, &["algo: ChunkedSm80 supports q, k and v in bf16 or f16, got F32"]);
 }
 
 #[test]

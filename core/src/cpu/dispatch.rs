@@ -1,4 +1,4 @@
-//! The one place that asks what the processor can do.
+//! Which instruction set the processor has.
 
 use pulp::{Arch, WithSimd};
 

@@ -13,8 +13,6 @@ pub trait Element: Copy + Send + Sync + 'static {
     fn from_f32(x: f32) -> Self;
     /// The storage as a slice of this type, when it is of this type.
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
-    /// The same to read.
-    fn slice(storage: &CpuStorage) -> Option<&[Self]>;
 
     /// The first elements of `from`, as many as a vector has lanes.
     #[inline(always)]
@@ -58,12 +56,6 @@ macro_rules! element {
                     _ => None,
                 }
             }
-            fn slice(storage: &CpuStorage) -> Option<&[Self]> {
-                match storage {
-                    CpuStorage::$variant(data) => Some(data),
-                    _ => None,
-                }
-            }
         }
     };
 }
@@ -102,27 +94,14 @@ fn widen_f16(x: f16) -> f32 {
 
 /// An element of a stored state.
 pub trait Stored: Element {
-    /// `f` on the state in f32: on itself where it is, else on a copy that is rounded back.
+    /// `f` on the state in f32: on itself where it is, else on a copy that is rounded back to nearest even.
     fn in_f32(state: &mut [Self], f: impl FnOnce(&mut [f32]));
-    /// `f` on the state in f32, which it does not change.
-    fn with_f32(state: &[Self], f: impl FnOnce(&[f32]));
-    /// `to <- from`, rounded to nearest even.
-    fn store(from: &[f32], to: &mut [Self]);
 }
 
 impl Stored for f32 {
     #[inline(always)]
     fn in_f32(state: &mut [f32], f: impl FnOnce(&mut [f32])) {
         f(state);
-    }
-
-    #[inline(always)]
-    fn with_f32(state: &[f32], f: impl FnOnce(&[f32])) {
-        f(state);
-    }
-
-    fn store(from: &[f32], to: &mut [f32]) {
-        to.copy_from_slice(from);
     }
 }
 
@@ -131,17 +110,7 @@ impl Stored for bf16 {
         let mut copy = vec![0.0; state.len()];
         dispatch(Convert { from: state, to: &mut copy, one: widen_bf16 });
         f(&mut copy);
-        Self::store(&copy, state);
-    }
-
-    fn with_f32(state: &[bf16], f: impl FnOnce(&[f32])) {
-        let mut copy = vec![0.0; state.len()];
-        dispatch(Convert { from: state, to: &mut copy, one: widen_bf16 });
-        f(&copy);
-    }
-
-    fn store(from: &[f32], to: &mut [bf16]) {
-        dispatch(Convert { from, to, one: round_bf16 });
+        dispatch(Convert { from: &copy, to: state, one: round_bf16 });
     }
 }
 
@@ -162,26 +131,4 @@ impl<A: Copy, B, F: Fn(A) -> B> WithSimd for Convert<'_, A, B, F> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bf16_is_rounded_as_half_does() {
-        for high in 0..=u16::MAX {
-            for low in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
-                let x = f32::from_bits(u32::from(high) << 16 | low);
-                assert_eq!(round_bf16(x).to_bits(), bf16::from_f32(x).to_bits(), "{:#x}", x.to_bits());
-            }
-        }
-    }
-
-    #[test]
-    fn every_half_widens_exactly() {
-        for bits in 0..=u16::MAX {
-            let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
-            for (got, want) in [(Element::to_f32(b), b.to_f32()), (Element::to_f32(h), h.to_f32())] {
-                assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{bits:#x}: {got} {want}");
-            }
-        }
-    }
-}
+mod tests;

@@ -20,7 +20,7 @@ impl<'a, T> Heads<'a, T> {
     }
 }
 
-/// Asks for the cache lines of `row`, where the instruction set has a way that the compiler knows.
+/// Prefetches the cache lines of `row`, where the compiler knows an instruction for it.
 #[inline(always)]
 pub fn prefetch<T>(row: &[T]) {
     #[cfg(target_arch = "x86_64")]
@@ -120,16 +120,6 @@ impl<'a, T> Shared<'a, T> {
         std::slice::from_raw_parts_mut(self.ptr.add(start), len)
     }
 
-    /// A part to be read.
-    ///
-    /// # Safety
-    /// No live part that is written may overlap.
-    #[inline(always)]
-    pub unsafe fn view(&self, start: usize, len: usize) -> &[T] {
-        assert!(start <= self.len && len <= self.len - start, "part out of range");
-        std::slice::from_raw_parts(self.ptr.add(start), len)
-    }
-
     /// The part at `to` with a copy of the `len` elements at `from`, where they are not the same.
     ///
     /// # Safety
@@ -151,11 +141,11 @@ impl<'a, T> Shared<'a, T> {
 }
 
 /// Runs `task(0..tasks)` on candle's thread pool, or on this thread when the whole work (in elementary steps) is too
-/// small to wake anyone for: about 10 us of one core. The pool waits by spinning, so on a busy machine a short loop that
+/// small to wake other threads for: about 10 us of one core. The pool waits by spinning, so on a busy machine a short loop that
 /// goes through it costs far more than it saves.
 ///
 /// Each thread begins with the same part of the tasks every time, so that a state of which a call leaves a part in a
-/// core's cache is found there by the next; who has finished his own helps the others.
+/// core's cache is found there by the next; a thread that has finished its own part helps the others.
 pub fn parallel(tasks: usize, work_per_task: usize, task: impl Fn(usize) + Sync) {
     const INLINE_WORK: usize = 1 << 16;
     if tasks <= 1 || tasks.saturating_mul(work_per_task) <= INLINE_WORK {

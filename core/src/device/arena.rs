@@ -75,7 +75,7 @@ impl Arena {
 }
 
 impl Outputs {
-    /// The storage that the op which asks now wrote the last time, if it was of this kind.
+    /// The storage that this op wrote in the last pass, if dtype and shape are the same.
     fn take(&mut self, dtype: DType, shape: &[usize]) -> Result<Option<CudaStorage>> {
         self.forget_failed();
         let key = (self.layer % 2, self.count, dtype, shape.to_vec());
@@ -100,7 +100,7 @@ impl Outputs {
         Ok(())
     }
 
-    /// An op that took a storage and never finished: its tensor holds the placeholder, which nobody may write.
+    /// An op that took a storage and never finished: its tensor holds the placeholder, which no op may write.
     fn forget_failed(&mut self) {
         if let Some((key, Some(_))) = self.pending.take() {
             self.tensors.remove(&key);
@@ -165,7 +165,7 @@ pub fn finish(arena: Option<&Arena>, out: CudaStorage, shape: Shape) -> Result<T
 }
 
 /// Calls `launch` with the address of so many bytes that mean nothing before and after, null for none. They are freed
-/// on the stream, behind the launch, or stay in the arena.
+/// on the stream after the launch, or kept in the arena.
 pub fn with_workspace<R>(
     arena: Option<&Arena>,
     device: &CudaDevice,

@@ -1,6 +1,6 @@
 //! Tensors that an op writes in place: the one way to do so, through candle's own machinery, so that its locks hold.
 //!
-//! A thread takes locks in this order, any of which it may leave out:
+//! A thread takes locks in this order, any of which it may skip:
 //! 1. the shared stream ([`Working`]), which a thread that captures a graph has for itself;
 //! 2. the storages of an op's arguments, in their order, a storage that two of them share once;
 //! 3. the states that it writes: the convolution's, then the recurrent one;

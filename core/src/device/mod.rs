@@ -37,8 +37,8 @@ use candle_core::{Device, Result};
 /// `Device::new_cuda_with_stream` has one stream, but cudarc then guards every tensor with events, which cost the host
 /// time and keep kernels from overlapping; on this device they are off, as one stream needs none.
 ///
-/// Tensors of it and of another candle device on the same GPU meet only after `Device::synchronize`, and nobody may add
-/// streams to its context.
+/// Tensors of it and of another candle device on the same GPU meet only after `Device::synchronize`, and no
+/// streams may be added to its context.
 ///
 /// # Errors
 /// Without the feature `cuda`, or where there is no such GPU.
@@ -56,9 +56,9 @@ pub fn single_stream_device(ordinal: usize) -> Result<Device> {
 /// Lets a CUDA device keep the memory that is freed instead of returning it to the system at every synchronisation.
 ///
 /// candle allocates from the device's stream-ordered pool, which by default gives back all that is free whenever the
-/// host waits for the device. The next allocation then has to map memory anew, which can take longer than the kernels it
+/// host waits for the device. The next allocation then has to map memory again, which can take longer than the kernels it
 /// is for: a program that runs in a loop should call this once. It holds for the whole process and device; a limit that
-/// someone has set already is left alone. What is kept counts as used for other processes.
+/// was set before is kept. Other processes see the kept memory as used.
 ///
 /// Does nothing on other devices, or where the device has no such pool.
 ///

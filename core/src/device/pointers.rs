@@ -26,28 +26,15 @@ impl Pointer<'_> {
 /// `$body` with `$slice` bound to the storage's typed slice.
 macro_rules! with_slice {
     ($storage:expr, $method:ident, $slice:ident => $body:expr) => {
+        with_slice!($storage, $method, $slice => $body; F32 f32, BF16 bf16, F16 f16, U8 u8, U32 u32)
+    };
+    ($storage:expr, $method:ident, $slice:ident => $body:expr; $($dtype:ident $type:ty),+) => {
         match $storage.dtype() {
-            DType::F32 => {
-                let $slice = $storage.$method::<f32>()?;
+            $(DType::$dtype => {
+                let $slice = $storage.$method::<$type>()?;
                 $body
-            }
-            DType::BF16 => {
-                let $slice = $storage.$method::<bf16>()?;
-                $body
-            }
-            DType::F16 => {
-                let $slice = $storage.$method::<f16>()?;
-                $body
-            }
-            DType::U8 => {
-                let $slice = $storage.$method::<u8>()?;
-                $body
-            }
-            DType::U32 => {
-                let $slice = $storage.$method::<u32>()?;
-                $body
-            }
-            dtype => bail!("candle-gdn: no CUDA kernel takes dtype {dtype:?}"),
+            })+
+            dtype => bail!("candle-gdn: no CUDA kernel supports dtype {dtype:?}"),
         }
     };
 }

@@ -4,7 +4,7 @@
 
 use super::recurrent::Step;
 use super::transposed::{padded, TransposedState, AT_ONCE};
-use crate::sizes::HeadSizes;
+use crate::reference::Dims;
 use candle_gdn_core::cpu::simd::dispatch;
 use candle_gdn_core::cpu::{parallel, prefetch, Element, Heads, Sequences, Shared, Slots, Stored};
 use pulp::{Simd, WithSimd};
@@ -14,7 +14,7 @@ const TRANSPOSE_FROM: usize = 8;
 
 /// Everything but the output and the state.
 pub struct Rule<'a, T> {
-    pub sizes: HeadSizes,
+    pub sizes: Dims,
     pub q: Heads<'a, T>,
     pub k: Heads<'a, T>,
     pub v: Heads<'a, T>,
@@ -32,7 +32,7 @@ pub struct Rule<'a, T> {
 impl<T: Element> Rule<'_, T> {
     /// Writes o, contiguous `[tokens, HV, V]`, and advances `state`, `[slot, HV, V, K]` with contiguous slots.
     pub fn run<S: Stored>(&self, out: &mut [T], state: &mut [S]) {
-        let HeadSizes { value_heads, key_dim, value_dim, .. } = self.sizes;
+        let Dims { value_heads, key_dim, value_dim, .. } = self.sizes;
         let head_size = value_dim * key_dim;
         let tasks = self.seqs.count * value_heads;
         let work = head_size * (self.seqs.total_tokens().div_ceil(self.seqs.count.max(1)));
@@ -69,7 +69,7 @@ impl<T: Element> Rule<'_, T> {
     }
 
     fn zero(&self, n: usize, h: usize, out: &Shared<'_, T>) {
-        let HeadSizes { value_heads, value_dim, .. } = self.sizes;
+        let Dims { value_heads, value_dim, .. } = self.sizes;
         let first = self.seqs.out_token(n);
         for t in first..first + self.seqs.range(n).1 {
             // SAFETY: a token's head belongs to one task.
@@ -104,10 +104,10 @@ impl<T: Element> Head<'_, '_, T> {
         v.iter_mut().zip(rule.v.row(self.n, t, self.h, rule.sizes.value_dim)).for_each(|(v, x)| *v = x.to_f32());
     }
 
-    /// Asks for the rows of tokens to come. Those of one head lie a whole token apart, each on pages of its own, where no
-    /// hardware looks ahead.
+    /// Prefetches the rows of the next tokens. Those of one head lie a whole token apart, each on pages of its own, where no
+    /// hardware prefetches.
     fn prefetch(&self, tokens: std::ops::Range<usize>) {
-        let HeadSizes { key_dim, value_dim, .. } = self.rule.sizes;
+        let Dims { key_dim, value_dim, .. } = self.rule.sizes;
         for i in tokens.start..tokens.end.min(self.tokens) {
             let t = self.first + i;
             prefetch(self.rule.q.row(self.n, t, self.key_head, key_dim));
@@ -122,7 +122,7 @@ impl<T: Element> Head<'_, '_, T> {
     }
 
     fn store(&self, i: usize, o: &[f32]) {
-        let HeadSizes { value_heads, value_dim, .. } = self.rule.sizes;
+        let Dims { value_heads, value_dim, .. } = self.rule.sizes;
         // SAFETY: a token's head belongs to one task.
         let to = unsafe { self.out.part(((self.out_token + i) * value_heads + self.h) * value_dim, value_dim) };
         to.iter_mut().zip(o).for_each(|(to, &o)| *to = T::from_f32(o));
@@ -130,7 +130,7 @@ impl<T: Element> Head<'_, '_, T> {
 
     /// Token by token over the state as it lies.
     fn steps(&self, state: &mut [f32]) {
-        let HeadSizes { key_dim, value_dim, .. } = self.rule.sizes;
+        let Dims { key_dim, value_dim, .. } = self.rule.sizes;
         let mut rows = vec![0.0; 2 * key_dim + value_dim];
         let (q, rest) = rows.split_at_mut(key_dim);
         let (k, v) = rest.split_at_mut(key_dim);
@@ -144,7 +144,7 @@ impl<T: Element> Head<'_, '_, T> {
 
     /// A few tokens at a time over a transposed state.
     fn passes(&self, state: &mut [f32]) {
-        let HeadSizes { key_dim, value_dim, .. } = self.rule.sizes;
+        let Dims { key_dim, value_dim, .. } = self.rule.sizes;
         let row = padded(value_dim);
         let mut transposed = TransposedState::new(state, key_dim, value_dim);
         let (mut q, mut k) = (vec![0.0; AT_ONCE * key_dim], vec![0.0; AT_ONCE * key_dim]);

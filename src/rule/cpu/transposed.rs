@@ -16,7 +16,6 @@ use candle_gdn_core::cpu::simd::{dispatch, dot};
 use pulp::{Simd, WithSimd};
 
 #[cfg(test)]
-#[path = "transposed_tests.rs"]
 mod tests;
 
 /// Tokens of a pass.
@@ -120,7 +119,7 @@ impl<const N: usize> Pass<'_, N> {
         for i in 0..N {
             log_decay += self.gates[i].0;
             s.decay[i] = log_decay.exp();
-            // Summed anew from token i down, since a ratio of running products may be 0 / 0.
+            // Summed again from token i down, since a ratio of running products may be 0 / 0.
             let mut between = 0.0;
             for j in (0..=i).rev() {
                 let decay = f32::exp(between);

@@ -1,9 +1,9 @@
-//! Rings on the CPU: plain f32 loops, for tests of everything around rings. Engines take them on CUDA alone, since a core's
+//! Rings on the CPU: plain f32 loops, for tests of everything around rings. Engines use them on CUDA alone, since a core's
 //! caches hold a state between reading and writing it.
 
 use super::spans::{Span, RING_ROWS};
 use super::tensors::{Ring, Window, OP};
-use crate::sizes::HeadSizes;
+use crate::reference::Dims;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_core::{cpu_slots, Slots};
 
@@ -26,8 +26,8 @@ pub(crate) struct Entries {
 
 impl Entries {
     /// Adds the entry in `row` to value head `h` of a state, `[V, K]`.
-    pub fn add(&self, state: &mut [f32], h: usize, row: usize, sizes: HeadSizes) {
-        let HeadSizes { key_heads, value_heads, key_dim, value_dim } = sizes;
+    pub fn add(&self, state: &mut [f32], h: usize, row: usize, sizes: Dims) {
+        let Dims { key_heads, value_heads, key_dim, value_dim } = sizes;
         let decay = self.decays[h * RING_ROWS + row].exp();
         let key = &self.keys[(h / (value_heads / key_heads) * RING_ROWS + row) * key_dim..][..key_dim];
         let update = &self.updates[(h * RING_ROWS + row) * value_dim..][..value_dim];

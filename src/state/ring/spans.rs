@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Entries at most before they are flushed into the state.
 pub const RING_ENTRIES: usize = GDN_RING_ENTRIES;
 
-/// Rows that entries take in turn: what a call appends is never where another block of it still reads.
+/// Rows that entries use in turn: a call never appends where another block of it still reads.
 pub const RING_ROWS: usize = GDN_RING_CAPACITY;
 
 /// Most tokens of a sequence that a call may append.

@@ -1,7 +1,7 @@
 //! The tensors of a ring.
 
 use super::spans::{RingSpans, RING_ROWS};
-use crate::sizes::HeadSizes;
+use crate::reference::Dims;
 use candle_core::{DType, Result, Tensor};
 
 pub(super) const OP: &str = "ring";
@@ -21,9 +21,9 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    pub fn new(slots: usize, sizes: HeadSizes, channels: usize, dtype: DType, spans: RingSpans) -> Result<Self> {
+    pub fn new(slots: usize, sizes: Dims, channels: usize, dtype: DType, spans: RingSpans) -> Result<Self> {
         let device = &spans.tensor().device().clone();
-        let HeadSizes { key_heads, value_heads, key_dim, value_dim } = sizes;
+        let Dims { key_heads, value_heads, key_dim, value_dim } = sizes;
         Ok(Self {
             keys: Tensor::zeros((slots, key_heads, RING_ROWS, key_dim), dtype, device)?,
             updates: Tensor::zeros((slots, value_heads, RING_ROWS, value_dim), DType::F32, device)?,
@@ -53,10 +53,10 @@ impl Ring {
         self.spans.grow(slots)
     }
 
-    pub fn sizes(&self) -> Result<HeadSizes> {
+    pub fn sizes(&self) -> Result<Dims> {
         let (_, key_heads, _, key_dim) = self.keys.dims4()?;
         let (_, value_heads, _, value_dim) = self.updates.dims4()?;
-        Ok(HeadSizes { key_heads, value_heads, key_dim, value_dim })
+        Ok(Dims { key_heads, value_heads, key_dim, value_dim })
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The weights lie in panels of [`PANEL`] outputs, `[n / PANEL, k, PANEL]`: a product walks its panel once from front to
 //! back, adds whole vectors and never sums across lanes. Half-precision weights stay as they are in memory and are widened
-//! on the way into registers, or, where there are many rows, a piece of a panel at a time.
+//! on the way into registers, or, where there are many rows, a part of a panel at a time.
 
 /// The products of `x [rows, in]` with each of the weights, `[rows, out]`, on the CPU.
 pub fn products<const N: usize>(x: &[f32], weights: [&Weights; N]) -> [Vec<f32>; N] {
@@ -31,14 +31,14 @@ use weights::Data;
 const ROWS: usize = 96;
 /// Up to this many rows it does not pay to widen a panel first.
 const DIRECT_ROWS: usize = 8;
-/// Inputs of the piece of a panel that is widened at a time; it stays in the first-level cache.
+/// Inputs of the part of a panel that is widened at a time; it stays in the first-level cache.
 const DEPTH: usize = 128;
 
 /// One product of a call.
 pub struct Product<'a> {
     /// `[.., k]`
     pub x: &'a [f32],
-    /// Which rows of x to take, in this order; all of them if absent.
+    /// Which rows of x are multiplied, in this order; all of them if absent.
     pub rows: Option<&'a [u32]>,
     pub weights: &'a Weights,
     /// Which of the matrices.
@@ -154,9 +154,9 @@ impl<W: Element> PanelTask<'_, '_, W> {
         }
         let mut wide = [0f32; DEPTH * PANEL];
         for start in (0..k).step_by(DEPTH) {
-            let piece = &self.panel[start * PANEL..(start + DEPTH).min(k) * PANEL];
-            let wide = &mut wide[..piece.len()];
-            wide.iter_mut().zip(piece).for_each(|(wide, x)| *wide = x.to_f32());
+            let part = &self.panel[start * PANEL..(start + DEPTH).min(k) * PANEL];
+            let wide = &mut wide[..part.len()];
+            wide.iter_mut().zip(part).for_each(|(wide, x)| *wide = x.to_f32());
             self.tiles::<S, f32, M, N>(simd, start, wide);
         }
         if k == 0 {
@@ -164,21 +164,21 @@ impl<W: Element> PanelTask<'_, '_, W> {
         }
     }
 
-    /// All rows times a piece of the panel that begins at input `start`; adds to what the earlier pieces gave.
+    /// All rows times the part of the panel that begins at input `start`; adds to the sums of the earlier parts.
     #[inline(always)]
-    fn tiles<S: Simd, P: Element, const M: usize, const N: usize>(&self, simd: S, start: usize, piece: &[P]) {
+    fn tiles<S: Simd, P: Element, const M: usize, const N: usize>(&self, simd: S, start: usize, part: &[P]) {
         let mut row = self.rows.start;
         while self.rows.end - row >= M {
-            self.tile::<S, P, M, N, 1>(simd, row, start, piece);
+            self.tile::<S, P, M, N, 1>(simd, row, start, part);
             row += M;
         }
         while self.rows.end - row >= 3 {
-            self.tile::<S, P, 3, N, 1>(simd, row, start, piece);
+            self.tile::<S, P, 3, N, 1>(simd, row, start, part);
             row += 3;
         }
         match self.rows.end - row {
-            2 => self.tile::<S, P, 2, N, 2>(simd, row, start, piece),
-            1 => self.tile::<S, P, 1, N, 4>(simd, row, start, piece),
+            2 => self.tile::<S, P, 2, N, 2>(simd, row, start, part),
+            1 => self.tile::<S, P, 1, N, 4>(simd, row, start, part),
             _ => {}
         }
     }
@@ -189,12 +189,12 @@ impl<W: Element> PanelTask<'_, '_, W> {
         simd: S,
         row: usize,
         start: usize,
-        piece: &[P],
+        part: &[P],
     ) {
         let n = self.job.weights.n;
         let mut x = [&[][..]; M];
         for (m, x) in x.iter_mut().enumerate() {
-            *x = &self.job.row(row + m)[start..][..piece.len() / PANEL];
+            *x = &self.job.row(row + m)[start..][..part.len() / PANEL];
         }
         for at in (0..PANEL.min(n - self.column)).step_by(N * S::F32_LANES) {
             let column = self.column + at;
@@ -207,7 +207,7 @@ impl<W: Element> PanelTask<'_, '_, W> {
                     *sums = load_row::<S, N>(simd, out(m));
                 }
             }
-            add_products::<S, P, M, N, U>(simd, x, piece, (PANEL, at), &mut sums);
+            add_products::<S, P, M, N, U>(simd, x, part, (PANEL, at), &mut sums);
             for (m, sums) in sums.iter().enumerate() {
                 store_row::<S, N>(out(m), sums);
             }
@@ -287,7 +287,7 @@ pub fn load_row<S: Simd, const N: usize>(simd: S, from: &[f32]) -> [S::f32s; N] 
     row
 }
 
-/// As much of `N` vectors as `to` takes.
+/// As much of `N` vectors as fits in `to`.
 #[inline(always)]
 pub fn store_row<S: Simd, const N: usize>(to: &mut [f32], row: &[S::f32s; N]) {
     let row: &[f32] = bytemuck::cast_slice(row);

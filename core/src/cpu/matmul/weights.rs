@@ -108,12 +108,12 @@ impl std::fmt::Debug for Weights {
 
 /// Whether every value of `from` survives the way through `H`.
 fn all_exact<H: Element>(from: &[f32]) -> bool {
-    const PIECE: usize = 1 << 14;
+    const PART: usize = 1 << 14;
     let exact = AtomicBool::new(true);
-    parallel(from.len().div_ceil(PIECE), PIECE, |task| {
+    parallel(from.len().div_ceil(PART), PART, |task| {
         if exact.load(Ordering::Relaxed) {
-            let piece = &from[task * PIECE..from.len().min((task + 1) * PIECE)];
-            if !piece.iter().all(|&x| H::from_f32(x).to_f32().to_bits() == x.to_bits()) {
+            let part = &from[task * PART..from.len().min((task + 1) * PART)];
+            if !part.iter().all(|&x| H::from_f32(x).to_f32().to_bits() == x.to_bits()) {
                 exact.store(false, Ordering::Relaxed);
             }
         }

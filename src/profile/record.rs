@@ -6,12 +6,12 @@ use candle_gdn_core::abi as gdn;
 use candle_gdn_core::device::cuda::check;
 use std::ffi::{c_char, CStr};
 
-/// Bytes behind the buffer that no kernel may write, and what they hold.
+/// Bytes after the buffer that no kernel may write, and what they hold.
 const GUARD: usize = 4096;
 const PATTERN: u8 = 0xa5;
 
 /// Runs `launches` with a buffer of so many bytes registered: their result, and the bytes that the kernels wrote.
-pub(crate) fn record<T>(
+pub(super) fn record<T>(
     device: &CudaDevice,
     bytes: usize,
     events_per_warp: usize,
@@ -62,7 +62,7 @@ impl Drop for Registered {
 }
 
 /// The names that the kernels' library gives its scopes, and those of the roles.
-pub(crate) fn names() -> [Vec<&'static str>; 2] {
+pub(super) fn names() -> [Vec<&'static str>; 2] {
     let all = |name: unsafe extern "C" fn(u32) -> *const c_char| {
         (0..)
             .map_while(|id| {

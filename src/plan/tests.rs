@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn calls_of_few_tokens_take_the_step() {
+fn calls_of_few_tokens_use_the_step() {
     for (longest, cuda, step) in
         [(0, true, true), (8, true, true), (9, true, false), (16, false, true), (17, false, false)]
     {
@@ -19,10 +19,10 @@ fn launches_of_one_token_of_few_sequences_overlap() {
 }
 
 #[test]
-fn kernels_of_the_rule_and_what_they_take() {
+fn kernels_of_the_rule_and_what_they_support() {
     use Algo::*;
     use DType::{BF16, F32};
-    let takes = [
+    let cases = [
         (Auto, F32, (7, 5), 1000, true),
         (Unfused, F32, (7, 5), 1000, true),
         (Recurrent, F32, (256, 1), 1000, true),
@@ -38,15 +38,15 @@ fn kernels_of_the_rule_and_what_they_take() {
         (ChunkedSm90, BF16, (128, 124), 64, false),
         (StepWhole, BF16, (128, 128), 1, false),
     ];
-    for (algo, dtype, sizes, longest, want) in takes {
+    for (algo, dtype, sizes, longest, want) in cases {
         assert_eq!(refuses_rule(algo, dtype, sizes, longest).is_none(), want, "{algo} {dtype:?} {sizes:?} {longest}");
     }
 }
 
 #[test]
-fn kernels_of_the_step_and_what_they_take() {
+fn kernels_of_the_step_and_what_they_support() {
     use Algo::*;
-    let takes = [
+    let cases = [
         (Auto, (64, 64, 3), 16, true, true),
         (Recurrent, (64, 64, 3), 16, true, true),
         (StepWhole, (128, 128, 4), 16, true, true),
@@ -56,7 +56,7 @@ fn kernels_of_the_step_and_what_they_take() {
         (StepSplit, (128, 128, 4), 2, false, false),
         (StepSplit, (128, 128, 4), 1, true, false),
     ];
-    for (algo, sizes, longest, packed, want) in takes {
+    for (algo, sizes, longest, packed, want) in cases {
         assert_eq!(refuses_step(algo, sizes, longest, packed).is_none(), want, "{algo} {sizes:?} {longest} {packed}");
     }
 }

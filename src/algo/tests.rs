@@ -19,7 +19,7 @@ fn an_algo_has_one_name() {
 
 #[test]
 fn they_are_those_of_the_header() {
-    let header = include_str!("../cuda/gdn.h");
+    let header = include_str!("../../cuda/gdn.h");
     let names = |kind: &str| -> Vec<String> {
         let lines = header.split(&format!("typedef enum {kind} {{")).nth(1).unwrap();
         let lines = lines.split(&format!("}} {kind};")).next().unwrap().lines();

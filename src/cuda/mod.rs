@@ -1,4 +1,0 @@
-//! The CUDA side of dense projections and of the profile.
-
-#[cfg(feature = "profile")]
-pub(crate) mod profile;
