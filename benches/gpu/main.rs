@@ -248,11 +248,7 @@ fn bench(args: Args) -> Result<usize> {
     let (choice, kernels) = (args.choice, args.kernels);
     let mut bench = Bench { device, dtype, algos, all_algos, choice, clock, failures: 0, kernels, run, path };
     let suites = match args.suites.is_empty() {
-        true => Suite::value_variants()
-            .iter()
-            .copied()
-            .filter(|suite| *suite != Suite::Drafts)
-            .collect(),
+        true => Suite::value_variants().iter().copied().filter(|suite| *suite != Suite::Drafts).collect(),
         false => args.suites,
     };
     for suite in suites {

@@ -1,13 +1,11 @@
 //! The engine with drafts of the demo's draft head: the text is what it is without.
 
 use crate::golden::{drafted, DEMO};
+use crate::serving;
 use crate::support::{single_stream_devices, soak};
 use candle_core::{DType, Result};
-use candle_gdn_models::{
-    CausalLm, DraftDepth, Engine, EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Request, RequestId,
-    Sampling,
-};
-use std::collections::{BTreeMap, HashMap};
+use candle_gdn_models::{CausalLm, DraftDepth, EngineOptions, EngineStats, GraphChoice, Request, Sampling};
+use std::collections::BTreeMap;
 
 /// Below this difference of the two best logits, rounding may choose.
 const MARGIN: f32 = 2e-3;
@@ -30,24 +28,12 @@ fn prompts(count: usize) -> Result<Vec<Vec<u32>>> {
 
 /// The completions of all requests, in order.
 fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> Result<(Vec<Vec<u32>>, EngineStats)> {
-    let tokens = match options.draft_depth {
-        DraftDepth::Fixed(depth) => options.sequences * (depth + 1),
-        DraftDepth::Auto => usize::MAX,
+    let graphed = match options.draft_depth {
+        DraftDepth::Fixed(depth) => options.sequences * (depth + 1) <= 32,
+        DraftDepth::Auto => false,
     };
-    let mut engine = Engine::new(model, options)?;
-    let ids = requests.iter().map(|request| engine.submit(request.clone())).collect::<Result<Vec<_>>>()?;
-    let mut all: HashMap<RequestId, Vec<u32>> = HashMap::new();
-    while !engine.is_idle() {
-        for event in engine.step()? {
-            match event {
-                Event::Token { id, token, .. } => all.entry(id).or_default().push(token),
-                Event::Finished { reason: FinishReason::Failed(e), .. } => panic!("{e}"),
-                Event::NoGraph { why, .. } if tokens <= 32 => panic!("{why}"),
-                _ => {}
-            }
-        }
-    }
-    Ok((ids.iter().map(|id| all.remove(id).unwrap_or_default()).collect(), engine.stats()))
+    let (all, stats) = serving::complete(model, options, requests, graphed)?;
+    Ok((all.into_iter().map(|completion| completion.tokens).collect(), stats))
 }
 
 /// Whether the long runs are asked for.

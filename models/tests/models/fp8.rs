@@ -3,10 +3,11 @@
 
 use crate::gguf::{in_fp8, wide, without_experts};
 use crate::golden::{self, log_softmax};
+use crate::serving::steps_beside_graph;
 use crate::support::{gpus, rel_rms, single_stream_devices, soak};
 use crate::tiny::{Tiny, VOCAB};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, DecodeGraph, ModelConfig};
+use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
 
 /// More than the kernel for few rows takes.
@@ -137,20 +138,11 @@ fn graphs_give_what_passes_give() -> Result<()> {
         for tiny in models() {
             let model = load(&in_fp8(&tiny, [128, 128])?.0, DType::BF16, device)?;
             for count in [1, 8, 20, 50] {
-                let mut pools = [model.new_sequences(count, 16)?, model.new_sequences(count, 16)?];
-                let mut graph = DecodeGraph::capture(&model, &mut pools[0], count)?;
-                let all = (0..count).map(|i| Ok(([pools[0].begin()?, pools[1].begin()?], id(i))));
-                let all: Vec<_> = all.collect::<Result<_>>()?;
-                for step in 0..4 {
-                    let id = |id: u32| (id + 5 * step) % VOCAB as u32;
-                    let graphed: Vec<_> = all.iter().map(|(s, i)| (s[0], id(*i))).collect();
-                    let ids: Vec<_> = all.iter().map(|(s, i)| (s[1], [id(*i)])).collect();
-                    let eager: Vec<_> = ids.iter().map(|(s, id)| (*s, &id[..])).collect();
-                    let got = graph.step(&model, &mut pools[0], &graphed)?.flatten_all()?.to_vec1::<f32>()?;
-                    let want = model.feed(&mut pools[1], &eager)?.flatten_all()?.to_vec1::<f32>()?;
-                    let error = rel_rms(&got, &want);
-                    assert!(error < 2e-2, "{count} sequences, step {step}: {error:e}");
-                }
+                let token = |i: usize, step: usize| (id(i) + 5 * step as u32) % VOCAB as u32;
+                steps_beside_graph(&model, &vec![vec![]; count], 4, token, |got, want, what| {
+                    let error = rel_rms(&got.concat(), &want.concat());
+                    assert!(error < 2e-2, "{what}: {error:e}");
+                })?;
             }
         }
     }

@@ -3,6 +3,7 @@
 
 use crate::gguf_writer::{dequantized, in_a_folder, load, Files, GgufOfTiny, Layout};
 use crate::golden::{argmax, converted, max_diff, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::serving::steps_beside_graph;
 use crate::support::{gpus, refused, rel_rms, single_stream_devices};
 use crate::tiny::{self, Tiny};
 use candle_core::quantized::gguf_file::Value;
@@ -339,22 +340,13 @@ fn quantised_models_on_cuda() -> Result<()> {
 /// Steps of 20 sequences by a graph are those without.
 fn many_graphed(model: &CausalLm) -> Result<()> {
     const COUNT: usize = 20;
-    let mut pool = model.new_sequences(2 * COUNT, 32)?;
-    let s: Vec<_> = (0..2 * COUNT).map(|_| pool.begin()).collect::<Result<_>>()?;
     let prompts: Vec<Vec<u32>> = (0..COUNT).map(|i| vec![IDS[i % IDS.len()]; 1 + i % 5]).collect();
-    for half in s.chunks(COUNT) {
-        let fed: Vec<_> = half.iter().zip(&prompts).map(|(&s, prompt)| (s, &prompt[..])).collect();
-        model.feed_only(&mut pool, &fed)?;
-    }
-    let mut graph = DecodeGraph::capture(model, &mut pool, COUNT)?;
-    for (step, &id) in IDS.iter().enumerate() {
-        let ids: Vec<u32> = (0..COUNT as u32).map(|i| (id + i * step as u32) % 8).collect();
-        let fed: Vec<_> = s.iter().zip(&ids).map(|(&s, id)| (s, std::slice::from_ref(id))).collect();
-        let eager = model.feed(&mut pool, &fed)?.flatten_all()?.to_vec1::<f32>()?;
-        let stepped: Vec<_> = s[COUNT..].iter().zip(&ids).map(|(&s, &id)| (s, id)).collect();
-        let graphed = graph.step(model, &mut pool, &stepped)?.flatten_all()?.to_vec1::<f32>()?;
-        assert!(rel_rms(&graphed, &eager) < 1e-5, "20 sequences: {:e}", rel_rms(&graphed, &eager));
-    }
+    let token = |i: usize, step: usize| (IDS[step] + (i * step) as u32) % 8;
+    steps_beside_graph(model, &prompts, IDS.len(), token, |got, want, what| {
+        let error = rel_rms(&got.concat(), &want.concat());
+        assert!(error < 1e-5, "{what}: {error:e}");
+    })?;
+    let mut pool = model.new_sequences(1, 32)?;
     refused(DecodeGraph::capture(model, &mut pool, 129), &["at most 128 rows of this quantised model, got 129"]);
     Ok(())
 }

@@ -1,10 +1,11 @@
 //! Models with a mixture of experts whose widths the CUDA kernels take: 16-bit on CUDA against f32 on the CPU, from the
 //! same weights.
 
+use crate::serving::steps_beside_graph;
 use crate::support::{devices, gpus, rel_rms, single_stream_devices};
 use crate::tiny::{Tiny, VOCAB};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, DecodeGraph, ModelConfig};
+use candle_gdn_models::{CausalLm, ModelConfig};
 use candle_nn::VarBuilder;
 
 /// Routing is not continuous: where the rounding of 16 bits sends a token to another expert its logits are others, and so
@@ -89,21 +90,11 @@ fn graphs_of_many_sequences() -> Result<()> {
     for device in &gpus(single_stream_devices()) {
         let model = load(&tiny, DType::BF16, DType::BF16, device)?;
         for count in [1, 8, 40] {
-            let mut pools = [model.new_sequences(count, 16)?, model.new_sequences(count, 16)?];
-            let mut graph = DecodeGraph::capture(&model, &mut pools[0], count)?;
-            let all: Vec<_> = (0..count)
-                .map(|i| Ok(([pools[0].begin()?, pools[1].begin()?], i as u32 % VOCAB as u32)))
-                .collect::<Result<_>>()?;
-            for step in 0..4 {
-                let id = |id: u32| (id + 5 * step) % VOCAB as u32;
-                let graphed: Vec<_> = all.iter().map(|(s, i)| (s[0], id(*i))).collect();
-                let ids: Vec<_> = all.iter().map(|(s, i)| (s[1], [id(*i)])).collect();
-                let eager: Vec<_> = ids.iter().map(|(s, id)| (*s, &id[..])).collect();
-                let got = graph.step(&model, &mut pools[0], &graphed)?.to_vec2::<f32>()?;
-                let want = model.feed(&mut pools[1], &eager)?.to_vec2::<f32>()?;
-                let error = middle(&got, &want);
-                assert!(error < MIDDLE, "{count} sequences, step {step}: {error}");
-            }
+            let token = |i: usize, step: usize| ((i + 5 * step) % VOCAB) as u32;
+            steps_beside_graph(&model, &vec![vec![]; count], 4, token, |got, want, what| {
+                let error = middle(got, want);
+                assert!(error < MIDDLE, "{what}: {error}");
+            })?;
         }
     }
     Ok(())
