@@ -18,7 +18,7 @@ struct Death {
 }
 
 impl Death {
-    /// Whether a pass has so many calls. Either way the first rank hears that it is alone in this pass or in the next.
+    /// Whether a pass has so many calls. Either way the first rank gets an error in this pass or in the next.
     fn of_two<R: Collective + 'static>(
         &self,
         make: impl Fn(usize) -> Result<R> + Sync,

@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_gdn_core::Working;
 use candle_gdn_models::{
     rotary_frequencies, shard_of, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
-    Engine, EngineOptions, FinishReason, GraphChoice, ModelConfig, PrepareOptions, Request, Sequence, SequencePool,
+    Engine, EngineOptions, FinishReason, GraphChoice, PrepareOptions, Request, Sequence, SequencePool,
 };
 use candle_nn::VarBuilder;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -83,10 +83,7 @@ fn model(device: &Device, group: &Arc<Faulty>) -> Result<CausalLm> {
     let (config, weights) = match device.is_cpu() {
         true => {
             let tiny = Tiny::qwen3_next();
-            (
-                ModelConfig::from_json(&tiny.config.to_string())?,
-                VarBuilder::from_tensors(tiny.weights, DType::F32, device),
-            )
+            (tiny.model_config()?, VarBuilder::from_tensors(tiny.weights, DType::F32, device))
         }
         false => (DEMO.config()?, DEMO.weights(DType::F32, device)?),
     };
@@ -178,7 +175,7 @@ fn an_engine_loses_no_request() -> Result<()> {
     for device in single_stream_devices() {
         let group = Faulty::new(None);
         let model = model(&device, &group)?;
-        // A graph is captured before, and calls nobody.
+        // A graph is captured before, and makes no call.
         let want = completed(&model, GraphChoice::Off, || {})?;
         assert!(want.iter().all(|want| want.is_ok()));
         let mut calls = 0;

@@ -28,7 +28,7 @@ fn requests() -> Result<Vec<Request>> {
     Ok((0..30).map(request).collect())
 }
 
-/// Each token of a completion against the model's logits behind those before it. How often a penalty changed the most likely one.
+/// Each token of a completion against the model's logits after those before it. How often a penalty changed the most likely one.
 fn check(model: &CausalLm, request: &Request, told: &Completion, what: &str) -> Result<usize> {
     let mut pool = model.new_sequences(1, 200)?;
     let s = pool.begin()?;
