@@ -17,7 +17,7 @@ pub struct Args {
     #[arg(long, value_delimiter = ',')]
     prompts: Vec<usize>,
 
-    /// Tokens that are decoded one by one behind --depth others
+    /// Tokens that are decoded one by one after --depth others
     #[arg(long, default_value_t = 128)]
     decode: usize,
 
@@ -55,7 +55,7 @@ impl Runner {
         Ok(time)
     }
 
-    /// Nanoseconds of so many steps behind a prompt, the most likely token being the next.
+    /// Nanoseconds of so many steps after a prompt, the most likely token being the next.
     fn decode(&mut self, depth: usize, tokens: usize) -> Result<u128> {
         let sequence = self.pool.begin()?;
         if depth > 0 {

@@ -22,18 +22,9 @@ impl Inputs {
         let tokens = work.tokens();
         let (keys, values) = (hk * dim, hv * dim);
         let randn = |shape: &[usize]| Tensor::randn(0f32, 1., shape, device);
-        let mut qkv = randn(&[tokens, 2 * keys + values])?;
-        if work.contest() {
-            let rows = qkv.narrow(1, 0, 2 * keys)?.reshape((tokens, 2 * hk, dim))?;
-            let rows = rows.broadcast_div(&rows.sqr()?.sum_keepdim(2)?.sqrt()?)?.reshape((tokens, 2 * keys))?;
-            qkv = Tensor::cat(&[&rows, &qkv.narrow(1, 2 * keys, values)?], 1)?;
-        }
-        let qkv = qkv.to_dtype(dtype)?;
+        let qkv = randn(&[tokens, 2 * keys + values])?.to_dtype(dtype)?;
         let ba = randn(&[tokens, 2 * hv])?.to_dtype(dtype)?;
-        let (a_log, dt_bias) = match work.contest() {
-            true => ((randn(&[hv])? * 0.1)?, (randn(&[hv])? * 0.1)?),
-            false => (Tensor::rand(1f32, 16., hv, device)?.log()?, (randn(&[hv])? - 4.)?),
-        };
+        let (a_log, dt_bias) = (Tensor::rand(1f32, 16., hv, device)?.log()?, (randn(&[hv])? - 4.)?);
         let gates = Gates { a: ba.narrow(1, hv, hv)?, b: ba.narrow(1, 0, hv)?, a_log, dt_bias };
         let state = (randn(&[work.lengths.len(), hv, dim, dim])? * 0.1)?;
         let heads = |start: usize, n: usize| qkv.narrow(1, start * dim, n * dim);

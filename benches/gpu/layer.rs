@@ -1,4 +1,4 @@
-//! The whole layer at Qwen3-Next's sizes, and its projections alone. Weights are cold: the calls go round several layers.
+//! The whole layer at Qwen3-Next's sizes. Weights are cold: the calls go round several layers.
 
 use crate::check::{self, f64s};
 use crate::clock::Call;
@@ -19,7 +19,6 @@ const HEADS: usize = 32;
 const WIDE: usize = 2 * KEYS + 2 * VALUES + 2 * HEADS;
 const DECODE: [usize; 4] = [1, 8, 32, 128];
 const PREFILL: [usize; 4] = [128, 512, 2048, 8192];
-const PROJECTIONS: [usize; 14] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192];
 /// A layer in bf16 rounds its input four times on the way (projection, convolution, rule, norm) and sums over 4096.
 const LAYER_BOUND: f64 = 2e-2;
 
@@ -45,11 +44,6 @@ fn weights(device: &Device, dtype: DType) -> Result<HashMap<String, Tensor>> {
 
 fn load(weights: HashMap<String, Tensor>, dtype: DType, device: &Device) -> Result<GatedDeltaNet> {
     Ok(GatedDeltaNet::load(&config(), VarBuilder::from_tensors(weights, dtype, device))?)
-}
-
-/// A layer of Qwen3-Next's size with random weights.
-pub fn random(device: &Device, dtype: DType) -> Result<GatedDeltaNet> {
-    load(weights(device, dtype)?, dtype, device)
 }
 
 struct Set {
@@ -116,50 +110,6 @@ pub fn layer(bench: &mut Bench) -> Result<()> {
             .map(|set| -> Call { Box::new(|| set.layer.forward(&set.x, &mut set.state.borrow_mut()).map(|_| ())) })
             .collect();
         bench.time_if_held(row, LAYER_BOUND, &calls)?;
-    }
-    Ok(())
-}
-
-/// The input projections as one product, as two (qkvz, ba) and as six.
-pub fn projections(bench: &mut Bench) -> Result<()> {
-    let (device, dtype) = (bench.device.clone(), bench.dtype);
-    let variants: [(&str, &[usize]); 3] = [
-        ("one", &[WIDE]),
-        ("two", &[2 * KEYS + 2 * VALUES, 2 * HEADS]),
-        ("six", &[KEYS, KEYS, VALUES, VALUES, HEADS, HEADS]),
-    ];
-    let weight_bytes = (WIDE * HIDDEN * dtype.size_in_bytes()) as u64;
-    let layers = bench.clock.cold_sets(weight_bytes)?;
-    let scale = (HIDDEN as f32).powf(-0.5);
-    let wide = (0..layers)
-        .map(|_| Tensor::randn(0f32, scale, (WIDE, HIDDEN), &device)?.to_dtype(dtype))
-        .collect::<candle_core::Result<Vec<_>>>()?;
-    for tokens in bench.choice.tokens(&PROJECTIONS) {
-        let x = Tensor::randn(0f32, 1., (tokens, HIDDEN), &device)?.to_dtype(dtype)?;
-        let (x64, w64) = (f64s(&x.narrow(0, tokens - 1, 1)?)?, f64s(&wide[0])?);
-        let want: Vec<f64> =
-            w64.chunks(HIDDEN).map(|row| row.iter().zip(&x64).map(|(w, x)| w * x).sum::<f64>()).collect();
-        for (variant, parts) in variants {
-            let pieces = |wide: &Tensor| -> Result<Vec<Tensor>> {
-                let mut start = 0;
-                let piece = |rows: &usize| {
-                    start += rows;
-                    Ok(wide.narrow(0, start - rows, *rows)?.t()?)
-                };
-                parts.iter().map(piece).collect()
-            };
-            let sets = wide.iter().map(pieces).collect::<Result<Vec<_>>>()?;
-            let run = |set: &[Tensor]| set.iter().map(|w| x.matmul(w)).collect::<candle_core::Result<Vec<_>>>();
-            check::poison(&[tokens, WIDE], dtype, &device)?;
-            let y = Tensor::cat(&run(&sets[0])?, 1)?;
-            let error = check::error(&y, &f64s(&y.narrow(0, tokens - 1, 1)?)?, &want)?;
-            let bytes = weight_bytes + (tokens * (HIDDEN + WIDE) * dtype.size_in_bytes()) as u64;
-            let row = Row::new("projections", &format!("T={tokens}"), "candle").variant(variant).l2("cold");
-            let row = row.shape(Shape::default().hidden(HIDDEN).batch(1).tokens(tokens));
-            let row = row.work(bytes, (2 * tokens * WIDE * HIDDEN) as u64).error("y", error);
-            let calls: Vec<Call> = sets.iter().map(|set| -> Call { Box::new(|| run(set).map(|_| ())) }).collect();
-            bench.time_if_held(row, 4e-3, &calls)?;
-        }
     }
     Ok(())
 }

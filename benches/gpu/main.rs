@@ -7,7 +7,6 @@ mod check;
 mod clock;
 mod cupti;
 mod drafts;
-mod host;
 mod inputs;
 mod layer;
 mod model;
@@ -15,7 +14,7 @@ mod ops;
 mod rule;
 mod workloads;
 
-use anyhow::{anyhow, ensure, Context, Result};
+use anyhow::{anyhow, Context, Result};
 use candle_core::{DType, Device};
 use candle_gdn::Algo;
 use candle_gdn_benches::record::{self, Machine, Row, Run, Time};
@@ -32,22 +31,14 @@ enum Suite {
     Decode,
     /// FlashQLA's grid of lengths
     Prefill,
-    /// The 54 decode workloads of the FlashInfer contest
-    ContestDecode,
-    /// Its 100 prefill workloads
-    ContestPrefill,
     Conv,
     Norm,
     /// The whole layer at hidden 2048
     Layer,
-    /// The input projections alone: one product, two, six
-    Projections,
     /// Decode steps, snapshots, drafts and prompts of whole models with random weights
     Model,
     /// Steps with a draft head, by depth, of whole models with random weights; only when asked for, and not kept
     Drafts,
-    /// What an eager call costs the host; only when asked for, and not kept
-    Host,
 }
 
 #[derive(Parser)]
@@ -260,31 +251,19 @@ fn bench(args: Args) -> Result<usize> {
     let all_algos = args.algo.iter().any(|name| name == "all");
     let (choice, kernels) = (args.choice, args.kernels);
     let mut bench = Bench { device, dtype, algos, all_algos, choice, clock, failures: 0, kernels, run, path };
-    let mut suites = match args.suites.is_empty() {
-        true => Suite::value_variants()
-            .iter()
-            .copied()
-            .filter(|suite| !matches!(suite, Suite::Drafts | Suite::Host))
-            .collect(),
+    let suites = match args.suites.is_empty() {
+        true => Suite::value_variants().iter().copied().filter(|suite| *suite != Suite::Drafts).collect(),
         false => args.suites,
     };
-    if bench.choice.workload.is_some() {
-        suites.retain(|suite| matches!(suite, Suite::ContestDecode | Suite::ContestPrefill));
-        ensure!(!suites.is_empty(), "--workload: expected the suites contest-decode or contest-prefill");
-    }
     for suite in suites {
         match suite {
             Suite::Decode => bench.rules(bench.choice.decode())?,
             Suite::Prefill => bench.rules(bench.choice.prefill())?,
-            Suite::ContestDecode => bench.rules(bench.choice.contest()?.0)?,
-            Suite::ContestPrefill => bench.rules(bench.choice.contest()?.1)?,
             Suite::Conv => ops::conv(&mut bench)?,
             Suite::Norm => ops::norm(&mut bench)?,
             Suite::Layer => layer::layer(&mut bench)?,
-            Suite::Projections => layer::projections(&mut bench)?,
             Suite::Model => model::model(&mut bench, &args.models, args.device)?,
             Suite::Drafts => drafts::drafts(&bench, &args.models, args.device)?,
-            Suite::Host => host::host(args.device)?,
         }
     }
     println!("* what Algo::Auto takes; written to {}", bench.path.display());

@@ -1,6 +1,6 @@
-//! The rule itself: decode, prefill, and the contest's two sets.
+//! The rule itself: decode and prefill.
 
-use crate::check::{self, Wrong};
+use crate::check;
 use crate::clock::Call;
 use crate::inputs::Inputs;
 use crate::workloads::{Heads, Work};
@@ -14,7 +14,7 @@ use candle_gdn_benches::tensor_ops;
 
 /// The op on one set of inputs, which it updates in place; the sequences' boundaries are on the device already.
 fn op(work: &Work, x: &Inputs, algo: Algo, cu: &CuSeqlens) -> candle_core::Result<Op> {
-    let options = RuleOptions::with(|o| (o.algo, o.l2norm) = (algo, !work.contest()));
+    let options = RuleOptions::with(|o| o.algo = algo);
     Ok(if work.decode() {
         Op::Decode(GdnDecode::new(x.gates.clone(), &x.state, options)?)
     } else {
@@ -49,7 +49,7 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
     let cu = CuSeqlens::from_lengths(&work.lengths, &bench.device)?;
     let first = Inputs::new(work, bench.dtype, &bench.device)?;
     let auto = op(work, &first, Algo::Auto, &cu)?.algo(&first).with_context(|| work.name.clone())?;
-    let samples = check::RuleSamples::new(&first, &work.lengths, work.heads, !work.contest())?;
+    let samples = check::RuleSamples::new(&first, &work.lengths, work.heads)?;
     let mut sets = vec![first];
     while sets.len() < bench.clock.cold_sets(bytes)? {
         sets.push(Inputs::new(work, bench.dtype, &bench.device)?);
@@ -64,8 +64,7 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
     }
     for algo in algos {
         let row = Row::new(work.suite, &work.name, "candle-gdn").variant(algo.name()).auto(algo == auto);
-        let includes = if work.contest() { "gates" } else { "gates, L2 norm" };
-        let row = row.shape(work.shape()).includes(includes).work(bytes, flop);
+        let row = row.shape(work.shape()).includes("gates, L2 norm").work(bytes, flop);
 
         let x = &sets[0];
         x.state.slice_set(&samples.state, 0, 0)?; // as it was when the reference was computed
@@ -81,15 +80,8 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
         };
         let errors = samples.errors(&o, &x.state)?;
         drop(o);
-        let mut row = row.error("o", errors.o).error("state", errors.state);
-        if work.contest() {
-            let Wrong { elements, of } = errors.contest;
-            row = row.note(&match elements {
-                0 => format!("contest: pass, {of} elements compared"),
-                _ => format!("contest: FAIL, {elements} of {of} elements off by more than 1e-2"),
-            });
-        }
-        if !errors.within(bench.dtype, algo) || (work.contest() && errors.contest.elements > 0) {
+        let row = row.error("o", errors.o).error("state", errors.state);
+        if !errors.within(bench.dtype, algo) {
             bench.failures += 1;
             bench.push(row.note("over its bound, not timed"))?;
             continue;

@@ -1,9 +1,7 @@
 //! What is measured: the grids of each suite.
 
-use anyhow::{ensure, Context, Result};
 use candle_gdn_benches::record::Shape;
 use clap::builder::RangedU64ValueParser;
-use serde::Deserialize;
 use std::str::FromStr;
 
 /// Key heads, value heads, and the size of both.
@@ -39,19 +37,14 @@ pub struct Work {
     pub suite: &'static str,
     pub name: String,
     pub heads: Heads,
-    /// Tokens of each sequence.
+    /// Tokens of each sequence, all the same.
     pub lengths: Vec<usize>,
 }
 
 impl Work {
     /// One token of each sequence, through the decode op.
     pub fn decode(&self) -> bool {
-        self.suite.ends_with("decode")
-    }
-
-    /// The contest's formula and rule of correctness: q and k come normalised.
-    pub fn contest(&self) -> bool {
-        self.suite.starts_with("contest")
+        self.suite == "decode"
     }
 
     pub fn tokens(&self) -> usize {
@@ -81,11 +74,7 @@ impl Work {
 
     pub fn shape(&self) -> Shape {
         let Heads { hk, hv, dim } = self.heads;
-        let shape = Shape::heads(hk, hv, dim, dim).batch(self.lengths.len());
-        match self.lengths.iter().all(|n| *n == self.lengths[0]) {
-            true => shape.tokens(self.lengths[0]),
-            false => shape.packed(&self.lengths),
-        }
+        Shape::heads(hk, hv, dim, dim).batch(self.lengths.len()).tokens(self.lengths[0])
     }
 }
 
@@ -104,9 +93,6 @@ pub struct Choice {
     /// Tokens a sequence instead of the grid's
     #[arg(long, value_delimiter = ',', value_parser = positive)]
     tokens: Vec<usize>,
-    /// One workload of each of the contest's suites, by its place in the set from 0; other suites are left out
-    #[arg(long, value_name = "N")]
-    pub workload: Option<usize>,
     /// A few shapes of each suite
     #[arg(long)]
     pub quick: bool,
@@ -191,35 +177,4 @@ impl Choice {
             dim => format!("{heads} of {dim} {rest}"),
         }
     }
-
-    /// The contest's decode and prefill sets.
-    pub fn contest(&self) -> Result<(Vec<Work>, Vec<Work>)> {
-        let sets: Contest = serde_json::from_str(include_str!("../contest/workloads.json"))
-            .context("benches/contest/workloads.json")?;
-        let most = sets.decode.len().max(sets.prefill.len()) - 1;
-        if let Some(place) = self.workload {
-            ensure!(place <= most, "--workload: expected 0 to {most}, got {place}");
-        }
-        let heads = Heads { hk: 4, hv: 8, dim: 128 };
-        let step = if self.quick { 10 } else { 1 };
-        let taken = |i: usize| self.workload.map_or(i.is_multiple_of(step), |place| i == place);
-        // As in benches/peers: the place in the set, then the size.
-        let decode = sets.decode.into_iter().enumerate().filter(|(i, _)| taken(*i)).map(|(i, batch)| Work {
-            suite: "contest-decode",
-            name: format!("#{i} B={batch}"),
-            heads,
-            lengths: vec![1; batch],
-        });
-        let prefill = sets.prefill.into_iter().enumerate().filter(|(i, _)| taken(*i)).map(|(i, lengths)| {
-            let name = format!("#{i} {}:{}", lengths.len(), lengths.iter().sum::<usize>());
-            Work { suite: "contest-prefill", name, heads, lengths }
-        });
-        Ok((decode.collect(), prefill.collect()))
-    }
-}
-
-#[derive(Deserialize)]
-struct Contest {
-    decode: Vec<usize>,
-    prefill: Vec<Vec<usize>>,
 }

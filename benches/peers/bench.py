@@ -109,7 +109,7 @@ def arguments(argv):
     p.add_argument("--algo", type=names(["all", *contenders.ALGOS], "algo"), metavar="NAME,…",
                    help=f"our kernels: {', '.join(contenders.ALGOS)}, or all; default: the variable {VARIABLE}, or auto")
     p.add_argument("--workload", type=place, metavar="N", help="one workload of each contest suite, by its place in "
-                   "benches/contest/workloads.json from 0; other suites are left out")
+                   "benches/contest/workloads.json from 0; other suites are skipped")
     p.add_argument("--quick", action="store_true", help="a few shapes of each suite")
     p.add_argument("--out", metavar="DIR", help="default: benches/results/<device>")
     p.add_argument("--lib", metavar="PATH", help="our shared library: loaded when it is there, else built there")

@@ -4,7 +4,7 @@
     cargo bench --bench cpu --no-run        # says where the program is
     python3 benches/peers/gguf.py --ours PROGRAM --llama BUILD model-q8_0.gguf model-f16.gguf
 
-Prints the tokens/s of the best run of each: prompts up to their logits, and tokens decoded one by one behind a prompt.
+Prints the tokens/s of the best run of each: prompts up to their logits, and tokens decoded one by one after a prompt.
 Each process makes one run that is not counted before those that are. llama.cpp takes its own defaults (keys and values
 in f16, batches of up to 512 tokens); here they are in f32.
 """

@@ -17,10 +17,10 @@ except ImportError as e:
     raise unittest.SkipTest(f"{e}: nothing here runs without it")
 import abi
 import child
+import clocks
 import contenders
 import data
 import reference
-import timing
 from workloads import DIM, Workload
 
 torch.set_num_threads(1)      # the tensors are small
@@ -185,7 +185,7 @@ class Contenders(unittest.TestCase):
         props = types.SimpleNamespace(L2_cache_size=1 << 20)
         with mock.patch("torch.cuda.empty_cache"), mock.patch("torch.cuda.get_device_properties", return_value=props), \
                 mock.patch.object(contenders, "load", return_value=lambda lib: crate), \
-                mock.patch.object(timing, "measure", return_value={"gpu": timing.spread([1.0]), "note": ""}):
+                mock.patch.object(clocks, "measure", return_value={"gpu": clocks.spread([1.0]), "note": ""}):
             spec = {"contender": "candle-gdn", "lib": "", "task": "time", "items": items}
             self.assertEqual(child.run(spec, lambda **line: lines.append(line)), 0)
         self.assertEqual(lines[0], {"info": {"version": crate.version}})

@@ -23,13 +23,13 @@ except ImportError as e:
 import abi
 import bench
 import children
+import clocks
 import contenders
 import contest
 import gguf
 import llama_cpp
 import records
 import reference
-import timing
 import workloads
 from test_contenders import by_tokens, work
 from workloads import Workload
@@ -170,15 +170,15 @@ class Timing(unittest.TestCase):
     def test_spans(self):
         events = [(i * 10.0, 1.0 + i % 2) for i in range(8)]
         random.Random(0).shuffle(events)
-        self.assertEqual(timing.spans(events, 4), (2, [12.0] * 4))
-        self.assertEqual(timing.spans(events, 3), (None, [4.0]))
+        self.assertEqual(clocks.spans(events, 4), (2, [12.0] * 4))
+        self.assertEqual(clocks.spans(events, 3), (None, [4.0]))
         # Kernels that overlap, also those of two calls, and one within another.
         events = [(0.0, 5.0), (4.0, 4.0), (7.0, 5.0), (8.0, 2.0)]
         for found, calls, want in ((events, 2, (2, [8.0, 4.0])), (events, 3, (None, [4.0])), (events[:1], 2, (None, [2.5]))):
-            self.assertEqual(timing.spans(found, calls), want)
+            self.assertEqual(clocks.spans(found, calls), want)
         for touched, l2, size, sets in ((1000, "warm", 60e6, 1), (1 << 30, "cold", 60 << 20, 2), (2 << 20, "cold", 60 << 20, 90),
-                                        (1, "cold", 60 << 20, timing.MAX_SETS)):
-            self.assertEqual(timing.sets_for(touched, l2, size), sets)
+                                        (1, "cold", 60 << 20, clocks.MAX_SETS)):
+            self.assertEqual(clocks.sets_for(touched, l2, size), sets)
 
     def test_measure(self):
         """With the GPU's part stood in for: the buffers rotate over all tiers."""
@@ -200,9 +200,9 @@ class Timing(unittest.TestCase):
             raise RuntimeError("operation not permitted when stream is capturing")
 
         def measured(activities, capture):
-            with mock.patch.multiple(timing, device_activities=activities, capture=capture, event_us=lambda graph: 12.0,
+            with mock.patch.multiple(clocks, device_activities=activities, capture=capture, event_us=lambda graph: 12.0,
                                      elapsed_us=elapsed, WARM_UP=0.0), mock.patch("torch.cuda.synchronize"):
-                return timing.measure(calls)
+                return clocks.measure(calls)
 
         row = measured(activities, lambda calls: mock.Mock())
         self.assertEqual(row["call"], {"median": 20.0, "min": 20.0, "max": 20.0})
@@ -283,7 +283,7 @@ class Children(unittest.TestCase):
 
 class Records(unittest.TestCase):
     def rows(self):
-        times = lambda us: {"gpu": timing.spread([us, us + 1, us + 2]), "event": timing.spread([us + 2]),
+        times = lambda us: {"gpu": clocks.spread([us, us + 1, us + 2]), "event": clocks.spread([us + 2]),
                             "error": {"o": 1e-3, "state": 1e-7}, "launches": 1, "includes": "gates"}
         works = [w for w in workloads.select("decode", ["4/8"], [1, 4]) if w.l2 == "cold"]
         return [records.row(works[0], "candle-gdn", "auto", times(3), CEILINGS),
@@ -328,7 +328,7 @@ class Records(unittest.TestCase):
     def test_shared_times(self):
         works = [w for w in workloads.select("contest-decode") if len(w.lens) == 4][:4]
         fine, bad = {"error": {"o": 1e-3}, "note": "passes"}, {"error": {"o": 1.0}, "note": "not timed, over"}
-        results = [{**fine, "gpu": timing.spread([3.0])}, fine, bad, {"note": "not usable"}]
+        results = [{**fine, "gpu": clocks.spread([3.0])}, fine, bad, {"note": "not usable"}]
         rows = [records.row(w, "fla", "", r, CEILINGS) for w, r in zip(works, results)]
         records.share_times(rows, works)
         self.assertEqual([r["gpu"] is not None for r in rows], [True, True, False, False])
@@ -356,7 +356,7 @@ class Whole(unittest.TestCase):
     def fake(task, contender, items, lib, silence, deadline, env=None, complain=None, results=None):
         for i, (w, _) in enumerate(items):
             us = records.floor_us(*workloads.cost(w), CEILINGS) * (1.1 + len(contender) / 20) + 2
-            tiers = {} if not w.timed else {"gpu": timing.spread([us]), "event": timing.spread([us + 1]), "launches": 1}
+            tiers = {} if not w.timed else {"gpu": clocks.spread([us]), "event": clocks.spread([us + 1]), "launches": 1}
             results[i] = {**tiers, "error": {"o": 1e-3, "state": 1e-7}, "note": "", "includes": "gates"}
         if contender == "flashqla":
             results[:] = [{"note": "flashqla is not usable here: ModuleNotFoundError"}] * len(items)
@@ -403,7 +403,7 @@ class Whole(unittest.TestCase):
 
     def test_interruption_keeps_what_there_is(self):
         def stopped(task, contender, items, lib, silence, deadline, results=None, **kw):
-            results[0] = {"gpu": timing.spread([3.0]), "note": ""}
+            results[0] = {"gpu": clocks.spread([3.0]), "note": ""}
             raise KeyboardInterrupt
         code, _, files = self.run_all("decode", "--quick", times=stopped)
         self.assertEqual(code, 130)

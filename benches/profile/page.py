@@ -45,7 +45,7 @@ def read(path):
         if "block" in args:
             warps.append(Warp(e["pid"] - 1, e["tid"], e["name"], args["launch"], args["block"], args["warp"], begin, end,
                               args["cycles"], []))
-        else:    # behind its warp's
+        else:    # after its warp's
             warps[-1].scopes.append(Scope(e["name"], begin, end, args["cycles"], args["token"]))
     return warps
 

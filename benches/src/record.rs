@@ -11,17 +11,16 @@
 //! ```
 
 use anyhow::{Context, Result};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The version of the format; a reader refuses any other.
 pub const SCHEMA: u32 = 1;
 
 /// One run of one tool on one machine: a file.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Run {
     pub schema: u32,
     /// What measured, as `benches/gpu`. Rows of different tools are different measurements.
@@ -33,20 +32,17 @@ pub struct Run {
     /// What a reader types to get this file.
     pub command: String,
     pub machine: Machine,
-    #[serde(default)]
     pub ceilings: Ceilings,
     /// Names and versions.
-    #[serde(default)]
     pub contenders: BTreeMap<String, String>,
     pub rows: Vec<Row>,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Machine {
     /// What ran the kernels: the GPU, or the CPU again.
     pub device: String,
     /// The CPU model.
-    #[serde(default, deserialize_with = "null_is_default")]
     pub host: String,
     pub threads: Option<usize>,
     pub driver: Option<String>,
@@ -54,7 +50,7 @@ pub struct Machine {
 }
 
 /// What the machine was measured to do at best, in the same run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Ceilings {
     /// A large copy: bytes read plus bytes written.
     pub copy_gb_s: Option<f64>,
@@ -62,10 +58,8 @@ pub struct Ceilings {
     pub matmul_tflop_s: Option<f64>,
 }
 
-/// One workload of one contender. Times are microseconds a call. A field that is not known here is an error: a tier of
-/// a misspelt name would be a gap that nobody sees.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// One workload of one contender. Times are microseconds a call.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Row {
     pub suite: String,
     /// Rows of one suite with the same workload and `l2` are the same work.
@@ -73,11 +67,9 @@ pub struct Row {
     pub contender: String,
     pub variant: Option<String>,
     /// Whether this is the variant that `Algo::Auto` takes.
-    #[serde(default, deserialize_with = "null_is_default")]
     pub auto: bool,
     /// `cold` or `warm`.
     pub l2: Option<String>,
-    #[serde(default, deserialize_with = "null_is_default")]
     pub shape: Shape,
     /// What a call does besides the rule itself.
     pub includes: Option<String>,
@@ -96,21 +88,18 @@ pub struct Row {
     pub flop: Option<u64>,
     pub floor_us: Option<f64>,
     /// What `gpu` is made of, as means a call.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub parts: Vec<Part>,
     /// Of what a call passes from kernel to kernel, its output too: memory at the peak.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub between_bytes: Option<u64>,
     /// Relative RMS errors against the rule in f64, by output. NaN is written as null.
-    #[serde(default, deserialize_with = "null_is_default")]
     pub error: BTreeMap<String, Option<f64>>,
-    #[serde(default, deserialize_with = "null_is_default")]
     pub note: String,
 }
 
 /// Microseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Time {
     pub median: f64,
     pub min: f64,
@@ -118,8 +107,7 @@ pub struct Time {
 }
 
 /// What some kernels of a call do.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Part {
     pub name: String,
     pub launches: u32,
@@ -130,8 +118,7 @@ pub struct Part {
 }
 
 /// The sizes that a workload has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Shape {
     /// Key heads.
     pub hk: Option<usize>,
@@ -273,11 +260,6 @@ impl Shape {
     pub fn tokens(self, tokens: usize) -> Shape {
         Shape { tokens: Some(tokens), total_tokens: Some(tokens * self.batch.unwrap_or(1)), ..self }
     }
-
-    /// Sequences of different lengths.
-    pub fn packed(self, lengths: &[usize]) -> Shape {
-        Shape { batch: Some(lengths.len()), tokens: None, total_tokens: Some(lengths.iter().sum()), ..self }
-    }
 }
 
 impl Time {
@@ -296,13 +278,9 @@ pub fn rounded(us: f64) -> f64 {
     (us * 1e4).round() / 1e4
 }
 
-fn null_is_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(from: D) -> Result<T, D::Error> {
-    Ok(Option::deserialize(from)?.unwrap_or_default())
-}
-
 /// The short hash, with `+` when the tree is dirty apart from `benches/results`; `CANDLE_GDN_COMMIT` where the program
 /// runs without its repository.
-pub fn git_commit() -> String {
+fn git_commit() -> String {
     if let Ok(commit) = std::env::var("CANDLE_GDN_COMMIT") {
         return commit;
     }
@@ -316,21 +294,9 @@ pub fn git_commit() -> String {
 }
 
 /// UTC, `YYYY-MM-DD`.
-pub fn today() -> String {
-    date_of(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |past| past.as_secs()))
-}
-
-/// The UTC date of a Unix time.
-pub fn date_of(seconds: u64) -> String {
-    // Years begin in March, so that the leap day is a year's last; an era is 400 of them, 146097 days.
-    let days = seconds / 86_400 + 719_468;
-    let (era, day) = (days / 146_097, days % 146_097);
-    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let day = day - (153 * month + 2) / 5 + 1;
-    let (year, month) = if month < 10 { (year, month + 3) } else { (year + 1, month - 9) };
-    format!("{:04}-{month:02}-{day:02}", year + 400 * era)
+fn today() -> String {
+    let date = Command::new("date").args(["-u", "+%F"]).output();
+    date.map_or("unknown".into(), |out| String::from_utf8_lossy(&out.stdout).trim().to_string())
 }
 
 /// Where the records of a machine lie: of `NVIDIA H200` in benches/results/nvidia-h200.
@@ -349,7 +315,7 @@ pub fn host_cpu() -> String {
 
 /// The `cargo bench` that runs this program: its features, its arguments and the variables that set its threads and
 /// its kernel.
-pub fn command_line() -> String {
+fn command_line() -> String {
     let features = match (cfg!(feature = "cupti"), cfg!(feature = "cuda")) {
         (true, _) => " --features cupti",
         (_, true) => " --features cuda",

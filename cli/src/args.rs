@@ -66,7 +66,7 @@ pub struct PromptArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "prompts_file")]
     pub prompt_file: Option<PathBuf>,
 
-    /// File with a text to complete on every line; empty lines are left out
+    /// File with a text to complete on every line; empty lines are skipped
     #[arg(long, value_name = "FILE")]
     pub prompts_file: Option<PathBuf>,
 
@@ -74,7 +74,7 @@ pub struct PromptArgs {
     #[arg(long)]
     pub chat: bool,
 
-    /// Talk: each line of the input is a message, and the model remembers what was said. /reset begins anew, /quit or
+    /// Talk: each line of the input is a message, and the model remembers what was said. /reset starts again, /quit or
     /// the end of the input ends; Ctrl-C stops an answer, and twice the program. Without a chat template the lines and
     /// their completions are one text
     #[arg(long, conflicts_with_all = ["prompt", "prompt_file", "prompts_file"])]

@@ -82,7 +82,7 @@ impl<'a> Interactive<'a> {
                 return Ok(Line::Quit);
             }
             let Ok(line) = String::from_utf8(line) else {
-                status!("left out: a line that is not UTF-8");
+                status!("skipped: a line that is not UTF-8");
                 continue;
             };
             match line.trim() {
@@ -98,7 +98,7 @@ impl<'a> Interactive<'a> {
     fn answer(&mut self, message: &str) -> Result<Option<Stop>> {
         let prompt = self.talk.ask(message)?;
         if let Err(e) = prompt::check(&prompt.tokens, self.job.model.config(), Some(self.job.plan.positions)) {
-            status!("left out: {e:#}; /reset begins anew");
+            status!("skipped: {e:#}; /reset starts again");
             return Ok(None);
         }
         // The last token is fed in any case: logits come from nowhere else.
@@ -114,7 +114,7 @@ impl<'a> Interactive<'a> {
         let mut completion = Completion::new(0, self.job.tokenizer);
         let stop = self.complete(id, &mut completion, &mut output)?;
         if completion.tokens.is_empty() && stop == Stop::Interrupted {
-            status!("stopped: interrupted before the answer, the message is left out");
+            status!("stopped: interrupted before the answer, the message is skipped");
             return Ok(None);
         }
         self.answers += 1;

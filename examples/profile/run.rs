@@ -31,29 +31,29 @@ pub fn run(args: &Args) -> Result<u64> {
     for one in &each {
         match profile(one, tokens, &device) {
             Ok(more) => dropped += more,
-            Err(e) if e.is::<NotTaken>() => writeln!(std::io::stderr(), "left out: {e:#}")?,
+            Err(e) if e.is::<NotSupported>() => writeln!(std::io::stderr(), "skipped: {e:#}")?,
             Err(e) => return Err(e),
         }
     }
     Ok(dropped)
 }
 
-/// Why a kernel is not profiled: among all of them it is left out.
+/// Why a kernel is not profiled: among all of them it is skipped.
 #[derive(Debug)]
-struct NotTaken(String);
+struct NotSupported(String);
 
-impl std::fmt::Display for NotTaken {
+impl std::fmt::Display for NotSupported {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for NotTaken {}
+impl std::error::Error for NotSupported {}
 
 /// Profiles one kernel.
 fn profile(args: &Args, tokens: usize, device: &Device) -> Result<u64> {
     let call = Call::new(args, tokens, device)?;
-    let (algo, kernel) = call.algo().map_err(|e| NotTaken(e.to_string()))?;
+    let (algo, kernel) = call.algo().map_err(|e| NotSupported(e.to_string()))?;
     // A first call includes loading the kernels.
     call.launch()?;
     device.synchronize()?;
@@ -62,7 +62,7 @@ fn profile(args: &Args, tokens: usize, device: &Device) -> Result<u64> {
         call.launch().map(|_| ())
     })?;
     if profile.launches.is_empty() {
-        bail!(NotTaken(format!("--algo: no kernel of {kernel} has stamps")))
+        bail!(NotSupported(format!("--algo: no kernel of {kernel} has stamps")))
     }
 
     // The files before the text: who reads that may stop.

@@ -3,10 +3,10 @@
 use candle_core::{DType, Device, Result};
 use candle_gdn_models::{
     CausalLm, Engine, EngineHandle, EngineOptions, Event, FinishReason, Followers, Observer, Progress, Request,
-    RequestId, Sampling, Submission,
+    Sampling, Submission,
 };
 use candle_gdn_models_testing::golden::DEMO;
-use std::collections::HashMap;
+use candle_gdn_models_testing::serving::{finish, Completion};
 use std::sync::mpsc::channel;
 use std::sync::Arc;
 
@@ -25,29 +25,10 @@ fn request(n: usize) -> Request {
     Request { sampling, seed: n as u64, ..Request::new(PROMPTS[n].to_vec(), 12 + n) }
 }
 
-type Completions = HashMap<RequestId, (Vec<u32>, Option<FinishReason>)>;
-
-fn run(engine: &mut Engine<&CausalLm>) -> Result<Completions> {
-    let mut all = Completions::new();
-    while !engine.is_idle() {
-        for event in engine.step()? {
-            match event {
-                Event::Token { id, token, .. } => all.entry(id).or_default().0.push(token),
-                Event::Finished { id, reason } => {
-                    let end = &mut all.entry(id).or_default().1;
-                    assert_eq!(end.replace(reason), None, "finished twice");
-                }
-                _ => {}
-            }
-        }
-    }
-    Ok(all)
-}
-
 fn alone(model: &CausalLm, request: Request) -> Result<Vec<u32>> {
     let mut engine = Engine::new(model, EngineOptions::new(1, 200))?;
     let id = engine.submit(request)?;
-    Ok(run(&mut engine)?.remove(&id).map(|(tokens, _)| tokens).unwrap_or_default())
+    Ok(finish(&mut engine)?.remove(id).tokens)
 }
 
 #[test]
@@ -65,9 +46,10 @@ fn requests_together_get_what_each_gets_alone() -> Result<()> {
     for options in options {
         let mut engine = Engine::new(&model, options)?;
         let ids = (0..4).map(|n| engine.submit(request(n))).collect::<Result<Vec<_>>>()?;
-        let got = run(&mut engine)?;
-        for (n, id) in ids.iter().enumerate() {
-            assert_eq!(got[id], (want[n].clone(), Some(FinishReason::MaxNewTokens)), "request {n}");
+        let mut got = finish(&mut engine)?;
+        for (n, id) in ids.into_iter().enumerate() {
+            let Completion { tokens, end, .. } = got.remove(id);
+            assert_eq!((&tokens, end), (&want[n], Some(FinishReason::MaxNewTokens)), "request {n}");
             assert_eq!(want[n].len(), 12 + n);
         }
     }
@@ -83,7 +65,7 @@ fn prompts_one_after_the_other_share_beginnings() -> Result<()> {
     let prompt = |n: u32| (0..64).chain([100 + n; 70]).collect::<Vec<_>>();
     for (n, reused) in [(0, 0), (1, 0), (2, 64), (2, 64 + 128)] {
         let id = engine.submit(Request::new(prompt(n), 5))?;
-        assert_eq!(run(&mut engine)?[&id].0, alone(&model, Request::new(prompt(n), 5))?, "prompt {n}");
+        assert_eq!(finish(&mut engine)?.remove(id).tokens, alone(&model, Request::new(prompt(n), 5))?, "prompt {n}");
         assert_eq!(engine.stats().prefixes.reused, reused, "prompt {n}");
     }
     Ok(())
@@ -99,10 +81,11 @@ fn cancelling_frees_the_slot() -> Result<()> {
     assert_eq!(engine.waiting(), 2);
     assert!(engine.cancel(first)? && engine.cancel(third)?);
     assert!(!engine.cancel(first)?, "it has ended");
-    let got = run(&mut engine)?;
-    assert_eq!(got[&first].1, Some(FinishReason::Cancelled));
-    assert_eq!(got[&third], (vec![], Some(FinishReason::Cancelled)));
-    assert_eq!(got[&second], (alone(&model, request(1))?, Some(FinishReason::MaxNewTokens)));
+    let mut got = finish(&mut engine)?;
+    assert_eq!(got.remove(first).end, Some(FinishReason::Cancelled));
+    let [second, third] = [second, third].map(|id| got.remove(id));
+    assert_eq!((third.tokens, third.end), (vec![], Some(FinishReason::Cancelled)));
+    assert_eq!((second.tokens, second.end), (alone(&model, request(1))?, Some(FinishReason::MaxNewTokens)));
     Ok(())
 }
 
@@ -120,8 +103,8 @@ fn what_can_never_fit_is_refused() -> Result<()> {
     let last = engine.submit(Request::new(vec![1; 20], 9))?;
     let error = engine.submit(request(1)).unwrap_err().to_string();
     assert!(error.contains("at most 1 that wait"), "{error}");
-    let got = run(&mut engine)?;
-    assert_eq!((got[&last].0.len(), got[&last].1.clone()), (1, Some(FinishReason::MaxLen)));
+    let last = finish(&mut engine)?.remove(last);
+    assert_eq!((last.tokens.len(), last.end), (1, Some(FinishReason::MaxLen)));
     Ok(())
 }
 
@@ -156,7 +139,7 @@ fn a_snapshot_continues_the_sequence() -> Result<()> {
         let fed = engine.stats().prompt.tokens;
         let more = tokens.len() - snapshot.len();
         let id = engine.submit(Request { resume: Some(snapshot), ..Request::new(tokens.clone(), 5) })?;
-        assert_eq!(run(&mut engine)?[&id].0, want);
+        assert_eq!(finish(&mut engine)?.remove(id).tokens, want);
         assert_eq!(engine.stats().prompt.tokens - fed, more);
     }
     Ok(())

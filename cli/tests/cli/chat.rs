@@ -147,13 +147,13 @@ fn lines_that_are_no_messages_are_left_out() {
     let long = "Let there be light ".repeat(30);
     let run = talk(&args, [b"\xff\xfe half\n", long.as_bytes(), b"\n", FIRST.as_bytes(), b"\n"].concat());
     assert_eq!(run.stdout, format!("{first}\n"));
-    run.says(&["left out: a line that is not UTF-8", "left out: expected at most --max-seq-len (60)", "/reset"]);
+    run.says(&["skipped: a line that is not UTF-8", "skipped: expected at most --max-seq-len (60)", "/reset"]);
 }
 
 #[test]
 fn a_talk_ends_where_its_room_does() {
     let run = talk(&["--max-seq-len", "40"], format!("{FIRST}\n{SECOND}\n/reset\n{FIRST}\n"));
-    run.says(&["--max-seq-len gives 40 positions", "left out: expected at most --max-seq-len (40)"]);
+    run.says(&["--max-seq-len gives 40 positions", "skipped: expected at most --max-seq-len (40)"]);
     let answers: Vec<_> = run.stdout.split_inclusive('\n').collect();
     let first = once(&asked(FIRST), &["--max-seq-len", "40"]);
     assert_eq!(run.stdout, first + "\n" + &answers[answers.len() / 2..].concat());

@@ -107,7 +107,7 @@ fn tokenizers_of_files_are_those_of_the_checkpoints() -> Result<()> {
             assert_eq!(got.decode(&ids, false).expect("text"), text);
             assert_eq!(got.encode(text, false).expect("ids").get_ids(), ids);
         }
-        // Special tokens are left out where they are not asked for.
+        // Special tokens are skipped where they are not asked for.
         assert_eq!(got.decode(&[1, 2, 0], true).expect("text"), "");
         assert_eq!(gguf_tokenizer::special_token(&file, "eos"), Some("<|endoftext|>"));
         assert!(gguf_tokenizer::chat_template(&file).is_some_and(|template| template.contains("<|im_start|>")));

@@ -49,7 +49,7 @@ fn under_headers<T: AsRef<str>>(texts: &[T]) -> String {
     texts.iter().enumerate().map(text).collect()
 }
 
-/// What each prompt says with nobody beside it.
+/// What each prompt says alone.
 fn alone(prompts: &[&str], args: &[&str]) -> String {
     let texts: Vec<_> = prompts.iter().map(|prompt| many(&[prompt], args).stdout).collect();
     under_headers(&texts)

@@ -85,7 +85,7 @@ fn parameters_are_those_of_the_files() -> Result<()> {
     for tiny in variants {
         let tiny = tiny.fill();
         let count: usize = tiny.weights.values().map(Tensor::elem_count).sum();
-        let config = ModelConfig::from_json(&tiny.config.to_string())?;
+        let config = tiny.model_config()?;
         assert_eq!(config.parameters(), count as u64, "{}", tiny.config);
     }
     Ok(())

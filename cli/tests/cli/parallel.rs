@@ -63,7 +63,7 @@ fn a_broken_checkpoint_ends_all_ranks() {
     assert!(run.stderr.contains("is truncated"), "{run:?}");
 }
 
-/// Nobody reads any more: the first rank hears of it, and all stop after the same token.
+/// Nobody reads any more: the first rank notices, and all stop after the same token.
 #[test]
 fn a_closed_output_ends_all_ranks() {
     let args = ["--tensor-parallel", "2", "-n", "4000", "--temperature", "0", "--max-seq-len", "4090"];

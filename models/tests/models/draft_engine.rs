@@ -1,13 +1,11 @@
 //! The engine with drafts of the demo's draft head: the text is what it is without.
 
 use crate::golden::{drafted, DEMO};
+use crate::serving;
 use crate::support::{single_stream_devices, soak};
 use candle_core::{DType, Result};
-use candle_gdn_models::{
-    CausalLm, DraftDepth, Engine, EngineOptions, EngineStats, Event, FinishReason, GraphChoice, Request, RequestId,
-    Sampling,
-};
-use std::collections::{BTreeMap, HashMap};
+use candle_gdn_models::{CausalLm, DraftDepth, EngineOptions, EngineStats, GraphChoice, Request, Sampling};
+use std::collections::BTreeMap;
 
 /// Below this difference of the two best logits, rounding may choose.
 const MARGIN: f32 = 2e-3;
@@ -30,24 +28,12 @@ fn prompts(count: usize) -> Result<Vec<Vec<u32>>> {
 
 /// The completions of all requests, in order.
 fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> Result<(Vec<Vec<u32>>, EngineStats)> {
-    let tokens = match options.draft_depth {
-        DraftDepth::Fixed(depth) => options.sequences * (depth + 1),
-        DraftDepth::Auto => usize::MAX,
+    let graphed = match options.draft_depth {
+        DraftDepth::Fixed(depth) => options.sequences * (depth + 1) <= 32,
+        DraftDepth::Auto => false,
     };
-    let mut engine = Engine::new(model, options)?;
-    let ids = requests.iter().map(|request| engine.submit(request.clone())).collect::<Result<Vec<_>>>()?;
-    let mut all: HashMap<RequestId, Vec<u32>> = HashMap::new();
-    while !engine.is_idle() {
-        for event in engine.step()? {
-            match event {
-                Event::Token { id, token, .. } => all.entry(id).or_default().push(token),
-                Event::Finished { reason: FinishReason::Failed(e), .. } => panic!("{e}"),
-                Event::NoGraph { why, .. } if tokens <= 32 => panic!("{why}"),
-                _ => {}
-            }
-        }
-    }
-    Ok((ids.iter().map(|id| all.remove(id).unwrap_or_default()).collect(), engine.stats()))
+    let (all, stats) = serving::complete(model, options, requests, graphed)?;
+    Ok((all.into_iter().map(|completion| completion.tokens).collect(), stats))
 }
 
 /// Whether the long runs are asked for.
@@ -137,7 +123,7 @@ fn sampled_text(model: &CausalLm) -> Result<()> {
     Ok(())
 }
 
-/// Every token drawn behind one prompt, most of which were drafted and verified, against the model's own probabilities behind
+/// Every token drawn after one prompt, most of which were drafted and verified, against the model's own probabilities after
 /// those before it.
 #[test]
 fn drafts_leave_the_distribution_as_it_is() -> Result<()> {
@@ -154,9 +140,9 @@ fn distribution(model: &CausalLm) -> Result<()> {
     // A pass that takes in a prompt drafts nothing: so few at once that most are steps.
     let (got, stats) = complete(model, options(2, DraftDepth::Fixed(2)), &requests)?;
     println!("{}", stats.head);
-    let mut behind: BTreeMap<&[u32], Vec<u32>> = BTreeMap::new();
+    let mut drawn_after: BTreeMap<&[u32], Vec<u32>> = BTreeMap::new();
     for tokens in &got {
-        (0..tokens.len()).for_each(|n| behind.entry(&tokens[..n]).or_default().push(tokens[n]));
+        (0..tokens.len()).for_each(|n| drawn_after.entry(&tokens[..n]).or_default().push(tokens[n]));
     }
     let mut pool = model.new_sequences(1, 200)?;
     // What came seldom is counted together, by how good it was.
@@ -164,7 +150,7 @@ fn distribution(model: &CausalLm) -> Result<()> {
     let distance = |got: &[f64; 4], want: &[f64; 4]| -> f64 {
         got.iter().zip(want).map(|(got, want)| (got - want).powi(2) / want).sum()
     };
-    for (before, drawn) in &behind {
+    for (before, drawn) in &drawn_after {
         let s = pool.begin()?;
         let logits = model.feed(&mut pool, &[(s, &[&prompt[..], before].concat())])?.squeeze(0)?.to_vec1::<f32>()?;
         pool.end(s)?;
@@ -175,7 +161,7 @@ fn distribution(model: &CausalLm) -> Result<()> {
         let want: [f64; 4] = std::array::from_fn(|n| drawn.len() as f64 * weight(n) / all);
         let got: [f64; 4] =
             std::array::from_fn(|n| drawn.iter().filter(|token| **token as usize == best[n].0).count() as f64);
-        assert_eq!(got.iter().sum::<f64>(), drawn.len() as f64, "of the four best behind {before:?}");
+        assert_eq!(got.iter().sum::<f64>(), drawn.len() as f64, "of the four best after {before:?}");
         if want.iter().all(|want| *want >= 5.) {
             (chi, freedom) = (chi + distance(&got, &want), freedom + 3);
         } else {
@@ -185,7 +171,7 @@ fn distribution(model: &CausalLm) -> Result<()> {
     if rare[1].iter().all(|want| *want >= 5.) {
         (chi, freedom) = (chi + distance(&rare[0], &rare[1]), freedom + 3);
     }
-    let (counted, k) = (behind.values().map(Vec::len).sum::<usize>(), f64::from(freedom));
+    let (counted, k) = (drawn_after.values().map(Vec::len).sum::<usize>(), f64::from(freedom));
     // More comes once in ten thousand times (Wilson and Hilferty), and the seeds are always the same.
     let bound = k * (1. - 2. / (9. * k) + 3.719 * (2. / (9. * k)).sqrt()).powi(3);
     println!("chi-square {chi:.1} of {counted} draws, at most {bound:.1}, {freedom} degrees of freedom");

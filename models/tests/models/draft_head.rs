@@ -1,15 +1,14 @@
-//! The draft head against transformers, and what a pool keeps of it against the same tokens fed anew.
+//! The draft head against transformers, and what a pool keeps of it against the same tokens fed again.
 
 use crate::gguf::wide;
 use crate::gguf_writer::{GgufOfTiny, Layout};
 use crate::golden::{drafted, log_softmax, max_diff, DEMO};
-use crate::parallel::{four_heads, on_ranks};
+use crate::parallel::{four_heads, on_ranks, parts_with};
 use crate::support::{devices, refused, rel_rms, Rng};
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{shard_of, CausalLm, DraftHeadChoice, ModelConfig, Sequence, SequencePool};
-use candle_nn::VarBuilder;
+use candle_gdn_models::{CausalLm, DraftHeadChoice, Sequence, SequencePool};
 
 /// Bound on logits and log-probabilities against transformers.
 const GOLDEN: f32 = 1e-3;
@@ -139,7 +138,7 @@ fn sequences_keep_what_the_head_saw() -> Result<()> {
                 check(model, &mut pool, &all, &format!("round {round}, step {what}"))?;
             }
             if round % 4 == 1 {
-                // What is fed is what was drafted behind: the head has it already.
+                // What is fed is what was drafted after: the head has it already.
                 let batch: Vec<_> = all.iter().map(|(s, _)| (*s, token[0], 2)).collect();
                 let (drafts, _) = model.draft(&mut pool, &batch)?;
                 let fed: Vec<Vec<u32>> = drafts.iter().map(|draft| [&token[..], draft].concat()).collect();
@@ -147,7 +146,7 @@ fn sequences_keep_what_the_head_saw() -> Result<()> {
                 let (_, drafts) = model.verify(&mut pool, &batch)?;
                 model.accept(&mut pool, drafts, &vec![2; all.len()])?;
                 all.iter_mut().zip(fed).for_each(|(a, fed)| a.1.extend(&fed[..2]));
-                check(model, &mut pool, &all, &format!("round {round}, behind drafts"))?;
+                check(model, &mut pool, &all, &format!("round {round}, after drafts"))?;
             }
         }
         Ok(())
@@ -197,7 +196,7 @@ fn a_head_is_loaded_when_asked_for() -> Result<()> {
     Ok(())
 }
 
-/// Drafts behind a prompt and one token more, and the logits of the first.
+/// Drafts after a prompt and one token more, and the logits of the first.
 fn drafts(model: &CausalLm) -> Result<(Vec<u32>, Vec<f32>)> {
     let mut pool = model.new_sequences(1, 40)?;
     let s = pool.begin()?;
@@ -231,12 +230,7 @@ fn a_head_in_parts_is_the_whole() -> Result<()> {
     for tiny in [with_head(four_heads()), four_heads().unset("num_experts").fill().with_draft_head()] {
         let (want, logits) = drafts(&tiny.load_with(DType::F32, DraftHeadChoice::On)?)?;
         for ranks in [2, 4] {
-            let got = on_ranks(ranks, |group| {
-                let config = ModelConfig::from_json(&tiny.config.to_string())?;
-                let whole = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &Device::Cpu);
-                let part = shard_of(whole, &config, &*group)?;
-                drafts(&CausalLm::loader(&config).group(group).draft_head(DraftHeadChoice::On).load(part)?)
-            });
+            let got = on_ranks(ranks, |group| drafts(&parts_with(&tiny, group, DraftHeadChoice::On)?));
             for rank in got {
                 let (tokens, of_rank) = rank?;
                 assert!(max_diff(&of_rank, &logits) < 1e-5, "{ranks} ranks: {}", max_diff(&of_rank, &logits));
@@ -254,10 +248,10 @@ fn a_head_is_quantised_with_its_model() -> Result<()> {
     for (_, weight) in tiny.weights.iter_mut().filter(|(name, x)| name.starts_with("mtp.") && x.rank() == 2) {
         *weight = (&*weight * 0.15)?;
     }
-    let config = ModelConfig::from_json(&tiny.config.to_string())?;
+    let config = tiny.model_config()?;
     let say = |quantise: Option<GgmlDType>, dtype: DType| -> Result<[Vec<f32>; 2]> {
-        let vb = VarBuilder::from_tensors(tiny.weights.clone(), dtype, &Device::Cpu);
-        let model = CausalLm::loader(&config).draft_head(DraftHeadChoice::On).quantize(quantise).load(vb)?;
+        let loader = CausalLm::loader(&config).draft_head(DraftHeadChoice::On).quantize(quantise);
+        let model = loader.load(tiny.var_builder(dtype, &Device::Cpu))?;
         let mut pool = model.new_sequences(1, 40)?;
         let s = pool.begin()?;
         let logits = model.feed(&mut pool, &[(s, &[3, 1, 4, 1, 5, 9, 2, 6, 31])])?.squeeze(0)?.to_vec1()?;

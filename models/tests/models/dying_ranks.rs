@@ -1,50 +1,11 @@
 //! Ranks that go, at every call that they make together: the others get an error, and none waits for ever.
 
+use crate::faults::Faulty;
 use crate::parallel::{four_heads, parts_of};
-use candle_core::{bail, Result, Tensor};
+use candle_core::Result;
 use candle_gdn_models::{CausalLm, Collective, LocalRank};
-use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::{mpsc, Arc};
 use std::time::{Duration, Instant};
-
-/// A rank that is no more after some calls.
-#[derive(Debug)]
-struct Mortal<R> {
-    rank: R,
-    /// Calls before the one that it does not make; negative: it makes all.
-    left: AtomicIsize,
-}
-
-impl<R> Mortal<R> {
-    fn call(&self) -> Result<&R> {
-        match self.left.fetch_sub(1, Ordering::SeqCst) {
-            0 => bail!("gone on purpose"),
-            _ => Ok(&self.rank),
-        }
-    }
-}
-
-impl<R: Collective> Collective for Mortal<R> {
-    fn rank(&self) -> usize {
-        self.rank.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.rank.size()
-    }
-
-    fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
-        self.call()?.all_reduce(x)
-    }
-
-    fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
-        self.call()?.all_gather(x)
-    }
-
-    fn settle(&self) -> Result<()> {
-        self.call()?.settle()
-    }
-}
 
 /// A second rank that goes at a call.
 struct Death {
@@ -57,7 +18,7 @@ struct Death {
 }
 
 impl Death {
-    /// Whether a pass has so many calls. Either way the first rank hears that it is alone in this pass or in the next.
+    /// Whether a pass has so many calls. Either way the first rank gets an error in this pass or in the next.
     fn of_two<R: Collective + 'static>(
         &self,
         make: impl Fn(usize) -> Result<R> + Sync,
@@ -67,12 +28,12 @@ impl Death {
         std::thread::scope(|scope| {
             let (make, load) = (&make, &load);
             let second = scope.spawn(move || -> Result<bool> {
-                let group = Arc::new(Mortal { rank: make(1)?, left: AtomicIsize::new(-1) });
+                let group = Faulty::new(Some(Arc::new(make(1)?)));
                 let model = load(group.clone())?;
                 let mut pool = model.new_sequences(1, 64)?;
                 let s = pool.begin()?;
                 model.feed(&mut pool, &[(s, &[3, 1, 4])])?;
-                group.left.store(self.calls, Ordering::SeqCst);
+                group.after(self.calls, false);
                 let gone = model.feed(&mut pool, &[(s, &[1])]).is_err();
                 if self.stays {
                     // Until the other end of the channel is dropped.
@@ -119,7 +80,7 @@ mod gpus {
     use crate::golden::DEMO;
     use crate::sequences::{assert_near, want};
     use crate::support::{gpus, single_stream_devices};
-    use candle_core::{DType, Device};
+    use candle_core::{DType, Device, Tensor};
     use candle_gdn_models::{shard_of, DecodeGraph, NcclId, NcclRank};
 
     /// How long a GPU waits for another one: longer than one that lives ever takes, on a machine busy with other tests too.

@@ -2,14 +2,10 @@
 //! runs beside a request.
 
 use crate::golden::DEMO;
+use crate::serving::{Completion, Completions};
 use crate::support::{gpus, single_stream_devices};
 use candle_core::{DType, Result};
-use candle_gdn_models::{
-    CausalLm, Engine, EngineOptions, Event, FinishReason, GraphChoice, Request, RequestId, Sampling,
-};
-use std::collections::HashMap;
-
-type Ends = HashMap<RequestId, (Vec<u32>, Option<FinishReason>)>;
+use candle_gdn_models::{CausalLm, Engine, EngineOptions, FinishReason, GraphChoice, Request, Sampling};
 
 fn request(n: u32) -> Request {
     let sampling = match n % 4 {
@@ -30,7 +26,7 @@ fn run(
     options: EngineOptions,
     cancelled: &[(usize, usize)],
 ) -> Result<Vec<(Vec<u32>, FinishReason)>> {
-    let (mut engine, mut ids, mut ends) = (Engine::new(model, options)?, vec![], Ends::new());
+    let (mut engine, mut ids, mut ends) = (Engine::new(model, options)?, vec![], Completions::default());
     for step in 0.. {
         while ids.len() < 24 && ids.len() <= step / 2 * 3 {
             ids.push(engine.submit(request(ids.len() as u32))?);
@@ -38,23 +34,14 @@ fn run(
         for (_, n) in cancelled.iter().filter(|(at, _)| *at == step) {
             engine.cancel(ids[*n])?;
         }
-        for event in engine.step()? {
-            match event {
-                Event::Token { id, token, .. } => ends.entry(id).or_default().0.push(token),
-                Event::Finished { id, reason } => {
-                    let end = &mut ends.entry(id).or_default().1;
-                    assert_eq!(end.replace(reason), None, "finished twice");
-                }
-                _ => {}
-            }
-        }
+        engine.step()?.into_iter().for_each(|event| ends.add(event));
         if engine.is_idle() && ids.len() == 24 {
             break;
         }
     }
     let end = |id| {
-        let (tokens, reason) = ends.remove(&id).unwrap_or_default();
-        (tokens, reason.expect("an end"))
+        let Completion { tokens, end, .. } = ends.remove(id);
+        (tokens, end.expect("an end"))
     };
     Ok(ids.into_iter().map(end).collect())
 }

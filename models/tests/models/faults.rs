@@ -4,6 +4,7 @@
 
 use crate::golden::DEMO;
 use crate::sequences::{assert_near, want};
+use crate::serving::{Completion, Completions};
 use crate::support::{devices, gpus, single_stream_devices, values, Rng};
 use crate::tiny::Tiny;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
@@ -11,31 +12,32 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_gdn_core::Working;
 use candle_gdn_models::{
     rotary_frequencies, shard_of, AttentionCache, AttentionDecode, AttentionPrepare, CausalLm, Collective, DecodeGraph,
-    Engine, EngineOptions, Event, FinishReason, GraphChoice, ModelConfig, PrepareOptions, Request, Sequence,
-    SequencePool,
+    Engine, EngineOptions, FinishReason, GraphChoice, PrepareOptions, Request, Sequence, SequencePool,
 };
 use candle_nn::VarBuilder;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering};
 use std::sync::Arc;
 
-/// A group of one, in which a call may fail.
+/// A rank, or a group of one, in which a call may fail.
 #[derive(Debug)]
-struct Faulty {
+pub struct Faulty {
+    rank: Option<Arc<dyn Collective>>,
     /// Calls before the one that fails; negative: none does.
     left: AtomicIsize,
     panics: AtomicBool,
-    /// All calls behind it fail too.
+    /// All calls after it fail too.
     for_ever: AtomicBool,
 }
 
 impl Faulty {
-    fn new() -> Arc<Self> {
-        Arc::new(Self { left: AtomicIsize::new(-1), panics: AtomicBool::new(false), for_ever: AtomicBool::new(false) })
+    pub fn new(rank: Option<Arc<dyn Collective>>) -> Arc<Self> {
+        let (left, panics, for_ever) = (AtomicIsize::new(-1), AtomicBool::new(false), AtomicBool::new(false));
+        Arc::new(Self { rank, left, panics, for_ever })
     }
 
     /// The call after `calls` more fails.
-    fn after(&self, calls: isize, panics: bool) {
+    pub fn after(&self, calls: isize, panics: bool) {
         self.panics.store(panics, Ordering::SeqCst);
         self.left.store(calls, Ordering::SeqCst);
     }
@@ -52,25 +54,26 @@ impl Faulty {
 
 impl Collective for Faulty {
     fn rank(&self) -> usize {
-        0
+        self.rank.as_ref().map_or(0, |rank| rank.rank())
     }
 
     fn size(&self) -> usize {
-        1
+        self.rank.as_ref().map_or(1, |rank| rank.size())
     }
 
     fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
         self.call()?;
-        Ok(x.clone())
+        self.rank.as_ref().map_or_else(|| Ok(x.clone()), |rank| rank.all_reduce(x))
     }
 
     fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
         self.call()?;
-        x.unsqueeze(0)
+        self.rank.as_ref().map_or_else(|| x.unsqueeze(0), |rank| rank.all_gather(x))
     }
 
     fn settle(&self) -> Result<()> {
-        self.call()
+        self.call()?;
+        self.rank.as_ref().map_or(Ok(()), |rank| rank.settle())
     }
 }
 
@@ -80,10 +83,7 @@ fn model(device: &Device, group: &Arc<Faulty>) -> Result<CausalLm> {
     let (config, weights) = match device.is_cpu() {
         true => {
             let tiny = Tiny::qwen3_next();
-            (
-                ModelConfig::from_json(&tiny.config.to_string())?,
-                VarBuilder::from_tensors(tiny.weights, DType::F32, device),
-            )
+            (tiny.model_config()?, VarBuilder::from_tensors(tiny.weights, DType::F32, device))
         }
         false => (DEMO.config()?, DEMO.weights(DType::F32, device)?),
     };
@@ -99,7 +99,7 @@ fn feed(model: &CausalLm, pool: &mut SequencePool, s: Sequence, tokens: &[u32]) 
 #[test]
 fn a_pass_that_fails_breaks_its_own_sequences() -> Result<()> {
     for device in devices() {
-        let group = Faulty::new();
+        let group = Faulty::new(None);
         let model = model(&device, &group)?;
         let mut pool = model.new_sequences(3, 64)?;
         let (a, b) = (pool.begin()?, pool.begin()?);
@@ -154,22 +154,16 @@ pub fn completed(model: &CausalLm, cuda_graph: GraphChoice, arm: impl FnOnce()) 
         request.sampling.temperature = f64::from(n % 2);
         ids.push(engine.submit(request)?);
     }
-    let mut all = vec![Ok(vec![]); ids.len()];
+    let mut all = Completions::default();
     arm();
     for _ in 0..200 {
-        for event in engine.step()? {
-            match event {
-                Event::Token { id, token, .. } => {
-                    all[ids.iter().position(|n| *n == id).unwrap()].as_mut().unwrap().push(token)
-                }
-                Event::Finished { id, reason: FinishReason::Failed(why) } => {
-                    all[ids.iter().position(|n| *n == id).unwrap()] = Err(why);
-                }
-                _ => {}
-            }
-        }
+        engine.step()?.into_iter().for_each(|event| all.add(event));
         if engine.is_idle() {
-            return Ok(all);
+            let completed = |id| match all.remove(id) {
+                Completion { end: Some(FinishReason::Failed(why)), .. } => Err(why),
+                completion => Ok(completion.tokens),
+            };
+            return Ok(ids.into_iter().map(completed).collect());
         }
     }
     panic!("the engine does not come to an end")
@@ -179,9 +173,9 @@ pub fn completed(model: &CausalLm, cuda_graph: GraphChoice, arm: impl FnOnce()) 
 #[test]
 fn an_engine_loses_no_request() -> Result<()> {
     for device in single_stream_devices() {
-        let group = Faulty::new();
+        let group = Faulty::new(None);
         let model = model(&device, &group)?;
-        // A graph is captured before, and calls nobody.
+        // A graph is captured before, and makes no call.
         let want = completed(&model, GraphChoice::Off, || {})?;
         assert!(want.iter().all(|want| want.is_ok()));
         let mut calls = 0;
@@ -213,7 +207,7 @@ fn an_engine_loses_no_request() -> Result<()> {
 #[test]
 fn a_capture_that_fails_can_be_made_again() -> Result<()> {
     for device in &gpus(single_stream_devices()) {
-        let group = Faulty::new();
+        let group = Faulty::new(None);
         let model = model(device, &group)?;
         for panics in [false, true] {
             let mut pool = model.new_sequences(2, 256)?;

@@ -3,35 +3,20 @@
 
 use crate::gguf::{in_fp8, wide, without_experts};
 use crate::golden::{self, log_softmax};
+use crate::moe::{id, logits_in_parts, TOKENS};
+use crate::serving::steps_beside_graph;
 use crate::support::{gpus, rel_rms, single_stream_devices, soak};
 use crate::tiny::{Tiny, VOCAB};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, DecodeGraph, ModelConfig};
-use candle_nn::VarBuilder;
-
-/// More than the kernel for few rows takes.
-const TOKENS: usize = 60;
+use candle_gdn_models::{CausalLm, ModelConfig};
 
 fn load(tiny: &Tiny, dtype: DType, device: &Device) -> Result<CausalLm> {
-    let vb = VarBuilder::from_tensors(tiny.weights.clone(), dtype, device);
-    CausalLm::load(&ModelConfig::from_json(&tiny.config.to_string())?, vb)
-}
-
-fn id(i: usize) -> u32 {
-    (i * i + 3 * i) as u32 % VOCAB as u32
+    CausalLm::load(&tiny.model_config()?, tiny.var_builder(dtype, device))
 }
 
 /// Logits of every position, fed in parts of these lengths.
 fn logits(model: &CausalLm, parts: &[usize]) -> Result<Vec<f32>> {
-    let (mut state, mut all, mut first) = (model.new_state(1)?, vec![], 0);
-    for &part in parts {
-        let ids: Vec<u32> = (first..first + part).map(id).collect();
-        let x = Tensor::new(ids, model.device())?.unsqueeze(0)?;
-        all.extend(model.forward(&x, &mut state)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?);
-        first += part;
-    }
-    assert_eq!(first, TOKENS);
-    Ok(all)
+    Ok(logits_in_parts(model, parts)?.concat())
 }
 
 /// With experts, all of which every token takes, and without.
@@ -137,20 +122,11 @@ fn graphs_give_what_passes_give() -> Result<()> {
         for tiny in models() {
             let model = load(&in_fp8(&tiny, [128, 128])?.0, DType::BF16, device)?;
             for count in [1, 8, 20, 50] {
-                let mut pools = [model.new_sequences(count, 16)?, model.new_sequences(count, 16)?];
-                let mut graph = DecodeGraph::capture(&model, &mut pools[0], count)?;
-                let all = (0..count).map(|i| Ok(([pools[0].begin()?, pools[1].begin()?], id(i))));
-                let all: Vec<_> = all.collect::<Result<_>>()?;
-                for step in 0..4 {
-                    let id = |id: u32| (id + 5 * step) % VOCAB as u32;
-                    let graphed: Vec<_> = all.iter().map(|(s, i)| (s[0], id(*i))).collect();
-                    let ids: Vec<_> = all.iter().map(|(s, i)| (s[1], [id(*i)])).collect();
-                    let eager: Vec<_> = ids.iter().map(|(s, id)| (*s, &id[..])).collect();
-                    let got = graph.step(&model, &mut pools[0], &graphed)?.flatten_all()?.to_vec1::<f32>()?;
-                    let want = model.feed(&mut pools[1], &eager)?.flatten_all()?.to_vec1::<f32>()?;
-                    let error = rel_rms(&got, &want);
-                    assert!(error < 2e-2, "{count} sequences, step {step}: {error:e}");
-                }
+                let token = |i: usize, step: usize| (id(i) + 5 * step as u32) % VOCAB as u32;
+                steps_beside_graph(&model, &vec![vec![]; count], 4, token, |got, want, what| {
+                    let error = rel_rms(&got.concat(), &want.concat());
+                    assert!(error < 2e-2, "{what}: {error:e}");
+                })?;
             }
         }
     }
@@ -162,7 +138,7 @@ fn graphs_give_what_passes_give() -> Result<()> {
 fn bytes_are_told() -> Result<()> {
     for tiny in models() {
         let (fp8, _) = in_fp8(&tiny, [128, 128])?;
-        let config = ModelConfig::from_json(&fp8.config.to_string())?;
+        let config = fp8.model_config()?;
         let count = |scales: bool| -> usize {
             let kept = fp8.weights.iter().filter(|(name, weight)| match scales {
                 true => name.ends_with("_scale_inv"),
@@ -177,7 +153,7 @@ fn bytes_are_told() -> Result<()> {
             let want = config.weight_bytes(dtype) - (size - 1) * numbers + 4 * scales;
             assert_eq!(config.fp8_weight_bytes(dtype), want, "{dtype:?}");
         }
-        let plain = ModelConfig::from_json(&tiny.config.to_string())?;
+        let plain = tiny.model_config()?;
         assert_eq!(plain.fp8_weight_bytes(DType::BF16), plain.weight_bytes(DType::BF16));
         // Other blocks are dequantised.
         let config = ModelConfig::from_json(&in_fp8(&tiny, [5, 7])?.0.config.to_string())?;

@@ -2,7 +2,9 @@
 //! dequantisation at load, and what is refused. On the CPU, but for one test of the kernels on CUDA.
 
 use crate::gguf_writer::{dequantized, in_a_folder, load, Files, GgufOfTiny, Layout};
-use crate::golden::{argmax, converted, max_diff, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::golden::{converted, DEMO, QWEN3_5, QWEN3_5_MOE};
+use crate::model::check_goldens;
+use crate::serving::steps_beside_graph;
 use crate::support::{gpus, refused, rel_rms, single_stream_devices};
 use crate::tiny::{self, Tiny};
 use candle_core::quantized::gguf_file::Value;
@@ -53,7 +55,7 @@ fn logits(model: &CausalLm) -> Result<Vec<f32>> {
     model.forward(&ids, &mut model.new_state(1)?)?.flatten_all()?.to_vec1()
 }
 
-/// Logits behind `ids`, which follow what the state has seen.
+/// Logits after `ids`, which follow what the state has seen.
 fn next(model: &CausalLm, state: &mut ModelState, ids: &[u32]) -> Result<Vec<f32>> {
     model.forward_last(&Tensor::from_slice(ids, (1, ids.len()), &CPU)?, state)?.squeeze(0)?.to_vec1()
 }
@@ -69,26 +71,10 @@ fn median(mut x: Vec<f64>) -> f64 {
 
 #[test]
 fn f16_files_match_the_goldens() -> Result<()> {
-    const LOGITS: f32 = 1e-2;
     for (name, goldens) in [("demo-f16", &DEMO), ("qwen3_5_tiny-f16", &QWEN3_5), ("qwen3_5_moe_tiny-f16", &QWEN3_5_MOE)]
     {
         let Some(path) = converted(&format!("{name}.gguf")) else { continue };
-        let model = load(&path)?;
-        let mut worst = 0f32;
-        for i in 0..goldens.prompts() {
-            let g = goldens.prompt(i)?;
-            let mut state = model.new_state(1)?;
-            let mut now = next(&model, &mut state, &g.ids)?;
-            worst = worst.max(max_diff(&now, &g.logits_last));
-            for (step, (&token, &margin)) in g.greedy.iter().zip(&g.greedy_margin).enumerate() {
-                if margin > 2. * LOGITS {
-                    assert_eq!(argmax(&now), token, "{name}: prompt {i}, step {step}, margin {margin}");
-                }
-                now = next(&model, &mut state, &[token])?;
-            }
-        }
-        println!("{name}: logits are off by at most {worst:e}");
-        assert!(worst <= LOGITS, "{name}: logits are off by {worst}");
+        check_goldens(name, &load(&path)?, goldens, 1e-2)?;
     }
     Ok(())
 }
@@ -152,7 +138,7 @@ fn own_files_have_the_configuration_of_the_model() -> Result<()> {
         file.metadata.insert("tokenizer.ggml.eot_token_id".into(), Value::U32(7));
         file.write(&path)?;
         let got = ModelConfig::from_gguf(&GgufFile::open(&path)?)?;
-        let mut want = ModelConfig::from_json(&tiny.config.to_string())?;
+        let mut want = tiny.model_config()?;
         want.family = if layout == Layout::Qwen3_5 { Family::Qwen3_5Moe } else { Family::Qwen3Next };
         assert_eq!(got, want);
     }
@@ -339,22 +325,13 @@ fn quantised_models_on_cuda() -> Result<()> {
 /// Steps of 20 sequences by a graph are those without.
 fn many_graphed(model: &CausalLm) -> Result<()> {
     const COUNT: usize = 20;
-    let mut pool = model.new_sequences(2 * COUNT, 32)?;
-    let s: Vec<_> = (0..2 * COUNT).map(|_| pool.begin()).collect::<Result<_>>()?;
     let prompts: Vec<Vec<u32>> = (0..COUNT).map(|i| vec![IDS[i % IDS.len()]; 1 + i % 5]).collect();
-    for half in s.chunks(COUNT) {
-        let fed: Vec<_> = half.iter().zip(&prompts).map(|(&s, prompt)| (s, &prompt[..])).collect();
-        model.feed_only(&mut pool, &fed)?;
-    }
-    let mut graph = DecodeGraph::capture(model, &mut pool, COUNT)?;
-    for (step, &id) in IDS.iter().enumerate() {
-        let ids: Vec<u32> = (0..COUNT as u32).map(|i| (id + i * step as u32) % 8).collect();
-        let fed: Vec<_> = s.iter().zip(&ids).map(|(&s, id)| (s, std::slice::from_ref(id))).collect();
-        let eager = model.feed(&mut pool, &fed)?.flatten_all()?.to_vec1::<f32>()?;
-        let stepped: Vec<_> = s[COUNT..].iter().zip(&ids).map(|(&s, &id)| (s, id)).collect();
-        let graphed = graph.step(model, &mut pool, &stepped)?.flatten_all()?.to_vec1::<f32>()?;
-        assert!(rel_rms(&graphed, &eager) < 1e-5, "20 sequences: {:e}", rel_rms(&graphed, &eager));
-    }
+    let token = |i: usize, step: usize| (IDS[step] + (i * step) as u32) % 8;
+    steps_beside_graph(model, &prompts, IDS.len(), token, |got, want, what| {
+        let error = rel_rms(&got.concat(), &want.concat());
+        assert!(error < 1e-5, "{what}: {error:e}");
+    })?;
+    let mut pool = model.new_sequences(1, 32)?;
     refused(DecodeGraph::capture(model, &mut pool, 129), &["at most 128 rows of this quantised model, got 129"]);
     Ok(())
 }
@@ -498,8 +475,8 @@ fn every_wrong_entry_is_named() -> Result<()> {
 }
 
 fn quantize(tiny: &Tiny, to: GgmlDType) -> Result<CausalLm> {
-    let vb = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &CPU);
-    let config = ModelConfig::from_json(&tiny.config.to_string())?;
+    let vb = tiny.var_builder(DType::F32, &CPU);
+    let config = tiny.model_config()?;
     let mut layers = 0;
     let progress = |done, of| {
         layers += 1;
@@ -631,7 +608,7 @@ fn from_safetensors(tiny: &Tiny, dtype: DType) -> Result<CausalLm> {
     candle_core::safetensors::save(&tiny.weights, &path)?;
     // SAFETY: nobody else writes to the folder.
     let vb = unsafe { VarBuilder::from_mmaped_safetensors(&[&path], dtype, &CPU)? };
-    CausalLm::load(&ModelConfig::from_json(&tiny.config.to_string())?, vb)
+    CausalLm::load(&tiny.model_config()?, vb)
 }
 
 /// On the CPU.
@@ -665,7 +642,7 @@ fn fp8_without_its_scales_is_refused() -> Result<()> {
     let with = |field: &str, value: serde_json::Value| {
         let mut tiny = fp8.clone();
         tiny.config["quantization_config"][field] = value;
-        ModelConfig::from_json(&tiny.config.to_string())
+        tiny.model_config()
     };
     refused(with("quant_method", "awq".into()), &["quantization_config.quant_method", "fp8", "awq"]);
     refused(with("fmt", "e5m2".into()), &["quantization_config.fmt", "e4m3", "e5m2"]);

@@ -2,18 +2,13 @@
 //! fed token by token: with and without graphs and drafts, beside requests that ask for nothing.
 
 use crate::golden::{drafted, DEMO};
+use crate::serving::{complete, Completion};
 use crate::support::single_stream_devices;
 use candle_core::{DType, Result};
-use candle_gdn_models::{
-    CausalLm, DraftDepth, Engine, EngineOptions, Event, FinishReason, GraphChoice, Logprobs, Request, RequestId,
-    Sampling,
-};
-use std::collections::HashMap;
+use candle_gdn_models::{CausalLm, DraftDepth, Engine, EngineOptions, GraphChoice, Request, Sampling};
 
 /// Bound on log-probabilities, and on a penalised logit below the best one.
 const NEAR: f64 = 2e-3;
-
-type Told = Vec<(u32, Option<Box<Logprobs>>)>;
 
 fn requests() -> Result<Vec<Request>> {
     let texts = (0..DEMO.prompts()).map(|i| Ok(drafted(i)?.ids)).collect::<Result<Vec<_>>>()?.concat();
@@ -33,30 +28,13 @@ fn requests() -> Result<Vec<Request>> {
     Ok((0..30).map(request).collect())
 }
 
-fn complete(model: &CausalLm, options: EngineOptions, requests: &[Request]) -> Result<Vec<Told>> {
-    let mut engine = Engine::new(model, options)?;
-    let ids = requests.iter().map(|request| engine.submit(request.clone())).collect::<Result<Vec<_>>>()?;
-    let mut all: HashMap<RequestId, Told> = HashMap::new();
-    while !engine.is_idle() {
-        for event in engine.step()? {
-            match event {
-                Event::Token { id, token, logprobs } => all.entry(id).or_default().push((token, logprobs)),
-                Event::Finished { reason: FinishReason::Failed(e), .. } => panic!("{e}"),
-                Event::NoGraph { why, .. } => panic!("{why}"),
-                _ => {}
-            }
-        }
-    }
-    Ok(ids.iter().map(|id| all.remove(id).unwrap_or_default()).collect())
-}
-
-/// Each token of a completion against the model's logits behind those before it. How often a penalty changed the most likely one.
-fn check(model: &CausalLm, request: &Request, told: &Told, what: &str) -> Result<usize> {
+/// Each token of a completion against the model's logits after those before it. How often a penalty changed the most likely one.
+fn check(model: &CausalLm, request: &Request, told: &Completion, what: &str) -> Result<usize> {
     let mut pool = model.new_sequences(1, 200)?;
     let s = pool.begin()?;
     let mut fed = request.tokens.clone();
     let (mut own, mut changed) = (Vec::new(), 0);
-    for (token, logprobs) in told {
+    for (token, logprobs) in told.tokens.iter().zip(&told.logprobs) {
         let logits = model.feed(&mut pool, &[(s, &fed)])?.squeeze(0)?.to_vec1::<f32>()?;
         let most = logits.iter().map(|x| f64::from(*x)).fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = logits.iter().map(|x| (f64::from(*x) - most).exp()).sum();
@@ -117,10 +95,10 @@ fn what_is_told_is_the_model_s() -> Result<()> {
                 let what = format!("{sequences} sequences, {depth:?}, draft {draft}, graphs {cuda_graph:?}");
                 let options =
                     EngineOptions { draft_depth: depth, draft, cuda_graph, ..EngineOptions::new(sequences, 100) };
-                let got = complete(&model, options, &requests)?;
+                let (got, _) = complete(&model, options, &requests, true)?;
                 let mut changed = 0;
                 for (request, told) in requests.iter().zip(&got) {
-                    assert_eq!(told.len(), request.max_new_tokens, "{what}");
+                    assert_eq!(told.tokens.len(), request.max_new_tokens, "{what}");
                     changed += check(&model, request, told, &what)?;
                 }
                 assert!(changed > 10, "{what}: penalties changed {changed} tokens");

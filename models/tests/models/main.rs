@@ -27,5 +27,5 @@ mod parallel_quantised;
 mod sequences;
 mod sequences_soak;
 
-use candle_gdn_models_testing::{gguf_writer, golden, tiny};
+use candle_gdn_models_testing::{gguf_writer, golden, serving, tiny};
 use candle_gdn_testing::devices as support;

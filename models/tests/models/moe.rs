@@ -1,17 +1,19 @@
 //! Models with a mixture of experts whose widths the CUDA kernels take: 16-bit on CUDA against f32 on the CPU, from the
 //! same weights.
 
+use crate::serving::steps_beside_graph;
 use crate::support::{devices, gpus, rel_rms, single_stream_devices};
 use crate::tiny::{Tiny, VOCAB};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn_models::{CausalLm, DecodeGraph, ModelConfig};
+use candle_gdn_models::CausalLm;
 use candle_nn::VarBuilder;
 
 /// Routing is not continuous: where the rounding of 16 bits sends a token to another expert its logits are others, and so
 /// are those of the tokens after it. So it is the middle one of all errors that is held to this, and not the worst.
 const MIDDLE: f64 = 7e-2;
 
-const TOKENS: usize = 60;
+/// More than the kernels for few rows support.
+pub const TOKENS: usize = 60;
 
 fn tiny(shared: usize) -> Tiny {
     Tiny::qwen3_next()
@@ -28,20 +30,20 @@ fn tiny(shared: usize) -> Tiny {
 fn load(tiny: &Tiny, weights: DType, dtype: DType, device: &Device) -> Result<CausalLm> {
     let round = |(name, w): (&String, &Tensor)| Ok((name.clone(), w.to_dtype(weights)?.to_dtype(DType::F32)?));
     let weights = tiny.weights.iter().map(round).collect::<Result<_>>()?;
-    let config = ModelConfig::from_json(&tiny.config.to_string())?;
+    let config = tiny.model_config()?;
     CausalLm::load(&config, VarBuilder::from_tensors(weights, dtype, device))
 }
 
-fn ids() -> Vec<u32> {
-    (0..TOKENS).map(|i| (i * i + 3 * i) as u32 % VOCAB as u32).collect()
+pub fn id(i: usize) -> u32 {
+    (i * i + 3 * i) as u32 % VOCAB as u32
 }
 
 /// Logits of every position, fed in parts of these lengths.
-fn logits(model: &CausalLm, device: &Device, parts: &[usize]) -> Result<Vec<Vec<f32>>> {
-    let (mut state, mut rows, ids) = (model.new_state(1)?, vec![], ids());
-    let mut first = 0;
+pub fn logits_in_parts(model: &CausalLm, parts: &[usize]) -> Result<Vec<Vec<f32>>> {
+    let (mut state, mut rows, mut first) = (model.new_state(1)?, vec![], 0);
     for &part in parts {
-        let x = Tensor::new(&ids[first..first + part], device)?.unsqueeze(0)?;
+        let ids: Vec<u32> = (first..first + part).map(id).collect();
+        let x = Tensor::new(ids, model.device())?.unsqueeze(0)?;
         rows.extend(model.forward(&x, &mut state)?.squeeze(0)?.to_dtype(DType::F32)?.to_vec2::<f32>()?);
         first += part;
     }
@@ -66,13 +68,13 @@ fn prompts_and_steps_agree_with_f32() -> Result<()> {
         let tiny = tiny(shared);
         for weights in [DType::BF16, DType::F16] {
             let cpu = load(&tiny, weights, DType::F32, &Device::Cpu)?;
-            let want = logits(&cpu, &Device::Cpu, &[TOKENS])?;
+            let want = logits_in_parts(&cpu, &[TOKENS])?;
             for device in devices() {
                 // f32 takes the tensor ops there, 16 bits the kernels: those for many tokens, and those for few.
                 for (dtype, bound) in [(DType::F32, 1e-4), (weights, MIDDLE)] {
                     let model = load(&tiny, weights, dtype, &device)?;
                     for parts in [&[TOKENS][..], &[33, 1, 2, 24], &[1; TOKENS]] {
-                        let error = middle(&logits(&model, &device, parts)?, &want);
+                        let error = middle(&logits_in_parts(&model, parts)?, &want);
                         assert!(error < bound, "{dtype:?} on {:?}, {parts:?}: {error}", device.location());
                     }
                 }
@@ -89,21 +91,11 @@ fn graphs_of_many_sequences() -> Result<()> {
     for device in &gpus(single_stream_devices()) {
         let model = load(&tiny, DType::BF16, DType::BF16, device)?;
         for count in [1, 8, 40] {
-            let mut pools = [model.new_sequences(count, 16)?, model.new_sequences(count, 16)?];
-            let mut graph = DecodeGraph::capture(&model, &mut pools[0], count)?;
-            let all: Vec<_> = (0..count)
-                .map(|i| Ok(([pools[0].begin()?, pools[1].begin()?], i as u32 % VOCAB as u32)))
-                .collect::<Result<_>>()?;
-            for step in 0..4 {
-                let id = |id: u32| (id + 5 * step) % VOCAB as u32;
-                let graphed: Vec<_> = all.iter().map(|(s, i)| (s[0], id(*i))).collect();
-                let ids: Vec<_> = all.iter().map(|(s, i)| (s[1], [id(*i)])).collect();
-                let eager: Vec<_> = ids.iter().map(|(s, id)| (*s, &id[..])).collect();
-                let got = graph.step(&model, &mut pools[0], &graphed)?.to_vec2::<f32>()?;
-                let want = model.feed(&mut pools[1], &eager)?.to_vec2::<f32>()?;
-                let error = middle(&got, &want);
-                assert!(error < MIDDLE, "{count} sequences, step {step}: {error}");
-            }
+            let token = |i: usize, step: usize| ((i + 5 * step) % VOCAB) as u32;
+            steps_beside_graph(&model, &vec![vec![]; count], 4, token, |got, want, what| {
+                let error = middle(got, want);
+                assert!(error < MIDDLE, "{what}: {error}");
+            })?;
         }
     }
     Ok(())

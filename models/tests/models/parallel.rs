@@ -6,9 +6,8 @@ use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{
-    shard_of, shard_of_safetensors, CausalLm, Collective, LocalRank, ModelConfig, SequencePool, StateLayout,
+    shard_of, shard_of_safetensors, CausalLm, Collective, DraftHeadChoice, LocalRank, SequencePool, StateLayout,
 };
-use candle_nn::VarBuilder;
 use std::sync::Arc;
 
 const PROMPT: [u32; 9] = [1, 5, 2, 30, 7, 7, 11, 0, 19];
@@ -42,7 +41,7 @@ pub fn run_steps(model: &CausalLm, steps: usize) -> Result<(Vec<f32>, Vec<u32>)>
 }
 
 /// How far logits with rings may be from those without. Products with quantised matrices round x to 8 bits on the CPU, candle's as
-/// well as ours: where x differs in its last bits a number is rounded to another one, and behind that all rounding differs.
+/// well as ours: where x differs in its last bits a number is rounded to another one, and after that all rounding differs.
 fn ring_bound(model: &CausalLm) -> f64 {
     match model.is_quantized() {
         true => 6e-2,
@@ -86,10 +85,13 @@ pub fn four_heads() -> Tiny {
 }
 
 pub fn parts_of(tiny: &Tiny, group: Arc<dyn Collective>) -> Result<CausalLm> {
-    let config = ModelConfig::from_json(&tiny.config.to_string())?;
-    let whole = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &Device::Cpu);
-    let part = shard_of(whole, &config, &*group)?;
-    CausalLm::loader(&config).group(group).load(part)
+    parts_with(tiny, group, DraftHeadChoice::Off)
+}
+
+pub fn parts_with(tiny: &Tiny, group: Arc<dyn Collective>, head: DraftHeadChoice) -> Result<CausalLm> {
+    let config = tiny.model_config()?;
+    let part = shard_of(tiny.var_builder(DType::F32, &Device::Cpu), &config, &*group)?;
+    CausalLm::loader(&config).group(group).draft_head(head).load(part)
 }
 
 #[test]
@@ -132,7 +134,7 @@ fn what_cannot_be_divided_is_named() -> Result<()> {
     bad(&tiny, 4, "at most as many ranks as key heads (2), got 4");
     let odd = four_heads().set("moe_intermediate_size", 15).fill();
     bad(&odd, 2, "divides the inner width of the experts (15), got 2");
-    let config = ModelConfig::from_json(&tiny.config.to_string())?;
+    let config = tiny.model_config()?;
     assert!(config.split(0).is_err());
     assert_eq!(config.split(1)?, config);
     Ok(())

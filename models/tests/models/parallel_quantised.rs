@@ -133,9 +133,9 @@ fn parts_are_quantised_as_they_load() -> Result<()> {
     });
     // Of a part the width counts: 256 columns are whole blocks of Q4K, and half of them are not.
     let tiny = four_heads();
-    let config = ModelConfig::from_json(&tiny.config.to_string())?;
+    let config = tiny.model_config()?;
     for rank in on_ranks(2, |group| {
-        let vb = VarBuilder::from_tensors(tiny.weights.clone(), DType::F32, &CPU);
+        let vb = tiny.var_builder(DType::F32, &CPU);
         let part = shard_of(vb, &config, &*group)?;
         let part = CausalLm::loader(&config).group(group).quantize(GgmlDType::Q4K).load(part)?;
         Ok(part.other_types().to_vec())
@@ -171,7 +171,7 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
     let odd = wide().set("moe_intermediate_size", 160).set("shared_expert_intermediate_size", 96);
     for (tiny, block) in [(calm(odd.fill()), [128, 128]), (Tiny::qwen3_next(), [5, 7])] {
         let (fp8, dequantized) = in_fp8(&tiny, block)?;
-        let config = ModelConfig::from_json(&fp8.config.to_string())?;
+        let config = fp8.model_config()?;
         let (dir, path) = in_a_folder("model.safetensors");
         safetensors::save(&fp8.weights, &path)?;
         let files = [path.display().to_string()];
@@ -212,7 +212,7 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
 fn parts_of_fp8_experts_in_one_tensor() -> Result<()> {
     let tiny = Tiny::qwen3_next();
     let (config, _) = in_fp8(&tiny, [5, 7])?;
-    let config = ModelConfig::from_json(&config.config.to_string())?;
+    let config = config.model_config()?;
     let mut fused = tiny.clone();
     fused.fuse_experts()?;
     let name = |part: &str| format!("model.layers.1.mlp.experts.{part}");
@@ -223,7 +223,7 @@ fn parts_of_fp8_experts_in_one_tensor() -> Result<()> {
         fused.weights.insert(name(weight), Tensor::stack(&numbers, 0)?);
         fused.weights.insert(name(&format!("{weight}_scale_inv")), Tensor::stack(&scales, 0)?);
         let part = |group: &LocalRank, shape: &[usize]| {
-            let vb = VarBuilder::from_tensors(fused.weights.clone(), DType::F32, &CPU);
+            let vb = fused.var_builder(DType::F32, &CPU);
             shard_of(vb, &config, group)?.get(shape, &name(weight))
         };
         let whole = part(&LocalRank::group(1)[0], wide.dims())?;

@@ -10,6 +10,8 @@ pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../examples/g
 pub struct Copy(tempfile::TempDir);
 
 impl Copy {
+    // What copies files is no default value.
+    #[allow(clippy::new_without_default)]
     pub fn new() -> Self {
         let dir = tempfile::tempdir().expect("a temporary directory");
         for entry in std::fs::read_dir(DEMO).expect("the demo") {

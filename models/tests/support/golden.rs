@@ -37,11 +37,11 @@ pub struct Drafted {
     pub ids: Vec<u32>,
     /// The model's greedy token.
     pub next: u32,
-    /// Of the first draft behind it.
+    /// Of the first draft after it.
     pub logits: Vec<f32>,
     /// Greedy, each fed back.
     pub drafts: Vec<u32>,
-    /// Of the ids from the third on, each drafted behind the ones before.
+    /// Of the ids from the third on, each drafted after the ones before.
     pub logprobs: Vec<f32>,
 }
 

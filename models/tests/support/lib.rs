@@ -4,4 +4,5 @@
 pub mod demo;
 pub mod gguf_writer;
 pub mod golden;
+pub mod serving;
 pub mod tiny;

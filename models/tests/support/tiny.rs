@@ -166,9 +166,15 @@ impl Tiny {
     }
 
     pub fn load_with(&self, dtype: DType, head: DraftHeadChoice) -> Result<CausalLm> {
-        let config = ModelConfig::from_json(&self.config.to_string())?;
-        let vb = VarBuilder::from_tensors(self.weights.clone(), dtype, &Device::Cpu);
-        CausalLm::loader(&config).draft_head(head).load(vb)
+        CausalLm::loader(&self.model_config()?).draft_head(head).load(self.var_builder(dtype, &Device::Cpu))
+    }
+
+    pub fn model_config(&self) -> Result<ModelConfig> {
+        ModelConfig::from_json(&self.config.to_string())
+    }
+
+    pub fn var_builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
+        VarBuilder::from_tensors(self.weights.clone(), dtype, device)
     }
 
     /// With a draft head: its layer has the shapes of the model's last one, which is of softmax attention.
