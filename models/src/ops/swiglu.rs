@@ -1,6 +1,5 @@
 //! The gate of a feed-forward.
 
-use super::plan::{RowsLayout, SwigluPlan};
 use crate::weights::cpu::swiglu::activate;
 use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use candle_gdn_core::cpu::Element;
@@ -18,6 +17,26 @@ const OP: &str = "swiglu";
 #[derive(Debug, Clone, Default)]
 pub struct Swiglu {
     launch: Launch,
+}
+
+/// Rows of one length at one distance.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct RowsLayout {
+    pub offset: usize,
+    pub stride: usize,
+}
+
+/// A checked call of SwiGLU.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct SwigluPlan {
+    pub gate_up: RowsLayout,
+    pub rows: usize,
+    /// Of a half.
+    pub columns: usize,
+    pub out_shape: Vec<usize>,
+    pub launch: Launch,
 }
 
 impl Swiglu {
@@ -98,7 +117,7 @@ impl CustomOp1 for Swiglu {
         layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         let plan = self.plan(layout)?;
-        let out = crate::cuda::model::swiglu(&plan, gate_up)?;
+        let out = super::cuda::swiglu(&plan, gate_up)?;
         Ok((out, Shape::from(plan.out_shape)))
     }
 }
