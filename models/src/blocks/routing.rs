@@ -6,11 +6,13 @@ use std::ops::Range;
 /// The choices of all tokens, and the same sorted by expert ("rows").
 #[derive(Debug)]
 pub(crate) struct Routing {
-    experts_per_token: usize,
-    ranges: Vec<(usize, Range<usize>)>,
-    token_of_row: Vec<u32>,
-    weight_of_row: Vec<f32>,
-    row_of_choice: Vec<u32>,
+    pub experts_per_token: usize,
+    /// The experts that have tokens, and their rows.
+    pub ranges: Vec<(usize, Range<usize>)>,
+    pub token_of_row: Vec<u32>,
+    pub weight_of_row: Vec<f32>,
+    /// For each token its `experts_per_token` rows, token by token.
+    pub row_of_choice: Vec<u32>,
 }
 
 impl Routing {
@@ -62,28 +64,6 @@ impl Routing {
             row_of_choice.push(row as u32);
         }
         Self { experts_per_token: k, ranges, token_of_row, weight_of_row, row_of_choice }
-    }
-
-    pub(crate) fn experts_per_token(&self) -> usize {
-        self.experts_per_token
-    }
-
-    /// The experts that have tokens, and their rows.
-    pub(crate) fn ranges(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
-        self.ranges.iter().cloned()
-    }
-
-    pub(crate) fn token_of_row(&self) -> &[u32] {
-        &self.token_of_row
-    }
-
-    pub(crate) fn weight_of_row(&self) -> &[f32] {
-        &self.weight_of_row
-    }
-
-    /// For each token its `experts_per_token` rows, token by token.
-    pub(crate) fn row_of_choice(&self) -> &[u32] {
-        &self.row_of_choice
     }
 }
 

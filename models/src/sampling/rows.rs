@@ -1,8 +1,8 @@
 //! How rows choose, on the device.
 
-use super::cuda::{self, Half};
+use super::cuda::{self, Launcher};
 use super::{Choice, Drawn, Logprobs, Sampler, Token};
-use crate::abi::logprobs::{GDN_MOST_LIKELIEST, LOGPROBS_WORDS};
+use crate::abi::logprobs::{gdn_logprobs_begin, gdn_logprobs_end, GDN_MOST_LIKELIEST, LOGPROBS_WORDS};
 use crate::abi::sampling::{SamplingRow, GDN_NO_TOKEN, ROW_WORDS};
 use candle_core::{bail, DType, Device, Result, Tensor};
 
@@ -80,13 +80,13 @@ impl Sampler {
     /// The launch alone: the tokens go to `rows`.
     pub fn launch(&self, logits: &Tensor, rows: &Rows) -> Result<()> {
         let Some(workspace) = &self.workspace else { bail!("sampling: expected a sampler of a CUDA device") };
-        let logprobs = |half| match &rows.logprobs {
-            Some(out) => cuda::logprobs(half, logits, &rows.words, out, rows.count, rows.history),
+        let logprobs = |launcher: Launcher| match &rows.logprobs {
+            Some(out) => cuda::logprobs(launcher, logits, &rows.words, out, rows.count, rows.history),
             None => Ok(()),
         };
-        logprobs(Half::Begin)?;
+        logprobs(gdn_logprobs_begin)?;
         cuda::sample(logits, &rows.words, workspace, rows.count, rows.history)?;
-        logprobs(Half::End)
+        logprobs(gdn_logprobs_end)
     }
 }
 

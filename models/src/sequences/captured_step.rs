@@ -56,7 +56,7 @@ impl ModelGraph {
         }
         let device = pool.device.clone();
         let graph = capture(op, &device, || work(pool))?;
-        let group = model.vocabulary.as_ref().map(|vocabulary| vocabulary.group().clone());
+        let group = model.vocabulary.as_ref().map(|vocabulary| vocabulary.group.clone());
         Ok(Self { graph, _group: group, captured_for: (model.id, pool.memory) })
     }
 

@@ -58,7 +58,7 @@ impl GatedAttention {
         };
         let pairs = new.angles.cos.len() / tokens;
         let mut o = vec![0f32; tokens * width];
-        host::with_f32s([self.q_norm.scale(), self.k_norm.scale()], |[q_scale, k_scale]| {
+        host::with_f32s([&self.q_norm.scale, &self.k_norm.scale], |[q_scale, k_scale]| {
             let mut caches: Vec<Option<&mut Cache<T>>> = caches.iter_mut().map(Some).collect();
             let (mut rest, mut first) = (&mut o[..], 0);
             let mut calls = Vec::with_capacity(new.rows.len());
@@ -67,14 +67,14 @@ impl GatedAttention {
                     bail!("attention: expected each slot once, got {slot}")
                 };
                 cache.truncate(position);
-                if cache.len() != position {
-                    bail!("attention: expected {position} tokens in slot {slot}, got {}", cache.len())
+                if cache.len != position {
+                    bail!("attention: expected {position} tokens in slot {slot}, got {}", cache.len)
                 }
                 let rows = |width: usize| first * width..(first + tokens) * width;
                 let positions = Positions {
                     q_scale,
                     k_scale,
-                    eps: self.q_norm.eps(),
+                    eps: self.q_norm.eps,
                     cos: &new.angles.cos[rows(pairs)],
                     sin: &new.angles.sin[rows(pairs)],
                     pairs,
@@ -115,8 +115,8 @@ impl GatedAttention {
         launch: &Launch,
     ) -> Result<AttentionPrepare> {
         // The norms' scales are 1 + w already.
-        let options = PrepareOptions { eps: f64::from(self.q_norm.eps()), zero_centred: false };
-        let (q_scale, k_scale) = (self.q_norm.scale(), self.k_norm.scale());
+        let options = PrepareOptions { eps: f64::from(self.q_norm.eps), zero_centred: false };
+        let (q_scale, k_scale) = (&self.q_norm.scale, &self.k_norm.scale);
         let prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?.launched(launch);
         Ok(match cu_seqlens {
             Some(cu_seqlens) => prepare.with_cu_seqlens(cu_seqlens),

@@ -70,7 +70,7 @@ impl CpuCaches {
 }
 
 fn read_rows<T: Element + WithDType>(cache: &Cache<T>, tokens: Range<usize>) -> Result<[Tensor; 2]> {
-    let Shape { kv_heads, dim, .. } = cache.shape();
+    let Shape { kv_heads, dim, .. } = cache.shape;
     let shape = (1, kv_heads, tokens.len(), dim);
     let [k, v] = cache.read_rows(tokens);
     Ok([Tensor::from_vec(k, shape, &Device::Cpu)?, Tensor::from_vec(v, shape, &Device::Cpu)?])

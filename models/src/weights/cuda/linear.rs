@@ -79,7 +79,9 @@ fn are_aligned(layout: &Layout) -> bool {
 
 /// Whether `below` can be the rows below a weight.
 fn is_below(below: &Tensor, weight: &E4m3) -> bool {
-    below.dims()[1] == weight.bytes.dims()[1] && below.is_contiguous() && below.device().same_device(weight.bytes.device())
+    below.dims()[1] == weight.bytes.dims()[1]
+        && below.is_contiguous()
+        && below.device().same_device(weight.bytes.device())
 }
 
 /// The scales of a weight, whose pointer is held.
