@@ -69,10 +69,7 @@ impl SpeculativeBuffers {
         }
         let (device, tokens) = (&pool.device, depth + 1);
         let words = Tensor::zeros(batch * (WORDS + 2 * tokens + 1), DType::U32, device)?;
-        let mut rows = Rows::new(batch * tokens, pool.max_len, device)?;
-        if logprobs {
-            rows = rows.with_logprobs(model.config.vocab_size)?;
-        }
+        let rows = Rows::new(batch * tokens, pool.max_len, logprobs.then_some(model.config.vocab_size), device)?;
         let slots = || Slots::new(&vec![NO_SLOT; batch], device);
         let kv_rows = |column: usize| {
             let positions = words.narrow(0, column * batch, batch)?;

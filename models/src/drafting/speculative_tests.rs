@@ -161,7 +161,7 @@ fn speculative_steps_are_the_same_in_rust() -> Result<()> {
         let forced = [None, None, Some(0.), Some(0.5), Some(1.)][below(5)];
         let sizes = Sizes { sequences: batch, tokens, history };
         let devices = [&Device::Cpu, &device];
-        let rows = devices.map(|device| Rows::new(batch * tokens, history, device));
+        let rows = devices.map(|device| Rows::new(batch * tokens, history, None, device));
         let [here, there] = rows;
         let (here, there) = (here?, there?);
         let mut choices = vec![];

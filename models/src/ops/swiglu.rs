@@ -16,7 +16,8 @@ const OP: &str = "swiglu";
 /// | result | `[.., columns]`, contiguous | as gate_up |
 #[derive(Debug, Clone, Default)]
 pub struct Swiglu {
-    launch: Launch,
+    /// With overlap, the kernel waits for the one before it on the stream before it reads anything.
+    pub(crate) launch: Launch,
 }
 
 /// Rows of one length at one distance.
@@ -43,12 +44,6 @@ impl Swiglu {
     /// The op.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// The kernel may begin while the one before it on the stream still runs; it waits for it before it reads anything.
-    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
-        self.launch = launch.clone();
-        self
     }
 
     /// Applies the op: `[.., 2 * columns]` to `[.., columns]`, contiguous.

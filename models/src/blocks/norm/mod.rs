@@ -37,6 +37,8 @@ impl RmsNorm {
     }
 
     fn op(&self, launch: &Launch) -> Result<AddRmsNorm> {
-        Ok(AddRmsNorm::new(self.eps.into())?.launched(launch))
+        let mut op = AddRmsNorm::new(self.eps.into())?;
+        op.launch = launch.clone();
+        Ok(op)
     }
 }
