@@ -122,7 +122,7 @@ impl CausalLm {
 
     /// At the end of a pass: an error where another rank did not take part in all of it.
     pub(crate) fn settle(&self) -> Result<()> {
-        self.vocabulary.as_ref().map_or(Ok(()), |vocabulary| vocabulary.group().settle())
+        self.vocabulary.as_ref().map_or(Ok(()), |vocabulary| vocabulary.group.settle())
     }
 
     /// [`logits`](Self::logits) with the launch options of a pass.

@@ -64,11 +64,8 @@ mod loader;
 mod memory;
 mod ops;
 mod parallel;
-mod prefix_cache;
 mod sampling;
 mod sequences;
-mod slot_allocator;
-mod state;
 mod weights;
 
 pub use blocks::attention::{rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
@@ -87,5 +84,4 @@ pub use parallel::{shard_of, shard_of_safetensors, Collective, LocalRank};
 #[cfg(feature = "nccl")]
 pub use parallel::{NcclId, NcclRank};
 pub use sampling::{Logprobs, Sampling, SplitMix64};
-pub use sequences::{DecodeGraph, Drafts, Sequence, SequencePool, SequenceSnapshot, StateLayout};
-pub use state::ModelState;
+pub use sequences::{DecodeGraph, Drafts, ModelState, Sequence, SequencePool, SequenceSnapshot, StateLayout};

@@ -159,7 +159,7 @@ impl<'a> Loader<'a> {
         let fp8 = self.config.fp8.as_ref().filter(|_| keeps);
         let mut source = Source::new(vb);
         if let Some(format) = fp8.and_then(|fp8| Fp8Format::new(fp8, self.group.is_some())) {
-            source = source.with_format(format);
+            source.stored = Some(Arc::new(format));
         }
         self.load_from(source, false)
     }
@@ -174,21 +174,19 @@ impl<'a> Loader<'a> {
         let weights = GgufWeights::new(file, config, config.family != Family::Qwen3Next, shards);
         let quantized = weights.is_quantized();
         let dense = VarBuilder::from_backend(Box::new(weights.clone()), dtype, device.clone());
-        self.load_from(Source::new(dense).with_format(weights).in_one_file(), quantized)
+        let source = Source { stored: Some(Arc::new(weights)), is_one_file: true, ..Source::new(dense) };
+        self.load_from(source, quantized)
     }
 
     /// `quantized`: whether some matrices are, as they are stored.
-    fn load_from(mut self, source: Source, quantized: bool) -> Result<CausalLm> {
+    fn load_from(mut self, mut source: Source, quantized: bool) -> Result<CausalLm> {
         static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
-        let (dtype, device) = (source.dtype(), source.device().clone());
+        let (dtype, device) = (source.dense.dtype(), source.device().clone());
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             bail!("dtype: expected F32, BF16 or F16, got {dtype:?}")
         }
         let quantized = quantized || self.quantize.is_some();
-        let source = match self.quantize {
-            Some(to) => source.quantized(Quantizer::new(to)?),
-            None => source,
-        };
+        source.quantizer = self.quantize.map(Quantizer::new).transpose()?.map(Arc::new);
         let is_here = |p: &&&str| source.pp(p).contains("embed_tokens.weight");
         // If it is nowhere, the error names the tensor at the usual place.
         let prefix = PREFIXES.iter().find(is_here).unwrap_or(&PREFIXES[0]);
@@ -227,7 +225,7 @@ impl<'a> Loader<'a> {
             embeddings,
             layers,
             draft_head,
-            norm: RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm").dense())?,
+            norm: RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm").dense)?,
             head,
             rotary: Rotary::new(&config.attention.rope_inv_freq, config.max_position_embeddings),
             config: whole.clone(),

@@ -83,13 +83,13 @@ impl ModelConfig {
         let (c, a) = (&self.gdn, &self.attention);
         let linear = self.layers.iter().filter(|layer| layer.mixer == MixerKind::LinearAttention).count();
         let full = self.layers.len() - linear;
-        let size = dtype.size_in_bytes();
+        let (size, channels) = (dtype.size_in_bytes(), c.conv_channels() as u64);
         SequenceBytes {
             recurrent: product(&[linear, c.num_value_heads, c.value_head_dim, c.key_head_dim, 4]),
-            conv: product(&[linear, c.conv_kernel.saturating_sub(1), size]).saturating_mul(self.conv_channels()),
+            conv: product(&[linear, c.conv_kernel.saturating_sub(1), size]).saturating_mul(channels),
             ring: product(&[linear, RingSpans::ROWS]).saturating_mul(
                 product(&[c.num_key_heads, c.key_head_dim, size])
-                    .saturating_add(self.conv_channels().saturating_mul(size as u64))
+                    .saturating_add(channels.saturating_mul(size as u64))
                     .saturating_add(product(&[c.num_value_heads, c.value_head_dim.saturating_add(1), 4])),
             ),
             kv_per_token: product(&[full, 2, a.num_kv_heads, a.head_dim, size]),
@@ -120,7 +120,7 @@ impl ModelConfig {
     /// The projections of a layer but those of experts: names, numbers, rows and columns.
     fn projections(&self, layer: &LayerConfig) -> Vec<(&'static str, [usize; 3])> {
         let (c, a, h) = (&self.gdn, &self.attention, self.hidden_size);
-        let (channels, value) = (2 * c.key_size() + c.value_size(), c.value_size());
+        let (channels, value) = (c.conv_channels(), c.value_size());
         let mut all = match layer.mixer {
             MixerKind::LinearAttention => match self.family {
                 Family::Qwen3Next => vec![("linear_attn.in_proj_qkvz", [1, channels + value, h])],
@@ -165,51 +165,30 @@ impl ModelConfig {
     }
 
     fn weights(&self) -> Weights {
-        let h = self.hidden_size;
+        let (c, a, h) = (&self.gdn, &self.attention, self.hidden_size as u64);
+        let channels = c.conv_channels() as u64;
         let tables = if self.tie_word_embeddings { 1 } else { 2 };
-        let mut all = Weights { typed: product(&[tables, self.vocab_size, h]), f32: h as u64 };
+        let mut all = Weights { typed: product(&[tables, self.vocab_size, self.hidden_size]), f32: h };
         for layer in &self.layers {
-            all.add(0, 2 * h as u64);
-            match layer.mixer {
-                MixerKind::LinearAttention => self.add_linear_attention(&mut all),
-                MixerKind::FullAttention => self.add_full_attention(&mut all),
+            all.add(0, 2 * h);
+            for (_, matrix) in self.projections(layer).into_iter().chain(self.expert_matrices(layer)) {
+                all.add(product(&matrix), 0);
             }
-            match (layer.ffn, &self.moe) {
-                (FfnKind::Dense { intermediate_size }, _) => all.add(product(&[3, h, intermediate_size]), 0),
-                (FfnKind::Moe, Some(moe)) => {
-                    let (n, shared) = (moe.num_experts, moe.shared_intermediate_size);
-                    let gate = if shared > 0 { h as u64 } else { 0 };
-                    all.add(product(&[n, 3, h, moe.intermediate_size]), product(&[n, h]));
-                    all.add(product(&[3, h, shared]), gate);
+            match layer.mixer {
+                MixerKind::LinearAttention => {
+                    let heads = c.num_value_heads as u64;
+                    // The projections of decay and beta, and the convolution.
+                    all.add(h.saturating_mul(2 * heads), 2 * heads + c.value_head_dim as u64);
+                    all.add(channels.saturating_mul(c.conv_kernel as u64), 0);
                 }
-                (FfnKind::Moe, None) => {}
+                MixerKind::FullAttention => all.add(0, 2 * a.head_dim as u64),
+            }
+            if let (FfnKind::Moe, Some(moe)) = (layer.ffn, &self.moe) {
+                let gate = if moe.shared_intermediate_size > 0 { h } else { 0 };
+                all.add(0, product(&[moe.num_experts, self.hidden_size]).saturating_add(gate));
             }
         }
         all
-    }
-
-    fn add_linear_attention(&self, all: &mut Weights) {
-        let (c, h) = (&self.gdn, self.hidden_size as u64);
-        let (heads, value) = (c.num_value_heads as u64, product(&[c.num_value_heads, c.value_head_dim]));
-        let channels = self.conv_channels();
-        // In: q, k, v, z, b and a. Out: the heads.
-        all.add(h.saturating_mul(channels.saturating_add(value).saturating_add(2 * heads)), 0);
-        all.add(h.saturating_mul(value), 0);
-        all.add(channels.saturating_mul(c.conv_kernel as u64), 2 * heads + c.value_head_dim as u64);
-    }
-
-    fn add_full_attention(&self, all: &mut Weights) {
-        let (a, h) = (&self.attention, self.hidden_size);
-        // Queries and their gates, keys, values; and out.
-        all.add(product(&[2 * a.num_heads + 2 * a.num_kv_heads, a.head_dim, h]), 2 * a.head_dim as u64);
-        all.add(product(&[a.num_heads, a.head_dim, h]), 0);
-    }
-
-    /// q, k and v.
-    fn conv_channels(&self) -> u64 {
-        let c = &self.gdn;
-        let value = product(&[c.num_value_heads, c.value_head_dim]);
-        product(&[2, c.num_key_heads, c.key_head_dim]).saturating_add(value)
     }
 }
 

@@ -68,35 +68,15 @@ impl SamplingRow {
 
     #[cfg(all(test, feature = "cuda"))]
     pub(crate) fn from_words(words: &[u32; ROW_WORDS]) -> Self {
-        let long = |i: usize| u64::from(words[i]) | u64::from(words[i + 1]) << 32;
-        Self {
-            scale: f64::from_bits(long(0)),
-            top_p: f64::from_bits(long(2)),
-            seed: long(4),
-            index: long(6),
-            top_k: words[8],
-            window: words[9],
-            seen: words[10],
-            penalty: f32::from_bits(words[11]),
-            repeats: words[12],
-            own: words[13],
-            presence: f32::from_bits(words[14]),
-            frequency: f32::from_bits(words[15]),
-            likeliest: words[16],
-            unused: words[17],
-        }
+        // SAFETY: any bits are a row, which is numbers without gaps.
+        unsafe { std::mem::transmute(*words) }
     }
 
+    /// The row as it lies in memory, here and on the device.
     #[cfg(feature = "cuda")]
     pub(crate) fn words(&self) -> [u32; ROW_WORDS] {
-        let [a, b, c, d] = [self.scale.to_bits(), self.top_p.to_bits(), self.seed, self.index]
-            .map(|long| [long as u32, (long >> 32) as u32]);
-        let [penalty, presence, frequency] = [self.penalty, self.presence, self.frequency].map(f32::to_bits);
-        let counts = [self.top_k, self.window, self.seen, penalty, self.repeats, self.own];
-        let last = counts.into_iter().chain([presence, frequency, self.likeliest, self.unused]);
-        let mut words = [0; ROW_WORDS];
-        words.iter_mut().zip([a, b, c, d].concat().into_iter().chain(last)).for_each(|(to, word)| *to = word);
-        words
+        // SAFETY: a row is numbers without gaps, the last of which only fills it.
+        unsafe { std::mem::transmute(*self) }
     }
 }
 

@@ -49,7 +49,7 @@ pub(crate) struct Residual {
 impl DecoderLayer {
     /// `source` is at `..layers.{i}`.
     pub(crate) fn load(cfg: &ModelConfig, layer: &LayerConfig, source: &Source) -> Result<Self> {
-        let norm = |name: &str| RmsNorm::load(cfg.hidden_size, cfg.rms_norm_eps, source.pp(name).dense());
+        let norm = |name: &str| RmsNorm::load(cfg.hidden_size, cfg.rms_norm_eps, source.pp(name).dense);
         let (mixer, uses_candle) = match layer.mixer {
             MixerKind::LinearAttention => {
                 let (layer, uses_candle) = gdn::load(&cfg.gdn, &source.pp("linear_attn"))?;

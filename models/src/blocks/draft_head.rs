@@ -34,7 +34,7 @@ impl DraftHead {
     /// Of the checkpoint at `source`; `config` is that of the rank's part.
     pub(crate) fn load(config: &ModelConfig, source: &Source, group: Option<Arc<dyn Collective>>) -> Result<Self> {
         let (mtp, h) = (source.pp("mtp"), config.hidden_size);
-        let norm = |name: &str| RmsNorm::load(h, config.rms_norm_eps, mtp.pp(name).dense());
+        let norm = |name: &str| RmsNorm::load(h, config.rms_norm_eps, mtp.pp(name).dense);
         let Some(last) = config.layers.last() else { bail!("config: expected at least one layer") };
         let layer = LayerConfig { mixer: MixerKind::FullAttention, ffn: last.ffn };
         Ok(Self {

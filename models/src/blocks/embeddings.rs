@@ -31,14 +31,14 @@ impl Embeddings {
         let stored = text.stored(rows, columns, name)?.and_then(Stored::blocks);
         // candle has no CUDA kernel for the types of activations.
         let activations = |dtype| matches!(dtype, GgmlDType::Q8_1 | GgmlDType::Q8K);
-        let (table, head) = match stored.filter(|blocks| device.is_cpu() || !activations(blocks.dtype())) {
+        let (table, head) = match stored.filter(|blocks| device.is_cpu() || !activations(blocks.dtype)) {
             Some(blocks) => {
                 let table = place::blocks(&blocks, device)?;
                 (table.clone(), tied.then_some(table))
             }
             None => {
                 let table = text.get((rows, columns), name)?;
-                let head = match (tied, text.quantizes()) {
+                let head = match (tied, text.quantizer.is_some()) {
                     (true, true) => Some(place::stack(vec![text.matrix(rows, columns, name)?], device)?),
                     (true, false) => Some(Weight::dense(table.clone())?),
                     (false, _) => None,
@@ -48,7 +48,7 @@ impl Embeddings {
                 (shared.cloned().unwrap_or(Weight::Dense(table)), head)
             }
         };
-        Ok((Self { table, dtype: text.dtype(), outside: None }, head))
+        Ok((Self { table, dtype: text.dense.dtype(), outside: None }, head))
     }
 
     /// With a row of zeros after the last, for tokens of other ranks.

@@ -22,11 +22,11 @@ impl Matrices for LayerWeights<'_, '_> {
     type Matrix = Stored;
 
     fn prefix(&self) -> String {
-        self.source.prefix()
+        self.source.dense.prefix()
     }
 
     fn contains(&self, name: &str) -> bool {
-        self.source.contains(name) || self.source.is_one_file() && name == "in_proj_qkv.weight"
+        self.source.contains(name) || self.source.is_one_file && name == "in_proj_qkv.weight"
     }
 
     fn matrix(&self, rows: usize, columns: usize, name: &str) -> Result<Stored> {

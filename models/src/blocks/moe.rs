@@ -53,7 +53,7 @@ impl SparseMoe {
         let shape = ExpertShape { experts: cfg.num_experts, intermediate: cfg.intermediate_size, hidden };
         // Which experts a token is routed to should not depend on the dtype of the model.
         let gate = |name: &str, rows: usize| {
-            let vb = source.pp(name).dense();
+            let vb = source.pp(name).dense;
             vb.get_with_hints_dtype((rows, hidden), "weight", Default::default(), DType::F32)
         };
         let mut router = gate("gate", cfg.num_experts)?;
@@ -65,10 +65,10 @@ impl SparseMoe {
             0 => Ok(None),
             size => Mlp::load(hidden, size, &source.pp("shared_expert")).map(Some),
         };
-        let supported = source.device().is_cuda() && plan::experts_supported(cfg, hidden, source.dtype());
+        let supported = source.device().is_cuda() && plan::experts_supported(cfg, hidden, source.dense.dtype());
         let dense = || -> Result<(bool, Experts, Option<Mlp>)> {
             let source = source.all_dense();
-            let [gate_up, down] = dense_experts(shape, &source.pp("experts").dense())?.map(stacked);
+            let [gate_up, down] = dense_experts(shape, &source.pp("experts").dense)?.map(stacked);
             let experts = Experts::Stacked(Mlp { gate_up: gate_up?, down: down? });
             Ok((!source.device().is_cpu() && !supported, experts, load_shared(&source)?))
         };
@@ -138,15 +138,15 @@ impl SparseMoe {
         let stride = router.outputs();
         let routing = Routing::top_k(&softmax(&scores, stride, n), &self.cfg);
 
-        let mut expert_outs = vec![0f32; routing.token_of_row().len() * hidden];
+        let mut expert_outs = vec![0f32; routing.token_of_row.len() * hidden];
         let mut shared_out = vec![0f32; if shared.is_some() { x.len() } else { 0 }];
         // Rows sorted by expert: each expert writes one contiguous range.
-        let mut calls = Vec::with_capacity(n.min(routing.token_of_row().len()) + 1);
+        let mut calls = Vec::with_capacity(n.min(routing.token_of_row.len()) + 1);
         let mut rest = expert_outs.as_mut_slice();
-        for (index, range) in routing.ranges() {
+        for (index, range) in routing.ranges.iter().cloned() {
             let (out, tail) = rest.split_at_mut(range.len() * hidden);
             rest = tail;
-            calls.push(MlpRows { mlps: experts, index, rows: Some(&routing.token_of_row()[range]), out });
+            calls.push(MlpRows { mlps: experts, index, rows: Some(&routing.token_of_row[range]), out });
         }
         if let Some(mlps) = shared {
             calls.push(MlpRows { mlps, index: 0, rows: None, out: &mut shared_out });
@@ -156,9 +156,9 @@ impl SparseMoe {
         let mut out = vec![0f32; x.len()];
         Combine {
             experts: &expert_outs,
-            weights: routing.weight_of_row(),
-            choices: routing.row_of_choice(),
-            per_token: routing.experts_per_token(),
+            weights: &routing.weight_of_row,
+            choices: &routing.row_of_choice,
+            per_token: routing.experts_per_token,
             shared: shared.map(|_| Shares { out: &shared_out, gates: &scores[n..], stride }),
             hidden,
         }
@@ -234,20 +234,20 @@ impl SparseMoe {
     /// experts]`, which the host reads.
     fn routed(&self, x: &Tensor, p: &Tensor) -> Result<Tensor> {
         let routing = Routing::top_k(&p.flatten_all()?.to_vec1::<f32>()?, &self.cfg);
-        let (device, (tokens, hidden), k) = (x.device(), x.dims2()?, routing.experts_per_token());
+        let (device, (tokens, hidden), k) = (x.device(), x.dims2()?, routing.experts_per_token);
         let index = |rows: &[u32]| Tensor::new(rows, device);
         // Rows sorted by expert: each expert reads and writes one contiguous range.
-        let rows = x.index_select(&index(routing.token_of_row())?, 0)?;
+        let rows = x.index_select(&index(&routing.token_of_row)?, 0)?;
         let mut outs = Vec::new();
-        for (expert, range) in routing.ranges() {
+        for (expert, range) in routing.ranges.iter().cloned() {
             let x = rows.narrow(0, range.start, range.len())?;
             outs.push(self.expert(expert)?.forward(&x, &Launch::default())?);
         }
-        let weights = Tensor::new(routing.weight_of_row(), device)?.reshape((tokens * k, 1))?;
+        let weights = Tensor::new(routing.weight_of_row.as_slice(), device)?.reshape((tokens * k, 1))?;
         Tensor::cat(&outs, 0)?
             .to_dtype(DType::F32)?
             .broadcast_mul(&weights)?
-            .index_select(&index(routing.row_of_choice())?, 0)?
+            .index_select(&index(&routing.row_of_choice)?, 0)?
             .reshape((tokens, k, hidden))?
             .sum(1)
     }
@@ -271,16 +271,15 @@ impl Experts {
     /// In ggml's types, for candle's kernels.
     fn of_blocks(blocks: &ExpertBlocks, shape: ExpertShape, source: &Source) -> Result<Self> {
         let (device, n) = (source.device(), shape.experts);
-        let indexed = |rows: &Blocks| grouped::is_indexed(rows.dtype(), rows.rows() / n * rows.columns());
+        let indexed = |rows: &Blocks| grouped::is_indexed(rows.dtype, rows.rows / n * rows.columns);
         if device.is_cuda() && indexed(&blocks.down) && blocks.gate_up.iter().all(indexed) {
             grouped::q8_0_step(device)?;
-            let ggml =
-                |rows: &Blocks| Weight::ggml(Arc::new(rows.qtensor((n, rows.rows() / n, rows.columns()), device)?));
+            let ggml = |rows: &Blocks| Weight::ggml(Arc::new(rows.qtensor((n, rows.rows / n, rows.columns), device)?));
             let gate_up = blocks.gate_up.iter().map(ggml).collect::<Result<Vec<_>>>()?;
             return Ok(Self::Stacked(Mlp { gate_up: Weight::stack(gate_up), down: ggml(&blocks.down)? }));
         }
         let weight = |rows: &Blocks, expert: usize| {
-            let count = rows.rows() / n;
+            let count = rows.rows / n;
             let range = expert * count..(expert + 1) * count;
             place::blocks(&rows.select_rows(std::slice::from_ref(&range)), device)
         };

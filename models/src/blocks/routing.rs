@@ -6,11 +6,13 @@ use std::ops::Range;
 /// The choices of all tokens, and the same sorted by expert ("rows").
 #[derive(Debug)]
 pub(crate) struct Routing {
-    experts_per_token: usize,
-    ranges: Vec<(usize, Range<usize>)>,
-    token_of_row: Vec<u32>,
-    weight_of_row: Vec<f32>,
-    row_of_choice: Vec<u32>,
+    pub experts_per_token: usize,
+    /// The experts that have tokens, and their rows.
+    pub ranges: Vec<(usize, Range<usize>)>,
+    pub token_of_row: Vec<u32>,
+    pub weight_of_row: Vec<f32>,
+    /// For each token its `experts_per_token` rows, token by token.
+    pub row_of_choice: Vec<u32>,
 }
 
 impl Routing {
@@ -63,63 +65,7 @@ impl Routing {
         }
         Self { experts_per_token: k, ranges, token_of_row, weight_of_row, row_of_choice }
     }
-
-    pub(crate) fn experts_per_token(&self) -> usize {
-        self.experts_per_token
-    }
-
-    /// The experts that have tokens, and their rows.
-    pub(crate) fn ranges(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
-        self.ranges.iter().cloned()
-    }
-
-    pub(crate) fn token_of_row(&self) -> &[u32] {
-        &self.token_of_row
-    }
-
-    pub(crate) fn weight_of_row(&self) -> &[f32] {
-        &self.weight_of_row
-    }
-
-    /// For each token its `experts_per_token` rows, token by token.
-    pub(crate) fn row_of_choice(&self) -> &[u32] {
-        &self.row_of_choice
-    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn cfg(n: usize, k: usize, norm: bool) -> MoeConfig {
-        MoeConfig {
-            num_experts: n,
-            experts_per_token: k,
-            intermediate_size: 1,
-            shared_intermediate_size: 0,
-            norm_topk_prob: norm,
-        }
-    }
-
-    #[test]
-    fn sorts_by_expert_and_back() {
-        let p = [0.1, 0.5, 0.4, 0.0, 0.6, 0.1, 0.0, 0.3, 0.0, 0.2, 0.7, 0.1];
-        let r = Routing::top_k(&p, &cfg(4, 2, false));
-        // Choices: token 0 takes 1, 2; token 1 takes 0, 3; token 2 takes 2, 1.
-        assert_eq!(r.token_of_row(), [1, 0, 2, 0, 2, 1]);
-        assert_eq!(r.weight_of_row(), [0.6, 0.5, 0.2, 0.4, 0.7, 0.3]);
-        assert_eq!(r.row_of_choice(), [1, 3, 0, 5, 4, 2]);
-        let ranges: Vec<_> = r.ranges().collect();
-        assert_eq!(ranges, [(0, 0..1), (1, 1..3), (2, 3..5), (3, 5..6)]);
-    }
-
-    #[test]
-    fn normalises_ties_and_survives_nan() {
-        let r = Routing::top_k(&[0.25; 4], &cfg(4, 2, true));
-        assert_eq!(r.weight_of_row(), [0.5, 0.5]);
-        let ranges: Vec<_> = r.ranges().collect();
-        assert_eq!(ranges, [(0, 0..1), (1, 1..2)]);
-        let r = Routing::top_k(&[f32::NAN; 4], &cfg(4, 4, true));
-        assert!(r.weight_of_row().iter().all(|w| w.is_nan()));
-    }
-}
+mod tests;

@@ -1,7 +1,7 @@
 //! Launches of `cuda/gdn_speculate.h`: the bookkeeping of a speculative step.
 
 use crate::abi::sampling::ROW_WORDS;
-use crate::abi::speculate::{gdn_speculate_begin, gdn_speculate_end, SpeculateParams};
+use crate::abi::speculate::SpeculateParams;
 use candle_core::{Result, Tensor};
 use candle_gdn_core::device::cuda::{check, int, stream_of, write};
 use candle_gdn_core::in_place_cuda;
@@ -9,12 +9,8 @@ use std::ffi::c_void;
 
 const NAME: &str = "speculate";
 
-/// Before the tokens are drawn, and after.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Half {
-    Begin,
-    End,
-}
+/// `gdn_speculate_begin`, before the tokens are drawn, or `gdn_speculate_end`, after.
+pub(super) type Launcher = unsafe extern "C" fn(*const SpeculateParams, *mut c_void) -> std::ffi::c_int;
 
 /// Sizes of a speculative step.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +25,7 @@ pub(super) struct Sizes {
 /// `words` are those of [`SpeculativeBuffers`](super::speculative_buffers::SpeculativeBuffers), `rows` those of
 /// [`Rows`](crate::sampling::rows::Rows). `forced_acceptance` is the chance that a draft is accepted whatever was drawn.
 pub(super) fn speculate(
-    half: Half,
+    launcher: Launcher,
     words: &Tensor,
     rows: &Tensor,
     Sizes { sequences, tokens, history }: Sizes,
@@ -60,14 +56,8 @@ pub(super) fn speculate(
                 history: int(NAME, "history", history)?,
                 forced_acceptance: forced_acceptance.unwrap_or(-1.),
             };
-            let stream = stream.cu_stream().cast::<c_void>();
             // SAFETY: every pointer lies in buffers made for so many sequences and tokens, and the guards outlive the launch.
-            check(NAME, unsafe {
-                match half {
-                    Half::Begin => gdn_speculate_begin(&params, stream),
-                    Half::End => gdn_speculate_end(&params, stream),
-                }
-            })
+            check(NAME, unsafe { launcher(&params, stream.cu_stream().cast::<c_void>()) })
         })
     })
 }

@@ -1,44 +1,20 @@
 //! Passes of the draft head: drafts, and hidden states that enter its cache.
 
 use super::head_state::{HeadSlots, Rows};
-use crate::blocks::attention::Angles;
 use crate::blocks::decoder::Mixer;
 use crate::blocks::draft_head::DraftHead;
 use crate::causal_lm::CausalLm;
 use crate::sequences::kv::{KvRows, KvSlots};
+use crate::sequences::pass::{boundaries, last_tokens};
 use crate::sequences::pool::{Sequence, SequencePool};
 use candle_core::{bail, DType, Result, Tensor, D};
-use candle_gdn::{CuSeqlens, Slots};
+use candle_gdn::CuSeqlens;
 use candle_gdn_core::Launch;
 
 const DRAFT: &str = "draft";
 
 /// The most hidden states that wait before they take a pass of their own: this bounds their memory.
 const WAITING: usize = 64;
-
-/// `rows` are the slots, and the tokens in each before the new ones.
-fn kv_rows(model: &CausalLm, kv: &KvSlots, rows: Vec<(usize, usize)>, lengths: &[usize]) -> Result<KvRows> {
-    if let KvSlots::Panels(..) = kv {
-        let mut angles = Angles::default();
-        for ((_, position), tokens) in rows.iter().zip(lengths) {
-            model.rotary.append(*position, *tokens, &mut angles);
-        }
-        return Ok(KvRows::Host { rows, angles });
-    }
-    let max_len = rows.iter().zip(lengths).map(|((_, at), new)| at + new).max().unwrap_or(0);
-    let [slots, positions]: [Vec<u32>; 2] =
-        [rows.iter().map(|row| row.0 as u32).collect(), rows.iter().map(|row| row.1 as u32).collect()];
-    let slots = Slots::new(&slots, &model.device)?;
-    Ok(KvRows::Device { slots, positions: Tensor::new(positions, &model.device)?, max_len })
-}
-
-/// Boundaries of packed tokens; `None` where each sequence has one.
-fn boundaries(model: &CausalLm, lengths: &[usize]) -> Result<Option<CuSeqlens>> {
-    match lengths.iter().all(|&n| n == 1) {
-        true => Ok(None),
-        false => CuSeqlens::from_lengths(lengths, &model.device).map(Some),
-    }
-}
 
 impl SequencePool {
     /// After a pass of the model with the packed hidden states `hidden`; `last` has the last row of each sequence.
@@ -122,12 +98,12 @@ impl SequencePool {
         let counts: Vec<usize> = full.iter().map(|&slot| head.slots[slot].tokens.len()).collect();
         let ids: Vec<u32> = full.iter().flat_map(|&slot| head.slots[slot].tokens.iter().copied()).collect();
         let launch = Launch::default().overlapping();
-        let cu_seqlens = boundaries(model, &counts)?;
+        let cu_seqlens = boundaries(&counts, &model.device)?;
         let hidden = head.hidden(full, &counts)?;
         let x = draft_head.input(&model.embed(&Tensor::new(ids, &model.device)?)?, &hidden, &launch)?;
         let x = draft_head.layer.input_norm(x, &launch)?.1;
         let at = full.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
-        let rows = kv_rows(model, &head.kv, at, &counts)?;
+        let rows = KvRows::new(model, &head.kv, at, &counts)?;
         let Mixer::Full(attention) = &draft_head.layer.mixer else { bail!("{DRAFT}: expected a softmax layer") };
         attention.append_slots(&x, cu_seqlens.as_ref(), &rows, &mut head.kv, &launch)?;
         for (&slot, &count) in full.iter().zip(&counts) {
@@ -265,14 +241,8 @@ impl CausalLm {
         at: Vec<(usize, usize)>,
         counts: &[usize],
     ) -> Result<Tensor> {
-        let (cu_seqlens, rows) = (boundaries(self, counts)?, kv_rows(self, &head.kv, at, counts)?);
-        let last = match &cu_seqlens {
-            Some(cu) => {
-                let last: Vec<u32> = cu.as_slice()[1..].iter().map(|end| end - 1).collect();
-                Some(Tensor::new(last, &self.device)?)
-            }
-            None => None,
-        };
+        let (cu_seqlens, rows) = (boundaries(counts, &self.device)?, KvRows::new(self, &head.kv, at, counts)?);
+        let last = cu_seqlens.as_ref().map(last_tokens).transpose()?;
         let launch = Launch::default().overlapping();
         self.head_pass(draft_head, &mut head.kv, packed, (cu_seqlens.as_ref(), &rows), last.as_ref(), &launch)
     }

@@ -48,12 +48,6 @@ impl Rows {
 }
 
 impl HeadState {
-    /// The tokens that wait. The last hidden state waits for the token after them.
-    #[cfg(feature = "cuda")]
-    pub fn tokens(&self) -> &[u32] {
-        &self.tokens
-    }
-
     /// Copies the hidden states that wait to a tensor, from `row` on.
     #[cfg(feature = "cuda")]
     pub fn copy_waiting(&self, to: &Tensor, mut row: usize) -> Result<()> {

@@ -5,7 +5,8 @@
 //! keeps its accepted tokens and their hidden states. The next step feeds them to the draft head. Padding rows are fed too;
 //! their cache entries are overwritten.
 
-use super::cuda::{speculate, Half, Sizes};
+use super::cuda::{speculate, Launcher, Sizes};
+use crate::abi::speculate::{gdn_speculate_begin, gdn_speculate_end};
 use crate::causal_lm::CausalLm;
 use crate::sampling::rows::Rows;
 use crate::sampling::{Choice, Sampler};
@@ -26,13 +27,13 @@ pub(super) const WORDS: usize = 5;
 pub(super) struct SpeculativeBuffers {
     batch: usize,
     /// Of a sequence: the certain one, and those drafted.
-    tokens: usize,
+    pub tokens: usize,
     /// Words of all sequences: accepted tokens of the step before, the row of the last of them, tokens in the model's caches, in the
     /// head's cache, and in that with the accepted tokens; then the tokens of the step, and the output.
     words: Tensor,
     /// How the tokens of a step are drawn. Before a step, its ids are the tokens after the hidden states.
     rows: Rows,
-    sampler: Sampler,
+    pub sampler: Sampler,
     /// How the drafts are drawn.
     greedy: Rows,
     /// `[batch * tokens, hidden_size]`: those of the step before, accepted ones first.
@@ -41,7 +42,7 @@ pub(super) struct SpeculativeBuffers {
     /// The head's rows: for the accepted tokens, and after them.
     first: KvRows,
     later: KvRows,
-    forced_acceptance: Option<f32>,
+    pub forced_acceptance: Option<f32>,
 }
 
 /// What the buffers hold of one sequence before a step.
@@ -68,10 +69,7 @@ impl SpeculativeBuffers {
         }
         let (device, tokens) = (&pool.device, depth + 1);
         let words = Tensor::zeros(batch * (WORDS + 2 * tokens + 1), DType::U32, device)?;
-        let mut rows = Rows::new(batch * tokens, pool.max_len, device)?;
-        if logprobs {
-            rows = rows.with_logprobs(model.config.vocab_size)?;
-        }
+        let rows = Rows::new(batch * tokens, pool.max_len, logprobs.then_some(model.config.vocab_size), device)?;
         let slots = || Slots::new(&vec![NO_SLOT; batch], device);
         let kv_rows = |column: usize| {
             let positions = words.narrow(0, column * batch, batch)?;
@@ -102,19 +100,6 @@ impl SpeculativeBuffers {
         Ok(buffers)
     }
 
-    /// Tokens of each sequence in a step.
-    pub fn tokens(&self) -> usize {
-        self.tokens
-    }
-
-    pub fn sampler(&self) -> &Sampler {
-        &self.sampler
-    }
-
-    pub fn forced_acceptance(&self) -> Option<f32> {
-        self.forced_acceptance
-    }
-
     /// The launches of a step: what is captured.
     pub fn run(&self, model: &CausalLm, pool: &mut SequencePool) -> Result<()> {
         let launch = &self.pass.launch;
@@ -122,14 +107,14 @@ impl SpeculativeBuffers {
             arena.begin_pass();
         }
         self.draft(model, pool)?;
-        self.bookkeeping(Half::Begin)?;
+        self.bookkeeping(gdn_speculate_begin)?;
         let ids = self.columns(WORDS, self.tokens)?;
         let mut drafted = vec![];
         let x = model.through_layers(&ids, &self.pass, pool, Mode::Verify(&mut drafted))?;
         let (_, y) = x.norm(&model.norm, launch)?;
         self.hidden.slice_set(&y, 0, 0)?;
         self.sampler.launch(&model.scores_launched(&y, launch)?, &self.rows)?;
-        self.bookkeeping(Half::End)?;
+        self.bookkeeping(gdn_speculate_end)?;
         match (&pool.spans, &self.pass.cu_seqlens) {
             (Some(spans), Some(cu)) => spans.accept(&self.pass.states, cu, &self.columns(0, 1)?),
             _ => bail!("{OP}: expected a pool with rings"),
@@ -159,9 +144,9 @@ impl SpeculativeBuffers {
         Ok(())
     }
 
-    fn bookkeeping(&self, half: Half) -> Result<()> {
+    fn bookkeeping(&self, launcher: Launcher) -> Result<()> {
         let sizes = Sizes { sequences: self.batch, tokens: self.tokens, history: self.rows.history };
-        speculate(half, &self.words, &self.rows.words, sizes, self.forced_acceptance)
+        speculate(launcher, &self.words, &self.rows.words, sizes, self.forced_acceptance)
     }
 
     /// `count` words of all sequences from word `first` on.
@@ -194,14 +179,14 @@ impl SpeculativeBuffers {
             let mut columns = [1, first, 0, 0, 0];
             if let Some(Start { slot, choice }) = starts.get(n) {
                 let (entry, state) = (&pool.entries[*slot], &head.slots[*slot]);
-                let accepted = state.tokens().len() + 1;
+                let accepted = state.tokens.len() + 1;
                 if accepted > tokens {
                     bail!("{OP}: expected at most {tokens} hidden states to wait, got {accepted}")
                 }
                 (states[n], slots[n]) = (entry.state, *slot as u32);
                 let last = first + accepted - 1;
                 columns = [accepted, last, entry.len, state.len, state.len + accepted];
-                state.tokens().iter().enumerate().for_each(|(i, id)| choices[first + i].last = *id);
+                state.tokens.iter().enumerate().for_each(|(i, id)| choices[first + i].last = *id);
                 choices[last] = choice.clone();
                 words[WORDS * batch + first] = choice.last;
                 state.copy_waiting(&self.hidden, first)?;

@@ -56,7 +56,7 @@ impl SpeculativeGraph {
         choices: &[Choice],
     ) -> Result<Vec<usize>> {
         self.held.clear();
-        let tokens = self.buffers.tokens();
+        let tokens = self.buffers.tokens;
         let slots = pool.batch_slots(OP, model.id, sequences.iter().map(|s| (*s, tokens)))?;
         if slots.len() > self.batch {
             bail!("{OP}: expected at most {} sequences, got {}", self.batch, slots.len())
@@ -87,8 +87,8 @@ impl StepGraph for SpeculativeGraph {
         choices: Option<&[Choice]>,
     ) -> Result<Box<dyn Pending>> {
         if !self.graph.is_valid(model, pool) {
-            let (size, sampler) = ((self.batch, self.buffers.tokens() - 1), self.buffers.sampler().clone());
-            let forced_acceptance = self.buffers.forced_acceptance();
+            let (size, sampler) = ((self.batch, self.buffers.tokens - 1), self.buffers.sampler.clone());
+            let forced_acceptance = self.buffers.forced_acceptance;
             *self = Self::new(model, pool, size, &sampler, forced_acceptance, self.logprobs)?;
         }
         let slots: Vec<usize> = match (self.is_ready(model, pool, sequences), choices) {
@@ -104,7 +104,7 @@ impl StepGraph for SpeculativeGraph {
         let readback = self.readbacks.send(&self.buffers.out()?)?;
         model.settle()?;
         self.held = held;
-        let layout = Layout::Counted(self.buffers.tokens());
+        let layout = Layout::Counted(self.buffers.tokens);
         Ok(Box::new(PendingTokens { readback, sequences: slots.len(), layout }))
     }
 
@@ -112,7 +112,7 @@ impl StepGraph for SpeculativeGraph {
         let hidden = if step.is_last { Some(self.buffers.hidden(step.sequences.len())?) } else { None };
         for (n, (s, drawn)) in step.sequences.iter().zip(step.drawn).enumerate() {
             let Ok(slot) = pool.slot(OP, *s) else { continue };
-            let first = n * self.buffers.tokens();
+            let first = n * self.buffers.tokens;
             pool.end_speculative(slot, drawn, hidden.as_ref().map(|hidden| (hidden, first)));
         }
         Ok(())

@@ -1,8 +1,9 @@
 //! The kernels of a speculative step against the same in Rust, word for word.
 
-use super::cuda::{speculate, Half, Sizes};
+use super::cuda::{speculate, Sizes};
 use super::speculative_buffers::WORDS;
 use crate::abi::sampling::{SamplingRow, ROW_WORDS};
+use crate::abi::speculate::{gdn_speculate_begin, gdn_speculate_end};
 use crate::sampling::rows::Rows;
 use crate::sampling::Choice;
 use crate::SplitMix64;
@@ -160,7 +161,7 @@ fn speculative_steps_are_the_same_in_rust() -> Result<()> {
         let forced = [None, None, Some(0.), Some(0.5), Some(1.)][below(5)];
         let sizes = Sizes { sequences: batch, tokens, history };
         let devices = [&Device::Cpu, &device];
-        let rows = devices.map(|device| Rows::new(batch * tokens, history, device));
+        let rows = devices.map(|device| Rows::new(batch * tokens, history, None, device));
         let [here, there] = rows;
         let (here, there) = (here?, there?);
         let mut choices = vec![];
@@ -198,7 +199,7 @@ fn speculative_steps_are_the_same_in_rust() -> Result<()> {
         let (words, on_device) = (words?, on_device?);
         for again in 0..3 {
             reference(&words, &here, sizes, forced, |mut step| step.begin())?;
-            speculate(Half::Begin, &on_device, &there.words, sizes, forced)?;
+            speculate(gdn_speculate_begin, &on_device, &there.words, sizes, forced)?;
             let drawn: Vec<u32> = (0..batch * tokens).map(|_| below(2) as u32).collect();
             for rows in [&here, &there] {
                 // As gdn_sampling leaves them.
@@ -207,7 +208,7 @@ fn speculative_steps_are_the_same_in_rust() -> Result<()> {
                 rows.words.slice_set(&drawn, 0, batch * tokens * (ROW_WORDS + 1))?;
             }
             reference(&words, &here, sizes, forced, |mut step| step.end())?;
-            speculate(Half::End, &on_device, &there.words, sizes, forced)?;
+            speculate(gdn_speculate_end, &on_device, &there.words, sizes, forced)?;
             let what = format!("case {case}, {again}: {batch} of {tokens}, {history}, {forced:?}");
             assert_eq!(on_device.to_vec1::<u32>()?, words.to_vec1::<u32>()?, "{what}");
             assert_eq!(there.words.to_vec1::<u32>()?, here.words.to_vec1::<u32>()?, "{what}");

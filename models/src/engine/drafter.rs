@@ -142,7 +142,7 @@ impl Drafter {
             self.measured.push((sequences, depth, time));
         }
         // All ranks must choose alike: they sum the times of their steps.
-        let group = cx.model.vocabulary.as_ref().map(|vocabulary| vocabulary.group());
+        let group = cx.model.vocabulary.as_ref().map(|vocabulary| &vocabulary.group);
         let mut measured = match group {
             Some(_) if self.measured.len() < AGREE => return Ok(()),
             _ => std::mem::take(&mut self.measured),

@@ -136,7 +136,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         prompts.admit(queue, cx)?;
         let pass = if !prompts.is_empty() {
             let collected = stepper.collect(batch, drafter, cx);
-            collected.and_then(|()| prompts.prefill(batch, stepper.sampler(), drafter, recovery, cx))
+            collected.and_then(|()| prompts.prefill(batch, &stepper.sampler, drafter, recovery, cx))
         } else if !batch.is_empty() {
             stepper.decode(batch, drafter, recovery, cx)
         } else {

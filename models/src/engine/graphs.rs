@@ -59,7 +59,7 @@ impl Capture for CudaGraphs {
             use std::{cell::RefCell, rc::Rc};
             let StepSize { sequences, depth, logprobs } = size;
             if depth == 0 {
-                let graph = CapturedStep::drawing(model, pool, sequences, sampler, logprobs)?;
+                let graph = CapturedStep::new(model, pool, sequences, Some((sampler, logprobs)))?;
                 return Ok(Rc::new(RefCell::new(graph)));
             }
             let size = (sequences, depth);

@@ -13,6 +13,7 @@ mod event;
 mod graphs;
 mod handle;
 mod options;
+mod prefix_cache;
 mod prefixes;
 mod prompts;
 mod queue;

@@ -1,8 +1,8 @@
 //! Prefixes that prompts share, fed once.
 
 use super::event::Event;
+use super::prefix_cache::PrefixCache;
 use super::stats::PrefixTally;
-use crate::prefix_cache::PrefixCache;
 use candle_core::Result;
 use std::collections::VecDeque;
 
@@ -34,8 +34,8 @@ impl<V> Prefixes<V> {
     /// be fed to get its logits.
     fn common(&self, a: &[u32], b: &[u32]) -> usize {
         let Some(cache) = &self.cache else { return 0 };
-        let blocks = |prompt| usable(prompt).chunks_exact(cache.block());
-        blocks(a).zip(blocks(b)).take_while(|(a, b)| a == b).count() * cache.block()
+        let blocks = |prompt| usable(prompt).chunks_exact(cache.block);
+        blocks(a).zip(blocks(b)).take_while(|(a, b)| a == b).count() * cache.block
     }
 
     /// The positions where the state of `prompt`, fed from `start` on, is kept for one of `waiting` or for one to come.
@@ -79,7 +79,7 @@ impl<V> Prefixes<V> {
         let Some(cache) = &mut self.cache else { return Ok(true) };
         let is_new = cache.peek(prefix) < prefix.len();
         let drop = |tokens| events.push(Event::PrefixDropped { tokens });
-        let kept = cache.insert_telling(prefix, state, bytes, drop)?;
+        let kept = cache.insert(prefix, state, bytes, drop)?;
         if kept && is_new {
             events.push(Event::PrefixKept { tokens: prefix.to_vec() });
         }
@@ -88,7 +88,7 @@ impl<V> Prefixes<V> {
 
     pub fn tally(&self) -> PrefixTally {
         let (hits, misses, bytes) =
-            self.cache.as_ref().map_or((0, 0, 0), |cache| (cache.hits(), cache.misses(), cache.size_in_bytes()));
+            self.cache.as_ref().map_or((0, 0, 0), |cache| (cache.hits, cache.misses, cache.bytes));
         PrefixTally { reused: self.reused, asked: self.asked, hits, misses, bytes }
     }
 }

@@ -116,7 +116,7 @@ impl Prompts {
     ) -> Result<()> {
         let start = Instant::now();
         drafter.rest_head(self.filling.len() + batch.rows.len(), cx.pool);
-        let (limit, max_len) = (recovery.limit(), cx.pool.max_len());
+        let (limit, max_len) = (recovery.limit, cx.pool.max_len());
         let mut room = self.chunk;
         let mut pass: Vec<(Sequence, &[u32])> = Vec::new();
         let (mut drawing, mut choices, mut ids) = (Vec::new(), Vec::new(), Vec::new());

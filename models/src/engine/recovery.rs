@@ -9,7 +9,7 @@ const SUCCESSES: usize = 64;
 /// those.
 #[derive(Debug)]
 pub(super) struct Recovery {
-    limit: usize,
+    pub limit: usize,
     succeeded: usize,
     /// The requests of the pass that runs.
     passing: Vec<RequestId>,
@@ -24,11 +24,6 @@ impl Default for Recovery {
 }
 
 impl Recovery {
-    /// The most sequences of a pass.
-    pub fn limit(&self) -> usize {
-        self.limit
-    }
-
     /// A pass of these requests begins.
     pub fn begin(&mut self, requests: Vec<RequestId>) {
         self.passing = requests;
@@ -73,7 +68,7 @@ mod tests {
             if succeeds {
                 recovery.passed();
             }
-            (lost, recovery.limit())
+            (lost, recovery.limit)
         };
         assert_eq!(pass(&[a, b], false), (None, 1));
         assert_eq!((pass(&[a], false).0, pass(&[b], false).0), (None, None));

@@ -24,7 +24,7 @@ const WARM_UP: usize = 512;
 #[derive(Debug)]
 pub(super) struct Stepper {
     graphs: Graphs,
-    sampler: Sampler,
+    pub sampler: Sampler,
     in_flight: Option<InFlight>,
     /// When the tokens of the last step were read.
     finished: Instant,
@@ -73,10 +73,6 @@ impl Stepper {
         Ok(Self { graphs, sampler, in_flight: None, finished: Instant::now() })
     }
 
-    pub fn sampler(&self) -> &Sampler {
-        &self.sampler
-    }
-
     /// Drops the step in flight. Its tokens are drawn again later, by the same random numbers.
     pub fn discard(&mut self) {
         self.in_flight = None;
@@ -90,7 +86,7 @@ impl Stepper {
         recovery: &mut Recovery,
         cx: &mut Context,
     ) -> Result<()> {
-        let waiting = batch.rows.split_off(recovery.limit().min(batch.rows.len()));
+        let waiting = batch.rows.split_off(recovery.limit.min(batch.rows.len()));
         recovery.begin(batch.ids().collect());
         let done = self.decode_batch(batch, drafter, waiting.is_empty(), cx);
         batch.rows.splice(0..0, waiting);

@@ -9,10 +9,11 @@ use std::ops::Range;
 /// `[rows, columns]` in one ggml type. The float types are blocks of one.
 #[derive(Clone)]
 pub(crate) struct Blocks {
-    dtype: GgmlDType,
-    rows: usize,
-    columns: usize,
-    data: Vec<u8>,
+    pub dtype: GgmlDType,
+    pub rows: usize,
+    pub columns: usize,
+    /// The bytes as ggml has them, row by row.
+    pub data: Vec<u8>,
 }
 
 /// Bytes of a row, if it is whole blocks and they can be counted.
@@ -56,23 +57,6 @@ impl Blocks {
             _ => bail!("expected a matrix in f32, bf16 or f16, got {:?}", matrix.dtype()),
         }
         Self::new(dtype, rows, columns, data)
-    }
-
-    pub(crate) fn dtype(&self) -> GgmlDType {
-        self.dtype
-    }
-
-    pub(crate) fn rows(&self) -> usize {
-        self.rows
-    }
-
-    pub(crate) fn columns(&self) -> usize {
-        self.columns
-    }
-
-    /// The bytes as ggml has them, row by row.
-    pub(super) fn data(&self) -> &[u8] {
-        &self.data
     }
 
     fn row_bytes(&self) -> usize {

@@ -109,8 +109,8 @@ pub(crate) fn together_and_each<const N: usize>(
 
 /// Rows in a ggml type: for our kernels where they support the type and width, else for candle's.
 pub(crate) fn blocks(rows: &Blocks, device: &Device) -> Result<Weight> {
-    if device.is_cpu() && rows.dtype() == GgmlDType::Q8_0 {
-        if let Some(bytes) = Bytes::new(rows.rows(), rows.columns(), rows.data()) {
+    if device.is_cpu() && rows.dtype == GgmlDType::Q8_0 {
+        if let Some(bytes) = Bytes::new(rows.rows, rows.columns, &rows.data) {
             return Ok(Weight::Bytes(Arc::new(bytes)));
         }
     }
@@ -118,14 +118,14 @@ pub(crate) fn blocks(rows: &Blocks, device: &Device) -> Result<Weight> {
     if let Some(packed) = packed(rows, 0, device)? {
         return Ok(packed);
     }
-    Weight::ggml(Arc::new(rows.qtensor((rows.rows(), rows.columns()), device)?))
+    Weight::ggml(Arc::new(rows.qtensor((rows.rows, rows.columns), device)?))
 }
 
 /// Rows for our kernels on CUDA; `None` where they do not support the type or width. `paired`: 0, or the rows of a gate and of
 /// an up, for a mixture of experts.
 #[cfg(feature = "cuda")]
 pub(crate) fn packed(rows: &Blocks, paired: usize, device: &Device) -> Result<Option<Weight>> {
-    let packed = Packed::new(rows.dtype(), (rows.rows(), rows.columns()), rows.data(), paired, device)?;
+    let packed = Packed::new(rows.dtype, (rows.rows, rows.columns), &rows.data, paired, device)?;
     Ok(packed.map(|packed| Weight::Packed(Arc::new(packed))))
 }
 

@@ -1,7 +1,7 @@
 //! A place among the weights of a model.
 
 use super::{ExpertShape, Format, OtherType, Quantizer, Stored, StoredExperts};
-use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_core::{Device, Result, Shape, Tensor};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
 
@@ -9,34 +9,19 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub(crate) struct Source<'a> {
     /// Any weight, dense; its dtype and device are the model's.
-    dense: VarBuilder<'a>,
+    pub dense: VarBuilder<'a>,
     /// The format in which matrices are stored and stay.
-    stored: Option<Arc<dyn Format + 'a>>,
+    pub stored: Option<Arc<dyn Format + 'a>>,
     /// What becomes of the other matrices.
-    quantizer: Option<Arc<Quantizer>>,
+    pub quantizer: Option<Arc<Quantizer>>,
     /// Whether all weights are in one file, whose errors say best what it lacks.
-    is_one_file: bool,
+    pub is_one_file: bool,
 }
 
 impl<'a> Source<'a> {
     /// Dense weights.
     pub(crate) fn new(dense: VarBuilder<'a>) -> Self {
         Self { dense, stored: None, quantizer: None, is_one_file: false }
-    }
-
-    /// Matrices stay in `format` where it has them.
-    pub(crate) fn with_format(self, format: impl Format + 'a) -> Self {
-        Self { stored: Some(Arc::new(format)), ..self }
-    }
-
-    /// All weights are in one file, whose errors say best what it lacks.
-    pub(crate) fn in_one_file(self) -> Self {
-        Self { is_one_file: true, ..self }
-    }
-
-    /// Matrices that no format has are quantised.
-    pub(crate) fn quantized(self, quantizer: Quantizer) -> Self {
-        Self { quantizer: Some(Arc::new(quantizer)), ..self }
     }
 
     /// The place `name` below this one.
@@ -60,35 +45,12 @@ impl<'a> Source<'a> {
         [self.stored.as_deref(), self.quantizer.as_deref().map(|quantizer| quantizer as &dyn Format)]
     }
 
-    /// All weights below this place, dense.
-    pub(crate) fn dense(&self) -> VarBuilder<'a> {
-        self.dense.clone()
-    }
-
-    pub(crate) fn prefix(&self) -> String {
-        self.dense.prefix()
-    }
-
-    /// Of activations and of dense weights.
-    pub(crate) fn dtype(&self) -> DType {
-        self.dense.dtype()
-    }
-
     pub(crate) fn device(&self) -> &Device {
         self.dense.device()
     }
 
     pub(crate) fn contains(&self, name: &str) -> bool {
         self.dense.contains_tensor(name)
-    }
-
-    pub(crate) fn is_one_file(&self) -> bool {
-        self.is_one_file
-    }
-
-    /// Whether dense matrices are quantised.
-    pub(crate) fn quantizes(&self) -> bool {
-        self.quantizer.is_some()
     }
 
     /// A weight in the model's dtype and on its device; another shape is an error that names the tensor.

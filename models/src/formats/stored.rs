@@ -35,7 +35,7 @@ impl Stored {
         match self {
             Self::Dense(rows) => rows.dims()[0],
             Self::E4m3(rows) => rows.rows(),
-            Self::Blocks(rows) | Self::Tiled(rows, _) => rows.rows(),
+            Self::Blocks(rows) | Self::Tiled(rows, _) => rows.rows,
         }
     }
 

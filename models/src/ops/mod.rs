@@ -1,10 +1,9 @@
 //! The gate of the feed-forward as an op.
 
-mod plan;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod swiglu;
 
 pub use swiglu::Swiglu;
 
-pub(crate) use plan::RowsLayout;
-#[cfg(feature = "cuda")]
-pub(crate) use plan::SwigluPlan;
+pub(crate) use swiglu::RowsLayout;

@@ -1,6 +1,5 @@
 //! The gate of a feed-forward.
 
-use super::plan::{RowsLayout, SwigluPlan};
 use crate::weights::cpu::swiglu::activate;
 use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use candle_gdn_core::cpu::Element;
@@ -17,19 +16,34 @@ const OP: &str = "swiglu";
 /// | result | `[.., columns]`, contiguous | as gate_up |
 #[derive(Debug, Clone, Default)]
 pub struct Swiglu {
-    launch: Launch,
+    /// With overlap, the kernel waits for the one before it on the stream before it reads anything.
+    pub(crate) launch: Launch,
+}
+
+/// Rows of one length at one distance.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct RowsLayout {
+    pub offset: usize,
+    pub stride: usize,
+}
+
+/// A checked call of SwiGLU.
+#[derive(Debug, Clone)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) struct SwigluPlan {
+    pub gate_up: RowsLayout,
+    pub rows: usize,
+    /// Of a half.
+    pub columns: usize,
+    pub out_shape: Vec<usize>,
+    pub launch: Launch,
 }
 
 impl Swiglu {
     /// The op.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// The kernel may begin while the one before it on the stream still runs; it waits for it before it reads anything.
-    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
-        self.launch = launch.clone();
-        self
     }
 
     /// Applies the op: `[.., 2 * columns]` to `[.., columns]`, contiguous.
@@ -98,7 +112,7 @@ impl CustomOp1 for Swiglu {
         layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         let plan = self.plan(layout)?;
-        let out = crate::cuda::model::swiglu(&plan, gate_up)?;
+        let out = super::cuda::swiglu(&plan, gate_up)?;
         Ok((out, Shape::from(plan.out_shape)))
     }
 }

@@ -7,7 +7,7 @@ use super::Collective;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::{cuStreamQuery, CUresult};
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Error, Layout, Result, Shape, Tensor};
+use candle_core::{bail, CudaStorage, DType, Device, Error, Layout, Result, Shape, Tensor};
 use candle_gdn_core::device::cuda::{alloc, read, stream_of, write};
 use libloading::Library;
 use std::ffi::{c_char, c_int, c_void, CStr};
@@ -267,8 +267,43 @@ impl NcclRank {
         if !x.device().same_device(&self.device) {
             bail!("{OP}: x: expected a tensor on {:?}, got one on {:?}", self.device.location(), x.device().location())
         }
-        let size = self.size;
-        x.contiguous()?.apply_op1_no_bwd(&NcclOp { comm: self.comm.clone(), kind: call, size })
+        crate::cuda::apply(OP, None, &x.contiguous()?, |x, layout| self.launch(x, layout, call))
+    }
+
+    fn launch(&self, x: &CudaStorage, layout: &Layout, call: Kind) -> Result<(CudaStorage, Shape)> {
+        // `ncclDataType_t`
+        let dtype = match x.dtype() {
+            DType::F16 => 6,
+            DType::F32 => 7,
+            DType::BF16 => 9,
+            other => bail!("{OP}: x: expected F32, BF16 or F16, got {other:?}"),
+        };
+        let count = layout.shape().elem_count();
+        let dims = match call {
+            Kind::AllReduce => layout.dims().to_vec(),
+            Kind::AllGather => [&[self.size], layout.dims()].concat(),
+        };
+        let shape = Shape::from(dims);
+        let stream = &*stream_of(x)?;
+        let mut out = alloc(None, x, shape.dims())?;
+        if count > 0 {
+            let size = x.dtype().size_in_bytes();
+            let (x, y) = (read(x, stream)?, write(&mut out, stream)?);
+            let from = x.at::<c_void>(layout.start_offset(), size).cast_const();
+            let to = y.at::<c_void>(0, size);
+            let stream = stream.cu_stream().cast::<c_void>();
+            self.comm.with(|api, comm| {
+                // SAFETY: `count` elements are read and as many, or `size` times as many, written, on the stream of both.
+                let code = unsafe {
+                    match call {
+                        Kind::AllReduce => (api.all_reduce)(from, to, count, dtype, 0, comm, stream),
+                        Kind::AllGather => (api.all_gather)(from, to, count, dtype, comm, stream),
+                    }
+                };
+                api.check("a sum or gathering of the ranks", code)
+            })?;
+        }
+        Ok((out, shape))
     }
 }
 
@@ -304,56 +339,4 @@ impl Collective for NcclRank {
 enum Kind {
     AllReduce,
     AllGather,
-}
-
-struct NcclOp {
-    comm: Arc<Communicator>,
-    kind: Kind,
-    size: usize,
-}
-
-impl CustomOp1 for NcclOp {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("{OP}: x: expected a CUDA tensor")
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        // `ncclDataType_t`
-        let dtype = match x.dtype() {
-            DType::F16 => 6,
-            DType::F32 => 7,
-            DType::BF16 => 9,
-            other => bail!("{OP}: x: expected F32, BF16 or F16, got {other:?}"),
-        };
-        let count = layout.shape().elem_count();
-        let dims = match self.kind {
-            Kind::AllReduce => layout.dims().to_vec(),
-            Kind::AllGather => [&[self.size], layout.dims()].concat(),
-        };
-        let shape = Shape::from(dims);
-        let stream = &*stream_of(x)?;
-        let mut out = alloc(None, x, shape.dims())?;
-        if count > 0 {
-            let size = x.dtype().size_in_bytes();
-            let (x, y) = (read(x, stream)?, write(&mut out, stream)?);
-            let from = x.at::<c_void>(layout.start_offset(), size).cast_const();
-            let to = y.at::<c_void>(0, size);
-            let stream = stream.cu_stream().cast::<c_void>();
-            self.comm.with(|api, comm| {
-                // SAFETY: `count` elements are read and as many, or `size` times as many, written, on the stream of both.
-                let code = unsafe {
-                    match self.kind {
-                        Kind::AllReduce => (api.all_reduce)(from, to, count, dtype, 0, comm, stream),
-                        Kind::AllGather => (api.all_gather)(from, to, count, dtype, comm, stream),
-                    }
-                };
-                api.check("a sum or gathering of the ranks", code)
-            })?;
-        }
-        Ok((out, shape))
-    }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 /// The ranks' exchange of embeddings and logits.
 #[derive(Debug, Clone)]
 pub(crate) struct Vocabulary {
-    group: Arc<dyn Collective>,
+    pub group: Arc<dyn Collective>,
     /// The row of each token on this rank, `[vocab_size]` in u32; one past the last row for tokens of other ranks.
     row_of: Tensor,
 }
@@ -22,10 +22,6 @@ impl Vocabulary {
     /// The embeddings of `ids [tokens]`: `rows` returns those of this rank's rows, and zeros for the row past the last.
     pub fn embed(&self, ids: &Tensor, rows: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         self.group.all_reduce(&rows(&self.row_of.index_select(ids, 0)?)?)
-    }
-
-    pub fn group(&self) -> &Arc<dyn Collective> {
-        &self.group
     }
 
     /// `logits [.., rows]` of this rank to those of all ranks, `[.., vocab_size]`.

@@ -1,6 +1,6 @@
 //! Launches of `cuda/gdn_sampling.h` and `cuda/gdn_logprobs.h`: the next tokens and their log-probabilities.
 
-use crate::abi::logprobs::{gdn_logprobs_begin, gdn_logprobs_end, gdn_logprobs_words, LogprobsParams, LOGPROBS_WORDS};
+use crate::abi::logprobs::{gdn_logprobs_words, LogprobsParams, LOGPROBS_WORDS};
 use crate::abi::sampling::{gdn_sampling, gdn_sampling_workspace, SamplingParams, ROW_WORDS};
 use candle_core::{bail, DType, Device, Error, Result, Tensor};
 use candle_gdn_core::device::cuda::{check, dtype_code, int, stream_of, write};
@@ -10,12 +10,8 @@ use std::ffi::c_void;
 const SAMPLING: &str = "sampling";
 const LOGPROBS: &str = "logprobs";
 
-/// Before the tokens are drawn, and after.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Half {
-    Begin,
-    End,
-}
+/// `gdn_logprobs_begin`, before the tokens are drawn, or `gdn_logprobs_end`, after.
+pub(super) type Launcher = unsafe extern "C" fn(*const LogprobsParams, *mut c_void) -> std::ffi::c_int;
 
 /// For launches of any number of rows, one after the other.
 pub(super) fn workspace(device: &Device) -> Result<Tensor> {
@@ -74,7 +70,7 @@ pub(super) fn sample(logits: &Tensor, words: &Tensor, workspace: &Tensor, rows: 
 /// Of `logits [rows, vocabulary]`; `words` as in [`sample`]. `out` has as many words as [`logprobs_words`] returns, the first of
 /// which are a [`LogprobsRow`](crate::abi::logprobs::LogprobsRow) a row.
 pub(super) fn logprobs(
-    half: Half,
+    launcher: Launcher,
     logits: &Tensor,
     words: &Tensor,
     out: &Tensor,
@@ -106,14 +102,8 @@ pub(super) fn logprobs(
                     history: int(LOGPROBS, "history", history)?,
                     dtype: dtype_code(dtype),
                 };
-                let stream = stream.cu_stream().cast::<c_void>();
                 // SAFETY: as in `sample`.
-                check(LOGPROBS, unsafe {
-                    match half {
-                        Half::Begin => gdn_logprobs_begin(&params, stream),
-                        Half::End => gdn_logprobs_end(&params, stream),
-                    }
-                })
+                check(LOGPROBS, unsafe { launcher(&params, stream.cu_stream().cast::<c_void>()) })
             })
         })
     })

@@ -1,8 +1,8 @@
 //! How rows choose, on the device.
 
-use super::cuda::{self, Half};
+use super::cuda::{self, Launcher};
 use super::{Choice, Drawn, Logprobs, Sampler, Token};
-use crate::abi::logprobs::{GDN_MOST_LIKELIEST, LOGPROBS_WORDS};
+use crate::abi::logprobs::{gdn_logprobs_begin, gdn_logprobs_end, GDN_MOST_LIKELIEST, LOGPROBS_WORDS};
 use crate::abi::sampling::{SamplingRow, GDN_NO_TOKEN, ROW_WORDS};
 use candle_core::{bail, DType, Device, Result, Tensor};
 
@@ -20,23 +20,18 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// All rows are padding.
-    pub fn new(count: usize, history: usize, device: &Device) -> Result<Self> {
-        let words = count * (ROW_WORDS + 2 + 2 * history);
-        let rows = Self { words: Tensor::zeros(words, DType::U32, device)?, count, history, logprobs: None };
+    /// All rows are padding. Choices may request log-probabilities if `logprobs` is the size of the vocabulary.
+    pub fn new(count: usize, history: usize, logprobs: Option<usize>, device: &Device) -> Result<Self> {
+        let zeros = |words: usize| Tensor::zeros(words, DType::U32, device);
+        let logprobs = logprobs.map(|vocab| zeros(cuda::logprobs_words(count, vocab, history)?)).transpose()?;
+        let rows = Self { words: zeros(count * (ROW_WORDS + 2 + 2 * history))?, count, history, logprobs };
         rows.load(&[])?;
         Ok(rows)
     }
 
-    /// The same, for choices that request log-probabilities in a vocabulary of so many tokens.
-    pub fn with_logprobs(self, vocab: usize) -> Result<Self> {
-        let words = cuda::logprobs_words(self.count, vocab, self.history)?;
-        Ok(Self { logprobs: Some(Tensor::zeros(words, DType::U32, self.words.device())?), ..self })
-    }
-
     /// Rows that take the most likely token, without end.
     pub fn greedy(count: usize, device: &Device) -> Result<Self> {
-        let rows = Self::new(count, 0, device)?;
+        let rows = Self::new(count, 0, None, device)?;
         rows.load(&vec![Choice { row: SamplingRow::GREEDY, last: 0, recent: Vec::new() }; count])?;
         Ok(rows)
     }
@@ -80,13 +75,13 @@ impl Sampler {
     /// The launch alone: the tokens go to `rows`.
     pub fn launch(&self, logits: &Tensor, rows: &Rows) -> Result<()> {
         let Some(workspace) = &self.workspace else { bail!("sampling: expected a sampler of a CUDA device") };
-        let logprobs = |half| match &rows.logprobs {
-            Some(out) => cuda::logprobs(half, logits, &rows.words, out, rows.count, rows.history),
+        let logprobs = |launcher: Launcher| match &rows.logprobs {
+            Some(out) => cuda::logprobs(launcher, logits, &rows.words, out, rows.count, rows.history),
             None => Ok(()),
         };
-        logprobs(Half::Begin)?;
+        logprobs(gdn_logprobs_begin)?;
         cuda::sample(logits, &rows.words, workspace, rows.count, rows.history)?;
-        logprobs(Half::End)
+        logprobs(gdn_logprobs_end)
     }
 }
 
@@ -94,10 +89,8 @@ impl Sampler {
 pub(super) fn draw(sampler: &Sampler, logits: &Tensor, choices: &[Choice]) -> Result<Vec<Token>> {
     let _working = candle_gdn_core::Working::new(logits.device());
     let history = choices.iter().map(|choice| choice.row.window as usize).max().unwrap_or(0);
-    let mut rows = Rows::new(choices.len(), history, logits.device())?;
-    if choices.iter().any(|choice| choice.row.likeliest > 0) {
-        rows = rows.with_logprobs(logits.dim(1)?)?;
-    }
+    let logprobs = choices.iter().any(|choice| choice.row.likeliest > 0).then_some(logits.dim(1)?);
+    let rows = Rows::new(choices.len(), history, logprobs, logits.device())?;
     rows.load(choices)?;
     sampler.launch(logits, &rows)?;
     let logprobs = rows.logprobs()?.map(|words| words.to_vec1()).transpose()?;

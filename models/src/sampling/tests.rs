@@ -241,7 +241,7 @@ fn every_dtype_gives_the_same_tokens() -> Result<()> {
             assert_eq!(drawn, want, "{dtype:?} on {:?}", device.location());
             #[cfg(feature = "cuda")]
             if device.is_cuda() {
-                let on_device = Rows::new(rows, 1000, device)?;
+                let on_device = Rows::new(rows, 1000, None, device)?;
                 on_device.load(&choices)?;
                 sampler.launch(&there, &on_device)?;
                 let drawn = tokens(&on_device.ids()?.to_vec1()?, &[]).into_iter().map(id);
@@ -311,7 +311,7 @@ fn every_device_draws_the_same() -> Result<()> {
         let got = draw_of(&there, &tensor(&logits, &device)?.to_dtype(dtype)?, &first)?;
         assert_eq!(got, want, "round {round}: {rows} rows of {vocab} in {dtype:?}");
         // Room for padding rows too, as in a graph.
-        let on_device = Rows::new(rows + 3, history, &device)?.with_logprobs(vocab)?;
+        let on_device = Rows::new(rows + 3, history, Some(vocab), &device)?;
         on_device.load(&first)?;
         let padded = [logits.clone(), vec![vec![f32::NAN; vocab]; 3]].concat();
         for index in 4..8 {

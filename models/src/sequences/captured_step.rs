@@ -56,7 +56,7 @@ impl ModelGraph {
         }
         let device = pool.device.clone();
         let graph = capture(op, &device, || work(pool))?;
-        let group = model.vocabulary.as_ref().map(|vocabulary| vocabulary.group().clone());
+        let group = model.vocabulary.as_ref().map(|vocabulary| vocabulary.group.clone());
         Ok(Self { graph, _group: group, captured_for: (model.id, pool.memory) })
     }
 
@@ -88,32 +88,26 @@ struct Drawing {
 }
 
 impl CapturedStep {
-    /// A step that leaves logits, for [`logits`](Self::logits).
-    pub fn with_logits(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
-        let buffers = {
-            let _working = pool.working()?;
-            StepBuffers::new(model, pool, batch)?
-        };
-        let graph = ModelGraph::new(OP, model, pool, batch, |pool| buffers.run(model, pool))?;
-        Ok(Self { batch, graph, buffers, drawing: None })
-    }
-
-    /// A step that draws the next tokens, with log-probabilities for the rows that request them or without.
-    pub fn drawing(
+    /// A step that draws the next tokens with this sampler, and with log-probabilities for the rows that request them or without;
+    /// `None`: one that leaves logits, for [`logits`](Self::logits).
+    pub fn new(
         model: &CausalLm,
         pool: &mut SequencePool,
         batch: usize,
-        sampler: &Sampler,
-        logprobs: bool,
+        draws: Option<(&Sampler, bool)>,
     ) -> Result<Self> {
-        let (buffers, readbacks) = {
+        let (buffers, drawing) = {
             let _working = pool.working()?;
-            let buffers = StepBuffers::drawing(model, pool, batch, sampler.clone(), logprobs)?;
-            let readbacks = Readbacks::new(&buffers.drawn()?)?;
-            (buffers, readbacks)
+            let buffers = StepBuffers::new(model, pool, batch, draws)?;
+            let drawing = |(sampler, logprobs): (&Sampler, bool)| -> Result<Drawing> {
+                let readbacks = Readbacks::new(&buffers.drawn()?)?;
+                Ok(Drawing { sampler: sampler.clone(), logprobs, readbacks })
+            };
+            let drawing = draws.map(drawing).transpose()?;
+            (buffers, drawing)
         };
         let graph = ModelGraph::new(OP, model, pool, batch, |pool| buffers.run(model, pool))?;
-        Ok(Self { batch, graph, buffers, drawing: Some(Drawing { sampler: sampler.clone(), logprobs, readbacks }) })
+        Ok(Self { batch, graph, buffers, drawing })
     }
 
     pub fn batch(&self) -> usize {
@@ -126,7 +120,7 @@ impl CapturedStep {
         model.check_ids(OP, [&ids[..]].into_iter())?;
         let sequences: Vec<Sequence> = batch.iter().map(|(sequence, _)| *sequence).collect();
         if !self.graph.is_valid(model, pool) {
-            *self = Self::with_logits(model, pool, self.batch)?;
+            *self = Self::new(model, pool, self.batch, None)?;
         }
         let slots = self.run(model, pool, &sequences, |buffers| buffers.load_ids(&ids))?;
         if let Some(hidden) = self.buffers.hidden(slots.len())? {
@@ -181,7 +175,7 @@ impl StepGraph for CapturedStep {
                 model.check_ids(OP, [&ids[..]].into_iter())?;
                 if !is_valid {
                     let (sampler, logprobs) = (drawing.sampler.clone(), drawing.logprobs);
-                    *self = Self::drawing(model, pool, self.batch, &sampler, logprobs)?;
+                    *self = Self::new(model, pool, self.batch, Some((&sampler, logprobs)))?;
                 }
                 self.run(model, pool, sequences, |buffers| buffers.load_choices(choices))?;
             }

@@ -34,30 +34,20 @@ enum Output {
 }
 
 impl StepBuffers {
-    /// All rows are padding. A step leaves its logits.
-    pub fn new(model: &CausalLm, pool: &SequencePool, batch: usize) -> Result<Self> {
-        let ids = Tensor::zeros(batch, DType::U32, &pool.device)?;
-        let logits = Tensor::zeros((batch, model.config.vocab_size), model.dtype, &pool.device)?;
-        Self::with(pool, batch, ids, Output::Logits(logits))
-    }
-
-    /// All rows are padding. A step draws the next tokens, with log-probabilities or without.
-    pub fn drawing(
-        model: &CausalLm,
-        pool: &SequencePool,
-        batch: usize,
-        sampler: Sampler,
-        logprobs: bool,
-    ) -> Result<Self> {
-        let mut rows = Rows::new(batch, pool.max_len, &pool.device)?;
-        if logprobs {
-            rows = rows.with_logprobs(model.config.vocab_size)?;
-        }
-        Self::with(pool, batch, rows.ids()?, Output::Drawn(sampler, rows))
-    }
-
-    fn with(pool: &SequencePool, batch: usize, ids: Tensor, output: Output) -> Result<Self> {
-        let device = &pool.device;
+    /// All rows are padding. A step draws the next tokens with this sampler, and with log-probabilities or without; `None`: it
+    /// leaves its logits.
+    pub fn new(model: &CausalLm, pool: &SequencePool, batch: usize, draws: Option<(&Sampler, bool)>) -> Result<Self> {
+        let (device, vocab) = (&pool.device, model.config.vocab_size);
+        let (ids, output) = match draws {
+            Some((sampler, logprobs)) => {
+                let rows = Rows::new(batch, pool.max_len, logprobs.then_some(vocab), device)?;
+                (rows.ids()?, Output::Drawn(sampler.clone(), rows))
+            }
+            None => {
+                let logits = Tensor::zeros((batch, vocab), model.dtype, device)?;
+                (Tensor::zeros(batch, DType::U32, device)?, Output::Logits(logits))
+            }
+        };
         let (padding, zeros) = (vec![NO_SLOT; batch], vec![0u32; batch]);
         let pass = Pass {
             lengths: vec![1; batch],

@@ -57,7 +57,7 @@ impl DecodeGraph {
     /// meanwhile. Callers go on with [`CausalLm::feed`].
     pub fn capture(model: &CausalLm, pool: &mut SequencePool, batch: usize) -> Result<Self> {
         check(model, pool, batch)?;
-        Ok(Self { step: CapturedStep::with_logits(model, pool, batch)?, thread: PhantomData })
+        Ok(Self { step: CapturedStep::new(model, pool, batch, None)?, thread: PhantomData })
     }
 
     /// The most sequences of a step.
@@ -96,7 +96,7 @@ enum CapturedStep {}
 
 #[cfg(not(feature = "cuda"))]
 impl CapturedStep {
-    fn with_logits(_: &CausalLm, _: &mut SequencePool, _: usize) -> Result<Self> {
+    fn new(_: &CausalLm, _: &mut SequencePool, _: usize, _: Option<()>) -> Result<Self> {
         bail!("{OP}: expected a build with the feature `cuda`")
     }
 

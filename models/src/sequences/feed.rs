@@ -21,14 +21,12 @@ impl CausalLm {
     /// which, and the pool is unchanged. When a device fails half-way, the batch's sequences are broken; see
     /// [`SequencePool`].
     pub fn feed(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
-        let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
-        let (x, pass) = self.run_pass(FEED, pool, batch, &slots)?;
-        let logits = match pool.head.is_some() {
-            true => self.logits_launched(&self.final_norm(pool, &slots, batch, x, &pass)?.1, &pass.launch)?,
-            false => {
-                self.logits_launched(&x.rows(|x| pass.last_rows(x))?.norm(&self.norm, &pass.launch)?.1, &pass.launch)?
-            }
+        let (slots, x, pass) = self.run_pass(pool, batch)?;
+        let last = match pool.head.is_some() {
+            true => self.final_norm(pool, &slots, batch, x, &pass)?.1,
+            false => x.rows(|x| pass.last_rows(x))?.norm(&self.norm, &pass.launch)?.1,
         };
+        let logits = self.logits_launched(&last, &pass.launch)?;
         self.end_pass(pool, &slots, pass)?;
         Ok(logits)
     }
@@ -38,8 +36,7 @@ impl CausalLm {
     /// # Errors
     /// As [`feed`](Self::feed).
     pub fn feed_only(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<()> {
-        let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
-        let (x, pass) = self.run_pass(FEED, pool, batch, &slots)?;
+        let (slots, x, pass) = self.run_pass(pool, batch)?;
         if pool.head.is_some() {
             self.final_norm(pool, &slots, batch, x, &pass)?;
         }
@@ -52,8 +49,7 @@ impl CausalLm {
     /// # Errors
     /// As [`feed`](Self::feed).
     pub fn feed_hidden(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
-        let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
-        let (x, pass) = self.run_pass(FEED, pool, batch, &slots)?;
+        let (slots, x, pass) = self.run_pass(pool, batch)?;
         let (hidden, _) = self.final_norm(pool, &slots, batch, x, &pass)?;
         self.end_pass(pool, &slots, pass)?;
         Ok(hidden)
@@ -74,20 +70,15 @@ impl CausalLm {
         Ok((hidden, last))
     }
 
-    /// The layers over checked slots; [`Self::end_pass`] follows.
-    fn run_pass(
-        &self,
-        what: &str,
-        pool: &mut SequencePool,
-        batch: &[(Sequence, &[u32])],
-        slots: &[usize],
-    ) -> Result<(Residual, Pass)> {
-        let ids = self.packed_ids(what, batch.iter().map(|(_, tokens)| *tokens))?;
+    /// The layers over the slots of the batch, which it returns too; [`Self::end_pass`] follows.
+    fn run_pass(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<(Vec<usize>, Residual, Pass)> {
+        let slots = pool.batch_slots(FEED, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
+        let ids = self.packed_ids(FEED, batch.iter().map(|(_, tokens)| *tokens))?;
         let lengths = batch.iter().map(|(_, tokens)| tokens.len()).collect();
-        let pass = Pass::new(self, pool, slots, lengths, Draft::No)?;
-        pool.begin_write(slots);
+        let pass = Pass::new(self, pool, &slots, lengths, Draft::No)?;
+        pool.begin_write(&slots);
         let x = self.through_layers(&ids, &pass, pool, Mode::Feed)?;
-        Ok((x, pass))
+        Ok((slots, x, pass))
     }
 
     fn end_pass(&self, pool: &mut SequencePool, slots: &[usize], pass: Pass) -> Result<()> {

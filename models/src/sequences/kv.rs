@@ -1,6 +1,7 @@
 //! Keys and values of one softmax layer, by slot.
 
 use crate::blocks::attention::{Angles, AttentionCache, CacheShape, CpuCaches, CpuTokens, GatedAttention};
+use crate::causal_lm::CausalLm;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_gdn::{CuSeqlens, Slots};
 use candle_gdn_core::Launch;
@@ -22,6 +23,28 @@ pub(crate) enum KvRows {
     Host { rows: Vec<(usize, usize)>, angles: Angles },
     /// The same on the device, and the longest length after the pass.
     Device { slots: Slots, positions: Tensor, max_len: usize },
+}
+
+impl KvRows {
+    /// For a pass over `kv`; `rows` are the slots, and the tokens in each before the `lengths` new ones.
+    pub fn new(model: &CausalLm, kv: &KvSlots, rows: Vec<(usize, usize)>, lengths: &[usize]) -> Result<Self> {
+        if let KvSlots::Panels(..) = kv {
+            return Ok(Self::on_host(model, rows, lengths));
+        }
+        let max_len = rows.iter().zip(lengths).map(|((_, len), new)| len + new).max().unwrap_or(0);
+        let (slots, positions): (Vec<u32>, Vec<u32>) =
+            rows.into_iter().map(|(slot, len)| (slot as u32, len as u32)).unzip();
+        let slots = Slots::new(&slots, &model.device)?;
+        Ok(Self::Device { slots, positions: Tensor::new(positions, &model.device)?, max_len })
+    }
+
+    pub fn on_host(model: &CausalLm, rows: Vec<(usize, usize)>, lengths: &[usize]) -> Self {
+        let mut angles = Angles::default();
+        for ((_, position), tokens) in rows.iter().zip(lengths) {
+            model.rotary.append(*position, *tokens, &mut angles);
+        }
+        Self::Host { rows, angles }
+    }
 }
 
 impl KvSlots {

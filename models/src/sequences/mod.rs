@@ -25,6 +25,7 @@ pub(crate) mod pool;
 #[cfg(feature = "cuda")]
 pub(crate) mod readback;
 mod snapshot;
+mod state;
 pub(crate) mod step_graph;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -34,4 +35,5 @@ pub use decode_graph::DecodeGraph;
 pub use new_pool::StateLayout;
 pub use pool::{Sequence, SequencePool};
 pub use snapshot::SequenceSnapshot;
+pub use state::ModelState;
 pub use verify::Drafts;

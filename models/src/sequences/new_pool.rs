@@ -6,7 +6,6 @@ use crate::blocks::decoder::Mixer;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
 use crate::drafting::head_state::{HeadSlots, HeadState};
-use crate::slot_allocator::SlotAllocator;
 use candle_core::{bail, Device, Result};
 use candle_gdn::{PoolOptions, RingSpans};
 use candle_gdn_core::LastThread;
@@ -71,9 +70,11 @@ impl CausalLm {
                 bail!("new_sequences: {arg}: expected at least 1, got 0")
             }
         }
+        if sequences > i32::MAX as usize {
+            bail!("new_sequences: sequences: expected at most {}, got {sequences}", i32::MAX)
+        }
         let max_len = max_len.min(self.config.max_position_embeddings);
         let shape = self.cache_shape(max_len);
-        let slots = SlotAllocator::new(sequences)?;
         // A layer whose kernel was chosen supports no ring.
         let supported = layout == StateLayout::Ring || self.gated_delta_nets().all(|gdn| gdn.supports_ring());
         let spans = match supported && layout.has_ring(&self.config, &self.device) {
@@ -105,7 +106,7 @@ impl CausalLm {
             head,
             spans,
             entries,
-            slots,
+            free: (0..sequences as u32).rev().collect(),
             spares: Arc::default(),
             states: sequences,
             max_len,

@@ -2,7 +2,6 @@
 
 use super::kv::{KvRows, KvSlots};
 use super::pool::{LayerSlots, SequencePool, Uploaded};
-use crate::blocks::attention::Angles;
 use crate::causal_lm::CausalLm;
 use candle_core::{Device, Result, Tensor};
 use candle_gdn::{CuSeqlens, Drafted, Slots};
@@ -55,12 +54,11 @@ impl Pass {
     ) -> Result<Self> {
         let working = Some(pool.working()?);
         let (device, launch) = (pool.device.clone(), Launch::default().overlapping());
-        let (ones, write) = match drafts {
-            Draft::No => (lengths.iter().all(|&n| n == 1), None),
-            Draft::InPlace => (false, None),
-            Draft::To(write) => (false, Some(write)),
+        let (cu_seqlens, write) = match drafts {
+            Draft::No => (boundaries(&lengths, &device)?, None),
+            Draft::InPlace => (Some(CuSeqlens::from_lengths(&lengths, &device)?), None),
+            Draft::To(write) => (Some(CuSeqlens::from_lengths(&lengths, &device)?), Some(write)),
         };
-        let cu_seqlens = if ones { None } else { Some(CuSeqlens::from_lengths(&lengths, &device)?) };
         let state = |slot: &usize| pool.entries[*slot].state;
         let read: Vec<u32> = slots.iter().map(state).collect();
         if pool.uses_panels() {
@@ -69,18 +67,8 @@ impl Pass {
                 None => Slots::new(&read, &device)?,
             };
             let rows: Vec<_> = slots.iter().map(|&slot| (slot, pool.entries[slot].len)).collect();
-            let mut angles = Angles::default();
-            for ((_, position), tokens) in rows.iter().zip(&lengths) {
-                model.rotary.append(*position, *tokens, &mut angles);
-            }
-            return Ok(Self {
-                lengths,
-                cu_seqlens,
-                states,
-                kv: KvRows::Host { rows, angles },
-                launch,
-                _working: working,
-            });
+            let kv = KvRows::on_host(model, rows, &lengths);
+            return Ok(Self { lengths, cu_seqlens, states, kv, launch, _working: working });
         }
         let before: Vec<u32> = slots.iter().map(|&slot| pool.entries[slot].len as u32).collect();
         let max_len = before.iter().zip(&lengths).map(|(&len, new)| len as usize + new).max().unwrap_or(0);
@@ -117,12 +105,23 @@ impl Pass {
             (None, _) => Ok(x.clone()),
             // A copy, which may outlive all other rows.
             (Some(_), [one]) => x.narrow(0, one - 1, 1)?.force_contiguous(),
-            (Some(cu), _) => {
-                let last: Vec<u32> = cu.as_slice()[1..].iter().map(|end| end - 1).collect();
-                x.index_select(&Tensor::new(last, cu.device())?, 0)
-            }
+            (Some(cu), _) => x.index_select(&last_tokens(cu)?, 0),
         }
     }
+}
+
+/// Boundaries of packed tokens; `None` where each sequence has one.
+pub(crate) fn boundaries(lengths: &[usize], device: &Device) -> Result<Option<CuSeqlens>> {
+    match lengths.iter().all(|&n| n == 1) {
+        true => Ok(None),
+        false => CuSeqlens::from_lengths(lengths, device).map(Some),
+    }
+}
+
+/// The row of the last token of each sequence.
+pub(crate) fn last_tokens(cu_seqlens: &CuSeqlens) -> Result<Tensor> {
+    let last: Vec<u32> = cu_seqlens.as_slice()[1..].iter().map(|end| end - 1).collect();
+    Tensor::new(last, cu_seqlens.device())
 }
 
 impl SequencePool {

@@ -2,9 +2,7 @@
 
 use super::kv::KvSlots;
 use super::kv_segment::KvSegment;
-use crate::causal_lm::CausalLm;
 use crate::drafting::head_state::{HeadSlots, HeadState};
-use crate::slot_allocator::SlotAllocator;
 use candle_core::{bail, Device, Result, Tensor};
 use candle_gdn::{RingSpans, Slots, StatePool};
 use candle_gdn_core::{LastThread, Working};
@@ -23,7 +21,7 @@ pub struct Sequence {
 }
 
 /// Room for a number of sequences of one model, each of up to a number of tokens. Made by
-/// [`CausalLm::new_sequences`] and used with that model only.
+/// [`CausalLm::new_sequences`](crate::CausalLm::new_sequences) and used with that model only.
 ///
 /// A Gated DeltaNet layer holds a state of fixed size for each sequence, a softmax layer keys and values. On CUDA all
 /// of it is allocated when the pool is made, for the greatest length, and stays where it is. On the CPU keys and
@@ -57,7 +55,8 @@ pub struct SequencePool {
     /// Where the rings of all Gated DeltaNet layers begin, where they have rings.
     pub(crate) spans: Option<RingSpans>,
     pub(crate) entries: Vec<Entry>,
-    pub(super) slots: SlotAllocator,
+    /// Slots without a sequence; the last is the next.
+    pub(super) free: Vec<u32>,
     /// Slots of the state pools that no sequence has.
     pub(super) spares: Arc<Mutex<Vec<u32>>>,
     /// Slots of the state pools in all.
@@ -128,7 +127,7 @@ impl SequencePool {
         for layer in &mut self.layers {
             let LayerSlots::Linear(states) = layer else { continue };
             if let Err(error) = states.zero(state) {
-                self.slots.free(slot)?;
+                self.free.push(slot);
                 return Err(error);
             }
         }
@@ -136,16 +135,13 @@ impl SequencePool {
     }
 
     /// A slot whose states hold anything.
-    pub(crate) fn take_slot(&mut self) -> Result<u32> {
-        match self.slots.available() {
-            0 => bail!("{OP}: begin: expected a free slot, all {} are in use: end a sequence first", self.capacity()),
-            _ => self.slots.allocate_unset(),
+    pub(super) fn take_slot(&mut self) -> Result<u32> {
+        match self.free.pop() {
+            Some(slot) => Ok(slot),
+            None => {
+                bail!("{OP}: begin: expected a free slot, all {} are in use: end a sequence first", self.capacity())
+            }
         }
-    }
-
-    /// Gives back what [`SequencePool::take_slot`] gave.
-    pub(crate) fn return_slot(&mut self, slot: u32) -> Result<()> {
-        self.slots.free(slot)
     }
 
     /// The slot has a sequence of `len` tokens.
@@ -166,7 +162,8 @@ impl SequencePool {
         self.clear_head(slot);
         let entry = &mut self.entries[slot];
         *entry = Entry { state: entry.state, ..Entry::default() };
-        self.slots.free(s.slot)
+        self.free.push(s.slot);
+        Ok(())
     }
 
     fn clear_head(&mut self, slot: usize) {
@@ -185,12 +182,12 @@ impl SequencePool {
 
     /// Whether no sequence is in use.
     pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
+        self.free.len() == self.capacity()
     }
 
     /// Sequences that can begin still.
     pub fn available(&self) -> usize {
-        self.slots.available()
+        self.free.len()
     }
 
     /// Sequences at once.
@@ -230,11 +227,6 @@ impl SequencePool {
         };
         let head = self.head.iter().map(|head| head.kv.size_in_bytes());
         self.layers.iter().map(bytes).chain(head).sum()
-    }
-
-    /// Whether `model` made it.
-    pub(crate) fn is_from(&self, model: &CausalLm) -> bool {
-        self.model == model.id
     }
 
     /// Sequences may have up to `max_len` tokens from now on. Keys and values on a device move.

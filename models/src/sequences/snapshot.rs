@@ -45,7 +45,7 @@ impl SequenceSnapshot {
     }
 
     /// Bytes that it adds to a shorter snapshot of the same sequence: its states and the last segment. The budget of a
-    /// [`PrefixCache`](candle_gdn::PrefixCache) that holds all of a prompt's checkpoints is kept by this number.
+    /// cache that holds all of a prompt's checkpoints is kept by this number.
     pub fn bytes_added(&self) -> usize {
         self.states_bytes() + self.segments.last().map_or(0, |segment| segment.size_in_bytes())
     }
@@ -165,7 +165,7 @@ impl SequencePool {
                 Ok(fork)
             }
             Err(error) => {
-                self.return_slot(slot)?;
+                self.free.push(slot);
                 Err(error)
             }
         }

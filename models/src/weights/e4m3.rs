@@ -6,9 +6,11 @@ use candle_core::{bail, DType, Result, Tensor};
 /// the device's shared memory; for more it is dequantised to x's dtype into memory that is freed after the product.
 #[derive(Debug, Clone)]
 pub(crate) struct E4m3 {
-    bytes: Tensor,
-    scales: Tensor,
-    block_rows: usize,
+    /// `[out, in]` in u8.
+    pub bytes: Tensor,
+    /// `[ceil(out / block_rows), ceil(in / 128)]` in f32.
+    pub scales: Tensor,
+    pub block_rows: usize,
 }
 
 /// Columns of a block.
@@ -54,30 +56,5 @@ impl E4m3 {
             scales: self.scales.narrow(0, first / self.block_rows, blocks)?,
             block_rows: self.block_rows,
         })
-    }
-
-    pub fn outputs(&self) -> usize {
-        self.bytes.dims()[0]
-    }
-
-    pub fn inputs(&self) -> usize {
-        self.bytes.dims()[1]
-    }
-
-    /// `[out, in]` in u8.
-    #[cfg(feature = "cuda")]
-    pub fn bytes(&self) -> &Tensor {
-        &self.bytes
-    }
-
-    /// `[ceil(out / block_rows), ceil(in / 128)]` in f32.
-    #[cfg(feature = "cuda")]
-    pub fn scales(&self) -> &Tensor {
-        &self.scales
-    }
-
-    #[cfg(feature = "cuda")]
-    pub fn block_rows(&self) -> usize {
-        self.block_rows
     }
 }

@@ -42,7 +42,7 @@ impl Weight {
                 return y.reshape(dims);
             }
         }
-        Swiglu::new().launched(launch).forward(&self.multiply(x, launch)?)
+        Swiglu { launch: launch.clone() }.forward(&self.multiply(x, launch)?)
     }
 
     /// The rows of x, `[rows, in]`, and its other dimensions.

@@ -70,10 +70,10 @@ impl Weight {
         match self {
             Self::Dense(weight) => weight.dims()[0],
             Self::Panels(weights) => weights.outputs(),
-            Self::E4m3(weight) => weight.outputs(),
-            Self::Bytes(weight) => weight.rows(),
+            Self::E4m3(weight) => weight.bytes.dims()[0],
+            Self::Bytes(weight) => weight.rows,
             #[cfg(feature = "cuda")]
-            Self::Packed(weight) => weight.outputs(),
+            Self::Packed(weight) => weight.outputs,
             Self::Ggml(weight) => weight.shape().dims()[0],
             Self::Tiled(weight, _) => weight.outputs(),
             Self::Stacked(weights) => weights.iter().map(Self::outputs).sum(),
@@ -84,10 +84,10 @@ impl Weight {
         match self {
             Self::Dense(weight) => weight.dims()[1],
             Self::Panels(weights) => weights.inputs(),
-            Self::E4m3(weight) => weight.inputs(),
+            Self::E4m3(weight) => weight.bytes.dims()[1],
             Self::Bytes(weight) => weight.columns(),
             #[cfg(feature = "cuda")]
-            Self::Packed(weight) => weight.inputs(),
+            Self::Packed(weight) => weight.inputs,
             Self::Ggml(weight) => weight.shape().dims().last().copied().unwrap_or(0),
             Self::Tiled(weight, _) => weight.inputs(),
             Self::Stacked(weights) => weights.first().map_or(0, Self::inputs),

@@ -34,6 +34,8 @@ pub struct AttentionDecode {
     pub(super) max_len: usize,
     /// Whether the second argument is a gate; if not, it is q again.
     pub(super) gated: bool,
+    /// With overlap, the kernel reads the slots, the positions and the old keys and values while the one before it on the stream
+    /// still runs, which must not write them. [`super::AttentionPrepare`] does not.
     pub(super) launch: Launch,
 }
 
@@ -60,13 +62,6 @@ impl AttentionDecode {
     /// the result is right for any value.
     pub fn with_max_len(mut self, max_len: usize) -> Self {
         self.max_len = max_len;
-        self
-    }
-
-    /// The kernel may begin while the one before it on the stream still runs, and read the slots, the positions and the
-    /// old keys and values, which that one must not write. [`super::AttentionPrepare`] does not.
-    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
-        self.launch = launch.clone();
         self
     }
 

@@ -58,7 +58,7 @@ impl GatedAttention {
         };
         let pairs = new.angles.cos.len() / tokens;
         let mut o = vec![0f32; tokens * width];
-        host::with_f32s([self.q_norm.scale(), self.k_norm.scale()], |[q_scale, k_scale]| {
+        host::with_f32s([&self.q_norm.scale, &self.k_norm.scale], |[q_scale, k_scale]| {
             let mut caches: Vec<Option<&mut Cache<T>>> = caches.iter_mut().map(Some).collect();
             let (mut rest, mut first) = (&mut o[..], 0);
             let mut calls = Vec::with_capacity(new.rows.len());
@@ -67,14 +67,14 @@ impl GatedAttention {
                     bail!("attention: expected each slot once, got {slot}")
                 };
                 cache.truncate(position);
-                if cache.len() != position {
-                    bail!("attention: expected {position} tokens in slot {slot}, got {}", cache.len())
+                if cache.len != position {
+                    bail!("attention: expected {position} tokens in slot {slot}, got {}", cache.len)
                 }
                 let rows = |width: usize| first * width..(first + tokens) * width;
                 let positions = Positions {
                     q_scale,
                     k_scale,
-                    eps: self.q_norm.eps(),
+                    eps: self.q_norm.eps,
                     cos: &new.angles.cos[rows(pairs)],
                     sin: &new.angles.sin[rows(pairs)],
                     pairs,
@@ -115,13 +115,10 @@ impl GatedAttention {
         launch: &Launch,
     ) -> Result<AttentionPrepare> {
         // The norms' scales are 1 + w already.
-        let options = PrepareOptions { eps: f64::from(self.q_norm.eps()), zero_centred: false };
-        let (q_scale, k_scale) = (self.q_norm.scale(), self.k_norm.scale());
-        let prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?.launched(launch);
-        Ok(match cu_seqlens {
-            Some(cu_seqlens) => prepare.with_cu_seqlens(cu_seqlens),
-            None => prepare,
-        })
+        let options = PrepareOptions { eps: f64::from(self.q_norm.eps), zero_centred: false };
+        let (q_scale, k_scale) = (&self.q_norm.scale, &self.k_norm.scale);
+        let prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?;
+        Ok(AttentionPrepare { cu_seqlens: cu_seqlens.cloned(), launch: launch.clone(), ..prepare })
     }
 
     /// `x [tokens, hidden]`, packed, to the same, by ops that read slots and positions on the device. The columns of the one
@@ -149,10 +146,8 @@ impl GatedAttention {
         let (q, gate) = (pairs.narrow(2, 0, d)?, pairs.narrow(2, d, d)?);
         let rows = all.reshape((tokens, 2 * (heads + kv_heads), d))?;
         let (k, v) = (rows.narrow(1, 2 * heads, kv_heads)?, rows.narrow(1, 2 * heads + kv_heads, kv_heads)?);
-        let mut decode = AttentionDecode::new(cache, None)?.with_max_len(max_len).launched(launch);
-        if let Some(cu_seqlens) = cu_seqlens {
-            decode = decode.with_cu_seqlens(cu_seqlens);
-        }
+        let (cu, decode) = (cu_seqlens.cloned(), AttentionDecode::new(cache, None)?);
+        let decode = AttentionDecode { cu_seqlens: cu, max_len, launch: launch.clone(), ..decode };
         let q = self.prepare(cache, cu_seqlens, launch)?.forward(&q, &k, &v)?;
         let o = decode.forward(&q, Some(&gate))?;
         self.o_proj.multiply(&o.reshape((tokens, heads * d))?, launch)

@@ -1,8 +1,7 @@
 //! Keys and values of one attention layer on the CPU, a cache a slot.
 
 use super::cpu::{Cache, Shape};
-use candle_core::{DType, Device, Result, Tensor, WithDType};
-use candle_gdn_core::cpu::Element;
+use candle_core::{DType, Device, Result, Tensor};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -60,31 +59,21 @@ impl CpuCaches {
 
     /// Copies of keys and values of a range of tokens, `[1, kv_heads, tokens, head_dim]`.
     pub(crate) fn read_rows(&self, slot: usize, tokens: Range<usize>) -> Result<[Tensor; 2]> {
-        typed!(self, caches => read_rows(&caches[slot], tokens))
+        typed!(self, caches => {
+            let Shape { kv_heads, dim, .. } = caches[slot].shape;
+            let shape = (1, kv_heads, tokens.len(), dim);
+            let [k, v] = caches[slot].read_rows(tokens);
+            Ok([Tensor::from_vec(k, shape, &Device::Cpu)?, Tensor::from_vec(v, shape, &Device::Cpu)?])
+        })
     }
 
     /// Replaces the tokens from `start` on by rows in the layout of [`CpuCaches::read_rows`].
     pub(crate) fn write_rows(&mut self, slot: usize, start: usize, rows: [&Tensor; 2], max_len: usize) -> Result<()> {
-        typed!(self, caches => write_rows(&mut caches[slot], start, rows, max_len))
+        typed!(self, caches => {
+            let [k, v] = rows.map(|rows| rows.flatten_all()?.to_vec1());
+            caches[slot].truncate(start);
+            caches[slot].append_rows([&k?, &v?], rows[0].dim(2)?, max_len);
+            Ok(())
+        })
     }
-}
-
-fn read_rows<T: Element + WithDType>(cache: &Cache<T>, tokens: Range<usize>) -> Result<[Tensor; 2]> {
-    let Shape { kv_heads, dim, .. } = cache.shape();
-    let shape = (1, kv_heads, tokens.len(), dim);
-    let [k, v] = cache.read_rows(tokens);
-    Ok([Tensor::from_vec(k, shape, &Device::Cpu)?, Tensor::from_vec(v, shape, &Device::Cpu)?])
-}
-
-fn write_rows<T: Element + WithDType>(
-    cache: &mut Cache<T>,
-    start: usize,
-    [k, v]: [&Tensor; 2],
-    max_len: usize,
-) -> Result<()> {
-    let tokens = k.dim(2)?;
-    let (k, v) = (k.flatten_all()?.to_vec1::<T>()?, v.flatten_all()?.to_vec1::<T>()?);
-    cache.truncate(start);
-    cache.append_rows([&k, &v], tokens, max_len);
-    Ok(())
 }

@@ -58,8 +58,8 @@ impl GatedAttention {
             qkv_proj,
             frequencies: rotary_frequencies(&a.rope_inv_freq, device)?,
             o_proj: place::load(&source.pp("o_proj"), a.num_heads * d, h)?,
-            q_norm: RmsNorm::load(d, eps, source.pp("q_norm").dense())?,
-            k_norm: RmsNorm::load(d, eps, source.pp("k_norm").dense())?,
+            q_norm: RmsNorm::load(d, eps, source.pp("q_norm").dense)?,
+            k_norm: RmsNorm::load(d, eps, source.pp("k_norm").dense)?,
             cfg: a.clone(),
         })
     }

@@ -38,6 +38,7 @@ pub struct AttentionPrepare {
     pub(super) inv_freq: Tensor,
     pub(super) options: PrepareOptions,
     pub(super) cu_seqlens: Option<CuSeqlens>,
+    /// With overlap, the kernel waits for the one before it on the stream before it reads anything.
     pub(super) launch: Launch,
 }
 
@@ -110,12 +111,6 @@ impl AttentionPrepare {
     /// The tokens of all sequences are packed, `[tokens, ..]`.
     pub fn with_cu_seqlens(mut self, cu_seqlens: &CuSeqlens) -> Self {
         self.cu_seqlens = Some(cu_seqlens.clone());
-        self
-    }
-
-    /// The kernel may begin while the one before it on the stream still runs; it waits for it before it reads anything.
-    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
-        self.launch = launch.clone();
         self
     }
 

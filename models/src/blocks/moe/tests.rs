@@ -24,7 +24,7 @@ fn weights(cfg: &MoeConfig, hidden: usize) -> Result<HashMap<String, Tensor>> {
 /// A layer as it is where neither our kernels nor those of the CPU support it.
 fn general(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<SparseMoe> {
     let shape = ExpertShape { experts: cfg.num_experts, intermediate: cfg.intermediate_size, hidden };
-    let [gate_up, down] = dense_experts(shape, &source.pp("experts").dense())?;
+    let [gate_up, down] = dense_experts(shape, &source.pp("experts").dense)?;
     let mut router = source.get((cfg.num_experts, hidden), "gate.weight")?;
     let mut shared = None;
     if cfg.shared_intermediate_size > 0 {
@@ -134,7 +134,7 @@ fn packed_experts_and_cpu_kernels_agree() -> Result<()> {
             let dense = Source::new(VarBuilder::from_tensors(meant, DType::F32, &Device::Cpu));
             let cpu = SparseMoe::load(&cfg, hidden, &dense)?;
             let source = Source::new(VarBuilder::from_tensors(stored, dtype, &cuda));
-            let source = source.quantized(Quantizer::new(kind)?);
+            let source = Source { quantizer: Some(Arc::new(Quantizer::new(kind)?)), ..source };
             let moe = SparseMoe::load(&cfg, hidden, &source)?;
             let Experts::Stacked(experts) = &moe.experts else { panic!("{kind:?} {dtype:?}: {moe:?}") };
             assert!(matches!(experts.down, Weight::Packed(_)), "{kind:?} {dtype:?}: {moe:?}");

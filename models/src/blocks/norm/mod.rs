@@ -14,9 +14,9 @@ use candle_nn::VarBuilder;
 /// `x / sqrt(mean(x²) + eps) * (1 + w)` over the last dimension, computed in f32.
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNorm {
-    /// `1 + w` in f32: the sum has more digits than a bf16 weight can hold.
-    scale: Tensor,
-    eps: f32,
+    /// `1 + w`, `[dim]` in f32: the sum has more digits than a bf16 weight can hold.
+    pub scale: Tensor,
+    pub eps: f32,
 }
 
 impl RmsNorm {
@@ -24,15 +24,6 @@ impl RmsNorm {
     pub(crate) fn load(dim: usize, eps: f64, vb: VarBuilder) -> Result<Self> {
         let weight = vb.get_with_hints_dtype(dim, "weight", Default::default(), DType::F32)?;
         Ok(Self { scale: (weight + 1.0)?, eps: eps as f32 })
-    }
-
-    /// `1 + w`, `[dim]` in f32.
-    pub(crate) fn scale(&self) -> &Tensor {
-        &self.scale
-    }
-
-    pub(crate) fn eps(&self) -> f32 {
-        self.eps
     }
 
     /// `x [.., dim]` to the same shape and dtype. The launch may overlap: no kernel of a pass writes a scale.
@@ -46,6 +37,8 @@ impl RmsNorm {
     }
 
     fn op(&self, launch: &Launch) -> Result<AddRmsNorm> {
-        Ok(AddRmsNorm::new(self.eps.into())?.launched(launch))
+        let mut op = AddRmsNorm::new(self.eps.into())?;
+        op.launch = launch.clone();
+        Ok(op)
     }
 }

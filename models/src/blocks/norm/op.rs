@@ -24,7 +24,9 @@ const OP: &str = "add_rms_norm";
 #[derive(Debug, Clone)]
 pub struct AddRmsNorm {
     eps: f64,
-    launch: Launch,
+    /// With overlap, the kernel reads the weight while the one before it on the stream still runs, which must not write it. The
+    /// next launch may begin as early; neither of the two may write what that one reads before it waits.
+    pub(crate) launch: Launch,
     /// Whether the second argument is added; if not, it is x again.
     add: bool,
 }
@@ -52,13 +54,6 @@ impl AddRmsNorm {
             bail!("{OP}: eps: expected a finite value of at least 0, got {eps}");
         }
         Ok(Self { eps, launch: Launch::default(), add: false })
-    }
-
-    /// The kernel may begin while the one before it on the stream still runs, and read the weight, which that one must
-    /// not write. The next launch may begin as early; neither of the two may write what that one reads before it waits.
-    pub(crate) fn launched(mut self, launch: &Launch) -> Self {
-        self.launch = launch.clone();
-        self
     }
 
     /// `x + h`, and its norm.

@@ -44,7 +44,7 @@ fn only_what_is_alike_is_stacked() -> Result<()> {
     let of = |rows, columns, dtype| Blocks::quantize(&matrix(rows, columns), dtype);
     use GgmlDType::{Q4_0, Q8_0};
     let parts = vec![of(2, 64, Q8_0)?, of(3, 64, Q8_0)?, of(1, 64, Q4_0)?, of(1, 32, Q4_0)?, of(4, 32, Q4_0)?];
-    let rows: Vec<_> = Blocks::stack(parts.clone()).iter().map(Blocks::rows).collect();
+    let rows: Vec<_> = Blocks::stack(parts.clone()).iter().map(|rows| rows.rows).collect();
     assert_eq!(rows, [5, 1, 5]);
     let both = Blocks::one(parts[..2].to_vec()).unwrap();
     let want = Tensor::cat(&[parts[0].tensor()?, parts[1].tensor()?], 0)?;

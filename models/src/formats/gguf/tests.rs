@@ -104,8 +104,8 @@ fn values(matrix: Stored) -> Result<Tensor> {
         Stored::E4m3(rows) => rows.dense(DType::F32, &Device::Cpu),
         Stored::Blocks(blocks) => blocks.tensor(),
         Stored::Tiled(blocks, t) => {
-            let pieces = blocks.tensor()?.reshape((blocks.rows(), t.per_group, t.groups, t.size))?;
-            pieces.transpose(1, 2)?.contiguous()?.reshape((blocks.rows(), blocks.columns()))
+            let pieces = blocks.tensor()?.reshape((blocks.rows, t.per_group, t.groups, t.size))?;
+            pieces.transpose(1, 2)?.contiguous()?.reshape((blocks.rows, blocks.columns))
         }
     }
 }

@@ -1,14 +1,14 @@
 //! Launches of `cuda/gdn_moe.h`: the mixture of experts, routing and all.
 
-use crate::abi::moe::GDN_MOE_AUTO;
-use crate::abi::moe::{gdn_moe, gdn_moe_workspace, MoeParams};
+use crate::abi::moe::{gdn_moe, gdn_moe_workspace, MoeParams, GDN_MOE_AUTO};
 use crate::abi::scaled::NO_SCALES;
+use crate::cuda::apply;
 use crate::weights::cuda::linear::scales_of;
 use crate::weights::{E4m3, Weight};
 use candle_core::backend::BackendStorage;
-use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
+use candle_core::{bail, CudaStorage, DType, Layout, Result, Shape, Tensor};
 use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, with_workspace, write, Pointer};
-use candle_gdn_core::{apply1, Launch};
+use candle_gdn_core::Launch;
 use candle_gdn_core::{held, held_or_none};
 use std::ffi::c_void;
 
@@ -27,8 +27,8 @@ fn supports(weight: &Weight, dtype: DType) -> bool {
 fn tensor(weight: &Weight) -> Result<&Tensor> {
     match weight {
         Weight::Dense(weight) => Ok(weight),
-        Weight::E4m3(weight) => Ok(weight.bytes()),
-        Weight::Packed(weight) => Ok(weight.bytes().0),
+        Weight::E4m3(weight) => Ok(&weight.bytes),
+        Weight::Packed(weight) => Ok(&weight.bytes),
         weight => bail!("{OP}: expected experts dense, in e4m3 or packed, got {weight:?}"),
     }
 }
@@ -42,7 +42,7 @@ fn e4m3(weight: &Weight) -> Option<&E4m3> {
 
 fn packed_type(weight: &Weight) -> Option<i32> {
     match weight {
-        Weight::Packed(weight) => Some(weight.bytes().1),
+        Weight::Packed(weight) => Some(weight.kind),
         _ => None,
     }
 }
@@ -81,7 +81,7 @@ pub(crate) fn forward(x: &Tensor, moe: &Moe<'_>, launch: &Launch) -> Result<Tens
     let aligned = |layout: &Layout| layout.stride()[1] == 1 && (layout.stride()[0] | layout.start_offset()) & 7 == 0;
     let x = if aligned(x.layout()) { x.clone() } else { x.contiguous()? };
     moe.check(&x)?;
-    apply1(&SparseMoe { moe, launch }, launch.arena.as_ref(), &x)
+    apply(OP, launch.arena.as_ref(), &x, |x, layout| moe.launch(launch, x, layout))
 }
 
 impl Moe<'_> {
@@ -118,35 +118,19 @@ impl Moe<'_> {
         pair([self.gate_up, self.down], self.experts)?;
         self.shared.map_or(Ok(()), |shared| pair(shared, 1))
     }
-}
 
-struct SparseMoe<'a> {
-    moe: &'a Moe<'a>,
-    launch: &'a Launch,
-}
-
-impl CustomOp1 for SparseMoe<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("{OP}: x: expected a CUDA tensor")
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let Self { moe, launch } = self;
+    fn launch(&self, launch: &Launch, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
         let ((tokens, hidden), dtype) = (layout.shape().dims2()?, x.dtype());
         let (device, size, stream) = (x.device(), dtype.size_in_bytes(), &*stream_of(x)?);
         let mut out = alloc(launch.arena.as_ref(), x, &[tokens, hidden])?;
         let y = write(&mut out, stream)?;
         let x = read(x, stream)?;
-        held!(router, moe.router, stream);
-        let [shared_gate_up, shared_down] = [0, 1].map(|i| moe.shared.map(|both| both[i]));
-        let weights = [Some(moe.gate_up), Some(moe.down), shared_gate_up, shared_down];
+        held!(router, self.router, stream);
+        let [shared_gate_up, shared_down] = [0, 1].map(|i| self.shared.map(|both| both[i]));
+        let weights = [Some(self.gate_up), Some(self.down), shared_gate_up, shared_down];
         let numbers = |i: usize| weights[i].map(tensor).transpose();
         let (gate_up, down, shared_gate_up, shared_down) = (numbers(0)?, numbers(1)?, numbers(2)?, numbers(3)?);
-        let scales_tensor = |i: usize| weights[i].and_then(e4m3).map(E4m3::scales);
+        let scales_tensor = |i: usize| weights[i].and_then(e4m3).map(|weight| &weight.scales);
         held_or_none!(gate_up_at, gate_up, stream);
         held_or_none!(down_at, down, stream);
         held_or_none!(shared_gate_up_at, shared_gate_up, stream);
@@ -165,11 +149,11 @@ impl CustomOp1 for SparseMoe<'_> {
             (Some(p), Some(weight)) => scales_of(weight, p),
             _ => Ok(NO_SCALES),
         };
-        let shared_inner = moe.shared.map_or(0, |[_, down]| down.inputs());
+        let shared_inner = self.shared.map_or(0, |[_, down]| down.inputs());
         let type_of = |i: usize| weights[i].and_then(packed_type).unwrap_or(0);
         let mut params = MoeParams {
             x: x.at(layout.start_offset(), size),
-            router: start(&router, moe.router),
+            router: start(&router, self.router),
             gate_up: start_if(&gate_up_at, gate_up),
             down: start_if(&down_at, down),
             shared_gate_up: start_if(&shared_gate_up_at, shared_gate_up),
@@ -178,7 +162,7 @@ impl CustomOp1 for SparseMoe<'_> {
             down_scales: scales(&down_scales, 1)?,
             shared_gate_up_scales: scales(&shared_gate_up_scales, 2)?,
             shared_down_scales: scales(&shared_down_scales, 3)?,
-            quantized: packed_type(moe.gate_up).is_some().into(),
+            quantized: packed_type(self.gate_up).is_some().into(),
             gate_up_type: type_of(0),
             down_type: type_of(1),
             shared_gate_up_type: type_of(2),
@@ -190,13 +174,13 @@ impl CustomOp1 for SparseMoe<'_> {
             y_stride: hidden as i64,
             tokens: int(OP, "tokens", tokens)?,
             hidden: int(OP, "hidden", hidden)?,
-            num_experts: int(OP, "experts", moe.experts)?,
-            top_k: int(OP, "experts of a token", moe.top_k)?,
-            inner: int(OP, "inner", moe.down.inputs())?,
+            num_experts: int(OP, "experts", self.experts)?,
+            top_k: int(OP, "experts of a token", self.top_k)?,
+            inner: int(OP, "inner", self.down.inputs())?,
             shared_inner: int(OP, "inner", shared_inner)?,
             io_dtype: dtype_code(dtype),
-            router_parts: int(OP, "terms of the router", moe.router.dim(0)?)?,
-            normalise: moe.normalise.into(),
+            router_parts: int(OP, "terms of the router", self.router.dim(0)?)?,
+            normalise: self.normalise.into(),
             algo: GDN_MOE_AUTO,
             overlap: 1,
         };

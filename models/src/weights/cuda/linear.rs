@@ -1,17 +1,18 @@
 //! `gdn_scaled`, products with weights in e4m3 and dense ones that end in SwiGLU, and `gdn_dequantize`.
 
 use crate::abi::scaled::{self as abi, gdn_dequantize, gdn_scaled};
+use crate::cuda::apply;
 use crate::weights::plan::{self, Kernel};
 use crate::weights::E4m3;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::result::memcpy_dtod_async;
-use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Error, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{bail, DType, Error, Layout, Result, Shape, Storage, Tensor};
 use candle_gdn_core::abi::GDN_BAD_ALGO;
 use candle_gdn_core::device::cuda::{
     alloc, alloc_of, check, dtype_code, finish, int, read, stream_of, undo, write, Pointer,
 };
-use candle_gdn_core::{apply1, Launch, Working};
 use candle_gdn_core::{held, held_or_none};
+use candle_gdn_core::{Launch, Working};
 use std::ffi::c_void;
 use std::ptr::null;
 
@@ -29,18 +30,18 @@ pub(crate) fn e4m3(x: &Tensor, weight: &E4m3, below: Option<&Tensor>, launch: &L
 fn e4m3_as_stored(x: &Tensor, weight: &E4m3, below: Option<&Tensor>, launch: &Launch) -> Result<Option<Tensor>> {
     let supported = plan::e4m3(x.dim(0)?) == Kernel::Few
         && x.dim(0)? > 0
-        && supports(x, weight.bytes())
+        && supports(x, &weight.bytes)
         && below.is_none_or(|below| is_below(below, weight) && below.dtype() == x.dtype());
     match supported {
-        true => Product { weight: weight.bytes(), scales: Some(weight), below, swiglu: false }.run(x, launch),
+        true => Product { weight: &weight.bytes, scales: Some(weight), below, swiglu: false }.run(x, launch),
         false => Ok(None),
     }
 }
 
 /// `silu(x gate^T) * (x up^T)` with the weight's rows those of the gate, then up's; `None` as above, and for more than 8 rows.
 pub(crate) fn e4m3_swiglu(x: &Tensor, weight: &E4m3, launch: &Launch) -> Result<Option<Tensor>> {
-    match plan::swiglu_fits(x.dim(0)?, weight.outputs()) && supports(x, weight.bytes()) {
-        true => Product { weight: weight.bytes(), scales: Some(weight), below: None, swiglu: true }.run(x, launch),
+    match plan::swiglu_fits(x.dim(0)?, weight.bytes.dim(0)?) && supports(x, &weight.bytes) {
+        true => Product { weight: &weight.bytes, scales: Some(weight), below: None, swiglu: true }.run(x, launch),
         false => Ok(None),
     }
 }
@@ -79,16 +80,18 @@ fn are_aligned(layout: &Layout) -> bool {
 
 /// Whether `below` can be the rows below a weight.
 fn is_below(below: &Tensor, weight: &E4m3) -> bool {
-    below.dims()[1] == weight.inputs() && below.is_contiguous() && below.device().same_device(weight.bytes().device())
+    below.dims()[1] == weight.bytes.dims()[1]
+        && below.is_contiguous()
+        && below.device().same_device(weight.bytes.device())
 }
 
 /// The scales of a weight, whose pointer is held.
 pub(crate) fn scales_of(weight: &E4m3, scales: &Pointer<'_>) -> Result<abi::Scales> {
-    let layout = weight.scales().layout();
+    let layout = weight.scales.layout();
     Ok(abi::Scales {
         ptr: scales.at::<f32>(layout.start_offset(), 4).cast_const(),
         stride: layout.stride()[0] as i64,
-        rows: int(OP, "rows of a block", weight.block_rows())?,
+        rows: int(OP, "rows of a block", weight.block_rows)?,
     })
 }
 
@@ -116,7 +119,7 @@ impl Product<'_> {
         let mut out = alloc(arena, x, &[rows, width])?;
         let x = read(x, stream)?;
         held!(w, weight, stream);
-        held_or_none!(scales, self.scales.map(E4m3::scales), stream);
+        held_or_none!(scales, self.scales.map(|weight| &weight.scales), stream);
         held_or_none!(below_at, below, stream);
         let y = write(&mut out, stream)?;
         let params = abi::ScaledParams {
@@ -161,37 +164,18 @@ impl Product<'_> {
 
 /// The numbers of `weight` and of the rows `below`, `[out, in]` in bf16 or f16, each rounded once.
 fn dequantized(weight: &E4m3, below: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
-    apply1(&Dequantize { weight, below, dtype }, None, weight.bytes())
-}
-
-struct Dequantize<'a> {
-    weight: &'a E4m3,
-    below: Option<&'a Tensor>,
-    dtype: DType,
-}
-
-impl CustomOp1 for Dequantize<'_> {
-    fn name(&self) -> &'static str {
-        "dequantize"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("dequantize: expected a CUDA tensor")
-    }
-
-    fn cuda_fwd(&self, bytes: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let Self { weight, below, dtype } = self;
-        let fits = below.is_none_or(|below| below.dtype() == *dtype && is_below(below, weight));
+    apply("dequantize", None, &weight.bytes, |bytes, layout| {
+        let fits = below.is_none_or(|below| below.dtype() == dtype && is_below(below, weight));
         if !matches!(dtype, DType::BF16 | DType::F16) || !fits {
             bail!("{OP}: x: expected bf16 or f16 as the weight's rows, got {dtype:?}")
         }
         let ((outputs, inputs), size) = (layout.shape().dims2()?, dtype.size_in_bytes());
         let all = outputs + below.map_or(Ok(0), |below| below.dim(0))?;
         let stream = &*stream_of(bytes)?;
-        let mut out = alloc_of(bytes.device(), *dtype, &[all, inputs])?;
+        let mut out = alloc_of(bytes.device(), dtype, &[all, inputs])?;
         let bytes = read(bytes, stream)?;
-        held!(scales, weight.scales(), stream);
-        held_or_none!(below_at, *below, stream);
+        held!(scales, weight.scales, stream);
+        held_or_none!(below_at, below, stream);
         let y = write(&mut out, stream)?;
         let params = abi::DequantizeParams {
             w: bytes.at::<c_void>(layout.start_offset(), 1).cast_const(),
@@ -201,7 +185,7 @@ impl CustomOp1 for Dequantize<'_> {
             y_stride: inputs as i64,
             outputs: int(OP, "outputs", outputs)?,
             inputs: int(OP, "inputs", inputs)?,
-            dtype: dtype_code(*dtype),
+            dtype: dtype_code(dtype),
         };
         // SAFETY: the launcher reads the parameters; the kernel reads the weight and its scales and writes as many rows of
         // y; the guards outlive the launch.
@@ -215,7 +199,7 @@ impl CustomOp1 for Dequantize<'_> {
         }
         drop(y);
         Ok((out, Shape::from((all, inputs))))
-    }
+    })
 }
 
 #[cfg(test)]

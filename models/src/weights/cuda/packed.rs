@@ -5,14 +5,14 @@ use crate::abi::quantized::{
 };
 use crate::abi::quantized::{PackParams, QuantizedParams, QuantizedPart, RowsParams};
 use crate::abi::quantized::{GDN_Q4_K, GDN_Q6_K, GDN_Q8_0, GDN_QUANTIZED_PARTS};
+use crate::cuda::apply;
 use crate::weights::plan::{self, Kernel};
 use crate::weights::Tiles;
 use candle_core::backend::BackendStorage;
 use candle_core::quantized::GgmlDType;
-use candle_core::{bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{bail, CudaStorage, DType, Device, Result, Shape, Storage, Tensor};
 use candle_gdn_core::device::cuda::{alloc, alloc_of, check, dtype_code, int, read, stream_of, write, Pointer};
-use candle_gdn_core::{apply1, Launch};
-use candle_gdn_core::{held, held_u32};
+use candle_gdn_core::{held, held_u32, Launch};
 use std::ffi::c_void;
 
 const OP: &str = "quantised matrix";
@@ -27,10 +27,11 @@ pub(crate) const MAX_MATRICES: usize = GDN_QUANTIZED_PARTS;
 #[derive(Debug)]
 pub(crate) struct Packed {
     /// u8, in the order that `gdn_quantized_pack` gives them.
-    bytes: Tensor,
-    kind: i32,
-    outputs: usize,
-    inputs: usize,
+    pub bytes: Tensor,
+    /// `gdn_quantized_type`
+    pub kind: i32,
+    pub outputs: usize,
+    pub inputs: usize,
     /// 0, or the rows of a gate and of an up, which follow each other in the file and alternate 8 by 8 here.
     paired: usize,
 }
@@ -64,16 +65,8 @@ impl Packed {
             return Ok(None);
         }
         let blocks = Tensor::from_slice(blocks, blocks.len(), device)?;
-        let bytes = apply1(&Pack { kind, outputs, inputs, paired }, None, &blocks)?;
+        let bytes = pack(&blocks, kind, (outputs, inputs), paired)?;
         Ok(Some(Self { bytes, kind, outputs, inputs, paired }))
-    }
-
-    pub(crate) fn outputs(&self) -> usize {
-        self.outputs
-    }
-
-    pub(crate) fn inputs(&self) -> usize {
-        self.inputs
     }
 
     /// Whether it has this shape, and so many rows of a gate and of up in turn.
@@ -81,14 +74,9 @@ impl Packed {
         (self.outputs, self.inputs, self.paired) == (outputs, inputs, paired)
     }
 
-    /// The packed bytes, and their `gdn_quantized_type`.
-    pub(crate) fn bytes(&self) -> (&Tensor, i32) {
-        (&self.bytes, self.kind)
-    }
-
     /// All numbers, `[outputs, inputs]` in a float dtype, in the order of the file.
     pub(crate) fn dense(&self, dtype: DType) -> Result<Tensor> {
-        apply1(&Rows { weights: &[self], ids: None, rows: self.outputs, dtype }, None, &self.bytes)
+        rows_of(&[self], None, self.outputs, dtype)
     }
 
     /// The rows of these numbers, `ids [n]` in u32, in a float dtype: `[n, inputs]`. One past the last is zeros.
@@ -97,7 +85,7 @@ impl Packed {
         let rows = ids.elem_count();
         match rows {
             0 => Tensor::zeros((0, self.inputs), dtype, self.bytes.device()),
-            _ => apply1(&Rows { weights: &[self], ids: Some(&ids), rows, dtype }, None, &self.bytes),
+            _ => rows_of(&[self], Some(&ids), rows, dtype),
         }
     }
 }
@@ -114,9 +102,7 @@ pub(crate) fn product(x: &Tensor, weights: &[&Packed], tiles: Option<Tiles>, lau
         return as_packed(kernel, &x, weights, tiles, false, launch);
     }
     let rows = weights.iter().map(|weight| weight.outputs).sum();
-    let Some(first) = weights.first() else { bail!("{OP}: expected a weight") };
-    let dense = apply1(&Rows { weights, ids: None, rows, dtype: x.dtype() }, None, &first.bytes)?;
-    x.matmul(&dense.t()?)
+    x.matmul(&rows_of(weights, None, rows, x.dtype())?.t()?)
 }
 
 /// `silu(x gate^T) * (x up^T)`, the weight's rows being those of the gate, then up's; `None` where there are too many rows
@@ -147,31 +133,10 @@ fn as_packed(
     }
     let aligned = layout.stride()[1] == 1 && ((layout.stride()[0] | layout.start_offset()) * size).is_multiple_of(16);
     let x = if aligned { x.clone() } else { x.force_contiguous()? };
-    apply1(&Product { kernel, weights, tiles, swiglu, launch }, launch.arena.as_ref(), &x)
-}
-
-struct Product<'a> {
-    kernel: Kernel,
-    weights: &'a [&'a Packed],
-    tiles: Option<Tiles>,
-    swiglu: bool,
-    launch: &'a Launch,
-}
-
-impl CustomOp1 for Product<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("{OP}: x: expected a CUDA tensor")
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        let Self { kernel, weights, tiles, swiglu, launch } = self;
+    apply(OP, launch.arena.as_ref(), &x, |x, layout| {
         let (rows, inputs) = layout.shape().dims2()?;
         let all: usize = weights.iter().map(|weight| weight.outputs).sum();
-        let width = if *swiglu { all / 2 } else { all };
+        let width = if swiglu { all / 2 } else { all };
         let (dtype, size, stream) = (x.dtype(), x.dtype().size_in_bytes(), &*stream_of(x)?);
         let mut out = alloc(launch.arena.as_ref(), x, &[rows, width])?;
         let x = read(x, stream)?;
@@ -196,7 +161,7 @@ impl CustomOp1 for Product<'_> {
             rows: int(OP, "rows", rows)?,
             num_parts: int(OP, "weights", matrices.len())?,
             inputs: int(OP, "inputs", inputs)?,
-            swiglu: (*swiglu).into(),
+            swiglu: swiglu.into(),
             groups: int(OP, "groups", tiles.map_or(0, |tiles| tiles.groups))?,
             per_group: int(OP, "groups", tiles.map_or(0, |tiles| tiles.per_group))?,
             dtype: dtype_code(dtype),
@@ -204,38 +169,23 @@ impl CustomOp1 for Product<'_> {
         };
         // SAFETY: the launcher reads the parameters and the parts; the kernel reads the rows of x and the matrices, whose sizes are
         // those they were packed with, and writes the rows of y; the guards outlive the launch.
-        let launcher = if *kernel == Kernel::Few { gdn_quantized } else { gdn_quantized_many };
+        let launcher = if kernel == Kernel::Few { gdn_quantized } else { gdn_quantized_many };
         check(OP, unsafe { launcher(&params, stream.cu_stream().cast::<c_void>()) })?;
         drop(y);
         Ok((out, Shape::from((rows, width))))
-    }
+    })
 }
 
-struct Pack {
-    kind: i32,
-    outputs: usize,
-    inputs: usize,
-    paired: usize,
-}
-
-impl CustomOp1 for Pack {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("{OP}: expected a CUDA tensor")
-    }
-
-    fn cuda_fwd(&self, blocks: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+fn pack(blocks: &Tensor, kind: i32, (outputs, inputs): (usize, usize), paired: usize) -> Result<Tensor> {
+    apply(OP, None, blocks, |blocks, layout| {
         let (device, stream) = (blocks.device(), &*stream_of(blocks)?);
         let mut params = PackParams {
             from: std::ptr::null(),
             to: std::ptr::null_mut(),
-            r#type: self.kind,
-            outputs: int(OP, "outputs", self.outputs)?,
-            inputs: int(OP, "inputs", self.inputs)?,
-            paired: int(OP, "paired", self.paired)?,
+            r#type: kind,
+            outputs: int(OP, "outputs", outputs)?,
+            inputs: int(OP, "inputs", inputs)?,
+            paired: int(OP, "paired", paired)?,
         };
         let mut bytes = 0;
         // SAFETY: the launcher reads the parameters and writes the one number.
@@ -250,38 +200,21 @@ impl CustomOp1 for Pack {
         check(OP, unsafe { gdn_quantized_pack(&params, stream.cu_stream().cast::<c_void>()) })?;
         drop(to);
         Ok((out, Shape::from(bytes)))
-    }
+    })
 }
 
-/// The numbers of all weights, one below the other, or some rows of one.
-struct Rows<'a> {
-    weights: &'a [&'a Packed],
-    ids: Option<&'a Tensor>,
-    rows: usize,
-    dtype: DType,
-}
-
-impl CustomOp1 for Rows<'_> {
-    fn name(&self) -> &'static str {
-        "dequantize"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        bail!("dequantize: expected a CUDA tensor")
-    }
-
-    /// `first` is the storage of the first weight.
-    fn cuda_fwd(&self, first: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        let Self { weights, ids, rows, dtype } = self;
-        let inputs = weights.first().map_or(0, |weight| weight.inputs);
-        let stream = &*stream_of(first)?;
-        let mut out = alloc_of(first.device(), *dtype, &[*rows, inputs])?;
+/// The numbers of all weights, one below the other, or those of the rows `ids` of one: `[rows, inputs]`.
+fn rows_of(weights: &[&Packed], ids: Option<&Tensor>, rows: usize, dtype: DType) -> Result<Tensor> {
+    let Some(first) = weights.first() else { bail!("{OP}: expected a weight") };
+    apply("dequantize", None, &first.bytes, |storage, _| {
+        let (inputs, stream) = (first.inputs, &*stream_of(storage)?);
+        let mut out = alloc_of(storage.device(), dtype, &[rows, inputs])?;
         let y = write(&mut out, stream)?;
-        held_u32!(ids_at, *ids, stream);
+        held_u32!(ids_at, ids, stream);
         let mut done = 0;
-        for weight in *weights {
+        for weight in weights {
             held!(w, weight.bytes, stream);
-            let count = if ids.is_some() { *rows } else { weight.outputs };
+            let count = if ids.is_some() { rows } else { weight.outputs };
             let params = RowsParams {
                 w: w.at::<c_void>(0, 1).cast_const(),
                 ids: ids_at,
@@ -292,7 +225,7 @@ impl CustomOp1 for Rows<'_> {
                 inputs: int(OP, "inputs", inputs)?,
                 rows: int(OP, "rows", count)?,
                 paired: int(OP, "paired", weight.paired)?,
-                dtype: dtype_code(*dtype),
+                dtype: dtype_code(dtype),
             };
             // SAFETY: the launcher reads the parameters; the kernel reads the matrix and the ids and writes so many rows of y; the
             // guards outlive the launch.
@@ -300,6 +233,6 @@ impl CustomOp1 for Rows<'_> {
             done += count;
         }
         drop(y);
-        Ok((out, Shape::from((*rows, inputs))))
-    }
+        Ok((out, Shape::from((rows, inputs))))
+    })
 }

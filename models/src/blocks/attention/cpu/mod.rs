@@ -41,8 +41,9 @@ pub(crate) struct Cache<T> {
     values: Vec<T>,
     /// A multiple of [`PANEL`].
     capacity: usize,
-    len: usize,
-    shape: Shape,
+    /// Tokens held.
+    pub len: usize,
+    pub shape: Shape,
 }
 
 impl<T: Element> Cache<T> {

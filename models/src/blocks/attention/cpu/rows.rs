@@ -6,11 +6,6 @@ use candle_gdn_core::cpu::Element;
 use std::ops::Range;
 
 impl<T: Element> Cache<T> {
-    /// Tokens held.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
     /// Keeps the first `tokens`.
     pub fn truncate(&mut self, tokens: usize) {
         self.len = self.len.min(tokens);
@@ -24,10 +19,6 @@ impl<T: Element> Cache<T> {
     /// Bytes of such a cache with room for `tokens` tokens.
     pub fn bytes_of(&self, tokens: usize) -> usize {
         self.shape.kv_heads * tokens.next_multiple_of(PANEL) * (self.shape.dim + self.padded_dim()) * size_of::<T>()
-    }
-
-    pub fn shape(&self) -> Shape {
-        self.shape
     }
 
     /// Keys and values of a range of tokens, `[kv_heads, tokens, dim]`.

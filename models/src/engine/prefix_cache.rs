@@ -1,4 +1,4 @@
-//! What was computed for the beginnings of token sequences, to be used again.
+//! What was computed for prefixes of token sequences, to be used again.
 
 use candle_core::{bail, Result};
 use std::collections::{BTreeMap, HashMap};
@@ -9,19 +9,18 @@ mod tests;
 /// Values for prefixes of token sequences that end at multiples of a block of tokens, up to a budget of bytes; those
 /// that were used longest ago go first.
 ///
-/// A server keeps the states after each block of a prompt here and begins the next prompt at the longest prefix that it
-/// shares. A plain structure on the host: what a value is, and what it holds on which device, is for the caller.
+/// A plain structure on the host: what a value is, and what it holds on which device, is for the caller.
 ///
 /// Prefixes are found by a hash of their blocks and then compared token by token, so that no collision gives the value of
 /// other tokens. The tokens are kept once a block: a prefix refers to the one a block shorter, which stays as long as
 /// a longer one needs it, though its value may have gone. They do not count towards the budget.
 #[derive(Debug)]
 pub(crate) struct PrefixCache<V> {
-    block: usize,
+    /// Tokens of a block.
+    pub block: usize,
     budget: usize,
-    bytes: usize,
-    /// Of nodes with values.
-    count: usize,
+    /// Bytes of all values together, as [`Self::insert`] was given.
+    pub bytes: usize,
     nodes: HashMap<u64, Node<V>>,
     /// By the hash of the prefix: nodes that may be it.
     by_hash: HashMap<u64, Vec<u64>>,
@@ -29,8 +28,9 @@ pub(crate) struct PrefixCache<V> {
     by_use: BTreeMap<u64, u64>,
     /// Counts nodes and uses, so that none comes twice.
     clock: u64,
-    hits: u64,
-    misses: u64,
+    /// Calls of [`Self::longest`] that found a prefix, and that found none.
+    pub hits: u64,
+    pub misses: u64,
     hash: fn(u64, &[u32]) -> u64,
 }
 
@@ -65,7 +65,6 @@ impl<V> PrefixCache<V> {
             block,
             budget,
             bytes: 0,
-            count: 0,
             nodes: HashMap::new(),
             by_hash: HashMap::new(),
             by_use: BTreeMap::new(),
@@ -79,18 +78,9 @@ impl<V> PrefixCache<V> {
     /// The longest prefix of `tokens` that has a value: how many tokens it has, and the value, which counts as used now.
     /// Counts a hit or a miss.
     ///
-    /// To leave at least one token to be fed, as a model needs to give logits, ask without the last one.
+    /// To leave at least one token to be fed, as a model needs to give logits, pass all tokens but the last.
     pub fn longest(&mut self, tokens: &[u32]) -> Option<(usize, &V)> {
-        let (mut at, mut hash, mut best) = (None, 0, None);
-        for (i, block) in tokens.chunks_exact(self.block).enumerate() {
-            hash = (self.hash)(hash, block);
-            let Some(id) = self.child(at, hash, block) else { break };
-            if self.nodes[&id].value.is_some() {
-                best = Some((id, (i + 1) * self.block));
-            }
-            at = Some(id);
-        }
-        let Some((id, len)) = best else {
+        let Some((id, len)) = self.find(tokens) else {
             self.misses += 1;
             return None;
         };
@@ -102,14 +92,19 @@ impl<V> PrefixCache<V> {
 
     /// How many tokens [`Self::longest`] would find, without counting or using anything.
     pub fn peek(&self, tokens: &[u32]) -> usize {
-        let (mut at, mut hash, mut best) = (None, 0, 0);
+        self.find(tokens).map_or(0, |(_, len)| len)
+    }
+
+    /// The node of the longest prefix with a value, and its tokens.
+    fn find(&self, tokens: &[u32]) -> Option<(u64, usize)> {
+        let (mut node, mut hash, mut best) = (None, 0, None);
         for (i, block) in tokens.chunks_exact(self.block).enumerate() {
             hash = (self.hash)(hash, block);
-            let Some(id) = self.child(at, hash, block) else { break };
+            let Some(id) = self.child(node, hash, block) else { break };
             if self.nodes[&id].value.is_some() {
-                best = (i + 1) * self.block;
+                best = Some((id, (i + 1) * self.block));
             }
-            at = Some(id);
+            node = Some(id);
         }
         best
     }
@@ -120,7 +115,7 @@ impl<V> PrefixCache<V> {
     ///
     /// # Errors
     /// When `tokens` is empty or does not end at a block.
-    pub fn insert_telling(
+    pub fn insert(
         &mut self,
         tokens: &[u32],
         value: V,
@@ -134,15 +129,15 @@ impl<V> PrefixCache<V> {
                 tokens.len()
             );
         }
-        let (mut at, mut hash) = (None, 0);
+        let (mut node, mut hash) = (None, 0);
         for block in tokens.chunks_exact(self.block) {
             hash = (self.hash)(hash, block);
-            at = Some(match self.child(at, hash, block) {
+            node = Some(match self.child(node, hash, block) {
                 Some(id) => id,
-                None => self.grow(at, hash, block),
+                None => self.grow(node, hash, block),
             });
         }
-        let Some(id) = at else { return Ok(false) };
+        let Some(id) = node else { return Ok(false) };
         let had_one = self.take_value(id);
         let keep = bytes <= self.budget;
         if !keep && had_one {
@@ -156,31 +151,10 @@ impl<V> PrefixCache<V> {
             }
             self.by_use.insert(used, id);
             self.bytes += bytes;
-            self.count += 1;
             self.evict(dropped);
         }
         self.prune(id);
         Ok(keep)
-    }
-
-    /// Tokens a block.
-    pub fn block(&self) -> usize {
-        self.block
-    }
-
-    /// Bytes of all values together, as [`Self::insert_telling`] was given.
-    pub fn size_in_bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// Calls of [`Self::longest`] that found a prefix.
-    pub fn hits(&self) -> u64 {
-        self.hits
-    }
-
-    /// Calls of [`Self::longest`] that found none.
-    pub fn misses(&self) -> u64 {
-        self.misses
     }
 
     /// The prefix that `block` makes of the one at `parent`.
@@ -225,7 +199,6 @@ impl<V> PrefixCache<V> {
         let Some(held) = self.nodes.get_mut(&id).and_then(|node| node.value.take()) else { return false };
         self.by_use.remove(&held.used);
         self.bytes -= held.bytes;
-        self.count -= 1;
         true
     }
 
@@ -240,8 +213,8 @@ impl<V> PrefixCache<V> {
 
     /// Removes the node, and those before it, as far as nobody needs them.
     fn prune(&mut self, id: u64) {
-        let mut at = Some(id);
-        while let Some(id) = at {
+        let mut next = Some(id);
+        while let Some(id) = next {
             match self.nodes.get(&id) {
                 Some(node) if node.children == 0 && node.value.is_none() => {}
                 _ => break,
@@ -256,7 +229,7 @@ impl<V> PrefixCache<V> {
             if let Some(parent) = node.parent.and_then(|id| self.nodes.get_mut(&id)) {
                 parent.children -= 1;
             }
-            at = node.parent;
+            next = node.parent;
         }
     }
 }

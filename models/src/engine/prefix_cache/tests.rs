@@ -3,23 +3,6 @@
 use super::*;
 use proptest::prelude::*;
 
-impl<V> PrefixCache<V> {
-    fn insert(&mut self, tokens: &[u32], value: V, bytes: usize) -> Result<bool> {
-        self.insert_telling(tokens, value, bytes, drop)
-    }
-
-    fn clear(&mut self) {
-        self.nodes.clear();
-        self.by_hash.clear();
-        self.by_use.clear();
-        (self.bytes, self.count) = (0, 0);
-    }
-
-    fn len(&self) -> usize {
-        self.count
-    }
-}
-
 /// Prefixes and values, the one used longest ago first.
 struct Model {
     block: usize,
@@ -58,7 +41,6 @@ enum Op {
     Insert { tokens: Vec<u32>, bytes: usize },
     Longest(Vec<u32>),
     Peek(Vec<u32>),
-    Clear,
 }
 
 /// Few tokens and short sequences, so that prefixes are shared.
@@ -68,7 +50,6 @@ fn any_ops() -> impl Strategy<Value = (usize, usize, bool, Vec<Op>)> {
         6 => (tokens(), 0usize..50).prop_map(|(tokens, bytes)| Op::Insert { tokens, bytes }),
         6 => tokens().prop_map(Op::Longest),
         2 => tokens().prop_map(Op::Peek),
-        1 => Just(Op::Clear),
     ];
     (1usize..4, 0usize..200, any::<bool>(), prop::collection::vec(op, 0..120))
 }
@@ -76,7 +57,7 @@ fn any_ops() -> impl Strategy<Value = (usize, usize, bool, Vec<Op>)> {
 fn check_inside<V>(cache: &PrefixCache<V>) {
     let held = || cache.nodes.values().filter_map(|node| node.value.as_ref());
     assert_eq!(held().map(|held| held.bytes).sum::<usize>(), cache.bytes);
-    assert_eq!((held().count(), cache.by_use.len()), (cache.count, cache.count));
+    assert_eq!(held().count(), cache.by_use.len());
     assert!(cache.bytes <= cache.budget);
     let hashed: usize = cache.by_hash.values().map(Vec::len).sum();
     assert_eq!(hashed, cache.nodes.len());
@@ -101,11 +82,11 @@ proptest! {
         for (value, op) in (0u32..).zip(ops) {
             match op {
                 Op::Insert { tokens, bytes } if tokens.is_empty() || !tokens.len().is_multiple_of(model.block) => {
-                    prop_assert!(cache.insert(&tokens, value, bytes).is_err());
+                    prop_assert!(cache.insert(&tokens, value, bytes, drop).is_err());
                 }
                 Op::Insert { tokens, bytes } => {
                     let mut dropped = vec![];
-                    let kept = cache.insert_telling(&tokens, value, bytes, |prefix| dropped.push(prefix)).unwrap();
+                    let kept = cache.insert(&tokens, value, bytes, |prefix| dropped.push(prefix)).unwrap();
                     prop_assert_eq!((kept, dropped), model.insert(&tokens, value, bytes));
                 }
                 Op::Longest(tokens) => {
@@ -125,13 +106,9 @@ proptest! {
                     let want = model.longest(&tokens).map_or(0, |i| model.entries[i].0.len());
                     prop_assert_eq!(cache.peek(&tokens), want);
                 }
-                Op::Clear => {
-                    cache.clear();
-                    model.entries.clear();
-                }
             }
-            prop_assert_eq!((cache.len(), cache.size_in_bytes()), (model.entries.len(), model.bytes()));
-            prop_assert_eq!((cache.hits(), cache.misses()), (hits, misses));
+            prop_assert_eq!((cache.by_use.len(), cache.bytes), (model.entries.len(), model.bytes()));
+            prop_assert_eq!((cache.hits, cache.misses), (hits, misses));
             check_inside(&cache);
         }
     }
@@ -142,8 +119,8 @@ proptest! {
 fn a_collision_gives_no_one_elses_value() {
     let mut cache = PrefixCache::new(2, 100).unwrap();
     cache.hash = |_, _| 0;
-    cache.insert(&[1, 2, 3, 4], 'a', 1).unwrap();
-    cache.insert(&[5, 6, 3, 4], 'b', 1).unwrap();
+    cache.insert(&[1, 2, 3, 4], 'a', 1, drop).unwrap();
+    cache.insert(&[5, 6, 3, 4], 'b', 1, drop).unwrap();
     assert_eq!(cache.longest(&[1, 2, 3, 4]), Some((4, &'a')));
     assert_eq!(cache.longest(&[5, 6, 3, 4]), Some((4, &'b')));
     assert_eq!(cache.longest(&[3, 4, 3, 4]), None);
@@ -155,15 +132,15 @@ fn a_collision_gives_no_one_elses_value() {
 #[test]
 fn a_value_may_go_before_a_longer_one() {
     let mut cache = PrefixCache::new(1, 10).unwrap();
-    cache.insert(&[1], 'a', 6).unwrap();
-    cache.insert(&[1, 2], 'b', 6).unwrap();
+    cache.insert(&[1], 'a', 6, drop).unwrap();
+    cache.insert(&[1, 2], 'b', 6, drop).unwrap();
     assert_eq!(cache.longest(&[1]), None);
     assert_eq!(cache.longest(&[1, 2, 3]), Some((2, &'b')));
     // What keeps none of its values keeps no tokens.
-    cache.insert(&[9], 'c', 10).unwrap();
+    cache.insert(&[9], 'c', 10, drop).unwrap();
     assert_eq!((cache.nodes.len(), cache.by_hash.len()), (1, 1));
-    assert!(!cache.insert(&[1, 2, 3], 'd', 11).unwrap());
-    assert_eq!((cache.nodes.len(), cache.len()), (1, 1));
+    assert!(!cache.insert(&[1, 2, 3], 'd', 11, drop).unwrap());
+    assert_eq!((cache.nodes.len(), cache.by_use.len()), (1, 1));
 }
 
 #[test]
@@ -172,12 +149,12 @@ fn values_are_dropped() {
     let value = Rc::new(());
     let mut cache = PrefixCache::new(1, 3).unwrap();
     for token in 0..100 {
-        cache.insert(&[token], value.clone(), 1).unwrap();
+        cache.insert(&[token], value.clone(), 1, drop).unwrap();
     }
     assert_eq!(Rc::strong_count(&value), 1 + 3);
-    cache.insert(&[99], value.clone(), 1).unwrap();
+    cache.insert(&[99], value.clone(), 1, drop).unwrap();
     assert_eq!(Rc::strong_count(&value), 1 + 3);
-    cache.clear();
+    drop(cache);
     assert_eq!(Rc::strong_count(&value), 1);
 }
 
@@ -187,7 +164,7 @@ fn what_is_refused() {
     assert!(error.starts_with("PrefixCache: block: expected at least 1 token, got 0"), "{error}");
     let mut cache = PrefixCache::new(4, 10).unwrap();
     for len in [0, 3, 5] {
-        let error = cache.insert(&vec![1; len], (), 1).unwrap_err();
+        let error = cache.insert(&vec![1; len], (), 1, drop).unwrap_err();
         let want = format!("PrefixCache: tokens: expected a positive multiple of 4 (the block), got {len}");
         assert!(error.to_string().starts_with(&want), "{error}");
     }

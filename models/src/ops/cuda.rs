@@ -1,14 +1,14 @@
-//! Launches of `cuda/gdn_model.h`: what stands between the mixers of a model.
+//! The launch of `gdn_swiglu` in `models/cuda/gdn_model.h`.
 
+use super::swiglu::SwigluPlan;
 use crate::abi::model::{gdn_swiglu, SwigluParams};
-use crate::ops::SwigluPlan;
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, Result};
 use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
 use std::ffi::c_void;
 
 /// `silu(gate) * up` of the halves of each row.
-pub(crate) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaStorage> {
+pub(super) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaStorage> {
     let (name, dtype, size) = ("swiglu", gate_up.dtype(), gate_up.dtype().size_in_bytes());
     let stream = &*stream_of(gate_up)?;
     let mut out = alloc(plan.launch.arena.as_ref(), gate_up, &plan.out_shape)?;

@@ -1,7 +1,7 @@
 //! A batch of sequences of one length: the model as a function of ids, on a pool of its own.
 
+use super::pool::{Sequence, SequencePool};
 use crate::causal_lm::CausalLm;
-use crate::sequences::{Sequence, SequencePool};
 use candle_core::{bail, DType, Result, Tensor};
 
 const OP: &str = "forward";
@@ -44,7 +44,7 @@ impl ModelState {
 
     /// Checks that `tokens` more tokens of `batch` sequences may follow in `model`, and makes room for them.
     fn make_room(&mut self, model: &CausalLm, batch: usize, tokens: usize) -> Result<()> {
-        if !self.pool.is_from(model) {
+        if self.pool.model != model.id {
             bail!("state: expected a state that this model made, got one of another model")
         }
         if batch != self.batch() {
@@ -77,7 +77,7 @@ impl CausalLm {
         Ok(ModelState { pool, sequences, position: 0 })
     }
 
-    /// Runs `ids [batch, tokens]` (u32, u8 or i64) behind the tokens that `state` has seen and
+    /// Runs `ids [batch, tokens]` (u32, u8 or i64) after the tokens that `state` has seen and
     /// returns the logits of every position, `[batch, tokens, vocab_size]` in f32. `tokens` may
     /// be any number; feeding a prompt in parts gives what feeding it whole gives.
     ///

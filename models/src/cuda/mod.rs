@@ -1,3 +1,0 @@
-//! CUDA launchers behind the ops, one file a header of `models/cuda`.
-
-pub(crate) mod model;
