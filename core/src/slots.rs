@@ -81,12 +81,12 @@ impl Slots {
             bail!("slots: set: expected the slots that are read to be written, as this was made");
         }
         let host = Host::new("slots", read, separate.then_some(write))?;
-        for (to, values) in [(&self.read, read), (&self.write, write)].into_iter().take(1 + usize::from(separate)) {
-            if to.dims() != [values.len()] || to.dtype() != DType::U32 {
-                bail!("slots: set: expected {:?} u32 values, got {}", to.dims(), values.len());
+        for (dst, values) in [(&self.read, read), (&self.write, write)].into_iter().take(1 + usize::from(separate)) {
+            if dst.dims() != [values.len()] || dst.dtype() != DType::U32 {
+                bail!("slots: set: expected {:?} u32 values, got {}", dst.dims(), values.len());
             }
             if !values.is_empty() {
-                to.slice_set(&Tensor::new(values, to.device())?, 0, 0)?;
+                dst.slice_set(&Tensor::new(values, dst.device())?, 0, 0)?;
             }
         }
         self.host = Some(Arc::new(host));

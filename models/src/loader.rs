@@ -110,8 +110,8 @@ impl<'a> Loader<'a> {
     /// Norms, the convolution and the router of experts are never quantised.
     ///
     /// A rank of several quantises its shard of each matrix, whose width is what counts then.
-    pub fn quantize(mut self, to: impl Into<Option<GgmlDType>>) -> Self {
-        self.quantize = to.into();
+    pub fn quantize(mut self, dst: impl Into<Option<GgmlDType>>) -> Self {
+        self.quantize = dst.into();
         self
     }
 

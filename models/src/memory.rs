@@ -65,14 +65,14 @@ impl ModelConfig {
 
     /// Bytes of the weights where [`Loader::quantize`](crate::Loader::quantize) is `to`: the embedding in
     /// `dtype`, the matrices in `to`, and a tied head once more in it.
-    pub fn quantized_weight_bytes(&self, dtype: DType, to: GgmlDType) -> u64 {
+    pub fn quantized_weight_bytes(&self, dtype: DType, dst: GgmlDType) -> u64 {
         let Weights { typed, f32 } = self.weights();
         let table = product(&[self.vocab_size, self.hidden_size]);
         let matrices = if self.tie_word_embeddings { typed } else { typed.saturating_sub(table) };
-        let blocks = matrices.div_ceil(to.block_size() as u64);
+        let blocks = matrices.div_ceil(dst.block_size() as u64);
         let bytes = |count: u64, size: usize| count.saturating_mul(size as u64);
         let dense = bytes(table, dtype.size_in_bytes()).saturating_add(bytes(f32, 4));
-        bytes(blocks, to.type_size()).saturating_add(dense)
+        bytes(blocks, dst.type_size()).saturating_add(dense)
     }
 
     /// What a sequence of a model in `dtype` takes, recurrent states in f32.

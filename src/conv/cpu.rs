@@ -59,14 +59,14 @@ impl<T: Element, W: Element> Conv<'_, T, W> {
     }
 
     /// The last `width - 1` inputs of the state at `from` and the new tokens together, to the state at `to`.
-    fn shift(&self, n: usize, (from, to): (usize, usize), state: &mut [T]) {
+    fn shift(&self, n: usize, (src, dst): (usize, usize), state: &mut [T]) {
         let (first, tokens) = self.seqs.range(n);
         let (history, channels) = (self.width - 1, self.channels);
         let kept = history.saturating_sub(tokens);
-        state.copy_within(from + (history - kept) * channels..from + history * channels, to);
+        state.copy_within(src + (history - kept) * channels..src + history * channels, dst);
         for i in kept..history {
             let row = self.x.row(n, first + tokens + i - history, 0, channels);
-            state[to + i * channels..][..channels].copy_from_slice(row);
+            state[dst + i * channels..][..channels].copy_from_slice(row);
         }
     }
 }
@@ -104,9 +104,9 @@ impl<const WIDTH: usize, T: Element, W: Element> WithSimd for OfWidth<WIDTH, Til
         let mut sums = [0f32; CHANNEL_TILE];
         for t in first..first + tokens {
             // SAFETY: a token's channels belong to one task.
-            let to = unsafe { out.part((out_first + t) * conv.channels + channel, channels) };
+            let dst = unsafe { out.part((out_first + t) * conv.channels + channel, channels) };
             let Some(slot) = slot else {
-                to.fill(T::ZERO);
+                dst.fill(T::ZERO);
                 continue;
             };
             let sums = &mut sums[..channels];
@@ -121,9 +121,9 @@ impl<const WIDTH: usize, T: Element, W: Element> WithSimd for OfWidth<WIDTH, Til
                 sums.iter_mut().zip(x).zip(taps).for_each(|((s, x), w)| *s += x.to_f32() * w);
             }
             if conv.silu {
-                to.iter_mut().zip(&*sums).for_each(|(to, &s)| *to = T::from_f32(silu(s)));
+                dst.iter_mut().zip(&*sums).for_each(|(dst, &s)| *dst = T::from_f32(silu(s)));
             } else {
-                to.iter_mut().zip(&*sums).for_each(|(to, &s)| *to = T::from_f32(s));
+                dst.iter_mut().zip(&*sums).for_each(|(dst, &s)| *dst = T::from_f32(s));
             }
         }
     }

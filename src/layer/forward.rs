@@ -330,8 +330,8 @@ fn copy_states(slots: &Slots, pool: &mut StatePool) -> Result<()> {
         None => bail!("{OP}: slots: expected them made from host values for a call without tokens"),
     };
     // In any order: none is read after it was written.
-    for (from, to) in read.into_iter().zip(write).filter(|(r, w)| *r != NO_SLOT && *w != NO_SLOT) {
-        pool.copy(from, to)?;
+    for (src, to) in read.into_iter().zip(write).filter(|(r, w)| *r != NO_SLOT && *w != NO_SLOT) {
+        pool.copy(src, to)?;
     }
     Ok(())
 }

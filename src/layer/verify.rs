@@ -101,7 +101,7 @@ fn fed_again(
     accepted: &[usize],
     device: &Device,
 ) -> Result<Option<(CuSeqlens, Slots)>> {
-    let (mut lengths, mut from, mut to) = (vec![], vec![], vec![]);
+    let (mut lengths, mut src, mut to) = (vec![], vec![], vec![]);
     let mut any = false;
     for (n, (drafted, &stay)) in cu_seqlens.lengths().zip(accepted).enumerate() {
         let mut rest = drafted;
@@ -109,19 +109,19 @@ fn fed_again(
             any = true;
             rest -= stay;
             lengths.push(stay);
-            from.push(read[n]);
+            src.push(read[n]);
             to.push(write[n]);
         }
         // Padding as short as a step, so that only what is fed decides how it is fed.
         while rest > 0 {
             lengths.push(rest.min(FUSED_TOKENS));
-            from.push(NO_SLOT);
+            src.push(NO_SLOT);
             to.push(NO_SLOT);
             rest -= rest.min(FUSED_TOKENS);
         }
     }
     Ok(match any {
-        true => Some((CuSeqlens::from_lengths(&lengths, device)?, Slots::from_to(&from, &to, device)?)),
+        true => Some((CuSeqlens::from_lengths(&lengths, device)?, Slots::from_to(&src, &to, device)?)),
         false => None,
     })
 }

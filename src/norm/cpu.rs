@@ -31,13 +31,13 @@ impl<T: Element> Norm<'_, T> {
             let count = ROWS.min(rows - first);
             // SAFETY: each task owns its rows.
             let out = unsafe { out.part(first * dim, count * dim) };
-            for (row, to) in (first..first + count).zip(out.chunks_exact_mut(dim)) {
+            for (row, dst) in (first..first + count).zip(out.chunks_exact_mut(dim)) {
                 let (token, head) = (row / self.heads, row % self.heads);
                 dispatch(Row {
                     x: self.x.row(0, token, head, dim),
                     z: self.z.row(0, token, head, dim),
                     weight: self.weight,
-                    to,
+                    dst,
                     eps: self.eps,
                     sigmoid: self.sigmoid,
                 });
@@ -50,7 +50,7 @@ struct Row<'a, T> {
     x: &'a [T],
     z: &'a [T],
     weight: &'a [f32],
-    to: &'a mut [T],
+    dst: &'a mut [T],
     eps: f32,
     sigmoid: bool,
 }
@@ -60,13 +60,13 @@ impl<T: Element> WithSimd for Row<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
-        let Row { x, z, weight, to, eps, sigmoid: use_sigmoid } = self;
+        let Row { x, z, weight, dst, eps, sigmoid: use_sigmoid } = self;
         let mean = sum_of_squares(x) / x.len() as f32;
         let factor = 1.0 / (mean + eps).sqrt();
-        for (((to, x), z), w) in to.iter_mut().zip(x).zip(z).zip(weight) {
+        for (((dst, x), z), w) in dst.iter_mut().zip(x).zip(z).zip(weight) {
             let z = z.to_f32();
             let gate = if use_sigmoid { sigmoid(z) } else { silu(z) };
-            *to = T::from_f32(x.to_f32() * factor * w * gate);
+            *dst = T::from_f32(x.to_f32() * factor * w * gate);
         }
     }
 }

@@ -19,11 +19,11 @@ pub(super) fn run(
     let stream = &*stream_of(x)?;
     let mut out = alloc_of(x.device(), dtype, plan.out_shape.dims())?;
     let (x, z, weight) = (read(x, stream)?, read(z, stream)?, read(weight, stream)?);
-    let to = write(&mut out, stream)?;
+    let dst = write(&mut out, stream)?;
     let params = gdn::NormParams {
         x: heads(&x, plan.x, dtype),
         z: heads(&z, plan.z, dtype),
-        out: dense(&to, 0, plan.heads, plan.dim),
+        out: dense(&dst, 0, plan.heads, plan.dim),
         weight: weight.at(plan.weight_offset, weight_dtype.size_in_bytes()),
         tokens: plan.tokens as i64,
         heads: int(OP, "heads", plan.heads)?,
@@ -35,6 +35,6 @@ pub(super) fn run(
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
     check(OP, unsafe { gdn::gdn_norm(&params, stream.cu_stream().cast::<c_void>()) })?;
-    drop(to);
+    drop(dst);
     Ok(out)
 }

@@ -175,8 +175,8 @@ impl Profile {
 }
 
 fn decode_warp(header: &[u8], events: &[u8], names: &Names) -> Result<Warp> {
-    let [role, sm, block, warp, count, dropped] = [4, 8, 12, 16, 20, 24].map(|at| u32_at(header, at));
-    let [begin_ns, begin, end, end_ns] = [32, 40, 48, 56].map(|at| u64_at(header, at));
+    let [role, sm, block, warp, count, dropped] = [4, 8, 12, 16, 20, 24].map(|place| u32_at(header, place));
+    let [begin_ns, begin, end, end_ns] = [32, 40, 48, 56].map(|place| u64_at(header, place));
     let which = || format!("profile: warp {warp} of block {block}");
     if end == 0 {
         bail!("{}: did not end", which())
@@ -193,7 +193,7 @@ fn decode_warp(header: &[u8], events: &[u8], names: &Names) -> Result<Warp> {
     // Of the lean event before.
     let (mut end_before, mut chunk) = (begin as u32, 0);
     let decode = |event: &[u8]| {
-        let [mut scope, mut token, mut low, mut cycles] = [0, 4, 8, 12].map(|at| u32_at(event, at));
+        let [mut scope, mut token, mut low, mut cycles] = [0, 4, 8, 12].map(|place| u32_at(event, place));
         if scope & GDN_PROFILE_LEAN != 0 {
             if scope & GDN_PROFILE_CHUNK != 0 {
                 chunk = (scope & !(GDN_PROFILE_LEAN | GDN_PROFILE_CHUNK)) >> 8;
@@ -215,10 +215,10 @@ fn decode_warp(header: &[u8], events: &[u8], names: &Names) -> Result<Warp> {
     Ok(Warp { role, sm, block, warp, cycles: [begin, end], ns: [begin_ns, end_ns], events, dropped })
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+fn u32_at(bytes: &[u8], place: usize) -> u32 {
+    u32::from_le_bytes(bytes[place..place + 4].try_into().expect("four bytes"))
 }
 
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+fn u64_at(bytes: &[u8], place: usize) -> u64 {
+    u64::from_le_bytes(bytes[place..place + 8].try_into().expect("eight bytes"))
 }

@@ -111,8 +111,8 @@ impl RoleRow {
                 let sum = scopes.entry(event.scope).or_default();
                 sum.lengths.push(event.cycles);
                 sum.total += own;
-                let at = (event.begin, i);
-                sum.first = Some(sum.first.map_or(at, |first| first.min(at)));
+                let place = (event.begin, i);
+                sum.first = Some(sum.first.map_or(place, |first| first.min(place)));
             }
         }
         let mut lives: Vec<u64> = warps.iter().map(|w| w.lifetime()).collect();

@@ -31,14 +31,15 @@ impl Profile {
         let zero_ns = self.launches.iter().flat_map(|l| &l.warps).map(|w| w.ns[0]).min().unwrap_or(0);
         let all = || times.iter().zip(&self.launches).flat_map(|(time, l)| l.warps.iter().map(move |w| (time, w)));
         let first = all().map(|(time, w)| time.ns(w, w.cycles[0], zero_ns)).fold(f64::INFINITY, f64::min);
-        let at = |time: &Time, warp: &Warp, cycles| (time.ns(warp, cycles, zero_ns) - first).max(0.0).round() as u64;
+        let position =
+            |time: &Time, warp: &Warp, cycles| (time.ns(warp, cycles, zero_ns) - first).max(0.0).round() as u64;
 
         let mut sms = BTreeMap::<u32, Vec<Block>>::new();
         for (launch, (time, warps)) in times.iter().zip(self.launches.iter().map(|l| &l.warps)).enumerate() {
             let kept: Vec<&Warp> = warps.iter().filter(|w| keep(w)).collect();
             for warps in kept.chunk_by(|a, b| (a.block, a.sm) == (b.block, b.sm)) {
-                let begin = warps.iter().map(|w| at(time, w, w.cycles[0])).min().unwrap_or(0);
-                let end = warps.iter().map(|w| at(time, w, w.cycles[1])).max().unwrap_or(0);
+                let begin = warps.iter().map(|w| position(time, w, w.cycles[0])).min().unwrap_or(0);
+                let end = warps.iter().map(|w| position(time, w, w.cycles[1])).max().unwrap_or(0);
                 sms.entry(warps[0].sm).or_default().push(Block { time, launch, warps: warps.to_vec(), begin, end });
             }
         }
@@ -67,14 +68,14 @@ impl Profile {
                     lines.meta(pid, tid, "thread_name", json!({ "name": name }))?;
                     lines.meta(pid, tid, "thread_sort_index", json!({ "sort_index": tid }))?;
                     for (block, warp) in here {
-                        let at = |cycles| at(block.time, warp, cycles);
+                        let position = |cycles| position(block.time, warp, cycles);
                         let args = json!({
                             "launch": block.launch, "block": warp.block, "warp": warp.warp, "cycles": warp.lifetime(),
                             "dropped": warp.dropped,
                         });
-                        lines.slice(pid, tid, warp.role, warp.cycles.map(at), args)?;
+                        lines.slice(pid, tid, warp.role, warp.cycles.map(position), args)?;
                         for event in &warp.events {
-                            let ends = [event.begin, event.end()].map(|cycles| at(warp.cycles[0] + cycles));
+                            let ends = [event.begin, event.end()].map(|cycles| position(warp.cycles[0] + cycles));
                             let args = json!({ "cycles": event.cycles, "token": event.token });
                             lines.slice(pid, tid, event.scope, ends, args)?;
                         }

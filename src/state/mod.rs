@@ -124,26 +124,26 @@ impl GdnState {
     }
 
     /// Copies all states of `from`, which must be `count`, over those from number `first` on.
-    pub(crate) fn put(&mut self, op: &str, first: usize, from: &GdnState, count: usize) -> Result<()> {
-        let parts = [("conv", &self.conv, &from.conv), ("recurrent", &self.recurrent, &from.recurrent)];
-        for (arg, to, from) in parts {
-            let want = [&[count], &to.dims()[1..]].concat();
-            if want != from.dims() || to.dtype() != from.dtype() || !to.device().same_device(from.device()) {
+    pub(crate) fn put(&mut self, op: &str, first: usize, src: &GdnState, count: usize) -> Result<()> {
+        let parts = [("conv", &self.conv, &src.conv), ("recurrent", &self.recurrent, &src.recurrent)];
+        for (arg, dst, src) in parts {
+            let want = [&[count], &dst.dims()[1..]].concat();
+            if want != src.dims() || dst.dtype() != src.dtype() || !dst.device().same_device(src.device()) {
                 bail!(
                     "{op}: restore: {arg}: expected {:?} {want:?} on {:?}, got {:?} {:?} on {:?}",
-                    to.dtype(),
-                    to.device().location(),
-                    from.dtype(),
-                    from.dims(),
-                    from.device().location()
+                    dst.dtype(),
+                    dst.device().location(),
+                    src.dtype(),
+                    src.dims(),
+                    src.device().location()
                 );
             }
         }
         let _working = self.take()?;
-        from.thread.reading(from.recurrent.device(), || {
-            for (to, from) in [(&self.conv, &from.conv), (&self.recurrent, &from.recurrent)] {
-                for (at, count) in copyable(from)? {
-                    to.slice_set(&from.narrow(0, at, count)?, 0, first + at)?;
+        src.thread.reading(src.recurrent.device(), || {
+            for (dst, src) in [(&self.conv, &src.conv), (&self.recurrent, &src.recurrent)] {
+                for (place, count) in copyable(src)? {
+                    dst.slice_set(&src.narrow(0, place, count)?, 0, first + place)?;
                 }
             }
             Ok(())

@@ -195,20 +195,20 @@ impl StatePool {
     ///
     /// # Errors
     /// When there is no such slot, or the device refuses.
-    pub fn copy(&mut self, from: u32, to: u32) -> Result<()> {
-        let (from, to) = (self.check("copy", from)?, self.check("copy", to)?);
+    pub fn copy(&mut self, src: u32, dst: u32) -> Result<()> {
+        let (src, dst) = (self.check("copy", src)?, self.check("copy", dst)?);
         let _working = self.states.take()?;
-        if from == to {
+        if src == dst {
             return Ok(());
         }
         for tensor in [&self.states.conv, &self.states.recurrent] {
-            copy_slot("StatePool: copy", tensor, from, to)?;
+            copy_slot("StatePool: copy", tensor, src, dst)?;
         }
         if let Some(PoolRing { ring, .. }) = &self.ring {
             for tensor in ring.tensors() {
-                copy_slot("StatePool: copy", tensor, from, to)?;
+                copy_slot("StatePool: copy", tensor, src, dst)?;
             }
-            ring.spans.copy(from, to)?;
+            ring.spans.copy(src, dst)?;
         }
         Ok(())
     }

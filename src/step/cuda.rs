@@ -85,14 +85,14 @@ impl<'a> StepCall<'a> {
     ) -> Result<Option<CudaStorage>> {
         let stream = &*stream_of(self.x)?;
         let mut out = self.alloc()?;
-        let to = write(&mut out, stream)?;
+        let dst = write(&mut out, stream)?;
         let state_dtype = state.dtype();
         let (conv, state) = (write(conv, stream)?, write(state, stream)?);
-        let status = self.with_params(stream, &to, (&conv, conv_layout), (&state, layout, state_dtype), |params| {
+        let status = self.with_params(stream, &dst, (&conv, conv_layout), (&state, layout, state_dtype), |params| {
             // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
             unsafe { gdn::gdn_step(params, stream.cu_stream().cast::<c_void>()) }
         })?;
-        drop((to, conv, state));
+        drop((dst, conv, state));
         // To ask beforehand would be to choose twice.
         if status == gdn::GDN_BAD_ALGO {
             undo(self.step.launch.arena.as_ref(), out)?;

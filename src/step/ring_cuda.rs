@@ -19,12 +19,12 @@ pub(super) fn run(call: &StepCall<'_>, ring: &Ring) -> Result<CudaStorage> {
 fn launch(call: &StepCall<'_>, ring: &Ring, (state, layout): CudaWritten<'_>) -> Result<CudaStorage> {
     let stream = &*stream_of(call.x)?;
     let mut out = call.alloc()?;
-    let to = write(&mut out, stream)?;
+    let dst = write(&mut out, stream)?;
     let state_dtype = state.dtype();
     let state = write(state, stream)?;
     let spans = ring.spans.tensor();
     held!(spans, spans, stream);
-    call.with_layer(stream, &to, (&state, layout, state_dtype), |common, layer| {
+    call.with_layer(stream, &dst, (&state, layout, state_dtype), |common, layer| {
         with_ring(ring, stream, spans.at(0, 4), |written| {
             let params = gdn::RingStepParams {
                 common,
@@ -38,6 +38,6 @@ fn launch(call: &StepCall<'_>, ring: &Ring, (state, layout): CudaWritten<'_>) ->
             check(call.step.rule.name, unsafe { gdn::gdn_ring_step(&params, stream.cu_stream().cast::<c_void>()) })
         })
     })?;
-    drop((to, state));
+    drop((dst, state));
     Ok(out)
 }

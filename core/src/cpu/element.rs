@@ -16,16 +16,16 @@ pub trait Element: Copy + Send + Sync + 'static {
 
     /// The first elements of `from`, as many as a vector has lanes.
     #[inline(always)]
-    fn load<S: Simd>(_simd: S, from: &[Self]) -> S::f32s {
+    fn load<S: Simd>(_simd: S, src: &[Self]) -> S::f32s {
         // A loop of constant length over an array becomes one widening load; over a slice it does not.
         macro_rules! lanes {
             ($n:literal) => {{
-                let from = &from[..$n];
-                let mut to = [0f32; $n];
+                let src = &src[..$n];
+                let mut dst = [0f32; $n];
                 for i in 0..$n {
-                    to[i] = from[i].to_f32();
+                    dst[i] = src[i].to_f32();
                 }
-                bytemuck::cast(to)
+                bytemuck::cast(dst)
             }};
         }
         match S::F32_LANES {
@@ -39,16 +39,16 @@ pub trait Element: Copy + Send + Sync + 'static {
 }
 
 macro_rules! element {
-    ($ty:ty, $variant:ident, $zero:expr, $to:expr, $from:expr) => {
+    ($ty:ty, $variant:ident, $zero:expr, $dst:expr, $src:expr) => {
         impl Element for $ty {
             const ZERO: Self = $zero;
             #[inline(always)]
             fn to_f32(self) -> f32 {
-                $to(self)
+                $dst(self)
             }
             #[inline(always)]
             fn from_f32(x: f32) -> Self {
-                $from(x)
+                $src(x)
             }
             fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 match storage {
@@ -108,15 +108,15 @@ impl Stored for f32 {
 impl Stored for bf16 {
     fn in_f32(state: &mut [bf16], f: impl FnOnce(&mut [f32])) {
         let mut copy = vec![0.0; state.len()];
-        dispatch(Convert { from: state, to: &mut copy, one: widen_bf16 });
+        dispatch(Convert { src: state, dst: &mut copy, one: widen_bf16 });
         f(&mut copy);
-        dispatch(Convert { from: &copy, to: state, one: round_bf16 });
+        dispatch(Convert { src: &copy, dst: state, one: round_bf16 });
     }
 }
 
 struct Convert<'a, A, B, F> {
-    from: &'a [A],
-    to: &'a mut [B],
+    src: &'a [A],
+    dst: &'a mut [B],
     one: F,
 }
 
@@ -125,8 +125,8 @@ impl<A: Copy, B, F: Fn(A) -> B> WithSimd for Convert<'_, A, B, F> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
-        assert_eq!(self.from.len(), self.to.len());
-        self.to.iter_mut().zip(self.from).for_each(|(to, &from)| *to = (self.one)(from));
+        assert_eq!(self.src.len(), self.dst.len());
+        self.dst.iter_mut().zip(self.src).for_each(|(dst, &src)| *dst = (self.one)(src));
     }
 }
 

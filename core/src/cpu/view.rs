@@ -126,15 +126,15 @@ impl<'a, T> Shared<'a, T> {
     /// No live part may overlap that at `to`, nor be written where it overlaps that at `from`.
     #[allow(clippy::mut_from_ref)]
     #[inline(always)]
-    pub unsafe fn part_from(&self, from: usize, to: usize, len: usize) -> &mut [T]
+    pub unsafe fn part_from(&self, src: usize, dst: usize, len: usize) -> &mut [T]
     where
         T: Copy,
     {
-        let part = self.part(to, len);
-        if from != to {
-            assert!(from <= self.len && len <= self.len - from, "part out of range");
-            assert!(from.abs_diff(to) >= len, "parts overlap");
-            std::ptr::copy_nonoverlapping(self.ptr.add(from), part.as_mut_ptr(), len);
+        let part = self.part(dst, len);
+        if src != dst {
+            assert!(src <= self.len && len <= self.len - src, "part out of range");
+            assert!(src.abs_diff(dst) >= len, "parts overlap");
+            std::ptr::copy_nonoverlapping(self.ptr.add(src), part.as_mut_ptr(), len);
         }
         part
     }

@@ -85,7 +85,7 @@ pub fn in_place_cuda_if_any<R>(
     run: impl FnOnce(Option<CudaWritten<'_>>) -> Result<R>,
 ) -> Result<R> {
     match tensor.filter(|tensor| tensor.elem_count() > 0) {
-        Some(tensor) => in_place_cuda(op, tensor, |to| run(Some(to))),
+        Some(tensor) => in_place_cuda(op, tensor, |dst| run(Some(dst))),
         None => run(None),
     }
 }

@@ -189,7 +189,7 @@ fn rope(f: &Fields) -> Result<(f64, f64)> {
             }
         }
     }
-    let from = |key: &str| -> Result<Option<f64>> {
+    let src = |key: &str| -> Result<Option<f64>> {
         for part in parameters.iter().chain([f]) {
             if let Some(x) = part.opt_f64(key)? {
                 return Ok(Some(x));
@@ -197,12 +197,12 @@ fn rope(f: &Fields) -> Result<(f64, f64)> {
         }
         Ok(None)
     };
-    let theta = match from("rope_theta")? {
+    let theta = match src("rope_theta")? {
         Some(theta) if theta.is_finite() && theta > 1. => theta,
         Some(theta) => bail!("config: `rope_theta`: expected a number above 1, got {theta}"),
         None => bail!("config: `rope_theta` is missing: expected a number, there or in `rope_parameters`"),
     };
-    let factor = from("partial_rotary_factor")?.unwrap_or(PARTIAL_ROTARY_FACTOR);
+    let factor = src("partial_rotary_factor")?.unwrap_or(PARTIAL_ROTARY_FACTOR);
     if !(factor > 0. && factor <= 1.) {
         bail!("config: `partial_rotary_factor`: expected a number in (0, 1], got {factor}")
     }

@@ -102,8 +102,8 @@ impl SequencePool {
         let hidden = head.hidden(full, &counts)?;
         let x = draft_head.input(&model.embed(&Tensor::new(ids, &model.device)?)?, &hidden, &launch)?;
         let x = draft_head.layer.input_norm(x, &launch)?.1;
-        let at = full.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
-        let rows = KvRows::new(model, &head.kv, at, &counts)?;
+        let place = full.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
+        let rows = KvRows::new(model, &head.kv, place, &counts)?;
         let Mixer::Full(attention) = &draft_head.layer.mixer else { bail!("{DRAFT}: expected a softmax layer") };
         attention.append_slots(&x, cu_seqlens.as_ref(), &rows, &mut head.kv, &launch)?;
         for (&slot, &count) in full.iter().zip(&counts) {
@@ -185,8 +185,8 @@ impl CausalLm {
         let ids = waiting.flat_map(|(&slot, &next)| head.slots[slot].tokens.iter().copied().chain([next]));
         let ids = Tensor::from_iter(ids, &self.device)?;
         let hidden = head.hidden(&slots, &counts)?;
-        let at: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
-        let mut y = self.head_of_slots(draft_head, head, (&ids, &hidden), at, &counts)?;
+        let place: Vec<(usize, usize)> = slots.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
+        let mut y = self.head_of_slots(draft_head, head, (&ids, &hidden), place, &counts)?;
         let launch = Launch::default().overlapping();
         let logits = self.draft_scores(draft_head, &y, &launch)?.to_dtype(DType::F32)?;
         let mut ids = logits.argmax(D::Minus1)?;
@@ -199,8 +199,8 @@ impl CausalLm {
                 let kept = Tensor::new(kept, &self.device)?;
                 (y, ids) = (y.index_select(&kept, 0)?, ids.index_select(&kept, 0)?);
             }
-            let at = active.iter().map(|&i| (slots[i], head.slots[slots[i]].len + counts[i] + depth - 1)).collect();
-            y = self.head_of_slots(draft_head, head, (&ids, &y), at, &vec![1; active.len()])?;
+            let place = active.iter().map(|&i| (slots[i], head.slots[slots[i]].len + counts[i] + depth - 1)).collect();
+            y = self.head_of_slots(draft_head, head, (&ids, &y), place, &vec![1; active.len()])?;
             ids = self.draft_scores(draft_head, &y, &launch)?.argmax(D::Minus1)?;
             drafted.push(ids.clone());
             rows.push(active.clone());
@@ -238,10 +238,10 @@ impl CausalLm {
         draft_head: &DraftHead,
         head: &mut HeadSlots,
         packed: (&Tensor, &Tensor),
-        at: Vec<(usize, usize)>,
+        place: Vec<(usize, usize)>,
         counts: &[usize],
     ) -> Result<Tensor> {
-        let (cu_seqlens, rows) = (boundaries(counts, &self.device)?, KvRows::new(self, &head.kv, at, counts)?);
+        let (cu_seqlens, rows) = (boundaries(counts, &self.device)?, KvRows::new(self, &head.kv, place, counts)?);
         let last = cu_seqlens.as_ref().map(last_tokens).transpose()?;
         let launch = Launch::default().overlapping();
         self.head_pass(draft_head, &mut head.kv, packed, (cu_seqlens.as_ref(), &rows), last.as_ref(), &launch)

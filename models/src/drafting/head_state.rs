@@ -50,9 +50,9 @@ impl Rows {
 impl HeadState {
     /// Copies the hidden states that wait to a tensor, from `row` on.
     #[cfg(feature = "cuda")]
-    pub fn copy_waiting(&self, to: &Tensor, mut row: usize) -> Result<()> {
+    pub fn copy_waiting(&self, dst: &Tensor, mut row: usize) -> Result<()> {
         for rows in &self.waiting {
-            to.slice_set(&rows.view()?, 0, row)?;
+            dst.slice_set(&rows.view()?, 0, row)?;
             row += rows.range.len();
         }
         Ok(())

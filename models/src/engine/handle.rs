@@ -99,7 +99,7 @@ pub struct Follower(Receiver<Command>);
 impl Followers {
     /// For `count` ranks besides the first.
     pub fn new(count: usize) -> (Self, Vec<Follower>) {
-        let (senders, followers) = (0..count).map(|_| channel()).map(|(to, from)| (to, Follower(from))).unzip();
+        let (senders, followers) = (0..count).map(|_| channel()).map(|(dst, from)| (dst, Follower(from))).unzip();
         (Self(senders), followers)
     }
 

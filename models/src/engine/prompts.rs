@@ -124,13 +124,13 @@ impl Prompts {
             if room == 0 || pass.len() == limit {
                 break;
             }
-            let (from, to) = (filling.done, filling.end().min(filling.done.saturating_add(room)));
-            (filling.done, room) = (to, room - (to - from));
+            let (src, dst) = (filling.done, filling.end().min(filling.done.saturating_add(room)));
+            (filling.done, room) = (dst, room - (dst - src));
             if filling.is_done() {
                 drawing.push(pass.len());
                 choices.push(filling.request.choice(0, max_len, &filling.request.tokens, &[]));
             }
-            pass.push((filling.sequence, &filling.request.tokens[from..to]));
+            pass.push((filling.sequence, &filling.request.tokens[src..dst]));
             ids.push(filling.id);
         }
         let (chunks, fed) = (pass.len(), self.chunk - room);

@@ -123,16 +123,16 @@ impl Blocks {
 fn quantize_rows<T: Element>(matrix: &[T], columns: usize, dtype: GgmlDType, data: &mut [u8]) {
     let rows = matrix.len() / columns.max(1);
     let row = data.len() / rows.max(1);
-    let to = Shared::new(data);
+    let dst = Shared::new(data);
     parallel(rows, 8 * columns, |i| {
         let wide: Vec<f32> = matrix[i * columns..][..columns].iter().map(|x| x.to_f32()).collect();
         let mut blocks = dtype.cpu_zeros(columns);
         blocks.from_float(&wide);
         // SAFETY: each task has a row of its own; the blocks are plain data of just so many bytes.
         unsafe {
-            let to = to.part(i * row, row);
+            let dst = dst.part(i * row, row);
             assert_eq!(blocks.storage_size_in_bytes(), row);
-            to.copy_from_slice(std::slice::from_raw_parts(blocks.as_ptr(), row));
+            dst.copy_from_slice(std::slice::from_raw_parts(blocks.as_ptr(), row));
         }
     });
 }

@@ -54,9 +54,9 @@ impl Format for Fp8Format {
         let room = |(n, rows, columns)| ExpertRows::new(n * rows, columns, weights.device());
         let [of_gate_up, of_down] = shape.stacked();
         let (mut gate_up, mut down) = (room(of_gate_up)?, room(of_down)?);
-        let push = |to: &mut ExpertRows, weights: &VarBuilder, name: &str, shape: &[usize]| -> Result<bool> {
+        let push = |dst: &mut ExpertRows, weights: &VarBuilder, name: &str, shape: &[usize]| -> Result<bool> {
             let rows = self.rows(weights, name, shape)?;
-            rows.iter().try_for_each(|rows| to.push(rows))?;
+            rows.iter().try_for_each(|rows| dst.push(rows))?;
             Ok(rows.is_some())
         };
         if weights.contains_tensor("gate_up_proj") {
@@ -65,8 +65,8 @@ impl Format for Fp8Format {
             return Ok(if all { Some(StoredExperts::E4m3([gate_up.finish()?, down.finish()?])) } else { None });
         }
         for (j, (name, rows, columns)) in (0..shape.experts).flat_map(|j| shape.matrices().map(|m| (j, m))) {
-            let to = if name == "down_proj" { &mut down } else { &mut gate_up };
-            if !push(to, &weights.pp(j).pp(name), "weight", &[rows, columns])? {
+            let dst = if name == "down_proj" { &mut down } else { &mut gate_up };
+            if !push(dst, &weights.pp(j).pp(name), "weight", &[rows, columns])? {
                 return Ok(None);
             }
         }
@@ -179,7 +179,7 @@ impl SimpleBackend for Fp8<'_> {
         let (storage, layout) = weight.storage_and_layout();
         let Storage::Cpu(CpuStorage::F8E4M3(data)) = &*storage else { bail!("{name}: expected a tensor on the CPU") };
         let data = &data[layout.start_offset()..][..shape.elem_count()];
-        let bits = |at: usize| data[at].to_bits();
+        let bits = |place: usize| data[place].to_bits();
         let blocks = Blocks { n, k, rows, columns, scale: &scale };
         let made = match dtype {
             DType::BF16 => blocks.dequantize::<bf16>(shape, &taken, bits)?,
@@ -239,19 +239,19 @@ impl Blocks<'_> {
         // Up to the end of each block.
         let pieces: Vec<Range<usize>> = taken.columns.iter().flat_map(|range| within_blocks(range, columns)).collect();
         let mut out = vec![T::ZERO; shape.elem_count()];
-        let to = Shared::new(&mut out);
+        let dst = Shared::new(&mut out);
         parallel(row_of.len(), width, |i| {
             // SAFETY: each task has a row of its own.
-            let mut rest = unsafe { to.part(i * width, width) };
-            let (row, mut at) = (row_of[i], i * width);
+            let mut rest = unsafe { dst.part(i * width, width) };
+            let (row, mut place) = (row_of[i], i * width);
             let scales = &scale[row / n * per_matrix + row % n / rows * per_row..][..per_row];
             for piece in &pieces {
-                let (to, behind) = rest.split_at_mut(piece.len());
+                let (dst, behind) = rest.split_at_mut(piece.len());
                 let scale = scales[piece.start / columns];
-                to.iter_mut().enumerate().for_each(|(i, to)| {
-                    *to = Element::from_f32(table[usize::from(bits(at + i))] * scale);
+                dst.iter_mut().enumerate().for_each(|(i, dst)| {
+                    *dst = Element::from_f32(table[usize::from(bits(place + i))] * scale);
                 });
-                at += piece.len();
+                place += piece.len();
                 rest = behind;
             }
         });
@@ -276,13 +276,13 @@ fn bytes_of(weight: &Tensor) -> Result<Option<Vec<u8>>> {
     let (mut bytes, is_nan) = (vec![0u8; data.len()], AtomicBool::new(false));
     let all = Shared::new(&mut bytes);
     parallel(data.len().div_ceil(PIECE), PIECE, |i| {
-        let from = &data[i * PIECE..data.len().min((i + 1) * PIECE)];
+        let src = &data[i * PIECE..data.len().min((i + 1) * PIECE)];
         // SAFETY: each task has a piece of its own.
-        let to = unsafe { all.part(i * PIECE, from.len()) };
+        let dst = unsafe { all.part(i * PIECE, src.len()) };
         let mut found = 0;
-        for (to, number) in to.iter_mut().zip(from) {
-            *to = number.to_bits();
-            found |= u8::from(*to & 0x7f == 0x7f);
+        for (dst, number) in dst.iter_mut().zip(src) {
+            *dst = number.to_bits();
+            found |= u8::from(*dst & 0x7f == 0x7f);
         }
         is_nan.fetch_or(found != 0, Ordering::Relaxed);
     });

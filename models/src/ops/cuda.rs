@@ -13,12 +13,12 @@ pub(super) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaSto
     let stream = &*stream_of(gate_up)?;
     let mut out = alloc(plan.launch.arena.as_ref(), gate_up, &plan.out_shape)?;
     let gate_up = read(gate_up, stream)?;
-    let to = write(&mut out, stream)?;
+    let dst = write(&mut out, stream)?;
     let stride = plan.gate_up.stride as i64;
     let params = SwigluParams {
         gate: gate_up.at::<c_void>(plan.gate_up.offset, size),
         up: gate_up.at::<c_void>(plan.gate_up.offset + plan.columns, size),
-        out: to.at(0, size),
+        out: dst.at(0, size),
         gate_stride: stride,
         up_stride: stride,
         out_stride: plan.columns as i64,
@@ -29,6 +29,6 @@ pub(super) fn swiglu(plan: &SwigluPlan, gate_up: &CudaStorage) -> Result<CudaSto
     };
     // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.
     check(name, unsafe { gdn_swiglu(&params, stream.cu_stream().cast::<c_void>()) })?;
-    drop(to);
+    drop(dst);
     Ok(out)
 }

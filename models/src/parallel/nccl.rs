@@ -289,15 +289,15 @@ impl NcclRank {
         if count > 0 {
             let size = x.dtype().size_in_bytes();
             let (x, y) = (read(x, stream)?, write(&mut out, stream)?);
-            let from = x.at::<c_void>(layout.start_offset(), size).cast_const();
-            let to = y.at::<c_void>(0, size);
+            let src = x.at::<c_void>(layout.start_offset(), size).cast_const();
+            let dst = y.at::<c_void>(0, size);
             let stream = stream.cu_stream().cast::<c_void>();
             self.comm.with(|api, comm| {
                 // SAFETY: `count` elements are read and as many, or `size` times as many, written, on the stream of both.
                 let code = unsafe {
                     match call {
-                        Kind::AllReduce => (api.all_reduce)(from, to, count, dtype, 0, comm, stream),
-                        Kind::AllGather => (api.all_gather)(from, to, count, dtype, comm, stream),
+                        Kind::AllReduce => (api.all_reduce)(src, dst, count, dtype, 0, comm, stream),
+                        Kind::AllGather => (api.all_gather)(src, dst, count, dtype, comm, stream),
                     }
                 };
                 api.check("a sum or gathering of the ranks", code)

@@ -162,6 +162,6 @@ impl StepBuffers {
     }
 }
 
-fn upload(to: &Tensor, values: &[u32]) -> Result<()> {
-    to.slice_set(&Tensor::new(values, to.device())?, 0, 0)
+fn upload(dst: &Tensor, values: &[u32]) -> Result<()> {
+    dst.slice_set(&Tensor::new(values, dst.device())?, 0, 0)
 }

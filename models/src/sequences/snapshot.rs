@@ -115,25 +115,25 @@ impl SequencePool {
         let state = self.entries[slot].state;
         let mut states = snapshot.states.iter();
         for layer in &mut self.layers {
-            let LayerSlots::Linear(to) = layer else { continue };
-            let Some(from) = states.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
-            to.restore(state, from)?;
+            let LayerSlots::Linear(dst) = layer else { continue };
+            let Some(src) = states.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
+            dst.restore(state, src)?;
         }
-        let (mut at, mut head_at) = (0, 0);
+        let (mut place, mut head_at) = (0, 0);
         for segment in &snapshot.segments {
-            let mut from = segment.layers.iter();
+            let mut src = segment.layers.iter();
             segment.thread.reading(&self.device, || {
                 for layer in &mut self.layers {
                     let LayerSlots::Full(kv) = layer else { continue };
-                    let Some([k, v]) = from.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
-                    kv.write(slot, at, [k, v])?;
+                    let Some([k, v]) = src.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
+                    kv.write(slot, place, [k, v])?;
                 }
                 match (&mut self.head, &segment.head) {
                     (Some(head), Some([k, v])) => head.kv.write(slot, head_at, [k, v]),
                     _ => Ok(()),
                 }
             })?;
-            (at, head_at) = (segment.end, segment.head_end);
+            (place, head_at) = (segment.end, segment.head_end);
         }
         if let (Some(head), Some(state)) = (&mut self.head, &snapshot.head) {
             head.slots[slot] = state.clone();
@@ -151,16 +151,16 @@ impl SequencePool {
     /// When the handle is none of a sequence of this pool, a pass failed on it, all slots are in use, or the device
     /// refuses.
     pub fn fork(&mut self, s: Sequence) -> Result<Sequence> {
-        let from = self.usable_slot("fork", s)?;
+        let src = self.usable_slot("fork", s)?;
         let slot = self.take_slot()?;
-        match self.copy(from, slot as usize) {
+        match self.copy(src, slot as usize) {
             Ok(()) => {
-                let entry = &self.entries[from];
+                let entry = &self.entries[src];
                 let segments = entry.segments.lock().unwrap_or_else(PoisonError::into_inner).clone();
                 let fork = self.begun(slot, entry.len);
                 self.entries[slot as usize].segments = Mutex::new(segments);
                 if let Some(head) = &mut self.head {
-                    head.slots[slot as usize] = head.slots[from].clone();
+                    head.slots[slot as usize] = head.slots[src].clone();
                 }
                 Ok(fork)
             }
@@ -171,26 +171,26 @@ impl SequencePool {
         }
     }
 
-    fn copy(&mut self, from: usize, to: usize) -> Result<()> {
+    fn copy(&mut self, src: usize, dst: usize) -> Result<()> {
         let _working = self.working()?;
-        let (len, states) = (self.entries[from].len, [from, to].map(|slot| self.entries[slot].state));
+        let (len, states) = (self.entries[src].len, [src, dst].map(|slot| self.entries[slot].state));
         for layer in &mut self.layers {
             match layer {
                 LayerSlots::Linear(pool) => pool.copy(states[0], states[1])?,
                 LayerSlots::Full(_) if len == 0 => {}
                 LayerSlots::Full(kv) => {
-                    let [k, v] = kv.read(from, 0..len)?;
-                    kv.write(to, 0, [&k, &v])?;
+                    let [k, v] = kv.read(src, 0..len)?;
+                    kv.write(dst, 0, [&k, &v])?;
                 }
             }
         }
         if let Some(head) = &mut self.head {
             // With the token that is there in case it comes next.
-            let state = &head.slots[from];
+            let state = &head.slots[src];
             let tokens = state.len + usize::from(state.next.is_some());
             if tokens > 0 {
-                let [k, v] = head.kv.read(from, 0..tokens)?;
-                head.kv.write(to, 0, [&k, &v])?;
+                let [k, v] = head.kv.read(src, 0..tokens)?;
+                head.kv.write(dst, 0, [&k, &v])?;
             }
         }
         Ok(())

@@ -126,8 +126,8 @@ impl Weight {
     pub fn lookup(&self, ids: &Tensor, dtype: DType) -> Result<Tensor> {
         match self {
             Self::Dense(table) => table.index_select(ids, 0),
-            Self::Panels(weights) => self.read_rows(ids, dtype, |row, to| weights.read_row(row, to)),
-            Self::Bytes(bytes) => self.read_rows(ids, dtype, |row, to| bytes.read_row(row, to)),
+            Self::Panels(weights) => self.read_rows(ids, dtype, |row, dst| weights.read_row(row, dst)),
+            Self::Bytes(bytes) => self.read_rows(ids, dtype, |row, dst| bytes.read_row(row, dst)),
             #[cfg(feature = "cuda")]
             Self::Packed(table) => table.rows(ids, dtype),
             Self::Ggml(table) => table.embedding(ids)?.to_dtype(dtype),

@@ -42,9 +42,9 @@ impl<T: Element> Rule<'_, T> {
             match self.slots.offsets(n) {
                 // SAFETY: the slots written are distinct and no other sequence reads them, so that each task owns its head
                 // of the one it writes.
-                Some((from, to)) => {
+                Some((src, dst)) => {
                     let head = h * head_size;
-                    let state = unsafe { state.part_from(from + head, to + head, head_size) };
+                    let state = unsafe { state.part_from(src + head, dst + head, head_size) };
                     self.head(n, h, &out, state);
                 }
                 None => self.zero(n, h, &out),
@@ -95,9 +95,9 @@ impl<T: Element> Head<'_, '_, T> {
     /// Token `i` of the sequence: q and k as the rule wants them, and v.
     fn load(&self, i: usize, q: &mut [f32], k: &mut [f32], v: &mut [f32]) {
         let (rule, t) = (self.rule, self.first + i);
-        let key = |heads: &Heads<'_, T>, to, scale| {
+        let key = |heads: &Heads<'_, T>, dst, scale| {
             let row = heads.row(self.n, t, self.key_head, rule.sizes.key_dim);
-            dispatch(LoadKey { row, to, rule, scale });
+            dispatch(LoadKey { row, dst, rule, scale });
         };
         key(&rule.q, q, rule.scale);
         key(&rule.k, k, 1.0);
@@ -124,8 +124,8 @@ impl<T: Element> Head<'_, '_, T> {
     fn store(&self, i: usize, o: &[f32]) {
         let Dims { value_heads, value_dim, .. } = self.rule.sizes;
         // SAFETY: a token's head belongs to one task.
-        let to = unsafe { self.out.part(((self.out_token + i) * value_heads + self.h) * value_dim, value_dim) };
-        to.iter_mut().zip(o).for_each(|(to, &o)| *to = T::from_f32(o));
+        let dst = unsafe { self.out.part(((self.out_token + i) * value_heads + self.h) * value_dim, value_dim) };
+        dst.iter_mut().zip(o).for_each(|(dst, &o)| *dst = T::from_f32(o));
     }
 
     /// Token by token over the state as it lies.
@@ -174,7 +174,7 @@ impl<T: Element> Head<'_, '_, T> {
 /// A query or key row in f32, normalised where the rule says so, times `scale`.
 struct LoadKey<'a, 'b, T> {
     row: &'a [T],
-    to: &'a mut [f32],
+    dst: &'a mut [f32],
     rule: &'a Rule<'b, T>,
     scale: f64,
 }
@@ -190,8 +190,8 @@ impl<T: Element> WithSimd for LoadKey<'_, '_, T> {
             // the same bit, and with repeated keys and beta near 2 that bias adds up token by token.
             factor /= (sum_of_squares(self.row) + self.rule.l2_eps).sqrt();
         }
-        for (to, x) in self.to.iter_mut().zip(self.row) {
-            *to = (f64::from(x.to_f32()) * factor) as f32;
+        for (dst, x) in self.dst.iter_mut().zip(self.row) {
+            *dst = (f64::from(x.to_f32()) * factor) as f32;
         }
     }
 }

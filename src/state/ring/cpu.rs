@@ -61,32 +61,32 @@ impl Ring {
     }
 
     /// See [`Ring::flush`].
-    pub fn flush_on_cpu(&self, state: &Tensor, slots: &Slots, to: Option<&Tensor>) -> Result<()> {
-        let to = to.unwrap_or(state);
-        let maps = cpu_slots(OP, Some(slots), state.dims()[0].max(to.dims()[0]))?;
+    pub fn flush_on_cpu(&self, state: &Tensor, slots: &Slots, dst: Option<&Tensor>) -> Result<()> {
+        let dst = dst.unwrap_or(state);
+        let maps = cpu_slots(OP, Some(slots), state.dims()[0].max(dst.dims()[0]))?;
         for (read, write) in (0..slots.len()).filter_map(|n| maps.of_stride(1).numbers(n)) {
-            set(to, write, self.flushed(state, read)?)?;
+            set(dst, write, self.flushed(state, read)?)?;
         }
         Ok(())
     }
 
     /// See [`Ring::copy_window`].
-    pub fn copy_window_on_cpu(&self, conv_state: &Tensor, slots: &Slots, to: Window) -> Result<()> {
+    pub fn copy_window_on_cpu(&self, conv_state: &Tensor, slots: &Slots, dst: Window) -> Result<()> {
         let (capacity, history, channels) = conv_state.dims3()?;
         let maps = cpu_slots(OP, Some(slots), capacity.max(self.inputs.dims()[0]))?;
         for (read, write) in (0..slots.len()).filter_map(|n| maps.of_stride(1).numbers(n)) {
             let span = self.span(read)?;
             let row = |i: usize| span.row_before(history - i) * channels;
             let mut window = get(conv_state, write)?;
-            let mut inputs = get(&self.inputs, if to == Window::ToRing { write } else { read })?;
+            let mut inputs = get(&self.inputs, if dst == Window::ToRing { write } else { read })?;
             for (i, own) in window.chunks_exact_mut(channels).enumerate() {
                 let input = &mut inputs[row(i)..][..channels];
-                match to {
+                match dst {
                     Window::ToState => own.copy_from_slice(input),
                     Window::ToRing => input.copy_from_slice(own),
                 }
             }
-            match to {
+            match dst {
                 Window::ToState => set(conv_state, write, window)?,
                 Window::ToRing => set(&self.inputs, write, inputs)?,
             }

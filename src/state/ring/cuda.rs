@@ -66,14 +66,15 @@ fn addressed((slots_read, slots_write): (*const u32, *const u32), num_slots: usi
 }
 
 /// See [`Ring::flush`]; slots are u32.
-pub(super) fn flush(ring: &Ring, state: &Tensor, slots: &Slots, to: Option<&Tensor>) -> Result<()> {
+pub(super) fn flush(ring: &Ring, state: &Tensor, slots: &Slots, dst: Option<&Tensor>) -> Result<()> {
     let sizes = ring.sizes()?;
     in_place_cuda(OP, state, |(storage, layout)| {
-        in_place_cuda_if_any(OP, to, |to| {
+        in_place_cuda_if_any(OP, dst, |dst| {
             let stream = &*stream_of(storage)?;
             let (dtype, count) = (storage.dtype(), slots.len());
             let state = write(storage, stream)?;
-            let other_pool = to.map(|(storage, layout)| Ok::<_, candle_core::Error>((write(storage, stream)?, layout)));
+            let other_pool =
+                dst.map(|(storage, layout)| Ok::<_, candle_core::Error>((write(storage, stream)?, layout)));
             let other_pool = other_pool.transpose()?;
             held_slots!(slots, Some(slots), stream);
             let mut common = common_of(OP, sizes, ring.keys.dtype(), (&state, layout, dtype))?;
@@ -96,7 +97,7 @@ pub(super) fn flush(ring: &Ring, state: &Tensor, slots: &Slots, to: Option<&Tens
 }
 
 /// See [`Ring::copy_window`]; slots are u32.
-pub(super) fn copy_window(ring: &Ring, conv_state: &Tensor, slots: &Slots, to: Window) -> Result<()> {
+pub(super) fn copy_window(ring: &Ring, conv_state: &Tensor, slots: &Slots, dst: Window) -> Result<()> {
     in_place_cuda(OP, conv_state, |(storage, layout)| {
         let stream = &*stream_of(storage)?;
         let (dtype, count) = (storage.dtype(), slots.len());
@@ -121,7 +122,7 @@ pub(super) fn copy_window(ring: &Ring, conv_state: &Tensor, slots: &Slots, to: W
                 conv_width: width as i32,
                 capacity: RING_ROWS as i32,
                 io_dtype: dtype_code(dtype),
-                to_ring: (to == Window::ToRing).into(),
+                to_ring: (dst == Window::ToRing).into(),
             };
             // SAFETY: as above.
             check(OP, unsafe { gdn::gdn_ring_inputs(&params, stream.cu_stream().cast::<c_void>()) })

@@ -37,29 +37,29 @@ use tensors::OP;
 impl Ring {
     /// Flushes the rings of the slots read into their states, which go to the slots written: of `state`, or of the tensor
     /// `to`. The caller moves the spans.
-    pub fn flush(&self, state: &Tensor, slots: &Slots, to: Option<&Tensor>) -> Result<()> {
+    pub fn flush(&self, state: &Tensor, slots: &Slots, dst: Option<&Tensor>) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
         }
         #[cfg(feature = "cuda")]
         if state.device().is_cuda() {
-            return cuda::flush(self, state, &slots.in_u32()?, to);
+            return cuda::flush(self, state, &slots.in_u32()?, dst);
         }
-        self.flush_on_cpu(state, slots, to)
+        self.flush_on_cpu(state, slots, dst)
     }
 
     /// Copies the last inputs of the convolution before the next entry between the ring and a plain state of the
     /// convolution, `[slots, width - 1, channels]`: out of the ring of the slots read, or into that of the slots written. In
     /// both directions the spans of the slots read give the rows, and the plain state has the slots written.
-    pub fn copy_window(&self, conv_state: &Tensor, slots: &Slots, to: Window) -> Result<()> {
+    pub fn copy_window(&self, conv_state: &Tensor, slots: &Slots, dst: Window) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
         }
         #[cfg(feature = "cuda")]
         if conv_state.device().is_cuda() {
-            return cuda::copy_window(self, conv_state, &slots.in_u32()?, to);
+            return cuda::copy_window(self, conv_state, &slots.in_u32()?, dst);
         }
-        self.copy_window_on_cpu(conv_state, slots, to)
+        self.copy_window_on_cpu(conv_state, slots, dst)
     }
 }
 

@@ -100,10 +100,10 @@ impl RingSpans {
     }
 
     /// Gives slot `to` the span of slot `from`.
-    pub(crate) fn copy(&self, from: usize, to: usize) -> Result<()> {
+    pub(crate) fn copy(&self, src: usize, dst: usize) -> Result<()> {
         let tensor = self.tensor();
-        let span = tensor.narrow(0, from, 1)?.force_contiguous()?;
-        tensor.slice_set(&span, 0, to)
+        let span = tensor.narrow(0, src, 1)?.force_contiguous()?;
+        tensor.slice_set(&span, 0, dst)
     }
 }
 

@@ -280,20 +280,20 @@ fn add_product<S: Simd, W: Element, const M: usize, const N: usize>(
 
 /// `N` vectors, or what there is of them and zeros.
 #[inline(always)]
-pub fn load_row<S: Simd, const N: usize>(simd: S, from: &[f32]) -> [S::f32s; N] {
+pub fn load_row<S: Simd, const N: usize>(simd: S, src: &[f32]) -> [S::f32s; N] {
     let mut row = [simd.splat_f32s(0.0); N];
-    let to: &mut [f32] = bytemuck::cast_slice_mut(&mut row);
-    to[..from.len()].copy_from_slice(from);
+    let dst: &mut [f32] = bytemuck::cast_slice_mut(&mut row);
+    dst[..src.len()].copy_from_slice(src);
     row
 }
 
 /// As much of `N` vectors as fits in `to`.
 #[inline(always)]
-pub fn store_row<S: Simd, const N: usize>(to: &mut [f32], row: &[S::f32s; N]) {
+pub fn store_row<S: Simd, const N: usize>(dst: &mut [f32], row: &[S::f32s; N]) {
     let row: &[f32] = bytemuck::cast_slice(row);
-    if to.len() == row.len() {
-        to.copy_from_slice(row); // of constant length: no call
+    if dst.len() == row.len() {
+        dst.copy_from_slice(row); // of constant length: no call
     } else {
-        to.copy_from_slice(&row[..to.len()]);
+        dst.copy_from_slice(&row[..dst.len()]);
     }
 }

@@ -44,20 +44,20 @@ impl Half for f16 {
 impl Weights {
     /// Packs `count` matrices `[n, k]`. Those in f32 are kept in bf16 or f16 if that holds every one of their values
     /// exactly, as it does in most checkpoints: the products are the same to the bit, and half as much is read.
-    pub fn pack_f32(from: &[f32], count: usize, n: usize, k: usize) -> Self {
-        let data = if all_exact::<bf16>(from) {
-            Data::BF16(pack(from, count, n, k))
-        } else if all_exact::<f16>(from) {
-            Data::F16(pack(from, count, n, k))
+    pub fn pack_f32(src: &[f32], count: usize, n: usize, k: usize) -> Self {
+        let data = if all_exact::<bf16>(src) {
+            Data::BF16(pack(src, count, n, k))
+        } else if all_exact::<f16>(src) {
+            Data::F16(pack(src, count, n, k))
         } else {
-            Data::F32(pack(from, count, n, k))
+            Data::F32(pack(src, count, n, k))
         };
         Self { data, count, n, k }
     }
 
     /// Packs `count` matrices `[n, k]` as they are.
-    pub fn pack_half<W: Half>(from: &[W], count: usize, n: usize, k: usize) -> Self {
-        Self { data: W::data(pack(from, count, n, k)), count, n, k }
+    pub fn pack_half<W: Half>(src: &[W], count: usize, n: usize, k: usize) -> Self {
+        Self { data: W::data(pack(src, count, n, k)), count, n, k }
     }
 
     /// Outputs of a matrix.
@@ -81,16 +81,16 @@ impl Weights {
     }
 
     /// Writes row `row` of matrix 0.
-    pub fn read_row(&self, row: usize, to: &mut [f32]) {
-        fn read<W: Element>(data: &[W], k: usize, row: usize, to: &mut [f32]) {
+    pub fn read_row(&self, row: usize, dst: &mut [f32]) {
+        fn read<W: Element>(data: &[W], k: usize, row: usize, dst: &mut [f32]) {
             let panel = &data[row / PANEL * PANEL * k..][..PANEL * k];
-            to.iter_mut().zip(panel.chunks_exact(PANEL)).for_each(|(to, x)| *to = x[row % PANEL].to_f32());
+            dst.iter_mut().zip(panel.chunks_exact(PANEL)).for_each(|(dst, x)| *dst = x[row % PANEL].to_f32());
         }
-        assert!(row < self.n && to.len() == self.k);
+        assert!(row < self.n && dst.len() == self.k);
         match &self.data {
-            Data::F32(data) => read(data, self.k, row, to),
-            Data::BF16(data) => read(data, self.k, row, to),
-            Data::F16(data) => read(data, self.k, row, to),
+            Data::F32(data) => read(data, self.k, row, dst),
+            Data::BF16(data) => read(data, self.k, row, dst),
+            Data::F16(data) => read(data, self.k, row, dst),
         }
     }
 }
@@ -107,12 +107,12 @@ impl std::fmt::Debug for Weights {
 }
 
 /// Whether every value of `from` survives the way through `H`.
-fn all_exact<H: Element>(from: &[f32]) -> bool {
+fn all_exact<H: Element>(src: &[f32]) -> bool {
     const PART: usize = 1 << 14;
     let exact = AtomicBool::new(true);
-    parallel(from.len().div_ceil(PART), PART, |task| {
+    parallel(src.len().div_ceil(PART), PART, |task| {
         if exact.load(Ordering::Relaxed) {
-            let part = &from[task * PART..from.len().min((task + 1) * PART)];
+            let part = &src[task * PART..src.len().min((task + 1) * PART)];
             if !part.iter().all(|&x| H::from_f32(x).to_f32().to_bits() == x.to_bits()) {
                 exact.store(false, Ordering::Relaxed);
             }
@@ -122,18 +122,22 @@ fn all_exact<H: Element>(from: &[f32]) -> bool {
 }
 
 /// `[count, n, k]` to `[count, n / PANEL, k, PANEL]`, the last panel of a matrix filled up with zeros.
-fn pack<F: Element, W: Element + Zeroable>(from: &[F], count: usize, n: usize, k: usize) -> Pages<W> {
-    assert_eq!(from.len(), count * n * k);
+fn pack<F: Element, W: Element + Zeroable>(src: &[F], count: usize, n: usize, k: usize) -> Pages<W> {
+    assert_eq!(src.len(), count * n * k);
     let panels = n.div_ceil(PANEL);
     let mut data = Pages::zeroed(count * panels * k * PANEL);
-    let to = Shared::new(&mut data);
+    let dst = Shared::new(&mut data);
     parallel(count * panels, k * PANEL, |task| {
         let (matrix, first) = (task / panels, task % panels * PANEL);
         // SAFETY: each task owns its panel.
-        let to = unsafe { to.part(task * k * PANEL, k * PANEL) };
+        let dst = unsafe { dst.part(task * k * PANEL, k * PANEL) };
         for row in first..n.min(first + PANEL) {
-            let from = &from[(matrix * n + row) * k..][..k];
-            to.iter_mut().skip(row - first).step_by(PANEL).zip(from).for_each(|(to, x)| *to = W::from_f32(x.to_f32()));
+            let src = &src[(matrix * n + row) * k..][..k];
+            dst.iter_mut()
+                .skip(row - first)
+                .step_by(PANEL)
+                .zip(src)
+                .for_each(|(dst, x)| *dst = W::from_f32(x.to_f32()));
         }
     });
     data

@@ -28,7 +28,7 @@ impl Rotary {
     }
 
     /// Appends the angles of the positions `start..start + tokens`, which end within `max_positions`.
-    pub(crate) fn append(&self, start: usize, tokens: usize, to: &mut Angles) {
+    pub(crate) fn append(&self, start: usize, tokens: usize, dst: &mut Angles) {
         let (pairs, end) = (self.inv_freq.len(), start + tokens);
         // The tables are replaced whole, so a lock poisoned elsewhere still holds good ones.
         let mut tables = self.tables.read().unwrap_or_else(PoisonError::into_inner).clone();
@@ -37,8 +37,8 @@ impl Rotary {
             tables = Arc::new(self.first(positions));
             *self.tables.write().unwrap_or_else(PoisonError::into_inner) = tables.clone();
         }
-        to.cos.extend_from_slice(&tables.cos[start * pairs..end * pairs]);
-        to.sin.extend_from_slice(&tables.sin[start * pairs..end * pairs]);
+        dst.cos.extend_from_slice(&tables.cos[start * pairs..end * pairs]);
+        dst.sin.extend_from_slice(&tables.sin[start * pairs..end * pairs]);
     }
 
     /// Of the first so many positions.

@@ -142,8 +142,8 @@ impl GgufFile {
         let mut data = vec![0u8; ranges.iter().map(|range| range.len() * row).sum()];
         let mut rest = &mut data[..];
         for range in joined(ranges) {
-            let (to, behind) = rest.split_at_mut(range.len() * row);
-            if let Err(e) = file.read(start + (range.start * row) as u64, to) {
+            let (dst, behind) = rest.split_at_mut(range.len() * row);
+            if let Err(e) = file.read(start + (range.start * row) as u64, dst) {
                 bail!("{name}: cannot read tensor `{tensor}`: {e}")
             }
             rest = behind;
@@ -219,17 +219,17 @@ impl OneFile {
 
     /// Ranks read at the same time.
     #[cfg(unix)]
-    fn read(&self, at: u64, to: &mut [u8]) -> std::io::Result<()> {
-        std::os::unix::fs::FileExt::read_exact_at(&self.file, to, at)
+    fn read(&self, place: u64, dst: &mut [u8]) -> std::io::Result<()> {
+        std::os::unix::fs::FileExt::read_exact_at(&self.file, dst, place)
     }
 
     #[cfg(not(unix))]
-    fn read(&self, at: u64, to: &mut [u8]) -> std::io::Result<()> {
+    fn read(&self, place: u64, dst: &mut [u8]) -> std::io::Result<()> {
         use std::io::{Read, Seek, SeekFrom};
         // A handle has one position.
         let mut file = File::open(&self.path)?;
-        file.seek(SeekFrom::Start(at))?;
-        file.read_exact(to)
+        file.seek(SeekFrom::Start(place))?;
+        file.read_exact(dst)
     }
 }
 

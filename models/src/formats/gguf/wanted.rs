@@ -61,9 +61,9 @@ fn within(ranges: &[Range<usize>], some: &[Range<usize>]) -> Ranges {
     for some in some {
         let mut start = 0;
         for range in ranges {
-            let (from, to) = (some.start.max(start), some.end.min(start + range.len()));
-            if from < to {
-                found.push(range.start + from - start..range.start + to - start);
+            let (src, to) = (some.start.max(start), some.end.min(start + range.len()));
+            if src < to {
+                found.push(range.start + src - start..range.start + to - start);
             }
             start += range.len();
         }

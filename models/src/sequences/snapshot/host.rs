@@ -56,13 +56,13 @@ impl CausalLm {
             Some(tensor) => Ok(tensor),
             None => bail!("{OP}: snapshot_from_host: expected a tensor {name}"),
         };
-        let put = |to: &Tensor, name: String| {
-            let from = named(name.clone())?;
-            if from.dims() != to.dims() || from.dtype() != to.dtype() {
-                let (want, got) = ((to.dtype(), to.dims()), (from.dtype(), from.dims()));
+        let put = |dst: &Tensor, name: String| {
+            let src = named(name.clone())?;
+            if src.dims() != dst.dims() || src.dtype() != dst.dtype() {
+                let (want, got) = ((dst.dtype(), dst.dims()), (src.dtype(), src.dims()));
                 bail!("{OP}: snapshot_from_host: {name}: expected {want:?}, got {got:?}")
             }
-            to.slice_set(&from.to_device(&self.device)?, 0, 0)
+            dst.slice_set(&src.to_device(&self.device)?, 0, 0)
         };
         let state = |(i, gdn): (usize, &candle_gdn::GatedDeltaNet)| -> Result<GdnState> {
             let state = gdn.new_state(1)?;

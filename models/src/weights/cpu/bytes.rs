@@ -67,13 +67,13 @@ impl Bytes {
             // SAFETY: a task has a panel of its own.
             let lines = unsafe { lines.part(panel * panel_lines, panel_lines) };
             for row in 0..PANEL.min(rows - panel * PANEL) {
-                let from = &stored[(panel * PANEL + row) * blocks * STORED..][..blocks * STORED];
-                for (b, block) in from.chunks_exact(STORED).enumerate() {
+                let src = &stored[(panel * PANEL + row) * blocks * STORED..][..blocks * STORED];
+                for (b, block) in src.chunks_exact(STORED).enumerate() {
                     let pair = &mut lines[b / 2 * PAIR..][..PAIR];
                     pair[2 * LINES].0[b % 2 * 2 * PANEL + 2 * row..][..2].copy_from_slice(&block[..2]);
                     for (line, four) in pair[b % 2 * LINES..][..LINES].iter_mut().zip(block[2..].chunks_exact(4)) {
-                        let to = &mut line.0[4 * row..][..4];
-                        to.iter_mut().zip(four).for_each(|(to, byte)| *to = byte.wrapping_add(128));
+                        let dst = &mut line.0[4 * row..][..4];
+                        dst.iter_mut().zip(four).for_each(|(dst, byte)| *dst = byte.wrapping_add(128));
                     }
                 }
             }
@@ -86,17 +86,17 @@ impl Bytes {
     }
 
     /// The numbers of a row.
-    pub(crate) fn read_row(&self, row: usize, to: &mut [f32]) {
-        assert!(row < self.rows && to.len() == self.blocks * BLOCK);
+    pub(crate) fn read_row(&self, row: usize, dst: &mut [f32]) {
+        assert!(row < self.rows && dst.len() == self.blocks * BLOCK);
         let (panel, row) = (row / PANEL, row % PANEL);
         let panel_lines = self.blocks.div_ceil(2) * PAIR;
-        for (b, to) in to.chunks_exact_mut(BLOCK).enumerate() {
+        for (b, dst) in dst.chunks_exact_mut(BLOCK).enumerate() {
             let pair = &self.lines[panel * panel_lines + b / 2 * PAIR..][..PAIR];
             let scale = &pair[2 * LINES].0[b % 2 * 2 * PANEL + 2 * row..][..2];
             let scale = f16::from_le_bytes([scale[0], scale[1]]).to_f32();
-            for (line, to) in pair[b % 2 * LINES..][..LINES].iter().zip(to.chunks_exact_mut(4)) {
+            for (line, dst) in pair[b % 2 * LINES..][..LINES].iter().zip(dst.chunks_exact_mut(4)) {
                 let four = &line.0[4 * row..][..4];
-                to.iter_mut().zip(four).for_each(|(to, byte)| *to = scale * f32::from(byte.wrapping_sub(128) as i8));
+                dst.iter_mut().zip(four).for_each(|(dst, byte)| *dst = scale * f32::from(byte.wrapping_sub(128) as i8));
             }
         }
     }
@@ -106,17 +106,17 @@ impl Bytes {
         assert_eq!(x.len(), n * self.blocks * BLOCK);
         let x = Rounded::new(x, n, self.blocks);
         let mut y = vec![0f32; n * self.rows];
-        let to = Shared::new(&mut y);
+        let dst = Shared::new(&mut y);
         parallel(self.rows.div_ceil(PANEL), 8 * n * PANEL * self.blocks, |panel| {
             let mut first = 0;
             while first < n {
                 // SAFETY: `new` has asked for the instructions; a task writes columns of its own.
                 first += unsafe {
                     match n - first {
-                        ROWS.. => self.tile::<ROWS>(&x, panel, first, &to),
-                        4.. => self.tile::<4>(&x, panel, first, &to),
-                        2.. => self.tile::<2>(&x, panel, first, &to),
-                        _ => self.tile::<1>(&x, panel, first, &to),
+                        ROWS.. => self.tile::<ROWS>(&x, panel, first, &dst),
+                        4.. => self.tile::<4>(&x, panel, first, &dst),
+                        2.. => self.tile::<2>(&x, panel, first, &dst),
+                        _ => self.tile::<1>(&x, panel, first, &dst),
                     }
                 };
             }
@@ -167,8 +167,8 @@ impl Bytes {
         }
         let count = PANEL.min(self.rows - panel * PANEL);
         for (r, acc) in acc.into_iter().enumerate() {
-            let to = y.part((first + r) * self.rows + panel * PANEL, count);
-            _mm512_mask_storeu_ps(to.as_mut_ptr(), ((1u32 << count) - 1) as __mmask16, acc);
+            let dst = y.part((first + r) * self.rows + panel * PANEL, count);
+            _mm512_mask_storeu_ps(dst.as_mut_ptr(), ((1u32 << count) - 1) as __mmask16, acc);
         }
         N
     }

@@ -15,8 +15,8 @@ pub(crate) fn softmax(scores: &[f32], stride: usize, n: usize) -> Vec<f32> {
     parallel(rows.div_ceil(TOKENS), 4 * TOKENS * n, |task| {
         let range = task * TOKENS..rows.min((task + 1) * TOKENS);
         // SAFETY: each task owns its rows.
-        let to = unsafe { shared.part(range.start * n, range.len() * n) };
-        dispatch(Softmax { scores: &scores[range.start * stride..range.end * stride], stride, n, to });
+        let dst = unsafe { shared.part(range.start * n, range.len() * n) };
+        dispatch(Softmax { scores: &scores[range.start * stride..range.end * stride], stride, n, dst });
     });
     out
 }
@@ -25,7 +25,7 @@ struct Softmax<'a> {
     scores: &'a [f32],
     stride: usize,
     n: usize,
-    to: &'a mut [f32],
+    dst: &'a mut [f32],
 }
 
 impl WithSimd for Softmax<'_> {
@@ -33,12 +33,12 @@ impl WithSimd for Softmax<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
-        for (row, to) in self.scores.chunks_exact(self.stride).zip(self.to.chunks_exact_mut(self.n)) {
+        for (row, dst) in self.scores.chunks_exact(self.stride).zip(self.dst.chunks_exact_mut(self.n)) {
             let row = &row[..self.n];
             let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            to.iter_mut().zip(row).for_each(|(to, x)| *to = exp(x - max));
-            let factor = 1.0 / to.iter().sum::<f32>();
-            to.iter_mut().for_each(|to| *to *= factor);
+            dst.iter_mut().zip(row).for_each(|(dst, x)| *dst = exp(x - max));
+            let factor = 1.0 / dst.iter().sum::<f32>();
+            dst.iter_mut().for_each(|dst| *dst *= factor);
         }
     }
 }
@@ -77,8 +77,8 @@ impl Combine<'_> {
             let first = task * TOKENS;
             let tokens = first..tokens.min(first + TOKENS);
             // SAFETY: each task owns its tokens.
-            let to = unsafe { out.part(first * self.hidden, tokens.len() * self.hidden) };
-            dispatch(CombineTokens { combine: self, tokens, to });
+            let dst = unsafe { out.part(first * self.hidden, tokens.len() * self.hidden) };
+            dispatch(CombineTokens { combine: self, tokens, dst });
         });
     }
 }
@@ -86,7 +86,7 @@ impl Combine<'_> {
 struct CombineTokens<'a, 'b> {
     combine: &'a Combine<'b>,
     tokens: std::ops::Range<usize>,
-    to: &'a mut [f32],
+    dst: &'a mut [f32],
 }
 
 impl WithSimd for CombineTokens<'_, '_> {
@@ -95,14 +95,14 @@ impl WithSimd for CombineTokens<'_, '_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Combine { experts, weights, choices, per_token, shared, hidden } = *self.combine;
-        for (t, to) in self.tokens.zip(self.to.chunks_exact_mut(hidden)) {
-            to.fill(0.0);
+        for (t, dst) in self.tokens.zip(self.dst.chunks_exact_mut(hidden)) {
+            dst.fill(0.0);
             for &row in &choices[t * per_token..][..per_token] {
                 let row = row as usize;
-                axpy(simd, to, weights[row], &experts[row * hidden..][..hidden]);
+                axpy(simd, dst, weights[row], &experts[row * hidden..][..hidden]);
             }
             if let Some(Shares { out, gates, stride }) = shared {
-                axpy(simd, to, sigmoid(gates[t * stride]), &out[t * hidden..][..hidden]);
+                axpy(simd, dst, sigmoid(gates[t * stride]), &out[t * hidden..][..hidden]);
             }
         }
     }

@@ -303,10 +303,10 @@ impl<T: Element> WithSimd for Append<'_, '_, T> {
             let row = (t * self.kv_heads + self.head) * dim;
             positions.apply(&k[row..][..dim], positions.k_scale, t, &mut key);
             let value = &mut self.values[i * self.padded..][..dim];
-            value.iter_mut().zip(&v[row..][..dim]).for_each(|(to, &x)| *to = T::from_f32(x));
+            value.iter_mut().zip(&v[row..][..dim]).for_each(|(dst, &x)| *dst = T::from_f32(x));
             mark_unfinite(&mut key, value);
             let column = self.keys.iter_mut().skip(self.column + i).step_by(PANEL);
-            column.zip(&key).for_each(|(to, &x)| *to = T::from_f32(x));
+            column.zip(&key).for_each(|(dst, &x)| *dst = T::from_f32(x));
         }
     }
 }

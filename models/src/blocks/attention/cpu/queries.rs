@@ -99,8 +99,8 @@ impl<T: Element> QueriesTask<'_, '_, '_, T> {
         let (attention, scale) = (queries.attention, (dim as f32).powf(-0.5));
         for (i, q) in ws.q.chunks_exact_mut(dim).enumerate() {
             let (t, head) = queries.place(i);
-            let from = &attention.q_gate[2 * head * dim..][..dim];
-            attention.positions.apply(from, attention.positions.q_scale, t, q);
+            let src = &attention.q_gate[2 * head * dim..][..dim];
+            attention.positions.apply(src, attention.positions.q_scale, t, q);
             q.iter_mut().for_each(|q| *q *= scale);
         }
         let end = queries.keys.end.min(queries.seen(count - 1));

@@ -46,7 +46,7 @@ impl<T: Element> Cache<T> {
         for (i, (key, value)) in keys.chunks_exact(dim).zip(values.chunks_exact(dim)).enumerate() {
             let (head, token) = (i / tokens, self.len + i % tokens);
             let first = (head * capacity + token / PANEL * PANEL) * dim + token % PANEL;
-            self.keys[first..].iter_mut().step_by(PANEL).zip(key).for_each(|(to, x)| *to = *x);
+            self.keys[first..].iter_mut().step_by(PANEL).zip(key).for_each(|(dst, x)| *dst = *x);
             self.values[(head * capacity + token) * padded..][..dim].copy_from_slice(value);
         }
         self.len += tokens;
