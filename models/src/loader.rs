@@ -105,7 +105,7 @@ impl<'a> Loader<'a> {
     ///
     /// A matrix whose width is not whole blocks of the type (32 values, 256 for the K types) becomes
     /// [`Q8_0`](GgmlDType::Q8_0), or stays dense where 32 does not divide it either;
-    /// [`CausalLm::other_types`] tells which did. The decay and beta
+    /// [`CausalLm::other_types`] lists them. The decay and beta
     /// projections of Gated DeltaNet layers, a few rows that all else hangs on, become `Q8_0` whatever is asked for.
     /// Norms, the convolution and the router of experts are never quantised.
     ///
@@ -125,14 +125,14 @@ impl<'a> Loader<'a> {
     /// columns. A GGUF file is given whole: of each tensor the rank keeps
     /// its rows or columns, quantised as they are. Only where its columns are not whole blocks of their type, as a K type's
     /// 256 values may not divide the width of a shard, they become [`Q8_0`](GgmlDType::Q8_0), or dense where 32 does not
-    /// divide it either; [`CausalLm::other_types`] tells which did.
+    /// divide it either; [`CausalLm::other_types`] lists them.
     pub fn group(mut self, group: impl Into<Option<Arc<dyn Collective>>>) -> Self {
         self.group = group.into();
         self
     }
 
     /// Whether the checkpoint's draft head is loaded too, for [`CausalLm::draft`]. It becomes what the layers become:
-    /// quantised, or a rank's shard. [`CausalLm::has_draft_head`] tells whether there is one.
+    /// quantised, or a rank's shard. [`CausalLm::has_draft_head`] returns whether there is one.
     pub fn draft_head(mut self, choice: DraftHeadChoice) -> Self {
         self.draft_head = choice;
         self

@@ -1,4 +1,4 @@
-//! What a model takes, told from its configuration alone.
+//! The memory of a model, computed from its configuration alone.
 
 use crate::config::{Family, FfnKind, LayerConfig, MixerKind, ModelConfig};
 use crate::formats::Fp8Format;

@@ -13,7 +13,7 @@
 //!   stamping takes lies between the scopes and is counted as unstamped; the scope `empty`, once a warp, holds nothing
 //!   and shows what a scope measures by itself.
 //! * In the chunk forms, which have no registers to spare, a scope begins where the one before it ended, and contains what
-//!   stamping that one took; arithmetic on registers may have been moved across a border.
+//!   stamping that one cost; arithmetic on registers may have been moved across a border.
 //! * Cycles are exact on one multiprocessor. To bring several into one time, each one's clock is aligned by the
 //!   device's global timer, which steps every 32 ns to 1 µs depending on the device: see [`Clock`].
 //!

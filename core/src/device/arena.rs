@@ -100,7 +100,7 @@ impl Outputs {
         Ok(())
     }
 
-    /// An op that took a storage and never finished: its tensor holds the placeholder, which no op may write.
+    /// An op that allocated a storage and never finished: its tensor holds the placeholder, which no op may write.
     fn forget_failed(&mut self) {
         if let Some((key, Some(_))) = self.pending.take() {
             self.tensors.remove(&key);

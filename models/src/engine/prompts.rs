@@ -183,7 +183,7 @@ impl Prompts {
         Ok(())
     }
 
-    /// After a failed pass: the request `lost` ends with its error. The others that the pass broke begin anew.
+    /// After a failed pass: the request `lost` ends with its error. The others that the pass broke start again.
     pub fn recover(&mut self, lost: Option<RequestId>, error: &Error, cx: &mut Context) -> Result<()> {
         for mut filling in std::mem::take(&mut self.filling) {
             let intact = cx.is_intact(filling.sequence, filling.done) && !filling.is_done();

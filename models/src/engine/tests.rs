@@ -28,8 +28,9 @@ impl PartialEq for Reported {
         match (&self.0, &other.0) {
             (None, None) => true,
             (Some(a), Some(b)) => {
-                let all =
-                    |told: &Logprobs| [told.token].into_iter().chain(told.likeliest.iter().map(|(_, x)| *x)).collect();
+                let all = |reported: &Logprobs| {
+                    [reported.token].into_iter().chain(reported.likeliest.iter().map(|(_, x)| *x)).collect()
+                };
                 let (a, b): (Vec<f32>, Vec<f32>) = (all(a), all(b));
                 // Ids of equal ones are rounding's choice.
                 a.len() == b.len() && a.iter().zip(b).all(|(a, b)| near(*a, b))

@@ -104,7 +104,7 @@ impl Fp8<'_> {
         Some(format!("{name}_scale_inv")).filter(|scale| self.vb.contains_tensor(scale))
     }
 
-    /// Whether a weight without a scale cannot be in fp8. What is not told is left to the file: gates and embeddings.
+    /// Whether a weight without a scale cannot be in fp8. Gates and embeddings are not listed: the file decides.
     fn may_be_plain(&self, name: &str) -> bool {
         name.strip_suffix(".weight").is_none_or(|module| !self.config.converts(module))
     }

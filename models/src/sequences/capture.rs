@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// The launches of `work`, which runs four times: twice as it is, then captured twice. All that it allocates it must free.
 ///
 /// Whatever any thread gives the stream meanwhile would be captured too, and not run. Calls of this crate wait
-/// ([`candle_gdn_core::Working`]). Of others the second capture tells: it has other contents than the first.
+/// ([`candle_gdn_core::Working`]). Other work shows in the second capture, whose contents then differ from the first.
 ///
 /// How candle 0.11 and cudarc 0.19 behave meanwhile:
 /// * An allocation becomes a node of the graph, and so does its release, so that temporaries have fixed addresses in
@@ -40,7 +40,7 @@ pub(crate) fn capture(op: &str, device: &Device, mut work: impl FnMut() -> Resul
     let first = contents(&record(op, &stream, &mut work)?)?;
     let graph = record(op, &stream, &mut work)?;
     if contents(&graph)? != first {
-        bail!("{op}: another thread gave the device work during the capture, which took it in: its results are lost")
+        bail!("{op}: another thread gave the device work during the capture, which recorded it: its results are lost")
     }
     // Errors of releases, which cudarc keeps for later.
     stream.context().check_err().map_err(Error::wrap)?;

@@ -43,7 +43,7 @@ pub(super) struct Heads {
     pub tiled: bool,
 }
 
-/// The place of the weight that transformers calls `name`; `has` tells the tensors of the file.
+/// The place of the weight that transformers calls `name`; `has` says which tensors the file contains.
 pub(super) fn place(name: &str, heads: &Heads, has: impl Fn(&str) -> bool) -> Option<Place> {
     let whole = |tensor: &str| Place { tensor: tensor.into(), rows: None, columns: None, value: Value::Same };
     let norm = |tensor: &str| Place { value: Value::PlusOne, ..whole(tensor) };
@@ -106,7 +106,7 @@ impl Heads {
         };
         let rows = |tensor: &str, ranges: Vec<Range<usize>>| part(tensor, ranges.iter().map(Range::len).sum(), ranges);
         let q_k_and = |v: Vec<Range<usize>>| std::iter::once(0..2 * keys).chain(v).collect();
-        // Before the converter took them apart, both stood interleaved by key head.
+        // The converter split them; before, both were interleaved by key head.
         let one_tensor = !has(&at("attn_qkv.weight")) && has(&at("ssm_in.weight"));
         let (r, heads, both) = (self.per_key_head(), c.num_value_heads, has(&at("ssm_ba.weight")));
         let (stride, v_rows) = (2 * (key + r * value), r * value);
