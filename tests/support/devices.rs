@@ -55,43 +55,14 @@ pub fn soak() -> Option<usize> {
 
 fn devices_with(cuda: fn(usize) -> Result<Device>) -> Vec<Device> {
     let wanted = std::env::var("CANDLE_GDN_TEST_DEVICE").unwrap_or_default();
-    let cuda = || if cfg!(feature = "cuda") { cuda(0).ok().map(with_dirty_memory) } else { None };
+    // Without the feature `cuda` of the package under test there is no such device.
+    let cuda = || cuda(0).ok().inspect(candle_gdn_core::device::testing::fill_memory_with_nan);
     match wanted.as_str() {
         "cpu" => vec![Device::Cpu],
         "cuda" => vec![cuda().expect("CANDLE_GDN_TEST_DEVICE=cuda, but there is no CUDA device")],
         "" => std::iter::once(Device::Cpu).chain(cuda()).collect(),
         other => panic!("CANDLE_GDN_TEST_DEVICE: expected cpu or cuda, got {other}"),
     }
-}
-
-#[cfg(not(feature = "cuda"))]
-fn with_dirty_memory(device: Device) -> Device {
-    device
-}
-
-/// The device, whose next allocations, 256 MiB in all, find NaN in each float and not a new page's zeros: what nobody wrote shows.
-/// compute-sanitizer's `initcheck` cannot tell, as it misses what a kernel stores by bulk copies, cuBLAS' kernels too.
-#[cfg(feature = "cuda")]
-fn with_dirty_memory(device: Device) -> Device {
-    use candle_core::cuda_backend::cudarc::driver::{
-        result, sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
-    };
-    static ONCE: std::sync::Once = std::sync::Once::new();
-    ONCE.call_once(|| {
-        let mut bytes = 256u64 << 20;
-        let stream = device.as_cuda_device().expect("a CUDA device").cuda_stream();
-        // SAFETY: the pool is the device's own, the attribute a u64; the memory is written where it was allocated, in the stream's order.
-        unsafe {
-            let pool =
-                result::device::get_default_mem_pool(stream.context().cu_device()).expect("the device's memory pool");
-            result::mem_pool::set_attribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, (&raw mut bytes).cast())
-                .expect("its threshold");
-            let memory = result::malloc_async(stream.cu_stream(), bytes as usize).expect("256 MiB");
-            result::memset_d8_async(memory, 0xff, bytes as usize, stream.cu_stream()).expect("a launch");
-            result::free_async(memory, stream.cu_stream()).expect("memory that is freed");
-        }
-    });
-    device
 }
 
 /// Relative RMS error `||x - want|| / ||want||`; NaN anywhere is infinite. Two empty or zero tensors agree.

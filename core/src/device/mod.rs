@@ -10,7 +10,6 @@ mod launch;
 mod pointers;
 #[cfg(feature = "cuda")]
 mod stream_lock;
-#[cfg(feature = "cuda")]
 pub mod testing;
 mod threads;
 
