@@ -23,7 +23,7 @@ pub enum Algo {
     /// and the state at 16 bytes, which `Auto` checks and this refuses.
     Recurrent128,
     /// Made for decode: up to 16 tokens a sequence, K = V = 128. On CUDA the rows of q and k must begin at multiples of
-    /// eight elements, those of v at four, and the state at 16 bytes.
+    /// eight elements, those of v at four, and the state at 16 bytes; for one token a and b are in f32 or in q's dtype.
     Decode128,
     /// Chunk by chunk (64 tokens) on tensor cores, f32 sums: q, k and v in bf16 or f16, K up to 128, both head sizes
     /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes, which `Auto` checks and this refuses;

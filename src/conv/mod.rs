@@ -69,6 +69,9 @@ impl CausalConv1d {
     /// # Errors
     /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
     pub fn forward(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        for (arg, tensor) in [("x", x), ("weight", weight)] {
+            check_device(OP, arg, tensor, self.state.device())?;
+        }
         apply2(self, None, &dense_rows(x)?, &weight.contiguous()?)
     }
 

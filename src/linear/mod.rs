@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// A dense weight `[out, in]` in f32, bf16 or f16, which multiplies `y = x wᵀ`.
 ///
 /// On the CPU the weight is packed when it is made, for products of this crate; matrices in f32 that bf16 or f16 holds
-/// exactly are kept in it. On CUDA up to 32 rows in bf16 and f16 use a kernel of this crate where it is faster than
+/// exactly are kept in it. On CUDA up to 16 rows in bf16 and f16 use a kernel of this crate where it is faster than
 /// cuBLAS, which multiplies the rest.
 #[derive(Debug, Clone)]
 pub struct DenseWeight(Storage);

@@ -62,6 +62,9 @@ impl GatedRmsNorm {
         if x.rank() < 2 {
             bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
         }
+        for (arg, tensor) in [("z", z), ("weight", weight)] {
+            check_device(OP, arg, tensor, x.device())?;
+        }
         let lead = x.rank() - 2;
         let (x, z, weight) = (uniform_tokens(x, lead)?, uniform_tokens(z, lead)?, weight.contiguous()?);
         apply3(self, None, &x, &z, &weight)

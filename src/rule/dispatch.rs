@@ -3,12 +3,15 @@
 use super::call::Rule;
 use crate::algo::Algo;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
-use candle_gdn_core::check::{dense_rows, Arg, Lead};
+use candle_gdn_core::check::{check_device, dense_rows, Arg, Lead};
 use candle_gdn_core::device::apply3;
 
 impl Rule {
     /// Runs the op on q, k and v, copying only those whose rows are not contiguous.
     pub fn forward<C: CustomOp3>(&self, op: &C, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        for (arg, tensor) in [("q", q), ("k", k), ("v", v)] {
+            check_device(op.name(), arg, tensor, self.state.device())?;
+        }
         apply3(op, None, &dense_rows(q)?, &dense_rows(k)?, &dense_rows(v)?)
     }
 

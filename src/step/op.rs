@@ -148,6 +148,9 @@ impl GdnStep {
     /// The tensors as the kernels read them, copied only where their rows are not contiguous, or where the sequences and
     /// tokens of z do not count through.
     pub(super) fn prepare(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<[Tensor; 3]> {
+        for (arg, tensor) in [("qkv", qkv), ("z", z), ("conv_weight", conv_weight)] {
+            check_device(OP, arg, tensor, self.rule.state.device())?;
+        }
         let z = uniform_tokens(z, qkv.rank().saturating_sub(1))?;
         let (mut qkv, mut z, conv_weight) = (dense_rows(qkv)?, z, conv_weight.contiguous()?);
         if self.ring.is_some() {

@@ -49,6 +49,13 @@ fn any_case() -> impl Strategy<Value = Case> {
             let algo = match algo {
                 Algo::Recurrent128 | Algo::Decode128 if !of_128 => Algo::Recurrent,
                 Algo::Decode128 if lengths.iter().any(|&n| n > 16) => Algo::Recurrent128,
+                // One token: gates in f32 or in the dtype of q.
+                Algo::Decode128
+                    if lengths.iter().all(|&n| n <= 1)
+                        && gate_dtype.is_some_and(|gate| gate != DType::F32 && gate != dtype) =>
+                {
+                    Algo::Recurrent128
+                }
                 algo if on_tensor_cores(algo) && !of_8 => Algo::Recurrent,
                 algo => algo,
             };

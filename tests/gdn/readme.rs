@@ -61,13 +61,25 @@ fn what_the_readme_shows_is_what_compiles() {
 #[test]
 fn pages_stay_short() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-    let files = std::process::Command::new("git").args(["ls-files", "*.md"]).current_dir(root).output().unwrap().stdout;
+    let (mut folders, mut files) = (vec![root.to_owned()], vec![]);
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap()) {
+            let (path, name) = (entry.path(), entry.file_name().into_string().unwrap());
+            match entry.file_type().unwrap().is_dir() {
+                true if !name.starts_with('.') && !["target", "results", "found"].contains(&&*name) => {
+                    folders.push(path)
+                }
+                false if name.ends_with(".md") => files.push(path.strip_prefix(root).unwrap().display().to_string()),
+                _ => {}
+            }
+        }
+    }
     let is_hash = |word: &str| {
         let hex = word.len() == 7 && word.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
         hex && word.bytes().any(|b| b.is_ascii_digit()) && word.bytes().any(|b| b.is_ascii_lowercase())
     };
     let mut pages = 0;
-    for page in String::from_utf8(files).unwrap().lines().filter(|page| !page.starts_with("benches/results/")) {
+    for page in &files {
         let text = std::fs::read_to_string(root.join(page)).unwrap();
         let folder = (page.starts_with("cuda/") || page.starts_with("models/cuda/")) && page.ends_with("README.md");
         let lines = text.lines().count();
@@ -76,5 +88,5 @@ fn pages_stay_short() {
         assert_eq!(hash, None, "{page}: a commit hash");
         pages += 1;
     }
-    assert!(pages > 20, "{pages} pages: not a git checkout");
+    assert!(pages > 20, "{pages} pages");
 }

@@ -125,7 +125,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// One pass of the model: prompts if there are any to be fed, else a decode step. Returns its results in order.
     ///
     /// A pass that fails, when a device refuses or is out of memory, is no error: its requests are fed again, and
-    /// the next passes have fewer of them. A request that fails alone twice ends with [`FinishReason::Failed`]. All others
+    /// the next passes have fewer of them. A request that fails alone twice, or cannot be fed again, ends with [`FinishReason::Failed`]. All others
     /// go on, with the same tokens as without the failure.
     ///
     /// # Errors
