@@ -15,7 +15,7 @@ template <typename T, typename ST, int ROWS, int WARPS> int launch_decode(const 
   return with_gate<T>(c.gate_dtype, [&](auto gate) {
     using G = typename decltype(gate)::type;
     GDN_PROFILED(profile::Target target; if (const int status = profile::attach(target, grid, 32 * WARPS)) return status;)
-    return launch(decode_kernel<T, G, ST, ROWS, WARPS>, {grid, dim3(32 * WARPS), 0, stream}, p, sizes_of(c) GDN_PROFILED(, target));
+    return launch(decode_kernel<T, G, ST, ROWS, WARPS>, {grid, dim3(32 * WARPS), 0, stream}, decode_params(p) GDN_PROFILED(, target));
   });
 }
 
