@@ -71,7 +71,7 @@ impl AttentionCache {
         Ok(Self { k: k.clone(), v: v.clone(), positions: positions.clone(), slots: None })
     }
 
-    /// Sequence `n` uses slot `slots[n]`; see [`candle_gdn::GdnDecode::with_slots`]. `slots` has one map, for reads and
+    /// Sequence `n` uses slot `slots[n]`; see [`candle_gdn::ops::GdnDecode::with_slots`]. `slots` has one map, for reads and
     /// writes: keys and values stay where they are.
     pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
         self.slots = Some(slots.into());
