@@ -397,7 +397,7 @@ def ranks(s):
 
 
 def gaps(df, full):
-    """Where ours is furthest behind the best peer, by each suite's best clock; in short only where it is behind."""
+    """Where ours is slowest against the best peer, by each suite's best clock; in short only where it is slower."""
     suites = [standing(g, best_clock(g)).assign(source=source, clock=best_clock(g))
               for (source, _), g in df.groupby(["source", "suite"], sort=False) if g.peer.any() and clocks(g, True)]
     if not suites:

@@ -5,7 +5,7 @@
     python3 tests/sanitize.py target/debug/deps/gdn-… --tools racecheck,initcheck --jobs 8
 
 Tests of the models' program run in the folder models. What is done is kept in a file (--done), so that another run goes on
-where this one ended; remove it to begin anew. The exit code is 1 if a test failed, reported something or reached its limit.
+where this one ended; remove it to start from the first test. The exit code is 1 if a test failed, reported something or reached its limit.
 """
 import argparse
 import os
@@ -40,7 +40,7 @@ def run(tool, options, program, test, gpu, limit):
     try:
         output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)    # the test too, which the sanitizer leaves behind
+        os.killpg(process.pid, signal.SIGKILL)    # the test too, which the sanitizer does not stop
         output, _ = process.communicate()
         return f"over {limit:.0f} s{', after reports' if REPORTED.search(output) else ''}", output
     found = SUMMARY.findall(output)

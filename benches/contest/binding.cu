@@ -122,7 +122,7 @@ void prefill(TensorView q, TensorView k, TensorView v, TensorView state, TensorV
   // How long the longest sequence is only the GPU knows.
   p.common.seqs.max_tokens_per_seq = p.common.seqs.total_tokens = static_cast<int32_t>(tokens);
 
-  // One allocation: the workspace, which follows from sizes alone, and behind it cu_seqlens as gdn_rule takes it.
+  // One allocation: the workspace, which follows from sizes alone, followed by cu_seqlens as gdn_rule takes it.
   const tvm::ffi::CUDADeviceGuard guard(device.device_id);
   p.common.seqs.cu_seqlens = address<uint32_t>(cu_seqlens);
   check("gdn_rule_workspace", gdn_rule_workspace(&p, &p.workspace_bytes));

@@ -21,7 +21,7 @@ pub fn drafts(bench: &Bench, names: &[String], ordinal: usize) -> Result<()> {
     let device = candle_gdn::single_stream_device(ordinal)?;
     for name in names {
         let config = config(name)?;
-        let weights = Box::new(Dummy::new(&config, &device)?);
+        let weights = Box::new(Dummy::new(&config));
         let vb = VarBuilder::from_backend(weights, bench.dtype, device.clone());
         let model = CausalLm::loader(&config).algo(bench.layer_algo()).draft_head(DraftHeadChoice::On).load(vb)?;
         for batch in bench.choice.batches(&BATCHES) {

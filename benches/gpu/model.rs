@@ -74,7 +74,7 @@ pub fn model(bench: &mut Bench, names: &[String], ordinal: usize) -> Result<()> 
     for name in names {
         let config = config(name)?;
         ensure!(bench.dtype == DType::BF16 || bench.dtype == DType::F32, "--dtype: expected bf16 or f32 for models");
-        let weights = Box::new(Dummy::new(&config, &device)?);
+        let weights = Box::new(Dummy::new(&config));
         let vb = VarBuilder::from_backend(weights, bench.dtype, device.clone());
         let loaded = CausalLm::loader(&config).algo(bench.layer_algo()).load(vb)?;
         let case = Case { name, model: &loaded, clock: &clock };

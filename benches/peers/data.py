@@ -1,4 +1,4 @@
-"""Random inputs of a workload, equal for every contender and drawn anew for every set of buffers."""
+"""Random inputs of a workload, equal for every contender and drawn again for every set of buffers."""
 from dataclasses import dataclass
 
 import torch

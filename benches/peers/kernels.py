@@ -28,7 +28,7 @@ import workloads
 METRICS = {"gpu__time_duration.sum": "ns", "dram__bytes_read.sum": "read", "dram__bytes_write.sum": "written"}
 NAMES = ["candle-gdn", "torch", "torch-compile"]
 MARK = "spin_kernel"        # of torch.cuda._sleep, between one call and the next
-LONGEST = 4                 # kernels told by name
+LONGEST = 4                 # kernels listed by name
 
 
 def items(name, works):

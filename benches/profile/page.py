@@ -94,7 +94,7 @@ def table(roles):
 
 
 def window(warps):
-    """The launch that took longest on one multiprocessor: its warps there, the first tracks of them, and a time in its middle."""
+    """The longest launch on one multiprocessor: its warps there, the first tracks of them, and a time in its middle."""
     spans = collections.defaultdict(list)
     for warp in warps:
         spans[warp.launch, warp.sm].append(warp)

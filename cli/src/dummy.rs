@@ -10,7 +10,7 @@ use std::sync::Mutex;
 
 /// Values made at a time, in f32: the experts of a layer together would need gigabytes.
 const CHUNK: usize = 1 << 22;
-const SEED: u64 = 299792458;
+const SEED: u32 = 299792458;
 
 /// What the names of weights end with; the experts of a layer come as one tensor.
 const KNOWN: &[&str] = &[".weight", ".A_log", ".dt_bias", ".experts.gate_up_proj", ".experts.down_proj"];
@@ -34,12 +34,9 @@ pub struct Dummy {
 }
 
 impl Dummy {
-    pub fn new(config: &ModelConfig, device: &Device) -> Result<Self> {
-        if !device.is_cpu() {
-            device.set_seed(SEED)?;
-        }
+    pub fn new(config: &ModelConfig) -> Self {
         let (tied, fp8) = (config.tie_word_embeddings, config.fp8.clone());
-        Ok(Self { family: config.family, tied, fp8, in_fp8: Mutex::default() })
+        Self { family: config.family, tied, fp8, in_fp8: Mutex::default() }
     }
 
     /// Whether a weight is in e4m3, with scales beside it.
@@ -77,6 +74,9 @@ impl SimpleBackend for Dummy {
             return Tensor::full(scale, shape, device)?.to_dtype(dtype);
         }
         let (len, range) = (shape.elem_count(), range(name, shape.dims()));
+        if !device.is_cpu() {
+            device.set_seed(u64::from(seed(name)))?;
+        }
         let chunk = |first: usize| uniform(name, first, CHUNK.min(len - first), range, device)?.to_dtype(dtype);
         if len <= CHUNK {
             return chunk(0)?.reshape(shape);
@@ -132,13 +132,18 @@ fn uniform(name: &str, first: usize, len: usize, [low, high]: [f32; 2], device: 
         return Tensor::rand(low, high, len, device)?.to_dtype(DType::BF16)?.to_dtype(DType::F32);
     }
     // candle's generator on the CPU has no seed. A hash of the index vectorises.
-    let seed = name.bytes().fold(SEED as u32, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193));
+    let seed = seed(name);
     let step = (high - low) / (1u32 << 24) as f32;
     let value = |i: usize| {
         let x = low + step * (hash((i as u32).wrapping_add(seed)) >> 8) as f32;
         f32::from_bits(x.to_bits() & 0xffff_0000)
     };
     Tensor::from_vec((first..first + len).map(value).collect::<Vec<f32>>(), len, device)
+}
+
+/// A seed of the name, so that a weight holds the same numbers whatever was loaded before it.
+fn seed(name: &str) -> u32 {
+    name.bytes().fold(SEED, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193))
 }
 
 /// 32 well mixed bits of each number.

@@ -167,7 +167,7 @@ pub fn load_model(
             Ok(loader.load(vb)?)
         }
         (LoadFormat::Dummy, _) => {
-            let vb = VarBuilder::from_backend(Box::new(Dummy::new(config, device)?), dtype, device.clone());
+            let vb = VarBuilder::from_backend(Box::new(Dummy::new(config)), dtype, device.clone());
             let vb = match &rank.group {
                 Some(group) => shard_of(vb, config, &**group)?,
                 None => vb,

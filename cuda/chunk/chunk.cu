@@ -25,8 +25,8 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   s->mixed = segments.slots > 0;
   s->slots = s->mixed ? static_cast<int32_t>(segments.slots) : p.common.seqs.num_seqs;
   s->long_tokens = static_cast<int32_t>(segments.long_tokens);
-  const int64_t behind = longest - s->first_chunks;
-  s->segments = static_cast<int32_t>(1 + (behind > 0 ? ceil_div(behind, s->segment_chunks) : 0));
+  const int64_t later_chunks = longest - s->first_chunks;
+  s->segments = static_cast<int32_t>(1 + (later_chunks > 0 ? ceil_div(later_chunks, s->segment_chunks) : 0));
   // [V, K] after the first; [V + K, K] of each that is neither it nor the last.
   const int64_t rows = s->segments > 1 ? p.common.head_v + (s->segments - 2) * (p.common.head_v + p.common.head_k) : 0;
   s->transfer_bytes = rows * s->slots * p.common.num_v_heads * p.common.head_k * static_cast<int64_t>(sizeof(float));

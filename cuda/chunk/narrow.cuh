@@ -1,4 +1,4 @@
-// The arithmetic of a block with one warpgroup for it: 64 value rows. The order of products hides what can be hidden behind the
+// The arithmetic of a block with one warpgroup for it: 64 value rows. The order of products overlaps what can be overlapped with the
 // one chain that cannot: state -> S K^T -> U -> V' -> state. The output of a chunk goes to where its v was, and leaves from there
 // by a bulk copy, while the next chunk's S K^T and S Q^T run.
 #pragma once

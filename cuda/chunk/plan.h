@@ -55,7 +55,7 @@ struct Plan : Cuts {
 
 // What a block does with its stretch of chunks.
 enum Pass {
-  kWhole,      // o and the final state: of a sequence in one segment, or of those behind the first
+  kWhole,      // o and the final state: of a sequence in one segment, or of those after the first
   kSeveral,     // of sequences in one segment, several for a block, which is then a place
   kFirst,      // of the first segment, while
   kTransfer    // what the others add to a state and make of one is found (context.cuh)

@@ -211,8 +211,8 @@ __device__ __forceinline__ int begin_of_segment(const Plan &plan, int segment) {
 
 // The number of segments of a sequence of `chunks` chunks.
 __device__ __forceinline__ int segments_of(const Plan &plan, int chunks) {
-  const int behind = chunks - plan.first_chunks;
-  return behind <= 0 ? 1 : 1 + (behind + plan.segment_chunks - 1) / plan.segment_chunks;
+  const int later_chunks = chunks - plan.first_chunks;
+  return later_chunks <= 0 ? 1 : 1 + (later_chunks + plan.segment_chunks - 1) / plan.segment_chunks;
 }
 
 // The long sequence that has a slot (plan.mixed), by all lanes of a warp; -1: there are fewer.

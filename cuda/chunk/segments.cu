@@ -65,13 +65,13 @@ double makespan(int64_t late, double long_block, int64_t brief, double brief_blo
   const double begin = static_cast<double>(rounds) * long_block, end = begin + (last > 0 ? long_block : 0.);
   double best = -1.;
   const double each = brief_block + again;
-  for (const double from : {begin - again, begin + long_block}) {    // a brief block ends last: one beside, or behind, the long ones
+  for (const double from : {begin - again, begin + long_block}) {    // a brief block ends last: at the same time as the long ones, or after them
     for (int64_t k = 0; k <= ceil_div(brief, places - last) + 1; ++k) {
       const double at = from + static_cast<double>(k) * each;
       if (at < end || (best >= 0. && at >= best)) continue;
       const int64_t beside = static_cast<int64_t>((at - begin + again) / each + 1e-6);
-      const int64_t behind = last > 0 ? static_cast<int64_t>((at - end) / each + 1e-6) : 0;
-      if ((places - last) * beside + last * behind >= brief) best = at;
+      const int64_t after = last > 0 ? static_cast<int64_t>((at - end) / each + 1e-6) : 0;
+      if ((places - last) * beside + last * after >= brief) best = at;
     }
   }
   return best < end ? end : best;

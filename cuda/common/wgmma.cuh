@@ -52,7 +52,7 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
 // acc[64, N] (+)= a[64, 16] b[16, N] in two forms. product(): a in registers; ROWS: b is a tile_of_rows. product_of_tiles(): both are
 // tiles of columns, the rows of a those of its tile. A warp's part of acc is that of N / 8 mma16816 side by side, and of a that of one.
 //
-// A shape is N, N / 8, its accumulators as PTX has them and as C++ has them (last), and the numbers of the operands behind those.
+// A shape is N, N / 8, its accumulators as PTX has them and as C++ has them (last), and the numbers of the operands after those.
 #define GDN_PRODUCT(N, D, P0, P1, P2, P3, P4, P5, P6, TYPE, ...)                                                                    \
   GDN_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" P5 ", 0;\n"                                                                       \
             "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, {%" P0 ", %" P1 ", %" P2 ", %" P3 "}, %" P4  \

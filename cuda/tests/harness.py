@@ -277,7 +277,7 @@ def group(make, table, quick=(), ways=ONCE):
 
 
 def expect(what, f, params, table, *more):
-    """The statuses of launches with some fields changed: `params` makes them anew, `table` has {the status's name: [the
+    """The statuses of launches with some fields changed: `params` makes fresh ones, `table` has {the status's name: [the
     changes of each launch]}. A function makes the new value of the old one."""
     for want, launches in table.items():
         for changes in launches:

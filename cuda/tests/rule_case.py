@@ -163,7 +163,7 @@ class RuleCase:
     # ---- launches ----
 
     def buffers(self):
-        """Makes what a launch writes anew."""
+        """Allocates again what a launch writes."""
         shift, gap = self.o_frame
         width = self.hv * self.v
         self.o_buffer = nan(shift + self.rows * (width + gap), dtype=self.io)
@@ -233,7 +233,7 @@ made = {}
 
 
 def once(kind, **case):
-    """A case, made anew only where it is not the last one: several launches of it share its reference."""
+    """A case, made only where it is not the last one: several launches of it share its reference."""
     key = kind, repr(case)
     if made.get("key") != key:
         made.update(key=key, case=kind(**case))

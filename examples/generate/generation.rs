@@ -1,4 +1,4 @@
-//! From prompts to completions, and what is told at the end.
+//! From prompts to completions, and the summary at the end.
 
 use super::completion::{Completion, Stop};
 use super::job::{Job, MIB};

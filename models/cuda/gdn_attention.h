@@ -79,7 +79,7 @@ int gdn_attention(const gdn_attention_params *params, cudaStream_t stream);
 // How many bytes of workspace gdn_attention needs for these parameters on the current device; follows from sizes alone.
 int gdn_attention_workspace(const gdn_attention_params *params, int64_t *bytes);
 
-// positions[n] += the new tokens of sequence n, but for padding: once a forward pass, behind its last layer.
+// positions[n] += the new tokens of sequence n, but for padding: once a forward pass, after its last layer.
 typedef struct gdn_advance_params {
   uint32_t *positions;     // [num_seqs], device
   gdn_slots slots;         // slot_stride is not read

@@ -9,11 +9,11 @@
 extern "C" {
 #endif
 
-// A residual and the norm behind it:
+// A residual and the norm after it:
 //   sum = x + h;   y = sum * rsqrt(mean(sum^2) + eps) * weight
 // The norm is of the sum as it was rounded and stored. Without h it is the norm alone.
 //
-// A launch behind this one that overlaps may begin while the kernel before this one still runs. Neither of the two may write what that launch
+// A later launch that overlaps may begin while the kernel before this one still runs. Neither of the two may write what that launch
 // reads before its wait. In a model it is a projection or the experts, which read weights.
 typedef struct gdn_residual_params {
   const void *x;           // [rows, dim], dtype

@@ -1,4 +1,4 @@
-// candle-gdn: products with matrices in ggml's block types, packed anew for them. The rules of gdn.h hold here too: one parameter struct and a stream, nothing allocated, nothing awaited, strides in
+// candle-gdn: products with matrices in ggml's block types, repacked for them. The rules of gdn.h hold here too: one parameter struct and a stream, nothing allocated, nothing awaited, strides in
 // elements, statuses of gdn_status; a launch can be captured.
 #ifndef CANDLE_GDN_QUANTIZED_H
 #define CANDLE_GDN_QUANTIZED_H

@@ -42,7 +42,7 @@ impl Slot {
 }
 
 fn decode(slots: &[Slot]) -> Result<Profile> {
-    // Slots that no warp took stay zero.
+    // Slots that no warp used are zero.
     let mut bytes: Vec<u8> = slots.iter().flat_map(Slot::bytes).collect();
     bytes.resize(bytes.len() + 2 * (WARP_BYTES + EVENTS * EVENT_BYTES), 0);
     Profile::decode(&bytes, EVENTS, &names())

@@ -1,4 +1,4 @@
-//! Sizes past 32 bits, states that other threads drop, and errors that somebody else left behind. On a GPU of 40 GB and
+//! Sizes past 32 bits, states that other threads drop, and errors that other code left unread. On a GPU of 40 GB and
 //! more: elsewhere there is nothing to test.
 
 use crate::random_layer::{layer, of_128, packed, rows};
@@ -34,7 +34,7 @@ fn states_of_more_than_32_bits() -> Result<()> {
     Ok(())
 }
 
-/// The last run of a sequence may begin below 2^31 and end behind it.
+/// The last run of a sequence may begin below 2^31 and end above it.
 #[test]
 fn a_convolution_of_nearly_2_to_the_31_tokens() -> Result<()> {
     for device in gpus(devices()) {

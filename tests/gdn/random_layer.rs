@@ -17,7 +17,7 @@ pub fn of_128() -> GdnConfig {
 }
 
 /// A layer and inputs whose projection is exact in f32 and bf16 sums of any order: multiples of 1/64 times multiples of
-/// 1/8. What is left may only differ in the kernels behind it, not by the rows of a matrix product.
+/// 1/8. What is left may only differ in the kernels after it, not by the rows of a matrix product.
 pub fn layer(c: &GdnConfig, dtype: DType, device: &Device, seed: u64) -> GatedDeltaNet {
     let rng = &mut Rng::new(seed);
     let mut grid = |rows: usize, columns: usize| {

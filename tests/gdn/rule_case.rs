@@ -341,7 +341,7 @@ impl Drawn {
                     }
                 }
                 let mut projection = Tensor::cat(&columns, lead.len())?;
-                // Rows of nobody before and behind: the offset is not zero, and sequences of a batch do not touch.
+                // Rows of no sequence before and after: the offset is not zero, and sequences of a batch do not touch.
                 for dim in 0..lead.len() {
                     let mut shape = projection.dims().to_vec();
                     shape[dim] = 1;

@@ -3,7 +3,7 @@
 use crate::support::{rounded, values};
 use candle_core::{DType, Device, Result, Tensor};
 
-/// States of sequences in slots of a pool that has more of them; those of nobody hold 7.
+/// States of sequences in slots of a pool that has more of them; slots of no sequence hold 7.
 pub struct SlotPool {
     pub all: Tensor,
     map: Vec<Option<usize>>,
@@ -43,7 +43,7 @@ impl SlotPool {
         let mut rest = all.clone();
         let owned = self.map.iter().flatten().map(|slot| slot * self.size..(slot + 1) * self.size);
         owned.clone().for_each(|slot| rest[slot].fill(7.0));
-        assert!(rest.iter().all(|&x| x == 7.0), "a slot of nobody was touched");
+        assert!(rest.iter().all(|&x| x == 7.0), "a slot of no sequence was written");
         owned.flat_map(|slot| all[slot].to_vec()).collect()
     }
 }

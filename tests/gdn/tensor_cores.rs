@@ -123,7 +123,7 @@ fn long_sequences_among_short_ones() {
     }
 }
 
-/// Padding among packed sequences and in a batch, and rows of nobody around all of them, are NaN: what is read of them
+/// Padding among packed sequences and in a batch, and rows of no sequence around all of them, are NaN: what is read of them
 /// shows, though it be multiplied by zero.
 #[test]
 fn what_lies_around_plays_no_part() {

@@ -40,7 +40,7 @@ fn newest(dir: &Path) -> SystemTime {
     times.max().unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
-/// What a run left behind.
+/// What a run printed and how it ended.
 #[derive(Debug)]
 pub struct Run {
     pub code: Option<i32>,

@@ -69,7 +69,7 @@ class TensorOps(Peer):
     def __init__(self, lib_path=None, device="cuda"):
         self.lib_path, self.device, self.version = lib_path, device, torch.__version__
         if self.compiled:
-            torch._dynamo.config.recompile_limit = 64       # a function is compiled anew for every shape; eager past 8
+            torch._dynamo.config.recompile_limit = 64       # a function is compiled again for every shape; eager past 8
         self.decode, self.prefill = (torch.compile(f, dynamic=False) if self.compiled else f for f in (decode, prefill))
 
     def includes(self, work, variant):

@@ -1,4 +1,4 @@
-//! What a model takes, as told before it is loaded.
+//! The memory line that is printed before a model is loaded.
 
 use crate::cli::{fails, generate, Copy, DEMO};
 use crate::tiny::Tiny;
@@ -141,7 +141,7 @@ fn random_weights_make_a_model_of_either_family() -> Result<()> {
         let config = small(name);
         let asked = Arc::new(AtomicU64::new(0));
         let load = || {
-            let backend = Counting(Dummy::new(&config, &Device::Cpu)?, asked.clone());
+            let backend = Counting(Dummy::new(&config), asked.clone());
             CausalLm::load(&config, VarBuilder::from_backend(Box::new(backend), DType::F32, Device::Cpu))
         };
         let model = load()?;
@@ -165,7 +165,7 @@ fn random_weights_make_a_model_of_either_family() -> Result<()> {
 
 #[test]
 fn random_weights_are_made_in_pieces() -> Result<()> {
-    let dummy = Dummy::new(&config("qwen3.5-4b"), &Device::Cpu)?;
+    let dummy = Dummy::new(&config("qwen3.5-4b"));
     let get = |dims: &[usize], name: &str| {
         dummy
             .get(Shape::from(dims), name, Init::default(), DType::BF16, &Device::Cpu)?

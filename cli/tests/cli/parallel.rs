@@ -3,7 +3,7 @@
 use crate::cli::{command, fails, generate, run, Copy, Run, PROMPT};
 use std::process::Stdio;
 
-/// What is printed and told must be that of one device, and told once.
+/// Text and notices are those of one device, each printed once.
 #[track_caller]
 fn same_as_alone(args: &[&str]) -> Run {
     let both = generate(&[args, &["--tensor-parallel", "2"]].concat());
@@ -27,8 +27,8 @@ fn a_text_by_quantised_parts() {
     let with = |more: &[&str]| same_as_alone(&[&args[..], &["--temperature", "0"], more].concat());
     assert!(with(&["--quantize", "q8_0"]).stderr.contains("matrices Q8_0, on 2 threads"));
     // 192 columns are no whole blocks of 256.
-    let told = with(&["--quantize", "q4k"]).stderr;
-    assert_eq!(told.matches("matrices are of another type").count(), 1, "{told}");
+    let run = with(&["--quantize", "q4k"]).stderr;
+    assert_eq!(run.matches("matrices are of another type").count(), 1, "{run}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ static_assert(kMostParts <= 64, "a lane of the warp that merges has two parts");
 // What a part leaves, in words: the greatest logit, the sum of exp(x - that), then ids and logits of the likeliest tokens.
 constexpr int kIds = 2, kLogits = kIds + GDN_MOST_LIKELIEST, kPartWords = kLogits + GDN_MOST_LIKELIEST;
 
-// The order of a logit, and behind it the complement of the id: the greatest is the likeliest token, of equal ones the first. 0: none.
+// The order of a logit, followed by the complement of the id: the greatest is the likeliest token, of equal ones the first. 0: none.
 __device__ __forceinline__ uint64_t key_of(float x, uint32_t id) {
   const uint32_t bits = __float_as_uint(x);
   return static_cast<uint64_t>(bits & 0x80000000u ? ~bits : bits | 0x80000000u) << 32 | ~id;

@@ -1,4 +1,4 @@
-// What the kernels of the mixture of experts are told.
+// Arguments of the kernels of the mixture of experts.
 #pragma once
 
 #include <stddef.h>
@@ -45,7 +45,7 @@ struct Args {
   int32_t *row_of_choice;    // [tokens, k]
   int32_t *token_of_row;     // [tokens k]
   Tile *tiles;
-  int32_t *tile_count;       // tiles; those of routed experts; items that wide_kernel took, of gate and up and of down
+  int32_t *tile_count;       // tiles; those of routed experts; items that wide_kernel has claimed, of gate and up and of down
   void *rows;                // [rows, hidden]: mlp(x)
   int64_t x_stride, logits_stride, y_stride;
   int64_t split_stride;      // from logits to logits, whose sum they are
@@ -64,7 +64,7 @@ inline __host__ __device__ int32_t table_bytes(const Args &a) { return table_byt
 
 // The launchers of a dtype, in few.cu, packed.cu, many.cu and scores.cu.
 template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
-template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, bool overlap, cudaStream_t stream);    // behind logits and table
+template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, bool overlap, cudaStream_t stream);    // after logits and table
 template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
 template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
 

@@ -22,7 +22,7 @@ struct Choice {
   float weight;
 };
 
-// The largest, in as few steps one behind the other as it takes.
+// The largest, in as few dependent steps as possible.
 template <int N> __device__ __forceinline__ uint32_t most_of(const uint32_t *key) {
   if constexpr (N == 1)
     return key[0];

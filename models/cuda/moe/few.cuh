@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
   }
 }
 
-// Bytes of a row of h in shared memory, its chunks' factors behind it.
+// Bytes of a row of h in shared memory, followed by its chunks' factors.
 constexpr __host__ __device__ int h_shared_bytes(const Args &a) { return 2 * a.h_stride + (a.h_stride + 511) / 512 * 16; }
 
 // y = the weighted sum of down h over a token's rows. A block has 16 outputs of all rows: its warps divide the groups,

@@ -14,7 +14,7 @@ using quantized::kThreads;
 using quantized::kTile;
 using quantized::kWarps;
 
-constexpr int kBarriers = kWarps * kMostStages * 8;    // bytes of shared memory, and behind them the table
+constexpr int kBarriers = kWarps * kMostStages * 8;    // bytes of shared memory, followed by the table
 constexpr int kBehindTable = kBarriers + (table_bytes(GDN_MOE_PACKED_TOKENS * (GDN_MOE_TOP_K + 1)) + 127) / 128 * 128;
 constexpr int kTurn = 16;          // tiles from one barrier to the next, at most
 constexpr int kTileOutputs = 8;    // of a tile of gate and up: 8 rows of each

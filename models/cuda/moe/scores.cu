@@ -5,8 +5,8 @@
 namespace gdn {
 namespace moe {
 
-// A call of more tokens is slower when it begins beside the kernel before it: 8192 tokens took 1725 us, and 1603 us in a graph where
-// the call began behind it (README.md).
+// A call of more tokens is slower when it overlaps the kernel before it: 8192 tokens need 1725 us, and 1603 us in a graph where
+// the call begins after it (README.md).
 constexpr int kBrief = 1024;
 
 template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kScoreThreads) few_scores_kernel(const __grid_
       for (int n = 0; n < GROUPS; ++n)    // past the end the last token, whose sums are not stored
         x[d][n] = ptx::load_after_wait(from + min(n * 8 + g, a.tokens - 1) * a.x_stride);
     }
-    __syncwarp();    // all loads stand before it: each would else be put behind the products before its own
+    __syncwarp();    // all loads stand before it: otherwise the compiler moves each after the products before its own
 #pragma unroll
     for (int d = 0; d < kBatch; ++d)
       if (chunk + d < end)

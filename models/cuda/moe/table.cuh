@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid
   first_row[tid] = first;
   for (int i = 0; i < groups; ++i)
     table.entry[(before.prefix >> 16) + i].group = group_of(tid, first + i * kGroup, min(rows - i * kGroup, kGroup));
-  // Behind the last group zeros: all entries are read.
+  // Zeros follow the last group: all entries are read.
   for (int i = tid; routed + i < pairs + of_shared; i += kSortThreads)
     table.entry[routed + i].group = i < shared_groups ? group_of(a.experts, pairs + i * kGroup, min(of_shared - i * kGroup, kGroup)) : 0;
   if (tid == 0) {
@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid
   }
 }
 
-// The block's copy of the table. A single token's is made here and now, by every block anew: that takes less than one
+// The block's copy of the table. A single token's is made here, by every block for itself: that takes less than one
 // more kernel between the router and the experts.
 __device__ __forceinline__ void read_table(const Args &a, Table &table) {
   const int tid = threadIdx.x, lane = tid % 32;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void read_table(const Args &a, Table &table) {
         table.entry[lane].weight = choice.weight;
         table.entry[lane].token = 0;
       }
-    } else if (tid == 32) {    // another warp: it reads logits too, and would do so behind the choice
+    } else if (tid == 32) {    // another warp: it reads logits too, and would do so after the choice
       const bool shared = a.shared_inner > 0;
       table.routed = a.top_k;
       table.groups = a.top_k + shared;

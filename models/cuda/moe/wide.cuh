@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         wgmma::hold(acc);
         release(before);
 
-        // Columns of up are kWideHalf behind those of gate. Four lanes store 32 columns of a row, 8 each.
+        // Columns of up lie kWideHalf after those of gate. Four lanes store 32 columns of a row, 8 each.
         const int outputs = GATED ? inner_of(item) : a.hidden;
         const int first_output = item.part * (GATED ? 1 : 2) * kWideHalf + 8 * t;
         const int64_t stride = GATED ? a.h_stride : a.hidden;

@@ -13,7 +13,7 @@ namespace quantized {
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
 constexpr int kMostStages = 2;    // units that a warp has under way. More would take L1 from the launches beside (README.md)
 constexpr int kCluster = 4;    // blocks of a cluster
-constexpr int kMeet = kWarps * kMostStages * 8;        // bytes: behind the rings' barriers that of what blocks of a cluster send each other
+constexpr int kMeet = kWarps * kMostStages * 8;        // bytes; after the rings' barriers lies the barrier of what blocks of a cluster send each other
 constexpr int kBarriers = kMeet + 16;
 constexpr int kChunkOfX = 2 * kChunk;                  // bytes of a row of x in fixed point
 constexpr int kScalesOfX = 32;                         // bytes of its scales: of 4 blocks the scale, and with it the sum
@@ -40,7 +40,7 @@ struct Args {
   int32_t inputs, chunks;      // of x; that a block has
   int32_t cluster;             // blocks that share the inputs of the same tiles. More than one: one part in one turn, without swiglu
   int32_t groups, per_group, group_size;    // as in gdn_quantized_params
-  int32_t x_shared_row, scales_at, scales_row, partial_at, partial_size, meet_at, ring_at;    // shared memory: bytes. x lies behind the barriers
+  int32_t x_shared_row, scales_at, scales_row, partial_at, partial_size, meet_at, ring_at;    // shared memory: bytes. x lies after the barriers
 };
 
 // n / d in a few instructions, of n below 2^22 and quotients below 2^11.
@@ -225,7 +225,7 @@ struct Ring {
 #endif
   }
 
-  // Behind each fetch(), and in its place where there is nothing more.
+  // After each fetch(), and instead of it where nothing is left to fetch.
   __device__ __forceinline__ void commit() {
 #if __CUDA_ARCH__ < 900
     ptx::copy_async_commit();
@@ -275,7 +275,7 @@ __device__ __forceinline__ void multiply_part(const Args &a, const PartArgs &par
     if (threadIdx.x == 0) ptx::barrier_expect(shared + kMeet, own * kCluster * static_cast<int>(sizeof(float)));
     ptx::cluster_begin_arrive();
   }
-  // The stream of units runs in front of their use, over the ends of turns. Units are left out behind those of a gate, up to up's, and in a cluster behind those that this block has of a tile.
+  // The stream of units runs in front of their use, over the ends of turns. Units are skipped after those of a gate, up to up's, and in a cluster behind those that this block has of a tile.
   int fetch_first = begin, fetch_left = 0, to_gap = 0, gap = 0;
   const char *from = nullptr;
   const auto start_matrix = [&] {

@@ -37,7 +37,7 @@ template <typename T, int TYPE> __device__ __forceinline__ uint2 numbers_of(uint
   return words;
 }
 
-// All threads of the cluster; what was written before is seen behind it.
+// All threads of the cluster; what was written before it is visible after it.
 __device__ __forceinline__ void cluster_meet() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

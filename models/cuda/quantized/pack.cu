@@ -20,8 +20,8 @@ __device__ __forceinline__ uint32_t bytes2(const uint8_t *p) { return p[0] | p[1
 // A number of 8 bits, as unpack() gives it but in Q6_K not times 4; its block at `p`.
 template <int TYPE> __device__ __forceinline__ uint32_t number(const uint8_t *p, int i) {
   if constexpr (TYPE == GDN_Q8_0) {
-    return p[2 + i];    // of 32, behind an f16 scale
-  } else if constexpr (TYPE == GDN_Q4_K) {    // of 256, behind d, dmin and 12 bytes of scales
+    return p[2 + i];    // of 32, after an f16 scale
+  } else if constexpr (TYPE == GDN_Q4_K) {    // of 256, after d, dmin and 12 bytes of scales
     return p[16 + i / 64 * 32 + i % 32] >> (i % 64 / 32 * 4) & 15;
   } else {    // of 256: 128 bytes of nibbles, 64 of two bits, 16 scales and d
     const int half = i / 128, quarter = i % 128 / 32, l = i % 32;

@@ -13,7 +13,7 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
   return v;
 }
 
-// A unit in registers, and its place in shared memory may be filled anew.
+// A unit in registers, and its place in shared memory may be filled again.
 template <int TYPE> struct Unit {
   using F = Format<TYPE>;
   uint4 pieces[F::kPieces];

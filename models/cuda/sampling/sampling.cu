@@ -36,7 +36,7 @@ template <typename T> struct Row : Cutting<T> {
     const auto load = [&](int unit) -> Mass {
       return {__ldcg(reinterpret_cast<const unsigned long long *>(&masses[unit].weight)), __ldcg(&masses[unit].count)};
     };
-    // With its ties, as far as they are kept behind those before it.
+    // With its ties, as far as they are kept after those before it.
     const auto whole = [&](const Mass &unit, uint32_t ties) {
       const uint32_t left = cut.ties > ties ? cut.ties - ties : 0;
       return unit.weight + tie * (unit.count < left ? unit.count : left);

@@ -20,7 +20,7 @@ constexpr int kStages = 3;                  // chunks under way
 constexpr int kStage = kTile * kGroups * kChunk;
 constexpr int kXTile = kRows * 128;         // bytes of 64 inputs of x
 constexpr int kSums = kTile * kRows * 4;    // bytes of a warpgroup's sums
-constexpr int kScalesAt = 64;               // behind two barriers; 16 numbers of a warp and stage
+constexpr int kScalesAt = 64;               // after two barriers; 16 numbers of a warp and stage
 
 // Where they begin in shared memory. Tiles of x do at multiples of 1024.
 constexpr int kSumsAt = (kScalesAt + kStages * kGroups * kTile * 4 + 1023) / 1024 * 1024;

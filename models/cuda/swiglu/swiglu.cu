@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant_
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   if (at >= p.columns) return;
-  // The memory clobber of the wait keeps these behind it.
+  // The memory clobber of the wait keeps these after it.
   const auto gate = load_row<T, N>(static_cast<const T *>(p.gate) + row * p.gate_stride + at);
   const auto up = load_row<T, N>(static_cast<const T *>(p.up) + row * p.up_stride + at);
   float y[N];

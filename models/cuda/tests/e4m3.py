@@ -14,8 +14,8 @@ def values():
 
 
 class E4m3:
-    """Random bytes [rows, columns], any but NaN, in a buffer of NaN with a gap behind each row; a scale for every
-    `block_rows` of them, of such size that the numbers are of size `scale`, NaN behind each row of scales."""
+    """Random bytes [rows, columns], any but NaN, in a buffer of NaN with a gap after each row; a scale for every
+    `block_rows` of them, of such size that the numbers are of size `scale`, NaN after each row of scales."""
 
     def __init__(self, rows, columns, block_rows, scale, seed, gap=0):
         gen = torch.Generator(device=harness.device).manual_seed(seed)

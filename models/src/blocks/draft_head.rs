@@ -1,4 +1,4 @@
-//! The draft head of a checkpoint, under `mtp.`: from a hidden state of the model and the token behind it to the token
+//! The draft head of a checkpoint, under `mtp.`: from a hidden state of the model and the next token to the token
 //! after that.
 
 use super::decoder::{DecoderLayer, Residual};
@@ -11,7 +11,7 @@ use candle_core::{bail, Result, Tensor, D};
 use candle_gdn_core::Launch;
 use std::sync::Arc;
 
-/// One softmax layer behind a projection of both; embedding and `lm_head` are the model's.
+/// One softmax layer after a projection of both; embedding and `lm_head` are the model's.
 #[derive(Debug)]
 pub(crate) struct DraftHead {
     norm_embedding: RmsNorm,

@@ -99,7 +99,7 @@ impl Depths {
         Self { patience, ..Self::default() }
     }
 
-    /// A step of `batch` sequences with up to `depth` drafts each took this time.
+    /// A step of `batch` sequences with up to `depth` drafts each needed this time.
     pub fn measured(&mut self, batch: usize, depth: usize, time: Duration) {
         if depth == 0 {
             self.plain = self.plain.saturating_add(time);

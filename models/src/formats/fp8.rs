@@ -246,13 +246,13 @@ impl Blocks<'_> {
             let (row, mut place) = (row_of[i], i * width);
             let scales = &scale[row / n * per_matrix + row % n / rows * per_row..][..per_row];
             for piece in &pieces {
-                let (dst, behind) = rest.split_at_mut(piece.len());
+                let (dst, tail) = rest.split_at_mut(piece.len());
                 let scale = scales[piece.start / columns];
                 dst.iter_mut().enumerate().for_each(|(i, dst)| {
                     *dst = Element::from_f32(table[usize::from(bits(place + i))] * scale);
                 });
                 place += piece.len();
-                rest = behind;
+                rest = tail;
             }
         });
         Tensor::from_vec(out, shape, &Device::Cpu)

@@ -38,7 +38,7 @@ fn every_size_and_dtype_is_the_definition() {
                 (Weights::pack_half(&halves, 1, n, k), &halves_wide),
             ] {
                 if k == 0 {
-                    continue; // the number of rows cannot be told from x
+                    continue; // the number of rows does not follow from x
                 }
                 let mut out = vec![f32::NAN; rows * n];
                 multiply(&mut [Product { x: &x, rows: None, weights: &weights, matrix: 0, out: &mut out }]);

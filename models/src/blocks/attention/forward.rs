@@ -80,10 +80,10 @@ impl GatedAttention {
                     pairs,
                 };
                 let (q_gate, k, v) = (&q_gate[rows(2 * width)], &k[rows(kv_width)], &v[rows(kv_width)]);
-                let (out, behind) = rest.split_at_mut(tokens * width);
+                let (out, tail) = rest.split_at_mut(tokens * width);
                 let attention = Attention { q_gate, k, v, positions, tokens, max_tokens: new.max_tokens };
                 calls.push(Call { attention, cache, out });
-                (rest, first) = (behind, first + tokens);
+                (rest, first) = (tail, first + tokens);
             }
             run_all(calls);
             Ok(())

@@ -1,4 +1,4 @@
-//! What a mixture of experts needs besides its MLPs: the router's probabilities before them and the weighted sum behind.
+//! What a mixture of experts needs besides its MLPs: the router's probabilities before them and the weighted sum after them.
 
 use candle_gdn_core::cpu::simd::{axpy, dispatch, exp, sigmoid};
 use candle_gdn_core::cpu::{parallel, Shared};
