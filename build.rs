@@ -4,6 +4,9 @@
 //! `CANDLE_GDN_CUDA_ARCHS` (default `80,90a`) lists compute capabilities; what is not listed and newer than the lowest
 //! runs through that one's PTX. `100` and `120` may be listed where nvcc knows them. The `profile` feature builds the
 //! kernels with their clock stamps.
+//!
+//! `CANDLE_GDN_CUDA_SHARED_LIMIT` caps the bytes of shared memory that a block uses: with 101376 and the architecture 80 a large
+//! card stands in for an RTX 30, 40 or 50, an A10, an L4 or an L40S.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -16,9 +19,11 @@ mod cuda {
     use std::path::{Path, PathBuf};
 
     const ARCHS: &str = "CANDLE_GDN_CUDA_ARCHS";
+    const SHARED_LIMIT: &str = "CANDLE_GDN_CUDA_SHARED_LIMIT";
 
     pub fn build() {
         println!("cargo:rerun-if-env-changed={ARCHS}");
+        println!("cargo:rerun-if-env-changed={SHARED_LIMIT}");
         let archs = std::env::var(ARCHS).unwrap_or_else(|_| "80,90a".into());
         let mut archs: Vec<String> = archs.split(',').map(|arch| arch.trim().to_owned()).collect();
         archs.sort_by_key(|arch| number(arch));
@@ -28,7 +33,8 @@ mod cuda {
         collect(Path::new("cuda"), &mut kernels, &mut all);
         // The library is rebuilt when a file is newer than it; other architectures or flags are another library.
         let profile = cfg!(feature = "profile");
-        let name = archs.join("-") + if profile { "-profile" } else { "" };
+        let limit = std::env::var(SHARED_LIMIT).ok();
+        let name = archs.join("-") + if profile { "-profile" } else { "" } + limit.as_deref().unwrap_or("");
         let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(name);
         std::fs::create_dir_all(&out).expect("OUT_DIR is writable");
 
@@ -42,6 +48,9 @@ mod cuda {
         }
         if profile {
             flags.push("-DGDN_PROFILE".into());
+        }
+        if let Some(bytes) = limit {
+            flags.push(format!("-DGDN_SHARED_LIMIT={bytes}"));
         }
         for arch in &archs[usize::from(!archs[0].ends_with('a'))..] {
             flags.push(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));

@@ -33,7 +33,7 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
 
   if (!sm90) {    // more rows a block read the keys less often, where blocks would not all run at once
     int optin = 0;
-    if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+    if (const int status = shared_limit(&optin)) return status;
     const int64_t side_by_side = s->segments > 1 ? s->segments - 1 : 1;
     segments.wide = has_wide && side_by_side * heads * ceil_div(p.common.head_v, 64) > 2 * sms && optin >= 120 * 1024;
   }

@@ -10,6 +10,7 @@ namespace {
 template <int KK, int ROWS, int CLUSTER, int PARTS, bool EXACT>
 int launch_combination(const gdn_rule_params &p, Plan plan, int optin, cudaStream_t stream) {
   using C = Combination<KK, ROWS, CLUSTER, 1, PARTS, EXACT>;
+  static_assert(sizeof(typename C::Shared) <= kLeastShared, "a shape for every card");
   LaunchConfig c;
   c.stream = stream;
   c.overlap = true;

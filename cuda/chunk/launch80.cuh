@@ -11,6 +11,7 @@ namespace chunk {
 
 template <typename T, int KK, int WARPS, Pass PASS>
 int launch_scan80(const gdn_rule_params &p, Plan plan, LaunchConfig c, int optin) {
+  static_assert(WARPS == 8 || sizeof(Shared80<KK, WARPS>) <= kLeastShared, "a shape for every card");
   c.block = dim3(32 * WARPS);
   c.shared_bytes = sizeof(Shared80<KK, WARPS>);
   GDN_PROFILED(if (const int status = profile::attach(plan.profile, c.grid.x, 32 * WARPS)) return status;)
@@ -21,7 +22,7 @@ template <typename T> int launch_sm80(const gdn_rule_params &p, const Schedule &
   Plan plan = schedule;
   plan.v_tiles = static_cast<int32_t>(ceil_div(p.common.head_v, scan_rows(s, pass)));
   int optin = 0;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   LaunchConfig c;
   if (const int status = scan_grid(scan_blocks(p, s, pass), &c)) return status;
   c.stream = stream;
@@ -36,7 +37,8 @@ template <typename T> int launch_sm80(const gdn_rule_params &p, const Schedule &
 template <typename T, int KK, int GROUPS>
 int launch_prepare_as(const gdn_rule_params &p, Record *records, LaunchConfig c) {
   int optin = 0;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
+  static_assert(sizeof(PrepareShared<KK, GROUPS>) <= kLeastShared, "a shape for every card");
   c.block = dim3(128 * GROUPS);
   c.shared_bytes = sizeof(PrepareShared<KK, GROUPS>);
   GDN_PROFILED(profile::Target target;

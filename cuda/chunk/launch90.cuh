@@ -39,7 +39,7 @@ int launch_pass90(const gdn_rule_params &p, const Schedule &s, Plan plan, const 
     blocks = s.places;
   }
   int optin = 0;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   LaunchConfig c;
   if (const int status = scan_grid(blocks, &c)) return status;
   c.stream = stream;

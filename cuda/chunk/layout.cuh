@@ -68,6 +68,17 @@ template <typename T> __device__ __forceinline__ uint32_t pack2_here(float a, fl
   return y;
 }
 
+// The same of what a key writes, the largest number of f16 where it is larger: a key of zeros then writes nothing, instead of inf 0.
+template <typename T, bool HERE = false> __device__ __forceinline__ uint32_t pack2_written(float a, float b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    uint32_t y;
+    asm volatile("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
+    return y;
+  } else {
+    return HERE ? pack2_here<T>(a, b) : pack2<T>(a, b);
+  }
+}
+
 template <typename T> __device__ __forceinline__ float2 unpack2(uint32_t v) {
   if constexpr (std::is_same_v<T, __half>) return __half22float2(*reinterpret_cast<const __half2 *>(&v));
   else return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));

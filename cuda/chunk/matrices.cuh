@@ -76,7 +76,7 @@ __device__ __forceinline__ float softplus_fast(float x) {
   float y = fmaf(ss, 1.f / 15.f, 1.f / 13.f);
   y = fmaf(ss, y, 1.f / 11.f), y = fmaf(ss, y, 1.f / 9.f), y = fmaf(ss, y, 1.f / 7.f);
   y = fmaf(ss, y, 1.f / 5.f), y = fmaf(ss, y, 1.f / 3.f), y = fmaf(ss, y, 1.f);
-  return fmaf(2.f * s, y, x > 0.f ? x : 0.f * x);    // 0 x: a NaN stays one
+  return fmaf(2.f * s, y, x < 0.f ? 0.f : x);    // a NaN stays one
 }
 __device__ __forceinline__ float sigmoid_fast(float x) {
   const float t = exp2_fast(-1.44269504f * fabsf(x)), r = __fdividef(1.f, 1.f + t);

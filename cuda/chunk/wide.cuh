@@ -107,7 +107,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       multiply_tiles<T, KK>(out, image, stage + S::kQ);
     } else {
       scale_columns(values, factors.write, lane);
-      to_operand<T>(written, values);
+      to_operand<T, true>(written, values);
     }
     add_keys<T>(state, written, stage);
     if constexpr (PASS != kTransfer) {

@@ -74,6 +74,9 @@ constexpr int64_t kMaxBlocks = 0x7fffffff;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// What every supported card has at least: bytes of shared memory of a block. Each kernel has a shape for it (static_assert).
+constexpr int kLeastShared = 99 * 1024;
+
 // What the choosers know of the current device, and of the machine code that runs on it.
 struct Device {
   int sms;             // multiprocessors

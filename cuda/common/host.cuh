@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <limits.h>
 
 #include <atomic>
 
@@ -38,6 +39,25 @@ template <cudaDeviceAttr ATTR> int device_attribute(int *value) {
 }
 
 inline int sm_count(int *value) { return device_attribute<cudaDevAttrMultiProcessorCount>(value); }
+
+// Bytes of shared memory that a block may have at most. A build with GDN_SHARED_LIMIT caps it, so that a card with more stands in for
+// those with less.
+#ifndef GDN_SHARED_LIMIT
+#define GDN_SHARED_LIMIT INT_MAX
+#endif
+inline int shared_limit(int *value) {
+  const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(value);
+  if (*value > GDN_SHARED_LIMIT) *value = GDN_SHARED_LIMIT;
+  return status;
+}
+
+// The same of a multiprocessor, which has 1 KB more on every card.
+inline int shared_of_sm(int *value) {
+  const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(value);
+  constexpr int64_t kMost = int64_t{GDN_SHARED_LIMIT} + 1024;
+  if (*value > kMost) *value = static_cast<int>(kMost);
+  return status;
+}
 
 // Lets `kernel` use more than 48 KB of dynamic shared memory on the current device. The limit set is always the
 // device's own: were it the size of this launch, a thread that launches a smaller shape could lower it between

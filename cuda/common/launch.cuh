@@ -31,7 +31,7 @@ int has_sm90a_code(bool *yes);
 // All that the choosers know of the current device.
 inline int current_device(Device *d) {
   if (const int status = sm_count(&d->sms)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&d->shared_bytes)) return status;
+  if (const int status = shared_limit(&d->shared_bytes)) return status;
   if (const int status = has_sm90_code(&d->sm90)) return status;
   return has_sm90a_code(&d->sm90a);
 }
@@ -48,7 +48,7 @@ constexpr int kCarveout = 50;
 template <typename... P> int preferred_carveout(void (*kernel)(P...), const LaunchConfig &config) {
   int sms = 0, shared = 0, threads = 0;
   cudaFuncAttributes of = {};
-  if (sm_count(&sms) || device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(&shared) ||
+  if (sm_count(&sms) || shared_of_sm(&shared) ||
       device_attribute<cudaDevAttrMaxThreadsPerMultiProcessor>(&threads) ||
       cudaFuncGetAttributes(&of, reinterpret_cast<const void *>(kernel))) {
     cudaGetLastError();    // the launch goes on without

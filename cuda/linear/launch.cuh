@@ -11,8 +11,8 @@ namespace linear {
 inline int card_of(bool clusters, Card *card) {
   int major = 0;
   if (const int status = sm_count(&card->sms)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&card->optin)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(&card->per_sm)) return status;
+  if (const int status = shared_limit(&card->optin)) return status;
+  if (const int status = shared_of_sm(&card->per_sm)) return status;
   if (const int status = device_attribute<cudaDevAttrComputeCapabilityMajor>(&major)) return status;
   // NOTES: clusters are not a question of the device alone, since the kernels of sm_80 may be what a newer one runs.
   card->clusters = major >= 9 && clusters;

@@ -18,9 +18,9 @@ inline dim3 grid_of(const gdn_common &p, int rows) {
 
 template <typename T, typename ST, int MAX> int launch_tokens(const gdn_ring_step_params &p, const Sizes &sizes, cudaStream_t stream) {
   using S = TokensShared<T, ST, MAX>;
+  static_assert(sizeof(S) <= kLeastShared, "a shape for every card");
   int optin = 0;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
-  if (sizeof(S) > static_cast<size_t>(optin)) return GDN_BAD_ALGO;
+  if (const int status = shared_limit(&optin)) return status;
   return launch_allowed<tokens_kernel<T, ST, MAX>>(
       {grid_of(p.common, kDim), dim3(32 * S::kWarps), sizeof(S), stream, p.layer.overlap != 0}, optin, p, sizes);
 }

@@ -85,6 +85,7 @@ struct RowCopies {
 #if __CUDA_ARCH__ >= 900
     ptx::barrier_wait(barrier, 0);
 #else
+    ptx::copy_async_commit();
     ptx::copy_async_wait<0>();
 #endif
   }

@@ -50,7 +50,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
     convolution.load_inputs();
-    if (warp == kCopyTokens) {
+    if (!S::kLean && warp == kCopyTokens) {
       token_rows.expect(tokens.count * kRowBytes);
       if (lane < static_cast<int>(tokens.count)) token_rows.copy<kRowBytes>(shared.z[lane], tokens.row<T>(p.layer.z, lane, head));
     }
@@ -71,21 +71,23 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   const Entries ring(p.ring, span, tokens.count, moved);
   if (ring.count == 0 && !ring.flush) {
     ptx::grid_dependency_wait();    // dependent launches rely on all earlier kernels being complete
-    if (!p.layer.overlap && warp == kCopyTokens) token_rows.wait();    // before another block gets the shared memory
+    if (!S::kLean && !p.layer.overlap && warp == kCopyTokens) token_rows.wait();    // before another block gets the shared memory
     return;
   }
 
   // Load the entries.
   const int length = static_cast<int>(ring.length), count = static_cast<int>(ring.count);
   convolution.load_window(ring, in_slot);
-  if (warp == kCopyEntries) {
+  const T *const keys = keys_of<T>(p.ring, in_slot, key_head);
+  const float *const old_updates = updates_of(p.ring, in_slot, head);
+  if (!S::kLean && warp == kCopyEntries) {
     entry_rows.expect(ring.length * (kRowBytes + kUpdateBytes));
-    const T *keys = keys_of<T>(p.ring, in_slot, key_head);
     const int run = min(length, static_cast<int>(ring.capacity - ring.head));    // up to the last row
     copy_run(shared.keys[0], keys + ring.head * kDim, run * kRowBytes, entry_rows.barrier);
     if (run < length) copy_run(shared.keys[run], keys, (length - run) * kRowBytes, entry_rows.barrier);
-    if (lane < length) entry_rows.copy<kUpdateBytes>(shared.updates[lane], updates_of(p.ring, in_slot, head) + ring.row(lane) * kDim);
+    if (lane < length) entry_rows.copy<kUpdateBytes>(shared.updates[lane], old_updates + ring.row(lane) * kDim);
   }
+  const auto entry_key = [&](int j) -> const T * { return S::kLean ? keys + ring.row(j) * kDim : shared.keys[j]; };
   if (warp == kDecays && lane < length) decay = decays_of(p.ring, in_slot, head)[ring.row(lane)];
 
   // Load the state, after the entries, which are waited for first.
@@ -98,16 +100,17 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   convolution.run(shared, ring);
   convolution.append(ring, out_slot, moved);
 #if __CUDA_ARCH__ < 900
+  ptx::copy_async_commit();    // of z, where it came after the state
   ptx::copy_async_wait<0>();
 #endif
   __syncthreads();
-  token_rows.wait();
+  if (!S::kLean) token_rows.wait();
 
   // Products of keys, gates, decays and norms.
   if (warp == 0) {
-    entry_rows.wait();
+    if (!S::kLean) entry_rows.wait();
     float acc[kTokens][4] = {};
-    key_products<T, MAX>(acc, shared, shared.keys[0], kDim, kEntries - 1, lane);
+    key_products<T, MAX>(acc, shared, [&](int j) { return entry_key(min(j, kEntries - 1)); }, lane);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
 #pragma unroll
@@ -142,10 +145,10 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   // Append the keys, by the first value head of a key head.
   if (head == key_head * sizes.ratio) {
     constexpr int kChunk = 16 / sizeof(T), kRowChunks = kDim / kChunk;
-    T *const keys = keys_of<T>(p.ring, out_slot, key_head);
+    T *const new_keys = keys_of<T>(p.ring, out_slot, key_head);
     for (int i = thread; i < count * kRowChunks; i += kThreads) {
       const int t = i / kRowChunks, column = i % kRowChunks * kChunk;
-      *reinterpret_cast<uint4 *>(keys + ring.row(length + t) * kDim + column) =
+      *reinterpret_cast<uint4 *>(new_keys + ring.row(length + t) * kDim + column) =
           *reinterpret_cast<const uint4 *>(&shared.tokens[2 * t][column]);
     }
   }
@@ -163,11 +166,11 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
     }
   const auto decayed_updates = [&](int tile) {
     return FlushUpdates<kTerms>([&](int e, int half) {
-      const int j = entry_of(e, c);
-      return j < length ? shared.entry_decay[j] * shared.updates[j][kWarpRows * warp + 16 * tile + row + 8 * half] : 0.f;
+      const int j = entry_of(e, c), r = kWarpRows * warp + 16 * tile + row + 8 * half;
+      return j < length ? shared.entry_decay[j] * (S::kLean ? old_updates[ring.row(j) * kDim + r] : shared.updates[j][r]) : 0.f;
     });
   };
-  entry_rows.wait();
+  if (!S::kLean) entry_rows.wait();
   const float state_decay = shared.state_decay;
 
   // Products of the state and the ring with k and q: of this lane's rows with its tokens 4 i + c.
@@ -252,7 +255,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
       for (int half = 0; half < 2; ++half) {
         const int r = kWarpRows * warp + 16 * tile + row + 8 * half;
         float o = x[tile][half][i].y;
-        const float gate = to_float(shared.z[t][r]);
+        const float gate = to_float(!S::kLean ? shared.z[t][r] : t < count ? tokens.row<T>(p.layer.z, t, head)[r] : T{});
         o *= scale * weight[tile][half] * (p.layer.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
         shared.v[t][r] = from_float<T>(o);
       }
@@ -269,7 +272,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   // Flush.
   if (!ring.flush) return;
   __syncthreads();    // the last use of tokens
-  shared.flush.fill([&](int j) { return shared.keys[j]; }, length, thread, kThreads);
+  shared.flush.fill(entry_key, length, thread, kThreads);
   __syncthreads();
   ST *out = const_cast<ST *>(step::state_at<ST>(common.state_out, common.out_slots, out_slot)) + within;
 #pragma unroll

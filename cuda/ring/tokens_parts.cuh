@@ -17,6 +17,8 @@ template <typename T, int WARPS> constexpr int kTokensBlocks = (sizeof(T) == 4 ?
 
 // Shared memory of a block for up to MAX tokens.
 template <typename T, typename ST, int MAX> struct TokensShared {
+  // In f32, where all of it would not fit in 99 KB, entries and z stay in global memory.
+  static constexpr bool kLean = sizeof(T) == 4 && sizeof(ST) == 4 && MAX > 4;
   static constexpr int kWarps = kTokensWarps<ST, MAX>;
   using State = StateRows<ST, 16 * kTiles<ST, MAX>>;
   // With 16 tokens rows are closer and some bank is read twice: a step with an f32 state then fits in 99 KB.
@@ -26,8 +28,8 @@ template <typename T, typename ST, int MAX> struct TokensShared {
     alignas(16) T tokens[2 * MAX][kStride];    // k and q of token t in rows 2 t and 2 t + 1
     FlushKeys<T> flush;                        // after the last use of tokens
   };
-  alignas(16) T keys[kEntries][kDim];          // of the ring
-  alignas(16) float updates[kEntries][kDim + 4];
+  alignas(16) T keys[kLean ? 1 : kEntries][kDim];    // of the ring
+  alignas(16) float updates[kLean ? 1 : kEntries][kDim + 4];
   alignas(16) T v[MAX][kDim];                  // and then o
   // k_j . k and k_j . q of the ring's entries, in rows 2 t and 2 t + 1, so far apart that lanes meet few banks twice.
   alignas(16) float of_ring[2 * MAX][kEntries + (MAX == 16 ? 4 : 8)];
@@ -38,18 +40,17 @@ template <typename T, typename ST, int MAX> struct TokensShared {
   Factor k_scale[MAX];
   uint64_t arrived[kWarps];    // the state, a warp's rows
   uint64_t tokens_arrived, entries_arrived;
-  alignas(16) T z[MAX][kDim];
+  alignas(16) T z[kLean ? 1 : MAX][kDim];
   float squares[kWarps][MAX];    // of a warp's rows of o, summed
 };
 
-// Products of 16 rows, `stride` apart from `rows` on and clamped to the last, with k and q of all tokens: this lane's are those of
-// rows lane / 4 and lane / 4 + 8 with k and q of token 4 i + lane % 4.
-template <typename T, int MAX, typename S>
-__device__ __forceinline__ void key_products(float (&acc)[MAX / 4][4], const S &shared, const T *rows, int stride, int last,
-                                             int lane) {
+// Products of 16 rows, each where `row_of` says, with k and q of all tokens: this lane's are those of rows lane / 4 and lane / 4 + 8
+// with k and q of token 4 i + lane % 4.
+template <typename T, int MAX, typename S, typename R>
+__device__ __forceinline__ void key_products(float (&acc)[MAX / 4][4], const S &shared, const R &row_of, int lane) {
   using F = Fragment<T>;
   const int row = lane / 4, c = lane % 4;
-  const T *low = rows + min(row, last) * stride + 8 * c, *high = rows + min(row + 8, last) * stride + 8 * c;
+  const T *low = row_of(row) + 8 * c, *high = row_of(row + 8) + 8 * c;
   float rest[MAX / 4][4] = {};
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
@@ -103,7 +104,7 @@ __device__ __forceinline__ void norms_of_tokens(S &shared, const gdn_common &p, 
 template <typename T, int MAX, typename S> __device__ __forceinline__ void products_of_tokens(S &shared, int count, int lane) {
   const int row = lane / 4, c = lane % 4;
   float acc[MAX / 4][4] = {};
-  key_products<T, MAX>(acc, shared, shared.tokens[0], 2 * S::kStride, MAX - 1, lane);
+  key_products<T, MAX>(acc, shared, [&](int t) { return shared.tokens[2 * min(t, MAX - 1)]; }, lane);
 #pragma unroll
   for (int i = 0; i < MAX / 4; ++i)
 #pragma unroll

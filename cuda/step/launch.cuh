@@ -20,7 +20,7 @@ int launch_whole(const ParamsOf<UNIT != Unit::kRule> &p, cudaStream_t stream, bo
   const int ratio = UNIT == Unit::kKeyHead ? plan::ratio_of(p.common) : 1;
   int64_t bytes = plan::whole_bytes(ratio, p.common.seqs) - plan::kWholeTiles + StateStream<ST, kRows<UNIT, MANY>, DEPTH>::kBytes;
   int optin = 0;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   if (bytes > optin) return GDN_BAD_ALGO;
   // 1 KB a block is the system's.
   if (blocks && optin / blocks - 1024 > bytes) bytes = optin / blocks / 1024 * 1024 - 1024;

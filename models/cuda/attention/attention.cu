@@ -81,8 +81,8 @@ bool prompt_is_faster(const gdn_attention_params &p, int64_t rows, int sms) {
 int choose(const gdn_attention_params &p, Choice *c) {
   int sms = 0, shared = 0;
   if (const int status = sm_count(&sms)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&c->optin)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(&shared)) return status;
+  if (const int status = shared_limit(&c->optin)) return status;
+  if (const int status = shared_of_sm(&shared)) return status;
 
   const int group = p.num_heads / p.num_kv_heads, tokens = max_tokens(p.seqs);
   const int64_t rows = int64_t{tokens} * group;

@@ -65,6 +65,7 @@ inline __host__ __device__ int32_t table_bytes(const Args &a) { return table_byt
 // The launchers of a dtype, in few.cu, packed.cu, many.cu and scores.cu.
 template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
 template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, bool overlap, cudaStream_t stream);    // after logits and table
+int packed_tokens(const gdn_moe_params &p, int optin);    // of one call of run_packed, at most; 0: hidden is too wide
 template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
 template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, cudaStream_t stream);
 

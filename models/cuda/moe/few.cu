@@ -9,7 +9,7 @@ namespace moe {
 template <typename T, typename W> int run_experts(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
   int sms = 0, optin = 0;
   if (const int status = sm_count(&sms)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   LaunchConfig config;
   config.stream = stream;
   if (const int status = run_scores<T>(p, args, stream)) return status;

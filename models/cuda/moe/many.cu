@@ -18,7 +18,7 @@ int run_tiles(const gdn_moe_params &p, const Args &args, LaunchConfig config, in
   const int64_t gate_up = ceil_div(widest, kTileOutputs / 2), down = ceil_div(p.hidden, kTileOutputs);
   if (tiles * (gate_up > down ? gate_up : down) > kMaxBlocks) return GDN_BAD_LENGTH;
   config.block = dim3(kManyThreads);
-  config.shared_bytes = static_cast<int64_t>(stages_of(ROWS)) * stage_bytes_of(ROWS);
+  config.shared_bytes = tile_bytes_of(ROWS);
   config.grid = dim3(static_cast<unsigned>(tiles * gate_up));
   if (const int status = launch_allowed<many_kernel<T, W, ROWS, true>>(config, optin, args, static_cast<int>(gate_up)))
     return status;
@@ -59,7 +59,7 @@ template <typename T> int run_wide(const gdn_moe_params &p, const Args &args, co
 
 template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
   int optin = 0;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   LaunchConfig config;
   config.stream = stream;
   if (const int status = run_scores<T>(p, args, stream)) return status;
@@ -75,6 +75,9 @@ template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cu
   if (const int status = has_sm90a_code(&wide)) return status;
   wide = wide && !scaled && rows > 32;
   if (wide) rows = kWideRows;
+  // Five stages of 32 rows have no room in 99 KB; the tiles of the others have.
+  static_assert(tile_bytes_of(64) <= kLeastShared && tile_bytes_of(128) <= kLeastShared, "a shape for every card");
+  if (rows == 32 && tile_bytes_of(32) > optin) rows = 64;
   int columns = 32;
   while (columns < p.num_experts) columns *= 2;
   config.overlap = p.overlap >= 0;

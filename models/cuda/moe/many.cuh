@@ -17,6 +17,7 @@ constexpr int kTileRowBytes = 128;
 // Tiles of inputs under way, so that two blocks fit a multiprocessor.
 constexpr int stages_of(int rows) { return rows == 128 ? 3 : rows == 64 ? 4 : 5; }
 constexpr int stage_bytes_of(int rows) { return (rows + kTileOutputs) * kTileRowBytes; }
+constexpr int tile_bytes_of(int rows) { return stages_of(rows) * stage_bytes_of(rows); }
 
 // ROWS rows of x times 128 rows of weights. GATED: of gate and up 64 each, eight by turns, so that a lane has both sums
 // of an output, and h = silu(gate) * up is written; else mlp(x).

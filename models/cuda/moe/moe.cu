@@ -83,31 +83,8 @@ int64_t shared_gate_up_bytes(const gdn_moe_params &p) {
   return numbers / (quantized::kTile * unit.unit_inputs) * unit.unit_bytes;
 }
 
-int run(const gdn_moe_params *params, cudaStream_t stream) {
-  if (!params) return GDN_NULL_POINTER;
-  const gdn_moe_params &p = *params;
-  if (const int status = check_sizes(p)) return status;
-  if (p.x_stride < 0 || p.y_stride < 0) return GDN_BAD_STRIDE;
-  if (p.tokens == 0) return GDN_OK;
-  if (!p.x || !p.y || !p.gate_up || !p.down || !p.router ||
-      (p.shared_inner > 0 && (!p.shared_gate_up || !p.shared_down)))
-    return GDN_NULL_POINTER;
-  for (const void *pointer : {p.x, p.gate_up, p.down, p.shared_gate_up, p.shared_down, p.router})
-    if (!aligned(pointer, 16)) return GDN_BAD_ALGO;
-  if (p.quantized)
-    for (const void *pointer : {p.gate_up, p.down, p.shared_gate_up, p.shared_down})
-      if (!aligned(pointer, 128)) return GDN_BAD_ALGO;
-  if (p.x_stride % 8) return GDN_BAD_ALGO;
-  for (const gdn_scales &scales : {p.gate_up_scales, p.down_scales, p.shared_gate_up_scales, p.shared_down_scales})
-    if (const int status = check_scales(scales)) return status;
-  // All of the weights are in e4m3 or none.
-  const bool scaled = p.gate_up_scales.ptr;
-  if (scaled && p.quantized) return GDN_BAD_ALGO;
-  if (scaled != (p.down_scales.ptr != nullptr)) return GDN_NULL_POINTER;
-  if (p.shared_inner > 0 &&
-      (scaled != (p.shared_gate_up_scales.ptr != nullptr) || scaled != (p.shared_down_scales.ptr != nullptr)))
-    return GDN_NULL_POINTER;
-
+// One call of the kernels; the parameters are checked.
+int run_tokens(const gdn_moe_params &p, cudaStream_t stream) {
   Args args = {};
   const int64_t bytes = lay_out(p, static_cast<char *>(p.workspace), &args);
   if (!p.workspace || !aligned(p.workspace, kAlign) || p.workspace_bytes < bytes) return GDN_BAD_WORKSPACE;
@@ -136,6 +113,47 @@ int run(const gdn_moe_params *params, cudaStream_t stream) {
   const bool bf16 = p.io_dtype == GDN_BF16;
   if (few(p)) return bf16 ? run_few<__nv_bfloat16>(p, args, stream) : run_few<__half>(p, args, stream);
   return bf16 ? run_many<__nv_bfloat16>(p, args, stream) : run_many<__half>(p, args, stream);
+}
+
+int run(const gdn_moe_params *params, cudaStream_t stream) {
+  if (!params) return GDN_NULL_POINTER;
+  const gdn_moe_params &p = *params;
+  if (const int status = check_sizes(p)) return status;
+  if (p.x_stride < 0 || p.y_stride < 0) return GDN_BAD_STRIDE;
+  if (p.tokens == 0) return GDN_OK;
+  if (!p.x || !p.y || !p.gate_up || !p.down || !p.router ||
+      (p.shared_inner > 0 && (!p.shared_gate_up || !p.shared_down)))
+    return GDN_NULL_POINTER;
+  for (const void *pointer : {p.x, p.gate_up, p.down, p.shared_gate_up, p.shared_down, p.router})
+    if (!aligned(pointer, 16)) return GDN_BAD_ALGO;
+  if (p.quantized)
+    for (const void *pointer : {p.gate_up, p.down, p.shared_gate_up, p.shared_down})
+      if (!aligned(pointer, 128)) return GDN_BAD_ALGO;
+  if (p.x_stride % 8) return GDN_BAD_ALGO;
+  for (const gdn_scales &scales : {p.gate_up_scales, p.down_scales, p.shared_gate_up_scales, p.shared_down_scales})
+    if (const int status = check_scales(scales)) return status;
+  // All of the weights are in e4m3 or none.
+  const bool scaled = p.gate_up_scales.ptr;
+  if (scaled && p.quantized) return GDN_BAD_ALGO;
+  if (scaled != (p.down_scales.ptr != nullptr)) return GDN_NULL_POINTER;
+  if (p.shared_inner > 0 &&
+      (scaled != (p.shared_gate_up_scales.ptr != nullptr) || scaled != (p.shared_down_scales.ptr != nullptr)))
+    return GDN_NULL_POINTER;
+  int tokens = p.tokens;    // of a call of the kernels
+  if (p.quantized) {
+    int optin = 0;
+    if (const int status = shared_limit(&optin)) return status;
+    tokens = packed_tokens(p, optin);
+    if (tokens < 1) return GDN_BAD_ALGO;
+  }
+  gdn_moe_params part = p;
+  for (int first = 0; first < p.tokens; first += tokens) {
+    part.tokens = p.tokens - first < tokens ? p.tokens - first : tokens;
+    part.x = static_cast<const char *>(p.x) + first * p.x_stride * dtype_size(p.io_dtype);
+    part.y = static_cast<char *>(p.y) + first * p.y_stride * dtype_size(p.io_dtype);
+    if (const int status = run_tokens(part, stream)) return status;
+  }
+  return GDN_OK;
 }
 
 }  // namespace

@@ -20,12 +20,32 @@ int stages_of(int rows, int64_t units, int64_t stage, int64_t room) {
   return static_cast<int>(stages < wanted ? stages : wanted);
 }
 
+// Shared memory of packed_gate_up_kernel in front of its rings: barriers and table, x, its scales, sums of two turns.
+int64_t lay_out_gate_up(const gdn_moe_params &p, int tokens, FewArgs *q) {
+  q->chunks = p.hidden / quantized::kChunk;
+  q->x_shared_row = q->chunks * kChunkOfX;
+  q->scales_row = q->chunks * kScalesOfX;
+  q->scales_at = static_cast<int32_t>(kBehindTable + static_cast<int64_t>(tokens) * q->x_shared_row);
+  q->partial_at = q->scales_at + tokens * q->scales_row;
+  q->partial_size = (kWarps + kTurn) * (tokens == 1 ? 1 : kGroup) * kTile * static_cast<int32_t>(sizeof(float));
+  return q->ring_at = static_cast<int32_t>(ceil_div(q->partial_at + 2 * q->partial_size, 128) * 128);
+}
+
 }  // namespace
+
+int packed_tokens(const gdn_moe_params &p, int optin) {
+  const int units[] = {p.gate_up_type, p.shared_inner > 0 ? p.shared_gate_up_type : p.gate_up_type};
+  const int64_t stage = kWarps * most(quantized::extent(units[0]).unit_bytes, quantized::extent(units[1]).unit_bytes);
+  int tokens = p.tokens;
+  FewArgs q;
+  while (tokens > 0 && lay_out_gate_up(p, tokens, &q) + stage > optin) --tokens;
+  return tokens;
+}
 
 template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, bool overlap, cudaStream_t stream) {
   int sms = 0, optin = 0;
   if (const int status = sm_count(&sms)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   FewArgs q = {};
   q.a = args;
   q.gate_up = packed_args(p.gate_up, p.gate_up_type, 2 * p.inner, p.hidden);
@@ -35,27 +55,18 @@ template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, 
   q.x = p.x;
   q.x_row = p.x_stride * static_cast<int64_t>(sizeof(T));
   q.rows = p.tokens;
-  q.chunks = p.hidden / quantized::kChunk;
-  q.x_shared_row = q.chunks * kChunkOfX;
-  q.scales_row = q.chunks * kScalesOfX;
   const int64_t pairs = static_cast<int64_t>(p.tokens) * p.top_k;
   const int shared_groups = p.shared_inner > 0 ? (p.tokens + kGroup - 1) / kGroup : 0;
   const auto bytes = [](const PackedArgs &part) { return static_cast<int64_t>(quantized::extent(part.type).unit_bytes); };
   const bool shared = shared_groups > 0;
 
-  // gate_up: barriers and table, x, its scales, sums of two turns, the rings.
+  // gate_up
   LaunchConfig config;
   config.stream = stream;
   config.overlap = overlap;
   config.block = dim3(kThreads);
-  int64_t at = kBehindTable + static_cast<int64_t>(p.tokens) * q.x_shared_row;
-  q.scales_at = static_cast<int32_t>(at);
-  at += static_cast<int64_t>(p.tokens) * q.scales_row;
   const int rows = p.tokens == 1 ? 1 : kGroup;
-  q.partial_at = static_cast<int32_t>(at);
-  q.partial_size = (kWarps + kTurn) * rows * kTile * static_cast<int32_t>(sizeof(float));
-  at = ceil_div(at + 2 * q.partial_size, 128) * 128;
-  q.ring_at = static_cast<int32_t>(at);
+  int64_t at = lay_out_gate_up(p, p.tokens, &q);
   const int64_t stage = shared ? most(bytes(q.gate_up), bytes(q.shared_gate_up)) : bytes(q.gate_up);
   const int64_t tiles = pairs * q.gate_up.tiles + static_cast<int64_t>(shared_groups) * q.shared_gate_up.tiles;
   const int units = shared ? static_cast<int>(most(q.gate_up.units, q.shared_gate_up.units)) : q.gate_up.units;

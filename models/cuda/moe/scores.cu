@@ -24,11 +24,14 @@ template <typename T> int run_scores(const gdn_moe_params &p, const Args &args, 
     return launch(kernel, config, args);
   }
   int optin = 0;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
+  static_assert(kGemmLeastStages * kGemmStageBytes <= kLeastShared, "a shape for every card");
   config.grid = dim3(static_cast<unsigned>(ceil_div(p.tokens, kGemmTokens) * ceil_div(args.scored, kGemmRows)), splits);
   config.block = dim3(kGemmThreads);
   config.shared_bytes = kGemmStages * kGemmStageBytes;
-  return launch_allowed<scores_kernel<T>>(config, optin, args);
+  if (config.shared_bytes <= optin) return launch_allowed<scores_kernel<T, kGemmStages>>(config, optin, args);
+  config.shared_bytes = kGemmLeastStages * kGemmStageBytes;
+  return launch_allowed<scores_kernel<T, kGemmLeastStages>>(config, optin, args);
 }
 
 template int run_scores<__nv_bfloat16>(const gdn_moe_params &, const Args &, cudaStream_t);

@@ -127,9 +127,9 @@ __global__ void __launch_bounds__(kScoreThreads) few_scores_kernel(const __grid_
 // ---- any number ----
 
 constexpr int kGemmThreads = 256;
-constexpr int kGemmStages = 4;
 constexpr int kGemmRowBytes = 2 * kGemmInputs;
 constexpr int kGemmStageBytes = (kGemmTokens + kGemmRows) * kGemmRowBytes;
+constexpr int kGemmStages = 4, kGemmLeastStages = 3;    // of inputs under way, and where 99 KB have to do
 constexpr int kGemmColumns = 9;    // of eight rows of the router, a warp; of the second half of the warps 8
 
 // A block is 128 tokens times 136 rows of the router: as many as make two blocks of 256 experts and the shared one's gate.
@@ -138,7 +138,7 @@ constexpr int kGemmColumns = 9;    // of eight rows of the router, a warp; of th
 //
 // NOTES: the matrix units cut off what has no place beside the largest summand. So they sum 64 inputs at a time, and those
 // sums are added in f32: a logit is then as good as a product in f32 makes it.
-template <typename T> __global__ void __launch_bounds__(kGemmThreads, 1) scores_kernel(const __grid_constant__ Args a) {
+template <typename T, int STAGES> __global__ void __launch_bounds__(kGemmThreads, 1) scores_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) unsigned char tiles[];
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, warp_m = warp % 4, warp_n = warp / 4;
   const uint32_t shared = ptx::shared_address(tiles);
@@ -185,12 +185,12 @@ template <typename T> __global__ void __launch_bounds__(kGemmThreads, 1) scores_
   };
 
 #pragma unroll
-  for (int s = 0; s < kGemmStages - 1; ++s)
+  for (int s = 0; s < STAGES - 1; ++s)
     if (s < turns) copy_w(s);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
 #pragma unroll
-  for (int s = 0; s < kGemmStages - 1; ++s) {
+  for (int s = 0; s < STAGES - 1; ++s) {
     if (s < turns) copy_x(s);
     ptx::copy_async_commit();
   }
@@ -238,11 +238,11 @@ template <typename T> __global__ void __launch_bounds__(kGemmThreads, 1) scores_
 #pragma unroll
         for (int c = 0; c < 4; ++c) acc[i][j][c] += sum[i][j][c];
   };
-  int stage = 0, next = kGemmStages - 1;
+  int stage = 0, next = STAGES - 1;
   for (int turn = 0; turn < turns; ++turn) {
-    ptx::copy_async_wait<kGemmStages - 2>();
+    ptx::copy_async_wait<STAGES - 2>();
     __syncthreads();    // all see this stage, and have used up the one before it
-    if (turn + kGemmStages - 1 < turns) {
+    if (turn + STAGES - 1 < turns) {
       copy_x(next);
       copy_w(next);
     }
@@ -251,8 +251,8 @@ template <typename T> __global__ void __launch_bounds__(kGemmThreads, 1) scores_
       multiply(std::integral_constant<int, kGemmColumns>(), stage * kGemmStageBytes);
     else
       multiply(std::integral_constant<int, kGemmColumns - 1>(), stage * kGemmStageBytes);
-    stage = stage == kGemmStages - 1 ? 0 : stage + 1;
-    next = next == kGemmStages - 1 ? 0 : next + 1;
+    stage = stage == STAGES - 1 ? 0 : stage + 1;
+    next = next == STAGES - 1 ? 0 : next + 1;
   }
   ptx::copy_async_wait<0>();
 

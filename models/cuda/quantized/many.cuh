@@ -13,11 +13,11 @@ namespace gdn {
 namespace quantized {
 
 // A block's work for 8 NT rows of x at most: two tiles of outputs a warp, and x and weights of a step, a unit of inputs, in each stage.
-template <int TYPE, int NT> struct Shape {
+template <int TYPE, int NT, int STAGES = NT <= 4 ? 3 : 2> struct Shape {
   using F = Format<TYPE>;
   static constexpr int kWarps = NT == 16 && TYPE != GDN_Q6_K ? 8 : 4, kThreads = 32 * kWarps, kTiles = 2 * kWarps;
   static constexpr int kRows = 8 * NT, kRow = F::kInputs * 2 + 64;    // bytes from row to row: without conflicts
-  static constexpr int kX = kRows * kRow, kStage = kX + kTiles * F::kBytes, kStages = NT <= 4 ? 3 : 2;
+  static constexpr int kX = kRows * kRow, kStage = kX + kTiles * F::kBytes, kStages = STAGES;
   static constexpr int kSums = kTiles * kTile + 4;                     // f32 from row to row: without conflicts
   static constexpr int kBytes = kStages * kStage > kRows * kSums * 4 ? kStages * kStage : kRows * kSums * 4;
 };
@@ -53,9 +53,8 @@ __device__ __forceinline__ float4 load_there(uint32_t address, int rank) {
   return v;
 }
 
-template <typename T, int TYPE, int NT>
-__global__ void __launch_bounds__(Shape<TYPE, NT>::kThreads) many_kernel(const __grid_constant__ ManyArgs a) {
-  using S = Shape<TYPE, NT>;
+template <typename T, typename S, int TYPE, int NT>
+__global__ void __launch_bounds__(S::kThreads) many_kernel(const __grid_constant__ ManyArgs a) {
   using F = Format<TYPE>;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const uint32_t shared = ptx::shared_address(shared_bytes);
@@ -224,36 +223,45 @@ inline int cluster_of(int groups, int units, int sms) {
   return best;
 }
 
-template <typename T, int TYPE, int NT> int launch_many(ManyArgs args, LaunchConfig config, int sms, int optin, bool clusters) {
-  using S = Shape<TYPE, NT>;
+template <typename T, typename S, int TYPE, int NT> int launch_many(ManyArgs args, LaunchConfig config, int sms, int optin, bool clusters) {
   const int groups = static_cast<int>(ceil_div(args.tiles, args.up ? S::kWarps : S::kTiles));
   args.cluster = config.cluster = clusters ? cluster_of(groups, args.units, sms) : 1;
   config.grid = dim3(static_cast<unsigned>(groups * args.cluster));
   config.block = dim3(S::kThreads);
   config.shared_bytes = S::kBytes;
-  return launch_allowed<many_kernel<T, TYPE, NT>>(config, optin, args);
+  return launch_allowed<many_kernel<T, S, TYPE, NT>>(config, optin, args);
 }
 
-// As many rows at a time as there is shared memory for.
+// As many rows at a time as there is shared memory for: with 99 KB 32, in two stages where three do not fit.
 template <typename T> int run_many(ManyArgs args, int type, const LaunchConfig &config, int sms, int optin, bool clusters) {
   return with_type(type, [&](auto kind) {
     constexpr int kType = decltype(kind)::value;
+    using Least = std::conditional_t<(Shape<kType, 4>::kBytes <= kLeastShared), Shape<kType, 4>, Shape<kType, 4, 2>>;
+    static_assert(Least::kBytes <= kLeastShared, "a shape for every card");
     int left = args.rows;
-    const auto launch = [&](auto nt) {
+    const auto launch = [&](auto shape, auto nt) {
       constexpr int kNt = decltype(nt)::value;
       args.rows = left < 8 * kNt ? left : 8 * kNt;
-      const int status = launch_many<T, kType, kNt>(args, config, sms, optin, clusters);
+      const int status = launch_many<T, decltype(shape), kType, kNt>(args, config, sms, optin, clusters);
       args.x = static_cast<const char *>(args.x) + args.rows * args.x_row;
       args.y = static_cast<T *>(args.y) + args.rows * args.y_stride;
       left -= args.rows;
       return status;
     };
+    const auto launch_of = [&](auto nt) { return launch(Shape<kType, decltype(nt)::value>{}, nt); };
+    const auto fits = [&](auto nt) { return Shape<kType, decltype(nt)::value>::kBytes <= optin; };
+    using std::integral_constant;
+    const integral_constant<int, 2> two;
+    const integral_constant<int, 4> four;
+    const integral_constant<int, 8> eight;
+    const integral_constant<int, 16> sixteen;
     int status = GDN_OK;
     while (left > 0 && status == GDN_OK) {
-      if (left > 64 && Shape<kType, 16>::kBytes <= optin) status = launch(std::integral_constant<int, 16>{});
-      else if (left > 32 && Shape<kType, 8>::kBytes <= optin) status = launch(std::integral_constant<int, 8>{});
-      else if (left > 16 && Shape<kType, 4>::kBytes <= optin) status = launch(std::integral_constant<int, 4>{});
-      else status = Shape<kType, 2>::kBytes <= optin ? launch(std::integral_constant<int, 2>{}) : static_cast<int>(GDN_BAD_ALGO);
+      if (left > 64 && fits(sixteen)) status = launch_of(sixteen);
+      else if (left > 32 && fits(eight)) status = launch_of(eight);
+      else if (left > 16 && fits(four)) status = launch_of(four);
+      else if (left <= 16 && fits(two)) status = launch_of(two);
+      else status = launch(Least{}, four);
     }
     return status;
   });

@@ -166,7 +166,7 @@ int run(const gdn_quantized_params *params, cudaStream_t stream) {
   if (args.parts == 0) return GDN_OK;
   int sms = 0, optin = 0;
   if (const int status = sm_count(&sms)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   const int64_t size = dtype_size(p.dtype);
   args.inputs = p.inputs;
   args.chunks = p.inputs / kChunk;
@@ -219,7 +219,7 @@ int many(const gdn_quantized_params *params, cudaStream_t stream) {
   int sms = 0, optin = 0;
   bool clusters = false;
   if (const int status = sm_count(&sms)) return status;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   if (const int status = has_sm90_code(&clusters)) return status;
   LaunchConfig config;
   config.stream = stream;

@@ -55,7 +55,7 @@ int64_t cost(const gdn_scaled_params &p, const Tiling &t, int clusters) {
 // clusters to launch.
 int choose(const gdn_scaled_params &p, const gdn_linear_options &o, Tiling *best, int *clusters) {
   int optin = 0;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   int64_t least = INT64_MAX;
   for (int cluster = 2; cluster <= 8 && least == INT64_MAX; cluster *= 2)    // NOTES: st.async is illegal in a cluster of one block
     for (int along = 1; along <= many::kGroups; ++along) {
@@ -109,7 +109,7 @@ int launch_many(const gdn_scaled_params &p, const gdn_linear_options &options, c
   config.overlap = p.overlap != 0;
   config.cluster = t.cluster;
   int optin = 0;
-  if (const int status = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(&optin)) return status;
+  if (const int status = shared_limit(&optin)) return status;
   return p.dtype == GDN_F16 ? launch_as<__half>(p, t, config, optin) : launch_as<__nv_bfloat16>(p, t, config, optin);
 }
 
