@@ -36,7 +36,9 @@ fn equals_its_definition_and_the_three_ops() {
                         ..Case::new(ratio, batch, tokens, seed)
                     };
                     let algo = case.check(&device);
-                    assert_eq!(algo == Algo::Unfused, device.is_cpu(), "{case:?}");
+                    // With 99 KB of shared memory and no clusters a head's tokens have no room beside its state.
+                    let capped = option_env!("CANDLE_GDN_CUDA_SHARED_LIMIT").is_some() && ratio > 2 && tokens == 16;
+                    assert_eq!(algo == Algo::Unfused, device.is_cpu() || capped, "{case:?}");
                 }
             }
         }
