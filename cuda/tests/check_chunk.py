@@ -101,6 +101,7 @@ def hard():
     yield from every(io=IO, lens=[lens], keys=["repeated", "alternating", "parallel"])
     yield from every(io=IO, lens=[lens], decay=["strong", "mixed", "uniform", "none"], segments=(0, 2))
     yield from every([dict(decay="mixed", keys="repeated", beta=20.0, beta_scale=2.0), dict(qk_size=1e3), dict(qk_size=1e-4), dict(keys="zeros"),
+                      dict(keys="zeros", v_size=4e3),
                       dict(v_size=4e3), dict(l2norm=False), dict(l2norm=False, beta_scale=2.0, decay="none")], io=IO, lens=[lens])
 
 

@@ -156,6 +156,31 @@ fn one_token_through_the_decode_op() {
     }
 }
 
+/// What is finite in exact arithmetic stays so: a key of zeros beside a large value writes nothing, and a gate of -inf keeps the state.
+#[test]
+fn zero_keys_and_infinite_gates() {
+    for device in devices() {
+        for algo in tensor_cores(&device) {
+            let x = args(1, 130, &device).in_dtype(DType::F16);
+            let rest = |t: &Tensor| t.narrow(1, 40, 90).unwrap();
+            let k = Tensor::cat(&[&x.k.narrow(1, 0, 40).unwrap().zeros_like().unwrap(), &rest(&x.k)], 1).unwrap();
+            let v = (&x.v * 1e3).unwrap();
+            let a = Tensor::cat(&[&rest(&x.gates.a), &x.gates.a.narrow(1, 0, 40).unwrap().affine(0., f64::NEG_INFINITY).unwrap()], 1);
+            let gates = Gates { a: a.unwrap(), ..x.gates.clone() };
+            let run = |algo| {
+                let state = x.state.copy().unwrap();
+                let op = GdnPrefill::new(gates.clone(), &state, None, options(algo)).unwrap();
+                let o = op.forward(&x.q, &k, &v).unwrap();
+                [values(&o), values(&state)]
+            };
+            for (got, want) in run(algo).iter().zip(&run(Algo::Recurrent)) {
+                assert!(got.iter().chain(want).all(|x| x.is_finite()), "{algo:?}");
+                assert!(rel_rms(got, want) <= APART, "{algo:?}: {}", rel_rms(got, want));
+            }
+        }
+    }
+}
+
 /// `Auto` has no kernel for f32 there, and none for rows that begin anywhere.
 #[test]
 fn auto_knows_what_they_do_not_take() {

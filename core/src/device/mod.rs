@@ -40,9 +40,10 @@ use candle_core::{Device, Result};
 /// streams may be added to its context.
 ///
 /// # Errors
-/// Without the feature `cuda`, or where there is no such GPU.
+/// Without the feature `cuda`, or where there is no such GPU, or it is older than [`check_gpu`] allows.
 pub fn single_stream_device(ordinal: usize) -> Result<Device> {
     let device = Device::new_cuda_with_stream(ordinal)?;
+    check_gpu(&device)?;
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = &device {
         // SAFETY: the context is this device's own and new: every allocation to come is made, used and freed on its one
@@ -50,6 +51,41 @@ pub fn single_stream_device(ordinal: usize) -> Result<Device> {
         unsafe { device.cuda_stream().context().disable_event_tracking() };
     }
     Ok(device)
+}
+
+/// That the kernels run on this GPU; any other device is fine.
+///
+/// # Errors
+/// When its compute capability is below 8.0.
+pub fn check_gpu(device: &Device) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
+        let stream = device.cuda_stream();
+        let ask = |attribute| stream.context().attribute(attribute).map_err(candle_core::Error::wrap);
+        let major = ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        return check_capability(major, ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?);
+    }
+    let _ = device;
+    Ok(())
+}
+
+#[cfg(any(feature = "cuda", test))]
+fn check_capability(major: i32, minor: i32) -> Result<()> {
+    if major < 8 {
+        candle_core::bail!(
+            "the GPU has compute capability {major}.{minor}, and the kernels need 8.0 or newer (RTX 30, A100 and later)"
+        )
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[test]
+fn old_gpus_are_refused() {
+    let error = check_capability(7, 5).unwrap_err().to_string();
+    assert!(error.starts_with("the GPU has compute capability 7.5, and the kernels need 8.0"), "{error}");
+    assert!(check_capability(8, 0).is_ok() && check_capability(12, 0).is_ok());
 }
 
 /// Lets a CUDA device keep the memory that is freed instead of returning it to the system at every synchronisation.

@@ -111,7 +111,7 @@ int choose(const gdn_attention_params &p, Choice *c) {
     k = {dim, 16, 4, 4};
   } else {
     k = {dim, rows <= 16 ? 16 : rows <= 32 ? 32 : 64, 4, 2};
-    if (k.bytes() > c->optin) k.rows = 32;
+    while (k.bytes() > c->optin && k.rows > 16) k.rows /= 2;
     // More tiles in flight where two such blocks still fit.
     const Kernel deeper = {dim, 16, 6, 2};
     if (k.rows == 16 && kBlocks * (deeper.bytes() + 1024) <= shared && deeper.bytes() <= c->optin) k = deeper;

@@ -24,7 +24,7 @@ template <typename T, int DIM, int MT, int SLOTS>
 int launch_mma(const gdn_attention_params &p, const Plan &plan, int optin, cudaStream_t stream) {
   constexpr Kernel kernel = {DIM, 16 * MT, SLOTS, 2};
   using M = Mma<T, DIM, MT, SLOTS>;
-  static_assert(MT == 4 || M::kBytes <= kLeastShared, "a shape for every card");
+  static_assert(MT > 1 || SLOTS > 4 || M::kBytes <= kLeastShared, "a shape for every card");
   static_assert(kernel.bytes() == M::kBytes && kernel.keys() == M::kKeys, "the chooser's sizes are the kernel's");
   return launch_both<T, mma_kernel<T, DIM, MT, SLOTS>>(p, plan, M::kBytes, optin, stream);
 }

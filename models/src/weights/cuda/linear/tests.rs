@@ -71,7 +71,7 @@ fn most_rows(device: &Device) -> usize {
     match ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) * 10
         + ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
     {
-        90 => MAX_ROWS,
+        90 if option_env!("CANDLE_GDN_CUDA_ARCHS").is_none_or(|archs| archs.contains("90a")) => MAX_ROWS,
         _ => 2 * abi::GDN_SCALED_FEW_ROWS,
     }
 }
