@@ -136,7 +136,7 @@ impl GatedDeltaNet {
     /// made by [`Slots::new`], the tokens wait in the ring, and [`GatedDeltaNet::commit`] only says how many of them count. A
     /// draft without a commit leaves no trace.
     ///
-    /// Up to 8 tokens a sequence (on the CPU 16) use the decode step, more tokens the chunk forms.
+    /// Up to 8 tokens a sequence use the decode step, on the CPU and in a ring up to 16; more tokens use the chunk forms.
     ///
     /// # Errors
     /// As [`GatedDeltaNet::forward_slots`], or where the host knows the slots and a sequence writes the slot it reads, unless

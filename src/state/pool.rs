@@ -11,7 +11,7 @@ const OP: &str = "StatePool";
 
 /// The states of one Gated DeltaNet layer for up to [`capacity`](StatePool::capacity) sequences, each in a slot: the
 /// convolution's and the recurrent one. Made by [`GatedDeltaNet::new_pool`](crate::GatedDeltaNet::new_pool), advanced by
-/// [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots). Its memory never grows.
+/// [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots). Its memory grows only by [`StatePool::grow`].
 ///
 /// The caller says which sequence has which slot, the same in the pools of all layers, and zeroes a slot before a sequence
 /// begins in it ([`StatePool::zero`]). One sequence's state goes out and in as a [`GdnState`] of batch 1, which
@@ -94,7 +94,7 @@ impl PoolOptions {
     /// plus the ring. In exact arithmetic it is the same function.
     /// [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots) of up to 8 tokens a sequence appends to it, and so
     /// does [`GatedDeltaNet::verify`](crate::GatedDeltaNet::verify) in place of up to 16 drafts; every other call flushes the
-    /// rings of its sequences first. A ring takes about half the memory of an f32 state. It is made for CUDA, where it is
+    /// rings of its sequences first. A ring takes half to nine tenths of the memory of an f32 state. It is made for CUDA, where it is
     /// faster than a pool without; on the CPU it is not.
     pub fn ring(mut self) -> Self {
         self.ring = true;
