@@ -1,5 +1,5 @@
 // candle-gdn: the next token of each row, chosen from its logits. The rules of gdn.h hold here too: one parameter struct and a
-// stream, nothing allocated, nothing awaited, strides in elements, statuses of gdn_status. models/src/cpu/sampling.rs gives the
+// stream, nothing allocated, nothing awaited, strides in elements, statuses of gdn_status. models/src/sampling/cpu.rs gives the
 // same tokens.
 #ifndef CANDLE_GDN_SAMPLING_H
 #define CANDLE_GDN_SAMPLING_H
@@ -28,10 +28,10 @@ typedef struct gdn_sampling_row {
   float presence;   // what is taken off the logits of those
   float frequency;  // and off them as many times as they occur
   uint32_t likeliest;  // 0: log-probabilities are not asked for; else, and 1 more than the tokens whose they are: see gdn_logprobs.h
-  uint32_t unused;
+  float gap;           // by how much a logit may be below the greatest; infinity: by any
 } gdn_sampling_row;
 
-// Each row's token, in three steps; see sampling/README.md. Of equal logits the one of the lower id counts as more likely.
+// Each row's token; sampling/README.md has the steps. Of equal logits the one of the lower id counts as more likely.
 typedef struct gdn_sampling_params {
   void *logits;            // [rows, vocab] of `dtype`; those that a penalty concerns are overwritten
   uint32_t *ids;           // [rows]: the token before; written: the one chosen, 0 for none

@@ -1,4 +1,4 @@
-// What a token weighs, and random numbers: in whole numbers, so that sums are the same in any order, and by operations that round the same everywhere. models/src/cpu/sampling.rs has the same.
+// What a token weighs, and random numbers: in whole numbers, so that sums are the same in any order, and by operations that round the same everywhere. models/src/sampling/cpu.rs has the same.
 #pragma once
 
 #include <math.h>

@@ -11,7 +11,14 @@ fn request(n: u32) -> Request {
     let sampling = match n % 4 {
         0 => Sampling::default(),
         1 => Sampling { temperature: 0.8, top_p: 0.9, ..Sampling::default() },
-        2 => Sampling { temperature: 0.7, top_k: 20, top_p: 0.95, repeat_penalty: 1.2, ..Sampling::default() },
+        2 => Sampling {
+            temperature: 0.7,
+            top_k: 20,
+            top_p: 0.95,
+            min_p: 0.05,
+            repeat_penalty: 1.2,
+            ..Sampling::default()
+        },
         _ => Sampling { repeat_penalty: 1.3, repeat_last_n: 7, ..Sampling::default() },
     };
     let prompt = (0..1 + n * 7 % 50).map(|i| (n * 31 + i * i) % 1000).collect();
