@@ -251,10 +251,8 @@ fn a_task_awaits_requests() -> Result<()> {
                 match of.events.recv().await {
                     Some(Event::Token { token, .. }) => tokens.push(token),
                     Some(Event::Finished { reason, .. }) => {
-                        assert_eq!(
-                            (reason, &*tokens),
-                            (FinishReason::MaxNewTokens, &*alone(&model_here, request(*n))?)
-                        );
+                        assert_eq!(reason, FinishReason::MaxNewTokens);
+                        assert_eq!(*tokens, alone(&model_here, request(*n))?);
                     }
                     other => assert!(other.is_none(), "{other:?}"),
                 }
@@ -301,7 +299,8 @@ fn requests_that_nobody_waits_for_are_cancelled() -> Result<()> {
         let mut future = Box::pin(handle.submit_async(long()));
         let poll = future.as_mut().poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
         assert!(poll.is_pending());
-        drop((future, handle));
+        drop(future);
+        drop(handle);
         let options = EngineOptions { prefill_chunk: chunk, ..EngineOptions::new(2, 2000) };
         let mut seen = Seen::default();
         messages.drive(Engine::new(&model, options)?, Followers::default(), &mut seen)?;

@@ -49,7 +49,7 @@ impl Context<'_> {
     /// A copy of the sequence.
     pub fn snapshot(&self, sequence: Sequence) -> Result<Arc<SequenceSnapshot>> {
         #[cfg(test)]
-        super::tests::fault()?;
+        super::tests::fault(super::tests::SNAPSHOT)?;
         self.pool.snapshot(sequence).map(Arc::new)
     }
 

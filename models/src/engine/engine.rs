@@ -52,7 +52,7 @@ pub struct Engine<M: Borrow<CausalLm>> {
     batch: Batch,
     stepper: Stepper,
     drafter: Drafter,
-    recovery: Recovery,
+    pub(super) recovery: Recovery,
 }
 
 impl<M: Borrow<CausalLm>> Engine<M> {

@@ -15,16 +15,22 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 
+/// Calls that may fail: an engine makes a snapshot, or reads the tokens of a step.
+pub(super) const SNAPSHOT: usize = 0;
+pub(super) const READ: usize = 1;
+
 thread_local! {
-    /// Snapshots before the one that fails; negative: none does.
-    static SNAPSHOTS: Cell<isize> = const { Cell::new(-1) };
+    /// Of each, how many come before the one that fails; negative: none does.
+    static LEFT: [Cell<isize>; 2] = const { [Cell::new(-1), Cell::new(-1)] };
 }
 
-/// Called where an engine makes a snapshot.
-pub(super) fn fault() -> Result<()> {
-    let left = SNAPSHOTS.get();
-    SNAPSHOTS.set((left - 1).max(-1));
-    match left {
+pub(super) fn fail_after(kind: usize, calls: isize) {
+    LEFT.with(|left| left[kind].set(calls));
+}
+
+/// Fails where it is time.
+pub(super) fn fault(kind: usize) -> Result<()> {
+    match LEFT.with(|left| left[kind].replace((left[kind].get() - 1).max(-1))) {
         0 => candle_core::bail!("a fault on purpose"),
         _ => Ok(()),
     }
@@ -167,7 +173,7 @@ enum Steps {
 
 /// Graphs whose steps run on the host as they are launched: before the engine reads the tokens of the step before.
 #[derive(Debug)]
-struct HostGraphs;
+pub(super) struct HostGraphs;
 
 impl Capture for HostGraphs {
     fn capture(&self, _: &CausalLm, _: &mut SequencePool, sampler: &Sampler, size: StepSize) -> Result<SharedGraph> {
@@ -190,6 +196,7 @@ struct HostTokens(Vec<Vec<Token>>);
 
 impl Pending for HostTokens {
     fn read(&self) -> Result<Vec<Vec<Token>>> {
+        fault(READ)?;
         Ok(self.0.clone())
     }
 }
