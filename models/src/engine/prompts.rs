@@ -213,8 +213,11 @@ impl Prompts {
         let broken = broken.into_iter().map(|row| Filling { row, done: 0, cuts: Vec::new() });
         for mut filling in broken.chain(std::mem::take(&mut self.filling)).collect::<Vec<_>>() {
             let (id, sequence) = (filling.row.id, filling.row.sequence);
-            // What was drawn after the last token was lost with the pass.
-            if cx.is_intact(sequence, filling.done) && !filling.is_done() && lost != Some(id) {
+            // What was to be drawn or copied after the last token was lost with the pass.
+            let is_due = filling.is_done()
+                || filling.row.request.snapshot_at == Some(filling.done)
+                || filling.cuts.contains(&filling.done);
+            if cx.is_intact(sequence, filling.done) && !is_due && lost != Some(id) {
                 self.filling.push(filling);
                 continue;
             }
@@ -243,12 +246,12 @@ impl Prompts {
         self.filling = filling;
         let mut drawn = drawn.into_iter();
         for mut filling in done {
-            let token: Vec<Token> = if filling.draws() { drawn.next().into_iter().collect() } else { Vec::new() };
+            let token = if filling.draws() { drawn.next() } else { None };
             let row = &mut filling.row;
             row.request.snapshot_at = None;
-            if row.drawn() == 0 && row.finished.is_none() {
+            if let (Some(token), None) = (token, &row.finished) {
                 row.head_chances = drafter.chances_of_a_sequence();
-                row.accept(&token, &[], cx.events);
+                row.accept(&[token], &[], cx.events);
             }
             batch.rows.push(filling.row);
         }

@@ -65,7 +65,8 @@ impl Recovery {
         if !passing.is_empty() {
             self.limit = (passing.len() / 2).max(1);
         }
-        if prompt_tokens > 1 {
+        // With fewer tokens than requests the size of a piece was not the reason.
+        if prompt_tokens > passing.len().max(1) {
             self.chunk = prompt_tokens / 2;
             return None;
         }
