@@ -8,7 +8,7 @@ use crate::Args;
 use anyhow::{anyhow, Context, Result};
 use candle_gdn_models::{
     CausalLm, DraftHeadChoice, Engine, EngineHandle, EngineMessages, EngineOptions, Event, FinishReason, Followers,
-    Logprobs, ModelConfig, Observer, Progress, Request, RequestId, Submission,
+    Logprobs, ModelConfig, Observer, Progress, Request, Submission,
 };
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -36,19 +36,8 @@ pub enum Refusal {
     Invalid(String),
 }
 
-/// A request that was accepted. Dropping it ends the request.
-#[derive(Debug)]
-pub struct Running {
-    pub outputs: mpsc::UnboundedReceiver<Output>,
-    id: RequestId,
-    engine: EngineHandle,
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.engine.cancel(self.id);
-    }
-}
+/// The results of a request that was accepted. Dropping it ends the request.
+pub type Running = mpsc::UnboundedReceiver<Output>;
 
 /// The engine's thread.
 pub struct Driver {
@@ -113,7 +102,7 @@ impl Driver {
                     Ok(resuming(model, request, state))
                 }),
                 answer: Box::new(move |id| {
-                    let answered = id.map_err(|e| match is_full.load(Ordering::SeqCst) {
+                    let answered = id.map(drop).map_err(|e| match is_full.load(Ordering::SeqCst) {
                         true => {
                             refused.count_refused();
                             Refusal::Full
@@ -124,24 +113,24 @@ impl Driver {
                     answer.send(answered).is_ok()
                 }),
                 events: Box::new(move |events| {
+                    if events.is_empty() {
+                        return !sender.is_closed();
+                    }
                     let output = output(events);
                     if let Some(reason) = &output.finished {
                         ended.fetch_sub(1, Ordering::SeqCst);
                         shared.count_finished(reason);
                     }
-                    // A receiver that has gone cancels its request itself.
-                    let _ = sender.send(output);
-                    true
+                    sender.send(output).is_ok()
                 }),
             })
             .ok()?;
-        let engine = self.engine.clone();
-        Some(answered.await.ok()?.map(|id| Running { outputs, id, engine }))
+        Some(answered.await.ok()?.map(|()| outputs))
     }
 
     /// Ends all requests and the thread.
     pub async fn end(self) {
-        // Running requests have handles of their own, so that dropping this one would not do.
+        // Requests that run would be finished if the handle were only dropped.
         self.engine.stop();
         let _ = tokio::task::spawn_blocking(move || self.thread.join()).await;
     }
@@ -234,6 +223,10 @@ fn load(
 fn resuming(model: &CausalLm, request: Request, state: Option<State>) -> Request {
     let Some(state) = state.filter(|state| state.tokens < request.tokens.len()) else { return request };
     match state.snapshot(model) {
+        Ok(snapshot) if !snapshot.is_prefix_of(&request.tokens) => {
+            tracing::warn!("a state is of another prompt, so the prompt is fed here");
+            request
+        }
         Ok(snapshot) => Request { resume: Some(Arc::new(snapshot)), ..request },
         Err(e) => {
             tracing::warn!("a state is of no use, so the prompt is fed here: {e:#}");

@@ -234,7 +234,7 @@ fn ticket(
         let output = tokio::select! {
             biased;
             () = context.stopped() => return Ok(LLMEngineOutput::cancelled().with_usage(used(prompt, 0))),
-            output = running.outputs.recv() => output,
+            output = running.recv() => output,
         };
         match output {
             Some(Output { state: Some(state), .. }) => {
@@ -271,7 +271,7 @@ fn outputs(
                     yield Ok(LLMEngineOutput::cancelled().with_usage(used(prompt, sent)));
                     return;
                 }
-                output = running.outputs.recv() => output,
+                output = running.recv() => output,
             };
             let Some(Output { mut tokens, mut logprobs, mut finished, .. }) = output else {
                 yield Err(backend(BackendError::EngineShutdown, "the engine has ended".into()));

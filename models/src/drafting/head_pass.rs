@@ -78,12 +78,13 @@ impl SequencePool {
     ) {
         let entry = &mut self.entries[slot];
         (entry.len, entry.broken) = (entry.len + drawn.len(), hidden.is_none());
+        // All but the last one drawn were drafts, which the model was fed.
+        let drafts: Vec<u32> = drawn[..drawn.len().saturating_sub(1)].iter().flatten().map(|drawn| drawn.id).collect();
+        self.record_tokens(slot, &drafts);
         let Some(head) = &mut self.head else { return };
         let state = &mut head.slots[slot];
         state.len += state.tokens.len() + 1;
-        state.next = None;
-        // All but the last one drawn were drafts, which the model was fed.
-        state.tokens = drawn[..drawn.len().saturating_sub(1)].iter().flatten().map(|drawn| drawn.id).collect();
+        (state.next, state.tokens) = (None, drafts);
         let rows =
             |(tensor, first): (&Tensor, usize)| Rows { tensor: tensor.clone(), range: first..first + drawn.len() };
         state.waiting = hidden.into_iter().map(rows).collect();
@@ -171,7 +172,7 @@ impl CausalLm {
     ///
     /// # Errors
     /// When the model has no draft head, the batch is empty, a handle is none of a sequence of this pool, comes twice or
-    /// has seen no token or has no room for one more, no draft is requested, an id is outside the vocabulary, or the device refuses.
+    /// has seen no token or has no room for two more, no draft is requested, an id is outside the vocabulary, or the device refuses.
     pub fn draft(&self, pool: &mut SequencePool, batch: &[(Sequence, u32, usize)]) -> Result<(Vec<Vec<u32>>, Tensor)> {
         let (slots, depths) = self.draft_slots(pool, batch)?;
         let next: Vec<u32> = batch.iter().map(|(_, next, _)| *next).collect();
@@ -219,15 +220,15 @@ impl CausalLm {
 
     /// The slots of a batch, and how many tokens each may have drafted.
     fn draft_slots(&self, pool: &SequencePool, batch: &[(Sequence, u32, usize)]) -> Result<(Vec<usize>, Vec<usize>)> {
-        let slots = pool.batch_slots(DRAFT, self.id, batch.iter().map(|(s, _, _)| (*s, 1)))?;
+        // The next token and a draft.
+        let slots = pool.batch_slots(DRAFT, self.id, batch.iter().map(|(s, _, _)| (*s, 2)))?;
         let mut depths = Vec::with_capacity(slots.len());
         for (n, (&slot, (_, _, depth))) in slots.iter().zip(batch).enumerate() {
             let len = pool.entries[slot].len;
             if *depth == 0 || len == 0 {
                 bail!("{DRAFT}: batch: expected sequences with tokens and at least 1 to draft, got {depth} after {len} at {n}")
             }
-            // The head's token `len - 1` is the first.
-            depths.push((*depth).min(pool.max_len + 1 - len));
+            depths.push((*depth).min(pool.max_len - len - 1));
         }
         Ok((slots, depths))
     }

@@ -113,6 +113,7 @@ impl StepGraph for SpeculativeGraph {
         for (n, (s, drawn)) in step.sequences.iter().zip(step.drawn).enumerate() {
             let Ok(slot) = pool.slot(OP, *s) else { continue };
             let first = n * self.buffers.tokens;
+            pool.record_tokens(slot, step.fed[n].as_slice());
             pool.end_speculative(slot, drawn, hidden.as_ref().map(|hidden| (hidden, first)));
         }
         Ok(())

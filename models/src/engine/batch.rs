@@ -5,9 +5,8 @@ use super::event::{Event, FinishReason};
 use super::request::{Request, RequestId};
 use crate::drafting::depth::Chances;
 use crate::sampling::{Choice, Drawn, Token};
-use crate::sequences::{Sequence, SequenceSnapshot};
+use crate::sequences::Sequence;
 use candle_core::{Error, Result};
-use std::sync::Arc;
 
 /// Completions in the order in which passes serve them.
 #[derive(Debug, Default)]
@@ -56,26 +55,15 @@ impl Batch {
         Ok(())
     }
 
-    /// After a failed pass: the request `lost` ends with its error. The others that the pass broke get new sequences and are fed
-    /// the same tokens again, so that their next tokens are the same as without the failure.
-    pub fn recover(&mut self, lost: Option<RequestId>, error: &Error, chunk: usize, cx: &mut Context) -> Result<()> {
-        for mut row in std::mem::take(&mut self.rows) {
-            let fed = row.tokens.len() - 1;
-            if lost == Some(row.id) {
-                row.finished = Some(FinishReason::Failed(error.to_string()));
-            } else if !cx.is_intact(row.sequence, fed) {
-                cx.pool.end(row.sequence)?;
-                match row.feed_again(chunk, cx) {
-                    Ok(sequence) => row.sequence = sequence,
-                    Err(e) => {
-                        cx.fail(row.id, &e);
-                        continue;
-                    }
-                }
-            }
-            self.rows.push(row);
+    /// After a failed pass: the request `lost` ends with its error. Returns the others that the pass broke.
+    pub fn recover(&mut self, lost: Option<RequestId>, error: &Error, cx: &Context) -> Vec<Row> {
+        if let Some(row) = self.rows.iter_mut().find(|row| lost == Some(row.id)) {
+            row.finished = Some(FinishReason::Failed(error.to_string()));
         }
-        Ok(())
+        let is_well = |row: &Row| row.finished.is_some() || cx.is_intact(row.sequence, row.to_feed());
+        let (well, broken) = std::mem::take(&mut self.rows).into_iter().partition(is_well);
+        self.rows = well;
+        broken
     }
 
     /// The sequence of the request, if it is being completed, after its snapshot.
@@ -88,7 +76,7 @@ impl Batch {
     }
 }
 
-/// A prompt and what was drawn after it.
+/// A prompt and what was drawn after it, nothing while the prompt is fed.
 #[derive(Debug)]
 pub(super) struct Row {
     pub id: RequestId,
@@ -108,8 +96,7 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// The completion of a request whose prompt was fed.
-    pub fn new(id: RequestId, mut request: Request, sequence: Sequence, max_len: usize, head_chances: Chances) -> Self {
+    pub fn new(id: RequestId, mut request: Request, sequence: Sequence, max_len: usize) -> Self {
         let tokens = std::mem::take(&mut request.tokens);
         let prompt_len = tokens.len();
         Self {
@@ -118,7 +105,7 @@ impl Row {
             tokens,
             lookup_depth: usize::MAX,
             lookup_chances: Chances::default(),
-            head_chances,
+            head_chances: Chances::default(),
             finished: None,
             request,
             prompt_len,
@@ -132,8 +119,13 @@ impl Row {
     }
 
     /// Tokens of the completion.
-    fn drawn(&self) -> usize {
+    pub fn drawn(&self) -> usize {
         self.tokens.len() - self.prompt_len
+    }
+
+    /// Tokens to be fed before the next one is drawn in a decode step: the prompt, and all but the last of the completion.
+    pub fn to_feed(&self) -> usize {
+        self.tokens.len() - usize::from(self.drawn() > 0)
     }
 
     /// The most drafts that can be of use in the next step.
@@ -155,24 +147,10 @@ impl Row {
     /// The snapshot at the end of a completion, where it was requested.
     fn final_snapshot(&self, cx: &mut Context) -> Result<()> {
         if self.request.snapshot_end {
-            let snapshot = Arc::new(cx.pool.snapshot(self.sequence)?);
+            let snapshot = cx.snapshot(self.sequence)?;
             cx.events.push(Event::Snapshot { id: self.id, snapshot });
         }
         Ok(())
-    }
-
-    /// A new sequence that was fed the same tokens.
-    fn feed_again(&self, chunk: usize, cx: &mut Context) -> Result<Sequence> {
-        let snapshot = self.request.resume.as_deref();
-        let sequence = cx.begin(snapshot)?;
-        let rest = &self.tokens[snapshot.map_or(0, SequenceSnapshot::len)..self.tokens.len() - 1];
-        for tokens in rest.chunks(chunk) {
-            if let Err(e) = cx.model.feed_only(cx.pool, &[(sequence, tokens)]) {
-                cx.pool.end(sequence)?;
-                return Err(e);
-            }
-        }
-        Ok(sequence)
     }
 
     /// Accepts the tokens `drawn` after the last token and after each token of `drafted`, as long as the drafts equal

@@ -7,6 +7,7 @@ use crate::sequences::{Sequence, SequencePool, SequenceSnapshot};
 use crate::CausalLm;
 use candle_core::{Error, Result};
 use std::borrow::Borrow;
+use std::sync::Arc;
 
 /// The model, its sequences, and the results of the current step.
 #[derive(Debug)]
@@ -43,6 +44,13 @@ impl Context<'_> {
             }
         }
         Ok(sequence)
+    }
+
+    /// A copy of the sequence.
+    pub fn snapshot(&self, sequence: Sequence) -> Result<Arc<SequenceSnapshot>> {
+        #[cfg(test)]
+        super::tests::fault(super::tests::SNAPSHOT)?;
+        self.pool.snapshot(sequence).map(Arc::new)
     }
 
     /// A request without a sequence ends.

@@ -55,7 +55,10 @@ impl Drafter {
     /// How many tokens the head drafts for each row at the next step, unless a look-up is better.
     pub fn plan(&mut self, rows: &[Row], pool: &mut SequencePool) -> Vec<usize> {
         match self.planned.take() {
-            Some((planned, depths)) if rows.iter().map(|row| &row.id).eq(&planned) => depths,
+            // Tokens that were drawn since have used some of the room.
+            Some((planned, depths)) if rows.iter().map(|row| &row.id).eq(&planned) => {
+                depths.into_iter().zip(rows).map(|(depth, row)| depth.min(row.room())).collect()
+            }
             _ => {
                 self.rest_head(rows.len(), pool);
                 self.choose_depths(rows, pool)

@@ -52,7 +52,7 @@ pub struct Engine<M: Borrow<CausalLm>> {
     batch: Batch,
     stepper: Stepper,
     drafter: Drafter,
-    recovery: Recovery,
+    pub(super) recovery: Recovery,
 }
 
 impl<M: Borrow<CausalLm>> Engine<M> {
@@ -95,7 +95,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             batch: Batch::default(),
             stepper,
             drafter: Drafter::new(&options),
-            recovery: Recovery::default(),
+            recovery: Recovery::new(options.prefill_chunk),
             core: Core { model, pool, events, stats: EngineStats::default() },
         })
     }
@@ -104,10 +104,14 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     ///
     /// # Errors
     /// When the prompt is empty, longer than a sequence can be here, or has an id outside the vocabulary; when what it
-    /// resumes is not shorter than it; when it requests more log-probabilities than there are; as [`Sampling::check`](crate::Sampling::check); or when
-    /// [`EngineOptions::max_waiting`] requests wait already.
+    /// resumes is not shorter than it, or is of other tokens; when it requests more log-probabilities than there are; as
+    /// [`Sampling::check`](crate::Sampling::check); or when all sequences are in use and [`EngineOptions::max_waiting`] requests wait already.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
-        self.queue.submit(request, self.core.model.borrow(), self.core.pool.max_len())
+        let id = self.queue.submit(request, self.core.model.borrow(), &self.core.pool)?;
+        if let Some(request) = self.queue.get(self.queue.len() - 1).filter(|request| request.resume.is_none()) {
+            self.prompts.expect(&request.tokens);
+        }
+        Ok(id)
     }
 
     /// Ends a request wherever it is; the next step reports it. False where it has ended already.
@@ -129,8 +133,8 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// One pass of the model: prompts if there are any to be fed, else a decode step. Returns its results in order.
     ///
     /// A pass that fails, when a device refuses or is out of memory, is no error: its requests are fed again, and
-    /// the next passes have fewer of them. A request that fails alone twice, or cannot be fed again, ends with [`FinishReason::Failed`]. All others
-    /// go on, with the same tokens as without the failure.
+    /// the next passes have fewer of them and shorter pieces of prompts. A request that fails alone twice, with a single token, or cannot
+    /// begin again, ends with [`FinishReason::Failed`]. All others go on, with the same tokens as without the failure.
     ///
     /// # Errors
     /// When the pool refuses, which is a bug.
@@ -139,7 +143,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         let cx = &mut core.context();
         prompts.admit(queue, cx)?;
         let pass = if !prompts.is_empty() {
-            let collected = stepper.collect(batch, drafter, cx);
+            let collected = stepper.collect(batch, drafter, recovery, cx);
             collected.and_then(|()| prompts.prefill(batch, &stepper.sampler, drafter, recovery, cx))
         } else if !batch.is_empty() {
             stepper.decode(batch, drafter, recovery, cx)
@@ -150,12 +154,12 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         // First, so that requests that have ended are not fed again.
         batch.retire(cx)?;
         match pass {
-            Ok(()) => recovery.passed(),
+            Ok(()) => recovery.passed(cx.events),
             Err(error) => {
                 stepper.discard();
                 let lost = recovery.failed();
-                batch.recover(lost, &error, prompts.chunk, cx)?;
-                prompts.recover(lost, &error, cx)?;
+                let broken = batch.recover(lost, &error, cx);
+                prompts.recover(lost, &error, broken, cx)?;
                 batch.retire(cx)?;
             }
         }

@@ -113,6 +113,10 @@ impl Graphs {
                 }
             }
         }
+        // An error from here on would fail the pass of requests, again and again.
+        if graphs.choice == GraphChoice::On {
+            graphs.choice = GraphChoice::Auto;
+        }
         Ok(graphs)
     }
 

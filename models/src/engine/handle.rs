@@ -8,10 +8,12 @@ use super::stats::EngineStats;
 use crate::CausalLm;
 use candle_core::{Error, Result};
 use std::borrow::Borrow;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::mpsc::{channel, Receiver, Sender, TryRecvError};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use tokio::sync::mpsc::{unbounded_channel, UnboundedReceiver};
+use tokio::sync::oneshot;
 
 /// Sends requests to an [`Engine`] that another thread owns; any number of threads may have a copy. When the last one is dropped,
 /// the engine finishes its requests and its thread ends.
@@ -25,8 +27,9 @@ pub struct EngineHandle {
 pub struct Submitted {
     /// For [`EngineHandle::cancel`].
     pub id: RequestId,
-    /// Its events, [`Event::Finished`] last. Dropping the receiver cancels the request.
-    pub events: Receiver<Event>,
+    /// Its events, [`Event::Finished`] last: `recv().await` for a task of any runtime, `blocking_recv()` for a thread. Dropping the
+    /// receiver cancels the request after the next step.
+    pub events: UnboundedReceiver<Event>,
 }
 
 /// Makes a request, by the engine's model.
@@ -38,7 +41,8 @@ pub struct Submission {
     pub request: MakeRequest,
     /// Receives the id, or why the request was refused. False, where the submitter has gone, cancels the request.
     pub answer: Box<dyn FnOnce(Result<RequestId>) -> bool + Send>,
-    /// Receives the request's events of each step, [`Event::Finished`] last. False, where the receiver has gone, cancels the request.
+    /// Called after each step with the request's events of that step, which may be none; [`Event::Finished`] comes last. False, where
+    /// the receiver has gone, cancels the request.
     pub events: Box<dyn FnMut(Vec<Event>) -> bool + Send>,
 }
 
@@ -163,14 +167,48 @@ impl EngineHandle {
     /// # Errors
     /// As [`Engine::submit`], or when the engine has ended.
     pub fn submit(&self, request: Request) -> Result<Submitted> {
-        let ((sender, events), (answer, answered)) = (channel(), channel());
+        let (answered, events) = self.send_request(request)?;
+        let id = answered.blocking_recv().map_err(|_| gone())??;
+        Ok(Submitted { id, events })
+    }
+
+    /// [`submit`](Self::submit) for a task of any runtime, which it does not block. Dropping the future cancels the request.
+    ///
+    /// ```no_run
+    /// # async fn demo(engine: candle_gdn_models::EngineHandle) -> candle_core::Result<()> {
+    /// use candle_gdn_models::{Event, Request};
+    /// let mut submitted = engine.submit_async(Request::new(vec![11, 22, 33], 64)).await?;
+    /// while let Some(event) = submitted.events.recv().await {
+    ///     if let Event::Token { token, .. } = event {
+    ///         println!("{token}");
+    ///     }
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit).
+    pub async fn submit_async(&self, request: Request) -> Result<Submitted> {
+        let (answered, events) = self.send_request(request)?;
+        let id = answered.await.map_err(|_| gone())??;
+        Ok(Submitted { id, events })
+    }
+
+    fn send_request(
+        &self,
+        request: Request,
+    ) -> Result<(oneshot::Receiver<Result<RequestId>>, UnboundedReceiver<Event>)> {
+        let ((sender, events), (answer, answered)) = (unbounded_channel(), oneshot::channel());
         self.send(Submission {
             request: Box::new(|_| Ok(request)),
             answer: Box::new(move |id| answer.send(id).is_ok()),
-            events: Box::new(move |events| events.into_iter().all(|event| sender.send(event).is_ok())),
+            events: Box::new(move |events| {
+                events.into_iter().for_each(|event| drop(sender.send(event)));
+                !sender.is_closed()
+            }),
         })?;
-        let id = answered.recv().map_err(|_| gone())??;
-        Ok(Submitted { id, events })
+        Ok((answered, events))
     }
 
     /// [`submit`](Self::submit) without waiting, for callers with channels of their own.
@@ -225,12 +263,12 @@ struct Driver<M: Borrow<CausalLm>, O> {
     engine: Engine<M>,
     followers: Followers,
     observer: O,
-    running: HashMap<RequestId, Running>,
+    running: BTreeMap<RequestId, Running>,
 }
 
 impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
     fn new(engine: Engine<M>, followers: Followers, observer: O) -> Self {
-        Self { engine, followers, observer, running: HashMap::new() }
+        Self { engine, followers, observer, running: BTreeMap::new() }
     }
 
     fn run(&mut self, messages: &Receiver<Message>) -> Result<()> {
@@ -282,7 +320,6 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
 
     fn step(&mut self) -> Result<()> {
         self.followers.send(|| Command::Step)?;
-        let mut changed = Vec::new();
         for event in self.engine.step()? {
             let id = match &event {
                 Event::Token { id, .. } | Event::Snapshot { id, .. } | Event::Finished { id, .. } => *id,
@@ -293,24 +330,18 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
             };
             let Some(running) = self.running.get_mut(&id) else { continue };
             running.tokens += usize::from(matches!(event, Event::Token { .. }));
-            if running.new.is_empty() {
-                changed.push(id);
-            }
             running.new.push(event);
         }
-        for id in changed {
-            let Some(running) = self.running.get_mut(&id) else { continue };
+        let mut gone = Vec::new();
+        self.running.retain(|id, running| {
             let new = std::mem::take(&mut running.new);
             let has_ended = matches!(new.last(), Some(Event::Finished { .. }));
-            let has_gone = !(running.events)(new);
-            if has_gone && !has_ended {
-                self.cancel(id)?;
+            if !(running.events)(new) && !has_ended {
+                gone.push(*id);
             }
-            if has_gone || has_ended {
-                self.running.remove(&id);
-            }
-        }
-        Ok(())
+            !has_ended
+        });
+        gone.into_iter().try_for_each(|id| self.cancel(id))
     }
 
     fn report(&mut self) {
@@ -321,7 +352,7 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
     }
 
     fn fail_all(&mut self, error: &Error) {
-        for (id, mut running) in self.running.drain() {
+        for (id, mut running) in std::mem::take(&mut self.running) {
             (running.events)(vec![Event::Finished { id, reason: FinishReason::Failed(error.to_string()) }]);
         }
     }

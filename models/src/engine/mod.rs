@@ -10,6 +10,8 @@ mod drafter;
 #[allow(clippy::module_inception)]
 mod engine;
 mod event;
+#[cfg(test)]
+mod fault_tests;
 mod graphs;
 mod handle;
 mod options;

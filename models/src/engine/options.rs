@@ -10,7 +10,7 @@ pub struct EngineOptions {
     pub sequences: usize,
     /// The most tokens of a sequence, prompt and completion together; at most `max_position_embeddings`.
     pub max_len: usize,
-    /// The most requests that wait; one more is refused.
+    /// The most requests that wait for a sequence to end; one more is refused. With 0 none waits, but a free sequence is used.
     pub max_waiting: usize,
     /// The most prompt tokens of a pass, which bounds its memory.
     pub prefill_chunk: usize,
@@ -58,7 +58,8 @@ impl EngineOptions {
 pub enum GraphChoice {
     /// Where a graph can be captured.
     Auto,
-    /// Always: an error where a graph cannot be captured.
+    /// Always: [`Engine::new`](super::Engine::new) fails where one cannot be captured. Steps that need another graph later, with
+    /// more drafts or with log-probabilities, run without where that cannot be captured ([`Event::NoGraph`](super::Event::NoGraph)).
     On,
     /// Never.
     Off,

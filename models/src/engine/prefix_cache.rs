@@ -1,5 +1,6 @@
 //! What was computed for prefixes of token sequences, to be used again.
 
+use crate::sequences::fingerprint::hash_tokens;
 use candle_core::{bail, Result};
 use std::collections::{BTreeMap, HashMap};
 
@@ -71,7 +72,7 @@ impl<V> PrefixCache<V> {
             clock: 0,
             hits: 0,
             misses: 0,
-            hash: chain,
+            hash: hash_tokens,
         })
     }
 
@@ -232,14 +233,4 @@ impl<V> PrefixCache<V> {
             next = node.parent;
         }
     }
-}
-
-/// FNV-1a over the tokens of a block, from the hash of the blocks before, mixed at the end: it only has to spread, since
-/// the tokens are compared.
-fn chain(before: u64, block: &[u32]) -> u64 {
-    let mut hash = before ^ 0xcbf2_9ce4_8422_2325;
-    for token in block {
-        hash = (hash ^ u64::from(*token)).wrapping_mul(0x0100_0000_01b3);
-    }
-    hash ^ hash >> 32
 }

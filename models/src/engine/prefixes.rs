@@ -32,7 +32,7 @@ impl<V> Prefixes<V> {
 
     /// The length of the common prefix of two prompts, in whole blocks. It excludes the last token of each prompt, which must
     /// be fed to get its logits.
-    fn common(&self, a: &[u32], b: &[u32]) -> usize {
+    pub fn common(&self, a: &[u32], b: &[u32]) -> usize {
         let Some(cache) = &self.cache else { return 0 };
         let blocks = |prompt| usable(prompt).chunks_exact(cache.block);
         blocks(a).zip(blocks(b)).take_while(|(a, b)| a == b).count() * cache.block
@@ -55,14 +55,14 @@ impl<V> Prefixes<V> {
         cuts
     }
 
-    /// Whether one of the prompts being fed, each with the tokens fed so far, will put a longer prefix of `prompt` into the cache
-    /// than there is now.
-    pub fn will_keep<'p>(&self, prompt: &[u32], mut fed: impl Iterator<Item = (&'p [u32], usize)>) -> bool {
+    /// Whether one of the prompts being fed, each with the cuts before it, will put a longer prefix of `prompt` into the cache than
+    /// there is now.
+    pub fn will_keep<'p>(&self, prompt: &[u32], mut fed: impl Iterator<Item = (&'p [u32], &'p [usize])>) -> bool {
         let Some(cache) = &self.cache else { return false };
         let cached = cache.peek(usable(prompt));
-        fed.any(|(other, done)| {
+        fed.any(|(other, cuts)| {
             let common = self.common(prompt, other);
-            common > cached && common > done
+            cuts.iter().any(|cut| (cached + 1..=common).contains(cut))
         })
     }
 

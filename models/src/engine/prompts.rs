@@ -1,14 +1,15 @@
-//! Prompts are fed: several in one packed pass, in chunks, common prefixes once.
+//! Prompts are fed: several in one packed pass, in chunks, common prefixes once. So are the tokens of completions that a failed pass
+//! broke.
 
 use super::batch::{Batch, Row};
 use super::core::Context;
 use super::drafter::Drafter;
-use super::event::Event;
+use super::event::{Event, FinishReason};
 use super::options::EngineOptions;
 use super::prefixes::Prefixes;
 use super::queue::Queue;
 use super::recovery::Recovery;
-use super::request::{Request, RequestId};
+use super::request::RequestId;
 use super::stats::PrefixTally;
 use crate::sampling::{Sampler, Token};
 use crate::sequences::{Sequence, SequenceSnapshot};
@@ -16,27 +17,30 @@ use candle_core::{Error, Result, Tensor};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A prompt that is being fed.
+/// A prompt that is being fed, or the tokens of a broken completion.
 #[derive(Debug)]
 struct Filling {
-    id: RequestId,
-    request: Request,
-    sequence: Sequence,
+    row: Row,
     /// Tokens fed, or restored from a snapshot.
     done: usize,
-    /// The positions where the state is kept for other prompts.
+    /// The positions where the state is to be kept for other prompts.
     cuts: Vec<usize>,
 }
 
 impl Filling {
     /// The next position where a chunk must end.
     fn end(&self) -> usize {
-        let cuts = self.cuts.iter().copied().chain(self.request.snapshot_at);
-        cuts.filter(|cut| *cut > self.done).min().unwrap_or(usize::MAX).min(self.request.tokens.len())
+        let cuts = self.cuts.iter().copied().chain(self.row.request.snapshot_at);
+        cuts.filter(|cut| *cut > self.done).min().unwrap_or(usize::MAX).min(self.row.to_feed())
     }
 
     fn is_done(&self) -> bool {
-        self.done == self.request.tokens.len()
+        self.done == self.row.to_feed()
+    }
+
+    /// Whether the first token of the completion is drawn once this is fed.
+    fn draws(&self) -> bool {
+        self.is_done() && self.row.drawn() == 0
     }
 }
 
@@ -45,15 +49,13 @@ impl Filling {
 pub(super) struct Prompts {
     filling: Vec<Filling>,
     prefixes: Prefixes<Arc<SequenceSnapshot>>,
-    /// The most prompt tokens of a pass.
-    pub chunk: usize,
     warned_too_large: bool,
 }
 
 impl Prompts {
     pub fn new(options: &EngineOptions) -> Result<Self> {
         let prefixes = Prefixes::new(options.prefix_block, options.prefix_cache, options.prefix_recent)?;
-        Ok(Self { filling: Vec::new(), prefixes, chunk: options.prefill_chunk, warned_too_large: false })
+        Ok(Self { filling: Vec::new(), prefixes, warned_too_large: false })
     }
 
     pub fn len(&self) -> usize {
@@ -70,8 +72,18 @@ impl Prompts {
 
     /// The sequence of the request, if it is being fed.
     pub fn remove(&mut self, id: RequestId) -> Option<Sequence> {
-        let index = self.filling.iter().position(|filling| filling.id == id)?;
-        Some(self.filling.remove(index).sequence)
+        let index = self.filling.iter().position(|filling| filling.row.id == id)?;
+        Some(self.filling.remove(index).row.sequence)
+    }
+
+    /// A prompt begins to wait: what it shares with those being fed will be kept for it.
+    pub fn expect(&mut self, prompt: &[u32]) {
+        for Filling { row, done, cuts } in &mut self.filling {
+            let common = self.prefixes.common(&row.tokens, prompt);
+            if common > *done && !cuts.contains(&common) {
+                cuts.push(common);
+            }
+        }
     }
 
     /// Admits waiting requests as far as there is room. A request that shares a prefix with a prompt being fed waits until that
@@ -79,7 +91,7 @@ impl Prompts {
     pub fn admit(&mut self, queue: &mut Queue, cx: &mut Context) -> Result<()> {
         let mut index = 0;
         while let Some(request) = queue.get(index).filter(|_| cx.pool.available() > 0) {
-            let fed = self.filling.iter().map(|f| (f.request.tokens.as_slice(), f.done));
+            let fed = self.filling.iter().map(|f| (f.row.tokens.as_slice(), f.cuts.as_slice()));
             if request.resume.is_none() && self.prefixes.will_keep(&request.tokens, fed) {
                 index += 1;
                 continue;
@@ -99,13 +111,14 @@ impl Prompts {
             };
             let done = snapshot.map_or(0, |snapshot| snapshot.len());
             let cuts = self.prefixes.cuts(&request.tokens, done, queue.prompts());
-            self.filling.push(Filling { id, request, sequence, done, cuts });
+            let row = Row::new(id, request, sequence, cx.pool.max_len());
+            self.filling.push(Filling { row, done, cuts });
         }
         Ok(())
     }
 
-    /// One pass: up to `chunk` tokens of as many prompts as that holds, and one token of each completion under way, so that
-    /// none waits for long prompts. After a failed pass it has fewer sequences.
+    /// One pass: as many prompt tokens as it may have, and one token of each completion under way, so that none waits for long
+    /// prompts. After a failed pass it has fewer tokens and sequences.
     pub fn prefill(
         &mut self,
         batch: &mut Batch,
@@ -116,8 +129,7 @@ impl Prompts {
     ) -> Result<()> {
         let start = Instant::now();
         drafter.rest_head(self.filling.len() + batch.rows.len(), cx.pool);
-        let (limit, max_len) = (recovery.limit, cx.pool.max_len());
-        let mut room = self.chunk;
+        let (limit, mut room) = (recovery.limit, recovery.chunk);
         let mut pass: Vec<(Sequence, &[u32])> = Vec::new();
         let (mut drawing, mut choices, mut ids) = (Vec::new(), Vec::new(), Vec::new());
         for filling in &mut self.filling {
@@ -126,18 +138,18 @@ impl Prompts {
             }
             let (src, dst) = (filling.done, filling.end().min(filling.done.saturating_add(room)));
             (filling.done, room) = (dst, room - (dst - src));
-            if filling.is_done() {
+            if filling.draws() {
                 drawing.push(pass.len());
-                choices.push(filling.request.choice(0, max_len, &filling.request.tokens, &[]));
+                choices.push(filling.row.choice(&[]));
             }
-            pass.push((filling.sequence, &filling.request.tokens[src..dst]));
-            ids.push(filling.id);
+            pass.push((filling.row.sequence, &filling.row.tokens[src..dst]));
+            ids.push(filling.row.id);
         }
-        let (chunks, fed) = (pass.len(), self.chunk - room);
+        let (chunks, fed) = (pass.len(), recovery.chunk - room);
         let rows = &batch.rows[..batch.rows.len().min(limit - chunks)];
         let last: Vec<u32> = rows.iter().map(Row::last).collect();
         ids.extend(rows.iter().map(|row| row.id));
-        recovery.begin(ids);
+        recovery.begin(ids, fed);
         drawing.extend(chunks..chunks + rows.len());
         choices.extend(rows.iter().map(|row| row.choice(&[])));
         pass.extend(rows.iter().zip(last.chunks(1)).map(|(row, last)| (row.sequence, last)));
@@ -158,7 +170,7 @@ impl Prompts {
         }
         // The rows that had to wait come first.
         batch.rows.rotate_left(last.len());
-        self.complete(&drawn, batch, drafter, cx);
+        self.complete(drawn, batch, drafter, cx);
         // No step of its own, but part of the time of a completion.
         cx.stats.decode.add(0, start.elapsed());
         Ok(())
@@ -166,15 +178,21 @@ impl Prompts {
 
     /// Keeps the states of the first `chunks` prompts that other prompts begin with, and makes the snapshots requested.
     fn keep(&mut self, chunks: usize, cx: &mut Context) -> Result<()> {
-        for filling in &self.filling[..chunks] {
-            if filling.request.snapshot_at == Some(filling.done) {
-                let snapshot = Arc::new(cx.pool.snapshot(filling.sequence)?);
-                cx.events.push(Event::Snapshot { id: filling.id, snapshot });
+        for Filling { row, done, cuts } in &mut self.filling[..chunks] {
+            if row.request.snapshot_at == Some(*done) {
+                // Not again where the prompt has to be fed again.
+                row.request.snapshot_at = None;
+                match cx.snapshot(row.sequence) {
+                    Ok(snapshot) => cx.events.push(Event::Snapshot { id: row.id, snapshot }),
+                    Err(e) => row.finished = Some(FinishReason::Failed(e.to_string())),
+                }
             }
-            if filling.cuts.contains(&filling.done) {
-                let snapshot = Arc::new(cx.pool.snapshot(filling.sequence)?);
-                let (tokens, bytes) = (filling.done, snapshot.size_in_bytes());
-                let kept = self.prefixes.keep(&filling.request.tokens[..tokens], snapshot, bytes, cx.events)?;
+            if cuts.contains(done) {
+                cuts.retain(|cut| cut != done);
+                // Without memory for it, the other prompts are fed whole.
+                let Ok(snapshot) = cx.snapshot(row.sequence) else { continue };
+                let (tokens, bytes) = (*done, snapshot.size_in_bytes());
+                let kept = self.prefixes.keep(&row.tokens[..tokens], snapshot, bytes, cx.events)?;
                 if !kept && !std::mem::replace(&mut self.warned_too_large, true) {
                     cx.events.push(Event::PrefixTooLarge { tokens, bytes });
                 }
@@ -183,42 +201,59 @@ impl Prompts {
         Ok(())
     }
 
-    /// After a failed pass: the request `lost` ends with its error. The others that the pass broke start again.
-    pub fn recover(&mut self, lost: Option<RequestId>, error: &Error, cx: &mut Context) -> Result<()> {
-        for mut filling in std::mem::take(&mut self.filling) {
-            let intact = cx.is_intact(filling.sequence, filling.done) && !filling.is_done();
-            if intact && lost != Some(filling.id) {
+    /// After a failed pass: the request `lost` ends with its error. The others that the pass broke are fed the same tokens again,
+    /// `broken` completions first, so that their next tokens are the same as without the failure.
+    pub fn recover(
+        &mut self,
+        lost: Option<RequestId>,
+        error: &Error,
+        broken: Vec<Row>,
+        cx: &mut Context,
+    ) -> Result<()> {
+        let broken = broken.into_iter().map(|row| Filling { row, done: 0, cuts: Vec::new() });
+        for mut filling in broken.chain(std::mem::take(&mut self.filling)).collect::<Vec<_>>() {
+            let (id, sequence) = (filling.row.id, filling.row.sequence);
+            // What was to be drawn or copied after the last token was lost with the pass.
+            let is_due = filling.is_done()
+                || filling.row.request.snapshot_at == Some(filling.done)
+                || filling.cuts.contains(&filling.done);
+            if cx.is_intact(sequence, filling.done) && !is_due && lost != Some(id) {
                 self.filling.push(filling);
                 continue;
             }
-            cx.pool.end(filling.sequence)?;
-            if lost == Some(filling.id) {
-                cx.fail(filling.id, error);
+            cx.pool.end(sequence)?;
+            if lost == Some(id) {
+                cx.fail(id, error);
                 continue;
             }
-            let resume = filling.request.resume.clone();
+            let resume = filling.row.request.resume.clone();
             filling.done = resume.as_ref().map_or(0, |snapshot| snapshot.len());
             match cx.begin(resume.as_deref()) {
                 Ok(sequence) => {
-                    filling.sequence = sequence;
+                    filling.row.sequence = sequence;
                     self.filling.push(filling);
                 }
-                Err(e) => cx.fail(filling.id, &e),
+                Err(e) => cx.fail(id, &e),
             }
         }
         Ok(())
     }
 
-    /// Prompts that are fed become completions, from the token drawn after each.
-    fn complete(&mut self, drawn: &[Token], batch: &mut Batch, drafter: &Drafter, cx: &mut Context) {
-        let all = std::mem::take(&mut self.filling);
-        let (done, filling): (Vec<_>, Vec<_>) = all.into_iter().partition(Filling::is_done);
+    /// Prompts that are fed become completions, from the token drawn after each; broken completions go on, and what has failed ends.
+    fn complete(&mut self, drawn: Vec<Token>, batch: &mut Batch, drafter: &Drafter, cx: &mut Context) {
+        let leaves = |filling: &Filling| filling.is_done() || filling.row.finished.is_some();
+        let (done, filling): (Vec<_>, Vec<_>) = std::mem::take(&mut self.filling).into_iter().partition(leaves);
         self.filling = filling;
-        for (filling, token) in done.into_iter().zip(drawn) {
-            let (max_len, chances) = (cx.pool.max_len(), drafter.chances_of_a_sequence());
-            let mut row = Row::new(filling.id, filling.request, filling.sequence, max_len, chances);
-            row.accept(std::slice::from_ref(token), &[], cx.events);
-            batch.rows.push(row);
+        let mut drawn = drawn.into_iter();
+        for mut filling in done {
+            let token = if filling.draws() { drawn.next() } else { None };
+            let row = &mut filling.row;
+            row.request.snapshot_at = None;
+            if let (Some(token), None) = (token, &row.finished) {
+                row.head_chances = drafter.chances_of_a_sequence();
+                row.accept(&[token], &[], cx.events);
+            }
+            batch.rows.push(filling.row);
         }
     }
 }

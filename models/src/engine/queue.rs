@@ -1,6 +1,7 @@
 //! Requests that wait for room.
 
 use super::request::{Request, RequestId};
+use crate::sequences::SequencePool;
 use crate::CausalLm;
 use candle_core::{bail, Result};
 use std::collections::VecDeque;
@@ -18,8 +19,8 @@ impl Queue {
     }
 
     /// See [`Engine::submit`](super::Engine::submit).
-    pub fn submit(&mut self, request: Request, model: &CausalLm, max_len: usize) -> Result<RequestId> {
-        let (len, vocab) = (request.tokens.len(), model.config().vocab_size);
+    pub fn submit(&mut self, request: Request, model: &CausalLm, pool: &SequencePool) -> Result<RequestId> {
+        let (len, vocab, max_len) = (request.tokens.len(), model.config().vocab_size, pool.max_len());
         if len == 0 {
             bail!("Engine: request: expected at least 1 token, got none")
         }
@@ -29,15 +30,22 @@ impl Queue {
         if let Some(token) = request.tokens.iter().find(|&&token| token as usize >= vocab) {
             bail!("Engine: request: expected token ids below vocab_size ({vocab}), got {token}")
         }
-        if let Some(resume) = request.resume.as_ref().filter(|resume| resume.len() >= len) {
-            bail!("Engine: request: expected more than the {} tokens that it resumes, got {len}", resume.len())
+        if let Some(resume) = &request.resume {
+            let seen = resume.len();
+            if seen >= len {
+                bail!("Engine: request: expected more than the {seen} tokens that it resumes, got {len}")
+            }
+            if !resume.is_prefix_of(&request.tokens) {
+                bail!("Engine: request: resume: expected a snapshot of the first {seen} tokens of the prompt, got one of other tokens")
+            }
         }
         if let Some(count) = request.logprobs.filter(|count| *count > Request::MOST_LOGPROBS) {
             let most = Request::MOST_LOGPROBS;
             bail!("Engine: request: expected log-probabilities of at most {most} tokens, got {count}")
         }
         request.sampling.check()?;
-        if self.waiting.len() >= self.max_waiting {
+        // Requests for which a slot is free begin with the next step.
+        if self.waiting.len() >= self.max_waiting.saturating_add(pool.available()) {
             bail!("Engine: request: expected at most {} that wait", self.max_waiting)
         }
         let id = RequestId(self.next);

@@ -1,55 +1,84 @@
-//! After a pass that fails: the next passes have fewer sequences, and a request that fails again ends.
+//! After a pass that fails: the next passes are smaller, and a request that fails again ends.
 
+use super::event::Event;
 use super::request::RequestId;
 
-/// Passes that must succeed before the limit doubles.
+/// Passes that must succeed before the limits double.
 const SUCCESSES: usize = 64;
 
-/// The most sequences of a pass: all, but fewer after one failed, since a device that is short of memory may have enough for
-/// those.
+/// The size of passes. After one failed the next are smaller, since a device that is short of memory may have enough for those.
 #[derive(Debug)]
 pub(super) struct Recovery {
+    /// The most sequences of a pass.
     pub limit: usize,
+    /// The most prompt tokens of a pass.
+    pub chunk: usize,
+    /// That without failures.
+    most_chunk: usize,
     succeeded: usize,
-    /// The requests of the pass that runs.
-    passing: Vec<RequestId>,
-    /// Requests that failed alone and were in no successful pass since.
+    /// The requests of the pass that runs, and its prompt tokens.
+    passing: (Vec<RequestId>, usize),
+    /// Requests that failed alone, with a single token, and drew no token since.
     alone: Vec<RequestId>,
 }
 
-impl Default for Recovery {
-    fn default() -> Self {
-        Self { limit: usize::MAX, succeeded: 0, passing: Vec::new(), alone: Vec::new() }
-    }
-}
-
 impl Recovery {
-    /// A pass of these requests begins.
-    pub fn begin(&mut self, requests: Vec<RequestId>) {
-        self.passing = requests;
+    pub fn new(chunk: usize) -> Self {
+        Self {
+            limit: usize::MAX,
+            chunk,
+            most_chunk: chunk,
+            succeeded: 0,
+            passing: Default::default(),
+            alone: Vec::new(),
+        }
     }
 
-    /// It succeeded.
-    pub fn passed(&mut self) {
-        let passing = std::mem::take(&mut self.passing);
-        self.alone.retain(|id| !passing.contains(id));
+    /// A pass of these requests begins, with so many prompt tokens.
+    pub fn begin(&mut self, requests: Vec<RequestId>, prompt_tokens: usize) {
+        self.passing = (requests, prompt_tokens);
+    }
+
+    /// It succeeded, with these results.
+    pub fn passed(&mut self, events: &[Event]) {
+        self.passing.0.clear();
+        if !self.alone.is_empty() {
+            let progresses = |event: &Event, alone: &RequestId| match event {
+                Event::Token { id, .. } | Event::Finished { id, .. } => id == alone,
+                _ => false,
+            };
+            self.alone.retain(|id| !events.iter().any(|event| progresses(event, id)));
+        }
         self.succeeded += 1;
         if self.succeeded == SUCCESSES {
             (self.limit, self.succeeded) = (self.limit.saturating_mul(2), 0);
+            self.chunk = self.chunk.saturating_mul(2).min(self.most_chunk);
         }
     }
 
     /// It failed. Returns the request that has failed alone for the second time, if there is one. It ends, so that all requests end
     /// even where every pass fails.
     pub fn failed(&mut self) -> Option<RequestId> {
-        let passing = std::mem::take(&mut self.passing);
-        (self.limit, self.succeeded) = ((passing.len() / 2).max(1), 0);
-        let &[alone] = &passing[..] else { return None };
-        if self.alone.contains(&alone) {
-            return Some(alone);
+        let (passing, prompt_tokens) = std::mem::take(&mut self.passing);
+        self.succeeded = 0;
+        // None where it failed before it began.
+        if !passing.is_empty() {
+            self.limit = (passing.len() / 2).max(1);
         }
-        self.alone.push(alone);
-        None
+        // With fewer tokens than requests the size of a piece was not the reason.
+        if prompt_tokens > passing.len().max(1) {
+            self.chunk = prompt_tokens / 2;
+            return None;
+        }
+        let &[alone] = &passing[..] else { return None };
+        let Some(index) = self.alone.iter().position(|id| *id == alone) else {
+            self.alone.push(alone);
+            return None;
+        };
+        self.alone.remove(index);
+        // The size of its pieces was not the reason.
+        self.chunk = self.most_chunk;
+        Some(alone)
     }
 }
 
@@ -61,12 +90,13 @@ mod tests {
     #[test]
     fn who_fails_alone_twice_ends() {
         let [a, b] = [0, 1].map(RequestId);
-        let mut recovery = Recovery::default();
+        let mut recovery = Recovery::new(8);
         let mut pass = |requests: &[RequestId], succeeds: bool| {
-            recovery.begin(requests.to_vec());
+            recovery.begin(requests.to_vec(), 0);
             let lost = if succeeds { None } else { recovery.failed() };
             if succeeds {
-                recovery.passed();
+                let token = |id: &RequestId| Event::Token { id: *id, token: 0, logprobs: None };
+                recovery.passed(&requests.iter().map(token).collect::<Vec<_>>());
             }
             (lost, recovery.limit)
         };
@@ -77,5 +107,28 @@ mod tests {
         assert_eq!(pass(&[b], false).0, Some(b));
         (1..SUCCESSES).for_each(|_| assert_eq!(pass(&[], true), (None, 1)));
         assert_eq!(pass(&[], true), (None, 2));
+    }
+
+    /// A prompt whose first pieces pass, and the next one never, ends.
+    #[test]
+    fn pieces_get_smaller_before_a_request_ends() {
+        let (a, mut recovery) = (RequestId(0), Recovery::new(8));
+        let mut fails = |tokens: usize| {
+            recovery.begin(vec![a], tokens);
+            let lost = recovery.failed();
+            recovery.begin(vec![a], 1);
+            recovery.passed(&[]);
+            (lost, recovery.chunk)
+        };
+        assert_eq!([8, 4, 2, 1].map(&mut fails), [4, 2, 1, 1].map(|chunk| (None, chunk)));
+        assert_eq!(fails(1), (Some(a), 8), "others have the full size");
+    }
+
+    #[test]
+    fn a_failure_before_a_pass_leaves_the_limit() {
+        let mut recovery = Recovery::new(8);
+        recovery.begin([0, 1, 2, 3].map(RequestId).to_vec(), 0);
+        assert_eq!((recovery.failed(), recovery.limit), (None, 2));
+        assert_eq!((recovery.failed(), recovery.limit), (None, 2));
     }
 }

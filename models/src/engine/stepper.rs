@@ -87,7 +87,7 @@ impl Stepper {
         cx: &mut Context,
     ) -> Result<()> {
         let waiting = batch.rows.split_off(recovery.limit.min(batch.rows.len()));
-        recovery.begin(batch.ids().collect());
+        recovery.begin(batch.ids().collect(), 0);
         let done = self.decode_batch(batch, drafter, waiting.is_empty(), cx);
         batch.rows.splice(0..0, waiting);
         done
@@ -182,8 +182,15 @@ impl Stepper {
     }
 
     /// Reads the tokens of the step in flight where another kind of pass follows.
-    pub fn collect(&mut self, batch: &mut Batch, drafter: &mut Drafter, cx: &mut Context) -> Result<()> {
+    pub fn collect(
+        &mut self,
+        batch: &mut Batch,
+        drafter: &mut Drafter,
+        recovery: &mut Recovery,
+        cx: &mut Context,
+    ) -> Result<()> {
         let (start, Some(in_flight)) = (Instant::now(), self.in_flight.take()) else { return Ok(()) };
+        recovery.begin(batch.ids().collect(), 0);
         let accepted = in_flight.accept(true, batch, drafter, cx)?;
         cx.stats.decode.add(accepted, start.elapsed());
         batch.retire(cx)

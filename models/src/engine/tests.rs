@@ -11,9 +11,30 @@ use crate::sequences::tests::{model, VOCAB};
 use crate::sequences::{Sequence, SequencePool};
 use crate::CausalLm;
 use candle_core::Result;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
+
+/// Calls that may fail: an engine makes a snapshot, or reads the tokens of a step.
+pub(super) const SNAPSHOT: usize = 0;
+pub(super) const READ: usize = 1;
+
+thread_local! {
+    /// Of each, how many come before the one that fails; negative: none does.
+    static LEFT: [Cell<isize>; 2] = const { [Cell::new(-1), Cell::new(-1)] };
+}
+
+pub(super) fn fail_after(kind: usize, calls: isize) {
+    LEFT.with(|left| left[kind].set(calls));
+}
+
+/// Fails where it is time.
+pub(super) fn fault(kind: usize) -> Result<()> {
+    match LEFT.with(|left| left[kind].replace((left[kind].get() - 1).max(-1))) {
+        0 => candle_core::bail!("a fault on purpose"),
+        _ => Ok(()),
+    }
+}
 
 /// The results of a run: each request's tokens, snapshots' lengths, end and log-probabilities.
 type Ends = HashMap<RequestId, (Vec<u32>, Vec<usize>, Option<FinishReason>, Vec<Reported>)>;
@@ -152,7 +173,7 @@ enum Steps {
 
 /// Graphs whose steps run on the host as they are launched: before the engine reads the tokens of the step before.
 #[derive(Debug)]
-struct HostGraphs;
+pub(super) struct HostGraphs;
 
 impl Capture for HostGraphs {
     fn capture(&self, _: &CausalLm, _: &mut SequencePool, sampler: &Sampler, size: StepSize) -> Result<SharedGraph> {
@@ -175,6 +196,7 @@ struct HostTokens(Vec<Vec<Token>>);
 
 impl Pending for HostTokens {
     fn read(&self) -> Result<Vec<Vec<Token>>> {
+        fault(READ)?;
         Ok(self.0.clone())
     }
 }
@@ -271,18 +293,18 @@ fn prompts_wait_for_what_they_share() {
     // Four tokens agree, but one of `b` must be fed.
     assert_eq!(prefixes.cuts(&a, 0, [&b[..], &a[..], &[7, 8]].into_iter()), [2, 4]);
     assert_eq!(prefixes.cuts(&a, 2, [&b[..]].into_iter()), [] as [usize; 0]);
-    assert!(prefixes.will_keep(&b, [(&a[..], 1)].into_iter()));
-    assert!(!prefixes.will_keep(&b, [(&a[..], 2)].into_iter()), "not kept");
+    assert!(prefixes.will_keep(&b, [(&a[..], &[2, 4][..])].into_iter()));
+    assert!(!prefixes.will_keep(&b, [(&a[..], &[4][..])].into_iter()), "not kept");
     assert_eq!(prefixes.find(&a), None);
     let mut events = vec![];
     assert!(prefixes.keep(&a[..2], "two", 60, &mut events).unwrap());
-    assert!(!prefixes.will_keep(&b, [(&a[..], 1)].into_iter()), "it is there");
+    assert!(!prefixes.will_keep(&b, [(&a[..], &[2, 4][..])].into_iter()), "it is there");
     assert_eq!(prefixes.find(&b), Some((2, &"two")));
     assert!(!prefixes.keep(&a[..4], "four", 1 << 20, &mut events).unwrap(), "more than the budget");
     assert_eq!(prefixes.tally(), PrefixTally { reused: 2, asked: 9, hits: 1, misses: 1, bytes: 60 });
     let mut none = Prefixes::new(2, 0, 0).unwrap();
     assert_eq!((none.keep(&a[..2], 0, 1, &mut events).unwrap(), none.find(&a)), (true, None));
-    assert!(!none.will_keep(&b, [(&a[..], 0)].into_iter()));
+    assert!(!none.will_keep(&b, [(&a[..], &[2][..])].into_iter()));
 }
 
 #[test]

@@ -9,6 +9,21 @@ fn random_numbers_are_philox() {
     assert_ne!(random_bits(1, 0), random_bits(0, 1));
 }
 
+/// Where the first tokens have just the share, no further one is drawn.
+#[test]
+fn a_nucleus_ends_where_its_share_is_reached() {
+    for (logits, p, kept) in [(&[2f32, 2.][..], 0.5, 1), (&[1., 2., 2., 2., 2., 1.][..], 0.25, 1), (&[3.; 8], 0.375, 3)]
+    {
+        let best = logits.iter().copied().fold(f32::MIN, f32::max);
+        // Colder than the difference, so that those below the best have no weight.
+        let tokens = weighed(logits, best, 1e3);
+        let cut = nucleus(&tokens, p);
+        assert_eq!(tokens.iter().filter(|token| token.rank >= cut).count(), kept, "{p} of {logits:?}");
+        let cut = nucleus(&tokens, p + 1e-9);
+        assert_eq!(tokens.iter().filter(|token| token.rank >= cut).count(), kept + 1, "above {p} of {logits:?}");
+    }
+}
+
 #[test]
 fn weights_are_powers_of_two() {
     for (temperature, best) in [(1., 0f32), (0.7, 23.5), (30., -8.)] {

@@ -123,6 +123,7 @@ impl CapturedStep {
             *self = Self::new(model, pool, self.batch, None)?;
         }
         let slots = self.run(model, pool, &sequences, |buffers| buffers.load_ids(&ids))?;
+        slots.iter().zip(ids.chunks(1)).for_each(|(slot, id)| pool.record_tokens(*slot, id));
         if let Some(hidden) = self.buffers.hidden(slots.len())? {
             pool.feed_head(model, &slots, ids.chunks(1), &hidden, &hidden)?;
         }
@@ -192,14 +193,15 @@ impl StepGraph for CapturedStep {
     }
 
     fn end(&self, model: &CausalLm, pool: &mut SequencePool, step: &Step<'_>) -> Result<()> {
+        let rows = step.sequences.iter().zip(step.fed).enumerate();
+        let fed: Vec<_> = rows.filter_map(|(row, (s, id))| Some((row, *s, (*id)?))).collect();
+        let slots = fed.iter().map(|(_, s, _)| pool.slot(OP, *s)).collect::<Result<Vec<_>>>()?;
+        slots.iter().zip(&fed).for_each(|(slot, (.., id))| pool.record_tokens(*slot, &[*id]));
         if !step.is_last || !pool.has_head() {
             return Ok(());
         }
-        let rows = step.sequences.iter().zip(step.fed).enumerate();
-        let fed: Vec<_> = rows.filter_map(|(row, (s, id))| Some((row, *s, (*id)?))).collect();
         let Some(count) = fed.iter().map(|(row, ..)| row + 1).max() else { return Ok(()) };
         let Some(hidden) = self.buffers.hidden(count)? else { return Ok(()) };
-        let slots = fed.iter().map(|(_, s, _)| pool.slot(OP, *s)).collect::<Result<Vec<_>>>()?;
         let tokens = fed.iter().map(|(row, _, id)| (std::slice::from_ref(id), *row));
         pool.feed_head_later(&slots, tokens, &hidden);
         pool.bound_waiting(model, &slots)

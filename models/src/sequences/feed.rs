@@ -27,7 +27,7 @@ impl CausalLm {
             false => x.rows(|x| pass.last_rows(x))?.norm(&self.norm, &pass.launch)?.1,
         };
         let logits = self.logits_launched(&last, &pass.launch)?;
-        self.end_pass(pool, &slots, pass)?;
+        self.end_pass(pool, &slots, batch, pass)?;
         Ok(logits)
     }
 
@@ -40,7 +40,7 @@ impl CausalLm {
         if pool.head.is_some() {
             self.final_norm(pool, &slots, batch, x, &pass)?;
         }
-        self.end_pass(pool, &slots, pass)
+        self.end_pass(pool, &slots, batch, pass)
     }
 
     /// [`feed`](Self::feed), but returns the hidden states of all new tokens after the last norm, packed:
@@ -51,7 +51,7 @@ impl CausalLm {
     pub fn feed_hidden(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<Tensor> {
         let (slots, x, pass) = self.run_pass(pool, batch)?;
         let (hidden, _) = self.final_norm(pool, &slots, batch, x, &pass)?;
-        self.end_pass(pool, &slots, pass)?;
+        self.end_pass(pool, &slots, batch, pass)?;
         Ok(hidden)
     }
 
@@ -81,9 +81,16 @@ impl CausalLm {
         Ok((slots, x, pass))
     }
 
-    fn end_pass(&self, pool: &mut SequencePool, slots: &[usize], pass: Pass) -> Result<()> {
+    fn end_pass(
+        &self,
+        pool: &mut SequencePool,
+        slots: &[usize],
+        batch: &[(Sequence, &[u32])],
+        pass: Pass,
+    ) -> Result<()> {
         self.settle()?;
         pool.end_write(slots, &pass.lengths);
+        slots.iter().zip(batch).for_each(|(slot, (_, tokens))| pool.record_tokens(*slot, tokens));
         pass.keep_uploads(pool, slots);
         Ok(())
     }

@@ -16,6 +16,7 @@ pub(crate) mod captured_step;
 mod decode_buffers;
 pub(crate) mod decode_graph;
 mod feed;
+pub(crate) mod fingerprint;
 mod forward;
 pub(crate) mod kv;
 mod kv_segment;

@@ -1,5 +1,6 @@
 //! Makes a [`SequencePool`], and grows its states for drafts.
 
+use super::fingerprint::hash_model;
 use super::kv::KvSlots;
 use super::pool::{unique, Entry, LayerSlots, SequencePool};
 use crate::blocks::decoder::Mixer;
@@ -104,6 +105,7 @@ impl CausalLm {
         let entries = (0..sequences as u32).map(|state| Entry { state, ..Entry::default() }).collect();
         Ok(SequencePool {
             model: self.id,
+            model_hash: hash_model(&self.config, self.dtype),
             layers,
             head,
             spans,

@@ -1,5 +1,6 @@
 //! The sequences of a model: their slots, their lengths, and what the layers remember of them.
 
+use super::fingerprint::hash_tokens;
 use super::kv::KvSlots;
 use super::kv_segment::KvSegment;
 use crate::drafting::head_state::{HeadSlots, HeadState};
@@ -50,6 +51,8 @@ pub struct Sequence {
 #[derive(Debug)]
 pub struct SequencePool {
     pub(crate) model: usize,
+    /// Of the model's configuration and dtype.
+    pub(super) model_hash: u64,
     pub(crate) layers: Vec<LayerSlots>,
     /// That of the draft head, where the model has one.
     pub(crate) head: Option<HeadSlots>,
@@ -93,6 +96,8 @@ pub(crate) struct Entry {
     pub state: u32,
     /// Tokens seen.
     pub len: usize,
+    /// Their hash. A captured step adds its tokens when the host has read them.
+    pub(super) hash: u64,
     /// A new number after every change of the sequence.
     pub version: u64,
     /// True after a failed pass, and while a speculative step runs whose tokens the host has not read.
@@ -314,6 +319,12 @@ impl SequencePool {
             entry.broken = false;
             entry.len += length;
         }
+    }
+
+    /// The sequence in the slot was fed these tokens.
+    pub(crate) fn record_tokens(&mut self, slot: usize, tokens: &[u32]) {
+        let entry = &mut self.entries[slot];
+        entry.hash = hash_tokens(entry.hash, tokens);
     }
 
     /// This thread uses the pool next: its stream waits for the thread that used it before.

@@ -2,8 +2,9 @@
 
 mod host;
 
+use super::fingerprint::hash_tokens;
 use super::kv_segment::KvSegment;
-use super::pool::{LayerSlots, Sequence, SequencePool};
+use super::pool::{Entry, LayerSlots, Sequence, SequencePool};
 use crate::drafting::head_state::HeadState;
 use candle_core::{bail, Result};
 use candle_gdn::GdnState;
@@ -20,7 +21,11 @@ const OP: &str = "SequencePool";
 #[derive(Debug)]
 pub struct SequenceSnapshot {
     model: usize,
+    /// Of the model's configuration and dtype.
+    model_hash: u64,
     len: usize,
+    /// Of its tokens.
+    hash: u64,
     /// One a Gated DeltaNet layer.
     states: Vec<GdnState>,
     /// That of the draft head, whose keys and values lie in the segments too.
@@ -37,6 +42,11 @@ impl SequenceSnapshot {
     /// Whether it had seen none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Whether `tokens` begin with the tokens that the sequence had seen, by a hash of 64 bits.
+    pub fn is_prefix_of(&self, tokens: &[u32]) -> bool {
+        tokens.get(..self.len).is_some_and(|first| hash_tokens(0, first) == self.hash)
     }
 
     /// Bytes of device memory that it keeps, those it shares with others included.
@@ -63,7 +73,7 @@ impl SequencePool {
     /// When the handle is none of a sequence of this pool, a pass failed on it, or the device is out of memory.
     pub fn snapshot(&self, s: Sequence) -> Result<SequenceSnapshot> {
         let slot = self.usable_slot("snapshot", s)?;
-        let (state, len) = (self.entries[slot].state, self.entries[slot].len);
+        let Entry { state, len, hash, .. } = self.entries[slot];
         let states = self.layers.iter().filter_map(|layer| match layer {
             LayerSlots::Linear(states) => Some(states.snapshot(state)),
             LayerSlots::Full(_) => None,
@@ -73,7 +83,6 @@ impl SequencePool {
         let head = self.thread.reading(&self.device, || head.map(HeadState::own).transpose())?;
         let mut known = self.entries[slot].segments.lock().unwrap_or_else(PoisonError::into_inner);
         let mut segments: Vec<Arc<KvSegment>> = known.iter().map_while(Weak::upgrade).collect();
-        segments.truncate(segments.partition_point(|segment| segment.end <= len));
         let start = segments.last().map_or(0, |segment| segment.end);
         let kv = self.layers.iter().filter_map(|layer| match layer {
             LayerSlots::Full(kv) if start < len => Some(kv.read(slot, start..len)),
@@ -90,7 +99,8 @@ impl SequencePool {
             segments.push(Arc::new(KvSegment { end: len, layers, head_end, head: head_kv, thread }));
         }
         *known = segments.iter().map(Arc::downgrade).collect();
-        Ok(SequenceSnapshot { model: self.model, len, states, head, segments })
+        let (model, model_hash) = (self.model, self.model_hash);
+        Ok(SequenceSnapshot { model, model_hash, len, hash, states, head, segments })
     }
 
     /// The sequence goes on from the snapshot, whatever it was fed before, also where a failed pass broke it.
@@ -124,7 +134,8 @@ impl SequencePool {
             let mut src = segment.layers.iter();
             segment.thread.reading(&self.device, || {
                 for layer in &mut self.layers {
-                    let LayerSlots::Full(kv) = layer else { continue };
+                    // A segment may have new tokens of the draft head alone.
+                    let (LayerSlots::Full(kv), true) = (layer, place < segment.end) else { continue };
                     let Some([k, v]) = src.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
                     kv.write(slot, place, [k, v])?;
                 }
@@ -139,7 +150,7 @@ impl SequencePool {
             head.slots[slot] = state.clone();
         }
         let entry = &mut self.entries[slot];
-        entry.len = snapshot.len;
+        (entry.len, entry.hash) = (snapshot.len, snapshot.hash);
         entry.segments = Mutex::new(snapshot.segments.iter().map(Arc::downgrade).collect());
         self.end_write(&[slot], &[0]);
         Ok(())
@@ -157,8 +168,10 @@ impl SequencePool {
             Ok(()) => {
                 let entry = &self.entries[src];
                 let segments = entry.segments.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                let hash = entry.hash;
                 let fork = self.begun(slot, entry.len);
-                self.entries[slot as usize].segments = Mutex::new(segments);
+                let entry = &mut self.entries[slot as usize];
+                (entry.hash, entry.segments) = (hash, Mutex::new(segments));
                 if let Some(head) = &mut self.head {
                     head.slots[slot as usize] = head.slots[src].clone();
                 }

@@ -25,8 +25,9 @@ pub struct Drafts {
     layers: Vec<Drafted>,
     /// `None` in place, in rings.
     lease: Option<Lease>,
-    /// The tokens and their hidden states, where there is a draft head.
-    head_input: Option<(Vec<Vec<u32>>, Tensor)>,
+    tokens: Vec<Vec<u32>>,
+    /// The tokens' hidden states, where there is a draft head.
+    hidden: Option<Tensor>,
 }
 
 impl Drafts {
@@ -84,8 +85,8 @@ impl CausalLm {
         };
         let sequences = batch.iter().map(|(sequence, _)| *sequence).collect();
         let tokens = batch.iter().map(|(_, tokens)| tokens.to_vec()).collect();
-        let head_input = pool.head.is_some().then_some((tokens, hidden));
-        Ok((logits, Drafts { sequences, versions, cu_seqlens, layers, lease, head_input }))
+        let hidden = pool.head.is_some().then_some(hidden);
+        Ok((logits, Drafts { sequences, versions, cu_seqlens, layers, lease, tokens, hidden }))
     }
 
     /// Accepts the first `accepted[n]` tokens of draft `n`, 0 to all. Each sequence is then as if only those had been fed. Without
@@ -121,7 +122,7 @@ impl CausalLm {
         if accepted.iter().all(|&count| count == 0) {
             return Ok(()); // nothing changes
         }
-        let Drafts { cu_seqlens, layers, mut lease, head_input, .. } = drafts;
+        let Drafts { cu_seqlens, layers, mut lease, tokens, hidden, .. } = drafts;
         let _working = pool.working()?;
         let plan = layers.first().map(|drafted| Accepted::new(drafted, accepted)).transpose()?;
         let layers = self.gated_delta_nets().zip(&layers).zip(pool.state_pools());
@@ -133,18 +134,19 @@ impl CausalLm {
         if let (Some(spans), Some(plan), Some(gdn)) = (&pool.spans, &plan, self.gated_delta_nets().next()) {
             plan.advance_rings(gdn, spans)?;
         }
-        if let Some((tokens, hidden)) = &head_input {
+        let tokens = tokens.iter().zip(accepted).map(|(tokens, count)| &tokens[..*count]);
+        if let Some(hidden) = &hidden {
             let first = cu_seqlens.as_slice().iter().map(|first| *first as usize);
-            let tokens = tokens.iter().zip(accepted).map(|(tokens, count)| &tokens[..*count]);
-            pool.feed_head_later(&slots, tokens.zip(first), hidden);
+            pool.feed_head_later(&slots, tokens.clone().zip(first), hidden);
         }
         // Nothing fails from here on. Without rings each sequence swaps its slot for the one that was written.
-        for (n, (&slot, count)) in slots.iter().zip(accepted).enumerate() {
+        for (n, (&slot, tokens)) in slots.iter().zip(tokens).enumerate() {
+            pool.record_tokens(slot, tokens);
             let entry = &mut pool.entries[slot];
             if let Some(lease) = &mut lease {
                 std::mem::swap(&mut entry.state, &mut lease.slots[n]);
             }
-            entry.len += count;
+            entry.len += tokens.len();
             entry.version = unique();
         }
         Ok(())

@@ -153,6 +153,25 @@ fn sequences_keep_what_the_head_saw() -> Result<()> {
     })
 }
 
+/// A snapshot after a draft shares all keys and values of the model with one before it, and adds those of the head.
+#[test]
+fn a_snapshot_after_a_draft_is_restored() -> Result<()> {
+    on_every_device(|model| {
+        let mut pool = model.new_sequences(2, 64)?;
+        let (s, other) = (pool.begin()?, pool.begin()?);
+        model.feed_only(&mut pool, &[(s, &[1, 2, 3])])?;
+        model.feed_only(&mut pool, &[(s, &[4])])?;
+        let before = pool.snapshot(s)?;
+        model.draft(&mut pool, &[(s, 9, 2)])?;
+        let after = pool.snapshot(s)?;
+        for snapshot in [&after, &before, &after] {
+            pool.restore(other, snapshot)?;
+            check(model, &mut pool, &[(other, vec![1, 2, 3, 4])], "restored")?;
+        }
+        Ok(())
+    })
+}
+
 #[test]
 fn what_cannot_be_drafted_is_refused() -> Result<()> {
     let model = DEMO.model_with_head(DType::F32, &Device::Cpu)?;
@@ -164,10 +183,12 @@ fn what_cannot_be_drafted_is_refused() -> Result<()> {
     refused(model.draft(&mut pool, &[(s, 1, 0)]), &["at least 1 to draft", "got 0"]);
     refused(model.draft(&mut pool, &[(s, 1024, 1)]), &["vocab_size (1024)", "got 1024"]);
     refused(model.draft(&mut pool, &[(s, 1, 1), (s, 1, 1)]), &["each sequence once"]);
-    // Only as far as there are positions.
-    assert_eq!(model.draft(&mut pool, &[(s, 1, 9)])?.0[0].len(), 3);
-    model.feed_only(&mut pool, &[(s, &[1, 2])])?;
-    refused(model.draft(&mut pool, &[(s, 1, 1)]), &["at most 8 tokens"]);
+    // As many as can be verified after the next token.
+    let draft = model.draft(&mut pool, &[(s, 1, 9)])?.0.remove(0);
+    assert_eq!(draft.len(), 1);
+    drop(model.verify(&mut pool, &[(s, &[1, draft[0]])])?);
+    model.feed_only(&mut pool, &[(s, &[1])])?;
+    refused(model.draft(&mut pool, &[(s, 1, 1)]), &["at most 8 tokens", "got 2 after 7"]);
     let plain = DEMO.model(DType::F32, &Device::Cpu)?;
     let mut pool = plain.new_sequences(1, 8)?;
     let s = pool.begin()?;

@@ -16,7 +16,7 @@ use candle_gdn_models::{
 };
 use candle_nn::VarBuilder;
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::atomic::{AtomicBool, AtomicIsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicUsize, Ordering};
 use std::sync::Arc;
 
 /// A rank, or a group of one, in which a call may fail.
@@ -28,18 +28,25 @@ pub struct Faulty {
     panics: AtomicBool,
     /// All calls after it fail too.
     for_ever: AtomicBool,
+    /// Calls with more rows fail.
+    pub rows: AtomicUsize,
 }
 
 impl Faulty {
     pub fn new(rank: Option<Arc<dyn Collective>>) -> Arc<Self> {
         let (left, panics, for_ever) = (AtomicIsize::new(-1), AtomicBool::new(false), AtomicBool::new(false));
-        Arc::new(Self { rank, left, panics, for_ever })
+        Arc::new(Self { rank, left, panics, for_ever, rows: AtomicUsize::new(usize::MAX) })
     }
 
     /// The call after `calls` more fails.
     pub fn after(&self, calls: isize, panics: bool) {
         self.panics.store(panics, Ordering::SeqCst);
         self.left.store(calls, Ordering::SeqCst);
+    }
+
+    /// No call fails from here on. Returns whether the one of [`after`](Self::after) has failed.
+    pub fn disarm(&self) -> bool {
+        self.left.swap(-1, Ordering::SeqCst) < 0
     }
 
     fn call(&self) -> Result<()> {
@@ -63,6 +70,9 @@ impl Collective for Faulty {
 
     fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
         self.call()?;
+        if x.dims()[0] > self.rows.load(Ordering::SeqCst) {
+            candle_core::bail!("out of memory on purpose")
+        }
         self.rank.as_ref().map_or_else(|| Ok(x.clone()), |rank| rank.all_reduce(x))
     }
 
@@ -78,7 +88,7 @@ impl Collective for Faulty {
 }
 
 /// A model whose passes call `group`.
-fn model(device: &Device, group: &Arc<Faulty>) -> Result<CausalLm> {
+pub fn model(device: &Device, group: &Arc<Faulty>) -> Result<CausalLm> {
     let group: Arc<dyn Collective> = group.clone();
     let (config, weights) = match device.is_cpu() {
         true => {

@@ -15,6 +15,7 @@ mod draft_head;
 mod draft_head_formats;
 mod dying_ranks;
 mod engine;
+mod engine_faults;
 mod faults;
 mod fp8;
 mod fused;

@@ -158,6 +158,7 @@ fn forks_and_snapshots_go_their_own_way() -> Result<()> {
         let a = pool.begin()?;
         model.feed_only(&mut pool, &[(a, &other)])?;
         check(model, &mut pool, a, &other, "a slot's next owner")?;
+        check(model, &mut pool, a, &other, "the same from its snapshot")?;
         check(model, &mut pool, c, &seen, "one restored from its last owner")?;
         // Into another pool of the model.
         let mut second = model.new_sequences_with(1, 64, rings)?;

@@ -2,6 +2,7 @@
 
 use super::{KvSegment, SequenceSnapshot};
 use crate::causal_lm::CausalLm;
+use crate::sequences::fingerprint::hash_model;
 use candle_core::{bail, Device, Result, Tensor};
 use candle_gdn::GdnState;
 use candle_gdn_core::LastThread;
@@ -12,7 +13,8 @@ const OP: &str = "SequenceSnapshot";
 
 impl SequenceSnapshot {
     /// Copies on the host, by name: `conv.{i}` and `recurrent.{i}` of Gated DeltaNet layer `i`, shaped as in
-    /// [`GdnState`], `k.{i}` and `v.{i}` of softmax layer `i`, `[1, kv_heads, tokens, head_dim]`.
+    /// [`GdnState`], `k.{i}` and `v.{i}` of softmax layer `i`, `[1, kv_heads, tokens, head_dim]`; and `fingerprint`, i64 `[2]`: a hash of
+    /// the model's configuration and dtype, and one of the tokens.
     ///
     /// # Errors
     /// When the snapshot has a draft head's state, or the device refuses.
@@ -20,7 +22,8 @@ impl SequenceSnapshot {
         if self.head.is_some() {
             bail!("{OP}: to_host: expected one without a draft head's state")
         }
-        let mut tensors = HashMap::new();
+        let fingerprint = [self.model_hash as i64, self.hash as i64];
+        let mut tensors = HashMap::from([("fingerprint".to_string(), Tensor::new(&fingerprint, &Device::Cpu)?)]);
         for (i, state) in self.states.iter().enumerate() {
             // A copy of its own is read by the thread that makes it.
             let state = state.snapshot()?;
@@ -46,8 +49,8 @@ impl CausalLm {
     /// with the same dtype.
     ///
     /// # Errors
-    /// When a tensor is missing, or has another shape or dtype than here, when this model has a draft head, or the device
-    /// refuses.
+    /// When a tensor is missing, or has another shape or dtype than here, the fingerprint is of another model, this model has a draft
+    /// head, or the device refuses.
     pub fn snapshot_from_host(&self, len: usize, tensors: &HashMap<String, Tensor>) -> Result<SequenceSnapshot> {
         if self.has_draft_head() {
             bail!("{OP}: snapshot_from_host: expected a model without a draft head")
@@ -55,6 +58,11 @@ impl CausalLm {
         let named = |name: String| match tensors.get(&name) {
             Some(tensor) => Ok(tensor),
             None => bail!("{OP}: snapshot_from_host: expected a tensor {name}"),
+        };
+        let model_hash = hash_model(&self.config, self.dtype);
+        let hash = match named("fingerprint".into())?.to_vec1::<i64>()?[..] {
+            [model, tokens] if model as u64 == model_hash => tokens as u64,
+            _ => bail!("{OP}: snapshot_from_host: fingerprint: expected one of this model's configuration and dtype"),
         };
         let put = |dst: &Tensor, name: String| {
             let src = named(name.clone())?;
@@ -82,6 +90,6 @@ impl CausalLm {
         let layers = (0..self.layers.len() - states.len()).map(layer).collect::<Result<Vec<_>>>()?;
         let segment = KvSegment { end: len, layers, head_end: 0, head: None, thread: LastThread::default() };
         let segments = if segment.layers.is_empty() { Vec::new() } else { vec![Arc::new(segment)] };
-        Ok(SequenceSnapshot { model: self.id, len, states, head: None, segments })
+        Ok(SequenceSnapshot { model: self.id, model_hash, len, hash, states, head: None, segments })
     }
 }

@@ -1,0 +1,187 @@
+//! Engines in which a call fails: what each request gets, and the size of passes afterwards.
+
+use super::graphs::{Capture, StepSize};
+use super::tests::{fail_after, HostGraphs, READ, SNAPSHOT};
+use super::{DraftDepth, Engine, EngineOptions, Event, FinishReason, GraphChoice, Request, RequestId};
+use crate::sampling::Sampler;
+use crate::sequences::step_graph::SharedGraph;
+use crate::sequences::tests::{model, VOCAB};
+use crate::sequences::SequencePool;
+use crate::CausalLm;
+use candle_core::Result;
+use std::collections::BTreeMap;
+
+/// With steps ahead of the host, of so many drafts each.
+fn engine(model: &CausalLm, options: EngineOptions, depth: usize) -> Result<Engine<&CausalLm>> {
+    let options = EngineOptions { draft_depth: DraftDepth::Fixed(depth), cuda_graph: GraphChoice::On, ..options };
+    Engine::with_capture(model, options, Box::new(HostGraphs))
+}
+
+fn prompt(n: u32, len: u32) -> Vec<u32> {
+    (0..len).map(|i| (n + i * i + i / 7) % VOCAB as u32).collect()
+}
+
+/// What a request got: tokens, lengths of snapshots, the end.
+type End = (Vec<u32>, Vec<usize>, Option<FinishReason>);
+
+#[derive(Default)]
+struct Ends(BTreeMap<RequestId, End>);
+
+impl Ends {
+    /// Adds the results of a step; returns those that are of no request.
+    fn step(&mut self, engine: &mut Engine<&CausalLm>) -> Result<Vec<Event>> {
+        let mut others = vec![];
+        for event in engine.step()? {
+            match event {
+                Event::Token { id, token, .. } => self.0.entry(id).or_default().0.push(token),
+                Event::Snapshot { id, snapshot } => self.0.entry(id).or_default().1.push(snapshot.len()),
+                Event::Finished { id, reason } => self.0.entry(id).or_default().2 = Some(reason),
+                other => others.push(other),
+            }
+        }
+        Ok(others)
+    }
+
+    /// Until the engine is idle; the results in the order of the requests.
+    fn finish(mut self, engine: &mut Engine<&CausalLm>) -> Result<Vec<End>> {
+        while !engine.is_idle() {
+            self.step(engine)?;
+        }
+        Ok(self.0.into_values().collect())
+    }
+}
+
+/// Tokens of a step that ran are lost: its sequences are longer than what is known of them.
+#[test]
+fn tokens_that_cannot_be_read_are_drawn_again() -> Result<()> {
+    let model = model(0.1)?;
+    for depth in [0, 2] {
+        let run = |calls: isize| -> Result<_> {
+            let mut engine = engine(&model, EngineOptions::new(6, 64), depth)?;
+            (0..6).try_for_each(|n| engine.submit(Request::new(prompt(n, 2), 12)).map(drop))?;
+            let mut ends = Ends::default();
+            fail_after(READ, calls);
+            // The last read of these is that of a step in flight while a prompt comes.
+            (0..4).try_for_each(|_| ends.step(&mut engine).map(drop))?;
+            engine.submit(Request::new(prompt(7, 5), 12))?;
+            ends.step(&mut engine)?;
+            fail_after(READ, -1);
+            let limit = engine.recovery.limit;
+            Ok((ends.finish(&mut engine)?, limit))
+        };
+        let (want, limit) = run(-1)?;
+        assert_eq!((want.len(), limit), (7, usize::MAX));
+        for calls in 0..4 {
+            let (got, limit) = run(calls)?;
+            assert_eq!(got, want, "read {calls} fails at depth {depth}");
+            assert_eq!(limit, 3, "half of the batch: read {calls} fails at depth {depth}");
+        }
+    }
+    Ok(())
+}
+
+/// Drafts beyond the last position would fail a pass, and halve the batch.
+#[test]
+fn drafts_end_with_the_positions() -> Result<()> {
+    let model = model(0.1)?;
+    for depth in 1..=DraftDepth::MOST {
+        for len in 3..9 {
+            let mut engine = engine(&model, EngineOptions::new(2, 30), depth)?;
+            [3, len].into_iter().try_for_each(|len| engine.submit(Request::new(prompt(len, len), 100)).map(drop))?;
+            let ends = Ends::default().finish(&mut engine)?;
+            for (end, len) in ends.iter().zip([3, len as usize]) {
+                assert_eq!((end.0.len(), &end.2), (31 - len, &Some(FinishReason::MaxLen)), "{depth} drafts");
+            }
+            assert_eq!(engine.recovery.limit, usize::MAX, "a pass failed: {depth} drafts after {len} tokens");
+        }
+    }
+    Ok(())
+}
+
+#[derive(Debug)]
+struct NoLogprobs;
+
+impl Capture for NoLogprobs {
+    fn capture(
+        &self,
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        sampler: &Sampler,
+        size: StepSize,
+    ) -> Result<SharedGraph> {
+        match size.logprobs {
+            true => candle_core::bail!("none of this size"),
+            false => HostGraphs.capture(model, pool, sampler, size),
+        }
+    }
+}
+
+/// A graph that is needed later and cannot be captured fails no pass, where graphs are a must too.
+#[test]
+fn steps_without_their_graph_run() -> Result<()> {
+    let model = model(0.1)?;
+    let (cuda_graph, draft_depth) = (GraphChoice::On, DraftDepth::Fixed(0));
+    let options = EngineOptions { cuda_graph, draft_depth, ..EngineOptions::new(2, 64) };
+    let mut engine = Engine::with_capture(&model, options, Box::new(NoLogprobs))?;
+    let request = Request { logprobs: Some(2), ..Request::new(prompt(1, 3), 9) };
+    engine.submit(request.clone())?;
+    engine.submit(Request { logprobs: None, ..request })?;
+    let (mut ends, mut others) = (Ends::default(), vec![]);
+    while !engine.is_idle() {
+        others.extend(ends.step(&mut engine)?);
+    }
+    let ends = ends.finish(&mut engine)?;
+    assert_eq!((ends[0].0.len(), &ends[0].2), (9, &Some(FinishReason::MaxNewTokens)));
+    assert_eq!(ends[0], ends[1]);
+    assert!(matches!(&others[..], [Event::NoGraph { why, .. }] if why == "none of this size"), "{others:?}");
+    assert_eq!(engine.recovery.limit, usize::MAX);
+    Ok(())
+}
+
+/// A snapshot that was requested and cannot be made ends its request; one for the prefix cache is not missed.
+#[test]
+fn a_snapshot_that_fails_is_told_to_its_request() -> Result<()> {
+    let model = model(0.1)?;
+    let options = EngineOptions { prefix_cache: 1 << 24, prefill_chunk: 80, ..EngineOptions::new(3, 200) };
+    let run = |snapshot_at: Option<usize>, calls: isize| -> Result<_> {
+        let mut engine = engine(&model, options.clone(), 0)?;
+        engine.submit(Request { snapshot_at, ..Request::new(prompt(1, 100), 6) })?;
+        (0..2).try_for_each(|_| engine.submit(Request::new(prompt(1, 90), 4)).map(drop))?;
+        fail_after(SNAPSHOT, calls);
+        let ends = Ends::default().finish(&mut engine)?;
+        assert_eq!(engine.recovery.limit, usize::MAX);
+        Ok((ends, engine.stats().prefixes.reused))
+    };
+    let (want, reused) = run(Some(20), -1)?;
+    assert_eq!((&want[0].1, reused), (&vec![20], 128));
+    let (got, reused) = run(Some(20), 0)?;
+    assert!(matches!(&got[0].2, Some(FinishReason::Failed(why)) if why.starts_with("a fault on purpose")), "{got:?}");
+    assert_eq!((&got[0].0, &got[0].1), (&vec![], &vec![]));
+    assert_eq!((&got[1..], reused), (&want[1..], 64), "of the second prompt");
+    for (snapshot_at, calls) in [(None, 0), (Some(20), 1)] {
+        let (got, _) = run(snapshot_at, calls)?;
+        let ends = |ends: &[End]| ends.iter().map(|end| (end.0.clone(), end.2.clone())).collect::<Vec<_>>();
+        assert_eq!(ends(&got), ends(&want));
+    }
+    Ok(())
+}
+
+/// Of a prompt that comes while another one is fed, what both share is fed once, whether there is a free sequence or not.
+#[test]
+fn a_prompt_that_comes_later_shares_its_prefix() -> Result<()> {
+    let model = model(0.1)?;
+    for sequences in [1, 3] {
+        let options = EngineOptions { prefix_cache: 1 << 24, prefill_chunk: 32, ..EngineOptions::new(sequences, 250) };
+        let mut engine = engine(&model, options, 0)?;
+        let (first, mut ends) = (prompt(1, 200), Ends::default());
+        engine.submit(Request::new(first.clone(), 4))?;
+        ends.step(&mut engine)?;
+        engine.submit(Request::new([&first[..130], &[7; 20]].concat(), 4))?;
+        let (mut got, reused) = (ends.finish(&mut engine)?, engine.stats().prefixes.reused);
+        assert_eq!((reused, engine.stats().prompt.tokens), (128, 200 + 22), "{sequences} sequences");
+        let mut alone = self::engine(&model, EngineOptions::new(1, 250), 0)?;
+        alone.submit(Request::new([&first[..130], &[7; 20]].concat(), 4))?;
+        assert_eq!(got.pop(), Ends::default().finish(&mut alone)?.pop());
+    }
+    Ok(())
+}
