@@ -51,11 +51,32 @@ impl Blocks {
         let (storage, layout) = matrix.storage_and_layout();
         let range = layout.start_offset()..layout.start_offset() + rows * columns;
         match &*storage {
-            Storage::Cpu(CpuStorage::F32(x)) => quantize_rows(&x[range], columns, dtype, &mut data),
-            Storage::Cpu(CpuStorage::BF16(x)) => quantize_rows(&x[range], columns, dtype, &mut data),
-            Storage::Cpu(CpuStorage::F16(x)) => quantize_rows(&x[range], columns, dtype, &mut data),
+            Storage::Cpu(CpuStorage::F32(x)) => quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns)),
+            Storage::Cpu(CpuStorage::BF16(x)) => quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns)),
+            Storage::Cpu(CpuStorage::F16(x)) => quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns)),
             _ => bail!("expected a matrix in f32, bf16 or f16, got {:?}", matrix.dtype()),
         }
+        Self::new(dtype, rows, columns, data)
+    }
+
+    /// Rows out of others of `src`, whose blocks of so many values a function decodes.
+    pub(super) fn decoded(
+        dtype: GgmlDType,
+        rows: usize,
+        columns: usize,
+        src: &[u8],
+        (block, decode): (usize, fn(&[u8], &mut [f32])),
+    ) -> Result<Self> {
+        let Some(row) = row_bytes(dtype, columns) else {
+            bail!("expected rows of whole blocks of {dtype:?}, got {columns} values")
+        };
+        let mut data = vec![0u8; rows * row];
+        let src_row = src.len() / rows.max(1);
+        let bytes = src_row / (columns / block).max(1);
+        quantize_rows(rows, columns, dtype, &mut data, |i, wide| {
+            let blocks = src[i * src_row..][..src_row].chunks_exact(bytes);
+            blocks.zip(wide.chunks_exact_mut(block)).for_each(|(src, dst)| decode(src, dst))
+        });
         Self::new(dtype, rows, columns, data)
     }
 
@@ -119,20 +140,31 @@ impl Blocks {
     }
 }
 
-/// Quantises rows of `columns` numbers. candle has one thread for it and for widening, and the K types take long.
-fn quantize_rows<T: Element>(matrix: &[T], columns: usize, dtype: GgmlDType, data: &mut [u8]) {
-    let rows = matrix.len() / columns.max(1);
-    let row = data.len() / rows.max(1);
+/// Row `i` of a matrix, widened.
+fn widen<T: Element>(matrix: &[T], columns: usize) -> impl Fn(usize, &mut [f32]) + Sync + '_ {
+    move |i, wide| wide.iter_mut().zip(&matrix[i * columns..]).for_each(|(wide, x)| *wide = x.to_f32())
+}
+
+/// Quantises rows of `columns` numbers, which `row` writes. candle has one thread for it and for widening, and the K types take long.
+fn quantize_rows(
+    rows: usize,
+    columns: usize,
+    dtype: GgmlDType,
+    data: &mut [u8],
+    row: impl Fn(usize, &mut [f32]) + Sync,
+) {
+    let bytes = data.len() / rows.max(1);
     let dst = Shared::new(data);
     parallel(rows, 8 * columns, |i| {
-        let wide: Vec<f32> = matrix[i * columns..][..columns].iter().map(|x| x.to_f32()).collect();
+        let mut wide = vec![0f32; columns];
+        row(i, &mut wide);
         let mut blocks = dtype.cpu_zeros(columns);
         blocks.from_float(&wide);
         // SAFETY: each task has a row of its own; the blocks are plain data of just so many bytes.
         unsafe {
-            let dst = dst.part(i * row, row);
-            assert_eq!(blocks.storage_size_in_bytes(), row);
-            dst.copy_from_slice(std::slice::from_raw_parts(blocks.as_ptr(), row));
+            let dst = dst.part(i * bytes, bytes);
+            assert_eq!(blocks.storage_size_in_bytes(), bytes);
+            dst.copy_from_slice(std::slice::from_raw_parts(blocks.as_ptr(), bytes));
         }
     });
 }

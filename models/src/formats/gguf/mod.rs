@@ -5,6 +5,7 @@ mod header;
 mod names;
 #[cfg(test)]
 mod tests;
+mod types;
 mod wanted;
 
 pub use file::GgufFile;
