@@ -1,6 +1,7 @@
 //! From the metadata of a GGUF file, as llama.cpp's converter writes it, to [`ModelConfig`].
 
-use super::parse::{inv_freq, FULL_ATTENTION_INTERVAL, MAX_HEADS, MAX_LAYERS};
+use super::parse::{FULL_ATTENTION_INTERVAL, MAX_HEADS, MAX_LAYERS};
+use super::rope::inv_freq;
 use super::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 use crate::formats::GgufFile;
 use candle_core::quantized::gguf_file::Value;
@@ -164,7 +165,8 @@ impl Entries<'_> {
         if theta <= 1. {
             return self.wrong("rope.freq_base", "a number above 1");
         }
-        Ok(AttentionConfig { num_heads, num_kv_heads, head_dim, rope_inv_freq: inv_freq(theta, rotary_dim) })
+        let rope_inv_freq = inv_freq(theta, rotary_dim, None);
+        Ok(AttentionConfig { num_heads, num_kv_heads, head_dim, rope_inv_freq, rope_factor: 1. })
     }
 
     fn gdn(&self, hidden_size: usize, rms_norm_eps: f64) -> Result<GdnConfig> {
