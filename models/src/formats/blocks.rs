@@ -51,9 +51,15 @@ impl Blocks {
         let (storage, layout) = matrix.storage_and_layout();
         let range = layout.start_offset()..layout.start_offset() + rows * columns;
         match &*storage {
-            Storage::Cpu(CpuStorage::F32(x)) => quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns)),
-            Storage::Cpu(CpuStorage::BF16(x)) => quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns)),
-            Storage::Cpu(CpuStorage::F16(x)) => quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns)),
+            Storage::Cpu(CpuStorage::F32(x)) => {
+                quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns))
+            }
+            Storage::Cpu(CpuStorage::BF16(x)) => {
+                quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns))
+            }
+            Storage::Cpu(CpuStorage::F16(x)) => {
+                quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns))
+            }
             _ => bail!("expected a matrix in f32, bf16 or f16, got {:?}", matrix.dtype()),
         }
         Self::new(dtype, rows, columns, data)

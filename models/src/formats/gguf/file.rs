@@ -57,7 +57,14 @@ impl GgufFile {
                 }
             }
         }
-        Ok(Self { files })
+        let file = Self { files };
+        match file.integer("split.count") {
+            Some(count) if count > file.files.len() as i64 => bail!(
+                "{}: `split.count`: expected a file of {count}, named ..-00001-of-{count:05}.gguf with the others beside it",
+                file.path().display()
+            ),
+            _ => Ok(file),
+        }
     }
 
     /// Adds the draft head of a file of its own, as llama.cpp's converter writes it with `--mtp`: the tensors that this one has not.
@@ -110,6 +117,11 @@ impl GgufFile {
     /// The path of the file, or of its first part.
     pub fn path(&self) -> &Path {
         &self.files[0].path
+    }
+
+    /// The names of all entries of the metadata.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.files[0].header.metadata.keys().map(String::as_str)
     }
 
     /// An entry of the metadata.
@@ -174,8 +186,12 @@ impl GgufFile {
         let name = file.path.display();
         let of = match info.of {
             Some(of) if of.dtype().is_some() => of,
-            Some(of) => bail!("{name}: tensor `{tensor}`: expected numbers of a weight, got some of ggml's type {}", of.name),
-            None => bail!("{name}: tensor `{tensor}` is of ggml's type number {}, which is not known here", info.number),
+            Some(of) => {
+                bail!("{name}: tensor `{tensor}`: expected numbers of a weight, got some of ggml's type {}", of.name)
+            }
+            None => {
+                bail!("{name}: tensor `{tensor}` is of ggml's type number {}, which is not known here", info.number)
+            }
         };
         let Some(row) = of.row_bytes(columns) else {
             bail!("{name}: tensor `{tensor}`: expected rows of whole blocks of {}, got {columns}", of.name)

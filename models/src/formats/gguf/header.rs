@@ -37,7 +37,7 @@ pub(super) struct TensorInfo {
 }
 
 /// An integer of any width, if an i64 has it.
-pub(super) fn integer(value: &Value) -> Option<i64> {
+pub(crate) fn integer(value: &Value) -> Option<i64> {
     match *value {
         Value::I8(n) => Some(n.into()),
         Value::I16(n) => Some(n.into()),
@@ -141,7 +141,11 @@ impl<R: Read> Reader<R> {
     }
 
     fn count(&mut self) -> Result<u64> {
-        if self.wide { self.u64() } else { Ok(self.u32()?.into()) }
+        if self.wide {
+            self.u64()
+        } else {
+            Ok(self.u32()?.into())
+        }
     }
 
     /// Some files have zeros behind a text, and some bytes that are no UTF-8.

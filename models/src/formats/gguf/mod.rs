@@ -9,6 +9,7 @@ mod types;
 mod wanted;
 
 pub use file::GgufFile;
+pub(crate) use header::integer;
 
 use super::blocks::{float, row_bytes, Blocks};
 use super::experts::{by_expert, ExpertBlocks};

@@ -11,7 +11,8 @@ pub(super) static IQ2_XXS: LazyLock<Vec<[i8; 8]>> = LazyLock::new(|| words(&IQ2,
 pub(super) static IQ2_XS: LazyLock<Vec<[i8; 8]>> = LazyLock::new(|| words(&IQ2, &IQ2_XS_SET));
 pub(super) static IQ2_S: LazyLock<Vec<[i8; 8]>> = LazyLock::new(|| words(&IQ2, &IQ2_S_SET));
 pub(super) static IQ1: LazyLock<Vec<[i8; 8]>> = LazyLock::new(|| words(&[-1, 0, 1], &IQ1_SET));
-pub(super) static IQ3_XXS: LazyLock<Vec<[i8; 4]>> = LazyLock::new(|| words(&[4, 12, 20, 28, 36, 44, 52, 62], &IQ3_XXS_SET));
+pub(super) static IQ3_XXS: LazyLock<Vec<[i8; 4]>> =
+    LazyLock::new(|| words(&[4, 12, 20, 28, 36, 44, 52, 62], &IQ3_XXS_SET));
 pub(super) static IQ3_S: LazyLock<Vec<[i8; 4]>> = LazyLock::new(|| words(&[1, 3, 5, 7, 9, 11, 13, 15], &IQ3_S_SET));
 
 fn words<const N: usize>(values: &[i8], set: &[u64]) -> Vec<[i8; N]> {

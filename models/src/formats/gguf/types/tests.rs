@@ -57,9 +57,9 @@ fn numbers_are_those_of_gguf_py() {
         let of = TYPES.iter().find(|of| of.name == name).unwrap();
         let bits: Vec<u32> = decoded(of, &blocks(of)).into_iter().map(f32::to_bits).collect();
         assert_eq!(bits[..3], first, "{name}");
-        let all = bits.iter().fold(0xcbf29ce484222325, |hash: u64, bits| {
-            (hash ^ u64::from(*bits)).wrapping_mul(0x100000001b3)
-        });
+        let all = bits
+            .iter()
+            .fold(0xcbf29ce484222325, |hash: u64, bits| (hash ^ u64::from(*bits)).wrapping_mul(0x100000001b3));
         assert_eq!(all, hash, "{name}");
     }
 }
