@@ -5,6 +5,7 @@ use candle_gdn_models::{DraftHeadChoice, GraphChoice};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::Parser;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// More drafts at once cost more than the accepted ones save.
 const MOST_DRAFTED: usize = 64;
@@ -23,8 +24,9 @@ const CHUNK: usize = 64;
 #[derive(Parser, Debug)]
 #[command(
     version,
-    after_help = "Sampling options that are not given come from the checkpoint's \
-generation_config.json; without one, the most likely token is taken (--temperature 0).
+    after_help = "Sampling options that are not given come from the checkpoint's generation_config.json; without \"do_sample\": \
+true there, the most likely token is taken (--temperature 0). --top-k, --top-p or --min-p without --temperature draw at \
+the temperature of the checkpoint, else at 1.
 
 --batch, --draft, --mtp, --prefix-cache, --prefill-chunk and --cuda-graph change the rounding of sums and nothing else: in \
 bf16 and f16 a close choice can fall another way."
@@ -90,6 +92,17 @@ pub struct PromptArgs {
 /// How tokens are chosen.
 #[derive(clap::Args, Debug)]
 pub struct SamplingArgs {
+    #[command(flatten)]
+    pub options: SamplingOptions,
+
+    /// Seed of the random choices; each of several prompts draws from a generator of its own
+    #[arg(long, default_value_t = 299792458)]
+    pub seed: u64,
+}
+
+/// What the command line or a checkpoint says of how tokens are chosen.
+#[derive(clap::Args, Clone, Debug, Default, PartialEq)]
+pub struct SamplingOptions {
     /// Flatness of the distribution; 0 takes the most likely token
     #[arg(long, allow_negative_numbers = true, value_parser = temperature)]
     pub temperature: Option<f64>,
@@ -102,17 +115,41 @@ pub struct SamplingArgs {
     #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = probability)]
     pub top_p: Option<f64>,
 
-    /// Seed of the random choices; each of several prompts draws from a generator of its own
-    #[arg(long, default_value_t = 299792458)]
-    pub seed: u64,
+    /// Choose among tokens at least P times as probable as the most likely one; 0 chooses among all
+    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = fraction)]
+    pub min_p: Option<f64>,
 
-    /// Makes tokens that occurred lately less likely; 1 does nothing
+    /// Makes tokens that occurred lately, in the prompt too, less likely; 1 does nothing
     #[arg(long, allow_negative_numbers = true, value_parser = penalty)]
     pub repeat_penalty: Option<f32>,
 
-    /// How many of the last tokens --repeat-penalty looks at
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    pub repeat_last_n: usize,
+    /// How many of the last tokens --repeat-penalty looks at [default: 64; all, if the checkpoint has a penalty]
+    #[arg(long, value_name = "N")]
+    pub repeat_last_n: Option<usize>,
+
+    /// Subtracted from the logits of tokens that are in the completion; below 0 it makes them likelier
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
+    pub presence_penalty: Option<f32>,
+
+    /// Subtracted once for each time that the token is in the completion
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
+    pub frequency_penalty: Option<f32>,
+}
+
+impl SamplingOptions {
+    /// These options; those that are not given are the `defaults`.
+    pub fn with_defaults(self, defaults: Self) -> Self {
+        Self {
+            temperature: self.temperature.or(defaults.temperature),
+            top_k: self.top_k.or(defaults.top_k),
+            top_p: self.top_p.or(defaults.top_p),
+            min_p: self.min_p.or(defaults.min_p),
+            repeat_penalty: self.repeat_penalty.or(defaults.repeat_penalty),
+            repeat_last_n: self.repeat_last_n.or(defaults.repeat_last_n),
+            presence_penalty: self.presence_penalty.or(defaults.presence_penalty),
+            frequency_penalty: self.frequency_penalty.or(defaults.frequency_penalty),
+        }
+    }
 }
 
 /// How the model runs. This changes no completion, except by the rounding of sums.
@@ -171,21 +208,29 @@ pub fn head(choice: String) -> DraftHeadChoice {
     }
 }
 
-fn temperature(s: &str) -> Result<f64, String> {
+pub fn temperature(s: &str) -> Result<f64, String> {
     number(s, "a number of at least 0", |x| x >= 0.)
 }
 
-fn probability(s: &str) -> Result<f64, String> {
+pub fn probability(s: &str) -> Result<f64, String> {
     number(s, "a number in (0, 1]", |x| x > 0. && x <= 1.)
 }
 
-fn penalty(s: &str) -> Result<f32, String> {
-    number(s, "a number above 0", |x| x > 0.).map(|x| x as f32)
+pub fn fraction(s: &str) -> Result<f64, String> {
+    number(s, "a number in [0, 1]", |x| (0. ..=1.).contains(&x))
 }
 
-fn number(s: &str, expected: &str, valid: impl Fn(f64) -> bool) -> Result<f64, String> {
-    match s.parse::<f64>() {
-        Ok(x) if x.is_finite() && valid(x) => Ok(x),
+pub fn penalty(s: &str) -> Result<f32, String> {
+    number(s, "a number above 0", |x| x > 0.)
+}
+
+pub fn finite(s: &str) -> Result<f32, String> {
+    number(s, "a finite number", |_| true)
+}
+
+fn number<T: FromStr + Copy + Into<f64>>(s: &str, expected: &str, valid: fn(f64) -> bool) -> Result<T, String> {
+    match s.parse::<T>() {
+        Ok(x) if x.into().is_finite() && valid(x.into()) => Ok(x),
         _ => Err(format!("expected {expected}")),
     }
 }

@@ -1,11 +1,55 @@
 //! `generation_config.json`: the tokens that end a text, and the sampling that the authors of a model recommend.
 
-use crate::args::SamplingArgs;
-use crate::Checkpoint;
-use anyhow::{bail, Context, Result};
+use crate::args::{self, SamplingArgs, SamplingOptions};
+use crate::{status, Checkpoint};
+use anyhow::{anyhow, bail, Context, Result};
 use candle_gdn_models::{ModelConfig, Sampling};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::collections::BTreeSet;
+
+/// Keys of `generation_config.json` that are read here or do not change which token is chosen. One that ends with `_` stands for all
+/// keys that begin so.
+const KNOWN: [&str; 39] = [
+    "_",
+    "assistant_",
+    "bos_token_id",
+    "cache_",
+    "chat_format",
+    "compile_config",
+    "continuous_batching_config",
+    "decoder_start_token_id",
+    "disable_compile",
+    "do_sample",
+    "early_stopping",
+    "eos_token_id",
+    "frequency_penalty",
+    "is_assistant",
+    "length_penalty",
+    "low_memory",
+    "max_cache_len",
+    "max_length",
+    "max_matching_ngram_size",
+    "max_new_tokens",
+    "max_window_size",
+    "min_p",
+    "num_assistant_",
+    "output_",
+    "pad_token_id",
+    "prefill_chunk_size",
+    "presence_penalty",
+    "prompt_lookup_num_tokens",
+    "renormalize_logits",
+    "repetition_penalty",
+    "return_",
+    "speculation_type",
+    "target_lookbehind",
+    "temperature",
+    "top_k",
+    "top_p",
+    "transformers_version",
+    "trust_remote_code",
+    "use_",
+];
 
 pub struct Settings {
     /// Tokens that end a text.
@@ -13,36 +57,120 @@ pub struct Settings {
     pub sampling: Sampling,
 }
 
+/// What a checkpoint asks for.
+#[derive(Debug, Default)]
+struct Recommended {
+    eos: Vec<u32>,
+    /// Whether tokens are drawn, and the most likely one not always taken.
+    draws: bool,
+    options: SamplingOptions,
+}
+
 impl Settings {
     /// Each option is that of the command line, else of the checkpoint; without either, the most likely token is chosen.
     pub fn new(args: &SamplingArgs, checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
-        let (file, path) = match checkpoint.text("generation_config.json")? {
-            Some((text, path)) => {
-                let path = path.display().to_string();
-                (serde_json::from_str(&text).with_context(|| path.clone())?, path)
-            }
-            None => (Value::Null, String::new()),
+        let file = match checkpoint.text("generation_config.json")? {
+            Some((text, path)) => generation_config(&text).with_context(|| path.display().to_string())?,
+            None => Recommended::default(),
         };
         let mut eos: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
-        eos.extend(ids(&file["eos_token_id"]).with_context(|| path)?);
-        // A bound on the candidates implies a random choice among them.
-        let bounded = args.top_k.is_some() || args.top_p.is_some();
-        let samples = file["do_sample"].as_bool().unwrap_or(false);
-        let number = |key: &str| file[key].as_f64().filter(|x| *x > 0.);
-        let temperature = match samples {
-            true => number("temperature").unwrap_or(1.),
-            false if bounded => 1.,
-            false => 0.,
-        };
-        let sampling = Sampling {
-            temperature: args.temperature.unwrap_or(temperature),
-            top_k: args.top_k.or(file["top_k"].as_u64().map(|k| k as usize)).unwrap_or(0),
-            top_p: args.top_p.or(number("top_p")).unwrap_or(1.),
-            repeat_penalty: args.repeat_penalty.or(number("repetition_penalty").map(|x| x as f32)).unwrap_or(1.),
-            repeat_last_n: args.repeat_last_n,
-            ..Sampling::default()
-        };
-        Ok(Self { eos, sampling })
+        eos.extend(&file.eos);
+        Ok(Self { eos, sampling: sampling(&args.options, file) })
+    }
+}
+
+/// What the command line says, else the file, else the defaults. A file's temperature and bounds need its `do_sample`, or a bound of
+/// the command line.
+fn sampling(flags: &SamplingOptions, file: Recommended) -> Sampling {
+    // A bound on the candidates implies a random choice among them.
+    let bounded = flags.top_k.is_some() || flags.top_p.is_some() || flags.min_p.is_some();
+    let is_greedy = flags.temperature.is_none() && !bounded && !file.draws;
+    let SamplingOptions { temperature, top_k, top_p, min_p, .. } = file.options;
+    let given = [temperature.is_some(), top_k.is_some(), top_p.is_some(), min_p.is_some()];
+    let unused = ["temperature", "top_k", "top_p", "min_p"].into_iter().zip(given).filter(|(_, given)| *given);
+    let unused: Vec<&str> = unused.map(|(key, _)| key).collect();
+    if is_greedy && !unused.is_empty() {
+        status!("generation_config.json: not obeyed without do_sample: {}", unused.join(", "));
+    }
+    let options = flags.clone().with_defaults(file.options);
+    let default = Sampling::default();
+    Sampling {
+        temperature: if is_greedy { 0. } else { options.temperature.unwrap_or(1.) },
+        top_k: options.top_k.unwrap_or(default.top_k),
+        top_p: options.top_p.unwrap_or(default.top_p),
+        min_p: options.min_p.unwrap_or(default.min_p),
+        repeat_penalty: options.repeat_penalty.unwrap_or(default.repeat_penalty),
+        repeat_last_n: options.repeat_last_n.unwrap_or(default.repeat_last_n),
+        presence_penalty: options.presence_penalty.unwrap_or(default.presence_penalty),
+        frequency_penalty: options.frequency_penalty.unwrap_or(default.frequency_penalty),
+    }
+}
+
+/// As transformers reads the file; one line names what is not obeyed.
+fn generation_config(text: &str) -> Result<Recommended> {
+    let file: Map<String, Value> = serde_json::from_str(text)?;
+    let is_known =
+        |key: &str| KNOWN.iter().any(|known| key == *known || known.ends_with('_') && key.starts_with(known));
+    let others = file.iter().filter(|(key, value)| !is_known(key) && !is_neutral(key, value));
+    let others: Vec<&str> = others.map(|(key, _)| key.as_str()).collect();
+    if !others.is_empty() {
+        status!("generation_config.json: not obeyed: {}", others.join(", "));
+    }
+    let repeat_penalty = option(&file, "repetition_penalty", args::penalty)?;
+    Ok(Recommended {
+        eos: ids(file.get("eos_token_id").unwrap_or(&Value::Null))?,
+        draws: option(&file, "do_sample", |s| s.parse().map_err(|_| "expected true or false".into()))?.unwrap_or(false),
+        options: SamplingOptions {
+            temperature: option(&file, "temperature", args::temperature)?,
+            top_k: option(&file, "top_k", count)?,
+            top_p: option(&file, "top_p", args::probability)?,
+            min_p: option(&file, "min_p", args::fraction)?,
+            repeat_penalty,
+            // Here it concerns all tokens.
+            repeat_last_n: repeat_penalty.map(|_| usize::MAX),
+            presence_penalty: option(&file, "presence_penalty", args::finite)?,
+            frequency_penalty: option(&file, "frequency_penalty", args::finite)?,
+        },
+    })
+}
+
+/// The value of a key; None where it is missing or null.
+fn option<T>(
+    file: &Map<String, Value>,
+    key: &str,
+    parse: impl Fn(&str) -> std::result::Result<T, String>,
+) -> Result<Option<T>> {
+    match file.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => parse(&value.to_string()).map(Some).map_err(|e| anyhow!("`{key}`: {e}, got {value}")),
+    }
+}
+
+fn count(s: &str) -> std::result::Result<usize, String> {
+    match s {
+        // How vLLM writes all.
+        "-1" => Ok(0),
+        _ => s.parse().map_err(|_| "expected a whole number of at least 0".into()),
+    }
+}
+
+/// Whether the key with this value does nothing in transformers.
+fn is_neutral(key: &str, value: &Value) -> bool {
+    const AT_ONE: [&str; 6] = [
+        "encoder_repetition_penalty",
+        "guidance_scale",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "typical_p",
+    ];
+    match value {
+        Value::Number(x) => !key.ends_with("_id") && x.as_f64() == Some(f64::from(u8::from(AT_ONE.contains(&key)))),
+        Value::Null | Value::Bool(false) => true,
+        Value::Bool(true) => false,
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
     }
 }
 

@@ -72,45 +72,35 @@ pub fn asked(
 }
 
 fn sampling(options: &SamplingOptions, default: &Sampling) -> Result<Sampling, DynamoError> {
-    let checked = |name: &str, given: Option<f32>, default: f64, range: &str, valid: fn(f64) -> bool| {
-        let x = given.map_or(default, f64::from);
-        if x.is_finite() && valid(x) {
-            return Ok(x);
-        }
-        Err(invalid(format!("{name}: expected {range}, got {x}")))
-    };
-    let penalty = checked(
-        "repetition_penalty",
-        options.repetition_penalty,
-        default.repeat_penalty.into(),
-        "a number above 0",
-        |x| x > 0.,
-    )?;
-    let of_completion = |name: &str, given| checked(name, given, 0., "a number", |_| true);
-    Ok(Sampling {
-        temperature: checked("temperature", options.temperature, default.temperature, "a number of at least 0", |x| {
-            x >= 0.
-        })?,
-        // -1 is Dynamo's way to say all.
-        top_k: options.top_k.map_or(default.top_k, |k| usize::try_from(k).unwrap_or(0)),
-        top_p: checked("top_p", options.top_p, default.top_p, "a number in (0, 1]", |x| x > 0. && x <= 1.)?,
-        repeat_penalty: penalty as f32,
+    let sampling = Sampling {
+        temperature: options.temperature.map_or(default.temperature, f64::from),
+        top_k: match options.top_k {
+            None => default.top_k,
+            // Dynamo's way to say all.
+            Some(-1) => 0,
+            Some(k) => usize::try_from(k)
+                .map_err(|_| invalid(format!("top_k: expected a whole number of at least 0, or -1 for all, got {k}")))?,
+        },
+        top_p: options.top_p.map_or(default.top_p, f64::from),
+        min_p: options.min_p.map_or(default.min_p, f64::from),
+        repeat_penalty: options.repetition_penalty.unwrap_or(default.repeat_penalty),
         // Of a request the penalty is that of all tokens.
         repeat_last_n: if options.repetition_penalty.is_some() { usize::MAX } else { default.repeat_last_n },
-        presence_penalty: of_completion("presence_penalty", options.presence_penalty)? as f32,
-        frequency_penalty: of_completion("frequency_penalty", options.frequency_penalty)? as f32,
-    })
+        presence_penalty: options.presence_penalty.unwrap_or(default.presence_penalty),
+        frequency_penalty: options.frequency_penalty.unwrap_or(default.frequency_penalty),
+    };
+    // Requests have another name for it.
+    sampling.check().map_err(|e| invalid(e.to_string().replace("repeat_penalty", "repetition_penalty")))?;
+    Ok(sampling)
 }
 
 /// An answer that ignores what was asked would be a wrong one.
 fn refuse_what_is_not_there(request: &PreprocessedRequest) -> Result<(), DynamoError> {
     let (options, stops, output) = (&request.sampling_options, &request.stop_conditions, &request.output_options);
-    let not_zero = |x: Option<f32>| x.is_some_and(|x| x != 0.);
     let asked = [
         ("n above 1", options.n.is_some_and(|n| n > 1)),
         ("best_of above 1", options.best_of.is_some_and(|n| n > 1)),
         ("use_beam_search", options.use_beam_search == Some(true)),
-        ("min_p", not_zero(options.min_p)),
         ("guided decoding", options.guided_decoding.is_some()),
         ("prompt_logprobs", output.prompt_logprobs.is_some()),
         ("max_thinking_tokens", stops.max_thinking_tokens.is_some()),
@@ -167,6 +157,7 @@ mod tests {
             temperature: Some(0.),
             top_k: Some(-1),
             top_p: Some(0.25),
+            min_p: Some(0.125),
             repetition_penalty: Some(1.5),
             presence_penalty: Some(0.5),
             frequency_penalty: Some(-0.25),
@@ -184,6 +175,7 @@ mod tests {
             temperature: 0.,
             top_k: 0,
             top_p: 0.25,
+            min_p: 0.125,
             repeat_penalty: 1.5,
             repeat_last_n: usize::MAX,
             presence_penalty: 0.5,
@@ -216,7 +208,9 @@ mod tests {
         let default = SamplingOptions::default;
         for (options, word) in [
             (SamplingOptions { n: Some(2), ..default() }, "n above 1"),
-            (SamplingOptions { min_p: Some(0.1), ..default() }, "min_p"),
+            (SamplingOptions { min_p: Some(1.5), ..default() }, "min_p"),
+            (SamplingOptions { top_k: Some(-2), ..default() }, "top_k"),
+            (SamplingOptions { repetition_penalty: Some(0.), ..default() }, "repetition_penalty"),
             (SamplingOptions { temperature: Some(-1.), ..default() }, "temperature"),
             (SamplingOptions { top_p: Some(0.), ..default() }, "top_p"),
             (SamplingOptions { temperature: Some(f32::NAN), ..default() }, "temperature"),

@@ -28,7 +28,7 @@ typedef struct gdn_sampling_row {
   float presence;   // what is taken off the logits of those
   float frequency;  // and off them as many times as they occur
   uint32_t likeliest;  // 0: log-probabilities are not asked for; else, and 1 more than the tokens whose they are: see gdn_logprobs.h
-  uint32_t unused;
+  float gap;           // by how much a logit may be below the greatest; infinity: by any
 } gdn_sampling_row;
 
 // Each row's token, in three steps; see sampling/README.md. Of equal logits the one of the lower id counts as more likely.

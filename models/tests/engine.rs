@@ -100,11 +100,23 @@ fn what_can_never_fit_is_refused() -> Result<()> {
     refused(Request::new(vec![1; 21], 1), &["at most 20 tokens", "got 21"]);
     refused(Request::new(vec![], 1), &["at least 1 token"]);
     refused(Request::new(vec![1024], 1), &["vocab_size (1024)", "got 1024"]);
+    let cold = Sampling { temperature: -1., ..Sampling::default() };
+    refused(Request { sampling: cold, ..Request::new(vec![1], 1) }, &["temperature", "at least 0, got -1"]);
     let last = engine.submit(Request::new(vec![1; 20], 9))?;
     let error = engine.submit(request(1)).unwrap_err().to_string();
     assert!(error.contains("at most 1 that wait"), "{error}");
     let last = finish(&mut engine)?.remove(last);
     assert_eq!((last.tokens.len(), last.end), (1, Some(FinishReason::MaxLen)));
+    for (options, says) in [
+        (
+            EngineOptions { prefix_block: 63, ..EngineOptions::new(1, 20) },
+            "prefix_block: expected a positive multiple of 64, got 63",
+        ),
+        (EngineOptions::new(1, usize::MAX), "max_len: expected at most max_position_embeddings (4096)"),
+    ] {
+        let error = Engine::new(&model, options).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    }
     Ok(())
 }
 

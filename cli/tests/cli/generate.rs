@@ -45,7 +45,9 @@ fn a_seed_decides_the_text() {
 #[test]
 fn sampling_options_end_at_the_most_likely_token() {
     let greedy = generate(&["--prompt", PROMPT, "-n", "12"]).stdout;
-    for options in [["--temperature", "0"], ["--top-k", "1"], ["--top-p", "0.000001"], ["--temperature", "1e-6"]] {
+    for options in
+        [["--temperature", "0"], ["--top-k", "1"], ["--top-p", "0.000001"], ["--min-p", "1"], ["--temperature", "1e-6"]]
+    {
         let args = [&["--prompt", PROMPT, "-n", "12"], &options[..]].concat();
         assert_eq!(generate(&args).stdout, greedy, "{options:?}");
     }
@@ -160,18 +162,6 @@ fn first_token() -> u32 {
 }
 
 #[test]
-fn generation_config_gives_defaults() {
-    let copy = Copy::new();
-    copy.set("generation_config.json", "do_sample", json!(true));
-    copy.set("generation_config.json", "temperature", json!(1.5));
-    let arg = copy.arg();
-    let args = ["--model", &arg, "--prompt", PROMPT, "-n", "24"];
-    let sampled = generate(&[&args[..], &["--seed", "4"]].concat()).stdout;
-    assert_ne!(sampled, generate(&[&args[..], &["--seed", "5"]].concat()).stdout);
-    assert_eq!(generate(&[&args[..], &["--temperature", "0"]].concat()).stdout, generate(&args[2..]).stdout);
-}
-
-#[test]
 fn generation_stops_at_the_position_limit() {
     let copy = Copy::new();
     copy.set("config.json", "max_position_embeddings", json!(32));
@@ -244,6 +234,9 @@ fn bad_arguments() {
     fails("generate", &["--temperature", "-1"], 2, &["--temperature"]);
     fails("generate", &["--temperature", "nan"], 2, &["--temperature", "at least 0"]);
     fails("generate", &["--top-p", "0"], 2, &["--top-p", "(0, 1]"]);
+    fails("generate", &["--min-p", "-0.1"], 2, &["--min-p", "[0, 1]"]);
+    fails("generate", &["--presence-penalty", "inf"], 2, &["--presence-penalty", "a finite number"]);
+    fails("generate", &["--frequency-penalty", "1e39"], 2, &["--frequency-penalty", "a finite number"]);
     fails("generate", &["--repeat-penalty", "0"], 2, &["--repeat-penalty"]);
     fails("generate", &["--dtype", "f8"], 2, &["--dtype", "bf16"]);
     fails("generate", &["--prompt", "a", "--prompt-file", "b"], 2, &["--prompt-file"]);

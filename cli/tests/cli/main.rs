@@ -15,5 +15,6 @@ mod mtp;
 mod output;
 mod parallel;
 mod perplexity;
+mod sampling;
 
 use candle_gdn_models_testing::{gguf_writer, golden, tiny};

@@ -135,6 +135,12 @@ template <typename T> struct Row : Cutting<T> {
     uint64_t total = 0;
     if (row.top_k > 0 && row.top_k < static_cast<uint32_t>(args.p.vocab)) this->template cut_off<true>(cut, total);
     if (row.top_p < 1.) this->template cut_off<false>(cut, total);
+    if (row.gap < INFINITY) {
+      // A logit is the bound, so no search is needed. Both zeros are the same number.
+      const float least = __double2float_ru(__dsub_rn(best, row.gap));
+      const uint32_t below = key_of(least == 0.f ? -0.f : least) - 1;
+      if (below > cut.key) cut = {below, 0};
+    }
     draw(cut);
   }
 };

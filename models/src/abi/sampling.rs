@@ -23,7 +23,7 @@ candle_gdn_core::c_header! {
             pub presence: f32,
             pub frequency: f32,
             pub likeliest: u32,
-            pub unused: u32,
+            pub gap: f32,
         }
         pub(crate) struct SamplingParams = gdn_sampling_params {
             pub logits: *mut c_void,
@@ -59,7 +59,7 @@ impl SamplingRow {
         presence: 0.,
         frequency: 0.,
         likeliest: 0,
-        unused: 0,
+        gap: f32::INFINITY,
     };
 
     /// A row of padding.
@@ -75,7 +75,7 @@ impl SamplingRow {
     /// The row as it lies in memory, here and on the device.
     #[cfg(feature = "cuda")]
     pub(crate) fn words(&self) -> [u32; ROW_WORDS] {
-        // SAFETY: a row is numbers without gaps, the last of which only fills it.
+        // SAFETY: a row is numbers without gaps.
         unsafe { std::mem::transmute(*self) }
     }
 }

@@ -60,7 +60,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// captured, so that the first request does not wait for kernels to be loaded.
     ///
     /// # Errors
-    /// When the device is out of memory, an option is 0 that must not be, or [`GraphChoice::On`](super::GraphChoice)
+    /// When the device is out of memory, an option is outside its range, or [`GraphChoice::On`](super::GraphChoice)
     /// cannot be satisfied.
     pub fn new(model: M, options: EngineOptions) -> Result<Self> {
         Self::with_capture(model, options, Box::new(CudaGraphs { forced_acceptance: None }))
@@ -78,6 +78,10 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     pub(super) fn with_capture(model: M, options: EngineOptions, source: Box<dyn Capture>) -> Result<Self> {
         if options.prefill_chunk == 0 {
             bail!("Engine: prefill_chunk: expected at least 1, got 0")
+        }
+        let block = options.prefix_block;
+        if block == 0 || !block.is_multiple_of(64) {
+            bail!("Engine: prefix_block: expected a positive multiple of 64, got {block}")
         }
         let (lm, mut events) = (model.borrow(), Vec::new());
         let mut pool = lm.new_sequences(options.sequences, options.max_len)?;
@@ -100,7 +104,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     ///
     /// # Errors
     /// When the prompt is empty, longer than a sequence can be here, or has an id outside the vocabulary; when what it
-    /// resumes is not shorter than it; when it requests more log-probabilities than there are; or when
+    /// resumes is not shorter than it; when it requests more log-probabilities than there are; as [`Sampling::check`](crate::Sampling::check); or when
     /// [`EngineOptions::max_waiting`] requests wait already.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
         self.queue.submit(request, self.core.model.borrow(), self.core.pool.max_len())

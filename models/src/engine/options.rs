@@ -8,7 +8,7 @@ use std::time::Duration;
 pub struct EngineOptions {
     /// The most sequences at once. Further requests wait.
     pub sequences: usize,
-    /// The most tokens of a sequence, prompt and completion together.
+    /// The most tokens of a sequence, prompt and completion together; at most `max_position_embeddings`.
     pub max_len: usize,
     /// The most requests that wait; one more is refused.
     pub max_waiting: usize,
@@ -28,7 +28,7 @@ pub struct EngineOptions {
     /// For requests that come one after the other: the longest prefix that a prompt shares with one of this many earlier prompts
     /// is kept, and its own end; 0 keeps nothing for such requests.
     pub prefix_recent: usize,
-    /// Shared prefixes are cut to a multiple of this number of tokens, which is a multiple of 64.
+    /// Shared prefixes are cut to a multiple of this number of tokens, which is a positive multiple of 64.
     pub prefix_block: usize,
     /// Whether decode steps are CUDA graphs.
     pub cuda_graph: GraphChoice,

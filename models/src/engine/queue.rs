@@ -36,6 +36,7 @@ impl Queue {
             let most = Request::MOST_LOGPROBS;
             bail!("Engine: request: expected log-probabilities of at most {most} tokens, got {count}")
         }
+        request.sampling.check()?;
         if self.waiting.len() >= self.max_waiting {
             bail!("Engine: request: expected at most {} that wait", self.max_waiting)
         }

@@ -36,11 +36,15 @@ fn draw(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) -> Option<u32> {
         let cut = nucleus(&kept, row.top_p);
         kept.retain(|token| token.rank >= cut);
     }
+    if row.gap < f32::INFINITY {
+        let least = f64::from(logits[first]) - f64::from(row.gap);
+        kept.retain(|token| f64::from(logits[token.id() as usize]) >= least);
+    }
     let total: u64 = kept.iter().map(|token| token.weight).sum();
     let mut rest = ((u128::from(random_bits(row.seed, row.index)) * u128::from(total)) >> 64) as u64;
     for token in &kept {
         if rest < token.weight {
-            return Some(!token.rank as u32);
+            return Some(token.id());
         }
         rest -= token.weight;
     }
@@ -64,6 +68,12 @@ pub(super) fn draw_with_logprobs(logits: &mut [f32], row: &SamplingRow, recent: 
 struct Token {
     rank: u64,
     weight: u64,
+}
+
+impl Token {
+    fn id(&self) -> u32 {
+        !self.rank as u32
+    }
 }
 
 fn weighed(logits: &[f32], best: f32, scale: f64) -> Vec<Token> {

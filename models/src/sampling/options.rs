@@ -2,9 +2,11 @@
 
 use super::Choice;
 use crate::abi::sampling::SamplingRow;
+use candle_core::{bail, Result};
 use std::f64::consts::LOG2_E;
 
-/// How the next token is chosen.
+/// How the next token is chosen: the penalties change the logits, the temperature divides them, then `top_k`, `top_p` and `min_p`
+/// bound the choice, in this order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
     /// Flatness of the distribution; 0 chooses the most likely token.
@@ -13,10 +15,12 @@ pub struct Sampling {
     pub top_k: usize,
     /// The choice is among the most likely tokens that together have this probability; 1 means all.
     pub top_p: f64,
+    /// The choice is among tokens whose probability is at least this fraction of the most likely token's; 0 means all.
+    pub min_p: f64,
     /// Makes tokens that occurred recently, in the prompt too, less likely: positive logits are divided by it, negative ones
     /// multiplied. 1 does nothing.
     pub repeat_penalty: f32,
-    /// How many of the last tokens that penalty concerns.
+    /// How many of the last tokens that penalty concerns; `usize::MAX` means all.
     pub repeat_last_n: usize,
     /// Subtracted from the logits of tokens in the completion so far, after the repeat penalty; 0 does nothing.
     pub presence_penalty: f32,
@@ -31,6 +35,7 @@ impl Default for Sampling {
             temperature: 0.,
             top_k: 0,
             top_p: 1.,
+            min_p: 0.,
             repeat_penalty: 1.,
             repeat_last_n: 64,
             presence_penalty: 0.,
@@ -40,6 +45,25 @@ impl Default for Sampling {
 }
 
 impl Sampling {
+    /// Whether a token can be chosen so. The engine checks every request.
+    ///
+    /// # Errors
+    /// When a value is not finite or outside its range: the error names the field.
+    pub fn check(&self) -> Result<()> {
+        let fields = [
+            ("temperature", self.temperature, self.temperature >= 0., " of at least 0"),
+            ("top_p", self.top_p, self.top_p > 0. && self.top_p <= 1., " in (0, 1]"),
+            ("min_p", self.min_p, (0. ..=1.).contains(&self.min_p), " in [0, 1]"),
+            ("repeat_penalty", self.repeat_penalty.into(), self.repeat_penalty > 0., " above 0"),
+            ("presence_penalty", self.presence_penalty.into(), true, ""),
+            ("frequency_penalty", self.frequency_penalty.into(), true, ""),
+        ];
+        match fields.iter().find(|(_, x, valid, _)| !valid || !x.is_finite()) {
+            Some((name, x, _, range)) => bail!("sampling: {name}: expected a finite number{range}, got {x}"),
+            None => Ok(()),
+        }
+    }
+
     /// How token number `index` of a request is chosen after `tokens` and then `more`, at most `most` tokens in all. Its random
     /// number follows from the seed and the index: neither other requests nor drafts change it.
     pub(crate) fn choice(&self, seed: u64, index: usize, most: usize, tokens: &[u32], more: &[u32]) -> Choice {
@@ -63,6 +87,7 @@ impl Sampling {
                 seed,
                 index: index as u64,
                 top_k: u32::try_from(self.top_k).unwrap_or(u32::MAX),
+                gap: (-self.min_p.ln() * self.temperature) as f32,
                 ..SamplingRow::GREEDY
             },
         };
@@ -110,3 +135,7 @@ impl SplitMix64 {
         z ^ (z >> 31)
     }
 }
+
+#[cfg(test)]
+#[path = "options_tests.rs"]
+mod tests;

@@ -4,6 +4,7 @@
 use super::rows::{tokens, Rows};
 use super::{Choice, Drawn, Sampler, Sampling, Token};
 use candle_core::{DType, Device, Result, Tensor};
+use std::collections::BTreeSet;
 
 /// Numbers for tests.
 struct Rng(crate::SplitMix64);
@@ -45,7 +46,11 @@ fn id(token: Token) -> Option<u32> {
 }
 
 fn one(logits: &[f32], sampling: &Sampling, tokens: &[u32]) -> Option<u32> {
-    let choice = sampling.choice(1, 0, 100, tokens, &[]);
+    one_of_seed(1, logits, sampling, tokens)
+}
+
+fn one_of_seed(seed: u64, logits: &[f32], sampling: &Sampling, tokens: &[u32]) -> Option<u32> {
+    let choice = sampling.choice(seed, 0, 100, tokens, &[]);
     let sampler = Sampler::new(&Device::Cpu).unwrap();
     draw(&sampler, &[logits.to_vec()], &[choice], &Device::Cpu).unwrap()[0]
 }
@@ -64,8 +69,10 @@ fn probabilities(logits: &[f32], s: &Sampling) -> Vec<f64> {
         sum += weight(&order[kept]);
         kept += 1;
     }
+    let drawn: Vec<usize> = order[..kept].iter().copied().filter(|i| weight(i) >= s.min_p).collect();
+    let sum: f64 = drawn.iter().map(weight).sum();
     let mut all = vec![0.; logits.len()];
-    order[..kept].iter().for_each(|i| all[*i] = weight(i) / sum);
+    drawn.iter().for_each(|i| all[*i] = weight(i) / sum);
     all
 }
 
@@ -80,7 +87,10 @@ fn tokens_come_as_often_as_they_should() -> Result<()> {
         Sampling { temperature: 2.5, ..some.clone() },
         Sampling { top_k: 7, ..some.clone() },
         Sampling { top_p: 0.7, ..some.clone() },
-        Sampling { top_k: 20, top_p: 0.9, temperature: 1.5, ..some },
+        Sampling { min_p: 0.2, ..some.clone() },
+        Sampling { top_k: 20, top_p: 0.9, temperature: 1.5, ..some.clone() },
+        // Each of the three bounds the choice: without `top_k` top_p keeps more, and min_p less than both.
+        Sampling { top_k: 20, top_p: 0.9, min_p: 0.1, temperature: 1.5, ..some },
     ] {
         let mut count = vec![0usize; logits.len()];
         for index in 0..DRAWS {
@@ -120,10 +130,28 @@ fn what_cannot_be_drawn_from_and_what_ties() {
         Sampling { top_k: 1, ..warm.clone() },
         Sampling { top_p: 1e-9, ..warm.clone() },
         Sampling { top_k: 1, temperature: 1e9, ..warm.clone() },
+        Sampling { top_k: 1, min_p: 1., ..warm.clone() },
     ] {
         assert_eq!(one(&[1., 2., 2., 2.], &sampling, &[0]), Some(1), "{sampling:?}");
     }
     assert_eq!(one(&[1., 2., 1.999, 1.], &Sampling { temperature: 1e-300, ..warm }, &[0]), Some(1));
+}
+
+/// `min_p` measures by the most likely token, at the temperature, and after the penalties.
+#[test]
+fn min_p_keeps_what_is_likely_enough() {
+    let drawn = |logits: &[f32], sampling: &Sampling| -> Vec<u32> {
+        let ids: BTreeSet<u32> = (0..200).filter_map(|seed| one_of_seed(seed, logits, sampling, &[0])).collect();
+        ids.into_iter().collect()
+    };
+    let (half, warm) = (0.5f32.ln(), Sampling { temperature: 1., min_p: 0.5, ..Sampling::default() });
+    assert_eq!(drawn(&[1., 1. + half + 1e-4, 1. + half - 1e-4, 0.9], &warm), [0, 1, 3]);
+    let flat = Sampling { temperature: 2., ..warm.clone() };
+    assert_eq!(drawn(&[1., 1. + 2. * half + 1e-4, 1. + 2. * half - 1e-4, 1. + half], &flat), [0, 1, 3]);
+    assert_eq!(drawn(&[0., -0., -1e-30, 0.], &Sampling { min_p: 1., ..warm.clone() }), [0, 1, 3], "both zeros");
+    // The first token came already: the others are measured by what the penalty leaves of it.
+    let penalised = Sampling { repeat_penalty: 10., ..warm };
+    assert_eq!(drawn(&[10., 1.2, 0.9, 0.2], &penalised), [0, 1, 2]);
 }
 
 #[test]
@@ -292,6 +320,7 @@ fn every_device_draws_the_same() -> Result<()> {
                 temperature: rng.pick(&[0., 0., 0.7, 1., 1.3, 0.01, 1e-300, 100., 1e9]),
                 top_k: rng.pick(&[0, 0, 1, 2, 20, 50, 300, 5000]),
                 top_p: rng.pick(&[1., 1., 0.9, 0.5, 0.999, 1e-9]),
+                min_p: rng.pick(&[0., 0., 0.05, 0.4, 1., 1e-12]),
                 repeat_penalty: rng.pick(&[1., 1., 1.3, 0.7]),
                 repeat_last_n: rng.below(80),
                 presence_penalty: rng.pick(&[0., 0., 1.5, -0.4]),

@@ -51,11 +51,10 @@ impl Drop for Lease {
 }
 
 impl CausalLm {
-    /// Room for `sequences` sequences at once, each of at most `max_len` tokens or `max_position_embeddings`, if that
-    /// is less. See [`SequencePool::bytes_per_sequence`] for what that takes.
+    /// Room for `sequences` sequences at once, each of at most `max_len` tokens. See [`SequencePool::bytes_per_sequence`] for what that takes.
     ///
     /// # Errors
-    /// When either is 0, or the device is out of memory.
+    /// When either is 0, `max_len` is more than `max_position_embeddings`, or the device is out of memory.
     pub fn new_sequences(&self, sequences: usize, max_len: usize) -> Result<SequencePool> {
         self.new_sequences_with(sequences, max_len, StateLayout::Auto)
     }
@@ -73,7 +72,10 @@ impl CausalLm {
         if sequences > i32::MAX as usize {
             bail!("new_sequences: sequences: expected at most {}, got {sequences}", i32::MAX)
         }
-        let max_len = max_len.min(self.config.max_position_embeddings);
+        let positions = self.config.max_position_embeddings;
+        if max_len > positions {
+            bail!("new_sequences: max_len: expected at most max_position_embeddings ({positions}), got {max_len}")
+        }
         let shape = self.cache_shape(max_len);
         // A layer whose kernel was chosen supports no ring.
         let supported = layout == StateLayout::Ring || self.gated_delta_nets().all(|gdn| gdn.supports_ring());

@@ -71,7 +71,7 @@ impl CausalLm {
         if batch == 0 {
             bail!("batch: expected at least 1, got 0")
         }
-        let mut pool = self.new_sequences(batch, FIRST_LEN)?;
+        let mut pool = self.new_sequences(batch, FIRST_LEN.min(self.config.max_position_embeddings))?;
         pool.drop_head();
         let sequences = (0..batch).map(|_| pool.begin()).collect::<Result<_>>()?;
         Ok(ModelState { pool, sequences, position: 0 })

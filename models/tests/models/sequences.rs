@@ -295,6 +295,9 @@ fn refusals_change_nothing() -> Result<()> {
         refused(short.restore(t, &snapshot), &["at most 2 tokens, got 3"]);
         refused(model.new_sequences(0, 8), &["sequences: expected at least 1"]);
         refused(model.new_sequences(1, 0), &["max_len: expected at least 1"]);
+        let most = model.config().max_position_embeddings;
+        let said = [&format!("max_len: expected at most max_position_embeddings ({most}), got {}", most + 1)[..]];
+        refused(model.new_sequences(1, most + 1), &said);
         check(model, &mut pool, a, &[1, 2, 3], "after refusals")?;
         check(model, &mut pool, b, &[4], "after refusals")?;
         // To the very end.
@@ -339,7 +342,6 @@ fn bytes_are_as_documented() -> Result<()> {
             assert_eq!(pool.bytes_per_sequence(), linears * linear + fulls * full);
             assert_eq!((pool.available(), pool.capacity(), pool.max_len()), (0, 3, max_len));
         }
-        assert_eq!(model.new_sequences(1, usize::MAX)?.max_len(), model.config().max_position_embeddings);
         Ok(())
     })
 }
