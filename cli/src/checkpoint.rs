@@ -48,12 +48,12 @@ impl Checkpoint {
     }
 
     fn in_file(path: &Path, format: LoadFormat) -> Result<Self> {
-        let gguf = match path.extension().is_some_and(|ext| ext == "gguf") {
+        // Ollama's files have no ending.
+        let is_named = path.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("gguf"));
+        let gguf = match is_named || GgufFile::is_gguf(path) {
             true => Some(GgufFile::open(path).context("--model")?),
             false if format == LoadFormat::Dummy => None,
-            false => {
-                bail!("--model: expected a directory, a hub id, or a file with the ending gguf, got {}", path.display())
-            }
+            false => bail!("--model: expected a directory, a hub id, or a GGUF file, got {}", path.display()),
         };
         Ok(Self { path: path.to_path_buf(), gguf, format })
     }

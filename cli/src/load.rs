@@ -183,6 +183,10 @@ pub fn load_model(
         let count = model.other_types().len();
         status!("{count} matrices are of another type, for want of whole blocks: {} is {what}", other.name);
     }
+    let kept = checkpoint.gguf().filter(|_| args.quantize.is_none() && args.load_format == LoadFormat::Auto);
+    for (of, dtype, count) in kept.iter().flat_map(|file| file.kept_types()) {
+        status!("{count} tensors of {of} are kept as {dtype:?}: there are no kernels for their own type");
+    }
     let place = match (&rank.group, device.is_cpu()) {
         (None, true) => "the CPU".to_string(),
         (None, false) => "the GPU".to_string(),

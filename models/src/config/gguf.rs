@@ -14,6 +14,9 @@ use candle_gdn::GdnConfig;
 const ARCHITECTURES: &[(&str, Family)] =
     &[("qwen3next", Family::Qwen3Next), ("qwen35", Family::Qwen3_5), ("qwen35moe", Family::Qwen3_5Moe)];
 
+/// Entries of the Gated DeltaNet layers; the last one concerns the order of the tensors' heads.
+const SSM: [&str; 6] = ["group_count", "state_size", "time_step_rank", "inner_size", "conv_kernel", "v_head_reordered"];
+
 impl ModelConfig {
     /// Reads the configuration of the model in a GGUF file.
     ///
@@ -182,7 +185,12 @@ impl Entries<'_> {
                 return self.wrong(name, &format!("{value}"));
             }
         }
-        Ok(())
+        let prefix = self.key("ssm.");
+        let names = self.file.keys().filter_map(|key| key.strip_prefix(&prefix));
+        match names.filter(|name| !SSM.contains(name)).min() {
+            Some(name) => self.wrong(&format!("ssm.{name}"), &format!("no entries of ssm but {}", SSM.join(", "))),
+            None => Ok(()),
+        }
     }
 
     /// And how many positions it has where the file says `max_positions`.
@@ -214,15 +222,15 @@ impl Entries<'_> {
     fn gdn(&self, hidden_size: usize, rms_norm_eps: f64) -> Result<GdnConfig> {
         let num_value_heads = self.heads_or("ssm.time_step_rank", || self.dim("ssm_a", 0))?;
         let inner = self.count_or("ssm.inner_size", || self.dim("ssm_out.weight", 1))?;
-        if !inner.is_multiple_of(num_value_heads) {
-            return self.wrong("ssm.inner_size", &format!("a multiple of the time step rank, {num_value_heads}"));
-        }
         // Channels of the convolution: queries, keys and values. Of the two factors of the keys one must be known.
         let keys = || Some(self.dim("ssm_conv1d.weight", 0)?.checked_sub(inner)? / 2);
         let by = |factor: &str| Some(keys()? / self.opt_uint(factor).ok()??.max(1));
         let num_key_heads = self.heads_or("ssm.group_count", || by("ssm.state_size"))?;
         if !num_value_heads.is_multiple_of(num_key_heads) {
             return self.wrong("ssm.time_step_rank", &format!("a multiple of the group count, {num_key_heads}"));
+        }
+        if !inner.is_multiple_of(num_value_heads) {
+            return self.wrong("ssm.inner_size", &format!("a multiple of the time step rank, {num_value_heads}"));
         }
         let key_heads = (num_key_heads, self.heads_or("ssm.state_size", || by("ssm.group_count"))?);
         let config = GdnConfig::new(hidden_size, key_heads, (num_value_heads, inner / num_value_heads));
@@ -284,7 +292,7 @@ impl Entries<'_> {
             }
             _ => None,
         };
-        let recurrent = list("attention.recurrent_layers", |v| v.to_bool().ok().or(Some(integer(v)? != 0)));
+        let recurrent = list("attention.recurrent_layers", |v| v.to_bool().ok().or_else(|| Some(integer(v)? != 0)));
         if recurrent.is_none() && self.get("attention.recurrent_layers").is_some() {
             return self.wrong("attention.recurrent_layers", &format!("{layers} booleans"));
         }

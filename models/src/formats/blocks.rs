@@ -43,46 +43,29 @@ impl Blocks {
     /// Quantises a matrix in f32, bf16 or f16, on whichever device it is, whose rows are whole blocks.
     pub(crate) fn quantize(matrix: &Tensor, dtype: GgmlDType) -> Result<Self> {
         let (rows, columns) = matrix.dims2()?;
-        let Some(row) = row_bytes(dtype, columns) else {
-            bail!("expected rows of whole blocks of {dtype:?}, got {columns} values")
-        };
-        let mut data = vec![0u8; rows * row];
         let matrix = matrix.to_device(&Device::Cpu)?.contiguous()?;
         let (storage, layout) = matrix.storage_and_layout();
         let range = layout.start_offset()..layout.start_offset() + rows * columns;
         match &*storage {
-            Storage::Cpu(CpuStorage::F32(x)) => {
-                quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns))
-            }
-            Storage::Cpu(CpuStorage::BF16(x)) => {
-                quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns))
-            }
-            Storage::Cpu(CpuStorage::F16(x)) => {
-                quantize_rows(rows, columns, dtype, &mut data, widen(&x[range], columns))
-            }
+            Storage::Cpu(CpuStorage::F32(x)) => Self::of_rows(dtype, rows, columns, widen(&x[range], columns)),
+            Storage::Cpu(CpuStorage::BF16(x)) => Self::of_rows(dtype, rows, columns, widen(&x[range], columns)),
+            Storage::Cpu(CpuStorage::F16(x)) => Self::of_rows(dtype, rows, columns, widen(&x[range], columns)),
             _ => bail!("expected a matrix in f32, bf16 or f16, got {:?}", matrix.dtype()),
         }
-        Self::new(dtype, rows, columns, data)
     }
 
-    /// Rows out of others of `src`, whose blocks of so many values a function decodes.
-    pub(super) fn decoded(
+    /// Quantises rows of numbers, which `row` writes.
+    pub(super) fn of_rows(
         dtype: GgmlDType,
         rows: usize,
         columns: usize,
-        src: &[u8],
-        (block, decode): (usize, fn(&[u8], &mut [f32])),
+        row: impl Fn(usize, &mut [f32]) + Sync,
     ) -> Result<Self> {
-        let Some(row) = row_bytes(dtype, columns) else {
+        let Some(bytes) = row_bytes(dtype, columns) else {
             bail!("expected rows of whole blocks of {dtype:?}, got {columns} values")
         };
-        let mut data = vec![0u8; rows * row];
-        let src_row = src.len() / rows.max(1);
-        let bytes = src_row / (columns / block).max(1);
-        quantize_rows(rows, columns, dtype, &mut data, |i, wide| {
-            let blocks = src[i * src_row..][..src_row].chunks_exact(bytes);
-            blocks.zip(wide.chunks_exact_mut(block)).for_each(|(src, dst)| decode(src, dst))
-        });
+        let mut data = vec![0u8; rows * bytes];
+        quantize_rows(rows, columns, dtype, &mut data, row);
         Self::new(dtype, rows, columns, data)
     }
 

@@ -51,8 +51,8 @@ impl Entries<'_> {
             WITHOUT_EFFECT.contains(&name) || SCALING.contains(&name) || is_yarn && OF_YARN.contains(&name)
         };
         let prefix = self.key("rope.");
-        let mut unknown = self.file.keys().filter_map(|key| key.strip_prefix(&prefix)).filter(|name| !is_known(name));
-        if let Some(name) = unknown.next() {
+        let names = self.file.keys().filter_map(|key| key.strip_prefix(&prefix));
+        if let Some(name) = names.filter(|name| !is_known(name)).min() {
             return self.wrong(&format!("rope.{name}"), "no such setting of this scaling");
         }
         let attn_factor = positive("rope.scaling.attn_factor")?.unwrap_or(1.);

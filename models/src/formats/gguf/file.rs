@@ -6,7 +6,7 @@ use super::types::{GgmlType, Kept};
 use crate::config::ModelConfig;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::GgmlDType;
-use candle_core::{bail, Result};
+use candle_core::{bail, DType, Result};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -159,6 +159,16 @@ impl GgufFile {
         self.find(tensor).map(|(_, info)| info.dims.as_slice())
     }
 
+    /// The names of all tensors.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &str> {
+        self.files.iter().flat_map(|file| file.header.tensors.keys().map(String::as_str))
+    }
+
+    /// Whether a tensor is decoded as it is read.
+    pub(super) fn is_decoded(&self, tensor: &str) -> bool {
+        self.find(tensor).and_then(|(_, info)| info.of).is_some_and(|of| matches!(of.kept, Kept::Decoded(..)))
+    }
+
     /// The type that a tensor has once it is read.
     pub(super) fn dtype(&self, tensor: &str) -> Option<GgmlDType> {
         self.find(tensor)?.1.of?.dtype()
@@ -212,10 +222,29 @@ impl GgufFile {
             }
             rest = behind;
         }
-        match of.kept {
-            Kept::Decoded(dtype, decode) => Blocks::decoded(dtype, rows, columns, &data, (of.block, decode)),
-            _ => Blocks::new(of.dtype().unwrap_or(GgmlDType::F32), rows, columns, data),
+        let scales = self.scales(tensor, all.end, ranges)?;
+        match (of.kept, &scales) {
+            (Kept::Same(dtype), None) => Blocks::new(dtype, rows, columns, data),
+            (Kept::Decoded(dtype, _), _) => Blocks::of_rows(dtype, rows, columns, |i, wide| {
+                of.decode(&data[i * row..][..row], wide);
+                scales.iter().for_each(|scales| wide.iter_mut().for_each(|x| *x *= scales[i]));
+            }),
+            _ => bail!("{name}: tensor `{tensor}`: expected no `.scale` beside one of {}", of.name),
         }
+    }
+
+    /// What the numbers of each of the rows are to be multiplied by, where the file has it beside the tensor: one number (as NVFP4
+    /// has it), or one for each expert.
+    fn scales(&self, tensor: &str, all: usize, ranges: &[Range<usize>]) -> Result<Option<Vec<f32>>> {
+        let name = tensor.strip_suffix(".weight").map(|stem| format!("{stem}.scale"));
+        let Some(name) = name.filter(|name| self.contains(name)) else { return Ok(None) };
+        let scales: Vec<f32> = self.rows(&name, None)?.tensor()?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+        if scales.is_empty() || !all.is_multiple_of(scales.len()) {
+            let file = self.path().display();
+            bail!("{file}: tensor `{name}`: expected as many numbers as divide {all} rows, got {}", scales.len())
+        }
+        let each = all / scales.len();
+        Ok(Some(ranges.iter().cloned().flatten().map(|row| scales[row / each.max(1)]).collect()))
     }
 }
 
@@ -321,10 +350,11 @@ pub(super) fn joined(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
 /// All files of a split one, in their order.
 fn parts(path: &Path) -> Vec<PathBuf> {
     let split = || {
-        let (stem, of) = path.file_name()?.to_str()?.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+        let (stem, end) = path.file_name()?.to_str()?.rsplit_once('.')?;
+        let (stem, of) = Some(stem).filter(|_| end.eq_ignore_ascii_case("gguf"))?.rsplit_once("-of-")?;
         let (stem, number) = stem.rsplit_once('-')?;
         let digits = |s: &str| s.len() == 5 && s.bytes().all(|b| b.is_ascii_digit());
-        let name = |i: usize| path.with_file_name(format!("{stem}-{i:05}-of-{of}.gguf"));
+        let name = |i: usize| path.with_file_name(format!("{stem}-{i:05}-of-{of}.{end}"));
         (digits(number) && digits(of)).then(|| (1..=of.parse().unwrap_or(0)).map(name).collect::<Vec<_>>())
     };
     match split() {

@@ -43,6 +43,13 @@ impl GgmlType {
         }
     }
 
+    /// The numbers of a row whose type is decoded.
+    pub fn decode(&self, src: &[u8], dst: &mut [f32]) {
+        if let Kept::Decoded(_, decode) = self.kept {
+            src.chunks_exact(self.bytes).zip(dst.chunks_exact_mut(self.block)).for_each(|(src, dst)| decode(src, dst));
+        }
+    }
+
     /// Bytes of a row, if it is whole blocks and they can be counted.
     pub fn row_bytes(&self, columns: usize) -> Option<usize> {
         let blocks = columns.is_multiple_of(self.block).then(|| columns / self.block);
