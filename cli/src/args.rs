@@ -24,9 +24,10 @@ const CHUNK: usize = 64;
 #[derive(Parser, Debug)]
 #[command(
     version,
-    after_help = "Sampling options that are not given come from the checkpoint's generation_config.json; without \"do_sample\": \
-true there, the most likely token is taken (--temperature 0). --top-k, --top-p or --min-p without --temperature draw at \
-the temperature of the checkpoint, else at 1.
+    after_help = "Sampling options that are not given come from the checkpoint's generation_config.json, or from a GGUF \
+file's general.sampling.*. Without \"do_sample\": true there, and without any of these entries, the \
+most likely token is taken (--temperature 0). --top-k, --top-p or --min-p without --temperature draw at the temperature \
+of the checkpoint, else at 1.
 
 --batch, --draft, --mtp, --prefix-cache, --prefill-chunk and --cuda-graph change the rounding of sums and nothing else: in \
 bf16 and f16 a close choice can fall another way."

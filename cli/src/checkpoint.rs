@@ -26,17 +26,10 @@ impl Checkpoint {
         }
         let dummy = format == LoadFormat::Dummy;
         if path.is_file() {
-            let gguf = match path.extension().is_some_and(|ext| ext == "gguf") {
-                true => Some(GgufFile::open(path).context("--model")?),
-                false if dummy => None,
-                false => bail!("--model: expected a directory, a hub id, or a file with the ending gguf, got {model}"),
-            };
-            return Ok(Self { path: path.to_path_buf(), gguf, format });
+            return Self::in_file(path, format);
         }
-        if hub::is_id(model) {
-            let dir = hub::fetch(model, &args.revision, !dummy)
-                .with_context(|| format!("--model: no directory {model}, so taken as a hub id"))?;
-            return Self::in_dir(&dir, format);
+        if let Some(path) = hub::fetch(model, &args.revision, !dummy)? {
+            return if path.is_dir() { Self::in_dir(&path, format) } else { Self::in_file(&path, format) };
         }
         if let Some(name) = builtin::known_models().find(|name| name.eq_ignore_ascii_case(model)) {
             let path = builtin::folder()?.join(format!("configs/{name}.json"));
@@ -52,6 +45,17 @@ impl Checkpoint {
             )
         }
         bail!("--model: no directory {model}, and not a hub id of the form owner/name")
+    }
+
+    fn in_file(path: &Path, format: LoadFormat) -> Result<Self> {
+        // Ollama's files have no ending.
+        let is_named = path.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("gguf"));
+        let gguf = match is_named || GgufFile::is_gguf(path) {
+            true => Some(GgufFile::open(path).context("--model")?),
+            false if format == LoadFormat::Dummy => None,
+            false => bail!("--model: expected a directory, a hub id, or a GGUF file, got {}", path.display()),
+        };
+        Ok(Self { path: path.to_path_buf(), gguf, format })
     }
 
     fn in_dir(dir: &Path, format: LoadFormat) -> Result<Self> {

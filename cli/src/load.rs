@@ -47,7 +47,8 @@ fn quantised() -> impl TypedValueParser<Value = GgmlDType> {
 /// The arguments that say what runs where.
 #[derive(clap::Args, Debug)]
 pub struct ModelArgs {
-    /// Directory of a checkpoint, its id on the Hugging Face hub (owner/name), or a GGUF file; with --load-format dummy
+    /// Directory of a checkpoint, a GGUF file, or a name on the Hugging Face hub: owner/name, of GGUF files with a type as in
+    /// owner/name:Q4_K_M or with a file as in owner/name/FILE.gguf, or a link to these; with --load-format dummy
     /// also a config.json, or the short name of a published model, as in qwen3.5-4b
     /// [default: the demo that comes with the repository]
     #[arg(long, value_name = "DIR|ID|FILE")]
@@ -57,7 +58,7 @@ pub struct ModelArgs {
     #[arg(long, value_enum, default_value = "auto")]
     pub load_format: LoadFormat,
 
-    /// Revision on the hub: a branch, a tag or a commit
+    /// Revision on the hub: a branch, a tag or a commit; owner/name@REVISION says it too
     #[arg(long, default_value = "main")]
     pub revision: String,
 
@@ -181,6 +182,10 @@ pub fn load_model(
         let what = other.dtype.map_or("dense".to_string(), |dtype| format!("{dtype:?}"));
         let count = model.other_types().len();
         status!("{count} matrices are of another type, for want of whole blocks: {} is {what}", other.name);
+    }
+    let kept = checkpoint.gguf().filter(|_| args.quantize.is_none() && args.load_format == LoadFormat::Auto);
+    for (of, dtype, count) in kept.iter().flat_map(|file| file.kept_types()) {
+        status!("{count} tensors of {of} are kept as {dtype:?}: there are no kernels for their own type");
     }
     let place = match (&rank.group, device.is_cpu()) {
         (None, true) => "the CPU".to_string(),

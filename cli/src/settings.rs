@@ -1,9 +1,9 @@
-//! `generation_config.json`: the tokens that end a text, and the sampling that the authors of a model recommend.
+//! `generation_config.json`, or `general.sampling.*` of a GGUF file: the tokens that end a text, and the sampling that the authors of a model recommend.
 
 use crate::args::{self, SamplingArgs, SamplingOptions};
 use crate::{status, Checkpoint};
 use anyhow::{anyhow, bail, Context, Result};
-use candle_gdn_models::{ModelConfig, Sampling};
+use candle_gdn_models::{GgufFile, ModelConfig, Sampling};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 
@@ -69,9 +69,10 @@ struct Recommended {
 impl Settings {
     /// Each option is that of the command line, else of the checkpoint; without either, the most likely token is chosen.
     pub fn new(args: &SamplingArgs, checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
-        let file = match checkpoint.text("generation_config.json")? {
-            Some((text, path)) => generation_config(&text).with_context(|| path.display().to_string())?,
-            None => Recommended::default(),
+        let file = match (checkpoint.gguf(), checkpoint.text("generation_config.json")?) {
+            (Some(file), _) => general_sampling(file).with_context(|| file.path().display().to_string())?,
+            (None, Some((text, path))) => generation_config(&text).with_context(|| path.display().to_string())?,
+            (None, None) => Recommended::default(),
         };
         let mut eos: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
         eos.extend(&file.eos);
@@ -132,6 +133,42 @@ fn generation_config(text: &str) -> Result<Recommended> {
             frequency_penalty: option(&file, "frequency_penalty", args::finite)?,
         },
     })
+}
+
+/// As llama.cpp reads `general.sampling.*` of a GGUF file, which asks for drawing; one line names what is not obeyed.
+fn general_sampling(file: &GgufFile) -> Result<Recommended> {
+    const PREFIX: &str = "general.sampling.";
+    const KNOWN: [&str; 6] = ["temp", "top_k", "top_p", "min_p", "penalty_last_n", "penalty_repeat"];
+    let value = |key: &str| match (file.integer(key), file.number(key), file.value(key)) {
+        (Some(n), _, _) => n.into(),
+        (None, Some(x), _) => x.into(),
+        (None, None, other) => format!("{other:?}").into(),
+    };
+    let entries: Map<String, Value> =
+        file.keys().filter(|key| key.starts_with(PREFIX)).map(|key| (key.to_string(), value(key))).collect();
+    let others =
+        entries.iter().filter(|(key, value)| !KNOWN.contains(&&key[PREFIX.len()..]) && !is_neutral(key, value));
+    let others: Vec<&str> = others.map(|(key, _)| key.as_str()).collect();
+    if !others.is_empty() {
+        status!("not obeyed: {}", others.join(", "));
+    }
+    let key = |name: &str| format!("{PREFIX}{name}");
+    let last_n = |s: &str| match s {
+        "-1" => Ok(usize::MAX), // the whole text
+        _ => count(s),
+    };
+    let options = SamplingOptions {
+        temperature: option(&entries, &key("temp"), args::temperature)?,
+        top_k: option(&entries, &key("top_k"), count)?,
+        top_p: option(&entries, &key("top_p"), args::probability)?,
+        min_p: option(&entries, &key("min_p"), args::fraction)?,
+        repeat_penalty: option(&entries, &key("penalty_repeat"), args::penalty)?,
+        repeat_last_n: option(&entries, &key("penalty_last_n"), last_n)?,
+        ..SamplingOptions::default()
+    };
+    let SamplingOptions { temperature, top_k, top_p, min_p, .. } = options;
+    let draws = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
+    Ok(Recommended { eos: Vec::new(), draws, options })
 }
 
 /// The value of a key; None where it is missing or null.

@@ -6,7 +6,7 @@ use crate::blocks::draft_head::DraftHead;
 use crate::blocks::embeddings::Embeddings;
 use crate::blocks::norm::RmsNorm;
 use crate::causal_lm::{CausalLm, Kernels};
-use crate::config::{Family, ModelConfig};
+use crate::config::ModelConfig;
 use crate::formats::{dequantized, place, Fp8Format, GgufFile, GgufWeights, Quantizer, Source};
 use crate::parallel::{Collective, Vocabulary, WeightShards};
 use candle_core::quantized::GgmlDType;
@@ -37,10 +37,12 @@ impl CausalLm {
 
     /// Loads the model in a GGUF file that llama.cpp's converter made, with activations in `dtype` (f32, bf16 or f16).
     /// `config` is [`ModelConfig::from_gguf`]'s. Quantised matrices stay as they are, to the bit: kernels of this package
-    /// multiply q8_0, q4_K and q6_K on CUDA and q8_0 on some CPUs, candle's multiply the rest and round activations to 8 bits. All else is loaded in `dtype`.
+    /// multiply q8_0, q4_K and q6_K on CUDA and q8_0 on some CPUs, candle's multiply the rest and round activations to 8 bits. Types that
+    /// candle does not know are decoded and kept as [`Q8_0`](GgmlDType::Q8_0) ([`GgufFile::kept_types`]). All else is loaded in `dtype`.
     ///
     /// # Errors
-    /// A missing or misshapen tensor: the message names the file, the tensor, and the weight it stands for.
+    /// A missing or misshapen tensor: the message names the file, the tensor, and the weight it stands for. Also a tensor of the model's
+    /// own layers that it has no use for.
     pub fn load_gguf(config: &ModelConfig, file: &GgufFile, dtype: DType, device: &Device) -> Result<Self> {
         Self::loader(config).load_gguf(file, dtype, device)
     }
@@ -101,7 +103,7 @@ impl<'a> Loader<'a> {
 
     /// Quantises the matrices of all projections, in fp8 or not and embeddings aside, to this type, one by one as they are read: memory
     /// holds the quantised model and one tensor of the checkpoint at a time. `None`, the default, leaves them as they are.
-    /// In a GGUF file it concerns what is not quantised there.
+    /// In a GGUF file it concerns what is not quantised there, or in a type that candle does not know.
     ///
     /// A matrix whose width is not whole blocks of the type (32 values, 256 for the K types) becomes
     /// [`Q8_0`](GgmlDType::Q8_0), or stays dense where 32 does not divide it either;
@@ -171,11 +173,14 @@ impl<'a> Loader<'a> {
     pub fn load_gguf(self, file: &GgufFile, dtype: DType, device: &Device) -> Result<CausalLm> {
         let config = self.config;
         let shards = self.group.as_ref().map(|group| WeightShards::new(config, &**group)).transpose()?;
-        let weights = GgufWeights::new(file, config, config.family != Family::Qwen3Next, shards);
+        let tiled = file.tiles_value_heads(config.family)?;
+        let weights = GgufWeights::new(file, config, tiled, shards).with_quantizer(self.quantize.is_some());
         let quantized = weights.is_quantized();
         let dense = VarBuilder::from_backend(Box::new(weights.clone()), dtype, device.clone());
-        let source = Source { stored: Some(Arc::new(weights)), is_one_file: true, ..Source::new(dense) };
-        self.load_from(source, quantized)
+        let source = Source { stored: Some(Arc::new(weights.clone())), is_one_file: true, ..Source::new(dense) };
+        let model = self.load_from(source, quantized)?;
+        weights.check_all_read()?;
+        Ok(model)
     }
 
     /// `quantized`: whether some matrices are, as they are stored.

@@ -1,7 +1,6 @@
 //! The generate example as a program.
 
 use crate::cli::{command, euro, fails, generate, interrupt, tokenizer, Copy, Run, DEMO, PROMPT};
-use crate::hub;
 use candle_core::{safetensors, Device};
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap};
@@ -315,7 +314,7 @@ pub fn sharded() -> Copy {
     copy
 }
 
-fn shard(i: usize) -> String {
+pub fn shard(i: usize) -> String {
     format!("model-{i:05}-of-00002.safetensors")
 }
 
@@ -337,39 +336,6 @@ fn sharded_weights() {
     fails("generate", &args, 1, &["index.json", "weight_map", "../model.safetensors"]);
     copy.write("model.safetensors.index.json", json!({"weight_map": {"lm_head.weight": shard(1)}}).to_string());
     fails("generate", &args, 1, &["cannot find tensor", "model.embed_tokens.weight"]);
-}
-
-#[test]
-fn hub_ids() {
-    let copy = sharded();
-    copy.write("training_state.bin", "not for us");
-    let hub = hub::Hub::serve(copy.path(), "someone/demo", "v1");
-    let home = tempfile::tempdir().unwrap();
-    let on = |endpoint: &str, id: &str| {
-        let mut command = command("generate");
-        command.args(["--model", id, "--revision", "v1", "--prompt", PROMPT, "-n", "8"]);
-        for proxy in ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"] {
-            command.env_remove(proxy);
-        }
-        Run::of(command.env("HF_HOME", home.path()).env("HF_ENDPOINT", endpoint).output().unwrap())
-    };
-    let want = generate(&["--prompt", PROMPT, "-n", "8"]).stdout;
-    assert_eq!(on(&hub.endpoint, "someone/demo").good().stdout, want);
-    let served = hub.served();
-    assert!(served.iter().any(|path| path.ends_with(&shard(2))));
-    assert!(!served.iter().any(|path| path.contains("training_state")));
-
-    // The hub gone, the cache answers; what is not there is named.
-    let nobody = "http://127.0.0.1:9";
-    let run = on(nobody, "someone/demo").good();
-    assert_eq!(run.stdout, want);
-    run.says(&["cached files of someone/demo"]);
-    let run = on(nobody, "someone/else");
-    assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""));
-    run.says(&["--model", "someone/else"]);
-    let run = on(&hub.endpoint, "someone/else");
-    assert_eq!(run.code, Some(1));
-    run.says(&["someone/else at revision v1"]);
 }
 
 #[test]

@@ -37,6 +37,37 @@ fn a_gguf_file_says_what_its_checkpoint_says() {
     assert_eq!(perplexity(&["--model", &path]).lines().count(), 3);
 }
 
+/// What a file asks for is obeyed, and the command line wins; what cannot be is named. Files are known by their content.
+#[test]
+fn sampling_of_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut file = demo();
+    for (key, value) in [
+        ("temp", Value::F32(1.5)),
+        ("top_k", Value::I32(20)),
+        ("top_p", Value::F32(0.95)),
+        ("penalty_last_n", Value::I32(-1)),
+        ("mirostat", Value::I32(0)),
+    ] {
+        file.metadata.insert(format!("general.sampling.{key}"), value);
+    }
+    let path = write(&file, dir.path(), "sha256-0123");
+    let run =
+        |path: &str, args: &[&str]| generate(&[&["--model", path, "--prompt", PROMPT, "-n", "20"], args].concat());
+    let [one, two] = ["1", "2"].map(|seed| run(&path, &["--seed", seed]));
+    assert!(one.stdout != two.stdout && !one.stderr.contains("not obeyed"), "{one:?}");
+    let flags = ["--temperature", "1.5", "--top-k", "20", "--top-p", "0.95", "--seed", "1"];
+    let plain = write(&demo(), dir.path(), "plain.GGUF");
+    assert_eq!(run(&plain, &flags).stdout, one.stdout);
+    assert_eq!(run(&path, &["--temperature", "0"]).stdout, run(&plain, &[]).stdout);
+    file.metadata.insert("general.sampling.xtc_probability".into(), Value::F32(0.5));
+    let path = write(&file, dir.path(), "xtc.gguf");
+    assert!(run(&path, &[]).stderr.contains("not obeyed: general.sampling.xtc_probability"));
+    file.metadata.insert("general.sampling.top_p".into(), Value::F32(1.5));
+    let path = write(&file, dir.path(), "wrong.gguf");
+    fails("generate", &["--model", &path, "--prompt", PROMPT], 1, &["wrong.gguf", "`general.sampling.top_p`", "1.5"]);
+}
+
 #[test]
 fn quantised_matrices_say_nearly_the_same() {
     let dir = tempfile::tempdir().unwrap();
@@ -72,7 +103,7 @@ fn bad_files_are_named() {
     fails("generate", &["--model", &path, "--chat", "--prompt", "a"], 1, &["plain.gguf", "no chat template"]);
     fails("generate", &["--model", "/nowhere/at.gguf"], 1, &["--model", "/nowhere/at.gguf"]);
     let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md");
-    fails("generate", &["--model", readme], 1, &["--model", "README.md", "gguf"]);
+    fails("generate", &["--model", readme], 1, &["--model", "README.md", "a GGUF file"]);
     fails("generate", &["--quantize", "q9"], 2, &["--quantize", "q8_0"]);
 }
 

@@ -1,58 +1,111 @@
 //! A model hub of one repository on this machine.
 
-use std::io::{BufRead, BufReader, Write};
+use std::collections::HashSet;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// How the hub behaves.
+#[derive(Clone, PartialEq)]
+pub enum Habit {
+    Good,
+    /// Accepts connections and says nothing.
+    Silent,
+    /// Lists files and then says nothing.
+    SilentFiles,
+    /// Ends each file's first transfer in the middle.
+    Cuts,
+    /// Sends the first half of a file again and again.
+    NeverWhole,
+    /// Sends those who want a file to another server.
+    Redirects(String),
+    /// Refuses with a status and an `x-error-code`.
+    Refuses(&'static str, &'static str),
+}
+
+pub struct Request {
+    pub path: String,
+    /// The first byte that was wanted.
+    pub start: usize,
+    pub token: Option<String>,
+}
 
 pub struct Hub {
     pub endpoint: String,
-    served: Arc<Mutex<Vec<String>>>,
+    requests: Arc<Mutex<Vec<Request>>>,
 }
 
 impl Hub {
-    /// Serves the files of `dir` as the repository `id` at `revision` until the process ends.
-    pub fn serve(dir: &Path, id: &str, revision: &str) -> Self {
+    /// Serves the files of `dir` as the repository `someone/demo` at revision `v1`, commit c0ffee, until the process ends.
+    pub fn serve(dir: &Path, habit: Habit) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
-        let served = Arc::new(Mutex::new(Vec::new()));
-        let (dir, log) = (dir.to_path_buf(), served.clone());
-        let listing = format!("/api/models/{id}/revision/{revision}");
-        let files = format!("/{id}/resolve/{revision}/");
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let (dir, log) = (dir.to_path_buf(), requests.clone());
         std::thread::spawn(move || {
+            let mut begun = HashSet::new();
             for stream in listener.incoming().flatten() {
-                let Some((path, range)) = request(&stream) else { continue };
-                if path == listing {
-                    answer(&stream, "200 OK", "", list(&dir).as_bytes());
-                } else if let Some(name) = path.strip_prefix(&files) {
-                    file(&stream, &dir.join(name), range);
-                } else {
-                    answer(&stream, "404 Not Found", "", b"");
+                let _ = stream.set_read_timeout(Some(Duration::from_secs(20)));
+                if habit == Habit::Silent {
+                    wait(stream);
+                    continue;
                 }
-                log.lock().expect("the log").push(path);
+                let Some(request) = read(&stream) else { continue };
+                let file = request.path.strip_prefix("/someone/demo/resolve/c0ffee/");
+                match (&habit, file) {
+                    (Habit::Refuses(status, code), _) => {
+                        answer(&stream, status, &format!("x-error-code: {code}\r\n"), b"")
+                    }
+                    (_, None) if request.path == "/api/models/someone/demo/revision/v1" => {
+                        answer(&stream, "200 OK", "", list(&dir).as_bytes())
+                    }
+                    (_, None) => answer(&stream, "404 Not Found", "x-error-code: RepoNotFound\r\n", b""),
+                    (Habit::SilentFiles, Some(_)) => wait(stream.try_clone().expect("a handle")),
+                    (Habit::Redirects(to), Some(_)) => {
+                        let headers = format!("location: {to}{}\r\nx-linked-etag: \"linked\"\r\n", request.path);
+                        answer(&stream, "302 Found", &headers, b"")
+                    }
+                    (habit, Some(name)) => {
+                        let cuts = match habit {
+                            Habit::Cuts => begun.insert(name.to_string()),
+                            other => *other == Habit::NeverWhole,
+                        };
+                        let start = if *habit == Habit::NeverWhole { 0 } else { request.start };
+                        send(&stream, &dir.join(name), start, cuts);
+                    }
+                }
+                log.lock().expect("the log").push(request);
             }
         });
-        Self { endpoint, served }
+        Self { endpoint, requests }
     }
 
-    /// The paths asked for so far.
-    pub fn served(&self) -> Vec<String> {
-        self.served.lock().expect("the log").clone()
+    /// What was asked for since the last call.
+    pub fn requests(&self) -> Vec<Request> {
+        std::mem::take(&mut self.requests.lock().expect("the log"))
     }
 }
 
-/// The path, and the bounds of a `Range: bytes=first-last`.
-fn request(stream: &TcpStream) -> Option<(String, (usize, usize))> {
+/// Keeps a connection until the client closes it.
+fn wait(mut stream: TcpStream) {
+    std::thread::spawn(move || while matches!(stream.read(&mut [0; 1024]), Ok(1..)) {});
+}
+
+fn read(stream: &TcpStream) -> Option<Request> {
     let mut lines = BufReader::new(stream).lines();
     let path = lines.next()?.ok()?.split(' ').nth(1)?.to_string();
-    let mut range = (0, usize::MAX);
+    let mut request = Request { path, start: 0, token: None };
     for line in lines.map_while(Result::ok).take_while(|line| !line.is_empty()) {
-        if let Some(bounds) = line.to_lowercase().strip_prefix("range: bytes=") {
-            let (first, last) = bounds.split_once('-')?;
-            range = (first.parse().ok()?, last.parse().unwrap_or(usize::MAX));
+        let (name, value) = line.split_once(": ")?;
+        match name.to_lowercase().as_str() {
+            "range" => request.start = value.strip_prefix("bytes=")?.split('-').next()?.parse().ok()?,
+            "authorization" => request.token = Some(value.to_string()),
+            _ => {}
         }
     }
-    Some((path, range))
+    Some(request)
 }
 
 fn list(dir: &Path) -> String {
@@ -61,24 +114,23 @@ fn list(dir: &Path) -> String {
     serde_json::json!({"sha": "c0ffee", "siblings": siblings}).to_string()
 }
 
-fn file(stream: &TcpStream, path: &PathBuf, (first, last): (usize, usize)) {
-    match std::fs::read(path) {
-        Err(_) => answer(stream, "404 Not Found", "", b""),
-        Ok(bytes) => {
-            let end = last.saturating_add(1).min(bytes.len());
-            let name = path.file_name().expect("a name").display();
-            let headers = format!(
-                "x-repo-commit: c0ffee\r\netag: \"{name}\"\r\ncontent-range: bytes {first}-{}/{}\r\n",
-                end - 1,
-                bytes.len()
-            );
-            answer(stream, "206 Partial Content", &headers, &bytes[first..end]);
-        }
-    }
+/// Sends a file from byte `start` on, or half of the rest.
+fn send(stream: &TcpStream, path: &Path, start: usize, cut: bool) {
+    let Ok(bytes) = std::fs::read(path) else { return answer(stream, "404 Not Found", "", b"") };
+    let name = path.file_name().expect("a name").display();
+    let (rest, status) = (&bytes[start..], if start > 0 { "206 Partial Content" } else { "200 OK" });
+    let range = format!("content-range: bytes {start}-{}/{}\r\n", bytes.len() - 1, bytes.len());
+    let headers = format!("etag: W/\"{name}\"\r\n{}", if start > 0 { &range } else { "" });
+    let end = if cut { rest.len() / 2 } else { rest.len() };
+    answer_with(stream, status, &headers, rest.len(), &rest[..end]);
 }
 
-fn answer(mut stream: &TcpStream, status: &str, headers: &str, body: &[u8]) {
-    let head = format!("HTTP/1.1 {status}\r\n{headers}content-length: {}\r\nconnection: close\r\n\r\n", body.len());
+fn answer(stream: &TcpStream, status: &str, headers: &str, body: &[u8]) {
+    answer_with(stream, status, headers, body.len(), body);
+}
+
+fn answer_with(mut stream: &TcpStream, status: &str, headers: &str, len: usize, body: &[u8]) {
+    let head = format!("HTTP/1.1 {status}\r\n{headers}content-length: {len}\r\nconnection: close\r\n\r\n");
     // A client that went away is its own problem.
     let _ = stream.write_all(head.as_bytes()).and_then(|_| stream.write_all(body));
 }

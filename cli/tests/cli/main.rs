@@ -4,6 +4,7 @@ mod chat;
 mod cli;
 mod cut_files;
 mod faults;
+mod from_hub;
 mod generate;
 mod gguf;
 mod host_memory;

@@ -4,6 +4,7 @@ use candle_core::{bail, Result};
 use serde_json::{Map, Value};
 
 /// One object of a `config.json`.
+#[derive(Clone)]
 pub(super) struct Fields<'a> {
     map: &'a Map<String, Value>,
     /// Its name in messages, with a dot at the end; empty at the root.
@@ -26,6 +27,11 @@ impl<'a> Fields<'a> {
     /// The value of `key`; `null` counts as absent, as in transformers.
     pub(super) fn get(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|v| !v.is_null())
+    }
+
+    /// All keys and values but `null`.
+    pub(super) fn entries(&self) -> impl Iterator<Item = (&'a str, &'a Value)> + use<'a> {
+        self.map.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.as_str(), value))
     }
 
     pub(super) fn wrong<T>(&self, key: &str, expected: &str, got: &Value) -> Result<T> {

@@ -3,6 +3,7 @@
 mod fields;
 mod gguf;
 mod parse;
+mod rope;
 #[cfg(test)]
 mod tests;
 
@@ -75,6 +76,8 @@ pub struct AttentionConfig {
     /// `2 * rope_inv_freq.len()` values of a head are rotated, value `i` with value
     /// `i + rope_inv_freq.len()`.
     pub rope_inv_freq: Vec<f64>,
+    /// What the rotated values of queries and of keys are multiplied by: 1, but for YaRN.
+    pub rope_factor: f64,
 }
 
 /// Sizes of the mixture of experts.

@@ -2,12 +2,13 @@
 //! where it would change the numbers.
 
 use super::fields::Fields;
+use super::rope::{inv_freq, Rope, Yarn};
 use super::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
 use candle_core::{bail, Result};
 use candle_gdn::{GateActivation, GdnConfig};
 use serde_json::Value;
 
-/// `model_type`, its family, and whether the text model is nested in `text_config`.
+/// `model_type`, its family, and whether transformers nests the text model in `text_config`. Other writers have it flat.
 const MODEL_TYPES: &[(&str, Family, bool)] = &[
     ("qwen3_next", Family::Qwen3Next, false),
     ("qwen3_5", Family::Qwen3_5, true),
@@ -16,18 +17,12 @@ const MODEL_TYPES: &[(&str, Family, bool)] = &[
     ("qwen3_5_moe_text", Family::Qwen3_5Moe, false),
 ];
 
-/// Architectures with a language-model head.
-const ARCHITECTURES: &[&str] = &[
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration",
-];
+/// Architectures are these names with one of the endings.
+const ARCHITECTURES: &[&str] = &["Qwen3Next", "Qwen3_5", "Qwen3_5Text", "Qwen3_5Moe", "Qwen3_5MoeText"];
+const ENDINGS: &[&str] = &["ForCausalLM", "ForConditionalGeneration", "Model"];
 
 /// Stand-in for `full_attention_interval` where neither it nor `layer_types` is given.
 pub(super) const FULL_ATTENTION_INTERVAL: usize = 4;
-const PARTIAL_ROTARY_FACTOR: f64 = 0.25;
 const RMS_NORM_EPS: f64 = 1e-6;
 /// A bound on what a broken file can make us allocate.
 pub(super) const MAX_LAYERS: usize = 4096;
@@ -48,26 +43,23 @@ impl ModelConfig {
             Err(e) => bail!("config: not valid JSON: {e}"),
         };
         let root = Fields::root(&value)?;
-        let model_type = root.str("model_type")?;
-        let Some(&(_, family, nested)) = MODEL_TYPES.iter().find(|t| t.0 == model_type) else {
-            let known: Vec<_> = MODEL_TYPES.iter().map(|t| t.0).collect();
-            bail!("config: `model_type`: expected one of {}, got {model_type:?}", known.join(", "))
-        };
+        let (family, nested) = family(&root)?;
         check_architecture(&root)?;
-        let text = match nested {
-            true => {
-                let expected = format!("an object with the text model of {model_type}");
-                root.required("text_config", &expected, root.object("text_config")?)?
-            }
-            false => Fields::root(&value)?,
+        let text = root.object("text_config")?;
+        let is_flat = !nested || root.get("hidden_size").is_some();
+        let text = match (text, is_flat) {
+            (None, true) => root.clone(),
+            (text, _) => root.required("text_config", "an object with the text model", text)?,
         };
-        check_unsupported(&root)?;
-        if nested {
-            check_unsupported(&text)?;
+        if text.get("model_type").is_some() && self::family(&text)?.0 != family {
+            bail!("config: `{}`: expected a text model of {:?}", text.name("model_type"), root.str("model_type")?)
         }
+        let levels = [&root, &text];
+        levels.into_iter().try_for_each(check_unsupported)?;
 
         let hidden_size = text.count("hidden_size")?;
         let max_position_embeddings = text.count("max_position_embeddings")?;
+        let rope = Rope::read(&levels, max_position_embeddings)?;
         let rms_norm_eps = match text.opt_f64("rms_norm_eps")? {
             None => RMS_NORM_EPS,
             Some(eps) if eps > 0. && eps < 1. => eps,
@@ -79,23 +71,34 @@ impl ModelConfig {
         // The wrapper's own value wins where both are given: transformers ties at the top.
         let tie_word_embeddings = root.bool_or("tie_word_embeddings", text.bool_or("tie_word_embeddings", false)?)?;
         let mut eos_token_ids = token_ids(&text, "eos_token_id")?;
-        if eos_token_ids.is_empty() && nested {
+        if eos_token_ids.is_empty() {
             eos_token_ids = token_ids(&root, "eos_token_id")?;
         }
         Ok(Self {
             family,
             vocab_size: text.count("vocab_size")?,
             hidden_size,
-            max_position_embeddings,
+            max_position_embeddings: rope.yarn.as_ref().map_or(0, Yarn::positions).max(max_position_embeddings),
             rms_norm_eps,
             tie_word_embeddings,
-            attention: attention(&text)?,
+            attention: attention(&text, &rope)?,
             gdn: gdn(&text, hidden_size, rms_norm_eps)?,
             moe: moe.filter(|_| uses_moe),
             layers,
             eos_token_ids,
-            fp8: fp8(&root)?.or(if nested { fp8(&text)? } else { None }),
+            fp8: fp8(&root)?.or(fp8(&text)?),
         })
+    }
+}
+
+fn family(f: &Fields) -> Result<(Family, bool)> {
+    let model_type = f.str("model_type")?;
+    match MODEL_TYPES.iter().find(|t| t.0 == model_type) {
+        Some(&(_, family, nested)) => Ok((family, nested)),
+        None => {
+            let known: Vec<_> = MODEL_TYPES.iter().map(|t| t.0).collect();
+            f.wrong("model_type", &format!("one of {}", known.join(", ")), &model_type.into())
+        }
     }
 }
 
@@ -103,13 +106,11 @@ fn check_architecture(root: &Fields) -> Result<()> {
     let Some(list) = root.opt_list("architectures")? else {
         return Ok(());
     };
-    let known = |v: &Value| v.as_str().is_some_and(|s| ARCHITECTURES.contains(&s));
-    if !list.is_empty() && !list.iter().any(known) {
-        bail!(
-            "config: `architectures`: expected one of {}, got {}",
-            ARCHITECTURES.join(", "),
-            Value::from(list.to_vec())
-        )
+    let known =
+        |name: &str| ENDINGS.iter().any(|end| name.strip_suffix(end).is_some_and(|n| ARCHITECTURES.contains(&n)));
+    if !list.is_empty() && !list.iter().any(|v| v.as_str().is_some_and(known)) {
+        let expected = format!("one of {} with one of {}", ARCHITECTURES.join(", "), ENDINGS.join(", "));
+        return root.wrong("architectures", &expected, &list.into());
     }
     Ok(())
 }
@@ -152,7 +153,7 @@ fn fp8(f: &Fields) -> Result<Option<Fp8Config>> {
     Ok(Some(Fp8Config { weight_block_size, modules_to_not_convert }))
 }
 
-fn attention(f: &Fields) -> Result<AttentionConfig> {
+fn attention(f: &Fields, rope: &Rope) -> Result<AttentionConfig> {
     let num_heads = f.count_up_to("num_attention_heads", MAX_HEADS)?;
     let num_kv_heads = f.count_up_to("num_key_value_heads", MAX_HEADS)?;
     if !num_heads.is_multiple_of(num_kv_heads) {
@@ -161,52 +162,16 @@ fn attention(f: &Fields) -> Result<AttentionConfig> {
         )
     }
     let head_dim = f.count_up_to("head_dim", MAX_HEADS)?;
-    let (rope_theta, factor) = rope(f)?;
+    let factor = rope.partial_rotary_factor;
     let rotary_dim = (head_dim as f64 * factor) as usize;
     if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
         bail!(
             "config: `partial_rotary_factor`: expected an even, positive number of rotated values in a head of {head_dim}, got {factor} which gives {rotary_dim}"
         )
     }
-    Ok(AttentionConfig { num_heads, num_kv_heads, head_dim, rope_inv_freq: inv_freq(rope_theta, rotary_dim) })
-}
-
-/// Radians per position of the pairs of `rotary_dim` rotated values.
-pub(super) fn inv_freq(theta: f64, rotary_dim: usize) -> Vec<f64> {
-    (0..rotary_dim / 2).map(|i| theta.powf(-2. * i as f64 / rotary_dim as f64)).collect()
-}
-
-/// Theta and the rotated share of a head, from `rope_parameters` or the older flat fields.
-fn rope(f: &Fields) -> Result<(f64, f64)> {
-    let parameters = f.object("rope_parameters")?;
-    let scaling = f.object("rope_scaling")?;
-    for part in parameters.iter().chain(scaling.iter()) {
-        // "mrope" concerns images: with text positions alone its axes agree and it is the default.
-        for key in ["rope_type", "type"] {
-            match part.opt_str(key)? {
-                None | Some("default" | "mrope") => {}
-                Some(other) => return part.wrong(key, "\"default\" (no scaling)", &Value::from(other)),
-            }
-        }
-    }
-    let src = |key: &str| -> Result<Option<f64>> {
-        for part in parameters.iter().chain([f]) {
-            if let Some(x) = part.opt_f64(key)? {
-                return Ok(Some(x));
-            }
-        }
-        Ok(None)
-    };
-    let theta = match src("rope_theta")? {
-        Some(theta) if theta.is_finite() && theta > 1. => theta,
-        Some(theta) => bail!("config: `rope_theta`: expected a number above 1, got {theta}"),
-        None => bail!("config: `rope_theta` is missing: expected a number, there or in `rope_parameters`"),
-    };
-    let factor = src("partial_rotary_factor")?.unwrap_or(PARTIAL_ROTARY_FACTOR);
-    if !(factor > 0. && factor <= 1.) {
-        bail!("config: `partial_rotary_factor`: expected a number in (0, 1], got {factor}")
-    }
-    Ok((theta, factor))
+    let rope_inv_freq = inv_freq(rope.theta, rotary_dim, rope.yarn.as_ref());
+    let rope_factor = rope.yarn.as_ref().map_or(1., |yarn| yarn.attention_factor);
+    Ok(AttentionConfig { num_heads, num_kv_heads, head_dim, rope_inv_freq, rope_factor })
 }
 
 fn gdn(f: &Fields, hidden_size: usize, rms_norm_eps: f64) -> Result<GdnConfig> {

@@ -43,19 +43,29 @@ impl Blocks {
     /// Quantises a matrix in f32, bf16 or f16, on whichever device it is, whose rows are whole blocks.
     pub(crate) fn quantize(matrix: &Tensor, dtype: GgmlDType) -> Result<Self> {
         let (rows, columns) = matrix.dims2()?;
-        let Some(row) = row_bytes(dtype, columns) else {
-            bail!("expected rows of whole blocks of {dtype:?}, got {columns} values")
-        };
-        let mut data = vec![0u8; rows * row];
         let matrix = matrix.to_device(&Device::Cpu)?.contiguous()?;
         let (storage, layout) = matrix.storage_and_layout();
         let range = layout.start_offset()..layout.start_offset() + rows * columns;
         match &*storage {
-            Storage::Cpu(CpuStorage::F32(x)) => quantize_rows(&x[range], columns, dtype, &mut data),
-            Storage::Cpu(CpuStorage::BF16(x)) => quantize_rows(&x[range], columns, dtype, &mut data),
-            Storage::Cpu(CpuStorage::F16(x)) => quantize_rows(&x[range], columns, dtype, &mut data),
+            Storage::Cpu(CpuStorage::F32(x)) => Self::of_rows(dtype, rows, columns, widen(&x[range], columns)),
+            Storage::Cpu(CpuStorage::BF16(x)) => Self::of_rows(dtype, rows, columns, widen(&x[range], columns)),
+            Storage::Cpu(CpuStorage::F16(x)) => Self::of_rows(dtype, rows, columns, widen(&x[range], columns)),
             _ => bail!("expected a matrix in f32, bf16 or f16, got {:?}", matrix.dtype()),
         }
+    }
+
+    /// Quantises rows of numbers, which `row` writes.
+    pub(super) fn of_rows(
+        dtype: GgmlDType,
+        rows: usize,
+        columns: usize,
+        row: impl Fn(usize, &mut [f32]) + Sync,
+    ) -> Result<Self> {
+        let Some(bytes) = row_bytes(dtype, columns) else {
+            bail!("expected rows of whole blocks of {dtype:?}, got {columns} values")
+        };
+        let mut data = vec![0u8; rows * bytes];
+        quantize_rows(rows, columns, dtype, &mut data, row);
         Self::new(dtype, rows, columns, data)
     }
 
@@ -119,20 +129,31 @@ impl Blocks {
     }
 }
 
-/// Quantises rows of `columns` numbers. candle has one thread for it and for widening, and the K types take long.
-fn quantize_rows<T: Element>(matrix: &[T], columns: usize, dtype: GgmlDType, data: &mut [u8]) {
-    let rows = matrix.len() / columns.max(1);
-    let row = data.len() / rows.max(1);
+/// Row `i` of a matrix, widened.
+fn widen<T: Element>(matrix: &[T], columns: usize) -> impl Fn(usize, &mut [f32]) + Sync + '_ {
+    move |i, wide| wide.iter_mut().zip(&matrix[i * columns..]).for_each(|(wide, x)| *wide = x.to_f32())
+}
+
+/// Quantises rows of `columns` numbers, which `row` writes. candle has one thread for it and for widening, and the K types take long.
+fn quantize_rows(
+    rows: usize,
+    columns: usize,
+    dtype: GgmlDType,
+    data: &mut [u8],
+    row: impl Fn(usize, &mut [f32]) + Sync,
+) {
+    let bytes = data.len() / rows.max(1);
     let dst = Shared::new(data);
     parallel(rows, 8 * columns, |i| {
-        let wide: Vec<f32> = matrix[i * columns..][..columns].iter().map(|x| x.to_f32()).collect();
+        let mut wide = vec![0f32; columns];
+        row(i, &mut wide);
         let mut blocks = dtype.cpu_zeros(columns);
         blocks.from_float(&wide);
         // SAFETY: each task has a row of its own; the blocks are plain data of just so many bytes.
         unsafe {
-            let dst = dst.part(i * row, row);
-            assert_eq!(blocks.storage_size_in_bytes(), row);
-            dst.copy_from_slice(std::slice::from_raw_parts(blocks.as_ptr(), row));
+            let dst = dst.part(i * bytes, bytes);
+            assert_eq!(blocks.storage_size_in_bytes(), bytes);
+            dst.copy_from_slice(std::slice::from_raw_parts(blocks.as_ptr(), bytes));
         }
     });
 }

@@ -16,7 +16,7 @@ pub(crate) use e4m3::{E4m3Rows, ExpertRows};
 pub(crate) use experts::{dense_experts, ExpertBlocks, ExpertShape, StoredExperts};
 pub(crate) use fp8::{dequantized, Fp8Format};
 pub use gguf::GgufFile;
-pub(crate) use gguf::GgufWeights;
+pub(crate) use gguf::{integer, GgufWeights};
 pub use quantize::OtherType;
 pub(crate) use quantize::Quantizer;
 pub(crate) use source::Source;

@@ -119,7 +119,8 @@ fn configurations_are_those_of_the_checkpoints() -> Result<()> {
         let got = ModelConfig::from_gguf(&GgufFile::open(path)?)?;
         let mut want = goldens.config()?;
         want.eos_token_ids = got.eos_token_ids.clone();
-        assert_eq!(got.eos_token_ids, [0], "{name}");
+        // "<|endoftext|>" by its id, "<|im_end|>" by its name.
+        assert_eq!(got.eos_token_ids, [0, 2], "{name}");
         assert_eq!(got, want, "{name}");
     }
     Ok(())
@@ -374,15 +375,27 @@ fn what_is_no_whole_file_is_refused() -> Result<()> {
         std::fs::write(&cut, &bytes[..len])?;
         refused(GgufFile::open(&cut), &parts);
     }
-    // A type that came later: its number follows the name and two dimensions.
-    let name = b"token_embd.weight";
-    let at = bytes.windows(name.len()).position(|part| part == name).expect("the tensor") + name.len() + 4 + 16;
-    let mut other = bytes;
-    assert_eq!(other[at..at + 4], [0; 4]);
-    other[at] = 23;
-    std::fs::write(&path, other)?;
-    refused(GgufFile::open(&path), &["tiny.gguf", "type number 23", "candle does not know"]);
+    // A type that came later, and one that is none of weights.
+    for (number, what) in [(99, "type number 99"), (24, "type I8")] {
+        std::fs::write(&path, with_type(&bytes, "token_embd.weight", 0, number))?;
+        refused(load(&path), &["tiny.gguf", "`token_embd.weight`", what]);
+    }
+    // Neither magic nor version alone make a file; version 3 in the other order of bytes.
+    let begin = |version: u32| [&b"GGUF"[..], &version.to_le_bytes(), &[0xff; 24]].concat();
+    for (version, what) in [(4, "version 1, 2 or 3, got 4"), (3 << 24, "big-endian"), (3, "remaining")] {
+        std::fs::write(&path, begin(version))?;
+        refused(GgufFile::open(&path), &["tiny.gguf", what]);
+    }
     Ok(())
+}
+
+/// The bytes of a file in which a matrix is of another type, whose number follows the name and two dimensions.
+pub fn with_type(bytes: &[u8], tensor: &str, old: u32, new: u32) -> Vec<u8> {
+    let (name, mut bytes) = (tensor.as_bytes(), bytes.to_vec());
+    let at = bytes.windows(name.len()).position(|part| part == name).expect("the tensor") + name.len() + 4 + 16;
+    assert_eq!(bytes[at..at + 4], old.to_le_bytes());
+    bytes[at..at + 4].copy_from_slice(&new.to_le_bytes());
+    bytes
 }
 
 #[test]
@@ -438,13 +451,19 @@ fn every_wrong_entry_is_named() -> Result<()> {
     let llama = Some(Value::String("llama".into()));
     refused(with("general.architecture", llama), &["tiny.gguf", "`general.architecture`", "qwen35moe", "llama"]);
     refused(with("general.architecture", None), &["tiny.gguf", "`general.architecture`"]);
-    // What has a default, or may be absent.
-    let optional = ["full_attention_interval", "value_length", "expert_shared_feed_forward_length", "feed_forward"];
+    // What has a default, may be absent, or follows from the tensors.
+    let optional = ["full_attention_interval", "value_length", "feed_forward", "expert_count", "attention.", "ssm."];
+    let optional = |key: &str| {
+        !key.ends_with("epsilon")
+            && (optional.iter().any(|name| key.contains(name)) || key.ends_with("embedding_length"))
+    };
+    let config = with("some.entry", None)?;
     let keys: Vec<_> = whole.metadata.keys().filter(|key| key.starts_with("qwen35moe.")).collect();
     assert!(keys.len() > 15);
     for key in keys {
-        if !optional.iter().any(|name| key.contains(name)) {
-            refused(with(key, None), &["tiny.gguf", key, "is missing"]);
+        match optional(key) {
+            true => assert_eq!(with(key, None)?, config, "{key}"),
+            false => refused(with(key, None), &["tiny.gguf", key, "is missing"]),
         }
         if !key.contains("feed_forward_length") || key.contains("expert_feed") {
             refused(with(key, Some(Value::String("x".into()))), &["tiny.gguf", key, "expected", "\"x\""]);
@@ -462,7 +481,13 @@ fn every_wrong_entry_is_named() -> Result<()> {
         ("nextn_predict_layers", u32(4), "fewer than the blocks, 4"),
         ("block_count", u32(5000), "at most 4096 layers"),
         ("attention.value_length", u32(16), "the key length, 8"),
-        ("rope.scaling.type", Some(Value::String("yarn".into())), "\"none\""),
+        ("rope.scaling.type", Some(Value::String("longrope".into())), "\"yarn\""),
+        ("rope.scaling.low_freq_factor", u32(2), "no such setting"),
+        ("rope.scaling.yarn_beta_fast", u32(2), "no such setting"),
+        ("ssm.dt_b_c_rms", Some(Value::Bool(true)), "no entries of ssm but"),
+        ("attention.scale", Some(Value::F32(0.9)), "1 / sqrt(8)"),
+        ("expert_gating_func", u32(2), "expected 1"),
+        ("norm_top_k_prob", Some(Value::Bool(false)), "expected true"),
         ("attention.recurrent_layers", Some(Value::Array(vec![Value::Bool(true); 3])), "4 booleans"),
         ("attention.layer_norm_rms_epsilon", Some(Value::F32(0.)), "a number in (0, 1)"),
     ] {

@@ -20,6 +20,7 @@ mod faults;
 mod fp8;
 mod fused;
 mod gguf;
+mod gguf_entries;
 mod logprobs;
 mod model;
 mod moe;

@@ -50,6 +50,7 @@ impl GatedAttention {
         let device = source.device();
         let get = |name: &str, rows: usize| source.pp(name).matrix(rows, h, "weight");
         let matrices = [get("q_proj", sizes[0])?, get("k_proj", sizes[1])?, get("v_proj", sizes[2])?];
+        let norm = |name: &str| rotated(RmsNorm::load(d, eps, source.pp(name).dense)?, a);
         let (qkv_proj, [q_proj, k_proj, v_proj]) = place::together_and_each(matrices, device)?;
         Ok(Self {
             q_proj,
@@ -58,8 +59,8 @@ impl GatedAttention {
             qkv_proj,
             frequencies: rotary_frequencies(&a.rope_inv_freq, device)?,
             o_proj: place::load(&source.pp("o_proj"), a.num_heads * d, h)?,
-            q_norm: RmsNorm::load(d, eps, source.pp("q_norm").dense)?,
-            k_norm: RmsNorm::load(d, eps, source.pp("k_norm").dense)?,
+            q_norm: norm("q_norm")?,
+            k_norm: norm("k_norm")?,
             cfg: a.clone(),
         })
     }
@@ -68,4 +69,15 @@ impl GatedAttention {
     pub(crate) fn uses_candle(&self) -> bool {
         [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj].into_iter().any(Weight::uses_candle)
     }
+}
+
+/// A norm whose scale has the factor of what is rotated after it: so the kernels know of none.
+fn rotated(norm: RmsNorm, a: &AttentionConfig) -> Result<RmsNorm> {
+    if a.rope_factor == 1. {
+        return Ok(norm);
+    }
+    let rotated = 2 * a.rope_inv_freq.len();
+    let factor = (0..a.head_dim).map(|i| if i < rotated { a.rope_factor as f32 } else { 1. });
+    let factor = Tensor::from_iter(factor, norm.scale.device())?;
+    Ok(RmsNorm { scale: (norm.scale * factor)?, ..norm })
 }

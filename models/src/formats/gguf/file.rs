@@ -1,14 +1,15 @@
 //! GGUF files: their metadata, and rows of their tensors.
 
 use super::super::blocks::{float, row_bytes, Blocks};
-use super::header;
+use super::header::{self, Header, TensorInfo};
+use super::types::{GgmlType, Kept};
 use crate::config::ModelConfig;
-use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
+use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::GgmlDType;
-use candle_core::{bail, Error, Result};
-use std::collections::HashMap;
+use candle_core::{bail, DType, Result};
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::{BufReader, Seek};
+use std::io::{BufReader, Read};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -26,8 +27,8 @@ pub struct GgufFile {
 struct OneFile {
     path: PathBuf,
     file: File,
-    content: Content,
-    /// Of a draft head's file, of what it adds.
+    header: Header,
+    /// Bytes of the file; of a draft head's file, of what it adds.
     len: u64,
 }
 
@@ -35,22 +36,35 @@ struct OneFile {
 const EH_PROJ: &str = ".nextn.eh_proj.weight";
 
 impl GgufFile {
+    /// Whether a file begins as GGUF files do, whatever its name; false where it cannot be read.
+    pub fn is_gguf(path: impl AsRef<Path>) -> bool {
+        let mut magic = [0; header::MAGIC.len()];
+        File::open(path).is_ok_and(|mut file| file.read_exact(&mut magic).is_ok()) && magic == header::MAGIC
+    }
+
     /// Opens a file. Of a split one any part will do; the others are looked for beside it.
     ///
     /// # Errors
-    /// A file that is not there, is no GGUF file, is cut off, or has a tensor of a type that candle does not know. The
-    /// message names the file. Also where two parts have a tensor of one name.
+    /// A file that is not there, is no GGUF file, or is cut off. The message names the file. Also where two parts have a
+    /// tensor of one name.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let files: Vec<OneFile> = parts(path.as_ref()).iter().map(|path| OneFile::open(path)).collect::<Result<_>>()?;
         let mut part_of = HashMap::new();
         for file in &files {
-            for tensor in file.content.tensor_infos.keys() {
+            for tensor in file.header.tensors.keys() {
                 if let Some(other) = part_of.insert(tensor.as_str(), file.path.display()) {
                     bail!("{} and {other} both have a tensor `{tensor}`", file.path.display())
                 }
             }
         }
-        Ok(Self { files })
+        let file = Self { files };
+        match file.integer("split.count") {
+            Some(count) if count > file.files.len() as i64 => bail!(
+                "{}: `split.count`: expected a file of {count}, named ..-00001-of-{count:05}.gguf with the others beside it",
+                file.path().display()
+            ),
+            _ => Ok(file),
+        }
     }
 
     /// Adds the draft head of a file of its own, as llama.cpp's converter writes it with `--mtp`: the tensors that this one has not.
@@ -65,20 +79,39 @@ impl GgufFile {
         if own != other {
             bail!("{}: expected a draft head of architecture {own:?}, got one of {other:?}", head.path().display())
         }
-        if !head.files.iter().flat_map(|file| file.content.tensor_infos.keys()).any(|name| name.ends_with(EH_PROJ)) {
+        if !head.files.iter().flat_map(|file| file.header.tensors.keys()).any(|name| name.ends_with(EH_PROJ)) {
             bail!("{}: expected a draft head, got a file without a tensor `blk.N{EH_PROJ}`", head.path().display())
         }
         for mut file in head.files {
-            file.content.tensor_infos.retain(|name, _| !self.contains(name));
-            file.len = file.content.tensor_infos.values().filter_map(bytes).sum();
+            file.header.tensors.retain(|name, _| !self.contains(name));
+            file.len = file.header.tensors.values().filter_map(bytes).sum();
             self.files.push(file);
         }
         Ok(())
     }
 
-    /// Bytes of the file, of all parts where it was split.
+    /// Bytes of the file, of all parts where it was split; with those that tensors in [other types](Self::kept_types) have more.
     pub fn size_in_bytes(&self) -> u64 {
-        self.files.iter().map(|file| file.len).sum()
+        let kept = |info: &TensorInfo| {
+            let (rows, columns) = rows_and_columns(&info.dims);
+            Some((row_bytes(info.of?.dtype()?, columns)? * rows) as u64)
+        };
+        let more = |info: &TensorInfo| kept(info)?.checked_sub(bytes(info)?);
+        let tensors = self.files.iter().flat_map(|file| file.header.tensors.values());
+        self.files.iter().map(|file| file.len).sum::<u64>() + tensors.filter_map(more).sum::<u64>()
+    }
+
+    /// The types, by ggml's names, whose tensors are decoded as they are read and kept in another type, for which there are
+    /// kernels; with that type and how many tensors of the text model they are.
+    pub fn kept_types(&self) -> Vec<(&'static str, GgmlDType, usize)> {
+        let mut counts = BTreeMap::new();
+        for (name, info) in self.files.iter().flat_map(|file| &file.header.tensors) {
+            let of_model = ["blk.", "token_embd.", "output"].iter().any(|start| name.starts_with(start));
+            if let Some(GgmlType { name, kept: Kept::Decoded(dtype, _), .. }) = info.of.filter(|_| of_model) {
+                counts.entry(*name).or_insert((*name, *dtype, 0)).2 += 1;
+            }
+        }
+        counts.into_values().collect()
     }
 
     /// The path of the file, or of its first part.
@@ -86,9 +119,29 @@ impl GgufFile {
         &self.files[0].path
     }
 
+    /// The names of all entries of the metadata.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.files[0].header.metadata.keys().map(String::as_str)
+    }
+
     /// An entry of the metadata.
     pub fn value(&self, key: &str) -> Option<&Value> {
-        self.files[0].content.metadata.get(key)
+        self.files[0].header.metadata.get(key)
+    }
+
+    /// An entry of the metadata that is an integer of any width; `None` where there is none, or of another type.
+    pub fn integer(&self, key: &str) -> Option<i64> {
+        header::integer(self.value(key)?)
+    }
+
+    /// An entry that is a finite number of any type: of an f32 the shortest decimal that rounds to it, as in a config.json.
+    pub fn number(&self, key: &str) -> Option<f64> {
+        let number = match self.value(key)? {
+            Value::F32(x) => x.to_string().parse().ok()?,
+            Value::F64(x) => *x,
+            other => header::integer(other)? as f64,
+        };
+        number.is_finite().then_some(number)
     }
 
     /// Whether there is a tensor of this name.
@@ -103,23 +156,34 @@ impl GgufFile {
 
     /// The shape of a tensor, the fastest dimension last.
     pub fn shape(&self, tensor: &str) -> Option<&[usize]> {
-        self.find(tensor).map(|(_, info)| info.shape.dims())
+        self.find(tensor).map(|(_, info)| info.dims.as_slice())
     }
 
+    /// The names of all tensors.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &str> {
+        self.files.iter().flat_map(|file| file.header.tensors.keys().map(String::as_str))
+    }
+
+    /// Whether a tensor is decoded as it is read.
+    pub(super) fn is_decoded(&self, tensor: &str) -> bool {
+        self.find(tensor).and_then(|(_, info)| info.of).is_some_and(|of| matches!(of.kept, Kept::Decoded(..)))
+    }
+
+    /// The type that a tensor has once it is read.
     pub(super) fn dtype(&self, tensor: &str) -> Option<GgmlDType> {
-        self.find(tensor).map(|(_, info)| info.ggml_dtype)
+        self.find(tensor)?.1.of?.dtype()
     }
 
     /// Whether any of its tensors is quantised.
     pub(crate) fn is_quantized(&self) -> bool {
         self.files
             .iter()
-            .flat_map(|file| file.content.tensor_infos.values())
-            .any(|info| float(info.ggml_dtype).is_none())
+            .flat_map(|file| file.header.tensors.values())
+            .any(|info| info.of.and_then(GgmlType::dtype).is_some_and(|dtype| float(dtype).is_none()))
     }
 
     fn find(&self, tensor: &str) -> Option<(&OneFile, &TensorInfo)> {
-        self.files.iter().find_map(|file| Some((file, file.content.tensor_infos.get(tensor)?)))
+        self.files.iter().find_map(|file| Some((file, file.header.tensors.get(tensor)?)))
     }
 
     /// Rows of a tensor: all, or some, in the order of the ranges, and nothing else is read. A vector has rows of one
@@ -128,18 +192,28 @@ impl GgufFile {
         let Some((file, info)) = self.find(tensor) else {
             bail!("{}: there is no tensor `{tensor}`", self.path().display())
         };
-        let (rows, columns) = rows_and_columns(info.shape.dims());
+        let (rows, columns) = rows_and_columns(&info.dims);
         let name = file.path.display();
-        let Some(row) = row_bytes(info.ggml_dtype, columns) else {
-            bail!("{name}: tensor `{tensor}`: expected rows of whole blocks of {:?}, got {columns}", info.ggml_dtype)
+        let of = match info.of {
+            Some(of) if of.dtype().is_some() => of,
+            Some(of) => {
+                bail!("{name}: tensor `{tensor}`: expected numbers of a weight, got some of ggml's type {}", of.name)
+            }
+            None => {
+                bail!("{name}: tensor `{tensor}` is of ggml's type number {}, which is not known here", info.number)
+            }
+        };
+        let Some(row) = of.row_bytes(columns) else {
+            bail!("{name}: tensor `{tensor}`: expected rows of whole blocks of {}, got {columns}", of.name)
         };
         let all = 0..rows;
         let ranges = ranges.unwrap_or(std::slice::from_ref(&all));
         if let Some(range) = ranges.iter().find(|range| range.end > rows) {
             bail!("{name}: tensor `{tensor}`: expected at least {} rows, got {rows}", range.end)
         }
-        let start = file.content.tensor_data_offset + info.offset;
-        let mut data = vec![0u8; ranges.iter().map(|range| range.len() * row).sum()];
+        let start = file.header.data + info.offset;
+        let rows = ranges.iter().map(Range::len).sum();
+        let mut data = vec![0u8; rows * row];
         let mut rest = &mut data[..];
         for range in joined(ranges) {
             let (dst, behind) = rest.split_at_mut(range.len() * row);
@@ -148,7 +222,29 @@ impl GgufFile {
             }
             rest = behind;
         }
-        Blocks::new(info.ggml_dtype, ranges.iter().map(Range::len).sum(), columns, data)
+        let scales = self.scales(tensor, all.end, ranges)?;
+        match (of.kept, &scales) {
+            (Kept::Same(dtype), None) => Blocks::new(dtype, rows, columns, data),
+            (Kept::Decoded(dtype, _), _) => Blocks::of_rows(dtype, rows, columns, |i, wide| {
+                of.decode(&data[i * row..][..row], wide);
+                scales.iter().for_each(|scales| wide.iter_mut().for_each(|x| *x *= scales[i]));
+            }),
+            _ => bail!("{name}: tensor `{tensor}`: expected no `.scale` beside one of {}", of.name),
+        }
+    }
+
+    /// What the numbers of each of the rows are to be multiplied by, where the file has it beside the tensor: one number (as NVFP4
+    /// has it), or one for each expert.
+    fn scales(&self, tensor: &str, all: usize, ranges: &[Range<usize>]) -> Result<Option<Vec<f32>>> {
+        let name = tensor.strip_suffix(".weight").map(|stem| format!("{stem}.scale"));
+        let Some(name) = name.filter(|name| self.contains(name)) else { return Ok(None) };
+        let scales: Vec<f32> = self.rows(&name, None)?.tensor()?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+        if scales.is_empty() || !all.is_multiple_of(scales.len()) {
+            let file = self.path().display();
+            bail!("{file}: tensor `{name}`: expected as many numbers as divide {all} rows, got {}", scales.len())
+        }
+        let each = all / scales.len();
+        Ok(Some(ranges.iter().cloned().flatten().map(|row| scales[row / each.max(1)]).collect()))
     }
 }
 
@@ -165,8 +261,8 @@ impl GgufFile {
         mut take: impl FnMut(Blocks) -> Result<()>,
     ) -> Result<()> {
         let Some((_, info)) = self.find(tensor) else { return self.rows(tensor, ranges).map(|_| ()) };
-        let (rows, columns) = rows_and_columns(info.shape.dims());
-        let at_once = (PIECE_BYTES / row_bytes(info.ggml_dtype, columns).unwrap_or(0).max(1)).max(1);
+        let (rows, columns) = rows_and_columns(&info.dims);
+        let at_once = (PIECE_BYTES / info.of.and_then(|of| of.row_bytes(columns)).unwrap_or(0).max(1)).max(1);
         let all = 0..rows;
         for range in joined(ranges.unwrap_or(std::slice::from_ref(&all))) {
             for first in range.clone().step_by(at_once) {
@@ -185,36 +281,26 @@ impl OneFile {
             Ok(file) => file,
             Err(e) => bail!("cannot open {name}: {e}"),
         };
-        let mut reader = BufReader::with_capacity(1 << 20, file);
-        // candle divides by it.
-        if header::alignment(&mut reader).is_ok_and(|alignment| alignment == Some(0)) {
-            bail!("{name}: `general.alignment`: expected a positive number, got 0")
-        }
-        let content = match reader.rewind().map_err(Error::from).and_then(|()| Content::read(&mut reader)) {
-            Ok(content) => content,
-            Err(e) => match e.to_string().split_once("unknown dtype for tensor ") {
-                Some((_, rest)) => {
-                    let number = rest.split_whitespace().next().unwrap_or("?");
-                    bail!("{name} has tensors of ggml's type number {number}, which candle does not know")
-                }
-                None => bail!("{name} is no GGUF file that can be read, or is cut off: {e}"),
-            },
-        };
-        let file = reader.into_inner();
         let len = match file.metadata() {
             Ok(metadata) => metadata.len(),
             Err(e) => bail!("cannot read {name}: {e}"),
         };
-        for (tensor, info) in &content.tensor_infos {
-            let start = content.tensor_data_offset.checked_add(info.offset);
+        let header = match header::read(BufReader::with_capacity(1 << 20, &file), len) {
+            Ok(header) => header,
+            Err(e) => bail!("{name} is no GGUF file that can be read, or is cut off: {e}"),
+        };
+        for (tensor, info) in &header.tensors {
+            // Where the type is not known, so is its length: an error if the tensor is read.
+            let Some(of) = info.of else { continue };
+            let start = header.data.checked_add(info.offset);
             let Some(end) = bytes(info).and_then(|bytes| start?.checked_add(bytes)) else {
-                bail!("{name}: tensor `{tensor}` cannot be: {:?} of {:?}", info.shape, info.ggml_dtype)
+                bail!("{name}: tensor `{tensor}` cannot be: {:?} of {}", info.dims, of.name)
             };
             if end > len {
                 bail!("{name} is cut off: tensor `{tensor}` ends at byte {end}, the file at {len}")
             }
         }
-        Ok(Self { path: path.to_path_buf(), file, content, len })
+        Ok(Self { path: path.to_path_buf(), file, header, len })
     }
 
     /// Ranks read at the same time.
@@ -235,8 +321,8 @@ impl OneFile {
 
 /// Of a tensor, if they can be counted.
 fn bytes(info: &TensorInfo) -> Option<u64> {
-    let (rows, columns) = rows_and_columns(info.shape.dims());
-    Some(row_bytes(info.ggml_dtype, columns)?.checked_mul(rows)? as u64)
+    let (rows, columns) = rows_and_columns(&info.dims);
+    Some(info.of?.row_bytes(columns)?.checked_mul(rows)? as u64)
 }
 
 fn rows_and_columns(dims: &[usize]) -> (usize, usize) {
@@ -264,10 +350,11 @@ pub(super) fn joined(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
 /// All files of a split one, in their order.
 fn parts(path: &Path) -> Vec<PathBuf> {
     let split = || {
-        let (stem, of) = path.file_name()?.to_str()?.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+        let (stem, end) = path.file_name()?.to_str()?.rsplit_once('.')?;
+        let (stem, of) = Some(stem).filter(|_| end.eq_ignore_ascii_case("gguf"))?.rsplit_once("-of-")?;
         let (stem, number) = stem.rsplit_once('-')?;
         let digits = |s: &str| s.len() == 5 && s.bytes().all(|b| b.is_ascii_digit());
-        let name = |i: usize| path.with_file_name(format!("{stem}-{i:05}-of-{of}.gguf"));
+        let name = |i: usize| path.with_file_name(format!("{stem}-{i:05}-of-{of}.{end}"));
         (digits(number) && digits(of)).then(|| (1..=of.parse().unwrap_or(0)).map(name).collect::<Vec<_>>())
     };
     match split() {

@@ -1,82 +1,193 @@
-//! A look at the metadata of a GGUF file before candle reads it.
+//! The header of a GGUF file: metadata, and where its tensors are. No length in it is believed that the file has no bytes for.
 
-use std::io::{Error, ErrorKind, Read, Result, Seek};
+use super::types::GgmlType;
+use candle_core::quantized::gguf_file::Value;
+use candle_core::{bail, Result};
+use std::collections::HashMap;
+use std::io::Read;
 
+/// The first bytes of every file.
+pub(super) const MAGIC: [u8; 4] = *b"GGUF";
 /// Arrays in arrays.
 const MAX_DEPTH: usize = 8;
+/// Values of an array: some 60 times those of the largest vocabularies.
+const MAX_VALUES: u64 = 1 << 24;
+/// Bytes of a text.
+const MAX_TEXT: u64 = 1 << 26;
+/// Between tensors, where the file does not say.
+const ALIGNMENT: i64 = 32;
 
-/// `general.alignment`, if there is one of a type that candle takes. Errors are candle's to name: whoever gets one here
-/// gets a better one there.
-pub(super) fn alignment<R: Read + Seek>(reader: &mut R) -> Result<Option<u64>> {
-    let mut header = Header { reader, wide: true };
-    header.number(4)?;
+#[derive(Debug)]
+pub(super) struct Header {
+    pub metadata: HashMap<String, Value>,
+    pub tensors: HashMap<String, TensorInfo>,
+    /// Where the tensors' data begins.
+    pub data: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct TensorInfo {
+    /// The number of its type, and the type if it is known.
+    pub number: u32,
+    pub of: Option<&'static GgmlType>,
+    /// The fastest dimension last.
+    pub dims: Vec<usize>,
+    /// From where the data begins.
+    pub offset: u64,
+}
+
+/// An integer of any width, if an i64 has it.
+pub(crate) fn integer(value: &Value) -> Option<i64> {
+    match *value {
+        Value::I8(n) => Some(n.into()),
+        Value::I16(n) => Some(n.into()),
+        Value::I32(n) => Some(n.into()),
+        Value::I64(n) => Some(n),
+        Value::U8(n) => Some(n.into()),
+        Value::U16(n) => Some(n.into()),
+        Value::U32(n) => Some(n.into()),
+        Value::U64(n) => n.try_into().ok(),
+        _ => None,
+    }
+}
+
+/// Reads the header of a file of `len` bytes.
+pub(super) fn read(reader: impl Read, len: u64) -> Result<Header> {
+    let mut r = Reader { reader, wide: true, left: len };
+    if r.bytes()? != MAGIC {
+        bail!("expected the magic letters GGUF at its beginning")
+    }
+    let version = r.u32()?;
     // Version 1 counts in 32 bits.
-    header.wide = header.number(4)? > 1;
-    header.count()?; // of tensors
-    let mut alignment = None;
-    for _ in 0..header.count()? {
-        let len = header.count()?;
-        let mut key = Vec::new();
-        header.reader.by_ref().take(len).read_to_end(&mut key)?;
-        let kind = header.number(4)?;
-        // candle leaves out zeros behind a string.
-        match (size(kind), key.strip_prefix(b"general.alignment")) {
-            (Some(size), Some(rest)) if rest.iter().all(|b| *b == 0) => alignment = Some(header.number(size)?),
-            _ => header.skip(kind, 1, 0)?,
+    r.wide = version > 1;
+    match version {
+        1..=3 => {}
+        _ if matches!(version.swap_bytes(), 1..=3) => {
+            bail!("its numbers are big-endian: expected a file made for little-endian machines")
+        }
+        _ => bail!("expected version 1, 2 or 3, got {version}"),
+    }
+    let (tensors, entries) = (r.count()?, r.count()?);
+    let mut header = Header { metadata: HashMap::new(), tensors: HashMap::new(), data: 0 };
+    for _ in 0..entries {
+        let key = r.text()?;
+        let kind = r.u32()?;
+        let value = match r.value(kind, 0) {
+            Ok(value) => value,
+            Err(e) => bail!("`{key}`: {e}"),
+        };
+        header.metadata.insert(key, value);
+    }
+    for _ in 0..tensors {
+        let name = r.text()?;
+        let dims = r.u32()?;
+        if dims > 4 {
+            bail!("tensor `{name}`: expected up to 4 dimensions, got {dims}")
+        }
+        let mut dims = (0..dims).map(|_| Ok(r.count()? as usize)).collect::<Result<Vec<_>>>()?;
+        dims.reverse();
+        let number = r.u32()?;
+        let info = TensorInfo { number, of: GgmlType::of(number), dims, offset: r.u64()? };
+        if header.tensors.insert(name.clone(), info).is_some() {
+            bail!("it has two tensors `{name}`")
         }
     }
-    Ok(alignment)
+    let alignment = match header.metadata.get("general.alignment") {
+        None => ALIGNMENT,
+        Some(value) => match integer(value) {
+            Some(n) if n > 0 => n,
+            Some(n) => bail!("`general.alignment`: expected a positive number, got {n}"),
+            None => bail!("`general.alignment`: expected a positive number, got {value:?}"),
+        },
+    };
+    header.data = (len - r.left).checked_next_multiple_of(alignment as u64).unwrap_or(u64::MAX);
+    Ok(header)
 }
 
-struct Header<'a, R> {
-    reader: &'a mut R,
+struct Reader<R> {
+    reader: R,
     wide: bool,
+    /// Bytes that the file still has.
+    left: u64,
 }
 
-/// Bytes of a number of this type.
-fn size(kind: u64) -> Option<usize> {
-    Some(match kind {
-        0 | 1 | 7 => 1,
-        2 | 3 => 2,
-        4..=6 => 4,
-        10..=12 => 8,
-        _ => return None,
-    })
-}
+impl<R: Read> Reader<R> {
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.fill(&mut bytes)?;
+        Ok(bytes)
+    }
 
-impl<R: Read + Seek> Header<'_, R> {
-    fn number(&mut self, bytes: usize) -> Result<u64> {
-        let mut number = [0; 8];
-        self.reader.read_exact(&mut number[..bytes])?;
-        Ok(u64::from_le_bytes(number))
+    fn fill(&mut self, bytes: &mut [u8]) -> Result<()> {
+        self.has(bytes.len() as u64)?;
+        self.reader.read_exact(bytes)?;
+        self.left -= bytes.len() as u64;
+        Ok(())
+    }
+
+    fn has(&self, bytes: u64) -> Result<()> {
+        if bytes > self.left {
+            bail!("expected {bytes} bytes more, got {} remaining", self.left)
+        }
+        Ok(())
+    }
+
+    fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.bytes()?))
+    }
+
+    fn u64(&mut self) -> Result<u64> {
+        Ok(u64::from_le_bytes(self.bytes()?))
     }
 
     fn count(&mut self) -> Result<u64> {
-        self.number(if self.wide { 8 } else { 4 })
+        if self.wide {
+            self.u64()
+        } else {
+            Ok(self.u32()?.into())
+        }
     }
 
-    /// Goes past `count` values of a type.
-    fn skip(&mut self, kind: u64, count: u64, depth: usize) -> Result<()> {
-        let invalid = || Error::from(ErrorKind::InvalidData);
-        if let Some(size) = size(kind) {
-            let bytes = count.checked_mul(size as u64).and_then(|bytes| i64::try_from(bytes).ok());
-            return self.reader.seek_relative(bytes.ok_or_else(invalid)?);
+    /// Some files have zeros behind a text, and some bytes that are no UTF-8.
+    fn text(&mut self) -> Result<String> {
+        let len = self.count()?;
+        self.has(len)?;
+        if len > MAX_TEXT {
+            bail!("expected a text of up to {MAX_TEXT} bytes, got {len}")
         }
-        if !matches!(kind, 8 | 9) || depth == MAX_DEPTH {
-            return Err(invalid());
-        }
-        for _ in 0..count {
-            match kind {
-                8 => {
-                    let len = self.count()?;
-                    self.reader.seek_relative(i64::try_from(len).map_err(|_| invalid())?)?;
+        let mut text = vec![0; len as usize];
+        self.fill(&mut text)?;
+        Ok(String::from_utf8_lossy(&text).trim_end_matches('\0').to_string())
+    }
+
+    fn value(&mut self, kind: u32, depth: usize) -> Result<Value> {
+        Ok(match kind {
+            0 => Value::U8(u8::from_le_bytes(self.bytes()?)),
+            1 => Value::I8(i8::from_le_bytes(self.bytes()?)),
+            2 => Value::U16(u16::from_le_bytes(self.bytes()?)),
+            3 => Value::I16(i16::from_le_bytes(self.bytes()?)),
+            4 => Value::U32(self.u32()?),
+            5 => Value::I32(i32::from_le_bytes(self.bytes()?)),
+            6 => Value::F32(f32::from_le_bytes(self.bytes()?)),
+            7 => match self.bytes()? {
+                [byte @ (0 | 1)] => Value::Bool(byte == 1),
+                [byte] => bail!("expected a boolean, 0 or 1, got {byte}"),
+            },
+            8 => Value::String(self.text()?),
+            9 if depth < MAX_DEPTH => {
+                let (kind, count) = (self.u32()?, self.count()?);
+                // No value has fewer bytes.
+                self.has(count)?;
+                if count > MAX_VALUES {
+                    bail!("expected a list of up to {MAX_VALUES} values, got {count}")
                 }
-                _ => {
-                    let (kind, count) = (self.number(4)?, self.count()?);
-                    self.skip(kind, count, depth + 1)?;
-                }
+                Value::Array((0..count).map(|_| self.value(kind, depth + 1)).collect::<Result<_>>()?)
             }
-        }
-        Ok(())
+            9 => bail!("expected lists up to {MAX_DEPTH} deep, got a deeper one"),
+            10 => Value::U64(self.u64()?),
+            11 => Value::I64(i64::from_le_bytes(self.bytes()?)),
+            12 => Value::F64(f64::from_le_bytes(self.bytes()?)),
+            _ => bail!("expected a value of type 0 to 12, got type {kind}"),
+        })
     }
 }

@@ -5,9 +5,11 @@ mod header;
 mod names;
 #[cfg(test)]
 mod tests;
+mod types;
 mod wanted;
 
 pub use file::GgufFile;
+pub(crate) use header::integer;
 
 use super::blocks::{float, row_bytes, Blocks};
 use super::experts::{by_expert, ExpertBlocks};
@@ -21,8 +23,9 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use file::joined;
 use names::{place, Heads, Place, Value};
+use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use wanted::{are_whole_blocks, length, Wanted};
 
 /// A file, and the heads of its Gated DeltaNet layers.
@@ -32,14 +35,45 @@ pub(crate) struct GgufWeights<'a> {
     heads: Heads,
     /// What a rank has of each weight, where it has a shard.
     shards: Option<Arc<WeightShards>>,
+    /// Whether matrices that are decoded are left to a quantiser.
+    requantizes: bool,
     others: Arc<Others>,
+    /// The tensors of which something was read.
+    read: Arc<Mutex<BTreeSet<String>>>,
 }
 
 impl<'a> GgufWeights<'a> {
     /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `shards` each weight is the shard of it.
     pub(crate) fn new(file: &'a GgufFile, config: &ModelConfig, tiled: bool, shards: Option<WeightShards>) -> Self {
         let heads = Heads { config: config.gdn.clone(), layers: config.layers.len(), tiled };
-        Self { file, heads, shards: shards.map(Arc::new), others: Arc::default() }
+        let shards = shards.map(Arc::new);
+        Self { file, heads, shards, requantizes: false, others: Arc::default(), read: Arc::default() }
+    }
+
+    /// Leaves matrices of types that are decoded to a quantiser if there is one.
+    pub(crate) fn with_quantizer(self, requantizes: bool) -> Self {
+        Self { requantizes, ..self }
+    }
+
+    /// # Errors
+    /// Where nothing was read of a tensor that belongs to the layers or the ends of the model: its name.
+    pub(crate) fn check_all_read(&self) -> Result<()> {
+        let read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_unread = |name: &&str| {
+            let of_model = match name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
+                Some((layer, _)) => layer.parse::<usize>().is_ok_and(|layer| layer < self.heads.layers),
+                None => ["token_embd.", "output.", "output_norm.", "rope_"].iter().any(|start| name.starts_with(start)),
+            };
+            // A scale is read with its tensor; that of activations concerns kernels for 4-bit ones.
+            let stem = name.strip_suffix(".scale").or(name.strip_suffix(".input_scale"));
+            of_model && !stem.map_or(read.contains(*name), |stem| read.contains(&format!("{stem}.weight")))
+        };
+        match self.file.tensors().filter(is_unread).min() {
+            Some(name) => {
+                bail!("{}: expected no tensor `{name}`: the model has no use for it", self.file.path().display())
+            }
+            None => Ok(()),
+        }
     }
 
     /// A matrix `[.., rows, columns]` whose type is a quantised one; `None` for others.
@@ -48,7 +82,12 @@ impl<'a> GgufWeights<'a> {
     /// such type has lost, or is left to the dense weights where it is not whole blocks of that either.
     fn stored(&self, name: &str, shape: &[usize]) -> Result<Option<Stored>> {
         let wanted = self.wanted(name, shape)?;
-        let dtype = self.file.dtype(&wanted.place.tensor).filter(|dtype| float(*dtype).is_none());
+        let tensor = &wanted.place.tensor;
+        // Embeddings are not quantised.
+        if self.requantizes && self.file.is_decoded(tensor) && tensor != "token_embd.weight" {
+            return Ok(None);
+        }
+        let dtype = self.file.dtype(tensor).filter(|dtype| float(*dtype).is_none());
         let Some(dtype) = dtype else { return Ok(None) };
         let Some(columns) = &wanted.columns else {
             return self.read(&wanted, None, dtype).map(Stored::Blocks).map(Some);
@@ -108,6 +147,7 @@ impl<'a> GgufWeights<'a> {
     /// The rows that are wanted, of them `columns`, and in `otherwise` where these are not whole blocks.
     fn read(&self, wanted: &Wanted, columns: Option<&[Range<usize>]>, otherwise: GgmlDType) -> Result<Blocks> {
         let (tensor, rows) = (&wanted.place.tensor, wanted.rows.as_deref());
+        self.read.lock().unwrap_or_else(PoisonError::into_inner).insert(tensor.clone());
         let columns = columns.map(joined);
         let all = self.file.shape(tensor).and_then(|dims| dims.last()).map_or(0..0, |n| 0..*n);
         let Some(columns) = columns.filter(|columns| *columns != [all.clone()]) else {

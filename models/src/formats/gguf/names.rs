@@ -1,6 +1,10 @@
 //! Where llama.cpp's converter puts the weights of these models, and what it does to them.
 
+use super::{integer, GgufFile};
+use crate::config::Family;
 use crate::weights::Tiles;
+use candle_core::quantized::gguf_file::Value as Entry;
+use candle_core::{bail, Result};
 use candle_gdn::GdnConfig;
 use std::ops::Range;
 
@@ -41,6 +45,34 @@ pub(super) struct Heads {
     pub layers: usize,
     /// Value head `h` belongs to key head `h % HK` (Qwen3.5 and later), not to `h / (HV / HK)`.
     pub tiled: bool,
+}
+
+impl GgufFile {
+    /// Whether value head `h` belongs to key head `h % HK`: as an entry says that Ollama writes, else as converters have it, which put the
+    /// heads of Qwen3.5 in this order and leave those of Qwen3-Next, whose projections are interleaved, as they are.
+    ///
+    /// # Errors
+    /// An entry that is no boolean, or that contradicts the tensors.
+    pub(crate) fn tiles_value_heads(&self, family: Family) -> Result<bool> {
+        let Some(Entry::String(architecture)) = self.value("general.architecture") else { return Ok(false) };
+        let key = format!("{architecture}.ssm.v_head_reordered");
+        let interleaved =
+            self.tensors().find(|name| name.ends_with(".ssm_ba.weight") || name.ends_with(".ssm_in.weight"));
+        let said = match self.value(&key) {
+            None => None,
+            Some(Entry::Bool(said)) => Some(*said),
+            Some(other) => match integer(other) {
+                Some(n @ 0..=1) => Some(n == 1),
+                _ => bail!("{}: `{key}`: expected true or false, got {other:?}", self.path().display()),
+            },
+        };
+        match interleaved {
+            Some(tensor) if said == Some(true) => {
+                bail!("{}: `{key}`: expected false beside tensor `{tensor}`, got true", self.path().display())
+            }
+            _ => Ok(said.unwrap_or(family != Family::Qwen3Next && interleaved.is_none())),
+        }
+    }
 }
 
 /// The place of the weight that transformers calls `name`; `has` says which tensors the file contains.
@@ -132,6 +164,8 @@ impl Heads {
             "in_proj_a.weight" => rows("ssm_alpha.weight", self.of_heads(0, 1)),
             "conv1d.weight" => rows("ssm_conv1d.weight", q_k_and(self.of_heads(2 * keys, value))),
             "A_log" => Place { value: Value::MinusExp, ..rows("ssm_a", self.of_heads(0, 1)) },
+            // Ollama's name.
+            "dt_bias" if has(&at("ssm_dt")) => rows("ssm_dt", self.of_heads(0, 1)),
             "dt_bias" => rows("ssm_dt.bias", self.of_heads(0, 1)),
             "norm.weight" => whole("ssm_norm.weight"),
             "out_proj.weight" => {

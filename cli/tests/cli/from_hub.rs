@@ -1,0 +1,211 @@
+//! Models from the hub: what is fetched, what the cache is good for, and that nothing waits for ever.
+
+use crate::cli::{command, Run, PROMPT};
+use crate::generate::{shard, sharded};
+use crate::gguf_writer::demo;
+use crate::hub::{Habit, Hub};
+use candle_core::quantized::GgmlDType;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+const NOBODY: &str = "http://127.0.0.1:9";
+
+/// A user's machine, with an empty cache.
+struct Machine(TempDir);
+
+impl Machine {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn run_with(&self, endpoint: &str, model: &str, variables: &[(&str, &str)]) -> Run {
+        let mut command = command("generate");
+        command.args(["--cpu", "--model", model, "--prompt", PROMPT, "-n", "8"]);
+        for proxy in ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"] {
+            command.env_remove(proxy);
+        }
+        for name in ["HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"] {
+            command.env_remove(name);
+        }
+        command.env("HF_HOME", self.0.path()).env("HF_ENDPOINT", endpoint);
+        command.env("HF_HUB_ETAG_TIMEOUT", "0.4").env("HF_HUB_DOWNLOAD_TIMEOUT", "0.4");
+        Run::of(command.envs(variables.iter().copied()).output().unwrap())
+    }
+
+    fn run(&self, endpoint: &str, model: &str) -> Run {
+        self.run_with(endpoint, model, &[])
+    }
+
+    /// The run fails and says all `parts`.
+    #[track_caller]
+    fn fails(&self, endpoint: &str, model: &str, parts: &[&str]) {
+        let run = self.run(endpoint, model);
+        assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{run:?}");
+        run.says(parts);
+    }
+
+    fn blob(&self, name: &str) -> std::path::PathBuf {
+        self.0.path().join("hub/models--someone--demo/blobs").join(name)
+    }
+}
+
+const DEMO: &str = "someone/demo@v1";
+
+fn want() -> String {
+    crate::cli::generate(&["--cpu", "--prompt", PROMPT, "-n", "8"]).stdout
+}
+
+#[test]
+fn what_is_needed_is_fetched_once() {
+    let (copy, machine) = (sharded(), Machine::new());
+    copy.write("training_state.bin", "not for us");
+    let hub = Hub::serve(copy.path(), Habit::Good);
+    assert_eq!(machine.run(&hub.endpoint, DEMO).good().stdout, want());
+    let first = hub.requests();
+    assert!(first.iter().any(|request| request.path.ends_with(&shard(2))));
+    assert!(!first.iter().any(|request| request.path.contains("training_state")));
+    let link = format!("{}/someone/demo/tree/v1", hub.endpoint);
+    assert_eq!(machine.run(&hub.endpoint, &link).good().stdout, want());
+    assert_eq!(hub.requests().len(), 1, "the list alone");
+
+    // The hub gone, the cache answers; what is not there is named.
+    let run = machine.run(NOBODY, DEMO).good();
+    assert_eq!(run.stdout, want());
+    run.says(&["cached files of someone/demo"]);
+    let offline = machine.run_with(&hub.endpoint, DEMO, &[("HF_HUB_OFFLINE", "1")]).good();
+    assert!(offline.stdout == want() && !offline.stderr.contains("hub:"), "{offline:?}");
+    let elsewhere = machine.0.path().join("elsewhere");
+    let other = [("HF_HUB_OFFLINE", "1"), ("HF_HUB_CACHE", elsewhere.to_str().unwrap())];
+    let run = machine.run_with(&hub.endpoint, DEMO, &other);
+    assert_eq!(run.code, Some(1));
+    run.says(&["HF_HUB_OFFLINE", "elsewhere", "someone/demo at revision v1"]);
+    assert!(hub.requests().is_empty());
+    machine.run_with(&hub.endpoint, DEMO, &other[1..]).good();
+    assert!(elsewhere.join("models--someone--demo/refs/v1").is_file());
+    machine.fails(NOBODY, "someone/else", &["--model", "someone/else"]);
+    // Half of a cache does not count.
+    std::fs::remove_file(machine.blob(&shard(2))).unwrap();
+    machine.fails(NOBODY, DEMO, &["cannot list someone/demo at revision v1"]);
+    assert_eq!(machine.run(&hub.endpoint, DEMO).good().stdout, want());
+    let run = machine.run_with(&hub.endpoint, DEMO, &[("HF_HUB_DOWNLOAD_TIMEOUT", "soon")]);
+    assert_eq!(run.code, Some(1));
+    run.says(&["HF_HUB_DOWNLOAD_TIMEOUT", "seconds", "soon"]);
+}
+
+/// A bound that is far above what two cores under load need, and far below for ever.
+#[test]
+fn a_silent_hub_is_not_waited_for() {
+    let (copy, machine, start) = (sharded(), Machine::new(), Instant::now());
+    let silent = Hub::serve(copy.path(), Habit::Silent);
+    machine.fails(&silent.endpoint, DEMO, &["someone/demo", "did not answer within 0.4 s"]);
+    let no_files = Hub::serve(copy.path(), Habit::SilentFiles);
+    machine.fails(&no_files.endpoint, DEMO, &["cannot download config.json", "did not answer within 0.4 s"]);
+    assert_eq!(no_files.requests().len(), 1 + 3, "three tries");
+    machine.run(&Hub::serve(copy.path(), Habit::Good).endpoint, DEMO).good();
+    let run = machine.run(&silent.endpoint, DEMO).good();
+    assert_eq!(run.stdout, want());
+    run.says(&["did not answer within 0.4 s; using the cached files of someone/demo"]);
+    assert!(start.elapsed() < Duration::from_secs(60));
+}
+
+#[test]
+fn a_cut_download_goes_on() {
+    let (copy, machine) = (sharded(), Machine::new());
+    let hub = Hub::serve(copy.path(), Habit::Cuts);
+    assert_eq!(machine.run(&hub.endpoint, DEMO).good().stdout, want());
+    assert!(hub.requests().iter().any(|request| request.path.ends_with(&shard(1)) && request.start > 0));
+
+    let machine = Machine::new();
+    let never = Hub::serve(copy.path(), Habit::NeverWhole);
+    machine.fails(&never.endpoint, DEMO, &["cannot download config.json"]);
+    let whole = std::fs::read(copy.file("config.json")).unwrap();
+    let part = machine.blob("config.json.incomplete");
+    assert!(!machine.blob("config.json").exists() && part.metadata().unwrap().len() < whole.len() as u64);
+    let hub = Hub::serve(copy.path(), Habit::Good);
+    machine.run(&hub.endpoint, DEMO).good();
+    assert!(hub.requests().iter().any(|request| request.path.ends_with("/config.json") && request.start > 0));
+    assert_eq!(std::fs::read(machine.blob("config.json")).unwrap(), whole);
+    // What is left of another process's try, longer than the file.
+    let machine = Machine::new();
+    std::fs::create_dir_all(machine.blob("")).unwrap();
+    std::fs::write(machine.blob("config.json.incomplete"), vec![b' '; whole.len() + 1]).unwrap();
+    machine.run(&hub.endpoint, DEMO).good();
+    assert_eq!(std::fs::read(machine.blob("config.json")).unwrap(), whole);
+}
+
+#[test]
+fn refusals_are_sentences() {
+    let (copy, machine) = (sharded(), Machine::new());
+    for (status, code, part) in [
+        ("403 Forbidden", "GatedRepo", "someone/demo is gated"),
+        ("401 Unauthorized", "RepoNotFound", "or it is private and HF_TOKEN is not set"),
+        ("404 Not Found", "RevisionNotFound", "someone/demo has no revision v1"),
+        ("404 Not Found", "", "there is no someone/demo"),
+        ("503 Service Unavailable", "", "the hub is out of order: status 503"),
+    ] {
+        let hub = Hub::serve(copy.path(), Habit::Refuses(status, code));
+        machine.fails(&hub.endpoint, DEMO, &["someone/demo at revision v1", part]);
+    }
+}
+
+/// The token goes to the hub, and not to whom the hub sends us.
+#[test]
+fn the_token_stays_with_the_hub() {
+    let (copy, machine) = (sharded(), Machine::new());
+    copy.remove(&["generation_config.json", "tokenizer.json", "tokenizer_config.json"]);
+    let files = Hub::serve(copy.path(), Habit::Good);
+    let hub = Hub::serve(copy.path(), Habit::Redirects(files.endpoint.clone()));
+    let tokens = |hub: &Hub| hub.requests().into_iter().map(|request| request.token).collect::<Vec<_>>();
+    std::fs::write(machine.0.path().join("token"), "of a file\n").unwrap();
+    let dummy = |variables: &[(&str, &str)]| machine.run_with(&hub.endpoint, DEMO, variables);
+    // All files have one ETag here, so that one is fetched and the rest is taken for the same.
+    dummy(&[]);
+    assert!(tokens(&hub).iter().all(|token| token.as_deref() == Some("Bearer of a file")));
+    let there = tokens(&files);
+    assert!(!there.is_empty() && there.iter().all(Option::is_none));
+    dummy(&[("HF_TOKEN", " mine ")]);
+    assert_eq!(tokens(&hub)[0].as_deref(), Some("Bearer mine"));
+    dummy(&[("HF_TOKEN", "mine"), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")]);
+    assert_eq!(tokens(&hub)[0], None);
+}
+
+#[test]
+fn gguf_files_of_the_hub() {
+    let (repo, machine) = (tempfile::tempdir().unwrap(), Machine::new());
+    let write = |name: &str| demo().quantized(GgmlDType::Q8_0).write(&repo.path().join(name)).unwrap();
+    let other = |name: &str| std::fs::write(repo.path().join(name), "not for us").unwrap();
+    write("demo-Q8_0.gguf");
+    other("mmproj-F16.gguf");
+    let hub = Hub::serve(repo.path(), Habit::Good);
+    let want =
+        crate::cli::generate(&["--cpu", "--model", &path(&repo, "demo-Q8_0.gguf"), "--prompt", PROMPT, "-n", "8"])
+            .stdout;
+    let says = |model: &str| {
+        let run = machine.run(&hub.endpoint, model).good();
+        assert_eq!(run.stdout, want, "{model}");
+    };
+    // One model needs no type.
+    says(DEMO);
+    other("demo-Q2_K.gguf");
+    other("demo-BF16.gguf");
+    for model in [
+        "someone/demo@v1:q8_0",
+        "someone/demo@v1:demo-Q8_0.gguf",
+        &format!("{}/someone/demo/blob/v1/demo-Q8_0.gguf", hub.endpoint),
+    ] {
+        says(model);
+    }
+    let files = hub.requests().into_iter().filter(|request| request.path.contains("resolve")).count();
+    assert_eq!(files, 1, "what is cached is not fetched, and nothing else is needed");
+    machine.fails(&hub.endpoint, DEMO, &["no Q4_K_M", "BF16, Q2_K, Q8_0"]);
+    machine.fails(&hub.endpoint, "someone/demo@v1:Q6_K", &["no GGUF file of type Q6_K", "Q8_0"]);
+    write("demo-UD-Q4_K_M.gguf");
+    says(DEMO);
+    let run = machine.run(NOBODY, "someone/demo@v1:Q8_0").good();
+    assert_eq!(run.stdout, want);
+}
+
+fn path(dir: &TempDir, name: &str) -> String {
+    Path::join(dir.path(), name).display().to_string()
+}
