@@ -10,8 +10,19 @@ use std::path::{Path, PathBuf};
 
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
-const TEXT_FILES: &[&str] =
-    &["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+const TEXT_FILES: &[&str] = &[
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+const TEMPLATES: &str = "additional_chat_templates/";
 
 /// Whether `model` looks like `owner/name`, not like a path.
 pub fn is_id(model: &str) -> bool {
@@ -45,7 +56,7 @@ pub fn fetch(id: &str, revision: &str, weights: bool) -> Result<PathBuf> {
     }
     // `get` goes by what was current last time; this looks, so that all files are of one commit.
     api.download("config.json").with_context(|| format!("hub: cannot download config.json of {id}"))?;
-    for name in TEXT_FILES.iter().filter(|n| has(n)) {
+    for name in listed.iter().filter(|n| TEXT_FILES.contains(&n.as_str()) || n.starts_with(TEMPLATES)) {
         get(&api, name)?;
     }
     if !weights {

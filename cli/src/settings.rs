@@ -1,11 +1,13 @@
-//! `generation_config.json`: the tokens that end a text, and the sampling that the authors of a model recommend.
+//! `generation_config.json` and its like: the tokens that end a text, and the sampling that the authors of a model recommend.
 
 use crate::args::SamplingArgs;
+use crate::chat::special_tokens;
 use crate::Checkpoint;
 use anyhow::{bail, Context, Result};
 use candle_gdn_models::{ModelConfig, Sampling};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use tokenizers::Tokenizer;
 
 pub struct Settings {
     /// Tokens that end a text.
@@ -15,7 +17,12 @@ pub struct Settings {
 
 impl Settings {
     /// Each option is that of the command line, else of the checkpoint; without either, the most likely token is chosen.
-    pub fn new(args: &SamplingArgs, checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
+    pub fn new(
+        args: &SamplingArgs,
+        checkpoint: &Checkpoint,
+        config: &ModelConfig,
+        tokenizer: Option<&Tokenizer>,
+    ) -> Result<Self> {
         let (file, path) = match checkpoint.text("generation_config.json")? {
             Some((text, path)) => {
                 let path = path.display().to_string();
@@ -25,6 +32,9 @@ impl Settings {
         };
         let mut eos: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
         eos.extend(ids(&file["eos_token_id"]).with_context(|| path)?);
+        // Some configurations lack the token with which the tokenizer ends a turn.
+        let own = special_tokens(checkpoint)?.remove("eos_token");
+        eos.extend(own.and_then(|own| tokenizer?.token_to_id(own.as_str()?)));
         // A bound on the candidates implies a random choice among them.
         let bounded = args.top_k.is_some() || args.top_p.is_some();
         let samples = file["do_sample"].as_bool().unwrap_or(false);
