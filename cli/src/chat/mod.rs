@@ -173,3 +173,6 @@ fn choose(mut templates: BTreeMap<String, String>, tools: bool) -> Result<Option
         found => Ok(found),
     }
 }
+
+#[cfg(test)]
+mod tests;
