@@ -75,7 +75,7 @@ fn read(args: &Args, name: &str) -> anyhow::Result<()> {
     let checkpoint = Checkpoint::find(&args.model)?;
     let is = |names: &[&str]| names.contains(&name) || name == "model.gguf";
     if is(&["tokenizer_config.json", "chat_template.jinja"]) {
-        if let Ok(Some(template)) = Template::find(&checkpoint) {
+        if let Ok(Some(template)) = Template::find(&checkpoint, &args.chat) {
             let _ = template.render(&[Message::user("one"), Message::assistant("two"), Message::user("three")], true);
         }
     }
@@ -89,7 +89,7 @@ fn read(args: &Args, name: &str) -> anyhow::Result<()> {
     }
     if is(&["arguments", "config.json", "generation_config.json"]) {
         let config = checkpoint.config()?;
-        let _ = Settings::new(&args.sampling, &checkpoint, &config);
+        let _ = Settings::new(&args.sampling, &checkpoint, &config, None);
         let room = Plan::new(args, &config, false, &[vec![1, 2, 3]]).room(false);
         let _ = Need::new(&args.model, &checkpoint, &config, &room, &Device::Cpu);
         if let Some(file) = checkpoint.gguf() {

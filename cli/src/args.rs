@@ -2,8 +2,9 @@
 
 use crate::ModelArgs;
 use candle_gdn_models::{DraftHeadChoice, GraphChoice};
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::Parser;
+use minijinja::Value;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -39,9 +40,16 @@ pub struct Args {
     #[command(flatten)]
     pub prompts: PromptArgs,
 
+    #[command(flatten)]
+    pub chat: ChatArgs,
+
     /// Tokens to generate at most, for each prompt [default: 128, with --interactive as many as there is room for]
     #[arg(short = 'n', long, value_name = "N")]
     sample_len: Option<usize>,
+
+    /// End a completion before this text, which is not printed; may be given several times
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new(), conflicts_with = "prompt_tokens")]
+    pub stop: Vec<String>,
 
     #[command(flatten)]
     pub sampling: SamplingArgs,
@@ -88,6 +96,41 @@ pub struct PromptArgs {
     #[arg(long, value_name = "N", value_parser = positive,
           conflicts_with_all = ["prompt", "prompt_file", "prompts_file", "chat", "interactive"])]
     pub prompt_tokens: Option<usize>,
+}
+
+/// What the chat template is and is given, with --chat or --interactive.
+#[derive(clap::Args, Debug, Default)]
+pub struct ChatArgs {
+    /// A message of the system before all others
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+
+    /// Answer without thinking first, if the chat template has a switch for it (enable_thinking)
+    #[arg(long)]
+    pub no_thinking: bool,
+
+    /// A value that the chat template reads, such as preserve_thinking=true: JSON, or else a text; may be given several
+    /// times
+    #[arg(long, value_name = "KEY=VALUE", value_parser = template_arg)]
+    pub template_arg: Vec<(String, Value)>,
+
+    /// A file with the chat template, in the place of the checkpoint's own
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
+}
+
+impl ChatArgs {
+    /// The first option that was given.
+    pub fn option(&self) -> Option<&'static str> {
+        [
+            ("--system", self.system.is_some()),
+            ("--no-thinking", self.no_thinking),
+            ("--template-arg", !self.template_arg.is_empty()),
+            ("--chat-template", self.chat_template.is_some()),
+        ]
+        .into_iter()
+        .find_map(|(option, given)| given.then_some(option))
+    }
 }
 
 /// How tokens are chosen.
@@ -207,6 +250,21 @@ pub fn head(choice: String) -> DraftHeadChoice {
         "off" => DraftHeadChoice::Off,
         _ => DraftHeadChoice::Auto,
     }
+}
+
+fn template_arg(s: &str) -> Result<(String, Value), String> {
+    let (key, value) = s.split_once('=').filter(|(key, _)| !key.is_empty()).ok_or("expected KEY=VALUE")?;
+    if ["messages", "add_generation_prompt"].contains(&key) {
+        return Err(format!("{key} is the program's own"));
+    }
+    // As Python writes them.
+    let json = match value {
+        "True" => "true",
+        "False" => "false",
+        "None" => "null",
+        other => other,
+    };
+    Ok((key.into(), serde_json::from_str(json).unwrap_or_else(|_| value.into())))
 }
 
 pub fn temperature(s: &str) -> Result<f64, String> {

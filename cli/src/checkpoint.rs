@@ -1,9 +1,10 @@
 //! A checkpoint on disk: a directory with config.json, tokenizer and safetensors, or a GGUF file.
 
 use crate::load::{LoadFormat, ModelArgs};
-use crate::{builtin, gguf_tokenizer, hub, safetensors};
+use crate::{builtin, gguf_tokenizer, hub, safetensors, vocab_tokenizer};
 use anyhow::{bail, Context, Result};
 use candle_gdn_models::{DraftHeadChoice, GgufFile, ModelConfig};
+use serde_json::Value;
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
@@ -79,14 +80,14 @@ impl Checkpoint {
         self.gguf.as_ref()
     }
 
-    /// The text of a file in the directory, and its path; None where it is missing.
+    /// The text of a file in the directory without a mark of byte order, and its path; None where it is missing.
     pub fn text(&self, name: &str) -> Result<Option<(String, PathBuf)>> {
         if self.gguf.is_some() {
             return Ok(None);
         }
         let path = self.dir().join(name);
         match std::fs::read_to_string(&path) {
-            Ok(text) => Ok(Some((text, path))),
+            Ok(text) => Ok(Some((without_bom(&text).to_string(), path))),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e).with_context(|| format!("cannot read {}", path.display())),
         }
@@ -103,24 +104,52 @@ impl Checkpoint {
         }
         let text =
             std::fs::read_to_string(&self.path).with_context(|| format!("cannot read {}", self.path.display()))?;
-        ModelConfig::from_json(&text).with_context(|| self.path.display().to_string())
+        ModelConfig::from_json(without_bom(&text)).with_context(|| self.path.display().to_string())
     }
 
-    /// Its tokenizer. A missing one is None where weights are made up, else an error.
-    pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
-        if let Some(file) = &self.gguf {
-            return gguf_tokenizer::tokenizer(file).map(Some);
-        }
-        let path = self.dir().join("tokenizer.json");
-        if !path.is_file() {
-            return match self.format {
-                LoadFormat::Dummy => Ok(None),
-                LoadFormat::Auto => bail!("{} is missing", path.display()),
+    /// The texts of the files in a folder of the directory, by their names without the ending.
+    pub fn files(&self, folder: &str, ending: &str) -> Result<Vec<(String, String)>> {
+        let Ok(entries) = std::fs::read_dir(self.dir().join(folder)) else { return Ok(Vec::new()) };
+        let mut texts = Vec::new();
+        for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+            let (Some(name), true) = (path.file_stem(), path.extension().is_some_and(|e| e == ending)) else {
+                continue;
             };
+            let name = name.to_string_lossy().into_owned();
+            texts.extend(self.text(&format!("{folder}/{name}.{ending}"))?.map(|(text, _)| (name, text)));
         }
-        let text = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok(texts)
+    }
+
+    /// A JSON file in the directory, null where it is missing.
+    pub fn json(&self, name: &str) -> Result<Value> {
+        let Some((text, path)) = self.text(name)? else { return Ok(Value::Null) };
+        serde_json::from_str(&text).with_context(|| path.display().to_string())
+    }
+
+    /// Its tokenizer, which neither cuts texts nor fills them up. A missing one is None where weights are made up, else an
+    /// error.
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
+        let tokenizer = match &self.gguf {
+            Some(file) => Some(gguf_tokenizer::tokenizer(file)?),
+            None => self.json_tokenizer()?,
+        };
+        let Some(mut tokenizer) = tokenizer else { return Ok(None) };
+        // A file has the settings of whoever saved it last, for training.
+        tokenizer.with_truncation(None).map_err(anyhow::Error::msg)?.with_padding(None);
+        Ok(Some(tokenizer))
+    }
+
+    /// From tokenizer.json, or from the vocab.json and merges.txt of older checkpoints.
+    fn json_tokenizer(&self) -> Result<Option<Tokenizer>> {
+        let Some((text, path)) = self.text("tokenizer.json")? else {
+            return match (vocab_tokenizer::tokenizer(self)?, self.format) {
+                (None, LoadFormat::Auto) => bail!("{} is missing", self.dir().join("tokenizer.json").display()),
+                (tokenizer, _) => Ok(tokenizer),
+            };
+        };
         // tokenizers 0.23 panics where the JSON of a decoder is not valid.
-        serde_json::from_slice::<serde_json::Value>(&text).with_context(|| path.display().to_string())?;
+        serde_json::from_str::<Value>(&text).with_context(|| path.display().to_string())?;
         Tokenizer::from_bytes(text).map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
     }
 
@@ -200,4 +229,9 @@ pub(super) fn shard_names(index: &str) -> Result<BTreeSet<String>> {
         bail!("`weight_map`: expected at least one file, got none")
     }
     Ok(names)
+}
+
+/// Some editors write a mark of byte order before a text.
+fn without_bom(text: &str) -> &str {
+    text.strip_prefix('\u{FEFF}').unwrap_or(text)
 }

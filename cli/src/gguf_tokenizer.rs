@@ -4,6 +4,7 @@ use anyhow::{bail, Context, Result};
 use candle_core::quantized::gguf_file::Value;
 use candle_gdn_models::GgufFile;
 use serde_json::{json, Map};
+use std::collections::BTreeMap;
 use tokenizers::Tokenizer;
 
 /// How text is split before the merges: llama.cpp's names, and the patterns of the models' own tokenizer.json.
@@ -34,9 +35,13 @@ pub fn tokenizer(file: &GgufFile) -> Result<Tokenizer> {
     from_metadata(file).with_context(|| file.path().display().to_string())
 }
 
-/// The template that the messages of a chat are put into, if the file has one.
-pub fn chat_template(file: &GgufFile) -> Option<&str> {
-    text(file, "tokenizer.chat_template").ok()
+/// The templates that the messages of a chat are put into, by name.
+pub fn chat_templates(file: &GgufFile) -> BTreeMap<String, String> {
+    let names =
+        list(file, "tokenizer.chat_templates").unwrap_or_default().iter().filter_map(|name| name.to_string().ok());
+    let named = names.map(|name| (name.clone(), format!("tokenizer.chat_template.{name}")));
+    let keys = named.chain([("default".to_string(), "tokenizer.chat_template".to_string())]);
+    keys.filter_map(|(name, key)| Some((name, text(file, &key).ok()?.to_string()))).collect()
 }
 
 /// The content of the token that `tokenizer.ggml.{name}_token_id` names: "bos", "eos".
@@ -54,24 +59,6 @@ fn from_metadata(file: &GgufFile) -> Result<Tokenizer> {
         bail!("`tokenizer.ggml.add_bos_token`: expected false, got true")
     }
     let pre = text(file, "tokenizer.ggml.pre")?;
-    let Some((_, pattern)) = SPLITS.iter().find(|(name, _)| *name == pre) else {
-        let known: Vec<_> = SPLITS.iter().map(|(name, _)| *name).collect();
-        bail!("`tokenizer.ggml.pre`: expected one of {}, got {pre:?}", known.join(", "))
-    };
-    let byte_level = |use_regex: bool| {
-        json!({
-            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex
-        })
-    };
-    let (normalizer, pre_tokenizer) = match pattern {
-        None => (json!(null), byte_level(true)),
-        Some(pattern) => {
-            let split = json!({
-                "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false
-            });
-            (json!({ "type": "NFC" }), json!({ "type": "Sequence", "pretokenizers": [split, byte_level(false)] }))
-        }
-    };
     let tokens = list(file, "tokenizer.ggml.tokens")?;
     let mut vocab = Map::with_capacity(tokens.len());
     for (id, token) in tokens.iter().enumerate() {
@@ -91,16 +78,46 @@ fn from_metadata(file: &GgufFile) -> Result<Tokenizer> {
         }
     }
     let merges = list(file, "tokenizer.ggml.merges")?.iter().map(|merge| string("tokenizer.ggml.merges", merge));
+    let merges = merges.collect::<Result<Vec<_>>>()?;
+    byte_level("`tokenizer.ggml.pre`", pre, vocab, &merges, added).context("`tokenizer.ggml.*`")
+}
+
+/// Byte-level BPE. `split` is what `key` says of how text is split before the merges.
+pub fn byte_level(
+    key: &str,
+    split: &str,
+    vocab: Map<String, serde_json::Value>,
+    merges: &[&str],
+    added: Vec<serde_json::Value>,
+) -> Result<Tokenizer> {
+    let Some((_, pattern)) = SPLITS.iter().find(|(name, _)| *name == split) else {
+        let known: Vec<_> = SPLITS.iter().map(|(name, _)| *name).collect();
+        bail!("{key}: expected one of {}, got {split:?}", known.join(", "))
+    };
+    let byte_level = |use_regex: bool| {
+        json!({
+            "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex
+        })
+    };
+    let (normalizer, pre_tokenizer) = match pattern {
+        None => (json!(null), byte_level(true)),
+        Some(pattern) => {
+            let split = json!({
+                "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false
+            });
+            (json!({ "type": "NFC" }), json!({ "type": "Sequence", "pretokenizers": [split, byte_level(false)] }))
+        }
+    };
     let tokenizer = json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer, "post_processor": null, "decoder": byte_level(true),
         "model": {
             "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
             "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
-            "vocab": vocab, "merges": merges.collect::<Result<Vec<_>>>()?,
+            "vocab": vocab, "merges": merges,
         },
     });
-    Tokenizer::from_bytes(tokenizer.to_string()).map_err(|e| anyhow::anyhow!("`tokenizer.ggml.*`: {e}"))
+    Tokenizer::from_bytes(tokenizer.to_string()).map_err(anyhow::Error::msg)
 }
 
 fn text<'a>(file: &'a GgufFile, key: &str) -> Result<&'a str> {

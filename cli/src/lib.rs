@@ -14,6 +14,8 @@ mod progress;
 pub mod ranks;
 mod safetensors;
 pub mod settings;
+pub mod stream;
+mod vocab_tokenizer;
 
 pub use checkpoint::Checkpoint;
 pub use load::{draft_after, fix_thread_count, load_model, LoadFormat, ModelArgs};

@@ -1,11 +1,14 @@
-//! `generation_config.json`, or `general.sampling.*` of a GGUF file: the tokens that end a text, and the sampling that the authors of a model recommend.
+//! `generation_config.json` and its like, or `general.sampling.*` of a GGUF file: the tokens that end a text, and the sampling that the
+//! authors of a model recommend.
 
 use crate::args::{self, SamplingArgs, SamplingOptions};
+use crate::chat::special_tokens;
 use crate::{status, Checkpoint};
 use anyhow::{anyhow, bail, Context, Result};
 use candle_gdn_models::{GgufFile, ModelConfig, Sampling};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
+use tokenizers::Tokenizer;
 
 /// Keys of `generation_config.json` that are read here or do not change which token is chosen. One that ends with `_` stands for all
 /// keys that begin so.
@@ -68,7 +71,12 @@ struct Recommended {
 
 impl Settings {
     /// Each option is that of the command line, else of the checkpoint; without either, the most likely token is chosen.
-    pub fn new(args: &SamplingArgs, checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
+    pub fn new(
+        args: &SamplingArgs,
+        checkpoint: &Checkpoint,
+        config: &ModelConfig,
+        tokenizer: Option<&Tokenizer>,
+    ) -> Result<Self> {
         let file = match (checkpoint.gguf(), checkpoint.text("generation_config.json")?) {
             (Some(file), _) => general_sampling(file).with_context(|| file.path().display().to_string())?,
             (None, Some((text, path))) => generation_config(&text).with_context(|| path.display().to_string())?,
@@ -76,6 +84,9 @@ impl Settings {
         };
         let mut eos: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
         eos.extend(&file.eos);
+        // Some configurations lack the token with which the tokenizer ends a turn.
+        let own = special_tokens(checkpoint)?.remove("eos_token");
+        eos.extend(own.and_then(|own| tokenizer?.token_to_id(own.as_str()?)));
         Ok(Self { eos, sampling: sampling(&args.options, file) })
     }
 }

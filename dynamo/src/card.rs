@@ -47,7 +47,7 @@ fn write(checkpoint: &Checkpoint, config: &ModelConfig, to: &Path) -> Result<()>
     tokenizer.save(to.join("tokenizer.json"), false).map_err(anyhow::Error::msg)?;
     let special = |name| gguf_tokenizer::special_token(file, name);
     let tokenizer_config = json!({
-        "chat_template": gguf_tokenizer::chat_template(file),
+        "chat_template": gguf_tokenizer::chat_templates(file).remove("default"),
         "bos_token": special("bos"),
         "eos_token": special("eos"),
     });

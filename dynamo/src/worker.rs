@@ -57,7 +57,7 @@ impl Worker {
     pub fn new(args: Args) -> anyhow::Result<(Self, WorkerConfig)> {
         let checkpoint = Checkpoint::find(&args.model)?;
         let config = checkpoint.config()?;
-        let settings = Settings::new(&args.sampling, &checkpoint, &config)?;
+        let settings = Settings::new(&args.sampling, &checkpoint, &config, checkpoint.tokenizer()?.as_ref())?;
         let card = Card::new(&checkpoint, &config)?;
         let name = args.serve.served_model_name.clone().unwrap_or_else(|| card.name(args.model.model.as_deref()));
         let common = &args.dynamo;

@@ -1,17 +1,19 @@
 //! One completion as text.
 
+use super::job::Job;
 use super::output::Output;
-use super::stream::TextStream;
 use anyhow::{bail, Result};
 use candle_gdn_cli::plan::Plan;
+use candle_gdn_cli::stream::{StopTexts, TextStream};
 use candle_gdn_models::FinishReason;
-use tokenizers::Tokenizer;
 
 /// Why a completion came to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
     /// A token that ends a text.
     EndOfText,
+    /// A text of --stop.
+    StopText,
     /// As many tokens as were asked for.
     SampleLen,
     /// There is no further position.
@@ -40,28 +42,47 @@ pub struct Completion<'a> {
     /// The prompt's number, from 0.
     prompt: usize,
     pub tokens: Vec<u32>,
+    /// What was handed out of their text.
+    pub said: String,
     text: TextStream<'a>,
+    stops: StopTexts<'a>,
 }
 
 impl<'a> Completion<'a> {
     /// Of prompt number `prompt`. Without a tokenizer there is no text.
-    pub fn new(prompt: usize, tokenizer: Option<&'a Tokenizer>) -> Self {
-        Self { prompt, tokens: Vec::new(), text: TextStream::new(tokenizer) }
+    pub fn new(prompt: usize, job: &Job<'a>) -> Self {
+        let (text, stops) = (TextStream::new(job.tokenizer), StopTexts::new(job.stop));
+        Self { prompt, tokens: Vec::new(), said: String::new(), text, stops }
     }
 
-    /// Hands out the text that the next token completes.
-    pub fn push(&mut self, token: u32, output: &mut Output) -> Result<()> {
+    /// Hands out the text that the next token completes; whether a text of --stop ended it with this token.
+    pub fn push(&mut self, token: u32, output: &mut Output) -> Result<bool> {
         self.tokens.push(token);
-        output.push(self.prompt, &self.text.push(token)?)
+        let before = self.stops.found();
+        let text = self.stops.push(&self.text.push(token)?);
+        self.hand_out(&text, output)?;
+        Ok(self.stops.found() && !before)
     }
 
-    /// Hands out the rest of the text and says why it ended.
+    /// Hands out the rest of the text. Why it ended: a text of --stop counts before `stop`.
+    pub fn rest(&mut self, stop: Stop, output: &mut Output) -> Result<Stop> {
+        let text = self.stops.push(&self.text.finish()?) + &self.stops.finish();
+        self.hand_out(&text, output)?;
+        Ok(if self.stops.found() { Stop::StopText } else { stop })
+    }
+
+    fn hand_out(&mut self, text: &str, output: &mut Output) -> Result<()> {
+        self.said.push_str(text);
+        output.push(self.prompt, text)
+    }
+
+    /// Says why it ended.
     pub fn finish(self, stop: Stop, plan: &Plan, output: &mut Output) -> Result<()> {
         let drawn = self.tokens.len();
-        output.push(self.prompt, &self.text.finish()?)?;
         let positions = format!("{} {} positions", plan.positions_of, plan.positions);
         let why = match stop {
             Stop::EndOfText => format!("end of text after {drawn} tokens"),
+            Stop::StopText => format!("--stop after {drawn} tokens"),
             Stop::SampleLen => format!("{drawn} tokens (-n)"),
             Stop::PositionLimit => format!("{drawn} tokens, {positions}"),
             Stop::Interrupted => format!("interrupted after {drawn} tokens"),

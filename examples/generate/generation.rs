@@ -29,7 +29,7 @@ impl<'a> Generation<'a> {
         let mut completions = Vec::with_capacity(job.prompts.len());
         for (n, prompt) in job.prompts.iter().enumerate() {
             let id = engine.submit(job.request(n, prompt.clone()))?;
-            completions.push((id, Some(Completion::new(n, job.tokenizer))));
+            completions.push((id, Some(Completion::new(n, job))));
         }
         let output = Output::new(job.prompts.len(), job.tokenizer.is_some(), bar.clone());
         Ok(Self { job, engine, completions, output, bar, fed: false, last_stop: Stop::SampleLen })
@@ -67,7 +67,8 @@ impl<'a> Generation<'a> {
         };
         // One without a token has not begun.
         let taken = self.completions.iter_mut().filter_map(|(_, completion)| completion.take());
-        for completion in taken.filter(|completion| !completion.tokens.is_empty()) {
+        for mut completion in taken.filter(|completion| !completion.tokens.is_empty()) {
+            let stop = completion.rest(stop, &mut self.output)?;
             completion.finish(stop, self.job.plan, &mut self.output)?;
         }
         Ok(stop)
@@ -93,15 +94,19 @@ impl<'a> Generation<'a> {
         let Some((_, completion)) = self.completions.iter_mut().find(|(other, _)| *other == id) else { return Ok(()) };
         match event {
             Event::Token { token, .. } => {
-                completion.as_mut().map_or(Ok(()), |completion| completion.push(token, &mut self.output))
+                let Some(completion) = completion else { return Ok(()) };
+                if completion.push(token, &mut self.output)? {
+                    self.engine.cancel(id)?;
+                }
+                Ok(())
             }
             Event::Finished { reason, .. } => {
                 let stop = Stop::by_itself(reason)?;
                 // Nobody reads the rest: that is why it ends.
                 self.last_stop = if self.output.closed() { Stop::ClosedOutput } else { stop };
-                let finish =
-                    |completion: Completion| completion.finish(self.last_stop, self.job.plan, &mut self.output);
-                completion.take().map_or(Ok(()), finish)
+                let Some(mut completion) = completion.take() else { return Ok(()) };
+                self.last_stop = completion.rest(self.last_stop, &mut self.output)?;
+                completion.finish(self.last_stop, self.job.plan, &mut self.output)
             }
             _ => Ok(()),
         }

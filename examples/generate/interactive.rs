@@ -96,11 +96,18 @@ impl<'a> Interactive<'a> {
 
     /// Why the answer ended; None where there was none, and the message does not count.
     fn answer(&mut self, message: &str) -> Result<Option<Stop>> {
-        let prompt = self.talk.ask(message)?;
-        if let Err(e) = prompt::check(&prompt.tokens, self.job.model.config(), Some(self.job.plan.positions)) {
-            status!("skipped: {e:#}; /reset starts again");
-            return Ok(None);
-        }
+        let config = self.job.model.config();
+        let prompt = self.talk.ask(message).and_then(|prompt| {
+            prompt::check(&prompt.tokens, config, Some(self.job.plan.positions))?;
+            Ok(prompt)
+        });
+        let prompt = match prompt {
+            Ok(prompt) => prompt,
+            Err(e) => {
+                status!("skipped: {e:#}; /reset starts again");
+                return Ok(None);
+            }
+        };
         // The last token is fed in any case: logits come from nowhere else.
         let most = prompt.tokens.len() - 1;
         self.keep_common(common(&prompt.tokens[..most], &self.memory.tokens), prompt.tokens.len());
@@ -111,17 +118,22 @@ impl<'a> Interactive<'a> {
             ..self.job.request(self.answers, prompt.tokens.clone())
         })?;
         let mut output = Output::new(1, true, ProgressBar::hidden());
-        let mut completion = Completion::new(0, self.job.tokenizer);
+        let mut completion = Completion::new(0, self.job);
         let stop = self.complete(id, &mut completion, &mut output)?;
         if completion.tokens.is_empty() && stop == Stop::Interrupted {
             status!("stopped: interrupted before the answer, the message is skipped");
             return Ok(None);
         }
         self.answers += 1;
-        let all = [&prompt.tokens[..], &completion.tokens].concat();
+        let stop = completion.rest(stop, &mut output)?;
+        let mut all = [&prompt.tokens[..], &completion.tokens].concat();
         let seen = self.memory.last.as_ref().map_or(0, |last| last.len());
         self.memory.tokens = all[..seen].to_vec();
-        self.talk.answered(message, &completion.tokens, &all)?;
+        if stop == Stop::StopText {
+            // The talk goes on behind what was printed.
+            all = [&prompt.tokens[..], &self.talk.encode(&completion.said, false)?].concat();
+        }
+        self.talk.answered(message, completion.said.clone(), all);
         completion.finish(stop, self.job.plan, &mut output)?;
         output.push(0, "\n")?;
         if stop != Stop::EndOfText {
@@ -160,7 +172,12 @@ impl<'a> Interactive<'a> {
                     output.say(&line);
                 }
                 match event {
-                    Event::Token { token, .. } => completion.push(token, output)?,
+                    Event::Token { token, .. } => {
+                        if completion.push(token, output)? && ended_by.is_none() {
+                            ended_by = Some(Stop::StopText);
+                            self.engine.cancel(id)?;
+                        }
+                    }
                     Event::Snapshot { snapshot, .. } => snapshots.push(snapshot),
                     Event::Finished { reason, .. } => {
                         // Without an answer the message does not count. With one, the snapshot of its end comes last.

@@ -18,6 +18,8 @@ pub struct Job<'a> {
     /// Without one nothing is printed but figures.
     pub tokenizer: Option<&'a Tokenizer>,
     pub settings: &'a Settings,
+    /// Texts that end a completion.
+    pub stop: &'a [String],
     pub run: &'a RunArgs,
     pub plan: &'a Plan,
     pub prompts: &'a [Vec<u32>],

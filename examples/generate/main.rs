@@ -6,11 +6,11 @@ mod interactive;
 mod job;
 mod output;
 mod prompt;
-mod stream;
 mod talk;
 
-use anyhow::{bail, Result};
+use anyhow::{bail, Context, Result};
 use candle_gdn_cli::args::Args;
+use candle_gdn_cli::chat::Template;
 use candle_gdn_cli::plan::Plan;
 use candle_gdn_cli::settings::Settings;
 use candle_gdn_cli::{fix_thread_count, is_first, load_model, ranks, status, Checkpoint, Need, Rank};
@@ -48,17 +48,30 @@ fn run(args: &Args) -> Result<Stop> {
     args.model.algo()?;
     let mut checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
-    let mut settings = Settings::new(&args.sampling, &checkpoint, &config)?;
     let mut tokenizer = checkpoint.tokenizer()?;
+    let mut settings = Settings::new(&args.sampling, &checkpoint, &config, tokenizer.as_ref())?;
     if args.prompts.prompt_tokens.is_some() {
         settings.eos.clear();
         tokenizer = None;
     }
+    if args.prompts.interactive && tokenizer.is_none() {
+        bail!("--interactive: {} has no tokenizer.json, so no text can go in", checkpoint.name())
+    }
+    let template = match (args.prompts.chat, args.prompts.interactive, args.chat.option()) {
+        (true, ..) => Some(Template::load(&checkpoint, &args.chat)?),
+        (_, true, _) => Template::find(&checkpoint, &args.chat).context("--interactive")?,
+        (.., Some(option)) => bail!("{option}: expected --chat or --interactive"),
+        (.., None) => None,
+    };
+    if let (Some(template), Some(tokenizer)) = (&template, &tokenizer) {
+        settings.eos.extend(template.end_of_turn(tokenizer));
+    }
     let (mut talk, mut prompts) = (None, Vec::new());
     if args.prompts.interactive {
-        talk = Some(Talk::find(&checkpoint, tokenizer.as_ref(), args.prompts.chat)?);
+        talk = tokenizer.as_ref().map(|tokenizer| Talk::new(tokenizer, template.as_ref()));
     } else {
-        prompts = prompt::tokens(&args.prompts, &checkpoint, tokenizer.as_ref(), &config, &args.run)?;
+        prompts =
+            prompt::tokens(&args.prompts, &checkpoint, tokenizer.as_ref(), template.as_ref(), &config, &args.run)?;
     }
     let draft_head = checkpoint.draft_head(args.run.mtp, &config)?;
     let plan = Plan::new(args, &config, draft_head, &prompts);
@@ -114,6 +127,7 @@ impl Task<'_> {
             model: &model,
             tokenizer: self.tokenizer,
             settings: &self.settings,
+            stop: &args.stop,
             run: &args.run,
             plan: &self.plan,
             prompts: &self.prompts,

@@ -19,6 +19,7 @@ pub fn tokens(
     args: &PromptArgs,
     checkpoint: &Checkpoint,
     tokenizer: Option<&Tokenizer>,
+    template: Option<&Template>,
     config: &ModelConfig,
     run: &RunArgs,
 ) -> Result<Vec<Vec<u32>>> {
@@ -34,12 +35,11 @@ pub fn tokens(
     let Some(tokenizer) = tokenizer else {
         bail!("{} has no tokenizer.json, so no text can go in: expected --prompt-tokens N", checkpoint.name())
     };
-    let template = if args.chat { Some(Template::load(checkpoint)?) } else { None };
     let texts = texts(args)?;
     let several = texts.len() > 1;
     let mut prompts = Vec::with_capacity(texts.len());
     for (i, text) in texts.into_iter().enumerate() {
-        let text = match &template {
+        let text = match template {
             Some(template) => template.render(&[Message::user(text)], true)?,
             None => text,
         };

@@ -1,18 +1,17 @@
 //! What is said in a talk, and how it becomes tokens.
 
-use anyhow::{anyhow, bail, Context, Result};
+use anyhow::{anyhow, Result};
 use candle_gdn_cli::chat::{Message, Template};
-use candle_gdn_cli::Checkpoint;
 use tokenizers::Tokenizer;
 
 pub struct Talk<'a> {
     tokenizer: &'a Tokenizer,
-    kind: Kind,
+    kind: Kind<'a>,
 }
 
-enum Kind {
+enum Kind<'a> {
     /// Messages in turn, written as the model knows them.
-    Chat { template: Box<Template>, messages: Vec<Message> },
+    Chat { template: &'a Template, messages: Vec<Message> },
     /// One text: lines, and what the model continued them with.
     Text { tokens: Vec<u32> },
 }
@@ -27,20 +26,12 @@ pub struct Prompt {
 }
 
 impl<'a> Talk<'a> {
-    /// With the checkpoint's template if it has one, as it must for `chat`.
-    pub fn find(checkpoint: &Checkpoint, tokenizer: Option<&'a Tokenizer>, chat: bool) -> Result<Self> {
-        let Some(tokenizer) = tokenizer else {
-            bail!("--interactive: {} has no tokenizer.json, so no text can go in", checkpoint.name())
-        };
-        let template = match chat {
-            true => Some(Template::load(checkpoint)?),
-            false => Template::find(checkpoint).context("--interactive")?,
-        };
+    pub fn new(tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Self {
         let kind = match template {
-            Some(template) => Kind::Chat { template: Box::new(template), messages: Vec::new() },
+            Some(template) => Kind::Chat { template, messages: Vec::new() },
             None => Kind::Text { tokens: Vec::new() },
         };
-        Ok(Self { tokenizer, kind })
+        Self { tokenizer, kind }
     }
 
     /// Whether there is a template.
@@ -68,13 +59,11 @@ impl<'a> Talk<'a> {
     }
 
     /// The model has said `answer` to `message`; `all` are the tokens of the prompt and of that.
-    pub fn answered(&mut self, message: &str, answer: &[u32], all: &[u32]) -> Result<()> {
-        let text = self.tokenizer.decode(answer, true).map_err(|e| anyhow!("cannot decode tokens: {e}"))?;
+    pub fn answered(&mut self, message: &str, answer: String, all: Vec<u32>) {
         match &mut self.kind {
-            Kind::Chat { messages, .. } => messages.extend([Message::user(message), Message::assistant(text)]),
-            Kind::Text { tokens } => *tokens = all.to_vec(),
+            Kind::Chat { messages, .. } => messages.extend([Message::user(message), Message::assistant(answer)]),
+            Kind::Text { tokens } => *tokens = all,
         }
-        Ok(())
     }
 
     /// As if nothing had been said.
@@ -85,7 +74,7 @@ impl<'a> Talk<'a> {
         }
     }
 
-    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let encoding = self.tokenizer.encode(text, special).map_err(|e| anyhow!("cannot tokenise: {e}"))?;
         Ok(encoding.get_ids().to_vec())
     }

@@ -27,11 +27,15 @@ const TEXT_FILES: &[&str] = &[
     "generation_config.json",
     "hf_quant_config.json",
     "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
 ];
+const TEMPLATES: &str = "additional_chat_templates/";
 
 /// Downloads what a text model needs, its weights if asked: the directory it lies in, or its GGUF file. None where `model` is
 /// no name of the hub. Where the hub does not answer, cached files take its place.
@@ -118,7 +122,7 @@ fn select(listed: &[String], name: &Name, weights: bool, get: &dyn Fn(&str) -> R
     }
     let Name { id, revision, .. } = name;
     ensure!(has("config.json"), "hub: {id} has no config.json and no GGUF file at revision {revision}");
-    for file in TEXT_FILES.iter().filter(|file| has(file)) {
+    for file in listed.iter().filter(|file| TEXT_FILES.contains(&file.as_str()) || file.starts_with(TEMPLATES)) {
         get(file)?;
     }
     if weights && has(INDEX) {

@@ -11,7 +11,7 @@ fn start(args: &[&str]) -> Child {
 }
 
 /// All that was said, and the end of the input.
-fn talk(args: &[&str], input: impl AsRef<[u8]>) -> Run {
+pub fn talk(args: &[&str], input: impl AsRef<[u8]>) -> Run {
     let mut child = start(args);
     child.stdin.take().unwrap().write_all(input.as_ref()).unwrap();
     Run::end(child).good()
@@ -22,7 +22,7 @@ fn once(prompt: &str, args: &[&str]) -> String {
     generate(&[&["--prompt", prompt], args].concat()).stdout
 }
 
-fn asked(message: &str) -> String {
+pub fn asked(message: &str) -> String {
     format!("<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n")
 }
 
@@ -36,8 +36,8 @@ fn cache(run: &Run) -> Vec<[usize; 2]> {
     lines.map(numbers).collect()
 }
 
-const FIRST: &str = "In the beginning";
-const SECOND: &str = "And God said";
+pub const FIRST: &str = "In the beginning";
+pub const SECOND: &str = "And God said";
 const THIRD: &str = "The LORD is my shepherd; I shall not want";
 
 #[test]
@@ -225,9 +225,5 @@ fn bad_arguments() {
     let copy = Copy::new();
     copy.write("chat_template.jinja", "{{ raise_exception('only for machines') }}");
     let arg = copy.arg();
-    let mut child = start(&["--model", &arg]);
-    child.stdin.take().unwrap().write_all(b"a\n").unwrap();
-    let run = Run::end(child);
-    assert_eq!(run.code, Some(1), "{run:?}");
-    assert!(run.stderr.contains("only for machines") && !run.stderr.contains("panicked"), "{run:?}");
+    talk(&["--model", &arg], "a\n").says(&["skipped", "only for machines"]);
 }

@@ -38,7 +38,25 @@ pub fn endless(positions: usize) -> Copy {
     for file in ["config.json", "generation_config.json"] {
         copy.set(file, "eos_token_id", serde_json::Value::Null);
     }
+    copy.set("tokenizer_config.json", "eos_token", serde_json::Value::Null);
     copy.set("config.json", "max_position_embeddings", positions.into());
+    copy
+}
+
+/// A checkpoint that says `<|im_end|>` where the demo says a comma.
+pub fn says_im_end() -> Copy {
+    let copy = Copy::new();
+    let [comma, end] = [",", "<|im_end|>"].map(|token| tokenizer().token_to_id(token).expect("a token") as usize);
+    copy.weights(|all| {
+        let head = all.get_mut("lm_head.weight").expect("a head");
+        let rows = (0..head.dims()[0] as u32).map(|row| match row as usize {
+            row if row == comma => end as u32,
+            row if row == end => comma as u32,
+            row => row as u32,
+        });
+        let rows = Tensor::from_iter(rows, &Device::Cpu).expect("rows");
+        *head = head.index_select(&rows, 0).expect("a head");
+    });
     copy
 }
 

@@ -39,9 +39,9 @@ fn small_files_at_every_length() {
     let files: [(&str, Read); 3] = [
         ("config.json", |_, checkpoint| checkpoint.config().map(drop)),
         ("generation_config.json", |args, checkpoint| {
-            Settings::new(&args.sampling, checkpoint, &checkpoint.config()?).map(drop)
+            Settings::new(&args.sampling, checkpoint, &checkpoint.config()?, None).map(drop)
         }),
-        ("tokenizer_config.json", |_, checkpoint| Template::load(checkpoint).map(drop)),
+        ("tokenizer_config.json", |args, checkpoint| Template::load(checkpoint, &args.chat).map(drop)),
     ];
     for (name, read_it) in files {
         cut(&Copy::new(), name, 0..4096, read_it);

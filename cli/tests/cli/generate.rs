@@ -202,7 +202,7 @@ const JINJA: &str = r#"
         {%- set ns.seen = true %}
     {%- endif %}
 {%- endfor %}
-{%- if not ns.seen or tools is defined or {"a": ["<b>", 1]} | tojson != '{"a": ["<b>", 1]}' %}
+{%- if not ns.seen or tools is not none or {"a": ["<b>", 1]} | tojson != '{"a": ["<b>", 1]}' %}
     {{- raise_exception('The template went wrong') }}
 {%- endif %}
 {%- for message in messages %}

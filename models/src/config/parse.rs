@@ -71,8 +71,10 @@ impl ModelConfig {
         // The wrapper's own value wins where both are given: transformers ties at the top.
         let tie_word_embeddings = root.bool_or("tie_word_embeddings", text.bool_or("tie_word_embeddings", false)?)?;
         let mut eos_token_ids = token_ids(&text, "eos_token_id")?;
-        if eos_token_ids.is_empty() {
-            eos_token_ids = token_ids(&root, "eos_token_id")?;
+        for id in token_ids(&root, "eos_token_id")? {
+            if !eos_token_ids.contains(&id) {
+                eos_token_ids.push(id);
+            }
         }
         Ok(Self {
             family,

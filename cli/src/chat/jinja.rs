@@ -1,0 +1,79 @@
+//! Jinja as transformers sets it up, which chat templates are written for.
+
+use super::{json, methods, source::source};
+use anyhow::{Context, Result};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Tuple, Value, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, State};
+use std::collections::HashSet;
+
+const NAME: &str = "chat";
+
+/// Steps that a template may run, of which it needs some hundreds a message. Each 64 bytes of text that it makes are a step too.
+const FUEL: u64 = 4_000_000;
+/// Bytes that it may write, more than any model reads.
+const MAX_BYTES: usize = 64 << 20;
+
+/// A template that was read.
+pub struct Jinja(Environment<'static>);
+
+impl Jinja {
+    /// # Errors
+    /// When the text is no Jinja; the message names the line.
+    pub fn new(text: &str) -> Result<Self> {
+        let mut env = Environment::new();
+        env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+        env.set_fuel(Some(FUEL));
+        env.set_unknown_method_callback(methods::call);
+        minijinja_contrib::add_to_environment(&mut env);
+        env.add_function("raise_exception", |message: String| -> Result<String, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        env.add_function("strftime_now", |format: &str| {
+            let failed = |e: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {e}"));
+            jiff::fmt::strtime::format(format, &jiff::Zoned::now()).map_err(failed)
+        });
+        env.add_filter("tojson", json::tojson);
+        env.add_filter("percent", |state: &mut State, text: Value, value: Value| {
+            let values = value.downcast_object_ref::<Tuple>().map_or(std::slice::from_ref(&value), |tuple| tuple);
+            state.apply_filter("format", &[std::slice::from_ref(&text), values].concat())
+        });
+        env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+        env.add_test("sequence", |value: &Value| {
+            matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
+        });
+        env.add_template_owned(NAME, source(text)).context("the chat template")?;
+        Ok(Self(env))
+    }
+
+    /// The names that it reads from its context.
+    pub fn names(&self) -> Result<HashSet<String>> {
+        Ok(self.0.get_template(NAME)?.undeclared_variables(false))
+    }
+
+    /// The text for `context`.
+    ///
+    /// # Errors
+    /// What the template raises, and a text or work without bound.
+    pub fn render(&self, context: Value) -> Result<String> {
+        let mut text = Limited(Vec::new());
+        self.0.get_template(NAME)?.render_captured_to(context, &mut text).context("the chat template")?;
+        String::from_utf8(text.0).context("the chat template")
+    }
+}
+
+/// What a template wrote, up to [`MAX_BYTES`].
+struct Limited(Vec<u8>);
+
+impl std::io::Write for Limited {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_BYTES {
+            return Err(std::io::Error::other(format!("expected at most {MAX_BYTES} bytes of text")));
+        }
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
