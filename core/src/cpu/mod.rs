@@ -10,4 +10,4 @@ mod view;
 
 pub use element::{Element, Stored};
 pub use pages::Pages;
-pub use view::{parallel, prefetch, Heads, Sequences, Shared, Slots};
+pub use view::{parallel, prefetch, prefetch_line, Heads, Sequences, Shared, Slots};

@@ -23,14 +23,20 @@ impl<'a, T> Heads<'a, T> {
 /// Prefetches the cache lines of `row`, where the compiler knows an instruction for it.
 #[inline(always)]
 pub fn prefetch<T>(row: &[T]) {
+    row.chunks((64 / size_of::<T>()).max(1)).for_each(|line| prefetch_line(line.as_ptr()));
+}
+
+/// Prefetches the cache line at an address, whatever is there.
+#[inline(always)]
+pub fn prefetch_line<T>(line: *const T) {
     #[cfg(target_arch = "x86_64")]
-    for line in row.chunks((64 / size_of::<T>()).max(1)) {
+    {
         use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
         // SAFETY: a hint, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = row;
+    let _ = line;
 }
 
 /// How tokens are grouped into sequences.

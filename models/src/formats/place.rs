@@ -1,11 +1,10 @@
 //! From stored matrices to weights on the model's device.
 
 use super::{Blocks, E4m3Rows, Source, Stored};
-use crate::weights::cpu::bytes::Bytes;
+use crate::weights::cpu::quantized::Quantized;
 #[cfg(feature = "cuda")]
 use crate::weights::cuda::packed::Packed;
 use crate::weights::Weight;
-use candle_core::quantized::GgmlDType;
 use candle_core::{bail, Device, Result, Tensor};
 use std::sync::Arc;
 
@@ -109,9 +108,9 @@ pub(crate) fn together_and_each<const N: usize>(
 
 /// Rows in a ggml type: for our kernels where they support the type and width, else for candle's.
 pub(crate) fn blocks(rows: &Blocks, device: &Device) -> Result<Weight> {
-    if device.is_cpu() && rows.dtype == GgmlDType::Q8_0 {
-        if let Some(bytes) = Bytes::new(rows.rows, rows.columns, &rows.data) {
-            return Ok(Weight::Bytes(Arc::new(bytes)));
+    if device.is_cpu() {
+        if let Some(weight) = Quantized::new(rows.dtype, rows.rows, rows.columns, &rows.data) {
+            return Ok(Weight::Quantized(Arc::new(weight)));
         }
     }
     #[cfg(feature = "cuda")]
@@ -132,7 +131,7 @@ pub(crate) fn packed(rows: &Blocks, paired: usize, device: &Device) -> Result<Op
 /// The same weight in q8_0, half of the bytes to read; `None` where it has no more already, or no kernel of ours supports it so.
 #[cfg(feature = "cuda")]
 pub(crate) fn rounded(weight: &Weight) -> Result<Option<Weight>> {
-    use candle_core::DType;
+    use candle_core::{quantized::GgmlDType, DType};
     const CHUNK: usize = 1 << 14;
     let Weight::Dense(weight) = weight else { return Ok(None) };
     let (rows, columns) = weight.dims2()?;

@@ -70,7 +70,7 @@ impl Weight {
             Self::E4m3(weight) => linear::e4m3(x, weight, None, launch),
             #[cfg(not(feature = "cuda"))]
             Self::E4m3(_) => bail!("weight in e4m3: expected a build with CUDA"),
-            Self::Bytes(weight) => {
+            Self::Quantized(weight) => {
                 let y = host::with_f32(x, |x| weight.product(x, rows))?;
                 host::tensor(y, (rows, self.outputs()), x.dtype())
             }

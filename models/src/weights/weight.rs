@@ -1,6 +1,6 @@
 //! How the numbers of a matrix are stored.
 
-use super::cpu::bytes::Bytes;
+use super::cpu::quantized::Quantized;
 #[cfg(feature = "cuda")]
 use super::cuda::packed::Packed;
 use super::{E4m3, Tiles};
@@ -20,8 +20,8 @@ pub(crate) enum Weight {
     /// In e4m3 with a scale for each block, on CUDA.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     E4m3(E4m3),
-    /// In q8_0, packed for the CPU's kernels.
-    Bytes(Arc<Bytes>),
+    /// In a ggml type, packed for the CPU's kernels.
+    Quantized(Arc<Quantized>),
     /// In q8_0, q4_K or q6_K, packed for our kernels on CUDA.
     #[cfg(feature = "cuda")]
     Packed(Arc<Packed>),
@@ -71,7 +71,7 @@ impl Weight {
             Self::Dense(weight) => weight.dims()[0],
             Self::Panels(weights) => weights.outputs(),
             Self::E4m3(weight) => weight.bytes.dims()[0],
-            Self::Bytes(weight) => weight.rows,
+            Self::Quantized(weight) => weight.rows,
             #[cfg(feature = "cuda")]
             Self::Packed(weight) => weight.outputs,
             Self::Ggml(weight) => weight.shape().dims()[0],
@@ -85,7 +85,7 @@ impl Weight {
             Self::Dense(weight) => weight.dims()[1],
             Self::Panels(weights) => weights.inputs(),
             Self::E4m3(weight) => weight.bytes.dims()[1],
-            Self::Bytes(weight) => weight.columns(),
+            Self::Quantized(weight) => weight.columns(),
             #[cfg(feature = "cuda")]
             Self::Packed(weight) => weight.inputs,
             Self::Ggml(weight) => weight.shape().dims().last().copied().unwrap_or(0),
@@ -127,7 +127,7 @@ impl Weight {
         match self {
             Self::Dense(table) => table.index_select(ids, 0),
             Self::Panels(weights) => self.read_rows(ids, dtype, |row, dst| weights.read_row(row, dst)),
-            Self::Bytes(bytes) => self.read_rows(ids, dtype, |row, dst| bytes.read_row(row, dst)),
+            Self::Quantized(weight) => self.read_rows(ids, dtype, |row, dst| weight.read_row(row, dst)),
             #[cfg(feature = "cuda")]
             Self::Packed(table) => table.rows(ids, dtype),
             Self::Ggml(table) => table.embedding(ids)?.to_dtype(dtype),

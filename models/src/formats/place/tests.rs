@@ -1,5 +1,6 @@
 use super::*;
 use crate::weights::Tiles;
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Module};
 #[cfg(feature = "cuda")]
 use candle_gdn_core::Launch;

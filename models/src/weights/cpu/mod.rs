@@ -1,5 +1,5 @@
 //! Products on the CPU.
 
-pub(crate) mod bytes;
 pub(crate) mod experts;
+pub(crate) mod quantized;
 pub(crate) mod swiglu;
