@@ -1,4 +1,5 @@
-//! `generation_config.json`, or `general.sampling.*` of a GGUF file: the tokens that end a text, and the sampling that the authors of a model recommend.
+//! `generation_config.json`, or `general.sampling.*` of a GGUF file: the tokens that end a text, and the sampling that the authors
+//! of a model recommend.
 
 use crate::args::{self, SamplingArgs, SamplingOptions};
 use crate::{status, Checkpoint};
