@@ -53,6 +53,6 @@ fn the_template_of_transformers_is_chosen() {
 #[test]
 fn an_odd_template_is_left_as_it_is() {
     for text in ["{%", "{{", "{#", "{{ 'a", "{% raw %}{{", "{{ '\\", "{{ ((([ }}", "{% %}", "{{ 'a' % }}", "é{"] {
-        assert!(source(text).starts_with(&text[..1]), "{text}");
+        assert_eq!(source(text).chars().next(), text.chars().next(), "{text}");
     }
 }
