@@ -327,6 +327,20 @@ fn requests_that_nobody_waits_for_are_cancelled() -> Result<()> {
     Ok(())
 }
 
+/// Dropping the receiver ends a request before its first token too.
+#[test]
+fn a_dropped_receiver_ends_its_request() -> Result<()> {
+    let model = model()?;
+    let (handle, messages) = EngineHandle::new();
+    let client = std::thread::spawn(move || handle.submit(Request::new(vec![5; 1500], 10)).map(drop));
+    let options = EngineOptions { prefill_chunk: 1, ..EngineOptions::new(1, 2000) };
+    let mut seen = Seen::default();
+    messages.drive(Engine::new(&model, options)?, Followers::default(), &mut seen)?;
+    client.join().expect("no panic")?;
+    assert!(seen.progress.stats.prompt.tokens < 1500, "{}", seen.progress.stats.prompt);
+    Ok(())
+}
+
 /// The last report of an engine, and all prefixes kept.
 #[derive(Default)]
 struct Seen {

@@ -57,7 +57,7 @@ fn tokens_that_cannot_be_read_are_drawn_again() -> Result<()> {
     let model = model(0.1)?;
     for depth in [0, 2] {
         let run = |calls: isize| -> Result<_> {
-            let mut engine = engine(&model, EngineOptions::new(6, 64), depth)?;
+            let mut engine = engine(&model, EngineOptions::new(7, 64), depth)?;
             (0..6).try_for_each(|n| engine.submit(Request::new(prompt(n, 2), 12)).map(drop))?;
             let mut ends = Ends::default();
             fail_after(READ, calls);

@@ -3,7 +3,7 @@
 use super::event::Event;
 use super::request::RequestId;
 
-/// Passes that must succeed before the limits double.
+/// Passes that must succeed before the limits double, at least.
 const SUCCESSES: usize = 64;
 
 /// The size of passes. After one failed the next are smaller, since a device that is short of memory may have enough for those.
@@ -16,6 +16,9 @@ pub(super) struct Recovery {
     /// That without failures.
     most_chunk: usize,
     succeeded: usize,
+    /// Passes that must succeed before the limits double: more where doubling has failed, so that requests get on between two trials.
+    patience: usize,
+    has_doubled: bool,
     /// The requests of the pass that runs, and its prompt tokens.
     passing: (Vec<RequestId>, usize),
     /// Requests that failed alone, with a single token, and drew no token since.
@@ -29,6 +32,8 @@ impl Recovery {
             chunk,
             most_chunk: chunk,
             succeeded: 0,
+            patience: SUCCESSES,
+            has_doubled: false,
             passing: Default::default(),
             alone: Vec::new(),
         }
@@ -50,8 +55,9 @@ impl Recovery {
             self.alone.retain(|id| !events.iter().any(|event| progresses(event, id)));
         }
         self.succeeded += 1;
-        if self.succeeded == SUCCESSES {
+        if self.succeeded >= self.patience {
             (self.limit, self.succeeded) = (self.limit.saturating_mul(2), 0);
+            (self.patience, self.has_doubled) = (SUCCESSES.max(self.patience / 2), true);
             self.chunk = self.chunk.saturating_mul(2).min(self.most_chunk);
         }
     }
@@ -61,6 +67,9 @@ impl Recovery {
     pub fn failed(&mut self) -> Option<RequestId> {
         let (passing, prompt_tokens) = std::mem::take(&mut self.passing);
         self.succeeded = 0;
+        if std::mem::take(&mut self.has_doubled) {
+            self.patience = self.patience.saturating_mul(4);
+        }
         // None where it failed before it began.
         if !passing.is_empty() {
             self.limit = (passing.len() / 2).max(1);
@@ -122,6 +131,22 @@ mod tests {
         };
         assert_eq!([8, 4, 2, 1].map(&mut fails), [4, 2, 1, 1].map(|chunk| (None, chunk)));
         assert_eq!(fails(1), (Some(a), 8), "others have the full size");
+    }
+
+    /// Where larger passes fail again and again, there is more and more time between two.
+    #[test]
+    fn trials_of_larger_passes_become_rare() {
+        let mut recovery = Recovery::new(8);
+        let mut passes = || {
+            recovery.begin(vec![RequestId(0), RequestId(1)], 0);
+            assert_eq!((recovery.failed(), recovery.limit), (None, 1));
+            let double = |recovery: &mut Recovery| {
+                recovery.passed(&[]);
+                recovery.limit == 2
+            };
+            1 + (0..).take_while(|_| !double(&mut recovery)).count()
+        };
+        assert_eq!([(); 4].map(|()| passes()), [64, 256, 512, 1024]);
     }
 
     #[test]

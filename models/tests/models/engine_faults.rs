@@ -22,7 +22,8 @@ fn what_resumes_begins_again_behind_its_snapshot() -> Result<()> {
     model.feed_only(&mut pool, &[(s, &numbers(3, 11))])?;
     let resume = Some(Arc::new(pool.snapshot(s)?));
     let run = |resume: Option<_>, calls: isize| -> Result<_> {
-        let options = EngineOptions { prefill_chunk: 4, ..EngineOptions::new(2, 64) };
+        // No room for what is fed twice.
+        let options = EngineOptions { prefill_chunk: 4, ..EngineOptions::new(2, 26) };
         let mut engine = Engine::new(&model, options)?;
         let id = engine.submit(Request { resume, snapshot_at: Some(15), ..Request::new(numbers(3, 20), 6) })?;
         engine.submit(Request::new(numbers(7, 2), 9))?;
