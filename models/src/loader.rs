@@ -37,7 +37,8 @@ impl CausalLm {
 
     /// Loads the model in a GGUF file that llama.cpp's converter made, with activations in `dtype` (f32, bf16 or f16).
     /// `config` is [`ModelConfig::from_gguf`]'s. Quantised matrices stay as they are, to the bit: kernels of this package
-    /// multiply q8_0, q4_K and q6_K on CUDA and q8_0 on some CPUs, candle's multiply the rest and round activations to 8 bits. All else is loaded in `dtype`.
+    /// multiply q8_0, q4_K and q6_K on CUDA, and on x86 CPUs with AVX2 q4_0 to q8_0 and q2_K to q6_K; candle's multiply the rest. Both
+    /// round activations to 8 bits, but for ours on CUDA. All else is loaded in `dtype`.
     ///
     /// # Errors
     /// A missing or misshapen tensor: the message names the file, the tensor, and the weight it stands for.

@@ -27,7 +27,6 @@ pub(super) trait Isa {
     const SIGNED: bool;
 
     unsafe fn load(src: *const u8) -> Self::Bytes;
-    unsafe fn store(dst: *mut u8, x: Self::Bytes);
     unsafe fn or(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
     /// `mask` of each byte, moved left by `by` bits.
     unsafe fn moved(x: Self::Bytes, by: i32, mask: u8) -> Self::Bytes;
@@ -42,7 +41,6 @@ pub(super) trait Isa {
     unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// `a * b + c`
     unsafe fn mul_add(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
-    unsafe fn load_f32(src: *const f32) -> Self::Floats;
     unsafe fn load_f16(src: *const u8) -> Self::Floats;
     unsafe fn load_i8(src: *const u8) -> Self::Floats;
     unsafe fn store_f32(dst: *mut f32, x: Self::Floats);

@@ -18,11 +18,6 @@ impl Isa for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn store(dst: *mut u8, x: __m512i) {
-        _mm512_store_si512(dst.cast(), x)
-    }
-
-    #[inline(always)]
     unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
         _mm512_or_si512(a, b)
     }
@@ -68,11 +63,6 @@ impl Isa for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn load_f32(src: *const f32) -> __m512 {
-        _mm512_loadu_ps(src)
-    }
-
-    #[inline(always)]
     unsafe fn load_f16(src: *const u8) -> __m512 {
         _mm512_cvtph_ps(_mm256_loadu_si256(src.cast()))
     }
@@ -107,11 +97,6 @@ impl Isa for Avx2 {
     #[inline(always)]
     unsafe fn load(src: *const u8) -> __m256i {
         _mm256_load_si256(src.cast())
-    }
-
-    #[inline(always)]
-    unsafe fn store(dst: *mut u8, x: __m256i) {
-        _mm256_store_si256(dst.cast(), x)
     }
 
     #[inline(always)]
@@ -168,11 +153,6 @@ impl Isa for Avx2 {
     #[inline(always)]
     unsafe fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
         _mm256_fmadd_ps(a, b, c)
-    }
-
-    #[inline(always)]
-    unsafe fn load_f32(src: *const f32) -> __m256 {
-        _mm256_loadu_ps(src)
     }
 
     #[inline(always)]
