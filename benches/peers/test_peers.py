@@ -440,7 +440,9 @@ class Gguf(unittest.TestCase):
         """
 
     def test_bad_input(self):
-        for argv in ([], ["--ours", HERE, "--llama", HERE, __file__], ["--ours", __file__, "--llama", HERE, __file__]):
+        files = ["--ours", __file__, "--llama", HERE, __file__]
+        for argv in ([], ["--ours", HERE, "--llama", HERE, __file__], files, ["--threads", "0,1", *files],
+                     ["--threads", "1,100000", *files], ["--avx2", HERE, *files]):
             refused(self, gguf, *argv)
 
     def test_best_runs_side_by_side(self):
@@ -452,9 +454,10 @@ class Gguf(unittest.TestCase):
                     f.write(textwrap.dedent(self.STAND_IN % (prompt, decode)))
                 os.chmod(path, 0o755)
             args, _ = gguf.arguments(["--ours", paths[0], "--llama", folder, "--threads", "1", "--rounds", "2", __file__])
-            best = gguf.time_file(args, __file__, lambda text: None)
-            self.assertEqual([line.split(" | ")[1:] for line in gguf.lines(__file__, best)],
-                             [["prompt 16", "4,000.0", "8,000.0", "0.50 |"], ["decode 4", "4,000.0", "2,000.0", "2.00 |"]])
+            found = gguf.time_file(args, "", 1, __file__, lambda text: None)
+            self.assertEqual([line.split(", ", 1)[1] for line in gguf.lines("", 1, __file__, found)],
+                             ["prompt 16, 1 thread | 4,000.0 | 8,000.0 | 0.50 |",
+                              "decode 4, 1 thread | 4,000.0 | 2,000.0 | 2.00 |"])
             with open(os.path.join(folder, "said"), encoding="utf-8") as f:
                 crate = f"--gguf {__file__} --prompts 16,128,512 --decode 64 --depth 128 --repeats 2"
                 self.assertEqual(f.readline().split(" ", 1)[1].strip(), crate)

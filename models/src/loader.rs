@@ -37,8 +37,9 @@ impl CausalLm {
 
     /// Loads the model in a GGUF file that llama.cpp's converter made, with activations in `dtype` (f32, bf16 or f16).
     /// `config` is [`ModelConfig::from_gguf`]'s. Quantised matrices stay as they are, to the bit: kernels of this package
-    /// multiply q8_0, q4_K and q6_K on CUDA and q8_0 on some CPUs, candle's multiply the rest and round activations to 8 bits. Types that
-    /// candle does not know are decoded and kept as [`Q8_0`](GgmlDType::Q8_0) ([`GgufFile::kept_types`]). All else is loaded in `dtype`.
+    /// multiply q8_0, q4_K and q6_K on CUDA, and on x86 CPUs with AVX2 q4_0 to q8_0 and q2_K to q6_K; candle's multiply the rest. Both
+    /// round activations to 8 bits, but for ours on CUDA. Types that candle does not know are decoded and kept as
+    /// [`Q8_0`](GgmlDType::Q8_0) ([`GgufFile::kept_types`]). All else is loaded in `dtype`.
     ///
     /// # Errors
     /// A missing or misshapen tensor: the message names the file, the tensor, and the weight it stands for. Also a tensor of the model's

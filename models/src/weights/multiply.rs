@@ -15,7 +15,7 @@ impl Weight {
     /// `x [.., in]` times the transpose of the weight: `[.., out]` in x's dtype. With `launch.overlap` the weight is read
     /// while the kernel before this one on the stream may still run, which must therefore not write it.
     ///
-    /// candle rounds x to 8 bits for matrices in ggml's types, our kernels on CUDA to 16.
+    /// For matrices in ggml's types x is rounded to 8 bits, by our kernels on CUDA to 16.
     ///
     /// # Errors
     /// When x has another width, or a dtype that no kernel of the weight supports.

@@ -48,9 +48,9 @@ impl Block {
             self.factors[1] = [factors[2], factors[3]];
         }
         let high = high.map_or(0, |high| u32::from_le_bytes([high[0], high[1], high[2], high[3]]));
-        for i in 0..16 {
-            self.q[i] = nibbles[i] & 15 | ((high >> i & 1) << 4) as u8;
-            self.q[i + 16] = nibbles[i] >> 4 | ((high >> (i + 16) & 1) << 4) as u8;
+        for (i, two) in nibbles[..16].iter().enumerate() {
+            self.q[i] = two & 15 | ((high >> i & 1) << 4) as u8;
+            self.q[i + 16] = two >> 4 | ((high >> (i + 16) & 1) << 4) as u8;
         }
     }
 

@@ -8,7 +8,7 @@ use candle_gdn_core::cpu::{prefetch_line, Shared};
 
 /// Fewer rows of x wait for memory; they ask for so many bytes ahead of what they multiply.
 const FEW: usize = 4;
-const AHEAD: usize = 2048;
+const AHEAD: usize = 384;
 
 /// A panel and what it is multiplied with.
 pub(super) struct Task<'a, 'b> {
