@@ -28,7 +28,7 @@ MALFORMED = [
     {"model": "nobody"},
     {"logprobs": True, "top_logprobs": 21},
     {"presence_penalty": 9},
-    {"min_p": 0.5},
+    {"min_p": 1.5},
     {"n": 2},
 ]
 
