@@ -46,6 +46,7 @@ impl CausalConv1d {
             bail!("{OP}: state: expected shape [slots, width - 1, channels], got {:?}", state.dims());
         }
         check_state_strides(OP, "state", state.layout())?;
+        check_untracked(OP, "state", state)?;
         if let Some(cu) = cu_seqlens {
             check_device(OP, "cu_seqlens", cu.tensor(), state.device())?;
         }
@@ -72,7 +73,7 @@ impl CausalConv1d {
         for (arg, tensor) in [("x", x), ("weight", weight)] {
             check_device(OP, arg, tensor, self.state.device())?;
         }
-        apply2(self, None, &dense_rows(x)?, &weight.contiguous()?)
+        apply2(self, None, [("x", &dense_rows(x)?), ("weight", &weight.contiguous()?)])
     }
 
     fn plan(&self, x: Arg<'_>, weight: Arg<'_>) -> Result<ConvPlan> {
@@ -90,16 +91,11 @@ impl CausalConv1d {
                 self.state.dims()
             );
         }
-        if weight.dims() != [channels, width] || !weight.is_contiguous() {
-            bail!(
-                "{OP}: weight: expected a contiguous tensor of shape {:?}, got {:?}",
-                [channels, width],
-                weight.dims()
-            );
-        }
+        check_dense(OP, "weight", weight, &[channels, width])?;
         let lead = if self.cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched };
         if x.dims().len() != lead.rank() + 1 {
-            bail!("{OP}: x: expected shape [{}, {channels}], got {:?}", lead.names(), x.dims());
+            let packed = if lead == Lead::Batched { "; packed tokens need cu_seqlens" } else { "" };
+            bail!("{OP}: x: expected shape [{}, {channels}], got {:?}{packed}", lead.names(), x.dims());
         }
         let lead_dims = &x.dims()[..lead.rank()];
         let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());

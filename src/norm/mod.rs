@@ -67,7 +67,7 @@ impl GatedRmsNorm {
         }
         let lead = x.rank() - 2;
         let (x, z, weight) = (uniform_tokens(x, lead)?, uniform_tokens(z, lead)?, weight.contiguous()?);
-        apply3(self, None, &x, &z, &weight)
+        apply3(self, None, [("x", &x), ("z", &z), ("weight", &weight)])
     }
 
     fn plan(&self, [x, z, weight]: [Arg<'_>; 3]) -> Result<NormPlan> {
@@ -86,9 +86,7 @@ impl GatedRmsNorm {
         if !(1..=256).contains(&dim) {
             bail!("{OP}: x: expected heads of size 1 to 256, got shape {:?}", x.dims());
         }
-        if weight.dims() != [dim] || !weight.is_contiguous() {
-            bail!("{OP}: weight: expected a contiguous tensor of shape {:?}, got {:?}", [dim], weight.dims());
-        }
+        check_dense(OP, "weight", weight, &[dim])?;
         Ok(NormPlan {
             x: flat_layout("x", x, lead, (heads, dim))?,
             z: flat_layout("z", z, lead, (heads, dim))?,

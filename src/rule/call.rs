@@ -78,6 +78,9 @@ impl Rule {
             ),
         };
         check_state_strides(op, "state", self.state.layout())?;
+        for (arg, tensor) in self.gates.tensors().chain([("state", &self.state)]) {
+            check_untracked(op, arg, tensor)?;
+        }
         let RuleGates { a, b, raw } = &self.gates;
         check_float(op, "a", a.dtype())?;
         check_dtype(op, "b", b.dtype(), a.dtype())?;
@@ -93,8 +96,8 @@ impl Rule {
         if !l2_eps.is_finite() || l2_eps < 0.0 {
             bail!("{op}: l2_eps: expected a finite value of at least 0, got {l2_eps}");
         }
-        if !scale.unwrap_or(1.0).is_finite() {
-            bail!("{op}: scale: expected a finite value, got {scale:?}");
+        if let Some(scale) = scale.filter(|scale| !scale.is_finite()) {
+            bail!("{op}: scale: expected a finite value, got {scale}");
         }
         if !(beta_scale > 0.0 && beta_scale <= 2.0) {
             bail!("{op}: beta_scale: expected a value above 0 and up to 2, got {beta_scale}");
@@ -127,6 +130,7 @@ impl Rule {
             );
         }
         let r = lead.rank();
+        self.check_mistakes(lead, (q.dims(), v.dims()), (value_heads, value_dim, key_dim))?;
         let key_heads = match q.dims().get(r..) {
             Some([heads, dim]) if *dim == key_dim => *heads,
             Some([merged]) if merged % key_dim == 0 => merged / key_dim,
@@ -159,6 +163,29 @@ impl Rule {
             out_shape: lead_dims.iter().copied().chain([value_heads, value_dim]).collect::<Vec<_>>().into(),
             scale: self.options.scale.unwrap_or((key_dim as f64).powf(-0.5)),
         })
+    }
+
+    /// Two mistakes for which the checks of q and v would blame these: a state with K before V, and packed tokens without
+    /// boundaries.
+    fn check_mistakes(&self, lead: Lead, (q, v): (&[usize], &[usize]), sizes: (usize, usize, usize)) -> Result<()> {
+        let (heads, value_dim, key_dim) = sizes;
+        let fits = |rank: usize, value_dim: usize, key_dim: usize| {
+            let (q, v) = (q.get(rank..).unwrap_or_default(), v.get(rank..).unwrap_or_default());
+            let keys = matches!(*q, [_, dim] if dim == key_dim) || matches!(*q, [merged] if merged % key_dim == 0);
+            keys && (v == [heads, value_dim] || v == [heads * value_dim])
+        };
+        if fits(lead.rank(), value_dim, key_dim) {
+            return Ok(());
+        }
+        let (op, state) = (self.name, self.state.dims());
+        if fits(lead.rank(), key_dim, value_dim) {
+            let want = [state[0], heads, key_dim, value_dim];
+            bail!("{op}: state: expected shape {want:?}, value_dim before key_dim as v and q have them, got {state:?}");
+        }
+        if lead == Lead::Batched && q.len() == v.len() && fits(Lead::Packed.rank(), value_dim, key_dim) {
+            bail!("{op}: cu_seqlens: expected the boundaries of packed tokens (q is {q:?}, without a batch), got none");
+        }
+        Ok(())
     }
 
     /// The chosen kernel against the sizes and the dtype of q.

@@ -14,7 +14,7 @@ const OP: &str = "gdn_decode";
 /// [`CustomOp3`](candle_core::CustomOp3) over (q, k, v); see
 /// [`gdn_decode_in_place`] for shapes. The op holds the state and updates it when it is applied.
 ///
-/// It has no backward pass: `backward()` through it gives candle's "backward is not supported" error.
+/// It has no backward pass: inputs, gates and states that are variables, or were computed from one, are refused.
 #[derive(Debug, Clone)]
 pub struct GdnDecode(Rule);
 

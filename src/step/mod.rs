@@ -32,7 +32,8 @@ impl GdnStep {
     /// When a dtype, shape or device does not fit, or tensors share a storage that one of them is written in.
     pub fn forward(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<Tensor> {
         let [qkv, z, conv_weight] = self.prepare(qkv, z, conv_weight)?;
-        apply3(self, self.launch.arena.as_ref(), &qkv, &z, &conv_weight)
+        let args = [("qkv", &qkv), ("z", &z), ("conv_weight", &conv_weight)];
+        apply3(self, self.launch.arena.as_ref(), args)
     }
 
     /// How [`Self::forward`] runs for these tensors: a kernel of the step, or [`Algo::Unfused`].

@@ -56,7 +56,7 @@ impl Swiglu {
             true => gate_up.contiguous()?,
             false => uniform_tokens(gate_up, gate_up.rank().saturating_sub(1))?,
         };
-        apply1(self, self.launch.arena.as_ref(), &rows)
+        apply1(self, self.launch.arena.as_ref(), ("gate_up", &rows))
     }
 
     fn plan(&self, layout: &Layout) -> Result<SwigluPlan> {

@@ -84,15 +84,16 @@ impl AddRmsNorm {
         let rows = |x: &Tensor| if x.device().is_cpu() { x.contiguous() } else { uniform_tokens(x, lead) };
         let (x, weight) = (rows(x)?, weight.contiguous()?);
         let h = h.map_or(Ok(x.clone()), rows)?;
-        apply3(self, self.launch.arena.as_ref(), &x, &h, &weight)
+        apply3(self, self.launch.arena.as_ref(), [("x", &x), ("h", &h), ("weight", &weight)])
     }
 
     fn plan(&self, x: &Layout, h: &Layout, weight: &Layout) -> Result<ResidualPlan> {
         let dims = x.dims();
         let Some((&dim, lead)) = dims.split_last() else { bail!("{OP}: x: expected at least one dimension, got none") };
-        if dim == 0 || weight.dims() != [dim] || !weight.is_contiguous() {
-            bail!("{OP}: weight: expected shape {:?} (x's last dimension, not 0), got {:?}", [dim], weight.dims());
+        if dim == 0 {
+            bail!("{OP}: x: expected a last dimension of at least 1, got {dims:?}");
         }
+        check_dense(OP, "weight", weight, &[dim])?;
         let rows_layout = |arg: &str, layout: &Layout| {
             let stride = layout.stride();
             match token_stride(&dims[..lead.len()], &stride[..lead.len()]) {
