@@ -83,7 +83,12 @@ impl Slots {
         let host = Host::new("slots", read, separate.then_some(write))?;
         for (dst, values) in [(&self.read, read), (&self.write, write)].into_iter().take(1 + usize::from(separate)) {
             if dst.dims() != [values.len()] || dst.dtype() != DType::U32 {
-                bail!("slots: set: expected {} values of a u32 tensor, got {} of {:?}", dst.elem_count(), values.len(), dst.dtype());
+                bail!(
+                    "slots: set: expected {} values of a u32 tensor, got {} of {:?}",
+                    dst.elem_count(),
+                    values.len(),
+                    dst.dtype()
+                );
             }
             if !values.is_empty() {
                 dst.slice_set(&Tensor::new(values, dst.device())?, 0, 0)?;

@@ -68,7 +68,8 @@ impl CausalConv1d {
     /// Applies the op: y in x's shape and dtype, contiguous.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
+    /// When a dtype, shape or device does not fit, an input shares its storage with the state, or one is tracked for
+    /// gradients.
     pub fn forward(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         for (arg, tensor) in [("x", x), ("weight", weight)] {
             check_device(OP, arg, tensor, self.state.device())?;
@@ -195,8 +196,8 @@ impl CpuRun<'_> {
 /// Sums are f32. One token (`tokens` = 1) is the decode update.
 ///
 /// # Errors
-/// When a rank, shape, dtype or device does not fit, or an input shares its storage with the state; the message names
-/// the argument, what was expected and what came.
+/// When a rank, shape, dtype or device does not fit, an input shares its storage with the state, or a tensor is tracked for
+/// gradients, since there is no backward pass; the message names the argument, what was expected and what came.
 pub fn causal_conv1d(
     x: &Tensor,
     weight: &Tensor,

@@ -43,9 +43,9 @@ impl GatedDeltaNet {
     /// Any number of tokens continues the state: a prompt whole, in parts, or token by token gives the same.
     ///
     /// # Errors
-    /// When x or the state does not fit; the message says what was expected. The state is then unchanged. It has advanced
-    /// where a module as output projection fails, which comes after everything else, and may be half written where the device
-    /// fails: go back to a [`GdnState::snapshot`] then.
+    /// When x or the state does not fit, or x is tracked for gradients ([training](GatedDeltaNet#training)); the message says
+    /// what was expected. The state is then unchanged. It has advanced where a module as output projection fails, which comes
+    /// after everything else, and may be half written where the device fails: go back to a [`GdnState::snapshot`] then.
     pub fn forward(&self, x: &Tensor, state: &mut GdnState) -> Result<Tensor> {
         let (batch, tokens) = self.check_batched(x)?;
         self.check_states("state", state)?;

@@ -174,7 +174,7 @@ impl GatedDeltaNet {
     /// The same with options.
     ///
     /// # Errors
-    /// As [`Self::new_pool`], on another dtype than f32 and bf16; and with a ring where [`Self::with_algo`] chose a kernel, or
+    /// As [`Self::new_pool`], on another dtype than f32 and bf16, with shared spans of fewer slots; and with a ring where [`Self::with_algo`] chose a kernel, or
     /// on CUDA where heads are not of 128 or the convolution's width is not 4.
     pub fn new_pool_with(&self, capacity: usize, options: &PoolOptions) -> Result<StatePool> {
         if capacity == 0 {

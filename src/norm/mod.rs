@@ -57,7 +57,7 @@ impl GatedRmsNorm {
     /// Applies the op: the result has x's shape and dtype, contiguous.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit; the message names the argument.
+    /// When a dtype, shape or device does not fit, or a tensor is tracked for gradients; the message names the argument.
     pub fn forward(&self, x: &Tensor, z: &Tensor, weight: &Tensor) -> Result<Tensor> {
         if x.rank() < 2 {
             bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
@@ -171,7 +171,8 @@ fn flat_layout(arg: &str, layout: &Layout, lead: &[usize], (heads, dim): (usize,
 /// Everything between reading and the last rounding is f32.
 ///
 /// # Errors
-/// When a rank, shape, dtype or device does not fit; the message names the argument, what was expected and what came.
+/// When a rank, shape, dtype or device does not fit, or a tensor is tracked for gradients, since there is no backward pass; the
+/// message names the argument, what was expected and what came.
 pub fn gated_rms_norm(x: &Tensor, z: &Tensor, weight: &Tensor, eps: f64, gate: GateActivation) -> Result<Tensor> {
     GatedRmsNorm::new(eps, gate)?.forward(x, z, weight)
 }

@@ -39,10 +39,18 @@ impl From<Gates> for RuleGates {
 }
 
 impl RuleGates {
+    /// What the caller calls the first two.
+    fn names(&self) -> [&'static str; 2] {
+        match self.raw {
+            Some(_) => ["a", "b"],
+            None => ["log_decay", "beta"],
+        }
+    }
+
     /// All tensors by name.
     pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
         let raw = self.raw.iter().flat_map(|[a_log, dt_bias]| [("a_log", a_log), ("dt_bias", dt_bias)]);
-        [("a", &self.a), ("b", &self.b)].into_iter().chain(raw)
+        self.names().into_iter().zip([&self.a, &self.b]).chain(raw)
     }
 }
 
@@ -81,9 +89,9 @@ impl Rule {
         for (arg, tensor) in self.gates.tensors().chain([("state", &self.state)]) {
             check_untracked(op, arg, tensor)?;
         }
-        let RuleGates { a, b, raw } = &self.gates;
-        check_float(op, "a", a.dtype())?;
-        check_dtype(op, "b", b.dtype(), a.dtype())?;
+        let (RuleGates { a, b, raw }, names) = (&self.gates, self.gates.names());
+        check_float(op, names[0], a.dtype())?;
+        check_dtype(op, names[1], b.dtype(), a.dtype())?;
         for (arg, tensor) in self.gates.tensors() {
             Arg::tensor(arg, tensor).check_place(op, device, &[("the state", &self.state)])?;
         }
@@ -149,6 +157,7 @@ impl Rule {
         let heads = |arg, layout, sizes| heads_layout(op, arg, layout, lead, lead_dims, sizes);
         let gate = |arg, tensor: &Tensor| gate_layout(op, arg, tensor.layout(), lead, lead_dims, value_heads);
 
+        let names = self.gates.names();
         let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
         let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
         self.check_algo(dtype, (key_dim, value_dim), seqs.max_tokens)?;
@@ -158,8 +167,8 @@ impl Rule {
             q: heads("q", q, (key_heads, key_dim))?,
             k: heads("k", k, (key_heads, key_dim))?,
             v: heads("v", v, (value_heads, value_dim))?,
-            a: gate("a", &self.gates.a)?,
-            b: gate("b", &self.gates.b)?,
+            a: gate(names[0], &self.gates.a)?,
+            b: gate(names[1], &self.gates.b)?,
             out_shape: lead_dims.iter().copied().chain([value_heads, value_dim]).collect::<Vec<_>>().into(),
             scale: self.options.scale.unwrap_or((key_dim as f64).powf(-0.5)),
         })

@@ -97,7 +97,10 @@ impl GdnState {
             bail!("{OP}: conv: expected shape [batch, width - 1, channels], got {:?}", conv.dims());
         };
         let [same, _, _, _] = *recurrent.dims() else {
-            bail!("{OP}: recurrent: expected shape [batch, value_heads, value_dim, key_dim], got {:?}", recurrent.dims());
+            bail!(
+                "{OP}: recurrent: expected shape [batch, value_heads, value_dim, key_dim], got {:?}",
+                recurrent.dims()
+            );
         };
         if batch != same {
             bail!("{OP}: recurrent: expected a batch of {batch} (conv has it), got {same}");

@@ -32,3 +32,23 @@ impl SimpleBackend for ReadOnce<'_> {
         self.0.contains_tensor(name)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_nn::VarMap;
+
+    #[test]
+    fn a_variable_is_copied() {
+        let map = VarMap::new();
+        let vb = VarBuilder::from_varmap(&map, DType::F32, &Device::Cpu);
+        vb.pp("a").get_with_hints(2, "w", Init::Const(1.0)).unwrap();
+        let weights = read_once(vb.pp("a"));
+        let got = [weights.get(2, "w").unwrap(), weights.get_unchecked("w").unwrap()];
+        map.all_vars()[0].set(&Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
+        for weight in got {
+            assert!(!weight.track_op() && weight.to_vec1::<f32>().unwrap() == [1.0; 2]);
+        }
+        assert!(weights.contains_tensor("w") && !weights.contains_tensor("v"));
+    }
+}

@@ -59,7 +59,7 @@ impl AddRmsNorm {
     /// `x + h`, and its norm.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit; the message names the argument.
+    /// When a dtype, shape or device does not fit, or a tensor is tracked for gradients; the message names the argument.
     pub fn forward(&self, x: &Tensor, h: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor)> {
         check_dtype(OP, "h", h.dtype(), x.dtype())?;
         check_shape(OP, "h", h, x.dims())?;
@@ -71,7 +71,7 @@ impl AddRmsNorm {
     /// The norm of x.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit; the message names the argument.
+    /// When a dtype, shape or device does not fit, or a tensor is tracked for gradients; the message names the argument.
     pub fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         Self { add: false, ..self.clone() }.apply(x, None, weight)
     }
