@@ -27,12 +27,7 @@ type Argument<A> = (&'static str, fn(&mut A) -> &mut Tensor);
 
 /// The op refuses each of its arguments by name where that is tracked, and supports it detached.
 #[track_caller]
-fn refuses_each<A: Clone>(
-    op: &str,
-    good: &A,
-    arguments: &[Argument<A>],
-    run: impl Fn(&A) -> Result<()>,
-) {
+fn refuses_each<A: Clone>(op: &str, good: &A, arguments: &[Argument<A>], run: impl Fn(&A) -> Result<()>) {
     run(good).unwrap();
     for (name, argument) in arguments {
         for with_gradient in tracked(argument(&mut good.clone())) {
@@ -70,8 +65,7 @@ fn no_op_drops_a_gradient() {
         refuses_each("gdn_decode", Rule::new(&[3], 3, device).args(), &rule, |x| {
             gdn_decode(&x.q, &x.k, &x.v, &x.gates, &x.state, options).map(drop)
         });
-        let ready: [Argument<Args>; 2] =
-            [("log_decay", |x| &mut x.gates.a), ("beta", |x| &mut x.gates.b)];
+        let ready: [Argument<Args>; 2] = [("log_decay", |x| &mut x.gates.a), ("beta", |x| &mut x.gates.b)];
         refuses_each("gdn_decode", Rule::new(&[3], 3, device).args(), &ready, |x| {
             let (a, b) = (x.gates.a.clone(), x.gates.b.clone());
             GdnDecode::with_ready_gates(a, b, &x.state, options)?.forward(&x.q, &x.k, &x.v).map(drop)
