@@ -189,10 +189,12 @@ pub fn check_state_dtype(op: &str, arg: &str, dtype: DType) -> Result<()> {
 
 /// The op's dtype, or f32: what weights may be kept in.
 pub fn check_weight_dtype(op: &str, arg: &str, dtype: DType, io: DType) -> Result<()> {
-    if dtype != io && dtype != DType::F32 {
-        bail!("{op}: {arg}: expected dtype {io:?} or f32, got {dtype:?}");
+    match dtype {
+        DType::F32 => Ok(()),
+        _ if dtype == io => Ok(()),
+        _ if io == DType::F32 => check_dtype(op, arg, dtype, io),
+        _ => bail!("{op}: {arg}: expected dtype {io:?} or F32, got {dtype:?}"),
     }
-    Ok(())
 }
 
 pub fn check_device(op: &str, arg: &str, tensor: &Tensor, want: &Device) -> Result<()> {
@@ -210,10 +212,43 @@ pub fn check_shape(op: &str, arg: &str, tensor: &Tensor, want: &[usize]) -> Resu
 }
 
 pub fn check_contiguous(op: &str, arg: &str, tensor: &Tensor) -> Result<()> {
-    if !tensor.is_contiguous() {
-        bail!("{op}: {arg}: expected a contiguous tensor, got strides {:?}", tensor.stride());
+    check_dense(op, arg, tensor.layout(), tensor.dims())
+}
+
+/// A contiguous tensor of this shape.
+pub fn check_dense(op: &str, arg: &str, layout: &Layout, want: &[usize]) -> Result<()> {
+    if layout.dims() != want {
+        bail!("{op}: {arg}: expected shape {want:?}, got {:?}", layout.dims());
+    }
+    if !layout.is_contiguous() {
+        bail!("{op}: {arg}: expected a contiguous tensor, got strides {:?}", layout.stride());
     }
     Ok(())
+}
+
+/// No op here has a backward pass: a gradient that is asked for must not vanish in silence.
+pub fn check_untracked(op: &str, arg: &str, tensor: &Tensor) -> Result<()> {
+    if tensor.track_op() {
+        bail!(
+            "{op}: {arg}: expected a tensor without gradients, as there is no backward pass, got one that is a variable or \
+             was computed from one; without training, pass {arg}.detach()"
+        );
+    }
+    Ok(())
+}
+
+/// Zeros in memory of their own, or an error where there is not enough: candle's sizes wrap, and its memory on the CPU
+/// aborts the process.
+pub fn zeros(op: &str, arg: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+    let bytes = shape.iter().try_fold(dtype.size_in_bytes(), |bytes, n| bytes.checked_mul(*n));
+    // A program's addresses have 47 bits.
+    let Some(bytes) = bytes.filter(|bytes| (*bytes as u64) < 1 << 47) else {
+        bail!("{op}: {arg}: expected a size that memory can hold, got shape {shape:?} in {dtype:?}");
+    };
+    if device.is_cpu() && Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
+        bail!("{op}: {arg}: out of memory: shape {shape:?} in {dtype:?} needs {bytes} bytes");
+    }
+    Tensor::zeros(shape, dtype, device).map_err(|e| e.context(format!("{op}: {arg}: shape {shape:?} in {dtype:?}")))
 }
 
 /// A state must be addressable as slot, then one dense block.

@@ -38,6 +38,9 @@ pub fn pack(weights: &Tensor) -> Result<Weights> {
         [count, n, k] => (count, n, k),
         ref dims => bail!("weight: expected two or three dimensions, got {dims:?}"),
     };
+    if n == 0 || k == 0 {
+        bail!("weight: expected at least one row and one column, got {:?}", weights.dims());
+    }
     let weights = weights.contiguous()?;
     let (storage, layout) = weights.storage_and_layout();
     let range = layout.start_offset()..layout.start_offset() + count * n * k;

@@ -24,8 +24,10 @@ impl CuSeqlens {
     /// # Errors
     /// When they are not.
     pub fn new(cu_seqlens: &[u32], device: &Device) -> Result<Self> {
-        if cu_seqlens.first() != Some(&0) {
-            bail!("cu_seqlens: expected the first value to be 0, got {:?}", cu_seqlens.first());
+        match cu_seqlens.first() {
+            Some(0) => {}
+            Some(first) => bail!("cu_seqlens: expected the first value to be 0, got {first}"),
+            None => bail!("cu_seqlens: expected the first value to be 0, got no values"),
         }
         let mut max_len = 0;
         for (n, pair) in cu_seqlens.windows(2).enumerate() {
@@ -140,7 +142,8 @@ impl SequencePlan {
         match slots {
             Some(slots) => slots.check(op, count, num_slots, state.device())?,
             None if num_slots != count => {
-                bail!("{op}: state: expected {count} slots (one for each sequence), got {num_slots}")
+                let packed = if cu_seqlens.is_none() { "; packed tokens need cu_seqlens" } else { "" };
+                bail!("{op}: state: expected {count} slots (one for each sequence), got {num_slots}{packed}")
             }
             None => {}
         }

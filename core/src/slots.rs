@@ -1,6 +1,6 @@
 //! Which slots of a state pool the sequences of a call read and write.
 
-use crate::check::check_device;
+use crate::check::{check_dense, check_device};
 use crate::cpu;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Storage, Tensor};
 use std::sync::Arc;
@@ -83,7 +83,12 @@ impl Slots {
         let host = Host::new("slots", read, separate.then_some(write))?;
         for (dst, values) in [(&self.read, read), (&self.write, write)].into_iter().take(1 + usize::from(separate)) {
             if dst.dims() != [values.len()] || dst.dtype() != DType::U32 {
-                bail!("slots: set: expected {:?} u32 values, got {}", dst.dims(), values.len());
+                bail!(
+                    "slots: set: expected {} values of a u32 tensor, got {} of {:?}",
+                    dst.elem_count(),
+                    values.len(),
+                    dst.dtype()
+                );
             }
             if !values.is_empty() {
                 dst.slice_set(&Tensor::new(values, dst.device())?, 0, 0)?;
@@ -158,9 +163,7 @@ impl Slots {
                 bail!("{op}: {arg}: expected dtype U32 or I64, got {:?}", map.dtype());
             }
             check_device(op, arg, map, device)?;
-            if map.dims() != [sequences] || !map.is_contiguous() {
-                bail!("{op}: {arg}: expected a contiguous tensor of shape [{sequences}], got shape {:?}", map.dims());
-            }
+            check_dense(op, arg, map.layout(), &[sequences])?;
         }
         match &self.host {
             Some(host) if !device.is_cpu() => host.check_range(op, num_slots),

@@ -7,7 +7,7 @@ use crate::blocks::embeddings::Embeddings;
 use crate::blocks::norm::RmsNorm;
 use crate::causal_lm::{CausalLm, Kernels};
 use crate::config::ModelConfig;
-use crate::formats::{dequantized, place, Fp8Format, GgufFile, GgufWeights, Quantizer, Source};
+use crate::formats::{dequantized, place, read_once, Fp8Format, GgufFile, GgufWeights, Quantizer, Source};
 use crate::parallel::{Collective, Vocabulary, WeightShards};
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Device, Result};
@@ -23,7 +23,7 @@ impl CausalLm {
     /// Loads the model at the root of a checkpoint, in the dtype (f32, bf16 or f16) and on the
     /// device of `vb`. Weights that the text model does not need (a vision tower; `mtp.*`, unless
     /// [`Loader::draft_head`] asks for it) are never read. On the CPU, matrices in f32 that bf16 or f16 holds exactly are kept in it, which halves
-    /// memory and changes no result.
+    /// memory and changes no result. Weights are read once: variables are copied, and have no gradients.
     ///
     /// Matrices in fp8 ([`ModelConfig::fp8`]) stay as they are stored on CUDA, in bf16 or f16 and with blocks of 128 columns, if
     /// their width is a multiple of 64 and none of their numbers is NaN; the experts of a layer do if all of them and the shared
@@ -152,6 +152,7 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// As [`CausalLm::load`], or a type that matrices cannot be quantised to.
     pub fn load(self, vb: VarBuilder) -> Result<CausalLm> {
+        let vb = read_once(vb);
         let vb = match &self.config.fp8 {
             // A part's were given scales when it was cut.
             Some(fp8) if self.group.is_none() => dequantized(vb, fp8, None),

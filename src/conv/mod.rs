@@ -46,6 +46,7 @@ impl CausalConv1d {
             bail!("{OP}: state: expected shape [slots, width - 1, channels], got {:?}", state.dims());
         }
         check_state_strides(OP, "state", state.layout())?;
+        check_untracked(OP, "state", state)?;
         if let Some(cu) = cu_seqlens {
             check_device(OP, "cu_seqlens", cu.tensor(), state.device())?;
         }
@@ -67,12 +68,13 @@ impl CausalConv1d {
     /// Applies the op: y in x's shape and dtype, contiguous.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit, or an input shares its storage with the state.
+    /// When a dtype, shape or device does not fit, an input shares its storage with the state, or one is tracked for
+    /// gradients.
     pub fn forward(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         for (arg, tensor) in [("x", x), ("weight", weight)] {
             check_device(OP, arg, tensor, self.state.device())?;
         }
-        apply2(self, None, &dense_rows(x)?, &weight.contiguous()?)
+        apply2(self, None, [("x", &dense_rows(x)?), ("weight", &weight.contiguous()?)])
     }
 
     fn plan(&self, x: Arg<'_>, weight: Arg<'_>) -> Result<ConvPlan> {
@@ -90,16 +92,11 @@ impl CausalConv1d {
                 self.state.dims()
             );
         }
-        if weight.dims() != [channels, width] || !weight.is_contiguous() {
-            bail!(
-                "{OP}: weight: expected a contiguous tensor of shape {:?}, got {:?}",
-                [channels, width],
-                weight.dims()
-            );
-        }
+        check_dense(OP, "weight", weight, &[channels, width])?;
         let lead = if self.cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched };
         if x.dims().len() != lead.rank() + 1 {
-            bail!("{OP}: x: expected shape [{}, {channels}], got {:?}", lead.names(), x.dims());
+            let packed = if lead == Lead::Batched { "; packed tokens need cu_seqlens" } else { "" };
+            bail!("{OP}: x: expected shape [{}, {channels}], got {:?}{packed}", lead.names(), x.dims());
         }
         let lead_dims = &x.dims()[..lead.rank()];
         let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
@@ -199,8 +196,8 @@ impl CpuRun<'_> {
 /// Sums are f32. One token (`tokens` = 1) is the decode update.
 ///
 /// # Errors
-/// When a rank, shape, dtype or device does not fit, or an input shares its storage with the state; the message names
-/// the argument, what was expected and what came.
+/// When a rank, shape, dtype or device does not fit, an input shares its storage with the state, or a tensor is tracked for
+/// gradients, since there is no backward pass; the message names the argument, what was expected and what came.
 pub fn causal_conv1d(
     x: &Tensor,
     weight: &Tensor,

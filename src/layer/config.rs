@@ -71,28 +71,28 @@ impl GdnConfig {
 
     /// HK * K
     pub fn key_size(&self) -> usize {
-        self.num_key_heads * self.key_head_dim
+        self.num_key_heads.saturating_mul(self.key_head_dim)
     }
 
     /// HV * V
     pub fn value_size(&self) -> usize {
-        self.num_value_heads * self.value_head_dim
+        self.num_value_heads.saturating_mul(self.value_head_dim)
     }
 
     /// Channels of the convolution: q, k and v.
     pub fn conv_channels(&self) -> usize {
-        2 * self.key_size() + self.value_size()
+        self.key_size().saturating_mul(2).saturating_add(self.value_size())
     }
 
     /// Rows of q, k, v and z that a key head has in an interleaved checkpoint (Qwen3-Next's `in_proj_qkvz`).
     pub fn qkvz_sizes(&self) -> [usize; 4] {
-        let value = self.num_value_heads / self.num_key_heads * self.value_head_dim;
+        let value = self.ba_sizes()[0].saturating_mul(self.value_head_dim);
         [self.key_head_dim, self.key_head_dim, value, value]
     }
 
     /// Rows of b and a that a key head has in an interleaved checkpoint (Qwen3-Next's `in_proj_ba`).
     pub fn ba_sizes(&self) -> [usize; 2] {
-        [self.num_value_heads / self.num_key_heads; 2]
+        [self.num_value_heads.checked_div(self.num_key_heads).unwrap_or(0); 2]
     }
 
     pub(crate) fn head_sizes(&self) -> Dims {
@@ -121,6 +121,14 @@ impl GdnConfig {
         }
         if !(2..=8).contains(&conv_kernel) {
             bail!("GdnConfig: conv_kernel: expected 2 to 8, got {conv_kernel}");
+        }
+        let rows = self.conv_channels().checked_add(self.value_size());
+        let rows = rows.and_then(|rows| rows.checked_add(num_value_heads.checked_mul(2)?));
+        if rows.and_then(|rows| rows.checked_mul(hidden_size)).is_none() {
+            bail!(
+                "GdnConfig: hidden_size, num_key_heads, num_value_heads: expected sizes of weights that memory can hold, got \
+                 {hidden_size}, {num_key_heads} and {num_value_heads}"
+            );
         }
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
             bail!("GdnConfig: rms_norm_eps: expected a finite value of at least 0, got {}", self.rms_norm_eps);

@@ -9,6 +9,7 @@ use crate::rule::GdnPrefill;
 use crate::state::{GdnState, PoolRing, Ring, RingMove, RingSpans, StatePool, Window};
 use crate::step::GdnStep;
 use candle_core::{bail, Result, Tensor};
+use candle_gdn_core::check::check_untracked;
 use candle_gdn_core::device::{Launch, Working};
 use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
 use std::sync::atomic::Ordering;
@@ -42,8 +43,9 @@ impl GatedDeltaNet {
     /// Any number of tokens continues the state: a prompt whole, in parts, or token by token gives the same.
     ///
     /// # Errors
-    /// When x or the state does not fit; the message says what was expected. The state is then unchanged, unless the
-    /// device itself failed.
+    /// When x or the state does not fit, or x is tracked for gradients ([training](GatedDeltaNet#training)); the message says
+    /// what was expected. The state is then unchanged. It has advanced where a module as output projection fails, which comes
+    /// after everything else, and may be half written where the device fails: go back to a [`GdnState::snapshot`] then.
     pub fn forward(&self, x: &Tensor, state: &mut GdnState) -> Result<Tensor> {
         let (batch, tokens) = self.check_batched(x)?;
         self.check_states("state", state)?;
@@ -70,8 +72,8 @@ impl GatedDeltaNet {
     /// A sequence that begins needs a slot that is zero ([`StatePool::zero`]).
     ///
     /// # Errors
-    /// When x, the slots or the pool do not fit; the message says what was expected. The pool is then unchanged, unless
-    /// the device itself failed.
+    /// When x, the slots or the pool do not fit; the message says what was expected. The pool is then unchanged, but for the
+    /// two failures that [`GatedDeltaNet::forward`] names.
     pub fn forward_slots(
         &self,
         x: &Tensor,
@@ -248,7 +250,10 @@ impl GatedDeltaNet {
                 self.check_x(x)?;
                 Ok((batch, tokens))
             }
-            ref dims => bail!("{OP}: x: expected shape [batch, tokens, {hidden}], got {dims:?}"),
+            ref dims => {
+                let packed = if dims.len() == 2 { "; packed tokens need forward_slots with cu_seqlens" } else { "" };
+                bail!("{OP}: x: expected shape [batch, tokens, {hidden}], got {dims:?}{packed}")
+            }
         }
     }
 
@@ -268,6 +273,7 @@ impl GatedDeltaNet {
         if x.dtype() != weight.dtype() {
             bail!("{OP}: x: expected dtype {:?} (the weights'), got {:?}", weight.dtype(), x.dtype());
         }
+        check_untracked(OP, "x", x)?;
         self.check_on_device("x", x)
     }
 

@@ -2,8 +2,8 @@
 
 use super::{GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
 use crate::linear::DenseWeight;
-use candle_core::{bail, Result, Shape, Tensor};
-use candle_nn::VarBuilder;
+use candle_core::{bail, DType, Result, Shape, Tensor};
+use candle_nn::{Init, VarBuilder};
 use std::ops::Range;
 
 /// The weights of one layer, by their names under `..linear_attn`: whatever number format their matrices are in.
@@ -20,8 +20,10 @@ pub trait Matrices {
     fn select_rows(&self, matrix: Self::Matrix, ranges: &[Range<usize>]) -> Result<Self::Matrix>;
     /// One projection whose outputs are the rows of all matrices, in this order.
     fn projection(&self, matrices: Vec<Self::Matrix>) -> Result<Projection>;
-    /// A dense weight of any shape, such as `A_log`.
+    /// A dense weight of any shape, such as `conv1d.weight`, in the layer's dtype.
     fn tensor(&self, shape: Shape, name: &str) -> Result<Tensor>;
+    /// A vector that the layer keeps in f32, such as `A_log`: never rounded to another dtype on its way.
+    fn vector(&self, len: usize, name: &str) -> Result<Tensor>;
 }
 
 impl Matrices for VarBuilder<'_> {
@@ -50,6 +52,10 @@ impl Matrices for VarBuilder<'_> {
     fn tensor(&self, shape: Shape, name: &str) -> Result<Tensor> {
         self.get(shape, name)
     }
+
+    fn vector(&self, len: usize, name: &str) -> Result<Tensor> {
+        self.get_with_hints_dtype(len, name, Init::default(), DType::F32)
+    }
 }
 
 /// The rows of `matrix [rows, ..]` in the order of `ranges`, copied.
@@ -66,12 +72,64 @@ impl GatedDeltaNet {
     ///
     /// Both layouts of published checkpoints are recognised by their names: Qwen3-Next's `in_proj_qkvz` and `in_proj_ba`
     /// (interleaved by key head) or the split `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` of Qwen3.5 and
-    /// later. Both become one projection.
+    /// later. Both become one projection. `A_log`, `dt_bias` and the norm are read in f32, the rest in vb's dtype.
+    ///
+    /// Weights are read once, here: see [`GatedDeltaNet`](Self#training).
     ///
     /// # Errors
     /// When the config does not fit together, or a weight is missing or misshapen (the message names it).
     pub fn load(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
         Self::load_from(config, &vb)
+    }
+
+    /// A new layer with weights under `vb`, which stands at `..linear_attn` of a `VarMap`: with the names of Qwen3.5, so that
+    /// the map's file loads as a checkpoint does, and the values that transformers begins with. Projections and convolution
+    /// are normal with a deviation of 0.02, `A_log` is the logarithm of uniform values from 0.01 to 16, `dt_bias` and the norm
+    /// are ones. `A_log`, `dt_bias` and the norm are in f32, the rest in vb's dtype. A weight that `vb` has already stays.
+    ///
+    /// Weights are read once, here: see [`GatedDeltaNet`](Self#training).
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Result};
+    /// # use candle_gdn::{GatedDeltaNet, GdnConfig};
+    /// # fn main() -> Result<()> {
+    /// let weights = candle_nn::VarMap::new();
+    /// let vb = candle_nn::VarBuilder::from_varmap(&weights, DType::F32, &Device::Cpu);
+    /// let layer = GatedDeltaNet::init(&GdnConfig::new(32, (2, 16), (4, 16)), vb.pp("linear_attn"))?;
+    /// assert!(weights.data().lock().unwrap().contains_key("linear_attn.in_proj_qkv.weight"));
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// When the config does not fit together, `vb` has the weights of another layout or shape, or is no map that can grow.
+    pub fn init(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
+        config.check()?;
+        let (c, heads, normal) = (config, config.num_value_heads, Init::Randn { mean: 0.0, stdev: 0.02 });
+        if vb.contains_tensor("in_proj_qkvz.weight") && !vb.contains_tensor("in_proj_qkv.weight") {
+            bail!("GatedDeltaNet: init: in_proj_qkvz.weight: expected no weights of Qwen3-Next's layout; use load");
+        }
+        for (name, rows) in [
+            ("in_proj_qkv.weight", c.conv_channels()),
+            ("in_proj_z.weight", c.value_size()),
+            ("in_proj_b.weight", heads),
+            ("in_proj_a.weight", heads),
+        ] {
+            vb.get_with_hints((rows, c.hidden_size), name, normal)?;
+        }
+        vb.get_with_hints((c.hidden_size, c.value_size()), "out_proj.weight", normal)?;
+        vb.get_with_hints((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight", normal)?;
+        let vector = |len, name, init| vb.get_with_hints_dtype(len, name, init, DType::F32);
+        vector(heads, "dt_bias", Init::Const(1.0))?;
+        vector(c.value_head_dim, "norm.weight", Init::Const(1.0))?;
+        let is_new = !vb.contains_tensor("A_log");
+        let a_log = vector(heads, "A_log", Init::Uniform { lo: 0.01, up: 16.0 })?;
+        if is_new {
+            // A map has no other way to its variable than the tensor that shares its memory.
+            a_log.slice_set(&a_log.detach().log()?, 0, 0)?;
+        }
+        Self::load(config, vb)
     }
 
     /// [`GatedDeltaNet::load`] with matrices of any number format, which `weights` knows.
@@ -108,9 +166,9 @@ impl GatedDeltaNet {
         let parts = GdnParts {
             in_proj: InProjection::Fused(weights.projection(in_proj)?),
             conv_weight: weights.tensor((c.conv_channels(), 1, c.conv_kernel).into(), "conv1d.weight")?,
-            a_log: weights.tensor(heads.into(), "A_log")?,
-            dt_bias: weights.tensor(heads.into(), "dt_bias")?,
-            norm_weight: weights.tensor(c.value_head_dim.into(), "norm.weight")?,
+            a_log: weights.vector(heads, "A_log")?,
+            dt_bias: weights.vector(heads, "dt_bias")?,
+            norm_weight: weights.vector(c.value_head_dim, "norm.weight")?,
             out_proj: weights.projection(vec![out_proj])?,
         };
         Self::new(config, parts)

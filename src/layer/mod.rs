@@ -23,7 +23,8 @@ use std::sync::Arc;
 
 const OP: &str = "GatedDeltaNet";
 
-/// What a [`GatedDeltaNet`] is made of, all on one device. The dtype of `conv_weight` (f32, bf16 or f16) is the layer's.
+/// What a [`GatedDeltaNet`] is made of, all on one device. The dtype of `conv_weight` (f32, bf16 or f16) is the layer's. All
+/// tensors are copied.
 #[derive(Debug, Clone)]
 pub struct GdnParts {
     /// hidden_size to q, k, v, z, b and a.
@@ -51,6 +52,16 @@ pub struct GdnParts {
 ///
 /// The weights' dtype (f32, bf16 or f16) is the dtype of x and y; gates and norms are f32, and so is the recurrent
 /// state unless [`GatedDeltaNet::new_state_as`] made it in bf16.
+///
+/// # Training
+/// The layer has no backward pass yet, and no gradient vanishes in silence: an x that is a variable, or was computed from one,
+/// is refused, and so is what such a module as input projection returns. Without training, give them detached
+/// (`x.detach()`; in the module, `y.detach()`). A module as output projection is the last to run, so that gradients of its own
+/// parameters are right.
+///
+/// Weights are read once, when the layer is made: they are copies, which neither an optimiser nor `VarMap::load` changes and
+/// which have no gradients. Load first, then make the layer; after a change make it again. A module is called each
+/// time and shows changes of its own weights.
 #[derive(Debug, Clone)]
 pub struct GatedDeltaNet {
     config: GdnConfig,
@@ -82,15 +93,15 @@ impl GatedDeltaNet {
         in_proj.check(config)?;
         out_proj.check("out_proj", config.hidden_size, config.value_size())?;
         let conv_weight = match conv_weight.dims() {
-            [_, 1, _] => conv_weight.squeeze(1)?.contiguous()?,
-            _ => conv_weight.contiguous()?,
+            [_, 1, _] => conv_weight.detach().squeeze(1)?.force_contiguous()?,
+            _ => conv_weight.detach().force_contiguous()?,
         };
         check_float(OP, "conv_weight", conv_weight.dtype())?;
         check_shape(OP, "conv_weight", &conv_weight, &[config.conv_channels(), config.conv_kernel])?;
         let vector = |arg: &str, tensor: &Tensor, n: usize| {
             check_shape(OP, arg, tensor, &[n])?;
             check_device(OP, arg, tensor, conv_weight.device())?;
-            tensor.to_dtype(DType::F32)?.contiguous()
+            tensor.detach().to_dtype(DType::F32)?.force_contiguous()
         };
         Ok(Self {
             a_log: vector("a_log", &a_log, config.num_value_heads)?,
@@ -125,7 +136,7 @@ impl GatedDeltaNet {
     /// A zero state for `batch` sequences, on the weights' device, its recurrent part in f32.
     ///
     /// # Errors
-    /// When the device is out of memory.
+    /// When there is not enough memory.
     pub fn new_state(&self, batch: usize) -> Result<GdnState> {
         self.new_state_as(batch, DType::F32)
     }
@@ -139,13 +150,13 @@ impl GatedDeltaNet {
     /// with a decay of 0.9 a token; of the outputs a little less. A prompt fed whole costs one rounding.
     ///
     /// # Errors
-    /// When the device is out of memory, or on another dtype.
+    /// When there is not enough memory, or on another dtype.
     pub fn new_state_as(&self, batch: usize, recurrent: DType) -> Result<GdnState> {
         check_state_dtype("GatedDeltaNet", "state", recurrent)?;
         let c = &self.config;
         GdnState::zeros(
-            (batch, c.conv_kernel - 1, c.conv_channels()),
-            (batch, c.num_value_heads, c.value_head_dim, c.key_head_dim),
+            [batch, c.conv_kernel - 1, c.conv_channels()],
+            [batch, c.num_value_heads, c.value_head_dim, c.key_head_dim],
             (self.conv_weight.dtype(), recurrent),
             self.conv_weight.device(),
         )
@@ -155,7 +166,7 @@ impl GatedDeltaNet {
     /// zero.
     ///
     /// # Errors
-    /// When `capacity` is zero, or the device is out of memory.
+    /// When `capacity` is zero, or there is not enough memory.
     pub fn new_pool(&self, capacity: usize) -> Result<StatePool> {
         self.new_pool_with(capacity, &PoolOptions::default())
     }
@@ -163,7 +174,7 @@ impl GatedDeltaNet {
     /// The same with options.
     ///
     /// # Errors
-    /// As [`Self::new_pool`], on another dtype than f32 and bf16; and with a ring where [`Self::with_algo`] chose a kernel, or
+    /// As [`Self::new_pool`], on another dtype than f32 and bf16, with shared spans of fewer slots; and with a ring where [`Self::with_algo`] chose a kernel, or
     /// on CUDA where heads are not of 128 or the convolution's width is not 4.
     pub fn new_pool_with(&self, capacity: usize, options: &PoolOptions) -> Result<StatePool> {
         if capacity == 0 {
@@ -177,7 +188,7 @@ impl GatedDeltaNet {
             true => {
                 let own = options.spans.is_none();
                 let spans = match &options.spans {
-                    Some(spans) => spans.clone(),
+                    Some(spans) => spans.clone().checked(capacity, self.conv_weight.device())?,
                     None => RingSpans::new(capacity, self.conv_weight.device())?,
                 };
                 let (c, dtype) = (&self.config, self.conv_weight.dtype());

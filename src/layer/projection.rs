@@ -58,7 +58,8 @@ impl Project for DenseWeight {
 }
 
 impl Projection {
-    /// Of any module: a quantised matrix, one with a LoRA, one of several ranks. Its input and output have the layer's dtype.
+    /// Of any module: a quantised matrix, one with a LoRA, one of several ranks. Its input and output have the layer's dtype. As
+    /// input projection it returns a detached tensor ([training](crate::GatedDeltaNet#training)).
     pub fn module(module: impl Module + Send + Sync + 'static) -> Self {
         Self(Arc::new(ModuleProjection(module)))
     }
@@ -166,28 +167,39 @@ impl InProjection {
     /// Of x `[lead.., hidden_size]`.
     pub(super) fn forward(&self, c: &GdnConfig, x: &Tensor, launch: &Launch) -> Result<Outputs> {
         let heads = c.num_value_heads;
+        // What follows has no backward pass, in which the gradients of a module would vanish.
+        let project = |projection: &Projection, name: &str, outputs: usize, launch: &Launch| {
+            let y = projection.forward(name, x, outputs, launch)?;
+            if y.track_op() {
+                bail!(
+                    "GatedDeltaNet: {name}: expected a module whose output is detached, as there is no backward pass, got one \
+                     that is tracked for gradients; without training, return y.detach() from the module"
+                );
+            }
+            Ok(y)
+        };
         match self {
             Self::Fused(all) => {
                 let outputs = c.conv_channels() + c.value_size() + 2 * heads;
-                Ok(Outputs::Fused(all.forward("in_proj", x, outputs, launch)?))
+                Ok(Outputs::Fused(project(all, "in_proj", outputs, launch)?))
             }
             Self::Interleaved { qkvz, ba } => {
-                let qkvz = qkvz.forward("in_proj_qkvz", x, c.conv_channels() + c.value_size(), launch)?;
+                let qkvz = project(qkvz, "in_proj_qkvz", c.conv_channels() + c.value_size(), launch)?;
                 // Only the first launch has the kernel of the layer before it in front of it.
-                let ba = ba.forward("in_proj_ba", x, 2 * heads, &Launch { overlap: false, ..launch.clone() })?;
+                let ba = project(ba, "in_proj_ba", 2 * heads, &Launch { overlap: false, ..launch.clone() })?;
                 let [q, k, v, z] = by_key_head(c, &qkvz, c.qkvz_sizes())?;
                 let [b, a] = by_key_head(c, &ba, c.ba_sizes())?;
                 let qkv = Tensor::cat(&[q, k, v], D::Minus1)?;
                 Ok(Outputs::Split { qkv, z: z.contiguous()?, b: b.contiguous()?, a: a.contiguous()? })
             }
             Self::Split { qkv, z, b, a } => {
-                let qkv = qkv.forward("in_proj_qkv", x, c.conv_channels(), launch)?;
-                let launch = Launch { overlap: false, ..launch.clone() };
+                let qkv = project(qkv, "in_proj_qkv", c.conv_channels(), launch)?;
+                let launch = &Launch { overlap: false, ..launch.clone() };
                 Ok(Outputs::Split {
                     qkv,
-                    z: z.forward("in_proj_z", x, c.value_size(), &launch)?,
-                    b: b.forward("in_proj_b", x, heads, &launch)?,
-                    a: a.forward("in_proj_a", x, heads, &launch)?,
+                    z: project(z, "in_proj_z", c.value_size(), launch)?,
+                    b: project(b, "in_proj_b", heads, launch)?,
+                    a: project(a, "in_proj_a", heads, launch)?,
                 })
             }
         }

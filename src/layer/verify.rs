@@ -7,6 +7,8 @@ use crate::plan::FUSED_TOKENS;
 use crate::state::{PoolRing, RingSpans, StatePool, RING_TOKENS};
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
+use std::sync::atomic::AtomicBool;
+use std::sync::Arc;
 
 /// What a layer keeps of a verify pass until [`GatedDeltaNet::commit`]: its slots and boundaries, and the projections of the
 /// drafted tokens, no state; in place on a ring no projections either.
@@ -17,6 +19,8 @@ pub struct Drafted {
     cu_seqlens: CuSeqlens,
     slots: Slots,
     in_place: bool,
+    /// That of the layer, by which it is known.
+    launched: Arc<AtomicBool>,
 }
 
 impl Drafted {
@@ -152,7 +156,13 @@ impl GatedDeltaNet {
         if !in_place {
             check_other_slots(slots, pool.has_ring())?;
         }
-        let drafted = |projected| Drafted { projected, cu_seqlens: cu_seqlens.clone(), slots: slots.clone(), in_place };
+        let drafted = |projected| Drafted {
+            projected,
+            cu_seqlens: cu_seqlens.clone(),
+            slots: slots.clone(),
+            in_place,
+            launched: self.launched.clone(),
+        };
         let Some((slots, _working)) = self.begin_slots(x, Some(cu_seqlens), slots, pool)? else {
             return Ok((x.clone(), drafted(None)));
         };
@@ -178,8 +188,11 @@ impl GatedDeltaNet {
     /// sequences.
     ///
     /// # Errors
-    /// When `accepted` is of another pass, or the pool does not fit.
+    /// When `drafted` is of another layer or `accepted` of another pass, or the pool does not fit.
     pub fn commit(&self, drafted: &Drafted, accepted: &Accepted, pool: &mut StatePool) -> Result<()> {
+        if !Arc::ptr_eq(&drafted.launched, &self.launched) {
+            bail!("{OP}: drafted: expected what this layer's verify returned, got that of another layer");
+        }
         if !drafted.cu_seqlens.is_same(&accepted.cu_seqlens) || !drafted.slots.is_same(&accepted.slots) {
             bail!("{OP}: accepted: expected counts for the sequences that were drafted, got those of another pass");
         }

@@ -33,7 +33,7 @@ pub fn multiply(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Option<T
         && !x.track_op()
         && !weight.track_op();
     match supported {
-        true => apply2(&FewRows { launch }, launch.arena.as_ref(), x, weight).map(Some),
+        true => apply2(&FewRows { launch }, launch.arena.as_ref(), [("x", x), ("weight", weight)]).map(Some),
         false => Ok(None),
     }
 }

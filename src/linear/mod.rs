@@ -5,6 +5,7 @@ pub mod cuda;
 pub mod plan;
 
 use candle_core::{bail, Module, Result, Tensor};
+use candle_gdn_core::check::{check_dtype, check_float, check_untracked};
 use candle_gdn_core::cpu::matmul::{products, Weights};
 use candle_gdn_core::device::Launch;
 use candle_gdn_core::host;
@@ -14,7 +15,8 @@ use std::sync::Arc;
 ///
 /// On the CPU the weight is packed when it is made, for products of this crate; matrices in f32 that bf16 or f16 holds
 /// exactly are kept in it. On CUDA up to 16 rows in bf16 and f16 use a kernel of this crate where it is faster than
-/// cuBLAS, which multiplies the rest.
+/// cuBLAS, which multiplies the rest. On any device the weight is copied: what an optimiser or `VarMap::load` writes later is not
+/// seen, and there is no backward pass.
 #[derive(Debug, Clone)]
 pub struct DenseWeight(Storage);
 
@@ -22,20 +24,21 @@ pub struct DenseWeight(Storage);
 enum Storage {
     /// Packed for the CPU kernels.
     Panels(Arc<Weights>),
-    /// As it was given, on a device.
+    /// On a device.
     Tensor(Tensor),
 }
 
 impl DenseWeight {
     /// # Errors
-    /// When the weight is no matrix of a float dtype.
+    /// When the weight is no matrix of f32, bf16 or f16, or has no rows or columns.
     pub fn new(weight: Tensor) -> Result<Self> {
-        if weight.rank() != 2 {
-            bail!("DenseWeight: weight: expected shape [out, in], got {:?}", weight.dims());
+        check_float("DenseWeight", "weight", weight.dtype())?;
+        if weight.rank() != 2 || weight.elem_count() == 0 {
+            bail!("DenseWeight: weight: expected shape [out, in], both at least 1, got {:?}", weight.dims());
         }
         Ok(Self(match weight.device().is_cpu() {
             true => Storage::Panels(Arc::new(host::pack(&weight)?)),
-            false => Storage::Tensor(weight),
+            false => Storage::Tensor(weight.detach().force_contiguous()?),
         }))
     }
 
@@ -58,6 +61,8 @@ impl DenseWeight {
     /// `x [.., in]` of the weight's dtype to `[.., out]`. With `launch.overlap` a CUDA kernel may read the weight while
     /// the kernel before it on the stream still runs, which must therefore not write it.
     pub(crate) fn multiply(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
+        check_float("DenseWeight", "x", x.dtype())?;
+        check_untracked("DenseWeight", "x", x)?;
         let mut dims = x.dims().to_vec();
         let inputs = dims.pop().unwrap_or(0);
         if inputs != self.inputs() {
@@ -84,8 +89,14 @@ impl Module for DenseWeight {
     }
 }
 
-/// `x [rows, in]` times the transpose of `weight [out, in]` on one device, by the kernel for few rows where it is faster.
+/// `x [rows, in]` times the transpose of `weight [out, in]` on one device, both in f32, bf16 or f16, by the kernel for few
+/// rows where it is faster. Candle multiplies what is tracked for gradients, and has their backward pass.
+///
+/// # Errors
+/// When a dtype, shape or device does not fit.
 pub fn multiply(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Tensor> {
+    check_float("multiply", "x", x.dtype())?;
+    check_dtype("multiply", "weight", weight.dtype(), x.dtype())?;
     #[cfg(feature = "cuda")]
     if plan::kernel_wins(x.dim(0)?, x.dim(1)?, weight.dim(0)?, launch.overlap) {
         if let Some(y) = cuda::multiply(x, weight, launch)? {

@@ -57,7 +57,7 @@ impl GatedRmsNorm {
     /// Applies the op: the result has x's shape and dtype, contiguous.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit; the message names the argument.
+    /// When a dtype, shape or device does not fit, or a tensor is tracked for gradients; the message names the argument.
     pub fn forward(&self, x: &Tensor, z: &Tensor, weight: &Tensor) -> Result<Tensor> {
         if x.rank() < 2 {
             bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
@@ -67,7 +67,7 @@ impl GatedRmsNorm {
         }
         let lead = x.rank() - 2;
         let (x, z, weight) = (uniform_tokens(x, lead)?, uniform_tokens(z, lead)?, weight.contiguous()?);
-        apply3(self, None, &x, &z, &weight)
+        apply3(self, None, [("x", &x), ("z", &z), ("weight", &weight)])
     }
 
     fn plan(&self, [x, z, weight]: [Arg<'_>; 3]) -> Result<NormPlan> {
@@ -86,9 +86,7 @@ impl GatedRmsNorm {
         if !(1..=256).contains(&dim) {
             bail!("{OP}: x: expected heads of size 1 to 256, got shape {:?}", x.dims());
         }
-        if weight.dims() != [dim] || !weight.is_contiguous() {
-            bail!("{OP}: weight: expected a contiguous tensor of shape {:?}, got {:?}", [dim], weight.dims());
-        }
+        check_dense(OP, "weight", weight, &[dim])?;
         Ok(NormPlan {
             x: flat_layout("x", x, lead, (heads, dim))?,
             z: flat_layout("z", z, lead, (heads, dim))?,
@@ -173,7 +171,8 @@ fn flat_layout(arg: &str, layout: &Layout, lead: &[usize], (heads, dim): (usize,
 /// Everything between reading and the last rounding is f32.
 ///
 /// # Errors
-/// When a rank, shape, dtype or device does not fit; the message names the argument, what was expected and what came.
+/// When a rank, shape, dtype or device does not fit, or a tensor is tracked for gradients, since there is no backward pass; the
+/// message names the argument, what was expected and what came.
 pub fn gated_rms_norm(x: &Tensor, z: &Tensor, weight: &Tensor, eps: f64, gate: GateActivation) -> Result<Tensor> {
     GatedRmsNorm::new(eps, gate)?.forward(x, z, weight)
 }

@@ -39,10 +39,18 @@ impl From<Gates> for RuleGates {
 }
 
 impl RuleGates {
+    /// What the caller calls the first two.
+    fn names(&self) -> [&'static str; 2] {
+        match self.raw {
+            Some(_) => ["a", "b"],
+            None => ["log_decay", "beta"],
+        }
+    }
+
     /// All tensors by name.
     pub fn tensors(&self) -> impl Iterator<Item = (&'static str, &Tensor)> {
         let raw = self.raw.iter().flat_map(|[a_log, dt_bias]| [("a_log", a_log), ("dt_bias", dt_bias)]);
-        [("a", &self.a), ("b", &self.b)].into_iter().chain(raw)
+        self.names().into_iter().zip([&self.a, &self.b]).chain(raw)
     }
 }
 
@@ -78,9 +86,12 @@ impl Rule {
             ),
         };
         check_state_strides(op, "state", self.state.layout())?;
-        let RuleGates { a, b, raw } = &self.gates;
-        check_float(op, "a", a.dtype())?;
-        check_dtype(op, "b", b.dtype(), a.dtype())?;
+        for (arg, tensor) in self.gates.tensors().chain([("state", &self.state)]) {
+            check_untracked(op, arg, tensor)?;
+        }
+        let (RuleGates { a, b, raw }, names) = (&self.gates, self.gates.names());
+        check_float(op, names[0], a.dtype())?;
+        check_dtype(op, names[1], b.dtype(), a.dtype())?;
         for (arg, tensor) in self.gates.tensors() {
             Arg::tensor(arg, tensor).check_place(op, device, &[("the state", &self.state)])?;
         }
@@ -93,8 +104,8 @@ impl Rule {
         if !l2_eps.is_finite() || l2_eps < 0.0 {
             bail!("{op}: l2_eps: expected a finite value of at least 0, got {l2_eps}");
         }
-        if !scale.unwrap_or(1.0).is_finite() {
-            bail!("{op}: scale: expected a finite value, got {scale:?}");
+        if let Some(scale) = scale.filter(|scale| !scale.is_finite()) {
+            bail!("{op}: scale: expected a finite value, got {scale}");
         }
         if !(beta_scale > 0.0 && beta_scale <= 2.0) {
             bail!("{op}: beta_scale: expected a value above 0 and up to 2, got {beta_scale}");
@@ -127,6 +138,7 @@ impl Rule {
             );
         }
         let r = lead.rank();
+        self.check_mistakes(lead, (q.dims(), v.dims()), (value_heads, value_dim, key_dim))?;
         let key_heads = match q.dims().get(r..) {
             Some([heads, dim]) if *dim == key_dim => *heads,
             Some([merged]) if merged % key_dim == 0 => merged / key_dim,
@@ -145,6 +157,7 @@ impl Rule {
         let heads = |arg, layout, sizes| heads_layout(op, arg, layout, lead, lead_dims, sizes);
         let gate = |arg, tensor: &Tensor| gate_layout(op, arg, tensor.layout(), lead, lead_dims, value_heads);
 
+        let names = self.gates.names();
         let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
         let seqs = SequencePlan::new((op, "q"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
         self.check_algo(dtype, (key_dim, value_dim), seqs.max_tokens)?;
@@ -154,11 +167,34 @@ impl Rule {
             q: heads("q", q, (key_heads, key_dim))?,
             k: heads("k", k, (key_heads, key_dim))?,
             v: heads("v", v, (value_heads, value_dim))?,
-            a: gate("a", &self.gates.a)?,
-            b: gate("b", &self.gates.b)?,
+            a: gate(names[0], &self.gates.a)?,
+            b: gate(names[1], &self.gates.b)?,
             out_shape: lead_dims.iter().copied().chain([value_heads, value_dim]).collect::<Vec<_>>().into(),
             scale: self.options.scale.unwrap_or((key_dim as f64).powf(-0.5)),
         })
+    }
+
+    /// Two mistakes for which the checks of q and v would blame these: a state with K before V, and packed tokens without
+    /// boundaries.
+    fn check_mistakes(&self, lead: Lead, (q, v): (&[usize], &[usize]), sizes: (usize, usize, usize)) -> Result<()> {
+        let (heads, value_dim, key_dim) = sizes;
+        let fits = |rank: usize, value_dim: usize, key_dim: usize| {
+            let (q, v) = (q.get(rank..).unwrap_or_default(), v.get(rank..).unwrap_or_default());
+            let keys = matches!(*q, [_, dim] if dim == key_dim) || matches!(*q, [merged] if merged % key_dim == 0);
+            keys && (v == [heads, value_dim] || v == [heads * value_dim])
+        };
+        if fits(lead.rank(), value_dim, key_dim) {
+            return Ok(());
+        }
+        let (op, state) = (self.name, self.state.dims());
+        if fits(lead.rank(), key_dim, value_dim) {
+            let want = [state[0], heads, key_dim, value_dim];
+            bail!("{op}: state: expected shape {want:?}, value_dim before key_dim as v and q have them, got {state:?}");
+        }
+        if lead == Lead::Batched && q.len() == v.len() && fits(Lead::Packed.rank(), value_dim, key_dim) {
+            bail!("{op}: cu_seqlens: expected the boundaries of packed tokens (q is {q:?}, without a batch), got none");
+        }
+        Ok(())
     }
 
     /// The chosen kernel against the sizes and the dtype of q.

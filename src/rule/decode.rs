@@ -14,7 +14,7 @@ const OP: &str = "gdn_decode";
 /// [`CustomOp3`](candle_core::CustomOp3) over (q, k, v); see
 /// [`gdn_decode_in_place`] for shapes. The op holds the state and updates it when it is applied.
 ///
-/// It has no backward pass: `backward()` through it gives candle's "backward is not supported" error.
+/// It has no backward pass: inputs, gates and states that are variables, or were computed from one, are refused.
 #[derive(Debug, Clone)]
 pub struct GdnDecode(Rule);
 
@@ -51,7 +51,8 @@ impl GdnDecode {
     /// Applies the op: o, `[batch, HV, V]` in q's dtype.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit, or tensors share a storage that one of them is written in.
+    /// When a dtype, shape or device does not fit, tensors share a storage that one of them is written in, or one is tracked
+    /// for gradients.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         self.0.forward(self, q, k, v)
     }
@@ -96,8 +97,8 @@ rule_op!(GdnDecode);
 /// [`crate::GatedDeltaNet::new_state_as`] for what that saves and costs.
 ///
 /// # Errors
-/// When a rank, shape, dtype or device does not fit, or an input shares its storage with the state; the message names
-/// the argument, what was expected and what came.
+/// When a rank, shape, dtype or device does not fit, an input shares its storage with the state, or a tensor is tracked for
+/// gradients, since there is no backward pass; the message names the argument, what was expected and what came.
 pub fn gdn_decode_in_place(
     q: &Tensor,
     k: &Tensor,

@@ -12,7 +12,7 @@ impl Rule {
         for (arg, tensor) in [("q", q), ("k", k), ("v", v)] {
             check_device(op.name(), arg, tensor, self.state.device())?;
         }
-        apply3(op, None, &dense_rows(q)?, &dense_rows(k)?, &dense_rows(v)?)
+        apply3(op, None, [("q", &dense_rows(q)?), ("k", &dense_rows(k)?), ("v", &dense_rows(v)?)])
     }
 
     pub fn on_cpu(&self, lead: Lead, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {

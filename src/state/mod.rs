@@ -12,7 +12,10 @@ pub use ring::RingSpans;
 pub(crate) use ring::{ring_get, ring_set, Ring, RingMove, Window, RING_ROWS, RING_TOKENS};
 
 use candle_core::{bail, DType, Device, Result, Tensor};
+use candle_gdn_core::check::{check_device, check_float, check_state_dtype, zeros};
 use candle_gdn_core::device::{LastThread, Working};
+
+const OP: &str = "GdnState";
 
 /// The state of one Gated DeltaNet layer for a batch of sequences: the last inputs of the convolution and the
 /// recurrent matrix of every value head. Its size does not depend on how many tokens were fed.
@@ -33,22 +36,22 @@ pub struct GdnState {
 
 impl GdnState {
     pub(crate) fn zeros(
-        conv_shape: (usize, usize, usize),
-        recurrent_shape: (usize, usize, usize, usize),
+        conv_shape: [usize; 3],
+        recurrent_shape: [usize; 4],
         (conv_dtype, recurrent_dtype): (DType, DType),
         device: &Device,
     ) -> Result<Self> {
-        let conv = Tensor::zeros(conv_shape, conv_dtype, device)?;
-        Ok(Self::from_tensors(conv, Tensor::zeros(recurrent_shape, recurrent_dtype, device)?))
+        let recurrent = zeros(OP, "recurrent", &recurrent_shape, recurrent_dtype, device)?;
+        Ok(Self::owning(zeros(OP, "conv", &conv_shape, conv_dtype, device)?, recurrent))
     }
 
     /// A zero state of another batch.
     pub(crate) fn zeros_like(&self, batch: usize) -> Result<Self> {
-        let zeros = |like: &Tensor| {
+        let zeros = |arg: &str, like: &Tensor| {
             let shape = [&[batch], &like.dims()[1..]].concat();
-            Tensor::zeros(shape, like.dtype(), like.device())
+            zeros(OP, arg, &shape, like.dtype(), like.device())
         };
-        Ok(Self::from_tensors(zeros(&self.conv)?, zeros(&self.recurrent)?))
+        Ok(Self::owning(zeros("conv", &self.conv)?, zeros("recurrent", &self.recurrent)?))
     }
 
     /// What `read` makes of the state, which another thread may have written.
@@ -56,9 +59,55 @@ impl GdnState {
         self.thread.reading(self.recurrent.device(), read)
     }
 
-    /// From tensors that share no memory with others, written by this thread.
-    pub(crate) fn from_tensors(conv: Tensor, recurrent: Tensor) -> Self {
+    /// Of tensors that share no memory with others, written by this thread.
+    fn owning(conv: Tensor, recurrent: Tensor) -> Self {
         Self { conv, recurrent, thread: LastThread::default() }
+    }
+
+    /// The state with these two parts, which are copied: what [`GdnState::conv`] and [`GdnState::recurrent`] of another state
+    /// returned, or a file that keeps it. A layer refuses a state that does not fit it.
+    ///
+    /// ```
+    /// # use candle_core::{safetensors, DType, Device, Result};
+    /// # use candle_gdn::{GatedDeltaNet, GdnConfig, GdnState};
+    /// # use std::collections::HashMap;
+    /// # fn main() -> Result<()> {
+    /// # let device = &Device::Cpu;
+    /// # let vb = candle_nn::VarBuilder::zeros(DType::F32, device);
+    /// # let layer = GatedDeltaNet::load(&GdnConfig::new(32, (2, 16), (4, 16)), vb)?;
+    /// # let file = &std::env::temp_dir().join(format!("candle-gdn-state-{}.safetensors", std::process::id()));
+    /// let state = layer.new_state(1)?;
+    /// let parts = HashMap::from([("0.conv", state.conv().clone()), ("0.recurrent", state.recurrent().clone())]);
+    /// safetensors::save(&parts, file)?;
+    ///
+    /// let parts = safetensors::load(file, device)?;
+    /// let state = GdnState::from_tensors(&parts["0.conv"], &parts["0.recurrent"])?;
+    /// # std::fs::remove_file(file)?;
+    /// # let _ = state;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// When a part has another rank or dtype than those of a state, or the parts differ in device or batch.
+    pub fn from_tensors(conv: &Tensor, recurrent: &Tensor) -> Result<Self> {
+        check_float(OP, "conv", conv.dtype())?;
+        check_state_dtype(OP, "recurrent", recurrent.dtype())?;
+        let [batch, _, _] = *conv.dims() else {
+            bail!("{OP}: conv: expected shape [batch, width - 1, channels], got {:?}", conv.dims());
+        };
+        let [same, _, _, _] = *recurrent.dims() else {
+            bail!(
+                "{OP}: recurrent: expected shape [batch, value_heads, value_dim, key_dim], got {:?}",
+                recurrent.dims()
+            );
+        };
+        if batch != same {
+            bail!("{OP}: recurrent: expected a batch of {batch} (conv has it), got {same}");
+        }
+        check_device(OP, "recurrent", recurrent, conv.device())?;
+        let copy = |tensor: &Tensor| tensor.detach().force_contiguous();
+        Ok(Self::owning(copy(conv)?, copy(recurrent)?))
     }
 
     /// The convolution's part: `[batch, width - 1, channels]`, the last inputs, oldest first; channels are q, k, v.
@@ -108,7 +157,7 @@ impl GdnState {
     /// # Errors
     /// When the snapshot is of another shape, dtype or device.
     pub fn restore(&mut self, snapshot: &GdnState) -> Result<()> {
-        self.put("GdnState", 0, snapshot, self.batch())
+        self.put(OP, 0, snapshot, self.batch())
     }
 
     /// Before this thread writes the state.
@@ -119,7 +168,7 @@ impl GdnState {
     /// A copy of the states of `count` sequences from number `first` on.
     pub(crate) fn rows(&self, first: usize, count: usize) -> Result<Self> {
         let rows = |tensor: &Tensor| tensor.narrow(0, first, count)?.force_contiguous();
-        let copies = || Ok(Self::from_tensors(rows(&self.conv)?, rows(&self.recurrent)?));
+        let copies = || Ok(Self::owning(rows(&self.conv)?, rows(&self.recurrent)?));
         self.thread.reading(self.recurrent.device(), copies)
     }
 

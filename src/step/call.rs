@@ -96,10 +96,7 @@ impl GdnStep {
                  any number"
             );
         }
-        if conv_weight.dims() != [channels, width] || !conv_weight.is_contiguous() {
-            let dims = conv_weight.dims();
-            bail!("{OP}: conv_weight: expected a contiguous tensor of shape {:?}, got {dims:?}", [channels, width]);
-        }
+        check_dense(OP, "conv_weight", conv_weight, &[channels, width])?;
         let algo = self.algo;
         if let Some(why) = refuses_step(algo, (key_dim, value_dim, width), tokens, lead == Lead::Packed) {
             bail!("{OP}: algo: {algo:?} {why}");

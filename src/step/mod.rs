@@ -29,10 +29,12 @@ impl GdnStep {
     /// Applies the op: `[batch, HV * V]`, or with several tokens `[batch, tokens, HV * V]`, in qkv's dtype.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit, or tensors share a storage that one of them is written in.
+    /// When a dtype, shape or device does not fit, tensors share a storage that one of them is written in, or one is tracked
+    /// for gradients.
     pub fn forward(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<Tensor> {
         let [qkv, z, conv_weight] = self.prepare(qkv, z, conv_weight)?;
-        apply3(self, self.launch.arena.as_ref(), &qkv, &z, &conv_weight)
+        let args = [("qkv", &qkv), ("z", &z), ("conv_weight", &conv_weight)];
+        apply3(self, self.launch.arena.as_ref(), args)
     }
 
     /// How [`Self::forward`] runs for these tensors: a kernel of the step, or [`Algo::Unfused`].
@@ -175,9 +177,9 @@ custom_op!(CustomOp3 for GdnStep, OP, x x_layout, z z_layout, w w_layout);
 /// 256, HK divides HV. A padding row's output is zero where its z is finite.
 ///
 /// # Errors
-/// When a rank, shape, dtype or device does not fit, there are more than 16 tokens a sequence, or an input shares its
-/// storage with a state, or the states with each other; the message names the argument, what was expected and what
-/// came.
+/// When a rank, shape, dtype or device does not fit, there are more than 16 tokens a sequence, an input shares its
+/// storage with a state, or the states with each other, or a tensor is tracked for gradients, since there is no backward pass;
+/// the message names the argument, what was expected and what came.
 #[allow(clippy::too_many_arguments)]
 pub fn gdn_step_in_place(
     qkv: &Tensor,

@@ -14,7 +14,7 @@ pub(super) const OP: &str = "gdn_step";
 /// A decode step of a layer between its two projections, as a [`CustomOp3`](candle_core::CustomOp3) over
 /// (qkv, z, conv_weight); see [`gdn_step_in_place`](super::gdn_step_in_place) for shapes. The op holds both states and updates them when it is applied.
 ///
-/// It has no backward pass: `backward()` through it gives candle's "backward is not supported" error.
+/// It has no backward pass: inputs, gates and states that are variables, or were computed from one, are refused.
 #[derive(Debug, Clone)]
 pub struct GdnStep {
     /// Its kernel is that of a step whose parts run one by one.
@@ -76,9 +76,17 @@ impl GdnStep {
         }
         check_state_strides(OP, "conv_state", conv_state.layout())?;
         check_weight_dtype(OP, "norm_weight", norm_weight.dtype(), conv_state.dtype())?;
-        check_shape(OP, "norm_weight", norm_weight, &[state.dims()[2]])?;
+        if norm_weight.dims() != [state.dims()[2]] {
+            bail!(
+                "{OP}: norm_weight: expected shape [{}], got {:?}; the state is [slots, value_heads, value_dim, key_dim], {:?}",
+                state.dims()[2],
+                norm_weight.dims(),
+                state.dims()
+            );
+        }
         for (arg, tensor) in [("conv_state", conv_state), ("norm_weight", norm_weight)] {
             Arg::tensor(arg, tensor).check_place(OP, state.device(), &[("the state", state)])?;
+            check_untracked(OP, arg, tensor)?;
         }
         for (arg, tensor) in rule.gates.tensors().chain([("norm_weight", norm_weight)]) {
             check_not_in(OP, arg, storage_key(tensor), "conv_state", conv_state)?;

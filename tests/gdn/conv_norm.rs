@@ -1,7 +1,8 @@
 //! The causal convolution and the gated norm against their definitions in f64.
 
+use crate::errors::zeros;
 use crate::slot_pool::SlotPool;
-use crate::support::{devices, gated_norm, poison, rel_rms, rounded, to_device, values, Rng};
+use crate::support::{devices, gated_norm, poison, refused, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::ops::{causal_conv1d, gated_rms_norm, CausalConv1d};
 use candle_gdn::{CuSeqlens, GateActivation};
@@ -215,5 +216,49 @@ fn gated_norm_of_a_narrowed_batch() {
         let got = gated_rms_norm(&x, &z, &w, 1e-6, GateActivation::Silu).unwrap();
         let want = gated_rms_norm(&x, &z.contiguous().unwrap(), &w, 1e-6, GateActivation::Silu).unwrap();
         assert_eq!(values(&got), values(&want));
+    }
+}
+
+#[test]
+fn conv_arguments() {
+    for device in &devices() {
+        let z = |shape: &[usize]| zeros(shape, device);
+        let (x, w, state) = (z(&[2, 5, 6]), z(&[6, 4]), z(&[2, 3, 6]));
+        causal_conv1d(&x, &w, &state, None, true).unwrap();
+        refused(causal_conv1d(&z(&[2, 5, 7]), &w, &state, None, true), &["causal_conv1d: x:", "[2, 5, 7]"]);
+        let packed = ["x: expected shape [batch, tokens, 6], got [5, 6]; packed tokens need cu_seqlens"];
+        refused(causal_conv1d(&z(&[5, 6]), &w, &state, None, true), &packed);
+        let turned = z(&[4, 6]).t().unwrap();
+        let op = CausalConv1d::new(&state, None, true).unwrap();
+        refused(x.apply_op2_no_bwd(&turned, &op), &["weight: expected a contiguous tensor, got strides [1, 6]"]);
+        refused(causal_conv1d(&x, &z(&[6, 3]), &state, None, true), &["weight:", "[6, 4]", "[6, 3]"]);
+        refused(causal_conv1d(&x, &w, &z(&[1, 3, 6]), None, true), &["state:", "expected 2 slots", "got 1"]);
+        refused(causal_conv1d(&x, &w, &z(&[2, 9, 6]), None, true), &["state:", "width of 2 to 8"]);
+        refused(causal_conv1d(&x, &w, &z(&[2, 6]), None, true), &["state:", "[2, 6]"]);
+        let half = x.to_dtype(DType::F16).unwrap();
+        refused(causal_conv1d(&half, &w, &state, None, true), &["x:", "expected dtype F32, got F16"]);
+        refused(causal_conv1d(&x, &w.to_dtype(DType::F16).unwrap(), &state, None, true), &["weight:", "F16"]);
+        let alias = z(&[16, 6]);
+        let (x, state) = (alias.narrow(0, 0, 10).unwrap(), alias.narrow(0, 10, 6).unwrap());
+        let (x, state) = (x.reshape((2, 5, 6)).unwrap(), state.reshape((2, 3, 6)).unwrap());
+        refused(causal_conv1d(&x, &w, &state, None, true), &["x:", "shares its storage"]);
+        let op = CausalConv1d::new(&state, None, true).unwrap();
+        refused(x.apply_op2_no_bwd(&w, &op), &["x:", "shares its storage"]);
+    }
+}
+
+#[test]
+fn norm_arguments() {
+    for device in &devices() {
+        let z = |shape: &[usize]| zeros(shape, device);
+        let (x, w) = (z(&[2, 5, 3, 8]), z(&[8]));
+        let norm = |x: &Tensor, g: &Tensor, w: &Tensor, eps| gated_rms_norm(x, g, w, eps, GateActivation::Silu);
+        norm(&x, &x, &w, 1e-6).unwrap();
+        refused(norm(&x, &z(&[2, 5, 25]), &w, 1e-6), &["gated_rms_norm: z:", "[2, 5, 3, 8]", "[2, 5, 25]"]);
+        refused(norm(&x, &x, &z(&[3]), 1e-6), &["weight:", "[8]", "[3]"]);
+        refused(norm(&x, &x, &w, -1.0), &["eps", "-1"]);
+        refused(norm(&z(&[8]), &z(&[8]), &w, 1e-6), &["x:", "[8]"]);
+        refused(norm(&z(&[2, 300]), &z(&[2, 300]), &z(&[300]), 1e-6), &["x:", "1 to 256"]);
+        refused(norm(&x, &x.to_dtype(DType::BF16).unwrap(), &w, 1e-6), &["z:", "BF16"]);
     }
 }

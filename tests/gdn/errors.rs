@@ -4,10 +4,10 @@ use crate::semantics::Args;
 use crate::step_args::StepArgs;
 use crate::support::{devices, gdn_decode, gdn_prefill, refused};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::ops::{causal_conv1d, gated_rms_norm, CausalConv1d, Gates, GdnDecode, GdnPrefill, RuleOptions};
-use candle_gdn::{Algo, CuSeqlens, GateActivation};
+use candle_gdn::ops::{Gates, GdnDecode, GdnPrefill, RuleOptions};
+use candle_gdn::{Algo, CuSeqlens};
 
-fn zeros(shape: &[usize], device: &Device) -> Tensor {
+pub fn zeros(shape: &[usize], device: &Device) -> Tensor {
     Tensor::zeros(shape, DType::F32, device).unwrap()
 }
 
@@ -45,6 +45,10 @@ impl Rule {
         rule
     }
 
+    pub fn args(&self) -> &Args {
+        &self.args
+    }
+
     fn decode(&self) -> Result<()> {
         let Args { q, k, v, gates, state } = &self.args;
         gdn_decode(q, k, v, gates, state, self.options).map(drop)
@@ -79,7 +83,11 @@ fn rule_shapes() {
         good.refuses(|x| x.gates.a = z(&[3, 2]), &["a:", "[3, 4]", "[3, 2]"]);
         good.refuses(|x| x.gates.a_log = z(&[2]), &["a_log:", "[4]", "[2]"]);
         good.refuses(|x| x.state = z(&[2, 4, 32, 16]), &["state:", "expected 3 slots", "got 2"]);
-        good.refuses(|x| x.state = z(&[3, 4, 16, 32]), &["q:", "key_heads, 32"]);
+        let swapped = "state: expected shape [3, 4, 32, 16], value_dim before key_dim as v and q have them";
+        good.refuses(|x| x.state = z(&[3, 4, 16, 32]), &[swapped, "got [3, 4, 16, 32]"]);
+        let merged = |x: &mut Args| (x.q, x.k, x.v) = (z(&[3, 32]), z(&[3, 32]), z(&[3, 128]));
+        good.with(merged).refuses(|x| x.state = z(&[3, 4, 16, 32]), &[swapped]);
+        good.refuses(|x| x.state = z(&[3, 4, 32, 17]), &["q:", "key_heads, 17"]);
         good.refuses(|x| x.state = z(&[3, 4, 32]), &["state:", "[3, 4, 32]"]);
         let wide = good.with(|x| x.state = z(&[3, 4, 32, 300]));
         wide.refuses(|x| keys(x, &[3, 2, 300]), &["state:", "1 to 256"]);
@@ -91,7 +99,7 @@ fn rule_shapes() {
             refused(good.with_options(change).decode(), parts);
         };
         options(|o| o.l2_eps = -1.0, &["l2_eps", "got -1"]);
-        options(|o| o.scale = Some(f64::NAN), &["scale", "NaN"]);
+        options(|o| o.scale = Some(f64::NAN), &["scale: expected a finite value, got NaN"]);
         options(|o| o.beta_scale = 3.0, &["beta_scale", "got 3"]);
         options(|o| o.algo = Algo::Recurrent128, &["algo", "Recurrent128", "16"]);
         options(|o| o.algo = Algo::Decode128, &["gdn_decode: algo: Decode128 supports heads of size 128, got 16"]);
@@ -142,18 +150,29 @@ fn rule_sequences_and_slots() {
         let cu = |cu: &[u32]| CuSeqlens::new(cu, device);
         run(&cu(&[0, 3, 7]).unwrap()).unwrap();
         refused(cu(&[0, 4, 3]), &["cu_seqlens", "non-decreasing", "3 after 4"]);
-        refused(cu(&[1, 7]), &["cu_seqlens", "first value"]);
+        refused(cu(&[1, 7]), &["cu_seqlens: expected the first value to be 0, got 1"]);
+        refused(cu(&[]), &["cu_seqlens: expected the first value to be 0, got no values"]);
         refused(run(&cu(&[0, 3, 6]).unwrap()), &["cu_seqlens", "expected 7 tokens", "got 6"]);
         refused(run(&cu(&[0, 3, 5, 7]).unwrap()), &["state", "expected 3 slots", "got 2"]);
-        // Without cu_seqlens the same tensor is a batch of 7 with 2 tokens of one merged head.
+        // Without cu_seqlens q is a batch of 7 with 2 tokens of one merged head, which v is not.
         let batch = gdn_prefill(k, k, v, gates, state, None, o);
-        refused(batch, &["gdn_prefill: state:", "expected 7 slots", "got 2"]);
+        let sentence =
+            "gdn_prefill: cu_seqlens: expected the boundaries of packed tokens (q is [7, 2, 16], without a batch)";
+        refused(batch, &[sentence, "got none"]);
+        let one = |tail: usize| zeros(&[7, 1, tail], device);
+        let (k1, v1, gate) = (one(16), one(32), zeros(&[7, 1], device));
+        let (heads, state1) = (zeros(&[1], device), zeros(&[2, 1, 32, 16], device));
+        let gates1 = Gates { a: gate.clone(), b: gate, a_log: heads.clone(), dt_bias: heads };
+        let batch = gdn_prefill(&k1, &k1, &v1, &gates1, &state1, None, o);
+        refused(batch, &["state: expected 7 slots (one for each sequence), got 2; packed tokens need cu_seqlens"]);
 
         let good = cu(&[0, 3, 7]).unwrap();
         let with =
             |slots: &Tensor| GdnPrefill::new(gates.clone(), state, Some(&good), o)?.with_slots(slots).forward(k, k, v);
         refused(with(&Tensor::new(&[0u32, 1, 1], device).unwrap()), &["slots", "[2]", "[3]"]);
         refused(with(&Tensor::new(&[0f32, 1.], device).unwrap()), &["slots", "U32", "F32"]);
+        let strided = Tensor::new(&[0u32, 7, 1, 7], device).unwrap().reshape((2, 2)).unwrap().narrow(1, 0, 1).unwrap();
+        refused(with(&strided.squeeze(1).unwrap()), &["slots: expected a contiguous tensor, got strides [2]"]);
         if device.is_cpu() {
             refused(with(&Tensor::new(&[0u32, 2], device).unwrap()), &["slots", "below 2", "got 2 at 1"]);
             refused(with(&Tensor::new(&[1u32, 1], device).unwrap()), &["slots", "distinct", "1 a second time"]);
@@ -170,46 +189,6 @@ fn devices_must_agree() {
     good.refuses(|x| x.gates = cpu.gates.clone(), &["a:", "Cpu"]);
     good.refuses(|x| x.q = cpu.q.clone(), &["q:", "Cpu"]);
     good.refuses(|x| x.state = cpu.state.clone(), &["a:", "Cuda"]);
-}
-
-#[test]
-fn conv_arguments() {
-    for device in &devices() {
-        let z = |shape: &[usize]| zeros(shape, device);
-        let (x, w, state) = (z(&[2, 5, 6]), z(&[6, 4]), z(&[2, 3, 6]));
-        causal_conv1d(&x, &w, &state, None, true).unwrap();
-        refused(causal_conv1d(&z(&[2, 5, 7]), &w, &state, None, true), &["causal_conv1d: x:", "[2, 5, 7]"]);
-        refused(causal_conv1d(&z(&[5, 6]), &w, &state, None, true), &["x:", "[5, 6]"]);
-        refused(causal_conv1d(&x, &z(&[6, 3]), &state, None, true), &["weight:", "[6, 4]", "[6, 3]"]);
-        refused(causal_conv1d(&x, &w, &z(&[1, 3, 6]), None, true), &["state:", "expected 2 slots", "got 1"]);
-        refused(causal_conv1d(&x, &w, &z(&[2, 9, 6]), None, true), &["state:", "width of 2 to 8"]);
-        refused(causal_conv1d(&x, &w, &z(&[2, 6]), None, true), &["state:", "[2, 6]"]);
-        let half = x.to_dtype(DType::F16).unwrap();
-        refused(causal_conv1d(&half, &w, &state, None, true), &["x:", "expected dtype F32, got F16"]);
-        refused(causal_conv1d(&x, &w.to_dtype(DType::F16).unwrap(), &state, None, true), &["weight:", "F16"]);
-        let alias = z(&[16, 6]);
-        let (x, state) = (alias.narrow(0, 0, 10).unwrap(), alias.narrow(0, 10, 6).unwrap());
-        let (x, state) = (x.reshape((2, 5, 6)).unwrap(), state.reshape((2, 3, 6)).unwrap());
-        refused(causal_conv1d(&x, &w, &state, None, true), &["x:", "shares its storage"]);
-        let op = CausalConv1d::new(&state, None, true).unwrap();
-        refused(x.apply_op2_no_bwd(&w, &op), &["x:", "shares its storage"]);
-    }
-}
-
-#[test]
-fn norm_arguments() {
-    for device in &devices() {
-        let z = |shape: &[usize]| zeros(shape, device);
-        let (x, w) = (z(&[2, 5, 3, 8]), z(&[8]));
-        let norm = |x: &Tensor, g: &Tensor, w: &Tensor, eps| gated_rms_norm(x, g, w, eps, GateActivation::Silu);
-        norm(&x, &x, &w, 1e-6).unwrap();
-        refused(norm(&x, &z(&[2, 5, 25]), &w, 1e-6), &["gated_rms_norm: z:", "[2, 5, 3, 8]", "[2, 5, 25]"]);
-        refused(norm(&x, &x, &z(&[3]), 1e-6), &["weight:", "[8]", "[3]"]);
-        refused(norm(&x, &x, &w, -1.0), &["eps", "-1"]);
-        refused(norm(&z(&[8]), &z(&[8]), &w, 1e-6), &["x:", "[8]"]);
-        refused(norm(&z(&[2, 300]), &z(&[2, 300]), &z(&[300]), 1e-6), &["x:", "1 to 256"]);
-        refused(norm(&x, &x.to_dtype(DType::BF16).unwrap(), &w, 1e-6), &["z:", "BF16"]);
-    }
 }
 
 /// K 16, V 32, batch 3.
@@ -250,9 +229,10 @@ fn step_shapes() {
         refuses(&good, |s| s.z = z(&[3, 127]), &["z: expected shape [3, 4, 32] or [3, 128], got [3, 127]"]);
         refuses(&good, |s| s.z = z(&[3, 1, 128]), &["z:", "[3, 1, 128]"]);
         refuses(&good, |s| s.z = z(&[2, 128]), &["z:", "[2, 128]"]);
-        let weight = "conv_weight: expected a contiguous tensor of shape [192, 4], got [192, 3]";
+        let weight = "conv_weight: expected shape [192, 4], got [192, 3]";
         refuses(&good, |s| s.conv_weight = z(&[192, 3]), &[weight]);
-        refuses(&good, |s| s.norm_weight = z(&[16]), &["norm_weight: expected shape [32], got [16]"]);
+        let norm = "norm_weight: expected shape [32], got [16]; the state is [slots, value_heads, value_dim, key_dim]";
+        refuses(&good, |s| s.norm_weight = z(&[16]), &[norm]);
         refuses(&good, |s| s.gates.a = z(&[3, 1, 4]), &["a: expected shape [3, 4], got [3, 1, 4]"]);
         refuses(&good, |s| s.gates.b = z(&[3, 2]), &["b: expected shape [3, 4], got [3, 2]"]);
         refuses(&good, |s| s.gates.a_log = z(&[2]), &["a_log: expected shape [4], got [2]"]);
@@ -291,7 +271,7 @@ fn step_options_and_dtypes() {
 
         refuses(&good, |s| to(&mut s.qkv, DType::F16), &["qkv: expected dtype F32, got F16"]);
         refuses(&good, |s| to(&mut s.z, DType::BF16), &["z: expected dtype F32, got BF16"]);
-        refuses(&good, |s| to(&mut s.conv_weight, DType::BF16), &["conv_weight: expected dtype F32 or f32, got BF16"]);
+        refuses(&good, |s| to(&mut s.conv_weight, DType::BF16), &["conv_weight: expected dtype F32, got BF16"]);
         refuses(&good, |s| to(&mut s.norm_weight, DType::F16), &["norm_weight:", "got F16"]);
         refuses(&good, |s| to(&mut s.conv, DType::F64), &["conv_state: expected dtype f32, bf16 or f16"]);
         refuses(&good, |s| to(&mut s.state, DType::F16), &["state: expected dtype f32 or bf16, got F16"]);

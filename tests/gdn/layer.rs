@@ -282,12 +282,19 @@ fn bad_configs_and_inputs_are_refused() {
     bad(|c| c.rms_norm_eps = f64::NAN, "rms_norm_eps");
     bad(|c| c.beta_scale = 0.0, "beta_scale");
     bad(|c| c.hidden_size = 0, "hidden_size");
+    bad(|c| c.hidden_size = usize::MAX, "hidden_size, num_key_heads, num_value_heads: expected sizes of weights");
+    bad(
+        |c| (c.num_key_heads, c.num_value_heads) = (1 << 60, 1 << 60),
+        "expected sizes of weights that memory can hold",
+    );
+    bad(|c| c.num_value_heads = 1 << 62, "expected sizes of weights that memory can hold");
+    assert_eq!(config().with(|c| c.num_key_heads = 0).qkvz_sizes(), [16, 16, 0, 0]);
 
     let layer = load(&weights, DType::F32, &device).unwrap();
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &device).unwrap();
     let bad = |x: &Tensor, batch, part| refused(layer.forward(x, &mut layer.new_state(batch).unwrap()), &[part]);
     bad(&zeros(&[2, 3, 25]), 2, "x: expected shape [batch, tokens, 24], got [2, 3, 25]");
-    bad(&zeros(&[3, 24]), 1, "x: expected shape");
+    bad(&zeros(&[3, 24]), 1, "x: expected shape [batch, tokens, 24], got [3, 24]; packed tokens need forward_slots");
     bad(&zeros(&[2, 3, 24]), 1, "state: expected");
     let half = zeros(&[1, 3, 24]).to_dtype(DType::F16).unwrap();
     bad(&half, 1, "x: expected dtype F32 (the weights'), got F16");

@@ -24,6 +24,7 @@ mod ring;
 mod rule_case;
 mod semantics;
 mod sixteen_bits;
+mod sizes;
 mod slot_pool;
 mod slots;
 mod soak;
@@ -34,6 +35,7 @@ mod stored_state;
 mod support;
 mod tensor_cores;
 mod threads;
+mod training;
 mod verify;
 
 use candle_gdn_testing::skipped;

@@ -97,6 +97,6 @@ fn other_kernels_refuse_both() {
         }
         let wrong = Tensor::zeros((1, 1, 3), DType::F32, device).unwrap();
         let op = GdnPrefill::with_ready_gates(wrong, beta, &x.state, None, options(Algo::Auto)).unwrap();
-        refused(op.forward(&x.q, &x.k, &x.v), &["gdn_prefill: a: expected shape [1, 1, 4], got [1, 1, 3]"]);
+        refused(op.forward(&x.q, &x.k, &x.v), &["gdn_prefill: log_decay: expected shape [1, 1, 4], got [1, 1, 3]"]);
     }
 }

@@ -207,6 +207,9 @@ fn what_is_refused() {
         let accepted = Accepted::new(&other, &[1, 1]).unwrap();
         refused(layer.commit(&kept, &accepted, &mut pool), &["accepted: expected counts for the sequences that were"]);
         let accepted = Accepted::new(&kept, &[1, 1]).unwrap();
+        let twin = crate::random_layer::layer(&small(), DType::F32, device, 14);
+        refused(twin.commit(&kept, &accepted, &mut pool), &["drafted: expected what this layer's verify returned"]);
+        layer.clone().commit(&kept, &accepted, &mut pool).unwrap();
         let mut short = layer.new_pool(1).unwrap();
         refused(layer.commit(&kept, &accepted, &mut short), &["slots: expected values below 1"]);
     }

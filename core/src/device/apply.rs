@@ -1,10 +1,13 @@
 //! Custom ops on tensors: candle's way on the CPU, a shorter one on CUDA, whose outputs an arena may place.
 
 use super::launch::Arena;
+use crate::check::check_untracked;
 use candle_core::{CustomOp1, CustomOp2, CustomOp3, Result, Tensor};
 
-/// `op` on three tensors that the caller has found to be on one device.
-pub fn apply3<C: CustomOp3>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tensor, z: &Tensor) -> Result<Tensor> {
+/// `op` on three tensors, given with their names, that the caller has found to be on one device; none is tracked for a
+/// gradient.
+pub fn apply3<C: CustomOp3>(op: &C, arena: Option<&Arena>, args: [(&str, &Tensor); 3]) -> Result<Tensor> {
+    let [x, y, z] = untracked(op.name(), args)?;
     #[cfg(feature = "cuda")]
     if let Some(out) = on_cuda([x, y, z], arena, |[x, y, z]| op.cuda_fwd(x.0, x.1, y.0, y.1, z.0, z.1))? {
         return Ok(out);
@@ -14,7 +17,8 @@ pub fn apply3<C: CustomOp3>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tenso
 }
 
 /// The same on two.
-pub fn apply2<C: CustomOp2>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+pub fn apply2<C: CustomOp2>(op: &C, arena: Option<&Arena>, args: [(&str, &Tensor); 2]) -> Result<Tensor> {
+    let [x, y] = untracked(op.name(), args)?;
     #[cfg(feature = "cuda")]
     if let Some(out) = on_cuda([x, y], arena, |[x, y]| op.cuda_fwd(x.0, x.1, y.0, y.1))? {
         return Ok(out);
@@ -24,13 +28,19 @@ pub fn apply2<C: CustomOp2>(op: &C, arena: Option<&Arena>, x: &Tensor, y: &Tenso
 }
 
 /// The same on one.
-pub fn apply1<C: CustomOp1>(op: &C, arena: Option<&Arena>, x: &Tensor) -> Result<Tensor> {
+pub fn apply1<C: CustomOp1>(op: &C, arena: Option<&Arena>, arg: (&str, &Tensor)) -> Result<Tensor> {
+    let [x] = untracked(op.name(), [arg])?;
     #[cfg(feature = "cuda")]
     if let Some(out) = on_cuda([x], arena, |[x]| op.cuda_fwd(x.0, x.1))? {
         return Ok(out);
     }
     let _ = arena;
     x.apply_op1_no_bwd(op)
+}
+
+fn untracked<'a, const N: usize>(op: &str, args: [(&str, &'a Tensor); N]) -> Result<[&'a Tensor; N]> {
+    args.iter().try_for_each(|(arg, tensor)| check_untracked(op, arg, tensor))?;
+    Ok(args.map(|(_, tensor)| tensor))
 }
 
 /// The tensor of what `run` returns for the storages and layouts; `None` where not all tensors are on CUDA. candle's own way

@@ -1,7 +1,7 @@
 //! A Gated DeltaNet layer out of a checkpoint of any format.
 
 use crate::formats::{place, Source, Stored};
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 use candle_gdn::formats::Matrices;
 use candle_gdn::{GatedDeltaNet, GdnConfig, Projection};
 use std::cell::Cell;
@@ -45,5 +45,9 @@ impl Matrices for LayerWeights<'_, '_> {
 
     fn tensor(&self, shape: Shape, name: &str) -> Result<Tensor> {
         self.source.get(shape, name)
+    }
+
+    fn vector(&self, len: usize, name: &str) -> Result<Tensor> {
+        self.source.dense.get_with_hints_dtype(len, name, Default::default(), DType::F32)
     }
 }

@@ -8,6 +8,7 @@ mod fp8;
 mod gguf;
 pub(crate) mod place;
 mod quantize;
+mod read_once;
 mod source;
 mod stored;
 
@@ -19,6 +20,7 @@ pub use gguf::GgufFile;
 pub(crate) use gguf::{integer, GgufWeights};
 pub use quantize::OtherType;
 pub(crate) use quantize::Quantizer;
+pub(crate) use read_once::read_once;
 pub(crate) use source::Source;
 pub(crate) use stored::Stored;
 

@@ -49,14 +49,14 @@ impl Swiglu {
     /// Applies the op: `[.., 2 * columns]` to `[.., columns]`, contiguous.
     ///
     /// # Errors
-    /// When the dtype or shape does not fit.
+    /// When the dtype or shape does not fit, or gate_up is tracked for gradients.
     pub fn forward(&self, gate_up: &Tensor) -> Result<Tensor> {
         check_float(OP, "gate_up", gate_up.dtype())?;
         let rows = match gate_up.device().is_cpu() {
             true => gate_up.contiguous()?,
             false => uniform_tokens(gate_up, gate_up.rank().saturating_sub(1))?,
         };
-        apply1(self, self.launch.arena.as_ref(), &rows)
+        apply1(self, self.launch.arena.as_ref(), ("gate_up", &rows))
     }
 
     fn plan(&self, layout: &Layout) -> Result<SwigluPlan> {

@@ -26,6 +26,7 @@ mod model;
 mod moe;
 mod parallel;
 mod parallel_quantised;
+mod read_once;
 mod sequences;
 mod sequences_soak;
 

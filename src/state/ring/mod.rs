@@ -28,7 +28,7 @@ pub(crate) use spans::{RingMove, RING_ROWS, RING_TOKENS};
 pub(crate) use tensors::{Ring, Window};
 
 use candle_core::{bail, CpuStorage, DType, Result, Tensor};
-use candle_gdn_core::check::check_device;
+use candle_gdn_core::check::{check_dense, check_device, check_dtype};
 use candle_gdn_core::device::in_place_cpu;
 use candle_gdn_core::{cpu_slots, CuSeqlens, Slots};
 use spans::Span;
@@ -95,7 +95,12 @@ impl RingSpans {
             return Ok(());
         }
         if let Some(accepted) = moved.accepted {
+            check_dtype(OP, "accepted", accepted.dtype(), DType::U32)?;
+            check_dense(OP, "accepted", accepted.layout(), &[slots.len()])?;
             check_device(OP, "accepted", accepted, tensor.device())?;
+        }
+        if let Some(cu) = moved.cu_seqlens.filter(|cu| cu.num_sequences() != slots.len()) {
+            bail!("{OP}: cu_seqlens: expected {} sequences (the slots'), got {}", slots.len(), cu.num_sequences());
         }
         #[cfg(feature = "cuda")]
         if tensor.device().is_cuda() {

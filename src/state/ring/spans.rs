@@ -1,7 +1,8 @@
 //! Where the entries of each slot's ring lie: its head and its length.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_gdn_core::abi::{GDN_RING_CAPACITY, GDN_RING_ENTRIES};
+use candle_gdn_core::check::{check_device, zeros};
 use candle_gdn_core::CuSeqlens;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -72,9 +73,19 @@ impl RingSpans {
     /// Empty rings.
     ///
     /// # Errors
-    /// When the device is out of memory.
+    /// When there is not enough memory.
     pub fn new(slots: usize, device: &Device) -> Result<Self> {
-        Ok(Self(Arc::new(Mutex::new(Tensor::zeros(slots, DType::U32, device)?))))
+        Ok(Self(Arc::new(Mutex::new(zeros("RingSpans", "slots", &[slots], DType::U32, device)?))))
+    }
+
+    /// Those that a pool of so many slots on `device` may share.
+    pub(crate) fn checked(self, slots: usize, device: &Device) -> Result<Self> {
+        let tensor = self.tensor();
+        check_device("RingSpans", "spans", &tensor, device)?;
+        if tensor.elem_count() < slots {
+            bail!("RingSpans: spans: expected at least {slots} slots (the pool's), got {}", tensor.elem_count());
+        }
+        Ok(self)
     }
 
     /// The numbers, on the device.
@@ -87,7 +98,7 @@ impl RingSpans {
         let mut tensor = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let old = tensor.elem_count();
         if slots > old {
-            let grown = Tensor::zeros(slots, DType::U32, tensor.device())?;
+            let grown = zeros("RingSpans", "slots", &[slots], DType::U32, tensor.device())?;
             grown.slice_set(&tensor, 0, 0)?;
             *tensor = grown;
         }

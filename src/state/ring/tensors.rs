@@ -3,6 +3,7 @@
 use super::spans::{RingSpans, RING_ROWS};
 use crate::reference::Dims;
 use candle_core::{DType, Result, Tensor};
+use candle_gdn_core::check::zeros;
 
 pub(super) const OP: &str = "ring";
 
@@ -25,10 +26,10 @@ impl Ring {
         let device = &spans.tensor().device().clone();
         let Dims { key_heads, value_heads, key_dim, value_dim } = sizes;
         Ok(Self {
-            keys: Tensor::zeros((slots, key_heads, RING_ROWS, key_dim), dtype, device)?,
-            updates: Tensor::zeros((slots, value_heads, RING_ROWS, value_dim), DType::F32, device)?,
-            decays: Tensor::zeros((slots, value_heads, RING_ROWS), DType::F32, device)?,
-            inputs: Tensor::zeros((slots, RING_ROWS, channels), dtype, device)?,
+            keys: zeros(OP, "keys", &[slots, key_heads, RING_ROWS, key_dim], dtype, device)?,
+            updates: zeros(OP, "updates", &[slots, value_heads, RING_ROWS, value_dim], DType::F32, device)?,
+            decays: zeros(OP, "decays", &[slots, value_heads, RING_ROWS], DType::F32, device)?,
+            inputs: zeros(OP, "inputs", &[slots, RING_ROWS, channels], dtype, device)?,
             spans,
         })
     }
@@ -42,7 +43,7 @@ impl Ring {
     pub fn grow(&mut self, slots: usize) -> Result<()> {
         let grown = |tensor: &Tensor| {
             let shape = [&[slots], &tensor.dims()[1..]].concat();
-            let grown = Tensor::zeros(shape, tensor.dtype(), tensor.device())?;
+            let grown = zeros(OP, "slots", &shape, tensor.dtype(), tensor.device())?;
             for slot in 0..tensor.dims()[0] {
                 grown.slice_set(&tensor.narrow(0, slot, 1)?, 0, slot)?;
             }

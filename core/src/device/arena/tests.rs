@@ -31,7 +31,7 @@ impl CustomOp1 for Copy<'_> {
 }
 
 fn copy(x: &Tensor, launch: &Launch) -> Tensor {
-    apply1(&Copy(launch), launch.arena.as_ref(), x).unwrap()
+    apply1(&Copy(launch), launch.arena.as_ref(), ("x", x)).unwrap()
 }
 
 fn address(tensor: &Tensor) -> u64 {

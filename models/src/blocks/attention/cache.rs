@@ -60,9 +60,12 @@ impl AttentionCache {
         if k.stride()[3] != 1 || !spread {
             bail!("{op}: k: expected a contiguous last dimension and no repeated rows, got strides {:?}", k.stride());
         }
-        if positions.rank() != 1 || !positions.is_contiguous() {
-            bail!("{op}: positions: expected a contiguous tensor [sequences], got shape {:?}", positions.dims());
+        if positions.rank() != 1 {
+            bail!("{op}: positions: expected shape [sequences], got {:?}", positions.dims());
         }
+        check_contiguous(op, "positions", positions)?;
+        check_untracked(op, "k", k)?;
+        check_untracked(op, "v", v)?;
         check_device(op, "v", v, k.device())?;
         check_device(op, "positions", positions, k.device())?;
         if storage_key(k) == storage_key(v) {

@@ -76,7 +76,8 @@ impl AttentionDecode {
             check_dtype(DECODE, arg, tensor.dtype(), self.cache.k.dtype())?;
             check_device(DECODE, arg, tensor, self.cache.device())?;
         }
-        apply2(&Self { gated: gate.is_some(), ..self.clone() }, self.launch.arena.as_ref(), &q, &second)
+        let op = Self { gated: gate.is_some(), ..self.clone() };
+        apply2(&op, self.launch.arena.as_ref(), [("q", &q), ("gate", &second)])
     }
 
     fn plan(&self, q: &Layout, gate: &Layout) -> Result<AttentionPlan> {

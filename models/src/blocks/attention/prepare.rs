@@ -83,6 +83,7 @@ impl AttentionPrepare {
             check_dtype(PREPARE, arg, tensor.dtype(), DType::F32)?;
             check_device(PREPARE, arg, tensor, cache.device())?;
             check_contiguous(PREPARE, arg, tensor)?;
+            check_untracked(PREPARE, arg, tensor)?;
             cache.check_not_written(PREPARE, arg, storage_key(tensor))?;
         }
         check_shape(PREPARE, "q_weight", q_weight, &[dim])?;
@@ -125,7 +126,7 @@ impl AttentionPrepare {
             self.check_input(arg, tensor.dtype(), storage_key(tensor))?;
             check_device(PREPARE, arg, tensor, self.cache.device())?;
         }
-        apply3(self, self.launch.arena.as_ref(), &q, &k, &v)
+        apply3(self, self.launch.arena.as_ref(), [("q", &q), ("k", &k), ("v", &v)])
     }
 
     fn check_input(&self, arg: &str, dtype: DType, key: usize) -> Result<()> {

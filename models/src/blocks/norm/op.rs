@@ -59,7 +59,7 @@ impl AddRmsNorm {
     /// `x + h`, and its norm.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit; the message names the argument.
+    /// When a dtype, shape or device does not fit, or a tensor is tracked for gradients; the message names the argument.
     pub fn forward(&self, x: &Tensor, h: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor)> {
         check_dtype(OP, "h", h.dtype(), x.dtype())?;
         check_shape(OP, "h", h, x.dims())?;
@@ -71,7 +71,7 @@ impl AddRmsNorm {
     /// The norm of x.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit; the message names the argument.
+    /// When a dtype, shape or device does not fit, or a tensor is tracked for gradients; the message names the argument.
     pub fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         Self { add: false, ..self.clone() }.apply(x, None, weight)
     }
@@ -84,15 +84,16 @@ impl AddRmsNorm {
         let rows = |x: &Tensor| if x.device().is_cpu() { x.contiguous() } else { uniform_tokens(x, lead) };
         let (x, weight) = (rows(x)?, weight.contiguous()?);
         let h = h.map_or(Ok(x.clone()), rows)?;
-        apply3(self, self.launch.arena.as_ref(), &x, &h, &weight)
+        apply3(self, self.launch.arena.as_ref(), [("x", &x), ("h", &h), ("weight", &weight)])
     }
 
     fn plan(&self, x: &Layout, h: &Layout, weight: &Layout) -> Result<ResidualPlan> {
         let dims = x.dims();
         let Some((&dim, lead)) = dims.split_last() else { bail!("{OP}: x: expected at least one dimension, got none") };
-        if dim == 0 || weight.dims() != [dim] || !weight.is_contiguous() {
-            bail!("{OP}: weight: expected shape {:?} (x's last dimension, not 0), got {:?}", [dim], weight.dims());
+        if dim == 0 {
+            bail!("{OP}: x: expected a last dimension of at least 1, got {dims:?}");
         }
+        check_dense(OP, "weight", weight, &[dim])?;
         let rows_layout = |arg: &str, layout: &Layout| {
             let stride = layout.stride();
             match token_stride(&dims[..lead.len()], &stride[..lead.len()]) {
