@@ -10,8 +10,14 @@ use std::path::{Path, PathBuf};
 
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
-const TEXT_FILES: &[&str] =
-    &["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+const TEXT_FILES: &[&str] = &[
+    "config.json",
+    "hf_quant_config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+];
 
 /// Whether `model` looks like `owner/name`, not like a path.
 pub fn is_id(model: &str) -> bool {
@@ -51,7 +57,7 @@ pub fn fetch(id: &str, revision: &str, weights: bool) -> Result<PathBuf> {
     if !weights {
         return parent(&get(&api, "config.json")?);
     }
-    if has(INDEX) {
+    if has(INDEX) && !has(SINGLE) {
         let index = get(&api, INDEX)?;
         let text = std::fs::read_to_string(&index).with_context(|| format!("cannot read {}", index.display()))?;
         for shard in shard_names(&text).with_context(|| format!("hub: {INDEX} of {id}"))? {

@@ -3,7 +3,7 @@
 use crate::args::SamplingArgs;
 use crate::Checkpoint;
 use anyhow::{bail, Context, Result};
-use candle_gdn_models::{ModelConfig, Sampling};
+use candle_gdn_models::{json_as_python, ModelConfig, Sampling};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ impl Settings {
         let (file, path) = match checkpoint.text("generation_config.json")? {
             Some((text, path)) => {
                 let path = path.display().to_string();
-                (serde_json::from_str(&text).with_context(|| path.clone())?, path)
+                (json_as_python(&text).with_context(|| path.clone())?, path)
             }
             None => (Value::Null, String::new()),
         };

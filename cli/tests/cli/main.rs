@@ -1,6 +1,7 @@
 //! The generate and perplexity examples as a user runs them, on the CPU.
 
 mod chat;
+mod checkpoints;
 mod cli;
 mod cut_files;
 mod faults;

@@ -7,7 +7,9 @@ mod experts;
 mod fp8;
 mod gguf;
 pub(crate) mod place;
+mod prefixes;
 mod quantize;
+mod safetensors;
 mod source;
 mod stored;
 
@@ -17,8 +19,10 @@ pub(crate) use experts::{dense_experts, ExpertBlocks, ExpertShape, StoredExperts
 pub(crate) use fp8::{dequantized, Fp8Format};
 pub use gguf::GgufFile;
 pub(crate) use gguf::GgufWeights;
+pub(crate) use prefixes::Prefixes;
 pub use quantize::OtherType;
 pub(crate) use quantize::Quantizer;
+pub use safetensors::SafetensorsFiles;
 pub(crate) use source::Source;
 pub(crate) use stored::Stored;
 

@@ -24,6 +24,7 @@ mod model;
 mod moe;
 mod parallel;
 mod parallel_quantised;
+mod safetensors;
 mod sequences;
 mod sequences_soak;
 
