@@ -3,16 +3,18 @@
 use crate::load::{LoadFormat, ModelArgs};
 use crate::{builtin, gguf_tokenizer, hub, safetensors, vocab_tokenizer};
 use anyhow::{bail, Context, Result};
-use candle_gdn_models::{DraftHeadChoice, GgufFile, ModelConfig};
+use candle_gdn_models::{json_as_python, DraftHeadChoice, GgufFile, ModelConfig, SafetensorsFiles};
 use serde_json::Value;
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use tokenizers::Tokenizer;
 
 pub struct Checkpoint {
     /// The config.json, with the other files in its folder, or a GGUF file.
     path: PathBuf,
     gguf: Option<GgufFile>,
+    files: OnceLock<SafetensorsFiles>,
     format: LoadFormat,
 }
 
@@ -37,7 +39,7 @@ impl Checkpoint {
             if !dummy {
                 bail!("--model: {model} is known without weights only: --load-format dummy makes some up")
             }
-            return Ok(Self { path, gguf: None, format });
+            return Ok(Self::of(path, format));
         }
         if dummy {
             bail!(
@@ -56,7 +58,7 @@ impl Checkpoint {
             false if format == LoadFormat::Dummy => None,
             false => bail!("--model: expected a directory, a hub id, or a GGUF file, got {}", path.display()),
         };
-        Ok(Self { path: path.to_path_buf(), gguf, format })
+        Ok(Self { gguf, ..Self::of(path.to_path_buf(), format) })
     }
 
     fn in_dir(dir: &Path, format: LoadFormat) -> Result<Self> {
@@ -64,7 +66,11 @@ impl Checkpoint {
         if !path.is_file() {
             bail!("--model: {} has no config.json", dir.display())
         }
-        Ok(Self { path, gguf: None, format })
+        Ok(Self::of(path, format))
+    }
+
+    fn of(path: PathBuf, format: LoadFormat) -> Self {
+        Self { path, gguf: None, files: OnceLock::new(), format }
     }
 
     /// Its name in messages.
@@ -104,11 +110,33 @@ impl Checkpoint {
         }
         let text =
             std::fs::read_to_string(&self.path).with_context(|| format!("cannot read {}", self.path.display()))?;
-        ModelConfig::from_json(without_bom(&text)).with_context(|| self.path.display().to_string())
+        let here = || self.path.display().to_string();
+        let config = match self.format {
+            LoadFormat::Dummy => ModelConfig::from_json(&text).with_context(here)?,
+            LoadFormat::Auto => match self.files() {
+                Ok(files) => ModelConfig::from_safetensors(&text, files).with_context(here)?,
+                // A broken configuration is told first.
+                Err(e) => return ModelConfig::from_json(&text).with_context(here).and(Err(e)),
+            },
+        };
+        match self.text("hf_quant_config.json")? {
+            Some((text, path)) => config.with_hf_quant_config(&text).with_context(|| path.display().to_string()),
+            None => Ok(config),
+        }
+    }
+
+    /// Its safetensors files, mapped.
+    pub fn files(&self) -> Result<&SafetensorsFiles> {
+        if let Some(files) = self.files.get() {
+            return Ok(files);
+        }
+        // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
+        let files = unsafe { SafetensorsFiles::open(&self.weights()?)? };
+        Ok(self.files.get_or_init(|| files))
     }
 
     /// The texts of the files in a folder of the directory, by their names without the ending.
-    pub fn files(&self, folder: &str, ending: &str) -> Result<Vec<(String, String)>> {
+    pub fn texts(&self, folder: &str, ending: &str) -> Result<Vec<(String, String)>> {
         let Ok(entries) = std::fs::read_dir(self.dir().join(folder)) else { return Ok(Vec::new()) };
         let mut texts = Vec::new();
         for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
@@ -124,7 +152,7 @@ impl Checkpoint {
     /// A JSON file in the directory, null where it is missing.
     pub fn json(&self, name: &str) -> Result<Value> {
         let Some((text, path)) = self.text(name)? else { return Ok(Value::Null) };
-        serde_json::from_str(&text).with_context(|| path.display().to_string())
+        json_as_python(&text).with_context(|| path.display().to_string())
     }
 
     /// Its tokenizer, which neither cuts texts nor fills them up. A missing one is None where weights are made up, else an
@@ -165,9 +193,7 @@ impl Checkpoint {
         }
         let is_here = || match &self.gguf {
             Some(file) => Ok(file.has_draft_head(config)),
-            None => self.weights()?.iter().try_fold(false, |found, file| {
-                Ok(found || safetensors::tensors(file)?.iter().any(|name| name == "mtp.fc.weight"))
-            }),
+            None => Ok(self.files()?.names().iter().any(|name| name.ends_with("mtp.fc.weight"))),
         };
         match (choice, self.format) {
             (DraftHeadChoice::Off, _) | (DraftHeadChoice::Auto, LoadFormat::Dummy) => Ok(false),
@@ -187,16 +213,17 @@ impl Checkpoint {
         self.weights()?.iter().try_fold(true, |narrow, file| Ok(narrow & safetensors::is_sixteen_bits(file)?))
     }
 
-    /// The weight files. Each must be there and whole, and no tensor may be in two of them.
+    /// The weight files: as in transformers, the single one if it is there, whatever an index beside it says. Each must be there
+    /// and whole, and no tensor may be in two of them.
     pub fn weights(&self) -> Result<Vec<PathBuf>> {
         let index = self.dir().join("model.safetensors.index.json");
         let single = self.dir().join("model.safetensors");
-        let files: Vec<PathBuf> = if index.is_file() {
+        let files: Vec<PathBuf> = if single.is_file() {
+            vec![single]
+        } else if index.is_file() {
             let text = std::fs::read_to_string(&index).with_context(|| format!("cannot read {}", index.display()))?;
             let names = shard_names(&text).with_context(|| index.display().to_string())?;
             names.iter().map(|name| self.dir().join(name)).collect()
-        } else if single.is_file() {
-            vec![single]
         } else {
             bail!("{} has neither model.safetensors nor model.safetensors.index.json", self.dir().display())
         };
@@ -215,7 +242,7 @@ impl Checkpoint {
 
 /// The distinct files of a `model.safetensors.index.json`.
 pub(super) fn shard_names(index: &str) -> Result<BTreeSet<String>> {
-    let index: serde_json::Value = serde_json::from_str(index).context("not valid JSON")?;
+    let index = json_as_python(index)?;
     let Some(map) = index["weight_map"].as_object() else { bail!("`weight_map`: expected an object") };
     let mut names = BTreeSet::new();
     for (tensor, file) in map {

@@ -45,6 +45,11 @@ impl Dummy {
         self.fp8.as_ref().is_some_and(|fp8| fp8.converts(module)) && self.contains_tensor(name)
     }
 
+    /// Rows and columns of the blocks that have a scale each.
+    fn block(&self) -> Option<[usize; 2]> {
+        self.fp8.as_ref()?.weight_block_size
+    }
+
     /// Numbers of a uniform distribution, rounded to e4m3.
     fn e4m3(&self, shape: Shape) -> Result<Tensor> {
         let Ok(mut made) = self.in_fp8.lock() else { bail!("random weights: another thread has failed") };
@@ -68,8 +73,8 @@ impl SimpleBackend for Dummy {
         if dtype == DType::F8E4M3 {
             return self.e4m3(shape)?.to_device(device);
         }
-        if let (Some(weight), Some(fp8)) = (name.strip_suffix(SCALE), &self.fp8) {
-            let inputs = shape.dims().last().map_or(1, |blocks| blocks * fp8.weight_block_size[1]);
+        if let (Some(weight), Some([_, columns])) = (name.strip_suffix(SCALE), self.block()) {
+            let inputs = shape.dims().last().map_or(1, |blocks| blocks * columns);
             let scale = range(weight, &[1, inputs])[1] / MOST;
             return Tensor::full(scale, shape, device)?.to_dtype(dtype);
         }
@@ -88,7 +93,11 @@ impl SimpleBackend for Dummy {
         all.reshape(shape)
     }
 
-    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        if name.ends_with(SCALE) && self.contains_tensor(name) {
+            // One for the whole matrix, as if it had so many inputs.
+            return Tensor::full(range(name, &[1, 1 << 11])[1] / MOST, 1, device)?.to_dtype(dtype);
+        }
         bail!("{name}: random weights take their shape from the model, which asks for none here")
     }
 

@@ -7,7 +7,7 @@ use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
 use candle_gdn::Algo;
-use candle_gdn_models::{shard_of, shard_of_safetensors, CausalLm, DraftHeadChoice, ModelConfig};
+use candle_gdn_models::{shard_of, CausalLm, DraftHeadChoice, ModelConfig};
 use candle_nn::VarBuilder;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::num::NonZeroUsize;
@@ -158,15 +158,7 @@ pub fn load_model(
     let loader = loader.draft_head(head).progress(progress);
     let load = || match (args.load_format, checkpoint.gguf()) {
         (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(loader.load_gguf(file, dtype, device)?),
-        (LoadFormat::Auto, None) => {
-            let files = &checkpoint.weights()?;
-            // SAFETY: the files are read-only here; like every mapping, it relies on nobody truncating them.
-            let vb = match &rank.group {
-                Some(group) => unsafe { shard_of_safetensors(files, config, &**group, dtype, device)? },
-                None => unsafe { VarBuilder::from_mmaped_safetensors(files, dtype, device)? },
-            };
-            Ok(loader.load(vb)?)
-        }
+        (LoadFormat::Auto, None) => Ok(loader.load_safetensors(checkpoint.files()?, dtype, device)?),
         (LoadFormat::Dummy, _) => {
             let vb = VarBuilder::from_backend(Box::new(Dummy::new(config)), dtype, device.clone());
             let vb = match &rank.group {
@@ -178,6 +170,7 @@ pub fn load_model(
     };
     let model = load().with_context(|| format!("cannot load {}", checkpoint.name()))?;
     bar.finish_and_clear();
+    model.remarks().iter().for_each(|remark| status!("{remark}"));
     if let [other, ..] = model.other_types() {
         let what = other.dtype.map_or("dense".to_string(), |dtype| format!("{dtype:?}"));
         let count = model.other_types().len();

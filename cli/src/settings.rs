@@ -5,7 +5,7 @@ use crate::args::{self, SamplingArgs, SamplingOptions};
 use crate::chat::special_tokens;
 use crate::{status, Checkpoint};
 use anyhow::{anyhow, bail, Context, Result};
-use candle_gdn_models::{GgufFile, ModelConfig, Sampling};
+use candle_gdn_models::{json_as_python, GgufFile, ModelConfig, Sampling};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use tokenizers::Tokenizer;
@@ -120,7 +120,7 @@ fn sampling(flags: &SamplingOptions, file: Recommended) -> Sampling {
 
 /// As transformers reads the file; one line names what is not obeyed.
 fn generation_config(text: &str) -> Result<Recommended> {
-    let file: Map<String, Value> = serde_json::from_str(text)?;
+    let Value::Object(file) = json_as_python(text)? else { bail!("expected an object") };
     let is_known =
         |key: &str| KNOWN.iter().any(|known| key == *known || known.ends_with('_') && key.starts_with(known));
     let others = file.iter().filter(|(key, value)| !is_known(key) && !is_neutral(key, value));

@@ -51,6 +51,7 @@ pub struct CausalLm {
     pub(crate) kv_heads: usize,
     pub(crate) heads: usize,
     pub(crate) other_types: Vec<OtherType>,
+    pub(crate) remarks: Vec<String>,
     /// Set where matrices are quantised, or quantising was requested.
     pub(crate) quantized: Option<Kernels>,
 }
@@ -74,6 +75,11 @@ impl CausalLm {
     /// shard ([`Loader::group`](crate::Loader::group)) could not keep the type of its file.
     pub fn other_types(&self) -> &[OtherType] {
         &self.other_types
+    }
+
+    /// What a user should know of the checkpoint, a line each: tensors that were left unread, settings that its weights contradict.
+    pub fn remarks(&self) -> &[String] {
+        &self.remarks
     }
 
     /// Whether the model has the checkpoint's draft head ([`Loader::draft_head`](crate::Loader::draft_head)).

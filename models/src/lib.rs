@@ -4,8 +4,8 @@
 //! The families share every block: gated softmax attention with partial rotary positions and a
 //! key-value cache, zero-centred RMS norms in f32, SwiGLU and sparse mixture of experts. They
 //! differ in `config.json` and in where and how the weights are stored, which
-//! [`ModelConfig::from_json`] and [`CausalLm::load`] recognise. Weights may be quantised: in a GGUF file
-//! ([`CausalLm::load_gguf`]), in fp8, or as they are loaded ([`Loader::quantize`]).
+//! [`ModelConfig::from_json`] and [`CausalLm::load`] recognise; of [`SafetensorsFiles`] nothing is left unread in silence
+//! ([`Loader::load_safetensors`]). Weights may be quantised: in a GGUF file ([`CausalLm::load_gguf`]), in fp8, or as they are loaded ([`Loader::quantize`]).
 //!
 //! * A script calls [`CausalLm::forward`] with a [`ModelState`]: a batch of sequences of one length.
 //! * A server gives [`Request`]s to an [`Engine`], or from other threads to an [`EngineHandle`], and receives [`Event`]s.
@@ -71,16 +71,18 @@ mod weights;
 pub use blocks::attention::{rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
 pub use blocks::norm::AddRmsNorm;
 pub use causal_lm::CausalLm;
-pub use config::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+pub use config::{
+    json_as_python, AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig,
+};
 pub use engine::{
     DraftDepth, Engine, EngineHandle, EngineMessages, EngineOptions, EngineStats, Event, FinishReason, Follower,
     Followers, GraphChoice, MakeRequest, Observer, Progress, Request, RequestId, Submission, Submitted,
 };
-pub use formats::{GgufFile, OtherType};
+pub use formats::{GgufFile, OtherType, SafetensorsFiles};
 pub use loader::{DraftHeadChoice, Loader};
 pub use memory::SequenceBytes;
 pub use ops::Swiglu;
-pub use parallel::{shard_of, shard_of_safetensors, Collective, LocalRank};
+pub use parallel::{shard_of, Collective, LocalRank};
 #[cfg(feature = "nccl")]
 pub use parallel::{NcclId, NcclRank};
 pub use sampling::{Logprobs, Sampling, SplitMix64};

@@ -7,17 +7,16 @@ use crate::blocks::embeddings::Embeddings;
 use crate::blocks::norm::RmsNorm;
 use crate::causal_lm::{CausalLm, Kernels};
 use crate::config::ModelConfig;
-use crate::formats::{dequantized, place, read_once, Fp8Format, GgufFile, GgufWeights, Quantizer, Source};
-use crate::parallel::{Collective, Vocabulary, WeightShards};
+use crate::formats::{
+    dequantized, place, read_once, Format, Fp8Format, GgufFile, GgufWeights, Prefixes, Quantizer, SafetensorsFiles, Source,
+};
+use crate::parallel::{shard_of_safetensors, Collective, Vocabulary, WeightShards};
 use candle_core::quantized::GgmlDType;
-use candle_core::{bail, DType, Device, Result};
+use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_gdn::Algo;
 use candle_nn::VarBuilder;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
-
-/// Where the text model stands in a checkpoint: alone, or inside a multimodal wrapper.
-const PREFIXES: &[&str] = &["model", "model.language_model"];
 
 impl CausalLm {
     /// Loads the model at the root of a checkpoint, in the dtype (f32, bf16 or f16) and on the
@@ -25,7 +24,7 @@ impl CausalLm {
     /// [`Loader::draft_head`] asks for it) are never read. On the CPU, matrices in f32 that bf16 or f16 holds exactly are kept in it, which halves
     /// memory and changes no result. Weights are read once: variables are copied, and have no gradients.
     ///
-    /// Matrices in fp8 ([`ModelConfig::fp8`]) stay as they are stored on CUDA, in bf16 or f16 and with blocks of 128 columns, if
+    /// Matrices in fp8 stay as they are stored on CUDA, in bf16 or f16 and with scales of 128 columns or whole rows, if
     /// their width is a multiple of 64 and none of their numbers is NaN; the experts of a layer do if all of them and the shared
     /// expert can. Everywhere else they are dequantised as they are loaded.
     ///
@@ -123,9 +122,8 @@ impl<'a> Loader<'a> {
     /// the same order, each on a state or pool of its own, which holds its heads; logits are those of the whole, the same
     /// on all ranks. A model that cannot be divided so ([`ModelConfig::split`]) is an error when it is loaded.
     ///
-    /// A checkpoint's weights are then what [`shard_of`](crate::shard_of) or
-    /// [`shard_of_safetensors`](crate::shard_of_safetensors) give; of matrices in fp8 those parts stay so that have a multiple of 128
-    /// columns. A GGUF file is given whole: of each tensor the rank keeps
+    /// The weights for [`load`](Self::load) are then what [`shard_of`](crate::shard_of) gives; files are given whole. Of matrices in
+    /// fp8 those parts stay so that have a multiple of 128 columns. A GGUF file is given whole: of each tensor the rank keeps
     /// its rows or columns, quantised as they are. Only where its columns are not whole blocks of their type, as a K type's
     /// 256 values may not divide the width of a shard, they become [`Q8_0`](GgmlDType::Q8_0), or dense where 32 does not
     /// divide it either; [`CausalLm::other_types`] lists them.
@@ -153,19 +151,40 @@ impl<'a> Loader<'a> {
     /// As [`CausalLm::load`], or a type that matrices cannot be quantised to.
     pub fn load(self, vb: VarBuilder) -> Result<CausalLm> {
         let vb = read_once(vb);
-        let vb = match &self.config.fp8 {
+        let vb = match &self.group {
+            None => dequantized(vb, self.config.fp8.as_ref(), None, false),
             // A part's were given scales when it was cut.
-            Some(fp8) if self.group.is_none() => dequantized(vb, fp8, None),
-            _ => vb,
+            Some(_) => vb,
         };
+        self.load_checkpoint(vb, None)
+    }
+
+    /// From the files of a checkpoint, as [`load`](Self::load), in `dtype` on `device`. A rank reads its shard alone.
+    ///
+    /// Tensors that are of no use for the text model, as those of a vision tower, are left unread; [`CausalLm::remarks`] has a line of
+    /// them.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); and a tensor of the model's own layers, of its embeddings, last norm or head that the model does not
+    /// read, or one of numbers that are no floats.
+    pub fn load_safetensors(self, files: &SafetensorsFiles, dtype: DType, device: &Device) -> Result<CausalLm> {
+        let vb = match &self.group {
+            None => {
+                let vb = VarBuilder::from_backend(Box::new(files), dtype, device.clone());
+                dequantized(vb, self.config.fp8.as_ref(), None, true)
+            }
+            Some(group) => shard_of_safetensors(files, self.config, &**group, dtype, device)?,
+        };
+        self.load_checkpoint(vb, Some(files))
+    }
+
+    fn load_checkpoint(self, vb: VarBuilder, files: Option<&SafetensorsFiles>) -> Result<CausalLm> {
         let sixteen_bits = matches!(vb.dtype(), DType::BF16 | DType::F16);
         let keeps = vb.device().is_cuda() && sixteen_bits && self.quantize.is_none();
         let fp8 = self.config.fp8.as_ref().filter(|_| keeps);
-        let mut source = Source::new(vb);
-        if let Some(format) = fp8.and_then(|fp8| Fp8Format::new(fp8, self.group.is_some())) {
-            source.stored = Some(Arc::new(format));
-        }
-        self.load_from(source, false)
+        let format = fp8.and_then(|fp8| Fp8Format::new(fp8, self.group.is_some()));
+        let stored = format.map(|format| Arc::new(format) as Arc<dyn Format>);
+        self.load_from(Source { stored, ..Source::new(vb) }, false, files)
     }
 
     /// From a GGUF file; see [`CausalLm::load_gguf`].
@@ -180,13 +199,13 @@ impl<'a> Loader<'a> {
         let quantized = weights.is_quantized();
         let dense = VarBuilder::from_backend(Box::new(weights.clone()), dtype, device.clone());
         let source = Source { stored: Some(Arc::new(weights.clone())), is_one_file: true, ..Source::new(dense) };
-        let model = self.load_from(source, quantized)?;
+        let model = self.load_from(source, quantized, None)?;
         weights.check_all_read()?;
         Ok(model)
     }
 
-    /// `quantized`: whether some matrices are, as they are stored.
-    fn load_from(mut self, mut source: Source, quantized: bool) -> Result<CausalLm> {
+    /// `quantized`: whether some matrices are, as they are stored. `files`: all that `source` reads from, where it is known.
+    fn load_from(mut self, mut source: Source, quantized: bool, files: Option<&SafetensorsFiles>) -> Result<CausalLm> {
         static NEXT_ID: AtomicUsize = AtomicUsize::new(0);
         let (dtype, device) = (source.dense.dtype(), source.device().clone());
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
@@ -194,13 +213,19 @@ impl<'a> Loader<'a> {
         }
         let quantized = quantized || self.quantize.is_some();
         source.quantizer = self.quantize.map(Quantizer::new).transpose()?.map(Arc::new);
-        let is_here = |p: &&&str| source.pp(p).contains("embed_tokens.weight");
-        // If it is nowhere, the error names the tensor at the usual place.
-        let prefix = PREFIXES.iter().find(is_here).unwrap_or(&PREFIXES[0]);
-        let text = source.pp(prefix);
-        let (whole, group) = (self.config, self.group);
-        let part = group.as_ref().map(|group| whole.split(group.size())).transpose()?;
-        let config = part.as_ref().unwrap_or(whole);
+        let prefixes = Prefixes::find(|name| source.contains(name));
+        let [text, lm_head] = [&prefixes.text, &prefixes.head].map(|prefix| source.pp_some(prefix));
+        let lm_head = lm_head.pp("lm_head");
+        let (mut whole, group) = (self.config.clone(), self.group);
+        let mut remarks = Vec::new();
+        let mut part = group.as_ref().map(|group| whole.split(group.size())).transpose()?;
+        if whole.tie_word_embeddings && differ(part.as_ref().unwrap_or(&whole), &text, &lm_head, files)? {
+            remarks.push(
+                "tie_word_embeddings is true, but lm_head.weight is not the embedding: it is the head".to_string(),
+            );
+            part.iter_mut().chain([&mut whole]).for_each(|config| config.tie_word_embeddings = false);
+        }
+        let config = part.as_ref().unwrap_or(&whole);
         let (mut embeddings, tied) = Embeddings::load(config, &text)?;
         if group.is_some() {
             embeddings = embeddings.in_group()?;
@@ -213,29 +238,33 @@ impl<'a> Loader<'a> {
         }
         let head = match tied {
             Some(tied) => tied,
-            None => place::load(&source.pp("lm_head"), config.hidden_size, config.vocab_size)?,
+            None => place::load(&lm_head, config.hidden_size, config.vocab_size)?,
         };
+        let of_draft_head = source.pp_some(&prefixes.draft_head);
         let draft_head = match self.draft_head {
             DraftHeadChoice::Off => None,
-            DraftHeadChoice::Auto if !DraftHead::is_in(&source) => None,
-            DraftHeadChoice::On if !DraftHead::is_in(&source) => {
+            DraftHeadChoice::Auto if !DraftHead::is_in(&of_draft_head) => None,
+            DraftHeadChoice::On if !DraftHead::is_in(&of_draft_head) => {
                 bail!("draft head: the checkpoint has none: there is no weight `mtp.fc.weight`")
             }
-            _ => Some(DraftHead::load(config, &source, group.clone())?.with_copy_of(&head)?),
+            _ => Some(DraftHead::load(config, &of_draft_head, group.clone())?.with_copy_of(&head)?),
         };
         let vocabulary = group.map(|group| Vocabulary::new(group, whole.vocab_size, &device)).transpose()?;
         let uses_candle = head.uses_candle()
             || embeddings.uses_candle()
             || layers.iter().any(|layer| layer.uses_candle)
             || draft_head.as_ref().is_some_and(DraftHead::uses_candle);
+        let norm = RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm").dense)?;
+        if let Some(files) = files {
+            remarks.extend(files.unread(|name| prefixes.is_own(name, config.layers.len()))?);
+        }
         let model = CausalLm {
             embeddings,
             layers,
             draft_head,
-            norm: RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm").dense)?,
+            norm,
             head,
             rotary: Rotary::new(&config.attention.rope_inv_freq, config.max_position_embeddings),
-            config: whole.clone(),
             vocabulary,
             heads: config.attention.num_heads,
             kv_heads: config.attention.num_kv_heads,
@@ -244,9 +273,28 @@ impl<'a> Loader<'a> {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             quantized: quantized.then_some(if uses_candle { Kernels::Candles } else { Kernels::Ours }),
             other_types: source.other_types(),
+            remarks,
+            config: whole,
         };
         // Overlapping launches read weights early, from any host thread: all of them are written before the first launch.
         model.device.synchronize()?;
         Ok(model)
     }
+}
+
+/// Whether there is an `lm_head.weight`, and it is not the embedding.
+fn differ(config: &ModelConfig, text: &Source, lm_head: &Source, files: Option<&SafetensorsFiles>) -> Result<bool> {
+    if !lm_head.contains("weight") {
+        return Ok(false);
+    }
+    let [table, head] = [(text, "embed_tokens.weight"), (lm_head, "weight")].map(|(at, name)| at.name(name));
+    if files.is_some_and(|files| files.same(&table, &head)) {
+        return Ok(false);
+    }
+    let host = |at: &Source, name: &str| -> Result<Tensor> {
+        let at = at.dense.clone().set_device(Device::Cpu);
+        at.get((config.vocab_size, config.hidden_size), name)
+    };
+    let differing = host(text, "embed_tokens.weight")?.ne(&host(lm_head, "weight")?)?;
+    Ok(differing.flatten_all()?.max(0)?.to_scalar::<u8>()? != 0)
 }

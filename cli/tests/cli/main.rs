@@ -2,6 +2,7 @@
 
 mod chat;
 mod chat_options;
+mod checkpoints;
 mod cli;
 mod cut_files;
 mod faults;

@@ -10,7 +10,7 @@ use crate::weights::cpu::swiglu::{swiglu, MlpRows, Mlps};
 use crate::weights::cuda::experts::{self as kernels, bf16_terms, Moe};
 use crate::weights::grouped::{self, chosen_experts};
 use crate::weights::{plan, Weight};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{bail, DType, Result, Tensor};
 use candle_gdn_core::cpu::matmul::products;
 use candle_gdn_core::cpu::matmul::Weights;
 use candle_gdn_core::{host, Launch};
@@ -58,6 +58,10 @@ impl SparseMoe {
         };
         let mut router = gate("gate", cfg.num_experts)?;
         let shared_size = cfg.shared_intermediate_size;
+        if shared_size == 0 && source.pp("shared_expert.gate_proj").contains("weight") {
+            let name = source.name("shared_expert.gate_proj.weight");
+            bail!("config: `shared_expert_intermediate_size`: expected the rows of tensor {name}, got none or 0")
+        }
         if shared_size > 0 {
             router = Tensor::cat(&[router, gate("shared_expert_gate", 1)?], 0)?;
         }
@@ -120,13 +124,13 @@ impl SparseMoe {
         let y = match (&self.router, &self.experts) {
             (Router::Cpu(router), Experts::Stacked(experts)) => {
                 let (experts, shared) = (experts.panels(), self.shared.as_ref().and_then(Mlp::panels));
-                let Some(experts) = experts else { candle_core::bail!("experts: expected them packed for the CPU") };
+                let Some(experts) = experts else { bail!("experts: expected them packed for the CPU") };
                 host::tensor(host::with_f32(&flat, |x| self.on_cpu(x, router, experts, shared))?, x.dims(), x.dtype())?
             }
             #[cfg(feature = "cuda")]
             (Router::Cuda(router), Experts::Stacked(experts)) => self.on_cuda(&flat, router, experts, launch)?,
             (Router::General(router), _) => self.general(&flat, router, launch)?.to_dtype(x.dtype())?,
-            (router, experts) => candle_core::bail!("experts: no kernels for {router:?} and {experts:?}"),
+            (router, experts) => bail!("experts: no kernels for {router:?} and {experts:?}"),
         };
         y.reshape(x.dims())
     }

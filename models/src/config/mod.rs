@@ -2,10 +2,16 @@
 
 mod fields;
 mod gguf;
+mod json;
 mod parse;
+mod quantization;
 mod rope;
+mod sizes;
 #[cfg(test)]
 mod tests;
+
+pub use json::json_as_python;
+pub use quantization::Fp8Config;
 
 use candle_gdn::GdnConfig;
 
@@ -94,33 +100,6 @@ pub struct MoeConfig {
     pub shared_intermediate_size: usize,
     /// Whether the weights of the chosen experts are scaled to sum to one.
     pub norm_topk_prob: bool,
-}
-
-/// How the matrices of a checkpoint in fp8 (e4m3) are stored.
-#[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub struct Fp8Config {
-    /// Rows and columns of the blocks that have one scale each, `{weight}_scale_inv`.
-    pub weight_block_size: [usize; 2],
-    /// Modules whose weights are not in fp8.
-    pub modules_to_not_convert: Vec<String>,
-}
-
-impl Fp8Config {
-    /// Whether the weight of a projection is in fp8; false for gates and embeddings, which are never listed.
-    pub fn converts(&self, module: &str) -> bool {
-        let projection = ["_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"].iter().any(|end| module.ends_with(end));
-        // The name from the layer on: a list may or may not have the wrapper's prefix.
-        let inner = |name: &str| name.find("layers.").map_or(name.to_string(), |start| name[start..].to_string());
-        let (module, listed) = (inner(module), &self.modules_to_not_convert);
-        let within = |listed: String| {
-            module == listed || module.starts_with(&(listed.clone() + ".")) || {
-                // A bare name stands for that module of every layer.
-                !listed.contains("layers.") && format!(".{module}.").contains(&format!(".{listed}."))
-            }
-        };
-        projection && !listed.iter().any(|listed| within(inner(listed)))
-    }
 }
 
 /// A whole model. Made by [`ModelConfig::from_json`] or [`ModelConfig::from_gguf`], which check that the parts agree.

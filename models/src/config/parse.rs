@@ -2,8 +2,12 @@
 //! where it would change the numbers.
 
 use super::fields::Fields;
+use super::json::json_as_python;
+use super::quantization::fp8;
 use super::rope::{inv_freq, Rope, Yarn};
-use super::{AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+use super::sizes::complete;
+use super::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+use crate::formats::SafetensorsFiles;
 use candle_core::{bail, Result};
 use candle_gdn::{GateActivation, GdnConfig};
 use serde_json::Value;
@@ -35,14 +39,24 @@ impl ModelConfig {
     /// # Errors
     /// Anything that is not JSON, an unknown `model_type` or architecture, a missing or
     /// contradictory field, and features that this crate does not compute (biased attention,
-    /// weights quantised by other means than fp8 in blocks, rope scaling, activations other than SiLU). The message names the field,
-    /// what was expected and what came.
+    /// weights quantised by other means than fp8, rope scaling other than YaRN, activations other than SiLU). The message names the
+    /// field, what was expected and what came.
     pub fn from_json(text: &str) -> Result<Self> {
-        let value: Value = match serde_json::from_str(text) {
-            Ok(value) => value,
-            Err(e) => bail!("config: not valid JSON: {e}"),
-        };
-        let root = Fields::root(&value)?;
+        Self::read(&json_as_python(text)?)
+    }
+
+    /// The same of a checkpoint whose files are at hand: sizes that the text lacks are those of the weights.
+    ///
+    /// # Errors
+    /// As [`from_json`](Self::from_json), or a size that is another than that of a weight.
+    pub fn from_safetensors(text: &str, files: &SafetensorsFiles) -> Result<Self> {
+        let mut value = json_as_python(text)?;
+        complete(&mut value, &|name| files.shape(name).filter(|_| files.is_number(name)))?;
+        Self::read(&value)
+    }
+
+    fn read(value: &Value) -> Result<Self> {
+        let root = Fields::root(value)?;
         let (family, nested) = family(&root)?;
         check_architecture(&root)?;
         let text = root.object("text_config")?;
@@ -66,7 +80,7 @@ impl ModelConfig {
             Some(eps) => return text.wrong("rms_norm_eps", "a number in (0, 1)", &eps.into()),
         };
         let moe = moe(&text, family)?;
-        let layers = layers(&text, moe.is_some())?;
+        let layers = layers(&text, family, moe.is_some())?;
         let uses_moe = layers.iter().any(|l| l.ffn == FfnKind::Moe);
         // The wrapper's own value wins where both are given: transformers ties at the top.
         let tie_word_embeddings = root.bool_or("tie_word_embeddings", text.bool_or("tie_word_embeddings", false)?)?;
@@ -131,30 +145,6 @@ fn check_unsupported(f: &Fields) -> Result<()> {
     }
 }
 
-/// `quantization_config`: of its methods, fp8 with a scale for each block.
-fn fp8(f: &Fields) -> Result<Option<Fp8Config>> {
-    let Some(q) = f.object("quantization_config")? else { return Ok(None) };
-    match q.str("quant_method")? {
-        "fp8" => {}
-        other => return q.wrong("quant_method", "\"fp8\" (or no quantization_config)", &Value::from(other)),
-    }
-    match q.opt_str("fmt")? {
-        None | Some("e4m3" | "float8_e4m3fn") => {}
-        Some(other) => return q.wrong("fmt", "\"e4m3\"", &Value::from(other)),
-    }
-    let size = |v: &Value| v.as_u64().filter(|n| (1..1 << 31).contains(n)).map(|n| n as usize);
-    let weight_block_size = match q.opt_list("weight_block_size")?.map(|l| l.iter().map(size).collect::<Vec<_>>()) {
-        Some(sizes) if matches!(*sizes, [Some(_), Some(_)]) => [sizes[0].unwrap_or(1), sizes[1].unwrap_or(1)],
-        _ => {
-            let got = q.get("weight_block_size").unwrap_or(&Value::Null);
-            return q.wrong("weight_block_size", "two positive integers", got);
-        }
-    };
-    let module = |v: &Value| v.as_str().map(str::to_string);
-    let modules_to_not_convert = q.list_of("modules_to_not_convert", "a list of strings", module)?;
-    Ok(Some(Fp8Config { weight_block_size, modules_to_not_convert }))
-}
-
 fn attention(f: &Fields, rope: &Rope) -> Result<AttentionConfig> {
     let num_heads = f.count_up_to("num_attention_heads", MAX_HEADS)?;
     let num_kv_heads = f.count_up_to("num_key_value_heads", MAX_HEADS)?;
@@ -209,6 +199,9 @@ fn moe(f: &Fields, family: Family) -> Result<Option<MoeConfig>> {
     if experts_per_token > num_experts {
         bail!("config: `num_experts_per_tok`: expected at most `num_experts` ({num_experts}), got {experts_per_token}")
     }
+    if family == Family::Qwen3_5Moe && !f.bool_or("norm_topk_prob", true)? {
+        return f.wrong("norm_topk_prob", "true, as this family always has it", &false.into());
+    }
     Ok(Some(MoeConfig {
         num_experts,
         experts_per_token,
@@ -218,7 +211,7 @@ fn moe(f: &Fields, family: Family) -> Result<Option<MoeConfig>> {
     }))
 }
 
-fn layers(f: &Fields, has_experts: bool) -> Result<Vec<LayerConfig>> {
+fn layers(f: &Fields, family: Family, has_experts: bool) -> Result<Vec<LayerConfig>> {
     let n = f.count("num_hidden_layers")?;
     if n > MAX_LAYERS {
         let expected = format!("at most {MAX_LAYERS} layers");
@@ -231,6 +224,10 @@ fn layers(f: &Fields, has_experts: bool) -> Result<Vec<LayerConfig>> {
         bail!("config: `mlp_only_layers`: expected layer numbers below `num_hidden_layers` ({n}), got {i}")
     }
     let step = f.count_or("decoder_sparse_step", 1)?;
+    if family == Family::Qwen3_5Moe && (step, mlp_only.len()) != (1, 0) {
+        let [only, step_key] = ["mlp_only_layers", "decoder_sparse_step"].map(|key| f.name(key));
+        bail!("config: `{only}` and `{step_key}`: expected none and 1, as this family has experts in all layers, got {mlp_only:?} and {step}")
+    }
     let ffn = |i: usize| match has_experts && !mlp_only.contains(&i) && (i + 1).is_multiple_of(step) {
         true => Ok(FfnKind::Moe),
         false => f.count("intermediate_size").map(|intermediate_size| FfnKind::Dense { intermediate_size }),

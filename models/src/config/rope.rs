@@ -234,3 +234,6 @@ impl Places<'_> {
         Ok(Some(yarn))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -198,7 +198,5 @@ fn what_is_not_computed_is_refused() {
     fails(&with("full_attention_interval", 0.into()), &["`full_attention_interval`", "got 0"]);
     fails(&with("tie_word_embeddings", "yes".into()), &["`tie_word_embeddings`", "yes"]);
     fails(&with("eos_token_id", "end".into()), &["`eos_token_id`", "end"]);
-    let yarn = json!({"rope_theta": 1e7, "rope_type": "yarn", "factor": 4.0});
-    fails(&with("rope_parameters", yarn), &["`rope_parameters.rope_type`", "default", "yarn"]);
-    fails(&with("rope_scaling", json!({"type": "linear"})), &["`rope_scaling.type`", "default", "linear"]);
+    fails(&with("rope_scaling", json!({"type": "linear"})), &["`rope_scaling.type`", "yarn", "linear"]);
 }

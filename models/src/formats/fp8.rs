@@ -1,4 +1,4 @@
-//! Checkpoints in e4m3 with one scale for each block of a matrix, whole or a rank's shard: dequantised as they are loaded, or
+//! Checkpoints in e4m3 with one scale for each block, row or tensor, whole or a rank's shard: dequantised as they are loaded, or
 //! as they are stored, for what stays so.
 
 use super::{E4m3Rows, ExpertRows, ExpertShape, Format, Stored, StoredExperts};
@@ -13,14 +13,26 @@ use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The weights of `vb`, those with a scale beside them (`{name}_scale_inv`) multiplied by it. With `shards`, `vb` has of each
-/// weight what they say, and all scales.
+/// What the names of a weight's scales end with.
+const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
+/// What stands beside weights in formats that are not read: the name of a weight, or of its module, has one of these ends.
+const OF_OTHERS: [&str; 7] =
+    ["weight_scale_2", "weight_global_scale", "weight_zero_point", "weight.absmax", "weight_packed", "scales", "SCB"];
+
+/// The weights of `vb`, those with a scale beside them (`{name}_scale_inv` or `{name}_scale`) multiplied by it. With `shards`, `vb`
+/// has of each weight what they say, and all scales. `has_dtypes`: `vb` itself refuses a weight in e4m3 that has no scale, so that
+/// the lists of the configuration do not matter.
 ///
-/// A weight that is asked for in [`DType::F8E4M3`] comes as it is stored, and its scales as `[rows, blocks of columns]`: those
-/// of each row of the shard.
-pub(crate) fn dequantized<'a>(vb: VarBuilder<'a>, config: &Fp8Config, shards: Option<WeightShards>) -> VarBuilder<'a> {
+/// A weight that is asked for in [`DType::F8E4M3`] comes as it is stored, and its scales (`{name}_scale_inv`) as `[rows, blocks of
+/// columns]`: those of each row of the shard.
+pub(crate) fn dequantized<'a>(
+    vb: VarBuilder<'a>,
+    config: Option<&Fp8Config>,
+    shards: Option<WeightShards>,
+    has_dtypes: bool,
+) -> VarBuilder<'a> {
     let (dtype, device) = (vb.dtype(), vb.device().clone());
-    VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.clone(), shards }), dtype, device)
+    VarBuilder::from_backend(Box::new(Fp8 { vb, config: config.cloned(), shards, has_dtypes }), dtype, device)
 }
 
 /// Matrices in e4m3 that stay so on CUDA, of a checkpoint that [`dequantized`] reads.
@@ -31,9 +43,9 @@ pub(crate) struct Fp8Format {
 }
 
 impl Fp8Format {
-    /// `None` where blocks have other widths than the kernels'.
+    /// `None` where blocks are known to have other widths than the kernels'.
     pub(crate) fn new(config: &Fp8Config, shards: bool) -> Option<Self> {
-        (config.weight_block_size[1] == BLOCK_COLUMNS).then_some(Self { shards })
+        config.weight_block_size.is_none_or(|[_, columns]| columns == BLOCK_COLUMNS).then_some(Self { shards })
     }
 
     /// Whether the kernels support matrices, or shards, of so many columns. A shard may have been cut across its columns,
@@ -84,10 +96,14 @@ impl Fp8Format {
         let host = weights.clone().set_device(Device::Cpu);
         let get =
             |shape: &[usize], name: &str, dtype| host.get_with_hints_dtype(shape, name, Default::default(), dtype);
+        let blocks = columns.div_ceil(BLOCK_COLUMNS);
+        // What is wrong with them is told when the matrix is dequantised.
+        let Ok(scales) = get(&[&shape[..shape.len() - 1], &[blocks]].concat(), &scale, DType::F32) else {
+            return Ok(None);
+        };
         // The kernels know no NaN.
         let Some(bytes) = bytes_of(&get(shape, name, DType::F8E4M3)?)? else { return Ok(None) };
-        let (blocks, rows) = (columns.div_ceil(BLOCK_COLUMNS), bytes.len() / columns);
-        let scales = get(&[&shape[..shape.len() - 1], &[blocks]].concat(), &scale, DType::F32)?;
+        let rows = bytes.len() / columns;
         let bytes = Tensor::from_vec(bytes, (rows, *columns), &Device::Cpu)?;
         Ok(Some(E4m3Rows::new(bytes, scales.reshape((rows, blocks))?)))
     }
@@ -95,18 +111,32 @@ impl Fp8Format {
 
 struct Fp8<'a> {
     vb: VarBuilder<'a>,
-    config: Fp8Config,
+    config: Option<Fp8Config>,
     shards: Option<WeightShards>,
+    has_dtypes: bool,
 }
 
 impl Fp8<'_> {
     fn scale_of(&self, name: &str) -> Option<String> {
-        Some(format!("{name}_scale_inv")).filter(|scale| self.vb.contains_tensor(scale))
+        SCALES.iter().map(|end| format!("{name}{end}")).find(|scale| self.vb.contains_tensor(scale))
     }
 
     /// Whether a weight without a scale cannot be in fp8. Gates and embeddings are not listed: the file decides.
     fn may_be_plain(&self, name: &str) -> bool {
-        name.strip_suffix(".weight").is_none_or(|module| !self.config.converts(module))
+        let converts = |module| self.config.as_ref().is_some_and(|config| config.converts(module));
+        self.has_dtypes || name.strip_suffix(".weight").is_none_or(|module| !converts(module))
+    }
+
+    /// # Errors
+    /// When a tensor of another format stands beside the weight.
+    fn check_alone(&self, name: &str) -> Result<()> {
+        let Some(module) = name.strip_suffix("weight") else { return Ok(()) };
+        match OF_OTHERS.iter().map(|end| format!("{module}{end}")).find(|other| self.vb.contains_tensor(other)) {
+            Some(other) => {
+                bail!("tensor {other}: expected {name} in a float type, or in e4m3 with one scale, got this beside it")
+            }
+            None => Ok(()),
+        }
     }
 
     /// What a shard of shape `dims` has of the weight.
@@ -126,26 +156,44 @@ impl Fp8<'_> {
         Ok((Matrices { lead, n, k }, taken))
     }
 
-    /// All scales of matrices of `columns` blocks a row.
-    fn scales(&self, name: &str, Matrices { lead, n, .. }: &Matrices, columns: usize, init: Init) -> Result<Vec<f32>> {
-        let shape = [lead.as_slice(), &[n.div_ceil(self.config.weight_block_size[0]), columns]].concat();
+    /// All scales of matrices, and the rows and columns of their blocks.
+    fn scales(&self, name: &str, matrices: &Matrices) -> Result<(Vec<f32>, [usize; 2])> {
+        let &Matrices { ref lead, n, k } = matrices;
         let host = self.vb.clone().set_device(Device::Cpu);
-        host.get_with_hints_dtype(shape, name, init, DType::F32)?.flatten_all()?.to_vec1::<f32>()
+        if let Some([rows, columns]) = self.config.as_ref().and_then(|config| config.weight_block_size) {
+            let shape = [lead.as_slice(), &[n.div_ceil(rows), k.div_ceil(columns)]].concat();
+            let scales = host.get_with_hints_dtype(shape, name, Init::default(), DType::F32)?;
+            return Ok((scales.flatten_all()?.to_vec1()?, [rows, columns]));
+        }
+        let scales = host.get_unchecked_dtype(name, DType::F32)?;
+        let Some(block) = matrices.blocks_of(scales.dims()) else {
+            bail!(
+                "{name}: expected a scale for each matrix, row or block of {:?}, got {:?}",
+                [lead.as_slice(), &[n, k]].concat(),
+                scales.dims()
+            )
+        };
+        let (scales, count) = (scales.flatten_all()?.to_vec1()?, lead.iter().product::<usize>());
+        Ok((if scales.len() == 1 { vec![scales[0]; count] } else { scales }, block))
     }
 
     /// Those of each row of a shard, `shape` in blocks of columns.
-    fn scales_of_rows(&self, shape: Shape, weight: &str, init: Init) -> Result<Tensor> {
-        let [rows, columns] = self.config.weight_block_size;
-        if columns != BLOCK_COLUMNS {
-            bail!("{weight}_scale_inv: expected blocks of {BLOCK_COLUMNS} columns, got {columns}")
+    fn scales_of_rows(&self, shape: Shape, weight: &str) -> Result<Tensor> {
+        let Some(name) = self.scale_of(weight) else { bail!("cannot find tensor {weight}_scale_inv") };
+        let (blocks, taken) = self.taken(weight, shape.dims())?;
+        let (n, k) = (blocks.n, blocks.k * BLOCK_COLUMNS);
+        let (scales, [rows, columns]) = self.scales(&name, &Matrices { k, ..blocks })?;
+        // A width that is no multiple of 128 is not seen here: of other blocks than the usual ones the config must speak.
+        let is_known = rows == BLOCK_COLUMNS || self.config.as_ref().is_some_and(|c| c.weight_block_size.is_some());
+        if columns != k && !(columns == BLOCK_COLUMNS && is_known) {
+            bail!("{name}: expected blocks of {BLOCK_COLUMNS} columns or whole rows, got {rows} x {columns}")
         }
-        let (matrices, taken) = self.taken(weight, shape.dims())?;
-        let (n, per_row) = (matrices.n, matrices.k);
-        let scales = self.scales(&format!("{weight}_scale_inv"), &matrices, per_row, init)?;
+        let per_row = k / columns;
         let mut of_rows = Vec::with_capacity(shape.elem_count());
         for row in taken.rows.into_iter().flatten() {
             let scales = &scales[(row / n * n.div_ceil(rows) + row % n / rows) * per_row..][..per_row];
-            taken.columns.iter().for_each(|range| of_rows.extend_from_slice(&scales[range.clone()]));
+            let of_block = |block: usize| scales[block * BLOCK_COLUMNS / columns];
+            of_rows.extend(taken.columns.iter().cloned().flatten().map(of_block));
         }
         Tensor::from_vec(of_rows, shape, &Device::Cpu)
     }
@@ -154,8 +202,9 @@ impl Fp8<'_> {
 impl SimpleBackend for Fp8<'_> {
     fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
         if let Some(weight) = name.strip_suffix("_scale_inv") {
-            return self.scales_of_rows(shape, weight, init)?.to_dtype(dtype)?.to_device(device);
+            return self.scales_of_rows(shape, weight)?.to_dtype(dtype)?.to_device(device);
         }
+        self.check_alone(name)?;
         let Some(scale) = self.scale_of(name) else {
             if !self.may_be_plain(name) {
                 bail!(
@@ -171,9 +220,8 @@ impl SimpleBackend for Fp8<'_> {
         if dtype == DType::F8E4M3 {
             return weight.to_device(device);
         }
-        let [rows, columns] = self.config.weight_block_size;
         let (matrices, taken) = self.taken(name, shape.dims())?;
-        let scale = self.scales(&scale, &matrices, matrices.k.div_ceil(columns), init)?;
+        let (scale, [rows, columns]) = self.scales(&scale, &matrices)?;
         let Matrices { n, k, .. } = matrices;
         let weight = weight.contiguous()?;
         let (storage, layout) = weight.storage_and_layout();
@@ -198,6 +246,7 @@ impl SimpleBackend for Fp8<'_> {
 
     fn contains_tensor(&self, name: &str) -> bool {
         self.vb.contains_tensor(name)
+            || name.strip_suffix(SCALES[0]).is_some_and(|weight| self.scale_of(weight).is_some())
     }
 }
 
@@ -206,6 +255,28 @@ struct Matrices {
     lead: Vec<usize>,
     n: usize,
     k: usize,
+}
+
+impl Matrices {
+    /// Rows and columns of the blocks that scales of a shape are of; `None` where the shape does not say it.
+    fn blocks_of(&self, scales: &[usize]) -> Option<[usize; 2]> {
+        let &Self { ref lead, n, k } = self;
+        let [a, b] = match scales {
+            [] | [1] => [1, 1],
+            scales => match *scales.strip_prefix(lead.as_slice())? {
+                [] => [1, 1],
+                [a] => [a, 1],
+                // Modelopt has blocks with their sizes of one between.
+                [a, b] | [a, 1, b, 1] => [a, b],
+                _ => return None,
+            },
+        };
+        // The usual blocks, of which the last may be smaller.
+        if [n.div_ceil(BLOCK_COLUMNS), k.div_ceil(BLOCK_COLUMNS)] == [a, b] {
+            return Some([BLOCK_COLUMNS; 2]);
+        }
+        (a > 0 && b > 0 && n.is_multiple_of(a) && k.is_multiple_of(b)).then(|| [n / a, k / b])
+    }
 }
 
 /// Matrices `[n, k]` in blocks `[rows, columns]`, the last ones cut off where they do not divide.

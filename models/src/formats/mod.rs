@@ -7,8 +7,10 @@ mod experts;
 mod fp8;
 mod gguf;
 pub(crate) mod place;
+mod prefixes;
 mod quantize;
 mod read_once;
+mod safetensors;
 mod source;
 mod stored;
 
@@ -18,9 +20,11 @@ pub(crate) use experts::{dense_experts, ExpertBlocks, ExpertShape, StoredExperts
 pub(crate) use fp8::{dequantized, Fp8Format};
 pub use gguf::GgufFile;
 pub(crate) use gguf::{integer, GgufWeights};
+pub(crate) use prefixes::Prefixes;
 pub use quantize::OtherType;
 pub(crate) use quantize::Quantizer;
 pub(crate) use read_once::read_once;
+pub use safetensors::SafetensorsFiles;
 pub(crate) use source::Source;
 pub(crate) use stored::Stored;
 

@@ -1,6 +1,6 @@
 //! A place among the weights of a model.
 
-use super::{ExpertShape, Format, OtherType, Quantizer, Stored, StoredExperts};
+use super::{path, ExpertShape, Format, OtherType, Quantizer, Stored, StoredExperts};
 use candle_core::{Device, Result, Shape, Tensor};
 use candle_nn::VarBuilder;
 use std::sync::Arc;
@@ -27,6 +27,19 @@ impl<'a> Source<'a> {
     /// The place `name` below this one.
     pub(crate) fn pp(&self, name: impl ToString) -> Self {
         Self { dense: self.dense.pp(name), ..self.clone() }
+    }
+
+    /// The same, where an empty name is this place.
+    pub(crate) fn pp_some(&self, name: &str) -> Self {
+        if name.is_empty() {
+            return self.clone();
+        }
+        self.pp(name)
+    }
+
+    /// The full name of a weight.
+    pub(crate) fn name(&self, weight: &str) -> String {
+        path(&self.dense, weight)
     }
 
     /// The same place with all weights dense.

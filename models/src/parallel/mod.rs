@@ -22,7 +22,8 @@ pub use local::LocalRank;
 pub use nccl::{NcclId, NcclRank};
 pub(crate) use shards::{DimRanges, RowsOrColumns, WeightShards};
 pub(crate) use vocabulary::Vocabulary;
-pub use weights::{shard_of, shard_of_safetensors};
+pub use weights::shard_of;
+pub(crate) use weights::shard_of_safetensors;
 
 use candle_core::{bail, Result, Tensor};
 

@@ -3,17 +3,16 @@
 use super::shards::{DimRanges, WeightShards};
 use super::Collective;
 use crate::config::ModelConfig;
-use crate::formats::dequantized;
-use candle_core::safetensors::{Load, MmapedSafetensors};
+use crate::formats::{dequantized, SafetensorsFiles};
+use candle_core::safetensors::Load;
 use candle_core::{bail, DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use std::path::Path;
 
 /// The source of the shards.
 enum Whole<'a> {
     /// Mapped files: nothing outside a shard is read.
-    Files(MmapedSafetensors),
+    Files(&'a SafetensorsFiles),
     /// Any other weights: each is made whole, on its device, and then divided.
     Weights(VarBuilder<'a>),
 }
@@ -35,21 +34,18 @@ pub fn shard_of<'a>(weights: VarBuilder<'a>, config: &ModelConfig, group: &dyn C
     sharded(Whole::Weights(weights), config, group, dtype, &device)
 }
 
-/// [`shard_of`] of safetensors files in `dtype` on `device`. The files are mapped, and nothing that other ranks have is read.
-///
-/// # Safety
-/// The files must not change while the mapping lives.
+/// [`shard_of`] of safetensors files in `dtype` on `device`: nothing that other ranks have is read.
 ///
 /// # Errors
-/// As [`shard_of`], or a file that cannot be mapped.
-pub unsafe fn shard_of_safetensors<P: AsRef<Path>>(
-    files: &[P],
+/// As [`shard_of`].
+pub(crate) fn shard_of_safetensors<'a>(
+    files: &'a SafetensorsFiles,
     config: &ModelConfig,
     group: &dyn Collective,
     dtype: DType,
     device: &Device,
-) -> Result<VarBuilder<'static>> {
-    sharded(Whole::Files(MmapedSafetensors::multi(files)?), config, group, dtype, device)
+) -> Result<VarBuilder<'a>> {
+    sharded(Whole::Files(files), config, group, dtype, device)
 }
 
 fn sharded<'a>(
@@ -60,12 +56,10 @@ fn sharded<'a>(
     device: &Device,
 ) -> Result<VarBuilder<'a>> {
     let shards = WeightShards::new(config, group)?;
+    let has_dtypes = matches!(whole, Whole::Files(_));
     let weights = ShardedWeights { whole, shards: shards.clone() };
     let weights = VarBuilder::from_backend(Box::new(weights), dtype, device.clone());
-    Ok(match &config.fp8 {
-        Some(fp8) => dequantized(weights, fp8, Some(shards)),
-        None => weights,
-    })
+    Ok(dequantized(weights, config.fp8.as_ref(), Some(shards), has_dtypes))
 }
 
 impl SimpleBackend for ShardedWeights<'_> {
@@ -74,7 +68,7 @@ impl SimpleBackend for ShardedWeights<'_> {
         let whole = kept.as_ref().map_or_else(|| shape.dims().to_vec(), |kept| kept.whole(shape.dims()));
         let got = match &self.whole {
             Whole::Files(files) => {
-                let view = files.get(name)?;
+                let view = files.view(name, dtype)?;
                 if view.shape() != whole {
                     bail!("shape mismatch for {name}: expected {whole:?}, got {:?}", view.shape())
                 }
@@ -111,13 +105,21 @@ impl SimpleBackend for ShardedWeights<'_> {
         Ok(got)
     }
 
-    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
-        bail!("{name}: expected a shape, on which the rank's shard depends, got none")
+    /// What every rank has whole, as scales.
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        let whole = match &self.whole {
+            Whole::Files(files) => files.view(name, dtype)?.load(device)?.to_dtype(dtype)?,
+            Whole::Weights(weights) => weights.clone().set_device(device.clone()).get_unchecked_dtype(name, dtype)?,
+        };
+        match self.shards.ranges_of(name, whole.dims()) {
+            None => Ok(whole),
+            Some(_) => bail!("{name}: expected a shape, on which the rank's shard depends, got none"),
+        }
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
         match &self.whole {
-            Whole::Files(files) => files.get(name).is_ok(),
+            Whole::Files(files) => files.shape(name).is_some(),
             Whole::Weights(weights) => weights.contains_tensor(name),
         }
     }

@@ -27,6 +27,7 @@ mod moe;
 mod parallel;
 mod parallel_quantised;
 mod read_once;
+mod safetensors;
 mod sequences;
 mod sequences_soak;
 

@@ -6,7 +6,7 @@ use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{
-    shard_of, shard_of_safetensors, CausalLm, Collective, DraftHeadChoice, LocalRank, SequencePool, StateLayout,
+    shard_of, CausalLm, Collective, DraftHeadChoice, LocalRank, SafetensorsFiles, SequencePool, StateLayout,
 };
 use std::sync::Arc;
 
@@ -111,8 +111,8 @@ fn parts_are_the_whole() -> Result<()> {
 fn from_files(of: &Goldens, group: Arc<dyn Collective>) -> Result<CausalLm> {
     let (config, files) = (of.config()?, [of.dir() + "/model.safetensors"]);
     // SAFETY: nobody writes the goldens.
-    let part = unsafe { shard_of_safetensors(&files, &config, &*group, DType::F32, &Device::Cpu)? };
-    CausalLm::loader(&config).group(group).load(part)
+    let files = unsafe { SafetensorsFiles::open(&files)? };
+    CausalLm::loader(&config).group(group).load_safetensors(&files, DType::F32, &Device::Cpu)
 }
 
 /// Of mapped files only the part is read.

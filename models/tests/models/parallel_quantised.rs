@@ -12,7 +12,7 @@ use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Tensor};
 use candle_gdn_models::{
-    shard_of, shard_of_safetensors, CausalLm, Collective, GgufFile, LocalRank, ModelConfig, OtherType,
+    shard_of, CausalLm, Collective, GgufFile, LocalRank, ModelConfig, OtherType, SafetensorsFiles,
 };
 use candle_nn::VarBuilder;
 use std::path::Path;
@@ -109,15 +109,15 @@ fn parts_of_large_blocks() -> Result<()> {
     Ok(())
 }
 
-fn shard_of_safetensors_with(
+fn part_of_files(
     files: &[String],
     config: &ModelConfig,
     group: Arc<dyn Collective>,
     to: Option<GgmlDType>,
 ) -> Result<CausalLm> {
     // SAFETY: nobody writes the files.
-    let part = unsafe { shard_of_safetensors(files, config, &*group, DType::F32, &CPU)? };
-    CausalLm::loader(config).group(group).quantize(to).load(part)
+    let files = unsafe { SafetensorsFiles::open(files)? };
+    CausalLm::loader(config).group(group).quantize(to).load_safetensors(&files, DType::F32, &CPU)
 }
 
 #[test]
@@ -127,7 +127,7 @@ fn parts_are_quantised_as_they_load() -> Result<()> {
     let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &CPU)? };
     let whole = CausalLm::loader(&config).quantize(GgmlDType::Q8_0).load(vb)?;
     check("demo", &whole, 2, ROUNDED, |group| {
-        let part = shard_of_safetensors_with(&files, &config, group, Some(GgmlDType::Q8_0))?;
+        let part = part_of_files(&files, &config, group, Some(GgmlDType::Q8_0))?;
         assert!(part.is_quantized() && part.other_types().is_empty());
         Ok(part)
     });
@@ -179,7 +179,8 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
         for group in LocalRank::group(2) {
             for dtype in [DType::F32, DType::BF16] {
                 // SAFETY: nobody writes to the folder.
-                let part = unsafe { shard_of_safetensors(&files, &config, &group, dtype, &CPU)? };
+                let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, dtype, &CPU)? };
+                let part = shard_of(vb, &config, &group)?;
                 for (name, scales) in &fp8.weights {
                     let Some(name) = name.strip_suffix("_scale_inv") else { continue };
                     let whole = &dequantized.weights[name];
@@ -198,9 +199,9 @@ fn parts_of_fp8_are_those_of_the_dequantised_weights() -> Result<()> {
         }
         assert!(off_the_border > 50, "{off_the_border}");
         assert!(block != [128, 128] || stored > 50, "{stored}");
-        let part = |group| shard_of_safetensors_with(&files, &config, group, None);
+        let part = |group| part_of_files(&files, &config, group, None);
         check("fp8", &dequantized.model()?, 2, BOUND, part);
-        let q8_0 = |group| shard_of_safetensors_with(&files, &config, group, Some(GgmlDType::Q8_0));
+        let q8_0 = |group| part_of_files(&files, &config, group, Some(GgmlDType::Q8_0));
         assert!(on_ranks(2, |group| run_steps(&q8_0(group)?, 2)).into_iter().all(|ran| ran.is_ok()));
         drop(dir);
     }

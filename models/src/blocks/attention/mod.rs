@@ -81,3 +81,28 @@ fn rotated(norm: RmsNorm, a: &AttentionConfig) -> Result<RmsNorm> {
     let factor = Tensor::from_iter(factor, norm.scale.device())?;
     Ok(RmsNorm { scale: (norm.scale * factor)?, ..norm })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    /// The first of two pairs' values, and no others.
+    #[test]
+    fn what_is_rotated_has_the_factor() -> Result<()> {
+        let config = |rope_factor| AttentionConfig {
+            num_heads: 1,
+            num_kv_heads: 1,
+            head_dim: 6,
+            rope_inv_freq: vec![1., 0.1],
+            rope_factor,
+        };
+        let scale = |factor| -> Result<Vec<f32>> {
+            let norm = RmsNorm { scale: Tensor::arange(1f32, 7., &Device::Cpu)?, eps: 1e-6 };
+            rotated(norm, &config(factor))?.scale.to_vec1()
+        };
+        assert_eq!(scale(1.)?, [1., 2., 3., 4., 5., 6.]);
+        assert_eq!(scale(1.5)?, [1.5, 3., 4.5, 6., 5., 6.]);
+        Ok(())
+    }
+}

@@ -2,10 +2,7 @@ use super::*;
 use std::collections::HashMap;
 
 fn config(listed: &[&str]) -> Fp8Config {
-    Fp8Config {
-        weight_block_size: [2, 3],
-        modules_to_not_convert: listed.iter().map(|name| name.to_string()).collect(),
-    }
+    Fp8Config::new(Some([2, 3]), listed.iter().map(|name| name.to_string()).collect()).unwrap()
 }
 
 #[test]
@@ -26,7 +23,7 @@ fn every_block_has_its_scale() -> Result<()> {
     let weights = HashMap::from([("w".to_string(), ones), ("w_scale_inv".to_string(), scales)]);
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let vb = VarBuilder::from_tensors(weights.clone(), dtype, &Device::Cpu);
-        let got = dequantized(vb, &config(&[]), None).get((2, 3, 4), "w")?;
+        let got = dequantized(vb, Some(&config(&[])), None, false).get((2, 3, 4), "w")?;
         assert_eq!(got.dtype(), dtype);
         let want = [
             [[1f32, 1., 1., 2.], [1., 1., 1., 2.], [3., 3., 3., 4.]],
@@ -41,7 +38,7 @@ fn every_block_has_its_scale() -> Result<()> {
 fn only_listed_projections_are_plain() {
     let vb = VarBuilder::from_tensors(HashMap::new(), DType::F32, &Device::Cpu);
     let listed = config(&["lm_head", "model.layers.1.mlp.gate_proj", "model.layers.2.self_attn", "up_proj"]);
-    let fp8 = Fp8 { vb, config: listed, shards: None };
+    let fp8 = Fp8 { vb, config: Some(listed), shards: None, has_dtypes: false };
     for (name, plain) in [
         ("model.layers.0.mlp.gate_proj.weight", false),
         ("model.layers.1.mlp.gate_proj.weight", true),
