@@ -201,8 +201,8 @@ fn dequantised(config: &ModelConfig) -> u64 {
     product(&[ffn.max().unwrap_or(0).max(linear).max(full), config.hidden_size, 2])
 }
 
-/// Bytes of the largest weights that the CPU holds twice at a time: as read, and packed. To be quantised they are read in f32, and
-/// out of a file in 16 bits first.
+/// Bytes of the largest weights that the CPU holds twice at a time: as read, in fp8 also before that, and packed. To be quantised
+/// they are read in f32, and out of a file in 16 bits first.
 fn unpacked(config: &ModelConfig, args: &ModelArgs, dtype: DType) -> u64 {
     let head = product(&[config.vocab_size, config.hidden_size]);
     let experts = config.moe.as_ref().map(|moe| [moe.num_experts, 3, moe.intermediate_size, config.hidden_size]);
@@ -210,7 +210,7 @@ fn unpacked(config: &ModelConfig, args: &ModelArgs, dtype: DType) -> u64 {
         (None, _) => dtype.size_in_bytes(),
         (Some(_), LoadFormat::Auto) => 6,
         (Some(_), LoadFormat::Dummy) => 4,
-    };
+    } + usize::from(config.fp8.is_some());
     head.max(experts.map_or(0, |factors| product(&factors))).saturating_mul(bytes as u64)
 }
 

@@ -288,7 +288,7 @@ fn said(run: &Run, what: &str) -> f64 {
 /// All ranks share the memory of the machine.
 #[test]
 fn ranks_on_the_cpu_are_counted_together() {
-    let weights = |n: &str| said(&generate(&["--cpu", "--tensor-parallel", n, "-n", "2"]), "weights");
+    let weights = |n: &str| said(&generate(&["--tensor-parallel", n, "-n", "2"]), "weights");
     let (one, two) = (weights("1"), weights("2"));
     assert!((0.95 * one..1.3 * one).contains(&two), "{one} and {two} MiB");
 }
@@ -339,7 +339,7 @@ fn the_memory_line_is_true() {
         (&fp8, &quantised[..2]),
     ];
     for (model, args) in cases {
-        let all = ["--cpu", "--load-format", "dummy", "--prompt-tokens", "64", "-n", "2", "--model", model];
+        let all = ["--load-format", "dummy", "--prompt-tokens", "64", "-n", "2", "--model", model];
         let (run, peak) = peak(&[&all[..], args].concat());
         let said = said(&run, "");
         assert!(peak < 1.03 * said + 40. && said < 1.4 * peak + 60., "{model} {args:?}: {said} said, {peak} MiB taken");
