@@ -1,7 +1,7 @@
 //! Whether a run fits into memory, checked before anything is loaded.
 
 use crate::load::{LoadFormat, ModelArgs};
-use crate::{status, Checkpoint};
+use crate::{is_first, status, Checkpoint, Rank};
 use anyhow::{bail, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
@@ -35,13 +35,18 @@ pub struct Room {
 }
 
 impl Need {
+    /// What a rank needs of its device; on the CPU, which all ranks share, what all of them need. `config` is a rank's.
+    ///
+    /// # Errors
+    /// When the files of the checkpoint cannot be read.
     pub fn new(
         args: &ModelArgs,
         checkpoint: &Checkpoint,
         config: &ModelConfig,
         room: &Room,
-        device: &Device,
+        rank: &Rank,
     ) -> Result<Self> {
+        let device = &rank.device;
         let dtype = args.dtype(device);
         let with_head = with_draft_head(config);
         let config = if room.draft_head { &with_head } else { config };
@@ -66,15 +71,17 @@ impl Need {
         // Snapshots of one sequence share their keys and values.
         let caches = room.sequences.saturating_add(room.snapshots.min(1));
         let pass = pass(config, args.prefill_chunk(device), room);
+        let ranks = rank.group.as_ref().filter(|_| device.is_cpu()).map_or(1, |group| group.size() as u64);
+        let of_all = |bytes: u64| bytes.saturating_mul(ranks);
         Ok(Self {
-            weights,
-            states: states.saturating_mul(all).saturating_add(rings).saturating_add(cache),
-            kv: sequence.kv_per_token.saturating_mul(product(&[caches, room.max_len])),
-            working: if device.is_cpu() {
-                pass.max(unpacked(config, dtype))
+            weights: of_all(weights),
+            states: of_all(states.saturating_mul(all).saturating_add(rings).saturating_add(cache)),
+            kv: of_all(sequence.kv_per_token.saturating_mul(product(&[caches, room.max_len]))),
+            working: of_all(if device.is_cpu() {
+                pass.saturating_add(repacked(config, args.quantize)).max(unpacked(config, args, dtype))
             } else {
                 pass.saturating_add(LIBRARIES).saturating_add(dequantised(config))
-            },
+            }),
         })
     }
 
@@ -87,11 +94,21 @@ impl Need {
         free(device).is_none_or(|free| self.total() <= free)
     }
 
-    /// Reports what the run needs and what is free.
+    /// Reports what the run needs and what is free. Ranks on the CPU wait for the first one, which looks before any of them loads.
     ///
     /// # Errors
     /// When the run cannot fit.
-    pub fn check(&self, device: &Device) -> Result<()> {
+    pub fn check(&self, rank: &Rank) -> Result<()> {
+        if !rank.device.is_cpu() || is_first() {
+            self.report(&rank.device)?;
+        }
+        if rank.device.is_cpu() {
+            rank.pace.agree(0);
+        }
+        Ok(())
+    }
+
+    fn report(&self, device: &Device) -> Result<()> {
         let Self { weights, states, kv, working } = *self;
         let [weights, states, kv, working, total] = [weights, states, kv, working, self.total()].map(Size);
         let parts = format!("{weights} weights, {states} states, {kv} keys and values, about {working} to work with");
@@ -140,10 +157,10 @@ pub fn weights(
         return Ok(config.fp8_weight_bytes(dtype));
     }
     if device.is_cpu() && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
-        // Everything is packed but an embedding table that is not the head.
-        let table = product(&[config.vocab_size, config.hidden_size, 2]);
-        let unpacked = if config.tie_word_embeddings { 0 } else { table };
-        return Ok(config.weight_bytes(DType::BF16).saturating_add(unpacked));
+        // Everything is packed in 16 bits but what was in fp8 and an embedding table that is not the head.
+        let table = product(&[config.vocab_size, config.hidden_size]);
+        let wide = if config.tie_word_embeddings { 0 } else { table }.saturating_add(config.fp8_parameters());
+        return Ok(config.weight_bytes(DType::BF16).saturating_add(wide.saturating_mul(2)));
     }
     Ok(config.weight_bytes(dtype))
 }
@@ -184,11 +201,28 @@ fn dequantised(config: &ModelConfig) -> u64 {
     product(&[ffn.max().unwrap_or(0).max(linear).max(full), config.hidden_size, 2])
 }
 
-/// Bytes of the largest weights that the CPU holds twice at a time: as read, and packed.
-fn unpacked(config: &ModelConfig, dtype: DType) -> u64 {
+/// Bytes of the largest weights that the CPU holds twice at a time: as read, in fp8 also before that, and packed. To be quantised
+/// they are read in f32, and out of a file in 16 bits first.
+fn unpacked(config: &ModelConfig, args: &ModelArgs, dtype: DType) -> u64 {
     let head = product(&[config.vocab_size, config.hidden_size]);
     let experts = config.moe.as_ref().map(|moe| [moe.num_experts, 3, moe.intermediate_size, config.hidden_size]);
-    head.max(experts.map_or(0, |factors| product(&factors))).saturating_mul(dtype.size_in_bytes() as u64)
+    let bytes = match (args.quantize, args.load_format) {
+        (None, _) => dtype.size_in_bytes(),
+        (Some(_), LoadFormat::Auto) => 6,
+        (Some(_), LoadFormat::Dummy) => 4,
+    } + usize::from(config.fp8.is_some());
+    head.max(experts.map_or(0, |factors| product(&factors))).saturating_mul(bytes as u64)
+}
+
+/// Bytes of the copies of quantised matrices that candle makes on the CPU at the first product.
+fn repacked(config: &ModelConfig, to: Option<GgmlDType>) -> u64 {
+    let table = if config.tie_word_embeddings { 0 } else { product(&[config.vocab_size, config.hidden_size]) };
+    let blocks = config.parameters().saturating_sub(table) / 256;
+    blocks.saturating_mul(match to {
+        Some(GgmlDType::Q4K) => 192,
+        Some(GgmlDType::Q6K) => 320,
+        _ => 0,
+    })
 }
 
 fn product(factors: &[usize]) -> u64 {

@@ -12,13 +12,14 @@ pub fn tensors(path: &Path) -> Result<Vec<String>> {
     Ok(header(path)?.into_iter().map(|(name, _)| name).filter(|name| name != "__metadata__").collect())
 }
 
-/// Whether no matrix of the file has numbers of 32 bits or more.
+/// Whether no matrix of the file has numbers of 32 bits or more; scales are not counted.
 pub fn is_sixteen_bits(path: &Path) -> Result<bool> {
-    let wide = |info: &serde_json::Value| {
+    let wide = |(name, info): (&String, &serde_json::Value)| {
         let rank = info["shape"].as_array().map_or(0, Vec::len);
-        rank > 1 && matches!(info["dtype"].as_str(), Some("F32" | "F64"))
+        let is_scale = name.rsplit('.').next().is_some_and(|last| last.contains("_scale"));
+        rank > 1 && !is_scale && matches!(info["dtype"].as_str(), Some("F32" | "F64"))
     };
-    Ok(!header(path)?.values().any(wide))
+    Ok(!header(path)?.iter().any(wide))
 }
 
 /// The header of the file, if the file is whole.

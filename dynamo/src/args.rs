@@ -1,7 +1,7 @@
 //! Command line.
 
-use candle_gdn_cli::ModelArgs;
 use candle_gdn_cli::args::{block, drafted, graph, head, positive, SamplingArgs};
+use candle_gdn_cli::ModelArgs;
 use candle_gdn_models::{DraftHeadChoice, GraphChoice};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::Parser;
@@ -73,6 +73,11 @@ pub struct ServeArgs {
     /// With --disaggregation-mode prefill: the address of this machine where workers fetch the states of prompts
     #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
     pub transfer_host: String,
+
+    /// With --disaggregation-mode prefill: memory for states that wait to be fetched. Where they leave no room, the other
+    /// worker reads the prompt itself
+    #[arg(long, value_name = "MIB", default_value_t = 8192)]
+    pub transfer_memory: usize,
 
     /// After SIGTERM requests under way may take so long to end; the rest goes to another worker. Bounded by
     /// DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT too

@@ -1,7 +1,7 @@
 //! The files of which Dynamo makes a model's card: tokenizer, chat template, and what ends a text.
 
-use candle_gdn_cli::{gguf_tokenizer, Checkpoint};
 use anyhow::{Context, Result};
+use candle_gdn_cli::{gguf_tokenizer, Checkpoint};
 use candle_gdn_models::ModelConfig;
 use serde_json::json;
 use std::path::{Path, PathBuf};

@@ -1,11 +1,12 @@
 //! The engine on a thread of its own, or on one for each rank: all ranks repeat what the first one does.
 
 use crate::blocks::{tell, Blocks, Router};
-use candle_gdn_cli::{draft_after, load_model, ranks, Checkpoint, Need, Rank, Room};
 use crate::figures::{Figures, Shared};
+use crate::fingerprint::{Fingerprint, ModelFingerprint};
 use crate::transfer::State;
 use crate::Args;
 use anyhow::{anyhow, Context, Result};
+use candle_gdn_cli::{draft_after, load_model, ranks, Checkpoint, Need, Rank, Room};
 use candle_gdn_models::{
     CausalLm, DraftHeadChoice, Engine, EngineHandle, EngineMessages, EngineOptions, Event, FinishReason, Followers,
     Logprobs, ModelConfig, Observer, Progress, Request, Submission,
@@ -51,6 +52,14 @@ pub struct Driver {
     pub max_len: usize,
     /// The most prompt tokens of a pass.
     pub prefill_chunk: usize,
+    fingerprint: ModelFingerprint,
+}
+
+/// What an engine that has started has room for, and whose states it has.
+struct Ready {
+    max_len: usize,
+    prefill_chunk: usize,
+    fingerprint: ModelFingerprint,
 }
 
 impl Driver {
@@ -66,7 +75,7 @@ impl Driver {
             let started = Mutex::new(Some(started));
             let take = || started.lock().unwrap_or_else(PoisonError::into_inner).take();
             // Who started it may have gone: then the messages end too.
-            let ready = |room| take().map_or((), |started| drop(started.send(Ok(room))));
+            let ready = |ready| take().map_or((), |started| drop(started.send(Ok(ready))));
             let work = AssertUnwindSafe(|| run(&args, messages, &figures, &router, &ready));
             let Err(e) = catch_unwind(work).unwrap_or_else(|_| Err(anyhow!("it panicked"))) else { return };
             match take() {
@@ -79,8 +88,8 @@ impl Driver {
             }
         };
         let thread = std::thread::Builder::new().name("engine".into()).spawn(run)?;
-        let (max_len, prefill_chunk) = start.await.context("the engine's thread has ended")??;
-        Ok(Self { engine, thread, shared, requests: Arc::default(), room, max_len, prefill_chunk })
+        let Ready { max_len, prefill_chunk, fingerprint } = start.await.context("the engine's thread has ended")??;
+        Ok(Self { engine, thread, shared, requests: Arc::default(), room, max_len, prefill_chunk, fingerprint })
     }
 
     /// Sends a request, with the state after its first tokens if there is one, and waits until it is accepted or refused, at
@@ -91,15 +100,16 @@ impl Driver {
         let full = is_full.clone();
         let (accepted, ended) = (self.requests.clone(), self.requests.clone());
         let (shared, refused) = (self.shared.clone(), self.shared.clone());
+        let (own, model) = (self.fingerprint.after(&request.tokens), self.fingerprint.clone());
         // These run on the engine's thread, one after the other.
         self.engine
             .send(Submission {
-                request: Box::new(move |model| {
+                request: Box::new(move |loaded| {
                     if requests.load(Ordering::SeqCst) >= room {
                         full.store(true, Ordering::SeqCst);
                         candle_core::bail!("the engine is full")
                     }
-                    Ok(resuming(model, request, state))
+                    Ok(resuming(loaded, request, state, &model))
                 }),
                 answer: Box::new(move |id| {
                     let answered = id.map(drop).map_err(|e| match is_full.load(Ordering::SeqCst) {
@@ -116,7 +126,7 @@ impl Driver {
                     if events.is_empty() {
                         return !sender.is_closed();
                     }
-                    let output = output(events);
+                    let output = output(events, &own);
                     if let Some(reason) = &output.finished {
                         ended.fetch_sub(1, Ordering::SeqCst);
                         shared.count_finished(reason);
@@ -136,23 +146,27 @@ impl Driver {
     }
 }
 
-/// `ready` is given what there is room for.
 fn run(
     args: &Args,
     messages: EngineMessages,
     shared: &Shared,
     router: &Router,
-    ready: &(dyn Fn((usize, usize)) + Sync),
+    ready: &(dyn Fn(Ready) + Sync),
 ) -> Result<()> {
     let mut checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let draft_head = checkpoint.draft_head(args.serve.mtp, &config)?;
     let n = args.model.tensor_parallel.get();
+    let started = |model: &CausalLm, options: &EngineOptions| -> Result<()> {
+        let fingerprint = ModelFingerprint::new(&args.model, &checkpoint, &config, model.dtype())?;
+        ready(Ready { max_len: options.max_len, prefill_chunk: options.prefill_chunk, fingerprint });
+        Ok(())
+    };
     if n == 1 {
         let rank = Rank::single(args.model.device()?);
         let (model, options) = load(args, &checkpoint, &config, draft_head, &rank)?;
         let engine = Engine::new(&model, options.clone())?;
-        ready((options.max_len, options.prefill_chunk));
+        started(&model, &options)?;
         return Ok(messages.drive(engine, Followers::default(), Watch::new(args, shared, router))?);
     }
     // Before any rank begins: all of them would say it.
@@ -166,7 +180,7 @@ fn run(
         if ranks::is_first() {
             let first = first.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (messages, leads) = first.ok_or_else(|| anyhow!("two first ranks"))?;
-            ready((options.max_len, options.prefill_chunk));
+            started(&model, &options)?;
             Ok(messages.drive(engine, leads, Watch::new(args, shared, router))?)
         } else {
             let follower = follows.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -207,26 +221,22 @@ fn load(
             prefixes: usize::MAX,
             draft_head,
         };
-        Need::new(&args.model, checkpoint, of_rank, &room, &rank.device)
+        Need::new(&args.model, checkpoint, of_rank, &room, rank)
     };
     let mut draft_head = draft_head;
     // Nobody who did not ask for the head goes without the rest for it.
     if draft_head && serve.mtp == DraftHeadChoice::Auto {
         draft_head = rank.pace.agree(u8::from(need(true)?.fits(&rank.device))) == 1;
     }
-    need(draft_head)?.check(&rank.device)?;
+    need(draft_head)?.check(rank)?;
     let model = load_model(&args.model, checkpoint, config, draft_head, rank)?;
     Ok((model, options))
 }
 
 /// The request, which goes on from the state if that is of use.
-fn resuming(model: &CausalLm, request: Request, state: Option<State>) -> Request {
+fn resuming(model: &CausalLm, request: Request, state: Option<State>, fingerprint: &ModelFingerprint) -> Request {
     let Some(state) = state.filter(|state| state.tokens < request.tokens.len()) else { return request };
-    match state.snapshot(model) {
-        Ok(snapshot) if !snapshot.is_prefix_of(&request.tokens) => {
-            tracing::warn!("a state is of another prompt, so the prompt is fed here");
-            request
-        }
+    match state.snapshot(model, &fingerprint.after(&request.tokens[..state.tokens])) {
         Ok(snapshot) => Request { resume: Some(Arc::new(snapshot)), ..request },
         Err(e) => {
             tracing::warn!("a state is of no use, so the prompt is fed here: {e:#}");
@@ -235,8 +245,8 @@ fn resuming(model: &CausalLm, request: Request, state: Option<State>) -> Request
     }
 }
 
-/// The events of a request in one step.
-fn output(events: Vec<Event>) -> Output {
+/// The events of a request in one step; `fingerprint` is that of its state.
+fn output(events: Vec<Event>, fingerprint: &Fingerprint) -> Output {
     let mut output = Output { tokens: Vec::new(), logprobs: Vec::new(), state: None, finished: None };
     for event in events {
         match event {
@@ -244,7 +254,7 @@ fn output(events: Vec<Event>) -> Output {
                 output.tokens.push(token);
                 output.logprobs.extend(logprobs.map(|logprobs| *logprobs));
             }
-            Event::Snapshot { snapshot, .. } => match State::of(&snapshot) {
+            Event::Snapshot { snapshot, .. } => match State::of(&snapshot, fingerprint) {
                 Ok(state) => output.state = Some(state),
                 Err(e) => tracing::warn!("a state cannot be handed on: {e:#}"),
             },

@@ -132,12 +132,7 @@ impl Shared {
         let seconds = [("", stats.decode.time.as_secs_f64())];
         family("decode_seconds_total", "counter", "Time that these took.", &seconds);
         family("prefix_asked_tokens_total", "counter", "Tokens of prompts that began.", &one(prefixes.asked));
-        family(
-            "prefix_reused_tokens_total",
-            "counter",
-            "Of these, from the prefix cache.",
-            &one(prefixes.reused),
-        );
+        family("prefix_reused_tokens_total", "counter", "Of these, from the prefix cache.", &one(prefixes.reused));
         family("prefix_hits_total", "counter", "Prompts that found a beginning.", &[("", prefixes.hits as f64)]);
         family("prefix_misses_total", "counter", "Prompts that found none.", &[("", prefixes.misses as f64)]);
         family("prefix_bytes", "gauge", "Bytes of the prefix cache.", &one(prefixes.bytes));

@@ -8,6 +8,7 @@ mod blocks;
 mod card;
 mod driver;
 mod figures;
+mod fingerprint;
 mod transfer;
 mod worker;
 

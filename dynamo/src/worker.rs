@@ -3,20 +3,23 @@
 use crate::asked::{asked, invalid, Asked, Ends, Kind};
 use crate::blocks::Router;
 use crate::card::Card;
-use candle_gdn_cli::Checkpoint;
 use crate::driver::{Driver, Output, Refusal, Running};
 use crate::figures::Shared;
-use candle_gdn_cli::settings::Settings;
-use crate::transfer::{fetch, Shelf, State};
+use crate::transfer::{Peers, Shelf, State, PATIENCE};
 use crate::Args;
-use anyhow::ensure;
+use anyhow::{ensure, Context};
 use async_trait::async_trait;
+use candle_core::DType;
+use candle_gdn_cli::settings::Settings;
+use candle_gdn_cli::Checkpoint;
 use candle_gdn_models::{DraftHeadChoice, FinishReason, Logprobs, Request};
 use dynamo_backend_common::{
     usage, AsyncEngineContext, BackendError, CompletionUsage, DisaggregationMode, DynamoError, EngineConfig, ErrorType,
     GenerateContext, KvEventSource, LLMEngine, LLMEngineOutput, LLMEngineOutputExt, LlmRegistration, MetricsBindings,
     MetricsCtx, PreprocessedRequest, TopLogprob, WorkerConfig,
 };
+use dynamo_runtime::component::Endpoint;
+use dynamo_runtime::traits::DistributedRuntimeProvider;
 use futures::stream::BoxStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -25,9 +28,6 @@ use tokio::sync::RwLock;
 use tokio::time::{sleep, timeout};
 
 type Outputs = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
-
-/// Bytes of a state that are fetched.
-const MOST_BYTES: u64 = 64 << 30;
 
 /// How often it is looked whether the last request has ended.
 const LOOK: Duration = Duration::from_millis(50);
@@ -47,6 +47,10 @@ pub struct Worker {
     number: AtomicUsize,
     /// Of a worker that only feeds prompts, from the start on: their states.
     shelf: OnceLock<Arc<Shelf>>,
+    /// The other workers, from the moment on when there is an endpoint.
+    peers: OnceLock<Peers>,
+    /// Bytes that a state has at most.
+    state_bytes: u64,
 }
 
 impl Worker {
@@ -89,8 +93,12 @@ impl Worker {
         };
         let shared = Arc::new(Shared::new(args.serve.prefix_block, args.serve.batch));
         let driver = RwLock::new(None);
-        let (router, number, shelf) = (Router::default(), AtomicUsize::new(0), OnceLock::new());
-        Ok((Self { args: Arc::new(args), settings, name, _card: card, driver, shared, router, number, shelf }, worker))
+        let (router, number, shelf, peers) = (Router::default(), AtomicUsize::new(0), OnceLock::new(), OnceLock::new());
+        // No number format takes more than f32; and the names of the tensors.
+        let state_bytes = config.sequence_bytes(DType::F32).total(args.serve.max_seq_len).saturating_add(1 << 20);
+        let args = Arc::new(args);
+        let new = Self { args, settings, name, _card: card, driver, shared, router, number, shelf, peers, state_bytes };
+        Ok((new, worker))
     }
 
     /// The state that another worker has made of the prompt. Without one the prompt is fed here.
@@ -99,7 +107,10 @@ impl Worker {
         if ticket.as_object().is_some_and(|ticket| ticket.is_empty()) {
             return None;
         }
-        let fetched = async { fetch(serde_json::from_value(ticket)?, MOST_BYTES).await };
+        let fetched = async {
+            let peers = self.peers.get().context("no discovery, which knows the other workers")?;
+            peers.fetch(serde_json::from_value(ticket)?, self.state_bytes).await
+        };
         fetched.await.map_err(|e| tracing::warn!("the prompt is fed here: {e:#}")).ok()
     }
 
@@ -115,7 +126,9 @@ impl LLMEngine for Worker {
         let driver = Driver::start(self.args.clone(), self.shared.clone(), self.router.clone()).await;
         let driver = driver.map_err(|e| backend(BackendError::EngineShutdown, format!("{e:#}")))?;
         if self.args.dynamo.disaggregation_mode.is_prefill() {
-            let shelf = Shelf::open(&self.args.serve.transfer_host).await;
+            let serve = &self.args.serve;
+            let room = serve.transfer_memory.saturating_mul(1 << 20);
+            let shelf = Shelf::open(&serve.transfer_host, room, PATIENCE).await;
             let shelf = shelf.map_err(|e| backend(BackendError::CannotConnect, format!("{e:#}")))?;
             // Started once.
             let _ = self.shelf.set(Arc::new(shelf));
@@ -213,6 +226,18 @@ impl LLMEngine for Worker {
         Ok(MetricsBindings { dp_ranks: vec![0], on_publisher_ready: Some(Box::new(ready)) })
     }
 
+    async fn on_endpoint_ready(&self, endpoint: Endpoint) -> Result<(), DynamoError> {
+        let component = endpoint.component();
+        let peers = Peers::new(endpoint.drt().discovery(), component.namespace().name());
+        if let Some(shelf) = self.shelf.get() {
+            let registered = peers.register(component.name(), shelf).await;
+            registered.map_err(|e| backend(BackendError::CannotConnect, format!("{e:#}")))?;
+        }
+        // There is one.
+        let _ = self.peers.set(peers);
+        Ok(())
+    }
+
     async fn health_check_payload(&self) -> Result<Option<serde_json::Value>, DynamoError> {
         Ok(Some(serde_json::json!({
             "token_ids": [0],
@@ -238,15 +263,20 @@ fn ticket(
         };
         match output {
             Some(Output { state: Some(state), .. }) => {
-                let ticket = serde_json::to_value(shelf.put(state));
-                let ticket = ticket.map_err(|e| backend(BackendError::Unknown, e.to_string()))?;
-                Ok(handed_on(ticket, prompt))
+                let ticket = shelf.put(state).and_then(|ticket| Ok(serde_json::to_value(ticket)?));
+                Ok(handed_on(ticket.unwrap_or_else(fed_there), prompt))
             }
             Some(Output { finished: Some(FinishReason::Failed(why)), .. }) => Err(backend(BackendError::Unknown, why)),
             Some(_) => Err(backend(BackendError::Unknown, "the state cannot be handed on".into())),
             None => Err(backend(BackendError::EngineShutdown, "the engine has ended".into())),
         }
     })
+}
+
+/// Instead of a ticket: whoever completes the prompt feeds it too.
+fn fed_there(why: anyhow::Error) -> serde_json::Value {
+    tracing::warn!("a state is not handed on: {why:#}");
+    serde_json::json!({})
 }
 
 /// A prompt that is fed, and the ticket for its state.

@@ -8,6 +8,8 @@ use dynamo_backend_common::{
     PrefillResult, PreprocessedRequest, SamplingOptions, StopConditions,
 };
 use dynamo_llm::model_card::ModelDeploymentCard;
+use dynamo_runtime::distributed::DistributedConfig;
+use dynamo_runtime::{DistributedRuntime, Runtime};
 use futures::future::join_all;
 use futures::stream::BoxStream;
 use futures::StreamExt;
@@ -240,6 +242,12 @@ async fn a_prompt_is_fed_here_and_completed_there() {
     let [first, second] = ["prefill", "decode"].map(|mode| worker(4, &["--disaggregation-mode", mode]));
     for worker in [&whole, &first, &second] {
         worker.start(0).await.unwrap();
+    }
+    let runtime = Runtime::from_current().unwrap();
+    let runtime = DistributedRuntime::new(runtime, DistributedConfig::process_local()).await.unwrap();
+    for (worker, component) in [(&first, "prefill"), (&second, "backend")] {
+        let component = runtime.namespace("here").unwrap().component(component).unwrap();
+        worker.on_endpoint_ready(component.endpoint("generate")).await.unwrap();
     }
     for prompt in [vec![9], prompt(0), prompt(9), prompt(20)] {
         let want = tokens(&whole, request(prompt.clone(), 20)).await;

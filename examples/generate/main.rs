@@ -106,14 +106,14 @@ impl Task<'_> {
         let Self { args, checkpoint, config, .. } = self;
         let part = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;
         let of_rank = part.as_ref().unwrap_or(config);
-        let need = |head: bool| Need::new(&args.model, checkpoint, of_rank, &self.plan.room(head), &rank.device);
+        let need = |head: bool| Need::new(&args.model, checkpoint, of_rank, &self.plan.room(head), rank);
         let mut draft_head = self.plan.draft_head;
         // Nobody who did not ask for the head goes without the rest for it.
         if draft_head && args.run.mtp == DraftHeadChoice::Auto {
             let fits = need(true)?.fits(&rank.device);
             draft_head = rank.pace.agree(u8::from(fits)) == 1;
         }
-        need(draft_head)?.check(&rank.device)?;
+        need(draft_head)?.check(rank)?;
         let model = load_model(&args.model, checkpoint, config, draft_head, rank)?;
         if is_first() {
             // From here on Ctrl-C waits for the current step; a second one does not.

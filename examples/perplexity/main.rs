@@ -63,7 +63,7 @@ fn run(args: &Args) -> Result<()> {
     // Keys and values grow by doubling.
     let max_len = ids.len().next_power_of_two().min(limit);
     let room = Room { sequences: 1, max_len, spare_states: 0, snapshots: 0, cache: 0, prefixes: 0, draft_head: false };
-    Need::new(&args.model, &checkpoint, &config, &room, &rank.device)?.check(&rank.device)?;
+    Need::new(&args.model, &checkpoint, &config, &room, &rank)?.check(&rank)?;
     let model = load_model(&args.model, &checkpoint, &config, false, &rank)?;
     let mut out = BufWriter::new(std::io::stdout().lock());
     let total = score::score(&model, &ids, args.model.prefill_chunk(&rank.device), |id, logprob| {

@@ -56,11 +56,19 @@ impl ModelConfig {
     /// and 4 for each block of 128 x 128. In parts (tensor parallelism) those stay that have whole blocks of columns.
     pub fn fp8_weight_bytes(&self, dtype: DType) -> u64 {
         let saved = (dtype.size_in_bytes() as u64).saturating_sub(1);
-        self.fp8_matrices().fold(self.weight_bytes(dtype), |bytes, [count, rows, columns]| {
+        let format = self.fp8.as_ref().and_then(|config| Fp8Format::new(config, true));
+        let keeps = |columns| format.as_ref().is_some_and(|format| format.keeps(columns));
+        self.fp8_matrices(keeps).fold(self.weight_bytes(dtype), |bytes, [count, rows, columns]| {
             let scales = product(&[count, rows.div_ceil(BLOCK_COLUMNS), columns.div_ceil(BLOCK_COLUMNS), 4]);
             let numbers = product(&[count, rows, columns]);
             bytes.saturating_sub(numbers.saturating_mul(saved)).saturating_add(scales)
         })
+    }
+
+    /// Numbers in the matrices that a checkpoint has in fp8 ([`ModelConfig::fp8`]). On the CPU each is a number in the model's dtype: times
+    /// its scale no dtype of 16 bits holds it exactly.
+    pub fn fp8_parameters(&self) -> u64 {
+        self.fp8_matrices(|_| true).fold(0, |sum, matrix| sum.saturating_add(product(&matrix)))
     }
 
     /// Bytes of the weights where [`Loader::quantize`](crate::Loader::quantize) is `to`: the embedding in
@@ -96,24 +104,20 @@ impl ModelConfig {
         }
     }
 
-    /// Number, rows and columns of the matrices that stay in fp8.
-    fn fp8_matrices(&self) -> impl Iterator<Item = [usize; 3]> + '_ {
-        let kept = self.fp8.as_ref().and_then(|config| Some((config, Fp8Format::new(config, true)?)));
-        kept.into_iter().flat_map(move |(config, kept)| {
-            let layers = self.layers.iter().enumerate();
-            layers.flat_map(move |(i, layer)| {
-                let kept = kept.clone();
-                let stays = move |&(module, [_, _, columns]): &(&str, [usize; 3])| {
-                    config.converts(&format!("layers.{i}.{module}")) && kept.keeps(columns)
-                };
-                let mut experts = self.expert_matrices(layer);
-                // All of them or none.
-                if !experts.iter().all(&stays) {
-                    experts.clear();
-                }
-                let others = self.projections(layer).into_iter().filter(stays);
-                others.chain(experts).map(|(_, matrix)| matrix).collect::<Vec<_>>()
-            })
+    /// Number, rows and columns of the matrices in fp8 of which `keeps` accepts the columns.
+    fn fp8_matrices<'a>(&'a self, keeps: impl Fn(usize) -> bool + 'a) -> impl Iterator<Item = [usize; 3]> + 'a {
+        let layers = self.layers.iter().enumerate().filter_map(|(i, layer)| Some((i, layer, self.fp8.as_ref()?)));
+        layers.flat_map(move |(i, layer, config)| {
+            let stays = |&(module, [_, _, columns]): &(&str, [usize; 3])| {
+                config.converts(&format!("layers.{i}.{module}")) && keeps(columns)
+            };
+            let mut experts = self.expert_matrices(layer);
+            // All of them or none.
+            if !experts.iter().all(stays) {
+                experts.clear();
+            }
+            let others = self.projections(layer).into_iter().filter(stays);
+            others.chain(experts).map(|(_, matrix)| matrix).collect::<Vec<_>>()
         })
     }
 

@@ -140,7 +140,7 @@ fn templates(checkpoint: &Checkpoint) -> Result<BTreeMap<String, String>> {
     if let Some(file) = checkpoint.gguf() {
         return Ok(gguf_tokenizer::chat_templates(file));
     }
-    let mut found: BTreeMap<_, _> = checkpoint.files("additional_chat_templates", "jinja")?.into_iter().collect();
+    let mut found: BTreeMap<_, _> = checkpoint.texts("additional_chat_templates", "jinja")?.into_iter().collect();
     found.extend(checkpoint.text("chat_template.jinja")?.map(|(text, _)| ("default".to_string(), text)));
     for name in ["tokenizer_config.json", "chat_template.json"] {
         if !found.is_empty() {

@@ -43,6 +43,9 @@ const TEMPLATES: &str = "additional_chat_templates/";
 /// # Errors
 /// When the hub refuses, or stays silent, and the cache does not have all files; when the name fits no files or too many.
 pub fn fetch(model: &str, revision: &str, weights: bool) -> Result<Option<PathBuf>> {
+    if !model.contains('/') {
+        return Ok(None);
+    }
     let settings = Settings::from_env()?;
     let Some(name) = Name::parse(model, revision, &settings.endpoint)? else { return Ok(None) };
     let path = fetch_named(&settings, &name, weights);

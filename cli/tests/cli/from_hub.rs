@@ -21,7 +21,7 @@ impl Machine {
 
     fn run_with(&self, endpoint: &str, model: &str, variables: &[(&str, &str)]) -> Run {
         let mut command = command("generate");
-        command.args(["--cpu", "--model", model, "--prompt", PROMPT, "-n", "8"]);
+        command.args(["--model", model, "--prompt", PROMPT, "-n", "8"]);
         for proxy in ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"] {
             command.env_remove(proxy);
         }
@@ -53,7 +53,7 @@ impl Machine {
 const DEMO: &str = "someone/demo@v1";
 
 fn want() -> String {
-    crate::cli::generate(&["--cpu", "--prompt", PROMPT, "-n", "8"]).stdout
+    crate::cli::generate(&["--prompt", PROMPT, "-n", "8"]).stdout
 }
 
 #[test]
@@ -178,9 +178,7 @@ fn gguf_files_of_the_hub() {
     write("demo-Q8_0.gguf");
     other("mmproj-F16.gguf");
     let hub = Hub::serve(repo.path(), Habit::Good);
-    let want =
-        crate::cli::generate(&["--cpu", "--model", &path(&repo, "demo-Q8_0.gguf"), "--prompt", PROMPT, "-n", "8"])
-            .stdout;
+    let want = crate::cli::generate(&["--model", &path(&repo, "demo-Q8_0.gguf"), "--prompt", PROMPT, "-n", "8"]).stdout;
     let says = |model: &str| {
         let run = machine.run(&hub.endpoint, model).good();
         assert_eq!(run.stdout, want, "{model}");

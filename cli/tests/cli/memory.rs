@@ -1,6 +1,6 @@
 //! The memory line that is printed before a model is loaded.
 
-use crate::cli::{fails, generate, Copy, DEMO};
+use crate::cli::{command, fails, generate, Copy, Run, DEMO};
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Shape, Tensor};
@@ -60,6 +60,9 @@ fn a_model_in_fp8_takes_a_byte_a_number() {
     let [kept, halves] =
         [config.fp8_weight_bytes(DType::BF16), config.weight_bytes(DType::BF16)].map(|n| n as f64 / 1e9);
     assert!((79.7..81.).contains(&kept) && halves > 159., "{kept} and {halves} GB");
+    // On the CPU all of them are dequantised.
+    let dequantised = config.fp8_parameters() as f64 / 1e9;
+    assert!((77. ..79.7).contains(&dequantised), "{dequantised} billions");
     // Of 8 ranks experts have 64 inner columns: half a block, which is dequantised.
     let part = config.split(8).unwrap().fp8_weight_bytes(DType::BF16) as f64 / 1e9;
     assert!((18. ..20.5).contains(&part), "{part} GB");
@@ -272,4 +275,73 @@ fn what_cannot_fit_is_refused_before_it_is_loaded() {
     // And 0.5 million of the draft head.
     let with_head = generate(&["-n", "1"]);
     assert!(with_head.stderr.contains("7.4 MiB weights"), "{with_head:?}");
+}
+
+/// MiB that a memory line says, of `what` or in all.
+fn said(run: &Run, what: &str) -> f64 {
+    let line = run.stderr.lines().find_map(|line| line.strip_prefix("memory: ")).expect("a memory line");
+    let words: Vec<&str> = line.split([' ', ',']).filter(|word| !word.is_empty()).collect();
+    let at = words.iter().position(|word| *word == what).map_or(0, |i| i - 2);
+    words[at].parse::<f64>().expect("a number") * if words[at + 1] == "GiB" { 1024. } else { 1. }
+}
+
+/// All ranks share the memory of the machine.
+#[test]
+fn ranks_on_the_cpu_are_counted_together() {
+    let weights = |n: &str| said(&generate(&["--tensor-parallel", n, "-n", "2"]), "weights");
+    let (one, two) = (weights("1"), weights("2"));
+    assert!((0.95 * one..1.3 * one).contains(&two), "{one} and {two} MiB");
+}
+
+/// MiB that a program had at most at once.
+#[cfg(target_os = "linux")]
+fn peak(args: &[&str]) -> (Run, f64) {
+    use std::process::Stdio;
+    let mut child = command("generate").args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut most = 0.;
+    while child.try_wait().unwrap().is_none() {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+        if let Some(peak) = status.lines().find_map(|line| line.strip_prefix("VmHWM:")) {
+            most = peak.trim().trim_end_matches(" kB").parse::<f64>().unwrap() / 1024.;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    (Run::end(child).good(), most)
+}
+
+/// What is said before the weights are read bounds what the program takes, and is not far above. Without weights it takes 20 MiB.
+#[cfg(target_os = "linux")]
+#[test]
+fn the_memory_line_is_true() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = |name: &str, layers: usize| {
+        let text = std::fs::read_to_string(format!("{CONFIGS}/{name}.json")).unwrap();
+        let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        (json["num_hidden_layers"], json["vocab_size"]) = (layers.into(), 24000.into());
+        if json.get("num_experts").is_some() {
+            json["num_experts"] = 8.into();
+        }
+        let path = dir.path().join(format!("{name}.json"));
+        std::fs::write(&path, json.to_string()).unwrap();
+        path.display().to_string()
+    };
+    let (dense, mixture) = (config("qwen3.5-0.8b", 2), config("qwen3.5-35b-a3b", 2));
+    let fp8 = config("qwen3.5-35b-a3b-fp8", 2);
+    let quantised = ["--dtype", "bf16", "--quantize", "q4k"];
+    let cases: [(&String, &[&str]); 8] = [
+        (&dense, &[]),
+        (&dense, &["--quantize", "q8_0"]),
+        (&dense, &["--quantize", "q6k"]),
+        (&dense, &quantised[2..]),
+        (&dense, &quantised),
+        (&mixture, &quantised[2..]),
+        (&fp8, &[]),
+        (&fp8, &quantised[..2]),
+    ];
+    for (model, args) in cases {
+        let all = ["--load-format", "dummy", "--prompt-tokens", "64", "-n", "2", "--model", model];
+        let (run, peak) = peak(&[&all[..], args].concat());
+        let said = said(&run, "");
+        assert!(peak < 1.03 * said + 40. && said < 1.4 * peak + 60., "{model} {args:?}: {said} said, {peak} MiB taken");
+    }
 }
