@@ -111,7 +111,7 @@ impl SimpleBackend for Dummy {
             _ => INTERLEAVED,
         };
         let one_expert = name.contains(".experts.") && name.ends_with(".weight");
-        let tied = self.tied && name == "lm_head.weight";
+        let tied = self.tied && name.ends_with("lm_head.weight");
         ends(KNOWN) && !ends(other) && !one_expert && !tied
     }
 }

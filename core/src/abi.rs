@@ -315,7 +315,9 @@ pub fn status_text(status: i32) -> String {
         10 => "the profile buffer is not aligned to 16 bytes, or has no room for the warps of this launch",
         11 => "the workspace is null, not aligned to 256 bytes or smaller than gdn_rule_workspace says",
         1002 => "CUDA error 2: out of memory",
-        1209 => "CUDA error 209: the kernels were not compiled for this GPU (CANDLE_GDN_CUDA_ARCHS lists what is compiled)",
+        1209 => {
+            "CUDA error 209: the kernels were not compiled for this GPU (CANDLE_GDN_CUDA_ARCHS lists what is compiled)"
+        }
         1700 => "CUDA error 700: an illegal memory access was encountered",
         1719 => "CUDA error 719: unspecified launch failure",
         status if status > GDN_CUDA_ERROR => return format!("CUDA error {}", status - GDN_CUDA_ERROR),

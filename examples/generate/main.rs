@@ -48,14 +48,14 @@ fn run(args: &Args) -> Result<Stop> {
     args.model.algo()?;
     let mut checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
-    let mut tokenizer = checkpoint.tokenizer()?;
+    let made_up = args.prompts.prompt_tokens.is_some();
+    let tokenizer = if made_up { None } else { checkpoint.tokenizer()? };
     let mut settings = Settings::new(&args.sampling, &checkpoint, &config, tokenizer.as_ref())?;
-    if args.prompts.prompt_tokens.is_some() {
+    if made_up {
         settings.eos.clear();
-        tokenizer = None;
-    }
-    if args.prompts.interactive && tokenizer.is_none() {
-        bail!("--interactive: {} has no tokenizer.json, so no text can go in", checkpoint.name())
+    } else if tokenizer.is_none() {
+        let instead = if args.prompts.interactive { "--interactive: " } else { "expected --prompt-tokens N: " };
+        bail!("{instead}{} has no tokenizer.json, so no text can go in", checkpoint.name())
     }
     let template = match (args.prompts.chat, args.prompts.interactive, args.chat.option()) {
         (true, ..) => Some(Template::load(&checkpoint, &args.chat)?),

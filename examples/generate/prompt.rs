@@ -32,9 +32,7 @@ pub fn tokens(
         }
         return Ok((0..batch).map(|n| made_up(n, count, config.vocab_size)).collect());
     }
-    let Some(tokenizer) = tokenizer else {
-        bail!("{} has no tokenizer.json, so no text can go in: expected --prompt-tokens N", checkpoint.name())
-    };
+    let tokenizer = tokenizer.context("a tokenizer")?;
     let texts = texts(args)?;
     let several = texts.len() > 1;
     let mut prompts = Vec::with_capacity(texts.len());

@@ -8,7 +8,8 @@ use crate::blocks::norm::RmsNorm;
 use crate::causal_lm::{CausalLm, Kernels};
 use crate::config::ModelConfig;
 use crate::formats::{
-    dequantized, place, read_once, Format, Fp8Format, GgufFile, GgufWeights, Prefixes, Quantizer, SafetensorsFiles, Source,
+    dequantized, place, read_once, Format, Fp8Format, GgufFile, GgufWeights, Prefixes, Quantizer, SafetensorsFiles,
+    Source,
 };
 use crate::parallel::{shard_of_safetensors, Collective, Vocabulary, WeightShards};
 use candle_core::quantized::GgmlDType;

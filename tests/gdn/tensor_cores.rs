@@ -165,7 +165,10 @@ fn zero_keys_and_infinite_gates() {
             let rest = |t: &Tensor| t.narrow(1, 40, 90).unwrap();
             let k = Tensor::cat(&[&x.k.narrow(1, 0, 40).unwrap().zeros_like().unwrap(), &rest(&x.k)], 1).unwrap();
             let v = (&x.v * 1e3).unwrap();
-            let a = Tensor::cat(&[&rest(&x.gates.a), &x.gates.a.narrow(1, 0, 40).unwrap().affine(0., f64::NEG_INFINITY).unwrap()], 1);
+            let a = Tensor::cat(
+                &[&rest(&x.gates.a), &x.gates.a.narrow(1, 0, 40).unwrap().affine(0., f64::NEG_INFINITY).unwrap()],
+                1,
+            );
             let gates = Gates { a: a.unwrap(), ..x.gates.clone() };
             let run = |algo| {
                 let state = x.state.copy().unwrap();

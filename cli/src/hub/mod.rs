@@ -125,7 +125,8 @@ fn select(listed: &[String], name: &Name, weights: bool, get: &dyn Fn(&str) -> R
     }
     let Name { id, revision, .. } = name;
     ensure!(has("config.json"), "hub: {id} has no config.json and no GGUF file at revision {revision}");
-    for file in listed.iter().filter(|file| TEXT_FILES.contains(&file.as_str()) || file.starts_with(TEMPLATES)) {
+    let templates = listed.iter().map(String::as_str).filter(|file| file.starts_with(TEMPLATES));
+    for file in TEXT_FILES.iter().copied().filter(|file| has(file)).chain(templates) {
         get(file)?;
     }
     if weights && has(INDEX) {

@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use serde_json::json;
 
 fn text(copy: &Copy) -> String {
-    generate(&["--cpu", "--model", &copy.arg(), "--prompt", PROMPT, "-n", "16"]).stdout
+    generate(&["--model", &copy.arg(), "--prompt", PROMPT, "-n", "16"]).stdout
 }
 
 #[test]
@@ -13,9 +13,9 @@ fn a_whole_file_beside_an_old_index() {
     let copy = Copy::new();
     let index = json!({"weight_map": {"model.embed_tokens.weight": "model-00001-of-00009.safetensors"}});
     copy.write("model.safetensors.index.json", index.to_string());
-    assert_eq!(text(&copy), generate(&["--cpu", "--model", DEMO, "--prompt", PROMPT, "-n", "16"]).stdout);
+    assert_eq!(text(&copy), generate(&["--model", DEMO, "--prompt", PROMPT, "-n", "16"]).stdout);
     copy.remove(&["model.safetensors"]);
-    fails("generate", &["--cpu", "--model", &copy.arg()], 1, &["model-00001-of-00009.safetensors"]);
+    fails("generate", &["--model", &copy.arg()], 1, &["model-00001-of-00009.safetensors"]);
 }
 
 /// Modelopt writes the format of the weights beside config.json.
@@ -45,12 +45,7 @@ fn fp8_by_the_file_beside_the_configuration() {
     fp8.write("hf_quant_config.json", says("FP8"));
     assert_eq!(text(&fp8), text(&wide));
     fp8.write("hf_quant_config.json", says("NVFP4"));
-    fails(
-        "generate",
-        &["--cpu", "--model", &fp8.arg()],
-        1,
-        &["hf_quant_config.json", "`quantization.quant_algo`", "NVFP4"],
-    );
+    fails("generate", &["--model", &fp8.arg()], 1, &["hf_quant_config.json", "`quantization.quant_algo`", "NVFP4"]);
 }
 
 /// As Python's json writes and reads them.
@@ -61,7 +56,7 @@ fn a_byte_order_mark_and_what_is_no_number() {
         let json = std::fs::read_to_string(copy.file(name)).expect("a file");
         copy.write(name, format!("\u{feff}{}", json.replacen('{', "{\"of_training\": NaN,", 1)));
     }
-    assert_eq!(text(&copy), generate(&["--cpu", "--model", DEMO, "--prompt", PROMPT, "-n", "16"]).stdout);
+    assert_eq!(text(&copy), generate(&["--model", DEMO, "--prompt", PROMPT, "-n", "16"]).stdout);
 }
 
 #[test]
@@ -72,7 +67,7 @@ fn what_is_left_unread_is_said() {
         all.insert("model.visual.merger.norm.weight".into(), any.clone());
         all.insert("model.layers.0.mlp.shared_expert.up_proj.bias".into(), any);
     });
-    let args = ["--cpu", "--model", &copy.arg(), "--prompt", PROMPT, "-n", "1"];
+    let args = ["--model", &copy.arg(), "--prompt", PROMPT, "-n", "1"];
     fails("generate", &args, 1, &["model.layers.0.mlp.shared_expert.up_proj.bias"]);
     copy.weights(|all| drop(all.remove("model.layers.0.mlp.shared_expert.up_proj.bias")));
     generate(&args).says(&["model.visual (1)"]);

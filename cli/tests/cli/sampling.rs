@@ -131,5 +131,10 @@ fn bad_values_are_named() {
     }
     let copy = Copy::new();
     copy.write("generation_config.json", "[]");
-    fails("generate", &["--model", &copy.arg(), "--prompt", PROMPT], 1, &["generation_config.json", "expected a map"]);
+    fails(
+        "generate",
+        &["--model", &copy.arg(), "--prompt", PROMPT],
+        1,
+        &["generation_config.json", "expected an object"],
+    );
 }

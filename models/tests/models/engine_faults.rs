@@ -56,7 +56,7 @@ fn requests_take_turns_after_a_failure() -> Result<()> {
     let group = Faulty::new(None);
     let model = model(&Device::Cpu, &group)?;
     for prompt in [0, 40] {
-        let options = EngineOptions { prefill_chunk: 4, ..EngineOptions::new(4, 200) };
+        let options = EngineOptions { prefill_chunk: 4, ..EngineOptions::new(4, 64) };
         let mut engine = Engine::new(&model, options)?;
         (0..3).try_for_each(|n| engine.submit(Request::new(numbers(n, 1), 60)).map(drop))?;
         engine.step()?;

@@ -515,10 +515,16 @@ fn quantize(tiny: &Tiny, to: GgmlDType) -> Result<CausalLm> {
 /// The same blocks as in a file, and so the same logits.
 #[test]
 fn quantising_at_load_is_loading_quantised() -> Result<()> {
-    let experts = wide();
+    let mut experts = wide();
+    // What is left of a logarithm in the file. A step of the last place may move the rounding of an activation to 8 bits.
+    for (_, a_log) in experts.weights.iter_mut().filter(|(name, _)| name.ends_with("A_log")) {
+        for _ in 0..4 {
+            *a_log = a_log.exp()?.log()?;
+        }
+    }
     let mut fused = experts.clone();
     fused.fuse_experts()?;
-    for tiny in [&experts, &fused, &without_experts(wide())] {
+    for tiny in [&experts, &fused, &without_experts(experts.clone())] {
         let of = if tiny.weights.len() == fused.weights.len() { &experts } else { tiny };
         for dtype in [GgmlDType::Q8_0, GgmlDType::Q4K] {
             let file = GgufOfTiny::new(of, Layout::Qwen3Next)?.quantized(dtype).typed(|name| match name {
@@ -530,9 +536,8 @@ fn quantising_at_load_is_loading_quantised() -> Result<()> {
             let model = quantize(tiny, dtype)?;
             assert_eq!(model.other_types(), []);
             let (got, dense) = (logits(&model)?, tiny.logits(&IDS)?);
-            // A_log went through a logarithm in the file, and may have moved a rounding.
             let of_file = rel_rms(&got, &logits(&load(&file.path)?)?);
-            assert!(of_file < 1e-3, "{dtype:?}: {of_file:e}");
+            assert!(of_file < 1e-5, "{dtype:?}: {of_file:e}");
             let of_dense = rel_rms(&got, &dense);
             println!("{dtype:?}: {of_file:e} of the file, {of_dense:e} of dense");
             let of_weights = rel_rms(&logits(&load(&file.wide)?)?, &dense);

@@ -13,7 +13,8 @@ fn weights(cfg: &MoeConfig, hidden: usize) -> Result<HashMap<String, Tensor>> {
     add("gate.weight", cfg.num_experts, hidden)?;
     add("shared_expert_gate.weight", 1, hidden)?;
     let experts = (0..cfg.num_experts).map(|j| (format!("experts.{j}"), cfg.intermediate_size));
-    for (at, inner) in experts.chain([("shared_expert".into(), cfg.shared_intermediate_size)]) {
+    let shared = ("shared_expert".to_string(), cfg.shared_intermediate_size);
+    for (at, inner) in experts.chain([shared]).filter(|(_, inner)| *inner > 0) {
         add(&format!("{at}.gate_proj.weight"), inner, hidden)?;
         add(&format!("{at}.up_proj.weight"), inner, hidden)?;
         add(&format!("{at}.down_proj.weight"), hidden, inner)?;
