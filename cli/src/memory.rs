@@ -214,13 +214,20 @@ fn unpacked(config: &ModelConfig, args: &ModelArgs, dtype: DType) -> u64 {
     head.max(experts.map_or(0, |factors| product(&factors))).saturating_mul(bytes as u64)
 }
 
-/// Bytes of the copies of quantised matrices that candle makes on the CPU at the first product.
+/// Bytes that quantised matrices take on the CPU besides those of their type: our layouts, on x86 with AVX2, are a little larger;
+/// elsewhere candle makes copies at the first product.
 fn repacked(config: &ModelConfig, to: Option<GgmlDType>) -> u64 {
     let table = if config.tie_word_embeddings { 0 } else { product(&[config.vocab_size, config.hidden_size]) };
     let blocks = config.parameters().saturating_sub(table) / 256;
+    #[cfg(target_arch = "x86_64")]
+    let is_ours = std::arch::is_x86_feature_detected!("avx2");
+    #[cfg(not(target_arch = "x86_64"))]
+    let is_ours = false;
     blocks.saturating_mul(match to {
-        Some(GgmlDType::Q4K) => 192,
-        Some(GgmlDType::Q6K) => 320,
+        Some(GgmlDType::Q2K) if is_ours => 16,
+        Some(GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K) if is_ours => 6,
+        Some(GgmlDType::Q4K) if !is_ours => 192,
+        Some(GgmlDType::Q6K) if !is_ours => 320,
         _ => 0,
     })
 }
