@@ -70,8 +70,7 @@ fn run(args: &Args) -> Result<Stop> {
     if args.prompts.interactive {
         talk = tokenizer.as_ref().map(|tokenizer| Talk::new(tokenizer, template.as_ref()));
     } else {
-        prompts =
-            prompt::tokens(&args.prompts, &checkpoint, tokenizer.as_ref(), template.as_ref(), &config, &args.run)?;
+        prompts = prompt::tokens(&args.prompts, tokenizer.as_ref(), template.as_ref(), &config, &args.run)?;
     }
     let draft_head = checkpoint.draft_head(args.run.mtp, &config)?;
     let plan = Plan::new(args, &config, draft_head, &prompts);

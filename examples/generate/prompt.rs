@@ -17,7 +17,6 @@ const MOST_MADE_UP: usize = 1 << 28;
 /// At least one prompt, none empty, each within `room` tokens if there is such a bound and the positions of the model.
 pub fn tokens(
     args: &PromptArgs,
-    checkpoint: &Checkpoint,
     tokenizer: Option<&Tokenizer>,
     template: Option<&Template>,
     config: &ModelConfig,
