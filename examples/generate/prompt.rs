@@ -3,7 +3,7 @@
 use anyhow::{anyhow, bail, Context, Result};
 use candle_gdn_cli::args::{PromptArgs, RunArgs};
 use candle_gdn_cli::chat::{Message, Template};
-use candle_gdn_cli::{status, Checkpoint};
+use candle_gdn_cli::status;
 use candle_gdn_models::{ModelConfig, SplitMix64};
 use std::path::Path;
 use tokenizers::Tokenizer;
