@@ -13,7 +13,7 @@ pub enum Stop {
     /// A token that ends a text.
     EndOfText,
     /// A text of --stop.
-    StopText,
+    TextFound,
     /// As many tokens as were asked for.
     SampleLen,
     /// There is no further position.
@@ -68,7 +68,7 @@ impl<'a> Completion<'a> {
     pub fn rest(&mut self, stop: Stop, output: &mut Output) -> Result<Stop> {
         let text = self.stops.push(&self.text.finish()?) + &self.stops.finish();
         self.hand_out(&text, output)?;
-        Ok(if self.stops.found() { Stop::StopText } else { stop })
+        Ok(if self.stops.found() { Stop::TextFound } else { stop })
     }
 
     fn hand_out(&mut self, text: &str, output: &mut Output) -> Result<()> {
@@ -82,7 +82,7 @@ impl<'a> Completion<'a> {
         let positions = format!("{} {} positions", plan.positions_of, plan.positions);
         let why = match stop {
             Stop::EndOfText => format!("end of text after {drawn} tokens"),
-            Stop::StopText => format!("--stop after {drawn} tokens"),
+            Stop::TextFound => format!("--stop after {drawn} tokens"),
             Stop::SampleLen => format!("{drawn} tokens (-n)"),
             Stop::PositionLimit => format!("{drawn} tokens, {positions}"),
             Stop::Interrupted => format!("interrupted after {drawn} tokens"),

@@ -129,7 +129,7 @@ impl<'a> Interactive<'a> {
         let mut all = [&prompt.tokens[..], &completion.tokens].concat();
         let seen = self.memory.last.as_ref().map_or(0, |last| last.len());
         self.memory.tokens = all[..seen].to_vec();
-        if stop == Stop::StopText {
+        if stop == Stop::TextFound {
             // The talk goes on behind what was printed.
             all = [&prompt.tokens[..], &self.talk.encode(&completion.said, false)?].concat();
         }
@@ -173,8 +173,9 @@ impl<'a> Interactive<'a> {
                 }
                 match event {
                     Event::Token { token, .. } => {
-                        if completion.push(token, output)? && ended_by.is_none() {
-                            ended_by = Some(Stop::StopText);
+                        let found = completion.push(token, output)?;
+                        if found && ended_by.is_none() {
+                            ended_by = Some(Stop::TextFound);
                             self.engine.cancel(id)?;
                         }
                     }

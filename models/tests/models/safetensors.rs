@@ -161,8 +161,11 @@ fn a_head_beside_tied_embeddings() -> Result<()> {
     Ok(())
 }
 
+/// Dimensions of a matrix's scales, and rows and columns of a block.
+type Scales = (Vec<usize>, [usize; 2]);
+
 /// Matrices in e4m3 whose scales are of another shape, and the same dequantised.
-fn scaled(tiny: &Tiny, shape: impl Fn(usize, usize) -> (Vec<usize>, [usize; 2]), end: &str) -> Result<(Tiny, Tiny)> {
+fn scaled(tiny: &Tiny, shape: impl Fn(usize, usize) -> Scales, end: &str) -> Result<(Tiny, Tiny)> {
     let (mut fp8, mut wide) = (tiny.clone(), tiny.clone());
     for (name, weight) in in_fp8(tiny, [8, 8])?.0.weights {
         if weight.dtype() != DType::F8E4M3 {
@@ -191,7 +194,7 @@ fn scaled(tiny: &Tiny, shape: impl Fn(usize, usize) -> (Vec<usize>, [usize; 2]),
 #[test]
 fn scales_of_tensors_rows_and_blocks() -> Result<()> {
     let tiny = Tiny::qwen3_next();
-    let shapes: [fn(usize, usize) -> (Vec<usize>, [usize; 2]); 5] = [
+    let shapes: [fn(usize, usize) -> Scales; 5] = [
         |n, k| (vec![], [n, k]),
         |n, k| (vec![1], [n, k]),
         |n, _| (vec![n, 1], [1, usize::MAX]),

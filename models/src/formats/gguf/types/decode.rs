@@ -162,7 +162,7 @@ pub(super) fn tq1_0(block: &[u8], dst: &mut [f32]) {
         (0..digits).flat_map(move |n| run.clone().map(move |i| block[i].wrapping_mul(3u8.pow(n))))
     });
     for (dst, digit) in dst.iter_mut().zip(digits) {
-        *dst = scale * f32::from((u16::from(digit) * 3 >> 8) as i8 - 1);
+        *dst = scale * f32::from(((u16::from(digit) * 3) >> 8) as i8 - 1);
     }
 }
 
