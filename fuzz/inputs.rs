@@ -9,7 +9,7 @@ use candle_gdn_cli::args::Args;
 use candle_gdn_cli::chat::{Message, Template};
 use candle_gdn_cli::plan::Plan;
 use candle_gdn_cli::settings::Settings;
-use candle_gdn_cli::{Checkpoint, Need};
+use candle_gdn_cli::{Checkpoint, Need, Rank};
 use candle_gdn_models::CausalLm;
 use candle_gdn_models_testing::demo::DEMO;
 use clap::Parser;
@@ -91,7 +91,7 @@ fn read(args: &Args, name: &str) -> anyhow::Result<()> {
         let config = checkpoint.config()?;
         let _ = Settings::new(&args.sampling, &checkpoint, &config, None);
         let room = Plan::new(args, &config, false, &[vec![1, 2, 3]]).room(false);
-        let _ = Need::new(&args.model, &checkpoint, &config, &room, &Device::Cpu);
+        let _ = Need::new(&args.model, &checkpoint, &config, &room, &Rank::single(Device::Cpu));
         if let Some(file) = checkpoint.gguf() {
             let _ = CausalLm::load_gguf(&config, file, DType::F32, &Device::Cpu);
         }
