@@ -20,7 +20,7 @@ const CHUNK: usize = 64;
 /// Completes texts with a Qwen3-Next model. The completions go to stdout, everything else to
 /// stderr. Without arguments: the demo checkpoint and an opening that it knows. One prompt's
 /// completion is printed as it comes; those of several are printed whole, in the order of the
-/// prompts, each under a line "==> prompt 2 <==". Ctrl-C ends after the current step with exit
+/// prompts, each under a line "==> prompt 2 <==" on stdout too. Ctrl-C ends after the current step with exit
 /// status 130.
 #[derive(Parser, Debug)]
 #[command(

@@ -5,7 +5,7 @@ use crate::memory::weights;
 use crate::{bar, status, Checkpoint, Rank};
 use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, DeviceLocation};
 use candle_gdn::Algo;
 use candle_gdn_models::{shard_of, CausalLm, DraftHeadChoice, ModelConfig};
 use candle_nn::VarBuilder;
@@ -45,7 +45,7 @@ fn quantised() -> impl TypedValueParser<Value = GgmlDType> {
 }
 
 /// The arguments that say what runs where.
-#[derive(clap::Args, Debug)]
+#[derive(clap::Args, Clone, Debug)]
 pub struct ModelArgs {
     /// Directory of a checkpoint, a GGUF file, or a name on the Hugging Face hub: owner/name, of GGUF files with a type as in
     /// owner/name:Q4_K_M or with a file as in owner/name/FILE.gguf, or a link to these; with --load-format dummy
@@ -81,7 +81,7 @@ pub struct ModelArgs {
 
     /// Tokens of prompts that run in one pass: bounds the memory, not the result [default: 8192 on a GPU, 1024 on the CPU]
     #[arg(long, value_name = "N")]
-    prefill_chunk: Option<NonZeroUsize>,
+    pub(crate) prefill_chunk: Option<NonZeroUsize>,
 
     /// Divide the model over N GPUs of this machine; with --cpu over N threads that act as devices
     #[arg(long, value_name = "N", default_value = "1")]
@@ -104,7 +104,11 @@ impl ModelArgs {
 
     /// Tokens of prompts that run in one pass. A pass reads all weights, so that a GPU has larger ones.
     pub fn prefill_chunk(&self, device: &Device) -> usize {
-        self.prefill_chunk.map_or(if device.is_cpu() { 1024 } else { 8192 }, NonZeroUsize::get)
+        self.prefill_chunk_at(device.location())
+    }
+
+    pub(crate) fn prefill_chunk_at(&self, device: DeviceLocation) -> usize {
+        self.prefill_chunk.map_or(if device == DeviceLocation::Cpu { 1024 } else { 8192 }, NonZeroUsize::get)
     }
 
     /// The kernel of the gated delta rule: `--algo`, else the variable `CANDLE_GDN_ALGO`, else auto.
@@ -114,7 +118,11 @@ impl ModelArgs {
 
     /// The dtype of weights and activations.
     pub fn dtype(&self, device: &Device) -> DType {
-        self.dtype.unwrap_or(if device.is_cpu() { DType::F32 } else { DType::BF16 })
+        self.dtype_at(device.location())
+    }
+
+    pub(crate) fn dtype_at(&self, device: DeviceLocation) -> DType {
+        self.dtype.unwrap_or(if device == DeviceLocation::Cpu { DType::F32 } else { DType::BF16 })
     }
 }
 
@@ -123,7 +131,25 @@ pub fn gpu(ordinal: usize) -> Result<Device> {
     let device = candle_gdn::single_stream_device(ordinal)
         .with_context(|| format!("cannot open GPU {ordinal} (--cpu runs without it)"))?;
     candle_gdn::keep_freed_memory(&device)?;
+    #[cfg(feature = "cuda")]
+    pretend_memory(&device)?;
     Ok(device)
+}
+
+/// With the variable `CANDLE_GDN_CUDA_MEMORY_LIMIT` a GPU stands in for one of so many bytes: the program holds the rest and never uses it.
+#[cfg(feature = "cuda")]
+fn pretend_memory(device: &Device) -> Result<()> {
+    const VARIABLE: &str = "CANDLE_GDN_CUDA_MEMORY_LIMIT";
+    let (Device::Cuda(device), Ok(limit)) = (device, std::env::var(VARIABLE)) else { return Ok(()) };
+    let limit: usize =
+        limit.parse().with_context(|| format!("{VARIABLE}: expected a number of bytes, got {limit:?}"))?;
+    let (free, total) = device.cuda_stream().context().mem_get_info()?;
+    let rest = total.saturating_sub(limit).min(free);
+    if rest > 0 {
+        // SAFETY: nobody reads it.
+        std::mem::forget(unsafe { device.alloc::<u8>(rest)? });
+    }
+    Ok(())
 }
 
 /// How long decoding runs before the first draft of a head that `--mtp on` did not ask for. On a CPU the first drafts take milliseconds
@@ -132,13 +158,28 @@ pub fn draft_after(choice: DraftHeadChoice, device: &Device) -> Duration {
     Duration::from_secs(if choice == DraftHeadChoice::Auto && device.is_cpu() { 2 } else { 0 })
 }
 
-/// Sets rayon's number of threads. Call it first, while there is one thread: candle needs the number at every matrix product, and
-/// reads /proc/cpuinfo where this variable is not set.
+/// Sets rayon's number of threads to candle's. Call it first, while there is one thread: candle needs the number at every matrix product,
+/// and reads /proc/cpuinfo where this variable is not set.
 pub fn fix_thread_count() {
     const VARIABLE: &str = "RAYON_NUM_THREADS";
     if std::env::var_os(VARIABLE).is_none() {
-        std::env::set_var(VARIABLE, candle_core::utils::get_num_threads().to_string());
+        let candles = std::env::var("CANDLE_NUM_THREADS").ok();
+        std::env::set_var(VARIABLE, thread_count(candles.as_deref()).to_string());
     }
+}
+
+/// As candle reads its variable for its own pool; `get_num_threads` looks at rayon's alone.
+fn thread_count(candles: Option<&str>) -> usize {
+    let given = candles.and_then(|count| count.parse().ok()).filter(|count| *count > 0);
+    given.unwrap_or_else(candle_core::utils::get_num_threads)
+}
+
+#[cfg(test)]
+#[test]
+fn rayon_has_as_many_threads_as_candle() {
+    let all = candle_core::utils::get_num_threads();
+    let counts = [Some("1"), Some("17"), None, Some("0"), Some("-1"), Some("many")].map(thread_count);
+    assert_eq!(counts, [1, 17, all, all, all, all]);
 }
 
 /// Loads the memory-mapped weights, or makes them up, with a progress bar. `draft_head`: those of the draft head too.
@@ -191,7 +232,7 @@ pub fn load_model(
     device.synchronize()?;
     let seconds = start.elapsed().as_secs_f64();
     let part = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;
-    let bytes = weights(args, checkpoint, part.as_ref().unwrap_or(config), dtype, device)?;
+    let bytes = weights(args, checkpoint, part.as_ref().unwrap_or(config), dtype, device.location())?;
     let rate = bytes as f64 / 1e9 / seconds;
     let each = if part.is_some() { " each" } else { "" };
     status!("loaded {random}{dtype:?} weights{matrices} on {place} in {seconds:.2} s, {rate:.2} GB/s{each}");

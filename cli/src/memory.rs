@@ -1,17 +1,39 @@
 //! Whether a run fits into memory, checked before anything is loaded.
 
+mod advice;
+#[cfg(test)]
+mod tests;
+
 use crate::load::{LoadFormat, ModelArgs};
 use crate::{is_first, status, Checkpoint, Rank};
 use anyhow::{bail, Result};
 use candle_core::quantized::GgmlDType;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, DeviceLocation};
 use candle_gdn_models::{FfnKind, MixerKind, ModelConfig, StateLayout};
 
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;
 
-/// The memory that a run needs, in bytes.
-pub struct Need {
+/// The memory that a run needs.
+pub struct Need<'a> {
+    run: Run<'a>,
+    bytes: Bytes,
+}
+
+/// What runs where.
+#[derive(Clone)]
+struct Run<'a> {
+    args: ModelArgs,
+    checkpoint: &'a Checkpoint,
+    /// A rank's.
+    config: &'a ModelConfig,
+    room: Room,
+    device: DeviceLocation,
+    ranks: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Bytes {
     weights: u64,
     states: u64,
     kv: u64,
@@ -19,11 +41,14 @@ pub struct Need {
 }
 
 /// What must fit at once.
+#[derive(Clone, Debug)]
 pub struct Room {
     pub sequences: usize,
     /// Tokens of one sequence.
     pub max_len: usize,
-    /// States of the Gated DeltaNet layers besides those of the sequences.
+    /// With fewer the run would be of no use.
+    pub least_len: usize,
+    /// States of the Gated DeltaNet layers besides those of the sequences: so many for each.
     pub spare_states: usize,
     /// Snapshots of sequences.
     pub snapshots: usize,
@@ -34,70 +59,31 @@ pub struct Room {
     pub draft_head: bool,
 }
 
-impl Need {
+impl<'a> Need<'a> {
     /// What a rank needs of its device; on the CPU, which all ranks share, what all of them need. `config` is a rank's.
     ///
     /// # Errors
     /// When the files of the checkpoint cannot be read.
     pub fn new(
         args: &ModelArgs,
-        checkpoint: &Checkpoint,
-        config: &ModelConfig,
+        checkpoint: &'a Checkpoint,
+        config: &'a ModelConfig,
         room: &Room,
         rank: &Rank,
     ) -> Result<Self> {
-        let device = &rank.device;
-        let dtype = args.dtype(device);
-        let with_head = with_draft_head(config);
-        let config = if room.draft_head { &with_head } else { config };
-        let mut weights = weights(args, checkpoint, config, dtype, device)?;
-        // Its drafts read a copy of `lm_head` in q8_0.
-        if room.draft_head && device.is_cuda() && dtype != DType::F32 && args.quantize.is_none() {
-            let blocks = product(&[config.vocab_size, config.hidden_size]) / GgmlDType::Q8_0.block_size() as u64;
-            weights = weights.saturating_add(blocks * GgmlDType::Q8_0.type_size() as u64);
-        }
-        let sequence = config.sequence_bytes(dtype);
-        let states = sequence.recurrent.saturating_add(sequence.conv);
-        let has_rings = StateLayout::Auto.has_ring(config, device);
-        // The head's drafts fit into rings. Without rings each draft needs states of its own.
-        let draft_states = if room.draft_head && !has_rings { room.sequences.saturating_mul(2) } else { 0 };
-        let spare_states = room.spare_states.max(draft_states);
-        let rings = match has_rings {
-            true => sequence.ring.saturating_mul(room.sequences.saturating_add(spare_states) as u64),
-            false => 0,
-        };
-        let all = room.sequences.saturating_add(spare_states).saturating_add(room.snapshots) as u64;
-        let cache = sequence.total(room.max_len).saturating_mul(room.prefixes as u64).min(room.cache as u64);
-        // Snapshots of one sequence share their keys and values.
-        let caches = room.sequences.saturating_add(room.snapshots.min(1));
-        let pass = pass(config, args.prefill_chunk(device), room);
-        let ranks = rank.group.as_ref().filter(|_| device.is_cpu()).map_or(1, |group| group.size() as u64);
-        let of_all = |bytes: u64| bytes.saturating_mul(ranks);
-        Ok(Self {
-            weights: of_all(weights),
-            states: of_all(states.saturating_mul(all).saturating_add(rings).saturating_add(cache)),
-            kv: of_all(sequence.kv_per_token.saturating_mul(product(&[caches, room.max_len]))),
-            working: of_all(if device.is_cpu() {
-                pass.saturating_add(repacked(config, args.quantize)).max(unpacked(config, args, dtype))
-            } else {
-                pass.saturating_add(LIBRARIES).saturating_add(dequantised(config))
-            }),
-        })
-    }
-
-    fn total(&self) -> u64 {
-        [self.weights, self.states, self.kv, self.working].into_iter().fold(0, u64::saturating_add)
+        let (device, ranks) = (rank.device.location(), rank.group.as_ref().map_or(1, |group| group.size()));
+        Run { args: args.clone(), checkpoint, config, room: room.clone(), device, ranks }.need()
     }
 
     /// Whether the device has enough free memory; true where the system does not say.
     pub fn fits(&self, device: &Device) -> bool {
-        free(device).is_none_or(|free| self.total() <= free)
+        free(device).is_none_or(|free| self.bytes.total() <= free)
     }
 
     /// Reports what the run needs and what is free. Ranks on the CPU wait for the first one, which looks before any of them loads.
     ///
     /// # Errors
-    /// When the run cannot fit.
+    /// When the run cannot fit; the message says with what settings it would.
     pub fn check(&self, rank: &Rank) -> Result<()> {
         if !rank.device.is_cpu() || is_first() {
             self.report(&rank.device)?;
@@ -109,8 +95,8 @@ impl Need {
     }
 
     fn report(&self, device: &Device) -> Result<()> {
-        let Self { weights, states, kv, working } = *self;
-        let [weights, states, kv, working, total] = [weights, states, kv, working, self.total()].map(Size);
+        let Bytes { weights, states, kv, working } = self.bytes;
+        let [weights, states, kv, working, total] = [weights, states, kv, working, self.bytes.total()].map(Size);
         let parts = format!("{weights} weights, {states} states, {kv} keys and values, about {working} to work with");
         let place = if device.is_cpu() { "the machine" } else { "the GPU" };
         let Some(free) = free(device).map(Size) else {
@@ -118,13 +104,63 @@ impl Need {
             return Ok(());
         };
         if total.0 > free.0 {
-            bail!(
-                "the run needs {total} of memory ({parts}) and {place} has {free} free; \
-                 smaller: --max-seq-len, --batch, --quantize"
-            )
+            let advice = self.run.advice(free.0)?;
+            bail!("the run needs {total} of memory ({parts}) and {place} has {free} free; {advice}")
         }
         status!("memory: {total} of the {free} free on {place}: {parts}");
         Ok(())
+    }
+}
+
+impl<'a> Run<'a> {
+    fn need(self) -> Result<Need<'a>> {
+        Ok(Need { bytes: self.bytes()?, run: self })
+    }
+
+    fn bytes(&self) -> Result<Bytes> {
+        let Self { args, checkpoint, room, device, .. } = self;
+        let (dtype, is_cpu) = (args.dtype_at(*device), *device == DeviceLocation::Cpu);
+        let with_head = with_draft_head(self.config);
+        let config = if room.draft_head { &with_head } else { self.config };
+        let mut weights = weights(args, checkpoint, config, dtype, *device)?;
+        // Its drafts read a copy of `lm_head` in q8_0.
+        if room.draft_head && !is_cpu && dtype != DType::F32 && args.quantize.is_none() {
+            let blocks = product(&[config.vocab_size, config.hidden_size]) / GgmlDType::Q8_0.block_size() as u64;
+            weights = weights.saturating_add(blocks * GgmlDType::Q8_0.type_size() as u64);
+        }
+        let sequence = config.sequence_bytes(dtype);
+        let states = sequence.recurrent.saturating_add(sequence.conv);
+        let has_rings = StateLayout::Auto.has_ring(config, *device);
+        // The head's drafts fit into rings. Without rings each draft needs states of its own.
+        let of_each = room.spare_states.max(if room.draft_head && !has_rings { 2 } else { 0 });
+        let spare_states = room.sequences.saturating_mul(of_each);
+        let rings = match has_rings {
+            true => sequence.ring.saturating_mul(room.sequences.saturating_add(spare_states) as u64),
+            false => 0,
+        };
+        let all = room.sequences.saturating_add(spare_states).saturating_add(room.snapshots) as u64;
+        let cache = sequence.total(room.max_len).saturating_mul(room.prefixes as u64).min(room.cache as u64);
+        // Snapshots of one sequence share their keys and values.
+        let caches = room.sequences.saturating_add(room.snapshots.min(1));
+        let pass = pass(config, args.prefill_chunk_at(*device), room);
+        let ranks = if is_cpu { self.ranks as u64 } else { 1 };
+        let of_all = |bytes: u64| bytes.saturating_mul(ranks);
+        Ok(Bytes {
+            weights: of_all(weights),
+            states: of_all(states.saturating_mul(all).saturating_add(rings).saturating_add(cache)),
+            kv: of_all(sequence.kv_per_token.saturating_mul(product(&[caches, room.max_len]))),
+            working: of_all(if is_cpu {
+                pass.saturating_add(repacked(config, args.quantize)).max(unpacked(config, args, dtype))
+            } else {
+                pass.saturating_add(LIBRARIES).saturating_add(dequantised(config))
+            }),
+        })
+    }
+}
+
+impl Bytes {
+    fn total(&self) -> u64 {
+        [self.weights, self.states, self.kv, self.working].into_iter().fold(0, u64::saturating_add)
     }
 }
 
@@ -144,7 +180,7 @@ pub fn weights(
     checkpoint: &Checkpoint,
     config: &ModelConfig,
     dtype: DType,
-    device: &Device,
+    device: DeviceLocation,
 ) -> Result<u64> {
     if let Some(to) = args.quantize {
         return Ok(config.quantized_weight_bytes(dtype, to));
@@ -153,10 +189,10 @@ pub fn weights(
         // Quantised matrices keep their size in the file. What is not quantised is small, and so is what each rank has whole.
         return Ok(file.size_in_bytes().div_ceil(args.tensor_parallel.get() as u64));
     }
-    if device.is_cuda() && dtype != DType::F32 {
+    if device != DeviceLocation::Cpu && dtype != DType::F32 {
         return Ok(config.fp8_weight_bytes(dtype));
     }
-    if device.is_cpu() && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
+    if device == DeviceLocation::Cpu && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
         // Everything is packed in 16 bits but what was in fp8 and an embedding table that is not the head.
         let table = product(&[config.vocab_size, config.hidden_size]);
         let wide = if config.tie_word_embeddings { 0 } else { table }.saturating_add(config.fp8_parameters());

@@ -10,6 +10,9 @@ const PREFIX_CACHE: usize = 256;
 /// Tokens of a talk that fit, by default.
 const TALK_LEN: usize = 32768;
 
+/// Fewer are not offered for one.
+const LEAST_TALK: usize = 1024;
+
 /// Snapshots of prefixes of a talk that are kept at once, besides that of its end.
 pub const SNAPSHOTS: usize = 2;
 
@@ -18,6 +21,8 @@ pub struct Plan {
     pub batch: usize,
     /// Tokens of a sequence that fit.
     pub max_len: usize,
+    /// With fewer there is no room for a prompt, or none for a talk.
+    least_len: usize,
     /// Tokens that a sequence may have, and words before this number in a message.
     pub positions: usize,
     pub positions_of: &'static str,
@@ -47,6 +52,7 @@ impl Plan {
         Self {
             batch: if talk { 1 } else { run.batch.unwrap_or(prompts.len()).min(prompts.len()) },
             max_len: if talk { positions } else { longest.saturating_add(args.sample_len()).min(positions) },
+            least_len: if talk { LEAST_TALK.min(positions) } else { longest.saturating_add(1) },
             positions,
             positions_of,
             cache: cache.saturating_mul(1 << 20),
@@ -59,9 +65,9 @@ impl Plan {
     }
 
     pub fn room(&self, draft_head: bool) -> Room {
-        let Self { batch, max_len, cache, prefixes, drafts, snapshots, .. } = *self;
+        let Self { batch, max_len, least_len, cache, prefixes, drafts, snapshots, .. } = *self;
         // While the pool grows for drafts, the old one is still there.
-        let spare_states = if drafts { batch.saturating_mul(2) } else { 0 };
-        Room { sequences: batch, max_len, spare_states, snapshots, cache, prefixes, draft_head }
+        let spare_states = if drafts { 2 } else { 0 };
+        Room { sequences: batch, max_len, least_len, spare_states, snapshots, cache, prefixes, draft_head }
     }
 }

@@ -10,6 +10,8 @@ use crate::Args;
 use anyhow::{ensure, Context};
 use async_trait::async_trait;
 use candle_core::DType;
+use candle_gdn_cli::args::ChatArgs;
+use candle_gdn_cli::chat::Template;
 use candle_gdn_cli::settings::Settings;
 use candle_gdn_cli::Checkpoint;
 use candle_gdn_models::{DraftHeadChoice, FinishReason, Logprobs, Request};
@@ -61,7 +63,16 @@ impl Worker {
     pub fn new(args: Args) -> anyhow::Result<(Self, WorkerConfig)> {
         let checkpoint = Checkpoint::find(&args.model)?;
         let config = checkpoint.config()?;
-        let settings = Settings::new(&args.sampling, &checkpoint, &config, checkpoint.tokenizer()?.as_ref())?;
+        let tokenizer = checkpoint.tokenizer()?;
+        let mut settings = Settings::new(&args.sampling, &checkpoint, &config, tokenizer.as_ref())?;
+        // As `generate --chat`: what the template writes behind an answer ends it. The frontend renders, so a template that minijinja
+        // does not read is no error here.
+        let chat = ChatArgs { chat_template: args.dynamo.custom_jinja_template.clone(), ..ChatArgs::default() };
+        match (Template::find(&checkpoint, &chat), &tokenizer) {
+            (Ok(Some(template)), Some(tokenizer)) => settings.eos.extend(template.end_of_turn(tokenizer)),
+            (Err(e), _) => tracing::warn!("the end of a turn is not read from the chat template: {e:#}"),
+            _ => {}
+        }
         let card = Card::new(&checkpoint, &config)?;
         let name = args.serve.served_model_name.clone().unwrap_or_else(|| card.name(args.model.model.as_deref()));
         let common = &args.dynamo;

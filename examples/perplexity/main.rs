@@ -11,9 +11,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Scores a text: on stdout one line {"id":7,"logprob":-1.234567} for each token from the second
-/// on (natural logarithm), then a line with count, mean nll and perplexity.
+/// on (natural logarithm), then a line with the count of these tokens, their mean nll and the perplexity.
 #[derive(Parser, Debug)]
-#[command(version)]
+#[command(version, mut_arg("tensor_parallel", |arg| arg.hide(true)))]
 struct Args {
     #[command(flatten)]
     model: ModelArgs,
@@ -62,7 +62,16 @@ fn run(args: &Args) -> Result<()> {
     let rank = Rank::single(args.model.device()?);
     // Keys and values grow by doubling.
     let max_len = ids.len().next_power_of_two().min(limit);
-    let room = Room { sequences: 1, max_len, spare_states: 0, snapshots: 0, cache: 0, prefixes: 0, draft_head: false };
+    let room = Room {
+        sequences: 1,
+        max_len,
+        least_len: max_len,
+        spare_states: 0,
+        snapshots: 0,
+        cache: 0,
+        prefixes: 0,
+        draft_head: false,
+    };
     Need::new(&args.model, &checkpoint, &config, &room, &rank)?.check(&rank)?;
     let model = load_model(&args.model, &checkpoint, &config, false, &rank)?;
     let mut out = BufWriter::new(std::io::stdout().lock());

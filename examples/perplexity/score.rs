@@ -13,11 +13,11 @@ const HEAD_ROWS: usize = 64;
 /// log-probabilities.
 pub fn score(model: &CausalLm, ids: &[u32], chunk: usize, mut emit: impl FnMut(u32, f64) -> Result<()>) -> Result<f64> {
     let mut state = model.new_state(1)?;
-    let bar = bar("scoring", ids.len(), "tokens");
     let start = Instant::now();
     let mut total = 0.;
     // The last token is predicted but predicts nothing.
     let inputs = &ids[..ids.len() - 1];
+    let bar = bar("scoring", inputs.len(), "tokens");
     for (c, inputs) in inputs.chunks(chunk).enumerate() {
         let first = c * chunk;
         let input = Tensor::from_slice(inputs, (1, inputs.len()), &Device::Cpu)?;
@@ -39,7 +39,7 @@ pub fn score(model: &CausalLm, ids: &[u32], chunk: usize, mut emit: impl FnMut(u
     }
     bar.finish_and_clear();
     let seconds = start.elapsed().as_secs_f64();
-    status!("scored {} tokens in {seconds:.3} s, {:.1} tokens/s", ids.len(), ids.len() as f64 / seconds);
+    status!("scored {} tokens in {seconds:.3} s, {:.1} tokens/s", inputs.len(), inputs.len() as f64 / seconds);
     Ok(total)
 }
 

@@ -40,7 +40,7 @@ impl<'a> Call<'a> {
 impl GatedDeltaNet {
     /// Feeds the next tokens of every sequence: x and y are `[batch, tokens, hidden_size]` in the weights' dtype.
     ///
-    /// Any number of tokens continues the state: a prompt whole, in parts, or token by token gives the same.
+    /// Any number of tokens continues the state: a prompt whole, in parts, or token by token gives the same up to rounding.
     ///
     /// # Errors
     /// When x or the state does not fit, or x is tracked for gradients ([training](GatedDeltaNet#training)); the message says

@@ -18,6 +18,7 @@ use crate::state::{GdnState, PoolOptions, PoolRing, Ring, RingSpans, StatePool};
 use crate::step::StepOptions;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_gdn_core::check::{check_device, check_float, check_shape, check_state_dtype};
+use candle_gdn_core::device::check_gpu;
 use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
 
@@ -86,10 +87,11 @@ impl GatedDeltaNet {
     /// [`GatedDeltaNet::with_algo`] forces a kernel.
     ///
     /// # Errors
-    /// When the config does not fit together, or a part does not fit the config (the message names it).
+    /// When the config does not fit together, a part does not fit the config (the message names it), or the kernels do not run on the GPU.
     pub fn new(config: &GdnConfig, parts: GdnParts) -> Result<Self> {
         config.check()?;
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = parts;
+        check_gpu(conv_weight.device())?;
         in_proj.check(config)?;
         out_proj.check("out_proj", config.hidden_size, config.value_size())?;
         let conv_weight = match conv_weight.dims() {

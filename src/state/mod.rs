@@ -1,9 +1,13 @@
 //! What a layer remembers of each sequence.
 
+#[cfg(feature = "cuda")]
+mod common;
 mod copy_slot;
 mod pool;
 mod ring;
 
+#[cfg(feature = "cuda")]
+pub(crate) use common::{common_of, State};
 pub(crate) use pool::PoolRing;
 pub use pool::{PoolOptions, StatePool};
 #[cfg(feature = "cuda")]

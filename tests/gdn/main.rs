@@ -22,6 +22,7 @@ mod readme;
 mod ready_gates;
 mod ring;
 mod rule_case;
+mod rule_drawn;
 mod semantics;
 mod sixteen_bits;
 mod sizes;

@@ -57,9 +57,8 @@ fn what_the_readme_shows_is_what_compiles() {
     }
 }
 
-/// Pages for readers: folder pages have at most 60 lines, package pages 150; no commit hash outside the result files.
-#[test]
-fn pages_stay_short() {
+/// The files of this repository below the root that end so, without what is built or measured.
+fn files(endings: &[&str]) -> Vec<(String, std::path::PathBuf)> {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let (mut folders, mut files) = (vec![root.to_owned()], vec![]);
     while let Some(folder) = folders.pop() {
@@ -69,24 +68,69 @@ fn pages_stay_short() {
                 true if !name.starts_with('.') && !["target", "results", "found"].contains(&&*name) => {
                     folders.push(path)
                 }
-                false if name.ends_with(".md") => files.push(path.strip_prefix(root).unwrap().display().to_string()),
+                false if endings.iter().any(|ending| name.ends_with(ending)) => {
+                    files.push((path.strip_prefix(root).unwrap().display().to_string(), path))
+                }
                 _ => {}
             }
         }
     }
+    files
+}
+
+/// Pages for readers: folder pages have at most 60 lines, package pages 150; no commit hash outside the result files.
+#[test]
+fn pages_stay_short() {
     let is_hash = |word: &str| {
         let hex = word.len() == 7 && word.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
         hex && word.bytes().any(|b| b.is_ascii_digit()) && word.bytes().any(|b| b.is_ascii_lowercase())
     };
-    let mut pages = 0;
-    for page in &files {
-        let text = std::fs::read_to_string(root.join(page)).unwrap();
+    let pages = files(&[".md"]);
+    for (page, path) in &pages {
+        let text = std::fs::read_to_string(path).unwrap();
         let folder = (page.starts_with("cuda/") || page.starts_with("models/cuda/")) && page.ends_with("README.md");
         let lines = text.lines().count();
         assert!(lines <= if folder { 60 } else { 150 }, "{page}: {lines} lines");
         let hash = text.split(|c: char| !c.is_ascii_alphanumeric()).find(|word| is_hash(word));
         assert_eq!(hash, None, "{page}: a commit hash");
-        pages += 1;
     }
-    assert!(pages > 20, "{pages} pages");
+    assert!(pages.len() > 20, "{} pages", pages.len());
+}
+
+/// What CONTRIBUTING says of a file, with the files that are longer.
+#[test]
+fn files_have_one_job_and_at_most_400_lines() {
+    const LONGER: [&str; 4] = [
+        "models/cuda/moe/few.cuh",
+        "models/cuda/quantized/kernel.cuh",
+        "benches/peers/test_peers.py",
+        "benches/report.py",
+    ];
+    let files = files(&[".rs", ".cu", ".cuh", ".h", ".c", ".cpp", ".py"]);
+    let lines = |path| std::fs::read_to_string(path).unwrap().lines().count();
+    let long: Vec<_> = files.iter().filter(|(_, path)| lines(path) > 400).map(|(name, _)| name.as_str()).collect();
+    for name in &long {
+        assert!(LONGER.contains(name), "{name}: more than 400 lines");
+    }
+    assert_eq!(long.len(), LONGER.len(), "an exception is short enough now: {LONGER:?}, got {long:?}");
+    assert!(files.len() > 300, "{} files", files.len());
+}
+
+/// Lists in pages are those of the files.
+#[test]
+fn pages_name_all_of_a_kind() {
+    let manual = include_str!("../../examples/generate/README.md");
+    let checks = include_str!("../../cuda/tests/README.md");
+    let mut found = [0; 2];
+    for (name, path) in files(&[".json", ".py"]) {
+        let stem = path.file_stem().unwrap().to_str().unwrap();
+        if name.starts_with("examples/generate/configs/") {
+            assert!(manual.contains(&format!("`{stem}`")), "the manual lacks {stem}");
+            found[0] += 1;
+        } else if name.contains("cuda/tests/") && stem.starts_with("check_") {
+            assert!(checks.contains(&format!("{stem}.py`")), "the page of the checks lacks {stem}");
+            found[1] += 1;
+        }
+    }
+    assert!(found.iter().all(|count| *count >= 7), "{found:?}");
 }

@@ -1,6 +1,6 @@
 //! Jinja as transformers sets it up, which chat templates are written for.
 
-use super::{json, methods, source::source};
+use super::{json, methods, source::source, watch::bounded};
 use anyhow::{Context, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Tuple, Value, ValueKind};
@@ -54,10 +54,10 @@ impl Jinja {
     /// The text for `context`.
     ///
     /// # Errors
-    /// What the template raises, and a text or work without bound.
+    /// What the template raises, and a text or work without bound. Lists without bound end the program.
     pub fn render(&self, context: Value) -> Result<String> {
-        let mut text = Limited(Vec::new());
-        self.0.get_template(NAME)?.render_captured_to(context, &mut text).context("the chat template")?;
+        let (mut text, template) = (Limited(Vec::new()), self.0.get_template(NAME)?);
+        bounded(|| template.render_captured_to(context, &mut text).map(drop)).context("the chat template")?;
         String::from_utf8(text.0).context("the chat template")
     }
 }

@@ -4,6 +4,7 @@ mod jinja;
 mod json;
 mod methods;
 mod source;
+mod watch;
 
 use crate::args::ChatArgs;
 use crate::{gguf_tokenizer, Checkpoint};

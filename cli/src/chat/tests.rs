@@ -56,3 +56,20 @@ fn an_odd_template_is_left_as_it_is() {
         assert_eq!(source(text).chars().next(), text.chars().next(), "{text}");
     }
 }
+
+/// As lists do that are added to each other again and again, in a process of its own, which it ends.
+#[cfg(target_os = "linux")]
+#[test]
+fn what_takes_memory_without_bound_ends_the_program() {
+    const CHILD: &str = "CANDLE_GDN_TEST_TAKES_MEMORY";
+    if std::env::var_os(CHILD).is_some() {
+        super::watch::bounded(|| std::hint::black_box((0..2048).map(|_| vec![1u8; 1 << 20]).collect::<Vec<_>>()));
+        panic!("2 GiB were taken");
+    }
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    let name = "chat::tests::what_takes_memory_without_bound_ends_the_program";
+    let out = child.args([name, "--exact", "--nocapture"]).env(CHILD, "1").output().unwrap();
+    let text = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{text}");
+    assert!(text.contains("error: the chat template: expected lists of at most 384 MiB"), "{text}");
+}

@@ -256,10 +256,10 @@ fn what_cannot_fit_is_refused_before_it_is_loaded() {
     let copy = Copy::new();
     let at = copy.arg();
     // Sequences of a petabyte, weights of an exabyte, and numbers that no integer holds.
-    fails_with(&at, &["--batch", "1000000", "-n", "30000"], &["GiB", "states", "--batch", "--max-seq-len", "free"]);
+    fails_with(&at, &["--batch", "1000000", "-n", "30000"], &["GiB", "states", "free; it fits with --batch "]);
     copy.set("config.json", "vocab_size", json!(2147483647));
     copy.set("config.json", "hidden_size", json!(2147483647));
-    fails_with(&at, &[], &["GiB weights", "free"]);
+    fails_with(&at, &[], &["GiB weights", "free; no option makes it fit: the weights alone take"]);
     for field in ["head_dim", "linear_key_head_dim", "linear_num_key_heads", "moe_intermediate_size", "num_experts"] {
         copy.set("config.json", field, json!(2147483646));
         copy.set("config.json", "linear_num_value_heads", json!(2147483646));

@@ -25,6 +25,19 @@ pub mod cuda {
     pub use super::pointers::*;
     pub use super::stream_lock::{capture, is_per_thread, StreamGuard};
     pub use super::testing;
+
+    use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
+    use candle_core::cuda_backend::cudarc::driver::CudaContext;
+
+    /// [`check_gpu`](super::check_gpu) for a context.
+    pub(super) fn check_context(context: &CudaContext) -> candle_core::Result<()> {
+        static PASSED: super::Passed = super::Passed(std::sync::atomic::AtomicU64::new(0));
+        PASSED.or_check(context.ordinal(), || {
+            let ask = |attribute| context.attribute(attribute).map_err(candle_core::Error::wrap);
+            let major = ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+            super::check_capability(major, ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?)
+        })
+    }
 }
 
 use candle_core::{Device, Result};
@@ -53,21 +66,35 @@ pub fn single_stream_device(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// That the kernels run on this GPU; any other device is fine.
+/// That the kernels run on this GPU; any other device is fine. The driver is asked once for each GPU of the machine; later calls read
+/// one number.
 ///
 /// # Errors
 /// When its compute capability is below 8.0.
 pub fn check_gpu(device: &Device) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device {
-        use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute as Attribute;
-        let stream = device.cuda_stream();
-        let ask = |attribute| stream.context().attribute(attribute).map_err(candle_core::Error::wrap);
-        let major = ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        return check_capability(major, ask(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?);
+        return cuda::check_context(device.cuda_stream().context());
     }
     let _ = device;
     Ok(())
+}
+
+/// Numbers for which a check has passed. Those above 63 are checked each time.
+#[cfg(any(feature = "cuda", test))]
+struct Passed(std::sync::atomic::AtomicU64);
+
+#[cfg(any(feature = "cuda", test))]
+impl Passed {
+    fn or_check(&self, number: usize, check: impl FnOnce() -> Result<()>) -> Result<()> {
+        use std::sync::atomic::Ordering::Relaxed;
+        let bit = 1u64.checked_shl(u32::try_from(number).unwrap_or(u32::MAX)).unwrap_or(0);
+        if self.0.load(Relaxed) & bit == 0 {
+            check()?;
+            self.0.fetch_or(bit, Relaxed);
+        }
+        Ok(())
+    }
 }
 
 #[cfg(any(feature = "cuda", test))]
@@ -86,6 +113,23 @@ fn old_gpus_are_refused() {
     let error = check_capability(7, 5).unwrap_err().to_string();
     assert!(error.starts_with("the GPU has compute capability 7.5, and the kernels need 8.0"), "{error}");
     assert!(check_capability(8, 0).is_ok() && check_capability(12, 0).is_ok());
+}
+
+#[cfg(test)]
+#[test]
+fn a_gpu_is_asked_until_it_has_passed() {
+    let (passed, asked) = (Passed(0.into()), std::cell::Cell::new(0));
+    let capability = |number: usize, major: i32| {
+        passed.or_check(number, || {
+            asked.set(asked.get() + 1);
+            check_capability(major, 0)
+        })
+    };
+    assert!(capability(0, 7).is_err() && capability(0, 7).is_err());
+    assert_eq!(asked.get(), 2, "a refusal stays one");
+    assert!(capability(0, 9).is_ok() && capability(0, 7).is_ok() && capability(1, 7).is_err());
+    assert_eq!(asked.get(), 4);
+    assert!(capability(64, 9).is_ok() && capability(64, 7).is_err(), "beyond what is kept");
 }
 
 /// Lets a CUDA device keep the memory that is freed instead of returning it to the system at every synchronisation.

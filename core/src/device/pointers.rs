@@ -127,9 +127,11 @@ pub fn check(op: &str, status: c_int) -> Result<()> {
     bail!("{op}: CUDA kernel refused with status {status}: {}", abi::status_text(status))
 }
 
-/// The stream of a storage, with its context current on this thread for the launcher's runtime calls.
+/// The stream of a storage, with its context current on this thread for the launcher's runtime calls. Launches begin here, so a GPU
+/// that the kernels do not run on is refused here.
 pub fn stream_of(storage: &CudaStorage) -> Result<Arc<CudaStream>> {
     let stream = storage.device().cuda_stream();
+    super::cuda::check_context(stream.context())?;
     stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
     Ok(stream)
 }

@@ -35,7 +35,8 @@ pub struct EngineOptions {
 }
 
 impl EngineOptions {
-    /// Room for `sequences` sequences of `max_len` tokens each, and nothing else that takes memory.
+    /// Room for `sequences` sequences of `max_len` tokens each, without a prefix cache and without prompt look-up. A model's draft head drafts
+    /// all the same and CUDA graphs are captured, which takes memory too.
     pub fn new(sequences: usize, max_len: usize) -> Self {
         Self {
             sequences,

@@ -7,7 +7,7 @@ use crate::blocks::decoder::Mixer;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
 use crate::drafting::head_state::{HeadSlots, HeadState};
-use candle_core::{bail, Device, Result};
+use candle_core::{bail, DeviceLocation, Result};
 use candle_gdn::{PoolOptions, RingSpans};
 use candle_gdn_core::LastThread;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,14 +26,14 @@ pub enum StateLayout {
 }
 
 impl StateLayout {
-    /// Whether states of such a model have rings.
-    pub fn has_ring(self, config: &ModelConfig, device: &Device) -> bool {
+    /// Whether states of such a model have rings on such a device.
+    pub fn has_ring(self, config: &ModelConfig, device: DeviceLocation) -> bool {
         let c = &config.gdn;
         let supported = (c.key_head_dim, c.value_head_dim, c.conv_kernel) == (128, 128, 4);
         match self {
             StateLayout::Ring => true,
             StateLayout::Plain => false,
-            StateLayout::Auto => supported && device.is_cuda(),
+            StateLayout::Auto => supported && matches!(device, DeviceLocation::Cuda { .. }),
         }
     }
 }
@@ -80,7 +80,7 @@ impl CausalLm {
         let shape = self.cache_shape(max_len);
         // A layer whose kernel was chosen supports no ring.
         let supported = layout == StateLayout::Ring || self.gated_delta_nets().all(|gdn| gdn.supports_ring());
-        let spans = match supported && layout.has_ring(&self.config, &self.device) {
+        let spans = match supported && layout.has_ring(&self.config, self.device.location()) {
             true => Some(RingSpans::new(sequences, &self.device)?),
             false => None,
         };

@@ -1,6 +1,6 @@
 //! The demo's draft head in fp8 and in GGUF files: against transformers, and against the numbers that its weights stand for.
 
-use crate::gguf::in_fp8;
+use crate::fp8_files::in_fp8;
 use crate::gguf_writer::{demo, demo_checkpoint, dequantized, in_a_folder, GgufOfTiny};
 use crate::golden::{argmax, drafted, max_diff, DEMO};
 use crate::support::{refused, rel_rms};

@@ -1,7 +1,8 @@
 //! Models whose matrices stay in fp8 on CUDA, next to the same numbers in f32 on the CPU and in 16 bits on CUDA; and what they take
 //! there, as told beforehand.
 
-use crate::gguf::{in_fp8, wide, without_experts};
+use crate::fp8_files::in_fp8;
+use crate::gguf::{wide, without_experts};
 use crate::golden::{self, log_softmax};
 use crate::moe::{id, logits_in_parts, TOKENS};
 use crate::serving::steps_beside_graph;

@@ -1,6 +1,7 @@
 //! GGUF files of other writers, with other entries, names and types: the same model, or an error that names the key.
 
-use crate::gguf::{wide, with_type, without_experts};
+use crate::gguf::{wide, without_experts};
+use crate::gguf_refused::with_type;
 use crate::gguf_writer::{in_a_folder, load, GgufOfTiny, Layout};
 use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;

@@ -7,6 +7,7 @@
 //! 1,000 prompts are completed with drafts, and 10^5 tokens drawn; below 400 a perplexity is not taken token by token.
 
 mod attention;
+mod attention_case;
 mod broken_files;
 mod decode_graph;
 mod device_memory;
@@ -18,18 +19,22 @@ mod engine;
 mod engine_faults;
 mod faults;
 mod fp8;
+mod fp8_files;
 mod fused;
 mod gguf;
 mod gguf_entries;
+mod gguf_refused;
 mod logprobs;
 mod model;
 mod moe;
 mod parallel;
 mod parallel_quantised;
+mod quantize;
 mod read_once;
 mod safetensors;
 mod sequences;
 mod sequences_soak;
+mod yarn;
 
 use candle_gdn_models_testing::{gguf_writer, golden, serving, tiny};
 use candle_gdn_testing::devices as support;

@@ -3,7 +3,8 @@
 //! That each part is that of the whole to the bit is a unit test of `src/weights/gguf`. Sums in another order round what
 //! goes into the next quantised product to other 8 bits, so that models agree as far as that rounding lets them.
 
-use crate::gguf::{calm, in_fp8, to_fp8, wide, without_experts};
+use crate::fp8_files::{in_fp8, to_fp8};
+use crate::gguf::{calm, wide, without_experts};
 use crate::gguf_writer::{dequantized, in_a_folder, load, GgufOfTiny, Layout};
 use crate::golden::{converted, DEMO};
 use crate::parallel::{check, on_ranks, run_steps, BOUND};

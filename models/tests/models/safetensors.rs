@@ -1,6 +1,6 @@
 //! Checkpoints in files as other writers leave them: names, sizes, scales, and tensors that nobody reads.
 
-use crate::gguf::in_fp8;
+use crate::fp8_files::in_fp8;
 use crate::parallel::{check, BOUND};
 use crate::support::refused;
 use crate::tiny::Tiny;

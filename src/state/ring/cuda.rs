@@ -2,7 +2,7 @@
 
 use super::spans::{RingMove, RING_ENTRIES, RING_ROWS};
 use super::tensors::{Ring, Window, OP};
-use crate::rule::cuda::{common_of, sequences};
+use crate::state::common::{common_of, sequences};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{Result, Tensor};

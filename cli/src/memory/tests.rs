@@ -1,0 +1,86 @@
+use super::{Checkpoint, DeviceLocation, Run};
+use crate::args::Args;
+use crate::plan::Plan;
+use anyhow::Result;
+use clap::Parser;
+
+const GIB: u64 = 1 << 30;
+
+/// What `generate` needs on a GPU with these arguments for prompts of these lengths, and what it would say with `free` bytes.
+fn on_gpu(args: &[&str], prompts: &[usize], free: u64) -> Result<(u64, String)> {
+    let args = Args::parse_from([&["generate", "--load-format", "dummy"], args].concat());
+    let checkpoint = Checkpoint::find(&args.model)?;
+    let config = checkpoint.config()?;
+    let prompts: Vec<Vec<u32>> = prompts.iter().map(|len| vec![0; *len]).collect();
+    let room = Plan::new(&args, &config, false, &prompts).room(false);
+    let device = DeviceLocation::Cuda { gpu_id: 0 };
+    let run = Run { args: args.model.clone(), checkpoint: &checkpoint, config: &config, room, device, ranks: 1 };
+    Ok((run.bytes()?.total(), run.advice(free)?))
+}
+
+/// Cards of 8 to 24 GB: what `generate` does by default fits, or it says with which options it would, and then it does.
+#[test]
+fn small_cards_hold_the_defaults_or_what_is_advised() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let nine = folder.path().join("9b.json");
+    let mut config: serde_json::Value =
+        serde_json::from_str(include_str!("../../../examples/generate/configs/qwen3.5-4b.json"))?;
+    for (key, value) in [("hidden_size", 4096), ("intermediate_size", 12288)] {
+        config[key] = value.into();
+    }
+    config["tie_word_embeddings"] = false.into();
+    std::fs::write(&nine, config.to_string())?;
+    let nine = nine.display().to_string();
+    let models: [&[&str]; 6] = [
+        &["--model", "qwen3.5-4b"],
+        &["--model", "qwen3.5-4b", "--quantize", "q4k"],
+        &["--model", &nine, "--quantize", "q4k"],
+        &["--model", "qwen3.5-27b", "--quantize", "q4k"],
+        &["--model", "qwen3.5-35b-a3b", "--quantize", "q4k"],
+        &["--model", "qwen3.5-35b-a3b"],
+    ];
+    let (one, many, talk): (&[usize], Vec<usize>, &[usize]) = (&[12], vec![500; 16], &[]);
+    let uses: [(&[&str], &[usize]); 4] =
+        [(&[], one), (&[], &many), (&["--draft", "4"], &many), (&["--interactive"], talk)];
+    let (mut whole, mut advised, mut impossible) = (0, 0, 0);
+    for (model, (options, prompts)) in models.iter().flat_map(|model| uses.iter().map(move |of| (model, of))) {
+        for card in [8, 12, 16, 24] {
+            // The driver and the desktop take some.
+            let free = card * GIB - GIB / 2;
+            let args = [model, *options].concat();
+            let (need, advice) = on_gpu(&args, prompts, free)?;
+            println!(
+                "{} {} of {card} GB: {:.1} GiB; {advice}",
+                args.join(" "),
+                prompts.len(),
+                need as f64 / GIB as f64
+            );
+            if need <= free {
+                whole += 1;
+                continue;
+            }
+            let Some(advice) = advice.strip_prefix("it fits with ") else {
+                assert!(advice.starts_with("no option makes it fit: the weights alone take "), "{advice}");
+                // Nothing smaller is offered, so nothing smaller must fit.
+                let least = ["--quantize", "q4k", "--batch", "1", "--prefix-cache", "0", "--prefill-chunk", "512"];
+                let model = &model[..2];
+                let (need, _) = on_gpu(&[model, &least].concat(), &prompts[..prompts.len().min(1)], free)?;
+                assert!(need + GIB > free, "{args:?} on {card} GB: {need}");
+                impossible += 1;
+                continue;
+            };
+            for way in advice.split(", or with ") {
+                let followed: Vec<&str> = args.iter().copied().chain(way.split(' ')).collect();
+                // An option is given once: the last counts.
+                let quantized = way.contains("--quantize") && model.len() > 2;
+                assert!(!quantized, "{way}: there is no smaller type than q4k");
+                let (need, _) = on_gpu(&followed, prompts, free)?;
+                assert!(need <= free, "{args:?} on {card} GB: {way} needs {need}");
+            }
+            advised += 1;
+        }
+    }
+    println!("{whole} whole, {advised} advised, {impossible} impossible");
+    assert!(whole > 20 && advised > 5 && impossible > 5, "{whole} whole, {advised} advised, {impossible} impossible");
+    Ok(())
+}
