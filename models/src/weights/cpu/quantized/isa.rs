@@ -27,6 +27,7 @@ pub(super) trait Isa {
     const SIGNED: bool;
 
     unsafe fn load(src: *const u8) -> Self::Bytes;
+    unsafe fn store(dst: *mut u8, x: Self::Bytes);
     unsafe fn or(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
     /// `mask` of each byte, moved left by `by` bits.
     unsafe fn moved(x: Self::Bytes, by: i32, mask: u8) -> Self::Bytes;

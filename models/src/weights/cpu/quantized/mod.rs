@@ -1,8 +1,9 @@
 //! Products with matrices in ggml's types, by the dot products of bytes that AVX-512 (VNNI) and AVX2 have.
 //!
 //! Sixteen rows of the matrix lie side by side, four columns of each in turn, so that one instruction multiplies four columns of
-//! sixteen rows with four numbers of x, which is rounded to 8 bits. Numbers of fewer bits are unpacked in registers each time: up
-//! to 8 rows of x share that, and a panel stays in a core's cache while all rows are multiplied with it.
+//! sixteen rows with four numbers of x, which is rounded to 8 bits. Numbers of fewer bits are unpacked in registers each time, for
+//! up to 8 rows of x together; for many rows a panel is unpacked once, into bytes that stay in a core's cache while all rows are
+//! multiplied with it.
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports, unused_variables))]
 
 mod blocks;

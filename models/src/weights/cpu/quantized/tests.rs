@@ -59,7 +59,7 @@ fn products_are_those_of_candles_numbers() -> Result<()> {
             }
             let wide = wide.to_dtype(DType::F64)?.t()?;
             for (n, instructions) in
-                [1, 2, 3, 7, 8, 21].into_iter().flat_map(|n| Instructions::all().into_iter().map(move |i| (n, i)))
+                [1, 2, 3, 7, 8, 40].into_iter().flat_map(|n| Instructions::all().into_iter().map(move |i| (n, i)))
             {
                 weight.instructions = instructions;
                 let x = any_x(n, columns)?;

@@ -18,6 +18,11 @@ impl Isa for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn store(dst: *mut u8, x: __m512i) {
+        _mm512_store_si512(dst.cast(), x)
+    }
+
+    #[inline(always)]
     unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
         _mm512_or_si512(a, b)
     }
@@ -97,6 +102,11 @@ impl Isa for Avx2 {
     #[inline(always)]
     unsafe fn load(src: *const u8) -> __m256i {
         _mm256_load_si256(src.cast())
+    }
+
+    #[inline(always)]
+    unsafe fn store(dst: *mut u8, x: __m256i) {
+        _mm256_store_si256(dst.cast(), x)
     }
 
     #[inline(always)]
