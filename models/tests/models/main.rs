@@ -22,6 +22,8 @@ mod fused;
 mod gguf;
 mod gguf_entries;
 mod logprobs;
+mod lora;
+mod lora_refused;
 mod model;
 mod moe;
 mod parallel;

@@ -74,8 +74,6 @@ fn modules(tensors: impl IntoIterator<Item = (String, Tensor)>, config: &Adapter
         };
         found.entry(module.to_string()).or_default()[half] = Some(tensor);
     }
-    let inner: HashSet<String> =
-        found.keys().filter_map(|name| name.strip_suffix(".base_layer").map(str::to_string)).collect();
     let mut seen = HashSet::new();
     let mut modules = Vec::with_capacity(found.len());
     for (name, halves) in found {
@@ -85,7 +83,7 @@ fn modules(tensors: impl IntoIterator<Item = (String, Tensor)>, config: &Adapter
             [None, _] => bail!("tensor {name}{}: expected {tensor} beside it", FACTORS[1]),
             [_, None] => bail!("tensor {tensor}: expected {name}{} beside it", FACTORS[1]),
         };
-        let (parameter, is_fused) = parameter(&name, inner.contains(&name), config)?;
+        let (parameter, is_fused) = parameter(&name, config)?;
         let path = inside(&parameter).strip_suffix(".weight").unwrap_or(inside(&parameter)).to_string();
         let (rank, scale) = config.rank_and_scale(&parameter);
         let product = product(&name, factors, scale)?;
@@ -102,8 +100,8 @@ fn modules(tensors: impl IntoIterator<Item = (String, Tensor)>, config: &Adapter
 }
 
 /// The name that the configuration has for a module of the file, where parameters have their own at the end; and whether it is
-/// a parameter of all experts. `is_outer`: whether another product is inside this one.
-fn parameter(module: &str, is_outer: bool, config: &AdapterConfig) -> Result<(String, bool)> {
+/// a parameter of all experts.
+fn parameter(module: &str, config: &AdapterConfig) -> Result<(String, bool)> {
     let name = module.strip_prefix("base_model.model.").unwrap_or(module);
     let outer = name.strip_suffix(".base_layer").unwrap_or(name);
     if !outer.ends_with(".experts") {
@@ -111,10 +109,10 @@ fn parameter(module: &str, is_outer: bool, config: &AdapterConfig) -> Result<(St
         return Ok((if config.has_parameter(&weight) { weight } else { name.to_string() }, false));
     }
     let has = ["gate_up_proj", "down_proj"].map(|parameter| config.has_parameter(&format!("{outer}.{parameter}")));
-    // PEFT wraps them in this order.
-    let parameter = match (has, outer != name, is_outer) {
-        ([true, true], true, false) | ([true, false], false, false) => "gate_up_proj",
-        ([true, true], false, true) | ([false, true], false, false) => "down_proj",
+    // PEFT wraps gate_up_proj, and around that down_proj.
+    let parameter = match (has, outer != name) {
+        ([true, true], true) | ([true, false], false) => "gate_up_proj",
+        ([true, true], false) | ([false, true], false) => "down_proj",
         _ => bail!(
             "tensor {module}{}: expected `target_parameters` in {CONFIG} to say whether it is of gate_up_proj or of down_proj",
             FACTORS[0]

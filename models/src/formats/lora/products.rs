@@ -39,7 +39,7 @@ impl Product {
     }
 
     /// Of one of `experts`: A has their rows one expert after the other, B their columns one rank after the other.
-    fn expert(&self, expert: usize, experts: usize) -> Self {
+    pub fn expert(&self, expert: usize, experts: usize) -> Self {
         let (rank, inputs) = (self.rank / experts, self.inputs);
         let a = self.a[expert * rank * inputs..(expert + 1) * rank * inputs].to_vec();
         let b = self.b.iter().copied().skip(expert).step_by(experts).collect();
