@@ -5,7 +5,7 @@ use super::LoraAdapter;
 use crate::config::ModelConfig;
 use crate::formats::Prefixes;
 use crate::parallel::{DimRanges, WeightShards};
-use candle_core::{bail, DType, Device, Error, Result, Shape, Tensor, WithDType};
+use candle_core::{bail, CpuStorage, DType, Device, Error, Result, Shape, Storage, Tensor, WithDType};
 use candle_gdn_core::cpu::{parallel, Element, Shared};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -130,11 +130,12 @@ struct Taken {
 impl Taken {
     /// Of matrices `[outputs, inputs]` after `lead` other dimensions.
     fn new(kept: Option<DimRanges>, lead: usize, [outputs, inputs]: [usize; 2]) -> Self {
-        let (rows, columns) = match kept {
-            Some(kept) if kept.dim == lead => (kept.ranges, Vec::from([0..inputs])),
-            Some(kept) => (Vec::from([0..outputs]), kept.ranges),
-            None => (Vec::from([0..outputs]), Vec::from([0..inputs])),
-        };
+        let [mut rows, mut columns] = [outputs, inputs].map(|all| Vec::from([Range { start: 0, end: all }]));
+        match kept {
+            Some(kept) if kept.dim == lead => rows = kept.ranges,
+            Some(kept) => columns = kept.ranges,
+            None => (),
+        }
         Self { rows: rows.into_iter().flatten().collect(), columns }
     }
 
@@ -147,7 +148,10 @@ impl Taken {
         let factors: Vec<_> =
             products.iter().map(|product| Some((product.as_ref()?, of_columns(product.as_ref()?)))).collect();
         let rank = products.iter().flatten().map(|product| product.rank).max().unwrap_or(0);
-        let weight = base.flatten_all()?.to_vec1::<f32>()?;
+        let base = base.contiguous()?;
+        let (storage, layout) = base.storage_and_layout();
+        let Storage::Cpu(CpuStorage::F32(data)) = &*storage else { bail!("expected a weight in f32 on the CPU") };
+        let weight = &data[layout.start_offset()..][..base.elem_count()];
         let mut out = vec![T::ZERO; weight.len()];
         let dst = Shared::new(&mut out);
         parallel(rows * products.len(), width * (rank + 1), |i| {
