@@ -175,6 +175,87 @@ typedef struct gdn_norm_params {
 } gdn_norm_params;
 int gdn_norm(const gdn_norm_params *params, cudaStream_t stream);
 
+// The backward pass. Gradients are of a loss L: d_x has the shape of x and holds dL/dx. Sums over tokens go through a fixed tree, so that
+// equal inputs give equal bits. Slots are not supported: sequence n has state n. The workspaces are aligned to 256 bytes, their
+// contents mean nothing before and after, and their sizes follow from sizes alone.
+
+// The gates of the rule by themselves: g = -exp(a_log) softplus(a + dt_bias) and beta = beta_scale sigmoid(b).
+typedef struct gdn_ready_gates_params {
+  gdn_heads a, b;          // [sequence, token, head], gate_dtype; head_stride counts from head to head
+  gdn_heads log_decay, beta;    // the same shape, f32: written by gdn_ready_gates, not read by gdn_ready_gates_backward
+  const float *a_log, *dt_bias; // [heads]
+  int64_t num_seqs, tokens_per_seq;    // packed tokens are one sequence
+  int32_t heads;
+  int32_t gate_dtype;
+  float beta_scale;
+} gdn_ready_gates_params;
+int gdn_ready_gates(const gdn_ready_gates_params *params, cudaStream_t stream);
+
+typedef struct gdn_ready_gates_backward_params {
+  gdn_ready_gates_params gates;
+  gdn_heads d_log_decay, d_beta;    // f32
+  gdn_heads d_a, d_b;      // written, gate_dtype
+  float *d_a_log, *d_dt_bias;       // written: [heads]
+  void *workspace;
+  int64_t workspace_bytes;
+} gdn_ready_gates_backward_params;
+int gdn_ready_gates_backward(const gdn_ready_gates_backward_params *params, cudaStream_t stream);
+int gdn_ready_gates_backward_workspace(const gdn_ready_gates_backward_params *params, int64_t *bytes);
+
+// Gradients of gdn_rule with ready gates.
+typedef struct gdn_rule_backward_params {
+  gdn_common common;       // a: the log decay, b: beta, both f32; state_in: f32, contiguous, or null for zeros. Not read: a_log,
+                           // dt_bias, state_out, slots, beta_scale
+  gdn_heads q, k, v;       // as in gdn_rule_params
+  gdn_heads d_o;           // [.., num_v_heads, head_v], io_dtype
+  const float *d_state_out;    // [sequence, num_v_heads, head_v, head_k], contiguous: of the final state; null for zeros
+  gdn_heads d_q, d_k, d_v; // written, io_dtype
+  gdn_heads d_log_decay, d_beta;    // written, f32: [.., num_v_heads]
+  float *d_state_in;       // written, as d_state_out; null: not written
+  void *workspace;
+  int64_t workspace_bytes;
+  int32_t recompute;       // states of fewer chunks at a time: less workspace, more time
+  int32_t algo;            // GDN_AUTO, GDN_RECURRENT, GDN_CHUNKED_SM80 or GDN_CHUNKED_SM90, supported sizes as in the forward pass
+} gdn_rule_backward_params;
+int gdn_rule_backward(const gdn_rule_backward_params *params, cudaStream_t stream);
+int gdn_rule_backward_choice(const gdn_rule_backward_params *params, int32_t *algo);
+int gdn_rule_backward_workspace(const gdn_rule_backward_params *params, int64_t *bytes);
+
+// Gradients of gdn_conv.
+typedef struct gdn_conv_backward_params {
+  gdn_heads x, d_y;        // [sequence, token, channels], io_dtype; head_stride is not read
+  gdn_heads d_x;           // written, io_dtype
+  const void *weight;      // [channels, width], weight_dtype
+  const void *state_in;    // [sequence, width - 1, channels], io_dtype, contiguous; null for zeros
+  float *d_weight;         // written: [channels, width]
+  void *d_state_in;        // written, as state_in; null: not written
+  gdn_sequences seqs;
+  void *workspace;
+  int64_t workspace_bytes;
+  int32_t channels, width;
+  int32_t io_dtype, weight_dtype;
+  int32_t silu;
+} gdn_conv_backward_params;
+int gdn_conv_backward(const gdn_conv_backward_params *params, cudaStream_t stream);
+int gdn_conv_backward_workspace(const gdn_conv_backward_params *params, int64_t *bytes);
+
+// Gradients of gdn_norm.
+typedef struct gdn_norm_backward_params {
+  gdn_heads x, z, d_out;   // [1, token, head, head_v], io_dtype; seq_stride is not read
+  gdn_heads d_x, d_z;      // written, io_dtype; d_x may be d_out, d_z may be z
+  const void *weight;      // [head_v], weight_dtype
+  float *d_weight;         // written: [head_v]
+  void *workspace;
+  int64_t workspace_bytes;
+  int64_t tokens;
+  int32_t heads, head_v;
+  int32_t io_dtype, weight_dtype;
+  int32_t sigmoid;
+  float eps;
+} gdn_norm_backward_params;
+int gdn_norm_backward(const gdn_norm_backward_params *params, cudaStream_t stream);
+int gdn_norm_backward_workspace(const gdn_norm_backward_params *params, int64_t *bytes);
+
 // What gdn_step and gdn_ring_step have in common: the inputs of a layer between its two projections.
 typedef struct gdn_layer {
   gdn_heads x;             // [sequence, token, channels], io_dtype: q | k | v by head; head_stride is not read

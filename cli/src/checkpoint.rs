@@ -3,7 +3,7 @@
 use crate::load::{LoadFormat, ModelArgs};
 use crate::{builtin, gguf_tokenizer, hub, safetensors, vocab_tokenizer};
 use anyhow::{bail, Context, Result};
-use candle_gdn_models::{json_as_python, DraftHeadChoice, GgufFile, ModelConfig, SafetensorsFiles};
+use candle_gdn_models::{json_as_python, DraftHeadChoice, GgufFile, LoraAdapter, ModelConfig, SafetensorsFiles};
 use serde_json::Value;
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -16,11 +16,17 @@ pub struct Checkpoint {
     gguf: Option<GgufFile>,
     files: OnceLock<SafetensorsFiles>,
     format: LoadFormat,
+    lora: Option<LoraAdapter>,
 }
 
 impl Checkpoint {
-    /// The checkpoint that `--model` names; the demo where it is not given.
+    /// The checkpoint that `--model` names, the demo where it is not given, and the adapter that `--lora` names.
     pub fn find(args: &ModelArgs) -> Result<Self> {
+        let lora = args.lora.as_ref().map(LoraAdapter::open).transpose().context("--lora")?;
+        Ok(Self { lora, ..Self::without_adapter(args)? })
+    }
+
+    fn without_adapter(args: &ModelArgs) -> Result<Self> {
         let format = args.load_format;
         let Some(model) = args.model.as_deref() else { return Self::in_dir(&builtin::folder()?.join("demo"), format) };
         let path = Path::new(model);
@@ -70,7 +76,7 @@ impl Checkpoint {
     }
 
     fn of(path: PathBuf, format: LoadFormat) -> Self {
-        Self { path, gguf: None, files: OnceLock::new(), format }
+        Self { path, gguf: None, files: OnceLock::new(), format, lora: None }
     }
 
     /// Its name in messages.
@@ -84,6 +90,11 @@ impl Checkpoint {
     /// The GGUF file, if it is one.
     pub fn gguf(&self) -> Option<&GgufFile> {
         self.gguf.as_ref()
+    }
+
+    /// The adapter that is merged into its weights.
+    pub fn lora(&self) -> Option<&LoraAdapter> {
+        self.lora.as_ref()
     }
 
     /// The text of a file in the directory without a mark of byte order, and its path; None where it is missing.

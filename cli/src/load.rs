@@ -11,6 +11,7 @@ use candle_gdn_models::{shard_of, CausalLm, DraftHeadChoice, ModelConfig};
 use candle_nn::VarBuilder;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// Where weights come from.
@@ -65,6 +66,11 @@ pub struct ModelArgs {
     /// Quantise the matrices as they are loaded, those that are not so already; embeddings stay as they are
     #[arg(long, value_parser = quantised())]
     pub quantize: Option<GgmlDType>,
+
+    /// Folder of a LoRA adapter in PEFT's format, merged into the weights as they are loaded; these must not be quantised in
+    /// their files
+    #[arg(long, value_name = "DIR")]
+    pub lora: Option<PathBuf>,
 
     /// Number format of weights and activations [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_parser = PossibleValuesParser::new(["f32", "bf16", "f16"]).try_map(|name| name.parse::<DType>()))]
@@ -196,7 +202,7 @@ pub fn load_model(
     let progress = |done: usize, _| bar.set_position(done as u64);
     let head = if draft_head { DraftHeadChoice::On } else { DraftHeadChoice::Off };
     let loader = CausalLm::loader(config).algo(args.algo()?).quantize(args.quantize).group(rank.group.clone());
-    let loader = loader.draft_head(head).progress(progress);
+    let loader = loader.lora(checkpoint.lora()).draft_head(head).progress(progress);
     let load = || match (args.load_format, checkpoint.gguf()) {
         (LoadFormat::Auto, Some(file)) => Ok::<_, Error>(loader.load_gguf(file, dtype, device)?),
         (LoadFormat::Auto, None) => Ok(loader.load_safetensors(checkpoint.files()?, dtype, device)?),
@@ -228,6 +234,7 @@ pub fn load_model(
         (Some(group), false) => format!("{} GPUs", group.size()),
     };
     let random = if args.load_format == LoadFormat::Dummy { "random " } else { "" };
+    let adapter = if args.lora.is_some() { " with the adapter" } else { "" };
     let matrices = args.quantize.map_or(String::new(), |to| format!(", matrices {to:?},"));
     device.synchronize()?;
     let seconds = start.elapsed().as_secs_f64();
@@ -235,6 +242,6 @@ pub fn load_model(
     let bytes = weights(args, checkpoint, part.as_ref().unwrap_or(config), dtype, device.location())?;
     let rate = bytes as f64 / 1e9 / seconds;
     let each = if part.is_some() { " each" } else { "" };
-    status!("loaded {random}{dtype:?} weights{matrices} on {place} in {seconds:.2} s, {rate:.2} GB/s{each}");
+    status!("loaded {random}{dtype:?} weights{adapter}{matrices} on {place} in {seconds:.2} s, {rate:.2} GB/s{each}");
     Ok(model)
 }

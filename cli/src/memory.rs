@@ -150,7 +150,8 @@ impl<'a> Run<'a> {
             states: of_all(states.saturating_mul(all).saturating_add(rings).saturating_add(cache)),
             kv: of_all(sequence.kv_per_token.saturating_mul(product(&[caches, room.max_len]))),
             working: of_all(if is_cpu {
-                pass.saturating_add(repacked(config, args.quantize)).max(unpacked(config, args, dtype))
+                let unpacked = unpacked(config, args, dtype, checkpoint.lora().is_some());
+                pass.saturating_add(repacked(config, args.quantize)).max(unpacked)
             } else {
                 pass.saturating_add(LIBRARIES).saturating_add(dequantised(config))
             }),
@@ -185,9 +186,13 @@ pub fn weights(
     if let Some(to) = args.quantize {
         return Ok(config.quantized_weight_bytes(dtype, to));
     }
+    // What an adapter was added to 16 bits do not hold.
+    let changed = checkpoint.lora().map_or(0, |lora| lora.changed_parameters(config));
+    let widened = if device == DeviceLocation::Cpu && dtype == DType::F32 { changed.saturating_mul(2) } else { 0 };
     if let (LoadFormat::Auto, Some(file)) = (args.load_format, checkpoint.gguf()) {
         // Quantised matrices keep their size in the file. What is not quantised is small, and so is what each rank has whole.
-        return Ok(file.size_in_bytes().div_ceil(args.tensor_parallel.get() as u64));
+        let of_rank = file.size_in_bytes().div_ceil(args.tensor_parallel.get() as u64);
+        return Ok(of_rank.saturating_add(widened));
     }
     if device != DeviceLocation::Cpu && dtype != DType::F32 {
         return Ok(config.fp8_weight_bytes(dtype));
@@ -196,7 +201,8 @@ pub fn weights(
         // Everything is packed in 16 bits but what was in fp8 and an embedding table that is not the head.
         let table = product(&[config.vocab_size, config.hidden_size]);
         let wide = if config.tie_word_embeddings { 0 } else { table }.saturating_add(config.fp8_parameters());
-        return Ok(config.weight_bytes(DType::BF16).saturating_add(wide.saturating_mul(2)));
+        let bytes = config.weight_bytes(DType::BF16).saturating_add(wide.saturating_mul(2));
+        return Ok(bytes.saturating_add(widened));
     }
     Ok(config.weight_bytes(dtype))
 }
@@ -238,11 +244,13 @@ fn dequantised(config: &ModelConfig) -> u64 {
 }
 
 /// Bytes of the largest weights that the CPU holds twice at a time: as read, in fp8 also before that, and packed. To be quantised
-/// they are read in f32, and out of a file in 16 bits first.
-fn unpacked(config: &ModelConfig, args: &ModelArgs, dtype: DType) -> u64 {
+/// they are read in f32, and out of a file in 16 bits first. An adapter is added to them in f32.
+fn unpacked(config: &ModelConfig, args: &ModelArgs, dtype: DType, has_adapter: bool) -> u64 {
     let head = product(&[config.vocab_size, config.hidden_size]);
     let experts = config.moe.as_ref().map(|moe| [moe.num_experts, 3, moe.intermediate_size, config.hidden_size]);
     let bytes = match (args.quantize, args.load_format) {
+        (Some(_), _) if has_adapter => 8,
+        (None, _) if has_adapter => 4 + dtype.size_in_bytes(),
         (None, _) => dtype.size_in_bytes(),
         (Some(_), LoadFormat::Auto) => 6,
         (Some(_), LoadFormat::Dummy) => 4,

@@ -170,6 +170,84 @@ c_header! {
             pub eps: f32,
         }
         #[derive(Clone, Copy)]
+        pub struct ReadyGatesParams = gdn_ready_gates_params {
+            pub a: Heads,
+            pub b: Heads,
+            pub log_decay: Heads,
+            pub beta: Heads,
+            pub a_log: *const f32,
+            pub dt_bias: *const f32,
+            pub num_seqs: i64,
+            pub tokens_per_seq: i64,
+            pub heads: i32,
+            pub gate_dtype: i32,
+            pub beta_scale: f32,
+        }
+        pub struct ReadyGatesBackwardParams = gdn_ready_gates_backward_params {
+            pub gates: ReadyGatesParams,
+            pub d_log_decay: Heads,
+            pub d_beta: Heads,
+            pub d_a: Heads,
+            pub d_b: Heads,
+            pub d_a_log: *mut f32,
+            pub d_dt_bias: *mut f32,
+            pub workspace: *mut c_void,
+            pub workspace_bytes: i64,
+        }
+        pub struct RuleBackwardParams = gdn_rule_backward_params {
+            pub common: Common,
+            pub q: Heads,
+            pub k: Heads,
+            pub v: Heads,
+            pub d_o: Heads,
+            pub d_state_out: *const f32,
+            pub d_q: Heads,
+            pub d_k: Heads,
+            pub d_v: Heads,
+            pub d_log_decay: Heads,
+            pub d_beta: Heads,
+            pub d_state_in: *mut f32,
+            pub workspace: *mut c_void,
+            pub workspace_bytes: i64,
+            pub recompute: i32,
+            pub algo: i32,
+        }
+        pub struct ConvBackwardParams = gdn_conv_backward_params {
+            pub x: Heads,
+            pub d_y: Heads,
+            pub d_x: Heads,
+            pub weight: *const c_void,
+            pub state_in: *const c_void,
+            pub d_weight: *mut f32,
+            pub d_state_in: *mut c_void,
+            pub seqs: Sequences,
+            pub workspace: *mut c_void,
+            pub workspace_bytes: i64,
+            pub channels: i32,
+            pub width: i32,
+            pub io_dtype: i32,
+            pub weight_dtype: i32,
+            pub silu: i32,
+        }
+        pub struct NormBackwardParams = gdn_norm_backward_params {
+            pub x: Heads,
+            pub z: Heads,
+            pub d_out: Heads,
+            pub d_x: Heads,
+            pub d_z: Heads,
+            pub weight: *const c_void,
+            pub d_weight: *mut f32,
+            pub workspace: *mut c_void,
+            pub workspace_bytes: i64,
+            pub tokens: i64,
+            pub heads: i32,
+            pub head_v: i32,
+            pub io_dtype: i32,
+            pub weight_dtype: i32,
+            pub sigmoid: i32,
+            pub eps: f32,
+        }
+        #[derive(Clone, Copy)]
         pub struct Layer = gdn_layer {
             pub x: Heads,
             pub z: Heads,
@@ -287,6 +365,19 @@ extern "C" {
     pub fn gdn_rule_workspace(params: *const RuleParams, bytes: *mut i64) -> std::ffi::c_int;
     pub fn gdn_conv(params: *const ConvParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ready_gates(params: *const ReadyGatesParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ready_gates_backward(params: *const ReadyGatesBackwardParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_ready_gates_backward_workspace(
+        params: *const ReadyGatesBackwardParams,
+        bytes: *mut i64,
+    ) -> std::ffi::c_int;
+    pub fn gdn_rule_backward(params: *const RuleBackwardParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_rule_backward_choice(params: *const RuleBackwardParams, algo: *mut i32) -> std::ffi::c_int;
+    pub fn gdn_rule_backward_workspace(params: *const RuleBackwardParams, bytes: *mut i64) -> std::ffi::c_int;
+    pub fn gdn_conv_backward(params: *const ConvBackwardParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_conv_backward_workspace(params: *const ConvBackwardParams, bytes: *mut i64) -> std::ffi::c_int;
+    pub fn gdn_norm_backward(params: *const NormBackwardParams, stream: *mut c_void) -> std::ffi::c_int;
+    pub fn gdn_norm_backward_workspace(params: *const NormBackwardParams, bytes: *mut i64) -> std::ffi::c_int;
     pub fn gdn_step(params: *const StepParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_step_choice(params: *const StepParams, algo: *mut i32) -> std::ffi::c_int;
     pub fn gdn_ring_step(params: *const RingStepParams, stream: *mut c_void) -> std::ffi::c_int;

@@ -39,6 +39,11 @@ impl ModelFingerprint {
             None if args.load_format == LoadFormat::Dummy => {}
             None => checkpoint.weights()?.iter().try_for_each(|path| sample(path, &mut hasher))?,
         }
+        if let Some(dir) = &args.lora {
+            ["adapter_config.json", "adapter_model.safetensors"]
+                .iter()
+                .try_for_each(|name| sample(&dir.join(name), &mut hasher))?;
+        }
         Ok(Self { model: hasher.finalize().to_hex().to_string(), dtype: format!("{dtype:?}") })
     }
 

@@ -5,7 +5,8 @@
 //! key-value cache, zero-centred RMS norms in f32, SwiGLU and sparse mixture of experts. They
 //! differ in `config.json` and in where and how the weights are stored, which
 //! [`ModelConfig::from_json`] and [`CausalLm::load`] recognise; of [`SafetensorsFiles`] nothing is left unread in silence
-//! ([`Loader::load_safetensors`]). Weights may be quantised: in a GGUF file ([`CausalLm::load_gguf`]), in fp8, or as they are loaded ([`Loader::quantize`]).
+//! ([`Loader::load_safetensors`]). Weights may be quantised: in a GGUF file ([`CausalLm::load_gguf`]), in fp8, or as they are loaded ([`Loader::quantize`]). A
+//! [`LoraAdapter`] is merged into them ([`Loader::lora`]).
 //!
 //! * A script calls [`CausalLm::forward`] with a [`ModelState`]: a batch of sequences of one length.
 //! * A server gives [`Request`]s to an [`Engine`], or from other threads to an [`EngineHandle`], and receives [`Event`]s.
@@ -78,7 +79,7 @@ pub use engine::{
     DraftDepth, Engine, EngineHandle, EngineMessages, EngineOptions, EngineStats, Event, FinishReason, Follower,
     Followers, GraphChoice, MakeRequest, Observer, Progress, Request, RequestId, Submission, Submitted,
 };
-pub use formats::{GgufFile, OtherType, SafetensorsFiles};
+pub use formats::{GgufFile, LoraAdapter, OtherType, SafetensorsFiles};
 pub use loader::{DraftHeadChoice, Loader};
 pub use memory::SequenceBytes;
 pub use ops::Swiglu;

@@ -8,8 +8,8 @@ use crate::blocks::norm::RmsNorm;
 use crate::causal_lm::{CausalLm, Kernels};
 use crate::config::ModelConfig;
 use crate::formats::{
-    dequantized, place, read_once, Format, Fp8Format, GgufFile, GgufWeights, Prefixes, Quantizer, SafetensorsFiles,
-    Source,
+    dequantized, place, read_once, Format, Fp8Format, GgufFile, GgufWeights, LoraAdapter, Merge, Prefixes, Quantizer,
+    SafetensorsFiles, Source,
 };
 use crate::parallel::{shard_of_safetensors, Collective, Vocabulary, WeightShards};
 use candle_core::quantized::GgmlDType;
@@ -66,6 +66,7 @@ impl CausalLm {
             config,
             algo: Algo::Auto,
             quantize: None,
+            lora: None,
             group: None,
             draft_head: DraftHeadChoice::Off,
             progress: Box::new(|_, _| ()),
@@ -90,6 +91,7 @@ pub struct Loader<'a> {
     config: &'a ModelConfig,
     algo: Algo,
     quantize: Option<GgmlDType>,
+    lora: Option<&'a LoraAdapter>,
     group: Option<Arc<dyn Collective>>,
     draft_head: DraftHeadChoice,
     progress: Box<dyn FnMut(usize, usize) + 'a>,
@@ -115,6 +117,28 @@ impl<'a> Loader<'a> {
     /// A rank of several quantises its shard of each matrix, whose width is what counts then.
     pub fn quantize(mut self, dst: impl Into<Option<GgmlDType>>) -> Self {
         self.quantize = dst.into();
+        self
+    }
+
+    /// Merges an adapter into the weights as they are read: each is the sum `W + s B A` in f32, rounded once to the model's dtype. From
+    /// then on the model is one like any other. With [`quantize`](Self::quantize) the sums are quantised; a rank of several
+    /// adds to its shard of each weight.
+    ///
+    /// Loading then has more errors: a tensor of the adapter that no weight of the model belongs to, as of embeddings, or one of another
+    /// shape; and a weight that is stored in fp8 or in a quantised type of a GGUF file.
+    ///
+    /// ```no_run
+    /// # fn load(config: &candle_gdn_models::ModelConfig, vb: candle_nn::VarBuilder) -> candle_core::Result<()> {
+    /// use candle_gdn_models::{CausalLm, LoraAdapter};
+    ///
+    /// let adapter = LoraAdapter::open("my-adapter")?;
+    /// let model = CausalLm::loader(config).lora(&adapter).load(vb)?;
+    /// # let _ = model;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn lora(mut self, adapter: impl Into<Option<&'a LoraAdapter>>) -> Self {
+        self.lora = adapter.into();
         self
     }
 
@@ -180,12 +204,29 @@ impl<'a> Loader<'a> {
     }
 
     fn load_checkpoint(self, vb: VarBuilder, files: Option<&SafetensorsFiles>) -> Result<CausalLm> {
+        let in_fp8 = |name: &str| vb.contains_tensor(&format!("{name}_scale_inv")).then(|| "fp8".to_string());
+        let (vb, merge) = self.merged(vb.clone(), in_fp8)?;
         let sixteen_bits = matches!(vb.dtype(), DType::BF16 | DType::F16);
         let keeps = vb.device().is_cuda() && sixteen_bits && self.quantize.is_none();
         let fp8 = self.config.fp8.as_ref().filter(|_| keeps);
         let format = fp8.and_then(|fp8| Fp8Format::new(fp8, self.group.is_some()));
         let stored = format.map(|format| Arc::new(format) as Arc<dyn Format>);
-        self.load_from(Source { stored, ..Source::new(vb) }, false, files)
+        let model = self.load_from(Source { stored, ..Source::new(vb) }, false, files)?;
+        merge.map_or(Ok(()), |merge| merge.check_all_read())?;
+        Ok(model)
+    }
+
+    /// `weights`, the root of a checkpoint or a rank's shard of one, with the adapter if there is one. `stored_as`: how a weight is
+    /// stored that is not dense.
+    fn merged<'b>(
+        &self,
+        weights: VarBuilder<'b>,
+        stored_as: impl Fn(&str) -> Option<String>,
+    ) -> Result<(VarBuilder<'b>, Option<Arc<Merge>>)> {
+        let Some(adapter) = self.lora else { return Ok((weights, None)) };
+        let shards = self.group.as_ref().map(|group| WeightShards::new(self.config, &**group)).transpose()?;
+        let merge = Merge::new(adapter, self.config, &weights, shards, stored_as)?;
+        Ok((merge.apply(weights), Some(merge)))
     }
 
     /// From a GGUF file; see [`CausalLm::load_gguf`].
@@ -199,9 +240,11 @@ impl<'a> Loader<'a> {
         let weights = GgufWeights::new(file, config, tiled, shards).with_quantizer(self.quantize.is_some());
         let quantized = weights.is_quantized();
         let dense = VarBuilder::from_backend(Box::new(weights.clone()), dtype, device.clone());
+        let (dense, merge) = self.merged(dense, |name| weights.quantized_as(name).map(|dtype| format!("{dtype:?}")))?;
         let source = Source { stored: Some(Arc::new(weights.clone())), is_one_file: true, ..Source::new(dense) };
         let model = self.load_from(source, quantized, None)?;
         weights.check_all_read()?;
+        merge.map_or(Ok(()), |merge| merge.check_all_read())?;
         Ok(model)
     }
 

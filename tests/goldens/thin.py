@@ -6,7 +6,8 @@
 The full files were computed with transformers 5.17 in float32 (layers) and a float64 token recurrence (ops). To keep
 the repository small, the first six ops cases keep every 8th row of the value dimension and the layer files keep every 8th
 row of the final recurrent state: rows of V do not depend on each other, so what is left is exact. Of the Qwen3.5 layer
-only three of the five runs are kept. The tests read the full files instead when CANDLE_GDN_GOLDENS names their folder.
+only three of the five runs are kept. The adapters in lora, which PEFT 0.21.2 wrote, are three of the full ones as they are. The
+tests read the full files instead when CANDLE_GDN_GOLDENS names their folder.
 """
 import json
 import sys

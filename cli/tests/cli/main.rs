@@ -12,6 +12,7 @@ mod gguf;
 mod host_memory;
 mod hub;
 mod interrupts;
+mod lora;
 mod many;
 mod memory;
 mod mtp;

@@ -6,7 +6,7 @@ use candle_core::Result;
 use serde_json::{json, Value};
 
 /// What a run printed: (id, logprob) a line, then the last line.
-fn score(args: &[&str]) -> (Vec<(u32, f64)>, Value) {
+pub fn score(args: &[&str]) -> (Vec<(u32, f64)>, Value) {
     let run = run("perplexity", args).good();
     let lines: Vec<Value> = run.stdout.lines().map(|l| serde_json::from_str(l).expect(l)).collect();
     let (last, tokens) = lines.split_last().expect("a last line");
@@ -14,7 +14,7 @@ fn score(args: &[&str]) -> (Vec<(u32, f64)>, Value) {
     (tokens.iter().map(token).collect(), last.clone())
 }
 
-fn list(ids: &[u32]) -> String {
+pub fn list(ids: &[u32]) -> String {
     ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
 }
 

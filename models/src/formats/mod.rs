@@ -1,11 +1,12 @@
 //! Where matrices come from, under transformers' names: a checkpoint dense or in fp8, a GGUF file, quantised on the way or
-//! not. A format reads a [`Stored`] matrix; [`place`] makes a [`Weight`](crate::weights::Weight) of it.
+//! not, an adapter merged or not. A format reads a [`Stored`] matrix; [`place`] makes a [`Weight`](crate::weights::Weight) of it.
 
 mod blocks;
 mod e4m3;
 mod experts;
 mod fp8;
 mod gguf;
+mod lora;
 pub(crate) mod place;
 mod prefixes;
 mod quantize;
@@ -20,6 +21,8 @@ pub(crate) use experts::{dense_experts, ExpertBlocks, ExpertShape, StoredExperts
 pub(crate) use fp8::{dequantized, Fp8Format};
 pub use gguf::GgufFile;
 pub(crate) use gguf::{integer, GgufWeights};
+pub use lora::LoraAdapter;
+pub(crate) use lora::Merge;
 pub(crate) use prefixes::Prefixes;
 pub use quantize::OtherType;
 pub(crate) use quantize::Quantizer;

@@ -5,6 +5,15 @@ const WRAPPERS: &[&str] = &["", "module.", "_orig_mod.", "base_model.model."];
 /// The text model, as transformers, vLLM and MLX, and savers of a bare model have it.
 const TEXTS: &[&str] = &["model.", "model.language_model.", "language_model.model.", "language_model.", ""];
 
+/// A name without all that may stand before `layers`, `lm_head` and their like.
+pub(crate) fn inside(mut name: &str) -> &str {
+    let outer = || WRAPPERS[1..].iter().chain(&["model.", "language_model."]);
+    while let Some(rest) = outer().find_map(|outer| name.strip_prefix(outer)) {
+        name = rest;
+    }
+    name
+}
+
 /// Prefixes without the dot at the end; empty at the root.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Prefixes {
@@ -54,6 +63,14 @@ impl Prefixes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nothing_stays_before_a_layer() {
+        for outer in ["", "model.", "base_model.model.model.language_model.", "language_model.model._orig_mod."] {
+            assert_eq!(inside(&format!("{outer}layers.0.mlp")), "layers.0.mlp");
+        }
+        assert_eq!(inside("model.visual.blocks.0"), "visual.blocks.0");
+    }
 
     #[test]
     fn what_is_around_a_model_is_found() {

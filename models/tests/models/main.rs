@@ -25,6 +25,8 @@ mod gguf;
 mod gguf_entries;
 mod gguf_refused;
 mod logprobs;
+mod lora;
+mod lora_refused;
 mod model;
 mod moe;
 mod parallel;

@@ -21,6 +21,29 @@ pub const QWEN3_5: Goldens =
 pub const QWEN3_5_MOE: Goldens =
     Goldens { checkpoint: "qwen3_5_moe_tiny", goldens: "as_loaded/qwen3_5_moe_tiny_goldens.safetensors", prompts: 5 };
 
+/// Adapters that PEFT 0.21.2 wrote, with what the model says with them, and the models.
+pub const ADAPTERS: [(&str, Goldens); 6] = [
+    ("tests/goldens/lora/demo_attention", DEMO),
+    ("tests/goldens/lora/demo_gdn", DEMO),
+    ("tests/goldens/lora/demo_experts", DEMO),
+    ("lora/tiny_all", QWEN3_5),
+    ("lora/tiny_patterns", QWEN3_5),
+    ("lora/tiny_wrapped", QWEN3_5),
+];
+
+/// The adapters whose models are here, as folders.
+pub fn adapters() -> impl Iterator<Item = (String, &'static Goldens)> {
+    ADAPTERS.iter().filter(|(_, model)| model.is_here()).map(|(name, model)| (path(name), model))
+}
+
+/// Prompt `i` of an adapter's two, in float32: the ids, and their log-probabilities from the second on.
+pub fn adapted(dir: &str, i: usize) -> Result<(Vec<u32>, Vec<f32>)> {
+    // SAFETY: nobody writes to the files of the repository during the tests.
+    let file = unsafe { MmapedSafetensors::new(format!("{dir}/goldens.safetensors"))? };
+    let get = |what: &str| file.load(&format!("{i}.{what}"), &Device::Cpu);
+    Ok((get("ids")?.to_dtype(DType::U32)?.to_vec1()?, get("logprobs")?.to_vec1()?))
+}
+
 /// One prompt, and the model's answer in float32.
 pub struct Prompt {
     pub ids: Vec<u32>,

@@ -104,6 +104,16 @@ impl<'a> GgufWeights<'a> {
         other.map(|other| read(columns, other).map(Stored::Blocks)).transpose()
     }
 
+    /// The quantised type that a weight has in the file; `None` where that is a float type.
+    pub(crate) fn quantized_as(&self, name: &str) -> Option<GgmlDType> {
+        let halves = name.strip_suffix(".gate_up_proj").filter(|_| !self.contains(name));
+        let names = halves.map_or(vec![name.to_string()], |experts| {
+            ["gate_proj", "up_proj"].map(|half| format!("{experts}.{half}")).into()
+        });
+        let dtype = |name: &String| self.file.dtype(&self.place(name).ok()?.tensor);
+        names.iter().filter_map(dtype).find(|dtype| float(*dtype).is_none())
+    }
+
     pub(crate) fn is_quantized(&self) -> bool {
         self.file.is_quantized()
     }
