@@ -38,7 +38,7 @@ typedef enum gdn_status {
   GDN_BAD_STRIDE = 8,       // a negative stride
   GDN_NO_PROFILE = 9,       // built without GDN_PROFILE
   GDN_PROFILE_BUFFER = 10,  // the profile buffer is misaligned, or has no room for the warps of the launch
-  GDN_BAD_WORKSPACE = 11,   // the workspace is null, misaligned or smaller than gdn_rule_workspace says
+  GDN_BAD_WORKSPACE = 11,   // the workspace is null, misaligned or smaller than the launcher's _workspace function says
   GDN_CUDA_ERROR = 1000
 } gdn_status;
 
