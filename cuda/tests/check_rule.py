@@ -8,7 +8,6 @@ import ctypes as C
 import math
 
 import harness
-import reference
 import torch
 from abi import ALGO_NAMES, AUTO, BAD_ALGO, CHUNKED_SM80, CODES, DECODE_128, GATES_READY, RECURRENT, RECURRENT_128
 from cases import every, rows
