@@ -38,7 +38,7 @@ typedef enum gdn_status {
   GDN_BAD_STRIDE = 8,       // a negative stride
   GDN_NO_PROFILE = 9,       // built without GDN_PROFILE
   GDN_PROFILE_BUFFER = 10,  // the profile buffer is misaligned, or has no room for the warps of the launch
-  GDN_BAD_WORKSPACE = 11,   // the workspace is null, misaligned or smaller than gdn_rule_workspace says
+  GDN_BAD_WORKSPACE = 11,   // the workspace is null, misaligned or smaller than the launcher's _workspace function says
   GDN_CUDA_ERROR = 1000
 } gdn_status;
 
@@ -120,9 +120,11 @@ typedef enum gdn_gates {
 
 // The gated delta rule over any number of tokens per sequence. Decode is tokens_per_seq = 1.
 //
-// GDN_RECURRENT alone supports these extras, and GDN_AUTO then chooses it:
+// GDN_RECURRENT and the chunk forms support these extras, and GDN_AUTO then chooses one of them:
 //   ready gates                    for layers that compute their own gates, as Kimi's and the peers' functions do, and for training
-//   state_in or state_out null     for calls without an initial state, and for callers that need only the outputs
+//   state_in null                  for calls without an initial state
+// GDN_RECURRENT alone supports these, and GDN_AUTO then chooses it:
+//   state_out null                 for callers that need only the outputs
 //   counts                         for engines that pad a batch: the device knows the lengths, the host does not
 //   head_stride, f16 states, dt_bias in 16 bits    for the state pools and weights of other engines
 typedef struct gdn_rule_params {

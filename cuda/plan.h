@@ -33,11 +33,11 @@ inline bool short_offsets(const gdn_common &p) {
 
 // ---- gdn_rule ----
 
-// Without the extras that only GDN_RECURRENT supports. States that are null are asked for apart: a workspace may be sized before
-// they are known.
+// Without the extras that only GDN_RECURRENT supports, but for those that the chunk forms support too. States that are null are asked
+// for apart: a workspace may be sized before they are known.
 inline bool without_extras(const gdn_rule_params &p) {
   const int64_t dense_head = static_cast<int64_t>(p.common.head_v) * p.common.head_k;
-  return !p.counts && p.common.state_dtype != GDN_F16 && p.gates == GDN_GATES_RAW && p.dt_bias_dtype == GDN_F32 &&
+  return !p.counts && p.common.state_dtype != GDN_F16 && p.dt_bias_dtype == GDN_F32 &&
          (p.head_stride == 0 || p.head_stride == dense_head);
 }
 
@@ -83,15 +83,16 @@ inline bool chunked_sm90_supports(const gdn_rule_params &p, const Device &d) {
 constexpr int32_t kChunked90Tokens = 12, kChunked80Tokens = 24;
 
 // The kernel for checked parameters: the requested one, or the best that supports them. GDN_AUTO: the requested one does not.
-// `null_states`: a state that is null counts, and only GDN_RECURRENT supports it.
+// `null_states`: a state that is null counts. Only GDN_RECURRENT supports one; the chunk forms support no state_in, and ready gates.
 inline int32_t rule_algo(const gdn_rule_params &p, bool null_states, const Device &d) {
-  const bool any = without_extras(p) && !(null_states && (!p.common.state_in || !p.common.state_out));
+  const bool chunked = without_extras(p) && !(null_states && !p.common.state_out);
+  const bool any = chunked && p.gates == GDN_GATES_RAW && !(null_states && !p.common.state_in);
   const bool supported[] = {true,
                             true,
                             any && recurrent_128_supports(p),
                             any && decode_128_supports(p),
-                            any && chunked_sm80_supports(p),
-                            any && chunked_sm90_supports(p, d)};
+                            chunked && chunked_sm80_supports(p),
+                            chunked && chunked_sm90_supports(p, d)};
   if (p.algo != GDN_AUTO) return supported[p.algo] ? p.algo : GDN_AUTO;
   // Several tokens of few heads leave the decode kernel's few blocks with a long chain of them; the recurrent one divides a
   // head over more.

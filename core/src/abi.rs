@@ -404,7 +404,7 @@ pub fn status_text(status: i32) -> String {
         8 => "a stride is negative",
         9 => "built without GDN_PROFILE",
         10 => "the profile buffer is not aligned to 16 bytes, or has no room for the warps of this launch",
-        11 => "the workspace is null, not aligned to 256 bytes or smaller than gdn_rule_workspace says",
+        11 => "the workspace is null, not aligned to 256 bytes or smaller than the launcher's _workspace function says",
         1002 => "CUDA error 2: out of memory",
         1209 => {
             "CUDA error 209: the kernels were not compiled for this GPU (CANDLE_GDN_CUDA_ARCHS lists what is compiled)"

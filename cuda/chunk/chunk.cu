@@ -86,8 +86,7 @@ int launch_chunked(const gdn_rule_params &p, int32_t algo, cudaStream_t stream) 
   const bool sm90 = algo == GDN_CHUNKED_SM90;
   chunk::Schedule s;
   if (const int status = chunk::make_schedule(p, sm90, &s)) return status;
-  const int64_t bytes = s.bytes();
-  if (bytes > 0 && (!p.workspace || !aligned(p.workspace, 256) || p.workspace_bytes < bytes)) return GDN_BAD_WORKSPACE;
+  if (const int status = check_workspace(p.workspace, p.workspace_bytes, s.bytes())) return status;
   return p.common.io_dtype == GDN_F16 ? chunk::launch_all<__half>(p, s, sm90, stream) : chunk::launch_all<__nv_bfloat16>(p, s, sm90, stream);
 }
 

@@ -70,6 +70,13 @@ __device__ __forceinline__ RawGates load_gates(const gdn_rule_params &p, const G
   return g;
 }
 
+// The factor of finish_gates() and dt_bias of a head, which ready gates have not.
+__device__ __forceinline__ float2 gate_factors(const gdn_rule_params &p, int head) {
+  constexpr float kLog2e = 1.44269504f;
+  if (p.gates == GDN_GATES_READY) return make_float2(kLog2e, 0.f);
+  return make_float2(-expf(p.common.a_log[head]) * kLog2e, static_cast<const float *>(p.common.dt_bias)[head]);
+}
+
 // log(1 + e^x) and 1 / (1 + e^-x) to a few ulp: through e^-|x|, and the logarithm as the series of an inverse tangent.
 __device__ __forceinline__ float softplus_fast(float x) {
   const float t = exp2_fast(-1.44269504f * fabsf(x)), s = __fdividef(t, 2.f + t), ss = s * s;
@@ -83,20 +90,22 @@ __device__ __forceinline__ float sigmoid_fast(float x) {
   return x >= 0.f ? r : t * r;
 }
 
-// `rate` is -exp(A_log) log2(e); taken() may load the next ones.
+// `rate` is -exp(A_log) log2(e), or log2(e) itself where the gates are ready; taken() may load the next ones.
 //
 // NOTES: loops are not unrolled, here and in the norms: these warps have time, and the code of all warps of a block must fit the
 // instruction cache.
 template <typename F>
 __device__ __forceinline__ void finish_gates(const gdn_rule_params &p, RawGates raw, float rate, float dt_bias, int count,
                                              int lane, TokenGates &to, const F &taken) {
+  const bool ready = p.gates == GDN_GATES_READY;
   float g[2], b[2];
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const bool there = 2 * lane + i < count;
-    const float decay = rate * softplus_fast(raw_to_float(raw.a[0], p.common.gate_dtype) + dt_bias);
+    const float x = raw_to_float(raw.a[0], p.common.gate_dtype), y = raw_to_float(raw.b[0], p.common.gate_dtype);
+    const float decay = rate * (ready ? x : softplus_fast(x + dt_bias));
     g[0] = g[1], g[1] = !there ? 0.f : decay < kLeastDecay ? kLeastDecay : decay;    // fmaxf would hide a NaN
-    b[0] = b[1], b[1] = (there ? p.common.beta_scale : 0.f) * sigmoid_fast(raw_to_float(raw.b[0], p.common.gate_dtype));
+    b[0] = b[1], b[1] = !there ? 0.f : ready ? y : p.common.beta_scale * sigmoid_fast(y);
     raw.a[0] = raw.a[1], raw.b[0] = raw.b[1];
   }
   taken();

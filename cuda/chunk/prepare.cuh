@@ -74,7 +74,8 @@ prepare_kernel(const __grid_constant__ gdn_rule_params p, Record *records
   auto make_gates = [&](int head) {
     if (warp != 0) return;
     const RawGates raw = load_gates(p, gates_at(p, n, first, head), count, lane);
-    finish_gates(p, raw, -expf(p.common.a_log[head]) * 1.44269504f, static_cast<const float *>(p.common.dt_bias)[head], count, lane, gates, [] {});
+    const float2 factors = gate_factors(p, head);
+    finish_gates(p, raw, factors.x, factors.y, count, lane, gates, [] {});
   };
   if (group < each) make_gates(key_head * each + group);
   GDN_PROFILED(stamps.lap(profile::kGates);)

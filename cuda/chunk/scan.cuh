@@ -355,7 +355,8 @@ __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule
     with_state_type<ST>(p.common.state_dtype, [&](auto type) {
       using S = typename decltype(type)::type;
       const S *from = static_cast<const S *>(p.common.state_in) + slot_of(p.common.in_slots, s.n) * p.common.in_slots.slot_stride;
-      load_state(state, from + static_cast<int64_t>(s.head) * p.common.head_v * p.common.head_k, row0, p.common.head_v, p.common.head_k, lane);
+      const int rows = p.common.state_in ? p.common.head_v : 0;    // none is read: zeros
+      load_state(state, from + static_cast<int64_t>(s.head) * p.common.head_v * p.common.head_k, row0, rows, p.common.head_k, lane);
     });
   }
 }

@@ -213,7 +213,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 
   __device__ __forceinline__ void run_gates(Phase<S::kStages> &at, int kept) {
     each_stretch([&](int) {
-      const float rate = -expf(p.common.a_log[s.head]) * 1.44269504f, dt_bias = static_cast<const float *>(p.common.dt_bias)[s.head];
+      const float2 factors = gate_factors(p, s.head);
       GatesAt from = gates_at(p, s.n, s.seq.first + token0, s.head);
       RawGates raw = load_gates(p, from, tokens, kept);
       GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
@@ -222,7 +222,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
         const int lane = recompute_lane(kept, full[at.index]), count = tokens - i * kChunk;
         used.wait_before(at);
         GDN_PROFILED(stamps.lap(profile::kWaitFree, i);)
-        finish_gates(p, raw, rate, dt_bias, count, lane, shared.gates[at.index], [&] {
+        finish_gates(p, raw, factors.x, factors.y, count, lane, shared.gates[at.index], [&] {
           from.next();
           raw = load_gates(p, from, count - kChunk, lane);
         });

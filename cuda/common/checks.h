@@ -69,6 +69,11 @@ template <typename P> bool state_in_place(const P &p) {
   return p.state_in == p.state_out && p.in_slots.slots == p.out_slots.slots && p.in_slots.slot_stride == p.out_slots.slot_stride;
 }
 
+// A workspace of `bytes` bytes, none of which may be needed.
+inline int check_workspace(const void *workspace, int64_t given, int64_t bytes) {
+  return bytes > 0 && (!workspace || !aligned(workspace, 256) || given < bytes) ? GDN_BAD_WORKSPACE : GDN_OK;
+}
+
 // A dimension of a grid that may go past 65535 is its x.
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 

@@ -133,6 +133,13 @@ __device__ __forceinline__ float load_any(const void *p, int64_t i, int dtype) {
   return static_cast<const float *>(p)[i];
 }
 
+__device__ __forceinline__ void store_any(const void *p, int64_t i, int dtype, float x) {
+  void *to = const_cast<void *>(p);
+  if (dtype == GDN_BF16) static_cast<__nv_bfloat16 *>(to)[i] = from_float<__nv_bfloat16>(x);
+  else if (dtype == GDN_F16) static_cast<__half *>(to)[i] = from_float<__half>(x);
+  else static_cast<float *>(to)[i] = x;
+}
+
 __device__ __forceinline__ uint32_t raw_load_any(const void *p, int64_t i, int dtype) {
   return dtype == GDN_F32 ? static_cast<const uint32_t *>(p)[i] : static_cast<const uint16_t *>(p)[i];
 }

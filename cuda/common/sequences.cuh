@@ -20,6 +20,21 @@ __device__ __forceinline__ Tokens tokens_of(const gdn_sequences &s, int n) {
   return {static_cast<int64_t>(begin), static_cast<int32_t>(end - begin)};
 }
 
+// The sequence of a row of the packed tokens, or of batched ones in a row, by all lanes of a warp: the last one that begins at or
+// before it.
+__device__ __forceinline__ int sequence_of_row(const gdn_sequences &s, int64_t row) {
+  if (s.cu_seqlens == nullptr) return static_cast<int>(row / s.tokens_per_seq);
+  const int lane = threadIdx.x % 32;
+  int low = 0, high = s.num_seqs;
+  while (high - low > 1) {
+    const int step = (high - low + 31) / 32, candidate = low + lane * step;
+    const bool begins = candidate < high && s.cu_seqlens[candidate] <= row;
+    low += (__popc(__ballot_sync(0xffffffffu, begins)) - 1) * step;
+    high = min(high, low + step);
+  }
+  return low;
+}
+
 template <typename T>
 __device__ __forceinline__ const T *heads_at(const gdn_heads &x, int n, int64_t token, int head) {
   return static_cast<const T *>(x.ptr) + n * x.seq_stride + token * x.token_stride + head * x.head_stride;

@@ -16,7 +16,7 @@ extern "C" const char *gdn_status_string(int status) {
     case GDN_PROFILE_BUFFER:
       return "the profile buffer is not aligned to 16 bytes, or has no room for the warps of this launch";
     case GDN_BAD_WORKSPACE:
-      return "the workspace is null, not aligned to 256 bytes or smaller than gdn_rule_workspace says";
+      return "the workspace is null, not aligned to 256 bytes or smaller than the launcher's _workspace function says";
   }
   if (status > GDN_CUDA_ERROR) {
     const char *s = cudaGetErrorString(static_cast<cudaError_t>(status - GDN_CUDA_ERROR));

@@ -39,7 +39,7 @@ SLOTS = ["identity", "apart", "permuted", "shared", "moved"]
 QUICK = [dict(lens=[130], hk=1, hv=2), dict(lens=[0, 5, 70, 64, 1], slots="moved", hk=1, hv=2), dict(lens=[65, 3], k=72, v=40, hk=1, hv=2),
          dict(lens=[80] * 2, io="f16", state="bf16", slots="shared", hk=1, hv=1), dict(lens=[70], v=256, hk=1, hv=1),
          dict(lens=[300, 20], hk=1, hv=2, segments=(2, 3), slots="apart"),
-         dict(lens=[1] * 40 + [300, 2], hk=1, hv=2, segments=(0, 3)),
+         dict(lens=[1] * 40 + [300, 2], hk=1, hv=2, segments=(0, 3)), dict(lens=[70, 300], hk=1, hv=2, ready=True, zeros=True, segments=(1, 2)),
          # Several heads a block; heads cut in two.
          dict(lens=[130] * 9, hk=8, hv=16, slots="moved", algos=1), dict(lens=[520] * 9, hk=8, hv=16, algos=1)]
 
@@ -78,6 +78,12 @@ def named():
     yield dict(lens=[1000], segments=(1, 2, 3, 5), decay="none")
     yield dict(lens=[1000], segments=(1, 3), beta_scale=2.0, state="bf16")
     yield dict(lens=[1000, 70], segments=(3,))
+    # Gates of the caller, and no initial state.
+    extras = [dict(ready=True), dict(zeros=True), dict(ready=True, zeros=True)]
+    yield from every(extras, io=IO, lens=[MIXED, [200] * 3])
+    yield from every(extras, lens=[[1000, 130, 0, 64]], segments=(1, 3), state=["f32", "bf16"], slots=["identity", "moved"])
+    yield from every(extras, rows("k v", (64, 64), (72, 40), (128, 256)), lens=[[130, 5]], decay=["normal", "strong", "none"], beta_scale=2.0)
+    yield dict(lens=[130] * 9, hk=8, hv=16, ready=True, zeros=True, algos=1)
     yield dict(lens=[3, 65], segments=(2, 5, 100))      # fewer tokens than parts
     yield dict(lens=[i % 3 for i in range(3000)], hk=1, hv=1, k=8, v=8)
     # More heads than multiprocessors, for some lengths in whole rounds and for some with heads cut in two.

@@ -8,9 +8,8 @@ import ctypes as C
 import math
 
 import harness
-import reference
 import torch
-from abi import (ALGO_NAMES, AUTO, BAD_ALGO, CODES, DECODE_128, GATES_READY, RECURRENT, RECURRENT_128, columns)
+from abi import ALGO_NAMES, AUTO, BAD_ALGO, CHUNKED_SM80, CODES, DECODE_128, GATES_READY, RECURRENT, RECURRENT_128
 from cases import every, rows
 from harness import Launch, Output, expect, group, null_params, one_by_one, report, verify
 from rule_case import REPEATS, RuleCase, rule
@@ -109,24 +108,17 @@ OPTIONS = [("zeros",), ("read only",), ("counts",), ("gaps",), ("ready",), ("dt_
 
 
 def check_option(lib, options, lens, **kw):
-    """Float gates, so that ready ones are as exact as raw ones."""
-    c = RuleCase(lens, gate="f32", slots="moved", slot_gap=8, **kw)
-    if "zeros" in options:
-        c.pool[c.in_slots, :c.size] = 0
+    """Float gates, so that ready ones are as exact as raw ones. The chunk forms support two of the options (check_chunk.py)."""
+    c = RuleCase(lens, gate="f32", slots="moved", slot_gap=8, ready="ready" in options, zeros="zeros" in options, **kw)
     if "dt_bias" in options:
         c.dt_bias = c.dt_bias.bfloat16().float()
     if "counts" in options:
         counts = [max(length - 1 - i % 2, 0) for i, length in enumerate(lens)]
     c.buffers()
-    p = c.params(lib, AUTO)
+    p = c.params(lib, RECURRENT)
     if "counts" in options:
         p.counts = torch.tensor(counts, dtype=torch.int32)
         c.lens = counts
-    if "ready" in options:
-        b_raw, a_raw = c.ba[:, :c.hv].double(), c.ba[:, c.hv:2 * c.hv].double()
-        ready = torch.cat([c.beta_scale * torch.sigmoid(b_raw), reference.log_decay(a_raw, c.a_log, c.dt_bias)], 1).float()
-        p.b, p.a = (columns(ready, first, 1, c.per_seq) for first in (0, c.hv))
-        p.gates, p.a_log, p.dt_bias = GATES_READY, None, None
     if "dt_bias" in options:
         p.dt_bias, p.dt_bias_dtype = c.dt_bias.bfloat16(), CODES["bf16"]
     o, state, *rest = c.outputs(RECURRENT)
@@ -142,11 +134,13 @@ def check_option(lib, options, lens, **kw):
         state, p.state_out = Output("state", state.buffer), None
     name = f"{' + '.join(options)} K={c.k} V={c.v} {c.io}/{c.state} {lens}"
     chosen, refused = C.c_int32(-1), C.c_int32(-1)
+    p.algo = AUTO
     lib.gdn_rule_choice(C.byref(p), C.byref(chosen))
     p.algo = RECURRENT_128
     status = lib.gdn_rule_choice(C.byref(p), C.byref(refused))
-    p.algo = AUTO
-    report(f"choice of {name}", (chosen.value, status) == (RECURRENT, BAD_ALGO), f"{ALGO_NAMES[chosen.value]}, status {status}")
+    p.algo = RECURRENT
+    fine = chosen.value == RECURRENT or chosen.value >= CHUNKED_SM80 and {"zeros", "ready"}.issuperset(options)
+    report(f"choice of {name}", fine and status == BAD_ALGO, f"{ALGO_NAMES[chosen.value]}, status {status}")
     verify(lib, name, Launch(lib.gdn_rule, p, lambda: [o, state, *rest], after=c.after))
 
 

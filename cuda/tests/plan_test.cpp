@@ -75,12 +75,26 @@ void rules() {
     expect(what, 1, plan::rule_algo(p, null_states, kH200), GDN_AUTO);
   };
   changed("counts", [](gdn_rule_params &p) { p.counts = reinterpret_cast<uint32_t *>(memory); });
-  changed("ready gates", [](gdn_rule_params &p) { p.gates = GDN_GATES_READY; });
   changed("f16 states", [](gdn_rule_params &p) { p.common.state_dtype = GDN_F16; });
   changed("dt_bias in 16 bits", [](gdn_rule_params &p) { p.dt_bias_dtype = GDN_BF16; });
   changed("head_stride", [](gdn_rule_params &p) { p.head_stride = 2 * 128 * 128; });
-  changed("no state_in", [](gdn_rule_params &p) { p.common.state_in = nullptr; });
   changed("no state_out", [](gdn_rule_params &p) { p.common.state_out = nullptr; });
+  // Two of them the chunk forms support too, where there are enough tokens.
+  const auto in_chunks = [&](const char *what, auto &&change) {
+    gdn_rule_params p = rule(16, 32, 128, 1, 4096);
+    change(p);
+    expect(what, 0, plan::rule_algo(p, true, kH200), GDN_CHUNKED_SM90);
+    expect(what, 1, plan::rule_algo(p, true, kA100), GDN_CHUNKED_SM80);
+    p.algo = GDN_RECURRENT_128;
+    expect(what, 2, plan::rule_algo(p, true, kH200), GDN_AUTO);
+    p = rule(16, 32, 128, 1, 11);
+    change(p);
+    expect(what, 3, plan::rule_algo(p, true, kH200), GDN_RECURRENT);
+  };
+  in_chunks("ready gates", [](gdn_rule_params &p) { p.gates = GDN_GATES_READY; });
+  in_chunks("ready gates in f32", [](gdn_rule_params &p) { p.gates = GDN_GATES_READY, p.common.gate_dtype = GDN_F32; });
+  in_chunks("no state_in", [](gdn_rule_params &p) { p.common.state_in = nullptr; });
+  in_chunks("ready gates and no state_in", [](gdn_rule_params &p) { p.gates = GDN_GATES_READY, p.common.state_in = nullptr; });
   gdn_rule_params p = rule(16, 32, 128, 1, 4096);
   p.common.state_in = nullptr;
   expect("a workspace before the states", 0, plan::rule_algo(p, false, kH200), GDN_CHUNKED_SM90);

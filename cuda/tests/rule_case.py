@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import reference
 import torch
-from abi import AUTO, CHUNKED_SM80, CODES, columns, rule_params, sequences, slots, workspace
+from abi import AUTO, CHUNKED_SM80, CODES, GATES_READY, columns, rule_params, sequences, slots, workspace
 from harness import CHUNKED_BOUND, O_BOUND, ONCE, STATE_BOUND, TYPES, Launch, Output, cu_seqlens, nan, normal, place
 
 WORST = 4           # a (sequence, head) may have so many times the bound of its case
@@ -53,17 +53,19 @@ class RuleCase:
     of NaN around the tokens, and, without cu_seqlens, after each sequence. `slack`: rows more than cu_seqlens needs.
     `apart`: q, k and v are tensors of their own. `by_head`: the error of every single head counts too, and that of o is
     measured against what a query of no particular direction would have read at least, since one that is orthogonal to the
-    state reads rounding alone. `by_sequence`: that of the states is the worst of one sequence."""
+    state reads rounding alone. `by_sequence`: that of the states is the worst of one sequence.
+    `ready`: a launch gets the log decay and beta in f32. `zeros`: it gets no initial state."""
     by_sequence = False
 
     def __init__(self, lens, hk=2, hv=4, k=128, v=128, io="bf16", gate=None, state="f32", varlen=None, slots="identity",
                  slot_gap=2, padding_by_either=False, keys="random", decay="normal", beta=None, beta_scale=1.0, l2norm=True,
                  qk_size=1.0, v_size=1.0, x_frame=(0, 0), o_frame=(0, 0), gates_gap=0, margin=0, between=0, slack=0, extra=0,
-                 apart=False, by_head=False, seed=0):
+                 apart=False, by_head=False, ready=False, zeros=False, seed=0):
         self.randn, self.rand = normal(seed), uniform(seed + 1)
         self.lens, self.hk, self.hv, self.k, self.v = lens, hk, hv, k, v
         self.io, self.gate, self.state, self.l2norm, self.beta_scale = io, gate or io, state, l2norm, beta_scale
         self.slack, self.margin, self.o_frame, self.apart, self.by_head = slack, margin, o_frame, apart, by_head
+        self.ready, self.zeros = ready, zeros
         self.varlen = len(set(lens)) > 1 if varlen is None else varlen
         assert self.varlen or len(set(lens)) == 1
         self.cu = cu_seqlens(lens) if self.varlen else None
@@ -78,6 +80,8 @@ class RuleCase:
         self.in_slots, self.out_slots = ([numbers[i] for i in self.live] for numbers in (self.where.ins, self.where.outs))
         self.pool = nan(self.where.count, self.size + (slot_gap if self.where.count > len(lens) else 0), dtype=state)
         self.pool[self.in_slots, :self.size] = (0.3 * self.randn(len(self.live), self.size)).to(self.pool.dtype)
+        if zeros:
+            self.pool[self.in_slots, :self.size] = 0
         self.draw_inputs(keys, decay, beta, qk_size, v_size, x_frame, gates_gap, extra)
         self.referenced = self.emulated = None
 
@@ -110,6 +114,11 @@ class RuleCase:
         self.ba = nan(self.rows, 2 * hv + gates_gap, dtype=self.gate)
         self.x[live, :self.width] = torch.cat(parts, 1).to(self.x.dtype)
         self.ba[live, :2 * hv] = torch.cat([b, a], 1).to(self.ba.dtype)
+        self.gates_of_launch = self.ba
+        if self.ready:
+            b, a = (x.double() for x in self.ba[:, :2 * hv].split(hv, 1))
+            made = [self.beta_scale * torch.sigmoid(b), reference.log_decay(a, self.a_log, self.dt_bias)]
+            self.gates_of_launch = torch.cat([*made, self.ba[:, 2 * hv:]], 1).float()
         self.qkv = list(self.x[:, :2 * hk * self.k + hv * self.v].split([hk * self.k, hk * self.k, hv * self.v], 1))
         if self.apart:
             self.qkv = [x.contiguous() for x in self.qkv]
@@ -169,7 +178,7 @@ class RuleCase:
         self.o_buffer = nan(shift + self.rows * (width + gap), dtype=self.io)
         self.o_rows = lambda x: x[shift:].view(self.rows, width + gap)[:, :width]
         self.o, self.state_in = self.o_rows(self.o_buffer), self.pool.clone()
-        self.state_out = self.state_in if self.in_place else torch.full_like(self.pool, float("nan"))
+        self.state_out = self.state_in if self.in_place and not self.zeros else torch.full_like(self.pool, float("nan"))
 
     def outputs(self, algo):
         """What a launch of this kernel, not AUTO, has to leave."""
@@ -187,7 +196,8 @@ class RuleCase:
 
     def fields(self, algo, start=0, lens=None):
         """The fields that the structs of gdn_rule and gdn_step share, after buffers()."""
-        view = lambda first: columns(self.ba[self.margin + start:], first, 1, self.per_seq)
+        view = lambda first: columns(self.gates_of_launch[self.margin + start:], first, 1, self.per_seq)
+        gate = "f32" if self.ready else self.gate
         in_slots, out_slots = (slots(numbers, self.where.count, self.pool.stride(0)) for numbers in self.where.tensors)
         seqs = sequences(lens or self.lens, self.cu)
         seqs.max_tokens_per_seq += self.slack
@@ -195,7 +205,7 @@ class RuleCase:
         return dict(
             a=view(self.hv), b=view(0), a_log=self.a_log, dt_bias=self.dt_bias, state_in=self.state_in, state_out=self.state_out,
             in_slots=in_slots, out_slots=out_slots, seqs=seqs, num_k_heads=self.hk, num_v_heads=self.hv, head_k=self.k,
-            head_v=self.v, io_dtype=CODES[self.io], gate_dtype=CODES[self.gate], state_dtype=CODES[self.state],
+            head_v=self.v, io_dtype=CODES[self.io], gate_dtype=CODES[gate], state_dtype=CODES[self.state],
             l2norm=int(self.l2norm), algo=algo, l2_eps=1e-6, scale=self.k ** -0.5, beta_scale=self.beta_scale)
 
     def params(self, lib, algo, segments=0, window=None):
@@ -205,6 +215,10 @@ class RuleCase:
         q, k, v = self.qkv
         p = rule_params(q=view(q, self.k), k=view(k, self.k), v=view(v, self.v), o=view(self.o, self.v), segments=segments,
                         **self.fields(algo, start, lens))
+        if self.ready:
+            p.gates, p.a_log, p.dt_bias = GATES_READY, None, None
+        if self.zeros:
+            p.state_in = None
         workspace(lib.gdn_rule_workspace, p)
         return p
 

@@ -117,6 +117,28 @@ def experts():
                 yield "gdn_moe", struct("gdn_moe_params", **fields, quantized=1, **types)
 
 
+def gradients():
+    for (k, v), dim, seqs, tokens, io in itertools.product(MODELS, [(64, 64), (96, 192), (128, 128), (256, 256), (40, 24)], [1, 64], [0, 1, 64, 4096], CODES):
+        shared = common(k, v, dim, seqs, tokens, io, "f32")
+        shared.update(gate_dtype=CODES["f32"])
+        inputs = dict(q=heads(k, dim[0], tokens), k=heads(k, dim[0], tokens), v=heads(v, dim[1], tokens))
+        gates = heads(v, 1, tokens)
+        for recompute in (0, 1):
+            yield "gdn_rule_backward", struct("gdn_rule_backward_params", common=shared, **inputs, **{f"d_{name}": x for name, x in inputs.items()},
+                                              d_o=heads(v, dim[1], tokens), d_log_decay=gates, d_beta=gates, d_state_in=FAR, recompute=recompute)
+        yield "gdn_norm_backward", struct("gdn_norm_backward_params", tokens=seqs * tokens, heads=v, head_v=dim[1], io_dtype=CODES[io], weight=FAR, d_weight=FAR,
+                                          **{name: heads(v, dim[1], tokens) for name in ("x", "z", "d_out", "d_x", "d_z")})
+        fields = dict(a=gates, b=gates, log_decay=gates, beta=gates, a_log=FAR, dt_bias=FAR, num_seqs=seqs, tokens_per_seq=tokens, heads=v, gate_dtype=CODES[io])
+        yield "gdn_ready_gates", struct("gdn_ready_gates_params", **fields)
+        yield "gdn_ready_gates_backward", struct("gdn_ready_gates_backward_params", gates=fields, d_log_decay=gates, d_beta=gates, d_a=gates, d_b=gates,
+                                                 d_a_log=FAR, d_dt_bias=FAR)
+        channels = 2 * k * dim[0] + v * dim[1]
+        for width in (2, 4, 8):
+            rows = heads(1, channels, tokens)
+            yield "gdn_conv_backward", struct("gdn_conv_backward_params", x=rows, d_y=rows, d_x=rows, weight=FAR, state_in=FAR, d_weight=FAR, d_state_in=FAR,
+                                              seqs=shared["seqs"], channels=channels, width=width, io_dtype=CODES[io], weight_dtype=CODES["f32"])
+
+
 def attentions():
     for (q, kv, dim), seqs, tokens, io in itertools.product([(16, 2, 256), (24, 4, 256), (32, 2, 256), (16, 8, 128), (8, 8, 64)], [1, 64],
                                                             [1, 4, 16, 17, 512, 4096], CODES):
@@ -131,7 +153,7 @@ def failures(library, card):
     lib = abi.load(library)
     lib.fake_card(*card)
     refused = []
-    for name, params in itertools.chain(rules(), steps(), products(), experts(), attentions()):
+    for name, params in itertools.chain(rules(), steps(), products(), experts(), attentions(), gradients()):
         query = getattr(lib, f"{name}_workspace", None)
         if query:
             size = C.c_int64(0)

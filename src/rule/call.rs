@@ -204,8 +204,10 @@ impl Rule {
             bail!("{op}: algo: {algo:?} {why}");
         }
         let plain = self.gates.raw.is_some() && !self.from_zeros;
-        if !plain && !matches!(algo, Algo::Auto | Algo::Recurrent) {
-            bail!("{op}: algo: {algo:?} supports raw gates and an initial state; Auto and Recurrent support any");
+        if !plain && !matches!(algo, Algo::Auto | Algo::Recurrent | Algo::ChunkedSm80 | Algo::ChunkedSm90) {
+            bail!(
+                "{op}: algo: {algo:?} supports raw gates and an initial state; Auto, Recurrent and the chunk forms support any"
+            );
         }
         Ok(())
     }
