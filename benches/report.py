@@ -41,7 +41,7 @@ BASELINES = ["candle", "torch", "torch-compile", "reference"]
 SUITES = {"decode": ("B", "copy", None), "prefill": ("B×T", "matmul", None), "contest-decode": ("B", "copy", None),
           "contest-prefill": ("workload", "matmul", None), "harness-decode": ("workload", None, None),
           "harness-prefill": ("workload", None, None), "conv": ("B×T", "copy", None), "norm": ("B×T", "copy", None),
-          "layer": ("T×B", None, "event"), "projections": ("T", "matmul", None), "rule": ("B×T", "copy", None)}
+          "backward": ("B×T", "matmul", None), "layer": ("T×B", None, "event"), "projections": ("T", "matmul", None), "rule": ("B×T", "copy", None)}
 ON_CPU = {name: SUITES[name] for name in ("rule", "conv", "norm")} | {"model": ("T×B", "tokens", None), "gguf": ("workload", "tokens", None)}
 SHORT_HEADS = ["16/32", "4/8"]
 BUCKETS = [64, 128, 256, 1024, 8192]            # upper ends, of total tokens

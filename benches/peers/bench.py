@@ -6,7 +6,7 @@
     python3 benches/peers/bench.py prefill --warm-up-compile --limit 540
     python3 benches/peers/bench.py decode --no-peers --algo all
 
-Suites: decode, prefill, contest-decode, contest-prefill, layer, projections. Needs a GPU, nvcc and torch; a peer that
+Suites: decode, prefill, contest-decode, contest-prefill, backward, layer, projections, hard. Needs a GPU, nvcc and torch; a peer that
 is not installed, does not compile or dies leaves gaps. Each contender runs in processes of its own, one at a time.
 Writes peers-<suite>.json under --out and prints a summary. Protocol and format: benches/README.md.
 
@@ -102,7 +102,7 @@ def arguments(argv):
     p.add_argument("suites", nargs="*", metavar="suite", help="any of the suites above; default: all")
     p.add_argument("--shapes", type=listed(head_pair), metavar="HK/HV,…", help="head counts, of the suites' or others")
     p.add_argument("--batches", type=listed(count), metavar="N,…", help="batch sizes of the decode suites and the layer")
-    p.add_argument("--lengths", type=listed(length), metavar="NxT,…", help="sequences x tokens of the prefill suite")
+    p.add_argument("--lengths", type=listed(length), metavar="NxT,…", help="sequences x tokens of the suites prefill and backward")
     p.add_argument("--contenders", type=names(list(contenders.CONTENDERS), "contender"), metavar="NAME,…",
                    default=list(contenders.CONTENDERS), help="default: all of " + ", ".join(contenders.CONTENDERS))
     p.add_argument("--no-peers", action="store_true", help="only candle-gdn, torch and torch-compile")

@@ -91,7 +91,7 @@ def run(spec, say):
 
 
 def case_of(contender, work, variant, sets):
-    kind = work.suite if work.suite in ("layer", "projections") else "rule"
+    kind = work.suite if work.suite in ("layer", "projections", "backward") else "rule"
     return getattr(contender, f"{kind}_case")(work, variant, sets)
 
 
@@ -113,17 +113,18 @@ def time_one(contender, work, variant):
     case.calls[0]()
     torch.cuda.synchronize()
     row = {"includes": contender.includes(work, variant)}
-    row["error"], note = errors(contender, work, case)
+    row["error"], note = errors(contender, work, case, variant)
     # Of hard inputs errors are what is asked for.
     bounds = () if work.hard else contender.bounds(work, variant)
-    over = [f"{name} {row['error'][name]:.1e} > {bound:.0e}" for name, bound in zip(("o", "state"), bounds)
+    names = list(row["error"]) if work.suite == "backward" else ["o", "state"]
+    over = [f"{name} {row['error'][name]:.1e} > {bound:.0e}" for name, bound in zip(names, bounds)
             if name in row["error"] and not row["error"][name] <= bound]      # NaN is over too
     if over:
         note = "not timed, over its bound: " + ", ".join(over)
     elif not note.startswith("not timed") and work.timed and not work.hard:
         case.math = None
         torch.cuda.empty_cache()
-        if work.suite == "layer":
+        if work.suite in ("layer", "backward"):
             row["between_bytes"] = case.between + allocated(case.calls[0])
         times = clocks.measure(case.calls)
         note = "; ".join(n for n in (note, times.pop("note")) if n)
@@ -142,11 +143,14 @@ def allocated(call):
     return torch.cuda.max_memory_allocated() - before
 
 
-def errors(contender, work, case):
-    """Relative RMS of set 0's outputs, and a note: the contest's own test where that applies."""
+def errors(contender, work, case, variant=""):
+    """Relative RMS of set 0's outputs, and a note: the contest's own test where that applies. Of gradients those of a smaller shape."""
     import contest
     import reference
     from workloads import DIM
+    if work.suite == "backward":
+        import gradients
+        return gradients.errors(contender, variant), ""
     if work.suite == "projections":
         return {"o": contender.projections_error(case)}, ""
     o, state = case.result()

@@ -318,6 +318,19 @@ class Contenders(unittest.TestCase):
             with self.assertRaises(KeyError):
                 case.result()
 
+    def test_gradients(self):
+        """Those of torch's operations are autograd's; a wrong one is seen, and each is checked."""
+        import gradients
+        with mock.patch.object(gradients, "CHECKED", work([30, 70], suite="backward")):
+            torch_ops = contenders.load("torch")(None, "cpu")
+            found, note = child.errors(torch_ops, gradients.CHECKED, None)
+            self.assertEqual((list(found), note), ([f"d{name}" for name in gradients.RAW], ""))
+            self.assertLess(max(found.values()), 3e-3, found)
+            exact = gradients.exact
+            with mock.patch.object(gradients, "exact", lambda *args: [1.1 * x for x in exact(*args)]):
+                wrong = gradients.errors(torch_ops, "")
+            self.assertTrue(all(error > 5e-2 for error in wrong.values()), wrong)
+
     def test_same_numbers_for_all(self):
         w = work([3, 4])
         a, b = data.draw(w, 3, "cpu"), data.draw(w, 3, "cpu")

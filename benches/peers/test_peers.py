@@ -75,6 +75,7 @@ class Arguments(unittest.TestCase):
         self.assertEqual(counts["decode"], {"candle-gdn": 108, "flashinfer": 108, "fla": 108, **baselines(6)})
         self.assertEqual(counts["prefill"], {"candle-gdn": 54, "flashinfer": 108, "flashqla": 54, "fla": 54, **baselines(3)})
         self.assertEqual((counts["contest-prefill"]["candle-gdn"], counts["contest-decode"]["fla"]), (100, 54))
+        self.assertEqual(counts["backward"], {"candle-gdn": 18, "flashqla": 18, "fla": 18, "torch": 2})
         self.assertEqual(counts["projections"], {"torch": 42})
         self.assertEqual(counts["layer"], {"candle-gdn": 17 + 4 + 4 + 7, "fla": 17, "torch": 34, "torch-compile": 12})
         todo = self.plan("decode", "layer", "--no-peers", "--algo", "all", "--shapes", "16/32", "--batches", "1,8")

@@ -10,10 +10,12 @@ HIDDEN = 2048               # of the layer and of the projections, with HK/HV 16
 HEADS = ["16/32", "16/16", "16/48", "16/64", "4/8", "2/8"]
 BATCHES = [1, 4, 8, 16, 32, 48, 64, 128, 256]
 LENGTHS = ["1x64", "1x128", "1x512", "1x2048", "1x8192", "1x32768", "4x2048", "4x8192", "8x1024"]
+BACKWARD_HEADS = ["16/32", "8/16", "4/8"]
+BACKWARD_LENGTHS = ["1x512", "1x2048", "1x8192", "4x2048", "8x4096", "1x32768"]
 PROJECTION_TOKENS = [1 << i for i in range(14)]
 LAYER_BATCHES, LAYER_TOKENS = [1, 8, 32, 128], PROJECTION_TOKENS[1:]    # T=1 is B=1
 FUSED_TOKENS = 8            # of a sequence at most, for which a layer takes the fused step
-SUITES = ["decode", "prefill", "contest-decode", "contest-prefill", "layer", "projections", "hard"]
+SUITES = ["decode", "prefill", "contest-decode", "contest-prefill", "backward", "layer", "projections", "hard"]
 # Inputs that cost 16-bit operands most; see data.harden.
 HARD = ["usual", "repeated keys", "two keys in turn", "no decay", "decays to -30", "large norms", "beta near 2",
         "repeated keys, no decay", "repeated keys, no decay, beta near 2"]
@@ -85,6 +87,14 @@ def rule_flop(tokens, hv):
     return tokens * hv * 2 * (4 * CHUNK * DIM + 3 * DIM * DIM)
 
 
+def backward_flop(tokens, hv):
+    """Operations of the chunk form's backward pass, C = 64, for K = V = 128: 409,600 a token and value head.
+
+    A chunk costs 11 products of C x C x K and 7 of C x K x V. What recomputes the states before each chunk is left out.
+    """
+    return tokens * hv * 2 * (11 * CHUNK * DIM + 7 * DIM * DIM)
+
+
 def projection_widths(hk, hv):
     """Output features of q, k, v, z, b, a."""
     return [hk * DIM, hk * DIM, hv * DIM, hv * DIM, hv, hv]
@@ -102,6 +112,10 @@ def cost(work):
         return 2 * weights + states + 2 * 2 * work.tokens * HIDDEN, flop
     if work.decode:
         return states, 0
+    if work.suite == "backward":
+        # q, k, v and the gradient of o are read, three gradients written, and the gates of f32; three kinds of state.
+        io = 2 * work.tokens * (4 * work.hk * DIM + 3 * work.hv * DIM) + 4 * 4 * work.tokens * work.hv
+        return 3 * work.state_bytes() + io, backward_flop(work.tokens, work.hv)
     # q and k, v and o, and the gates, in bf16.
     io = 2 * work.tokens * (2 * work.hk * DIM + 2 * work.hv * DIM + 2 * work.hv)
     return states + io, rule_flop(work.tokens, work.hv)
@@ -164,6 +178,7 @@ def model_suite(suite, batches, all_tokens):
 QUICK = {
     "decode": {"16/32 B=1", "16/32 B=8", "16/32 B=64"},
     "prefill": {"16/32 1x64", "16/32 1x2048", "16/32 8x1024"},
+    "backward": {"16/32 1x2048", "16/32 4x2048"},
     "contest-decode": {"#0 B=1", "#1 B=1", "#46 B=64"},
     "contest-prefill": {"#0 1:6", "#1 1:134", "#2 1:134", "#3 32:8192"},
     "hard": {f"{kind}, 4x300" for kind in HARD},
@@ -178,6 +193,8 @@ def select(suite, heads=None, batches=None, lengths=None, quick=False, number=No
     in the set, and nothing of others."""
     if suite in ("decode", "prefill"):
         works = list(rule_suite(suite, heads or HEADS, batches or BATCHES, lengths or LENGTHS))
+    elif suite == "backward":
+        works = list(rule_suite(suite, heads or BACKWARD_HEADS, [], lengths or BACKWARD_LENGTHS))
     elif suite.startswith("contest"):
         works = list(contest_suite(suite))
         if batches and suite == "contest-decode":

@@ -13,18 +13,19 @@ APART = ["no_overlap", "no_clusters", "unfused"]
 
 # name: module, class, {suite: variants}. Where `--algo` has a say the variants are those it may name, and APART.
 CONTENDERS = {
-    "candle-gdn": ("candle_gdn", "CandleGdn", {**{s: ALGOS for s in RULE}, "layer": [*ALGOS, *APART]}),
+    "candle-gdn": ("candle_gdn", "CandleGdn", {**{s: ALGOS for s in RULE}, "layer": [*ALGOS, *APART],
+                                                "backward": ["auto", "recurrent", "chunked_sm80", "chunked_sm90"]}),
     "flashinfer": ("peer_flashinfer", "FlashInfer", {"decode": [""], "contest-decode": [""],
                                                      **{s: ["cp", "nocp"] for s in PREFILLS}}),
-    "flashqla": ("peer_flashqla", "FlashQLA", {s: [""] for s in PREFILLS}),
-    "fla": ("peer_fla", "Fla", {s: [""] for s in [*RULE, "layer"]}),
-    "torch": ("projections", "Torch", {"decode": [""], "prefill": [""], "layer": ["one", "six"],
+    "flashqla": ("peer_flashqla", "FlashQLA", {s: [""] for s in [*PREFILLS, "backward"]}),
+    "fla": ("peer_fla", "Fla", {s: [""] for s in [*RULE, "layer", "backward"]}),
+    "torch": ("projections", "Torch", {"decode": [""], "prefill": [""], "backward": [""], "layer": ["one", "six"],
                                        "projections": ["one", "two", "six"]}),
     "torch-compile": ("tensor_ops", "Compiled", {"decode": [""], "prefill": [""], "layer": ["one", "six"]}),
 }
 # What is slow, or slow to compile, has a few shapes of a suite: the rule without kernels of its own those of `--quick`.
 CHAIN = {"B=1", "T=16", "T=128", "T=512", "T=2048", "T=8192"}
-BASELINES = {"torch": {s: QUICK[s] for s in ("decode", "prefill")},
+BASELINES = {"torch": {s: QUICK[s] for s in ("decode", "prefill", "backward")},
              "torch-compile": {**{s: QUICK[s] for s in ("decode", "prefill")}, "layer": CHAIN}}
 PEERS = ["flashinfer", "flashqla", "fla"]
 
@@ -33,8 +34,8 @@ PEERS = ["flashinfer", "flashqla", "fla"]
 # CuTe DSL itself stores nothing that was compiled explicitly. They do not depend on the heads: a process compiles once.
 ON_DISK = {
     "flashinfer": ["decode", "contest-decode"],     # exported objects under ~/.cache/flashinfer
-    "flashqla": PREFILLS,                           # tilelang's ~/.tilelang/cache
-    "fla": [*RULE, "layer"],                        # Triton's ~/.triton/cache
+    "flashqla": [*PREFILLS, "backward"],                           # tilelang's ~/.tilelang/cache
+    "fla": [*RULE, "layer", "backward"],                        # Triton's ~/.triton/cache
 }
 # Tuning results are measured, so they must not be those of a compile-ahead run with others on the GPU.
 COMPILE_AHEAD_ENV = {"fla": {"FLA_CACHE_RESULTS": "0"}}

@@ -7,6 +7,7 @@ import abi
 import layer
 import torch
 from data import BF16, Case, cumulative, draw, poison, raw_math
+from gradients import RAW, GradientCase, upstream
 from workloads import DIM, FUSED_TOKENS
 
 ALGOS = {name: code for code, name in enumerate(abi.ALGO_NAMES)}
@@ -59,12 +60,57 @@ class CandleGdn:
         """Of o and the state: o is rounded to bf16; a chunked prefill may round inside."""
         if work.suite == "layer":
             return layer.BOUNDS
+        if work.suite == "backward":
+            return (6e-3,) * len(RAW)
         return (4e-3, 1e-5) if work.decode and not variant.startswith("chunked") else (5e-3, 5e-3)
 
     def launch(self, name, params):
         status = getattr(self.lib, name)(C.byref(params), abi.stream())
         if status != abi.OK:
             raise RuntimeError(f"{name}: {self.lib.gdn_status_string(status).decode()}")
+
+    def backward_case(self, work, variant, sets):
+        """The rule's launches, then that of the gates: from the gradients of o and of the state to those of raw inputs."""
+        d = draw(work, sets, self.device)
+        d_out, d_state = upstream(work, sets, self.device)
+        cu = cumulative(work, torch.int32, self.device)
+        like = lambda x: torch.full_like(x, float("nan"))
+        ready = [torch.empty(sets, work.tokens, work.hv, device=self.device) for _ in range(2)]
+        d_ready = [like(x) for x in ready]
+        d_inputs = [like(x) for x in (d.q, d.k, d.v, d.a, d.b)]
+        d_vectors, d_states = [like(d.a_log.expand(sets, -1)) for _ in range(2)], like(d.state)
+        rules, gates = [], []
+        for i in range(sets):
+            (g, beta), (d_g, d_beta) = ([abi.heads(x[i]) for x in pair] for pair in (ready, d_ready))
+            forward = abi.fill(
+                abi.ReadyGatesParams, a=abi.heads(d.a[i]), b=abi.heads(d.b[i]), log_decay=g, beta=beta, a_log=d.a_log,
+                dt_bias=d.dt_bias, num_seqs=1, tokens_per_seq=work.tokens, heads=work.hv, gate_dtype=IO, beta_scale=1.0)
+            self.launch("gdn_ready_gates", forward)
+            d_q, d_k, d_v, d_a, d_b = (abi.heads(x[i]) for x in d_inputs)
+            gates.append(abi.fill(abi.ReadyGatesBackwardParams, gates=forward, d_log_decay=d_g, d_beta=d_beta, d_a=d_a, d_b=d_b,
+                                  d_a_log=d_vectors[0][i], d_dt_bias=d_vectors[1][i]))
+            slots = abi.slots(None, len(work.lens), work.hv * DIM * DIM)
+            rules.append(abi.fill(
+                abi.RuleBackwardParams, a=g, b=beta, state_in=d.state[i], in_slots=slots, out_slots=slots,
+                seqs=abi.sequences(work.lens, cu), num_k_heads=work.hk, num_v_heads=work.hv, head_k=DIM, head_v=DIM, io_dtype=IO,
+                gate_dtype=F32, state_dtype=F32, l2norm=1, l2_eps=1e-6, scale=DIM ** -0.5, beta_scale=1.0,
+                q=abi.heads(d.q[i]), k=abi.heads(d.k[i]), v=abi.heads(d.v[i]), d_o=abi.heads(d_out[i]), d_state_out=d_state[i],
+                d_q=d_q, d_k=d_k, d_v=d_v, d_log_decay=d_g, d_beta=d_beta, d_state_in=d_states[i], algo=ALGOS[variant]))
+        rooms = [abi.workspace(self.lib.gdn_rule_backward_workspace, *rules, device=self.device),
+                 abi.workspace(self.lib.gdn_ready_gates_backward_workspace, *gates, device=self.device)]
+
+        def call(i):
+            def run():
+                self.launch("gdn_rule_backward", rules[i])
+                self.launch("gdn_ready_gates_backward", gates[i])
+            return run
+
+        gradients = [*d_inputs, *d_vectors, d_states]
+        made = [*ready, *d_ready, *gradients]
+        between = sum(x.numel() * x.element_size() for x in made) // sets + sum(room.numel() for room in rooms)
+        inputs = [x[0] for x in (d.q, d.k, d.v, d.a, d.b)] + [d.a_log, d.dt_bias, d.state[0]]
+        return GradientCase([call(i) for i in range(sets)], RAW, inputs, (d_out[0], d_state[0]),
+                            lambda: [x[0] for x in gradients], between)
 
     def rule_case(self, work, variant, sets):
         d = draw(work, sets, self.device)

@@ -9,7 +9,7 @@ os.environ["FLA_TILELANG"] = "0"
 
 import layer
 import torch
-from contenders.peer import Peer, allocating_prefill
+from contenders.peer import Peer, allocating_prefill, ready_backward
 from data import Case, draw, output_bytes, poison_allocator, raw_math
 from workloads import DIM
 
@@ -46,6 +46,9 @@ class Fla(Peer):
 
         poison_allocator(output_bytes(work), self.device)
         return Case([call(i) for i in range(sets)], math, lambda: (results[0][0][:, 0], results[0][1]))
+
+    def backward_case(self, work, variant, sets):
+        return ready_backward(work, sets, self.device, lambda *args, **options: self.own(self.chunk(*args, **options)))
 
     @staticmethod
     def own(found):

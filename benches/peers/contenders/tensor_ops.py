@@ -5,6 +5,7 @@ import torch
 from contenders.peer import Peer
 from contenders.torch_layer import TorchLayer
 from data import BF16, Case, draw, log_decay_f32, output_bytes, poison_allocator, raw_math
+from gradients import RAW, by_autograd, upstream
 from workloads import CHUNK, DIM
 
 
@@ -72,12 +73,29 @@ class TensorOps(Peer):
             torch._dynamo.config.recompile_limit = 64       # a function is compiled again for every shape; eager past 8
         self.decode, self.prefill = (torch.compile(f, dynamic=False) if self.compiled else f for f in (decode, prefill))
 
+    def backward_case(self, work, variant, sets):
+        d = draw(work, sets, self.device)
+        split = lambda x: x.split(list(work.lens))
+
+        def forward(i, leaves):
+            *tokens, a_log, dt_bias, state = leaves
+            done = [prefill(*(x.unsqueeze(0) for x in own), a_log, dt_bias, state[n:n + 1])
+                    for n, own in enumerate(zip(*map(split, tokens)))] if len(set(work.lens)) > 1 else \
+                [prefill(*(x.unflatten(0, (len(work.lens), -1)) for x in tokens), a_log, dt_bias, state)]
+            return torch.cat([o.flatten(0, 1) for o, _ in done]), torch.cat([final for _, final in done])
+
+        vectors = (x.expand(sets, -1) for x in (d.a_log, d.dt_bias))
+        return by_autograd(forward, RAW, sets, upstream(work, sets, self.device),
+                           (d.q, d.k, d.v, d.a, d.b, *vectors, d.state), self.device)
+
     def includes(self, work, variant):
         if work.suite == "layer":
             return "convolution, gates, L2 norm, gated norm, both products; the rule is our kernel"
         return "gates, L2 norm"
 
     def bounds(self, work, variant):
+        if work.suite == "backward":
+            return (2e-2,) * len(RAW)
         return layer.BOUNDS if work.suite == "layer" else super().bounds(work, variant)
 
     def layer_case(self, work, variant, sets):
