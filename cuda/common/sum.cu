@@ -7,7 +7,7 @@ namespace gdn {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int64_t kManyRows = 256;    // then fewer columns and more threads for each
+constexpr int64_t kManyRows = 256, kManyColumns = 8192;    // more threads for each column, or more columns a block
 
 template <int COLUMNS>
 __global__ void __launch_bounds__(kThreads) sum_rows_kernel(const float *from, int64_t rows, int64_t columns, float *to) {
@@ -39,5 +39,6 @@ template <int COLUMNS> int launch_sum(const float *from, int64_t rows, int64_t c
 
 int gdn::sum_rows(const float *from, int64_t rows, int64_t columns, float *to, cudaStream_t stream) {
   if (columns == 0) return GDN_OK;
-  return rows > kManyRows ? launch_sum<8>(from, rows, columns, to, stream) : launch_sum<32>(from, rows, columns, to, stream);
+  if (rows > kManyRows) return launch_sum<8>(from, rows, columns, to, stream);
+  return columns >= kManyColumns ? launch_sum<128>(from, rows, columns, to, stream) : launch_sum<32>(from, rows, columns, to, stream);
 }

@@ -23,7 +23,7 @@ constexpr int kTileWarps = 4, kTileThreads = 32 * kTileWarps, kLaneChannels = kT
 template <typename T, int W> struct BackwardTile {
   static constexpr int kTokens = tile_tokens(sizeof(T)), kOwn = kTokens / kTileWarps, kBefore = W - 1;
   static constexpr int kInputs = kTokens + 2 * kBefore, kGradients = kTokens + kBefore;    // rows of x from kBefore before the tile on, and of dy
-  static constexpr int kBlocks = W <= 2 ? 6 : W <= 5 ? 4 : W <= 6 ? 3 : 2;
+  static constexpr int kBlocks = W <= 2 ? 5 : W <= 4 ? 4 : W <= 6 ? 3 : 2;
   union Shared {
     struct {
       alignas(16) T x[kInputs][kTileChannels];
@@ -44,6 +44,10 @@ template <typename T> struct Rows {
     const uint32_t row = static_cast<uint32_t>(r), n = row / static_cast<uint32_t>(tokens_per_seq);
     return at + n * seq_stride + (row - n * static_cast<uint32_t>(tokens_per_seq)) * token_stride;
   }
+  // Whether rows first .. last are token_stride apart.
+  __device__ __forceinline__ bool even(int64_t first, int64_t last) const {
+    return tokens_per_seq == 0 || static_cast<uint32_t>(first) / tokens_per_seq == static_cast<uint32_t>(last) / tokens_per_seq;
+  }
 };
 template <typename T> __device__ __forceinline__ Rows<T> rows_of(const gdn_heads &x, const gdn_sequences &s) {
   const bool apart = !s.cu_seqlens && s.num_seqs > 1 && x.seq_stride != s.tokens_per_seq * x.token_stride;
@@ -55,24 +59,40 @@ template <typename T, int COUNT>
 __device__ __forceinline__ void copy_rows(T (*to)[kTileChannels], const Rows<const T> &from, int64_t first, int64_t rows, int channel,
                                           int channels, bool vec) {
   constexpr int kPiece = 16 / sizeof(T), kPieces = kTileChannels / kPiece, kStep = kTileThreads / kPieces;
+  const int begin = first < 0 ? static_cast<int>(-first) : 0, end = static_cast<int>(min(static_cast<int64_t>(COUNT), rows - first));
   if (vec) {
     const int piece = threadIdx.x % kPieces * kPiece;
-    if (channel + piece >= channels) return;
+    if (channel + piece >= channels || begin >= end) return;
+    const bool even = from.even(first + begin, first + end - 1);
+    const T *base = from.row(first + begin) + channel + piece;
 #pragma unroll
     for (int i = threadIdx.x / kPieces; i < COUNT; i += kStep)
-      if (first + i >= 0 && first + i < rows) ptx::copy_async(ptx::shared_address(&to[i][piece]), from.row(first + i) + channel + piece);
+      if (i >= begin && i < end)
+        ptx::copy_async(ptx::shared_address(&to[i][piece]),
+                        even ? base + (i - begin) * from.token_stride : from.row(first + i) + channel + piece);
   } else {
     const int at = threadIdx.x;
     static_assert(kTileThreads == kTileChannels, "a thread a channel");
     if (channel + at >= channels) return;
-    for (int i = 0; i < COUNT; ++i)
-      if (first + i >= 0 && first + i < rows) to[i][at] = from.row(first + i)[channel + at];
+    for (int i = begin; i < end; ++i) to[i][at] = from.row(first + i)[channel + at];
   }
 }
 
 template <typename T> __device__ __forceinline__ void load_channels(const T *from, int valid, float (&x)[kLaneChannels]) {
 #pragma unroll
   for (int c = 0; c < kLaneChannels; ++c) x[c] = c < valid ? to_float(from[c]) : 0.f;
+}
+
+// The taps of a lane's channels; zero for channels that do not exist.
+template <typename T, int W>
+__device__ __forceinline__ void load_taps(const void *from, int channel, int valid, float (&weight)[kLaneChannels][W]) {
+  const T *taps = static_cast<const T *>(from) + static_cast<int64_t>(channel) * W;
+  float x[kLaneChannels * W] = {};
+  if (valid == kLaneChannels) load_weights(taps, x);
+  else
+    for (int i = 0; i < kLaneChannels * W; ++i) x[i] = i < valid * W ? to_float(taps[i]) : 0.f;
+#pragma unroll
+  for (int i = 0; i < kLaneChannels * W; ++i) weight[i / W][i % W] = x[i];
 }
 
 template <int W> __device__ __forceinline__ float derivative(const float (&weight)[W], const float (&x)[W], float dy, bool silu) {
@@ -122,20 +142,22 @@ template <int W> struct Lane {
   }
 };
 
-// A part of a sequence: rows first .. first + own, of which `more` rows follow in the sequence.
+// A part of a sequence: `own` rows, of which dx goes to `to`; `more` rows follow in the sequence.
 template <typename T, int W>
-__device__ __forceinline__ void walk(Lane<W> &lane, const T *x, const T *dy, const Rows<T> &to, int64_t first, int own, int more, int channel,
-                                     int valid, bool vec, bool silu) {
+__device__ __forceinline__ void walk(Lane<W> &lane, const T *x, const T *dy, T *to, int64_t stride, int own, int more, int valid, bool vec,
+                                     bool silu) {
 #pragma unroll 4
   for (int i = 0; i < own; ++i, x += kTileChannels, dy += kTileChannels) {
     lane.template next<true>(x, dy, true, silu);
-    if (i >= W - 1 && valid > 0) lane.store(to.row(first + i - (W - 1)) + channel, valid, vec);
+    if (i >= W - 1 && valid > 0) lane.store(to, valid, vec);
+    if (i >= W - 1) to += stride;
   }
 #pragma unroll
   for (int i = 0; i < W - 1; ++i) {    // rows after the own ones only add to their dx
     const int step = i < more ? i : 0;
     lane.template next<false>(x + step * kTileChannels, dy + step * kTileChannels, i < more, silu);
-    if (own + i >= W - 1 && valid > 0) lane.store(to.row(first + own + i - (W - 1)) + channel, valid, vec);
+    if (own + i >= W - 1 && valid > 0) lane.store(to, valid, vec);
+    if (own + i >= W - 1) to += stride;
   }
 }
 
@@ -155,10 +177,7 @@ __global__ void __launch_bounds__(kTileThreads, BackwardTile<T, W>::kBlocks)
 #pragma unroll
   for (int c = 0; c < kLaneChannels; ++c)
 #pragma unroll
-    for (int j = 0; j < W; ++j) {
-      own.weight[c][j] = c < valid ? load_any(p.weight, static_cast<int64_t>(channel + c) * W + j, p.weight_dtype) : 0.f;
-      own.sum[c][j] = 0.f;
-    }
+    for (int j = 0; j < W; ++j) own.sum[c][j] = 0.f;
 
   for (int64_t tile = place; tile < plan.tiles; tile += plan.places) {
     const int64_t row0 = tile * Tile::kTokens;
@@ -167,6 +186,11 @@ __global__ void __launch_bounds__(kTileThreads, BackwardTile<T, W>::kBlocks)
     copy_rows<T, Tile::kInputs>(shared.rows.x, x, row0 - Tile::kBefore, plan.rows, channel0, p.channels, plan.vec);
     copy_rows<T, Tile::kGradients>(shared.rows.dy, dy, row0, plan.rows, channel0, p.channels, plan.vec);
     ptx::copy_async_commit();
+    if (tile == place) {
+      if (p.weight_dtype == GDN_F32) load_taps<float, W>(p.weight, channel, valid, own.weight);
+      else if (p.weight_dtype == GDN_BF16) load_taps<__nv_bfloat16, W>(p.weight, channel, valid, own.weight);
+      else load_taps<__half, W>(p.weight, channel, valid, own.weight);
+    }
     int64_t row = row0 + warp * Tile::kOwn;
     const int64_t end = min(row + Tile::kOwn, plan.rows);
     int n = row < end ? sequence_of_row(p.seqs, row) : p.seqs.num_seqs;
@@ -189,8 +213,8 @@ __global__ void __launch_bounds__(kTileThreads, BackwardTile<T, W>::kBlocks)
 #pragma unroll
         for (int c = 0; c < kLaneChannels; ++c) own.x[c][j + 1] = past[c], own.dp[c][j + 1] = 0.f;
       }
-      walk<T, W>(own, &shared.rows.x[at + W - 1][kLaneChannels * lane], &shared.rows.dy[at][kLaneChannels * lane], dx, row, count, more, channel,
-                 valid, plan.vec, p.silu);
+      walk<T, W>(own, &shared.rows.x[at + W - 1][kLaneChannels * lane], &shared.rows.dy[at][kLaneChannels * lane], dx.row(row) + channel,
+                 dx.token_stride, count, more, valid, plan.vec, p.silu);
       row += count;
     }
   }

@@ -12,7 +12,7 @@ namespace gdn {
 namespace gates {
 
 constexpr int kHeads = 32, kRows = 8;    // of a block
-constexpr int64_t kLeastTokens = 64, kMostTiles = 512;    // tokens of a tile at least, tiles at most
+constexpr int64_t kLeastTokens = 16, kMostTiles = 2048;    // tokens of a tile at least, tiles at most
 
 // Tokens of a tile, which a block sums, and tiles. Both follow from the number of tokens alone.
 struct Tiles {
@@ -34,7 +34,10 @@ struct Token {
 // Runs fn(token) for the tokens of this thread in the block's tile.
 template <typename F> __device__ __forceinline__ void each_token(const gdn_ready_gates_params &p, const Tiles &tiles, const F &fn) {
   const int64_t begin = blockIdx.x * tiles.each, end = min(begin + tiles.each, tiles.tokens);
-  for (int64_t i = begin + threadIdx.y; i < end; i += kRows) fn(Token{i / p.tokens_per_seq, i % p.tokens_per_seq});
+  for (int64_t i = begin + threadIdx.y; i < end; i += kRows) {
+    const int64_t n = p.num_seqs == 1 ? 0 : i / p.tokens_per_seq;
+    fn(Token{n, i - n * p.tokens_per_seq});
+  }
 }
 
 __global__ void __launch_bounds__(kHeads * kRows)
@@ -59,10 +62,11 @@ __global__ void __launch_bounds__(kHeads * kRows)
     const float rate = -expf(p.gates.a_log[head]), dt_bias = p.gates.dt_bias[head];
     const float *d_log_decays = static_cast<const float *>(p.d_log_decay.ptr), *d_betas = static_cast<const float *>(p.d_beta.ptr);
     each_token(p.gates, tiles, [&](const Token &at) {
-      const float a = load_any(p.gates.a.ptr, at.offset(p.gates.a, head), p.gates.gate_dtype) + dt_bias;
-      const float b = load_any(p.gates.b.ptr, at.offset(p.gates.b, head), p.gates.gate_dtype);
-      const float dg = d_log_decays[at.offset(p.d_log_decay, head)];
-      const float da = rate * sigmoid(a) * dg, db = d_betas[at.offset(p.d_beta, head)] * (p.gates.beta_scale * sigmoid(b) * sigmoid(-b));
+      const uint32_t raw_a = raw_load_any(p.gates.a.ptr, at.offset(p.gates.a, head), p.gates.gate_dtype);
+      const uint32_t raw_b = raw_load_any(p.gates.b.ptr, at.offset(p.gates.b, head), p.gates.gate_dtype);
+      const float dg = d_log_decays[at.offset(p.d_log_decay, head)], d_beta = d_betas[at.offset(p.d_beta, head)];
+      const float a = raw_to_float(raw_a, p.gates.gate_dtype) + dt_bias, b = raw_to_float(raw_b, p.gates.gate_dtype);
+      const float da = rate * sigmoid(a) * dg, db = d_beta * (p.gates.beta_scale * sigmoid(b) * sigmoid(-b));
       store_any(p.d_a.ptr, at.offset(p.d_a, head), p.gates.gate_dtype, da);
       store_any(p.d_b.ptr, at.offset(p.d_b, head), p.gates.gate_dtype, db);
       d_a_log = fmaf(dg, rate * softplus(a), d_a_log);

@@ -271,7 +271,8 @@ def safetensors(path):
     for name, x in header.items():
         if name != "__metadata__":
             begin, end = x["data_offsets"]
-            flat = torch.frombuffer(bytearray(data[begin:end]), dtype=kinds[x["dtype"]], device="cpu") if end > begin else torch.zeros(0, dtype=kinds[x["dtype"]])
+            kind = kinds[x["dtype"]]
+            flat = torch.frombuffer(bytearray(data[begin:end]), dtype=kind) if end > begin else torch.zeros(0, dtype=kind)
             made[name] = flat.to(torch.get_default_device()).reshape(x["shape"])
     return header.get("__metadata__", {}), made
 
