@@ -367,7 +367,10 @@ extern "C" {
     pub fn gdn_norm(params: *const NormParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_ready_gates(params: *const ReadyGatesParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_ready_gates_backward(params: *const ReadyGatesBackwardParams, stream: *mut c_void) -> std::ffi::c_int;
-    pub fn gdn_ready_gates_backward_workspace(params: *const ReadyGatesBackwardParams, bytes: *mut i64) -> std::ffi::c_int;
+    pub fn gdn_ready_gates_backward_workspace(
+        params: *const ReadyGatesBackwardParams,
+        bytes: *mut i64,
+    ) -> std::ffi::c_int;
     pub fn gdn_rule_backward(params: *const RuleBackwardParams, stream: *mut c_void) -> std::ffi::c_int;
     pub fn gdn_rule_backward_choice(params: *const RuleBackwardParams, algo: *mut i32) -> std::ffi::c_int;
     pub fn gdn_rule_backward_workspace(params: *const RuleBackwardParams, bytes: *mut i64) -> std::ffi::c_int;

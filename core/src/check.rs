@@ -237,6 +237,12 @@ pub fn check_untracked(op: &str, arg: &str, tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
+/// The gradients of those arguments that are tracked: candle needs these, and adds whatever it is given.
+pub fn tracked<const N: usize>(args: [&Tensor; N], gradients: [Tensor; N]) -> [Option<Tensor>; N] {
+    let mut args = args.into_iter();
+    gradients.map(|gradient| args.next().is_some_and(Tensor::track_op).then_some(gradient))
+}
+
 /// Zeros in memory of their own, or an error where there is not enough: candle's sizes wrap, and its memory on the CPU
 /// aborts the process.
 pub fn zeros(op: &str, arg: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {

@@ -1,5 +1,6 @@
 //! The short causal convolution before the rule.
 
+mod backward;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -12,6 +13,8 @@ use candle_gdn_core::cpu::Element;
 use candle_gdn_core::device::{apply2, elements, in_place_cpu, CpuWritten};
 use candle_gdn_core::{cpu_slots, custom_op, CpuSlots, CuSeqlens, SequencePlan, Slots};
 use half::{bf16, f16};
+
+pub use backward::causal_conv1d_diff;
 
 const OP: &str = "causal_conv1d";
 

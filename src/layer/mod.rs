@@ -1,14 +1,19 @@
 //! The Gated DeltaNet layer: projection, convolution, rule, gated norm, output projection.
 
+mod checkpoint;
 mod config;
 mod forward;
+mod freeze;
 mod load;
 mod projection;
+mod train;
+mod train_load;
 mod verify;
 
 pub use config::GdnConfig;
 pub use load::{select_rows, Matrices};
 pub use projection::{InProjection, Project, Projection};
+pub use train::{TrainableGatedDeltaNet, TrainingState};
 pub use verify::{Accepted, Drafted};
 
 use crate::algo::Algo;
