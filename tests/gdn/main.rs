@@ -9,6 +9,8 @@ mod conv_norm;
 mod errors;
 mod faults;
 mod goldens;
+mod grad_case;
+mod gradients;
 mod layer;
 mod pool;
 #[cfg(feature = "profile")]
