@@ -163,6 +163,10 @@ impl TrainableGatedDeltaNet {
         state: Option<&TrainingState>,
     ) -> Result<(Tensor, TrainingState)> {
         self.check_x(x, cu_seqlens)?;
+        if x.elem_count() == 0 {
+            let sequences = cu_seqlens.map_or(x.dims()[0], CuSeqlens::num_sequences);
+            return Ok((x.clone(), state.map_or_else(|| self.zero_state(sequences, x), |state| Ok(state.clone()))?));
+        }
         let (y, qkv, recurrent) = self.run(x, cu_seqlens, state)?;
         let conv = self.last_inputs(&qkv, cu_seqlens, state)?;
         Ok((y, TrainingState { conv, recurrent }))
@@ -191,6 +195,15 @@ impl TrainableGatedDeltaNet {
         Ok((y, qkv, last))
     }
 
+    fn zero_state(&self, sequences: usize, x: &Tensor) -> Result<TrainingState> {
+        let c = &self.config;
+        let recurrent = (sequences, c.num_value_heads, c.value_head_dim, c.key_head_dim);
+        Ok(TrainingState {
+            conv: Tensor::zeros((sequences, c.conv_kernel - 1, c.conv_channels()), x.dtype(), x.device())?,
+            recurrent: Tensor::zeros(recurrent, DType::F32, x.device())?,
+        })
+    }
+
     /// The window of the convolution after the last tokens.
     fn last_inputs(
         &self,
@@ -198,11 +211,11 @@ impl TrainableGatedDeltaNet {
         cu_seqlens: Option<&CuSeqlens>,
         state: Option<&TrainingState>,
     ) -> Result<Tensor> {
-        let (c, history) = (&self.config, self.config.conv_kernel - 1);
+        let history = self.config.conv_kernel - 1;
         let sequences = cu_seqlens.map_or(qkv.dims()[0], CuSeqlens::num_sequences);
         let before = match state {
             Some(state) => state.conv.clone(),
-            None => Tensor::zeros((sequences, history, c.conv_channels()), qkv.dtype(), qkv.device())?,
+            None => self.zero_state(sequences, qkv)?.conv,
         };
         let after = |before: &Tensor, inputs: &Tensor| {
             let tokens = inputs.dims()[1];

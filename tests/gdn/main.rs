@@ -37,6 +37,8 @@ mod stored_state;
 mod support;
 mod tensor_cores;
 mod threads;
+mod train_layer;
+mod train_ops;
 mod training;
 mod verify;
 
