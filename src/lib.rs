@@ -8,7 +8,8 @@
 //!   state with every token.
 //! * [`ops`] is for authors of their own layer: the gated delta rule, the convolution before it, the norm after it, and all
 //!   three as one step. All run on the CPU and, with the `cuda` feature, on CUDA.
-//! * [`mod@reference`] is the rule in `f64` that every kernel is tested against.
+//! * [`TrainableGatedDeltaNet`] is the layer in training: gradients of x, of every weight and of the states, batched and packed.
+//! * [`mod@reference`] is the rule and its backward pass in `f64` that every kernel is tested against.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};

@@ -200,7 +200,7 @@ impl CpuRun<'_> {
 ///
 /// # Errors
 /// When a rank, shape, dtype or device does not fit, an input shares its storage with the state, or a tensor is tracked for
-/// gradients, since there is no backward pass; the message names the argument, what was expected and what came.
+/// gradients, since [`causal_conv1d_diff`] is the one with a backward pass; the message names the argument, what was expected and what came.
 pub fn causal_conv1d(
     x: &Tensor,
     weight: &Tensor,

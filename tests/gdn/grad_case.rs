@@ -140,6 +140,22 @@ impl Call {
         Ok((o, last, loss))
     }
 
+    /// The norm, over value heads, of the sums of the sizes of what the tokens add to the gradient of `A_log` or `dt_bias`.
+    pub fn terms(&self, name: &str) -> f64 {
+        let (_, _, gradients) = self.reference();
+        let [a, dt_bias] = [3, 6].map(|i| values(&self.args[i]));
+        let heads = dt_bias.len();
+        let mut sums = vec![0.0; heads];
+        for (i, d_a) in gradients[3].iter().enumerate() {
+            let x = a[i] + dt_bias[i % heads];
+            // d_A_log = log_decay d_log_decay, da = -rate sigmoid(x) d_log_decay
+            let softplus = x.max(0.0) + (-x.abs()).exp().ln_1p();
+            let factor = if name == "A_log" { softplus * (1.0 + (-x).exp()) } else { 1.0 };
+            sums[i % heads] += d_a.abs() * factor;
+        }
+        sums.iter().map(|x| x * x).sum::<f64>().sqrt()
+    }
+
     /// o, the final state and the gradients by the reference.
     pub fn reference(&self) -> (Vec<f64>, Vec<f64>, [Vec<f64>; 8]) {
         let [q, k, v, a, b, a_log, dt_bias, mut state] = self.args.each_ref().map(values);

@@ -298,13 +298,8 @@ impl Backward<'_> {
             }
         }
         transpose(self.u, (CHUNK, value_dim), (values, CHUNK), transposed);
-        let with_u = |rows: &[f32]| {
-            let mut out: Square = [[0.0; CHUNK]; CHUNK];
-            let a = Left { data: rows, strides: (values, 1) };
-            product(simd, (CHUNK, CHUNK, value_dim), a, transposed, Base::None, out.as_flattened_mut());
-            out
-        };
-        let (d_a, mut d_l) = (with_u(&tokens.d_op[..CHUNK * values]), with_u(d_u));
+        let d_a = with_updates(simd, &tokens.d_op[..CHUNK * values], values, transposed);
+        let mut d_l = with_updates(simd, d_u, values, transposed);
         d_l.as_flattened_mut().iter_mut().for_each(|d| *d = -*d);
         Pairs { keys: products, l, a, d_a, d_l }
     }
@@ -405,6 +400,16 @@ impl Backward<'_> {
         let base = Base::Own(tokens.decays.whole);
         product(simd, (value_dim, keys, 2 * CHUNK), d_op, &tokens.qk, base, self.d_state);
     }
+}
+
+/// Rows `[CHUNK, padded V]` by the updates of tokens, `[V, CHUNK]`. A function, since a closure would not be compiled for the
+/// instruction set.
+#[inline(always)]
+fn with_updates<S: Simd>(simd: S, rows: &[f32], values: usize, updates: &[f32]) -> Square {
+    let mut out = [[0.0; CHUNK]; CHUNK];
+    let a = Left { data: rows, strides: (values, 1) };
+    product(simd, (CHUNK, CHUNK, updates.len() / CHUNK), a, updates, Base::None, out.as_flattened_mut());
+    out
 }
 
 /// Times the decays, which are zero above the diagonal.

@@ -90,6 +90,7 @@ impl Call<'_> {
 
     /// # Safety
     /// The rows from `row` on and the columns from `column` on must lie in the matrices.
+    #[allow(clippy::needless_range_loop)] // closures would not be compiled for the instruction set
     #[inline(always)]
     unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
         &self,
@@ -98,32 +99,59 @@ impl Call<'_> {
         column: usize,
         c: &mut [f32],
     ) {
-        let vector = |data: *const f32, offset: usize, i: usize| {
-            data.add(offset + i * S::F32_LANES).cast::<S::f32s>().read_unaligned()
-        };
         let (row_stride, column_stride) = self.a.strides;
         let mut sums = [[simd.splat_f32s(0.0); VECTORS]; ROWS];
         let mut a = self.a.data.as_ptr().add(row * row_stride);
         let mut b = self.b.as_ptr().add(column);
         for _ in 0..self.k {
-            let values: [S::f32s; VECTORS] = std::array::from_fn(|i| vector(b, 0, i));
-            for (r, sums) in sums.iter_mut().enumerate() {
+            let mut values = [simd.splat_f32s(0.0); VECTORS];
+            for i in 0..VECTORS {
+                values[i] = load::<S>(b, i);
+            }
+            for r in 0..ROWS {
                 let factor = simd.splat_f32s(*a.add(r * row_stride));
-                for (sum, value) in sums.iter_mut().zip(values) {
-                    *sum = simd.mul_add_e_f32s(factor, value, *sum);
+                for i in 0..VECTORS {
+                    sums[r][i] = simd.mul_add_e_f32s(factor, values[i], sums[r][i]);
                 }
             }
             a = a.wrapping_add(column_stride);
             b = b.wrapping_add(self.n);
         }
-        for (r, sums) in sums.into_iter().enumerate() {
-            let offset = (row + r) * self.n + column;
-            for (i, mut sum) in sums.into_iter().enumerate() {
-                if let Some(keep) = self.keep {
-                    sum = simd.mul_add_e_f32s(simd.splat_f32s(keep), vector(self.base, offset, i), sum);
+        // One loop each, small enough to be unrolled: else the sums lie in memory all along.
+        let c = c.as_mut_ptr().add(row * self.n + column);
+        match self.keep {
+            None => {
+                for r in 0..ROWS {
+                    for i in 0..VECTORS {
+                        store::<S>(c.add(r * self.n), i, sums[r][i]);
+                    }
                 }
-                c.as_mut_ptr().add(offset + i * S::F32_LANES).cast::<S::f32s>().write_unaligned(sum);
+            }
+            Some(keep) => {
+                let (keep, base) = (simd.splat_f32s(keep), self.base.add(row * self.n + column));
+                for r in 0..ROWS {
+                    for i in 0..VECTORS {
+                        let sum = simd.mul_add_e_f32s(keep, load::<S>(base.add(r * self.n), i), sums[r][i]);
+                        store::<S>(c.add(r * self.n), i, sum);
+                    }
+                }
             }
         }
     }
+}
+
+/// # Safety
+/// As [`load`].
+#[inline(always)]
+unsafe fn store<S: Simd>(data: *mut f32, i: usize, value: S::f32s) {
+    data.add(i * S::F32_LANES).cast::<S::f32s>().write_unaligned(value);
+}
+
+/// Vector `i` from an address on.
+///
+/// # Safety
+/// It must lie in what the address is of.
+#[inline(always)]
+unsafe fn load<S: Simd>(data: *const f32, i: usize) -> S::f32s {
+    data.add(i * S::F32_LANES).cast::<S::f32s>().read_unaligned()
 }
