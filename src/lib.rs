@@ -8,7 +8,8 @@
 //!   state with every token.
 //! * [`ops`] is for authors of their own layer: the gated delta rule, the convolution before it, the norm after it, and all
 //!   three as one step. All run on the CPU and, with the `cuda` feature, on CUDA.
-//! * [`mod@reference`] is the rule in `f64` that every kernel is tested against.
+//! * [`TrainableGatedDeltaNet`] is the layer in training: gradients of x, of every weight and of the states, batched and packed.
+//! * [`mod@reference`] is the rule and its backward pass in `f64` that every kernel is tested against.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -56,10 +57,12 @@ pub mod formats {
 
 /// The ops, for authors of their own layer. Each is a struct that candle applies as a custom op, and a function.
 pub mod ops {
-    pub use crate::conv::{causal_conv1d, CausalConv1d};
+    pub use crate::conv::{causal_conv1d, causal_conv1d_diff, CausalConv1d};
     pub use crate::linear::multiply;
     pub use crate::norm::{gated_rms_norm, GatedRmsNorm};
-    pub use crate::rule::{gdn_decode_in_place, gdn_prefill_in_place, Gates, GdnDecode, GdnPrefill, RuleOptions};
+    pub use crate::rule::{
+        gdn_decode_in_place, gdn_gates, gdn_prefill_in_place, gdn_rule_diff, Gates, GdnDecode, GdnPrefill, RuleOptions,
+    };
     pub use crate::step::{gdn_step_in_place, GdnStep, StepOptions};
     pub use candle_gdn_core::device::Launch;
 }
@@ -68,7 +71,10 @@ pub use algo::Algo;
 pub use candle_core;
 pub use candle_gdn_core::device::{keep_freed_memory, single_stream_device};
 pub use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
-pub use layer::{Accepted, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
+pub use layer::{
+    Accepted, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet,
+    TrainingState,
+};
 pub use linear::DenseWeight;
 pub use norm::GateActivation;
 pub use state::{GdnState, PoolOptions, RingSpans, StatePool};

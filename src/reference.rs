@@ -1,4 +1,5 @@
-//! The gated delta rule, one token after another in `f64`: what every kernel of this crate is tested against.
+//! The gated delta rule and its backward pass, one token after another in `f64`: what every kernel of this crate is tested
+//! against.
 //!
 //! It is written to be read next to the paper (Yang et al., *Gated Delta Networks*, arXiv 2412.06464) and is slow on
 //! purpose. It uses nothing of the kernels; they use its [`Dims`].
@@ -79,24 +80,157 @@ pub fn gated_delta_rule(
             let state = &mut state[head * value_dim * key_dim..][..value_dim * key_dim];
             let key_head = h / (value_heads / key_heads);
             for t in cu_seqlens[n]..cu_seqlens[n + 1] {
-                let key_row = (t * key_heads + key_head) * key_dim;
-                let q = unit(&inputs.q[key_row..][..key_dim], constants);
-                let k = unit(&inputs.k[key_row..][..key_dim], constants);
-                let gate = t * value_heads + h;
-                let decay = (-inputs.a_log[h].exp() * softplus(inputs.a[gate] + inputs.dt_bias[h])).exp();
-                let beta = constants.beta_scale / (1.0 + (-inputs.b[gate]).exp());
-
-                for i in 0..value_dim {
-                    let row = &mut state[i * key_dim..][..key_dim];
-                    row.iter_mut().for_each(|s| *s *= decay);
-                    let delta = beta * (inputs.v[gate * value_dim + i] - dot(row, &k));
-                    row.iter_mut().zip(&k).for_each(|(s, k)| *s += delta * k);
-                    out[gate * value_dim + i] = constants.scale * dot(row, &q);
+                let token = Token::new(dims, constants, inputs, (t, h, key_head));
+                token.advance(state);
+                let out = &mut out[(t * value_heads + h) * value_dim..][..value_dim];
+                for (o, row) in out.iter_mut().zip(state.chunks_exact(key_dim)) {
+                    *o = constants.scale * dot(row, &token.q);
                 }
             }
         }
     }
     out
+}
+
+/// Gradients of a loss, each with the shape of what it is the gradient of.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)] // those of `Inputs`, and the initial state
+pub struct Gradients {
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+    pub v: Vec<f64>,
+    pub a: Vec<f64>,
+    pub b: Vec<f64>,
+    pub a_log: Vec<f64>,
+    pub dt_bias: Vec<f64>,
+    pub state: Vec<f64>,
+}
+
+/// The backward pass of [`gated_delta_rule`]: the gradients of its inputs and of the initial state, from those of o (`d_out`) and of
+/// the final state (`d_state`). It keeps the state after every token.
+///
+/// # Panics
+/// When a slice has another length than its shape says.
+pub fn gated_delta_rule_backward(
+    dims: Dims,
+    constants: Constants,
+    cu_seqlens: &[usize],
+    inputs: Inputs<'_>,
+    state: &[f64],
+    (d_out, d_state): (&[f64], &[f64]),
+) -> Gradients {
+    let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
+    assert_eq!(d_out.len(), inputs.v.len(), "d_out");
+    assert_eq!(d_state.len(), state.len(), "d_state");
+    let zeros = |like: &[f64]| vec![0.0; like.len()];
+    let mut grads = Gradients {
+        q: zeros(inputs.q),
+        k: zeros(inputs.k),
+        v: zeros(inputs.v),
+        a: zeros(inputs.a),
+        b: zeros(inputs.b),
+        a_log: zeros(inputs.a_log),
+        dt_bias: zeros(inputs.dt_bias),
+        state: d_state.to_vec(),
+    };
+    let size = value_dim * key_dim;
+    for head in 0..(cu_seqlens.len() - 1) * value_heads {
+        let (n, h) = (head / value_heads, head % value_heads);
+        let key_head = h / (value_heads / key_heads);
+        let token = |t: usize| Token::new(dims, constants, inputs, (t, h, key_head));
+        let mut states = vec![state[head * size..][..size].to_vec()];
+        for t in cu_seqlens[n]..cu_seqlens[n + 1] {
+            let mut next = states[states.len() - 1].clone();
+            token(t).advance(&mut next);
+            states.push(next);
+        }
+        // The gradient of the state after the token, all of what comes later included.
+        let d_state = &mut grads.state[head * size..][..size];
+        for t in (cu_seqlens[n]..cu_seqlens[n + 1]).rev() {
+            let (token, after) = (token(t), states.pop().expect("a state a token"));
+            let before = &states[states.len() - 1];
+            let (gate, key_row) = (t * value_heads + h, (t * key_heads + key_head) * key_dim);
+            let (mut d_q, mut d_k) = (vec![0.0; key_dim], vec![0.0; key_dim]);
+            let (mut d_decay, mut d_beta) = (0.0, 0.0);
+            for i in 0..value_dim {
+                let d_o = constants.scale * d_out[gate * value_dim + i];
+                let row = i * key_dim..(i + 1) * key_dim;
+                let decayed: Vec<f64> = before[row.clone()].iter().map(|s| s * token.decay).collect();
+                let missing = inputs.v[gate * value_dim + i] - dot(&decayed, &token.k);
+                let d_row = &mut d_state[row.clone()];
+                d_row.iter_mut().zip(&token.q).for_each(|(d, q)| *d += d_o * q);
+                d_q.iter_mut().zip(&after[row]).for_each(|(d, s)| *d += d_o * s);
+                // S = decayed + beta missing k^T
+                let d_update = dot(d_row, &token.k);
+                d_k.iter_mut().zip(&*d_row).for_each(|(d, ds)| *d += token.beta * missing * ds);
+                d_beta += d_update * missing;
+                let d_missing = token.beta * d_update;
+                grads.v[gate * value_dim + i] = d_missing;
+                d_k.iter_mut().zip(&decayed).for_each(|(d, s)| *d -= d_missing * s);
+                d_row.iter_mut().zip(&token.k).for_each(|(d, k)| *d -= d_missing * k);
+                // decayed = e^g S
+                d_decay += dot(d_row, &decayed);
+                d_row.iter_mut().for_each(|d| *d *= token.decay);
+            }
+            add_unit(&mut grads.q[key_row..][..key_dim], &d_q, &inputs.q[key_row..][..key_dim], constants);
+            add_unit(&mut grads.k[key_row..][..key_dim], &d_k, &inputs.k[key_row..][..key_dim], constants);
+            let x = inputs.a[gate] + inputs.dt_bias[h];
+            let d_a = -inputs.a_log[h].exp() / (1.0 + (-x).exp()) * d_decay;
+            grads.a[gate] = d_a;
+            grads.dt_bias[h] += d_a;
+            grads.a_log[h] -= inputs.a_log[h].exp() * softplus(x) * d_decay;
+            grads.b[gate] = d_beta * token.beta * (1.0 - token.beta / constants.beta_scale);
+        }
+    }
+    grads
+}
+
+/// What a token brings to a value head.
+struct Token<'a> {
+    /// Normalised, not scaled.
+    q: Vec<f64>,
+    /// Normalised.
+    k: Vec<f64>,
+    v: &'a [f64],
+    decay: f64,
+    beta: f64,
+}
+
+impl<'a> Token<'a> {
+    fn new(dims: Dims, constants: Constants, inputs: Inputs<'a>, (t, h, key_head): (usize, usize, usize)) -> Self {
+        let Dims { key_heads, value_heads, key_dim, value_dim } = dims;
+        let key_row = (t * key_heads + key_head) * key_dim;
+        let gate = t * value_heads + h;
+        Self {
+            q: unit(&inputs.q[key_row..][..key_dim], constants),
+            k: unit(&inputs.k[key_row..][..key_dim], constants),
+            v: &inputs.v[gate * value_dim..][..value_dim],
+            decay: (-inputs.a_log[h].exp() * softplus(inputs.a[gate] + inputs.dt_bias[h])).exp(),
+            beta: constants.beta_scale / (1.0 + (-inputs.b[gate]).exp()),
+        }
+    }
+
+    /// The state `[V, K]` after the token.
+    fn advance(&self, state: &mut [f64]) {
+        for (row, v) in state.chunks_exact_mut(self.k.len()).zip(self.v) {
+            row.iter_mut().for_each(|s| *s *= self.decay);
+            let delta = self.beta * (v - dot(row, &self.k));
+            row.iter_mut().zip(&self.k).for_each(|(s, k)| *s += delta * k);
+        }
+    }
+}
+
+/// Adds the gradient of x, whose unit vector has the gradient `d_unit`.
+fn add_unit(d_x: &mut [f64], d_unit: &[f64], x: &[f64], constants: Constants) {
+    if !constants.l2norm {
+        d_x.iter_mut().zip(d_unit).for_each(|(d, g)| *d += g);
+        return;
+    }
+    let (norm, unit) = ((dot(x, x) + constants.l2_eps).sqrt(), unit(x, constants));
+    let along = dot(&unit, d_unit);
+    for ((d, g), u) in d_x.iter_mut().zip(d_unit).zip(&unit) {
+        *d += (g - u * along) / norm;
+    }
 }
 
 fn dot(x: &[f64], y: &[f64]) -> f64 {

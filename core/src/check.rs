@@ -226,15 +226,34 @@ pub fn check_dense(op: &str, arg: &str, layout: &Layout, want: &[usize]) -> Resu
     Ok(())
 }
 
-/// No op here has a backward pass: a gradient that is asked for must not vanish in silence.
+/// An op without a backward pass: a gradient that is asked for must not vanish in silence.
 pub fn check_untracked(op: &str, arg: &str, tensor: &Tensor) -> Result<()> {
     if tensor.track_op() {
+        let instead = trained_by(op).map_or_else(String::new, |other| format!("; to train, use {other}"));
         bail!(
             "{op}: {arg}: expected a tensor without gradients, as there is no backward pass, got one that is a variable or \
-             was computed from one; without training, pass {arg}.detach()"
+             was computed from one{instead}; without training, pass {arg}.detach()"
         );
     }
     Ok(())
+}
+
+/// What has gradients and computes the same.
+fn trained_by(op: &str) -> Option<&'static str> {
+    match op {
+        "gdn_prefill" | "gdn_decode" => Some("gdn_gates and gdn_rule_diff"),
+        "causal_conv1d" => Some("causal_conv1d_diff"),
+        "gdn_step" => Some("causal_conv1d_diff, gdn_gates, gdn_rule_diff and gated_rms_norm"),
+        "GatedDeltaNet" => Some("TrainableGatedDeltaNet"),
+        "DenseWeight" => Some("Projection::new with a candle_nn::Linear"),
+        _ => None,
+    }
+}
+
+/// The gradients of those arguments that are tracked: candle needs these, and adds whatever it is given.
+pub fn tracked<const N: usize>(args: [&Tensor; N], gradients: [Tensor; N]) -> [Option<Tensor>; N] {
+    let mut args = args.into_iter();
+    gradients.map(|gradient| args.next().is_some_and(Tensor::track_op).then_some(gradient))
 }
 
 /// Zeros in memory of their own, or an error where there is not enough: candle's sizes wrap, and its memory on the CPU

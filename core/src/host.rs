@@ -3,6 +3,7 @@
 use crate::check::{heads, HeadsLayout};
 use crate::cpu::matmul::Weights;
 use crate::cpu::{Element, Sequences};
+use candle_core::op::BackpropOp;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
 
@@ -26,9 +27,26 @@ pub fn with_f32s<const N: usize, R>(x: [&Tensor; N], f: impl FnOnce([&[f32]; N])
     Ok(f(slices))
 }
 
+/// Calls `f` with the storages of tensors on the CPU.
+pub fn with_storages<const N: usize, R>(x: [&Tensor; N], f: impl FnOnce([&CpuStorage; N]) -> Result<R>) -> Result<R> {
+    if !x.iter().all(|x| x.device().is_cpu()) {
+        bail!("expected tensors on the CPU");
+    }
+    let guards = x.map(|x| x.storage_and_layout().0);
+    f(std::array::from_fn(|i| match &*guards[i] {
+        Storage::Cpu(storage) => storage,
+        _ => unreachable!("the device was checked"),
+    }))
+}
+
 /// The tensor of `data`, in `dtype`.
 pub fn tensor(data: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
     Tensor::from_vec(data, shape.into(), &Device::Cpu)?.to_dtype(dtype)
+}
+
+/// The tensor of what a kernel wrote.
+pub fn tensor_of(storage: CpuStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cpu(storage), shape, BackpropOp::none(), false)
 }
 
 /// The weights `[n, k]` or `[count, n, k]` of a float dtype, packed for the CPU's products.

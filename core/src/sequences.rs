@@ -128,6 +128,26 @@ impl SequencePlan {
         slots: Option<&Slots>,
         state: &Tensor,
     ) -> Result<Self> {
+        let seqs = Self::of_tokens((op, arg), (lead, lead_dims), cu_seqlens)?;
+        let count = seqs.count;
+        let num_slots = state.dims()[0];
+        match slots {
+            Some(slots) => slots.check(op, count, num_slots, state.device())?,
+            None if num_slots != count => {
+                let packed = if cu_seqlens.is_none() { "; packed tokens need cu_seqlens" } else { "" };
+                bail!("{op}: state: expected {count} slots (one for each sequence), got {num_slots}{packed}")
+            }
+            None => {}
+        }
+        Ok(Self { num_slots, ..seqs })
+    }
+
+    /// The same without a state: sequence `n` has slot `n` of as many.
+    pub fn of_tokens(
+        (op, arg): (&str, &str),
+        (lead, lead_dims): (Lead, &[usize]),
+        cu_seqlens: Option<&CuSeqlens>,
+    ) -> Result<Self> {
         let (count, tokens, max_tokens) = match (cu_seqlens, lead) {
             (Some(cu), _) if cu.total_tokens() != lead_dims[0] => bail!(
                 "{op}: cu_seqlens: expected {} tokens in all ({arg} has them), got {}",
@@ -138,17 +158,8 @@ impl SequencePlan {
             (None, Lead::Decode) => (lead_dims[0], 1, 1),
             (None, _) => (lead_dims[0], lead_dims[1], lead_dims[1]),
         };
-        let num_slots = state.dims()[0];
-        match slots {
-            Some(slots) => slots.check(op, count, num_slots, state.device())?,
-            None if num_slots != count => {
-                let packed = if cu_seqlens.is_none() { "; packed tokens need cu_seqlens" } else { "" };
-                bail!("{op}: state: expected {count} slots (one for each sequence), got {num_slots}{packed}")
-            }
-            None => {}
-        }
         let total_tokens = cu_seqlens.map_or(count * tokens, CuSeqlens::total_tokens);
-        Ok(Self { count, tokens, max_tokens, total_tokens, num_slots })
+        Ok(Self { count, tokens, max_tokens, total_tokens, num_slots: count })
     }
 
     /// The same for the CPU kernels.

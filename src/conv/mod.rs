@@ -1,5 +1,6 @@
 //! The short causal convolution before the rule.
 
+mod backward;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -12,6 +13,8 @@ use candle_gdn_core::cpu::Element;
 use candle_gdn_core::device::{apply2, elements, in_place_cpu, CpuWritten};
 use candle_gdn_core::{cpu_slots, custom_op, CpuSlots, CuSeqlens, SequencePlan, Slots};
 use half::{bf16, f16};
+
+pub use backward::causal_conv1d_diff;
 
 const OP: &str = "causal_conv1d";
 
@@ -197,7 +200,7 @@ impl CpuRun<'_> {
 ///
 /// # Errors
 /// When a rank, shape, dtype or device does not fit, an input shares its storage with the state, or a tensor is tracked for
-/// gradients, since there is no backward pass; the message names the argument, what was expected and what came.
+/// gradients, since [`causal_conv1d_diff`] is the one with a backward pass; the message names the argument, what was expected and what came.
 pub fn causal_conv1d(
     x: &Tensor,
     weight: &Tensor,

@@ -105,30 +105,7 @@ impl GatedDeltaNet {
     /// # Errors
     /// When the config does not fit together, `vb` has the weights of another layout or shape, or is no map that can grow.
     pub fn init(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
-        config.check()?;
-        let (c, heads, normal) = (config, config.num_value_heads, Init::Randn { mean: 0.0, stdev: 0.02 });
-        if vb.contains_tensor("in_proj_qkvz.weight") && !vb.contains_tensor("in_proj_qkv.weight") {
-            bail!("GatedDeltaNet: init: in_proj_qkvz.weight: expected no weights of Qwen3-Next's layout; use load");
-        }
-        for (name, rows) in [
-            ("in_proj_qkv.weight", c.conv_channels()),
-            ("in_proj_z.weight", c.value_size()),
-            ("in_proj_b.weight", heads),
-            ("in_proj_a.weight", heads),
-        ] {
-            vb.get_with_hints((rows, c.hidden_size), name, normal)?;
-        }
-        vb.get_with_hints((c.hidden_size, c.value_size()), "out_proj.weight", normal)?;
-        vb.get_with_hints((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight", normal)?;
-        let vector = |len, name, init| vb.get_with_hints_dtype(len, name, init, DType::F32);
-        vector(heads, "dt_bias", Init::Const(1.0))?;
-        vector(c.value_head_dim, "norm.weight", Init::Const(1.0))?;
-        let is_new = !vb.contains_tensor("A_log");
-        let a_log = vector(heads, "A_log", Init::Uniform { lo: 0.01, up: 16.0 })?;
-        if is_new {
-            // A map has no other way to its variable than the tensor that shares its memory.
-            a_log.slice_set(&a_log.detach().log()?, 0, 0)?;
-        }
+        init_weights(config, &vb)?;
         Self::load(config, vb)
     }
 
@@ -175,8 +152,37 @@ impl GatedDeltaNet {
     }
 }
 
+/// Adds to `vb` those weights of a layer in Qwen3.5's layout that it does not have yet; see [`GatedDeltaNet::init`].
+pub(super) fn init_weights(config: &GdnConfig, vb: &VarBuilder) -> Result<()> {
+    config.check()?;
+    let (c, heads, normal) = (config, config.num_value_heads, Init::Randn { mean: 0.0, stdev: 0.02 });
+    if vb.contains_tensor("in_proj_qkvz.weight") && !vb.contains_tensor("in_proj_qkv.weight") {
+        bail!("GatedDeltaNet: init: in_proj_qkvz.weight: expected no weights of Qwen3-Next's layout; use load");
+    }
+    for (name, rows) in [
+        ("in_proj_qkv.weight", c.conv_channels()),
+        ("in_proj_z.weight", c.value_size()),
+        ("in_proj_b.weight", heads),
+        ("in_proj_a.weight", heads),
+    ] {
+        vb.get_with_hints((rows, c.hidden_size), name, normal)?;
+    }
+    vb.get_with_hints((c.hidden_size, c.value_size()), "out_proj.weight", normal)?;
+    vb.get_with_hints((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight", normal)?;
+    let vector = |len, name, init| vb.get_with_hints_dtype(len, name, init, DType::F32);
+    vector(heads, "dt_bias", Init::Const(1.0))?;
+    vector(c.value_head_dim, "norm.weight", Init::Const(1.0))?;
+    let is_new = !vb.contains_tensor("A_log");
+    let a_log = vector(heads, "A_log", Init::Uniform { lo: 0.01, up: 16.0 })?;
+    if is_new {
+        // A map has no other way to its variable than the tensor that shares its memory.
+        a_log.slice_set(&a_log.detach().log()?, 0, 0)?;
+    }
+    Ok(())
+}
+
 /// Where the rows of each section are in a matrix that has, for each of `heads`, `sizes` rows of the sections in turn.
-fn sections(heads: usize, sizes: &[usize]) -> Vec<Range<usize>> {
+pub(super) fn sections(heads: usize, sizes: &[usize]) -> Vec<Range<usize>> {
     let per_head: usize = sizes.iter().sum();
     let mut first = 0;
     let mut ranges = Vec::with_capacity(heads * sizes.len());

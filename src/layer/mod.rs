@@ -1,14 +1,19 @@
 //! The Gated DeltaNet layer: projection, convolution, rule, gated norm, output projection.
 
+mod checkpoint;
 mod config;
 mod forward;
+mod freeze;
 mod load;
 mod projection;
+mod train;
+mod train_load;
 mod verify;
 
 pub use config::GdnConfig;
 pub use load::{select_rows, Matrices};
 pub use projection::{InProjection, Project, Projection};
+pub use train::{TrainableGatedDeltaNet, TrainingState};
 pub use verify::{Accepted, Drafted};
 
 use crate::algo::Algo;
@@ -24,8 +29,8 @@ use std::sync::Arc;
 
 const OP: &str = "GatedDeltaNet";
 
-/// What a [`GatedDeltaNet`] is made of, all on one device. The dtype of `conv_weight` (f32, bf16 or f16) is the layer's. All
-/// tensors are copied.
+/// What a [`GatedDeltaNet`] or a [`TrainableGatedDeltaNet`] is made of, all on one device. The first copies all tensors, and has
+/// the dtype of `conv_weight` (f32, bf16 or f16); the second uses them as they are.
 #[derive(Debug, Clone)]
 pub struct GdnParts {
     /// hidden_size to q, k, v, z, b and a.
@@ -55,10 +60,10 @@ pub struct GdnParts {
 /// state unless [`GatedDeltaNet::new_state_as`] made it in bf16.
 ///
 /// # Training
-/// The layer has no backward pass yet, and no gradient vanishes in silence: an x that is a variable, or was computed from one,
-/// is refused, and so is what such a module as input projection returns. Without training, give them detached
-/// (`x.detach()`; in the module, `y.detach()`). A module as output projection is the last to run, so that gradients of its own
-/// parameters are right.
+/// [`TrainableGatedDeltaNet`] is the layer in training. This one has no backward pass, and no gradient vanishes in silence: an x that
+/// is a variable, or was computed from one, is refused, and so is what such a module as input projection returns. Without
+/// training, give them detached (`x.detach()`; in the module, `y.detach()`). A module as output projection is the last to run, so
+/// that gradients of its own parameters are right.
 ///
 /// Weights are read once, when the layer is made: they are copies, which neither an optimiser nor `VarMap::load` changes and
 /// which have no gradients. Load first, then make the layer; after a change make it again. A module is called each

@@ -36,6 +36,30 @@ pub trait Project {
     fn shape(&self) -> Option<[usize; 2]> {
         None
     }
+
+    /// The weight `[outputs, inputs]` as it is now, where the projection is nothing but the product with one:
+    /// [`TrainableGatedDeltaNet::freeze`](crate::TrainableGatedDeltaNet::freeze) makes one matrix of those of the input. A LoRA returns its sum with the base.
+    ///
+    /// # Errors
+    /// When the device refuses.
+    fn dense(&self) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+}
+
+/// With gradients of x and of its weight: for [`TrainableGatedDeltaNet`](crate::TrainableGatedDeltaNet).
+impl Project for candle_nn::Linear {
+    fn project(&self, x: &Tensor, _: &Launch) -> Result<Tensor> {
+        self.forward(x)
+    }
+
+    fn shape(&self) -> Option<[usize; 2]> {
+        self.weight().dims2().ok().map(|(outputs, inputs)| [outputs, inputs])
+    }
+
+    fn dense(&self) -> Result<Option<Tensor>> {
+        Ok(self.bias().is_none().then(|| self.weight().detach()))
+    }
 }
 
 struct ModuleProjection<M>(M);
@@ -67,6 +91,18 @@ impl Projection {
     /// Of a weight with kernels of its own.
     pub fn new(weight: impl Project + Send + Sync + 'static) -> Self {
         Self(Arc::new(weight))
+    }
+
+    pub(super) fn project(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
+        self.0.project(x, launch)
+    }
+
+    pub(super) fn shape(&self) -> Option<[usize; 2]> {
+        self.0.shape()
+    }
+
+    pub(super) fn dense(&self) -> Result<Option<Tensor>> {
+        self.0.dense()
     }
 
     /// `x [.., in]` to `[.., outputs]`.
@@ -164,16 +200,25 @@ impl InProjection {
         }
     }
 
-    /// Of x `[lead.., hidden_size]`.
+    /// Of x `[lead.., hidden_size]`. What follows has no backward pass, in which the gradients of a module would vanish.
     pub(super) fn forward(&self, c: &GdnConfig, x: &Tensor, launch: &Launch) -> Result<Outputs> {
+        self.outputs(c, x, launch, false)
+    }
+
+    /// The same for training.
+    pub(super) fn forward_tracked(&self, c: &GdnConfig, x: &Tensor) -> Result<Outputs> {
+        self.outputs(c, x, &Launch::default(), true)
+    }
+
+    fn outputs(&self, c: &GdnConfig, x: &Tensor, launch: &Launch, training: bool) -> Result<Outputs> {
         let heads = c.num_value_heads;
-        // What follows has no backward pass, in which the gradients of a module would vanish.
         let project = |projection: &Projection, name: &str, outputs: usize, launch: &Launch| {
             let y = projection.forward(name, x, outputs, launch)?;
-            if y.track_op() {
+            if y.track_op() && !training {
                 bail!(
                     "GatedDeltaNet: {name}: expected a module whose output is detached, as there is no backward pass, got one \
-                     that is tracked for gradients; without training, return y.detach() from the module"
+                     that is tracked for gradients; to train, use TrainableGatedDeltaNet; without training, return y.detach() \
+                     from the module"
                 );
             }
             Ok(y)

@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// On the CPU the weight is packed when it is made, for products of this crate; matrices in f32 that bf16 or f16 holds
 /// exactly are kept in it. On CUDA up to 16 rows in bf16 and f16 use a kernel of this crate where it is faster than
 /// cuBLAS, which multiplies the rest. On any device the weight is copied: what an optimiser or `VarMap::load` writes later is not
-/// seen, and there is no backward pass.
+/// seen, and there is no backward pass: to train, use a `candle_nn::Linear`.
 #[derive(Debug, Clone)]
 pub struct DenseWeight(Storage);
 

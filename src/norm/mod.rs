@@ -1,5 +1,6 @@
 //! The gated norm after the rule.
 
+mod backward;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -9,7 +10,7 @@ use candle_core::CustomOp3;
 use candle_core::{bail, CpuStorage, Layout, Result, Shape, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::cpu::Element;
-use candle_gdn_core::device::apply3;
+use candle_gdn_core::device::{apply3, Working};
 use candle_gdn_core::{custom_op, host};
 
 const OP: &str = "gated_rms_norm";
@@ -57,7 +58,7 @@ impl GatedRmsNorm {
     /// Applies the op: the result has x's shape and dtype, contiguous.
     ///
     /// # Errors
-    /// When a dtype, shape or device does not fit, or a tensor is tracked for gradients; the message names the argument.
+    /// When a dtype, shape or device does not fit; the message names the argument.
     pub fn forward(&self, x: &Tensor, z: &Tensor, weight: &Tensor) -> Result<Tensor> {
         if x.rank() < 2 {
             bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
@@ -67,6 +68,10 @@ impl GatedRmsNorm {
         }
         let lead = x.rank() - 2;
         let (x, z, weight) = (uniform_tokens(x, lead)?, uniform_tokens(z, lead)?, weight.contiguous()?);
+        if [&x, &z, &weight].iter().any(|tensor| tensor.track_op()) {
+            let _working = Working::new(x.device());
+            return x.apply_op3(&z, &weight, *self);
+        }
         apply3(self, None, [("x", &x), ("z", &z), ("weight", &weight)])
     }
 
@@ -136,7 +141,7 @@ impl GatedRmsNorm {
     }
 }
 
-custom_op!(CustomOp3 for GatedRmsNorm, OP, x x_layout, z z_layout, weight weight_layout);
+custom_op!(differentiable CustomOp3 for GatedRmsNorm, OP, x x_layout, z z_layout, weight weight_layout);
 
 fn flat_layout(arg: &str, layout: &Layout, lead: &[usize], (heads, dim): (usize, usize)) -> Result<HeadsLayout> {
     let (dims, stride, r) = (layout.dims(), layout.stride(), lead.len());
@@ -168,11 +173,11 @@ fn flat_layout(arg: &str, layout: &Layout, lead: &[usize], (heads, dim): (usize,
 /// | `weight` | `[dim]`, plain (not zero-centred) | as x, or f32 |
 /// | result | as x, contiguous | as x |
 ///
-/// Everything between reading and the last rounding is f32.
+/// Everything between reading and the last rounding is f32. All three tensors have gradients; the sum of the weight's over tokens
+/// and heads has a fixed order, so that equal inputs give equal bits.
 ///
 /// # Errors
-/// When a rank, shape, dtype or device does not fit, or a tensor is tracked for gradients, since there is no backward pass; the
-/// message names the argument, what was expected and what came.
+/// When a rank, shape, dtype or device does not fit; the message names the argument, what was expected and what came.
 pub fn gated_rms_norm(x: &Tensor, z: &Tensor, weight: &Tensor, eps: f64, gate: GateActivation) -> Result<Tensor> {
     GatedRmsNorm::new(eps, gate)?.forward(x, z, weight)
 }

@@ -100,16 +100,7 @@ impl Rule {
             check_shape(op, arg, tensor, &[heads])?;
             check_contiguous(op, arg, tensor)?;
         }
-        let RuleOptions { l2_eps, scale, beta_scale, .. } = self.options;
-        if !l2_eps.is_finite() || l2_eps < 0.0 {
-            bail!("{op}: l2_eps: expected a finite value of at least 0, got {l2_eps}");
-        }
-        if let Some(scale) = scale.filter(|scale| !scale.is_finite()) {
-            bail!("{op}: scale: expected a finite value, got {scale}");
-        }
-        if !(beta_scale > 0.0 && beta_scale <= 2.0) {
-            bail!("{op}: beta_scale: expected a value above 0 and up to 2, got {beta_scale}");
-        }
+        self.options.check(op)?;
         if let Some(cu) = &self.cu_seqlens {
             check_device(op, "cu_seqlens", cu.tensor(), device)?;
         }

@@ -72,7 +72,7 @@ const ALGOS: [(Algo, i32); 6] = [
     (Algo::ChunkedSm90, gdn::GDN_CHUNKED_SM90),
 ];
 
-fn algo_code(algo: Algo) -> i32 {
+pub(super) fn algo_code(algo: Algo) -> i32 {
     // -1 is refused by the launcher.
     ALGOS.iter().find(|(a, _)| *a == algo.of_rule()).map_or(-1, |(_, code)| *code)
 }

@@ -14,7 +14,8 @@ const OP: &str = "gdn_decode";
 /// [`CustomOp3`](candle_core::CustomOp3) over (q, k, v); see
 /// [`gdn_decode_in_place`] for shapes. The op holds the state and updates it when it is applied.
 ///
-/// It has no backward pass: inputs, gates and states that are variables, or were computed from one, are refused.
+/// It has no backward pass: inputs, gates and states that are variables, or were computed from one, are refused. To train, use
+/// [`gdn_rule_diff`](super::gdn_rule_diff).
 #[derive(Debug, Clone)]
 pub struct GdnDecode(Rule);
 
@@ -98,7 +99,7 @@ rule_op!(GdnDecode);
 ///
 /// # Errors
 /// When a rank, shape, dtype or device does not fit, an input shares its storage with the state, or a tensor is tracked for
-/// gradients, since there is no backward pass; the message names the argument, what was expected and what came.
+/// gradients, since [`gdn_rule_diff`](super::gdn_rule_diff) is the one with a backward pass; the message names the argument, what was expected and what came.
 pub fn gdn_decode_in_place(
     q: &Tensor,
     k: &Tensor,

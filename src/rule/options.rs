@@ -1,7 +1,7 @@
 //! What a caller may choose about the rule.
 
 use crate::algo::Algo;
-use candle_core::Tensor;
+use candle_core::{bail, Result, Tensor};
 
 /// Constants of the gated delta rule. The default is Qwen3-Next's.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -20,11 +20,22 @@ pub struct RuleOptions {
     /// Context parallelism of [`Algo::ChunkedSm80`] and [`Algo::ChunkedSm90`] on CUDA: how many segments a sequence is cut
     /// into that run side by side, which pays for few long sequences. 0 (default) chooses, 1 is none. Ignored elsewhere.
     pub segments: usize,
+    /// In the backward pass of [`gdn_rule_diff`](crate::ops::gdn_rule_diff) on CUDA: states of fewer chunks at a time, which costs time and less
+    /// memory. Default false. Ignored elsewhere.
+    pub recompute: bool,
 }
 
 impl Default for RuleOptions {
     fn default() -> Self {
-        Self { l2norm: true, l2_eps: 1e-6, scale: None, beta_scale: 1.0, algo: Algo::Auto, segments: 0 }
+        Self {
+            l2norm: true,
+            l2_eps: 1e-6,
+            scale: None,
+            beta_scale: 1.0,
+            algo: Algo::Auto,
+            segments: 0,
+            recompute: false,
+        }
     }
 }
 
@@ -34,6 +45,21 @@ impl RuleOptions {
         let mut options = Self::default();
         change(&mut options);
         options
+    }
+
+    /// Refuses values that no kernel supports.
+    pub(super) fn check(&self, op: &str) -> Result<()> {
+        let Self { l2_eps, scale, beta_scale, .. } = *self;
+        if !l2_eps.is_finite() || l2_eps < 0.0 {
+            bail!("{op}: l2_eps: expected a finite value of at least 0, got {l2_eps}");
+        }
+        if let Some(scale) = scale.filter(|scale| !scale.is_finite()) {
+            bail!("{op}: scale: expected a finite value, got {scale}");
+        }
+        if !(beta_scale > 0.0 && beta_scale <= 2.0) {
+            bail!("{op}: beta_scale: expected a value above 0 and up to 2, got {beta_scale}");
+        }
+        Ok(())
     }
 }
 

@@ -14,7 +14,8 @@ const OP: &str = "gdn_prefill";
 /// [`CustomOp3`](candle_core::CustomOp3) over (q, k, v); see
 /// [`gdn_prefill_in_place`] for shapes. The op holds the state and updates it when it is applied.
 ///
-/// It has no backward pass: inputs, gates and states that are variables, or were computed from one, are refused.
+/// It has no backward pass: inputs, gates and states that are variables, or were computed from one, are refused. To train, use
+/// [`gdn_rule_diff`](super::gdn_rule_diff).
 #[derive(Debug, Clone)]
 pub struct GdnPrefill(Rule);
 
@@ -128,7 +129,7 @@ rule_op!(GdnPrefill);
 ///
 /// # Errors
 /// When a rank, shape, dtype or device does not fit, `cu_seqlens` does not end at the number of tokens, an input
-/// shares its storage with the state, or a tensor is tracked for gradients, since there is no backward pass; the message names
+/// shares its storage with the state, or a tensor is tracked for gradients, since [`gdn_rule_diff`](super::gdn_rule_diff) is the one with a backward pass; the message names
 /// the argument, what was expected and what came.
 pub fn gdn_prefill_in_place(
     q: &Tensor,

@@ -178,7 +178,7 @@ custom_op!(CustomOp3 for GdnStep, OP, x x_layout, z z_layout, w w_layout);
 ///
 /// # Errors
 /// When a rank, shape, dtype or device does not fit, there are more than 16 tokens a sequence, an input shares its
-/// storage with a state, or the states with each other, or a tensor is tracked for gradients, since there is no backward pass;
+/// storage with a state, or the states with each other, or a tensor is tracked for gradients, since the ops that it fuses are those with a backward pass;
 /// the message names the argument, what was expected and what came.
 #[allow(clippy::too_many_arguments)]
 pub fn gdn_step_in_place(

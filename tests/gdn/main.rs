@@ -9,6 +9,8 @@ mod conv_norm;
 mod errors;
 mod faults;
 mod goldens;
+mod grad_case;
+mod gradients;
 mod layer;
 mod pool;
 #[cfg(feature = "profile")]
@@ -36,6 +38,8 @@ mod stored_state;
 mod support;
 mod tensor_cores;
 mod threads;
+mod train_layer;
+mod train_ops;
 mod training;
 mod verify;
 

@@ -2,9 +2,11 @@
 
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Tensor};
+use candle_gdn::{CuSeqlens, TrainableGatedDeltaNet};
 use candle_gdn::{DenseWeight, GdnParts, InProjection, Projection};
 use candle_gdn::{GatedDeltaNet, GdnConfig};
 use candle_nn::VarBuilder;
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
 
 #[test]
 fn the_layer_in_a_model() -> anyhow::Result<()> {
@@ -21,6 +23,20 @@ fn the_layer_in_a_model() -> anyhow::Result<()> {
     let y = layer.forward(&y.narrow(1, 6, 1)?, &mut state)?; // one more token, from the state: [1, 1, hidden_size]
     assert_eq!(y.dims(), [1, 1, config.hidden_size]);
     Ok(())
+}
+
+#[test]
+fn the_layer_in_training() -> candle_core::Result<()> {
+    let (device, config) = (Device::Cpu, GdnConfig::new(32, (2, 16), (4, 16)));
+    let weights = VarMap::new(); // or `weights.load(..)`, or `TrainableGatedDeltaNet::load_with` for LoRAs around a checkpoint
+    let vb = VarBuilder::from_varmap(&weights, DType::F32, &device);
+    let layer = TrainableGatedDeltaNet::init(&config, vb.pp("linear_attn"))?;
+    let packed = CuSeqlens::from_lengths(&[40, 24], &device)?; // two sequences, one after the other: nothing crosses their border
+    let x = Tensor::randn(0f32, 1., (64, config.hidden_size), &device)?;
+    let loss = layer.forward(&x, Some(&packed))?.sqr()?.mean_all()?;
+    AdamW::new(weights.all_vars(), ParamsAdamW::default())?.backward_step(&loss)?;
+    let layer = layer.freeze()?; // a GatedDeltaNet, which decodes
+    layer.new_state(1).map(drop)
 }
 
 #[test]
@@ -51,7 +67,7 @@ fn what_the_readme_shows_is_what_compiles() {
     let squeezed = |text: &str| text.split_whitespace().collect::<String>();
     let (here, readme) = (squeezed(include_str!("readme.rs")), include_str!("../../README.md"));
     let blocks: Vec<&str> = readme.split("```rust\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
-    assert_eq!(blocks.len(), 2);
+    assert_eq!(blocks.len(), 3);
     for statement in blocks.iter().flat_map(|block| block.split_inclusive(';')) {
         assert!(here.contains(&squeezed(statement)), "not compiled: {statement}");
     }

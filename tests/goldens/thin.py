@@ -6,8 +6,10 @@
 The full files were computed with transformers 5.17 in float32 (layers) and a float64 token recurrence (ops). To keep
 the repository small, the first six ops cases keep every 8th row of the value dimension and the layer files keep every 8th
 row of the final recurrent state: rows of V do not depend on each other, so what is left is exact. Of the Qwen3.5 layer
-only three of the five runs are kept. The adapters in lora, which PEFT 0.21.2 wrote, are three of the full ones as they are. The
-tests read the full files instead when CANDLE_GDN_GOLDENS names their folder.
+only three of the five runs are kept. Of the gradients (by autograd, in float64) one case each is kept: of the rule one with zero
+rows and empty sequences, with every 8th row of the final state and of its gradient; of the layer the first, with every 4th row
+of the gradients of the matrices. The adapters in lora, which PEFT 0.21.2 wrote, are three of the full ones as they are. The tests
+read the full files instead when CANDLE_GDN_GOLDENS names their folder.
 """
 import json
 import sys
@@ -45,3 +47,16 @@ for name, runs in (("layer_qwen3_next", range(5)), ("layer_qwen3_5", (0, 3, 4)))
         key = f"{i}.recurrent_state"
         kept[key] = np.ascontiguousarray(kept[key][..., ::8])  # [batch, HV, K, V]
     save_file(kept, here / f"{name}.safetensors", {"config": meta["config"], "plan": json.dumps(plan)})
+
+tensors, meta = read("op_grads.safetensors")
+case = 3
+kept = {f"0.{key.split('.', 1)[1]}": t for key, t in tensors.items() if key.startswith(f"{case}.")}
+for key in ("new_state", "grad.state"):
+    kept[f"0.{key}"] = np.ascontiguousarray(kept[f"0.{key}"][:, :, ::8])
+save_file(kept, here / "op_grads.safetensors", {"cases": json.dumps([json.loads(meta["cases"])[case]])})
+
+tensors, meta = read("layer_grads.safetensors")
+kept = {key: t for key, t in tensors.items() if key.startswith(("w.", "0."))}
+for key in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
+    kept[f"0.grad.{key}.weight"] = np.ascontiguousarray(kept[f"0.grad.{key}.weight"][::4])
+save_file(kept, here / "layer_grads.safetensors", {"config": meta["config"], "shapes": json.dumps(json.loads(meta["shapes"])[:1])})

@@ -12,6 +12,7 @@ pub trait Element: Copy + Send + Sync + 'static {
     fn to_f32(self) -> f32;
     fn from_f32(x: f32) -> Self;
     /// The storage as a slice of this type, when it is of this type.
+    fn slice(storage: &CpuStorage) -> Option<&[Self]>;
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 
     /// The first elements of `from`, as many as a vector has lanes.
@@ -49,6 +50,12 @@ macro_rules! element {
             #[inline(always)]
             fn from_f32(x: f32) -> Self {
                 $src(x)
+            }
+            fn slice(storage: &CpuStorage) -> Option<&[Self]> {
+                match storage {
+                    CpuStorage::$variant(data) => Some(data),
+                    _ => None,
+                }
             }
             fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]> {
                 match storage {

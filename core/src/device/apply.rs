@@ -71,10 +71,25 @@ fn on_cuda<const N: usize>(
 }
 
 /// candle's custom op for `$op`, of the name `$name`: each argument's storage with its layout goes to the op's own
-/// `on_cpu([(storage, layout), ..])` or `on_cuda`, which return an output and its shape.
+/// `on_cpu([(storage, layout), ..])` or `on_cuda`, which return an output and its shape. A `differentiable` one of several
+/// arguments has `backward([tensor, ..], gradient of the output)`, which returns the gradients of the arguments: some for each
+/// that is tracked.
 #[macro_export]
 macro_rules! custom_op {
-    ($trait:ident for $op:ty, $name:expr, $($arg:ident $layout:ident),+) => {
+    (differentiable $trait:ident for $op:ty, $name:expr, $($arg:ident $layout:ident),+) => {
+        $crate::custom_op!($trait for $op, $name, $($arg $layout),+; {
+            fn bwd(
+                &self,
+                $($arg: &candle_core::Tensor,)+
+                _: &candle_core::Tensor,
+                grad: &candle_core::Tensor,
+            ) -> candle_core::Result<($($crate::custom_op!(@gradient $arg),)+)> {
+                Ok(self.backward([$($arg),+], grad)?.into())
+            }
+        });
+    };
+    (@gradient $arg:ident) => { Option<candle_core::Tensor> };
+    ($trait:ident for $op:ty, $name:expr, $($arg:ident $layout:ident),+ $(; {$($more:tt)*})?) => {
         impl candle_core::$trait for $op {
             fn name(&self) -> &'static str {
                 $name
@@ -94,6 +109,8 @@ macro_rules! custom_op {
             ) -> candle_core::Result<(candle_core::CudaStorage, candle_core::Shape)> {
                 self.on_cuda([$(($arg, $layout)),+])
             }
+
+            $($($more)*)?
         }
     };
 }

@@ -5,7 +5,8 @@ use crate::check::HeadsLayout;
 use crate::SequencePlan;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
-use candle_core::{bail, CudaDevice, CudaStorage, DType, Layout, Result};
+use candle_core::op::BackpropOp;
+use candle_core::{bail, CudaDevice, CudaStorage, DType, Layout, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -72,6 +73,38 @@ pub fn alloc_of(device: &CudaDevice, dtype: DType, shape: &[usize]) -> Result<Cu
     })
 }
 
+/// Zeros of a float dtype. At least one, since CUDA allocates no empty block.
+pub fn zeros_of(device: &CudaDevice, dtype: DType, shape: &[usize]) -> Result<CudaStorage> {
+    let n = shape.iter().product::<usize>().max(1);
+    Ok(match dtype {
+        DType::F32 => CudaStorage::wrap_cuda_slice(device.alloc_zeros::<f32>(n)?, device.clone()),
+        DType::BF16 => CudaStorage::wrap_cuda_slice(device.alloc_zeros::<bf16>(n)?, device.clone()),
+        DType::F16 => CudaStorage::wrap_cuda_slice(device.alloc_zeros::<f16>(n)?, device.clone()),
+        dtype => bail!("candle-gdn: no CUDA kernel writes dtype {dtype:?}"),
+    })
+}
+
+/// The tensor of an output that a kernel wrote.
+pub fn tensor_of(storage: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
+}
+
+/// The storages of tensors on CUDA.
+pub fn cuda_storages<'a, const N: usize>(op: &str, storages: [&'a Storage; N]) -> Result<[&'a CudaStorage; N]> {
+    if !storages.iter().all(|storage| matches!(storage, Storage::Cuda(_))) {
+        bail!("{op}: expected CUDA tensors");
+    }
+    Ok(storages.map(|storage| match storage {
+        Storage::Cuda(storage) => storage,
+        _ => unreachable!("checked above"),
+    }))
+}
+
+/// What a launcher answered about its workspace, in bytes.
+pub fn workspace_size(bytes: i64) -> usize {
+    usize::try_from(bytes).unwrap_or(0)
+}
+
 pub fn dtype_code(dtype: DType) -> i32 {
     match dtype {
         DType::BF16 => abi::GDN_BF16,
@@ -104,16 +137,21 @@ pub fn addressing(
     (read, write): (*const u32, *const u32),
     state: &Layout,
 ) -> Result<(abi::Sequences, abi::Slots, abi::Slots)> {
-    let sequences = abi::Sequences {
+    let sequences = sequences_of(op, seqs, cu_seqlens)?;
+    let (num_slots, slot_stride) = (seqs.num_slots as i64, state.stride()[0] as i64);
+    let of = |slots| abi::Slots { slots, num_slots, slot_stride };
+    Ok((sequences, of(read), of(write)))
+}
+
+/// The sequences of a launch.
+pub fn sequences_of(op: &str, seqs: &SequencePlan, cu_seqlens: *const u32) -> Result<abi::Sequences> {
+    Ok(abi::Sequences {
         cu_seqlens,
         num_seqs: int(op, "sequences", seqs.count)?,
         tokens_per_seq: int(op, "tokens", seqs.tokens)?,
         max_tokens_per_seq: int(op, "tokens", seqs.max_tokens)?,
         total_tokens: int(op, "tokens of all sequences", seqs.total_tokens)?,
-    };
-    let (num_slots, slot_stride) = (seqs.num_slots as i64, state.stride()[0] as i64);
-    let of = |slots| abi::Slots { slots, num_slots, slot_stride };
-    Ok((sequences, of(read), of(write)))
+    })
 }
 
 pub fn int(op: &str, arg: &str, value: usize) -> Result<i32> {

@@ -52,6 +52,11 @@ impl<T: Element> Rule<'_, T> {
         });
     }
 
+    /// A row of q or k in f32, normalised where the rule says so, times `scale`.
+    pub fn load_key(&self, row: &[T], dst: &mut [f32], scale: f64) {
+        dispatch(LoadKey { row, dst, rule: self, scale });
+    }
+
     fn head<S: Stored>(&self, n: usize, h: usize, out: &Shared<'_, T>, state: &mut [S]) {
         let (first, tokens) = self.seqs.range(n);
         if self.from_zeros {
@@ -96,8 +101,7 @@ impl<T: Element> Head<'_, '_, T> {
     fn load(&self, i: usize, q: &mut [f32], k: &mut [f32], v: &mut [f32]) {
         let (rule, t) = (self.rule, self.first + i);
         let key = |heads: &Heads<'_, T>, dst, scale| {
-            let row = heads.row(self.n, t, self.key_head, rule.sizes.key_dim);
-            dispatch(LoadKey { row, dst, rule, scale });
+            rule.load_key(heads.row(self.n, t, self.key_head, rule.sizes.key_dim), dst, scale);
         };
         key(&rule.q, q, rule.scale);
         key(&rule.k, k, 1.0);

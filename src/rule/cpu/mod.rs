@@ -1,11 +1,11 @@
 //! The rule on the CPU.
 
-mod gates;
-mod kernel;
+pub(super) mod kernel;
 mod recurrent;
 mod transposed;
 
 use super::call::{Rule, RuleGates, RulePlan};
+use super::gates::cpu as gates;
 use candle_core::{bail, CpuStorage, DType, Result, Storage};
 use candle_gdn_core::check::{heads, storage_dtype};
 use candle_gdn_core::cpu::{Element, Stored};

@@ -1,0 +1,81 @@
+//! The layer in training out of a checkpoint, or new.
+
+use super::load::init_weights;
+use super::{GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet};
+use candle_core::{bail, DType, Result, Tensor};
+use candle_nn::{Init, Linear, VarBuilder};
+
+impl TrainableGatedDeltaNet {
+    /// The layer with the weights under `vb`, which stands at `..linear_attn`, in either layout of published checkpoints, which
+    /// is recognised by its names as in [`GatedDeltaNet::load`](crate::GatedDeltaNet::load). Projections stay in that layout. `A_log`, `dt_bias` and the norm are read in f32,
+    /// the rest in vb's dtype.
+    ///
+    /// What `vb` gives is used as it is: variables of a `VarMap` are trained, tensors of a file are constants.
+    ///
+    /// # Errors
+    /// When the config does not fit together, or a weight is missing or misshapen (the message names it).
+    pub fn load(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
+        Self::load_with(config, vb, |_, linear| Ok(Projection::new(linear)))
+    }
+
+    /// The same with a choice of what each projection becomes: `wrap` gets its name (`in_proj_qkvz`, `out_proj`) and its matrix. It
+    /// returns the matrix itself ([`Projection::new`]), or a module with a LoRA around it ([`Projection::module`]).
+    ///
+    /// # Errors
+    /// As [`Self::load`], and when `wrap` fails.
+    pub fn load_with(
+        config: &GdnConfig,
+        vb: VarBuilder,
+        mut wrap: impl FnMut(&str, Linear) -> Result<Projection>,
+    ) -> Result<Self> {
+        config.check()?;
+        let (c, heads) = (config, config.num_value_heads);
+        let mut projection = |name: &str, outputs: usize, inputs: usize| {
+            let weight = vb.get((outputs, inputs), &format!("{name}.weight"))?;
+            wrap(name, Linear::new(weight, None))
+        };
+        let mut input = |name: &str, outputs: usize| projection(name, outputs, c.hidden_size);
+        let in_proj = if vb.contains_tensor("in_proj_qkvz.weight") {
+            InProjection::Interleaved {
+                qkvz: input("in_proj_qkvz", c.conv_channels() + c.value_size())?,
+                ba: input("in_proj_ba", 2 * heads)?,
+            }
+        } else if vb.contains_tensor("in_proj_qkv.weight") {
+            InProjection::Split {
+                qkv: input("in_proj_qkv", c.conv_channels())?,
+                z: input("in_proj_z", c.value_size())?,
+                b: input("in_proj_b", heads)?,
+                a: input("in_proj_a", heads)?,
+            }
+        } else {
+            bail!(
+                "no Gated DeltaNet under `{0}`: expected the weight `{0}.in_proj_qkvz.weight` (Qwen3-Next) or \
+                 `{0}.in_proj_qkv.weight` (Qwen3.5 and later), found neither",
+                vb.prefix()
+            );
+        };
+        let out_proj = projection("out_proj", c.hidden_size, c.value_size())?;
+        let vector = |len: usize, name: &str| -> Result<Tensor> {
+            vb.get_with_hints_dtype(len, name, Init::default(), DType::F32)
+        };
+        let parts = GdnParts {
+            in_proj,
+            conv_weight: vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?,
+            a_log: vector(heads, "A_log")?,
+            dt_bias: vector(heads, "dt_bias")?,
+            norm_weight: vector(c.value_head_dim, "norm.weight")?,
+            out_proj,
+        };
+        Self::new(config, parts)
+    }
+
+    /// A new layer with weights under `vb`, which stands at `..linear_attn` of a `VarMap`, with the names and the values of
+    /// [`GatedDeltaNet::init`](crate::GatedDeltaNet::init). A weight that `vb` has already stays.
+    ///
+    /// # Errors
+    /// When the config does not fit together, `vb` has the weights of another layout or shape, or is no map that can grow.
+    pub fn init(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
+        init_weights(config, &vb)?;
+        Self::load(config, vb)
+    }
+}
