@@ -104,6 +104,25 @@ inline int32_t rule_algo(const gdn_rule_params &p, bool null_states, const Devic
                                                                      : GDN_RECURRENT;
 }
 
+// ---- gdn_rule_backward ----
+
+inline bool chunked_backward_supports(const gdn_rule_backward_params &p) {
+  const gdn_common &c = p.common;
+  for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.d_o, &p.d_q, &p.d_k, &p.d_v})
+    if (!aligned_rows(*x, 8, c.io_dtype)) return false;
+  return (c.io_dtype == GDN_BF16 || c.io_dtype == GDN_F16) && c.head_k <= 128 && c.head_k % 8 == 0 && c.head_v <= 128 && c.head_v % 8 == 0 &&
+         aligned(c.state_in, 8) && aligned(p.d_state_out, 8) && aligned(p.d_state_in, 8);
+}
+
+// As rule_algo().
+inline int32_t rule_backward_algo(const gdn_rule_backward_params &p, const Device &d) {
+  const bool chunked = chunked_backward_supports(p), chunked90 = chunked && d.sm90a;
+  if (p.algo == GDN_AUTO) return chunked90 ? GDN_CHUNKED_SM90 : chunked ? GDN_CHUNKED_SM80 : GDN_RECURRENT;
+  const bool supported =
+      p.algo == GDN_RECURRENT || (p.algo == GDN_CHUNKED_SM80 && chunked) || (p.algo == GDN_CHUNKED_SM90 && chunked90);
+  return supported ? p.algo : GDN_AUTO;
+}
+
 // GDN_RECURRENT_128: rows a thread, so 16, 32 or 64 a block: 8, 4 or 2 blocks a head. All stay resident from start to end, so that
 // a second wave would double the time: small ones while they leave no multiprocessor idle.
 inline int recurrent_rows(int64_t heads, int sms) { return heads <= sms / 8 ? 1 : heads <= sms / 2 ? 2 : 4; }

@@ -84,6 +84,7 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
 #define GDN_ACC2(d, i) GDN_ACC1(d, i), GDN_ACC1(d, i + 1)
 #define GDN_ACC8(d, i) GDN_ACC2(d, i), GDN_ACC2(d, i + 2), GDN_ACC2(d, i + 4), GDN_ACC2(d, i + 6)
 #define GDN_ACC16(d, i) GDN_ACC8(d, i), GDN_ACC8(d, i + 8)
+#define GDN_D_SHORT "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define GDN_D0                                                                                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "  \
   "%27, %28, %29, %30, %31"
@@ -95,6 +96,7 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
   "%89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
+GDN_SHAPE(32, 4, GDN_D_SHORT, "16", "17", "18", "19", "20", "21", "22", GDN_ACC2(d, 0), GDN_ACC2(d, 2))
 GDN_SHAPE(64, 8, GDN_D0, "32", "33", "34", "35", "36", "37", "38", GDN_ACC8(d, 0))
 GDN_SHAPE(80, 10, GDN_D0 GDN_D32, "40", "41", "42", "43", "44", "45", "46", GDN_ACC8(d, 0), GDN_ACC2(d, 8))
 GDN_SHAPE(128, 16, GDN_D0 GDN_D32 GDN_D40, "64", "65", "66", "67", "68", "69", "70", GDN_ACC16(d, 0))
@@ -107,6 +109,7 @@ GDN_SHAPE(256, 32, GDN_D0 GDN_D32 GDN_D40 GDN_D64, "128", "129", "130", "131", "
 #undef GDN_ACC2
 #undef GDN_ACC8
 #undef GDN_ACC16
+#undef GDN_D_SHORT
 #undef GDN_D0
 #undef GDN_D32
 #undef GDN_D40

@@ -1,0 +1,256 @@
+// The two serial parts of the backward pass: states along the chunks, and gradients of states against them.
+//
+// A block owns 64 value rows of a head, a warp 16 of them in its registers, and walks through the chunks of its segment. Both walks
+// are in one launch, since neither needs the other.
+#pragma once
+
+#include "products.cuh"
+#include "records.cuh"
+
+namespace gdn {
+namespace backward {
+
+template <int STAGES> struct WalkShared {
+  struct Stage {
+    alignas(1024) uint8_t k[2 * kTileBytes];
+    uint8_t values[kTileBytes];    // v or dO, then U or dB on their way out
+    uint8_t inverse[kImageBytes];
+    WalkFactors factors;
+  };
+  Stage stage[STAGES];
+  alignas(1024) uint8_t q[2 * kTileBytes];    // of the reverse walk
+  uint8_t attention[kImageBytes];
+  uint8_t image[kStateBytes];                 // of the state
+};
+
+// The stretch of a block.
+struct Stretch {
+  Tokens seq;
+  int n, head, tile;
+  int begin, end;    // chunks
+  int64_t place;     // of `begin`
+};
+
+// A walk's pieces that both directions have.
+template <typename T, int STAGES> struct Walker {
+  using Shared = WalkShared<STAGES>;
+  using Stage = typename Shared::Stage;
+  const gdn_rule_backward_params &p;
+  const Buffers &buffers;
+  Shared &shared;
+  const Stretch s;
+  const int thread, warp, lane, v_tiles;
+
+  __device__ __forceinline__ int64_t first(int i) const { return s.seq.first + static_cast<int64_t>(i) * kChunk; }
+  __device__ __forceinline__ int count(int i) const { return s.seq.count - i * kChunk; }
+  __device__ __forceinline__ int64_t index(int i) const { return (s.place + i - s.begin) * p.common.num_v_heads + s.head; }
+  __device__ __forceinline__ int key_head() const { return s.head / (p.common.num_v_heads / p.common.num_k_heads); }
+  __device__ __forceinline__ Stage &stage(int step) const { return shared.stage[STAGES == 1 ? 0 : step % 2]; }
+
+  // Copies for the chain of chunk i; `values` is v or dO. A group, empty past the end.
+  __device__ __forceinline__ void load_chain(int step, int i, const gdn_heads &values) const {
+    if (i >= s.begin && i < s.end) {
+      Stage &to = stage(step);
+      const int row0 = s.tile * kTileRows;
+      chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.k), heads_at<T>(p.k, s.n, first(i), key_head()), p.k.token_stride, count(i),
+                                          p.common.head_k, thread);
+      chunk::copy_tile<T, 8, 128>(ptx::shared_address(to.values), heads_at<T>(values, s.n, first(i), s.head) + row0, values.token_stride,
+                                  count(i), p.common.head_v - row0, thread);
+      const Record &r = buffers.records[index(i)];
+      chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(to.inverse), r.inverse, thread);
+      chunk::copy_bytes<sizeof(WalkFactors), 128>(ptx::shared_address(&to.factors), &r.walk, thread);
+    }
+    ptx::copy_async_commit();
+  }
+  // The same for what only the reverse walk needs.
+  __device__ __forceinline__ void load_queries(int i) const {
+    chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(shared.q), heads_at<T>(p.q, s.n, first(i), key_head()), p.q.token_stride, count(i),
+                                        p.common.head_k, thread);
+    chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(shared.attention), buffers.records[index(i)].attention, thread);
+    ptx::copy_async_commit();
+  }
+
+  // The warp's rows of a state to its image in the workspace.
+  __device__ __forceinline__ void store_image(const uint32_t (&x)[8][4], uint8_t *images, int i) const {
+    const uint32_t rows = ptx::shared_address(shared.image) + 2048 * warp;
+    store_rows(x, rows, lane);
+    __syncwarp();
+    uint8_t *to = images + (index(i) * v_tiles + s.tile) * kStateBytes + 2048 * warp + 16 * lane;
+#pragma unroll
+    for (int t = 0; t < 2; ++t)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        *reinterpret_cast<uint4 *>(to + t * kTileBytes + 512 * j) = ptx::load_shared(rows + t * kTileBytes + 512 * j + 16 * lane);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ const float *state_at(const float *x) const {
+    return x + (static_cast<int64_t>(s.n) * p.common.num_v_heads + s.head) * p.common.head_v * p.common.head_k;
+  }
+  __device__ __forceinline__ void begin(float (&state)[16][4], const float *from) const {
+    if (from != nullptr)
+      chunk::load_state(state, state_at(from), s.tile * kTileRows + 16 * warp, p.common.head_v, p.common.head_k, lane);
+    else
+      chunk::scale(state, 0.f);
+  }
+  __device__ __forceinline__ void end(const float (&state)[16][4], float *to) const {
+    if (to != nullptr)
+      chunk::store_state(state, const_cast<float *>(state_at(to)), s.tile * kTileRows + 16 * warp, p.common.head_v, p.common.head_k, lane);
+  }
+};
+
+__device__ __forceinline__ void chain_is_there() {
+  ptx::fence_async();
+  __syncthreads();
+}
+
+// U^T = A (beta (V^T - read S K^T)), S <- decay S + (write U^T) K. One function: its parts share operands in registers.
+template <typename T, bool WGMMA, int STAGES>
+__device__ __forceinline__ void walk_forward(const Walker<T, STAGES> &w, const Walk &walk) {
+  float state[16][4] = {};
+  w.begin(state, walk.from);
+  const int warp = w.warp, lane = w.lane;
+  if (STAGES == 2) w.load_chain(0, w.s.begin, w.p.v);
+  for (int i = w.s.begin; i < w.s.end; ++i) {
+    // Wait for the chunk.
+    const int step = i - w.s.begin;
+    if (STAGES == 2) w.load_chain(step + 1, i + 1, w.p.v);
+    else w.load_chain(0, i, w.p.v);
+    ptx::copy_async_wait<STAGES == 2 ? 1 : 0>();
+    chain_is_there();
+    const auto &stage = w.stage(step);
+    const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
+    const WalkFactors &f = stage.factors;
+
+    // The updates.
+    uint32_t operand[8][4];
+    chunk::to_operand<T, true>(operand, state);
+    float x[8][4];
+    multiply<T, WGMMA, false>(x, operand, keys, false, lane);
+    if (walk.store) w.store_image(operand, w.buffers.states, i);
+    wait<WGMMA>(x, operand);
+    chunk::subtract_from_values<T>(x, values, f.read, warp, lane);
+    chunk::scale_columns(x, f.beta, lane);
+    uint32_t half[4][4];
+    chunk::to_operand<T, true>(half, x);
+    multiply_now<T, WGMMA, false>(x, half, ptx::shared_address(stage.inverse), false, lane);
+    if (walk.store) chunk::put_out<T>(x, values, warp, lane);
+
+    // The new state.
+    chunk::scale_columns(x, f.write, lane);
+    chunk::to_operand<T, true>(half, x);
+    chunk::scale(state, f.decay);
+    multiply<T, WGMMA, true>(state, half, keys, true, lane);
+    if (walk.store) {
+      __syncwarp();
+      const int piece = 2 * warp + lane % 2;
+      uint8_t *to = w.buffers.updates + (w.index(i) * w.v_tiles + w.s.tile) * kTileBytes;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t at = chunk::tile_offset(lane / 2 + 16 * j, piece);
+        *reinterpret_cast<uint4 *>(to + at) = ptx::load_shared(values + at);
+      }
+    }
+    wait<WGMMA>(state, half);
+    __syncthreads();    // the next copies go where this chunk was
+  }
+  w.end(state, walk.to);
+}
+
+// A left operand with a factor a column.
+template <typename T>
+__device__ __forceinline__ void scale_operand(uint32_t (&a)[4][4], const float *factors, int lane) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const float4 f = chunk::column_factors(factors, m, lane);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float2 x = chunk::unpack2<T>(a[m][c]);
+      a[m][c] = chunk::pack2_written<T>(x.x * (c < 2 ? f.x : f.z), x.y * (c < 2 ? f.y : f.w));
+    }
+  }
+}
+
+// dU^T = write (dS K^T) + dO^T Att, dB^T = dU^T A, dS <- decay dS + (query dO^T) Q + (key dB^T) K. d_v gets dB for now.
+template <typename T, bool WGMMA, int STAGES>
+__device__ __forceinline__ void walk_reverse(const Walker<T, STAGES> &w, const Walk &walk) {
+  float state[16][4] = {};
+  w.begin(state, walk.from);
+  const int warp = w.warp, lane = w.lane;
+  const uint32_t queries = ptx::shared_address(w.shared.q), attention = ptx::shared_address(w.shared.attention);
+  if (STAGES == 2) w.load_chain(0, w.s.end - 1, w.p.d_o);
+  for (int i = w.s.end - 1; i >= w.s.begin; --i) {
+    // Wait for the chunk.
+    const int step = w.s.end - 1 - i;
+    if (STAGES == 1) w.load_chain(0, i, w.p.d_o);
+    w.load_queries(i);
+    if (STAGES == 2) w.load_chain(step + 1, i - 1, w.p.d_o);
+    ptx::copy_async_wait<STAGES == 2 ? 2 : 1>();
+    chain_is_there();
+    const auto &stage = w.stage(step);
+    const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
+    const uint32_t inverse = ptx::shared_address(stage.inverse);
+    const WalkFactors &f = stage.factors;
+
+    // The gradient of U.
+    float x[8][4];
+    uint32_t operand[8][4], half[4][4], out[4][4];
+    chunk::to_operand<T, true>(operand, state);
+    multiply<T, WGMMA, false>(x, operand, keys, false, lane);
+    w.store_image(operand, w.buffers.gradients, i);
+    load_columns(out, values, warp, lane);
+    wait<WGMMA>(x, operand);
+    chunk::scale_columns(x, f.write, lane);
+    ptx::copy_async_wait<STAGES == 2 ? 1 : 0>();
+    chain_is_there();    // so are q and the attention
+    multiply_now<T, WGMMA, true>(x, out, attention, true, lane);
+    chunk::to_operand<T, true>(half, x);
+    multiply<T, WGMMA, true>(x, half, inverse, false, lane);
+    scale_operand<T>(out, f.query, lane);
+    chunk::scale(state, f.decay);
+    wait<WGMMA>(x, half);
+
+    // The new gradient of the state.
+    multiply<T, WGMMA, true>(state, out, queries, true, lane);
+    chunk::put_out<T>(x, values, warp, lane);
+    chunk::scale_columns(x, f.key, lane);
+    chunk::to_operand<T, true>(half, x);
+    multiply<T, WGMMA, true>(state, half, keys, true, lane);
+    const int row = w.s.tile * kTileRows + 16 * warp;
+    chunk::take_out<T>(values, warp, lane, out_heads_at<T>(w.p.d_v, w.s.n, w.first(i), w.s.head) + row, w.p.d_v.token_stride, w.count(i),
+                       w.p.common.head_v - row);
+    wait<WGMMA>(state, out, half);
+    __syncthreads();    // the next copies go where this chunk was
+  }
+  w.end(state, walk.to);
+}
+
+template <typename T, bool WGMMA, int STAGES>
+__global__ void __launch_bounds__(128, 2)
+walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Walks walks,
+            const Span forward, const Span reverse) {
+  if constexpr (WGMMA && !ptx::kSm90a) return;
+  using Shared = WalkShared<STAGES>;
+  extern __shared__ __align__(1024) uint8_t raw_shared[];
+  ptx::grid_dependency_wait();
+  // The longer walk first.
+  const unsigned blocks = static_cast<unsigned>(p.common.seqs.num_seqs) * p.common.num_v_heads * walks.v_tiles;
+  const bool is_reverse = walks.reverse.on && blockIdx.x < blocks;
+  unsigned block = is_reverse || !walks.reverse.on ? blockIdx.x : blockIdx.x - blocks;
+  const Span &span = is_reverse ? reverse : forward;
+  Stretch s;
+  s.tile = static_cast<int>(block % walks.v_tiles);
+  block /= walks.v_tiles;
+  s.head = static_cast<int>(block % p.common.num_v_heads);
+  s.n = static_cast<int>(block / p.common.num_v_heads);
+  s.seq = tokens_of(p.common.seqs, s.n);
+  s.begin = begin_of(span, chunks_of(s.seq)), s.end = end_of(span, chunks_of(s.seq));
+  s.place = first_place(p.common.seqs, span, s.n);
+  const int thread = threadIdx.x;
+  const Walker<T, STAGES> w = {p, buffers, *reinterpret_cast<Shared *>(raw_shared), s, thread, thread / 32, thread % 32, walks.v_tiles};
+  if (is_reverse) walk_reverse<T, WGMMA>(w, walks.reverse);
+  else walk_forward<T, WGMMA>(w, walks.forward);
+}
+
+}  // namespace backward
+}  // namespace gdn
