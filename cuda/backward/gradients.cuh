@@ -73,6 +73,18 @@ template <typename T> __device__ __forceinline__ uint4 scale8(const uint4 &a, fl
   return make_uint4(y[0], y[1], y[2], y[3]);
 }
 
+// The thread, its warpgroup, and its warp in that, read at this place: what depends on them is computed in each part again, where ptxas
+// would keep all of it through the loop over heads, in registers that it does not have.
+struct Here {
+  int thread, group, warp, lane, row;
+  __device__ __forceinline__ Here() {
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    thread &= 255;
+    group = thread / 128, warp = thread % 128 / 32, lane = thread % 32, row = 16 * warp + lane / 4;
+  }
+  __device__ __forceinline__ uint32_t own_half(const void *x) const { return ptx::shared_address(x) + group * kTileBytes; }
+};
+
 // A block's work, its parts as functions.
 template <typename T, bool WGMMA> struct Gradients {
   const gdn_rule_backward_params &p;
@@ -81,20 +93,19 @@ template <typename T, bool WGMMA> struct Gradients {
   const Chunk at;
   const int64_t place, first;
   const int count, key_head, v_tiles;
-  const int thread, group, warp, lane;    // the warp in its group
 
-  __device__ __forceinline__ int row() const { return 16 * warp + lane / 4; }
-  __device__ __forceinline__ uint32_t tile(const void *x) const { return ptx::shared_address(x); }
-  __device__ __forceinline__ uint32_t own_half(const void *x) const { return tile(x) + group * kTileBytes; }
+  __device__ __forceinline__ static uint32_t tile(const void *x) { return ptx::shared_address(x); }
 
   __device__ __forceinline__ void load_rows_of(void *to, const gdn_heads &x, int head, int size) const {
-    chunk::copy_tile<T, kKeys / 8, 256>(tile(to), heads_at<T>(x, at.n, first, head), x.token_stride, count, size, thread);
+    const Here me;
+    chunk::copy_tile<T, kKeys / 8, 256>(tile(to), heads_at<T>(x, at.n, first, head), x.token_stride, count, size, me.thread);
   }
   __device__ __forceinline__ const uint8_t *image(const uint8_t *images, int head, int v_tile) const {
     return images + ((place * p.common.num_v_heads + head) * v_tiles + v_tile) * kStateBytes;
   }
   __device__ __forceinline__ void load_stage(const uint8_t *images, int head, int v_tile) const {
-    chunk::copy_bytes<kStateBytes, 256>(tile(shared.stage), image(images, head, v_tile), thread);
+    const Here me;
+    chunk::copy_bytes<kStateBytes, 256>(tile(shared.stage), image(images, head, v_tile), me.thread);
     ptx::copy_async_commit();
   }
   __device__ __forceinline__ void loaded() const {
@@ -105,19 +116,21 @@ template <typename T, bool WGMMA> struct Gradients {
 
   // All of a value head but the states.
   __device__ __forceinline__ void load_head(int head) const {
+    const Here me;
     const int64_t index = place * p.common.num_v_heads + head;
     load_rows_of(shared.d_out, p.d_o, head, p.common.head_v);
     load_rows_of(shared.d_b, p.d_v, head, p.common.head_v);
     for (int t = 0; t < v_tiles; ++t)
-      chunk::copy_bytes<kTileBytes, 256>(tile(shared.update) + t * kTileBytes, buffers.updates + (index * v_tiles + t) * kTileBytes, thread);
-    chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&shared.tokens), &buffers.records[index].tokens, thread);
+      chunk::copy_bytes<kTileBytes, 256>(tile(shared.update) + t * kTileBytes, buffers.updates + (index * v_tiles + t) * kTileBytes, me.thread);
+    chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&shared.tokens), &buffers.records[index].tokens, me.thread);
   }
 
   // dV = beta dB, and what beta gets of dB V.
   __device__ __forceinline__ void finish_values(int head) const {
+    const Here me;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int token = thread / 16 + 16 * i, piece = thread % 16;
+      const int token = me.thread / 16 + 16 * i, piece = me.thread % 16;
       const bool there = token < count && piece * 8 < p.common.head_v;
       const uint4 d_b = ptx::load_shared(tile(shared.d_b) + chunk::tile_offset(token, piece));
       float sum = 0.f;
@@ -127,24 +140,26 @@ template <typename T, bool WGMMA> struct Gradients {
         *reinterpret_cast<uint4 *>(out_heads_at<T>(p.d_v, at.n, first + token, head) + piece * 8) = scale8<T>(d_b, shared.tokens.beta[token]);
       }
       sum = group_sum<16>(sum);
-      if (thread % 16 == 0) shared.value[token] = sum;
+      if (me.thread % 16 == 0) shared.value[token] = sum;
     }
   }
 
   // x += rows of a tile times 64 value rows in the stage.
   __device__ __forceinline__ void add_product(float (&x)[8][4], const void *rows, int v_tile, bool add) const {
+    const Here me;
     uint32_t a[4][4];
-    load_rows(a, tile(rows) + v_tile * kTileBytes, 0, warp, lane);
-    multiply_now<T, WGMMA, true>(x, a, own_half(shared.stage), add, lane);
+    load_rows(a, tile(rows) + v_tile * kTileBytes, 0, me.warp, me.lane);
+    multiply_now<T, WGMMA, true>(x, a, me.own_half(shared.stage), add, me.lane);
   }
 
   // S dS of the 64 value rows of S in the stage.
   __device__ __forceinline__ float states_product(int head, int v_tile) const {
+    const Here me;
     const uint8_t *d = image(buffers.gradients, head, v_tile);
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kStateBytes / 16 / 256; ++i) {
-      const int offset = 16 * (thread + 256 * i);
+      const int offset = 16 * (me.thread + 256 * i);
       sum += dot8<T>(ptx::load_shared(tile(shared.stage) + offset), *reinterpret_cast<const uint4 *>(d + offset));
     }
     return sum;
@@ -152,17 +167,18 @@ template <typename T, bool WGMMA> struct Gradients {
 
   // What reads states: dQ += query dO S, dK += key dB S + write U dS.
   __device__ __forceinline__ void add_states(float (&d_q)[8][4], float (&d_k)[8][4], int head) const {
+    const Here me;
     const TokenFactors &f = shared.tokens;
     float before[2], after[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      before[i] = chunk::exp2_fast(f.c[row() + 8 * i]);
-      after[i] = chunk::exp2_fast(f.c[kChunk - 1] - f.c[row() + 8 * i]);
+      before[i] = chunk::exp2_fast(f.c[me.row + 8 * i]);
+      after[i] = chunk::exp2_fast(f.c[kChunk - 1] - f.c[me.row + 8 * i]);
     }
     const auto both = [&](const float2 &x, const float (&factor)[2], float *to, bool add) {
-      if (lane % 4 != 0) return;
-      to[row()] = (add ? to[row()] : 0.f) + x.x * factor[0];
-      to[row() + 8] = (add ? to[row() + 8] : 0.f) + x.y * factor[1];
+      if (me.lane % 4 != 0) return;
+      to[me.row] = (add ? to[me.row] : 0.f) + x.x * factor[0];
+      to[me.row + 8] = (add ? to[me.row + 8] : 0.f) + x.y * factor[1];
     };
     float x[8][4], factor[2], product = 0.f;
     // dO S
@@ -172,10 +188,10 @@ template <typename T, bool WGMMA> struct Gradients {
       product += states_product(head, t);
     }
     product = group_sum(product);
-    if (lane == 0) shared.states[4 * group + warp] = product;
+    if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = before[i] * f.q_norm[row() + 8 * i] * p.common.scale;
-    both(row_products<T>(x, own_half(shared.q), warp, lane), factor, shared.later[group], false);
+    for (int i = 0; i < 2; ++i) factor[i] = before[i] * f.q_norm[me.row + 8 * i] * p.common.scale;
+    both(row_products<T>(x, me.own_half(shared.q), me.warp, me.lane), factor, shared.later[me.group], false);
     add_rows(d_q, x, factor);
     // dB S, the last rows first: they are in the stage
     for (int t = v_tiles - 1; t >= 0; --t) {
@@ -184,15 +200,15 @@ template <typename T, bool WGMMA> struct Gradients {
     }
     __syncthreads();
     load_stage(buffers.gradients, head, 0);
-    const float2 keys = row_products<T>(x, own_half(shared.k), warp, lane);
+    const float2 keys = row_products<T>(x, me.own_half(shared.k), me.warp, me.lane);
     float scaled[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      factor[i] = -before[i] * f.k_norm[row() + 8 * i];
-      scaled[i] = factor[i] * f.beta[row() + 8 * i];
+      factor[i] = -before[i] * f.k_norm[me.row + 8 * i];
+      scaled[i] = factor[i] * f.beta[me.row + 8 * i];
     }
-    both(keys, factor, shared.beta[group], false);
-    both(keys, scaled, shared.later[group], true);
+    both(keys, factor, shared.beta[me.group], false);
+    both(keys, scaled, shared.later[me.group], true);
     add_rows(d_k, x, scaled);
     // U dS
     for (int t = 0; t < v_tiles; ++t) {
@@ -201,24 +217,26 @@ template <typename T, bool WGMMA> struct Gradients {
       add_product(x, shared.update, t, t > 0);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = after[i] * f.k_norm[row() + 8 * i];
-    both(row_products<T>(x, own_half(shared.k), warp, lane), factor, shared.earlier[group], false);
+    for (int i = 0; i < 2; ++i) factor[i] = after[i] * f.k_norm[me.row + 8 * i];
+    both(row_products<T>(x, me.own_half(shared.k), me.warp, me.lane), factor, shared.earlier[me.group], false);
     add_rows(d_k, x, factor);
   }
 
   // This warpgroup's matrix of tokens: scale dAtt D / (|q| |k|), or M / (|k| |k|), to `image`; and for each token t the sum of what
   // rows from t on have left of t, times the products of q and k or of k with itself: to `to`, the warp's.
-  __device__ __forceinline__ void make_matrix(uint32_t image, float *to) const {
+  __device__ __forceinline__ void make_matrix(uint32_t attention, uint32_t lower) const {
+    const Here me;
+    const uint32_t image = me.group == 0 ? attention : lower;
     const TokenFactors &f = shared.tokens;
-    const uint32_t rows = tile(group == 0 ? shared.d_out : shared.d_b), raw = tile(group == 0 ? shared.q : shared.k);
-    const float *norms = group == 0 ? f.q_norm : f.k_norm;
-    const uint32_t by_row = chunk::lanes_by_row(lane);
+    const uint32_t rows = tile(me.group == 0 ? shared.d_out : shared.d_b), raw = tile(me.group == 0 ? shared.q : shared.k);
+    const float *norms = me.group == 0 ? f.q_norm : f.k_norm;
+    const uint32_t by_row = chunk::lanes_by_row(me.lane);
     float c[2], factor[2], weight[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      c[i] = f.c[row() + 8 * i];
-      factor[i] = norms[row() + 8 * i] * (group == 0 ? p.common.scale : 1.f);
-      weight[i] = group == 0 ? 1.f : -f.beta[row() + 8 * i];
+      c[i] = f.c[me.row + 8 * i];
+      factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : 1.f);
+      weight[i] = me.group == 0 ? 1.f : -f.beta[me.row + 8 * i];
     }
     float left[2] = {0.f, 0.f}, beta[2] = {0.f, 0.f};    // sums of what is left of a column
     float2 kept;
@@ -226,29 +244,33 @@ template <typename T, bool WGMMA> struct Gradients {
     for (int half = 0; half < 2; ++half) {
       float x[4][4], y[4][4];
       {
-        uint32_t a[8][4];
-        load_rows(a, rows, 0, warp, lane);
-        multiply_now<T, WGMMA, false>(x, a, tile(shared.update) + half * 4096, false, lane);
-        load_rows(a, raw, 0, warp, lane);
-        multiply_now<T, WGMMA, false>(y, a, tile(shared.k) + half * 4096, false, lane);
+        uint32_t a[4][4];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const uint32_t columns = t * kTileBytes;
+          load_rows(a, rows + columns, 0, me.warp, me.lane);
+          multiply_now<T, WGMMA, false>(x, a, tile(shared.update) + columns + half * 4096, t > 0, me.lane);
+          load_rows(a, raw + columns, 0, me.warp, me.lane);
+          multiply_now<T, WGMMA, false>(y, a, tile(shared.k) + columns + half * 4096, t > 0, me.lane);
+        }
       }
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
-        const int column = 32 * half + 8 * t + 2 * (lane % 4);
+        const int column = 32 * half + 8 * t + 2 * (me.lane % 4);
         const float2 ck = *reinterpret_cast<const float2 *>(f.c + column), nk = *reinterpret_cast<const float2 *>(f.k_norm + column);
         float products[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int r = row() + i / 2 * 8, j = column + i % 2;
+          const int r = me.row + i / 2 * 8, j = column + i % 2;
           const float norm = i % 2 ? nk.y : nk.x, distance = c[i / 2] - (i % 2 ? ck.y : ck.x);
-          const bool inside = group == 0 ? j <= r : j < r;
+          const bool inside = me.group == 0 ? j <= r : j < r;
           const float m = inside ? x[t][i] * (chunk::exp2_fast(distance) * factor[i / 2] * norm) : 0.f;
           const float product = j < r ? m * y[t][i] : 0.f;
           beta[i / 2] += product;
           products[i] = product * weight[i / 2];
           x[t][i] = m * weight[i / 2];
         }
-        // Sums left of both columns, in the rows from them on, over the warp's rows.
+        // Sums left of both columns, in the rows from them on, over the me.warp's rows.
         float sums[2] = {0.f, 0.f};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -257,12 +279,12 @@ template <typename T, bool WGMMA> struct Gradients {
 #pragma unroll
           for (int d = 1; d < 4; d *= 2) {
             const float before = __shfl_up_sync(0xffffffffu, sum, d, 4);
-            if (lane % 4 >= d) sum += before;
+            if (me.lane % 4 >= d) sum += before;
           }
           float before = __shfl_up_sync(0xffffffffu, sum, 1, 4);
-          before = left[i] + (lane % 4 == 0 ? 0.f : before);
+          before = left[i] + (me.lane % 4 == 0 ? 0.f : before);
           left[i] += __shfl_sync(0xffffffffu, sum, 3, 4);
-          const int r = row() + 8 * i;
+          const int r = me.row + 8 * i;
           if (column <= r) sums[0] += before;
           if (column + 1 <= r) sums[1] += before + products[2 * i];
         }
@@ -270,43 +292,45 @@ template <typename T, bool WGMMA> struct Gradients {
         for (int d = 4; d < 32; d *= 2)
 #pragma unroll
           for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], d);
-        if (lane / 4 == 4 * half + t) kept = make_float2(sums[0], sums[1]);
+        if (me.lane / 4 == 4 * half + t) kept = make_float2(sums[0], sums[1]);
       }
       uint32_t packed[2][4];
       chunk::to_operand<T, true>(packed, x);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) chunk::store_block(chunk::tile_at(image + 2048 * warp, by_row, 0, 2 * half + k), packed[k], lane);
+      for (int k = 0; k < 2; ++k) chunk::store_block(chunk::tile_at(image + 2048 * me.warp, by_row, 0, 2 * half + k), packed[k], me.lane);
     }
-    *reinterpret_cast<float2 *>(to + 2 * lane) = kept;
-    if (group == 1) {
+    *reinterpret_cast<float2 *>(inner_sums(me.group, me.warp) + 2 * me.lane) = kept;
+    if (me.group == 1) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float sum = group_sum<4>(beta[i]);
-        if (lane % 4 == 0) shared.beta[1][row() + 8 * i] -= sum;
+        if (me.lane % 4 == 0) shared.beta[1][me.row + 8 * i] -= sum;
       }
     }
   }
 
   // dQ += P K, dK += P^T Q + (M + M^T) K.
   __device__ __forceinline__ void add_matrices(float (&d_q)[8][4], float (&d_k)[8][4], uint32_t attention, uint32_t lower) const {
+    const Here me;
     uint32_t a[4][4], b[4][4];
-    load_rows(a, attention, 0, warp, lane);
-    multiply_now<T, WGMMA, true>(d_q, a, own_half(shared.k), true, lane);
-    load_columns(a, attention, warp, lane);
-    multiply_now<T, WGMMA, true>(d_k, a, own_half(shared.q), true, lane);
+    load_rows(a, attention, 0, me.warp, me.lane);
+    multiply_now<T, WGMMA, true>(d_q, a, me.own_half(shared.k), true, me.lane);
+    load_columns(a, attention, me.warp, me.lane);
+    multiply_now<T, WGMMA, true>(d_k, a, me.own_half(shared.q), true, me.lane);
     // A block on the diagonal has either an entry or its transpose, all others are zero.
-    load_rows(a, lower, 0, warp, lane);
-    load_columns(b, lower, warp, lane);
+    load_rows(a, lower, 0, me.warp, me.lane);
+    load_columns(b, lower, me.warp, me.lane);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int c = 0; c < 4; ++c) a[k][c] |= b[k][c];
-    multiply_now<T, WGMMA, true>(d_k, a, own_half(shared.k), true, lane);
+    multiply_now<T, WGMMA, true>(d_k, a, me.own_half(shared.k), true, me.lane);
   }
 
   // The gradients of the gates, by a warp.
   __device__ __forceinline__ void finish_gates(int head) const {
-    if (thread >= 32) return;
+    const Here me;
+    if (me.thread >= 32) return;
     const TokenFactors &f = shared.tokens;
     float states = 0.f;
 #pragma unroll
@@ -315,7 +339,7 @@ template <typename T, bool WGMMA> struct Gradients {
     float later[2], earlier[2], inner[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int t = 2 * lane + i;
+      const int t = 2 * me.lane + i;
       later[i] = shared.later[0][t] + shared.later[1][t], earlier[i] = shared.earlier[0][t] + shared.earlier[1][t];
 #pragma unroll
       for (int w = 0; w < 4; ++w) inner[i] += inner_sums(0, w)[t] + inner_sums(1, w)[t];
@@ -325,16 +349,16 @@ template <typename T, bool WGMMA> struct Gradients {
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const float next = __shfl_down_sync(0xffffffffu, from, d), before = __shfl_up_sync(0xffffffffu, up_to, d);
-      if (lane + d < 32) from += next;
-      if (lane >= d) up_to += before;
+      if (me.lane + d < 32) from += next;
+      if (me.lane >= d) up_to += before;
     }
     float after = __shfl_down_sync(0xffffffffu, from, 1), before = __shfl_up_sync(0xffffffffu, up_to, 1);
-    if (lane == 31) after = 0.f;
-    if (lane == 0) before = 0.f;
+    if (me.lane == 31) after = 0.f;
+    if (me.lane == 0) before = 0.f;
     const float decay[2] = {from + before + inner[0] + states, (later[1] + after) + (before + earlier[0]) + inner[1] + states};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int t = 2 * lane + i;
+      const int t = 2 * me.lane + i;
       if (t >= count) continue;
       *out_heads_at<float>(p.d_log_decay, at.n, first + t, head) = decay[i];
       *out_heads_at<float>(p.d_beta, at.n, first + t, head) = shared.value[t] + shared.beta[0][t] + shared.beta[1][t];
@@ -349,21 +373,22 @@ template <typename T, bool WGMMA> struct Gradients {
   // From the sums over heads to the gradient of raw rows, in the place of these.
   __device__ __forceinline__ void finish_rows(float (&x)[8][4], uint8_t *raw, const float *norms, float (&sums)[2][kChunk],
                                               const gdn_heads &to) const {
+    const Here me;
     if (p.common.l2norm) {
-      const float2 own = row_products<T>(x, own_half(raw), warp, lane);
-      if (lane % 4 == 0) sums[group][row()] = own.x, sums[group][row() + 8] = own.y;
+      const float2 own = row_products<T>(x, me.own_half(raw), me.warp, me.lane);
+      if (me.lane % 4 == 0) sums[me.group][me.row] = own.x, sums[me.group][me.row + 8] = own.y;
     }
     __syncthreads();    // all products with raw rows are done
     float factor[2] = {0.f, 0.f};
     if (p.common.l2norm)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float norm = norms[row() + 8 * i];
-        factor[i] = -(sums[0][row() + 8 * i] + sums[1][row() + 8 * i]) * norm * norm;
+        const float norm = norms[me.row + 8 * i];
+        factor[i] = -(sums[0][me.row + 8 * i] + sums[1][me.row + 8 * i]) * norm * norm;
       }
-    const uint32_t rows = own_half(raw) + 2048 * warp, by_row = chunk::lanes_by_row(lane);
+    const uint32_t rows = me.own_half(raw) + 2048 * me.warp, by_row = chunk::lanes_by_row(me.lane);
     uint32_t y[4][4];
-    load_rows(y, own_half(raw), 0, warp, lane);
+    load_rows(y, me.own_half(raw), 0, me.warp, me.lane);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -374,11 +399,11 @@ template <typename T, bool WGMMA> struct Gradients {
       }
     __syncwarp();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) chunk::store_block(chunk::tile_at(rows, by_row, 0, k), y[k], lane);
+    for (int k = 0; k < 4; ++k) chunk::store_block(chunk::tile_at(rows, by_row, 0, k), y[k], me.lane);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int r = lane / 8 + 4 * i, piece = lane % 8, token = 16 * warp + r, column = 64 * group + 8 * piece;
+      const int r = me.lane / 8 + 4 * i, piece = me.lane % 8, token = 16 * me.warp + r, column = 64 * me.group + 8 * piece;
       if (token < count && column < p.common.head_k)
         *reinterpret_cast<uint4 *>(out_heads_at<T>(to, at.n, first + token, key_head) + column) =
             ptx::load_shared(rows + chunk::tile_offset(r, piece));
@@ -387,7 +412,7 @@ template <typename T, bool WGMMA> struct Gradients {
 };
 
 template <typename T, bool WGMMA>
-__global__ void __launch_bounds__(256, 2)
+__global__ void __launch_bounds__(256, 1)
 gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const Span span, int v_tiles) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
@@ -397,16 +422,12 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
   const int64_t place = blockIdx.x / static_cast<unsigned>(p.common.num_k_heads);
   const Chunk at = chunk_at(p.common.seqs, span, place);
   if (!at.there) return;
-  const int thread = threadIdx.x;
   const Gradients<T, WGMMA> g = {p, buffers, s, at, place, at.seq.first + static_cast<int64_t>(at.index) * kChunk,
-                                 min(kChunk, at.seq.count - at.index * kChunk), key_head, v_tiles,
-                                 thread, thread / 128, thread % 128 / 32, thread % 32};
+                                 min(kChunk, at.seq.count - at.index * kChunk), key_head, v_tiles};
   g.load_rows_of(s.q, p.q, key_head, p.common.head_k);
   g.load_rows_of(s.k, p.k, key_head, p.common.head_k);
   if (v_tiles == 1)    // what has no value rows is zero in products over them
-    for (int i = thread; i < kTileBytes / 4; i += 256) {
-      reinterpret_cast<uint32_t *>(s.update + kTileBytes)[i] = 0;
-    }
+    for (int i = threadIdx.x; i < kTileBytes / 4; i += 256) reinterpret_cast<uint32_t *>(s.update + kTileBytes)[i] = 0;
   const uint32_t attention = ptx::shared_address(s.stage), lower = attention + kTileBytes;
   const int each = p.common.num_v_heads / p.common.num_k_heads;
   float d_q[8][4] = {}, d_k[8][4] = {};
@@ -418,7 +439,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     g.finish_values(head);
     g.add_states(d_q, d_k, head);
     __syncthreads();    // the matrices take the place of dS
-    g.make_matrix(g.group == 0 ? attention : lower, g.inner_sums(g.group, g.warp));
+    g.make_matrix(attention, lower);
     __syncthreads();
     g.finish_gates(head);
     g.add_matrices(d_q, d_k, attention, lower);
