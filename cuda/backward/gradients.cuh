@@ -1,4 +1,4 @@
-// The parallel part of the backward pass: from states and their gradients to the gradients of q, k, v, beta and the log decay.
+// The parallel part of the backward pass: from states and their gradients to the gradients of q, k, beta and the log decay.
 //
 // A block owns a chunk of a key head and takes its value heads one after the other, so that the sums over them stay in registers. Of
 // its two warpgroups each has 64 columns of what has head_k columns; of matrices of tokens the first makes the attention's, the
@@ -16,12 +16,10 @@ struct GradientShared {
   uint8_t k[2 * kTileBytes];
   uint8_t d_out[2 * kTileBytes];
   uint8_t update[2 * kTileBytes];
-  uint8_t d_b[2 * kTileBytes];         // A^T dU
+  uint8_t d_v[2 * kTileBytes];
   uint8_t stage[2 * kTileBytes];       // 64 value rows of S or dS; then the two matrices
   TokenFactors tokens;
-  // By warpgroup: sums over its columns that log decays get from later and from earlier tokens, and that beta gets.
-  float later[2][kChunk], earlier[2][kChunk], beta[2][kChunk];
-  float value[kChunk];                 // dB v
+  float later[2][kChunk], earlier[2][kChunk];    // sums that log decays get from later and from earlier tokens, by warpgroup
   float states[8];                     // S dS, by warp
 };
 static_assert(sizeof(GradientShared) <= kLeastShared, "a shape for every card");
@@ -60,17 +58,6 @@ template <typename T> __device__ __forceinline__ float dot8(const uint4 &a, cons
     sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
   }
   return sum;
-}
-
-template <typename T> __device__ __forceinline__ uint4 scale8(const uint4 &a, float factor) {
-  const uint32_t x[4] = {a.x, a.y, a.z, a.w};
-  uint32_t y[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 u = chunk::unpack2<T>(x[i]);
-    y[i] = chunk::pack2<T>(u.x * factor, u.y * factor);
-  }
-  return make_uint4(y[0], y[1], y[2], y[3]);
 }
 
 // The thread, its warpgroup, and its warp in that, read at this place: what depends on them is computed in each part again, where ptxas
@@ -119,37 +106,30 @@ template <typename T, bool WGMMA> struct Gradients {
     const Here me;
     const int64_t index = place * p.common.num_v_heads + head;
     load_rows_of(shared.d_out, p.d_o, head, p.common.head_v);
-    load_rows_of(shared.d_b, p.d_v, head, p.common.head_v);
+    load_rows_of(shared.d_v, p.d_v, head, p.common.head_v);
     for (int t = 0; t < v_tiles; ++t)
       chunk::copy_bytes<kTileBytes, 256>(tile(shared.update) + t * kTileBytes, buffers.updates + (index * v_tiles + t) * kTileBytes, me.thread);
     chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&shared.tokens), &buffers.records[index].tokens, me.thread);
   }
 
-  // dV = beta dB, and what beta gets of dB V.
-  __device__ __forceinline__ void finish_values(int head) const {
+  // d beta = dV U / beta^2.
+  __device__ __forceinline__ void finish_beta(int head) const {
     const Here me;
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < 4; ++i) {
-      const int token = me.thread / 16 + 16 * i, piece = me.thread % 16;
-      const bool there = token < count && piece * 8 < p.common.head_v;
-      const uint4 d_b = ptx::load_shared(tile(shared.d_b) + chunk::tile_offset(token, piece));
-      float sum = 0.f;
-      if (there) {
-        const uint4 v = *reinterpret_cast<const uint4 *>(heads_at<T>(p.v, at.n, first + token, head) + piece * 8);
-        sum = dot8<T>(d_b, v);
-        *reinterpret_cast<uint4 *>(out_heads_at<T>(p.d_v, at.n, first + token, head) + piece * 8) = scale8<T>(d_b, shared.tokens.beta[token]);
-      }
-      sum = group_sum<16>(sum);
-      if (me.thread % 16 == 0) shared.value[token] = sum;
+      const int token = me.thread / 16 + 16 * i;
+      const uint32_t offset = chunk::tile_offset(token, me.thread % 16);
+      const float sum = group_sum<16>(dot8<T>(ptx::load_shared(tile(shared.d_v) + offset), ptx::load_shared(tile(shared.update) + offset)));
+      const float beta = shared.tokens.beta[token];
+      if (me.thread % 16 == 0 && token < count)
+        *out_heads_at<float>(p.d_beta, at.n, first + token, head) = __fdividef(__fdividef(sum, beta), beta);
     }
   }
 
   // x += rows of a tile times 64 value rows in the stage.
   __device__ __forceinline__ void add_product(float (&x)[8][4], const void *rows, int v_tile, bool add) const {
     const Here me;
-    uint32_t a[4][4];
-    load_rows(a, tile(rows) + v_tile * kTileBytes, 0, me.warp, me.lane);
-    multiply_now<T, WGMMA, true>(x, a, me.own_half(shared.stage), add, me.lane);
+    multiply_tiles<T, WGMMA, false, true, 4>(x, tile(rows) + v_tile * kTileBytes, me.own_half(shared.stage), add, me.warp, me.lane);
   }
 
   // S dS of the 64 value rows of S in the stage.
@@ -157,7 +137,7 @@ template <typename T, bool WGMMA> struct Gradients {
     const Here me;
     const uint8_t *d = image(buffers.gradients, head, v_tile);
     float sum = 0.f;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kStateBytes / 16 / 256; ++i) {
       const int offset = 16 * (me.thread + 256 * i);
       sum += dot8<T>(ptx::load_shared(tile(shared.stage) + offset), *reinterpret_cast<const uint4 *>(d + offset));
@@ -165,7 +145,7 @@ template <typename T, bool WGMMA> struct Gradients {
     return sum;
   }
 
-  // What reads states: dQ += query dO S, dK += key dB S + write U dS.
+  // What reads states: dQ += query dO S, dK += write U dS - read dV S.
   __device__ __forceinline__ void add_states(float (&d_q)[8][4], float (&d_k)[8][4], int head) const {
     const Here me;
     const TokenFactors &f = shared.tokens;
@@ -184,8 +164,8 @@ template <typename T, bool WGMMA> struct Gradients {
     // dO S
     for (int t = 0; t < v_tiles; ++t) {
       if (t > 0) __syncthreads(), load_stage(buffers.states, head, t), loaded();
-      add_product(x, shared.d_out, t, t > 0);
       product += states_product(head, t);
+      add_product(x, shared.d_out, t, t > 0);
     }
     product = group_sum(product);
     if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
@@ -193,23 +173,18 @@ template <typename T, bool WGMMA> struct Gradients {
     for (int i = 0; i < 2; ++i) factor[i] = before[i] * f.q_norm[me.row + 8 * i] * p.common.scale;
     both(row_products<T>(x, me.own_half(shared.q), me.warp, me.lane), factor, shared.later[me.group], false);
     add_rows(d_q, x, factor);
-    // dB S, the last rows first: they are in the stage
+    // dV S, the last rows first: they are in the stage
     for (int t = v_tiles - 1; t >= 0; --t) {
       if (t < v_tiles - 1) __syncthreads(), load_stage(buffers.states, head, t), loaded();
-      add_product(x, shared.d_b, t, t < v_tiles - 1);
+      add_product(x, shared.d_v, t, t < v_tiles - 1);
     }
     __syncthreads();
     load_stage(buffers.gradients, head, 0);
     const float2 keys = row_products<T>(x, me.own_half(shared.k), me.warp, me.lane);
-    float scaled[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      factor[i] = -before[i] * f.k_norm[me.row + 8 * i];
-      scaled[i] = factor[i] * f.beta[me.row + 8 * i];
-    }
-    both(keys, factor, shared.beta[me.group], false);
-    both(keys, scaled, shared.later[me.group], true);
-    add_rows(d_k, x, scaled);
+    for (int i = 0; i < 2; ++i) factor[i] = -before[i] * f.k_norm[me.row + 8 * i];
+    both(keys, factor, shared.later[me.group], true);
+    add_rows(d_k, x, factor);
     // U dS
     for (int t = 0; t < v_tiles; ++t) {
       if (t > 0) __syncthreads(), load_stage(buffers.gradients, head, t);
@@ -228,32 +203,22 @@ template <typename T, bool WGMMA> struct Gradients {
     const Here me;
     const uint32_t image = me.group == 0 ? attention : lower;
     const TokenFactors &f = shared.tokens;
-    const uint32_t rows = tile(me.group == 0 ? shared.d_out : shared.d_b), raw = tile(me.group == 0 ? shared.q : shared.k);
+    const uint32_t rows = tile(me.group == 0 ? shared.d_out : shared.d_v), raw = tile(me.group == 0 ? shared.q : shared.k);
     const float *norms = me.group == 0 ? f.q_norm : f.k_norm;
     const uint32_t by_row = chunk::lanes_by_row(me.lane);
-    float c[2], factor[2], weight[2];
+    float c[2], factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       c[i] = f.c[me.row + 8 * i];
-      factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : 1.f);
-      weight[i] = me.group == 0 ? 1.f : -f.beta[me.row + 8 * i];
+      factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f);
     }
-    float left[2] = {0.f, 0.f}, beta[2] = {0.f, 0.f};    // sums of what is left of a column
+    float left[2] = {0.f, 0.f};    // sums of what is left of a column
     float2 kept;
-#pragma unroll
+#pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       float x[4][4], y[4][4];
-      {
-        uint32_t a[4][4];
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          const uint32_t columns = t * kTileBytes;
-          load_rows(a, rows + columns, 0, me.warp, me.lane);
-          multiply_now<T, WGMMA, false>(x, a, tile(shared.update) + columns + half * 4096, t > 0, me.lane);
-          load_rows(a, raw + columns, 0, me.warp, me.lane);
-          multiply_now<T, WGMMA, false>(y, a, tile(shared.k) + columns + half * 4096, t > 0, me.lane);
-        }
-      }
+      multiply_tiles<T, WGMMA, false, false, 8>(x, rows, tile(shared.update) + half * 4096, false, me.warp, me.lane);
+      multiply_tiles<T, WGMMA, false, false, 8>(y, raw, tile(shared.k) + half * 4096, false, me.warp, me.lane);
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
         const int column = 32 * half + 8 * t + 2 * (me.lane % 4);
@@ -264,13 +229,10 @@ template <typename T, bool WGMMA> struct Gradients {
           const int r = me.row + i / 2 * 8, j = column + i % 2;
           const float norm = i % 2 ? nk.y : nk.x, distance = c[i / 2] - (i % 2 ? ck.y : ck.x);
           const bool inside = me.group == 0 ? j <= r : j < r;
-          const float m = inside ? x[t][i] * (chunk::exp2_fast(distance) * factor[i / 2] * norm) : 0.f;
-          const float product = j < r ? m * y[t][i] : 0.f;
-          beta[i / 2] += product;
-          products[i] = product * weight[i / 2];
-          x[t][i] = m * weight[i / 2];
+          x[t][i] = inside ? x[t][i] * (chunk::exp2_fast(distance) * factor[i / 2] * norm) : 0.f;
+          products[i] = j < r ? x[t][i] * y[t][i] : 0.f;
         }
-        // Sums left of both columns, in the rows from them on, over the me.warp's rows.
+        // Sums left of both columns, in the rows from them on, over the warp's rows.
         float sums[2] = {0.f, 0.f};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -299,36 +261,24 @@ template <typename T, bool WGMMA> struct Gradients {
 #pragma unroll
       for (int k = 0; k < 2; ++k) chunk::store_block(chunk::tile_at(image + 2048 * me.warp, by_row, 0, 2 * half + k), packed[k], me.lane);
     }
+    ptx::group_barrier<128>(1 + me.group);    // no other warp reads the rows any more
     *reinterpret_cast<float2 *>(inner_sums(me.group, me.warp) + 2 * me.lane) = kept;
-    if (me.group == 1) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float sum = group_sum<4>(beta[i]);
-        if (me.lane % 4 == 0) shared.beta[1][me.row + 8 * i] -= sum;
-      }
-    }
   }
 
   // dQ += P K, dK += P^T Q + (M + M^T) K.
   __device__ __forceinline__ void add_matrices(float (&d_q)[8][4], float (&d_k)[8][4], uint32_t attention, uint32_t lower) const {
     const Here me;
-    uint32_t a[4][4], b[4][4];
-    load_rows(a, attention, 0, me.warp, me.lane);
-    multiply_now<T, WGMMA, true>(d_q, a, me.own_half(shared.k), true, me.lane);
-    load_columns(a, attention, me.warp, me.lane);
-    multiply_now<T, WGMMA, true>(d_k, a, me.own_half(shared.q), true, me.lane);
-    // A block on the diagonal has either an entry or its transpose, all others are zero.
-    load_rows(a, lower, 0, me.warp, me.lane);
-    load_columns(b, lower, me.warp, me.lane);
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) a[k][c] |= b[k][c];
-    multiply_now<T, WGMMA, true>(d_k, a, me.own_half(shared.k), true, me.lane);
+    const auto add = [&](float(&x)[8][4], auto columns, uint32_t matrix, const void *rows) {
+      multiply_tiles<T, WGMMA, decltype(columns)::value, true, 4>(x, matrix, me.own_half(rows), true, me.warp, me.lane);
+    };
+    add(d_q, std::false_type(), attention, shared.k);
+    add(d_k, std::true_type(), attention, shared.q);
+    add(d_k, std::false_type(), lower, shared.k);
+    add(d_k, std::true_type(), lower, shared.k);
   }
 
-  // The gradients of the gates, by a warp.
-  __device__ __forceinline__ void finish_gates(int head) const {
+  // The gradient of the log decay, by a warp.
+  __device__ __forceinline__ void finish_decays(int head) const {
     const Here me;
     if (me.thread >= 32) return;
     const TokenFactors &f = shared.tokens;
@@ -359,15 +309,13 @@ template <typename T, bool WGMMA> struct Gradients {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int t = 2 * me.lane + i;
-      if (t >= count) continue;
-      *out_heads_at<float>(p.d_log_decay, at.n, first + t, head) = decay[i];
-      *out_heads_at<float>(p.d_beta, at.n, first + t, head) = shared.value[t] + shared.beta[0][t] + shared.beta[1][t];
+      if (t < count) *out_heads_at<float>(p.d_log_decay, at.n, first + t, head) = decay[i];
     }
   }
 
-  // Of a warp, where its rows of dO or dB were, which only it reads by then.
+  // Of a warp, where rows of dO or dV were, which only its warpgroup has read since.
   __device__ __forceinline__ float *inner_sums(int group, int warp) const {
-    return reinterpret_cast<float *>((group == 0 ? shared.d_out : shared.d_b) + 2048 * warp);
+    return reinterpret_cast<float *>((group == 0 ? shared.d_out : shared.d_v) + 2048 * warp);
   }
 
   // From the sums over heads to the gradient of raw rows, in the place of these.
@@ -412,7 +360,7 @@ template <typename T, bool WGMMA> struct Gradients {
 };
 
 template <typename T, bool WGMMA>
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(256, WGMMA ? 2 : 1)
 gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const Span span, int v_tiles) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
@@ -436,12 +384,13 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     g.load_head(head);
     g.load_stage(buffers.states, head, 0);
     g.loaded();
-    g.finish_values(head);
+    g.finish_beta(head);
     g.add_states(d_q, d_k, head);
     __syncthreads();    // the matrices take the place of dS
     g.make_matrix(attention, lower);
+    ptx::fence_async();
     __syncthreads();
-    g.finish_gates(head);
+    g.finish_decays(head);
     g.add_matrices(d_q, d_k, attention, lower);
     __syncthreads();    // the next head goes where this one was
   }

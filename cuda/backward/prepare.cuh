@@ -21,6 +21,7 @@ template <int GROUPS> struct PrepareShared {
 };
 
 // Gates of tokens 2 lane and 2 lane + 1 of a chunk, by a warp. `weight` becomes the column's factor of L, for now one.
+template <typename T>
 __device__ __forceinline__ void ready_gates(const gdn_rule_backward_params &p, int n, int64_t first, int head, int count, int lane,
                                             chunk::TokenGates &to, TokenFactors &tokens) {
   const float *a = heads_at<float>(p.common.a, n, first, head), *b = heads_at<float>(p.common.b, n, first, head);
@@ -31,6 +32,7 @@ __device__ __forceinline__ void ready_gates(const gdn_rule_backward_params &p, i
     const float decay = t < count ? a[t * p.common.a.token_stride] * 1.44269504f : 0.f;
     g[i] = decay < chunk::kLeastDecay ? chunk::kLeastDecay : decay;
     beta[i] = t < count ? b[t * p.common.b.token_stride] : 0.f;
+    if (fabsf(beta[i]) < kLeastBeta<T>) beta[i] = copysignf(kLeastBeta<T>, beta[i]);    // a NaN stays one
   }
   float sum = g[0] + g[1];
 #pragma unroll
@@ -83,7 +85,6 @@ __device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const T
   to.beta[at] = tokens.beta[t];
   to.write[at] = g.after[t] * norm;
   to.query[at] = before * tokens.q_norm[t] * scale;
-  to.key[at] = -before * norm * tokens.beta[t];
   if (t == 0) to.decay = g.decay;
 }
 
@@ -113,7 +114,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span sp
   ptx::copy_async_commit();
   typename Shared::Group &mine = s.groups[group];
   chunk::Matrices &m = mine.matrices;
-  if (group < each && warp == 0) ready_gates(p, at.n, first, key_head * each + group, count, lane, mine.gates, mine.tokens);
+  if (group < each && warp == 0) ready_gates<T>(p, at.n, first, key_head * each + group, count, lane, mine.gates, mine.tokens);
   ptx::copy_async_wait<0>();
   __syncthreads();
 
@@ -121,7 +122,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span sp
     const int head = key_head * each + h;
     if (h != group) {
       ptx::group_barrier<128>(barrier);    // the gates before have been read
-      if (warp == 0) ready_gates(p, at.n, first, head, count, lane, mine.gates, mine.tokens);
+      if (warp == 0) ready_gates<T>(p, at.n, first, head, count, lane, mine.gates, mine.tokens);
     }
     // Products and norms.
     float kk[8][4] = {}, qk[8][4] = {};

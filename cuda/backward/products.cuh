@@ -11,24 +11,18 @@ namespace gdn {
 namespace backward {
 
 namespace detail {
-template <typename T, bool ROWS, int N, int KS>
-__device__ __forceinline__ void multiply_sm80(float (&x)[N][4], const uint32_t (&a)[KS][4], uint32_t tile, bool add, int lane) {
+// x += a[64, 16] times step k of b.
+template <typename T, bool ROWS, int N>
+__device__ __forceinline__ void multiply_sm80(float (&x)[N][4], const uint32_t (&a)[4], uint32_t tile, int k, int lane) {
   const uint32_t lanes = ROWS ? chunk::lanes_by_row(lane) : chunk::lanes_by_piece(lane);
-  if (!add)
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) x[n][c] = 0.f;
-#pragma unroll
-  for (int k = 0; k < KS; ++k)
-#pragma unroll
-    for (int n = 0; n < N / 2; ++n) {
-      uint32_t b[4];
-      if constexpr (ROWS) ptx::load_matrices_trans(b, chunk::tile_at(tile, lanes, k, n));
-      else ptx::load_matrices(b, chunk::tile_at(tile, lanes, n, k));
-      ptx::mma16816<T>(x[2 * n], a[k][0], a[k][1], a[k][2], a[k][3], b[0], b[1]);
-      ptx::mma16816<T>(x[2 * n + 1], a[k][0], a[k][1], a[k][2], a[k][3], b[2], b[3]);
-    }
+  for (int n = 0; n < N / 2; ++n) {
+    uint32_t b[4];
+    if constexpr (ROWS) ptx::load_matrices_trans(b, chunk::tile_at(tile, lanes, k, n));
+    else ptx::load_matrices(b, chunk::tile_at(tile, lanes, n, k));
+    ptx::mma16816<T>(x[2 * n], a[0], a[1], a[2], a[3], b[0], b[1]);
+    ptx::mma16816<T>(x[2 * n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+  }
 }
 }  // namespace detail
 
@@ -44,7 +38,9 @@ __device__ __forceinline__ void multiply(float (&x)[N][4], const uint32_t (&a)[K
       wgmma::product<T, ROWS>(x, a[k], b + wgmma::bytes(ROWS ? k * 2048 : k / 4 * chunk::kTileBytes + k % 4 * 32), add || k > 0);
     wgmma::commit();
   } else {
-    detail::multiply_sm80<T, ROWS>(x, a, tile, add, lane);
+    if (!add) chunk::scale(x, 0.f);
+#pragma unroll
+    for (int k = 0; k < KS; ++k) detail::multiply_sm80<T, ROWS>(x, a[k], tile, k, lane);
   }
 }
 
@@ -61,6 +57,32 @@ template <typename T, bool WGMMA, bool ROWS, int N, int KS>
 __device__ __forceinline__ void multiply_now(float (&x)[N][4], uint32_t (&a)[KS][4], uint32_t tile, bool add, int lane) {
   multiply<T, WGMMA, ROWS>(x, a, tile, add, lane);
   wait<WGMMA>(x, a);
+}
+
+// The same with a's rows being 64 rows of a tile, or its columns (COLUMNS_A), done when this returns.
+template <typename T, bool WGMMA, bool COLUMNS_A, bool ROWS, int KS, int N>
+__device__ __forceinline__ void multiply_tiles(float (&x)[N][4], uint32_t a_tile, uint32_t tile, bool add, int warp, int lane) {
+  if constexpr (WGMMA) {
+    const uint64_t a = COLUMNS_A ? wgmma::tile_of_rows(a_tile, chunk::kTileBytes) : wgmma::tile_of_columns(a_tile);
+    const uint64_t b = ROWS ? wgmma::tile_of_rows(tile, chunk::kTileBytes) : wgmma::tile_of_columns(tile);
+    const auto step = [](bool rows, int k) { return wgmma::bytes(rows ? k * 2048 : k / 4 * chunk::kTileBytes + k % 4 * 32); };
+    wgmma::hold(x);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < KS; ++k) wgmma::product_of_tiles<T, COLUMNS_A, ROWS>(x, a + step(COLUMNS_A, k), b + step(ROWS, k), add || k > 0);
+    wgmma::commit();
+    wait<WGMMA>(x);
+  } else {
+    const uint32_t lanes = COLUMNS_A ? chunk::tile_at(a_tile, chunk::lanes_by_piece(lane), 0, warp) : chunk::lanes_by_row(lane);
+    if (!add) chunk::scale(x, 0.f);
+#pragma unroll
+    for (int k = 0; k < KS; ++k) {
+      uint32_t a[4];
+      if constexpr (COLUMNS_A) ptx::load_matrices_trans(a, lanes + 2048 * k);
+      else ptx::load_matrices(a, chunk::tile_at(a_tile + 2048 * warp, lanes, 0, k));
+      detail::multiply_sm80<T, ROWS>(x, a, tile, k, lane);
+    }
+  }
 }
 
 // Left operands: a warp's 16 rows of a tile, columns 16 first .. 16 (first + KS); or its 16 columns as rows.

@@ -24,12 +24,15 @@ struct WalkFactors {
   float beta[kChunk];
   float write[kChunk];    // e^(c of the last - c) / |k|
   float query[kChunk];    // e^c scale / |q|
-  float key[kChunk];      // -e^c beta / |k|
   float decay;            // e^(c of the last)
   float unused[3];
 };
 
-// The same tokens in order. Past the end of the sequence beta and the reciprocal norms are zero.
+// beta is what the gradient of beta is divided by, twice. So it is at least as large as this, which no state notices: less than one
+// rounding of f32, for f16 of what f16 has of U.
+template <typename T> constexpr float kLeastBeta = std::is_same_v<T, __half> ? 0x1p-14f : 0x1p-40f;
+
+// The same tokens in order. Past the end of the sequence the reciprocal norms are zero.
 struct TokenFactors {
   float c[kChunk];    // to base 2
   float beta[kChunk];

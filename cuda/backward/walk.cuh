@@ -13,7 +13,7 @@ namespace backward {
 template <int STAGES> struct WalkShared {
   struct Stage {
     alignas(1024) uint8_t k[2 * kTileBytes];
-    uint8_t values[kTileBytes];    // v or dO, then U or dB on their way out
+    uint8_t values[kTileBytes];    // v or dO, then U or dV on their way out
     uint8_t inverse[kImageBytes];
     WalkFactors factors;
   };
@@ -171,7 +171,7 @@ __device__ __forceinline__ void scale_operand(uint32_t (&a)[4][4], const float *
   }
 }
 
-// dU^T = write (dS K^T) + dO^T Att, dB^T = dU^T A, dS <- decay dS + (query dO^T) Q + (key dB^T) K. d_v gets dB for now.
+// dU^T = write (dS K^T) + dO^T Att, dV^T = beta (dU^T A), dS <- decay dS + (query dO^T) Q - (read dV^T) K.
 template <typename T, bool WGMMA, int STAGES>
 __device__ __forceinline__ void walk_reverse(const Walker<T, STAGES> &w, const Walk &walk) {
   float state[16][4] = {};
@@ -212,8 +212,10 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, STAGES> &w, const W
 
     // The new gradient of the state.
     multiply<T, WGMMA, true>(state, out, queries, true, lane);
+    chunk::scale_columns(x, f.beta, lane);
     chunk::put_out<T>(x, values, warp, lane);
-    chunk::scale_columns(x, f.key, lane);
+    chunk::scale_columns(x, f.read, lane);
+    chunk::scale(x, -1.f);
     chunk::to_operand<T, true>(half, x);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
     const int row = w.s.tile * kTileRows + 16 * warp;

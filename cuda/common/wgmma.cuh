@@ -50,7 +50,8 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
 }
 
 // acc[64, N] (+)= a[64, 16] b[16, N] in two forms. product(): a in registers; ROWS: b is a tile_of_rows. product_of_tiles(): both are
-// tiles of columns, the rows of a those of its tile. A warp's part of acc is that of N / 8 mma16816 side by side, and of a that of one.
+// tiles of columns, the rows of a those of its tile; ROWS_A, ROWS: a tile_of_rows, of a of its transpose. A warp's part of acc is that
+// of N / 8 mma16816 side by side, and of a that of one.
 //
 // A shape is N, N / 8, its accumulators as PTX has them and as C++ has them (last), and the numbers of the operands after those.
 #define GDN_PRODUCT(N, D, P0, P1, P2, P3, P4, P5, P6, TYPE, ...)                                                                    \
@@ -59,11 +60,12 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
             ", p, 1, 1, %" P6 ";\n}"                                                                                               \
             : __VA_ARGS__                                                                                                          \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(ROWS ? 1 : 0))
-#define GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, TYPE, ...)                                                                           \
+#define GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, P3, P4, TYPE, ...)                                                                   \
   GDN_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" P2 ", 0;\n"                                                                       \
-            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, %" P0 ", %" P1 ", p, 1, 1, 0, 0;\n}"         \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, %" P0 ", %" P1 ", p, 1, 1, %" P3  \
+            ", %" P4 ";\n}"                                                                                                        \
             : __VA_ARGS__                                                                                                          \
-            : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+            : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(ROWS_A ? 1 : 0), "n"(ROWS ? 1 : 0))
 #define GDN_SHAPE(N, TILES, D, P0, P1, P2, P3, P4, P5, P6, ...)                                                                     \
   template <typename T, bool ROWS>                                                                                                 \
   __device__ __forceinline__ void product(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add) {                    \
@@ -72,12 +74,12 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
     else                                                                                                                           \
       GDN_PRODUCT(N, D, P0, P1, P2, P3, P4, P5, P6, "bf16", __VA_ARGS__);                                                          \
   }                                                                                                                                \
-  template <typename T>                                                                                                            \
+  template <typename T, bool ROWS_A = false, bool ROWS = false>                                                                    \
   __device__ __forceinline__ void product_of_tiles(float (&d)[TILES][4], uint64_t a, uint64_t b, bool add) {                       \
     if constexpr (std::is_same_v<T, __half>)                                                                                       \
-      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, "f16", __VA_ARGS__);                                                                  \
+      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, P3, P4, "f16", __VA_ARGS__);                                                              \
     else                                                                                                                           \
-      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, "bf16", __VA_ARGS__);                                                                 \
+      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, P3, P4, "bf16", __VA_ARGS__);                                                             \
   }
 
 #define GDN_ACC1(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
