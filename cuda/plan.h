@@ -116,7 +116,10 @@ inline bool chunked_backward_supports(const gdn_rule_backward_params &p) {
 
 // As rule_algo().
 inline int32_t rule_backward_algo(const gdn_rule_backward_params &p, const Device &d) {
-  const bool chunked = chunked_backward_supports(p), chunked90 = chunked && d.sm90a;
+  const gdn_common &c = p.common;
+  const bool chunked = chunked_backward_supports(p), has_maps = has_map(p.q, c.num_k_heads, c.seqs) && has_map(p.k, c.num_k_heads, c.seqs) &&
+                       has_map(p.v, c.num_v_heads, c.seqs) && has_map(p.d_o, c.num_v_heads, c.seqs) && has_map(p.d_v, c.num_v_heads, c.seqs);
+  const bool chunked90 = chunked && d.sm90a && has_maps;
   if (p.algo == GDN_AUTO) return chunked90 ? GDN_CHUNKED_SM90 : chunked ? GDN_CHUNKED_SM80 : GDN_RECURRENT;
   const bool supported =
       p.algo == GDN_RECURRENT || (p.algo == GDN_CHUNKED_SM80 && chunked) || (p.algo == GDN_CHUNKED_SM90 && chunked90);

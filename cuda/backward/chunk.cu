@@ -1,5 +1,6 @@
 // The backward pass in chunks: how sequences are cut, how much workspace that needs.
 #include "../common/launch.cuh"
+#include "maps.h"
 #include "plan.h"
 #include "records.cuh"
 #include "rule.h"
@@ -28,6 +29,21 @@ int make_schedule(const gdn_rule_backward_params &p, Schedule *s) {
   s->carry_bytes = rounded(static_cast<int64_t>(seqs.num_seqs) * p.common.num_v_heads * p.common.head_v * p.common.head_k *
                            static_cast<int64_t>(sizeof(float)));
   return GDN_OK;
+}
+
+int make_maps(const gdn_rule_backward_params &p, Maps *maps) {
+  const gdn_common &c = p.common;
+  const bool packed = c.seqs.cu_seqlens != nullptr;
+  const int64_t tokens = packed ? c.seqs.total_tokens : c.seqs.tokens_per_seq, seqs = packed ? 1 : c.seqs.num_seqs;
+  const auto make = [&](CUtensorMap *map, const gdn_heads &x, int32_t heads, int32_t size) {
+    const TensorShape shape = {{size, heads, tokens, seqs}, {x.head_stride, x.token_stride, x.seq_stride}, {64, 1, kChunk, 1}};
+    return make_tensor_map(map, c.io_dtype, x.ptr, shape);
+  };
+  if (const int status = make(&maps->q, p.q, c.num_k_heads, c.head_k)) return status;
+  if (const int status = make(&maps->k, p.k, c.num_k_heads, c.head_k)) return status;
+  if (const int status = make(&maps->v, p.v, c.num_v_heads, c.head_v)) return status;
+  if (const int status = make(&maps->d_o, p.d_o, c.num_v_heads, c.head_v)) return status;
+  return make(&maps->d_v, p.d_v, c.num_v_heads, c.head_v);
 }
 
 }  // namespace backward

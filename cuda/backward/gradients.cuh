@@ -5,24 +5,40 @@
 // second L's. Accumulators of dQ and dK hold them divided by the norms, so that q and k are raw everywhere.
 #pragma once
 
+#include "maps.h"
 #include "products.cuh"
 #include "records.cuh"
 
 namespace gdn {
 namespace backward {
 
-struct GradientShared {
+// With wgmma two blocks fit a multiprocessor, and both halves of a state; else every card has room for a block.
+template <bool WGMMA> struct GradientShared {
+  static constexpr int kStages = WGMMA ? 2 : 1;
   alignas(1024) uint8_t q[2 * kTileBytes];
   uint8_t k[2 * kTileBytes];
-  uint8_t d_out[2 * kTileBytes];
+  uint8_t d_out[2 * kTileBytes];    // then, as of d_v, sums of the warps
   uint8_t update[2 * kTileBytes];
   uint8_t d_v[2 * kTileBytes];
-  uint8_t stage[2 * kTileBytes];       // 64 value rows of S or dS; then the two matrices
+  uint8_t stage[kStages][kStateBytes];    // 64 value rows of S or dS each; then the two matrices in the first
   TokenFactors tokens;
-  float later[2][kChunk], earlier[2][kChunk];    // sums that log decays get from later and from earlier tokens, by warpgroup
-  float states[8];                     // S dS, by warp
+  float states[8];                        // S dS, by warp
+  uint64_t barriers[2];                   // of the stages, of the first with all else of a head
 };
-static_assert(sizeof(GradientShared) <= kLeastShared, "a shape for every card");
+static_assert(sizeof(GradientShared<false>) <= kLeastShared, "a shape for every card");
+static_assert(2 * (sizeof(GradientShared<true>) + 1024) <= 228 * 1024, "two blocks");
+
+// Sums over the columns of a warpgroup that log decays get from later and from earlier tokens, of rows lane / 4 and 8 further.
+struct RowSums {
+  float later[2], earlier[2];
+};
+
+// What a warp leaves for the gradients of the log decays: row sums of its 16 tokens, and sums over its rows of X (make_matrix()). Of
+// tokens before its own these are sums of columns, of its own the sums of what is left of the column in rows from the token on.
+struct WarpSums {
+  float inner[kChunk];
+  float later[16], earlier[16];
+};
 
 // The sum over a row of x times the 16-bit tile, by rows lane / 4 and 8 further of the warp's.
 template <typename T>
@@ -74,42 +90,89 @@ struct Here {
 
 // A block's work, its parts as functions.
 template <typename T, bool WGMMA> struct Gradients {
+  using Shared = GradientShared<WGMMA>;
   const gdn_rule_backward_params &p;
   const Buffers &buffers;
-  GradientShared &shared;
+  const Maps &maps;
+  Shared &shared;
   const Chunk at;
   const int64_t place, first;
   const int count, key_head, v_tiles;
 
   __device__ __forceinline__ static uint32_t tile(const void *x) { return ptx::shared_address(x); }
-
-  __device__ __forceinline__ void load_rows_of(void *to, const gdn_heads &x, int head, int size) const {
-    const Here me;
-    chunk::copy_tile<T, kKeys / 8, 256>(tile(to), heads_at<T>(x, at.n, first, head), x.token_stride, count, size, me.thread);
-  }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return tile(&shared.barriers[i]); }
+  __device__ __forceinline__ int64_t index(int head) const { return place * p.common.num_v_heads + head; }
   __device__ __forceinline__ const uint8_t *image(const uint8_t *images, int head, int v_tile) const {
-    return images + ((place * p.common.num_v_heads + head) * v_tiles + v_tile) * kStateBytes;
-  }
-  __device__ __forceinline__ void load_stage(const uint8_t *images, int head, int v_tile) const {
-    const Here me;
-    chunk::copy_bytes<kStateBytes, 256>(tile(shared.stage), image(images, head, v_tile), me.thread);
-    ptx::copy_async_commit();
-  }
-  __device__ __forceinline__ void loaded() const {
-    ptx::copy_async_wait<0>();
-    ptx::fence_async();
-    __syncthreads();
+    return images + (index(head) * v_tiles + v_tile) * kStateBytes;
   }
 
-  // All of a value head but the states.
-  __device__ __forceinline__ void load_head(int head) const {
+  // Rows of the chunk. By a thread with wgmma, else by all.
+  __device__ __forceinline__ void load_rows_of(uint8_t *to, const gdn_heads &x, const CUtensorMap &map, int head, int size) const {
+    if constexpr (WGMMA) {
+      for (int h = 0; h < 2; ++h)
+        ptx::copy_box(tile(to) + h * kTileBytes, &map, 64 * h, head, static_cast<int>(first), p.common.seqs.cu_seqlens ? 0 : at.n, barrier(0));
+    } else {
+      const Here me;
+      chunk::copy_tile<T, kKeys / 8, 256>(tile(to), heads_at<T>(x, at.n, first, head), x.token_stride, count, size, me.thread);
+    }
+  }
+  // 64 value rows of a state; the thread of wgmma expects more with the first.
+  __device__ __forceinline__ void load_stage(const uint8_t *images, int head, int v_tile, uint32_t more = 0) const {
     const Here me;
-    const int64_t index = place * p.common.num_v_heads + head;
-    load_rows_of(shared.d_out, p.d_o, head, p.common.head_v);
-    load_rows_of(shared.d_v, p.d_v, head, p.common.head_v);
-    for (int t = 0; t < v_tiles; ++t)
-      chunk::copy_bytes<kTileBytes, 256>(tile(shared.update) + t * kTileBytes, buffers.updates + (index * v_tiles + t) * kTileBytes, me.thread);
-    chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&shared.tokens), &buffers.records[index].tokens, me.thread);
+    if constexpr (WGMMA) {
+      if (me.thread != 0) return;
+      ptx::barrier_expect(barrier(v_tile), kStateBytes + more);
+      ptx::copy_bulk(tile(shared.stage[v_tile]), image(images, head, v_tile), kStateBytes, barrier(v_tile));
+    } else {
+      chunk::copy_bytes<kStateBytes, 256>(tile(shared.stage[0]), image(images, head, v_tile), me.thread);
+      ptx::copy_async_commit();
+    }
+  }
+  // Until a stage is there: S's has parity 0, dS's 1.
+  __device__ __forceinline__ void loaded(int v_tile, int parity) const {
+    if constexpr (WGMMA) {
+      ptx::barrier_wait(barrier(v_tile), parity);
+    } else {
+      ptx::copy_async_wait<0>();
+      __syncthreads();
+    }
+  }
+  __device__ __forceinline__ uint32_t stage_half(int v_tile) const {
+    const Here me;
+    return me.own_half(shared.stage[WGMMA ? v_tile : 0]);
+  }
+
+  // All of a value head that is not dS, with the first head q and k.
+  __device__ __forceinline__ void load_head(int head, bool first_head) const {
+    const Here me;
+    if (!WGMMA || me.thread == 0) {
+      const uint32_t more = ((first_head ? 8 : 4) + v_tiles) * kTileBytes + sizeof(TokenFactors);
+      if (WGMMA) load_stage(buffers.states, head, 0, more);
+      if (first_head) {
+        load_rows_of(shared.q, p.q, maps.q, key_head, p.common.head_k);
+        load_rows_of(shared.k, p.k, maps.k, key_head, p.common.head_k);
+      }
+      load_rows_of(shared.d_out, p.d_o, maps.d_o, head, p.common.head_v);
+      load_rows_of(shared.d_v, p.d_v, maps.d_v, head, p.common.head_v);
+      const uint8_t *updates = buffers.updates + index(head) * v_tiles * kTileBytes;
+      const TokenFactors *factors = &buffers.records[index(head)].tokens;
+      if constexpr (WGMMA) {
+        ptx::copy_bulk(tile(shared.update), updates, v_tiles * kTileBytes, barrier(0));
+        ptx::copy_bulk(tile(&shared.tokens), factors, sizeof(TokenFactors), barrier(0));
+        if (v_tiles > 1) load_stage(buffers.states, head, 1);
+      } else {
+        for (int t = 0; t < v_tiles; ++t) chunk::copy_bytes<kTileBytes, 256>(tile(shared.update) + t * kTileBytes, updates + t * kTileBytes, me.thread);
+        chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&shared.tokens), factors, me.thread);
+        load_stage(buffers.states, head, 0);
+      }
+    }
+    loaded(0, 0);
+    if (WGMMA && count < kChunk) {
+      if (first_head) clear_rows<2, 256>(shared.q, count, me.thread), clear_rows<2, 256>(shared.k, count, me.thread);
+      clear_rows<2, 256>(shared.d_out, count, me.thread), clear_rows<2, 256>(shared.d_v, count, me.thread);
+      ptx::fence_async();
+      __syncthreads();
+    }
   }
 
   // d beta = dV U / beta^2.
@@ -120,19 +183,19 @@ template <typename T, bool WGMMA> struct Gradients {
       const int token = me.thread / 16 + 16 * i;
       const uint32_t offset = chunk::tile_offset(token, me.thread % 16);
       const float sum = group_sum<16>(dot8<T>(ptx::load_shared(tile(shared.d_v) + offset), ptx::load_shared(tile(shared.update) + offset)));
-      const float beta = shared.tokens.beta[token];
+      const float beta = buffers.records[index(head)].beta[token];
       if (me.thread % 16 == 0 && token < count)
         *out_heads_at<float>(p.d_beta, at.n, first + token, head) = __fdividef(__fdividef(sum, beta), beta);
     }
   }
 
-  // x += rows of a tile times 64 value rows in the stage.
+  // x += rows of a tile times 64 value rows in their stage.
   __device__ __forceinline__ void add_product(float (&x)[8][4], const void *rows, int v_tile, bool add) const {
     const Here me;
-    multiply_tiles<T, WGMMA, false, true, 4>(x, tile(rows) + v_tile * kTileBytes, me.own_half(shared.stage), add, me.warp, me.lane);
+    multiply_tiles<T, WGMMA, false, true, 4>(x, tile(rows) + v_tile * kTileBytes, stage_half(v_tile), add, me.warp, me.lane);
   }
 
-  // S dS of the 64 value rows of S in the stage.
+  // S dS of the 64 value rows of S in their stage.
   __device__ __forceinline__ float states_product(int head, int v_tile) const {
     const Here me;
     const uint8_t *d = image(buffers.gradients, head, v_tile);
@@ -140,129 +203,167 @@ template <typename T, bool WGMMA> struct Gradients {
 #pragma unroll 1
     for (int i = 0; i < kStateBytes / 16 / 256; ++i) {
       const int offset = 16 * (me.thread + 256 * i);
-      sum += dot8<T>(ptx::load_shared(tile(shared.stage) + offset), *reinterpret_cast<const uint4 *>(d + offset));
+      sum += dot8<T>(ptx::load_shared(tile(shared.stage[WGMMA ? v_tile : 0]) + offset), *reinterpret_cast<const uint4 *>(d + offset));
     }
     return sum;
   }
 
+  // to += factor x, a factor a row, and the sums over its rows times raw ones to `sums`.
+  __device__ __forceinline__ void add_scaled(float (&to)[8][4], const float (&x)[8][4], const float (&factor)[2], const void *raw,
+                                             float (&sums)[2]) const {
+    const Here me;
+    const float2 y = row_products<T>(x, me.own_half(raw), me.warp, me.lane);
+    sums[0] = fmaf(y.x, factor[0], sums[0]), sums[1] = fmaf(y.y, factor[1], sums[1]);
+    add_rows(to, x, factor);
+  }
+
   // What reads states: dQ += query dO S, dK += write U dS - read dV S.
-  __device__ __forceinline__ void add_states(float (&d_q)[8][4], float (&d_k)[8][4], int head) const {
+  __device__ __forceinline__ RowSums add_states(float (&d_q)[8][4], float (&d_k)[8][4], int head) const {
     const Here me;
     const TokenFactors &f = shared.tokens;
-    float before[2], after[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      before[i] = chunk::exp2_fast(f.c[me.row + 8 * i]);
-      after[i] = chunk::exp2_fast(f.c[kChunk - 1] - f.c[me.row + 8 * i]);
-    }
-    const auto both = [&](const float2 &x, const float (&factor)[2], float *to, bool add) {
-      if (me.lane % 4 != 0) return;
-      to[me.row] = (add ? to[me.row] : 0.f) + x.x * factor[0];
-      to[me.row + 8] = (add ? to[me.row + 8] : 0.f) + x.y * factor[1];
-    };
+    RowSums sums = {};
     float x[8][4], factor[2], product = 0.f;
     // dO S
     for (int t = 0; t < v_tiles; ++t) {
-      if (t > 0) __syncthreads(), load_stage(buffers.states, head, t), loaded();
+      if (t > 0) {
+        if (!WGMMA) __syncthreads(), load_stage(buffers.states, head, t);
+        loaded(t, 0);
+      }
       product += states_product(head, t);
       add_product(x, shared.d_out, t, t > 0);
     }
     product = group_sum(product);
     if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = before[i] * f.q_norm[me.row + 8 * i] * p.common.scale;
-    both(row_products<T>(x, me.own_half(shared.q), me.warp, me.lane), factor, shared.later[me.group], false);
-    add_rows(d_q, x, factor);
-    // dV S, the last rows first: they are in the stage
-    for (int t = v_tiles - 1; t >= 0; --t) {
-      if (t < v_tiles - 1) __syncthreads(), load_stage(buffers.states, head, t), loaded();
-      add_product(x, shared.d_v, t, t < v_tiles - 1);
+    for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[me.row + 8 * i]) * f.q_norm[me.row + 8 * i] * p.common.scale;
+    add_scaled(d_q, x, factor, shared.q, sums.later);
+    // dV S, and the copies of dS where S was. With one stage the last rows first: they are there.
+    for (int i = 0; i < v_tiles; ++i) {
+      const int t = WGMMA ? i : v_tiles - 1 - i;
+      if (!WGMMA && i > 0) __syncthreads(), load_stage(buffers.states, head, t), loaded(t, 0);
+      add_product(x, shared.d_v, t, i > 0);
+      if (!WGMMA && t > 0) continue;
+      __syncthreads();
+      load_stage(buffers.gradients, head, t);
     }
-    __syncthreads();
-    load_stage(buffers.gradients, head, 0);
-    const float2 keys = row_products<T>(x, me.own_half(shared.k), me.warp, me.lane);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = -before[i] * f.k_norm[me.row + 8 * i];
-    both(keys, factor, shared.later[me.group], true);
-    add_rows(d_k, x, factor);
+    for (int i = 0; i < 2; ++i) factor[i] = -chunk::exp2_fast(f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
+    add_scaled(d_k, x, factor, shared.k, sums.later);
     // U dS
     for (int t = 0; t < v_tiles; ++t) {
-      if (t > 0) __syncthreads(), load_stage(buffers.gradients, head, t);
-      loaded();
+      if (!WGMMA && t > 0) __syncthreads(), load_stage(buffers.gradients, head, t);
+      loaded(t, 1);
       add_product(x, shared.update, t, t > 0);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = after[i] * f.k_norm[me.row + 8 * i];
-    both(row_products<T>(x, me.own_half(shared.k), me.warp, me.lane), factor, shared.earlier[me.group], false);
-    add_rows(d_k, x, factor);
+    for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[kChunk - 1] - f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
+    add_scaled(d_k, x, factor, shared.k, sums.earlier);
+    return sums;
   }
 
-  // This warpgroup's matrix of tokens: scale dAtt D / (|q| |k|), or M / (|k| |k|), to `image`; and for each token t the sum of what
-  // rows from t on have left of t, times the products of q and k or of k with itself: to `to`, the warp's.
-  __device__ __forceinline__ void make_matrix(uint32_t attention, uint32_t lower) const {
+  // This warpgroup's matrix of tokens: P = scale dAtt D / (|q| |k|) in the first, M = -dV U^T D / (|k| |k|) in the second; as a tile,
+  // and X, its products with q k or k k below the diagonal, summed.
+  __device__ __forceinline__ void make_matrix(uint32_t attention, uint32_t lower, const RowSums &rows) const {
     const Here me;
-    const uint32_t image = me.group == 0 ? attention : lower;
     const TokenFactors &f = shared.tokens;
-    const uint32_t rows = tile(me.group == 0 ? shared.d_out : shared.d_v), raw = tile(me.group == 0 ? shared.q : shared.k);
+    const uint32_t image = me.group == 0 ? attention : lower;
+    const uint32_t left = tile(me.group == 0 ? shared.d_out : shared.d_v), raw = tile(me.group == 0 ? shared.q : shared.k);
     const float *norms = me.group == 0 ? f.q_norm : f.k_norm;
-    const uint32_t by_row = chunk::lanes_by_row(me.lane);
+    const int last = me.group == 0 ? 0 : -1;    // the diagonal belongs to P alone
     float c[2], factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       c[i] = f.c[me.row + 8 * i];
       factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f);
     }
-    float left[2] = {0.f, 0.f};    // sums of what is left of a column
-    float2 kept;
+    float row_sums[2] = {0.f, 0.f};
+    float2 inner, own[2];    // what goes to WarpSums: of columns of tile 4 (lane / 4 % 2) + lane / 8, of the warp's tokens
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      float x[4][4], y[4][4];
-      multiply_tiles<T, WGMMA, false, false, 8>(x, rows, tile(shared.update) + half * 4096, false, me.warp, me.lane);
+      float x[4][4], y[4][4], columns[8];
+      multiply_tiles<T, WGMMA, false, false, 8>(x, left, tile(shared.update) + half * 4096, false, me.warp, me.lane);
       multiply_tiles<T, WGMMA, false, false, 8>(y, raw, tile(shared.k) + half * 4096, false, me.warp, me.lane);
 #pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        const int column = 32 * half + 8 * t + 2 * (me.lane % 4);
-        const float2 ck = *reinterpret_cast<const float2 *>(f.c + column), nk = *reinterpret_cast<const float2 *>(f.k_norm + column);
-        float products[4];
+      for (int pair = 0; pair < 2; ++pair) {
+        const int block = 2 * half + pair;    // of 16 columns
+        uint32_t packed[4] = {0, 0, 0, 0};
+        float products[2][4] = {};
+        if (block <= me.warp) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = me.row + i / 2 * 8, j = column + i % 2;
-          const float norm = i % 2 ? nk.y : nk.x, distance = c[i / 2] - (i % 2 ? ck.y : ck.x);
-          const bool inside = me.group == 0 ? j <= r : j < r;
-          x[t][i] = inside ? x[t][i] * (chunk::exp2_fast(distance) * factor[i / 2] * norm) : 0.f;
-          products[i] = j < r ? x[t][i] * y[t][i] : 0.f;
-        }
-        // Sums left of both columns, in the rows from them on, over the warp's rows.
-        float sums[2] = {0.f, 0.f};
+          for (int t = 0; t < 2; ++t) {
+            float(&m)[4] = x[2 * pair + t];
+            const int column = 16 * block + 8 * t + 2 * (me.lane % 4);
+            const float2 ck = *reinterpret_cast<const float2 *>(f.c + column), nk = *reinterpret_cast<const float2 *>(f.k_norm + column);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float pair = products[2 * i] + products[2 * i + 1];
-          float sum = pair;
-#pragma unroll
-          for (int d = 1; d < 4; d *= 2) {
-            const float before = __shfl_up_sync(0xffffffffu, sum, d, 4);
-            if (me.lane % 4 >= d) sum += before;
+            for (int i = 0; i < 4; ++i) {
+              const int distance = column + i % 2 - (me.row + i / 2 * 8);
+              const float decay = chunk::exp2_fast(c[i / 2] - (i % 2 ? ck.y : ck.x));
+              m[i] = distance <= last ? m[i] * (decay * factor[i / 2] * (i % 2 ? nk.y : nk.x)) : 0.f;
+              products[t][i] = distance < 0 ? m[i] * y[2 * pair + t][i] : 0.f;
+            }
+            packed[2 * t] = chunk::pack2_written<T>(m[0], m[1]), packed[2 * t + 1] = chunk::pack2_written<T>(m[2], m[3]);
           }
-          float before = __shfl_up_sync(0xffffffffu, sum, 1, 4);
-          before = left[i] + (me.lane % 4 == 0 ? 0.f : before);
-          left[i] += __shfl_sync(0xffffffffu, sum, 3, 4);
-          const int r = me.row + 8 * i;
-          if (column <= r) sums[0] += before;
-          if (column + 1 <= r) sums[1] += before + products[2 * i];
+          if (block == me.warp) sum_block(own, products, row_sums, me);
+#pragma unroll
+          for (int t = 0; t < 2; ++t) row_sums[0] += products[t][0] + products[t][1], row_sums[1] += products[t][2] + products[t][3];
         }
 #pragma unroll
-        for (int d = 4; d < 32; d *= 2)
+        for (int t = 0; t < 2; ++t)
 #pragma unroll
-          for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], d);
-        if (me.lane / 4 == 4 * half + t) kept = make_float2(sums[0], sums[1]);
+          for (int i = 0; i < 2; ++i) columns[4 * pair + 2 * t + i] = products[t][i] + products[t][2 + i];
+        chunk::store_block(chunk::tile_at(image + 2048 * me.warp, chunk::lanes_by_row(me.lane), 0, block), packed, me.lane);
       }
-      uint32_t packed[2][4];
-      chunk::to_operand<T, true>(packed, x);
+      // Sums of columns over the lanes with other rows: the first steps halve the columns that a lane has, to those of a tile.
 #pragma unroll
-      for (int k = 0; k < 2; ++k) chunk::store_block(chunk::tile_at(image + 2048 * me.warp, by_row, 0, 2 * half + k), packed[k], me.lane);
+      for (int n = 4; n > 1; n /= 2) {
+        const bool upper = me.lane & 4 * n;
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+          const float given = __shfl_xor_sync(0xffffffffu, upper ? columns[i] : columns[n + i], 4 * n);
+          columns[i] = (upper ? columns[n + i] : columns[i]) + given;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) columns[i] += __shfl_xor_sync(0xffffffffu, columns[i], 4);
+      if (me.lane / 4 % 2 == half) inner = make_float2(columns[0], columns[1]);
     }
     ptx::group_barrier<128>(1 + me.group);    // no other warp reads the rows any more
-    *reinterpret_cast<float2 *>(inner_sums(me.group, me.warp) + 2 * me.lane) = kept;
+    WarpSums &to = warp_sums(me.group, me.warp);
+    const int tile = 4 * (me.lane / 4 % 2) + me.lane / 8;
+    if (tile / 2 == me.warp) inner = tile % 2 ? own[1] : own[0];
+    *reinterpret_cast<float2 *>(to.inner + 8 * tile + me.lane % 4 * 2) = inner;
+    if (me.lane % 4 == 0)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) to.later[me.lane / 4 + 8 * i] = rows.later[i], to.earlier[me.lane / 4 + 8 * i] = rows.earlier[i];
+  }
+
+  // For each token t of a warp the sum over its rows from t on of X left of t, `row_sums` a lane's of what is left of the block.
+  __device__ __forceinline__ static void sum_block(float2 (&own)[2], const float (&x)[2][4], const float (&row_sums)[2], const Here &me) {
+    float left[2] = {group_sum<4>(row_sums[0]), group_sum<4>(row_sums[1])};
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const int column = 8 * t + 2 * (me.lane % 4);    // of the block
+      float sums[2] = {0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float sum = x[t][2 * i] + x[t][2 * i + 1];
+#pragma unroll
+        for (int d = 1; d < 4; d *= 2) {
+          const float before = __shfl_up_sync(0xffffffffu, sum, d, 4);
+          if (me.lane % 4 >= d) sum += before;
+        }
+        const float before = __shfl_up_sync(0xffffffffu, sum, 1, 4), up_to = left[i] + (me.lane % 4 == 0 ? 0.f : before);
+        left[i] += __shfl_sync(0xffffffffu, sum, 3, 4);
+        const int row = me.lane / 4 + 8 * i;
+        if (column <= row) sums[0] += up_to;
+        if (column + 1 <= row) sums[1] += up_to + x[t][2 * i];
+      }
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], d);
+      own[t] = make_float2(sums[0], sums[1]);
+    }
   }
 
   // dQ += P K, dK += P^T Q + (M + M^T) K.
@@ -277,54 +378,77 @@ template <typename T, bool WGMMA> struct Gradients {
     add(d_k, std::true_type(), lower, shared.k);
   }
 
-  // The gradient of the log decay, by a warp.
+  // The gradient of the log decay, by a warp: for a token t the sums of X in rows from t on and columns before t, of what later tokens
+  // read of the state, of what earlier ones write to it, and of the state itself.
   __device__ __forceinline__ void finish_decays(int head) const {
     const Here me;
     if (me.thread >= 32) return;
     const TokenFactors &f = shared.tokens;
+    const int t0 = 2 * me.lane, block = me.lane / 8;
     float states = 0.f;
 #pragma unroll
     for (int w = 0; w < 8; ++w) states += shared.states[w];
     states *= chunk::exp2_fast(f.c[kChunk - 1]);
-    float later[2], earlier[2], inner[2] = {0.f, 0.f};
+    // By token: x of itself, and sums that it gets from tokens up to the one before.
+    float later[2] = {0.f, 0.f}, earlier[2] = {0.f, 0.f}, inner[2] = {0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = 2 * me.lane + i;
-      later[i] = shared.later[0][t] + shared.later[1][t], earlier[i] = shared.earlier[0][t] + shared.earlier[1][t];
+    for (int g = 0; g < 2; ++g) {
+      const WarpSums &own = warp_sums(g, block);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) inner[i] += inner_sums(0, w)[t] + inner_sums(1, w)[t];
+      for (int i = 0; i < 2; ++i) {
+        later[i] += own.later[t0 % 16 + i], earlier[i] += own.earlier[t0 % 16 + i], inner[i] += own.inner[t0 + i];
+      }
     }
-    // From the last token on, and up to the token before.
-    float from = later[0] + later[1], up_to = earlier[0] + earlier[1];
+    // Blocks w of rows after the token's see all columns before it: of each w a sum up to the token.
+#pragma unroll
+    for (int w = 1; w < 4; ++w) {
+      float x[2] = {0.f, 0.f};
+#pragma unroll
+      for (int g = 0; g < 2; ++g)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (block < w) x[i] += warp_sums(g, w).inner[t0 + i];
+      const float up_to = sum_before(x[0] + x[1], me.lane);
+      if (block < w) inner[0] += up_to, inner[1] += up_to + x[0];
+    }
+    float from = later[0] + later[1];
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-      const float next = __shfl_down_sync(0xffffffffu, from, d), before = __shfl_up_sync(0xffffffffu, up_to, d);
+      const float next = __shfl_down_sync(0xffffffffu, from, d);
       if (me.lane + d < 32) from += next;
-      if (me.lane >= d) up_to += before;
     }
-    float after = __shfl_down_sync(0xffffffffu, from, 1), before = __shfl_up_sync(0xffffffffu, up_to, 1);
+    float after = __shfl_down_sync(0xffffffffu, from, 1);
     if (me.lane == 31) after = 0.f;
-    if (me.lane == 0) before = 0.f;
-    const float decay[2] = {from + before + inner[0] + states, (later[1] + after) + (before + earlier[0]) + inner[1] + states};
+    const float written = sum_before(earlier[0] + earlier[1], me.lane);
+    const float decay[2] = {from + written + inner[0] + states, (later[1] + after) + (written + earlier[0]) + inner[1] + states};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = 2 * me.lane + i;
-      if (t < count) *out_heads_at<float>(p.d_log_decay, at.n, first + t, head) = decay[i];
+    for (int i = 0; i < 2; ++i)
+      if (t0 + i < count) *out_heads_at<float>(p.d_log_decay, at.n, first + t0 + i, head) = decay[i];
+  }
+
+  // The sum over the lanes before.
+  __device__ __forceinline__ static float sum_before(float x, int lane) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const float before = __shfl_up_sync(0xffffffffu, x, d);
+      if (lane >= d) x += before;
     }
+    const float before = __shfl_up_sync(0xffffffffu, x, 1);
+    return lane == 0 ? 0.f : before;
   }
 
   // Of a warp, where rows of dO or dV were, which only its warpgroup has read since.
-  __device__ __forceinline__ float *inner_sums(int group, int warp) const {
-    return reinterpret_cast<float *>((group == 0 ? shared.d_out : shared.d_v) + 2048 * warp);
+  __device__ __forceinline__ WarpSums &warp_sums(int group, int warp) const {
+    return *reinterpret_cast<WarpSums *>((group == 0 ? shared.d_out : shared.d_v) + 2048 * warp);
   }
 
   // From the sums over heads to the gradient of raw rows, in the place of these.
-  __device__ __forceinline__ void finish_rows(float (&x)[8][4], uint8_t *raw, const float *norms, float (&sums)[2][kChunk],
-                                              const gdn_heads &to) const {
+  __device__ __forceinline__ void finish_rows(float (&x)[8][4], uint8_t *raw, const float *norms, float *sums, const gdn_heads &to) const {
     const Here me;
     if (p.common.l2norm) {
       const float2 own = row_products<T>(x, me.own_half(raw), me.warp, me.lane);
-      if (me.lane % 4 == 0) sums[me.group][me.row] = own.x, sums[me.group][me.row + 8] = own.y;
+      float *to_sums = sums + kChunk * me.group + me.row;
+      if (me.lane % 4 == 0) to_sums[0] = own.x, to_sums[8] = own.y;
     }
     __syncthreads();    // all products with raw rows are done
     float factor[2] = {0.f, 0.f};
@@ -332,7 +456,7 @@ template <typename T, bool WGMMA> struct Gradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float norm = norms[me.row + 8 * i];
-        factor[i] = -(sums[0][me.row + 8 * i] + sums[1][me.row + 8 * i]) * norm * norm;
+        factor[i] = -(sums[me.row + 8 * i] + sums[kChunk + me.row + 8 * i]) * norm * norm;
       }
     const uint32_t rows = me.own_half(raw) + 2048 * me.warp, by_row = chunk::lanes_by_row(me.lane);
     uint32_t y[4][4];
@@ -361,41 +485,47 @@ template <typename T, bool WGMMA> struct Gradients {
 
 template <typename T, bool WGMMA>
 __global__ void __launch_bounds__(256, WGMMA ? 2 : 1)
-gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const Span span, int v_tiles) {
+gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
+                 const Span span, int v_tiles) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
-  GradientShared &s = *reinterpret_cast<GradientShared *>(raw_shared);
+  GradientShared<WGMMA> &s = *reinterpret_cast<GradientShared<WGMMA> *>(raw_shared);
   ptx::grid_dependency_wait();
   const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.common.num_k_heads));
   const int64_t place = blockIdx.x / static_cast<unsigned>(p.common.num_k_heads);
   const Chunk at = chunk_at(p.common.seqs, span, place);
   if (!at.there) return;
-  const Gradients<T, WGMMA> g = {p, buffers, s, at, place, at.seq.first + static_cast<int64_t>(at.index) * kChunk,
+  const Gradients<T, WGMMA> g = {p, buffers, maps, s, at, place, at.seq.first + static_cast<int64_t>(at.index) * kChunk,
                                  min(kChunk, at.seq.count - at.index * kChunk), key_head, v_tiles};
-  g.load_rows_of(s.q, p.q, key_head, p.common.head_k);
-  g.load_rows_of(s.k, p.k, key_head, p.common.head_k);
   if (v_tiles == 1)    // what has no value rows is zero in products over them
     for (int i = threadIdx.x; i < kTileBytes / 4; i += 256) reinterpret_cast<uint32_t *>(s.update + kTileBytes)[i] = 0;
+  if (WGMMA) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) ptx::barrier_init(g.barrier(i), 1);
+      ptx::barriers_initialised();
+    }
+    ptx::fence_async();
+    __syncthreads();
+  }
   const uint32_t attention = ptx::shared_address(s.stage), lower = attention + kTileBytes;
   const int each = p.common.num_v_heads / p.common.num_k_heads;
   float d_q[8][4] = {}, d_k[8][4] = {};
   for (int h = 0; h < each; ++h) {
     const int head = key_head * each + h;
-    g.load_head(head);
-    g.load_stage(buffers.states, head, 0);
-    g.loaded();
+    g.load_head(head, h == 0);
     g.finish_beta(head);
-    g.add_states(d_q, d_k, head);
+    const RowSums sums = g.add_states(d_q, d_k, head);
     __syncthreads();    // the matrices take the place of dS
-    g.make_matrix(attention, lower);
+    g.make_matrix(attention, lower, sums);
     ptx::fence_async();
     __syncthreads();
     g.finish_decays(head);
     g.add_matrices(d_q, d_k, attention, lower);
     __syncthreads();    // the next head goes where this one was
   }
-  g.finish_rows(d_q, s.q, s.tokens.q_norm, s.later, p.d_q);
-  g.finish_rows(d_k, s.k, s.tokens.k_norm, s.earlier, p.d_k);
+  float *sums = reinterpret_cast<float *>(s.update);
+  g.finish_rows(d_q, s.q, s.tokens.q_norm, sums, p.d_q);
+  g.finish_rows(d_k, s.k, s.tokens.k_norm, sums + 2 * kChunk, p.d_k);
 }
 
 }  // namespace backward

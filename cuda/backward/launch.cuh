@@ -16,6 +16,7 @@ template <typename T> struct Launcher {
   bool wgmma;
   cudaStream_t stream;
   int optin;
+  Maps maps;
 
   int32_t v_tiles() const { return static_cast<int32_t>(ceil_div(p.common.head_v, kTileRows)); }
 
@@ -45,7 +46,7 @@ template <typename T> struct Launcher {
     LaunchConfig c;
     const int64_t blocks = int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * walks.v_tiles;
     if (const int status = grid(blocks * (walks.forward.on + walks.reverse.on), 128, sizeof(WalkShared<STAGES>), &c)) return status;
-    return launch_allowed<walk_kernel<T, WGMMA, STAGES>>(c, optin, p, b, walks, forward, reverse);
+    return launch_allowed<walk_kernel<T, WGMMA, STAGES>>(c, optin, p, b, maps, walks, forward, reverse);
   }
   int walk(const Buffers &b, const Walk &f, const Walk &r, const Span &forward, const Span &reverse) const {
     const Walks walks = {f, r, v_tiles()};
@@ -56,8 +57,8 @@ template <typename T> struct Launcher {
 
   template <bool WGMMA> int gradients_as(const Span &span, const Buffers &b) const {
     LaunchConfig c;
-    if (const int status = grid(s.places * p.common.num_k_heads, 256, sizeof(GradientShared), &c)) return status;
-    return launch_allowed<gradients_kernel<T, WGMMA>>(c, optin, p, b, span, v_tiles());
+    if (const int status = grid(s.places * p.common.num_k_heads, 256, sizeof(GradientShared<WGMMA>), &c)) return status;
+    return launch_allowed<gradients_kernel<T, WGMMA>>(c, optin, p, b, maps, span, v_tiles());
   }
   int gradients(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
@@ -98,7 +99,9 @@ template <typename T> struct Launcher {
 };
 
 template <typename T> int launch_chunks(const gdn_rule_backward_params &p, const Schedule &s, bool wgmma, cudaStream_t stream) {
-  Launcher<T> launcher = {p, s, wgmma, stream, 0};
+  Launcher<T> launcher = {p, s, wgmma, stream, 0, {}};
+  if (wgmma)
+    if (const int status = make_maps(p, &launcher.maps)) return status;
   if (const int status = shared_limit(&launcher.optin)) return status;
   return launcher.all();
 }

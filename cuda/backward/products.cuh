@@ -10,6 +10,13 @@
 namespace gdn {
 namespace backward {
 
+template <int N> __device__ __forceinline__ void set_to_zero(float (&x)[N][4]) {
+#pragma unroll
+  for (int t = 0; t < N; ++t)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x[t][c] = 0.f;
+}
+
 namespace detail {
 // x += a[64, 16] times step k of b.
 template <typename T, bool ROWS, int N>
@@ -38,7 +45,7 @@ __device__ __forceinline__ void multiply(float (&x)[N][4], const uint32_t (&a)[K
       wgmma::product<T, ROWS>(x, a[k], b + wgmma::bytes(ROWS ? k * 2048 : k / 4 * chunk::kTileBytes + k % 4 * 32), add || k > 0);
     wgmma::commit();
   } else {
-    if (!add) chunk::scale(x, 0.f);
+    if (!add) set_to_zero(x);
 #pragma unroll
     for (int k = 0; k < KS; ++k) detail::multiply_sm80<T, ROWS>(x, a[k], tile, k, lane);
   }
@@ -74,7 +81,7 @@ __device__ __forceinline__ void multiply_tiles(float (&x)[N][4], uint32_t a_tile
     wait<WGMMA>(x);
   } else {
     const uint32_t lanes = COLUMNS_A ? chunk::tile_at(a_tile, chunk::lanes_by_piece(lane), 0, warp) : chunk::lanes_by_row(lane);
-    if (!add) chunk::scale(x, 0.f);
+    if (!add) set_to_zero(x);
 #pragma unroll
     for (int k = 0; k < KS; ++k) {
       uint32_t a[4];

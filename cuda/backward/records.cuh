@@ -35,7 +35,6 @@ template <typename T> constexpr float kLeastBeta = std::is_same_v<T, __half> ? 0
 // The same tokens in order. Past the end of the sequence the reciprocal norms are zero.
 struct TokenFactors {
   float c[kChunk];    // to base 2
-  float beta[kChunk];
   float k_norm[kChunk], q_norm[kChunk];    // reciprocal
 };
 
@@ -45,8 +44,17 @@ struct Record {
   uint8_t attention[kImageBytes];    // scale (q_i k_j) e^(c_i - c_j) up to it
   WalkFactors walk;
   TokenFactors tokens;
+  float beta[kChunk];
 };
 static_assert(sizeof(Record) % 16 == 0 && sizeof(WalkFactors) % 16 == 0, "copied in pieces of 16 bytes");
+
+// Clears the rows of TILES tiles side by side past `count`: a box of packed tokens has those of the next sequence there.
+template <int TILES, int THREADS> __device__ __forceinline__ void clear_rows(uint8_t *tiles, int count, int thread) {
+  const int pieces = (kChunk - count) * 8;
+#pragma unroll 1
+  for (int i = thread; i < TILES * pieces; i += THREADS)
+    *reinterpret_cast<uint4 *>(tiles + i / pieces * kTileBytes + count * 128 + i % pieces * 16) = make_uint4(0, 0, 0, 0);
+}
 
 // ---- places ----
 

@@ -4,6 +4,7 @@
 // are in one launch, since neither needs the other.
 #pragma once
 
+#include "maps.h"
 #include "products.cuh"
 #include "records.cuh"
 
@@ -21,6 +22,7 @@ template <int STAGES> struct WalkShared {
   alignas(1024) uint8_t q[2 * kTileBytes];    // of the reverse walk
   uint8_t attention[kImageBytes];
   uint8_t image[kStateBytes];                 // of the state
+  uint64_t barriers[3];                       // of the stages, and of q and the attention: chunks that have arrived
 };
 
 // The stretch of a block.
@@ -31,12 +33,13 @@ struct Stretch {
   int64_t place;     // of `begin`
 };
 
-// A walk's pieces that both directions have.
-template <typename T, int STAGES> struct Walker {
+// A walk's pieces that both directions have. With wgmma chunks come by the copy engine.
+template <typename T, bool WGMMA, int STAGES> struct Walker {
   using Shared = WalkShared<STAGES>;
   using Stage = typename Shared::Stage;
   const gdn_rule_backward_params &p;
   const Buffers &buffers;
+  const Maps &maps;
   Shared &shared;
   const Stretch s;
   const int thread, warp, lane, v_tiles;
@@ -47,11 +50,29 @@ template <typename T, int STAGES> struct Walker {
   __device__ __forceinline__ int key_head() const { return s.head / (p.common.num_v_heads / p.common.num_k_heads); }
   __device__ __forceinline__ Stage &stage(int step) const { return shared.stage[STAGES == 1 ? 0 : step % 2]; }
 
+  __device__ __forceinline__ void load_box(uint8_t *to, const CUtensorMap &map, int column, int head, int i, uint32_t barrier) const {
+    ptx::copy_box(ptx::shared_address(to), &map, column, head, static_cast<int>(first(i)), p.common.seqs.cu_seqlens ? 0 : s.n, barrier);
+  }
+  __device__ __forceinline__ uint32_t barrier(int i) const { return ptx::shared_address(&shared.barriers[i]); }
+
   // Copies for the chain of chunk i; `values` is v or dO. A group, empty past the end.
-  __device__ __forceinline__ void load_chain(int step, int i, const gdn_heads &values) const {
-    if (i >= s.begin && i < s.end) {
+  __device__ __forceinline__ void load_chain(int step, int i, const gdn_heads &values, const CUtensorMap &map) const {
+    const bool there = i >= s.begin && i < s.end;
+    const int row0 = s.tile * kTileRows;
+    if constexpr (WGMMA) {
+      if (!there || thread != 0) return;
       Stage &to = stage(step);
-      const int row0 = s.tile * kTileRows;
+      const uint32_t full = barrier(step % 2);
+      const Record &r = buffers.records[index(i)];
+      ptx::barrier_expect(full, 3 * kTileBytes + kImageBytes + sizeof(WalkFactors));
+      for (int h = 0; h < 2; ++h) load_box(to.k + h * kTileBytes, maps.k, 64 * h, key_head(), i, full);
+      load_box(to.values, map, row0, s.head, i, full);
+      ptx::copy_bulk(ptx::shared_address(to.inverse), r.inverse, kImageBytes, full);
+      ptx::copy_bulk(ptx::shared_address(&to.factors), &r.walk, sizeof(WalkFactors), full);
+      return;
+    }
+    if (there) {
+      Stage &to = stage(step);
       chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.k), heads_at<T>(p.k, s.n, first(i), key_head()), p.k.token_stride, count(i),
                                           p.common.head_k, thread);
       chunk::copy_tile<T, 8, 128>(ptx::shared_address(to.values), heads_at<T>(values, s.n, first(i), s.head) + row0, values.token_stride,
@@ -64,18 +85,69 @@ template <typename T, int STAGES> struct Walker {
   }
   // The same for what only the reverse walk needs.
   __device__ __forceinline__ void load_queries(int i) const {
+    if constexpr (WGMMA) {
+      if (thread != 0) return;
+      const uint32_t full = barrier(2);
+      ptx::barrier_expect(full, 2 * kTileBytes + kImageBytes);
+      for (int h = 0; h < 2; ++h) load_box(shared.q + h * kTileBytes, maps.q, 64 * h, key_head(), i, full);
+      ptx::copy_bulk(ptx::shared_address(shared.attention), buffers.records[index(i)].attention, kImageBytes, full);
+      return;
+    }
     chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(shared.q), heads_at<T>(p.q, s.n, first(i), key_head()), p.q.token_stride, count(i),
                                         p.common.head_k, thread);
     chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(shared.attention), buffers.records[index(i)].attention, thread);
     ptx::copy_async_commit();
   }
 
+  // Until the chunk of a step is there, NEXT groups of copies being behind it.
+  template <int NEXT> __device__ __forceinline__ void wait_for_chain(int step, int i) const {
+    if constexpr (WGMMA) {
+      ptx::barrier_wait(barrier(step % 2), step / 2 % 2);
+      if (count(i) < kChunk) {
+        clear_rows<2, 128>(stage(step).k, count(i), thread), clear_rows<1, 128>(stage(step).values, count(i), thread);
+        ptx::fence_async();
+        __syncthreads();
+      }
+    } else {
+      ptx::copy_async_wait<NEXT>();
+      __syncthreads();
+    }
+  }
+  template <int NEXT> __device__ __forceinline__ void wait_for_queries(int step, int i) const {
+    if constexpr (WGMMA) {
+      ptx::barrier_wait(barrier(2), step % 2);
+      if (count(i) < kChunk) {
+        clear_rows<2, 128>(shared.q, count(i), thread);
+        ptx::fence_async();
+        __syncthreads();
+      }
+    } else {
+      ptx::copy_async_wait<NEXT>();
+      __syncthreads();
+    }
+  }
+  // The next copies go where this chunk was.
+  __device__ __forceinline__ void chunk_is_done() const {
+    ptx::fence_async();
+    __syncthreads();
+  }
+
   // The warp's rows of a state to its image in the workspace.
   __device__ __forceinline__ void store_image(const uint32_t (&x)[8][4], uint8_t *images, int i) const {
     const uint32_t rows = ptx::shared_address(shared.image) + 2048 * warp;
+    uint8_t *to = images + (index(i) * v_tiles + s.tile) * kStateBytes + 2048 * warp + (WGMMA ? 0 : 16 * lane);
+    if constexpr (WGMMA) {
+      if (lane == 0) ptx::stores_read();    // the image before
+      __syncwarp();
+      store_rows(x, rows, lane);
+      ptx::fence_async();
+      __syncwarp();
+      if (lane == 0)
+        for (int t = 0; t < 2; ++t) ptx::store_bulk(to + t * kTileBytes, rows + t * kTileBytes, 2048);
+      return;
+    }
     store_rows(x, rows, lane);
     __syncwarp();
-    uint8_t *to = images + (index(i) * v_tiles + s.tile) * kStateBytes + 2048 * warp + 16 * lane;
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll
@@ -94,30 +166,25 @@ template <typename T, int STAGES> struct Walker {
       chunk::scale(state, 0.f);
   }
   __device__ __forceinline__ void end(const float (&state)[16][4], float *to) const {
+    if (WGMMA && lane == 0) ptx::stores_read();    // shared memory ends with the block
     if (to != nullptr)
       chunk::store_state(state, const_cast<float *>(state_at(to)), s.tile * kTileRows + 16 * warp, p.common.head_v, p.common.head_k, lane);
   }
 };
 
-__device__ __forceinline__ void chain_is_there() {
-  ptx::fence_async();
-  __syncthreads();
-}
-
 // U^T = A (beta (V^T - read S K^T)), S <- decay S + (write U^T) K. One function: its parts share operands in registers.
 template <typename T, bool WGMMA, int STAGES>
-__device__ __forceinline__ void walk_forward(const Walker<T, STAGES> &w, const Walk &walk) {
+__device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES> &w, const Walk &walk) {
   float state[16][4] = {};
   w.begin(state, walk.from);
   const int warp = w.warp, lane = w.lane;
-  if (STAGES == 2) w.load_chain(0, w.s.begin, w.p.v);
+  if (STAGES == 2) w.load_chain(0, w.s.begin, w.p.v, w.maps.v);
   for (int i = w.s.begin; i < w.s.end; ++i) {
     // Wait for the chunk.
     const int step = i - w.s.begin;
-    if (STAGES == 2) w.load_chain(step + 1, i + 1, w.p.v);
-    else w.load_chain(0, i, w.p.v);
-    ptx::copy_async_wait<STAGES == 2 ? 1 : 0>();
-    chain_is_there();
+    if (STAGES == 2) w.load_chain(step + 1, i + 1, w.p.v, w.maps.v);
+    else w.load_chain(0, i, w.p.v, w.maps.v);
+    w.template wait_for_chain<STAGES == 2 ? 1 : 0>(step, i);
     const auto &stage = w.stage(step);
     const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
     const WalkFactors &f = stage.factors;
@@ -152,7 +219,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, STAGES> &w, const W
       }
     }
     wait<WGMMA>(state, half);
-    __syncthreads();    // the next copies go where this chunk was
+    w.chunk_is_done();
   }
   w.end(state, walk.to);
 }
@@ -173,20 +240,19 @@ __device__ __forceinline__ void scale_operand(uint32_t (&a)[4][4], const float *
 
 // dU^T = write (dS K^T) + dO^T Att, dV^T = beta (dU^T A), dS <- decay dS + (query dO^T) Q - (read dV^T) K.
 template <typename T, bool WGMMA, int STAGES>
-__device__ __forceinline__ void walk_reverse(const Walker<T, STAGES> &w, const Walk &walk) {
+__device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES> &w, const Walk &walk) {
   float state[16][4] = {};
   w.begin(state, walk.from);
   const int warp = w.warp, lane = w.lane;
   const uint32_t queries = ptx::shared_address(w.shared.q), attention = ptx::shared_address(w.shared.attention);
-  if (STAGES == 2) w.load_chain(0, w.s.end - 1, w.p.d_o);
+  if (STAGES == 2) w.load_chain(0, w.s.end - 1, w.p.d_o, w.maps.d_o);
   for (int i = w.s.end - 1; i >= w.s.begin; --i) {
     // Wait for the chunk.
     const int step = w.s.end - 1 - i;
-    if (STAGES == 1) w.load_chain(0, i, w.p.d_o);
+    if (STAGES == 1) w.load_chain(0, i, w.p.d_o, w.maps.d_o);
     w.load_queries(i);
-    if (STAGES == 2) w.load_chain(step + 1, i - 1, w.p.d_o);
-    ptx::copy_async_wait<STAGES == 2 ? 2 : 1>();
-    chain_is_there();
+    if (STAGES == 2) w.load_chain(step + 1, i - 1, w.p.d_o, w.maps.d_o);
+    w.template wait_for_chain<STAGES == 2 ? 2 : 1>(step, i);
     const auto &stage = w.stage(step);
     const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
     const uint32_t inverse = ptx::shared_address(stage.inverse);
@@ -201,8 +267,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, STAGES> &w, const W
     load_columns(out, values, warp, lane);
     wait<WGMMA>(x, operand);
     chunk::scale_columns(x, f.write, lane);
-    ptx::copy_async_wait<STAGES == 2 ? 1 : 0>();
-    chain_is_there();    // so are q and the attention
+    w.template wait_for_queries<STAGES == 2 ? 1 : 0>(step, i);
     multiply_now<T, WGMMA, true>(x, out, attention, true, lane);
     chunk::to_operand<T, true>(half, x);
     multiply<T, WGMMA, true>(x, half, inverse, false, lane);
@@ -222,15 +287,15 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, STAGES> &w, const W
     chunk::take_out<T>(values, warp, lane, out_heads_at<T>(w.p.d_v, w.s.n, w.first(i), w.s.head) + row, w.p.d_v.token_stride, w.count(i),
                        w.p.common.head_v - row);
     wait<WGMMA>(state, out, half);
-    __syncthreads();    // the next copies go where this chunk was
+    w.chunk_is_done();
   }
   w.end(state, walk.to);
 }
 
 template <typename T, bool WGMMA, int STAGES>
 __global__ void __launch_bounds__(128, 2)
-walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Walks walks,
-            const Span forward, const Span reverse) {
+walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
+            const __grid_constant__ Walks walks, const Span forward, const Span reverse) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
   using Shared = WalkShared<STAGES>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
@@ -249,7 +314,15 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
   s.begin = begin_of(span, chunks_of(s.seq)), s.end = end_of(span, chunks_of(s.seq));
   s.place = first_place(p.common.seqs, span, s.n);
   const int thread = threadIdx.x;
-  const Walker<T, STAGES> w = {p, buffers, *reinterpret_cast<Shared *>(raw_shared), s, thread, thread / 32, thread % 32, walks.v_tiles};
+  const Walker<T, WGMMA, STAGES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), s, thread, thread / 32, thread % 32,
+                                      walks.v_tiles};
+  if constexpr (WGMMA) {
+    if (thread == 0) {
+      for (int i = 0; i < 3; ++i) ptx::barrier_init(w.barrier(i), 1);
+      ptx::barriers_initialised();
+    }
+    __syncthreads();
+  }
   if (is_reverse) walk_reverse<T, WGMMA>(w, walks.reverse);
   else walk_forward<T, WGMMA>(w, walks.forward);
 }
