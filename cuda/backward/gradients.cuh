@@ -142,7 +142,41 @@ template <typename T, bool WGMMA> struct Gradients {
     return me.own_half(shared.stage[WGMMA ? v_tile : 0]);
   }
 
-  // All of a value head that is not dS, with the first head q and k.
+  // What does not come by shared memory, loaded while the rest is on its way: a thread's share of dS, for its product with S.
+  static constexpr int kShare = kStateBytes / 16 / 256;
+  struct Share {
+    uint4 d[2][kShare];
+  };
+  __device__ __forceinline__ void load_share(Share &share, int head) const {
+    const Here me;
+#pragma unroll
+    for (int t = 0; t < 2; ++t)
+#pragma unroll
+      for (int i = 0; i < kShare; ++i)
+        share.d[t][i] = t < v_tiles ? ptx::load_after_wait(image(buffers.gradients, head, t) + 16 * (me.thread + 256 * i)) : make_uint4(0, 0, 0, 0);
+  }
+
+  // All of a value head that is not dS, with the first head q and k; and d beta = dV U / beta^2.
+  __device__ __forceinline__ void begin_head(int head, bool first_head) const {
+    load_head(head, first_head);
+    Share share;
+    if (WGMMA) load_share(share, head);
+    finish_beta(head, first_head);
+    if (WGMMA) {
+      const Here me;
+      float product = 0.f;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        if (t >= v_tiles) break;
+        if (t > 0) loaded(t, 0);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i)
+          product += dot8<T>(ptx::load_shared(tile(shared.stage[t * (Shared::kStages - 1)]) + 16 * (me.thread + 256 * i)), share.d[t][i]);
+      }
+      product = group_sum(product);
+      if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
+    }
+  }
   __device__ __forceinline__ void load_head(int head, bool first_head) const {
     const Here me;
     if (!WGMMA || me.thread == 0) {
@@ -166,6 +200,9 @@ template <typename T, bool WGMMA> struct Gradients {
         load_stage(buffers.states, head, 0);
       }
     }
+  }
+  __device__ __forceinline__ void head_is_there(bool first_head) const {
+    const Here me;
     loaded(0, 0);
     if (WGMMA && count < kChunk) {
       if (first_head) clear_rows<2, 256>(shared.q, count, me.thread), clear_rows<2, 256>(shared.k, count, me.thread);
@@ -175,15 +212,18 @@ template <typename T, bool WGMMA> struct Gradients {
     }
   }
 
-  // d beta = dV U / beta^2.
-  __device__ __forceinline__ void finish_beta(int head) const {
+  __device__ __forceinline__ void finish_beta(int head, bool first_head) const {
     const Here me;
-#pragma unroll 2
+    float betas[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) betas[i] = ptx::load_float(buffers.records[index(head)].beta + me.thread / 16 + 16 * i);
+    head_is_there(first_head);
+#pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = me.thread / 16 + 16 * i;
       const uint32_t offset = chunk::tile_offset(token, me.thread % 16);
       const float sum = group_sum<16>(dot8<T>(ptx::load_shared(tile(shared.d_v) + offset), ptx::load_shared(tile(shared.update) + offset)));
-      const float beta = buffers.records[index(head)].beta[token];
+      const float beta = betas[i];
       if (me.thread % 16 == 0 && token < count)
         *out_heads_at<float>(p.d_beta, at.n, first + token, head) = __fdividef(__fdividef(sum, beta), beta);
     }
@@ -200,10 +240,10 @@ template <typename T, bool WGMMA> struct Gradients {
     const Here me;
     const uint8_t *d = image(buffers.gradients, head, v_tile);
     float sum = 0.f;
-#pragma unroll 1
-    for (int i = 0; i < kStateBytes / 16 / 256; ++i) {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
       const int offset = 16 * (me.thread + 256 * i);
-      sum += dot8<T>(ptx::load_shared(tile(shared.stage[WGMMA ? v_tile : 0]) + offset), *reinterpret_cast<const uint4 *>(d + offset));
+      sum += dot8<T>(ptx::load_shared(tile(shared.stage[0]) + offset), *reinterpret_cast<const uint4 *>(d + offset));
     }
     return sum;
   }
@@ -225,15 +265,16 @@ template <typename T, bool WGMMA> struct Gradients {
     float x[8][4], factor[2], product = 0.f;
     // dO S
     for (int t = 0; t < v_tiles; ++t) {
-      if (t > 0) {
-        if (!WGMMA) __syncthreads(), load_stage(buffers.states, head, t);
-        loaded(t, 0);
+      if (!WGMMA) {
+        if (t > 0) __syncthreads(), load_stage(buffers.states, head, t), loaded(t, 0);
+        product += states_product(head, t);
       }
-      product += states_product(head, t);
       add_product(x, shared.d_out, t, t > 0);
     }
-    product = group_sum(product);
-    if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
+    if (!WGMMA) {
+      product = group_sum(product);
+      if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[me.row + 8 * i]) * f.q_norm[me.row + 8 * i] * p.common.scale;
     add_scaled(d_q, x, factor, shared.q, sums.later);
@@ -270,19 +311,22 @@ template <typename T, bool WGMMA> struct Gradients {
     const uint32_t left = tile(me.group == 0 ? shared.d_out : shared.d_v), raw = tile(me.group == 0 ? shared.q : shared.k);
     const float *norms = me.group == 0 ? f.q_norm : f.k_norm;
     const int last = me.group == 0 ? 0 : -1;    // the diagonal belongs to P alone
-    float c[2], factor[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      c[i] = f.c[me.row + 8 * i];
-      factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f);
-    }
+    WarpSums &to = warp_sums(me.group, me.warp);
+    if (WGMMA) store_row_sums(to, rows, me);
     float row_sums[2] = {0.f, 0.f};
-    float2 inner, own[2];    // what goes to WarpSums: of columns of tile 4 (lane / 4 % 2) + lane / 8, of the warp's tokens
+    float2 inner[2], own[2];    // what goes to WarpSums: of columns of tile 4 half + lane / 8, of the warp's tokens
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       float x[4][4], y[4][4], columns[8];
       multiply_tiles<T, WGMMA, false, false, 8>(x, left, tile(shared.update) + half * 4096, false, me.warp, me.lane);
       multiply_tiles<T, WGMMA, false, false, 8>(y, raw, tile(shared.k) + half * 4096, false, me.warp, me.lane);
+      const Here me;
+      float c[2], factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        c[i] = f.c[me.row + 8 * i];
+        factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f);
+      }
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         const int block = 2 * half + pair;    // of 16 columns
@@ -325,16 +369,27 @@ template <typename T, bool WGMMA> struct Gradients {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) columns[i] += __shfl_xor_sync(0xffffffffu, columns[i], 4);
-      if (me.lane / 4 % 2 == half) inner = make_float2(columns[0], columns[1]);
+      const float2 sums = make_float2(columns[0], columns[1]);
+      if constexpr (WGMMA) store_inner(to, half, sums, own, me);
+      else inner[half] = sums;
     }
-    ptx::group_barrier<128>(1 + me.group);    // no other warp reads the rows any more
-    WarpSums &to = warp_sums(me.group, me.warp);
-    const int tile = 4 * (me.lane / 4 % 2) + me.lane / 8;
-    if (tile / 2 == me.warp) inner = tile % 2 ? own[1] : own[0];
-    *reinterpret_cast<float2 *>(to.inner + 8 * tile + me.lane % 4 * 2) = inner;
-    if (me.lane % 4 == 0)
+    if constexpr (!WGMMA) {
+      ptx::group_barrier<128>(1 + me.group);    // no other warp reads the rows any more
+      store_row_sums(to, rows, me);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) to.later[me.lane / 4 + 8 * i] = rows.later[i], to.earlier[me.lane / 4 + 8 * i] = rows.earlier[i];
+      for (int half = 0; half < 2; ++half) store_inner(to, half, inner[half], own, me);
+    }
+  }
+  __device__ __forceinline__ static void store_row_sums(WarpSums &to, const RowSums &rows, const Here &me) {
+    if (me.lane % 4 != 0) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) to.later[me.lane / 4 + 8 * i] = rows.later[i], to.earlier[me.lane / 4 + 8 * i] = rows.earlier[i];
+  }
+  __device__ __forceinline__ static void store_inner(WarpSums &to, int half, float2 sums, const float2 (&own)[2], const Here &me) {
+    if (me.lane / 4 % 2 != 0) return;    // two lanes have each
+    const int tile = 4 * half + me.lane / 8;
+    if (tile / 2 == me.warp) sums = tile % 2 ? own[1] : own[0];
+    *reinterpret_cast<float2 *>(to.inner + 8 * tile + me.lane % 4 * 2) = sums;
   }
 
   // For each token t of a warp the sum over its rows from t on of X left of t, `row_sums` a lane's of what is left of the block.
@@ -437,9 +492,10 @@ template <typename T, bool WGMMA> struct Gradients {
     return lane == 0 ? 0.f : before;
   }
 
-  // Of a warp, where rows of dO or dV were, which only its warpgroup has read since.
+  // Of a warp: in the second stage, or where rows of dO or dV were, which only its warpgroup has read since.
   __device__ __forceinline__ WarpSums &warp_sums(int group, int warp) const {
-    return *reinterpret_cast<WarpSums *>((group == 0 ? shared.d_out : shared.d_v) + 2048 * warp);
+    uint8_t *to = WGMMA ? shared.stage[Shared::kStages - 1] + 8192 * group : group == 0 ? shared.d_out : shared.d_v;
+    return *reinterpret_cast<WarpSums *>(to + 2048 * warp);
   }
 
   // From the sums over heads to the gradient of raw rows, in the place of these.
@@ -512,8 +568,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
   float d_q[8][4] = {}, d_k[8][4] = {};
   for (int h = 0; h < each; ++h) {
     const int head = key_head * each + h;
-    g.load_head(head, h == 0);
-    g.finish_beta(head);
+    g.begin_head(head, h == 0);
     const RowSums sums = g.add_states(d_q, d_k, head);
     __syncthreads();    // the matrices take the place of dS
     g.make_matrix(attention, lower, sums);

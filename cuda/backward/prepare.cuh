@@ -87,6 +87,7 @@ __device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const T
   to.beta[at] = betas[t];
   to.write[at] = g.after[t] * norm;
   to.query[at] = before * tokens.q_norm[t] * scale;
+  to.key[at] = -before * norm;
   if (t == 0) to.decay = g.decay;
 }
 

@@ -51,10 +51,10 @@ __device__ __forceinline__ void multiply(float (&x)[N][4], const uint32_t (&a)[K
   }
 }
 
-// Until the products are there: `x` one of their results, `a` their left operands, which the products still read until then.
-template <bool WGMMA, int N, int... KS> __device__ __forceinline__ void wait(float (&x)[N][4], uint32_t (&...a)[KS][4]) {
+// Until the products but for the last LATER are there: `x` one of their results, `a` left operands, which they read until then.
+template <bool WGMMA, int LATER = 0, int N, int... KS> __device__ __forceinline__ void wait(float (&x)[N][4], uint32_t (&...a)[KS][4]) {
   if constexpr (WGMMA) {
-    wgmma::wait<0>();
+    wgmma::wait<LATER>();
     wgmma::hold(x);
     (wgmma::hold(a), ...);
   }

@@ -24,6 +24,7 @@ struct WalkFactors {
   float beta[kChunk];
   float write[kChunk];    // e^(c of the last - c) / |k|
   float query[kChunk];    // e^c scale / |q|
+  float key[kChunk];      // -e^c / |k|
   float decay;            // e^(c of the last)
   float unused[3];
 };

@@ -83,10 +83,10 @@ template <typename T, bool WGMMA, int STAGES> struct Walker {
     }
     ptx::copy_async_commit();
   }
-  // The same for what only the reverse walk needs.
+  // The same for what only the reverse walk needs: with wgmma as soon as the chunk before has read its own.
   __device__ __forceinline__ void load_queries(int i) const {
     if constexpr (WGMMA) {
-      if (thread != 0) return;
+      if (thread != 0 || i < s.begin) return;
       const uint32_t full = barrier(2);
       ptx::barrier_expect(full, 2 * kTileBytes + kImageBytes);
       for (int h = 0; h < 2; ++h) load_box(shared.q + h * kTileBytes, maps.q, 64 * h, key_head(), i, full);
@@ -246,47 +246,60 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES> &w, 
   const int warp = w.warp, lane = w.lane;
   const uint32_t queries = ptx::shared_address(w.shared.q), attention = ptx::shared_address(w.shared.attention);
   if (STAGES == 2) w.load_chain(0, w.s.end - 1, w.p.d_o, w.maps.d_o);
+  if (WGMMA) w.load_queries(w.s.end - 1);
   for (int i = w.s.end - 1; i >= w.s.begin; --i) {
     // Wait for the chunk.
     const int step = w.s.end - 1 - i;
     if (STAGES == 1) w.load_chain(0, i, w.p.d_o, w.maps.d_o);
-    w.load_queries(i);
+    if (!WGMMA) w.load_queries(i);
     if (STAGES == 2) w.load_chain(step + 1, i - 1, w.p.d_o, w.maps.d_o);
     w.template wait_for_chain<STAGES == 2 ? 2 : 1>(step, i);
     const auto &stage = w.stage(step);
     const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
-    const uint32_t inverse = ptx::shared_address(stage.inverse);
     const WalkFactors &f = stage.factors;
 
-    // The gradient of U.
-    float x[8][4];
-    uint32_t operand[8][4], half[4][4], out[4][4];
+    // What does not depend on each other: dS K^T, dO^T Att, dO^T Q.
+    float x[8][4], y[8][4];
+    uint32_t operand[8][4], half[4][4], out[4][4], queried[4][4];
     chunk::to_operand<T, true>(operand, state);
-    multiply<T, WGMMA, false>(x, operand, keys, false, lane);
-    w.store_image(operand, w.buffers.gradients, i);
     load_columns(out, values, warp, lane);
-    wait<WGMMA>(x, operand);
-    chunk::scale_columns(x, f.write, lane);
+    multiply<T, WGMMA, false>(x, operand, keys, false, lane);
     w.template wait_for_queries<STAGES == 2 ? 1 : 0>(step, i);
-    multiply_now<T, WGMMA, true>(x, out, attention, true, lane);
-    chunk::to_operand<T, true>(half, x);
-    multiply<T, WGMMA, true>(x, half, inverse, false, lane);
-    scale_operand<T>(out, f.query, lane);
+    multiply<T, WGMMA, true>(y, out, attention, false, lane);
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) queried[m][c] = out[m][c];
+    scale_operand<T>(queried, f.query, lane);
     chunk::scale(state, f.decay);
-    wait<WGMMA>(x, half);
+    multiply<T, WGMMA, true>(state, queried, queries, true, lane);
+    w.store_image(operand, w.buffers.gradients, i);
+
+    // The gradients of U and v.
+    wait<WGMMA, 1>(x, operand, out);
+    wait<WGMMA, 1>(y);
+    chunk::scale_columns(x, f.write, lane);
+#pragma unroll
+    for (int t = 0; t < 8; ++t)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[t][c] += y[t][c];
+    chunk::to_operand<T, true>(half, x);
+    multiply<T, WGMMA, true>(x, half, ptx::shared_address(stage.inverse), false, lane);
+    wait<WGMMA>(x, half, queried);
+    wait<WGMMA>(state);
+    if (WGMMA) __syncthreads(), w.load_queries(i - 1);
+    chunk::scale_columns(x, f.beta, lane);
+    chunk::pack_out<T>(out, x);
 
     // The new gradient of the state.
-    multiply<T, WGMMA, true>(state, out, queries, true, lane);
-    chunk::scale_columns(x, f.beta, lane);
-    chunk::put_out<T>(x, values, warp, lane);
-    chunk::scale_columns(x, f.read, lane);
-    chunk::scale(x, -1.f);
+    chunk::scale_columns(x, f.key, lane);
     chunk::to_operand<T, true>(half, x);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
+    chunk::put_out(out, values, warp, lane);
     const int row = w.s.tile * kTileRows + 16 * warp;
     chunk::take_out<T>(values, warp, lane, out_heads_at<T>(w.p.d_v, w.s.n, w.first(i), w.s.head) + row, w.p.d_v.token_stride, w.count(i),
                        w.p.common.head_v - row);
-    wait<WGMMA>(state, out, half);
+    wait<WGMMA>(state, half);
     w.chunk_is_done();
   }
   w.end(state, walk.to);
