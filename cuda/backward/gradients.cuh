@@ -12,21 +12,31 @@
 namespace gdn {
 namespace backward {
 
-// With wgmma two blocks fit a multiprocessor, and both halves of a state; else every card has room for a block.
-template <bool WGMMA> struct GradientShared {
-  static constexpr int kStages = WGMMA ? 2 : 1;
-  alignas(1024) uint8_t q[2 * kTileBytes];
-  uint8_t k[2 * kTileBytes];
-  uint8_t d_out[2 * kTileBytes];    // then, as of d_v, sums of the warps
+// Of a value head, with all of its state or only 64 value rows.
+template <int HALVES> struct HeadTiles {
+  alignas(1024) uint8_t d_out[2 * kTileBytes];
   uint8_t update[2 * kTileBytes];
   uint8_t d_v[2 * kTileBytes];
-  uint8_t stage[kStages][kStateBytes];    // 64 value rows of S or dS each; then the two matrices in the first
-  TokenFactors tokens;
-  float states[8];                        // S dS, by warp
-  uint64_t barriers[2];                   // of the stages, of the first with all else of a head
+  uint8_t states[HALVES][kStateBytes];    // S; then the two matrices
+};
+struct StateTiles {
+  alignas(1024) uint8_t rows[2][kStateBytes];
+};
+struct NoTiles {};
+
+// With wgmma the next head comes while one is at work; else every card has room for a block, whose dS takes the place of S.
+template <bool WGMMA> struct GradientShared {
+  static constexpr int kBuffers = WGMMA ? 2 : 1;
+  alignas(1024) uint8_t q[2 * kTileBytes];
+  uint8_t k[2 * kTileBytes];
+  HeadTiles<kBuffers> heads[kBuffers];
+  std::conditional_t<WGMMA, StateTiles, NoTiles> gradients;    // dS
+  TokenFactors tokens[kBuffers];
+  float states[8];         // S dS, by warp
+  uint64_t barriers[4];    // copies that have arrived: of the buffers, of dS, of q and k
 };
 static_assert(sizeof(GradientShared<false>) <= kLeastShared, "a shape for every card");
-static_assert(2 * (sizeof(GradientShared<true>) + 1024) <= 228 * 1024, "two blocks");
+static_assert(sizeof(GradientShared<true>) <= 227 * 1024, "a shape for sm_90");
 
 // Sums over the columns of a warpgroup that log decays get from later and from earlier tokens, of rows lane / 4 and 8 further.
 struct RowSums {
@@ -88,162 +98,148 @@ struct Here {
   __device__ __forceinline__ uint32_t own_half(const void *x) const { return ptx::shared_address(x) + group * kTileBytes; }
 };
 
-// A block's work, its parts as functions.
+// A value head of a chunk: one step of a block.
+struct Step {
+  int64_t item;    // place and key head
+  Chunk at;
+  int head;        // of those of the key head
+  bool there;
+};
+
+// A block's work on a step, its parts as functions.
 template <typename T, bool WGMMA> struct Gradients {
   using Shared = GradientShared<WGMMA>;
   const gdn_rule_backward_params &p;
   const Buffers &buffers;
   const Maps &maps;
   Shared &shared;
-  const Chunk at;
-  const int64_t place, first;
-  const int count, key_head, v_tiles;
+  const Step step;
+  const int v_tiles, buffer;
 
   __device__ __forceinline__ static uint32_t tile(const void *x) { return ptx::shared_address(x); }
+  __device__ __forceinline__ auto &tiles() const { return shared.heads[buffer]; }
+  __device__ __forceinline__ const TokenFactors &factors() const { return shared.tokens[buffer]; }
+  __device__ __forceinline__ uint8_t *states(int v_tile) const { return tiles().states[WGMMA ? v_tile : 0]; }
+  __device__ __forceinline__ uint8_t *gradients(int v_tile) const {
+    if constexpr (WGMMA) return shared.gradients.rows[v_tile];
+    else return tiles().states[0];
+  }
+  __device__ __forceinline__ uint32_t attention() const { return tile(tiles().states[0]); }
+  __device__ __forceinline__ uint32_t lower() const { return attention() + kTileBytes; }
   __device__ __forceinline__ uint32_t barrier(int i) const { return tile(&shared.barriers[i]); }
-  __device__ __forceinline__ int64_t index(int head) const { return place * p.common.num_v_heads + head; }
-  __device__ __forceinline__ const uint8_t *image(const uint8_t *images, int head, int v_tile) const {
-    return images + (index(head) * v_tiles + v_tile) * kStateBytes;
+
+  __device__ __forceinline__ int key_head() const { return static_cast<int>(step.item % p.common.num_k_heads); }
+  __device__ __forceinline__ int head() const { return key_head() * (p.common.num_v_heads / p.common.num_k_heads) + step.head; }
+  __device__ __forceinline__ int64_t index() const { return step.item / p.common.num_k_heads * p.common.num_v_heads + head(); }
+  __device__ __forceinline__ int64_t first() const { return step.at.seq.first + static_cast<int64_t>(step.at.index) * kChunk; }
+  __device__ __forceinline__ int count() const { return min(kChunk, step.at.seq.count - step.at.index * kChunk); }
+  __device__ __forceinline__ const uint8_t *image(const uint8_t *images, int v_tile) const {
+    return images + (index() * v_tiles + v_tile) * kStateBytes;
   }
 
-  // Rows of the chunk. By a thread with wgmma, else by all.
-  __device__ __forceinline__ void load_rows_of(uint8_t *to, const gdn_heads &x, const CUtensorMap &map, int head, int size) const {
-    if constexpr (WGMMA) {
-      for (int h = 0; h < 2; ++h)
-        ptx::copy_box(tile(to) + h * kTileBytes, &map, 64 * h, head, static_cast<int>(first), p.common.seqs.cu_seqlens ? 0 : at.n, barrier(0));
-    } else {
-      const Here me;
-      chunk::copy_tile<T, kKeys / 8, 256>(tile(to), heads_at<T>(x, at.n, first, head), x.token_stride, count, size, me.thread);
-    }
+  // ---- copies with wgmma, by a thread ----
+
+  __device__ __forceinline__ void copy_rows(uint8_t *to, const CUtensorMap &map, int head, int full) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      ptx::copy_box(tile(to) + h * kTileBytes, &map, 64 * h, head, static_cast<int>(first()), p.common.seqs.cu_seqlens ? 0 : step.at.n,
+                    barrier(full));
   }
-  // 64 value rows of a state; the thread of wgmma expects more with the first.
-  __device__ __forceinline__ void load_stage(const uint8_t *images, int head, int v_tile, uint32_t more = 0) const {
-    const Here me;
-    if constexpr (WGMMA) {
-      if (me.thread != 0) return;
-      ptx::barrier_expect(barrier(v_tile), kStateBytes + more);
-      ptx::copy_bulk(tile(shared.stage[v_tile]), image(images, head, v_tile), kStateBytes, barrier(v_tile));
-    } else {
-      chunk::copy_bytes<kStateBytes, 256>(tile(shared.stage[0]), image(images, head, v_tile), me.thread);
-      ptx::copy_async_commit();
-    }
+  __device__ __forceinline__ void copy_head() const {
+    if (!step.there || threadIdx.x != 0) return;
+    const uint32_t full = barrier(buffer);
+    ptx::barrier_expect(full, (4 + v_tiles) * kTileBytes + v_tiles * kStateBytes + sizeof(TokenFactors));
+    copy_rows(tiles().d_out, maps.d_o, head(), buffer);
+    copy_rows(tiles().d_v, maps.d_v, head(), buffer);
+    ptx::copy_bulk(tile(tiles().states), image(buffers.states, 0), v_tiles * kStateBytes, full);
+    ptx::copy_bulk(tile(tiles().update), buffers.updates + index() * v_tiles * kTileBytes, v_tiles * kTileBytes, full);
+    ptx::copy_bulk(tile(&factors()), &buffers.records[index()].tokens, sizeof(TokenFactors), full);
   }
-  // Until a stage is there: S's has parity 0, dS's 1.
-  __device__ __forceinline__ void loaded(int v_tile, int parity) const {
-    if constexpr (WGMMA) {
-      ptx::barrier_wait(barrier(v_tile), parity);
-    } else {
-      ptx::copy_async_wait<0>();
-      __syncthreads();
-    }
+  __device__ __forceinline__ void copy_gradients() const {
+    if (!step.there || threadIdx.x != 0) return;
+    ptx::barrier_expect(barrier(2), v_tiles * kStateBytes);
+    ptx::copy_bulk(tile(gradients(0)), image(buffers.gradients, 0), v_tiles * kStateBytes, barrier(2));
   }
-  __device__ __forceinline__ uint32_t stage_half(int v_tile) const {
-    const Here me;
-    return me.own_half(shared.stage[WGMMA ? v_tile : 0]);
+  __device__ __forceinline__ void copy_raw() const {
+    if (!step.there || threadIdx.x != 0) return;
+    ptx::barrier_expect(barrier(3), 4 * kTileBytes);
+    copy_rows(shared.q, maps.q, key_head(), 3);
+    copy_rows(shared.k, maps.k, key_head(), 3);
+  }
+  // Rows of the next sequence in the boxes.
+  __device__ __forceinline__ void clear(uint8_t *x, uint8_t *y) const {
+    if (count() == kChunk) return;
+    clear_rows<2, 256>(x, count(), threadIdx.x), clear_rows<2, 256>(y, count(), threadIdx.x);
+    ptx::fence_async();
+    __syncthreads();
   }
 
-  // What does not come by shared memory, loaded while the rest is on its way: a thread's share of dS, for its product with S.
-  static constexpr int kShare = kStateBytes / 16 / 256;
-  struct Share {
-    uint4 d[2][kShare];
-  };
-  __device__ __forceinline__ void load_share(Share &share, int head) const {
+  // ---- the same with mma.sync, by all threads and waited for ----
+
+  __device__ __forceinline__ void load_rows_of(uint8_t *to, const gdn_heads &x, int head, int size) const {
     const Here me;
-#pragma unroll
-    for (int t = 0; t < 2; ++t)
-#pragma unroll
-      for (int i = 0; i < kShare; ++i)
-        share.d[t][i] = t < v_tiles ? ptx::load_after_wait(image(buffers.gradients, head, t) + 16 * (me.thread + 256 * i)) : make_uint4(0, 0, 0, 0);
+    chunk::copy_tile<T, kKeys / 8, 256>(tile(to), heads_at<T>(x, step.at.n, first(), head), x.token_stride, count(), size, me.thread);
+  }
+  __device__ __forceinline__ void load_states(const uint8_t *images, int v_tile) const {
+    const Here me;
+    chunk::copy_bytes<kStateBytes, 256>(tile(states(0)), image(images, v_tile), me.thread);
+    ptx::copy_async_commit();
+  }
+  __device__ __forceinline__ void loaded() const {
+    ptx::copy_async_wait<0>();
+    __syncthreads();
+  }
+  __device__ __forceinline__ void load_head() const {
+    const Here me;
+    if (step.head == 0) {
+      load_rows_of(shared.q, p.q, key_head(), p.common.head_k);
+      load_rows_of(shared.k, p.k, key_head(), p.common.head_k);
+    }
+    load_rows_of(tiles().d_out, p.d_o, head(), p.common.head_v);
+    load_rows_of(tiles().d_v, p.d_v, head(), p.common.head_v);
+    for (int t = 0; t < v_tiles; ++t)
+      chunk::copy_bytes<kTileBytes, 256>(tile(tiles().update) + t * kTileBytes, buffers.updates + (index() * v_tiles + t) * kTileBytes, me.thread);
+    chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&factors()), &buffers.records[index()].tokens, me.thread);
+    load_states(buffers.states, 0);
+    loaded();
   }
 
-  // All of a value head that is not dS, with the first head q and k; and d beta = dV U / beta^2.
-  __device__ __forceinline__ void begin_head(int head, bool first_head) const {
-    load_head(head, first_head);
-    Share share;
-    if (WGMMA) load_share(share, head);
-    finish_beta(head, first_head);
-    if (WGMMA) {
-      const Here me;
-      float product = 0.f;
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        if (t >= v_tiles) break;
-        if (t > 0) loaded(t, 0);
-#pragma unroll
-        for (int i = 0; i < kShare; ++i)
-          product += dot8<T>(ptx::load_shared(tile(shared.stage[t * (Shared::kStages - 1)]) + 16 * (me.thread + 256 * i)), share.d[t][i]);
-      }
-      product = group_sum(product);
-      if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
-    }
-  }
-  __device__ __forceinline__ void load_head(int head, bool first_head) const {
-    const Here me;
-    if (!WGMMA || me.thread == 0) {
-      const uint32_t more = ((first_head ? 8 : 4) + v_tiles) * kTileBytes + sizeof(TokenFactors);
-      if (WGMMA) load_stage(buffers.states, head, 0, more);
-      if (first_head) {
-        load_rows_of(shared.q, p.q, maps.q, key_head, p.common.head_k);
-        load_rows_of(shared.k, p.k, maps.k, key_head, p.common.head_k);
-      }
-      load_rows_of(shared.d_out, p.d_o, maps.d_o, head, p.common.head_v);
-      load_rows_of(shared.d_v, p.d_v, maps.d_v, head, p.common.head_v);
-      const uint8_t *updates = buffers.updates + index(head) * v_tiles * kTileBytes;
-      const TokenFactors *factors = &buffers.records[index(head)].tokens;
-      if constexpr (WGMMA) {
-        ptx::copy_bulk(tile(shared.update), updates, v_tiles * kTileBytes, barrier(0));
-        ptx::copy_bulk(tile(&shared.tokens), factors, sizeof(TokenFactors), barrier(0));
-        if (v_tiles > 1) load_stage(buffers.states, head, 1);
-      } else {
-        for (int t = 0; t < v_tiles; ++t) chunk::copy_bytes<kTileBytes, 256>(tile(shared.update) + t * kTileBytes, updates + t * kTileBytes, me.thread);
-        chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&shared.tokens), factors, me.thread);
-        load_stage(buffers.states, head, 0);
-      }
-    }
-  }
-  __device__ __forceinline__ void head_is_there(bool first_head) const {
-    const Here me;
-    loaded(0, 0);
-    if (WGMMA && count < kChunk) {
-      if (first_head) clear_rows<2, 256>(shared.q, count, me.thread), clear_rows<2, 256>(shared.k, count, me.thread);
-      clear_rows<2, 256>(shared.d_out, count, me.thread), clear_rows<2, 256>(shared.d_v, count, me.thread);
-      ptx::fence_async();
-      __syncthreads();
-    }
-  }
+  // ---- arithmetic ----
 
-  __device__ __forceinline__ void finish_beta(int head, bool first_head) const {
+  // d beta = dV U / beta^2. `betas` of tokens thread / 16 and every 16th after it.
+  __device__ __forceinline__ void load_betas(float (&betas)[4]) const {
     const Here me;
-    float betas[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) betas[i] = ptx::load_float(buffers.records[index(head)].beta + me.thread / 16 + 16 * i);
-    head_is_there(first_head);
+    for (int i = 0; i < 4; ++i) betas[i] = ptx::load_float(buffers.records[index()].beta + me.thread / 16 + 16 * i);
+  }
+  __device__ __forceinline__ void finish_beta(const float (&betas)[4]) const {
+    const Here me;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = me.thread / 16 + 16 * i;
       const uint32_t offset = chunk::tile_offset(token, me.thread % 16);
-      const float sum = group_sum<16>(dot8<T>(ptx::load_shared(tile(shared.d_v) + offset), ptx::load_shared(tile(shared.update) + offset)));
-      const float beta = betas[i];
-      if (me.thread % 16 == 0 && token < count)
-        *out_heads_at<float>(p.d_beta, at.n, first + token, head) = __fdividef(__fdividef(sum, beta), beta);
+      const float sum = group_sum<16>(dot8<T>(ptx::load_shared(tile(tiles().d_v) + offset), ptx::load_shared(tile(tiles().update) + offset)));
+      if (me.thread % 16 == 0 && token < count())
+        *out_heads_at<float>(p.d_beta, step.at.n, first() + token, head()) = __fdividef(__fdividef(sum, betas[i]), betas[i]);
     }
   }
 
-  // x += rows of a tile times 64 value rows in their stage.
-  __device__ __forceinline__ void add_product(float (&x)[8][4], const void *rows, int v_tile, bool add) const {
+  // x += rows of a tile times 64 value rows of a state.
+  __device__ __forceinline__ void add_product(float (&x)[8][4], const uint8_t *rows, const uint8_t *state, int v_tile) const {
     const Here me;
-    multiply_tiles<T, WGMMA, false, true, 4>(x, tile(rows) + v_tile * kTileBytes, stage_half(v_tile), add, me.warp, me.lane);
+    multiply_tiles<T, WGMMA, false, true, 4>(x, tile(rows) + v_tile * kTileBytes, me.own_half(state), v_tile > 0, me.warp, me.lane);
   }
 
-  // S dS of the 64 value rows of S in their stage.
-  __device__ __forceinline__ float states_product(int head, int v_tile) const {
+  // S dS of 64 value rows; without room for both dS comes from the workspace.
+  __device__ __forceinline__ float states_product(int v_tile) const {
     const Here me;
-    const uint8_t *d = image(buffers.gradients, head, v_tile);
+    const uint8_t *d = image(buffers.gradients, v_tile);
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
+    for (int i = 0; i < kStateBytes / 16 / 256; ++i) {
       const int offset = 16 * (me.thread + 256 * i);
-      sum += dot8<T>(ptx::load_shared(tile(shared.stage[0]) + offset), *reinterpret_cast<const uint4 *>(d + offset));
+      const uint4 y = WGMMA ? ptx::load_shared(tile(gradients(v_tile)) + offset) : *reinterpret_cast<const uint4 *>(d + offset);
+      sum += dot8<T>(ptx::load_shared(tile(states(v_tile)) + offset), y);
     }
     return sum;
   }
@@ -257,58 +253,61 @@ template <typename T, bool WGMMA> struct Gradients {
     add_rows(to, x, factor);
   }
 
-  // What reads states: dQ += query dO S, dK += write U dS - read dV S.
-  __device__ __forceinline__ RowSums add_states(float (&d_q)[8][4], float (&d_k)[8][4], int head) const {
+  // What reads states: dQ += query dO S, dK += write U dS - read dV S. `raw_parity`, `gradients_parity`: of the barriers.
+  __device__ __forceinline__ RowSums add_states(float (&d_q)[8][4], float (&d_k)[8][4], int raw_parity, int gradients_parity) const {
     const Here me;
-    const TokenFactors &f = shared.tokens;
+    const TokenFactors &f = factors();
     RowSums sums = {};
     float x[8][4], factor[2], product = 0.f;
-    // dO S
+    // Without room for all of S both products with its rows follow each other.
+    float y[8][4];
     for (int t = 0; t < v_tiles; ++t) {
       if (!WGMMA) {
-        if (t > 0) __syncthreads(), load_stage(buffers.states, head, t), loaded(t, 0);
-        product += states_product(head, t);
+        if (t > 0) __syncthreads(), load_states(buffers.states, t), loaded();
+        product += states_product(t);
+        add_product(y, tiles().d_v, states(t), t);
       }
-      add_product(x, shared.d_out, t, t > 0);
+      add_product(x, tiles().d_out, states(t), t);
     }
-    if (!WGMMA) {
-      product = group_sum(product);
-      if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
+    if (!WGMMA) __syncthreads(), load_states(buffers.gradients, 0);
+    if (WGMMA && step.head == 0) {
+      ptx::barrier_wait(barrier(3), raw_parity);
+      clear(shared.q, shared.k);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[me.row + 8 * i]) * f.q_norm[me.row + 8 * i] * p.common.scale;
     add_scaled(d_q, x, factor, shared.q, sums.later);
-    // dV S, and the copies of dS where S was. With one stage the last rows first: they are there.
-    for (int i = 0; i < v_tiles; ++i) {
-      const int t = WGMMA ? i : v_tiles - 1 - i;
-      if (!WGMMA && i > 0) __syncthreads(), load_stage(buffers.states, head, t), loaded(t, 0);
-      add_product(x, shared.d_v, t, i > 0);
-      if (!WGMMA && t > 0) continue;
-      __syncthreads();
-      load_stage(buffers.gradients, head, t);
-    }
+    if (WGMMA)
+      for (int t = 0; t < v_tiles; ++t) add_product(y, tiles().d_v, states(t), t);
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = -chunk::exp2_fast(f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
-    add_scaled(d_k, x, factor, shared.k, sums.later);
+    add_scaled(d_k, y, factor, shared.k, sums.later);
     // U dS
+    if (WGMMA) ptx::barrier_wait(barrier(2), gradients_parity);
     for (int t = 0; t < v_tiles; ++t) {
-      if (!WGMMA && t > 0) __syncthreads(), load_stage(buffers.gradients, head, t);
-      loaded(t, 1);
-      add_product(x, shared.update, t, t > 0);
+      if (!WGMMA) {
+        if (t > 0) __syncthreads(), load_states(buffers.gradients, t);
+        loaded();
+      } else {
+        product += states_product(t);
+      }
+      add_product(x, tiles().update, gradients(t), t);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[kChunk - 1] - f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
     add_scaled(d_k, x, factor, shared.k, sums.earlier);
+    product = group_sum(product);
+    if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
     return sums;
   }
 
   // This warpgroup's matrix of tokens: P = scale dAtt D / (|q| |k|) in the first, M = -dV U^T D / (|k| |k|) in the second; as a tile,
   // and X, its products with q k or k k below the diagonal, summed.
-  __device__ __forceinline__ void make_matrix(uint32_t attention, uint32_t lower, const RowSums &rows) const {
+  __device__ __forceinline__ void make_matrix(const RowSums &rows) const {
     const Here me;
-    const TokenFactors &f = shared.tokens;
-    const uint32_t image = me.group == 0 ? attention : lower;
-    const uint32_t left = tile(me.group == 0 ? shared.d_out : shared.d_v), raw = tile(me.group == 0 ? shared.q : shared.k);
+    const TokenFactors &f = factors();
+    const uint32_t image = me.group == 0 ? attention() : lower();
+    const uint32_t left = tile(me.group == 0 ? tiles().d_out : tiles().d_v), raw = tile(me.group == 0 ? shared.q : shared.k);
     const float *norms = me.group == 0 ? f.q_norm : f.k_norm;
     const int last = me.group == 0 ? 0 : -1;    // the diagonal belongs to P alone
     WarpSums &to = warp_sums(me.group, me.warp);
@@ -318,7 +317,7 @@ template <typename T, bool WGMMA> struct Gradients {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       float x[4][4], y[4][4], columns[8];
-      multiply_tiles<T, WGMMA, false, false, 8>(x, left, tile(shared.update) + half * 4096, false, me.warp, me.lane);
+      multiply_tiles<T, WGMMA, false, false, 8>(x, left, tile(tiles().update) + half * 4096, false, me.warp, me.lane);
       multiply_tiles<T, WGMMA, false, false, 8>(y, raw, tile(shared.k) + half * 4096, false, me.warp, me.lane);
       const Here me;
       float c[2], factor[2];
@@ -422,23 +421,23 @@ template <typename T, bool WGMMA> struct Gradients {
   }
 
   // dQ += P K, dK += P^T Q + (M + M^T) K.
-  __device__ __forceinline__ void add_matrices(float (&d_q)[8][4], float (&d_k)[8][4], uint32_t attention, uint32_t lower) const {
+  __device__ __forceinline__ void add_matrices(float (&d_q)[8][4], float (&d_k)[8][4]) const {
     const Here me;
     const auto add = [&](float(&x)[8][4], auto columns, uint32_t matrix, const void *rows) {
       multiply_tiles<T, WGMMA, decltype(columns)::value, true, 4>(x, matrix, me.own_half(rows), true, me.warp, me.lane);
     };
-    add(d_q, std::false_type(), attention, shared.k);
-    add(d_k, std::true_type(), attention, shared.q);
-    add(d_k, std::false_type(), lower, shared.k);
-    add(d_k, std::true_type(), lower, shared.k);
+    add(d_q, std::false_type(), attention(), shared.k);
+    add(d_k, std::true_type(), attention(), shared.q);
+    add(d_k, std::false_type(), lower(), shared.k);
+    add(d_k, std::true_type(), lower(), shared.k);
   }
 
   // The gradient of the log decay, by a warp: for a token t the sums of X in rows from t on and columns before t, of what later tokens
   // read of the state, of what earlier ones write to it, and of the state itself.
-  __device__ __forceinline__ void finish_decays(int head) const {
+  __device__ __forceinline__ void finish_decays() const {
     const Here me;
     if (me.thread >= 32) return;
-    const TokenFactors &f = shared.tokens;
+    const TokenFactors &f = factors();
     const int t0 = 2 * me.lane, block = me.lane / 8;
     float states = 0.f;
 #pragma unroll
@@ -478,7 +477,7 @@ template <typename T, bool WGMMA> struct Gradients {
     const float decay[2] = {from + written + inner[0] + states, (later[1] + after) + (written + earlier[0]) + inner[1] + states};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (t0 + i < count) *out_heads_at<float>(p.d_log_decay, at.n, first + t0 + i, head) = decay[i];
+      if (t0 + i < count()) *out_heads_at<float>(p.d_log_decay, step.at.n, first() + t0 + i, head()) = decay[i];
   }
 
   // The sum over the lanes before.
@@ -492,9 +491,9 @@ template <typename T, bool WGMMA> struct Gradients {
     return lane == 0 ? 0.f : before;
   }
 
-  // Of a warp: in the second stage, or where rows of dO or dV were, which only its warpgroup has read since.
+  // Of a warp: behind the matrices, or where rows of dO or dV were, which only its warpgroup has read since.
   __device__ __forceinline__ WarpSums &warp_sums(int group, int warp) const {
-    uint8_t *to = WGMMA ? shared.stage[Shared::kStages - 1] + 8192 * group : group == 0 ? shared.d_out : shared.d_v;
+    uint8_t *to = WGMMA ? tiles().states[Shared::kBuffers - 1] + 8192 * group : group == 0 ? tiles().d_out : tiles().d_v;
     return *reinterpret_cast<WarpSums *>(to + 2048 * warp);
   }
 
@@ -532,55 +531,94 @@ template <typename T, bool WGMMA> struct Gradients {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = me.lane / 8 + 4 * i, piece = me.lane % 8, token = 16 * me.warp + r, column = 64 * me.group + 8 * piece;
-      if (token < count && column < p.common.head_k)
-        *reinterpret_cast<uint4 *>(out_heads_at<T>(to, at.n, first + token, key_head) + column) =
+      if (token < count() && column < p.common.head_k)
+        *reinterpret_cast<uint4 *>(out_heads_at<T>(to, step.at.n, first() + token, key_head()) + column) =
             ptx::load_shared(rows + chunk::tile_offset(r, piece));
     }
   }
 };
 
+// The next step of a block after one, all steps of a block being those of every gridDim.x-th item; by all lanes of a warp.
+__device__ __forceinline__ Step step_at(const gdn_rule_backward_params &p, const Span &span, int64_t items, int64_t item) {
+  Step s = {item, {}, 0, false};
+  for (; s.item < items && !s.there; s.item += s.there ? 0 : gridDim.x) {
+    s.at = chunk_at(p.common.seqs, span, s.item / p.common.num_k_heads);
+    s.there = s.at.there;
+  }
+  return s;
+}
+__device__ __forceinline__ Step step_after(const gdn_rule_backward_params &p, const Span &span, int64_t items, const Step &step) {
+  if (step.head + 1 == p.common.num_v_heads / p.common.num_k_heads) return step_at(p, span, items, step.item + gridDim.x);
+  Step s = step;
+  ++s.head;
+  return s;
+}
+
+// In a kernel function every part has a label.
 template <typename T, bool WGMMA>
-__global__ void __launch_bounds__(256, WGMMA ? 2 : 1)
+__global__ void __launch_bounds__(256, 1)
 gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
-                 const Span span, int v_tiles) {
+                 const Span span, int v_tiles, int64_t items) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   GradientShared<WGMMA> &s = *reinterpret_cast<GradientShared<WGMMA> *>(raw_shared);
   ptx::grid_dependency_wait();
-  const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.common.num_k_heads));
-  const int64_t place = blockIdx.x / static_cast<unsigned>(p.common.num_k_heads);
-  const Chunk at = chunk_at(p.common.seqs, span, place);
-  if (!at.there) return;
-  const Gradients<T, WGMMA> g = {p, buffers, maps, s, at, place, at.seq.first + static_cast<int64_t>(at.index) * kChunk,
-                                 min(kChunk, at.seq.count - at.index * kChunk), key_head, v_tiles};
-  if (v_tiles == 1)    // what has no value rows is zero in products over them
-    for (int i = threadIdx.x; i < kTileBytes / 4; i += 256) reinterpret_cast<uint32_t *>(s.update + kTileBytes)[i] = 0;
+  Step step = step_at(p, span, items, blockIdx.x);
+  if (!step.there) return;
+  // Barriers, and zeros where there are no value rows.
+  if (v_tiles == 1)
+    for (int b = 0; b < s.kBuffers; ++b)
+      for (int i = threadIdx.x; i < kTileBytes / 4; i += 256) reinterpret_cast<uint32_t *>(s.heads[b].update + kTileBytes)[i] = 0;
+  if (WGMMA && threadIdx.x == 0) {
+    for (int i = 0; i < 4; ++i) ptx::barrier_init(ptx::shared_address(&s.barriers[i]), 1);
+    ptx::barriers_initialised();
+  }
+  ptx::fence_async();
+  __syncthreads();
   if (WGMMA) {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) ptx::barrier_init(g.barrier(i), 1);
-      ptx::barriers_initialised();
-    }
-    ptx::fence_async();
-    __syncthreads();
+    const Gradients<T, WGMMA> g = {p, buffers, maps, s, step, v_tiles, 0};
+    g.copy_head(), g.copy_raw(), g.copy_gradients();
   }
-  const uint32_t attention = ptx::shared_address(s.stage), lower = attention + kTileBytes;
-  const int each = p.common.num_v_heads / p.common.num_k_heads;
   float d_q[8][4] = {}, d_k[8][4] = {};
-  for (int h = 0; h < each; ++h) {
-    const int head = key_head * each + h;
-    g.begin_head(head, h == 0);
-    const RowSums sums = g.add_states(d_q, d_k, head);
-    __syncthreads();    // the matrices take the place of dS
-    g.make_matrix(attention, lower, sums);
+  for (int i = 0, n = 0; step.there; ++i) {
+    // Wait for the head, start the copies of the next.
+    const Step after = step_after(p, span, items, step);
+    const int buffer = WGMMA ? i % 2 : 0, next_buffer = WGMMA ? 1 - buffer : 0;
+    const Gradients<T, WGMMA> g = {p, buffers, maps, s, step, v_tiles, buffer}, next = {p, buffers, maps, s, after, v_tiles, next_buffer};
+    float betas[4];
+    g.load_betas(betas);
+    if (WGMMA) {
+      next.copy_head();
+      ptx::barrier_wait(g.barrier(buffer), i / 2 % 2);
+      g.clear(g.tiles().d_out, g.tiles().d_v);
+    } else {
+      g.load_head();
+    }
+    // What reads states, then the matrices in the place of S.
+    g.finish_beta(betas);
+    const RowSums sums = g.add_states(d_q, d_k, n % 2, i % 2);
+    __syncthreads();
+    if (WGMMA) next.copy_gradients();
+    g.make_matrix(sums);
     ptx::fence_async();
     __syncthreads();
-    g.finish_decays(head);
-    g.add_matrices(d_q, d_k, attention, lower);
-    __syncthreads();    // the next head goes where this one was
+    g.finish_decays();
+    g.add_matrices(d_q, d_k);
+    ptx::fence_async();
+    __syncthreads();    // the next but one goes where this head was
+    // The sums over heads.
+    if (after.item != step.item || !after.there) {
+      float *own = reinterpret_cast<float *>(g.tiles().update);
+      g.finish_rows(d_q, s.q, g.factors().q_norm, own, p.d_q);
+      g.finish_rows(d_k, s.k, g.factors().k_norm, own + 2 * kChunk, p.d_k);
+      set_to_zero(d_q), set_to_zero(d_k);
+      ptx::fence_async();
+      __syncthreads();
+      if (WGMMA) next.copy_raw();
+      ++n;
+    }
+    step = after;
   }
-  float *sums = reinterpret_cast<float *>(s.update);
-  g.finish_rows(d_q, s.q, s.tokens.q_norm, sums, p.d_q);
-  g.finish_rows(d_k, s.k, s.tokens.k_norm, sums + 2 * kChunk, p.d_k);
 }
 
 }  // namespace backward

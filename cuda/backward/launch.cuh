@@ -56,9 +56,12 @@ template <typename T> struct Launcher {
   }
 
   template <bool WGMMA> int gradients_as(const Span &span, const Buffers &b) const {
+    int sms = 0;
+    if (const int status = sm_count(&sms)) return status;
+    const int64_t items = s.places * p.common.num_k_heads, blocks = WGMMA && items > sms ? sms : items;
     LaunchConfig c;
-    if (const int status = grid(s.places * p.common.num_k_heads, 256, sizeof(GradientShared<WGMMA>), &c)) return status;
-    return launch_allowed<gradients_kernel<T, WGMMA>>(c, optin, p, b, maps, span, v_tiles());
+    if (const int status = grid(blocks, 256, sizeof(GradientShared<WGMMA>), &c)) return status;
+    return launch_allowed<gradients_kernel<T, WGMMA>>(c, optin, p, b, maps, span, v_tiles(), items);
   }
   int gradients(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
