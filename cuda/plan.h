@@ -118,7 +118,8 @@ inline bool chunked_backward_supports(const gdn_rule_backward_params &p) {
 inline int32_t rule_backward_algo(const gdn_rule_backward_params &p, const Device &d) {
   const gdn_common &c = p.common;
   const bool chunked = chunked_backward_supports(p), has_maps = has_map(p.q, c.num_k_heads, c.seqs) && has_map(p.k, c.num_k_heads, c.seqs) &&
-                       has_map(p.v, c.num_v_heads, c.seqs) && has_map(p.d_o, c.num_v_heads, c.seqs) && has_map(p.d_v, c.num_v_heads, c.seqs);
+                       has_map(p.v, c.num_v_heads, c.seqs) && has_map(p.d_o, c.num_v_heads, c.seqs) && has_map(p.d_v, c.num_v_heads, c.seqs) &&
+                       has_map(p.d_q, c.num_k_heads, c.seqs) && has_map(p.d_k, c.num_k_heads, c.seqs);
   const bool chunked90 = chunked && d.sm90a && has_maps;
   if (p.algo == GDN_AUTO) return chunked90 ? GDN_CHUNKED_SM90 : chunked ? GDN_CHUNKED_SM80 : GDN_RECURRENT;
   const bool supported =

@@ -25,7 +25,7 @@ int make_schedule(const gdn_rule_backward_params &p, Schedule *s) {
   const int64_t heads = s->places * p.common.num_v_heads;
   s->record_bytes = rounded(heads * static_cast<int64_t>(sizeof(Record)));
   s->state_bytes = heads * v_tiles * kStateBytes;
-  s->update_bytes = heads * v_tiles * kTileBytes;
+  s->update_bytes = updates_in_place(p) ? 0 : heads * v_tiles * kTileBytes;
   s->carry_bytes = rounded(static_cast<int64_t>(seqs.num_seqs) * p.common.num_v_heads * p.common.head_v * p.common.head_k *
                            static_cast<int64_t>(sizeof(float)));
   return GDN_OK;
@@ -43,6 +43,8 @@ int make_maps(const gdn_rule_backward_params &p, Maps *maps) {
   if (const int status = make(&maps->k, p.k, c.num_k_heads, c.head_k)) return status;
   if (const int status = make(&maps->v, p.v, c.num_v_heads, c.head_v)) return status;
   if (const int status = make(&maps->d_o, p.d_o, c.num_v_heads, c.head_v)) return status;
+  if (const int status = make(&maps->d_q, p.d_q, c.num_k_heads, c.head_k)) return status;
+  if (const int status = make(&maps->d_k, p.d_k, c.num_k_heads, c.head_k)) return status;
   return make(&maps->d_v, p.d_v, c.num_v_heads, c.head_v);
 }
 

@@ -31,7 +31,7 @@ template <bool WGMMA> struct GradientShared {
   uint8_t k[2 * kTileBytes];
   HeadTiles<kBuffers> heads[kBuffers];
   std::conditional_t<WGMMA, StateTiles, NoTiles> gradients;    // dS
-  TokenFactors tokens[kBuffers];
+  alignas(16) TokenFactors tokens[kBuffers];
   float states[8];         // S dS, by warp
   uint64_t barriers[4];    // copies that have arrived: of the buffers, of dS, of q and k
 };
@@ -107,14 +107,16 @@ struct Step {
 };
 
 // A block's work on a step, its parts as functions.
-template <typename T, bool WGMMA> struct Gradients {
+// TILES: of 64 value rows, of a head.
+template <typename T, bool WGMMA, int TILES> struct Gradients {
   using Shared = GradientShared<WGMMA>;
   const gdn_rule_backward_params &p;
   const Buffers &buffers;
   const Maps &maps;
   Shared &shared;
   const Step step;
-  const int v_tiles, buffer;
+  const int buffer;
+  static constexpr int v_tiles = TILES;
 
   __device__ __forceinline__ static uint32_t tile(const void *x) { return ptx::shared_address(x); }
   __device__ __forceinline__ auto &tiles() const { return shared.heads[buffer]; }
@@ -148,11 +150,13 @@ template <typename T, bool WGMMA> struct Gradients {
   __device__ __forceinline__ void copy_head() const {
     if (!step.there || threadIdx.x != 0) return;
     const uint32_t full = barrier(buffer);
-    ptx::barrier_expect(full, (4 + v_tiles) * kTileBytes + v_tiles * kStateBytes + sizeof(TokenFactors));
+    const bool in_place = buffers.updates == nullptr;
+    ptx::barrier_expect(full, (4 + (in_place ? 2 : v_tiles)) * kTileBytes + v_tiles * kStateBytes + sizeof(TokenFactors));
     copy_rows(tiles().d_out, maps.d_o, head(), buffer);
     copy_rows(tiles().d_v, maps.d_v, head(), buffer);
     ptx::copy_bulk(tile(tiles().states), image(buffers.states, 0), v_tiles * kStateBytes, full);
-    ptx::copy_bulk(tile(tiles().update), buffers.updates + index() * v_tiles * kTileBytes, v_tiles * kTileBytes, full);
+    if (in_place) copy_rows(tiles().update, step.head == 0 ? maps.d_q : maps.d_k, key_head(), buffer);
+    else ptx::copy_bulk(tile(tiles().update), buffers.updates + index() * v_tiles * kTileBytes, v_tiles * kTileBytes, full);
     ptx::copy_bulk(tile(&factors()), &buffers.records[index()].tokens, sizeof(TokenFactors), full);
   }
   __device__ __forceinline__ void copy_gradients() const {
@@ -167,9 +171,9 @@ template <typename T, bool WGMMA> struct Gradients {
     copy_rows(shared.k, maps.k, key_head(), 3);
   }
   // Rows of the next sequence in the boxes.
-  __device__ __forceinline__ void clear(uint8_t *x, uint8_t *y) const {
+  template <typename... X> __device__ __forceinline__ void clear(X *...x) const {
     if (count() == kChunk) return;
-    clear_rows<2, 256>(x, count(), threadIdx.x), clear_rows<2, 256>(y, count(), threadIdx.x);
+    (clear_rows<2, 256>(x, count(), threadIdx.x), ...);
     ptx::fence_async();
     __syncthreads();
   }
@@ -197,8 +201,10 @@ template <typename T, bool WGMMA> struct Gradients {
     }
     load_rows_of(tiles().d_out, p.d_o, head(), p.common.head_v);
     load_rows_of(tiles().d_v, p.d_v, head(), p.common.head_v);
-    for (int t = 0; t < v_tiles; ++t)
-      chunk::copy_bytes<kTileBytes, 256>(tile(tiles().update) + t * kTileBytes, buffers.updates + (index() * v_tiles + t) * kTileBytes, me.thread);
+    if (buffers.updates == nullptr) load_rows_of(tiles().update, updates_of(p, head()), key_head(), p.common.head_v);
+    else
+      for (int t = 0; t < v_tiles; ++t)
+        chunk::copy_bytes<kTileBytes, 256>(tile(tiles().update) + t * kTileBytes, buffers.updates + (index() * v_tiles + t) * kTileBytes, me.thread);
     chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&factors()), &buffers.records[index()].tokens, me.thread);
     load_states(buffers.states, 0);
     loaded();
@@ -227,7 +233,11 @@ template <typename T, bool WGMMA> struct Gradients {
   // x += rows of a tile times 64 value rows of a state.
   __device__ __forceinline__ void add_product(float (&x)[8][4], const uint8_t *rows, const uint8_t *state, int v_tile) const {
     const Here me;
-    multiply_tiles<T, WGMMA, false, true, 4>(x, tile(rows) + v_tile * kTileBytes, me.own_half(state), v_tile > 0, me.warp, me.lane);
+    multiply_tiles<T, WGMMA, false, true, 4>(x, tile(rows) + v_tile * kTileBytes, me.own_half(state), v_tile > 0, me.warp, me.lane, v_tile > 0);
+  }
+  __device__ __forceinline__ void add_products(float (&x)[8][4], const uint8_t *rows, const uint8_t *state) const {
+    add_product(x, rows, state, 0);
+    if (v_tiles > 1) add_product(x, rows, state + kStateBytes, 1);
   }
 
   // S dS of 64 value rows; without room for both dS comes from the workspace.
@@ -253,46 +263,48 @@ template <typename T, bool WGMMA> struct Gradients {
     add_rows(to, x, factor);
   }
 
-  // What reads states: dQ += query dO S, dK += write U dS - read dV S. `raw_parity`, `gradients_parity`: of the barriers.
-  __device__ __forceinline__ RowSums add_states(float (&d_q)[8][4], float (&d_k)[8][4], int raw_parity, int gradients_parity) const {
+  // What reads states: dQ += query dO S, dK += write U dS - read dV S. `gradients_parity`: of the barrier.
+  __device__ __forceinline__ RowSums add_states(float (&d_q)[8][4], float (&d_k)[8][4], int gradients_parity) const {
     const Here me;
     const TokenFactors &f = factors();
     RowSums sums = {};
     float x[8][4], factor[2], product = 0.f;
     // Without room for all of S both products with its rows follow each other.
     float y[8][4];
-    for (int t = 0; t < v_tiles; ++t) {
-      if (!WGMMA) {
+    if (!WGMMA) {
+      for (int t = 0; t < v_tiles; ++t) {
         if (t > 0) __syncthreads(), load_states(buffers.states, t), loaded();
         product += states_product(t);
         add_product(y, tiles().d_v, states(t), t);
+        add_product(x, tiles().d_out, states(t), t);
       }
-      add_product(x, tiles().d_out, states(t), t);
-    }
-    if (!WGMMA) __syncthreads(), load_states(buffers.gradients, 0);
-    if (WGMMA && step.head == 0) {
-      ptx::barrier_wait(barrier(3), raw_parity);
-      clear(shared.q, shared.k);
+      __syncthreads();
+      load_states(buffers.gradients, 0);
+    } else {
+      add_products(x, tiles().d_out, states(0));
+      add_products(y, tiles().d_v, states(0));
+      wait<WGMMA, TILES>(x);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[me.row + 8 * i]) * f.q_norm[me.row + 8 * i] * p.common.scale;
     add_scaled(d_q, x, factor, shared.q, sums.later);
-    if (WGMMA)
-      for (int t = 0; t < v_tiles; ++t) add_product(y, tiles().d_v, states(t), t);
+    // U dS, begun before the sums of dV S
+    if (WGMMA) {
+      wait<WGMMA>(y);
+      ptx::barrier_wait(barrier(2), gradients_parity);
+      add_products(x, tiles().update, gradients(0));
+      for (int t = 0; t < v_tiles; ++t) product += states_product(t);
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = -chunk::exp2_fast(f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
     add_scaled(d_k, y, factor, shared.k, sums.later);
-    // U dS
-    if (WGMMA) ptx::barrier_wait(barrier(2), gradients_parity);
-    for (int t = 0; t < v_tiles; ++t) {
-      if (!WGMMA) {
+    if (!WGMMA)
+      for (int t = 0; t < v_tiles; ++t) {
         if (t > 0) __syncthreads(), load_states(buffers.gradients, t);
         loaded();
-      } else {
-        product += states_product(t);
+        add_product(x, tiles().update, gradients(t), t);
       }
-      add_product(x, tiles().update, gradients(t), t);
-    }
+    wait<WGMMA>(x);
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[kChunk - 1] - f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
     add_scaled(d_k, x, factor, shared.k, sums.earlier);
@@ -314,11 +326,18 @@ template <typename T, bool WGMMA> struct Gradients {
     if (WGMMA) store_row_sums(to, rows, me);
     float row_sums[2] = {0.f, 0.f};
     float2 inner[2], own[2];    // what goes to WarpSums: of columns of tile 4 half + lane / 8, of the warp's tokens
-#pragma unroll 1
+    float products_x[2][4][4], products_y[2][4][4];
+    const auto multiply = [&](int half) {
+      multiply_tiles<T, WGMMA, false, false, 8>(products_x[half], left, tile(tiles().update) + half * 4096, false, me.warp, me.lane);
+      multiply_tiles<T, WGMMA, false, false, 8>(products_y[half], raw, tile(shared.k) + half * 4096, false, me.warp, me.lane);
+    };
+    if (WGMMA) multiply(0), multiply(1);
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x[4][4], y[4][4], columns[8];
-      multiply_tiles<T, WGMMA, false, false, 8>(x, left, tile(tiles().update) + half * 4096, false, me.warp, me.lane);
-      multiply_tiles<T, WGMMA, false, false, 8>(y, raw, tile(shared.k) + half * 4096, false, me.warp, me.lane);
+      float(&x)[4][4] = products_x[half], (&y)[4][4] = products_y[half], columns[8];
+      if (!WGMMA) multiply(half);
+      if (half == 0) wait<WGMMA, 2>(x), wait<WGMMA, 2>(y);
+      else wait<WGMMA>(x), wait<WGMMA>(y);
       const Here me;
       float c[2], factor[2];
 #pragma unroll
@@ -423,13 +442,13 @@ template <typename T, bool WGMMA> struct Gradients {
   // dQ += P K, dK += P^T Q + (M + M^T) K.
   __device__ __forceinline__ void add_matrices(float (&d_q)[8][4], float (&d_k)[8][4]) const {
     const Here me;
-    const auto add = [&](float(&x)[8][4], auto columns, uint32_t matrix, const void *rows) {
-      multiply_tiles<T, WGMMA, decltype(columns)::value, true, 4>(x, matrix, me.own_half(rows), true, me.warp, me.lane);
+    const auto add = [&](float(&x)[8][4], auto columns, uint32_t matrix, const void *rows, bool behind = false) {
+      multiply_tiles<T, WGMMA, decltype(columns)::value, true, 4>(x, matrix, me.own_half(rows), true, me.warp, me.lane, behind);
     };
     add(d_q, std::false_type(), attention(), shared.k);
     add(d_k, std::true_type(), attention(), shared.q);
-    add(d_k, std::false_type(), lower(), shared.k);
-    add(d_k, std::true_type(), lower(), shared.k);
+    add(d_k, std::false_type(), lower(), shared.k, true);
+    add(d_k, std::true_type(), lower(), shared.k, true);
   }
 
   // The gradient of the log decay, by a warp: for a token t the sums of X in rows from t on and columns before t, of what later tokens
@@ -555,10 +574,10 @@ __device__ __forceinline__ Step step_after(const gdn_rule_backward_params &p, co
 }
 
 // In a kernel function every part has a label.
-template <typename T, bool WGMMA>
+template <typename T, bool WGMMA, int TILES>
 __global__ void __launch_bounds__(256, 1)
 gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
-                 const Span span, int v_tiles, int64_t items) {
+                 const Span span, int64_t items) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   GradientShared<WGMMA> &s = *reinterpret_cast<GradientShared<WGMMA> *>(raw_shared);
@@ -566,7 +585,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
   Step step = step_at(p, span, items, blockIdx.x);
   if (!step.there) return;
   // Barriers, and zeros where there are no value rows.
-  if (v_tiles == 1)
+  if (TILES == 1)
     for (int b = 0; b < s.kBuffers; ++b)
       for (int i = threadIdx.x; i < kTileBytes / 4; i += 256) reinterpret_cast<uint32_t *>(s.heads[b].update + kTileBytes)[i] = 0;
   if (WGMMA && threadIdx.x == 0) {
@@ -576,7 +595,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
   ptx::fence_async();
   __syncthreads();
   if (WGMMA) {
-    const Gradients<T, WGMMA> g = {p, buffers, maps, s, step, v_tiles, 0};
+    const Gradients<T, WGMMA, TILES> g = {p, buffers, maps, s, step, 0};
     g.copy_head(), g.copy_raw(), g.copy_gradients();
   }
   float d_q[8][4] = {}, d_k[8][4] = {};
@@ -584,26 +603,31 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     // Wait for the head, start the copies of the next.
     const Step after = step_after(p, span, items, step);
     const int buffer = WGMMA ? i % 2 : 0, next_buffer = WGMMA ? 1 - buffer : 0;
-    const Gradients<T, WGMMA> g = {p, buffers, maps, s, step, v_tiles, buffer}, next = {p, buffers, maps, s, after, v_tiles, next_buffer};
+    const Gradients<T, WGMMA, TILES> g = {p, buffers, maps, s, step, buffer}, next = {p, buffers, maps, s, after, next_buffer};
     float betas[4];
     g.load_betas(betas);
     if (WGMMA) {
       next.copy_head();
       ptx::barrier_wait(g.barrier(buffer), i / 2 % 2);
-      g.clear(g.tiles().d_out, g.tiles().d_v);
+      g.clear(g.tiles().d_out, g.tiles().update, g.tiles().d_v);
+      if (step.head == 0) {
+        ptx::barrier_wait(g.barrier(3), n % 2);
+        g.clear(s.q, s.k);
+      }
     } else {
       g.load_head();
     }
     // What reads states, then the matrices in the place of S.
     g.finish_beta(betas);
-    const RowSums sums = g.add_states(d_q, d_k, n % 2, i % 2);
+    const RowSums sums = g.add_states(d_q, d_k, i % 2);
     __syncthreads();
     if (WGMMA) next.copy_gradients();
     g.make_matrix(sums);
     ptx::fence_async();
     __syncthreads();
-    g.finish_decays();
     g.add_matrices(d_q, d_k);
+    g.finish_decays();
+    wait<WGMMA>(d_q), wait<WGMMA>(d_k);
     ptx::fence_async();
     __syncthreads();    // the next but one goes where this head was
     // The sums over heads.

@@ -41,31 +41,38 @@ template <typename T> struct Launcher {
     return p.common.num_v_heads == p.common.num_k_heads ? prepare_as<1>(span, b) : prepare_as<2>(span, b);
   }
 
-  template <bool WGMMA, int STAGES> int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
-    static_assert(STAGES > 1 || sizeof(WalkShared<STAGES>) <= kLeastShared, "a shape for every card");
-    LaunchConfig c;
-    const int64_t blocks = int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * walks.v_tiles;
-    if (const int status = grid(blocks * (walks.forward.on + walks.reverse.on), 128, sizeof(WalkShared<STAGES>), &c)) return status;
-    return launch_allowed<walk_kernel<T, WGMMA, STAGES>>(c, optin, p, b, maps, walks, forward, reverse);
+  int64_t walk_blocks(const Walks &walks) const {
+    return int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * walks.v_tiles * (walks.forward.on + walks.reverse.on);
   }
+  template <bool WGMMA, int STAGES, int QUERIES> int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
+    using Shared = WalkShared<STAGES, QUERIES>;
+    static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
+    LaunchConfig c;
+    if (const int status = grid(walk_blocks(walks), 128, sizeof(Shared), &c)) return status;
+    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES>>(c, optin, p, b, maps, walks, forward, reverse);
+  }
+  // With a multiprocessor each, blocks have room for two chunks of everything.
   int walk(const Buffers &b, const Walk &f, const Walk &r, const Span &forward, const Span &reverse) const {
     const Walks walks = {f, r, v_tiles()};
-    if (wgmma) return walk_as<true, 2>(b, walks, forward, reverse);
-    return static_cast<int64_t>(sizeof(WalkShared<2>)) <= optin ? walk_as<false, 2>(b, walks, forward, reverse)
-                                                                : walk_as<false, 1>(b, walks, forward, reverse);
+    int sms = 0;
+    if (const int status = sm_count(&sms)) return status;
+    if (wgmma) return walk_blocks(walks) <= sms ? walk_as<true, 2, 2>(b, walks, forward, reverse) : walk_as<true, 2, 1>(b, walks, forward, reverse);
+    return static_cast<int64_t>(sizeof(WalkShared<2, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks, forward, reverse)
+                                                                   : walk_as<false, 1, 1>(b, walks, forward, reverse);
   }
 
-  template <bool WGMMA> int gradients_as(const Span &span, const Buffers &b) const {
+  template <bool WGMMA, int TILES> int gradients_as(const Span &span, const Buffers &b) const {
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
     const int64_t items = s.places * p.common.num_k_heads, blocks = WGMMA && items > sms ? sms : items;
     LaunchConfig c;
     if (const int status = grid(blocks, 256, sizeof(GradientShared<WGMMA>), &c)) return status;
-    return launch_allowed<gradients_kernel<T, WGMMA>>(c, optin, p, b, maps, span, v_tiles(), items);
+    return launch_allowed<gradients_kernel<T, WGMMA, TILES>>(c, optin, p, b, maps, span, items);
   }
   int gradients(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
-    return wgmma ? gradients_as<true>(span, b) : gradients_as<false>(span, b);
+    if (v_tiles() == 1) return wgmma ? gradients_as<true, 1>(span, b) : gradients_as<false, 1>(span, b);
+    return wgmma ? gradients_as<true, 2>(span, b) : gradients_as<false, 2>(span, b);
   }
 
   int all() const {
@@ -77,7 +84,8 @@ template <typename T> struct Launcher {
     };
     Buffers b = {};
     b.records = reinterpret_cast<Record *>(next(s.record_bytes));
-    b.states = next(s.state_bytes), b.gradients = next(s.state_bytes), b.updates = next(s.update_bytes);
+    b.states = next(s.state_bytes), b.gradients = next(s.state_bytes);
+    b.updates = updates_in_place(p) ? nullptr : next(s.update_bytes);
     // The state before segment i, and the gradient of the state between segments.
     float *d_between = s.segments > 1 ? reinterpret_cast<float *>(next(s.carry_bytes)) : nullptr;
     const auto before = [&](int i) {

@@ -19,8 +19,14 @@ struct Record;    // records.cuh
 struct Buffers {
   Record *records;
   uint8_t *states, *gradients;    // S before the chunk and the gradient of S after it: images of state tiles
-  uint8_t *updates;               // U: images of tiles
+  uint8_t *updates;               // U: images of tiles; null: in d_q and d_k (updates_in_place())
 };
+
+// Whether U lies where d_q and d_k will be, a value head in each, as rows of tokens: the gradients kernel reads U of a key head before it
+// writes there. Else it is in the workspace.
+inline bool updates_in_place(const gdn_rule_backward_params &p) {
+  return p.common.head_k == p.common.head_v && p.common.num_v_heads <= 2 * p.common.num_k_heads;
+}
 
 // Where a walk begins and ends: [sequence, value head, head_v, head_k] or null.
 struct Walk {

@@ -66,19 +66,19 @@ __device__ __forceinline__ void multiply_now(float (&x)[N][4], uint32_t (&a)[KS]
   wait<WGMMA>(x, a);
 }
 
-// The same with a's rows being 64 rows of a tile, or its columns (COLUMNS_A), done when this returns.
+// The same with a's rows being 64 rows of a tile, or its columns (COLUMNS_A). `behind`: behind products to x that are under way.
 template <typename T, bool WGMMA, bool COLUMNS_A, bool ROWS, int KS, int N>
-__device__ __forceinline__ void multiply_tiles(float (&x)[N][4], uint32_t a_tile, uint32_t tile, bool add, int warp, int lane) {
+__device__ __forceinline__ void multiply_tiles(float (&x)[N][4], uint32_t a_tile, uint32_t tile, bool add, int warp, int lane,
+                                               bool behind = false) {
   if constexpr (WGMMA) {
     const uint64_t a = COLUMNS_A ? wgmma::tile_of_rows(a_tile, chunk::kTileBytes) : wgmma::tile_of_columns(a_tile);
     const uint64_t b = ROWS ? wgmma::tile_of_rows(tile, chunk::kTileBytes) : wgmma::tile_of_columns(tile);
     const auto step = [](bool rows, int k) { return wgmma::bytes(rows ? k * 2048 : k / 4 * chunk::kTileBytes + k % 4 * 32); };
-    wgmma::hold(x);
+    if (!behind) wgmma::hold(x);
     wgmma::fence();
 #pragma unroll
     for (int k = 0; k < KS; ++k) wgmma::product_of_tiles<T, COLUMNS_A, ROWS>(x, a + step(COLUMNS_A, k), b + step(ROWS, k), add || k > 0);
     wgmma::commit();
-    wait<WGMMA>(x);
   } else {
     const uint32_t lanes = COLUMNS_A ? chunk::tile_at(a_tile, chunk::lanes_by_piece(lane), 0, warp) : chunk::lanes_by_row(lane);
     if (!add) set_to_zero(x);

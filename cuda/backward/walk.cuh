@@ -11,18 +11,22 @@
 namespace gdn {
 namespace backward {
 
-template <int STAGES> struct WalkShared {
+// STAGES of what the chain of products needs, QUERIES of what only the reverse walk needs beside it.
+template <int STAGES, int QUERIES> struct WalkShared {
   struct Stage {
     alignas(1024) uint8_t k[2 * kTileBytes];
     uint8_t values[kTileBytes];    // v or dO, then U or dV on their way out
     uint8_t inverse[kImageBytes];
     WalkFactors factors;
   };
+  struct Queries {
+    alignas(1024) uint8_t q[2 * kTileBytes];
+    uint8_t attention[kImageBytes];
+  };
   Stage stage[STAGES];
-  alignas(1024) uint8_t q[2 * kTileBytes];    // of the reverse walk
-  uint8_t attention[kImageBytes];
-  uint8_t image[kStateBytes];                 // of the state
-  uint64_t barriers[3];                       // of the stages, and of q and the attention: chunks that have arrived
+  Queries queries[QUERIES];
+  uint8_t image[kStateBytes];        // of the state
+  uint64_t barriers[2 + QUERIES];    // of the stages, of the queries: chunks that have arrived
 };
 
 // The stretch of a block.
@@ -34,8 +38,8 @@ struct Stretch {
 };
 
 // A walk's pieces that both directions have. With wgmma chunks come by the copy engine.
-template <typename T, bool WGMMA, int STAGES> struct Walker {
-  using Shared = WalkShared<STAGES>;
+template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
+  using Shared = WalkShared<STAGES, QUERIES>;
   using Stage = typename Shared::Stage;
   const gdn_rule_backward_params &p;
   const Buffers &buffers;
@@ -83,19 +87,21 @@ template <typename T, bool WGMMA, int STAGES> struct Walker {
     }
     ptx::copy_async_commit();
   }
-  // The same for what only the reverse walk needs: with wgmma as soon as the chunk before has read its own.
-  __device__ __forceinline__ void load_queries(int i) const {
+  // The same for what only the reverse walk needs.
+  __device__ __forceinline__ auto &queries(int step) const { return shared.queries[step % QUERIES]; }
+  __device__ __forceinline__ void load_queries(int step, int i) const {
+    auto &to = queries(step);
     if constexpr (WGMMA) {
       if (thread != 0 || i < s.begin) return;
-      const uint32_t full = barrier(2);
+      const uint32_t full = barrier(2 + step % QUERIES);
       ptx::barrier_expect(full, 2 * kTileBytes + kImageBytes);
-      for (int h = 0; h < 2; ++h) load_box(shared.q + h * kTileBytes, maps.q, 64 * h, key_head(), i, full);
-      ptx::copy_bulk(ptx::shared_address(shared.attention), buffers.records[index(i)].attention, kImageBytes, full);
+      for (int h = 0; h < 2; ++h) load_box(to.q + h * kTileBytes, maps.q, 64 * h, key_head(), i, full);
+      ptx::copy_bulk(ptx::shared_address(to.attention), buffers.records[index(i)].attention, kImageBytes, full);
       return;
     }
-    chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(shared.q), heads_at<T>(p.q, s.n, first(i), key_head()), p.q.token_stride, count(i),
+    chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.q), heads_at<T>(p.q, s.n, first(i), key_head()), p.q.token_stride, count(i),
                                         p.common.head_k, thread);
-    chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(shared.attention), buffers.records[index(i)].attention, thread);
+    chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(to.attention), buffers.records[index(i)].attention, thread);
     ptx::copy_async_commit();
   }
 
@@ -115,9 +121,9 @@ template <typename T, bool WGMMA, int STAGES> struct Walker {
   }
   template <int NEXT> __device__ __forceinline__ void wait_for_queries(int step, int i) const {
     if constexpr (WGMMA) {
-      ptx::barrier_wait(barrier(2), step % 2);
+      ptx::barrier_wait(barrier(2 + step % QUERIES), step / QUERIES % 2);
       if (count(i) < kChunk) {
-        clear_rows<2, 128>(shared.q, count(i), thread);
+        clear_rows<2, 128>(queries(step).q, count(i), thread);
         ptx::fence_async();
         __syncthreads();
       }
@@ -173,8 +179,8 @@ template <typename T, bool WGMMA, int STAGES> struct Walker {
 };
 
 // U^T = A (beta (V^T - read S K^T)), S <- decay S + (write U^T) K. One function: its parts share operands in registers.
-template <typename T, bool WGMMA, int STAGES>
-__device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES> &w, const Walk &walk) {
+template <typename T, bool WGMMA, int STAGES, int QUERIES>
+__device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUERIES> &w, const Walk &walk) {
   float state[16][4] = {};
   w.begin(state, walk.from);
   const int warp = w.warp, lane = w.lane;
@@ -209,13 +215,20 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES> &w, 
     chunk::scale(state, f.decay);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
     if (walk.store) {
-      __syncwarp();
-      const int piece = 2 * warp + lane % 2;
-      uint8_t *to = w.buffers.updates + (w.index(i) * w.v_tiles + w.s.tile) * kTileBytes;
+      const int row = w.s.tile * kTileRows + 16 * warp;
+      if (w.buffers.updates == nullptr) {
+        const gdn_heads &to = updates_of(w.p, w.s.head);
+        chunk::take_out<T>(values, warp, lane, out_heads_at<T>(to, w.s.n, w.first(i), w.key_head()) + row, to.token_stride, w.count(i),
+                           w.p.common.head_v - row);
+      } else {
+        __syncwarp();
+        const int piece = 2 * warp + lane % 2;
+        uint8_t *to = w.buffers.updates + (w.index(i) * w.v_tiles + w.s.tile) * kTileBytes;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t at = chunk::tile_offset(lane / 2 + 16 * j, piece);
-        *reinterpret_cast<uint4 *>(to + at) = ptx::load_shared(values + at);
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t at = chunk::tile_offset(lane / 2 + 16 * j, piece);
+          *reinterpret_cast<uint4 *>(to + at) = ptx::load_shared(values + at);
+        }
       }
     }
     wait<WGMMA>(state, half);
@@ -239,23 +252,24 @@ __device__ __forceinline__ void scale_operand(uint32_t (&a)[4][4], const float *
 }
 
 // dU^T = write (dS K^T) + dO^T Att, dV^T = beta (dU^T A), dS <- decay dS + (query dO^T) Q - (read dV^T) K.
-template <typename T, bool WGMMA, int STAGES>
-__device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES> &w, const Walk &walk) {
+template <typename T, bool WGMMA, int STAGES, int QUERIES>
+__device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUERIES> &w, const Walk &walk) {
   float state[16][4] = {};
   w.begin(state, walk.from);
   const int warp = w.warp, lane = w.lane;
-  const uint32_t queries = ptx::shared_address(w.shared.q), attention = ptx::shared_address(w.shared.attention);
   if (STAGES == 2) w.load_chain(0, w.s.end - 1, w.p.d_o, w.maps.d_o);
-  if (WGMMA) w.load_queries(w.s.end - 1);
+  if (WGMMA) w.load_queries(0, w.s.end - 1);
   for (int i = w.s.end - 1; i >= w.s.begin; --i) {
     // Wait for the chunk.
     const int step = w.s.end - 1 - i;
     if (STAGES == 1) w.load_chain(0, i, w.p.d_o, w.maps.d_o);
-    if (!WGMMA) w.load_queries(i);
+    if (!WGMMA) w.load_queries(step, i);
+    if (QUERIES == 2) w.load_queries(step + 1, i - 1);
     if (STAGES == 2) w.load_chain(step + 1, i - 1, w.p.d_o, w.maps.d_o);
     w.template wait_for_chain<STAGES == 2 ? 2 : 1>(step, i);
     const auto &stage = w.stage(step);
     const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
+    const uint32_t queries = ptx::shared_address(w.queries(step).q), attention = ptx::shared_address(w.queries(step).attention);
     const WalkFactors &f = stage.factors;
 
     // What does not depend on each other: dS K^T, dO^T Att, dO^T Q.
@@ -287,7 +301,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES> &w, 
     multiply<T, WGMMA, true>(x, half, ptx::shared_address(stage.inverse), false, lane);
     wait<WGMMA>(x, half, queried);
     wait<WGMMA>(state);
-    if (WGMMA) __syncthreads(), w.load_queries(i - 1);
+    if (WGMMA && QUERIES == 1) __syncthreads(), w.load_queries(step + 1, i - 1);    // where this chunk's were
     chunk::scale_columns(x, f.beta, lane);
     chunk::pack_out<T>(out, x);
 
@@ -305,12 +319,12 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES> &w, 
   w.end(state, walk.to);
 }
 
-template <typename T, bool WGMMA, int STAGES>
-__global__ void __launch_bounds__(128, 2)
+template <typename T, bool WGMMA, int STAGES, int QUERIES>
+__global__ void __launch_bounds__(128, QUERIES == 1 ? 2 : 1)
 walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
             const __grid_constant__ Walks walks, const Span forward, const Span reverse) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
-  using Shared = WalkShared<STAGES>;
+  using Shared = WalkShared<STAGES, QUERIES>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   ptx::grid_dependency_wait();
   // The longer walk first.
@@ -327,11 +341,11 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
   s.begin = begin_of(span, chunks_of(s.seq)), s.end = end_of(span, chunks_of(s.seq));
   s.place = first_place(p.common.seqs, span, s.n);
   const int thread = threadIdx.x;
-  const Walker<T, WGMMA, STAGES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), s, thread, thread / 32, thread % 32,
+  const Walker<T, WGMMA, STAGES, QUERIES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), s, thread, thread / 32, thread % 32,
                                       walks.v_tiles};
   if constexpr (WGMMA) {
     if (thread == 0) {
-      for (int i = 0; i < 3; ++i) ptx::barrier_init(w.barrier(i), 1);
+      for (int i = 0; i < 2 + QUERIES; ++i) ptx::barrier_init(w.barrier(i), 1);
       ptx::barriers_initialised();
     }
     __syncthreads();
