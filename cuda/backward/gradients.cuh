@@ -5,50 +5,10 @@
 // second L's. Accumulators of dQ and dK hold them divided by the norms, so that q and k are raw everywhere.
 #pragma once
 
-#include "maps.h"
-#include "products.cuh"
-#include "records.cuh"
+#include "step_matrices.cuh"
 
 namespace gdn {
 namespace backward {
-
-// Of a value head, with all of its state or only 64 value rows.
-template <int HALVES> struct HeadTiles {
-  alignas(1024) uint8_t d_out[2 * kTileBytes];
-  uint8_t update[2 * kTileBytes];
-  uint8_t d_v[2 * kTileBytes];
-  uint8_t states[HALVES][kStateBytes];    // S; then the two matrices
-};
-struct StateTiles {
-  alignas(1024) uint8_t rows[2][kStateBytes];
-};
-struct NoTiles {};
-
-// With wgmma the next head comes while one is at work; else every card has room for a block, whose dS takes the place of S.
-template <bool WGMMA> struct GradientShared {
-  static constexpr int kBuffers = WGMMA ? 2 : 1;
-  alignas(1024) uint8_t q[2 * kTileBytes];
-  uint8_t k[2 * kTileBytes];
-  HeadTiles<kBuffers> heads[kBuffers];
-  std::conditional_t<WGMMA, StateTiles, NoTiles> gradients;    // dS
-  alignas(16) TokenFactors tokens[kBuffers];
-  float states[8];         // S dS, by warp
-  uint64_t barriers[4];    // copies that have arrived: of the buffers, of dS, of q and k
-};
-static_assert(sizeof(GradientShared<false>) <= kLeastShared, "a shape for every card");
-static_assert(sizeof(GradientShared<true>) <= 227 * 1024, "a shape for sm_90");
-
-// Sums over the columns of a warpgroup that log decays get from later and from earlier tokens, of rows lane / 4 and 8 further.
-struct RowSums {
-  float later[2], earlier[2];
-};
-
-// What a warp leaves for the gradients of the log decays: row sums of its 16 tokens, and sums over its rows of X (make_matrix()). Of
-// tokens before its own these are sums of columns, of its own the sums of what is left of the column in rows from the token on.
-struct WarpSums {
-  float inner[kChunk];
-  float later[16], earlier[16];
-};
 
 // The sum over a row of x times the 16-bit tile, by rows lane / 4 and 8 further of the warp's.
 template <typename T>
@@ -86,131 +46,11 @@ template <typename T> __device__ __forceinline__ float dot8(const uint4 &a, cons
   return sum;
 }
 
-// The thread, its warpgroup, and its warp in that, read at this place: what depends on them is computed in each part again, where ptxas
-// would keep all of it through the loop over heads, in registers that it does not have.
-struct Here {
-  int thread, group, warp, lane, row;
-  __device__ __forceinline__ Here() {
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    thread &= 255;
-    group = thread / 128, warp = thread % 128 / 32, lane = thread % 32, row = 16 * warp + lane / 4;
-  }
-  __device__ __forceinline__ uint32_t own_half(const void *x) const { return ptx::shared_address(x) + group * kTileBytes; }
-};
-
-// A value head of a chunk: one step of a block.
-struct Step {
-  int64_t item;    // place and key head
-  Chunk at;
-  int head;        // of those of the key head
-  bool there;
-};
-
 // A block's work on a step, its parts as functions.
-// TILES: of 64 value rows, of a head.
-template <typename T, bool WGMMA, int TILES> struct Gradients {
-  using Shared = GradientShared<WGMMA>;
-  const gdn_rule_backward_params &p;
-  const Buffers &buffers;
-  const Maps &maps;
-  Shared &shared;
-  const Step step;
-  const int buffer;
-  static constexpr int v_tiles = TILES;
-
-  __device__ __forceinline__ static uint32_t tile(const void *x) { return ptx::shared_address(x); }
-  __device__ __forceinline__ auto &tiles() const { return shared.heads[buffer]; }
-  __device__ __forceinline__ const TokenFactors &factors() const { return shared.tokens[buffer]; }
-  __device__ __forceinline__ uint8_t *states(int v_tile) const { return tiles().states[WGMMA ? v_tile : 0]; }
-  __device__ __forceinline__ uint8_t *gradients(int v_tile) const {
-    if constexpr (WGMMA) return shared.gradients.rows[v_tile];
-    else return tiles().states[0];
-  }
-  __device__ __forceinline__ uint32_t attention() const { return tile(tiles().states[0]); }
-  __device__ __forceinline__ uint32_t lower() const { return attention() + kTileBytes; }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return tile(&shared.barriers[i]); }
-
-  __device__ __forceinline__ int key_head() const { return static_cast<int>(step.item % p.common.num_k_heads); }
-  __device__ __forceinline__ int head() const { return key_head() * (p.common.num_v_heads / p.common.num_k_heads) + step.head; }
-  __device__ __forceinline__ int64_t index() const { return step.item / p.common.num_k_heads * p.common.num_v_heads + head(); }
-  __device__ __forceinline__ int64_t first() const { return step.at.seq.first + static_cast<int64_t>(step.at.index) * kChunk; }
-  __device__ __forceinline__ int count() const { return min(kChunk, step.at.seq.count - step.at.index * kChunk); }
-  __device__ __forceinline__ const uint8_t *image(const uint8_t *images, int v_tile) const {
-    return images + (index() * v_tiles + v_tile) * kStateBytes;
-  }
-
-  // ---- copies with wgmma, by a thread ----
-
-  __device__ __forceinline__ void copy_rows(uint8_t *to, const CUtensorMap &map, int head, int full) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      ptx::copy_box(tile(to) + h * kTileBytes, &map, 64 * h, head, static_cast<int>(first()), p.common.seqs.cu_seqlens ? 0 : step.at.n,
-                    barrier(full));
-  }
-  __device__ __forceinline__ void copy_head() const {
-    if (!step.there || threadIdx.x != 0) return;
-    const uint32_t full = barrier(buffer);
-    const bool in_place = buffers.updates == nullptr;
-    ptx::barrier_expect(full, (4 + (in_place ? 2 : v_tiles)) * kTileBytes + v_tiles * kStateBytes + sizeof(TokenFactors));
-    copy_rows(tiles().d_out, maps.d_o, head(), buffer);
-    copy_rows(tiles().d_v, maps.d_v, head(), buffer);
-    ptx::copy_bulk(tile(tiles().states), image(buffers.states, 0), v_tiles * kStateBytes, full);
-    if (in_place) copy_rows(tiles().update, step.head == 0 ? maps.d_q : maps.d_k, key_head(), buffer);
-    else ptx::copy_bulk(tile(tiles().update), buffers.updates + index() * v_tiles * kTileBytes, v_tiles * kTileBytes, full);
-    ptx::copy_bulk(tile(&factors()), &buffers.records[index()].tokens, sizeof(TokenFactors), full);
-  }
-  __device__ __forceinline__ void copy_gradients() const {
-    if (!step.there || threadIdx.x != 0) return;
-    ptx::barrier_expect(barrier(2), v_tiles * kStateBytes);
-    ptx::copy_bulk(tile(gradients(0)), image(buffers.gradients, 0), v_tiles * kStateBytes, barrier(2));
-  }
-  __device__ __forceinline__ void copy_raw() const {
-    if (!step.there || threadIdx.x != 0) return;
-    ptx::barrier_expect(barrier(3), 4 * kTileBytes);
-    copy_rows(shared.q, maps.q, key_head(), 3);
-    copy_rows(shared.k, maps.k, key_head(), 3);
-  }
-  // Rows of the next sequence in the boxes.
-  template <typename... X> __device__ __forceinline__ void clear(X *...x) const {
-    if (count() == kChunk) return;
-    (clear_rows<2, 256>(x, count(), threadIdx.x), ...);
-    ptx::fence_async();
-    __syncthreads();
-  }
-
-  // ---- the same with mma.sync, by all threads and waited for ----
-
-  __device__ __forceinline__ void load_rows_of(uint8_t *to, const gdn_heads &x, int head, int size) const {
-    const Here me;
-    chunk::copy_tile<T, kKeys / 8, 256>(tile(to), heads_at<T>(x, step.at.n, first(), head), x.token_stride, count(), size, me.thread);
-  }
-  __device__ __forceinline__ void load_states(const uint8_t *images, int v_tile) const {
-    const Here me;
-    chunk::copy_bytes<kStateBytes, 256>(tile(states(0)), image(images, v_tile), me.thread);
-    ptx::copy_async_commit();
-  }
-  __device__ __forceinline__ void loaded() const {
-    ptx::copy_async_wait<0>();
-    __syncthreads();
-  }
-  __device__ __forceinline__ void load_head() const {
-    const Here me;
-    if (step.head == 0) {
-      load_rows_of(shared.q, p.q, key_head(), p.common.head_k);
-      load_rows_of(shared.k, p.k, key_head(), p.common.head_k);
-    }
-    load_rows_of(tiles().d_out, p.d_o, head(), p.common.head_v);
-    load_rows_of(tiles().d_v, p.d_v, head(), p.common.head_v);
-    if (buffers.updates == nullptr) load_rows_of(tiles().update, updates_of(p, head()), key_head(), p.common.head_v);
-    else
-      for (int t = 0; t < v_tiles; ++t)
-        chunk::copy_bytes<kTileBytes, 256>(tile(tiles().update) + t * kTileBytes, buffers.updates + (index() * v_tiles + t) * kTileBytes, me.thread);
-    chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&factors()), &buffers.records[index()].tokens, me.thread);
-    load_states(buffers.states, 0);
-    loaded();
-  }
-
-  // ---- arithmetic ----
+template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, WGMMA, TILES> {
+  using Base = StepMatrices<T, WGMMA, TILES>;
+  using Base::barrier, Base::buffers, Base::count, Base::factors, Base::first, Base::gradients, Base::head, Base::image, Base::index,
+      Base::key_head, Base::load_states, Base::loaded, Base::p, Base::shared, Base::states, Base::step, Base::tile, Base::tiles;
 
   // d beta = dV U / beta^2. `betas` of tokens thread / 16 and every 16th after it.
   __device__ __forceinline__ void load_betas(float (&betas)[4]) const {
@@ -237,7 +77,7 @@ template <typename T, bool WGMMA, int TILES> struct Gradients {
   }
   __device__ __forceinline__ void add_products(float (&x)[8][4], const uint8_t *rows, const uint8_t *state) const {
     add_product(x, rows, state, 0);
-    if (v_tiles > 1) add_product(x, rows, state + kStateBytes, 1);
+    if (TILES > 1) add_product(x, rows, state + kStateBytes, 1);
   }
 
   // S dS of 64 value rows; without room for both dS comes from the workspace.
@@ -272,7 +112,7 @@ template <typename T, bool WGMMA, int TILES> struct Gradients {
     // Without room for all of S both products with its rows follow each other.
     float y[8][4];
     if (!WGMMA) {
-      for (int t = 0; t < v_tiles; ++t) {
+      for (int t = 0; t < TILES; ++t) {
         if (t > 0) __syncthreads(), load_states(buffers.states, t), loaded();
         product += states_product(t);
         add_product(y, tiles().d_v, states(t), t);
@@ -293,13 +133,13 @@ template <typename T, bool WGMMA, int TILES> struct Gradients {
       wait<WGMMA>(y);
       ptx::barrier_wait(barrier(2), gradients_parity);
       add_products(x, tiles().update, gradients(0));
-      for (int t = 0; t < v_tiles; ++t) product += states_product(t);
+      for (int t = 0; t < TILES; ++t) product += states_product(t);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = -chunk::exp2_fast(f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
     add_scaled(d_k, y, factor, shared.k, sums.later);
     if (!WGMMA)
-      for (int t = 0; t < v_tiles; ++t) {
+      for (int t = 0; t < TILES; ++t) {
         if (t > 0) __syncthreads(), load_states(buffers.gradients, t);
         loaded();
         add_product(x, tiles().update, gradients(t), t);
@@ -311,209 +151,6 @@ template <typename T, bool WGMMA, int TILES> struct Gradients {
     product = group_sum(product);
     if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
     return sums;
-  }
-
-  // This warpgroup's matrix of tokens: P = scale dAtt D / (|q| |k|) in the first, M = -dV U^T D / (|k| |k|) in the second; as a tile,
-  // and X, its products with q k or k k below the diagonal, summed.
-  __device__ __forceinline__ void make_matrix(const RowSums &rows) const {
-    const Here me;
-    const TokenFactors &f = factors();
-    const uint32_t image = me.group == 0 ? attention() : lower();
-    const uint32_t left = tile(me.group == 0 ? tiles().d_out : tiles().d_v), raw = tile(me.group == 0 ? shared.q : shared.k);
-    const float *norms = me.group == 0 ? f.q_norm : f.k_norm;
-    const int last = me.group == 0 ? 0 : -1;    // the diagonal belongs to P alone
-    WarpSums &to = warp_sums(me.group, me.warp);
-    if (WGMMA) store_row_sums(to, rows, me);
-    float row_sums[2] = {0.f, 0.f};
-    float2 inner[2], own[2];    // what goes to WarpSums: of columns of tile 4 half + lane / 8, of the warp's tokens
-    float products_x[2][4][4], products_y[2][4][4];
-    const auto multiply = [&](int half) {
-      multiply_tiles<T, WGMMA, false, false, 8>(products_x[half], left, tile(tiles().update) + half * 4096, false, me.warp, me.lane);
-      multiply_tiles<T, WGMMA, false, false, 8>(products_y[half], raw, tile(shared.k) + half * 4096, false, me.warp, me.lane);
-    };
-    if (WGMMA) multiply(0), multiply(1);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float(&x)[4][4] = products_x[half], (&y)[4][4] = products_y[half], columns[8];
-      if (!WGMMA) multiply(half);
-      if (half == 0) wait<WGMMA, 2>(x), wait<WGMMA, 2>(y);
-      else wait<WGMMA>(x), wait<WGMMA>(y);
-      const Here me;
-      float c[2], factor[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        c[i] = f.c[me.row + 8 * i];
-        factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f);
-      }
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const int block = 2 * half + pair;    // of 16 columns
-        uint32_t packed[4] = {0, 0, 0, 0};
-        float products[2][4] = {};
-        if (block <= me.warp) {
-#pragma unroll
-          for (int t = 0; t < 2; ++t) {
-            float(&m)[4] = x[2 * pair + t];
-            const int column = 16 * block + 8 * t + 2 * (me.lane % 4);
-            const float2 ck = *reinterpret_cast<const float2 *>(f.c + column), nk = *reinterpret_cast<const float2 *>(f.k_norm + column);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int distance = column + i % 2 - (me.row + i / 2 * 8);
-              const float decay = chunk::exp2_fast(c[i / 2] - (i % 2 ? ck.y : ck.x));
-              m[i] = distance <= last ? m[i] * (decay * factor[i / 2] * (i % 2 ? nk.y : nk.x)) : 0.f;
-              products[t][i] = distance < 0 ? m[i] * y[2 * pair + t][i] : 0.f;
-            }
-            packed[2 * t] = chunk::pack2_written<T>(m[0], m[1]), packed[2 * t + 1] = chunk::pack2_written<T>(m[2], m[3]);
-          }
-          if (block == me.warp) sum_block(own, products, row_sums, me);
-#pragma unroll
-          for (int t = 0; t < 2; ++t) row_sums[0] += products[t][0] + products[t][1], row_sums[1] += products[t][2] + products[t][3];
-        }
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) columns[4 * pair + 2 * t + i] = products[t][i] + products[t][2 + i];
-        chunk::store_block(chunk::tile_at(image + 2048 * me.warp, chunk::lanes_by_row(me.lane), 0, block), packed, me.lane);
-      }
-      // Sums of columns over the lanes with other rows: the first steps halve the columns that a lane has, to those of a tile.
-#pragma unroll
-      for (int n = 4; n > 1; n /= 2) {
-        const bool upper = me.lane & 4 * n;
-#pragma unroll
-        for (int i = 0; i < n; ++i) {
-          const float given = __shfl_xor_sync(0xffffffffu, upper ? columns[i] : columns[n + i], 4 * n);
-          columns[i] = (upper ? columns[n + i] : columns[i]) + given;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) columns[i] += __shfl_xor_sync(0xffffffffu, columns[i], 4);
-      const float2 sums = make_float2(columns[0], columns[1]);
-      if constexpr (WGMMA) store_inner(to, half, sums, own, me);
-      else inner[half] = sums;
-    }
-    if constexpr (!WGMMA) {
-      ptx::group_barrier<128>(1 + me.group);    // no other warp reads the rows any more
-      store_row_sums(to, rows, me);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) store_inner(to, half, inner[half], own, me);
-    }
-  }
-  __device__ __forceinline__ static void store_row_sums(WarpSums &to, const RowSums &rows, const Here &me) {
-    if (me.lane % 4 != 0) return;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) to.later[me.lane / 4 + 8 * i] = rows.later[i], to.earlier[me.lane / 4 + 8 * i] = rows.earlier[i];
-  }
-  __device__ __forceinline__ static void store_inner(WarpSums &to, int half, float2 sums, const float2 (&own)[2], const Here &me) {
-    if (me.lane / 4 % 2 != 0) return;    // two lanes have each
-    const int tile = 4 * half + me.lane / 8;
-    if (tile / 2 == me.warp) sums = tile % 2 ? own[1] : own[0];
-    *reinterpret_cast<float2 *>(to.inner + 8 * tile + me.lane % 4 * 2) = sums;
-  }
-
-  // For each token t of a warp the sum over its rows from t on of X left of t, `row_sums` a lane's of what is left of the block.
-  __device__ __forceinline__ static void sum_block(float2 (&own)[2], const float (&x)[2][4], const float (&row_sums)[2], const Here &me) {
-    float left[2] = {group_sum<4>(row_sums[0]), group_sum<4>(row_sums[1])};
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const int column = 8 * t + 2 * (me.lane % 4);    // of the block
-      float sums[2] = {0.f, 0.f};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float sum = x[t][2 * i] + x[t][2 * i + 1];
-#pragma unroll
-        for (int d = 1; d < 4; d *= 2) {
-          const float before = __shfl_up_sync(0xffffffffu, sum, d, 4);
-          if (me.lane % 4 >= d) sum += before;
-        }
-        const float before = __shfl_up_sync(0xffffffffu, sum, 1, 4), up_to = left[i] + (me.lane % 4 == 0 ? 0.f : before);
-        left[i] += __shfl_sync(0xffffffffu, sum, 3, 4);
-        const int row = me.lane / 4 + 8 * i;
-        if (column <= row) sums[0] += up_to;
-        if (column + 1 <= row) sums[1] += up_to + x[t][2 * i];
-      }
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], d);
-      own[t] = make_float2(sums[0], sums[1]);
-    }
-  }
-
-  // dQ += P K, dK += P^T Q + (M + M^T) K.
-  __device__ __forceinline__ void add_matrices(float (&d_q)[8][4], float (&d_k)[8][4]) const {
-    const Here me;
-    const auto add = [&](float(&x)[8][4], auto columns, uint32_t matrix, const void *rows, bool behind = false) {
-      multiply_tiles<T, WGMMA, decltype(columns)::value, true, 4>(x, matrix, me.own_half(rows), true, me.warp, me.lane, behind);
-    };
-    add(d_q, std::false_type(), attention(), shared.k);
-    add(d_k, std::true_type(), attention(), shared.q);
-    add(d_k, std::false_type(), lower(), shared.k, true);
-    add(d_k, std::true_type(), lower(), shared.k, true);
-  }
-
-  // The gradient of the log decay, by a warp: for a token t the sums of X in rows from t on and columns before t, of what later tokens
-  // read of the state, of what earlier ones write to it, and of the state itself.
-  __device__ __forceinline__ void finish_decays() const {
-    const Here me;
-    if (me.thread >= 32) return;
-    const TokenFactors &f = factors();
-    const int t0 = 2 * me.lane, block = me.lane / 8;
-    float states = 0.f;
-#pragma unroll
-    for (int w = 0; w < 8; ++w) states += shared.states[w];
-    states *= chunk::exp2_fast(f.c[kChunk - 1]);
-    // By token: x of itself, and sums that it gets from tokens up to the one before.
-    float later[2] = {0.f, 0.f}, earlier[2] = {0.f, 0.f}, inner[2] = {0.f, 0.f};
-#pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      const WarpSums &own = warp_sums(g, block);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        later[i] += own.later[t0 % 16 + i], earlier[i] += own.earlier[t0 % 16 + i], inner[i] += own.inner[t0 + i];
-      }
-    }
-    // Blocks w of rows after the token's see all columns before it: of each w a sum up to the token.
-#pragma unroll
-    for (int w = 1; w < 4; ++w) {
-      float x[2] = {0.f, 0.f};
-#pragma unroll
-      for (int g = 0; g < 2; ++g)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (block < w) x[i] += warp_sums(g, w).inner[t0 + i];
-      const float up_to = sum_before(x[0] + x[1], me.lane);
-      if (block < w) inner[0] += up_to, inner[1] += up_to + x[0];
-    }
-    float from = later[0] + later[1];
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const float next = __shfl_down_sync(0xffffffffu, from, d);
-      if (me.lane + d < 32) from += next;
-    }
-    float after = __shfl_down_sync(0xffffffffu, from, 1);
-    if (me.lane == 31) after = 0.f;
-    const float written = sum_before(earlier[0] + earlier[1], me.lane);
-    const float decay[2] = {from + written + inner[0] + states, (later[1] + after) + (written + earlier[0]) + inner[1] + states};
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (t0 + i < count()) *out_heads_at<float>(p.d_log_decay, step.at.n, first() + t0 + i, head()) = decay[i];
-  }
-
-  // The sum over the lanes before.
-  __device__ __forceinline__ static float sum_before(float x, int lane) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const float before = __shfl_up_sync(0xffffffffu, x, d);
-      if (lane >= d) x += before;
-    }
-    const float before = __shfl_up_sync(0xffffffffu, x, 1);
-    return lane == 0 ? 0.f : before;
-  }
-
-  // Of a warp: behind the matrices, or where rows of dO or dV were, which only its warpgroup has read since.
-  __device__ __forceinline__ WarpSums &warp_sums(int group, int warp) const {
-    uint8_t *to = WGMMA ? tiles().states[Shared::kBuffers - 1] + 8192 * group : group == 0 ? tiles().d_out : tiles().d_v;
-    return *reinterpret_cast<WarpSums *>(to + 2048 * warp);
   }
 
   // From the sums over heads to the gradient of raw rows, in the place of these.
@@ -556,22 +193,6 @@ template <typename T, bool WGMMA, int TILES> struct Gradients {
     }
   }
 };
-
-// The next step of a block after one, all steps of a block being those of every gridDim.x-th item; by all lanes of a warp.
-__device__ __forceinline__ Step step_at(const gdn_rule_backward_params &p, const Span &span, int64_t items, int64_t item) {
-  Step s = {item, {}, 0, false};
-  for (; s.item < items && !s.there; s.item += s.there ? 0 : gridDim.x) {
-    s.at = chunk_at(p.common.seqs, span, s.item / p.common.num_k_heads);
-    s.there = s.at.there;
-  }
-  return s;
-}
-__device__ __forceinline__ Step step_after(const gdn_rule_backward_params &p, const Span &span, int64_t items, const Step &step) {
-  if (step.head + 1 == p.common.num_v_heads / p.common.num_k_heads) return step_at(p, span, items, step.item + gridDim.x);
-  Step s = step;
-  ++s.head;
-  return s;
-}
 
 // In a kernel function every part has a label.
 template <typename T, bool WGMMA, int TILES>
