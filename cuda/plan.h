@@ -105,6 +105,29 @@ inline int32_t rule_algo(const gdn_rule_params &p, bool null_states, const Devic
                                                                      : GDN_RECURRENT;
 }
 
+// ---- gdn_rule_backward ----
+
+inline bool chunked_backward_supports(const gdn_rule_backward_params &p) {
+  const gdn_common &c = p.common;
+  for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.d_o, &p.d_q, &p.d_k, &p.d_v})
+    if (!aligned_rows(*x, 8, c.io_dtype)) return false;
+  return (c.io_dtype == GDN_BF16 || c.io_dtype == GDN_F16) && c.head_k <= 128 && c.head_k % 8 == 0 && c.head_v <= 128 && c.head_v % 8 == 0 &&
+         aligned(c.state_in, 8) && aligned(p.d_state_out, 8) && aligned(p.d_state_in, 8);
+}
+
+// As rule_algo().
+inline int32_t rule_backward_algo(const gdn_rule_backward_params &p, const Device &d) {
+  const gdn_common &c = p.common;
+  const bool chunked = chunked_backward_supports(p), has_maps = has_map(p.q, c.num_k_heads, c.seqs) && has_map(p.k, c.num_k_heads, c.seqs) &&
+                       has_map(p.v, c.num_v_heads, c.seqs) && has_map(p.d_o, c.num_v_heads, c.seqs) && has_map(p.d_v, c.num_v_heads, c.seqs) &&
+                       has_map(p.d_q, c.num_k_heads, c.seqs) && has_map(p.d_k, c.num_k_heads, c.seqs);
+  const bool chunked90 = chunked && d.sm90a && has_maps;
+  if (p.algo == GDN_AUTO) return chunked90 ? GDN_CHUNKED_SM90 : chunked ? GDN_CHUNKED_SM80 : GDN_RECURRENT;
+  const bool supported =
+      p.algo == GDN_RECURRENT || (p.algo == GDN_CHUNKED_SM80 && chunked) || (p.algo == GDN_CHUNKED_SM90 && chunked90);
+  return supported ? p.algo : GDN_AUTO;
+}
+
 // GDN_RECURRENT_128: rows a thread, so 16, 32 or 64 a block: 8, 4 or 2 blocks a head. All stay resident from start to end, so that
 // a second wave would double the time: small ones while they leave no multiprocessor idle.
 inline int recurrent_rows(int64_t heads, int sms) { return heads <= sms / 8 ? 1 : heads <= sms / 2 ? 2 : 4; }

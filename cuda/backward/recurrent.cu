@@ -1,5 +1,5 @@
 // GDN_RECURRENT of gdn_rule_backward: how sequences are cut, the workspace, and the launches.
-#include "recurrent.cuh"
+#include "rule.h"
 
 #include <math.h>
 

@@ -48,6 +48,17 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const T *rows, int64_t 
   }
 }
 
+// Copies an image.
+template <int BYTES, int THREADS> __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, int thread) {
+  static_assert(BYTES % 16 == 0, "pieces of 16 bytes");
+#pragma unroll
+  for (int i = 0; i < (BYTES / 16 + THREADS - 1) / THREADS; ++i) {
+    const int at = thread + i * THREADS;
+    if ((i + 1) * THREADS * 16 <= BYTES || at * 16 < BYTES)
+      ptx::copy_async(to + at * 16, static_cast<const uint8_t *>(from) + at * 16);
+  }
+}
+
 // ---- two elements in a word ----
 
 template <typename T> __device__ __forceinline__ uint32_t pack2(float a, float b) {

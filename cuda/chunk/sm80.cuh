@@ -46,16 +46,6 @@ __device__ __forceinline__ void product_rows(float (&acc)[N][4], const uint32_t 
   }
 }
 
-template <int BYTES, int THREADS> __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, int thread) {
-  static_assert(BYTES % 16 == 0, "pieces of 16 bytes");
-#pragma unroll
-  for (int i = 0; i < (BYTES / 16 + THREADS - 1) / THREADS; ++i) {
-    const int at = thread + i * THREADS;
-    if ((i + 1) * THREADS * 16 <= BYTES || at * 16 < BYTES)
-      ptx::copy_async(to + at * 16, static_cast<const uint8_t *>(from) + at * 16);
-  }
-}
-
 // One function: its parts share state and operands in registers.
 template <typename T, int KK, int WARPS, Pass PASS>
 __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan &plan) {

@@ -280,7 +280,13 @@ __device__ __forceinline__ void store_box(uint32_t from, const void *map, int c0
            : "memory");
 }
 
-// Waits until this thread's boxes have been read, so that their shared memory may be written.
+// `bytes` from shared to global memory: a multiple of 16, as are both addresses.
+__device__ __forceinline__ void store_bulk(void *to, uint32_t from, uint32_t bytes) {
+  GDN_SM90("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to), "r"(from), "r"(bytes)
+           : "memory");
+}
+
+// Waits until this thread's boxes and bulks have been read, so that their shared memory may be written.
 __device__ __forceinline__ void stores_read() { GDN_SM90("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // The reverses of load_matrices() and load_matrices_trans().

@@ -50,7 +50,8 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
 }
 
 // acc[64, N] (+)= a[64, 16] b[16, N] in two forms. product(): a in registers; ROWS: b is a tile_of_rows. product_of_tiles(): both are
-// tiles of columns, the rows of a those of its tile. A warp's part of acc is that of N / 8 mma16816 side by side, and of a that of one.
+// tiles of columns, the rows of a those of its tile; ROWS_A, ROWS: a tile_of_rows, of a of its transpose. A warp's part of acc is that
+// of N / 8 mma16816 side by side, and of a that of one.
 //
 // A shape is N, N / 8, its accumulators as PTX has them and as C++ has them (last), and the numbers of the operands after those.
 #define GDN_PRODUCT(N, D, P0, P1, P2, P3, P4, P5, P6, TYPE, ...)                                                                    \
@@ -59,11 +60,12 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
             ", p, 1, 1, %" P6 ";\n}"                                                                                               \
             : __VA_ARGS__                                                                                                          \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(ROWS ? 1 : 0))
-#define GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, TYPE, ...)                                                                           \
+#define GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, P3, P4, TYPE, ...)                                                                   \
   GDN_WGMMA("{\n.reg .pred p;\nsetp.ne.b32 p, %" P2 ", 0;\n"                                                                       \
-            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, %" P0 ", %" P1 ", p, 1, 1, 0, 0;\n}"         \
+            "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, %" P0 ", %" P1 ", p, 1, 1, %" P3  \
+            ", %" P4 ";\n}"                                                                                                        \
             : __VA_ARGS__                                                                                                          \
-            : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+            : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(ROWS_A ? 1 : 0), "n"(ROWS ? 1 : 0))
 #define GDN_SHAPE(N, TILES, D, P0, P1, P2, P3, P4, P5, P6, ...)                                                                     \
   template <typename T, bool ROWS>                                                                                                 \
   __device__ __forceinline__ void product(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool add) {                    \
@@ -72,18 +74,19 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
     else                                                                                                                           \
       GDN_PRODUCT(N, D, P0, P1, P2, P3, P4, P5, P6, "bf16", __VA_ARGS__);                                                          \
   }                                                                                                                                \
-  template <typename T>                                                                                                            \
+  template <typename T, bool ROWS_A = false, bool ROWS = false>                                                                    \
   __device__ __forceinline__ void product_of_tiles(float (&d)[TILES][4], uint64_t a, uint64_t b, bool add) {                       \
     if constexpr (std::is_same_v<T, __half>)                                                                                       \
-      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, "f16", __VA_ARGS__);                                                                  \
+      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, P3, P4, "f16", __VA_ARGS__);                                                              \
     else                                                                                                                           \
-      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, "bf16", __VA_ARGS__);                                                                 \
+      GDN_PRODUCT_OF_TILES(N, D, P0, P1, P2, P3, P4, "bf16", __VA_ARGS__);                                                             \
   }
 
 #define GDN_ACC1(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define GDN_ACC2(d, i) GDN_ACC1(d, i), GDN_ACC1(d, i + 1)
 #define GDN_ACC8(d, i) GDN_ACC2(d, i), GDN_ACC2(d, i + 2), GDN_ACC2(d, i + 4), GDN_ACC2(d, i + 6)
 #define GDN_ACC16(d, i) GDN_ACC8(d, i), GDN_ACC8(d, i + 8)
+#define GDN_D_SHORT "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define GDN_D0                                                                                                                     \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, "  \
   "%27, %28, %29, %30, %31"
@@ -95,6 +98,7 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
   "%89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
+GDN_SHAPE(32, 4, GDN_D_SHORT, "16", "17", "18", "19", "20", "21", "22", GDN_ACC2(d, 0), GDN_ACC2(d, 2))
 GDN_SHAPE(64, 8, GDN_D0, "32", "33", "34", "35", "36", "37", "38", GDN_ACC8(d, 0))
 GDN_SHAPE(80, 10, GDN_D0 GDN_D32, "40", "41", "42", "43", "44", "45", "46", GDN_ACC8(d, 0), GDN_ACC2(d, 8))
 GDN_SHAPE(128, 16, GDN_D0 GDN_D32 GDN_D40, "64", "65", "66", "67", "68", "69", "70", GDN_ACC16(d, 0))
@@ -107,6 +111,7 @@ GDN_SHAPE(256, 32, GDN_D0 GDN_D32 GDN_D40 GDN_D64, "128", "129", "130", "131", "
 #undef GDN_ACC2
 #undef GDN_ACC8
 #undef GDN_ACC16
+#undef GDN_D_SHORT
 #undef GDN_D0
 #undef GDN_D32
 #undef GDN_D40

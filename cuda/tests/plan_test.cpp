@@ -40,6 +40,13 @@ gdn_rule_params rule(int k_heads, int v_heads, int dim, int seqs, int tokens, in
   return p;
 }
 
+gdn_rule_backward_params rule_backward(int k_heads, int v_heads, int dim, int tokens, int io = GDN_BF16) {
+  gdn_rule_backward_params p = {};
+  p.common = common(k_heads, v_heads, dim, 2, tokens, io, GDN_F32);
+  p.q = p.k = p.d_q = p.d_k = heads(k_heads, dim, tokens), p.v = p.d_o = p.d_v = heads(v_heads, dim, tokens);
+  return p;
+}
+
 gdn_layer layer(const gdn_common &c) {
   gdn_layer l = {};
   l.x = {memory, (2 * c.num_k_heads + c.num_v_heads) * 128, (2 * c.num_k_heads + c.num_v_heads) * 128, 0};
@@ -116,6 +123,32 @@ void rules() {
   expect("decode, bf16 state", 0, plan::decode_shape(1000, GDN_BF16, 132).warps, 1);
   for (const auto &r : {plan::DecodeShape{16, 1}, {17, 2}, {66, 2}, {67, 4}})
     expect("recurrent rows", r.rows, plan::recurrent_rows(r.rows, 132), r.warps);
+}
+
+void backward_rules() {
+  const struct {
+    int v_heads, dim, io, algo;
+    const Device *device;
+    int chosen;
+  } rows[] = {
+      {32, 128, GDN_BF16, GDN_AUTO, &kH200, GDN_CHUNKED_SM90},         {32, 128, GDN_F16, GDN_AUTO, &kB200, GDN_CHUNKED_SM80},
+      {32, 72, GDN_BF16, GDN_AUTO, &kA100, GDN_CHUNKED_SM80},          {32, 128, GDN_F32, GDN_AUTO, &kH200, GDN_RECURRENT},
+      {32, 136, GDN_BF16, GDN_AUTO, &kH200, GDN_RECURRENT},            {32, 100, GDN_BF16, GDN_AUTO, &kH200, GDN_RECURRENT},
+      {32, 128, GDN_BF16, GDN_RECURRENT, &kH200, GDN_RECURRENT},       {32, 128, GDN_BF16, GDN_CHUNKED_SM80, &kH200, GDN_CHUNKED_SM80},
+      {32, 128, GDN_BF16, GDN_CHUNKED_SM90, &kA100, GDN_AUTO},         {32, 128, GDN_F32, GDN_CHUNKED_SM80, &kH200, GDN_AUTO},
+      {32, 128, GDN_BF16, GDN_DECODE_128, &kH200, GDN_AUTO},
+  };
+  int row = 0;
+  for (const auto &r : rows) {
+    gdn_rule_backward_params p = rule_backward(16, r.v_heads, r.dim, 300, r.io);
+    p.algo = r.algo;
+    expect("gdn_rule_backward", row++, plan::rule_backward_algo(p, *r.device), r.chosen);
+  }
+  gdn_rule_backward_params p = rule_backward(16, 32, 128, 300);
+  p.d_o.token_stride = 0;
+  expect("a repeated d_o has no tensor map", 0, plan::rule_backward_algo(p, kH200), GDN_CHUNKED_SM80);
+  p = rule_backward(16, 32, 128, 300), p.d_v.token_stride += 4;
+  expect("rows of d_v aligned to 8 bytes", 0, plan::rule_backward_algo(p, kH200), GDN_RECURRENT);
 }
 
 void steps() {
@@ -198,6 +231,7 @@ void segments() {
 
 int main() {
   rules();
+  backward_rules();
   steps();
   rings();
   segments();

@@ -1,0 +1,270 @@
+// The parallel part of the backward pass: from states and their gradients to the gradients of q, k, beta and the log decay.
+//
+// A block owns a chunk of a key head and takes its value heads one after the other, so that the sums over them stay in registers. Of
+// its two warpgroups each has 64 columns of what has head_k columns; of matrices of tokens the first makes the attention's, the
+// second L's. Accumulators of dQ and dK hold them divided by the norms, so that q and k are raw everywhere.
+#pragma once
+
+#include "step_matrices.cuh"
+
+namespace gdn {
+namespace backward {
+
+// The sum over a row of x times the 16-bit tile, by rows lane / 4 and 8 further of the warp's.
+template <typename T>
+__device__ __forceinline__ float2 row_products(const float (&x)[8][4], uint32_t tile, int warp, int lane) {
+  float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    const uint32_t at = tile + 2048 * warp + chunk::tile_offset(lane / 4, t) + 4 * (lane % 4);
+    uint32_t top, low;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(top) : "r"(at) : "memory");
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(low) : "r"(at + 1024) : "memory");
+    const float2 a = chunk::unpack2<T>(top), b = chunk::unpack2<T>(low);
+    sum.x = fmaf(x[t][0], a.x, fmaf(x[t][1], a.y, sum.x));
+    sum.y = fmaf(x[t][2], b.x, fmaf(x[t][3], b.y, sum.y));
+  }
+  return make_float2(group_sum<4>(sum.x), group_sum<4>(sum.y));
+}
+
+// to += x with a factor a row.
+__device__ __forceinline__ void add_rows(float (&to)[8][4], const float (&x)[8][4], const float (&factor)[2]) {
+#pragma unroll
+  for (int t = 0; t < 8; ++t)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) to[t][c] = fmaf(factor[c / 2], x[t][c], to[t][c]);
+}
+
+template <typename T> __device__ __forceinline__ float dot8(const uint4 &a, const uint4 &b) {
+  const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 u = chunk::unpack2<T>(x[i]), v = chunk::unpack2<T>(y[i]);
+    sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
+  }
+  return sum;
+}
+
+// A block's work on a step, its parts as functions.
+template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, WGMMA, TILES> {
+  using Base = StepMatrices<T, WGMMA, TILES>;
+  using Base::barrier, Base::buffers, Base::count, Base::factors, Base::first, Base::gradients, Base::head, Base::image, Base::index,
+      Base::key_head, Base::load_states, Base::loaded, Base::p, Base::shared, Base::states, Base::step, Base::tile, Base::tiles;
+
+  // d beta = dV U / beta^2. `betas` of tokens thread / 16 and every 16th after it.
+  __device__ __forceinline__ void load_betas(float (&betas)[4]) const {
+    const Here me;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) betas[i] = ptx::load_float(buffers.records[index()].beta + me.thread / 16 + 16 * i);
+  }
+  __device__ __forceinline__ void finish_beta(const float (&betas)[4]) const {
+    const Here me;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = me.thread / 16 + 16 * i;
+      const uint32_t offset = chunk::tile_offset(token, me.thread % 16);
+      const float sum = group_sum<16>(dot8<T>(ptx::load_shared(tile(tiles().d_v) + offset), ptx::load_shared(tile(tiles().update) + offset)));
+      if (me.thread % 16 == 0 && token < count())
+        *out_heads_at<float>(p.d_beta, step.at.n, first() + token, head()) = __fdividef(__fdividef(sum, betas[i]), betas[i]);
+    }
+  }
+
+  // x += rows of a tile times 64 value rows of a state.
+  __device__ __forceinline__ void add_product(float (&x)[8][4], const uint8_t *rows, const uint8_t *state, int v_tile) const {
+    const Here me;
+    multiply_tiles<T, WGMMA, false, true, 4>(x, tile(rows) + v_tile * kTileBytes, me.own_half(state), v_tile > 0, me.warp, me.lane, v_tile > 0);
+  }
+  __device__ __forceinline__ void add_products(float (&x)[8][4], const uint8_t *rows, const uint8_t *state) const {
+    add_product(x, rows, state, 0);
+    if (TILES > 1) add_product(x, rows, state + kStateBytes, 1);
+  }
+
+  // S dS of 64 value rows; without room for both dS comes from the workspace.
+  __device__ __forceinline__ float states_product(int v_tile) const {
+    const Here me;
+    const uint8_t *d = image(buffers.gradients, v_tile);
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kStateBytes / 16 / 256; ++i) {
+      const int offset = 16 * (me.thread + 256 * i);
+      const uint4 y = WGMMA ? ptx::load_shared(tile(gradients(v_tile)) + offset) : *reinterpret_cast<const uint4 *>(d + offset);
+      sum += dot8<T>(ptx::load_shared(tile(states(v_tile)) + offset), y);
+    }
+    return sum;
+  }
+
+  // to += factor x, a factor a row, and the sums over its rows times raw ones to `sums`.
+  __device__ __forceinline__ void add_scaled(float (&to)[8][4], const float (&x)[8][4], const float (&factor)[2], const void *raw,
+                                             float (&sums)[2]) const {
+    const Here me;
+    const float2 y = row_products<T>(x, me.own_half(raw), me.warp, me.lane);
+    sums[0] = fmaf(y.x, factor[0], sums[0]), sums[1] = fmaf(y.y, factor[1], sums[1]);
+    add_rows(to, x, factor);
+  }
+
+  // What reads states: dQ += query dO S, dK += write U dS - read dV S. `gradients_parity`: of the barrier.
+  __device__ __forceinline__ RowSums add_states(float (&d_q)[8][4], float (&d_k)[8][4], int gradients_parity) const {
+    const Here me;
+    const TokenFactors &f = factors();
+    RowSums sums = {};
+    float x[8][4], factor[2], product = 0.f;
+    // Without room for all of S both products with its rows follow each other.
+    float y[8][4];
+    if (!WGMMA) {
+      for (int t = 0; t < TILES; ++t) {
+        if (t > 0) __syncthreads(), load_states(buffers.states, t), loaded();
+        product += states_product(t);
+        add_product(y, tiles().d_v, states(t), t);
+        add_product(x, tiles().d_out, states(t), t);
+      }
+      __syncthreads();
+      load_states(buffers.gradients, 0);
+    } else {
+      add_products(x, tiles().d_out, states(0));
+      add_products(y, tiles().d_v, states(0));
+      wait<WGMMA, TILES>(x);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[me.row + 8 * i]) * f.q_norm[me.row + 8 * i] * p.common.scale;
+    add_scaled(d_q, x, factor, shared.q, sums.later);
+    // U dS, begun before the sums of dV S
+    if (WGMMA) {
+      wait<WGMMA>(y);
+      ptx::barrier_wait(barrier(2), gradients_parity);
+      add_products(x, tiles().update, gradients(0));
+      for (int t = 0; t < TILES; ++t) product += states_product(t);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factor[i] = -chunk::exp2_fast(f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
+    add_scaled(d_k, y, factor, shared.k, sums.later);
+    if (!WGMMA)
+      for (int t = 0; t < TILES; ++t) {
+        if (t > 0) __syncthreads(), load_states(buffers.gradients, t);
+        loaded();
+        add_product(x, tiles().update, gradients(t), t);
+      }
+    wait<WGMMA>(x);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[kChunk - 1] - f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
+    add_scaled(d_k, x, factor, shared.k, sums.earlier);
+    product = group_sum(product);
+    if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
+    return sums;
+  }
+
+  // From the sums over heads to the gradient of raw rows, in the place of these.
+  __device__ __forceinline__ void finish_rows(float (&x)[8][4], uint8_t *raw, const float *norms, float *sums, const gdn_heads &to) const {
+    const Here me;
+    if (p.common.l2norm) {
+      const float2 own = row_products<T>(x, me.own_half(raw), me.warp, me.lane);
+      float *to_sums = sums + kChunk * me.group + me.row;
+      if (me.lane % 4 == 0) to_sums[0] = own.x, to_sums[8] = own.y;
+    }
+    __syncthreads();    // all products with raw rows are done
+    float factor[2] = {0.f, 0.f};
+    if (p.common.l2norm)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float norm = norms[me.row + 8 * i];
+        factor[i] = -(sums[me.row + 8 * i] + sums[kChunk + me.row + 8 * i]) * norm * norm;
+      }
+    const uint32_t rows = me.own_half(raw) + 2048 * me.warp, by_row = chunk::lanes_by_row(me.lane);
+    uint32_t y[4][4];
+    load_rows(y, me.own_half(raw), 0, me.warp, me.lane);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float2 r = chunk::unpack2<T>(y[k][c]);
+        const float(&pair)[4] = x[2 * k + c / 2];
+        y[k][c] = chunk::pack2<T>(fmaf(factor[c % 2], r.x, pair[c % 2 * 2]), fmaf(factor[c % 2], r.y, pair[c % 2 * 2 + 1]));
+      }
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) chunk::store_block(chunk::tile_at(rows, by_row, 0, k), y[k], me.lane);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = me.lane / 8 + 4 * i, piece = me.lane % 8, token = 16 * me.warp + r, column = 64 * me.group + 8 * piece;
+      if (token < count() && column < p.common.head_k)
+        *reinterpret_cast<uint4 *>(out_heads_at<T>(to, step.at.n, first() + token, key_head()) + column) =
+            ptx::load_shared(rows + chunk::tile_offset(r, piece));
+    }
+  }
+};
+
+// In a kernel function every part has a label.
+template <typename T, bool WGMMA, int TILES>
+__global__ void __launch_bounds__(256, 1)
+gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
+                 const Span span, int64_t items) {
+  if constexpr (WGMMA && !ptx::kSm90a) return;
+  extern __shared__ __align__(1024) uint8_t raw_shared[];
+  GradientShared<WGMMA> &s = *reinterpret_cast<GradientShared<WGMMA> *>(raw_shared);
+  ptx::grid_dependency_wait();
+  Step step = step_at(p, span, items, blockIdx.x);
+  if (!step.there) return;
+  // Barriers, and zeros where there are no value rows.
+  if (TILES == 1)
+    for (int b = 0; b < s.kBuffers; ++b)
+      for (int i = threadIdx.x; i < kTileBytes / 4; i += 256) reinterpret_cast<uint32_t *>(s.heads[b].update + kTileBytes)[i] = 0;
+  if (WGMMA && threadIdx.x == 0) {
+    for (int i = 0; i < 4; ++i) ptx::barrier_init(ptx::shared_address(&s.barriers[i]), 1);
+    ptx::barriers_initialised();
+  }
+  ptx::fence_async();
+  __syncthreads();
+  if (WGMMA) {
+    const Gradients<T, WGMMA, TILES> g = {p, buffers, maps, s, step, 0};
+    g.copy_head(), g.copy_raw(), g.copy_gradients();
+  }
+  float d_q[8][4] = {}, d_k[8][4] = {};
+  for (int i = 0, n = 0; step.there; ++i) {
+    // Wait for the head, start the copies of the next.
+    const Step after = step_after(p, span, items, step);
+    const int buffer = WGMMA ? i % 2 : 0, next_buffer = WGMMA ? 1 - buffer : 0;
+    const Gradients<T, WGMMA, TILES> g = {p, buffers, maps, s, step, buffer}, next = {p, buffers, maps, s, after, next_buffer};
+    float betas[4];
+    g.load_betas(betas);
+    if (WGMMA) {
+      next.copy_head();
+      ptx::barrier_wait(g.barrier(buffer), i / 2 % 2);
+      g.clear(g.tiles().d_out, g.tiles().update, g.tiles().d_v);
+      if (step.head == 0) {
+        ptx::barrier_wait(g.barrier(3), n % 2);
+        g.clear(s.q, s.k);
+      }
+    } else {
+      g.load_head();
+    }
+    // What reads states, then the matrices in the place of S.
+    g.finish_beta(betas);
+    const RowSums sums = g.add_states(d_q, d_k, i % 2);
+    __syncthreads();
+    if (WGMMA) next.copy_gradients();
+    g.make_matrix(sums);
+    ptx::fence_async();
+    __syncthreads();
+    g.add_matrices(d_q, d_k);
+    g.finish_decays();
+    wait<WGMMA>(d_q), wait<WGMMA>(d_k);
+    ptx::fence_async();
+    __syncthreads();    // the next but one goes where this head was
+    // The sums over heads.
+    if (after.item != step.item || !after.there) {
+      float *own = reinterpret_cast<float *>(g.tiles().update);
+      g.finish_rows(d_q, s.q, g.factors().q_norm, own, p.d_q);
+      g.finish_rows(d_k, s.k, g.factors().k_norm, own + 2 * kChunk, p.d_k);
+      set_to_zero(d_q), set_to_zero(d_k);
+      ptx::fence_async();
+      __syncthreads();
+      if (WGMMA) next.copy_raw();
+      ++n;
+    }
+    step = after;
+  }
+}
+
+}  // namespace backward
+}  // namespace gdn

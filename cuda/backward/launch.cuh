@@ -1,0 +1,121 @@
+// The launches of the backward pass in chunks, for one input type.
+#pragma once
+
+#include "../common/launch.cuh"
+#include "gradients.cuh"
+#include "prepare.cuh"
+#include "walk.cuh"
+
+namespace gdn {
+namespace backward {
+
+// A launch of the backward pass: parameters, sizes and device.
+template <typename T> struct Launcher {
+  const gdn_rule_backward_params &p;
+  const Schedule &s;
+  bool wgmma;
+  cudaStream_t stream;
+  int optin;
+  Maps maps;
+
+  int32_t v_tiles() const { return static_cast<int32_t>(ceil_div(p.common.head_v, kTileRows)); }
+
+  int grid(int64_t blocks, int threads, int64_t shared_bytes, LaunchConfig *c) const {
+    if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
+    c->grid = dim3(static_cast<unsigned>(blocks));
+    c->block = dim3(threads);
+    c->shared_bytes = shared_bytes;
+    c->stream = stream;
+    c->overlap = true;
+    return GDN_OK;
+  }
+
+  template <int GROUPS> int prepare_as(const Span &span, const Buffers &b) const {
+    static_assert(sizeof(PrepareShared<GROUPS>) <= kLeastShared, "a shape for every card");
+    LaunchConfig c;
+    if (const int status = grid(s.places * p.common.num_k_heads, 128 * GROUPS, sizeof(PrepareShared<GROUPS>), &c)) return status;
+    return launch_allowed<prepare_kernel<T, GROUPS>>(c, optin, p, span, b.records);
+  }
+  int prepare(const Span &span, const Buffers &b) const {
+    if (s.places == 0) return GDN_OK;
+    return p.common.num_v_heads == p.common.num_k_heads ? prepare_as<1>(span, b) : prepare_as<2>(span, b);
+  }
+
+  int64_t walk_blocks(const Walks &walks) const {
+    return int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * walks.v_tiles * (walks.forward.on + walks.reverse.on);
+  }
+  template <bool WGMMA, int STAGES, int QUERIES> int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
+    using Shared = WalkShared<STAGES, QUERIES>;
+    static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
+    LaunchConfig c;
+    if (const int status = grid(walk_blocks(walks), 128, sizeof(Shared), &c)) return status;
+    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES>>(c, optin, p, b, maps, walks, forward, reverse);
+  }
+  // With a multiprocessor each, blocks have room for two chunks of everything.
+  int walk(const Buffers &b, const Walk &f, const Walk &r, const Span &forward, const Span &reverse) const {
+    const Walks walks = {f, r, v_tiles()};
+    int sms = 0;
+    if (const int status = sm_count(&sms)) return status;
+    if (wgmma) return walk_blocks(walks) <= sms ? walk_as<true, 2, 2>(b, walks, forward, reverse) : walk_as<true, 2, 1>(b, walks, forward, reverse);
+    return static_cast<int64_t>(sizeof(WalkShared<2, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks, forward, reverse)
+                                                                   : walk_as<false, 1, 1>(b, walks, forward, reverse);
+  }
+
+  template <bool WGMMA, int TILES> int gradients_as(const Span &span, const Buffers &b) const {
+    int sms = 0;
+    if (const int status = sm_count(&sms)) return status;
+    const int64_t items = s.places * p.common.num_k_heads, blocks = WGMMA && items > sms ? sms : items;
+    LaunchConfig c;
+    if (const int status = grid(blocks, 256, sizeof(GradientShared<WGMMA>), &c)) return status;
+    return launch_allowed<gradients_kernel<T, WGMMA, TILES>>(c, optin, p, b, maps, span, items);
+  }
+  int gradients(const Span &span, const Buffers &b) const {
+    if (s.places == 0) return GDN_OK;
+    if (v_tiles() == 1) return wgmma ? gradients_as<true, 1>(span, b) : gradients_as<false, 1>(span, b);
+    return wgmma ? gradients_as<true, 2>(span, b) : gradients_as<false, 2>(span, b);
+  }
+
+  int all() const {
+    uint8_t *at = static_cast<uint8_t *>(p.workspace);
+    const auto next = [&](int64_t bytes) {
+      uint8_t *here = at;
+      at += bytes;
+      return here;
+    };
+    Buffers b = {};
+    b.records = reinterpret_cast<Record *>(next(s.record_bytes));
+    b.states = next(s.state_bytes), b.gradients = next(s.state_bytes);
+    b.updates = updates_in_place(p) ? nullptr : next(s.update_bytes);
+    // The state before segment i, and the gradient of the state between segments.
+    float *d_between = s.segments > 1 ? reinterpret_cast<float *>(next(s.carry_bytes)) : nullptr;
+    const auto before = [&](int i) {
+      return i == 0 ? const_cast<float *>(static_cast<const float *>(p.common.state_in))
+                    : reinterpret_cast<float *>(at + (i - 1) * s.carry_bytes);
+    };
+    const Walk none = {};
+    for (int i = 0; i + 1 < s.segments; ++i) {
+      const Span span = {i, s.segments};
+      if (const int status = prepare(span, b)) return status;
+      if (const int status = walk(b, {before(i), before(i + 1), true, false}, none, span, span)) return status;
+    }
+    for (int i = s.segments - 1; i >= 0; --i) {
+      const Span span = {i, s.segments};
+      if (const int status = prepare(span, b)) return status;
+      const Walk reverse = {i == s.segments - 1 ? p.d_state_out : d_between, i == 0 ? p.d_state_in : d_between, true, true};
+      if (const int status = walk(b, {before(i), nullptr, s.places > 0, true}, reverse, span, span)) return status;
+      if (const int status = gradients(span, b)) return status;
+    }
+    return GDN_OK;
+  }
+};
+
+template <typename T> int launch_chunks(const gdn_rule_backward_params &p, const Schedule &s, bool wgmma, cudaStream_t stream) {
+  Launcher<T> launcher = {p, s, wgmma, stream, 0, {}};
+  if (wgmma)
+    if (const int status = make_maps(p, &launcher.maps)) return status;
+  if (const int status = shared_limit(&launcher.optin)) return status;
+  return launcher.all();
+}
+
+}  // namespace backward
+}  // namespace gdn

@@ -1,0 +1,165 @@
+// What needs neither states nor their gradients: a Record for every chunk and value head, from raw q, k and ready gates.
+//
+// A block owns a chunk of a key head, a warpgroup for every second of its value heads (for all, when there is one).
+#pragma once
+
+#include "../chunk/prepare.cuh"
+#include "records.cuh"
+
+namespace gdn {
+namespace backward {
+
+template <int GROUPS> struct PrepareShared {
+  alignas(1024) uint8_t k[2 * kTileBytes];
+  uint8_t q[2 * kTileBytes];
+  struct Group {
+    chunk::Matrices matrices;
+    chunk::TokenGates gates;
+    WalkFactors walk;
+    TokenFactors tokens;
+    float beta[kChunk];
+  } groups[GROUPS];
+};
+
+// Gates of tokens 2 lane and 2 lane + 1 of a chunk, by a warp. `weight` becomes the column's factor of L, for now one.
+template <typename T>
+__device__ __forceinline__ void ready_gates(const gdn_rule_backward_params &p, int n, int64_t first, int head, int count, int lane,
+                                            chunk::TokenGates &to, TokenFactors &tokens, float *betas) {
+  const float *a = heads_at<float>(p.common.a, n, first, head), *b = heads_at<float>(p.common.b, n, first, head);
+  float g[2], beta[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int t = 2 * lane + i;
+    const float decay = t < count ? a[t * p.common.a.token_stride] * 1.44269504f : 0.f;
+    g[i] = decay < chunk::kLeastDecay ? chunk::kLeastDecay : decay;
+    beta[i] = t < count ? b[t * p.common.b.token_stride] : 0.f;
+    if (fabsf(beta[i]) < kLeastBeta<T>) beta[i] = copysignf(kLeastBeta<T>, beta[i]);    // a NaN stays one
+  }
+  float sum = g[0] + g[1];
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const float before = __shfl_up_sync(0xffffffffu, sum, d);
+    if (lane >= d) sum += before;
+  }
+  const float before = __shfl_up_sync(0xffffffffu, sum, 1), last = __shfl_sync(0xffffffffu, sum, 31);
+  const float own = __shfl_sync(0xffffffffu, sum, lane / 8 * 8 - 1), border = lane < 8 ? 0.f : own;
+  const float c[2] = {(lane == 0 ? 0.f : before) + g[0], sum};
+  float end[3];
+#pragma unroll
+  for (int w = 0; w < 3; ++w) end[w] = __shfl_sync(0xffffffffu, sum, 8 * w + 7);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int t = 2 * lane + i;
+    to.c[t] = tokens.c[t] = c[i];
+    betas[t] = beta[i];
+    to.before[t] = chunk::exp2_fast(c[i]);
+    to.after[t] = chunk::exp2_fast(last - c[i]);
+    to.since[t] = chunk::exp2_fast(c[i] - border);
+#pragma unroll
+    for (int w = 0; w < 3; ++w) to.until[w][t] = lane < 8 * w + 8 ? chunk::exp2_fast(end[w] - c[i]) : 0.f;
+  }
+  if (lane == 0) to.decay = chunk::exp2_fast(last);
+}
+
+// Reciprocal norms of the keys of this warp's rows, from the diagonal of K K^T: of columns alone, of rows times beta.
+__device__ __forceinline__ void key_norms(const chunk::OwnBlock &kk, int count, bool l2norm, float eps, chunk::TokenGates &g,
+                                          TokenFactors &tokens, const float *betas, int warp, int lane) {
+  const int row = lane / 4;
+  const float square[2] = {row % 2 ? kk.left[1] : kk.left[0], row % 2 ? kk.right[1] : kk.right[0]};
+  if (lane % 4 != row / 2) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int t = 16 * warp + row + 8 * i;
+    const float norm = t >= count ? 0.f : l2norm ? chunk::rsqrt_fast(square[i] + eps) : 1.f;
+    tokens.k_norm[t] = g.weight[t] = norm;
+    g.k_norm[t] = norm * betas[t];
+    if (warp < 3)
+#pragma unroll
+      for (int w = 0; w < 3; ++w) g.until[w][t] *= norm;
+  }
+}
+
+__device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const TokenFactors &tokens, const float *betas, float scale, WalkFactors &to,
+                                             int t) {
+  const int at = chunk::factor_at(t);
+  const float before = g.before[t], norm = tokens.k_norm[t];
+  to.read[at] = before * norm;
+  to.beta[at] = betas[t];
+  to.write[at] = g.after[t] * norm;
+  to.query[at] = before * tokens.q_norm[t] * scale;
+  to.key[at] = -before * norm;
+  if (t == 0) to.decay = g.decay;
+}
+
+template <typename T, int GROUPS>
+__global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS)
+prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span span, Record *records) {
+  using Shared = PrepareShared<GROUPS>;
+  extern __shared__ __align__(1024) uint8_t raw_shared[];
+  Shared &s = *reinterpret_cast<Shared *>(raw_shared);
+  ptx::grid_dependency_wait();
+
+  // The block's chunk.
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  const int key_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(p.common.num_k_heads));
+  const int64_t place = blockIdx.x / static_cast<unsigned>(p.common.num_k_heads);
+  const Chunk at = chunk_at(p.common.seqs, span, place);
+  if (!at.there) return;
+  const int count = min(kChunk, at.seq.count - at.index * kChunk);
+  const int64_t first = at.seq.first + static_cast<int64_t>(at.index) * kChunk;
+  const int each = p.common.num_v_heads / p.common.num_k_heads, barrier = chunk::kGroupBarrier + group;
+
+  const uint32_t k_tile = ptx::shared_address(s.k), q_tile = ptx::shared_address(s.q);
+  chunk::copy_tile<T, kKeys / 8, 128 * GROUPS>(k_tile, heads_at<T>(p.k, at.n, first, key_head), p.k.token_stride, count, p.common.head_k,
+                                               threadIdx.x);
+  chunk::copy_tile<T, kKeys / 8, 128 * GROUPS>(q_tile, heads_at<T>(p.q, at.n, first, key_head), p.q.token_stride, count, p.common.head_k,
+                                               threadIdx.x);
+  ptx::copy_async_commit();
+  typename Shared::Group &mine = s.groups[group];
+  chunk::Matrices &m = mine.matrices;
+  if (group < each && warp == 0) ready_gates<T>(p, at.n, first, key_head * each + group, count, lane, mine.gates, mine.tokens, mine.beta);
+  ptx::copy_async_wait<0>();
+  __syncthreads();
+
+  for (int h = group; h < each; h += GROUPS) {
+    const int head = key_head * each + h;
+    if (h != group) {
+      ptx::group_barrier<128>(barrier);    // the gates before have been read
+      if (warp == 0) ready_gates<T>(p, at.n, first, head, count, lane, mine.gates, mine.tokens, mine.beta);
+    }
+    // Products and norms.
+    float kk[8][4] = {}, qk[8][4] = {};
+    chunk::triangular_products<T, kKeys>(kk, qk, k_tile, q_tile, warp, lane);
+    if (thread < kChunk)
+      mine.tokens.q_norm[thread] = thread < count ? chunk::row_norm<T, kKeys>(q_tile, thread, p.common.l2norm, p.common.l2_eps, 1.f) : 0.f;
+    if (h != group) ptx::group_barrier<128>(barrier);    // warp 0's gates are there
+    const uint32_t inverse = ptx::shared_address(m.inverse), l = ptx::shared_address(m.attention);
+    const chunk::OwnBlock own = chunk::own_block(kk, warp);
+    key_norms(own, count, p.common.l2norm, p.common.l2_eps, mine.gates, mine.tokens, mine.beta, warp, lane);
+    ptx::group_barrier<128>(barrier);
+    // L and its inverse.
+    chunk::RowDecays decays = chunk::row_decays(mine.gates, warp, lane);
+    uint32_t left[2][4];
+    chunk::decay_keys(kk, own, mine.gates, decays, l, m.blocks[warp], left, warp, lane);
+    chunk::invert64<T, false>(l, m.blocks[warp], left, inverse, warp, lane, {barrier}, [&] {
+      if (warp < 2) walk_factors(mine.gates, mine.tokens, mine.beta, p.common.scale, mine.walk, 32 * warp + lane);
+    });
+    // The attention.
+    const float *norms = mine.tokens.q_norm + 16 * warp + lane / 4;
+    const float scales[2] = {norms[0] * p.common.scale, norms[8] * p.common.scale};
+    ptx::group_barrier<128>(barrier);    // the attention takes the place of L
+    chunk::decay_queries<T>(qk, mine.gates, decays, scales, l, warp, lane);
+    ptx::group_barrier<128>(barrier);
+    // The record.
+    Record &to = records[place * p.common.num_v_heads + head];
+    const auto store = [&](void *there, const void *from, int bytes) {
+#pragma unroll
+      for (int i = thread; i < bytes / 16; i += 128) static_cast<uint4 *>(there)[i] = static_cast<const uint4 *>(from)[i];
+    };
+    store(&to.inverse, &m.inverse, 2 * kImageBytes);
+    store(&to.walk, &mine.walk, sizeof(WalkFactors) + sizeof(TokenFactors) + sizeof(to.beta));
+  }
+}
+
+}  // namespace backward
+}  // namespace gdn
