@@ -57,7 +57,7 @@ typedef struct gdn_heads {
 // sequence n owns the packed tokens cu_seqlens[n] .. cu_seqlens[n + 1]; without it every sequence has
 // `tokens_per_seq` tokens. Sequences may be empty. `max_tokens_per_seq` is a host-known bound on the length of any one,
 // `total_tokens` the rows that the packed tensors have, at least cu_seqlens[num_seqs]; both are read only with cu_seqlens,
-// the second only by the chunk forms, which size their workspace by it and may load (and drop) any of those
+// the second only by the chunk forms and the backward pass, which size their workspace by it and may load (and drop) any of those
 // rows, and by gdn_attention, which sizes its grid by it (0: not known).
 typedef struct gdn_sequences {
   const uint32_t *cu_seqlens;
@@ -217,7 +217,8 @@ typedef struct gdn_rule_backward_params {
   void *workspace;
   int64_t workspace_bytes;
   int32_t recompute;       // states of fewer chunks at a time: less workspace, more time
-  int32_t algo;            // GDN_AUTO, GDN_RECURRENT, GDN_CHUNKED_SM80 or GDN_CHUNKED_SM90, supported sizes as in the forward pass
+  int32_t algo;            // GDN_AUTO, GDN_RECURRENT, GDN_CHUNKED_SM80 or GDN_CHUNKED_SM90, supported sizes as in the forward pass, head_v
+                           // up to 128
 } gdn_rule_backward_params;
 int gdn_rule_backward(const gdn_rule_backward_params *params, cudaStream_t stream);
 int gdn_rule_backward_choice(const gdn_rule_backward_params *params, int32_t *algo);

@@ -23,12 +23,12 @@ impl Checkpoint {
     /// The checkpoint that `--model` names, the demo where it is not given, and the adapter that `--lora` names.
     pub fn find(args: &ModelArgs) -> Result<Self> {
         let lora = args.lora.as_ref().map(LoraAdapter::open).transpose().context("--lora")?;
-        Ok(Self { lora, ..Self::without_adapter(args)? })
+        Ok(Self { lora, ..Self::named(args.model.as_deref(), &args.revision, args.load_format)? })
     }
 
-    fn without_adapter(args: &ModelArgs) -> Result<Self> {
-        let format = args.load_format;
-        let Some(model) = args.model.as_deref() else { return Self::in_dir(&builtin::folder()?.join("demo"), format) };
+    /// The checkpoint of this name, as [`ModelArgs`] says names; the demo without one.
+    pub fn named(model: Option<&str>, revision: &str, format: LoadFormat) -> Result<Self> {
+        let Some(model) = model else { return Self::in_dir(&builtin::folder()?.join("demo"), format) };
         let path = Path::new(model);
         if path.is_dir() {
             return Self::in_dir(path, format);
@@ -37,7 +37,7 @@ impl Checkpoint {
         if path.is_file() {
             return Self::in_file(path, format);
         }
-        if let Some(path) = hub::fetch(model, &args.revision, !dummy)? {
+        if let Some(path) = hub::fetch(model, revision, !dummy)? {
             return if path.is_dir() { Self::in_dir(&path, format) } else { Self::in_file(&path, format) };
         }
         if let Some(name) = builtin::known_models().find(|name| name.eq_ignore_ascii_case(model)) {

@@ -18,7 +18,7 @@ pub mod stream;
 mod vocab_tokenizer;
 
 pub use checkpoint::Checkpoint;
-pub use load::{draft_after, fix_thread_count, load_model, LoadFormat, ModelArgs};
+pub use load::{draft_after, fix_thread_count, gpu, load_model, LoadFormat, ModelArgs};
 pub use memory::{Need, Room};
 pub use progress::bar;
 pub use ranks::{is_first, Rank};

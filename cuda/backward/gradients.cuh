@@ -35,12 +35,12 @@ __device__ __forceinline__ void add_rows(float (&to)[8][4], const float (&x)[8][
     for (int c = 0; c < 4; ++c) to[t][c] = fmaf(factor[c / 2], x[t][c], to[t][c]);
 }
 
-template <typename T> __device__ __forceinline__ float dot8(const uint4 &a, const uint4 &b) {
+template <typename T, typename U = T> __device__ __forceinline__ float dot8(const uint4 &a, const uint4 &b) {
   const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 u = chunk::unpack2<T>(x[i]), v = chunk::unpack2<T>(y[i]);
+    const float2 u = chunk::unpack2<T>(x[i]), v = chunk::unpack2<U>(y[i]);
     sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
   }
   return sum;
@@ -50,24 +50,37 @@ template <typename T> __device__ __forceinline__ float dot8(const uint4 &a, cons
 template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, WGMMA, TILES> {
   using Base = StepMatrices<T, WGMMA, TILES>;
   using Base::barrier, Base::buffers, Base::count, Base::factors, Base::first, Base::gradients, Base::head, Base::image, Base::index,
-      Base::key_head, Base::load_states, Base::loaded, Base::p, Base::shared, Base::states, Base::step, Base::tile, Base::tiles;
+      Base::key_head, Base::load_states, Base::loaded, Base::p, Base::scale_of_update, Base::shared, Base::states, Base::step, Base::tile,
+      Base::tiles;
 
-  // d beta = dV U / beta^2. `betas` of tokens thread / 16 and every 16th after it.
-  __device__ __forceinline__ void load_betas(float (&betas)[4]) const {
-    const Here me;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) betas[i] = ptx::load_float(buffers.records[index()].beta + me.thread / 16 + 16 * i);
-  }
-  __device__ __forceinline__ void finish_beta(const float (&betas)[4]) const {
+  // d beta = dV (U / beta) / beta.
+  __device__ __forceinline__ void finish_beta() const {
     const Here me;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = me.thread / 16 + 16 * i;
       const uint32_t offset = chunk::tile_offset(token, me.thread % 16);
-      const float sum = group_sum<16>(dot8<T>(ptx::load_shared(tile(tiles().d_v) + offset), ptx::load_shared(tile(tiles().update) + offset)));
+      const float own = dot8<T, __half>(ptx::load_shared(tile(tiles().d_v) + offset), ptx::load_shared(tile(tiles().update) + offset));
+      const float sum = group_sum<16>(own * scale_of_update(me.thread % 16 / 2));
       if (me.thread % 16 == 0 && token < count())
-        *out_heads_at<float>(p.d_beta, step.at.n, first() + token, head()) = __fdividef(__fdividef(sum, betas[i]), betas[i]);
+        *out_heads_at<float>(p.d_beta, step.at.n, first() + token, head()) = __fdividef(sum, factors().beta[token]);
     }
+  }
+
+  // x += U / beta times 64 value rows of dS, from f16 in the inputs' type in `a`.
+  __device__ __forceinline__ void add_updates(float (&x)[8][4], uint32_t (&a)[4][4], int v_tile) const {
+    const Here me;
+    load_rows(a, tile(tiles().update) + v_tile * kTileBytes, 0, me.warp, me.lane);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float scale = scale_of_update(4 * v_tile + k);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float2 u = chunk::unpack2<__half>(a[k][c]);
+        a[k][c] = chunk::pack2_written<T>(u.x * scale, u.y * scale);
+      }
+    }
+    multiply<T, WGMMA, true>(x, a, me.own_half(gradients(v_tile)), v_tile > 0, me.lane, v_tile > 0);
   }
 
   // x += rows of a tile times 64 value rows of a state.
@@ -111,6 +124,7 @@ template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, 
     float x[8][4], factor[2], product = 0.f;
     // Without room for all of S both products with its rows follow each other.
     float y[8][4];
+    uint32_t updates[2][4][4] = {};
     if (!WGMMA) {
       for (int t = 0; t < TILES; ++t) {
         if (t > 0) __syncthreads(), load_states(buffers.states, t), loaded();
@@ -132,7 +146,8 @@ template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, 
     if (WGMMA) {
       wait<WGMMA>(y);
       ptx::barrier_wait(barrier(2), gradients_parity);
-      add_products(x, tiles().update, gradients(0));
+      add_updates(x, updates[0], 0);
+      if (TILES > 1) add_updates(x, updates[1], 1);
       for (int t = 0; t < TILES; ++t) product += states_product(t);
     }
 #pragma unroll
@@ -142,11 +157,14 @@ template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, 
       for (int t = 0; t < TILES; ++t) {
         if (t > 0) __syncthreads(), load_states(buffers.gradients, t);
         loaded();
-        add_product(x, tiles().update, gradients(t), t);
+        add_updates(x, updates[0], t);
       }
-    wait<WGMMA>(x);
+    wait<WGMMA>(x, updates[0], updates[1]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = chunk::exp2_fast(f.c[kChunk - 1] - f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
+    for (int i = 0; i < 2; ++i) {
+      const int row = me.row + 8 * i;
+      factor[i] = chunk::exp2_fast(f.c[kChunk - 1] - f.c[row]) * f.k_norm[row] * f.beta[row];
+    }
     add_scaled(d_k, x, factor, shared.k, sums.earlier);
     product = group_sum(product);
     if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
@@ -225,8 +243,6 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     const Step after = step_after(p, span, items, step);
     const int buffer = WGMMA ? i % 2 : 0, next_buffer = WGMMA ? 1 - buffer : 0;
     const Gradients<T, WGMMA, TILES> g = {p, buffers, maps, s, step, buffer}, next = {p, buffers, maps, s, after, next_buffer};
-    float betas[4];
-    g.load_betas(betas);
     if (WGMMA) {
       next.copy_head();
       ptx::barrier_wait(g.barrier(buffer), i / 2 % 2);
@@ -239,7 +255,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
       g.load_head();
     }
     // What reads states, then the matrices in the place of S.
-    g.finish_beta(betas);
+    g.finish_beta();
     const RowSums sums = g.add_states(d_q, d_k, i % 2);
     __syncthreads();
     if (WGMMA) next.copy_gradients();

@@ -111,7 +111,7 @@ template <typename T> struct Launcher {
 
 template <typename T> int launch_chunks(const gdn_rule_backward_params &p, const Schedule &s, bool wgmma, cudaStream_t stream) {
   Launcher<T> launcher = {p, s, wgmma, stream, 0, {}};
-  if (wgmma)
+  if (wgmma && s.places > 0)
     if (const int status = make_maps(p, &launcher.maps)) return status;
   if (const int status = shared_limit(&launcher.optin)) return status;
   return launcher.all();

@@ -19,7 +19,7 @@ struct Record;    // records.cuh
 struct Buffers {
   Record *records;
   uint8_t *states, *gradients;    // S before the chunk and the gradient of S after it: images of state tiles
-  uint8_t *updates;               // U: images of tiles; null: in d_q and d_k (updates_in_place())
+  uint8_t *updates;               // U / beta, in f16 (TokenFactors::updates): images of tiles; null: in d_q and d_k (updates_in_place())
 };
 
 // Whether U lies where d_q and d_k will be, a value head in each, as rows of tokens: the gradients kernel reads U of a key head before it

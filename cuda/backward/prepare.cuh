@@ -17,14 +17,13 @@ template <int GROUPS> struct PrepareShared {
     chunk::TokenGates gates;
     WalkFactors walk;
     TokenFactors tokens;
-    float beta[kChunk];
   } groups[GROUPS];
 };
 
 // Gates of tokens 2 lane and 2 lane + 1 of a chunk, by a warp. `weight` becomes the column's factor of L, for now one.
 template <typename T>
 __device__ __forceinline__ void ready_gates(const gdn_rule_backward_params &p, int n, int64_t first, int head, int count, int lane,
-                                            chunk::TokenGates &to, TokenFactors &tokens, float *betas) {
+                                            chunk::TokenGates &to, TokenFactors &tokens) {
   const float *a = heads_at<float>(p.common.a, n, first, head), *b = heads_at<float>(p.common.b, n, first, head);
   float g[2], beta[2];
 #pragma unroll
@@ -51,7 +50,7 @@ __device__ __forceinline__ void ready_gates(const gdn_rule_backward_params &p, i
   for (int i = 0; i < 2; ++i) {
     const int t = 2 * lane + i;
     to.c[t] = tokens.c[t] = c[i];
-    betas[t] = beta[i];
+    tokens.beta[t] = beta[i];
     to.before[t] = chunk::exp2_fast(c[i]);
     to.after[t] = chunk::exp2_fast(last - c[i]);
     to.since[t] = chunk::exp2_fast(c[i] - border);
@@ -63,7 +62,7 @@ __device__ __forceinline__ void ready_gates(const gdn_rule_backward_params &p, i
 
 // Reciprocal norms of the keys of this warp's rows, from the diagonal of K K^T: of columns alone, of rows times beta.
 __device__ __forceinline__ void key_norms(const chunk::OwnBlock &kk, int count, bool l2norm, float eps, chunk::TokenGates &g,
-                                          TokenFactors &tokens, const float *betas, int warp, int lane) {
+                                          TokenFactors &tokens, int warp, int lane) {
   const int row = lane / 4;
   const float square[2] = {row % 2 ? kk.left[1] : kk.left[0], row % 2 ? kk.right[1] : kk.right[0]};
   if (lane % 4 != row / 2) return;
@@ -72,19 +71,19 @@ __device__ __forceinline__ void key_norms(const chunk::OwnBlock &kk, int count, 
     const int t = 16 * warp + row + 8 * i;
     const float norm = t >= count ? 0.f : l2norm ? chunk::rsqrt_fast(square[i] + eps) : 1.f;
     tokens.k_norm[t] = g.weight[t] = norm;
-    g.k_norm[t] = norm * betas[t];
+    g.k_norm[t] = norm * tokens.beta[t];
     if (warp < 3)
 #pragma unroll
       for (int w = 0; w < 3; ++w) g.until[w][t] *= norm;
   }
 }
 
-__device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const TokenFactors &tokens, const float *betas, float scale, WalkFactors &to,
-                                             int t) {
+__device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const TokenFactors &tokens, float scale, WalkFactors &to, int t) {
   const int at = chunk::factor_at(t);
   const float before = g.before[t], norm = tokens.k_norm[t];
   to.read[at] = before * norm;
-  to.beta[at] = betas[t];
+  to.beta[at] = tokens.beta[t];
+  to.unbeta[at] = 1.f / tokens.beta[t];
   to.write[at] = g.after[t] * norm;
   to.query[at] = before * tokens.q_norm[t] * scale;
   to.key[at] = -before * norm;
@@ -117,7 +116,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span sp
   ptx::copy_async_commit();
   typename Shared::Group &mine = s.groups[group];
   chunk::Matrices &m = mine.matrices;
-  if (group < each && warp == 0) ready_gates<T>(p, at.n, first, key_head * each + group, count, lane, mine.gates, mine.tokens, mine.beta);
+  if (group < each && warp == 0) ready_gates<T>(p, at.n, first, key_head * each + group, count, lane, mine.gates, mine.tokens);
   ptx::copy_async_wait<0>();
   __syncthreads();
 
@@ -125,7 +124,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span sp
     const int head = key_head * each + h;
     if (h != group) {
       ptx::group_barrier<128>(barrier);    // the gates before have been read
-      if (warp == 0) ready_gates<T>(p, at.n, first, head, count, lane, mine.gates, mine.tokens, mine.beta);
+      if (warp == 0) ready_gates<T>(p, at.n, first, head, count, lane, mine.gates, mine.tokens);
     }
     // Products and norms.
     float kk[8][4] = {}, qk[8][4] = {};
@@ -135,20 +134,20 @@ prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span sp
     if (h != group) ptx::group_barrier<128>(barrier);    // warp 0's gates are there
     const uint32_t inverse = ptx::shared_address(m.inverse), l = ptx::shared_address(m.attention);
     const chunk::OwnBlock own = chunk::own_block(kk, warp);
-    key_norms(own, count, p.common.l2norm, p.common.l2_eps, mine.gates, mine.tokens, mine.beta, warp, lane);
+    key_norms(own, count, p.common.l2norm, p.common.l2_eps, mine.gates, mine.tokens, warp, lane);
     ptx::group_barrier<128>(barrier);
     // L and its inverse.
     chunk::RowDecays decays = chunk::row_decays(mine.gates, warp, lane);
     uint32_t left[2][4];
     chunk::decay_keys(kk, own, mine.gates, decays, l, m.blocks[warp], left, warp, lane);
-    chunk::invert64<T, false>(l, m.blocks[warp], left, inverse, warp, lane, {barrier}, [&] {
-      if (warp < 2) walk_factors(mine.gates, mine.tokens, mine.beta, p.common.scale, mine.walk, 32 * warp + lane);
+    chunk::invert64<__half, false>(l, m.blocks[warp], left, inverse, warp, lane, {barrier}, [&] {
+      if (warp < 2) walk_factors(mine.gates, mine.tokens, p.common.scale, mine.walk, 32 * warp + lane);
     });
     // The attention.
     const float *norms = mine.tokens.q_norm + 16 * warp + lane / 4;
     const float scales[2] = {norms[0] * p.common.scale, norms[8] * p.common.scale};
     ptx::group_barrier<128>(barrier);    // the attention takes the place of L
-    chunk::decay_queries<T>(qk, mine.gates, decays, scales, l, warp, lane);
+    chunk::decay_queries<__half>(qk, mine.gates, decays, scales, l, warp, lane);
     ptx::group_barrier<128>(barrier);
     // The record.
     Record &to = records[place * p.common.num_v_heads + head];
@@ -157,7 +156,7 @@ prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span sp
       for (int i = thread; i < bytes / 16; i += 128) static_cast<uint4 *>(there)[i] = static_cast<const uint4 *>(from)[i];
     };
     store(&to.inverse, &m.inverse, 2 * kImageBytes);
-    store(&to.walk, &mine.walk, sizeof(WalkFactors) + sizeof(TokenFactors) + sizeof(to.beta));
+    store(&to.walk, &mine.walk, sizeof(WalkFactors) + sizeof(TokenFactors));
   }
 }
 

@@ -33,12 +33,14 @@ __device__ __forceinline__ void multiply_sm80(float (&x)[N][4], const uint32_t (
 }
 }  // namespace detail
 
-// x[64, 8 N] (+)= a[64, 16 KS] b. ROWS: b's rows are rows of the tile, else its columns are. With wgmma under way until wait().
+// x[64, 8 N] (+)= a[64, 16 KS] b. ROWS: b's rows are rows of the tile, else its columns are. With wgmma under way until wait();
+// `behind`: behind products to x that are under way.
 template <typename T, bool WGMMA, bool ROWS, int N, int KS>
-__device__ __forceinline__ void multiply(float (&x)[N][4], const uint32_t (&a)[KS][4], uint32_t tile, bool add, int lane) {
+__device__ __forceinline__ void multiply(float (&x)[N][4], const uint32_t (&a)[KS][4], uint32_t tile, bool add, int lane,
+                                         bool behind = false) {
   if constexpr (WGMMA) {
     const uint64_t b = ROWS ? wgmma::tile_of_rows(tile, chunk::kTileBytes) : wgmma::tile_of_columns(tile);
-    wgmma::hold(x);
+    if (!behind) wgmma::hold(x);
     wgmma::fence();
 #pragma unroll
     for (int k = 0; k < KS; ++k)
@@ -66,7 +68,7 @@ __device__ __forceinline__ void multiply_now(float (&x)[N][4], uint32_t (&a)[KS]
   wait<WGMMA>(x, a);
 }
 
-// The same with a's rows being 64 rows of a tile, or its columns (COLUMNS_A). `behind`: behind products to x that are under way.
+// The same with a's rows being 64 rows of a tile, or its columns (COLUMNS_A).
 template <typename T, bool WGMMA, bool COLUMNS_A, bool ROWS, int KS, int N>
 __device__ __forceinline__ void multiply_tiles(float (&x)[N][4], uint32_t a_tile, uint32_t tile, bool add, int warp, int lane,
                                                bool behind = false) {
@@ -102,6 +104,72 @@ template <int KS> __device__ __forceinline__ void load_columns(uint32_t (&a)[KS]
   const uint32_t at = chunk::tile_at(tile, chunk::lanes_by_piece(lane), 0, warp);
 #pragma unroll
   for (int k = 0; k < KS; ++k) ptx::load_matrices_trans(a[k], at + 2048 * k);
+}
+
+// Left operands in f16 of rows that may have any size: rows lane / 4 and 8 further times powers of two, which `up` takes back.
+struct RowScales {
+  float down[2], up[2];
+};
+__device__ __forceinline__ RowScales scales_of_rows(float top, float low) {
+  const float most[2] = {top, low};
+  RowScales s;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float m = most[i];
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+    const uint32_t exponent = __float_as_uint(m) & 0x7f800000u;
+    s.up[i] = __uint_as_float(exponent), s.down[i] = __uint_as_float(0x7f000000u - exponent);
+  }
+  return s;
+}
+template <int N> __device__ __forceinline__ RowScales to_scaled_operand(uint32_t (&a)[N / 2][4], const float (&x)[N][4]) {
+  float most[2] = {0.f, 0.f};
+#pragma unroll
+  for (int t = 0; t < N; ++t)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) most[c / 2] = fmaxf(most[c / 2], fabsf(x[t][c]));
+  const RowScales s = scales_of_rows(most[0], most[1]);
+#pragma unroll
+  for (int k = 0; k < N / 2; ++k)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float(&y)[4] = x[2 * k + c / 2];
+      a[k][c] = chunk::pack2<__half>(y[c % 2 * 2] * s.down[c % 2], y[c % 2 * 2 + 1] * s.down[c % 2]);
+    }
+  return s;
+}
+// x = up y + what rounding took from x to the operand a.
+template <int N>
+__device__ __forceinline__ void add_rounded(float (&x)[N][4], const uint32_t (&a)[N / 2][4], const float (&y)[N][4], const float (&up)[2]) {
+#pragma unroll
+  for (int t = 0; t < N; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 near = chunk::unpack2<__half>(a[t / 2][t % 2 * 2 + i]);
+      x[t][2 * i] = fmaf(y[t][2 * i] - near.x, up[i], x[t][2 * i]);
+      x[t][2 * i + 1] = fmaf(y[t][2 * i + 1] - near.y, up[i], x[t][2 * i + 1]);
+    }
+}
+// to_scaled_operand() of an operand.
+template <typename T, int KS> __device__ __forceinline__ RowScales to_scaled_operand(uint32_t (&to)[KS][4], const uint32_t (&a)[KS][4]) {
+  float most[2] = {0.f, 0.f};
+#pragma unroll
+  for (int k = 0; k < KS; ++k)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float2 x = chunk::unpack2<T>(a[k][c]);
+      most[c % 2] = fmaxf(most[c % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
+    }
+  const RowScales s = scales_of_rows(most[0], most[1]);
+#pragma unroll
+  for (int k = 0; k < KS; ++k)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float2 x = chunk::unpack2<T>(a[k][c]);
+      to[k][c] = chunk::pack2<__half>(x.x * s.down[c % 2], x.y * s.down[c % 2]);
+    }
+  return s;
 }
 
 // x in 16 bits into a warp's 16 rows of a tile, whose first row is at `rows`.

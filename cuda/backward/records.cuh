@@ -25,27 +25,32 @@ struct WalkFactors {
   float write[kChunk];    // e^(c of the last - c) / |k|
   float query[kChunk];    // e^c scale / |q|
   float key[kChunk];      // -e^c / |k|
+  float unbeta[kChunk];   // 1 / beta
   float decay;            // e^(c of the last)
   float unused[3];
 };
 
-// beta is what the gradient of beta is divided by, twice. So it is at least as large as this, which no state notices: less than one
+// beta is what U, and then the gradient of beta, are divided by. So it is at least as large as this, which no state notices: less than one
 // rounding of f32, for f16 of what f16 has of U.
 template <typename T> constexpr float kLeastBeta = std::is_same_v<T, __half> ? 0x1p-14f : 0x1p-40f;
 
 // The same tokens in order. Past the end of the sequence the reciprocal norms are zero.
 struct TokenFactors {
   float c[kChunk];    // to base 2
+  float beta[kChunk];
   float k_norm[kChunk], q_norm[kChunk];    // reciprocal
+  float updates[8];                        // powers of two, which 16 columns each of U / beta are divided by in f16; from the forward walk
 };
 
-// Of a chunk and a value head. Matrices are images of tiles, a row for a token i, a column for a token j; zero above the diagonal.
+// Of a chunk and a value head. Matrices are images of tiles in f16, a row for a token i, a column for a token j; zero above the diagonal.
+//
+// NOTES: bf16 is not enough. Where keys repeat the products with the inverse are differences of numbers that are up to eight times as
+// large, and roundings of 2^-9 became errors of 1.6e-2 in dV and dbeta.
 struct Record {
   uint8_t inverse[kImageBytes];      // (I + L)^-1, L_ij = beta_i (k_i k_j) e^(c_i - c_j) below the diagonal
   uint8_t attention[kImageBytes];    // scale (q_i k_j) e^(c_i - c_j) up to it
   WalkFactors walk;
   TokenFactors tokens;
-  float beta[kChunk];
 };
 static_assert(sizeof(Record) % 16 == 0 && sizeof(WalkFactors) % 16 == 0, "copied in pieces of 16 bytes");
 

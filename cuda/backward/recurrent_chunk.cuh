@@ -34,30 +34,18 @@ template <int C, int KK> struct ChunkShared {
 template <int COUNT, int R, int N, int C, int COLUMNS, typename Shared, typename A, typename B>
 __device__ __forceinline__ void multiply(float (&y)[COUNT][R][N], Shared &s, int depth, const A &a, const B &b) {
   const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-  float next_a[COUNT][R], next_b[COLUMNS / 16];    // under way while those before are multiplied
-  const auto load = [&](int k0) {
-#pragma unroll
-    for (int i = 0; i < R; ++i)
-#pragma unroll
-      for (int m = 0; m < COUNT; ++m) next_a[m][i] = k0 + tx < depth ? a(m, ty + 16 * i, k0 + tx) : 0.f;
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 16; ++i) {
-      const int at = threadIdx.x + kChunkThreads * i, k = k0 + at / COLUMNS;
-      next_b[i] = k < depth ? b(k, at % COLUMNS) : 0.f;
-    }
-  };
-  __syncthreads();
-  load(0);
   for (int k0 = 0; k0 < depth; k0 += kDepth) {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < R; ++i)
 #pragma unroll
-      for (int m = 0; m < COUNT; ++m) s.a[m][tx][ty + 16 * i] = next_a[m][i];
+      for (int m = 0; m < COUNT; ++m) s.a[m][tx][ty + 16 * i] = k0 + tx < depth ? a(m, ty + 16 * i, k0 + tx) : 0.f;
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 16; ++i) s.b[(threadIdx.x + kChunkThreads * i) / COLUMNS][(threadIdx.x + kChunkThreads * i) % COLUMNS] = next_b[i];
+    for (int i = 0; i < COLUMNS / 16; ++i) {
+      const int at = threadIdx.x + kChunkThreads * i, k = at / COLUMNS;
+      s.b[k][at % COLUMNS] = k0 + k < depth ? b(k0 + k, at % COLUMNS) : 0.f;
+    }
     __syncthreads();
-    if (k0 + kDepth < depth) load(k0 + kDepth);
 #pragma unroll 4
     for (int k = 0; k < kDepth; ++k) {
       float columns[N];

@@ -20,8 +20,35 @@ struct WarpSums {
 
 template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, WGMMA, TILES> {
   using Base = StepTiles<T, WGMMA, TILES>;
-  using Base::attention, Base::count, Base::factors, Base::first, Base::head, Base::lower, Base::p, Base::shared, Base::step, Base::tile,
-      Base::tiles;
+  using Base::attention, Base::attention_rest, Base::count, Base::factors, Base::first, Base::head, Base::lower, Base::p,
+      Base::scale_of_update, Base::shared, Base::step, Base::tile, Base::tiles;
+
+  // The warp's rows of dO or dV for the product with U in f16: divided by a power of two a row, times that of U / beta; `up` takes both back.
+  __device__ __forceinline__ void to_operand(uint32_t (&a)[8][4], float (&up)[2], uint32_t rows) const {
+    const Here me;
+    load_rows(a, rows, 0, me.warp, me.lane);
+    float most[2] = {0.f, 0.f}, scale[8], largest = 0.f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      scale[k] = scale_of_update(k), largest = fmaxf(largest, scale[k]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float2 x = chunk::unpack2<T>(a[k][c]);
+        most[c % 2] = fmaxf(most[c % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
+      }
+    }
+    const RowScales s = scales_of_rows(most[0], most[1]);
+    const float one = largest > 0.f ? __fdividef(1.f, largest) : 0.f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float2 x = chunk::unpack2<T>(a[k][c]);
+        const float down = s.down[c % 2] * (scale[k] * one);
+        a[k][c] = chunk::pack2<__half>(x.x * down, x.y * down);
+      }
+    up[0] = s.up[0] * largest, up[1] = s.up[1] * largest;
+  }
 
   // This warpgroup's matrix of tokens: P = scale dAtt D / (|q| |k|) in the first, M = -dV U^T D / (|k| |k|) in the second; as a tile,
   // and X, its products with q k or k k below the diagonal, summed.
@@ -37,8 +64,11 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
     float row_sums[2] = {0.f, 0.f};
     float2 inner[2], own[2];    // of columns of tile 4 half + lane / 8, of the warp's tokens
     float products_x[2][4][4], products_y[2][4][4];
+    uint32_t operand[8][4];
+    float up[2];
+    to_operand(operand, up, left);
     const auto multiply = [&](int half) {
-      multiply_tiles<T, WGMMA, false, false, 8>(products_x[half], left, tile(tiles().update) + half * 4096, false, me.warp, me.lane);
+      backward::multiply<__half, WGMMA, false>(products_x[half], operand, tile(tiles().update) + half * 4096, false, me.lane);
       multiply_tiles<T, WGMMA, false, false, 8>(products_y[half], raw, tile(shared.k) + half * 4096, false, me.warp, me.lane);
     };
     if (WGMMA) multiply(0), multiply(1);
@@ -47,18 +77,18 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
       float(&x)[4][4] = products_x[half], (&y)[4][4] = products_y[half], columns[8];
       if (!WGMMA) multiply(half);
       if (half == 0) wait<WGMMA, 2>(x), wait<WGMMA, 2>(y);
-      else wait<WGMMA>(x), wait<WGMMA>(y);
+      else wait<WGMMA>(x, operand), wait<WGMMA>(y);
       const Here me;
       float c[2], factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         c[i] = f.c[me.row + 8 * i];
-        factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f);
+        factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f) * up[i];
       }
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         const int block = 2 * half + pair;    // of 16 columns
-        uint32_t packed[4] = {0, 0, 0, 0};
+        uint32_t packed[4] = {0, 0, 0, 0}, rest[4] = {0, 0, 0, 0};
         float products[2][4] = {};
         if (block <= me.warp) {
 #pragma unroll
@@ -66,14 +96,20 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
             float(&m)[4] = x[2 * pair + t];
             const int column = 16 * block + 8 * t + 2 * (me.lane % 4);
             const float2 ck = *reinterpret_cast<const float2 *>(f.c + column), nk = *reinterpret_cast<const float2 *>(f.k_norm + column);
+            const float2 bk = *reinterpret_cast<const float2 *>(f.beta + column);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const int distance = column + i % 2 - (me.row + i / 2 * 8);
               const float decay = chunk::exp2_fast(c[i / 2] - (i % 2 ? ck.y : ck.x));
-              m[i] = distance <= last ? m[i] * (decay * factor[i / 2] * (i % 2 ? nk.y : nk.x)) : 0.f;
+              m[i] = distance <= last ? m[i] * (decay * factor[i / 2] * (i % 2 ? nk.y * bk.y : nk.x * bk.x)) : 0.f;
               products[t][i] = distance < 0 ? m[i] * y[2 * pair + t][i] : 0.f;
             }
-            packed[2 * t] = chunk::pack2_written<T>(m[0], m[1]), packed[2 * t + 1] = chunk::pack2_written<T>(m[2], m[3]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              packed[2 * t + i] = chunk::pack2_written<T>(m[2 * i], m[2 * i + 1]);
+              const float2 near = chunk::unpack2<T>(packed[2 * t + i]);
+              rest[2 * t + i] = chunk::pack2_written<T>(m[2 * i] - near.x, m[2 * i + 1] - near.y);
+            }
           }
           if (block == me.warp) sum_block(own, products, row_sums, me);
 #pragma unroll
@@ -83,7 +119,9 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
         for (int t = 0; t < 2; ++t)
 #pragma unroll
           for (int i = 0; i < 2; ++i) columns[4 * pair + 2 * t + i] = products[t][i] + products[t][2 + i];
-        chunk::store_block(chunk::tile_at(image + 2048 * me.warp, chunk::lanes_by_row(me.lane), 0, block), packed, me.lane);
+        const uint32_t by_row = chunk::lanes_by_row(me.lane), rows = 2048 * me.warp;
+        chunk::store_block(chunk::tile_at(image + rows, by_row, 0, block), packed, me.lane);
+        if (me.group == 0) chunk::store_block(chunk::tile_at(attention_rest() + rows, by_row, 0, block), rest, me.lane);
       }
       const float2 sums = sum_columns(columns, me.lane);
       if constexpr (WGMMA) store_inner(to, half, sums, own, me);
@@ -159,6 +197,7 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
       multiply_tiles<T, WGMMA, decltype(columns)::value, true, 4>(x, matrix, me.own_half(rows), true, me.warp, me.lane, behind);
     };
     add(d_q, std::false_type(), attention(), shared.k);
+    add(d_q, std::false_type(), attention_rest(), shared.k, true);    // sums over keys that repeat are far smaller than what is added
     add(d_k, std::true_type(), attention(), shared.q);
     add(d_k, std::false_type(), lower(), shared.k, true);
     add(d_k, std::true_type(), lower(), shared.k, true);

@@ -91,7 +91,9 @@ template <typename T, bool WGMMA, int TILES> struct StepTiles {
     else return tiles().states[0];
   }
   __device__ __forceinline__ uint32_t attention() const { return tile(tiles().states[0]); }
+  __device__ __forceinline__ uint32_t attention_rest() const { return tile(tiles().d_out + kTileBytes); }    // what 16 bits lose of it
   __device__ __forceinline__ uint32_t lower() const { return attention() + kTileBytes; }
+  __device__ __forceinline__ float scale_of_update(int column_16) const { return column_16 < 4 * TILES ? factors().updates[column_16] : 0.f; }
   __device__ __forceinline__ uint32_t barrier(int i) const { return tile(&shared.barriers[i]); }
 
   __device__ __forceinline__ int key_head() const { return static_cast<int>(step.item % p.common.num_k_heads); }

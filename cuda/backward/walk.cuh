@@ -205,9 +205,28 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     chunk::subtract_from_values<T>(x, values, f.read, warp, lane);
     chunk::scale_columns(x, f.beta, lane);
     uint32_t half[4][4];
-    chunk::to_operand<T, true>(half, x);
-    multiply_now<T, WGMMA, false>(x, half, ptx::shared_address(stage.inverse), false, lane);
-    if (walk.store) chunk::put_out<T>(x, values, warp, lane);
+    const RowScales scales = to_scaled_operand(half, x);
+    float y[8][4];    // also U / beta, in f16 and divided by a power of two
+    multiply_now<__half, WGMMA, false>(y, half, ptx::shared_address(stage.inverse), false, lane);
+    add_rounded(x, half, y, scales.up);
+    if (walk.store) {
+      float most = 0.f;
+#pragma unroll
+      for (int t = 0; t < 8; ++t)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) y[t][c] = x[t][c];
+      chunk::scale_columns(y, f.unbeta, lane);
+#pragma unroll
+      for (int t = 0; t < 8; ++t)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) most = fmaxf(most, fabsf(y[t][c]));
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+      const RowScales s = scales_of_rows(most, most);
+      chunk::scale(y, s.down[0]);
+      chunk::put_out<__half>(y, values, warp, lane);
+      if (lane == 0) w.buffers.records[w.index(i)].tokens.updates[4 * w.s.tile + warp] = s.up[0];
+    }
 
     // The new state.
     chunk::scale_columns(x, f.write, lane);
@@ -274,34 +293,32 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
 
     // What does not depend on each other: dS K^T, dO^T Att, dO^T Q.
     float x[8][4], y[8][4];
-    uint32_t operand[8][4], half[4][4], out[4][4], queried[4][4];
+    uint32_t operand[8][4], half[4][4], out[4][4], scaled[4][4];
     chunk::to_operand<T, true>(operand, state);
     load_columns(out, values, warp, lane);
     multiply<T, WGMMA, false>(x, operand, keys, false, lane);
     w.template wait_for_queries<STAGES == 2 ? 1 : 0>(step, i);
-    multiply<T, WGMMA, true>(y, out, attention, false, lane);
-#pragma unroll
-    for (int m = 0; m < 4; ++m)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) queried[m][c] = out[m][c];
-    scale_operand<T>(queried, f.query, lane);
+    const RowScales out_scales = to_scaled_operand<T>(scaled, out);
+    multiply<__half, WGMMA, true>(y, scaled, attention, false, lane);
+    scale_operand<T>(out, f.query, lane);
     chunk::scale(state, f.decay);
-    multiply<T, WGMMA, true>(state, queried, queries, true, lane);
+    multiply<T, WGMMA, true>(state, out, queries, true, lane);
     w.store_image(operand, w.buffers.gradients, i);
 
     // The gradients of U and v.
-    wait<WGMMA, 1>(x, operand, out);
+    wait<WGMMA, 1>(x, operand, scaled);
     wait<WGMMA, 1>(y);
     chunk::scale_columns(x, f.write, lane);
 #pragma unroll
     for (int t = 0; t < 8; ++t)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x[t][c] += y[t][c];
-    chunk::to_operand<T, true>(half, x);
-    multiply<T, WGMMA, true>(x, half, ptx::shared_address(stage.inverse), false, lane);
-    wait<WGMMA>(x, half, queried);
+      for (int c = 0; c < 4; ++c) x[t][c] = fmaf(y[t][c], out_scales.up[c / 2], x[t][c]);
+    const RowScales scales = to_scaled_operand(half, x);
+    multiply<__half, WGMMA, true>(y, half, ptx::shared_address(stage.inverse), false, lane);
+    wait<WGMMA>(y, half, out);
     wait<WGMMA>(state);
     if (WGMMA && QUERIES == 1) __syncthreads(), w.load_queries(step + 1, i - 1);    // where this chunk's were
+    add_rounded(x, half, y, scales.up);
     chunk::scale_columns(x, f.beta, lane);
     chunk::pack_out<T>(out, x);
 

@@ -23,7 +23,7 @@ constexpr int kTileWarps = 4, kTileThreads = 32 * kTileWarps, kLaneChannels = kT
 template <typename T, int W> struct BackwardTile {
   static constexpr int kTokens = tile_tokens(sizeof(T)), kOwn = kTokens / kTileWarps, kBefore = W - 1;
   static constexpr int kInputs = kTokens + 2 * kBefore, kGradients = kTokens + kBefore;    // rows of x from kBefore before the tile on, and of dy
-  static constexpr int kBlocks = W <= 2 ? 5 : W <= 4 ? 4 : W <= 6 ? 3 : 2;
+  static constexpr int kBlocks = W == 4 && std::is_same_v<T, __half> ? 3 : W <= 2 ? 5 : W <= 4 ? 4 : W <= 6 ? 3 : 2;
   union Shared {
     struct {
       alignas(16) T x[kInputs][kTileChannels];

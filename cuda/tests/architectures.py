@@ -30,6 +30,8 @@ def expected(file, arch):
         return [PRODUCTS, COPIES], [WARPGROUPS]
     if file == "chunk/sm90_bf16_f32.cu":
         return ([WARPGROUPS, TMA], []) if hopper else ([], [WARPGROUPS, PRODUCTS])
+    if file == "backward/chunk_bf16.cu":
+        return [PRODUCTS, COPIES, *([WARPGROUPS, TMA] if hopper else [])], ([] if hopper else [WARPGROUPS, TMA])
     if file == "chunk/combine.cu":
         return ["HMMA.1688", *(of_clusters if newer else [])], ([] if newer else of_clusters)
     if file == "step/step_bf16.cu":

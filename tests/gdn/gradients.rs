@@ -219,9 +219,9 @@ fn sequences_do_not_meet() {
                 }
             }
             let changed = changed.run();
-            for i in 0..5 {
+            for (i, name) in NAMES.iter().enumerate().take(5) {
                 let part = |out: &Outcome| bits(&out.gradients[i].as_ref().unwrap().narrow(0, 0, 42).unwrap());
-                assert_eq!(part(&changed), part(&all), "{}", NAMES[i]);
+                assert_eq!(part(&changed), part(&all), "{name}");
             }
         }
     }

@@ -27,7 +27,7 @@ fn differences<const N: usize>(x: [&[f64]; N], d: &[f64], f: impl Fn([&[f64]; N]
     let loss = |x: [&[f64]; N]| f(x).iter().zip(d).map(|(y, d)| y * d).sum::<f64>();
     std::array::from_fn(|argument| {
         let mut moved = x[argument].to_vec();
-        let mut at = |moved: &[f64]| {
+        let at = |moved: &[f64]| {
             let mut all = x;
             all[argument] = moved;
             loss(all)

@@ -8,8 +8,9 @@ the repository small, the first six ops cases keep every 8th row of the value di
 row of the final recurrent state: rows of V do not depend on each other, so what is left is exact. Of the Qwen3.5 layer
 only three of the five runs are kept. Of the gradients (by autograd, in float64) one case each is kept: of the rule one with zero
 rows and empty sequences, with every 8th row of the final state and of its gradient; of the layer the first, with every 4th row
-of the gradients of the matrices. The adapters in lora, which PEFT 0.21.2 wrote, are three of the full ones as they are. The tests
-read the full files instead when CANDLE_GDN_GOLDENS names their folder.
+of the gradients of the matrices. The adapters in lora, which PEFT 0.21.2 wrote, are three of the full ones as they are, and
+demo_training, which torch computed in float32, is the full file. The tests read the full files instead when CANDLE_GDN_GOLDENS
+names their folder.
 """
 import json
 import sys

@@ -33,6 +33,8 @@ fn modified(path: &Path) -> SystemTime {
 fn newest(dir: &Path) -> SystemTime {
     let paths = std::fs::read_dir(dir).expect("a directory").map(|entry| entry.expect("an entry").path());
     let times = paths.filter_map(|path| match path.extension() {
+        // A program is not built of its tests.
+        _ if path.file_stem().is_some_and(|name| name == "tests") => None,
         _ if path.is_dir() => Some(newest(&path)),
         Some(ext) if ext == "rs" => Some(modified(&path)),
         _ => None,

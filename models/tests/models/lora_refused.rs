@@ -1,6 +1,7 @@
 //! Adapters that cannot be merged, each refused by what is wrong with it.
 
-use crate::gguf::{in_fp8, wide};
+use crate::fp8_files::in_fp8;
+use crate::gguf::wide;
 use crate::gguf_writer::{in_a_folder, GgufOfTiny, Layout};
 use crate::lora::{load, Adapter, RANK};
 use crate::parallel::on_ranks;

@@ -19,96 +19,12 @@
 //! ```text
 //! dg_t = sum_(i>=t) (dQ1_i . q_i + dP_i . P_i) + sum_(i>=t>j) (dA A + dL L)_ij + sum_(j<t) dK1_j . k_j + e_n <dS, S>
 //! ```
+#![allow(clippy::needless_range_loop)] // the indices are the formula's
 
 use super::matmul::{product, Base, Left, ALIGN};
-use candle_gdn_core::cpu::simd::{axpy, dot, exp};
+use super::tokens::{transpose, Scratch, Sizes, Square, Tokens, CHUNK};
+use candle_gdn_core::cpu::simd::{axpy, dot};
 use pulp::{Simd, WithSimd};
-
-/// Tokens of a chunk. More would make the products among tokens larger, fewer those with the state less efficient.
-pub const CHUNK: usize = ALIGN;
-
-/// A matrix of two tokens.
-type Square = [[f32; CHUNK]; CHUNK];
-
-/// Head sizes, and the same padded with zeros.
-#[derive(Clone, Copy)]
-pub struct Sizes {
-    pub key_dim: usize,
-    pub value_dim: usize,
-    pub keys: usize,
-    pub values: usize,
-}
-
-impl Sizes {
-    pub fn new(key_dim: usize, value_dim: usize) -> Self {
-        let padded = |dim: usize| dim.next_multiple_of(ALIGN);
-        Self { key_dim, value_dim, keys: padded(key_dim), values: padded(value_dim) }
-    }
-
-    /// Elements of a state `[V, padded K]`.
-    pub fn state(&self) -> usize {
-        self.value_dim * self.keys
-    }
-}
-
-/// The inputs of a chunk, zeros where there is no token.
-pub struct Tokens {
-    pub sizes: Sizes,
-    /// `[2 CHUNK, padded K]`: the queries, scaled, then the keys.
-    pub qk: Vec<f32>,
-    /// `[CHUNK, padded V]`
-    pub v: Vec<f32>,
-    /// `[2 CHUNK, padded V]`: the gradient of o; the second half is that of P.
-    pub d_op: Vec<f32>,
-    pub beta: [f32; CHUNK],
-    pub decays: Decays,
-    /// `[padded K, CHUNK]`: the keys transposed.
-    keys: Vec<f32>,
-    scratch: Scratch,
-}
-
-/// Products of decays.
-pub struct Decays {
-    /// `e`
-    before: [f32; CHUNK],
-    /// `h`
-    after: [f32; CHUNK],
-    /// `e_n`
-    whole: f32,
-    /// `D`, zero above the diagonal.
-    between: Square,
-}
-
-impl Decays {
-    /// Of log decays. Sums are f64: differences of large ones count.
-    pub fn new(log_decays: &[f32; CHUNK]) -> Self {
-        let (mut sums, mut sum) = ([0f64; CHUNK], 0f64);
-        for (s, g) in sums.iter_mut().zip(log_decays) {
-            sum += f64::from(*g);
-            *s = sum;
-        }
-        let mut between = [[0.0; CHUNK]; CHUNK];
-        for (i, row) in between.iter_mut().enumerate() {
-            for (j, d) in row[..=i].iter_mut().enumerate() {
-                *d = exp((sums[i] - sums[j]) as f32);
-            }
-        }
-        Self {
-            before: sums.map(|s| exp(s as f32)),
-            after: sums.map(|s| exp((sum - s) as f32)),
-            whole: exp(sum as f32),
-            between,
-        }
-    }
-}
-
-/// Room for what a chunk computes on its way.
-struct Scratch {
-    /// `[V, CHUNK]`
-    transposed: Vec<f32>,
-    /// `[CHUNK, padded V]`
-    d_u: Vec<f32>,
-}
 
 /// What a chunk leaves for its backward pass: `[CHUNK, padded V]` each.
 pub struct Kept<'a> {
@@ -137,61 +53,6 @@ impl Gradients {
     }
 }
 
-impl Tokens {
-    pub fn new(sizes: Sizes) -> Self {
-        Self {
-            sizes,
-            qk: vec![0.0; 2 * CHUNK * sizes.keys],
-            v: vec![0.0; CHUNK * sizes.values],
-            d_op: vec![0.0; 2 * CHUNK * sizes.values],
-            beta: [0.0; CHUNK],
-            decays: Decays::new(&[0.0; CHUNK]),
-            keys: vec![0.0; sizes.keys * CHUNK],
-            scratch: Scratch { transposed: vec![0.0; sizes.value_dim * CHUNK], d_u: vec![0.0; CHUNK * sizes.values] },
-        }
-    }
-
-    /// The keys times the transpose of a matrix of which `[rows, padded K]` are given: `L` but for the decays.
-    #[inline(always)]
-    fn products<S: Simd>(&self, simd: S, rows: &[f32]) -> Square {
-        let mut out = [[0.0; CHUNK]; CHUNK];
-        let a = Left { data: rows, strides: (self.sizes.keys, 1) };
-        product(simd, (CHUNK, CHUNK, self.sizes.keys), a, &self.keys, Base::None, out.as_flattened_mut());
-        out
-    }
-
-    /// `L` from the products of keys.
-    #[inline(always)]
-    fn lower(&self, keys: &Square) -> Square {
-        let mut l = [[0.0; CHUNK]; CHUNK];
-        for i in 0..CHUNK {
-            for j in 0..i {
-                l[i][j] = self.beta[i] * keys[i][j] * self.decays.between[i][j];
-            }
-        }
-        l
-    }
-
-    #[inline(always)]
-    fn transpose_keys(&mut self) {
-        let keys = self.sizes.keys;
-        transpose(&self.qk[CHUNK * keys..], (CHUNK, keys), (keys, CHUNK), &mut self.keys);
-    }
-}
-
-/// `src [rows, columns]` with rows of `strides.0` elements to `[columns, rows]` with rows of `strides.1`.
-#[inline(always)]
-fn transpose(src: &[f32], (rows, columns): (usize, usize), (from, to): (usize, usize), dst: &mut [f32]) {
-    assert!(src.len() >= (rows - 1) * from + columns && dst.len() >= (columns - 1) * to + rows);
-    for c0 in (0..columns).step_by(16) {
-        for c in c0..columns.min(c0 + 16) {
-            for r in 0..rows {
-                dst[c * to + r] = src[r * from + c];
-            }
-        }
-    }
-}
-
 /// P and U of a chunk, and the state after it where it is wanted.
 pub struct Forward<'a, 'b> {
     pub tokens: &'a mut Tokens,
@@ -212,7 +73,7 @@ impl WithSimd for Forward<'_, '_> {
         let key_rows = CHUNK * keys..2 * CHUNK * keys;
         let l = tokens.lower(&tokens.products(simd, &tokens.qk[key_rows.clone()]));
         let transposed = &mut tokens.scratch.transposed;
-        let rows = Left { data: state, strides: (keys, 1) };
+        let rows = Left::Rows(state, keys);
         product(simd, (value_dim, CHUNK, keys), rows, &tokens.keys, Base::None, transposed);
         transpose(transposed, (value_dim, CHUNK), (CHUNK, values), kept.p);
         for i in 0..CHUNK {
@@ -229,7 +90,7 @@ impl WithSimd for Forward<'_, '_> {
         for (row, after) in tokens.qk[key_rows.clone()].chunks_exact_mut(keys).zip(tokens.decays.after) {
             row.iter_mut().for_each(|k| *k *= after);
         }
-        let u = Left { data: kept.u, strides: (1, values) };
+        let u = Left::Columns(kept.u, values);
         let base = Base::Other(state, tokens.decays.whole);
         product(simd, (value_dim, keys, CHUNK), u, &tokens.qk[key_rows], base, next);
     }
@@ -282,14 +143,14 @@ impl Backward<'_> {
         let mut a = tokens.products(simd, &tokens.qk[..CHUNK * keys]);
         masked(&mut a, &tokens.decays.between);
 
-        let Scratch { transposed, d_u } = &mut tokens.scratch;
-        let rows = Left { data: self.d_state, strides: (keys, 1) };
+        let Scratch { transposed, d_u, .. } = &mut tokens.scratch;
+        let rows = Left::Rows(self.d_state, keys);
         product(simd, (value_dim, CHUNK, keys), rows, &tokens.keys, Base::None, transposed);
         transpose(transposed, (value_dim, CHUNK), (CHUNK, values), d_u);
         for (row, after) in d_u.chunks_exact_mut(values).zip(tokens.decays.after) {
             row.iter_mut().for_each(|d| *d *= after);
         }
-        let a_t = Left { data: a.as_flattened(), strides: (1, CHUNK) };
+        let a_t = Left::Columns(a.as_flattened(), CHUNK);
         product(simd, (CHUNK, values, CHUNK), a_t, &tokens.d_op, Base::Own(1.0), d_u);
         for i in (0..CHUNK).rev() {
             let (rest, done) = d_u.split_at_mut((i + 1) * values);
@@ -329,10 +190,10 @@ impl Backward<'_> {
     /// one after it.
     #[inline(always)]
     fn keys<S: Simd>(&mut self, simd: S, pairs: &Pairs) -> [[f32; CHUNK]; 2] {
-        let (tokens, out) = (&*self.tokens, &mut *self.out);
+        let (tokens, out) = (&mut *self.tokens, &mut *self.out);
         let Sizes { value_dim, keys, values, .. } = tokens.sizes;
         let (q, k) = tokens.qk.split_at(CHUNK * keys);
-        let d_op = Left { data: &tokens.d_op, strides: (values, 1) };
+        let d_op = Left::Rows(&tokens.d_op, values);
         product(simd, (2 * CHUNK, keys, value_dim), d_op, self.state, Base::None, &mut out.qk);
         let (d_q, d_k) = out.qk.split_at_mut(CHUNK * keys);
         let (mut across, mut inside) = ([0.0; CHUNK], [0.0; CHUNK]);
@@ -344,9 +205,8 @@ impl Backward<'_> {
             across[i] = dot(simd, d_q, &q[key_row]) + dot(simd, &d_p[value_row.clone()], &self.p[value_row]);
         }
         // K by U dS, into a place of its own for its share of the log decays.
-        let mut d_k1 = [0.0; CHUNK * 256];
-        let d_k1 = &mut d_k1[..CHUNK * keys];
-        let u = Left { data: self.u, strides: (values, 1) };
+        let d_k1 = &mut tokens.scratch.d_k1;
+        let u = Left::Rows(self.u, values);
         product(simd, (CHUNK, keys, value_dim), u, self.d_state, Base::None, d_k1);
         for i in 0..CHUNK {
             let row = i * keys..(i + 1) * keys;
@@ -367,9 +227,9 @@ impl Backward<'_> {
                 both[j][CHUNK + i] += m;
             }
         }
-        let f = Left { data: f.as_flattened(), strides: (CHUNK, 1) };
+        let f = Left::Rows(f.as_flattened(), CHUNK);
         product(simd, (CHUNK, keys, CHUNK), f, k, Base::Own(1.0), d_q);
-        let both = Left { data: both.as_flattened(), strides: (2 * CHUNK, 1) };
+        let both = Left::Rows(both.as_flattened(), 2 * CHUNK);
         product(simd, (CHUNK, keys, 2 * CHUNK), both, &tokens.qk, Base::Own(1.0), d_k);
         [across, inside]
     }
@@ -396,7 +256,7 @@ impl Backward<'_> {
         for (row, before) in tokens.qk.chunks_exact_mut(keys).zip(tokens.decays.before) {
             row.iter_mut().for_each(|q| *q *= before);
         }
-        let d_op = Left { data: &tokens.d_op, strides: (1, values) };
+        let d_op = Left::Columns(&tokens.d_op, values);
         let base = Base::Own(tokens.decays.whole);
         product(simd, (value_dim, keys, 2 * CHUNK), d_op, &tokens.qk, base, self.d_state);
     }
@@ -407,7 +267,7 @@ impl Backward<'_> {
 #[inline(always)]
 fn with_updates<S: Simd>(simd: S, rows: &[f32], values: usize, updates: &[f32]) -> Square {
     let mut out = [[0.0; CHUNK]; CHUNK];
-    let a = Left { data: rows, strides: (values, 1) };
+    let a = Left::Rows(rows, values);
     product(simd, (CHUNK, CHUNK, updates.len() / CHUNK), a, updates, Base::None, out.as_flattened_mut());
     out
 }

@@ -1,11 +1,13 @@
 //! The backward pass of the rule: one task per (sequence, value head), which walks the chunks of its sequence forward for the states
 //! between them, and back for the gradients. The key heads' share of each value head is summed by a second loop.
 
-use super::chunk::{Backward, Decays, Forward, Gradients, Kept, Sizes, Tokens, CHUNK};
+use super::chunk::{Backward, Forward, Gradients, Kept};
+use super::tokens::{Decays, Sizes, Tokens, CHUNK};
 use crate::rule::cpu::kernel::Rule;
 use candle_gdn_core::cpu::simd::dispatch;
 use candle_gdn_core::cpu::{parallel, Element, Heads, Shared};
 use pulp::{Simd, WithSimd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Bytes of states that a task keeps at a time. A longer sequence is walked forward once more, for the states where its segments begin.
 const KEPT_BYTES: usize = 16 << 20;
@@ -47,9 +49,10 @@ impl<T: Element> RuleBackward<'_, T> {
             q: Shared::new(&mut q),
             k: Shared::new(&mut k),
         };
+        let rooms = Mutex::default();
         let work = 4 * sizes.key_dim * sizes.value_dim * tokens.div_ceil(count.max(1));
         parallel(count * sizes.value_heads, work, |task| {
-            Head::new(self, task / sizes.value_heads, task % sizes.value_heads).run(parts);
+            Head::new(self, task / sizes.value_heads, task % sizes.value_heads).run(parts, &rooms);
         });
         let qkv = &parts.qkv;
         parallel(count * sizes.key_heads, sizes.key_dim * tokens, |task| {
@@ -106,12 +109,18 @@ impl<T: Element> WithSimd for Unnormalise<'_, '_, T> {
         if rule.l2norm {
             // Eight partial sums, so that the loop vectorises.
             let (mut squares, mut products) = ([0f64; 8], [0f64; 8]);
-            for (x, d) in x.chunks(8).zip(sums.chunks(8)) {
-                for (i, (x, d)) in x.iter().zip(d).enumerate() {
-                    let x = f64::from(x.to_f32());
+            let ((x, x_tail), (d, d_tail)) = (x.as_chunks::<8>(), sums.as_chunks::<8>());
+            for (x, d) in x.iter().zip(d) {
+                for i in 0..8 {
+                    let x = f64::from(x[i].to_f32());
                     squares[i] += x * x;
-                    products[i] += x * f64::from(*d);
+                    products[i] += x * f64::from(d[i]);
                 }
+            }
+            for (x, d) in x_tail.iter().zip(d_tail) {
+                let x = f64::from(x.to_f32());
+                squares[0] += x * x;
+                products[0] += x * f64::from(*d);
             }
             let square = squares.iter().sum::<f64>() + rule.l2_eps;
             factor /= square.sqrt();
@@ -168,17 +177,16 @@ impl<'a, 'b, T: Element> Head<'a, 'b, T> {
         (self.n * self.call.rule.sizes.value_heads + self.h) * self.sizes.value_dim * self.sizes.key_dim
     }
 
-    fn run(&self, parts: &Parts<'_, '_, T>) {
+    fn run(&self, parts: &Parts<'_, '_, T>, rooms: &Mutex<Vec<Room>>) {
         let Sizes { key_dim, value_dim, keys, values } = self.sizes;
         let mut d_state = self.padded(self.call.d_last);
         let chunks = self.tokens.div_ceil(CHUNK);
         if chunks > 0 {
             let per_segment = (KEPT_BYTES / (4 * self.sizes.state())).clamp(1, chunks);
-            let mut tokens = Tokens::new(self.sizes);
-            let mut states = vec![0.0; per_segment * self.sizes.state()];
-            let [mut p, mut u] = [(); 2].map(|()| vec![0.0; per_segment * CHUNK * values]);
-            let begins = self.segments(chunks, per_segment, &mut tokens);
-            let mut out = Gradients::new(self.sizes);
+            let mut room = lock(rooms).pop().unwrap_or_else(|| Room::new(self.sizes));
+            room.reserve(per_segment);
+            let Room { tokens, states, p, u, out } = &mut room;
+            let begins = self.segments(chunks, per_segment, tokens);
             for (segment, begin) in begins.iter().enumerate().rev() {
                 let range = segment * per_segment..chunks.min((segment + 1) * per_segment);
                 let (size, rows) = (self.sizes.state(), CHUNK * values);
@@ -187,22 +195,23 @@ impl<'a, 'b, T: Element> Head<'a, 'b, T> {
                     let (known, next) = states.split_at_mut((i + 1) * size);
                     let next = (chunk + 1 < range.end).then(|| &mut next[..size]);
                     let kept = Kept { p: &mut p[i * rows..][..rows], u: &mut u[i * rows..][..rows] };
-                    self.load_keys(chunk, &mut tokens);
-                    dispatch(Forward { tokens: &mut tokens, state: &known[i * size..], kept, next });
+                    self.load_keys(chunk, tokens);
+                    dispatch(Forward { tokens, state: &known[i * size..], kept, next });
                 }
                 for (i, chunk) in range.enumerate().rev() {
-                    self.load(chunk, &mut tokens);
+                    self.load(chunk, tokens);
                     dispatch(Backward {
-                        tokens: &mut tokens,
+                        tokens,
                         state: &states[i * size..][..size],
                         p: &p[i * rows..][..rows],
                         u: &u[i * rows..][..rows],
                         d_state: &mut d_state,
-                        out: &mut out,
+                        out,
                     });
-                    self.store(chunk, &out, parts);
+                    self.store(chunk, out, parts);
                 }
             }
+            lock(rooms).push(room);
         }
         // SAFETY: each task owns its head of the state.
         let state = unsafe { parts.state.part(self.state_start(), value_dim * key_dim) };
@@ -230,6 +239,7 @@ impl<'a, 'b, T: Element> Head<'a, 'b, T> {
     }
 
     /// The keys, values and gates of a chunk.
+    #[allow(clippy::needless_range_loop)] // three arrays and a tensor
     fn load_keys(&self, chunk: usize, tokens: &mut Tokens) {
         let (rule, Sizes { key_dim, value_dim, keys, values }) = (&self.call.rule, self.sizes);
         let mut log_decays = [0.0; CHUNK];
@@ -291,6 +301,39 @@ impl<'a, 'b, T: Element> Head<'a, 'b, T> {
             (log_decay[0], beta[0]) = (out.log_decay[i], out.beta[i]);
         }
     }
+}
+
+/// What a task works in, used again by the next one of its thread: new memory would have to be mapped each time. All is written
+/// before it is read.
+struct Room {
+    tokens: Tokens,
+    states: Vec<f32>,
+    p: Vec<f32>,
+    u: Vec<f32>,
+    out: Gradients,
+}
+
+impl Room {
+    fn new(sizes: Sizes) -> Self {
+        let [states, p, u] = [(); 3].map(|()| vec![]);
+        Self { tokens: Tokens::new(sizes), states, p, u, out: Gradients::new(sizes) }
+    }
+
+    /// For so many chunks.
+    fn reserve(&mut self, chunks: usize) {
+        let sizes = self.tokens.sizes;
+        for (data, len) in [
+            (&mut self.states, sizes.state()),
+            (&mut self.p, CHUNK * sizes.values),
+            (&mut self.u, CHUNK * sizes.values),
+        ] {
+            data.resize(data.len().max(chunks * len), 0.0);
+        }
+    }
+}
+
+fn lock(rooms: &Mutex<Vec<Room>>) -> MutexGuard<'_, Vec<Room>> {
+    rooms.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn widen<T: Element>(src: &[T], dst: &mut [f32]) {

@@ -1,7 +1,8 @@
 //! Products of matrices small enough for a core's caches: `C = keep * base + A B`, the columns of B and C along the vectors, the
-//! elements of A, in any strides, one at a time.
+//! elements of A one at a time. Loops instead of closures, which would not be compiled for the instruction set.
+#![allow(clippy::needless_range_loop)]
 
-use pulp::Simd;
+use pulp::{NullaryFnOnce, Simd};
 
 /// Columns are padded to a multiple of this, which is a multiple of every vector's length.
 pub const ALIGN: usize = 16;
@@ -16,11 +17,11 @@ pub enum Base<'a> {
     Other(&'a [f32], f32),
 }
 
-/// `A [m, k]` with the strides of its rows and columns.
+/// `A [m, k]`, with the elements from one of its rows, or columns, to the next.
 #[derive(Clone, Copy)]
-pub struct Left<'a> {
-    pub data: &'a [f32],
-    pub strides: (usize, usize),
+pub enum Left<'a> {
+    Rows(&'a [f32], usize),
+    Columns(&'a [f32], usize),
 }
 
 /// Rows, columns (a multiple of [`ALIGN`]) and the length of the sums. B is `[k, n]` and C is `[m, n]`, both contiguous.
@@ -33,125 +34,137 @@ pub fn product<S: Simd>(
     base: Base<'_>,
     c: &mut [f32],
 ) {
-    assert!(n % ALIGN == 0 && b.len() >= k * n && c.len() >= m * n);
-    assert!(m == 0 || k == 0 || a.data.len() > (m - 1) * a.strides.0 + (k - 1) * a.strides.1);
-    let (base, keep) = match base {
-        Base::None => (c.as_ptr(), None),
-        Base::Own(keep) => (c.as_ptr(), Some(keep)),
-        Base::Other(base, keep) => {
-            assert!(base.len() >= m * n);
-            (base.as_ptr(), Some(keep))
-        }
+    let (b, _) = S::as_simd_f32s(&b[..k * n]);
+    let (c, _) = S::as_mut_simd_f32s(&mut c[..m * n]);
+    let keep = match base {
+        Base::None => Keep::None,
+        Base::Own(keep) => Keep::Own(keep),
+        Base::Other(other, keep) => Keep::Other(S::as_simd_f32s(&other[..m * n]).0, keep),
     };
-    let call = Call { n, k, a, b, base, keep };
+    let call = Call { n: n / S::F32_LANES, k, a, b, keep };
     // Sixteen sums of 32 registers, or eight of 16.
     match S::F32_LANES {
-        16 => call.panels::<S, 8>(simd, m, c),
-        _ => call.panels::<S, 4>(simd, m, c),
+        16 => call.panels::<8>(simd, m, c),
+        _ => call.panels::<4>(simd, m, c),
     }
 }
 
-struct Call<'a> {
+struct Call<'a, S: Simd> {
+    /// In vectors.
     n: usize,
     k: usize,
     a: Left<'a>,
-    b: &'a [f32],
-    base: *const f32,
-    keep: Option<f32>,
+    b: &'a [S::f32s],
+    keep: Keep<'a, S>,
 }
 
-impl Call<'_> {
-    /// Columns outside, so that those of B stay in the first-level cache for all rows of A.
-    #[inline(always)]
-    fn panels<S: Simd, const ROWS: usize>(&self, simd: S, m: usize, c: &mut [f32]) {
-        let mut column = 0;
-        while column + 2 * S::F32_LANES <= self.n {
-            self.rows::<S, ROWS, 2>(simd, m, column, c);
-            column += 2 * S::F32_LANES;
-        }
-        if column < self.n {
-            self.rows::<S, ROWS, 1>(simd, m, column, c);
-        }
-    }
+/// [`Base`] in vectors.
+enum Keep<'a, S: Simd> {
+    None,
+    Own(f32),
+    Other(&'a [S::f32s], f32),
+}
+
+/// All rows of some columns.
+struct Panel<'a, S: Simd, const ROWS: usize, const VECTORS: usize> {
+    call: &'a Call<'a, S>,
+    simd: S,
+    m: usize,
+    column: usize,
+    c: &'a mut [S::f32s],
+}
+
+impl<S: Simd, const ROWS: usize, const VECTORS: usize> NullaryFnOnce for Panel<'_, S, ROWS, VECTORS> {
+    type Output = ();
 
     #[inline(always)]
-    fn rows<S: Simd, const ROWS: usize, const VECTORS: usize>(&self, simd: S, m: usize, column: usize, c: &mut [f32]) {
+    fn call(self) {
+        let Self { call, simd, m, column, c } = self;
         let mut row = 0;
         while row + ROWS <= m {
-            // SAFETY: `product` has checked that these rows and columns lie in the slices.
-            unsafe { self.tile::<S, ROWS, VECTORS>(simd, row, column, c) };
+            call.tile::<ROWS, VECTORS>(simd, row, column, c);
             row += ROWS;
         }
         for row in row..m {
-            // SAFETY: as above.
-            unsafe { self.tile::<S, 1, VECTORS>(simd, row, column, c) };
+            call.tile::<1, VECTORS>(simd, row, column, c);
         }
     }
+}
 
-    /// # Safety
-    /// The rows from `row` on and the columns from `column` on must lie in the matrices.
-    #[allow(clippy::needless_range_loop)] // closures would not be compiled for the instruction set
+impl<S: Simd> Call<'_, S> {
+    /// Columns outside, so that those of B stay in the first-level cache for all rows of A. A panel is a function of its own: in one
+    /// as large as all of a chunk the compiler keeps the sums in memory.
     #[inline(always)]
-    unsafe fn tile<S: Simd, const ROWS: usize, const VECTORS: usize>(
-        &self,
-        simd: S,
-        row: usize,
-        column: usize,
-        c: &mut [f32],
-    ) {
-        let (row_stride, column_stride) = self.a.strides;
-        let mut sums = [[simd.splat_f32s(0.0); VECTORS]; ROWS];
-        let mut a = self.a.data.as_ptr().add(row * row_stride);
-        let mut b = self.b.as_ptr().add(column);
-        for _ in 0..self.k {
-            let mut values = [simd.splat_f32s(0.0); VECTORS];
-            for i in 0..VECTORS {
-                values[i] = load::<S>(b, i);
-            }
-            for r in 0..ROWS {
-                let factor = simd.splat_f32s(*a.add(r * row_stride));
-                for i in 0..VECTORS {
-                    sums[r][i] = simd.mul_add_e_f32s(factor, values[i], sums[r][i]);
-                }
-            }
-            a = a.wrapping_add(column_stride);
-            b = b.wrapping_add(self.n);
+    fn panels<const ROWS: usize>(&self, simd: S, m: usize, c: &mut [S::f32s]) {
+        let mut column = 0;
+        while column + 2 <= self.n {
+            simd.vectorize(Panel::<'_, S, ROWS, 2> { call: self, simd, m, column, c });
+            column += 2;
         }
-        // One loop each, small enough to be unrolled: else the sums lie in memory all along.
-        let c = c.as_mut_ptr().add(row * self.n + column);
-        match self.keep {
-            None => {
+        if column < self.n {
+            simd.vectorize(Panel::<'_, S, ROWS, 1> { call: self, simd, m, column, c });
+        }
+    }
+
+    #[inline(always)]
+    fn tile<const ROWS: usize, const VECTORS: usize>(&self, simd: S, row: usize, column: usize, c: &mut [S::f32s]) {
+        let mut sums = [[simd.splat_f32s(0.0); VECTORS]; ROWS];
+        let b = self.b.chunks_exact(self.n);
+        match self.a {
+            Left::Rows(data, stride) => {
+                let mut rows = [&[][..]; ROWS];
                 for r in 0..ROWS {
-                    for i in 0..VECTORS {
-                        store::<S>(c.add(r * self.n), i, sums[r][i]);
+                    rows[r] = &data[(row + r) * stride..][..self.k];
+                }
+                for (p, b) in (0..self.k).zip(b) {
+                    let b = &b[column..column + VECTORS];
+                    for r in 0..ROWS {
+                        let factor = simd.splat_f32s(rows[r][p]);
+                        for i in 0..VECTORS {
+                            sums[r][i] = simd.mul_add_e_f32s(factor, b[i], sums[r][i]);
+                        }
                     }
                 }
             }
-            Some(keep) => {
-                let (keep, base) = (simd.splat_f32s(keep), self.base.add(row * self.n + column));
-                for r in 0..ROWS {
-                    for i in 0..VECTORS {
-                        let sum = simd.mul_add_e_f32s(keep, load::<S>(base.add(r * self.n), i), sums[r][i]);
-                        store::<S>(c.add(r * self.n), i, sum);
+            Left::Columns(data, stride) => {
+                for (a, b) in data.chunks(stride).zip(b) {
+                    let (a, b) = (&a[row..row + ROWS], &b[column..column + VECTORS]);
+                    for r in 0..ROWS {
+                        let factor = simd.splat_f32s(a[r]);
+                        for i in 0..VECTORS {
+                            sums[r][i] = simd.mul_add_e_f32s(factor, b[i], sums[r][i]);
+                        }
                     }
+                }
+            }
+        }
+        // Written out: in a loop that is not unrolled the sums would lie in memory, there and above.
+        macro_rules! store {
+            ($($r:literal)+) => {
+                $(if $r < ROWS {
+                    self.store(simd, sums[$r % ROWS], (row + $r) * self.n + column, c);
+                })+
+            };
+        }
+        store!(0 1 2 3 4 5 6 7);
+    }
+
+    #[inline(always)]
+    fn store<const VECTORS: usize>(&self, simd: S, sums: [S::f32s; VECTORS], start: usize, c: &mut [S::f32s]) {
+        let c = &mut c[start..start + VECTORS];
+        match self.keep {
+            Keep::None => c.copy_from_slice(&sums),
+            Keep::Own(keep) => {
+                for i in 0..VECTORS {
+                    c[i] = simd.mul_add_e_f32s(simd.splat_f32s(keep), c[i], sums[i]);
+                }
+            }
+            Keep::Other(base, keep) => {
+                let base = &base[start..start + VECTORS];
+                for i in 0..VECTORS {
+                    c[i] = simd.mul_add_e_f32s(simd.splat_f32s(keep), base[i], sums[i]);
                 }
             }
         }
     }
-}
-
-/// # Safety
-/// As [`load`].
-#[inline(always)]
-unsafe fn store<S: Simd>(data: *mut f32, i: usize, value: S::f32s) {
-    data.add(i * S::F32_LANES).cast::<S::f32s>().write_unaligned(value);
-}
-
-/// Vector `i` from an address on.
-///
-/// # Safety
-/// It must lie in what the address is of.
-#[inline(always)]
-unsafe fn load<S: Simd>(data: *const f32, i: usize) -> S::f32s {
-    data.add(i * S::F32_LANES).cast::<S::f32s>().read_unaligned()
 }

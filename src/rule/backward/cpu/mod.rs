@@ -3,6 +3,7 @@
 mod chunk;
 mod kernel;
 mod matmul;
+mod tokens;
 
 use super::{DiffPlan, RuleDiff, OP};
 use crate::reference::Dims;

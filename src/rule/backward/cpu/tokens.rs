@@ -1,0 +1,172 @@
+//! The tokens of a chunk, and what they owe each other: decays, and products of keys and queries.
+#![allow(clippy::needless_range_loop)] // the indices are the formula's
+
+use super::matmul::{product, Base, Left, ALIGN};
+use candle_gdn_core::cpu::simd::{dispatch, exp};
+use pulp::{Simd, WithSimd};
+
+/// Tokens of a chunk. More would make the products among tokens larger, fewer those with the state less efficient.
+pub const CHUNK: usize = ALIGN;
+
+/// A matrix of two tokens.
+pub(super) type Square = [[f32; CHUNK]; CHUNK];
+
+/// Head sizes, and the same padded with zeros.
+#[derive(Clone, Copy)]
+pub struct Sizes {
+    pub key_dim: usize,
+    pub value_dim: usize,
+    pub keys: usize,
+    pub values: usize,
+}
+
+impl Sizes {
+    pub fn new(key_dim: usize, value_dim: usize) -> Self {
+        let padded = |dim: usize| dim.next_multiple_of(ALIGN);
+        Self { key_dim, value_dim, keys: padded(key_dim), values: padded(value_dim) }
+    }
+
+    /// Elements of a state `[V, padded K]`.
+    pub fn state(&self) -> usize {
+        self.value_dim * self.keys
+    }
+}
+
+/// The inputs of a chunk, zeros where there is no token.
+pub struct Tokens {
+    pub sizes: Sizes,
+    /// `[2 CHUNK, padded K]`: the queries, scaled, then the keys.
+    pub qk: Vec<f32>,
+    /// `[CHUNK, padded V]`
+    pub v: Vec<f32>,
+    /// `[2 CHUNK, padded V]`: the gradient of o; the second half is that of P.
+    pub d_op: Vec<f32>,
+    pub beta: [f32; CHUNK],
+    pub decays: Decays,
+    /// `[padded K, CHUNK]`: the keys transposed.
+    pub(super) keys: Vec<f32>,
+    pub(super) scratch: Scratch,
+}
+
+/// Products of decays.
+pub struct Decays {
+    /// `e`
+    pub(super) before: [f32; CHUNK],
+    /// `h`
+    pub(super) after: [f32; CHUNK],
+    /// `e_n`
+    pub(super) whole: f32,
+    /// `D`, zero above the diagonal.
+    pub(super) between: Square,
+}
+
+impl Decays {
+    /// Of log decays. Sums are f64: differences of large ones count.
+    pub fn new(log_decays: &[f32; CHUNK]) -> Self {
+        dispatch(NewDecays(log_decays))
+    }
+}
+
+struct NewDecays<'a>(&'a [f32; CHUNK]);
+
+impl WithSimd for NewDecays<'_> {
+    type Output = Decays;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) -> Decays {
+        let (mut sums, mut sum) = ([0f64; CHUNK], 0f64);
+        for (s, g) in sums.iter_mut().zip(self.0) {
+            sum += f64::from(*g);
+            *s = sum;
+        }
+        let mut decays = Decays {
+            before: [0.0; CHUNK],
+            after: [0.0; CHUNK],
+            whole: exp(sum as f32),
+            between: [[0.0; CHUNK]; CHUNK],
+        };
+        for i in 0..CHUNK {
+            // All of the row, in loops that vectorise; above the diagonal it may be infinite.
+            let row = &mut decays.between[i];
+            for j in 0..CHUNK {
+                row[j] = (sums[i] - sums[j]) as f32;
+            }
+            row.iter_mut().for_each(|d| *d = exp(*d));
+            row[i + 1..].fill(0.0);
+        }
+        decays.before = sums.map(|s| s as f32);
+        decays.before.iter_mut().for_each(|d| *d = exp(*d));
+        decays.after = sums.map(|s| (sum - s) as f32);
+        decays.after.iter_mut().for_each(|d| *d = exp(*d));
+        decays
+    }
+}
+
+/// Room for what a chunk computes on its way.
+pub(super) struct Scratch {
+    /// `[V, CHUNK]`
+    pub(super) transposed: Vec<f32>,
+    /// `[CHUNK, padded V]`
+    pub(super) d_u: Vec<f32>,
+    /// `[CHUNK, padded K]`
+    pub(super) d_k1: Vec<f32>,
+}
+
+impl Tokens {
+    pub fn new(sizes: Sizes) -> Self {
+        Self {
+            sizes,
+            qk: vec![0.0; 2 * CHUNK * sizes.keys],
+            v: vec![0.0; CHUNK * sizes.values],
+            d_op: vec![0.0; 2 * CHUNK * sizes.values],
+            beta: [0.0; CHUNK],
+            decays: Decays::new(&[0.0; CHUNK]),
+            keys: vec![0.0; sizes.keys * CHUNK],
+            scratch: Scratch {
+                transposed: vec![0.0; sizes.value_dim * CHUNK],
+                d_u: vec![0.0; CHUNK * sizes.values],
+                d_k1: vec![0.0; CHUNK * sizes.keys],
+            },
+        }
+    }
+
+    /// The keys times the transpose of a matrix of which `[rows, padded K]` are given: `L` but for the decays.
+    #[inline(always)]
+    pub(super) fn products<S: Simd>(&self, simd: S, rows: &[f32]) -> Square {
+        let mut out = [[0.0; CHUNK]; CHUNK];
+        let a = Left::Rows(rows, self.sizes.keys);
+        product(simd, (CHUNK, CHUNK, self.sizes.keys), a, &self.keys, Base::None, out.as_flattened_mut());
+        out
+    }
+
+    /// `L` from the products of keys.
+    #[inline(always)]
+    pub(super) fn lower(&self, keys: &Square) -> Square {
+        let mut l = [[0.0; CHUNK]; CHUNK];
+        for i in 0..CHUNK {
+            for j in 0..i {
+                l[i][j] = self.beta[i] * keys[i][j] * self.decays.between[i][j];
+            }
+        }
+        l
+    }
+
+    #[inline(always)]
+    pub(super) fn transpose_keys(&mut self) {
+        let keys = self.sizes.keys;
+        transpose(&self.qk[CHUNK * keys..], (CHUNK, keys), (keys, CHUNK), &mut self.keys);
+    }
+}
+
+/// `src [rows, columns]` with rows of `strides.0` elements to `[columns, rows]` with rows of `strides.1`.
+#[inline(always)]
+pub(super) fn transpose(src: &[f32], (rows, columns): (usize, usize), (from, to): (usize, usize), dst: &mut [f32]) {
+    assert!(src.len() >= (rows - 1) * from + columns && dst.len() >= (columns - 1) * to + rows);
+    for c0 in (0..columns).step_by(16) {
+        for c in c0..columns.min(c0 + 16) {
+            for r in 0..rows {
+                dst[c * to + r] = src[r * from + c];
+            }
+        }
+    }
+}
