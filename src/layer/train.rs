@@ -52,8 +52,8 @@ const OP: &str = "TrainableGatedDeltaNet";
 /// Between forward and backward a call keeps, for each token, in elements of x's dtype: x itself (`hidden_size`) and what the input
 /// projection gave (`2 HK K + 2 HV V + 2 HV`), both for the products' own gradients; q, k and v after the convolution (`2 HK K + HV V`);
 /// o, and o after the norm (`HV V` each); and the gates, `8 HV` bytes. With [`TrainableGatedDeltaNet::with_recompute`] it keeps x alone, and the
-/// backward pass runs the forward pass once more. For 16 key heads and 32 value heads of 128, hidden 2048, in bf16 that is 65,920 bytes a
-/// token without (Qwen3-Next's interleaved layout: 24,704 more for the columns in order) and 4,096 with it. A copy of every state is
+/// backward pass runs the forward pass once more. For 16 key heads and 32 value heads of 128, hidden 2048, in bf16 that is 61,824 bytes a
+/// token without (Qwen3-Next's interleaved layout: 41,216 more for its columns in order) and 4,096 with it. A copy of every state is
 /// kept by neither: the backward pass computes them again from one in a chunk of tokens.
 #[derive(Debug, Clone)]
 pub struct TrainableGatedDeltaNet {
@@ -111,7 +111,7 @@ impl TrainableGatedDeltaNet {
     }
 
     /// The layer with a choice: the backward pass runs the forward pass once more, projections included, so that of the layer
-    /// only x is kept until then. It costs about a third more time. The gradients have the same bits.
+    /// only x is kept until then. The gradients have the same bits, unless a projection draws random numbers (a dropout).
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.recompute = recompute;
         self

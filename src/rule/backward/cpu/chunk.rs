@@ -69,10 +69,8 @@ impl WithSimd for Forward<'_, '_> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { tokens, state, kept, next } = self;
         let Sizes { value_dim, keys, values, .. } = tokens.sizes;
-        tokens.transpose_keys();
-        let key_rows = CHUNK * keys..2 * CHUNK * keys;
-        let l = tokens.lower(&tokens.products(simd, &tokens.qk[key_rows.clone()]));
-        let transposed = &mut tokens.scratch.transposed;
+        let l = tokens.lower();
+        let Scratch { transposed, decayed, .. } = &mut tokens.scratch;
         let rows = Left::Rows(state, keys);
         product(simd, (value_dim, CHUNK, keys), rows, &tokens.keys, Base::None, transposed);
         transpose(transposed, (value_dim, CHUNK), (CHUNK, values), kept.p);
@@ -86,13 +84,13 @@ impl WithSimd for Forward<'_, '_> {
             }
         }
         let Some(next) = next else { return };
-        // The keys times h; the plain ones are loaded again for the backward pass.
-        for (row, after) in tokens.qk[key_rows.clone()].chunks_exact_mut(keys).zip(tokens.decays.after) {
-            row.iter_mut().for_each(|k| *k *= after);
+        let rows = decayed.chunks_exact_mut(keys).zip(tokens.qk[CHUNK * keys..].chunks_exact(keys));
+        for ((decayed, k), after) in rows.zip(tokens.decays.after) {
+            decayed.iter_mut().zip(k).for_each(|(d, k)| *d = k * after);
         }
         let u = Left::Columns(kept.u, values);
         let base = Base::Other(state, tokens.decays.whole);
-        product(simd, (value_dim, keys, CHUNK), u, &tokens.qk[key_rows], base, next);
+        product(simd, (value_dim, keys, CHUNK), u, decayed, base, next);
     }
 }
 
@@ -111,7 +109,6 @@ pub struct Backward<'a> {
 
 /// What two tokens owe each other: the attention and the triangular system, with their gradients.
 struct Pairs {
-    keys: Square,
     l: Square,
     a: Square,
     d_a: Square,
@@ -137,10 +134,8 @@ impl Backward<'_> {
     fn pairs<S: Simd>(&mut self, simd: S) -> Pairs {
         let tokens = &mut *self.tokens;
         let Sizes { value_dim, keys, values, .. } = tokens.sizes;
-        tokens.transpose_keys();
-        let products = tokens.products(simd, &tokens.qk[CHUNK * keys..]);
-        let l = tokens.lower(&products);
-        let mut a = tokens.products(simd, &tokens.qk[..CHUNK * keys]);
+        let l = tokens.lower();
+        let mut a = tokens.with_keys[1];
         masked(&mut a, &tokens.decays.between);
 
         let Scratch { transposed, d_u, .. } = &mut tokens.scratch;
@@ -162,7 +157,7 @@ impl Backward<'_> {
         let d_a = with_updates(simd, &tokens.d_op[..CHUNK * values], values, transposed);
         let mut d_l = with_updates(simd, d_u, values, transposed);
         d_l.as_flattened_mut().iter_mut().for_each(|d| *d = -*d);
-        Pairs { keys: products, l, a, d_a, d_l }
+        Pairs { l, a, d_a, d_l }
     }
 
     /// The gradients of v, beta and P.
@@ -176,7 +171,7 @@ impl Backward<'_> {
             let (d_b, beta, before) = (&tokens.scratch.d_u[row.clone()], tokens.beta[i], tokens.decays.before[i]);
             let mut d_beta = dot(simd, d_b, &tokens.v[row.clone()]) - before * dot(simd, d_b, &self.p[row.clone()]);
             for j in 0..i {
-                d_beta += pairs.d_l[i][j] * pairs.keys[i][j] * tokens.decays.between[i][j];
+                d_beta += pairs.d_l[i][j] * tokens.with_keys[0][i][j] * tokens.decays.between[i][j];
             }
             self.out.beta[i] = d_beta;
             for ((d_v, d_p), d_b) in self.out.v[row.clone()].iter_mut().zip(&mut d_p[row]).zip(d_b) {
@@ -253,12 +248,15 @@ impl Backward<'_> {
     fn states<S: Simd>(&mut self, simd: S) {
         let tokens = &mut *self.tokens;
         let Sizes { value_dim, keys, values, .. } = tokens.sizes;
-        for (row, before) in tokens.qk.chunks_exact_mut(keys).zip(tokens.decays.before) {
-            row.iter_mut().for_each(|q| *q *= before);
+        let decayed = &mut tokens.scratch.decayed;
+        let rows = decayed.chunks_exact_mut(keys).zip(tokens.qk.chunks_exact(keys));
+        for ((decayed, q), before) in rows.zip(tokens.decays.before) {
+            decayed.iter_mut().zip(q).for_each(|(d, q)| *d = q * before);
         }
+        decayed[CHUNK * keys..].copy_from_slice(&tokens.qk[CHUNK * keys..]);
         let d_op = Left::Columns(&tokens.d_op, values);
         let base = Base::Own(tokens.decays.whole);
-        product(simd, (value_dim, keys, 2 * CHUNK), d_op, &tokens.qk, base, self.d_state);
+        product(simd, (value_dim, keys, 2 * CHUNK), d_op, decayed, base, self.d_state);
     }
 }
 

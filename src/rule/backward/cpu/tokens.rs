@@ -32,7 +32,7 @@ impl Sizes {
     }
 }
 
-/// The inputs of a chunk, zeros where there is no token.
+/// The inputs of a chunk, zeros where there is no token: those of a key head, and those of one of its value heads.
 pub struct Tokens {
     pub sizes: Sizes,
     /// `[2 CHUNK, padded K]`: the queries, scaled, then the keys.
@@ -45,6 +45,8 @@ pub struct Tokens {
     pub decays: Decays,
     /// `[padded K, CHUNK]`: the keys transposed.
     pub(super) keys: Vec<f32>,
+    /// The products of keys, and of queries, with keys.
+    pub(super) with_keys: [Square; 2],
     pub(super) scratch: Scratch,
 }
 
@@ -110,6 +112,8 @@ pub(super) struct Scratch {
     pub(super) d_u: Vec<f32>,
     /// `[CHUNK, padded K]`
     pub(super) d_k1: Vec<f32>,
+    /// `[2 CHUNK, padded K]`: queries and keys times decays.
+    pub(super) decayed: Vec<f32>,
 }
 
 impl Tokens {
@@ -122,26 +126,20 @@ impl Tokens {
             beta: [0.0; CHUNK],
             decays: Decays::new(&[0.0; CHUNK]),
             keys: vec![0.0; sizes.keys * CHUNK],
+            with_keys: [[[0.0; CHUNK]; CHUNK]; 2],
             scratch: Scratch {
                 transposed: vec![0.0; sizes.value_dim * CHUNK],
                 d_u: vec![0.0; CHUNK * sizes.values],
                 d_k1: vec![0.0; CHUNK * sizes.keys],
+                decayed: vec![0.0; 2 * CHUNK * sizes.keys],
             },
         }
     }
 
-    /// The keys times the transpose of a matrix of which `[rows, padded K]` are given: `L` but for the decays.
-    #[inline(always)]
-    pub(super) fn products<S: Simd>(&self, simd: S, rows: &[f32]) -> Square {
-        let mut out = [[0.0; CHUNK]; CHUNK];
-        let a = Left::Rows(rows, self.sizes.keys);
-        product(simd, (CHUNK, CHUNK, self.sizes.keys), a, &self.keys, Base::None, out.as_flattened_mut());
-        out
-    }
-
     /// `L` from the products of keys.
     #[inline(always)]
-    pub(super) fn lower(&self, keys: &Square) -> Square {
+    pub(super) fn lower(&self) -> Square {
+        let keys = &self.with_keys[0];
         let mut l = [[0.0; CHUNK]; CHUNK];
         for i in 0..CHUNK {
             for j in 0..i {
@@ -150,11 +148,27 @@ impl Tokens {
         }
         l
     }
+}
+
+/// What all value heads of a key head share, of keys that were loaded; the products of queries only where they are wanted.
+pub struct Prepare<'a> {
+    pub tokens: &'a mut Tokens,
+    pub queries: bool,
+}
+
+impl WithSimd for Prepare<'_> {
+    type Output = ();
 
     #[inline(always)]
-    pub(super) fn transpose_keys(&mut self) {
-        let keys = self.sizes.keys;
-        transpose(&self.qk[CHUNK * keys..], (CHUNK, keys), (keys, CHUNK), &mut self.keys);
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Tokens { sizes, qk, keys: transposed, with_keys, .. } = self.tokens;
+        let keys = sizes.keys;
+        transpose(&qk[CHUNK * keys..], (CHUNK, keys), (keys, CHUNK), transposed);
+        let rows = [&qk[CHUNK * keys..], &qk[..CHUNK * keys]];
+        for (rows, out) in rows.into_iter().zip(with_keys).take(1 + usize::from(self.queries)) {
+            let (a, out) = (Left::Rows(rows, keys), out.as_flattened_mut());
+            product(simd, (CHUNK, CHUNK, keys), a, transposed, Base::None, out);
+        }
     }
 }
 
