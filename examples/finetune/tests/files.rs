@@ -82,7 +82,8 @@ fn served(dir: &Path, dtype: DType, ids: &[u32]) -> Result<Vec<f64>> {
 fn a_trained_checkpoint_is_served() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let mut run = run(options(true), DType::F32, &Device::Cpu)?;
-    (run.step()?, run.step()?);
+    run.step()?;
+    run.step()?;
     run.save(dir.path())?;
     let ids: Vec<u32> = (1..30).map(|i| i * 31).collect();
     let pack = Pack::new(&[&ids], &Device::Cpu)?;
