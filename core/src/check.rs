@@ -2,8 +2,9 @@
 //! expected and what came.
 
 use crate::cpu;
+use crate::CuSeqlens;
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{bail, CpuStorage, CudaDevice, DType, Device, Layout, Result, Storage, Tensor};
+use candle_core::{bail, CpuStorage, CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
 
 /// Where the rows of a tensor `[sequence, token, head, dim]` lie, in elements of its storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,6 +24,14 @@ pub fn heads<T>(data: &[T], layout: HeadsLayout) -> cpu::Heads<'_, T> {
         head_stride: layout.head_stride,
     }
 }
+
+/// An argument of an op as candle gives it on the CPU, and on CUDA.
+pub type CpuArg<'a> = (&'a CpuStorage, &'a Layout);
+pub type CudaArg<'a> = (&'a CudaStorage, &'a Layout);
+
+/// What an op returns to candle.
+pub type CpuOutput = Result<(CpuStorage, Shape)>;
+pub type CudaOutput = Result<(CudaStorage, Shape)>;
 
 pub fn storage_dtype(storage: &CpuStorage) -> DType {
     BackendStorage::dtype(storage)
@@ -47,7 +56,7 @@ impl<'a> Arg<'a> {
     }
 
     #[cfg(feature = "cuda")]
-    pub fn cuda(name: &'a str, (storage, layout): (&'a candle_core::CudaStorage, &'a Layout)) -> Self {
+    pub fn cuda(name: &'a str, (storage, layout): CudaArg<'a>) -> Self {
         let key = std::ptr::from_ref(storage).addr();
         Self { name, dtype: storage.dtype(), layout, storage: key, device: Some(storage.device()) }
     }
@@ -95,6 +104,15 @@ pub enum Lead {
 }
 
 impl Lead {
+    /// Of any number of tokens a sequence.
+    pub fn of_tokens(cu_seqlens: Option<&CuSeqlens>) -> Self {
+        if cu_seqlens.is_some() {
+            Lead::Packed
+        } else {
+            Lead::Batched
+        }
+    }
+
     pub fn rank(self) -> usize {
         match self {
             Lead::Decode | Lead::Packed => 1,

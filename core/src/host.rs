@@ -1,5 +1,6 @@
 //! Tensors on the CPU as plain slices, for the kernels in [`crate::cpu`].
 
+use crate::by_dtype;
 use crate::check::{heads, HeadsLayout};
 use crate::cpu::matmul::Weights;
 use crate::cpu::{Element, Sequences};
@@ -88,12 +89,7 @@ pub fn rows(
         }
         out
     }
-    Ok(match storage {
-        CpuStorage::F32(x) => widen(x, layout, seqs, (count, dim)),
-        CpuStorage::BF16(x) => widen(x, layout, seqs, (count, dim)),
-        CpuStorage::F16(x) => widen(x, layout, seqs, (count, dim)),
-        _ => bail!("expected dtype f32, bf16 or f16"),
-    })
+    Ok(by_dtype!(storage => widen(storage, layout, seqs, (count, dim)), else bail!("expected dtype f32, bf16 or f16")))
 }
 
 /// `len` values of a storage from element `start` on, in f32.
@@ -101,13 +97,7 @@ pub fn values(storage: &CpuStorage, start: usize, len: usize) -> Result<Vec<f32>
     fn widen<T: Element>(x: &[T]) -> Vec<f32> {
         x.iter().map(|x| x.to_f32()).collect()
     }
-    let range = start..start + len;
-    Ok(match storage {
-        CpuStorage::F32(x) => widen(&x[range]),
-        CpuStorage::BF16(x) => widen(&x[range]),
-        CpuStorage::F16(x) => widen(&x[range]),
-        _ => bail!("expected dtype f32, bf16 or f16"),
-    })
+    Ok(by_dtype!(storage => widen(&storage[start..start + len]), else bail!("expected dtype f32, bf16 or f16")))
 }
 
 /// A storage of `dtype` with these numbers.

@@ -5,7 +5,7 @@
 //! * [`check`]: checks of arguments and the layouts that kernels read. [`Slots`] and [`CuSeqlens`] say where states lie and
 //!   where sequences begin.
 //! * [`cpu`]: CPU kernels' views, vector loops and packed products. [`host`]: CPU tensors as slices.
-//! * [`abi`]: the structs that all of the C ABI shares.
+//! * [`abi`]: the structs that all of the C ABI shares. [`status`]: the text of its errors.
 #![allow(missing_docs)]
 
 #[macro_use]
@@ -16,6 +16,7 @@ pub mod device;
 pub mod host;
 mod sequences;
 mod slots;
+pub mod status;
 
 pub use check::*;
 pub use device::*;

@@ -39,16 +39,7 @@ impl<T: Element, W: Element> Conv<'_, T, W> {
             let tokens = self.seqs.range(n).1.saturating_sub(first).min(TOKEN_TILE);
             let channels = CHANNEL_TILE.min(self.channels - channel);
             let tile = Tile { conv: self, n, first, tokens, channel, channels, state, out: &out };
-            match self.width {
-                2 => dispatch(OfWidth::<2, _>(tile)),
-                3 => dispatch(OfWidth::<3, _>(tile)),
-                4 => dispatch(OfWidth::<4, _>(tile)),
-                5 => dispatch(OfWidth::<5, _>(tile)),
-                6 => dispatch(OfWidth::<6, _>(tile)),
-                7 => dispatch(OfWidth::<7, _>(tile)),
-                8 => dispatch(OfWidth::<8, _>(tile)),
-                width => unreachable!("a width of {width} was let in"),
-            }
+            of_width!(self.width, tile);
         });
         // Only after every task has read the old inputs.
         for n in 0..self.seqs.count {
@@ -83,7 +74,24 @@ struct Tile<'a, 'b, T, W> {
 }
 
 /// A tile of a convolution whose width the compiler knows, so that the loop over the weights vectorises.
-struct OfWidth<const WIDTH: usize, X>(X);
+pub struct OfWidth<const WIDTH: usize, X>(pub X);
+
+/// Runs a tile of this width.
+macro_rules! of_width {
+    ($width:expr, $tile:expr) => {
+        match $width {
+            2 => dispatch(OfWidth::<2, _>($tile)),
+            3 => dispatch(OfWidth::<3, _>($tile)),
+            4 => dispatch(OfWidth::<4, _>($tile)),
+            5 => dispatch(OfWidth::<5, _>($tile)),
+            6 => dispatch(OfWidth::<6, _>($tile)),
+            7 => dispatch(OfWidth::<7, _>($tile)),
+            8 => dispatch(OfWidth::<8, _>($tile)),
+            width => unreachable!("a width of {width} was let in"),
+        }
+    };
+}
+pub(super) use of_width;
 
 impl<const WIDTH: usize, T: Element, W: Element> WithSimd for OfWidth<WIDTH, Tile<'_, '_, T, W>> {
     type Output = ();

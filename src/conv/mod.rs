@@ -11,8 +11,7 @@ use candle_core::{bail, CpuStorage, Layout, Result, Shape, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::cpu::Element;
 use candle_gdn_core::device::{apply2, elements, in_place_cpu, CpuWritten};
-use candle_gdn_core::{cpu_slots, custom_op, CpuSlots, CuSeqlens, SequencePlan, Slots};
-use half::{bf16, f16};
+use candle_gdn_core::{by_dtype, cpu_slots, custom_op, CpuSlots, CuSeqlens, SequencePlan, Slots};
 
 pub use backward::causal_conv1d_diff;
 
@@ -80,13 +79,12 @@ impl CausalConv1d {
         apply2(self, None, [("x", &dense_rows(x)?), ("weight", &weight.contiguous()?)])
     }
 
-    fn plan(&self, x: Arg<'_>, weight: Arg<'_>) -> Result<ConvPlan> {
+    fn plan(&self, [x, weight]: [Arg<'_>; 2]) -> Result<ConvPlan> {
         check_dtype(OP, "x", x.dtype, self.state.dtype())?;
         check_weight_dtype(OP, "weight", weight.dtype, x.dtype)?;
         for arg in [x, weight] {
             arg.check_place(OP, self.state.device(), &[("the state", &self.state)])?;
         }
-        let (x, weight) = (x.layout, weight.layout);
         let (_, history, channels) = self.state.dims3()?;
         let width = history + 1;
         if !(2..=8).contains(&width) || channels == 0 {
@@ -95,27 +93,14 @@ impl CausalConv1d {
                 self.state.dims()
             );
         }
-        check_dense(OP, "weight", weight, &[channels, width])?;
-        let lead = if self.cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched };
-        if x.dims().len() != lead.rank() + 1 {
-            let packed = if lead == Lead::Batched { "; packed tokens need cu_seqlens" } else { "" };
-            bail!("{OP}: x: expected shape [{}, {channels}], got {:?}{packed}", lead.names(), x.dims());
-        }
-        let lead_dims = &x.dims()[..lead.rank()];
         let (cu_seqlens, slots) = (self.cu_seqlens.as_ref(), self.slots.as_ref());
-        let seqs = SequencePlan::new((OP, "x"), (lead, lead_dims), cu_seqlens, slots, &self.state)?;
-        Ok(ConvPlan {
-            x: heads_layout(OP, "x", x, lead, lead_dims, (1, channels))?,
-            channels,
-            width,
-            seqs,
-            weight_offset: weight.start_offset(),
-            out_shape: x.shape().clone(),
+        ConvPlan::new(OP, [x.layout, weight.layout], (channels, width), cu_seqlens, |lead| {
+            SequencePlan::new((OP, "x"), lead, cu_seqlens, slots, &self.state)
         })
     }
 
-    pub(crate) fn on_cpu(&self, [x, weight]: [(&CpuStorage, &Layout); 2]) -> Result<(CpuStorage, Shape)> {
-        let plan = self.plan(Arg::cpu("x", x), Arg::cpu("weight", weight))?;
+    pub(crate) fn on_cpu(&self, [x, weight]: [CpuArg<'_>; 2]) -> CpuOutput {
+        let plan = self.plan([Arg::cpu("x", x), Arg::cpu("weight", weight)])?;
         let slots = cpu_slots(OP, self.slots.as_ref(), plan.seqs.num_slots)?;
         let run = CpuRun { op: self, plan: &plan, x: x.0, weight: weight.0, slots };
         let out = in_place_cpu(OP, &self.state, |state| run.run(state))?;
@@ -123,12 +108,60 @@ impl CausalConv1d {
     }
 
     #[cfg(feature = "cuda")]
-    pub(crate) fn on_cuda(
-        &self,
-        [x, weight]: [(&candle_core::CudaStorage, &Layout); 2],
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let plan = self.plan(Arg::cuda("x", x), Arg::cuda("weight", weight))?;
+    pub(crate) fn on_cuda(&self, [x, weight]: [CudaArg<'_>; 2]) -> CudaOutput {
+        let plan = self.plan([Arg::cuda("x", x), Arg::cuda("weight", weight)])?;
         Ok((cuda::run(self, &plan, x.0, weight.0)?, plan.out_shape))
+    }
+}
+
+impl ConvPlan {
+    /// Checks x and the weight against the sizes, and each other's sequences: `seqs` is of x's leading dimensions.
+    fn new(
+        op: &str,
+        [x, weight]: [&Layout; 2],
+        (channels, width): (usize, usize),
+        cu_seqlens: Option<&CuSeqlens>,
+        seqs: impl FnOnce((Lead, &[usize])) -> Result<SequencePlan>,
+    ) -> Result<Self> {
+        check_dense(op, "weight", weight, &[channels, width])?;
+        let lead = Lead::of_tokens(cu_seqlens);
+        if x.dims().len() != lead.rank() + 1 {
+            let packed = if lead == Lead::Batched { "; packed tokens need cu_seqlens" } else { "" };
+            bail!("{op}: x: expected shape [{}, {channels}], got {:?}{packed}", lead.names(), x.dims());
+        }
+        let lead_dims = &x.dims()[..lead.rank()];
+        Ok(Self {
+            seqs: seqs((lead, lead_dims))?,
+            x: heads_layout(op, "x", x, lead, lead_dims, (1, channels))?,
+            channels,
+            width,
+            weight_offset: weight.start_offset(),
+            out_shape: x.shape().clone(),
+        })
+    }
+
+    /// What the state has of each sequence: `[sequences, width - 1, channels]`.
+    fn window_shape(&self) -> [usize; 3] {
+        [self.seqs.count, self.width - 1, self.channels]
+    }
+
+    fn on_cpu<'a, T, W>(
+        &self,
+        (x, weight): (&'a [T], &'a [W]),
+        cu_seqlens: Option<&'a CuSeqlens>,
+        slots: candle_gdn_core::cpu::Slots<'a>,
+        silu: bool,
+    ) -> cpu::Conv<'a, T, W> {
+        cpu::Conv {
+            x: heads(x, self.x),
+            weight,
+            channels: self.channels,
+            width: self.width,
+            seqs: self.seqs.cpu(cu_seqlens),
+            slots,
+            max_tokens: self.seqs.max_tokens,
+            silu,
+        }
     }
 }
 
@@ -145,38 +178,30 @@ struct CpuRun<'a> {
 
 impl CpuRun<'_> {
     fn run(&self, state: CpuWritten<'_>) -> Result<CpuStorage> {
-        use CpuStorage::{BF16, F16, F32};
-        Ok(match (self.x, self.weight) {
-            (F32(x), F32(w)) => F32(self.typed::<f32, f32>(x, w, state)?),
-            (BF16(x), BF16(w)) => BF16(self.typed::<bf16, bf16>(x, w, state)?),
-            (BF16(x), F32(w)) => BF16(self.typed::<bf16, f32>(x, w, state)?),
-            (F16(x), F16(w)) => F16(self.typed::<f16, f16>(x, w, state)?),
-            (F16(x), F32(w)) => F16(self.typed::<f16, f32>(x, w, state)?),
-            (x, w) => bail!(
-                "{OP}: weight: expected x's dtype or f32, got {:?} with x in {:?}",
-                storage_dtype(w),
-                storage_dtype(x)
-            ),
-        })
+        let x = self.x;
+        by_dtype!(x => self.typed(x, state), else bail!("{OP}: x: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(x)))
     }
 
-    fn typed<T: Element, W: Element>(&self, x: &[T], weight: &[W], (state, layout): CpuWritten<'_>) -> Result<Vec<T>> {
-        let plan = self.plan;
-        let stride = layout.stride()[0];
+    fn typed<T: Element>(&self, x: &[T], state: CpuWritten<'_>) -> Result<CpuStorage> {
+        match (self.weight, T::slice(self.weight)) {
+            (_, Some(weight)) => self.weighted(x, weight, state),
+            (CpuStorage::F32(weight), None) => self.weighted(x, weight, state),
+            (w, None) => bail!("{OP}: weight: expected x's dtype or f32, got {:?}", storage_dtype(w)),
+        }
+    }
+
+    fn weighted<T: Element, W: Element>(
+        &self,
+        x: &[T],
+        weight: &[W],
+        (state, layout): CpuWritten<'_>,
+    ) -> Result<CpuStorage> {
+        let (plan, slots) = (self.plan, self.slots.of_stride(layout.stride()[0]));
         let state = elements::<T>((OP, "state"), (state, layout))?;
         let mut out = vec![T::ZERO; plan.out_shape.elem_count()];
-        let conv = cpu::Conv {
-            x: heads(x, plan.x),
-            weight: &weight[plan.weight_offset..],
-            channels: plan.channels,
-            width: plan.width,
-            seqs: plan.seqs.cpu(self.op.cu_seqlens.as_ref()),
-            slots: self.slots.of_stride(stride),
-            max_tokens: plan.seqs.max_tokens,
-            silu: self.op.silu,
-        };
-        conv.run(&mut out, state);
-        Ok(out)
+        let weight = &weight[plan.weight_offset..];
+        plan.on_cpu((x, weight), self.op.cu_seqlens.as_ref(), slots, self.op.silu).run(&mut out, state);
+        Ok(T::storage(out))
     }
 }
 

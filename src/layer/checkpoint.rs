@@ -5,6 +5,7 @@
 //! of the function's own op. Its backward pass comes first, computes all gradients and leaves those of the variables for the chain.
 
 use candle_core::{bail, CpuStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor, TensorId, Var};
+use candle_gdn_core::check::*;
 use candle_gdn_core::custom_op;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -44,15 +45,12 @@ impl Gradients {
 struct Carrier(Arc<Gradients>);
 
 impl Carrier {
-    fn on_cpu(&self, _: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+    fn on_cpu(&self, _: [CpuArg<'_>; 3]) -> CpuOutput {
         Ok((CpuStorage::F32(vec![0.0]), 1.into()))
     }
 
     #[cfg(feature = "cuda")]
-    fn on_cuda(
-        &self,
-        [carrier, ..]: [(&candle_core::CudaStorage, &Layout); 3],
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
+    fn on_cuda(&self, [carrier, ..]: [CudaArg<'_>; 3]) -> CudaOutput {
         use candle_core::backend::BackendStorage;
         Ok((candle_gdn_core::device::cuda::zeros_of(carrier.0.device(), DType::F32, &[1])?, 1.into()))
     }
@@ -85,7 +83,7 @@ impl Recomputed {
         Ok((storage.try_clone(layout)?, y.shape().clone()))
     }
 
-    fn on_cpu(&self, _: [(&CpuStorage, &Layout); 2]) -> Result<(CpuStorage, Shape)> {
+    fn on_cpu(&self, _: [CpuArg<'_>; 2]) -> CpuOutput {
         match self.result()? {
             (Storage::Cpu(storage), shape) => Ok((storage, shape)),
             _ => bail!("{OP}: expected a function that stays on x's device"),
@@ -93,7 +91,7 @@ impl Recomputed {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_cuda(&self, _: [(&candle_core::CudaStorage, &Layout); 2]) -> Result<(candle_core::CudaStorage, Shape)> {
+    fn on_cuda(&self, _: [CudaArg<'_>; 2]) -> CudaOutput {
         match self.result()? {
             (Storage::Cuda(storage), shape) => Ok((storage, shape)),
             _ => bail!("{OP}: expected a function that stays on x's device"),
@@ -132,12 +130,12 @@ impl CustomOp1 for Seed {
         OP
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> CpuOutput {
         Ok((CpuStorage::F32(vec![0.0]), ().into()))
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(&self, y: &candle_core::CudaStorage, _: &Layout) -> Result<(candle_core::CudaStorage, Shape)> {
+    fn cuda_fwd(&self, y: &candle_core::CudaStorage, _: &Layout) -> CudaOutput {
         use candle_core::backend::BackendStorage;
         Ok((candle_gdn_core::device::cuda::zeros_of(y.device(), DType::F32, &[1])?, ().into()))
     }

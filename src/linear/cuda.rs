@@ -1,8 +1,10 @@
 //! `gdn_linear`: projections of few rows, where reading the weight is all the work.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{bail, CpuStorage, CudaStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
+use candle_core::{bail, DType, Layout, Result, Shape, Tensor};
 use candle_gdn_core::abi::{self as gdn, gdn_linear};
+use candle_gdn_core::check::{CpuArg, CpuOutput, CudaArg, CudaOutput};
+use candle_gdn_core::custom_op;
 use candle_gdn_core::device::cuda::{alloc, check, dtype_code, int, read, stream_of, write};
 use candle_gdn_core::device::{apply2, Launch};
 use std::ffi::c_void;
@@ -42,22 +44,14 @@ struct FewRows<'a> {
     launch: &'a Launch,
 }
 
-impl CustomOp2 for FewRows<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
+custom_op!(CustomOp2 for FewRows<'_>, OP, x x_layout, weight weight_layout);
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+impl FewRows<'_> {
+    fn on_cpu(&self, _: [CpuArg<'_>; 2]) -> CpuOutput {
         bail!("{OP}: x: expected a CUDA tensor")
     }
 
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        x_layout: &Layout,
-        weight: &CudaStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
+    fn on_cuda(&self, [(x, x_layout), (weight, weight_layout)]: [CudaArg<'_>; 2]) -> CudaOutput {
         let ((rows, inputs), (outputs, _)) = (x_layout.shape().dims2()?, weight_layout.shape().dims2()?);
         let (dtype, size) = (x.dtype(), x.dtype().size_in_bytes());
         let stream = &*stream_of(x)?;

@@ -11,7 +11,7 @@ use candle_core::{bail, CpuStorage, Layout, Result, Shape, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::cpu::Element;
 use candle_gdn_core::device::{apply3, Working};
-use candle_gdn_core::{custom_op, host};
+use candle_gdn_core::{by_dtype, custom_op, host};
 
 const OP: &str = "gated_rms_norm";
 
@@ -103,22 +103,21 @@ impl GatedRmsNorm {
         })
     }
 
-    pub(crate) fn on_cpu(&self, [x, z, weight]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
-        use CpuStorage::{BF16, F16, F32};
+    pub(crate) fn on_cpu(&self, [x, z, weight]: [CpuArg<'_>; 3]) -> CpuOutput {
         let plan = self.plan([Arg::cpu("x", x), Arg::cpu("z", z), Arg::cpu("weight", weight)])?;
-        let weight = &host::values(weight.0, plan.weight_offset, plan.dim)?[..];
-        let out = match (x.0, z.0) {
-            (F32(x), F32(z)) => F32(self.run(&plan, x, z, weight)),
-            (BF16(x), BF16(z)) => BF16(self.run(&plan, x, z, weight)),
-            (F16(x), F16(z)) => F16(self.run(&plan, x, z, weight)),
-            (x, z) => bail!("{OP}: z: expected dtype {:?}, got {:?}", storage_dtype(x), storage_dtype(z)),
-        };
+        let (x, z, weight) = (x.0, z.0, &host::values(weight.0, plan.weight_offset, plan.dim)?[..]);
+        let out = by_dtype!(x, z => self.run(&plan, [x, z], weight), else bail!("{OP}: z: expected x's dtype"));
         Ok((out, plan.out_shape))
     }
 
-    fn run<T: Element>(&self, plan: &NormPlan, x: &[T], z: &[T], weight: &[f32]) -> Vec<T> {
+    fn run<T: Element>(&self, plan: &NormPlan, xz: [&Vec<T>; 2], weight: &[f32]) -> CpuStorage {
         let mut out = vec![T::ZERO; plan.out_shape.elem_count()];
-        let norm = cpu::Norm {
+        self.rows(plan, xz, weight).run(&mut out);
+        T::storage(out)
+    }
+
+    fn rows<'a, T>(&self, plan: &NormPlan, [x, z]: [&'a Vec<T>; 2], weight: &'a [f32]) -> cpu::Norm<'a, T> {
+        cpu::Norm {
             x: heads(x, plan.x),
             z: heads(z, plan.z),
             weight,
@@ -126,16 +125,11 @@ impl GatedRmsNorm {
             heads: plan.heads,
             eps: self.eps as f32,
             sigmoid: self.gate == GateActivation::Sigmoid,
-        };
-        norm.run(&mut out);
-        out
+        }
     }
 
     #[cfg(feature = "cuda")]
-    pub(crate) fn on_cuda(
-        &self,
-        [x, z, weight]: [(&candle_core::CudaStorage, &Layout); 3],
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
+    pub(crate) fn on_cuda(&self, [x, z, weight]: [CudaArg<'_>; 3]) -> CudaOutput {
         let plan = self.plan([Arg::cuda("x", x), Arg::cuda("z", z), Arg::cuda("weight", weight)])?;
         Ok((cuda::run(self, &plan, x.0, z.0, weight.0)?, plan.out_shape))
     }

@@ -4,8 +4,8 @@ use super::call::{Rule, RuleGates};
 use super::dispatch::rule_op;
 use super::options::{Gates, RuleOptions};
 use crate::algo::Algo;
-use candle_core::{Layout, Result, Shape, Tensor};
-use candle_gdn_core::check::Lead;
+use candle_core::{Result, Tensor};
+use candle_gdn_core::check::*;
 use candle_gdn_core::Slots;
 
 const OP: &str = "gdn_decode";

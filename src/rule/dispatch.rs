@@ -2,8 +2,8 @@
 
 use super::call::Rule;
 use crate::algo::Algo;
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
-use candle_gdn_core::check::{check_device, dense_rows, Arg, Lead};
+use candle_core::{CustomOp3, Result, Tensor};
+use candle_gdn_core::check::*;
 use candle_gdn_core::device::apply3;
 
 impl Rule {
@@ -15,17 +15,13 @@ impl Rule {
         apply3(op, None, [("q", &dense_rows(q)?), ("k", &dense_rows(k)?), ("v", &dense_rows(v)?)])
     }
 
-    pub fn on_cpu(&self, lead: Lead, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+    pub fn on_cpu(&self, lead: Lead, [q, k, v]: [CpuArg<'_>; 3]) -> CpuOutput {
         let plan = self.plan(lead, [Arg::cpu("q", q), Arg::cpu("k", k), Arg::cpu("v", v)])?;
         Ok((super::cpu::run(self, &plan, [q.0, k.0, v.0])?, plan.out_shape))
     }
 
     #[cfg(feature = "cuda")]
-    pub fn on_cuda(
-        &self,
-        lead: Lead,
-        [q, k, v]: [(&candle_core::CudaStorage, &Layout); 3],
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
+    pub fn on_cuda(&self, lead: Lead, [q, k, v]: [CudaArg<'_>; 3]) -> CudaOutput {
         let plan = self.plan(lead, [Arg::cuda("q", q), Arg::cuda("k", k), Arg::cuda("v", v)])?;
         Ok((super::cuda::run(self, &plan, [q.0, k.0, v.0])?, plan.out_shape))
     }
@@ -51,15 +47,12 @@ impl Rule {
 macro_rules! rule_op {
     ($op:ident) => {
         impl $op {
-            fn on_cpu(&self, args: [(&candle_core::CpuStorage, &Layout); 3]) -> Result<(candle_core::CpuStorage, Shape)> {
+            fn on_cpu(&self, args: [CpuArg<'_>; 3]) -> CpuOutput {
                 self.0.on_cpu(self.lead(), args)
             }
 
             #[cfg(feature = "cuda")]
-            fn on_cuda(
-                &self,
-                args: [(&candle_core::CudaStorage, &Layout); 3],
-            ) -> Result<(candle_core::CudaStorage, Shape)> {
+            fn on_cuda(&self, args: [CudaArg<'_>; 3]) -> CudaOutput {
                 self.0.on_cuda(self.lead(), args)
             }
         }

@@ -4,8 +4,8 @@ use super::call::{Rule, RuleGates};
 use super::dispatch::rule_op;
 use super::options::{Gates, RuleOptions};
 use crate::algo::Algo;
-use candle_core::{DType, Layout, Result, Shape, Tensor};
-use candle_gdn_core::check::Lead;
+use candle_core::{DType, Result, Tensor};
+use candle_gdn_core::check::*;
 use candle_gdn_core::{CuSeqlens, Slots};
 
 const OP: &str = "gdn_prefill";
@@ -100,11 +100,7 @@ impl GdnPrefill {
     }
 
     fn lead(&self) -> Lead {
-        if self.0.cu_seqlens.is_some() {
-            Lead::Packed
-        } else {
-            Lead::Batched
-        }
+        Lead::of_tokens(self.0.cu_seqlens.as_ref())
     }
 }
 

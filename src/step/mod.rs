@@ -19,8 +19,8 @@ use crate::rule::Gates;
 use crate::rule::RulePlan;
 #[cfg(feature = "cuda")]
 use call::StepPlan;
-use candle_core::{bail, CpuStorage, Layout, Result, Shape, Storage, Tensor};
-use candle_gdn_core::check::Arg;
+use candle_core::{bail, Layout, Result, Storage, Tensor};
+use candle_gdn_core::check::*;
 use candle_gdn_core::device::apply3;
 use candle_gdn_core::{cpu_slots, custom_op};
 use op::OP;
@@ -97,7 +97,7 @@ impl GdnStep {
         GatedRmsNorm::new(self.norm_eps, self.gate)
     }
 
-    fn on_cpu(&self, [x, z, w]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+    fn on_cpu(&self, [x, z, w]: [CpuArg<'_>; 3]) -> CpuOutput {
         let plan = self.plan([Arg::cpu("qkv", x), Arg::cpu("z", z), Arg::cpu("conv_weight", w)])?;
         // Before anything is written.
         cpu_slots(OP, self.rule.slots.as_ref(), plan.rule.seqs.num_slots)?;
@@ -120,10 +120,7 @@ impl GdnStep {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_cuda(
-        &self,
-        [x, z, w]: [(&candle_core::CudaStorage, &Layout); 3],
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
+    fn on_cuda(&self, [x, z, w]: [CudaArg<'_>; 3]) -> CudaOutput {
         let plan = self.plan([Arg::cuda("qkv", x), Arg::cuda("z", z), Arg::cuda("conv_weight", w)])?;
         let call = || cuda::StepCall::new(self, &plan, [x.0, z.0, w.0]);
         if let Some(ring) = &self.ring {

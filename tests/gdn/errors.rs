@@ -1,7 +1,7 @@
 //! Nonsense in, a sentence out: every refusal names the op, the argument, what was expected and what came.
 
 use crate::semantics::Args;
-use crate::step_args::StepArgs;
+use crate::step_args::{Argument, StepArgs, ARGUMENTS};
 use crate::support::{devices, gdn_decode, gdn_prefill, refused};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::ops::{Gates, GdnDecode, GdnPrefill, RuleOptions};
@@ -332,18 +332,7 @@ fn step_storages() {
         // Each argument in turn is a view of one storage, and so is what is written.
         let pool = zeros(&[3 * 4 * 32 * 16], device);
         let inside = |t: &Tensor| pool.narrow(0, 0, t.elem_count()).unwrap().reshape(t.dims()).unwrap();
-        type Part = fn(&mut StepArgs) -> &mut Tensor;
-        let arguments: [(&str, Part); 8] = [
-            ("qkv", |s| &mut s.qkv),
-            ("z", |s| &mut s.z),
-            ("conv_weight", |s| &mut s.conv_weight),
-            ("norm_weight", |s| &mut s.norm_weight),
-            ("a", |s| &mut s.gates.a),
-            ("b", |s| &mut s.gates.b),
-            ("a_log", |s| &mut s.gates.a_log),
-            ("dt_bias", |s| &mut s.gates.dt_bias),
-        ];
-        let moved = |step: &StepArgs, argument: Part| {
+        let moved = |step: &StepArgs, argument: Argument| {
             step.with(|s| {
                 let tensor = argument(s);
                 *tensor = inside(tensor);
@@ -355,7 +344,7 @@ fn step_storages() {
         conv_inside.run().unwrap();
         let shares =
             |arg: &str, with: &str| format!("gdn_step: {arg}: shares its storage with {with}, which is written");
-        for (name, argument) in arguments {
+        for (name, argument) in ARGUMENTS {
             refused(moved(&state_inside, argument).run(), &[&shares(name, "the state")]);
             refused(moved(&conv_inside, argument).run(), &[&shares(name, "conv_state")]);
         }

@@ -11,7 +11,7 @@ use safetensors::SafeTensors;
 use serde::Deserialize;
 
 /// What gradients may be off: of exact inputs in f32, and in bf16 and f16.
-fn bound(dtype: DType) -> f64 {
+pub fn bound(dtype: DType) -> f64 {
     if dtype == DType::F32 {
         1e-5
     } else {

@@ -1,5 +1,6 @@
 //! What the kernels stamp, on a GPU; those of the chunk forms and of the step: profile_more.
 
+use crate::profile_more;
 use crate::semantics::{args, options, Args};
 use crate::support::{devices, gdn_decode, gdn_prefill, values};
 use candle_core::{bail, DType, Device, Tensor};
@@ -8,6 +9,8 @@ use candle_gdn::profile::{record, Launch, Limits, Profile, Warp};
 use candle_gdn::Algo;
 use serde_json::Value;
 use std::collections::BTreeMap;
+
+pub const LIMITS: Limits = Limits { warps: 1 << 14, events_per_warp: 512 };
 
 pub fn gpus() -> impl Iterator<Item = Device> {
     devices().into_iter().filter(Device::is_cuda)
@@ -46,6 +49,17 @@ impl Case {
         assert_eq!(profile.launches.len(), 1);
         profile.launches.remove(0)
     }
+
+    pub fn what(&self) -> String {
+        let RuleOptions { algo, segments, .. } = self.options;
+        format!("{algo:?}, v {:?}, {segments} segments", self.x.v.dims())
+    }
+}
+
+/// Of every kernel of the rule.
+fn all_cases(device: &Device) -> impl Iterator<Item = Case> {
+    let chunked = profile_more::cases(device).into_iter().map(|chunked| chunked.case);
+    cases(device).into_iter().map(|(case, ..)| case).chain(chunked)
 }
 
 /// Every kernel: decode, a few tokens, and more than a stage with a part of one at the end.
@@ -64,11 +78,11 @@ pub fn count(warp: &Warp, scope: &str) -> usize {
 #[test]
 fn recording_changes_no_bit() {
     for device in gpus() {
-        for (case, tokens, algo) in cases(&device) {
+        for case in all_cases(&device) {
             let (o, state) = case.launch().unwrap();
-            let ((o_recorded, state_recorded), _) = record(&device, Limits::default(), || case.launch()).unwrap();
-            assert_eq!(values(&o), values(&o_recorded), "{tokens} tokens, {algo:?}");
-            assert_eq!(values(&state), values(&state_recorded), "{tokens} tokens, {algo:?}");
+            let ((o_recorded, state_recorded), _) = record(&device, LIMITS, || case.launch()).unwrap();
+            assert_eq!(values(&o), values(&o_recorded), "{}", case.what());
+            assert_eq!(values(&state), values(&state_recorded), "{}", case.what());
         }
     }
 }
@@ -97,12 +111,15 @@ fn every_warp_tells_its_whole_life() {
                 assert!(warp.events.iter().all(|e| e.end() <= warp.lifetime()), "{}", which());
                 assert!(warp.events.iter().map(|e| e.cycles).sum::<u64>() <= warp.lifetime(), "{}", which());
             }
-            let table = launch.table();
-            for role in &table.roles {
-                let shares = role.unstamped + role.scopes.iter().map(|r| r.share).sum::<f64>();
-                assert!((shares - 1.0).abs() < 1e-9 && (0.0..=1.0).contains(&role.unstamped), "{role:?}");
-            }
+            shares_are_whole(&launch);
         }
+    }
+}
+
+pub fn shares_are_whole(launch: &Launch) {
+    for role in &launch.table().roles {
+        let shares = role.unstamped + role.scopes.iter().map(|r| r.share).sum::<f64>();
+        assert!((shares - 1.0).abs() < 1e-9 && (0.0..=1.0).contains(&role.unstamped), "{role:?}");
     }
 }
 
@@ -186,24 +203,31 @@ fn padding_is_a_scope() {
 fn too_few_events_drop_the_last_ones() {
     // record() itself fails if anything is written past the buffer.
     for device in gpus() {
-        for (case, tokens, algo) in cases(&device) {
-            let whole = case.profile();
+        // Among more heads than multiprocessors a block takes those that are left: others each time.
+        for case in all_cases(&device).filter(|case| case.x.v.dims()[0] < profile_more::MANY) {
+            let whole = case.recorded(LIMITS).unwrap().launches;
             for events_per_warp in [0, 1, 3] {
-                let limits = Limits { warps: whole.warps.len(), events_per_warp };
-                let some = case.recorded(limits).unwrap().launches.remove(0);
-                assert_eq!(some.warps.len(), whole.warps.len());
-                for (some, whole) in some.warps.iter().zip(&whole.warps) {
-                    let kept = whole.events.len().min(events_per_warp);
-                    let scopes = |w: &Warp| w.events[..kept].iter().map(|e| (e.scope, e.token)).collect::<Vec<_>>();
-                    assert_eq!((some.block, some.warp, scopes(some)), (whole.block, whole.warp, scopes(whole)));
-                    assert_eq!(some.events.len(), kept);
-                    assert_eq!(some.dropped as usize, whole.events.len() - kept, "{tokens} tokens, {algo:?}");
+                let some = case.recorded(Limits { events_per_warp, ..LIMITS }).unwrap().launches;
+                assert_eq!(some.len(), whole.len());
+                for (some, whole) in some.iter().zip(&whole) {
+                    drops_the_last(some, whole, events_per_warp, &case.what());
                 }
-                let dropped: usize = whole.warps.iter().map(|w| w.events.len().saturating_sub(events_per_warp)).sum();
-                assert_eq!(some.table().dropped as usize, dropped);
             }
         }
     }
+}
+
+fn drops_the_last(some: &Launch, whole: &Launch, events_per_warp: usize, what: &str) {
+    assert_eq!(some.warps.len(), whole.warps.len());
+    for (some, whole) in some.warps.iter().zip(&whole.warps) {
+        let kept = whole.events.len().min(events_per_warp);
+        let scopes = |w: &Warp| w.events[..kept].iter().map(|e| (e.scope, e.token)).collect::<Vec<_>>();
+        assert_eq!((some.block, some.warp, scopes(some)), (whole.block, whole.warp, scopes(whole)));
+        assert_eq!(some.events.len(), kept);
+        assert_eq!(some.dropped as usize, whole.events.len() - kept, "{what}");
+    }
+    let dropped: usize = whole.warps.iter().map(|w| w.events.len().saturating_sub(events_per_warp)).sum();
+    assert_eq!(some.table().dropped as usize, dropped);
 }
 
 #[test]
@@ -248,7 +272,7 @@ fn only_what_this_thread_launches_inside_is_recorded() {
 }
 
 #[test]
-fn clock_and_trace_make_sense() {
+fn the_clock_makes_sense() {
     for device in gpus() {
         let case = Case::new(1, 2000, Algo::Recurrent128, &device);
         case.launch().unwrap();
@@ -261,10 +285,20 @@ fn clock_and_trace_make_sense() {
         let longest = launch.warps.iter().map(Warp::lifetime).max().unwrap() as f64;
         let slack = clock.relative_error * longest + 2.0 * clock.step_ns as f64 * clock.ghz;
         assert!(table.span_cycles.unwrap() >= longest - slack, "{table:?}");
-        let mut json = vec![];
-        profile.write_trace(&mut json, |_| true).unwrap();
-        let json: Value = serde_json::from_slice(&json).unwrap();
-        let slices = json["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == "X").count();
-        assert_eq!(slices, table.warps + table.events);
+    }
+}
+
+#[test]
+fn a_trace_holds_all_launches() {
+    for device in gpus() {
+        for case in all_cases(&device) {
+            let profile = case.recorded(LIMITS).unwrap();
+            let mut json = vec![];
+            profile.write_trace(&mut json, |_| true).unwrap();
+            let json: Value = serde_json::from_slice(&json).unwrap();
+            let slices = json["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == "X").count();
+            let written = |l: &Launch| l.warps.iter().map(|w| 1 + w.events.len()).sum::<usize>();
+            assert_eq!(slices, profile.launches.iter().map(written).sum::<usize>(), "{}", case.what());
+        }
     }
 }

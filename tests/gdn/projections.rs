@@ -10,29 +10,35 @@ use candle_gdn::{
 };
 use std::collections::HashMap;
 
-type Weights = HashMap<String, Tensor>;
+pub type Weights = HashMap<String, Tensor>;
 
-fn dense(weight: &Tensor) -> Projection {
+pub fn dense(weight: &Tensor) -> Projection {
     DenseWeight::new(weight.clone()).unwrap().into()
 }
 
-fn module(weight: &Tensor) -> Projection {
+/// `x wᵀ` by candle, with the gradients of `w`.
+pub fn module(weight: &Tensor) -> Projection {
     Projection::module(candle_nn::Linear::new(weight.clone(), None))
 }
 
-fn layer(c: &GdnConfig, w: &Weights, in_proj: InProjection, out_proj: Projection) -> Result<GatedDeltaNet> {
-    let parts = GdnParts {
+/// The parts of a layer with other projections.
+pub fn parts(w: &Weights, in_proj: InProjection, out_proj: Projection) -> GdnParts {
+    GdnParts {
         in_proj,
         conv_weight: w["conv1d.weight"].clone(),
         a_log: w["A_log"].clone(),
         dt_bias: w["dt_bias"].clone(),
         norm_weight: w["norm.weight"].clone(),
         out_proj,
-    };
-    GatedDeltaNet::new(c, parts)
+    }
 }
 
-fn fused(w: &Weights) -> Tensor {
+fn layer(c: &GdnConfig, w: &Weights, in_proj: InProjection, out_proj: Projection) -> Result<GatedDeltaNet> {
+    GatedDeltaNet::new(c, parts(w, in_proj, out_proj))
+}
+
+/// The rows of the four matrices of the split layout.
+pub fn fused(w: &Weights) -> Tensor {
     let names = ["qkv", "z", "b", "a"].map(|name| w[&format!("in_proj_{name}.weight")].clone());
     Tensor::cat(&names, 0).unwrap()
 }

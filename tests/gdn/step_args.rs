@@ -17,6 +17,20 @@ pub struct StepArgs {
     pub options: StepOptions,
 }
 
+pub type Argument = fn(&mut StepArgs) -> &mut Tensor;
+
+/// What a call only reads.
+pub const ARGUMENTS: [(&str, Argument); 8] = [
+    ("qkv", |s| &mut s.qkv),
+    ("z", |s| &mut s.z),
+    ("conv_weight", |s| &mut s.conv_weight),
+    ("norm_weight", |s| &mut s.norm_weight),
+    ("a", |s| &mut s.gates.a),
+    ("b", |s| &mut s.gates.b),
+    ("a_log", |s| &mut s.gates.a_log),
+    ("dt_bias", |s| &mut s.gates.dt_bias),
+];
+
 impl StepArgs {
     /// All that `make` makes of the shapes; `lead` are batch and tokens, batch, or packed tokens.
     pub fn new(

@@ -3,11 +3,10 @@
 use crate::grad_case::bits;
 use crate::gradients::every_row_kept;
 use crate::layer::{config, weights_for};
+use crate::projections::{dense, fused, parts};
 use crate::support::{devices, golden, refused, rel_rms, values};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
-use candle_gdn::{
-    CuSeqlens, DenseWeight, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet,
-};
+use candle_gdn::{CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use safetensors::SafeTensors;
 use std::collections::HashMap;
@@ -113,17 +112,10 @@ fn layouts_and_recomputation_agree() {
             assert!(error < 1e-5, "{name} is off by {error:e}");
         }
         // One fused matrix, used as it is.
-        let parts = ["qkv", "z", "b", "a"].map(|name| split[&format!("in_proj_{name}.weight")].clone());
-        let fused = Var::from_tensor(&Tensor::cat(&parts, 0).unwrap()).unwrap();
+        let fused = Var::from_tensor(&fused(&split)).unwrap();
         let linear = |w: &Tensor| Projection::new(candle_nn::Linear::new(w.clone(), None));
-        let parts = GdnParts {
-            in_proj: InProjection::Fused(linear(&fused)),
-            conv_weight: split["conv1d.weight"].clone(),
-            a_log: split["A_log"].clone(),
-            dt_bias: split["dt_bias"].clone(),
-            norm_weight: split["norm.weight"].clone(),
-            out_proj: linear(&split["out_proj.weight"]),
-        };
+        let in_proj = InProjection::Fused(linear(&fused));
+        let parts = parts(&split, in_proj, linear(&split["out_proj.weight"]));
         let layer = TrainableGatedDeltaNet::new(&config(), parts).unwrap();
         let store = (layer.forward(&x, None).unwrap() * &d_y).unwrap().sum_all().unwrap().backward().unwrap();
         let want = ["qkv", "z", "b", "a"].map(|name| gradients[&format!("in_proj_{name}.weight")].clone());
@@ -293,20 +285,7 @@ fn a_frozen_layer_decodes_what_was_trained() {
 fn what_has_no_gradients_is_refused() {
     for device in &devices() {
         let (split, _) = weights_for(&config(), device);
-        let dense = |name: &str| Projection::from(DenseWeight::new(split[name].clone()).unwrap());
-        let parts = GdnParts {
-            in_proj: InProjection::Split {
-                qkv: dense("in_proj_qkv.weight"),
-                z: dense("in_proj_z.weight"),
-                b: dense("in_proj_b.weight"),
-                a: dense("in_proj_a.weight"),
-            },
-            conv_weight: split["conv1d.weight"].clone(),
-            a_log: split["A_log"].clone(),
-            dt_bias: split["dt_bias"].clone(),
-            norm_weight: split["norm.weight"].clone(),
-            out_proj: dense("out_proj.weight"),
-        };
+        let parts = parts(&split, InProjection::Fused(dense(&fused(&split))), dense(&split["out_proj.weight"]));
         let layer = TrainableGatedDeltaNet::new(&config(), parts.clone()).unwrap();
         let x = Var::randn(0f32, 1., (1, 5, 24), device).unwrap();
         refused(layer.forward(&x, None), &["DenseWeight: x: expected a tensor without gradients", "Projection::new"]);

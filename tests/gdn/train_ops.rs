@@ -1,19 +1,12 @@
 //! Convolution and gated norm in training, against central differences of their definitions in f64.
 
 use crate::grad_case::bits;
+use crate::gradients::bound;
 use crate::support::{devices, gated_norm, poison, refused, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_gdn::ops::{causal_conv1d_diff, gated_rms_norm};
 use candle_gdn::{CuSeqlens, GateActivation};
 use proptest::prelude::*;
-
-fn bound(dtype: DType) -> f64 {
-    if dtype == DType::F32 {
-        1e-5
-    } else {
-        6e-3
-    }
-}
 
 /// Random numbers as a variable and as they are after rounding.
 fn variable(rng: &mut Rng, shape: &[usize], dtype: DType, device: &Device) -> (Var, Vec<f64>) {

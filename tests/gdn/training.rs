@@ -3,12 +3,13 @@
 
 use crate::errors::Rule;
 use crate::layer::{config, weights_for};
-use crate::semantics::Args;
-use crate::step_args::StepArgs;
+use crate::projections::{dense, fused, module, parts};
+use crate::semantics::{self, Args};
+use crate::step_args::{self, StepArgs};
 use crate::support::{devices, gdn_decode, gdn_prefill, refused, values};
 use candle_core::{safetensors, DType, Device, Module, Result, Tensor, Var};
 use candle_gdn::ops::{causal_conv1d, multiply, GdnDecode, Launch, RuleOptions};
-use candle_gdn::{CuSeqlens, DenseWeight, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, Slots};
+use candle_gdn::{CuSeqlens, DenseWeight, GatedDeltaNet, GdnConfig, InProjection, Projection, Slots};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -48,16 +49,8 @@ fn refuses_each<A: Clone>(op: &str, good: &A, arguments: &[Argument<A>], run: im
 #[test]
 fn no_op_drops_a_gradient() {
     for device in &devices() {
-        let rule: [Argument<Args>; 8] = [
-            ("q", |x| &mut x.q),
-            ("k", |x| &mut x.k),
-            ("v", |x| &mut x.v),
-            ("a", |x| &mut x.gates.a),
-            ("b", |x| &mut x.gates.b),
-            ("a_log", |x| &mut x.gates.a_log),
-            ("dt_bias", |x| &mut x.gates.dt_bias),
-            ("state", |x| &mut x.state),
-        ];
+        let state: Argument<Args> = ("state", |x| &mut x.state);
+        let rule: Vec<_> = semantics::ARGUMENTS.into_iter().chain([state]).collect();
         let options = RuleOptions::default();
         // Copies of a state would be tracked too: the state itself goes in.
         refuses_each("gdn_decode", Rule::new(&[3], 3, device).args(), &rule, |x| {
@@ -74,18 +67,8 @@ fn no_op_drops_a_gradient() {
             let (a, b) = (x.gates.a.clone(), x.gates.b.clone());
             GdnDecode::with_ready_gates(a, b, &x.state, options)?.forward(&x.q, &x.k, &x.v).map(drop)
         });
-        let step: [Argument<StepArgs>; 10] = [
-            ("qkv", |x| &mut x.qkv),
-            ("z", |x| &mut x.z),
-            ("conv_weight", |x| &mut x.conv_weight),
-            ("norm_weight", |x| &mut x.norm_weight),
-            ("a", |x| &mut x.gates.a),
-            ("b", |x| &mut x.gates.b),
-            ("a_log", |x| &mut x.gates.a_log),
-            ("dt_bias", |x| &mut x.gates.dt_bias),
-            ("conv_state", |x| &mut x.conv),
-            ("state", |x| &mut x.state),
-        ];
+        let states: [Argument<StepArgs>; 2] = [("conv_state", |x| &mut x.conv), ("state", |x| &mut x.state)];
+        let step: Vec<_> = step_args::ARGUMENTS.into_iter().chain(states).collect();
         let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device).unwrap();
         refuses_each("gdn_step", &StepArgs::new(&[3], 3, [16, 32], zeros), &step, |x| x.run().map(drop));
 
@@ -116,36 +99,12 @@ fn a_product_keeps_its_gradients() -> Result<()> {
     Ok(())
 }
 
-fn parts(w: &HashMap<String, Tensor>, in_proj: Projection, out_proj: Projection) -> GdnParts {
-    GdnParts {
-        in_proj: InProjection::Fused(in_proj),
-        conv_weight: w["conv1d.weight"].clone(),
-        a_log: w["A_log"].clone(),
-        dt_bias: w["dt_bias"].clone(),
-        norm_weight: w["norm.weight"].clone(),
-        out_proj,
-    }
-}
-
-fn fused(w: &HashMap<String, Tensor>) -> Tensor {
-    let names = ["qkv", "z", "b", "a"].map(|name| w[&format!("in_proj_{name}.weight")].clone());
-    Tensor::cat(&names, 0).unwrap()
-}
-
-fn dense(w: &Tensor) -> Projection {
-    DenseWeight::new(w.clone()).unwrap().into()
-}
-
-/// `x wᵀ` by candle, with the gradients of `w`.
-fn module(w: &Tensor) -> Projection {
-    Projection::module(candle_nn::Linear::new(w.clone(), None))
-}
-
 #[test]
 fn a_layer_refuses_a_tracked_input() {
     for device in &devices() {
         let (c, (w, _)) = (config(), weights_for(&config(), device));
-        let new = |in_proj, out_proj| GatedDeltaNet::new(&c, parts(&w, in_proj, out_proj)).unwrap();
+        let new =
+            |in_proj, out_proj| GatedDeltaNet::new(&c, parts(&w, InProjection::Fused(in_proj), out_proj)).unwrap();
         let out = || dense(&w["out_proj.weight"]);
         let plain = new(dense(&fused(&w)), out());
         let x = Tensor::randn(0f32, 1., (6, 24), device).unwrap();
@@ -238,7 +197,11 @@ fn what_is_kept_in_f32_is_read_in_f32() {
             for name in ["A_log", "dt_bias", "norm.weight"] {
                 w.insert(name.to_owned(), vector(&split[name]));
             }
-            run(&GatedDeltaNet::new(&config(), parts(&w, dense(&fused(&w)), dense(&w["out_proj.weight"]))).unwrap())
+            run(&GatedDeltaNet::new(
+                &config(),
+                parts(&w, InProjection::Fused(dense(&fused(&w))), dense(&w["out_proj.weight"])),
+            )
+            .unwrap())
         };
         let want = with_vectors(&Tensor::clone);
         assert_ne!(with_vectors(&bf16), want, "rounding does not show");

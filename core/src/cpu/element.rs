@@ -14,6 +14,7 @@ pub trait Element: Copy + Send + Sync + 'static {
     /// The storage as a slice of this type, when it is of this type.
     fn slice(storage: &CpuStorage) -> Option<&[Self]>;
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+    fn storage(data: Vec<Self>) -> CpuStorage;
 
     /// The first elements of `from`, as many as a vector has lanes.
     #[inline(always)]
@@ -63,12 +64,28 @@ macro_rules! element {
                     _ => None,
                 }
             }
+            fn storage(data: Vec<Self>) -> CpuStorage {
+                CpuStorage::$variant(data)
+            }
         }
     };
 }
 element!(f32, F32, 0.0, |x| x, |x| x);
 element!(bf16, BF16, bf16::ZERO, widen_bf16, round_bf16);
 element!(f16, F16, f16::ZERO, widen_f16, f16::from_f32);
+
+/// `$run` with each `$storage` as the numbers in it, where all have the same one of the three types, else `$refused`.
+#[macro_export]
+macro_rules! by_dtype {
+    ($($storage:ident),+ => $run:expr, else $refused:expr) => {
+        match ($($storage,)+) {
+            ($(candle_core::CpuStorage::F32($storage),)+) => $run,
+            ($(candle_core::CpuStorage::BF16($storage),)+) => $run,
+            ($(candle_core::CpuStorage::F16($storage),)+) => $run,
+            _ => $refused,
+        }
+    };
+}
 
 // Written out, since those of `half` branch or ask for the processor's features at every element, and loops over them do
 // not vectorise.

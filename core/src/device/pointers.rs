@@ -2,6 +2,7 @@
 
 use crate::abi;
 use crate::check::HeadsLayout;
+use crate::status::status_text;
 use crate::SequencePlan;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
@@ -162,7 +163,7 @@ pub fn check(op: &str, status: c_int) -> Result<()> {
     if status == abi::GDN_OK {
         return Ok(());
     }
-    bail!("{op}: CUDA kernel refused with status {status}: {}", abi::status_text(status))
+    bail!("{op}: CUDA kernel refused with status {status}: {}", status_text(status))
 }
 
 /// The stream of a storage, with its context current on this thread for the launcher's runtime calls. Launches begin here, so a GPU

@@ -1,8 +1,9 @@
 //! The gate of a feed-forward.
 
 use crate::weights::cpu::swiglu::activate;
-use candle_core::{bail, CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
-use candle_gdn_core::cpu::Element;
+#[cfg(doc)]
+use candle_core::CustomOp1;
+use candle_core::{bail, Layout, Result, Tensor};
 use candle_gdn_core::*;
 
 const OP: &str = "swiglu";
@@ -75,44 +76,24 @@ impl Swiglu {
             launch: self.launch.clone(),
         })
     }
-}
 
-/// Rows that follow each other.
-fn cpu_run<T: Element>(plan: &SwigluPlan, gate_up: &[T]) -> Vec<T> {
-    let n = plan.rows * plan.columns;
-    let wide: Vec<f32> = gate_up[plan.gate_up.offset..][..2 * n].iter().map(|x| x.to_f32()).collect();
-    let mut out = vec![0f32; n];
-    if n > 0 {
-        activate(&wide, plan.columns, &mut out);
-    }
-    out.into_iter().map(T::from_f32).collect()
-}
-
-impl CustomOp1 for Swiglu {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, gate_up: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        use CpuStorage::{BF16, F16, F32};
+    /// Rows that follow each other.
+    fn on_cpu(&self, [(gate_up, layout)]: [CpuArg<'_>; 1]) -> CpuOutput {
         let plan = self.plan(layout)?;
-        let out = match gate_up {
-            F32(x) => F32(cpu_run(&plan, x)),
-            BF16(x) => BF16(cpu_run(&plan, x)),
-            F16(x) => F16(cpu_run(&plan, x)),
-            x => bail!("{OP}: gate_up: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(x)),
-        };
-        Ok((out, Shape::from(plan.out_shape)))
+        let n = plan.rows * plan.columns;
+        let wide = host::values(gate_up, plan.gate_up.offset, 2 * n)?;
+        let mut out = vec![0f32; n];
+        if n > 0 {
+            activate(&wide, plan.columns, &mut out);
+        }
+        Ok((host::storage(out, storage_dtype(gate_up))?, plan.out_shape.into()))
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        gate_up: &candle_core::CudaStorage,
-        layout: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
+    fn on_cuda(&self, [(gate_up, layout)]: [CudaArg<'_>; 1]) -> CudaOutput {
         let plan = self.plan(layout)?;
-        let out = super::cuda::swiglu(&plan, gate_up)?;
-        Ok((out, Shape::from(plan.out_shape)))
+        Ok((super::cuda::swiglu(&plan, gate_up)?, plan.out_shape.into()))
     }
 }
+
+custom_op!(CustomOp1 for Swiglu, OP, gate_up layout);

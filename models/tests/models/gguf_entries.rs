@@ -1,6 +1,6 @@
 //! GGUF files of other writers, with other entries, names and types: the same model, or an error that names the key.
 
-use crate::gguf::{wide, without_experts};
+use crate::gguf::{logits, wide, without_experts, IDS};
 use crate::gguf_refused::with_type;
 use crate::gguf_writer::{in_a_folder, load, GgufOfTiny, Layout};
 use crate::support::{refused, rel_rms};
@@ -12,13 +12,6 @@ use candle_gdn_models::{CausalLm, GgufFile, MixerKind, ModelConfig};
 use std::path::Path;
 
 const CPU: Device = Device::Cpu;
-const IDS: [u32; 6] = [3, 1, 4, 1, 5, 9];
-
-fn logits(model: &CausalLm) -> Result<Vec<f32>> {
-    let ids = Tensor::from_slice(&IDS, (1, IDS.len()), &CPU)?;
-    model.forward(&ids, &mut model.new_state(1)?)?.flatten_all()?.to_vec1()
-}
-
 fn config(file: &GgufOfTiny) -> Result<ModelConfig> {
     let (_dir, path) = in_a_folder("tiny.gguf");
     file.write(&path)?;

@@ -1,22 +1,19 @@
 //! Adapters in PEFT's format: what PEFT made of its own, and models whose weights were merged by hand.
 
+use crate::gguf::{logits, IDS};
 use crate::gguf_writer::{in_a_folder, GgufOfTiny, Layout};
-use crate::golden::{adapted, adapters, log_softmax, max_diff, Goldens};
-use crate::parallel::{check, four_heads, BOUND};
+use crate::golden::{adapted, adapters, log_softmax, max_diff};
+use crate::parallel::{check, four_heads, from_files, BOUND};
 use crate::support::rel_rms;
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
 use candle_core::{safetensors, DType, Device, Result, Tensor};
-use candle_gdn_models::{
-    shard_of, CausalLm, Collective, DraftHeadChoice, GgufFile, LoraAdapter, ModelConfig, SafetensorsFiles,
-};
+use candle_gdn_models::{shard_of, CausalLm, DraftHeadChoice, GgufFile, LoraAdapter, ModelConfig};
 use serde_json::{json, Value};
 use std::collections::HashMap;
-use std::sync::Arc;
 use tempfile::TempDir;
 
 const CPU: Device = Device::Cpu;
-const IDS: [u32; 7] = [3, 1, 4, 1, 5, 9, 2];
 pub const RANK: usize = 2;
 const ALPHA: usize = 4;
 
@@ -111,11 +108,6 @@ fn load_as(tiny: &Tiny, adapter: &Adapter, dtype: DType, quantize: Option<GgmlDT
     CausalLm::loader(&config).lora(&adapter).quantize(quantize).load(tiny.var_builder(dtype, &CPU))
 }
 
-fn logits(model: &CausalLm) -> Result<Vec<f32>> {
-    let ids = Tensor::new(&[IDS], &CPU)?;
-    model.forward(&ids, &mut model.new_state(1)?)?.flatten_all()?.to_vec1()
-}
-
 /// A module of every kind that there is.
 const MODULES: [&str; 15] = [
     "model.layers.0.linear_attn.in_proj_qkvz",
@@ -135,13 +127,6 @@ const MODULES: [&str; 15] = [
     "lm_head",
 ];
 
-fn from_files(of: &Goldens, adapter: &LoraAdapter, group: Option<Arc<dyn Collective>>) -> Result<CausalLm> {
-    let (config, files) = (of.config()?, [of.dir() + "/model.safetensors"]);
-    // SAFETY: nobody writes the goldens.
-    let files = unsafe { SafetensorsFiles::open(&files)? };
-    CausalLm::loader(&config).lora(adapter).group(group).load_safetensors(&files, DType::F32, &CPU)
-}
-
 fn logprobs(model: &CausalLm, ids: &[u32]) -> Result<Vec<f32>> {
     let input = Tensor::from_slice(ids, (1, ids.len()), &CPU)?;
     let rows = model.forward(&input, &mut model.new_state(1)?)?.squeeze(0)?.to_vec2::<f32>()?;
@@ -152,7 +137,7 @@ fn logprobs(model: &CausalLm, ids: &[u32]) -> Result<Vec<f32>> {
 fn agrees_with_peft() -> Result<()> {
     for (dir, of) in adapters() {
         let (adapter, plain) = (LoraAdapter::open(&dir)?, of.model(DType::F32, &CPU)?);
-        let model = from_files(of, &adapter, None)?;
+        let model = from_files(of, Some(&adapter), None)?;
         for i in 0..2 {
             let (ids, want) = adapted(&dir, i)?;
             let error = max_diff(&logprobs(&model, &ids)?, &want);
@@ -168,8 +153,8 @@ fn agrees_with_peft() -> Result<()> {
 fn ranks_add_to_their_shards() -> Result<()> {
     for (dir, of) in adapters() {
         let adapter = LoraAdapter::open(&dir)?;
-        let whole = from_files(of, &adapter, None)?;
-        check(&dir, &whole, 2, BOUND, |group| from_files(of, &adapter, Some(group)));
+        let whole = from_files(of, Some(&adapter), None)?;
+        check(&dir, &whole, 2, BOUND, |group| from_files(of, Some(&adapter), Some(group)));
     }
     let tiny = four_heads();
     let mut fused = tiny.clone();

@@ -6,7 +6,8 @@ use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{
-    shard_of, CausalLm, Collective, DraftHeadChoice, LocalRank, SafetensorsFiles, SequencePool, StateLayout,
+    shard_of, CausalLm, Collective, DraftHeadChoice, LocalRank, LoraAdapter, SafetensorsFiles, SequencePool,
+    StateLayout,
 };
 use std::sync::Arc;
 
@@ -108,11 +109,12 @@ fn parts_are_the_whole() -> Result<()> {
     Ok(())
 }
 
-fn from_files(of: &Goldens, group: Arc<dyn Collective>) -> Result<CausalLm> {
+/// A model of mapped files, with an adapter or without.
+pub fn from_files(of: &Goldens, adapter: Option<&LoraAdapter>, group: Option<Arc<dyn Collective>>) -> Result<CausalLm> {
     let (config, files) = (of.config()?, [of.dir() + "/model.safetensors"]);
     // SAFETY: nobody writes the goldens.
     let files = unsafe { SafetensorsFiles::open(&files)? };
-    CausalLm::loader(&config).group(group).load_safetensors(&files, DType::F32, &Device::Cpu)
+    CausalLm::loader(&config).lora(adapter).group(group).load_safetensors(&files, DType::F32, &Device::Cpu)
 }
 
 /// Of mapped files only the part is read.
@@ -120,7 +122,7 @@ fn from_files(of: &Goldens, group: Arc<dyn Collective>) -> Result<CausalLm> {
 fn parts_of_files() -> Result<()> {
     for of in [&DEMO, &QWEN3_5, &QWEN3_5_MOE].into_iter().filter(|of| of.is_here()) {
         let whole = of.model(DType::F32, &Device::Cpu)?;
-        check("files", &whole, 2, BOUND, |group| from_files(of, group));
+        check("files", &whole, 2, BOUND, |group| from_files(of, None, Some(group)));
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Checkpoints in files as other writers leave them: names, sizes, scales, and tensors that nobody reads.
 
 use crate::fp8_files::in_fp8;
+use crate::gguf::logits;
 use crate::parallel::{check, BOUND};
 use crate::support::refused;
 use crate::tiny::Tiny;
@@ -10,7 +11,6 @@ use serde_json::{json, Value};
 use std::sync::Arc;
 
 const CPU: Device = Device::Cpu;
-const IDS: [u32; 5] = [3, 1, 4, 1, 5];
 
 fn load_with(tiny: &Tiny, head: DraftHeadChoice, group: Option<Arc<dyn Collective>>) -> Result<CausalLm> {
     let dir = tempfile::tempdir()?;
@@ -24,11 +24,6 @@ fn load_with(tiny: &Tiny, head: DraftHeadChoice, group: Option<Arc<dyn Collectiv
 
 fn load(tiny: &Tiny) -> Result<CausalLm> {
     load_with(tiny, DraftHeadChoice::Off, None)
-}
-
-fn logits(model: &CausalLm) -> Result<Vec<f32>> {
-    let ids = Tensor::new(&[IDS], &CPU)?;
-    model.forward(&ids, &mut model.new_state(1)?)?.flatten_all()?.to_vec1()
 }
 
 /// The weights under other names.

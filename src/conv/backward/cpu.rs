@@ -1,8 +1,9 @@
 //! Gradients of the convolution: one task per tile of channels, which walks the tokens of all sequences, so that sums over
 //! tokens have a fixed order.
 
+use crate::conv::cpu::{of_width, Conv, OfWidth};
 use candle_gdn_core::cpu::simd::{dispatch, sigmoid};
-use candle_gdn_core::cpu::{parallel, Element, Heads, Sequences, Shared};
+use candle_gdn_core::cpu::{parallel, Element, Heads, Shared};
 use pulp::{Simd, WithSimd};
 
 /// Channels of one task.
@@ -10,18 +11,12 @@ const TILE: usize = 64;
 /// Tokens whose share of the weight's gradient is summed in f32 before it goes to the sum in f64.
 const BLOCK: usize = 64;
 
-/// Everything but the results. `x` and `d_y` have one head of `channels`.
+/// Everything but the results. `d_y` has one head of the channels.
 pub struct ConvBackward<'a, T> {
-    pub x: Heads<'a, T>,
+    pub conv: Conv<'a, T, f32>,
     pub d_y: Heads<'a, T>,
-    /// `[channels, width]`
-    pub weight: &'a [f32],
     /// `[sequences, width - 1, channels]`, or zeros.
     pub window: Option<&'a [T]>,
-    pub channels: usize,
-    pub width: usize,
-    pub seqs: Sequences<'a>,
-    pub silu: bool,
 }
 
 /// What is written: `[tokens, channels]`, `[channels, width]` and `[sequences, width - 1, channels]`.
@@ -33,23 +28,14 @@ pub struct Gradients<'a, T> {
 
 impl<T: Element> ConvBackward<'_, T> {
     pub fn run(&self, gradients: Gradients<'_, T>) {
-        let tokens = self.seqs.total_tokens();
+        let (channels, tokens) = (self.conv.channels, self.conv.seqs.total_tokens());
         let (x, weight) = (Shared::new(gradients.x), Shared::new(gradients.weight));
         let window = Shared::new(gradients.window);
         let out = &Out { x, weight, window };
-        parallel(self.channels.div_ceil(TILE), 12 * tokens * TILE.min(self.channels), |task| {
+        parallel(channels.div_ceil(TILE), 12 * tokens * TILE.min(channels), |task| {
             let channel = task * TILE;
-            let tile = Tile { conv: self, channel, channels: TILE.min(self.channels - channel), out };
-            match self.width {
-                2 => dispatch(OfWidth::<2, _>(tile)),
-                3 => dispatch(OfWidth::<3, _>(tile)),
-                4 => dispatch(OfWidth::<4, _>(tile)),
-                5 => dispatch(OfWidth::<5, _>(tile)),
-                6 => dispatch(OfWidth::<6, _>(tile)),
-                7 => dispatch(OfWidth::<7, _>(tile)),
-                8 => dispatch(OfWidth::<8, _>(tile)),
-                width => unreachable!("a width of {width} was let in"),
-            }
+            let tile = Tile { backward: self, channel, channels: TILE.min(channels - channel), out };
+            of_width!(self.conv.width, tile);
         });
     }
 }
@@ -62,7 +48,7 @@ struct Out<'a, T> {
 }
 
 struct Tile<'a, 'b, T> {
-    conv: &'a ConvBackward<'b, T>,
+    backward: &'a ConvBackward<'b, T>,
     channel: usize,
     channels: usize,
     out: &'a Out<'a, T>,
@@ -70,9 +56,6 @@ struct Tile<'a, 'b, T> {
 
 /// Values by tap.
 type Taps<const WIDTH: usize> = [[f32; TILE]; WIDTH];
-
-/// A tile whose width the compiler knows.
-struct OfWidth<const WIDTH: usize, X>(X);
 
 impl<const WIDTH: usize, T: Element> WithSimd for OfWidth<WIDTH, Tile<'_, '_, T>> {
     type Output = ();
@@ -83,11 +66,11 @@ impl<const WIDTH: usize, T: Element> WithSimd for OfWidth<WIDTH, Tile<'_, '_, T>
         let mut taps: Taps<WIDTH> = [[0.0; TILE]; WIDTH];
         for c in 0..tile.channels {
             for (j, taps) in taps.iter_mut().enumerate() {
-                taps[c] = tile.conv.weight[(tile.channel + c) * WIDTH + j];
+                taps[c] = tile.backward.conv.weight[(tile.channel + c) * WIDTH + j];
             }
         }
         let mut sums = [[0f64; TILE]; WIDTH];
-        for n in 0..tile.conv.seqs.count {
+        for n in 0..tile.backward.conv.seqs.count {
             tile.sequence(n, &taps, &mut sums);
         }
         // SAFETY: a task owns its channels.
@@ -101,7 +84,7 @@ impl<const WIDTH: usize, T: Element> WithSimd for OfWidth<WIDTH, Tile<'_, '_, T>
 impl<T: Element> Tile<'_, '_, T> {
     #[inline(always)]
     fn sequence<const WIDTH: usize>(&self, n: usize, taps: &Taps<WIDTH>, sums: &mut [[f64; TILE]; WIDTH]) {
-        let (first, tokens) = self.conv.seqs.range(n);
+        let (first, tokens) = self.backward.conv.seqs.range(n);
         let mut block: Taps<WIDTH> = [[0.0; TILE]; WIDTH];
         // Gradients of the last inputs, to which later tokens still add, oldest first.
         let mut open: Taps<WIDTH> = [[0.0; TILE]; WIDTH];
@@ -111,9 +94,10 @@ impl<T: Element> Tile<'_, '_, T> {
                 self.input(n, first, t + j, WIDTH - 1, input);
             }
             let mut d_p = [0f32; TILE];
-            let d_y = &self.conv.d_y.row(n, first + t, 0, self.conv.channels)[self.channel..][..self.channels];
+            let d_y =
+                &self.backward.d_y.row(n, first + t, 0, self.backward.conv.channels)[self.channel..][..self.channels];
             d_p.iter_mut().zip(d_y).for_each(|(d_p, d_y)| *d_p = d_y.to_f32());
-            if self.conv.silu {
+            if self.backward.conv.silu {
                 for c in 0..TILE {
                     let p: f32 = (0..WIDTH).map(|j| inputs[j][c] * taps[j][c]).sum();
                     let s = sigmoid(p);
@@ -144,9 +128,9 @@ impl<T: Element> Tile<'_, '_, T> {
     /// Input `i`, of which the first `history` lie in the window.
     #[inline(always)]
     fn input(&self, n: usize, first: usize, i: usize, history: usize, dst: &mut [f32; TILE]) {
-        let all = self.conv.channels;
-        let row = match (i.checked_sub(history), self.conv.window) {
-            (Some(token), _) => self.conv.x.row(n, first + token, 0, all),
+        let all = self.backward.conv.channels;
+        let row = match (i.checked_sub(history), self.backward.window) {
+            (Some(token), _) => self.backward.conv.x.row(n, first + token, 0, all),
             (None, Some(window)) => &window[(n * history + i) * all..][..all],
             (None, None) => return,
         };
@@ -156,9 +140,9 @@ impl<T: Element> Tile<'_, '_, T> {
     /// The gradient of input `i`.
     #[inline(always)]
     fn store(&self, n: usize, i: usize, history: usize, gradient: &[f32; TILE]) {
-        let all = self.conv.channels;
+        let all = self.backward.conv.channels;
         let (out, row) = match i.checked_sub(history) {
-            Some(token) => (&self.out.x, self.conv.seqs.out_token(n) + token),
+            Some(token) => (&self.out.x, self.backward.conv.seqs.out_token(n) + token),
             None => (&self.out.window, n * history + i),
         };
         // SAFETY: a task owns its channels.

@@ -5,12 +5,12 @@ mod cpu;
 mod cuda;
 
 use super::cpu::Conv;
-use candle_core::{bail, CpuStorage, Layout, Result, Shape, Tensor};
+use super::ConvPlan;
+use candle_core::{bail, CpuStorage, Result, Tensor};
 use candle_gdn_core::check::*;
-use candle_gdn_core::cpu::{Element, Slots};
+use candle_gdn_core::cpu::{Element, Heads, Slots};
 use candle_gdn_core::device::Working;
-use candle_gdn_core::{custom_op, host, CuSeqlens, SequencePlan};
-use half::{bf16, f16};
+use candle_gdn_core::{by_dtype, custom_op, host, CuSeqlens, SequencePlan};
 
 const OP: &str = "causal_conv1d_diff";
 
@@ -23,14 +23,9 @@ struct ConvDiff {
 
 /// A checked call.
 struct DiffPlan {
-    x: HeadsLayout,
-    channels: usize,
-    width: usize,
-    seqs: SequencePlan,
-    weight_offset: usize,
+    conv: ConvPlan,
     /// First element of the window.
     window: Option<usize>,
-    out_shape: Shape,
 }
 
 impl ConvDiff {
@@ -44,71 +39,45 @@ impl ConvDiff {
         if !(2..=8).contains(&width) || channels == 0 {
             bail!("{OP}: weight: expected [channels, width] with a width of 2 to 8, got {:?}", weight.layout.dims());
         }
-        check_dense(OP, "weight", weight.layout, &[channels, width])?;
-        let lead = if self.cu_seqlens.is_some() { Lead::Packed } else { Lead::Batched };
-        let dims = x.layout.dims();
-        if dims.len() != lead.rank() + 1 {
-            let packed = if lead == Lead::Batched { "; packed tokens need cu_seqlens" } else { "" };
-            bail!("{OP}: x: expected shape [{}, {channels}], got {dims:?}{packed}", lead.names());
-        }
-        let lead_dims = &dims[..lead.rank()];
-        let seqs = SequencePlan::of_tokens((OP, "x"), (lead, lead_dims), self.cu_seqlens.as_ref())?;
+        let cu_seqlens = self.cu_seqlens.as_ref();
+        let conv = ConvPlan::new(OP, [x.layout, weight.layout], (channels, width), cu_seqlens, |lead| {
+            SequencePlan::of_tokens((OP, "x"), lead, cu_seqlens)
+        })?;
         if self.has_window {
             check_dtype(OP, "window", window.dtype, x.dtype)?;
             window.check_place(OP, &x.device(), &[])?;
-            check_dense(OP, "window", window.layout, &[seqs.count, width - 1, channels])?;
+            check_dense(OP, "window", window.layout, &conv.window_shape())?;
         }
-        Ok(DiffPlan {
-            x: heads_layout(OP, "x", x.layout, lead, lead_dims, (1, channels))?,
-            channels,
-            width,
-            seqs,
-            weight_offset: weight.layout.start_offset(),
-            window: self.has_window.then(|| window.layout.start_offset()),
-            out_shape: x.layout.shape().clone(),
-        })
+        Ok(DiffPlan { conv, window: self.has_window.then(|| window.layout.start_offset()) })
     }
 
-    fn on_cpu(&self, [x, weight, window]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
-        use CpuStorage::{BF16, F16, F32};
+    fn on_cpu(&self, [x, weight, window]: [CpuArg<'_>; 3]) -> CpuOutput {
         let plan = self.plan([Arg::cpu("x", x), Arg::cpu("weight", weight), Arg::cpu("window", window)])?;
-        let weight = &host::values(weight.0, plan.weight_offset, plan.channels * plan.width)?[..];
-        let out = match x.0 {
-            F32(x) => F32(self.forward::<f32>(&plan, x, weight, window.0)),
-            BF16(x) => BF16(self.forward::<bf16>(&plan, x, weight, window.0)),
-            F16(x) => F16(self.forward::<f16>(&plan, x, weight, window.0)),
-            x => bail!("{OP}: x: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(x)),
-        };
-        Ok((out, plan.out_shape))
+        let (x, weight) = (x.0, &plan.weight_of(weight.0)?[..]);
+        let out = by_dtype!(x => self.forward(&plan, (x, weight), window.0), else bail!("{OP}: x: expected dtype f32, bf16 or f16"));
+        Ok((out, plan.conv.out_shape))
     }
 
-    fn forward<T: Element>(&self, plan: &DiffPlan, x: &[T], weight: &[f32], window: &CpuStorage) -> Vec<T> {
-        let mut out = vec![T::ZERO; plan.out_shape.elem_count()];
+    fn forward<T: Element>(&self, plan: &DiffPlan, args: (&[T], &[f32]), window: &CpuStorage) -> CpuStorage {
+        let mut out = vec![T::ZERO; plan.conv.out_shape.elem_count()];
         let mut state = match plan.window_of::<T>(window) {
             Some(window) => window.to_vec(),
             None => vec![T::ZERO; plan.window_len()],
         };
-        let conv = Conv {
-            x: heads(x, plan.x),
-            weight,
-            channels: plan.channels,
-            width: plan.width,
-            seqs: plan.seqs.cpu(self.cu_seqlens.as_ref()),
-            slots: Slots { read: None, write: None, stride: (plan.width - 1) * plan.channels },
-            max_tokens: plan.seqs.max_tokens,
-            silu: self.silu,
-        };
-        conv.run(&mut out, &mut state);
-        out
+        self.conv(plan, args).run(&mut out, &mut state);
+        T::storage(out)
+    }
+
+    /// Sequence `n` in window `n`.
+    fn conv<'a, T>(&'a self, plan: &DiffPlan, args: (&'a [T], &'a [f32])) -> Conv<'a, T, f32> {
+        let slots = Slots { read: None, write: None, stride: (plan.conv.width - 1) * plan.conv.channels };
+        plan.conv.on_cpu(args, self.cu_seqlens.as_ref(), slots, self.silu)
     }
 
     #[cfg(feature = "cuda")]
-    fn on_cuda(
-        &self,
-        [x, weight, window]: [(&candle_core::CudaStorage, &Layout); 3],
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
+    fn on_cuda(&self, [x, weight, window]: [CudaArg<'_>; 3]) -> CudaOutput {
         let plan = self.plan([Arg::cuda("x", x), Arg::cuda("weight", weight), Arg::cuda("window", window)])?;
-        Ok((cuda::run(self, &plan, [x.0, weight.0, window.0])?, plan.out_shape))
+        Ok((cuda::run(self, &plan, [x.0, weight.0, window.0])?, plan.conv.out_shape))
     }
 
     fn backward(&self, args: [&Tensor; 3], grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
@@ -130,60 +99,32 @@ impl ConvDiff {
     fn backward_on_cpu(&self, plan: &DiffPlan, [x, weight, window]: [&Tensor; 3], d_y: &Tensor) -> Result<[Tensor; 3]> {
         let d_y_plan =
             self.plan([Arg::tensor("x", d_y), Arg::tensor("weight", weight), Arg::tensor("window", window)])?;
-        let ((d_x, d_weight, d_window), shape) =
-            host::with_storages([x, weight, window, d_y], |[x, weight, window, d_y]| {
-                use CpuStorage::{BF16, F16, F32};
-                let weight = &host::values(weight, plan.weight_offset, plan.channels * plan.width)?[..];
-                let d_y_rows = d_y_plan.x;
-                let out = match (x, d_y) {
-                    (F32(x), F32(d_y)) => {
-                        let (x, w, window) =
-                            self.gradients::<f32>(plan, [(x, plan.x), (d_y, d_y_rows)], weight, window);
-                        (F32(x), w, F32(window))
-                    }
-                    (BF16(x), BF16(d_y)) => {
-                        let (x, w, window) =
-                            self.gradients::<bf16>(plan, [(x, plan.x), (d_y, d_y_rows)], weight, window);
-                        (BF16(x), w, BF16(window))
-                    }
-                    (F16(x), F16(d_y)) => {
-                        let (x, w, window) =
-                            self.gradients::<f16>(plan, [(x, plan.x), (d_y, d_y_rows)], weight, window);
-                        (F16(x), w, F16(window))
-                    }
-                    (x, _) => bail!("{OP}: expected a gradient in {:?}", storage_dtype(x)),
-                };
-                Ok((out, (plan.seqs.count, plan.width - 1, plan.channels)))
-            })?;
-        Ok([
-            host::tensor_of(d_x, plan.out_shape.clone()),
-            Tensor::from_vec(d_weight, (plan.channels, plan.width), x.device())?,
-            host::tensor_of(d_window, shape),
-        ])
+        host::with_storages([x, weight, window, d_y], |[x, weight, window, d_y]| {
+            let weight = &plan.weight_of(weight)?[..];
+            Ok(by_dtype!(
+                x, d_y => self.gradients(plan, (x, weight), heads(d_y, d_y_plan.conv.x), window),
+                else bail!("{OP}: d_y: expected x's dtype")
+            ))
+        })
     }
 
     fn gradients<T: Element>(
         &self,
         plan: &DiffPlan,
-        [x, d_y]: [(&[T], HeadsLayout); 2],
-        weight: &[f32],
+        args: (&[T], &[f32]),
+        d_y: Heads<'_, T>,
         window: &CpuStorage,
-    ) -> (Vec<T>, Vec<f32>, Vec<T>) {
-        let mut d_x = vec![T::ZERO; plan.out_shape.elem_count()];
-        let mut d_weight = vec![0.0; weight.len()];
+    ) -> [Tensor; 3] {
+        let mut d_x = vec![T::ZERO; plan.conv.out_shape.elem_count()];
+        let mut d_weight = vec![0.0; args.1.len()];
         let mut d_window = vec![T::ZERO; plan.window_len()];
-        let conv = cpu::ConvBackward {
-            x: heads(x.0, x.1),
-            d_y: heads(d_y.0, d_y.1),
-            weight,
-            window: plan.window_of(window),
-            channels: plan.channels,
-            width: plan.width,
-            seqs: plan.seqs.cpu(self.cu_seqlens.as_ref()),
-            silu: self.silu,
-        };
+        let conv = cpu::ConvBackward { conv: self.conv(plan, args), d_y, window: plan.window_of(window) };
         conv.run(cpu::Gradients { x: &mut d_x, weight: &mut d_weight, window: &mut d_window });
-        (d_x, d_weight, d_window)
+        [
+            host::tensor_of(T::storage(d_x), plan.conv.out_shape.clone()),
+            host::tensor_of(CpuStorage::F32(d_weight), (plan.conv.channels, plan.conv.width)),
+            host::tensor_of(T::storage(d_window), plan.conv.window_shape().to_vec()),
+        ]
     }
 }
 
@@ -191,7 +132,11 @@ custom_op!(differentiable CustomOp3 for ConvDiff, OP, x x_layout, weight weight_
 
 impl DiffPlan {
     fn window_len(&self) -> usize {
-        self.seqs.count * (self.width - 1) * self.channels
+        self.conv.window_shape().iter().product()
+    }
+
+    fn weight_of(&self, storage: &CpuStorage) -> Result<Vec<f32>> {
+        host::values(storage, self.conv.weight_offset, self.conv.channels * self.conv.width)
     }
 
     fn window_of<'a, T: Element>(&self, storage: &'a CpuStorage) -> Option<&'a [T]> {

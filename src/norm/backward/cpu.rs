@@ -4,6 +4,7 @@
 //! dx = r (dn - n mean(n dn));   dz = dy w n act'(z);   dw = sum dy n act(z)
 //! ```
 
+use crate::norm::cpu::Norm;
 use candle_gdn_core::cpu::simd::{dispatch, sigmoid, sum_of_squares};
 use candle_gdn_core::cpu::{parallel, Element, Heads, Shared};
 use pulp::{Simd, WithSimd};
@@ -13,23 +14,15 @@ const ROWS: usize = 64;
 
 /// Everything but the results.
 pub struct NormBackward<'a, T> {
-    pub x: Heads<'a, T>,
-    pub z: Heads<'a, T>,
+    pub norm: Norm<'a, T>,
     pub d_y: Heads<'a, T>,
-    /// `[dim]`
-    pub weight: &'a [f32],
-    pub tokens: usize,
-    pub heads: usize,
-    pub eps: f32,
-    /// The gate is `sigmoid(z)` instead of `silu(z)`.
-    pub sigmoid: bool,
 }
 
 impl<T: Element> NormBackward<'_, T> {
     /// Writes the gradients of x and z, contiguous `[tokens, heads, dim]`, and returns that of the weight.
     pub fn run(&self, d_x: &mut [T], d_z: &mut [T]) -> Vec<f32> {
-        let dim = self.weight.len();
-        let rows = self.tokens * self.heads;
+        let norm = &self.norm;
+        let (dim, rows) = (norm.weight.len(), norm.tokens * norm.heads);
         let tasks = rows.div_ceil(ROWS);
         let mut partial = vec![0f32; tasks * dim];
         let (d_x, d_z, sums) = (Shared::new(d_x), Shared::new(d_z), Shared::new(&mut partial));
@@ -38,11 +31,11 @@ impl<T: Element> NormBackward<'_, T> {
             // SAFETY: each task owns its rows and its sums.
             let d_weight = unsafe { sums.part(task * dim, dim) };
             for row in first..rows.min(first + ROWS) {
-                let (token, head) = (row / self.heads, row % self.heads);
+                let (token, head) = (row / norm.heads, row % norm.heads);
                 // SAFETY: as above.
                 let (d_x, d_z) = unsafe { (d_x.part(row * dim, dim), d_z.part(row * dim, dim)) };
-                let [x, z, d_y] = [self.x, self.z, self.d_y].map(|heads| heads.row(0, token, head, dim));
-                dispatch(Row { norm: self, x, z, d_y, d_x, d_z, d_weight });
+                let [x, z, d_y] = [norm.x, norm.z, self.d_y].map(|heads| heads.row(0, token, head, dim));
+                dispatch(Row { norm, x, z, d_y, d_x, d_z, d_weight });
             }
         });
         // In the order of the tasks: equal inputs give equal bits.
@@ -51,7 +44,7 @@ impl<T: Element> NormBackward<'_, T> {
 }
 
 struct Row<'a, 'b, T> {
-    norm: &'a NormBackward<'b, T>,
+    norm: &'a Norm<'b, T>,
     x: &'a [T],
     z: &'a [T],
     d_y: &'a [T],

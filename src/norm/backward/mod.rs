@@ -4,12 +4,12 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use super::{flat_layout, GateActivation, GatedRmsNorm, NormPlan, OP};
+use super::{flat_layout, GatedRmsNorm, NormPlan, OP};
 use candle_core::{bail, CpuStorage, Result, Tensor};
 use candle_gdn_core::check::*;
-use candle_gdn_core::cpu::Element;
+use candle_gdn_core::cpu::{Element, Heads};
 use candle_gdn_core::device::Working;
-use candle_gdn_core::host;
+use candle_gdn_core::{by_dtype, host};
 
 impl GatedRmsNorm {
     /// The gradients of x, z and the weight.
@@ -36,49 +36,26 @@ impl GatedRmsNorm {
         [x, z, weight]: [&Tensor; 3],
         (grad, d_y): (&Tensor, HeadsLayout),
     ) -> Result<[Tensor; 3]> {
-        use CpuStorage::{BF16, F16, F32};
-        let (d_x, d_z, d_weight) = host::with_storages([x, z, weight, grad], |[x, z, weight, grad]| {
+        host::with_storages([x, z, weight, grad], |[x, z, weight, grad]| {
             let weight = &host::values(weight, plan.weight_offset, plan.dim)?[..];
-            Ok(match (x, z, grad) {
-                (F32(x), F32(z), F32(grad)) => {
-                    let (d_x, d_z, d_weight) = self.gradients(plan, [x, z, grad], d_y, weight);
-                    (F32(d_x), F32(d_z), d_weight)
-                }
-                (BF16(x), BF16(z), BF16(grad)) => {
-                    let (d_x, d_z, d_weight) = self.gradients(plan, [x, z, grad], d_y, weight);
-                    (BF16(d_x), BF16(d_z), d_weight)
-                }
-                (F16(x), F16(z), F16(grad)) => {
-                    let (d_x, d_z, d_weight) = self.gradients(plan, [x, z, grad], d_y, weight);
-                    (F16(d_x), F16(d_z), d_weight)
-                }
-                (x, ..) => bail!("{OP}: expected a gradient in {:?}", storage_dtype(x)),
-            })
-        })?;
-        let shape = &plan.out_shape;
-        let d_weight = Tensor::from_vec(d_weight, plan.dim, x.device())?;
-        Ok([host::tensor_of(d_x, shape.clone()), host::tensor_of(d_z, shape.clone()), d_weight])
+            Ok(by_dtype!(
+                x, z, grad => self.gradients(plan, [x, z], weight, heads(grad, d_y)),
+                else bail!("{OP}: d_y: expected x's dtype")
+            ))
+        })
     }
 
     fn gradients<T: Element>(
         &self,
         plan: &NormPlan,
-        [x, z, grad]: [&Vec<T>; 3],
-        d_y: HeadsLayout,
+        xz: [&Vec<T>; 2],
         weight: &[f32],
-    ) -> (Vec<T>, Vec<T>, Vec<f32>) {
+        d_y: Heads<'_, T>,
+    ) -> [Tensor; 3] {
         let [mut d_x, mut d_z] = [(); 2].map(|()| vec![T::ZERO; plan.out_shape.elem_count()]);
-        let norm = cpu::NormBackward {
-            x: heads(x, plan.x),
-            z: heads(z, plan.z),
-            d_y: heads(grad, d_y),
-            weight,
-            tokens: plan.tokens,
-            heads: plan.heads,
-            eps: self.eps as f32,
-            sigmoid: self.gate == GateActivation::Sigmoid,
-        };
-        let d_weight = norm.run(&mut d_x, &mut d_z);
-        (d_x, d_z, d_weight)
+        let norm = cpu::NormBackward { norm: self.rows(plan, xz, weight), d_y };
+        let d_weight = CpuStorage::F32(norm.run(&mut d_x, &mut d_z));
+        let [d_x, d_z] = [d_x, d_z].map(|x| host::tensor_of(T::storage(x), plan.out_shape.clone()));
+        [d_x, d_z, host::tensor_of(d_weight, plan.dim)]
     }
 }

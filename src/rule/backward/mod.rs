@@ -9,7 +9,7 @@ use super::options::RuleOptions;
 use crate::algo::Algo;
 use crate::plan::refuses_rule;
 use crate::reference::Dims;
-use candle_core::{bail, CpuStorage, DType, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{bail, CpuStorage, DType, Result, Shape, Storage, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::device::Working;
 use candle_gdn_core::{custom_op, CuSeqlens, SequencePlan};
@@ -48,11 +48,7 @@ fn columns(layout: HeadsLayout, start: usize, dim: usize) -> HeadsLayout {
 
 impl RuleDiff {
     fn lead(&self) -> Lead {
-        if self.cu_seqlens.is_some() {
-            Lead::Packed
-        } else {
-            Lead::Batched
-        }
+        Lead::of_tokens(self.cu_seqlens.as_ref())
     }
 
     fn plan(&self, [qkv, gates, state]: [Arg<'_>; 3]) -> Result<DiffPlan> {
@@ -103,7 +99,7 @@ impl RuleDiff {
         [seqs.count, value_heads, value_dim, key_dim]
     }
 
-    fn on_cpu(&self, [qkv, gates, state]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+    fn on_cpu(&self, [qkv, gates, state]: [CpuArg<'_>; 3]) -> CpuOutput {
         let plan = self.plan([Arg::cpu("qkv", qkv), Arg::cpu("gates", gates), Arg::cpu("state", state)])?;
         let (out, last) = cpu::run(self, &plan, [qkv.0, gates.0, state.0])?;
         self.shared.put_state(Storage::Cpu(CpuStorage::F32(last)));
@@ -111,10 +107,7 @@ impl RuleDiff {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_cuda(
-        &self,
-        [qkv, gates, state]: [(&candle_core::CudaStorage, &Layout); 3],
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
+    fn on_cuda(&self, [qkv, gates, state]: [CudaArg<'_>; 3]) -> CudaOutput {
         let plan = self.plan([Arg::cuda("qkv", qkv), Arg::cuda("gates", gates), Arg::cuda("state", state)])?;
         let (out, last) = cuda::run(self, &plan, [qkv.0, gates.0, state.0])?;
         self.shared.put_state(Storage::Cuda(last));

@@ -10,8 +10,8 @@ use candle_core::{bail, CpuStorage, DType, Result, Storage};
 use candle_gdn_core::check::{heads, storage_dtype};
 use candle_gdn_core::cpu::{Element, Stored};
 use candle_gdn_core::device::{elements, in_place_cpu, CpuWritten};
-use candle_gdn_core::{cpu_slots, host, CpuSlots};
-use half::{bf16, f16};
+use candle_gdn_core::{by_dtype, cpu_slots, host, CpuSlots};
+use half::bf16;
 
 /// Runs a checked call: o, with the state updated in place.
 pub fn run(rule: &Rule, plan: &RulePlan, qkv: [&CpuStorage; 3]) -> Result<CpuStorage> {
@@ -53,21 +53,14 @@ impl CpuRun<'_> {
     fn stored<S: Stored>(&self, qkv: [&CpuStorage; 3], (state, layout): CpuWritten<'_>) -> Result<CpuStorage> {
         let (op, stride) = (self.rule.name, layout.stride()[0]);
         let state = elements::<S>((op, "state"), (state, layout))?;
-        Ok(match qkv {
-            [CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)] => {
-                CpuStorage::F32(self.kernel([q, k, v], state, stride))
-            }
-            [CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)] => {
-                CpuStorage::BF16(self.kernel([q, k, v], state, stride))
-            }
-            [CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)] => {
-                CpuStorage::F16(self.kernel::<f16, S>([q, k, v], state, stride))
-            }
-            [q, ..] => bail!("{op}: q: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(q)),
-        })
+        let [q, k, v] = qkv;
+        Ok(by_dtype!(
+            q, k, v => self.kernel([q, k, v], state, stride),
+            else bail!("{op}: q: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(q))
+        ))
     }
 
-    fn kernel<T: Element, S: Stored>(&self, [q, k, v]: [&Vec<T>; 3], state: &mut [S], stride: usize) -> Vec<T> {
+    fn kernel<T: Element, S: Stored>(&self, [q, k, v]: [&Vec<T>; 3], state: &mut [S], stride: usize) -> CpuStorage {
         let (plan, options) = (self.plan, self.rule.options);
         let mut out = vec![T::ZERO; plan.out_shape.elem_count()];
         let rule = kernel::Rule {
@@ -84,6 +77,6 @@ impl CpuRun<'_> {
             scale: plan.scale,
         };
         rule.run(&mut out, state);
-        out
+        T::storage(out)
     }
 }

@@ -4,7 +4,7 @@ pub(super) mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use candle_core::{bail, CpuStorage, DType, Layout, Result, Shape, Tensor};
+use candle_core::{bail, CpuStorage, DType, Result, Shape, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::device::Working;
 use candle_gdn_core::{custom_op, host};
@@ -58,7 +58,7 @@ impl GdnGates {
         })
     }
 
-    fn on_cpu(&self, [ba, a_log, dt_bias]: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+    fn on_cpu(&self, [ba, a_log, dt_bias]: [CpuArg<'_>; 3]) -> CpuOutput {
         let plan = self.plan([Arg::cpu("ba", ba), Arg::cpu("a_log", a_log), Arg::cpu("dt_bias", dt_bias)])?;
         let [a_log, dt_bias] = plan.parameters([a_log.0, dt_bias.0])?;
         let mut gates = vec![0.0; plan.tokens * 2 * plan.heads];
@@ -67,10 +67,7 @@ impl GdnGates {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_cuda(
-        &self,
-        [ba, a_log, dt_bias]: [(&candle_core::CudaStorage, &Layout); 3],
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
+    fn on_cuda(&self, [ba, a_log, dt_bias]: [CudaArg<'_>; 3]) -> CudaOutput {
         let plan = self.plan([Arg::cuda("ba", ba), Arg::cuda("a_log", a_log), Arg::cuda("dt_bias", dt_bias)])?;
         Ok((cuda::run(self, &plan, [ba.0, a_log.0, dt_bias.0])?, plan.shape()))
     }

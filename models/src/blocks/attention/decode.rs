@@ -1,7 +1,9 @@
 //! The half after the append: attention of new tokens over the cache.
 
 use super::cache::{AttentionCache, AttentionPlan};
-use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+#[cfg(doc)]
+use candle_core::CustomOp2;
+use candle_core::{bail, Layout, Result, Tensor};
 use candle_gdn::CuSeqlens;
 use candle_gdn_core::*;
 
@@ -31,6 +33,8 @@ pub struct AttentionDecode {
     pub(super) cache: AttentionCache,
     pub(super) scale: f64,
     pub(super) cu_seqlens: Option<CuSeqlens>,
+    /// The longest sequence, its new tokens included; 0 is the cache's capacity. It decides how the work is divided, and the result is
+    /// right for any value.
     pub(super) max_len: usize,
     /// Whether the second argument is a gate; if not, it is q again.
     pub(super) gated: bool,
@@ -58,13 +62,6 @@ impl AttentionDecode {
         self
     }
 
-    /// The longest sequence, its new tokens included; by default the cache's capacity. It decides how the work is divided, and
-    /// the result is right for any value.
-    pub fn with_max_len(mut self, max_len: usize) -> Self {
-        self.max_len = max_len;
-        self
-    }
-
     /// Applies the op: o, contiguous, in the shape and dtype of q.
     ///
     /// # Errors
@@ -88,28 +85,17 @@ impl AttentionDecode {
         let (kv_heads, out_shape) = (self.cache.kv_heads(), q.dims().to_vec());
         Ok(AttentionPlan { inputs: [q_layout, gate, gate], seqs, heads, kv_heads, dim, out_shape })
     }
-}
 
-impl CustomOp2 for AttentionDecode {
-    fn name(&self) -> &'static str {
-        DECODE
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, q: &Layout, _: &CpuStorage, gate: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.plan(q, gate)?;
+    fn on_cpu(&self, [q, gate]: [CpuArg<'_>; 2]) -> CpuOutput {
+        self.plan(q.1, gate.1)?;
         bail!("{DECODE}: q: expected a tensor on CUDA, got one on the CPU")
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        q: &candle_core::CudaStorage,
-        ql: &Layout,
-        gate: &candle_core::CudaStorage,
-        gl: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let plan = self.plan(ql, gl)?;
-        let out = self.decode_cuda(DECODE, &plan, q, self.gated.then_some(gate))?;
-        Ok((out, Shape::from(plan.out_shape)))
+    fn on_cuda(&self, [q, gate]: [CudaArg<'_>; 2]) -> CudaOutput {
+        let plan = self.plan(q.1, gate.1)?;
+        Ok((self.decode_cuda(DECODE, &plan, q.0, self.gated.then_some(gate.0))?, plan.out_shape.into()))
     }
 }
+
+custom_op!(CustomOp2 for AttentionDecode, DECODE, q q_layout, gate gate_layout);

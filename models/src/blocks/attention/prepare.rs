@@ -1,7 +1,9 @@
 //! The half before the append: norm and rotary position of new queries and keys, and the append itself.
 
 use super::cache::{AttentionCache, AttentionPlan};
-use candle_core::{bail, CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
+#[cfg(doc)]
+use candle_core::CustomOp3;
+use candle_core::{bail, DType, Device, Layout, Result, Tensor};
 use candle_gdn::CuSeqlens;
 use candle_gdn_core::*;
 
@@ -144,41 +146,21 @@ impl AttentionPrepare {
         ];
         Ok(AttentionPlan { inputs, seqs, heads, kv_heads, dim, out_shape: q.dims().to_vec() })
     }
-}
 
-impl CustomOp3 for AttentionPrepare {
-    fn name(&self) -> &'static str {
-        PREPARE
-    }
-
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        q: &Layout,
-        _: &CpuStorage,
-        k: &Layout,
-        _: &CpuStorage,
-        v: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.plan([q, k, v])?;
+    fn on_cpu(&self, args: [CpuArg<'_>; 3]) -> CpuOutput {
+        self.plan(args.map(|(_, layout)| layout))?;
         bail!("{PREPARE}: q: expected a tensor on CUDA, got one on the CPU")
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        q: &candle_core::CudaStorage,
-        ql: &Layout,
-        k: &candle_core::CudaStorage,
-        kl: &Layout,
-        v: &candle_core::CudaStorage,
-        vl: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
+    fn on_cuda(&self, args: [CudaArg<'_>; 3]) -> CudaOutput {
         use candle_core::backend::BackendStorage;
-        let plan = self.plan([ql, kl, vl])?;
-        for (arg, storage) in [("q", q), ("k", k), ("v", v)] {
+        let plan = self.plan(args.map(|(_, layout)| layout))?;
+        for (arg, (storage, _)) in ["q", "k", "v"].into_iter().zip(args) {
             self.check_input(arg, storage.dtype(), std::ptr::from_ref(storage).addr())?;
         }
-        Ok((self.prepare_cuda(PREPARE, &plan, [q, k, v])?, Shape::from(plan.out_shape)))
+        Ok((self.prepare_cuda(PREPARE, &plan, args.map(|(storage, _)| storage))?, plan.out_shape.into()))
     }
 }
+
+custom_op!(CustomOp3 for AttentionPrepare, PREPARE, q q_layout, k k_layout, v v_layout);

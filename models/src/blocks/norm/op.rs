@@ -2,7 +2,9 @@
 
 use super::cpu::rms_norm;
 use crate::ops::RowsLayout;
-use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+#[cfg(doc)]
+use candle_core::CustomOp3;
+use candle_core::{bail, CpuStorage, DType, Layout, Result, Tensor};
 use candle_gdn_core::cpu::Element;
 use candle_gdn_core::*;
 
@@ -142,46 +144,25 @@ impl AddRmsNorm {
         out.extend(y.into_iter().map(T::from_f32));
         out
     }
-}
 
-impl CustomOp3 for AddRmsNorm {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        h: &CpuStorage,
-        hl: &Layout,
-        weight: &CpuStorage,
-        wl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
+    fn on_cpu(&self, [x, h, weight]: [CpuArg<'_>; 3]) -> CpuOutput {
         use CpuStorage::{BF16, F16, F32};
-        let plan = self.plan(xl, hl, wl)?;
-        let F32(w) = weight else { bail!("{OP}: weight: expected dtype f32, got {:?}", storage_dtype(weight)) };
-        let out = match (x, h) {
+        let plan = self.plan(x.1, h.1, weight.1)?;
+        let F32(w) = weight.0 else { bail!("{OP}: weight: expected dtype f32, got {:?}", storage_dtype(weight.0)) };
+        let out = match (x.0, h.0) {
             (F32(x), F32(h)) => F32(self.cpu_run(&plan, x, h, w)),
             (BF16(x), BF16(h)) => BF16(self.cpu_run_half(&plan, x, h, w)),
             (F16(x), F16(h)) => F16(self.cpu_run_half(&plan, x, h, w)),
-            _ => bail!("{OP}: h: expected dtype {:?} (x's), got {:?}", storage_dtype(x), storage_dtype(h)),
+            (x, h) => bail!("{OP}: h: expected dtype {:?} (x's), got {:?}", storage_dtype(x), storage_dtype(h)),
         };
-        Ok((out, Shape::from(plan.out_shape)))
+        Ok((out, plan.out_shape.into()))
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        x: &candle_core::CudaStorage,
-        xl: &Layout,
-        h: &candle_core::CudaStorage,
-        hl: &Layout,
-        weight: &candle_core::CudaStorage,
-        wl: &Layout,
-    ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let plan = self.plan(xl, hl, wl)?;
-        let out = super::cuda::residual(&plan, x, h, weight)?;
-        Ok((out, Shape::from(plan.out_shape)))
+    fn on_cuda(&self, [x, h, weight]: [CudaArg<'_>; 3]) -> CudaOutput {
+        let plan = self.plan(x.1, h.1, weight.1)?;
+        Ok((super::cuda::residual(&plan, x.0, h.0, weight.0)?, plan.out_shape.into()))
     }
 }
+
+custom_op!(CustomOp3 for AddRmsNorm, OP, x x_layout, h h_layout, weight weight_layout);

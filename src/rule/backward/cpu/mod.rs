@@ -11,18 +11,14 @@ use crate::rule::cpu::kernel::Rule;
 use candle_core::{bail, CpuStorage, Device, Result, Tensor};
 use candle_gdn_core::check::{heads, storage_dtype};
 use candle_gdn_core::cpu::{Element, Heads, Slots};
-use candle_gdn_core::host;
+use candle_gdn_core::{by_dtype, host};
 
 /// o and the final state of a checked call.
 pub fn run(op: &RuleDiff, plan: &DiffPlan, [qkv, gates, state]: [&CpuStorage; 3]) -> Result<(CpuStorage, Vec<f32>)> {
     let gates = gates_of(op, plan, gates)?;
     let mut last = initial_state(op, plan, state)?;
-    let out = match qkv {
-        CpuStorage::F32(x) => CpuStorage::F32(typed(op, plan, x, &gates, &mut last)),
-        CpuStorage::BF16(x) => CpuStorage::BF16(typed(op, plan, x, &gates, &mut last)),
-        CpuStorage::F16(x) => CpuStorage::F16(typed(op, plan, x, &gates, &mut last)),
-        x => bail!("{OP}: qkv: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(x)),
-    };
+    let refused = || bail!("{OP}: qkv: expected dtype f32, bf16 or f16, got {:?}", storage_dtype(qkv));
+    let out = by_dtype!(qkv => typed(op, plan, qkv, &gates, &mut last), else return refused());
     Ok((out, last))
 }
 
@@ -59,10 +55,10 @@ fn rule_of<'a, T: Element>(op: &'a RuleDiff, plan: &DiffPlan, qkv: &'a [T], gate
     }
 }
 
-fn typed<T: Element>(op: &RuleDiff, plan: &DiffPlan, qkv: &[T], gates: &[(f32, f32)], state: &mut [f32]) -> Vec<T> {
+fn typed<T: Element>(op: &RuleDiff, plan: &DiffPlan, qkv: &[T], gates: &[(f32, f32)], state: &mut [f32]) -> CpuStorage {
     let mut out = vec![T::ZERO; plan.out_shape.elem_count()];
     rule_of(op, plan, qkv, gates).run(&mut out, state);
-    out
+    T::storage(out)
 }
 
 /// The gradients of qkv, the gates and the initial state.
@@ -86,18 +82,10 @@ pub fn backward(
         };
         let mut d_gates = vec![0.0; gates.elem_count()];
         let mut d_state = vec![0.0; shape.iter().product()];
-        let d_qkv = match (x, d_o) {
-            (CpuStorage::F32(x), CpuStorage::F32(d_o)) => {
-                CpuStorage::F32(call.run(x, &d_o[start[0]..], &mut d_gates, &mut d_state))
-            }
-            (CpuStorage::BF16(x), CpuStorage::BF16(d_o)) => {
-                CpuStorage::BF16(call.run(x, &d_o[start[0]..], &mut d_gates, &mut d_state))
-            }
-            (CpuStorage::F16(x), CpuStorage::F16(d_o)) => {
-                CpuStorage::F16(call.run(x, &d_o[start[0]..], &mut d_gates, &mut d_state))
-            }
-            (x, _) => bail!("{OP}: expected a gradient in {:?}", storage_dtype(x)),
-        };
+        let d_qkv = by_dtype!(
+            x, d_o => call.run(x, &d_o[start[0]..], &mut d_gates, &mut d_state),
+            else bail!("{OP}: expected a gradient in {:?}", storage_dtype(x))
+        );
         Ok((
             host::tensor_of(d_qkv, qkv.shape().clone()),
             Tensor::from_vec(d_gates, gates.shape(), &Device::Cpu)?,
@@ -117,7 +105,7 @@ struct Call<'a> {
 
 impl Call<'_> {
     /// The gradient of qkv; `d_o` is contiguous.
-    fn run<T: Element>(&self, qkv: &[T], d_o: &[T], d_gates: &mut [f32], d_state: &mut [f32]) -> Vec<T> {
+    fn run<T: Element>(&self, qkv: &[T], d_o: &[T], d_gates: &mut [f32], d_state: &mut [f32]) -> CpuStorage {
         let Dims { value_heads, value_dim, .. } = self.op.sizes;
         let row = value_heads * value_dim;
         let call = kernel::RuleBackward {
@@ -133,6 +121,6 @@ impl Call<'_> {
         };
         let mut d_qkv = vec![T::ZERO; self.plan.seqs.total_tokens * self.op.channels()];
         call.run(kernel::Output { qkv: &mut d_qkv, gates: d_gates, state: d_state });
-        d_qkv
+        T::storage(d_qkv)
     }
 }
