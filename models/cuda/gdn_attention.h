@@ -36,7 +36,7 @@ typedef struct gdn_attention_prepare_params {
   gdn_heads q;             // [.., num_heads, head_dim], io_dtype; any strides: columns of one projection, between gates
   gdn_heads k, v;          // [.., num_kv_heads, head_dim], io_dtype
   gdn_heads q_out;         // written: [.., num_heads, head_dim], io_dtype; may be q itself
-  const float *q_weight;   // [head_dim]
+  const float *q_weight;   // [head_dim]; null, with k_weight: queries and keys come normed
   const float *k_weight;   // [head_dim]
   const float *inv_freq;   // [rotary_dim / 2]: radians a position of the pair of values i and i + rotary_dim / 2
   const float *inv_freq_low;    // null, or [rotary_dim / 2]: what inv_freq lost when it was rounded to f32. At position

@@ -74,6 +74,7 @@ pub use blocks::norm::AddRmsNorm;
 pub use causal_lm::CausalLm;
 pub use config::{
     json_as_python, AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig,
+    NormPlacement, QkNorm,
 };
 pub use engine::{
     DraftDepth, Engine, EngineHandle, EngineMessages, EngineOptions, EngineStats, Event, FinishReason, Follower,

@@ -1,7 +1,7 @@
 //! The memory of a model, computed from its configuration alone.
 
-use crate::config::{Family, FfnKind, LayerConfig, MixerKind, ModelConfig};
-use crate::formats::Fp8Format;
+use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig, QkNorm};
+use crate::formats::{Fp8Format, LayerNames};
 use crate::weights::BLOCK_COLUMNS;
 use candle_core::quantized::GgmlDType;
 use candle_core::DType;
@@ -124,22 +124,21 @@ impl ModelConfig {
     /// The projections of a layer but those of experts: names, numbers, rows and columns.
     fn projections(&self, layer: &LayerConfig) -> Vec<(&'static str, [usize; 3])> {
         let (c, a, h) = (&self.gdn, &self.attention, self.hidden_size);
-        let (channels, value) = (c.conv_channels(), c.value_size());
         let mut all = match layer.mixer {
-            MixerKind::LinearAttention => match self.family {
-                Family::Qwen3Next => vec![("linear_attn.in_proj_qkvz", [1, channels + value, h])],
-                _ => vec![("linear_attn.in_proj_qkv", [1, channels, h]), ("linear_attn.in_proj_z", [1, value, h])],
-            },
-            MixerKind::FullAttention => vec![
-                ("self_attn.q_proj", [1, 2 * a.num_heads * a.head_dim, h]),
+            MixerKind::LinearAttention => {
+                let names = LayerNames::of(self.family);
+                let mut all: Vec<_> =
+                    (names.gdn_inputs)(c).into_iter().map(|(name, rows)| (name, [1, rows, h])).collect();
+                all.push((names.gdn_output, [1, h, c.value_size()]));
+                all
+            }
+            MixerKind::FullAttention | MixerKind::SlidingAttention => vec![
+                ("self_attn.q_proj", [1, a.query_rows(), h]),
                 ("self_attn.k_proj", [1, a.num_kv_heads * a.head_dim, h]),
                 ("self_attn.v_proj", [1, a.num_kv_heads * a.head_dim, h]),
                 ("self_attn.o_proj", [1, h, a.num_heads * a.head_dim]),
             ],
         };
-        if layer.mixer == MixerKind::LinearAttention {
-            all.push(("linear_attn.out_proj", [1, h, value]));
-        }
         if let FfnKind::Dense { intermediate_size: inner } = layer.ffn {
             all.extend([
                 ("mlp.gate_proj", [1, inner, h]),
@@ -185,10 +184,16 @@ impl ModelConfig {
                     all.add(h.saturating_mul(2 * heads), 2 * heads + c.value_head_dim as u64);
                     all.add(channels.saturating_mul(c.conv_kernel as u64), 0);
                 }
-                MixerKind::FullAttention => all.add(0, 2 * a.head_dim as u64),
+                MixerKind::FullAttention | MixerKind::SlidingAttention => {
+                    let heads = match a.qk_norm {
+                        QkNorm::Head => 2,
+                        QkNorm::Projection => a.num_heads.saturating_add(a.num_kv_heads),
+                    };
+                    all.add(0, product(&[heads, a.head_dim]));
+                }
             }
             if let (FfnKind::Moe, Some(moe)) = (layer.ffn, &self.moe) {
-                let gate = if moe.shared_intermediate_size > 0 { h } else { 0 };
+                let gate = if moe.shared_gate && moe.shared_intermediate_size > 0 { h } else { 0 };
                 all.add(0, product(&[moe.num_experts, self.hidden_size]).saturating_add(gate));
             }
         }

@@ -4,6 +4,7 @@ mod checkpoint;
 mod config;
 mod forward;
 mod freeze;
+mod layout;
 mod load;
 mod projection;
 mod train;

@@ -46,12 +46,13 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
   const auto column = [&](int m) { return (m * 32 + lane) * N; };
   const auto index = [&](int m, int i) { return shared_column<N>(column(m)) + i % 4 + i / 4 * kHalf; };
   // Load the weights.
+  const float *const weight = QUERY ? p.q_weight : p.k_weight;
   float weights[kItems][N];
 #pragma unroll
   for (int m = 0; m < kItems; ++m) {
-    if (column(m) < p.head_dim) load_weights((QUERY ? p.q_weight : p.k_weight) + column(m), weights[m]);
+    if (weight && column(m) < p.head_dim) load_weights(weight + column(m), weights[m]);
 #pragma unroll
-    for (int i = 0; i < N; ++i) weights[m][i] += p.zero_centred ? 1.f : 0.f;
+    for (int i = 0; i < N; ++i) weights[m][i] = weight ? weights[m][i] + (p.zero_centred ? 1.f : 0.f) : 1.f;
   }
 
   for (int n = blockIdx.y; n < p.seqs.num_seqs; n += gridDim.y) {
@@ -105,7 +106,7 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
           for (int i = 0; i < N; ++i) sum[r] = fmaf(raw[r][m][i], raw[r][m][i], sum[r]);
 #pragma unroll
       for (int r = 0; r < kRotated; ++r) {
-        const float scale = rsqrtf(group_sum(sum[r]) * mean + p.eps);
+        const float scale = weight ? rsqrtf(group_sum(sum[r]) * mean + p.eps) : 1.f;
 #pragma unroll
         for (int m = 0; m < kItems; ++m)
 #pragma unroll
@@ -190,9 +191,9 @@ extern "C" int gdn_attention_prepare(const gdn_attention_prepare_params *params,
   if (const int status = check(p)) return status;
   if (p.seqs.num_seqs == 0 || max_tokens(p.seqs) == 0) return GDN_OK;
   for (const void *x : {p.q.ptr, p.k.ptr, p.v.ptr, p.q_out.ptr, static_cast<const void *>(p.cache.k),
-                        static_cast<const void *>(p.cache.v), static_cast<const void *>(p.positions),
-                        static_cast<const void *>(p.q_weight), static_cast<const void *>(p.k_weight)})
+                        static_cast<const void *>(p.cache.v), static_cast<const void *>(p.positions)})
     if (!x) return GDN_NULL_POINTER;
+  if (!p.q_weight != !p.k_weight) return GDN_NULL_POINTER;
   if (p.rotary_dim > 0 && !p.inv_freq) return GDN_NULL_POINTER;
   return with_dtype(p.io_dtype, [&](auto type) { return launch_prepare<typename decltype(type)::type>(p, stream); });
 }

@@ -53,6 +53,7 @@ fn general_and_cpu_kernels_agree() -> Result<()> {
             intermediate_size: 12,
             shared_intermediate_size: shared,
             norm_topk_prob: shared == 0,
+            shared_gate: true,
         };
         let vb = VarBuilder::from_tensors(weights(&cfg, hidden)?, DType::F32, &Device::Cpu);
         let source = Source::new(vb);
@@ -82,6 +83,7 @@ fn cuda_kernels_and_cpu_kernels_agree() -> Result<()> {
                 intermediate_size: 192,
                 shared_intermediate_size: shared,
                 norm_topk_prob: shared > 0,
+                shared_gate: true,
             };
             let round = |x: &Tensor| x.to_dtype(dtype)?.to_dtype(DType::F32);
             let weights = weights(&cfg, hidden)?.into_iter().filter(|(_, w)| w.elem_count() > 0);
@@ -119,6 +121,7 @@ fn packed_experts_and_cpu_kernels_agree() -> Result<()> {
                 intermediate_size: 256,
                 shared_intermediate_size: shared,
                 norm_topk_prob: shared > 0,
+                shared_gate: true,
             };
             let hidden = 512;
             let weights = weights(&cfg, hidden)?.into_iter().filter(|(_, w)| w.elem_count() > 0);

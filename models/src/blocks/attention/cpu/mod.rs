@@ -1,4 +1,5 @@
-//! Causal softmax attention over a cache, with norms and rotary positions on queries and keys and a gate on the output.
+//! Causal softmax attention over a cache, with norms and rotary positions on queries and keys and a gate on the output, each where the
+//! model has it.
 //!
 //! Keys and values are taken a block at a time with a running maximum and sum (Milakov and Gimelshein, arXiv 1805.02867), so
 //! that memory does not grow with the context. The cache holds the keys in panels of [`PANEL`] tokens, `[token / PANEL, dim,
@@ -90,8 +91,8 @@ impl<T: Element> Cache<T> {
 /// Norm and rotation of queries or keys.
 #[derive(Clone, Copy)]
 pub(crate) struct Positions<'a> {
-    pub q_scale: &'a [f32],
-    pub k_scale: &'a [f32],
+    /// Of queries and of keys; none where these come normed.
+    pub scales: Option<[&'a [f32]; 2]>,
     pub eps: f32,
     /// `[tokens, pairs]`: of value `i` and value `i + pairs` of each head.
     pub cos: &'a [f32],
@@ -100,10 +101,13 @@ pub(crate) struct Positions<'a> {
 }
 
 impl Positions<'_> {
-    /// Norm of a head, then rotation to the position of the call's token `t`.
+    /// Norm of a head of the queries (0) or keys (1), then rotation to the position of the call's token `t`.
     #[inline(always)]
-    fn apply(&self, x: &[f32], scale: &[f32], t: usize, out: &mut [f32]) {
-        norm_row(x, scale, self.eps, out);
+    fn apply(&self, x: &[f32], which: usize, t: usize, out: &mut [f32]) {
+        match self.scales {
+            Some(scales) => norm_row(x, scales[which], self.eps, out),
+            None => out.copy_from_slice(x),
+        }
         let (cos, sin) = (&self.cos[t * self.pairs..][..self.pairs], &self.sin[t * self.pairs..][..self.pairs]);
         let (first, rest) = out.split_at_mut(self.pairs);
         for (((a, b), c), s) in first.iter_mut().zip(rest).zip(cos).zip(sin) {
@@ -114,8 +118,9 @@ impl Positions<'_> {
 
 /// The next tokens of a sequence.
 pub(crate) struct Attention<'a> {
-    /// `[tokens, heads, q and gate]`; empty where the tokens are only appended.
+    /// `[tokens, heads, q and gate]`, or without gates `[tokens, heads, q]`; empty where the tokens are only appended.
     pub q_gate: &'a [f32],
+    pub gated: bool,
     /// `[tokens, kv_heads, dim]`
     pub k: &'a [f32],
     pub v: &'a [f32],
@@ -129,7 +134,7 @@ pub(crate) struct Attention<'a> {
 pub(crate) struct Call<'a, T> {
     pub attention: Attention<'a>,
     pub cache: &'a mut Cache<T>,
-    /// `sigmoid(gate) * attention`, `[tokens, heads, dim]`; empty where the tokens are only appended.
+    /// `sigmoid(gate) * attention`, or attention, `[tokens, heads, dim]`; empty where the tokens are only appended.
     pub out: &'a mut [f32],
 }
 
@@ -249,7 +254,8 @@ pub(crate) fn run_all<T: Element>(mut calls: Vec<Call<'_, T>>) {
 impl Attention<'_> {
     fn check(&self, Shape { heads, kv_heads, dim }: Shape, out: &[f32]) {
         let (queries, keys) = (self.tokens * heads * dim, self.tokens * kv_heads * dim);
-        assert!(out.is_empty() && self.q_gate.is_empty() || out.len() == queries && self.q_gate.len() == 2 * queries);
+        let rows = if self.gated { 2 * queries } else { queries };
+        assert!(out.is_empty() && self.q_gate.is_empty() || out.len() == queries && self.q_gate.len() == rows);
         assert_eq!((self.k.len(), self.v.len()), (keys, keys));
     }
 
@@ -272,7 +278,7 @@ impl Attention<'_> {
                 )
             };
             let new = tokens.start - len..tokens.end - len;
-            dispatch(Append { attention: self, kv_heads, head, new, column: first % PANEL, keys, values, padded });
+            dispatch(Append { attention: self, kv_heads, head, new, column: first % PANEL, keys, values, dim, padded });
         });
         cache.len += self.tokens;
     }
@@ -288,6 +294,7 @@ struct Append<'a, 'b, T> {
     column: usize,
     keys: &'a mut [T],
     values: &'a mut [T],
+    dim: usize,
     padded: usize,
 }
 
@@ -297,11 +304,11 @@ impl<T: Element> WithSimd for Append<'_, '_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
         let Attention { k, v, positions, .. } = self.attention;
-        let dim = positions.k_scale.len();
+        let dim = self.dim;
         let mut key = vec![0f32; dim];
         for (i, t) in self.new.enumerate() {
             let row = (t * self.kv_heads + self.head) * dim;
-            positions.apply(&k[row..][..dim], positions.k_scale, t, &mut key);
+            positions.apply(&k[row..][..dim], 1, t, &mut key);
             let value = &mut self.values[i * self.padded..][..dim];
             value.iter_mut().zip(&v[row..][..dim]).for_each(|(dst, &x)| *dst = T::from_f32(x));
             mark_unfinite(&mut key, value);

@@ -41,10 +41,13 @@ impl<T: Element> Queries<'_, '_, T> {
     #[inline(always)]
     fn store(&self, i: usize, o: &[f32], total: f32, out: &Shared<'_, f32>) {
         let (dim, (_, head)) = (self.cache.shape.dim, self.place(i));
-        let gate = &self.attention.q_gate[(2 * head + 1) * dim..][..dim];
+        let factor = 1.0 / total;
         // SAFETY: each query has one task.
         let out = unsafe { out.part(head * dim, dim) };
-        let factor = 1.0 / total;
+        if !self.attention.gated {
+            return out.iter_mut().zip(o).for_each(|(out, o)| *out = o * factor);
+        }
+        let gate = &self.attention.q_gate[(2 * head + 1) * dim..][..dim];
         out.iter_mut().zip(o).zip(gate).for_each(|((out, o), g)| *out = o * factor * sigmoid(*g));
     }
 }
@@ -99,8 +102,8 @@ impl<T: Element> QueriesTask<'_, '_, '_, T> {
         let (attention, scale) = (queries.attention, (dim as f32).powf(-0.5));
         for (i, q) in ws.q.chunks_exact_mut(dim).enumerate() {
             let (t, head) = queries.place(i);
-            let src = &attention.q_gate[2 * head * dim..][..dim];
-            attention.positions.apply(src, attention.positions.q_scale, t, q);
+            let columns = if attention.gated { 2 * dim } else { dim };
+            attention.positions.apply(&attention.q_gate[head * columns..][..dim], 0, t, q);
             q.iter_mut().for_each(|q| *q *= scale);
         }
         let end = queries.keys.end.min(queries.seen(count - 1));

@@ -49,11 +49,11 @@ impl Case {
         let angles = start * self.pairs..(start + tokens) * self.pairs;
         Attention {
             q_gate: &self.q_gate[rows(heads * 2 * dim)],
+            gated: true,
             k: &self.k[rows(kv_heads * dim)],
             v: &self.v[rows(kv_heads * dim)],
             positions: Positions {
-                q_scale: &self.q_scale,
-                k_scale: &self.k_scale,
+                scales: Some([&self.q_scale, &self.k_scale]),
                 eps: 1e-6,
                 cos: &self.cos[angles.clone()],
                 sin: &self.sin[angles],
